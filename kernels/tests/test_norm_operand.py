@@ -55,12 +55,15 @@ def assert_same(found: Operand, y: Tensor, layout: str | None, format: str, mult
     else:
         wanted = quantize_blocks(y, layout=layout, **options)
     again = found.transposed(*found.kept)
-    both = zip((found.data, found.scale, *again), wanted[:4], ("data", "scale", "transposed", "its scale"), strict=True)
+    both = zip(
+        (found.data, found.scale, *again), wanted[:4], ("data", "scale", "transposed", "its scale"), strict=True
+    )
     for a, b, name in both:
         assert (a.dtype, a.shape) == (b.dtype, b.shape), name
         assert torch.equal(bits(a), bits(b)), f"{name}: {int((bits(a) != bits(b)).sum())} differ"
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("impl", ["triton", "reference"])
 @pytest.mark.parametrize("full", [False, True])
 @pytest.mark.parametrize("shape", SHAPES)
@@ -102,6 +105,7 @@ def through(given: dict[str, Any], recipe: Recipe, prepared: bool) -> list[Tenso
     return [out.detach(), *torch.autograd.grad(ends, [*leaves, weight], steps)]
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("recipe", [BLOCKS, TENSOR], ids=["blocks", "tensor"])
 @pytest.mark.parametrize("full", [False, True])
 def test_behind_it_value_and_all_gradients_are_the_same_and_the_input_itself_is_not_read(
@@ -114,6 +118,7 @@ def test_behind_it_value_and_all_gradients_are_the_same_and_the_input_itself_is_
     assert all(torch.equal(bits(a), bits(b)) for a, b in zip(found, wanted, strict=True))
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("recipe", [BLOCKS, TENSOR], ids=["blocks", "tensor"])
 @pytest.mark.parametrize("shape", [(3, 80), (5, 27, 300)])
 def test_swiglu_on_the_way_into_the_product_is_swiglu_before_it(shape: tuple[int, ...], recipe: Recipe) -> None:
@@ -142,6 +147,7 @@ def tensor() -> None:
     test_one_scale_is_that_of_the_whole_or_the_one_that_is_given(True)
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize(
     ("module", "old", "new", "noticed_by"),
     [

@@ -1,7 +1,7 @@
 """Steps in FP8 whose norms and SwiGLU quantise for linear layers, and the same steps with all of that done apart.
 
-A program, `python -m tests.support.operands`, because Triton decides whether to interpret when it is imported. It reads
-JSON, names and the words of each command line, and prints what `both` says.
+A program, `python -m tests.support.operands`, because Triton decides whether to interpret when it is imported. It
+reads JSON, names and the words of each command line, and prints what `both` says.
 """
 
 from __future__ import annotations
@@ -11,11 +11,14 @@ import os
 import subprocess
 import sys
 from collections import Counter
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
-CALLS = ("quantize_tensorwise", "quantize_blocks", "norm_quantized", "all_gather")
+CALLS = ("quantize_tensorwise", "quantize_blocks")
+"""What quantises for a linear layer, within it."""
 
 
 def both(runs: dict[str, list[str]], timeout_s: float = 300) -> dict[str, dict[str, Any]]:
@@ -69,40 +72,27 @@ def _main() -> None:
     print(json.dumps(found))
 
 
-def _counted(made: Counter[str]) -> Any:
-    """Counts calls of the functions in `CALLS` until the first backward."""
-    from contextlib import ExitStack
+@contextmanager
+def _counted(made: Counter[str]) -> Iterator[None]:
+    """Counts calls of `CALLS` until the first loss."""
     from unittest import mock
 
-    import torch
     from mtrain_kernels.fp8_linear import op
 
-    from mtrain.mcore import operands
     from mtrain.train import step
 
     def counting(name: str, real: Any) -> Any:
         def counted(*args: Any, **given: Any) -> Any:
-            made[name] += int(not made["losses"])
+            made[name] += name == "losses" or not made["losses"]
             return real(*args, **given)
 
         return counted
 
-    def summed(*args: Any, **given: Any) -> Any:
-        made["losses"] += 1
-        return real_sum(*args, **given)
-
-    real_sum, stack = step.sum_loss, ExitStack()
-    stack.enter_context(mock.patch.object(step, "sum_loss", summed))
-    places = {op: CALLS[:2], operands: CALLS[2:3]}
-    for module, names in places.items():
-        for name in names:
-            stack.enter_context(mock.patch.object(module, name, counting(name, getattr(module, name))))
-    gather = torch.distributed.all_gather_into_tensor
-    bytes_sent = mock.patch.object(
-        torch.distributed, "all_gather_into_tensor", counting("all_gather", gather)
-    )
-    stack.enter_context(bytes_sent)
-    return stack
+    with ExitStack() as stack:
+        for name in CALLS:
+            stack.enter_context(mock.patch.object(op, name, counting(name, getattr(op, name))))
+        stack.enter_context(mock.patch.object(step, "sum_loss", counting("losses", step.sum_loss)))
+        yield
 
 
 if __name__ == "__main__":

@@ -199,9 +199,7 @@ def _launch(model: Model) -> None:
     for multiplier, transpose in ((None, True), (amax, False), (amax, True)):
         bias = weight if multiplier is not None else None
         moments = mean if bias is not None else mean[:0]
-        operand_triton.codes(
-            x, moments, rstd, weight, bias, multiplier, False, x.dtype, "e4m3", layout, transpose
-        )
+        operand_triton.codes(x, moments, rstd, weight, bias, multiplier, False, x.dtype, "e4m3", layout, transpose)
 
 
 def _quantized(inputs: dict[str, Any], impl: str) -> Any:
@@ -213,7 +211,7 @@ def _quantized(inputs: dict[str, Any], impl: str) -> Any:
 
 
 def _quantized_and_checked(inputs: dict[str, Any], impl: str) -> tuple[Tensor, ...]:
-    """Norm and sum, and how many bits of the operand, as it is and transposed, are not those of the norm quantised."""
+    """Norm and sum, and how many bytes of the operand, as it is and transposed, are not those of the norm."""
     from mtrain_kernels.quantize.op import quantize_blocks
 
     y, total, operand = _quantized(inputs, impl)

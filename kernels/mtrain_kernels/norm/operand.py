@@ -57,7 +57,13 @@ def norm_quantized(
         return _defined(*given, format, layout, share, multiplier)
     how = "blocks" if layout is not None else "amax" if multiplier is None else "tensor"
     y, total, mean, rstd, q, scale, amax = _norm_operand(*given, how, format, layout or "", multiplier)
-    kept = ((x if residual is None else total).detach(), mean, rstd, weight.detach(), None if bias is None else bias.detach())
+    kept = (
+        (x if residual is None else total).detach(),
+        mean,
+        rstd,
+        weight.detach(),
+        None if bias is None else bias.detach(),
+    )
     options = (zero_centered, x.dtype, format, layout or "")
     if layout is not None:
         data, scale = _typed(q, scale, format, layout)
@@ -139,7 +145,9 @@ def _(x, residual, weight, bias, eps, zero_centered, subtract_mean, operand, for
     width = x.shape[-1]
     rows = x.numel() // width if width else 0
     q = (rows, width) if operand in ("blocks", "tensor") else (0,)
-    scale, kind = ((0,), torch.float32) if operand != "blocks" else ((rows, -(-width // LAYOUTS[layout].columns)), None)
+    scale, kind = (
+        ((0,), torch.float32) if operand != "blocks" else ((rows, -(-width // LAYOUTS[layout].columns)), None)
+    )
     if kind is None:
         kind = torch.uint8 if LAYOUTS[layout].scale == "e8m0" else torch.float32
     return (

@@ -1,4 +1,4 @@
-"""What a norm gave, made again tile by tile from what it kept, and quantised: codes for one scale, or transposed ones.
+"""What a norm gave, made again tile by tile from what it kept, and quantised: with one scale, or transposed.
 
 A program that holds whole rows sees too few of them for the blocks of a transposed operand.
 """
@@ -85,6 +85,6 @@ def codes(
                 q, scale, rows, width, source.stride(0),
                 BIAS=bias is not None, SUBTRACT_MEAN=mean.numel() > 0, ZERO_CENTERED=zero_centered,
                 TYPE=TYPES[dtype], TRANSPOSE=transpose, GROUP=group, SCALE=scale_kind, MANTISSA=mantissa,
-                EXPONENT=exponent, GREATEST=greatest, SIDE=SIDE, num_warps=16,
+                EXPONENT=exponent, GREATEST=greatest, SIDE=SIDE, num_warps=8,
             )  # fmt: skip
     return q, scale

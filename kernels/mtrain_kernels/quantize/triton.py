@@ -99,15 +99,19 @@ def multiplier(amax, GREATEST: tl.constexpr):
 @triton.jit
 def scales(amax, GREATEST: tl.constexpr, EMAX: tl.constexpr, SCALE: tl.constexpr):
     """Multiplier in fp32, and the scale as it is stored: fp32, or for "e8m0" its exponent in uint8."""
+    bits = amax.to(tl.int32, bitcast=True)
+    above = tl.where((bits & 0x7FFFFF) > 0x600000, 1, 0)  # both formats end at 1.75 * 2^EMAX
     if SCALE == "e8m0":
-        bits = amax.to(tl.int32, bitcast=True)
-        exponent = tl.maximum((bits >> 23) - EMAX + tl.where((bits & 0x7FFFFF) > 0x600000, 1, 0), 0)
+        exponent = tl.maximum((bits >> 23) - EMAX + above, 0)
         m = ((254 - exponent) << 23).to(tl.float32, bitcast=True)
         scale = exponent.to(tl.uint8)
+    elif SCALE == "power_of_two":
+        exponent = tl.minimum(254 + EMAX - (bits >> 23) - above, 253)
+        exponent = tl.where(amax > 0, exponent, 127)
+        m = (exponent << 23).to(tl.float32, bitcast=True)
+        scale = ((254 - exponent) << 23).to(tl.float32, bitcast=True)
     else:
         m = multiplier(amax, GREATEST)
-        if SCALE == "power_of_two":
-            m = (m.to(tl.int32, bitcast=True) & -8388608).to(tl.float32, bitcast=True)
         scale = tl.div_rn(m * 0.0 + 1.0, m)
     return m, scale
 
@@ -220,7 +224,8 @@ def blocks_kernel(
     transposed_at = transposed_ptr + column[:, None].to(tl.int64) * rows + row[None, :]
     x = load_tile(x_ptr, row, column, rows, columns, stride, SWIGLU, False)
     if SQUARE:
-        m, scale = scales(tl.max(tl.max(finite(x), 1), 0), GREATEST, 0, SCALE)
+        EMAX: tl.constexpr = 8 if MANTISSA == 3 else 15
+        m, scale = scales(tl.max(tl.max(finite(x), 1), 0), GREATEST, EMAX, SCALE)
         q = encode(x * m, MANTISSA, BIAS, GREATEST)
         tl.store(q_at, q, mask=inside)
         tl.store(scale_ptr + tl.program_id(0) * tl.num_programs(1) + tl.program_id(1), scale)
@@ -354,7 +359,7 @@ def quantize_blocks(
                 BIAS=bias,
                 GREATEST=greatest,
                 SIDE=SIDE,
-                num_warps=16,
+                num_warps=8 if group == SIDE else 16,
             )
     return q, scale, transposed, transposed_scale
 

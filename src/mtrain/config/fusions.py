@@ -31,8 +31,6 @@ def operands_apart(run: RunConfig) -> str | None:
         return f"kernels.norm is {k.norm}, and Triton's kernel quantises"
     if p.fsdp != "none":
         return f"parallel.fsdp {p.fsdp} frees the weight of a norm, which the backward of a linear layer would read"
-    if run.peft.kind is not None:
-        return f"peft.kind {run.peft.kind}: adapters read the same input as it is"
     if m.mla is not None or m.hybrid is not None or m.builder == "hybrid":
         return "the layers of model.mla and of hybrids read more than one kind of input"
     return None if m.bert is None and m.t5 is None else "the layers of BERT and T5 quantise apart"

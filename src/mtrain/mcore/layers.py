@@ -177,7 +177,7 @@ class Activation(MegatronModule):
         self.kind = dict(self._GATED)[config.activation_func] if config.gated_linear_unit else "squared_relu"
 
     def forward(self, x: Tensor) -> Tensor:
-        """`x` [..., 2f] to [..., f] where it is gated, else [..., f] to [..., f]; or `x` where that is left to others."""
+        """`x` [..., 2f] to [..., f] where it is gated, else [..., f] to [..., f]; or `x` itself, left to others."""
         return x if self.left_to_linear else activation(x, self.kind, impl=self.impl)
 
 
