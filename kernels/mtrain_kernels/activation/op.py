@@ -40,6 +40,15 @@ def activation(
     return _activation(x, weight, kind, alpha, limit)
 
 
+def activation_gradient(dy: Tensor, x: Tensor, kind: str, *, impl: str = "auto") -> Tensor:
+    """The gradient of `x` [..., f'] from that of its activation, `dy` [..., f], where nobody kept a graph."""
+    if pick("activation", impl, x.device) != "reference":
+        return _activation_backward(dy, x, None, kind, 1.702, 7.0)[0]
+    with torch.enable_grad():
+        again = x.detach().requires_grad_()
+        return torch.autograd.grad(reference.activation(again, kind), again, dy)[0]
+
+
 @torch.library.custom_op("mtrain::activation", mutates_args=())
 def _activation(x: Tensor, weight: Tensor | None, kind: str, alpha: float, limit: float) -> Tensor:
     from mtrain_kernels.activation import triton

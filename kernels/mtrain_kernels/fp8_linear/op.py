@@ -9,9 +9,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from mtrain_kernels.activation.op import activation_gradient
 from mtrain_kernels.fp8_linear import reference
 from mtrain_kernels.quantize import reference as formats
-from mtrain_kernels.quantize.op import Quantized, quantize_blocks, quantize_tensorwise
+from mtrain_kernels.quantize.op import Operand, Quantized, amax, quantize_blocks, quantize_tensorwise
 from mtrain_kernels.registry import REFERENCE, TRITON, Case, Cost, Implementation, Model, Op, Unavailable, pick
 
 Gradient = Callable[[Tensor, Tensor], Tensor]
@@ -28,6 +29,11 @@ class Recipe(NamedTuple):
     kind: str
     forward: str = "e4m3"
     backward: str = "e4m3"
+
+    @property
+    def layout(self) -> str | None:
+        """Of inputs that have scales for blocks."""
+        return "1x128_power_of_two" if self.kind == "blockwise" else None
 
 
 class Shares(NamedTuple):
@@ -63,9 +69,14 @@ def fp8_linear(
     *,
     shares: Shares = WHOLE,
     gradient: Gradient | None = None,
+    operand: Operand | None = None,
+    swiglu: str | None = None,
     impl: str = "auto",
 ) -> Tensor:
     """`x weight^T` with gradients, all three products in FP8 and added up in fp32; `x` [..., k], `weight` [n, k].
+
+    With an `operand`, which x was made into where x was made, x itself is not read. With `swiglu`, the implementation
+    of that activation, x is [..., 2 k], gate and up side by side, and the activation is made on the way into FP8.
 
     The result [..., n] has the format of x. `gradient(weight, dweight)` makes what autograd gets, of the gradient
     [n, k] in fp32; None: that is rounded to the format of the weight. `impl` is `reference`, `triton`, `torch`
@@ -76,26 +87,40 @@ def fp8_linear(
         raise ValueError(f"no recipe {recipe.kind!r}; choose tensorwise or blockwise")
     rows = x.reshape(-1, x.shape[-1])
     if torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad):
-        y: Tensor = _Linear.apply(rows, weight, recipe, shares, gradient, impl)
+        y: Tensor = _Linear.apply(rows, weight, recipe, shares, gradient, operand, swiglu, impl)
     else:
-        a = quantized(rows, recipe, recipe.forward, shares.x, False, impl)
+        a = operand or _input(rows, recipe, shares.x, False, swiglu, impl)
         b = _weight(weight, recipe, shares.weight, False, impl)
         y = scaled_product(a.data, a.scale, b.data, b.scale, dtype=x.dtype, impl=impl)
     return y.view(*x.shape[:-1], weight.shape[0])
 
 
 def quantized(
-    x: Tensor, recipe: Recipe, format: str, share: Share | None, transpose: bool, impl: str, *, weight: bool = False
+    x: Tensor,
+    recipe: Recipe,
+    format: str,
+    share: Share | None,
+    transpose: bool,
+    impl: str,
+    *,
+    weight: bool = False,
+    swiglu: bool = False,
 ) -> Quantized:
     """`x` [m, k] as a recipe says; `share` is the way from a part's greatest value to that of the whole."""
-    ours = "auto" if impl == "torch" else impl
+    options: dict[str, Any] = {"format": format, "transpose": transpose, "swiglu": swiglu}
+    options["impl"] = "auto" if impl == "torch" else impl
     if recipe.kind == "tensorwise":
         given = None
         if share is not None:
-            given = formats.multiplier(share(formats.finite_amax(x.detach()).view(1)), format)
-        return quantize_tensorwise(x, format=format, multiplier=given, transpose=transpose, impl=ours)
-    layout = "128x128_power_of_two" if weight else "1x128_power_of_two"
-    return quantize_blocks(x, format=format, layout=layout, transpose=transpose, impl=ours)
+            given = formats.multiplier(share(amax(x, swiglu=swiglu, impl=options["impl"])), format)
+        return quantize_tensorwise(x, multiplier=given, **options)
+    return quantize_blocks(x, layout="128x128_power_of_two" if weight else str(recipe.layout), **options)
+
+
+def _input(
+    x: Tensor, recipe: Recipe, share: Share | None, transpose: bool, swiglu: str | None, impl: str
+) -> Quantized:
+    return quantized(x, recipe, recipe.forward, share, transpose, swiglu or impl, swiglu=swiglu is not None)
 
 
 def _weight(weight: Tensor, recipe: Recipe, share: Share | None, transpose: bool, impl: str) -> Quantized:
@@ -111,27 +136,49 @@ def _weight(weight: Tensor, recipe: Recipe, share: Share | None, transpose: bool
 class _Linear(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, weight: Tensor, recipe: Recipe, shares: Shares, gradient: Gradient | None, impl: str
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor,
+        recipe: Recipe,
+        shares: Shares,
+        gradient: Gradient | None,
+        operand: Operand | None,
+        swiglu: str | None,
+        impl: str,
     ) -> Tensor:
-        a = quantized(x, recipe, recipe.forward, shares.x, ctx.needs_input_grad[1], impl)
-        b = _weight(weight, recipe, shares.weight, ctx.needs_input_grad[0], impl)
-        ctx.save_for_backward(weight, a.transposed, a.transposed_scale, b.transposed, b.transposed_scale)
+        need_x, need_weight = ctx.needs_input_grad[:2]
+        a: Operand | Quantized
+        if operand is not None:
+            a, kept, ctx.transposed = operand, operand.kept, operand.transposed
+        else:
+            a = _input(x, recipe, shares.x, need_weight, swiglu, impl)
+            kept, ctx.transposed = (a.transposed, a.transposed_scale), _as_kept
+        b = _weight(weight, recipe, shares.weight, need_x, impl)
+        gates = x if swiglu and need_x else None
+        ctx.save_for_backward(weight, b.transposed, b.transposed_scale, gates, *(kept if need_weight else ()))
         ctx.options = recipe, shares.dy, gradient, impl
-        ctx.dtype = x.dtype
+        ctx.dtype, ctx.swiglu = x.dtype, swiglu
         return scaled_product(a.data, a.scale, b.data, b.scale, dtype=x.dtype, impl=impl)
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Any, ...]:
-        weight, x, x_scale, w, w_scale = ctx.saved_tensors
+        weight, w, w_scale, gates, *kept = ctx.saved_tensors
         recipe, share, gradient, impl = ctx.options
         need_x, need_weight = ctx.needs_input_grad[:2]
         d = quantized(dy, recipe, recipe.backward, share, need_weight, impl)
         dx = scaled_product(d.data, d.scale, w, w_scale, dtype=ctx.dtype, impl=impl) if need_x else None
+        if dx is not None and gates is not None:
+            dx = activation_gradient(dx, gates, "swiglu", impl=ctx.swiglu)
         if not need_weight:
-            return dx, *[None] * 5
+            return dx, *[None] * 7
         wide = torch.float32 if gradient is not None else weight.dtype
+        x, x_scale = ctx.transposed(*kept)
         dweight = scaled_product(d.transposed, d.transposed_scale, x, x_scale, dtype=wide, impl=impl)
-        return dx, dweight if gradient is None else gradient(weight, dweight), *[None] * 4
+        return dx, dweight if gradient is None else gradient(weight, dweight), *[None] * 6
+
+
+def _as_kept(*both: Tensor) -> tuple[Tensor, ...]:
+    return both
 
 
 def scaled_product(

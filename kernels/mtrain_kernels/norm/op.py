@@ -9,6 +9,7 @@ from torch import Tensor
 
 from mtrain_kernels.norm import cpu, reference
 from mtrain_kernels.registry import Case, Cost, Model, Op, pick
+from mtrain_kernels.runtime import ceil_div
 
 # A row lives in the registers of one program. Behind 16,384 columns the backward spills some: of 20,480 24 bytes a
 # thread on sm_90 and 80 on sm_100, of 32,768 more than 300.
@@ -23,8 +24,8 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, *, zero_centered: bool = Fal
     `reference`, `triton` or `auto`. Raises `ValueError` where shapes do not fit, `Unavailable` where the named
     implementation cannot run. Source: Zhang and Sennrich 2019, arXiv:1910.07467.
     """
-    _require(x, weight, None, None)
-    if pick("norm", impl, x.device, _obstacle(x, weight)) == "reference":
+    require(x, weight, None, None)
+    if pick("norm", impl, x.device, obstacle(x, weight)) == "reference":
         form = cpu if cpu.fits(x, weight) and not torch.compiler.is_compiling() else reference
         return form.rms_norm(x, weight, eps, zero_centered=zero_centered)
     return _norm(x, None, weight, None, eps, zero_centered, False)[0]
@@ -38,8 +39,8 @@ def rms_norm_residual(
     `residual` has x's shape and may have another dtype, which the new residual keeps; the sum is rounded to it
     before it is normalised. The rest is as in `rms_norm`.
     """
-    _require(x, weight, None, residual)
-    if pick("norm", impl, x.device, _obstacle(x, residual, weight)) == "reference":
+    require(x, weight, None, residual)
+    if pick("norm", impl, x.device, obstacle(x, residual, weight)) == "reference":
         return reference.rms_norm_residual(x, residual, weight, eps, zero_centered=zero_centered)
     return _norm(x, residual, weight, None, eps, zero_centered, False)[:2]
 
@@ -58,8 +59,8 @@ def layer_norm(
     `x` [..., h], `weight` [h], `bias` [h] or None; the variance is that of the population. The rest is as in
     `rms_norm`. Source: Ba et al. 2016, arXiv:1607.06450.
     """
-    _require(x, weight, bias, None)
-    if pick("norm", impl, x.device, _obstacle(x, weight, bias)) == "reference":
+    require(x, weight, bias, None)
+    if pick("norm", impl, x.device, obstacle(x, weight, bias)) == "reference":
         return reference.layer_norm(x, weight, bias, eps, zero_centered=zero_centered)
     return _norm(x, None, weight, bias, eps, zero_centered, True)[0]
 
@@ -75,13 +76,14 @@ def layer_norm_residual(
     impl: str = "auto",
 ) -> tuple[Tensor, Tensor]:
     """The new residual `x + residual`, and its `layer_norm`, as (normed, new residual); see `rms_norm_residual`."""
-    _require(x, weight, bias, residual)
-    if pick("norm", impl, x.device, _obstacle(x, residual, weight, bias)) == "reference":
+    require(x, weight, bias, residual)
+    if pick("norm", impl, x.device, obstacle(x, residual, weight, bias)) == "reference":
         return reference.layer_norm_residual(x, residual, weight, bias, eps, zero_centered=zero_centered)
     return _norm(x, residual, weight, bias, eps, zero_centered, True)[:2]
 
 
-def _require(x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None) -> None:
+def require(x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None) -> None:
+    """Raises `ValueError` where shapes do not fit."""
     if weight.ndim != 1 or x.ndim == 0 or x.shape[-1] != weight.shape[0]:
         raise ValueError(f"weight {tuple(weight.shape)} must be the last axis of x {tuple(x.shape)}")
     if bias is not None and bias.shape != weight.shape:
@@ -93,7 +95,8 @@ def _require(x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | 
             raise ValueError(f"x is on {x.device}, but one of weight, bias and residual is on {other.device}")
 
 
-def _obstacle(x: Tensor, *others: Tensor | None) -> str | None:
+def obstacle(x: Tensor, *others: Tensor | None) -> str | None:
+    """Why the kernels do not take these, or None."""
     if x.shape[-1] > WIDEST:
         return f"a row of {x.shape[-1]} elements is wider than {WIDEST}"
     wrong = {str(t.dtype) for t in (x, *others) if t is not None and t.dtype not in DTYPES}
@@ -148,7 +151,8 @@ def _(dy, dtotal, x, weight, mean, rstd, has_bias, zero_centered, subtract_mean)
     return x.new_empty(x.shape), torch.empty_like(weight), weight.new_empty(weight.shape[0] if has_bias else 0)
 
 
-def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+def save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    """Keeps what was normed and the statistics of its rows."""
     x, residual, weight, bias, _, ctx.zero_centered, ctx.subtract_mean = inputs
     _, total, mean, rstd = output
     ctx.mark_non_differentiable(mean, rstd)
@@ -158,7 +162,8 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None
     ctx.save_for_backward(x if residual is None else total, weight, mean, rstd)
 
 
-def _differentiate(ctx: Any, dy: Tensor | None, dtotal: Tensor | None, *_: Any) -> tuple[Any, ...]:
+def differentiate(ctx: Any, dy: Tensor | None, dtotal: Tensor | None, *_: Any) -> tuple[Any, ...]:
+    """Gradients of what `_norm` takes."""
     x, weight, mean, rstd = ctx.saved_tensors
     if dy is None:  # only the new residual was used
         return dtotal.to(ctx.dtype) if dtotal is not None else None, dtotal, None, None, None, None, None
@@ -177,18 +182,43 @@ def _differentiate(ctx: Any, dy: Tensor | None, dtotal: Tensor | None, *_: Any) 
     )
 
 
-_norm.register_autograd(_differentiate, setup_context=_save)
+_norm.register_autograd(differentiate, setup_context=save)
 
 
 def _launch(model: Model) -> None:
-    from mtrain_kernels.norm import triton
+    from mtrain_kernels.norm import operand_triton, triton
 
     x = torch.empty((model.tokens, model.hidden), dtype=torch.bfloat16, device="meta")
-    weight = x[0]
+    weight, layout = x[0], "1x128_power_of_two"
     _, total, mean, rstd = triton.forward(x, x, weight, None, 1e-5, False, False)
     triton.backward(x, x, total, weight, mean, rstd, False, False, False)
     _, total, mean, rstd = triton.forward(x, x, weight, weight, 1e-5, True, True)
     triton.backward(x, x, total, weight, mean, rstd, True, True, True)
+    triton.forward(x, x, weight, None, 1e-5, False, False, "blocks", "e4m3", layout)
+    amax = triton.forward(x, x, weight, weight, 1e-5, True, True, "amax")[-1]
+    for multiplier, transpose in ((None, True), (amax, False), (amax, True)):
+        bias = weight if multiplier is not None else None
+        moments = mean if bias is not None else mean[:0]
+        operand_triton.codes(x, moments, rstd, weight, bias, multiplier, False, x.dtype, "e4m3", layout, transpose)
+
+
+def _quantized(inputs: dict[str, Any], impl: str) -> Any:
+    from mtrain_kernels.norm.operand import norm_quantized
+
+    layout = "1x128_power_of_two"
+    options = {"eps": inputs["eps"], "subtract_mean": False, "layout": layout, "impl": impl}
+    return norm_quantized(inputs["x"], inputs["residual"], inputs["weight"], None, **options)
+
+
+def _quantized_and_checked(inputs: dict[str, Any], impl: str) -> tuple[Tensor, ...]:
+    """Norm and sum, and how many bytes of the operand, as it is and transposed, are not those of the norm."""
+    from mtrain_kernels.quantize.op import quantize_blocks
+
+    y, total, operand = _quantized(inputs, impl)
+    wanted = quantize_blocks(y, layout="1x128_power_of_two", transpose=True, impl=impl)
+    made = operand.data, operand.scale, *operand.transposed(*operand.kept)
+    pairs = [(a.view(torch.uint8), b.view(torch.uint8)) for a, b in zip(made, wanted[:4], strict=True)]
+    return y, total, torch.stack([(a != b).sum() for a, b in pairs])
 
 
 def _make(residual: bool, bias: bool) -> Any:
@@ -255,6 +285,14 @@ OPS = (
                 forward=_moves(2),
                 backward=_moves(3),
                 rivals={"transformer_engine": _transformer_engine},
+            ),
+            Case(
+                "rms_norm_residual_fp8",
+                _make(True, False),
+                _quantized,
+                forward=lambda model: Cost(bytes=(9 * model.hidden + 4 * ceil_div(model.hidden, 128)) * model.tokens),
+                backward=_moves(4),
+                checked=_quantized_and_checked,
             ),
         ),
         launch=_launch,

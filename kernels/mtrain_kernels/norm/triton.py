@@ -10,6 +10,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from mtrain_kernels.quantize.formats import FORMATS, LAYOUTS
+from mtrain_kernels.quantize.triton import encode, finite, scales
 from mtrain_kernels.runtime import as_rows, cast, ceil_div, on_device_of, processors, tile
 
 WIDE = 8192  # columns of a row that registers hold in the backward beside their sums
@@ -26,6 +28,10 @@ def forward_kernel(
     total_ptr,
     mean_ptr,
     rstd_ptr,
+    multiplier_ptr,
+    q_ptr,
+    scale_ptr,
+    amax_ptr,
     rows,
     width,
     x_stride,
@@ -37,8 +43,18 @@ def forward_kernel(
     BIAS: tl.constexpr,
     SUBTRACT_MEAN: tl.constexpr,
     ZERO_CENTERED: tl.constexpr,
+    OPERAND: tl.constexpr,
+    GROUP: tl.constexpr,
+    SCALE: tl.constexpr,
+    MANTISSA: tl.constexpr,
+    EXPONENT: tl.constexpr,
+    GREATEST: tl.constexpr,
 ):
-    """One tile of whole rows; the sum is rounded before it is normalised, so that backward sees the same numbers."""
+    """One tile of whole rows; the sum is rounded before it is normalised, so that backward sees the same numbers.
+
+    What is stored leaves quantised, too, with a scale for each `GROUP` of a row (`OPERAND` "blocks") or the tensor's
+    multiplier ("tensor"), or its greatest absolute value alone does ("amax").
+    """
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     column = tl.arange(0, COLUMNS)[None, :]
     inside = (row[:, None] < rows) & (column < width)
@@ -61,7 +77,24 @@ def forward_kernel(
     y = x * rstd[:, None] * weight
     if BIAS:
         y += tl.load(bias_ptr + column, mask=column < width, other=0.0).to(tl.float32)
-    tl.store(y_ptr + at, cast(y, y_ptr.dtype.element_ty), mask=inside)
+    y = cast(y, y_ptr.dtype.element_ty)
+    tl.store(y_ptr + at, y, mask=inside)
+    if OPERAND != "":
+        y = tl.where(inside, y.to(tl.float32), 0.0)
+        if OPERAND == "blocks":
+            cut = tl.reshape(y, (ROWS, COLUMNS // GROUP, GROUP))
+            m, scale = scales(tl.max(finite(cut), axis=2), GREATEST, 8 if MANTISSA == 3 else 15, SCALE)
+            y = tl.reshape(cut * m[:, :, None], (ROWS, COLUMNS))
+            group = tl.arange(0, COLUMNS // GROUP)[None, :]
+            groups = tl.cdiv(width, GROUP)
+            kept = (row[:, None] < rows) & (group < groups)
+            tl.store(scale_ptr + row[:, None] * groups + group, scale, mask=kept)
+        else:
+            tl.store(amax_ptr + tl.program_id(0), tl.max(tl.max(finite(y), 1), 0))
+            if OPERAND == "tensor":
+                y *= tl.load(multiplier_ptr)
+        if OPERAND != "amax":
+            tl.store(q_ptr + at, encode(y, MANTISSA, EXPONENT, GREATEST), mask=inside)
 
 
 @triton.jit
@@ -211,10 +244,16 @@ def forward(
     eps: float,
     zero_centered: bool,
     subtract_mean: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    operand: str = "",
+    format: str = "e4m3",
+    layout: str = "",
+    multiplier: Tensor | None = None,
+) -> tuple[Tensor, ...]:
     """Launches the forward kernel on `x` [..., h]: normed, new residual, mean and 1/std of each row [rows] in fp32.
 
-    The new residual is an empty tensor without `residual`, the mean one without `subtract_mean`.
+    The new residual is an empty tensor without `residual`, the mean one without `subtract_mean`. With an `operand`
+    there are three more: bytes of what is normed in `format` [rows, h], its scales (of "blocks" as `layout` says) and
+    its greatest absolute value [1] (of "amax" and "tensor", which has a `multiplier`); empty where there is none.
     """
     width = weight.shape[0]
     source = as_rows(x, width)
@@ -224,10 +263,17 @@ def forward(
     total = x.new_empty(0) if residual is None else residual.new_empty(residual.shape)
     mean = x.new_empty(rows if subtract_mean else 0, dtype=torch.float32)
     rstd = x.new_empty(rows, dtype=torch.float32)
-    if x.numel():
-        tile_rows, columns, warps = tile(width)
+    _, group, scale_kind = LAYOUTS[layout] if operand == "blocks" else (1, 0, "")
+    mantissa, exponent, greatest, _ = FORMATS[format]
+    tile_rows, columns, warps = tile(max(width, group))
+    programs = ceil_div(rows, tile_rows) if x.numel() else 0
+    q = x.new_empty((rows, width) if operand in ("blocks", "tensor") else 0, dtype=torch.uint8)
+    kind = torch.uint8 if scale_kind == "e8m0" else torch.float32
+    scale = x.new_empty((rows, ceil_div(width, group)) if group else 0, dtype=kind)
+    partial = x.new_zeros(max(1, programs) if operand in ("amax", "tensor") else 0, dtype=torch.float32)
+    if programs:
         with on_device_of(x):
-            forward_kernel[(ceil_div(rows, tile_rows),)](
+            forward_kernel[(programs,)](
                 source,
                 addend,
                 weight.contiguous(),
@@ -236,6 +282,10 @@ def forward(
                 total,
                 mean,
                 rstd,
+                multiplier,
+                q,
+                scale,
+                partial,
                 rows,
                 width,
                 source.stride(0),
@@ -247,9 +297,17 @@ def forward(
                 BIAS=bias is not None,
                 SUBTRACT_MEAN=subtract_mean,
                 ZERO_CENTERED=zero_centered,
+                OPERAND=operand,
+                GROUP=group,
+                SCALE=scale_kind,
+                MANTISSA=mantissa,
+                EXPONENT=exponent,
+                GREATEST=greatest,
                 num_warps=warps,
             )
-    return y, total, mean, rstd
+    if not operand:
+        return y, total, mean, rstd
+    return y, total, mean, rstd, q, scale, partial.amax(0, keepdim=True) if partial.numel() else partial
 
 
 def backward(

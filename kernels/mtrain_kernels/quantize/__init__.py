@@ -1,1 +1,1 @@
-"""Quantisation to FP8, MXFP8 and NVFP4, alone and behind RMSNorm and SwiGLU."""
+"""Quantisation to FP8, MXFP8 and NVFP4, alone and behind SwiGLU."""

@@ -8,7 +8,7 @@ import triton.language as tl
 from torch import Tensor
 
 from mtrain_kernels.quantize.reference import NVFP4_SPAN, span
-from mtrain_kernels.quantize.triton import SIDE, amax_kernel, decode, encode, finite
+from mtrain_kernels.quantize.triton import SIDE, amax, decode, encode, finite
 from mtrain_kernels.runtime import cast, ceil_div, on_device_of
 
 
@@ -53,15 +53,11 @@ def quantize_nvfp4(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Launches the kernels for amax and NVFP4; `x` [m, n] with unit column stride and even n; see the reference."""
     rows, columns = x.shape
     grid = (ceil_div(rows, SIDE), ceil_div(columns, SIDE))
-    partial = x.new_zeros(max(1, grid[0] * grid[1]), dtype=torch.float32)
     packed = x.new_empty((rows, columns // 2), dtype=torch.uint8)
     scale = x.new_empty((rows, ceil_div(columns, 16)), dtype=torch.uint8)
-    with on_device_of(x):
-        if x.numel():
-            amax_kernel[grid](x, partial, rows, columns, x.stride(0), SWIGLU=False, SIDE=SIDE, num_warps=8)
-        amax = partial.amax(0, keepdim=True)
-        top = span(amax, NVFP4_SPAN)
-        if x.numel():
+    top = span(amax(x, False), NVFP4_SPAN)
+    if x.numel():
+        with on_device_of(x):
             nvfp4_kernel[grid](x, top, packed, scale, rows, columns, x.stride(0), SIDE=SIDE, num_warps=16)
     return packed, scale, 1 / top
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -28,6 +29,18 @@ class Quantized(NamedTuple):
     transposed: Tensor
     transposed_scale: Tensor
     amax: Tensor
+
+
+class Operand(NamedTuple):
+    """The input [m, k] of linear layers in FP8, made by who made the input: one scale, or one for each block of a row.
+
+    `transposed(*kept)` gives the input transposed [k, m] and its scale, for the gradient of the weight.
+    """
+
+    data: Tensor
+    scale: Tensor
+    kept: tuple[Tensor | None, ...]
+    transposed: Callable[..., tuple[Tensor, Tensor]]
 
 
 def quantize_tensorwise(
@@ -125,38 +138,10 @@ def swiglu_quantize(x: Tensor, **options: Any) -> Quantized:
     return (quantize_blocks if "layout" in options else quantize_tensorwise)(x, swiglu=True, **options)
 
 
-def rms_norm_quantize(
-    x: Tensor,
-    weight: Tensor,
-    eps: float,
-    *,
-    zero_centered: bool = False,
-    format: str = "e4m3",
-    layout: str = "1x128",
-    multiplier: Tensor | None = None,
-    impl: str = "auto",
-) -> tuple[Quantized, Tensor]:
-    """`rms_norm(x, weight, eps)`, rounded to x's dtype and quantised, and 1 / root mean square of each row [m] fp32.
-
-    Scales are those of a `layout` of one row, or the tensor's, from the `multiplier` [1] of delayed scaling. `x`
-    [..., n] taken as [m, n], `weight` [n]; no transpose, as a row is done at a time. Errors as in
-    `quantize_tensorwise`.
-    """
-    rows = _rows(x, format, False)
-    _require_layout(layout)
-    if weight.shape != (x.shape[-1],) or LAYOUTS[layout].rows != 1 or x.shape[-1] > 32768:
-        raise ValueError(f"weight {tuple(weight.shape)}, layout {layout} and x {tuple(x.shape)} do not fit")
-    if multiplier is not None and (multiplier.shape != (1,) or multiplier.dtype != torch.float32):
-        raise ValueError(f"multiplier must be [1] in fp32, not {tuple(multiplier.shape)} {multiplier.dtype}")
-    backend = pick("quantize", impl, x.device)
-    data, scale, rstd, amax = _rms_norm(
-        rows, weight.contiguous(), eps, zero_centered, multiplier, format, layout, backend
-    )
-    data, scale = (
-        data.view(FORMATS[format].dtype),
-        scale if multiplier is not None else scale.view(_scale_dtype(layout)),
-    )
-    return Quantized(data, scale, data.new_empty((0, 0)), _empty(x), amax), rstd
+def amax(x: Tensor, *, swiglu: bool = False, impl: str = "auto") -> Tensor:
+    """The greatest finite absolute value [1] of `x` in fp32, or with `swiglu` of what is quantised then; else 0."""
+    rows = _rows(x, "e4m3", swiglu)
+    return _amax(rows, swiglu, pick("quantize", impl, x.device))
 
 
 def _empty(x: Tensor) -> Tensor:
@@ -288,54 +273,29 @@ def _(packed, block_scale, scale, dtype, backend):
     return packed.new_empty((packed.shape[0], 2 * packed.shape[1]), dtype=dtype)
 
 
-@torch.library.custom_op("mtrain::rms_norm_quantize", mutates_args=())
-def _rms_norm(
-    x: Tensor,
-    weight: Tensor,
-    eps: float,
-    zero_centered: bool,
-    multiplier: Tensor | None,
-    format: str,
-    layout: str,
-    backend: str,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    if backend != "reference":
-        from mtrain_kernels.quantize import norm_triton
+@torch.library.custom_op("mtrain::amax", mutates_args=())
+def _amax(x: Tensor, swiglu: bool, backend: str) -> Tensor:
+    if backend == "reference":
+        return reference.finite_amax(_swiglu(x) if swiglu else x).view(1)
+    from mtrain_kernels.quantize import triton
 
-        return norm_triton.rms_norm_quantize(x, weight, eps, zero_centered, multiplier, format, layout)
-    rstd = (x.float().square().mean(1) + eps).rsqrt()
-    y = (x.float() * rstd[:, None] * (weight.float() + zero_centered)).to(x.dtype)
-    if multiplier is None:
-        data, scale, _, _ = reference.quantize_blocks(y, format, layout, False)
-        return _bytes(data), _bytes(scale), rstd, x.new_empty(0, dtype=torch.float32)
-    data, scale, _, amax = reference.quantize_tensorwise(y, multiplier, format, False)
-    return _bytes(data), scale, rstd, amax
+    return triton.amax(x, swiglu)
 
 
-@_rms_norm.register_fake
-def _(x, weight, eps, zero_centered, multiplier, format, layout, backend):
-    kind = torch.uint8 if LAYOUTS[layout].scale == "e8m0" else torch.float32
-    blocks = (x.shape[0], -(-x.shape[1] // LAYOUTS[layout].columns))
-    return (
-        x.new_empty(x.shape, dtype=torch.uint8),
-        x.new_empty(blocks, dtype=kind) if multiplier is None else x.new_empty(1, dtype=torch.float32),
-        x.new_empty(x.shape[0], dtype=torch.float32),
-        x.new_empty(0 if multiplier is None else 1, dtype=torch.float32),
-    )
+@_amax.register_fake
+def _(x, swiglu, backend):
+    return x.new_empty(1, dtype=torch.float32)
 
 
 def _launch(model: Model) -> None:
-    from mtrain_kernels.quantize import norm_triton, nvfp4_triton, triton
+    from mtrain_kernels.quantize import nvfp4_triton, triton
 
     x = torch.empty((model.tokens, model.hidden), dtype=torch.bfloat16, device="meta")
-    m = torch.empty(1, dtype=torch.float32, device="meta")
     triton.quantize_tensorwise(x, None, "e5m2", True, True)
     for layout in ("1x128", "128x128", "mx"):
         q, scale, _, _ = triton.quantize_blocks(x, "e4m3", layout, True, layout == "mx")
     triton.dequantize_blocks(q, scale, "e4m3", "mx", torch.bfloat16)
     nvfp4_triton.dequantize_nvfp4(*nvfp4_triton.quantize_nvfp4(x), torch.bfloat16)
-    norm_triton.rms_norm_quantize(x, x[0], 1e-5, False, m, "e4m3", "1x128")
-    norm_triton.rms_norm_quantize(x, x[0], 1e-5, False, None, "e4m3", "mx")
 
 
 def _make(model: Model, device: torch.device, dtype: torch.dtype) -> dict[str, Any]:
@@ -357,11 +317,6 @@ OPS = (
             _case("mxfp8", lambda i, c: quantize_blocks(**i, layout="mx", transpose=True, impl=c), 4 + 2 / 32),
             _case("nvfp4", lambda i, c: quantize_nvfp4(**i, impl=c), 2.5 + 1 / 16, reads_twice=True),
             _case("swiglu_1x128", lambda i, c: swiglu_quantize(**i, layout="1x128", impl=c), 2.5 + 2 / 128),
-            _case(
-                "rms_norm_1x128",
-                lambda i, c: rms_norm_quantize(**i, weight=i["x"][0], eps=1e-5, impl=c),
-                3 + 4 / 128,
-            ),
         ),
         launch=_launch,
     ),

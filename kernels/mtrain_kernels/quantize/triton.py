@@ -99,15 +99,19 @@ def multiplier(amax, GREATEST: tl.constexpr):
 @triton.jit
 def scales(amax, GREATEST: tl.constexpr, EMAX: tl.constexpr, SCALE: tl.constexpr):
     """Multiplier in fp32, and the scale as it is stored: fp32, or for "e8m0" its exponent in uint8."""
+    bits = amax.to(tl.int32, bitcast=True)
+    above = tl.where((bits & 0x7FFFFF) > 0x600000, 1, 0)  # both formats end at 1.75 * 2^EMAX
     if SCALE == "e8m0":
-        bits = amax.to(tl.int32, bitcast=True)
-        exponent = tl.maximum((bits >> 23) - EMAX + tl.where((bits & 0x7FFFFF) > 0x600000, 1, 0), 0)
+        exponent = tl.maximum((bits >> 23) - EMAX + above, 0)
         m = ((254 - exponent) << 23).to(tl.float32, bitcast=True)
         scale = exponent.to(tl.uint8)
+    elif SCALE == "power_of_two":
+        exponent = tl.minimum(254 + EMAX - (bits >> 23) - above, 253)
+        exponent = tl.where(amax > 0, exponent, 127)
+        m = (exponent << 23).to(tl.float32, bitcast=True)
+        scale = ((254 - exponent) << 23).to(tl.float32, bitcast=True)
     else:
         m = multiplier(amax, GREATEST)
-        if SCALE == "power_of_two":
-            m = (m.to(tl.int32, bitcast=True) & -8388608).to(tl.float32, bitcast=True)
         scale = tl.div_rn(m * 0.0 + 1.0, m)
     return m, scale
 
@@ -124,7 +128,7 @@ def load_tile(x_ptr, row, column, rows, columns, stride, SWIGLU: tl.constexpr, A
     x = tl.load(at, mask=inside, other=0.0, eviction_policy=EVICT).to(tl.float32)
     if SWIGLU:
         up = tl.load(at + columns, mask=inside, other=0.0, eviction_policy=EVICT).to(tl.float32)
-        x = cast(x / (1.0 + tl.exp(-x)) * up, x_ptr.dtype.element_ty).to(tl.float32)
+        x = cast(x * tl.sigmoid(x) * up, x_ptr.dtype.element_ty).to(tl.float32)  # as `activation.triton`
     return x
 
 
@@ -220,7 +224,8 @@ def blocks_kernel(
     transposed_at = transposed_ptr + column[:, None].to(tl.int64) * rows + row[None, :]
     x = load_tile(x_ptr, row, column, rows, columns, stride, SWIGLU, False)
     if SQUARE:
-        m, scale = scales(tl.max(tl.max(finite(x), 1), 0), GREATEST, 0, SCALE)
+        EMAX: tl.constexpr = 8 if MANTISSA == 3 else 15
+        m, scale = scales(tl.max(tl.max(finite(x), 1), 0), GREATEST, EMAX, SCALE)
         q = encode(x * m, MANTISSA, BIAS, GREATEST)
         tl.store(q_at, q, mask=inside)
         tl.store(scale_ptr + tl.program_id(0) * tl.num_programs(1) + tl.program_id(1), scale)
@@ -275,6 +280,17 @@ def dequantize_kernel(
     tl.store(out_ptr + at, cast(value * scale, out_ptr.dtype.element_ty), mask=inside)
 
 
+def amax(x: Tensor, swiglu: bool) -> Tensor:
+    """Launches the kernel for amax [1]; `x` as in `quantize_tensorwise`."""
+    rows, columns = x.shape[0], x.shape[1] // (1 + swiglu)
+    grid = (ceil_div(rows, SIDE), ceil_div(columns, SIDE))
+    partial = x.new_zeros(max(1, grid[0] * grid[1]), dtype=torch.float32)
+    if x.numel():
+        with on_device_of(x):
+            amax_kernel[grid](x, partial, rows, columns, x.stride(0), SWIGLU=swiglu, SIDE=SIDE, num_warps=8)
+    return partial.amax(0, keepdim=True)
+
+
 def quantize_tensorwise(
     x: Tensor, m: Tensor | None, format: str, transpose: bool, swiglu: bool
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -285,16 +301,11 @@ def quantize_tensorwise(
     rows, columns = x.shape[0], x.shape[1] // (1 + swiglu)
     mantissa, bias, greatest, _ = FORMATS[format]
     grid = (ceil_div(rows, SIDE), ceil_div(columns, SIDE))
+    m = reference.multiplier(amax(x, swiglu), format) if m is None else m
     q = x.new_empty((rows, columns), dtype=torch.uint8)
     transposed = x.new_empty((columns, rows) if transpose else (0, 0), dtype=torch.uint8)
     partial = x.new_zeros(max(1, grid[0] * grid[1]), dtype=torch.float32)
-    settings = (rows, columns, x.stride(0))
     with on_device_of(x):
-        if m is None:
-            if q.numel():
-                amax_kernel[grid](x, partial, *settings, SWIGLU=swiglu, SIDE=SIDE, num_warps=8)
-            amax = partial.amax(0, keepdim=True)
-            m = reference.multiplier(amax, format)
         if q.numel():
             tensorwise_kernel[grid](
                 x,
@@ -302,7 +313,9 @@ def quantize_tensorwise(
                 q,
                 transposed,
                 partial,
-                *settings,
+                rows,
+                columns,
+                x.stride(0),
                 SWIGLU=swiglu,
                 TRANSPOSE=transpose,
                 MANTISSA=mantissa,
@@ -346,7 +359,7 @@ def quantize_blocks(
                 BIAS=bias,
                 GREATEST=greatest,
                 SIDE=SIDE,
-                num_warps=16,
+                num_warps=8 if group == SIDE else 16,
             )
     return q, scale, transposed, transposed_scale
 

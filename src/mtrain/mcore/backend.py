@@ -82,9 +82,10 @@ class Provider(BackendSpecProvider):
         norms_add: bool = False,
         packed: str | None = None,
         fp8: Recipe | None = None,
+        operands: bool = False,
     ) -> None:
         self.kernels = kernels
-        self.norms_add, self.packed, self.fp8 = norms_add, packed, fp8
+        self.norms_add, self.packed, self.fp8, self.operands = norms_add, packed, fp8, operands
         self.parts = parts
         self._te = te
 
@@ -114,7 +115,7 @@ class Provider(BackendSpecProvider):
     def _product(self, layer: type) -> type:
         """A layer of ours with what it multiplies in: by the reference, or by the fastest that takes a product."""
         impl = "reference" if self.kernels["linear"] == "reference" else "auto"
-        return layer if self.fp8 is None else chosen(layer, impl, fp8=self.fp8)
+        return layer if self.fp8 is None else chosen(layer, impl, fp8=self.fp8, takes_operands=self.operands)
 
     def fuse_layernorm_and_linear(self) -> bool:
         """One module for a norm and the linear layer behind it: only where everything is TransformerEngine's."""
@@ -168,12 +169,13 @@ def provider(
     norms_add: bool = False,
     packed: str | None = None,
     fp8: Recipe | None = None,
+    operands: bool = False,
 ) -> Provider:
     """The provider for resolved implementations; operations that the model does not have may be None.
 
     `norms_add`: norms make the sums of the residual stream that they read. `packed`: the implementation of the rotary
     op that norms and turns queries and keys as they are unpacked. `fp8`: what linear layers multiply in, if they are
-    ours.
+    ours; `operands`: norms and activations quantise for them.
 
     Raises `BadEnvironment` where `te` is named but TransformerEngine does not import, `ValueError` for a word that
     is no implementation, or one without the cap of `parts`.
@@ -187,9 +189,8 @@ def provider(
     if impls["attention"] == "te" and parts.attn_logit_softcapping:
         raise ValueError("TransformerEngine's attention knows no cap of logits")
     named = [f"kernels.{operation}" for operation, impl in impls.items() if impl == "te"]
-    return Provider(
-        impls, _transformer_engine(named) if named else None, parts, norms_add=norms_add, packed=packed, fp8=fp8
-    )
+    more: dict[str, Any] = {"norms_add": norms_add, "packed": packed, "fp8": fp8, "operands": operands}
+    return Provider(impls, _transformer_engine(named) if named else None, parts, **more)
 
 
 _WORDS: dict[str, tuple[str | None, ...]] = {

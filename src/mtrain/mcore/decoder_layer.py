@@ -12,6 +12,7 @@ from megatron.core.transformer.spec_utils import build_module
 from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
 from megatron.core.transformer.utils import is_layer_window_attention
 
+from mtrain.mcore.operands import feed
 from mtrain.mcore.residual import ResidualNorm, added_by
 
 
@@ -57,6 +58,7 @@ class DecoderLayer(TransformerLayer):
         # a layer of MTP is counted on from the others, since 0.19 from 1
         if not (getattr(self, "is_mtp_layer", False) or self.layer_number > config.num_layers):
             leave_in_bf16(self)
+        feed(self)
         skipped = config.window_attn_skip_freq
         self._has_window = is_layer_window_attention(config.window_size, skipped, max(1, self.layer_number))
 

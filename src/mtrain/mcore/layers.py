@@ -24,7 +24,7 @@ from mtrain_kernels.norm.op import layer_norm, rms_norm
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from mtrain.mcore.linear import greatest
+from mtrain.mcore.operands import greatest, normed
 
 Init = Callable[[Tensor], Any]
 
@@ -47,6 +47,8 @@ class Norm(nn.Module):
     """
 
     impl = "reference"
+    feeds: tuple[Recipe, list[Any]] | None = None
+    """What the linear layer behind multiplies in, for which this norm quantises, and over which ranks tokens are."""
 
     def __init__(self, config: Any, hidden_size: int, eps: float = 1e-5, **_: Any) -> None:
         super().__init__()
@@ -79,6 +81,8 @@ class Norm(nn.Module):
         # One gradient leaves this layer for x, as from a fused kernel. Several would be added to the residual's in
         # another order than where the norm is computed again: recomputation changes no bit.
         x = x.view_as(x)
+        if self.feeds is not None:
+            return normed(self, x, None)[0]
         if self._rms:
             return rms_norm(x, self.weight, self.eps, zero_centered=self.zero_centered, impl=self.impl)
         options: dict[str, Any] = {"zero_centered": self.zero_centered, "impl": self.impl}
@@ -164,6 +168,8 @@ class Activation(MegatronModule):
     """The activation between the two layers of an MLP or an expert, gated or not: one pass over its input."""
 
     impl = "triton"
+    left_to_linear = False
+    """Whether the linear layer behind makes the activation, on its way into FP8."""
     _GATED = ((F.silu, "swiglu"), (F.gelu, "geglu"), (gelu_tanh, "geglu_tanh"))
 
     def __init__(self, config: Any) -> None:
@@ -171,8 +177,8 @@ class Activation(MegatronModule):
         self.kind = dict(self._GATED)[config.activation_func] if config.gated_linear_unit else "squared_relu"
 
     def forward(self, x: Tensor) -> Tensor:
-        """`x` [..., 2f] to [..., f] where it is gated, else [..., f] to [..., f]."""
-        return activation(x, self.kind, impl=self.impl)
+        """`x` [..., 2f] to [..., f] where it is gated, else [..., f] to [..., f]; or `x` itself, left to others."""
+        return x if self.left_to_linear else activation(x, self.kind, impl=self.impl)
 
 
 class DuplicatedLinear(nn.Module):

@@ -13,14 +13,30 @@ from megatron.core.tensor_parallel import (
     gather_from_sequence_parallel_region,
     layers,
 )
-from mtrain_kernels.fp8_linear.op import Recipe, Share, Shares, fp8_linear
+from mtrain_kernels.fp8_linear.op import Recipe, Shares, fp8_linear
 from mtrain_kernels.linear import add_weight_gradient, fits, linear
+from mtrain_kernels.quantize.op import Operand
 from torch import Tensor
+
+from mtrain.mcore.operands import gathered, greatest, may_gather, operand_of
 
 
 class _Product:
     fp8: Recipe | None = None
     impl = "reference"
+    takes_operands = False
+    """Whether what feeds the layer may quantise for it."""
+    swiglu: str | None = None
+    """The implementation of that activation, which is left to this layer; its input is gate and up."""
+    _operand: Operand | None = None
+
+    def forward(self, input_: Tensor, *args: Any, **more: Any) -> Any:
+        """As megatron-core's; what comes with the input in FP8 is handed on, which a copy of it would lose."""
+        self._operand = operand_of(input_) if self.takes_operands else None
+        try:
+            return super().forward(input_, *args, **more)  # type: ignore[misc]
+        finally:
+            self._operand = None
 
     """`_forward_impl` of both: what megatron-core does, or the same by `mtrain_kernels.linear` where that is faster.
 
@@ -62,31 +78,21 @@ class _Product:
         """
         if group is None:
             group = parallel_state.get_tensor_model_parallel_group()
-        if gathers:
-            x = gather_from_sequence_parallel_region(x, group=group)
+        assert self.fp8 is not None
+        operand = self._operand
+        if gathers and operand is not None and may_gather(operand, self.fp8):
+            x, operand = gathered(x, operand, group)
+        elif gathers:
+            x, operand = gather_from_sequence_parallel_region(x, group=group), None
         elif sums:
             x = copy_to_tensor_model_parallel_region(x, group=group)
         column = isinstance(self, ColumnParallelLinear)
         tp, cp = [group], [parallel_state.get_context_parallel_group()]
         shares = Shares(greatest(cp if column else tp + cp), greatest(tp), greatest(tp + cp if column else cp))
         into = more.get("gradient_accumulation_fusion") and torch.is_grad_enabled() and adds_to_main_grad(weight)
-        assert self.fp8 is not None
-        y = fp8_linear(x, weight, self.fp8, shares=shares, gradient=_add_whole if into else None, impl=self.impl)
+        options: dict[str, Any] = {"operand": operand, "swiglu": self.swiglu, "impl": self.impl}
+        y = fp8_linear(x, weight, self.fp8, shares=shares, gradient=_add_whole if into else None, **options)
         return y if bias is None else y + bias
-
-
-def greatest(groups: list[Any]) -> Share | None:
-    """What makes the greatest value of a part that of all ranks of these groups, or None where each has one rank."""
-    several = [group for group in groups if group.size() > 1]
-    if not several:
-        return None
-
-    def of_all(amax: Tensor) -> Tensor:
-        for group in several:
-            torch.distributed.all_reduce(amax, torch.distributed.ReduceOp.MAX, group=group)
-        return amax
-
-    return of_all
 
 
 def _add_whole(weight: Tensor, dweight: Tensor) -> Tensor:

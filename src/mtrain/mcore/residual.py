@@ -9,6 +9,7 @@ from mtrain_kernels.norm.op import layer_norm_residual, rms_norm_residual
 from torch import Tensor
 
 from mtrain.mcore.layers import Norm
+from mtrain.mcore.operands import normed
 
 
 class ResidualNorm(Norm):
@@ -26,11 +27,13 @@ class ResidualNorm(Norm):
             ahead, self._ahead = self._ahead, None
             return ahead[1] if ahead is not None and ahead[0] is x else super().forward(x)
         options: dict[str, Any] = {"zero_centered": self.zero_centered, "impl": self.impl}
-        if self._rms:
-            normed, total = rms_norm_residual(x, residual, self.weight, self.eps, **options)
+        if self.feeds is not None:
+            y, total = normed(self, x, residual)
+        elif self._rms:
+            y, total = rms_norm_residual(x, residual, self.weight, self.eps, **options)
         else:
-            normed, total = layer_norm_residual(x, residual, self.weight, self.bias, self.eps, **options)
-        self._ahead = total, normed
+            y, total = layer_norm_residual(x, residual, self.weight, self.bias, self.eps, **options)
+        self._ahead = total, y
         return total
 
 

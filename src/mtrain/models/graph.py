@@ -25,6 +25,8 @@ class Tensor:
     """All micro-batches have the same one."""
     constant: bool = False
     """It has no gradient."""
+    quantized: bool = False
+    """What makes it quantises it for the linear layer behind, and makes it again for the gradient of its weight."""
 
 
 class Product(NamedTuple):

@@ -39,8 +39,9 @@ def norm(g: Graph, r: Rank, name: str, x: Tensor, rows: int, width: int) -> Tens
 
 def column(g: Graph, r: Rank, name: str, x: Tensor, inputs: int, outputs: int) -> Tensor:
     """A linear layer whose `outputs` are those of this rank; `x` is a part of the tokens where those are split."""
-    arrives = shared_by_tensor_ranks(r, r.tokens * inputs * r.element, "gather")
-    keeps = [] if r.frozen else [_input(r, x, inputs)]
+    low = r.sends_quantized or x.quantized
+    arrives = shared_by_tensor_ranks(r, r.tokens * inputs * r.element, "gather", low=low)
+    keeps = [] if r.frozen or x.quantized else [_input(r, x, inputs)]
     g.add(name, keeps, [Product(r.tokens, outputs, inputs)], exchanges=arrives, low=True, factors=r.factors)
     beside(g, r, name, x, (inputs, outputs), (r.split_tokens, r.tokens, r.tokens))
     return Tensor(r.tokens * outputs * r.element)
@@ -50,7 +51,7 @@ def row(g: Graph, r: Rank, name: str, x: Tensor, inputs: int, outputs: int) -> T
     """A linear layer whose `inputs` are those of this rank; it gives a part of the tokens where those are split."""
     low = r.run.precision.quantized is not None
     kept = Tensor(r.tokens * inputs * FP8_ELEMENT) if low else x
-    leaves = shared_by_tensor_ranks(r, r.tokens * outputs * r.element, "scatter")
+    leaves = shared_by_tensor_ranks(r, r.tokens * outputs * r.element, "scatter", low=r.sends_quantized)
     keeps = [] if r.frozen else [kept]
     g.add(name, keeps, [Product(r.tokens, outputs, inputs)], exchanges=leaves, low=True, factors=r.factors)
     beside(g, r, name, x, (inputs, outputs), (r.tokens, r.split_tokens, r.split_tokens))
@@ -59,31 +60,33 @@ def row(g: Graph, r: Rank, name: str, x: Tensor, inputs: int, outputs: int) -> T
 
 def whole(g: Graph, r: Rank, name: str, x: Tensor, inputs: int, outputs: int) -> Tensor:
     """A linear layer whose whole weight is on every rank, over this rank's part of the tokens."""
-    keeps = [] if r.frozen else [x]
+    low = r.run.precision.quantized is not None and r.words["linear"] != "te"
+    kept = Tensor(r.split_tokens * inputs * FP8_ELEMENT) if low else x
+    keeps = [] if r.frozen else [kept]
     g.add(name, keeps, [Product(r.split_tokens, outputs, inputs)], low=True, factors=r.factors)
     beside(g, r, name, x, (inputs, outputs), (r.split_tokens,) * 3)
     return Tensor(r.split_tokens * outputs * r.element)
 
 
 def shared_by_tensor_ranks(
-    r: Rank, size: int, kind: Literal["gather", "scatter"], *, low: bool = True
+    r: Rank, size: int, kind: Literal["gather", "scatter"], *, low: bool = False
 ) -> list[Exchange]:
     """What comes before a column-parallel layer (gather), or behind a row-parallel one (scatter).
 
     Without sequence parallelism both are one sum: behind the row in the forward, behind the column in the backward.
+    `low`: of a gather and the sum that goes back, the gather is in low precision.
     """
     if r.layout.tp == 1:
         return []
     if r.layout.sequence_parallel:
-        # of a gather and the sum that goes back, the gather is in low precision
-        size = size * 3 // 4 if low and r.run.precision.quantized else size
-        return [Exchange("tp", kind, size)]
+        return [Exchange("tp", kind, size * 3 // 4 if low else size)]
     return [Exchange("tp", "reduce", size)] if kind == "scatter" else []
 
 
 def _input(r: Rank, x: Tensor, width: int) -> Tensor:
-    if r.run.precision.quantized is not None:
-        return Tensor(r.split_tokens * width * FP8_ELEMENT)
+    if r.run.precision.quantized is not None:  # ours is quantised, and transposed, as it was gathered
+        tokens = r.split_tokens if r.words["linear"] == "te" else r.tokens
+        return Tensor(tokens * width * FP8_ELEMENT)
     return Tensor(r.tokens * width * r.element) if r.gathers_inputs else x
 
 
@@ -162,7 +165,7 @@ def loss(g: Graph, r: Rank, hidden: Tensor, *, columns: int = 0) -> None:
     m, rows = r.model, m_rows(r)
     width = m.hidden_size + columns
     products = [Product(r.tokens, rows, width)]
-    arrives = shared_by_tensor_ranks(r, r.tokens * width * r.element, "gather", low=False)
+    arrives = shared_by_tensor_ranks(r, r.tokens * width * r.element, "gather")
     if r.words["loss"] != "megatron":
         gradients = [Tensor(r.split_tokens * width * r.element)]
         gradients += [] if r.frozen else [Tensor(rows * width * r.element)]

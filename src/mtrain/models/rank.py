@@ -8,11 +8,15 @@ from functools import cached_property
 
 from mtrain.config.devices import facts_of
 from mtrain.config.formats import bytes_of
+from mtrain.config.fusions import operands_apart
 from mtrain.config.kernels import OPERATIONS, routes_by_lists, stands_for
 from mtrain.config.model import ModelConfig
 from mtrain.config.parallel import ParallelConfig, RecomputeModule
 from mtrain.config.run import RunConfig
 from mtrain.models.graph import Factors
+
+BLOCK = 128
+"""Tokens that share a scale in an operand transposed, as in `mtrain.mcore.operands`."""
 
 
 @dataclass(frozen=True)
@@ -117,11 +121,25 @@ class Rank:
         return bool(self.layout.sequence_parallel) and self.host and self.wide and self.layout.fsdp == "none"
 
     @cached_property
+    def _chosen(self) -> RunConfig:
+        """The run with the implementations that stand for `auto`."""
+        return self.run.model_copy(update={"kernels": self.run.kernels.model_copy(update=dict(self.words))})
+
+    @cached_property
     def by_lists(self) -> bool:
         """Whether tokens go to experts by lists of them."""
-        return routes_by_lists(
-            self.run.model_copy(update={"kernels": self.run.kernels.model_copy(update=dict(self.words))})
-        )
+        return routes_by_lists(self._chosen)
+
+    @cached_property
+    def quantizes(self) -> bool:
+        """Whether norms quantise for linear layers; under sequence parallelism no block of tokens is of two ranks."""
+        whole = self.layout.sequence_parallel and self.run.precision.quantized == "blockwise"
+        return operands_apart(self._chosen) is None and not (whole and self.split_tokens % BLOCK)
+
+    @property
+    def sends_quantized(self) -> bool:
+        """Whether inputs of linear layers are gathered in low precision, whoever made them."""
+        return self.run.precision.quantized is not None and self.words["linear"] == "te"
 
     def recomputes(self, module: RecomputeModule) -> bool:
         """Whether a module of every layer is computed again in the backward."""

@@ -7,7 +7,7 @@ from typing import Any
 
 from mtrain.config.blocks import letters, pattern
 from mtrain.config.core_fields import GPT_FIELDS, values
-from mtrain.config.fusions import positions_apart, sums_apart
+from mtrain.config.fusions import operands_apart, positions_apart, sums_apart
 from mtrain.config.model import ModelConfig
 from mtrain.config.run import RunConfig
 from mtrain.config.stages import stages
@@ -42,9 +42,8 @@ def chunk(
     """
     ps, m = mcore.parallel_state, run.model
     packed = run.kernels.rope if positions_apart(run) is None else None
-    provider = backend.provider(
-        run.kernels, backend.Parts.of(m), norms_add=sums_apart(run) is None, packed=packed, fp8=recipe(run)
-    )
+    made: dict[str, Any] = {"norms_add": sums_apart(run) is None, "operands": operands_apart(run) is None}
+    provider = backend.provider(run.kernels, backend.Parts.of(m), packed=packed, fp8=recipe(run), **made)
     assert run.kernels.loss is not None, "a resolved run says who makes its loss"
     override_operations(run.kernels, m.moe.group_score_topk if m.moe else None)
     if scaling := m.rope_scaling:

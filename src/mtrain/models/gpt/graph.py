@@ -23,6 +23,7 @@ def add_layer(g: Graph, r: Rank, x: Tensor, index: int, *, causal: bool = True) 
     m, place = r.model, r.model.norm_placement
     before, behind = place in ("pre", "pre_and_post"), place in ("post", "pre_and_post")
     normed = _norm(g, r, "input_layernorm", x, again=r.recomputes("layernorm")) if before else x
+    normed.quantized = before and r.quantizes and not r.recomputes("layernorm")
     added = attention(g, r, normed, index, causal=causal)
     g.discard(normed, when=before and r.recomputes("layernorm"))
     if behind:
@@ -32,6 +33,8 @@ def add_layer(g: Graph, r: Rank, x: Tensor, index: int, *, causal: bool = True) 
         middle = _norm(g, r, "post_self_attn_layernorm", middle)
     read = x if m.parallel_residual else middle
     normed = _norm(g, r, "pre_mlp_layernorm", read, again=r.recomputes("layernorm")) if before else read
+    alone = r.recomputes("layernorm") or r.recomputes("mlp")
+    normed.quantized = before and r.quantizes and not alone
     added = feed_forward(g, r, normed, index)
     g.discard(normed, when=before and r.recomputes("layernorm"))
     if behind:

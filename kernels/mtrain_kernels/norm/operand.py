@@ -1,0 +1,204 @@
+"""Norms whose result leaves in FP8, too, for the linear layer behind: contract and gradients.
+
+The operand is made on the way out of the norm, to the bit what `quantize` would make of its result. Transposed, for
+the gradient of the linear layer's weight, it is made again in the backward from what the norm keeps: nothing is kept
+for it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mtrain_kernels.norm import op, reference
+from mtrain_kernels.quantize import reference as formats
+from mtrain_kernels.quantize.formats import FORMATS, LAYOUTS
+from mtrain_kernels.quantize.op import Operand, quantize_blocks, quantize_tensorwise
+from mtrain_kernels.registry import pick
+from mtrain_kernels.runtime import ceil_div
+
+Share = Callable[[Tensor], Tensor]
+
+
+def norm_quantized(
+    x: Tensor,
+    residual: Tensor | None,
+    weight: Tensor,
+    bias: Tensor | None,
+    eps: float,
+    *,
+    subtract_mean: bool,
+    zero_centered: bool = False,
+    format: str = "e4m3",
+    layout: str | None = None,
+    share: Share | None = None,
+    multiplier: Tensor | None = None,
+    impl: str = "auto",
+) -> tuple[Tensor, Tensor, Operand]:
+    """What was normed, the new residual (empty without `residual`), and the first as an `Operand`.
+
+    Inputs are those of `layer_norm_residual` (`subtract_mean`) or `rms_norm_residual`. Scales are those of a `layout`
+    of one row, or of the tensor where it is None: from the `multiplier` [1] of delayed scaling, else from its own
+    greatest value, which `share` makes that of the whole where `x` is a part. The operand's shape is [m, h], x's
+    leading axes being one. Raises `ValueError` where arguments do not fit, `Unavailable` where the named
+    implementation cannot run.
+    """
+    op.require(x, weight, bias, residual)
+    if layout is not None and (layout not in LAYOUTS or LAYOUTS[layout].rows != 1):
+        raise ValueError(f"layout {layout!r} has no scales of one row")
+    if format not in FORMATS or FORMATS[format].dtype is None:
+        raise ValueError(f"no format {format!r}; choose e4m3 or e5m2")
+    given = (x, residual, weight, bias, eps, zero_centered, subtract_mean)
+    if pick("norm", impl, x.device, op.obstacle(x, residual, weight, bias)) == "reference":
+        return _defined(*given, format, layout, share, multiplier)
+    how = "blocks" if layout is not None else "amax" if multiplier is None else "tensor"
+    y, total, mean, rstd, q, scale, amax = _norm_operand(*given, how, format, layout or "", multiplier)
+    kept = (
+        (x if residual is None else total).detach(),
+        mean,
+        rstd,
+        weight.detach(),
+        None if bias is None else bias.detach(),
+    )
+    options = (zero_centered, x.dtype, format, layout or "")
+    if layout is not None:
+        data, scale = _typed(q, scale, format, layout)
+        return y, total, Operand(data, scale, (*kept, None), partial(_again, options=options))
+    if multiplier is None:
+        multiplier = formats.multiplier(amax if share is None else share(amax), format)
+        q, _ = _codes(*kept, multiplier, *options, False)
+    data = q.view(FORMATS[format].dtype)
+    return y, total, Operand(data, 1 / multiplier, (*kept, multiplier), partial(_again, options=options))
+
+
+def _again(*kept: Tensor | None, options: tuple[Any, ...]) -> tuple[Tensor, Tensor]:
+    """The operand transposed [h, m] and its scale, from what the norm keeps."""
+    q, scale = _codes(*kept, *options, True)
+    multiplier, format, layout = kept[-1], *options[2:]
+    if multiplier is None:
+        return _typed(q, scale, format, layout)
+    return q.view(FORMATS[format].dtype), 1 / multiplier
+
+
+def _typed(q: Tensor, scale: Tensor, format: str, layout: str) -> tuple[Tensor, Tensor]:
+    kind = torch.float8_e8m0fnu if LAYOUTS[layout].scale == "e8m0" else torch.float32
+    return q.view(FORMATS[format].dtype), scale.view(kind)
+
+
+def _defined(
+    x: Tensor,
+    residual: Tensor | None,
+    weight: Tensor,
+    bias: Tensor | None,
+    eps: float,
+    zero_centered: bool,
+    subtract_mean: bool,
+    format: str,
+    layout: str | None,
+    share: Share | None,
+    multiplier: Tensor | None,
+) -> tuple[Tensor, Tensor, Operand]:
+    """The definition: a norm, then its result quantised as it is and transposed."""
+    both, total = (x,) if residual is None else (x, residual), x.new_empty(0)
+    if subtract_mean:
+        norm = reference.layer_norm if residual is None else reference.layer_norm_residual
+        found = norm(*both, weight, bias, eps, zero_centered=zero_centered)  # type: ignore[operator]
+    else:
+        norm = reference.rms_norm if residual is None else reference.rms_norm_residual
+        found = norm(*both, weight, eps, zero_centered=zero_centered)  # type: ignore[operator]
+    y, total = (found, total) if residual is None else found
+    if layout is not None:
+        q = quantize_blocks(y, format=format, layout=layout, transpose=True, impl="reference")
+    else:
+        if multiplier is None and share is not None:
+            multiplier = formats.multiplier(share(formats.finite_amax(y.detach()).view(1)), format)
+        q = quantize_tensorwise(y, format=format, multiplier=multiplier, transpose=True, impl="reference")
+    return y, total, Operand(q.data, q.scale, (q.transposed, q.transposed_scale), lambda *both: both)
+
+
+@torch.library.custom_op("mtrain::norm_operand", mutates_args=())
+def _norm_operand(
+    x: Tensor,
+    residual: Tensor | None,
+    weight: Tensor,
+    bias: Tensor | None,
+    eps: float,
+    zero_centered: bool,
+    subtract_mean: bool,
+    operand: str,
+    format: str,
+    layout: str,
+    multiplier: Tensor | None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    from mtrain_kernels.norm import triton
+
+    given = (x, residual, weight, bias, eps, zero_centered, subtract_mean)
+    return triton.forward(*given, operand, format, layout, multiplier)  # type: ignore[return-value]
+
+
+@_norm_operand.register_fake
+def _(x, residual, weight, bias, eps, zero_centered, subtract_mean, operand, format, layout, multiplier):
+    width = x.shape[-1]
+    rows = x.numel() // width if width else 0
+    q = (rows, width) if operand in ("blocks", "tensor") else (0,)
+    scale, kind = (
+        ((0,), torch.float32) if operand != "blocks" else ((rows, -(-width // LAYOUTS[layout].columns)), None)
+    )
+    if kind is None:
+        kind = torch.uint8 if LAYOUTS[layout].scale == "e8m0" else torch.float32
+    return (
+        x.new_empty(x.shape),
+        x.new_empty(0) if residual is None else residual.new_empty(x.shape),
+        x.new_empty(rows if subtract_mean else 0, dtype=torch.float32),
+        x.new_empty(rows, dtype=torch.float32),
+        x.new_empty(q, dtype=torch.uint8),
+        x.new_empty(scale, dtype=kind),
+        x.new_empty(0 if operand == "blocks" else 1, dtype=torch.float32),
+    )
+
+
+def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    op.save(ctx, inputs[:7], output[:4])
+    ctx.mark_non_differentiable(*output[2:])
+
+
+def _differentiate(ctx: Any, dy: Tensor | None, dtotal: Tensor | None, *_: Any) -> tuple[Any, ...]:
+    return *op.differentiate(ctx, dy, dtotal), None, None, None, None
+
+
+_norm_operand.register_autograd(_differentiate, setup_context=_save)
+
+
+@torch.library.custom_op("mtrain::norm_codes", mutates_args=())
+def _codes(
+    x: Tensor,
+    mean: Tensor,
+    rstd: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    multiplier: Tensor | None,
+    zero_centered: bool,
+    dtype: torch.dtype,
+    format: str,
+    layout: str,
+    transpose: bool,
+) -> tuple[Tensor, Tensor]:
+    from mtrain_kernels.norm import operand_triton
+
+    given = (x, mean, rstd, weight, bias, multiplier, zero_centered, dtype, format, layout, transpose)
+    return operand_triton.codes(*given)
+
+
+@_codes.register_fake
+def _(x, mean, rstd, weight, bias, multiplier, zero_centered, dtype, format, layout, transpose):
+    width = weight.shape[0]
+    rows = x.numel() // width if width else 0
+    q = x.new_empty((width, rows) if transpose else (rows, width), dtype=torch.uint8)
+    if multiplier is not None:
+        return q, x.new_empty(0, dtype=torch.float32)
+    kind = torch.uint8 if LAYOUTS[layout].scale == "e8m0" else torch.float32
+    return q, x.new_empty((width, ceil_div(rows, LAYOUTS[layout].columns)), dtype=kind)

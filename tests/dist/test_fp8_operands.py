@@ -1,0 +1,114 @@
+"""Norms and SwiGLU that quantise for linear layers in FP8: no bit of a step depends on it, and less is kept."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from mtrain.cli.setup import load
+from mtrain.config.fusions import operands_apart
+from mtrain.config.resolve import Machine
+from mtrain.models.rank import Rank
+from tests.support import operands
+from tests.support.covering import some
+
+SMALL = (
+    *("data=mock", "data.seq_length=256", "trainer.train_iters=2", "trainer.global_batch_size=1"),
+    *("trainer.micro_batch_size=1", "trainer.eval_iters=0", "trainer.eval_interval=null", "trainer.sample_tokens=0"),
+    *("checkpoint.save_interval=null", "checkpoint.save_final=false", "log.progress=none", "kernels=triton"),
+    *("model.num_layers=1", "model.hidden_size=128", "model.ffn_hidden_size=128", "model.vocab_size=128"),
+    *("model.num_attention_heads=4", "model.num_query_groups=2", "precision.num_layers_at_start_in_bf16=0"),
+    "precision.num_layers_at_end_in_bf16=0",
+)
+RUNS = {
+    "blocks, tp2 sequence parallel": ("precision=fp8_blockwise", "parallel=tp2sp"),
+    "tensor, tp2 sequence parallel": ("precision=fp8_tensorwise", "parallel=tp2sp"),
+    "tensor, tp2 of odd parts": ("precision=fp8_tensorwise", "parallel=tp2sp", "data.seq_length=96"),
+    "blocks, tp2 of parts of blocks": ("precision=fp8_blockwise", "parallel=tp2sp", "data.seq_length=64"),
+    "tensor, tp2": ("precision=fp8_tensorwise", "parallel=tp2"),
+    "tensor, cp2": ("precision=fp8_tensorwise", "parallel=cp2", "data.seq_length=64"),
+    "layer norm with biases": ("precision=fp8_blockwise", "parallel=single", "model.normalization=LayerNorm"),
+    "an MLP is computed again": (
+        *("precision=fp8_blockwise", "parallel=single", "parallel.recompute.granularity=selective"),
+        "parallel.recompute.modules=[mlp]",
+    ),
+    "all is computed again": ("precision=fp8_blockwise", "parallel=single", "parallel.recompute.granularity=full"),
+    "norms are computed again": (
+        *("precision=fp8_blockwise", "parallel=single", "parallel.recompute.granularity=selective"),
+        "parallel.recompute.modules=[layernorm]",
+    ),
+}
+HANDED_OVER = {"an MLP is computed again": 1, "norms are computed again": 0, "all is computed again": 2}
+"""Norms of the layer, two at most, whose operands are taken as they are."""
+WHOLE = "blocks, tp2 of parts of blocks"
+"""Where a block of tokens would be of two ranks, the input is gathered and quantised as before."""
+SCALES = 4 / 128
+"""Bytes of scales for each of an operand, which the plan leaves out."""
+
+
+def words(name: str) -> list[str]:
+    said = {word.partition("=")[0] for word in RUNS[name]}
+    return [*(word for word in SMALL if word.partition("=")[0] not in said), *RUNS[name]]
+
+
+def _compared(name: str) -> tuple[dict[str, Any], dict[str, Any]]:
+    found = operands.both({name: words(name)})[name]
+    return found["together"], found["apart"]
+
+
+@pytest.mark.parametrize("name", some(RUNS, []))
+def test_steps_are_the_same_to_the_bit_and_as_much_less_is_kept_as_planned(name: str) -> None:
+    ours, apart = _compared(name)
+    assert ours["steps"] == apart["steps"]
+    handed = 0 if name == WHOLE else HANDED_OVER.get(name, 2)
+    quantised = "quantize_tensorwise" if "tensor" in name else "quantize_blocks"
+    assert ours["calls"][quantised] == apart["calls"][quantised] - handed
+    saved = apart["keeps"] - ours["keeps"]
+    assert saved == pytest.approx(apart["planned"] - ours["planned"], rel=2 * SCALES, abs=64)
+    if handed == 2 and name not in HANDED_OVER:
+        assert saved > 0
+
+
+TRAINED = ("trainer.train_iters=10", "data.seq_length=32", "model.hidden_size=64", "model.ffn_hidden_size=64")
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("precision", ["fp8_tensorwise", "fp8_blockwise"])
+def test_ten_steps_with_triton_are_near_those_of_the_emulation(precision: str) -> None:
+    from tests.support import interpreted
+
+    changed = {word.partition("=")[0] for word in TRAINED} | {"kernels"}
+    base = [word for word in SMALL if word.partition("=")[0] not in changed]
+    base += [*TRAINED, "parallel=tp2sp", f"precision={precision}"]
+    values = interpreted.trained({k: [*base, f"kernels={k}"] for k in ("reference", "triton")}, timeout_s=500)
+    ours, right = values["triton"], values["reference"]
+    assert len(ours) == len(right) == 20
+    assert ours[:10] == pytest.approx(right[:10], rel=2e-3)
+    assert ours != right, "not one bit differs, so Triton did nothing"
+
+
+SHARDED = (
+    *("parallel=dp", "parallel.ranks=2", "parallel.fsdp=fsdp2", "parallel.distributed_optimizer=false"),
+    "trainer.global_batch_size=2",
+)
+INTERPRETED = Machine(cpu_cores=64, memory_bytes=1 << 40, triton=True, triton_interpreted=True)
+
+
+@pytest.mark.parametrize(
+    ("more", "why"),
+    [
+        ((), None),
+        (("precision=bf16",), "kernels.linear"),
+        (("kernels.norm=reference",), "kernels.norm"),
+        (SHARDED, "frees"),
+    ],
+)
+def test_who_quantises_and_why_not_is_said(more: tuple[str, ...], why: str | None) -> None:
+    said = {word.partition("=")[0] for word in more}
+    given = ["parallel=single", "precision=fp8_tensorwise", *(w for w in SMALL if w.partition("=")[0] not in said)]
+    given = [word for word in given if word.partition("=")[0] not in said]
+    run = load([*given, *more], INTERPRETED, {}).run
+    found = operands_apart(run)
+    assert (found is None) if why is None else (why in (found or ""))
+    assert Rank.of(run).quantizes == (why is None)

@@ -1,0 +1,99 @@
+"""Steps in FP8 whose norms and SwiGLU quantise for linear layers, and the same steps with all of that done apart.
+
+A program, `python -m tests.support.operands`, because Triton decides whether to interpret when it is imported. It
+reads JSON, names and the words of each command line, and prints what `both` says.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[2]
+CALLS = ("quantize_tensorwise", "quantize_blocks")
+"""What quantises for a linear layer, within it."""
+
+
+def both(runs: dict[str, list[str]], timeout_s: float = 300) -> dict[str, dict[str, Any]]:
+    """Of every run, `together` and `apart`: losses and norms of all `steps`, what the first rank `calls` how often in
+    the first forward, and the bytes that its autograd `keeps`; and what the plan says of these.
+
+    Raises `AssertionError` with what was printed if a run did not end well.
+    """
+    environment = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
+    environment["PYTHONPATH"] = os.pathsep.join([str(ROOT), *sys.path])
+    command = [sys.executable, "-m", "tests.support.operands"]
+    done = subprocess.run(
+        command, input=json.dumps(runs), capture_output=True, text=True, timeout=timeout_s, env=environment, cwd=ROOT
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return json.loads(done.stdout.splitlines()[-1])  # type: ignore[no-any-return]
+
+
+def _main() -> None:
+    from unittest import mock
+
+    from mtrain.cli.setup import load
+    from mtrain.config.resolve import Machine
+    from mtrain.models import rank
+    from mtrain.plan.rank import stage_memories
+    from tests.support.engine import import_engine
+    from tests.support.forked import run_ranks
+    from tests.support.kept import measured
+    from tests.support.runs import train_steps
+
+    import_engine()
+    from mtrain.models.gpt import build
+
+    big, found = Machine(cpu_cores=64, memory_bytes=1 << 40, triton=True, triton_interpreted=True), {}
+    for name, words in json.load(sys.stdin).items():
+        run, found[name] = load(words, big, {}).run, dict[str, Any]()
+        for how in ("together", "apart"):
+            why = build.operands_apart if how == "together" else lambda run: "the test says so"
+            with mock.patch.object(build, "operands_apart", why), mock.patch.object(rank, "operands_apart", why):
+                ranks, made = run.parallel.ranks or 1, Counter[str]()
+
+                def job(run: Any = run, made: Counter[str] = made) -> tuple[Any, dict[str, int]]:
+                    with _counted(made):
+                        return train_steps(run, run.trainer.train_iters), dict(made)
+
+                steps, calls = run_ranks(ranks, job)[0]
+                kept = run_ranks(ranks, lambda run=run: measured(run))[0]
+                planned = stage_memories(run)[0]
+            keeps = {"keeps": kept["kept"], "planned": planned.in_flight[0]}
+            found[name][how] = {"steps": steps, "calls": calls, **keeps}
+    print(json.dumps(found))
+
+
+@contextmanager
+def _counted(made: Counter[str]) -> Iterator[None]:
+    """Counts calls of `CALLS` until the first loss."""
+    from unittest import mock
+
+    from mtrain_kernels.fp8_linear import op
+
+    from mtrain.train import step
+
+    def counting(name: str, real: Any) -> Any:
+        def counted(*args: Any, **given: Any) -> Any:
+            made[name] += name == "losses" or not made["losses"]
+            return real(*args, **given)
+
+        return counted
+
+    with ExitStack() as stack:
+        for name in CALLS:
+            stack.enter_context(mock.patch.object(op, name, counting(name, getattr(op, name))))
+        stack.enter_context(mock.patch.object(step, "sum_loss", counting("losses", step.sum_loss)))
+        yield
+
+
+if __name__ == "__main__":
+    _main()
