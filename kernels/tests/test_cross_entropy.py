@@ -111,7 +111,7 @@ def test_opcheck(impl):
         ('mask=column < columns, other=-float("inf")', "mask=column < columns, other=0.0"),
         ("exponentials = exponentials * tl.exp(shift - following) +", "exponentials = exponentials +"),
         ("tl.where(here, target, 0.0)", "target + 1e-3"),
-        ("gradient -= smoothing_share", "pass"),
+        ("gradient -= smoothing_share\n", "pass\n"),
         ("1.0 + 2.0 * z_loss * lse", "1.0 + z_loss * lse"),
         ("gradient *= 1.0 - bent * bent", "gradient *= 1.0 - bent"),
         ("tl.where(label == ignore_index, 0.0, gradient * factor)", "gradient * factor"),
