@@ -63,8 +63,8 @@ def linear_cross_entropy(
     is a scalar and the losses are [t], in fp32; all of it is the same on every rank of `group`, over which the
     vocabulary is split in equal parts. The gradient of `hidden` is summed over the ranks. With `sequence_parallel`
     `hidden` is this rank's [t / ranks, h], gathered here, and its gradient this rank's part. `chunk` is how many
-    tokens are done at a time, by default as many as make `logits` logits (2^27, or 2^22 on a CPU). The gradient of a weight
-    in half precision is added up over more than three chunks in fp32, at 4 bytes an element until it is rounded: what
+    tokens are done at a time, by default as many as make `logits` logits (2^27, or 2^22 on a CPU). The gradient of a
+    weight in half precision is added up over more than three chunks in fp32, at 4 bytes an element until it is rounded: what
     is off is less than two roundings of the sum, however many chunks there are. `gradient(weight, dweight, factor)`
     makes what autograd gets as the weight's gradient of one in fp32 and the scalar that it is to be multiplied by: it
     may add both to where gradients are kept. `class_weights` [vocab_size] weigh classes, as in torch's cross entropy;
@@ -330,11 +330,9 @@ def _launch(model: Model) -> None:
     for ranked in (False, True):
         statistics = by_rows.row_statistics(logits, labels, 0, terms, ranked=ranked)
     by_rows.logits_gradient(logits, labels, statistics[0], statistics[0], 0, terms, logits)
-    for kept in (False, True):
-        for way in tiles.candidates(hidden, kept):
-            if isinstance(way, tiles.Tile):
-                given = hidden, weight, labels, 0, terms, way
-                triton.product_statistics(*given, logits=logits if kept else None, ranked=True)
+    tile = next(way for way in tiles.candidates(hidden, kept=False) if isinstance(way, tiles.Tile))
+    for kept in (None, logits):
+        triton.product_statistics(hidden, weight, labels, 0, terms, tile, logits=kept, ranked=True)
 
 
 def _make(model: Model, device: torch.device, dtype: torch.dtype) -> dict[str, Any]:

@@ -141,8 +141,9 @@ def chunked(
     real = dweight[: weight.shape[0]]
     for start in range(0, len(labels), rows):
         part = slice(start, start + rows)
-        kept, given = need_hidden or need_weight, (hidden[part], weight, labels[part], first, terms, room)
-        statistics, finish = chunks.open(*given, kept=kept, class_weights=class_weights, ranked=ranked)
+        given = hidden[part], weight, labels[part], first, terms, room
+        kept_logits = need_hidden or need_weight
+        statistics, finish = chunks.open(*given, kept=kept_logits, class_weights=class_weights, ranked=ranked)
         statistics = mark_foreign(vocabulary.merge(statistics), labels[part], terms)
         losses[part], z_losses[part] = token_losses(statistics, labels[part], terms, class_weights)
         if ranked:
