@@ -8,6 +8,7 @@ from contextlib import contextmanager
 import pytest
 import torch
 from mtrain_kernels import tuning
+from mtrain_kernels.cross_entropy.reference import Terms, row_statistics
 from mtrain_kernels.linear_cross_entropy import chunks, op, tiles
 from mtrain_kernels.parity import caught, check
 from test_linear_cross_entropy import TERMS, defined, defined_tokens, inputs, summed
@@ -62,6 +63,19 @@ def test_weights_of_classes_are_those_of_the_definition(impl, terms):
     more = terms | {"class_weights": classes(45)}
     given = inputs(7, 24, 45, torch.float32)
     check(summed(impl, chunk=3, **more), lambda **kw: defined(**kw, **more), given)
+
+
+@pytest.mark.parametrize("first", [0, 20, 40])
+def test_statistics_of_a_part_of_the_columns_know_labels_before_and_behind_it(first: int) -> None:
+    """Labels of another rank lie in no column of the last tile, which is not full."""
+    from mtrain_kernels.linear_cross_entropy import triton
+
+    given = inputs(60, 8, 20, torch.float32, weighted=False)
+    labels, terms = torch.arange(60), Terms(60, 0.1, 0.0, 2.0)
+    hidden, weight = given["hidden"].detach(), given["weight"].detach()
+    more = {"class_weights": classes(60), "ranked": True}
+    found = triton.product_statistics(hidden, weight, labels, first, terms, SMALL, logits=None, **more)
+    torch.testing.assert_close(found, row_statistics(hidden @ weight.T, labels, first, terms, **more))
 
 
 def test_weights_of_classes_are_torchs() -> None:

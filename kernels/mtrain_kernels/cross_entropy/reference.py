@@ -148,7 +148,7 @@ def cross_entropy(logits: Tensor, labels: Tensor, terms: Terms, class_weights: T
     """The loss of each token with the whole vocabulary at hand, differentiable by autograd; see `Terms`.
 
     `logits` [t, v], `labels` [t], `class_weights` [v]; the result is [t] in fp32 (fp64 for fp64 logits). Sources:
-    label smoothing, Szegedy et al. 2016, arXiv:1512.00567; z-loss, Chowdhery et al. 2022, arXiv:2204.02311, section 5.
+    label smoothing, Szegedy et al. 2016, arXiv:1512.00567; z-loss, Chowdhery et al. 2022, arXiv:2204.02311, sec. 5.
     """
     statistics = row_statistics(logits, labels, 0, terms, class_weights=class_weights)
     return token_losses(statistics, labels, terms, class_weights)[0]

@@ -55,7 +55,7 @@ def candidates(hidden: Tensor, kept: bool) -> tuple[Tile | Apart, ...]:
     """The ways for hidden states of this dtype and device, whether logits are kept or not; the first one is taken
     where nothing was measured."""
     if hidden.dtype == torch.float32:
-        return (APART, *EXACT) if kept else EXACT
+        return (APART, *EXACT)
     tiles = OLDER if 0 < capability(hidden.device) < 90 else TILES
     return (APART, *tiles) if kept else (*tiles, APART)
 
