@@ -3,9 +3,10 @@
     python kernels/bench/first_touch.py [--out first_touch] [--stages parity,ops] [--budget 540] [--again]
     python kernels/bench/first_touch.py --dry-run     # walks all of it on a CPU: tiny shapes, Triton's interpreter
 
-Each stage is a process of its own with a time limit. Every result is a line of JSON in OUT/results.jsonl as soon as
-it is there, so that a call which is cut off loses nothing and the next one goes on (`--again` begins anew). A stage
-that dies or takes too long ends with that as the result of what it was doing, and goes on with the rest.
+Each stage is a process of its own with a time limit, and its units have one each. Every result is a line of JSON in
+OUT/results.jsonl as soon as it is there, so that a call which is cut off loses nothing and the next one goes on
+(`--again` begins anew). A stage that dies or takes too long ends with that as the result of what it was doing, and
+goes on with the rest.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -34,6 +36,18 @@ LIMITS_S = {
     "profile": 300,
 }
 """Stages in their order, and how long one may take."""
+UNIT_LIMITS_S = {
+    "environment": 60,
+    "parity": 120,
+    "autotune": 240,
+    "ops": 240,
+    "train": 420,
+    "rivals": 300,
+    "profile": 120,
+}
+"""How long a unit of a stage may take: one that hangs does not cost the others their time."""
+STUCK = 124
+"""Exit code of a stage that was ended because a unit took longer."""
 POISONED = 3
 """Exit code of a stage whose device does not answer any more: a new process goes on."""
 
@@ -52,6 +66,10 @@ class Results:
                 yield json.loads(text)
             except ValueError:
                 continue
+
+    def size(self) -> int:
+        """Bytes that are written."""
+        return self.path.stat().st_size if self.path.exists() else 0
 
     def done(self, stage: str) -> set[str]:
         """Units of a stage that need not be done again."""
@@ -135,7 +153,10 @@ def drive(stages: list[str], results: Results, walk: Walk, budget_s: float) -> b
                 print(f"{stage}: the budget is spent; call again to go on" + (f" with {unit}" if unit else ""))
                 return False
             if code != POISONED:
-                why = "ran past the limit of its stage" if code is None else f"died with {code}: {_last(said)}"
+                why = {
+                    None: "ran past the limit of its stage",
+                    STUCK: f"took longer than {UNIT_LIMITS_S[stage]} s",
+                }.get(code, f"died with {code}: {_last(said)}")
                 results.add(stage, unit or "stage", error=why)
             if code is None or (unit is None and code != POISONED):  # nothing was begun: it would die again
                 break
@@ -152,9 +173,7 @@ def _start(stage: str, results: Results, walk: Walk, limit_s: float) -> tuple[in
         begin = file.tell()
         child = subprocess.Popen([*command, *walk.words()], env=environment, stderr=file, start_new_session=True)
         try:
-            code: int | None = child.wait(limit_s)
-        except subprocess.TimeoutExpired:
-            code = None
+            code = _wait(child, results, limit_s, UNIT_LIMITS_S[stage])
         finally:
             if child.poll() is None:
                 os.killpg(child.pid, 9)  # the runs that it started, too
@@ -162,6 +181,21 @@ def _start(stage: str, results: Results, walk: Walk, limit_s: float) -> tuple[in
     with log.open("rb") as file:
         file.seek(begin)
         return code, file.read().decode(errors="replace")
+
+
+def _wait(child: subprocess.Popen[bytes], results: Results, limit_s: float, unit_s: float) -> int | None:
+    """The exit code of a stage's process: None past the limit, `STUCK` where no result came for as long as a unit may
+    take."""
+    now = begin = time.monotonic()
+    size = results.size()
+    while (left := begin + limit_s - time.monotonic()) > 0:
+        with suppress(subprocess.TimeoutExpired):
+            return child.wait(min(left, 1.0))
+        if (grown := results.size()) != size:
+            size, now = grown, time.monotonic()
+        elif time.monotonic() - now > unit_s:
+            return STUCK
+    return None
 
 
 def _last(text: str) -> str:

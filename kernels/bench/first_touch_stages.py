@@ -86,12 +86,12 @@ def parity(walk: Walk, folder: Path) -> Units:
 
     odd = Model("odd", 104, 136, 5, 5, 40, 331, 40, experts=6, top_k=3, expert_ffn=72, tokens=37)
     production = Model("llama3_8b", 4096, 14336, 32, 8, 128, 128256, 128, tokens=1000)
-    models = [MODELS["tiny"]] if walk.dry else [MODELS["tiny"], odd, production]
+    models = [MODELS["tiny"]] if walk.dry else [production, odd, MODELS["tiny"]]  # what training needs comes first
     return {
         f"{case.name} {model.name}": functools.partial(_compare, walk, name, case, model)
+        for model in models
         for name in _ops(walk)
         for case in ops()[name].cases
-        for model in models
         if case.applies(model)
     }
 
@@ -138,8 +138,9 @@ def _agreement(parity: Any, given: Any, wanted: Any, inputs: dict[str, Any], tol
 
 
 def autotune(walk: Walk, folder: Path) -> Units:
-    """The tiles of grouped products and of attention, measured for models; later stages and runs take them."""
+    """The tiles of products of experts, attention and logits, measured for models; later stages and runs take it."""
     some = {"grouped_gemm": ("qwen3_30b_a3b", "deepseek_v3"), "attention": ("llama3_8b", "deepseek_v3")}
+    some["linear_cross_entropy"] = ("llama3_8b", "deepseek_v3")
     return {
         f"{op} {model}": functools.partial(_tune, walk, op, model)
         for op, models in some.items()
@@ -158,6 +159,9 @@ def _tune(walk: Walk, op: str, name: str) -> dict[str, str]:
     from triton.testing import do_bench
 
     m, device = MODELS[name], _device()
+    if op == "linear_cross_entropy":
+        given = tuning.file_of(device), device, m.tokens, m.hidden, m.vocab, torch.bfloat16
+        return tune.measure_loss(*given, seconds=lambda call: do_bench(call) / 1e3)
     if op == "attention":
         heads, widths = (m.heads, m.kv_heads), (m.head_dim, 128 if m.head_dim == 192 else m.head_dim)
         return tune.measure_attention(
@@ -175,10 +179,10 @@ def measured(walk: Walk, folder: Path) -> Units:
     from mtrain_kernels.registry import MODELS, ops
 
     models = ["tiny"] if walk.dry else ["llama3_8b", "qwen3_30b_a3b", "deepseek_v3"]
-    names = [(name, case) for name in _ops(walk) for case in ops()[name].cases]
+    names = [(name, case) for name in _ops(walk) for case in ops()[name].cases[: 1 if walk.dry else None]]
     return {
         f"{case.name} {model}": functools.partial(_measure, walk, name, case, MODELS[model])
-        for name, case in (names[:2] if walk.dry else names)
+        for name, case in names
         for model in models
         if case.applies(MODELS[model])
     }
@@ -211,9 +215,8 @@ def _measure(walk: Walk, name: str, case: Any, model: Any) -> dict[str, Any]:
 def train(walk: Walk, folder: Path) -> Units:
     """`launch.py` at the widths of 1B and 8B models, by number format: tokens a second, peak memory, losses."""
     if walk.dry:
-        return {
-            "tiny bf16 triton": functools.partial(_launch, walk, folder, "tiny bf16 triton", TINY, "bf16", "triton")
-        }
+        some = {f"tiny {precision} triton": (TINY, precision, "triton") for precision in PRECISIONS[:2]}
+        return {unit: functools.partial(_launch, walk, folder, unit, *given) for unit, given in some.items()}
     found: Units = {}
     for (shape, model), precision, kernels in itertools.product(SHAPES.items(), PRECISIONS, ("triton", "te")):
         unit = f"{shape} {precision} {kernels}"

@@ -1,8 +1,8 @@
 """Measures the variants of kernels on this device and notes the fastest: `python -m mtrain_kernels.tune`.
 
-The grouped products of a layer of experts, forward and backward, are measured with rows shared out evenly, and fused
-attention with and without a window. What is found goes into the file that `mtrain_kernels.tuning` reads; runs that
-begin later take it.
+The grouped products of a layer of experts, forward and backward, are measured with rows shared out evenly, fused
+attention with and without a window, and logits with their statistics kept and not. What is found goes into the file
+that `mtrain_kernels.tuning` reads; runs that begin later take it.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import argparse
 import logging
 import sys
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Protocol
 
@@ -19,7 +20,9 @@ import torch
 from mtrain_kernels import tuning
 from mtrain_kernels.attention import tiles as attention_tiles
 from mtrain_kernels.attention.seen import Seen
+from mtrain_kernels.cross_entropy.reference import Terms
 from mtrain_kernels.grouped_gemm import tiles
+from mtrain_kernels.linear_cross_entropy import tiles as loss_tiles
 from mtrain_kernels.registry import MODELS
 from mtrain_kernels.runtime import triton_obstacle
 
@@ -107,6 +110,33 @@ def measure_attention(
     return chosen
 
 
+def measure_loss(
+    path: Path, device: torch.device, tokens: int, hidden: int, columns: int, dtype: torch.dtype, seconds: Seconds
+) -> dict[str, str]:
+    """Measures who makes the logits of a chunk of `tokens` and their statistics, kept for gradients or not.
+
+    See `linear_cross_entropy.tiles`. Notes the faster in the file at `path`: kernel -> way.
+    """
+    from mtrain_kernels.linear_cross_entropy.chunks import TritonChunks, chunk_rows
+
+    before, chosen = tuning.read(path), {}
+    rows = chunk_rows(0, tokens, columns, device)
+    x, weight = (torch.randn(n, hidden, device=device, dtype=dtype) for n in (rows, columns))
+    labels = torch.randint(0, columns, (rows,), device=device)
+    logits = torch.empty(rows, columns, device=device, dtype=dtype)
+    given = x, weight, labels, 0, Terms(columns), lambda tokens: logits
+    try:
+        for kept in (True, False):
+            kernel, shape = loss_tiles.kernel_of(kept), loss_tiles.shape_class(x, columns)
+            call = partial(TritonChunks().open, *given, kept=kept, class_weights=None, ranked=False)
+            taken = _times(kernel, shape, loss_tiles.candidates(x, kept), call, seconds)
+            chosen[f"{kernel} {shape}"] = tuning.fastest(taken)
+            tuning.add(path, kernel, shape, chosen[f"{kernel} {shape}"])
+    finally:
+        tuning.use(before)
+    return chosen
+
+
 def _attention_calls(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, seen: Seen
 ) -> dict[str, Callable[[], object]]:
@@ -181,9 +211,10 @@ def main(arguments: list[str] | None = None) -> int:
     def seconds(call: Callable[[], object]) -> float:
         return float(do_bench(call)) / 1e3
 
+    found = measure_loss(path, device, model.tokens, model.hidden, model.vocab, torch.bfloat16, seconds)
     widths = (model.head_dim, 128 if model.head_dim == 192 else model.head_dim)  # of MLA values are narrower
     heads = (model.heads, model.kv_heads)
-    found = measure_attention(path, device, *heads, widths, model.tokens, torch.bfloat16, seconds)
+    found |= measure_attention(path, device, *heads, widths, model.tokens, torch.bfloat16, seconds)
     if experts := said.experts or model.experts:
         rows = said.rows or model.tokens * model.top_k
         hidden, ffn = said.hidden or model.hidden, said.ffn or model.expert_ffn

@@ -169,11 +169,12 @@ def test_tiles_are_measured_for_models_of_experts_and_of_attention(
     touch: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     import first_touch_stages as stages
+    import torch
     from mtrain_kernels import tune
 
     asked: list[Any] = []
     monkeypatch.setattr(stages, "_needs_device", lambda walk: None)
-    for name in ("measure", "measure_attention"):
+    for name in ("measure", "measure_attention", "measure_loss"):
         monkeypatch.setattr(tune, name, lambda path, device, *sizes, seconds: asked.append(sizes[:4]) or {})
     assert not stages.autotune(touch.Walk(False, ("norm",)), tmp_path)
     for unit in stages.autotune(touch.Walk(False, ()), tmp_path).values():
@@ -181,6 +182,7 @@ def test_tiles_are_measured_for_models_of_experts_and_of_attention(
     assert asked == [
         *((65536, 128, 2048, 768), (65536, 256, 7168, 2048)),
         *((32, 8, (128, 128), 8192), (128, 128, (192, 128), 8192)),
+        *((8192, 4096, 128256, torch.bfloat16), (8192, 7168, 129280, torch.bfloat16)),
     ]
 
 

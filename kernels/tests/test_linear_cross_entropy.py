@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 import torch
-from mtrain_kernels.cross_entropy.reference import Terms
-from mtrain_kernels.linear_cross_entropy import op, reference
+from mtrain_kernels.cross_entropy.reference import Terms, capped
+from mtrain_kernels.linear_cross_entropy import chunks, op, reference
 from mtrain_kernels.parity import caught, check
 from torch import Tensor
 
@@ -38,15 +38,18 @@ def summed(impl: str, **options: Any) -> Any:
 
 
 def defined(hidden: Tensor, weight: Tensor, labels: Tensor, token_weights: Tensor, **terms: Any) -> Any:
-    total, losses = reference.linear_cross_entropy(
-        hidden, weight, labels, token_weights, Terms(weight.shape[0], **terms)
-    )
-    return total, losses.detach()
+    classes = {name: terms.pop(name) for name in ("class_weights",) if name in terms}
+    held, class_weights = Terms(weight.shape[0], **terms), classes.get("class_weights")
+    total, losses = reference.linear_cross_entropy(hidden, weight, labels, token_weights, held, class_weights)
+    lse = capped(hidden @ weight.T, held.soft_cap).logsumexp(1)
+    return total, losses.detach(), (held.z_loss * lse.square()).where(labels != -100, 0).detach()
 
 
-def defined_tokens(hidden: Tensor, weight: Tensor, labels: Tensor, **terms: Any) -> Tensor:
-    ones = hidden.new_ones(labels.shape)
-    return reference.linear_cross_entropy(hidden, weight, labels, ones, Terms(weight.shape[0], **terms))[1]
+def defined_tokens(
+    hidden: Tensor, weight: Tensor, labels: Tensor, class_weights: Tensor | None = None, **terms: Any
+) -> Tensor:
+    ones, held = hidden.new_ones(labels.shape), Terms(weight.shape[0], **terms)
+    return reference.linear_cross_entropy(hidden, weight, labels, ones, held, class_weights)[1]
 
 
 @pytest.mark.parametrize("impl", ["reference", "triton"])
@@ -92,7 +95,7 @@ def test_padding_gives_torchs_cross_entropy_over_the_vocabulary():
     given = inputs(64, 24, 384, torch.float32, weighted=False)
     given["labels"] %= 257
     share = torch.full((64,), 1 / 64)
-    total, _ = op.linear_cross_entropy(**given, token_weights=share, vocab_size=257)
+    total, *_ = op.linear_cross_entropy(**given, token_weights=share, vocab_size=257)
     found = torch.autograd.grad(total, [given["hidden"], given["weight"]])
     wanted = torch.nn.functional.cross_entropy(given["hidden"] @ given["weight"][:257].T, given["labels"])
     torch.testing.assert_close(total, wanted, rtol=1e-6, atol=0)
@@ -128,10 +131,10 @@ def test_fp64_in_the_reference():
 def test_a_mask_of_zeros_and_ones_changes_no_bit_of_the_other_gradients():
     given = inputs(6, 16, 33, torch.bfloat16)
     mask = torch.tensor([1.0, 1, 0, 1, 0, 1])
-    total, _ = op.linear_cross_entropy(given["hidden"], given["weight"], given["labels"], mask, chunk=6)
+    total, *_ = op.linear_cross_entropy(given["hidden"], given["weight"], given["labels"], mask, chunk=6)
     total.backward()
     kept = mask.bool()
-    short, _ = op.linear_cross_entropy(
+    short, *_ = op.linear_cross_entropy(
         given["hidden"].detach()[kept].requires_grad_(), given["weight"].detach().requires_grad_(),
         given["labels"][kept], mask[kept],
     )  # fmt: skip
@@ -149,7 +152,7 @@ def test_a_frozen_input_gets_no_gradient_and_costs_none(frozen):
 
 
 def test_a_second_backward_is_refused():
-    total, _ = op.linear_cross_entropy(**inputs(5, 8, 13, torch.float32))
+    total, *_ = op.linear_cross_entropy(**inputs(5, 8, 13, torch.float32))
     total.backward(retain_graph=True)
     with pytest.raises(RuntimeError, match="no second backward"):
         total.backward()
@@ -159,10 +162,11 @@ def test_a_second_backward_is_refused():
 def test_opcheck(impl):
     given = inputs(4, 8, 40, torch.float32)
     settings = ("", False, *Terms(40, 0.1, 1e-3, 5.0), 3)
-    for wide in (False, True):
-        torch.library.opcheck(op._linear_cross_entropy, (*given.values(), *settings, True, True, False, wide, impl))
+    for wide, classes in ((False, None), (True, torch.rand(40))):
+        rest = (*settings, 0, wide, True, True, False, wide, impl)
+        torch.library.opcheck(op._linear_cross_entropy, (*given.values(), classes, *rest))
     given.pop("token_weights")
-    torch.library.opcheck(op._token_cross_entropy, (*given.values(), *settings, impl))
+    torch.library.opcheck(op._token_cross_entropy, (*given.values(), None, *settings, impl))
 
 
 def test_what_is_not_finite_shows():
@@ -170,7 +174,7 @@ def test_what_is_not_finite_shows():
     with torch.no_grad():
         given["hidden"][0, 0] = torch.nan
         given["hidden"][1] = torch.nan  # ignored
-    total, losses = op.linear_cross_entropy(**given)
+    total, losses, *_ = op.linear_cross_entropy(**given)
     total.backward()
     assert total.isnan()
     assert losses.isnan().tolist() == [True, *[False] * 5]
@@ -195,9 +199,9 @@ def test_a_seeded_bug_is_noticed(old, new):
         given = inputs(6, 8, 20, torch.float32)
         weight = given["weight"].detach()
 
-        def local(chunks: Any) -> Tensor:
+        def local(opened: Any) -> Tensor:
             with torch.no_grad():
-                return chunks(given["hidden"] @ weight[:10].T, given["labels"], 0, Terms(20))[1](
+                return opened(given["hidden"] @ weight[:10].T, given["labels"], 0, Terms(20))[1](
                     torch.ones(6), torch.ones(6)
                 )
 
@@ -207,14 +211,14 @@ def test_a_seeded_bug_is_noticed(old, new):
         return
     with caught(module.__name__, old, new):
         variant = sys.modules[module.__name__]
-        before = op.chunked, op.ReferenceChunks
-        op.chunked, op.ReferenceChunks = variant.chunked, variant.ReferenceChunks
+        before = chunks.chunked, chunks.ReferenceChunks
+        chunks.chunked, chunks.ReferenceChunks = variant.chunked, variant.ReferenceChunks
         try:
             for terms in TERMS.values():
                 given = inputs(7, 8, 20, torch.float32)
                 check(summed("reference", chunk=3, **terms), lambda t=terms, **kw: defined(**kw, **t), given)
         finally:
-            op.chunked, op.ReferenceChunks = before
+            chunks.chunked, chunks.ReferenceChunks = before
 
 
 def sharded(given: dict[str, Tensor], sequence_parallel: bool, terms: dict[str, Any], tokens: bool) -> Any:
@@ -229,9 +233,10 @@ def sharded(given: dict[str, Tensor], sequence_parallel: bool, terms: dict[str, 
         losses = op.token_cross_entropy(hidden, weight, given["labels"], **options)
         total = (losses * given["token_weights"].detach()).sum()
     else:
-        total, losses = op.linear_cross_entropy(
-            hidden, weight, given["labels"], given["token_weights"].detach(), **options
+        total, losses, z_losses, hits = op.linear_cross_entropy(
+            hidden, weight, given["labels"], given["token_weights"].detach(), ranked=True, **options
         )
+        losses = torch.stack([losses, z_losses, hits])
     total.backward()
     return total.detach(), losses.detach(), hidden.grad, weight.grad
 
@@ -240,10 +245,17 @@ def sharded(given: dict[str, Tensor], sequence_parallel: bool, terms: dict[str, 
 @pytest.mark.parametrize("tokens", [False, True], ids=["sum", "tokens"])
 @pytest.mark.parametrize("sequence_parallel", [False, True], ids=["tp2", "tp2sp"])
 def test_a_vocabulary_in_two_parts_is_the_whole(sequence_parallel, tokens):
-    terms = TERMS["all"]
     given = inputs(8, 24, 46, torch.float32)
+    terms = TERMS["all"] | {"class_weights": torch.rand(46, generator=torch.Generator().manual_seed(2))}
     given["token_weights"] = given["token_weights"].detach() * 1e3
-    total, losses = op.linear_cross_entropy(**given, **terms)
+    with torch.no_grad():  # two columns, in either part, are the largest: the label is one or the other
+        given["weight"][30] = given["weight"][5]
+        given["hidden"][:4] = 9 * given["weight"][5]
+    given["labels"][:4] = torch.tensor([5, 30, 5, 7])
+    total, losses, z_losses, hits = op.linear_cross_entropy(**given, ranked=True, **terms)
+    assert hits is not None
+    assert hits[:4].tolist() == [1, 0, 1, 0]
+    losses = losses if tokens else torch.stack([losses, z_losses, hits])
     total.backward()
     parts = run_ranks(2, sharded, given, sequence_parallel, terms, tokens)
     close = {"rtol": 1e-6, "atol": 1e-6}
@@ -275,7 +287,7 @@ def test_padding_lies_on_the_last_ranks_whole_and_in_part():
     found = iter(zip(*run_ranks(4, sharded_padding, given, vocabs), strict=True))
     for vocab in vocabs:
         leaves = [given[name].detach().clone().requires_grad_() for name in ("hidden", "weight")]
-        total, _ = defined(leaves[0], leaves[1][:vocab], given["labels"], given["token_weights"], **TERMS["all"])
+        total, *_ = defined(leaves[0], leaves[1][:vocab], given["labels"], given["token_weights"], **TERMS["all"])
         dhidden, dweight = torch.autograd.grad(total, leaves)
         for _ in ("reference", "triton"):
             for sequence_parallel in (False, True):
@@ -344,7 +356,7 @@ def test_the_logits_are_never_held_whole():
     logits = 2 * tokens * vocab / 2**20  # 125 MiB in bf16
     gradients = 2 * (tokens + vocab) * width / 2**20
     assert plain > 2 * logits, said
-    chunk = 6 * op.CHUNK_ELEMENTS["cpu"] / 2**20  # logits in bf16 and in fp32
+    chunk = 6 * chunks.CHUNK_ELEMENTS["cpu"] / 2**20  # logits in bf16 and in fp32
     assert fused < chunk + 2 * gradients + 40, said  # 40 MiB: what a first matrix product takes for itself
     assert fused < plain / 2, said
 

@@ -12,6 +12,7 @@ import torch
 from mtrain_kernels import tune, tuning
 from mtrain_kernels.attention import tiles as attention_tiles
 from mtrain_kernels.grouped_gemm import tiles
+from mtrain_kernels.linear_cross_entropy import tiles as loss_tiles
 
 CPU = torch.device("cpu")
 X = torch.empty(64, 32, dtype=torch.bfloat16)
@@ -96,6 +97,19 @@ def test_attention_is_measured_with_and_without_a_window(tmp_path: Path) -> None
     tuning.use(tuning.read(path))
     assert attention_tiles.tile_for("keys", q, v, True).name == found["attention.keys bfloat16 d16 e8 s16 window"]
     called[0]()
+
+
+def test_who_makes_logits_is_measured_kept_or_not(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    slow, path = itertools.count(1000, -50), tmp_path / "record.json"
+    for table in ("TILES", "EXACT"):
+        monkeypatch.setattr(loss_tiles, table, (loss_tiles.Tile(16, 32, 16, 4, 1),))
+    found = tune.measure_loss(path, CPU, 20, 16, 60, torch.float32, lambda call: (call(), float(next(slow)))[1])
+    assert found == {
+        "linear_cross_entropy.kept float32 h16 v64": "16x32x16 w4 s1",
+        "linear_cross_entropy.alone float32 h16 v64": "16x32x16 w4 s1",
+    }
+    tuning.use(tuning.read(path))
+    assert loss_tiles.way_for(torch.empty(5, 16), 60, True).name == "16x32x16 w4 s1"
 
 
 def test_a_tile_that_does_not_launch_is_left_out(tmp_path: Path) -> None:

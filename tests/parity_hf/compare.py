@@ -278,7 +278,7 @@ def _forward_backward(parts: Any, tokens: Tensor) -> tuple[Tensor, float, dict[s
         logits = chunk(tokens, torch.arange(tokens.shape[1]).expand_as(tokens), None)
     chunk.zero_grad_buffer()
     batches = parts.train_data.microbatches(0, BATCH)
-    loss, _, _ = reduce_report(parts.world, run_schedule(parts, batches, forward_only=False), False)
+    loss = reduce_report(parts.world, run_schedule(parts, batches, forward_only=False), False).loss
     gradients = {name: p.main_grad for name, p in _own_tensors(chunk).items() if hasattr(p, "main_grad")}
     return logits[..., : parts.run.model.vocab_size], loss, gradients
 

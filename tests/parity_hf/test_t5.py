@@ -201,7 +201,7 @@ def _compare_gradients(run: Any, parts: Any, made: Any, found: Apart) -> None:
         own = {k: batch[k] for k in ("encoder_tokens", "encoder_mask")}
         logits = chunk(batch["tokens"], batch["position_ids"], None, **own)[..., : run.model.vocab_size]
     chunk.zero_grad_buffer()
-    loss, _, _ = reduce_report(parts.world, run_schedule(parts, [batch], forward_only=False), False)
+    loss = reduce_report(parts.world, run_schedule(parts, [batch], forward_only=False), False).loss
     their_logits, their_loss = _their_loss(made, batch)
     their_loss.backward()
     there = batch["loss_mask"] > 0

@@ -95,7 +95,7 @@ def _cross_entropy(
 
         statistics = triton.row_statistics(_dense(logits), labels.contiguous(), first, terms)
     statistics = mark_foreign(vocabulary.merge(statistics), labels, terms)
-    return reference.token_losses(statistics, labels, terms), statistics[0].clone()
+    return reference.token_losses(statistics, labels, terms)[0], statistics[0].clone()
 
 
 @_cross_entropy.register_fake

@@ -7,10 +7,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from mtrain_kernels.cross_entropy.reference import Terms
+from mtrain_kernels.cross_entropy.reference import Terms, shares
 from mtrain_kernels.runtime import cast, ceil_div, on_device_of
 
 COLUMNS = 8192  # of a row in the registers of one program
+LOG2E = tl.constexpr(1.4426950408889634)
 
 
 @triton.jit
@@ -20,67 +21,96 @@ def tanh(x):
 
 
 @triton.jit
+def _columns(
+    logits_ptr, class_weights_ptr, start, columns, soft_cap, most, exponentials, total, top, at,
+    COLUMNS: tl.constexpr, WHOLE: tl.constexpr,
+    SMOOTHED: tl.constexpr, WEIGHED: tl.constexpr, CAPPED: tl.constexpr, RANKED: tl.constexpr,
+):  # fmt: skip
+    """Adds a block of columns to what each eighth of it, which one thread holds, knows of those before."""
+    column = start + tl.arange(0, COLUMNS // 8)[:, None] * 8 + tl.arange(0, 8)[None, :]
+    if WHOLE:
+        x = tl.load(logits_ptr + column).to(tl.float32)
+    else:
+        x = tl.load(logits_ptr + column, mask=column < columns, other=-float("inf")).to(tl.float32)
+    if RANKED:  # of what is not capped: a bound makes different logits equal
+        here = tl.max(x, axis=1)
+        at = tl.where(here > top, start + tl.arange(0, COLUMNS // 8) * 8, at)
+        top = tl.maximum(top, here)
+    if CAPPED:
+        x = soft_cap * tanh(x / soft_cap)
+        if not WHOLE:
+            x = tl.where(column < columns, x, -float("inf"))
+    if SMOOTHED:
+        part = x
+        if not WHOLE:
+            part = tl.where(column < columns, x, 0.0)
+        if WEIGHED:
+            part *= tl.load(class_weights_ptr + column, mask=column < columns, other=0.0)
+        total += tl.sum(part, axis=1)
+    following = tl.maximum(most, tl.max(x, axis=1))
+    shift = _finite(following) * LOG2E
+    exponentials *= tl.exp2(most * LOG2E - shift)
+    exponentials += tl.sum(tl.exp2(x * LOG2E - shift[:, None]), axis=1)
+    return following, exponentials, total, top, at
+
+
+@triton.jit
+def _finite(x):
+    """Maxima that are subtracted; infinite ones are not."""
+    return tl.where(tl.abs(x) == float("inf"), 0.0, x)
+
+
+@triton.jit
 def statistics_kernel(
-    logits_ptr,
-    labels_ptr,
-    out_ptr,
-    rows,
-    columns,
-    stride,
-    first,
-    soft_cap,
+    logits_ptr, labels_ptr, class_weights_ptr, out_ptr, rows, columns, stride, first, soft_cap,
     COLUMNS: tl.constexpr,
-    SMOOTHED: tl.constexpr,
-    CAPPED: tl.constexpr,
-):
-    """One row per program: running maximum and sum of exponentials; infinite maxima are not subtracted."""
+    SMOOTHED: tl.constexpr, WEIGHED: tl.constexpr, CAPPED: tl.constexpr, RANKED: tl.constexpr,
+):  # fmt: skip
+    """One row per program: a running maximum and sum of exponentials of each thread, brought together at the end."""
     row = tl.program_id(0).to(tl.int64)
     logits_ptr += row * stride
-    shift = 0.0
-    exponentials = 0.0
-    total = 0.0
-    seen = -float("inf")
-    for start in range(0, columns, COLUMNS):
-        column = start + tl.arange(0, COLUMNS)
-        x = tl.load(logits_ptr + column, mask=column < columns, other=-float("inf")).to(tl.float32)
-        if CAPPED:
-            x = tl.where(column < columns, soft_cap * tanh(x / soft_cap), -float("inf"))
-        if SMOOTHED:
-            total += tl.sum(tl.where(column < columns, x, 0.0), axis=0)
-        seen = tl.maximum(seen, tl.max(x, axis=0))
-        following = tl.where(tl.abs(seen) == float("inf"), 0.0, seen)
-        exponentials = exponentials * tl.exp(shift - following) + tl.sum(tl.exp(x - following), axis=0)
-        shift = following
+    if WEIGHED:
+        class_weights_ptr += first
+    exponentials = tl.zeros((COLUMNS // 8,), tl.float32)
+    total = tl.zeros((COLUMNS // 8,), tl.float32)
+    most = tl.full((COLUMNS // 8,), -float("inf"), tl.float32)
+    top, at = most, tl.zeros((COLUMNS // 8,), tl.int32) + columns
+    whole = columns // COLUMNS * COLUMNS
+    for start in range(0, whole, COLUMNS):
+        most, exponentials, total, top, at = _columns(
+            logits_ptr, class_weights_ptr, start, columns, soft_cap, most, exponentials, total, top, at,
+            COLUMNS, True, SMOOTHED, WEIGHED, CAPPED, RANKED,
+        )  # fmt: skip
+    if whole < columns:
+        most, exponentials, total, top, at = _columns(
+            logits_ptr, class_weights_ptr, whole, columns, soft_cap, most, exponentials, total, top, at,
+            COLUMNS, False, SMOOTHED, WEIGHED, CAPPED, RANKED,
+        )  # fmt: skip
     label = tl.load(labels_ptr + row) - first
     here = (label >= 0) & (label < columns)
     target = tl.load(logits_ptr + label, mask=here, other=0.0).to(tl.float32)
     if CAPPED:
         target = soft_cap * tanh(target / soft_cap)
-    tl.store(out_ptr + row, shift + tl.log(exponentials))
+    shift = _finite(tl.max(most, axis=0)) * LOG2E
+    exponentials = tl.sum(exponentials * tl.exp2(most * LOG2E - shift), axis=0)
+    tl.store(out_ptr + row, (shift + tl.log2(exponentials)) / LOG2E)
     tl.store(out_ptr + rows + row, tl.where(here, target, 0.0))
-    tl.store(out_ptr + 2 * rows + row, total)
+    tl.store(out_ptr + 2 * rows + row, tl.sum(total, axis=0))
+    if RANKED:
+        largest = tl.max(top, axis=0)
+        column = tl.min(tl.where(top == largest, at, columns), axis=0) + tl.arange(0, 8)
+        x = tl.load(logits_ptr + column, mask=column < columns, other=-float("inf")).to(tl.float32)
+        place = tl.min(tl.where(x == largest, column, columns), axis=0)
+        tl.store(out_ptr + 3 * rows + row, largest)
+        tl.store(out_ptr + 4 * rows + row, tl.where(label >= columns, -1.0, tl.where(label == place, 1.0, 0.0)))
 
 
 @triton.jit
 def gradient_kernel(
-    logits_ptr,
-    labels_ptr,
-    lse_ptr,
-    factor_ptr,
-    out_ptr,
-    columns,
-    stride,
-    out_stride,
-    first,
-    ignore_index,
-    smoothing,
-    smoothing_share,
-    z_loss,
-    soft_cap,
-    COLUMNS: tl.constexpr,
-    CAPPED: tl.constexpr,
-    Z_LOSS: tl.constexpr,
-):
+    logits_ptr, labels_ptr, lse_ptr, factor_ptr, share_ptr, hit_ptr, class_weights_ptr, out_ptr,
+    columns, stride, out_stride, first, ignore_index, smoothing, smoothing_share, z_loss, soft_cap,
+    COLUMNS: tl.constexpr, SMOOTHED: tl.constexpr, CAPPED: tl.constexpr, Z_LOSS: tl.constexpr, WEIGHED: tl.constexpr,
+):  # fmt: skip
     """A part of one row per program; `out_ptr` may be `logits_ptr`. Ignored rows become zeros, whatever they hold."""
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
@@ -92,27 +122,45 @@ def gradient_kernel(
     if CAPPED:
         bent = tanh(x / soft_cap)
         x = soft_cap * bent
-    gradient = tl.exp(x - lse)
-    if Z_LOSS:  # not always, as 0 times an infinite log-sum-exp is not a number
-        gradient *= 1.0 + 2.0 * z_loss * lse
-    gradient -= smoothing_share
-    gradient -= tl.where(column == label - first, 1.0 - smoothing, 0.0)
+    share, hit = 1.0, 1.0 - smoothing
+    if WEIGHED:
+        share, hit = tl.load(share_ptr + row), tl.load(hit_ptr + row)
+    elif Z_LOSS:  # not always, as 0 times an infinite log-sum-exp is not a number
+        share = 1.0 + 2.0 * z_loss * lse
+    gradient = tl.exp2((x - lse) * LOG2E) * (share * factor)
+    if SMOOTHED and WEIGHED:
+        each = tl.load(class_weights_ptr + first + column, mask=inside, other=0.0)
+        gradient -= each * (smoothing_share * factor)
+    elif SMOOTHED:
+        gradient -= smoothing_share * factor
+    beside = label - first
+    place = tl.where((beside >= 0) & (beside < columns), beside, -1).to(tl.int32)  # compared with every column
+    gradient = tl.where(column == place, gradient - hit * factor, gradient)
     if CAPPED:
         gradient *= 1.0 - bent * bent
-    gradient = tl.where(label == ignore_index, 0.0, gradient * factor)
+    gradient = tl.where(label == ignore_index, 0.0, gradient)
     tl.store(out_ptr + row * out_stride + column, cast(gradient, out_ptr.dtype.element_ty), mask=inside)
 
 
-def row_statistics(logits: Tensor, labels: Tensor, first: int, terms: Terms) -> Tensor:
+def row_statistics(
+    logits: Tensor,
+    labels: Tensor,
+    first: int,
+    terms: Terms,
+    *,
+    class_weights: Tensor | None = None,
+    ranked: bool = False,
+) -> Tensor:
     """Launches the statistics kernel; arguments and result as in the reference, `logits` with unit column stride."""
     rows, columns = logits.shape
-    out = logits.new_empty((3, rows), dtype=torch.float32)
+    out = logits.new_empty((5 if ranked else 3, rows), dtype=torch.float32)
     if rows:
         block, warps = _block(columns)
         with on_device_of(logits):
             statistics_kernel[(rows,)](
                 logits,
                 labels,
+                class_weights,
                 out,
                 rows,
                 columns,
@@ -121,17 +169,29 @@ def row_statistics(logits: Tensor, labels: Tensor, first: int, terms: Terms) -> 
                 terms.soft_cap,
                 COLUMNS=block,
                 SMOOTHED=terms.label_smoothing > 0,
+                WEIGHED=class_weights is not None,
                 CAPPED=terms.soft_cap > 0,
+                RANKED=ranked,
                 num_warps=warps,
             )
     return out
 
 
 def logits_gradient(
-    logits: Tensor, labels: Tensor, lse: Tensor, factors: Tensor, first: int, terms: Terms, out: Tensor
+    logits: Tensor,
+    labels: Tensor,
+    lse: Tensor,
+    factors: Tensor,
+    first: int,
+    terms: Terms,
+    out: Tensor,
+    class_weights: Tensor | None = None,
 ) -> Tensor:
     """Launches the gradient kernel and returns `out`, which may be `logits`; the rest as in the reference."""
     rows, columns = logits.shape
+    share = hit = None
+    if class_weights is not None:
+        share, hit = shares(lse, labels, terms, class_weights)
     if logits.numel():
         block, warps = _block(columns)
         with on_device_of(logits):
@@ -140,6 +200,9 @@ def logits_gradient(
                 labels,
                 lse,
                 factors,
+                share,
+                hit,
+                class_weights,
                 out,
                 columns,
                 logits.stride(0),
@@ -151,8 +214,10 @@ def logits_gradient(
                 terms.z_loss,
                 terms.soft_cap,
                 COLUMNS=block,
+                SMOOTHED=terms.label_smoothing > 0,
                 CAPPED=terms.soft_cap > 0,
                 Z_LOSS=terms.z_loss > 0,
+                WEIGHED=class_weights is not None,
                 num_warps=warps,
             )
     return out

@@ -20,17 +20,34 @@ class Vocabulary:
         self.ranks = self.group.size() if self.group is not None else 1
 
     def merge(self, statistics: Tensor) -> Tensor:
-        """`row_statistics` [3, t] of every part -> those of the whole vocabulary, in place: two all-reduces."""
+        """`row_statistics` [3 or 5, t] of every part -> those of the whole vocabulary, in place: two all-reduces.
+
+        Where there are five, the last is then 1 where the label has the largest logit (the first of several), else
+        it is not.
+        """
         if self.ranks == 1:
             return statistics
         lse = statistics[0]
-        highest = lse.clone()
+        highest = statistics[::3].clone()  # log-sum-exp, and the largest logit where there is one
         dist.all_reduce(highest, dist.ReduceOp.MAX, self.group)
-        shift = highest.where(highest.isfinite(), 0)
+        if len(statistics) > 3:
+            statistics[4] *= statistics[3] == highest[1]
+            statistics[3] = 0  # minus infinity of a part without columns is nothing that adds up
+        shift = highest[0].where(highest[0].isfinite(), 0)
         lse.sub_(shift).exp_()
         dist.all_reduce(statistics, group=self.group)
         lse.log_().add_(shift)
         return statistics
+
+    def first_of_all(self, places: Tensor) -> Tensor:
+        """`first_place` [2, t] of every part -> whether the label has the largest logit [t]: two all-reduces."""
+        if self.ranks == 1:
+            return places[1] == 1
+        highest = places[0].clone()
+        dist.all_reduce(highest, dist.ReduceOp.MAX, self.group)
+        found = places[1] * (places[0] == highest)
+        dist.all_reduce(found, group=self.group)
+        return found == 1
 
     def sum(self, x: Tensor) -> Tensor:
         """The sum of `x` over the ranks, in place."""

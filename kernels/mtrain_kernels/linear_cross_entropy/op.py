@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -10,14 +10,26 @@ from torch import Tensor
 
 from mtrain_kernels.cross_entropy.op import obstacle
 from mtrain_kernels.cross_entropy.reference import Terms, valid_terms
-from mtrain_kernels.cross_entropy.vocabulary import Vocabulary, name_of, size_of
+from mtrain_kernels.cross_entropy.vocabulary import name_of, size_of
 from mtrain_kernels.linear import WeightGradient
-from mtrain_kernels.linear_cross_entropy.reference import MOST_PARTS, Gradients, Open, ReferenceChunks, chunked
+from mtrain_kernels.linear_cross_entropy import tiles
+from mtrain_kernels.linear_cross_entropy.chunks import chunk_rows, run
+from mtrain_kernels.linear_cross_entropy.reference import MOST_PARTS
 from mtrain_kernels.registry import Case, Cost, Model, Op, pick
 from mtrain_kernels.runtime import ceil_div
 
-CHUNK_ELEMENTS = {"cpu": 1 << 22}  # logits alive at a time: 16 MiB in fp32 suit caches and stay in the heap
-GPU_CHUNK_ELEMENTS = 1 << 27  # 256 MiB in bf16: matrix products of 1,024 tokens at a vocabulary of 128 thousand
+
+class Losses(NamedTuple):
+    """What `linear_cross_entropy` gives; all but the sum are for reading, without gradients.
+
+    `total` is the weighted sum of `losses` [t], and `z_losses` [t] are the part of these that is z-loss. `hits` [t]
+    are 1 where the label counts and has the largest logit, the first one of several; None unless `ranked`. In fp32.
+    """
+
+    total: Tensor
+    losses: Tensor
+    z_losses: Tensor
+    hits: Tensor | None
 
 
 def linear_cross_entropy(
@@ -26,18 +38,21 @@ def linear_cross_entropy(
     labels: Tensor,
     token_weights: Tensor,
     *,
+    class_weights: Tensor | None = None,
     vocab_size: int | None = None,
     label_smoothing: float = 0.0,
     z_loss: float = 0.0,
     soft_cap: float | None = None,
     ignore_index: int = -100,
+    ranked: bool = False,
     group: dist.ProcessGroup | None = None,
     sequence_parallel: bool = False,
     chunk: int | None = None,
+    logits: int | None = None,
     gradient: WeightGradient | None = None,
     impl: str = "auto",
-) -> tuple[Tensor, Tensor]:
-    """`(sum_i token_weights_i loss_i, losses)` of the logits `hidden weight^T`, which are never held whole.
+) -> Losses:
+    """The sum of `token_weights_i loss_i` and the losses of the logits `hidden weight^T`, which are never held whole.
 
     The weights of the tokens (a mask, or a mask divided by its count) are known before the backward, so that the
     forward makes the gradients with three matrix products, and the backward only multiplies them by the gradient
@@ -48,11 +63,12 @@ def linear_cross_entropy(
     is a scalar and the losses are [t], in fp32; all of it is the same on every rank of `group`, over which the
     vocabulary is split in equal parts. The gradient of `hidden` is summed over the ranks. With `sequence_parallel`
     `hidden` is this rank's [t / ranks, h], gathered here, and its gradient this rank's part. `chunk` is how many
-    tokens are done at a time (by default as many as make 2^27 logits, 2^22 on a CPU). The gradient of a weight in
-    half precision is added up over more than three chunks in fp32, at 4 bytes an element until it is rounded: what
-    is off is less than two roundings of the sum, however many chunks there are. `gradient(weight, dweight, factor)`
-    makes what autograd gets as the weight's gradient of one in fp32 and the scalar that it is to be multiplied by: it
-    may add both to where gradients are kept.
+    tokens are done at a time, by default as many as make `logits` logits (2^27, or 2^22 on a CPU). The gradient of a
+    weight in half precision is added up over more than three chunks in fp32, at 4 bytes an element until it is
+    rounded: what is off is less than two roundings of the sum, however many chunks there are.
+    `gradient(weight, dweight, factor)` makes what autograd gets as the weight's gradient of one in fp32 and the
+    scalar that it is to be multiplied by: it may add both to where gradients are kept. `class_weights` [vocab_size]
+    weigh classes, as in torch's cross entropy; the sum is not divided by them. `ranked` asks for `hits`.
     The loss and the remaining arguments, also the errors raised, are those of `cross_entropy`; rows of the weight
     from `vocab_size` on are padding, take no part, and have a gradient of 0.
     """
@@ -64,19 +80,21 @@ def linear_cross_entropy(
     valid_terms(terms, columns)
     if token_weights.shape != labels.shape or token_weights.device != hidden.device:
         raise ValueError(f"token_weights {tuple(token_weights.shape)} must be one for each label, on {hidden.device}")
+    class_weights = _weights_of(class_weights, terms, hidden)
     backend = pick("linear_cross_entropy", impl, hidden.device, obstacle(hidden, weight))
     accumulated = torch.float64 if hidden.dtype == torch.float64 else torch.float32
     grad = torch.is_grad_enabled()
     given = (
-        labels, token_weights.to(accumulated), name_of(group), sequence_parallel, *terms, chunk or 0,
-        grad and hidden.requires_grad, grad and weight.requires_grad, not torch.compiler.is_compiling(),
-        gradient is not None, backend,
+        labels, token_weights.to(accumulated), class_weights, name_of(group), sequence_parallel, *terms,
+        chunk or 0, logits or 0, ranked, grad and hidden.requires_grad, grad and weight.requires_grad,
+        not torch.compiler.is_compiling(), gradient is not None, backend,
     )  # fmt: skip
     if gradient is not None and grad and weight.requires_grad:
-        total, losses = _Given.apply(hidden, weight, gradient, *given)
+        total, *rest = _Given.apply(hidden, weight, gradient, *given)
     else:
-        total, losses, *_ = _linear_cross_entropy(hidden, weight, *given)
-    return total, losses
+        total, *rest = _linear_cross_entropy(hidden, weight, *given)[:4]
+    losses, z_losses, hits = rest
+    return Losses(total, losses, z_losses, hits if ranked else None)
 
 
 class _Given(torch.autograd.Function):
@@ -84,14 +102,15 @@ class _Given(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, hidden: Tensor, weight: Tensor, gradient: WeightGradient, *given: Any) -> Any:
-        total, losses, dhidden, dweight, scale = _linear_cross_entropy(hidden, weight, *given)
-        ctx.mark_non_differentiable(losses)
+        total, *for_reading, dhidden, dweight, scale = _linear_cross_entropy(hidden, weight, *given)
+        losses = for_reading[0]
+        ctx.mark_non_differentiable(*for_reading)
         ctx.gradient, ctx.given = gradient, (weight, dhidden, dweight, scale)
         ctx.save_for_backward(losses)
-        return total, losses
+        return total, *for_reading
 
     @staticmethod
-    def backward(ctx: Any, dtotal: Tensor, _: Tensor) -> tuple[Any, ...]:
+    def backward(ctx: Any, dtotal: Tensor, *_: Tensor) -> tuple[Any, ...]:
         if ctx.given is None:
             raise RuntimeError("linear_cross_entropy made its gradients once and has given them away")
         (weight, dhidden, dweight, scale), ctx.given = ctx.given, None
@@ -99,7 +118,7 @@ class _Given(torch.autograd.Function):
         given = ctx.gradient(weight, dweight, factor)
         (losses,), wanted = ctx.saved_tensors, ctx.needs_input_grad
         d_tokens = losses * dtotal if wanted[4] else None
-        return (dhidden.mul_(factor) if wanted[0] else None, given, None, None, d_tokens, *[None] * 13)
+        return (dhidden.mul_(factor) if wanted[0] else None, given, None, None, d_tokens, *[None] * 16)
 
 
 def token_cross_entropy(
@@ -107,6 +126,7 @@ def token_cross_entropy(
     weight: Tensor,
     labels: Tensor,
     *,
+    class_weights: Tensor | None = None,
     vocab_size: int | None = None,
     label_smoothing: float = 0.0,
     z_loss: float = 0.0,
@@ -132,12 +152,24 @@ def token_cross_entropy(
         hidden,
         weight,
         labels,
+        _weights_of(class_weights, terms, hidden),
         name_of(group),
         sequence_parallel,
         *terms,
         chunk or 0,
         backend,
     )
+
+
+def _weights_of(class_weights: Tensor | None, terms: Terms, hidden: Tensor) -> Tensor | None:
+    if class_weights is None:
+        return None
+    if class_weights.shape != (terms.vocab,) or class_weights.device != hidden.device:
+        raise ValueError(
+            f"class_weights {tuple(class_weights.shape)} must be one for each of {terms.vocab} classes, "
+            f"on {hidden.device}"
+        )
+    return class_weights.detach().to(torch.promote_types(hidden.dtype, torch.float32)).contiguous()
 
 
 def _require(hidden: Tensor, weight: Tensor, labels: Tensor, parts: int) -> None:
@@ -153,69 +185,13 @@ def _require(hidden: Tensor, weight: Tensor, labels: Tensor, parts: int) -> None
         raise ValueError(f"hidden is on {hidden.device}, weight on {weight.device}, labels on {labels.device}")
 
 
-def chunk_rows(chunk: int, tokens: int, columns: int, device: torch.device) -> int:
-    """How many tokens are done at a time: `chunk`, or for 0 a multiple of 64 that keeps to the elements allowed.
-
-    On a CPU it is at most half of the tokens, so that few tokens, too, never have all their logits at once.
-    """
-    if chunk:
-        return chunk
-    rows = max(64, CHUNK_ELEMENTS.get(device.type, GPU_CHUNK_ELEMENTS) // columns // 64 * 64)
-    return min(rows, max(1, ceil_div(tokens, 2))) if device.type == "cpu" else rows
-
-
-def _triton_chunks() -> Open:
-    from mtrain_kernels.cross_entropy import triton
-
-    def open_chunk(logits: Tensor, labels: Tensor, first: int, terms: Terms) -> Any:
-        def finish(lse: Tensor, factors: Tensor) -> Tensor:
-            return triton.logits_gradient(logits, labels, lse, factors, first, terms, out=logits)
-
-        return triton.row_statistics(logits, labels, first, terms), finish
-
-    return open_chunk
-
-
-def _run(
-    hidden: Tensor,
-    weight: Tensor,
-    labels: Tensor,
-    token_weights: Tensor,
-    group: str,
-    sequence_parallel: bool,
-    terms: Terms,
-    chunk: int,
-    need_hidden: bool,
-    need_weight: bool,
-    wide: bool,
-    backend: str,
-) -> Gradients:
-    vocabulary = Vocabulary(group)
-    found = chunked(
-        vocabulary.gather(hidden) if sequence_parallel else hidden,
-        weight,
-        labels.contiguous(),
-        token_weights,
-        vocabulary,
-        terms,
-        rows=chunk_rows(chunk, labels.shape[0], weight.shape[0], hidden.device),
-        need_hidden=need_hidden,
-        need_weight=need_weight,
-        open_chunk=ReferenceChunks() if backend == "reference" else _triton_chunks(),
-        wide=wide,
-    )
-    if need_hidden:
-        dhidden = vocabulary.scatter_sum(found.hidden) if sequence_parallel else vocabulary.sum(found.hidden)
-        found = found._replace(hidden=dhidden)
-    return found
-
-
 @torch.library.custom_op("mtrain::linear_cross_entropy", mutates_args=())
 def _linear_cross_entropy(
     hidden: Tensor,
     weight: Tensor,
     labels: Tensor,
     token_weights: Tensor,
+    class_weights: Tensor | None,
     group: str,
     sequence_parallel: bool,
     vocab: int,
@@ -224,28 +200,31 @@ def _linear_cross_entropy(
     soft_cap: float,
     ignore_index: int,
     chunk: int,
+    logits: int,
+    ranked: bool,
     need_hidden: bool,
     need_weight: bool,
     in_place: bool,
     wide: bool,
     backend: str,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """`in_place` lets the backward multiply the gradients where they lie, which a traced graph could not express."""
     terms = Terms(vocab, label_smoothing, z_loss, soft_cap, ignore_index)
-    found = _run(
-        hidden, weight, labels, token_weights, group, sequence_parallel, terms, chunk, need_hidden, need_weight,
-        wide, backend,
+    found = run(
+        hidden, weight, labels, token_weights, class_weights, group, sequence_parallel, terms, chunk, logits, ranked,
+        need_hidden, need_weight, wide, backend,
     )  # fmt: skip
-    total = (found.losses * token_weights).sum()
-    return total, found.losses, found.hidden, found.weight, found.scale
+    return (found.losses * token_weights).sum(), *found
 
 
 @_linear_cross_entropy.register_fake
-def _(hidden, weight, labels, token_weights, group, sequence_parallel, *rest):
-    need_hidden, need_weight, _, wide = rest[6:10]
+def _(hidden, weight, labels, token_weights, class_weights, group, sequence_parallel, *rest):
+    ranked, need_hidden, need_weight, _, wide = rest[7:12]
     return (
         token_weights.new_empty(()),
         token_weights.new_empty(labels.shape),
+        token_weights.new_empty(labels.shape),
+        token_weights.new_empty(labels.shape if ranked else (0,)),
         hidden.new_empty(hidden.shape if need_hidden else (0, hidden.shape[1])),
         weight.new_empty(
             weight.shape if need_weight else (0, weight.shape[1]),
@@ -256,9 +235,9 @@ def _(hidden, weight, labels, token_weights, group, sequence_parallel, *rest):
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    _, losses, dhidden, dweight, scale = output
-    ctx.mark_non_differentiable(losses, dhidden, dweight, scale)
-    ctx.need_hidden, ctx.need_weight, ctx.in_place, *_ = inputs[12:]
+    _, losses, _, _, dhidden, dweight, scale = output
+    ctx.mark_non_differentiable(*output[1:])
+    ctx.need_hidden, ctx.need_weight, ctx.in_place, *_ = inputs[15:]
     ctx.spent = False
     ctx.save_for_backward(losses, dhidden, dweight, scale)
 
@@ -274,7 +253,7 @@ def _differentiate(ctx: Any, dtotal: Tensor, *_: Tensor) -> tuple[Any, ...]:
         times(dweight, dtotal * scale) if ctx.need_weight else None,
         None,
         losses * dtotal if ctx.needs_input_grad[3] else None,
-        *[None] * 13,
+        *[None] * 16,
     )
 
 
@@ -286,6 +265,7 @@ def _token_cross_entropy(
     hidden: Tensor,
     weight: Tensor,
     labels: Tensor,
+    class_weights: Tensor | None,
     group: str,
     sequence_parallel: bool,
     vocab: int,
@@ -298,9 +278,10 @@ def _token_cross_entropy(
 ) -> Tensor:
     terms = Terms(vocab, label_smoothing, z_loss, soft_cap, ignore_index)
     ones = _token_ones(hidden, labels)
-    return _run(
-        hidden, weight, labels, ones, group, sequence_parallel, terms, chunk, False, False, False, backend
-    ).losses
+    return run(
+        hidden, weight, labels, ones, class_weights, group, sequence_parallel, terms, chunk, 0, False, False, False,
+        False, backend,
+    ).losses  # fmt: skip
 
 
 def _token_ones(hidden: Tensor, labels: Tensor) -> Tensor:
@@ -313,21 +294,23 @@ def _(hidden, weight, labels, *rest):
 
 
 def _save_tokens(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    hidden, weight, labels, *ctx.settings = inputs
-    ctx.save_for_backward(hidden, weight, labels)
+    hidden, weight, labels, class_weights, *ctx.settings = inputs
+    ctx.save_for_backward(hidden, weight, labels, class_weights)
 
 
 def _differentiate_tokens(ctx: Any, dlosses: Tensor) -> tuple[Any, ...]:
     need_hidden, need_weight = ctx.needs_input_grad[:2]
     *settings, backend = ctx.settings
-    _, _, dhidden, dweight, scale = _linear_cross_entropy(
-        *ctx.saved_tensors, dlosses.contiguous(), *settings, need_hidden, need_weight, False, False, backend
-    )
+    hidden, weight, labels, class_weights = ctx.saved_tensors
+    *_, dhidden, dweight, scale = _linear_cross_entropy(
+        hidden, weight, labels, dlosses.contiguous(), class_weights, *settings, 0, False, need_hidden, need_weight,
+        False, False, backend,
+    )  # fmt: skip
     times = Tensor.mul if torch.compiler.is_compiling() else Tensor.mul_
     return (
         times(dhidden, scale) if need_hidden else None,
         times(dweight, scale) if need_weight else None,
-        *[None] * 10,
+        *[None] * 11,
     )
 
 
@@ -335,13 +318,21 @@ _token_cross_entropy.register_autograd(_differentiate_tokens, setup_context=_sav
 
 
 def _launch(model: Model) -> None:
-    from mtrain_kernels.cross_entropy import triton
+    from mtrain_kernels.cross_entropy import triton as by_rows
+    from mtrain_kernels.linear_cross_entropy import triton
 
     rows = chunk_rows(0, model.tokens, model.vocab, torch.device("meta"))
+    hidden = torch.empty((rows, model.hidden), dtype=torch.bfloat16, device="meta")
+    weight = torch.empty((model.vocab, model.hidden), dtype=torch.bfloat16, device="meta")
     logits = torch.empty((rows, model.vocab), dtype=torch.bfloat16, device="meta")
     labels = torch.empty(rows, dtype=torch.int64, device="meta")
-    statistics = triton.row_statistics(logits, labels, 0, Terms(model.vocab, 0.0, 1e-4))
-    triton.logits_gradient(logits, labels, statistics[0], statistics[0], 0, Terms(model.vocab, 0.0, 1e-4), logits)
+    terms = Terms(model.vocab, 0.0, 1e-4)
+    for ranked in (False, True):
+        statistics = by_rows.row_statistics(logits, labels, 0, terms, ranked=ranked)
+    by_rows.logits_gradient(logits, labels, statistics[0], statistics[0], 0, terms, logits)
+    tile = next(way for way in tiles.candidates(hidden, kept=False) if isinstance(way, tiles.Tile))
+    for kept in (None, logits):
+        triton.product_statistics(hidden, weight, labels, 0, terms, tile, logits=kept, ranked=True)
 
 
 def _make(model: Model, device: torch.device, dtype: torch.dtype) -> dict[str, Any]:
@@ -380,7 +371,7 @@ OPS = (
             Case(
                 "linear_cross_entropy",
                 _make,
-                lambda inputs, impl: linear_cross_entropy(**inputs, impl=impl)[0],
+                lambda inputs, impl: linear_cross_entropy(**inputs, impl=impl).total,
                 forward=_cost,
                 backward=lambda model: Cost(bytes=4 * model.hidden * (model.vocab + model.tokens)),
                 rivals={"torch": _torch, "liger": _liger},

@@ -7,7 +7,7 @@ hidden state. Only one chunk of logits is alive at a time.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -15,27 +15,67 @@ from torch.nn import functional as F
 
 from mtrain_kernels.cross_entropy import reference as rows_reference
 from mtrain_kernels.cross_entropy.op import mark_foreign
-from mtrain_kernels.cross_entropy.reference import Terms, capped, local_labels, real_columns, token_losses, wide
+from mtrain_kernels.cross_entropy.reference import (
+    Terms,
+    capped,
+    first_place,
+    local_labels,
+    real_columns,
+    shares,
+    smoothed,
+    token_losses,
+    weighed_sum,
+    wide,
+)
 from mtrain_kernels.cross_entropy.vocabulary import Vocabulary
 from mtrain_kernels.linear import add_weight_gradient, product, zero_gradient
 
-# Statistics [3, t] of a chunk of logits, and what turns the merged log-sum-exp and a factor per token into the
-# gradient of the logits; the chunk may be overwritten.
+# What turns the merged log-sum-exp and a factor per token into the gradient of a chunk of logits, which may be
+# overwritten; memory for the logits of so many tokens, allocated once.
 Finish = Callable[[Tensor, Tensor], Tensor]
-Open = Callable[[Tensor, Tensor, int, Terms], tuple[Tensor, Finish]]
+Room = Callable[[int], Tensor]
+
+
+class Chunks(Protocol):
+    """Makes logits of some tokens, and what is known of their rows."""
+
+    def open(
+        self,
+        hidden: Tensor,
+        weight: Tensor,
+        labels: Tensor,
+        first: int,
+        terms: Terms,
+        room: Room,
+        *,
+        kept: bool,
+        class_weights: Tensor | None,
+        ranked: bool,
+    ) -> tuple[Tensor, Finish]:
+        """The statistics [3 or 5, t] of `hidden` [t, h] times `weight` [v_local, h], and what makes their gradient.
+
+        Where the logits are not `kept`, nobody asks for a gradient. The rest is as in `row_statistics`.
+        """
+
+
 # A weight gradient in half precision is rounded with every chunk that is added to it. With so many chunks that leaves
 # no more than a sum in fp32, to which rounded shares are added, and which is rounded at the end.
 MOST_PARTS = 3
 
 
 def linear_cross_entropy(
-    hidden: Tensor, weight: Tensor, labels: Tensor, token_weights: Tensor, terms: Terms
+    hidden: Tensor,
+    weight: Tensor,
+    labels: Tensor,
+    token_weights: Tensor,
+    terms: Terms,
+    class_weights: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """`sum_i token_weights_i loss_i` and the losses [t] of `hidden weight^T`, by autograd, with all logits at once.
 
     `hidden` [t, h], `weight` [v, h], `labels` [t] int64, `token_weights` [t]; see `cross_entropy` for the loss.
     """
-    losses = rows_reference.cross_entropy(F.linear(hidden, weight), labels, terms)
+    losses = rows_reference.cross_entropy(F.linear(hidden, weight), labels, terms, class_weights)
     return (losses * token_weights).sum(), losses
 
 
@@ -43,10 +83,13 @@ class Gradients(NamedTuple):
     """What one pass over the chunks gives: losses [t], and gradients [t, h] and [v_local, h] up to a common factor.
 
     The gradient of the weighted sum is `scale` times `hidden`, summed over the ranks, and `scale` times `weight`.
-    A gradient that was not asked for is empty.
+    What was not asked for is empty. `z_losses` [t] are a part of the losses, `hits` [t] are 1 where the label has the
+    largest logit.
     """
 
     losses: Tensor
+    z_losses: Tensor
+    hits: Tensor
     hidden: Tensor
     weight: Tensor
     scale: Tensor
@@ -63,7 +106,9 @@ def chunked(
     rows: int,
     need_hidden: bool,
     need_weight: bool,
-    open_chunk: Open,
+    chunks: Chunks,
+    class_weights: Tensor | None = None,
+    ranked: bool = False,
     wide: bool = False,
 ) -> Gradients:
     """Losses and gradients of the weighted sum, `rows` tokens at a time; see `linear_cross_entropy` and `Gradients`.
@@ -71,12 +116,13 @@ def chunked(
     The weights of the tokens multiply hidden states and their gradients instead of the logits' gradient, divided
     by the largest of them: masks of zeros and ones are exact, and nothing underflows in fp16. Rows of the weight
     that are padding are left out of every product, and their gradient stays 0. `wide`: it is added up in fp32 and
-    left so.
+    left so. `ranked`: it is told whose label has the largest logit.
     """
     scale = token_weights.abs().amax() if len(token_weights) else token_weights.new_zeros(())
     factors = (token_weights / scale.where(scale != 0, 1))[:, None]
     counted = (labels != terms.ignore_index).to(scale.dtype)
-    losses = torch.empty_like(token_weights)
+    losses, z_losses = torch.empty_like(token_weights), torch.empty_like(token_weights)
+    hits = token_weights.new_empty(len(labels) if ranked else 0)
     dhidden = hidden.new_empty(hidden.shape if need_hidden else (0, hidden.shape[1]))
     many = wide or len(labels) > MOST_PARTS * rows
     kept = torch.promote_types(weight.dtype, torch.float32) if many else weight.dtype
@@ -85,14 +131,23 @@ def chunked(
     padded, weight = weight.shape[0], weight[: real_columns(weight.shape[0], first, terms)]
     in_place = hidden.device.type == "cpu" and hidden.dtype in (torch.float32, torch.float64)
     width = weight.shape[0] if in_place else padded  # aligned rows multiply faster; a softmax in place wants none
-    space = hidden.new_empty((min(rows, len(labels)), width))[:, : weight.shape[0]]
+    held: list[Tensor] = []
+
+    def room(tokens: int) -> Tensor:
+        if not held:
+            held.append(hidden.new_empty((min(rows, len(labels)), width))[:, : weight.shape[0]])
+        return held[0][:tokens]
+
     real = dweight[: weight.shape[0]]
     for start in range(0, len(labels), rows):
         part = slice(start, start + rows)
-        logits = product(hidden[part], weight, out=space[: len(labels[part])])
-        statistics, finish = open_chunk(logits, labels[part], first, terms)
+        given = hidden[part], weight, labels[part], first, terms, room
+        kept_logits = need_hidden or need_weight
+        statistics, finish = chunks.open(*given, kept=kept_logits, class_weights=class_weights, ranked=ranked)
         statistics = mark_foreign(vocabulary.merge(statistics), labels[part], terms)
-        losses[part] = token_losses(statistics, labels[part], terms)
+        losses[part], z_losses[part] = token_losses(statistics, labels[part], terms, class_weights)
+        if ranked:
+            hits[part] = (statistics[4] == 1).to(hits.dtype) * counted[part]
         if not (need_hidden or need_weight):
             continue
         dlogits = finish(statistics[0], counted[part])
@@ -101,7 +156,9 @@ def chunked(
         if need_weight:
             weighted = (hidden[part] * factors[part]).to(hidden.dtype)
             add_weight_gradient(real, dlogits, weighted)
-    return Gradients(losses, dhidden, (dweight if wide else dweight.to(weight.dtype)).contiguous(), scale)
+    return Gradients(
+        losses, z_losses, hits, dhidden, (dweight if wide else dweight.to(weight.dtype)).contiguous(), scale
+    )
 
 
 class ReferenceChunks:
@@ -110,33 +167,60 @@ class ReferenceChunks:
     def __init__(self) -> None:
         self._space: Tensor | None = None
 
-    def __call__(self, logits: Tensor, labels: Tensor, first: int, terms: Terms) -> tuple[Tensor, Finish]:
-        """One softmax over the local columns, which is rescaled once the whole sum is known; see `Open`."""
+    def open(
+        self,
+        hidden: Tensor,
+        weight: Tensor,
+        labels: Tensor,
+        first: int,
+        terms: Terms,
+        room: Room,
+        *,
+        kept: bool,
+        class_weights: Tensor | None,
+        ranked: bool,
+    ) -> tuple[Tensor, Finish]:
+        """See `Chunks`."""
+        return self(product(hidden, weight, out=room(len(labels))), labels, first, terms, class_weights, ranked)
+
+    def __call__(
+        self,
+        logits: Tensor,
+        labels: Tensor,
+        first: int,
+        terms: Terms,
+        class_weights: Tensor | None = None,
+        ranked: bool = False,
+    ) -> tuple[Tensor, Finish]:
+        """One softmax over the local columns, which is rescaled once the whole sum is known."""
         if not logits.shape[1]:  # a rank that holds nothing but padding
-            return rows_reference.row_statistics(logits, labels, first, terms), lambda lse, factors: logits
+            statistics = rows_reference.row_statistics(logits, labels, first, terms, ranked=ranked)
+            return statistics, lambda lse, factors: logits
+        place = [first_place(logits, labels, first)] if ranked else []
         highest = capped(wide(logits.amax(1)), terms.soft_cap)
         x = capped(self._widened(logits), terms.soft_cap)
         here, column = local_labels(labels, first, x.shape[1])
         target = x.gather(1, column[:, None])[:, 0].where(here, 0)
-        total = x.sum(1) if terms.label_smoothing else torch.zeros_like(target)
+        total = weighed_sum(x, first, class_weights) if terms.label_smoothing else torch.zeros_like(target)
         slope = 1 - (x / terms.soft_cap).square() if terms.soft_cap else None
         gradient = torch.softmax(x, 1, out=x)
         local = highest - gradient.amax(1).log()
 
         def finish(lse: Tensor, factors: Tensor) -> Tensor:
-            share = (local - lse).exp() * (1 + 2 * terms.z_loss * lse) * factors
+            of_all, of_label = shares(lse, labels, terms, class_weights)
+            share = (local - lse).exp() * of_all * factors
             if x.device.type != "cpu" or (share != 1).any():  # on one rank mostly one pass less
                 gradient.mul_(share[:, None])
             if terms.label_smoothing:
-                gradient.sub_((terms.label_smoothing / terms.vocab * factors)[:, None])
-            hit = (1 - terms.label_smoothing) * here * factors
+                gradient.sub_(smoothed(gradient, first, terms, class_weights) * factors[:, None])
+            hit = of_label * here * factors
             gradient.scatter_add_(1, column[:, None], -hit[:, None].to(gradient.dtype))
             if slope is not None:
                 gradient.mul_(slope)
             gradient.index_fill_(0, (labels == terms.ignore_index).nonzero()[:, 0], 0)  # even where it is NaN
             return logits.copy_(gradient)
 
-        return torch.stack([local, target, total]), finish
+        return torch.cat([torch.stack([local, target, total]), *place]), finish
 
     def _widened(self, logits: Tensor) -> Tensor:
         if logits.dtype in (torch.float32, torch.float64):

@@ -10,6 +10,7 @@ import torch
 from mtrain.build import weights
 from mtrain.build.transformer import transformer_config
 from mtrain.config.core_fields import DDP_FIELDS, FSDP_FIELDS, WRAP_FIELDS, values
+from mtrain.config.kernels import OPERATIONS
 from mtrain.config.peft import PeftConfig
 from mtrain.config.run import RunConfig
 from mtrain.devices.dtypes import with_dtypes
@@ -17,11 +18,13 @@ from mtrain.errors import ConfigError, Problem
 from mtrain.mcore import api as mcore
 from mtrain.mcore import low_rank
 from mtrain.mcore.fsdp2 import FullySharded
+from mtrain.mcore.language_model import SummedLosses, Told
 from mtrain.mcore.megatron_fsdp import FullyShardedBuffers, communication_elements
 from mtrain.mcore.shard_specs import shard_specs_of
 from mtrain.models.base import BuildChunk
 from mtrain.models.registry import family_of, imported
 from mtrain.plan.count import adapter_parameters
+from mtrain.plan.rank import logits_at_once
 from mtrain.world.init import World
 
 
@@ -67,7 +70,7 @@ def _may_defer(run: RunConfig) -> bool:
 
 def blank_model(run: RunConfig, world: World) -> list[Any]:
     """This rank's chunks in a `fake_world` world: every layer and shape, no memory; portable layers."""
-    words = {key: "reference" for key, value in run.kernels if not isinstance(value, bool)}
+    words = {op.name: "reference" for op in OPERATIONS} | {"default": "reference"}
     off = {"gradient_accumulation_fusion": False, "cpu_matmul": None}
     kernels = run.kernels.model_copy(update={**words, **off})
     run = run.on_any_device()
@@ -79,12 +82,20 @@ def _chunks(run: RunConfig, config: Any) -> list[Any]:
     stages = range(run.parallel.vpp) if run.parallel.vpp > 1 else [None]
     build: BuildChunk = imported(family_of(run.model).builder)
     chunks = [build(run, config, stage) for stage in stages]
+    for chunk in chunks:
+        if isinstance(chunk, SummedLosses):
+            chunk.told = told_by(run)
     if run.peft.kind and not any(adapter_parameters(run)):
         rule = f"models of the family {run.model.family} have no adapters that are known here"
         raise ConfigError([Problem("MT521", "peft.kind", run.peft.kind, rule, "peft=none")])
     for chunk in chunks if run.peft.kind else ():
         low_rank.adapt(chunk, adapter_of(run.peft), run.peft.target or ())
     return chunks
+
+
+def told_by(run: RunConfig) -> Told:
+    """What a resolved run wants to know of its losses."""
+    return Told(run.trainer.z_loss_coeff or 0.0, run.log.token_accuracy, logits_at_once(run))
 
 
 def adapter_of(peft: PeftConfig) -> low_rank.Adapter:

@@ -206,6 +206,13 @@ class TrainerConfig(Section):
     each prediction that counts; sample: each sample, of which the mean over its predictions is taken, a document
     where documents are packed; sequence: each row of data.seq_length tokens, packed or not. An evaluation is an
     average over tokens."""
+    z_loss_coeff: Annotated[
+        NonNegativeFloat | None,
+        Key(effect=Effect.NUMERICS, aka="z_loss_multiplier auxiliary_loss_multiplier logits_z_loss"),
+    ] = None
+    """Weight of the z-loss of the output layer (PaLM, arXiv 2204.02311: 1e-4): the square of each token's
+    log-sum-exp, which is added to its loss. The loss that is logged has it not: it is z_loss beside it. Layers of
+    multi-token prediction have none; null: none."""
     deterministic: Annotated[
         bool, Key(feeds="deterministic_mode", effect=Effect.PARALLELISM, flag="--deterministic-mode")
     ] = False

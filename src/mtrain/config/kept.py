@@ -36,5 +36,7 @@ class LogConfig(Section):
         PositiveInt, Key(flag=Flag("--log-interval", absent=100), aka="logging_steps", unit="steps")
     ] = 10
     """Steps between progress lines; the metrics file has every step."""
+    token_accuracy: Annotated[bool, Key(effect=Effect.RUNTIME)] = False
+    """Log token_accuracy: the share of the predictions that count whose token has the largest logit."""
     progress: Literal["auto", "live", "plain", "none"] = "auto"
     """live: a line that is redrawn; plain: a line per interval; auto: live on a terminal."""

@@ -168,7 +168,8 @@ class BertModel(SummedLosses, LanguageModule):
         total = self.sum_of_losses(said, labels, mask)
         if next_sentence is not None and self.next_sentence is not None:
             losses = F.cross_entropy(self.next_sentence_logits(hidden), next_sentence, reduction="none")
-            total = total + (losses * mask.sum(dim=1)).sum()
+            more = (losses * mask.sum(dim=1)).sum()
+            total = total + (F.pad(more[None], (0, 2)) if total.ndim else more)
         return total
 
     def next_sentence_logits(self, hidden: Tensor) -> Tensor:

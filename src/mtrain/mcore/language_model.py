@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from megatron.core.models.gpt import GPTModel
-from megatron.core.tensor_parallel import ColumnParallelLinear
+from megatron.core.tensor_parallel import ColumnParallelLinear, reduce_from_tensor_model_parallel_region
 from megatron.core.transformer.multi_token_prediction import MTPLossAutoScaler, roll_tensor
-from mtrain_kernels.cross_entropy.reference import capped, wide
+from mtrain_kernels.cross_entropy.reference import capped, first_place, local_labels, wide
+from mtrain_kernels.cross_entropy.vocabulary import Vocabulary
 from mtrain_kernels.linear_cross_entropy.op import linear_cross_entropy
 from torch import Tensor
 from torch.nn import functional as F
@@ -45,12 +47,13 @@ class OutputLayer(ColumnLinear):
         labels: Tensor | None = None,
         token_weights: Tensor | None = None,
         vocab_size: int | None = None,
+        told: Told | None = None,
         impl: str = "reference",
     ) -> Any:
         """Logits as megatron-core makes them; with `labels` and `token_weights` [b, s], the sum of weighted losses.
 
         `input_` is [s, b, h], or this rank's [s / tp, b, h] under sequence parallelism. Ids from `vocab_size` on have
-        no part in the losses.
+        no part in the losses. With something `told` apart the sum is that of `told_apart`.
         """
         if self.scale is not None:
             input_ = input_ * self.scale
@@ -62,18 +65,47 @@ class OutputLayer(ColumnLinear):
         hidden, weight = input_.flatten(0, 1), self.weight if weight is None else weight
         if self.bias is not None:
             hidden, weight = _with_bias(hidden, weight, self.bias)
-        return linear_cross_entropy(
+        told, token_weights = Told() if told is None else told, token_weights.t().flatten()
+        found = linear_cross_entropy(
             hidden,
             weight,
             labels.t().flatten(),
-            token_weights.t().flatten(),
+            token_weights,
             vocab_size=vocab_size,
+            z_loss=told.z_loss,
+            ranked=told.accuracy,
+            logits=told.logits,
             soft_cap=self.soft_cap,
             group=self.tp_group if self.tp_group.size() > 1 else None,
             sequence_parallel=self.sequence_parallel,
             gradient=add_scaled if self.gradient_accumulation_fusion and adds_to_main_grad(weight) else None,
             impl=impl,
-        )[0]
+        )
+        return told_apart(found.total, found.z_losses, found.hits, token_weights) if told else found.total
+
+
+@dataclass(frozen=True)
+class Told:
+    """What of the losses is asked for beside cross entropy, and the most logits that are there at once."""
+
+    z_loss: float = 0.0
+    """The coefficient of z-loss (Chowdhery et al. 2022, arXiv:2204.02311, section 5), which is added to losses."""
+    accuracy: bool = False
+    """Whether labels with the largest logit are counted."""
+    logits: int | None = None
+    """Of a loss in parts; None: what `mtrain_kernels.linear_cross_entropy` takes."""
+
+    def __bool__(self) -> bool:
+        return self.z_loss > 0 or self.accuracy
+
+
+def told_apart(total: Tensor, z_losses: Tensor, hits: Tensor | None, token_weights: Tensor) -> Tensor:
+    """[3]: the sum of weighted losses, what of it is z-loss, and how many labels that count have the largest logit.
+
+    Of tokens in any one shape. Only the first has a gradient.
+    """
+    found = torch.zeros_like(total) if hits is None else (hits * (token_weights > 0)).sum()
+    return torch.stack([total, (z_losses * token_weights).sum().detach(), found.detach().to(total.dtype)])
 
 
 def _with_bias(hidden: Tensor, weight: Tensor, bias: Tensor) -> tuple[Tensor, Tensor]:
@@ -92,6 +124,8 @@ class SummedLosses:
 
     loss: str
     loss_vocab_size: int
+    told = Told()
+    """What is told apart; with anything, the sum is that of `told_apart`."""
 
     def sum_losses_by(self, loss: str, loss_vocab_size: int) -> None:
         """Say how losses are made."""
@@ -136,26 +170,55 @@ class SummedLosses:
 
     def compute_language_model_loss(self: Any, labels: Tensor, logits: Tensor) -> Tensor:
         """megatron-core's loss of each token [b, s], for logits [s, b, v / tp] whose padding is overwritten."""
+        self._hide_padding(logits)
+        return super().compute_language_model_loss(labels, logits)  # type: ignore[misc,no-any-return]
+
+    def _hide_padding(self: Any, logits: Tensor) -> None:
         real = max(0, self.loss_vocab_size - self.pg_collection.tp.rank() * logits.shape[-1])
         if real < logits.shape[-1]:
             # The loss gives a probability of 0 a gradient of 0, so that autograd need not know. It must not: FSDP
             # hands on a view, and autograd forgets how a view was made when it is written to.
             logits.data[..., real:] = -torch.inf
-        return super().compute_language_model_loss(labels, logits)  # type: ignore[misc,no-any-return]
 
-    def sum_of_losses(self: Any, hidden: Tensor, labels: Tensor, mask: Tensor, *, detached: bool = False) -> Tensor:
+    def sum_of_losses(
+        self: Any, hidden: Tensor, labels: Tensor, mask: Tensor, *, detached: bool = False, told: Told | None = None
+    ) -> Tensor:
         """Of what the output layer reads, [s, b, h] or this rank's part: each token's loss times `mask` [b, s].
 
-        `detached`: the weight of the output layer learns nothing from it.
+        `detached`: the weight of the output layer learns nothing from it. `told` stands for `self.told`.
         """
+        told = self.told if told is None else told
         weight = self.shared_embedding_or_output_weight() if self.share_embeddings_and_output_weights else None
         if detached:
             weight = (self.output_layer.weight if weight is None else weight).detach()
         if self.loss == "megatron":
             logits, _ = self.output_layer(hidden, weight)
+            if told:
+                return self._told_by_megatron(logits, labels, mask, told)  # type: ignore[no-any-return]
             return (self.compute_language_model_loss(labels, logits).float() * mask).sum()
-        given = {"labels": labels, "token_weights": mask, "vocab_size": self.loss_vocab_size}
+        given = {"labels": labels, "token_weights": mask, "vocab_size": self.loss_vocab_size, "told": told}
         return self.output_layer(hidden, weight, **given, impl=self.loss)  # type: ignore[no-any-return]
+
+    def _told_by_megatron(self: Any, logits: Tensor, labels: Tensor, mask: Tensor, told: Told) -> Tensor:
+        """`told_apart` of logits [s, b, v / tp], over which megatron-core's loss is going to write.
+
+        The log-sum-exp, with its gradient, is the loss and the label's logit.
+        """
+        self._hide_padding(logits)
+        group, label = self.pg_collection.tp, labels.t().flatten()
+        flat, first = logits.flatten(0, 1), group.rank() * logits.shape[-1]
+        hits = None
+        if told.accuracy:
+            vocabulary = Vocabulary(group.group_name if group.size() > 1 else "")
+            hits = vocabulary.first_of_all(first_place(flat.detach(), label, first)).view(labels.t().shape).t()
+        if told.z_loss:
+            here, column = local_labels(label, first, flat.shape[1])
+            place = torch.arange(len(label), device=label.device) * flat.shape[1] + column
+            target = flat.flatten().index_select(0, place).float().where(here, 0)
+            target = reduce_from_tensor_model_parallel_region(target, group=group).view(labels.t().shape).t()
+        losses = self.compute_language_model_loss(labels, logits).float()
+        z_losses = told.z_loss * (losses + target).square() if told.z_loss else torch.zeros_like(losses)
+        return told_apart(((losses + z_losses) * mask).sum(), z_losses, hits, mask)
 
 
 class LanguageModel(SummedLosses, GPTModel):
@@ -200,7 +263,8 @@ class LanguageModel(SummedLosses, GPTModel):
             scale = self.config.mtp_loss_scaling_factor / len(further)
             if not self.config.calculate_per_token_loss:
                 scale = scale / count
-            loss = self.sum_of_losses(hidden, rolled, rolled_mask, detached=detached)
+            told = Told(logits=self.told.logits)
+            loss = self.sum_of_losses(hidden, rolled, rolled_mask, detached=detached, told=told)
             head = MTPLossAutoScaler.apply(head, scale * loss)
         return self.sum_of_losses(head, labels, mask)
 

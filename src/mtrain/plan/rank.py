@@ -12,6 +12,7 @@ from functools import cached_property
 
 from mtrain.config.core_fields import frees_sent
 from mtrain.config.devices import facts_of
+from mtrain.config.formats import bytes_of
 from mtrain.config.run import RunConfig
 from mtrain.config.stages import Stage
 from mtrain.layout.stages import held_stages
@@ -212,11 +213,18 @@ def _losses(chunk: Sequence[Graph]) -> Iterator[Op]:
     return (op for graph in chunk for op in graph.ops if op.name.endswith("loss"))
 
 
+def logits_at_once(run: RunConfig) -> int | None:
+    """As many as `kernels.loss_logits_mib` has room for, in the format of the model; None: nobody said."""
+    room = run.kernels.loss_logits_mib
+    return None if room is None else int(room * MIB // bytes_of(run.precision.format))
+
+
 def _rows_of_logits(r: Rank, tokens: int, columns: int) -> int:
     """Tokens whose logits are there at once."""
     if r.words["loss"] == "megatron":
         return tokens
-    rows = max(CHUNK, (HOST_LOGITS if r.host else GPU_LOGITS) // columns // CHUNK * CHUNK)
+    most = logits_at_once(r.run) or (HOST_LOGITS if r.host else GPU_LOGITS)
+    rows = max(CHUNK, most // columns // CHUNK * CHUNK)
     return min(rows, -(-tokens // 2) if r.host else tokens)
 
 

@@ -34,8 +34,9 @@ class Metrics(Hook):
     (of `StepResult.computed`), step_s and its parts data_s, forward_backward_s, optimizer_s; data_wait_s, the part of
     data_s in which samples were waited for, and data_wait_share, its share of the step; model_flops of the step
     by the causal count, tflops_per_rank, and, where the cluster states a peak, mfu (causal) and mfu_full (attention
-    counted in full). fp16: loss_scale, and skipped where the update was; the norm of a gradient that overflowed is
-    null, as is every number that is not finite.
+    counted in full). `trainer.z_loss_coeff`: z_loss, which is no part of loss. `log.token_accuracy`: token_accuracy.
+    fp16: loss_scale, and skipped where the update was; the norm of a gradient that overflowed is null, as is every
+    number that is not finite.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -119,6 +120,10 @@ def step_record(parts: Parts, result: StepResult) -> dict[str, Any]:
         "model_flops": flops[True],
         "tflops_per_rank": rate / 1e12,
     }
+    if run.trainer.z_loss_coeff:
+        record["z_loss"] = result.z_loss
+    if run.log.token_accuracy:
+        record["token_accuracy"] = result.token_accuracy
     if result.loss_scale is not None:
         record["loss_scale"] = result.loss_scale
     if not result.updated:

@@ -23,6 +23,7 @@ class Progress(Hook):
             choice = "live" if sys.stdout.isatty() else "plain"
         self.choice = choice if speaks else "none"
         self.interval, self.goal = run.log.interval, run.trainer.train_iters
+        self.z_loss, self.accuracy = bool(run.trainer.z_loss_coeff), run.log.token_accuracy
         self.grows = len(stages(run)) > 1
         self.began, self.first_step = 0.0, 0
         self.bar: Any = None
@@ -76,8 +77,10 @@ class Progress(Hook):
         if not result.updated:
             at = "" if result.loss_scale is None else f" at loss scale {result.loss_scale:g}"
             norm = f"update skipped{at}" if at else f"{norm}, update skipped"
+        told = f"z-loss {result.z_loss:.2e}  " if self.z_loss else ""
+        told += f"accuracy {result.token_accuracy:.3f}  " if self.accuracy else ""
         wait = f"data wait {100 * result.data_wait_share:.1f}%"
         return (
-            f"loss {result.loss:.4f}  {norm}  lr {result.lr:.2e}  {batch}{rate} tokens/s  {wait}  "
+            f"loss {result.loss:.4f}  {told}{norm}  lr {result.lr:.2e}  {batch}{rate} tokens/s  {wait}  "
             f"{units.seconds(left)} left"
         )

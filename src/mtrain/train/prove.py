@@ -92,9 +92,9 @@ def _documents(parts: Parts, folder: Path) -> list[dict[str, Any]]:
     data, size, out = parts.train_data, size_after(parts.batch_sizes, 0), []
     for document in documents.observed(data, size):
         batches = [to_device(batch, parts.world) for batch in documents.only(document, data, size)]
-        loss, tokens, _ = reduce_report(parts.world, gradients(parts, batches), False)
+        means = reduce_report(parts.world, gradients(parts, batches), False)
         save_gradients(parts, folder / f"document_{document.number}")
-        out.append({**asdict(document), "loss": loss, "tokens": tokens})
+        out.append({**asdict(document), "loss": means.loss, "tokens": means.tokens})
     return out
 
 

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import cached_property, partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -93,6 +93,10 @@ class StepResult:
     """Global norm of the gradient before clipping; not a number where it overflowed in fp16."""
     lr: float
     """The rate that the update had, or would have had."""
+    z_loss: float
+    """What z-loss adds to the loss in the mean; 0 without `trainer.z_loss_coeff`."""
+    token_accuracy: float
+    """The share of `tokens` with the largest logit; 0 without `log.token_accuracy`."""
     updated: bool
     """False where the update was skipped: an overflow in fp16, or a norm above `optim.skip_above_grad_norm`."""
     skipped_updates: int
@@ -137,21 +141,23 @@ def train_step(parts: Parts, *, stop_requested: bool) -> StepResult:
         updated, grad_norm, lr = update(state, parts.run.optim.schedule_counts)
     state.step += 1
     state.consumed_samples += size
-    loss, tokens, stops = reduce_report(parts.world, reports, stop_requested)
+    means = reduce_report(parts.world, reports, stop_requested)
     return StepResult(
         step=state.step,
-        loss=loss,
+        loss=means.loss,
+        z_loss=means.z_loss,
+        token_accuracy=means.token_accuracy,
         grad_norm=grad_norm,
         lr=lr,
         updated=updated,
         skipped_updates=state.skipped_updates,
         loss_scale=scale,
         loss_scale_may_fall=may_fall,
-        tokens=tokens,
-        computed=tokens if _predicts_all(parts.run) else size * parts.run.data.length,
+        tokens=means.tokens,
+        computed=means.tokens if _predicts_all(parts.run) else size * parts.run.data.length,
         batch_size=size,
         consumed_samples=state.consumed_samples,
-        stop=stops > 0,
+        stop=means.stops > 0,
         seconds=clock.done(),
     )
 
@@ -230,8 +236,8 @@ def summed(parts: Parts, data: GlobalBatches, iters: int, *, until_stop: bool = 
                 break
             begin_phase("evaluation")
             reports = run_schedule(parts, feed.take(i * size, size), forward_only=True)
-            loss, tokens, stops = reduce_report(parts.world, reports, until_stop and parts.stop_requested)
-            total, count = total + loss * tokens, count + tokens
+            means = reduce_report(parts.world, reports, until_stop and parts.stop_requested)
+            total, count, stops = total + means.loss * means.tokens, count + means.tokens, means.stops
         for chunk in parts.state.chunks:
             chunk.train()
     return None if stops else (total, count)
@@ -303,25 +309,42 @@ def sum_loss(
     """Loss of a micro-batch as megatron-core's per-token form: the sum, the count it is divided by, and a report.
 
     Gradients are divided by the count of the whole global batch at the end, so no layout weighs a sample differently.
-    `mask` [b, s] weighed the tokens of `total`, a scalar; `counts` [b, s] add up to the count, or `mask` does. The
-    report is `[loss sum, count, predictions that count]`.
+    `mask` [b, s] weighed the tokens of `total`, a scalar, or what `mcore.language_model.told_apart` made; `counts`
+    [b, s] add up to the count, or `mask` does. The report is `[loss sum, count, predictions that count]`, behind it
+    stand the sum of z-losses, no part of the first then, and the labels with the largest logit, if they are told.
     """
     assert mask is not None  # megatron-core asks for losses on the last stage alone
     count = mask.sum() if counts is None else counts.sum()
-    report = torch.stack([total.detach(), count, (mask > 0).sum().to(count)])
+    told = total.detach()[1:] if total.ndim else total.new_zeros(0)
+    total = total[0].clone() if total.ndim else total  # a pipeline frees what it sent on, which no view can be
+    loss = total.detach() - told[:1].sum()
+    report = torch.cat([torch.stack([loss, count, (mask > 0).sum().to(count)]), told])
     return total, count.int(), {"loss": report}
 
 
-def reduce_report(world: World, reports: list[torch.Tensor], stop: bool) -> tuple[float, int, int]:
-    """Mean loss, tokens and how many ranks want to stop, over the whole world in one all-reduce."""
-    values = torch.zeros(4, dtype=torch.float64, device=world.torch_device)
+class Means(NamedTuple):
+    """What the reports of all ranks come to."""
+
+    loss: float
+    tokens: int
+    stops: int
+    """How many ranks want to stop."""
+    z_loss: float
+    token_accuracy: float
+
+
+def reduce_report(world: World, reports: list[torch.Tensor], stop: bool) -> Means:
+    """Mean losses, tokens and how many ranks want to stop, over the whole world in one all-reduce."""
+    values = torch.zeros(6, dtype=torch.float64, device=world.torch_device)
     if reports and world.coords["tp"] == 0:
-        values[:3] = torch.stack([r.double() for r in reports]).sum(0)
-    values[3] = float(stop)
+        found = torch.stack([r.double() for r in reports]).sum(0)
+        values[: len(found)] = found
+    values[5] = float(stop)
     begin_phase("report")
     dist.all_reduce(values)
-    total, count, tokens, stops = values.tolist()
-    return total / max(1.0, count), int(tokens), int(stops)
+    total, count, tokens, z_loss, hits, stops = values.tolist()
+    count = max(1.0, count)
+    return Means(total / count, int(tokens), int(stops), z_loss / count, hits / max(1.0, tokens))
 
 
 class Clock:
