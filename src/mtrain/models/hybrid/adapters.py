@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from mtrain.config.hybrid import ATTENTION, EXPERTS, MAMBA, MLP
+from mtrain.config.hybrid import ATTENTION, EXPERTS, LATENT, MAMBA, MLP
 from mtrain.config.model import ModelConfig
 from mtrain.config.peft import PeftConfig
 from mtrain.models.gpt.adapters import Size, adapters_of, attention_layers, mlp_layers
@@ -15,7 +15,7 @@ def adapter_parameters(model: ModelConfig, peft: PeftConfig) -> tuple[int, int]:
     shared = moe.shared_expert_intermediate_size if moe is not None else None
     layers: dict[str, list[Size]] = {
         MAMBA: [size for name, size in _mixer(model) if name in target],
-        ATTENTION: attention_layers(model, target),
+        **dict.fromkeys((ATTENTION, LATENT), attention_layers(model, target)),
         MLP: mlp_layers(model, model.ffn_hidden_size, target),
         EXPERTS: mlp_layers(model, shared, target) if shared else [],
     }
