@@ -75,6 +75,11 @@ KEPT = {
     "deepseek full": f"model=deepseek_tiny parallel=single {SHORT} parallel.recompute.granularity=full",
     "deepseek selective": f"model=deepseek_tiny parallel=single {SHORT} parallel.recompute.granularity=selective "
     "parallel.recompute.modules=[mla_up_proj,moe_act,layernorm]",
+    "sparse": f"model=deepseek_v3_2_tiny parallel=single {SHORT}",
+    "sparse bf16 tp": f"model=deepseek_v3_2_tiny parallel=tp2sp {SHORT} precision=bf16 data.seq_length=128",
+    "sparse full": f"model=deepseek_v3_2_tiny parallel=single {SHORT} parallel.recompute.granularity=full",
+    "sparse selective": f"model=deepseek_v3_2_tiny parallel=tp2 {SHORT} parallel.recompute.granularity=selective "
+    "parallel.recompute.modules=[mla_up_proj,layernorm]",
     "deepseek experts": f"model=deepseek_tiny parallel=single {SHORT} parallel.recompute.granularity=selective "
     "parallel.recompute.modules=[moe,shared_experts]",
     "glm": f"model=glm45_tiny parallel=pp2 {SHORT}",
@@ -105,6 +110,11 @@ KEPT = {
     "hybrid cp of one group": "model=nemotron_h_tiny parallel=cp4 parallel.tp=1 model.hybrid.num_groups=2",
     "hybrid full": "model=nemotron_h_tiny parallel=pp2 precision=bf16 parallel.recompute.granularity=full "
     "parallel.recompute.num_layers=2 model.position_embedding_type=rope",
+    "hybrid latent full": "model=nemotron_h_tiny parallel=single model.num_layers=2 model.hybrid.pattern=M+ "
+    "parallel.recompute.granularity=full model.position_embedding_type=rope model.num_query_groups=null "
+    "model.max_position_embeddings=8192 data.seq_length=1024 trainer.micro_batch_size=1 model.hidden_size=64 "
+    "model.num_attention_heads=1 model.vocab_size=500 "
+    "model.mla={q_lora_rank:32,kv_lora_rank:32,qk_head_dim:16,qk_pos_emb_head_dim:8,v_head_dim:16}",
     "hybrid block": "model=nemotron_h_tiny parallel=tp2 parallel.recompute.granularity=full "
     "parallel.recompute.method=block parallel.recompute.num_layers=6",
     "hybrid selective": "model=nemotron_h_tiny parallel=tp2sp parallel.recompute.granularity=selective "

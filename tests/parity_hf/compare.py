@@ -37,6 +37,9 @@ COMMON = (
     # not so small that Adam makes a full step of the rounding in a gradient that is 0, such as that of a key's bias
     "optim.eps=1e-4",
 )
+UNTAUGHT = ".indexer."
+"""In the names of weights that transformers does not train."""
+LEARNS_LITTLE = ("model.dsa.indexer_loss_coeff=1e-12",)
 CHANGES_NUMBERS = ("not supported", "unknown")
 """Why a key that was left out makes another model."""
 
@@ -103,7 +106,8 @@ def imported(case: Case, values: dict[str, Any]) -> tuple[Any, list[str]]:
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "config.json"
         file.write_text(json.dumps(values))
-        found = import_config(file, (*COMMON, f"data.seq_length={case.length}", *case.extra))
+        extra = (*case.extra, *(LEARNS_LITTLE if case.kind == "deepseek_v32" else ()))
+        found = import_config(file, (*COMMON, f"data.seq_length={case.length}", *extra))
     run = found.run.model_copy(update={"model": found.run.model.model_copy(update={"name": case.kind})})
     return run, [u.flag for u in found.unplaced if u.why in CHANGES_NUMBERS]
 
@@ -254,6 +258,10 @@ def load(given: dict[str, Tensor], own: dict[str, Tensor], run: Any) -> None:
         tensor[:rows].copy_(given[name][:rows])
 
 
+def _taught(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    return {name: tensor for name, tensor in tensors.items() if UNTAUGHT not in name}
+
+
 def _has_words(name: str) -> bool:
     return name in ("embedding.word_embeddings.weight", "output_layer.weight")
 
@@ -264,7 +272,7 @@ def _compare_text(run: Any, world: Any, parts: Any, made: Any, windows: Windows,
     prompt = [int(token) for token in windows.windows[0, :PROMPT]]
     sampler = Sampler(run, world, parts.state.chunks)
     kept = not sampler.obstacle_to(PROMPT + NEW_TOKENS) or run.model.rotary_constant_to < PROMPT + NEW_TOKENS + 1
-    assert kept, "text is compared as it is written with keys and values kept"
+    assert kept or run.model.dsa is not None, "text is compared as it is written with keys and values kept"
     ours = sampler.generate(prompt, NEW_TOKENS, temperature=0.0)
     result.text = (ours, theirs.text(made, prompt, NEW_TOKENS))
 
@@ -288,6 +296,7 @@ def _compare_gradients(table: Any, run: Any, parts: Any, made: Any, windows: Win
     their = theirs.loss(made, tokens, labels)
     (their.cross_entropy + their.balance).backward()
     logits, loss, own = _forward_backward(parts, tokens)
+    own = _taught(own)
     result.note("logits", "", logits, their.logits)
     result.note("loss", "", torch.tensor(loss), their.cross_entropy)
     for name in filter(_has_words, own):
@@ -318,6 +327,6 @@ def _compare_steps(
         result.note("loss of a step", f"step {number + 1}", torch.tensor(ours.loss), their.cross_entropy)
         result.note("gradient norm", f"step {number + 1}", torch.tensor(ours.grad_norm), torch.tensor(norm))
     after = theirs.tensors(made)
-    own = {name: t.detach() for name, t in _own_tensors(parts.state.chunks[0]).items()}
+    own = _taught({name: t.detach() for name, t in _own_tensors(parts.state.chunks[0]).items()})
     for name, tensor in to_theirs(table, run.model, own).items():
         result.note("weights after the steps", name, tensor, after[name], after[name] - before[name])

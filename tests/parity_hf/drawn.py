@@ -295,6 +295,11 @@ def _deepseek_v3(r: Random) -> Values:
     return values
 
 
+def _deepseek_v32(r: Random) -> Values:
+    values = {**_latent(r), "index_n_heads": r.choice([3, 6]), "index_head_dim": r.choice([16, 24])}
+    return {**values, "q_lora_rank": r.choice([16, 24]), "index_topk": r.choice([3, 7, 64])}
+
+
 def _deepseek_v2(r: Random) -> Values:
     values = {**_latent(r), "topk_method": r.choice(["greedy", "group_limited_greedy"]), "norm_topk_prob": False}
     values["mlp_bias"] = _rarely(r, False, True)
@@ -385,6 +390,7 @@ FAMILIES: dict[str, Callable[[Random], Values]] = {
     "gpt_oss": _gpt_oss,
     "deepseek_v2": _deepseek_v2,
     "deepseek_v3": _deepseek_v3,
+    "deepseek_v32": _deepseek_v32,
     "phi3": _phi3,
     "glm4_moe": _glm4_moe,
     "gpt2": _gpt2,

@@ -99,6 +99,8 @@ QWEN3_NEXT: dict[str, Any] = {
 GPT_OSS: dict[str, Any] = {**MOE, "num_local_experts": 4, "head_dim": 24, "rope_parameters": ROPE}
 V3: dict[str, Any] = {**LATENT, "n_group": 4, "topk_group": 2, "num_nextn_predict_layers": 0}
 V2: dict[str, Any] = {**LATENT, "norm_topk_prob": False}
+V32: dict[str, Any] = {**LATENT, "n_group": 4, "topk_group": 2}
+V32 |= {"index_n_heads": 6, "index_head_dim": 20, "index_topk": 5}
 MINIMAX: dict[str, Any] = {**SIZES, "head_dim": 24, "num_local_experts": 6, "num_experts_per_tok": 2}
 PHI3: dict[str, Any] = {**SIZES, "pad_token_id": None}
 GLM4: dict[str, Any] = {
@@ -260,6 +262,8 @@ CASES: dict[str, Case] = {
     "deepseek v3 without yarn and query rank": Case(
         "deepseek_v3", {**V3, "q_lora_rank": None, "first_k_dense_replace": 0, "n_shared_experts": 1}
     ),
+    "deepseek v3.2": Case("deepseek_v32", {**V32, "rope_parameters": {**YARN, "mscale": 1.0, "mscale_all_dim": 1.0}}),
+    "deepseek v3.2 with more keys than tokens": Case("deepseek_v32", {**V32, "index_topk": 64}),
     "minimax m2": Case("minimax_m2", {**MINIMAX, "rotary_dim": 12}),
     "minimax m2 whose heads turn whole, without groups": Case(
         "minimax_m2", {**MINIMAX, "num_key_value_heads": 4, "tie_word_embeddings": True}
@@ -326,6 +330,10 @@ REFUSED: dict[str, tuple[Case, str]] = {
     "deepseek v3 with unnormalised scores": (Case("deepseek_v3", {**V3, "norm_topk_prob": False}), "norm_topk_prob"),
     "deepseek v3 with one expert": (Case("deepseek_v3", {**V3, "num_experts_per_tok": 1}), "num_experts_per_tok"),
     "deepseek v3 with rotary halves": (Case("deepseek_v3", {**V3, "rope_interleave": False}), "rope_interleave"),
+    "deepseek v3.2 whose dense layer is in the middle": (
+        Case("deepseek_v32", {**V32, "mlp_layer_types": ["sparse", "dense", "sparse"]}),
+        "mlp_layer_types",
+    ),
     "deepseek v3 with biases": (Case("deepseek_v3", {**V3, "attention_bias": True}), "attention_bias"),
     "deepseek v3 with an attention factor": (
         Case("deepseek_v3", {**V3, "rope_parameters": {**YARN, "attention_factor": 0.5}}),

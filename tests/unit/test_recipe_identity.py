@@ -167,5 +167,5 @@ def test_no_two_entries_claim_a_flag_or_a_key() -> None:
 
 
 def test_every_key_of_the_table_is_in_the_schema() -> None:
-    sections = {"model.mla", "model.linear_attention", "model.mup"}
+    sections = {"model.mla", "model.linear_attention", "model.dsa", "model.mup"}
     assert {key for entry in table() for key in entry.keys} - sections <= schema_keys().keys()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from mtrain.config.hybrid import ATTENTION, DELTA, EXPERTS, LATENT, MLP
+from mtrain.config.hybrid import ATTENTION, DELTA, EXPERTS, LATENT, MLP, SPARSE
 from mtrain.config.model import ModelConfig
 
 OF_A_BLOCK = 2
@@ -12,7 +12,7 @@ OF_A_BLOCK = 2
 def pattern(model: ModelConfig) -> str:
     """The letters of all layers."""
     dense = model.num_layers if model.moe is None else model.moe.first_dense_layers
-    softmax = ATTENTION if model.mla is None else LATENT
+    softmax = ATTENTION if model.mla is None else LATENT if model.dsa is None else SPARSE
     return "".join(
         (DELTA if model.is_linear(index) else softmax) + (MLP if index < dense else EXPERTS)
         for index in range(model.num_layers)

@@ -29,6 +29,7 @@ LEFT_OUT = object()
 _OWNERS = {
     "model.moe.": "moe.",
     "model.mla.": "mla.",
+    "model.dsa.": "dsa.",
     "model.linear_attention.": "linear.",
     "model.hybrid.": "hybrid.",
     **{f"optim.{name}.": f"{name}." for name in OPTIMIZERS},
@@ -200,6 +201,12 @@ LINEAR_FIELDS: dict[str, Get] = {
 }
 """And where some layers are gated delta nets."""
 
+DSA_FIELDS: dict[str, Get] = {
+    **_fed("dsa."),
+    "experimental_attention_variant": lambda r: "dsa",
+}
+"""And with sparse attention."""
+
 HYBRID_FIELDS: dict[str, Get] = {
     **_fed("hybrid."),
     "is_hybrid_model": lambda r: True,
@@ -312,6 +319,8 @@ def transformer_values(run: RunConfig) -> dict[str, Any]:
         del out["num_query_groups"]
     if run.model.linear_attention is not None:
         out |= values(LINEAR_FIELDS, run)
+    if run.model.dsa is not None:
+        out |= values(DSA_FIELDS, run)
     return out
 
 
@@ -333,6 +342,7 @@ def feeds(run: RunConfig) -> dict[str, list[str]]:
         (config, MOE_FIELDS if run.model.moe is not None else {}),
         (config, MLA_FIELDS if run.model.mla is not None else {}),
         (config, LINEAR_FIELDS if run.model.linear_attention is not None else {}),
+        (config, DSA_FIELDS if run.model.dsa is not None else {}),
         (config, HYBRID_FIELDS if run.model.hybrid is not None else {}),
     ):
         for name, get in table.items():

@@ -190,6 +190,43 @@ BUILDER: tuple[Only, ...] = (
     ),
 )
 """What `model.builder=hybrid` is limited to, in the family gpt."""
+_CHOSEN = "sparse attention is not proven with it"
+_ALL_PAIRS = "an indexer chooses keys by a mask of each pair in a sequence"
+SPARSE_ATTENTION: tuple[Only, ...] = (
+    Only("model.softmax_type", ("vanilla",), _CHOSEN),
+    Only("model.attn_logit_softcapping", (None,), _CHOSEN),
+    Only("model.attention_dropout", (0.0,), _CHOSEN),
+    Only(
+        "model.window_size",
+        (None,),
+        "an indexer chooses keys, not their distance",
+        (("model.window_attn_skip_freq", None),),
+    ),
+    Only("parallel.cp", (1,), f"{_ALL_PAIRS} that one rank has whole", (("parallel.ranks", None),)),
+    Only("parallel.hybrid_context_parallel", (False,), f"{_ALL_PAIRS} that one rank has whole"),
+    Only(
+        "parallel.fsdp",
+        ("none",),
+        "an indexer is not proven with FSDP's weights; parallel.distributed_optimizer=true shards the state",
+        (("parallel.fsdp_sharding", None), ("parallel.hsdp_replicas", 1)),
+    ),
+    Only("data.packed", (False,), f"{_ALL_PAIRS}, and knows no documents in it"),
+    Only(
+        "precision.fp8", (None,), "products of an indexer in 8 bits are not proven", (("precision.fp8_recipe", None),)
+    ),
+    Only(
+        "precision.fp4", (None,), "products of an indexer in 4 bits are not proven", (("precision.fp4_recipe", None),)
+    ),
+    Only("trainer.cuda_graph_impl", ("none",), "what an indexer chooses is not tried in CUDA graphs"),
+    Only("parallel.activation_offload.modules", (None,), "what an indexer keeps is not tried in host memory"),
+    Only(
+        "peft.kind",
+        (None,),
+        "an indexer would stay as it is, and the attention that it was taught would not",
+        tuple((f"peft.{key}", None) for key in ("r", "alpha", "target")),
+    ),
+)
+"""What `model.dsa` is limited to."""
 ONLY: dict[str, tuple[Only, ...]] = {
     "gpt": (
         Only(

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from mtrain.config import core_fields, unmapped
 from mtrain.config.core_fields import feeds
 from mtrain.config.describe import default_of, example_section, groups, meaning, type_of
+from mtrain.config.dsa import SparseAttentionConfig
 from mtrain.config.experts import MoEConfig
 from mtrain.config.field_versions import FIELD_VERSIONS
 from mtrain.config.hybrid import HybridConfig
@@ -26,13 +27,14 @@ Then every field of megatron-core's configurations that no key feeds, and why.
 
 
 def fed() -> dict[str, list[str]]:
-    """Key -> the fields it feeds, for models with experts and linear attention, with MLA, and hybrids, together."""
+    """Key -> the fields it feeds, for models with experts and linear attention, sparse MLA, and hybrids, together."""
     experts = MoEConfig(num_experts=2, ffn_hidden_size=64)
     plain = ModelConfig.model_validate({**example_section(ModelConfig), "moe": experts})
     plain = plain.model_copy(update={"linear_attention": LinearAttentionConfig()})
     out: dict[str, list[str]] = {}
     hybrid = HybridConfig(pattern="ME", num_heads=8)
-    for update in ({}, {"mla": MLAConfig(rope_type="yarn")}, {"hybrid": hybrid}, {"mup": MupConfig()}):
+    latent = {"mla": MLAConfig(rope_type="yarn"), "dsa": SparseAttentionConfig()}
+    for update in ({}, latent, {"hybrid": hybrid}, {"mup": MupConfig()}):
         model = plain.model_copy(update=update)
         for key, fields in feeds(RunConfig(model=model)).items():
             known = out.setdefault(key, [])

@@ -6,20 +6,22 @@ from pydantic import Field
 
 from mtrain.config.base import Effect, Key, NonNegativeFloat, PositiveFloat, Section, Width
 
-MAMBA, ATTENTION, LATENT, DELTA, MLP, EXPERTS = "M", "*", "+", "G", "-", "E"
+MAMBA, ATTENTION, LATENT, SPARSE, DELTA, MLP, EXPERTS = "M", "*", "+", "D", "G", "-", "E"
 KINDS = {
     MAMBA: "Mamba-2",
     ATTENTION: "attention",
     LATENT: "multi-latent attention",
+    SPARSE: "sparse attention",
     DELTA: "a gated delta net",
     MLP: "an MLP",
     EXPERTS: "experts",
 }
 """Letter of a pattern -> the layer that it stands for."""
-DESCRIBED = {LATENT: "mla", DELTA: "linear_attention", EXPERTS: "moe"}
-"""Letter -> the section of `model` that describes its layers, where the keys of every model do not."""
+DESCRIBED = {LATENT: ("mla",), SPARSE: ("mla", "dsa"), DELTA: ("linear_attention",), EXPERTS: ("moe",)}
+"""Letter -> the sections of `model` that describe its layers, where the keys of every model do not."""
+SOFTMAX = (ATTENTION, LATENT, SPARSE)
+"""Letters of layers with softmax attention, of which a model has one kind."""
 ABSENT = {
-    "D": "no key describes the indexer of sparse attention, which megatron-core has since 0.19",
     "|": "the layout says where pipeline stages end: parallel.pp, parallel.pipeline_layout",
     "/": "hybrids have no layers of multi-token prediction here",
 }
@@ -30,13 +32,14 @@ class HybridConfig(Section):
     """`model.hybrid`: which layer is of which kind, and the sizes of Mamba-2 mixers (Dao and Gu 2024,
     arXiv:2405.21060).
 
-    Each layer is one norm and one of: a Mamba-2 mixer, attention, MLA, a gated delta net, an MLP, experts.
+    Each layer is one norm and one of: a Mamba-2 mixer, attention, MLA, sparse attention, a gated delta net, an MLP,
+    experts.
     """
 
     pattern: Annotated[str, Field(min_length=1, max_length=4096), Key(hf="hybrid_override_pattern")]
-    """The kind of each layer, a letter for one: M Mamba-2, * attention, + MLA (of model.mla), G a gated delta net (of
-    model.linear_attention), - MLP, E experts (of model.moe), as M-M-M-M*-. Pipeline stages end where the layout says,
-    anywhere in it."""
+    """The kind of each layer, a letter for one: M Mamba-2, * attention, + MLA (of model.mla), D sparse attention (of
+    model.mla and model.dsa), G a gated delta net (of model.linear_attention), - MLP, E experts (of model.moe), as
+    M-M-M-M*-. Pipeline stages end where the layout says, anywhere in it."""
     num_heads: Annotated[Width, Key(feeds="mamba_num_heads", hf="mamba_num_heads")]
     """Heads of a Mamba-2 mixer, each with a state of its own."""
     head_dim: Annotated[Width, Key(feeds="mamba_head_dim", hf="mamba_head_dim", unit="channels")] = 64

@@ -176,6 +176,8 @@ def lacks(op: str, word: str, run: RunConfig) -> str | None:
         return "TransformerEngine's attention is not asked for the biases of model.position_embedding_type relative"
     if (op, word) == ("attention", "te") and run.model.attn_logit_softcapping is not None:
         return "TransformerEngine's attention knows no model.attn_logit_softcapping"
+    if op == "attention" and word in ("te", "triton") and run.model.dsa is not None:
+        return f"attention by {word} takes no mask of each pair, in which model.dsa says what was chosen"
     if (op, word) == ("attention", "triton"):
         return _fused_attention_lacks(run)
     if (op, word) == ("experts", "te") and run.model.moe is not None and run.model.moe.padded:

@@ -19,6 +19,7 @@ from mtrain.config.base import (
     Width,
 )
 from mtrain.config.bert import BertConfig
+from mtrain.config.dsa import SparseAttentionConfig
 from mtrain.config.experts import MoEConfig
 from mtrain.config.hybrid import DELTA, HybridConfig
 from mtrain.config.linear_attention import LinearAttentionConfig
@@ -296,12 +297,7 @@ class ModelConfig(Section):
     init_method_std: Annotated[
         float,
         Field(gt=0, le=20),
-        Key(
-            feeds="init_method_std",
-            effect=Effect.NUMERICS,
-            flag="--init-method-std",
-            hf="initializer_range",
-        ),
+        Key(feeds="init_method_std", effect=Effect.NUMERICS, flag="--init-method-std", hf="initializer_range"),
     ] = 0.02
     """Standard deviation of initial weights; output projections are scaled by 1/sqrt(2 num_layers),
     except with norm_placement post_residual."""
@@ -313,6 +309,8 @@ class ModelConfig(Section):
     """Mixture of experts; null: dense."""
     mla: MLAConfig | None = None
     """Multi-head latent attention (MLA); null: standard attention."""
+    dsa: SparseAttentionConfig | None = None
+    """Sparse attention over MLA (DSA): each query to the keys that an indexer chooses; null: to all."""
     mup: MupConfig | None = None
     """Rates, deviations and factors by width (muP); null: the usual ones."""
     linear_attention: LinearAttentionConfig | None = None

@@ -108,10 +108,8 @@ _TRANSFORMER: tuple[tuple[Why, str, str], ...] = (
     ),
     (
         "not offered",
-        "families that are not there yet: sparse attention, images, latent experts",
-        """dsa_indexer_n_heads dsa_indexer_head_dim
-        dsa_indexer_topk dsa_indexer_loss_coeff dsa_indexer_use_sparse_loss
-        mrope_section moe_latent_size heterogeneous_block_specs hetereogenous_dist_checkpoint""",
+        "families that are not there yet: images, latent experts",
+        "mrope_section moe_latent_size heterogeneous_block_specs hetereogenous_dist_checkpoint",
     ),
     (
         "not offered",
@@ -232,7 +230,7 @@ _OTHERS: tuple[tuple[str, Why, str, str], ...] = (
 
 FIXED_IN_TABLES = {
     "TransformerConfig.calculate_per_token_loss": "the loss is a mean over the tokens of the global batch",
-    "TransformerConfig.experimental_attention_variant": "linear attention is that of gated delta nets",
+    "TransformerConfig.experimental_attention_variant": "gated delta nets, or MLA with an indexer",
     "TransformerConfig.is_hybrid_model": "it is so in the family hybrid",
     "TransformerConfig.moe_router_dtype": "routers compute in fp32",
     "TransformerConfig.moe_grouped_gemm": "experts in one grouped call",

@@ -6,7 +6,7 @@ LATER: tuple[tuple[str, str, str, str], ...] = (
     (
         "TransformerConfig",
         "derived",
-        "the scale of the loss is that of experts and of multi-token prediction",
+        "the scale of the loss is that of experts, of multi-token prediction and of indexers",
         "moe_grad_scale_func mtp_grad_scale_func experimental_attention_variant_loss_scale_func",
     ),
     (
@@ -39,10 +39,17 @@ LATER: tuple[tuple[str, str, str, str], ...] = (
     (
         "TransformerConfig",
         "not offered",
-        "sparse attention (DSA): megatron-core 0.19 builds it of TransformerEngine's layers, and 0.16 needs a "
-        "library that is compiled for CUDA",
-        """dsa_indexer_topk_freq dsa_indexer_skip_topk_offset dsa_kernel_backend dsa_indexer_rope_interleaved
-        dsa_indexer_rotate_activation dsa_indexer_scoring_relu dsa_indexer_k_norm_epsilon dsa_indexer_k_norm_fp32""",
+        "every layer of sparse attention chooses keys of its own, by products of torch, not kernels of TileLang "
+        "or cuDNN",
+        "dsa_indexer_topk_freq dsa_indexer_skip_topk_offset dsa_kernel_backend",
+    ),
+    (
+        "TransformerConfig",
+        "fixed",
+        "the indexer is that of DeepSeek-V3.2, whose norm is in fp32 with 1e-6; an orthogonal transform of queries "
+        "and keys, which changes no product, is left out",
+        """dsa_indexer_rope_interleaved dsa_indexer_rotate_activation dsa_indexer_scoring_relu
+        dsa_indexer_k_norm_epsilon dsa_indexer_k_norm_fp32""",
     ),
     (
         "TransformerConfig",

@@ -18,7 +18,8 @@ from mtrain.mcore.layers import KeyNorm, QueryNorm, chosen, with_bias, with_epsi
 
 
 def attention_spec(config: Any, provider: Any, *, linear: bool = False) -> Any:
-    """Attention of one layer: grouped-query, MLA or, with `linear`, a gated delta net."""
+    """Attention of one layer: grouped-query, MLA (sparse where the configuration says so) or, with `linear`, a gated
+    delta net."""
     if linear:
         return _gated_delta_net(config, provider)
     return _mla(config, provider) if config.multi_latent_attention else _self_attention(config, provider)
@@ -72,7 +73,7 @@ def _mla(config: Any, provider: Any) -> Any:
             linear_q_up_proj=provider.column_parallel_linear(),
             linear_kv_down_proj=provider.linear(),
             linear_kv_up_proj=provider.column_parallel_linear(),
-            core_attention=provider.core_attention(),
+            core_attention=provider.core_attention(sparse=config.experimental_attention_variant == "dsa"),
             linear_proj=provider.row_parallel_linear(),
             q_layernorm=IdentityOp if config.q_lora_rank is None else norm,
             kv_layernorm=norm,

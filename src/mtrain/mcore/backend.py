@@ -39,6 +39,7 @@ from mtrain.mcore.linear import ColumnLinear, RowLinear
 from mtrain.mcore.parallel_residual import SIDE_BY_SIDE
 from mtrain.mcore.residual import ResidualNorm
 from mtrain.mcore.router import SparseRouter
+from mtrain.mcore.sparse_attention import SparseAttention
 
 _BUILDS_EXPERTS = engine.at_least(0, 19)
 """Whether megatron-core asks for what makes experts, and not for a class and its layers."""
@@ -131,11 +132,13 @@ class Provider(BackendSpecProvider):
             return self._te.layer_norm(rms_norm, for_qk)  # type: ignore[no-any-return]
         return chosen(ResidualNorm if self.norms_add else Norm, self.kernels["norm"])
 
-    def core_attention(self) -> type:
-        """Softmax attention of this rank's heads."""
+    def core_attention(self, *, sparse: bool = False) -> type:
+        """Softmax attention of this rank's heads; `sparse`: to the keys that an indexer chooses."""
+        impl = self.kernels["attention"]
+        if sparse:
+            return chosen(SparseAttention, BACKENDS.get(impl, impl))
         if self._uses_te("attention"):
             return self._te.core_attention()  # type: ignore[no-any-return]
-        impl = self.kernels["attention"]
         return chosen(CoreAttention, BACKENDS.get(impl, impl), softcap=self.parts.attn_logit_softcapping or 0.0)
 
     def grouped_mlp_modules(self, moe_use_grouped_gemm: bool, moe_use_legacy_grouped_gemm: bool = False) -> Any:

@@ -15,7 +15,7 @@ from megatron.core.dist_checkpointing.utils import apply_prefix_mapping
 from megatron.core.transformer.transformer_block import TransformerBlock
 
 from mtrain.config.blocks import OF_A_BLOCK
-from mtrain.config.hybrid import ATTENTION, DELTA, EXPERTS, LATENT
+from mtrain.config.hybrid import DELTA, EXPERTS, SOFTMAX
 from mtrain.mcore import api
 from mtrain.mcore.attention_spec import is_rms
 from mtrain.mcore.backend import one_layer_spec
@@ -89,7 +89,7 @@ def block_spec(config: Any, provider: Any, pattern: str, layers: range, *, vp_st
     parts = {}
     for kind in set(pattern):
         layer = one_layer_spec(config, provider, moe=kind == EXPERTS, linear=kind == DELTA)
-        parts[kind] = _half(layer.submodules, attention=kind in (ATTENTION, LATENT, DELTA))
+        parts[kind] = _half(layer.submodules, attention=kind in (*SOFTMAX, DELTA))
     kinds = pattern_layers(BlockLayer, parts, pattern, layers, whole=config, vp_stage=vp_stage)
     norm = provider.layer_norm(is_rms(config))
     params = {"layers": layers, "norm": norm, "vp_stage": vp_stage}

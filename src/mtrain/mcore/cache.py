@@ -127,6 +127,8 @@ def obstacle(config: Any, core: str | None) -> str:
         return "TransformerEngine's attention has no causal mask behind a cache; kernels.attention=torch has one"
     if config.apply_rope_fusion and config.multi_latent_attention:
         return "megatron-core's fused rotary embedding of MLA begins at the first position"
+    if config.experimental_attention_variant == "dsa":
+        return "keys of an indexer are not kept"
     if config.moe_expert_capacity_factor is not None:
         return "which tokens an expert of limited capacity takes depends on all that are computed together"
     return ""

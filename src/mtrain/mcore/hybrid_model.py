@@ -20,7 +20,7 @@ from megatron.core.utils import make_viewless_tensor
 from torch import Tensor
 
 from mtrain.config import engine
-from mtrain.config.hybrid import ATTENTION, DELTA, EXPERTS, LATENT, MAMBA, MLP
+from mtrain.config.hybrid import ATTENTION, DELTA, EXPERTS, LATENT, MAMBA, MLP, SOFTMAX, SPARSE
 from mtrain.mcore import api
 from mtrain.mcore.attention_spec import attention_spec
 from mtrain.mcore.backend import mlp_spec
@@ -42,7 +42,7 @@ else:
     from megatron.core.ssm.mamba_block import MambaStackSubmodules as stack_submodules
 
 
-_LAYERS = ("attention_layer", "mla_layer", "gdn_layer", "mlp_layer", "moe_layer")
+_LAYERS = ("attention_layer", "mla_layer", "dsa_layer", "gdn_layer", "mlp_layer", "moe_layer")
 """What a stack calls the layers of a pattern but Mamba-2's."""
 
 
@@ -203,7 +203,8 @@ def core_arguments(pattern: str, stages: Sequence[range], vp_stage: int | None) 
     if UNIFIED:
         cut = "|".join(pattern[held.start : held.stop] for held in stages)
         return {"hybrid_layer_pattern": cut, "vp_stage": vp_stage}
-    return {"hybrid_override_pattern": pattern.replace(LATENT, ATTENTION).replace(DELTA, ATTENTION)}
+    as_one = str.maketrans(dict.fromkeys((LATENT, SPARSE, DELTA), ATTENTION))
+    return {"hybrid_override_pattern": pattern.translate(as_one)}
 
 
 def stack_spec(
@@ -220,9 +221,9 @@ def stack_spec(
     """The specification of the layers `layers` of a stage, with the implementations of a provider; what they add is
     multiplied with `residual_multiplier`, and logits are divided by `logits_scaling`."""
     norm, add = provider.layer_norm(config.normalization == "RMSNorm"), scaled_add(residual_multiplier)
-    softmax = [kind for kind in (ATTENTION, LATENT, DELTA) if kind in pattern]
+    kinds_of_attention = [kind for kind in (*SOFTMAX, DELTA) if kind in pattern]
     parts = {
-        **{kind: _attention(config, provider, norm, add, kind) for kind in softmax},
+        **{kind: _attention(config, provider, norm, add, kind) for kind in kinds_of_attention},
         MLP: _layer("mlp.linear_fc1", **_mlp(config, provider, norm, add, None)),
         EXPERTS: _layer("", **_mlp(config, provider, norm, add, config.num_moe_experts or 1)),
     }
@@ -266,9 +267,9 @@ def pattern_layers(kind: type, parts: Mapping[str, Any], pattern: str, layers: r
 
 
 def _attention(config: Any, provider: Any, norm: Any, add: Any, kind: str) -> Any:
-    fused = {ATTENTION: "self_attention.linear_qkv", DELTA: "self_attention.in_proj", LATENT: ""}
+    fused = {ATTENTION: "self_attention.linear_qkv", DELTA: "self_attention.in_proj"}
     return _layer(
-        fused[kind],
+        fused.get(kind, ""),
         input_layernorm=norm,
         self_attention=attention_spec(config, provider, linear=kind == DELTA),
         self_attn_bda=add,

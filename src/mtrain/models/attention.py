@@ -28,6 +28,8 @@ class Heads:
     window: bool = False
     """A token sees some of the keys before it alone."""
     causal: bool = True
+    chosen: bool = False
+    """A query sees keys that a mask of every pair of a sample names."""
 
 
 def core_attention(g: Graph, r: Rank, h: Heads) -> Tensor:
@@ -57,6 +59,8 @@ def _fused(g: Graph, r: Rank, h: Heads) -> Tensor:
         both = r.samples * r.whole * h.groups * (h.width + h.v_width)
         k = v = Tensor(both * r.element)
     keeps, products = [h.q, k, v, out, numbers], _products(r, h, r.length, r.whole, h.n)
+    if h.chosen:
+        keeps.append(Tensor(r.tokens * r.whole * r.element, constant=True))
     g.add("core_attention", keeps, products, exchanges=_between_ranks(r, h), seen=seen(r, h))
     return out
 
@@ -96,7 +100,7 @@ def _around(r: Rank) -> tuple[int, int]:
 
 def seen(r: Rank, h: Heads) -> float:
     """Share of all pairs of queries and keys of a sequence that are not hidden."""
-    if not h.causal:
+    if not h.causal or h.chosen:  # kernels that take any mask pass over none
         return 1.0
     window, whole = r.model.window_size, r.whole
     if h.window and window is not None and window < whole:
@@ -130,9 +134,9 @@ def _written_out(g: Graph, r: Rank, h: Heads) -> Tensor:
         k = v = Tensor(b * t * groups * (h.width + h.v_width) * a)
         more = [Tensor(t * INDEX)]
     sink = m.softmax_type != "vanilla"
-    masked = h.window or cp > 1 or r.run.data.packed or sink
+    masked = h.window or cp > 1 or r.run.data.packed or sink or h.chosen
     scores = b * n * s * t
-    h = Heads(q, k, v, n, groups, h.width, h.v_width, h.window, h.causal)
+    h = Heads(q, k, v, n, groups, h.width, h.v_width, h.window, h.causal, h.chosen)
     products = _products(r, h, s, t, n)
     if m.attn_logit_softcapping:
         keeps, out = _capped(r, h, s, t)
@@ -155,6 +159,8 @@ def _flash(r: Rank, h: Heads, s: int, masked: bool) -> tuple[list[Tensor], Tenso
     if sink:  # a key more
         k, v = (Tensor(b * keys * h.groups * h.width * a) for _ in range(2))
     mask = [Tensor(h.n * s * keys * FP32) if sink else Tensor(s * keys * a, constant=True)] if masked else []
+    if h.chosen:
+        mask = [Tensor(b * s * keys * a, constant=True)]
     keeps = [h.q, k, v, out, Tensor(b * h.n * s * FP32), *mask]
     return keeps, Tensor(b * s * h.n * h.v_width * a) if padded else out
 

@@ -13,7 +13,8 @@ from mtrain.recipes.arithmetic import pattern_of
 from mtrain.recipes.flags import one, spelled, switch
 
 ACTIVATIONS = {"--swiglu": "swiglu", "--squared-relu": "squared_relu", "--quick-geglu": "quick_geglu"}
-VARIANT = "gated_delta_net"
+VARIANTS = {"gated_delta_net": ("model.linear_attention", "freq"), "dsa": ("model.dsa", "indexer_topk")}
+"""Word of --experimental-attention-variant -> the section that it stands for, and a key that is in it."""
 NEAREST = {"quick_geglu": "geglu"}
 
 
@@ -134,14 +135,14 @@ def _latent_words(d: Values) -> list[str]:
 def _variant(a: Arguments, d: Draft) -> Draft:
     flag = "--experimental-attention-variant"
     word = a.word(flag) if a.has(flag) else None
-    if word not in (None, VARIANT):
-        a.refuse(flag, "not supported", f"changes the numbers: there is {VARIANT}")
-    return {"model.linear_attention": {} if word == VARIANT else None}
+    if word not in (None, *VARIANTS):
+        a.refuse(flag, "not supported", f"changes the numbers: there are {' and '.join(VARIANTS)}")
+    return {key: {} if word == variant else None for variant, (key, _) in VARIANTS.items()}
 
 
 def _variant_words(d: Values) -> list[str]:
-    there = "model.linear_attention.freq" in d
-    return ["--experimental-attention-variant", VARIANT] if there else []
+    there = [variant for variant, (key, own) in VARIANTS.items() if f"{key}.{own}" in d]
+    return ["--experimental-attention-variant", *there] if there else []
 
 
 def _rope_type(a: Arguments, d: Draft) -> Draft:
@@ -260,7 +261,9 @@ MODEL: tuple[Entry, ...] = (
         lambda a, d: {"model.mup": {} if a.has("--use-mup") else None},
         lambda d: ["--use-mup"] if "model.mup.embedding_mult" in d else [],
     ),
-    Entry(("--experimental-attention-variant",), ("model.linear_attention",), _variant, _variant_words),
+    Entry(
+        ("--experimental-attention-variant",), tuple(key for key, _ in VARIANTS.values()), _variant, _variant_words
+    ),
     Entry(
         (*ACTIVATIONS, "--no-bias-gelu-fusion", "--openai-gelu"),
         ("model.activation",),

@@ -150,7 +150,7 @@ _GROUPS: tuple[tuple[Why, str, str], ...] = (
         --heterogeneous-layers-config-encoded-json --hybrid-attention-ratio --hybrid-mlp-ratio
         --hybrid-override-pattern --is-hybrid-model --mamba-state-dim --mamba-head-dim
         --mamba-num-groups --mamba-num-heads --use-legacy-models --decoder-num-layers
-        --dsa-indexer-n-heads --dsa-indexer-head-dim --dsa-indexer-topk --dsa-indexer-loss-coeff --enable-gpt-oss
+        --enable-gpt-oss
         --gated-linear-unit --activation-func
         --mup-width-mult
         --decoder-seq-length --vocab-extra-ids --bert-no-binary-head

@@ -30,7 +30,7 @@ TRAINING = frozenset(
         *("bert.mask_token_id", "bert.cls_token_id", "bert.sep_token_id"),
         *("t5.noise_density", "t5.mean_noise_span_length", "t5.sentinels", "t5.first_sentinel", "t5.start_id"),
         *("t5.end_id", "t5.encoder_length", "t5.decoder_length", "t5.initializer_factor"),
-        *("llava.freeze", "hybrid.chunk_size"),
+        *("llava.freeze", "hybrid.chunk_size", "dsa.indexer_loss_coeff", "dsa.indexer_use_sparse_loss"),
     )
 )
 """Keys of `model` that a trained model's forward pass does not read, or that no file has."""

@@ -54,6 +54,7 @@ def read_flags(words: Sequence[str], world: World | None) -> tuple[Arguments, Dr
         ("mla", "model.mla", "--multi-latent-attention"),
         ("mup", "model.mup", "--use-mup"),
         ("linear_attention", "model.linear_attention", "--experimental-attention-variant"),
+        ("dsa", "model.dsa", "--experimental-attention-variant"),
     ):
         present = d.get(key) is not None if part == "moe" else d.pop(key) is not None
         if not present:

@@ -25,13 +25,13 @@ def family_has_it(family: str) -> Rule:
     @rule(ABSENT, reads=" ".join(("model.family", *(only.key for only in limits))))
     def has_it(run: RunConfig) -> Iterator[Finding]:
         if run.model.family == family:
-            for only, fixes in _beyond(run, limits):
+            for only, fixes in beyond(run, limits):
                 yield Finding("MT248", only.key, only.why, fixes, also=("model.family",))
 
     return has_it
 
 
-def _beyond(run: RunConfig, limits: Iterable[Only]) -> Iterator[tuple[Only, tuple[Change, ...]]]:
+def beyond(run: RunConfig, limits: Iterable[Only]) -> Iterator[tuple[Only, tuple[Change, ...]]]:
     """The keys that have another value than they may, and what would make it one."""
     for only in limits:
         node: Any = run
@@ -54,7 +54,7 @@ def _beyond(run: RunConfig, limits: Iterable[Only]) -> Iterator[tuple[Only, tupl
 def builder_has_it(run: RunConfig) -> Iterator[Finding]:
     """A decoder-only transformer that is built as a hybrid model keeps to what that has."""
     if run.model.family == "gpt" and run.model.builder == "hybrid":
-        for only, fixes in _beyond(run, BUILDER):
+        for only, fixes in beyond(run, BUILDER):
             rule = f"model.builder=hybrid: {only.why}"
             yield Finding("MT284", only.key, rule, ({"model.builder": "gpt"}, *fixes), also=("model.builder",))
 

@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterator
 
 from mtrain.config.devices import facts_of
-from mtrain.config.hybrid import ABSENT, ATTENTION, DESCRIBED, EXPERTS, KINDS, LATENT, MAMBA, HybridConfig
+from mtrain.config.hybrid import ABSENT, ATTENTION, DESCRIBED, EXPERTS, KINDS, MAMBA, SOFTMAX, HybridConfig
 from mtrain.config.rules.finding import Change, Finding, divisors, listed, multiples, nearest
 from mtrain.config.rules.rule import Code, rule
 from mtrain.config.rules.sharding import NO_CONTEXT
@@ -22,7 +22,7 @@ def _own(run: RunConfig) -> HybridConfig | None:
 
 
 @rule(
-    Code("MT285", example=f"{TINY} model.num_layers=4 model.hybrid.pattern=MD*-"),
+    Code("MT285", example=f"{TINY} model.num_layers=4 model.hybrid.pattern=MX*-"),
     reads=f"model.family {PATTERN}",
 )
 def every_letter_is_a_layer(run: RunConfig) -> Iterator[Finding]:
@@ -80,8 +80,11 @@ def experts_are_where_the_pattern_has_them(run: RunConfig) -> Iterator[Finding]:
         yield Finding("MT289", "model.moe.first_dense_layers", rule, ({"model.moe.first_dense_layers": 0},))
 
 
-SECTION_OF = {kind: f"model.{section}" for kind, section in DESCRIBED.items() if kind != EXPERTS}
-"""Letter of a pattern -> the section that describes its layers, if they have attention."""
+SECTIONS_OF = {
+    kind: [f"model.{section}" for section in sections] for kind, sections in DESCRIBED.items() if kind != EXPERTS
+}
+"""Letter of a pattern -> the sections that describe its layers, if they have attention."""
+OF_ATTENTION = dict.fromkeys(path for paths in SECTIONS_OF.values() for path in paths)
 
 
 @rule(
@@ -96,24 +99,36 @@ SECTION_OF = {kind: f"model.{section}" for kind, section in DESCRIBED.items() if
         "megatron-core builds one kind of softmax attention into a model.",
         example=f"{TINY} model.num_layers=4 model.hybrid.pattern=M+*- model.mla={{}}",
     ),
-    reads=f"model.family {PATTERN} {' '.join(SECTION_OF.values())}",
+    reads=f"model.family {PATTERN} {' '.join(OF_ATTENTION)}",
 )
 def attention_is_described(run: RunConfig) -> Iterator[Finding]:
     """Layers of MLA and gated delta nets need a section that describes them, and the section layers."""
     h = _own(run)
     if h is None:
         return
-    for kind, path in SECTION_OF.items():
-        described, has = getattr(run.model, path.removeprefix("model.")) is not None, kind in h.pattern
-        others: Change = {PATTERN: h.pattern.replace(kind, ATTENTION)}
-        if has and not described:
-            yield Finding("MT269", PATTERN, f"{kind} is {KINDS[kind]}, and {path} is null", (others, {path: {}}))
-        if described and not has:
-            yield Finding("MT270", path, f"{PATTERN} {h.pattern} has no {kind}", ({path: None},))
-    if ATTENTION in h.pattern and LATENT in h.pattern:
-        rule = f"{ATTENTION} beside {LATENT}: megatron-core builds no model with both kinds of softmax attention"
-        without: Change = {PATTERN: h.pattern.replace(LATENT, ATTENTION), "model.mla": None}
-        yield Finding("MT259", PATTERN, rule, ({PATTERN: h.pattern.replace(ATTENTION, LATENT)}, without))
+    described = {path: getattr(run.model, path.removeprefix("model.")) is not None for path in OF_ATTENTION}
+    for kind, paths in SECTIONS_OF.items():
+        missing = [path for path in paths if not described[path]]
+        if missing and kind in h.pattern:
+            rule = f"{kind} is {KINDS[kind]}, and {' and '.join(missing)} {'is' if len(missing) == 1 else 'are'} null"
+            others: Change = {PATTERN: h.pattern.replace(kind, ATTENTION)}
+            yield Finding("MT269", PATTERN, rule, (others, {path: {} for path in missing}))
+    for path in (path for path, there in described.items() if there):
+        users = [kind for kind, paths in SECTIONS_OF.items() if path in paths]
+        if not set(users) & set(h.pattern):
+            yield Finding("MT270", path, f"{PATTERN} {h.pattern} has no {' and no '.join(users)}", ({path: None},))
+    several = [kind for kind in SOFTMAX if kind in h.pattern]
+    if len(several) > 1:
+        rule = f"{' beside '.join(several)}: megatron-core builds no model with several kinds of softmax attention"
+        yield Finding("MT259", PATTERN, rule, tuple(_with_one(h.pattern, several, kind) for kind in several[::-1]))
+
+
+def _with_one(pattern: str, several: list[str], kind: str) -> Change:
+    """One kind of softmax attention in the place of several, and no section of the others."""
+    for other in several:
+        pattern = pattern.replace(other, kind)
+    unused = {path for other in several for path in SECTIONS_OF.get(other, ())} - {*SECTIONS_OF.get(kind, ())}
+    return {PATTERN: pattern, **dict.fromkeys(sorted(unused))}
 
 
 @rule(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 
-from mtrain.config.hybrid import ATTENTION, LATENT, MAMBA, MLP
+from mtrain.config.hybrid import ATTENTION, MAMBA, MLP, SOFTMAX
 from mtrain.config.optimizers import OPTIMIZERS
 from mtrain.config.paths import names_near, user_path
 from mtrain.config.peft import MIXERS, PeftConfig
@@ -37,7 +37,7 @@ def something_has_an_adapter(run: RunConfig) -> Iterator[Finding]:
     if run.peft.kind is None or target is None:
         return
     kinds = run.model.hybrid.pattern if run.model.hybrid is not None else f"{ATTENTION}{MLP}"
-    has = {"qkv", "proj"} if ATTENTION in kinds or LATENT in kinds else set()
+    has = {"qkv", "proj"} if set(SOFTMAX) & set(kinds) else set()
     has |= {"experts"} if moe is not None else set()
     has |= set(MIXERS) if MAMBA in kinds else set()
     dense = MLP in kinds if moe is None or run.model.hybrid is not None else moe.first_dense_layers

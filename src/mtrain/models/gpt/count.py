@@ -96,7 +96,16 @@ def latent_attention(model: ModelConfig) -> int:
     total += hidden * (mla.kv_lora_rank + mla.qk_pos_emb_head_dim)
     total += _norm(model, mla.kv_lora_rank) if model.qk_layernorm else 0
     total += mla.kv_lora_rank * heads * (mla.qk_head_dim + mla.v_head_dim)
-    return total + heads * mla.v_head_dim * hidden
+    norm = 2 * model.dsa.indexer_head_dim if model.dsa is not None else 0
+    return total + heads * mla.v_head_dim * hidden + _indexer(model) + norm
+
+
+def _indexer(model: ModelConfig) -> int:
+    """Parameters of the matrices of one layer's indexer."""
+    if model.dsa is None or model.mla is None:
+        return 0
+    heads, width = model.dsa.indexer_n_heads, model.dsa.indexer_head_dim
+    return heads * width * (model.mla.q_lora_rank or model.hidden_size) + model.hidden_size * (width + heads)
 
 
 def _mlp(model: ModelConfig, width: int) -> int:
@@ -123,7 +132,7 @@ def flops_per_token(model: ModelConfig, seq_length: int, *, causal: bool = True)
     6 per weight that multiplies (2 forward, 4 backward), the embedding's look-up excluded, and 12 per layer,
     query head width and key for attention, halved when `causal` (published figures use both conventions). Layers
     with a window count the keys in it under both; a layer of linear attention counts 6 for each element of its state,
-    forward.
+    forward. Sparse attention is to the chosen keys, and `index_flops` are of what chooses them.
     Source: Chowdhery et al. 2022 (PaLM), appendix B.
     """
     weights = active_parameters(model)
@@ -143,7 +152,8 @@ def flops_per_token(model: ModelConfig, seq_length: int, *, causal: bool = True)
     keys = sum(_keys(model, layer, seq_length, causal=causal) for layer in softmax)
     keys += (model.mtp_num_layers or 0) * _keys(model, 0, seq_length, causal=causal)
     states = state_flops(model, model.num_layers - model.softmax_among(model.num_layers))
-    return 6.0 * weights + 3.0 * model.num_attention_heads * widths * keys + states
+    indexers = index_flops(model, model.num_layers + (model.mtp_num_layers or 0), seq_length, causal=causal)
+    return 6.0 * weights + 3.0 * model.num_attention_heads * widths * keys + states + indexers
 
 
 def _visited_by_prediction(model: ModelConfig) -> int:
@@ -164,10 +174,28 @@ def state_flops(model: ModelConfig, layers: int) -> float:
     return 18.0 * layers * own.num_value_heads * own.key_head_dim * own.value_head_dim
 
 
+def index_flops(model: ModelConfig, layers: int, seq_length: int, *, causal: bool) -> float:
+    """Of a token and the indexers of so many layers, beside 6 for each weight: a product with every key, forward and
+    twice backward; what an indexer reads has no gradient.
+    """
+    if model.dsa is None:
+        return 0.0
+    pairs = seq_length / 2 if causal else float(seq_length)
+    products = 6.0 * model.dsa.indexer_n_heads * model.dsa.indexer_head_dim * pairs
+    return layers * (products - 2.0 * _indexer(model))
+
+
+def chosen_keys(model: ModelConfig, seq_length: int, *, causal: bool) -> float:
+    """Keys that a token of sparse attention is multiplied with, on average over the sequence; without it, all."""
+    topk = seq_length if model.dsa is None else min(model.dsa.indexer_topk, seq_length)
+    # the first tokens see fewer
+    return topk * (1 - topk / (2 * seq_length)) if causal else float(topk)
+
+
 def _keys(model: ModelConfig, layer: int, seq_length: int, *, causal: bool) -> float:
     """Keys that a token of layer `layer` is multiplied with, on average over the sequence."""
     every, window = model.window_attn_skip_freq, model.window_size
-    whole = seq_length / 2 if causal else float(seq_length)
+    whole = chosen_keys(model, seq_length, causal=causal)
     if window is None or (every is not None and (layer + 1) % every == 0) or window >= seq_length:
         return whole
     # the first `window` tokens see half a window on average, the others a whole one

@@ -166,6 +166,19 @@ GPT_OSS = Table(
 )
 DEEPSEEK = Table(_ENDS, (*_NORMS, *_LATENT), dense=_gated(_MLP, _THEIR_MLP, "weight"), experts=_EXPERTS)
 
+_INDEXER, _THEIR_INDEXER = f"{_ATTENTION}core_attention.indexer.", f"{_THEIR_ATTENTION}indexer."
+_INDEXERS = tuple(
+    Entry(f"{_INDEXER}{ours}", (f"{_THEIR_INDEXER}{theirs}",))
+    for ours, theirs in (
+        ("linear_wq_b.weight", "wq_b.weight"),
+        ("linear_wk.weight", "wk.weight"),
+        ("k_norm.weight", "k_norm.weight"),
+        ("k_norm.bias", "k_norm.bias"),
+        ("linear_weights_proj.weight", "weights_proj.weight"),
+    )
+)
+DEEPSEEK_V32 = replace(DEEPSEEK, layer=(*DEEPSEEK.layer, *_INDEXERS))
+
 
 def _with_bias(ours: str, theirs: str, weight: Operation = SAME, bias: Operation = SAME) -> tuple[Entry, Entry]:
     return Entry(f"{ours}.weight", (f"{theirs}.weight",), weight), Entry(f"{ours}.bias", (f"{theirs}.bias",), bias)
@@ -209,6 +222,7 @@ TABLES: dict[str, Table] = {
     **dict.fromkeys(("llama", "mistral", "qwen2", "qwen3", "mixtral", "qwen3_moe", "glm4_moe"), LLAMA),
     **dict.fromkeys(("deepseek_v2", "deepseek_v3"), DEEPSEEK),
     **dict.fromkeys(("gemma2", "gemma3_text"), GEMMA),
+    "deepseek_v32": DEEPSEEK_V32,
     "olmo2": OLMO2,
     "minimax_m2": MINIMAX_M2,
     "phi3": PHI3,

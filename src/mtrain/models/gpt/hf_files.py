@@ -86,7 +86,7 @@ def files(kind: str, model: Any) -> tuple[Table, ...]:
         table = replace(table, copies=(Copy("lm_head.weight", "transformer.wte.weight"),))
         bare = _renamed(table, lambda name: name.removeprefix("transformer."))
         return table, replace(bare, copies=(Copy("lm_head.weight", "wte.weight"),))
-    if kind in ("deepseek_v3", "glm4_moe"):
+    if kind in ("deepseek_v3", "deepseek_v32", "glm4_moe"):
         return (_with_mtp(_apart(table)),)
     if kind == "qwen3_next":
         table = replace(table, ignored=(*table.ignored, *UNREAD))

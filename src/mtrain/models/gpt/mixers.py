@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from mtrain.config.mla import MLAConfig
 from mtrain.models.attention import Heads, core_attention
+from mtrain.models.gpt.indexer import indexer
 from mtrain.models.gpt.linear_attention import gated_delta_net
 from mtrain.models.graph import FP32, Graph, Tensor
 from mtrain.models.parts import WRITTEN_OUT, column, norm, row, whole
@@ -115,6 +116,9 @@ def _latent(g: Graph, r: Rank, x: Tensor, layer: int, causal: bool) -> Tensor:
         tables = [Tensor(r.length * rotary * a) for _ in range(4)]
         g.add("rotary", tables, moved=t * n * _turned_of_latents(r, mla) * a)
     q, k, v = (Tensor(t * n * size * a) for size in (width, width, mla.v_head_dim))
-    out = core_attention(g, r, Heads(q, k, v, n, n, width, mla.v_head_dim, windowed(r, layer), causal))
+    heads = Heads(q, k, v, n, n, width, mla.v_head_dim, windowed(r, layer), causal, chosen=m.dsa is not None)
+    if q_low and heads.chosen:
+        indexer(g, r, x, q_low, heads)
+    out = core_attention(g, r, heads)
     g.discard(q, k, v, when=r.recomputes("mla_up_proj"))
     return row(g, r, f"{place}.linear_proj", out, n * mla.v_head_dim, h)

@@ -47,6 +47,10 @@ def shrink(model: ModelConfig, p: ParallelConfig, *, layers: int, seq_length: in
         update["window_attn_skip_freq"] = min(model.window_attn_skip_freq, max(2, layers))
     if model.rope_scaling is not None:
         update["rope_scaling"] = _scaling(model.rope_scaling, int(HEAD * model.rotary_percent) // 2)
+    if model.dsa is not None:  # some queries choose among more keys than they may
+        chosen = min(model.dsa.indexer_topk, max(1, seq_length // 4))
+        small = {"indexer_n_heads": 4, "indexer_head_dim": HEAD, "indexer_topk": chosen}
+        update["dsa"] = model.dsa.model_copy(update=small)
     if model.linear_attention is not None:
         update["linear_attention"] = _gated_delta_net(model.linear_attention, p, layers)
     if model.mup is not None:  # as many times as wide as its base

@@ -100,6 +100,7 @@ def latent(m: ModelConfig, p: ParallelConfig, name: str) -> Iterator[Weight]:
     assert mla is not None
     wide, low = mla.qk_head_dim + mla.qk_pos_emb_head_dim, mla.kv_lora_rank
     yield from _sinks(m, p, name)
+    yield from _indexer(m, f"{name}.core_attention.indexer")
     yield from row(f"{name}.linear_proj", "attention", h, n * mla.v_head_dim, p.tp, bias=m.add_bias_linear)
     if mla.q_lora_rank:
         yield Weight(f"{name}.linear_q_down_proj.weight", (mla.q_lora_rank, h), "attention", whole=True)
@@ -111,6 +112,20 @@ def latent(m: ModelConfig, p: ParallelConfig, name: str) -> Iterator[Weight]:
     if m.qk_layernorm:
         yield from norm(m, f"{name}.q_layernorm", mla.q_lora_rank) if mla.q_lora_rank else ()
         yield from norm(m, f"{name}.kv_layernorm", low)
+
+
+def _indexer(m: ModelConfig, name: str) -> Iterator[Weight]:
+    if m.dsa is None or m.mla is None:
+        return
+    width, latent = m.dsa.indexer_head_dim, m.mla.q_lora_rank or m.hidden_size
+    shapes = {"linear_wq_b": (m.dsa.indexer_n_heads * width, latent), "linear_wk": (width, m.hidden_size)}
+    for layer, shape in shapes.items():
+        yield Weight(f"{name}.{layer}.weight", shape, "attention", whole=True)
+    for part in ("weight", "bias"):
+        yield Weight(f"{name}.k_norm.{part}", (width,), "norm", whole=True)
+    yield Weight(
+        f"{name}.linear_weights_proj.weight", (m.dsa.indexer_n_heads, m.hidden_size), "attention", whole=True
+    )
 
 
 def _feed_forward(m: ModelConfig, p: ParallelConfig, name: str, index: int) -> Iterator[Weight]:

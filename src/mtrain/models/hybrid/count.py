@@ -2,9 +2,16 @@
 
 from __future__ import annotations
 
-from mtrain.config.hybrid import ATTENTION, DELTA, DESCRIBED, EXPERTS, KINDS, LATENT, MAMBA, MLP, HybridConfig
+from mtrain.config.hybrid import ATTENTION, DELTA, DESCRIBED, EXPERTS, KINDS, LATENT, MAMBA, MLP, SPARSE, HybridConfig
 from mtrain.config.model import ModelConfig
-from mtrain.models.gpt.count import attention, gated_delta_net, latent_attention, state_flops
+from mtrain.models.gpt.count import (
+    attention,
+    chosen_keys,
+    gated_delta_net,
+    index_flops,
+    latent_attention,
+    state_flops,
+)
 
 
 def own(model: ModelConfig) -> HybridConfig:
@@ -15,7 +22,7 @@ def own(model: ModelConfig) -> HybridConfig:
 
 def is_described(model: ModelConfig, kind: str) -> bool:
     """Whether the model says what a layer of this kind is; a rule refuses those of which it does not."""
-    return kind in KINDS and (kind not in DESCRIBED or getattr(model, DESCRIBED[kind]) is not None)
+    return kind in KINDS and all(getattr(model, section) is not None for section in DESCRIBED.get(kind, ()))
 
 
 def channels(h: HybridConfig) -> int:
@@ -59,6 +66,7 @@ def layer_parameters(model: ModelConfig, kind: str) -> int:
         MAMBA: _mamba,
         ATTENTION: attention,
         LATENT: latent_attention,
+        SPARSE: latent_attention,
         DELTA: gated_delta_net,
         MLP: lambda m: _mlp(m, m.ffn_hidden_size),
         EXPERTS: _experts,
@@ -95,7 +103,7 @@ def flops_per_token(model: ModelConfig, seq_length: int, *, causal: bool = True)
     """Model FLOPs of one token's forward and backward, without recomputation.
 
     6 per weight that multiplies and, of each layer of attention, 12 per query channel and key, halved when `causal`;
-    of MLA 6 per channel of a query and of a value. A gated delta net as in `models.gpt.count`.
+    of MLA 6 per channel of a query and of a value. A gated delta net and an indexer as in `models.gpt.count`.
     Of a Mamba-2 layer: in a chunk each token is multiplied with half of it (all of it, unless `causal`), with what it
     wrote for each group and with the channels of each head, and each channel with its state twice.
     Source: Dao and Gu 2024, arXiv:2405.21060, section 6.
@@ -108,8 +116,11 @@ def flops_per_token(model: ModelConfig, seq_length: int, *, causal: bool = True)
     widths = 2 * model.head_dim * h.pattern.count(ATTENTION)
     if model.mla is not None:
         latent = model.mla.qk_head_dim + model.mla.qk_pos_emb_head_dim + model.mla.v_head_dim
-        widths += latent * h.pattern.count(LATENT)
-    logits = 6.0 * share * seq_length * model.num_attention_heads * widths
+        widths += latent * (h.pattern.count(LATENT) + h.pattern.count(SPARSE))
+    keys = chosen_keys(model, seq_length, causal=causal)
+    logits = 6.0 * keys * model.num_attention_heads * widths
     chunk = share * min(h.chunk_size, seq_length)
     scan = h.pattern.count(MAMBA) * (chunk * (states(h) + channels(h)) + 2 * channels(h) * h.state_dim)
-    return 6.0 * weights + logits + 6.0 * scan + state_flops(model, h.pattern.count(DELTA))
+    others = state_flops(model, h.pattern.count(DELTA))
+    others += index_flops(model, h.pattern.count(SPARSE), seq_length, causal=causal)
+    return 6.0 * weights + logits + 6.0 * scan + others

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from math import lcm
 
-from mtrain.config.hybrid import ATTENTION, DELTA, EXPERTS, LATENT, MAMBA
+from mtrain.config.hybrid import DELTA, EXPERTS, MAMBA, SOFTMAX
 from mtrain.config.stages import Stage
 from mtrain.models.gpt.feed_forward import feed_forward, mlp
 from mtrain.models.gpt.graph import stack, stream
@@ -21,7 +21,8 @@ def stage(r: Rank, held: Stage) -> list[Graph]:
     first, last = Graph(), Graph()
     if held.embedding:
         embedding(first, r, tables=int(r.model.position_embedding_type == "learned_absolute"))
-    if r.layout.recompute.granularity == "full" and held.layers and r.model.position_embedding_type == "rope":
+    rotary = r.model.position_embedding_type == "rope" and r.model.mla is None
+    if r.layout.recompute.granularity == "full" and held.layers and rotary:
         first.add("rotary_pos_emb", [Tensor(r.whole * r.model.rotary_dim * FP32, shared=True)])
     layers = stack(r, held.layers, add_layer, own(r.model).kind)
     if held.loss:
@@ -37,7 +38,7 @@ def add_layer(g: Graph, r: Rank, x: Tensor, index: int) -> Tensor:
         normed = norm(g, r, "norm", x, r.split_tokens, m.hidden_size)
     if kind == MAMBA:
         _mixer(g, r, normed)
-    elif kind in (ATTENTION, LATENT, DELTA) and is_described(m, kind):
+    elif kind in (*SOFTMAX, DELTA) and is_described(m, kind):
         attention(g, r, normed, index)
     elif kind == EXPERTS:
         feed_forward(g, r, normed, index)

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from itertools import accumulate
 
-from mtrain.config.hybrid import ATTENTION, DELTA, EXPERTS, LATENT, MAMBA, MLP
+from mtrain.config.hybrid import ATTENTION, DELTA, EXPERTS, LATENT, MAMBA, MLP, SPARSE
 from mtrain.config.model import ModelConfig
 from mtrain.config.parallel import ParallelConfig
 from mtrain.config.stages import Stage
@@ -30,7 +30,7 @@ _NORMS = {
 """Kind of layer -> begin of the name of its norm, and of what checkpoints call it."""
 
 
-_MIXERS = {ATTENTION: attention, LATENT: latent, DELTA: gated_delta_net}
+_MIXERS = {ATTENTION: attention, LATENT: latent, SPARSE: latent, DELTA: gated_delta_net}
 
 
 def stage_weights(m: ModelConfig, p: ParallelConfig, held: Stage) -> Iterator[Weight]:

@@ -1,0 +1,78 @@
+"""Sparse attention: what an indexer reads, and what it is not proven with."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from mtrain.config.families import SPARSE_ATTENTION
+from mtrain.config.rules.families import beyond
+from mtrain.config.rules.finding import Change, Finding
+from mtrain.config.rules.rule import Code, rule
+from mtrain.config.run import RunConfig
+
+SECTION = "model.dsa"
+NONE: Change = {SECTION: None}
+CORE = "core_attn"
+TINY = "model=deepseek_v3_2_tiny"
+
+
+@rule(
+    Code("MT450", "An indexer reads what MLA makes its queries of.", example="model.dsa={}"),
+    Code(
+        "MT451", "An indexer turns as many channels as a head of MLA.", example=f"{TINY} model.dsa.indexer_head_dim=8"
+    ),
+    reads=f"{SECTION}.indexer_head_dim model.mla.q_lora_rank model.mla.qk_pos_emb_head_dim",
+)
+def an_indexer_reads_latent_queries(run: RunConfig) -> Iterator[Finding]:
+    """An indexer reads the latent queries of MLA, and its heads have room for their rotary positions."""
+    dsa, mla = run.model.dsa, run.model.mla
+    if dsa is None:
+        return
+    if mla is None or mla.q_lora_rank is None:
+        rule = "an indexer reads latent queries, and there are none without model.mla and model.mla.q_lora_rank"
+        yield Finding("MT450", SECTION, rule, (NONE, {"model.mla.q_lora_rank": 1536}))
+    elif dsa.indexer_head_dim < mla.qk_pos_emb_head_dim:
+        turned = mla.qk_pos_emb_head_dim
+        rule = f"{turned} channels of a head are turned (model.mla.qk_pos_emb_head_dim), and it has fewer"
+        yield Finding("MT451", f"{SECTION}.indexer_head_dim", rule, ({f"{SECTION}.indexer_head_dim": turned}, NONE))
+
+
+@rule(
+    Code(
+        "MT452",
+        "A key says something that sparse attention is not proven with.",
+        "Set it to what is proven, or take model.dsa away.",
+        example=f"{TINY} data.packed=true",
+    ),
+    reads=" ".join((SECTION, *(only.key for only in SPARSE_ATTENTION))),
+)
+def sparse_attention_has_it(run: RunConfig) -> Iterator[Finding]:
+    """Sparse attention keeps to what it is proven with."""
+    if run.model.dsa is not None:
+        for only, fixes in beyond(run, SPARSE_ATTENTION):
+            yield Finding("MT452", only.key, f"{SECTION}: {only.why}", (*fixes, NONE), also=(SECTION,))
+
+
+@rule(
+    Code(
+        "MT453",
+        "What an indexer reads is not handed to attention that is computed again by itself.",
+        example=f"{TINY} parallel.recompute.granularity=selective",
+    ),
+    reads=f"{SECTION} parallel.recompute.granularity parallel.recompute.modules",
+)
+def core_attention_is_kept(run: RunConfig) -> Iterator[Finding]:
+    """Sparse attention is computed again with its layer, or not at all."""
+    again = run.parallel.recompute
+    modules = again.modules if again.modules is not None else (CORE,)
+    if run.model.dsa is None or again.granularity != "selective" or CORE not in modules:
+        return
+    rule = f"{CORE} is computed again from queries, keys and values, and an indexer reads what they are made of"
+    path = "parallel.recompute.modules"
+    others = [name for name in modules if name != CORE]
+    fixes: list[Change] = [{path: others}] if others else []
+    fixes += [{path: ["layernorm"]}, {"parallel.recompute.granularity": "none", path: None}, NONE]
+    yield Finding("MT453", path, rule, tuple(fixes))
+
+
+RULES = (an_indexer_reads_latent_queries, sparse_attention_has_it, core_attention_is_kept)
