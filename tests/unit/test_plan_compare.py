@@ -74,6 +74,15 @@ def test_steps_before_a_resume_are_of_another_layout(tmp_path: Path, capsys: pyt
     assert found[1] > 1
 
 
+def test_a_machine_of_unknown_rates_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = resolve(compose(["model=llama_tiny", "cluster=cpu", "data=mock"]).run, LAPTOP)
+    (tmp_path / "run.yaml").write_text(run_yaml(run))
+    assert main(["plan", "--compare", str(tmp_path)]) == 0
+    said = "the time of a step is not known without cluster.peak_tflops.fp32, "
+    assert said in (text := capsys.readouterr().out)
+    assert "plan --calibrate" in text
+
+
 HOSTILE = {
     "a deep line": ("metrics.jsonl", "[" * 100_000 + "\n", 0, ""),
     "numbers that are none": ("metrics.jsonl", '{"step": 9, "step_s": NaN}\n{"step": 10, "step_s": true}\n', 0, ""),

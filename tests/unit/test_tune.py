@@ -315,6 +315,31 @@ def test_a_broken_rule_of_something_else_is_said_as_it_is() -> None:
     assert [problem.code for problem in error.value.problems if problem.severity == "error"] == ["MT134"]
 
 
+def test_a_rule_that_a_family_breaks_is_said_as_it_is_too() -> None:
+    words = "model=bert_large cluster=h100x8 parallel=auto data=mock data.packed=true trainer.global_batch_size=64"
+    with pytest.raises(ConfigError) as error:
+        load(words.split(), LAPTOP, {}, to_run=False)
+    (problem,) = [problem for problem in error.value.problems if problem.severity == "error"]
+    assert problem.path == "data.packed"
+    assert problem.fix == "data.packed=false"
+
+
+def test_machines_that_cannot_hold_the_weights_are_not_searched(monkeypatch: pytest.MonkeyPatch) -> None:
+    searched: list[int] = []
+
+    def seen(raw: RunConfig, said: Mapping[str, Any], *more: Any) -> tuple[Found, Task]:
+        searched.append(raw.cluster.nodes)
+        return search(raw, said, *more)
+
+    monkeypatch.setattr(choose, "search", seen)
+    words = "model=llama3_8b parallel=auto parallel.tp=1 cluster=h100 cluster.devices_per_node=1 data=mock"
+    words += " data.seq_length=1024 cluster.device_memory_gib=19.0 trainer.global_batch_size=64"
+    with pytest.raises(ConfigError) as error:
+        load(words.split(), LAPTOP, {}, to_run=False)
+    assert searched == [1, 8]
+    assert error.value.problems[0].fix == "cluster.nodes=8"
+
+
 TASKS = {
     "one device": f"{FEW} cluster.devices_per_node=1 trainer.global_batch_size=16",
     "four devices": ONE_B,

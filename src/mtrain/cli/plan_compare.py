@@ -12,6 +12,7 @@ from mtrain.config.run import RunConfig
 from mtrain.config.run_file import read_run_file
 from mtrain.errors import ConfigError, CorruptData, Problem, say_page
 from mtrain.plan.compare import BOUNDS, Row, lines_of_run, peaks_in, planned, rows, saved_in
+from mtrain.plan.time.report import no_time, time_report
 from mtrain.units import bytes_, duration
 
 
@@ -69,6 +70,8 @@ def _lines(made: RunConfig, found: Sequence[Row]) -> list[str]:
     for part, *others in cells:
         *numbers, said = (text.rjust(w) for text, w in zip(others, widths[1:], strict=True))
         out.append(f"  {part.ljust(widths[0])}  {'  '.join(numbers)}  {said.strip()}".rstrip())
+    if all(row.planned is None for row in found if row.kind == "time"):
+        out.append(f"the time of a step is {no_time(time_report(made, 0))}")
     bounds = ", ".join(f"{kind} {bound:.0%}" for kind, bound in BOUNDS.items())
     bounds += "; memory of a process has every library in it" if any(row.kind == "process" for row in found) else ""
     return [*out, f"bounds: {bounds}; times are medians without the first steps, memory is that of the largest rank"]
