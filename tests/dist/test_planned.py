@@ -1,7 +1,9 @@
-"""A run says once which part of it is not what was planned."""
+"""A run says what is planned of it, and once of each part that it is not what was planned."""
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -9,23 +11,73 @@ import pytest
 
 from tests.unit.test_plan_compare import PLAN, RUN, lines
 
+FIRST, SECOND = PLAN["peak_bytes_by_stage"]
 
-@pytest.mark.parametrize(("share", "memory", "said"), [(1.0, 1.0, 0), (1.3, 1.0, 1), (1.0, 1.5, 1)])
-def test_a_run_says_once_what_is_off(share: float, memory: float, said: int) -> None:
-    from mtrain.train.planned import AFTER, Planned
+
+def followed(folder: Path, share: float, memory: float, steps: int = 24, *, first: bool = True) -> tuple[Any, ...]:
+    """The notes of a run whose steps take so much of what was planned, and what a line of its metrics has beside."""
+    from mtrain.train.planned import Planned
 
     notes: list[str] = []
-    peak = round(PLAN["peak_bytes_by_stage"][0] * memory)
-    device = SimpleNamespace(memory_stats=lambda: {"peak_bytes": peak})
-    parts: Any = SimpleNamespace(run=RUN, world=SimpleNamespace(is_rank0=True, device=device))
+    device = SimpleNamespace(memory_stats=lambda: {"peak_bytes": round(FIRST * memory)})
+    parts: Any = SimpleNamespace(run=RUN, world=SimpleNamespace(is_rank0=first, device=device))
     progress: Any = SimpleNamespace(note=notes.append)
-    hook = Planned(progress)
+    hook = Planned(folder, progress)
     hook.start(parts)
-    for line in lines(share) + lines(share):
+    beside: list[dict[str, float]] = []
+    for number, line in enumerate((lines(share) + lines(share))[:steps], 1):
         seconds = {key.removesuffix("_s"): value for key, value in line.items() if key != "step"}
-        result: Any = SimpleNamespace(step=line["step"], seconds=seconds)
+        result: Any = SimpleNamespace(step=number, seconds=seconds, batch_size=RUN.trainer.batch)
+        beside.append(hook.beside(parts, result))
         hook.after_step(parts, result)
-    assert len(notes) == said
-    assert all("planned" in note for note in notes)
-    assert all(("memory of stage 0" in note) == (memory > 1) for note in notes)
-    assert AFTER < 12
+    hook.finish(parts)
+    return notes, beside
+
+
+@pytest.mark.parametrize(
+    ("share", "memory", "steps", "said"),
+    [
+        (1.0, 1.0, 24, ""),
+        (1.3, 1.0, 24, "steps 4 to 10 are not what was planned: step "),
+        (1.3, 1.0, 6, "steps 4 to 6 are not what was planned: step "),
+        (1.3, 1.0, 3, ""),
+        (1.0, 1.5, 24, "this run is not what was planned: memory of stage 0 "),
+    ],
+)
+def test_a_run_says_once_what_is_off(tmp_path: Path, share: float, memory: float, steps: int, said: str) -> None:
+    (tmp_path / "memory.json").write_text(
+        json.dumps({"peak_bytes_by_rank": [round(FIRST * memory)] * 4 + [SECOND] * 4})
+    )
+    (ahead, *off), _ = followed(tmp_path, share, memory, steps)
+    assert ahead.startswith("planned: a step of ")
+    assert "GiB on a device of pipeline stage 0" in ahead
+    assert len(off) == bool(said)
+    for note in off:
+        assert note.startswith(said)
+        assert f"plan --compare {tmp_path}" in note
+        assert ("plan --calibrate" in note) == (share > 1)
+        assert "+30%" in note or "+50%" in note
+    assert followed(tmp_path, share, memory, steps, first=False) == ([], [{}] * steps)
+
+
+def test_memory_of_other_stages_and_the_checkpoint_are_compared_at_the_end(tmp_path: Path) -> None:
+    saved = tmp_path / "checkpoints" / "step_00000024"
+    saved.mkdir(parents=True)
+    (saved / "manifest.json").write_text("{}")
+    (tmp_path / "memory.json").write_text(json.dumps({"peak_bytes_by_rank": [FIRST] * 7 + [round(SECOND * 1.2)]}))
+    (_, off), _ = followed(tmp_path, 1.0, 1.0)
+    assert "memory of stage 1 " in off
+    assert "checkpoint 2 B, planned " in off
+    assert "memory of stage 0" not in off
+
+
+def test_what_is_planned_stands_beside_what_is_measured_from_the_first_step(tmp_path: Path) -> None:
+    _, beside = followed(tmp_path, 1.3, 1.5)
+    assert len(beside) == 24
+    assert all(line == beside[0] for line in beside)
+    keys = ("step_s", "forward_backward_s", "optimizer_s")
+    assert {key: beside[0][f"planned_{key}"] for key in keys} == pytest.approx(
+        {key: PLAN[key] for key in keys}, rel=1e-4
+    )
+    assert beside[0]["planned_peak_bytes"] == FIRST
+    assert beside[0]["peak_bytes"] == round(FIRST * 1.5)

@@ -61,6 +61,28 @@ def test_a_run_folder_is_compared(tmp_path: Path, capsys: pytest.CaptureFixture[
     capsys.readouterr()
 
 
+def test_steps_before_a_resume_are_of_another_layout(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "run.yaml").write_text(run_yaml(RUN))
+    made = [{**line, "step": n} for n, line in enumerate([*lines(5.0), *lines(1.0)], 1)]
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in made))
+    found = []
+    for resumed in ("runs/x/checkpoints/step_00000012", None):
+        (tmp_path / "plan.json").write_text(json.dumps({"resumed_from": resumed}))
+        assert main(["plan", "--compare", str(tmp_path), "--json"]) == 0
+        found.append(json.loads(capsys.readouterr().out)["parts"][0]["off"])
+    assert found[0] == pytest.approx(0)
+    assert found[1] > 1
+
+
+def test_a_machine_of_unknown_rates_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = resolve(compose(["model=llama_tiny", "cluster=cpu", "data=mock"]).run, LAPTOP)
+    (tmp_path / "run.yaml").write_text(run_yaml(run))
+    assert main(["plan", "--compare", str(tmp_path)]) == 0
+    said = "the time of a step is not known without cluster.peak_tflops.fp32, "
+    assert said in (text := capsys.readouterr().out)
+    assert "plan --calibrate" in text
+
+
 HOSTILE = {
     "a deep line": ("metrics.jsonl", "[" * 100_000 + "\n", 0, ""),
     "numbers that are none": ("metrics.jsonl", '{"step": 9, "step_s": NaN}\n{"step": 10, "step_s": true}\n', 0, ""),

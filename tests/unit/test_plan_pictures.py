@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from mtrain.cli import plan_page
 from mtrain.cli.main import main
 from mtrain.config.compose import compose
 from mtrain.config.resolve import resolve
@@ -124,6 +125,22 @@ def test_a_page_opens_without_a_network(tmp_path: Path, capsys: pytest.CaptureFi
     assert main(["plan", "--html", str(tmp_path / "link.html")]) == 2
     assert "is there already" in capsys.readouterr().err
     assert not (tmp_path / "elsewhere.html").exists()
+
+
+def test_numbers_on_blocks_can_be_read() -> None:
+    """On each colour with a contrast of 4 at least (WCAG 2.1, 1.4.3 asks 3 of large text and 4.5 of small)."""
+
+    def light(colour: str) -> float:
+        digits = colour.removeprefix("#")
+        wide = digits if len(digits) == 6 else "".join(2 * digit for digit in digits)
+        parts = [int(wide[at : at + 2], 16) / 255 for at in (0, 2, 4)]
+        red, green, blue = (v / 12.92 if v <= 0.04045 else ((v + 0.055) / 1.055) ** 2.4 for v in parts)
+        return 0.2126 * red + 0.7152 * green + 0.0722 * blue + 0.05
+
+    for colours in (plan_page.FORWARD, plan_page.BACKWARD):
+        for below, above in zip(colours, plan_page.NUMBERS, strict=True):
+            dark, bright = sorted((light(below), light(above)))
+            assert bright / dark > 4, (below, above)
 
 
 def test_a_machine_of_many_devices_stays_in_its_picture(tmp_path: Path) -> None:

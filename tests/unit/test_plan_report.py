@@ -19,11 +19,13 @@ from mtrain.layout.stages import held_stages
 from mtrain.models.graph import Graph, Tensor, most_made_again
 from mtrain.models.rank import Rank
 from mtrain.models.registry import family_of
-from mtrain.plan.count import adapter_parameters, flops_per_token, parameters, state_bytes
+from mtrain.plan import fits
+from mtrain.plan.count import adapter_parameters, flops_of_token, flops_per_token, parameters, state_bytes
 from mtrain.plan.fits import cheapest, over
-from mtrain.plan.rank import PARTS, stage_memories
+from mtrain.plan.rank import PARTS, StageMemory, stage_memories
 from mtrain.plan.report import report
 from mtrain.plan.schedule import most_in_flight, turns
+from mtrain.plan.time.step import step_work
 from mtrain.units import GIB
 from tests.support.covering import some
 
@@ -108,6 +110,27 @@ def test_what_does_not_fit_is_said_with_a_change_with_which_it_fits() -> None:
     assert cheapest(run_of(hopeless), 80 * GIB) == ""
 
 
+def test_a_page_that_says_too_little_has_a_problem_with_a_fix(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The reserve of the allocator is in both; where nobody knows what a change needs, it is no fix."""
+    words = f"model=llama3_8b parallel=tp2 {ON}".replace("=512", "=8192")
+    found = report(run_of(words))["memory"]["stages"][0]
+    holds = (found["peak"] - found["parts"]["reserve"] // 2) / GIB
+    less = f"{words} cluster.device_memory_gib={holds}"
+    (problem,) = [p for p in load(less.split(), BIG, {}).warnings if p.code == "MT146"]
+    assert f"needs {found['peak'] / GIB:.1f} GiB" in problem.rule
+    assert (
+        report(run_of(less))["memory"]["headroom"]
+        < 0
+        <= report(run_of(f"{less} {problem.fix}"))["memory"]["headroom"]
+    )
+
+    def unknown(run: RunConfig) -> list[StageMemory]:
+        raise ValueError("stages that do not fit the model")
+
+    monkeypatch.setattr(fits, "stage_memories", unknown)
+    assert cheapest(run_of(words), 80 * GIB) == ""
+
+
 FITS = ["gpt3/175b_h100x128", "llama3/70b_h100x8_lora", "llama3/8b_h100x8_fp8", "llama31/405b_h100x128"]
 RECIPES = sorted(file.relative_to(recipes_dir()).with_suffix("").as_posix() for file in recipes_dir().rglob("*.yaml"))
 
@@ -142,6 +165,56 @@ def test_main_weights_stay_on_a_device_that_gives_its_moments_away() -> None:
     )
     assert half == pytest.approx(plain * 8 / 12, rel=1e-6)
     assert none == pytest.approx(plain * 4 / 12, rel=1e-6)
+
+
+@pytest.mark.parametrize(("precision", "formats", "peaks"), [
+    ("bf16", "bf16", {"bf16": 989}),
+    ("fp8_tensorwise", "bf16 with products in fp8 (tensorwise)", {"fp8": 1979, "bf16": 989}),
+])  # fmt: skip
+def test_a_plan_says_of_which_peak_its_mfu_is(
+    precision: str, formats: str, peaks: dict[str, int], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words, html = f"model=llama3_8b parallel=tp2 {ON} precision={precision}".split(), tmp_path / "plan.html"
+    assert plan.run(words, as_json=True) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["formats"] == formats
+    by_peak, work = found["time"]["mfu_by_peak"], found["flops_per_token"]
+    assert {of["format"]: of["peak_tflops"] for of in by_peak} == peaks
+    assert by_peak[0]["causal"] == found["time"]["mfu"]
+    for of in by_peak:
+        for kind in ("causal", "all_keys"):
+            rate = work[kind] * found["time"]["tokens_per_s_per_device"] / 1e12
+            assert of[kind] == pytest.approx(rate / of["peak_tflops"])
+    assert plan.run(words) == plan.run(words, html=str(html)) == 0
+    text = capsys.readouterr().out
+    for page in (text, html.read_text()):
+        assert f"llama3_8b, {formats}, " in page
+        for form, peak in peaks.items():
+            assert f" of {peak} TFLOP/s in {form}" in page
+
+
+def test_a_bidirectional_model_has_one_count_of_operations(capsys: pytest.CaptureFixture[str]) -> None:
+    assert plan.run(f"model=bert_large parallel=single {ON}".split()) == 0
+    text = capsys.readouterr().out
+    assert "causal" not in text
+    assert "GFLOP a token\n" in text
+
+
+def test_packed_documents_attend_to_themselves_alone() -> None:
+    """As many pairs in one sequence of four samples as in four, and a fourth where documents are as short."""
+    words = f"model=llama3_8b parallel=single {ON}".replace("=512", "=4096").replace("size=1", "size=4")
+    alone, packed, short = (
+        run_of(f"{words} {more}") for more in ("", "data.packed=true", "data.packed=true data.document_tokens=1024")
+    )
+    pairs = [step_work(run).stages[0].attends for run in (alone, packed, short)]
+    flops = [sum(one.flops * number for one, number in each.items()) for each in pairs]
+    assert flops[1] == flops[0] == 4 * flops[2]
+    assert {one.rows for one in pairs[2]} == {1024}
+    attention = [flops_of_token(run) - flops_of_token(alone) for run in (packed, short)]
+    assert attention[0] == 0
+    assert attention[1] == pytest.approx(-0.75 * 12 * 32 * 4096 * 4096 / 2)
+    said = [any("data.document_tokens" in note for note in report(run)["notes"]) for run in (alone, packed, short)]
+    assert said == [False, True, False]
 
 
 def test_what_is_made_again_comes_when_a_backward_needs_it() -> None:

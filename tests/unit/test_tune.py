@@ -23,11 +23,12 @@ from mtrain.config.run import RunConfig
 from mtrain.errors import ConfigError
 from mtrain.models.registry import family_of
 from mtrain.plan.rank import worst_stage
+from mtrain.plan.states import rank_states
 from mtrain.plan.time import step, step_time
 from mtrain.plan.time.report import no_time, time_report
 from mtrain.plan.tune import choose
 from mtrain.plan.tune.choose import search
-from mtrain.plan.tune.costs import Costs
+from mtrain.plan.tune.costs import EXPERTS, Costs
 from mtrain.plan.tune.search import Found, Task
 from mtrain.plan.tune.space import AXES, Change, Space, changed
 from mtrain.plan.tune.split import balanced
@@ -242,6 +243,28 @@ def test_main_weights_of_an_offloaded_optimizer_stay_on_the_device() -> None:
     assert {change["parallel.fsdp"] for change in offered if change["optim.cpu_offload"]} == {"none"}
 
 
+TABLES = {
+    "tied": "model=gemma_tiny parallel=single",
+    "tied pp": "model=gemma_tiny parallel=pp2",
+    "mtp": "model=glm45_tiny parallel=single",
+    "several": "model=glm45_tiny parallel=pp2 model.mtp_num_layers=3",
+    "repeated": "model=glm45_tiny parallel=pp2 model.mtp_num_layers=3 model.mtp_use_repeated_layer=true",
+}
+
+
+@pytest.mark.parametrize("name", TABLES)
+def test_the_search_counts_weights_that_are_used_twice_once(name: str) -> None:
+    """Else it takes layouts that fit for too large: an output layer with several losses, a table that is tied."""
+    words = f"{TABLES[name]} cluster=h100 data=mock trainer.global_batch_size=256 trainer.micro_batch_size=1"
+    run = load(words.split(), LAPTOP, {}, to_run=False).run
+    costs = Costs(run)
+    counted = sum(costs._on_ranks(run, costs._held(run))[:, EXPERTS:].sum(1))
+    even = sum(costs.even(run, run.parallel.pp).ranks[0][1:]) * run.parallel.pp
+    held = sum(sum(rank_states(run, stage).numbers.values()) for stage in range(run.parallel.pp))
+    assert counted == pytest.approx(held, rel=0.01)
+    assert even == pytest.approx(held, rel=0.01)
+
+
 def test_where_nothing_fits_it_says_what_comes_near_and_what_helps() -> None:
     words = "model=llama3_8b parallel=auto cluster=h100 cluster.devices_per_node=1 optim.cpu_offload=1.0"
     words += " data.seq_length=2048 cluster.device_memory_gib=40.0 trainer.global_batch_size=64"
@@ -290,6 +313,31 @@ def test_a_broken_rule_of_something_else_is_said_as_it_is() -> None:
     with pytest.raises(ConfigError) as error:
         load([*ONE_B.split(), "parallel=auto", "trainer.profile_step=1000"], LAPTOP, {}, to_run=False)
     assert [problem.code for problem in error.value.problems if problem.severity == "error"] == ["MT134"]
+
+
+def test_a_rule_that_a_family_breaks_is_said_as_it_is_too() -> None:
+    words = "model=bert_large cluster=h100x8 parallel=auto data=mock data.packed=true trainer.global_batch_size=64"
+    with pytest.raises(ConfigError) as error:
+        load(words.split(), LAPTOP, {}, to_run=False)
+    (problem,) = [problem for problem in error.value.problems if problem.severity == "error"]
+    assert problem.path == "data.packed"
+    assert problem.fix == "data.packed=false"
+
+
+def test_machines_that_cannot_hold_the_weights_are_not_searched(monkeypatch: pytest.MonkeyPatch) -> None:
+    searched: list[int] = []
+
+    def seen(raw: RunConfig, said: Mapping[str, Any], *more: Any) -> tuple[Found, Task]:
+        searched.append(raw.cluster.nodes)
+        return search(raw, said, *more)
+
+    monkeypatch.setattr(choose, "search", seen)
+    words = "model=llama3_8b parallel=auto parallel.tp=1 cluster=h100 cluster.devices_per_node=1 data=mock"
+    words += " data.seq_length=1024 cluster.device_memory_gib=19.0 trainer.global_batch_size=64"
+    with pytest.raises(ConfigError) as error:
+        load(words.split(), LAPTOP, {}, to_run=False)
+    assert searched == [1, 8]
+    assert error.value.problems[0].fix == "cluster.nodes=8"
 
 
 TASKS = {

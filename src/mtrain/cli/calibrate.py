@@ -16,6 +16,7 @@ from mtrain.cli.setup import load
 from mtrain.config.cluster import ClusterConfig
 from mtrain.config.devices import facts_of
 from mtrain.config.dump import spell
+from mtrain.config.files import YAML_ENDINGS
 from mtrain.config.run import RunConfig
 from mtrain.errors import say_page
 from mtrain.plan.time.calibrate import EXPECTED, Fit, fitted
@@ -45,6 +46,8 @@ def run(argv: Sequence[str], *, as_json: bool = False) -> int:
     out = Path(expanduser(outs[0]))
     if "\0" in outs[0] or not out.name:
         raise bad("out names no file", "out=FILE.yaml", "MT704")
+    if out.suffix not in YAML_ENDINGS and not out.exists():  # without one it would be no choice
+        out = out.with_name(f"{out.name}.yaml")
     if out.exists() or out.is_symlink():
         raise bad(f"{out} is there already; nothing is written over", "out=FILE with another name", "MT704")
     measured = found([Path(expanduser(word)) for word in words])

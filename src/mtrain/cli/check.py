@@ -103,9 +103,7 @@ def summary(loaded: Loaded) -> str:
     run = loaded.run
     trained = sum(adapter_parameters(run))
     adapters = f" that are frozen, {run.peft.kind} adapters of {count(trained)}" if trained else ""
-    p, t, dp, formats = run.parallel, run.trainer, dp_of(run), str(run.precision.dtype)
-    if run.precision.quantized is not None:
-        formats += f" with products in {run.precision.multiplies_in} ({run.precision.quantized})"
+    p, t, dp, formats = run.parallel, run.trainer, dp_of(run), run.precision.words
     axes = {"tp": p.tp, "pp": p.pp, "vpp": p.vpp, "cp": p.cp, "ep": p.ep, "etp": p.etp or p.tp, "dp": dp}
     shown = [f"{k} {v}" for k, v in axes.items() if (v > 1 and k != "etp") or k in ("tp", "pp", "dp")]
     if run.model.moe is not None and p.etp not in (None, p.tp):

@@ -14,7 +14,7 @@ from mtrain.config.files import read_bytes
 from mtrain.config.formats import Format
 from mtrain.config.run_file import read_run_file
 from mtrain.errors import ConfigError, Problem
-from mtrain.plan.compare import FIRST_STEPS, METRICS, first_full, lines_of
+from mtrain.plan.compare import FIRST_STEPS, METRICS, first_full, lines_of_run
 from mtrain.plan.time.calibrate import Measured, Rates
 
 LARGEST = 64 << 20
@@ -114,7 +114,7 @@ def _of_run(folder: Path) -> Measured:
     path, run = folder / METRICS, read_run_file(folder / "run.yaml")
     full = first_full(run)
     try:
-        steps = [line for line in lines_of(path) if "step_s" in line and line["step"] >= full]
+        steps = [line for line in lines_of_run(folder) if "step_s" in line and line["step"] >= full]
     except OSError as error:
         raise bad(f"cannot be read: {error.strerror}", "another run", "MT001", str(path)) from None
     if len(steps) <= FIRST_STEPS:

@@ -24,7 +24,7 @@ HEADS = {
     "weights": "weights",
     "gradients": "grads",
     "optimizer": "optim",
-    "low_precision": "fp8",
+    "low_precision": "low",
     "activations": "activ",
     "loss": "loss",
     "recompute": "again",
@@ -112,10 +112,16 @@ def _head(loaded: Loaded, found: dict[str, Any]) -> Iterator[str]:
     frozen = f", {count(numbers['frozen'])} frozen" if numbers["frozen"] else ""
     yield f"  parameters   {count(numbers['total'])}{active}{frozen}"
     causal, every = (f"{flops[key] / 1e9:.4g}" for key in ("causal", "all_keys"))
-    yield f"  operations   {causal} GFLOP a token with causal attention, {every} with attention to every key"
+    yield f"  operations   {_conventions(causal, every, ' GFLOP a token')}"
     tokens = r.trainer.micro * r.data.length
     yield f"  micro-batch  {r.trainer.micro} x {r.data.length} = {count(tokens)} tokens"
     yield f"  checkpoint   {bytes_(found['checkpoint']['bytes'])}"
+
+
+def _conventions(causal: str, every: str, unit: str = "") -> str:
+    """A figure by both conventions; once where they are the same, as of an encoder."""
+    both = f"{causal}{unit} with causal attention, {every} with attention to every key"
+    return both if causal != every else f"{causal}{unit}"
 
 
 def _parameters(numbers: dict[str, Any]) -> list[str]:
@@ -174,7 +180,9 @@ def _time(time: dict[str, Any]) -> Iterator[str]:
     yield from table(rows, left=1, ragged=(3,))
     rate, all_ranks = time["tokens_per_s_per_device"], time["tokens_per_s"]
     yield f"  {count(rate)} tokens/s and device, {count(all_ranks)} in all"
-    yield f"  MFU {time['mfu']:.1%} with causal attention, {time['mfu_all_keys']:.1%} with attention to every key"
+    for of in time["mfu_by_peak"]:
+        mfu = _conventions(f"{of['causal']:.1%}", f"{of['all_keys']:.1%}")
+        yield f"  MFU {mfu}, of {of['peak_tflops']:g} TFLOP/s in {of['format']}"
     cost = "" if whole["cost"] is None else f", cost {whole['cost']:,.0f}"
     hours = f"{whole['device_hours']:,.4g} device hours"
     yield f"  {whole['steps']} steps, {count(whole['tokens'])} tokens: {seconds(whole['seconds'])}, {hours}{cost}"

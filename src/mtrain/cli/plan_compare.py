@@ -2,22 +2,18 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from os.path import expanduser
 from pathlib import Path
 
 from mtrain import strict_json
-from mtrain.config.files import read_bytes
-from mtrain.config.paths import CHECKPOINTS, RUN_FILE, program
+from mtrain.config.paths import RUN_FILE, program
 from mtrain.config.run import RunConfig
 from mtrain.config.run_file import read_run_file
 from mtrain.errors import ConfigError, CorruptData, Problem, say_page
-from mtrain.plan.compare import BOUNDS, METRICS, Row, lines_of, planned, rows
+from mtrain.plan.compare import BOUNDS, Row, lines_of_run, peaks_in, planned, rows, saved_in
+from mtrain.plan.time.report import no_time, time_report
 from mtrain.units import bytes_, duration
-
-LARGEST = 64 << 20
-"""Bytes of the peaks of all ranks."""
 
 
 def run(folder: str, argv: Sequence[str], *, as_json: bool) -> int:
@@ -56,35 +52,10 @@ def compared(made: RunConfig, home: Path) -> list[Row]:
         rule = f"the family {made.model.family} does not say which weights a stage has"
         raise ConfigError([Problem("MT254", "model.family", made.model.family, rule, "a family that says so")])
     try:
-        lines, saved = lines_of(home / METRICS), _saved(home)
+        lines, saved = lines_of_run(home), saved_in(home)
     except OSError as error:
         raise CorruptData(f"{home}: cannot be read: {error}") from None
-    return rows(made, plan, lines, _peaks(home / "memory.json"), saved)
-
-
-def _saved(home: Path) -> int | None:
-    """Bytes of the newest checkpoint; None: there is none."""
-    found = sorted((home / CHECKPOINTS).glob("step_*/manifest.json"))
-    files = found[-1].parent.iterdir() if found else ()
-    return sum(file.stat().st_size for file in files if file.is_file()) if found else None
-
-
-def _peaks(path: Path) -> list[int | None]:
-    """Of each rank; empty where the run wrote none."""
-    if not path.is_file():
-        return []
-    try:
-        found = json.loads(read_bytes(path, str(path), LARGEST))["peak_bytes_by_rank"]
-        if not isinstance(found, list) or not all(peak is None or _is_size(peak) for peak in found):
-            raise ValueError("it has peaks that are no bytes")
-    except (ValueError, TypeError, KeyError, RecursionError) as error:
-        raise CorruptData(f"{path}: cannot be read: {str(error)[:200]}") from None
-    peaks: list[int | None] = found
-    return peaks
-
-
-def _is_size(value: object) -> bool:
-    return type(value) is int and 0 <= value < 1 << 63
+    return rows(made, plan, lines, peaks_in(home), saved)
 
 
 def _lines(made: RunConfig, found: Sequence[Row]) -> list[str]:
@@ -99,6 +70,8 @@ def _lines(made: RunConfig, found: Sequence[Row]) -> list[str]:
     for part, *others in cells:
         *numbers, said = (text.rjust(w) for text, w in zip(others, widths[1:], strict=True))
         out.append(f"  {part.ljust(widths[0])}  {'  '.join(numbers)}  {said.strip()}".rstrip())
+    if all(row.planned is None for row in found if row.kind == "time"):
+        out.append(f"the time of a step is {no_time(time_report(made, 0))}")
     bounds = ", ".join(f"{kind} {bound:.0%}" for kind, bound in BOUNDS.items())
     bounds += "; memory of a process has every library in it" if any(row.kind == "process" for row in found) else ""
     return [*out, f"bounds: {bounds}; times are medians without the first steps, memory is that of the largest rank"]

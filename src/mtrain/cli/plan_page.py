@@ -20,7 +20,8 @@ from mtrain.units import GIB, MIB, bytes_, count, duration, in_unit, seconds
 STYLE = """
 :root { color-scheme: light dark; --line: #8886; }
 body { font: 15px/1.6 system-ui, sans-serif; max-width: 70rem; margin: 2rem auto 5rem; padding: 0 1rem; }
-h1 { font-size: 1.5rem; margin-bottom: .2rem; } h2 { font-size: 1.15rem; margin: 2.8rem 0 .3rem; }
+h1 { font-size: 1.5rem; margin-bottom: .2rem; overflow-wrap: anywhere; }
+h2 { font-size: 1.15rem; margin: 2.8rem 0 .3rem; }
 p { margin: .3rem 0 .8rem; max-width: 60rem; } .dim { opacity: .7; }
 .cards { display: flex; flex-wrap: wrap; gap: .8rem; margin: 1.2rem 0; }
 .card { border: 1px solid var(--line); border-radius: .5rem; padding: .5rem .9rem; min-width: 8rem; }
@@ -97,7 +98,10 @@ def _speed(time: Mapping[str, Any]) -> list[tuple[str, str]]:
     cards = [
         ("a step", duration(time["step_s"])),
         ("tokens/s and device", count(time["tokens_per_s_per_device"])),
-        ("MFU, causal attention", share(time["mfu"])),
+        *(
+            (f"MFU of {of['peak_tflops']:g} TFLOP/s in {of['format']}", share(of["causal"]))
+            for of in time["mfu_by_peak"]
+        ),
         ("the whole run", seconds(whole["seconds"])),
         ("device hours", f"{whole['device_hours']:,.0f}"),
     ]
@@ -207,7 +211,9 @@ def _schedule(line: Timeline) -> list[str]:
 
 
 FORWARD = ("#7aa3d4", "#5b86bd", "#4069a0", "#2c5084")
-BACKWARD = ("#93c7a0", "#6dab7c", "#4d8d5e", "#377247")
+BACKWARD = ("#93c7a0", "#6dab7c", "#478657", "#377247")
+NUMBERS = ("#10202f", "#10202f", "#fff", "#fff")
+"""Of the first chunks of a stage and later ones: colours of a block, and of what is written on it."""
 
 
 def _block(svg: Svg, block: Block, y: float, high: float, scale: float) -> None:
@@ -217,7 +223,8 @@ def _block(svg: Svg, block: Block, y: float, high: float, scale: float) -> None:
     chunk = f", chunk {block.chunk}" if block.chunk else ""
     svg.box(64 + block.begin * scale, y, max(0.4, wide - 0.6), high, colours[min(block.chunk, 3)], what + chunk)
     if wide > 15 and high > 12:
-        svg.text(64 + block.begin * scale + wide / 2, y + high / 2 + 4, str(block.micro), middle=True, colour="#fff")
+        at = 64 + block.begin * scale + wide / 2
+        svg.text(at, y + high / 2 + 4, str(block.micro), middle=True, colour=NUMBERS[min(block.chunk, 3)])
 
 
 def _time(found: Mapping[str, Any]) -> list[str]:

@@ -19,6 +19,7 @@ from mtrain.config.resolve import Machine, world_size_of
 from mtrain.config.rules import check
 from mtrain.config.run import RunConfig
 from mtrain.errors import ConfigError, say_page, visible
+from mtrain.plan.time.report import mfu_by_peak
 from mtrain.plan.tune.choose import cleared, refuse, said_of, search
 from mtrain.plan.tune.search import BEST, Found, Layout, Task
 from mtrain.plan.tune.space import KEYS, SPLIT, changed
@@ -95,6 +96,7 @@ def report(found: Found, task: Task, words: Sequence[str]) -> dict[str, Any]:
                 "seconds": layout.seconds,
                 "tokens_per_second_per_device": layout.time.tokens_per_second_per_device,
                 "mfu": layout.time.mfu,
+                "mfu_by_peak": mfu_by_peak(layout.run, layout.time),
                 "parts": dict(layout.time.parts),
                 "peak_bytes": layout.memory.peak,
                 "headroom": None if task.holds is None else task.holds - layout.memory.peak,
@@ -112,7 +114,7 @@ def page(found: Found, task: Task, words: Sequence[str]) -> Iterator[str]:
     first = found.best[0]
     run = first.run
     tokens = f"{run.trainer.batch} samples of {run.data.length} tokens"
-    yield f"{run.model.name}, {run.precision.format}, {tokens} on {run.parallel.ranks} x {run.cluster.name}"
+    yield f"{run.model.name}, {run.precision.words}, {tokens} on {run.parallel.ranks} x {run.cluster.name}"
     if task.said:
         yield f"kept: {' '.join(override(key, plain(value)) for key, value in task.said.items())}"
     rows = [("", "step", "tokens/s", "MFU", "peak", "left", "layout")]
@@ -127,7 +129,9 @@ def page(found: Found, task: Task, words: Sequence[str]) -> Iterator[str]:
     yield from ("", f" 1  {reason(first, first)}")
     yield from (f"{number:2}  {reason(layout, first)}" for number, layout in enumerate(found.best[1:], 2))
     yield ""
-    yield f"tokens/s of a device; {found.looked_at} layouts and parts of them bounded, {found.planned} planned"
+    form = run.precision.multiplies_in
+    yield f"tokens/s of a device; MFU of {run.cluster.peak_tflops[form]:g} TFLOP/s in {form}, with causal attention"
+    yield f"{found.looked_at} layouts and parts of them bounded, {found.planned} planned"
     command = [program(), *map(shlex.quote, left_of(words)), overrides(first, task, words)]
     yield f"the first: {' '.join(command)}"
 

@@ -143,6 +143,12 @@ class DataConfig(Section):
     much attention in each micro-batch, by the squares of the lengths of documents; every rank reads all samples of a
     step for that. A step has the same samples and the same loss, but that the balancing loss of experts is one of
     other micro-batches. null: samples are dealt out in turn."""
+    document_tokens: Annotated[
+        PositiveInt | None, Key(when="data.packed=true", effect=Effect.RUNTIME, unit="tokens")
+    ] = None
+    """packed: what a plan, and the FLOPs of a step, take the length of a document to be, in the mean over tokens: a
+    token sees no other document. It changes nothing in a run. null: each sample is one document, the most there can
+    be to do."""
     packed_by: Annotated[
         Literal["stream", "first_fit"], Key(when="data.packed=true and data.kind=text|indexed|mock")
     ] = "stream"
@@ -187,6 +193,11 @@ class DataConfig(Section):
     def length(self) -> int:
         """Tokens per sample, once it is resolved."""
         return self.seq_length or 256
+
+    @property
+    def seen_tokens(self) -> int:
+        """Tokens that see each other, of a sample or, where they are packed, of a document as plans take it."""
+        return min(self.document_tokens or self.length, self.length) if self.packed else self.length
 
     @property
     def whole_documents(self) -> bool:

@@ -161,6 +161,12 @@ class PrecisionConfig(Section):
             return "fp8"
         return self.format if self.fp4 is None else "fp4"
 
+    @property
+    def words(self) -> str:
+        """The format of weights, and of products where linear layers have another."""
+        low = "" if self.quantized is None else f" with products in {self.multiplies_in} ({self.quantized})"
+        return f"{self.format}{low}"
+
     def unquantized(self, dtype: str) -> "PrecisionConfig":
         """The same with every product in `dtype`: where there is no TransformerEngine."""
         kept = {key: value for key, value in self if not key.startswith(LOW_PRECISION)}

@@ -29,7 +29,7 @@ from mtrain.launching import matmul
 from mtrain.launching.changes import anchored as anchored
 from mtrain.launching.changes import differences_of, without_adapters
 from mtrain.layout.grid import RankGrid
-from mtrain.plan.compare import METRICS, planned
+from mtrain.plan.compare import METRICS, PEAKS, PLAN, planned
 from mtrain.plan.count import adapter_parameters, flops_of_token, parameters, state_bytes
 from mtrain.world.stacks import ERRORS
 
@@ -202,7 +202,8 @@ def _describe(run: RunConfig, chosen: Plan, argv: list[str]) -> None:
     (folder / "overrides.txt").write_text("\n".join(argv) + "\n")
     facts = {"python": platform.python_version(), "platform": platform.platform(), "versions": versions()}
     (folder / "env.json").write_text(strict_json.dumps(facts, indent=1))
-    (folder / "plan.json").write_text(strict_json.dumps(_planned(run, chosen, why), indent=1))
+    (folder / PLAN).write_text(strict_json.dumps(_planned(run, chosen, why), indent=1))
+    (folder / PEAKS).unlink(missing_ok=True)  # of the processes before, whose layout may have been another
 
 
 def versions() -> dict[str, str | None]:

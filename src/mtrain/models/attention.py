@@ -45,8 +45,9 @@ def core_attention(g: Graph, r: Rank, h: Heads) -> Tensor:
         return _written_out(g, r, h)
 
 
-def _products(r: Rank, h: Heads, queries: int, keys: int, n: int) -> list[Product]:
-    each = r.samples * n
+def _products(r: Rank, h: Heads, queries: int, keys: int, n: int, documents: int = 1) -> list[Product]:
+    """Of all queries and keys of a sequence, or of those of each of its documents."""
+    each, queries, keys = r.samples * n * documents, max(1, queries // documents), max(1, keys // documents)
     return [Product(queries, keys, h.width, each), Product(queries, h.v_width, keys, each)]
 
 
@@ -58,7 +59,7 @@ def _fused(g: Graph, r: Rank, h: Heads) -> Tensor:
     if r.layout.cp > 1 and r.layout.cp_comm_type == "all_gather":
         both = r.samples * r.whole * h.groups * (h.width + h.v_width)
         k = v = Tensor(both * r.element)
-    keeps, products = [h.q, k, v, out, numbers], _products(r, h, r.length, r.whole, h.n)
+    keeps, products = [h.q, k, v, out, numbers], _products(r, h, r.length, r.whole, h.n, r.documents)
     if h.chosen:
         keeps.append(Tensor(r.tokens * r.whole * r.element, constant=True))
     g.add("core_attention", keeps, products, exchanges=_between_ranks(r, h), seen=seen(r, h))
@@ -73,7 +74,7 @@ def _fused_ring(g: Graph, r: Rank, h: Heads) -> Tensor:
     q = h.q if inner == 1 else Tensor(rows * h.width * a)
     results = [Tensor(out) for _ in range(steps)]
     numbers = [Tensor(rows * FP32) for _ in range(steps)]
-    products, exchanges, part = _products(r, h, s, s, n), _between_ranks(r, h), seen(r, h)
+    products, exchanges, part = _products(r, h, s, s, n, r.documents), _between_ranks(r, h), seen(r, h)
     for i in range(steps):
         both = Tensor(r.samples * s * groups * (h.width + h.v_width) * a)
         table = Tensor(4 * s * FP32, constant=True)
@@ -99,10 +100,10 @@ def _around(r: Rank) -> tuple[int, int]:
 
 
 def seen(r: Rank, h: Heads) -> float:
-    """Share of all pairs of queries and keys of a sequence that are not hidden."""
+    """Share of the pairs of queries and keys of a document that are not hidden."""
     if not h.causal or h.chosen:  # kernels that take any mask pass over none
         return 1.0
-    window, whole = r.model.window_size, r.whole
+    window, whole = r.model.window_size, r.whole // r.documents
     if h.window and window is not None and window < whole:
         return window * (1 - window / (2 * whole)) / whole
     return 0.5

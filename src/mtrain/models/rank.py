@@ -91,6 +91,11 @@ class Rank:
         """Tokens of a sequence over all context-parallel ranks."""
         return self.length * (self.layout.cp if not self.layout.hybrid_context_parallel else 1)
 
+    @property
+    def documents(self) -> int:
+        """Of a sequence, that do not see each other; 1 where samples are not packed."""
+        return max(1, self.whole // self.run.data.seen_tokens) if self.run.data.packed else 1
+
     @cached_property
     def tokens(self) -> int:
         """Tokens of a micro-batch that attention and MLP compute on here."""

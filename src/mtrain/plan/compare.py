@@ -12,14 +12,17 @@ from typing import Any
 
 from mtrain.config.batches import counted, stages
 from mtrain.config.devices import facts_of
+from mtrain.config.files import read_bytes
+from mtrain.config.paths import CHECKPOINTS
 from mtrain.config.run import RunConfig
+from mtrain.errors import ConfigError, CorruptData
 from mtrain.plan.report import report
 
-METRICS = "metrics.jsonl"
+METRICS, PEAKS, PLAN = "metrics.jsonl", "memory.json", "plan.json"
 FIRST_STEPS = 3
 """Steps of a process that measure how it begins: kernels are compiled, memory is asked for."""
-LONGEST, LARGEST = 1 << 20, 1e18
-"""Characters of a line; any number of a run."""
+LONGEST, LARGEST, MOST_BYTES = 1 << 20, 1e18, 64 << 20
+"""Characters of a line; any number of a run; bytes of another file that a run wrote."""
 UPDATE = ("optimizer", "offload", "dp")
 """Parts of the time of a step in which weights are updated, as the trainer measures it."""
 BOUNDS = {"time": 0.15, "memory": 0.1, "size": 0.01}
@@ -124,6 +127,54 @@ def lines_of(path: Path) -> list[dict[str, Any]]:
             if isinstance(line, dict) and isinstance(line.get("step"), int) and _number(line["step"]):
                 lines.append(line)
     return lines
+
+
+def lines_of_run(home: Path) -> list[dict[str, Any]]:
+    """Those that a run wrote since it was resumed the last time: before, it may have had another layout.
+
+    Raises:
+        OSError: the file cannot be read.
+    """
+    try:
+        resumed = json.loads(read_bytes(home / PLAN, PLAN, MOST_BYTES))["resumed_from"]
+        begun = int(Path(resumed).name.rpartition("_")[2])
+    except (ConfigError, ValueError, TypeError, KeyError, RecursionError):  # it was not, or nothing says so
+        begun = 0
+    return [line for line in lines_of(home / METRICS) if line["step"] > begun]
+
+
+def saved_in(home: Path) -> int | None:
+    """Bytes of the newest checkpoint of a run folder; None: there is none.
+
+    Raises:
+        OSError: it cannot be read.
+    """
+    found = sorted((home / CHECKPOINTS).glob("step_*/manifest.json"))
+    files = found[-1].parent.iterdir() if found else ()
+    return sum(file.stat().st_size for file in files if file.is_file()) if found else None
+
+
+def peaks_in(home: Path) -> list[int | None]:
+    """Most bytes of each rank, as a run folder has them; empty where the run wrote none.
+
+    Raises:
+        CorruptData: they cannot be read.
+    """
+    path = home / PEAKS
+    if not path.is_file():
+        return []
+    try:
+        found = json.loads(read_bytes(path, str(path), MOST_BYTES))["peak_bytes_by_rank"]
+        if not isinstance(found, list) or not all(peak is None or _is_size(peak) for peak in found):
+            raise ValueError("it has peaks that are no bytes")
+    except (ValueError, TypeError, KeyError, RecursionError) as error:
+        raise CorruptData(f"{path}: cannot be read: {str(error)[:200]}") from None
+    peaks: list[int | None] = found
+    return peaks
+
+
+def _is_size(value: object) -> bool:
+    return type(value) is int and 0 <= value < 1 << 63
 
 
 def _number(value: Any) -> bool:

@@ -40,7 +40,7 @@ def adapter_parameters(run: RunConfig) -> tuple[int, int]:
 def flops_of_token(run: RunConfig, *, causal: bool = True) -> float:
     """`flops_per_token` of what a run trains: frozen weights have no gradients, and adapters are on top."""
     model = run.model
-    whole = flops_per_token(model, run.data.length, causal=causal)
+    whole = flops_per_token(model, run.data.seen_tokens, causal=causal)
     if run.peft.kind is None:
         return whole
     table = 0 if model.tie_word_embeddings else model.padded_vocab_size * model.hidden_size

@@ -11,7 +11,7 @@ from mtrain.config.optimizers import OPTIMIZERS
 from mtrain.config.rules import apply, findings
 from mtrain.config.run import RunConfig
 from mtrain.models.registry import family_of
-from mtrain.plan.rank import StageMemory, stage_memories
+from mtrain.plan.rank import stage_memories
 from mtrain.units import bytes_
 
 MOST_TENSORS = 20_000
@@ -29,7 +29,7 @@ class Over:
 
     stage: int
     needed: int
-    """Bytes, without what the allocator is assumed to hold in pieces unless that was asked for."""
+    """Bytes."""
     parts: dict[str, int]
 
     def largest(self) -> str:
@@ -38,28 +38,21 @@ class Over:
         return ", ".join(f"{name} {bytes_(size)}" for name, size in most)
 
 
-def over(run: RunConfig, holds: int, *, reserve: bool = False) -> Over | None:
-    """The stage that needs the most, where that is more than a device `holds`; None: it fits, or nobody knows.
+def over(run: RunConfig, holds: int) -> Over | None:
+    """The stage that needs the most, where that is more than a device `holds`; None: it fits, or nobody knows."""
+    worst = _worst(run)
+    return worst if worst is not None and worst.needed > holds else None
 
-    With a `reserve`, what the allocator is assumed to hold in pieces has to fit too.
-    """
+
+def _worst(run: RunConfig) -> Over | None:
+    """The stage that needs the most; None: nobody knows."""
     if not _is_small(run):
         return None
     try:
-        stages = stage_memories(run)
+        worst = max(stage_memories(run), key=lambda stage: stage.peak)
     except ValueError:  # stages that do not fit the model, of which the rules have said so
         return None
-    size = _whole if reserve else _certain
-    worst = max(stages, key=size)
-    return Over(worst.stage, size(worst), worst.parts) if size(worst) > holds else None
-
-
-def _certain(stage: StageMemory) -> int:
-    return stage.peak - stage.parts["reserve"]
-
-
-def _whole(stage: StageMemory) -> int:
-    return stage.peak
+    return Over(worst.stage, worst.peak, worst.parts)
 
 
 def _is_small(run: RunConfig) -> bool:
@@ -70,13 +63,13 @@ def _is_small(run: RunConfig) -> bool:
 
 
 def cheapest(run: RunConfig, holds: int) -> str:
-    """The first change, of those that cost little before those that cost much, with which all of the plan fits and no
-    other rule is broken; empty where there is none."""
+    """The first change, of those that cost little before those that cost much, with which the plan fits and no other
+    rule is broken; empty where there is none."""
     broken = {finding.code for finding in findings(run)}
     for step in _changes(run):
         changed = apply(run, step)
-        fits = _is_small(changed) and over(changed, holds, reserve=True) is None
-        if fits and {finding.code for finding in findings(changed)} <= broken:
+        worst = _worst(changed)
+        if worst is not None and worst.needed <= holds and {finding.code for finding in findings(changed)} <= broken:
             return " ".join(override(key, value) for key, value in step.items())
     return ""
 

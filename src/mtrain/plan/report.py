@@ -38,6 +38,7 @@ def report(run: RunConfig) -> dict[str, Any]:
     found: dict[str, Any] = {
         "model": run.model.name,
         "format": run.precision.format,
+        "formats": run.precision.words,
         "layout": RankGrid.of(run).sizes,
         "ranks": run.parallel.ranks,
         "cluster": run.cluster.name,
@@ -138,10 +139,14 @@ def notes(run: RunConfig) -> list[str]:
     out = []
     if run.model.moe is not None:
         out.append(_balance(run))
+    if run.data.packed and run.data.document_tokens is None:
+        out.append("each packed sample is taken for one document: shorter ones attend to less (data.document_tokens)")
     if family_of(run.model).stage is None:
         out.append(f"the family {run.model.family} does not say what its layers keep: activations are not counted")
     if not facts_of(run.cluster.device).on_host:
         out.append("what fused kernels keep follows from their sources, and was not measured on a device")
+    if run.trainer.cuda_graph_impl != "none":
+        out.append("CUDA graphs are left out: launches take their time, and graphs have no memory of their own")
     if run.parallel.activation_offload.modules:
         out.append("activations that wait in host memory are counted on the device, and their copies take no time")
     if run.optim.cpu_offload:
@@ -188,4 +193,4 @@ def _short(layers: str) -> str:
 def headline(found: Mapping[str, Any]) -> str:
     """What was planned: model, number format, layout and machines."""
     layout = " ".join(f"{axis}{n}" for axis, n in found["layout"].items() if n > 1 and axis not in ("etp", "edp"))
-    return f"{found['model']}, {found['format']}, {layout or 'one rank'} on {found['ranks']} x {found['cluster']}"
+    return f"{found['model']}, {found['formats']}, {layout or 'one rank'} on {found['ranks']} x {found['cluster']}"

@@ -112,11 +112,12 @@ def _run(parts: Parts, splits: Splits, paths: Paths, progress: Progress) -> Path
         _load(parts, paths.weights, lambda checkpoint: ckpt_state.load_weights(checkpoint, parts.state))
         progress.note(f"weights from {paths.weights}")
     parts.begin()
-    metrics = hooks.Metrics(paths.folder)
+    plan = Planned(paths.folder, progress)
+    metrics = hooks.Metrics(paths.folder, plan.beside)
     evaluation = hooks.Evaluation(metrics, progress)
     checkpoints = hooks.Checkpoints(paths.folder / CHECKPOINTS, progress, splits.describe())
     # a step's line comes before its checkpoint, so that no resumed run misses it; what may end a run comes after
-    chain: list[Hook] = [metrics, progress, checkpoints, evaluation, hooks.Memory(paths.folder), Planned(progress)]
+    chain: list[Hook] = [metrics, progress, checkpoints, evaluation, hooks.Memory(paths.folder), plan]
     if run.trainer.profile_step:
         chain.insert(0, hooks.Profile(paths.folder, run.trainer.profile_step))
     if run.trainer.cuda_graph_impl == "transformer_engine":
@@ -262,7 +263,7 @@ def _introduce(parts: Parts, splits: Splits, progress: Progress) -> None:
     adapters = f" that are frozen, adapters of {units.count(trained)}" if trained else ""
     progress.note(
         f"{run.model.name}: {units.count(parameters(run.model))} parameters{adapters}, {world.grid} on {world.size} "
-        f"{world.device.name} ranks, {run.precision.dtype}, {batch} micro-batches per step"
+        f"{world.device.name} ranks, {run.precision.words}, {batch} micro-batches per step"
     )
     for remark in splits.remarks():
         progress.note(remark)

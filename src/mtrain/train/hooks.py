@@ -16,7 +16,7 @@ from mtrain import strict_json, units
 from mtrain.ckpt import state as ckpt_state
 from mtrain.errors import warn
 from mtrain.models.registry import family_of
-from mtrain.plan.compare import METRICS, lines_of
+from mtrain.plan.compare import METRICS, PEAKS, lines_of
 from mtrain.plan.count import flops_of_token
 from mtrain.train.progress import Progress
 from mtrain.train.step import Parts, StepResult, evaluate
@@ -34,13 +34,14 @@ class Metrics(Hook):
     (of `StepResult.computed`), step_s and its parts data_s, forward_backward_s, optimizer_s; data_wait_s, the part of
     data_s in which samples were waited for, and data_wait_share, its share of the step; model_flops of the step
     by the causal count, tflops_per_rank, and, where the cluster states a peak, mfu (causal) and mfu_full (attention
-    counted in full). `trainer.z_loss_coeff`: z_loss, which is no part of loss. `log.token_accuracy`: token_accuracy.
-    fp16: loss_scale, and skipped where the update was; the norm of a gradient that overflowed is null, as is every
-    number that is not finite.
+    counted in full), of the peak of the format that linear layers multiply in; where weights have another, mfu_bf16
+    or mfu_fp16 of its peak. `trainer.z_loss_coeff`: z_loss, which is no part of loss. `log.token_accuracy`:
+    token_accuracy. fp16: loss_scale, and skipped where the update was; the norm of a gradient that overflowed is
+    null, as is every number that is not finite. `beside` is what is planned of the step.
     """
 
-    def __init__(self, folder: Path) -> None:
-        self.path = folder / METRICS
+    def __init__(self, folder: Path, beside: Callable[[Parts, StepResult], dict[str, float]] | None = None) -> None:
+        self.path, self.beside = folder / METRICS, beside
         self.file: TextIO | None = None
         self.known: set[tuple[int, str]] = set()
 
@@ -57,7 +58,7 @@ class Metrics(Hook):
 
     def after_step(self, parts: Parts, result: StepResult) -> None:
         """Write the step's line."""
-        self._write(step_record(parts, result))
+        self._write(step_record(parts, result) | (self.beside(parts, result) if self.beside else {}))
 
     def evaluation(self, step: int, name: str, loss: float) -> None:
         """Write the line of an evaluation, unless a resumed run has it already."""
@@ -132,6 +133,9 @@ def step_record(parts: Parts, result: StepResult) -> dict[str, Any]:
     if peak:
         record["mfu"] = rate / (peak * 1e12)
         record["mfu_full"] = record["mfu"] * flops[False] / flops[True]
+    other, form = run.cluster.peak_tflops.get(run.precision.format), run.precision.format
+    if other and form != run.precision.multiplies_in:
+        record[f"mfu_{form}"] = rate / (other * 1e12)
     return record
 
 
@@ -223,7 +227,7 @@ class Memory(Hook):
     """
 
     def __init__(self, folder: Path) -> None:
-        self.path = folder / "memory.json"
+        self.path = folder / PEAKS
 
     def finish(self, parts: Parts) -> None:
         """Gather the peaks."""

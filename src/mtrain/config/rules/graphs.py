@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from mtrain.config.devices import facts_of, with_cuda_kernels
-from mtrain.config.hybrid import ATTENTION, DELTA, LATENT, MAMBA, MLP
+from mtrain.config.hybrid import DELTA, MAMBA, MLP, SOFTMAX
 from mtrain.config.rules.finding import Change, Finding
 from mtrain.config.rules.rule import Code, rule
 from mtrain.config.run import RunConfig
@@ -100,7 +100,7 @@ def _possible(run: RunConfig) -> set[str]:
     return has | (set(experts) if m.moe is not None else set())
 
 
-_OF_KINDS = {"attn": (ATTENTION, LATENT, DELTA), "mlp": (MLP,), "mamba": (MAMBA,)}
+_OF_KINDS = {"attn": (*SOFTMAX, DELTA), "mlp": (MLP,), "mamba": (MAMBA,)}
 """Part of a layer -> the letters of a hybrid's pattern whose layers have it."""
 
 

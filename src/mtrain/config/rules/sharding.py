@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from mtrain.config.hybrid import ATTENTION, LATENT, MAMBA, MLP
+from mtrain.config.hybrid import ATTENTION, MAMBA, MLP, SOFTMAX
 from mtrain.config.rules.finding import DP, Change, Finding, divisors, listed, multiples, nearest
 from mtrain.config.rules.pipeline import SPLIT
 from mtrain.config.rules.rule import Code, rule
@@ -244,7 +244,7 @@ def recomputed_modules_exist(run: RunConfig) -> Iterator[Finding]:
     dense = MLP in kinds if kinds else m.moe is None or m.moe.first_dense_layers > 0
     shared = bool(m.moe and m.moe.shared_expert_intermediate_size)
     there = {
-        "core_attn": ATTENTION in kinds or LATENT in kinds if kinds else True,
+        "core_attn": bool(set(SOFTMAX) & set(kinds)) if kinds else True,
         "layernorm": kinds.strip(MAMBA) != "" if kinds else True,  # that of a mixer is kept
         "mlp": dense,
         "mla_up_proj": m.mla is not None,

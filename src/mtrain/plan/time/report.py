@@ -50,15 +50,36 @@ def time_report(run: RunConfig, checkpoint_bytes: int) -> dict[str, Any]:
         "tokens_per_s": step.tokens_per_second_per_device * ranks,
         "mfu": step.mfu,
         "mfu_all_keys": step.mfu_all_keys,
+        "mfu_by_peak": mfu_by_peak(run, step),
         "run": _run(run, step, found["save_s"]),
         "software": reached_by(run.cluster).software,
         "how": HOW,
     }
 
 
+def mfu_by_peak(run: RunConfig, step: StepTime) -> list[dict[str, Any]]:
+    """Both MFUs of a step of a resolved run, of the peak of the format that linear layers multiply in; then of that
+    of the weights, where it is another one. Peaks are in TFLOP/s."""
+    p, peaks = run.precision, run.cluster.peak_tflops
+    first = peaks[p.multiplies_in]
+    return [
+        {
+            "format": form,
+            "peak_tflops": peaks[form],
+            "causal": step.mfu * first / peaks[form],
+            "all_keys": step.mfu_all_keys * first / peaks[form],
+        }
+        for form in dict.fromkeys((p.multiplies_in, p.format))
+    ]
+
+
 def no_time(time: Mapping[str, Any]) -> str:
     """Why a report has no time of a step."""
-    return f"not known: {time['unknown']}" if "unknown" in time else f"not known without {', '.join(time['missing'])}"
+    if "unknown" in time:
+        return f"not known: {time['unknown']}"
+    lacks = time["missing"]
+    found = "; plan --calibrate finds them in measured runs" if "cluster.operation_us" in lacks else ""
+    return f"not known without {', '.join(lacks)}{found}"
 
 
 def _save(run: RunConfig, size: int) -> float | None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from mtrain.config.formats import bytes_of
 from mtrain.config.origins import COMMAND_LINE, DEFAULT
 from mtrain.config.problem import value_at
 from mtrain.config.resolve import Machine, resolve
@@ -12,6 +13,8 @@ from mtrain.config.rules import findings
 from mtrain.config.run import RunConfig
 from mtrain.errors import ConfigError, Problem
 from mtrain.models.registry import family_of
+from mtrain.plan.count import parameters
+from mtrain.plan.states import main_weight_bytes
 from mtrain.plan.time.step import unknown
 from mtrain.plan.tune.search import Found, Search, Task
 from mtrain.plan.tune.space import KEYS, SPLIT, changed
@@ -114,12 +117,14 @@ def refuse(found: Found, task: Task, again: Any) -> None:
     what = f"{run.model.name} with {run.trainer.batch} samples of {run.data.length} tokens on {p.ranks} x {name}"
     kept = f" that keeps {', '.join(f'{key} {value}' for key, value in task.said.items())}" if task.said else ""
     if near is None:
-        if found.wrong:
+        wrong, ranks = [one for one in findings(run) if one.severity == "error"], p.ranks or 1
+        if found.wrong or any(one.path not in (*KEYS, *SPLIT, BATCH) for one in wrong):
             return
-        rule = f"{what}: no layout{kept} keeps all rules{_first(run)}"
-        ranks = p.ranks or 1
-        fix = f"trainer.global_batch_size={-(-run.trainer.batch // ranks) * ranks}"
-        fix = fix if run.trainer.batch % ranks or not task.said else f"leave out {' or '.join(task.said)}"
+        rule = f"{what}: no layout{kept} keeps all rules"
+        rule += f"; of the plainest: {wrong[0].rule}" if wrong else ""
+        fix = f"leave out {' or '.join(task.said)}" if task.said else "parallel=single"
+        if run.trainer.batch % ranks:
+            fix = f"trainer.global_batch_size={-(-run.trainer.batch // ranks) * ranks}"
         raise ConfigError([Problem("MT258", AUTO, True, rule, fix)])
     need, holds = near.memory.peak, task.holds or 0
     least = f"the smallest, {near.words}, needs {bytes_(need)} of the {bytes_(round(task.room()))} that may be taken"
@@ -127,6 +132,8 @@ def refuse(found: Found, task: Task, again: Any) -> None:
     fix = ""
     for times in MORE:
         nodes = run.cluster.nodes * times
+        if _least(run) > times * (p.ranks or 1) * task.room():
+            continue
         more = {"cluster.nodes": nodes, "parallel.ranks": None}
         if again(more).best:
             fix = f"cluster.nodes={nodes}"
@@ -134,7 +141,10 @@ def refuse(found: Found, task: Task, again: Any) -> None:
     raise ConfigError([Problem("MT257", AUTO, True, rule, fix or "a smaller model, or devices with more memory")])
 
 
-def _first(run: RunConfig) -> str:
-    """What the first broken rule says of the plainest layout."""
-    wrong = next((found for found in findings(run) if found.severity == "error"), None)
-    return f"; of the plainest: {wrong.rule}" if wrong is not None else ""
+def _least(run: RunConfig) -> int:
+    """Bytes of weights over all devices, and of gradients and main weights of what is trained, each once: no layout
+    has fewer, and only moments are given away."""
+    p, all_trained = run.precision, run.peft.kind is None and not family_of(run.model).frozen_parameters(run.model)
+    gradient = bytes_of("fp32" if p.grad_reduce_in_fp32 else p.format)
+    each = bytes_of(p.format) + all_trained * (gradient + main_weight_bytes(run))
+    return parameters(run.model) * each

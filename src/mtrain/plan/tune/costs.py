@@ -67,6 +67,8 @@ class Pieces:
     """Of all layers before each one, and of all."""
     behind: Piece
     """Multi-token prediction, output layer and loss."""
+    twice: Piece
+    """Elements of a table that is on both ends of a pipeline, and once on a rank that has both."""
     working: float
     """Bytes beside what is kept, while the backward of a layer needs them."""
     largest: float
@@ -155,9 +157,9 @@ class Costs:
         Each rank has as much to do; the slowest has the fewest layers with which it can be that, and those of the
         fewest weights.
         """
-        pieces, number = self._without_blocks(run), _micro_batches_of(run, pp)
+        pieces, number = self._without_blocks(run), _micro_batches(run, pp)
         most, layers = pieces.seconds / pp, len(pieces.layers) - 1
-        every = pieces.first + pieces.layers[-1] + pieces.behind
+        every = pieces.first + pieces.layers[-1] + pieces.behind - (pieces.twice if pp == 1 else 0.0)
         ends = max(_took(pieces.first), _took(pieces.behind)) if pp > 1 else 0.0
         fewest = math.ceil(max(0.0, most - MOST_AGAIN * ends) / (MOST_AGAIN * pieces.longest)) if pp > 1 else layers
         least = pieces.lightest[min(fewest, layers)]
@@ -237,12 +239,15 @@ class Costs:
         if len(body) != m.num_layers:  # groups that are computed again together
             body = np.repeat(body.sum(0, keepdims=True) / m.num_layers, m.num_layers, 0)
         before = np.concatenate((np.zeros((1, made.shape[1])), body.cumsum(0)))
-        first = made[0].copy()
+        first, behind, twice = made[0].copy(), made[cut:].sum(0), np.zeros(made.shape[1])
         first[_column(run)] += _table(run)
+        if ends:  # a layer that is used several times has its weights once, and the output layer of several losses
+            behind[EXPERTS:] = _elements(one, Stage(range(0), mtp=ends, loss=True))
+        twice[_column(run)] = _table(run) * bool(m.tie_word_embeddings or ends)
         largest = float(body[:, EXPERTS:].sum(1).max())
         working = max(g.working() for g in {id(g): g for g in graphs[1:-1]}.values()) + most_made_again(graphs)
         sent = r.split_tokens * m.hidden_size * r.element
-        return Pieces(first, before, made[cut:].sum(0), working, largest, sent)
+        return Pieces(first, before, behind, twice, working, largest, sent)
 
     def _piece(self, work: StepWork, graph: Graph) -> Piece:
         done = work_of(graph)
@@ -263,11 +268,8 @@ class Costs:
 
     def _flow(self, run: RunConfig) -> Flow:
         p, held = run.parallel, self._held(run)
-        by_rank = held.reshape(p.vpp, p.pp, held.shape[1])
-        ranks = by_rank.sum(0)
-        if run.model.tie_word_embeddings and p.pp == 1:
-            ranks[0, _column(run)] -= _table(run)
-        times, number = _took(ranks), _micro_batches(run)
+        by_rank, ranks = held.reshape(p.vpp, p.pp, held.shape[1]), self._on_ranks(run, held)
+        times, number = _took(ranks), _micro_batches(run, p.pp)
         slowest = int(times.argmax())
         most = float(times[slowest])
         working, share = self.pieces(run).working, 1.0 if self.host else 1 + RESERVE
@@ -284,6 +286,12 @@ class Costs:
         least = float(fewest[EXPERTS]), float(fewest[OTHERS])
         waits = float(times.sum()) - most
         return Flow(number * most + waits / p.vpp, number * most, most, weights, least, tuple(memory))
+
+    def _on_ranks(self, run: RunConfig, held: Piece) -> Piece:
+        """Pieces of each pipeline rank, from those of stages."""
+        p = run.parallel
+        ranks: Piece = held.reshape(p.vpp, p.pp, held.shape[1]).sum(0)
+        return ranks - self.pieces(run).twice if p.pp == 1 else ranks
 
     def _in_flight(self, run: RunConfig, rank: int, number: int) -> npt.NDArray[np.int64]:
         """Micro-batches of each chunk that a pipeline rank has in flight, where every chunk keeps as much."""
@@ -364,6 +372,14 @@ def _table(run: RunConfig) -> int:
     return run.model.padded_vocab_size // run.parallel.tp * run.model.hidden_size
 
 
+def _elements(run: RunConfig, held: Stage) -> tuple[int, int, int]:
+    """Elements of the weights of a stage on a rank, as in a piece."""
+    weights = stage_weights(run, held)
+    frozen = sum(weight.numel for weight in weights if weight.frozen)
+    experts = sum(weight.numel for weight in weights if weight.expert and not weight.frozen)
+    return experts, sum(weight.numel for weight in weights) - experts - frozen, frozen
+
+
 def _column(run: RunConfig) -> int:
     """Where they are counted in a piece."""
     table = next(iter(stage_weights(run, Stage(range(0), embedding=True))))
@@ -375,11 +391,7 @@ def _cut_key(p: ParallelConfig) -> tuple[Any, ...]:
     return p.pp, p.vpp, p.layers_per_stage, p.pipeline_layout, said
 
 
-def _micro_batches(run: RunConfig) -> int:
-    return _micro_batches_of(run, run.parallel.pp)
-
-
-def _micro_batches_of(run: RunConfig, pp: int) -> int:
+def _micro_batches(run: RunConfig, pp: int) -> int:
     """Of a step, on a pipeline of so many ranks."""
     p = run.parallel
     dp = (p.ranks or 1) // (p.tp * p.cp * pp)
