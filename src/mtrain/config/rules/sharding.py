@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from mtrain.config.hybrid import ATTENTION, MAMBA, MLP, SOFTMAX
+from mtrain.config.hybrid import MAMBA, MLP, SOFTMAX
 from mtrain.config.rules.finding import DP, Change, Finding, divisors, listed, multiples, nearest
 from mtrain.config.rules.pipeline import SPLIT
 from mtrain.config.rules.rule import Code, rule
