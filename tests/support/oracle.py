@@ -59,6 +59,7 @@ POLICY: dict[str, str] = {
     "MT268": "megatron-core's releases count layers of multi-token prediction differently: a window, or none",
     "MT174": "no CPU copies activations elsewhere: it would train as if nobody had asked",
     "MT446": "no layer would be left in the format that was named",
+    "MT215": "one expert-parallel rank exchanges nothing; with two, the same keys would be refused",
     "MT461": "another implementation would update some of the weights, and one was named for all",
     "MT250": "two special tokens with one id train, and mean two things",
     "MT204": "positions that the model was not made for: it trains, and what it learns there is not what was meant",
