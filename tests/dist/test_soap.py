@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from mtrain.cli import prove
+from mtrain.cli.setup import load
 from mtrain.config.model import MoEConfig
 from mtrain.errors import CorruptData
 from mtrain.layout.grid import RankGrid
@@ -16,6 +19,7 @@ from mtrain.plan.rank import stage_memories
 from mtrain.plan.report import checkpoint_bytes
 from mtrain.plan.states import rank_states
 from mtrain.plan.weights import matrices_of, shared_out, update_of
+from tests.museum.exhibit import replace, seeded
 from tests.support.covering import some
 from tests.support.forked import RankFailed, run_ranks
 from tests.support.given_gradients import train_on_given
@@ -102,6 +106,27 @@ def test_blocks_are_rotated_alone_where_that_is_asked_for_and_belong_to_their_la
     assert again == trained(blocks, 3)[2:]
     with pytest.raises(RankFailed, match=CorruptData.__name__):
         run_ranks(1, lambda: train_steps(_run(**TWO), 1, load_from=point))
+
+
+def _as_it_stands() -> None:
+    """Rank 1 hands out updates of the matrices that it owns in their bases."""
+    from mtrain_kernels.optimizer import soap
+
+    real = soap._turned
+
+    def turned(factors: Any, matrix: torch.Tensor, *, back: bool = False) -> torch.Tensor:
+        return matrix if back and torch.distributed.get_rank() == 1 else real(factors, matrix, back=back)
+
+    replace("mtrain_kernels.optimizer.soap", "_turned", turned)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("fault", [False, True])
+def test_prove_says_so_of_a_layout_and_finds_an_owner_that_errs(fault: bool) -> None:
+    argv = ["optim=soap", "parallel=dp2", "parallel.distributed_optimizer=true"]
+    with seeded(_as_it_stands) if fault else nullcontext():
+        rows = prove.compared(prove.shrunk(load(argv).run, argv, 4, "fp32"))
+    assert [row.what for row in rows if not row.equal] == (["weight"] if fault else []), prove.table(rows)
 
 
 RESUMED: dict[str, dict[str, Any]] = {
