@@ -34,7 +34,7 @@ def shrink(run: RunConfig, *, steps: int, dtype: str = "fp32", max_ranks: int = 
     experts at most two per rank; a micro-batch has one sample, or two where experts are balanced sequence by
     sequence. Everything that decides which code runs stays as it was: norm, activation, biases, positions, windows,
     sinks, tying, routing, recomputation, optimizer, schedule. Products in 8 or 4 bits do not: see `in_eight_bits`;
-    nor does a small `optim.eps` of soap: see `_smooth`.
+    nor does a small `optim.eps` of soap: see `_state`.
     """
     run = run.on_any_device()
     p, deep = _fitting(run.parallel, max_ranks), stages(run)
@@ -62,7 +62,6 @@ def shrink(run: RunConfig, *, steps: int, dtype: str = "fp32", max_ranks: int = 
                 "warmup_iters": min(run.optim.warmup_iters or 0, steps // 2),
                 "decay_iters": None,
                 **_final_decay(run),
-                **_smooth(run),
                 **_state(run, dtype),
             }
         ),
@@ -197,9 +196,13 @@ def by_document(run: RunConfig) -> RunConfig | None:
 
 
 def _state(run: RunConfig, dtype: str) -> dict[str, Any]:
-    """Optimizer state that does not hide in its rounding what is to be compared in fp32."""
+    """Optimizer state that does not hide in its rounding what is to be compared in fp32.
+
+    Adam's first steps are signs. In a basis that is made of gradients, rounding decides many of them.
+    """
+    smooth = {"eps": max(run.optim.eps, SMOOTH_EPS)} if isinstance(update_of(run), Rotated) else {}
     if dtype != "fp32":
-        return {}
+        return smooth
     full = {"exp_avg_dtype": "fp32", "exp_avg_sq_dtype": "fp32", "main_params_dtype": "fp32"}
     sections = {
         name: getattr(run.optim, name).model_copy(
@@ -208,12 +211,7 @@ def _state(run: RunConfig, dtype: str) -> dict[str, Any]:
         for name, spec in OPTIMIZERS.items()
         if spec.section is not None
     }
-    return {**full, "store_param_remainders": False, **sections}
-
-
-def _smooth(run: RunConfig) -> dict[str, Any]:
-    """Adam's first steps are signs. In a basis that is made of gradients, rounding decides many of them."""
-    return {"eps": max(run.optim.eps, SMOOTH_EPS)} if isinstance(update_of(run), Rotated) else {}
+    return {**full, "store_param_remainders": False, **sections, **smooth}
 
 
 def differences(before: RunConfig, after: RunConfig) -> list[str]:
