@@ -80,18 +80,22 @@ def test_the_same_gradients_make_the_same_bits_in_every_layout(name: str, home: 
     assert [key for key in expected if not torch.equal(expected[key], found[key])] == []
     run = _run(**LAYOUTS[name])
     assert checkpoint_bytes(run, stage_memories(run)) == sum(tensor.nbytes for tensor in found.values())
-    if name == "dp2 tp2 sharded":
-        wrong = _made(_run(**LAYOUTS[name]), tmp_path / "faulty", fault=True)
-        assert any("linear_fc1" in key for key in wrong if not torch.equal(expected[key], wrong[key]))
 
 
-@pytest.mark.parametrize("name", some(LAYOUTS, ["pp2 tied"]))
+@pytest.mark.full
+def test_rows_that_stand_in_the_order_of_ranks_are_found(home: Path, tmp_path: Path) -> None:
+    keys = LAYOUTS["dp2 tp2 sharded"]
+    expected, wrong = _alone(keys, home), _made(_run(**keys), tmp_path, fault=True)
+    assert any("linear_fc1" in key for key in wrong if not torch.equal(expected[key], wrong[key]))
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("name", LAYOUTS)
 def test_a_layout_trains_as_one_rank_does(name: str) -> None:
     keys = LAYOUTS[name]
     expected, found = trained(_run(model=keys.get("model")), 3), trained(_run(**keys), 3)
     for (loss, norm), (wanted, wanted_norm) in zip(found, expected, strict=True):
-        # where an expert has few tokens its gradient has directions of rounding alone, which Adam takes for others
-        assert loss == pytest.approx(wanted, rel=1e-4 if keys["model"].get("moe") else 1e-5)
+        assert loss == pytest.approx(wanted, rel=1e-5)
         assert norm == pytest.approx(wanted_norm, rel=1e-3)
 
 
@@ -136,7 +140,8 @@ RESUMED: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("name", some(RESUMED, ["bf16, sharded"]))
+@pytest.mark.full
+@pytest.mark.parametrize("name", RESUMED)
 def test_a_resume_changes_no_bit_and_another_layout_goes_on(name: str, tmp_path: Path) -> None:
     """Saved behind the first step, which made bases, and gone on from over the step that follows them."""
     keys = RESUMED[name]
@@ -156,9 +161,8 @@ def _same(one: Path, other: Path) -> None:
     assert all(torch.equal(left[key], right[key]) for key in left)
 
 
-@pytest.mark.parametrize(
-    "name", some({n: LAYOUTS[n] for n in ("dp2 tp2 sharded", "ep2 sharded", "tp2 etp1")}, ["ep2 sharded"])
-)
+@pytest.mark.full
+@pytest.mark.parametrize("name", ["dp2 tp2 sharded", "ep2 sharded", "tp2 etp1"])
 def test_each_rank_keeps_and_multiplies_what_the_plan_says(name: str) -> None:
     run = _run({"max_precond_dim": 150}, **LAYOUTS[name])
 
