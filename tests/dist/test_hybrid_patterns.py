@@ -115,7 +115,8 @@ OF_LATENT = {
 }
 
 
-@pytest.mark.parametrize("name", some(OF_LATENT, ["adapters"]))
+@pytest.mark.full
+@pytest.mark.parametrize("name", OF_LATENT)
 def test_latent_attention_of_a_hybrid_is_adapted_and_computed_again(name: str) -> None:
     """`check` knows layers of latent attention for what they have: queries, keys and values, and a core."""
     words = f"{PATTERNS['latent attention']} {OF_LATENT[name]}"

@@ -14,7 +14,6 @@ from mtrain.cli.setup import load
 from mtrain.config import engine
 from mtrain.config.model import MoEConfig
 from tests.museum.exhibit import replace, seeded
-from tests.support.covering import some
 from tests.support.forked import run_alone, run_ranks
 from tests.support.runs import tiny_run, train_steps, trained
 
@@ -87,7 +86,8 @@ BUGS: dict[str, tuple[str, Callable[[], None]]] = {
 """Row -> the layout that is proven, and what brings the bug back."""
 
 
-@pytest.mark.parametrize("row", some(BUGS, ["#5628"]))
+@pytest.mark.full
+@pytest.mark.parametrize("row", BUGS)
 def test_a_known_bug_is_found_by_the_comparison_that_keeps_it_away(row: str) -> None:
     words, fault = BUGS[row]
     argv = words.split()

@@ -119,7 +119,7 @@ SPLITS: dict[str, tuple[int, dict[str, Any]]] = {
 """Samples of a micro-batch, and a layout: one global batch of 8."""
 
 
-@pytest.mark.parametrize("name", some(SPLITS, ["dp2cp2, 2 each", "dp2, 2 each, dealt out by work"]))
+@pytest.mark.parametrize("name", some(SPLITS, ["dp2cp2, 2 each"]))
 def test_one_global_batch_has_one_loss_and_one_gradient_in_any_split(name: str, tmp_path: Path) -> None:
     micro, layout = SPLITS[name]
     homes = tmp_path / "one", tmp_path / "many"
@@ -142,6 +142,7 @@ def _packed(micro: int, layout: dict[str, Any]) -> RunConfig:
     return resolve(run.model_copy(update={"data": run.data.model_copy(update=packed)}), LAPTOP)
 
 
+@pytest.mark.full
 def test_a_run_that_is_dealt_out_by_work_resumes_bitwise(tmp_path: Path) -> None:
     run = _packed(2, {"ranks": 2, "packing_scheduler": "dp_balanced"})
     run = run.model_copy(update={"trainer": run.trainer.model_copy(update={"train_iters": 3})})

@@ -62,9 +62,9 @@ class ParallelSoap(WholeMatrices, Soap):
                 shape[dim] *= 1 if ranks is None or self.alone else ranks.size()
                 if id(param) not in self.factors:
                     self.factors[id(param)] = new_factors(shape, self.max_precond_dim, param.device)
-                copy, block = (0, 0) if ranks is None else (ranks.rank(),) * 2
-                blocks = (block, ranks.size()) if ranks is not None and self.alone else None
-                yield Owned(param, self.factors[id(param)], 0 if blocks else copy, blocks)
+                rank = 0 if ranks is None else ranks.rank()
+                block = (rank, ranks.size()) if ranks is not None and self.alone else None
+                yield Owned(param, self.factors[id(param)], 0 if block else rank, block)
 
     def through(
         self,

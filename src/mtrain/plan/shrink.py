@@ -8,15 +8,19 @@ from mtrain.config.batches import NO_RAMP
 from mtrain.config.batches import stages as batch_stages
 from mtrain.config.devices import CPU
 from mtrain.config.groups import DataConfig
+from mtrain.config.optimizer import Rotated
 from mtrain.config.optimizers import OPTIMIZERS
 from mtrain.config.parallel import ParallelConfig, RecomputeConfig
 from mtrain.config.resolve import Machine, resolve, smallest_world
 from mtrain.config.run import RunConfig
 from mtrain.config.stages import Stage, stages
 from mtrain.models.registry import family_of
+from mtrain.plan.weights import update_of
 
 EQUAL_STAGES: dict[str, Any] = {"pipeline_layout": None, "layers_per_stage": None}
 _FORMATS = ("precision.dtype", "precision.fp8", "precision.fp4")
+SMOOTH_EPS = 1e-2
+"""About what an element of a small model's gradient is."""
 MACHINE = Machine(cpu_cores=1, memory_bytes=0)
 
 
@@ -29,7 +33,8 @@ def shrink(run: RunConfig, *, steps: int, dtype: str = "fp32", max_ranks: int = 
     Layers become one or two per (virtual) stage, heads and key/value heads the fewest that keep how they are sharded,
     experts at most two per rank; a micro-batch has one sample, or two where experts are balanced sequence by
     sequence. Everything that decides which code runs stays as it was: norm, activation, biases, positions, windows,
-    sinks, tying, routing, recomputation, optimizer, schedule. Products in 8 or 4 bits do not: see `in_eight_bits`.
+    sinks, tying, routing, recomputation, optimizer, schedule. Products in 8 or 4 bits do not: see `in_eight_bits`;
+    nor does a small `optim.eps` of soap: see `_state`.
     """
     run = run.on_any_device()
     p, deep = _fitting(run.parallel, max_ranks), stages(run)
@@ -191,9 +196,13 @@ def by_document(run: RunConfig) -> RunConfig | None:
 
 
 def _state(run: RunConfig, dtype: str) -> dict[str, Any]:
-    """Optimizer state that does not hide in its rounding what is to be compared in fp32."""
+    """Optimizer state that does not hide in its rounding what is to be compared in fp32.
+
+    Adam's first steps are signs. In a basis that is made of gradients, rounding decides many of them.
+    """
+    smooth = {"eps": max(run.optim.eps, SMOOTH_EPS)} if isinstance(update_of(run), Rotated) else {}
     if dtype != "fp32":
-        return {}
+        return smooth
     full = {"exp_avg_dtype": "fp32", "exp_avg_sq_dtype": "fp32", "main_params_dtype": "fp32"}
     sections = {
         name: getattr(run.optim, name).model_copy(
@@ -202,13 +211,13 @@ def _state(run: RunConfig, dtype: str) -> dict[str, Any]:
         for name, spec in OPTIMIZERS.items()
         if spec.section is not None
     }
-    return {**full, "store_param_remainders": False, **sections}
+    return {**full, "store_param_remainders": False, **sections, **smooth}
 
 
 def differences(before: RunConfig, after: RunConfig) -> list[str]:
     """What was shrunk, as `key: old -> new`."""
     old, new = before.flat(), after.flat()
-    watched = ("model.", "data.seq_length", "trainer.global_batch_size", "parallel.", *_FORMATS)
+    watched = ("model.", "data.seq_length", "trainer.global_batch_size", "parallel.", "optim.eps", *_FORMATS)
     return [f"{k}: {old.get(k)} -> {v}" for k, v in new.items() if old.get(k) != v and k.startswith(watched)]
 
 
