@@ -146,6 +146,11 @@ KEPT = {
     "llava projector": f"model=llava_tiny parallel=tp2sp {SHORT} model.llava.freeze=[vision,language]",
     "llava frozen tp": f"model=llava_tiny parallel=tp2 {SHORT} precision=bf16 model.llava.freeze=[vision]",
 }
+KEPT |= {
+    "mup": f"parallel=tp2sp {SHORT} precision=bf16 model.mup.base_hidden_size=64 model.mup.embedding_mult=8.0",
+    "one mtp layer": f"model=glm45_tiny parallel=pp2 {SHORT} trainer.micro_batch_size=1 model.mtp_num_layers=2 "
+    "model.mtp_use_repeated_layer=true",
+}
 LORA, DORA = "peft=lora peft.r=8", "peft=dora peft.r=8"
 KEPT |= {
     "lora": f"parallel=single {SHORT} {LORA}",
@@ -207,6 +212,8 @@ STATES = {
     "gradients in bf16": f"parallel=dp parallel.ranks=2 {SHORT} precision=bf16 precision.grad_reduce_in_fp32=false "
     "parallel.distributed_optimizer=true",
     "frozen": f"model=llava_tiny parallel=tp2 {SHORT} model.llava.freeze=[vision]",
+    "one mtp layer": "model=glm45_tiny parallel=pp2 model.mtp_num_layers=2 model.mtp_use_repeated_layer=true "
+    "trainer.micro_batch_size=1 parallel.ranks=4 parallel.distributed_optimizer=true",
     "lora": f"parallel=tp2pp2sp {SHORT} peft=lora precision=bf16 parallel.ranks=8 "
     "parallel.distributed_optimizer=true",
     "dora tied": "model=gemma_tiny parallel=pp2 peft=dora parallel.ranks=4 parallel.distributed_optimizer=true "

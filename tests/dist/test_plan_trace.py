@@ -81,6 +81,15 @@ def test_the_plan_of_a_recipe_is_within_three_percent_of_its_trace(name: str) ->
         assert abs(off["optimizer"]) < 0.01
 
 
+def test_what_a_gpu_alone_does_is_left_out_and_said() -> None:
+    words = "model=llama_tiny cluster=h100 cluster.devices_per_node=1 parallel=single data=mock data.seq_length=64 "
+    words += "model.num_layers=2 trainer.global_batch_size=2 trainer.micro_batch_size=1 "
+    words += "parallel.activation_offload.modules=[core_attn]"
+    run = load(words.split(), BIG, {}, to_run=False).run
+    run = run.model_copy(update={"trainer": run.trainer.model_copy(update={"cuda_graph_impl": "local"})})
+    assert any(note.startswith("CUDA graphs") for note in traced(run, 0)["notes"])
+
+
 FUSED = {
     "sinks": "model=gpt_oss_20b model.moe.num_experts=4 parallel=single",
     "caps": "model=gemma2_9b parallel=tp2sp",

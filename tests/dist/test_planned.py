@@ -9,6 +9,9 @@ from typing import Any
 
 import pytest
 
+from mtrain.config.compose import compose
+from mtrain.config.resolve import resolve
+from tests.support.configs import LAPTOP
 from tests.unit.test_plan_compare import PLAN, RUN, lines
 
 FIRST, SECOND = PLAN["peak_bytes_by_stage"]
@@ -81,3 +84,23 @@ def test_what_is_planned_stands_beside_what_is_measured_from_the_first_step(tmp_
     )
     assert beside[0]["planned_peak_bytes"] == FIRST
     assert beside[0]["peak_bytes"] == round(FIRST * 1.5)
+
+
+def test_a_step_in_eight_bits_says_its_mfu_of_both_peaks() -> None:
+    from mtrain.train.hooks import step_record
+
+    for precision, of in (("bf16", 989), ("fp8_tensorwise", 1979)):
+        words = ["model=llama3_8b", "parallel=pp2", "cluster=h100x8", "data=mock", f"precision={precision}"]
+        parts: Any = SimpleNamespace(run=resolve(compose(words).run, LAPTOP), world=SimpleNamespace(size=8))
+        seen = dict.fromkeys(("step", "loss", "grad_norm", "lr", "tokens", "batch_size", "consumed_samples"), 1)
+        more = {
+            "computed": 10**6,
+            "seconds": {"step": 8.0},
+            "data_wait_share": 0.0,
+            "loss_scale": None,
+            "updated": True,
+        }
+        result: Any = SimpleNamespace(**seen, **more)
+        record = step_record(parts, result)
+        assert record["mfu"] == pytest.approx(record["tflops_per_rank"] / of)
+        assert record.get("mfu_bf16") == (None if of == 989 else pytest.approx(record["tflops_per_rank"] / 989))

@@ -86,7 +86,7 @@ def bar(x: float, y: float, wide: float, high: float, parts: Iterable[tuple[floa
 def hue(number: int, of: int) -> str:
     """One of so many colours that can be told apart."""
     turn = number * 360 / max(1, of)
-    return f"hsl({(turn + 210) % 360:.0f} 55% {52 + 8 * (number % 2)}%)"
+    return f"hsl({(turn + 210) % 360:.0f}, 55%, {52 + 8 * (number % 2)}%)"
 
 
 def legend(names: Iterable[tuple[str, str]]) -> str:

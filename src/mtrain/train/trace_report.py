@@ -86,6 +86,8 @@ def _notes(asked: RunConfig, run: RunConfig) -> list[str]:
         )
     if asked.precision.quantized is not None:
         notes.append(f"products in {asked.precision.quantized} are traced in {run.precision.format}")
+    if asked.on_any_device() != asked:
+        notes.append("CUDA graphs, and copies of activations to host memory, are no part of a trace")
     if run.parallel.hybrid_context_parallel:
         notes.append("documents are those of synthetic samples: which ones a rank has depends on their lengths")
     if run.model.moe is not None:
