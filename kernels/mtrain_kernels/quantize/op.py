@@ -32,7 +32,7 @@ class Quantized(NamedTuple):
 
 
 class Operand(NamedTuple):
-    """The input [m, k] of linear layers in FP8, made by who made the input: one scale, or one for each block of a row.
+    """The input [m, k] of linear layers in FP8, made by who made it: with one scale, or one for each block of a row.
 
     `transposed(*kept)` gives the input transposed [k, m] and its scale, for the gradient of the weight.
     """
@@ -295,6 +295,7 @@ def _launch(model: Model) -> None:
     for layout in ("1x128", "128x128", "mx"):
         q, scale, _, _ = triton.quantize_blocks(x, "e4m3", layout, True, layout == "mx")
     triton.dequantize_blocks(q, scale, "e4m3", "mx", torch.bfloat16)
+    triton.quantize_blocks(x, "e4m3", "1x128_power_of_two", True, True)
     nvfp4_triton.dequantize_nvfp4(*nvfp4_triton.quantize_nvfp4(x), torch.bfloat16)
 
 

@@ -1,8 +1,8 @@
 """Inputs of linear layers in FP8 that leave their norm or activation in FP8: no kernel of its own quantises them.
 
 A norm hands its operand over on the tensor that it gives, which holds the same numbers in full. Where that tensor
-does not reach the linear layer as it is, as when an MLP alone is computed again, the layer quantises it: to the bit the
-same.
+does not reach the linear layer as it is, as when an MLP alone is computed again, the layer quantises it: no bit is
+another.
 """
 
 from __future__ import annotations
@@ -21,9 +21,10 @@ BLOCK = 128
 """Tokens that share a scale in an operand transposed."""
 
 
-def operand_of(x: Tensor) -> Operand | None:
-    """What a norm made of its result `x`, if it did."""
-    return getattr(x, "fp8_operand", None)
+def taken(x: Tensor) -> Operand | None:
+    """What a norm made of its result `x`, if it did, for the one linear layer behind: who keeps `x` keeps no more."""
+    found: Operand | None = x.__dict__.pop("fp8_operand", None)
+    return found
 
 
 def feed(layer: Any) -> None:
