@@ -128,7 +128,7 @@ def test_swiglu_on_the_way_into_the_product_is_swiglu_before_it(shape: tuple[int
     step = torch.randn(*shape[:-1], 48, device=DEVICE).bfloat16()
     shares = Shares(x=lambda amax: 1.5 * amax)
     options: dict[str, Any] = {"shares": shares, "impl": "triton"}
-    for impl in ("triton", "reference"):
+    for impl in ("triton", "reference") if len(shape) == 2 else ("triton",):
         with parity.poisoned():
             fused = fp8_linear(x, weight, recipe, swiglu=impl, **options)
             found = [fused, *torch.autograd.grad(fused, [x, weight], step)]
