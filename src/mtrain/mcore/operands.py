@@ -37,7 +37,8 @@ def feed(layer: Any) -> None:
     first = getattr(attention, "linear_qkv", None) or getattr(attention, "in_proj", None)
     _feed(layer.input_layernorm, first, layer.recompute_input_layernorm)
     _feed(layer.pre_mlp_layernorm, getattr(layer.mlp, "linear_fc1", None), layer.recompute_pre_mlp_layernorm)
-    activation, last = getattr(layer.mlp, "activation_func", None), getattr(layer.mlp, "linear_fc2", None)
+    activation: Any = getattr(layer.mlp, "activation_func", None)
+    last: Any = getattr(layer.mlp, "linear_fc2", None)
     swiglu = getattr(activation, "kind", None) == "swiglu" and activation.impl == "triton"
     if swiglu and _takes(last) and activation.config.use_te_activation_func:
         activation.left_to_linear, last.swiglu = True, activation.impl
