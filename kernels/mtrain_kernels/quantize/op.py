@@ -32,7 +32,7 @@ class Quantized(NamedTuple):
 
 
 class Operand(NamedTuple):
-    """The input [m, k] of linear layers in FP8, made by who made it: with one scale, or one for each block of a row.
+    """The input [m, k] of linear layers in FP8, by who made the input: one scale, or one for each block of a row.
 
     `transposed(*kept)` gives the input transposed [k, m] and its scale, for the gradient of the weight.
     """

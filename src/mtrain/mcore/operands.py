@@ -1,8 +1,8 @@
 """Inputs of linear layers in FP8 that leave their norm or activation in FP8: no kernel of its own quantises them.
 
 A norm hands its operand over on the tensor that it gives, which holds the same numbers in full. Where that tensor
-does not reach the linear layer as it is, as when an MLP alone is computed again, the layer quantises it: no bit is
-another.
+does not reach the linear layer as it is, as when an MLP alone is computed again, the layer quantises it, to
+the same bits.
 """
 
 from __future__ import annotations
