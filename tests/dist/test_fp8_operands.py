@@ -10,6 +10,7 @@ from mtrain.cli.setup import load
 from mtrain.config.fusions import operands_apart
 from mtrain.config.resolve import Machine
 from mtrain.models.rank import Rank
+from mtrain.plan.rank import stage_memories
 from tests.support import operands
 from tests.support.covering import some
 
@@ -109,3 +110,19 @@ def test_who_quantises_and_why_not_is_said(more: tuple[str, ...], why: str | Non
     found = operands_apart(run)
     assert (found is None) if why is None else (why in (found or ""))
     assert Rank.of(run).quantizes == (why is None)
+
+
+WIDE = 256 * 128
+"""Tokens of a micro-batch times the hidden size."""
+
+
+@pytest.mark.parametrize(("word", "kept"), [("triton", 0), ("reference", WIDE)])
+def test_the_plan_counts_what_was_gathered_where_it_is_quantised_behind_the_gather(word: str, kept: int) -> None:
+    given = ["parallel=tp2sp", "precision=fp8_tensorwise", *SMALL, f"kernels.norm={word}"]
+    run = load(given, INTERPRETED, {}).run
+    ops = [op for chunk in stage_memories(run)[0].chunks for graph in chunk for op in graph.ops]
+    for name in ("self_attention.linear_qkv", "mlp.linear_fc1"):
+        (layer,) = (op for op in ops if op.name == name)
+        assert sum(tensor.bytes for tensor in layer.keeps) == kept
+        (gather,) = layer.exchanges
+        assert gather.bytes == 2 * WIDE * (1 if kept else 3 / 4)
