@@ -107,7 +107,7 @@ def tile_bytes(ttgir: str) -> tuple[int, int]:
 
 
 def _again(line: str) -> bool:
-    return "isVolatile = true" in line or re.search(r"evictionPolicy = (2|evict_first)", line) is not None
+    return "isVolatile = true" in line or re.search(r"evict(ionP|ion_p)olicy = (2|evict_first)", line) is not None
 
 
 def _named(line: str) -> int:

@@ -90,3 +90,6 @@ def test_a_tile_is_its_loop_over_memory() -> None:
     ttgir += "tensor<8x!tt.ptr<f32>, #b>\ntt.store %3, %2 : tensor<4x!tt.ptr<i8>, #b>\n}\n"
     assert sass.tile_bytes(ttgir) == (36, 32)
     assert sass.tile_bytes(ttgir.replace("scf.for", "scf.if")) == (44, 32)
+    newer = "{cachePolicy = #tt.cache_policy<cache_modifier = none, eviction_policy = evict_first>}"
+    for said in ("{isVolatile = true}", "evictionPolicy = 2 : i32", newer):
+        assert sass.tile_bytes(f"%x = tt.load %p {said} : tensor<4x!tt.ptr<f32>>") == (0, 16)

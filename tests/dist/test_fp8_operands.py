@@ -10,6 +10,7 @@ from mtrain.cli.setup import load
 from mtrain.config.fusions import operands_apart
 from mtrain.config.resolve import Machine
 from mtrain.models.rank import Rank
+from mtrain.plan.rank import stage_memories
 from tests.support import operands
 from tests.support.covering import some
 
@@ -39,8 +40,6 @@ RUNS = {
         "parallel.recompute.modules=[layernorm]",
     ),
 }
-HANDED_OVER = {"an MLP is computed again": 1, "norms are computed again": 0, "all is computed again": 2}
-"""Norms of the layer, two at most, whose operands are taken as they are."""
 WHOLE = "blocks, tp2 of parts of blocks"
 """Where a block of tokens would be of two ranks, the input is gathered and quantised as before."""
 SCALES = 4 / 128
@@ -61,13 +60,12 @@ def _compared(name: str) -> tuple[dict[str, Any], dict[str, Any]]:
 def test_steps_are_the_same_to_the_bit_and_as_much_less_is_kept_as_planned(name: str) -> None:
     ours, apart = _compared(name)
     assert ours["steps"] == apart["steps"]
-    handed = 0 if name == WHOLE else HANDED_OVER.get(name, 2)
+    handed = 0 if name in (WHOLE, "norms are computed again") else 2
     quantised = "quantize_tensorwise" if "tensor" in name else "quantize_blocks"
     assert ours["calls"][quantised] == apart["calls"][quantised] - handed
     saved = apart["keeps"] - ours["keeps"]
     assert saved == pytest.approx(apart["planned"] - ours["planned"], rel=2 * SCALES, abs=64)
-    if handed == 2 and name not in HANDED_OVER:
-        assert saved > 0
+    assert (saved > 0) == (handed == 2 and name != "all is computed again")
 
 
 TRAINED = ("trainer.train_iters=10", "data.seq_length=32", "model.hidden_size=64", "model.ffn_hidden_size=64")
@@ -112,3 +110,19 @@ def test_who_quantises_and_why_not_is_said(more: tuple[str, ...], why: str | Non
     found = operands_apart(run)
     assert (found is None) if why is None else (why in (found or ""))
     assert Rank.of(run).quantizes == (why is None)
+
+
+WIDE = 256 * 128
+"""Tokens of a micro-batch times the hidden size."""
+
+
+@pytest.mark.parametrize(("word", "kept"), [("triton", 0), ("reference", WIDE)])
+def test_the_plan_counts_what_was_gathered_where_it_is_quantised_behind_the_gather(word: str, kept: int) -> None:
+    given = ["parallel=tp2sp", "precision=fp8_tensorwise", *SMALL, f"kernels.norm={word}"]
+    run = load(given, INTERPRETED, {}).run
+    ops = [op for chunk in stage_memories(run)[0].chunks for graph in chunk for op in graph.ops]
+    for name in ("self_attention.linear_qkv", "mlp.linear_fc1"):
+        (layer,) = (op for op in ops if op.name == name)
+        assert sum(tensor.bytes for tensor in layer.keeps) == kept
+        (gather,) = layer.exchanges
+        assert gather.bytes == 2 * WIDE * (1 if kept else 3 / 4)

@@ -151,6 +151,7 @@ FULL = "parallel.recompute.granularity=full"
 HYBRID = ("model.hybrid.pattern=*E", "+model.moe={num_experts: 4, ffn_hidden_size: 32}")
 STEPS = {
     "dense": ["kernels=triton", "parallel=tp2sp", *SMALL],
+    "dense in 8 bits": ["kernels=triton", "parallel=tp2sp", "precision=fp8_blockwise", *SMALL],
     "experts": ["kernels=triton", "parallel=single", *MIXTRAL],
     "groups": ["kernels=triton", "parallel=single", "model=deepseek_tiny", *SMALL],
     "experts, tp2": ["kernels=triton", "parallel=tp2sp", *MIXTRAL],

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from mtrain_kernels.activation.op import activation_gradient
+from mtrain_kernels.activation.op import activation, activation_gradient
 from mtrain_kernels.fp8_linear import reference
 from mtrain_kernels.quantize import reference as formats
 from mtrain_kernels.quantize.op import Operand, Quantized, amax, quantize_blocks, quantize_tensorwise
@@ -253,27 +253,47 @@ def _launch(model: Model) -> None:
     triton.scaled_product(a, rows, b, other, torch.float32)
 
 
-def _case(name: str, kind: str) -> Case:
+def _case(name: str, kind: str, swiglu: bool = False) -> Case:
+    recipe, halves = Recipe(kind), 1 + swiglu
+
     def make(model: Model, device: torch.device, dtype: torch.dtype) -> dict[str, Any]:
-        x = torch.randn((model.tokens, model.hidden), device=device, dtype=dtype).requires_grad_()
+        x = torch.randn((model.tokens, halves * model.hidden), device=device, dtype=dtype).requires_grad_()
         weight = (torch.randn((model.ffn, model.hidden), device=device) * 0.02).to(dtype).requires_grad_()
         return {"x": x, "weight": weight}
 
     def cost(products: int) -> Callable[[Model], Cost]:
         def of(model: Model) -> Cost:
-            elements = model.tokens * (model.hidden + model.ffn) + model.hidden * model.ffn
+            elements = model.tokens * (halves * model.hidden + model.ffn) + model.hidden * model.ffn
             return Cost(bytes=2 * products * elements, flops=2 * products * model.tokens * model.hidden * model.ffn)
 
         return of
 
-    recipe = Recipe(kind)
-    return Case(name, make, lambda i, c: fp8_linear(**i, recipe=recipe, impl=c), forward=cost(1), backward=cost(2))
+    def call(inputs: dict[str, Any], impl: str) -> Tensor:
+        return fp8_linear(**inputs, recipe=recipe, swiglu=_activated_by(impl) if swiglu else None, impl=impl)
+
+    def checked(inputs: dict[str, Any], impl: str) -> Tensor:
+        """Bytes in which value and gradients are not those of the activation first and then the product."""
+        first = activation(inputs["x"], "swiglu", impl=_activated_by(impl))
+        ends = call(inputs, impl), fp8_linear(first, inputs["weight"], recipe, impl=impl)
+        step, leaves = torch.ones_like(ends[0]), [inputs["x"], inputs["weight"]]
+        both = zip(*([end, *torch.autograd.grad(end, leaves, step)] for end in ends), strict=True)
+        return torch.stack([(a != b).sum() for a, b in both])
+
+    return Case(name, make, call, forward=cost(1), backward=cost(2), checked=checked if swiglu else None)
+
+
+def _activated_by(impl: str) -> str:
+    return "auto" if impl == "torch" else impl
 
 
 OPS = (
     Op(
         "fp8_linear",
-        cases=(_case("linear_tensorwise", "tensorwise"), _case("linear_blockwise", "blockwise")),
+        cases=(
+            _case("linear_tensorwise", "tensorwise"),
+            _case("linear_blockwise", "blockwise"),
+            _case("swiglu_linear_blockwise", "blockwise", swiglu=True),
+        ),
         launch=_launch,
         implementations={
             "torch": Implementation("torch", _cublas),

@@ -115,7 +115,7 @@ def _norm(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     from mtrain_kernels.norm import triton
 
-    return triton.forward(x, residual, weight, bias, eps, zero_centered, subtract_mean)
+    return triton.forward(x, residual, weight, bias, eps, zero_centered, subtract_mean)  # type: ignore[return-value]
 
 
 @_norm.register_fake

@@ -71,8 +71,11 @@ def norm_quantized(
     if multiplier is None:
         multiplier = formats.multiplier(amax if share is None else share(amax), format)
         q, _ = _codes(*kept, multiplier, *options, False)
-    data = q.view(FORMATS[format].dtype)
-    return y, total, Operand(data, 1 / multiplier, (*kept, multiplier), partial(_again, options=options))
+    return (
+        y,
+        total,
+        Operand(_codes_in(format, q), 1 / multiplier, (*kept, multiplier), partial(_again, options=options)),
+    )
 
 
 def _again(*kept: Tensor | None, options: tuple[Any, ...]) -> tuple[Tensor, Tensor]:
@@ -81,12 +84,18 @@ def _again(*kept: Tensor | None, options: tuple[Any, ...]) -> tuple[Tensor, Tens
     multiplier, format, layout = kept[-1], *options[2:]
     if multiplier is None:
         return _typed(q, scale, format, layout)
-    return q.view(FORMATS[format].dtype), 1 / multiplier
+    return _codes_in(format, q), 1 / multiplier
 
 
 def _typed(q: Tensor, scale: Tensor, format: str, layout: str) -> tuple[Tensor, Tensor]:
     kind = torch.float8_e8m0fnu if LAYOUTS[layout].scale == "e8m0" else torch.float32
-    return q.view(FORMATS[format].dtype), scale.view(kind)
+    return _codes_in(format, q), scale.view(kind)
+
+
+def _codes_in(format: str, q: Tensor) -> Tensor:
+    dtype = FORMATS[format].dtype
+    assert dtype is not None, f"{format} has no dtype"
+    return q.view(dtype)
 
 
 def _defined(
@@ -103,14 +112,15 @@ def _defined(
     multiplier: Tensor | None,
 ) -> tuple[Tensor, Tensor, Operand]:
     """The definition: a norm, then its result quantised as it is and transposed."""
-    both, total = (x,) if residual is None else (x, residual), x.new_empty(0)
-    if subtract_mean:
-        norm = reference.layer_norm if residual is None else reference.layer_norm_residual
-        found = norm(*both, weight, bias, eps, zero_centered=zero_centered)  # type: ignore[operator]
+    total = x.new_empty(0)
+    if residual is None and subtract_mean:
+        y = reference.layer_norm(x, weight, bias, eps, zero_centered=zero_centered)
+    elif residual is None:
+        y = reference.rms_norm(x, weight, eps, zero_centered=zero_centered)
+    elif subtract_mean:
+        y, total = reference.layer_norm_residual(x, residual, weight, bias, eps, zero_centered=zero_centered)
     else:
-        norm = reference.rms_norm if residual is None else reference.rms_norm_residual
-        found = norm(*both, weight, eps, zero_centered=zero_centered)  # type: ignore[operator]
-    y, total = (found, total) if residual is None else found
+        y, total = reference.rms_norm_residual(x, residual, weight, eps, zero_centered=zero_centered)
     if layout is not None:
         q = quantize_blocks(y, format=format, layout=layout, transpose=True, impl="reference")
     else:

@@ -274,37 +274,13 @@ def forward(
     if programs:
         with on_device_of(x):
             forward_kernel[(programs,)](
-                source,
-                addend,
-                weight.contiguous(),
-                None if bias is None else bias.contiguous(),
-                y,
-                total,
-                mean,
-                rstd,
-                multiplier,
-                q,
-                scale,
-                partial,
-                rows,
-                width,
-                source.stride(0),
-                0 if addend is None else addend.stride(0),
-                eps,
-                ROWS=tile_rows,
-                COLUMNS=columns,
-                RESIDUAL=addend is not None,
-                BIAS=bias is not None,
-                SUBTRACT_MEAN=subtract_mean,
-                ZERO_CENTERED=zero_centered,
-                OPERAND=operand,
-                GROUP=group,
-                SCALE=scale_kind,
-                MANTISSA=mantissa,
-                EXPONENT=exponent,
-                GREATEST=greatest,
-                num_warps=warps,
-            )
+                source, addend, weight.contiguous(), None if bias is None else bias.contiguous(),
+                y, total, mean, rstd, multiplier, q, scale, partial,
+                rows, width, source.stride(0), 0 if addend is None else addend.stride(0), eps,
+                ROWS=tile_rows, COLUMNS=columns, RESIDUAL=addend is not None, BIAS=bias is not None,
+                SUBTRACT_MEAN=subtract_mean, ZERO_CENTERED=zero_centered, OPERAND=operand, GROUP=group,
+                SCALE=scale_kind, MANTISSA=mantissa, EXPONENT=exponent, GREATEST=greatest, num_warps=warps,
+            )  # fmt: skip
     if not operand:
         return y, total, mean, rstd
     return y, total, mean, rstd, q, scale, partial.amax(0, keepdim=True) if partial.numel() else partial

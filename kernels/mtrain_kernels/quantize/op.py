@@ -295,6 +295,7 @@ def _launch(model: Model) -> None:
     for layout in ("1x128", "128x128", "mx"):
         q, scale, _, _ = triton.quantize_blocks(x, "e4m3", layout, True, layout == "mx")
     triton.dequantize_blocks(q, scale, "e4m3", "mx", torch.bfloat16)
+    triton.quantize_blocks(x, "e4m3", "1x128_power_of_two", True, True)
     nvfp4_triton.dequantize_nvfp4(*nvfp4_triton.quantize_nvfp4(x), torch.bfloat16)
 
 

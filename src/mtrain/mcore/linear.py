@@ -18,10 +18,12 @@ from mtrain_kernels.linear import add_weight_gradient, fits, linear
 from mtrain_kernels.quantize.op import Operand
 from torch import Tensor
 
-from mtrain.mcore.operands import gathered, greatest, may_gather, operand_of
+from mtrain.mcore.operands import gathered, greatest, may_gather, taken
 
 
 class _Product:
+    """What both have: the product that megatron-core makes, ours where that is faster, or one in FP8."""
+
     fp8: Recipe | None = None
     impl = "reference"
     takes_operands = False
@@ -31,17 +33,12 @@ class _Product:
     _operand: Operand | None = None
 
     def forward(self, input_: Tensor, *args: Any, **more: Any) -> Any:
-        """As megatron-core's; what comes with the input in FP8 is handed on, which a copy of it would lose."""
-        self._operand = operand_of(input_) if self.takes_operands else None
+        """As megatron-core's; what comes with the input in FP8 is handed on, which a copy of the input would lose."""
+        self._operand = taken(input_) if self.takes_operands else None
         try:
             return super().forward(input_, *args, **more)  # type: ignore[misc]
         finally:
             self._operand = None
-
-    """`_forward_impl` of both: what megatron-core does, or the same by `mtrain_kernels.linear` where that is faster.
-
-    On a CPU there is no stream to hide a reduction behind, so nothing is lost with megatron-core's overlap.
-    """
 
     def _forward_impl(
         self,
@@ -54,6 +51,10 @@ class _Product:
         tp_group: Any,
         **more: Any,
     ) -> Tensor:
+        """What megatron-core does, or the same by `mtrain_kernels.linear` where that is faster.
+
+        On a CPU there is no stream to hide a reduction behind, so nothing is lost with megatron-core's overlap.
+        """
         if self.fp8 is not None:
             return self._in_fp8(input, weight, bias, allreduce_dgrad, sequence_parallel, tp_group, more)
         fused = _adds_in_place(input, weight)

@@ -21,9 +21,10 @@ BLOCK = 128
 """Tokens that share a scale in an operand transposed."""
 
 
-def operand_of(x: Tensor) -> Operand | None:
-    """What a norm made of its result `x`, if it did."""
-    return getattr(x, "fp8_operand", None)
+def taken(x: Tensor) -> Operand | None:
+    """What a norm made of its result `x`, if it did, for the one linear layer behind: who keeps `x` keeps no more."""
+    found: Operand | None = x.__dict__.pop("fp8_operand", None)
+    return found
 
 
 def feed(layer: Any) -> None:
@@ -36,7 +37,8 @@ def feed(layer: Any) -> None:
     first = getattr(attention, "linear_qkv", None) or getattr(attention, "in_proj", None)
     _feed(layer.input_layernorm, first, layer.recompute_input_layernorm)
     _feed(layer.pre_mlp_layernorm, getattr(layer.mlp, "linear_fc1", None), layer.recompute_pre_mlp_layernorm)
-    activation, last = getattr(layer.mlp, "activation_func", None), getattr(layer.mlp, "linear_fc2", None)
+    activation: Any = getattr(layer.mlp, "activation_func", None)
+    last: Any = getattr(layer.mlp, "linear_fc2", None)
     swiglu = getattr(activation, "kind", None) == "swiglu" and activation.impl == "triton"
     if swiglu and _takes(last) and activation.config.use_te_activation_func:
         activation.left_to_linear, last.swiglu = True, activation.impl
