@@ -107,12 +107,12 @@ def test_less_is_kept_where_more_is_cut_or_computed_again() -> None:
 
 def test_logits_that_are_there_at_once_are_counted_and_follow_from_the_devices_memory() -> None:
     def run(cluster: str, *words: str) -> RunConfig:
-        return load(["model=llama3_8b", f"cluster={cluster}", *words], LAPTOP, {}).run
+        return load(["model=llama3_8b", "parallel=single", f"cluster={cluster}", *words], LAPTOP, {}).run
 
-    assert [run(name).kernels.loss_logits_mib for name in ("h100x8", "a100_40gx8", "h200x8", "cpu")] == [
+    assert [run(name).kernels.loss_logits_mib for name in ("h100", "a100_40g", "h200", "cpu")] == [
         *(512, 256, 1024, None)
     ]
-    assert run("h100x8", "kernels.loss=megatron").kernels.loss_logits_mib is None
-    few, many = (worst_stage(run("h100x8", f"kernels.loss_logits_mib={mib}")).parts["working"] for mib in (256, 2048))
+    assert run("h100", "kernels.loss=megatron").kernels.loss_logits_mib is None
+    few, many = (worst_stage(run("h100", f"kernels.loss_logits_mib={mib}")).parts["working"] for mib in (256, 2048))
     tokens = [mib * 2**20 // 2 // 128256 // 64 * 64 for mib in (256, 2048)]
     assert many - few == (min(tokens[1], 8192) - tokens[0]) * (128256 * 2 + 4096 * 4)
