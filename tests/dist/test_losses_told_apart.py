@@ -16,7 +16,7 @@ from tests.support.engine import import_engine
 from tests.support.forked import run_alone, run_ranks
 from tests.support.runs import tiny_run
 
-STEPS = 2
+STEPS = 1
 KEYS = ("loss", "z_loss", "token_accuracy", "grad_norm")
 SP = {"ranks": 2, "tp": 2, "sequence_parallel": True}
 LAYOUTS: dict[str, dict[str, Any]] = {

@@ -331,8 +331,7 @@ def _launch(model: Model) -> None:
         statistics = by_rows.row_statistics(logits, labels, 0, terms, ranked=ranked)
     by_rows.logits_gradient(logits, labels, statistics[0], statistics[0], 0, terms, logits)
     tile = next(way for way in tiles.candidates(hidden, kept=False) if isinstance(way, tiles.Tile))
-    for kept in (None, logits):
-        triton.product_statistics(hidden, weight, labels, 0, terms, tile, logits=kept, ranked=True)
+    triton.product_statistics(hidden, weight, labels, 0, terms, tile, logits=logits, ranked=True)
 
 
 def _make(model: Model, device: torch.device, dtype: torch.dtype) -> dict[str, Any]:
