@@ -56,6 +56,7 @@ def test_a_walk_compares_and_measures_and_the_next_call_goes_on_behind_it(tmp_pa
 
 
 @pytest.mark.full
+@pytest.mark.timeout(900)  # a bench of every op and two trainings, in the interpreter
 def test_all_of_it_is_walked_on_a_cpu(tmp_path: Path) -> None:
     code, said = walk(tmp_path)
     assert code == 0, said
