@@ -47,6 +47,7 @@ ENGINE_SAMPLE := $(addprefix tests/dist/test_,$(addsuffix .py,engines fields_are
   batch_ramp generation mup keys_of_devices)) \
   tests/dist/test_fully_sharded.py::test_a_layout_is_proven tests/unit/test_adapter_hook.py \
   tests/dist/test_op_overrides.py::test_the_loss_in_parts_trains_as_megatrons_from_all_logits \
+  tests/dist/test_losses_told_apart.py::test_a_layout_logs_what_all_logits_say \
   tests/dist/test_sparse_experts.py::test_maps_are_followed_by_kernels_as_by_megatron_core \
   tests/dist/test_fully_sharded.py::test_a_rank_keeps_its_part_of_the_weights_and_never_had_more \
   tests/dist/test_megatron_checkpoints.py::test_weights_of_another_model_are_named_and_nothing_is_written \

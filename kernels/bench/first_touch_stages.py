@@ -236,6 +236,8 @@ def _launch(
     words = [f"model={model[0]}", *(f"model.{key}={value}" for key, value in model[1].items())]
     words += ["parallel=single", f"precision={precision}", f"kernels={kernels}", "data=mock"]
     words += ["kernels.attention=torch"] if kernels == "triton" and not walk.dry else []  # cuDNN's and torch's first
+    ends = [f"precision.num_layers_at_{end}_in_bf16=0" for end in ("start", "end")]
+    words += ends if walk.dry and precision == "fp8_tensorwise" else []  # two layers are all that it has
     words += [f"data.seq_length={length}", f"trainer.train_iters={steps}", f"trainer.profile_step={steps}"]
     words += ["trainer.micro_batch_size=1", f"trainer.global_batch_size={1 if walk.dry else 4}"]
     words += ["trainer.eval_iters=0", "trainer.eval_interval=null", "trainer.sample_tokens=0", "log.progress=none"]

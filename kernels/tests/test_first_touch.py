@@ -56,6 +56,7 @@ def test_a_walk_compares_and_measures_and_the_next_call_goes_on_behind_it(tmp_pa
 
 
 @pytest.mark.full
+@pytest.mark.timeout(900)  # a bench of every op and two trainings, in the interpreter
 def test_all_of_it_is_walked_on_a_cpu(tmp_path: Path) -> None:
     code, said = walk(tmp_path)
     assert code == 0, said
@@ -83,6 +84,8 @@ def test_a_stage_that_dies_or_is_too_slow_is_a_result_and_the_rest_goes_on(
                     return -11, "Segmentation fault"
                 if (stage, unit) == ("ops", "two"):
                     return None, ""
+                if (stage, unit) == ("train", "one"):
+                    return touch.STUCK, ""
                 results.add(stage, unit, result=1)
         return 0, ""
 
@@ -91,8 +94,21 @@ def test_a_stage_that_dies_or_is_too_slow_is_a_result_and_the_rest_goes_on(
     found = ends(tmp_path)
     assert found["parity one"]["error"] == "died with -11: Segmentation fault"
     assert found["ops two"]["error"] == "ran past the limit of its stage"
+    assert found["train one"]["error"] == f"took longer than {touch.UNIT_LIMITS_S['train']} s"
     assert found["parity two"]["result"] == found["ops one"]["result"] == found["train two"]["result"] == 1
-    assert tried == ["parity", "parity", "ops", "train"]
+    assert tried == ["parity", "parity", "ops", "train", "train"]
+
+
+def test_a_unit_that_hangs_is_ended_before_its_stage(touch: ModuleType, tmp_path: Path) -> None:
+    results = touch.Results(tmp_path)
+    with subprocess.Popen(["sleep", "60"]) as child:
+        try:
+            assert touch._wait(child, results, 60, 0.5) == touch.STUCK
+            assert touch._wait(child, results, 0.5, 60) is None
+        finally:
+            child.kill()
+    with subprocess.Popen(["sleep", "0"]) as child:
+        assert touch._wait(child, results, 60, 60) == 0
 
 
 def test_a_budget_that_is_spent_leaves_the_unit_to_the_next_call(

@@ -12,10 +12,11 @@ from torch.nn import functional as F
 from mtrain.config.rules import apply
 from mtrain.config.run import RunConfig
 from tests.support.covering import some
-from tests.support.forked import run_ranks
+from tests.support.engine import import_engine
+from tests.support.forked import run_alone, run_ranks
 from tests.support.runs import tiny_run
 
-STEPS = 2
+STEPS = 1
 KEYS = ("loss", "z_loss", "token_accuracy", "grad_norm")
 SP = {"ranks": 2, "tp": 2, "sequence_parallel": True}
 LAYOUTS: dict[str, dict[str, Any]] = {
@@ -106,3 +107,15 @@ def test_nothing_is_told_apart_unless_it_is_asked_for() -> None:
 def _alone(run: RunConfig) -> list[dict[str, float]]:
     """What one rank logs."""
     return run_ranks(1, _recorded(run))[0]  # type: ignore[no-any-return]
+
+
+def test_the_memory_of_logits_reaches_the_loss() -> None:
+    run = apply(tiny_run(dtype="bf16"), {"kernels.loss_logits_mib": 3})
+
+    def job() -> int | None:
+        import_engine()
+        from mtrain.build.model import told_by
+
+        return told_by(run).logits
+
+    assert run_alone(job) == 3 * 2**19

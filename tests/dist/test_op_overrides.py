@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from mtrain_kernels import linear
-from mtrain_kernels.linear_cross_entropy import op
+from mtrain_kernels.linear_cross_entropy import chunks
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -140,7 +140,7 @@ class _Largest(TorchDispatchMode):
 
 @pytest.mark.parametrize("loss", ["reference", "megatron"])
 def test_all_logits_are_held_by_megatrons_loss_alone(loss: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(op.CHUNK_ELEMENTS, "cpu", 1 << 16)  # 128 tokens of 512 at a time
+    monkeypatch.setitem(chunks.CHUNK_ELEMENTS, "cpu", 1 << 16)  # 128 tokens of 512 at a time
     run = tiny_run(model={"vocab_size": 512}, trainer={"global_batch_size": 32, "micro_batch_size": 32})
     run = apply(run, {"kernels.loss": loss})
 

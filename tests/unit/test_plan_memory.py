@@ -6,8 +6,10 @@ import pytest
 
 from mtrain.cli.setup import load
 from mtrain.config.resolve import Machine
+from mtrain.config.run import RunConfig
 from mtrain.errors import ConfigError, Problem
 from mtrain.plan.memory import activation_bytes
+from mtrain.plan.rank import worst_stage
 from tests.support.catalogue import validated
 from tests.support.configs import LAPTOP
 
@@ -101,3 +103,16 @@ def test_less_is_kept_where_more_is_cut_or_computed_again() -> None:
     gradients = 4096 * 256 * 4 + 8 * 256 * 256 * 4 + 8 * 256 * 4
     logits = 8 * 256 * (4096 * 4 + 256 * 4 + 1 + 8 + 4)
     assert kept("parallel=single", "kernels.loss=megatron") - whole == logits - gradients
+
+
+def test_logits_that_are_there_at_once_are_counted_and_follow_from_the_devices_memory() -> None:
+    def run(cluster: str, *words: str) -> RunConfig:
+        return load(["model=llama3_8b", "parallel=single", f"cluster={cluster}", *words], LAPTOP, {}).run
+
+    assert [run(name).kernels.loss_logits_mib for name in ("h100", "a100_40g", "h200", "cpu")] == [
+        *(512, 256, 1024, None)
+    ]
+    assert run("h100", "kernels.loss=megatron").kernels.loss_logits_mib is None
+    few, many = (worst_stage(run("h100", f"kernels.loss_logits_mib={mib}")).parts["working"] for mib in (256, 2048))
+    tokens = [mib * 2**20 // 2 // 128256 // 64 * 64 for mib in (256, 2048)]
+    assert many - few == (min(tokens[1], 8192) - tokens[0]) * (128256 * 2 + 4096 * 4)

@@ -56,28 +56,24 @@ def linear_cross_entropy(
 
     The weights of the tokens (a mask, or a mask divided by its count) are known before the backward, so that the
     forward makes the gradients with three matrix products, and the backward only multiplies them by the gradient
-    of the sum: exactly once, as another call raises `RuntimeError`. The losses are for reading: they carry no
-    gradient. Where the factor of each token is known only in the backward, use `token_cross_entropy`.
+    of the sum: exactly once, as another call raises `RuntimeError`. Where the factor of each token is known only in
+    the backward, use `token_cross_entropy`.
 
-    `hidden` [t, h], `weight` [v_local, h] in the same dtype, `labels` [t] int64, `token_weights` [t] fp32; the sum
-    is a scalar and the losses are [t], in fp32; all of it is the same on every rank of `group`, over which the
-    vocabulary is split in equal parts. The gradient of `hidden` is summed over the ranks. With `sequence_parallel`
-    `hidden` is this rank's [t / ranks, h], gathered here, and its gradient this rank's part. `chunk` is how many
-    tokens are done at a time, by default as many as make `logits` logits (2^27, or 2^22 on a CPU). The gradient of a
-    weight in half precision is added up over more than three chunks in fp32, at 4 bytes an element until it is
-    rounded: what is off is less than two roundings of the sum, however many chunks there are.
-    `gradient(weight, dweight, factor)` makes what autograd gets as the weight's gradient of one in fp32 and the
-    scalar that it is to be multiplied by: it may add both to where gradients are kept. `class_weights` [vocab_size]
-    weigh classes, as in torch's cross entropy; the sum is not divided by them. `ranked` asks for `hits`.
+    `hidden` [t, h], `weight` [v_local, h] in the same dtype, `labels` [t] int64, `token_weights` [t] fp32; all of the
+    result is the same on every rank of `group`, over which the vocabulary is split in equal parts. The gradient of
+    `hidden` is summed over the ranks. With `sequence_parallel` `hidden` is this rank's [t / ranks, h], gathered here,
+    and its gradient this rank's part. `chunk` is how many tokens are done at a time, by default as many as make
+    `logits` logits (2^27, or 2^22 on a CPU). The gradient of a weight in half precision is added up over more than
+    three chunks in fp32, at 4 bytes an element until it is rounded: what is off is less than two roundings of the
+    sum, however many chunks there are. `gradient(weight, dweight, factor)` makes what autograd gets as the weight's
+    gradient of one in fp32 and the scalar that it is to be multiplied by: it may add both to where those are kept.
+    `class_weights` [vocab_size] weigh classes, as in torch's cross entropy; the sum is not divided by them. `ranked`
+    asks for `hits`.
     The loss and the remaining arguments, also the errors raised, are those of `cross_entropy`; rows of the weight
     from `vocab_size` on are padding, take no part, and have a gradient of 0.
     """
-    columns = weight.shape[0] * size_of(group)
-    terms = Terms(
-        columns if vocab_size is None else vocab_size, label_smoothing, z_loss, soft_cap or 0.0, ignore_index
-    )
     _require(hidden, weight, labels, size_of(group) if sequence_parallel else 1)
-    valid_terms(terms, columns)
+    terms = _terms(vocab_size, weight.shape[0] * size_of(group), label_smoothing, z_loss, soft_cap, ignore_index)
     if token_weights.shape != labels.shape or token_weights.device != hidden.device:
         raise ValueError(f"token_weights {tuple(token_weights.shape)} must be one for each label, on {hidden.device}")
     class_weights = _weights_of(class_weights, terms, hidden)
@@ -141,12 +137,8 @@ def token_cross_entropy(
 
     The backward makes the logits again, a chunk at a time: four matrix products in all instead of three.
     """
-    columns = weight.shape[0] * size_of(group)
-    terms = Terms(
-        columns if vocab_size is None else vocab_size, label_smoothing, z_loss, soft_cap or 0.0, ignore_index
-    )
     _require(hidden, weight, labels, size_of(group) if sequence_parallel else 1)
-    valid_terms(terms, columns)
+    terms = _terms(vocab_size, weight.shape[0] * size_of(group), label_smoothing, z_loss, soft_cap, ignore_index)
     backend = pick("linear_cross_entropy", impl, hidden.device, obstacle(hidden, weight))
     return _token_cross_entropy(
         hidden,
@@ -159,6 +151,14 @@ def token_cross_entropy(
         chunk or 0,
         backend,
     )
+
+
+def _terms(
+    vocab: int | None, columns: int, label_smoothing: float, z_loss: float, soft_cap: float | None, ignore_index: int
+) -> Terms:
+    terms = Terms(columns if vocab is None else vocab, label_smoothing, z_loss, soft_cap or 0.0, ignore_index)
+    valid_terms(terms, columns)
+    return terms
 
 
 def _weights_of(class_weights: Tensor | None, terms: Terms, hidden: Tensor) -> Tensor | None:
@@ -331,8 +331,7 @@ def _launch(model: Model) -> None:
         statistics = by_rows.row_statistics(logits, labels, 0, terms, ranked=ranked)
     by_rows.logits_gradient(logits, labels, statistics[0], statistics[0], 0, terms, logits)
     tile = next(way for way in tiles.candidates(hidden, kept=False) if isinstance(way, tiles.Tile))
-    for kept in (None, logits):
-        triton.product_statistics(hidden, weight, labels, 0, terms, tile, logits=kept, ranked=True)
+    triton.product_statistics(hidden, weight, labels, 0, terms, tile, logits=logits, ranked=True)
 
 
 def _make(model: Model, device: torch.device, dtype: torch.dtype) -> dict[str, Any]:

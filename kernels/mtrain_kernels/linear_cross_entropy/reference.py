@@ -131,13 +131,7 @@ def chunked(
     padded, weight = weight.shape[0], weight[: real_columns(weight.shape[0], first, terms)]
     in_place = hidden.device.type == "cpu" and hidden.dtype in (torch.float32, torch.float64)
     width = weight.shape[0] if in_place else padded  # aligned rows multiply faster; a softmax in place wants none
-    held: list[Tensor] = []
-
-    def room(tokens: int) -> Tensor:
-        if not held:
-            held.append(hidden.new_empty((min(rows, len(labels)), width))[:, : weight.shape[0]])
-        return held[0][:tokens]
-
+    room = _room(hidden, min(rows, len(labels)), width, weight.shape[0])
     real = dweight[: weight.shape[0]]
     for start in range(0, len(labels), rows):
         part = slice(start, start + rows)
@@ -159,6 +153,17 @@ def chunked(
     return Gradients(
         losses, z_losses, hits, dhidden, (dweight if wide else dweight.to(weight.dtype)).contiguous(), scale
     )
+
+
+def _room(hidden: Tensor, tokens: int, width: int, columns: int) -> Room:
+    held: list[Tensor] = []
+
+    def room(some: int) -> Tensor:
+        if not held:
+            held.append(hidden.new_empty((tokens, width))[:, :columns])
+        return held[0][:some]
+
+    return room
 
 
 class ReferenceChunks:

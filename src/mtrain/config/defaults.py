@@ -294,6 +294,17 @@ def synthetic_tokens(raw: RunConfig, run: RunConfig, source: str) -> Iterator[Pr
         yield Problem("MT322", "data.kind", "mock", rule, fix, source, "warning")
 
 
+def logits_at_once(run: RunConfig) -> Filled:
+    """A 128th of a device's memory, as a power of two: of more tokens at once there are fewer passes over weights."""
+    room, k = run.cluster.device_memory_gib, run.kernels
+    if k.loss_logits_mib is not None or k.loss == "megatron" or room is None or on_a_cpu(run):
+        return {}
+    mib = max(256, 1 << int(room * 8).bit_length() - 1)
+    return {
+        "kernels.loss_logits_mib": (mib, f"cluster {run.cluster.name}: device_memory_gib {room:g}, a 128th of it")
+    }
+
+
 def on_a_cpu(run: RunConfig) -> bool:
     """Whether the run, whose device is resolved, is one of processes without accelerators."""
     return facts_of(run.cluster.device).on_host
@@ -341,5 +352,6 @@ STEPS: tuple[Step, ...] = (
     sample_tokens,
     batch,
     micro_batch,
+    logits_at_once,
 )
 """In this order: later ones look at what earlier ones fill in."""

@@ -38,11 +38,11 @@ class KernelsConfig(Section):
     """Output layer and cross entropy; reference and triton make both at once, for a part of the tokens at a time, and
     never hold all logits; megatron: megatron-core's own, from all logits; null: kernels.default."""
     loss_logits_mib: Annotated[
-        PositiveInt | None, Key(when="kernels.loss=auto|reference|triton", unit="MiB", aka="loss_chunk_size")
+        PositiveInt | None, Key(when="kernels.loss=null|auto|reference|triton", unit="MiB", aka="loss_chunk_size")
     ] = None
     """A loss in parts: the most memory for the logits that are there at once, of 64 tokens at least. More of them are
-    fewer passes over the output layer and its gradient; plan counts them. null: 2^27 logits (256 MiB in bf16), on a
-    CPU 2^22."""
+    fewer passes over the output layer and its gradient; plan counts them. null: a 128th of cluster.device_memory_gib,
+    at least 256; where that is not known 2^27 logits (256 MiB in bf16), on a CPU 2^22."""
     optimizer: Literal["auto", "torch", "reference", "triton", "te"] | None = None
     """Who updates. torch: torch.optim; reference and triton: ours, for
     optimizers that torch has not and for state in low precision; null: kernels.default where it can do it."""
