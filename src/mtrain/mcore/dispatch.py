@@ -53,7 +53,8 @@ class SparseDispatcher(MoETokenDispatcher):  # type: ignore[misc]
         self.exchanges = self.ep_size > 1 and config.moe_token_dispatcher_type == "alltoall"
         self.padded, self.room_factor = config.sparse_experts.padded, config.sparse_experts.capacity_factor
         self._inputs: list[int] | None = None  # as many rows to and from each rank
-        self._outputs, self._outputs_tp = self._inputs, self._inputs
+        self._outputs: list[int] | None = None
+        self._outputs_tp: list[int] | None = None
         self.gathers = not self.exchanges and self.tp_size * self.ep_size > 1
 
     def dispatch_preprocess(self, tokens: Tensor, routing_map: Tensor, probs: Tensor) -> tuple[Tensor, Tensor]:
