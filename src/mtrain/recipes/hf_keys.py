@@ -57,7 +57,7 @@ class ConfigFile:
         return default if value is None else value
 
     def number(self, key: str, default: float | None = None) -> Any:
-        """The value of a key that others are multiplied with. Raises `TypeError` for a text, which would be repeated."""
+        """The value of a key that others are multiplied with; `TypeError` for a text, which would be repeated."""
         value = self.get(key, default)
         if not isinstance(value, int | float):
             raise TypeError(f"{key} is no number")
