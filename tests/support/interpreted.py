@@ -13,20 +13,14 @@ import sys
 import tempfile
 from pathlib import Path
 
-from mtrain_kernels.runtime import interpreted
-
 ROOT = Path(__file__).resolve().parents[2]
 
 
 def trained(runs: dict[str, list[str]], timeout_s: float = 200) -> dict[str, list[float]]:
     """Losses of all steps, then gradient norms, of every run by its name; a run is the words behind `mtrain`.
 
-    A process whose Triton interprets already forks the runs itself.
-
     Raises `AssertionError` with what a run printed if it did not end well.
     """
-    if interpreted():
-        return _trained(runs)
     environment = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
     environment["PYTHONPATH"] = os.pathsep.join([str(ROOT), *sys.path])
     done = subprocess.run(
@@ -42,12 +36,12 @@ def trained(runs: dict[str, list[str]], timeout_s: float = 200) -> dict[str, lis
     return json.loads(done.stdout)  # type: ignore[no-any-return]
 
 
-def _trained(runs: dict[str, list[str]]) -> dict[str, list[float]]:
+def _main() -> None:
     from tests.support.launched import Launched
 
     found: dict[str, list[float]] = {}
     with tempfile.TemporaryDirectory() as home:
-        for i, (name, words) in enumerate(runs.items()):
+        for i, (name, words) in enumerate(json.load(sys.stdin).items()):
             folder = Path(home) / str(i)
             folder.mkdir()
             launched = Launched(*words, f"log.runs_dir={folder}", cwd=folder)
@@ -56,8 +50,8 @@ def _trained(runs: dict[str, list[str]]) -> dict[str, list[float]]:
             metrics = next(folder.glob("*/metrics.jsonl")).read_text().splitlines()
             steps = [row for row in map(json.loads, metrics) if "loss" in row]
             found[name] = [row[key] for key in ("loss", "grad_norm") for row in steps]
-    return found
+    print(json.dumps(found))
 
 
 if __name__ == "__main__":
-    print(json.dumps(_trained(json.load(sys.stdin))))
+    _main()
