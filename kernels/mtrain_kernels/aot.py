@@ -2,7 +2,7 @@
 
 Each op launches its kernels on meta tensors (`Op.launch`); a stand-in for Triton's driver names the target, so what
 is compiled is what a launch on that GPU would compile: types, alignments, constants, warps and stages.
-`python -m mtrain_kernels.aot [op ...] [--models llama3_8b,...] [--archs 90] [--json]` prints the table.
+`python -m mtrain_kernels.aot [op ...] [--models llama3_8b,...] [--archs 90] [--once] [--json]` prints the table.
 """
 
 from __future__ import annotations
@@ -85,14 +85,16 @@ class _Driver:
 
 
 @contextmanager
-def _compile_only(arch: int, compiled: dict[str, Any]) -> Iterator[None]:
-    """Turns each launch into a compilation for `arch`, collected under a name with its constants."""
+def _compile_only(arch: int, compiled: dict[str, Any], once: bool) -> Iterator[None]:
+    """Turns each launch, or with `once` the first of each kernel, into a compilation for `arch`, kept by hash."""
     from triton.runtime.driver import driver
     from triton.runtime.jit import JITFunction
 
     run = JITFunction.run
 
     def compile_(self: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> Any:
+        if once and self.__name__ in {name for name, _ in compiled.values()}:
+            return None
         kernel = run(self, *args, grid=grid, warmup=True, **kwargs)
         compiled.setdefault(kernel.hash, (self.__name__, kernel))
         return kernel
@@ -109,8 +111,10 @@ def _compile_only(arch: int, compiled: dict[str, Any]) -> Iterator[None]:
         driver._active = active
 
 
-def compile_op(name: str, model: str, arch: int) -> list[Row]:
+def compile_op(name: str, model: str, arch: int, once: bool = False) -> list[Row]:
     """Compiles every kernel that the op launches at a model's shape, for one compute capability (80, 90, 100).
+
+    With `once`, the first variant of each.
 
     Raises `RuntimeError` under Triton's interpreter, which compiles nothing.
     """
@@ -119,7 +123,7 @@ def compile_op(name: str, model: str, arch: int) -> list[Row]:
     if interpreted():
         raise RuntimeError("ahead-of-time compilation needs a process without TRITON_INTERPRET")
     compiled: dict[str, Any] = {}
-    with _compile_only(arch, compiled):
+    with _compile_only(arch, compiled, once):
         ops()[name].launch(MODELS[model])
     variants = Counter[str]()
     rows = []
@@ -155,9 +159,9 @@ def _resources(kernel: Any) -> tuple[int, int, int]:
     return usage["REG"], kernel.metadata.shared, usage["STACK"] + usage["LOCAL"]
 
 
-def _attempt(name: str, model: str, arch: int) -> list[Row] | str:
+def _attempt(name: str, model: str, arch: int, once: bool) -> list[Row] | str:
     try:
-        return compile_op(name, model, arch)
+        return compile_op(name, model, arch, once)
     except Exception as error:  # one op that does not compile must not hide what the others need
         cause: BaseException = error
         while cause.__cause__ is not None:  # a fault inside a called function is hidden under the caller's
@@ -166,18 +170,25 @@ def _attempt(name: str, model: str, arch: int) -> list[Row] | str:
 
 
 def compile_all(
-    names: Iterable[str] = (), models: Iterable[str] = (), archs: Iterable[int] = (80, 90, 100), processes: int = 2
+    names: Iterable[str] = (),
+    models: Iterable[str] = (),
+    archs: Iterable[int] = (80, 90, 100),
+    processes: int = 2,
+    once: bool = False,
 ) -> tuple[list[Row], list[str]]:
-    """Compiles ops (all) at models (each op's `aot_models`) for every arch, in processes: rows and faults."""
+    """Compiles ops (all) at models (each op's `aot_models`) for every arch, in processes: rows and faults.
+
+    With `once`, the first variant of each kernel.
+    """
     models = list(models)
     jobs = [
-        (name, model, arch)
+        (name, model, arch, once)
         for name in (list(names) or ops())
         for model in (models or ops()[name].aot_models)
         for arch in archs
         if arch >= ops()[name].oldest
     ]
-    with ProcessPoolExecutor(processes, mp_context=get_context("spawn")) as pool:
+    with ProcessPoolExecutor(processes, mp_context=get_context("fork")) as pool:  # with all that is imported
         found = list(pool.map(_attempt, *zip(*jobs, strict=True)))
     rows = [row for part in found if not isinstance(part, str) for row in part]
     faults = [part for part in found if isinstance(part, str)] + [fault for row in rows for fault in row.faults()]
@@ -208,10 +219,11 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--models", type=lambda text: text.split(","), default=[])
     parser.add_argument("--archs", type=lambda text: [int(a) for a in text.split(",")], default=list(SHARED_LIMIT))
     parser.add_argument("--processes", type=int, default=os.cpu_count() or 1)
+    parser.add_argument("--once", action="store_true", help="the first variant of each kernel")
     parser.add_argument("--json", action="store_true", help="rows as JSON instead of the table")
     chosen = parser.parse_args(arguments)
     start = time.perf_counter()
-    rows, faults = compile_all(chosen.ops, chosen.models, chosen.archs, chosen.processes)
+    rows, faults = compile_all(chosen.ops, chosen.models, chosen.archs, chosen.processes, chosen.once)
     found = {"triton": importlib.metadata.version("triton"), "rows": [asdict(r) for r in rows], "faults": faults}
     print(json.dumps(found) if chosen.json else table(rows))
     print(f"{len(rows)} binaries in {time.perf_counter() - start:.1f} s", *faults, sep="\n", file=sys.stderr)

@@ -34,8 +34,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def pytest_collection_finish(session: pytest.Session) -> None:
     """Starts the compilation early, unless many workers would each start it."""
     alone = not hasattr(session.config, "workerinput") and not session.config.option.collectonly
-    if alone and (archs := _wanted(session)):
-        session.config.stash[COMPILATION] = _compile(archs)
+    if alone and (words := _wanted(session)):
+        session.config.stash[COMPILATION] = _compile(words)
 
 
 def pytest_unconfigure(config: pytest.Config) -> None:
@@ -56,13 +56,16 @@ def compilation(request: pytest.FixtureRequest) -> dict[str, Any]:
 
 
 def _wanted(session: pytest.Session) -> list[str]:
-    """The generations of GPUs that the tests ask for."""
+    """The generations of GPUs that the tests ask for, as words for `aot`; once where no test asks for variants."""
     asking = (item for item in session.items if "compilation" in getattr(item, "fixturenames", ()))
-    return [str(item.callspec.params["arch"]) for item in asking if isinstance(item, pytest.Function)]
+    asked = [item.callspec.params for item in asking if isinstance(item, pytest.Function)]
+    archs = ",".join(sorted({str(params["arch"]) for params in asked}))
+    once = [] if any(params["variants"] for params in asked) else ["--once"]
+    return ["--archs", archs, *once] if asked else []
 
 
-def _compile(archs: list[str]) -> subprocess.Popen[str]:
+def _compile(words: list[str]) -> subprocess.Popen[str]:
     environment = {**os.environ, "PYTHONPATH": f"{PACKAGES}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"}
     environment.pop("TRITON_INTERPRET", None)
-    command = [sys.executable, "-m", "mtrain_kernels.aot", "--json", "--processes", "2", "--archs", ",".join(archs)]
+    command = [sys.executable, "-m", "mtrain_kernels.aot", "--json", "--processes", "2", *words]
     return subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)

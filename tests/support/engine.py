@@ -4,7 +4,14 @@ from __future__ import annotations
 
 import atexit
 import gc
+import importlib
 from collections.abc import Iterable
+
+OF_FAMILIES = (
+    *(f"models.{family}.{part}" for family in ("gpt", "bert", "t5", "llava") for part in ("build", "form")),
+    *("models.hybrid.build", "data.chat_batch"),
+)
+"""What a rank imports once it knows its model."""
 
 
 def import_engine(without: Iterable[str] = ()) -> None:
@@ -25,6 +32,8 @@ def import_engine(without: Iterable[str] = ()) -> None:
     import mtrain.train.prove
     import mtrain.world.guard  # noqa: F401
 
+    for name in OF_FAMILIES:
+        importlib.import_module(f"mtrain.{name}")
     mtrain_kernels.registry.ops()
     gc.collect()
     atexit.register(gc.unfreeze)  # else libraries report what is not freed at the end

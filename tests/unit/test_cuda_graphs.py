@@ -142,3 +142,11 @@ def test_flags_of_every_release_are_read(flags: str, impl: str, modules: bool) -
     ).run
     assert again.trainer.cuda_graph_impl == impl
     assert again.trainer.cuda_graph_modules == run.trainer.cuda_graph_modules
+
+
+@pytest.mark.parametrize(
+    ("scope", "impl"), [("full_iteration", "transformer_engine"), ("atn", "none"), ("atn", "local")]
+)
+def test_a_scope_that_megatron_lm_refuses_is_listed(scope: str, impl: str) -> None:
+    found = import_texts([(f"{SCRIPT} --cuda-graph-impl {impl} --cuda-graph-scope {scope}\n", "run.sh")], "graphs")
+    assert [u.flag for u in found.unplaced if scope in u.text] == ["--cuda-graph-scope"]

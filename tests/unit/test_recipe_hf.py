@@ -116,6 +116,14 @@ def test_a_window_as_wide_as_the_positions_is_none(tmp_path: Path) -> None:
         ({"model_type": "bert", "vocab_size": 300, "hidden_dropout_prob": None}, "NoneType"),
         ({"model_type": "llava", "text_config": 5}, "text_config is no object"),
         ({"model_type": "llava", "vision_config": [["hidden_size", 64]]}, "vision_config is no object"),
+        ({"model_type": "mamba2", "time_step_limit": []}, "out of range"),
+        ({"model_type": "granitemoehybrid", "time_step_limit": {}}, "another type"),
+        (
+            {"model_type": "granitemoehybrid", "mamba_expand": "2", "hidden_size": 1 << 26},
+            "mamba_expand is no number",
+        ),
+        ({"model_type": "granitemoehybrid", "mamba_d_head": "64", "mamba_n_heads": 1 << 26}, "is no number"),
+        ({**DEEPSEEK, "n_shared_experts": "1", "moe_intermediate_size": 1 << 26}, "n_shared_experts is no number"),
     ],
 )
 def test_a_value_of_another_type_is_refused(values: dict[str, Any], said: str, tmp_path: Path) -> None:

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from hydra import compose, initialize_config_module
+from hydra.conf import RuntimeConf
 from hydra.core.config_search_path import ConfigSearchPath
 from hydra.core.config_store import ConfigStore
 from hydra.core.global_hydra import GlobalHydra
@@ -24,14 +25,21 @@ from hydra.errors import HydraException
 from hydra.plugins.config_source import ConfigResult, ConfigSource
 from hydra.plugins.search_path_plugin import SearchPathPlugin
 from hydra.types import RunMode
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 VERSION_BASE = "1.3"
-HYDRAS_OWN = ("hydra", "_dummy_empty_config_.yaml")
-"""What Hydra itself puts into its store of configurations."""
-UNUSED = ("output", "launcher", "sweeper", "help", "hydra_help", "hydra_logging", "job_logging", "callbacks", "env")
-"""Groups of Hydra's own configuration: nothing here runs by Hydra, so none is read."""
+HYDRA = "hydra/config"
+_NOTES: dict[str, Any] = {
+    "overrides": {"hydra": [], "task": []},
+    "runtime": RuntimeConf(),
+    "job": {
+        **{"name": "mtrain", "config_name": None, "override_dirname": None, "env_copy": [], "env_set": {}},
+        "config": {"override_dirname": {"kv_sep": "=", "item_sep": ",", "exclude_keys": []}},
+    },
+}
+"""What Hydra writes down of a composition, in place of its own configuration: no job runs by it, and to make all that
+it would read for one takes longer than to compose."""
 
 
 class NotComposed(Exception):
@@ -63,8 +71,8 @@ class Library(Protocol):
         """The texts of all that was read."""
 
 
-MOST_MADE = 64
-_made: dict[tuple[str, tuple[str, ...], Hashable], DictConfig] = {}
+MOST_MADE = 512
+_made: dict[tuple[str, tuple[str, ...], Hashable], Any] = {}
 """What was composed in this process, by what it was made from: a sweep or a list of recipes asks again and again."""
 _composing: ContextVar[tuple[Library, str] | None] = ContextVar("composing", default=None)
 """The library that Hydra looks at, and the name of its primary configuration."""
@@ -81,6 +89,8 @@ class _Source(ConfigSource):
         return True
 
     def load_config(self, config_path: str) -> ConfigResult:
+        if config_path == HYDRA:
+            return ConfigResult(self.provider, self.path, OmegaConf.create(_NOTES), {"package": None})
         library, primary = _now()
         part = library.part(config_path)
         assert part is not None, config_path
@@ -88,14 +98,14 @@ class _Source(ConfigSource):
         if config_path == primary:
             defaults = values.get("defaults", [])
             itself = [] if "_self_" in defaults else ["_self_"]
-            values["defaults"] = [*defaults, *itself, *({f"override hydra/{group}": None} for group in UNUSED)]
+            values["defaults"] = [*defaults, *itself]
         return ConfigResult(self.provider, self.path, OmegaConf.create(values), {"package": part.package})
 
     def is_group(self, config_path: str) -> bool:
         return _now()[0].is_group(config_path)
 
     def is_config(self, config_path: str) -> bool:
-        return _now()[0].has(config_path)
+        return config_path == HYDRA or _now()[0].has(config_path)
 
     def list(self, config_path: str, results_filter: ObjectType | None) -> list[str]:
         return []
@@ -136,12 +146,13 @@ def composed(library: Library, primary: str, arguments: Sequence[str], settings:
         if len(_made) >= MOST_MADE:
             _made.clear()
         with _hydra(library, primary):
-            _made[key] = compose(primary, list(arguments))
-        OmegaConf.set_struct(_made[key], False)
-    config = copy.deepcopy(_made[key]) if settings else _made[key]
-    for path, value in settings.items():
-        OmegaConf.update(config, path, value, merge=True, force_add=True)
-    values = OmegaConf.to_container(config, resolve=False)
+            _made[key] = OmegaConf.to_container(compose(primary, list(arguments)), resolve=False)
+    values = copy.deepcopy(_made[key])
+    if settings:
+        config = OmegaConf.create(values)
+        for path, value in settings.items():
+            OmegaConf.update(config, path, value, merge=True, force_add=True)
+        values = OmegaConf.to_container(config, resolve=False)
     return {str(name): value for name, value in values.items()} if isinstance(values, dict) else {}
 
 
@@ -174,7 +185,7 @@ def _hydra(library: Library, primary: str) -> Iterator[None]:
     GlobalHydra.instance().clear()
     store = ConfigStore.instance()
     everything = store.repo
-    store.repo = {name: node for name, node in everything.items() if name in HYDRAS_OWN}
+    store.repo = {}
     try:
         with initialize_config_module("hydra.conf", job_name="mtrain", version_base=VERSION_BASE):
             yield

@@ -26,11 +26,11 @@ def _read(a: Arguments, d: Draft) -> Draft:
     modules: list[str] = []
     for flag in SCOPES:
         for word in (word for given in a.words(flag) or () for word in given.replace(",", " ").split()):
-            if word == "full_iteration":
-                impl = word if impl in ("local", word) else impl
+            if word == "full_iteration" and impl in ("local", word):
+                impl = word
             elif word in words_of(MODULES):
                 modules.append(word)
-            elif word != "full":
+            elif word != "full" and (word, impl) != ("full_iteration", "none"):
                 a.refuse(flag, "not supported", f"{word}: modules are {', '.join(words_of(MODULES))}")
     is_read = impl in ("local", "transformer_engine")
     return {IMPL: impl, MODULES: modules if modules and is_read else None}

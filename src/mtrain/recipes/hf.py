@@ -34,7 +34,7 @@ def import_config(path: Path, extra: Sequence[str] = ()) -> Imported:
     f = ConfigFile(values, family)
     try:
         d = _read(f, family)
-    except (TypeError, ValueError, AttributeError, ArithmeticError) as error:
+    except (TypeError, ValueError, AttributeError, ArithmeticError, LookupError) as error:
         rule = f"a value is of another type or size than it must be: {error}"
         raise ConfigError([Problem("MT703", "", None, rule, "", source)]) from None
     d["model.name"] = name_of(path.resolve().parent if path.stem == "config" else path)

@@ -22,12 +22,12 @@ _WIDTH = "changes the numbers: the heads have another width in all"
 def _granite(f: ConfigFile) -> None:
     mixers, experts = _mixers(f), f.get("num_local_experts") > 0
     pattern = "".join(mixer + (EXPERTS if experts else MLP) for mixer in mixers)
-    heads, width = f.get("mamba_n_heads"), int(f.get("mamba_expand") * f.get("hidden_size"))
-    shared, said = f.get("shared_intermediate_size"), f.get("mamba_d_head")
+    heads, width = f.number("mamba_n_heads"), int(f.number("mamba_expand") * f.number("hidden_size"))
+    shared, auto = f.get("shared_intermediate_size"), f.get("mamba_d_head") == "auto"
     f.out |= {
         "model.num_layers": len(pattern),
         "model.hybrid.pattern": pattern,
-        "model.hybrid.head_dim": max(1, width // heads) if said == "auto" else said,
+        "model.hybrid.head_dim": max(1, width // heads) if auto else f.number("mamba_d_head"),
         "model.ffn_hidden_size": f.get("intermediate_size") if experts else shared,
     }
     if f.out["model.hybrid.head_dim"] * heads != width:

@@ -59,7 +59,7 @@ def _no_biases(f: ConfigFile, *keys: str) -> None:
 
 
 def _mamba2(f: ConfigFile) -> None:
-    layers, heads, width = f.layers, f.get("num_heads"), int(f.get("expand") * f.get("hidden_size"))
+    layers, heads, width = f.layers, f.number("num_heads"), int(f.number("expand") * f.number("hidden_size"))
     limits = f.get("time_step_limit")
     f.out |= {
         "model.num_layers": layers,
@@ -72,7 +72,7 @@ def _mamba2(f: ConfigFile) -> None:
     }
     if len(limits) != 2 or limits[1] not in NO_BOUND:
         f.refuse("time_step_limit", "not supported", "changes the numbers: time steps have a lower bound alone")
-    if width != heads * f.get("head_dim"):
+    if width != heads * f.number("head_dim"):
         f.refuse("expand", "not supported", "changes the numbers: the heads have another width in all")
     f.must("hidden_act", ("silu", "swish"), "changes the numbers: the convolution of a mixer ends with a SiLU")
     _no_biases(f, "use_bias")

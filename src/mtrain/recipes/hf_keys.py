@@ -56,6 +56,13 @@ class ConfigFile:
         value = self.values.get(key)
         return default if value is None else value
 
+    def number(self, key: str, default: float | None = None) -> Any:
+        """The value of a key that others are multiplied with; `TypeError` for a text, which would be repeated."""
+        value = self.get(key, default)
+        if not isinstance(value, int | float):
+            raise TypeError(f"{key} is no number")
+        return value
+
     def refuse(self, key: str, why: Why, text: str, value: Any = ...) -> None:
         """Notes that a key could not be taken over; `value` is the part of what it holds that counts."""
         self.read.add(key)

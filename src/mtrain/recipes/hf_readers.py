@@ -175,10 +175,10 @@ def gpt_oss_experts(f: ConfigFile) -> None:
 
 def _experts_behind_dense_layers(f: ConfigFile) -> None:
     """The shape of the experts of DeepSeek and of those that followed: shared ones, and dense layers before them."""
-    width = f.get("moe_intermediate_size")
+    shared = f.number("n_shared_experts", 0) * f.number("moe_intermediate_size")
     _experts(f, "n_routed_experts", "moe_intermediate_size")
     f.out |= {
-        "model.moe.shared_expert_intermediate_size": (f.get("n_shared_experts", 0) * width) or None,
+        "model.moe.shared_expert_intermediate_size": shared or None,
         "model.moe.first_dense_layers": f.get("first_k_dense_replace"),
         "model.moe.router_topk_scaling_factor": float(f.get("routed_scaling_factor")),
         "model.moe.router_load_balancing_type": "seq_aux_loss" if f.get("seq_aux") else "aux_loss",
