@@ -36,6 +36,7 @@ TABLES = {name: entry for name, entry in FACTS.items() if "table" in entry}
 FAMILIES_IN_SMALL = (
     "bert",
     "deepseek",
+    "deepseek_v3_2",
     "gemma",
     "glm45",
     "gpt_oss",
@@ -75,6 +76,10 @@ TRAINED: dict[str, Told] = {
     "deepseek_v2_lite": V2,
     "deepseek_v3": V3,
     "deepseek_v31": V3,
+    "deepseek_v3_2": {
+        **V3,
+        "dsa.indexer_use_sparse_loss": (False, True, "the longer stage of its training, by its report"),
+    },
     "glm45_air": {"mtp_loss_scaling_factor": (None, 0.3, "no file says it; 0.3 at first in arXiv 2508.06471")},
     "gpt_oss_20b": {"moe.aux_loss_coeff": (0.15, 0.01, BALANCED)},
     "gpt_oss_120b": {"moe.aux_loss_coeff": (0.1, 0.01, BALANCED)},

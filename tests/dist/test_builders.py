@@ -29,6 +29,7 @@ LAYOUTS = {
     "dense tp2, dropout": f"parallel=tp2sp {SHORT} model.hidden_dropout=0.1 model.attention_dropout=0.1",
     "experts ep2": f"model=mixtral_tiny parallel=ep2 {SHORT}",
     "latent attention pp2": f"{DEEPSEEK} parallel=pp2 parallel.layers_per_stage=[3,1]",
+    "sparse attention pp2": f"{DEEPSEEK.replace('deepseek_tiny', 'deepseek_v3_2_tiny')} parallel=pp2",
     "gated delta nets tp2pp2": "model=qwen3_next_tiny parallel=tp2pp2sp",
     "latent attention tp2pp2": f"{DEEPSEEK} parallel=tp2pp2sp",
     "dense pp2vpp2": "parallel=pp2vpp2",

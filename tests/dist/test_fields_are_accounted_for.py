@@ -45,7 +45,13 @@ def tabled() -> Iterator[str]:
     for owner, tables in (
         (
             unmapped.TRANSFORMER,
-            (core_fields.FIELDS, core_fields.MOE_FIELDS, core_fields.LINEAR_FIELDS, core_fields.HYBRID_FIELDS),
+            (
+                core_fields.FIELDS,
+                core_fields.MOE_FIELDS,
+                core_fields.LINEAR_FIELDS,
+                core_fields.HYBRID_FIELDS,
+                core_fields.DSA_FIELDS,
+            ),
         ),
         (unmapped.LATENT, (core_fields.MLA_FIELDS,)),
         (unmapped.GPT, (core_fields.GPT_FIELDS,)),

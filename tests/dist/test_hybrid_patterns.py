@@ -1,4 +1,4 @@
-"""Patterns with multi-latent attention and gated delta nets: layouts compute what one rank does, and what a decoder-
+"""Patterns with MLA, sparse attention and gated delta nets: layouts compute what one rank does, and what a decoder-
 only transformer of the same layers computes."""
 
 from __future__ import annotations
@@ -24,9 +24,11 @@ DELTA = "model.linear_attention={num_key_heads:4,num_value_heads:8,key_head_dim:
 LATENT = "model.mla={q_lora_rank:32,kv_lora_rank:32,qk_head_dim:16,qk_pos_emb_head_dim:8,v_head_dim:16}"
 EXPERTS = "model.moe={num_experts:4,ffn_hidden_size:64}"
 TURNED = "model.position_embedding_type=rope model.num_query_groups=null model.qk_layernorm=true"
+SPARSE = "model.dsa={indexer_n_heads:4,indexer_head_dim:16,indexer_topk:8}"
 PATTERNS = {
     "gated delta nets": f"{NEMOTRON} model.hybrid.pattern=MG*-GM {DELTA}",
     "latent attention": f"{NEMOTRON} model.hybrid.pattern=M+-E+M {LATENT} {EXPERTS} {TURNED}",
+    "sparse attention": f"{NEMOTRON} model.hybrid.pattern=MD-D-M {LATENT} {TURNED} {SPARSE}",
 }
 LAYOUTS = ("tp2sp", "pp2", "tp2pp2sp")
 CASES = {f"{name} {layout}": (name, layout) for name in PATTERNS for layout in LAYOUTS}
@@ -68,6 +70,7 @@ def test_a_layout_computes_what_one_rank_does_and_the_plan_counts_it(name: str, 
 OF_LAYERS = {
     "gated delta nets": "model=qwen3_next_tiny",
     "latent attention": DEEPSEEK,
+    "sparse attention": DEEPSEEK.replace("deepseek_tiny", "deepseek_v3_2_tiny model.dsa.indexer_topk=8"),
 }
 
 

@@ -7,8 +7,9 @@ from typing import Any
 import pytest
 import torch
 
+from mtrain.config.dsa import SparseAttentionConfig
 from mtrain.config.linear_attention import LinearAttentionConfig
-from mtrain.config.model import MoEConfig
+from mtrain.config.model import MLAConfig, MoEConfig
 from tests.support.covering import some
 from tests.support.forked import run_ranks
 from tests.support.runs import Uninterrupted, rank_tensors, tiny_run, train_steps, whole_tensors
@@ -39,7 +40,15 @@ NEXT = {
     **EXPERTS,
 }
 
+CHOSEN = {
+    "mla": MLAConfig(q_lora_rank=16, kv_lora_rank=16, qk_head_dim=8, qk_pos_emb_head_dim=4, v_head_dim=8),
+    "dsa": SparseAttentionConfig(indexer_n_heads=2, indexer_head_dim=8, indexer_topk=6),
+    "num_query_groups": None,
+    **EXPERTS,
+}
+
 CASES: dict[str, dict[str, Any]] = {
+    "tp2pp2 sparse attention": {"ranks": 4, "tp": 2, "pp": 2, "sequence_parallel": True, "model": CHOSEN},
     "tp2pp2 linear attention": {"ranks": 4, "tp": 2, "pp": 2, "sequence_parallel": True, "model": NEXT},
     "one rank": {},
     "tp2": {"ranks": 2, "tp": 2},

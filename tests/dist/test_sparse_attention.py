@@ -153,6 +153,7 @@ LAYOUTS = {
     "parallel.overlap_grad_reduce=true parallel.overlap_param_gather=true",
     "loss over chosen keys": "parallel=tp2sp model.dsa.indexer_use_sparse_loss=true",
     "recomputed": "parallel=tp2sp parallel.recompute.granularity=full",
+    "muon": "parallel=tp2sp optim=muon",
     "tp2 bf16": "parallel=tp2sp precision=bf16",
     "as a hybrid": f"parallel=tp2pp2sp model.builder=hybrid {ALONE}",
 }

@@ -93,3 +93,22 @@ def test_a_frozen_language_model_saves_the_gradients_of_its_weights_and_nothing_
     short, long = (count.flops_per_token(model, n) - count.flops_per_token(frozen, n) for n in (512, 1024))
     assert short == pytest.approx(long)
     assert short > 0
+
+
+def test_sparse_attention_is_counted_by_its_chosen_keys_and_its_indexer() -> None:
+    dense, sparse = (
+        compose([f"model={name}", "model.mtp_num_layers=null", "model.mtp_loss_scaling_factor=null"]).run.model
+        for name in ("deepseek_v3", "deepseek_v3_2")
+    )
+    layers, matrices, norm = 61, 64 * 128 * 1536 + 7168 * (128 + 64), 2 * 128
+    assert count.parameters(sparse) - count.parameters(dense) == layers * (matrices + norm)
+    pairs, widths = 8192 / 2, 128 * (192 + 128)
+    chosen = 2048 * (1 - 2048 / (2 * 8192))
+    # what an indexer reads has no gradient: 4 for each of its weights that multiplies, and not 6
+    indexer = 4 * matrices + 6 * norm + 6 * 64 * 128 * pairs
+    found = count.flops_per_token(sparse, 8192) - count.flops_per_token(dense, 8192)
+    assert found == pytest.approx(layers * (indexer - 6 * widths * (pairs - chosen)), rel=1e-9)
+    few = sparse.model_copy(update={"dsa": sparse.dsa and sparse.dsa.model_copy(update={"indexer_topk": 8192})})
+    assert count.flops_per_token(few, 8192) == pytest.approx(
+        count.flops_per_token(dense, 8192) + layers * indexer, rel=1e-9
+    )

@@ -108,6 +108,10 @@ def _require_names(run: RunConfig) -> None:
         raise ConfigError(
             [Problem("MT503", "model.family", family, rule, "convert import or export, without --megatron")]
         )
+    if run.model.dsa is not None:
+        rule = "releases of Megatron-LM order the channels of an indexer differently, and no checkpoint says how"
+        fix = "convert import or export, without --megatron"
+        raise ConfigError([Problem("MT503", "model.dsa", None, rule, fix)])
     if run.model.linear_attention is not None:
         rule = "Megatron-LM keeps norms of linear attention less 1 and projections in sections: neither is converted"
         fix = "convert import or export, without --megatron"

@@ -211,12 +211,6 @@ SPARSE_ATTENTION: tuple[Only, ...] = (
         (("parallel.fsdp_sharding", None), ("parallel.hsdp_replicas", 1)),
     ),
     Only("data.packed", (False,), f"{_ALL_PAIRS}, and knows no documents in it"),
-    Only(
-        "precision.fp8", (None,), "products of an indexer in 8 bits are not proven", (("precision.fp8_recipe", None),)
-    ),
-    Only(
-        "precision.fp4", (None,), "products of an indexer in 4 bits are not proven", (("precision.fp4_recipe", None),)
-    ),
     Only("trainer.cuda_graph_impl", ("none",), "what an indexer chooses is not tried in CUDA graphs"),
     Only("parallel.activation_offload.modules", (None,), "what an indexer keeps is not tried in host memory"),
     Only(

@@ -145,7 +145,7 @@ FIXES: tuple[Fix, ...] = (
         "the loss of sparse attention's indexer is not averaged",
         "out of reach",
         "",
-        "linear attention is of gated delta nets here; sparse attention is no key",
+        "mcore/sparse_attention.py has a loss of its own, a sum over tokens like every other",
         "transformer/experimental_attention_variant/dsa.py:139",
         True,
     ),

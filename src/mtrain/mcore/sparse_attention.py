@@ -107,9 +107,9 @@ class SparseAttention(CoreAttention):
     requires_dsa_inputs = True
     """Since 0.19 MLA gives `x` and `qr` to what says so; before, where the configuration's variant is dsa."""
 
-    def __init__(self, config: Any, *args: Any, pg_collection: Any = None, **kwargs: Any) -> None:
-        super().__init__(config, *args, pg_collection=pg_collection, **kwargs)
-        self.indexer = Indexer(config, cp_group=getattr(pg_collection, "cp", None))
+    def __init__(self, config: Any, *args: Any, **kwargs: Any) -> None:
+        super().__init__(config, *args, **kwargs)
+        self.indexer = Indexer(config, cp_group=getattr(kwargs.get("pg_collection"), "cp", None))
 
     def forward(  # type: ignore[override]
         self,
@@ -150,10 +150,11 @@ class SparseAttention(CoreAttention):
         out = self._attend(query, key, value, seen[:, None], causal=False)
         return _Teaches.apply(out, index.q, index.k, index.w, gradient)  # type: ignore[no-any-return]
 
-    def _factor(self, like: Tensor) -> float:
+    def _factor(self, like: Tensor) -> Tensor:
         """On the indexer's loss."""
-        factor, scaled = self.config.dsa_indexer_loss_coeff, self.config.grad_scale_func
-        return float(factor if scaled is None else scaled(torch.full((1,), factor, device=like.device)))
+        factor = torch.full((), self.config.dsa_indexer_loss_coeff, device=like.device)
+        scaled = self.config.grad_scale_func
+        return factor if scaled is None else scaled(factor)  # type: ignore[no-any-return]
 
     def _mean(self, summed: Tensor) -> Tensor:
         """The mean over the heads of all ranks, of a sum over this rank's."""

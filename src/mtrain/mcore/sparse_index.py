@@ -73,7 +73,9 @@ def marks(index: Index, topk: int) -> Tensor:
     return torch.cat(parts, dim=1)
 
 
-def taught(index: Index, topk: int, teacher: Teacher, *, factor: float = 1.0) -> tuple[Tensor, Tensor, Index]:
+def taught(
+    index: Index, topk: int, teacher: Teacher, *, factor: float | Tensor = 1.0
+) -> tuple[Tensor, Tensor, Index]:
     """`marks`, the loss of the index, and `factor` times its gradient with respect to queries, keys and weights.
 
     They are made a part of the queries at a time, so that scores of pairs are never kept.

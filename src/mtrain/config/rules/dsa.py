@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from mtrain.config.families import SPARSE_ATTENTION
 from mtrain.config.rules.families import beyond
 from mtrain.config.rules.finding import Change, Finding
+from mtrain.config.rules.quantized import FORMATS, without_low_precision
 from mtrain.config.rules.rule import Code, rule
 from mtrain.config.run import RunConfig
 
@@ -75,4 +76,20 @@ def core_attention_is_kept(run: RunConfig) -> Iterator[Finding]:
     yield Finding("MT453", path, rule, tuple(fixes))
 
 
-RULES = (an_indexer_reads_latent_queries, sparse_attention_has_it, core_attention_is_kept)
+@rule(
+    Code(
+        "MT454",
+        "Products beside an indexer are not in 8 or 4 bits.",
+        example=f"{TINY} precision.dtype=bf16 precision.fp8=hybrid cluster=h100",
+    ),
+    reads=f"{SECTION} {FORMATS}",
+)
+def products_are_whole(run: RunConfig) -> Iterator[Finding]:
+    """What an indexer reads is made by whole products: rounding would choose among near keys."""
+    if run.model.dsa is not None and run.precision.quantized is not None:
+        key = "precision.fp8" if run.precision.fp8 is not None else "precision.fp4"
+        rule = f"{SECTION} is not proven with products in low precision, whose rounding would choose among near keys"
+        yield Finding("MT454", key, rule, (without_low_precision(run), NONE))
+
+
+RULES = (an_indexer_reads_latent_queries, sparse_attention_has_it, core_attention_is_kept, products_are_whole)
