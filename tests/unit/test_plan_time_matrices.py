@@ -48,6 +48,8 @@ def test_products_take_what_their_operations_take_at_the_rate_of_large_ones() ->
 def test_data_parallel_ranks_share_matrices_and_tensor_parallel_ranks_do_not() -> None:
     alone, shared = (muon_of(f"parallel=tp2pp8 parallel.distributed_optimizer={on}") for on in ("false", "true"))
     assert 3.5 < alone / shared < 4.1, "four of them"
+    halves = muon_of("parallel=tp2pp8 parallel.hsdp_replicas=2")
+    assert 1.7 < halves / shared < 2.1, "a replica has two of the four ranks, which share all matrices"
     two, eight = (muon_of(f"parallel=tp{tp}pp4") for tp in (2, 8))
     assert 3 < eight / two < 4.5, "as many layers, and a fourth of the data-parallel ranks"
     whole, blocks = (muon_of("parallel=tp8pp4", f"optim.muon.tp_mode={mode}") for mode in ("duplicated", "blockwise"))

@@ -42,6 +42,19 @@ def test_a_frozen_weight_has_no_gradient_and_a_product_of_activations_two() -> N
     assert seconds("weights", 64) > 1.2 * seconds("activations", 64), "of few rows they do not"
 
 
+def test_sums_of_gradients_move_what_their_format_has() -> None:
+    """Of few rows, a product that adds up a gradient waits for memory."""
+    few = SMALL.replace("4096", "64")
+    wide, half = (
+        step_time(run_of(f"{few} precision.grad_reduce_in_fp32={on}")).parts["gemm"] for on in ("true", "false")
+    )
+    assert 1.05 < wide / half < 2
+    wide, half = (
+        step_time(run_of(f"{SMALL} precision.grad_reduce_in_fp32={on}")).parts["gemm"] for on in ("true", "false")
+    )
+    assert wide / half == pytest.approx(1, abs=0.01), "of many rows it does not"
+
+
 @pytest.mark.parametrize(
     "words",
     [

@@ -6,6 +6,7 @@ import math
 from dataclasses import dataclass
 
 from mtrain.config.formats import bytes_of
+from mtrain.models.graph import FP32
 from mtrain.plan.time.device import Device
 from mtrain.plan.time.efficiencies import Efficiencies
 from mtrain.plan.time.work import Linear, Pairs
@@ -14,8 +15,8 @@ TILE_M, TILE_N = 128, 256
 """Of the result, that a multiprocessor makes at once."""
 ATTENTION_TILE, HOST_TILE = 128, 64
 """Queries that attention computes at once; a block on the diagonal is computed whole."""
-ADDED, ADDED_ON_HOST = 8, 16
-"""Bytes of an element of a gradient that a product adds up in fp32; a host writes and reads it once more."""
+ADDED, ADDED_ON_HOST = 2, 4
+"""Times that a product which adds up a gradient reads or writes it; a host writes and reads it once more."""
 PASSES = {"delayed": 1, "tensorwise": 2, "blockwise": 1, "mxfp8": 1, "nvfp4": 2}
 """Times that a tensor is read to be cast: once more where its largest value has to be known first."""
 BACKWARD_PRODUCTS = 2.5
@@ -38,6 +39,8 @@ class Kernels:
     recipe: str
     """Of low precision, or the format again."""
     element: int
+    gradient: int = FP32
+    """Bytes of an element of a gradient that is added up."""
     attends_in_fp8: bool = False
 
     def linear(self, one: Linear) -> float:
@@ -53,7 +56,8 @@ class Kernels:
             return inputs
         if one.factors == "activations":
             return inputs + self._product(p.n, p.k, p.m, p.batch, one)
-        weights = self._product(p.n, p.k, p.m, p.batch, one, ADDED_ON_HOST if self.device.on_host else ADDED)
+        times = ADDED_ON_HOST if self.device.on_host else ADDED
+        weights = self._product(p.n, p.k, p.m, p.batch, one, times * self.gradient)
         return inputs + weights + self._casts(one, p.m * p.n)
 
     def _casts(self, one: Linear, elements: int) -> float:

@@ -22,7 +22,7 @@ from mtrain.plan.time.device import Device, device_of, missing
 from mtrain.plan.time.efficiencies import Efficiencies, reached_by
 from mtrain.plan.time.kernels import Kernels
 from mtrain.plan.time.links import MICRO, Group, Links
-from mtrain.plan.time.update import done_once
+from mtrain.plan.time.update import done_once, gradient_bytes
 from mtrain.plan.time.whole_matrices import matrix_seconds
 from mtrain.plan.time.work import Linear, Work, total
 from mtrain.plan.weights import Matrix, matrices_of, stage_weights
@@ -171,7 +171,8 @@ def micro_batch(work: StepWork, stage: Work, device: Device, reached: Efficienci
     """Seconds of one micro-batch on a stage, by part."""
     p = work.run.precision
     recipe, low = p.quantized or p.format, p.fp8_dot_product_attention
-    kernels = Kernels(device, reached, p.format, p.multiplies_in, recipe, bytes_of(p.format), low)
+    element, gradient = bytes_of(p.format), gradient_bytes(work.run)
+    kernels = Kernels(device, reached, p.format, p.multiplies_in, recipe, element, gradient, low)
     parts = {
         "gemm": sum(n * kernels.linear(one) for one, n in stage.forward.items())
         + sum(n * kernels.linear_back(one) for one, n in stage.backward.items()),

@@ -37,9 +37,9 @@ def matrix_seconds(
 ) -> float:
     """Of the rank that has the most to do.
 
-    Under the distributed optimizer each matrix belongs to one of the data-parallel ranks that share it: its state
-    goes there, and its update comes back. Every tensor-parallel rank gathers its matrices whole, unless each takes
-    its own block.
+    Under the distributed optimizer each matrix belongs to one of the data-parallel ranks that share its state (with
+    replicas, those of one of them): its gradient goes there, and its update comes back. Every tensor-parallel rank
+    gathers its matrices whole, unless each takes its own block.
     """
     how = update_of(run)
     if how is None:
@@ -47,7 +47,8 @@ def matrix_seconds(
     total, kinds = 0.0, {(one.expert, len(one.parts)) for one in matrices}
     for expert, parts in kinds:
         of = {one: n for one, n in matrices.items() if (one.expert, len(one.parts)) == (expert, parts)}
-        ranks = (grid.edp if expert else grid.dp * grid.cp) if run.parallel.distributed_optimizer else 1
+        copies = grid.edp if expert else grid.dp * grid.cp
+        ranks = copies // run.parallel.hsdp_replicas if run.parallel.distributed_optimizer else 1
         total += max(_seconds(run, how, owned, device, reached) for owned in shared_out(of, ranks, how))
         if ranks > 1:
             size = sum(prod(one.shape) * n for one, n in of.items()) * FP32 // ranks
