@@ -14,6 +14,7 @@ from tests.dist.test_builders import built_as
 from tests.dist.test_peft import compared
 from tests.support.covering import some
 from tests.support.forked import run_ranks
+from tests.support.runs import train_steps
 
 TINY = "model=deepseek_v3_2_tiny model.num_layers=2"
 ALONE = "model.mtp_num_layers=null model.mtp_loss_scaling_factor=null"
@@ -153,6 +154,7 @@ LAYOUTS = {
     "parallel.overlap_grad_reduce=true parallel.overlap_param_gather=true",
     "loss over chosen keys": "parallel=tp2sp model.dsa.indexer_use_sparse_loss=true",
     "recomputed": "parallel=tp2sp parallel.recompute.granularity=full",
+    "tp2 fp16": "parallel=tp2sp precision=fp16",
     "muon": "parallel=tp2sp optim=muon",
     "tp2 bf16": "parallel=tp2sp precision=bf16",
     "as a hybrid": f"parallel=tp2pp2sp model.builder=hybrid {ALONE}",
@@ -163,4 +165,19 @@ LAYOUTS = {
 def test_a_layout_computes_what_one_rank_does(name: str) -> None:
     rows = compared(f"model=deepseek_v3_2_tiny {LAYOUTS[name]}")
     assert all(row.equal for row in rows), "\n".join(map(str, rows))
-    assert any(".indexer." in str(row) for row in rows) or rows
+
+
+@pytest.mark.full
+def test_a_target_of_one_ranks_heads_is_seen() -> None:
+    def job(run: RunConfig, faulty: bool) -> list[tuple[float, float]]:
+        from mtrain.mcore.sparse_attention import SparseAttention
+
+        if faulty:
+            SparseAttention._mean = lambda self, summed: 2 * summed / self.config.num_attention_heads  # type: ignore
+        return train_steps(run, 1)
+
+    words = f"{TINY} {ALONE} model.dsa.indexer_loss_coeff=100"
+    one, two = (built_as("gpt", f"{words} parallel={layout}") for layout in ("single", "tp2sp"))
+    ((_, norm),) = run_ranks(1, job, one, False)[0]
+    found = [run_ranks(2, job, two, faulty)[0][0][1] / norm - 1 for faulty in (False, True)]
+    assert abs(found[0]) < 1e-6 < 1e-4 < abs(found[1]), found
