@@ -20,6 +20,7 @@ BIG = Machine(cpu_cores=64, memory_bytes=1 << 40)
 BASE = "data=mock data.seq_length=64 trainer.global_batch_size=8 trainer.micro_batch_size=2"
 NARROW = "model.hidden_size=96 model.ffn_hidden_size=192 model.vocab_size=1000 model.num_attention_heads=4"
 SHORT = "model.num_layers=2"
+ALL_LAYERS = "precision.num_layers_at_start_in_bf16=0 precision.num_layers_at_end_in_bf16=0"
 HALF = f"{SHORT} model.linear_attention.freq=2"
 GRANITE = (
     "model=granite4_h_tiny model.num_layers=4 model.hybrid.pattern=ME*E model.hidden_size=96 model.vocab_size=1000 "
@@ -43,6 +44,8 @@ KEPT = {
     "llama packed": f"parallel=tp2sp {SHORT} data.packed=true",
     "llama dropout": f"parallel=tp2sp {SHORT} model.hidden_dropout=0.1 model.attention_dropout=0.1",
     "llama fsdp2": f"parallel=dp parallel.ranks=2 parallel.fsdp=fsdp2 parallel.distributed_optimizer=false {SHORT}",
+    "llama fp8": f"parallel=tp2sp {SHORT} precision=fp8_tensorwise {ALL_LAYERS}",
+    "llama fp8 blocks": f"parallel=single {SHORT} precision=fp8_blockwise",
     "llama pp": "parallel=pp4",
     "llama interleaved": "parallel=pp2vpp2 model.num_layers=8",
     "llama interleaved deep": "parallel=pp4vpp2 model.num_layers=8 trainer.micro_batch_size=1",
@@ -241,15 +244,17 @@ def difference(run: RunConfig, counted: RunConfig) -> float:
     """Of what the ranks of `run` keep from what the plan says of `counted`; the largest of the stages.
 
     Between forward and backward, and with what a backward computes again. Experts are not chosen alike, so that of
-    the ranks of a stage the mean is compared.
+    the ranks of a stage the mean is compared. Of a weight's copies in 8 bits, which the plan has as a part of its
+    own, autograd holds the transposed one.
     """
     grid, found = RankGrid.of(run), run_ranks(run.parallel.ranks or 1, measured, run)
     out = []
     for stage in stage_memories(counted):
         here = [r for r in found if grid.coords(r["rank"])["pp"] == stage.stage]
-        out.append(abs(stage.saved / mean(r["most"] for r in here) - 1))
+        copies = stage.parts["low_precision"] // 2
+        out.append(abs((stage.saved + copies) / mean(r["most"] for r in here) - 1))
         kept = [mean(r["after"]) if grid.pp == 1 else r["kept"] for r in here]
-        out.append(abs(stage.in_flight[0] / mean(kept) - 1))
+        out.append(abs((stage.in_flight[0] + copies) / mean(kept) - 1))
     return max(out)
 
 
