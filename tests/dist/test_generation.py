@@ -144,9 +144,10 @@ def test_experts_of_limited_capacity_have_no_cache_and_say_so() -> None:
 
     def config(**fields: Any) -> Any:
         plain = {"apply_rope_fusion": False, "multi_latent_attention": False, "moe_expert_capacity_factor": None}
-        return SimpleNamespace(**{**plain, **fields})
+        return SimpleNamespace(**{**plain, "experimental_attention_variant": None, **fields})
 
     assert obstacle(config(), "reference") == ""
+    assert "indexer" in obstacle(config(experimental_attention_variant="dsa"), "reference")
     assert "capacity" in obstacle(config(moe_expert_capacity_factor=1.0), "reference")
     assert "TransformerEngine" in obstacle(config(), "te")
     assert "MLA" in obstacle(config(apply_rope_fusion=True, multi_latent_attention=True), "reference")

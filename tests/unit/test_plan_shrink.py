@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -16,7 +17,7 @@ from mtrain.config.rules import apply, check
 from mtrain.config.stages import stages
 from mtrain.errors import ConfigError
 from mtrain.plan.count import parameters
-from mtrain.plan.shrink import alone, differences, shrink
+from mtrain.plan.shrink import alone, differences, in_eight_bits, shrink
 from tests.support.covering import some_recipes
 
 BIG = Machine(cpu_cores=1024, memory_bytes=1 << 50)
@@ -239,3 +240,15 @@ def test_sequences_of_an_encoder_decoder_divide_by_a_degree_above_8() -> None:
     small = shrink(full, steps=3)
     assert (small.parallel.tp, small.parallel.sequence_parallel) == (16, True)
     assert [p for p in check(small) if p.severity == "error"] == []
+
+
+def test_triton_is_proven_itself_where_it_is_interpreted() -> None:
+    machine = replace(BIG, triton=True, triton_interpreted=True)
+    words = ["kernels=triton", "parallel=tp2sp", "precision=fp8_tensorwise", "model.num_layers=4", "data=mock", *LONG]
+    full = load(words, machine, {}).run
+    portable, small = shrink(full, steps=3), shrink(full, steps=3, interpreted=True)
+    assert "triton" not in {portable.kernels.norm, portable.kernels.attention, portable.kernels.loss}
+    assert {small.kernels.norm, small.kernels.attention, small.kernels.loss} == {"triton"}
+    assert small.kernels.linear == "reference"  # nothing is in 8 bits yet
+    assert in_eight_bits(small, full, interpreted=True).kernels.linear == "triton"
+    assert in_eight_bits(portable, full).kernels.linear == "reference"

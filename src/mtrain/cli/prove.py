@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from mtrain.cli.setup import load
+from mtrain.config.kernels import summary
 from mtrain.config.resolve import Machine
 from mtrain.config.rules import check
 from mtrain.config.run import RunConfig
@@ -26,7 +27,7 @@ if TYPE_CHECKING:
 STEPS = 4
 MAX_RANKS = 16
 EIGHT_BITS = "fp8"
-"""Linear layers in FP8 by their emulation in plain torch, all else in fp32."""
+"""Linear layers in FP8, by their emulation in plain torch or Triton's interpreter; all else in fp32."""
 UNCOMPARED = float("inf")
 TOLERANCES = {
     "fp32": {"loss": 1e-5, "gradient norm": 1e-5, "gradient": 1e-4, "weight": 1e-3},
@@ -50,11 +51,11 @@ def run(argv: list[str], *, debug: bool) -> int:
     """Prove the layout that `argv` describes, at a size that fits this machine; returns the exit code.
 
     In fp32, where an error of the layout shows above the rounding; a bf16 run is then proven in bf16 too, and FP8 of
-    our linear layers, emulated in plain torch, with all else in fp32. Dropout and
-    the noise of routers are off, and listed so: other layouts draw other numbers. Which ranks drop alike is looked at
-    apart. The layout is resumed from a
-    checkpoint after half of the steps, one rank is not. After a failure both run again and the first module that
-    computes something else is named.
+    our linear layers, emulated in plain torch, with all else in fp32. Kernels by Triton are proven themselves where
+    its interpreter is on (TRITON_INTERPRET=1), and portable ones in their place where it is not. Dropout and the
+    noise of routers are off, and listed so: other layouts draw other numbers. Which ranks drop alike is looked at
+    apart. The layout is resumed from a checkpoint after half of the steps, one rank is not. After a failure both run
+    again and the first module that computes something else is named.
     """
     full = load(argv).run
     equal = True
@@ -63,6 +64,7 @@ def run(argv: list[str], *, debug: bool) -> int:
         say(f"{full.model.name}: {_layout(small)} against {_reference(small)}, {dtype}, {STEPS} steps")
         if dtype == "fp32":
             say(f"shrunk to {count(parameters(small.model))} parameters: {'; '.join(differences(full, small))}")
+        say(f"kernels: {summary(small)}")
         rows = compared(small)
         say_page(table(rows))
         if any(row.error for row in rows):
@@ -97,7 +99,8 @@ def comparable(full: RunConfig, argv: list[str], steps: int, dtype: str) -> RunC
     document, where that can be.
     """
     if dtype == EIGHT_BITS:  # a scale is that of a micro-batch: no document has one of its own
-        return in_eight_bits(without_chance(shrunk(full, argv, steps, "fp32")), full)
+        small = without_chance(shrunk(full, argv, steps, "fp32"))
+        return in_eight_bits(small, full, interpreted=Machine.here().triton_interpreted)
     small = without_chance(shrunk(full, argv, steps, dtype))
     return (by_document(small) or small) if small.data.packed else small
 
@@ -109,14 +112,15 @@ def shrunk(full: RunConfig, argv: list[str], steps: int, dtype: str) -> RunConfi
         ConfigError: what is left of the configuration breaks a rule.
         BadEnvironment: the layout has more ranks than this machine may start.
     """
-    small = shrink(full, steps=steps, dtype=dtype, max_ranks=MAX_RANKS)
+    machine = Machine.here()
+    small = shrink(full, steps=steps, dtype=dtype, max_ranks=MAX_RANKS, interpreted=machine.triton_interpreted)
     problems = [p for p in check(small) if p.severity == "error"]
     if problems:
         raise ConfigError(problems)
     ranks = RankGrid.of(small).world
     if ranks > MAX_RANKS:
         raise BadEnvironment(f"the layout needs {ranks} processes; at most {MAX_RANKS} are started on one machine")
-    preflight.check(small, argv, Machine.here())
+    preflight.check(small, argv, machine)
     return small
 
 

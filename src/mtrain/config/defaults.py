@@ -299,7 +299,7 @@ def logits_at_once(run: RunConfig) -> Filled:
     room, k = run.cluster.device_memory_gib, run.kernels
     if k.loss_logits_mib is not None or k.loss == "megatron" or room is None or on_a_cpu(run):
         return {}
-    mib = max(256, 1 << int(room * 8).bit_length() - 1)
+    mib = 1 << max(8, int(room * 8).bit_length() - 1)
     return {
         "kernels.loss_logits_mib": (mib, f"cluster {run.cluster.name}: device_memory_gib {room:g}, a 128th of it")
     }

@@ -8,6 +8,7 @@ from mtrain.config.batches import NO_RAMP
 from mtrain.config.batches import stages as batch_stages
 from mtrain.config.devices import CPU
 from mtrain.config.groups import DataConfig
+from mtrain.config.kernels import OPERATIONS, lacks
 from mtrain.config.optimizer import Rotated
 from mtrain.config.optimizers import OPTIMIZERS
 from mtrain.config.parallel import ParallelConfig, RecomputeConfig
@@ -24,7 +25,9 @@ SMOOTH_EPS = 1e-2
 MACHINE = Machine(cpu_cores=1, memory_bytes=0)
 
 
-def shrink(run: RunConfig, *, steps: int, dtype: str = "fp32", max_ranks: int = 16) -> RunConfig:
+def shrink(
+    run: RunConfig, *, steps: int, dtype: str = "fp32", max_ranks: int = 16, interpreted: bool = False
+) -> RunConfig:
     """`run` with the same layout, on synthetic tokens on a CPU.
 
     Of its data-parallel ranks the fewest stay that the layout allows, and a second one where all fit in `max_ranks`.
@@ -34,7 +37,8 @@ def shrink(run: RunConfig, *, steps: int, dtype: str = "fp32", max_ranks: int = 
     experts at most two per rank; a micro-batch has one sample, or two where experts are balanced sequence by
     sequence. Everything that decides which code runs stays as it was: norm, activation, biases, positions, windows,
     sinks, tying, routing, recomputation, optimizer, schedule. Products in 8 or 4 bits do not: see `in_eight_bits`;
-    nor does a small `optim.eps` of soap: see `_state`.
+    nor does a small `optim.eps` of soap: see `_state`. Kernels are the portable ones; where Triton is `interpreted`,
+    its own stay.
     """
     run = run.on_any_device()
     p, deep = _fitting(run.parallel, max_ranks), stages(run)
@@ -83,7 +87,15 @@ def shrink(run: RunConfig, *, steps: int, dtype: str = "fp32", max_ranks: int = 
             update={"name": "rehearsal", "device": CPU.name, "nodes": 1, "devices_per_node": None, "peak_tflops": {}}
         ),
     }
-    return resolve(RunConfig.model_validate(run.model_copy(update=values).model_dump()), MACHINE)
+    small = resolve(RunConfig.model_validate(run.model_copy(update=values).model_dump()), MACHINE)
+    return with_triton_of(run, small) if interpreted else small
+
+
+def with_triton_of(run: RunConfig, small: RunConfig) -> RunConfig:
+    """`small` with the operations by Triton that `run` has so, where they can do what it asks."""
+    ours = [op.name for op in OPERATIONS if getattr(run.kernels, op.name) == "triton"]
+    kept = {name: "triton" for name in ours if lacks(name, "triton", small) is None}
+    return small.model_copy(update={"kernels": small.kernels.model_copy(update=kept)})
 
 
 def _fitting(p: ParallelConfig, max_ranks: int) -> ParallelConfig:
@@ -158,13 +170,14 @@ def balances_sequences(run: RunConfig) -> bool:
     return alone and not run.data.packed
 
 
-def in_eight_bits(small: RunConfig, full: RunConfig) -> RunConfig:
+def in_eight_bits(small: RunConfig, full: RunConfig, *, interpreted: bool = False) -> RunConfig:
     """A small run in fp32 whose linear layers, all of them, multiply in the 8 bits that `full` says.
 
     No rule is asked: they want bf16 beside 8 bits and the sizes that GPUs multiply, and an emulation needs neither.
     """
     eight = {"fp8": full.precision.fp8, "fp8_recipe": full.precision.fp8_recipe}
-    return small.model_copy(update={"precision": small.precision.model_copy(update=eight)})
+    small = small.model_copy(update={"precision": small.precision.model_copy(update=eight)})
+    return with_triton_of(full, small) if interpreted else small
 
 
 def without_chance(run: RunConfig) -> RunConfig:

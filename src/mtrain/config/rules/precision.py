@@ -51,7 +51,7 @@ def kernel_runs_on_the_device(key: str) -> Rule:
     reads=(
         "kernels.attention model.attn_logit_softcapping model.position_embedding_type model.attention_dropout "
         "model.mla model.kv_channels model.hidden_size model.num_attention_heads model.mla.qk_head_dim "
-        "model.mla.qk_pos_emb_head_dim model.mla.v_head_dim"
+        "model.mla.qk_pos_emb_head_dim model.mla.v_head_dim model.dsa"
     ),
 )
 def attention_knows_the_cap(run: RunConfig) -> Iterator[Finding]:

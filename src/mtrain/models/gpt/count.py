@@ -187,7 +187,9 @@ def index_flops(model: ModelConfig, layers: int, seq_length: int, *, causal: boo
 
 def chosen_keys(model: ModelConfig, seq_length: int, *, causal: bool) -> float:
     """Keys that a token of sparse attention is multiplied with, on average over the sequence; without it, all."""
-    topk = seq_length if model.dsa is None else min(model.dsa.indexer_topk, seq_length)
+    if model.dsa is None or model.dsa.indexer_topk >= seq_length:
+        return seq_length / 2 if causal else float(seq_length)
+    topk = model.dsa.indexer_topk
     # the first tokens see fewer
     return topk * (1 - topk / (2 * seq_length)) if causal else float(topk)
 
