@@ -78,6 +78,7 @@ OPERATIONS = (
 
 WIDEST_HEAD = 256
 """Of Triton's attention, as in `mtrain_kernels.attention.tiles`."""
+NO_COUNTS = "TransformerEngine's experts want counts of rows on the host, where model.moe.pad_alltoall has none"
 
 
 def routes_by_lists(run: RunConfig) -> bool:
@@ -181,7 +182,7 @@ def lacks(op: str, word: str, run: RunConfig) -> str | None:
     if (op, word) == ("attention", "triton"):
         return _fused_attention_lacks(run)
     if (op, word) == ("experts", "te") and run.model.moe is not None and run.model.moe.padded:
-        return "TransformerEngine's experts want counts of rows on the host, where model.moe.pad_alltoall has none"
+        return NO_COUNTS
     return None
 
 

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 from mtrain.config.devices import facts_of, with_cuda_kernels
 from mtrain.config.experts import MoEConfig
-from mtrain.config.kernels import lacks
+from mtrain.config.kernels import NO_COUNTS
 from mtrain.config.resolve import smallest_world
 from mtrain.config.rules.finding import DP, Change, Finding, divisors, listed, multiples, nearest
 from mtrain.config.rules.rule import Code, rule
@@ -286,8 +286,8 @@ def _unpadded(run: RunConfig, moe: MoEConfig) -> Iterator[tuple[str, str, Change
         why = "ranks have parts of documents of different lengths, and a padded exchange sends as many rows from each"
         one: Change = {"parallel.hybrid_context_parallel": False, "parallel.max_seqlen_per_dp_cp_rank": None}
         yield "parallel.hybrid_context_parallel", why, one
-    if run.kernels.experts == "te" and (why := lacks("experts", "te", run) or ""):
-        yield "kernels.experts", why, {"kernels.experts": "auto"}
+    if run.kernels.experts == "te":
+        yield "kernels.experts", NO_COUNTS, {"kernels.experts": "auto"}
 
 
 RULES = (
