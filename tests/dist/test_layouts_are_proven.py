@@ -11,6 +11,7 @@ import torch
 from mtrain.cli import prove
 from mtrain.cli.setup import load
 from mtrain.launching import local
+from tests.support.commands import mtrain
 from tests.support.covering import some
 from tests.support.runs import whole_tensors
 
@@ -194,3 +195,18 @@ def test_a_loss_that_is_no_number_is_equal_to_nothing() -> None:
     from mtrain.train.prove import relative
 
     assert relative(None, None) == relative(1.0, None) == relative(None, 1.0) == float("inf")
+
+
+@pytest.mark.full
+@pytest.mark.timeout(400)
+def test_kernels_by_triton_are_proven_where_they_are_interpreted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    words = f"{MIXTRAL} parallel=tp2ep2etp1sp kernels=triton model.qk_layernorm=true model.moe.pad_alltoall=true"
+    done = mtrain("prove", *words.split(), "model.num_layers=2", cwd=tmp_path, timeout_s=380)
+    assert done.returncode == 0, done.stdout + done.stderr
+    (said,) = [line for line in done.stdout.splitlines() if line.startswith("kernels: ")]
+    ours = said.partition("; ")[0]
+    assert all(op in ours for op in ("norm", "rope", "attention", "experts", "moe_permute", "loss"))
