@@ -7,7 +7,7 @@ from typing import Any
 from mtrain.config.batches import NO_RAMP
 from mtrain.config.batches import stages as batch_stages
 from mtrain.config.devices import CPU
-from mtrain.config.groups import DataConfig
+from mtrain.config.groups import DataConfig, OptimConfig
 from mtrain.config.kernels import OPERATIONS, lacks
 from mtrain.config.optimizer import Rotated
 from mtrain.config.optimizers import OPTIMIZERS
@@ -61,14 +61,7 @@ def shrink(
         "parallel": p,
         "precision": run.precision.unquantized(dtype),
         "data": _tokens(run.data, seq),
-        "optim": run.optim.model_copy(
-            update={
-                "warmup_iters": min(run.optim.warmup_iters or 0, steps // 2),
-                "decay_iters": None,
-                **_final_decay(run),
-                **_state(run, dtype),
-            }
-        ),
+        "optim": _optimizer(run, steps, dtype),
         "trainer": run.trainer.model_copy(
             update={
                 "train_iters": steps,
@@ -238,6 +231,18 @@ def on_a_cpu(run: RunConfig) -> dict[str, Any]:
     """Keys of `kernels` with the portable ones everywhere."""
     words = dict.fromkeys((key for key, value in run.kernels if not isinstance(value, bool)))
     return {**words, "default": "reference", "optimizer": "auto", "gradient_accumulation_fusion": False}
+
+
+def _optimizer(run: RunConfig, steps: int, dtype: str) -> OptimConfig:
+    """The same optimizer, warm after half of the steps."""
+    return run.optim.model_copy(
+        update={
+            "warmup_iters": min(run.optim.warmup_iters or 0, steps // 2),
+            "decay_iters": None,
+            **_final_decay(run),
+            **_state(run, dtype),
+        }
+    )
 
 
 def _final_decay(run: RunConfig) -> dict[str, Any]:
