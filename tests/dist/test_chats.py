@@ -175,6 +175,31 @@ def test_losses_of_a_router_weigh_what_they_say_whatever_is_learned(
     assert float((added("sample", "assistant", "fault") - expected).abs().max()) / scale > 1.0
 
 
+@pytest.mark.full
+def test_the_loss_of_an_indexer_weighs_what_it_says_whatever_is_learned(
+    home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from mtrain.train import step
+
+    mla = {"q_lora_rank": 16, "kv_lora_rank": 16, "qk_head_dim": 16, "qk_pos_emb_head_dim": 8, "v_head_dim": 16}
+    dsa = {"indexer_n_heads": 2, "indexer_head_dim": 16, "indexer_topk": 8}
+
+    def taught(average: str, loss_on: str, name: str) -> torch.Tensor:
+        run = run_with(home, average, micro=4, model={"mla": mla, "dsa": dsa})
+        run = run.model_copy(update={"data": run.data.model_copy(update={"loss_on": loss_on})})
+        gradients = computed(run, tmp_path / name)[1]
+        return torch.cat([g.flatten() for key, g in sorted(gradients.items()) if ".indexer." in key])
+
+    expected = taught("token", "all", "all")
+    scale = float(expected.abs().max())
+    assert scale > 0
+    for average, loss_on in (("token", "assistant"), ("sample", "assistant"), ("sequence", "last")):
+        off = float((taught(average, loss_on, average) - expected).abs().max())
+        assert off / scale < 1e-4, (average, loss_on)
+    monkeypatch.setattr(step, "_share_of_router_losses", lambda *given: None)
+    assert float((taught("sample", "assistant", "fault") - expected).abs().max()) / scale > 1.0
+
+
 LETTERS = "abcdef"
 
 

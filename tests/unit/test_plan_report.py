@@ -210,6 +210,9 @@ def test_packed_documents_attend_to_themselves_alone() -> None:
     flops = [sum(one.flops * number for one, number in each.items()) for each in pairs]
     assert flops[1] == flops[0] == 4 * flops[2]
     assert {one.rows for one in pairs[2]} == {1024}
+    between = step_work(run_of(f"{words} data.packed=true data.document_tokens=3000")).stages[0].attends
+    operations = sum(one.flops * number for one, number in between.items())
+    assert operations == pytest.approx(flops[0] * 3000 / 4096, rel=1e-2)
     attention = [flops_of_token(run) - flops_of_token(alone) for run in (packed, short)]
     assert attention[0] == 0
     assert attention[1] == pytest.approx(-0.75 * 12 * 32 * 4096 * 4096 / 2)

@@ -10,6 +10,9 @@ from mtrain.config.optimizers import OPTIMIZERS
 from mtrain.config.resolve import Machine
 from mtrain.config.run import RunConfig
 from mtrain.layout.stages import held_stages
+from mtrain.models.gpt.count import latent_attention
+from mtrain.plan.rank import stage_memories
+from mtrain.plan.states import rank_states
 from mtrain.plan.time import step_time
 from mtrain.plan.weights import Matrix, matrices_of, shared_out
 
@@ -111,3 +114,17 @@ def test_a_matrix_that_is_alone_is_not_shared() -> None:
     how = muon(run_of(f"{LARGE} parallel=tp2pp8 optim=muon"))
     assert shared_out({large: 1, small: 3}, 4, how) == {frozenset({(large, 1)}), frozenset({(small, 1)})}
     assert shared_out({large: 5}, 4, how) == {frozenset({(large, 1)}), frozenset({(large, 2)})}
+
+
+def test_a_plan_has_the_state_of_the_rank_that_keeps_the_most() -> None:
+    run = run_of(f"{LARGE} parallel=tp2pp8 optim=soap")
+    states = rank_states(run, 0)
+    every = [states.optimizer_bytes(rank) for rank in range(run.parallel.dp)]
+    assert states.most_optimizer_bytes == max(every) > every[0]
+    assert stage_memories(run)[0].parts["optimizer"] == max(every)
+
+
+def test_a_projection_with_a_bias_is_counted() -> None:
+    words = "model=deepseek_tiny parallel=single model.moe=null data=mock"
+    with_biases, without = (run_of(f"{words} model.add_bias_linear={word}").model for word in ("true", "false"))
+    assert latent_attention(with_biases) - latent_attention(without) == with_biases.hidden_size

@@ -2,7 +2,7 @@
 
 from typing import Annotated
 
-from mtrain.config.base import Effect, Flag, Key, PositiveFloat, Section, Width
+from mtrain.config.base import Effect, Flag, Key, NonNegativeFloat, Section, Width
 
 
 class SparseAttentionConfig(Section):
@@ -39,7 +39,7 @@ class SparseAttentionConfig(Section):
     ] = 2048
     """Keys that a query attends to, its own among those that may be chosen; a query with fewer before it sees all."""
     indexer_loss_coeff: Annotated[
-        PositiveFloat,
+        NonNegativeFloat,
         Key(
             feeds="dsa_indexer_loss_coeff",
             effect=Effect.NUMERICS,
@@ -47,7 +47,7 @@ class SparseAttentionConfig(Section):
         ),
     ] = 1.0
     """Factor on the indexer's loss: of each token and layer the divergence of the softmax of its scores from the
-    attention of all heads. Nothing else trains it."""
+    attention of all heads. Nothing else trains it; 0: nothing does."""
     indexer_use_sparse_loss: Annotated[
         bool,
         Key(feeds="dsa_indexer_use_sparse_loss", effect=Effect.NUMERICS, flag="--dsa-indexer-use-sparse-loss"),

@@ -193,6 +193,7 @@ BUILDER: tuple[Only, ...] = (
 _CHOSEN = "sparse attention is not proven with it"
 _ALL_PAIRS = "an indexer chooses keys by a mask of each pair in a sequence"
 SPARSE_ATTENTION: tuple[Only, ...] = (
+    Only("model.add_bias_linear", (False,), "megatron-core has it without biases since 0.19"),
     Only("model.softmax_type", ("vanilla",), _CHOSEN),
     Only("model.attn_logit_softcapping", (None,), _CHOSEN),
     Only("model.attention_dropout", (0.0,), _CHOSEN),

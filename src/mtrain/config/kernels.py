@@ -90,6 +90,8 @@ def routes_by_lists(run: RunConfig) -> bool:
     moe, k = run.model.moe, run.kernels
     if moe is None or k.experts == "te":
         return False
+    if "moe_router" in (run.trainer.cuda_graph_modules or ()):
+        return False  # what a captured router leaves to the rest of a layer are maps
     if (k.moe_router, k.moe_permute) != ("triton", "triton") and not moe.padded:
         return False
     dropless = moe.expert_capacity_factor is None and not moe.router_padding_for_quantization

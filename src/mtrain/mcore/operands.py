@@ -94,10 +94,11 @@ def gathered(x: Tensor, operand: Operand, group: Any) -> tuple[Tensor, Operand]:
 
     Forward and backward send eight bits an element and the scales.
     """
-    ranks, one = group.size(), operand.scale.ndim == 1
+    # of the operand itself nothing is held: what is kept for the backward is what the norm keeps
+    ranks, one, again = group.size(), operand.scale.ndim == 1, operand.transposed
 
     def transposed(*kept: Tensor | None) -> tuple[Tensor, Tensor]:
-        data, scale = operand.transposed(*kept)
+        data, scale = again(*kept)
         return _side_by_side(data, group, ranks), scale if one else _side_by_side(scale, group, ranks)
 
     scale = operand.scale if one else _all(operand.scale, group)

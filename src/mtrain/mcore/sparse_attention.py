@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from mtrain.mcore.attention import CoreAttention
+from mtrain.mcore.patching import ROUTER_LOSS_SHARE
 from mtrain.mcore.sparse_index import Index, Teacher, marks, taught
 
 EPSILON = 1e-6
@@ -140,7 +141,7 @@ class SparseAttention(CoreAttention):
         with torch.set_grad_enabled(learns):
             index = self.indexer(x, qr)
         if not learns:
-            seen = marks(index, topk)
+            seen = marks(index, topk, query.shape[2])
             return self._attend(query, key, value, seen[:, None], causal=False)
         scale = query.shape[-1] ** -0.5 if self._scale is None else self._scale
         sparse = self.config.dsa_indexer_use_sparse_loss
@@ -151,8 +152,9 @@ class SparseAttention(CoreAttention):
         return _Teaches.apply(out, index.q, index.k, index.w, gradient)  # type: ignore[no-any-return]
 
     def _factor(self, like: Tensor) -> Tensor:
-        """On the indexer's loss."""
-        factor = torch.full((), self.config.dsa_indexer_loss_coeff, device=like.device)
+        """On the indexer's loss, which adds up over all tokens, where a step may be divided by less."""
+        share = getattr(self.config, ROUTER_LOSS_SHARE, 1.0)
+        factor = torch.full((), self.config.dsa_indexer_loss_coeff * share, device=like.device)
         scaled = self.config.grad_scale_func
         return factor if scaled is None else scaled(factor)  # type: ignore[no-any-return]
 

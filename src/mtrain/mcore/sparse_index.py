@@ -67,9 +67,12 @@ def divergence(target: Tensor, scores: Tensor, seen: Tensor) -> Tensor:
     return torch.xlogy(target, target).sum() - (target * predicted).sum()
 
 
-def marks(index: Index, topk: int) -> Tensor:
-    """The keys [b, s, t] that each query attends to, those before it and its own among them."""
-    parts = [chosen(index.part(rows).scores(), visible, topk) for rows, visible in _parts(index, 1)]
+def marks(index: Index, topk: int, heads: int = 1) -> Tensor:
+    """The keys [b, s, t] that each query attends to, those before it and its own among them.
+
+    In the parts that `taught` takes for so many heads of attention, so that both choose alike.
+    """
+    parts = [chosen(index.part(rows).scores(), visible, topk) for rows, visible in _parts(index, heads)]
     return torch.cat(parts, dim=1)
 
 

@@ -45,9 +45,10 @@ def core_attention(g: Graph, r: Rank, h: Heads) -> Tensor:
         return _written_out(g, r, h)
 
 
-def _products(r: Rank, h: Heads, queries: int, keys: int, n: int, documents: int = 1) -> list[Product]:
+def _products(r: Rank, h: Heads, queries: int, keys: int, n: int, documents: float = 1.0) -> list[Product]:
     """Of all queries and keys of a sequence, or of those of each of its documents."""
-    each, queries, keys = r.samples * n * documents, max(1, queries // documents), max(1, keys // documents)
+    each = round(r.samples * n * documents)
+    queries, keys = max(1, round(queries / documents)), max(1, round(keys / documents))
     return [Product(queries, keys, h.width, each), Product(queries, h.v_width, keys, each)]
 
 
@@ -103,7 +104,7 @@ def seen(r: Rank, h: Heads) -> float:
     """Share of the pairs of queries and keys of a document that are not hidden."""
     if not h.causal or h.chosen:  # kernels that take any mask pass over none
         return 1.0
-    window, whole = r.model.window_size, r.whole // r.documents
+    window, whole = r.model.window_size, r.whole / r.documents
     if h.window and window is not None and window < whole:
         return window * (1 - window / (2 * whole)) / whole
     return 0.5

@@ -92,9 +92,9 @@ class Rank:
         return self.length * (self.layout.cp if not self.layout.hybrid_context_parallel else 1)
 
     @property
-    def documents(self) -> int:
-        """Of a sequence, that do not see each other; 1 where samples are not packed."""
-        return max(1, self.whole // self.run.data.seen_tokens) if self.run.data.packed else 1
+    def documents(self) -> float:
+        """Of a sequence, that do not see each other, in the mean; 1 where samples are not packed."""
+        return max(1.0, self.whole / self.run.data.seen_tokens) if self.run.data.packed else 1.0
 
     @cached_property
     def tokens(self) -> int:

@@ -91,7 +91,7 @@ class StageMemory:
         found = {
             "weights": s.weight_bytes,
             "gradients": s.gradient_bytes,
-            "optimizer": s.optimizer_bytes(),
+            "optimizer": s.most_optimizer_bytes,
             "low_precision": self._low_precision(),
             **moment,
             "communication": self._communication(),

@@ -22,6 +22,8 @@ EQUAL_STAGES: dict[str, Any] = {"pipeline_layout": None, "layers_per_stage": Non
 _FORMATS = ("precision.dtype", "precision.fp8", "precision.fp4")
 SMOOTH_EPS = 1e-2
 """About what an element of a small model's gradient is."""
+BASES_EVERY = 2
+"""Steps between two bases of soap at most."""
 MACHINE = Machine(cpu_cores=1, memory_bytes=0)
 
 
@@ -204,9 +206,14 @@ def by_document(run: RunConfig) -> RunConfig | None:
 def _state(run: RunConfig, dtype: str) -> dict[str, Any]:
     """Optimizer state that does not hide in its rounding what is to be compared in fp32.
 
-    Adam's first steps are signs. In a basis that is made of gradients, rounding decides many of them.
+    Adam's first steps are signs. In a basis that is made of gradients, rounding decides many of them. Bases change
+    within the few steps.
     """
-    smooth = {"eps": max(run.optim.eps, SMOOTH_EPS)} if isinstance(update_of(run), Rotated) else {}
+    how, smooth = update_of(run), dict[str, Any]()
+    if isinstance(how, Rotated):
+        often = {"precondition_frequency": min(how.frequency, BASES_EVERY)}
+        section = getattr(run.optim, run.optim.name).model_copy(update=often)
+        smooth = {"eps": max(run.optim.eps, SMOOTH_EPS), run.optim.name: section}
     if dtype != "fp32":
         return smooth
     full = {"exp_avg_dtype": "fp32", "exp_avg_sq_dtype": "fp32", "main_params_dtype": "fp32"}

@@ -91,21 +91,29 @@ class States:
                 if here > 0:
                     held += here * main + _moments(self.run, weight, here) * on_device
             total += -(-held // ranks) if sharded else held
-        return round(total) + self._factors(data_rank)
+        return round(total) + self._factors[data_rank % len(self._factors)]
 
-    def _factors(self, data_rank: int) -> int:
-        """Of what the update keeps of whole matrices, each with one of the ranks that share the optimizer."""
-        how, total, p = update_of(self.run), 0, self.run.parallel
+    @property
+    def most_optimizer_bytes(self) -> int:
+        """Of the data-parallel rank that has the most: they differ in what is kept of whole matrices."""
+        return self.optimizer_bytes() - self._factors[0] + max(self._factors)
+
+    @cached_property
+    def _factors(self) -> list[int]:
+        """By rank, of what the update keeps of whole matrices, each with one of the ranks that share the state."""
+        how, p, grid = update_of(self.run), self.run.parallel, RankGrid.of(self.run)
+        kinds = {False: grid.dp * grid.cp, True: grid.edp}
+        found = [0] * max(kinds.values())
         if how is None:
-            return 0
-        grid = RankGrid.of(self.run)
-        for expert, every in ((False, grid.dp * grid.cp), (True, grid.edp)):
-            found = [one for _, one in self.matrices if one.expert == expert]
+            return found
+        for expert, every in kinds.items():
+            some = [one for _, one in self.matrices if one.expert == expert]
             ranks = max(1, every // p.hsdp_replicas) if p.distributed_optimizer else 1
-            of = owners([how.work(one.shape) for one in found], ranks)
-            own = (one for one, owner in zip(found, of, strict=True) if owner == data_rank % ranks)
-            total += sum(factor_bytes(how, one) for one in own)
-        return total
+            held = [0] * ranks
+            for one, owner in zip(some, owners([how.work(one.shape) for one in some], ranks), strict=True):
+                held[owner] += factor_bytes(how, one)
+            found = [size + held[rank % ranks] for rank, size in enumerate(found)]
+        return found
 
 
 def rank_states(run: RunConfig, stage: int) -> States:

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from mtrain.config.paths import program
+from mtrain.errors import MtrainError
 from mtrain.plan.compare import FIRST_STEPS, Row, counts_memory, first_full, peaks_in, planned, rows, saved_in
 from mtrain.train.progress import Progress
 from mtrain.train.step import Parts, StepResult
@@ -71,7 +72,11 @@ class Planned(Hook):
         """Compare what is known at the end alone."""
         if self.plan is not None:
             lines = self.lines if FIRST_STEPS < len(self.lines) < AFTER else []
-            self._say(rows(parts.run, self.plan, lines, peaks_in(self.folder), saved_in(self.folder)))
+            try:
+                peaks = peaks_in(self.folder)
+            except MtrainError:  # the run is done: what it wrote of itself does not end it
+                peaks = []
+            self._say(rows(parts.run, self.plan, lines, peaks, saved_in(self.folder)))
 
     def _say(self, found: Iterable[Row]) -> None:
         off = [row for row in found if row.beyond and row.part not in self.said]

@@ -175,13 +175,14 @@ def _predicts_all(run: RunConfig) -> bool:
 
 
 def _share_of_router_losses(parts: Parts, batches: Sequence[Batch], size: int) -> None:
-    """Keep the losses of routers, which add up over all tokens, averages over them where a step is divided by less.
+    """Keep losses of routers and indexers, which add up over all tokens, averages where a step is divided by less.
 
     A step of chats is divided by the tokens that are learned, or by samples or sequences: without this a balancing
     loss would weigh several times what its coefficient says.
     """
     run, world = parts.run, parts.world
-    if run.model.moe is None or (run.data.kind != "sft" and run.trainer.loss_average == "token"):
+    adds_up = run.model.moe is not None or run.model.dsa is not None
+    if not adds_up or (run.data.kind != "sft" and run.trainer.loss_average == "token"):
         return
     reads = world.coords["tp"] == 0 and world.coords["pp"] == world.grid.pp - 1
     if run.parallel.hybrid_context_parallel:  # every rank reads all samples

@@ -254,7 +254,7 @@ def flex_dispatcher(run: RunConfig) -> Iterator[Finding]:
     reads=(
         "model.moe.pad_alltoall model.moe.token_dispatcher_type model.moe.expert_capacity_factor "
         "model.moe.router_padding_for_quantization model.moe.router_load_balancing_type "
-        "parallel.hybrid_context_parallel kernels.experts kernels.default cluster.device"
+        "parallel.hybrid_context_parallel kernels.experts kernels.default cluster.device trainer.cuda_graph_modules"
     ),
 )
 def padded_exchange(run: RunConfig) -> Iterator[Finding]:
@@ -286,6 +286,9 @@ def _unpadded(run: RunConfig, moe: MoEConfig) -> Iterator[tuple[str, str, Change
         why = "ranks have parts of documents of different lengths, and a padded exchange sends as many rows from each"
         one: Change = {"parallel.hybrid_context_parallel": False, "parallel.max_seqlen_per_dp_cp_rank": None}
         yield "parallel.hybrid_context_parallel", why, one
+    if "moe_router" in (run.trainer.cuda_graph_modules or ()):
+        why = f"a router that is captured alone hands on maps, {lists}"
+        yield "trainer.cuda_graph_modules", why, {"trainer.cuda_graph_modules": None}
     if run.kernels.experts == "te":
         yield "kernels.experts", NO_COUNTS, {"kernels.experts": "auto"}
 

@@ -120,7 +120,7 @@ _OF_KINDS = {"attn": (*SOFTMAX, DELTA), "mlp": (MLP,), "mamba": (MAMBA,)}
     reads=(
         "trainer.cuda_graph_impl trainer.cuda_graph_modules model.moe model.moe.expert_capacity_factor "
         "model.moe.pad_expert_input_to_capacity model.moe.token_dispatcher_type model.moe.pad_alltoall "
-        "model.moe.router_padding_for_quantization"
+        "model.moe.router_padding_for_quantization kernels.experts kernels.default"
     ),
 )
 def graphs_of_experts(run: RunConfig) -> Iterator[Finding]:
@@ -133,10 +133,14 @@ def graphs_of_experts(run: RunConfig) -> Iterator[Finding]:
         "model.moe.expert_capacity_factor": moe.expert_capacity_factor or 1.25,
         "model.moe.pad_expert_input_to_capacity": True,
     }
-    whole = moe.padded and "moe" not in modules  # megatron-core captures moe alone with a capacity alone
+    waits = (run.kernels.experts or run.kernels.default) == "reference"
+    # moe is captured as a part of a layer with a capacity alone
+    whole = moe.padded and "moe" not in modules and not waits
     if "moe" in held and not whole:
         rule = "experts get another number of tokens in each step, and a CUDA graph has one shape"
-        if moe.padded:
+        if moe.padded and waits:
+            rule = "experts of the reference wait for counts of rows, and the host reads nothing while it is captured"
+        elif moe.padded:
             rule = "megatron-core captures moe as a part of a layer where experts are padded to a capacity"
         attn: Change = {"trainer.cuda_graph_impl": "local", "trainer.cuda_graph_modules": ("attn",)}
         yield Finding("MT413", "trainer.cuda_graph_impl", rule, (attn, padded, NONE))
@@ -204,8 +208,8 @@ _ALONE: tuple[tuple[str, object, str], ...] = (
         example=f"trainer.cuda_graph_impl=local data=packed {_H100}",
     ),
     reads=(
-        "trainer.cuda_graph_impl model.family model.moe trainer.loss_average data.kind model.attention_dropout "
-        "precision.dtype "
+        "trainer.cuda_graph_impl trainer.cuda_graph_modules model.family model.moe trainer.loss_average data.kind "
+        "model.attention_dropout precision.dtype "
         f"model.hidden_dropout trainer.eval_iters {' '.join(key for key, _, _ in _ALONE)}"
     ),
 )
@@ -230,8 +234,9 @@ def graphs_replay(run: RunConfig) -> Iterator[Finding]:
         if held[key] != goes:
             off: Change = {key: goes}
             yield Finding("MT416", key, f"{why}, and CUDA graphs replay one", (off, NONE), also=(IMPL,))
-    if impl == "full_iteration" and m.moe is not None and (run.data.kind == "sft" or t.loss_average != "token"):
-        rule = "the weight of the router's loss is another in each step, and a graph of the whole step keeps one"
+    routed = m.moe is not None and bool({"moe", "moe_router"} & captured(run))
+    if routed and (run.data.kind == "sft" or (impl == "full_iteration" and t.loss_average != "token")):
+        rule = "the weight of the router's loss is another in each step, and a graph of the router keeps one"
         yield Finding("MT416", "trainer.cuda_graph_impl", rule, (NONE,), also=("data.kind", "trainer.loss_average"))
     if impl == "full_iteration" and run.precision.format == "fp16":
         rule = "the loss scale of fp16 is another number in later steps, and a graph of the whole step keeps one"

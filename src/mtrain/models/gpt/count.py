@@ -97,7 +97,8 @@ def latent_attention(model: ModelConfig) -> int:
     total += _norm(model, mla.kv_lora_rank) if model.qk_layernorm else 0
     total += mla.kv_lora_rank * heads * (mla.qk_head_dim + mla.v_head_dim)
     norm = 2 * model.dsa.indexer_head_dim if model.dsa is not None else 0
-    return total + heads * mla.v_head_dim * hidden + _indexer(model) + norm
+    bias = hidden if model.add_bias_linear else 0
+    return total + heads * mla.v_head_dim * hidden + bias + _indexer(model) + norm
 
 
 def _indexer(model: ModelConfig) -> int:
