@@ -120,7 +120,7 @@ def test_opcheck(impl):
     [
         ('mask=column < columns, other=-float("inf")', "mask=column < columns, other=0.0"),
         ("exponentials *= tl.exp2(most * LOG2E - shift)", "exponentials *= 1"),
-        ("tl.sum(exponentials * tl.exp2(most * LOG2E - shift), axis=0)", "tl.sum(exponentials, axis=0)"),
+        ("tl.sum(exponentials * tl.exp2(most * LOG2E - largest * LOG2E), axis=0)", "tl.sum(exponentials, axis=0)"),
         ("columns // COLUMNS * COLUMNS", "(columns - 1) // COLUMNS * 0"),
         ("tl.where(here, target, 0.0)", "target + 1e-3"),
         ("gradient -= smoothing_share * factor", "gradient -= smoothing_share * factor * 2"),

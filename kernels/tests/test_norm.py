@@ -122,7 +122,7 @@ def test_a_residual_that_alone_is_used_gets_its_gradient() -> None:
         ("x = tl.where(inside, x - mean[:, None], 0.0)", "x = x - mean[:, None]"),
         ("y = x * rstd[:, None] * weight", "y = x * rstd[:, None]"),
         ("weight += 1.0", "weight += 0.0"),
-        ("ceil_div(rows, tile_rows),)", "rows // tile_rows,)"),
+        ("programs = ceil_div(rows, tile_rows) if", "programs = rows // tile_rows if"),
         ("dweight += dy * normed", "dweight = dy * normed"),
         ("dbias += dy", "dbias -= dy"),
         ("dx -= middle", "dx -= 0 * middle"),

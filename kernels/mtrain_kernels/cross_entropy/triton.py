@@ -91,17 +91,17 @@ def statistics_kernel(
     target = tl.load(logits_ptr + label, mask=here, other=0.0).to(tl.float32)
     if CAPPED:
         target = soft_cap * tanh(target / soft_cap)
-    shift = _finite(tl.max(most, axis=0)) * LOG2E
-    exponentials = tl.sum(exponentials * tl.exp2(most * LOG2E - shift), axis=0)
-    tl.store(out_ptr + row, (shift + tl.log2(exponentials)) / LOG2E)
+    largest = _finite(tl.max(most, axis=0))
+    exponentials = tl.sum(exponentials * tl.exp2(most * LOG2E - largest * LOG2E), axis=0)
+    tl.store(out_ptr + row, largest + tl.log2(exponentials) / LOG2E)
     tl.store(out_ptr + rows + row, tl.where(here, target, 0.0))
     tl.store(out_ptr + 2 * rows + row, tl.sum(total, axis=0))
     if RANKED:
-        largest = tl.max(top, axis=0)
-        column = tl.min(tl.where(top == largest, at, columns), axis=0) + tl.arange(0, 8)
+        best = tl.max(top, axis=0)
+        column = tl.min(tl.where(top == best, at, columns), axis=0) + tl.arange(0, 8)
         x = tl.load(logits_ptr + column, mask=column < columns, other=-float("inf")).to(tl.float32)
-        place = tl.min(tl.where(x == largest, column, columns), axis=0)
-        tl.store(out_ptr + 3 * rows + row, largest)
+        place = tl.min(tl.where(x == best, column, columns), axis=0)
+        tl.store(out_ptr + 3 * rows + row, best)
         tl.store(out_ptr + 4 * rows + row, tl.where(label >= columns, -1.0, tl.where(label == place, 1.0, 0.0)))
 
 

@@ -14,6 +14,7 @@ from mtrain.config.base import (
     PositiveFloat,
     PositiveInt,
     Section,
+    SquareWeight,
     Width,
 )
 
@@ -62,7 +63,7 @@ class MoEConfig(Section):
     As in megatron-core; it is alpha_1 of DeepSeek-V2. transformers' router_aux_loss_coef weighs one loss of f and P
     averaged over L layers, its f adding up to router_topk: the coefficient here is theirs times router_topk / L."""
     z_loss_coeff: Annotated[
-        NonNegativeFloat | None, Key(feeds="moe_z_loss_coeff", effect=Effect.NUMERICS, flag="--moe-z-loss-coeff")
+        SquareWeight | None, Key(feeds="moe_z_loss_coeff", effect=Effect.NUMERICS, flag="--moe-z-loss-coeff")
     ] = None
     """Weight of the router's z-loss; null: off."""
     router_enable_expert_bias: Annotated[

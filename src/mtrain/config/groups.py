@@ -14,6 +14,7 @@ from mtrain.config.base import (
     PositiveFloat,
     PositiveInt,
     Section,
+    SquareWeight,
 )
 from mtrain.config.data_keys import DataConfig as DataConfig
 from mtrain.config.formats import MainFormat, MomentFormat
@@ -207,7 +208,7 @@ class TrainerConfig(Section):
     where documents are packed; sequence: each row of data.seq_length tokens, packed or not. An evaluation is an
     average over tokens."""
     z_loss_coeff: Annotated[
-        NonNegativeFloat | None,
+        SquareWeight | None,
         Key(effect=Effect.NUMERICS, aka="z_loss_multiplier auxiliary_loss_multiplier logits_z_loss"),
     ] = None
     """Weight of the z-loss of the output layer (PaLM, arXiv 2204.02311: 1e-4): the square of each token's
