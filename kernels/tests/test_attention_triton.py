@@ -63,6 +63,7 @@ def inputs(
 ours, definition = partial(op.attention, impl="triton"), partial(op.attention, impl="reference")
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("names", PAIRS, ids="+".join)
 def test_each_pair_of_features_is_the_definition_and_its_gradient(names: tuple[str, str]) -> None:
     parity.check(ours, definition, inputs(names))

@@ -87,6 +87,7 @@ def test_no_copy_of_a_list_of_weights_is_kept() -> None:
     assert kept(torch.stack(weights)) == small + sum(w.nbytes for w in weights)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("kind", ["swiglu", "geglu", "geglu_tanh"])
 @pytest.mark.parametrize("counts", COUNTS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])

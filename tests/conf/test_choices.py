@@ -35,6 +35,7 @@ UNFIT_FOR_TP2["granite4_h_350m"].append("trainer.global_batch_size=1")
 UNFIT_FOR_TP2["image_text"] = ["model=llava_tiny"]
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(("group", "choice"), CHOICES)
 def test_every_choice_composes_and_sets_nothing_but_its_group(group: str, choice: str) -> None:
     composed = compose([f"{group}={choice}"])
@@ -81,6 +82,7 @@ def test_the_root_holds_a_defaults_list_only_with_itself_first() -> None:
     assert [next(iter(entry)) for entry in values["defaults"][1:]] == list(GROUPS)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("model", choices_of_group("model"))
 def test_a_model_is_called_as_its_file(model: str) -> None:
     assert compose([f"model={model}"]).run.model.name == model

@@ -184,6 +184,7 @@ def test_what_differs_is_of_training_alone() -> None:
     assert {key for keys in TRAINED.values() for key in keys} <= TRAINING
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("name", CONFIGS)
 def test_another_fact_is_another_model(name: str) -> None:
     keys = counting(CONFIGS[name])

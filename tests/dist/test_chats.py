@@ -108,6 +108,7 @@ def alone(home: Path, tmp_path_factory: pytest.TempPathFactory) -> Any:
     return of
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("name", some(SPLITS, PLAIN))
 @pytest.mark.parametrize("average", ["token", "sample"])
 def test_a_global_batch_has_one_loss_and_gradient_in_any_split(

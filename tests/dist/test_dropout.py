@@ -87,6 +87,7 @@ def drawn_in_a_step(run: Any) -> tuple[dict[str, int], dict[str, Any]]:
     return world.coords, {kind: torch.stack(each).numpy() for kind, each in rows.items() if each}
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_ranks_draw_alike_exactly_where_they_hold_the_same_tensor(name: str) -> None:
     parallel, model = LAYOUTS[name]

@@ -113,6 +113,7 @@ def ends(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, str], End]
     return dict(run_ranks(1, job, timeout_s=240)[0])
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("moment", MOMENTS)
 @pytest.mark.parametrize("name", LOGS)
 def test_a_log_that_fails_is_said_once_and_the_run_is_saved(

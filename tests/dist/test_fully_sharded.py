@@ -106,6 +106,7 @@ ALWAYS = (
 """Every way of keeping state, every axis, every kind of layer; what tests below go on from is proven there."""
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", some(LAYOUTS, ALWAYS))
 def test_a_layout_is_proven(name: str) -> None:
     rows = prove.compared(_run(LAYOUTS[name]))
@@ -150,6 +151,7 @@ RESUMED_ALWAYS = (
 )
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("name", some(RESUMED, RESUMED_ALWAYS))
 def test_a_resumed_run_is_bitwise_the_uninterrupted_one(name: str, whole: Uninterrupted, tmp_path: Path) -> None:
     run = _run(LAYOUTS[name])
@@ -205,6 +207,7 @@ CHANGED_ALWAYS = (
 )
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     ("saved", "resumed"),
     [pytest.param(*pair, marks=() if pair in CHANGED_ALWAYS else pytest.mark.full) for pair in CHANGES],

@@ -96,6 +96,7 @@ def _alone_without_a_cache(run: Any, sampling: Sampling) -> list[list[int]]:
     return [run_ranks(1, _texts, run, False, [prompt], sampling)[0][0] for prompt in PROMPTS]
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     "name",
     some(

@@ -66,6 +66,7 @@ def one_rank(tmp_path_factory: pytest.TempPathFactory) -> tuple[list[tuple[float
     return run_ranks(1, _train, hybrid_run(), home)[0], whole_tensors(home / f"step_{STEPS:08d}")
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("name", some(LAYOUTS, ALWAYS))
 def test_a_layout_computes_what_one_rank_does(name: str, one_rank: Any, tmp_path: Path) -> None:
     run = hybrid_run(**LAYOUTS[name])

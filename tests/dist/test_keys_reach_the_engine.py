@@ -80,6 +80,7 @@ def same(a: list[tuple[float, float]], b: list[tuple[float, float]]) -> bool:
     return all(x == pytest.approx(y, rel=1e-5) for x, y in zip(a, b, strict=True))
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("key", some(SHAPES, list(SHAPES)[::3]))
 def test_a_key_of_the_model_moves_the_numbers_alike_in_every_layout(
     key: str, plain: list[tuple[float, float]]
@@ -93,6 +94,7 @@ def test_a_key_of_the_model_moves_the_numbers_alike_in_every_layout(
     assert same(steps(cut), found)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("key", BESIDE)
 def test_a_key_moves_the_numbers_beside_what_it_needs(key: str) -> None:
     value, needs, layout = BESIDE[key]

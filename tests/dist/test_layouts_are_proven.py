@@ -115,15 +115,12 @@ def _compared(words: str) -> list[Any]:
 
 
 ALWAYS = (
-    "uneven stages by a layout",
-    "dp2 distributed optimizer overlapped",
-    "cp2 all-gather",
     "multi-token prediction in a stage of its own",
     "capacity and padding",
     "Gemma 3 pp2vpp3",
     "tp2pp2ep2 of a small GLM-4.5",
 )
-"""Every axis and every kind of layer; the tests of families and of positions have more of them."""
+"""Most axes and kinds of layer; the tests of layouts, families and positions have the others."""
 
 
 @pytest.mark.parametrize("name", some(LAYOUTS, ALWAYS))
@@ -177,6 +174,7 @@ RECOMPUTED = {
 RECOMPUTED_ALWAYS = ("full, block", "expert activations", "a hybrid, block")
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("name", some(RECOMPUTED, RECOMPUTED_ALWAYS))
 def test_recomputation_changes_no_bit(name: str, tmp_path: Path) -> None:
     layout, recompute = RECOMPUTED[name]

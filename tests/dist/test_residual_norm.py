@@ -66,6 +66,7 @@ def _apart(found: Any, right: Any) -> float:
     return max(worst, *(abs(a - b) / abs(b) for a, b in pairs))
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("name", some(CASES, [[*CASES][1], "norms computed again", "side by side"]))
 def test_sums_made_by_norms_train_as_sums_apart(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model, parallel, sums = CASES[name]

@@ -123,6 +123,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Uninterrupted:
     return Uninterrupted(tmp_path_factory.mktemp("whole"), FIRST, FIRST + MORE)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", some(CASES, ALWAYS))
 def test_a_resumed_run_is_bitwise_the_uninterrupted_one(name: str, whole: Uninterrupted, tmp_path: Path) -> None:
     run = tiny_run(**CASES[name])

@@ -74,6 +74,7 @@ def test_maps_are_followed_by_kernels_as_by_megatron_core() -> None:
     assert run_ranks(1, job, True)[0] == pytest.approx(run_ranks(1, job, False)[0], rel=1e-6)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", some(CASES, ALWAYS))
 def test_steps_by_lists_are_steps_by_maps(name: str) -> None:
     run = run_of(name)

@@ -18,6 +18,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("name", LAYOUTS)
 @pytest.mark.parametrize("dtype", ["bf16", "fp16"])
 def test_an_embedding_adds_the_gradients_of_one_id_up_in_fp32(dtype: str, name: str) -> None:

@@ -17,6 +17,7 @@ def _join(run: object) -> dict[str, int]:
         return world.coords
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     "degrees",
     [

@@ -58,6 +58,7 @@ ALWAYS = (
 """Each kind of layer, with what is most its own."""
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("name", some(CASES, ALWAYS))
 def test_a_family_computes_what_transformers_computes(name: str) -> None:
     assert_agrees(run_ranks(1, compare, CASES[name])[0], ROUNDING.get(CASES[name].kind, 1.0))
@@ -86,6 +87,7 @@ def test_a_random_configuration_agrees_or_the_import_names_the_key(kind: str, se
         assert_agrees(result, ROUNDING.get(kind, 1.0))
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("name", REFUSED)
 def test_what_is_another_model_is_refused_by_its_key(name: str) -> None:
     case, key = REFUSED[name]

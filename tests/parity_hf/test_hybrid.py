@@ -306,6 +306,7 @@ def _differences(
 LIMITS = {"losses": 1e-5, "norms": 1e-5, "logits": 1e-5, "gradients": 1e-5, "weights": 1e-4}
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(("name", "layout"), CASES)
 def test_two_steps_are_those_of_transformers(name: str, layout: str, sides: Sides, tmp_path: Path) -> None:
     errors = _differences(name, layout, sides, tmp_path)

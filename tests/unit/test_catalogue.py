@@ -47,6 +47,7 @@ def _says(path: str, key: str) -> bool:
     return path == key or ("." in path and f"{key}.".startswith(f"{path}.")) or path.startswith(f"{key}.")
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("row", [row for row in (*ROWS, *MORE) if row.code], ids=lambda row: row.name)
 def test_a_bad_input_is_named_with_numbers_and_mended_by_its_first_fix(row: Row, tmp_path: Path) -> None:
     file = tmp_path / "mine.yaml"

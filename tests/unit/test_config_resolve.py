@@ -388,6 +388,7 @@ def _errors_on(words: str, machine: Machine) -> set[tuple[str, str]]:
     return set()
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("use", USES)
 @pytest.mark.parametrize(
     "choice", ["kernels=auto", "kernels=te", "kernels=triton", "kernels.linear=te", "kernels.attention=te"]

@@ -35,6 +35,7 @@ def explain(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch)
     return call
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("code", codes())
 def test_every_code_says_what_it_means_when_it_fires_and_what_to_do(code: str, explain: Explain) -> None:
     facts = explain(code.lower())
@@ -73,6 +74,7 @@ def test_a_code_of_a_rule_is_of_one_rule() -> None:
     assert {code for code, found in rules.items() if len(found) > 1} == shared
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("key", [key for key in schema_keys() if not key.startswith("recipe.")])
 def test_every_key_can_be_explained(key: str, explain: Explain) -> None:
     facts = explain(key)

@@ -36,6 +36,7 @@ def test_a_schema_is_of_draft_07(kind: str) -> None:
     assert "prefixItems" not in text
 
 
+@pytest.mark.sampled
 @pytest.mark.skipif(importlib.util.find_spec("jsonschema") is None, reason="jsonschema is not installed")
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_schema_is_valid_by_the_book(kind: str) -> None:
@@ -47,11 +48,13 @@ def test_a_schema_is_valid_by_the_book(kind: str) -> None:
             Draft7Validator(json_schema(kind)).validate(load(file).values)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("file", RECIPES, ids=lambda f: f.stem)
 def test_every_shared_recipe_fits(file: Path) -> None:
     assert errors(load(file).values, json_schema("recipe")) == []
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("file", FILES, ids=lambda f: f"{f.parent.name}/{f.stem}")
 def test_every_file_of_a_group_fits(file: Path) -> None:
     values = {key: value for key, value in load(file).values.items() if key != "defaults"}

@@ -47,6 +47,7 @@ def test_the_table_says_what_fits_and_the_first_reason_of_what_does_not() -> Non
     assert found["llama_tiny", "tp2", "bf16", "cpu"] == (True, "")
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("name", sorted(RECIPES))
 def test_every_shared_recipe_is_a_combination_that_can_launch(name: str) -> None:
     recipe, problems = read_recipe(name)

@@ -149,6 +149,7 @@ def is_setting(fix: str) -> bool:
     return all("=" in word and " " not in word.partition("=")[0] for word in shlex.split(fix.replace("`", "")))
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(("argument", "fix"), COMMANDS.items())
 def test_what_is_offered_for_an_argument_is_what_was_meant_and_passes(argument: str, fix: str) -> None:
     (problem,) = validated(argument)

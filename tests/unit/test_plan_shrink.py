@@ -48,6 +48,7 @@ def _pairs() -> list[Any]:
     ]
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(("model", "layout"), _pairs())
 def test_every_model_in_every_layout_that_it_allows_shrinks_to_a_valid_run(model: str, layout: str) -> None:
     words = [
@@ -155,6 +156,7 @@ def test_what_is_read_gives_way_to_synthetic_tokens_with_all_its_keys(name: str)
     assert small.data.packed == full.data.packed
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("recipe", some_recipes(recipe_names()))
 def test_every_recipe_shrinks_to_a_valid_run(recipe: str) -> None:
     full = load([f"recipe={recipe}"], BIG, {}).run

@@ -64,6 +64,7 @@ def test_a_recipe_is_shown_as_it_is_written(run: Run) -> None:
     assert run("recipe", "show", "llama/tiny_cpu")[1] == (recipes_dir() / "llama/tiny_cpu.yaml").read_text()
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("name", some_recipes(NAMES))
 def test_a_resolved_recipe_is_one_file_that_runs_the_same(run: Run, name: str, tmp_path: Path) -> None:
     (tmp_path / "whole.yaml").write_text(run("recipe", "show", name, "--resolved")[1])

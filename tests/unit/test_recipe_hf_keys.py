@@ -136,6 +136,7 @@ def test_no_key_of_rotary_positions_is_dropped_in_silence(kind: str, rope: dict[
         assert account(tmp_path, {**old, "rope_scaling": scaling}, four, "rope_scaling"), f"rope_scaling.{key}"
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("rope", ROPE, ids=lambda r: r["rope_type"])
 @pytest.mark.parametrize("kind", [kind for kind in DECODERS if kind not in ("gpt2", "gemma3_text")])
 def test_transformers_4_and_5_say_the_same(kind: str, rope: dict[str, Any], tmp_path: Path) -> None:

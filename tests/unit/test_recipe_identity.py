@@ -53,6 +53,7 @@ def test_every_model_comes_back_and_its_flags_say_all_but_the_name(model: str) -
     assert left <= LOSSY, "a key that has a flag was not said by it"
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     "words",
     [

@@ -373,6 +373,7 @@ LAUNCHER = {
 }
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("name", TRANSFORMER)
 def test_the_written_recipe_says_the_same_run(name: str, tmp_path: Path) -> None:
     from mtrain.config.compose import compose

@@ -38,6 +38,7 @@ SHAPES = (
 )
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("name", LEAKS)
 @pytest.mark.parametrize("as_json", [False, True])
 def test_no_output_holds_a_secret(

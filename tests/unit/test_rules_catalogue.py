@@ -464,6 +464,7 @@ FINE: list[dict[str, Any]] = [
 ]
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(("code", "change"), BROKEN, ids=lambda v: v if isinstance(v, str) else str(v)[:60])
 def test_a_broken_rule_is_named_with_its_value_and_a_fix_that_works(code: str, change: dict[str, Any]) -> None:
     raw = apply(tiny(), change)
