@@ -48,6 +48,7 @@ def test_without_the_fix_the_defect_shows(name: str, without: dict[str, str]) ->
     assert re.search(CASES[name].symptom, without[name]), without[name]
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", CASES)
 def test_with_the_fix_the_defect_is_gone(name: str) -> None:
     assert outcome(CASES[name]) == FINE

@@ -221,6 +221,7 @@ def command(*words: object) -> int:
     return int(run_alone(lambda: main(["convert", *map(str, words)])))
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", some(CASES, ALWAYS))
 def test_t5_computes_what_transformers_computes_and_folders_come_out_as_they_went_in(
     name: str, tmp_path: Path

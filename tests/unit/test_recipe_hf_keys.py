@@ -101,7 +101,7 @@ def account(folder: Path, base: dict[str, Any], changed: dict[str, Any], key: st
     return "used, or listed" if (found.run, found.unplaced) != (before.run, before.unplaced) else None
 
 
-@pytest.mark.sampled
+@pytest.mark.sampled(9)
 @pytest.mark.parametrize("kind", KINDS)
 def test_no_key_of_a_class_of_transformers_is_dropped_in_silence(kind: str, tmp_path: Path) -> None:
     base = defaults(kind)
