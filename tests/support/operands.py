@@ -50,14 +50,18 @@ def _main() -> None:
     from tests.support.runs import train_steps
 
     import_engine()
-    from mtrain.models.gpt import build
+    from mtrain.models.gpt import build as gpt
+    from mtrain.models.hybrid import build as hybrid
+    from mtrain.models.llava import build as llava
 
     big, found = Machine(cpu_cores=64, memory_bytes=1 << 40, triton=True, triton_interpreted=True), {}
     for name, words in json.load(sys.stdin).items():
         run, found[name] = load(words, big, {}).run, dict[str, Any]()
         for how in ("together", "apart"):
-            why = build.operands_apart if how == "together" else lambda run: "the test says so"
-            with mock.patch.object(build, "operands_apart", why), mock.patch.object(rank, "operands_apart", why):
+            why = rank.operands_apart if how == "together" else lambda run: "the test says so"
+            with ExitStack() as stack:
+                for module in (gpt, hybrid, llava, rank):
+                    stack.enter_context(mock.patch.object(module, "operands_apart", why))
                 ranks, made = run.parallel.ranks or 1, Counter[str]()
 
                 def job(run: Any = run, made: Counter[str] = made) -> tuple[Any, dict[str, int]]:

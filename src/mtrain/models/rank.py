@@ -137,9 +137,14 @@ class Rank:
 
     @cached_property
     def quantizes(self) -> bool:
-        """Whether norms quantise for linear layers; under sequence parallelism no block of tokens is of two ranks."""
+        """Whether norms quantise for linear layers."""
+        return operands_apart(self._chosen) is None
+
+    @property
+    def cuts_blocks(self) -> bool:
+        """Whether under sequence parallelism a block of tokens is of two ranks: what they quantised is of no use."""
         whole = self.layout.sequence_parallel and self.run.precision.quantized == "blockwise"
-        return operands_apart(self._chosen) is None and not (whole and self.split_tokens % BLOCK)
+        return bool(whole and self.split_tokens % BLOCK)
 
     @property
     def sends_quantized(self) -> bool:

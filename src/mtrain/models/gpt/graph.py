@@ -33,8 +33,8 @@ def add_layer(g: Graph, r: Rank, x: Tensor, index: int, *, causal: bool = True) 
         middle = _norm(g, r, "post_self_attn_layernorm", middle)
     read = x if m.parallel_residual else middle
     normed = _norm(g, r, "pre_mlp_layernorm", read, again=r.recomputes("layernorm")) if before else read
-    alone = r.recomputes("layernorm") or r.recomputes("mlp")
-    normed.quantized = before and r.quantizes and not alone
+    apart = r.recomputes("layernorm") or r.recomputes("mlp") or kind(r, index)[0]
+    normed.quantized = before and r.quantizes and not apart
     added = feed_forward(g, r, normed, index)
     g.discard(normed, when=before and r.recomputes("layernorm"))
     if behind:
