@@ -13,7 +13,9 @@ from mtrain.models.rank import Rank
 from mtrain.plan.rank import stage_memories
 from tests.support import operands
 from tests.support.covering import some
+from tests.support.forked import run_ranks
 
+INTERPRETED = Machine(cpu_cores=64, memory_bytes=1 << 40, triton=True, triton_interpreted=True)
 SMALL = (
     *("data=mock", "data.seq_length=256", "trainer.train_iters=2", "trainer.global_batch_size=1"),
     *("trainer.micro_batch_size=1", "trainer.eval_iters=0", "trainer.eval_interval=null", "trainer.sample_tokens=0"),
@@ -63,7 +65,13 @@ RUNS |= {
     "MLA without latent queries, packed": (
         *("precision=fp8_tensorwise", "parallel=single", *LATENT, NO_QUERIES, "data.packed=true"),
     ),
-    "hybrid, tensor, tp2 sequence parallel": ("precision=fp8_tensorwise", "parallel=tp2sp", *HYBRID, "model.hybrid.pattern=MG-*", DELTA),
+    "hybrid, tensor, tp2 sequence parallel": (
+        "precision=fp8_tensorwise",
+        "parallel=tp2sp",
+        *HYBRID,
+        "model.hybrid.pattern=MG-*",
+        DELTA,
+    ),
     "hybrid, blocks, all is computed again": (
         *("precision=fp8_blockwise", "parallel=single", "parallel.recompute.granularity=full", *HYBRID, PLAIN),
     ),
@@ -91,8 +99,8 @@ def words(name: str) -> list[str]:
     return [*(word for word in SMALL if word.partition("=")[0] not in said), *RUNS[name]]
 
 
-def _compared(name: str) -> tuple[dict[str, Any], dict[str, Any]]:
-    found = operands.both({name: words(name)})[name]
+def _compared(name: str, *, fault: bool = False) -> tuple[dict[str, Any], dict[str, Any]]:
+    found = operands.both({name: words(name)}, fault=fault)[name]
     return found["together"], found["apart"]
 
 
@@ -106,6 +114,41 @@ def test_steps_are_the_same_to_the_bit_and_as_much_less_is_kept_as_planned(name:
     saved = apart["keeps"] - ours["keeps"]
     assert saved == pytest.approx(apart["planned"] - ours["planned"], rel=2 * SCALES, abs=64)
     assert (saved > 0) == (handed > 0 and "all is computed again" not in name)
+
+
+@pytest.mark.full
+def test_a_norm_that_takes_the_scale_of_its_part_is_seen() -> None:
+    ours, apart = _compared("MLA, tensor, tp2 sequence parallel", fault=True)
+    assert ours["steps"] != apart["steps"]
+    assert ours["steps"] == [pytest.approx(right, rel=0.05) for right in apart["steps"]], "but it is near"
+
+
+FED = {
+    "MLA, tensor, tp2 sequence parallel": {
+        **{"0.input_layernorm": 2, "0.self_attention.q_layernorm": 1, "0.self_attention.kv_layernorm": 1},
+        "0.pre_mlp_layernorm": 1,
+    },
+    "hybrid, tensor, tp2 sequence parallel": {
+        **{"0.norm": 1, "1.input_layernorm": 1, "2.pre_mlp_layernorm": 1, "3.input_layernorm": 1},
+    },
+}
+"""Of how many linear layers a norm of a layer makes the input."""
+
+
+@pytest.mark.parametrize("name", FED)
+def test_norms_quantise_for_all_that_read_them(name: str) -> None:
+    run = load(["parallel=single", *(w for w in words(name) if not w.startswith("parallel="))], INTERPRETED, {}).run
+
+    def job() -> dict[str, int]:
+        from mtrain.build.model import build_model
+        from mtrain.world.init import joined
+
+        with joined(run) as world:
+            (chunk,) = build_model(run, world, wrap=False)
+            fed = {norm: module.feeds for norm, module in chunk.named_modules() if getattr(module, "feeds", None)}
+            return {norm.partition("layers.")[2]: feeds.readers for norm, feeds in fed.items()}
+
+    assert run_ranks(1, job)[0] == FED[name]
 
 
 TRAINED = ("trainer.train_iters=10", "data.seq_length=32", "model.hidden_size=64", "model.ffn_hidden_size=64")
@@ -124,9 +167,6 @@ def test_ten_steps_with_triton_are_near_those_of_the_emulation(precision: str) -
     assert len(ours) == len(right) == 20
     assert ours[:10] == pytest.approx(right[:10], rel=2e-3)
     assert ours != right, "not one bit differs, so Triton did nothing"
-
-
-INTERPRETED = Machine(cpu_cores=64, memory_bytes=1 << 40, triton=True, triton_interpreted=True)
 
 
 @pytest.mark.parametrize(

@@ -58,7 +58,9 @@ def feed(layer: Any) -> None:
     """
     attention = layer.self_attention
     if not layer.recompute_input_layernorm:
-        feed_norm(layer.input_layernorm, *(getattr(attention, name) for name in ATTENTION if hasattr(attention, name)))
+        feed_norm(
+            layer.input_layernorm, *(getattr(attention, name) for name in ATTENTION if hasattr(attention, name))
+        )
     for norm, reader in LATENT.items():
         if hasattr(attention, reader):
             feed_norm(getattr(attention, norm), getattr(attention, reader))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 from mtrain.config.devices import facts_of
@@ -60,6 +60,13 @@ class Rank:
         adapted = run.peft.kind is not None
         on_host = facts_of(run.cluster.device).on_host
         return cls(run, words, on_host, samples, length, frozen=adapted, adapted=adapted)
+
+    def at(self, index: int) -> Rank:
+        """As layer `index` of the model sees it, counted from 0: the first and last ones may not multiply in fewer bits."""
+        p = self.run.precision
+        if not p.leaves(index, self.model.num_layers):
+            return self
+        return replace(self, run=self.run.model_copy(update={"precision": p.unquantized(p.format)}))
 
     @property
     def model(self) -> ModelConfig:

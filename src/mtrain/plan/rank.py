@@ -19,8 +19,10 @@ from mtrain.layout.stages import held_stages
 from mtrain.models.graph import FP32, Graph, Op, kept, most_made_again, shared, size
 from mtrain.models.rank import Rank
 from mtrain.models.registry import family_of
+from mtrain.models.weights import Weight
 from mtrain.plan.schedule import most_in_flight
 from mtrain.plan.states import States, rank_states
+from mtrain.plan.weights import stage_weights
 from mtrain.units import MIB
 
 CONTEXT_BYTES = 723 * MIB
@@ -142,8 +144,19 @@ class StageMemory:
 
     def _low_precision(self) -> int:
         low = ("attention", "mlp", "experts")
-        held = sum(w.numel for w in self.states.weights if w.kind in low and len(w.shape) > 1)
-        return quantized_bytes(self.run) * held
+        weights = [w for held in self.held for w in stage_weights(self.run, held) if not self._stays_wide(w, held)]
+        sizes = [w.numel for w in weights if w.kind in low and len(w.shape) > 1]
+        if passing(self.run):
+            return QUANTIZED_COPIES * max(sizes, default=0)
+        return quantized_bytes(self.run) * sum(sizes)
+
+    def _stays_wide(self, weight: Weight, held: Stage) -> bool:
+        """Whether a weight is of a layer that does not multiply in fewer bits."""
+        stack, _, rest = weight.name.partition(".layers.")
+        if not rest or stack not in ("decoder", "encoder"):
+            return False
+        index = held.layers[int(rest.partition(".")[0])]
+        return self.run.precision.leaves(index, self.run.model.num_layers)
 
     def _working(self) -> tuple[int, int]:
         """What a loss works with, and what the layer that works with the most."""
@@ -187,8 +200,14 @@ class StageMemory:
 
 
 def quantized_bytes(run: RunConfig) -> int:
-    """For an element of a layer's products: its copies in eight bits."""
-    return 0 if run.precision.quantized is None else QUANTIZED_COPIES
+    """For an element of a layer's products: its copies in eight bits, where they are kept."""
+    return 0 if run.precision.quantized is None or passing(run) else QUANTIZED_COPIES
+
+
+def passing(run: RunConfig) -> bool:
+    """Whether weights are quantised for one product at a time: by our layers, of what is freed behind it."""
+    low = run.precision.quantized is not None and run.parallel.frees_weights
+    return low and Rank.of(run).words["linear"] != "te"
 
 
 def communication_bytes(run: RunConfig, layer: int, working: int) -> int:

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-from mtrain_kernels.fp8_linear.op import weights_stay
+from mtrain_kernels.fp8_linear.op import weights_leave, weights_stay
 
 from mtrain.ckpt.state import TrainState, generators_kept
 from mtrain.config.batches import Stage, samples_of, size_after, stages
@@ -252,9 +252,14 @@ def _next_step(plan: Sequence[Stage], end: int, place: Place) -> Place | None:
 
 def run_schedule(parts: Parts, batches: Sequence[Batch], *, forward_only: bool) -> list[torch.Tensor]:
     """Run the micro-batches of a step; on the last stage, what `sum_loss` reports of each."""
-    run = parts.run  # FSDP gathers a weight anew for each use, and a captured graph knows nothing of other graphs
-    stays = not forward_only and run.parallel.fsdp == "none" and run.trainer.cuda_graph_impl == "none"
-    with weights_stay() if stays else nullcontext():
+    run = parts.run  # a captured graph knows nothing of other graphs
+    if run.parallel.frees_weights:
+        quantised = weights_leave()
+    elif forward_only or run.parallel.fsdp != "none" or run.trainer.cuda_graph_impl != "none":
+        quantised = nullcontext()
+    else:
+        quantised = weights_stay()
+    with quantised:
         return (parts.schedule or run_pipeline)(parts, batches, forward_only=forward_only)
 
 
