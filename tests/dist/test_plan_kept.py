@@ -47,8 +47,8 @@ KEPT = {
     "llama fp8": f"parallel=tp2sp {SHORT} precision=fp8_tensorwise {ALL_LAYERS}",
     "llama fp8 blocks": f"parallel=single {SHORT} precision=fp8_blockwise",
     "llama fp8 but for ends": "parallel=single model.num_layers=3 precision=fp8_tensorwise",
-    "llama fp8 fsdp2": f"parallel=dp parallel.ranks=2 parallel.fsdp=fsdp2 parallel.distributed_optimizer=false {SHORT} "
-    "precision=fp8_blockwise",
+    "llama fp8 fsdp2": f"parallel=dp parallel.ranks=2 parallel.fsdp=fsdp2 {SHORT} precision=fp8_blockwise "
+    "parallel.distributed_optimizer=false",
     "llama pp": "parallel=pp4",
     "llama interleaved": "parallel=pp2vpp2 model.num_layers=8",
     "llama interleaved deep": "parallel=pp4vpp2 model.num_layers=8 trainer.micro_batch_size=1",

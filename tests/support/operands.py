@@ -23,8 +23,8 @@ CALLS = ("quantize_tensorwise", "quantize_blocks")
 
 def both(runs: dict[str, list[str]], *, fault: bool = False, timeout_s: float = 300) -> dict[str, dict[str, Any]]:
     """Of every run, `together` and `apart`: losses and norms of all `steps`, what the first rank `calls` how often in
-    the first forward, and the bytes that its autograd `keeps`; and what the plan says of these. With a `fault` norms take
-    the scale of this rank's part of a tensor for that of the whole.
+    the first forward, and the bytes that its autograd `keeps`; and what the plan says of these. With a `fault` norms
+    take the scale of this rank's part of a tensor for that of the whole.
 
     Raises `AssertionError` with what was printed if a run did not end well.
     """
@@ -72,7 +72,7 @@ def _main() -> None:
                 for module in (gpt, hybrid, llava, rank):
                     stack.enter_context(mock.patch.object(module, "operands_apart", why))
                 if fault:
-                    stack.enter_context(mock.patch.object(norms, "greatest", lambda groups: None))
+                    stack.enter_context(mock.patch.object(norms, "greatest", return_value=None))
                 ranks, made = run.parallel.ranks or 1, Counter[str]()
 
                 def job(run: Any = run, made: Counter[str] = made) -> tuple[Any, dict[str, int]]:

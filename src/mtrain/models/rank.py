@@ -62,7 +62,7 @@ class Rank:
         return cls(run, words, on_host, samples, length, frozen=adapted, adapted=adapted)
 
     def at(self, index: int) -> Rank:
-        """As layer `index` of the model sees it, counted from 0: the first and last ones may not multiply in fewer bits."""
+        """As layer `index` of the model sees it, counted from 0: first and last ones may multiply in `dtype`."""
         p = self.run.precision
         if not p.leaves(index, self.model.num_layers):
             return self
