@@ -88,8 +88,8 @@ HANDED = {
     **{"norms are computed again": 0, "blocks, tp2 of parts of blocks": 0, "FSDP of megatron-core, hybrid": 4},
     **{"MLA, blocks, tp2 of parts of blocks": 2, "MLA without latent queries, packed": 4},
 }
-"""Inputs of linear layers that norms quantise. Where a block of tokens would be of two ranks, an input that is gathered
-is quantised behind that, as before."""
+"""Inputs of linear layers that norms quantise. Where a block of tokens would be of two ranks, an input that is
+gathered is quantised behind that, as before."""
 SCALES = 4 / 128
 """Bytes of scales for each of an operand, which the plan leaves out."""
 

@@ -143,9 +143,8 @@ class StageMemory:
         return found
 
     def _low_precision(self) -> int:
-        low = ("attention", "mlp", "experts")
         weights = [w for held in self.held for w in stage_weights(self.run, held) if not self._stays_wide(w, held)]
-        sizes = [w.numel for w in weights if w.kind in low and len(w.shape) > 1]
+        sizes = [w.numel for w in weights if _is_quantized(w)]
         if passing(self.run):
             return QUANTIZED_COPIES * max(sizes, default=0)
         return quantized_bytes(self.run) * sum(sizes)
@@ -197,6 +196,13 @@ class StageMemory:
                 layer = weight.name.split(".layers.")[-1].partition(".")[0]
                 found[layer] = found.get(layer, 0) + weight.numel
         return found
+
+
+def _is_quantized(weight: Weight) -> bool:
+    """Whether products with it are in fewer bits, where the run has them."""
+    layers = weight.kind in ("attention", "mlp", "experts", "mamba")
+    tower = weight.kind == "vision" and ".linear_" in weight.name and not weight.name.startswith("vision.behind.")
+    return len(weight.shape) == 2 and (layers or tower)
 
 
 def quantized_bytes(run: RunConfig) -> int:
