@@ -52,7 +52,7 @@ KEPT = {
     "latent fp8": f"model=deepseek_tiny parallel=tp2sp {SHORT} precision=fp8_blockwise model.moe=null "
     "model.mtp_num_layers=null model.mtp_loss_scaling_factor=null",
     "hybrid fp8": "model=nemotron_h_tiny parallel=tp2sp precision=fp8_tensorwise model.hybrid.num_heads=32",
-    "llava fp8": f"model=llava_tiny parallel=single {SHORT} precision=fp8_blockwise",
+    "llava fp8": "model=llava_tiny parallel=single model.num_layers=3 precision=fp8_tensorwise",
     "llama pp": "parallel=pp4",
     "llama interleaved": "parallel=pp2vpp2 model.num_layers=8",
     "llama interleaved deep": "parallel=pp4vpp2 model.num_layers=8 trainer.micro_batch_size=1",

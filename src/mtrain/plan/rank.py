@@ -152,10 +152,12 @@ class StageMemory:
     def _stays_wide(self, weight: Weight, held: Stage) -> bool:
         """Whether a weight is of a layer that does not multiply in fewer bits."""
         stack, _, rest = weight.name.partition(".layers.")
-        if not rest or stack not in ("decoder", "encoder"):
-            return False
-        index = held.layers[int(rest.partition(".")[0])]
-        return self.run.precision.leaves(index, self.run.model.num_layers)
+        number, m = int(rest.partition(".")[0] or 0), self.run.model
+        if stack in ("decoder", "encoder"):
+            return self.run.precision.leaves(held.layers[number], m.num_layers)
+        if stack == "vision.encoder" and m.llava is not None:
+            return self.run.precision.leaves(number, m.llava.used_layers)
+        return False
 
     def _working(self) -> tuple[int, int]:
         """What a loss works with, and what the layer that works with the most."""
