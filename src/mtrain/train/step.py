@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import closing, contextmanager, nullcontext
+from contextlib import AbstractContextManager, closing, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import cached_property, partial
 from typing import Any, NamedTuple
@@ -252,15 +252,16 @@ def _next_step(plan: Sequence[Stage], end: int, place: Place) -> Place | None:
 
 def run_schedule(parts: Parts, batches: Sequence[Batch], *, forward_only: bool) -> list[torch.Tensor]:
     """Run the micro-batches of a step; on the last stage, what `sum_loss` reports of each."""
-    run = parts.run  # a captured graph knows nothing of other graphs
-    if run.parallel.frees_weights:
-        quantised = weights_leave()
-    elif forward_only or run.parallel.fsdp != "none" or run.trainer.cuda_graph_impl != "none":
-        quantised = nullcontext()
-    else:
-        quantised = weights_stay()
-    with quantised:
+    with _weights(parts.run, forward_only):
         return (parts.schedule or run_pipeline)(parts, batches, forward_only=forward_only)
+
+
+def _weights(run: RunConfig, forward_only: bool) -> AbstractContextManager[None]:
+    """For how long a weight that was quantised is what it was: a captured graph knows nothing of other graphs."""
+    if run.parallel.frees_weights:
+        return weights_leave()
+    stays = not forward_only and run.parallel.fsdp == "none" and run.trainer.cuda_graph_impl == "none"
+    return weights_stay() if stays else nullcontext()
 
 
 def run_pipeline(
