@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
@@ -110,6 +111,36 @@ def test_parts_that_share_their_greatest_value_multiply_as_the_whole() -> None:
     amax = weight.float().abs().amax().view(1)
     assert torch.equal(parts(Shares(weight=lambda part: amax)), whole)
     assert not torch.equal(parts(Shares()), whole)
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_a_weight_that_is_freed_in_between_is_quantised_again_to_the_bit(recipe: Recipe) -> None:
+    given, found = inputs(64, 96, 256), {}
+    for leaves, faulty in ((False, False), (True, False), (True, True)):
+        weight, held = given["weight"], list[int]()
+
+        def pack(x: Tensor, weight: Tensor = weight, held: list[int] = held) -> Tensor:
+            held += [x.numel()] * (x.data_ptr() != weight.data_ptr())
+            return x
+
+        with op.weights_leave() if leaves else nullcontext(), torch.autograd.graph.saved_tensors_hooks(pack, _same):
+            y = layer(recipe, "reference", **given)
+            before, size = weight.detach().clone(), weight.untyped_storage().nbytes()
+            if leaves:
+                weight.untyped_storage().resize_(0)
+                weight.untyped_storage().resize_(size)
+                weight.untyped_storage().copy_((2 * before if faulty else before).untyped_storage())
+            got = torch.autograd.grad(y, list(given.values()), torch.ones_like(y))
+        assert (weight.numel() in held) != leaves
+        weight.untyped_storage().copy_(before.untyped_storage())
+        found[leaves, faulty] = got
+    right = found[False, False]
+    assert all(torch.equal(a, b) for a, b in zip(found[True, False], right, strict=True))
+    assert not torch.equal(found[True, True][0], right[0])
+
+
+def _same(x: Tensor) -> Tensor:
+    return x
 
 
 def test_a_gradient_goes_where_it_is_sent_in_fp32() -> None:

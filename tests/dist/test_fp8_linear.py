@@ -49,6 +49,10 @@ PROVEN = {
     "packed, tp2pp2": "precision=fp8_tensorwise parallel=tp2pp2 data.packed=true",
     "hybrid, tp2 sequence parallel": "precision=fp8_tensorwise parallel=tp2sp model=nemotron_h_tiny "
     "model.hybrid.num_heads=32",
+    "FSDP2, tp2": "precision=fp8_tensorwise parallel=tp2dp2sp parallel.fsdp=fsdp2 "
+    "parallel.distributed_optimizer=false",
+    "MLA, FSDP of megatron-core": "precision=fp8_blockwise parallel=dp2 parallel.fsdp=megatron "
+    f"parallel.distributed_optimizer=false model=deepseek_tiny {LATENT}",
     "predicting, tp2": "precision=fp8_tensorwise parallel=tp2 model.mtp_num_layers=1",
 }
 
@@ -123,6 +127,31 @@ def test_a_weight_is_quantised_once_a_step_and_no_bit_depends_on_it(recompute: b
     weights = 4 * run.model.num_layers
     assert once[1] == 2 * weights
     assert again[1] == 2 * micro * weights * (2 if recompute else 1)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("recipe", ["tensorwise", "blockwise"])
+def test_no_bit_depends_on_whether_weights_that_fsdp_frees_are_kept_in_8_bits(recipe: str) -> None:
+    sharded = {"parallel.fsdp": "fsdp2", "parallel.distributed_optimizer": False}
+    run = apply(fp8(tiny_run(ranks=4, tp=2), recipe), sharded)
+
+    def job(leave: bool) -> tuple[list[tuple[float, float]], int]:
+        made: list[int] = []
+        whole = op.quantized
+
+        def counted(*args: Any, weight: bool = False, **given: Any) -> Any:
+            made.append(weight)
+            return whole(*args, weight=weight, **given)
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(op, "quantized", counted)
+            if not leave:
+                patch.setattr("mtrain.train.step.weights_leave", nullcontext)
+            return train_steps(run, 2), sum(made)
+
+    (steps, made), (right, once) = (run_ranks(4, partial(job, leave))[0] for leave in (True, False))
+    assert steps == right
+    assert made == 2 * once
 
 
 @pytest.mark.parametrize("words", [

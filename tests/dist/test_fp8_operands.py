@@ -13,7 +13,9 @@ from mtrain.models.rank import Rank
 from mtrain.plan.rank import stage_memories
 from tests.support import operands
 from tests.support.covering import some
+from tests.support.forked import run_ranks
 
+INTERPRETED = Machine(cpu_cores=64, memory_bytes=1 << 40, triton=True, triton_interpreted=True)
 SMALL = (
     *("data=mock", "data.seq_length=256", "trainer.train_iters=2", "trainer.global_batch_size=1"),
     *("trainer.micro_batch_size=1", "trainer.eval_iters=0", "trainer.eval_interval=null", "trainer.sample_tokens=0"),
@@ -40,8 +42,54 @@ RUNS = {
         "parallel.recompute.modules=[layernorm]",
     ),
 }
-WHOLE = "blocks, tp2 of parts of blocks"
-"""Where a block of tokens would be of two ranks, the input is gathered and quantised as before."""
+LATENT = (
+    *("model=deepseek_tiny", "model.moe=null", "model.mtp_num_layers=null", "model.mtp_loss_scaling_factor=null"),
+    *("model.num_query_groups=null", "data.seq_length=128"),
+)
+NO_QUERIES = "model.mla={q_lora_rank:null,kv_lora_rank:32,qk_head_dim:32,qk_pos_emb_head_dim:16,v_head_dim:32}"
+HYBRID = (
+    *("model=nemotron_h_tiny", "model.num_layers=4", "model.hybrid.num_heads=32", "model.hybrid.num_groups=2"),
+    *("model.hybrid.head_dim=16", "model.hybrid.state_dim=16", "data.seq_length=64"),
+    "kernels.attention=reference",
+)
+PLAIN = "model.hybrid.pattern=MM-*"
+DELTA = "model.linear_attention={num_key_heads:4,num_value_heads:16,key_head_dim:16,value_head_dim:16}"
+SHARDED = ("parallel=dp", "parallel.ranks=2", "trainer.global_batch_size=2", "parallel.distributed_optimizer=false")
+RUNS |= {
+    "MLA, tensor, tp2 sequence parallel": ("precision=fp8_tensorwise", "parallel=tp2sp", *LATENT),
+    "MLA, blocks, tp2 of parts of blocks": ("precision=fp8_blockwise", "parallel=tp2sp", *LATENT),
+    "MLA is computed again": (
+        *("precision=fp8_blockwise", "parallel=single", *LATENT, "parallel.recompute.granularity=selective"),
+        "parallel.recompute.modules=[mla_up_proj]",
+    ),
+    "MLA without latent queries, packed": (
+        *("precision=fp8_tensorwise", "parallel=single", *LATENT, NO_QUERIES, "data.packed=true"),
+    ),
+    "hybrid, tensor, tp2 sequence parallel": (
+        "precision=fp8_tensorwise",
+        "parallel=tp2sp",
+        *HYBRID,
+        "model.hybrid.pattern=MG-*",
+        DELTA,
+    ),
+    "hybrid, blocks, all is computed again": (
+        *("precision=fp8_blockwise", "parallel=single", "parallel.recompute.granularity=full", *HYBRID, PLAIN),
+    ),
+    "built as a hybrid": ("precision=fp8_blockwise", "parallel=single", "model.builder=hybrid"),
+    "FSDP2": ("precision=fp8_tensorwise", *SHARDED, "parallel.fsdp=fsdp2"),
+    "FSDP2, all is computed again": (
+        *("precision=fp8_blockwise", *SHARDED, "parallel.fsdp=fsdp2", "parallel.recompute.granularity=full"),
+    ),
+    "FSDP of megatron-core, MLA": ("precision=fp8_tensorwise", *SHARDED, "parallel.fsdp=megatron", *LATENT),
+    "FSDP of megatron-core, hybrid": ("precision=fp8_blockwise", *SHARDED, "parallel.fsdp=megatron", *HYBRID, PLAIN),
+}
+HANDED = {
+    **{name: 5 if "MLA" in name else 4 if name.startswith("hybrid") else 2 for name in RUNS},
+    **{"norms are computed again": 0, "blocks, tp2 of parts of blocks": 0, "FSDP of megatron-core, hybrid": 4},
+    **{"MLA, blocks, tp2 of parts of blocks": 2, "MLA without latent queries, packed": 4},
+}
+"""Inputs of linear layers that norms quantise. Where a block of tokens would be of two ranks, an input that is
+gathered is quantised behind that, as before."""
 SCALES = 4 / 128
 """Bytes of scales for each of an operand, which the plan leaves out."""
 
@@ -51,8 +99,8 @@ def words(name: str) -> list[str]:
     return [*(word for word in SMALL if word.partition("=")[0] not in said), *RUNS[name]]
 
 
-def _compared(name: str) -> tuple[dict[str, Any], dict[str, Any]]:
-    found = operands.both({name: words(name)})[name]
+def _compared(name: str, *, fault: bool = False) -> tuple[dict[str, Any], dict[str, Any]]:
+    found = operands.both({name: words(name)}, fault=fault)[name]
     return found["together"], found["apart"]
 
 
@@ -60,12 +108,47 @@ def _compared(name: str) -> tuple[dict[str, Any], dict[str, Any]]:
 def test_steps_are_the_same_to_the_bit_and_as_much_less_is_kept_as_planned(name: str) -> None:
     ours, apart = _compared(name)
     assert ours["steps"] == apart["steps"]
-    handed = 0 if name in (WHOLE, "norms are computed again") else 2
-    quantised = "quantize_tensorwise" if "tensor" in name else "quantize_blocks"
+    handed = HANDED[name]
+    quantised = "quantize_tensorwise" if "fp8_tensorwise" in RUNS[name][0] else "quantize_blocks"
     assert ours["calls"][quantised] == apart["calls"][quantised] - handed
     saved = apart["keeps"] - ours["keeps"]
     assert saved == pytest.approx(apart["planned"] - ours["planned"], rel=2 * SCALES, abs=64)
-    assert (saved > 0) == (handed == 2 and name != "all is computed again")
+    assert (saved > 0) == (handed > 0 and "all is computed again" not in name)
+
+
+@pytest.mark.full
+def test_a_norm_that_takes_the_scale_of_its_part_is_seen() -> None:
+    ours, apart = _compared("MLA, tensor, tp2 sequence parallel", fault=True)
+    assert ours["steps"] != apart["steps"]
+    assert ours["steps"] == [pytest.approx(right, rel=0.05) for right in apart["steps"]], "but it is near"
+
+
+FED = {
+    "MLA, tensor, tp2 sequence parallel": {
+        **{"0.input_layernorm": 2, "0.self_attention.q_layernorm": 1, "0.self_attention.kv_layernorm": 1},
+        "0.pre_mlp_layernorm": 1,
+    },
+    "hybrid, tensor, tp2 sequence parallel": {
+        **{"0.norm": 1, "1.input_layernorm": 1, "2.pre_mlp_layernorm": 1, "3.input_layernorm": 1},
+    },
+}
+"""Of how many linear layers a norm of a layer makes the input."""
+
+
+@pytest.mark.parametrize("name", FED)
+def test_norms_quantise_for_all_that_read_them(name: str) -> None:
+    run = load(["parallel=single", *(w for w in words(name) if not w.startswith("parallel="))], INTERPRETED, {}).run
+
+    def job() -> dict[str, int]:
+        from mtrain.build.model import build_model
+        from mtrain.world.init import joined
+
+        with joined(run) as world:
+            (chunk,) = build_model(run, world, wrap=False)
+            fed = {norm: module.feeds for norm, module in chunk.named_modules() if getattr(module, "feeds", None)}
+            return {norm.partition("layers.")[2]: feeds.readers for norm, feeds in fed.items()}
+
+    assert run_ranks(1, job)[0] == FED[name]
 
 
 TRAINED = ("trainer.train_iters=10", "data.seq_length=32", "model.hidden_size=64", "model.ffn_hidden_size=64")
@@ -86,20 +169,14 @@ def test_ten_steps_with_triton_are_near_those_of_the_emulation(precision: str) -
     assert ours != right, "not one bit differs, so Triton did nothing"
 
 
-SHARDED = (
-    *("parallel=dp", "parallel.ranks=2", "parallel.fsdp=fsdp2", "parallel.distributed_optimizer=false"),
-    "trainer.global_batch_size=2",
-)
-INTERPRETED = Machine(cpu_cores=64, memory_bytes=1 << 40, triton=True, triton_interpreted=True)
-
-
 @pytest.mark.parametrize(
     ("more", "why"),
     [
         ((), None),
         (("precision=bf16",), "kernels.linear"),
         (("kernels.norm=reference",), "kernels.norm"),
-        (SHARDED, "frees"),
+        ((*SHARDED, "parallel.fsdp=fsdp2"), None),
+        ((*HYBRID, PLAIN), None),
     ],
 )
 def test_who_quantises_and_why_not_is_said(more: tuple[str, ...], why: str | None) -> None:

@@ -10,7 +10,7 @@ from mtrain.cli.setup import load
 from mtrain.config.resolve import Machine
 from mtrain.config.run import RunConfig
 from mtrain.layout.grid import RankGrid
-from mtrain.plan.rank import stage_memories
+from mtrain.plan.rank import passing, stage_memories
 from mtrain.plan.states import rank_states
 from tests.support.covering import some
 from tests.support.forked import run_ranks
@@ -46,6 +46,13 @@ KEPT = {
     "llama fsdp2": f"parallel=dp parallel.ranks=2 parallel.fsdp=fsdp2 parallel.distributed_optimizer=false {SHORT}",
     "llama fp8": f"parallel=tp2sp {SHORT} precision=fp8_tensorwise {ALL_LAYERS}",
     "llama fp8 blocks": f"parallel=single {SHORT} precision=fp8_blockwise",
+    "llama fp8 but for ends": "parallel=single model.num_layers=3 precision=fp8_tensorwise",
+    "llama fp8 fsdp2": f"parallel=dp parallel.ranks=2 parallel.fsdp=fsdp2 {SHORT} precision=fp8_blockwise "
+    "parallel.distributed_optimizer=false",
+    "latent fp8": f"model=deepseek_tiny parallel=tp2sp {SHORT} precision=fp8_blockwise model.moe=null "
+    "model.mtp_num_layers=null model.mtp_loss_scaling_factor=null",
+    "hybrid fp8": "model=nemotron_h_tiny parallel=tp2sp precision=fp8_tensorwise model.hybrid.num_heads=32",
+    "llava fp8": "model=llava_tiny parallel=single model.num_layers=3 precision=fp8_tensorwise",
     "llama pp": "parallel=pp4",
     "llama interleaved": "parallel=pp2vpp2 model.num_layers=8",
     "llama interleaved deep": "parallel=pp4vpp2 model.num_layers=8 trainer.micro_batch_size=1",
@@ -245,13 +252,13 @@ def difference(run: RunConfig, counted: RunConfig) -> float:
 
     Between forward and backward, and with what a backward computes again. Experts are not chosen alike, so that of
     the ranks of a stage the mean is compared. Of a weight's copies in 8 bits, which the plan has as a part of its
-    own, autograd holds the transposed one.
+    own, autograd holds the transposed one, but not of weights that are freed.
     """
     grid, found = RankGrid.of(run), run_ranks(run.parallel.ranks or 1, measured, run)
     out = []
     for stage in stage_memories(counted):
         here = [r for r in found if grid.coords(r["rank"])["pp"] == stage.stage]
-        copies = stage.parts["low_precision"] // 2
+        copies = 0 if passing(run) else stage.parts["low_precision"] // 2
         out.append(abs((stage.saved + copies) / mean(r["most"] for r in here) - 1))
         kept = [mean(r["after"]) if grid.pp == 1 else r["kept"] for r in here]
         out.append(abs((stage.in_flight[0] + copies) / mean(kept) - 1))

@@ -1,7 +1,7 @@
 """Steps in FP8 whose norms and SwiGLU quantise for linear layers, and the same steps with all of that done apart.
 
 A program, `python -m tests.support.operands`, because Triton decides whether to interpret when it is imported. It
-reads JSON, names and the words of each command line, and prints what `both` says.
+reads JSON, names and the words of each command line and whether there is a fault, and prints what `both` says.
 """
 
 from __future__ import annotations
@@ -21,9 +21,10 @@ CALLS = ("quantize_tensorwise", "quantize_blocks")
 """What quantises for a linear layer, within it."""
 
 
-def both(runs: dict[str, list[str]], timeout_s: float = 300) -> dict[str, dict[str, Any]]:
+def both(runs: dict[str, list[str]], *, fault: bool = False, timeout_s: float = 300) -> dict[str, dict[str, Any]]:
     """Of every run, `together` and `apart`: losses and norms of all `steps`, what the first rank `calls` how often in
-    the first forward, and the bytes that its autograd `keeps`; and what the plan says of these.
+    the first forward, and the bytes that its autograd `keeps`; and what the plan says of these. With a `fault` norms
+    take the scale of this rank's part of a tensor for that of the whole.
 
     Raises `AssertionError` with what was printed if a run did not end well.
     """
@@ -31,7 +32,13 @@ def both(runs: dict[str, list[str]], timeout_s: float = 300) -> dict[str, dict[s
     environment["PYTHONPATH"] = os.pathsep.join([str(ROOT), *sys.path])
     command = [sys.executable, "-m", "tests.support.operands"]
     done = subprocess.run(
-        command, input=json.dumps(runs), capture_output=True, text=True, timeout=timeout_s, env=environment, cwd=ROOT
+        command,
+        input=json.dumps([runs, fault]),
+        capture_output=True,
+        text=True,
+        timeout=timeout_s,
+        env=environment,
+        cwd=ROOT,
     )
     assert done.returncode == 0, done.stdout + done.stderr
     return json.loads(done.stdout.splitlines()[-1])  # type: ignore[no-any-return]
@@ -50,14 +57,22 @@ def _main() -> None:
     from tests.support.runs import train_steps
 
     import_engine()
-    from mtrain.models.gpt import build
+    from mtrain.mcore import operands as norms
+    from mtrain.models.gpt import build as gpt
+    from mtrain.models.hybrid import build as hybrid
+    from mtrain.models.llava import build as llava
 
     big, found = Machine(cpu_cores=64, memory_bytes=1 << 40, triton=True, triton_interpreted=True), {}
-    for name, words in json.load(sys.stdin).items():
+    runs, fault = json.load(sys.stdin)
+    for name, words in runs.items():
         run, found[name] = load(words, big, {}).run, dict[str, Any]()
         for how in ("together", "apart"):
-            why = build.operands_apart if how == "together" else lambda run: "the test says so"
-            with mock.patch.object(build, "operands_apart", why), mock.patch.object(rank, "operands_apart", why):
+            why = rank.operands_apart if how == "together" else lambda run: "the test says so"
+            with ExitStack() as stack:
+                for module in (gpt, hybrid, llava, rank):
+                    stack.enter_context(mock.patch.object(module, "operands_apart", why))
+                if fault:
+                    stack.enter_context(mock.patch.object(norms, "greatest", return_value=None))
                 ranks, made = run.parallel.ranks or 1, Counter[str]()
 
                 def job(run: Any = run, made: Counter[str] = made) -> tuple[Any, dict[str, int]]:

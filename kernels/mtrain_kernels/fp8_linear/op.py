@@ -46,6 +46,7 @@ class Shares(NamedTuple):
 
 WHOLE = Shares()
 _kept: dict[tuple[int, Recipe], tuple[Tensor, Quantized]] | None = None
+_leave = False
 
 
 @contextmanager
@@ -60,6 +61,20 @@ def weights_stay() -> Iterator[None]:
         yield
     finally:
         _kept = before
+
+
+@contextmanager
+def weights_leave() -> Iterator[None]:
+    """While it is open weights may be freed between a forward and its backward, and are there again in that.
+
+    Then they are quantised once more, transposed, in the backward, and until then nothing of them is kept.
+    """
+    global _leave
+    before, _leave = _leave, True
+    try:
+        yield
+    finally:
+        _leave = before
 
 
 def fp8_linear(
@@ -153,19 +168,23 @@ class _Linear(torch.autograd.Function):
         else:
             a = _input(x, recipe, shares.x, need_weight, swiglu, impl)
             kept, ctx.transposed = (a.transposed, a.transposed_scale), _as_kept
-        b = _weight(weight, recipe, shares.weight, need_x, impl)
+        b = _weight(weight, recipe, shares.weight, need_x and not _leave, impl)
+        ctx.leaves, w = _leave, (None, None) if _leave else (b.transposed, b.transposed_scale)
         gates = x if swiglu and need_x else None
-        ctx.save_for_backward(weight, b.transposed, b.transposed_scale, gates, *(kept if need_weight else ()))
-        ctx.options = recipe, shares.dy, gradient, impl
+        ctx.save_for_backward(weight, *w, gates, *(kept if need_weight else ()))
+        ctx.options = recipe, shares, gradient, impl
         ctx.dtype, ctx.swiglu = x.dtype, swiglu
         return scaled_product(a.data, a.scale, b.data, b.scale, dtype=x.dtype, impl=impl)
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Any, ...]:
         weight, w, w_scale, gates, *kept = ctx.saved_tensors
-        recipe, share, gradient, impl = ctx.options
+        recipe, shares, gradient, impl = ctx.options
         need_x, need_weight = ctx.needs_input_grad[:2]
-        d = quantized(dy, recipe, recipe.backward, share, need_weight, impl)
+        d = quantized(dy, recipe, recipe.backward, shares.dy, need_weight, impl)
+        if need_x and ctx.leaves:
+            again = _weight(weight, recipe, shares.weight, True, impl)
+            w, w_scale = again.transposed, again.transposed_scale
         dx = scaled_product(d.data, d.scale, w, w_scale, dtype=ctx.dtype, impl=impl) if need_x else None
         if dx is not None and gates is not None:
             dx = activation_gradient(dx, gates, "swiglu", impl=ctx.swiglu)

@@ -57,20 +57,16 @@ def norm_quantized(
         return _defined(*given, format, layout, share, multiplier)
     how = "blocks" if layout is not None else "amax" if multiplier is None else "tensor"
     y, total, mean, rstd, q, scale, amax = _norm_operand(*given, how, format, layout or "", multiplier)
-    kept = (
-        (x if residual is None else total).detach(),
-        mean,
-        rstd,
-        weight.detach(),
-        None if bias is None else bias.detach(),
-    )
+    # the weight itself: where it is freed in between, and gathered again, its memory may be another
+    kept = (x if residual is None else total).detach(), mean, rstd, weight, bias
     options = (zero_centered, x.dtype, format, layout or "")
     if layout is not None:
         data, scale = _typed(q, scale, format, layout)
         return y, total, Operand(data, scale, (*kept, None), partial(_again, options=options))
     if multiplier is None:
         multiplier = formats.multiplier(amax if share is None else share(amax), format)
-        q, _ = _codes(*kept, multiplier, *options, False)
+        with torch.no_grad():
+            q, _ = _codes(*kept, multiplier, *options, False)
     return (
         y,
         total,

@@ -61,7 +61,8 @@ def run(argv: list[str], *, debug: bool) -> int:
     equal = True
     for dtype in formats(full):
         small = comparable(full, argv, STEPS, dtype)
-        say(f"{full.model.name}: {_layout(small)} against {_reference(small)}, {dtype}, {STEPS} steps")
+        words = small.precision.words
+        say(f"{full.model.name}: {_layout(small)} against {_reference(small)}, {words}, {STEPS} steps")
         if dtype == "fp32":
             say(f"shrunk to {count(parameters(small.model))} parameters: {'; '.join(differences(full, small))}")
         say(f"kernels: {summary(small)}")

@@ -26,7 +26,8 @@ def run(argv: list[str], *, debug: bool) -> int:
     full = load(argv).run
     small = shrunk(full, argv, STEPS, "bf16" if full.precision.dtype == "bf16" else "fp32")
     grid = RankGrid.of(small)
-    say(f"{full.model.name}: {grid} on {grid.world} ranks, {small.precision.dtype}")
+    asked = "" if full.precision.quantized is None else f", in place of {full.precision.words}"
+    say(f"{full.model.name}: {grid} on {grid.world} ranks, {small.precision.words}{asked}")
     say(f"shrunk to {count(parameters(small.model))} parameters: {'; '.join(differences(full, small))}")
     with tempfile.TemporaryDirectory(prefix="mtrain-rehearse-") as scratch:
         whole = local.launch(_in(small, scratch, "whole"), argv) / CHECKPOINTS

@@ -108,7 +108,9 @@ def page(found: dict[str, Any]) -> list[str]:
 
 def _head(found: dict[str, Any]) -> Iterator[str]:
     layout = " ".join(f"{a}{n}" for a, n in found["layout"].items() if n > 1 and a not in ("etp", "edp"))
-    yield f"{found['model']}, {found['format']}, {layout or 'one rank'}: a step of rank {found['rank']}, traced"
+    form, asked = found["format"], found["asked"]
+    form += f" in place of {asked}" if asked != form else ""
+    yield f"{found['model']}, {form}, {layout or 'one rank'}: a step of rank {found['rank']}, traced"
     m, peak = found["microbatches"], found["peak"]
     yield f"  micro-batches  {m['traced']} of the {m['of_a_step']} of a step: more change nothing at the peak"
     times = sum(o["times"] for o in found["operations"])

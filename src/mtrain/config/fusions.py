@@ -24,15 +24,11 @@ def sums_apart(run: RunConfig) -> str | None:
 
 def operands_apart(run: RunConfig) -> str | None:
     """Why norms and SwiGLU do not quantise for the linear layers behind them, or None where they do."""
-    k, p, m = run.kernels, run.parallel, run.model
+    k, m = run.kernels, run.model
     if run.precision.quantized not in ("tensorwise", "blockwise") or k.linear != "triton":
         return f"kernels.linear is {k.linear}, and products are in {run.precision.quantized or run.precision.dtype}"
     if k.norm != "triton":
         return f"kernels.norm is {k.norm}, and Triton's kernel quantises"
-    if p.fsdp != "none":
-        return f"parallel.fsdp {p.fsdp} frees the weight of a norm, which the backward of a linear layer would read"
-    if m.mla is not None or m.hybrid is not None or m.builder == "hybrid":
-        return "the layers of model.mla and of hybrids read more than one kind of input"
     return None if m.bert is None and m.t5 is None else "the layers of BERT and T5 quantise apart"
 
 

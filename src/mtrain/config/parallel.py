@@ -196,3 +196,9 @@ class ParallelConfig(Section):
     def dp(self) -> int:
         """Data-parallel size of a resolved run, at least 1 so that rules can go on where the layout is broken."""
         return max(1, (self.ranks or 1) // self.model_ranks)
+
+    @property
+    def frees_weights(self) -> bool:
+        """Whether weights of a layer are freed between its forward and its backward."""
+        whole = self.fsdp == "megatron" and self.fsdp_sharding in ("optim", "optim_grads")
+        return self.fsdp != "none" and not whole

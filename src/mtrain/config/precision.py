@@ -161,6 +161,10 @@ class PrecisionConfig(Section):
             return "fp8"
         return self.format if self.fp4 is None else "fp4"
 
+    def leaves(self, index: int, layers: int) -> bool:
+        """Whether layer `index` of so many, counted from 0, is one of the first or last that multiply in `dtype`."""
+        return not self.num_layers_at_start_in_bf16 <= index < layers - self.num_layers_at_end_in_bf16
+
     @property
     def words(self) -> str:
         """The format of weights, and of products where linear layers have another."""

@@ -28,6 +28,7 @@ from mtrain.mcore.decoder_layer import DecoderLayer, DecoderLayerSubmodules, lea
 from mtrain.mcore.language_model import SummedLosses
 from mtrain.mcore.layers import chosen
 from mtrain.mcore.mamba_mixer import Mamba2Mixer, Mamba2MixerSubmodules, Scan
+from mtrain.mcore.operands import feed_norm
 
 UNIFIED = engine.at_least(0, 19)
 """Whether the model is HybridModel, whose pattern says where stages end, and not MambaModel, which cuts evenly."""
@@ -77,6 +78,8 @@ class Stack(_CoreStack):
         self._logits_scaling = logits_scaling
         for layer in self.layers:
             leave_in_bf16(layer)
+            if isinstance(layer, MambaLayer):
+                feed_norm(layer.norm, layer.mixer.in_proj)
 
     def forward(self, hidden_states: Any, attention_mask: Tensor | None = None, **given: Any) -> Tensor:
         """Hidden states [s, b, h], or this rank's [s / tp, b, h] under sequence parallelism, to the same; what the

@@ -24,7 +24,7 @@ from mtrain_kernels.norm.op import layer_norm, rms_norm
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from mtrain.mcore.operands import greatest, normed
+from mtrain.mcore.operands import Feeds, greatest, normed, taken
 
 Init = Callable[[Tensor], Any]
 
@@ -47,8 +47,8 @@ class Norm(nn.Module):
     """
 
     impl = "reference"
-    feeds: tuple[Recipe, list[Any]] | None = None
-    """What the linear layer behind multiplies in, for which this norm quantises, and over which ranks tokens are."""
+    feeds: Feeds | None = None
+    """The linear layers behind, if this norm quantises for them."""
 
     def __init__(self, config: Any, hidden_size: int, eps: float = 1e-5, **_: Any) -> None:
         super().__init__()
@@ -191,6 +191,8 @@ class DuplicatedLinear(nn.Module):
 
     fp8: Recipe | None = None
     impl = "reference"
+    takes_operands = False
+    """Whether what feeds the layer may quantise for it."""
 
     def __init__(
         self,
@@ -240,4 +242,5 @@ class DuplicatedLinear(nn.Module):
             return linear(x, self.weight)
         context = [parallel_state.get_context_parallel_group()]
         tokens = greatest([*context, self.tp_group] if self.sequence_parallel else context)
-        return fp8_linear(x, self.weight, self.fp8, shares=Shares(tokens, None, tokens), impl=self.impl)
+        operand, shares = taken(x) if self.takes_operands else None, Shares(tokens, None, tokens)
+        return fp8_linear(x, self.weight, self.fp8, shares=shares, operand=operand, impl=self.impl)

@@ -7,7 +7,7 @@ the same bits.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from megatron.core import parallel_state
@@ -21,10 +21,33 @@ BLOCK = 128
 """Tokens that share a scale in an operand transposed."""
 
 
+ATTENTION = ("linear_qkv", "in_proj", "linear_q_proj", "linear_q_down_proj", "linear_kv_down_proj")
+"""What of an attention reads the norm in front of it."""
+LATENT = {"q_layernorm": "linear_q_up_proj", "kv_layernorm": "linear_kv_up_proj"}
+"""Norms within MLA, and what reads them."""
+
+
+class Feeds(NamedTuple):
+    """For which linear layers a norm quantises."""
+
+    recipe: Recipe
+    """What they multiply in."""
+    groups: list[Any]
+    """Of ranks that have parts of the tokens, beside context parallelism."""
+    readers: int
+    """How many they are."""
+
+
 def taken(x: Tensor) -> Operand | None:
-    """What a norm made of its result `x`, if it did, for the one linear layer behind: who keeps `x` keeps no more."""
-    found: Operand | None = x.__dict__.pop("fp8_operand", None)
-    return found
+    """What a norm made of its result `x`, if it did, for the next of the linear layers behind.
+
+    When all have taken it, who keeps `x` keeps no more. `x` may be a view of that result, row for row.
+    """
+    whole = x._base
+    if whole is None or x.numel() != whole.numel() or x.shape[-1] != whole.shape[-1] or not x.is_contiguous():
+        whole = x
+    waiting: list[Operand] = whole.__dict__.get("fp8_operands", [])
+    return waiting.pop() if waiting else None
 
 
 def feed(layer: Any) -> None:
@@ -34,9 +57,15 @@ def feed(layer: Any) -> None:
     stays as it is.
     """
     attention = layer.self_attention
-    first = getattr(attention, "linear_qkv", None) or getattr(attention, "in_proj", None)
-    _feed(layer.input_layernorm, first, layer.recompute_input_layernorm)
-    _feed(layer.pre_mlp_layernorm, getattr(layer.mlp, "linear_fc1", None), layer.recompute_pre_mlp_layernorm)
+    if not layer.recompute_input_layernorm:
+        feed_norm(
+            layer.input_layernorm, *(getattr(attention, name) for name in ATTENTION if hasattr(attention, name))
+        )
+    for norm, reader in LATENT.items():
+        if hasattr(attention, reader):
+            feed_norm(getattr(attention, norm), getattr(attention, reader))
+    if not layer.recompute_pre_mlp_layernorm and hasattr(layer.mlp, "linear_fc1"):
+        feed_norm(layer.pre_mlp_layernorm, layer.mlp.linear_fc1)
     activation: Any = getattr(layer.mlp, "activation_func", None)
     last: Any = getattr(layer.mlp, "linear_fc2", None)
     swiglu = getattr(activation, "kind", None) == "swiglu" and activation.impl == "triton"
@@ -44,26 +73,29 @@ def feed(layer: Any) -> None:
         activation.left_to_linear, last.swiglu = True, activation.impl
 
 
+def feed_norm(norm: Any, *linears: Any) -> None:
+    """Let a norm quantise for all of the linear layers that read it, which are of one tensor-parallel group."""
+    if hasattr(norm, "feeds") and norm.impl == "triton" and linears and all(map(_takes, linears)):
+        first = linears[0]
+        groups = [first.tp_group] if first.sequence_parallel else []
+        norm.feeds = Feeds(first.fp8, groups, len(linears))
+
+
 def _takes(linear: Any) -> bool:
     return getattr(linear, "takes_operands", False) and linear.fp8 is not None
 
 
-def _feed(norm: Any, linear: Any, again: bool) -> None:
-    if _takes(linear) and not again and hasattr(norm, "feeds") and norm.impl == "triton":
-        norm.feeds = linear.fp8, [linear.tp_group] if linear.sequence_parallel else []
-
-
 def normed(norm: Any, x: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor]:
-    """A norm that feeds a linear layer, of `x` or its sum with `residual` [..., h], and that sum.
+    """A norm that feeds linear layers, of `x` or its sum with `residual` [..., h], and that sum.
 
     One scale for a tensor is that of all ranks that have a part of its tokens.
     """
-    recipe, groups = norm.feeds
+    recipe, groups, readers = norm.feeds
     share = greatest([*groups, parallel_state.get_context_parallel_group()])
     more: dict[str, Any] = {"subtract_mean": norm.bias is not None, "zero_centered": norm.zero_centered}
     more |= {"format": recipe.forward, "layout": recipe.layout, "share": share, "impl": norm.impl}
     y, total, operand = norm_quantized(x, residual, norm.weight, norm.bias, norm.eps, **more)
-    y.fp8_operand = operand  # type: ignore[attr-defined]
+    y.fp8_operands = [operand] * readers  # type: ignore[attr-defined]
     return y, total
 
 

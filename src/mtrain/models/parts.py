@@ -39,9 +39,9 @@ def norm(g: Graph, r: Rank, name: str, x: Tensor, rows: int, width: int) -> Tens
 
 def column(g: Graph, r: Rank, name: str, x: Tensor, inputs: int, outputs: int) -> Tensor:
     """A linear layer whose `outputs` are those of this rank; `x` is a part of the tokens where those are split."""
-    low = r.sends_quantized or x.quantized
-    arrives = shared_by_tensor_ranks(r, r.tokens * inputs * r.element, "gather", low=low)
-    keeps = [] if r.frozen or x.quantized else [_input(r, x, inputs)]
+    made = x.quantized and not r.cuts_blocks
+    arrives = shared_by_tensor_ranks(r, r.tokens * inputs * r.element, "gather", low=r.sends_quantized or made)
+    keeps = [] if r.frozen or made else [_input(r, x, inputs)]
     g.add(name, keeps, [Product(r.tokens, outputs, inputs)], exchanges=arrives, low=True, factors=r.factors)
     beside(g, r, name, x, (inputs, outputs), (r.split_tokens, r.tokens, r.tokens))
     return Tensor(r.tokens * outputs * r.element)
@@ -62,7 +62,7 @@ def whole(g: Graph, r: Rank, name: str, x: Tensor, inputs: int, outputs: int) ->
     """A linear layer whose whole weight is on every rank, over this rank's part of the tokens."""
     low = r.run.precision.quantized is not None and r.words["linear"] != "te"
     kept = Tensor(r.split_tokens * inputs * FP8_ELEMENT) if low else x
-    keeps = [] if r.frozen else [kept]
+    keeps = [] if r.frozen or x.quantized else [kept]
     g.add(name, keeps, [Product(r.split_tokens, outputs, inputs)], low=True, factors=r.factors)
     beside(g, r, name, x, (inputs, outputs), (r.split_tokens,) * 3)
     return Tensor(r.split_tokens * outputs * r.element)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 from mtrain.config.devices import facts_of
@@ -60,6 +60,13 @@ class Rank:
         adapted = run.peft.kind is not None
         on_host = facts_of(run.cluster.device).on_host
         return cls(run, words, on_host, samples, length, frozen=adapted, adapted=adapted)
+
+    def at(self, index: int) -> Rank:
+        """As layer `index` of the model sees it, counted from 0: first and last ones may multiply in `dtype`."""
+        p = self.run.precision
+        if not p.leaves(index, self.model.num_layers):
+            return self
+        return replace(self, run=self.run.model_copy(update={"precision": p.unquantized(p.format)}))
 
     @property
     def model(self) -> ModelConfig:
@@ -137,9 +144,14 @@ class Rank:
 
     @cached_property
     def quantizes(self) -> bool:
-        """Whether norms quantise for linear layers; under sequence parallelism no block of tokens is of two ranks."""
+        """Whether norms quantise for linear layers."""
+        return operands_apart(self._chosen) is None
+
+    @property
+    def cuts_blocks(self) -> bool:
+        """Whether under sequence parallelism a block of tokens is of two ranks: what they quantised is of no use."""
         whole = self.layout.sequence_parallel and self.run.precision.quantized == "blockwise"
-        return operands_apart(self._chosen) is None and not (whole and self.split_tokens % BLOCK)
+        return bool(whole and self.split_tokens % BLOCK)
 
     @property
     def sends_quantized(self) -> bool:

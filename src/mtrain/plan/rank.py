@@ -19,8 +19,10 @@ from mtrain.layout.stages import held_stages
 from mtrain.models.graph import FP32, Graph, Op, kept, most_made_again, shared, size
 from mtrain.models.rank import Rank
 from mtrain.models.registry import family_of
+from mtrain.models.weights import Weight
 from mtrain.plan.schedule import most_in_flight
 from mtrain.plan.states import States, rank_states
+from mtrain.plan.weights import stage_weights
 from mtrain.units import MIB
 
 CONTEXT_BYTES = 723 * MIB
@@ -141,9 +143,21 @@ class StageMemory:
         return found
 
     def _low_precision(self) -> int:
-        low = ("attention", "mlp", "experts")
-        held = sum(w.numel for w in self.states.weights if w.kind in low and len(w.shape) > 1)
-        return quantized_bytes(self.run) * held
+        weights = [w for held in self.held for w in stage_weights(self.run, held) if not self._stays_wide(w, held)]
+        sizes = [w.numel for w in weights if _is_quantized(w)]
+        if passing(self.run):
+            return QUANTIZED_COPIES * max(sizes, default=0)
+        return quantized_bytes(self.run) * sum(sizes)
+
+    def _stays_wide(self, weight: Weight, held: Stage) -> bool:
+        """Whether a weight is of a layer that does not multiply in fewer bits."""
+        stack, _, rest = weight.name.partition(".layers.")
+        number, m = int(rest.partition(".")[0] or 0), self.run.model
+        if stack in ("decoder", "encoder"):
+            return self.run.precision.leaves(held.layers[number], m.num_layers)
+        if stack == "vision.encoder" and m.llava is not None:
+            return self.run.precision.leaves(number, m.llava.used_layers)
+        return False
 
     def _working(self) -> tuple[int, int]:
         """What a loss works with, and what the layer that works with the most."""
@@ -186,9 +200,22 @@ class StageMemory:
         return found
 
 
+def _is_quantized(weight: Weight) -> bool:
+    """Whether products with it are in fewer bits, where the run has them."""
+    layers = weight.kind in ("attention", "mlp", "experts", "mamba")
+    tower = weight.kind == "vision" and ".linear_" in weight.name and not weight.name.startswith("vision.behind.")
+    return len(weight.shape) == 2 and (layers or tower)
+
+
 def quantized_bytes(run: RunConfig) -> int:
-    """For an element of a layer's products: its copies in eight bits."""
-    return 0 if run.precision.quantized is None else QUANTIZED_COPIES
+    """For an element of a layer's products: its copies in eight bits, where they are kept."""
+    return 0 if run.precision.quantized is None or passing(run) else QUANTIZED_COPIES
+
+
+def passing(run: RunConfig) -> bool:
+    """Whether weights are quantised for one product at a time: by our layers, of what is freed behind it."""
+    low = run.precision.quantized is not None and run.parallel.frees_weights
+    return low and Rank.of(run).words["linear"] != "te"
 
 
 def communication_bytes(run: RunConfig, layer: int, working: int) -> int:

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import closing, contextmanager, nullcontext
+from contextlib import AbstractContextManager, closing, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import cached_property, partial
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-from mtrain_kernels.fp8_linear.op import weights_stay
+from mtrain_kernels.fp8_linear.op import weights_leave, weights_stay
 
 from mtrain.ckpt.state import TrainState, generators_kept
 from mtrain.config.batches import Stage, samples_of, size_after, stages
@@ -252,10 +252,16 @@ def _next_step(plan: Sequence[Stage], end: int, place: Place) -> Place | None:
 
 def run_schedule(parts: Parts, batches: Sequence[Batch], *, forward_only: bool) -> list[torch.Tensor]:
     """Run the micro-batches of a step; on the last stage, what `sum_loss` reports of each."""
-    run = parts.run  # FSDP gathers a weight anew for each use, and a captured graph knows nothing of other graphs
-    stays = not forward_only and run.parallel.fsdp == "none" and run.trainer.cuda_graph_impl == "none"
-    with weights_stay() if stays else nullcontext():
+    with _weights(parts.run, forward_only):
         return (parts.schedule or run_pipeline)(parts, batches, forward_only=forward_only)
+
+
+def _weights(run: RunConfig, forward_only: bool) -> AbstractContextManager[None]:
+    """For how long a weight that was quantised is what it was: a captured graph knows nothing of other graphs."""
+    if run.parallel.frees_weights:
+        return weights_leave()
+    stays = not forward_only and run.parallel.fsdp == "none" and run.trainer.cuda_graph_impl == "none"
+    return weights_stay() if stays else nullcontext()
 
 
 def run_pipeline(

@@ -28,6 +28,7 @@ def trace_report(asked: RunConfig, traced: Traced) -> dict[str, Any]:
     return {
         "model": run.model.name,
         "format": run.precision.format,
+        "asked": asked.precision.words,
         "layout": RankGrid.of(run).sizes,
         "rank": traced.rank,
         "stage": traced.stage,

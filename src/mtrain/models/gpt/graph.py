@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from mtrain.config.stages import Stage
@@ -33,8 +34,8 @@ def add_layer(g: Graph, r: Rank, x: Tensor, index: int, *, causal: bool = True) 
         middle = _norm(g, r, "post_self_attn_layernorm", middle)
     read = x if m.parallel_residual else middle
     normed = _norm(g, r, "pre_mlp_layernorm", read, again=r.recomputes("layernorm")) if before else read
-    alone = r.recomputes("layernorm") or r.recomputes("mlp")
-    normed.quantized = before and r.quantizes and not alone
+    apart = r.recomputes("layernorm") or r.recomputes("mlp") or kind(r, index)[0]
+    normed.quantized = before and r.quantizes and not apart
     added = feed_forward(g, r, normed, index)
     g.discard(normed, when=before and r.recomputes("layernorm"))
     if behind:
@@ -91,12 +92,13 @@ def stack(
 
     Layers of one `kind` are one graph, which is there for each of them.
     """
+    wide = partial(r.run.precision.leaves, layers=r.model.num_layers)
     again, made, graphs = r.layout.recompute, dict[Any, Graph](), list[Graph]()
     full, size = again.granularity == "full", again.num_layers or 1
     groups = size if full and again.method != "block" else 1
     for start in range(0, len(layers), groups):
         group, redone = layers[start : start + groups], full and (again.method != "block" or start < size)
-        key = redone, *map(kind, group)
+        key = redone, *((wide(index), kind(index)) for index in group)
         if key not in made:
             made[key] = _group(r, group, add, redone)
         graphs.append(made[key])
@@ -108,7 +110,7 @@ def _group(r: Rank, layers: Sequence[int], add: AddLayer, redone: bool) -> Graph
     spread = r.layout.recompute.distribute_saved_activations and not r.layout.sequence_parallel
     with g.recomputed("layers", Tensor(x.bytes // r.layout.tp) if spread else x, when=redone):
         for index in layers:
-            x = add(g, r, x, index)
+            x = add(g, r.at(index), x, index)
     return g
 
 

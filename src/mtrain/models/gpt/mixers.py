@@ -102,12 +102,15 @@ def _latent(g: Graph, r: Rank, x: Tensor, layer: int, causal: bool) -> Tensor:
     place = "self_attention"
     q_low = whole(g, r, f"{place}.linear_q_down_proj", x, h, mla.q_lora_rank) if mla.q_lora_rank else None
     kv_low = whole(g, r, f"{place}.linear_kv_down_proj", x, h, mla.kv_lora_rank + rotary)
-    rows, latents = r.split_tokens, [kv_low]
+    rows, latents, again = r.split_tokens, [kv_low], r.recomputes("mla_up_proj")
     if m.qk_layernorm:
         q_low = q_low and norm(g, r, "q_layernorm", q_low, rows, mla.q_lora_rank or 0)
         kv_low = norm(g, r, "kv_layernorm", kv_low, rows, mla.kv_lora_rank)
+        for low in filter(None, (q_low, kv_low)):
+            low.quantized = r.quantizes and not again
+    x.quantized &= not again  # what is made again from `x` quantises it
     latents += [kv_low, *([q_low] if q_low else [x])]
-    with g.recomputed("mla_up_proj", *latents, when=r.recomputes("mla_up_proj"), discarded=True):
+    with g.recomputed("mla_up_proj", *latents, when=again, discarded=True):
         if q_low:
             column(g, r, f"{place}.linear_q_up_proj", q_low, mla.q_lora_rank or 0, n * width)
         else:
@@ -120,5 +123,5 @@ def _latent(g: Graph, r: Rank, x: Tensor, layer: int, causal: bool) -> Tensor:
     if q_low and heads.chosen:
         indexer(g, r, x, q_low, heads)
     out = core_attention(g, r, heads)
-    g.discard(q, k, v, when=r.recomputes("mla_up_proj"))
+    g.discard(q, k, v, when=again)
     return row(g, r, f"{place}.linear_proj", out, n * mla.v_head_dim, h)

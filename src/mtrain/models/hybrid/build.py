@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from mtrain.config.core_fields import GPT_FIELDS, values
+from mtrain.config.fusions import operands_apart
 from mtrain.config.run import RunConfig
 from mtrain.config.stages import stages
 from mtrain.mcore import api as mcore
@@ -22,7 +23,8 @@ _NOT_ASKED = ("rope_scaling", "rope_scaling_factor")
 def chunk(run: RunConfig, config: Any, stage: int | None) -> HybridModel:
     """The layers of one virtual pipeline stage of this rank, with embedding and loss where they belong to it."""
     ps, m, hybrid = mcore.parallel_state, run.model, own(run.model)
-    provider = backend.provider(run.kernels, backend.Parts.of(m), fp8=recipe(run))
+    made: dict[str, Any] = {"fp8": recipe(run), "operands": operands_apart(run) is None}
+    provider = backend.provider(run.kernels, backend.Parts.of(m), **made)
     assert run.kernels.loss is not None, "a resolved run says who makes its loss"
     override_operations(run.kernels, m.moe.group_score_topk if m.moe else None)
     held = [each.layers for each in stages(run)]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from math import lcm
 
-from mtrain.config.hybrid import DELTA, EXPERTS, MAMBA, SOFTMAX
+from mtrain.config.hybrid import DELTA, EXPERTS, MAMBA, MLP, SOFTMAX
 from mtrain.config.stages import Stage
 from mtrain.models.gpt.feed_forward import feed_forward, mlp
 from mtrain.models.gpt.graph import stack, stream
@@ -36,6 +36,7 @@ def add_layer(g: Graph, r: Rank, x: Tensor, index: int) -> Tensor:
     again = r.recomputes("layernorm") and kind != MAMBA
     with g.recomputed("norm", x, when=again, discarded=True):
         normed = norm(g, r, "norm", x, r.split_tokens, m.hidden_size)
+    normed.quantized = r.quantizes and not (again or kind == EXPERTS or (kind == MLP and r.recomputes("mlp")))
     if kind == MAMBA:
         _mixer(g, r, normed)
     elif kind in (*SOFTMAX, DELTA) and is_described(m, kind):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from mtrain.config.fusions import operands_apart
 from mtrain.config.run import RunConfig
 from mtrain.mcore import backend
 from mtrain.mcore.image_language_model import ImageLanguageModel
@@ -14,6 +15,7 @@ from mtrain.models.llava.count import of
 
 def chunk(run: RunConfig, config: Any, stage: int | None) -> ImageLanguageModel:
     """The layers of one pipeline stage of this rank."""
-    more = {"own": of(run.model), "provider": backend.provider(run.kernels, fp8=recipe(run))}
+    provider = backend.provider(run.kernels, fp8=recipe(run), operands=operands_apart(run) is None)
+    more = {"own": of(run.model), "provider": provider}
     built: ImageLanguageModel = language_chunk(run, config, stage, kind=ImageLanguageModel, more=more)
     return built

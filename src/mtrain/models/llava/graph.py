@@ -39,7 +39,11 @@ def _tower(r: Rank) -> Rank:
     """A rank as the vision tower sees it: whole images, each a sequence of patches and the class token."""
     own = of(r.model)
     shape = {
-        **{"hidden_size": own.vision_hidden_size, "ffn_hidden_size": own.vision_ffn_hidden_size},
+        **{
+            "num_layers": own.used_layers,
+            "hidden_size": own.vision_hidden_size,
+            "ffn_hidden_size": own.vision_ffn_hidden_size,
+        },
         **{
             "num_attention_heads": own.vision_heads,
             "num_query_groups": own.vision_heads,
