@@ -46,6 +46,12 @@ KEPT = {
     "llama fsdp2": f"parallel=dp parallel.ranks=2 parallel.fsdp=fsdp2 parallel.distributed_optimizer=false {SHORT}",
     "llama fp8": f"parallel=tp2sp {SHORT} precision=fp8_tensorwise {ALL_LAYERS}",
     "llama fp8 blocks": f"parallel=single {SHORT} precision=fp8_blockwise",
+    "mixtral fp8": f"model=mixtral_tiny parallel=tp2ep2sp {SHORT} precision=fp8_tensorwise {ALL_LAYERS} "
+    "model.moe.ffn_hidden_size=384",
+    "mixtral fp8 blocks": f"model=mixtral_tiny parallel=ep2 {SHORT} precision=fp8_blockwise {ALL_LAYERS} "
+    "model.moe.ffn_hidden_size=384",
+    "deepseek fp8": f"model=deepseek_tiny parallel=single {SHORT} precision=fp8_tensorwise {ALL_LAYERS} "
+    "parallel.recompute.granularity=selective parallel.recompute.modules=[moe_act]",
     "llama pp": "parallel=pp4",
     "llama interleaved": "parallel=pp2vpp2 model.num_layers=8",
     "llama interleaved deep": "parallel=pp4vpp2 model.num_layers=8 trainer.micro_batch_size=1",

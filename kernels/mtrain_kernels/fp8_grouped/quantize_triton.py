@@ -82,9 +82,10 @@ def quantize_rows_kernel(
         m, _ = scales(tl.load(amax_ptr + group, mask=group < GROUPS, other=0.0), GREATEST, EMAX, "power_of_two")
         q = encode(x * m, MANTISSA, BIAS, GREATEST)
         if (tl.program_id(0) == 0) & (tl.program_id(1) == 0):
-            all_ = tl.arange(0, G)
-            _, scale = scales(tl.load(amax_ptr + all_, mask=all_ < GROUPS, other=0.0), GREATEST, EMAX, "power_of_two")
-            tl.store(scale_ptr + all_, scale, mask=all_ < GROUPS)
+            every = tl.arange(0, G)
+            greatest = tl.load(amax_ptr + every, mask=every < GROUPS, other=0.0)
+            inverse, scale = scales(greatest, GREATEST, EMAX, "power_of_two")
+            tl.store(scale_ptr + every, scale, mask=every < GROUPS)
         if STRAIGHT:
             tl.store(q_at, q, mask=inside)
         if TURNED:
