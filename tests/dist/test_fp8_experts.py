@@ -16,6 +16,7 @@ from mtrain.config.experts import MoEConfig
 from mtrain.config.rules import apply
 from mtrain.config.run import RunConfig
 from tests.dist.test_fp8_linear import BOUND, fp8
+from tests.dist.test_fp8_operands import SMALL
 from tests.support.covering import some
 from tests.support.engine import import_engine
 from tests.support.forked import run_ranks
@@ -115,6 +116,39 @@ def test_ten_steps_with_triton_are_near_those_of_the_emulation(precision: str) -
     assert len(ours) == len(right) == 20
     assert ours[:10] == pytest.approx(right[:10], rel=2e-3)
     assert ours != right, "not one bit differs, so Triton did nothing"
+
+
+KEPT = {
+    "one rank": ("parallel=single", "precision=fp8_tensorwise"),
+    "shared experts, blocks, ep2": (
+        *("parallel=ep2", "precision=fp8_blockwise", "model.moe.shared_expert_intermediate_size=128"),
+        *("trainer.global_batch_size=2",),
+    ),
+    "activations again": (
+        *("parallel=single", "precision=fp8_tensorwise", "parallel.recompute.granularity=selective"),
+        *("parallel.recompute.modules=[moe_act]",),
+    ),
+}
+
+
+@pytest.mark.full
+def test_as_much_is_kept_by_triton_as_planned() -> None:
+    from tests.support import operands
+
+    found = operands.both({name: [*words(name), MOE] for name in KEPT})
+    for name, how in found.items():
+        one = how["together"]
+        assert one["keeps"] == pytest.approx(one["planned"] + one["copies"], rel=0.03), name
+        assert one["steps"] == how["apart"]["steps"]
+    again, kept = (found[name]["together"]["keeps"] for name in ("activations again", "one rank"))
+    assert kept - again == 128 * ((256 * 2 + 127 * 4) // 128 * 128)  # one operand of the second layer
+
+
+def words(name: str) -> list[str]:
+    """A layer of four experts, with what a case says."""
+    said = {word.partition("=")[0] for word in KEPT[name]}
+    more = [word for word in SMALL if word.partition("=")[0] not in said]
+    return [*more, "model.moe.ffn_hidden_size=128", "model.moe.num_experts=4", *KEPT[name]]
 
 
 @pytest.mark.full

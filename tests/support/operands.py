@@ -23,7 +23,7 @@ CALLS = ("quantize_tensorwise", "quantize_blocks")
 
 def both(runs: dict[str, list[str]], timeout_s: float = 300) -> dict[str, dict[str, Any]]:
     """Of every run, `together` and `apart`: losses and norms of all `steps`, what the first rank `calls` how often in
-    the first forward, and the bytes that its autograd `keeps`; and what the plan says of these.
+    the first forward, and the bytes that its autograd `keeps`; and what the plan says of these, and of `copies`.
 
     Raises `AssertionError` with what was printed if a run did not end well.
     """
@@ -68,6 +68,7 @@ def _main() -> None:
                 kept = run_ranks(ranks, lambda run=run: measured(run))[0]
                 planned = stage_memories(run)[0]
             keeps = {"keeps": kept["kept"], "planned": planned.in_flight[0]}
+            keeps["copies"] = planned.parts["low_precision"] // 2  # of weights, of which autograd holds one
             found[name][how] = {"steps": steps, "calls": calls, **keeps}
     print(json.dumps(found))
 

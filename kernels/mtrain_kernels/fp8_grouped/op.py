@@ -17,7 +17,7 @@ from mtrain_kernels.fp8_grouped.products import (
     rows_product,
     weights_product,
 )
-from mtrain_kernels.fp8_linear.op import Recipe, while_weights_stay, too_old
+from mtrain_kernels.fp8_linear.op import Recipe, too_old, while_weights_stay
 from mtrain_kernels.grouped_gemm.op import MainGrads, Weights
 from mtrain_kernels.grouped_gemm.reference import require_grouped
 from mtrain_kernels.registry import REFERENCE, TRITON, Case, Cost, Implementation, Model, Op, pick
@@ -51,8 +51,8 @@ def grouped_fp8(
 
     `x` [r, k], `weight`, `counts` [g] and `main_grads` are those of `grouped_gemm`, and so is the result [r, n]. Each
     group has scales of its own, powers of two: see `fp8_grouped.reference`. With `swiglu`, the implementation of that
-    activation, x is [r, 2 k], gate and up side by side, and the activation, times `share` [r], is made on the way into
-    FP8. What is kept of x is its operand, transposed; with `again` that is made again in the backward, of gate and up.
+    activation, x is [r, 2 k], gate and up side by side, and the activation, times `share` [r], is made on the way
+    into FP8. What is kept of x is its operand, transposed; with `again` that is made in the backward, of gate and up.
 
     `impl` is `reference`, `triton` or `auto`. Raises `ValueError` for an unknown recipe and where shapes do not fit,
     `Unavailable` where the named implementation cannot run.
@@ -98,13 +98,14 @@ class _Grouped(torch.autograd.Function):
         gates = x if activated and (need_x or need_share or (need_weight and options.again)) else None
         kept = (a.transposed, a.transposed_scale) if turned else (None, None)
         amax = a.amax if need_weight and options.again else None
-        ctx.save_for_backward(ends, b.transposed, b.transposed_scale, gates, share, *kept, amax, *weights)
+        ctx.save_for_backward(ends, b.transposed, b.transposed_scale, gates, share, *kept, amax)
         ctx.options, ctx.dtype, ctx.rows = options, x.dtype, x.shape[0]
+        ctx.weights = len(weights), weights[0].shape, weights[0].dtype
         return rows_product(a.data, a.scale, b.data, b.scale, ends, x.dtype, backend)
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Any, ...]:
-        ends, w, w_scale, gates, share, x, x_scale, amax, *weights = ctx.saved_tensors
+        ends, w, w_scale, gates, share, x, x_scale, amax = ctx.saved_tensors
         options: _Options = ctx.options
         need_x, need_share = ctx.needs_input_grad[:2]
         need_weight = any(ctx.needs_input_grad[4:])
@@ -116,21 +117,25 @@ class _Grouped(torch.autograd.Function):
         if dx is not None and options.swiglu is not None:
             dx, dshare = activation_gradients(dx, gates, "swiglu", weight=share, impl=options.swiglu)
         if not need_weight:
-            return dx, dshare, None, None, *(None for _ in weights)
+            return dx, dshare, None, None, *[None] * ctx.weights[0]
         if options.again:
             given: dict[str, Any] = {"share": share, "swiglu": True, "amax": amax, "straight": False}
             made = quantize_rows(gates, ends, recipe.forward, one, backend, **given)
             x, x_scale = made.transposed, made.transposed_scale
         operands = d.transposed, d.transposed_scale, x, x_scale, ends, ctx.rows
-        return dx, dshare, None, None, *_weight_gradients(operands, weights, options)
+        return dx, dshare, None, None, *_weight_gradients(operands, ctx.weights, options)
 
 
-def _weight_gradients(operands: tuple[Any, ...], weights: Sequence[Tensor], options: _Options) -> Sequence[Tensor]:
+def _weight_gradients(
+    operands: tuple[Any, ...], weights: tuple[int, torch.Size, torch.dtype], options: _Options
+) -> Sequence[Tensor]:
+    """Those of so many weights of a shape and a dtype; or memory that nobody wrote, where they go to buffers."""
+    number, shape, dtype = weights
     if options.main_grads is not None:
         add_weights_product(*operands, list(options.main_grads()), options.backend)
-        return [torch.empty_like(w) for w in weights]
-    made = weights_product(*operands, weights[0].dtype, options.backend)
-    return [made] if weights[0].ndim == 3 else made.unbind()
+        return [operands[0].new_empty(shape, dtype=dtype) for _ in range(number)]
+    made = weights_product(*operands, dtype, options.backend)
+    return [made] if len(shape) == 3 else made.unbind()
 
 
 def _launch(model: Model) -> None:
@@ -143,16 +148,13 @@ def _launch(model: Model) -> None:
     ends = torch.empty(groups, dtype=torch.int32, device="meta")
     share, into = torch.empty(rows, device="meta"), [torch.empty(n, model.hidden, device="meta")] * groups
     for one in (False, True):
-        q, scale, t, t_scale = quantize_triton.quantize_weights([weight], "e4m3", one)
-        codes = (each.view(torch.float8_e4m3fn) for each in (q, t))
+        w, w_scale, _, _ = quantize_triton.quantize_weights([weight], "e4m3", one)
         d = quantize_triton.quantize_rows(h, share, ends, None, "e4m3", one, True, True, True)
         a = quantize_triton.quantize_rows(x, None, ends, None, "e5m2" if one else "e4m3", one, True, True, False)
-        left, right = (part[2].view(torch.float8_e4m3fn) for part in (d, a))
-        scales = (d[1], a[1]) if one else (d[3], a[3])
-        w, _ = codes
-        rows_ = a[0].view(torch.float8_e4m3fn)
-        triton.rows_product(rows_, a[1], w, scale, ends, torch.bfloat16)
-        triton.weights_product(left, scales[0], right, scales[1], ends, rows, into)
+        codes, weights, left, right = (part.view(torch.float8_e4m3fn) for part in (a[0], w, d[2], a[2]))
+        left_scale, right_scale = (part[1 if one else 3] for part in (d, a))
+        triton.rows_product(codes, a[1], weights, w_scale, ends, torch.bfloat16)
+        triton.weights_product(left, left_scale, right, right_scale, ends, rows, into)
 
 
 def _make(model: Model, device: torch.device, dtype: torch.dtype) -> dict[str, Any]:

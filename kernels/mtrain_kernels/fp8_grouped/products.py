@@ -17,8 +17,8 @@ from mtrain_kernels.runtime import as_rows, ceil_div
 class Grouped(NamedTuple):
     """Rows or weights of groups in FP8, as they lie and transposed, each empty where it is not wanted.
 
-    Of rows `data` [r, k] and `transposed` [k, 128 b] with b blocks; of weights [g, n, k] and [g, k, n]. With one scale
-    for a group's these are [g] in both; `amax` [g] is what they were made of.
+    Of rows `data` [r, k] and `transposed` [k, 128 b] with b blocks; of weights [g, n, k] and [g, k, n]. With one
+    scale for a group's these are [g] in both; `amax` [g] is what they were made of.
     """
 
     data: Tensor

@@ -1,7 +1,7 @@
 """Quantisation of experts' rows and weights on a GPU: each read once and written both ways.
 
-A program has 128 x 128 elements of one group, whose rows begin a block of the transposed result: no program of a group
-knows of another, and the host knows no group's length.
+A program has 128 x 128 elements of one group, whose rows begin a block of the transposed result: no program of a
+group knows of another, and the host knows no group's length.
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ def quantize_rows_kernel(
         if (tl.program_id(0) == 0) & (tl.program_id(1) == 0):
             every = tl.arange(0, G)
             greatest = tl.load(amax_ptr + every, mask=every < GROUPS, other=0.0)
-            inverse, scale = scales(greatest, GREATEST, EMAX, "power_of_two")
+            _inverse, scale = scales(greatest, GREATEST, EMAX, "power_of_two")
             tl.store(scale_ptr + every, scale, mask=every < GROUPS)
         if STRAIGHT:
             tl.store(q_at, q, mask=inside)

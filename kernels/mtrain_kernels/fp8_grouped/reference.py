@@ -1,8 +1,8 @@
 """Definition of what experts multiply in FP8, in plain torch: each group's rows and weight quantised by themselves.
 
-A group's rows have one scale each way (`tensorwise`), or one for 128 elements of a row, and transposed for 128 rows of
-the group; a weight has one, or one for 128 x 128. All are powers of two: so no element that is far above zero is
-rounded otherwise because of the rows beside it, which other layouts put together in another way.
+A group's rows have one scale (`tensorwise`), or one for 128 elements of a row, and transposed for 128 rows of the
+group; a weight has one, or one for 128 x 128. All are powers of two: so no element that is far above zero is rounded
+otherwise because of the rows beside it, which other layouts put together in another way.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def blocks_of(rows: int, groups: int) -> int:
 def quantize_rows(
     x: Tensor, share: Tensor | None, ends: Tensor, amax: Tensor | None, format: str, one: bool, swiglu: bool
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Codes [r, k] and scales, codes transposed [k, 128 b] and scales, and each group's amax [g], empty without `one`.
+    """Codes [r, k] and scales, both transposed, [k, 128 b], and each group's amax [g], empty without `one`.
 
     `x` [r, k], or with `swiglu` [r, 2 k], of which the activation is quantised, times `share` [r]. `ends` [g] says
     behind which row each group ends. With `one` scales are [g], from `amax` [g] where it is given; else [r,

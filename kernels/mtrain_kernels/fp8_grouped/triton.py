@@ -15,8 +15,8 @@ from torch import Tensor
 
 from mtrain_kernels.fp8_grouped.reference import BLOCK
 from mtrain_kernels.grouped_gemm.places import Places
-from mtrain_kernels.grouped_gemm.triton import CLEARED, _bounds, _clear, _place, _tile, _w_tile, _x_tile
 from mtrain_kernels.grouped_gemm.tiles import Tile
+from mtrain_kernels.grouped_gemm.triton import CLEARED, _bounds, _clear, _place, _tile, _w_tile, _x_tile
 from mtrain_kernels.runtime import INTERPRETED, capability, cast, ceil_div, on_device_of, power_of_two, processors
 
 

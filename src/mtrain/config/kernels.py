@@ -195,7 +195,9 @@ def _experts_lack(word: str, run: RunConfig) -> str | None:
     if word == "te" and run.model.moe is not None and run.model.moe.padded:
         return NO_COUNTS
     if word == "te" and run.precision.quantized in OURS and run.kernels.linear in ("triton", "reference"):
-        return f"TransformerEngine's experts read precision.fp8 beside its linear layers, which are {run.kernels.linear}"
+        return (
+            f"TransformerEngine's experts read precision.fp8 beside its linear layers, which are {run.kernels.linear}"
+        )
     if word == "torch" and run.precision.quantized is not None:
         return f"torch's grouped product is in {run.precision.dtype}, and precision is {run.precision.quantized}"
     return None

@@ -33,7 +33,9 @@ class GroupedExperts(TEGroupedMLP):  # type: ignore[misc]
         if self._quantises:
             h, _none = self.linear_fc1(x, counts)
             options: dict[str, Any] = {"again": self.activation_recompute}
-            return self._biased(self.linear_fc2.activated(h, counts, share, self.activation_func.impl, **options), counts, share)
+            return self._biased(
+                self.linear_fc2.activated(h, counts, share, self.activation_func.impl, **options), counts, share
+            )
         if self.activation_recompute:
             h, _none = self.linear_fc1(x, counts)
             self.activation_checkpoint = tensor_parallel.CheckpointWithoutOutput()

@@ -18,11 +18,17 @@ PLACE = 4
 def feed_forward(g: Graph, r: Rank, x: Tensor, layer: int) -> Tensor:
     """What a layer's MLP adds to the residual stream, from its normed input."""
     moe = r.model.moe
-    if moe is None or layer < moe.first_dense_layers:
+    if moe is None or not mixes(r, layer):
         with g.recomputed("mlp", x, when=r.recomputes("mlp")):
             return mlp(g, r, x, "mlp", r.model.ffn_hidden_size)
     with g.recomputed("moe", x, when=r.recomputes("moe")):
         return _mixture(g, r, x, moe)
+
+
+def mixes(r: Rank, layer: int) -> bool:
+    """Whether the MLP of a layer, by its number from 0, is a mixture of experts."""
+    moe = r.model.moe
+    return moe is not None and layer >= moe.first_dense_layers
 
 
 def mlp(g: Graph, r: Rank, x: Tensor, name: str, width: int) -> Tensor:

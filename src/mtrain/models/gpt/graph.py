@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from mtrain.config.stages import Stage
-from mtrain.models.gpt.feed_forward import feed_forward
+from mtrain.models.gpt.feed_forward import feed_forward, mixes
 from mtrain.models.gpt.mixers import attention, rotates, windowed
 from mtrain.models.gpt.weights import ends
 from mtrain.models.graph import FP32, Graph, Tensor
@@ -33,7 +33,7 @@ def add_layer(g: Graph, r: Rank, x: Tensor, index: int, *, causal: bool = True) 
         middle = _norm(g, r, "post_self_attn_layernorm", middle)
     read = x if m.parallel_residual else middle
     normed = _norm(g, r, "pre_mlp_layernorm", read, again=r.recomputes("layernorm")) if before else read
-    alone = r.recomputes("layernorm") or r.recomputes("mlp")
+    alone = r.recomputes("layernorm") or r.recomputes("mlp") or mixes(r, index)  # where many read it
     normed.quantized = before and r.quantizes and not alone
     added = feed_forward(g, r, normed, index)
     g.discard(normed, when=before and r.recomputes("layernorm"))
