@@ -109,7 +109,7 @@ def test_ten_steps_with_triton_are_near_those_of_the_emulation(precision: str) -
         *("trainer.sample_tokens=0", "checkpoint.save_interval=null", "checkpoint.save_final=false"),
         *("log.progress=none", "model.num_layers=1", "model.hidden_size=64", "model.ffn_hidden_size=64"),
         *("model.vocab_size=128", "model.moe.ffn_hidden_size=64", "precision.num_layers_at_start_in_bf16=0"),
-        *("precision.num_layers_at_end_in_bf16=0", "parallel=tp2ep2sp", f"precision={precision}"),
+        *("precision.num_layers_at_end_in_bf16=0", "parallel=tp2ep2sp", "parallel.etp=1", f"precision={precision}"),
     ]
     values = interpreted.trained({k: [*base, f"kernels={k}"] for k in ("reference", "triton")}, timeout_s=500)
     ours, right = values["triton"], values["reference"]
@@ -141,14 +141,14 @@ def test_as_much_is_kept_by_triton_as_planned() -> None:
         assert one["keeps"] == pytest.approx(one["planned"] + one["copies"], rel=0.03), name
         assert one["steps"] == how["apart"]["steps"]
     again, kept = (found[name]["together"]["keeps"] for name in ("activations again", "one rank"))
-    assert kept - again == 128 * ((256 * 2 + 127 * 4) // 128 * 128)  # one operand of the second layer
+    assert kept - again == 128 * ((128 * 2 + 127 * 4) // 128 * 128)  # one operand of the second layer
 
 
 def words(name: str) -> list[str]:
     """A layer of four experts, with what a case says."""
-    said = {word.partition("=")[0] for word in KEPT[name]}
+    said = {word.partition("=")[0] for word in KEPT[name]} | {"data.seq_length"}
     more = [word for word in SMALL if word.partition("=")[0] not in said]
-    return [*more, "model.moe.ffn_hidden_size=128", "model.moe.num_experts=4", *KEPT[name]]
+    return [*more, "data.seq_length=128", "model.moe.ffn_hidden_size=128", "model.moe.num_experts=4", *KEPT[name]]
 
 
 @pytest.mark.full

@@ -169,7 +169,7 @@ def quantize_rows(
             **constants, ONE=one, STRAIGHT=straight, TURNED=turned, MANTISSA=mantissa.mantissa, BIAS=mantissa.bias,
             GREATEST=mantissa.greatest, num_warps=16 if one else 8,
         )  # fmt: skip
-    return q, scale, t, t_scale, found
+    return q, scale, t, t_scale, found if amax is None else x.new_empty(0, dtype=torch.float32)
 
 
 def quantize_weights(weights: Sequence[Tensor], format: str, one: bool) -> tuple[Tensor, Tensor, Tensor, Tensor]:
