@@ -71,7 +71,8 @@ def mixture(**parallel: Any) -> RunConfig:
     return fp8(tiny_run(model={"num_layers": 1, "moe": moe}, **parallel), "tensorwise")
 
 
-@pytest.mark.parametrize("recompute", [False, pytest.param(True, marks=pytest.mark.full)])
+@pytest.mark.full
+@pytest.mark.parametrize("recompute", [False, True])
 def test_weights_of_experts_are_quantised_once_a_step(recompute: bool) -> None:
     full = {"granularity": "full", "method": "uniform", "num_layers": 1}
     run = apply(mixture(), {f"parallel.recompute.{key}": value for key, value in full.items() if recompute})
@@ -119,10 +120,10 @@ def test_ten_steps_with_triton_are_near_those_of_the_emulation(precision: str) -
 
 
 KEPT = {
-    "one rank": ("parallel=single", "precision=fp8_tensorwise"),
-    "shared experts, blocks, ep2": (
-        *("parallel=ep2", "precision=fp8_blockwise", "model.moe.shared_expert_intermediate_size=128"),
-        *("trainer.global_batch_size=2",),
+    "in bf16": ("parallel=single", "precision=bf16"),
+    "in 8 bits": ("parallel=single", "precision=fp8_tensorwise"),
+    "shared experts, blocks": (
+        *("parallel=single", "precision=fp8_blockwise", "model.moe.shared_expert_intermediate_size=128"),
     ),
     "activations again": (
         *("parallel=single", "precision=fp8_tensorwise", "parallel.recompute.granularity=selective"),
@@ -133,15 +134,17 @@ KEPT = {
 
 @pytest.mark.full
 def test_as_much_is_kept_by_triton_as_planned() -> None:
+    """Beside what the plan says of the other layers, which is the same in bf16."""
     from tests.support import operands
 
-    found = operands.both({name: [*words(name), MOE] for name in KEPT})
-    for name, how in found.items():
-        one = how["together"]
-        assert one["keeps"] == pytest.approx(one["planned"] + one["copies"], rel=0.03), name
-        assert one["steps"] == how["apart"]["steps"]
-    again, kept = (found[name]["together"]["keeps"] for name in ("activations again", "one rank"))
-    assert kept - again == 128 * ((128 * 2 + 127 * 4) // 128 * 128)  # one operand of the second layer
+    found = {
+        name: how["together"] for name, how in operands.both({name: [*words(name), MOE] for name in KEPT}).items()
+    }
+    off = {name: one["planned"] + one["copies"] - one["keeps"] for name, one in found.items()}
+    for name, one in found.items():
+        assert off[name] == pytest.approx(off["in bf16"], abs=0.02 * one["keeps"]), name
+    again, kept = (found[name]["keeps"] for name in ("activations again", "in 8 bits"))
+    assert kept - again == pytest.approx(128 * ((128 * 2 + 127 * 4) // 128 * 128), abs=64)  # of the second layer
 
 
 def words(name: str) -> list[str]:
