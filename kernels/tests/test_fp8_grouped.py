@@ -195,7 +195,7 @@ BUGS = [
 ]
 
 
-@pytest.mark.sampled(12)
+@pytest.mark.full
 @pytest.mark.parametrize(("module", "old", "new"), BUGS)
 def test_a_seeded_bug_is_caught(module: str, old: str, new: str) -> None:
     with parity.caught(module, old, new):
