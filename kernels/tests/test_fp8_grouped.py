@@ -163,6 +163,7 @@ def test_products_by_descriptors_are_those_by_pointers(monkeypatch: pytest.Monke
     assert made
 
 
+@pytest.mark.full
 def test_what_is_no_number_stays_in_its_row_and_group() -> None:
     found = inputs([3, 0, 4], 20, 36)
     with torch.no_grad():
@@ -213,6 +214,7 @@ def test_a_seeded_bug_is_caught(module: str, old: str, new: str) -> None:
                 parity.assert_near("found", a, b.double(), 5e-2)
 
 
+@pytest.mark.full
 def test_torch_accepts_the_registration_and_what_does_not_fit_is_refused() -> None:
     given = inputs([3, 0, 2], 8, 16)
     ends = given["counts"].cumsum(0).int()

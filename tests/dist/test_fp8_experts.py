@@ -36,6 +36,7 @@ PROVEN = {
     "model.moe.token_dispatcher_type=allgather",
     "MLA, shared experts, pp2 ep2": "model=deepseek_tiny precision=fp8_blockwise parallel=pp2ep2 "
     "model.mtp_num_layers=null model.mtp_loss_scaling_factor=null",
+    "sequences balanced, predicting, pp2": "model=glm45_tiny precision=fp8_tensorwise parallel=pp2",
     "biases": "model=gpt_oss_tiny precision=fp8_tensorwise parallel=ep2",
     "all again, tp2": f"{MOE} precision=fp8_tensorwise parallel=tp2sp parallel.recompute.granularity=full",
     "activations again": f"{MOE} precision=fp8_blockwise parallel=ep2 parallel.recompute.granularity=selective "
