@@ -53,6 +53,12 @@ KEPT = {
     "model.mtp_num_layers=null model.mtp_loss_scaling_factor=null",
     "hybrid fp8": "model=nemotron_h_tiny parallel=tp2sp precision=fp8_tensorwise model.hybrid.num_heads=32",
     "llava fp8": "model=llava_tiny parallel=single model.num_layers=3 precision=fp8_tensorwise",
+    "mixtral fp8": f"model=mixtral_tiny parallel=tp2ep2sp {SHORT} precision=fp8_tensorwise {ALL_LAYERS} "
+    "model.moe.ffn_hidden_size=384",
+    "mixtral fp8 blocks": f"model=mixtral_tiny parallel=ep2 {SHORT} precision=fp8_blockwise {ALL_LAYERS} "
+    "model.moe.ffn_hidden_size=384",
+    "deepseek fp8": f"model=deepseek_tiny parallel=single {SHORT} precision=fp8_tensorwise {ALL_LAYERS} "
+    "parallel.recompute.granularity=selective parallel.recompute.modules=[moe_act]",
     "llama pp": "parallel=pp4",
     "llama interleaved": "parallel=pp2vpp2 model.num_layers=8",
     "llama interleaved deep": "parallel=pp4vpp2 model.num_layers=8 trainer.micro_batch_size=1",

@@ -23,8 +23,8 @@ CALLS = ("quantize_tensorwise", "quantize_blocks")
 
 def both(runs: dict[str, list[str]], *, fault: bool = False, timeout_s: float = 300) -> dict[str, dict[str, Any]]:
     """Of every run, `together` and `apart`: losses and norms of all `steps`, what the first rank `calls` how often in
-    the first forward, and the bytes that its autograd `keeps`; and what the plan says of these. With a `fault` norms
-    take the scale of this rank's part of a tensor for that of the whole.
+    the first forward, and the bytes that its autograd `keeps`; and what the plan says of these, and of `copies`.
+    With a `fault` norms take the scale of this rank's part of a tensor for that of the whole.
 
     Raises `AssertionError` with what was printed if a run did not end well.
     """
@@ -83,6 +83,7 @@ def _main() -> None:
                 kept = run_ranks(ranks, lambda run=run: measured(run))[0]
                 planned = stage_memories(run)[0]
             keeps = {"keeps": kept["kept"], "planned": planned.in_flight[0]}
+            keeps["copies"] = planned.parts["low_precision"] // 2  # of weights, of which autograd holds one
             found[name][how] = {"steps": steps, "calls": calls, **keeps}
     print(json.dumps(found))
 

@@ -62,7 +62,8 @@ def test_every_model_comes_back_and_its_flags_say_all_but_the_name(model: str) -
         "precision=fp8_delayed precision.fp8_dot_product_attention=true precision.fp8_multi_head_attention=true",
         "precision=fp8_delayed precision.tp_only_amax_red=true precision.fp8_amax_compute_algo=most_recent",
         "precision=fp8_tensorwise precision.num_layers_at_end_in_bf16=3 precision.fp8_dot_product_attention=true",
-        "precision=fp8_blockwise model=mixtral_8x7b parallel=ep8 model.moe.router_padding_for_quantization=true",
+        "precision=fp8_blockwise model=mixtral_8x7b parallel=ep8 model.moe.router_padding_for_quantization=true "
+        "cluster=h100x8 kernels.linear=te kernels.experts=te",
         "precision=mxfp8",
         "precision=nvfp4 precision.num_layers_at_start_in_bf16=2",
         "parallel=dp parallel.overlap_grad_reduce=true parallel.ddp_bucket_size=20000000",

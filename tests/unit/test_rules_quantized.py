@@ -8,7 +8,7 @@ import pytest
 
 from mtrain.config.compose import compose
 from mtrain.config.core_fields import transformer_values
-from mtrain.config.resolve import resolve
+from mtrain.config.resolve import Machine, resolve
 from mtrain.config.rules import apply
 from mtrain.errors import ConfigError
 from mtrain.plan.shrink import shrink
@@ -39,7 +39,14 @@ BROKEN: list[tuple[str, str, dict[str, Any]]] = [
     ("MT441", "precision.dtype is fp32", {**FP8, "precision.dtype": "fp32"}),
     ("MT441", "precision.dtype is fp16", {**FP4, "precision.dtype": "fp16"}),
     ("MT442", "kernels.linear is reference", {**DELAYED, "kernels.linear": "reference"}),
-    ("MT442", "kernels.experts is reference", {**FP8, "model.moe": MOE, "kernels.experts": "reference"}),
+    ("MT442", "kernels.experts is torch", {**FP8, "model.moe": MOE, "kernels.experts": "torch"}),
+    ("MT442", "kernels.experts is triton", {**FP8, **TE, "model.moe": MOE, "kernels.experts": "triton"}),
+    (
+        "MT442",
+        "kernels.linear is triton",
+        {**FP8, "model.moe": MOE, "kernels.experts": "te", "kernels.linear": "triton"},
+    ),
+    ("MT442", "kernels.experts is reference", {**DELAYED, "model.moe": MOE, "kernels.experts": "reference"}),
     (
         "MT442",
         "kernels.attention is reference",
@@ -116,6 +123,9 @@ def test_what_a_recipe_lacks_is_said_with_a_fix_that_works(code: str, words: str
         {**FP4, "precision.num_layers_at_end_in_bf16": 2},
         {**FP8, "cluster.sm": None},
         {**FP8, **TE},
+        {**FP8, "model.moe": MOE, "kernels.linear": "triton", "kernels.experts": "triton"},
+        {**FP8, "model.moe": MOE, "kernels.linear": "triton"},
+        {**FP8, **TE, "model.moe": MOE},
     ],
     ids=lambda v: str(v)[-60:],
 )
@@ -136,13 +146,20 @@ def test_on_a_cpu_each_choice_says_in_one_line_what_it_needs_and_bf16_is_the_fix
 
 @pytest.mark.parametrize("kernels", ["auto", "reference", "triton"])
 @pytest.mark.parametrize("choice", ["fp8_tensorwise", "fp8_blockwise"])
-def test_products_of_ours_need_no_transformer_engine_but_for_experts(choice: str, kernels: str) -> None:
+def test_products_of_ours_need_no_transformer_engine(choice: str, kernels: str) -> None:
     for cluster in ("cpu", "h100x8"):
-        words = [f"precision={choice}", f"cluster={cluster}", f"kernels={kernels}", "data=mock"]
-        assert errors(compose(words).run) == []
-    if kernels != "auto":
-        found = errors(compose([f"precision={choice}", "model=mixtral_tiny", f"kernels={kernels}"]).run)
-        assert "MT442" in {problem.code for problem in found}
+        for model in ("llama_tiny", "mixtral_tiny"):
+            words = [f"precision={choice}", f"cluster={cluster}", f"kernels={kernels}", "data=mock", f"model={model}"]
+            assert errors(compose(words).run) == []
+
+
+def test_experts_are_multiplied_by_who_multiplies_for_linear_layers() -> None:
+    machine = Machine(gpus=1, cpu_cores=8, memory_bytes=1 << 36, triton=True, transformer_engine=True)
+    raw = apply(tiny(), {**FP8, "model.moe": MOE})
+    for linear, experts in ((None, "te"), ("triton", "triton")):
+        run = resolve(apply(raw, {"kernels.linear": linear}), machine)
+        assert (run.kernels.linear, run.kernels.experts) == (linear or "te", experts)
+        assert errors(run) == []
 
 
 @pytest.mark.parametrize(

@@ -42,11 +42,21 @@ def activation(
 
 def activation_gradient(dy: Tensor, x: Tensor, kind: str, *, impl: str = "auto") -> Tensor:
     """The gradient of `x` [..., f'] from that of its activation, `dy` [..., f], where nobody kept a graph."""
+    return activation_gradients(dy, x, kind, impl=impl)[0]
+
+
+def activation_gradients(
+    dy: Tensor, x: Tensor, kind: str, *, weight: Tensor | None = None, impl: str = "auto"
+) -> tuple[Tensor, Tensor | None]:
+    """Those of `x` [..., f'] and of its `weight` [...], where it has one; see `activation_gradient`."""
     if pick("activation", impl, x.device) != "reference":
-        return _activation_backward(dy, x, None, kind, 1.702, 7.0)[0]
+        dx, dweight = _activation_backward(dy, x, weight, kind, 1.702, 7.0)
+        return dx, None if weight is None else dweight
     with torch.enable_grad():
-        again = x.detach().requires_grad_()
-        return torch.autograd.grad(reference.activation(again, kind), again, dy)[0]
+        leaves = [t.detach().requires_grad_() for t in (x, weight) if t is not None]
+        y = reference.activation(leaves[0], kind, weight=leaves[1] if weight is not None else None)
+        dx, *rest = torch.autograd.grad(y, leaves, dy)
+    return dx, rest[0] if rest else None
 
 
 @torch.library.custom_op("mtrain::activation", mutates_args=())

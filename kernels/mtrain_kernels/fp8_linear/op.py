@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -17,6 +17,7 @@ from mtrain_kernels.registry import REFERENCE, TRITON, Case, Cost, Implementatio
 
 Gradient = Callable[[Tensor, Tensor], Tensor]
 Share = Callable[[Tensor], Tensor]
+Made = TypeVar("Made")
 
 
 class Recipe(NamedTuple):
@@ -45,7 +46,7 @@ class Shares(NamedTuple):
 
 
 WHOLE = Shares()
-_kept: dict[tuple[int, Recipe], tuple[Tensor, Quantized]] | None = None
+_kept: dict[tuple[int, Recipe], tuple[Tensor, Any]] | None = None
 _leave = False
 
 
@@ -140,12 +141,26 @@ def _input(
 
 def _weight(weight: Tensor, recipe: Recipe, share: Share | None, transpose: bool, impl: str) -> Quantized:
     """The weight as a recipe says, made once while `weights_stay`."""
+    both = transpose or _kept is not None
+    return while_weights_stay(
+        weight, recipe, lambda: quantized(weight, recipe, recipe.forward, share, both, impl, weight=True)
+    )
+
+
+def while_weights_stay(weight: Tensor, recipe: Recipe, make: Callable[[], Made]) -> Made:
+    """What `make` gives for a weight, or for several of which this is the first: made once while `weights_stay`."""
     if _kept is None:
-        return quantized(weight, recipe, recipe.forward, share, transpose, impl, weight=True)
+        return make()
     key = id(weight), recipe
     if key not in _kept:
-        _kept[key] = weight, quantized(weight, recipe, recipe.forward, share, True, impl, weight=True)
-    return _kept[key][1]
+        _kept[key] = weight, make()
+    made: Made = _kept[key][1]
+    return made
+
+
+def weights_are_leaving() -> bool:
+    """Whether `weights_leave` is open."""
+    return _leave
 
 
 class _Linear(torch.autograd.Function):
@@ -249,7 +264,7 @@ def _(a, a_scale, b, b_scale, dtype, backend):
     return a.new_empty((a.shape[0], b.shape[0]), dtype=dtype)
 
 
-def _old(device: torch.device) -> str | None:
+def too_old(device: torch.device) -> str | None:
     """Why products of FP8 cannot run on a device, or None."""
     if device.type == "cuda" and torch.version.hip is None and torch.cuda.get_device_capability(device) < (8, 9):
         return f"{torch.cuda.get_device_name(device)} is older than sm_89"
@@ -257,7 +272,7 @@ def _old(device: torch.device) -> str | None:
 
 
 def _cublas(device: torch.device) -> str | None:
-    return _old(device) if device.type == "cuda" else "cuBLAS runs on NVIDIA's GPUs"
+    return too_old(device) if device.type == "cuda" else "cuBLAS runs on NVIDIA's GPUs"
 
 
 def _launch(model: Model) -> None:
@@ -316,7 +331,7 @@ OPS = (
         launch=_launch,
         implementations={
             "torch": Implementation("torch", _cublas),
-            "triton": Implementation("triton", lambda device: TRITON.obstacle(device) or _old(device)),
+            "triton": Implementation("triton", lambda device: TRITON.obstacle(device) or too_old(device)),
             "reference": REFERENCE,
         },
         oldest=89,

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from mtrain.cli.setup import load
-from mtrain.config.kernels import summary
+from mtrain.config.kernels import OURS, summary
 from mtrain.config.resolve import Machine
 from mtrain.config.rules import check
 from mtrain.config.run import RunConfig
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 STEPS = 4
 MAX_RANKS = 16
 EIGHT_BITS = "fp8"
-"""Linear layers in FP8, by their emulation in plain torch or Triton's interpreter; all else in fp32."""
+"""Linear layers and experts in FP8, by their emulation in plain torch or Triton's interpreter; all else in fp32."""
 UNCOMPARED = float("inf")
 TOLERANCES = {
     "fp32": {"loss": 1e-5, "gradient norm": 1e-5, "gradient": 1e-4, "weight": 1e-3},
@@ -51,7 +51,7 @@ def run(argv: list[str], *, debug: bool) -> int:
     """Prove the layout that `argv` describes, at a size that fits this machine; returns the exit code.
 
     In fp32, where an error of the layout shows above the rounding; a bf16 run is then proven in bf16 too, and FP8 of
-    our linear layers, emulated in plain torch, with all else in fp32. Kernels by Triton are proven themselves where
+    our layers, emulated in plain torch, with all else in fp32. Kernels by Triton are proven themselves where
     its interpreter is on (TRITON_INTERPRET=1), and portable ones in their place where it is not. Dropout and the
     noise of routers are off, and listed so: other layouts draw other numbers. Which ranks drop alike is looked at
     apart. The layout is resumed from a checkpoint after half of the steps, one rank is not. After a failure both run
@@ -91,8 +91,8 @@ def run(argv: list[str], *, debug: bool) -> int:
 def formats(full: RunConfig) -> list[str]:
     """The number formats that a run is proven in."""
     half = ["bf16"] if full.precision.dtype == "bf16" else []
-    ours = full.precision.quantized in ("tensorwise", "blockwise") and full.kernels.linear != "te"
-    return ["fp32", *half, *([EIGHT_BITS] if ours and full.model.moe is None else [])]
+    ours = full.precision.quantized in OURS and full.kernels.linear != "te"
+    return ["fp32", *half, *([EIGHT_BITS] if ours else [])]
 
 
 def comparable(full: RunConfig, argv: list[str], steps: int, dtype: str) -> RunConfig:

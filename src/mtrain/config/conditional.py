@@ -103,8 +103,8 @@ _COMPUTED: dict[str, tuple[Callable[[RunConfig], bool], str]] = {
         "parallel.cp above 1",
     ),
     "model.moe.router_padding_for_quantization": (
-        lambda r: r.precision.quantized is not None,
-        "a precision.fp8 or precision.fp4",
+        lambda r: r.precision.quantized is not None and r.kernels.experts not in ("triton", "reference"),
+        "a precision.fp8 or precision.fp4, and kernels.experts=te",
     ),
     "kernels.cpu_matmul": (lambda r: facts_of(r.cluster.device).on_host, "cluster.device=cpu"),
     **{f"kernels.{op.name}": (op.applies, op.needs) for op in OPERATIONS if op.needs},

@@ -106,7 +106,7 @@ class MoEConfig(Section):
         Key(feeds="moe_router_padding_for_quantization", effect=Effect.NUMERICS, aka="moe_router_padding_for_fp8"),
     ] = False
     """precision.fp8, fp4: the router pads the tokens of an expert to the multiple that its products take, instead of
-    the experts' copying them."""
+    TransformerEngine's experts copying them; kernels of ours need neither."""
     router_force_load_balancing: Annotated[
         bool,
         Key(

@@ -28,7 +28,8 @@ class KernelsConfig(Section):
     """Gated and squared activations of MLPs and experts; null: kernels.default."""
     experts: Literal["auto", "reference", "triton", "torch", "te"] | None = None
     """Linear layers of experts, in one grouped call; reference: expert by expert; torch: its grouped product, bf16
-    only, which copies all weights behind each other; null: kernels.default. With triton for moe_router and
+    only, which copies all weights behind each other; null: kernels.default. In precision.fp8 by whom kernels.linear
+    is: TransformerEngine, or triton and reference, each expert with scales of its own. With triton for moe_router and
     moe_permute, no layer waits for the device but for the rows that expert-parallel ranks exchange."""
     moe_router: Literal["auto", "reference", "triton"] | None = None
     """Choice of experts and their weights from the router's logits; null: kernels.default."""

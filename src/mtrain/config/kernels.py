@@ -76,6 +76,8 @@ OPERATIONS = (
 """All of them, in the order of the keys of `kernels`."""
 
 
+OURS = ("tensorwise", "blockwise")
+"""Recipes of precision.fp8 that linear layers and experts of ours know."""
 WIDEST_HEAD = 256
 """Of Triton's attention, as in `mtrain_kernels.attention.tiles`."""
 NO_COUNTS = "TransformerEngine's experts want counts of rows on the host, where model.moe.pad_alltoall has none"
@@ -169,7 +171,7 @@ def lacks(op: str, word: str, run: RunConfig) -> str | None:
     """Why an implementation has not what this run asks of an operation, on any device, or None."""
     if op == "optimizer":
         return update_obstacle(word, run)
-    if (op, word) == ("linear", "triton") and run.precision.quantized not in ("tensorwise", "blockwise"):
+    if (op, word) == ("linear", "triton") and run.precision.quantized not in OURS:
         return (
             "Triton multiplies for linear layers in precision.fp8, with precision.fp8_recipe tensorwise or blockwise"
         )
@@ -183,8 +185,21 @@ def lacks(op: str, word: str, run: RunConfig) -> str | None:
         return f"attention by {word} takes no mask of each pair, in which model.dsa says what was chosen"
     if (op, word) == ("attention", "triton"):
         return _fused_attention_lacks(run)
-    if (op, word) == ("experts", "te") and run.model.moe is not None and run.model.moe.padded:
+    if op == "experts" and run.model.moe is not None:
+        return _experts_lack(word, run)
+    return None
+
+
+def _experts_lack(word: str, run: RunConfig) -> str | None:
+    """What a run asks of experts that an implementation has not, or None."""
+    if word == "te" and run.model.moe is not None and run.model.moe.padded:
         return NO_COUNTS
+    if word == "te" and run.precision.quantized in OURS and run.kernels.linear in ("triton", "reference"):
+        return (
+            f"TransformerEngine's experts read precision.fp8 beside its linear layers, which are {run.kernels.linear}"
+        )
+    if word == "torch" and run.precision.quantized is not None:
+        return f"torch's grouped product is in {run.precision.dtype}, and precision is {run.precision.quantized}"
     return None
 
 

@@ -67,9 +67,9 @@ class PrecisionConfig(Section):
     """Updates skipped in a row, or all of a shorter run, at which a run ends as a training fault where the loss scale
     cannot fall any more (fp16 only)."""
     fp8: Annotated[Literal["e4m3", "hybrid"] | None, Key(feeds="fp8", flag="--fp8-format")] = None
-    """Linear layers multiply in 8 bits, through TransformerEngine or, with the recipes tensorwise and blockwise and
-    without experts, kernels of ours, which a CPU emulates: e4m3 for every tensor; hybrid: e4m3, and e5m2 for
-    gradients of outputs; null: they multiply in `dtype`."""
+    """Linear layers and experts multiply in 8 bits, through TransformerEngine or, with the recipes tensorwise and
+    blockwise, kernels of ours, which a CPU emulates: e4m3 for every tensor; hybrid: e4m3, and e5m2 for gradients of
+    outputs; null: they multiply in `dtype`."""
     fp8_recipe: Annotated[
         Literal["delayed", "tensorwise", "blockwise", "mxfp8"] | None,
         Key(feeds="fp8_recipe", when="precision.fp8", null="tensorwise", flag=Flag("--fp8-recipe", absent="delayed")),

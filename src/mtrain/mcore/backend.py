@@ -155,7 +155,8 @@ class Provider(BackendSpecProvider):
         if not grouped:
             layers = MLPSubmodules(linear_fc1=self.column_parallel_linear(), linear_fc2=self.row_parallel_linear())
             return SequentialMLP, layers
-        first, second = (chosen(c, self.kernels["experts"]) for c in (ColumnGroupedLinear, RowGroupedLinear))
+        more = {} if self.fp8 is None else {"fp8": self.fp8}
+        first, second = (chosen(c, self.kernels["experts"], **more) for c in (ColumnGroupedLinear, RowGroupedLinear))
         activation = self.activation_func()
         kind = TEGroupedMLP if self.kernels["experts"] == "reference" and not self.sparse else GroupedExperts
         return kind, MLPSubmodules(linear_fc1=first, linear_fc2=second, activation_func=activation)
@@ -177,8 +178,8 @@ def provider(
     """The provider for resolved implementations; operations that the model does not have may be None.
 
     `norms_add`: norms make the sums of the residual stream that they read. `packed`: the implementation of the rotary
-    op that norms and turns queries and keys as they are unpacked. `fp8`: what linear layers multiply in, if they are
-    ours; `operands`: norms and activations quantise for them.
+    op that norms and turns queries and keys as they are unpacked. `fp8`: what linear layers and experts multiply in,
+    if they are ours; `operands`: norms and activations quantise for them.
 
     Raises `BadEnvironment` where `te` is named but TransformerEngine does not import, `ValueError` for a word that
     is no implementation, or one without the cap of `parts`.

@@ -30,6 +30,12 @@ class GroupedExperts(TEGroupedMLP):  # type: ignore[misc]
         counts = tokens_per_expert.to(x.device, non_blocking=True)
         if self.config.moe_apply_probs_on_input:
             x, share = (permuted_probs[:, None] * x).to(x.dtype), None
+        if self._quantises:
+            h, _none = self.linear_fc1(x, counts)
+            options: dict[str, Any] = {"again": self.activation_recompute}
+            return self._biased(
+                self.linear_fc2.activated(h, counts, share, self.activation_func.impl, **options), counts, share
+            )
         if self.activation_recompute:
             h, _none = self.linear_fc1(x, counts)
             self.activation_checkpoint = tensor_parallel.CheckpointWithoutOutput()
@@ -39,13 +45,26 @@ class GroupedExperts(TEGroupedMLP):  # type: ignore[misc]
         else:
             h, _none = self.linear_fc1(x, counts)
             y = self._activate(h, share)
-        out, biases = self.linear_fc2(y, counts)
+        found = self.linear_fc2(y, counts)
         if self.activation_recompute:
-            self.activation_checkpoint.discard_output_and_register_recompute(out)
+            self.activation_checkpoint.discard_output_and_register_recompute(found[0])
+        return self._biased(found, counts, share)
+
+    def _biased(
+        self, found: tuple[Tensor, list[Tensor] | None], counts: Tensor, share: Tensor | None
+    ) -> tuple[Tensor, None]:
+        """What the second layer gives, with the biases that it left, weighed as its rows are."""
+        out, biases = found
         if biases is not None:
             of_rows = rows_of(torch.stack(biases), counts, out.shape[0], impl=self.linear_fc2.impl)
             out = (out + (of_rows if share is None else of_rows * share[:, None])).to(out.dtype)
         return out, None
+
+    @property
+    def _quantises(self) -> bool:
+        """Whether the second layer makes the activation on its way into FP8."""
+        triton = self._kind == "swiglu" and self.activation_func.impl == "triton"
+        return triton and getattr(self.linear_fc2, "fp8", None) is not None
 
     @property
     def _kind(self) -> str | None:

@@ -14,7 +14,9 @@ from megatron.core.tensor_parallel.layers import (
 )
 from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 from megatron.core.utils import divide
-from mtrain_kernels.grouped_gemm.op import grouped_gated, grouped_gemm
+from mtrain_kernels.fp8_grouped.op import grouped_fp8
+from mtrain_kernels.fp8_linear.op import Recipe
+from mtrain_kernels.grouped_gemm.op import grouped_gated, grouped_gemm, rows_of
 from mtrain_kernels.grouped_gemm.reference import grouped_linear
 from torch import Tensor, nn
 
@@ -31,6 +33,8 @@ class _GroupedLinear(nn.Module):
 
     partition_dim: int
     impl = "reference"
+    fp8: Recipe | None = None
+    """What the products are in, where that is FP8: each expert has scales of its own rows and weight."""
 
     def __init__(
         self,
@@ -98,7 +102,9 @@ class _GroupedLinear(nn.Module):
         latter, rows behind the last expert's give zeros.
         """
         biases = self._each("bias") if self._adds_bias else None
-        if self.impl == "reference" and not isinstance(rows, Tensor):
+        if self.fp8 is not None:
+            y = self._in_fp8(x, torch.as_tensor(rows, device=x.device))
+        elif self.impl == "reference" and not isinstance(rows, Tensor):
             y = grouped_linear(x, self._each("weight"), rows, biases)
         else:
             counts = torch.as_tensor(rows, device=x.device)
@@ -107,10 +113,28 @@ class _GroupedLinear(nn.Module):
             y = grouped_gemm(x, self._each("weight"), counts, stacked, **more)
         return y, self._each("bias") if self._returns_bias else None
 
+    def _in_fp8(self, x: Tensor, counts: Tensor, **activation: Any) -> Tensor:
+        assert self.fp8 is not None
+        more: dict[str, Any] = {"impl": self.impl, "main_grads": self._main_grads(), **activation}
+        y = grouped_fp8(x, self._each("weight"), counts, self.fp8, **more)
+        if self._adds_bias:
+            y = y + rows_of(torch.stack(self._each("bias")), counts, y.shape[0], impl=self.impl)
+        return y
+
+    def activated(
+        self, h: Tensor, counts: Tensor, share: Tensor | None, impl: str, *, again: bool
+    ) -> tuple[Tensor, list[Tensor] | None]:
+        """`forward`, in FP8, of SwiGLU of `h` [r, 2 input], by that implementation, times `share` [r].
+
+        Nothing but `h` is kept where the activation is to be computed `again` in the backward.
+        """
+        y = self._in_fp8(h, counts, swiglu=impl, share=share, again=again)
+        return y, self._each("bias") if self._returns_bias else None
+
     @property
     def may_gate(self) -> bool:
-        """Whether `gated` is there: the kernel knows no bias."""
-        return self.impl == "triton" and not self._adds_bias and not self._returns_bias
+        """Whether `gated` is there: the kernel knows no bias, and none of it is in FP8."""
+        return self.fp8 is None and self.impl == "triton" and not self._adds_bias and not self._returns_bias
 
     def gated(self, x: Tensor, counts: Tensor, share: Tensor, kind: str) -> Tensor:
         """The activation `kind` of this layer's output, times `share` [r], in one kernel: [r, output / 2]."""

@@ -150,7 +150,8 @@ def alone(run: RunConfig) -> RunConfig:
 
     Where experts are balanced sequence by sequence, each in a micro-batch of its own: nothing may depend on that.
     """
-    micro = {"micro_batch_size": 1} if balances_sequences(run) else {}
+    apart = balances_sequences(run) and run.precision.quantized is None  # a scale of 8 bits is that of a micro-batch
+    micro = {"micro_batch_size": 1} if apart else {}
     optim = run.optim.model_copy(update={"cpu_offload": 0.0})
     # what replaces main weights is the distributed optimizer's, on one rank too
     parallel = ParallelConfig(ranks=1, distributed_optimizer=optim.holds_main_weights)

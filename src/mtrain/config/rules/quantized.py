@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from mtrain.config.conditional import QUANTIZED
 from mtrain.config.devices import facts_of, with_cuda_kernels
 from mtrain.config.hybrid import MAMBA
+from mtrain.config.kernels import OURS
 from mtrain.config.precision import LOW_PRECISION, PrecisionConfig
 from mtrain.config.rules.finding import Change, Finding, multiples
 from mtrain.config.rules.rule import Code, rule
@@ -23,8 +24,6 @@ GENERATIONS: dict[str, tuple[int, int]] = {
 }
 MULTIPLES = {"mxfp8": 32}
 """Recipe -> what every width must be a multiple of; 16 for the others, whose last block may be partly empty."""
-OURS = ("tensorwise", "blockwise")
-"""Recipes that linear layers of ours know."""
 PLAIN = "precision=bf16"
 _FORMAT = tuple(f"precision.{name}" for name in PrecisionConfig.model_fields if name.startswith(LOW_PRECISION))
 FORMATS = " ".join(_FORMAT)
@@ -78,13 +77,16 @@ def one_low_precision_format(run: RunConfig) -> Iterator[Finding]:
     reads=f"kernels.linear {FORMATS} model.moe kernels.experts cluster.device kernels.default kernels.attention",
 )
 def low_precision_needs_transformer_engine(run: RunConfig) -> Iterator[Finding]:
-    """Layers that do not read the recipe would go on in bf16 without a word: ours know two of them."""
+    """Layers that do not read the recipe would go on in bf16 without a word: ours know two of them, and all of a
+    model's linear layers and experts are ours, or TransformerEngine's.
+    """
     p, k = run.precision, run.kernels
     layers = ("linear", "experts") if run.model.moe is not None else ("linear",)
     used = (*layers, "attention") if p.fp8_dot_product_attention else layers
     words = {name: getattr(k, name) or ("reference" if k.default == "reference" else "auto") for name in used}
-    if p.quantized in OURS:
-        words["linear"] = "te"  # or ours
+    known = p.quantized in OURS
+    if known and not {words[name] for name in layers} & {"te", "torch"}:
+        words |= dict.fromkeys(layers, "te")  # or ours
     others = [f"kernels.{name} is {word}" for name, word in words.items() if word not in ("te", "auto")]
     if p.quantized is None or not others:
         return
@@ -92,7 +94,8 @@ def low_precision_needs_transformer_engine(run: RunConfig) -> Iterator[Finding]:
     where = f"on {with_cuda_kernels()}; the device is {device.name}, {', '.join(others)}"
     rule = f"products in {what} bits are TransformerEngine's, {where}"
     te: Change = {f"kernels.{name}": "te" for name in used}
-    fixes = (te, without_low_precision(run))
+    ours: Change = {f"kernels.{name}": "reference" if device.on_host else "triton" for name in layers}
+    fixes = (*((ours,) if known and used == layers else ()), te, without_low_precision(run))
     yield Finding("MT442", _key(run), rule, fixes, hint=PLAIN, lacks="" if device.cuda_kernels else "device")
 
 

@@ -9,7 +9,7 @@ from mtrain.config.experts import MoEConfig, room_of
 from mtrain.models.adapters import beside_experts
 from mtrain.models.graph import FP32, INDEX, MASK, Exchange, Graph, Product, Tensor
 from mtrain.models.parts import activation, column, row
-from mtrain.models.rank import Rank
+from mtrain.models.rank import BLOCK, Rank
 
 PLACE = 4
 """Bytes of the place of a row."""
@@ -18,11 +18,17 @@ PLACE = 4
 def feed_forward(g: Graph, r: Rank, x: Tensor, layer: int) -> Tensor:
     """What a layer's MLP adds to the residual stream, from its normed input."""
     moe = r.model.moe
-    if moe is None or layer < moe.first_dense_layers:
+    if moe is None or not mixes(r, layer):
         with g.recomputed("mlp", x, when=r.recomputes("mlp")):
             return mlp(g, r, x, "mlp", r.model.ffn_hidden_size)
     with g.recomputed("moe", x, when=r.recomputes("moe")):
         return _mixture(g, r, x, moe)
+
+
+def mixes(r: Rank, layer: int) -> bool:
+    """Whether the MLP of a layer, by its number from 0, is a mixture of experts."""
+    moe = r.model.moe
+    return moe is not None and layer >= moe.first_dense_layers
 
 
 def mlp(g: Graph, r: Rank, x: Tensor, name: str, width: int) -> Tensor:
@@ -130,15 +136,32 @@ def _biased(r: Rank) -> tuple[int, int]:
     return (a, FP32 + (a + 2 * FP32) + 2 * FP32 + (FP32 + a)) if r.words["experts"] == "te" else (2 * a, 2 * a)
 
 
+def _ours(r: Rank) -> bool:
+    """Whether kernels of ours multiply for experts in eight bits."""
+    return r.run.precision.quantized is not None and r.words["experts"] != "te"
+
+
+def _quantises_again(r: Rank) -> bool:
+    """Whether SwiGLU is made on the way into eight bits, and both again where it is computed again."""
+    whole = r.by_lists or r.words["experts"] == "triton"
+    return _ours(r) and whole and r.model.activation == "swiglu" and r.words["activation"] == "triton"
+
+
+def _in_eight_bits(r: Rank, rows: int, local: int) -> int:
+    """Elements of a column that are kept of `rows` rows of `local` experts: ours begin each expert with a block."""
+    return max(1, (rows + (BLOCK - 1) * local) // BLOCK) * BLOCK if _ours(r) else rows
+
+
 def _experts(g: Graph, r: Rank, moe: MoEConfig, rows: int, held: int) -> None:
     """Products of `rows` rows, in memory for `held`."""
     h, a, etp = r.model.hidden_size, r.element, r.layout.etp or r.layout.tp
     width, local = moe.ffn_hidden_size // etp, moe.num_experts // r.layout.ep
     up, each = (2 if r.model.gated else 1) * width, rows // local
-    low = 1 if r.run.precision.quantized is not None else a
+    low = r.run.precision.quantized is not None
     stacked = r.words["experts"] == "torch"  # its product wants all weights behind each other: a copy is kept
     first, second = (Tensor(local * h * n * a) if stacked else None for n in (up, width))
-    sent = Tensor(held * h * low)
+    eight = _in_eight_bits(r, held, local)
+    sent = Tensor(eight * h if low else held * h * a)
     kept = [*([] if r.frozen else [sent]), *([first] if first else [])]
     products, moved = [Product(each, up, h, local)], held * _biased(r)[0] * up
     g.add("mlp.experts.linear_fc1", kept, products, low=True, moved=moved, factors=r.factors)
@@ -151,7 +174,8 @@ def _experts(g: Graph, r: Rank, moe: MoEConfig, rows: int, held: int) -> None:
         weighed = 0
     with g.recomputed("moe_act", hidden, Tensor(held * FP32), when=again, discarded=True):
         y = activation(g, r, "mlp.experts.activation", hidden, held * width, weighed=weighed)
-    kept = [*([] if r.frozen else [y if low == a else Tensor(held * width * low)]), *([second] if second else [])]
+    nothing = r.frozen or (again and _quantises_again(r))
+    kept = [*([] if nothing else [Tensor(eight * width) if low else y]), *([second] if second else [])]
     products, moved = [Product(each, h, width, local)], held * _biased(r)[1] * h
     g.add("mlp.experts.linear_fc2", kept, products, low=True, moved=moved, factors=r.factors)
     beside_experts(g, r, "mlp.experts.linear_fc2", y, (each, local), (width, h))

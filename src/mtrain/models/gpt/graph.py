@@ -8,7 +8,7 @@ from functools import partial
 from typing import Any
 
 from mtrain.config.stages import Stage
-from mtrain.models.gpt.feed_forward import feed_forward
+from mtrain.models.gpt.feed_forward import feed_forward, mixes
 from mtrain.models.gpt.mixers import attention, rotates, windowed
 from mtrain.models.gpt.weights import ends
 from mtrain.models.graph import FP32, Graph, Tensor
@@ -34,7 +34,7 @@ def add_layer(g: Graph, r: Rank, x: Tensor, index: int, *, causal: bool = True) 
         middle = _norm(g, r, "post_self_attn_layernorm", middle)
     read = x if m.parallel_residual else middle
     normed = _norm(g, r, "pre_mlp_layernorm", read, again=r.recomputes("layernorm")) if before else read
-    apart = r.recomputes("layernorm") or r.recomputes("mlp") or kind(r, index)[0]
+    apart = r.recomputes("layernorm") or r.recomputes("mlp") or mixes(r, index)  # where many read it
     normed.quantized = before and r.quantizes and not apart
     added = feed_forward(g, r, normed, index)
     g.discard(normed, when=before and r.recomputes("layernorm"))
@@ -81,8 +81,7 @@ def stage(r: Rank, held: Stage) -> list[Graph]:
 
 def kind(r: Rank, index: int) -> tuple[bool, ...]:
     """What layers have in common that compute the same: experts, linear attention, a window, rotary positions."""
-    moe = r.model.moe is not None and index >= r.model.moe.first_dense_layers
-    return moe, r.model.is_linear(index), windowed(r, index), rotates(r, index)
+    return mixes(r, index), r.model.is_linear(index), windowed(r, index), rotates(r, index)
 
 
 def stack(

@@ -1,0 +1,1 @@
+"""Linear layers of experts whose three products multiply in FP8."""

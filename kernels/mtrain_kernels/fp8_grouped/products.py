@@ -1,0 +1,198 @@
+"""The registered steps of a grouped product in FP8: operands of rows and of weights, and both kinds of product."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from mtrain_kernels.fp8_grouped import reference
+from mtrain_kernels.fp8_grouped.reference import BLOCK, blocks_of
+from mtrain_kernels.quantize.formats import FORMATS
+from mtrain_kernels.runtime import as_rows, ceil_div
+
+
+class Grouped(NamedTuple):
+    """Rows or weights of groups in FP8, as they lie and transposed, each empty where it is not wanted.
+
+    Of rows `data` [r, k] and `transposed` [k, 128 b] with b blocks; of weights [g, n, k] and [g, k, n]. With one
+    scale for a group's these are [g] in both; `amax` [g] is what they were made of.
+    """
+
+    data: Tensor
+    scale: Tensor
+    transposed: Tensor
+    transposed_scale: Tensor
+    amax: Tensor
+
+
+def quantize_rows(
+    x: Tensor,
+    ends: Tensor,
+    format: str,
+    one: bool,
+    backend: str,
+    *,
+    share: Tensor | None = None,
+    amax: Tensor | None = None,
+    straight: bool = True,
+    transposed: bool = True,
+    swiglu: bool = False,
+) -> Grouped:
+    """`x` [r, k] of groups that end behind the rows `ends` [g]; see `reference.quantize_rows`."""
+    rows = as_rows(x.detach(), x.shape[1])
+    share = None if share is None else share.detach().contiguous()
+    found = _rows(rows, share, ends, amax, format, one, straight, transposed, swiglu, backend)
+    return _typed(found, format, one, amax)
+
+
+def quantize_weights(weights: Sequence[Tensor], format: str, one: bool, backend: str) -> Grouped:
+    """`weights`, one [n, k] for each group, or all in one [g, n, k]; see `reference.quantize_weights`."""
+    found = _weights([w.detach() for w in weights], format, one, backend)
+    return _typed((*found, found[1].new_empty(0)), format, one, None)
+
+
+def _typed(found: Sequence[Tensor], format: str, one: bool, amax: Tensor | None) -> Grouped:
+    data, scale, turned, turned_scale, made = found
+    dtype = FORMATS[format].dtype
+    again = scale if one else turned_scale
+    return Grouped(data.view(dtype), scale, turned.view(dtype), again, made if amax is None else amax)  # type: ignore[arg-type]
+
+
+@torch.library.custom_op("mtrain::fp8_grouped_rows", mutates_args=())
+def _rows(
+    x: Tensor,
+    share: Tensor | None,
+    ends: Tensor,
+    amax: Tensor | None,
+    format: str,
+    one: bool,
+    straight: bool,
+    transposed: bool,
+    swiglu: bool,
+    backend: str,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    if backend == "reference":
+        q, scale, turned, turned_scale, found = reference.quantize_rows(x, share, ends, amax, format, one, swiglu)
+        nothing, none = scale.new_empty((0, 0)), scale.new_empty(0)
+        turned_scale = none if one else turned_scale if transposed else nothing
+        wanted = q.view(torch.uint8) if straight else nothing.to(torch.uint8)
+        turned = turned.view(torch.uint8) if transposed else nothing.to(torch.uint8)
+        return wanted, scale if one or straight else nothing, turned, turned_scale, found if amax is None else none
+    from mtrain_kernels.fp8_grouped import quantize_triton
+
+    return quantize_triton.quantize_rows(x, share, ends, amax, format, one, straight, transposed, swiglu)
+
+
+@_rows.register_fake
+def _(x, share, ends, amax, format, one, straight, transposed, swiglu, backend):
+    rows, width, count = x.shape[0], x.shape[1] // (1 + swiglu), ends.shape[0]
+    blocks, code, scale = blocks_of(rows, count), torch.uint8, torch.float32
+    return (
+        x.new_empty((rows, width) if straight else (0, 0), dtype=code),
+        x.new_empty(count if one else (rows, ceil_div(width, BLOCK)) if straight else (0, 0), dtype=scale),
+        x.new_empty((width, blocks * BLOCK) if transposed else (0, 0), dtype=code),
+        x.new_empty(0 if one else (width, blocks) if transposed else (0, 0), dtype=scale),
+        x.new_empty(count if one and amax is None else 0, dtype=scale),
+    )
+
+
+@torch.library.custom_op("mtrain::fp8_grouped_weights", mutates_args=())
+def _weights(
+    weights: Sequence[Tensor], format: str, one: bool, backend: str
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    if backend == "reference":
+        each = list(weights[0]) if weights[0].ndim == 3 else weights
+        q, scale, turned, turned_scale = reference.quantize_weights(each, format, one)
+        none = turned_scale.new_empty(0)
+        return q.view(torch.uint8), scale, turned.view(torch.uint8), none if one else turned_scale
+    from mtrain_kernels.fp8_grouped import quantize_triton
+
+    return quantize_triton.quantize_weights(weights, format, one)
+
+
+@_weights.register_fake
+def _(weights, format, one, backend):
+    like, (n, k) = weights[0], weights[0].shape[-2:]
+    count = like.shape[0] if like.ndim == 3 else len(weights)
+    down, across = ceil_div(n, BLOCK), ceil_div(k, BLOCK)
+    return (
+        like.new_empty((count, n, k), dtype=torch.uint8),
+        like.new_empty((count,) if one else (count, down, across), dtype=torch.float32),
+        like.new_empty((count, k, n), dtype=torch.uint8),
+        like.new_empty((0,) if one else (count, across, down), dtype=torch.float32),
+    )
+
+
+@torch.library.custom_op("mtrain::fp8_grouped_product", mutates_args=())
+def rows_product(
+    x: Tensor, x_scale: Tensor, w: Tensor, w_scale: Tensor, ends: Tensor, dtype: torch.dtype, backend: str
+) -> Tensor:
+    """`y_r = W_g x_r` [r, n] of operands in FP8, in `dtype`; rows behind the last group's give zeros."""
+    if backend == "reference":
+        return reference.rows_product(x, x_scale, w, w_scale, ends, dtype)
+    from mtrain_kernels.fp8_grouped import triton
+
+    return triton.rows_product(x, x_scale, w, w_scale, ends, dtype)
+
+
+@rows_product.register_fake
+def _(x, x_scale, w, w_scale, ends, dtype, backend):
+    return x.new_empty((x.shape[0], w.shape[1]), dtype=dtype)
+
+
+@torch.library.custom_op("mtrain::fp8_grouped_dw", mutates_args=())
+def weights_product(
+    d: Tensor,
+    d_scale: Tensor,
+    x: Tensor,
+    x_scale: Tensor,
+    ends: Tensor,
+    rows: int,
+    dtype: torch.dtype,
+    backend: str,
+) -> Tensor:
+    """The gradient [g, n, k] of weights from transposed operands `d` [n, 128 b] and `x` [k, 128 b] of `rows` rows."""
+    if backend == "reference":
+        return reference.weights_product(d, d_scale, x, x_scale, ends.clamp(max=rows)).to(dtype)
+    from mtrain_kernels.fp8_grouped import triton
+
+    made = d.new_empty((ends.shape[0], d.shape[0], x.shape[0]), dtype=dtype)
+    triton.weights_product(d, d_scale, x, x_scale, ends, rows, [made])
+    return made
+
+
+@weights_product.register_fake
+def _(d, d_scale, x, x_scale, ends, rows, dtype, backend):
+    return d.new_empty((ends.shape[0], d.shape[0], x.shape[0]), dtype=dtype)
+
+
+@torch.library.custom_op("mtrain::fp8_grouped_add_dw", mutates_args=("into",))
+def add_weights_product(
+    d: Tensor,
+    d_scale: Tensor,
+    x: Tensor,
+    x_scale: Tensor,
+    ends: Tensor,
+    rows: int,
+    into: Sequence[Tensor],
+    backend: str,
+) -> None:
+    """Adds the gradients to `into`, a dense [n, k] for each group; raises `ValueError` where one is not dense."""
+    if any(not buffer.is_contiguous() for buffer in into):
+        raise ValueError("gradients are added to dense buffers")
+    if backend == "reference":
+        made = reference.weights_product(d, d_scale, x, x_scale, ends.clamp(max=rows))
+        for buffer, gradient in zip(into, made, strict=True):
+            buffer.add_(gradient)
+        return
+    from mtrain_kernels.fp8_grouped import triton
+
+    triton.weights_product(d, d_scale, x, x_scale, ends, rows, into)
+
+
+@add_weights_product.register_fake
+def _(d, d_scale, x, x_scale, ends, rows, into, backend):
+    return None
