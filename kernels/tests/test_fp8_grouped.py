@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
@@ -15,7 +16,7 @@ pytest.importorskip("triton")
 from mtrain_kernels import parity
 from mtrain_kernels.fp8_grouped import products, reference
 from mtrain_kernels.fp8_grouped.op import grouped_fp8
-from mtrain_kernels.fp8_linear.op import Recipe, fp8_linear, weights_stay
+from mtrain_kernels.fp8_linear.op import Recipe, fp8_linear, weights_leave, weights_stay
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 PRODUCTS, QUANTIZE = "mtrain_kernels.fp8_grouped.triton", "mtrain_kernels.fp8_grouped.quantize_triton"
@@ -143,6 +144,22 @@ def test_gradients_are_added_to_buffers_and_weights_are_quantised_once_while_the
     found = torch.stack(buffers)
     torch.testing.assert_close(found, 2 + 2 * wanted.float(), rtol=1e-2, atol=1e-2)
     assert (found[1] == 2).all()
+
+
+@pytest.mark.parametrize("recipe", RECIPES[:2])
+def test_weights_that_are_freed_in_between_are_quantised_again_to_the_bit(recipe: Recipe) -> None:
+    given = inputs([3, 0, 5], 20, 36)
+    weight, found = given["weight"], {}
+    for leaves, factor in ((False, 1), (True, 1), (True, 2)):
+        before = weight.detach().clone()
+        with weights_leave() if leaves else nullcontext():
+            y = layer("reference", recipe, **given)
+            weight.untyped_storage().copy_((factor * before).untyped_storage())
+            found[leaves, factor] = torch.autograd.grad(y.float().sum(), [given["x"], weight])
+        weight.untyped_storage().copy_(before.untyped_storage())
+    right = found[False, 1]
+    assert all(torch.equal(a, b) for a, b in zip(found[True, 1], right, strict=True))
+    assert not torch.equal(found[True, 2][0], right[0])
 
 
 def test_products_by_descriptors_are_those_by_pointers(monkeypatch: pytest.MonkeyPatch) -> None:
