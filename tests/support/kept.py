@@ -39,7 +39,8 @@ class _Saved:
     def __init__(self, kept: Kept, tensor: torch.Tensor) -> None:
         storage = tensor.untyped_storage()
         self.tensor, self.kept, self.key = tensor.detach(), kept, storage._cdata
-        if not storage.nbytes() or storage.data_ptr() in kept.known:
+        weight = isinstance(tensor, torch.nn.Parameter)  # FSDP2 gives the whole ones memory of their own, for a while
+        if weight or not storage.nbytes() or storage.data_ptr() in kept.known:
             self.key = 0
             return
         words = str(tuple(tensor.shape)), str(tensor.dtype), _line() if kept.lines else ""
