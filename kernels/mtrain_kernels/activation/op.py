@@ -33,20 +33,26 @@ def activation(
     reference.require(x, kind, weight)
     if weight is not None and weight.device != x.device:
         raise ValueError(f"x is on {x.device}, its weight on {weight.device}")
-    wrong = {str(t.dtype) for t in (x, weight) if t is not None and t.dtype not in DTYPES}
-    obstacle = f"{', '.join(sorted(wrong))} is none of fp32, fp16 and bf16" if wrong else None
-    if pick("activation", impl, x.device, obstacle) == "reference":
+    if pick("activation", impl, x.device, _obstacle(x, weight)) == "reference":
         return reference.activation(x, kind, weight=weight, alpha=alpha, limit=limit)
     return _activation(x, weight, kind, alpha, limit)
 
 
 def activation_gradient(dy: Tensor, x: Tensor, kind: str, *, impl: str = "auto") -> Tensor:
     """The gradient of `x` [..., f'] from that of its activation, `dy` [..., f], where nobody kept a graph."""
-    if pick("activation", impl, x.device) != "reference":
+    reference.require(x, kind, None)
+    if dy.shape != (*x.shape[:-1], x.shape[-1] // (2 if kind in reference.GATED else 1)):
+        raise ValueError(f"dy {tuple(dy.shape)} is no gradient of the {kind} of x {tuple(x.shape)}")
+    if pick("activation", impl, x.device, _obstacle(x, dy)) != "reference":
         return _activation_backward(dy, x, None, kind, 1.702, 7.0)[0]
     with torch.enable_grad():
         again = x.detach().requires_grad_()
         return torch.autograd.grad(reference.activation(again, kind), again, dy)[0]
+
+
+def _obstacle(*tensors: Tensor | None) -> str | None:
+    wrong = {str(t.dtype) for t in tensors if t is not None and t.dtype not in DTYPES}
+    return f"{', '.join(sorted(wrong))} is none of fp32, fp16 and bf16" if wrong else None
 
 
 @torch.library.custom_op("mtrain::activation", mutates_args=())
