@@ -13,6 +13,7 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
 Library = Literal["blas", "onednn"]
@@ -147,6 +148,7 @@ class _Linear(torch.autograd.Function):
         return product(x.flatten(0, -2), weight).view(*x.shape[:-1], weight.shape[0])
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
         x, weight = ctx.saved_tensors
         rows, inputs = dy.flatten(0, -2), x.flatten(0, -2)

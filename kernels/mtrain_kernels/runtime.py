@@ -11,6 +11,8 @@ from torch import Tensor
 
 HAS_TRITON = importlib.util.find_spec("triton") is not None
 H200_PROCESSORS = 132
+GRID = 65535
+"""Programs along the second and the third axis of a grid, at most: CUDA's limit."""
 
 if HAS_TRITON:
     import triton

@@ -136,5 +136,11 @@ def test_what_does_not_fit_is_refused() -> None:
         op.activation(x, "swiglu")
     with pytest.raises(ValueError, match="one number for each row"):
         op.activation(x, "squared_relu", weight=torch.ones(3, 1))
+    with pytest.raises(ValueError, match=r"x must be floating point, not torch.int32"):
+        op.activation(x.int(), "squared_relu")
+    with pytest.raises(ValueError, match=r"weight must be floating point, not torch.int32"):
+        op.activation(x, "squared_relu", weight=torch.ones(3, dtype=torch.int32))
+    with pytest.raises(ValueError, match=r"dy \(3, 4\) is no gradient of the swiglu of x \(3, 4\)"):
+        op.activation_gradient(x[:, :4], x[:, :4], "swiglu")
     with pytest.raises(Unavailable, match="float64 is none of"):
         op.activation(x.double(), "squared_relu", impl="triton")

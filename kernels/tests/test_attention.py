@@ -265,8 +265,23 @@ def test_what_does_not_fit_is_refused() -> None:
         ({"q": found["q"].half()}, "one dtype"),
         ({"sink": torch.zeros(3, device=DEVICE)}, "one logit for each head"),
         ({"softcap": -1.0}, "negative"),
+        ({"softcap": float("nan")}, "softcap nan"),
+        ({"dropout_p": 1.5}, "dropout_p 1.5"),
+        ({"window": (1,)}, r"window \(1,\)"),
+        ({"q": found["q"].int(), "k": found["k"].int(), "v": found["v"].int()}, "a floating one"),
+        ({"k": found["k"][:, :0], "v": found["v"][:, :0]}, "0 key heads"),
         ({"impl": "flash4"}, "no backend 'flash4'"),
         ({"v": found["v"][:, :1]}, "do not belong together"),
     ):
         with pytest.raises(ValueError, match=said):
             op.attention(**found | change)
+
+
+def test_more_heads_than_a_grid_has_are_no_launch_of_triton() -> None:
+    many, most = (torch.empty(rows, 1, 1, 8, device="meta") for rows in (1 << 16, (1 << 16) - 1))
+    with pytest.raises(Unavailable, match="65535 heads"):
+        op.attention(many, many, many, impl="triton")
+    assert op.attention(most, most, most, impl="triton").shape == most.shape
+    assert op.explain(many, many, many, softcap=1.0).chosen == "reference"
+    assert op.explain(most, most, most, softcap=1.0).chosen == "triton"
+    assert (op.fuses_parts(many, many), op.fuses_parts(most, most)) == (False, True)

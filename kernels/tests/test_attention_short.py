@@ -44,3 +44,10 @@ def test_only_short_sequences_in_half_precision_on_a_cpu_fit() -> None:
     assert not short.fits(q, q[:, :, :32], q[:, :, :32])
     assert not short.fits(*(torch.zeros(1, 2, 4096, 8, dtype=torch.bfloat16) for _ in range(3)))
     assert not short.fits(*(q.to("meta") for _ in range(3)))
+
+
+def test_what_has_no_second_derivative_says_so() -> None:
+    q = torch.randn(1, 1, 5, 8).bfloat16().requires_grad_()
+    (first,) = torch.autograd.grad(short.attention(q, q, q).square().sum(), q, create_graph=True)
+    with pytest.raises(RuntimeError, match="once_differentiable"):
+        first.sum().backward()

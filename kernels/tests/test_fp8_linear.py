@@ -193,6 +193,14 @@ def test_torch_accepts_the_registration_and_what_does_not_fit_is_refused() -> No
         op.scaled_product(given["a"], given["a_scale"], given["b"][:, :9], given["b_scale"])
     with pytest.raises(ValueError, match="belongs to no blocks"):
         op.scaled_product(given["a"], given["a_scale"][:2], given["b"], given["b_scale"])
+    with pytest.raises(ValueError, match="a must be e4m3 or e5m2"):
+        op.scaled_product(given["a"].float(), given["a_scale"], given["b"], given["b_scale"])
+    with pytest.raises(ValueError, match=r"b must be .*float64"):
+        op.scaled_product(given["a"], given["a_scale"], given["b"], given["b_scale"].double())
+    with pytest.raises(ValueError, match=r"torch.int8 must be floating"):
+        op.scaled_product(**given, dtype=torch.int8)
+    with pytest.raises(ValueError, match=r"x \(2, 3\) and weight \(4, 5\)"):
+        fp8_linear(torch.ones(2, 3), torch.ones(4, 5), Recipe("blockwise"))
     with pytest.raises(ValueError, match="no recipe"):
         fp8_linear(torch.ones(2, 3), torch.ones(4, 3), Recipe("mx"))
     if DEVICE == "cpu":

@@ -138,6 +138,18 @@ def test_the_backward_keeps_the_inputs_alone() -> None:
     assert sorted(kept) == sorted(found[n].numel() for n in ("q", "k", "v", "g", "beta"))
 
 
+def test_an_input_alone_has_the_gradient_that_it_has_among_all() -> None:
+    """A query reaches no state: what its gradient is made of must not be asked of the state."""
+    found = inputs("all of it")
+    names = [name for name, x in found.items() if isinstance(x, Tensor) and x.requires_grad]
+    outputs = op.gated_delta_rule(**found)
+    steps = [torch.randn(y.shape, dtype=y.dtype) for y in outputs]
+    wanted = torch.autograd.grad(outputs, [found[name] for name in names], steps)
+    for name, gradient in zip(names, wanted, strict=True):
+        alone = {n: x.detach() if n in names and n != name else x for n, x in found.items()}
+        torch.testing.assert_close(torch.autograd.grad(op.gated_delta_rule(**alone), found[name], steps)[0], gradient)
+
+
 def fla_stand_in(
     q, k, v, g, beta, scale, initial_state, output_final_state, use_qk_l2norm_in_kernel, cu_seqlens
 ):  # fmt: skip

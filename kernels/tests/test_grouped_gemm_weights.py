@@ -172,6 +172,28 @@ def test_a_buffer_with_strides_is_refused() -> None:
         torch.autograd.grad(y.sum(), weights)
 
 
+@pytest.mark.parametrize("impl", ["reference", "triton"])
+def test_buffers_are_those_of_the_weights_and_of_frozen_ones_left_alone(impl: str) -> None:
+    x, counts = torch.ones(3, 16, requires_grad=True), torch.tensor([2, 1])
+    weights = [torch.ones(8, 16, requires_grad=True) for _ in range(2)]
+    buffers: list[torch.Tensor] = []
+
+    def backward() -> None:
+        op.grouped_gemm(x, weights, counts, impl=impl, main_grads=lambda: buffers).sum().backward()
+
+    for shapes in ([(8, 16)], [(8, 16), (16, 8)], [(8, 16)] * 3):
+        buffers[:] = [torch.zeros(shape) for shape in shapes]
+        with pytest.raises(ValueError, match=r"gradients of 2 weights \(8, 16\)"):
+            backward()
+    buffers[:] = [torch.zeros(8, 16) for _ in range(2)]
+    backward()
+    assert [float(b.sum()) for b in buffers] == [2.0 * 128, 128.0]
+    for weight in weights:
+        weight.requires_grad_(False)
+    backward()
+    assert [float(b.sum()) for b in buffers] == [2.0 * 128, 128.0]
+
+
 def test_frozen_weights_and_inputs_cost_no_product(monkeypatch: pytest.MonkeyPatch) -> None:
     made: list[str] = []
     kernels = importlib.import_module(KERNELS)

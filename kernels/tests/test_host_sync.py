@@ -2,14 +2,32 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import pytest
 import torch
+from mtrain_kernels.attention.flash import partial_attention
+from mtrain_kernels.attention.seen import Seen, table
+from mtrain_kernels.causal_conv1d.op import causal_conv1d
+from mtrain_kernels.fp8_linear.op import Recipe, Shares, fp8_linear, weights_stay
+from mtrain_kernels.gated_delta_rule.op import gated_delta_rule
+from mtrain_kernels.grouped_gemm import op as grouped
 from mtrain_kernels.grouped_gemm import reference
+from mtrain_kernels.linear_cross_entropy.op import linear_cross_entropy, token_cross_entropy
+from mtrain_kernels.moe_permute.op import permute, plan, row_weights, unpermute
+from mtrain_kernels.moe_router.op import moe_router
+from mtrain_kernels.norm.operand import norm_quantized
+from mtrain_kernels.optimizer.fused_adam import FusedAdam
+from mtrain_kernels.optimizer.muon import Muon
+from mtrain_kernels.optimizer.op import clip_grad_norm_
+from mtrain_kernels.optimizer.soap import Soap, new_factors
+from mtrain_kernels.quantize import op as quantize
 from mtrain_kernels.registry import MODELS, Op, ops
+from mtrain_kernels.rope.op import rope
+from mtrain_kernels.softmax.op import softmax
+from mtrain_kernels.ssd.op import ssd
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -68,6 +86,133 @@ def test_no_operation_waits_for_the_device(op: Op, monkeypatch: pytest.MonkeyPat
             assert outputs or case.backward is None, case.name
             if outputs:
                 torch.autograd.backward(outputs, [torch.empty_like(t) for t in outputs])
+
+
+def leaf(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
+    return torch.empty(shape, dtype=dtype, device=META, requires_grad=True)
+
+
+def numbers(*shape: int, dtype: torch.dtype = torch.int64) -> Tensor:
+    return torch.empty(shape, dtype=dtype, device=META)
+
+
+def losses() -> Iterator[Any]:
+    given = leaf(40, 16), leaf(128, 16), numbers(40)
+    classes = torch.empty(120, device=META)
+    more: dict[str, Any] = {"class_weights": classes, "vocab_size": 120, "z_loss": 1e-4, "label_smoothing": 0.1}
+    for gradient in (None, lambda weight, made, factor: made * factor):
+        weights = torch.empty(40, device=META)
+        yield linear_cross_entropy(
+            *given, weights, ranked=True, chunk=8, gradient=gradient, **more, impl="triton"
+        ).total
+    yield token_cross_entropy(*given, soft_cap=30.0, **more, impl="triton")
+
+
+def operands() -> Iterator[Any]:
+    x, weight, bias, one = leaf(40, 256), leaf(256), leaf(256), torch.empty(1, device=META)
+    for layout, multiplier in (("mx", None), (None, None), (None, one)):
+        given = {"layout": layout, "multiplier": multiplier, "share": lambda most: most}
+        y, total, operand = norm_quantized(x, x, weight, bias, 1e-5, subtract_mean=True, impl="triton", **given)
+        operand.transposed(*operand.kept)
+        yield y, total
+    for layout in quantize.LAYOUTS:
+        data, scale, *_ = quantize.quantize_blocks(x, layout=layout, transpose=True, impl="triton")
+        quantize.dequantize_blocks(data, scale, layout=layout, impl="triton")
+    quantize.dequantize_nvfp4(*quantize.quantize_nvfp4(x, impl="triton"), impl="triton")
+    delayed = quantize.quantize_tensorwise(
+        x, multiplier=quantize.reference.delayed_multiplier(one, "e4m3"), impl="triton"
+    )
+    quantize.reference.push_amax_(torch.empty(4, device=META), delayed.amax)
+
+
+def linear_layers() -> Iterator[Any]:
+    x, weight, norm = leaf(40, 128), leaf(64, 128), leaf(128)
+    shares = Shares(*[lambda most: most] * 3)
+    with weights_stay():
+        for kind in ("tensorwise", "blockwise"):
+            recipe = Recipe(kind)
+            y, _, operand = norm_quantized(
+                x, None, norm, None, 1e-5, subtract_mean=False, layout=recipe.layout, impl="triton"
+            )
+            yield fp8_linear(y, weight, recipe, operand=operand, shares=shares, gradient=_kept, impl="triton")
+
+
+def _kept(weight: Tensor, made: Tensor) -> Tensor:
+    return made.to(weight.dtype)
+
+
+def experts() -> Iterator[Any]:
+    counts, bias = numbers(8, dtype=torch.int32), torch.empty(8, device=META)
+    heads = [leaf(32, 16) for _ in range(8)]
+    buffers = [torch.empty(32, 16, device=META) for _ in heads]
+    routes = {"score": "sigmoid", "expert_bias": bias, "groups": 4, "group_topk": 2}
+    for how, added in (({"capacity": 4, "pad_to": 16}, None), ({"blocks": 2, "rows": 96}, lambda: buffers)):
+        weights, chosen, _ = moe_router(leaf(40, 8, dtype=torch.float32), 2, **routes, impl="triton")
+        made = plan(chosen, 8, **how)
+        rows, shares = permute(leaf(40, 16), made, impl="triton"), row_weights(weights, made)
+        gated = grouped.grouped_gated(rows, heads, counts, "swiglu", shares, impl="triton", main_grads=added)
+        back = grouped.grouped_gemm(gated, leaf(8, 16, 16), counts, leaf(8, 16), impl="triton")
+        yield unpermute(back, made, impl="triton"), grouped.rows_of(leaf(8, 16), counts, 96, impl="triton")
+
+
+def sequences() -> Iterator[Any]:
+    marks, edges = numbers(1, 40), numbers(3, dtype=torch.int32)
+    q, k, v, gate = leaf(1, 40, 2, 16), leaf(1, 40, 2, 16), leaf(1, 40, 4, 16), leaf(1, 40, 4, dtype=torch.float32)
+    yield gated_delta_rule(q, k, v, gate, gate, l2norm=True, segments=marks, edges=edges, chunk=16)
+    yield ssd(v, gate, leaf(4), k, q, d=leaf(4), segments=marks, chunk=16)
+    yield causal_conv1d(leaf(1, 8, 40), leaf(8, 4), leaf(8), segments=marks, impl="triton")
+    cos = torch.empty(40, 8, device=META)
+    yield rope(q, k, cos, cos, positions=marks, q_weight=leaf(16), k_weight=leaf(16), impl="triton")
+    seen = Seen(table=table(numbers(40), numbers(40), (8, 0), edges))
+    yield partial_attention(*(x.transpose(1, 2) for x in (q, k, k)), seen=seen, sink=leaf(2), softcap=5.0)
+    yield softmax(leaf(1, 2, 8, 8), mask=numbers(8, 8, dtype=torch.bool), sink=leaf(2), impl="triton")
+
+
+def optimizers() -> Iterator[Any]:
+    params = [torch.nn.Parameter(leaf(32, 16)), torch.nn.Parameter(leaf(16))]
+    for p in params:
+        p.grad = torch.empty_like(p)
+    eight: dict[str, Any] = {"exp_avg_dtype": torch.uint8, "exp_avg_sq_dtype": torch.uint8}
+    for how in ({"capturable": True}, eight | {"stochastic_rounding": True}, eight | {"master_weights": True}):
+        adam = FusedAdam(params, impl="triton", **how)
+        adam.step()
+        clip_grad_norm_([p.grad for p in params if p.grad is not None], 1.0, impl="triton")
+        adam.step(grad_scale=torch.empty((), device=META))
+    matrix = torch.nn.Parameter(leaf(32, 16, dtype=torch.float32))
+    matrix.grad = torch.empty_like(matrix)
+    Muon([{"params": [matrix], "matrix": "whole"}], impl="triton").step()
+    soap = Soap([{"params": [matrix], "matrix": "whole", "step": 1}], impl="triton")
+    soap.factors[id(matrix)] = new_factors(matrix.shape, 64, META)
+    soap.step()
+    yield ()
+
+
+PATHS = (losses, operands, linear_layers, experts, sequences, optimizers)
+"""What training calls beside the cases that are measured: other arguments, gradients added to buffers, optimizers."""
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="launches on a GPU are not those of the interpreter")
+@pytest.mark.parametrize("path", PATHS, ids=lambda path: path.__name__)
+def test_no_path_of_training_waits_for_the_device(
+    path: Callable[[], Iterator[Any]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("triton")
+    with nothing_waits(monkeypatch):
+        for found in path():
+            outputs = [t for t in tree_leaves(found) if isinstance(t, Tensor) and t.requires_grad]
+            if outputs:
+                torch.autograd.backward(outputs, [torch.empty_like(t) for t in outputs])
+
+
+def test_bases_of_soap_wait_when_they_are_made_and_turned(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A decomposition of what is not finite raises on the host, and how many vectors are found is its number."""
+    matrix = torch.nn.Parameter(leaf(8, 4, dtype=torch.float32))
+    for done, frequency in ((0, 10), (10, 10)):
+        matrix.grad = torch.empty_like(matrix)
+        soap = Soap([{"params": [matrix], "matrix": "whole", "step": done}], precondition_frequency=frequency)
+        soap.factors[id(matrix)] = new_factors(matrix.shape, 64, META)
+        with pytest.raises(HostSync), nothing_waits(monkeypatch):
+            soap.step()
 
 
 @pytest.mark.parametrize(

@@ -151,6 +151,12 @@ def test_a_frozen_input_gets_no_gradient_and_costs_none(frozen):
     check(op.token_cross_entropy, defined_tokens, given)
 
 
+@pytest.mark.parametrize("parts", [{"chunk": -1}, {"logits": -8}])
+def test_a_negative_number_of_tokens_at_a_time_is_refused(parts):
+    with pytest.raises(ValueError, match="must be positive"):
+        op.linear_cross_entropy(**inputs(5, 8, 13, torch.float32), **parts)
+
+
 def test_a_second_backward_is_refused():
     total, *_ = op.linear_cross_entropy(**inputs(5, 8, 13, torch.float32))
     total.backward(retain_graph=True)

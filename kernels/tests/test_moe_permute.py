@@ -198,6 +198,10 @@ def test_what_does_not_fit_is_refused() -> None:
     forth, back = inputs()
     with pytest.raises(ValueError, match="tokens of the plan"):
         op.permute(forth["x"][1:], forth["plan"])
+    with pytest.raises(ValueError, match=r"int64 .* must be floating"):
+        op.permute(forth["x"].long(), forth["plan"])
+    with pytest.raises(ValueError, match=r"int64 .* must be floating"):
+        op.unpermute(back["rows"].long(), back["plan"])
     with pytest.raises(ValueError, match="rows of the plan"):
         op.unpermute(back["rows"][1:], back["plan"])
     with pytest.raises(ValueError, match="one for each copy"):

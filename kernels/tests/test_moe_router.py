@@ -109,6 +109,8 @@ def test_strides_do_not_matter() -> None:
     found = inputs(9, 20, "sigmoid")
     for _, logits in parity.layouts(found["logits"]):
         compare(found | {"logits": logits})
+    of_both = (op.moe_router(found["logits"], 3, impl=impl)[1] for impl in ("reference", "triton"))
+    assert all(indices.is_contiguous() for indices in of_both), "not parts of all experts' places"
 
 
 @pytest.mark.parametrize("impl", ["reference", "triton"])

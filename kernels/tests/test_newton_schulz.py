@@ -18,6 +18,7 @@ from torch import Tensor
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 KERNELS = "mtrain_kernels.newton_schulz.triton"
 SMALL_TILES = ("TILE = 128", "TILE = 32")
+SMALL_GRID = ("STEP = 64\n", "STEP = 64\nGRID = 2\n")
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 
 
@@ -114,11 +115,24 @@ def test_a_seeded_bug_is_caught(old: str, new: str) -> None:
         compare(inputs(2, 70, 90, torch.float32))
 
 
+def test_more_matrices_than_a_grid_has_are_several_launches() -> None:
+    with parity.mutated(KERNELS, *SMALL_GRID):
+        compare(inputs(5, 7, 9, torch.float32))
+        with parity.caught(KERNELS, "y[part]", "y"):
+            compare(inputs(5, 7, 9, torch.float32))
+
+
 def test_what_does_not_fit_is_refused() -> None:
     with pytest.raises(ValueError, match="takes matrices"):
         op.newton_schulz(torch.zeros(3))
     with pytest.raises(ValueError, match=r"\(2, 3, 4\) and torch.float32 \(2, 4, 4\)"):
         op.symmetric_product(torch.zeros(2, 3, 4), torch.zeros(2, 4, 4))
+    with pytest.raises(ValueError, match=r"not torch.int64, torch.bfloat16, 5"):
+        op.newton_schulz(torch.zeros(3, 3, dtype=torch.int64))
+    with pytest.raises(ValueError, match=r"torch.bfloat16, -1"):
+        op.newton_schulz(torch.zeros(3, 3), steps=-1)
+    with pytest.raises(ValueError, match="takes floats"):
+        op.symmetric_product(torch.zeros(2, 3, 4, dtype=torch.int64))
     with pytest.raises(Unavailable, match="float64"):
         op.newton_schulz(torch.zeros(3, 3), dtype=torch.float64, impl="triton")
 

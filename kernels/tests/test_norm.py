@@ -186,6 +186,8 @@ def test_what_does_not_fit_is_refused() -> None:
         op.layer_norm(leaf(2, 4), leaf(4), leaf(3), 1e-5)
     with pytest.raises(ValueError, match="one shape"):
         op.rms_norm_residual(leaf(2, 4), leaf(4), leaf(4), 1e-5)
+    with pytest.raises(ValueError, match=r"floating point, not torch.int64"):
+        op.rms_norm(leaf(2, 4).detach().long(), leaf(4), 1e-5)
     with pytest.raises(Unavailable, match="float64 is none of"):
         op.rms_norm(leaf(2, 4).double(), leaf(4), 1e-5, impl="triton")
     with pytest.raises(Unavailable, match="wider than"):
@@ -204,3 +206,21 @@ def test_the_form_of_a_cpu_is_the_definition(zero_centered: bool, dtype: torch.d
         parity.check(partial(op.rms_norm, impl="reference", **options), definition, found)
         for _, x in parity.layouts(found["x"]):
             parity.check(partial(op.rms_norm, impl="reference", **options), definition, found | {"x": x})
+
+
+@pytest.mark.parametrize("width", [40, 8200])
+def test_a_bias_in_fp32_beside_a_weight_in_half_has_its_gradient_unrounded(width: int) -> None:
+    x, bias, dy = leaf(3, width), leaf(width), leaf(3, width).detach()
+    weight = leaf(width).detach().bfloat16().requires_grad_()
+    (found,) = torch.autograd.grad(op.layer_norm(x, weight, bias, 1e-5, impl="triton"), bias, dy)
+    wanted = dy.sum(0)
+    torch.testing.assert_close(found, wanted)
+    assert not torch.equal(wanted, wanted.bfloat16().float()), "rounded, it would be another"
+
+
+def test_rows_without_columns_have_gradients_without_elements() -> None:
+    for shape in ((0,), (3, 0)):
+        x, weight = leaf(*shape), leaf(0)
+        op.rms_norm(x, weight, 1e-5).sum().backward()
+        assert x.grad is not None
+        assert x.grad.shape == shape

@@ -188,6 +188,11 @@ def test_what_does_not_fit_is_refused() -> None:
     given = inputs((4, 16), False)
     with pytest.raises(ValueError, match="no scales of one row"):
         norm_quantized(**given, layout="128x128")
+    for multiplier in (torch.ones(2), torch.ones(1, dtype=torch.float64), torch.ones(())):
+        with pytest.raises(ValueError, match=r"multiplier must be \[1\] in fp32"):
+            norm_quantized(**given, multiplier=multiplier.to(DEVICE))
+    with pytest.raises(ValueError, match="scales of its own"):
+        norm_quantized(**given, layout="mx", multiplier=torch.ones(1, device=DEVICE))
     with pytest.raises(ValueError, match="no format"):
         norm_quantized(**given, format="e2m1")
     with pytest.raises(ValueError, match="last axis"):

@@ -227,6 +227,8 @@ def test_what_does_not_fit_is_refused():
         op.adamw_(lists._replace(grads=[]), HYPER)
     with pytest.raises(ValueError, match=r"grads: \(4,\) \(2,\)"):
         op.adamw_(lists._replace(grads=[torch.zeros(8)[::2]]), HYPER)
+    with pytest.raises(ValueError, match="2 streams for 1 params"):
+        op.adamw_(lists, HYPER, streams=[0, 1])
     with pytest.raises(ValueError, match="belong to bf16"):
         op.adamw_(lists._replace(masters=[torch.zeros(4, dtype=torch.int16)]), HYPER)
     with pytest.raises(ValueError, match="step"):

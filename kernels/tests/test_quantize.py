@@ -10,6 +10,7 @@ import torch
 from mtrain_kernels.parity import caught, layouts, poisoned
 from mtrain_kernels.quantize import op, reference
 from mtrain_kernels.quantize.formats import FORMATS, LAYOUTS
+from mtrain_kernels.registry import Unavailable
 from torch import Tensor
 from torch.nn import functional as F
 
@@ -262,3 +263,26 @@ def test_what_does_not_fit_is_refused():
         op.quantize_tensorwise(x, multiplier=torch.ones(2))
     with pytest.raises(ValueError, match="scale"):
         op.dequantize_blocks(op.quantize_blocks(x).data, torch.ones(1), layout="1x128")
+    codes, of_blocks, scale = op.quantize_nvfp4(x[:, :32])
+    for wrong in (
+        (codes.int(), of_blocks, scale),
+        (codes, of_blocks.float(), scale),
+        (codes, of_blocks, scale.half()),
+    ):
+        with pytest.raises(ValueError, match="uint8, e4m3 and fp32"):
+            op.dequantize_nvfp4(*wrong)
+    long = torch.empty(1, 128 << 16, device="meta")
+    with pytest.raises(Unavailable, match="longer than 8388480"):
+        op.quantize_blocks(long, impl="triton")
+    assert op.quantize_blocks(long[:, :-128], impl="triton").scale.shape == (1, 65535)
+
+
+@pytest.mark.parametrize("impl", ["reference", "triton"])
+def test_what_has_no_elements_keeps_its_rows_and_columns(impl):
+    for shape, rows in (((3, 0), 3), ((2, 3, 0), 6), ((0, 8), 0)):
+        x = torch.zeros(shape)
+        whole, blocks = (f(x, transpose=True, impl=impl) for f in (op.quantize_tensorwise, op.quantize_blocks))
+        for found in (whole, blocks):
+            assert (found.data.shape, found.transposed.shape) == ((rows, shape[-1]), (shape[-1], rows))
+        assert op.dequantize_blocks(blocks.data, blocks.scale, layout="1x128", impl=impl).shape == (rows, shape[-1])
+        assert op.quantize_nvfp4(x, impl=impl)[0].shape == (rows, shape[-1] // 2)

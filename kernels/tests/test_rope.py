@@ -158,6 +158,10 @@ def test_a_compiled_function_gives_the_same_gradient() -> None:
     torch.testing.assert_close(compiled, plain)
 
 
+def meta(found: dict[str, Tensor]) -> dict[str, Tensor]:
+    return {name: t.to("meta") for name, t in found.items()}
+
+
 def test_what_does_not_fit_is_refused() -> None:
     x, short = torch.ones(4, 2, 8), tables(3, 8)
     with pytest.raises(ValueError, match="end at position 3"):
@@ -172,6 +176,10 @@ def test_what_does_not_fit_is_refused() -> None:
         op.rotate(x, **tables(4, 8), weight=torch.ones(4))
     with pytest.raises(ValueError, match="get no gradient"):
         op.rotate(x, torch.ones(4, 4, requires_grad=True), torch.ones(4, 4))
+    with pytest.raises((IndexError, RuntimeError), match="index"):
+        op.rotate(x, **short, positions=torch.tensor([0, -1, 1, 2]), impl="reference")
+    with pytest.raises(Unavailable, match="larger than 65535"):
+        op.rotate(torch.empty(1 << 16, 1, 1, 8, device="meta"), **meta(tables(1, 8)), impl="triton")
     with pytest.raises(Unavailable, match="wider than"):
         op.rotate(torch.ones(1, 1, 2000), **tables(1, 8), impl="triton")
 

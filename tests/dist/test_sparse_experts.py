@@ -160,6 +160,7 @@ STEPS = {
     "experts, exchanged": ["kernels=triton", "parallel=tp2ep2sp", *MIXTRAL],
     "experts, padded": ["kernels=triton", "parallel=tp2ep2sp", *MIXTRAL, PADDED, *MORE],
     "padded by a factor, again": ["kernels=triton", "parallel=ep2", *MIXTRAL, PADDED, FACTOR, FULL],
+    "muon": ["kernels=triton", "parallel=single", "optim=muon", *SMALL],
     "a hybrid": ["kernels=triton", "parallel=single", "model=nemotron_h_tiny", *SMALL, *HYBRID],
     "maps": ["kernels=reference", "parallel=single", *MIXTRAL],
 }
@@ -167,8 +168,14 @@ WAITS = {"experts, exchanged": {"rows that are exchanged": 2}}
 """What waits for the device and why: an exchange has to know how many rows go where, once in each of two layers."""
 
 
-def test_forward_and_backward_of_a_step_wait_for_the_device_where_it_is_said() -> None:
+NORM = "aten._local_scalar_dense.default clip_grads.py get_grad_norm_fp32"
+"""megatron-core brings the gradient's norm to the host, that of experts which other ranks hold one by itself."""
+
+
+def test_a_step_waits_for_the_device_where_it_is_said() -> None:
     found = synchronised.waits(STEPS)
+    norms = {name: waits.pop(NORM, 0) for name, waits in found.items()}
+    assert norms == {name: 2 if any("ep2" in word for word in words) else 1 for name, words in STEPS.items()}
     waiting = sum(found.pop("maps").values())
     assert (waiting >= 4) != engine.at_least(0, 19), "megatron-core's maps wait until 0.19, and this test sees it"
     assert found == {name: WAITS.get(name, {}) for name in found}

@@ -1,4 +1,4 @@
-"""Where forward and backward of a step wait for the device: a program, `python -m tests.support.synchronised`.
+"""Where a step waits for the device: a program, `python -m tests.support.synchronised`.
 
 It reads JSON, names and the words of each command line, and prints for each the calls that a GPU would be waited for,
 with how often they are made. The step is the program that trains, on tensors that have shapes alone; Triton's kernels
@@ -103,7 +103,7 @@ def _watching() -> type:
     indexing = {aten.index.Tensor, aten.index_put.default, aten.index_put_.default, aten._index_put_impl_.default}
 
     class Watching(Recorder):
-        """Notes what would wait for the device in forward and backward."""
+        """Notes what would wait for the device in a step."""
 
         def __init__(self) -> None:
             super().__init__()
@@ -117,7 +117,7 @@ def _watching() -> type:
             if func in indexing:  # by a mask the places are counted first, unless one number is put there
                 one = func is not aten.index.Tensor and args[2].numel() == 1
                 waits = not one and any(i is not None and i.dtype in (torch.bool, torch.uint8) for i in args[1])
-            if waits and tensors and self._place().phase in ("forward", "backward"):
+            if waits and tensors and self._place().phase in ("forward", "backward", "optimizer"):
                 self.found[f"{func} {_caller()}"] += 1
             return super().__torch_dispatch__(func, types, args, kwargs)
 

@@ -33,9 +33,7 @@ def activation(
     reference.require(x, kind, weight)
     if weight is not None and weight.device != x.device:
         raise ValueError(f"x is on {x.device}, its weight on {weight.device}")
-    wrong = {str(t.dtype) for t in (x, weight) if t is not None and t.dtype not in DTYPES}
-    obstacle = f"{', '.join(sorted(wrong))} is none of fp32, fp16 and bf16" if wrong else None
-    if pick("activation", impl, x.device, obstacle) == "reference":
+    if pick("activation", impl, x.device, _obstacle(x, weight)) == "reference":
         return reference.activation(x, kind, weight=weight, alpha=alpha, limit=limit)
     return _activation(x, weight, kind, alpha, limit)
 
@@ -49,7 +47,10 @@ def activation_gradients(
     dy: Tensor, x: Tensor, kind: str, *, weight: Tensor | None = None, impl: str = "auto"
 ) -> tuple[Tensor, Tensor | None]:
     """Those of `x` [..., f'] and of its `weight` [...], where it has one; see `activation_gradient`."""
-    if pick("activation", impl, x.device) != "reference":
+    reference.require(x, kind, weight)
+    if dy.shape != (*x.shape[:-1], x.shape[-1] // (2 if kind in reference.GATED else 1)):
+        raise ValueError(f"dy {tuple(dy.shape)} is no gradient of the {kind} of x {tuple(x.shape)}")
+    if pick("activation", impl, x.device, _obstacle(x, weight, dy)) != "reference":
         dx, dweight = _activation_backward(dy, x, weight, kind, 1.702, 7.0)
         return dx, None if weight is None else dweight
     with torch.enable_grad():
@@ -57,6 +58,11 @@ def activation_gradients(
         y = reference.activation(leaves[0], kind, weight=leaves[1] if weight is not None else None)
         dx, *rest = torch.autograd.grad(y, leaves, dy)
     return dx, rest[0] if rest else None
+
+
+def _obstacle(*tensors: Tensor | None) -> str | None:
+    wrong = {str(t.dtype) for t in tensors if t is not None and t.dtype not in DTYPES}
+    return f"{', '.join(sorted(wrong))} is none of fp32, fp16 and bf16" if wrong else None
 
 
 @torch.library.custom_op("mtrain::activation", mutates_args=())

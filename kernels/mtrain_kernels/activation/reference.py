@@ -19,7 +19,7 @@ def activation(
     `swiglu` silu(g) u; `geglu` gelu(g) u with erf; `geglu_tanh` the same with the tanh approximation;
     `swiglu_clamped` (u' + 1) g' sigmoid(alpha g') with g' = min(g, limit) and u' = clamp(u, -limit, limit).
     `squared_relu` is relu(x)^2 with f' = f. `alpha` and `limit` mean nothing to the others. Raises `ValueError` for
-    an unknown kind, an odd last axis of a gated kind, and a weight that is not one number for each row.
+    an unknown kind, integers, an odd last axis of a gated kind, and a weight that is not one number for each row.
     Sources: Shazeer 2020, arXiv:2002.05202; So et al. 2021, arXiv:2109.08668; OpenAI 2025, arXiv:2508.10925.
     """
     require(x, kind, weight)
@@ -32,6 +32,9 @@ def require(x: Tensor, kind: str, weight: Tensor | None) -> None:
     """Raises `ValueError` where x, kind and weight do not belong together."""
     if kind not in KINDS:
         raise ValueError(f"no activation {kind!r}; choose one of {', '.join(KINDS)}")
+    for name, value in (("x", x), ("weight", weight)):
+        if value is not None and not value.is_floating_point():
+            raise ValueError(f"{name} must be floating point, not {value.dtype}")
     if x.ndim == 0 or (kind in GATED and x.shape[-1] % 2):
         raise ValueError(f"{kind} needs gate and up as two halves of the last axis, x is {tuple(x.shape)}")
     if weight is not None and weight.shape != x.shape[:-1]:

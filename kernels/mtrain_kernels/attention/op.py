@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import logging
+import math
 import warnings
 from dataclasses import dataclass
 from typing import Any
@@ -15,6 +16,7 @@ from mtrain_kernels.attention import backends, flash, reference
 from mtrain_kernels.attention.backends import RULES, Call
 from mtrain_kernels.attention.seen import Seen
 from mtrain_kernels.registry import Case, Cost, Implementation, Model, Op, Unavailable
+from mtrain_kernels.runtime import GRID
 
 log = logging.getLogger(__name__)
 
@@ -65,7 +67,7 @@ def attention(
     where it needs no mask; `explain` says which and why.
     """
     call = _call(q, k, v, causal, window, mask, sink, softcap, dropout_p, cu_seqlens)
-    name = _backend(tuple(call), impl, _torch_refusals(q, k, v, call))
+    name = _backend(tuple(call), impl, _refusals(q, k, v, call))
     if name == "flash3":
         return backends.by_flash3(q, k, v, call, cu_seqlens, max_seqlen, scale)
     if name == "flash" and call.device == "cuda" and not call.dense:
@@ -87,7 +89,7 @@ def fuses_parts(q: Tensor, v: Tensor, *, dropout_p: float = 0.0, impl: str = "au
     if impl not in ("auto", "triton"):
         return False
     call = backends.describe(q, v, v, (-1, -1), False, False, 0.0, dropout_p, False)
-    why = "; ".join(RULES["triton"](call))
+    why = "; ".join((*RULES["triton"](call), *_too_many(q)))
     if why and impl == "triton":
         raise Unavailable(f"attention: triton cannot run: {why}")
     return not (why or (impl == "auto" and backends.unwanted("triton", call)))
@@ -114,7 +116,7 @@ def explain(
     Raises what `attention` would raise.
     """
     call = _call(q, k, v, causal, window, mask, sink, softcap, dropout_p, cu_seqlens)
-    return _decide(call, impl, _torch_refusals(q, k, v, call))
+    return _decide(call, impl, _refusals(q, k, v, call))
 
 
 def _call(
@@ -130,6 +132,8 @@ def _call(
     cu_seqlens: Tensor | None,
 ) -> Call:
     reference.require_shapes(q, k, v, causal, mask)
+    if window is not None and len(window) != 2:
+        raise ValueError(f"window {window} must be how many keys are seen to the left and to the right")
     left, right = (-1, -1) if window is None else (max(window[0], -1), max(window[1], -1))
     limits = (left, 0 if causal else right)
     if mask is not None and (limits != (-1, -1) or cu_seqlens is not None):
@@ -142,14 +146,27 @@ def _call(
         raise ValueError(f"packed sequences need a batch of one, not {q.shape[0]}, and integers as their edges")
     if any(other is not None and other.device != q.device for other in (k, v, mask, sink, cu_seqlens)):
         raise ValueError(f"all tensors must be on {q.device}, as q")
-    if q.dtype != k.dtype or q.dtype != v.dtype:
-        raise ValueError(f"q {q.dtype}, k {k.dtype} and v {v.dtype} must have one dtype")
+    if q.dtype != k.dtype or q.dtype != v.dtype or not q.is_floating_point():
+        raise ValueError(f"q {q.dtype}, k {k.dtype} and v {v.dtype} must have one dtype, a floating one")
     if sink is not None and sink.shape != q.shape[1:2]:
         raise ValueError(f"sink {tuple(sink.shape)} must be ({q.shape[1]},), one logit for each head")
-    if softcap < 0:
-        raise ValueError(f"softcap {softcap} must not be negative")
+    if not (softcap >= 0 and math.isfinite(softcap)):
+        raise ValueError(f"softcap {softcap} must not be negative, infinite or no number")
+    if not 0 <= dropout_p <= 1:
+        raise ValueError(f"dropout_p {dropout_p} must lie in [0, 1]")
     packed = cu_seqlens is not None
     return backends.describe(q, k, v, limits, mask is not None, sink is not None, softcap, dropout_p, packed)
+
+
+def _too_many(q: Tensor) -> tuple[str, ...]:
+    """What speaks against the Triton kernels for so many rows and heads: they are the second axis of a grid."""
+    heads = q.shape[0] * q.shape[1]
+    return (f"takes up to {GRID} heads in all rows of a batch, not {heads}",) if heads > GRID else ()
+
+
+def _refusals(q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[tuple[str, str], ...]:
+    """What speaks against backends that the description of a call does not tell."""
+    return (*_torch_refusals(q, k, v, call), *(("triton", why) for why in _too_many(q)))
 
 
 def _torch_refusals(q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[tuple[str, str], ...]:

@@ -121,7 +121,7 @@ def require_shapes(q: Tensor, k: Tensor, v: Tensor, causal: bool, mask: Tensor |
         raise ValueError("q, k and v must be [batch, heads, tokens, head size]")
     if q.shape[0] != k.shape[0] or k.shape[:3] != v.shape[:3] or q.shape[3] != k.shape[3]:
         raise ValueError(f"q {tuple(q.shape)}, k {tuple(k.shape)} and v {tuple(v.shape)} do not belong together")
-    if q.shape[1] % k.shape[1]:
+    if k.shape[1] == 0 or q.shape[1] % k.shape[1]:
         raise ValueError(f"{q.shape[1]} query heads are no multiple of {k.shape[1]} key heads")
     if causal and mask is not None:
         raise ValueError("give a causal mask as `mask`, or say `causal`, not both")

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 MOST_SCORES = 1 << 23  # 32 MiB of them at a time; longer sequences are the fused kernel's
 
@@ -43,6 +44,7 @@ class _Short(torch.autograd.Function):
         return torch.bmm(p, v)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, d_out: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:
         q, k, v, p = ctx.saved_tensors
         d_out = d_out.contiguous()

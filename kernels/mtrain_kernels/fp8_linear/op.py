@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from mtrain_kernels.activation.op import activation, activation_gradient
 from mtrain_kernels.fp8_linear import reference
@@ -46,6 +48,7 @@ class Shares(NamedTuple):
 
 
 WHOLE = Shares()
+EIGHT_BITS = (torch.float8_e4m3fn, torch.float8_e5m2)
 _kept: dict[tuple[int, Recipe], tuple[Tensor, Any]] | None = None
 _leave = False
 
@@ -101,7 +104,10 @@ def fp8_linear(
     """
     if recipe.kind not in ("tensorwise", "blockwise"):
         raise ValueError(f"no recipe {recipe.kind!r}; choose tensorwise or blockwise")
-    rows = x.reshape(-1, x.shape[-1])
+    if x.ndim == 0 or weight.ndim != 2 or x.shape[-1] != weight.shape[1] * (2 if swiglu else 1):
+        halves = ", twice as wide for gate and up" if swiglu else ""
+        raise ValueError(f"x {tuple(x.shape)} and weight {tuple(weight.shape)} must be [..., k]{halves} and [n, k]")
+    rows = x.reshape(-1, x.shape[-1]) if x.numel() else x.new_empty((math.prod(x.shape[:-1]), x.shape[-1]))
     if torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad):
         y: Tensor = _Linear.apply(rows, weight, recipe, shares, gradient, operand, swiglu, impl)
     else:
@@ -192,6 +198,7 @@ class _Linear(torch.autograd.Function):
         return scaled_product(a.data, a.scale, b.data, b.scale, dtype=x.dtype, impl=impl)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Any, ...]:
         weight, w, w_scale, gates, *kept = ctx.saved_tensors
         recipe, shares, gradient, impl = ctx.options
@@ -224,6 +231,11 @@ def scaled_product(
     """
     if a.ndim != 2 or b.ndim != 2 or a.shape[1] != b.shape[1]:
         raise ValueError(f"a {tuple(a.shape)} and b {tuple(b.shape)} must be [m, k] and [n, k]")
+    for name, data, scale in (("a", a, a_scale), ("b", b, b_scale)):
+        if data.dtype not in EIGHT_BITS or scale.dtype != torch.float32:
+            raise ValueError(f"{name} must be e4m3 or e5m2 with scales in fp32, not {data.dtype} with {scale.dtype}")
+    if not dtype.is_floating_point:
+        raise ValueError(f"dtype {dtype} must be floating point")
     kinds = reference.rows_of(a, a_scale), reference.rows_of(b, b_scale)
     backend = pick("fp8_linear", impl, a.device)
     if backend == "torch" and (why := _refused(a, b, any(kinds))):

@@ -74,7 +74,10 @@ class _Chunked(torch.autograd.Function):
         with torch.enable_grad():
             out = reference.gated_delta_rule(*leaves[:-1], state=leaves[-1], segments=segments, **ctx.options)  # type: ignore[arg-type]
             wanted = [x for x in leaves if x is not None and x.requires_grad]
-            found = iter(torch.autograd.grad(out, wanted, (d_y, d_state)))
+            ends = [
+                (x, d) for x, d in zip(out, (d_y, d_state), strict=True) if x.requires_grad
+            ]  # a state knows no query
+            found = iter(torch.autograd.grad([x for x, _ in ends], wanted, [d for _, d in ends]))
         made = (next(found) if x is not None and x.requires_grad else None for x in leaves)
         return (*made, None, None)
 

@@ -79,6 +79,8 @@ def grouped_gated(
     _require_list(weight, main_grads)
     if kind not in FUSED:
         raise ValueError(f"{kind!r} is none of {', '.join(FUSED)}")
+    if _listed(weight)[0].shape[-2] % 2:
+        raise ValueError(f"weight {tuple(_listed(weight)[0].shape)} must hold as many rows of gates as of ups")
     if share is not None and share.shape != x.shape[:1]:
         raise ValueError(f"share {tuple(share.shape)} must be one number for each row of x {tuple(x.shape)}")
     if pick("grouped_gemm", impl, x.device, _triton_obstacle(x)) != "triton":
@@ -152,7 +154,8 @@ class _Added(torch.autograd.Function):
                 d_x = reference.grouped_gemm(d_y, [w.t() for w in weights], ends)
             else:
                 d_x = _grouped_dx(d_y, weights, ends, ctx.name)
-        _add_dw(d_y, x, ends, list(ctx.buffers()), ctx.name)
+        if any(ctx.needs_input_grad[5:]):
+            _add_dw(d_y, x, ends, list(ctx.buffers()), ctx.name)
         return d_x, None, None, None, None, *(torch.empty_like(w) for w in weights)
 
 

@@ -60,8 +60,10 @@ def _(d_y, x, ends, implementation):
 
 @torch.library.custom_op("mtrain::grouped_gemm_add_dw", mutates_args=("into",))
 def _add_dw(d_y: Tensor, x: Tensor, ends: Tensor, into: Sequence[Tensor], implementation: str) -> None:
-    if any(not buffer.is_contiguous() for buffer in into):
-        raise ValueError("gradients are added to dense buffers")
+    shape = (d_y.shape[1], x.shape[1])
+    if len(into) != len(ends) or any(not b.is_contiguous() or b.shape != shape for b in into):
+        found = [(tuple(b.shape), b.stride()) for b in into]
+        raise ValueError(f"gradients of {len(ends)} weights {shape} are added to so many dense buffers, not {found}")
     if implementation == "triton":
         from mtrain_kernels.grouped_gemm import triton
 

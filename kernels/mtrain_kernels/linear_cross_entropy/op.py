@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from mtrain_kernels.cross_entropy.op import obstacle
 from mtrain_kernels.cross_entropy.reference import Terms, valid_terms
@@ -77,6 +78,7 @@ def linear_cross_entropy(
     if token_weights.shape != labels.shape or token_weights.device != hidden.device:
         raise ValueError(f"token_weights {tuple(token_weights.shape)} must be one for each label, on {hidden.device}")
     class_weights = _weights_of(class_weights, terms, hidden)
+    _require_parts(chunk, logits)
     backend = pick("linear_cross_entropy", impl, hidden.device, obstacle(hidden, weight))
     accumulated = torch.float64 if hidden.dtype == torch.float64 else torch.float32
     grad = torch.is_grad_enabled()
@@ -106,6 +108,7 @@ class _Given(torch.autograd.Function):
         return total, *for_reading
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, dtotal: Tensor, *_: Tensor) -> tuple[Any, ...]:
         if ctx.given is None:
             raise RuntimeError("linear_cross_entropy made its gradients once and has given them away")
@@ -139,6 +142,7 @@ def token_cross_entropy(
     """
     _require(hidden, weight, labels, size_of(group) if sequence_parallel else 1)
     terms = _terms(vocab_size, weight.shape[0] * size_of(group), label_smoothing, z_loss, soft_cap, ignore_index)
+    _require_parts(chunk, None)
     backend = pick("linear_cross_entropy", impl, hidden.device, obstacle(hidden, weight))
     return _token_cross_entropy(
         hidden,
@@ -183,6 +187,11 @@ def _require(hidden: Tensor, weight: Tensor, labels: Tensor, parts: int) -> None
         )
     if len({hidden.device, weight.device, labels.device}) > 1:
         raise ValueError(f"hidden is on {hidden.device}, weight on {weight.device}, labels on {labels.device}")
+
+
+def _require_parts(chunk: int | None, logits: int | None) -> None:
+    if (chunk or 0) < 0 or (logits or 0) < 0:
+        raise ValueError(f"chunk {chunk} and logits {logits} must be positive, or None for as many as suit")
 
 
 @torch.library.custom_op("mtrain::linear_cross_entropy", mutates_args=())

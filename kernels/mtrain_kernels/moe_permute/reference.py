@@ -120,16 +120,18 @@ def require_permute(x: Tensor, position: Tensor) -> None:
     """Raise `ValueError` unless tokens and a plan belong together."""
     if x.device != position.device:
         raise ValueError(f"x is on {x.device}, the plan on {position.device}")
-    if x.ndim != 2 or x.shape[0] != position.shape[0]:
-        raise ValueError(f"x {tuple(x.shape)} must be [{position.shape[0]}, h], the tokens of the plan")
+    if x.ndim != 2 or x.shape[0] != position.shape[0] or not x.is_floating_point():
+        found = f"x {x.dtype} {tuple(x.shape)}"
+        raise ValueError(f"{found} must be floating [{position.shape[0]}, h], the tokens of the plan")
 
 
 def require_unpermute(rows: Tensor, position: Tensor, source: Tensor, weights: Tensor | None) -> None:
     """Raise `ValueError` unless rows, weights and a plan belong together."""
     if any(t is not None and t.device != position.device for t in (rows, weights)):
         raise ValueError(f"rows and weights must be on {position.device}, as the plan")
-    if rows.ndim != 2 or rows.shape[0] != source.shape[0]:
-        raise ValueError(f"rows {tuple(rows.shape)} must be [{source.shape[0]}, h], the rows of the plan")
+    if rows.ndim != 2 or rows.shape[0] != source.shape[0] or not rows.is_floating_point():
+        found = f"rows {rows.dtype} {tuple(rows.shape)}"
+        raise ValueError(f"{found} must be floating [{source.shape[0]}, h], the rows of the plan")
     if weights is not None and weights.shape != position.shape:
         raise ValueError(f"weights {tuple(weights.shape)} must be {tuple(position.shape)}, one for each copy")
 

@@ -107,4 +107,4 @@ def _choose(
         open_ = torch.zeros_like(worth, dtype=torch.int8).scatter(-1, taken, 1)
         excluded = 1 - open_.repeat_interleave(scores.shape[1] // groups, -1).gather(-1, order)
         order = order.gather(-1, excluded.sort(dim=-1, stable=True).indices)
-    return order[:, :topk]
+    return order[:, :topk].contiguous()  # a view would keep the places of all experts

@@ -24,6 +24,8 @@ def newton_schulz(
     """
     if gradient.dim() < 2:
         raise ValueError(f"newton_schulz takes matrices, not {tuple(gradient.shape)}")
+    if not (gradient.is_floating_point() and dtype.is_floating_point) or steps < 0:
+        raise ValueError(f"newton_schulz takes floats and steps from 0, not {gradient.dtype}, {dtype}, {steps}")
     gradient = gradient.detach()
     if pick("newton_schulz", impl, gradient.device, _obstacle(dtype)) == "reference" or not gradient.numel():
         return reference.newton_schulz(gradient, steps, eps, dtype)
@@ -45,9 +47,12 @@ def symmetric_product(
     `Unavailable` where the named implementation cannot run.
     """
     square = (x.shape[0], x.shape[1], x.shape[1]) if x.dim() == 3 else None
-    if square is None or (added is not None and (added.shape != square or added.dtype != x.dtype)):
+    alike = added is None or (added.shape == square and added.dtype == x.dtype)
+    if square is None or not x.is_floating_point() or not alike:
         other = "" if added is None else f" and {added.dtype} {tuple(added.shape)}"
-        raise ValueError(f"symmetric_product takes [b, m, k] and [b, m, m], not {x.dtype} {tuple(x.shape)}{other}")
+        raise ValueError(
+            f"symmetric_product takes floats [b, m, k] and [b, m, m], not {x.dtype} {tuple(x.shape)}{other}"
+        )
     x, added = x.detach(), None if added is None else added.detach()
     if pick("newton_schulz", impl, x.device, _obstacle(x.dtype)) == "reference":
         return reference.symmetric_product(x, added, alpha, beta)

@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from mtrain_kernels.runtime import INTERPRETED, cast, ceil_div, on_device_of
+from mtrain_kernels.runtime import GRID, INTERPRETED, cast, ceil_div, on_device_of
 
 TILE = 128
 """Rows and columns of a tile."""
@@ -73,10 +73,11 @@ def symmetric_product(x: Tensor, added: Tensor | None, alpha: float, beta: float
     exact = x.dtype == torch.float32
     tile, step = (TILE // 2, STEP // 2) if exact else (TILE, STEP)
     tiles = ceil_div(m, tile)
-    if y.numel():
+    for first in range(0, b if m else 0, GRID):
+        part = slice(first, first + GRID)
         with on_device_of(x):
-            symmetric_kernel[(tiles * (tiles + 1) // 2, b)](
-                x, added, y, m, k, alpha, beta,
+            symmetric_kernel[(tiles * (tiles + 1) // 2, min(b - first, GRID))](
+                x[part], None if added is None else added[part], y[part], m, k, alpha, beta,
                 ADDED=added is not None, EVEN=k % step == 0, EXACT=exact, TILE=tile, STEP=step,
                 num_warps=8, num_stages=3,
             )  # fmt: skip

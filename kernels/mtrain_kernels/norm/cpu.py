@@ -6,11 +6,13 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 
 def fits(x: Tensor, weight: Tensor) -> bool:
     """Whether a norm of `x` is what this is made for."""
-    return x.device.type == weight.device.type == "cpu" and x.dtype in (torch.float32, torch.bfloat16, torch.float16)
+    on_cpu = x.device.type == weight.device.type == "cpu" and x.shape[-1] > 0
+    return on_cpu and x.dtype in (torch.float32, torch.bfloat16, torch.float16)
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float, *, zero_centered: bool = False) -> Tensor:
@@ -31,6 +33,7 @@ class _RMSNorm(torch.autograd.Function):
         return (rows * inverse).mul_(scale).to(x.dtype)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:
         x, scale, inverse = ctx.saved_tensors
         width = x.shape[-1]

@@ -83,7 +83,7 @@ def layer_norm_residual(
 
 
 def require(x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None) -> None:
-    """Raises `ValueError` where shapes do not fit."""
+    """Raises `ValueError` where shapes do not fit, or something is no floating point."""
     if weight.ndim != 1 or x.ndim == 0 or x.shape[-1] != weight.shape[0]:
         raise ValueError(f"weight {tuple(weight.shape)} must be the last axis of x {tuple(x.shape)}")
     if bias is not None and bias.shape != weight.shape:
@@ -93,6 +93,9 @@ def require(x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | N
     for other in (weight, bias, residual):
         if other is not None and other.device != x.device:
             raise ValueError(f"x is on {x.device}, but one of weight, bias and residual is on {other.device}")
+    wrong = {str(t.dtype) for t in (x, weight, bias, residual) if t is not None and not t.is_floating_point()}
+    if wrong:
+        raise ValueError(f"x, weight, bias and residual must be floating point, not {', '.join(sorted(wrong))}")
 
 
 def obstacle(x: Tensor, *others: Tensor | None) -> str | None:
@@ -148,7 +151,8 @@ def _norm_backward(
 
 @_norm_backward.register_fake
 def _(dy, dtotal, x, weight, mean, rstd, has_bias, zero_centered, subtract_mean):
-    return x.new_empty(x.shape), torch.empty_like(weight), weight.new_empty(weight.shape[0] if has_bias else 0)
+    bias = weight.new_empty(weight.shape[0] if has_bias else 0, dtype=torch.float32)
+    return x.new_empty(x.shape), torch.empty_like(weight), bias
 
 
 def save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:

@@ -17,7 +17,7 @@ from torch import Tensor
 from mtrain_kernels.norm import op, reference
 from mtrain_kernels.quantize import reference as formats
 from mtrain_kernels.quantize.formats import FORMATS, LAYOUTS
-from mtrain_kernels.quantize.op import Operand, quantize_blocks, quantize_tensorwise
+from mtrain_kernels.quantize.op import Operand, quantize_blocks, quantize_tensorwise, require_multiplier
 from mtrain_kernels.registry import pick
 from mtrain_kernels.runtime import ceil_div
 
@@ -52,6 +52,10 @@ def norm_quantized(
         raise ValueError(f"layout {layout!r} has no scales of one row")
     if format not in FORMATS or FORMATS[format].dtype is None:
         raise ValueError(f"no format {format!r}; choose e4m3 or e5m2")
+    if multiplier is not None:
+        if layout is not None:
+            raise ValueError(f"a multiplier is of the whole tensor, and layout {layout!r} has scales of its own")
+        require_multiplier(multiplier, x)
     given = (x, residual, weight, bias, eps, zero_centered, subtract_mean)
     if pick("norm", impl, x.device, op.obstacle(x, residual, weight, bias)) == "reference":
         return _defined(*given, format, layout, share, multiplier)

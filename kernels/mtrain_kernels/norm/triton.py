@@ -299,7 +299,8 @@ def backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Launches the backward kernel: gradients of what was normalised (`x` [..., h]), of the weight and of the bias.
 
-    `dtotal` is the gradient that reached the new residual directly. The bias gradient is empty without a bias.
+    `dtotal` is the gradient that reached the new residual directly. The bias gradient is in fp32, and empty without
+    a bias.
     """
     width = weight.shape[0]
     source, grad = as_rows(x, width), as_rows(dy, width)
@@ -322,4 +323,4 @@ def backward(
             else:
                 shape = {"ROWS": tile_rows, "COLUMNS": columns, "BIAS": has_bias}
                 backward_kernel[(programs,)](*operands, dbias, *sizes, **shape, **settings, num_warps=warps)
-    return dx, dweight.sum(0).to(weight.dtype), dbias.sum(0).to(weight.dtype)
+    return dx, dweight.sum(0).to(weight.dtype), dbias.sum(0)

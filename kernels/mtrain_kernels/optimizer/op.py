@@ -38,6 +38,8 @@ def adamw_(
         return
     _require(lists, hyper, grad_scale, clock)
     streams = list(streams or range(len(lists.params)))
+    if len(streams) != len(lists.params):
+        raise ValueError(f"{len(streams)} streams for {len(lists.params)} params")
     backend = pick("optimizer", impl, lists.params[0].device)
     _adamw(*map(list, lists), streams, grad_scale, clock, *hyper, backend)
 

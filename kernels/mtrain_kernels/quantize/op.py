@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -12,7 +13,7 @@ from torch.nn import functional as F
 from mtrain_kernels.quantize import reference
 from mtrain_kernels.quantize.formats import FORMATS, LAYOUTS
 from mtrain_kernels.registry import Case, Cost, Model, Op, pick
-from mtrain_kernels.runtime import as_rows, ceil_div
+from mtrain_kernels.runtime import GRID, as_rows, ceil_div
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
@@ -60,9 +61,9 @@ def quantize_tensorwise(
     `Unavailable` where the named implementation cannot run. Definition: `quantize.reference`.
     """
     rows = _rows(x, format, swiglu)
-    if multiplier is not None and (multiplier.shape != (1,) or multiplier.dtype != torch.float32):
-        raise ValueError(f"multiplier must be [1] in fp32, not {tuple(multiplier.shape)} {multiplier.dtype}")
-    backend = pick("quantize", impl, x.device)
+    if multiplier is not None:
+        require_multiplier(multiplier, x)
+    backend = pick("quantize", impl, x.device, _obstacle(rows))
     data, scale, transposed, amax = _tensorwise(rows, multiplier, format, transpose, swiglu, backend)
     dtype = FORMATS[format].dtype
     again = scale.clone() if transpose else scale.new_empty(0)
@@ -85,7 +86,7 @@ def quantize_blocks(
     """
     rows = _rows(x, format, swiglu)
     _require_layout(layout)
-    backend = pick("quantize", impl, x.device)
+    backend = pick("quantize", impl, x.device, _obstacle(rows))
     data, scale, transposed, transposed_scale = _blocks(rows, format, layout, transpose, swiglu, backend)
     dtype, kind = FORMATS[format].dtype, _scale_dtype(layout)
     return Quantized(
@@ -103,7 +104,7 @@ def dequantize_blocks(
     format = next((name for name, f in FORMATS.items() if f.dtype == data.dtype), None)
     if scale.shape != wanted or scale.dtype != _scale_dtype(layout) or format is None or dtype not in DTYPES:
         raise ValueError(f"{layout}: scale {tuple(scale.shape)} of {tuple(data.shape)} {data.dtype} to {dtype}")
-    backend = pick("quantize", impl, data.device)
+    backend = pick("quantize", impl, data.device, _obstacle(data))
     return _dequantize(_bytes(data), _bytes(scale), format, layout, dtype, backend)
 
 
@@ -116,7 +117,7 @@ def quantize_nvfp4(x: Tensor, *, impl: str = "auto") -> tuple[Tensor, Tensor, Te
     rows = _rows(x, "e4m3", False)
     if rows.shape[1] % 2:
         raise ValueError(f"NVFP4 holds two numbers a byte: {rows.shape[1]} columns are odd")
-    packed, block_scale, scale = _nvfp4(rows, pick("quantize", impl, x.device))
+    packed, block_scale, scale = _nvfp4(rows, pick("quantize", impl, x.device, _obstacle(rows)))
     return packed, block_scale.view(torch.float8_e4m3fn), scale
 
 
@@ -125,11 +126,14 @@ def dequantize_nvfp4(
 ) -> Tensor:
     """The numbers [m, n] in `dtype` from what `quantize_nvfp4` gave; raises `ValueError` where shapes do not fit."""
     fits = packed.ndim == 2 and block_scale.shape == (packed.shape[0], ceil_div(2 * packed.shape[1], 16))
-    if not fits or scale.shape != (1,) or dtype not in DTYPES:
+    kinds = packed.dtype, block_scale.dtype, scale.dtype
+    fits = fits and scale.shape == (1,) and kinds == (torch.uint8, torch.float8_e4m3fn, torch.float32)
+    if not fits or dtype not in DTYPES:
         raise ValueError(
-            f"scales {tuple(block_scale.shape)}, {tuple(scale.shape)} of {tuple(packed.shape)} to {dtype}"
+            f"packed {tuple(packed.shape)} {packed.dtype}, scales {tuple(block_scale.shape)} {block_scale.dtype} and "
+            f"{tuple(scale.shape)} {scale.dtype} to {dtype}: quantize_nvfp4 gives uint8, e4m3 and fp32"
         )
-    backend = pick("quantize", impl, packed.device)
+    backend = pick("quantize", impl, packed.device, _obstacle(packed))
     return _nvfp4_dequantize(packed.contiguous(), _bytes(block_scale), scale, dtype, backend)
 
 
@@ -141,7 +145,7 @@ def swiglu_quantize(x: Tensor, **options: Any) -> Quantized:
 def amax(x: Tensor, *, swiglu: bool = False, impl: str = "auto") -> Tensor:
     """The greatest finite absolute value [1] of `x` in fp32, or with `swiglu` of what is quantised then; else 0."""
     rows = _rows(x, "e4m3", swiglu)
-    return _amax(rows, swiglu, pick("quantize", impl, x.device))
+    return _amax(rows, swiglu, pick("quantize", impl, x.device, _obstacle(rows)))
 
 
 def _empty(x: Tensor) -> Tensor:
@@ -169,7 +173,21 @@ def _rows(x: Tensor, format: str, swiglu: bool) -> Tensor:
         raise ValueError(f"x {tuple(x.shape)} {x.dtype} must have rows in fp32, fp16 or bf16")
     if swiglu and x.shape[-1] % 2:
         raise ValueError(f"gate and up are two halves of the last axis, x is {tuple(x.shape)}")
-    return as_rows(x.detach(), x.shape[-1])
+    x = x.detach()
+    return as_rows(x, x.shape[-1]) if x.numel() else x.new_empty((math.prod(x.shape[:-1]), x.shape[-1]))
+
+
+def require_multiplier(multiplier: Tensor, x: Tensor) -> None:
+    """Raises `ValueError` unless `multiplier` is one number in fp32 beside x."""
+    if multiplier.shape != (1,) or multiplier.dtype != torch.float32 or multiplier.device != x.device:
+        found = f"{tuple(multiplier.shape)} {multiplier.dtype} on {multiplier.device}"
+        raise ValueError(f"multiplier must be [1] in fp32 on {x.device}, not {found}")
+
+
+def _obstacle(rows: Tensor) -> str | None:
+    """Why the kernels do not take rows [m, n], or None: tiles of columns are the second axis of their grid."""
+    most = GRID * 128
+    return f"rows of {rows.shape[1]} are longer than {most}" if rows.shape[1] > most else None
 
 
 def _swiglu(x: Tensor) -> Tensor:

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from mtrain_kernels.registry import Case, Cost, Model, Op, pick
 from mtrain_kernels.rope import cpu, reference
+from mtrain_kernels.runtime import GRID
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 WIDEST = 1024
@@ -80,6 +81,8 @@ def rotate(
 def _obstacle(x: Tensor, *others: Tensor | None) -> str | None:
     if x.shape[-1] > WIDEST:
         return f"a head of {x.shape[-1]} elements is wider than {WIDEST}"
+    if x.ndim == 4 and x.shape[0] > GRID:
+        return f"a batch of {x.shape[0]} is larger than {GRID}"
     wrong = {str(t.dtype) for t in (x, *others) if t is not None and t.dtype not in DTYPES}
     return f"{', '.join(sorted(wrong))} is none of fp32, fp16 and bf16" if wrong else None
 

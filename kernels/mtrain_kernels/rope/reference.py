@@ -60,7 +60,7 @@ def rotate(
     if weight is not None:
         scale = weight.to(inner) + 1 if zero_centered else weight.to(inner)
         head = head * torch.rsqrt(head.square().mean(-1, keepdim=True) + eps) * scale
-    c, s = (t.to(inner)[: x.shape[-3]] if positions is None else t.to(inner)[positions] for t in (cos, sin))
+    c, s = (_entries(t.to(inner), positions, x.shape[-3]) for t in (cos, sin))
     c, s = c.unsqueeze(-2), s.unsqueeze(-2)
     half = cos.shape[-1]
     turned, rest = head[..., : 2 * half], head[..., 2 * half :]
@@ -68,6 +68,13 @@ def rotate(
     a, b = a * c - b * s, b * c + a * s
     turned = torch.stack((a, b), dim=-1).flatten(-2) if interleaved else torch.cat((a, b), dim=-1)
     return torch.cat((turned, rest), dim=-1).to(x.dtype)
+
+
+def _entries(table: Tensor, positions: Tensor | None, tokens: int) -> Tensor:
+    """The table's entry of each token; a negative position is an error, and not counted from the end."""
+    if positions is None:
+        return table[:tokens]
+    return table.index_select(0, positions.reshape(-1)).view(*positions.shape, table.shape[1])
 
 
 def rotate_packed(
@@ -108,7 +115,7 @@ def require_packed(
     qkv: Tensor, cos: Tensor, sin: Tensor, heads: int, groups: int, q_weight: Tensor | None, k_weight: Tensor | None
 ) -> None:
     """Raises `ValueError` where packed rows, tables, numbers of heads and weights do not belong together."""
-    if groups < 1 or heads % groups or qkv.ndim != 3 or qkv.shape[-1] % (heads + 2 * groups):
+    if groups < 1 or heads < 1 or heads % groups or qkv.ndim != 3 or qkv.shape[-1] % (heads + 2 * groups):
         raise ValueError(f"qkv {tuple(qkv.shape)} holds no {heads} queries, {groups} keys and {groups} values")
     if (q_weight is None) != (k_weight is None):
         raise ValueError("queries and keys are normalised both, or neither")
