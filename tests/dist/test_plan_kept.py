@@ -160,6 +160,10 @@ KEPT |= {
     "model.moe.shared_expert_overlap=true",
     "sparse experts again": f"model=deepseek_v3_2_tiny parallel=pp2 {SHORT} precision=bf16 model.vocab_size=640 "
     f"trainer.micro_batch_size=1 {AGAIN}[moe,layernorm]",
+    "sparse wide values": f"model=deepseek_v3_2_tiny parallel=single {SHORT} precision=bf16 model.mla.v_head_dim=64",
+    "deepseek wide values": f"model=deepseek_tiny parallel=single {SHORT} model.mla.v_head_dim=64",
+    "norms across heads of one rank": f"parallel=single {SHORT} precision=bf16 model.qk_layernorm=true "
+    "model.qk_layernorm_across_heads=true",
     "mixtral to capacity": f"model=mixtral_tiny parallel=ep2 {SHORT} model.moe.expert_capacity_factor=1.5 "
     "model.moe.pad_expert_input_to_capacity=true model.moe.input_jitter_eps=0.1",
     "mixtral sinkhorn": f"model=mixtral_tiny parallel=single {SHORT} model.moe.aux_loss_coeff=0.0 "

@@ -150,7 +150,8 @@ def embedding(g: Graph, r: Rank, *, tables: int = 0) -> Tensor:
     g.add("embedding", [] if r.frozen else [*ids, *outside])
     size = r.split_tokens * r.model.hidden_size
     g.add("embedding.rows", moved=2 * r.tokens * r.model.hidden_size * r.element, exchanges=_summed(r))
-    dropout(g, r, "embedding.dropout", size, r.model.hidden_dropout)
+    if r.run.peft.kind is None:  # beside adapters it has no gradient
+        dropout(g, r, "embedding.dropout", size, r.model.hidden_dropout)
     return Tensor(size * r.element)
 
 

@@ -159,4 +159,6 @@ def _experts(g: Graph, r: Rank, moe: MoEConfig, rows: int, held: int) -> None:
     products, moved = [Product(each, h, width, local)], held * _biased(r)[1] * h
     g.add("mlp.experts.linear_fc2", kept, products, low=True, moved=moved, factors=r.factors)
     beside_experts(g, r, "mlp.experts.linear_fc2", y, (each, local), (width, h))
+    if r.model.add_bias_linear and r.by_lists and not moe.apply_probs_on_input:
+        g.add("mlp.experts.bias", [Tensor(held * h * a)])  # of each row, for the gradient of its weight
     g.discard(y, when=again)

@@ -50,11 +50,11 @@ def search(raw: RunConfig, said: Values, machine: Machine, world_size: int | Non
     raw = changed(raw, {"trainer.global_batch_size": run.trainer.batch, "parallel.ranks": run.parallel.ranks})
     if lacks := unknown(run):
         ranks, name = run.parallel.ranks or 1, run.cluster.name
-        number = f"{ranks} rank{'s' * (ranks > 1)}"
-        rule = f"the layout is chosen by its time, which of {number} on {name} is not known without "
+        those = f"{ranks} rank{'s' * (ranks > 1)}"
+        rule = f"the layout is chosen by its time, which of {those} on {name} is not known without "
         fix = "cluster=h100x8"
         if facts_of(run.cluster.device).on_host:
-            fix += f", or the file that plan --calibrate RUN out=FILE.yaml makes of a run of {number} here"
+            fix += f", or the file that plan --calibrate RUN out=FILE.yaml makes of a run of {those} here"
         raise ConfigError([Problem("MT256", "cluster.name", name, rule + ", ".join(lacks), fix)])
     if not described(run):
         rule, fix = "the family does not say what its layers compute", "parallel=tp2pp2, or a family that says so"
