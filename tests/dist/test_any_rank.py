@@ -172,6 +172,7 @@ LAYOUTS = (
     "model=mixtral_tiny parallel=tp2ep2sp parallel.etp=1",
     "model=gemma_tiny parallel=pp2tp2",
     "model=gpt_oss_tiny parallel=tp2 parallel.etp=1",
+    "model=gpt_oss_tiny parallel=pp2ep2 model.mtp_num_layers=1",
     "model=bert_tiny parallel=tp2pp2",
     "model=t5_tiny parallel=tp2",
     "model=llava_tiny parallel=tp2 model.llava.freeze=[vision]",

@@ -169,6 +169,22 @@ KEPT |= {
     "one mtp layer": f"model=glm45_tiny parallel=pp2 {SHORT} trainer.micro_batch_size=1 model.mtp_num_layers=2 "
     "model.mtp_use_repeated_layer=true",
 }
+AGAIN = "parallel.recompute.granularity=selective parallel.recompute.modules="
+KEPT |= {
+    "deepseek overlapped": f"model=deepseek_tiny parallel=tp2ep2sp {SHORT} precision=bf16 data.seq_length=128 "
+    "model.moe.shared_expert_overlap=true",
+    "sparse experts again": f"model=deepseek_v3_2_tiny parallel=pp2 {SHORT} precision=bf16 model.vocab_size=640 "
+    f"trainer.micro_batch_size=1 {AGAIN}[moe,layernorm]",
+    "sparse wide values": f"model=deepseek_v3_2_tiny parallel=single {SHORT} precision=bf16 model.mla.v_head_dim=64",
+    "deepseek wide values": f"model=deepseek_tiny parallel=single {SHORT} model.mla.v_head_dim=64",
+    "norms across heads of one rank": f"parallel=single {SHORT} precision=bf16 model.qk_layernorm=true "
+    "model.qk_layernorm_across_heads=true",
+    "mixtral to capacity": f"model=mixtral_tiny parallel=ep2 {SHORT} model.moe.expert_capacity_factor=1.5 "
+    "model.moe.pad_expert_input_to_capacity=true model.moe.input_jitter_eps=0.1",
+    "mixtral sinkhorn": f"model=mixtral_tiny parallel=single {SHORT} model.moe.aux_loss_coeff=0.0 "
+    "model.moe.router_load_balancing_type=sinkhorn precision=bf16",
+    "mixtral by lists with biases": f"model=gpt_oss_tiny parallel=single {SHORT} model.moe.pad_alltoall=true",
+}
 LORA, DORA = "peft=lora peft.r=8", "peft=dora peft.r=8"
 KEPT |= {
     "lora": f"parallel=single {SHORT} {LORA}",
@@ -225,6 +241,7 @@ STATES = {
     "adamw fp8": f"optim=adamw_bf16 optim.exp_avg_dtype=fp8 parallel=dp parallel.ranks=2 {SHORT} precision=bf16 "
     "parallel.distributed_optimizer=true",
     "lion": f"optim=lion parallel=single {SHORT}",
+    "soap": f"optim=soap parallel=dp parallel.ranks=2 {SHORT} parallel.distributed_optimizer=true",
     "sgd": f"optim=sgd parallel=single {SHORT}",
     "gpt": f"model=gpt2 parallel=pp2tp2 {SHORT} {NARROW} precision=bf16",
     "gradients in bf16": f"parallel=dp parallel.ranks=2 {SHORT} precision=bf16 precision.grad_reduce_in_fp32=false "

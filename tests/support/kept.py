@@ -6,6 +6,7 @@ import traceback
 from typing import Any, cast
 
 import torch
+from torch.utils._pytree import tree_leaves
 
 from mtrain.config.run import RunConfig
 
@@ -152,4 +153,6 @@ def _states(optimizer: Any) -> list[torch.Tensor]:
             found += [t for name, t in state.items() if isinstance(t, torch.Tensor) and name != "step" and t.numel()]
         for scales in getattr(part.optimizer, "_scales", {}).values():
             found += scales.values()
+        for factors in getattr(part.optimizer, "factors", {}).values():  # of soap
+            found += [t for t in tree_leaves(factors) if isinstance(t, torch.Tensor)]
     return found

@@ -114,7 +114,7 @@ def test_what_a_run_did_not_write_is_refused_in_a_line(
         assert parts["checkpoint"]["measured"] == 2
 
 
-@pytest.mark.parametrize("folder", ["~nobody-of-that-name", "a\0b", ""])
+@pytest.mark.parametrize("folder", ["~nobody-of-that-name", "a\0b", "", "x" * 5000])
 def test_a_folder_that_is_none_is_said(folder: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", "--compare", folder]) == 2
     assert "unexpected" not in capsys.readouterr().err

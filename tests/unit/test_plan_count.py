@@ -2,6 +2,7 @@
 
 import pytest
 
+from mtrain.cli.setup import load
 from mtrain.config.compose import compose
 from mtrain.config.groups import DataConfig, OptimConfig
 from mtrain.config.model import ModelConfig, MoEConfig
@@ -10,6 +11,8 @@ from mtrain.config.precision import PrecisionConfig
 from mtrain.config.run import RunConfig
 from mtrain.layout.stages import held_stages
 from mtrain.plan import count
+from mtrain.plan.weights import stage_weights
+from tests.support.configs import LAPTOP
 
 LLAMA3_8B = ModelConfig(
     num_layers=32,
@@ -36,6 +39,12 @@ def test_qwen3_next_80b_has_the_parameters_of_transformers_default_configuration
 @pytest.mark.parametrize(("causal", "gflops"), [(True, 51.5), (False, 57.9)])
 def test_llama3_8b_costs_its_published_operations_at_8192_tokens(causal: bool, gflops: float) -> None:
     assert count.flops_per_token(LLAMA3_8B, 8192, causal=causal) / 1e9 == pytest.approx(gflops, abs=0.06)
+
+
+@pytest.mark.parametrize("words", ["model=gpt_oss_tiny model.mtp_num_layers=2", "model=glm45_tiny"])
+def test_the_parameters_of_a_model_are_those_of_its_weights(words: str) -> None:
+    run = load([*words.split(), "parallel=single", "data=mock"], LAPTOP, {}).run
+    assert count.parameters(run.model) == sum(weight.numel for weight in stage_weights(run, held_stages(run)[0][0]))
 
 
 def test_tying_saves_one_embedding_and_leaves_the_operations() -> None:

@@ -283,7 +283,10 @@ def test_without_facts_of_the_devices_auto_is_the_plainest_and_tune_says_what_la
     assert "no time is known" in loaded.origins["parallel.auto"]
     with pytest.raises(ConfigError) as error:
         tuned(["parallel.tp=1"])
-    assert [problem.code for problem in error.value.problems] == ["MT256"]
+    (problem,) = error.value.problems
+    assert problem.code == "MT256"
+    assert "of 1 rank on local is not known without cluster.peak_tflops.fp32, cluster.memory_gbps" in problem.rule
+    assert "plan --calibrate RUN" in problem.fix
 
 
 def test_a_family_that_does_not_say_what_it_computes_has_the_plainest_layout(monkeypatch: pytest.MonkeyPatch) -> None:

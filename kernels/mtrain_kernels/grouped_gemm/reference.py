@@ -51,8 +51,9 @@ def grouped_gemm(x: Tensor, weight: Tensor | Sequence[Tensor], counts: Tensor, b
 
 def bias_rows(bias: Tensor, counts: Tensor, rows: int) -> Tensor:
     """The bias [g, n] of each of `rows` rows' group, zeros behind the last group: [rows, n]."""
-    held = counts.tolist()
-    return torch.cat([bias.repeat_interleave(counts, 0), bias.new_zeros(rows - sum(held), bias.shape[1])])
+    held = sum(counts.tolist())
+    every = bias.repeat_interleave(counts, 0, output_size=held)
+    return torch.cat([every, bias.new_zeros(rows - held, bias.shape[1])])
 
 
 def require_grouped(x: Tensor, weight: Tensor | Sequence[Tensor], counts: Tensor, bias: Tensor | None) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import errno
 import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -69,6 +70,10 @@ def _answer(arguments: list[str]) -> int:
     except Exception as error:
         if debug:
             _traceback()
+        if isinstance(error, OSError) and error.errno == errno.ENAMETOOLONG:
+            rule = f"a path of {len(str(error.filename))} letters is longer than this system takes"
+            _say(Problem("MT002", "", None, rule, "a shorter path", "command line").render())
+            return ConfigError.exit_code
         first = (str(error).strip().splitlines() or [""])[0]
         _say(f"unexpected {type(error).__name__}: {first}\nuse --debug for the traceback")
         return 1

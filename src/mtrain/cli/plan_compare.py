@@ -27,10 +27,13 @@ def run(folder: str, argv: Sequence[str], *, as_json: bool) -> int:
     if argv:
         rule = f"--compare: a run is what it was; {argv[0]} changes nothing in it"
         raise ConfigError([Problem("MT010", "", None, rule, f"{program()} plan --compare {folder}", "command line")])
-    if not (home / RUN_FILE).is_file():
-        what = "does not exist" if not home.exists() else f"has no {RUN_FILE}"
+    try:
+        lacks = "" if (home / RUN_FILE).is_file() else f"has no {RUN_FILE}" if home.exists() else "does not exist"
+    except OSError as error:
+        lacks = f"cannot be read: {error.strerror}"
+    if lacks:
         fix = f"{program()} plan --compare RUN_FOLDER"
-        raise ConfigError([Problem("MT502", "", None, f"{home} {what}; --compare needs a run folder", fix)])
+        raise ConfigError([Problem("MT502", "", None, f"{home} {lacks}; --compare needs a run folder", fix)])
     made = read_run_file(home / RUN_FILE)
     found = compared(made, home)
     if as_json:

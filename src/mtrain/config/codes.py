@@ -178,7 +178,7 @@ OTHERS = (
         "MT256",
         "A layout is to be chosen by its time, and too little is known of the devices to say how long a step takes.",
         "Name a cluster that states its devices, such as cluster=h100x8, or a layout.",
-        says="the layout is chosen by its time, and of local nothing is known: cluster.memory_gbps",
+        says="the layout is chosen by its time, which of 4 ranks on local is not known without cluster.memory_gbps",
     ),
     Code(
         "MT257",

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 from unittest import mock
 
 import torch
 from megatron.core.distributed.fsdp.src.megatron_fsdp import param_and_grad_buffer
 from megatron.core.pipeline_parallel import schedules
-from megatron.core.transformer.moe import token_dispatcher
+from megatron.core.transformer.moe import router, token_dispatcher
 from megatron.core.transformer.moe.moe_utils import get_capacity, get_moe_layer_wise_logging_tracker
 from megatron.core.transformer.moe.router import TopKRouter
 from mtrain_kernels.attention import backends, op
@@ -59,6 +59,7 @@ def shaped() -> Iterator[None]:
 
     with (
         mock.patch.dict(_tracked(), clear=True),  # of all models of a process
+        _routed_by_shapes(),
         mock.patch.object(TopKRouter, "routing", routing),
         mock.patch.object(token_dispatcher.MoEAlltoAllTokenDispatcher, "__init__", init),
         mock.patch.object(token_dispatcher, "gather_from_sequence_parallel_region", gather),
@@ -71,6 +72,26 @@ def shaped() -> Iterator[None]:
         op._decide.cache_clear()
         yield
     op._decide.cache_clear()
+
+
+@contextmanager
+def _routed_by_shapes() -> Iterator[None]:
+    """Sinkhorn's balancing ends, and rows that are padded to a capacity are counted."""
+    real_sinkhorn, real_preprocess = router.sinkhorn, token_dispatcher.MoEAlltoAllTokenDispatcher.preprocess
+
+    def sinkhorn(cost: Tensor, *args: Any) -> Tensor:
+        # it goes on until numbers change no more, which those of shapes alone never do
+        return torch.exp(cost) if isinstance(cost, FakeTensor) else real_sinkhorn(cost, *args)
+
+    def preprocess(self: Any, routing_map: Tensor) -> Tensor:
+        with _disable_current_modes() if self.drop_and_pad else nullcontext():  # made of a shape, read as numbers
+            return real_preprocess(self, routing_map)
+
+    with (
+        mock.patch.object(router, "sinkhorn", sinkhorn),
+        mock.patch.object(token_dispatcher.MoEAlltoAllTokenDispatcher, "preprocess", preprocess),
+    ):
+        yield
 
 
 def _tracked() -> dict[str, Any]:

@@ -147,6 +147,8 @@ def _written_out(g: Graph, r: Rank, h: Heads) -> Tensor:
     elif not r.wide and h.causal and not masked and scores <= MOST_SCORES:
         out = Tensor(b * s * n * h.v_width * a)
         keeps = [q, k, v, Tensor(scores * a)]
+    elif h.v_width > h.width:  # which torch's kernel does not take
+        keeps, out = scores_in_fp32(r, h, s, t)
     else:
         keeps, out = _flash(r, h, s, masked)
     g.add("core_attention", [*keeps, *more], products)
@@ -168,7 +170,8 @@ def _flash(r: Rank, h: Heads, s: int, masked: bool) -> tuple[list[Tensor], Tenso
 
 
 def scores_in_fp32(r: Rank, h: Heads, s: int, t: int) -> tuple[list[Tensor], Tensor]:
-    """Scores written out: what torch does with dropout on a CPU, and with a sink, whose logit is learnt."""
+    """Scores written out: what torch does with dropout on a CPU, with a sink, whose logit is learnt, and for values
+    that are wider than keys."""
     b, m = r.samples, r.model
     keys = t + (m.softmax_type != "vanilla")
     scores = b * h.n * s * keys * FP32
@@ -197,7 +200,7 @@ def _ring(g: Graph, r: Rank, h: Heads) -> Tensor:
     rows, out = b * n * s, b * n * s * h.v_width
     for _ in range(steps):
         operands = [rows * h.width, b * n * s * h.width, out]
-        scores = [rows * s] * 2  # the exponentials and the shares
+        scores = [rows * s] * (3 if r.model.attn_logit_softcapping else 2)  # bent ones, exponentials and shares
         numbers = [rows] * 2
         sizes = [size * FP32 for size in (*operands, *scores, *numbers)]
         g.add("core_attention", [*map(Tensor, sizes), Tensor(s * s * MASK, constant=True)], _products(r, h, s, s, n))

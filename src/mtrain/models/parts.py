@@ -90,10 +90,13 @@ def _input(r: Rank, x: Tensor, width: int) -> Tensor:
     return Tensor(r.tokens * width * r.element) if r.gathers_inputs else x
 
 
-def activation(g: Graph, r: Rank, name: str, x: Tensor, elements: int, *, weighed: int = 0) -> Tensor:
+def activation(
+    g: Graph, r: Rank, name: str, x: Tensor, elements: int, *, weighed: int = 0, offset: bool = True
+) -> Tensor:
     """What stands between the two layers of an MLP: `x`, with a gate of twice the `elements`, to so many.
 
-    Of experts, `weighed` rows are multiplied with their weights in the same place.
+    Of experts, `weighed` rows are multiplied with their weights in the same place. Without `offset` none is added to
+    what a gate multiplies, where it is written out.
     """
     size = elements * r.element
     y, weights = Tensor(size), [Tensor(weighed * FP32)] if weighed else []
@@ -106,7 +109,7 @@ def activation(g: Graph, r: Rank, name: str, x: Tensor, elements: int, *, weighe
     if r.words["activation"] == "triton":
         g.add(name, [x], moved=moved)
     else:
-        g.add(name, _plain(r, x, size, product), moved=WRITTEN_OUT * moved)
+        g.add(name, _plain(r, x, size, product, offset), moved=WRITTEN_OUT * moved)
     if weighed:
         g.add(f"{name}.weighed", [product, *weights], moved=2 * size)
         return y
@@ -121,13 +124,14 @@ def fused(r: Rank) -> bool:
     return r.words["linear"] == "te" and plain and swiglu and r.words["activation"] != "triton"
 
 
-def _plain(r: Rank, x: Tensor, size: int, product: Tensor) -> list[Tensor]:
+def _plain(r: Rank, x: Tensor, size: int, product: Tensor, offset: bool) -> list[Tensor]:
     """Kept by the activations that are written out in torch."""
     m = r.model
     if not m.gated:
         own = {"relu": [product], "squared_relu": [Tensor(size)], "quick_gelu": [x, Tensor(size)]}
         return own.get(m.activation, [x])
-    keeps = [x, Tensor(size), Tensor(size)]  # the gate, and the half that it multiplies with its offset added
+    keeps = [x, Tensor(size)]  # the gate, and the half that it multiplies with its offset added
+    keeps += [Tensor(size)] * offset
     if m.activation == "quick_geglu":  # x sigmoid(1.702 x) of what was clamped
         keeps += [Tensor(size), *([Tensor(size)] if m.activation_func_clamp_value is not None else ())]
     return keeps
@@ -146,7 +150,8 @@ def embedding(g: Graph, r: Rank, *, tables: int = 0) -> Tensor:
     g.add("embedding", [] if r.frozen else [*ids, *outside])
     size = r.split_tokens * r.model.hidden_size
     g.add("embedding.rows", moved=2 * r.tokens * r.model.hidden_size * r.element, exchanges=_summed(r))
-    dropout(g, r, "embedding.dropout", size, r.model.hidden_dropout)
+    if r.run.peft.kind is None:  # beside adapters it has no gradient
+        dropout(g, r, "embedding.dropout", size, r.model.hidden_dropout)
     return Tensor(size * r.element)
 
 

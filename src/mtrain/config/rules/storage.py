@@ -44,7 +44,8 @@ def _folder(code: str, key: str, text: str, default: str) -> Iterator[Finding]:
     path = user_path(text)
     rule = unwritable(path) if text else "is empty, and a folder is needed"
     if rule is not None:
-        yield Finding(code, key, rule, ({key: default}, {key: f"{text}_folder"}))
+        fixes: tuple[Change, ...] = ({key: default}, {key: f"{text}_folder"})
+        yield Finding(code, key, rule, fixes, hint=f"{key}=FOLDER that can be written")
 
 
 @rule(

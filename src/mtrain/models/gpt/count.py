@@ -48,11 +48,10 @@ def _layer(model: ModelConfig, moe: bool, linear: bool) -> int:
 
 def prediction_parameters(model: ModelConfig) -> int:
     """Trainable parameters of one layer of multi-token prediction: a layer like the last, the projection of hidden
-    state and next embedding in front of it, and three norms.
+    state and next embedding in front of it, which has no bias, and three norms.
     """
     hidden = model.hidden_size
-    bias = hidden if model.add_bias_linear else 0
-    return layer_parameters(model, model.num_layers - 1) + 2 * hidden * hidden + bias + 3 * _norm(model, hidden)
+    return layer_parameters(model, model.num_layers - 1) + 2 * hidden * hidden + 3 * _norm(model, hidden)
 
 
 def _norm(model: ModelConfig, width: int) -> int:

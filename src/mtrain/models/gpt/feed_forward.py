@@ -31,18 +31,18 @@ def mixes(r: Rank, layer: int) -> bool:
     return moe is not None and layer >= moe.first_dense_layers
 
 
-def mlp(g: Graph, r: Rank, x: Tensor, name: str, width: int) -> Tensor:
+def mlp(g: Graph, r: Rank, x: Tensor, name: str, width: int, *, offset: bool = True) -> Tensor:
     """Two linear layers of this rank's part of `width` channels, and the activation between them."""
     h, share = r.model.hidden_size, width // r.layout.tp
     first = column(g, r, f"{name}.linear_fc1", x, h, (2 if r.model.gated else 1) * share)
-    y = activation(g, r, f"{name}.activation", first, r.tokens * share)
+    y = activation(g, r, f"{name}.activation", first, r.tokens * share, offset=offset)
     return row(g, r, f"{name}.linear_fc2", y, share, h)
 
 
 def _mixture(g: Graph, r: Rank, x: Tensor, moe: MoEConfig) -> Tensor:
     if moe.shared_expert_intermediate_size:
         with g.recomputed("shared_experts", x, when=r.recomputes("shared_experts")):
-            _shared(g, r, x, moe.shared_expert_intermediate_size, moe.shared_expert_gate)
+            _shared(g, r, x, moe, moe.shared_expert_intermediate_size)
     _route(g, r, x, moe)
     rows = _rows(r, moe)
     held = _held(r, moe, rows)
@@ -56,9 +56,12 @@ def _mixture(g: Graph, r: Rank, x: Tensor, moe: MoEConfig) -> Tensor:
     return Tensor(r.split_tokens * r.model.hidden_size * r.element)
 
 
-def _shared(g: Graph, r: Rank, x: Tensor, width: int, gate: bool) -> None:
-    y = mlp(g, r, x, "mlp.shared_experts", width)
-    if gate:
+def _shared(g: Graph, r: Rank, x: Tensor, moe: MoEConfig, width: int) -> None:
+    read, apart = x, moe.shared_expert_overlap
+    if apart and r.layout.sequence_parallel:  # gathered before the layer, which keeps it so
+        read = Tensor(r.tokens * r.model.hidden_size * r.element)
+    y = mlp(g, r, read, "mlp.shared_experts", width, offset=not apart)
+    if moe.shared_expert_gate:
         g.add("mlp.shared_experts.gate", [x, y, Tensor(r.split_tokens * r.element)])
 
 
@@ -75,8 +78,9 @@ def _route(g: Graph, r: Rank, x: Tensor, moe: MoEConfig) -> None:
         keeps += [scores] if moe.router_pre_softmax else [Tensor(t * k * FP32)]
     if moe.router_load_balancing_type in ("aux_loss", "seq_aux_loss") and moe.aux_loss_coeff:
         keeps += [Tensor(t * e * FP32), *([Tensor(t * FP32)] if moe.router_score_function == "sigmoid" else [])]
-    if moe.input_jitter_eps:
-        keeps += [Tensor(t * r.model.hidden_size * r.element)]
+    if moe.input_jitter_eps:  # it reads a product with random numbers, which are kept too
+        size = t * r.model.hidden_size * r.element
+        keeps = [Tensor(size), Tensor(size), *keeps[1:]]
     if moe.z_loss_coeff:
         keeps.append(Tensor(t * e * FP32))
     g.add("mlp.router", keeps, [Product(t, e, r.model.hidden_size)], moved=6 * t * e * FP32, factors=r.factors)
@@ -179,4 +183,6 @@ def _experts(g: Graph, r: Rank, moe: MoEConfig, rows: int, held: int) -> None:
     products, moved = [Product(each, h, width, local)], held * _biased(r)[1] * h
     g.add("mlp.experts.linear_fc2", kept, products, low=True, moved=moved, factors=r.factors)
     beside_experts(g, r, "mlp.experts.linear_fc2", y, (each, local), (width, h))
+    if r.model.add_bias_linear and r.by_lists and not moe.apply_probs_on_input:
+        g.add("mlp.experts.bias", [Tensor(held * h * a)])  # of each row, for the gradient of its weight
     g.discard(y, when=again)

@@ -59,7 +59,7 @@ def _sum(g: Graph, r: Rank, name: str) -> Tensor:
 
 def stage(r: Rank, held: Stage) -> list[Graph]:
     """What a (virtual) stage computes on one micro-batch: what is before the layers, each layer, what is behind."""
-    first, last = Graph(), Graph()
+    first, end, last = Graph(), Graph(), Graph()
     x = stream(r)
     if held.embedding:
         x = embedding(first, r, tables=int(r.model.position_embedding_type == "learned_absolute"))
@@ -70,13 +70,13 @@ def stage(r: Rank, held: Stage) -> list[Graph]:
     graphs = stack(r, held.layers, add_layer, lambda index: kind(r, index))
     x = stream(r)
     if ends(r.model, held):
-        x = _norm(last, r, "final_layernorm", x)
+        x = _norm(end, r, "final_layernorm", x)
     predictions = [Graph() for _ in range(held.mtp)]
     for g in predictions:
         x = _prediction(g, r, x)
     for _ in range((1 + (r.model.mtp_num_layers or 0)) * held.loss):
         loss(last, r, x)
-    return [first, *graphs, *predictions, last]
+    return [first, *graphs, end, *predictions, last]
 
 
 def kind(r: Rank, index: int) -> tuple[bool, ...]:

@@ -37,11 +37,12 @@ def _convolution(g: Graph, r: Rank, own: LinearAttentionConfig, x: Tensor, plain
         return out
     padded = r.samples * (r.length + width - 1) * channels * FP32
     before = Tensor(r.tokens * channels * FP32)  # the activation
+    weights = [] if r.wide else [Tensor(channels * width * FP32) for _ in range(width)]  # widened for each tap
     keeps = [Tensor(padded), before]
     if r.run.data.packed:  # what is seen of each earlier time, and where it is
         keeps = [before, *(Tensor(r.tokens * channels * FP32) for _ in range(width))]
         keeps += [Tensor(r.tokens * MASK) for _ in range(width)]
-    g.add(name, keeps, moved=WRITTEN_OUT * width * out.bytes)
+    g.add(name, [*keeps, *weights], moved=WRITTEN_OUT * width * out.bytes)
     return out
 
 

@@ -63,6 +63,8 @@ def _normed(g: Graph, r: Rank, name: str, x: Tensor, heads: int) -> Tensor:
         g.add(name, [x if r.wide else Tensor(size), weighed, Tensor(r.tokens * FP32)])
         return Tensor(r.tokens * heads * d * r.element)
     rows, width = (r.tokens, heads * d) if across else (r.tokens * heads, d)
+    if across and heads > 1 and r.groups > 1 and x.bytes != rows * width * r.element:
+        x = Tensor(rows * width * r.element)  # of heads that lie apart
     return norm(g, r, name, x, rows, width)
 
 

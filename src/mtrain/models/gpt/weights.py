@@ -164,6 +164,6 @@ def _prediction(m: ModelConfig, p: ParallelConfig, name: str) -> Iterator[Weight
     h = m.hidden_size
     yield from norm(m, f"{name}.enorm", h)
     yield from norm(m, f"{name}.hnorm", h)
-    yield from column(f"{name}.eh_proj", "mlp", h, 2 * h, p.tp, bias=m.add_bias_linear)
+    yield from column(f"{name}.eh_proj", "mlp", h, 2 * h, p.tp)
     yield from layer(m, p, f"{name}.transformer_layer", m.num_layers - 1)
     yield from norm(m, f"{name}.final_layernorm", h)

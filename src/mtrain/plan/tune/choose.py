@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from mtrain.config.devices import facts_of
 from mtrain.config.formats import bytes_of
 from mtrain.config.origins import COMMAND_LINE, DEFAULT
 from mtrain.config.problem import value_at
@@ -48,8 +49,13 @@ def search(raw: RunConfig, said: Values, machine: Machine, world_size: int | Non
     run = resolved(raw)
     raw = changed(raw, {"trainer.global_batch_size": run.trainer.batch, "parallel.ranks": run.parallel.ranks})
     if lacks := unknown(run):
-        rule = f"the layout is chosen by its time, and of {run.cluster.name} nothing is known: {', '.join(lacks)}"
-        raise ConfigError([Problem("MT256", "cluster.name", run.cluster.name, rule, "cluster=h100x8")])
+        ranks, name = run.parallel.ranks or 1, run.cluster.name
+        those = f"{ranks} rank{'s' * (ranks > 1)}"
+        rule = f"the layout is chosen by its time, which of {those} on {name} is not known without "
+        fix = "cluster=h100x8"
+        if facts_of(run.cluster.device).on_host:
+            fix += f", or the file that plan --calibrate RUN out=FILE.yaml makes of a run of {those} here"
+        raise ConfigError([Problem("MT256", "cluster.name", name, rule + ", ".join(lacks), fix)])
     if not described(run):
         rule, fix = "the family does not say what its layers compute", "parallel=tp2pp2, or a family that says so"
         raise ConfigError([Problem("MT254", "model.family", run.model.family, rule, fix)])
