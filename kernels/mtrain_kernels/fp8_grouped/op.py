@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from mtrain_kernels.activation.op import activation, activation_gradients
 from mtrain_kernels.fp8_grouped.products import (
@@ -106,6 +107,7 @@ class _Grouped(torch.autograd.Function):
         return rows_product(a.data, a.scale, b.data, b.scale, ends, x.dtype, backend)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Any, ...]:
         ends, w, w_scale, gates, share, x, x_scale, amax, *weights = ctx.saved_tensors
         options: _Options = ctx.options
