@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 import shlex
 import subprocess
 import sys
@@ -167,7 +169,29 @@ def test_the_page_says_why_and_the_file_is_a_choice(tmp_path: Path, capsys: pyte
     assert not [problem for problem in loaded.warnings if problem.code == "MT146"]
     assert loaded.run.parallel == best.run.parallel
     assert loaded.run.trainer == best.run.trainer
-    assert main(["tune", *ONE_B.split(), "--out", str(file)]) == 2, "nothing is written over"
+
+
+def test_a_file_that_cannot_be_written_is_refused_before_the_search(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("mtrain.cli.tune.tuned", lambda words: pytest.fail("it was searched"))
+    (tmp_path / "mine.yaml").write_text("")
+    (tmp_path / "dangling.yaml").symlink_to("nowhere")
+    names = {
+        **{"mine": "is there already", "dangling.yaml": "is there already", "mine.yaml/x": "Not a directory"},
+        **{"away/mine.yaml": "No such file or directory", f"{'x' * 300}.yaml": "File name too long"},
+    }
+    for name, why in names.items():
+        assert main(["tune", *ONE_B.split(), "--out", str(tmp_path / name)]) == (2 if "already" in why else 3)
+        assert why in capsys.readouterr().err
+    monkeypatch.setattr("os.open", _refuses)  # a folder of somebody else
+    assert main(["tune", *ONE_B.split(), "--out", str(tmp_path / "own")]) == 3
+    assert f"{tmp_path / 'own.yaml'} cannot be written: Permission denied" in capsys.readouterr().err
+    assert sorted(file.name for file in tmp_path.iterdir()) == ["dangling.yaml", "mine.yaml"]
+
+
+def _refuses(path: object, *_: object, **__: object) -> int:
+    raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), path)
 
 
 RECIPES = {
