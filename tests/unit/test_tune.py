@@ -30,7 +30,8 @@ from mtrain.plan.time import step, step_time
 from mtrain.plan.time.report import no_time, time_report
 from mtrain.plan.tune import choose
 from mtrain.plan.tune.choose import search
-from mtrain.plan.tune.costs import EXPERTS, Costs
+from mtrain.plan.tune.costs import Costs
+from mtrain.plan.tune.elements import EXPERTS, FROZEN
 from mtrain.plan.tune.search import Found, Task
 from mtrain.plan.tune.space import AXES, Change, Space, changed
 from mtrain.plan.tune.split import balanced
@@ -287,6 +288,25 @@ def test_the_search_counts_weights_that_are_used_twice_once(name: str) -> None:
     held = sum(sum(rank_states(run, stage).numbers.values()) for stage in range(run.parallel.pp))
     assert counted == pytest.approx(held, rel=0.01)
     assert even == pytest.approx(held, rel=0.01)
+
+
+ADAPTED = {
+    "llama": "model=llama3_8b parallel=tp2pp2 peft=lora",
+    "dora, several layers at once": "model=llama32_1b parallel=tp2 peft=dora parallel.recompute.granularity=full "
+    "parallel.recompute.num_layers=2",
+    "experts": "model=mixtral_8x7b parallel=ep4pp2 peft=lora",
+    "hybrid": "model=nemotron_h_8b parallel=tp2 peft=lora peft.target=[qkv,in_proj,out_proj,fc1]",
+}
+
+
+@pytest.mark.parametrize("name", ADAPTED)
+def test_the_search_counts_adapters_as_the_plan_does(name: str) -> None:
+    words = f"{ADAPTED[name]} cluster=h100 data=mock trainer.global_batch_size=256 trainer.micro_batch_size=1"
+    run = load(words.split(), LAPTOP, {}, to_run=False).run
+    costs = Costs(run)
+    counted = costs._on_ranks(run, costs._held(run))[:, EXPERTS:FROZEN].sum()
+    states = (rank_states(run, stage) for stage in range(run.parallel.pp))
+    assert counted == sum(weight.numel for state in states for weight in state.weights if not weight.frozen)
 
 
 def test_where_nothing_fits_it_says_what_comes_near_and_what_helps() -> None:
