@@ -47,8 +47,9 @@ def column(g: Graph, r: Rank, name: str, x: Tensor, inputs: int, outputs: int) -
     keeps = [] if r.frozen or x.quantized else [_input(r, x, inputs)]
     product, y = Product(r.tokens, outputs, inputs), Tensor(r.tokens * outputs * r.element)
     whole = (r.tokens if r.layout.sequence_parallel else 0) * inputs * r.element  # of all tokens, and its gradient
-    works = whole + (0 if r.frozen else weight_bytes(r, product) + (0 if r.gathers_inputs else whole))
-    more: dict[str, Any] = {"reads": [x], "gives": [y], "needs": 0 if r.gathers_inputs else whole, "works": works}
+    gathered = 0 if r.gathers_inputs or r.gathers_into_buffer else whole
+    works = whole + (0 if r.frozen else gathered) + weight_bytes(r, product)
+    more: dict[str, Any] = {"reads": [x], "gives": [y], "needs": gathered, "works": works}
     g.add(name, keeps, [product], exchanges=arrives, low=True, factors=r.factors, **more)
     beside(g, r, name, x, (inputs, outputs), (r.split_tokens, r.tokens, r.tokens))
     return y

@@ -66,12 +66,16 @@ class StageMemory:
     """Memory of a rank of one pipeline stage."""
 
     run: RunConfig
-    rank: Rank
     stage: int
     held: tuple[Stage, ...]
     states: States
     chunks: tuple[tuple[Graph, ...], ...]
     """What each of its chunks computes on a micro-batch; empty where the family does not say."""
+
+    @cached_property
+    def rank(self) -> Rank:
+        """Sizes on it."""
+        return Rank.of(self.run)
 
     @cached_property
     def kept(self) -> list[int]:
@@ -192,7 +196,8 @@ def quantized_bytes(run: RunConfig) -> int:
 
 def communication_bytes(r: Rank, layer: int) -> int:
     """What FSDP gathers, where a layer has so many elements of weights at most; and buffers."""
-    run, p, m, total = r.run, r.layout, r.model, 0
+    run, p, m = r.run, r.layout, r.model
+    total = r.tokens * m.hidden_size * r.element if r.gathers_into_buffer else 0
     if p.fsdp != "none":
         # this layer, the next, and what is in none; gradients of one, and those laid in line to be reduced
         root = m.padded_vocab_size // p.tp * m.hidden_size
@@ -253,7 +258,7 @@ def stage_memories(run: RunConfig) -> list[StageMemory]:
 def _memory(run: RunConfig, rank: Rank, number: int, held: Sequence[Stage]) -> StageMemory:
     stage = family_of(run.model).stage
     chunks = () if stage is None else tuple(tuple(stage(rank, one)) for one in held)
-    return StageMemory(run, rank, number, tuple(held), rank_states(run, number), chunks)
+    return StageMemory(run, number, tuple(held), rank_states(run, number), chunks)
 
 
 def worst_stage(run: RunConfig) -> StageMemory:
