@@ -95,7 +95,7 @@ class StageMemory:
     def parts(self) -> dict[str, int]:
         """Bytes by part, in the order of `PARTS`, at the peak."""
         s, on_host = self.states, facts_of(self.run.cluster.device).on_host
-        moment = max(self._moments, key=lambda moment: sum(moment.values()))
+        moment = self._peak
         found = {
             "weights": s.weight_bytes,
             "gradients": s.gradient_bytes,
@@ -106,6 +106,11 @@ class StageMemory:
             "context": HOST_BYTES if on_host else CONTEXT_BYTES,
         }
         return found | {"reserve": 0 if on_host else round(RESERVE * sum(moment.values()))}
+
+    @cached_property
+    def _peak(self) -> dict[str, int]:
+        """The moment that has the most."""
+        return max(self._moments, key=lambda moment: sum(moment.values()))
 
     @cached_property
     def _moments(self) -> tuple[dict[str, int], dict[str, int]]:
@@ -141,12 +146,11 @@ class StageMemory:
         """When in a step that is."""
         if not self.chunks:
             return "not known: the family does not say what it keeps"
-        micro, again = sum(self.in_flight[1]), self.parts["recompute"]
-        forward, loss = self.parts["loss"] >= sum(self._losses()), any(held.loss for held in self.held)
-        what = "in the backward of a layer"
-        if forward and (loss or not again):
-            what = "at the loss" if self._loss_work() >= self.parts["working"] else "in the forward of a layer"
-        what = "in the backward of a layer that is computed again" if again else what
+        micro, forward = sum(self.in_flight[1]), self._peak is self._moments[0]
+        loss = any(held.loss for held in self.held) and self.parts["working"] == self._loss_work()
+        what = "in the backward of a layer" + " that is computed again" * (self.parts["recompute"] > 0)
+        if forward:
+            what = "at the loss" if loss else "in the forward of a layer"
         chunks = " of a chunk" if self.run.parallel.vpp > 1 else ""
         return f"{what}, with {micro} micro-batch{'es' * (micro > 1)}{chunks} in flight"
 
