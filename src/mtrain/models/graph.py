@@ -139,9 +139,10 @@ class Graph:
     ) -> None:
         """One operation more."""
         keeps, products, exchanges = tuple(map(memory, keeps)), tuple(products), tuple(exchanges)
-        work = low, seen, factors, self._again
-        between = tuple(reads), tuple(gives), needs, works, passes, spent
-        self.ops.append(Op(name, keeps, products, moved, exchanges, *work, *between))
+        op = Op(name, keeps, products, moved, exchanges, low, seen, factors, self._again)
+        self.ops.append(
+            op._replace(reads=tuple(reads), gives=tuple(gives), needs=needs, works=works, passes=passes, spent=spent)
+        )
 
     @contextmanager
     def recomputed(self, name: str, *inputs: Tensor, when: bool = True, discarded: bool = False) -> Iterator[None]:

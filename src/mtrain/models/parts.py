@@ -128,16 +128,16 @@ def activation(g: Graph, r: Rank, name: str, x: Tensor, elements: int, *, weighe
     if fused(r) or (weighed and whole):  # megatron-core's own: one pass, weights included
         g.add(name, [x, *weights], moved=moved, reads=[x], gives=[y])
         return y
-    product = Tensor(size)
+    product, more = Tensor(size), dict[str, Any]()
     if r.words["activation"] == "triton":
         g.add(name, [x], moved=moved, reads=[x], gives=[product])
     else:  # gradients of gate and up, before they stand beside each other
-        more: dict[str, Any] = {"works": 2 * size, "spent": True} if r.model.gated else {}
+        more = {"works": 2 * size, "spent": True} if r.model.gated else {}
         g.add(name, _plain(r, x, size, product), moved=WRITTEN_OUT * moved, reads=[x], gives=[product], **more)
     if weighed:  # in fp32, as the weights are: the gradient of the result, of the product, and of weights by channel
         wide = elements * FP32
         needs, works = (0, wide) if r.wide else (wide, 3 * wide)
-        more: dict[str, Any] = {"reads": [product], "gives": [y], "needs": needs, "works": works, "spent": not r.wide}
+        more = {"reads": [product], "gives": [y], "needs": needs, "works": works, "spent": not r.wide}
         g.add(f"{name}.weighed", [product, *weights], moved=2 * size, **more)
         return y
     return product

@@ -18,6 +18,7 @@ from mtrain.config.stages import Stage
 from mtrain.layout.stages import held_stages
 from mtrain.models.graph import FP32, Graph, Op, kept, shared, size
 from mtrain.models.lives import Moment, Rises, backwards, forwards
+from mtrain.models.parts import m_rows
 from mtrain.models.rank import Rank
 from mtrain.models.registry import family_of
 from mtrain.plan.schedule import most_in_flight
@@ -120,10 +121,16 @@ class StageMemory:
         return (
             {"activations": most, "loss": sum(losses), "recompute": 0, "working": max(self._loss_work(), highest)},
             {
-                **{"activations": most + min(0, peak.held), "loss": sum(losses[1:])},
+                **{"activations": most + min(0, peak.held), "loss": sum(losses[1:]) + self._waiting()},
                 **{"recompute": max(0, peak.held), "working": peak.beside},
             },
         )
+
+    def _waiting(self) -> int:
+        """The gradient of a table that a chunk reads at both of its ends: both are added up before it is handed on."""
+        m, r = self.run.model, self.rank
+        both = any(held.embedding and ((held.loss and m.tie_word_embeddings) or held.mtp) for held in self.held)
+        return m_rows(r) * m.hidden_size * r.element * (both and not r.frozen)
 
     @cached_property
     def _backward(self) -> Rises:

@@ -197,7 +197,7 @@ def _experts(g: Graph, r: Rank, moe: MoEConfig, x: Tensor, rows: int, held: int)
         y = activation(g, r, "mlp.experts.activation", hidden, held * width, weighed=weighed)
     kept = [*([] if r.frozen else [y if low == a else Tensor(held * width * low)]), *([second] if second else [])]
     products, moved = [Product(each, h, width, local)], held * _biased(r)[1] * h
-    more: dict[str, Any] = {"reads": [y], "gives": [out], **_apart(r, products[0], out, y)}
+    more = {"reads": [y], "gives": [out], **_apart(r, products[0], out, y)}
     g.add("mlp.experts.linear_fc2", kept, products, low=True, moved=moved, factors=r.factors, **more)
     beside_experts(g, r, "mlp.experts.linear_fc2", y, (each, local), (width, h))
     g.discard(y, when=again)

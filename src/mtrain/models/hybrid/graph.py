@@ -112,7 +112,7 @@ def _scan(g: Graph, r: Rank, x: Tensor, width: int, mixed: int, heads: int) -> T
         g.add("mixer.scan", [read, given, decays], products, moved=moved, factors="activations", **more)
         return y
     wide = r.tokens * (mixed + width) * FP32  # what is read, and what is given, and the gradients of both
-    more: dict[str, Any] = {"reads": [x], "gives": [y], "needs": wide, "works": wide}
+    more = {"reads": [x], "gives": [y], "needs": wide, "works": wide}
     g.add("mixer.scan", [read, Tensor(heads * FP32), Tensor(heads * FP32)], moved=3 * moved, **more)
     for begin in range(0, r.length, h.chunk_size):
         n = min(h.chunk_size, r.length - begin)
