@@ -127,7 +127,7 @@ class StageMemory:
         )
 
     def _waiting(self) -> int:
-        """The gradient of a table that a chunk reads at both of its ends: both are added up before it is handed on."""
+        """The gradient of a table that a chunk reads at both ends, which is added up before it is handed on."""
         m, r = self.run.model, self.rank
         both = any(held.embedding and ((held.loss and m.tie_word_embeddings) or held.mtp) for held in self.held)
         return m_rows(r) * m.hidden_size * r.element * (both and not r.frozen)
