@@ -20,13 +20,15 @@ def gated_delta_net(g: Graph, r: Rank, x: Tensor) -> Tensor:
     rows, values, h = sum(own.sections) // tp, own.value_channels // tp, r.model.hidden_size
     plain = r.words["attention"] == "reference"
     projected = column(g, r, f"{place}.in_proj", x, h, rows)
-    mixed = _convolution(g, r, own, projected, plain)
+    into, z = (Tensor(r.tokens * n // tp * r.element, of=projected) for n in (own.conv_channels, own.value_channels))
+    g.add(f"{place}.split", reads=[projected], gives=[into, z])
+    mixed = _convolution(g, r, own, into, plain)
     _decays(g, r, own)
     y = _rule(g, r, own, mixed, plain)
     normed = _norm(g, r, own, y)
     wide, out = r.tokens * values * FP32, Tensor(r.tokens * values * r.element)
     gate, moved = projected if r.wide else Tensor(wide), WRITTEN_OUT * 3 * normed.bytes
-    more: dict[str, Any] = {"reads": [normed, projected], "gives": [out], "needs": wide, "works": 3 * wide}
+    more: dict[str, Any] = {"reads": [normed, z], "gives": [out], "needs": wide, "works": 3 * wide}
     g.add(f"{place}.gate", [gate, normed, Tensor(wide)], moved=moved, **more)
     return row(g, r, f"{place}.out_proj", out, values, h)
 
