@@ -115,4 +115,5 @@ def test_logits_that_are_there_at_once_are_counted_and_follow_from_the_devices_m
     assert run("h100", "kernels.loss=megatron").kernels.loss_logits_mib is None
     few, many = (worst_stage(run("h100", f"kernels.loss_logits_mib={mib}")).parts["working"] for mib in (256, 2048))
     tokens = [mib * 2**20 // 2 // 128256 // 64 * 64 for mib in (256, 2048)]
-    assert many - few == (min(tokens[1], 8192) - tokens[0]) * (128256 * 2 + 4096 * 4)
+    summed = 128256 * 4096 * 4  # the gradient of a weight, in fp32 where it is added up of more than three parts
+    assert many - few == (min(tokens[1], 8192) - tokens[0]) * (128256 * 2 + 4096 * 4) - summed

@@ -16,7 +16,8 @@ from mtrain.config.paths import choices_of_group, recipes_dir
 from mtrain.config.resolve import Machine
 from mtrain.config.run import RunConfig
 from mtrain.layout.stages import held_stages
-from mtrain.models.graph import Graph, Tensor, most_made_again
+from mtrain.models.graph import Graph, Tensor
+from mtrain.models.lives import backwards
 from mtrain.models.rank import Rank
 from mtrain.models.registry import family_of
 from mtrain.plan import fits
@@ -127,7 +128,7 @@ def test_a_page_that_says_too_little_has_a_problem_with_a_fix(monkeypatch: pytes
     def unknown(run: RunConfig) -> list[StageMemory]:
         raise ValueError("stages that do not fit the model")
 
-    monkeypatch.setattr(fits, "stage_memories", unknown)
+    monkeypatch.setattr(fits, "worst_stage", unknown)
     assert cheapest(run_of(words), 80 * GIB) == ""
 
 
@@ -228,7 +229,7 @@ def test_what_is_made_again_comes_when_a_backward_needs_it() -> None:
         g.add("linear", [tensor])
         g.discard(tensor)
     assert sum(t.bytes for t in g.kept()) == 1
-    assert most_made_again([g]) == 1100  # and not 2110: the second is gone when the first comes
+    assert backwards([g]).most == 1100  # and not 2110: the second is gone when the first comes
 
 
 @pytest.mark.full

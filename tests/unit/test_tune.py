@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 import shlex
 import subprocess
 import sys
@@ -28,7 +30,8 @@ from mtrain.plan.time import step, step_time
 from mtrain.plan.time.report import no_time, time_report
 from mtrain.plan.tune import choose
 from mtrain.plan.tune.choose import search
-from mtrain.plan.tune.costs import EXPERTS, Costs
+from mtrain.plan.tune.costs import Costs
+from mtrain.plan.tune.elements import EXPERTS, FROZEN
 from mtrain.plan.tune.search import Found, Task
 from mtrain.plan.tune.space import AXES, Change, Space, changed
 from mtrain.plan.tune.split import balanced
@@ -167,7 +170,29 @@ def test_the_page_says_why_and_the_file_is_a_choice(tmp_path: Path, capsys: pyte
     assert not [problem for problem in loaded.warnings if problem.code == "MT146"]
     assert loaded.run.parallel == best.run.parallel
     assert loaded.run.trainer == best.run.trainer
-    assert main(["tune", *ONE_B.split(), "--out", str(file)]) == 2, "nothing is written over"
+
+
+def test_a_file_that_cannot_be_written_is_refused_before_the_search(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("mtrain.cli.tune.tuned", lambda words: pytest.fail("it was searched"))
+    (tmp_path / "mine.yaml").write_text("")
+    (tmp_path / "dangling.yaml").symlink_to("nowhere")
+    names = {
+        **{"mine": "is there already", "dangling.yaml": "is there already", "mine.yaml/x": "Not a directory"},
+        **{"away/mine.yaml": "No such file or directory", f"{'x' * 300}.yaml": "File name too long"},
+    }
+    for name, why in names.items():
+        assert main(["tune", *ONE_B.split(), "--out", str(tmp_path / name)]) == (2 if "already" in why else 3)
+        assert why in capsys.readouterr().err
+    monkeypatch.setattr("os.open", _refuses)  # a folder of somebody else
+    assert main(["tune", *ONE_B.split(), "--out", str(tmp_path / "own")]) == 3
+    assert f"{tmp_path / 'own.yaml'} cannot be written: Permission denied" in capsys.readouterr().err
+    assert sorted(file.name for file in tmp_path.iterdir()) == ["dangling.yaml", "mine.yaml"]
+
+
+def _refuses(path: object, *_: object, **__: object) -> int:
+    raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), path)
 
 
 RECIPES = {
@@ -263,6 +288,25 @@ def test_the_search_counts_weights_that_are_used_twice_once(name: str) -> None:
     held = sum(sum(rank_states(run, stage).numbers.values()) for stage in range(run.parallel.pp))
     assert counted == pytest.approx(held, rel=0.01)
     assert even == pytest.approx(held, rel=0.01)
+
+
+ADAPTED = {
+    "llama": "model=llama3_8b parallel=tp2pp2 peft=lora",
+    "dora, several layers at once": "model=llama32_1b parallel=tp2 peft=dora parallel.recompute.granularity=full "
+    "parallel.recompute.num_layers=2",
+    "experts": "model=mixtral_8x7b parallel=ep4pp2 peft=lora",
+    "hybrid": "model=nemotron_h_8b parallel=tp2 peft=lora peft.target=[qkv,in_proj,out_proj,fc1]",
+}
+
+
+@pytest.mark.parametrize("name", ADAPTED)
+def test_the_search_counts_adapters_as_the_plan_does(name: str) -> None:
+    words = f"{ADAPTED[name]} cluster=h100 data=mock trainer.global_batch_size=256 trainer.micro_batch_size=1"
+    run = load(words.split(), LAPTOP, {}, to_run=False).run
+    costs = Costs(run)
+    counted = costs._on_ranks(run, costs._held(run))[:, EXPERTS:FROZEN].sum()
+    states = (rank_states(run, stage) for stage in range(run.parallel.pp))
+    assert counted == sum(weight.numel for state in states for weight in state.weights if not weight.frozen)
 
 
 def test_where_nothing_fits_it_says_what_comes_near_and_what_helps() -> None:

@@ -9,7 +9,7 @@ from typing import Any
 
 from mtrain import strict_json
 from mtrain.cli.options import read_options
-from mtrain.cli.recipe.new import write_new
+from mtrain.cli.recipe.new import require_new, write_new
 from mtrain.collecting import without_collecting
 from mtrain.config.compose import Rejected, compose
 from mtrain.config.dump import override, spell
@@ -35,21 +35,24 @@ def run(argv: list[str], *, debug: bool) -> int:
     """Prints the best layouts of the configuration that `argv` describes; the exit code.
 
     Raises:
-        ConfigError: the configuration has errors, nothing fits, or too little is known of the devices.
+        ConfigError: the configuration has errors, nothing fits, too little is known of the devices, or the file of
+            `--out` is there already.
+        BadEnvironment: that file cannot be written.
     """
     options = read_options(argv, valued={"--out": "--out", "-o": "--out"})
-    words = overrides_of(options.words)
+    words, out = overrides_of(options.words), options.values.get("--out")
+    path = None if out is None else Path(out) if out.endswith((".yaml", ".yml")) else Path(f"{out}.yaml")
+    if path is not None:
+        require_new(path)
     with without_collecting():
         found, task = tuned(words)
-    out = options.values.get("--out")
-    if out is not None:
-        path = Path(out) if out.endswith((".yaml", ".yml")) else Path(f"{out}.yaml")
+    if path is not None:
         write_new(path, choice(found.best[0]))
     if options.as_json:
         say_page(strict_json.dumps(report(found, task, words), indent=2))
         return 0
     say_page("\n".join(map(visible, page(found, task, words))))
-    if out is not None:
+    if path is not None:
         say_page(_as_file(found.best[0], task, words, path))
     return 0
 

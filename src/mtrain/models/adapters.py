@@ -44,7 +44,8 @@ def beside(g: Graph, r: Rank, layer: str, x: Tensor, sizes: tuple[int, int], row
         keeps.append(Tensor(outputs * width * a))
     if peft.kind == "dora":  # what is multiplied with the magnitudes, the magnitudes over the norms, and the norms
         keeps += [Tensor(rows[2] * outputs * a), Tensor(outputs * a), Tensor(outputs * FP32)]
-    g.add(f"{layer}.adapter", keeps, [Product(rows[0], width, inputs), Product(rows[1], outputs, width)])
+    products = [Product(rows[0], width, inputs), Product(rows[1], outputs, width)]
+    g.add(f"{layer}.adapter", keeps, products, reads=[x], works=2 * rows[1] * width * a)
 
 
 def beside_experts(g: Graph, r: Rank, layer: str, x: Tensor, rows: tuple[int, int], sizes: tuple[int, int]) -> None:
@@ -57,4 +58,4 @@ def beside_experts(g: Graph, r: Rank, layer: str, x: Tensor, rows: tuple[int, in
     if etp > 1:  # what expert-tensor ranks have parts of is gathered
         keeps.append(Tensor(local * rank * r.model.hidden_size * a))
     products = [Product(each, rank, sizes[0], local), Product(each, sizes[1], rank, local)]
-    g.add(f"{layer}.adapter", keeps, products)
+    g.add(f"{layer}.adapter", keeps, products, reads=[x], works=2 * each * local * rank * a)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 from mtrain.models.graph import FP32, INDEX, MASK, Exchange, Graph, Product, Tensor
 from mtrain.models.rank import Rank
@@ -30,6 +31,11 @@ class Heads:
     causal: bool = True
     chosen: bool = False
     """A query sees keys that a mask of every pair of a sample names."""
+
+    @property
+    def operands(self) -> tuple[Tensor, Tensor, Tensor]:
+        """What has gradients."""
+        return self.q, self.k, self.v
 
 
 def core_attention(g: Graph, r: Rank, h: Heads) -> Tensor:
@@ -63,7 +69,9 @@ def _fused(g: Graph, r: Rank, h: Heads) -> Tensor:
     keeps, products = [h.q, k, v, out, numbers], _products(r, h, r.length, r.whole, h.n, r.documents)
     if h.chosen:
         keeps.append(Tensor(r.tokens * r.whole * r.element, constant=True))
-    g.add("core_attention", keeps, products, exchanges=_between_ranks(r, h), seen=seen(r, h))
+    works = 0 if k is h.k else k.bytes  # gradients of the keys and values of all ranks
+    more: dict[str, Any] = {"reads": h.operands, "gives": [out], "works": works}
+    g.add("core_attention", keeps, products, exchanges=_between_ranks(r, h), seen=seen(r, h), **more)
     return out
 
 
@@ -80,7 +88,9 @@ def _fused_ring(g: Graph, r: Rank, h: Heads) -> Tensor:
         both = Tensor(r.samples * s * groups * (h.width + h.v_width) * a)
         table = Tensor(4 * s * FP32, constant=True)
         keeps = [q, both, results[i], numbers[i], table]
-        g.add("core_attention", keeps, products, exchanges=exchanges if i == 0 else [], seen=part)
+        # the gradient of the result in fp32, of what goes round, and of what it came as
+        more: dict[str, Any] = {"reads": h.operands if i == 0 else [], "works": out + 2 * both.bytes}
+        g.add("core_attention", keeps, products, exchanges=exchanges if i == 0 else [], seen=part, **more)
     merged, sums = results[0], numbers[0]
     for i in range(1, steps):
         shares = [Tensor(rows * FP32) for _ in range(2)]
@@ -89,7 +99,9 @@ def _fused_ring(g: Graph, r: Rank, h: Heads) -> Tensor:
         merged, sums = Tensor(out), total
     if r.model.softmax_type != "vanilla":  # each head's sink joins when all parts are there
         g.add("core_attention.sink", [merged, Tensor(rows * FP32)])
-    return Tensor(r.tokens * h.n * h.v_width * a)
+    y = Tensor(r.tokens * h.n * h.v_width * a)
+    g.add("core_attention.rounded", gives=[y], works=out)
+    return y
 
 
 def _around(r: Rank) -> tuple[int, int]:
@@ -135,24 +147,32 @@ def _written_out(g: Graph, r: Rank, h: Heads) -> Tensor:
     elif cp > 1:
         k = v = Tensor(b * t * groups * (h.width + h.v_width) * a)
         more = [Tensor(t * INDEX)]
-    sink = m.softmax_type != "vanilla"
+    sink, given = m.softmax_type != "vanilla", h.operands
     masked = h.window or cp > 1 or r.run.data.packed or sink or h.chosen
     scores = b * n * s * t
     h = Heads(q, k, v, n, groups, h.width, h.v_width, h.window, h.causal, h.chosen)
-    products = _products(r, h, s, t, n)
+    products, works, needs = _products(r, h, s, t, n), 0, 0
     if m.attn_logit_softcapping:
         keeps, out = _capped(r, h, s, t)
+        needs, works = scores * FP32, 3 * scores * FP32
     elif m.attention_dropout or (m.softmax_type == "learnable" and not r.frozen):
         keeps, out = scores_in_fp32(r, h, s, t)
+        needs, works = scores * FP32, 2 * scores * FP32
     elif not r.wide and h.causal and not masked and scores <= MOST_SCORES:
         out = Tensor(b * s * n * h.v_width * a)
         keeps = [q, k, v, Tensor(scores * a)]
+        needs, works = scores * FP32, 3 * scores * FP32  # shares, their gradients and those of the scores
     elif h.v_width > h.width:  # which torch's kernel does not take
         keeps, out = scores_in_fp32(r, h, s, t)
+        needs, works = scores * FP32, 3 * scores * FP32
     else:
         keeps, out = _flash(r, h, s, masked)
-    g.add("core_attention", [*keeps, *more], products)
-    return Tensor(r.tokens * h.n * cp * h.v_width * a) if cp > 1 and r.layout.cp_comm_type == "a2a" else out
+    if cp > 1:  # what ranks of one sequence have of each other, and its gradients
+        moved = sum(tensor.bytes for tensor in {h.q, h.k, h.v} - set(given))
+        needs, works = needs + moved, works + moved
+    y = Tensor(r.tokens * h.n * cp * h.v_width * a) if cp > 1 and r.layout.cp_comm_type == "a2a" else out
+    g.add("core_attention", [*keeps, *more], products, reads=given, gives=[y], needs=needs, works=works)
+    return y
 
 
 def _flash(r: Rank, h: Heads, s: int, masked: bool) -> tuple[list[Tensor], Tensor]:
@@ -198,12 +218,16 @@ def _ring(g: Graph, r: Rank, h: Heads) -> Tensor:
     b, (inner, steps) = r.samples, _around(r)
     n, s = h.n // inner, r.length * inner
     rows, out = b * n * s, b * n * s * h.v_width
-    for _ in range(steps):
+    for step in range(steps):
         operands = [rows * h.width, b * n * s * h.width, out]
         scores = [rows * s] * (3 if r.model.attn_logit_softcapping else 2)  # bent ones, exponentials and shares
         numbers = [rows] * 2
         sizes = [size * FP32 for size in (*operands, *scores, *numbers)]
-        g.add("core_attention", [*map(Tensor, sizes), Tensor(s * s * MASK, constant=True)], _products(r, h, s, s, n))
+        keeps = [*map(Tensor, sizes), Tensor(s * s * MASK, constant=True)]
+        more: dict[str, Any] = {"reads": [] if step else h.operands, "works": (2 * rows * s + sum(operands)) * FP32}
+        g.add("core_attention", keeps, _products(r, h, s, s, n), needs=rows * s * FP32, **more)
     for _ in range(steps - 1):
-        g.add("core_attention.merge", [Tensor(size * FP32) for size in (out, out, *[rows] * 4)])
-    return Tensor(r.tokens * h.n * h.v_width * r.element)
+        g.add("core_attention.merge", [Tensor(size * FP32) for size in (out, out, *[rows] * 4)], works=2 * out * FP32)
+    y = Tensor(r.tokens * h.n * h.v_width * r.element)
+    g.add("core_attention.rounded", gives=[y], works=out * FP32)
+    return y

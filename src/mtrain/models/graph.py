@@ -6,10 +6,9 @@ A family describes its layers with it. Memory is counted from the tensors that a
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from itertools import accumulate
 from typing import Literal, NamedTuple
 
 INDEX, FP32, MASK = 8, 4, 1
@@ -25,6 +24,8 @@ class Tensor:
     """All micro-batches have the same one."""
     constant: bool = False
     """It has no gradient."""
+    of: Tensor | None = None
+    """Whose memory it is a part of, with a gradient of its own."""
     quantized: bool = False
     """What makes it quantises it for the linear layer behind, and makes it again for the gradient of its weight."""
 
@@ -78,15 +79,24 @@ class Op(NamedTuple):
     """Share of the pairs of queries and keys that a kernel computes which passes over hidden ones."""
     factors: Factors = "weights"
     """Of its products."""
-    works: int = 0
-    """Bytes that its backward has beside what is kept and made again, where those are more than the gradients of the
-    largest tensor and of one of half its size."""
     again: bool = False
     """It is done once more in the backward, and until then nothing is kept of it."""
+    reads: tuple[Tensor, ...] = ()
+    """What its backward makes gradients of."""
+    gives: tuple[Tensor, ...] = ()
+    """What its forward makes, and of which its backward needs the gradients."""
+    needs: int = 0
+    """Bytes that its forward has beside what it reads, gives and keeps."""
+    works: int = 0
+    """Bytes that its backward has beside what is kept and the gradients of what it reads and gives."""
+    passes: bool = False
+    """Its backward hands on the gradient of what it gives, as of a sum."""
+    spent: bool = False
+    """Where its backward has the most, the gradient of what it gives is no longer needed."""
 
 
 @dataclass
-class _Block:
+class Block:
     """Operations that are done once more in the backward."""
 
     begin: int
@@ -102,11 +112,11 @@ class Graph:
     """Operations of a forward, in order."""
 
     ops: list[Op] = field(default_factory=list)
-    _blocks: list[_Block] = field(default_factory=list)
-    _used: list[_Block] = field(default_factory=list)
+    blocks: list[Block] = field(default_factory=list)
+    _used: list[Block] = field(default_factory=list)
     """Blocks whose results are still used."""
     _again: bool = False
-    _own: list[_Block] = field(default_factory=list)
+    own: list[Block] = field(default_factory=list)
     """Blocks that operations do once more in their own backward, whether they stand in another block or not."""
 
     def add(
@@ -120,11 +130,19 @@ class Graph:
         low: bool = False,
         seen: float = 1.0,
         factors: Factors = "weights",
+        reads: Iterable[Tensor] = (),
+        gives: Iterable[Tensor] = (),
+        needs: int = 0,
         works: int = 0,
+        passes: bool = False,
+        spent: bool = False,
     ) -> None:
         """One operation more."""
-        op = Op(name, tuple(keeps), tuple(products), moved, tuple(exchanges), low, seen, factors, works, self._again)
-        self.ops.append(op)
+        keeps, products, exchanges = tuple(map(memory, keeps)), tuple(products), tuple(exchanges)
+        op = Op(name, keeps, products, moved, exchanges, low, seen, factors, self._again)
+        self.ops.append(
+            op._replace(reads=tuple(reads), gives=tuple(gives), needs=needs, works=works, passes=passes, spent=spent)
+        )
 
     @contextmanager
     def recomputed(self, name: str, *inputs: Tensor, when: bool = True, discarded: bool = False) -> Iterator[None]:
@@ -141,8 +159,8 @@ class Graph:
             yield
         finally:
             self._again = False
-        self._blocks.append(_Block(begin, len(self.ops), when=len(self.ops)))
-        self._used += self._blocks[-1:] * discarded
+        self.blocks.append(Block(begin, len(self.ops), when=len(self.ops)))
+        self._used += self.blocks[-1:] * discarded
 
     @contextmanager
     def made_again(self, name: str, *inputs: Tensor) -> Iterator[None]:
@@ -153,59 +171,28 @@ class Graph:
             yield
         finally:
             self._again = outer
-        self._own.append(_Block(begin, len(self.ops), when=len(self.ops)))
+        self.own.append(Block(begin, len(self.ops), when=len(self.ops)))
 
     def discard(self, *tensors: Tensor, when: bool = True) -> None:
         """`tensors`, of the last block that is recomputed, have been used: a backward that comes here makes them
         again."""
         if when and not self._again:
             block = self._used.pop()
-            block.gives, block.when = tensors, len(self.ops)
+            block.gives, block.when = tuple(map(memory, tensors)), len(self.ops)
 
     def kept(self) -> set[Tensor]:
         """What autograd keeps from the forward to the backward."""
-        discarded = {tensor for block in self._blocks for tensor in block.gives}
+        discarded = {tensor for block in self.blocks for tensor in block.gives}
         return {tensor for op in self.ops if not op.again for tensor in op.keeps} - discarded
-
-    def moves(self) -> Iterator[int]:
-        """Of a backward, step by step: bytes more or less than it began with, without what a loss keeps."""
-        kept, first, made = self.kept(), dict[Tensor, int](), dict[int, set[Tensor]]()
-        for number, op in reversed(list(enumerate(self.ops))):
-            first |= dict.fromkeys(op.keeps, number)
-        own = {number for block in self._own for number in range(block.begin, block.end)}
-        for block in (*self._blocks, *self._own):
-            left_out = own if block in self._blocks else ()
-            numbers = [number for number in range(block.begin, block.end) if number not in left_out]
-            inside = {t for number in numbers for t in self.ops[number].keeps} | set(block.gives)
-            made.setdefault(block.when, set()).update(inside & first.keys() - kept)
-        for number, op in reversed(list(enumerate(self.ops))):
-            yield size(made.get(number + 1, ()))
-            if not op.name.endswith("loss"):
-                yield -size(tensor for tensor in set(op.keeps) if first[tensor] == number)
-
-    def rises(self) -> tuple[int, int]:
-        """Of a backward: bytes more at its end than it began with, and the most on its way."""
-        if not self._blocks and not self._own:  # nothing is made again: it only frees
-            first: dict[Tensor, Op] = {}
-            for op in self.ops:
-                for tensor in op.keeps:
-                    first.setdefault(tensor, op)
-            return -size(tensor for tensor, op in first.items() if not op.name.endswith("loss")), 0
-        ups = list(accumulate(self.moves(), initial=0))
-        return ups[-1], max(ups)
 
     def flops(self) -> int:
         """Of the products of the forward."""
         return sum(product.flops for op in self.ops for product in op.products)
 
-    def working(self) -> int:
-        """Bytes that a backward has beside what is kept and made again.
 
-        These are the gradients of the largest tensor and of one of half its size, as traces have them, or what an
-        operation is known to work with.
-        """
-        largest = max((tensor.bytes for op in self.ops for tensor in op.keeps if not tensor.constant), default=0)
-        return max(3 * largest // 2, max((op.works for op in self.ops), default=0))
+def memory(tensor: Tensor) -> Tensor:
+    """What is allocated for it."""
+    return tensor.of or tensor
 
 
 def size(tensors: Iterable[Tensor]) -> int:
@@ -218,18 +205,6 @@ def kept(graphs: Iterable[Graph]) -> int:
     numbers = Counter(map(id, graphs := list(graphs)))
     every = {id(graph): graph for graph in graphs}
     return sum(number * size(every[key].kept()) for key, number in numbers.items())
-
-
-def most_made_again(graphs: Sequence[Graph]) -> int:
-    """The most bytes that a backward comes to have more than were kept, from the last graph to the first."""
-    known: dict[int, tuple[int, int]] = {}
-    now = most = 0
-    for graph in reversed(graphs):
-        if id(graph) not in known:
-            known[id(graph)] = graph.rises()
-        more, highest = known[id(graph)]
-        most, now = max(most, now + highest), now + more
-    return most
 
 
 def shared(graphs: Iterable[Graph]) -> int:

@@ -6,7 +6,7 @@ TransformerEngine's, Triton's and torch's fused kernels keep follows from their 
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Any, Literal
 
 from mtrain.models.adapters import beside
 from mtrain.models.graph import FP32, INDEX, MASK, Exchange, Graph, Product, Tensor
@@ -24,27 +24,36 @@ def norm(g: Graph, r: Rank, name: str, x: Tensor, rows: int, width: int) -> Tens
     moved = 2 * y.bytes
     rms, m = r.model.normalization == "RMSNorm", r.model
     if r.words["norm"] != "reference":
-        g.add(name, [x, statistics] if rms else [x, statistics, Tensor(rows * FP32)], moved=moved)
+        keeps = [x, statistics] if rms else [x, statistics, Tensor(rows * FP32)]
+        g.add(name, keeps, moved=moved, reads=[x], gives=[y])
         return y
     copied = not r.wide or m.layernorm_zero_centered_gamma
     keeps = [statistics, *([Tensor(width * FP32)] if copied else ())]
     if not rms:
         keeps += [Tensor(rows * FP32), *([Tensor(width * FP32)] if not r.wide else ())]
     widened = not r.wide and not (rms and r.host)
-    g.add(
-        name, [*keeps, Tensor(rows * width * FP32) if widened else x], moved=moved * (WRITTEN_OUT if widened else 1)
-    )
+    keeps.append(Tensor(rows * width * FP32) if widened else x)
+    wide = rows * width * FP32  # of rows, of what is normed, of its gradient and of their product
+    needs, works = (0, wide * (rms and r.host)) if r.wide else (2 * wide, 3 * wide)
+    times = WRITTEN_OUT if widened else 1
+    g.add(name, keeps, moved=moved * times, reads=[x], gives=[y], needs=needs, works=works)
     return y
 
 
 def column(g: Graph, r: Rank, name: str, x: Tensor, inputs: int, outputs: int) -> Tensor:
     """A linear layer whose `outputs` are those of this rank; `x` is a part of the tokens where those are split."""
     made = x.quantized and not r.cuts_blocks
-    arrives = shared_by_tensor_ranks(r, r.tokens * inputs * r.element, "gather", low=r.sends_quantized or made)
+    low = r.sends_quantized or made
+    arrives = shared_by_tensor_ranks(r, r.tokens * inputs * r.element, "gather", low=low)
     keeps = [] if r.frozen or made else [_input(r, x, inputs)]
-    g.add(name, keeps, [Product(r.tokens, outputs, inputs)], exchanges=arrives, low=True, factors=r.factors)
+    product, y = Product(r.tokens, outputs, inputs), Tensor(r.tokens * outputs * r.element)
+    whole = (r.tokens if r.layout.sequence_parallel else 0) * inputs * r.element  # of all tokens, and its gradient
+    gathered = 0 if r.gathers_inputs or r.gathers_into_buffer else whole
+    works = whole + (0 if r.frozen else gathered) + weight_bytes(r, product)
+    more: dict[str, Any] = {"reads": [x], "gives": [y], "needs": gathered, "works": works}
+    g.add(name, keeps, [product], exchanges=arrives, low=True, factors=r.factors, **more)
     beside(g, r, name, x, (inputs, outputs), (r.split_tokens, r.tokens, r.tokens))
-    return Tensor(r.tokens * outputs * r.element)
+    return y
 
 
 def row(g: Graph, r: Rank, name: str, x: Tensor, inputs: int, outputs: int) -> Tensor:
@@ -53,9 +62,12 @@ def row(g: Graph, r: Rank, name: str, x: Tensor, inputs: int, outputs: int) -> T
     kept = Tensor(r.tokens * inputs * FP8_ELEMENT) if low else x
     leaves = shared_by_tensor_ranks(r, r.tokens * outputs * r.element, "scatter", low=r.sends_quantized)
     keeps = [] if r.frozen else [kept]
-    g.add(name, keeps, [Product(r.tokens, outputs, inputs)], exchanges=leaves, low=True, factors=r.factors)
+    product, y = Product(r.tokens, outputs, inputs), Tensor(r.split_tokens * outputs * r.element)
+    whole = (r.tokens if r.layout.sequence_parallel else 0) * outputs * r.element
+    more: dict[str, Any] = {"reads": [x], "gives": [y], "needs": whole, "works": whole + weight_bytes(r, product)}
+    g.add(name, keeps, [product], exchanges=leaves, low=True, factors=r.factors, **more)
     beside(g, r, name, x, (inputs, outputs), (r.tokens, r.split_tokens, r.split_tokens))
-    return Tensor(r.split_tokens * outputs * r.element)
+    return y
 
 
 def whole(g: Graph, r: Rank, name: str, x: Tensor, inputs: int, outputs: int) -> Tensor:
@@ -63,9 +75,24 @@ def whole(g: Graph, r: Rank, name: str, x: Tensor, inputs: int, outputs: int) ->
     low = r.run.precision.quantized is not None and r.words["linear"] != "te"
     kept = Tensor(r.split_tokens * inputs * FP8_ELEMENT) if low else x
     keeps = [] if r.frozen or x.quantized else [kept]
-    g.add(name, keeps, [Product(r.split_tokens, outputs, inputs)], low=True, factors=r.factors)
+    product, y = Product(r.split_tokens, outputs, inputs), Tensor(r.split_tokens * outputs * r.element)
+    more: dict[str, Any] = {"reads": [x], "gives": [y], "works": weight_bytes(r, product)}
+    g.add(name, keeps, [product], low=True, factors=r.factors, **more)
     beside(g, r, name, x, (inputs, outputs), (r.split_tokens,) * 3)
-    return Tensor(r.split_tokens * outputs * r.element)
+    return y
+
+
+def weight_bytes(r: Rank, product: Product) -> int:
+    """Of the gradient of a weight, or of a group's, before it is added to those of other micro-batches."""
+    return 0 if r.frozen else product.n * product.k * r.element
+
+
+def summed(g: Graph, r: Rank, name: str, x: Tensor, added: Tensor) -> Tensor:
+    """The residual stream `x` with what was added to it."""
+    y = Tensor(r.split_tokens * r.model.hidden_size * r.element)
+    g.add(f"{name}.sum", moved=3 * y.bytes, reads=[x, added], gives=[y], passes=True)
+    dropout(g, r, name, y.bytes // r.element, r.model.hidden_dropout)
+    return y
 
 
 def shared_by_tensor_ranks(
@@ -103,15 +130,20 @@ def activation(
     moved = x.bytes + size
     whole = r.words["activation"] == "triton" and r.by_lists  # ours, where it is told the weights
     if fused(r) or (weighed and whole):  # megatron-core's own: one pass, weights included
-        g.add(name, [x, *weights], moved=moved)
+        g.add(name, [x, *weights], moved=moved, reads=[x], gives=[y])
         return y
-    product = Tensor(size)
+    product, more = Tensor(size), dict[str, Any]()
     if r.words["activation"] == "triton":
-        g.add(name, [x], moved=moved)
-    else:
-        g.add(name, _plain(r, x, size, product, offset), moved=WRITTEN_OUT * moved)
-    if weighed:
-        g.add(f"{name}.weighed", [product, *weights], moved=2 * size)
+        g.add(name, [x], moved=moved, reads=[x], gives=[product])
+    else:  # gradients of gate and up, before they stand beside each other
+        more = {"works": 2 * size, "spent": True} if r.model.gated else {}
+        keeps = _plain(r, x, size, product, offset)
+        g.add(name, keeps, moved=WRITTEN_OUT * moved, reads=[x], gives=[product], **more)
+    if weighed:  # in fp32, as the weights are: the gradient of the result, of the product, and of weights by channel
+        wide = elements * FP32
+        needs, works = (0, wide) if r.wide else (wide, 3 * wide)
+        more = {"reads": [product], "gives": [y], "needs": needs, "works": works, "spent": not r.wide}
+        g.add(f"{name}.weighed", [product, *weights], moved=2 * size, **more)
         return y
     return product
 
@@ -147,12 +179,14 @@ def embedding(g: Graph, r: Rank, *, tables: int = 0) -> Tensor:
     """The look-up of tokens, and of positions or kinds in more `tables`."""
     ids = [Tensor(r.tokens * INDEX) for _ in range(1 + tables)]
     outside = [Tensor(r.tokens * MASK)] if r.layout.tp > 1 else []
-    g.add("embedding", [] if r.frozen else [*ids, *outside])
     size = r.split_tokens * r.model.hidden_size
-    g.add("embedding.rows", moved=2 * r.tokens * r.model.hidden_size * r.element, exchanges=_summed(r))
+    y, whole = Tensor(size * r.element), r.tokens * r.model.hidden_size * r.element
+    g.add("embedding", [] if r.frozen else [*ids, *outside])
+    works = 0 if r.frozen else m_rows(r) * r.model.hidden_size * r.element
+    g.add("embedding.rows", moved=2 * whole, exchanges=_summed(r), gives=[y], needs=whole, works=works)
     if r.run.peft.kind is None:  # beside adapters it has no gradient
         dropout(g, r, "embedding.dropout", size, r.model.hidden_dropout)
-    return Tensor(size * r.element)
+    return y
 
 
 def _summed(r: Rank) -> list[Exchange]:
@@ -176,14 +210,15 @@ def loss(g: Graph, r: Rank, hidden: Tensor, *, columns: int = 0) -> None:
         gradients += [] if r.frozen else [Tensor(rows * width * r.element)]
         moved = 3 * r.tokens * rows * r.element
         keeps = [Tensor(r.tokens * FP32), *gradients]
-        g.add("output_layer.loss", keeps, products, moved=moved, exchanges=arrives, factors=r.factors)
+        g.add("output_layer.loss", keeps, products, moved=moved, exchanges=arrives, factors=r.factors, reads=[hidden])
         return
     logits = Tensor(r.tokens * rows * FP32)
     marks = [Tensor(r.tokens * MASK), Tensor(r.tokens * INDEX), Tensor(r.tokens * FP32)]
     capped = [Tensor(r.tokens * rows * FP32)] if m.final_logit_softcapping is not None else []
     keeps = [*([] if r.frozen else [hidden]), *capped]
-    g.add("output_layer", keeps, products, exchanges=arrives, factors=r.factors)
-    g.add("loss", [logits, *marks], moved=3 * logits.bytes)
+    works = 0 if r.frozen else rows * width * r.element
+    g.add("output_layer", keeps, products, exchanges=arrives, factors=r.factors, reads=[hidden], works=works)
+    g.add("loss", [logits, *marks], moved=3 * logits.bytes, reads=[logits])
 
 
 def m_rows(r: Rank) -> int:

@@ -132,6 +132,15 @@ class Rank:
         """
         return bool(self.layout.sequence_parallel) and self.host and self.wide and self.layout.fsdp == "none"
 
+    @property
+    def gathers_into_buffer(self) -> bool:
+        """Whether inputs are gathered, in the forward and once more in the backward, into one buffer for all layers.
+
+        That is megatron-core's own linear layer under sequence parallelism.
+        """
+        own = self.words["linear"] != "te" and self.run.precision.quantized is None
+        return bool(self.layout.sequence_parallel) and own and not self.gathers_inputs and not self.frozen
+
     @cached_property
     def _chosen(self) -> RunConfig:
         """The run with the implementations that stand for `auto`."""

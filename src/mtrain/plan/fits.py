@@ -11,7 +11,7 @@ from mtrain.config.optimizers import OPTIMIZERS
 from mtrain.config.rules import apply, findings
 from mtrain.config.run import RunConfig
 from mtrain.models.registry import family_of
-from mtrain.plan.rank import stage_memories
+from mtrain.plan.rank import worst_stage
 from mtrain.units import bytes_
 
 MOST_TENSORS = 20_000
@@ -49,7 +49,7 @@ def _worst(run: RunConfig) -> Over | None:
     if not _is_small(run):
         return None
     try:
-        worst = max(stage_memories(run), key=lambda stage: stage.peak)
+        worst = worst_stage(run)
     except ValueError:  # stages that do not fit the model, of which the rules have said so
         return None
     return Over(worst.stage, worst.peak, worst.parts)
@@ -65,13 +65,16 @@ def _is_small(run: RunConfig) -> bool:
 def cheapest(run: RunConfig, holds: int) -> str:
     """The first change, of those that cost little before those that cost much, with which the plan fits and no other
     rule is broken; empty where there is none."""
-    broken = {finding.code for finding in findings(run)}
     for step in _changes(run):
         changed = apply(run, step)
         worst = _worst(changed)
-        if worst is not None and worst.needed <= holds and {finding.code for finding in findings(changed)} <= broken:
+        if worst is not None and worst.needed <= holds and _codes(changed) <= _codes(run):
             return " ".join(override(key, value) for key, value in step.items())
     return ""
+
+
+def _codes(run: RunConfig) -> set[str]:
+    return {finding.code for finding in findings(run)}
 
 
 def _changes(run: RunConfig) -> Iterator[Change]:

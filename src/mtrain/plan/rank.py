@@ -16,7 +16,9 @@ from mtrain.config.formats import bytes_of
 from mtrain.config.run import RunConfig
 from mtrain.config.stages import Stage
 from mtrain.layout.stages import held_stages
-from mtrain.models.graph import FP32, Graph, Op, kept, most_made_again, shared, size
+from mtrain.models.graph import FP32, Graph, Op, kept, shared, size
+from mtrain.models.lives import Moment, Rises, backwards, forwards
+from mtrain.models.parts import m_rows
 from mtrain.models.rank import Rank
 from mtrain.models.registry import family_of
 from mtrain.models.weights import Weight
@@ -37,6 +39,8 @@ RESERVE = 0.04
 HOST_LOGITS, GPU_LOGITS, CHUNK = 1 << 22, 1 << 27, 64
 """Logits that are there at once where the loss is made in parts, of a multiple of so many tokens: as in
 `mtrain_kernels.linear_cross_entropy`."""
+MOST_PARTS = 3
+"""More of them add up the gradient of a weight in half precision in fp32: as there."""
 QUANTIZED_COPIES = 2
 """Bytes of an element of a weight in the copies that products in eight bits keep: as it is, and transposed."""
 
@@ -52,8 +56,8 @@ HOW = {
     "activations": "counted: every tensor that autograd keeps, of all micro-batches in flight",
     "loss": "counted: what a loss in parts keeps, gradients of hidden states and output layer; or all logits",
     "recompute": "counted: what is computed again of one layer, or of one group of layers",
-    "working": "reasoned: gradients of the largest tensors of a layer, or logits of a part of the tokens",
-    "communication": "reasoned: what is exchanged, gathered or sent beside that; assumed: 128 MiB for each group",
+    "working": "reasoned: gradients on their way and what an operation needs, or logits of a part of the tokens",
+    "communication": "reasoned: what is gathered or sent beside that; assumed: 128 MiB for each group",
     "context": "assumed: 723 MiB on a GPU, 300 MiB on a CPU",
     "reserve": "assumed: 4% of activations, loss, recompute and working that the allocator holds in pieces",
 }
@@ -70,6 +74,11 @@ class StageMemory:
     states: States
     chunks: tuple[tuple[Graph, ...], ...]
     """What each of its chunks computes on a micro-batch; empty where the family does not say."""
+
+    @cached_property
+    def rank(self) -> Rank:
+        """Sizes on it."""
+        return Rank.of(self.run)
 
     @cached_property
     def kept(self) -> list[int]:
@@ -89,7 +98,7 @@ class StageMemory:
     def parts(self) -> dict[str, int]:
         """Bytes by part, in the order of `PARTS`, at the peak."""
         s, on_host = self.states, facts_of(self.run.cluster.device).on_host
-        moment = max(self._moments(), key=lambda moment: sum(moment.values()))
+        moment = self._peak
         found = {
             "weights": s.weight_bytes,
             "gradients": s.gradient_bytes,
@@ -101,21 +110,40 @@ class StageMemory:
         }
         return found | {"reserve": 0 if on_host else round(RESERVE * sum(moment.values()))}
 
+    @cached_property
+    def _peak(self) -> dict[str, int]:
+        """The moment that has the most."""
+        return max(self._moments, key=lambda moment: sum(moment.values()))
+
+    @cached_property
     def _moments(self) -> tuple[dict[str, int], dict[str, int]]:
-        """What moves, at the end of the last forward with its loss, and in the backward of a layer behind it."""
-        most, losses = self.in_flight[0], self._losses()
-        again = max((most_made_again(chunk) for chunk in self.chunks), default=0)
-        loss, layer = self._working()
-        kept = {"activations": most - sum(losses)}
+        """What moves, at the end of the last forward or on its way, and in the backward behind it."""
+        losses, peak = self._losses(), self._backward.peak
+        most, highest = self.in_flight[0] - sum(losses), max(map(forwards, self.chunks), default=0)
         return (
-            {**kept, "loss": sum(losses), "recompute": 0, "working": loss},
-            {**kept, "loss": sum(losses[1:]), "recompute": again, "working": layer},
+            {"activations": most, "loss": sum(losses), "recompute": 0, "working": max(self._loss_work(), highest)},
+            {
+                **{"activations": most + min(0, peak.held), "loss": sum(losses[1:]) + self._waiting()},
+                **{"recompute": max(0, peak.held), "working": peak.beside},
+            },
         )
+
+    def _waiting(self) -> int:
+        """The gradient of a table that a chunk reads at both ends, which is added up before it is handed on."""
+        m, r = self.run.model, self.rank
+        both = any(held.embedding and ((held.loss and m.tie_word_embeddings) or held.mtp) for held in self.held)
+        return m_rows(r) * m.hidden_size * r.element * (both and not r.frozen)
+
+    @cached_property
+    def _backward(self) -> Rises:
+        """Of the chunk whose backward comes to the most."""
+        none = Rises(0, 0, Moment(0, 0))
+        return max(map(backwards, self.chunks), key=lambda rises: sum(rises.peak), default=none)
 
     @property
     def saved(self) -> int:
         """Bytes that autograd holds where it holds the most: kept, and made again."""
-        return max(moment["activations"] + moment["loss"] + moment["recompute"] for moment in self._moments())
+        return self.in_flight[0] + max(0, self._backward.most - sum(self._losses()[:1]))
 
     @property
     def peak(self) -> int:
@@ -127,10 +155,11 @@ class StageMemory:
         """When in a step that is."""
         if not self.chunks:
             return "not known: the family does not say what it keeps"
-        micro, again = sum(self.in_flight[1]), self.parts["recompute"]
-        ends = any(held.loss for held in self.held) and self.parts["loss"] >= sum(self._losses())
-        what = "at the loss" if ends else "in the backward of a layer"
-        what = "in the backward of a layer that is computed again" if again else what
+        micro, forward = sum(self.in_flight[1]), self._peak is self._moments[0]
+        loss = any(held.loss for held in self.held) and self.parts["working"] == self._loss_work()
+        what = "in the backward of a layer" + " that is computed again" * (self.parts["recompute"] > 0)
+        if forward:
+            what = "at the loss" if loss else "in the forward of a layer"
         chunks = " of a chunk" if self.run.parallel.vpp > 1 else ""
         return f"{what}, with {micro} micro-batch{'es' * (micro > 1)}{chunks} in flight"
 
@@ -159,32 +188,17 @@ class StageMemory:
             return self.run.precision.leaves(number, m.llava.used_layers)
         return False
 
-    def _working(self) -> tuple[int, int]:
-        """What a loss works with, and what the layer that works with the most."""
-        r = Rank.of(self.run)
-        layers = [graph.working() for chunk in self.chunks for graph in chunk[1:-1]]
-        logits = max((self._loss_work(r, op) for chunk in self.chunks for op in _losses(chunk)), default=0)
-        return logits, max(layers, default=0)
-
-    def _loss_work(self, r: Rank, op: Op) -> int:
-        """Beside what a loss keeps: hidden states by sample and gathered, logits of a part of them, and the gradient
-        of the weight while it is added up in fp32. An output layer with a bias multiplies wider copies."""
-        m, columns = self.run.model, self.run.model.padded_vocab_size // self.run.parallel.tp
-        tokens = max((p.m for p in op.products), default=r.tokens)
-        rows, gathered = _rows_of_logits(r, tokens, columns), 1 + bool(self.run.parallel.sequence_parallel)
-        work = rows * (columns * _logit_bytes(r) + m.hidden_size * FP32)
-        work += gathered * tokens * m.hidden_size * r.element
-        if r.words["loss"] != "megatron" and not r.wide and len(op.keeps) > 2:
-            work += columns * m.hidden_size * FP32
-        return work + sum((p.m + p.n) * p.k * r.element for p in op.products if p.k > m.hidden_size)
+    def _loss_work(self) -> int:
+        """What a loss works with."""
+        return max((_loss_work(self.rank, op) for chunk in self.chunks for op in _losses(chunk)), default=0)
 
     def _communication(self) -> int:
         layer = max(self._layer_weights().values(), default=0)
-        return communication_bytes(self.run, layer, self._working()[1]) + self._sent()
+        return communication_bytes(self.rank, layer) + self._sent()
 
     def _sent(self) -> int:
         """What was sent to the next stage of all micro-batches in flight, where that is not freed."""
-        run, r = self.run, Rank.of(self.run)
+        run, r = self.run, self.rank
         if run.parallel.pp == 1 or frees_sent(run):
             return 0
         numbers = zip(self.in_flight[1], self.held, strict=True)
@@ -218,15 +232,10 @@ def passing(run: RunConfig) -> bool:
     return low and Rank.of(run).words["linear"] != "te"
 
 
-def communication_bytes(run: RunConfig, layer: int, working: int) -> int:
-    """What is gathered, sent and received, where a layer has so many elements of weights at most; and buffers.
-
-    Tokens on their way to experts are in the memory that a layer has for `working`, where that is enough.
-    """
-    p, r, m = run.parallel, Rank.of(run), run.model
-    total = 0
-    if m.moe is not None and p.ep > 1:
-        total += max(0, 2 * r.split_tokens * m.hidden_size * r.element * m.moe.router_topk - working)
+def communication_bytes(r: Rank, layer: int) -> int:
+    """What FSDP gathers, where a layer has so many elements of weights at most; and buffers."""
+    run, p, m = r.run, r.layout, r.model
+    total = r.tokens * m.hidden_size * r.element if r.gathers_into_buffer else 0
     if p.fsdp != "none":
         # this layer, the next, and what is in none; gradients of one, and those laid in line to be reduced
         root = m.padded_vocab_size // p.tp * m.hidden_size
@@ -240,6 +249,21 @@ def _losses(chunk: Sequence[Graph]) -> Iterator[Op]:
     return (op for graph in chunk for op in graph.ops if op.name.endswith("loss"))
 
 
+def _loss_work(r: Rank, op: Op) -> int:
+    """Beside what a loss keeps: hidden states by sample and gathered, logits of a part of them, and the gradient
+    of the weight while it is added up in fp32. An output layer with a bias multiplies wider copies."""
+    m, columns = r.model, r.model.padded_vocab_size // r.layout.tp
+    tokens = max((p.m for p in op.products), default=r.tokens)
+    if r.words["loss"] == "megatron":  # logits as they come, before they are widened
+        return tokens * (columns + m.hidden_size) * r.element
+    rows, gathered = _rows_of_logits(r, tokens, columns), 1 + bool(r.layout.sequence_parallel)
+    work = rows * (columns * _logit_bytes(r) + m.hidden_size * FP32)
+    work += gathered * tokens * m.hidden_size * r.element
+    if tokens > MOST_PARTS * rows and not r.wide and len(op.keeps) > 2:
+        work += columns * m.hidden_size * FP32
+    return work + sum((p.m + p.n) * p.k * r.element for p in op.products if p.k > m.hidden_size)
+
+
 def logits_at_once(run: RunConfig) -> int | None:
     """As many as `kernels.loss_logits_mib` has room for, in the format of the model; None: nobody said."""
     room = run.kernels.loss_logits_mib
@@ -248,8 +272,6 @@ def logits_at_once(run: RunConfig) -> int | None:
 
 def _rows_of_logits(r: Rank, tokens: int, columns: int) -> int:
     """Tokens whose logits are there at once."""
-    if r.words["loss"] == "megatron":
-        return tokens
     most = logits_at_once(r.run) or (HOST_LOGITS if r.host else GPU_LOGITS)
     rows = max(CHUNK, most // columns // CHUNK * CHUNK)
     return min(rows, -(-tokens // 2) if r.host else tokens)

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
+from tempfile import TemporaryFile
 
 from mtrain.cli.options import needed, read_options
 from mtrain.cli.setup import also_wrong, resolved_origins, settled, validate
@@ -95,9 +97,28 @@ def write_new(path: Path, text: str) -> None:
         ConfigError: it is there.
         BadEnvironment: it cannot be written.
     """
+    with _refusals(path), path.open("x", encoding="utf-8") as file:
+        file.write(text)
+
+
+def require_new(path: Path) -> None:
+    """Refuses before a long work the file that `write_new` would refuse behind it.
+
+    Raises:
+        ConfigError: it is there.
+        BadEnvironment: its folder is not there, or nothing can be written into it.
+    """
+    with _refusals(path):
+        with suppress(FileNotFoundError):
+            path.lstat()
+            raise FileExistsError
+        TemporaryFile(dir=path.parent).close()
+
+
+@contextmanager
+def _refusals(path: Path) -> Iterator[None]:
     try:
-        with path.open("x", encoding="utf-8") as file:
-            file.write(text)
+        yield
     except FileExistsError:
         fix = str(path.with_name(f"{path.stem}_2{path.suffix}"))
         raise ConfigError(

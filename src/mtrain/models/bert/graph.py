@@ -35,9 +35,9 @@ def _embedding(g: Graph, r: Rank) -> None:
 
 def _heads(g: Graph, r: Rank, x: Tensor) -> None:
     m, rows = r.model, r.split_tokens
-    y = whole(g, r, "head.dense", x, m.hidden_size, m.hidden_size)
-    g.add("head.activation", [y])
-    said = norm(g, r, "head.norm", stream(r), rows, m.hidden_size)
+    y, given = whole(g, r, "head.dense", x, m.hidden_size, m.hidden_size), stream(r)
+    g.add("head.activation", [y], reads=[y], gives=[given])
+    said = norm(g, r, "head.norm", given, rows, m.hidden_size)
     loss(g, r, said, columns=BIAS_COLUMNS)
     if m.bert and m.bert.next_sentence:
         seen = Tensor(r.tokens * m.hidden_size * r.element) if r.layout.sequence_parallel else x

@@ -5,10 +5,12 @@ Experts are counted with the load that all of them have alike: a rank whose expe
 
 from __future__ import annotations
 
+from typing import Any
+
 from mtrain.config.experts import MoEConfig, room_of
 from mtrain.models.adapters import beside_experts
 from mtrain.models.graph import FP32, INDEX, MASK, Exchange, Graph, Product, Tensor
-from mtrain.models.parts import activation, column, row
+from mtrain.models.parts import activation, column, row, weight_bytes
 from mtrain.models.rank import BLOCK, Rank
 
 PLACE = 4
@@ -40,9 +42,10 @@ def mlp(g: Graph, r: Rank, x: Tensor, name: str, width: int, *, offset: bool = T
 
 
 def _mixture(g: Graph, r: Rank, x: Tensor, moe: MoEConfig) -> Tensor:
+    shared = []
     if moe.shared_expert_intermediate_size:
         with g.recomputed("shared_experts", x, when=r.recomputes("shared_experts")):
-            _shared(g, r, x, moe, moe.shared_expert_intermediate_size)
+            shared = [_shared(g, r, x, moe, moe.shared_expert_intermediate_size)]
     _route(g, r, x, moe)
     rows = _rows(r, moe)
     held = _held(r, moe, rows)
@@ -51,18 +54,27 @@ def _mixture(g: Graph, r: Rank, x: Tensor, moe: MoEConfig) -> Tensor:
     sorts = 4 if r.layout.ep > 1 and moe.token_dispatcher_type != "flex" else 2
     fixed = moe.pad_expert_input_to_capacity or moe.padded
     name = "mlp.dispatch.fixed" if fixed else "mlp.dispatch"
-    g.add(name, _places(r, moe, held), moved=sorts * 2 * held * row, exchanges=_sent(r, moe, held * row))
-    _experts(g, r, moe, rows, held)
-    return Tensor(r.split_tokens * r.model.hidden_size * r.element)
+    sent = _sent_rows(r, moe, held)
+    waits = row * sum(sent[:-1])  # held by those who called the experts, until the last of them are done
+    moved, exchanges, rows_in = sorts * 2 * held * row, _sent(r, moe, held * row), Tensor(sent[-1] * row)
+    needs, works = _on_the_way(r, moe, held, sorts=len(sent) > 1)
+    more: dict[str, Any] = {"reads": [x], "gives": [rows_in], "needs": waits + needs[0], "works": works[0]}
+    g.add(name, _places(r, moe, held), moved=moved, exchanges=exchanges, **more)
+    came, y = _experts(g, r, moe, rows_in, rows, held), Tensor(r.split_tokens * row)
+    g.add("mlp.combine", reads=[came, *shared], gives=[y], needs=waits + needs[1], works=works[1])
+    return y
 
 
-def _shared(g: Graph, r: Rank, x: Tensor, moe: MoEConfig, width: int) -> None:
+def _shared(g: Graph, r: Rank, x: Tensor, moe: MoEConfig, width: int) -> Tensor:
     read, apart = x, moe.shared_expert_overlap
     if apart and r.layout.sequence_parallel:  # gathered before the layer, which keeps it so
         read = Tensor(r.tokens * r.model.hidden_size * r.element)
     y = mlp(g, r, read, "mlp.shared_experts", width, offset=not apart)
-    if moe.shared_expert_gate:
-        g.add("mlp.shared_experts.gate", [x, y, Tensor(r.split_tokens * r.element)])
+    if not moe.shared_expert_gate:
+        return y
+    gated = Tensor(y.bytes)
+    g.add("mlp.shared_experts.gate", [x, y, Tensor(r.split_tokens * r.element)], reads=[x, y], gives=[gated])
+    return gated
 
 
 def _route(g: Graph, r: Rank, x: Tensor, moe: MoEConfig) -> None:
@@ -83,7 +95,9 @@ def _route(g: Graph, r: Rank, x: Tensor, moe: MoEConfig) -> None:
         keeps = [Tensor(size), Tensor(size), *keeps[1:]]
     if moe.z_loss_coeff:
         keeps.append(Tensor(t * e * FP32))
-    g.add("mlp.router", keeps, [Product(t, e, r.model.hidden_size)], moved=6 * t * e * FP32, factors=r.factors)
+    product, wide = Product(t, e, r.model.hidden_size), 0 if r.wide else t * r.model.hidden_size * FP32
+    more: dict[str, Any] = {"reads": [x], "needs": wide, "works": wide}
+    g.add("mlp.router", keeps, [product], moved=6 * t * e * FP32, factors=r.factors, **more)
 
 
 def _rows(r: Rank, moe: MoEConfig) -> int:
@@ -116,6 +130,35 @@ def _places(r: Rank, moe: MoEConfig, held: int) -> list[Tensor]:
     if ep > 1 and moe.token_dispatcher_type == "alltoall":
         sizes = [copies, held // etp, held, held]
     return [Tensor(size * (PLACE if r.words["moe_permute"] == "triton" else INDEX)) for size in sizes]
+
+
+def _sent_rows(r: Rank, moe: MoEConfig, held: int) -> list[int]:
+    """Copies that are made of rows on their way to experts: as they are sent, as they come, as they are sorted."""
+    ep, etp = r.layout.ep, r.layout.etp or r.layout.tp
+    if ep * etp == 1:
+        return [held]
+    if moe.token_dispatcher_type == "allgather":
+        return [r.split_tokens * ep * etp, held]
+    sorted_by_sender = moe.num_experts == ep and not moe.padded and etp == 1
+    return [held // etp] * (1 + (ep > 1)) + [held] * (not sorted_by_sender)
+
+
+def _on_the_way(r: Rank, moe: MoEConfig, held: int, *, sorts: bool) -> tuple[tuple[int, int], tuple[int, int]]:
+    """What the way to the experts and the way back have for a moment, in the forward and in the backward.
+
+    Plain torch widens the rows that our lists name, with one of zeros, and adds up in fp32, as are rows of
+    expert-tensor ranks. Kernels do so in what they read and write.
+    """
+    h, row = r.model.hidden_size, held * r.model.hidden_size * r.element
+    wide = 0 if r.wide else held * h * FP32
+    plain, tokens = r.words["moe_permute"] != "triton" and r.by_lists, r.split_tokens * moe.router_topk * h
+    back = row * sorts
+    if plain:
+        back = max(2 * row, 2 * wide + row, 2 * tokens * FP32)
+    if (r.layout.etp or r.layout.tp) > 1:
+        back = max(back, row + (2 * wide or row))
+    behind = (tokens * r.element) * plain
+    return (wide * plain, back), ((2 * wide or row) * plain, behind)
 
 
 def _sent(r: Rank, moe: MoEConfig, size: int) -> list[Exchange]:
@@ -156,7 +199,7 @@ def _in_eight_bits(r: Rank, rows: int, local: int) -> int:
     return max(1, (rows + (BLOCK - 1) * local) // BLOCK) * BLOCK if _ours(r) else rows
 
 
-def _experts(g: Graph, r: Rank, moe: MoEConfig, rows: int, held: int) -> None:
+def _experts(g: Graph, r: Rank, moe: MoEConfig, x: Tensor, rows: int, held: int) -> Tensor:
     """Products of `rows` rows, in memory for `held`."""
     h, a, etp = r.model.hidden_size, r.element, r.layout.etp or r.layout.tp
     width, local = moe.ffn_hidden_size // etp, moe.num_experts // r.layout.ep
@@ -165,24 +208,35 @@ def _experts(g: Graph, r: Rank, moe: MoEConfig, rows: int, held: int) -> None:
     stacked = r.words["experts"] == "torch"  # its product wants all weights behind each other: a copy is kept
     first, second = (Tensor(local * h * n * a) if stacked else None for n in (up, width))
     eight = _in_eight_bits(r, held, local)
-    sent = Tensor(eight * h if low else held * h * a)
+    sent = Tensor(eight * h) if low else x
     kept = [*([] if r.frozen else [sent]), *([first] if first else [])]
-    products, moved = [Product(each, up, h, local)], held * _biased(r)[0] * up
-    g.add("mlp.experts.linear_fc1", kept, products, low=True, moved=moved, factors=r.factors)
-    beside_experts(g, r, "mlp.experts.linear_fc1", sent, (each, local), (h, up))
-    hidden = Tensor(held * up * a)
-    again = r.recomputes("moe_act")
-    weighed = held
+    again, weighed, hidden, out = r.recomputes("moe_act"), held, Tensor(held * up * a), Tensor(held * h * a)
     if moe.apply_probs_on_input:  # what goes in is weighed, and what comes out with ones
-        g.add("mlp.experts.weighed", [Tensor(held * h * a), Tensor(held * FP32), Tensor(held * FP32)])
-        weighed = 0
+        weighed_x = Tensor(x.bytes)
+        keeps, wide = [Tensor(held * h * a), Tensor(held * FP32), Tensor(held * FP32)], held * h * FP32
+        g.add("mlp.experts.weighed", keeps, reads=[x], gives=[weighed_x], needs=wide, works=2 * wide)
+        weighed, x = 0, weighed_x
+    products, moved = [Product(each, up, h, local)], held * _biased(r)[0] * up
+    more: dict[str, Any] = {"reads": [x], "gives": [hidden], **_apart(r, products[0], hidden, x)}
+    g.add("mlp.experts.linear_fc1", kept, products, low=True, moved=moved, factors=r.factors, **more)
+    beside_experts(g, r, "mlp.experts.linear_fc1", sent, (each, local), (h, up))
     with g.recomputed("moe_act", hidden, Tensor(held * FP32), when=again, discarded=True):
         y = activation(g, r, "mlp.experts.activation", hidden, held * width, weighed=weighed)
     nothing = r.frozen or (again and _quantises_again(r))
     kept = [*([] if nothing else [Tensor(eight * width) if low else y]), *([second] if second else [])]
     products, moved = [Product(each, h, width, local)], held * _biased(r)[1] * h
-    g.add("mlp.experts.linear_fc2", kept, products, low=True, moved=moved, factors=r.factors)
+    more = {"reads": [y], "gives": [out], **_apart(r, products[0], out, y)}
+    g.add("mlp.experts.linear_fc2", kept, products, low=True, moved=moved, factors=r.factors, **more)
     beside_experts(g, r, "mlp.experts.linear_fc2", y, (each, local), (width, h))
     if r.model.add_bias_linear and r.by_lists and not moe.apply_probs_on_input:
         g.add("mlp.experts.bias", [Tensor(held * h * a)])  # of each row, for the gradient of its weight
     g.discard(y, when=again)
+    return out
+
+
+def _apart(r: Rank, product: Product, y: Tensor, x: Tensor) -> dict[str, int]:
+    """What a product of experts has for a moment: one after the other, parts of the rows and a weight's gradient;
+    all at once, gradients of all weights."""
+    if r.words["experts"] == "reference":
+        return {"needs": y.bytes, "works": x.bytes + weight_bytes(r, product)}
+    return {"works": product.batch * weight_bytes(r, product)}

@@ -12,7 +12,7 @@ from mtrain.models.gpt.feed_forward import feed_forward, mixes
 from mtrain.models.gpt.mixers import attention, rotates, windowed
 from mtrain.models.gpt.weights import ends
 from mtrain.models.graph import FP32, Graph, Tensor
-from mtrain.models.parts import column, dropout, embedding, loss, norm
+from mtrain.models.parts import column, embedding, loss, norm, summed
 from mtrain.models.rank import Rank
 
 AddLayer = Callable[[Graph, Rank, Tensor, int], Tensor]
@@ -29,7 +29,7 @@ def add_layer(g: Graph, r: Rank, x: Tensor, index: int, *, causal: bool = True) 
     g.discard(normed, when=before and r.recomputes("layernorm"))
     if behind:
         added = _norm(g, r, "post_self_attn_layernorm", added)
-    middle = _sum(g, r, "self_attn_bda")
+    middle = summed(g, r, "self_attn_bda", x, added)
     if place == "post_residual":
         middle = _norm(g, r, "post_self_attn_layernorm", middle)
     read = x if m.parallel_residual else middle
@@ -40,21 +40,13 @@ def add_layer(g: Graph, r: Rank, x: Tensor, index: int, *, causal: bool = True) 
     g.discard(normed, when=before and r.recomputes("layernorm"))
     if behind:
         added = _norm(g, r, "post_mlp_layernorm", added)
-    out = _sum(g, r, "mlp_bda")
+    out = summed(g, r, "mlp_bda", middle, added)
     return _norm(g, r, "post_mlp_layernorm", out) if place == "post_residual" else out
 
 
 def _norm(g: Graph, r: Rank, name: str, x: Tensor, *, again: bool = False) -> Tensor:
     with g.recomputed(name, x, when=again, discarded=True):
         return norm(g, r, name, x, r.split_tokens, r.model.hidden_size)
-
-
-def _sum(g: Graph, r: Rank, name: str) -> Tensor:
-    """The residual stream with what was added to it."""
-    size = r.split_tokens * r.model.hidden_size
-    g.add(f"{name}.sum", moved=3 * size * r.element)
-    dropout(g, r, name, size, r.model.hidden_dropout)
-    return Tensor(size * r.element)
 
 
 def stage(r: Rank, held: Stage) -> list[Graph]:
@@ -124,10 +116,11 @@ def _prediction(g: Graph, r: Rank, hidden: Tensor) -> Tensor:
     h = r.model.hidden_size
     token = embedding(g, r)
     with g.recomputed("mtp.layers", hidden, token, when=r.layout.recompute.granularity == "full"):
-        _norm(g, r, "mtp.enorm", token)
-        _norm(g, r, "mtp.hnorm", hidden)
+        parts = _norm(g, r, "mtp.enorm", token), _norm(g, r, "mtp.hnorm", hidden)
         both = Tensor(r.split_tokens * 2 * h * r.element)
-        column(g, r, "mtp.eh_proj", both, 2 * h, h // r.layout.tp)
+        g.add("mtp.both", reads=parts, gives=[both])
+        part, x = column(g, r, "mtp.eh_proj", both, 2 * h, h // r.layout.tp), Tensor(r.tokens * h * r.element)
         # gathered from all tensor-parallel ranks: a rank's part of the tokens is a view of it
-        x = add_layer(g, r, Tensor(r.tokens * h * r.element), r.model.num_layers - 1)
+        g.add("mtp.gathered", reads=[part], gives=[x])
+        x = add_layer(g, r, x, r.model.num_layers - 1)
         return _norm(g, r, "mtp.final_layernorm", x)

@@ -45,8 +45,8 @@ def _scores(g: Graph, r: Rank, h: Heads) -> None:
     heads, width = dsa.indexer_n_heads, dsa.indexer_head_dim
     gradient = [Tensor(t * size * a) for size in (heads * width, width, heads)]
     pairs, sums = Product(s, s, width, b * heads), [Exchange("tp", "reduce", b * s * s * FP32)] * (r.layout.tp > 1)
-    works = PASSES // 2 * min(MOST_SCORES, b * s * s * max(heads, h.n)) * FP32
+    needs = PASSES // 2 * min(MOST_SCORES, b * s * s * max(heads, h.n)) * FP32
     # a backward's products are made with the forward's: as many in all
     g.add("indexer.scores", gradient, [pairs], moved=PASSES * b * s * s * heads * FP32, factors="activations")
     target = Product(s, s, h.width, b * h.n)
-    g.add("indexer.loss", [], [target], moved=PASSES * b * s * s * h.n * FP32, exchanges=sums, works=works)
+    g.add("indexer.loss", [], [target], moved=PASSES * b * s * s * h.n * FP32, exchanges=sums, needs=needs)

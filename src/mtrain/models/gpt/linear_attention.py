@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from mtrain.config.linear_attention import LinearAttentionConfig
 from mtrain.models.graph import FP32, INDEX, MASK, Graph, Product, Tensor
 from mtrain.models.parts import WRITTEN_OUT, column, row
@@ -18,13 +20,16 @@ def gated_delta_net(g: Graph, r: Rank, x: Tensor) -> Tensor:
     rows, values, h = sum(own.sections) // tp, own.value_channels // tp, r.model.hidden_size
     plain = r.words["attention"] == "reference"
     projected = column(g, r, f"{place}.in_proj", x, h, rows)
-    mixed = _convolution(g, r, own, projected, plain)
+    into, z = (Tensor(r.tokens * n // tp * r.element, of=projected) for n in (own.conv_channels, own.value_channels))
+    g.add(f"{place}.split", reads=[projected], gives=[into, z])
+    mixed = _convolution(g, r, own, into, plain)
     _decays(g, r, own)
     y = _rule(g, r, own, mixed, plain)
     normed = _norm(g, r, own, y)
-    gate = projected if r.wide else Tensor(r.tokens * values * FP32)
-    g.add(f"{place}.gate", [gate, normed, Tensor(r.tokens * values * FP32)], moved=WRITTEN_OUT * 3 * normed.bytes)
-    out = Tensor(r.tokens * values * r.element)
+    wide, out = r.tokens * values * FP32, Tensor(r.tokens * values * r.element)
+    gate, moved = projected if r.wide else Tensor(wide), WRITTEN_OUT * 3 * normed.bytes
+    more: dict[str, Any] = {"reads": [normed, z], "gives": [out], "needs": wide, "works": 3 * wide}
+    g.add(f"{place}.gate", [gate, normed, Tensor(wide)], moved=moved, **more)
     return row(g, r, f"{place}.out_proj", out, values, h)
 
 
@@ -33,7 +38,7 @@ def _convolution(g: Graph, r: Rank, own: LinearAttentionConfig, x: Tensor, plain
     out = Tensor(r.tokens * channels * r.element)
     name = "self_attention.conv1d"
     if not plain:
-        g.add(name, [x], moved=2 * out.bytes)
+        g.add(name, [x], moved=2 * out.bytes, reads=[x], gives=[out])
         return out
     padded = r.samples * (r.length + width - 1) * channels * FP32
     before = Tensor(r.tokens * channels * FP32)  # the activation
@@ -42,7 +47,8 @@ def _convolution(g: Graph, r: Rank, own: LinearAttentionConfig, x: Tensor, plain
     if r.run.data.packed:  # what is seen of each earlier time, and where it is
         keeps = [before, *(Tensor(r.tokens * channels * FP32) for _ in range(width))]
         keeps += [Tensor(r.tokens * MASK) for _ in range(width)]
-    g.add(name, [*keeps, *weights], moved=WRITTEN_OUT * width * out.bytes)
+    more: dict[str, Any] = {"reads": [x], "gives": [out], "needs": before.bytes, "works": 2 * before.bytes + padded}
+    g.add(name, [*keeps, *weights], moved=WRITTEN_OUT * width * out.bytes, **more)
     return out
 
 
@@ -71,17 +77,19 @@ def _rule(g: Graph, r: Rank, own: LinearAttentionConfig, mixed: Tensor, plain: b
     moved = 2 * a * size * (2 * d + 2 * e)
     if not plain:  # a query and a key for each head, and the solved systems
         inputs += [Tensor(2 * size * d * a), Tensor(size * CHUNK * a), Tensor(2 * size * FP32)]
-        g.add(name, inputs, products, moved=moved, factors="activations")
-        return Tensor(size * e * a)
+        y = Tensor(size * e * a)
+        g.add(name, inputs, products, moved=moved, factors="activations", reads=[mixed], gives=[y])
+        return y
     with g.made_again(name, *inputs):
         of_chunks = [CHUNK * CHUNK] * 7 + [CHUNK * d] * 5 + [CHUNK * e] * 3 + [d * e]
         copied = [r.tokens * own.num_key_heads // r.layout.tp * d] * 2
         made = [Tensor(FP32 * n) for n in (*(each * part for part in of_chunks), *copied)]
-        # gradients of what is read by chunks, of squares one more and their sum; outputs; gradients around the rule
-        works = FP32 * each * (3 * CHUNK * CHUNK + CHUNK * (3 * d + 2 * e)) + size * e * (FP32 + a)
-        works += 2 * r.split_tokens * r.model.hidden_size * a
-        g.add(name, made, products, moved=WRITTEN_OUT * moved, factors="activations", works=works)
-    return Tensor(each * CHUNK * e * FP32 if r.wide else size * e * a)
+        y = Tensor(each * CHUNK * e * FP32 if r.wide else size * e * a)
+        # gradients of what is read by chunks, of squares one more and their sum; outputs
+        works = FP32 * each * (3 * CHUNK * CHUNK + CHUNK * (3 * d + 2 * e)) + size * e * FP32
+        more: dict[str, Any] = {"reads": [mixed], "gives": [y], "works": works}
+        g.add(name, made, products, moved=WRITTEN_OUT * moved, factors="activations", **more)
+    return y
 
 
 def _norm(g: Graph, r: Rank, own: LinearAttentionConfig, y: Tensor) -> Tensor:
@@ -91,5 +99,6 @@ def _norm(g: Graph, r: Rank, own: LinearAttentionConfig, y: Tensor) -> Tensor:
     keeps = [Tensor(rows * FP32), y]
     if r.words["norm"] == "reference" and not r.wide:
         keeps = [Tensor(rows * FP32), Tensor(own.value_head_dim * FP32), y if r.host else Tensor(size * FP32)]
-    g.add("self_attention.out_norm", keeps, moved=2 * size * r.element)
-    return Tensor(size * r.element)
+    out, works = Tensor(size * r.element), 0 if r.words["norm"] != "reference" else size * FP32 * (1 if r.wide else 3)
+    g.add("self_attention.out_norm", keeps, moved=2 * size * r.element, reads=[y], gives=[out], works=works)
+    return out

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from mtrain.config.mla import MLAConfig
 from mtrain.models.attention import Heads, core_attention
 from mtrain.models.gpt.indexer import indexer
@@ -36,21 +38,27 @@ def _standard(g: Graph, r: Rank, x: Tensor, layer: int, causal: bool) -> Tensor:
     qkv = column(g, r, "self_attention.linear_qkv", x, m.hidden_size, every // r.layout.tp)
     if m.query_groups < r.layout.tp:  # of heads that several ranks have, all are gathered
         qkv = Tensor(t * every * a)
-    q = qkv if n == groups or groups == 1 else Tensor(t * n * d * a)  # a copy puts heads of several groups in order
-    k = qkv
+    copied = n != groups and groups != 1  # heads of several groups are put in order
+    q = Tensor(t * n * d * a, of=None if copied else qkv)
+    k, v, gate = (Tensor(t * heads * d * a, of=qkv) for heads in (groups, groups, n))
+    parts = [q, k, v, *([gate] if m.attention_output_gate else [])]
+    g.add("self_attention.split", reads=[qkv], gives=parts)
     if m.qk_layernorm:
         q, k = _normed(g, r, "q_layernorm", q, n), _normed(g, r, "k_layernorm", k, groups)
     if m.qk_l2_norm and rotates(r, layer):
         q, k = _divided(g, r, q, n), _divided(g, r, k, groups)
     if rotates(r, layer):
-        q, k = _turned(g, r, "query", n * d, m.rotary_dim), _turned(g, r, "key", groups * d, m.rotary_dim)
-    out = core_attention(g, r, Heads(q, k, qkv, n, groups, d, d, windowed(r, layer), causal))
+        q = _turned(g, r, "query", q, n * d, m.rotary_dim)
+        k = _turned(g, r, "key", k, groups * d, m.rotary_dim)
+    out = core_attention(g, r, Heads(q, k, v, n, groups, d, d, windowed(r, layer), causal))
     partly = rotates(r, layer) and m.rotary_dim < d  # then queries lie sample by sample, and so does what comes out
     if r.adapted and r.host and partly and r.samples > 1 and any(out in op.keeps for op in g.ops):
         out = Tensor(out.bytes)  # and its rows in the order of tokens are a copy
     if m.attention_output_gate:
-        g.add("output_gate", [out, Tensor(t * n * d * FP32)], moved=WRITTEN_OUT * 3 * out.bytes)
-        out = Tensor(t * n * d * a)
+        gated, wide = Tensor(t * n * d * a), t * n * d * FP32
+        more: dict[str, Any] = {"reads": [out, gate], "gives": [gated], "needs": wide, "works": 2 * wide}
+        g.add("output_gate", [out, Tensor(wide)], moved=WRITTEN_OUT * 3 * out.bytes, **more)
+        out = gated
     return row(g, r, "self_attention.linear_proj", out, n * d, m.hidden_size)
 
 
@@ -60,8 +68,10 @@ def _normed(g: Graph, r: Rank, name: str, x: Tensor, heads: int) -> Tensor:
     if across and r.layout.tp > 1:  # written out: what is scaled, and what is weighed
         size = r.tokens * heads * d * FP32
         weighed = Tensor(heads * d * FP32 if r.frozen else size)
-        g.add(name, [x if r.wide else Tensor(size), weighed, Tensor(r.tokens * FP32)])
-        return Tensor(r.tokens * heads * d * r.element)
+        y = Tensor(r.tokens * heads * d * r.element)
+        keeps = [x if r.wide else Tensor(size), weighed, Tensor(r.tokens * FP32)]
+        g.add(name, keeps, reads=[x], gives=[y], works=size)
+        return y
     rows, width = (r.tokens, heads * d) if across else (r.tokens * heads, d)
     if across and heads > 1 and r.groups > 1 and x.bytes != rows * width * r.element:
         x = Tensor(rows * width * r.element)  # of heads that lie apart
@@ -71,11 +81,12 @@ def _normed(g: Graph, r: Rank, name: str, x: Tensor, heads: int) -> Tensor:
 def _divided(g: Graph, r: Rank, x: Tensor, heads: int) -> Tensor:
     """A norm without weight, written out in fp32."""
     size = r.tokens * heads * r.model.head_dim
-    g.add("qk_l2_norm", [x if r.wide else Tensor(size * FP32), Tensor(r.tokens * heads * FP32)])
-    return Tensor(size * r.element)
+    y, keeps = Tensor(size * r.element), [x if r.wide else Tensor(size * FP32), Tensor(r.tokens * heads * FP32)]
+    g.add("qk_l2_norm", keeps, reads=[x], gives=[y], works=size * FP32)
+    return y
 
 
-def _turned(g: Graph, r: Rank, name: str, width: int, rotary: int) -> Tensor:
+def _turned(g: Graph, r: Rank, name: str, x: Tensor, width: int, rotary: int) -> Tensor:
     """Rotary positions: tables of sines and cosines are kept, not what they are multiplied with."""
     if r.words["rope"] == "reference" and not r.wide:
         tables = [Tensor(r.length * rotary * r.element) for _ in range(2)]
@@ -83,9 +94,10 @@ def _turned(g: Graph, r: Rank, name: str, width: int, rotary: int) -> Tensor:
         halves = r.host and r.wide and rotary == r.model.head_dim and not r.model.rotary_interleaved
         cosines = rotary if halves else rotary // 2
         tables = [Tensor(r.length * cosines * FP32), Tensor(r.length * (rotary // 2) * FP32)]
-    times = WRITTEN_OUT if r.words["rope"] == "reference" else 1
-    g.add(f"rotary.{name}", tables, moved=times * 2 * r.tokens * width * r.element)
-    return Tensor(r.tokens * width * r.element)
+    y, plain = Tensor(r.tokens * width * r.element), r.words["rope"] == "reference"
+    times, more = (WRITTEN_OUT, 2 * y.bytes) if plain else (1, 0)  # what is multiplied with cosines, and with sines
+    g.add(f"rotary.{name}", tables, moved=times * 2 * y.bytes, reads=[x], gives=[y], needs=more, works=more)
+    return y
 
 
 def _turned_of_latents(r: Rank, mla: MLAConfig) -> int:
@@ -114,13 +126,15 @@ def _latent(g: Graph, r: Rank, x: Tensor, layer: int, causal: bool) -> Tensor:
     latents += [kv_low, *([q_low] if q_low else [x])]
     with g.recomputed("mla_up_proj", *latents, when=again, discarded=True):
         if q_low:
-            column(g, r, f"{place}.linear_q_up_proj", q_low, mla.q_lora_rank or 0, n * width)
+            up = column(g, r, f"{place}.linear_q_up_proj", q_low, mla.q_lora_rank or 0, n * width)
         else:
-            column(g, r, f"{place}.linear_q_proj", x, h, n * width)
-        column(g, r, f"{place}.linear_kv_up_proj", kv_low, mla.kv_lora_rank, n * (mla.qk_head_dim + mla.v_head_dim))
+            up = column(g, r, f"{place}.linear_q_proj", x, h, n * width)
+        values = n * (mla.qk_head_dim + mla.v_head_dim)
+        both = column(g, r, f"{place}.linear_kv_up_proj", kv_low, mla.kv_lora_rank, values)
+        q, k, v = (Tensor(t * n * size * a) for size in (width, width, mla.v_head_dim))
         tables = [Tensor(r.length * rotary * a) for _ in range(4)]
-        g.add("rotary", tables, moved=t * n * _turned_of_latents(r, mla) * a)
-    q, k, v = (Tensor(t * n * size * a) for size in (width, width, mla.v_head_dim))
+        moved = t * n * _turned_of_latents(r, mla) * a
+        g.add("rotary", tables, moved=moved, reads=[up, both], gives=[q, k, v])
     heads = Heads(q, k, v, n, n, width, mla.v_head_dim, windowed(r, layer), causal, chosen=m.dsa is not None)
     if q_low and heads.chosen:
         indexer(g, r, x, q_low, heads)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from math import lcm
+from typing import Any
 
 from mtrain.config.hybrid import DELTA, EXPERTS, MAMBA, MLP, SOFTMAX
 from mtrain.config.stages import Stage
@@ -12,7 +13,7 @@ from mtrain.models.gpt.graph import stack, stream
 from mtrain.models.gpt.mixers import attention
 from mtrain.models.graph import FP32, INDEX, MASK, Exchange, Graph, Product, Tensor
 from mtrain.models.hybrid.count import channels, is_described, own, states
-from mtrain.models.parts import column, dropout, embedding, loss, norm, row
+from mtrain.models.parts import column, embedding, loss, norm, row, summed
 from mtrain.models.rank import Rank
 
 
@@ -38,55 +39,52 @@ def add_layer(g: Graph, r: Rank, x: Tensor, index: int) -> Tensor:
         normed = norm(g, r, "norm", x, r.split_tokens, m.hidden_size)
     normed.quantized = r.quantizes and not (again or kind == EXPERTS or (kind == MLP and r.recomputes("mlp")))
     if kind == MAMBA:
-        _mixer(g, r, normed)
+        added = _mixer(g, r, normed)
     elif kind in (*SOFTMAX, DELTA) and is_described(m, kind):
-        attention(g, r, normed, index)
+        added = attention(g, r, normed, index)
     elif kind == EXPERTS:
-        feed_forward(g, r, normed, index)
+        added = feed_forward(g, r, normed, index)
     else:
         with g.recomputed("mlp", normed, when=r.recomputes("mlp")):
-            mlp(g, r, normed, "mlp", m.ffn_hidden_size)
+            added = mlp(g, r, normed, "mlp", m.ffn_hidden_size)
     g.discard(normed, when=again)
-    size = r.split_tokens * m.hidden_size
-    g.add("bda.sum", moved=3 * size * r.element)
-    dropout(g, r, "bda", size, m.hidden_dropout)
-    return Tensor(size * r.element)
+    return summed(g, r, "bda", x, added)
 
 
-def _mixer(g: Graph, r: Rank, x: Tensor) -> None:
+def _mixer(g: Graph, r: Rank, x: Tensor) -> Tensor:
     h, tp, cp, m = own(r.model), r.layout.tp, r.layout.cp, r.model
     width, heads = channels(h) // tp, h.num_heads // tp
     mixed = width + 2 * states(h) // tp
     fused = column(g, r, "mixer.in_proj", x, m.hidden_size, width + mixed + heads)
     if cp == 1:
-        _scanned(g, r, fused, width, mixed, heads)
+        y = _scanned(g, r, fused, width, mixed, heads)
     else:  # some heads of all tokens
         inside, shared = replace(r, length=r.whole), lcm(h.num_groups // tp, cp) // cp
         part = width // cp + 2 * shared * h.state_dim
         sent = Tensor(inside.tokens * (part + heads // cp) * r.element)
         order = [Tensor(r.whole * INDEX, constant=True)]
-        g.add("mixer.exchange", order, moved=3 * sent.bytes, exchanges=[Exchange("cp", "all_to_all", sent.bytes)])
-        _scanned(g, inside, sent, width // cp, part, heads // cp)
-        back = inside.tokens * width // cp * r.element
-        order = [Tensor(r.whole * INDEX, constant=True)]
-        g.add("mixer.exchange.back", order, moved=2 * back, exchanges=[Exchange("cp", "all_to_all", back)])
-    _gated_norm(g, r, fused, width)
-    row(g, r, "mixer.out_proj", Tensor(r.tokens * width * r.element), width, m.hidden_size)
+        exchange = Exchange("cp", "all_to_all", sent.bytes)
+        g.add("mixer.exchange", order, moved=3 * sent.bytes, exchanges=[exchange], reads=[fused], gives=[sent])
+        there = _scanned(g, inside, sent, width // cp, part, heads // cp)
+        back, y = inside.tokens * width // cp * r.element, Tensor(r.tokens * width * r.element)
+        order, exchange = [Tensor(r.whole * INDEX, constant=True)], Exchange("cp", "all_to_all", back)
+        g.add("mixer.exchange.back", order, moved=2 * back, exchanges=[exchange], reads=[there], gives=[y])
+    return row(g, r, "mixer.out_proj", _gated_norm(g, r, fused, y, width), width, m.hidden_size)
 
 
-def _scanned(g: Graph, r: Rank, fused: Tensor, width: int, mixed: int, heads: int) -> None:
-    _convolution(g, r, fused, mixed)
+def _scanned(g: Graph, r: Rank, fused: Tensor, width: int, mixed: int, heads: int) -> Tensor:
+    turned = _convolution(g, r, fused, mixed)
     g.add("mixer.dt", [Tensor(r.tokens * heads * FP32) for _ in range(2)])
-    _scan(g, r, width, mixed, heads)
+    return _scan(g, r, turned, width, mixed, heads)
 
 
-def _convolution(g: Graph, r: Rank, fused: Tensor, mixed: int) -> None:
+def _convolution(g: Graph, r: Rank, fused: Tensor, mixed: int) -> Tensor:
     """Each channel over its last tokens, and the SiLU behind it."""
-    taps, size = own(r.model).conv_kernel, r.tokens * mixed * FP32
+    taps, size, y = own(r.model).conv_kernel, r.tokens * mixed * FP32, Tensor(r.tokens * mixed * r.element)
     moved = 2 * r.tokens * mixed * r.element
     if not r.host:
-        g.add("mixer.conv1d", [fused], moved=moved)
-        return
+        g.add("mixer.conv1d", [fused], moved=moved, reads=[fused], gives=[y])
+        return y
     weights = [] if r.wide else [Tensor(mixed * taps * FP32) for _ in range(taps)]
     if r.wide and r.layout.cp > 1:  # its rows that are of this rank's heads
         weights = [Tensor(mixed * taps * FP32)]
@@ -96,22 +94,27 @@ def _convolution(g: Graph, r: Rank, fused: Tensor, mixed: int) -> None:
         seen = [Tensor(r.samples * mixed * (r.length + taps - 1) * FP32)]
     if r.frozen:  # what taps saw is of their gradient
         seen = seen[taps:]
-    g.add("mixer.conv1d", [*seen, *weights, Tensor(size)], moved=taps * moved)
+    more: dict[str, Any] = {"reads": [fused], "gives": [y], "needs": 2 * size, "works": 3 * size}
+    g.add("mixer.conv1d", [*seen, *weights, Tensor(size)], moved=taps * moved, **more)
+    return y
 
 
-def _scan(g: Graph, r: Rank, width: int, mixed: int, heads: int) -> None:
+def _scan(g: Graph, r: Rank, x: Tensor, width: int, mixed: int, heads: int) -> Tensor:
     """The states of all heads, chunk by chunk: a kernel keeps what it reads, plain torch every product's operands."""
     h, b = own(r.model), r.samples
     p, s, rows = h.head_dim, h.state_dim, b * heads
     read = Tensor(r.tokens * (mixed if r.wide or not r.host else width) * (r.element if not r.host else FP32))
-    moved = r.tokens * (2 * width + 2 * (mixed - width)) * r.element
+    moved, y = r.tokens * (2 * width + 2 * (mixed - width)) * r.element, Tensor(r.tokens * width * r.element)
     if not r.host:  # the library keeps its decays and what it gives, too; a kernel multiplies in all chunks
         decays, given = Tensor(r.tokens * heads * FP32), Tensor(r.tokens * width * r.element)
         n = min(h.chunk_size, r.length)
         products = _chunk(n, p, s, rows * -(-r.length // n))
-        g.add("mixer.scan", [read, given, decays], products, moved=moved, factors="activations")
-        return
-    g.add("mixer.scan", [read, Tensor(heads * FP32), Tensor(heads * FP32)], moved=3 * moved)
+        more: dict[str, Any] = {"reads": [x], "gives": [y]}
+        g.add("mixer.scan", [read, given, decays], products, moved=moved, factors="activations", **more)
+        return y
+    wide = r.tokens * (mixed + width) * FP32  # what is read, and what is given, and the gradients of both
+    more = {"reads": [x], "gives": [y], "needs": wide, "works": wide}
+    g.add("mixer.scan", [read, Tensor(heads * FP32), Tensor(heads * FP32)], moved=3 * moved, **more)
     for begin in range(0, r.length, h.chunk_size):
         n = min(h.chunk_size, r.length - begin)
         first, last = begin == 0, begin + n == r.length
@@ -119,7 +122,9 @@ def _scan(g: Graph, r: Rank, width: int, mixed: int, heads: int) -> None:
         numbers = [n * n] * 3 + [n * p] * (3 - last) + [n * s] * copies + [p * s, n, *[1] * (not last)]
         marks = n * n * MASK * (b if r.run.data.packed else 1)
         kept = [Tensor(rows * size * FP32) for size in numbers] + [Tensor(marks)]
-        g.add("mixer.scan.chunk", kept, _chunk(n, p, s, rows), factors="activations")
+        works = 2 * rows * n * n * FP32
+        g.add("mixer.scan.chunk", kept, _chunk(n, p, s, rows), factors="activations", works=works)
+    return y
 
 
 def _chunk(n: int, p: int, s: int, each: int) -> list[Product]:
@@ -127,9 +132,11 @@ def _chunk(n: int, p: int, s: int, each: int) -> list[Product]:
     return [Product(n, n, s, each), Product(n, p, n, each), Product(n, p, s, each), Product(p, s, n, each)]
 
 
-def _gated_norm(g: Graph, r: Rank, fused: Tensor, width: int) -> None:
+def _gated_norm(g: Graph, r: Rank, fused: Tensor, x: Tensor, width: int) -> Tensor:
     """Written out: the gate, its SiLU, what is gated, normed and scaled, in fp32."""
+    y = Tensor(r.tokens * width * r.element)
     size, groups = r.tokens * width * FP32, own(r.model).num_groups // r.layout.tp
     gate = [fused] if r.wide else [Tensor(size), Tensor(width * FP32)]
     kept = [*gate, *[Tensor(size) for _ in range(3 if r.frozen else 4)], Tensor(r.tokens * groups * FP32)]
-    g.add("mixer.norm", kept, moved=8 * size)
+    g.add("mixer.norm", kept, moved=8 * size, reads=[x, fused], gives=[y], needs=size, works=3 * size)
+    return y

@@ -85,6 +85,7 @@ def _project(g: Graph, tower: Rank, r: Rank) -> None:
     features = Tensor(tower.tokens * own.vision_hidden_size * r.element)  # the class token is left out of a view
     up = column(g, rows, "projector.linear_fc1", features, own.vision_hidden_size, h // r.layout.tp)
     more = [Tensor(up.bytes)] if own.projector_activation == "quick_gelu" else []
-    g.add("projector.activation", [up, *more])
-    row(g, rows, "projector.linear_fc2", Tensor(up.bytes), h // r.layout.tp, h)
+    y = Tensor(up.bytes)
+    g.add("projector.activation", [up, *more], reads=[up], gives=[y])
+    row(g, rows, "projector.linear_fc2", y, h // r.layout.tp, h)
     g.add("projector.places", [Tensor(r.tokens * MASK)])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 from mtrain.config.stages import Stage
 from mtrain.config.t5 import lengths
@@ -10,7 +11,7 @@ from mtrain.models.attention import Heads, scores_in_fp32
 from mtrain.models.gpt.feed_forward import mlp
 from mtrain.models.gpt.graph import stack, stream
 from mtrain.models.graph import FP32, INDEX, MASK, Graph, Product, Tensor
-from mtrain.models.parts import column, dropout, embedding, loss, norm, row
+from mtrain.models.parts import column, dropout, embedding, loss, norm, row, summed
 from mtrain.models.rank import Rank
 from mtrain.models.t5.count import decoder_layers, section
 
@@ -55,19 +56,19 @@ def _layer(g: Graph, r: Rank, x: Tensor, index: int) -> Tensor:
 
 def _decoder_layer(g: Graph, r: Rank, reads: Rank, context: Tensor, x: Tensor) -> Tensor:
     x = _attention(g, r, x)
-    h, d = r.model.hidden_size, r.model.head_dim
+    h, d, n = r.model.hidden_size, r.model.head_dim, r.heads
     y = norm(g, r, "pre_cross_attn_layernorm", x, r.split_tokens, h)
     q = column(g, r, "cross_attention.linear_q", y, h, r.heads * d)
     kv = column(g, reads, "cross_attention.linear_kv", context, h, 2 * r.heads * d)
     out, a = Tensor(r.tokens * r.heads * d * r.element), r.element
     products = [Product(r.length, reads.length, d, r.samples * r.heads) for _ in range(2)]
     if r.model.attention_dropout and r.host:
-        kept, out = scores_in_fp32(r, Heads(q, kv, kv, r.heads, r.heads, d, d), r.length, reads.length)
+        kept, out = scores_in_fp32(r, Heads(q, kv, kv, n, n, d, d), r.length, reads.length)
     else:
-        kept = [q, kv, out, Tensor(r.tokens * r.heads * FP32), Tensor(reads.tokens * a)]
-    g.add("cross_attention.core_attention", kept, products)
-    row(g, r, "cross_attention.linear_proj", out, r.heads * d, h)
-    return _feed_forward(g, r, _sum(g, r))
+        kept = [q, kv, out, Tensor(r.tokens * n * FP32), Tensor(reads.tokens * a)]
+    g.add("cross_attention.core_attention", kept, products, reads=[q, kv], gives=[out])
+    added = row(g, r, "cross_attention.linear_proj", out, n * d, h)
+    return _feed_forward(g, r, summed(g, r, "bda", x, added))
 
 
 def _attention(g: Graph, r: Rank, x: Tensor) -> Tensor:
@@ -75,26 +76,23 @@ def _attention(g: Graph, r: Rank, x: Tensor) -> Tensor:
     y = norm(g, r, "input_layernorm", x, r.split_tokens, h)
     qkv = column(g, r, "self_attention.linear_qkv", y, h, 3 * n * d)
     heads = Heads(qkv, qkv, qkv, n, n, d, d)
+    scores = r.samples * n * r.length**2 * FP32
     with g.recomputed("core_attention", qkv, when=r.recomputes("core_attn")):
         kept, out = scores_in_fp32(r, heads, r.length, r.length)
         products = [Product(r.length, r.length, d, r.samples * n) for _ in range(2)]
-        g.add("self_attention.core_attention", kept, products)
-    row(g, r, "self_attention.linear_proj", out, n * d, h)
-    return _sum(g, r)
+        # without biases, and with them; gradients of shares and of scores
+        more: dict[str, Any] = {"reads": [qkv], "gives": [out], "needs": scores, "works": 2 * scores}
+        g.add("self_attention.core_attention", kept, products, **more)
+    return summed(g, r, "bda", x, row(g, r, "self_attention.linear_proj", out, n * d, h))
 
 
 def _feed_forward(g: Graph, r: Rank, x: Tensor) -> Tensor:
     y = norm(g, r, "pre_mlp_layernorm", x, r.split_tokens, r.model.hidden_size)
     width = r.model.ffn_hidden_size
     with g.recomputed("mlp", y, when=r.recomputes("mlp")):
-        mlp(g, r, y, "mlp", width)
+        added = mlp(g, r, y, "mlp", width)
         inner = r.tokens * width // r.layout.tp
         dropout(g, r, "mlp.dropout", inner, r.model.hidden_dropout)
         if r.model.hidden_dropout and r.model.activation == "relu":  # what it gave is kept, and what is left of it
             g.add("mlp.dropped", [Tensor(inner * r.element)])
-    return _sum(g, r)
-
-
-def _sum(g: Graph, r: Rank) -> Tensor:
-    dropout(g, r, "bda", r.split_tokens * r.model.hidden_size, r.model.hidden_dropout)
-    return stream(r)
+    return summed(g, r, "bda", x, added)

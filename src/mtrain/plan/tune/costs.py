@@ -21,7 +21,8 @@ from mtrain.config.parallel import ParallelConfig
 from mtrain.config.run import RunConfig
 from mtrain.config.stages import Stage, stages
 from mtrain.layout.grid import RankGrid
-from mtrain.models.graph import Graph, kept, most_made_again
+from mtrain.models.graph import Graph, kept
+from mtrain.models.lives import backwards
 from mtrain.models.rank import Rank
 from mtrain.models.registry import family_of
 from mtrain.plan.rank import CONTEXT_BYTES, RESERVE, communication_bytes
@@ -31,9 +32,9 @@ from mtrain.plan.time.efficiencies import reached_by
 from mtrain.plan.time.step import SHARP, StepWork, frozen_of, micro_batch, weights_of
 from mtrain.plan.time.update import done_once
 from mtrain.plan.time.work import work_of
+from mtrain.plan.tune.elements import EXPERTS, FROZEN, OTHERS, column, elements, of_layers, table
 from mtrain.plan.tune.space import Change, changed
 from mtrain.plan.tune.state import State, state_of
-from mtrain.plan.weights import stage_weights
 
 ONE_STAGE = {
     **{"parallel.pp": 1, "parallel.vpp": 1, "parallel.layers_per_stage": None, "parallel.pipeline_layout": None},
@@ -50,7 +51,6 @@ MOST_AGAIN = 1.5
 Piece = npt.NDArray[np.float64]
 """Of a part of a stage and a micro-batch: seconds of the device, and of the host; bytes that autograd keeps; elements
 of weights of experts, of others, and of those that are not trained. Or a row of that for each of several parts."""
-EXPERTS, OTHERS, FROZEN = 3, 4, 5
 
 
 def _took(piece: Piece) -> Any:
@@ -238,16 +238,17 @@ class Costs:
         body = made[1:cut]
         if len(body) != m.num_layers:  # groups that are computed again together
             body = np.repeat(body.sum(0, keepdims=True) / m.num_layers, m.num_layers, 0)
+        if run.peft.kind is not None:  # an adapter of several parts multiplies with zeros, too
+            body[:, EXPERTS:] = of_layers(one, graphs[1:cut])
         before = np.concatenate((np.zeros((1, made.shape[1])), body.cumsum(0)))
         first, behind, twice = made[0].copy(), made[cut:].sum(0), np.zeros(made.shape[1])
-        first[_column(run)] += _table(run)
+        first[column(run)] += table(run)
         if ends:  # a layer that is used several times has its weights once, and the output layer of several losses
-            behind[EXPERTS:] = _elements(one, Stage(range(0), mtp=ends, loss=True))
-        twice[_column(run)] = _table(run) * bool(m.tie_word_embeddings or ends)
+            behind[EXPERTS:] = elements(one, Stage(range(0), mtp=ends, loss=True))
+        twice[column(run)] = table(run) * bool(m.tie_word_embeddings or ends)
         largest = float(body[:, EXPERTS:].sum(1).max())
-        working = max(g.working() for g in {id(g): g for g in graphs[1:-1]}.values()) + most_made_again(graphs)
         sent = r.split_tokens * m.hidden_size * r.element
-        return Pieces(first, before, behind, twice, working, largest, sent)
+        return Pieces(first, before, behind, twice, sum(backwards(graphs).peak), largest, sent)
 
     def _piece(self, work: StepWork, graph: Graph) -> Piece:
         done = work_of(graph)
@@ -347,8 +348,8 @@ class Costs:
         shards = p.tp, p.sequence_parallel, p.ep, p.etp, p.cp, run.trainer.micro
         key = *shards, p.pp > 1, p.dp > 1, p.fsdp
         if key not in self._sent:
-            pieces = self.pieces(changed(run, NONE))
-            self._sent[key] = communication_bytes(run, int(pieces.largest), int(pieces.working))
+            layer = int(self.pieces(changed(run, NONE)).largest)
+            self._sent[key] = communication_bytes(Rank.of(run, self._words.get(_shards_key(run))), layer)
         return self._sent[key]
 
 
@@ -365,25 +366,6 @@ def _shards_key(run: RunConfig) -> tuple[object, ...]:
 def _again_key(granularity: str, modules: Any, method: str | None, layers: int | None) -> tuple[object, ...]:
     groups = (None, None) if method == "block" else (method, layers)  # a layer is a layer
     return granularity, modules, *groups
-
-
-def _table(run: RunConfig) -> int:
-    """Elements of the embedding on a rank."""
-    return run.model.padded_vocab_size // run.parallel.tp * run.model.hidden_size
-
-
-def _elements(run: RunConfig, held: Stage) -> tuple[int, int, int]:
-    """Elements of the weights of a stage on a rank, as in a piece."""
-    weights = stage_weights(run, held)
-    frozen = sum(weight.numel for weight in weights if weight.frozen)
-    experts = sum(weight.numel for weight in weights if weight.expert and not weight.frozen)
-    return experts, sum(weight.numel for weight in weights) - experts - frozen, frozen
-
-
-def _column(run: RunConfig) -> int:
-    """Where they are counted in a piece."""
-    table = next(iter(stage_weights(run, Stage(range(0), embedding=True))))
-    return FROZEN if table.frozen else OTHERS
 
 
 def _cut_key(p: ParallelConfig) -> tuple[Any, ...]:
