@@ -104,6 +104,13 @@ def test_nothing_is_told_apart_unless_it_is_asked_for() -> None:
     assert weighed[0]["grad_norm"] != pytest.approx(first["grad_norm"], rel=1e-3)
 
 
+def test_logits_are_ranked_before_a_cap_makes_equals_of_them() -> None:
+    run = _run(model=FEW | {"final_logit_softcapping": 0.01})
+    capped = run_ranks(1, _recorded(run, _by_definition))[0][0]["token_accuracy"]
+    parts, whole = (_alone(apply(run, {"kernels.loss": loss}))[0] for loss in ("reference", "megatron"))
+    assert parts["token_accuracy"] == whole["token_accuracy"] != capped
+
+
 def _alone(run: RunConfig) -> list[dict[str, float]]:
     """What one rank logs."""
     return run_ranks(1, _recorded(run))[0]  # type: ignore[no-any-return]

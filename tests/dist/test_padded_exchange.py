@@ -75,18 +75,43 @@ def test_rows_of_other_experts_show() -> None:
 def test_more_rows_than_a_factor_has_room_for_end_the_run_and_not_what_is_evaluated() -> None:
     run = run_of("ep2", alltoall_capacity_factor=0.5)
 
-    def evaluated() -> bool:
+    def evaluated() -> list[set[bool]]:
+        """A job: whether rows of an evaluation were padded, outside of graphs and where schedules are captured."""
+        from mtrain.mcore.dispatch import SparseDispatcher as Dispatcher
         from mtrain.train.assemble import assemble, splits_of
         from mtrain.train.step import evaluate
         from mtrain.world.init import joined
 
+        padded, made = [set[bool](), set[bool]()], Dispatcher._owners
+
+        def owners(self: Any, rows: int) -> Any:
+            padded[self.one_graph].add(rows > int(self._chunks.sum()))
+            return made(self, rows)
+
+        Dispatcher._owners = owners
         with joined(run) as world:
             parts = assemble(run, world, splits_of(run))
-            return evaluate(parts, parts.train_data, 1) is not None
+            assert evaluate(parts, parts.train_data, 1) is not None
+            for module in parts.state.chunks[0].modules():
+                if hasattr(module, "token_dispatcher"):
+                    module.token_dispatcher.one_graph = True
+            assert evaluate(parts, parts.train_data, 1) is not None
+        return padded
 
-    with pytest.raises(RankFailed, match=r"more rows than model\.moe\.alltoall_capacity_factor allows"):
-        run_ranks(2, train_steps, run, 1)
-    assert all(run_ranks(2, evaluated))
+    def without_autograd() -> None:
+        """A job: the forward of a step in training as TransformerEngine's checkpoint first runs it."""
+        import torch
+
+        from mtrain.mcore.dispatch import SparseDispatcher as Dispatcher
+
+        made = Dispatcher.dispatch_preprocess
+        Dispatcher.dispatch_preprocess = torch.no_grad()(made)
+        train_steps(run, 1)
+
+    for job, given in ((train_steps, (run, 1)), (without_autograd, ())):
+        with pytest.raises(RankFailed, match=r"more rows than model\.moe\.alltoall_capacity_factor allows"):
+            run_ranks(2, job, *given)
+    assert run_ranks(2, evaluated)[0] == [{False}, {True}]
 
 
 @pytest.mark.parametrize(

@@ -11,13 +11,15 @@ import pytest
 from mtrain.cli.setup import load
 from mtrain.config.batches import counted
 from mtrain.config.batches import stages as batch_stages
+from mtrain.config.optimizer import Rotated
 from mtrain.config.paths import choices_of_group, recipe_names
 from mtrain.config.resolve import Machine
 from mtrain.config.rules import apply, check
 from mtrain.config.stages import stages
 from mtrain.errors import ConfigError
 from mtrain.plan.count import parameters
-from mtrain.plan.shrink import alone, differences, in_eight_bits, shrink
+from mtrain.plan.shrink import _sides, alone, differences, in_eight_bits, shrink
+from mtrain.plan.weights import update_of
 from tests.support.covering import some_recipes
 
 BIG = Machine(cpu_cores=1024, memory_bytes=1 << 50)
@@ -254,3 +256,17 @@ def test_triton_is_proven_itself_where_it_is_interpreted() -> None:
     assert small.kernels.linear == "reference"  # nothing is in 8 bits yet
     assert in_eight_bits(small, full, interpreted=True).kernels.linear == "triton"
     assert in_eight_bits(portable, full).kernels.linear == "reference"
+
+
+def test_sides_that_are_too_long_for_eigenbases_are_too_long_when_they_are_shrunk() -> None:
+    words = "model=llama3_70b parallel=tp4pp4 cluster=h100 cluster.nodes=8 optim=soap"
+    small = shrink(load(words.split()).run, steps=2)
+    how, sides = update_of(small), _sides(small)
+    assert isinstance(how, Rotated)
+    within = {f"{name} {place}" for (name, place), length in sides.items() if length <= how.longest}
+    assert within == {
+        "decoder.layers.self_attention.linear_proj.weight 0",  # hidden_size 8192; max_precond_dim is 10000
+        *("decoder.layers.self_attention.linear_qkv.weight 1", "decoder.layers.mlp.linear_fc1.weight 1"),
+        "decoder.layers.mlp.linear_fc2.weight 0",
+    }
+    assert shrink(load(["optim=soap"]).run, steps=2).optim.soap.max_precond_dim == 10000

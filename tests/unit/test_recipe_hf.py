@@ -145,6 +145,15 @@ def test_a_file_of_another_family_is_not_written() -> None:
         config_json(model, "float32", "t5")
 
 
+def test_experts_of_granite_are_not_written_without_the_shared_ones_that_theirs_have() -> None:
+    model = compose(["model=granite4_h_tiny"]).run.model
+    assert config_json(model, "float32")["shared_intermediate_size"] == 1024
+    assert model.moe is not None
+    moe = model.moe.model_copy(update={"shared_expert_intermediate_size": None})
+    with pytest.raises(ConfigError, match="granitemoehybrid: it has no shared experts"):
+        config_json(model.model_copy(update={"moe": moe}), "float32", "granitemoehybrid")
+
+
 def test_deepseek_v3_has_its_parts_and_its_671_billion_parameters(tmp_path: Path) -> None:
     found = import_config(write(tmp_path, DEEPSEEK))
     m = found.run.model

@@ -39,6 +39,7 @@ GPUS = Machine(cpu_cores=8, memory_bytes=1 << 40, gpus=4)
 CHANGES = [*(change for _, change in plain.BROKEN), *plain.FINE, *(change for *_, change in quantized.BROKEN)]
 CHANGES.append({"trainer.global_batch_size": 1 << 20})  # a warning, whose rule reads the layout too
 LLAVA = {"model.family": "llava", "model.llava": {"image_token_id": 4000}, "data.kind": "mock"}
+PADDED = {**plain.MOE, "pad_alltoall": True, "alltoall_capacity_factor": 1.5}
 CHANGES += [{**LLAVA, "parallel.tp": 2}, {**LLAVA, "model.hidden_dropout": 0.1}]
 CHANGES.append({**LLAVA, "data.kind": "image_text", "data.path": "images"})
 NO_EXAMPLE = {
@@ -117,6 +118,7 @@ def configurations(tmp_path_factory: pytest.TempPathFactory) -> list[RunConfig]:
     """Those of the catalogues, random combinations of what they change, drawn ones, and some with files."""
     out = [compose(row.words).run for row in (*ROWS, *MORE) if not row.text and _accepted(row.words)]
     out += [apply(tiny(), change) for change in CHANGES]
+    out += _applied({"model.moe": PADDED, "parallel.ep": 2, "trainer.cuda_graph_impl": "full_iteration"})
     random_ = random.Random(3)
     for _ in range(500):
         several: dict[str, Any] = {}

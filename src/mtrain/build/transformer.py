@@ -67,7 +67,11 @@ def transformer_config(run: RunConfig, device: Device) -> Any:
     if run.model.moe is not None and routes_by_lists(run):
         moe, words = run.model.moe, (str(run.kernels.moe_router), str(run.kernels.moe_permute))
         config.sparse_experts = mcore.Sparse(
-            *words, moe.group_score_topk, padded=moe.padded, capacity_factor=moe.alltoall_capacity_factor
+            *words,
+            moe.group_score_topk,
+            padded=moe.padded,
+            capacity_factor=moe.alltoall_capacity_factor,
+            one_graph=run.trainer.cuda_graph_impl == "full_iteration",
         )
     if run.peft.kind is not None:  # the biases that balance routers are frozen with them
         config.moe_router_bias_update_rate = 0.0

@@ -192,7 +192,8 @@ class MoEConfig(Section):
         PositiveFloat | None, Key(when="model.moe.pad_alltoall=true", effect=Effect.PARALLELISM)
     ] = None
     """pad_alltoall: rows that a rank has room for of every other one, over the even share; a step of training in
-    which there are more ends the run. null, and where nothing is trained: for all that one rank's experts can get."""
+    which there are more ends the run. null: for all that one rank's experts can get. Where nothing is trained,
+    rows are not padded; in a graph of whole steps there is room for all."""
     shared_expert_overlap: Annotated[
         bool,
         Key(

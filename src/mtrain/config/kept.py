@@ -37,7 +37,6 @@ class LogConfig(Section):
     ] = 10
     """Steps between progress lines; the metrics file has every step."""
     token_accuracy: Annotated[bool, Key(effect=Effect.RUNTIME)] = False
-    """Log token_accuracy: the share of the predictions that count whose token has the largest logit. With
-    kernels.loss=megatron and model.final_logit_softcapping, of logits as they are capped and rounded."""
+    """Log token_accuracy: the share of the predictions that count whose token has the largest logit."""
     progress: Literal["auto", "live", "plain", "none"] = "auto"
     """live: a line that is redrawn; plain: a line per interval; auto: live on a terminal."""

@@ -4,7 +4,8 @@ Where tokens are gathered, every size follows from shapes: with expert paralleli
 case, which then has room for the most rows that a rank's experts can get. An exchange between expert-parallel ranks
 (`alltoall`) has to know on the host how many rows go where: one copy of 2 ep + etp integers in each layer, begun
 before the tokens are sorted. One that is padded sends as many rows to each rank, and which of them are tokens'
-follows on the device from how many each expert gets.
+follows on the device from how many each expert gets. Where nothing is learnt it is not padded, for a text of few
+tokens may go where it likes; but in one CUDA graph with its schedule it is, with room for all rows.
 """
 
 from __future__ import annotations
@@ -19,13 +20,13 @@ from megatron.core.tensor_parallel import (
     gather_from_sequence_parallel_region,
     reduce_scatter_to_sequence_parallel_region,
 )
-from megatron.core.tensor_parallel.random import is_checkpointing
 from megatron.core.transformer.moe import moe_layer
 from megatron.core.transformer.moe.token_dispatcher import MoETokenDispatcher
 from mtrain_kernels.moe_permute.op import Plan, permute, plan, row_weights, unpermute
 from torch import Tensor
 
 from mtrain.config.experts import room_of
+from mtrain.mcore.router import LEARNS
 
 TOO_MANY = "more rows than model.moe.alltoall_capacity_factor allows go from one expert-parallel rank to another"
 
@@ -49,9 +50,10 @@ class SparseDispatcher(MoETokenDispatcher):  # type: ignore[misc]
     def __init__(self, local: int, indices: list[int], config: Any, pg_collection: Any) -> None:
         super().__init__(config=config, pg_collection=pg_collection)
         self.local, self.first = local, indices[0]
-        self.impl = config.sparse_experts.permute
         self.exchanges = self.ep_size > 1 and config.moe_token_dispatcher_type == "alltoall"
-        self.padded, self.room_factor = config.sparse_experts.padded, config.sparse_experts.capacity_factor
+        sparse = config.sparse_experts
+        self.impl = sparse.permute
+        self.padded, self.room_factor, self.one_graph = sparse.padded, sparse.capacity_factor, sparse.one_graph
         self._inputs: list[int] | None = None  # as many rows to and from each rank
         self._outputs: list[int] | None = None
         self._outputs_tp: list[int] | None = None
@@ -65,22 +67,19 @@ class SparseDispatcher(MoETokenDispatcher):  # type: ignore[misc]
         tokens = tokens.reshape(-1, tokens.shape[-1])
         if not self.exchanges:
             return tokens, probs
-        if self.padded:
-            self._sent = self._at_fixed_places(routing_map)
+        learns = getattr(routing_map, LEARNS, True)
+        self._pads = self.padded and (learns or self.one_graph)
+        if self._pads:
+            self._inputs = self._outputs = self._outputs_tp = None
+            self._sent = self._at_fixed_places(routing_map, self.room_factor if learns else None)
         else:
             self._sent = plan(routing_map, self.config.num_moe_experts)
         self._begin_splits(self._sent.counts)
         return permute(tokens, self._sent, impl=self.impl), row_weights(probs, self._sent)
 
-    def _at_fixed_places(self, experts: Tensor) -> Plan:
-        """The plan in which each rank's rows have the same room, whether they fill it or not.
-
-        A factor is for training, computed again or not; where nothing is learnt there is room for all, and a text of
-        few tokens may go where it likes.
-        """
-        learns = torch.is_grad_enabled() or is_checkpointing()
-        factor, ep = self.room_factor if learns else None, self.ep_size
-        (tokens, topk), local = experts.shape, self.local
+    def _at_fixed_places(self, experts: Tensor, factor: float | None) -> Plan:
+        """The plan in which each rank's rows have the same room, whether they fill it or not."""
+        (tokens, topk), local, ep = experts.shape, self.local, self.ep_size
         room = room_of(tokens, topk, local, ep, factor)
         made = plan(experts, self.config.num_moe_experts, rows=ep * room, blocks=ep)
         if factor is not None:
@@ -95,7 +94,7 @@ class SparseDispatcher(MoETokenDispatcher):  # type: ignore[misc]
             everybodys = gather_from_sequence_parallel_region(counts, group=self.tp_ep_group)
             everybodys = everybodys.view(ep, tp, -1).transpose(0, 1)[..., self.first : self.first + self.local]
             self._chunks = everybodys.reshape(tp * ep, self.local)  # how the rows come in, by sender and expert
-            if self.padded:
+            if self._pads:
                 return
             received = everybodys.sum(-1)
             numbers = torch.cat([counts.view(ep, -1).sum(1), received[self.tp_rank], received.sum(1)])
@@ -104,7 +103,7 @@ class SparseDispatcher(MoETokenDispatcher):  # type: ignore[misc]
     def token_dispatch(self, tokens: Tensor, probs: Tensor) -> tuple[Tensor, Tensor]:
         """Send rows to the ranks of their experts, or get all tokens of the ranks that share these experts."""
         if self.exchanges:
-            if not self.padded:
+            if not self._pads:
                 self._end_splits()
             sizes = (self._outputs, self._inputs)
             return all_to_all(self.ep_group, tokens, *sizes), all_to_all(self.ep_group, probs, *sizes)
@@ -151,11 +150,11 @@ class SparseDispatcher(MoETokenDispatcher):  # type: ignore[misc]
     @property
     def _sorted_by_sender(self) -> bool:
         """Whether received rows lie as the experts want them."""
-        return self.exchanges and self.local == 1 and not self.padded
+        return self.exchanges and self.local == 1 and not self._pads
 
     def _owners(self, rows: int) -> Tensor:
         """Of each received row its expert among this rank's; of padding, one more than there are."""
-        if self.padded:
+        if self._pads:
             place = torch.arange(rows // self._chunks.shape[0], device=self._chunks.device)
             place = place.expand(self._chunks.shape[0], -1).contiguous()
             return torch.searchsorted(self._chunks.cumsum(1), place, right=True).view(-1)

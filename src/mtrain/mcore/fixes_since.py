@@ -148,7 +148,7 @@ SINCE: tuple[Fix, ...] = (
         "what an evaluation gathered counts as gathered in training under Megatron-FSDP",
         "kept by tests",
         BROUGHT_BACK,
-        "evaluate and Sampler begin with gathered() of mcore/sharding.py, and the step behind them is compared",
+        "evaluate begins with gathered() of mcore/sharding.py, and the step behind it is compared",
         "pipeline_parallel/schedules.py:688",
         True,
     ),

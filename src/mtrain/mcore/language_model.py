@@ -53,15 +53,18 @@ class OutputLayer(ColumnLinear):
         """Logits as megatron-core makes them; with `labels` and `token_weights` [b, s], the sum of weighted losses.
 
         `input_` is [s, b, h], or this rank's [s / tp, b, h] under sequence parallelism. Ids from `vocab_size` on have
-        no part in the losses. With something `told` apart the sum is that of `told_apart`.
+        no part in the losses. With something `told` apart the sum is that of `told_apart`. With `labels` alone there
+        are logits and, in the place of a bias, whether each label has the largest one [b, s]: of what is not capped
+        yet, which makes equals of large ones.
         """
         if self.scale is not None:
             input_ = input_ * self.scale
         if labels is None or token_weights is None:
             logits, bias = super().forward(input_, weight, runtime_gather_output)
+            beside = bias if labels is None else self._hits(logits.detach(), labels, vocab_size)
             if self.soft_cap is not None:
                 logits = capped(wide(logits), self.soft_cap).to(logits.dtype)
-            return logits, bias
+            return logits, beside
         hidden, weight = input_.flatten(0, 1), self.weight if weight is None else weight
         if self.bias is not None:
             hidden, weight = _with_bias(hidden, weight, self.bias)
@@ -82,6 +85,14 @@ class OutputLayer(ColumnLinear):
             impl=impl,
         )
         return told_apart(found.total, found.z_losses, found.hits, token_weights) if told else found.total
+
+    def _hits(self, logits: Tensor, labels: Tensor, vocab_size: int | None) -> Tensor:
+        """Whether each of `labels` [b, s] has the largest of `logits` [s, b, v / tp], of ids below `vocab_size`."""
+        first, columns = self.tp_group.rank() * logits.shape[-1], logits.shape[-1]
+        real = columns if vocab_size is None else min(columns, max(0, vocab_size - first))
+        places = first_place(logits[..., :real].flatten(0, 1), labels.t().flatten(), first)
+        vocabulary = Vocabulary(self.tp_group.group_name if self.tp_group.size() > 1 else "")
+        return vocabulary.first_of_all(places).view(labels.t().shape).t()
 
 
 @dataclass(frozen=True)
@@ -192,27 +203,24 @@ class SummedLosses:
         if detached:
             weight = (self.output_layer.weight if weight is None else weight).detach()
         if self.loss == "megatron":
-            logits, _ = self.output_layer(hidden, weight)
+            ranked = labels if told.accuracy else None
+            logits, hits = self.output_layer(hidden, weight, labels=ranked, vocab_size=self.loss_vocab_size)
             if told:
-                return self._told_by_megatron(logits, labels, mask, told)  # type: ignore[no-any-return]
+                return self._told_by_megatron(logits, hits, labels, mask, told)  # type: ignore[no-any-return]
             return (self.compute_language_model_loss(labels, logits).float() * mask).sum()
         given = {"labels": labels, "token_weights": mask, "vocab_size": self.loss_vocab_size, "told": told}
         return self.output_layer(hidden, weight, **given, impl=self.loss)  # type: ignore[no-any-return]
 
-    def _told_by_megatron(self: Any, logits: Tensor, labels: Tensor, mask: Tensor, told: Told) -> Tensor:
+    def _told_by_megatron(
+        self: Any, logits: Tensor, hits: Tensor | None, labels: Tensor, mask: Tensor, told: Told
+    ) -> Tensor:
         """`told_apart` of logits [s, b, v / tp], over which megatron-core's loss is going to write.
 
         The log-sum-exp, with its gradient, is the loss and the label's logit.
         """
-        self._hide_padding(logits)
-        group, label = self.pg_collection.tp, labels.t().flatten()
-        flat, first = logits.flatten(0, 1), group.rank() * logits.shape[-1]
-        hits = None
-        if told.accuracy:
-            vocabulary = Vocabulary(group.group_name if group.size() > 1 else "")
-            hits = vocabulary.first_of_all(first_place(flat.detach(), label, first)).view(labels.t().shape).t()
         if told.z_loss:
-            here, column = local_labels(label, first, flat.shape[1])
+            group, label, flat = self.pg_collection.tp, labels.t().flatten(), logits.flatten(0, 1)
+            here, column = local_labels(label, group.rank() * flat.shape[1], flat.shape[1])
             place = torch.arange(len(label), device=label.device) * flat.shape[1] + column
             target = flat.flatten().index_select(0, place).float().where(here, 0)
             target = reduce_from_tensor_model_parallel_region(target, group=group).view(labels.t().shape).t()

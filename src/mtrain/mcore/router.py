@@ -9,6 +9,9 @@ from megatron.core.transformer.moe.router import TopKRouter
 from mtrain_kernels.moe_router.op import moe_router
 from torch import Tensor
 
+LEARNS = "learns"
+"""Of a tensor of experts, whether a router in training chose them. Under a checkpoint autograd does not say so."""
+
 
 class Sparse(NamedTuple):
     """How a model routes by lists of experts: `config.sparse_experts`; a config without it routes by maps."""
@@ -22,7 +25,9 @@ class Sparse(NamedTuple):
     padded: bool = False
     """Whether expert-parallel ranks send each other as many rows in every step."""
     capacity_factor: float | None = None
-    """How many those are, over the even share; None: the most that there can be."""
+    """How many those are in training, over the even share; None: the most that there can be."""
+    one_graph: bool = False
+    """Whether schedules are captured whole, those of evaluations too: their shapes have to stay."""
 
 
 class Choices:
@@ -70,6 +75,7 @@ class SparseRouter(TopKRouter):  # type: ignore[misc]
             impl=config.sparse_experts.router,
             **groups,
         )
+        setattr(experts, LEARNS, self.training)
         if self.training and torch.is_grad_enabled() and self.is_aux_loss_enabled():
             weights = self._balanced(weights, logits, None if groups or bias is not None else experts, positions)
         if self.enable_expert_bias and torch.is_grad_enabled():

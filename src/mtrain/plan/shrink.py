@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 from mtrain.config.batches import NO_RAMP
@@ -16,7 +17,7 @@ from mtrain.config.resolve import Machine, resolve, smallest_world
 from mtrain.config.run import RunConfig
 from mtrain.config.stages import Stage, stages
 from mtrain.models.registry import family_of
-from mtrain.plan.weights import update_of
+from mtrain.plan.weights import matrices, update_of
 
 EQUAL_STAGES: dict[str, Any] = {"pipeline_layout": None, "layers_per_stage": None}
 _FORMATS = ("precision.dtype", "precision.fp8", "precision.fp4")
@@ -24,6 +25,8 @@ SMOOTH_EPS = 1e-2
 """About what an element of a small model's gradient is."""
 BASES_EVERY = 2
 """Steps between two bases of soap at most."""
+_SIDES = ("optim.soap.max_precond_dim",)
+_NUMBERS = re.compile(r"\.\d+\.")
 MACHINE = Machine(cpu_cores=1, memory_bytes=0)
 
 
@@ -83,6 +86,7 @@ def shrink(
         ),
     }
     small = resolve(RunConfig.model_validate(run.model_copy(update=values).model_dump()), MACHINE)
+    small = _with_sides_of(run, small)
     return with_triton_of(run, small) if interpreted else small
 
 
@@ -228,10 +232,41 @@ def _state(run: RunConfig, dtype: str) -> dict[str, Any]:
     return {**full, "store_param_remainders": False, **sections, **smooth}
 
 
+def _with_sides_of(run: RunConfig, small: RunConfig) -> RunConfig:
+    """`small`, in which sides of matrices have no eigenbasis where those of `run` are too long for one."""
+    how = update_of(run)
+    if not isinstance(how, Rotated):
+        return small
+    long = {side for side, length in _sides(run).items() if length > how.longest}
+    lengths = [length for side, length in _sides(small).items() if side in long]
+    if not lengths:
+        return small
+    section = getattr(small.optim, small.optim.name).model_copy(update={"max_precond_dim": min(lengths) - 1})
+    return small.model_copy(update={"optim": small.optim.model_copy(update={small.optim.name: section})})
+
+
+def _sides(run: RunConfig) -> dict[tuple[str, int], int]:
+    """Sides of matrices by a weight's name, without the numbers of layers and experts, and their place in it."""
+    found: dict[tuple[str, int], int] = {}
+    for stage in stages(run):
+        for weight, matrix in matrices(run, stage):
+            lengths = (length for part in matrix.parts for length in part)
+            found |= {(_NUMBERS.sub(".", weight.name), place): length for place, length in enumerate(lengths)}
+    return found
+
+
 def differences(before: RunConfig, after: RunConfig) -> list[str]:
     """What was shrunk, as `key: old -> new`."""
     old, new = before.flat(), after.flat()
-    watched = ("model.", "data.seq_length", "trainer.global_batch_size", "parallel.", "optim.eps", *_FORMATS)
+    watched = (
+        "model.",
+        "data.seq_length",
+        "trainer.global_batch_size",
+        "parallel.",
+        "optim.eps",
+        "optim.soap.max",
+        *_FORMATS,
+    )
     return [f"{k}: {old.get(k)} -> {v}" for k, v in new.items() if old.get(k) != v and k.startswith(watched)]
 
 

@@ -149,6 +149,8 @@ def _writes(m: ModelConfig) -> Json:
     }
     if moe is None:
         return body
+    if moe.shared_expert_intermediate_size is None:
+        raise ValueError("it has no shared experts beside the others, and layers of theirs always have them")
     return body | {
         **mixture(m, "num_local_experts", "intermediate_size", dense=m.num_layers // 2),
         "shared_intermediate_size": moe.shared_expert_intermediate_size,

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from mtrain.config.devices import facts_of, with_cuda_kernels
+from mtrain.config.experts import room_of
 from mtrain.config.hybrid import DELTA, MAMBA, MLP, SOFTMAX
 from mtrain.config.rules.finding import Change, Finding
 from mtrain.config.rules.rule import Code, rule
@@ -18,6 +19,7 @@ NONE: Change = {
 IMPL = "trainer.cuda_graph_impl"
 _H100 = "cluster=h100 cluster.devices_per_node=1 parallel=single"
 _EXPERTS = f"model=mixtral_tiny {_H100}"
+_PADDED = "model=mixtral_tiny cluster=h100 cluster.devices_per_node=2 parallel=ep2 model.moe.pad_alltoall=true"
 _LAYERS = "trainer.cuda_graph_impl=local trainer.cuda_graph_modules"
 
 
@@ -153,6 +155,35 @@ def graphs_of_experts(run: RunConfig) -> Iterator[Finding]:
 
 @rule(
     Code(
+        "MT417",
+        "An evaluation that is one graph has room for all rows of padded exchanges.",
+        "It ends at no capacity, and the graph has one shape. Outside of graphs it sends exactly what there is.",
+        severity="warning",
+        example=f"{_PADDED} model.moe.alltoall_capacity_factor=1.5 trainer.cuda_graph_impl=full_iteration",
+    ),
+    reads=(
+        "trainer.cuda_graph_impl trainer.eval_iters trainer.micro_batch_size data.seq_length parallel.ep "
+        "parallel.etp parallel.tp parallel.cp model.moe model.moe.pad_alltoall model.moe.token_dispatcher_type "
+        "model.moe.router_topk model.moe.alltoall_capacity_factor model.moe.num_experts"
+    ),
+)
+def evaluations_in_one_graph(run: RunConfig) -> Iterator[Finding]:
+    """What is planned of padded exchanges are the steps of training."""
+    t, p, moe, key = run.trainer, run.parallel, run.model.moe, "model.moe.alltoall_capacity_factor"
+    if t.cuda_graph_impl != "full_iteration" or moe is None or not moe.padded or p.ep == 1 or not t.eval_iters:
+        return
+    tokens = t.micro * run.data.seq_length // (p.cp * p.tp)
+    held = [
+        (p.etp or p.tp) * p.ep * room_of(tokens, moe.router_topk, moe.num_experts // p.ep, p.ep, factor)
+        for factor in (moe.alltoall_capacity_factor, None)
+    ]
+    if held[0] < held[1]:
+        rule = f"an evaluation has room for {held[1]} rows in a layer, and what is planned is that of {held[0]}"
+        yield Finding("MT417", key, rule, ({"trainer.eval_iters": 0}, {key: None}), also=(IMPL,))
+
+
+@rule(
+    Code(
         "MT415",
         "What is computed again lies in what is captured, or outside of it, and draws no random numbers there.",
         example=f"trainer.cuda_graph_impl=local parallel.recompute.granularity=full {_H100}",
@@ -251,6 +282,7 @@ RULES = (
     graphs_have_a_device,
     graph_modules_are_there,
     graphs_of_experts,
+    evaluations_in_one_graph,
     graphs_beside_recomputation,
     graphs_replay,
 )
