@@ -47,7 +47,7 @@ PRIORS: dict[str, tuple[float, float]] = {
     "fixed": (0.4, 0.4),
     "attention": (0.9, 0.1),
     "softmax": (0.8, 0.3),
-    "memory": (0.8, 0.1),
+    "memory": (0.75, 0.05),
     "fast_link": (0.75, 0.15),
     "network": (0.75, 0.15),
     "waves_lost": (0.3, 0.5),
@@ -60,10 +60,10 @@ PRIORS: dict[str, tuple[float, float]] = {
     "power": (1.0, 0.3),
     "blackwell": (0.85, 0.1),
     "flash2": (0.55, 0.1),
-    "exposed.tp": (0.5, 0.4),
-    "exposed.ep": (0.5, 0.4),
-    "exposed.dp": (0.15, 0.4),
-    "exposed.pp": (0.5, 0.4),
+    "exposed.tp": (0.5, 0.25),
+    "exposed.ep": (0.5, 0.25),
+    "exposed.dp": (0.15, 0.25),
+    "exposed.pp": (0.5, 0.25),
 }
 LAYERS = {"attn", "mamba"}
 """What graphs of layers hold, beside routers; routers alone are half of what the host does for a mixture."""
