@@ -9,8 +9,8 @@ configuration that contradict each other: those are predicted and not fitted, an
 them. `--write` saves the fit on all other rows. With a FILE, its rows are predicted by that fit.
 
 Software enters as two named factors for each release, on the speed of everything that the device does, and on that of
-models with experts; both change little from one release to the next. What a row of Megatron-Bridge leaves out (graphs,
-recomputation, dispatcher, overlap) is of the recipe of its release, in data/bridge_recipes.csv.
+models with experts; both change little from one release to the next. What a row of Megatron-Bridge leaves out
+(graphs, recomputation, dispatcher, overlap) is of the recipe of its release, in data/bridge_recipes.csv.
 """
 
 from __future__ import annotations
