@@ -8,9 +8,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import combinations
 from pathlib import Path
-from typing import Literal
 
 import yaml
+from plan_time_recipes import Recipe, recipe
 
 from mtrain.cli.setup import load
 from mtrain.config.paths import choices_of_group
@@ -30,46 +30,6 @@ NAMES = {
     "qwen2.5_32b": "qwen25_32b",
 }
 LONGEST = 1 << 17
-# What rows of Megatron-Bridge leave out, as its own recipes say at the tag of each release: v0.2.0 (25.11), v0.3.0
-# (26.02), v0.4.0 (26.04) and 067f987 (26.06 and later). A row matches (model, gpu, releases).
-GB = ("gb200", "gb300")
-FIRST_FULL = "26.06"
-"""Release from which whole iterations of models with experts in MXFP8 are captured, and experts' sends overlap."""
-WHOLE = ("deepseek_v3", "qwen3_30b_a3b", "qwen3_235b_a22b", "gpt_oss_120b")
-PARTLY = ("qwen3_235b_a22b", "deepseek_v3", "gpt_oss_120b")
-"""Models with experts whose attention, router and dispatch are captured by parts on Grace hosts before that; of
-Qwen3-30B the router alone is."""
-AGAIN = {
-    ("deepseek_v3", "gb200"): "mla_up_proj",
-    ("deepseek_v3", "gb300"): "mla_up_proj",
-    ("deepseek_v3", "b200"): "mla_up_proj",
-    ("deepseek_v3", "b300"): "mla_up_proj",
-    ("deepseek_v3", "h100"): "mla_up_proj,mlp",
-    ("gpt_oss_120b", "h100"): "layernorm,moe_act",
-    ("gpt_oss_120b", "b200"): "layernorm,moe_act",
-    ("gpt_oss_120b", "gb200"): "layernorm,moe_act",
-}
-ALL_TO_ALL = {
-    ("gpt_oss_120b", "gb300"): "26.04",
-    ("gpt_oss_120b", "gb200"): "26.02",
-    ("gpt_oss_120b", "h100"): "26.08",
-    ("gpt_oss_120b", "b200"): "26.04",
-    ("gpt_oss_120b", "b300"): "26.02",
-    ("qwen3_235b_a22b", "b200"): "26.04",
-    ("qwen3_235b_a22b", "b300"): "26.02",
-    ("qwen3_235b_a22b", "h100"): "26.08",
-    ("qwen3_30b_a3b", "b200"): "26.02",
-    ("qwen3_30b_a3b", "h100"): "25.11",
-    ("deepseek_v3", "b200"): "25.11",
-}
-"""Rows up to that release have the all-to-all dispatcher."""
-OVERLAPPED = {
-    ("qwen3_30b_a3b", "h100"): "26.02",
-    ("qwen3_235b_a22b", "h100"): "26.08",
-    ("qwen3_235b_a22b", "b200"): "25.11",
-    ("qwen3_235b_a22b", "b300"): "26.02",
-}
-"""Rows up to that release have experts' sends beside computation, with pipelines of virtual stages."""
 PLAIN = (
     "model=llama3_8b",
     "parallel=single",
@@ -137,36 +97,30 @@ def release(row: Row) -> str:
     return found.removeprefix("bridge ") if found.startswith("bridge ") else ""
 
 
-def whole_iterations(row: Row) -> bool:
-    """Whether CUDA graphs hold whole iterations."""
-    if release(row) < FIRST_FULL or row["precision"] != "mxfp8" or base_name(row) not in WHOLE:
-        return False
-    return row["gpu"] in GB or (base_name(row), row["gpu"]) in (("deepseek_v3", "b300"), ("qwen3_30b_a3b", "b300"))
+def recipe_of(row: Row) -> Recipe:
+    """What the recipe of a row of Megatron-Bridge says beside its layout; of other software nothing."""
+    found = release(row)
+    name = row["model"].removesuffix("_tokendrop").removesuffix("_nomtp")
+    layout = " ".join(row[key] or "1" for key in ("tp", "pp", "vp", "ep"))
+    return recipe(name, row["gpu"], row["precision"], found, layout) if found else Recipe()
 
 
-def graphed(row: Row) -> Literal["none", "partial", "full"]:
+def graphed(row: Row) -> frozenset[str]:
     """What CUDA graphs hold."""
-    if whole_iterations(row):
-        return "full"
-    grace = row["gpu"] in GB and bool(release(row))
-    captured = row["ep"] in ("", "1") or base_name(row) in PARTLY
-    if (base_name(row), row["gpu"]) in (("gpt_oss_120b", "gb200"), ("deepseek_v3", "gb300")):
-        captured = row["precision"] == "bf16" and base_name(row) == "deepseek_v3"
-    return "partial" if "graph" in row["source"] or (grace and captured) else "none"
+    return recipe_of(row).graphs
 
 
 def experts_overlapped(row: Row) -> bool:
-    """Whether tokens travelled to experts beside computation."""
-    key = base_name(row), row["gpu"]
-    before = "25.09" < release(row) <= OVERLAPPED.get(key, "") and row["vp"] not in ("", "1")
-    return bool(release(row)) and (before or whole_iterations(row) or "EP overlap" in row["source"])
+    """Whether tokens travelled to experts beside computation; pipelines do so between virtual stages."""
+    able = row["pp"] in ("", "1") or row["vp"] not in ("", "1")
+    return (recipe_of(row).overlaps_experts and able) or "EP overlap" in row["source"]
 
 
 def overlapped(row: Row) -> bool:
-    """Whether tensor-parallel sends ran beside products: Megatron's of dense models, torchtitan's async TP."""
+    """Whether tensor-parallel sends ran beside products: Megatron's, torchtitan's async TP."""
     if "torchtitan" in row["source"]:
         return "async TP" in row["source"]
-    return "Automodel" not in row["source"] and row["ep"] in ("", "1")
+    return recipe_of(row).overlaps_tp if release(row) else "Automodel" not in row["source"]
 
 
 def obstacle(row: Row) -> str | None:
@@ -226,6 +180,7 @@ def words(row: Row) -> list[str]:
     found += ["kernels.rope=reference"] if base_name(row).startswith("gpt_oss") and release(row) else []
     found += ["kernels.experts=triton"] if "Automodel" in row["source"] and _mixture(row) else []
     found += ["kernels.loss=megatron"] if "core 0.8" in row["source"] else []
+    found += ["precision.grad_reduce_in_fp32=false"] if release(row) else []
     found += ["model.mtp_num_layers=null", "model.mtp_loss_scaling_factor=null"] if name.endswith("_nomtp") else []
     found += ["peft=lora"] if row["model"].endswith("_lora") else []
     found += _experts(row, p) + _sharded(row) + _again(row) + _stages(row, p)
@@ -250,8 +205,7 @@ def _experts(row: Row, p: dict[str, int]) -> list[str]:
 
 def _flex(row: Row) -> bool:
     """Whether tokens go to a domain once, by DeepEP or HybridEP."""
-    key, found = (base_name(row), row["gpu"]), release(row)
-    return not found or key == ("deepseek_v3", "h100") or found > ALL_TO_ALL.get(key, "25.09")
+    return not release(row) or recipe_of(row).flex
 
 
 def _sharded(row: Row) -> list[str]:
@@ -262,16 +216,20 @@ def _sharded(row: Row) -> list[str]:
 
 def _again(row: Row) -> list[str]:
     if row["recompute"] == "full" or (not row["recompute"] and "Automodel" in row["source"] and not _mixture(row)):
-        return ["parallel.recompute.granularity=full"]
-    if "Bridge" in row["source"] and (base_name(row), row["gpu"]) in AGAIN and not whole_iterations(row):
-        modules = AGAIN[base_name(row), row["gpu"]]
-        if base_name(row) == "deepseek_v3" and row["gpu"] == "gb300" and release(row) <= "25.11":
-            modules = "moe_act"
-        return ["parallel.recompute.granularity=selective", f"parallel.recompute.modules=[{modules}]"]
+        return _recomputed("granularity=full")
+    found = recipe_of(row)
+    if found.recompute:
+        return _recomputed("granularity=selective", f"modules=[{','.join(found.recompute)}]")
+    if found.block:
+        return _recomputed("granularity=full", "method=block", f"num_layers={found.block}")
     if row["recompute"] == "selective":
         again = round(SELECTIVE * layers_of(row["model"]))
-        return [f"parallel.recompute.{word}" for word in ("granularity=full", "method=block", f"num_layers={again}")]
+        return _recomputed("granularity=full", "method=block", f"num_layers={again}")
     return []
+
+
+def _recomputed(*words: str) -> list[str]:
+    return [f"parallel.recompute.{word}" for word in words]
 
 
 def layers_of(name: str) -> int:
@@ -334,8 +292,10 @@ def _loaded(row: Row) -> RunConfig:
     except MtrainError:
         if row["precision"] == "bf16":
             raise
-        wide = load(words(row | {"precision": "bf16"}), BIG, {}, to_run=False).run
-        plain = load([f"precision={row['precision']}", f"cluster={row['gpu']}", *PLAIN], BIG, {}, to_run=False).run
+        own = [word for word in words(row) if not word.startswith("precision=")]
+        wide = load([*own, "precision=bf16"], BIG, {}, to_run=False).run
+        low = [word for word in words(row) if word.startswith(("precision", "cluster="))]
+        plain = load([*PLAIN, *low], BIG, {}, to_run=False).run
         return wide.model_copy(update={"precision": plain.precision})
 
 
@@ -370,7 +330,7 @@ def measured(row: Row) -> Measured | str:
         run = _loaded(row)
     except MtrainError as error:
         return str(error).splitlines()[0][:200]
-    if whole_iterations(row) and (base_name(row), row["gpu"]) != ("deepseek_v3", "gb200"):  # attention in 8 bits
+    if recipe_of(row).attention_8_bit:
         low = run.precision.model_copy(update={"fp8_dot_product_attention": True})
         run = run.model_copy(update={"precision": low})
     found = _case(row, run)

@@ -71,7 +71,7 @@ def test_a_large_product_takes_half_as_long_at_twice_the_peak_and_a_small_one_wa
         kernels = Kernels(of, shipped(), "bf16", "bf16", "bf16", 2)  # type: ignore[arg-type]
         return kernels.linear(Linear(Product(rows, size, size), low=False, grouped=False))
 
-    assert seconds(16384, 16384, device) / seconds(16384, 16384, twice) == pytest.approx(2, rel=0.01)
+    assert seconds(1 << 16, 1 << 16, device) / seconds(1 << 16, 1 << 16, twice) == pytest.approx(2, rel=0.01)
     assert seconds(4096, 1, device) / seconds(4096, 1, twice) == pytest.approx(1, rel=0.01)
 
 
@@ -252,3 +252,18 @@ def test_validation_and_saving_are_in_the_whole_run() -> None:
     step = step_time(run).seconds
     assert 0.2 * 4 * step < whole["validation_s"] < 4 * step / 2
     assert whole["seconds"] == pytest.approx(whole["training_s"] + whole["validation_s"] + whole["saving_s"])
+
+
+def test_what_a_row_leaves_out_is_of_the_recipe_of_its_release() -> None:
+    row = next(
+        r for r in published.rows() if r["model"] == "deepseek_v3" and r["gpu"] == "gb300" and "26.08" in r["source"]
+    )
+    new, old = (published.recipe_of(row | {"source": f"Megatron-Bridge {word}"}) for word in ("26.08", "26.04.01"))
+    assert new.graphs == {"whole"}
+    assert new.attention_8_bit
+    assert new.overlaps_experts
+    assert (old.graphs, old.attention_8_bit) == (frozenset(), False)
+    assert published.recipe_of(row | {"source": "torchtitan 2025"}) == published.Recipe()
+    words = published.words(row | {"source": "Megatron-Bridge 26.04.01"})
+    assert "parallel.recompute.modules=[mla_up_proj]" in words
+    assert "precision.grad_reduce_in_fp32=false" in words

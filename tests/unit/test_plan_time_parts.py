@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import cache
 
 import pytest
@@ -15,8 +16,8 @@ from mtrain.plan.rank import worst_stage
 from mtrain.plan.time.device import device_of
 from mtrain.plan.time.efficiencies import reached_by, shipped
 from mtrain.plan.time.kernels import Kernels
-from mtrain.plan.time.step import step_time, step_work
-from mtrain.plan.time.work import work_of
+from mtrain.plan.time.step import priced, step_time, step_work
+from mtrain.plan.time.work import Linear, work_of
 from mtrain.plan.tune.costs import Costs
 
 BIG = Machine(cpu_cores=1 << 14, memory_bytes=1 << 60)
@@ -148,3 +149,39 @@ def test_a_scan_is_a_few_launches_however_many_chunks_it_has() -> None:
     words += " trainer.micro_batch_size=1 data.seq_length="
     short, long = (step_work(run_of(f"{words}{length}")).stages[0].operations for length in (4096, 16384))
     assert short == long
+
+
+def test_a_short_inner_dimension_costs_faster_multiprocessors_more() -> None:
+    """A tile is begun and ended in as long on each of them."""
+
+    def lost(cluster: str) -> float:
+        device = device_of(run_of(SMALL.replace("h100x8", cluster)).cluster)
+        kernels = Kernels(device, shipped(), "bf16", "bf16", "bf16", 2)
+        short, long = (Linear(Product(1 << 15, 1 << 13, k), low=False, grouped=False) for k in (1 << 9, 1 << 13))
+        return 16 * kernels.linear(short) / kernels.linear(long)
+
+    assert 1.1 < lost("h100") < lost("b200") - 0.1
+
+
+def test_what_was_measured_of_large_products_is_what_they_reach() -> None:
+    """On a device of any generation and power."""
+    large = Linear(Product(1 << 15, 1 << 15, 1 << 15), low=False, grouped=False)
+    for name in ("h100", "gb200", "gb300"):
+        run = run_of(SMALL.replace("h100x8", f"{name} cluster.nodes=2"))
+        cluster = run.cluster.model_copy(update={"reached": {"products": 0.6}})
+        device = device_of(cluster)
+        seconds = Kernels(device, reached_by(cluster), "bf16", "bf16", "bf16", 2).linear(large)
+        assert large.product.flops / seconds / device.peaks["bf16"] == pytest.approx(0.6, rel=0.02)
+
+
+def test_a_tensor_travels_behind_its_own_product_and_no_other() -> None:
+    run = run_of(
+        "model=llama32_1b cluster=h100x8 parallel=tp8 data=mock data.seq_length=4096 trainer.global_batch_size=16"
+    )
+    work, device = step_work(run), device_of(run.cluster)
+    shown, hidden = (
+        priced(work, device, replace(shipped(), overlapped={**shipped().overlapped, "tp": share})).parts
+        for share in (0.0, 1.0)
+    )
+    assert 0 < shown["tp"] - hidden["tp"] < hidden["gemm"]
+    assert hidden["tp"] > 0.1 * shown["tp"], "on eight ranks, products are shorter than what they send"

@@ -108,6 +108,8 @@ def _scan(g: Graph, r: Rank, x: Tensor, width: int, mixed: int, heads: int) -> T
     if not r.host:  # the library keeps its decays and what it gives, too; a kernel multiplies in all chunks
         decays, given = Tensor(r.tokens * heads * FP32), Tensor(r.tokens * width * r.element)
         n = min(h.chunk_size, r.length)
+        # the states of chunks, by one kernel in fp32, summed up by the next, and read by the last
+        moved += r.tokens // n * heads * p * s * 2 * (FP32 + r.element)
         products = _chunk(n, p, s, rows * -(-r.length // n))
         more: dict[str, Any] = {"reads": [x], "gives": [y]}
         g.add("mixer.scan", [read, given, decays], products, moved=moved, factors="activations", **more)

@@ -16,7 +16,7 @@ from mtrain.config.formats import Format
 from mtrain.config.run import RunConfig
 from mtrain.models.graph import Product
 from mtrain.plan.time.device import GIGA, TERA, device_of
-from mtrain.plan.time.efficiencies import WIDE, reached_by
+from mtrain.plan.time.efficiencies import WIDE, powered, reached_by
 from mtrain.plan.time.kernels import Kernels
 from mtrain.plan.time.step import StepTime, StepWork, priced, step_work
 from mtrain.plan.time.work import Linear
@@ -123,7 +123,8 @@ def _products_reached(one: Rates, start: ClusterConfig) -> float:
     reached, form = reached_by(start), one.format
     kernels = Kernels(device_of(start), reached, form, form, form, 4 if form == "fp32" else 2)
     product = Linear(Product(SIDE, SIDE, SIDE), low=False, grouped=False)
-    return reached.products[form] * kernels.linear(product) * one.products / product.product.flops
+    share = reached.products[form] * powered(kernels.device, reached, form)
+    return share * kernels.linear(product) * one.products / product.product.flops
 
 
 def _host(

@@ -12,6 +12,7 @@ import yaml
 
 from mtrain.config.cluster import ClusterConfig
 from mtrain.config.devices import facts_of
+from mtrain.plan.time.device import Device, device_of
 
 FILE = Path(__file__).with_name("efficiencies.yaml")
 
@@ -43,8 +44,8 @@ class Efficiencies:
     """Of the bandwidth of links."""
     waves_lost: float
     """Waves of tiles over the multiprocessors that a product takes longer than its tiles."""
-    depth_lost: float
-    """Elements of the inner dimension in whose time a tile is begun and ended."""
+    tile_us: float
+    """Of a multiprocessor, to begin and end a tile."""
     launch_us: float
     """Of the host, for an operation."""
     call_us: float
@@ -64,11 +65,16 @@ class Efficiencies:
     power: float
     """Exponent of a device's watts for its peak: how much the rate of large products follows them."""
     blackwell: float
-    """Share of its peak that a product in low precision reaches on that generation, against the one before."""
+    """Share of its peak that a product reaches on that generation, against the one before."""
     mixtures: float
     """Speed of models with experts, against the release that the others belong to."""
     speed: float
     """Of the software as a whole, against the release that the others belong to."""
+
+
+def powered(device: Device, reached: Efficiencies, form: str) -> float:
+    """Rate of large products in a format, by watts and generation, against what `products` says."""
+    return float(device.power.get(form, 1.0) ** reached.power * (reached.blackwell if device.blackwell else 1.0))
 
 
 def of(values: Mapping[str, Any]) -> Efficiencies:
@@ -88,7 +94,7 @@ def reached_by(cluster: ClusterConfig) -> Efficiencies:
     found = measured() if facts_of(cluster.device).on_host else shipped()
     given = cluster.reached
     attention = given.get("attention", found.attention)
-    products = {name: given.get("products", share) for name, share in found.products.items() if name in WIDE}
+    products = {name: _stated(cluster, found, name) for name in WIDE if name in found.products}
     return replace(
         found,
         software=cluster.software or found.software,
@@ -103,12 +109,19 @@ def reached_by(cluster: ClusterConfig) -> Efficiencies:
     )
 
 
+def _stated(cluster: ClusterConfig, found: Efficiencies, form: str) -> float:
+    """What large products in a format reach; what was measured on a device has its watts and generation in it."""
+    if "products" not in cluster.reached:
+        return found.products[form]
+    return cluster.reached["products"] / powered(device_of(cluster), found, form)
+
+
 @cache
 def measured() -> Efficiencies:
     """Of rates that were measured in runs: all of them are reached, and nothing overlaps."""
     found = shipped()
     names = ("grouped", "grouped_low", "attention", "attention_backward", "memory", "fast_link", "network")
     reached: dict[str, Any] = dict.fromkeys((*names, "blackwell", "fixed"), 1.0)
-    lost = dict.fromkeys(("softmax", "waves_lost", "depth_lost", "pass_us", "routing_us", "power"), 0.0)
+    lost = dict.fromkeys(("softmax", "waves_lost", "tile_us", "pass_us", "routing_us", "power"), 0.0)
     products, overlapped = dict.fromkeys(found.products, 1.0), dict.fromkeys(found.overlapped, 0.0)
     return replace(found, **reached, **lost, software="not stated", products=products, overlapped=overlapped)

@@ -8,7 +8,8 @@ from dataclasses import dataclass
 from mtrain.config.formats import bytes_of
 from mtrain.models.graph import FP32
 from mtrain.plan.time.device import Device
-from mtrain.plan.time.efficiencies import Efficiencies
+from mtrain.plan.time.efficiencies import Efficiencies, powered
+from mtrain.plan.time.links import MICRO
 from mtrain.plan.time.work import Linear, Pairs
 
 TILE_M, TILE_N = 128, 256
@@ -17,8 +18,9 @@ ATTENTION_TILE, HOST_TILE = 128, 64
 """Queries that attention computes at once; a block on the diagonal is computed whole."""
 ADDED, ADDED_ON_HOST = 2, 4
 """Times that a product which adds up a gradient reads or writes it; a host writes and reads it once more."""
-PASSES = {"delayed": 1, "tensorwise": 2, "blockwise": 1, "mxfp8": 1, "nvfp4": 2}
-"""Times that a tensor is read to be cast: once more where its largest value has to be known first."""
+PASSES = {"delayed": 1, "tensorwise": 2, "blockwise": 1, "mxfp8": 1, "nvfp4": 3}
+"""Times that a tensor is read to be cast: once more where its largest value has to be known first, and for its
+transpose where that is rotated before (NVFP4)."""
 BACKWARD_PRODUCTS = 2.5
 """FLOPs of attention backward, of those of its forward: five products for two."""
 FP8_ATTENTION = 1.3
@@ -78,11 +80,15 @@ class Kernels:
         if one.grouped:
             reached *= self.reached.grouped * (self.reached.grouped_low if low else 1.0)
         e, d = self.reached, self.device
-        if low:
-            reached *= d.power.get(form, 1.0) ** e.power * (e.blackwell if d.blackwell else 1.0)
-        waves = max(1, m / TILE_M) * max(1, n / TILE_N) * batch / d.multiprocessors
-        reached *= waves / (waves + e.waves_lost) * k / (k + e.depth_lost)
-        arithmetic = 2 * m * n * k * batch / (peak * reached)
+        reached *= powered(d, e, form)
+        rows, columns = (math.ceil(size / tile) for size, tile in ((m, TILE_M), (n, TILE_N)))
+        waves = rows * columns * batch / d.multiprocessors
+        # a tile is begun and ended in a time, in which faster multiprocessors would multiply more
+        lost = e.tile_us * MICRO * peak / d.multiprocessors / (2 * TILE_M * TILE_N)
+        reached *= waves / (waves + e.waves_lost) * k / (k + lost)
+        # tiles at the edges of a large result are computed whole; for a small one there are smaller tiles
+        made = rows * TILE_M * columns * TILE_N if min(m, n) >= TILE_M else m * n
+        arithmetic = 2 * made * k * batch / (peak * reached)
         each = 1 if low else self.element
         moved = batch * (each * (m * k + n * k) + (result or self.element) * m * n)
         return max(arithmetic, moved / (d.memory * e.memory))

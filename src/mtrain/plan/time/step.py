@@ -180,7 +180,7 @@ def micro_batch(work: StepWork, stage: Work, device: Device, reached: Efficienci
         + sum(n * kernels.attention_back(one) for one, n in stage.attends_back.items()),
         "memory": kernels.moved(stage.moved),
     }
-    parts = parts | _exchanged(work, stage, device, reached)
+    parts = parts | _exchanged(work, stage, kernels)
     speed = reached.speed * (1.0 if work.run.model.moe is None else reached.mixtures)
     parts = {name: value / speed for name, value in parts.items()}
     routed = stage.mixtures - stage.fixed * (1 - reached.fixed)
@@ -196,14 +196,20 @@ def micro_batch(work: StepWork, stage: Work, device: Device, reached: Efficienci
     return parts | {"host": (computes**SHARP + host**SHARP) ** (1 / SHARP) - computes}
 
 
-def _exchanged(work: StepWork, stage: Work, device: Device, reached: Efficiencies) -> dict[str, float]:
-    links, grid, moe = Links(device, reached), work.grid, work.run.model.moe
-    found = dict.fromkeys(("tp", "cp", "ep", "pp"), 0.0)
+def _exchanged(work: StepWork, stage: Work, kernels: Kernels) -> dict[str, float]:
+    grid, moe, reached = work.grid, work.run.model.moe, kernels.reached
+    links = Links(kernels.device, reached)
+    found, behind = dict.fromkeys(("tp", "cp", "ep", "pp"), 0.0), 0.0
     once = moe is not None and moe.token_dispatcher_type == "flex"
-    for exchange, number in stage.exchanges.items():
+    for (exchange, product), number in stage.exchanges.items():
         name = "ep" if exchange.axis == "etp" else exchange.axis
-        found[name] += number * links.seconds(_group(grid, exchange.axis), exchange, once=once)
-    found = {name: time * (1 - reached.overlapped[name]) for name, time in found.items()}
+        each = links.seconds(_group(grid, exchange.axis), exchange, once=once)
+        found[name] += number * each
+        if name == "tp" and product is not None and reached.overlapped["tp"]:
+            behind += number * min(each, kernels.linear(product))
+    hidden = {name: time * reached.overlapped[name] for name, time in found.items()}
+    hidden["tp"] = behind * reached.overlapped["tp"]  # in parts, beside the product that reads or gives the tensor
+    found = {name: time - hidden[name] for name, time in found.items()}
     found["ep"] += stage.mixtures * reached.pass_us * MICRO
     if grid.pp > 1:
         each = links.sent(work.sent, grid.world // grid.pp) * 2 * work.run.parallel.vpp

@@ -57,7 +57,8 @@ class Work:
     backward: Counter[Linear] = field(default_factory=Counter)
     attends: Counter[Pairs] = field(default_factory=Counter)
     attends_back: Counter[Pairs] = field(default_factory=Counter)
-    exchanges: Counter[Exchange] = field(default_factory=Counter)
+    exchanges: Counter[tuple[Exchange, Linear | None]] = field(default_factory=Counter)
+    """With the product of the same operation, behind which an exchange may run."""
     moved: float = 0.0
     """Bytes of memory-bound operations."""
     operations: int = 0
@@ -94,7 +95,7 @@ def work_of(graph: Graph) -> Work:
         passes = 2 if op.again else 1
         _products(done, op, passes)
         for exchange in op.exchanges:
-            done.exchanges[exchange] += passes + 1
+            done.exchanges[exchange, _beside(op)] += passes + 1
         done.moved += op.moved * (passes + BACKWARD_MOVES)
         done.operations += (passes + 2) * bool(op.products or op.moved)
         calls.products += (passes + 2) * max(0, _alike(op) - 1)
@@ -102,6 +103,12 @@ def work_of(graph: Graph) -> Work:
         done.mixtures += (passes + 1) * op.name.startswith("mlp.dispatch")
         done.fixed += (passes + 1) * op.name.endswith(PADDED)
     return done
+
+
+def _beside(op: Op) -> Linear | None:
+    if not op.products or ATTENTION in op.name:
+        return None
+    return Linear(op.products[0], op.low, op.name.startswith(EXPERTS), op.factors)
 
 
 def _alike(op: Op) -> int:
@@ -119,9 +126,8 @@ def _products(done: Work, op: Op, passes: int) -> None:
             done.attends[pairs] += passes
             done.attends_back[pairs] += 1
         return
-    grouped = op.name.startswith(EXPERTS)
     for product in op.products:
-        linear = Linear(product, op.low, grouped, op.factors)
+        linear = Linear(product, op.low, op.name.startswith(EXPERTS), op.factors)
         done.forward[linear] += passes
         done.backward[linear] += 1
 
