@@ -128,6 +128,9 @@ DRAWN = {
     "delta net": f"model=qwen3_next_tiny parallel=tp2sp precision=bf16 {TOKENS}",
     "delta net full": f"model=qwen3_next_tiny parallel=single {TOKENS} parallel.recompute.granularity=full",
     "mamba": f"model=nemotron_h_tiny parallel=tp2sp precision=bf16 {TOKENS}",
+    "bent": "model=gemma2_9b model.num_layers=2 model.hidden_size=96 model.ffn_hidden_size=192 model.vocab_size=1000 "
+    "model.num_attention_heads=4 model.num_query_groups=2 model.kv_channels=32 model.window_size=32 data=mock "
+    "data.seq_length=64 trainer.micro_batch_size=2 trainer.global_batch_size=8 parallel=single precision=bf16",
     "t5": f"model=t5_tiny parallel=tp2 precision=bf16 {TOKENS}",
     "mixtral": f"model=mixtral_8x7b model.num_layers=4 parallel=ep8 {FEW_AT_ONCE}",
     "qwen": f"model=qwen3_30b_a3b model.num_layers=2 parallel=ep4 {FEW_AT_ONCE}",

@@ -39,6 +39,9 @@ RESERVE = 0.04
 HOST_LOGITS, GPU_LOGITS, CHUNK = 1 << 22, 1 << 27, 64
 """Logits that are there at once where the loss is made in parts, of a multiple of so many tokens: as in
 `mtrain_kernels.linear_cross_entropy`."""
+BENT = 5
+"""Numbers in fp32 of a logit that plain torch bends: the bent one and its slope, of this part and of the one before,
+and one on the way."""
 MOST_PARTS = 3
 """More of them add up the gradient of a weight in half precision in fp32: as there."""
 QUANTIZED_COPIES = 2
@@ -280,7 +283,8 @@ def _rows_of_logits(r: Rank, tokens: int, columns: int) -> int:
 def _logit_bytes(r: Rank) -> int:
     """Of a logit while its loss is made: a fused kernel writes the gradient over it, plain torch widens it."""
     fused = r.words["loss"] == "triton" or (r.words["loss"] != "megatron" and r.wide)
-    return r.element if fused else r.element + 4
+    bent = BENT * FP32 * (r.words["loss"] != "triton" and r.model.final_logit_softcapping is not None)
+    return (r.element if fused else r.element + 4) + bent
 
 
 def stage_memories(run: RunConfig) -> list[StageMemory]:
