@@ -172,7 +172,7 @@ def evaluations_in_one_graph(run: RunConfig) -> Iterator[Finding]:
     t, p, moe, key = run.trainer, run.parallel, run.model.moe, "model.moe.alltoall_capacity_factor"
     if t.cuda_graph_impl != "full_iteration" or moe is None or not moe.padded or p.ep == 1 or not t.eval_iters:
         return
-    tokens = t.micro * run.data.seq_length // (p.cp * p.tp)
+    tokens = t.micro * run.data.length // (p.cp * p.tp)
     held = [
         (p.etp or p.tp) * p.ep * room_of(tokens, moe.router_topk, moe.num_experts // p.ep, p.ep, factor)
         for factor in (moe.alltoall_capacity_factor, None)
