@@ -51,7 +51,11 @@ ENGINE_SAMPLE := $(addprefix tests/dist/test_,$(addsuffix .py,engines fields_are
   tests/dist/test_sparse_experts.py::test_maps_are_followed_by_kernels_as_by_megatron_core \
   tests/dist/test_fully_sharded.py::test_a_rank_keeps_its_part_of_the_weights_and_never_had_more \
   tests/dist/test_megatron_checkpoints.py::test_weights_of_another_model_are_named_and_nothing_is_written \
-  tests/dist/test_any_rank.py::test_the_plan_names_every_weight_of_a_stage_as_it_is_built
+  tests/dist/test_any_rank.py::test_the_plan_names_every_weight_of_a_stage_as_it_is_built \
+  tests/dist/test_sparse_attention.py::test_with_as_many_keys_as_there_are_it_is_plain_mla \
+  tests/dist/test_soap.py::test_the_same_gradients_make_the_same_bits_in_every_layout \
+  tests/dist/test_padded_exchange.py::test_steps_have_the_bits_of_exact_exchanges \
+  tests/dist/test_packing_is_proven.py::test_one_global_batch_has_one_loss_and_one_gradient_in_any_split
 
 # A sample on that release: fields, patches, layouts, resume, and runs of either release that go on in the other
 engines: $(ENGINE)

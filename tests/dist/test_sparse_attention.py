@@ -154,6 +154,8 @@ LAYOUTS = {
     "parallel.overlap_grad_reduce=true parallel.overlap_param_gather=true",
     "loss over chosen keys": "parallel=tp2sp model.dsa.indexer_use_sparse_loss=true",
     "recomputed": "parallel=tp2sp parallel.recompute.granularity=full",
+    "parts recomputed": "parallel=tp2 parallel.recompute.granularity=selective "
+    "parallel.recompute.modules=[layernorm,mla_up_proj]",
     "tp2 fp16": "parallel=tp2sp precision=fp16",
     "muon": "parallel=tp2sp optim=muon",
     "tp2 bf16": "parallel=tp2sp precision=bf16",

@@ -162,6 +162,7 @@ STEPS = {
     "padded by a factor, again": ["kernels=triton", "parallel=ep2", *MIXTRAL, PADDED, FACTOR, FULL],
     "muon": ["kernels=triton", "parallel=single", "optim=muon", *SMALL],
     "a hybrid": ["kernels=triton", "parallel=single", "model=nemotron_h_tiny", *SMALL, *HYBRID],
+    "documents, a part of each": ["kernels=triton", "parallel=cp2", "data.packed=true", *SMALL],
     "maps": ["kernels=reference", "parallel=single", *MIXTRAL],
 }
 WAITS = {"experts, exchanged": {"rows that are exchanged": 2}}

@@ -118,7 +118,6 @@ def configurations(tmp_path_factory: pytest.TempPathFactory) -> list[RunConfig]:
     """Those of the catalogues, random combinations of what they change, drawn ones, and some with files."""
     out = [compose(row.words).run for row in (*ROWS, *MORE) if not row.text and _accepted(row.words)]
     out += [apply(tiny(), change) for change in CHANGES]
-    out += _applied({"model.moe": PADDED, "parallel.ep": 2, "trainer.cuda_graph_impl": "full_iteration"})
     random_ = random.Random(3)
     for _ in range(500):
         several: dict[str, Any] = {}
@@ -127,6 +126,7 @@ def configurations(tmp_path_factory: pytest.TempPathFactory) -> list[RunConfig]:
         out += _applied(several)
     drawn(out)
     out += _with_files(tmp_path_factory.mktemp("files"))
+    out += _applied({"model.moe": PADDED, "parallel.ep": 2, "trainer.cuda_graph_impl": "full_iteration"})
     return [resolve(raw, machine) for raw, machine in zip(out, _machines(len(out)), strict=True)]
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from itertools import pairwise
 from typing import Any
 
 import torch
@@ -114,17 +113,23 @@ def context_positions(
     """Positions [ranks, tokens / ranks] that each context-parallel rank holds, in its order.
 
     Every sequence (all `tokens`, or each between two entries of `cu_seqlens`) is split into 2 * ranks chunks of which
-    rank r holds r and 2 * ranks - 1 - r, so that each has as much causal work as the others.
-    Raises `ValueError` where a sequence cannot be split so, or the sequences do not make up `tokens`.
+    rank r holds r and 2 * ranks - 1 - r, so that each has as much causal work as the others. Nothing waits for a
+    device on which `cu_seqlens` lies.
+    Raises `ValueError` where all `tokens` cannot be split so; for packed sequences, also where they do not make up
+    `tokens`, `RuntimeError`, which a device raises later.
     """
-    bounds = [0, tokens] if cu_seqlens is None else cu_seqlens.tolist()
-    if bounds[-1] != tokens:
-        raise ValueError(f"packed sequences end at {bounds[-1]}, not at the {tokens} tokens of the batch")
-    held: list[list[Tensor]] = [[] for _ in range(ranks)]
-    for start, stop in pairwise(bounds):
-        if (stop - start) % (2 * ranks):
-            raise ValueError(f"a sequence of {stop - start} tokens is not split into {2 * ranks} equal chunks")
-        chunks = torch.arange(start, stop, device=device).view(2 * ranks, -1)
-        for rank in range(ranks):
-            held[rank] += [chunks[rank], chunks[2 * ranks - 1 - rank]]
-    return torch.stack([torch.cat(parts) for parts in held])
+    place = torch.arange(tokens // ranks, device=device)
+    if cu_seqlens is None:
+        if tokens % (2 * ranks):
+            raise ValueError(f"a sequence of {tokens} tokens is not split into {2 * ranks} equal chunks")
+        ends = torch.arange(0, tokens + 1, tokens, device=device)
+    else:
+        ends = cu_seqlens.long()
+        fits = (ends[-1] == tokens) & (ends.diff() % (2 * ranks) == 0).all()
+        torch._assert_async(fits, f"packed sequences do not make up {tokens} tokens in {2 * ranks} equal chunks each")
+        ends = ends.to(place.device, non_blocking=True)
+    of = torch.searchsorted(ends // ranks, place, right=True) - 1
+    start, chunk = ends[of], (ends.diff() // (2 * ranks))[of]
+    within = place - start // ranks
+    rank = torch.arange(ranks, device=device)[:, None]
+    return start + within + chunk * torch.where(within < chunk, rank, 2 * ranks - 2 - rank)
