@@ -109,9 +109,9 @@ def test_one_group_in_blocks_is_the_dense_layer_to_the_bit() -> None:
     assert torch.equal(ours, dense)
 
 
-@pytest.mark.full
+@pytest.mark.parametrize("impl", ["reference", pytest.param("triton", marks=pytest.mark.full)])
 @pytest.mark.parametrize("recipe", RECIPES)
-def test_what_is_computed_again_is_the_same_to_the_bit_and_no_operand_is_kept(recipe: Recipe) -> None:
+def test_what_is_computed_again_is_the_same_to_the_bit_and_no_operand_is_kept(recipe: Recipe, impl: str) -> None:
     given = gated([130, 0, 1])
     leaves, kept, found = [given[name] for name in ("x", "share", "weight")], {}, {}
     for again in (False, True):
@@ -122,7 +122,7 @@ def test_what_is_computed_again_is_the_same_to_the_bit_and_no_operand_is_kept(re
             return t
 
         with torch.autograd.graph.saved_tensors_hooks(note, lambda t: t):
-            y = layer("triton", recipe, True, again=again, **given)
+            y = layer(impl, recipe, True, again=again, **given)
         kept[again], found[again] = sum(sizes), [y, *torch.autograd.grad(y.sum(), leaves)]
     assert all(torch.equal(a, b) for a, b in zip(found[False], found[True], strict=True))
     assert kept[False] - kept[True] == 150 * 128 * reference.blocks_of(given["x"].shape[0], 3)

@@ -151,7 +151,7 @@ def test_no_bit_depends_on_whether_weights_that_fsdp_frees_are_kept_in_8_bits(re
 
     (steps, made), (right, once) = (run_ranks(4, partial(job, leave))[0] for leave in (True, False))
     assert steps == right
-    assert made == 2 * once
+    assert made == 2 * once > 0
 
 
 @pytest.mark.parametrize("words", [

@@ -174,7 +174,6 @@ RECOMPUTED = {
 RECOMPUTED_ALWAYS = ("full, block", "expert activations", "a hybrid, block")
 
 
-@pytest.mark.sampled
 @pytest.mark.parametrize("name", some(RECOMPUTED, RECOMPUTED_ALWAYS))
 def test_recomputation_changes_no_bit(name: str, tmp_path: Path) -> None:
     layout, recompute = RECOMPUTED[name]

@@ -56,7 +56,9 @@ def _largest_errors(
     return losses, norms, worst
 
 
-@pytest.mark.parametrize("name", some(LAYOUTS, ("tp2 sequence parallel", "dp2 overlapped", "tp2cp2", "pp2vpp2")))
+@pytest.mark.parametrize(
+    "name", some(LAYOUTS, ("tp2pp2", "tp2 sequence parallel", "dp2 overlapped", "cp2", "tp2cp2", "pp2vpp2"))
+)
 def test_a_layout_trains_as_one_rank_does(name: str, one_rank: tuple, tmp_path: Path) -> None:
     run = tiny_run(**LAYOUTS[name])
     values = run_ranks(run.parallel.ranks, _job, run, tmp_path)
@@ -65,7 +67,6 @@ def test_a_layout_trains_as_one_rank_does(name: str, one_rank: tuple, tmp_path: 
     assert max(losses, norms, worst) < TOLERANCE, (losses, norms, worst)
 
 
-@pytest.mark.sampled
 @pytest.mark.parametrize("name", ["dp2", "tp2", "pp2"])
 def test_a_flipped_gradient_on_one_rank_is_caught(name: str, one_rank: tuple, tmp_path: Path) -> None:
     run = tiny_run(**LAYOUTS[name])

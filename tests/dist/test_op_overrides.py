@@ -179,6 +179,19 @@ def test_steps_with_triton_are_steps_of_the_reference(name: str) -> None:
     assert ours != right, "not one bit differs, so Triton did nothing"
 
 
+OVERLAPPED = "parallel=dp parallel.ranks=2 parallel.distributed_optimizer=true parallel.overlap_grad_reduce=true"
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("precision", ["bf16", "fp8_blockwise"])
+def test_experts_wait_for_weights_that_are_gathered_while_others_compute(precision: str) -> None:
+    words = (*MIXTRAL, *OVERLAPPED.split(), *SMALL, "kernels=triton", f"precision={precision}")
+    few = ("parallel.ddp_bucket_size=1000", "trainer.micro_batch_size=1")  # a bucket for each weight
+    gathers = {how: [*words, *few, f"parallel.overlap_param_gather={how}"] for how in ("true", "false")}
+    values = interpreted.trained(gathers)
+    assert values["true"] == values["false"]
+
+
 ATTENTION = {
     "sinks, windows, packed": ("model=gpt_oss_tiny", "model.kv_channels=16", "data.packed=true", "parallel=single"),
     "caps": (

@@ -40,7 +40,7 @@ class _Saved:
     def __init__(self, kept: Kept, tensor: torch.Tensor) -> None:
         storage = tensor.untyped_storage()
         self.tensor, self.kept, self.key = tensor.detach(), kept, storage._cdata
-        weight = isinstance(tensor, torch.nn.Parameter)  # FSDP2 gives the whole ones memory of their own, for a while
+        weight = isinstance(tensor, torch.nn.Parameter)  # FSDP2's whole ones: test_fully_sharded sees that they go
         if weight or not storage.nbytes() or storage.data_ptr() in kept.known:
             self.key = 0
             return

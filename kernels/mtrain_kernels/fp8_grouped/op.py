@@ -30,6 +30,7 @@ class _Options(NamedTuple):
     again: bool
     main_grads: MainGrads | None
     backend: str
+    learns: bool
 
     @property
     def one(self) -> bool:
@@ -69,7 +70,8 @@ def grouped_fp8(
     require_grouped(x[:, : x.shape[1] // 2] if swiglu else x, weight, counts, None)
     if main_grads is not None and isinstance(weight, Tensor):
         raise ValueError("main_grads are of a list of weights, one for each group")
-    options = _Options(recipe, swiglu, again, main_grads, pick("fp8_grouped", impl, x.device))
+    backend = pick("fp8_grouped", impl, x.device)
+    options = _Options(recipe, swiglu, again, main_grads, backend, torch.is_grad_enabled())
     weights = [weight] if isinstance(weight, Tensor) else list(weight)
     ends = counts.cumsum(0).to(torch.int32)
     return _Grouped.apply(x, share, ends, options, *weights)  # type: ignore[no-any-return]
@@ -90,7 +92,7 @@ class _Grouped(torch.autograd.Function):
         ctx: Any, x: Tensor, share: Tensor | None, ends: Tensor, options: _Options, *weights: Tensor
     ) -> Tensor:
         need_x, need_share = ctx.needs_input_grad[:2]
-        need_weight = any(ctx.needs_input_grad[4:])
+        need_weight = options.learns and any(ctx.needs_input_grad[4:])  # which says yes without gradients, too
         activated, backend = options.swiglu is not None, options.backend
         given: dict[str, Any] = {"share": share, "swiglu": activated}
         turned = need_weight and not options.again

@@ -76,11 +76,12 @@ def _rows(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     if backend == "reference":
         q, scale, turned, turned_scale, found = reference.quantize_rows(x, share, ends, amax, format, one, swiglu)
-        nothing, none = scale.new_empty((0, 0)), scale.new_empty(0)
-        turned_scale = none if one else turned_scale if transposed else nothing
+        nothing = scale.new_empty((0, 0))
+        turned_scale = scale.new_empty(0) if one else turned_scale if transposed else nothing
         wanted = q.view(torch.uint8) if straight else nothing.to(torch.uint8)
         turned = turned.view(torch.uint8) if transposed else nothing.to(torch.uint8)
-        return wanted, scale if one or straight else nothing, turned, turned_scale, found if amax is None else none
+        found = found if amax is None else scale.new_empty(0)  # no two results may share memory
+        return wanted, scale if one or straight else nothing.clone(), turned, turned_scale, found
     from mtrain_kernels.fp8_grouped import quantize_triton
 
     return quantize_triton.quantize_rows(x, share, ends, amax, format, one, straight, transposed, swiglu)

@@ -11,6 +11,7 @@ from mtrain_kernels.activation.op import activation
 from mtrain_kernels.grouped_gemm.op import FUSED, rows_of
 from torch import Tensor
 
+from mtrain.mcore.grouped_linear import Gate
 from mtrain.mcore.layers import Activation
 
 
@@ -32,16 +33,14 @@ class GroupedExperts(TEGroupedMLP):  # type: ignore[misc]
             x, share = (permuted_probs[:, None] * x).to(x.dtype), None
         if self._quantises:
             h, _none = self.linear_fc1(x, counts)
-            options: dict[str, Any] = {"again": self.activation_recompute}
-            return self._biased(
-                self.linear_fc2.activated(h, counts, share, self.activation_func.impl, **options), counts, share
-            )
+            gate = Gate(self.activation_func.impl, share, self.activation_recompute)
+            return self._biased(self.linear_fc2(h, counts, before=gate), counts, share)
         if self.activation_recompute:
             h, _none = self.linear_fc1(x, counts)
             self.activation_checkpoint = tensor_parallel.CheckpointWithoutOutput()
             y = self.activation_checkpoint.checkpoint(self._activate, h, share)
         elif self._kind in FUSED and getattr(self.linear_fc1, "may_gate", False):
-            y = self.linear_fc1.gated(x, counts, share, self._kind)
+            y, _none = self.linear_fc1(x, counts, behind=Gate(self._kind, share))
         else:
             h, _none = self.linear_fc1(x, counts)
             y = self._activate(h, share)

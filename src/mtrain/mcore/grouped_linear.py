@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from megatron.core.process_groups_config import ProcessGroupCollection
@@ -21,6 +21,16 @@ from mtrain_kernels.grouped_gemm.reference import grouped_linear
 from torch import Tensor, nn
 
 Init = Callable[[Tensor], Any]
+
+
+class Gate(NamedTuple):
+    """An activation that is made in the kernels of a product, each row [r] times its `share`."""
+
+    kind: str
+    """Behind a product, its kind; before one in FP8, the implementation of SwiGLU."""
+    share: Tensor | None
+    again: bool = False
+    """Nothing but what it is made of is kept for the backward."""
 
 
 class _GroupedLinear(nn.Module):
@@ -95,15 +105,22 @@ class _GroupedLinear(nn.Module):
             else:
                 _initialize_affine_weight_gpu(weight, self._init_method, self.partition_dim, is_expert=True)
 
-    def forward(self, x: Tensor, rows: Sequence[int] | Tensor) -> tuple[Tensor, list[Tensor] | None]:
+    def forward(
+        self, x: Tensor, rows: Sequence[int] | Tensor, *, behind: Gate | None = None, before: Gate | None = None
+    ) -> tuple[Tensor, list[Tensor] | None]:
         """`x` [r, input] to [r, output]; the biases too, where the caller adds them.
 
         `rows` says how many each expert has, on the host or in integers on the device, where they stay; with the
-        latter, rows behind the last expert's give zeros.
+        latter, rows behind the last expert's give zeros. An activation is made in the same kernels: `behind` the
+        product, [r, output / 2], where `may_gate`; `before` it, of x [r, 2 input] and on the way into FP8. It is an
+        argument, so that hooks of this module run: megatron-core's waits for weights that are being gathered.
         """
+        if behind is not None:
+            return self._gated(x, torch.as_tensor(rows, device=x.device), behind), None
         biases = self._each("bias") if self._adds_bias else None
         if self.fp8 is not None:
-            y = self._in_fp8(x, torch.as_tensor(rows, device=x.device))
+            gate = {} if before is None else {"swiglu": before.kind, "share": before.share, "again": before.again}
+            y = self._in_fp8(x, torch.as_tensor(rows, device=x.device), **gate)
         elif self.impl == "reference" and not isinstance(rows, Tensor):
             y = grouped_linear(x, self._each("weight"), rows, biases)
         else:
@@ -121,25 +138,14 @@ class _GroupedLinear(nn.Module):
             y = y + rows_of(torch.stack(self._each("bias")), counts, y.shape[0], impl=self.impl)
         return y
 
-    def activated(
-        self, h: Tensor, counts: Tensor, share: Tensor | None, impl: str, *, again: bool
-    ) -> tuple[Tensor, list[Tensor] | None]:
-        """`forward`, in FP8, of SwiGLU of `h` [r, 2 input], by that implementation, times `share` [r].
-
-        Nothing but `h` is kept where the activation is to be computed `again` in the backward.
-        """
-        y = self._in_fp8(h, counts, swiglu=impl, share=share, again=again)
-        return y, self._each("bias") if self._returns_bias else None
-
     @property
     def may_gate(self) -> bool:
-        """Whether `gated` is there: the kernel knows no bias, and none of it is in FP8."""
+        """Whether an activation may be made behind the product: the kernel knows no bias and no FP8."""
         return self.fp8 is None and self.impl == "triton" and not self._adds_bias and not self._returns_bias
 
-    def gated(self, x: Tensor, counts: Tensor, share: Tensor, kind: str) -> Tensor:
-        """The activation `kind` of this layer's output, times `share` [r], in one kernel: [r, output / 2]."""
+    def _gated(self, x: Tensor, counts: Tensor, gate: Gate) -> Tensor:
         more: dict[str, Any] = {"impl": self.impl, "main_grads": self._main_grads()}
-        return grouped_gated(x, self._each("weight"), counts, kind, share, **more)
+        return grouped_gated(x, self._each("weight"), counts, gate.kind, gate.share, **more)
 
     def _main_grads(self) -> Callable[[], list[Tensor]] | None:
         """The buffers of megatron-core's data parallelism, where the kernel can add weight gradients to them at once.

@@ -51,7 +51,7 @@ def column(g: Graph, r: Rank, name: str, x: Tensor, inputs: int, outputs: int) -
     gathered = 0 if r.gathers_inputs or r.gathers_into_buffer else whole
     works = whole + (0 if r.frozen else gathered) + weight_bytes(r, product)
     more: dict[str, Any] = {"reads": [x], "gives": [y], "needs": gathered, "works": works}
-    g.add(name, keeps, [product], exchanges=arrives, low=True, factors=r.factors, **more)
+    g.add(name, keeps, [product], exchanges=arrives, low=r.multiplies_low, factors=r.factors, **more)
     beside(g, r, name, x, (inputs, outputs), (r.split_tokens, r.tokens, r.tokens))
     return y
 
@@ -65,7 +65,7 @@ def row(g: Graph, r: Rank, name: str, x: Tensor, inputs: int, outputs: int) -> T
     product, y = Product(r.tokens, outputs, inputs), Tensor(r.split_tokens * outputs * r.element)
     whole = (r.tokens if r.layout.sequence_parallel else 0) * outputs * r.element
     more: dict[str, Any] = {"reads": [x], "gives": [y], "needs": whole, "works": whole + weight_bytes(r, product)}
-    g.add(name, keeps, [product], exchanges=leaves, low=True, factors=r.factors, **more)
+    g.add(name, keeps, [product], exchanges=leaves, low=r.multiplies_low, factors=r.factors, **more)
     beside(g, r, name, x, (inputs, outputs), (r.tokens, r.split_tokens, r.split_tokens))
     return y
 
@@ -77,7 +77,7 @@ def whole(g: Graph, r: Rank, name: str, x: Tensor, inputs: int, outputs: int) ->
     keeps = [] if r.frozen or x.quantized else [kept]
     product, y = Product(r.split_tokens, outputs, inputs), Tensor(r.split_tokens * outputs * r.element)
     more: dict[str, Any] = {"reads": [x], "gives": [y], "works": weight_bytes(r, product)}
-    g.add(name, keeps, [product], low=True, factors=r.factors, **more)
+    g.add(name, keeps, [product], low=r.multiplies_low, factors=r.factors, **more)
     beside(g, r, name, x, (inputs, outputs), (r.split_tokens,) * 3)
     return y
 

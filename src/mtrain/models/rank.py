@@ -151,6 +151,11 @@ class Rank:
         """Whether tokens go to experts by lists of them."""
         return routes_by_lists(self._chosen)
 
+    @property
+    def multiplies_low(self) -> bool:
+        """Whether linear layers multiply in fewer bits; first and last ones may not."""
+        return self.run.precision.quantized is not None
+
     @cached_property
     def quantizes(self) -> bool:
         """Whether norms quantise for linear layers."""

@@ -175,17 +175,21 @@ class StageMemory:
         return found
 
     def _low_precision(self) -> int:
-        weights = [w for held in self.held for w in stage_weights(self.run, held) if not self._stays_wide(w, held)]
-        sizes = [w.numel for w in weights if _is_quantized(w)]
+        sizes: dict[tuple[int, str], int] = {}  # all experts of a layer are quantised at once
+        for chunk, held in enumerate(self.held):
+            for w in stage_weights(self.run, held):
+                if _is_quantized(w) and not self._stays_wide(w, held):
+                    key = chunk, w.name.rstrip("0123456789")
+                    sizes[key] = sizes.get(key, 0) + w.numel
         if passing(self.run):
-            return QUANTIZED_COPIES * max(sizes, default=0)
-        return quantized_bytes(self.run) * sum(sizes)
+            return QUANTIZED_COPIES * max(sizes.values(), default=0)
+        return quantized_bytes(self.run) * sum(sizes.values())
 
     def _stays_wide(self, weight: Weight, held: Stage) -> bool:
         """Whether a weight is of a layer that does not multiply in fewer bits."""
         stack, _, rest = weight.name.partition(".layers.")
         number, m = int(rest.partition(".")[0] or 0), self.run.model
-        if stack in ("decoder", "encoder"):
+        if m.t5 is None and stack in ("decoder", "encoder"):
             return self.run.precision.leaves(held.layers[number], m.num_layers)
         if stack == "vision.encoder" and m.llava is not None:
             return self.run.precision.leaves(number, m.llava.used_layers)
@@ -324,4 +328,5 @@ def stage_kind(run: RunConfig, stage: Stage) -> tuple[object, ...]:
     kinds = "" if m.hybrid is None else m.hybrid.pattern[layers.start : layers.stop]
     linear = () if m.linear_attention is None else tuple(map(m.is_linear, layers))
     turn = [layers.start % every for every in (m.window_attn_skip_freq, m.no_rope_freq) if every]
-    return stage.embedding, stage.loss, stage.mtp, len(layers), dense, kinds, linear, *turn
+    wide = tuple(run.precision.leaves(layer, m.num_layers) for layer in layers)
+    return stage.embedding, stage.loss, stage.mtp, len(layers), dense, kinds, linear, wide, *turn

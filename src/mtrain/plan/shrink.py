@@ -233,15 +233,17 @@ def _state(run: RunConfig, dtype: str) -> dict[str, Any]:
 
 
 def _with_sides_of(run: RunConfig, small: RunConfig) -> RunConfig:
-    """`small`, in which sides of matrices have no eigenbasis where those of `run` are too long for one."""
+    """`small`, with the limit under which most sides of matrices have an eigenbasis where those of `run` have one."""
     how = update_of(run)
     if not isinstance(how, Rotated):
         return small
     long = {side for side, length in _sides(run).items() if length > how.longest}
-    lengths = [length for side, length in _sides(small).items() if side in long]
-    if not lengths:
+    sides = _sides(small)
+    if not long & sides.keys():
         return small
-    section = getattr(small.optim, small.optim.name).model_copy(update={"max_precond_dim": min(lengths) - 1})
+    limits = sorted({max(1, length - less) for length in sides.values() for less in (0, 1)}, reverse=True)
+    limit = max(limits, key=lambda n: sum((length > n) == (side in long) for side, length in sides.items()))
+    section = getattr(small.optim, small.optim.name).model_copy(update={"max_precond_dim": limit})
     return small.model_copy(update={"optim": small.optim.model_copy(update={small.optim.name: section})})
 
 

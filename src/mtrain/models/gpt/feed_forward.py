@@ -218,7 +218,7 @@ def _experts(g: Graph, r: Rank, moe: MoEConfig, x: Tensor, rows: int, held: int)
         weighed, x = 0, weighed_x
     products, moved = [Product(each, up, h, local)], held * _biased(r)[0] * up
     more: dict[str, Any] = {"reads": [x], "gives": [hidden], **_apart(r, products[0], hidden, x)}
-    g.add("mlp.experts.linear_fc1", kept, products, low=True, moved=moved, factors=r.factors, **more)
+    g.add("mlp.experts.linear_fc1", kept, products, low=r.multiplies_low, moved=moved, factors=r.factors, **more)
     beside_experts(g, r, "mlp.experts.linear_fc1", sent, (each, local), (h, up))
     with g.recomputed("moe_act", hidden, Tensor(held * FP32), when=again, discarded=True):
         y = activation(g, r, "mlp.experts.activation", hidden, held * width, weighed=weighed)
@@ -226,7 +226,7 @@ def _experts(g: Graph, r: Rank, moe: MoEConfig, x: Tensor, rows: int, held: int)
     kept = [*([] if nothing else [Tensor(eight * width) if low else y]), *([second] if second else [])]
     products, moved = [Product(each, h, width, local)], held * _biased(r)[1] * h
     more = {"reads": [y], "gives": [out], **_apart(r, products[0], out, y)}
-    g.add("mlp.experts.linear_fc2", kept, products, low=True, moved=moved, factors=r.factors, **more)
+    g.add("mlp.experts.linear_fc2", kept, products, low=r.multiplies_low, moved=moved, factors=r.factors, **more)
     beside_experts(g, r, "mlp.experts.linear_fc2", y, (each, local), (width, h))
     if r.model.add_bias_linear and r.by_lists and not moe.apply_probs_on_input:
         g.add("mlp.experts.bias", [Tensor(held * h * a)])  # of each row, for the gradient of its weight

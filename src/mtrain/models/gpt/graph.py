@@ -51,7 +51,8 @@ def _norm(g: Graph, r: Rank, name: str, x: Tensor, *, again: bool = False) -> Te
 
 def stage(r: Rank, held: Stage) -> list[Graph]:
     """What a (virtual) stage computes on one micro-batch: what is before the layers, each layer, what is behind."""
-    first, end, last = Graph(), Graph(), Graph()
+    first, last = Graph(), Graph()
+    end = Graph() if held.mtp else last
     x = stream(r)
     if held.embedding:
         x = embedding(first, r, tables=int(r.model.position_embedding_type == "learned_absolute"))
@@ -68,7 +69,7 @@ def stage(r: Rank, held: Stage) -> list[Graph]:
         x = _prediction(g, r, x)
     for _ in range((1 + (r.model.mtp_num_layers or 0)) * held.loss):
         loss(last, r, x)
-    return [first, *graphs, end, *predictions, last]
+    return [first, *graphs, *([end] if held.mtp else []), *predictions, last]
 
 
 def kind(r: Rank, index: int) -> tuple[bool, ...]:

@@ -13,9 +13,9 @@ MULTIPROCESSORS = {80: 108, 86: 84, 89: 142, 90: 132, 100: 148, 103: 160}
 EXPONENTIALS = {80: 16 / 2048, 86: 16 / 1024, 89: 16 / 1024, 90: 16 / 4096, 100: 16 / 8192, 103: 32 / 8192}
 """Compute capability -> exponentials for each FLOP of dense products in 16 bits, from NVIDIA's white papers."""
 FIRST = {
-    8: (400, {"bf16": 312}),
-    9: (700, {"bf16": 989, "fp8": 1979}),
-    10: (1000, {"bf16": 2250, "fp8": 4500, "fp4": 9000}),
+    8: (400, {"bf16": 312, "fp16": 312}),
+    9: (700, {"bf16": 989, "fp16": 989, "fp8": 1979}),
+    10: (1000, {"bf16": 2250, "fp16": 2250, "fp8": 4500, "fp4": 9000}),
 }
 """Generation -> watts and peaks in TFLOP/s of its first device for servers, from its data sheet."""
 BLACKWELL = 10
@@ -73,7 +73,7 @@ def device_of(cluster: ClusterConfig) -> Device:
     exponentials = math.inf if on_host else EXPONENTIALS.get(cluster.sm or 0, EXPONENTIALS[90])
     domain = cluster.fast_link_devices or 1
     generation, power = (cluster.sm or 0) // 10, dict[str, float]()
-    if cluster.power_watts is not None and generation in FIRST:
+    if cluster.power_watts is not None and generation in FIRST and cluster.sm not in (86, 89):  # not for servers
         watts, first = FIRST[generation]
         more = cluster.power_watts / watts
         power = {form: more * peak * TERA / peaks[form] for form, peak in first.items() if form in peaks}

@@ -73,7 +73,7 @@ class Kernels:
 
     def _product(self, m: int, n: int, k: int, batch: int, one: Linear, result: int = 0) -> float:
         """Of products whose result moves so many bytes an element; 0: it is written in the format of activations."""
-        low = one.low and self.recipe != self.format
+        low, (m, n, k) = one.low and self.recipe != self.format, (max(1, size) for size in (m, n, k))
         form = self.low_format if low else self.format
         peak = self.device.peaks[form]
         reached = self.reached.products[self.recipe if low else self.format]
@@ -86,8 +86,9 @@ class Kernels:
         # a tile is begun and ended in a time, in which faster multiprocessors would multiply more
         lost = e.tile_us * MICRO * peak / d.multiprocessors / (2 * TILE_M * TILE_N)
         reached *= waves / (waves + e.waves_lost) * k / (k + lost)
-        # tiles at the edges of a large result are computed whole; for a small one there are smaller tiles
-        made = rows * TILE_M * columns * TILE_N if min(m, n) >= TILE_M else m * n
+        # tiles at the edges of a large result are computed whole; a small one, or a host, has smaller ones
+        whole = min(m, n) >= TILE_M and not d.on_host
+        made = rows * TILE_M * columns * TILE_N if whole else m * n
         arithmetic = 2 * made * k * batch / (peak * reached)
         each = 1 if low else self.element
         moved = batch * (each * (m * k + n * k) + (result or self.element) * m * n)

@@ -234,7 +234,7 @@ class Costs:
             if id(graph) not in known:
                 known[id(graph)] = self._piece(work, graph)
         made = np.array([known[id(graph)] for graph in graphs])
-        cut = len(made) - 1 - ends
+        cut = len(made) - 1 - ends - bool(ends)  # in front of predictions there is the last norm
         body = made[1:cut]
         if len(body) != m.num_layers:  # groups that are computed again together
             body = np.repeat(body.sum(0, keepdims=True) / m.num_layers, m.num_layers, 0)
@@ -248,7 +248,10 @@ class Costs:
         twice[column(run)] = table(run) * bool(m.tie_word_embeddings or ends)
         largest = float(body[:, EXPERTS:].sum(1).max())
         sent = r.split_tokens * m.hidden_size * r.element
-        return Pieces(first, before, behind, twice, sum(backwards(graphs).peak), largest, sent)
+        working = sum(
+            backwards(graphs[:-1]).peak
+        )  # a loss is on the last stage alone, and what it keeps counts there
+        return Pieces(first, before, behind, twice, working, largest, sent)
 
     def _piece(self, work: StepWork, graph: Graph) -> Piece:
         done = work_of(graph)
