@@ -101,6 +101,8 @@ KEPT = {
     "deepseek experts": f"model=deepseek_tiny parallel=single {SHORT} parallel.recompute.granularity=selective "
     "parallel.recompute.modules=[moe,shared_experts]",
     "glm": f"model=glm45_tiny parallel=pp2 {SHORT}",
+    "glm block": f"model=glm45_tiny parallel=single {SHORT} parallel.recompute.granularity=full "
+    "parallel.recompute.method=block",
     "gemma": "model=gemma_tiny model.window_size=32 parallel=single",
     "gemma bf16 tp": "model=gemma_tiny model.window_size=32 parallel=tp2 precision=bf16 kernels.loss=megatron",
     "gemma caps": f"model=gemma2_9b {SHORT} {NARROW} model.num_query_groups=2 model.kv_channels=32 "
@@ -214,6 +216,8 @@ KEPT |= {
     "lora hybrid": f"model=nemotron_h_tiny parallel=tp2sp {LORA} peft.target=[qkv,proj,fc1,fc2,in_proj,out_proj]",
     "lora hybrid packed bf16": f"model=nemotron_h_tiny parallel=single {LORA} precision=bf16 data.packed=true",
     "lora hybrid experts": f"{GRANITE} parallel=tp2 {LORA}",
+    "lora block": f"model=glm45_tiny parallel=single {SHORT} {LORA} parallel.recompute.granularity=full "
+    "parallel.recompute.method=block",
     "lora interleaved": f"parallel=pp2vpp2 model.num_layers=8 {LORA}",
     "lora shared": f"model=mixtral_tiny parallel=tp2sp {SHORT} {LORA} "
     "model.moe.shared_expert_intermediate_size=64 model.moe.shared_expert_gate=true",
