@@ -39,6 +39,7 @@ KEPT = {
     "llama cp": f"parallel=cp2 {SHORT}",
     "llama cp bf16 packed": f"parallel=cp2 {SHORT} precision=bf16 data.packed=true",
     "llama cp ring": f"parallel=cp2 {SHORT} parallel.cp_comm_type=p2p",
+    "llama cp ring dropout": f"parallel=cp2 {SHORT} parallel.cp_comm_type=p2p model.attention_dropout=0.1",
     "llama cp ulysses": f"parallel=cp2 {SHORT} parallel.cp_comm_type=a2a",
     "llama cp both": f"parallel=cp4 {SHORT} parallel.cp_comm_type=a2a+p2p parallel.hierarchical_cp_sizes=[2,2]",
     "llama packed": f"parallel=tp2sp {SHORT} data.packed=true",
@@ -110,6 +111,8 @@ KEPT = {
     "gpt oss": f"model=gpt_oss_tiny parallel=single {SHORT}",
     "gpt oss ep bf16": f"model=gpt_oss_tiny parallel=ep2 {SHORT} precision=bf16",
     "gpt oss ring": f"model=gpt_oss_tiny parallel=cp2 {SHORT} parallel.cp_comm_type=p2p",
+    "capped ring": f"model=gemma2_9b {SHORT} {NARROW} model.num_query_groups=2 model.kv_channels=32 parallel=cp2 "
+    "model.window_size=null model.window_attn_skip_freq=null parallel.cp_comm_type=p2p",
     "bert": f"model=bert_tiny parallel=tp2sp {SHORT} precision=bf16",
     "bert pp": "model=bert_tiny parallel=pp2",
     "t5": f"model=t5_tiny parallel=single {SHORT}",
