@@ -166,6 +166,10 @@ KEPT = {
     "no positions": f"parallel=single {SHORT} model.position_embedding_type=none precision=bf16",
     "t5 bf16 tp": f"model=t5_tiny parallel=tp2 {SHORT} precision=bf16",
     "llava": f"model=llava_tiny parallel=single {SHORT}",
+    "llava block": f"model=llava_tiny parallel=single {SHORT} parallel.recompute.granularity=full "
+    "parallel.recompute.method=block",
+    "llava fp8 projector": f"model=llava_tiny parallel=tp2 {SHORT} precision=fp8_blockwise "
+    "model.llava.freeze=[projector]",
     "llava projector": f"model=llava_tiny parallel=tp2sp {SHORT} model.llava.freeze=[vision,language]",
     "llava frozen tp": f"model=llava_tiny parallel=tp2 {SHORT} precision=bf16 model.llava.freeze=[vision]",
 }
