@@ -39,6 +39,7 @@ KEPT = {
     "llama cp": f"parallel=cp2 {SHORT}",
     "llama cp bf16 packed": f"parallel=cp2 {SHORT} precision=bf16 data.packed=true",
     "llama cp ring": f"parallel=cp2 {SHORT} parallel.cp_comm_type=p2p",
+    "llama cp ring dropout": f"parallel=cp2 {SHORT} parallel.cp_comm_type=p2p model.attention_dropout=0.1",
     "llama cp ulysses": f"parallel=cp2 {SHORT} parallel.cp_comm_type=a2a",
     "llama cp both": f"parallel=cp4 {SHORT} parallel.cp_comm_type=a2a+p2p parallel.hierarchical_cp_sizes=[2,2]",
     "llama packed": f"parallel=tp2sp {SHORT} data.packed=true",
@@ -101,6 +102,8 @@ KEPT = {
     "deepseek experts": f"model=deepseek_tiny parallel=single {SHORT} parallel.recompute.granularity=selective "
     "parallel.recompute.modules=[moe,shared_experts]",
     "glm": f"model=glm45_tiny parallel=pp2 {SHORT}",
+    "glm block": f"model=glm45_tiny parallel=single {SHORT} parallel.recompute.granularity=full "
+    "parallel.recompute.method=block",
     "gemma": "model=gemma_tiny model.window_size=32 parallel=single",
     "gemma bf16 tp": "model=gemma_tiny model.window_size=32 parallel=tp2 precision=bf16 kernels.loss=megatron",
     "gemma caps": f"model=gemma2_9b {SHORT} {NARROW} model.num_query_groups=2 model.kv_channels=32 "
@@ -108,6 +111,8 @@ KEPT = {
     "gpt oss": f"model=gpt_oss_tiny parallel=single {SHORT}",
     "gpt oss ep bf16": f"model=gpt_oss_tiny parallel=ep2 {SHORT} precision=bf16",
     "gpt oss ring": f"model=gpt_oss_tiny parallel=cp2 {SHORT} parallel.cp_comm_type=p2p",
+    "capped ring": f"model=gemma2_9b {SHORT} {NARROW} model.num_query_groups=2 model.kv_channels=32 parallel=cp2 "
+    "model.window_size=null model.window_attn_skip_freq=null parallel.cp_comm_type=p2p",
     "bert": f"model=bert_tiny parallel=tp2sp {SHORT} precision=bf16",
     "bert pp": "model=bert_tiny parallel=pp2",
     "t5": f"model=t5_tiny parallel=single {SHORT}",
@@ -161,6 +166,10 @@ KEPT = {
     "no positions": f"parallel=single {SHORT} model.position_embedding_type=none precision=bf16",
     "t5 bf16 tp": f"model=t5_tiny parallel=tp2 {SHORT} precision=bf16",
     "llava": f"model=llava_tiny parallel=single {SHORT}",
+    "llava block": f"model=llava_tiny parallel=single {SHORT} parallel.recompute.granularity=full "
+    "parallel.recompute.method=block",
+    "llava fp8 projector": f"model=llava_tiny parallel=tp2 {SHORT} precision=fp8_blockwise "
+    "model.llava.freeze=[projector]",
     "llava projector": f"model=llava_tiny parallel=tp2sp {SHORT} model.llava.freeze=[vision,language]",
     "llava frozen tp": f"model=llava_tiny parallel=tp2 {SHORT} precision=bf16 model.llava.freeze=[vision]",
 }
@@ -214,6 +223,8 @@ KEPT |= {
     "lora hybrid": f"model=nemotron_h_tiny parallel=tp2sp {LORA} peft.target=[qkv,proj,fc1,fc2,in_proj,out_proj]",
     "lora hybrid packed bf16": f"model=nemotron_h_tiny parallel=single {LORA} precision=bf16 data.packed=true",
     "lora hybrid experts": f"{GRANITE} parallel=tp2 {LORA}",
+    "lora block": f"model=glm45_tiny parallel=single {SHORT} {LORA} parallel.recompute.granularity=full "
+    "parallel.recompute.method=block",
     "lora interleaved": f"parallel=pp2vpp2 model.num_layers=8 {LORA}",
     "lora shared": f"model=mixtral_tiny parallel=tp2sp {SHORT} {LORA} "
     "model.moe.shared_expert_intermediate_size=64 model.moe.shared_expert_gate=true",

@@ -218,16 +218,19 @@ def _ring(g: Graph, r: Rank, h: Heads) -> Tensor:
     b, (inner, steps) = r.samples, _around(r)
     n, s = h.n // inner, r.length * inner
     rows, out = b * n * s, b * n * s * h.v_width
+    q = h.q if inner == 1 else Tensor(rows * h.width * FP32)  # what is in fp32 already is not copied at every step
     for step in range(steps):
         operands = [rows * h.width, b * n * s * h.width, out]
         scores = [rows * s] * (3 if r.model.attn_logit_softcapping else 2)  # bent ones, exponentials and shares
-        numbers = [rows] * 2
-        sizes = [size * FP32 for size in (*operands, *scores, *numbers)]
-        keeps = [*map(Tensor, sizes), Tensor(s * s * MASK, constant=True)]
+        sizes = [size * FP32 for size in (*operands[r.wide :], *scores, rows, rows)]
+        sizes += [rows * s * (FP32 if r.host else MASK)] * bool(r.model.attention_dropout)
+        keeps = [*[q] * r.wide, *map(Tensor, sizes), Tensor(s * s * MASK, constant=True)]
         more: dict[str, Any] = {"reads": [] if step else h.operands, "works": (2 * rows * s + sum(operands)) * FP32}
         g.add("core_attention", keeps, _products(r, h, s, s, n), needs=rows * s * FP32, **more)
     for _ in range(steps - 1):
         g.add("core_attention.merge", [Tensor(size * FP32) for size in (out, out, *[rows] * 4)], works=2 * out * FP32)
+    if r.model.softmax_type != "vanilla":  # each head's sink joins when all parts are there
+        g.add("core_attention.sink", [Tensor(size * FP32) for size in (out, rows, rows)], works=2 * out * FP32)
     y = Tensor(r.tokens * h.n * h.v_width * r.element)
     g.add("core_attention.rounded", gives=[y], works=out * FP32)
     return y

@@ -116,7 +116,9 @@ def _prediction(g: Graph, r: Rank, hidden: Tensor) -> Tensor:
     r = replace(r, adapted=False)
     h = r.model.hidden_size
     token = embedding(g, r)
-    with g.recomputed("mtp.layers", hidden, token, when=r.layout.recompute.granularity == "full"):
+    again = r.layout.recompute
+    redone = again.granularity == "full" and again.method != "block"  # megatron-core passes over it there
+    with g.recomputed("mtp.layers", hidden, token, when=redone):
         parts = _norm(g, r, "mtp.enorm", token), _norm(g, r, "mtp.hnorm", hidden)
         both = Tensor(r.split_tokens * 2 * h * r.element)
         g.add("mtp.both", reads=parts, gives=[both])

@@ -65,7 +65,9 @@ def _tower(r: Rank) -> Rank:
         },
         **{"attention_dropout": 0.0, "softmax_type": "vanilla", "attn_logit_softcapping": None},
     }
-    alone = {"sequence_parallel": False, "cp": 1}
+    # where whole layers are computed again, each of the tower's is, by itself
+    again = {"method": "uniform", "num_layers": 1, "distribute_saved_activations": False}
+    alone = {"sequence_parallel": False, "cp": 1, "recompute": r.layout.recompute.model_copy(update=again)}
     run = r.run.model_copy(
         update={
             "model": r.model.model_copy(update=shape),
