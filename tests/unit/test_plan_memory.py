@@ -117,3 +117,18 @@ def test_logits_that_are_there_at_once_are_counted_and_follow_from_the_devices_m
     tokens = [mib * 2**20 // 2 // 128256 // 64 * 64 for mib in (256, 2048)]
     summed = 128256 * 4096 * 4  # the gradient of a weight, in fp32 where it is added up of more than three parts
     assert many - few == (min(tokens[1], 8192) - tokens[0]) * (128256 * 2 + 4096 * 4) - summed
+
+
+def test_a_decoder_that_is_deeper_than_its_encoder_is_planned() -> None:
+    run = load(
+        ["recipe=t5/tiny_cpu", "model.t5.decoder_layers=6", "parallel=single"], Machine(64, 1 << 42), {}, to_run=False
+    ).run
+    assert worst_stage(run).peak > 0
+
+
+def test_experts_are_quantised_all_at_once_where_weights_are_freed() -> None:
+    words = "model=mixtral_8x7b cluster=h100x8 data=mock data.seq_length=2048 precision=fp8_blockwise parallel.tp=1 "
+    words += "parallel.pp=1 parallel.ep=1 parallel.fsdp=fsdp2 parallel.distributed_optimizer=false kernels=triton"
+    run = load(words.split(), Machine(64, 1 << 42), {}, to_run=False).run
+    fc1 = 8 * 2 * run.model.moe.ffn_hidden_size * run.model.hidden_size  # type: ignore[union-attr]
+    assert worst_stage(run).parts["low_precision"] == 2 * fc1

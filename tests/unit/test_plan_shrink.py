@@ -270,3 +270,7 @@ def test_sides_that_are_too_long_for_eigenbases_are_too_long_when_they_are_shrun
         "decoder.layers.mlp.linear_fc2.weight 0",
     }
     assert shrink(load(["optim=soap"]).run, steps=2).optim.soap.max_precond_dim == 10000
+    words = "model=mixtral_8x7b parallel=ep4 cluster=h100 optim=soap data=mock"
+    small = shrink(load(words.split()).run, steps=2)  # its experts shrink to less than its hidden_size
+    bases = [length <= small.optim.soap.max_precond_dim for length in _sides(small).values()]
+    assert 2 * sum(bases) > len(bases)

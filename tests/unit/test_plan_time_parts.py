@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from functools import cache
 
+import numpy as np
 import pytest
 
 from mtrain.cli.setup import load
@@ -185,3 +186,40 @@ def test_a_tensor_travels_behind_its_own_product_and_no_other() -> None:
     )
     assert 0 < shown["tp"] - hidden["tp"] < hidden["gemm"]
     assert hidden["tp"] > 0.1 * shown["tp"], "on eight ranks, products are shorter than what they send"
+
+
+@pytest.mark.parametrize("words", ["", " model.mtp_num_layers=1 model.mtp_loss_scaling_factor=0.3"])
+def test_a_search_has_each_layer_by_itself(words: str) -> None:
+    base = "model=deepseek_v2_lite model.num_layers=8 model.moe.first_dense_layers=2 parallel.ep=2 cluster=h100x8"
+    run = run_of(f"{base} data=mock data.seq_length=4096 trainer.global_batch_size=64{words}")
+    layers = np.diff(Costs(run).pieces(run).layers, axis=0)
+    assert len(layers) == 8
+    assert np.allclose(layers[0], layers[1])
+    assert np.allclose(layers[2], layers[7])
+    assert not np.allclose(layers[1], layers[2]), "dense ones are not experts"
+
+
+def test_layers_that_stay_in_bf16_take_its_time() -> None:
+    words = "model=llama3_8b cluster=h100x8 data=mock data.seq_length=4096 trainer.global_batch_size=64 parallel.tp=1"
+    some = "precision=fp8_blockwise precision.num_layers_at_start_in_bf16=16 precision.num_layers_at_end_in_bf16="
+    low, less, none, wide = (
+        step_time(run_of(f"{words} {said}")).seconds
+        for said in ("precision=fp8_blockwise", f"{some}1", f"{some}15", "precision=bf16")
+    )
+    assert low < less < none < wide
+
+
+def test_a_host_and_an_expert_without_a_row_have_no_whole_tiles() -> None:
+    cpu = "cluster=cpu data=mock cluster.peak_tflops.fp32=0.05 cluster.memory_gbps=8 cluster.operation_us=10"
+    run = run_of(f"{cpu} parallel=single")
+    kernels = Kernels(device_of(run.cluster), reached_by(run.cluster), "fp32", "fp32", "fp32", 4)
+
+    def seconds(n: int) -> float:
+        g = Graph()
+        g.add("x", products=[Product(1024, n, 384)])
+        (one,) = work_of(g).forward
+        return kernels.linear(one)
+
+    assert seconds(129) == pytest.approx(seconds(127) * 129 / 127, rel=0.01)
+    few = "model=mixtral_tiny model.moe.num_experts=64 data.seq_length=8 trainer.global_batch_size=1 data=mock"
+    assert step_time(run_of(f"{few} parallel=single cluster=h100 cluster.devices_per_node=1")).seconds > 0

@@ -241,7 +241,7 @@ def _with_sides_of(run: RunConfig, small: RunConfig) -> RunConfig:
     sides = _sides(small)
     if not long & sides.keys():
         return small
-    limits = sorted({max(1, length - less) for length in sides.values() for less in (0, 1)}, reverse=True)
+    limits = sorted({max(1, length - less) for length in sides.values() for less in (0, 1)})
     limit = max(limits, key=lambda n: sum((length > n) == (side in long) for side, length in sides.items()))
     section = getattr(small.optim, small.optim.name).model_copy(update={"max_precond_dim": limit})
     return small.model_copy(update={"optim": small.optim.model_copy(update={small.optim.name: section})})
