@@ -203,6 +203,16 @@ def _experts_lack(word: str, run: RunConfig) -> str | None:
     return None
 
 
+def _experts_are_ours(run: RunConfig) -> str | None:
+    """Why experts in eight bits are not TransformerEngine's, whose linear layers they would be beside, or None."""
+    moe, word = run.model.moe, run.kernels.experts
+    if moe is None:
+        return None
+    if word in ("triton", "reference"):
+        return f"experts in precision.fp8 are beside linear layers of one kind, and kernels.experts is {word}"
+    return NO_COUNTS if word != "te" and moe.padded else None
+
+
 def _fused_attention_lacks(run: RunConfig) -> str | None:
     """What a model wants of attention that Triton's kernel has not, or None."""
     m = run.model
@@ -255,6 +265,8 @@ def _unwanted(op: str, word: str, run: RunConfig, device: str, machine: Facts) -
     if not facts.on_host and not served:
         return f"nobody has said that it serves {device}"
     if op == "norm" and word == "te" and (why := te_norm_obstacle(run)):
+        return why
+    if (op, word) == ("linear", "te") and run.precision.quantized in OURS and (why := _experts_are_ours(run)):
         return why
     if (op, word) == ("experts", "torch") and (run.cluster.sm or 0) >= 100:
         return "torch's grouped product is wrong for experts without tokens on sm_100 (pytorch issue 172439)"
