@@ -185,6 +185,16 @@ KEPT |= {
     "model.moe.router_load_balancing_type=sinkhorn precision=bf16",
     "mixtral by lists with biases": f"model=gpt_oss_tiny parallel=single {SHORT} model.moe.pad_alltoall=true",
 }
+MOE_SHARDED = (
+    f"model=mixtral_tiny parallel=dp parallel.ranks=2 {SHORT} parallel.distributed_optimizer=false parallel.fsdp="
+)
+KEPT |= {
+    "mixtral fsdp2": f"{MOE_SHARDED}fsdp2",
+    "mixtral megatron's fsdp": f"{MOE_SHARDED}megatron precision=bf16",
+    "mixtral megatron's fsdp of states": f"{MOE_SHARDED}megatron parallel.fsdp_sharding=optim precision=bf16 "
+    "model.moe.shared_expert_intermediate_size=64 model.moe.shared_expert_gate=true",
+    "hybrid experts megatron's fsdp": f"{GRANITE} parallel=ep2 parallel.fsdp=megatron precision=bf16",
+}
 LORA, DORA = "peft=lora peft.r=8", "peft=dora peft.r=8"
 KEPT |= {
     "lora": f"parallel=single {SHORT} {LORA}",
