@@ -194,6 +194,19 @@ KEPT |= {
     "model.moe.router_load_balancing_type=sinkhorn precision=bf16",
     "mixtral by lists with biases": f"model=gpt_oss_tiny parallel=single {SHORT} model.moe.pad_alltoall=true",
 }
+SHARDED = f"parallel.ranks=2 {SHORT} parallel.distributed_optimizer=false parallel=dp parallel.fsdp="
+MOE_SHARDED = f"model=mixtral_tiny {SHARDED}"
+KEPT |= {
+    "one latent head fsdp2": f"model=deepseek_tiny {SHARDED}fsdp2 "
+    "model.num_attention_heads=1 model.rotary_percent=0.5 model.mla.qk_pos_emb_head_dim=32 model.hidden_size=40 "
+    "trainer.micro_batch_size=1 model.mtp_num_layers=null model.mtp_loss_scaling_factor=null",
+    "full packed fsdp2": f"{SHARDED}fsdp2 data.packed=true data.document_tokens=44 model.hidden_size=32 "
+    "model.kv_channels=32 parallel.recompute.granularity=full trainer.micro_batch_size=4",
+    "mixtral megatron's fsdp": f"{MOE_SHARDED}megatron precision=bf16",
+    "mixtral megatron's fsdp of states": f"{MOE_SHARDED}megatron parallel.fsdp_sharding=optim precision=bf16 "
+    "model.moe.shared_expert_intermediate_size=64 model.moe.shared_expert_gate=true",
+    "hybrid experts megatron's fsdp": f"{GRANITE} parallel=ep2 parallel.fsdp=megatron precision=bf16",
+}
 LORA, DORA = "peft=lora peft.r=8", "peft=dora peft.r=8"
 KEPT |= {
     "lora": f"parallel=single {SHORT} {LORA}",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import traceback
+from collections.abc import Callable
 from typing import Any, cast
 
 import torch
@@ -12,10 +13,14 @@ from mtrain.config.run import RunConfig
 
 
 class Kept:
-    """Counts the storages that saved tensors hold, each once, without those that were there before."""
+    """Counts the storages that saved tensors hold, each once, without those that were there before.
 
-    def __init__(self, known: set[int], *, lines: bool = False) -> None:
-        self.known, self.lines = known, lines
+    What FSDP gathers gives weights memory of their own for a while, and is a part of its own in the plan: `gathered`
+    says which these are at this moment.
+    """
+
+    def __init__(self, known: set[int], gathered: Callable[[], set[int]] = set, *, lines: bool = False) -> None:
+        self.known, self.gathered, self.lines = known, gathered, lines
         self.live: dict[int, list[Any]] = {}
         self.most = 0
 
@@ -40,8 +45,8 @@ class _Saved:
     def __init__(self, kept: Kept, tensor: torch.Tensor) -> None:
         storage = tensor.untyped_storage()
         self.tensor, self.kept, self.key = tensor.detach(), kept, storage._cdata
-        weight = isinstance(tensor, torch.nn.Parameter)  # FSDP2's whole ones: test_fully_sharded sees that they go
-        if weight or not storage.nbytes() or storage.data_ptr() in kept.known:
+        known = not storage.nbytes() or storage.data_ptr() in kept.known
+        if known or (self.key not in kept.live and storage.data_ptr() in kept.gathered()):
             self.key = 0
             return
         words = str(tuple(tensor.shape)), str(tensor.dtype), _line() if kept.lines else ""
@@ -75,6 +80,17 @@ def _held(parts: Any) -> set[int]:
     return found - {0}
 
 
+def _gathered(parts: Any) -> Callable[[], set[int]]:
+    """Where the memory of the weights that modules have begins, at the moment of a call."""
+    modules = [module for chunk in parts.state.chunks for module in chunk.modules() if module._parameters]
+
+    def found() -> set[int]:
+        own = (p for module in modules for p in module._parameters.values() if p is not None)
+        return {p.untyped_storage().data_ptr() for p in own if not hasattr(p, "_local_tensor")} - {0}
+
+    return found
+
+
 def measured(run: RunConfig, *, lines: bool = False) -> dict[str, Any]:
     """A job of one rank: one step's forward and backward, and the most that was kept after any forward."""
     from mtrain.mcore import linear
@@ -85,7 +101,8 @@ def measured(run: RunConfig, *, lines: bool = False) -> dict[str, Any]:
 
     with joined(run) as world:
         parts = assemble(run, world, splits_of(run))
-        kept = Kept(_held(parts), lines=lines)
+        gathered = _gathered(parts) if run.parallel.fsdp != "none" else set
+        kept = Kept(_held(parts), gathered, lines=lines)
         after: list[int] = []
         best: list[Any] = []
         real, real_add = steps.forward_step, linear._add_in_place

@@ -353,8 +353,9 @@ class ModelConfig(Section):
 
     @property
     def rotary_dim(self) -> int:
-        """Channels of a head that rotate, outside MLA."""
-        return int(self.head_dim * self.rotary_percent)
+        """Channels of a head that rotate; yarn of MLA turns all of the part that MLA has for positions."""
+        width = self.head_dim if self.mla is None else self.mla.qk_pos_emb_head_dim
+        return width if self.mla is not None and self.mla.rope_type == "yarn" else int(width * self.rotary_percent)
 
     @property
     def rotary_constant_to(self) -> float:

@@ -186,7 +186,8 @@ def _flash(r: Rank, h: Heads, s: int, masked: bool) -> tuple[list[Tensor], Tenso
     if h.chosen:
         mask = [Tensor(b * s * keys * a, constant=True)]
     keeps = [h.q, k, v, out, Tensor(b * h.n * s * FP32), *mask]
-    return keeps, Tensor(b * s * h.n * h.v_width * a) if padded else out
+    # the part of each head that values fill is cut out; of one head that is a view
+    return keeps, Tensor(b * s * h.n * h.v_width * a) if padded and h.n > 1 else out
 
 
 def scores_in_fp32(r: Rank, h: Heads, s: int, t: int) -> tuple[list[Tensor], Tensor]:

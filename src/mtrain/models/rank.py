@@ -99,6 +99,11 @@ class Rank:
         return self.length * (self.layout.cp if not self.layout.hybrid_context_parallel else 1)
 
     @property
+    def positions(self) -> int:
+        """Tokens that a model's table of angles is made for: of a sequence or, in a packed one, of a document."""
+        return self.run.data.seen_tokens if self.run.data.packed else self.whole
+
+    @property
     def documents(self) -> float:
         """Of a sequence, that do not see each other, in the mean; 1 where samples are not packed."""
         return max(1.0, self.whole / self.run.data.seen_tokens) if self.run.data.packed else 1.0

@@ -58,8 +58,8 @@ def stage(r: Rank, held: Stage) -> list[Graph]:
         x = embedding(first, r, tables=int(r.model.position_embedding_type == "learned_absolute"))
     full, m = r.layout.recompute.granularity == "full", r.model
     if full and held.layers and m.mla is None and m.position_embedding_type == "rope":
-        angles = r.whole * m.rotary_dim * (2 if m.rotary_base_local else 1)
-        first.add("rotary_pos_emb", [Tensor(angles * FP32, shared=True)])
+        angles = r.positions * m.rotary_dim * (2 if m.rotary_base_local else 1)
+        first.add("rotary_pos_emb", [Tensor(angles * FP32, shared=not r.run.data.packed)])
     graphs = stack(r, held.layers, add_layer, lambda index: kind(r, index))
     x = stream(r)
     if ends(r.model, held):

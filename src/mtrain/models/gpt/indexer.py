@@ -33,7 +33,7 @@ def indexer(g: Graph, r: Rank, x: Tensor, latent: Tensor, h: Heads) -> None:
     wide = Tensor(t * width * FP32)
     sizes = [t * FP32, t * FP32, *([] if r.wide else [width * FP32] * 2)]
     g.add("indexer.k_norm", [wide, *map(Tensor, sizes)], moved=4 * wide.bytes)
-    tables = [Tensor(r.length * mla.qk_pos_emb_head_dim * a) for _ in range(4)]
+    tables = [Tensor(r.length * r.model.rotary_dim * a) for _ in range(4)]
     g.add("indexer.rotary", tables, moved=2 * t * (heads + 1) * width * a)
     _scores(g, r, h)
 

@@ -132,7 +132,7 @@ def _latent(g: Graph, r: Rank, x: Tensor, layer: int, causal: bool) -> Tensor:
         values = n * (mla.qk_head_dim + mla.v_head_dim)
         both = column(g, r, f"{place}.linear_kv_up_proj", kv_low, mla.kv_lora_rank, values)
         q, k, v = (Tensor(t * n * size * a) for size in (width, width, mla.v_head_dim))
-        tables = [Tensor(r.length * rotary * a) for _ in range(4)]
+        tables = [Tensor(r.length * m.rotary_dim * a) for _ in range(4)]
         moved = t * n * _turned_of_latents(r, mla) * a
         g.add("rotary", tables, moved=moved, reads=[up, both], gives=[q, k, v])
     heads = Heads(q, k, v, n, n, width, mla.v_head_dim, windowed(r, layer), causal, chosen=m.dsa is not None)

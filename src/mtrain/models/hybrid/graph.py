@@ -24,7 +24,7 @@ def stage(r: Rank, held: Stage) -> list[Graph]:
         embedding(first, r, tables=int(r.model.position_embedding_type == "learned_absolute"))
     rotary = r.model.position_embedding_type == "rope" and r.model.mla is None
     if r.layout.recompute.granularity == "full" and held.layers and rotary:
-        first.add("rotary_pos_emb", [Tensor(r.whole * r.model.rotary_dim * FP32, shared=True)])
+        first.add("rotary_pos_emb", [Tensor(r.positions * r.model.rotary_dim * FP32, shared=not r.run.data.packed)])
     layers = stack(r, held.layers, add_layer, own(r.model).kind)
     if held.loss:
         loss(last, r, norm(last, r, "final_norm", stream(r), r.split_tokens, r.model.hidden_size))
