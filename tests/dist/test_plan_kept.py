@@ -58,6 +58,7 @@ KEPT = {
     "model.moe.ffn_hidden_size=384",
     "mixtral fp8 blocks": f"model=mixtral_tiny parallel=ep2 {SHORT} precision=fp8_blockwise {ALL_LAYERS} "
     "model.moe.ffn_hidden_size=384",
+    "mixtral torch": f"model=mixtral_tiny parallel=ep2 {SHORT} precision=bf16 kernels.experts=torch",
     "mixtral fp8 fsdp2": f"model=mixtral_tiny parallel=dp parallel.ranks=2 parallel.fsdp=fsdp2 {SHORT} {ALL_LAYERS} "
     "parallel.distributed_optimizer=false precision=fp8_tensorwise model.moe.ffn_hidden_size=384",
     "deepseek fp8": f"model=deepseek_tiny parallel=single {SHORT} precision=fp8_tensorwise {ALL_LAYERS} "

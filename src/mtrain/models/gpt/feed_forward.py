@@ -205,11 +205,9 @@ def _experts(g: Graph, r: Rank, moe: MoEConfig, x: Tensor, rows: int, held: int)
     width, local = moe.ffn_hidden_size // etp, moe.num_experts // r.layout.ep
     up, each = (2 if r.model.gated else 1) * width, rows // local
     low = r.run.precision.quantized is not None
-    stacked = r.words["experts"] == "torch"  # its product wants all weights behind each other: a copy is kept
-    first, second = (Tensor(local * h * n * a) if stacked else None for n in (up, width))
     eight = _in_eight_bits(r, held, local)
     sent = Tensor(eight * h) if low else x
-    kept = [*([] if r.frozen else [sent]), *([first] if first else [])]
+    kept = [] if r.frozen else [sent]
     again, weighed, hidden, out = r.recomputes("moe_act"), held, Tensor(held * up * a), Tensor(held * h * a)
     if moe.apply_probs_on_input:  # what goes in is weighed, and what comes out with ones
         weighed_x = Tensor(x.bytes)
@@ -223,7 +221,7 @@ def _experts(g: Graph, r: Rank, moe: MoEConfig, x: Tensor, rows: int, held: int)
     with g.recomputed("moe_act", hidden, Tensor(held * FP32), when=again, discarded=True):
         y = activation(g, r, "mlp.experts.activation", hidden, held * width, weighed=weighed)
     nothing = r.frozen or (again and _quantises_again(r))
-    kept = [*([] if nothing else [Tensor(eight * width) if low else y]), *([second] if second else [])]
+    kept = [] if nothing else [Tensor(eight * width) if low else y]
     products, moved = [Product(each, h, width, local)], held * _biased(r)[1] * h
     more = {"reads": [y], "gives": [out], **_apart(r, products[0], out, y)}
     g.add("mlp.experts.linear_fc2", kept, products, low=r.multiplies_low, moved=moved, factors=r.factors, **more)
@@ -236,7 +234,8 @@ def _experts(g: Graph, r: Rank, moe: MoEConfig, x: Tensor, rows: int, held: int)
 
 def _apart(r: Rank, product: Product, y: Tensor, x: Tensor) -> dict[str, int]:
     """What a product of experts has for a moment: one after the other, parts of the rows and a weight's gradient;
-    all at once, gradients of all weights."""
+    all at once, gradients of all weights, and with torch's product a copy of those behind each other."""
     if r.words["experts"] == "reference":
         return {"needs": y.bytes, "works": x.bytes + weight_bytes(r, product)}
-    return {"works": product.batch * weight_bytes(r, product)}
+    stacked = product.batch * product.n * product.k * r.element if r.words["experts"] == "torch" else 0
+    return {"needs": stacked, "works": stacked + product.batch * weight_bytes(r, product)}
