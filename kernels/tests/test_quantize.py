@@ -210,7 +210,7 @@ def ties() -> None:
         ("triton", 'tl.where(magnitude < float("inf"), magnitude, 0.0)', "magnitude", tensorwise),
         ("triton", "mask=inside, other=0.0", "mask=inside, other=9.0", lambda: test_strides_do_not_matter()),
         ("triton", "transposed_at, tl.trans(q), mask", "transposed_at, q, mask", square("128x128")),
-        ("triton", "tl.store(at, tl.trans(q), mask", "tl.store(at, q, mask", tensorwise),
+        ("triton", "tl.trans(in_order(q, SIDE, RUN)), mask", "in_order(q, SIDE, RUN), mask", tensorwise),
         ("triton", "254 + EMAX - (bits >> 23) - above", "254 + EMAX - (bits >> 23)", square("1x128_power_of_two")),
         ("triton", "tl.reshape(cut * m[:, :, None]", "tl.reshape(cut", square("1x128", shape=(3, 40))),
         (

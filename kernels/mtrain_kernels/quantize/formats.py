@@ -42,3 +42,13 @@ LAYOUTS = {
     "128x128_power_of_two": Layout(128, 128, "power_of_two"),
     "mx": Layout(1, 32, "e8m0"),
 }
+
+PTX_ENCODE = (  # four numbers to e4m3, in two conversions of two
+    "{ .reg .b16 low, high; cvt.rn.satfinite.e4m3x2.f32 low, $2, $1; cvt.rn.satfinite.e4m3x2.f32 high, $4, $3;"
+    " mov.b32 $0, {low, high}; }"
+)
+PTX_DECODE = (  # and back
+    "{ .reg .b16 low, high, a, b, c, d; .reg .b32 ab, cd; mov.b32 {low, high}, $4;"
+    " cvt.rn.f16x2.e4m3x2 ab, low; cvt.rn.f16x2.e4m3x2 cd, high; mov.b32 {a, b}, ab; mov.b32 {c, d}, cd;"
+    " cvt.f32.f16 $0, a; cvt.f32.f16 $1, b; cvt.f32.f16 $2, c; cvt.f32.f16 $3, d; }"
+)

@@ -8,7 +8,7 @@ import triton.language as tl
 from torch import Tensor
 
 from mtrain_kernels.quantize.reference import NVFP4_SPAN, span
-from mtrain_kernels.quantize.triton import SIDE, amax, decode, encode, finite
+from mtrain_kernels.quantize.triton import SIDE, amax, decode, encode, greatest_finite
 from mtrain_kernels.runtime import cast, ceil_div, on_device_of
 
 
@@ -21,7 +21,7 @@ def nvfp4_kernel(x_ptr, top_ptr, packed_ptr, scale_ptr, rows, columns, stride, S
     x = tl.load(x_ptr + row.to(tl.int64) * stride + column, mask=inside, other=0.0).to(tl.float32)
     top = tl.load(top_ptr)
     blocks = tl.reshape(x, (SIDE, SIDE // 16, 16))
-    code = encode(tl.max(finite(blocks), axis=2) * (1.0 / 6.0) * top, 3, 7, 448.0)
+    code = encode(greatest_finite(blocks, 2) * (1.0 / 6.0) * top, 3, 7, 448.0)
     decoded = decode(code, 3, 7)
     m = tl.where(decoded > 0, tl.div_rn(decoded * 0.0 + top, decoded), 0.0)
     code = tl.where(tl.max(tl.where(blocks != blocks, 1, 0), axis=2) > 0, 0x7F, code).to(tl.uint8)
