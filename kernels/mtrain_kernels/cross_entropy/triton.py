@@ -12,8 +12,6 @@ from mtrain_kernels.runtime import INTERPRETED, cast, ceil_div, exp2, on_device_
 
 COLUMNS = 8192  # of a row in the registers of one program
 LOG2E = tl.constexpr(1.4426950408889634)
-
-
 RECIPROCALS = tl.constexpr(  # of four numbers between 1 and 2^31, by one of their product
     "{ .reg .f32 a, b, r; mul.rn.f32 a, $4, $5; mul.rn.f32 b, $6, $7; mul.rn.f32 r, a, b; rcp.approx.ftz.f32 r, r;"
     " mul.rn.f32 b, r, b; mul.rn.f32 a, r, a;"
@@ -104,7 +102,7 @@ def statistics_kernel(
     here = (label >= 0) & (label < columns)
     target = tl.load(logits_ptr + label, mask=here, other=0.0).to(tl.float32)
     if CAPPED:
-        target = soft_cap - 2.0 * soft_cap / (1.0 + exp2(target * (2.0 * LOG2E / soft_cap)))
+        target = soft_cap - 2.0 * soft_cap * bend(target, 2.0 * LOG2E / soft_cap, False)
     largest = _finite(tl.max(most, axis=0))
     exponentials = tl.sum(exponentials * exp2(most * LOG2E - largest * LOG2E), axis=0)
     tl.store(out_ptr + row, largest + tl.log2(exponentials) / LOG2E)
@@ -140,11 +138,9 @@ def gradient_kernel(
         share = 1.0 + 2.0 * z_loss * lse
     if CAPPED:
         bent = bend(x, 2.0 * LOG2E / soft_cap, COLUMNS >= 128)
-        exponent = (soft_cap - lse) * LOG2E - (2.0 * soft_cap * LOG2E) * bent
+        x = soft_cap - 2.0 * soft_cap * bent
         factor *= 4.0  # of the slope, which is 4 bent (1 - bent)
-    else:
-        exponent = (x - lse) * LOG2E
-    gradient = exp2(exponent) * (share * factor)
+    gradient = exp2((x - lse) * LOG2E) * (share * factor)
     if SMOOTHED and WEIGHED:
         each = tl.load(class_weights_ptr + first + column, mask=inside, other=0.0)
         gradient -= each * (smoothing_share * factor)

@@ -9,7 +9,6 @@ from torch import Tensor
 
 from mtrain_kernels.device_tables import DeviceTables
 
-CHUNK = 1 << 16  # elements that one program walks over
 _TABLES, _CHUNKS = DeviceTables(64), DeviceTables(64)
 
 
@@ -19,9 +18,9 @@ def address(x: Tensor) -> int:
 
 
 def tables(
-    rows: Sequence[tuple[int, ...]], pointers: int, size_at: int, device: torch.device
+    rows: Sequence[tuple[int, ...]], pointers: int, size_at: int, length: int, device: torch.device
 ) -> list[tuple[Tensor, Tensor, bool]]:
-    """(table, chunks, aligned) of the rows with elements: first those that can be read 16 bytes at a time.
+    """(table, chunks of `length`, aligned) of the rows with elements, first those that are read 16 bytes at a time.
 
     Those have their first `pointers` numbers and their size in multiples of 16; one odd tensor slows only its like.
     """
@@ -30,7 +29,7 @@ def tables(
         if row[size_at]:
             parts[all(number % 16 == 0 for number in (*row[:pointers], row[size_at]))].append(row)
     return [
-        (_table(tuple(part), device), _chunks(tuple(row[size_at] for row in part), CHUNK, device), aligned)
+        (_table(tuple(part), device), _chunks(tuple(row[size_at] for row in part), length, device), aligned)
         for aligned, part in parts.items()
         if part
     ]

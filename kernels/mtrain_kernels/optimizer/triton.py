@@ -11,11 +11,12 @@ from torch import Tensor
 
 from mtrain_kernels.optimizer.reference import Hyper, Lists
 from mtrain_kernels.optimizer.rounding import MOMENT_BLOCK
-from mtrain_kernels.optimizer.tables import CHUNK, address, tables
+from mtrain_kernels.optimizer.tables import address, tables
 from mtrain_kernels.quantize.triton import decode, encode, finite, scales
 from mtrain_kernels.runtime import INTERPRETED, cast, on_device_of
 
 BLOCK = 2048  # elements in the registers of one program
+CHUNK = 1 << 16  # elements that one program walks over
 TYPES = {
     torch.float32: tl.float32,
     torch.float16: tl.float16,
@@ -57,6 +58,7 @@ def words(seed, first, stream, step, BLOCK: tl.constexpr):
 
 @triton.jit
 def halves(word, BLOCK: tl.constexpr):
+    """The low and the high 16 bits of each word, side by side."""
     return tl.reshape(tl.join(word & 0xFFFF, word >> 16), (BLOCK,))
 
 
@@ -287,7 +289,7 @@ def adamw_(
     p = lists.params[0]
     numbers = None if clock is None else device_numbers(clock, hyper)
     master = {torch.int16: "remainder", torch.float32: "fp32"}[lists.masters[0].dtype] if lists.masters else "none"
-    for table, chunks, aligned in tables(rows, 5, 7, p.device):
+    for table, chunks, aligned in tables(rows, 5, 7, CHUNK, p.device):
         with on_device_of(p):
             adamw_kernel[(len(chunks),)](
                 table,
@@ -347,7 +349,7 @@ def scale_(grads: Sequence[Tensor], factor: Tensor) -> None:
 
 
 def _tables_of(grads: Sequence[Tensor]) -> list[tuple[Tensor, Tensor, bool]]:
-    return tables([(address(g), g.numel()) for g in grads], 1, 1, grads[0].device)
+    return tables([(address(g), g.numel()) for g in grads], 1, 1, CHUNK, grads[0].device)
 
 
 def _gradients(
