@@ -17,6 +17,7 @@ from mtrain_kernels.fp8_grouped.reference import BLOCK, blocks_of
 from mtrain_kernels.grouped_gemm.places import Places
 from mtrain_kernels.grouped_gemm.triton import _bounds, _place
 from mtrain_kernels.quantize.formats import FORMATS
+from mtrain_kernels.quantize.tile_triton import dealt, in_order
 from mtrain_kernels.quantize.triton import encode, greatest_finite, groups, load_tile, scales
 from mtrain_kernels.runtime import ceil_div, on_device_of, power_of_two, rounded, sigmoid
 
@@ -69,11 +70,13 @@ def quantize_rows_kernel(
 ):  # fmt: skip
     """A tile of one group's rows: as they lie, and transposed into a block of their own, zeros behind them."""
     EMAX: tl.constexpr = 8 if MANTISSA == 3 else 15
+    RUN: tl.constexpr = (4 if ONE else 8) if TURNED else 1
+    WIDE: tl.constexpr = 8 if TURNED else 16  # bytes written at once: 16 would be 16 columns to reduce
     group, first, end = _rows_of_block(ends_ptr, rows, SIDE, GROUPS, G)
-    row, column = first + tl.arange(0, SIDE), tl.program_id(1) * SIDE + tl.arange(0, SIDE)
+    row, column = first + dealt(SIDE, RUN), tl.program_id(1) * SIDE + tl.arange(0, SIDE)
     inside = (row[:, None] < end) & (column[None, :] < columns)
-    q_at = q_ptr + row[:, None].to(tl.int64) * columns + column[None, :]
-    place = tl.program_id(0) * SIDE + tl.arange(0, SIDE)
+    q_at = q_ptr + row[:, None].to(tl.int64) * columns + tl.max_contiguous(column, WIDE)[None, :]
+    place = tl.program_id(0) * SIDE + tl.max_contiguous(tl.arange(0, SIDE), WIDE)
     turned_at = turned_ptr + column[:, None].to(tl.int64) * (blocks * SIDE) + place[None, :]
     x = _rows_tile(x_ptr, share_ptr, row, column, end, columns, stride, SWIGLU, SHARED)
     if ONE:
@@ -87,7 +90,7 @@ def quantize_rows_kernel(
         if STRAIGHT:
             tl.store(q_at, q, mask=inside)
         if TURNED:
-            tl.store(turned_at, tl.trans(q), mask=column[:, None] < columns)
+            tl.store(turned_at, tl.trans(in_order(q, SIDE, RUN)), mask=column[:, None] < columns)
     else:
         if STRAIGHT:
             q, scale = groups(x, False, SIDE, SIDE, MANTISSA, BIAS, GREATEST, "power_of_two")
@@ -95,7 +98,7 @@ def quantize_rows_kernel(
             at = scale_ptr + row[:, None] * tl.cdiv(columns, SIDE) + tl.program_id(1)
             tl.store(at, scale, mask=(row < end)[:, None])
         if TURNED:
-            q, scale = groups(x, True, SIDE, SIDE, MANTISSA, BIAS, GREATEST, "power_of_two")
+            q, scale = groups(in_order(x, SIDE, RUN), True, SIDE, SIDE, MANTISSA, BIAS, GREATEST, "power_of_two")
             tl.store(turned_at, tl.trans(q), mask=column[:, None] < columns)
             at = turned_scale_ptr + column[None, :] * blocks + tl.program_id(0)
             tl.store(at, scale, mask=(column < columns)[None, :])

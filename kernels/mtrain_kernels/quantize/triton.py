@@ -10,7 +10,7 @@ from torch import Tensor
 from mtrain_kernels.quantize import reference
 from mtrain_kernels.quantize.formats import FORMATS, LAYOUTS, PTX_DECODE, PTX_ENCODE
 from mtrain_kernels.quantize.tile_triton import dealt, in_order
-from mtrain_kernels.runtime import INTERPRETED, cast, ceil_div, converts_fp8, on_device_of, rounded, sigmoid
+from mtrain_kernels.runtime import INTERPRETED, cast, ceil_div, converts_fp8, on_device_of, reciprocal, rounded, sigmoid
 
 SIDE = 128  # of a square tile
 GREATEST_MULTIPLIER = tl.constexpr(reference.GREATEST_MULTIPLIER)
@@ -92,9 +92,26 @@ def greatest_finite(x, axis: tl.constexpr):
 
 
 @triton.jit
+def quotient(x, y):
+    """x / y of fp32, right to the last bit where y is at least 2^-121 and the result of 2^-126 to 2^126.
+
+    That is the compiler's own `div_rn` without its question whether numbers are too small or large for it; the
+    sixteenth of both keeps the reciprocal of a large y normal.
+    """
+    if INTERPRETED:
+        return tl.div_rn(x, y)
+    x, y = x * 0.0625, y * 0.0625
+    near = reciprocal(y)
+    near = tl.fma(near, tl.fma(-y, near, 1.0), near)
+    found = x * near
+    return tl.fma(tl.fma(-y, found, x), near, found)
+
+
+@triton.jit
 def multiplier(amax, GREATEST: tl.constexpr):
     """`GREATEST / amax`, at most 2^126, and 1 for an amax of 0; the division is exact to the last bit."""
-    return tl.where(amax > 0, tl.minimum(tl.div_rn(amax * 0.0 + GREATEST, amax), GREATEST_MULTIPLIER), 1.0)
+    least = tl.maximum(amax, GREATEST / GREATEST_MULTIPLIER)
+    return tl.where(amax > 0, quotient(amax * 0.0 + GREATEST, least), 1.0)
 
 
 @triton.jit
@@ -113,7 +130,7 @@ def scales(amax, GREATEST: tl.constexpr, EMAX: tl.constexpr, SCALE: tl.constexpr
         scale = ((254 - exponent) << 23).to(tl.float32, bitcast=True)
     else:
         m = multiplier(amax, GREATEST)
-        scale = tl.div_rn(m * 0.0 + 1.0, m)
+        scale = quotient(m * 0.0 + 1.0, m)
     return m, scale
 
 
