@@ -61,6 +61,21 @@ if HAS_TRITON:
         return tl.inline_asm_elementwise("rcp.approx.ftz.f32 $0, $1;", "=f,f", [x], tl.float32, True, 1)
 
     @triton.jit
+    def quotient(x, y):
+        """x / y of fp32, right to the last bit where y is at least 2^-121 and the result of 2^-126 to 2^126.
+
+        That is the compiler's own `div_rn` without its question whether numbers are too small or large for it; the
+        sixteenth of both keeps the reciprocal of a large y normal.
+        """
+        if INTERPRETED:
+            return tl.div_rn(x, y)
+        x, y = x * 0.0625, y * 0.0625
+        near = reciprocal(y)
+        near = tl.fma(near, tl.fma(-y, near, 1.0), near)
+        found = x * near
+        return tl.fma(tl.fma(-y, found, x), near, found)
+
+    @triton.jit
     def sigmoid(x):
         """1 / (1 + e^-x) of fp32; below -87, where it is less than 2^-126, it may be 0."""
         return reciprocal(1.0 + exp2(x * -1.4426950408889634))

@@ -10,7 +10,7 @@ from torch import Tensor
 from mtrain_kernels.quantize import reference
 from mtrain_kernels.quantize.formats import FORMATS, LAYOUTS, PTX_DECODE, PTX_ENCODE
 from mtrain_kernels.quantize.tile_triton import dealt, in_order
-from mtrain_kernels.runtime import INTERPRETED, cast, ceil_div, converts_fp8, on_device_of, reciprocal, rounded, sigmoid
+from mtrain_kernels.runtime import INTERPRETED, cast, ceil_div, converts_fp8, on_device_of, quotient, rounded, sigmoid
 
 SIDE = 128  # of a square tile
 GREATEST_MULTIPLIER = tl.constexpr(reference.GREATEST_MULTIPLIER)
@@ -89,22 +89,6 @@ def greatest_finite(x, axis: tl.constexpr):
     if INTERPRETED:
         return tl.max(finite(x), axis)
     return tl.maximum(tl.max(tl.abs(tl.fma(x, tl.zeros_like(x), x)), axis), 0.0)
-
-
-@triton.jit
-def quotient(x, y):
-    """x / y of fp32, right to the last bit where y is at least 2^-121 and the result of 2^-126 to 2^126.
-
-    That is the compiler's own `div_rn` without its question whether numbers are too small or large for it; the
-    sixteenth of both keeps the reciprocal of a large y normal.
-    """
-    if INTERPRETED:
-        return tl.div_rn(x, y)
-    x, y = x * 0.0625, y * 0.0625
-    near = reciprocal(y)
-    near = tl.fma(near, tl.fma(-y, near, 1.0), near)
-    found = x * near
-    return tl.fma(tl.fma(-y, found, x), near, found)
 
 
 @triton.jit
