@@ -28,20 +28,23 @@ WIDTHS = {"U8": 8, "S8": 8, "U16": 16, "S16": 16, "64": 64, "128": 128, "256": 2
 MATRIX = re.compile(r"HMMA|HGMMA|QGMMA|UTC\w*MMA|IMMA")
 
 # Lanes that a unit finishes in a cycle (CUDA C++ Programming Guide, "Arithmetic Instructions"): all that is issued;
-# logic, comparison and sums of integers; products of integers, which have a pipe of their own beside it, shared with
-# half of the fp32 lanes (Nsight Compute, "Pipelines": ALU, FMAHeavy); pairs of fp32 numbers, on sm_100; special
-# functions, of which conversions of a single number are one; reductions of a warp; memory and shuffles, 128 bytes.
-LANES = {"issue": 128, "integer": 64, "product": 64, "pair": 64, "special": 16, "reduction": 16, "memory": 32}
+# sums and products of fp32, of which a pair on sm_100 is two; logic, comparison and sums of integers; products of
+# integers, which have a pipe of their own beside those, half of the fp32 lanes (Nsight Compute, "Pipelines": ALU,
+# FMAHeavy); special functions, of which conversions of a single number are one, as is the check before a division,
+# which waits for its result as they do; reductions of a warp; memory and shuffles, 128 bytes.
+LANES = {"issue": 128, "float": 128, "integer": 64, "product": 64, "special": 16, "reduction": 16, "memory": 32}
+PAIR = re.compile(r"F(ADD|MUL|FMA)2\b")
+MATRICES = re.compile(r"(?:LD|ST)SM\.16\.MT?88(?:\.([24]))?$")
 UNITS = (
-    ("special", re.compile(r"MUFU|F2F\.|I2F\.|F2I\.|POPC|FLO|BREV")),
+    ("special", re.compile(r"MUFU|F2F\.|I2F\.|F2I\.|FRND|FCHK|POPC|FLO|BREV")),
     ("reduction", re.compile(r"C?REDUX")),
     ("memory", re.compile(r"LDG|STG|LDS|STS|LDSM|STSM|SHFL|LDL|STL|ATOM|RED|LDGSTS")),
-    ("pair", re.compile(r"F(ADD|MUL|FMA)2\b")),
+    ("float", re.compile(r"FH?(ADD|MUL|FMA)|H(ADD|MUL|FMA)2")),
     ("product", re.compile(r"IMAD|IDP|IMUL")),
     (
         "integer",
         re.compile(
-            r"IADD|VIADD|LOP|PLOP|ISETP|FSETP|HSETP|FMNMX|HMNMX|VIMNMX|VHMNMX|IMNMX|FSEL|SEL|PRMT|SHF|SHL|SHR|LEA|"
+            r"IADD|VIADD|LOP|PLOP|ISETP|FSET|HSETP|FMNMX|HMNMX|VIMNMX|VHMNMX|IMNMX|FSEL|SEL|PRMT|SHF|SHL|SHR|LEA|"
             r"F2FP|I2FP|IABS|MOV|P2R|R2P|SGXT|BMSK|VOTE"
         ),
     ),
@@ -134,6 +137,8 @@ def _bits(name: str) -> int:
 
 
 def _width(name: str) -> int:
+    if matrices := MATRICES.match(name):  # of 8 x 8 halves, 4 bytes a lane each
+        return 32 * int(matrices[1] or 1)
     return next((WIDTHS[part] for part in name.split(".") if part in WIDTHS), 32)
 
 
@@ -144,5 +149,7 @@ def _issue(body: list[tuple[str, str]], warps: int) -> int:
         busy["issue"] += 1
         unit = next((unit for unit, names in UNITS if names.match(name)), None)
         if unit is not None:
-            busy[unit] += max(1.0, _width(name) / 32) if unit == "memory" else 1.0
+            wide = max(1.0, _width(name) / 32) if unit == "memory" else 1.0
+            busy[unit] += 2.0 if PAIR.match(name) else wide
+    busy["float"] += busy["product"]
     return round(max(32 * warps * count / LANES[unit] for unit, count in busy.items()))

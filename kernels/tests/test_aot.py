@@ -107,16 +107,24 @@ def test_a_unit_is_as_busy_as_its_lanes_are_few() -> None:
         ("FFMA2", 200),
         ("MUFU.EX2", 800),
         ("F2F.BF16.F32", 800),
+        ("FCHK", 800),
+        ("FRND.FLOOR", 800),
+        ("FSET.BF.NEU.AND", 200),
         ("F2FP.BF16.F32.PACK_AB", 200),
         ("REDUX.MAX.S32", 800),
         ("SHFL.BFLY", 400),
         ("LDS", 400),
         ("LDS.128", 1600),
+        ("LDSM.16.M88", 400),
+        ("STSM.16.MT88.2", 800),
+        ("LDSM.16.M88.4", 1600),
         ("LDG.E.64", 800),
     ):
         assert sass._issue([(name, "")] * 100, 4) == cycles, name
     assert sass._issue([("IADD3", ""), ("IMAD", "")] * 100, 4) == 200  # two pipes, side by side
     assert sass._issue([("IADD3", ""), ("PRMT", "")] * 100, 4) == 400
+    assert sass._issue([("FFMA2", ""), ("FFMA", "")] * 100, 4) == 300  # the same lanes
+    assert sass._issue([("FMUL2", ""), ("IMAD", "")] * 100, 4) == 300
 
 
 def test_rows_of_one_op_are_written_anew_and_the_others_stay() -> None:
