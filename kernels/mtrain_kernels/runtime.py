@@ -29,6 +29,11 @@ if HAS_TRITON:
         """Whether kernels are compiled for a GPU that converts to and from FP8 itself."""
         return not INTERPRETED and cuda_capability_geq(8, 9)
 
+    @triton.constexpr_function
+    def converts_fp4():
+        """Whether kernels are compiled for a GPU that converts to and from FP4 itself."""
+        return not INTERPRETED and cuda_capability_geq(10, 0)
+
     @triton.jit
     def cast(x, dtype: tl.constexpr):
         """fp32 `x` rounded to nearest even in `dtype`; the interpreter would truncate to bfloat16."""
