@@ -226,7 +226,7 @@ def ties() -> None:
     [
         ("triton", "((big >> DROPPED) & 1)", "1", ties),
         ("triton", "tl.minimum(tl.abs(x), GREATEST)", "tl.abs(x)", ties),
-        ("triton", "tl.where(nan, SIGN - 1, code)", "code", tensorwise),
+        ("triton", "tl.where(nan, 0x7F, code)", "code", tensorwise),
         ("triton", "2.0 ** (1 - BIAS)", "2.0 ** (-4 - BIAS)", ties),
         ("triton", "> 0x600000", ">= 0x600000", lambda: powers_of_two()),
         ("triton", 'tl.where(magnitude < float("inf"), magnitude, 0.0)', "magnitude", tensorwise),

@@ -68,7 +68,7 @@ def nvfp4_kernel(x_ptr, top_ptr, packed_ptr, scale_ptr, rows, columns, stride, S
     amax = tl.maximum(greatest_finite(left, 1), greatest_finite(right, 1))
     code = encode(amax * (1.0 / 6.0) * top, 3, 7, 448.0)
     decoded = decode(code, 3, 7)
-    m = tl.where(decoded > 0, quotient(decoded * 0.0 + top, decoded), 0.0)
+    m = tl.where(decoded > 0, over_scale(decoded * 0.0 + top, decoded), 0.0)
     code = tl.where(any_nan(left, right), 0x7F, code).to(tl.uint8)
     width = tl.cdiv(columns, 16)
     tl.store(scale_ptr + row.to(tl.int64) * width + block, code, mask=(row < rows) & (block < width))
@@ -79,7 +79,7 @@ def nvfp4_kernel(x_ptr, top_ptr, packed_ptr, scale_ptr, rows, columns, stride, S
 
 
 @triton.jit
-def quotient(a, b):
+def over_scale(a, b):
     """`a / b` to the last bit, for `b` with four bits and less: so no nearer to a tie than 1/30 of the last bit.
 
     A quotient that is off by some last bits, and never infinite, is corrected by its remainder, which is exact.

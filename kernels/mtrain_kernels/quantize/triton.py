@@ -21,7 +21,7 @@ FROM_E4M3, FROM_E5M2 = tl.constexpr(PTX_DECODE), tl.constexpr(PTX_DECODE.replace
 @triton.jit
 def encode(x, MANTISSA: tl.constexpr, BIAS: tl.constexpr, GREATEST: tl.constexpr):
     """The code of fp32 `x` in uint8, by the GPU's own conversion where it has one, which gives the same bits."""
-    if MANTISSA > 1 and converts_fp8():
+    if converts_fp8():
         CONVERT: tl.constexpr = TO_E4M3 if MANTISSA == 3 else TO_E5M2
         code = tl.inline_asm_elementwise(CONVERT, "=r,r,r,r,r", [x], dtype=tl.uint8, is_pure=True, pack=4)
     else:
@@ -42,7 +42,7 @@ def decode(code, MANTISSA: tl.constexpr, BIAS: tl.constexpr):
 
 @triton.jit
 def encode_bits(x, MANTISSA: tl.constexpr, BIAS: tl.constexpr, GREATEST: tl.constexpr):
-    """The code of fp32 `x` in uint8: nearest, ties to even, saturating; NaN is all ones, or the greatest in e2m1.
+    """The code of fp32 `x` in uint8: nearest, ties to even, saturating; NaN is all ones.
 
     Below the normal numbers, adding a power of two leaves the multiple of the smallest number in the last bits.
     """
@@ -55,9 +55,8 @@ def encode_bits(x, MANTISSA: tl.constexpr, BIAS: tl.constexpr, GREATEST: tl.cons
     MAGIC: tl.constexpr = 2.0 ** (24 - BIAS - MANTISSA)
     tiny = (magnitude + MAGIC).to(tl.int32, bitcast=True) - ((24 - BIAS - MANTISSA + 127) << 23)
     code = tl.where(magnitude >= 2.0 ** (1 - BIAS), normal, tiny)
-    SIGN: tl.constexpr = 1 << (3 if MANTISSA == 1 else 7)
-    code = tl.where(bits < 0, code | SIGN, code)
-    return tl.where(nan, SIGN - 1, code).to(tl.uint8)
+    code = tl.where(bits < 0, code | 0x80, code)
+    return tl.where(nan, 0x7F, code).to(tl.uint8)
 
 
 @triton.jit
