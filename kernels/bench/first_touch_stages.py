@@ -81,19 +81,31 @@ def _ops(walk: Walk) -> list[str]:
 
 
 def parity(walk: Walk, folder: Path) -> Units:
-    """Every case of every op beside its definition in fp64: values and all gradients, at odd sizes and a model's."""
+    """Every case of every op beside its definition in fp64, at odd sizes and a model's, and `first_touch_edges`."""
     from mtrain_kernels.registry import MODELS, Model, ops
 
     odd = Model("odd", 104, 136, 5, 5, 40, 331, 40, experts=6, top_k=3, expert_ffn=72, tokens=37)
     production = Model("llama3_8b", 4096, 14336, 32, 8, 128, 128256, 128, tokens=1000)
     models = [MODELS["tiny"]] if walk.dry else [production, odd, MODELS["tiny"]]  # what training needs comes first
-    return {
+    cases = {
         f"{case.name} {model.name}": functools.partial(_compare, walk, name, case, model)
         for model in models
         for name in _ops(walk)
         for case in ops()[name].cases
         if case.applies(model)
     }
+    edges = ("functions", "operands") if "quantize" in _ops(walk) else ()
+    return cases | {f"edges of {name}": functools.partial(_edges, walk, name) for name in edges}
+
+
+def _edges(walk: Walk, name: str) -> dict[str, Any]:
+    _needs_device(walk)
+    if importlib.util.find_spec("triton") is None:
+        raise Skipped("triton is not installed")
+    import first_touch_edges
+
+    wrong = getattr(first_touch_edges, name)(_device())
+    return {"wrong": wrong} if wrong else {"edges": "as defined"}
 
 
 def _compare(walk: Walk, name: str, case: Any, model: Any) -> dict[str, Any]:

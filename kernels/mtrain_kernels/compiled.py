@@ -1,7 +1,8 @@
 """The record of what every kernel compiles to, which must not get worse: `compiled.json` and the table in the README.
 
-`python -m mtrain_kernels.compiled [--triton FOLDER]` compiles with the installed Triton, or with the one in a folder,
-and writes both files anew; a change for the worse so stands in the difference of a commit.
+`python -m mtrain_kernels.compiled [op ...] [--triton FOLDER]` compiles with the installed Triton, or with the one in
+a folder, and writes both files anew, or the rows of the ops named; a change for the worse so stands in the
+difference of a commit.
 """
 
 from __future__ import annotations
@@ -24,13 +25,19 @@ MARKS = ("<!-- compiled -->", "<!-- /compiled -->")
 SLACK = 1.03  # of registers and cycles
 
 
-def compile_apart(archs: Iterable[int] = ARCHS, models: Iterable[str] = (), triton: Path | None = None) -> Any:
-    """What `mtrain_kernels.aot --json` says in a process of its own, with the Triton in a folder if given."""
+def compile_apart(
+    archs: Iterable[int] = ARCHS,
+    models: Iterable[str] = (),
+    triton: Path | None = None,
+    names: Iterable[str] = (),
+    processes: int = 2,
+) -> Any:
+    """What `mtrain_kernels.aot --json` says of ops (all) in another process, with the Triton in a folder if given."""
     paths = [str(ROOT), *([str(triton)] if triton else []), os.environ.get("PYTHONPATH", "")]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths))}
     environment.pop("TRITON_INTERPRET", None)
-    command = [sys.executable, "-m", "mtrain_kernels.aot", "--json", "--archs", ",".join(map(str, archs))]
-    command += ["--processes", "2", *(["--models", ",".join(models)] if models else [])]
+    command = [sys.executable, "-m", "mtrain_kernels.aot", *names, "--json", "--archs", ",".join(map(str, archs))]
+    command += ["--processes", str(processes), *(["--models", ",".join(models)] if models else [])]
     done = subprocess.run(command, env=environment, capture_output=True, text=True)
     if not done.stdout:
         raise RuntimeError(done.stderr)
@@ -93,6 +100,19 @@ def table(rows: Iterable[Row]) -> str:
     return "\n".join("| " + " | ".join(line) + " |" for line in lines)
 
 
+def merged(before: str, now: str, names: Iterable[str]) -> str:
+    """The table `before` with the lines of the ops `names` taken from `now`; all of `now` for no names."""
+    if not (chosen := set(names)):
+        return now
+    head, rule, *lines = before.strip().splitlines()
+    kept = [line for line in lines if _op(line) not in chosen]
+    return "\n".join([head, rule, *sorted(kept + now.splitlines()[2:], key=_op)])
+
+
+def _op(line: str) -> str:
+    return line.split("|")[1].strip()
+
+
 def _cycles(row: Row | None) -> str:
     if row is None or not row.memory:
         return ""
@@ -103,18 +123,23 @@ def _cycles(row: Row | None) -> str:
 def main(arguments: list[str] | None = None) -> int:
     """Writes the record, and the table for the installed Triton; the exit code is 1 if a kernel does not do."""
     parser = argparse.ArgumentParser(prog="python -m mtrain_kernels.compiled", description=__doc__)
+    parser.add_argument("ops", nargs="*", help="whose rows are written anew; all without")
     parser.add_argument("--triton", type=Path, help="the folder of another Triton")
+    parser.add_argument("--processes", type=int, default=2)
     chosen = parser.parse_args(arguments)
-    found = compile_apart(triton=chosen.triton)
+    found = compile_apart(triton=chosen.triton, names=chosen.ops, processes=chosen.processes)
     rows = [Row(**row) for row in found["rows"]]
     record = json.loads(RECORD.read_text()) if RECORD.exists() else {}
-    record[found["triton"]] = {name_of(row): numbers(row) for row in rows}
+    others = record.get(found["triton"], {}) if chosen.ops else {}
+    kept = {name: figures for name, figures in others.items() if name.partition("/")[0] not in chosen.ops}
+    record[found["triton"]] = kept | {name_of(row): numbers(row) for row in rows}
     lines = json.dumps(record, indent=1, sort_keys=True)
     RECORD.write_text(lines + "\n")
     if chosen.triton is None:
         before, _, rest = README.read_text().partition(MARKS[0])
         after = rest.partition(MARKS[1])[2]
-        README.write_text(f"{before}{MARKS[0]}\n{table(rows)}\n{MARKS[1]}{after}")
+        shown = merged(rest.partition(MARKS[1])[0], table(rows), chosen.ops)
+        README.write_text(f"{before}{MARKS[0]}\n{shown}\n{MARKS[1]}{after}")
     print(f"{len(rows)} kernels with triton {found['triton']}", *found["faults"], sep="\n")
     return 1 if found["faults"] else 0
 

@@ -20,11 +20,19 @@ if HAS_TRITON:
     from triton.language.target_info import cuda_capability_geq
 
     INTERPRETED = tl.constexpr(bool(triton.knobs.runtime.interpret))
+    ROUND_BF16 = tl.constexpr(
+        "{ .reg .b32 both; cvt.rn.bf16x2.f32 both, $3, $2; shl.b32 $0, both, 16; and.b32 $1, both, 0xffff0000; }"
+    )
 
     @triton.constexpr_function
     def converts_fp8():
         """Whether kernels are compiled for a GPU that converts to and from FP8 itself."""
         return not INTERPRETED and cuda_capability_geq(8, 9)
+
+    @triton.constexpr_function
+    def converts_fp4():
+        """Whether kernels are compiled for a GPU that converts to and from FP4 itself."""
+        return not INTERPRETED and cuda_capability_geq(10, 0)
 
     @triton.jit
     def cast(x, dtype: tl.constexpr):
@@ -35,6 +43,47 @@ if HAS_TRITON:
             rounded = tl.where(x == x, rounded, 0x7FC0)  # the carry would turn some NaN into infinity or zero
             return rounded.to(tl.uint16).to(tl.bfloat16, bitcast=True)
         return x.to(dtype)
+
+    @triton.jit
+    def rounded(x, dtype: tl.constexpr):
+        """fp32 `x` as `dtype` has it, in fp32; in pairs for bfloat16, as one alone takes the slow unit on sm_90."""
+        if not INTERPRETED and dtype == tl.bfloat16:
+            return tl.inline_asm_elementwise(ROUND_BF16, "=r,=r,r,r", [x], dtype=tl.float32, is_pure=True, pack=2)
+        return cast(x, dtype).to(tl.float32)
+
+    @triton.jit
+    def exp2(x):
+        """2^x of fp32, right to 2 ulp; on a GPU 0 below 2^-126, which saves what keeps subnormal numbers apart."""
+        if INTERPRETED:
+            return tl.exp2(x)
+        return tl.inline_asm_elementwise("ex2.approx.ftz.f32 $0, $1;", "=f,f", [x], tl.float32, True, 1)
+
+    @triton.jit
+    def reciprocal(x):
+        """1 / x of fp32, right to 1 ulp; on a GPU 0 where it would be below 2^-126."""
+        if INTERPRETED:
+            return 1.0 / x
+        return tl.inline_asm_elementwise("rcp.approx.ftz.f32 $0, $1;", "=f,f", [x], tl.float32, True, 1)
+
+    @triton.jit
+    def quotient(x, y):
+        """x / y of fp32, right to the last bit where y is at least 2^-121 and the result of 2^-126 to 2^126.
+
+        That is the compiler's own `div_rn` without its question whether numbers are too small or large for it; the
+        sixteenth of both keeps the reciprocal of a large y normal.
+        """
+        if INTERPRETED:
+            return tl.div_rn(x, y)
+        x, y = x * 0.0625, y * 0.0625
+        near = reciprocal(y)
+        near = tl.fma(near, tl.fma(-y, near, 1.0), near)
+        found = x * near
+        return tl.fma(tl.fma(-y, found, x), near, found)
+
+    @triton.jit
+    def sigmoid(x):
+        """1 / (1 + e^-x) of fp32; below -87, where it is less than 2^-126, it may be 0."""
+        return reciprocal(1.0 + exp2(x * -1.4426950408889634))
 
     @triton.jit
     def dot(a, b, total, EXACT: tl.constexpr):

@@ -27,15 +27,25 @@ ACCESS = re.compile(r"(?:LDG|STG|LDGSTS)\b")
 WIDTHS = {"U8": 8, "S8": 8, "U16": 16, "S16": 16, "64": 64, "128": 128, "256": 256}
 MATRIX = re.compile(r"HMMA|HGMMA|QGMMA|UTC\w*MMA|IMMA")
 
-# Lanes that a unit finishes in a cycle: all that is issued, integers, special functions, memory and shuffles
-LANES = {"issue": 128, "integer": 64, "special": 16, "memory": 32}
+# Lanes that a unit finishes in a cycle (CUDA C++ Programming Guide, "Arithmetic Instructions"): all that is issued;
+# sums and products of fp32, of which a pair on sm_100 is two; logic, comparison and sums of integers; products of
+# integers, which have a pipe of their own beside those, half of the fp32 lanes (Nsight Compute, "Pipelines": ALU,
+# FMAHeavy); special functions, of which conversions of a single number are one, as is the check before a division,
+# which waits for its result as they do; reductions of a warp; memory and shuffles, 128 bytes.
+LANES = {"issue": 128, "float": 128, "integer": 64, "product": 64, "special": 16, "reduction": 16, "memory": 32}
+PAIR = re.compile(r"F(ADD|MUL|FMA)2\b")
+MATRICES = re.compile(r"(?:LD|ST)SM\.16\.MT?88(?:\.([24]))?$")
 UNITS = (
-    ("special", re.compile(r"MUFU|F2F\.|I2F\.|F2I\.|POPC|FLO|BREV")),
-    ("memory", re.compile(r"LDG|STG|LDS|STS|LDSM|STSM|SHFL|LDL|STL|ATOM|RED|REDUX|LDGSTS")),
+    ("special", re.compile(r"MUFU|F2F\.|I2F\.|F2I\.|FRND|FCHK|POPC|FLO|BREV")),
+    ("reduction", re.compile(r"C?REDUX")),
+    ("memory", re.compile(r"LDG|STG|LDS|STS|LDSM|STSM|SHFL|LDL|STL|ATOM|RED|LDGSTS")),
+    ("float", re.compile(r"FH?(ADD|MUL|FMA)|H(ADD|MUL|FMA)2")),
+    ("product", re.compile(r"IMAD|IDP|IMUL")),
     (
         "integer",
         re.compile(
-            r"IADD|VIADD|LOP|PLOP|ISETP|FSETP|FMNMX|VIMNMX|IMNMX|FSEL|SEL|PRMT|SHF|SHL|SHR|LEA|F2FP|I2FP|IABS|IMAD\.|IMAD$"
+            r"IADD|VIADD|LOP|PLOP|ISETP|FSET|HSETP|FMNMX|HMNMX|VIMNMX|VHMNMX|IMNMX|FSEL|SEL|PRMT|SHF|SHL|SHR|LEA|"
+            r"F2FP|I2FP|IABS|MOV|P2R|R2P|SGXT|BMSK|VOTE"
         ),
     ),
 )
@@ -60,9 +70,9 @@ def read(cubin: bytes, ttgir: str, warps: int, arch: int, tools: Path) -> Readin
     accesses = Counter(bits for name, _ in body if (bits := _bits(name)))
     if any(MATRIX.match(name) for name, _ in body):
         return Reading(dict(sorted(accesses.items())), 0, 0)
-    fresh, again = tile_bytes(ttgir)
+    fresh, again, looped = tile_bytes(ttgir)
     asked = sum(bits // 8 * count for bits, count in accesses.items()) * 32 * warps
-    copies = asked / (fresh + again) if fresh else 1.0  # ptxas writes a short loop out four or more times
+    copies = asked / (fresh + again) if looped else 1.0  # ptxas writes a short loop out four or more times
     copies = copies if copies > 2.5 else 1.0
     issue, memory = _issue(body, warps) / copies, fresh / BYTES_PER_CYCLE[arch]
     return Reading(dict(sorted(accesses.items())), round(issue), round(memory))
@@ -90,8 +100,8 @@ def tile_of(listing: str) -> list[tuple[str, str]]:
     return [found[i] for i in sorted(inside)] if inside else found[: last + 1]
 
 
-def tile_bytes(ttgir: str) -> tuple[int, int]:
-    """Bytes that a tile's loads and stores name, in the loops that have any, else in the kernel; and those again."""
+def tile_bytes(ttgir: str) -> tuple[int, int, bool]:
+    """Bytes that a tile's loads and stores name, and those again; whether in loops, or in a kernel without any."""
     fresh, again = Counter[bool](), Counter[bool]()
     depth, loops = 0, list[int]()
     for line in ttgir.splitlines():
@@ -103,7 +113,7 @@ def tile_bytes(ttgir: str) -> tuple[int, int]:
         if re.search(r"tt\.(load|store) |async_copy_global_to_local ", line):
             (again if _again(line) else fresh)[bool(loops)] += _named(line)
     looped = fresh[True] > 0
-    return fresh[looped], again[looped]
+    return fresh[looped], again[looped], looped
 
 
 def _again(line: str) -> bool:
@@ -123,8 +133,12 @@ def _named(line: str) -> int:
 
 def _bits(name: str) -> int:
     """Bits a lane of an access of global memory, 0 for anything else."""
-    if not ACCESS.match(name):
-        return 0
+    return _width(name) if ACCESS.match(name) else 0
+
+
+def _width(name: str) -> int:
+    if matrices := MATRICES.match(name):  # of 8 x 8 halves, 4 bytes a lane each
+        return 32 * int(matrices[1] or 1)
     return next((WIDTHS[part] for part in name.split(".") if part in WIDTHS), 32)
 
 
@@ -135,5 +149,7 @@ def _issue(body: list[tuple[str, str]], warps: int) -> int:
         busy["issue"] += 1
         unit = next((unit for unit, names in UNITS if names.match(name)), None)
         if unit is not None:
-            busy[unit] += max(1.0, _bits(name) / 32)
+            wide = max(1.0, _width(name) / 32) if unit == "memory" else 1.0
+            busy[unit] += 2.0 if PAIR.match(name) else wide
+    busy["float"] += busy["product"]
     return round(max(32 * warps * count / LANES[unit] for unit, count in busy.items()))

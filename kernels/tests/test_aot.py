@@ -91,8 +91,48 @@ def test_a_tile_is_its_loop_over_memory() -> None:
     ttgir = "%0 = tt.load %1 : !tt.ptr<i64> loc(#a)\nscf.for %i = %a to %b step %c : i32 {\n"
     ttgir += "%2 = tt.load %3, %4 : tensor<2x8x!tt.ptr<bf16>, #b>\n%5 = tt.load %3 {isVolatile = true} : "
     ttgir += "tensor<8x!tt.ptr<f32>, #b>\ntt.store %3, %2 : tensor<4x!tt.ptr<i8>, #b>\n}\n"
-    assert sass.tile_bytes(ttgir) == (36, 32)
-    assert sass.tile_bytes(ttgir.replace("scf.for", "scf.if")) == (44, 32)
+    assert sass.tile_bytes(ttgir) == (36, 32, True)
+    assert sass.tile_bytes(ttgir.replace("scf.for", "scf.if")) == (44, 32, False)
     newer = "{cachePolicy = #tt.cache_policy<cache_modifier = none, eviction_policy = evict_first>}"
     for said in ("{isVolatile = true}", "evictionPolicy = 2 : i32", newer):
-        assert sass.tile_bytes(f"%x = tt.load %p {said} : tensor<4x!tt.ptr<f32>>") == (0, 16)
+        assert sass.tile_bytes(f"%x = tt.load %p {said} : tensor<4x!tt.ptr<f32>>") == (0, 16, False)
+
+
+def test_a_unit_is_as_busy_as_its_lanes_are_few() -> None:
+    """Cycles of 100 instructions of 4 warps: 100 to issue them, and more where a unit has fewer lanes."""
+    for name, cycles in (
+        ("FFMA", 100),
+        ("IADD3", 200),
+        ("IMAD.WIDE", 200),
+        ("FFMA2", 200),
+        ("MUFU.EX2", 800),
+        ("F2F.BF16.F32", 800),
+        ("FCHK", 800),
+        ("FRND.FLOOR", 800),
+        ("FSET.BF.NEU.AND", 200),
+        ("F2FP.BF16.F32.PACK_AB", 200),
+        ("REDUX.MAX.S32", 800),
+        ("SHFL.BFLY", 400),
+        ("LDS", 400),
+        ("LDS.128", 1600),
+        ("LDSM.16.M88", 400),
+        ("STSM.16.MT88.2", 800),
+        ("LDSM.16.M88.4", 1600),
+        ("LDG.E.64", 800),
+    ):
+        assert sass._issue([(name, "")] * 100, 4) == cycles, name
+    assert sass._issue([("IADD3", ""), ("IMAD", "")] * 100, 4) == 200  # two pipes, side by side
+    assert sass._issue([("IADD3", ""), ("PRMT", "")] * 100, 4) == 400
+    assert sass._issue([("FFMA2", ""), ("FFMA", "")] * 100, 4) == 300  # the same lanes
+    assert sass._issue([("FMUL2", ""), ("IMAD", "")] * 100, 4) == 300
+
+
+def test_rows_of_one_op_are_written_anew_and_the_others_stay() -> None:
+    before, now = (
+        compiled.table([Row(op, "tiny", "kernel", 90, 4, registers, 0, 0, {128: 4}, 1, 2) for op in ops])
+        for ops, registers in ((("norm", "rope", "softmax"), 60), (("rope",), 50))
+    )
+    lines = compiled.merged(before, now, ["rope"]).splitlines()
+    assert lines[:3] + lines[4:] == before.splitlines()[:3] + before.splitlines()[4:]
+    assert lines[3] == now.splitlines()[2] != before.splitlines()[3]
+    assert compiled.merged(before, now, []) == now

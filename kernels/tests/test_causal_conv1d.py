@@ -109,7 +109,7 @@ def test_what_is_no_number_goes_no_further_than_the_taps_and_the_segment() -> No
         ("(time >= 0) & (time < times)", "(time < times)"),
         ("bias += tl.load(bias_ptr + channel, mask=live, other=0.0).to(tl.float32)", "bias += 0.0"),
         ("WIDTH + (WIDTH - 1 - j), mask=live, other", "WIDTH + j, mask=live, other"),
-        ("z = z * tl.sigmoid(z)", "z = tl.sigmoid(z)"),
+        ("z = z * sigmoid(z)", "z = sigmoid(z)"),
         ("s * (1 + z * (1 - s))", "s"),
         ("value = x[at - j]", "value = x[at]"),
         ("tl.where(segments[at - j] == segments[at], value, 0.0)", "value"),

@@ -56,6 +56,22 @@ def test_a_walk_compares_and_measures_and_the_next_call_goes_on_behind_it(tmp_pa
 
 
 @pytest.mark.full
+def test_numbers_that_no_random_input_has_are_compared_and_a_wrong_function_is_named(
+    touch: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("triton")
+    import first_touch_edges as edges
+
+    assert edges.functions("cpu") == {}
+    right = edges.reference.encode
+    monkeypatch.setattr(edges.reference, "encode", lambda x, format: right(x.nan_to_num(nan=1.0), format))
+    assert sorted(edges.functions("cpu")) == ["e4m3", "e5m2"]
+    zero = edges.torch.zeros(1)
+    assert edges._other(-zero, zero, 0.0)
+    assert not edges._other(-zero, zero, 1e-5)
+
+
+@pytest.mark.full
 @pytest.mark.timeout(900)  # a bench of every op and two trainings, in the interpreter
 def test_all_of_it_is_walked_on_a_cpu(tmp_path: Path) -> None:
     code, said = walk(tmp_path)

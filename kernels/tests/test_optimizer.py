@@ -208,7 +208,7 @@ def test_opcheck(impl):
         ("array(table_ptr, tensor, 3, 9", "array(table_ptr, tensor, 2, 9", "fp32"),
         ("squares += g * g", "squares += g", "norm"),
         ("g * tl.load(factor_ptr)", "g", "norm"),
-        ("0xFFFF)\n    upper", "0x7FFF)\n    upper", "stochastic"),
+        ("word >> 16), (BLOCK", "word & 0xFFFF), (BLOCK", "stochastic"),
     ],
 )
 def test_a_seeded_bug_is_noticed(old, new, kind):

@@ -83,6 +83,24 @@ def test_nvfp4_to_the_bit(shape, dtype):
     torch.testing.assert_close(*back, rtol=0, atol=0, equal_nan=True)
 
 
+def test_nvfp4_goes_to_even_at_ties_and_to_the_nearest_beside_them():
+    ties = torch.tensor([0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0])
+    near = torch.cat([ties, ties.nextafter(torch.tensor(0.0)), ties.nextafter(torch.tensor(9.0)), -ties])
+    x = torch.zeros(1, 80)
+    x[0, :64].view(4, 16)[:, :7] = near.view(4, 7)
+    x[0, :64].view(4, 16)[:, 8] = 6.0  # multiplied by one,
+    x[0, 79] = 6.0 * 448.0  # as the tensor is
+    both(op.quantize_nvfp4, x)
+    codes = op.quantize_nvfp4(x, impl="triton")[0].view(5, 8)[:, :4]
+    found = torch.stack([codes & 15, codes >> 4], 2).flatten(1)[:4, :7]
+    assert found.tolist() == [
+        [0, 2, 2, 4, 4, 6, 6],
+        [0, 1, 2, 3, 4, 5, 6],
+        [1, 2, 3, 4, 5, 6, 7],
+        [8, 10, 10, 12, 12, 14, 14],
+    ]
+
+
 @pytest.mark.parametrize("options", [{"layout": "1x128"}, {"layout": "mx"}, {"layout": "128x128"}, {}], ids=str)
 def test_behind_swiglu_it_is_swiglu_then_quantise(options):
     x = torch.randn(37, 2 * 136, generator=torch.Generator().manual_seed(3)).bfloat16()
@@ -195,6 +213,10 @@ def nvfp4() -> None:
     test_nvfp4_to_the_bit((3, 40), torch.float32)
 
 
+def ties_of_four_bits() -> None:
+    test_nvfp4_goes_to_even_at_ties_and_to_the_nearest_beside_them()
+
+
 def ties() -> None:
     test_rounding_is_to_the_nearest_of_all_numbers_of_the_format("e4m3")
 
@@ -204,13 +226,13 @@ def ties() -> None:
     [
         ("triton", "((big >> DROPPED) & 1)", "1", ties),
         ("triton", "tl.minimum(tl.abs(x), GREATEST)", "tl.abs(x)", ties),
-        ("triton", "tl.where(nan, SIGN - 1, code)", "code", tensorwise),
+        ("triton", "tl.where(nan, 0x7F, code)", "code", tensorwise),
         ("triton", "2.0 ** (1 - BIAS)", "2.0 ** (-4 - BIAS)", ties),
         ("triton", "> 0x600000", ">= 0x600000", lambda: powers_of_two()),
         ("triton", 'tl.where(magnitude < float("inf"), magnitude, 0.0)', "magnitude", tensorwise),
         ("triton", "mask=inside, other=0.0", "mask=inside, other=9.0", lambda: test_strides_do_not_matter()),
         ("triton", "transposed_at, tl.trans(q), mask", "transposed_at, q, mask", square("128x128")),
-        ("triton", "tl.store(at, tl.trans(q), mask", "tl.store(at, q, mask", tensorwise),
+        ("triton", "tl.trans(in_order(q, SIDE, RUN)), mask", "in_order(q, SIDE, RUN), mask", tensorwise),
         ("triton", "254 + EMAX - (bits >> 23) - above", "254 + EMAX - (bits >> 23)", square("1x128_power_of_two")),
         ("triton", "tl.reshape(cut * m[:, :, None]", "tl.reshape(cut", square("1x128", shape=(3, 40))),
         (
@@ -222,7 +244,9 @@ def ties() -> None:
         ("triton", "row[:, None] // BLOCK_ROWS", "row[:, None]", square("128x128", shape=(3, 40))),
         ("triton", "cut * m[:, None, :]", "cut", square("mx", shape=(3, 40))),
         ("triton", "* tl.load(multiplier_ptr)", "* 1.0", tensorwise),
-        ("nvfp4_triton", "low | (high << 4)", "high | (low << 4)", nvfp4),
+        ("nvfp4_triton", "_signed(low, first) |", "_signed(low, second) |", nvfp4),
+        ("nvfp4_triton", "near * 0.5 + (ROUND + 4.0)", "near * 0.5 + (ROUND + 5.0)", ties_of_four_bits),
+        ("nvfp4_triton", "pairs(right *", "pairs(left *", nvfp4),
         ("nvfp4_triton", "(1.0 / 6.0)", "(1.0 / 4.0)", nvfp4),
         ("nvfp4_triton", "both >> 4", "both & 15", nvfp4),
         ("nvfp4_triton", "scale_ptr + row.to(tl.int64) * width", "scale_ptr + row.to(tl.int64) * 2", nvfp4),

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
 import pytest
-import torch
 from mtrain_kernels.fp8_grouped import op
 
 from mtrain.cli import prove
@@ -15,12 +13,12 @@ from mtrain.cli.setup import load
 from mtrain.config.experts import MoEConfig
 from mtrain.config.rules import apply
 from mtrain.config.run import RunConfig
-from tests.dist.test_fp8_linear import BOUND, fp8
+from tests.dist.test_fp8_linear import WIDE, assert_stays_near_bf16, counted, fp8
 from tests.dist.test_fp8_operands import SMALL
 from tests.support.covering import some
 from tests.support.engine import import_engine
 from tests.support.forked import run_ranks
-from tests.support.runs import tiny_run, train_steps
+from tests.support.runs import tiny_run
 
 MOE = "model=mixtral_tiny"
 PROVEN = {
@@ -80,21 +78,8 @@ def test_weights_of_experts_are_quantised_once_a_step(recompute: bool) -> None:
     micro = run.trainer.batch // run.trainer.micro
     assert micro > 1
 
-    def job(stays: bool) -> tuple[list[tuple[float, float]], int]:
-        made: list[int] = []
-        whole = op.quantize_weights
-
-        def counted(*args: Any) -> Any:
-            made.append(1)
-            return whole(*args)
-
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(op, "quantize_weights", counted)
-            if not stays:
-                patch.setattr("mtrain.train.step.weights_stay", nullcontext)
-            return train_steps(run, 2), len(made)
-
-    once, again = (run_ranks(1, partial(job, stays))[0] for stays in (True, False))
+    jobs = (partial(counted, run, op, "quantize_weights", gone) for gone in (None, "weights_stay"))
+    once, again = (run_ranks(1, job)[0] for job in jobs)
     assert once[0] == again[0]
     assert once[1] == 2 * 2
     assert again[1] == 2 * 2 * micro * (2 if recompute else 1)
@@ -158,17 +143,5 @@ def words(name: str) -> list[str]:
 @pytest.mark.full
 @pytest.mark.parametrize("recipe", ["tensorwise", "blockwise"])
 def test_two_hundred_steps_of_a_mixture_stay_as_near_to_bf16_as_is_published(recipe: str) -> None:
-    steps = {"train_iters": 200, "global_batch_size": 4, "micro_batch_size": 4, "eval_iters": 0}
-    wide = {"hidden_size": 128, "ffn_hidden_size": 128, "num_layers": 2, "num_query_groups": 8, "vocab_size": 128}
-    model = {**wide, "moe": MoEConfig(num_experts=4, ffn_hidden_size=128)}
-    run = tiny_run(dtype="bf16", model=model, trainer=steps)
-    runs = {"bf16": run, "fp8": fp8(run, recipe, "hybrid" if recipe == "tensorwise" else "e4m3")}
-    losses = {
-        name: [loss for loss, _ in run_ranks(1, lambda one=one: train_steps(one, 200))[0]]
-        for name, one in runs.items()
-    }
-    mean = {name: torch.tensor(values).unfold(0, 20, 20).mean(1) for name, values in losses.items()}
-    apart = ((mean["fp8"] - mean["bf16"]) / mean["bf16"]).abs()
-    assert losses["fp8"] != losses["bf16"]
-    assert mean["bf16"][-1] < mean["bf16"][0] - 0.02, "nothing was learnt"
-    assert float(apart.max()) < BOUND, apart.tolist()
+    wide = {**WIDE, "hidden_size": 128, "ffn_hidden_size": 128}
+    assert_stays_near_bf16({**wide, "moe": MoEConfig(num_experts=4, ffn_hidden_size=128)}, recipe)

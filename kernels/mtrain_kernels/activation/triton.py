@@ -7,7 +7,7 @@ import triton.language as tl
 from torch import Tensor
 
 from mtrain_kernels.activation.reference import GATED
-from mtrain_kernels.runtime import as_rows, cast, ceil_div, on_device_of, power_of_two
+from mtrain_kernels.runtime import as_rows, cast, ceil_div, on_device_of, power_of_two, sigmoid
 
 ELEMENTS = 4096  # outputs of one tile
 WARPS = 8
@@ -21,12 +21,12 @@ def _value_and_slope(x, alpha, limit, KIND: tl.constexpr):
         value = positive * positive
         slope = 2 * positive
     elif KIND == "swiglu":
-        share = tl.sigmoid(x)
+        share = sigmoid(x)
         value = x * share
         slope = share * (1 + x * (1 - share))
     elif KIND == "swiglu_clamped":
         below = tl.where(x > limit, limit, x)
-        share = tl.sigmoid(alpha * below)
+        share = sigmoid(alpha * below)
         value = below * share
         slope = share * (1 + alpha * below * (1 - share))
     elif KIND == "geglu":
@@ -35,7 +35,7 @@ def _value_and_slope(x, alpha, limit, KIND: tl.constexpr):
         slope = share + x * 0.3989422804014327 * tl.exp(-0.5 * x * x)
     else:
         near = tl.where(x > 20.0, 20.0, tl.where(x < -20.0, -20.0, x))  # flat beyond; its cube would overflow
-        share = tl.sigmoid(1.5957691216057308 * (near + 0.044715 * near * near * near))
+        share = sigmoid(1.5957691216057308 * (near + 0.044715 * near * near * near))
         value = x * share
         slope = share + x * share * (1 - share) * 1.5957691216057308 * (1 + 0.134145 * near * near)
     return value, slope

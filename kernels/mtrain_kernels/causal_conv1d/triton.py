@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from mtrain_kernels.runtime import cast, ceil_div, on_device_of, power_of_two
+from mtrain_kernels.runtime import cast, ceil_div, on_device_of, power_of_two, sigmoid
 
 RUN = 8  # times in a row that a thread holds, 16 bytes of half precision; no convolution is wider
 TIMES = 512  # times in a tile
@@ -66,7 +66,7 @@ def _sum(x, segments, weights, bias, at: tl.constexpr, WIDTH: tl.constexpr, SEGM
 @triton.jit
 def _slope(z):
     """The derivative of SiLU."""
-    s = tl.sigmoid(z)
+    s = sigmoid(z)
     return s * (1 + z * (1 - s))
 
 
@@ -126,7 +126,7 @@ def conv_kernel(
     for e in tl.static_range(8):
         z = _sum(x, segments, weights, bias, 8 + e, WIDTH, SEGMENTED)
         if SILU:
-            z = z * tl.sigmoid(z)
+            z = z * sigmoid(z)
         y = y + (z,)  # noqa: RUF005
     tl.store(y_ptr + row + time, cast(_joined(y, D, R), y_ptr.dtype.element_ty), mask=live & (time < times))
 

@@ -8,16 +8,28 @@ import triton.language as tl
 from torch import Tensor
 
 from mtrain_kernels.cross_entropy.reference import Terms, shares
-from mtrain_kernels.runtime import cast, ceil_div, on_device_of
+from mtrain_kernels.runtime import INTERPRETED, cast, ceil_div, exp2, on_device_of, reciprocal
 
 COLUMNS = 8192  # of a row in the registers of one program
 LOG2E = tl.constexpr(1.4426950408889634)
+RECIPROCALS = tl.constexpr(  # of four numbers between 1 and 2^31, by one of their product
+    "{ .reg .f32 a, b, r; mul.rn.f32 a, $4, $5; mul.rn.f32 b, $6, $7; mul.rn.f32 r, a, b; rcp.approx.ftz.f32 r, r;"
+    " mul.rn.f32 b, r, b; mul.rn.f32 a, r, a;"
+    " mul.rn.f32 $0, b, $5; mul.rn.f32 $1, b, $4; mul.rn.f32 $2, a, $7; mul.rn.f32 $3, a, $6; }"
+)
 
 
 @triton.jit
-def tanh(x):
-    """Right to 1e-7 of one, also at infinity, which the quotient of exponentials would not be."""
-    return 1.0 - 2.0 / (tl.exp(2.0 * x) + 1.0)
+def bend(x, slope, SHARED: tl.constexpr):
+    """1 / (1 + 2^(slope x)): the tanh of x / c is 1 - 2 bend for a `slope` of 2 log2(e) / c, to 1e-6 of one.
+
+    With `SHARED` four neighbours share a division, and become not a number together: for logits of one row, of which
+    each thread has four (a block of 128 columns and more).
+    """
+    above = 1.0 + exp2(tl.minimum(x * slope, 30.0, propagate_nan=tl.PropagateNan.ALL))
+    if INTERPRETED or not SHARED:
+        return reciprocal(above)
+    return tl.inline_asm_elementwise(RECIPROCALS, "=&f,=&f,=&f,=&f,f,f,f,f", [above], tl.float32, True, 4)
 
 
 @triton.jit
@@ -37,7 +49,7 @@ def _columns(
         at = tl.where(here > top, start + tl.arange(0, COLUMNS // 8) * 8, at)
         top = tl.maximum(top, here)
     if CAPPED:
-        x = soft_cap * tanh(x / soft_cap)
+        x = soft_cap - 2.0 * soft_cap * bend(x, 2.0 * LOG2E / soft_cap, COLUMNS >= 128)
         if not WHOLE:
             x = tl.where(column < columns, x, -float("inf"))
     if SMOOTHED:
@@ -49,8 +61,8 @@ def _columns(
         total += tl.sum(part, axis=1)
     following = tl.maximum(most, tl.max(x, axis=1))
     shift = _finite(following) * LOG2E
-    exponentials *= tl.exp2(most * LOG2E - shift)
-    exponentials += tl.sum(tl.exp2(x * LOG2E - shift[:, None]), axis=1)
+    exponentials *= exp2(most * LOG2E - shift)
+    exponentials += tl.sum(exp2(x * LOG2E - shift[:, None]), axis=1)
     return following, exponentials, total, top, at
 
 
@@ -90,9 +102,9 @@ def statistics_kernel(
     here = (label >= 0) & (label < columns)
     target = tl.load(logits_ptr + label, mask=here, other=0.0).to(tl.float32)
     if CAPPED:
-        target = soft_cap * tanh(target / soft_cap)
+        target = soft_cap - 2.0 * soft_cap * bend(target, 2.0 * LOG2E / soft_cap, False)
     largest = _finite(tl.max(most, axis=0))
-    exponentials = tl.sum(exponentials * tl.exp2(most * LOG2E - largest * LOG2E), axis=0)
+    exponentials = tl.sum(exponentials * exp2(most * LOG2E - largest * LOG2E), axis=0)
     tl.store(out_ptr + row, largest + tl.log2(exponentials) / LOG2E)
     tl.store(out_ptr + rows + row, tl.where(here, target, 0.0))
     tl.store(out_ptr + 2 * rows + row, tl.sum(total, axis=0))
@@ -119,15 +131,16 @@ def gradient_kernel(
     lse = tl.load(lse_ptr + row)
     factor = tl.load(factor_ptr + row)
     x = tl.load(logits_ptr + row * stride + column, mask=inside, other=0.0).to(tl.float32)
-    if CAPPED:
-        bent = tanh(x / soft_cap)
-        x = soft_cap * bent
     share, hit = 1.0, 1.0 - smoothing
     if WEIGHED:
         share, hit = tl.load(share_ptr + row), tl.load(hit_ptr + row)
     elif Z_LOSS:  # not always, as 0 times an infinite log-sum-exp is not a number
         share = 1.0 + 2.0 * z_loss * lse
-    gradient = tl.exp2((x - lse) * LOG2E) * (share * factor)
+    if CAPPED:
+        bent = bend(x, 2.0 * LOG2E / soft_cap, COLUMNS >= 128)
+        x = soft_cap - 2.0 * soft_cap * bent
+        factor *= 4.0  # of the slope, which is 4 bent (1 - bent)
+    gradient = exp2((x - lse) * LOG2E) * (share * factor)
     if SMOOTHED and WEIGHED:
         each = tl.load(class_weights_ptr + first + column, mask=inside, other=0.0)
         gradient -= each * (smoothing_share * factor)
@@ -137,7 +150,7 @@ def gradient_kernel(
     place = tl.where((beside >= 0) & (beside < columns), beside, -1).to(tl.int32)  # compared with every column
     gradient = tl.where(column == place, gradient - hit * factor, gradient)
     if CAPPED:
-        gradient *= 1.0 - bent * bent
+        gradient *= bent - bent * bent
     gradient = tl.where(label == ignore_index, 0.0, gradient)
     tl.store(out_ptr + row * out_stride + column, cast(gradient, out_ptr.dtype.element_ty), mask=inside)
 

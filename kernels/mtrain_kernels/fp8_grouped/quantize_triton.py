@@ -17,8 +17,9 @@ from mtrain_kernels.fp8_grouped.reference import BLOCK, blocks_of
 from mtrain_kernels.grouped_gemm.places import Places
 from mtrain_kernels.grouped_gemm.triton import _bounds, _place
 from mtrain_kernels.quantize.formats import FORMATS
-from mtrain_kernels.quantize.triton import encode, finite, groups, load_tile, scales
-from mtrain_kernels.runtime import cast, ceil_div, on_device_of, power_of_two
+from mtrain_kernels.quantize.tile_triton import dealt, in_order
+from mtrain_kernels.quantize.triton import encode, greatest_finite, groups, load_tile, scales
+from mtrain_kernels.runtime import ceil_div, on_device_of, power_of_two, rounded, sigmoid
 
 
 @triton.jit
@@ -33,20 +34,18 @@ def _rows_of_block(ends_ptr, rows, SIDE: tl.constexpr, GROUPS: tl.constexpr, G: 
 
 @triton.jit
 def _rows_tile(
-    x_ptr, share_ptr, row, column, end, columns, stride, SWIGLU: tl.constexpr, SHARED: tl.constexpr,
-    AGAIN: tl.constexpr,
+    x_ptr, share_ptr, row, column, end, columns, stride, SWIGLU: tl.constexpr, SHARED: tl.constexpr
 ):  # fmt: skip
     """A tile in fp32, of the activation times the rows' shares where they have some, rounded as `activation` does."""
     if not SHARED:
-        x = load_tile(x_ptr, row, column, end, columns, stride, SWIGLU, AGAIN)
+        x = load_tile(x_ptr, row, column, end, columns, stride, SWIGLU)
     else:
-        EVICT: tl.constexpr = "evict_first" if AGAIN else ""
         inside = (row[:, None] < end) & (column[None, :] < columns)
         at = x_ptr + row[:, None].to(tl.int64) * stride + column[None, :]
-        gate = tl.load(at, mask=inside, other=0.0, eviction_policy=EVICT).to(tl.float32)
-        up = tl.load(at + columns, mask=inside, other=0.0, eviction_policy=EVICT).to(tl.float32)
+        gate = tl.load(at, mask=inside, other=0.0).to(tl.float32)
+        up = tl.load(at + columns, mask=inside, other=0.0).to(tl.float32)
         share = tl.load(share_ptr + row, mask=row < end, other=0.0).to(tl.float32)
-        x = cast(gate * tl.sigmoid(gate) * up * share[:, None], x_ptr.dtype.element_ty).to(tl.float32)
+        x = rounded(gate * sigmoid(gate) * up * share[:, None], x_ptr.dtype.element_ty)
     return x
 
 
@@ -58,8 +57,8 @@ def rows_amax_kernel(
     """The greatest finite absolute value of each group's rows; the order of tiles changes no bit of it."""
     group, first, end = _rows_of_block(ends_ptr, rows, SIDE, GROUPS, G)
     row, column = first + tl.arange(0, SIDE), tl.program_id(1) * SIDE + tl.arange(0, SIDE)
-    x = _rows_tile(x_ptr, share_ptr, row, column, end, columns, stride, SWIGLU, SHARED, False)
-    tl.atomic_max(amax_ptr + group, tl.max(tl.max(finite(x), 1), 0), mask=group < GROUPS)
+    x = _rows_tile(x_ptr, share_ptr, row, column, end, columns, stride, SWIGLU, SHARED)
+    tl.atomic_max(amax_ptr + group, tl.max(greatest_finite(x, 1), 0), mask=group < GROUPS)
 
 
 @triton.jit
@@ -71,13 +70,15 @@ def quantize_rows_kernel(
 ):  # fmt: skip
     """A tile of one group's rows: as they lie, and transposed into a block of their own, zeros behind them."""
     EMAX: tl.constexpr = 8 if MANTISSA == 3 else 15
+    RUN: tl.constexpr = (4 if ONE else 8) if TURNED else 1
+    WIDE: tl.constexpr = 8 if TURNED else 16  # bytes written at once: 16 would be 16 columns to reduce
     group, first, end = _rows_of_block(ends_ptr, rows, SIDE, GROUPS, G)
-    row, column = first + tl.arange(0, SIDE), tl.program_id(1) * SIDE + tl.arange(0, SIDE)
+    row, column = first + dealt(SIDE, RUN), tl.program_id(1) * SIDE + tl.arange(0, SIDE)
     inside = (row[:, None] < end) & (column[None, :] < columns)
-    q_at = q_ptr + row[:, None].to(tl.int64) * columns + column[None, :]
-    place = tl.program_id(0) * SIDE + tl.arange(0, SIDE)
+    q_at = q_ptr + row[:, None].to(tl.int64) * columns + tl.max_contiguous(column, WIDE)[None, :]
+    place = tl.program_id(0) * SIDE + tl.max_contiguous(tl.arange(0, SIDE), WIDE)
     turned_at = turned_ptr + column[:, None].to(tl.int64) * (blocks * SIDE) + place[None, :]
-    x = _rows_tile(x_ptr, share_ptr, row, column, end, columns, stride, SWIGLU, SHARED, False)
+    x = _rows_tile(x_ptr, share_ptr, row, column, end, columns, stride, SWIGLU, SHARED)
     if ONE:
         m, _ = scales(tl.load(amax_ptr + group, mask=group < GROUPS, other=0.0), GREATEST, EMAX, "power_of_two")
         q = encode(x * m, MANTISSA, BIAS, GREATEST)
@@ -89,17 +90,15 @@ def quantize_rows_kernel(
         if STRAIGHT:
             tl.store(q_at, q, mask=inside)
         if TURNED:
-            tl.store(turned_at, tl.trans(q), mask=column[:, None] < columns)
+            tl.store(turned_at, tl.trans(in_order(q, SIDE, RUN)), mask=column[:, None] < columns)
     else:
         if STRAIGHT:
             q, scale = groups(x, False, SIDE, SIDE, MANTISSA, BIAS, GREATEST, "power_of_two")
             tl.store(q_at, q, mask=inside)
             at = scale_ptr + row[:, None] * tl.cdiv(columns, SIDE) + tl.program_id(1)
             tl.store(at, scale, mask=(row < end)[:, None])
-            if TURNED:  # else 32 registers wait
-                x = _rows_tile(x_ptr, share_ptr, row, column, end, columns, stride, SWIGLU, SHARED, True)
         if TURNED:
-            q, scale = groups(x, True, SIDE, SIDE, MANTISSA, BIAS, GREATEST, "power_of_two")
+            q, scale = groups(in_order(x, SIDE, RUN), True, SIDE, SIDE, MANTISSA, BIAS, GREATEST, "power_of_two")
             tl.store(turned_at, tl.trans(q), mask=column[:, None] < columns)
             at = turned_scale_ptr + column[None, :] * blocks + tl.program_id(0)
             tl.store(at, scale, mask=(column < columns)[None, :])
@@ -114,8 +113,8 @@ def weights_amax_kernel(
     group = tl.program_id(0) // down
     row = tl.program_id(0) % down * SIDE + tl.arange(0, SIDE)
     column = tl.program_id(1) * SIDE + tl.arange(0, SIDE)
-    x = load_tile(w_ptr + _place(offsets_ptr, step, group, TABLE, ALIGNED), row, column, n, k, k, False, False)
-    tl.atomic_max(amax_ptr + group, tl.max(tl.max(finite(x), 1), 0))
+    x = load_tile(w_ptr + _place(offsets_ptr, step, group, TABLE, ALIGNED), row, column, n, k, k, False)
+    tl.atomic_max(amax_ptr + group, tl.max(greatest_finite(x, 1), 0))
 
 
 @triton.jit
@@ -130,8 +129,8 @@ def quantize_weights_kernel(
     group, high, wide = tl.program_id(0) // down, tl.program_id(0) % down, tl.program_id(1)
     row, column = high * SIDE + tl.arange(0, SIDE), wide * SIDE + tl.arange(0, SIDE)
     inside = (row[:, None] < n) & (column[None, :] < k)
-    x = load_tile(w_ptr + _place(offsets_ptr, step, group, TABLE, ALIGNED), row, column, n, k, k, False, False)
-    amax = tl.load(amax_ptr + group) if ONE else tl.max(tl.max(finite(x), 1), 0)
+    x = load_tile(w_ptr + _place(offsets_ptr, step, group, TABLE, ALIGNED), row, column, n, k, k, False)
+    amax = tl.load(amax_ptr + group) if ONE else tl.max(greatest_finite(x, 1), 0)
     m, scale = scales(amax, GREATEST, EMAX, "power_of_two")
     q = encode(x * m, MANTISSA, BIAS, GREATEST)
     whole = tl.cast(group, tl.int64) * n * k

@@ -8,7 +8,7 @@ import triton.language as tl
 from torch import Tensor
 
 from mtrain_kernels.cross_entropy.reference import Terms
-from mtrain_kernels.cross_entropy.triton import tanh
+from mtrain_kernels.cross_entropy.triton import LOG2E, bend
 from mtrain_kernels.linear_cross_entropy.tiles import Tile
 from mtrain_kernels.runtime import cast, ceil_div, dot, on_device_of
 
@@ -66,7 +66,8 @@ def product_kernel(
         tl.store(out + 3 * part, top, mask=r < rows)
         tl.store(out + 4 * part, at.to(tl.float32), mask=r < rows)
     if CAPPED:
-        x = tl.where(held, soft_cap * tanh(x / soft_cap), -float("inf"))
+        x = soft_cap - 2.0 * soft_cap * bend(x, 2.0 * LOG2E / soft_cap, False)
+        x = tl.where(held, x, -float("inf"))
     label = tl.load(labels_ptr + r, mask=r < rows, other=-1) - first
     target = (c[None, :] == label[:, None]) & held  # the label may be another rank's, and behind these columns
     tl.store(out + part, tl.sum(tl.where(target, x, 0.0), axis=1), mask=r < rows)

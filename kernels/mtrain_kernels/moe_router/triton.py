@@ -7,11 +7,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from mtrain_kernels.runtime import cast, ceil_div, on_device_of, power_of_two
+from mtrain_kernels.runtime import cast, ceil_div, on_device_of, power_of_two, sigmoid
 
 LEAST = tl.constexpr(-0x80000000)  # the key of what must not be chosen, below that of minus infinity
 TINY = tl.constexpr(1e-20)
-ELEMENTS = 2048  # scores that one program holds
+ELEMENTS = 512  # scores that one program holds: a warp, so that what is greatest is found without shared memory
 
 
 @triton.jit
@@ -27,7 +27,7 @@ def _key(value, live):
 def _scores(x, live, SCORE: tl.constexpr):
     """The scores of logits [tokens, places], which for a softmax behind the choice are the logits."""
     if SCORE == "sigmoid":
-        return tl.sigmoid(x)
+        return sigmoid(x)
     if SCORE == "pre_softmax":
         e = tl.exp(x - tl.max(tl.where(live, x, -float("inf")), 1)[:, None])
         e = tl.where(live, e, 0.0)
@@ -66,7 +66,7 @@ def _open_groups(
     values = tl.reshape(value, (T, G, S))
     place = tl.arange(0, S)[None, None, :]
     worth = tl.zeros([T, G], tl.float32)
-    for _ in range(MEMBERS):
+    for _ in tl.static_range(MEMBERS):
         at = tl.min(tl.where(left == tl.max(left, 2)[:, :, None], place, S), 2)
         hit = place == at[:, :, None]
         worth += tl.sum(tl.where(hit, values, 0.0), 2)
@@ -74,7 +74,7 @@ def _open_groups(
     group = tl.arange(0, G)[None, :]
     rank = _key(worth, group < GROUPS)
     taken = tl.broadcast_to(group < 0, (T, G))
-    for _ in range(GROUP_TOPK):
+    for _ in tl.static_range(GROUP_TOPK):
         at = tl.min(tl.where(rank == tl.max(rank, 1)[:, None], group, G), 1)
         hit = group == at[:, None]
         taken = taken | hit
@@ -120,7 +120,7 @@ def route_kernel(
     if GROUPS > 1:
         key = _open_groups(key, value, T, G, S, GROUPS, GROUP_TOPK, MEMBERS)
     rank = tl.full([T, G * S], -1, tl.int32)
-    for j in range(TOPK):
+    for j in tl.static_range(TOPK):
         at = tl.min(tl.where(key == tl.max(key, 1)[:, None], place, G * S), 1)
         hit = place == at[:, None]
         rank = tl.where(hit, j, rank)
@@ -159,8 +159,8 @@ def route_backward_kernel(
     x = tl.load(logits_ptr + row[:, None] * EXPERTS + expert, mask=live, other=0.0).to(tl.float32)
     chosen = tl.broadcast_to(expert < 0, (T, E))
     d_weight = tl.zeros([T, E], tl.float32)
-    for j in range(TOPK):
-        index = tl.load(indices_ptr + row * TOPK + j, mask=row < tokens, other=-1)
+    for j in tl.static_range(TOPK):
+        index = tl.load(indices_ptr + row * TOPK + j, mask=row < tokens, other=-1).to(tl.int32)
         d = tl.load(d_weights_ptr + row * TOPK + j, mask=row < tokens, other=0.0).to(tl.float32)
         hit = expert == index[:, None]
         chosen = chosen | hit
@@ -225,7 +225,7 @@ def forward(
             T=t,
             G=g,
             S=s,
-            num_warps=4,
+            num_warps=1,
         )
     return weights, indices, counts
 
@@ -253,6 +253,6 @@ def backward(d_weights: Tensor, logits: Tensor, indices: Tensor, score: str, nor
             NORMALIZE=normalize,
             T=t,
             E=e,
-            num_warps=4,
+            num_warps=1,
         )
     return d_logits

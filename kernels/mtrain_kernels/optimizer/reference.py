@@ -11,10 +11,10 @@ from torch import Tensor
 from mtrain_kernels.optimizer.rounding import (
     join_master,
     load_moment,
-    philox,
     split_master,
     stochastic_bf16,
     store_moment,
+    words,
 )
 
 
@@ -22,7 +22,7 @@ class Hyper(NamedTuple):
     """The numbers of a step; `bias1` and `bias2` are `1 - beta^step`, or 1 without bias correction.
 
     `decoupled` is AdamW's weight decay, else the decay is added to the gradient. `stochastic` rounds what is kept in
-    bf16 without a master (weights, moments) stochastically, with `seed` and `step` as in `rounding.philox`.
+    bf16 without a master (weights, moments) stochastically, with `seed` and `step` as in `rounding.words`.
     """
 
     lr: float
@@ -110,9 +110,9 @@ def _read(lists: Lists) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
 
 def _write(lists: Lists, values: tuple[list[Tensor], ...], streams: Sequence[int], hyper: Hyper) -> None:
     for i, (p, m, v) in enumerate(zip(*values, strict=True)):
-        words: tuple[Tensor | None, ...] = (None, None, None)
+        random: tuple[Tensor | None, ...] = (None, None, None)
         if hyper.stochastic:
-            words = philox(hyper.seed, torch.arange(len(p), device=p.device), streams[i], hyper.step)[:3]
+            random = words(hyper.seed, len(p), streams[i], hyper.step, p.device)
         weight = lists.params[i].view(-1)
         if lists.masters and lists.masters[i].dtype == torch.int16:
             upper, remainder = split_master(p)
@@ -120,15 +120,15 @@ def _write(lists: Lists, values: tuple[list[Tensor], ...], streams: Sequence[int
             lists.masters[i].view(-1).copy_(remainder)
         elif lists.masters:
             weight.copy_(p)
-        elif words[0] is not None and weight.dtype == torch.bfloat16:
-            weight.copy_(stochastic_bf16(p, words[0]))
+        elif random[0] is not None and weight.dtype == torch.bfloat16:
+            weight.copy_(stochastic_bf16(p, random[0]))
         else:
             weight.copy_(p)
         for kept, scales, x, second in (
             (lists.exp_avgs, lists.exp_avg_scales, m, False),
             (lists.exp_avg_sqs, lists.exp_avg_sq_scales, v, True),
         ):
-            stored, scale = store_moment(x, kept[i].dtype, second, words[1 + second])
+            stored, scale = store_moment(x, kept[i].dtype, second, random[1 + second])
             kept[i].view(-1).copy_(stored)
             if scale is not None:
                 scales[i].copy_(scale)

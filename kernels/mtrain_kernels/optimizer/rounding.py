@@ -50,9 +50,19 @@ def philox(seed: int, index: Tensor, stream: int, step: int) -> tuple[Tensor, Te
     return c0, c1, c2, c3
 
 
+def words(seed: int, size: int, stream: int, step: int, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
+    """Three times 16 random bits, in int64, for each of `size` elements of a tensor.
+
+    Elements 2 i and 2 i + 1 share the words of `philox` for i: the even one has their low halves.
+    """
+    found = philox(seed, torch.arange((size + 1) // 2, device=device), stream, step)[:3]
+    first, second, third = (torch.stack((word & 0xFFFF, word >> 16), 1).flatten()[:size] for word in found)
+    return first, second, third
+
+
 def stochastic_bf16(x: Tensor, words: Tensor) -> Tensor:
-    """fp32 -> one of the two neighbours in bf16, by chance, right on average: half a random word is added."""
-    bits = (x.view(torch.int32).long() & _LOW) + (words & 0xFFFF)
+    """fp32 -> one of the two neighbours in bf16, by chance, right on average: 16 random bits are added."""
+    bits = (x.view(torch.int32).long() & _LOW) + words
     return _narrow(torch.where(x.isnan(), 0x7FC0, bits >> 16)).view(torch.bfloat16)
 
 

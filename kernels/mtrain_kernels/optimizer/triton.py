@@ -9,15 +9,14 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from mtrain_kernels.device_tables import DeviceTables
 from mtrain_kernels.optimizer.reference import Hyper, Lists
 from mtrain_kernels.optimizer.rounding import MOMENT_BLOCK
+from mtrain_kernels.optimizer.tables import address, tables
 from mtrain_kernels.quantize.triton import decode, encode, finite, scales
 from mtrain_kernels.runtime import INTERPRETED, cast, on_device_of
 
 BLOCK = 2048  # elements in the registers of one program
 CHUNK = 1 << 16  # elements that one program walks over
-_TABLES, _CHUNKS = DeviceTables(64), DeviceTables(64)
 TYPES = {
     torch.float32: tl.float32,
     torch.float16: tl.float16,
@@ -47,10 +46,31 @@ def chunk(table_ptr, chunks_ptr, SIZE: tl.constexpr, LISTS: tl.constexpr, ALIGNE
 
 
 @triton.jit
+def words(seed, first, stream, step, BLOCK: tl.constexpr):
+    """Three times 16 random bits for each of `BLOCK` elements from `first` on, as `rounding.words`."""
+    pair = first >> 1  # a multiple of half a block, so that its low 32 bits take the sum without a carry
+    low = (pair & 0xFFFFFFFF).to(tl.uint32) + tl.arange(0, BLOCK // 2).to(tl.uint32)
+    zero = low * 0
+    high = zero + (pair >> 32).to(tl.uint32)
+    w0, w1, w2, _ = tl.philox(seed, low, high, zero + stream.to(tl.uint32), zero + step.to(tl.uint32))
+    return halves(w0, BLOCK), halves(w1, BLOCK), halves(w2, BLOCK)
+
+
+@triton.jit
+def halves(word, BLOCK: tl.constexpr):
+    """The low and the high 16 bits of each word, side by side."""
+    return tl.reshape(tl.join(word & 0xFFFF, word >> 16), (BLOCK,))
+
+
+@triton.jit
 def stochastic(x, word):
-    """fp32 to bf16: the low half of a random word is added before the low half of the bits is dropped."""
-    bits = x.to(tl.uint32, bitcast=True) + (word.to(tl.uint32) & 0xFFFF)
-    upper = tl.where(x == x, bits >> 16, 0x7FC0)
+    """fp32 to bf16: 16 random bits are added before the low half of the bits is dropped; `x` is a sum or product.
+
+    What a GPU works out is never a negative NaN (PTX ISA, `add`), so that a minimum keeps NaN from a carry.
+    """
+    bits = x.to(tl.int32, bitcast=True)
+    bits = tl.where(x == x, bits, 0x7FC00000) if INTERPRETED else tl.minimum(bits, 0x7FC00000)
+    upper = (bits.to(tl.uint32, bitcast=True) + word) >> 16
     return upper.to(tl.uint16).to(tl.bfloat16, bitcast=True)
 
 
@@ -204,12 +224,14 @@ def adamw_kernel(
     inverse = root_bias2
     if not INTERPRETED:
         inverse = tl.div_rn(root_bias2 * 0.0 + 1.0, root_bias2)
+    if SCALED:
+        scale = tl.load(grad_scale_ptr)
     for start in range(0, size, BLOCK):
         at = start + tl.arange(0, BLOCK)
         inside = at < size
         g = tl.load(g_ptr + at, mask=inside, other=0.0).to(tl.float32)
         if SCALED:
-            g *= tl.load(grad_scale_ptr)
+            g *= scale
         w = load_weight(p_ptr, master_ptr, at, inside, MASTER)
         m = load_moment(m_ptr, m_scale_ptr, at, inside, False, M, BLOCK, SHARED)
         v = load_moment(v_ptr, v_scale_ptr, at, inside, True, V, BLOCK, SHARED)
@@ -220,15 +242,9 @@ def adamw_kernel(
         m = m * beta1 + rest1 * g
         v = v * beta2 + rest2 * (g * g)
         w -= lr_over_bias1 * tl.div_rn(m, over(tl.sqrt_rn(v), root_bias2, inverse) + eps)
-        w0 = at
-        w1 = at
-        w2 = at
+        w0, w1, w2 = at, at, at
         if STOCHASTIC:
-            index = begin + at
-            low = (index & 0xFFFFFFFF).to(tl.uint32)
-            zero = low * 0
-            high = (index >> 32).to(tl.uint32)
-            w0, w1, w2, _ = tl.philox(seed, low, high, zero + stream.to(tl.uint32), zero + step.to(tl.uint32))
+            w0, w1, w2 = words(seed, begin + start, stream, step, BLOCK)
         store_weight(p_ptr, master_ptr, at, inside, w, w0, MASTER, P, STOCHASTIC)
         store_moment(m_ptr, m_scale_ptr, at, inside, m, w1, False, M, STOCHASTIC, BLOCK, SHARED)
         store_moment(v_ptr, v_scale_ptr, at, inside, v, w2, True, V, STOCHASTIC, BLOCK, SHARED)
@@ -273,7 +289,7 @@ def adamw_(
     p = lists.params[0]
     numbers = None if clock is None else device_numbers(clock, hyper)
     master = {torch.int16: "remainder", torch.float32: "fp32"}[lists.masters[0].dtype] if lists.masters else "none"
-    for table, chunks, aligned in tables(rows, 5, 7, p.device):
+    for table, chunks, aligned in tables(rows, 5, 7, CHUNK, p.device):
         with on_device_of(p):
             adamw_kernel[(len(chunks),)](
                 table,
@@ -333,7 +349,7 @@ def scale_(grads: Sequence[Tensor], factor: Tensor) -> None:
 
 
 def _tables_of(grads: Sequence[Tensor]) -> list[tuple[Tensor, Tensor, bool]]:
-    return tables([(address(g), g.numel()) for g in grads], 1, 1, grads[0].device)
+    return tables([(address(g), g.numel()) for g in grads], 1, 1, CHUNK, grads[0].device)
 
 
 def _gradients(
@@ -355,41 +371,3 @@ def _gradients(
             num_warps=8,
         )
     return partial
-
-
-def address(x: Tensor) -> int:
-    """Where the data of a tensor lie; 0 for a meta tensor, which has none."""
-    return 0 if x.device.type == "meta" else x.data_ptr()
-
-
-def tables(
-    rows: Sequence[tuple[int, ...]], pointers: int, size_at: int, device: torch.device
-) -> list[tuple[Tensor, Tensor, bool]]:
-    """(table, chunks, aligned) of the rows with elements: first those that can be read 16 bytes at a time.
-
-    Those have their first `pointers` numbers and their size in multiples of 16; one odd tensor slows only its like.
-    """
-    parts: dict[bool, list[tuple[int, ...]]] = {True: [], False: []}
-    for row in rows:
-        if row[size_at]:
-            parts[all(number % 16 == 0 for number in (*row[:pointers], row[size_at]))].append(row)
-    return [
-        (_table(tuple(part), device), _chunks(tuple(row[size_at] for row in part), CHUNK, device), aligned)
-        for aligned, part in parts.items()
-        if part
-    ]
-
-
-def _table(rows: tuple[tuple[int, ...], ...], device: torch.device) -> Tensor:
-    """The rows as int64 on the device, kept while pointers stay."""
-    return _TABLES.of(rows, device, lambda: torch.tensor(rows, dtype=torch.int64))
-
-
-def _chunks(sizes: tuple[int, ...], length: int, device: torch.device) -> Tensor:
-    """(tensor, chunk) of every chunk of `length` of tensors of these sizes, as int32 on the device."""
-
-    def make() -> Tensor:
-        chunks = [(i, c) for i, size in enumerate(sizes) for c in range(-(-size // length))]
-        return torch.tensor(chunks, dtype=torch.int32).view(-1, 2)
-
-    return _CHUNKS.of((sizes, length), device, make)

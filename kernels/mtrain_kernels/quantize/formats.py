@@ -42,3 +42,25 @@ LAYOUTS = {
     "128x128_power_of_two": Layout(128, 128, "power_of_two"),
     "mx": Layout(1, 32, "e8m0"),
 }
+
+PTX_ENCODE = (  # four numbers to e4m3, in two conversions of two
+    "{ .reg .b16 low, high; cvt.rn.satfinite.e4m3x2.f32 low, $2, $1; cvt.rn.satfinite.e4m3x2.f32 high, $4, $3;"
+    " mov.b32 $0, {low, high}; }"
+)
+PTX_DECODE = (  # and back
+    "{ .reg .b16 low, high, a, b, c, d; .reg .b32 ab, cd; mov.b32 {low, high}, $4;"
+    " cvt.rn.f16x2.e4m3x2 ab, low; cvt.rn.f16x2.e4m3x2 cd, high; mov.b32 {a, b}, ab; mov.b32 {c, d}, cd;"
+    " cvt.f32.f16 $0, a; cvt.f32.f16 $1, b; cvt.f32.f16 $2, c; cvt.f32.f16 $3, d; }"
+)
+PTX_ENCODE_E2M1 = (  # four pairs, of which $1 to $4 go low, to e2m1
+    "{ .reg .b8 a, b, c, d; cvt.rn.satfinite.e2m1x2.f32 a, $5, $1; cvt.rn.satfinite.e2m1x2.f32 b, $6, $2;"
+    " cvt.rn.satfinite.e2m1x2.f32 c, $7, $3; cvt.rn.satfinite.e2m1x2.f32 d, $8, $4; mov.b32 $0, {a, b, c, d}; }"
+)
+PTX_PACK = (  # the last bits of $1 to $8, which are 1.5 * 2^23 and a code, and the signs of $9 to $16, in such pairs
+    "{ .reg .b32 code, sign; mad.lo.u32 code, $8, 16, $4; shf.l.wrap.b32 sign, $16, $16, 4;"
+    " shf.l.wrap.b32 sign, $12, sign, 4;"
+    + "".join(
+        f" mad.lo.u32 code, code, 16, ${at}; shf.l.wrap.b32 sign, ${at + 8}, sign, 4;" for at in (7, 3, 6, 2, 5, 1)
+    )
+    + " sub.u32 code, code, 0x3F400000; lop3.b32 $0, sign, 0x88888888, code, 0xEA; }"  # (sign & mask) | code
+)

@@ -7,31 +7,100 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from mtrain_kernels.quantize.formats import PTX_ENCODE_E2M1, PTX_PACK
 from mtrain_kernels.quantize.reference import NVFP4_SPAN, span
-from mtrain_kernels.quantize.triton import SIDE, amax, decode, encode, finite
-from mtrain_kernels.runtime import cast, ceil_div, on_device_of
+from mtrain_kernels.quantize.triton import SIDE, amax, decode, encode, greatest_finite
+from mtrain_kernels.runtime import INTERPRETED, cast, ceil_div, converts_fp4, on_device_of
+
+ROUND = tl.constexpr(1.5 * 2.0**23)  # a sum with it is a whole number, in the last bits
+CONVERT, PACK = tl.constexpr(PTX_ENCODE_E2M1), tl.constexpr(PTX_PACK)
+DIVIDE = tl.constexpr(
+    "{ .reg .f32 r, q, e; rcp.approx.ftz.f32 r, $2; mul.rz.f32 q, $1, r; neg.f32 e, q;"
+    " fma.rn.f32 e, e, $2, $1; fma.rn.f32 $0, e, r, q; }"
+)
+
+
+@triton.jit
+def pairs(y):
+    """Codes of `y` [a, 2 n] in e2m1, two a byte [a, n], the even one low: nearest, ties to even, saturating.
+
+    The codes of numbers up to 2, 4 and 6 are 2 y, y + 2 and y / 2 + 4, whichever is least, rounded: so they stand in
+    the last bits of a sum with a power of two. NaN is the greatest number.
+    """
+    SHAPE: tl.constexpr = (y.shape[0], y.shape[1] // 2, 2)
+    if converts_fp4():
+        low, high = tl.split(tl.reshape(y, SHAPE))
+        both = tl.inline_asm_elementwise(CONVERT, "=r,f,f,f,f,f,f,f,f", [low, high], tl.uint8, True, 4)
+    else:
+        near = tl.minimum(tl.abs(y), 6.0)
+        code = tl.minimum(near * 2.0 + ROUND, tl.minimum(near + (ROUND + 2.0), near * 0.5 + (ROUND + 4.0)))
+        low, high = tl.split(tl.reshape(code, SHAPE))
+        first, second = tl.split(tl.reshape(y, SHAPE))
+        if INTERPRETED:
+            both = _signed(low, first) | (_signed(high, second) << 4)
+        else:
+            given = [low, high, first, second]
+            both = tl.inline_asm_elementwise(PACK, "=r,r,r,r,r,r,r,r,r,r,r,r,r,r,r,r,r", given, tl.uint8, True, 4)
+    return both
+
+
+@triton.jit
+def _signed(code, y):
+    code = code.to(tl.int32, bitcast=True) & 7
+    return tl.where(y.to(tl.int32, bitcast=True) < 0, tl.where(y == y, code | 8, code), code).to(tl.uint8)
 
 
 @triton.jit
 def nvfp4_kernel(x_ptr, top_ptr, packed_ptr, scale_ptr, rows, columns, stride, SIDE: tl.constexpr):
-    """A tile: scales of its blocks first rounded to e4m3, then the numbers multiplied by what they say."""
-    row = tl.program_id(0) * SIDE + tl.arange(0, SIDE)[:, None]
-    column = tl.program_id(1) * SIDE + tl.arange(0, SIDE)[None, :]
-    inside = (row < rows) & (column < columns)
-    x = tl.load(x_ptr + row.to(tl.int64) * stride + column, mask=inside, other=0.0).to(tl.float32)
+    """A tile: scales of its blocks first rounded to e4m3, then the numbers multiplied by what they say.
+
+    A thread has both halves of a block, so that nothing is exchanged, and the next one the next block of a row.
+    """
+    number = tl.arange(0, SIDE * SIDE // 16)
+    row = tl.program_id(0) * SIDE + number // (SIDE // 16)
+    block = tl.program_id(1) * (SIDE // 16) + number % (SIDE // 16)
+    column = block[:, None] * 16 + tl.arange(0, 8)[None, :]
+    at = x_ptr + row.to(tl.int64)[:, None] * stride + column
+    live = (row < rows)[:, None]
+    left = tl.load(at, mask=live & (column < columns), other=0.0).to(tl.float32)
+    right = tl.load(at + 8, mask=live & (column + 8 < columns), other=0.0).to(tl.float32)
     top = tl.load(top_ptr)
-    blocks = tl.reshape(x, (SIDE, SIDE // 16, 16))
-    code = encode(tl.max(finite(blocks), axis=2) * (1.0 / 6.0) * top, 3, 7, 448.0)
+    amax = tl.maximum(greatest_finite(left, 1), greatest_finite(right, 1))
+    code = encode(amax * (1.0 / 6.0) * top, 3, 7, 448.0)
     decoded = decode(code, 3, 7)
-    m = tl.where(decoded > 0, tl.div_rn(decoded * 0.0 + top, decoded), 0.0)
-    code = tl.where(tl.max(tl.where(blocks != blocks, 1, 0), axis=2) > 0, 0x7F, code).to(tl.uint8)
-    block = tl.program_id(1) * (SIDE // 16) + tl.arange(0, SIDE // 16)[None, :]
+    m = tl.where(decoded > 0, over_scale(decoded * 0.0 + top, decoded), 0.0)
+    code = tl.where(any_nan(left, right), 0x7F, code).to(tl.uint8)
     width = tl.cdiv(columns, 16)
     tl.store(scale_ptr + row.to(tl.int64) * width + block, code, mask=(row < rows) & (block < width))
-    low, high = tl.split(tl.reshape(encode(blocks * m[:, :, None], 1, 1, 6.0), (SIDE, SIDE // 2, 2)))
-    pair = tl.program_id(1) * (SIDE // 2) + tl.arange(0, SIDE // 2)[None, :]
-    at = packed_ptr + row.to(tl.int64) * (columns // 2) + pair
-    tl.store(at, low | (high << 4), mask=(row < rows) & (pair < columns // 2))
+    pair = block[:, None] * 8 + tl.arange(0, 4)[None, :]
+    at = packed_ptr + row.to(tl.int64)[:, None] * (columns // 2) + pair
+    tl.store(at, pairs(left * m[:, None]), mask=live & (pair < columns // 2))
+    tl.store(at + 4, pairs(right * m[:, None]), mask=live & (pair + 4 < columns // 2))
+
+
+@triton.jit
+def over_scale(a, b):
+    """`a / b` to the last bit, for `b` with four bits and less: so no nearer to a tie than 1/30 of the last bit.
+
+    A quotient that is off by some last bits, and never infinite, is corrected by its remainder, which is exact.
+    """
+    if INTERPRETED:
+        return tl.div_rn(a, b)
+    return tl.inline_asm_elementwise(DIVIDE, "=f,f,f", [a, b], tl.float32, True, 1)
+
+
+@triton.jit
+def any_nan(left, right):
+    """Whether a block has a number that is not one."""
+    if INTERPRETED:
+        return tl.max(tl.where((left != left) | (right != right), 1, 0), 1) > 0
+    most = _maximum(tl.reduce(tl.abs(left), 1, _maximum), tl.reduce(tl.abs(right), 1, _maximum))
+    return most != most
+
+
+@triton.jit
+def _maximum(a, b):
+    return tl.maximum(a, b, propagate_nan=tl.PropagateNan.ALL)
 
 
 @triton.jit

@@ -8,30 +8,20 @@ import triton.language as tl
 from torch import Tensor
 
 from mtrain_kernels.quantize import reference
-from mtrain_kernels.quantize.formats import FORMATS, LAYOUTS
-from mtrain_kernels.runtime import cast, ceil_div, converts_fp8, on_device_of
+from mtrain_kernels.quantize.formats import FORMATS, LAYOUTS, PTX_DECODE, PTX_ENCODE
+from mtrain_kernels.quantize.tile_triton import dealt, in_order
+from mtrain_kernels.runtime import INTERPRETED, cast, ceil_div, converts_fp8, on_device_of, quotient, rounded, sigmoid
 
 SIDE = 128  # of a square tile
 GREATEST_MULTIPLIER = tl.constexpr(reference.GREATEST_MULTIPLIER)
-
-
-TO_E4M3 = tl.constexpr(
-    "{ .reg .b16 low, high; cvt.rn.satfinite.e4m3x2.f32 low, $2, $1; cvt.rn.satfinite.e4m3x2.f32 high, $4, $3;"
-    " mov.b32 $0, {low, high}; }"
-)
-TO_E5M2 = tl.constexpr(TO_E4M3.value.replace("e4m3", "e5m2"))
-FROM_E4M3 = tl.constexpr(
-    "{ .reg .b16 low, high, a, b, c, d; .reg .b32 ab, cd; mov.b32 {low, high}, $4;"
-    " cvt.rn.f16x2.e4m3x2 ab, low; cvt.rn.f16x2.e4m3x2 cd, high; mov.b32 {a, b}, ab; mov.b32 {c, d}, cd;"
-    " cvt.f32.f16 $0, a; cvt.f32.f16 $1, b; cvt.f32.f16 $2, c; cvt.f32.f16 $3, d; }"
-)
-FROM_E5M2 = tl.constexpr(FROM_E4M3.value.replace("e4m3", "e5m2"))
+TO_E4M3, TO_E5M2 = tl.constexpr(PTX_ENCODE), tl.constexpr(PTX_ENCODE.replace("e4m3", "e5m2"))
+FROM_E4M3, FROM_E5M2 = tl.constexpr(PTX_DECODE), tl.constexpr(PTX_DECODE.replace("e4m3", "e5m2"))
 
 
 @triton.jit
 def encode(x, MANTISSA: tl.constexpr, BIAS: tl.constexpr, GREATEST: tl.constexpr):
     """The code of fp32 `x` in uint8, by the GPU's own conversion where it has one, which gives the same bits."""
-    if MANTISSA > 1 and converts_fp8():
+    if converts_fp8():
         CONVERT: tl.constexpr = TO_E4M3 if MANTISSA == 3 else TO_E5M2
         code = tl.inline_asm_elementwise(CONVERT, "=r,r,r,r,r", [x], dtype=tl.uint8, is_pure=True, pack=4)
     else:
@@ -52,7 +42,7 @@ def decode(code, MANTISSA: tl.constexpr, BIAS: tl.constexpr):
 
 @triton.jit
 def encode_bits(x, MANTISSA: tl.constexpr, BIAS: tl.constexpr, GREATEST: tl.constexpr):
-    """The code of fp32 `x` in uint8: nearest, ties to even, saturating; NaN is all ones, or the greatest in e2m1.
+    """The code of fp32 `x` in uint8: nearest, ties to even, saturating; NaN is all ones.
 
     Below the normal numbers, adding a power of two leaves the multiple of the smallest number in the last bits.
     """
@@ -65,9 +55,8 @@ def encode_bits(x, MANTISSA: tl.constexpr, BIAS: tl.constexpr, GREATEST: tl.cons
     MAGIC: tl.constexpr = 2.0 ** (24 - BIAS - MANTISSA)
     tiny = (magnitude + MAGIC).to(tl.int32, bitcast=True) - ((24 - BIAS - MANTISSA + 127) << 23)
     code = tl.where(magnitude >= 2.0 ** (1 - BIAS), normal, tiny)
-    SIGN: tl.constexpr = 1 << (3 if MANTISSA == 1 else 7)
-    code = tl.where(bits < 0, code | SIGN, code)
-    return tl.where(nan, SIGN - 1, code).to(tl.uint8)
+    code = tl.where(bits < 0, code | 0x80, code)
+    return tl.where(nan, 0x7F, code).to(tl.uint8)
 
 
 @triton.jit
@@ -91,9 +80,21 @@ def finite(x):
 
 
 @triton.jit
+def greatest_finite(x, axis: tl.constexpr):
+    """The greatest finite absolute value along an axis, 0 where there is none.
+
+    On a GPU x + 0 x makes infinities not a number, which a maximum leaves out: two instructions and not three.
+    """
+    if INTERPRETED:
+        return tl.max(finite(x), axis)
+    return tl.maximum(tl.max(tl.abs(tl.fma(x, tl.zeros_like(x), x)), axis), 0.0)
+
+
+@triton.jit
 def multiplier(amax, GREATEST: tl.constexpr):
     """`GREATEST / amax`, at most 2^126, and 1 for an amax of 0; the division is exact to the last bit."""
-    return tl.where(amax > 0, tl.minimum(tl.div_rn(amax * 0.0 + GREATEST, amax), GREATEST_MULTIPLIER), 1.0)
+    least = tl.maximum(amax, GREATEST / GREATEST_MULTIPLIER)
+    return tl.where(amax > 0, quotient(amax * 0.0 + GREATEST, least), 1.0)
 
 
 @triton.jit
@@ -112,23 +113,19 @@ def scales(amax, GREATEST: tl.constexpr, EMAX: tl.constexpr, SCALE: tl.constexpr
         scale = ((254 - exponent) << 23).to(tl.float32, bitcast=True)
     else:
         m = multiplier(amax, GREATEST)
-        scale = tl.div_rn(m * 0.0 + 1.0, m)
+        scale = quotient(m * 0.0 + 1.0, m)
     return m, scale
 
 
 @triton.jit
-def load_tile(x_ptr, row, column, rows, columns, stride, SWIGLU: tl.constexpr, AGAIN: tl.constexpr):
-    """A tile in fp32, 0 outside; with `SWIGLU` silu(gate) times up of the halves, rounded to the input's dtype.
-
-    `AGAIN` makes a second load a load of its own, from the cache, instead of registers kept.
-    """
-    EVICT: tl.constexpr = "evict_first" if AGAIN else ""
+def load_tile(x_ptr, row, column, rows, columns, stride, SWIGLU: tl.constexpr):
+    """A tile in fp32, 0 outside; with `SWIGLU` silu(gate) times up of the halves, rounded to the input's dtype."""
     inside = (row[:, None] < rows) & (column[None, :] < columns)
     at = x_ptr + row[:, None].to(tl.int64) * stride + column[None, :]
-    x = tl.load(at, mask=inside, other=0.0, eviction_policy=EVICT).to(tl.float32)
+    x = tl.load(at, mask=inside, other=0.0).to(tl.float32)
     if SWIGLU:
-        up = tl.load(at + columns, mask=inside, other=0.0, eviction_policy=EVICT).to(tl.float32)
-        x = cast(x * tl.sigmoid(x) * up, x_ptr.dtype.element_ty).to(tl.float32)  # as `activation.triton`
+        up = tl.load(at + columns, mask=inside, other=0.0).to(tl.float32)
+        x = rounded(x * sigmoid(x) * up, x_ptr.dtype.element_ty)  # as `activation.triton`
     return x
 
 
@@ -137,8 +134,8 @@ def amax_kernel(x_ptr, out_ptr, rows, columns, stride, SWIGLU: tl.constexpr, SID
     """The greatest finite absolute value of each tile; torch takes the greatest of all."""
     row = tl.program_id(0) * SIDE + tl.arange(0, SIDE)
     column = tl.program_id(1) * SIDE + tl.arange(0, SIDE)
-    x = load_tile(x_ptr, row, column, rows, columns, stride, SWIGLU, False)
-    tl.store(out_ptr + tl.program_id(0) * tl.num_programs(1) + tl.program_id(1), tl.max(tl.max(finite(x), 1), 0))
+    x = load_tile(x_ptr, row, column, rows, columns, stride, SWIGLU)
+    tl.store(out_ptr + tl.program_id(0) * tl.num_programs(1) + tl.program_id(1), tl.max(greatest_finite(x, 1), 0))
 
 
 @triton.jit
@@ -159,16 +156,20 @@ def tensorwise_kernel(
     SIDE: tl.constexpr,
 ):
     """A tile with the tensor's one multiplier, written twice where the transpose is wanted; its amax on the way."""
-    row = tl.program_id(0) * SIDE + tl.arange(0, SIDE)
+    RUN: tl.constexpr = 4 if TRANSPOSE else 1
+    WIDE: tl.constexpr = 8 if TRANSPOSE else 16  # bytes written at once: 16 would be 16 columns to reduce
+    row = tl.program_id(0) * SIDE + dealt(SIDE, RUN)
     column = tl.program_id(1) * SIDE + tl.arange(0, SIDE)
     inside = (row[:, None] < rows) & (column[None, :] < columns)
-    x = load_tile(x_ptr, row, column, rows, columns, stride, SWIGLU, False)
-    tl.store(amax_ptr + tl.program_id(0) * tl.num_programs(1) + tl.program_id(1), tl.max(tl.max(finite(x), 1), 0))
+    x = load_tile(x_ptr, row, column, rows, columns, stride, SWIGLU)
+    tl.store(amax_ptr + tl.program_id(0) * tl.num_programs(1) + tl.program_id(1), tl.max(greatest_finite(x, 1), 0))
     q = encode(x * tl.load(multiplier_ptr), MANTISSA, BIAS, GREATEST)
-    tl.store(q_ptr + row[:, None].to(tl.int64) * columns + column[None, :], q, mask=inside)
+    tl.store(q_ptr + row[:, None].to(tl.int64) * columns + tl.max_contiguous(column, WIDE)[None, :], q, mask=inside)
     if TRANSPOSE:
-        at = transposed_ptr + column[:, None].to(tl.int64) * rows + row[None, :]
-        tl.store(at, tl.trans(q), mask=tl.trans(inside))
+        row = tl.program_id(0) * SIDE + tl.arange(0, SIDE)
+        at = transposed_ptr + column[:, None].to(tl.int64) * rows + tl.max_contiguous(row, WIDE)[None, :]
+        inside = (column[:, None] < columns) & (row[None, :] < rows)
+        tl.store(at, tl.trans(in_order(q, SIDE, RUN)), mask=inside)
 
 
 @triton.jit
@@ -187,11 +188,11 @@ def groups(
     EMAX: tl.constexpr = 8 if MANTISSA == 3 else 15
     if DOWN:
         cut = tl.reshape(x, (COUNT, GROUP, SIDE))
-        m, scale = scales(tl.max(finite(cut), axis=1), GREATEST, EMAX, SCALE)
+        m, scale = scales(greatest_finite(cut, 1), GREATEST, EMAX, SCALE)
         scaled = tl.reshape(cut * m[:, None, :], (SIDE, SIDE))
     else:
         cut = tl.reshape(x, (SIDE, COUNT, GROUP))
-        m, scale = scales(tl.max(finite(cut), axis=2), GREATEST, EMAX, SCALE)
+        m, scale = scales(greatest_finite(cut, 2), GREATEST, EMAX, SCALE)
         scaled = tl.reshape(cut * m[:, :, None], (SIDE, SIDE))
     return encode(scaled, MANTISSA, BIAS, GREATEST), scale
 
@@ -217,20 +218,22 @@ def blocks_kernel(
     SIDE: tl.constexpr,
 ):
     """A tile with a scale for all of it (`SQUARE`) or for each `GROUP` of a row, and, transposed, of a column."""
-    row = tl.program_id(0) * SIDE + tl.arange(0, SIDE)
+    RUN: tl.constexpr = (4 if SQUARE or GROUP < SIDE else 8) if TRANSPOSE else 1
+    WIDE: tl.constexpr = (
+        8 if TRANSPOSE and not SQUARE else 16
+    )  # bytes written at once: 16 would be 16 columns to reduce
+    row = tl.program_id(0) * SIDE + dealt(SIDE, RUN)
     column = tl.program_id(1) * SIDE + tl.arange(0, SIDE)
     inside = (row[:, None] < rows) & (column[None, :] < columns)
-    q_at = q_ptr + row[:, None].to(tl.int64) * columns + column[None, :]
-    transposed_at = transposed_ptr + column[:, None].to(tl.int64) * rows + row[None, :]
-    x = load_tile(x_ptr, row, column, rows, columns, stride, SWIGLU, False)
+    q_at = q_ptr + row[:, None].to(tl.int64) * columns + tl.max_contiguous(column, WIDE)[None, :]
+    x = load_tile(x_ptr, row, column, rows, columns, stride, SWIGLU)
     if SQUARE:
         EMAX: tl.constexpr = 8 if MANTISSA == 3 else 15
-        m, scale = scales(tl.max(tl.max(finite(x), 1), 0), GREATEST, EMAX, SCALE)
+        m, scale = scales(tl.max(greatest_finite(x, 1), 0), GREATEST, EMAX, SCALE)
         q = encode(x * m, MANTISSA, BIAS, GREATEST)
         tl.store(q_at, q, mask=inside)
         tl.store(scale_ptr + tl.program_id(0) * tl.num_programs(1) + tl.program_id(1), scale)
         if TRANSPOSE:
-            tl.store(transposed_at, tl.trans(q), mask=tl.trans(inside))
             tl.store(transposed_scale_ptr + tl.program_id(1) * tl.num_programs(0) + tl.program_id(0), scale)
     else:
         GROUPS: tl.constexpr = SIDE // GROUP
@@ -241,13 +244,17 @@ def blocks_kernel(
         kept = (row[:, None] < rows) & (group[None, :] < width)
         tl.store(scale_ptr + row[:, None] * width + group[None, :], scale, mask=kept)
         if TRANSPOSE:
-            x = load_tile(x_ptr, row, column, rows, columns, stride, SWIGLU, True)  # else 32 registers wait
-            q, scale = groups(x, True, SIDE, GROUP, MANTISSA, BIAS, GREATEST, SCALE)
-            tl.store(transposed_at, tl.trans(q), mask=tl.trans(inside))
+            q, scale = groups(in_order(x, SIDE, RUN), True, SIDE, GROUP, MANTISSA, BIAS, GREATEST, SCALE)
             group = tl.program_id(0) * GROUPS + tl.arange(0, GROUPS)
             width = tl.cdiv(rows, GROUP)
             kept = (column[None, :] < columns) & (group[:, None] < width)
             tl.store(transposed_scale_ptr + column[None, :] * width + group[:, None], scale, mask=kept)
+    if TRANSPOSE:
+        if SQUARE:
+            q = in_order(q, SIDE, RUN)
+        row = tl.program_id(0) * SIDE + tl.arange(0, SIDE)
+        transposed_at = transposed_ptr + column[:, None].to(tl.int64) * rows + tl.max_contiguous(row, WIDE)[None, :]
+        tl.store(transposed_at, tl.trans(q), mask=(column[:, None] < columns) & (row[None, :] < rows))
 
 
 @triton.jit

@@ -7,8 +7,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from mtrain_kernels.runtime import cast, ceil_div, on_device_of, power_of_two
+from mtrain_kernels.runtime import cast, ceil_div, exp2, on_device_of, power_of_two
 
+LOG2E = tl.constexpr(1.4426950408889634)
 COLUMNS = 4096  # keys in a tile
 ELEMENTS = 4096  # scores in a tile
 
@@ -20,11 +21,12 @@ def _seen(query, key, mask_ptr, base, stride_s, stride_t, s, t, CAUSAL: tl.const
     All that exist are read: a load that skips unseen keys would be as narrow as a score.
     """
     inside = (query[:, None] < s) & (key[None, :] < t)
-    seen = inside
+    last = tl.zeros_like(query) + t - 1
     if CAUSAL:
-        seen &= key[None, :] <= query[:, None] + (t - s)
+        last = tl.minimum(last, query + (t - s))
+    seen = key[None, :] <= tl.where(query < s, last, -1)[:, None]
     if MASKED:
-        at = base + query[:, None] * stride_s + key[None, :].to(tl.int64) * stride_t
+        at = base + query[:, None].to(tl.int64) * stride_s + key[None, :].to(tl.int64) * stride_t
         seen &= tl.load(mask_ptr + at, mask=inside, other=0) != 0
     return inside, seen
 
@@ -64,7 +66,7 @@ def softmax_kernel(
     blocks = tl.cdiv(s, S)
     head = tl.program_id(0) // blocks
     block = tl.program_id(0) % blocks
-    query = block * S + tl.arange(0, S).to(tl.int64)
+    query = block * S + tl.arange(0, S)
     base = (head // heads).to(tl.int64) * stride_b + (head % heads).to(tl.int64) * stride_h
     row = (head.to(tl.int64) * s + query)[:, None] * t
     edge = _edge(block, s, t, S, CAUSAL)
@@ -80,19 +82,20 @@ def softmax_kernel(
         z = tl.where(seen, z, -float("inf"))
         higher = tl.maximum(top, tl.max(z, 1))
         safe = tl.where(higher == -float("inf"), 0.0, higher)
-        total = total * tl.exp(top - safe) + tl.sum(tl.exp(z - safe[:, None]), 1)
+        total = total * exp2((top - safe) * LOG2E) + tl.sum(exp2((z - safe[:, None]) * LOG2E), 1)
         top = higher
     top = tl.where(top == -float("inf"), 0.0, top)
     total = tl.where(total == 0, 1.0, total)
     tl.store(top_ptr + head.to(tl.int64) * s + query, top, mask=query < s)
     tl.store(total_ptr + head.to(tl.int64) * s + query, total, mask=query < s)
+    share = 1.0 / total
     for start in range(0, t, T):
         key = start + tl.arange(0, T)
         p = tl.zeros([S, T], tl.float32)
         if start < edge:
             inside, seen = _seen(query, key, mask_ptr, base, stride_s, stride_t, s, t, CAUSAL, MASKED)
             z = tl.load(x_ptr + row + key[None, :], mask=inside, other=0.0).to(tl.float32) * scale
-            p = tl.where(seen, tl.exp(z - top[:, None]) / total[:, None], 0.0)
+            p = tl.where(seen, exp2((z - top[:, None]) * LOG2E) * share[:, None], 0.0)
         inside = (query[:, None] < s) & (key[None, :] < t)
         tl.store(y_ptr + row + key[None, :], cast(p, y_ptr.dtype.element_ty), mask=inside)
 
@@ -125,7 +128,7 @@ def softmax_backward_kernel(
     blocks = tl.cdiv(s, S)
     head = tl.program_id(0) // blocks
     block = tl.program_id(0) % blocks
-    query = block * S + tl.arange(0, S).to(tl.int64)
+    query = block * S + tl.arange(0, S)
     base = (head // heads).to(tl.int64) * stride_b + (head % heads).to(tl.int64) * stride_h
     row = (head.to(tl.int64) * s + query)[:, None] * t
     edge = _edge(block, s, t, S, CAUSAL)
@@ -137,11 +140,12 @@ def softmax_backward_kernel(
         inside, seen = _seen(query, key, mask_ptr, base, stride_s, stride_t, s, t, CAUSAL, MASKED)
         z = tl.load(x_ptr + row + key[None, :], mask=inside, other=0.0).to(tl.float32) * scale
         d_y = tl.load(d_y_ptr + row + key[None, :], mask=inside, other=0.0).to(tl.float32)
-        inner += tl.sum(tl.where(seen, tl.exp(z - top[:, None]) * d_y, 0.0), 1)
-    inner = inner / total
+        inner += tl.sum(tl.where(seen, exp2((z - top[:, None]) * LOG2E) * d_y, 0.0), 1)
+    share = 1.0 / total
+    inner *= share
     if SINK:
-        share = tl.exp(tl.load(sink_ptr + head % heads).to(tl.float32) - top) / total
-        tl.store(d_sink_ptr + head.to(tl.int64) * s + query, -share * inner, mask=query < s)
+        sink = tl.exp(tl.load(sink_ptr + head % heads).to(tl.float32) - top) * share
+        tl.store(d_sink_ptr + head.to(tl.int64) * s + query, -sink * inner, mask=query < s)
     for start in range(0, t, T):
         key = start + tl.arange(0, T)
         d = tl.zeros([S, T], tl.float32)
@@ -149,7 +153,7 @@ def softmax_backward_kernel(
             inside, seen = _seen(query, key, mask_ptr, base, stride_s, stride_t, s, t, CAUSAL, MASKED)
             z = tl.load(x_ptr + row + key[None, :], mask=inside, other=0.0).to(tl.float32) * scale
             d_y = tl.load(d_y_ptr + row + key[None, :], mask=inside, other=0.0).to(tl.float32)
-            p = tl.exp(z - top[:, None]) / total[:, None]
+            p = exp2((z - top[:, None]) * LOG2E) * share[:, None]
             d = tl.where(seen, scale * p * (d_y - inner[:, None]), 0.0)
         inside = (query[:, None] < s) & (key[None, :] < t)
         tl.store(d_x_ptr + row + key[None, :], cast(d, d_x_ptr.dtype.element_ty), mask=inside)

@@ -1,4 +1,4 @@
-"""The quotient that AdamW's kernel takes on a GPU, in exact arithmetic: the interpreter divides instead."""
+"""Quotients that kernels take on a GPU, in exact arithmetic: the interpreter divides instead."""
 
 from __future__ import annotations
 
@@ -12,11 +12,12 @@ import pytest
 
 pytest.importorskip("triton")
 
+from mtrain_kernels import runtime
 from mtrain_kernels.optimizer import triton
 
 
 class _Exact:
-    """What `over` asks of Triton's language, on numbers: sums of products that are rounded once."""
+    """What they ask of Triton's language, on numbers: sums of products that are rounded once."""
 
     @staticmethod
     def fma(a: Any, b: Any, c: Any) -> Any:
@@ -48,4 +49,24 @@ def test_a_quotient_is_rounded_once_where_the_divisor_stays(corrected: bool) -> 
                 x = np.float32(draw.uniform(1, 2) * 2.0 ** draw.randint(-60, 30))
                 q = (run if corrected else lambda x, by, inverse: x * inverse)(x, by, inverse)
                 wrong += q != _nearest(Fraction(float(x)) / Fraction(float(by)))
+    assert (wrong == 0) == corrected, wrong
+
+
+@pytest.mark.parametrize("corrected", [True, False])
+@pytest.mark.parametrize("ulps", [-1, 0, 1])
+def test_a_scale_is_rounded_once_however_the_reciprocal_is_rounded(ulps: int, corrected: bool) -> None:
+    """`GREATEST / amax`, with the GPU's reciprocal, which is right to one last bit."""
+
+    def reciprocal(y: Any) -> Any:
+        exact = np.float32(1 / float(y))
+        return (exact.view(np.int32) + np.int32(ulps)).view(np.float32)
+
+    source = runtime.quotient.fn.__code__
+    run = FunctionType(source, {"tl": _Exact, "INTERPRETED": False, "reciprocal": reciprocal})
+    draw, wrong = random.Random(0), 0
+    for greatest in (np.float32(448), np.float32(57344)):
+        for _ in range(300):
+            amax = np.float32(draw.uniform(1, 2) * 2.0 ** draw.randint(-100, 100))
+            q = run(greatest, amax) if corrected else greatest * reciprocal(amax)
+            wrong += q != _nearest(Fraction(float(greatest)) / Fraction(float(amax)))
     assert (wrong == 0) == corrected, wrong

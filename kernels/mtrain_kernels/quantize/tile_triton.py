@@ -1,0 +1,23 @@
+"""In which order the threads of a program take the rows of a tile that is written transposed.
+
+A thread reads 16 bytes or more of a row, and has rows that are far apart: written transposed, each byte would go
+through shared memory alone. With rows dealt so that a thread has neighbours, two or four bytes go together.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def dealt(SIDE: tl.constexpr, RUN: tl.constexpr):
+    """Rows of a tile in the order in which threads take them, so that each has `RUN` that are neighbours."""
+    at = tl.arange(0, SIDE)
+    return at % (SIDE // RUN) * RUN + at // (SIDE // RUN)
+
+
+@triton.jit
+def in_order(x, SIDE: tl.constexpr, RUN: tl.constexpr):
+    """A tile whose rows are `dealt` with its rows in order; nothing moves between threads."""
+    return tl.reshape(tl.permute(tl.reshape(x, (RUN, SIDE // RUN, SIDE)), (1, 0, 2)), (SIDE, SIDE))
