@@ -13,7 +13,7 @@ from torch import Tensor
 from mtrain_kernels.quantize.formats import FORMATS, LAYOUTS
 from mtrain_kernels.quantize.tile_triton import dealt, in_order
 from mtrain_kernels.quantize.triton import SIDE, encode, groups, scale_dtype
-from mtrain_kernels.runtime import as_rows, ceil_div, on_device_of, rounded
+from mtrain_kernels.runtime import as_rows, cast, ceil_div, on_device_of, rounded
 
 TYPES = {torch.float32: tl.float32, torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}
 
@@ -26,7 +26,7 @@ def operand_kernel(
     EXPONENT: tl.constexpr, GREATEST: tl.constexpr, SIDE: tl.constexpr,
 ):  # fmt: skip
     """A tile with the tensor's multiplier, or with a scale for each `GROUP` of a column, as `norm` rounds it."""
-    RUN: tl.constexpr = 8 if TRANSPOSE else 1
+    RUN: tl.constexpr = 8 if TRANSPOSE and GROUP > 0 else 1
     row = tl.program_id(0) * SIDE + dealt(SIDE, RUN)
     column = tl.program_id(1) * SIDE + tl.arange(0, SIDE)
     inside = (row[:, None] < rows) & (column[None, :] < width)
@@ -39,7 +39,10 @@ def operand_kernel(
     y = x * tl.load(rstd_ptr + row, mask=row < rows, other=0.0)[:, None] * weight[None, :]
     if BIAS:
         y += tl.load(bias_ptr + column, mask=column < width, other=0.0).to(tl.float32)[None, :]
-    y = rounded(y, TYPE)
+    if GROUP > 0:
+        y = rounded(y, TYPE)
+    else:  # in pairs, Triton 3.6 would read weights and biases 2 bytes at a time
+        y = cast(y, TYPE).to(tl.float32)
     if BIAS:  # without one it is 0 outside, or left out of the greatest as not a number
         y = tl.where(inside, y, 0.0)
     y = in_order(y, SIDE, RUN)
@@ -54,7 +57,9 @@ def operand_kernel(
         kept = (column[None, :] < width) & (group[:, None] < count)
         tl.store(scale_ptr + column[None, :].to(tl.int64) * count + group[:, None], scale, mask=kept)
     if TRANSPOSE:
-        at = q_ptr + column[:, None].to(tl.int64) * rows + tl.max_contiguous(row, 8)[None, :]
+        if RUN > 1:
+            row = tl.max_contiguous(row, RUN)
+        at = q_ptr + column[:, None].to(tl.int64) * rows + row[None, :]
         tl.store(at, tl.trans(q), mask=tl.trans(inside))
     else:
         tl.store(q_ptr + row[:, None].to(tl.int64) * width + column[None, :], q, mask=inside)

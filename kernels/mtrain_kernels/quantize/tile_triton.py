@@ -14,10 +14,14 @@ import triton.language as tl
 def dealt(SIDE: tl.constexpr, RUN: tl.constexpr):
     """Rows of a tile in the order in which threads take them, so that each has `RUN` that are neighbours."""
     at = tl.arange(0, SIDE)
-    return at % (SIDE // RUN) * RUN + at // (SIDE // RUN)
+    if RUN > 1:
+        at = at % (SIDE // RUN) * RUN + at // (SIDE // RUN)
+    return at
 
 
 @triton.jit
 def in_order(x, SIDE: tl.constexpr, RUN: tl.constexpr):
     """A tile whose rows are `dealt` with its rows in order; nothing moves between threads."""
-    return tl.reshape(tl.permute(tl.reshape(x, (RUN, SIDE // RUN, SIDE)), (1, 0, 2)), (SIDE, SIDE))
+    if RUN > 1:
+        x = tl.reshape(tl.permute(tl.reshape(x, (RUN, SIDE // RUN, SIDE)), (1, 0, 2)), (SIDE, SIDE))
+    return x
