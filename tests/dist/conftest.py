@@ -29,14 +29,14 @@ def _one_rank_once(_one_rank_runs: tuple[Path, dict[str, Path]]) -> Iterator[Non
 
     Only in the tests beside this file: others that the same process runs fork commands, which would not share it.
     """
-    from mtrain.launching import local
+    from mtrain.launching import jobs, local
 
-    real, unbroken = local.observe, local._observe
+    real, unbroken = local.observe, jobs.JOBS["observe"]
     home, known = _one_rank_runs
 
     def observe(run: RunConfig, folder: Path, **how: bool) -> None:
         key = f"{how} {run.model_dump_json()}"
-        if run.parallel.ranks != 1 or local._observe is not unbroken:  # by a test that seeds a fault
+        if run.parallel.ranks != 1 or jobs.JOBS["observe"] is not unbroken:  # by a test that seeds a fault
             real(run, folder, **how)
             return
         if key not in known:

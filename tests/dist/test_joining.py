@@ -275,16 +275,16 @@ def test_something_else_on_the_port_is_said(start: Callable[..., Launched], tmp_
 @pytest.mark.full
 def test_a_rank_of_the_local_launcher_that_does_not_come_is_named_and_ended(tmp_path: Path) -> None:
     def stop_rank_1() -> None:
-        from mtrain.launching import local
+        from mtrain.launching import jobs
 
-        real = local.enter
+        real = jobs.enter
 
         def stopped(run: RunConfig, ending: End) -> None:
             if os.environ["RANK"] == "1":
                 os.kill(os.getpid(), signal.SIGSTOP)
             real(run, ending)
 
-        local.enter = stopped
+        jobs.enter = stopped
 
     run = Launched(*RUN, "parallel=tp2", cwd=tmp_path, patch=stop_rank_1)
     try:

@@ -13,7 +13,7 @@ from typing import Any
 from mtrain.cli import prove
 from mtrain.cli.setup import load
 from mtrain.errors import TrainingError
-from mtrain.launching import local
+from mtrain.launching import jobs
 
 
 @dataclass(frozen=True)
@@ -48,22 +48,22 @@ class Verdict:
 @contextmanager
 def seeded(fault: Callable[[], None]) -> Iterator[None]:
     """Every rank that is started has the fault; this process does not."""
-    kept = {name: getattr(local, name) for name in ("_observe", "_observe_masks")}
+    kept = {name: jobs.JOBS[name] for name in ("observe", "observe_masks")}
 
     def faulty(real: Callable[..., None]) -> Callable[..., None]:
-        def observe(*args: Any) -> None:
+        def observe(*args: Any, **how: Any) -> None:
             fault()
-            real(*args)
+            real(*args, **how)
 
         return observe
 
     for name, real in kept.items():
-        setattr(local, name, faulty(real))
+        jobs.JOBS[name] = faulty(real)
     try:
         yield
     finally:
         for name, real in kept.items():
-            setattr(local, name, real)
+            jobs.JOBS[name] = real
 
 
 def show(exhibit: Exhibit) -> Verdict:

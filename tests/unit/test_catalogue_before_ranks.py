@@ -14,7 +14,7 @@ from mtrain.config.resolve import Machine, resolve
 from mtrain.config.run import RunConfig
 from mtrain.data.indexed import IndexedWriter
 from mtrain.errors import BadEnvironment, ConfigError, CorruptData, MtrainError
-from mtrain.launching import folder, local, preflight
+from mtrain.launching import beside, folder, preflight
 from tests.support.configs import LAPTOP, errors, tiny
 
 EOD = 0
@@ -44,7 +44,7 @@ def indexed(home: Path, tokens: np.ndarray, **changes: object) -> RunConfig:
 def prepared(run: RunConfig) -> None:
     """What the launcher does before it starts ranks."""
     chosen = folder.plan(run)
-    local._prepare(run, chosen)
+    beside.prepare(run, str(chosen.checkpoint) if chosen.checkpoint else None)
 
 
 def begun(home: Path, **changes: object) -> RunConfig:
@@ -140,7 +140,7 @@ def _a_folder_that_holds_a_run(home: Path) -> None:
 @row(87)
 def _kernels_in_the_order_of_their_launch(home: Path) -> None:
     """megatron-core's environment variable is set by us, so that nobody can forget it."""
-    source = (Path(local.__file__).parents[1] / "world/init.py").read_text()
+    source = (Path(preflight.__file__).parents[1] / "world/init.py").read_text()
     assert 'os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")' in source
 
 

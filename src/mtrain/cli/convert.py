@@ -243,6 +243,7 @@ def _logits(run: RunConfig, checkpoint: Path, folder: Path) -> dict[str, Any]:
 
     from mtrain.convert import theirs
     from mtrain.launching import local
+    from mtrain.launching.beside import Beside
 
     need, here = 3 * 4 * parameters(run.model), Machine.here().memory_bytes
     if not theirs.installed():
@@ -259,7 +260,7 @@ def _logits(run: RunConfig, checkpoint: Path, folder: Path) -> dict[str, Any]:
         ours, other = Path(scratch) / "ours", Path(scratch) / "theirs"
         local.logits(_plain(run, words), checkpoint, ids, ours)
         try:
-            local.Forked(lambda: theirs.save_logits(folder, ids, other, run.model)).result()
+            Beside("logits of transformers", run, folder=str(folder), ids=ids, out=str(other)).result()
         except MtrainError as error:
             return {"left_out": f"transformers did not load the folder: {str(error)[:200]}"}
         a, b = np.fromfile(ours, np.float32), np.fromfile(other, np.float32)

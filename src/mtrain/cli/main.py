@@ -54,9 +54,9 @@ def _answer(arguments: list[str]) -> int:
         named, arguments = _config_dirs(arguments)
         with config_dirs(named):
             return dispatch(parse(arguments))
-    except KeyboardInterrupt:
-        _say("interrupted")
-        return 130
+    except KeyboardInterrupt as stop:
+        _say(str(stop) or "interrupted")
+        return getattr(stop, "exit_code", 130)
     except BrokenPipeError:
         raise
     except MtrainError as error:
@@ -188,7 +188,10 @@ def dispatch(call: Call) -> int:
     options = {"as_json": as_json} if call.verb in JSON_VERBS else {}
     if call.verb == "convert":
         options["megatron"] = "--megatron" in call.flags
-    return _worker_verb(call.verb)(call.arguments, debug="--debug" in call.flags, **options)
+    from mtrain.launching.signals import stoppable
+
+    with stoppable():
+        return _worker_verb(call.verb)(call.arguments, debug="--debug" in call.flags, **options)
 
 
 def _of_another_verb(verb: str, flags: set[str], values: Mapping[str, str]) -> list[Problem]:

@@ -31,9 +31,11 @@ class DeviceFacts:
     """torch's own fused kernels are the better choice on it."""
     fused_adam: bool = False
     """torch's Adam updates a weight of it in one pass."""
+    fork_safe: bool = False
+    """Ranks may be forked from a process that has imported torch; elsewhere each has an interpreter of its own."""
 
 
-CPU = DeviceFacts(name="cpu", on_host=True, fused_adam=True)
+CPU = DeviceFacts(name="cpu", on_host=True, fused_adam=True, fork_safe=True)
 CUDA = DeviceFacts(name="cuda", counted=True, cuda_kernels=True, triton=True, torch_kernels=True, fused_adam=True)
 SHIPPED = {facts.name: facts for facts in (CPU, CUDA)}
 

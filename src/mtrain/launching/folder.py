@@ -40,6 +40,7 @@ PREAMBLE = (
     "overrides.txt",
     "env.json",
     "plan.json",
+    "start.json",
     "tokenizer.json",
     ERRORS,
     METRICS,

@@ -18,14 +18,18 @@ from mtrain.errors import MtrainError
 from mtrain.launching.preflight import threads_per_rank
 
 
-def chosen(run: RunConfig, checkpoint: Path | None = None) -> RunConfig:
+def chosen(
+    run: RunConfig, checkpoint: Path | None = None, found: dict[str, Any] | None = None
+) -> RunConfig:
     """`run` with `kernels.cpu_matmul` filled in where it is null: as in the checkpoint, else what is faster here.
+
+    `found` is what `measure` returned in another process; None: the cache has it, or this process measures.
 
     A run goes on with the library that it began with, so that it ends bitwise where it would have ended.
     """
     if run.kernels.cpu_matmul not in (None, "auto") or not _applies(run):
         return run
-    word = _recorded(checkpoint) or measured(run)["library"]
+    word = _recorded(checkpoint) or (found or measure(run))["library"]
     return run.model_copy(update={"kernels": run.kernels.model_copy(update={"cpu_matmul": word})})
 
 
@@ -40,7 +44,7 @@ def reason(run: RunConfig) -> str | None:
     return f"measured on {processor()}: oneDNN's fp32 products have {found['onednn_over_blas']:.2f} of the BLAS' rate"
 
 
-def measured(run: RunConfig) -> dict[str, Any]:
+def measure(run: RunConfig) -> dict[str, Any]:
     """`library` and `onednn_over_blas`, a ratio of rates: from the cache, or measured now by this process."""
     cache, key = _cache(), _here(run)
     if key not in cache:

@@ -14,6 +14,7 @@ from types import FrameType
 from typing import Any
 
 from mtrain.errors import BadEnvironment, MtrainError, Preempted, TrainingError
+from mtrain.launching import signals
 from mtrain.launching.worker import record_name, revive
 
 GRACE_S = 0.5
@@ -41,7 +42,7 @@ class Ended:
 
 
 class Supervisor:
-    """Waits for forked ranks; forwards a stop; ends all when one fails."""
+    """Waits for the processes of ranks; forwards a stop; ends all when one fails."""
 
     def __init__(self, errors: Path, advice: str) -> None:
         self.ranks: dict[int, int] = {}
@@ -52,12 +53,12 @@ class Supervisor:
         self.previous: dict[int, Any] = {}
 
     def start(self, fork: Callable[[int], int], ranks: int) -> None:
-        """Fork every rank; a stop that is asked in between reaches those that exist, and ends the others early.
+        """Start every rank; a stop that is asked in between reaches those that exist, and ends the others early.
 
         Raises:
-            BadEnvironment: a rank could not be forked; those that were are ended.
+            BadEnvironment: a rank could not be started; those that were are ended.
         """
-        self.previous = {s: signal.signal(s, self._on_stop) for s in (signal.SIGINT, signal.SIGTERM)}
+        self.previous = signals.replace(self._on_stop)
         try:
             for rank in range(ranks):
                 self.ranks[fork(rank)] = rank
@@ -97,8 +98,7 @@ class Supervisor:
             raise self._cause(failed)
 
     def _restore(self) -> None:
-        for number, handler in self.previous.items():
-            signal.signal(number, handler)
+        signals.restore(self.previous)
 
     def _stopped_early(self, ended: Ended) -> bool:
         """Whether a rank ended because a stop came before it could listen, or because its peer did."""

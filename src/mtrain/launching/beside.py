@@ -1,0 +1,197 @@
+"""Work in a process beside the launcher: what imports much, starts threads, or may break, is not done in the launcher.
+
+The work has a name and arguments that JSON can hold, so it can be forked, which is quick, or executed, which is safe
+after the launcher has threads. What it returns, and its errors, come back through a pipe.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, TextIO
+
+from mtrain import strict_json
+from mtrain.ckpt.folder import read_manifest
+from mtrain.config.batches import asked
+from mtrain.config.manifest import unwatched
+from mtrain.config.run import RunConfig
+from mtrain.errors import BadEnvironment, MtrainError, say_page
+from mtrain.launching import matmul
+from mtrain.launching.start import PARENT, execute, has_threads, importable, python
+from mtrain.launching.worker import describe, leave, revive
+from mtrain.processes import die_with
+
+INTERRUPTED = 130
+ASKED_TO_STOP = (-signal.SIGINT, INTERRUPTED)
+
+
+class Beside:
+    """Work that runs beside this process; its errors are raised here, by `result`."""
+
+    def __init__(self, name: str, run: RunConfig, **arguments: Any) -> None:
+        """Start `WORK[name](run, **arguments)`.
+
+        Raises:
+            BadEnvironment: no process can be started.
+        """
+        self.read_end, write_end = os.pipe()
+        try:
+            start = _execute if has_threads() else self._fork
+            self.pid = start(name, run, arguments, write_end)
+        except OSError as error:
+            os.close(self.read_end)
+            text = f"no process can be started beside this one: {error.strerror or error}"
+            raise BadEnvironment(text) from None
+        finally:
+            os.close(write_end)
+
+    def _fork(self, name: str, run: RunConfig, arguments: dict[str, Any], write_end: int) -> int:
+        parent = os.getpid()
+        pid = os.fork()
+        if pid:
+            return pid
+        die_with(parent)
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        os.close(self.read_end)
+        with os.fdopen(write_end, "w") as pipe:
+            code = report(lambda: WORK[name](run, **arguments), pipe)
+        leave(code)
+        raise AssertionError("unreachable")
+
+    def end(self) -> None:
+        """End it, whatever it has come to."""
+        with suppress(ProcessLookupError):
+            os.kill(self.pid, signal.SIGKILL)
+        os.close(self.read_end)
+        os.waitpid(self.pid, 0)
+
+    def result(self) -> Any:
+        """Wait for its end, and return what the work returned.
+
+        Raises:
+            MtrainError: what the work raised; anything else as BadEnvironment with the text.
+        """
+        try:
+            with os.fdopen(self.read_end) as pipe:
+                text = pipe.read()
+        except BaseException:  # a stop was asked: it must not go on alone
+            with suppress(ProcessLookupError):
+                os.kill(self.pid, signal.SIGKILL)
+            os.waitpid(self.pid, 0)
+            raise
+        _, status = os.waitpid(self.pid, 0)
+        code = os.waitstatus_to_exitcode(status)
+        if code in ASKED_TO_STOP:
+            raise KeyboardInterrupt
+        body = json.loads(text) if text else {}
+        if "error" in body:
+            raise revive(body["error"])
+        if code or not text:
+            raise BadEnvironment(f"preparing the data ended with {code}")
+        return body["value"]
+
+
+def _execute(name: str, run: RunConfig, arguments: dict[str, Any], write_end: int) -> int:
+    body = strict_json.dumps({"name": name, "run": run.model_dump_json(), "arguments": arguments})
+    given, giving = os.pipe()
+    environment = {**importable(os.environ), PARENT: str(os.getpid())}
+    try:
+        command = python("mtrain.launching.beside", str(given), str(write_end))
+        pid = execute(command, environment, given, write_end)
+    finally:
+        os.close(given)
+    with suppress(BrokenPipeError), os.fdopen(giving, "w") as pipe:
+        pipe.write(body)
+    return pid
+
+
+def report(work: Callable[[], Any], pipe: TextIO) -> int:
+    """Do the work, and write what it returns or raises as JSON; returns the exit code."""
+    try:
+        pipe.write(strict_json.dumps({"value": work()}))
+    except KeyboardInterrupt:
+        return INTERRUPTED
+    except MtrainError as error:
+        pipe.write(json.dumps({"error": describe(error)}))
+    except Exception as error:
+        text = f"preparing the data failed: {type(error).__name__}: {error}"
+        pipe.write(json.dumps({"error": describe(BadEnvironment(text))}))
+    return 0
+
+
+def prepare(run: RunConfig, checkpoint: str | None) -> None:
+    """Tokenize where that is needed, and find what is wrong with the data before any rank exists.
+
+    Raises:
+        MtrainError: what is wrong with the data, or that it is not the data of `checkpoint`.
+    """
+    from mtrain.data import open_splits, same_data
+    from mtrain.data import prepare as prepared
+
+    need = ("train", "validation") if run.trainer.eval_iters else ("train",)
+    corpus = prepared(run.data)
+    splits = open_splits(run.data, run.model.vocab_size, run.trainer.seed, corpus, need, asked(run))
+    if run.data.kind == "indexed":  # what mtrain tokenized itself has no other ids
+        splits.check_ids()
+        bare = unwatched(run.data)
+        if bare and run.log.progress != "none":
+            with suppress(OSError):
+                say_page(bare)
+    if checkpoint is not None and not run.checkpoint.accept_changes:
+        saved = read_manifest(Path(checkpoint), verify=False)["state"].get("data")
+        if saved is not None:
+            same_data(saved, splits.describe())
+
+
+def _import(run: RunConfig, source: str, home: str) -> None:
+    from mtrain.convert.hugging_face import take
+
+    take(run, Path(source), Path(home))
+
+
+def _validation(run: RunConfig, tokenizer: str | None) -> None:
+    """Find what is wrong with the data of an evaluation."""
+    from mtrain.data import validation_of
+
+    file = None if tokenizer is None else Path(tokenizer)
+    validation_of(run.data, run.model.vocab_size, run.trainer.seed, file, asked(run))
+
+
+def _theirs(run: RunConfig, folder: str, ids: list[int], out: str) -> None:
+    from mtrain.convert import theirs
+
+    theirs.save_logits(Path(folder), ids, Path(out), run.model)
+
+
+WORK: dict[str, Callable[..., Any]] = {
+    "prepare": prepare,
+    "import": _import,
+    "validation": _validation,
+    "products": matmul.measure,
+    "logits of transformers": _theirs,
+}
+"""Name -> what is done, given the run and the arguments."""
+
+
+def main(words: list[str]) -> None:
+    """Do the work that stands in the descriptor `words[0]`, and report to `words[1]`; ends the process."""
+    die_with(int(os.environ.pop(PARENT)))
+    with os.fdopen(int(words[0])) as given:
+        body = json.loads(given.read())
+
+    def work() -> Any:
+        run = RunConfig.model_validate_json(body["run"])
+        return WORK[body["name"]](run, **body["arguments"])
+
+    with os.fdopen(int(words[1]), "w") as pipe:
+        code = report(work, pipe)
+    leave(code)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

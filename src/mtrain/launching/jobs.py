@@ -1,0 +1,154 @@
+"""The work of a rank, by name: a rank that was forked and one that was executed do the same."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from mtrain.config.run import RunConfig
+from mtrain.launching.worker import enter
+from mtrain.train.request import Questions, Request, Sampling
+from mtrain.world.rank_env import End
+
+
+@dataclass(frozen=True)
+class Job:
+    """What the ranks of a run do, as values that JSON can hold."""
+
+    name: str
+    """A key of `JOBS`."""
+    arguments: Mapping[str, Any] = field(default_factory=dict)
+
+    def perform(self, run: RunConfig, home: Path, end: End) -> None:
+        """Do it on this rank; `home` is the folder of the run, and `end` ends the process where it hangs."""
+        JOBS[self.name](run, home, end, **self.arguments)
+
+
+def train_job(run: RunConfig, checkpoint: Path | None, weights: Path | None) -> Job:
+    """Train from a checkpoint, from the weights of one, or from the start."""
+    places = {"checkpoint": _text(checkpoint), "weights": _text(weights)}
+    return Job("train", {**places, "accept_changes": run.checkpoint.accept_changes})
+
+
+def observe_job(*, by_document: bool, resumed: bool, traced: bool) -> Job:
+    """Train a small run and leave what `prove` compares; see `train.prove.observe`."""
+    return Job("observe", {"by_document": by_document, "resumed": resumed, "traced": traced})
+
+
+def generate_job(checkpoint: Path, tokenizer: Path, request: Request) -> Job:
+    """Print text after the prompts of a request."""
+    places = {"checkpoint": str(checkpoint), "tokenizer": str(tokenizer)}
+    return Job("generate", {**places, "request": asdict(request)})
+
+
+def evaluate_job(checkpoint: Path, tokenizer: Path | None, limit: int | None, as_json: bool) -> Job:
+    """Print how well a checkpoint predicts a validation split."""
+    places = {"checkpoint": str(checkpoint), "tokenizer": _text(tokenizer)}
+    return Job("evaluate", {**places, "limit": limit, "as_json": as_json})
+
+
+def answer_job(checkpoint: Path, tokenizer: Path, questions: Questions, as_json: bool) -> Job:
+    """Print the results of a checkpoint in tasks."""
+    places = {"checkpoint": str(checkpoint), "tokenizer": str(tokenizer)}
+    return Job("answer", {**places, "questions": asdict(questions), "as_json": as_json})
+
+
+def logits_job(checkpoint: Path, ids: list[int], out: Path) -> Job:
+    """Leave the logits of a checkpoint after some tokens in a file."""
+    return Job("logits", {"checkpoint": str(checkpoint), "ids": ids, "out": str(out)})
+
+
+MASKS = Job("observe_masks")
+"""Train one step and leave what `train.dropped.wrong_masks` reads."""
+
+
+def _train(
+    run: RunConfig, home: Path, end: End, checkpoint: str | None, weights: str | None, accept_changes: bool
+) -> None:
+    # run.yaml does not record this key: it is about one start of a run.
+    resumed = run.checkpoint.model_copy(update={"accept_changes": accept_changes})
+    run = run.model_copy(update={"checkpoint": resumed})
+    enter(run, end)
+    from mtrain.train.assemble import Paths, train
+
+    paths = Paths(home, _path(checkpoint), _path(weights))
+    train(run, lambda world: paths, end)
+
+
+def _observe(run: RunConfig, home: Path, end: End, **how: bool) -> None:
+    enter(run, end)
+    from mtrain.train import prove
+
+    prove.observe(run, home, **how)
+
+
+def _observe_masks(run: RunConfig, home: Path, end: End) -> None:
+    enter(run, end)
+    from mtrain.train import chance
+
+    chance.observe_masks(run, home)
+
+
+def _generate(
+    run: RunConfig, home: Path, end: End, checkpoint: str, tokenizer: str, request: Mapping[str, Any]
+) -> None:
+    enter(run, end)
+    from mtrain.train.write import write
+
+    texts = {name: tuple(request[name]) for name in ("prompts", "stop")}
+    asked = Request(**{**request, **texts, "sampling": Sampling(**request["sampling"])})
+    write(run, Path(checkpoint), Path(tokenizer), asked)
+
+
+def _evaluate(
+    run: RunConfig, home: Path, end: End, checkpoint: str, tokenizer: str | None, limit: int | None, as_json: bool
+) -> None:
+    enter(run, end)
+    from mtrain.train import evaluation
+
+    evaluation.evaluate(run, Path(checkpoint), _path(tokenizer), limit, as_json)
+
+
+def _answer(
+    run: RunConfig,
+    home: Path,
+    end: End,
+    checkpoint: str,
+    tokenizer: str,
+    questions: Mapping[str, Any],
+    as_json: bool,
+) -> None:
+    enter(run, end)
+    from mtrain.train import harness
+
+    asked = Questions(**{**questions, "tasks": tuple(questions["tasks"])})
+    harness.answer(run, Path(checkpoint), Path(tokenizer), asked, as_json)
+
+
+def _logits(run: RunConfig, home: Path, end: End, checkpoint: str, ids: list[int], out: str) -> None:
+    enter(run, end)
+    from mtrain.train import assemble
+
+    assemble.logits(run, Path(checkpoint), ids, Path(out))
+
+
+def _text(path: Path | None) -> str | None:
+    return None if path is None else str(path)
+
+
+def _path(text: str | None) -> Path | None:
+    return None if text is None else Path(text)
+
+
+JOBS: dict[str, Callable[..., None]] = {
+    "train": _train,
+    "observe": _observe,
+    "observe_masks": _observe_masks,
+    "generate": _generate,
+    "evaluate": _evaluate,
+    "answer": _answer,
+    "logits": _logits,
+}
+"""Name -> what a rank does, given the run, its folder, how the process is ended, and the arguments of the job."""

@@ -1,0 +1,58 @@
+"""One rank of a run folder, in an interpreter of its own: `python -m mtrain.launching.rank RUN_FOLDER`.
+
+The launcher's environment says which rank it is. The configuration is that of `run.yaml`: nothing is composed again.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from pathlib import Path
+
+from mtrain.config.paths import RUN_FILE
+from mtrain.config.run_file import read_run_file
+from mtrain.errors import BadEnvironment, MtrainError
+from mtrain.launching.start import PARENT, read_start
+from mtrain.launching.worker import end, leave, run_rank
+from mtrain.processes import die_with
+from mtrain.world.stacks import ERRORS
+
+
+def perform(home: Path, errors: Path, rank: int) -> None:
+    """Do on this rank what the start file of `home` says.
+
+    Raises:
+        BadEnvironment: there is no start file, or `run.yaml` is not the one that it was written for.
+        MtrainError: what the job ends with.
+    """
+    job, digest = read_start(home)
+    run = read_run_file(home / RUN_FILE)
+    if run.digest() != digest:
+        raise BadEnvironment(
+            f"{home / RUN_FILE} was changed after the run was started: its digest is {run.digest()[:12]}, and the "
+            f"launcher's was {digest[:12]}",
+            "  fix: leave run.yaml as it is while a run starts, and put the run folder where every machine reads "
+            "the same files",
+        )
+
+    def ended(error: MtrainError, speaks: bool) -> None:
+        end(error, errors, rank)
+
+    job.perform(run, home, ended)
+
+
+def main(words: list[str]) -> None:
+    """Be the rank that the environment names, in the folder that `words` holds; ends the process."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the launcher forwards a stop as SIGTERM
+    parent = os.environ.pop(PARENT, "")
+    if parent.isdigit():
+        die_with(int(parent))
+    home, text = Path(words[0]), os.environ.get("RANK", "0")
+    rank = int(text) if text.isdigit() else 0
+    errors = home / ERRORS
+    leave(run_rank(lambda: perform(home, errors, rank), errors, rank))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,221 @@
+"""How the processes of a local run begin: forked where the device allows it, executed everywhere else.
+
+The launching process asks no driver for anything: a driver that was asked once does not work in a process that is
+forked afterwards, and it holds memory of a device that belongs to the ranks.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import os
+import shutil
+import signal
+import socket
+import sys
+import threading
+from collections.abc import Mapping
+from pathlib import Path
+
+from mtrain import strict_json
+from mtrain.config.devices import facts_of
+from mtrain.config.dump import run_yaml
+from mtrain.config.paths import RUN_FILE
+from mtrain.config.run import RunConfig
+from mtrain.errors import BadEnvironment
+from mtrain.launching.jobs import Job
+from mtrain.launching.signals import STOPS
+from mtrain.launching.supervise import Supervisor
+from mtrain.launching.worker import end, leave, run_rank
+from mtrain.processes import die_with
+from mtrain.world.rank_env import LISTEN_FD
+from mtrain.world.stacks import ERRORS
+
+HOST = "127.0.0.1"
+BACKLOG = 2048
+START_FILE = "start.json"
+"""Beside `run.yaml`: what the ranks of the folder do, and the digest of the configuration that they do it with."""
+PARENT = "MTRAIN_LAUNCHER_PID"
+"""The process that a rank ends with."""
+OF_A_LAUNCHER = (
+    *("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE"),
+    *("ROLE_RANK", "ROLE_WORLD_SIZE", "ROLE_NAME", "MASTER_ADDR", "MASTER_PORT", LISTEN_FD),
+)
+"""Variables that say which rank a process is."""
+
+
+def run_ranks(run: RunConfig, home: Path, job: Job, environment: Mapping[str, str], advice: str = "") -> None:
+    """Start one process per rank, each with `job`, and watch them to the end.
+
+    `home` gets what an executed rank reads, and how ranks failed; `environment` is what a rank begins with; `advice`
+    goes with a failure.
+
+    Raises:
+        MtrainError: what the first failing rank ended with.
+    """
+    errors = home / ERRORS
+    shutil.rmtree(errors, ignore_errors=True)
+    ranks = run.parallel.ranks or 1
+    sys.stdout.flush()
+    sys.stderr.flush()
+    supervisor = Supervisor(errors, advice)
+    forks = may_fork(run)
+    if not forks:
+        _describe(run, home, job)
+    with _listening() as listener:
+        port = listener.getsockname()[1]
+        frozen = gc.get_freeze_count()
+        gc.freeze()  # no rank looks through it for garbage, which would copy it
+
+        def start(rank: int) -> int:
+            place = placed(rank, ranks, HOST, port)
+            if forks:
+                return _fork(run, home, job, rank, {**environment, **place}, listener)
+            return _execute(home, rank, {**environment, **place}, listener)
+
+        try:
+            supervisor.start(start, ranks)
+        finally:
+            if not frozen:  # by whoever keeps more than this run
+                gc.unfreeze()
+    supervisor.wait()
+
+
+def may_fork(run: RunConfig) -> bool:
+    """Whether processes that are forked from this one can work on the run's device.
+
+    The device has to survive it, and so has what this process has done before: see `has_threads`.
+    """
+    return facts_of(run.cluster.device).fork_safe and not has_threads()
+
+
+def has_threads() -> bool:
+    """Whether this process has threads that a process forked from it would wait for, for ever.
+
+    They are threads of Python, and the pool that torch starts with its first large product. The pool of the BLAS that
+    numpy starts survives a fork; it has at most a thread for each core.
+    """
+    python_threads = [t for t in threading.enumerate() if not isinstance(t, threading._DummyThread)]
+    if len(python_threads) > 1:
+        return True
+    try:
+        native = len(os.listdir("/proc/self/task"))
+        cores = len(os.sched_getaffinity(0))
+    except (OSError, AttributeError):  # not Linux
+        return False
+    return native > max(2, cores)
+
+
+def placed(rank: int, size: int, host: str, port: int, first: int = 0, here: int | None = None) -> dict[str, str]:
+    """The variables of a rank, of `here` ranks on this machine that begin with number `first`; None: all are here."""
+    return {
+        "RANK": str(rank),
+        "LOCAL_RANK": str(rank - first),
+        "WORLD_SIZE": str(size),
+        "LOCAL_WORLD_SIZE": str(size if here is None else here),
+        "MASTER_ADDR": host,
+        "MASTER_PORT": str(port),
+    }
+
+
+def without_launcher(environment: Mapping[str, str]) -> dict[str, str]:
+    """An environment in which no other launcher says which rank a process is, or who serves a store."""
+    return {
+        name: value
+        for name, value in environment.items()
+        if name not in OF_A_LAUNCHER and not name.startswith("TORCHELASTIC_")
+    }
+
+
+def python(module: str, *words: str) -> list[str]:
+    """The command that runs a module of this program in a new interpreter; the working folder is no place of modules."""
+    return [sys.executable, "-P", "-m", module, *words]
+
+
+def importable(environment: Mapping[str, str]) -> dict[str, str]:
+    """`environment`, in which a new interpreter finds the modules that this one finds."""
+    return {**environment, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
+
+
+def execute(command: list[str], environment: Mapping[str, str], *inherited: int) -> int:
+    """Start a command that inherits some descriptors; returns the process id.
+
+    The process is the first of a group of its own: a terminal's Ctrl-C reaches the launcher alone, which forwards it.
+
+    Raises:
+        OSError: no process can be started.
+    """
+    for descriptor in inherited:
+        os.set_inheritable(descriptor, True)
+    try:
+        return os.posix_spawn(command[0], command, environment, setpgroup=0, setsigdef=STOPS)
+    finally:
+        for descriptor in inherited:
+            os.set_inheritable(descriptor, False)
+
+
+def _describe(run: RunConfig, home: Path, job: Job) -> None:
+    """Write what `mtrain.launching.rank` reads."""
+    body = {"job": job.name, "arguments": dict(job.arguments), "digest": run.digest()}
+    try:
+        if not (home / RUN_FILE).exists():  # a run folder has its own, with remarks
+            (home / RUN_FILE).write_text(run_yaml(run))
+        (home / START_FILE).write_text(strict_json.dumps(body, indent=1))
+    except OSError as error:
+        raise BadEnvironment(f"the folder {home} cannot be written: {error.strerror}") from None
+
+
+def read_start(home: Path) -> tuple[Job, str]:
+    """What the ranks of a folder do, and the digest of the configuration that they do it with.
+
+    Raises:
+        BadEnvironment: the folder has no such file: it is not shared by all machines, or no launcher made it.
+    """
+    path = home / START_FILE
+    try:
+        body = json.loads(path.read_text())
+        return Job(body["job"], body["arguments"]), body["digest"]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise BadEnvironment(
+            f"{path} cannot be read: {getattr(error, 'strerror', None) or error}",
+            "  fix: start runs with a launcher; the folder of a run lies where every machine of it can read it",
+        ) from None
+
+
+def _listening() -> socket.socket:
+    listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    listener.bind((HOST, 0))
+    listener.listen(BACKLOG)
+    return listener
+
+
+def _execute(home: Path, rank: int, environment: Mapping[str, str], listener: socket.socket) -> int:
+    values = {**importable(environment), PARENT: str(os.getpid())}
+    command = python("mtrain.launching.rank", str(home))
+    if rank:
+        return execute(command, values)
+    with listener.dup() as inherited:
+        return execute(command, {**values, LISTEN_FD: str(inherited.fileno())}, inherited.fileno())
+
+
+def _fork(
+    run: RunConfig, home: Path, job: Job, rank: int, environment: Mapping[str, str], listener: socket.socket
+) -> int:
+    parent = os.getpid()
+    pid = os.fork()
+    if pid:
+        return pid
+    die_with(parent)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    for number in STOPS - {signal.SIGINT}:
+        signal.signal(number, signal.SIG_DFL)
+    os.environ.clear()
+    os.environ.update(environment)
+    if rank == 0:
+        os.environ[LISTEN_FD] = str(os.dup(listener.fileno()))
+    listener.close()
+    errors = home / ERRORS
+    work = run_rank(lambda: job.perform(run, home, lambda error, _: end(error, errors, rank)), errors, rank)
+    leave(work)
+    raise AssertionError("unreachable")
