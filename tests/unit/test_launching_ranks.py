@@ -69,9 +69,9 @@ def test_a_process_is_a_rank_where_it_is_told_all_and_refused_where_it_cannot_fi
     assert bool(torchrun.stray()) == warned
     if worker is None:
         with pytest.raises(BadEnvironment) as refused:
-            torchrun.is_worker()
+            torchrun.here()
         assert all(name in str(refused.value) for name in ALL.keys() - set(names))
         monkeypatch.setenv("WORLD_SIZE", "1")  # one process needs no other
         worker = False
-    assert torchrun.is_worker() == worker
+    assert (torchrun.here() is not None) == worker
     assert not torchrun.stray() or warned

@@ -1,22 +1,27 @@
-"""`train`: start a run here, or be one rank of it under torchrun."""
+"""`train`: start a run here, or be one rank of it under torchrun, srun, mpirun or their like."""
 
 from __future__ import annotations
 
 import traceback
+from dataclasses import replace
 
 from mtrain.cli.setup import load
 from mtrain.config.compose import Composed
+from mtrain.config.resolve import Machine
+from mtrain.config.run import RunConfig
 from mtrain.errors import MtrainError, message, say_page, warn
 from mtrain.launching import torchrun
 from mtrain.launching.worker import leave
+from mtrain.world.launchers import Launched
 
 TAKEN = "MT434"
 
 
 def run(argv: list[str], *, debug: bool) -> int:
     """Train what `argv` describes; returns the exit code."""
-    if torchrun.is_worker():
-        return _as_worker(argv, debug)
+    place = torchrun.here()
+    if place is not None:
+        return _as_worker(argv, place, debug)
     from mtrain.launching import local, preflight
 
     composed = load(argv)
@@ -34,20 +39,26 @@ def _warn(composed: Composed) -> None:
             say_page(warning.render(), error=True)
 
 
-def _as_worker(argv: list[str], debug: bool) -> int:
+def _as_worker(argv: list[str], place: Launched, debug: bool) -> int:
     """As a rank of somebody else's launcher: after a failure tells the others, and ends the process at once.
 
-    The first rank of each machine looks whether the machine can run it, and rank 0 prints the warnings.
+    The first rank of each machine looks whether the machine can run it, and rank 0 composes and prints the warnings.
     """
     from mtrain.launching import preflight
 
-    try:
-        composed = load(argv)
-        if torchrun.is_first_here():
-            preflight.check(composed.run, argv, ranks_here=torchrun.ranks_here())
+    machine = _machine(place)
+
+    def compose() -> RunConfig:
+        composed = load(argv, machine)
         if torchrun.rank() == "0":
             _warn(composed)
-        return torchrun.train(composed.run, argv)
+        return composed.run
+
+    try:
+        chosen = torchrun.agreed(argv, compose)
+        if torchrun.is_first_here():
+            preflight.check(chosen, argv, machine, ranks_here=torchrun.ranks_here())
+        return torchrun.train(chosen, argv)
     except BaseException as error:
         expected = isinstance(error, MtrainError | KeyboardInterrupt)
         if torchrun.is_for_this_rank(error, known=torchrun.tell_others(error)):
@@ -55,5 +66,14 @@ def _as_worker(argv: list[str], debug: bool) -> int:
                 traceback.print_exc()
             text = message(error) if isinstance(error, MtrainError) else str(error)
             say_page(f"rank {torchrun.rank()}: {text}", error=True)
-        leave(error.exit_code if isinstance(error, MtrainError) else 130 if expected else 1)
+        code = getattr(error, "exit_code", 130 if expected else 1)
+        leave(code)
         raise
+
+
+def _machine(place: Launched) -> Machine:
+    """This machine with the devices of all tasks on it, where each task of a scheduler is shown its own alone."""
+    machine = Machine.here()
+    if place.launcher != "torchrun" and machine.gpus == 1 and place.local_size > 1:
+        return replace(machine, gpus=place.local_size)
+    return machine

@@ -305,6 +305,19 @@ def logits_at_once(run: RunConfig) -> Filled:
     }
 
 
+def join_timeout(run: RunConfig) -> Filled:
+    """How long ranks are waited for follows from the machines that load the same libraries from one disk."""
+    nodes = run.cluster.nodes
+    if run.trainer.join_timeout_s is not None:
+        return {}
+    return {"trainer.join_timeout_s": (usual_join_timeout_s(nodes), f"cluster {run.cluster.name}: nodes {nodes}")}
+
+
+def usual_join_timeout_s(nodes: int) -> float:
+    """A minute, and one more for each doubling of the machines."""
+    return 60.0 * (1 + max(0, nodes - 1).bit_length())
+
+
 def on_a_cpu(run: RunConfig) -> bool:
     """Whether the run, whose device is resolved, is one of processes without accelerators."""
     return facts_of(run.cluster.device).on_host
@@ -353,5 +366,6 @@ STEPS: tuple[Step, ...] = (
     batch,
     micro_batch,
     logits_at_once,
+    join_timeout,
 )
 """In this order: later ones look at what earlier ones fill in."""

@@ -252,9 +252,10 @@ class TrainerConfig(Section):
     """Where the generated text starts."""
     profile_step: Annotated[PositiveInt | None, Key(effect=Effect.RUNTIME)] = None
     """Write a torch.profiler trace of this step to the run folder; null: none."""
-    join_timeout_s: Annotated[Seconds, Key(effect=Effect.RUNTIME, unit="seconds")] = 5.0
+    join_timeout_s: Annotated[Seconds | None, Key(effect=Effect.RUNTIME, unit="seconds")] = None
     """Seconds that a rank which is ready to start waits for those that nobody has heard of; then they are named. One
-    that was heard of and still imports has twelve times as long. A thousand machines start further apart: 60."""
+    that was heard of and still imports has twelve times as long. null: 60, and 60 more for each doubling of the
+    machines, as all of them load the same libraries from one network disk."""
     soft_timeout_s: Annotated[Seconds, Key(effect=Effect.RUNTIME, unit="seconds")] = 120.0
     """Seconds without progress of any rank after which each writes its stacks and the one that is behind is named.
     The first step may compile for minutes; to be named does no harm."""

@@ -1,38 +1,45 @@
-"""Being one rank of a launcher that is not ours: torchrun, or whatever sets its environment."""
+"""Being one rank of a launcher that is not ours: torchrun, srun, mpirun, or whatever sets their variables.
+
+Rank 0 composes and validates the configuration and offers it over the store; the other ranks read it there.
+"""
 
 from __future__ import annotations
 
 import json
 import os
+import time
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 
 from mtrain.ckpt.folder import is_checkpoint
-from mtrain.config.paths import program
+from mtrain.config.defaults import usual_join_timeout_s
+from mtrain.config.paths import RUN_FILE, program
 from mtrain.config.run import RunConfig
+from mtrain.config.run_file import read_run_file
 from mtrain.errors import BadEnvironment, ConfigError, MtrainError, Problem, TrainingError, say
 from mtrain.launching import folder, matmul
+from mtrain.launching.beside import prepare
 from mtrain.launching.worker import describe, enter, leave, revive
+from mtrain.world import launchers
+from mtrain.world.rank_env import LAUNCHER
 
-VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-"""What makes a process a rank."""
+SEEN_S = 30.0
+"""How long a file that rank 0 wrote may take to be seen on another machine of a shared filesystem."""
+RUN_GIVEN = "MTRAIN_RUN"
+"""The file of the configuration that the launcher of a machine has composed for rank 0."""
 
 
-def is_worker() -> bool:
-    """Whether this process was started as a rank.
+def here() -> launchers.Launched | None:
+    """The launcher's process that this one is, whose place is put into torchrun's variables.
 
     Raises:
-        BadEnvironment: it is one of several, and not told how they find each other.
+        BadEnvironment: it is one of several, and not told how they find each other, or variables contradict.
     """
-    here, lacking = _variables()
-    if lacking and "RANK" in here and here.get("WORLD_SIZE", "1") != "1":
-        said, names = " ".join(f"{name}={value}" for name, value in here.items()), " and ".join(lacking)
-        raise BadEnvironment(
-            f"{said} is set for one of several processes, which do not find each other without {names}",
-            f"  fix: start them with torchrun, which sets {', '.join(VARIABLES)}; or, for a run that starts its own "
-            "ranks, unset RANK WORLD_SIZE",
-        )
-    return not lacking
+    found = launchers.launched(os.environ)
+    if found is not None and found.launcher != "torchrun":
+        os.environ.update({**found.variables(), LAUNCHER: found.launcher})
+    return found
 
 
 def stray() -> str:
@@ -40,17 +47,41 @@ def stray() -> str:
 
     Schedulers set some of a launcher's variables, or a user does for a job: a run here starts its own ranks then.
     """
-    here, _ = _variables()
-    if ("RANK" in here) == ("WORLD_SIZE" in here) or here.get("WORLD_SIZE") == "1":
+    here = {name: os.environ[name] for name in ("RANK", "WORLD_SIZE") if os.environ.get(name)}
+    if len(here) != 1 or here.get("WORLD_SIZE") == "1":
         return ""
-    name, other = ("RANK", "WORLD_SIZE") if "RANK" in here else ("WORLD_SIZE", "RANK")
+    name = next(iter(here))
+    other = "WORLD_SIZE" if name == "RANK" else "RANK"
     return f"{name}={here[name]} is set and {other} is not: this process starts all ranks of its run itself"
 
 
-def _variables() -> tuple[dict[str, str], list[str]]:
-    """A launcher's variables that are set, and those that lack."""
-    here = {name: os.environ[name] for name in VARIABLES if os.environ.get(name)}
-    return here, [name for name in VARIABLES if name not in here]
+def agreed(argv: Sequence[str], compose: Callable[[], RunConfig]) -> RunConfig:
+    """The configuration of all ranks: composed by rank 0 alone, and read from its offer by the others.
+
+    A rank that was called with other words, or as one of another number of ranks, composes for itself, so that the
+    ranks can name each thing that differs.
+
+    Raises:
+        MtrainError: the configuration is refused, or rank 0 says that its own is.
+    """
+    from mtrain.world import join
+
+    attempt = join.arrive(_join_timeout_s(argv), _end)
+    if rank() == "0":
+        given = os.environ.get(RUN_GIVEN)
+        run = read_run_file(Path(given)) if given else compose()
+        join.announce(folder.anchored(run), _end, argv)
+        return run
+    offer = attempt.read_offer()
+    if offer is not None and offer.failure:
+        attempt.present(join.bare_info(attempt.env), {}, attempt.join_timeout_s)
+        attempt.together()
+        raise BadEnvironment(f"rank 0 has no configuration: {offer.failure}")
+    if offer is None or offer.words != tuple(argv):
+        return compose()
+    run = RunConfig.model_validate_json(offer.run)
+    same_size = str(run.parallel.ranks) == os.environ["WORLD_SIZE"]
+    return run if same_size else compose()
 
 
 def train(run: RunConfig, argv: list[str]) -> int:
@@ -64,7 +95,11 @@ def train(run: RunConfig, argv: list[str]) -> int:
     from mtrain.train.assemble import Paths
     from mtrain.train.assemble import train as train_rank
     from mtrain.world.init import World
+    from mtrain.world.join import working
 
+    if is_first_here():
+        with working():  # a corpus is tokenized once per machine, while the others wait for this rank
+            prepare(run, None)
     with ExitStack() as stack:
 
         def locate(world: World) -> Paths:
@@ -75,7 +110,12 @@ def train(run: RunConfig, argv: list[str]) -> int:
             if "kind" in body:
                 raise revive(body)
             checkpoint, weights = (Path(body[key]) if body[key] else None for key in ("checkpoint", "weights"))
-            return Paths(Path(body["folder"]), checkpoint, weights, body["cpu_matmul"])
+            home = Path(body["folder"])
+            unseen = _unseen(home, body["digest"]) if is_first_here() else ""
+            unseen = world.first_problem(unseen)
+            if unseen:
+                raise BadEnvironment(*unseen.split("\n"))
+            return Paths(home, checkpoint, weights, body["cpu_matmul"])
 
         try:
             together = train_rank(run, locate, _end)
@@ -87,6 +127,37 @@ def train(run: RunConfig, argv: list[str]) -> int:
     if not together:
         leave(0)
     return 0
+
+
+def _join_timeout_s(argv: Sequence[str]) -> float:
+    """How long rank 0 is waited for before there is a configuration: as the words say, else as is usual."""
+    key = "trainer.join_timeout_s="
+    said = next((word.removeprefix(key) for word in reversed(argv) if word.startswith(key)), "")
+    try:
+        return max(0.0, float(said))
+    except ValueError:
+        size, local = (os.environ.get(name, "1") for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE"))
+        machines = int(size) // max(1, int(local)) if size.isdigit() and local.isdigit() else 1
+        return usual_join_timeout_s(machines)
+
+
+def _unseen(home: Path, digest: str) -> str:
+    """Why this machine does not see the run folder that rank 0 made; empty where it does."""
+    path, deadline = home / RUN_FILE, time.monotonic() + SEEN_S
+    while True:
+        try:
+            if read_run_file(path).digest() == digest:
+                return ""
+            why = f"it holds another configuration than rank 0 wrote (digest {digest[:12]})"
+        except (MtrainError, OSError) as error:
+            why = str(error).strip().splitlines()[0]
+        if time.monotonic() > deadline:
+            machine = os.uname().nodename
+            return (
+                f"machine {machine} does not see the run folder of rank 0, {path}: {why}\n"
+                "  fix: log.runs_dir=FOLDER of a filesystem that all machines share"
+            )
+        time.sleep(0.5)
 
 
 def _end(error: MtrainError, speaks: bool) -> None:
@@ -133,10 +204,12 @@ def _decide(run: RunConfig, argv: list[str], stack: ExitStack) -> str:
         chosen = stack.enter_context(folder.opened(run, planned, argv))
     except MtrainError as error:
         return json.dumps(describe(error))
+    for note in chosen.notes:
+        say(note)
     say(f"run folder: {chosen.folder}")
     places = {"folder": chosen.folder, "checkpoint": chosen.checkpoint, "weights": chosen.weights}
     body: dict[str, str | None] = {key: str(path) if path else None for key, path in places.items()}
-    return json.dumps({**body, "cpu_matmul": run.kernels.cpu_matmul})
+    return json.dumps({**body, "cpu_matmul": run.kernels.cpu_matmul, "digest": run.digest()})
 
 
 def rank() -> str:

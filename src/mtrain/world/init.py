@@ -138,7 +138,7 @@ def _prepare(run: RunConfig, env: RankEnv) -> Device:
         os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
     device = registry.get(run.cluster.device)
     adapter.install(device)
-    device.set_index(env.local_rank)
+    device.set_index(env.device_index(device.count()))
     if facts_of(device.name).on_host:
         on_this_machine = int(os.environ.get("LOCAL_WORLD_SIZE", env.size))
         asked = os.environ.get("OMP_NUM_THREADS", "").split(",")[0].strip()
@@ -151,13 +151,21 @@ def _join(run: RunConfig, env: RankEnv, device: Device) -> World:
     store, grid = join.together(run), RankGrid.of(run)
     timeout = timedelta(seconds=run.trainer.timeout_s + GROUP_SLACK_S)
     store.set_timeout(timeout)
+    torch_device = device.device(env.device_index(device.count()))
     if not dist.is_initialized():
-        dist.init_process_group(device.backend, rank=env.rank, world_size=env.size, store=store, timeout=timeout)
+        # With a device NCCL connects at once, and no barrier has to guess which device is meant.
+        dist.init_process_group(
+            device.backend,
+            rank=env.rank,
+            world_size=env.size,
+            store=store,
+            timeout=timeout,
+            device_id=torch_device if device.is_indexed else None,
+        )
     embedding_stages = stages.embedding_stages(run)
     make_groups(grid, run, embedding_stages, timeout)
     coords = grid.coords(env.rank)
     seed_generators(run.trainer.seed, coords, tracker=tracker_of(run))
-    torch_device = device.device(env.local_rank)
     return World(env.rank, env.local_rank, grid, device, torch_device, coords, embedding_stages, store)
 
 

@@ -11,6 +11,8 @@ import platform
 import socket
 import threading
 import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from datetime import timedelta
 from importlib import metadata
 from typing import Any
@@ -19,14 +21,23 @@ import torch
 import torch.distributed as dist
 
 import mtrain
-from mtrain.config.groups import TrainerConfig
+from mtrain.config.defaults import usual_join_timeout_s
 from mtrain.config.run import RunConfig
 from mtrain.devices import registry
 from mtrain.errors import BadEnvironment, MtrainError
 from mtrain.layout.grid import RankGrid
 from mtrain.world.rank_env import End, RankEnv
 from mtrain.world.rank_info import RankInfo, Refused
-from mtrain.world.rendezvous import IMPORT_FACTOR, Coordinator, Member, newest, started_before
+from mtrain.world.rendezvous import (
+    DECIDING,
+    IMPORT_FACTOR,
+    Coordinator,
+    Member,
+    Offer,
+    newest,
+    offer_of,
+    started_before,
+)
 
 BACKLOG = 2048
 FAREWELL_S = 2.0
@@ -38,12 +49,21 @@ PATIENCE = 0.8
 class JoinAttempt:
     """One attempt of this process to join the others."""
 
-    def __init__(
-        self, env: RankEnv, info: RankInfo, config: dict[str, Any], join_timeout_s: float, end: End | None = None
-    ) -> None:
-        self.env, self.info, self.config, self.join_timeout_s, self.end = env, info, config, join_timeout_s, end
-        self.pause_s = max(0.02, env.size / 10_000)
+    def __init__(self, env: RankEnv, join_timeout_s: float, end: End | None = None) -> None:
+        """Reach the store, in a thread; this rank is a member of the world once it is presented."""
+        self.env, self.join_timeout_s, self.end = env, join_timeout_s, end
+        self.info: RankInfo | None = None
+        """What this rank says of itself; None: it is not known yet what it is to run."""
+        self.config: dict[str, Any] = {}
+        self.offer: Offer | None = None
+        """What rank 0 runs: of this process where it is rank 0, else what was read."""
+        self.offered = threading.Event()
+        """The offer of rank 0 is here, or is waited for no longer."""
+        self.busy = False
+        """Whether this rank works for all before it is ready, so that the others wait for it."""
+        self.pause_s = max(0.02, env.size / 2_000)
         """Between two looks: thousands of ranks must not keep the store busy with asking."""
+        self.begun_at = time.monotonic()
         self.ready = threading.Event()
         self.ready_at = float("inf")
         self.failure: str | None = None
@@ -57,6 +77,35 @@ class JoinAttempt:
         self.trouble, self.note = "", ""
         threading.Thread(target=self._attend, name="mtrain join", daemon=True).start()
 
+    def present(
+        self, info: RankInfo, config: dict[str, Any], join_timeout_s: float, offer: Offer | None = None
+    ) -> None:
+        """Say what this rank runs; `offer` is what rank 0 gives to ranks that have no configuration yet."""
+        self.config, self.join_timeout_s = config, join_timeout_s
+        if offer is not None:
+            self.offer = offer
+        self.info = info
+
+    def read_offer(self) -> Offer | None:
+        """What rank 0 runs; None: it was not heard of within the join timeout.
+
+        Raises:
+            Refused: the store did not answer, or the ranks were refused meanwhile.
+        """
+        while not self.offered.wait(0.1):
+            if self.settled.is_set():
+                return self._settled_early()
+            silent_s = time.monotonic() - max(self.heard, self.begun_at)
+            if silent_s > self.join_timeout_s:
+                self.closed = True
+                raise self._unanswered()
+        return self.offer
+
+    def _settled_early(self) -> Offer | None:
+        """Raise why the ranks were refused before this one knew what to run."""
+        refused = self._refusal(self.outcome) if self.outcome is not None else None
+        raise refused or self._lost(f"was lost while the ranks came together: {self.trouble}")
+
     def together(self) -> dist.Store:
         """Say that this rank is ready, and wait for the others; returns a store that only this world uses.
 
@@ -68,14 +117,17 @@ class JoinAttempt:
         while not self.settled.wait(0.1):
             if time.monotonic() - max(self.heard, self.ready_at) > self.join_timeout_s:
                 self.closed = True
-                why = self.trouble or "it accepts connections and says nothing"
-                raise self._lost(f"did not answer within {self.join_timeout_s:g} s: {why}")
+                raise self._unanswered()
         if self.outcome is None or self.store is None:
             raise self._lost(f"was lost while the ranks came together: {self.trouble}")
         refused = self._refusal(self.outcome)
         if refused is not None:
             raise refused
         return dist.PrefixStore(f"mtrain/world/{self.outcome['number']}", self.store)
+
+    def _unanswered(self) -> Refused:
+        why = self.trouble or "it accepts connections and says nothing"
+        return self._lost(f"did not answer within {self.join_timeout_s:g} s: {why}")
 
     def _lost(self, how: str) -> Refused:
         fix = "see whether it runs, and why it ended; correct MASTER_ADDR and MASTER_PORT if it is elsewhere"
@@ -144,14 +196,26 @@ class JoinAttempt:
     def _meet(self, root: dist.Store) -> dict[str, Any] | None:
         """Take part in the newest rendezvous until it has an outcome."""
         member: Member | None = None
-        coordinator = self._call(root, None) if self.env.rank == 0 else None
+        coordinator: Coordinator | None = None
+        if self.env.rank == 0:
+            root.add(DECIDING, 1)
         while not self.closed:
             self.heard = time.monotonic()
+            if self.env.rank == 0 and self.info is not None and coordinator is None:
+                coordinator = self._call(root, self.info, None)
             number = newest(root)
+            if self.info is None:
+                self._look_for_offer(root, number)
+                self.offered.wait(self.pause_s)
+                if self.offered.is_set() and self.info is None:
+                    time.sleep(self.pause_s)
+                continue
             if number is not None and (member is None or member.number != number):
                 member = Member(root, number, self.info, self.config)
             if member is not None and self.ready.is_set():
                 member.report(self.failure)
+            elif member is not None and self.busy:
+                member.beat()
             if coordinator is not None and coordinator.number == number:
                 coordinator.look()
             outcome = member.outcome() if member is not None else None
@@ -160,17 +224,33 @@ class JoinAttempt:
                 return self._take_leave(member, outcome) if outcome else None
             waited = time.monotonic() - self.ready_at
             if (member is None or late) and waited > self.join_timeout_s * PATIENCE:
-                coordinator = self._call(root, number, waited)
-            if waited > self.join_timeout_s * (IMPORT_FACTOR + 2):
+                coordinator = self._call(root, self.info, number, waited)
+            if waited > self.join_timeout_s * (IMPORT_FACTOR + 2) and (member is None or not member.others_work()):
                 raise ValueError("the rank that compares all ranks has fallen silent")
             (time.sleep if self.ready.is_set() else self.ready.wait)(self.pause_s)
         return None
 
-    def _call(self, root: dist.Store, instead_of: int | None, waited_s: float = 0.0) -> Coordinator:
+    def _look_for_offer(self, root: dist.Store, number: int | None) -> None:
+        """Read what rank 0 runs, where a rendezvous says so that is not over; give up on a rank 0 that does not come.
+
+        A rank 0 that has reached the store may still look for a layout, and import for as long as any other.
+        """
+        if self.offered.is_set() or self.env.rank == 0:
+            return
+        if number is not None:
+            self.offer = offer_of(root, number)
+        came = root.check([DECIDING])
+        patience_s = self.join_timeout_s * (IMPORT_FACTOR if came else PATIENCE)
+        if self.offer is not None or time.monotonic() - self.begun_at > patience_s:
+            self.offered.set()
+
+    def _call(
+        self, root: dist.Store, info: RankInfo, instead_of: int | None, waited_s: float = 0.0
+    ) -> Coordinator:
         """Hold the rendezvous that comes after `instead_of`."""
         if started_before(root):
             self.note = "note: ranks started on this store before; if they still run, RANK is given twice"
-        coordinator = Coordinator(root, self.info, self.config, self.join_timeout_s, waited_s)
+        coordinator = Coordinator(root, info, self.config, self.join_timeout_s, waited_s, self.offer)
         coordinator.open(root, instead_of if waited_s else newest(root))
         return coordinator
 
@@ -190,18 +270,52 @@ _attempt: JoinAttempt | None = None
 _joined = False
 
 
-def announce(run: RunConfig, end: End | None = None) -> None:
-    """Make this rank known to the others, without waiting for any; a second call changes nothing.
+def arrive(join_timeout_s: float, end: End | None = None) -> JoinAttempt:
+    """Reach the store of the launch, without waiting for it; a second call changes nothing.
 
     `end` ends the process where it is refused while it still imports; without it, `together` tells.
 
     Raises:
-        BadEnvironment: the launcher's environment makes no sense, or there is no such device.
+        BadEnvironment: the launcher's environment makes no sense.
     """
     global _attempt
     if _attempt is None:
-        env = RankEnv.here()
-        _attempt = JoinAttempt(env, _rank_info(run, env), run.recorded().flat(), run.trainer.join_timeout_s, end)
+        _attempt = JoinAttempt(RankEnv.here(), join_timeout_s, end)
+    return _attempt
+
+
+def announce(run: RunConfig, end: End | None = None, words: Sequence[str] | None = None) -> None:
+    """Make this rank known to the others, without waiting for any; a second call changes nothing.
+
+    `end`: see `arrive`. `words` is what rank 0 was called with: the ranks that were called with the same need not
+    compose it again.
+
+    Raises:
+        BadEnvironment: the launcher's environment makes no sense, or there is no such device.
+    """
+    attempt = arrive(timeout_of(run), end)
+    if attempt.info is None:
+        offer = None if words is None else Offer(run.model_dump_json(), tuple(words))
+        attempt.present(_rank_info(run, attempt.env), run.recorded().flat(), timeout_of(run), offer)
+
+
+def timeout_of(run: RunConfig) -> float:
+    """How long a rank is waited for that nobody has heard of, in seconds."""
+    known = run.trainer.join_timeout_s
+    return usual_join_timeout_s(run.cluster.nodes) if known is None else known
+
+
+@contextmanager
+def working() -> Iterator[None]:
+    """What this rank does inside may take as long as it takes: the others wait for it as long as it lives."""
+    if _attempt is None:
+        yield
+        return
+    _attempt.busy = True
+    try:
+        yield
+    finally:
+        _attempt.busy = False
 
 
 def together(run: RunConfig) -> dist.Store:
@@ -223,18 +337,21 @@ def give_up(error: BaseException) -> bool:
 
     Ranks that were in one world, were refused together, or were all interrupted need not be told.
     """
-    global _attempt
     if _joined or isinstance(error, Refused | KeyboardInterrupt):
         return True
     text = str(error) if isinstance(error, MtrainError) else f"{type(error).__name__}: {error}"
     try:
-        if _attempt is None:
-            env = RankEnv.here()
-            info = RankInfo(env.rank, env.size, platform.node(), os.getpid())
-            _attempt = JoinAttempt(env, info, {}, TrainerConfig().join_timeout_s)
-        return _attempt.give_up(text)
+        attempt = arrive(usual_join_timeout_s(1))
     except BadEnvironment:  # there is no telling where the others are
         return False
+    if attempt.info is None:
+        attempt.present(bare_info(attempt.env), {}, attempt.join_timeout_s, Offer("", (), text))
+    return attempt.give_up(text)
+
+
+def bare_info(env: RankEnv) -> RankInfo:
+    """What a rank says of itself that has no configuration."""
+    return RankInfo(env.rank, env.size, platform.node(), os.getpid())
 
 
 def _rank_info(run: RunConfig, env: RankEnv) -> RankInfo:

@@ -1,4 +1,7 @@
-"""Which rank this process is, as torchrun, the local launcher and their like say it: in the environment."""
+"""Which rank this process is, as torchrun, the local launcher and their like say it: in the environment.
+
+`launchers` translates what other launchers say.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +11,8 @@ from dataclasses import dataclass
 
 from mtrain.errors import BadEnvironment, MtrainError
 
+LAUNCHER = "MTRAIN_LAUNCHER"
+"""Whose variables were translated into those of torchrun, as `slurm`."""
 LISTEN_FD = "MTRAIN_LISTEN_FD"
 """Descriptor of a socket that already listens, from the local launcher: rank 0 serves the rendezvous on it."""
 
@@ -28,6 +33,10 @@ class RankEnv:
     launcher_serves: bool
     """The store is the launcher's; else rank 0 serves it."""
     listen_fd: int | None
+    local_size: int = 1
+    """Ranks on this machine."""
+    launcher: str = ""
+    """Whose variables were translated; empty: torchrun, the local launcher, or one that sets the same."""
 
     @classmethod
     def here(cls, environment: Mapping[str, str] = os.environ) -> RankEnv:
@@ -48,6 +57,26 @@ class RankEnv:
             port=_number(environment, "MASTER_PORT", 0),
             launcher_serves=agent,
             listen_fd=_number(environment, LISTEN_FD, 0) if LISTEN_FD in environment and rank == 0 else None,
+            local_size=_number(environment, "LOCAL_WORLD_SIZE", 1),
+            launcher=environment.get(LAUNCHER, ""),
+        )
+
+    def device_index(self, visible: int | None) -> int:
+        """The number of this rank's device among the `visible` ones; None: ranks share one, and need no number.
+
+        Schedulers may show each task its own device alone, which has number 0 in each.
+
+        Raises:
+            BadEnvironment: this rank has no device.
+        """
+        if visible is None or self.local_rank < visible:
+            return self.local_rank
+        if visible == 1 and self.launcher:
+            return 0
+        raise BadEnvironment(
+            f"rank {self.rank} is number {self.local_rank} on this machine and sees {visible} "
+            f"device{'' if visible == 1 else 's'}",
+            "  fix: start as many ranks on a machine as it has devices, and see what CUDA_VISIBLE_DEVICES leaves",
         )
 
     @property

@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import time
 import zlib
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from torch.distributed import PrefixStore, Store
@@ -23,8 +24,34 @@ LEAST_GRACE = 0.2
 IMPORT_FACTOR = 12
 """How many times longer a rank that came and still imports is waited for than one that nobody has heard of."""
 
+DECIDING = "deciding"
+"""Key that rank 0 writes when it has reached the store, before it knows what it runs."""
+BEAT_S = 1.0
+"""Between two signs of life of a rank that works for all before it is ready."""
+
 Config = dict[str, Any]
 """A flat configuration, which only travels where digests differ."""
+
+
+@dataclass(frozen=True)
+class Offer:
+    """What rank 0 runs, for the ranks that have no configuration yet."""
+
+    run: str
+    """The resolved configuration as JSON; empty where there is none."""
+    words: tuple[str, ...]
+    """What rank 0 was called with."""
+    failure: str = ""
+    """Why there is no configuration."""
+
+
+def offer_of(root: Store, number: int) -> Offer | None:
+    """What rank 0 runs in a rendezvous; None where nothing is said, or the rendezvous is over."""
+    run, outcome = f"{number}/run", f"{number}/outcome"
+    if not root.check([run]) or root.check([outcome]):
+        return None
+    body = json.loads(zlib.decompress(root.get(run)))
+    return Offer(body["run"], tuple(body["words"]), body["failure"])
 
 
 def newest(root: Store) -> int | None:
@@ -62,6 +89,8 @@ class Member:
             self.store.set(f"config/{info.digest}", zlib.compress(json.dumps(config).encode()))  # type: ignore[arg-type]
         self.place = _add_page(self.store, "infos", info.text())
         self.reported = False
+        self.beaten_at = 0.0
+        self.beats = 0
 
     def report(self, failure: str | None) -> None:
         """Say once that this rank is ready, or why it will not be."""
@@ -69,6 +98,17 @@ class Member:
             self.reported = True
             page = {"place": self.place, "failure": failure}
             _add_page(self.store, "reports", json.dumps(page))
+
+    def beat(self) -> None:
+        """Give a sign of life, at most once in `BEAT_S`."""
+        if time.monotonic() - self.beaten_at > BEAT_S:
+            self.beaten_at = time.monotonic()
+            self.store.add("beats", 1)
+
+    def others_work(self) -> bool:
+        """Whether a rank gave a sign of life since this was asked before."""
+        before, self.beats = self.beats, self.store.add("beats", 0)
+        return self.beats > before
 
     def outcome(self) -> dict[str, Any] | None:
         """What was found: `problem` (None: none), `speaker` (a rank), `count` of ranks that came and `able` of those
@@ -95,7 +135,13 @@ class Coordinator:
     """Compares all ranks: rank 0 does, or, where it does not come, the first that has waited for it in vain."""
 
     def __init__(
-        self, root: Store, info: RankInfo, config: Config, join_timeout_s: float, waited_s: float = 0.0
+        self,
+        root: Store,
+        info: RankInfo,
+        config: Config,
+        join_timeout_s: float,
+        waited_s: float = 0.0,
+        offer: Offer | None = None,
     ) -> None:
         self.info, self.config, self.join_timeout_s = info, config, join_timeout_s
         self.absent_s = max(LEAST_GRACE * join_timeout_s, join_timeout_s - waited_s)
@@ -105,7 +151,12 @@ class Coordinator:
         self.done = False
         self.number = root.add("count", 1)
         self.store = PrefixStore(str(self.number), root)
+        self.beats = 0
+        self.beaten_at = 0.0
+        """When a rank that works for all gave its last sign of life."""
         self.store.set("digest", info.digest)
+        if offer is not None:
+            self.store.set("run", zlib.compress(json.dumps(asdict(offer)).encode()))  # type: ignore[arg-type]
 
     def open(self, root: Store, instead_of: int | None) -> None:
         """Make this the newest rendezvous, unless another rank made one in place of `instead_of` first."""
@@ -129,8 +180,16 @@ class Coordinator:
             self._give("\n".join(faults(self.state, self._config_of)))
         elif absent and waited > self.absent_s:
             self._give(absence(self.state, size, self.join_timeout_s))
-        elif waited > self.join_timeout_s * IMPORT_FACTOR:
+        elif waited > self.join_timeout_s * IMPORT_FACTOR and not self._works(now):
             self._give(unreadiness(self.state, self.join_timeout_s * IMPORT_FACTOR))
+
+    def _works(self, now: float) -> bool:
+        """Whether a rank gave a sign of life within the join timeout."""
+        beats = self.store.add("beats", 0)
+        if beats > self.beats:
+            self.beats = beats
+            self.beaten_at = now
+        return now - self.beaten_at < max(self.join_timeout_s, 10 * BEAT_S)
 
     def _read(self) -> None:
         reports = [json.loads(page) for page in _pages(self.store, "reports", self.reports)]

@@ -1,0 +1,349 @@
+"""How launchers of processes say which rank a process is: torchrun, SLURM's srun, Open MPI, PMI, Kubernetes.
+
+Each is translated into the variables of torchrun (RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR,
+MASTER_PORT), which is all that the rest of mtrain reads.
+
+Sources: `man srun` and `man sbatch` (output environment variables), Open MPI's "Environment variables set by mpirun",
+the PMI of MPICH and PMIx, and Kubernetes' documentation of indexed jobs.
+"""
+
+from __future__ import annotations
+
+import re
+import zlib
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+from mtrain.errors import BadEnvironment
+
+PLACE = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+"""What makes a process a rank."""
+LOCAL_HOST = "127.0.0.1"
+PORTS = range(12_000, 30_000)
+"""Below the ports that Linux gives to outgoing connections."""
+SPECIAL_STEPS = 0xFFFFFFF0
+"""SLURM numbers steps that are no `srun` of a user, as the batch script and interactive shells, from here."""
+USUAL_PORT = 29_500
+
+
+@dataclass(frozen=True)
+class Launched:
+    """A process that a launcher started as one of several."""
+
+    launcher: str
+    rank: int
+    """Number of the process."""
+    size: int
+    """Number of processes."""
+    local_rank: int
+    local_size: int
+    """Processes on this machine."""
+    host: str
+    """Where the process with number 0 serves the store."""
+    port: int
+    identity: str
+    """The launch, the same after each restart of it; empty where it cannot be known."""
+    machines: int = 0
+    """Machines, where the launcher says so."""
+
+    @property
+    def one_a_machine(self) -> bool:
+        """Whether each machine has one process, which may start the ranks of its machine itself."""
+        return self.machines > 1 and self.size == self.machines
+
+    def variables(self) -> dict[str, str]:
+        """The process as a rank, in torchrun's variables."""
+        return {
+            "RANK": str(self.rank),
+            "WORLD_SIZE": str(self.size),
+            "LOCAL_RANK": str(self.local_rank),
+            "LOCAL_WORLD_SIZE": str(self.local_size),
+            "MASTER_ADDR": self.host,
+            "MASTER_PORT": str(self.port),
+        }
+
+
+def launched(environment: Mapping[str, str]) -> Launched | None:
+    """The launcher's process that this one is; None: a run here starts its own ranks.
+
+    Torchrun's variables count first, as torchrun may run below srun; then MPI's, as mpirun may, too.
+
+    Raises:
+        BadEnvironment: variables contradict each other, or are no numbers, or do not say how processes find each
+            other.
+    """
+    for reader in (_torchrun, _open_mpi, _slurm, _pmi, _kubernetes):
+        found = reader(environment)
+        if found is not None:
+            _check(found, environment)
+            return found if found.size > 1 or found.launcher == "torchrun" else None
+    return None
+
+
+def identity(environment: Mapping[str, str]) -> str | None:
+    """What a launcher that starts processes again calls the launch, as `slurm 1234`; None: there is no such launcher.
+
+    It is the same for the first start and each later one, so that a run can be told from the run of another launch.
+    """
+    run = environment.get("TORCHELASTIC_RUN_ID")
+    if run and run != "none" and environment.get("RANK"):
+        return f"torchrun {run}"
+    job = _slurm_job(environment)
+    if job is not None:
+        return f"slurm {job}"
+    return None
+
+
+def _torchrun(environment: Mapping[str, str]) -> Launched | None:
+    """Torchrun, and whatever sets the same variables.
+
+    Raises:
+        BadEnvironment: it is one of several processes, and not told how they find each other.
+    """
+    here = {name: environment[name] for name in PLACE if environment.get(name)}
+    lacking = [name for name in PLACE if name not in here]
+    if lacking:
+        if "RANK" in here and here.get("WORLD_SIZE", "1") != "1":
+            said = " ".join(f"{name}={value}" for name, value in here.items())
+            raise BadEnvironment(
+                f"{said} is set for one of several processes, which do not find each other without "
+                f"{' and '.join(lacking)}",
+                f"  fix: start them with torchrun, which sets {', '.join(PLACE)}; or, for a run that starts its own "
+                "ranks, unset RANK WORLD_SIZE",
+            )
+        return None
+    rank = _number(environment, "RANK")
+    size = _number(environment, "WORLD_SIZE")
+    return Launched(
+        launcher="torchrun",
+        rank=rank,
+        size=size,
+        local_rank=_number(environment, "LOCAL_RANK", 0),
+        local_size=_number(environment, "LOCAL_WORLD_SIZE", 1),
+        host=environment["MASTER_ADDR"],
+        port=_number(environment, "MASTER_PORT"),
+        identity=identity(environment) or "",
+    )
+
+
+def _slurm(environment: Mapping[str, str]) -> Launched | None:
+    """A task of srun; the batch script of a job and an interactive shell start their own ranks."""
+    if not environment.get("SLURM_PROCID") or not _is_task(environment):
+        return None
+    name = "SLURM_STEP_NUM_TASKS" if environment.get("SLURM_STEP_NUM_TASKS") else "SLURM_NTASKS"
+    size = _number(environment, name, 1)
+    nodes = environment.get("SLURM_STEP_NODELIST") or environment.get("SLURM_JOB_NODELIST", "")
+    count = environment.get("SLURM_STEP_NUM_NODES") or environment.get("SLURM_NNODES", "")
+    hosts = list(expanded(nodes))
+    machines = int(count) if count.isdigit() else len(hosts) or 1
+    local_rank = _number(environment, "SLURM_LOCALID", 0)
+    job = _slurm_job(environment) or ""
+    step = environment.get("SLURM_STEP_ID") or environment.get("SLURM_STEPID", "0")
+    return Launched(
+        launcher="slurm",
+        rank=_number(environment, "SLURM_PROCID"),
+        size=size,
+        local_rank=local_rank,
+        local_size=_tasks_here(environment, size, machines),
+        host=_host(environment, "slurm", hosts[0] if hosts else "", machines),
+        port=_port(environment, f"slurm {job}.{step}"),
+        identity=f"slurm {job}" if job else "",
+        machines=machines,
+    )
+
+
+def _is_task(environment: Mapping[str, str]) -> bool:
+    """Whether SLURM's variables are those of a task of srun.
+
+    A batch script has SLURM_PROCID=0, too, and gives it to what it starts; only srun sets the number of a step.
+    """
+    step = environment.get("SLURM_STEP_ID") or environment.get("SLURM_STEPID", "")
+    if step:
+        return step.isdigit() and int(step) < SPECIAL_STEPS
+    return environment.get("ENVIRONMENT") != "BATCH"
+
+
+def _slurm_job(environment: Mapping[str, str]) -> str | None:
+    """The number of SLURM's job, which stays when the job is requeued."""
+    job = environment.get("SLURM_JOB_ID") or environment.get("SLURM_JOBID")
+    return job or None
+
+
+def _tasks_here(environment: Mapping[str, str], size: int, machines: int) -> int:
+    """Tasks on this machine, from a list such as `4(x3),2` and the number of the machine."""
+    text = environment.get("SLURM_STEP_TASKS_PER_NODE") or environment.get("SLURM_TASKS_PER_NODE", "")
+    counts: list[int] = []
+    for word in filter(None, text.split(",")):
+        match = re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", word)
+        if match is None:
+            return max(1, size // machines)
+        counts += [int(match[1])] * int(match[2] or 1)
+    node = environment.get("SLURM_NODEID", "0")
+    if node.isdigit() and int(node) < len(counts) and sum(counts) == size:
+        return counts[int(node)]
+    return max(1, size // machines)
+
+
+def _open_mpi(environment: Mapping[str, str]) -> Launched | None:
+    """A process of Open MPI's mpirun."""
+    if not environment.get("OMPI_COMM_WORLD_RANK"):
+        return None
+    size = _number(environment, "OMPI_COMM_WORLD_SIZE", 1)
+    here = _number(environment, "OMPI_COMM_WORLD_LOCAL_SIZE", size)
+    name = environment.get("PMIX_NAMESPACE") or environment.get("OMPI_MCA_ess_base_jobid", "")
+    return Launched(
+        launcher="mpirun",
+        rank=_number(environment, "OMPI_COMM_WORLD_RANK"),
+        size=size,
+        local_rank=_number(environment, "OMPI_COMM_WORLD_LOCAL_RANK", 0),
+        local_size=here,
+        host=_host(environment, "mpirun", "", 1 if here == size else 2),
+        port=_port(environment, f"mpirun {name}"),
+        identity=identity(environment) or "",
+    )
+
+
+def _pmi(environment: Mapping[str, str]) -> Launched | None:
+    """A process of a PMI or PMIx launcher, as MPICH's Hydra."""
+    pmix = bool(environment.get("PMIX_RANK"))
+    rank = "PMIX_RANK" if pmix else "PMI_RANK"
+    size = "PMIX_SIZE" if environment.get("PMIX_SIZE") else "PMI_SIZE"
+    if not environment.get(rank) or not environment.get(size):
+        return None
+    local = "MPI_LOCALRANKID" if environment.get("MPI_LOCALRANKID") else "PMI_LOCAL_RANK"
+    here = "MPI_LOCALNRANKS" if environment.get("MPI_LOCALNRANKS") else "PMI_LOCAL_SIZE"
+    count = _number(environment, size)
+    local_size = _number(environment, here, count)
+    name = environment.get("PMIX_NAMESPACE") or environment.get("PMI_ID", "")
+    return Launched(
+        launcher="PMIx" if pmix else "PMI",
+        rank=_number(environment, rank),
+        size=count,
+        local_rank=_number(environment, local, _number(environment, rank) % local_size),
+        local_size=local_size,
+        host=_host(environment, "PMI", "", 1 if local_size == count else 2),
+        port=_port(environment, f"pmi {name if pmix else ''}"),
+        identity=identity(environment) or "",
+    )
+
+
+def _kubernetes(environment: Mapping[str, str]) -> Launched | None:
+    """A pod of an indexed job; its host name ends with the index, and the pods of a job differ in nothing else."""
+    if not environment.get("JOB_COMPLETION_INDEX"):
+        return None
+    names = ("JOB_COMPLETIONS", "PET_NNODES", "NNODES", "WORLD_SIZE")
+    size = next((name for name in names if environment.get(name)), None)
+    if size is None:
+        return None
+    count = _number(environment, size)
+    index = _number(environment, "JOB_COMPLETION_INDEX")
+    first = re.sub(rf"-{index}$", "-0", environment.get("HOSTNAME", ""))
+    return Launched(
+        launcher="kubernetes",
+        rank=index,
+        size=count,
+        local_rank=0,
+        local_size=1,
+        host=_host(environment, "kubernetes", environment.get("PET_MASTER_ADDR") or first, count),
+        port=_number(environment, "PET_MASTER_PORT", _number(environment, "MASTER_PORT", USUAL_PORT)),
+        identity="",
+        machines=count,
+    )
+
+
+def expanded(nodes: str) -> Iterator[str]:
+    """The host names of a list of SLURM, such as `n[01-03,7],gpu-a[1-2]b`, in its order."""
+    for group in re.findall(r"(?:\[[^\]]*\]|[^,\[])+", nodes):
+        yield from _expanded(group.strip())
+
+
+def _expanded(group: str) -> Iterator[str]:
+    head, bracket, rest = group.partition("[")
+    if not bracket:
+        if group:
+            yield group
+        return
+    inner, _, tail = rest.partition("]")
+    for piece in inner.split(","):
+        first, dash, last = piece.partition("-")
+        if not (first.isdigit() and (not dash or last.isdigit())):
+            continue
+        for number in range(int(first), int(last or first) + 1):
+            for end in _expanded(tail) if tail else ("",):
+                yield f"{head}{number:0{len(first)}d}{end}"
+
+
+def _host(environment: Mapping[str, str], launcher: str, first: str, machines: int) -> str:
+    """Where process 0 is: MASTER_ADDR, this machine where it has all processes, or the first of the launcher's.
+
+    Raises:
+        BadEnvironment: there are several machines, and none of them is named.
+    """
+    named = environment.get("MASTER_ADDR")
+    if named:
+        return named
+    if machines <= 1:
+        return LOCAL_HOST
+    if first:
+        return first
+    raise BadEnvironment(
+        f"{launcher} started processes on several machines and does not say where the first one is",
+        "  fix: set MASTER_ADDR to the host name of the machine with process 0, on every machine",
+    )
+
+
+def _port(environment: Mapping[str, str], launch: str) -> int:
+    """MASTER_PORT, or a port that all processes of a launch compute alike and other launches hardly do."""
+    if environment.get("MASTER_PORT"):
+        return _number(environment, "MASTER_PORT")
+    return PORTS[zlib.crc32(launch.encode()) % len(PORTS)]
+
+
+def _number(environment: Mapping[str, str], name: str, default: int | None = None) -> int:
+    """A variable as a number.
+
+    Raises:
+        BadEnvironment: it is none, or is missing and there is no default.
+    """
+    text = environment.get(name, "")
+    if not text and default is not None:
+        return default
+    if not text.isdigit():
+        raise BadEnvironment(f"{name} is {text!r} in the environment: a launcher sets a number there")
+    return int(text)
+
+
+def _check(found: Launched, environment: Mapping[str, str]) -> None:
+    """Refuse variables that cannot all be true.
+
+    Raises:
+        BadEnvironment: with the variables, and what to do.
+    """
+    wrong = []
+    if found.rank >= found.size:
+        wrong.append(
+            f"RANK is {found.rank} and WORLD_SIZE {found.size}: ranks are numbered from 0 to {found.size - 1}"
+        )
+    if found.local_size > found.size:
+        wrong.append(f"{found.local_size} processes are on this machine, of {found.size} in all")
+    if found.local_size > 1 and found.local_rank >= found.local_size:
+        wrong.append(f"the local rank is {found.local_rank} of {found.local_size} processes on this machine")
+    if not 0 < found.port < 1 << 16:
+        wrong.append(f"MASTER_PORT is {found.port}: a port is a number from 1 to 65535")
+    if found.launcher == "torchrun" and not environment.get("TORCHELASTIC_RUN_ID"):
+        wrong += _differences(found, environment)
+    if wrong:
+        raise BadEnvironment(
+            f"the variables of {found.launcher} contradict each other: {'; '.join(wrong)}",
+            "  fix: unset those that do not belong to this launch, on every machine",
+        )
+
+
+def _differences(found: Launched, environment: Mapping[str, str]) -> list[str]:
+    """Where RANK was set by hand and the same for all tasks of srun or mpirun, whose own numbers differ."""
+    out = []
+    for reader in (_open_mpi, _slurm):
+        other = reader(environment)
+        if other is not None and other.size == found.size > 1 and other.rank != found.rank:
+            out.append(f"RANK is {found.rank} of {found.size}, and this is process {other.rank} of {other.launcher}")
+    return out
