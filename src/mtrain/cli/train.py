@@ -20,6 +20,8 @@ TAKEN = "MT434"
 def run(argv: list[str], *, debug: bool) -> int:
     """Train what `argv` describes; returns the exit code."""
     place = torchrun.here()
+    if place is not None and place.one_a_machine:
+        return _as_machine(argv, place)
     if place is not None:
         return _as_worker(argv, place, debug)
     from mtrain.launching import local, preflight
@@ -37,6 +39,20 @@ def _warn(composed: Composed) -> None:
     for warning in composed.warnings:
         if warning.code != TAKEN:  # whoever makes the run folder says it as an error
             say_page(warning.render(), error=True)
+
+
+def _as_machine(argv: list[str], place: Launched) -> int:
+    """As the one process that a scheduler started on this machine: starts the ranks of the machine."""
+    from mtrain.launching import machine, preflight
+
+    def compose(machines: int) -> RunConfig:
+        composed = load(argv)
+        ranks_here = max(1, (composed.run.parallel.ranks or 1) // machines)
+        preflight.check(composed.run, argv, ranks_here=ranks_here)
+        _warn(composed)
+        return composed.run
+
+    return machine.launch(place, argv, compose)
 
 
 def _as_worker(argv: list[str], place: Launched, debug: bool) -> int:

@@ -37,7 +37,7 @@ def here() -> launchers.Launched | None:
         BadEnvironment: it is one of several, and not told how they find each other, or variables contradict.
     """
     found = launchers.launched(os.environ)
-    if found is not None and found.launcher != "torchrun":
+    if found is not None and found.launcher != "torchrun" and not found.one_a_machine:
         os.environ.update({**found.variables(), LAUNCHER: found.launcher})
     return found
 

@@ -1,0 +1,156 @@
+"""One process on each machine, as `srun --ntasks-per-node=1` starts it: it starts the ranks of its machine itself.
+
+The first of them composes the configuration and serves the store of all ranks; the others learn there how many ranks
+are theirs.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import tempfile
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from datetime import timedelta
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from mtrain.config.defaults import usual_join_timeout_s
+from mtrain.config.dump import run_yaml
+from mtrain.config.paths import RUN_FILE
+from mtrain.config.run import RunConfig
+from mtrain.errors import BadEnvironment, MtrainError
+from mtrain.launching.local import environment
+from mtrain.launching.start import PARENT, execute, importable, placed, python
+from mtrain.launching.supervise import Supervisor
+from mtrain.launching.torchrun import RUN_GIVEN
+from mtrain.world.launchers import Launched
+from mtrain.world.stacks import ERRORS
+
+if TYPE_CHECKING:
+    from torch.distributed import TCPStore
+
+SHARE, READ = "mtrain/share", "mtrain/share read"
+"""Keys: how many ranks there are or why there are none, and how many machines know it."""
+FAREWELL_S = 5.0
+"""How long the first machine stays for the others to read why it ends."""
+
+
+def launch(place: Launched, argv: list[str], compose: Callable[[int], RunConfig]) -> int:
+    """Start the ranks of this machine and watch them to the end; returns the exit code of the first that failed.
+
+    `compose` gives the configuration, after it was looked at whether a machine can run its share, given the number of
+    machines.
+
+    Raises:
+        MtrainError: there is no configuration that can be run, or the first machine does not answer.
+    """
+    if place.rank:
+        return _start(place, argv, None, _share(place), None)
+    run, failure = None, None
+    try:
+        run = compose(place.size)
+        _divide(run, place.size)
+    except MtrainError as error:
+        failure = error
+    store = _serve(place, run, failure)
+    if failure is not None:
+        deadline = time.monotonic() + FAREWELL_S
+        while store.add(READ, 0) < place.size - 1 and time.monotonic() < deadline:
+            time.sleep(0.05)
+        raise failure
+    assert run is not None
+    return _start(place, argv, run, run.parallel.ranks or 1, store)
+
+
+def _divide(run: RunConfig, machines: int) -> None:
+    """Refuse ranks that cannot be dealt out evenly.
+
+    Raises:
+        BadEnvironment: with both numbers.
+    """
+    ranks = run.parallel.ranks or 1
+    if ranks % machines:
+        raise BadEnvironment(
+            f"the layout has {ranks} ranks, and one process was started on each of {machines} machines: as many ranks "
+            "run on each",
+            f"  fix: a number of machines that divides {ranks}, or a task for each rank",
+        )
+
+
+def _serve(place: Launched, run: RunConfig | None, failure: MtrainError | None) -> TCPStore:
+    from torch.distributed import TCPStore
+
+    told = {"ranks": run.parallel.ranks or 1 if run is not None else 0, "failure": str(failure or "")}
+    try:
+        store = TCPStore(place.host, place.port, is_master=True, wait_for_workers=False)
+    except (RuntimeError, OSError) as error:
+        raise BadEnvironment(
+            f"port {place.port} of this machine cannot serve the ranks: {str(error).splitlines()[0]}",
+            "  fix: MASTER_PORT=PORT, one that is free, on every machine",
+        ) from None
+    store.set(SHARE, json.dumps(told))
+    return store
+
+
+def _share(place: Launched) -> int:
+    """How many ranks there are in all, as the first machine says.
+
+    Raises:
+        BadEnvironment: it does not answer, or has no configuration that can be run.
+    """
+    from torch.distributed import TCPStore
+
+    patience_s = usual_join_timeout_s(place.size)
+    deadline = time.monotonic() + patience_s
+    why = ""
+    while time.monotonic() < deadline:
+        try:  # torch's own attempts to connect are loud
+            socket.create_connection((place.host, place.port), timeout=1.0).close()
+            store = TCPStore(place.host, place.port, is_master=False, wait_for_workers=False)
+            store.wait([SHARE], timedelta(seconds=patience_s))
+            told = json.loads(store.get(SHARE))
+            store.add(READ, 1)
+            break
+        except (OSError, RuntimeError) as error:
+            why = str(error).splitlines()[0]
+            time.sleep(0.2)
+    else:
+        raise BadEnvironment(
+            f"the process of the first machine, {place.host}:{place.port}, did not answer within {patience_s:g} s: {why}",
+            "  fix: see whether it runs there; MASTER_ADDR and MASTER_PORT name another place",
+        )
+    if told["failure"]:
+        raise BadEnvironment(f"the first machine has no configuration to run: {told['failure']}")
+    ranks: int = told["ranks"]
+    return ranks
+
+
+def _start(place: Launched, argv: list[str], run: RunConfig | None, ranks: int, store: TCPStore | None) -> int:
+    here = ranks // place.size
+    first = place.rank * here
+    with tempfile.TemporaryDirectory(prefix="mtrain-") as scratch:
+        given = Path(scratch) / RUN_FILE
+        if run is not None:
+            given.write_text(run_yaml(run))
+
+        def start(local_rank: int) -> int:
+            values = {
+                **importable(environment(run) if run is not None else os.environ),
+                **placed(first + local_rank, ranks, place.host, place.port, first, here),
+                "TORCHELASTIC_USE_AGENT_STORE": "True",
+                PARENT: str(os.getpid()),
+            }
+            if first + local_rank == 0:
+                values[RUN_GIVEN] = str(given)
+            return execute(python("mtrain", *argv), values)
+
+        supervisor = Supervisor(Path(scratch) / ERRORS, "")
+        supervisor.start(start, here)
+        with suppress(MtrainError):  # each rank has said for itself what is wrong
+            supervisor.wait()
+    codes = [ended.code for ended in supervisor.ended if ended.code]
+    del store  # it served the ranks to their end
+    return codes[0] if codes else 0
