@@ -21,11 +21,9 @@ def run(argv: list[str], *, debug: bool) -> int:
     out, checkpoint = Path(rest[0]).expanduser(), newest(target)
     if out.exists():
         raise ConfigError([Problem("MT507", "", None, f"{out} is there; export writes a new folder", f"{out}-2")])
-    from mtrain import mcore as adapter
-    from mtrain.config.devices import CPU
-    from mtrain.devices import registry
+    from mtrain.launching.local import install_reader
 
-    adapter.install(registry.get(CPU.name))  # the reader of checkpoints speaks of megatron-core's tensors
+    install_reader()  # the reader of checkpoints speaks of megatron-core's tensors
     from mtrain.ckpt.export import export
     from mtrain.ckpt.store import Checkpoint
 

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from mtrain.cli.setup import load
+from mtrain.config.devices import facts_of
 from mtrain.config.kernels import OURS, summary
 from mtrain.config.resolve import Machine
 from mtrain.config.rules import check
@@ -17,7 +18,15 @@ from mtrain.errors import BadEnvironment, ConfigError, say, say_page
 from mtrain.launching import local, preflight
 from mtrain.layout.grid import RankGrid
 from mtrain.plan.count import parameters
-from mtrain.plan.shrink import alone, by_document, differences, in_eight_bits, shrink, without_chance
+from mtrain.plan.shrink import (
+    alone,
+    by_document,
+    differences,
+    in_eight_bits,
+    on_device_of,
+    shrink,
+    without_chance,
+)
 from mtrain.units import count
 
 if TYPE_CHECKING:
@@ -100,14 +109,16 @@ def comparable(full: RunConfig, argv: list[str], steps: int, dtype: str) -> RunC
     document, where that can be.
     """
     if dtype == EIGHT_BITS:  # a scale is that of a micro-batch: no document has one of its own
-        small = without_chance(shrunk(full, argv, steps, "fp32"))
+        small = without_chance(shrunk(full, argv, steps, "fp32", emulated=True))
         return in_eight_bits(small, full, interpreted=Machine.here().triton_interpreted)
     small = without_chance(shrunk(full, argv, steps, dtype))
     return (by_document(small) or small) if small.data.packed else small
 
 
-def shrunk(full: RunConfig, argv: list[str], steps: int, dtype: str) -> RunConfig:
+def shrunk(full: RunConfig, argv: list[str], steps: int, dtype: str, *, emulated: bool = False) -> RunConfig:
     """The layout of `full`, which `argv` describes, small enough for this machine.
+
+    It runs on the devices of `full` where this machine has enough of them, else on the CPU, as what is `emulated`.
 
     Raises:
         ConfigError: what is left of the configuration breaks a rule.
@@ -115,6 +126,13 @@ def shrunk(full: RunConfig, argv: list[str], steps: int, dtype: str) -> RunConfi
     """
     machine = Machine.here()
     small = shrink(full, steps=steps, dtype=dtype, max_ranks=MAX_RANKS, interpreted=machine.triton_interpreted)
+    if machine.gpus and not facts_of(full.cluster.device).on_host and not emulated:
+        fewest = shrink(full, steps=steps, dtype=dtype, max_ranks=min(MAX_RANKS, machine.gpus))
+        if _degrees(fewest) == _degrees(small):
+            small = on_device_of(full, fewest)
+        else:
+            ranks = RankGrid.of(small).world
+            say(f"on the CPU: the layout has {ranks} ranks, and this machine {machine.gpus} of {full.cluster.device}")
     problems = [p for p in check(small) if p.severity == "error"]
     if problems:
         raise ConfigError(problems)
@@ -125,9 +143,15 @@ def shrunk(full: RunConfig, argv: list[str], steps: int, dtype: str) -> RunConfi
     return small
 
 
+def _degrees(run: RunConfig) -> tuple[int, int, int]:
+    """What a layout must keep to be the one that is proven."""
+    return run.parallel.model_ranks, run.parallel.ep, RankGrid.of(run).etp
+
+
 def compared(small: RunConfig) -> list[Row]:
     """Train `small` as laid out, resumed in the middle, and on one rank without that, and compare both."""
     with _observed(small) as (one, many):
+        local.install_reader()
         from mtrain.train.prove import compare
 
         centered = small.model.layernorm_zero_centered_gamma
@@ -139,6 +163,7 @@ def located(small: RunConfig) -> Difference | None:
     found. Trains both again, with all that passes each module kept.
     """
     with _observed(small, traced=True) as (one, many):
+        local.install_reader()
         from mtrain.train.where import Bounds, where
 
         told, dtype = _tolerances(small), EIGHT_BITS if small.precision.quantized else small.precision.format
@@ -157,6 +182,7 @@ def masks(small: RunConfig) -> list[tuple[str, str]]:
     """Modules whose dropout is wrong over ranks, with what is wrong; see `train.dropped.wrong_masks`."""
     with tempfile.TemporaryDirectory(prefix="mtrain-prove-") as scratch:
         local.observe_masks(small, Path(scratch))
+        local.install_reader()
         from mtrain.train.dropped import wrong_masks
 
         return wrong_masks(Path(scratch), small)
@@ -249,4 +275,5 @@ def _layout(small: RunConfig) -> str:
         "packed": small.data.packed,
     }
     words = [word for word, there in more.items() if there]
-    return f"{grid} on {grid.world} ranks" + (f" ({', '.join(words)})" if words else "")
+    device = "" if facts_of(small.cluster.device).on_host else f"{small.cluster.device} "
+    return f"{grid} on {grid.world} {device}ranks" + (f" ({', '.join(words)})" if words else "")

@@ -1,4 +1,4 @@
-"""`rehearse`: the layout of a run on this machine's CPU, from the first step over a checkpoint to a resumed end."""
+"""`rehearse`: the layout of a run on this machine, from the first step over a checkpoint to a resumed end."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from typing import Any
 from mtrain.ckpt import folder as ckpt_folder
 from mtrain.cli.prove import FAULT, shrunk
 from mtrain.cli.setup import load
+from mtrain.config.devices import facts_of
 from mtrain.config.paths import CHECKPOINTS
 from mtrain.config.run import RunConfig
 from mtrain.errors import say
@@ -27,7 +28,8 @@ def run(argv: list[str], *, debug: bool) -> int:
     small = shrunk(full, argv, STEPS, "bf16" if full.precision.dtype == "bf16" else "fp32")
     grid = RankGrid.of(small)
     asked = "" if full.precision.quantized is None else f", in place of {full.precision.words}"
-    say(f"{full.model.name}: {grid} on {grid.world} ranks, {small.precision.words}{asked}")
+    device = "" if facts_of(small.cluster.device).on_host else f"{small.cluster.device} "
+    say(f"{full.model.name}: {grid} on {grid.world} {device}ranks, {small.precision.words}{asked}")
     say(f"shrunk to {count(parameters(small.model))} parameters: {'; '.join(differences(full, small))}")
     with tempfile.TemporaryDirectory(prefix="mtrain-rehearse-") as scratch:
         whole = local.launch(_in(small, scratch, "whole"), argv) / CHECKPOINTS
@@ -49,6 +51,7 @@ def run(argv: list[str], *, debug: bool) -> int:
 
 def _export(checkpoints: Path, out: Path) -> int:
     """Export the last checkpoint; the number of parameters that can be read back."""
+    local.install_reader()
     from mtrain.ckpt.export import export, read
     from mtrain.ckpt.store import Checkpoint
 

@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from mtrain.ckpt.folder import folder_name, is_checkpoint
+from mtrain.config.devices import CPU
 from mtrain.config.paths import CHECKPOINTS
 from mtrain.config.run import RunConfig
 from mtrain.errors import say_page
@@ -144,6 +145,14 @@ def warm(run: RunConfig) -> None:
 
     adapter.install(registry.get(run.cluster.device))
     import mtrain.train.assemble  # noqa: F401
+
+
+def install_reader() -> None:
+    """Import what reads in this process what ranks have left: on the CPU, whatever the device of the ranks was."""
+    from mtrain import mcore as adapter
+    from mtrain.devices import registry
+
+    adapter.install(registry.get(CPU.name))
 
 
 def _run(run: RunConfig, home: Path, job: Job) -> None:

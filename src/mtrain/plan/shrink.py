@@ -90,6 +90,17 @@ def shrink(
     return with_triton_of(run, small) if interpreted else small
 
 
+def on_device_of(run: RunConfig, small: RunConfig) -> RunConfig:
+    """`small` on the device of `run`, with the kernels of `run` where they can do what `small` asks."""
+    words = {op.name: getattr(run.kernels, op.name) for op in OPERATIONS}
+    kept = {name: word for name, word in words.items() if word is not None and lacks(name, word, small) is None}
+    cluster = small.cluster.model_copy(
+        update={"device": run.cluster.device, "devices_per_node": small.parallel.ranks}
+    )
+    kernels = small.kernels.model_copy(update=kept)
+    return small.model_copy(update={"kernels": kernels, "cluster": cluster})
+
+
 def with_triton_of(run: RunConfig, small: RunConfig) -> RunConfig:
     """`small` with the operations by Triton that `run` has so, where they can do what it asks."""
     ours = [op.name for op in OPERATIONS if getattr(run.kernels, op.name) == "triton"]
