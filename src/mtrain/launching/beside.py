@@ -1,4 +1,4 @@
-"""Work in a process beside the launcher: what imports much, starts threads, or may break, is not done in the launcher.
+"""Work in a process beside the launcher, which itself imports little, starts no threads and asks no device.
 
 The work has a name and arguments that JSON can hold, so it can be forked, which is quick, or executed, which is safe
 after the launcher has threads. What it returns, and its errors, come back through a pipe.
@@ -117,10 +117,10 @@ def report(work: Callable[[], Any], pipe: TextIO) -> int:
     except KeyboardInterrupt:
         return INTERRUPTED
     except MtrainError as error:
-        pipe.write(json.dumps({"error": describe(error)}))
+        pipe.write(strict_json.dumps({"error": describe(error)}))
     except Exception as error:
         text = f"preparing the data failed: {type(error).__name__}: {error}"
-        pipe.write(json.dumps({"error": describe(BadEnvironment(text))}))
+        pipe.write(strict_json.dumps({"error": describe(BadEnvironment(text))}))
     return 0
 
 

@@ -1,4 +1,4 @@
-"""Runs on this machine: each verb that needs ranks starts them here, in the environment that torchrun would give them.
+"""Runs on this machine: each verb that needs ranks starts them here, in the environment that torchrun would set.
 
 Where the device allows it, ranks are forked from this process after it has imported torch and megatron-core once: an
 import costs seconds of a core each. On other devices this process imports neither, and each rank is executed.

@@ -17,6 +17,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from mtrain import strict_json
 from mtrain.config.defaults import usual_join_timeout_s
 from mtrain.config.dump import run_yaml
 from mtrain.config.paths import RUN_FILE
@@ -74,8 +75,8 @@ def _divide(run: RunConfig, machines: int) -> None:
     ranks = run.parallel.ranks or 1
     if ranks % machines:
         raise BadEnvironment(
-            f"the layout has {ranks} ranks, and one process was started on each of {machines} machines: as many ranks "
-            "run on each",
+            f"the layout has {ranks} ranks, and one process was started on each of {machines} machines: as many "
+            "ranks run on each",
             f"  fix: a number of machines that divides {ranks}, or a task for each rank",
         )
 
@@ -91,7 +92,7 @@ def _serve(place: Launched, run: RunConfig | None, failure: MtrainError | None) 
             f"port {place.port} of this machine cannot serve the ranks: {str(error).splitlines()[0]}",
             "  fix: MASTER_PORT=PORT, one that is free, on every machine",
         ) from None
-    store.set(SHARE, json.dumps(told))
+    store.set(SHARE, strict_json.dumps(told))
     return store
 
 
@@ -119,7 +120,8 @@ def _share(place: Launched) -> int:
             time.sleep(0.2)
     else:
         raise BadEnvironment(
-            f"the process of the first machine, {place.host}:{place.port}, did not answer within {patience_s:g} s: {why}",
+            f"the process of the first machine, {place.host}:{place.port}, did not answer within {patience_s:g} s: "
+            f"{why}",
             "  fix: see whether it runs there; MASTER_ADDR and MASTER_PORT name another place",
         )
     if told["failure"]:

@@ -18,9 +18,7 @@ from mtrain.errors import MtrainError
 from mtrain.launching.preflight import threads_per_rank
 
 
-def chosen(
-    run: RunConfig, checkpoint: Path | None = None, found: dict[str, Any] | None = None
-) -> RunConfig:
+def chosen(run: RunConfig, checkpoint: Path | None = None, found: dict[str, Any] | None = None) -> RunConfig:
     """`run` with `kernels.cpu_matmul` filled in where it is null: as in the checkpoint, else what is faster here.
 
     `found` is what `measure` returned in another process; None: the cache has it, or this process measures.

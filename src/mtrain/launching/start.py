@@ -128,7 +128,7 @@ def without_launcher(environment: Mapping[str, str]) -> dict[str, str]:
 
 
 def python(module: str, *words: str) -> list[str]:
-    """The command that runs a module of this program in a new interpreter; the working folder is no place of modules."""
+    """The command that runs a module in a new interpreter; the working folder is no place of modules."""
     return [sys.executable, "-P", "-m", module, *words]
 
 

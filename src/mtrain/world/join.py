@@ -244,9 +244,7 @@ class JoinAttempt:
         if self.offer is not None or time.monotonic() - self.begun_at > patience_s:
             self.offered.set()
 
-    def _call(
-        self, root: dist.Store, info: RankInfo, instead_of: int | None, waited_s: float = 0.0
-    ) -> Coordinator:
+    def _call(self, root: dist.Store, info: RankInfo, instead_of: int | None, waited_s: float = 0.0) -> Coordinator:
         """Hold the rendezvous that comes after `instead_of`."""
         if started_before(root):
             self.note = "note: ranks started on this store before; if they still run, RANK is given twice"

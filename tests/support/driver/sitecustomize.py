@@ -1,8 +1,8 @@
 """A stand-in for a GPU's driver, for processes that have this folder first in PYTHONPATH.
 
-`torch.cuda` counts its calls in the file `DRIVER_LOG`, a line `PID FUNCTION` each, and like the real runtime refuses to
-work in a process that was forked from one that had used it. The device `cuda` computes on the CPU behind it, and this
-machine says that it has `DRIVER_GPUS` of them.
+`torch.cuda` counts its calls in the file `DRIVER_LOG`, a line `PID FUNCTION` each, and like the real runtime refuses
+to work in a process that was forked from one that had used it. The device `cuda` computes on the CPU behind it, and
+this machine says that it has `DRIVER_GPUS` of them.
 """
 
 from __future__ import annotations
@@ -89,6 +89,7 @@ def patch_device(module: Any) -> None:
 
     from mtrain.devices.cpu import CPU as on_cpu
 
+    more: dict[str, Any] = {"fork_safe": False} if hasattr(on_cpu, "fork_safe") else {}
     module.CUDA = replace(
         on_cpu,
         name="cuda",
@@ -98,7 +99,7 @@ def patch_device(module: Any) -> None:
         set_index=torch.cuda.set_device,
         synchronize=torch.cuda.synchronize,
         memory_stats=memory,
-        **({"fork_safe": False} if hasattr(on_cpu, "fork_safe") else {}),
+        **more,
     )
 
 

@@ -1,0 +1,55 @@
+"""A launcher asks no driver: what it imports before ranks start knows neither torch nor a device."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.architecture.test_laws import SOURCE, tree_of
+
+BEFORE_RANKS = ("launching", "cli", "config")
+KNOW_TORCH = ("torch", "megatron", "transformer_engine", "triton", "mtrain.devices", "mtrain.mcore", "mtrain.build")
+
+
+def imported_at_once(path: Path) -> Iterator[str]:
+    """Modules that a file imports when it is imported, with those that are for type checkers left out."""
+    for node in tree_of(path).body:
+        if isinstance(node, ast.Import):
+            yield from (name.name for name in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            yield node.module
+
+
+def files() -> list[Path]:
+    return sorted(path for package in BEFORE_RANKS for path in (SOURCE / package).rglob("*.py"))
+
+
+@pytest.mark.parametrize("path", files(), ids=lambda p: str(p.relative_to(SOURCE)))
+def test_a_launcher_imports_nothing_that_knows_torch(path: Path) -> None:
+    found = [m for m in imported_at_once(path) if any(m == k or m.startswith(f"{k}.") for k in KNOW_TORCH)]
+    assert not found, f"{path} runs in the launcher, which imports no {', '.join(found)}"
+
+
+@pytest.mark.parametrize("path", files(), ids=lambda p: str(p.relative_to(SOURCE)))
+def test_a_launcher_never_names_the_driver(path: Path) -> None:
+    calls = [
+        node.lineno
+        for node in ast.walk(tree_of(path))
+        if isinstance(node, ast.Attribute) and node.attr == "cuda" and ast.unparse(node.value) == "torch"
+    ]
+    assert not calls, f"{path}:{calls[0]}: only devices/cuda.py knows torch.cuda, and ranks alone call it"
+
+
+def test_the_launcher_of_every_verb_is_loaded_without_torch() -> None:
+    verbs = ("train", "resume", "prove", "rehearse", "generate", "evaluate", "multirun")
+    names = [*(f"mtrain.cli.{verb}" for verb in verbs), "mtrain.launching.local", "mtrain.launching.machine"]
+    program = (
+        f"import sys, {', '.join(names)}; print([m for m in ('torch', 'megatron', 'numpy') if m in sys.modules])"
+    )
+    found = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert found.stdout.strip() == "[]"

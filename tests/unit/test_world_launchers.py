@@ -1,0 +1,160 @@
+"""Which rank a process is, as each launcher says it in the environment; and what cannot be true."""
+
+from __future__ import annotations
+
+import platform
+
+import pytest
+
+from mtrain.errors import BadEnvironment
+from mtrain.world.launchers import expanded, identity, launched
+from mtrain.world.rank_env import LAUNCHER, RankEnv
+
+TORCHRUN = {
+    "RANK": "5",
+    "LOCAL_RANK": "1",
+    "WORLD_SIZE": "8",
+    "LOCAL_WORLD_SIZE": "4",
+    "MASTER_ADDR": "a",
+    "MASTER_PORT": "29501",
+    "TORCHELASTIC_RUN_ID": "id",
+}
+SRUN = {
+    "SLURM_JOB_ID": "77",
+    "SLURM_STEP_ID": "0",
+    "SLURM_PROCID": "5",
+    "SLURM_LOCALID": "1",
+    "SLURM_NODEID": "1",
+    "SLURM_NTASKS": "8",
+    "SLURM_NNODES": "2",
+    "SLURM_STEP_NODELIST": "gpu[07-08]",
+    "SLURM_TASKS_PER_NODE": "4(x2)",
+    "MASTER_PORT": "29501",
+}
+MPIRUN = {
+    "OMPI_COMM_WORLD_RANK": "5",
+    "OMPI_COMM_WORLD_SIZE": "8",
+    "OMPI_COMM_WORLD_LOCAL_RANK": "1",
+    "OMPI_COMM_WORLD_LOCAL_SIZE": "4",
+    "MASTER_ADDR": "a",
+    "MASTER_PORT": "29501",
+}
+HYDRA = {
+    "PMI_RANK": "5",
+    "PMI_SIZE": "8",
+    "MPI_LOCALRANKID": "1",
+    "MPI_LOCALNRANKS": "4",
+    "MASTER_ADDR": "a",
+    "MASTER_PORT": "29501",
+}
+
+
+@pytest.mark.parametrize("environment", [TORCHRUN, SRUN, MPIRUN, HYDRA], ids=["torchrun", "srun", "mpirun", "pmi"])
+def test_each_launcher_says_the_same_place(environment: dict[str, str]) -> None:
+    found = launched(environment)
+    assert found is not None
+    assert (found.rank, found.size, found.local_rank, found.local_size) == (5, 8, 1, 4)
+    assert found.host == ("gpu07" if environment is SRUN else "a")
+    assert found.port == 29501
+    env = RankEnv.here({**environment, **found.variables()})
+    assert (env.rank, env.size, env.local_rank, env.local_size) == (5, 8, 1, 4)
+
+
+def test_pods_of_an_indexed_job_find_the_first_by_its_name() -> None:
+    pod = {"JOB_COMPLETION_INDEX": "2", "JOB_COMPLETIONS": "4", "HOSTNAME": "train-2"}
+    found = launched(pod)
+    assert found is not None
+    assert (found.rank, found.size, found.host) == (2, 4, "train-0")
+    assert found.one_a_machine
+
+
+@pytest.mark.parametrize(
+    ("nodes", "names"),
+    [
+        ("solo", ["solo"]),
+        ("n[1-3]", ["n1", "n2", "n3"]),
+        ("n[09-10,12],gpu-a[1-2]b", ["n09", "n10", "n12", "gpu-a1b", "gpu-a2b"]),
+        ("r[1-2]n[3-4]", ["r1n3", "r1n4", "r2n3", "r2n4"]),
+        ("", []),
+    ],
+)
+def test_lists_of_nodes_are_expanded_in_order(nodes: str, names: list[str]) -> None:
+    assert list(expanded(nodes)) == names
+
+
+def test_tasks_of_a_launch_compute_the_same_port_and_other_launches_another() -> None:
+    without = {name: value for name, value in SRUN.items() if name != "MASTER_PORT"}
+    ports = [launched({**without, "SLURM_PROCID": rank}) for rank in ("0", "7")]
+    other = launched({**without, "SLURM_JOB_ID": "78"})
+    assert ports[0] is not None
+    assert ports[1] is not None
+    assert other is not None
+    assert ports[0].port == ports[1].port != other.port
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"SLURM_STEP_ID": "4294967291"},  # the batch script
+        {"SLURM_STEP_ID": "4294967290"},  # an interactive shell
+        {"SLURM_STEP_ID": "", "ENVIRONMENT": "BATCH", "SLURM_PROCID": "0"},
+        {"SLURM_PROCID": ""},
+        {"SLURM_NTASKS": "1", "SLURM_PROCID": "0", "SLURM_NNODES": "1", "SLURM_LOCALID": "0"},
+    ],
+)
+def test_what_is_no_task_of_several_starts_its_own_ranks(changes: dict[str, str]) -> None:
+    assert launched({**SRUN, **changes}) is None
+
+
+def test_one_task_on_each_machine_is_told_from_a_task_a_rank() -> None:
+    several = launched(SRUN)
+    one = launched({**SRUN, "SLURM_NTASKS": "2", "SLURM_PROCID": "1", "SLURM_LOCALID": "0"})
+    assert several is not None
+    assert one is not None
+    assert not several.one_a_machine
+    assert one.one_a_machine
+
+
+def test_tasks_of_one_machine_meet_on_it_whatever_its_name() -> None:
+    here = launched({**SRUN, "SLURM_NNODES": "1", "SLURM_STEP_NODELIST": platform.node(), "MASTER_ADDR": ""})
+    assert here is not None
+    assert here.host == "127.0.0.1"
+
+
+@pytest.mark.parametrize(
+    ("environment", "words"),
+    [
+        ({**TORCHRUN, "RANK": "8"}, "RANK is 8 and WORLD_SIZE 8"),
+        ({**TORCHRUN, "LOCAL_RANK": "4"}, "local rank is 4 of 4"),
+        ({**TORCHRUN, "LOCAL_WORLD_SIZE": "9"}, "9 processes are on this machine, of 8"),
+        ({**TORCHRUN, "MASTER_PORT": "0"}, "MASTER_PORT is 0"),
+        ({**TORCHRUN, "RANK": "five"}, "RANK is 'five'"),
+        ({**SRUN, "SLURM_PROCID": "8"}, "RANK is 8 and WORLD_SIZE 8"),
+        ({**SRUN, **TORCHRUN, "TORCHELASTIC_RUN_ID": "", "RANK": "0"}, "this is process 5 of slurm"),
+        ({**MPIRUN, "MASTER_ADDR": ""}, "set MASTER_ADDR"),
+        ({"RANK": "1", "WORLD_SIZE": "2"}, "MASTER_ADDR and MASTER_PORT"),
+    ],
+)
+def test_variables_that_contradict_each_other_are_refused(environment: dict[str, str], words: str) -> None:
+    with pytest.raises(BadEnvironment, match=words):
+        launched(environment)
+
+
+def test_torchrun_below_srun_counts() -> None:
+    found = launched({**SRUN, **TORCHRUN, "RANK": "2"})
+    assert found is not None
+    assert (found.launcher, found.rank) == ("torchrun", 2)
+
+
+def test_a_launch_has_an_identity_where_it_may_be_started_again() -> None:
+    assert identity(TORCHRUN) == "torchrun id"
+    assert identity(SRUN) == "slurm 77"
+    assert identity({"RANK": "0"}) is None
+
+
+def test_a_task_that_sees_its_own_device_alone_takes_it() -> None:
+    third = {**TORCHRUN, "LOCAL_RANK": "3"}
+    assert RankEnv.here(third).device_index(8) == 3
+    assert RankEnv.here({**third, LAUNCHER: "slurm"}).device_index(1) == 0
+    with pytest.raises(BadEnvironment, match="sees 1 device"):
+        RankEnv.here(third).device_index(1)
