@@ -90,7 +90,7 @@ def test_prove_runs_on_the_devices_that_are_here(tmp_path: Path) -> None:
     command = OnDriver(tmp_path)
     said = command("prove", *SMALL, *ON_GPUS, "parallel=tp2")
     assert "proven" in said
-    assert "cuda" in said
+    assert "2 cuda ranks" in said
     command.assert_ranks_alone_used_it(3)  # two of the layout, and the one that it is compared with
 
 
@@ -98,4 +98,5 @@ def test_rehearse_runs_on_the_devices_that_are_here(tmp_path: Path) -> None:
     command = OnDriver(tmp_path)
     said = command("rehearse", *SMALL, *ON_GPUS, "parallel=tp2")
     assert "rehearsed" in said
+    assert "2 cuda ranks" in said
     command.assert_ranks_alone_used_it(4)
