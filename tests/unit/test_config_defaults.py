@@ -50,6 +50,7 @@ def test_the_70b_on_64_gpus_is_trained_as_a_cluster_trains() -> None:
         "trainer.micro_batch_size": (1, "resolved from 384 samples on dp 4, pp 4, of 8192 tokens"),
         "trainer.sample_tokens": (0, "resolved from data.kind mock"),
         "kernels.loss_logits_mib": (512, "resolved from cluster h100: device_memory_gib 80, a 128th of it"),
+        "trainer.join_timeout_s": (240.0, "resolved from cluster h100: nodes 8"),
     }
     assert [p.code for p in found.warnings] == ["MT322", "MT146"], (
         "drawn tokens, and 4 x 8192 tokens in flight do not fit"
