@@ -1,0 +1,48 @@
+"""One command that a launcher gives again and again: it begins a run, and goes on with it after each restart."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import psutil
+import pytest
+
+from tests.support.commands import ROOT, SMALL, environment, latest, metrics, wait_for
+
+WORDS = (*SMALL, "cluster=cpu", "parallel=tp2", "trainer.train_iters=40", "checkpoint.save_interval=2")
+
+
+def _ranks(agent: int) -> list[psutil.Process]:
+    """The ranks that torchrun has started, in their order."""
+    return sorted(psutil.Process(agent).children(), key=lambda child: child.pid)
+
+
+@pytest.mark.parametrize("name", [(), pytest.param(("log.name=a",), marks=pytest.mark.full)])
+def test_a_rank_that_is_killed_is_replaced_and_the_run_goes_on(name: tuple[str, ...], tmp_path: Path) -> None:
+    program = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    command = [*program, "--max-restarts", "1", str(ROOT / "launch.py"), *latest(*WORDS, *name)]
+    output = tmp_path / "output"
+    with output.open("w") as file:
+        agent = subprocess.Popen(
+            command,
+            cwd=tmp_path,
+            env={**environment(), "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"},
+            stdout=file,
+            stderr=subprocess.STDOUT,
+        )
+    try:
+        wait_for(lambda: bool(list(tmp_path.glob("runs/*/checkpoints/step_*/manifest.json"))), 120)
+        os.kill(_ranks(agent.pid)[1].pid, signal.SIGKILL)
+        assert agent.wait(120) == 0, output.read_text()[-4000:]
+    finally:
+        for child in psutil.Process(agent.pid).children(recursive=True) if agent.poll() is None else []:
+            child.kill()
+        agent.kill()
+    assert "resumed from" in output.read_text()
+    runs = list((tmp_path / "runs").iterdir())
+    assert len(runs) == 1, "the restart went on with the run"
+    assert [line["step"] for line in metrics(runs[0])] == list(range(1, 41))
