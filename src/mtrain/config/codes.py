@@ -125,6 +125,43 @@ OTHERS = (
         says="no installed plug-in provides the device tpu",
     ),
     Code(
+        "MT041",
+        "A machine has fewer devices than ranks are to be started on it.",
+        "Start fewer ranks, name more machines, or take the CPU: cluster=cpu.",
+        says="needs 8 GPUs on this machine; here: 2",
+    ),
+    Code(
+        "MT042",
+        "CUDA_VISIBLE_DEVICES does not show the GPUs that it was meant to show.",
+        "List each GPU once, by its number or its UUID, or unset the variable.",
+        says="CUDA_VISIBLE_DEVICES=0,0 names 0 twice, and CUDA then shows no GPU",
+    ),
+    Code(
+        "MT043",
+        "Another process holds memory of a GPU that the run needs.",
+        "End that process, or leave its GPU out by CUDA_VISIBLE_DEVICES.",
+        says="GPU 0 (NVIDIA H200) has 3.1 GiB of 140.4 GiB free, and process 4711 (python) computes on it",
+    ),
+    Code(
+        "MT044",
+        "NVIDIA's driver is older than the CUDA that the installed torch was built for.",
+        "Install a newer driver, or a torch for the CUDA that the driver serves.",
+        says="driver 535.54 serves CUDA up to 12.2, and the installed torch is built for CUDA 13.0",
+    ),
+    Code(
+        "MT045",
+        "The installed torch was built without CUDA.",
+        "Install a torch that was built for CUDA, or take the CPU: cluster=cpu.",
+        says="the installed torch is built without CUDA",
+    ),
+    Code(
+        "MT046",
+        "The GPUs of this machine are not those that the cluster describes.",
+        "Take cluster=local, or the file of the GPUs that are here.",
+        severity="warning",
+        says="cluster h100 is of NVIDIA H100 80GB HBM3, and the GPUs here are NVIDIA H200",
+    ),
+    Code(
         "MT110",
         "A launcher started another number of processes than the configuration asks for.",
         "Start as many, or leave parallel.ranks null.",
