@@ -22,6 +22,7 @@ def measured(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[str]:
 
     monkeypatch.setenv("MTRAIN_CACHE", str(tmp_path / "cache"))
     monkeypatch.setattr("mtrain_kernels.linear.faster", faster)
+    monkeypatch.setattr(matmul, "_MEASURED", {})
     return calls
 
 
