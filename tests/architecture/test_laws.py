@@ -41,6 +41,7 @@ LAYERS = {
     "train": 10,
     "launching": 11,
     "cli": 12,
+    "__main__": 13,
 }
 BUILDS = re.compile(r"mtrain\.models\.(\w+\.(build|form|layers|hf|hf_files)|table)\b")
 """Modules that build a family, feed it or rename its weights are of the layer of `build`; `plan` knows the rest."""

@@ -86,7 +86,9 @@ def asked(library: ctypes.CDLL) -> Driver:
         count = call.number("nvmlDeviceGetCount_v2", kind=c_uint)
         gpus = list[Gpu]()
         for index in range(count):
-            with suppress(Failed):  # one that is lost, or that a control group withholds: CUDA has no use of it either
+            with suppress(
+                Failed
+            ):  # one that is lost, or that a control group withholds: CUDA has no use of it either
                 gpus.append(_gpu(call, call.handle("nvmlDeviceGetHandleByIndex_v2", c_uint(index))))
         return Driver(version, cuda, tuple(gpus))
 

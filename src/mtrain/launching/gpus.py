@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -127,18 +127,26 @@ def _of_memory(run: RunConfig, seen: Seen, here: int, siblings: bool) -> Iterato
             continue
         others = [pid for pid in gpu.processes if not (siblings and _is_sibling(pid))]
         free, whole = units.bytes_(gpu.free_bytes), units.bytes_(gpu.memory_bytes)
-        holds = "".join(f", and process {pid}{_command(pid)} computes on it" for pid in others[:1])
-        more = f" (and {len(others) - 1} more)" if len(others) > 1 else ""
-        text = f"GPU {index} ({_named(gpu)}) has {free} of {whole} free{holds}{more}"
+        text = f"GPU {index} ({_named(gpu)}) has {free} of {whole} free{_held(others)}"
         fix = "end what holds it, or leave this GPU out by CUDA_VISIBLE_DEVICES"
         if least > gpu.free_bytes:
             needs = f"; weights, gradients and optimizer state of a rank need at least {units.bytes_(least)}"
             larger = least > gpu.memory_bytes
             yield Shortage(text + needs, "more ranks, or a larger tp, pp or ep" if larger else fix, "MT043")
-        elif (planned := over(run, gpu.free_bytes)) is not None and gpu.free_bytes < planned.needed < gpu.memory_bytes:
+        elif (
+            planned := over(run, gpu.free_bytes)
+        ) is not None and gpu.free_bytes < planned.needed < gpu.memory_bytes:
             yield Shortage(f"{text}; a step is planned to need {units.bytes_(planned.needed)}", fix, "MT043", True)
         elif others:
             yield Shortage(f"{text}: the run will share it", fix, "MT043", True)
+
+
+def _held(processes: Sequence[int]) -> str:
+    """By whom a GPU is held, in words; the first process, and how many more."""
+    if not processes:
+        return ""
+    first = f", and process {processes[0]}{_command(processes[0])}"
+    return f"{first} and {len(processes) - 1} more compute on it" if len(processes) > 1 else f"{first} computes on it"
 
 
 def _of_another_kind(run: RunConfig, seen: Seen) -> Iterator[Shortage]:

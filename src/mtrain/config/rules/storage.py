@@ -35,7 +35,9 @@ def cache_can_be_written(run: RunConfig) -> Iterator[Finding]:
     where text is trained on.
     """
     d = run.data
-    if d.kind == "mock" or (d.kind == "indexed" and not any("://" in name for name in (d.path or "", *(d.blend or ())))):
+    if d.kind == "mock" or (
+        d.kind == "indexed" and not any("://" in name for name in (d.path or "", *(d.blend or ())))
+    ):
         return
     for found in _folder("MT432", "data.cache_dir", d.cache_dir, "~/.cache/mtrain"):
         if d.kind == "text" and os.path.isdir(user_path(d.cache_dir) / "seen"):
