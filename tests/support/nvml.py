@@ -15,12 +15,14 @@ typedef struct { unsigned long long total, free, used; } memory_t;
 typedef struct { unsigned int pid; unsigned long long bytes; unsigned int gi, ci; } process_t;
 static int opened = 0;
 static int slots[16];
-#define CALL(name) if (!opened) return 1
+#define CALL() if (!opened) return 1
 static int number(void *handle) { return (int)((int *)handle - slots); }
 static int partitioned(void) { return getenv("FAKE_MIG") != NULL; }
 int nvmlInit_v2(void) { opened++; return getenv("FAKE_NO_DRIVER") ? 9 : 0; }
 int nvmlShutdown(void) { opened--; return 0; }
-int nvmlSystemGetDriverVersion(char *text, unsigned int size) { CALL(); snprintf(text, size, "580.159.01"); return 0; }
+int nvmlSystemGetDriverVersion(char *text, unsigned int size) {
+    CALL(); snprintf(text, size, "580.159.01"); return 0;
+}
 int nvmlSystemGetCudaDriverVersion_v2(int *found) {
     CALL(); *found = getenv("FAKE_CUDA") ? atoi(getenv("FAKE_CUDA")) : 13000; return 0;
 }
@@ -34,7 +36,8 @@ int nvmlDeviceGetName(void *handle, char *text, unsigned int size) {
     snprintf(text, size, n < 2 ? "%s" : "%s MIG 1g.18gb", name); return 0;
 }
 int nvmlDeviceGetUUID(void *handle, char *text, unsigned int size) {
-    CALL(); int n = number(handle); snprintf(text, size, "%s-%d%d%d%d-af", n < 2 ? "GPU" : "MIG", n, n, n, n); return 0;
+    CALL(); int n = number(handle);
+    snprintf(text, size, "%s-%d%d%d%d-af", n < 2 ? "GPU" : "MIG", n, n, n, n); return 0;
 }
 int nvmlDeviceGetCudaComputeCapability(void *handle, int *major, int *minor) {
     CALL(); if (number(handle) > 1) return 3; *major = 9; *minor = 0; return 0;

@@ -28,7 +28,7 @@ class ClusterConfig(Section):
         Key(aka="device_name gpu_name gpu_type"),
     ] = Field(default=(), strict=False)
     """What the driver calls such a device, as `nvidia-smi -L` shows it: `cluster=local` takes the file that has the
-    name of the device that is there. Empty: with `cluster=local` what is there, else no device is known by this file."""
+    name of the device that is there. Empty: with `cluster=local` that name, else no device is known by this file."""
     sm: Annotated[Annotated[int, Field(ge=10, le=199)] | None, Key(aka="compute_capability")] = None
     """Generation of an NVIDIA device: its compute capability without the dot, 80 for A100, 90 for H100, 100 for B200;
     null: with `cluster=local` what the driver says, else unknown."""

@@ -22,7 +22,7 @@ def version_of(package: str) -> str | None:
 
 
 def cache_folder() -> Path | None:
-    """MTRAIN_CACHE, else ~/.cache/mtrain; None where this user has no home. Whether it can be written is not asked."""
+    """MTRAIN_CACHE, else ~/.cache/mtrain; None where this user has no home. It may not be there, or be read only."""
     named = os.environ.get(CACHE, "")
     try:
         return Path(named or "~/.cache/mtrain").expanduser()

@@ -29,7 +29,7 @@ class Known:
 
 
 def known(name: str) -> Known | None:
-    """What describes GPUs of a name; None: no file has it. Of a user's folders and the shipped one the first counts."""
+    """What describes GPUs of a name; None: no file has it. Of all folders of choices the first that does counts."""
     return _known(name, tuple(folders()))
 
 

@@ -41,6 +41,9 @@ MAX_CPU_RANKS = 64
 """Processes that are started on a machine without GPUs."""
 
 
+NO_GPU = Seen()
+
+
 @dataclass(frozen=True)
 class Machine:
     """What a configuration is resolved on."""
@@ -57,7 +60,7 @@ class Machine:
 
     unusable_gpus: int = 0
     """GPUs of AMD that the installed torch was not built for."""
-    nvidia: Seen = Seen()
+    nvidia: Seen = NO_GPU
     """What is known of NVIDIA's GPUs beside their number."""
 
     @classmethod

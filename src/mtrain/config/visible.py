@@ -122,8 +122,8 @@ def _listed(text: str, named: _Named) -> tuple[list[Place], str, bool]:
         if place in places:
             return [], f"{written} names {entry} twice, and CUDA then shows no GPU", False
         if place is None:
-            have = _have(named.gpus)
-            fault = f"{written}: {entry or 'an empty entry'} is no GPU of this machine, which has {have}: the list ends there"
+            which = f"{entry or 'an empty entry'} is no GPU of this machine, which has {_have(named.gpus)}"
+            fault = f"{written}: {which}: the list ends there"
             return places, fault if named.gpus else "", False
         places.append(place)
     return places, "", True

@@ -61,7 +61,7 @@ def number(machine: Machine) -> str:
 
 
 def described(run: RunConfig, machine: Machine) -> str:
-    """One line: which GPUs `cluster=local` found, and where its figures are from; empty where nothing was to be found."""
+    """One line: which GPUs `cluster=local` found, and where its figures are from; empty where it found none."""
     seen = machine.nvidia
     if run.cluster.name != LOCAL or not facts_of(run.cluster.device).counted or not seen.count:
         return ""
@@ -73,8 +73,8 @@ def described(run: RunConfig, machine: Machine) -> str:
     if seen.kind is None:
         names = sorted({gpu.name for gpu in seen.gpus})
         return (
-            f"this machine: GPUs of several kinds ({', '.join(names)}): no MFU and no planned time; show those of one "
-            "kind with CUDA_DEVICE_ORDER=PCI_BUS_ID and CUDA_VISIBLE_DEVICES"
+            f"this machine: GPUs of several kinds ({', '.join(names)}): no MFU and no planned time; show those of "
+            "one kind with CUDA_DEVICE_ORDER=PCI_BUS_ID and CUDA_VISIBLE_DEVICES"
         )
     found = known(seen.kind.name)
     head = f"this machine: {seen.count} x {seen.kind.name}, {units.bytes_(seen.kind.memory_bytes)}{_driver(seen)}"
@@ -112,8 +112,8 @@ def _of_software(seen: Seen) -> Iterator[Shortage]:
     # within a major version an older driver serves newer releases of CUDA
     if served is not None and major.isdigit() and served[0] < int(major):
         text = (
-            f"driver {seen.driver.version} serves CUDA up to {served[0]}.{served[1]}, and the installed torch is built "
-            f"for CUDA {built}"
+            f"driver {seen.driver.version} serves CUDA up to {served[0]}.{served[1]}, and the installed torch is "
+            f"built for CUDA {built}"
         )
         yield Shortage(text, f"a driver for CUDA {major}, or a torch for CUDA {served[0]}", "MT044")
 
