@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from mtrain.cli import main as command
+from mtrain.data.preprocess import pool
 from mtrain.errors import OF_THE_PLACE
 
 
@@ -59,3 +60,12 @@ def test_a_working_folder_that_is_gone_is_said(
     assert command.main(["check"]) == 3
     assert capsys.readouterr().err.startswith("the working folder is gone: it was removed\n  fix: ")
     assert command.main(["choices", "cluster"]) == 0, "a verb that needs no folder works without"
+
+
+def test_a_process_of_tokenizing_says_so_too() -> None:
+    def full() -> None:
+        raise OSError(errno.ENOSPC, "No space left on device", "/somewhere/file")
+
+    failed = pool._caught(full, ())
+    assert failed.kind == "BadEnvironment"
+    assert failed.lines[0] == "/somewhere/file: No space left on device"

@@ -115,6 +115,29 @@ def test_of_a_partitioned_gpu_one_instance_is_shown(visible: str | None, names: 
     assert here.gpus == 1
 
 
+@pytest.mark.parametrize(
+    ("environment", "gpus"),
+    [
+        ({"SLURM_GPUS_PER_TASK": "1", "SLURM_LOCALID": "2", "SLURM_STEP_TASKS_PER_NODE": "4(x2),3"}, 4),
+        (
+            {
+                "SLURM_NTASKS_PER_GPU": "1",
+                "SLURM_LOCALID": "0",
+                "SLURM_STEP_TASKS_PER_NODE": "4(x2),3",
+                "SLURM_NODEID": "2",
+            },
+            3,
+        ),
+        ({"SLURM_LOCALID": "2", "SLURM_STEP_TASKS_PER_NODE": "4"}, 1),
+        ({"SLURM_GPUS_PER_TASK": "1"}, 1),
+    ],
+)
+def test_tasks_that_see_a_gpu_each_make_up_the_machine(environment: dict[str, str], gpus: int) -> None:
+    seen = {"CUDA_VISIBLE_DEVICES": "2"}
+    assert Machine.here({**environment, **seen}, Path("/nowhere"), FOUR).gpus == gpus
+    assert Machine.here(environment, Path("/nowhere"), FOUR).gpus == 4, "a task that sees several is no such task"
+
+
 def local(found: Driver, *words: str, visible: str | None = None) -> Loaded:
     said = ["data=mock", "parallel=single", *words]
     return load(said, machine(found, visible), {}, to_run=False)

@@ -68,6 +68,21 @@ def nvidia_gpus(environment: Mapping[str, str], root: Path = ROOT, driver: Drive
     return counted(gpus, visible)
 
 
+def tasks_here(environment: Mapping[str, str]) -> int:
+    """Tasks of this SLURM step on this machine, where each is shown one GPU of its own; 0: that is not so.
+
+    `--gpus-per-task=1` or `--ntasks-per-gpu=1` make it so. A process then counts the GPU of each task beside it.
+    """
+    alone = "1" in (environment.get("SLURM_GPUS_PER_TASK"), environment.get("SLURM_NTASKS_PER_GPU"))
+    if not alone or "SLURM_LOCALID" not in environment:
+        return 0
+    tasks = list[int]()
+    for number, times in re.findall(r"(\d+)(?:\(x(\d+)\))?", environment.get("SLURM_STEP_TASKS_PER_NODE", "")):
+        tasks += [int(number)] * min(int(times or 1), 1 << 20)
+    node = environment.get("SLURM_NODEID", "0")
+    return tasks[int(node)] if node.isdigit() and int(node) < len(tasks) else 1
+
+
 def amd_gpus(environment: Mapping[str, str], root: Path = ROOT) -> int:
     """AMD's GPUs that this process sees: nodes of the driver's topology with vector units, and what HIP's and CUDA's
     variables leave of them. torch presents them as devices of type cuda.

@@ -77,7 +77,7 @@ class Machine:
         if driver is None and root == hardware.ROOT:
             driver = nvml.driver()
         seen, amd = hardware.nvidia_gpus(environment, root, driver), hardware.amd_gpus(environment, root)
-        gpus = seen.count
+        gpus = max(1, hardware.tasks_here(environment)) if seen.count == 1 else seen.count
         usable = amd if amd and not gpus and hardware.torch_is_for_amd() else 0
         engine = gpus > 0 and find_spec("transformer_engine") is not None
         interpreted = environment.get("TRITON_INTERPRET", "").lower() in ("1", "true", "on", "yes", "y")
