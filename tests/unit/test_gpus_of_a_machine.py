@@ -244,6 +244,13 @@ def test_a_gpu_that_is_shared_is_a_warning(capsys: pytest.CaptureFixture[str]) -
 
 
 @pytest.mark.usefixtures("built")
+def test_memory_that_a_step_is_planned_to_need_is_a_warning(capsys: pytest.CaptureFixture[str]) -> None:
+    found = machine(driver(gpu(0, free_mib=600)))
+    preflight.check(resolve(tiny(**CUDA), found), [], found)
+    assert "has 600.0 MiB of 140.4 GiB free; a step is planned to need" in capsys.readouterr().err
+
+
+@pytest.mark.usefixtures("built")
 @pytest.mark.parametrize(
     ("found", "words"),
     [

@@ -122,6 +122,8 @@ def _of_memory(run: RunConfig, seen: Seen, here: int, siblings: bool) -> Iterato
     """GPUs whose memory others hold: an error where the state of a rank alone does not fit beside it."""
     ranks = run.parallel.ranks or 1
     least = 0 if run.optim.cpu_offload else state_bytes(run) // ranks
+    step = over(run, 0)
+    planned = 0 if step is None else step.needed
     for index, gpu in enumerate(seen.gpus[:here]):
         if not gpu.memory_bytes:
             continue
@@ -133,12 +135,10 @@ def _of_memory(run: RunConfig, seen: Seen, here: int, siblings: bool) -> Iterato
             needs = f"; weights, gradients and optimizer state of a rank need at least {units.bytes_(least)}"
             larger = least > gpu.memory_bytes
             yield Shortage(text + needs, "more ranks, or a larger tp, pp or ep" if larger else fix, "MT043")
-        elif (
-            planned := over(run, gpu.free_bytes)
-        ) is not None and gpu.free_bytes < planned.needed < gpu.memory_bytes:
-            yield Shortage(f"{text}; a step is planned to need {units.bytes_(planned.needed)}", fix, "MT043", True)
+        elif gpu.free_bytes < planned < gpu.memory_bytes:
+            yield Shortage(f"{text}; a step is planned to need {units.bytes_(planned)}", fix, "MT043", warning=True)
         elif others:
-            yield Shortage(f"{text}: the run will share it", fix, "MT043", True)
+            yield Shortage(f"{text}: the run will share it", fix, "MT043", warning=True)
 
 
 def _held(processes: Sequence[int]) -> str:
