@@ -82,9 +82,9 @@ def test_gpus_that_cannot_be_used_are_refused_before_anything_starts(tmp_path: P
     )
     assert done.returncode == 3, done.stderr
     for piece in (
-        "[MT042] CUDA_VISIBLE_DEVICES=1,7: 7 is no GPU",
-        "[MT043] GPU 0 (NVIDIA H200) has 1.0 MiB of 140.4",
+        "[MT052] CUDA_VISIBLE_DEVICES=1,7: 7 is no GPU",
+        "[MT053] GPU 0 (NVIDIA H200) has 1.0 MiB of 140.4",
     ):
         assert piece in done.stderr
-    assert "[MT044]" in done.stderr or "[MT045]" in done.stderr, "torch of this machine is newer, or for no CUDA"
+    assert "[MT054]" in done.stderr or "[MT055]" in done.stderr, "torch of this machine is newer, or for no CUDA"
     assert not (tmp_path / "runs").exists()

@@ -219,19 +219,19 @@ def test_everything_that_is_wrong_with_gpus_is_said_at_once() -> None:
     crowded = driver(gpu(0, free_mib=10, processes=(1,)), cuda=(12, 2))
     text = refused(machine(crowded, "0,5"), cluster__devices_per_node=2, parallel__ranks=2)
     for piece in (
-        "[MT041] needs 2 GPUs on this machine; here: 1",
-        "[MT042] CUDA_VISIBLE_DEVICES=0,5: 5 is no GPU of this machine, which has number 0",
+        "[MT051] needs 2 GPUs on this machine; here: 1",
+        "[MT052] CUDA_VISIBLE_DEVICES=0,5: 5 is no GPU of this machine, which has number 0",
         "fix: unset CUDA_VISIBLE_DEVICES, or list each GPU once: CUDA_VISIBLE_DEVICES=0",
-        "[MT043] GPU 0 (NVIDIA H200) has 10.0 MiB of 140.4 GiB free, and process 1",
+        "[MT053] GPU 0 (NVIDIA H200) has 10.0 MiB of 140.4 GiB free, and process 1",
         "need at least",
-        "[MT044] driver 580.159.01 serves CUDA up to 12.2, and the installed torch is built for CUDA 13.0",
+        "[MT054] driver 580.159.01 serves CUDA up to 12.2, and the installed torch is built for CUDA 13.0",
     ):
         assert piece in text, text
 
 
 def test_a_torch_without_cuda_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("mtrain.config.hardware.cuda_of_torch", lambda: "")
-    assert "[MT045] the installed torch is built without CUDA" in refused(machine(driver(gpu(0))))
+    assert "[MT055] the installed torch is built without CUDA" in refused(machine(driver(gpu(0))))
 
 
 @pytest.mark.usefixtures("built")
@@ -239,7 +239,7 @@ def test_a_gpu_that_is_shared_is_a_warning(capsys: pytest.CaptureFixture[str]) -
     found = machine(driver(gpu(0, processes=(1, 99_999_999)), cuda=(13, 2)))
     preflight.check(resolve(tiny(**CUDA), found), [], found)
     said = capsys.readouterr().err
-    assert "warning: [MT043] GPU 0 (NVIDIA H200) has 139.6 GiB of 140.4 GiB free, and process 1" in said
+    assert "warning: [MT053] GPU 0 (NVIDIA H200) has 139.6 GiB of 140.4 GiB free, and process 1" in said
     assert "and 1 more compute on it: the run will share it" in said
 
 
@@ -276,7 +276,7 @@ def test_gpus_of_another_kind_than_the_clusters_are_a_warning(capsys: pytest.Cap
     here = machine(driver(*(gpu(number) for number in range(8))))
     run = load(["data=mock", "cluster=h100x8", "parallel=single"], here, {}, to_run=False).run
     preflight.check(run, [], here)
-    assert "[MT046] cluster h100x8 is of NVIDIA H100 80GB HBM3, and the GPUs here are NVIDIA H200" in (
+    assert "[MT056] cluster h100x8 is of NVIDIA H100 80GB HBM3, and the GPUs here are NVIDIA H200" in (
         capsys.readouterr().err
     )
 
@@ -303,10 +303,3 @@ def test_what_works_here_is_what_preflight_accepts(memory_mib: int, works: list[
     _, _, listed = str(caught.value).partition("what works here:\n")
     lines = [line.split("   (")[0].strip().removeprefix("python launch.py").strip() for line in listed.splitlines()]
     assert [line.split(" ")[0] for line in lines] == works
-
-
-def test_words_that_describe_no_run_are_not_offered() -> None:
-    here = Machine(cpu_cores=2, memory_bytes=MIB)
-    with pytest.raises(BadEnvironment) as caught:
-        preflight.check(resolve(tiny(), here), ["tokens=64"], here)
-    assert "tokens=64" not in str(caught.value)

@@ -85,7 +85,7 @@ def _refuse_hidden_gpus(raw: RunConfig, run: RunConfig, machine: Machine) -> Non
     if raw.cluster.device != AUTO or not facts_of(run.cluster.device).on_host or seen.on_purpose or not seen.fault:
         return
     raise BadEnvironment(
-        f"[MT042] {seen.fault}; this run would take the CPU", f"  fix: {seen.fix}; or cluster=cpu where that is meant"
+        f"[MT052] {seen.fault}; this run would take the CPU", f"  fix: {seen.fix}; or cluster=cpu where that is meant"
     )
 
 

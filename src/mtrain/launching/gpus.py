@@ -45,9 +45,9 @@ def shortages(run: RunConfig, machine: Machine, here: int, siblings: bool) -> It
     seen = machine.nvidia
     missing = machine.gpus < here
     if missing:
-        yield Shortage(f"needs {here} GPUs on this machine; here: {number(machine)}", _fewer(machine), "MT041")
+        yield Shortage(f"needs {here} GPUs on this machine; here: {number(machine)}", _fewer(machine), "MT051")
     if seen.fault:
-        yield Shortage(seen.fault, seen.fix, "MT042", warning=not missing)
+        yield Shortage(seen.fault, seen.fix, "MT052", warning=not missing)
     yield from _of_software(seen)
     yield from _of_memory(run, seen, here, siblings)
     yield from _of_another_kind(run, seen)
@@ -106,7 +106,7 @@ def _of_software(seen: Seen) -> Iterator[Shortage]:
         return
     if not built:
         text = f"the installed torch is built without CUDA, and {_named(seen.driver.gpus[0])} needs it"
-        yield Shortage(text, "install a torch for CUDA (pytorch.org has the command), or cluster=cpu", "MT045")
+        yield Shortage(text, "install a torch for CUDA (pytorch.org has the command), or cluster=cpu", "MT055")
         return
     served, major = seen.driver.cuda, built.partition(".")[0]
     # within a major version an older driver serves newer releases of CUDA
@@ -115,7 +115,7 @@ def _of_software(seen: Seen) -> Iterator[Shortage]:
             f"driver {seen.driver.version} serves CUDA up to {served[0]}.{served[1]}, and the installed torch is "
             f"built for CUDA {built}"
         )
-        yield Shortage(text, f"a driver for CUDA {major}, or a torch for CUDA {served[0]}", "MT044")
+        yield Shortage(text, f"a driver for CUDA {major}, or a torch for CUDA {served[0]}", "MT054")
 
 
 def _of_memory(run: RunConfig, seen: Seen, here: int, siblings: bool) -> Iterator[Shortage]:
@@ -134,11 +134,11 @@ def _of_memory(run: RunConfig, seen: Seen, here: int, siblings: bool) -> Iterato
         if least > gpu.free_bytes:
             needs = f"; weights, gradients and optimizer state of a rank need at least {units.bytes_(least)}"
             larger = least > gpu.memory_bytes
-            yield Shortage(text + needs, "more ranks, or a larger tp, pp or ep" if larger else fix, "MT043")
+            yield Shortage(text + needs, "more ranks, or a larger tp, pp or ep" if larger else fix, "MT053")
         elif gpu.free_bytes < planned < gpu.memory_bytes:
-            yield Shortage(f"{text}; a step is planned to need {units.bytes_(planned)}", fix, "MT043", warning=True)
+            yield Shortage(f"{text}; a step is planned to need {units.bytes_(planned)}", fix, "MT053", warning=True)
         elif others:
-            yield Shortage(f"{text}: the run will share it", fix, "MT043", warning=True)
+            yield Shortage(f"{text}: the run will share it", fix, "MT053", warning=True)
 
 
 def _held(processes: Sequence[int]) -> str:
@@ -155,7 +155,7 @@ def _of_another_kind(run: RunConfig, seen: Seen) -> Iterator[Shortage]:
     others = sorted({gpu.name for gpu in seen.gpus} - {*names})
     if names and others:
         text = f"cluster {run.cluster.name} is of {', '.join(names)}, and the GPUs here are {', '.join(others)}"
-        yield Shortage(f"{text}: plan and MFU are not theirs", "cluster=local", "MT046", warning=True)
+        yield Shortage(f"{text}: plan and MFU are not theirs", "cluster=local", "MT056", warning=True)
 
 
 def _named(gpu: Gpu) -> str:

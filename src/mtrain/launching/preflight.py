@@ -120,22 +120,12 @@ def _lines(run: RunConfig, machine: Machine, found: Sequence[Shortage], argv: Se
 def _working(run: RunConfig, machine: Machine, argv: Sequence[str]) -> Iterator[tuple[list[str], str]]:
     """The words of commands that this machine was found to run, each with what it does."""
     said = [shlex.join(argv)] if argv else []
-    if _is_understood(argv):
-        yield [program(), "check", *said], "validate this configuration without running it"
-        yield [program(), "show", *said], "see every value and who set it"
-        if _runs(lambda: _rehearsed(run, machine), machine):
-            yield [program(), "rehearse", *said], "run this layout here, shrunk"
+    yield [program(), "check", *said], "validate this configuration without running it"
+    yield [program(), "show", *said], "see every value and who set it"
+    if _runs(lambda: _rehearsed(run, machine), machine):
+        yield [program(), "rehearse", *said], "run this layout here, shrunk"
     if _runs(lambda: _default(machine), machine):
         yield [program()], "train a small model on this machine"
-
-
-def _is_understood(argv: Sequence[str]) -> bool:
-    """Whether words describe a configuration by themselves."""
-    try:
-        compose(argv)
-    except MtrainError:
-        return False
-    return True
 
 
 def _runs(made: Callable[[], RunConfig], machine: Machine) -> bool:
