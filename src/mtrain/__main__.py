@@ -1,4 +1,4 @@
-"""`python -m mtrain` is the same command as `mtrain`."""
+"""`python -m mtrain` is the same command as `mtrain`, where scripts of an installation are not on PATH."""
 
 from mtrain.cli.main import main
 

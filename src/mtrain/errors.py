@@ -2,12 +2,30 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import sys
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Literal, TextIO
+
+STANDARD_OUTPUT = "standard output"
+"""What an error of writing there names in place of a file."""
+OF_THE_PLACE = {
+    errno.EACCES: "permissions that let this user in, or another place",
+    errno.EPERM: "permissions that let this user in, or another place",
+    errno.EROFS: "a place that can be written",
+    errno.ENOSPC: "free space, or another place",
+    errno.EDQUOT: "a larger quota, or another place",
+    errno.EIO: "another disk: this one, or the network to it, fails",
+    errno.ESTALE: "try again: another machine replaced the file on a shared disk",
+    errno.EMFILE: "more open files for this process: ulimit -n",
+    errno.ENFILE: "fewer open files on this machine",
+    errno.ENOMEM: "more memory, or a smaller run",
+    errno.EAGAIN: "more processes and threads for this user: ulimit -u",
+}
+"""Errors of the system that are of the place where a command runs -> what to do."""
 
 Severity = Literal["error", "warning"]
 MAX_SHOWN = 160
@@ -120,9 +138,19 @@ def say_styled(*lines: Styled) -> None:
 
 
 def _put(text: str, stream: TextIO) -> None:
-    """Prints with escapes for what the stream has no letters for, as where its encoding is ASCII."""
+    """Prints with escapes for what the stream has no letters for, as where its encoding is ASCII.
+
+    Raises:
+        OSError: it cannot be written, with the stream in place of a file's name.
+    """
     encoding = stream.encoding or "utf-8"
-    print(text.encode(encoding, "backslashreplace").decode(encoding), file=stream, flush=True)
+    try:
+        print(text.encode(encoding, "backslashreplace").decode(encoding), file=stream, flush=True)
+    except BrokenPipeError:
+        raise
+    except OSError as error:
+        name = STANDARD_OUTPUT if stream is sys.stdout else "standard error"
+        raise OSError(error.errno, error.strerror or "cannot be written", name) from None
 
 
 def show(value: object) -> str:
@@ -179,6 +207,24 @@ class BadEnvironment(MtrainError):
     """The configuration is right but this machine, or what is installed on it, cannot run it."""
 
     exit_code = 3
+
+
+def of_the_place(error: BaseException) -> BadEnvironment | None:
+    """An error of the system as a sentence, where it is of the place: full, closed to this user, or failing.
+
+    Everything that keeps standard output from being written is.
+    """
+    if isinstance(error, MemoryError):
+        return BadEnvironment("this process got no more memory", f"  fix: {OF_THE_PLACE[errno.ENOMEM]}")
+    if not isinstance(error, OSError) or isinstance(error, BrokenPipeError):
+        return None
+    on_output = error.filename == STANDARD_OUTPUT
+    number = error.errno or 0
+    if number not in OF_THE_PLACE and not on_output:
+        return None
+    where = "" if error.filename is None else f"{os.fsdecode(error.filename)}: "
+    fix = OF_THE_PLACE.get(number, "a standard output that can be written")
+    return BadEnvironment(f"{where}{error.strerror or type(error).__name__}", f"  fix: {fix}")
 
 
 class CorruptData(MtrainError):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import os
 from pathlib import Path
 
 import pytest
@@ -9,6 +11,7 @@ import pytest
 from mtrain.cli.setup import load
 from mtrain.config.dump import run_yaml
 from mtrain.config.rules import apply
+from mtrain.errors import ConfigError
 from mtrain.launching import matmul
 
 
@@ -22,6 +25,7 @@ def measured(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[str]:
 
     monkeypatch.setenv("MTRAIN_CACHE", str(tmp_path / "cache"))
     monkeypatch.setattr("mtrain_kernels.linear.faster", faster)
+    monkeypatch.setattr(matmul, "_MEASURED", {})
     return calls
 
 
@@ -64,3 +68,60 @@ def test_a_broken_cache_is_measured_again(text: str, measured: list[str], tmp_pa
     (tmp_path / "cache/matmul.json").write_text(text)
     assert matmul.chosen(load([]).run).kernels.cpu_matmul == "onednn"
     assert measured
+
+
+PLACES: dict[str, dict[str, str | None]] = {
+    "closed": {"MTRAIN_CACHE": "/proc/none"},
+    "file": {"MTRAIN_CACHE": __file__},
+    "below a file": {"MTRAIN_CACHE": f"{__file__}/cache"},
+    "no home": {"MTRAIN_CACHE": None, "HOME": "/proc/none"},
+    "nobody": {"MTRAIN_CACHE": "~no-such-user/cache"},
+}
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_a_cache_that_cannot_be_written_ends_no_run(
+    place: str, measured: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in PLACES[place].items():
+        monkeypatch.delenv(name) if value is None else monkeypatch.setenv(name, value)
+    run = load(["data=mock"]).run
+    assert not matmul.is_known(run)
+    for _ in range(2):
+        assert matmul.chosen(run).kernels.cpu_matmul == "onednn"
+    assert measured == ["measured"], "once for this process, where nothing is kept"
+    assert matmul.is_known(run)
+
+
+def test_what_a_child_measured_is_taken_without_measuring_here(
+    measured: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MTRAIN_CACHE", "/proc/none")
+    run = load(["data=mock"]).run
+    read, write = os.pipe()
+    child = os.fork()
+    if child == 0:
+        os.write(write, json.dumps(matmul.measure(run)).encode())
+        os._exit(0)
+    os.close(write)
+    os.waitpid(child, 0)
+    with os.fdopen(read) as pipe:
+        told = json.loads(pipe.read())
+    assert not matmul.is_known(run), "nothing of it reaches this process by a file"
+    run = matmul.chosen(run, measured=told)
+    assert run.kernels.cpu_matmul == "onednn"
+    assert measured == []
+    assert "1.90 of the BLAS' rate" in (matmul.reason(run) or "")
+
+
+def test_what_a_child_measured_is_not_believed_blindly(measured: list[str]) -> None:
+    run = load([]).run
+    assert matmul.chosen(run, measured={"library": "numpy"}).kernels.cpu_matmul == "onednn"
+    assert measured == ["measured"]
+
+
+def test_only_data_that_is_kept_there_needs_a_cache_that_can_be_written() -> None:
+    closed = ["data.cache_dir=/proc/none"]
+    assert load(["data=mock", *closed]).run.data.kind == "mock"
+    with pytest.raises(ConfigError, match="MT432"):
+        load(["data=stdlib", *closed])

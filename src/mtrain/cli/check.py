@@ -12,6 +12,7 @@ from mtrain.config import kernels
 from mtrain.config.batches import counted, stages
 from mtrain.config.manifest import unwatched
 from mtrain.config.paths import MANIFEST, user_path
+from mtrain.config.resolve import LOCAL
 from mtrain.config.rules.finding import dp_of
 from mtrain.config.run import RunConfig
 from mtrain.errors import Problem, say_page, visible
@@ -90,7 +91,7 @@ def _finite(value: object) -> object:
 def _device(run: RunConfig) -> str:
     """What is known of a device that a run is validated, or measured, by."""
     c, form = run.cluster, run.precision.multiplies_in
-    words = [f"sm_{c.sm}"]
+    words = [*(c.driver_names if c.name == LOCAL else ()), f"sm_{c.sm}"]
     words += [f"{c.device_memory_gib:g} GiB"] if c.device_memory_gib is not None else []
     words += [f"MFU of {c.peak_tflops[form]:g} TFLOP/s in {form}"] if form in c.peak_tflops else []
     return ", ".join(words)

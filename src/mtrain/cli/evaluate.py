@@ -31,8 +31,9 @@ def run(argv: list[str], *, debug: bool, as_json: bool = False) -> int:
     tasks = tuple(name for name in words["tasks"] if name)
     checkpoint_of(target, USAGE)
     own = WITHOUT_DATA if tasks else ("trainer.sample_tokens=0", WITHOUT_START)
-    composed = load([f"run={run_file(target)}", *beneath([*own, *relaid(overrides)], overrides)])
-    preflight.check(composed.run, rest)
+    said = [f"run={run_file(target)}", *beneath([*own, *relaid(overrides)], overrides)]
+    composed = load(said)
+    preflight.check(composed.run, said)
     if not tasks:
         home, checkpoint = checkpoint_of(target, USAGE)
         local.evaluate(composed.run, checkpoint, _if_there(home / "tokenizer.json"), words["limit"], as_json)

@@ -70,9 +70,10 @@ def run(argv: list[str], *, debug: bool, as_json: bool = False) -> int:
     words, overrides = read_words(rest, WORDS)
     source = source_of(target, USAGE)
     request = _request(words, source, as_json)
-    composed = load([f"run={run_file(target)}", *beneath([*WITHOUT_DATA, *relaid(overrides)], overrides)])
+    said = [f"run={run_file(target)}", *beneath([*WITHOUT_DATA, *relaid(overrides)], overrides)]
+    composed = load(said)
     must_write(composed.run)
-    preflight.check(composed.run, rest)
+    preflight.check(composed.run, said)
     local.generate(composed.run, source, request)
     return 0
 

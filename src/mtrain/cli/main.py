@@ -14,7 +14,17 @@ from mtrain import strict_json
 from mtrain.cli.verbs import ANSWERS, CONFIG_DIR, FLAGS, HELP, JSON_VERBS, OF_ALL, OWN_WORDS, SHORT, VALUED, VERBS
 from mtrain.collecting import without_collecting
 from mtrain.config.paths import config_dirs
-from mtrain.errors import MAX_PROBLEMS, ConfigError, MtrainError, Problem, message, say_page
+from mtrain.errors import (
+    MAX_PROBLEMS,
+    STANDARD_OUTPUT,
+    BadEnvironment,
+    ConfigError,
+    MtrainError,
+    Problem,
+    message,
+    of_the_place,
+    say_page,
+)
 
 
 @dataclass
@@ -39,8 +49,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         return _answer(arguments)
     except BrokenPipeError:
-        sys.stdout = open(os.devnull, "w")  # noqa: SIM115
+        _drop_output()
         return 141
+
+
+def _drop_output() -> None:
+    """Leads standard output nowhere: the interpreter would write what is left of it at its end, and fail again."""
+    sys.stdout = open(os.devnull, "w")  # noqa: SIM115
 
 
 def _answer(arguments: list[str]) -> int:
@@ -49,7 +64,6 @@ def _answer(arguments: list[str]) -> int:
     Raises:
         BrokenPipeError: nobody reads what is printed.
     """
-    debug = "--debug" in arguments
     try:
         named, arguments = _config_dirs(arguments)
         with config_dirs(named):
@@ -59,24 +73,42 @@ def _answer(arguments: list[str]) -> int:
         return getattr(stop, "exit_code", 130)
     except BrokenPipeError:
         raise
-    except MtrainError as error:
-        if debug:
-            _traceback()
-        if "--json" in arguments and isinstance(error, ConfigError):
-            say_page(_json_report(error))
-        else:
-            _say(message(error))
-        return error.exit_code
     except Exception as error:
-        if debug:
+        if "--debug" in arguments:
             _traceback()
-        if isinstance(error, OSError) and error.errno == errno.ENAMETOOLONG:
-            rule = f"a path of {len(str(error.filename))} letters is longer than this system takes"
-            _say(Problem("MT002", "", None, rule, "a shorter path", "command line").render())
-            return ConfigError.exit_code
-        first = (str(error).strip().splitlines() or [""])[0]
-        _say(f"unexpected {type(error).__name__}: {first}\nuse --debug for the traceback")
+        try:
+            return _refused(error, arguments)
+        except OSError as unwritten:  # the report of it
+            return _refused(unwritten, arguments)
+
+
+def _refused(error: Exception, arguments: Sequence[str]) -> int:
+    """Says what went wrong; returns the exit code."""
+    if getattr(error, "filename", None) == STANDARD_OUTPUT:
+        _drop_output()
+    if isinstance(error, OSError) and error.errno == errno.ENAMETOOLONG:
+        rule = f"a path of {len(str(error.filename))} letters is longer than this system takes"
+        _say(Problem("MT002", "", None, rule, "a shorter path", "command line").render())
+        return ConfigError.exit_code
+    known = _gone() or of_the_place(error) or error
+    if not isinstance(known, MtrainError):
+        first = (str(known).strip().splitlines() or [""])[0]
+        _say(f"unexpected {type(known).__name__}: {first}\nuse --debug for the traceback")
         return 1
+    if "--json" in arguments and isinstance(known, ConfigError):
+        say_page(_json_report(known))
+    else:
+        _say(message(known))
+    return known.exit_code
+
+
+def _gone() -> BadEnvironment | None:
+    """That the working folder was removed, in which case whatever failed may have failed of it."""
+    try:
+        os.getcwd()
+    except FileNotFoundError:
+        return BadEnvironment("the working folder is gone: it was removed", "  fix: cd into a folder that is there")
+    return None
 
 
 def _config_dirs(arguments: Sequence[str]) -> tuple[list[str], list[str]]:

@@ -10,13 +10,14 @@ from dataclasses import dataclass, replace
 from mtrain.config import kernels
 from mtrain.config.compose import Composed, Rejected, compose
 from mtrain.config.defaults import synthetic_tokens
+from mtrain.config.devices import AUTO, facts_of
 from mtrain.config.origins import DEFAULT
 from mtrain.config.resolve import Machine, machine_problems, resolve, world_size_of
 from mtrain.config.rules import check
 from mtrain.config.run import RunConfig
 from mtrain.config.suggest import with_fixes
 from mtrain.config.watch import read_from, touches, watched
-from mtrain.errors import ConfigError, CorruptInput, Problem
+from mtrain.errors import BadEnvironment, ConfigError, CorruptInput, Problem
 
 DAMAGE = {"MT611", "MT612", "MT613"}
 """Codes of files that are not what they were written as."""
@@ -45,6 +46,7 @@ def load(
 
     Raises:
         ConfigError: with every problem of the schema or, where the schema is satisfied, of the rules.
+        BadEnvironment: a mistake in a variable hides the GPUs of this machine from a configuration that is `to_run`.
     """
     from mtrain.models import registry as families
     from mtrain.plan.memory import memory_problems
@@ -61,6 +63,8 @@ def load(
     composed, why = settled(composed, machine, world_size)
     raw = composed.run
     run = resolve(raw, machine, world_size, why=why)
+    if to_run:
+        _refuse_hidden_gpus(raw, run, machine)
     origins = resolved_origins(composed, run, why)
     problems = validate(composed, run, origins, machine, world_size, to_run=to_run)
     problems += families.problems(run.model, origins) or memory_problems(run, machine, origins)
@@ -69,6 +73,20 @@ def load(
     if errors:
         raise (CorruptInput if errors <= DAMAGE else ConfigError)(sorted(problems, key=lambda p: p.severity))
     return Loaded(run, origins, composed.choices, tuple(problems), composed.history, composed.files, raw)
+
+
+def _refuse_hidden_gpus(raw: RunConfig, run: RunConfig, machine: Machine) -> None:
+    """Refuses to train on the CPU because a mistake in CUDA_VISIBLE_DEVICES hides the GPUs that `auto` would take.
+
+    Raises:
+        BadEnvironment: with the mistake.
+    """
+    seen = machine.nvidia
+    if raw.cluster.device != AUTO or not facts_of(run.cluster.device).on_host or seen.on_purpose or not seen.fault:
+        return
+    raise BadEnvironment(
+        f"[MT052] {seen.fault}; this run would take the CPU", f"  fix: {seen.fix}; or cluster=cpu where that is meant"
+    )
 
 
 def settled(composed: Composed, machine: Machine, world_size: int | None) -> tuple[Composed, dict[str, str]]:
@@ -131,5 +149,10 @@ def also_wrong(error: Rejected, machine: Machine, world_size: int | None) -> lis
 
 
 def resolved_origins(composed: Composed, run: RunConfig, why: Mapping[str, str]) -> dict[str, str]:
-    """Origins of `composed`; of the keys that resolving filled in the reasons that it gave."""
-    return {key: why.get(key) or composed.origins.get(key, DEFAULT) for key in run.flat()}
+    """Origins of `composed`; of the keys that resolving filled in the reasons that it gave, also of a whole table."""
+    return {key: _reason(key, why) or composed.origins.get(key, DEFAULT) for key in run.flat()}
+
+
+def _reason(key: str, why: Mapping[str, str]) -> str | None:
+    """Why a key, or the table that it stands in, was filled in."""
+    return why.get(key) or why.get(key.rpartition(".")[0])

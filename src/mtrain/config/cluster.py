@@ -7,6 +7,7 @@ from pydantic import Field
 from mtrain.config.base import Degree, Key, PositiveFloat, PositiveInt, Section
 from mtrain.config.formats import Format
 
+DEVICE_NAME = r"^[A-Za-z0-9][A-Za-z0-9 _./()+-]*$"
 Reached = Literal["products", "memory", "attention", "speed"]
 
 
@@ -22,11 +23,17 @@ class ClusterConfig(Section):
     """Machines."""
     devices_per_node: Annotated[Degree | None, Key(aka="gpus_per_node nproc_per_node")] = None
     """Accelerators per machine; null: those of this machine, and on a CPU as many processes as the layout needs."""
+    driver_names: Annotated[
+        tuple[Annotated[str, Field(pattern=DEVICE_NAME, max_length=100)], ...],
+        Key(aka="device_name gpu_name gpu_type"),
+    ] = Field(default=(), strict=False)
+    """What the driver calls such a device, as `nvidia-smi -L` shows it: `cluster=local` takes the file that has the
+    name of the device that is there. Empty: with `cluster=local` that name, else no device is known by this file."""
     sm: Annotated[Annotated[int, Field(ge=10, le=199)] | None, Key(aka="compute_capability")] = None
     """Generation of an NVIDIA device: its compute capability without the dot, 80 for A100, 90 for H100, 100 for B200;
-    null: unknown."""
+    null: with `cluster=local` what the driver says, else unknown."""
     device_memory_gib: Annotated[PositiveFloat | None, Key(unit="GiB")] = None
-    """Memory of one device; null: unknown."""
+    """Memory of one device; null: with `cluster=local` what the driver says, else unknown."""
     memory_gbps: Annotated[PositiveFloat | None, Key(unit="GB/s")] = None
     """Bandwidth of that memory in GB/s; null: unknown."""
     power_watts: Annotated[PositiveFloat | None, Key(unit="W")] = None

@@ -1,6 +1,7 @@
 """What this process may use of its machine: cores and memory within the limits of its control group, and GPUs.
 
-Everything is read from files under `/dev`, `/proc` and `/sys`, so no driver is asked; `root` stands for `/`.
+Everything is read from files under `/dev`, `/proc` and `/sys`, for which `root` stands for `/`; of NVIDIA's GPUs
+the driver's own library knows more (`config/nvml.py`).
 """
 
 from __future__ import annotations
@@ -9,8 +10,12 @@ import math
 import os
 import re
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
+
+from mtrain.config.nvml import Driver
+from mtrain.config.visible import Seen, counted, shown
 
 ROOT = Path("/")
 GROUPS = "sys/fs/cgroup"
@@ -48,11 +53,34 @@ _MEMORY = ("memory.max", "memory.limit_in_bytes")
 _CPUSET = ("cpuset.cpus.effective", "cpuset.cpus")
 
 
-def nvidia_gpus(environment: Mapping[str, str], root: Path = ROOT) -> int:
-    """NVIDIA's GPUs that this process sees: device files, and what CUDA_VISIBLE_DEVICES leaves of them."""
-    gpus = len(list((root / "dev").glob("nvidia[0-9]*")))
+def nvidia_gpus(environment: Mapping[str, str], root: Path = ROOT, driver: Driver | None = None) -> Seen:
+    """NVIDIA's GPUs that CUDA shows this process: those of the driver, and what CUDA_VISIBLE_DEVICES leaves of them.
+
+    Without the driver's library they are counted by device files: `/dev/nvidia0` and on, or `/dev/dxg` of WSL2, which
+    stands for one GPU or several.
+    """
     visible = environment.get("CUDA_VISIBLE_DEVICES")
-    return gpus if visible is None else min(gpus, visible_devices(visible))
+    if driver is not None:
+        return replace(shown(driver.gpus, visible), driver=driver)
+    files = len(list((root / "dev").glob("nvidia[0-9]*")))
+    in_wsl = (root / "dev/dxg").exists() and (root / "usr/lib/wsl/lib/libcuda.so.1").exists()
+    gpus = files or int(in_wsl)
+    return counted(gpus, visible)
+
+
+def tasks_here(environment: Mapping[str, str]) -> int:
+    """Tasks of this SLURM step on this machine, where each is shown one GPU of its own; 0: that is not so.
+
+    `--gpus-per-task=1` or `--ntasks-per-gpu=1` make it so. A process then counts the GPU of each task beside it.
+    """
+    alone = "1" in (environment.get("SLURM_GPUS_PER_TASK"), environment.get("SLURM_NTASKS_PER_GPU"))
+    if not alone or "SLURM_LOCALID" not in environment:
+        return 0
+    tasks = list[int]()
+    for number, times in re.findall(r"(\d+)(?:\(x(\d+)\))?", environment.get("SLURM_STEP_TASKS_PER_NODE", "")):
+        tasks += [int(number)] * min(int(times or 1), 1 << 20)
+    node = environment.get("SLURM_NODEID", "0")
+    return tasks[int(node)] if node.isdigit() and int(node) < len(tasks) else 1
 
 
 def amd_gpus(environment: Mapping[str, str], root: Path = ROOT) -> int:
@@ -65,27 +93,31 @@ def amd_gpus(environment: Mapping[str, str], root: Path = ROOT) -> int:
     gpus = sum(bool(re.search(r"^simd_count [1-9]", _text(node), re.MULTILINE)) for node in nodes)
     for name in (*AMD_VISIBLE, "CUDA_VISIBLE_DEVICES"):
         if name in environment:
-            gpus = min(gpus, visible_devices(environment[name]))
+            gpus = counted(gpus, environment[name]).count
     return gpus
-
-
-def visible_devices(text: str) -> int:
-    """How many devices CUDA_VISIBLE_DEVICES or its like names: the list ends at the first that is no device."""
-    count = 0
-    for entry in text.split(","):
-        word = entry.strip()
-        if not (word.isdigit() or word.startswith(("GPU-", "MIG-"))):
-            break
-        count += 1
-    return count
 
 
 def torch_is_for_amd() -> bool:
     """Whether the torch that is installed was built for ROCm; it is not imported."""
+    return bool(_built_for("hip"))
+
+
+def cuda_of_torch() -> str | None:
+    """The CUDA that the installed torch was built for, such as 13.0; empty: for none; None: there is no torch.
+
+    It is not imported.
+    """
+    return _built_for("cuda")
+
+
+def _built_for(platform: str) -> str | None:
+    """The release of a platform in the installed torch's `version.py`; empty: it is for another one."""
     spec = find_spec("torch")
     for place in (spec.submodule_search_locations or ()) if spec is not None else ():
-        return re.search(r"^hip\b[^=\n]*=\s*['\"]", _text(Path(place) / "version.py"), re.MULTILINE) is not None
-    return False
+        text = _text(Path(place) / "version.py")
+        found = re.search(rf"^{platform}\b[^=\n]*=\s*['\"]([^'\"]*)", text, re.MULTILINE)
+        return found[1] if found else ""
+    return None
 
 
 def _groups(controller: str, root: Path) -> Iterator[Path]:

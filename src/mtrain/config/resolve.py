@@ -11,21 +11,37 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from mtrain.config import hardware
+from mtrain.config import hardware, nvml
+from mtrain.config.cluster import ClusterConfig
 from mtrain.config.conditional import CONDITIONAL, Conditional
 from mtrain.config.defaults import STEPS, Filled, Step
 from mtrain.config.devices import AUTO, CPU, CUDA, facts_of
 from mtrain.config.kernels import OPERATIONS, Operation, stands_for
+from mtrain.config.known_gpus import known
+from mtrain.config.nvml import Driver
 from mtrain.config.parallel import ParallelConfig
 from mtrain.config.problem import problem_of
 from mtrain.config.run import RunConfig
+from mtrain.config.visible import Seen
 from mtrain.config.watch import watched
 from mtrain.errors import Problem
+from mtrain.units import GIB
 
 HERE = "on this machine"
 """Begins the reason of what only the machine decides."""
+LOCAL = ClusterConfig.model_fields["name"].default
+"""The cluster that is this machine."""
+OF_A_DEVICE = {
+    *("sm", "device_memory_gib", "memory_gbps", "power_watts", "peak_tflops"),
+    *("fast_link_gbps", "fast_link_devices", "network_gbitps", "host_link_gbps"),
+    *("operation_us", "link_latency_us", "reached", "software"),
+}
+"""Keys of a cluster that follow from the kind of its devices."""
 MAX_CPU_RANKS = 64
 """Processes that are started on a machine without GPUs."""
+
+
+NO_GPU = Seen()
 
 
 @dataclass(frozen=True)
@@ -44,17 +60,30 @@ class Machine:
 
     unusable_gpus: int = 0
     """GPUs of AMD that the installed torch was not built for."""
+    nvidia: Seen = NO_GPU
+    """What is known of NVIDIA's GPUs beside their number."""
 
     @classmethod
-    def here(cls, environment: Mapping[str, str] = os.environ, root: Path = hardware.ROOT) -> Machine:
-        """This machine as far as this process may use it, without asking any driver."""
-        gpus, amd = hardware.nvidia_gpus(environment, root), hardware.amd_gpus(environment, root)
+    def here(
+        cls, environment: Mapping[str, str] = os.environ, root: Path = hardware.ROOT, driver: Driver | None = None
+    ) -> Machine:
+        """This machine as far as this process may use it.
+
+        Args:
+            environment: where the variables that hide GPUs are.
+            root: the folder that stands for `/`. Of another one than `/` no library is asked.
+            driver: NVIDIA's, where its library has been asked; None: it is asked.
+        """
+        if driver is None and root == hardware.ROOT:
+            driver = nvml.driver()
+        seen, amd = hardware.nvidia_gpus(environment, root, driver), hardware.amd_gpus(environment, root)
+        gpus = max(1, hardware.tasks_here(environment)) if seen.count == 1 else seen.count
         usable = amd if amd and not gpus and hardware.torch_is_for_amd() else 0
         engine = gpus > 0 and find_spec("transformer_engine") is not None
         interpreted = environment.get("TRITON_INTERPRET", "").lower() in ("1", "true", "on", "yes", "y")
         triton = find_spec("triton") is not None
         cores, memory = hardware.cpu_cores(root), hardware.memory_bytes(root)
-        return cls(cores, memory, gpus + usable, engine, triton, interpreted, amd - usable)
+        return cls(cores, memory, gpus + usable, engine, triton, interpreted, amd - usable, seen)
 
 
 def world_size_of(environment: Mapping[str, str] = os.environ) -> int | None:
@@ -84,6 +113,7 @@ def resolve(
     """
     steps: tuple[Step, ...] = (
         lambda r: _device(r, machine, world_size),
+        lambda r: _described(r, machine),
         lambda r: _ranks(r, machine, world_size),
         *STEPS,
         *(partial(_kernel, op, machine) for op in OPERATIONS),
@@ -107,7 +137,34 @@ def _device(run: RunConfig, machine: Machine, world_size: int | None) -> Filled:
     needed, here = run.parallel.ranks or world_size or smallest_world(run.parallel), machine.gpus * run.cluster.nodes
     counted = f"{machine.gpus} GPU{'' if machine.gpus == 1 else 's'}" if machine.gpus else "no GPU"
     fewer = f" for {needed} ranks" if 0 < here < needed else ""
-    return {"cluster.device": (CUDA.name if here >= needed else CPU.name, f"{HERE}: {counted}{fewer}")}
+    hidden = f"; {machine.nvidia.fault}" if machine.nvidia.fault else ""
+    return {"cluster.device": (CUDA.name if here >= needed else CPU.name, f"{HERE}: {counted}{fewer}{hidden}")}
+
+
+def _described(run: RunConfig, machine: Machine) -> Filled:
+    """What a cluster that describes no device leaves out: facts of the GPUs of this machine, which are of one kind.
+
+    What the driver says counts, then the file of `conf/cluster` whose `driver_names` have the name that it gives.
+    """
+    cluster, gpu = run.cluster, machine.nvidia.kind
+    if gpu is None or not facts_of(cluster.device).counted or not describes_this_machine(cluster):
+        return {}
+    where, found = f"{HERE}: {gpu.name}", known(gpu.name)
+    said: dict[str, Any] = {"driver_names": (gpu.name,), "sm": gpu.sm or None}
+    said["device_memory_gib"] = round(gpu.memory_bytes / GIB, 2) or None
+    filled = {key: (value, where) for key, value in said.items() if value is not None}
+    if found is not None:
+        filed = found.cluster.model_dump(include=OF_A_DEVICE, exclude_defaults=True)
+        filled = {key: (value, f"{where}, {found.source}") for key, value in filed.items()} | filled
+    return {f"cluster.{key}": value for key, value in filled.items() if not getattr(cluster, key)}
+
+
+def describes_this_machine(cluster: ClusterConfig) -> bool:
+    """Whether a cluster leaves its devices to the machine: `local`, or one that says nothing of a device."""
+    if cluster.driver_names:
+        return False
+    said = (cluster.sm, cluster.device_memory_gib, cluster.memory_gbps, cluster.peak_tflops)
+    return cluster.name == LOCAL or not any(said)
 
 
 def _ranks(run: RunConfig, machine: Machine, world_size: int | None) -> Filled:

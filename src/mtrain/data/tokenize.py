@@ -240,7 +240,8 @@ def _made(
     cache, built = folder.parent, False
     with writing(cache):
         (cache / "seen").mkdir(parents=True, exist_ok=True)
-        (cache / TAG_FILE).write_text(TAG)
+        with contextlib.suppress(OSError):  # another user's, in a folder that several share
+            (cache / TAG_FILE).write_text(TAG)
         with corpora.locked(cache / f"{folder.name}.lock"):
             corpus = _open(folder)
             if corpus is None:

@@ -9,7 +9,6 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +18,7 @@ from mtrain.config import engine, kernels
 from mtrain.config.base import Effect
 from mtrain.config.batches import counted, samples_of, stages
 from mtrain.config.dump import override, run_yaml
+from mtrain.config.installed import version_of
 from mtrain.config.keys import effect_of
 from mtrain.config.paths import CHECKPOINTS, RUN_FILE, program
 from mtrain.config.resolve import Machine
@@ -208,8 +208,8 @@ def _describe(run: RunConfig, chosen: Plan, argv: list[str]) -> None:
 
 
 def versions() -> dict[str, str | None]:
-    """Versions of the packages that a run is made of."""
-    return {name: metadata.version(name) for name in PACKAGES} | {"megatron-core": engine.version()}
+    """Versions of the packages that a run is made of; None of one without metadata."""
+    return {name: version_of(name) for name in PACKAGES} | {"megatron-core": engine.version()}
 
 
 def _planned(run: RunConfig, chosen: Plan, why: dict[str, str]) -> dict[str, Any]:

@@ -5,29 +5,35 @@ from __future__ import annotations
 import json
 import os
 import platform
-from importlib import metadata
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from mtrain import strict_json
 from mtrain.config.devices import facts_of
+from mtrain.config.installed import cache_folder, version_of
 from mtrain.config.paths import RUN_FILE
 from mtrain.config.run import RunConfig
 from mtrain.config.run_file import read_run_file
 from mtrain.errors import MtrainError
 from mtrain.launching.preflight import threads_per_rank
 
+_MEASURED: dict[str, Any] = {}
+"""What this process measured, or was told of by a child, whether or not the cache can be written."""
 
-def chosen(run: RunConfig, checkpoint: Path | None = None, found: dict[str, Any] | None = None) -> RunConfig:
+
+def chosen(run: RunConfig, checkpoint: Path | None = None, measured: dict[str, Any] | None = None) -> RunConfig:
     """`run` with `kernels.cpu_matmul` filled in where it is null: as in the checkpoint, else what is faster here.
 
-    `found` is what `measure` returned in another process; None: the cache has it, or this process measures.
-
     A run goes on with the library that it began with, so that it ends bitwise where it would have ended.
+    `measured` is what `measure` returned in another process, as a launcher has it that must not start threads; where
+    it is None and nothing was kept, this process measures.
     """
     if run.kernels.cpu_matmul not in (None, "auto") or not _applies(run):
         return run
-    word = _recorded(checkpoint) or (found or measure(run))["library"]
+    if measured is not None and _is_entry(measured):
+        _MEASURED[_here(run)] = measured
+    word = _recorded(checkpoint) or measure(run)["library"]
     return run.model_copy(update={"kernels": run.kernels.model_copy(update={"cpu_matmul": word})})
 
 
@@ -36,16 +42,20 @@ def reason(run: RunConfig) -> str | None:
     word = run.kernels.cpu_matmul
     if word in (None, "auto"):
         return None
-    found = _cache().get(_here(run), {})
+    found = _known().get(_here(run), {})
     if found.get("library") != word:
         return "named, or taken from the checkpoint"
     return f"measured on {processor()}: oneDNN's fp32 products have {found['onednn_over_blas']:.2f} of the BLAS' rate"
 
 
 def measure(run: RunConfig) -> dict[str, Any]:
-    """`library` and `onednn_over_blas`, a ratio of rates: from the cache, or measured now by this process."""
-    cache, key = _cache(), _here(run)
-    if key not in cache:
+    """`library` and `onednn_over_blas`, a ratio of rates, as JSON has them: known, or measured now by this process.
+
+    What is measured is kept in the cache where that can be written. It starts threads: a process that is to fork
+    ranks lets a child do it, and gives what that returns to `chosen`.
+    """
+    known, key = _known(), _here(run)
+    if key not in known:
         import torch
         from mtrain_kernels.linear import faster
 
@@ -53,14 +63,19 @@ def measure(run: RunConfig) -> dict[str, Any]:
         torch.set_num_threads(threads_per_rank(run.parallel.ranks or 1))
         library, ratio = faster()
         torch.set_num_threads(before)
-        cache[key] = {"library": library, "onednn_over_blas": round(ratio, 3)}
-        _keep(cache)
-    return cache[key]
+        _MEASURED[key] = {"library": library, "onednn_over_blas": round(ratio, 3)}
+        known = _known()
+        _keep(known)
+    return known[key]
+
+
+measured = measure
+"""The name by which a launcher calls it whose child keeps the result in the cache alone."""
 
 
 def is_known(run: RunConfig) -> bool:
     """Whether nothing needs to be measured for `run`."""
-    return run.kernels.cpu_matmul not in (None, "auto") or not _applies(run) or _here(run) in _cache()
+    return run.kernels.cpu_matmul not in (None, "auto") or not _applies(run) or _here(run) in _known()
 
 
 def processor() -> str:
@@ -78,20 +93,23 @@ def _applies(run: RunConfig) -> bool:
 
 
 def _here(run: RunConfig) -> str:
-    return f"{processor()}, {threads_per_rank(run.parallel.ranks or 1)} threads, torch {metadata.version('torch')}"
+    return f"{processor()}, {threads_per_rank(run.parallel.ranks or 1)} threads, torch {version_of('torch')}"
 
 
-def _file() -> Path:
-    root = os.environ.get("MTRAIN_CACHE", "")
-    return (Path(root) if root else Path("~/.cache/mtrain")).expanduser() / "matmul.json"
+def _file() -> Path | None:
+    folder = cache_folder()
+    return None if folder is None else folder / "matmul.json"
 
 
-def _cache() -> dict[str, Any]:
+def _known() -> dict[str, Any]:
+    """What was measured on this machine, by this process or before."""
+    path = _file()
     try:
-        found = json.loads(_file().read_text())
+        found = json.loads(path.read_text()) if path is not None else {}
     except (OSError, ValueError):
-        return {}
-    return {k: v for k, v in found.items() if _is_entry(v)} if isinstance(found, dict) else {}
+        found = {}
+    kept = {k: v for k, v in found.items() if _is_entry(v)} if isinstance(found, dict) else {}
+    return kept | _MEASURED
 
 
 def _is_entry(value: Any) -> bool:
@@ -100,15 +118,19 @@ def _is_entry(value: Any) -> bool:
     return isinstance(value.get("onednn_over_blas"), float)
 
 
-def _keep(cache: dict[str, Any]) -> None:
+def _keep(known: dict[str, Any]) -> None:
+    """Write what is known into the cache; where that is impossible, it is measured again the next time."""
     path = _file()
+    if path is None:
+        return
     draft = path.with_name(f".{path.name}.{os.getpid()}")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        draft.write_text(strict_json.dumps(cache, indent=1))
+        draft.write_text(strict_json.dumps(known, indent=1))
         draft.replace(path)
-    except OSError:  # measured again the next time
-        draft.unlink(missing_ok=True)
+    except OSError:
+        with suppress(OSError):
+            draft.unlink(missing_ok=True)
 
 
 def _recorded(checkpoint: Path | None) -> str | None:

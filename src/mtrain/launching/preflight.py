@@ -5,20 +5,28 @@ from __future__ import annotations
 import importlib.util
 import shlex
 import shutil
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 
 from mtrain import units
-from mtrain.config import engine
+from mtrain.config import engine, rules
+from mtrain.config.compose import compose
 from mtrain.config.devices import facts_of
 from mtrain.config.formats import bytes_of
 from mtrain.config.hardware import cpu_cores
 from mtrain.config.paths import program, user_path
-from mtrain.config.resolve import MAX_CPU_RANKS, Machine
+from mtrain.config.resolve import MAX_CPU_RANKS, Machine, resolve
 from mtrain.config.run import RunConfig
-from mtrain.errors import BadEnvironment
+from mtrain.errors import BadEnvironment, ConfigError, MtrainError, say, warn
+from mtrain.launching import gpus
+from mtrain.launching.gpus import Shortage
 from mtrain.layout.grid import RankGrid
 from mtrain.plan.count import parameters
 from mtrain.plan.memory import activation_bytes, bytes_here
+from mtrain.plan.shrink import shrink
+
+MOST_REHEARSED = 16
+"""Ranks that `rehearse` starts at most."""
 
 
 def check(
@@ -26,33 +34,44 @@ def check(
 ) -> None:
     """Compare what a run needs with what is here; `argv` is what the user wrote, for the commands that do work.
 
+    Where the run can start, warnings and the kind of GPU that `cluster=local` found are printed on stderr.
     `ranks_here` is how many ranks another launcher started on this machine; None: all are to be started here.
 
     Raises:
         BadEnvironment: every shortage at once, and which commands work here.
     """
     machine = machine or Machine.here()
-    grid, shortages = RankGrid.of(run), list[str]()
+    found = shortages(run, machine, ranks_here)
+    if any(not shortage.warning for shortage in found):
+        raise BadEnvironment(*_lines(run, machine, found, argv))
+    for shortage in found:
+        warn(f"[{shortage.code}] {shortage.text}; fix: {shortage.fix}")
+    if run.log.progress != "none" and (line := gpus.described(run, machine)):
+        with suppress(OSError):
+            say(line, error=True)
+
+
+def shortages(run: RunConfig, machine: Machine, ranks_here: int | None = None) -> list[Shortage]:
+    """What a run needs and this machine does not have, and warnings; see `check`."""
+    grid, found = RankGrid.of(run), list[Shortage]()
     here = min(grid.world, run.cluster.devices_per_node or 0) if ranks_here is None else ranks_here
     if importlib.util.find_spec("megatron") is None or importlib.util.find_spec("torch") is None:
-        shortages.append("needs torch and megatron-core, which are not installed: pip install mtrain")
+        found.append(Shortage("needs torch and megatron-core, which are not installed: pip install mtrain"))
     elif not engine.is_supported(engine.release() or (0, 0, 0)):
         lies = engine.folder()
         there = f"not what is in {lies}" if lies else "and there is no module megatron.core: pip install mtrain"
-        shortages.append(f"needs megatron-core {engine.supported_words()}, {there}")
+        found.append(Shortage(f"needs megatron-core {engine.supported_words()}, {there}"))
     if run.cluster.nodes > 1 and ranks_here is None:
-        shortages.append(
-            f"needs {run.cluster.nodes} machines ({run.cluster.name}); this command starts ranks on one: "
-            "start it on each machine with torchrun"
+        found.append(
+            Shortage(
+                f"needs {run.cluster.nodes} machines ({run.cluster.name}); this command starts ranks on one: "
+                "start it on each machine with torchrun"
+            )
         )
-    device = facts_of(run.cluster.device)
-    if device.counted and machine.gpus < here:
-        shortages.append(f"needs {here} GPUs on this machine; here: {_gpus(machine)}")
-    if device.on_host:
-        shortages += _cpu_shortages(run, grid, machine, ranks_here)
-    shortages += _disk_shortages(run)
-    if shortages:
-        raise BadEnvironment(*_lines(run, grid, machine, shortages, argv))
+    found += gpus.shortages(run, machine, here, siblings=ranks_here is not None)
+    if facts_of(run.cluster.device).on_host:
+        found += map(Shortage, _cpu_shortages(run, grid, machine, ranks_here))
+    return [*found, *map(Shortage, _disk_shortages(run))]
 
 
 def _cpu_shortages(run: RunConfig, grid: RankGrid, machine: Machine, ranks_here: int | None) -> list[str]:
@@ -87,24 +106,67 @@ def _disk_shortages(run: RunConfig) -> list[str]:
     return [f"needs more than {units.bytes_(needed)} of disk for a checkpoint; free at {place}: {units.bytes_(free)}"]
 
 
-def _lines(run: RunConfig, grid: RankGrid, machine: Machine, shortages: list[str], argv: Sequence[str]) -> list[str]:
-    words = shlex.join(argv)
+def _lines(run: RunConfig, machine: Machine, found: Sequence[Shortage], argv: Sequence[str]) -> list[str]:
+    seen = f"{machine.cpu_cores} cores, {units.bytes_(machine.memory_bytes)}, {gpus.number(machine)} GPUs"
     return [
-        f"{run.model.name} with {grid} cannot run here:",
-        *(f"  - {s}" for s in shortages),
-        f"this machine: {machine.cpu_cores} cores, {units.bytes_(machine.memory_bytes)}, {_gpus(machine)} GPUs",
+        f"{run.model.name} with {RankGrid.of(run)} cannot run here:",
+        *(line for shortage in found for line in shortage.lines()),
+        f"this machine: {seen}",
         "what works here:",
-        f"  {program()} check {words}   (validate this configuration without running it)",
-        f"  {program()} show {words}   (see every value and who set it)",
-        *([f"  {program()} rehearse {words}   (run this layout here, shrunk)"] if grid.model_ranks <= 16 else []),
-        f"  {program()}   (train a small model on this machine)",
+        *(f"  {' '.join(words)}   ({why})" for words, why in _working(run, machine, argv)),
     ]
 
 
-def _gpus(machine: Machine) -> str:
-    if not machine.unusable_gpus:
-        return str(machine.gpus)
-    return f"{machine.gpus} (and {machine.unusable_gpus} of AMD, which the installed torch is not built for)"
+def _working(run: RunConfig, machine: Machine, argv: Sequence[str]) -> Iterator[tuple[list[str], str]]:
+    """The words of commands that this machine was found to run, each with what it does."""
+    said = [shlex.join(argv)] if argv else []
+    yield [program(), "check", *said], "validate this configuration without running it"
+    yield [program(), "show", *said], "see every value and who set it"
+    if _runs(lambda: _rehearsed(run, machine), machine):
+        yield [program(), "rehearse", *said], "run this layout here, shrunk"
+    if _runs(lambda: _default(machine), machine):
+        yield [program()], "train a small model on this machine"
+
+
+def _runs(made: Callable[[], RunConfig], machine: Machine) -> bool:
+    """Whether a run can be made, and nothing is found against it."""
+    try:
+        run = made()
+        return not any(not shortage.warning for shortage in shortages(run, machine))
+    except MtrainError:
+        return False
+
+
+def _rehearsed(run: RunConfig, machine: Machine) -> RunConfig:
+    """What `rehearse` would run of a configuration.
+
+    Raises:
+        ConfigError: nothing that keeps the rules is left of it.
+    """
+    dtype = "bf16" if run.precision.dtype == "bf16" else "fp32"
+    small = shrink(run, steps=1, dtype=dtype, max_ranks=MOST_REHEARSED, interpreted=machine.triton_interpreted)
+    _refuse(small, small, lambda r: r)
+    if RankGrid.of(small).world > MOST_REHEARSED:
+        raise ConfigError("more ranks than are rehearsed")
+    return small
+
+
+def _default(machine: Machine) -> RunConfig:
+    """What trains where nothing is said.
+
+    Raises:
+        ConfigError: it breaks a rule on this machine.
+    """
+    raw = compose([]).run
+    run = resolve(raw, machine)
+    _refuse(run, raw, lambda r: resolve(r, machine))
+    return run
+
+
+def _refuse(run: RunConfig, raw: RunConfig, again: Callable[[RunConfig], RunConfig]) -> None:
+    problems = [problem for problem in rules.check(run, raw=raw, resolve=again) if problem.severity == "error"]
+    if problems:
+        raise ConfigError(problems)
 
 
 def threads_per_rank(ranks: int) -> int:

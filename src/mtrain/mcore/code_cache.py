@@ -14,15 +14,23 @@ import time
 from pathlib import Path
 from types import CodeType
 
+from mtrain.config.installed import cache_folder
+
 Entry = tuple[CodeType, dict[str, int]]
 UNUSED_DAYS = 90
 DAY_S = 86_400
 
 
 def folder() -> Path:
-    """`code` under $MTRAIN_CACHE, else under ~/.cache/mtrain."""
-    root = os.environ.get("MTRAIN_CACHE")
-    return (Path(root).expanduser() if root else Path("~/.cache/mtrain").expanduser()) / "code"
+    """`code` under $MTRAIN_CACHE, else under ~/.cache/mtrain.
+
+    Raises:
+        FileNotFoundError: this user has no home.
+    """
+    root = cache_folder()
+    if root is None:
+        raise FileNotFoundError("this user has no home folder")
+    return root / "code"
 
 
 def load(key: str) -> Entry | None:
@@ -34,7 +42,7 @@ def load(key: str) -> Entry | None:
         if not _is_private(os.lstat(folder())):
             return None
         file = os.open(folder() / key, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
-    except (OSError, RuntimeError):
+    except OSError:
         return None
     with open(file, "rb") as stream:
         status = os.fstat(stream.fileno())
@@ -45,7 +53,7 @@ def load(key: str) -> Entry | None:
                 os.utime(stream.fileno())
         try:
             code, counts = marshal.loads(stream.read())
-        except (EOFError, ValueError, TypeError):
+        except (OSError, EOFError, ValueError, TypeError):
             return None
     return code, counts
 
@@ -57,7 +65,7 @@ def store(key: str, code: CodeType, counts: dict[str, int]) -> None:
         if not _is_private(os.lstat(folder())):
             return
         file, draft = tempfile.mkstemp(prefix="draft-", dir=folder())
-    except (OSError, RuntimeError):
+    except OSError:
         return
     try:
         with open(file, "wb") as stream:

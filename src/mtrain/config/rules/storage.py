@@ -26,12 +26,19 @@ def runs_can_be_written(run: RunConfig) -> Iterator[Finding]:
 
 @rule(
     Code("MT432", help="Name a folder that can be written.", example="data.cache_dir=/dev/null/cache"),
-    reads="data.cache_dir data.kind",
+    reads="data.cache_dir data.kind data.path data.blend",
     disk=True,
 )
 def cache_can_be_written(run: RunConfig) -> Iterator[Finding]:
-    """The cache can be made, or written to; one that holds corpora can be read as well where text is trained on."""
+    """The cache can be made, or written to, where something has to be in it: synthetic tokens have nothing there, and
+    of .bin and .idx on this machine what does not fit there is in memory. One that holds corpora can be read as well
+    where text is trained on.
+    """
     d = run.data
+    if d.kind == "mock" or (
+        d.kind == "indexed" and not any("://" in name for name in (d.path or "", *(d.blend or ())))
+    ):
+        return
     for found in _folder("MT432", "data.cache_dir", d.cache_dir, "~/.cache/mtrain"):
         if d.kind == "text" and os.path.isdir(user_path(d.cache_dir) / "seen"):
             rule = f"{found.rule}: only text that was tokenized before can be trained on"

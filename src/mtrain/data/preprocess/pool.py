@@ -16,7 +16,7 @@ from types import TracebackType
 from typing import Any, TypeVar
 
 from mtrain.data.preprocess.encoder import OtherIds
-from mtrain.errors import BadEnvironment, ConfigError, CorruptData, MtrainError, Problem
+from mtrain.errors import BadEnvironment, ConfigError, CorruptData, MtrainError, Problem, of_the_place
 from mtrain.processes import die_with
 
 T = TypeVar("T")
@@ -136,4 +136,6 @@ def _caught(function: Callable[..., Any], arguments: tuple[Any, ...]) -> Any:
     except MemoryError:
         return _Failed("BadEnvironment", ("there is not enough memory", "  fix: workers=N, fewer"))
     except Exception as error:  # said in one line, as main does with what nobody expected
+        if (of_here := of_the_place(error)) is not None:
+            return _Failed("BadEnvironment", tuple(str(of_here).split("\n")))
         return _Failed("MtrainError", (f"unexpected {type(error).__name__}: {' '.join(str(error).split())[:300]}",))

@@ -1,0 +1,61 @@
+"""The cluster file that describes a GPU, found by the name that its driver gives."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from mtrain.config import load
+from mtrain.config.cluster import ClusterConfig
+from mtrain.config.paths import display, find_config, folders
+from mtrain.errors import ConfigError
+
+GROUP = "cluster"
+MOST_BASES = 8
+"""Files that one may stand on, each on the next."""
+
+
+@dataclass(frozen=True)
+class Known:
+    """A kind of GPU, and where it is described."""
+
+    cluster: ClusterConfig
+    source: str
+    """The file, as problems name it."""
+
+
+def known(name: str) -> Known | None:
+    """What describes GPUs of a name; None: no file has it. Of all folders of choices the first that does counts."""
+    return _known(name, tuple(folders()))
+
+
+@cache
+def _known(name: str, places: tuple[Path, ...]) -> Known | None:
+    for file in _files(places):
+        with suppress(ConfigError, OSError, ValueError):  # who chooses such a file is told what is wrong with it
+            if name not in file.read_text(encoding="utf-8"):
+                continue
+            values = load.load(file).values
+            if name in values.get("driver_names", ()):
+                whole = _with_bases(values, MOST_BASES)
+                return Known(ClusterConfig.model_validate(whole), display(file))
+    return None
+
+
+def _files(places: tuple[Path, ...]) -> Iterator[Path]:
+    for folder in places:
+        yield from sorted((folder / GROUP).rglob("*.yaml"))
+
+
+def _with_bases(values: dict[str, Any], most: int) -> dict[str, Any]:
+    """The values of a file over those of the files that its `defaults` name."""
+    whole: dict[str, Any] = {}
+    for base in values.get("defaults", ()):
+        file = find_config(f"{GROUP}/{base}") if isinstance(base, str) and base != "_self_" else None
+        if file is not None and most:
+            whole |= _with_bases(load.load(file).values, most - 1)
+    return whole | {key: value for key, value in values.items() if key != "defaults"}

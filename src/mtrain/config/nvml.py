@@ -1,0 +1,194 @@
+"""NVIDIA's management library: which GPUs there are, in which driver, what their memory holds and whose it is.
+
+It makes no CUDA context, so a process that has asked it may still fork, and ranks that start later find nothing used.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from ctypes import Structure, byref, c_char, c_int, c_uint, c_ulonglong, c_void_p
+from dataclasses import dataclass, replace
+from functools import cache
+from typing import Any, TypeVar
+
+T = TypeVar("T")
+
+LIBRARIES = ("libnvidia-ml.so.1", "/usr/lib/wsl/lib/libnvidia-ml.so.1")
+"""By the loader's search path, else where the driver of Windows puts it in WSL2."""
+TEXT_BYTES = 96
+"""Size of the library's longest texts: names and UUIDs."""
+MOST_PROCESSES = 64
+INSUFFICIENT_SIZE = 7
+ENABLED = 1
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """A GPU, or an instance of a partitioned one, as the driver describes it; 0 or empty: the driver does not say."""
+
+    name: str
+    uuid: str = ""
+    sm: int = 0
+    """Compute capability without the dot."""
+    memory_bytes: int = 0
+    free_bytes: int = 0
+    processes: tuple[int, ...] = ()
+    """Ids of the processes that compute on it; in a container those of others are hidden."""
+    instances: tuple[Gpu, ...] = ()
+    """Of a GPU that is partitioned (MIG)."""
+    partitioned: bool = False
+    """CUDA shows its instances in place of the GPU, even where there are none."""
+
+
+@dataclass(frozen=True)
+class Driver:
+    """NVIDIA's driver and its GPUs, in the order of their PCI addresses."""
+
+    version: str
+    cuda: tuple[int, int] | None
+    """The newest CUDA that it serves, such as (13, 0); None: unknown."""
+    gpus: tuple[Gpu, ...]
+
+
+class Failed(Exception):
+    """A function of the library that is missing, or did not succeed."""
+
+
+class _Memory(Structure):
+    _fields_ = [("total", c_ulonglong), ("free", c_ulonglong), ("used", c_ulonglong)]
+
+
+class _Process(Structure):
+    _fields_ = [("pid", c_uint), ("bytes", c_ulonglong), ("gpu_instance", c_uint), ("compute_instance", c_uint)]
+
+
+@cache
+def driver() -> Driver | None:
+    """The driver of this machine, asked once per process; None: no library answers."""
+    for name in LIBRARIES:
+        with suppress(OSError, Failed):
+            return asked(ctypes.CDLL(name))
+    return None
+
+
+def asked(library: ctypes.CDLL) -> Driver:
+    """What a loaded library says; what a single GPU does not answer stays unknown.
+
+    Raises:
+        Failed: it reaches no driver.
+    """
+    with _opened(_Calls(library)) as call:
+        version = call.text("nvmlSystemGetDriverVersion")
+        newest = _or(None, lambda: call.number("nvmlSystemGetCudaDriverVersion_v2"))
+        cuda = None if newest is None else (newest // 1000, newest % 1000 // 10)
+        count = call.number("nvmlDeviceGetCount_v2", kind=c_uint)
+        gpus = list[Gpu]()
+        for index in range(count):
+            with suppress(
+                Failed
+            ):  # one that is lost, or that a control group withholds: CUDA has no use of it either
+                gpus.append(_gpu(call, call.handle("nvmlDeviceGetHandleByIndex_v2", c_uint(index))))
+        return Driver(version, cuda, tuple(gpus))
+
+
+@contextmanager
+def _opened(call: _Calls) -> Iterator[_Calls]:
+    call("nvmlInit_v2")
+    try:
+        yield call
+    finally:
+        with suppress(Failed):
+            call("nvmlShutdown")
+
+
+class _Calls:
+    """Functions of the library, each of which returns a number that is 0 where it succeeds."""
+
+    def __init__(self, library: ctypes.CDLL) -> None:
+        self.library = library
+
+    def status(self, name: str, *arguments: Any) -> int:
+        try:
+            function = getattr(self.library, name)
+        except AttributeError:  # of a newer driver
+            raise Failed(name) from None
+        return int(function(*arguments))
+
+    def __call__(self, name: str, *arguments: Any) -> None:
+        status = self.status(name, *arguments)
+        if status:
+            raise Failed(f"{name}: {status}")
+
+    def text(self, name: str, *before: Any) -> str:
+        text = (c_char * TEXT_BYTES)()
+        self(name, *before, text, c_uint(TEXT_BYTES))
+        return text.value.decode(errors="replace")
+
+    def number(self, name: str, *before: Any, kind: Any = c_int) -> int:
+        found = kind()
+        self(name, *before, byref(found))
+        return int(found.value)
+
+    def handle(self, name: str, *before: Any) -> c_void_p:
+        found = c_void_p()
+        self(name, *before, byref(found))
+        return found
+
+
+def _or(other: T, ask: Callable[[], T]) -> T:
+    """An answer, or `other` where the driver has none."""
+    try:
+        return ask()
+    except Failed:
+        return other
+
+
+def _gpu(call: _Calls, handle: c_void_p, parent: Gpu | None = None) -> Gpu:
+    memory = _or(_Memory(), lambda: _memory(call, handle))
+    alone = Gpu(
+        name=_or("", lambda: call.text("nvmlDeviceGetName", handle)) or (parent.name if parent else ""),
+        uuid=_or("", lambda: call.text("nvmlDeviceGetUUID", handle)),
+        sm=parent.sm if parent else _or(0, lambda: _capability(call, handle)),
+        memory_bytes=memory.total,
+        free_bytes=memory.free,
+        processes=_or((), lambda: _processes(call, handle)),
+    )
+    if parent is not None or not _or(False, lambda: _is_partitioned(call, handle)):
+        return alone
+    instances = list[Gpu]()
+    most = _or(0, lambda: call.number("nvmlDeviceGetMaxMigDeviceCount", handle, kind=c_uint))
+    for index in range(most):
+        with suppress(Failed):  # an index that no instance has
+            instance = call.handle("nvmlDeviceGetMigDeviceHandleByIndex", handle, c_uint(index))
+            instances.append(_gpu(call, instance, alone))
+    return replace(alone, instances=tuple(instances), partitioned=True)
+
+
+def _memory(call: _Calls, handle: c_void_p) -> _Memory:
+    memory = _Memory()
+    call("nvmlDeviceGetMemoryInfo", handle, byref(memory))
+    return memory
+
+
+def _capability(call: _Calls, handle: c_void_p) -> int:
+    major, minor = c_int(), c_int()
+    call("nvmlDeviceGetCudaComputeCapability", handle, byref(major), byref(minor))
+    return major.value * 10 + minor.value
+
+
+def _is_partitioned(call: _Calls, handle: c_void_p) -> bool:
+    current, pending = c_uint(), c_uint()
+    call("nvmlDeviceGetMigMode", handle, byref(current), byref(pending))
+    return current.value == ENABLED
+
+
+def _processes(call: _Calls, handle: c_void_p) -> tuple[int, ...]:
+    """Ids of those that compute on a GPU, the first of many."""
+    count, found = c_uint(MOST_PROCESSES), (_Process * MOST_PROCESSES)()
+    name = "nvmlDeviceGetComputeRunningProcesses_v3"
+    status = call.status(name, handle, byref(count), found)
+    if status not in (0, INSUFFICIENT_SIZE):
+        raise Failed(f"{name}: {status}")
+    return tuple(process.pid for process in found[: min(count.value, MOST_PROCESSES)])

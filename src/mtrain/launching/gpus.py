@@ -1,0 +1,182 @@
+"""Whether the GPUs of this machine can run a configuration, by what their driver says before anything is started."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from mtrain import units
+from mtrain.config import hardware
+from mtrain.config.devices import facts_of
+from mtrain.config.known_gpus import known
+from mtrain.config.nvml import Gpu
+from mtrain.config.resolve import LOCAL, Machine
+from mtrain.config.run import RunConfig
+from mtrain.config.visible import Seen
+from mtrain.plan.count import state_bytes
+from mtrain.plan.fits import over
+
+
+@dataclass(frozen=True)
+class Shortage:
+    """Something that a run needs and this machine does not have, or has to be told of."""
+
+    text: str
+    fix: str = ""
+    code: str = ""
+    warning: bool = False
+
+    def lines(self) -> list[str]:
+        """The shortage as an item of a list, with what to do below."""
+        head = f"[{self.code}] {self.text}" if self.code else self.text
+        return [f"  - {head}", *([f"      fix: {self.fix}"] if self.fix else [])]
+
+
+def shortages(run: RunConfig, machine: Machine, here: int, siblings: bool) -> Iterator[Shortage]:
+    """What is wrong with the GPUs for a run that starts `here` ranks on this machine, all at once.
+
+    `siblings`: a launcher started other ranks beside this process, which may be on their GPUs already.
+    """
+    if not facts_of(run.cluster.device).counted:
+        return
+    seen = machine.nvidia
+    missing = machine.gpus < here
+    if missing:
+        yield Shortage(f"needs {here} GPUs on this machine; here: {number(machine)}", _fewer(machine), "MT051")
+    if seen.fault:
+        yield Shortage(seen.fault, seen.fix, "MT052", warning=not missing)
+    yield from _of_software(seen)
+    yield from _of_memory(run, seen, here, siblings)
+    yield from _of_another_kind(run, seen)
+
+
+def number(machine: Machine) -> str:
+    """How many GPUs there are, in words."""
+    if not machine.unusable_gpus:
+        return str(machine.gpus)
+    return f"{machine.gpus} (and {machine.unusable_gpus} of AMD, which the installed torch is not built for)"
+
+
+def described(run: RunConfig, machine: Machine) -> str:
+    """One line: which GPUs `cluster=local` found, and where its figures are from; empty where it found none."""
+    seen = machine.nvidia
+    if run.cluster.name != LOCAL or not facts_of(run.cluster.device).counted or not seen.count:
+        return ""
+    if not seen.gpus:
+        return (
+            f"this machine: {seen.count} NVIDIA GPUs by their device files; libnvidia-ml.so.1, the driver's library, "
+            "does not answer, so their kind is not known: no MFU and no planned time; cluster=NAME says it"
+        )
+    if seen.kind is None:
+        names = sorted({gpu.name for gpu in seen.gpus})
+        return (
+            f"this machine: GPUs of several kinds ({', '.join(names)}): no MFU and no planned time; show those of "
+            "one kind with CUDA_DEVICE_ORDER=PCI_BUS_ID and CUDA_VISIBLE_DEVICES"
+        )
+    found = known(seen.kind.name)
+    head = f"this machine: {seen.count} x {seen.kind.name}, {units.bytes_(seen.kind.memory_bytes)}{_driver(seen)}"
+    if found is not None:
+        return f"{head}; peaks and rates of {found.source}"
+    return (
+        f"{head}; no file of conf/cluster has this name, so there is no MFU and no planned time: write "
+        f"mine/cluster/box.yaml as conf/cluster/h100.yaml is, with the figures of its data sheet and `driver_names: "
+        f"[{seen.kind.name}]`, and start with --config-dir mine"
+    )
+
+
+def _driver(seen: Seen) -> str:
+    if seen.driver is None:
+        return ""
+    cuda = seen.driver.cuda
+    return f", driver {seen.driver.version}" + (f" for CUDA {cuda[0]}.{cuda[1]}" if cuda else "")
+
+
+def _fewer(machine: Machine) -> str:
+    fits = f"a layout of {machine.gpus} ranks, " if machine.gpus else ""
+    return f"{fits}more machines, or cluster=cpu for the cores of this one"
+
+
+def _of_software(seen: Seen) -> Iterator[Shortage]:
+    """A torch that does not fit the driver, where there is one."""
+    built = hardware.cuda_of_torch()
+    if seen.driver is None or not seen.driver.gpus or built is None:
+        return
+    if not built:
+        text = f"the installed torch is built without CUDA, and {_named(seen.driver.gpus[0])} needs it"
+        yield Shortage(text, "install a torch for CUDA (pytorch.org has the command), or cluster=cpu", "MT055")
+        return
+    served, major = seen.driver.cuda, built.partition(".")[0]
+    # within a major version an older driver serves newer releases of CUDA
+    if served is not None and major.isdigit() and served[0] < int(major):
+        text = (
+            f"driver {seen.driver.version} serves CUDA up to {served[0]}.{served[1]}, and the installed torch is "
+            f"built for CUDA {built}"
+        )
+        yield Shortage(text, f"a driver for CUDA {major}, or a torch for CUDA {served[0]}", "MT054")
+
+
+def _of_memory(run: RunConfig, seen: Seen, here: int, siblings: bool) -> Iterator[Shortage]:
+    """GPUs whose memory others hold: an error where the state of a rank alone does not fit beside it."""
+    ranks = run.parallel.ranks or 1
+    least = 0 if run.optim.cpu_offload else state_bytes(run) // ranks
+    step = over(run, 0)
+    planned = 0 if step is None else step.needed
+    for index, gpu in enumerate(seen.gpus[:here]):
+        if not gpu.memory_bytes:
+            continue
+        others = [pid for pid in gpu.processes if not (siblings and _is_sibling(pid))]
+        free, whole = units.bytes_(gpu.free_bytes), units.bytes_(gpu.memory_bytes)
+        text = f"GPU {index} ({_named(gpu)}) has {free} of {whole} free{_held(others)}"
+        fix = "end what holds it, or leave this GPU out by CUDA_VISIBLE_DEVICES"
+        if least > gpu.free_bytes:
+            needs = f"; weights, gradients and optimizer state of a rank need at least {units.bytes_(least)}"
+            larger = least > gpu.memory_bytes
+            yield Shortage(text + needs, "more ranks, or a larger tp, pp or ep" if larger else fix, "MT053")
+        elif gpu.free_bytes < planned < gpu.memory_bytes:
+            yield Shortage(f"{text}; a step is planned to need {units.bytes_(planned)}", fix, "MT053", warning=True)
+        elif others:
+            yield Shortage(f"{text}: the run will share it", fix, "MT053", warning=True)
+
+
+def _held(processes: Sequence[int]) -> str:
+    """By whom a GPU is held, in words; the first process, and how many more."""
+    if not processes:
+        return ""
+    first = f", and process {processes[0]}{_command(processes[0])}"
+    return f"{first} and {len(processes) - 1} more compute on it" if len(processes) > 1 else f"{first} computes on it"
+
+
+def _of_another_kind(run: RunConfig, seen: Seen) -> Iterator[Shortage]:
+    """GPUs that are not those of the cluster that is named."""
+    names = run.cluster.driver_names
+    others = sorted({gpu.name for gpu in seen.gpus} - {*names})
+    if names and others:
+        text = f"cluster {run.cluster.name} is of {', '.join(names)}, and the GPUs here are {', '.join(others)}"
+        yield Shortage(f"{text}: plan and MFU are not theirs", "cluster=local", "MT056", warning=True)
+
+
+def _named(gpu: Gpu) -> str:
+    return gpu.name or "a GPU without a name"
+
+
+def _is_sibling(pid: int) -> bool:
+    """Whether a process has the same parent as this one, as ranks of one launcher have."""
+    return _field(pid, "PPid") in (str(os.getppid()), str(os.getpid())) or pid == os.getpid()
+
+
+def _command(pid: int) -> str:
+    name = _field(pid, "Name")
+    return f" ({name})" if name else ""
+
+
+def _field(pid: int, name: str) -> str:
+    """A line of what the kernel says of a process; empty where it says nothing."""
+    with suppress(OSError):
+        for line in Path(f"/proc/{pid}/status").read_text(errors="replace").splitlines():
+            key, _, value = line.partition(":")
+            if key == name:
+                return value.strip()
+    return ""
