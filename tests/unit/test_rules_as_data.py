@@ -38,7 +38,7 @@ SOURCE = Path(__file__).resolve().parents[2] / "src/mtrain"
 GPUS = Machine(cpu_cores=8, memory_bytes=1 << 40, gpus=4)
 CHANGES = [*(change for _, change in plain.BROKEN), *plain.FINE, *(change for *_, change in quantized.BROKEN)]
 CHANGES.append({"trainer.global_batch_size": 1 << 20})  # a warning, whose rule reads the layout too
-LINEAR_OF_EXPERTS = {"kernels.linear": "te", "model.moe": plain.MOE}
+LINEAR_BESIDE_EXPERTS = {"cluster.device": "cuda", "kernels.linear": "te", "model.moe": plain.MOE}
 LLAVA = {"model.family": "llava", "model.llava": {"image_token_id": 4000}, "data.kind": "mock"}
 PADDED = {**plain.MOE, "pad_alltoall": True, "alltoall_capacity_factor": 1.5}
 CHANGES += [{**LLAVA, "parallel.tp": 2}, {**LLAVA, "model.hidden_dropout": 0.1}]
@@ -128,9 +128,7 @@ def configurations(tmp_path_factory: pytest.TempPathFactory) -> list[RunConfig]:
     drawn(out)
     out += _with_files(tmp_path_factory.mktemp("files"))
     out += _applied({"model.moe": PADDED, "parallel.ep": 2, "trainer.cuda_graph_impl": "full_iteration"})
-    out += _applied(
-        {"parallel.activation_offload.modules": ["core_attn"], "cluster.device": "cuda", **LINEAR_OF_EXPERTS}
-    )
+    out += _applied({"parallel.activation_offload.modules": ["core_attn"], **LINEAR_BESIDE_EXPERTS})
     return [resolve(raw, machine) for raw, machine in zip(out, _machines(len(out)), strict=True)]
 
 
