@@ -23,6 +23,7 @@ LAYERS = {
     "errors": 0,
     "collecting": 0,
     "durable": 0,
+    "locks": 0,
     "processes": 0,
     "units": 0,
     "strict_json": 0,
