@@ -41,18 +41,18 @@ class Meeting:
         Raises:
             TrainingError: some did not come in time.
         """
-        number = self._next()
-        place = f"meeting/{number}"
+        number = self._next("barrier")
+        place = f"barrier/{number}"
         if problem and self.store.add(f"{place}/problems", 1) == 1:
             self.store.set(f"{place}/problem", problem)
         if self.store.add(f"{place}/here", 1) == self.size:
             found = self.store.get(f"{place}/problem") if self.store.add(f"{place}/problems", 0) else b""
             self.store.set(f"{place}/over", found.decode() or " ")
-        self._await(f"{place}/over", number)
+        self._await(f"{place}/over", "barrier", number)
         found = self.store.get(f"{place}/over")
         if self.rank == 0:
             for name in ("problems", "problem", "here", "over"):
-                self.store.delete_key(f"meeting/{number - 1}/{name}")
+                self.store.delete_key(f"barrier/{number - 1}/{name}")
         return found.decode().strip()
 
     def tell(self, text: str) -> str:
@@ -61,8 +61,8 @@ class Meeting:
         Raises:
             TrainingError: rank 0 does not say it in time, or some do not hear it.
         """
-        number = self._next()
-        place = f"meeting/{number}"
+        number = self._next("word")
+        place = f"word/{number}"
         if self.rank == 0:
             data = zlib.compress(text.encode(), 1)
             chunks = [data[at : at + CHUNK_BYTES] for at in range(0, len(data), CHUNK_BYTES)]
@@ -70,7 +70,7 @@ class Meeting:
                 self.store.set(f"{place}/{index}", chunk)  # type: ignore[arg-type]
             self.store.set(f"{place}/told", str(len(chunks)))
         else:
-            self._await(f"{place}/told", number)
+            self._await(f"{place}/told", "word", number)
             count = int(self.store.get(f"{place}/told"))
             text = zlib.decompress(b"".join(self.store.get(f"{place}/{index}") for index in range(count))).decode()
         self.barrier()
@@ -79,26 +79,24 @@ class Meeting:
                 self.store.delete_key(f"{place}/{name}")
         return text
 
-    def _next(self) -> int:
-        return self.store.add(f"meeting/of/{self.rank}", 1)
+    def _next(self, kind: str) -> int:
+        return self.store.add(f"{kind}/of/{self.rank}", 1)
 
-    def _await(self, key: str, number: int) -> None:
+    def _await(self, key: str, kind: str, number: int) -> None:
         deadline, pause_s, event = time.monotonic() + self.timeout_s, SHORTEST_S, threading.Event()
         longest_s = LONGEST_S * max(1.0, self.size / 500)
         while not self.store.check([key]):
             if time.monotonic() > deadline:
-                raise TrainingError(f"{self._missing(number)} within {self.timeout_s:g} s; {ADVICE}")
+                raise TrainingError(f"{self._missing(kind, number)} within {self.timeout_s:g} s; {ADVICE}")
             event.wait(pause_s)  # and not `sleep`: it is others that are behind
             pause_s = min(2 * pause_s, longest_s)
 
-    def _missing(self, number: int) -> str:
-        late = [rank for rank in range(self.size) if self.store.add(f"meeting/of/{rank}", 0) < number]
+    def _missing(self, kind: str, number: int) -> str:
+        late = [rank for rank in range(self.size) if self.store.add(f"{kind}/of/{rank}", 0) < number]
+        if not late:
+            return "the store did not answer"
         named = ", ".join(map(str, late[:MAX_NAMED])) + (", ..." if len(late) > MAX_NAMED else "")
-        return (
-            f"rank {named} did not come to where a checkpoint is saved or read"
-            if late
-            else "the store did not answer"
-        )
+        return f"{'rank' if len(late) == 1 else 'ranks'} {named} did not come to where a checkpoint is saved or read"
 
 
 @contextmanager

@@ -64,10 +64,7 @@ def parts(wanted: Region, pieces: Iterable[Piece], limit: int, what: str) -> Ite
         CorruptData: they do not make it up; after the last part.
     """
     covered, boxes = 0, list(_boxes(wanted))
-    known = {(tuple(p["offset"]), tuple(p["shape"]), tuple(p["flat"] or ())): p for p in pieces}
-    for (offset, shape, flat), piece in known.items():
-        if not _meet(wanted.offset, wanted.shape, offset, shape):
-            continue
+    for (offset, shape, flat), piece in _meeting(wanted, pieces).items():
         held = Region(offset, shape, (flat[0], flat[1]) if flat else None)
         for (at, mine), (start, theirs) in product(boxes, list(_boxes(held))):
             if _meet(mine.offset, mine.shape, theirs.offset, theirs.shape):
@@ -76,6 +73,21 @@ def parts(wanted: Region, pieces: Iterable[Piece], limit: int, what: str) -> Ite
                 yield from _cut(piece, shared, (start, theirs), (at, mine), limit)
     if covered != wanted.size:
         raise CorruptData(f"{what} cover {covered} of {wanted.size} elements of a box")
+
+
+def _meeting(wanted: Region, pieces: Iterable[Piece]) -> dict[tuple[Numbers, Numbers, Numbers], Piece]:
+    """Pieces that may share elements with `wanted`, by offset, shape and flat range; of a thousand most do not."""
+    offset, shape, flat = list(wanted.offset), list(wanted.shape), wanted.flat
+    found = {}
+    for piece in pieces:
+        range_of = piece["flat"]
+        if piece["offset"] == offset and piece["shape"] == shape:
+            if flat and range_of and (range_of[1] <= flat[0] or flat[1] <= range_of[0]):
+                continue
+        elif not _meet(wanted.offset, wanted.shape, piece["offset"], piece["shape"]):
+            continue
+        found[tuple(piece["offset"]), tuple(piece["shape"]), tuple(range_of or ())] = piece
+    return found
 
 
 def _boxes(region: Region) -> Iterator[tuple[int, Region]]:
@@ -119,7 +131,7 @@ def _strides(shape: Numbers) -> Numbers:
     return tuple(prod(shape[axis + 1 :]) for axis in range(len(shape)))
 
 
-def _meet(a: Numbers, a_shape: Numbers, b: Numbers, b_shape: Numbers) -> bool:
+def _meet(a: Numbers, a_shape: Numbers, b: Iterable[int], b_shape: Iterable[int]) -> bool:
     return all(x < y + m and y < x + n for x, n, y, m in zip(a, a_shape, b, b_shape, strict=True))
 
 
