@@ -128,7 +128,8 @@ def opened(run: RunConfig, chosen: Plan, argv: list[str], *, launch: str | None 
         ConfigError: another process owns it, or made it in the meantime.
         BadEnvironment: it cannot be written.
     """
-    patience_s = RESTART_S if resume_of(run, launch) == resume.AUTO and not chosen.new else 0.0
+    again = not chosen.new or run.log.name is not None
+    patience_s = RESTART_S if resume_of(run, launch) == resume.AUTO and again else 0.0
     while True:
         with _writing(chosen.folder):
             refuse_links(chosen.folder)
