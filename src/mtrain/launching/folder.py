@@ -208,7 +208,7 @@ def _claim(folder: Path, patience_s: float) -> _Held | str:
     """Own a folder, or say which process does. One that a restart has ended is waited for."""
     folder.mkdir(parents=True, exist_ok=True)
     path, deadline = folder / LOCK_FILE, time.monotonic() + patience_s
-    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o644)
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o666)
     while True:
         try:
             held = _Held(descriptor, locks.lock(descriptor, path))
