@@ -136,7 +136,10 @@ def test_caches_drafts_and_corpora_are_made_without_locks(without_locks: None) -
         (at / "meta.json").write_text("{}")
 
     home = Path("cache/order-0123456789abcdef")
-    read = lambda: {} if (home / "meta.json").exists() else None  # noqa: E731
+
+    def read() -> dict[str, Any] | None:
+        return {} if (home / "meta.json").exists() else None
+
     assert cache.made(home, read, make) == {}
     assert cache.make_room(home.parent) == []
     with drafted(Path("out"), "importing") as draft:
@@ -217,7 +220,7 @@ def test_a_run_folder_that_takes_no_checkpoints_is_refused_before_any_rank_start
 
 @pytest.mark.parametrize("workers", [1, 2])
 def test_text_is_tokenized_without_a_dev_shm(workers: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    import _multiprocessing
+    import _multiprocessing  # type: ignore[import-not-found]
 
     semaphores = type("SemLock", (), {"SEM_VALUE_MAX": 1, "__init__": refusing(errno.EROFS)})
     monkeypatch.setattr(_multiprocessing, "SemLock", semaphores)

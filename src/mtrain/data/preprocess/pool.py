@@ -45,7 +45,7 @@ class _Process:
     """A process that makes something when it is first asked, and then calls functions of it, one at a time."""
 
     def __init__(self, make: Callable[[Any], Any], job: Any) -> None:
-        context = get_context("fork" if sys.platform == "linux" else "spawn")
+        context: Any = get_context("fork" if sys.platform == "linux" else "spawn")
         self._pipe, theirs = context.Pipe()
         self._process = context.Process(target=_serve, args=(theirs, os.getpid(), make, job), daemon=True)
         self._process.start()
