@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import fcntl
+import io
 import json
 import os
 import stat
@@ -226,3 +228,27 @@ def test_text_is_tokenized_without_a_dev_shm(workers: int, monkeypatch: pytest.M
     monkeypatch.setattr(_multiprocessing, "SemLock", semaphores)
     assert tokenized(f"workers={workers}") == 0
     assert Path("corpus.bin").stat().st_size > 0
+
+
+@pytest.mark.parametrize(
+    ("verb", "closed"),
+    [
+        ("evaluate", "mine"),
+        ("export", "mine/checkpoints/step_00000001"),
+        ("convert inspect", "mine/model.safetensors.index.json"),
+    ],
+)
+def test_what_may_not_be_read_is_said_and_is_a_matter_of_the_machine(verb: str, closed: str) -> None:
+    checkpoint = Path("mine/checkpoints/step_00000001")
+    checkpoint.mkdir(parents=True)
+    for file in ("mine/run.yaml", "mine/model.safetensors.index.json", f"{checkpoint}/manifest.json"):
+        Path(file).write_text("{}")
+    Path(closed).chmod(0)
+    more = ["out"] if verb == "export" else []
+
+    def said() -> tuple[int, str]:
+        with contextlib.redirect_stderr(io.StringIO()) as text:
+            return main([*verb.split(), "mine", *more]), text.getvalue()
+
+    code, text = run_without_privileges(said)
+    assert (code, "ermission denied" in text, "unexpected" in text) == (3, True, False), text

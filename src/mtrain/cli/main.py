@@ -14,7 +14,7 @@ from mtrain import strict_json
 from mtrain.cli.verbs import ANSWERS, CONFIG_DIR, FLAGS, HELP, JSON_VERBS, OF_ALL, OWN_WORDS, SHORT, VALUED, VERBS
 from mtrain.collecting import without_collecting
 from mtrain.config.paths import config_dirs
-from mtrain.errors import MAX_PROBLEMS, ConfigError, MtrainError, Problem, message, say_page
+from mtrain.errors import MAX_PROBLEMS, BadEnvironment, ConfigError, MtrainError, Problem, message, say_page
 
 
 @dataclass
@@ -74,6 +74,9 @@ def _answer(arguments: list[str]) -> int:
             rule = f"a path of {len(str(error.filename))} letters is longer than this system takes"
             _say(Problem("MT002", "", None, rule, "a shorter path", "command line").render())
             return ConfigError.exit_code
+        if isinstance(error, PermissionError) and error.filename is not None:
+            _say(f"{error.filename}: permission denied for this user")
+            return BadEnvironment.exit_code
         first = (str(error).strip().splitlines() or [""])[0]
         _say(f"unexpected {type(error).__name__}: {first}\nuse --debug for the traceback")
         return 1
