@@ -1,9 +1,32 @@
-"""Files that are on disk, and not in the kernel's memory alone, when a call returns."""
+"""Files that are on disk, and not in the kernel's memory alone, when a call returns, on file systems of every kind.
+
+What a file system does not have (hard links, a folder that can be synced) is done without, and reported once.
+"""
 
 from __future__ import annotations
 
+import errno
 import os
+import stat
 from pathlib import Path
+
+from mtrain.errors import BadEnvironment, CorruptData, MtrainError, warn
+
+NOT_SYNCED = {errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOTSUP, errno.EBADF, errno.EISDIR}
+"""How a file system says that it cannot sync a folder."""
+NO_LINKS = {errno.EPERM, errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOTSUP, errno.EMLINK, errno.EXDEV}
+"""How a file system says that a file cannot have a second name."""
+REFUSED = {errno.EACCES, errno.EPERM, errno.EMFILE, errno.ENFILE, errno.ENOMEM}
+"""Errors of reading that are the machine's: the file may be as it was written."""
+
+_reported: set[str] = set()
+
+
+def report_once(what: str, text: str) -> None:
+    """Warn of `what` the file system lacks, once in a process and by rank 0 alone where there are ranks."""
+    if what not in _reported and os.environ.get("RANK", "0") == "0":
+        warn(text)
+    _reported.add(what)
 
 
 def sync(path: Path) -> None:
@@ -15,6 +38,14 @@ def sync(path: Path) -> None:
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
+    except OSError as error:
+        if error.errno not in NOT_SYNCED or not stat.S_ISDIR(os.fstat(descriptor).st_mode):
+            raise
+        report_once(
+            "sync of folders",
+            f"{path}: this file system cannot sync a folder ({error.strerror}); files are synced, and after a power "
+            "failure the newest of them may lack their names",
+        )
     finally:
         os.close(descriptor)
 
@@ -23,3 +54,29 @@ def write(path: Path, data: bytes) -> None:
     """Write a file, and wait until it is on disk; raises as `sync` does."""
     path.write_bytes(data)
     sync(path)
+
+
+def linked(source: Path, target: Path) -> bool:
+    """Give a file a second name; False: it cannot have one here, and a copy is to be made instead.
+
+    Raises:
+        OSError: of another kind, such as a `target` that is there.
+    """
+    try:
+        os.link(source, target)
+    except OSError as error:
+        if error.errno not in NO_LINKS:
+            raise
+        report_once("hard links", f"{target.parent}: no hard links here ({error.strerror}); files are copied instead")
+        return False
+    return True
+
+
+def not_read(path: Path, error: OSError) -> MtrainError:
+    """The error to raise for a file that cannot be read: damage, unless it is this process that may not read it."""
+    if error.errno not in REFUSED:
+        return CorruptData(f"{path} cannot be read: {error.strerror or error}")
+    if error.errno in (errno.EACCES, errno.EPERM):
+        fix = "its owner allows it with `chmod -R g+rX FOLDER` (or o+rX); or run as the user who wrote it"
+        return BadEnvironment(f"{path} cannot be read: permission denied", f"  fix: {fix}")
+    return BadEnvironment(f"{path} cannot be read: {error.strerror or error}")

@@ -134,10 +134,10 @@ def test_a_rank_hashes_only_what_it_reads_and_that_once(tmp_path: Path) -> None:
         from mtrain.world.init import joined
 
         read, hashed = [], []
-        real_check, real_hash, real_file = hashes.check_entry, hashes.hash_bytes, hashes.hash_file
-        hashes.check_entry = lambda path, entry, data: (
-            read.append((path.name, entry)),
-            real_check(path, entry, data),
+        real_read, real_hash, real_file = hashes.Shard.read, hashes.hash_bytes, hashes.hash_file
+        hashes.Shard.read = lambda shard, name, start, stop: (  # type: ignore[method-assign]
+            read.append((shard.path.name, name)),
+            real_read(shard, name, start, stop),
         )[1]
         hashes.hash_bytes = lambda data: (hashed.append(memoryview(data).nbytes), real_hash(data))[1]
         hashes.hash_file = lambda path: (hashed.append(path.stat().st_size), real_file(path))[1]
@@ -156,7 +156,7 @@ def test_a_rank_hashes_only_what_it_reads_and_that_once(tmp_path: Path) -> None:
         assert expected <= first <= expected + small_files
         assert first < 0.7 * sum(sizes.values()), "a rank of two hashed what the other reads"
         assert len(set(read)) < len(read), "the sample reads the weights again"
-        assert both == first
+        assert both <= first + small_files, "no more than headers is hashed again"
 
 
 def _as_format_1(checkpoint: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import threading
 from pathlib import Path
 
 import pytest
@@ -27,12 +28,11 @@ def run_of(**changes: object) -> RunConfig:
     return resolve(tiny(**changes), LAPTOP)
 
 
-def made(name: str, *steps: int, age_s: float = 0.0, **changes: object) -> Path:
+def made(name: str | None, *steps: int, age_s: float = 0.0, launch: str | None = None, **changes: object) -> Path:
     """A run folder as a run leaves it, with empty committed checkpoints."""
     run = run_of(log__name=name, **changes)
-    with folder.opened(run, folder.plan(run), []):
-        pass
-    home = Path("runs") / name
+    with folder.opened(run, folder.plan(run, launch=launch), [], launch=launch) as owned:
+        home = owned.folder
     (home / "metrics.jsonl").write_text('{"step": 1}\n')
     for step in steps:
         draft = home / "checkpoints/draft"
@@ -251,6 +251,104 @@ def test_a_checkpoint_of_one_run_can_begin_another() -> None:
 @pytest.mark.parametrize("resume", ["latest", "nowhere", "."])
 def test_nothing_to_resume_from_is_said(resume: str) -> None:
     assert refusal(run_of(checkpoint__resume=resume)).problems[0].code == "MT502"
+
+
+TORCHRUN, SLURM = "torchrun 8d21", "slurm 4711"
+
+
+@pytest.mark.parametrize("name", ["a", None])
+def test_one_command_begins_a_run_and_after_a_restart_goes_on_with_it(name: str | None) -> None:
+    run = run_of(log__name=name)
+    first = folder.plan(run, launch=TORCHRUN)
+    assert (first.new, first.checkpoint) == (True, None)
+    home = made(name, 2, 4, launch=TORCHRUN)
+    again = folder.plan(run, launch=TORCHRUN)
+    assert (again.new, again.folder, again.checkpoint) == (False, home, home / "checkpoints/step_00000004")
+    with folder.opened(run, again, [], launch=TORCHRUN) as owned:
+        assert owned.checkpoint == again.checkpoint
+    assert json.loads((home / "env.json").read_text())["launch"] == TORCHRUN
+    assert sorted(path.name for path in home.parent.iterdir()) == [home.name]
+
+
+def test_a_restart_before_the_first_checkpoint_begins_again_in_its_folder() -> None:
+    weights = made("weights", 1)
+    home = made("a", launch=SLURM, checkpoint__init_from=str(weights))
+    again = folder.plan(run_of(log__name="a", checkpoint__init_from=str(weights)), launch=SLURM)
+    assert (again.new, again.folder, again.checkpoint) == (False, home, None)
+    assert again.weights == weights / "checkpoints/step_00000001"
+
+
+@pytest.mark.parametrize("other", [SLURM, None])
+def test_a_launch_does_not_go_on_with_a_named_run_of_another(other: str | None) -> None:
+    made("a", 4, launch=other)
+    with pytest.raises(ConfigError) as caught:
+        folder.plan(run_of(log__name="a"), launch=TORCHRUN)
+    problem = caught.value.problems[0]
+    assert (problem.code, problem.fix) == ("MT501", "checkpoint.resume=auto, or log.name=a-2")
+    assert f"begun by {other or 'hand'} and not by {TORCHRUN}" in problem.rule
+
+
+@pytest.mark.parametrize("launch", [TORCHRUN, None])
+def test_who_asks_for_auto_goes_on_with_a_named_run_whoever_began_it(launch: str | None) -> None:
+    run = run_of(log__name="a", checkpoint__resume="auto")
+    assert folder.plan(run, launch=launch).new
+    home = made("a", 4, launch=SLURM)
+    chosen = folder.plan(run, launch=launch)
+    assert (chosen.new, chosen.checkpoint) == (False, home / "checkpoints/step_00000004")
+
+
+def test_without_a_name_only_a_run_of_the_same_launch_and_configuration_goes_on() -> None:
+    made(None, 2, age_s=30, launch=SLURM)
+    made("by-hand", 4, age_s=20)
+    made("other", 6, age_s=10, launch=TORCHRUN, optim__lr=0.5)
+    assert folder.plan(run_of(), launch=TORCHRUN).new
+    assert folder.plan(run_of()).new, "by hand a run is new unless another thing is said"
+    mine = made("mine", 8, launch=TORCHRUN)
+    found = folder.plan(run_of(), launch=TORCHRUN)
+    assert (found.folder, found.checkpoint) == (mine, mine / "checkpoints/step_00000008")
+
+
+def test_auto_by_hand_goes_on_with_the_newest_run_of_this_configuration_that_was_begun_by_hand() -> None:
+    run = run_of(checkpoint__resume="auto")
+    assert folder.plan(run).new
+    made("launched", 6, launch=SLURM)
+    mine = made("mine", 4, age_s=10)
+    assert folder.plan(run).folder == mine
+
+
+def test_auto_does_not_take_a_folder_of_something_else_for_a_run() -> None:
+    foreign = Path("runs/a")
+    foreign.mkdir(parents=True)
+    (foreign / "notes.txt").write_text("mine")
+    assert refusal(run_of(log__name="a", checkpoint__resume="auto")).problems[0].code == "MT501"
+
+
+def test_a_restart_waits_for_the_processes_that_it_replaces(monkeypatch: pytest.MonkeyPatch) -> None:
+    made("a", 4, launch=TORCHRUN)
+    run = run_of(log__name="a")
+    chosen = folder.plan(run, launch=TORCHRUN)
+    before = folder.opened(run, chosen, [], launch=TORCHRUN)
+    before.__enter__()
+    ending = threading.Timer(0.5, lambda: before.__exit__(None, None, None))
+    ending.start()
+    with folder.opened(run, chosen, [], launch=TORCHRUN) as owned:
+        assert owned.folder == chosen.folder
+    ending.join()
+    monkeypatch.setattr(folder, "RESTART_S", 0.1)
+    with (
+        folder.opened(run, chosen, [], launch=TORCHRUN),
+        pytest.raises(ConfigError, match="in use by"),
+        folder.opened(run, chosen, [], launch=TORCHRUN),
+    ):
+        pass
+
+
+def test_the_word_of_a_resume_is_no_folder_and_is_offered() -> None:
+    from mtrain.cli.complete import _values
+    from mtrain.config.rules import check
+
+    assert [p.code for p in check(run_of(checkpoint__resume="auto")) if p.path == "checkpoint.resume"] == []
+    assert _values("checkpoint.resume", [], "")[:3] == ["auto", "latest", "null"]
 
 
 def test_a_model_larger_than_memory_is_refused_with_numbers_and_what_works() -> None:

@@ -11,9 +11,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
 
-from mtrain.ckpt import folder
+from mtrain.ckpt import folder, shards
 from mtrain.ckpt.store import Checkpoint
 from mtrain.config.dump import run_yaml
 from mtrain.config.peft import PeftConfig
@@ -78,7 +77,7 @@ def export(checkpoint: Checkpoint, out: Path, tokenizer: Path | None = None) -> 
     for i, keys in enumerate(groups, 1):
         name = f"model-{i:05d}-of-{len(groups):05d}.safetensors"
         tensors = {key.removeprefix(folder.MODEL): _merged(checkpoint, key, run) for key in keys}
-        save_file(tensors, draft / name, metadata={"format": "pt", "step": str(checkpoint.step)})
+        shards.write(draft / name, tensors, {"format": "pt", "step": str(checkpoint.step)})
         placed |= dict.fromkeys(tensors, name)
         total_bytes += sum(t.numel() * t.element_size() for t in tensors.values())
         elements += sum(t.numel() for t in tensors.values())

@@ -4,12 +4,12 @@ A checkpoint is a folder `step_00000100` that appears by one rename after everyt
 
     manifest.json          what is in it: tensors and their pieces, sizes and hashes of the files, the trainer's state
     run.yaml               the configuration that made it
-    rank_00000.safetensors the pieces that rank 0 saved, with a hash of each
+    rank_00000.safetensors the pieces that rank 0 saved, with hashes of each, block by block
     frozen_00000.safetensors those of them that no step changes, where adapters are trained: a link to the file of the
                            checkpoint before, so that it is on disk once, and each checkpoint is whole by itself
 
-Tensors are named `model/<key>` and `optim/<state>/<key>`. In format 1 a weight had its bare key and a state that in
-front of it with a dot, and files had one hash each; it is still read.
+Tensors are named `model/<key>` and `optim/<state>/<key>`. Format 2 had one hash of each piece. In format 1 a weight
+had its bare key and a state that in front of it with a dot, and files had one hash each. Both are still read.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ import hashlib
 import json
 import re
 import shutil
+import stat
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any, TypeVar
@@ -28,8 +29,8 @@ from mtrain.config.paths import MANIFEST, RUN_FILE
 from mtrain.errors import CorruptData
 
 T = TypeVar("T")
-FORMAT = 2
-READ = (1, 2)
+FORMAT = 3
+READ = (1, 2, 3)
 STATES_OF_FORMAT_1 = ("exp_avg.", "exp_avg_sq.", "main_weight.", "momentum_buffer.")
 MODEL = "model/"
 """What the names of the model's own tensors begin with."""
@@ -143,6 +144,7 @@ def read_manifest(path: Path, *, verify: bool) -> dict[str, Any]:
 
     Raises:
         CorruptData: no manifest, one that is cut or altered, or a file that is missing or altered, by name.
+        BadEnvironment: a file may not be read.
     """
     file = path / MANIFEST
     try:
@@ -151,10 +153,12 @@ def read_manifest(path: Path, *, verify: bool) -> dict[str, Any]:
         manifest = json.loads(file.read_text())
     except (FileNotFoundError, NotADirectoryError):
         raise CorruptData(f"{path} is not a committed checkpoint: it has no {MANIFEST}") from None
-    except (ValueError, OSError, RecursionError) as error:
+    except OSError as error:
+        raise durable.not_read(file, error) from None
+    except (ValueError, RecursionError) as error:
         raise CorruptData(f"{file} cannot be read: {error}") from None
     if not isinstance(manifest, dict) or manifest.get("format") not in READ:
-        raise CorruptData(f"{file}: not a manifest of format {' or '.join(map(str, READ))}")
+        raise CorruptData(f"{file}: not a manifest of format {', '.join(map(str, READ))}")
     if manifest.get("sha256") != digest({k: v for k, v in manifest.items() if k != "sha256"}):
         raise CorruptData(f"{file}: its content does not match its own hash; it was altered or cut")
     for name, facts in manifest["files"].items():
@@ -174,15 +178,24 @@ def _check_file(root: Path, name: str, facts: dict[str, Any], verify: bool) -> N
     path = root / name
     if Path(name).name != name:
         raise CorruptData(f"{root / MANIFEST}: {name!r} is no plain file name")
-    if not path.is_file():
-        raise CorruptData(f"{path} is missing")
-    size = path.stat().st_size
-    if size != facts["bytes"]:
-        raise CorruptData(f"{path} has {size} bytes, {facts['bytes']} were written")
+    try:
+        status = path.stat()
+    except (FileNotFoundError, NotADirectoryError):
+        raise CorruptData(f"{path} is missing") from None
+    except OSError as error:
+        raise durable.not_read(path, error) from None
+    if not stat.S_ISREG(status.st_mode):
+        raise CorruptData(f"{path} is no file")
+    if status.st_size != facts["bytes"]:
+        raise CorruptData(f"{path} has {status.st_size} bytes, {facts['bytes']} were written")
     if not name.endswith(".safetensors"):
         hashes.check_file(path, facts["sha256"])
     elif verify:
-        hashes.check_shard(path, facts)
+        shard = hashes.checked(path, facts)
+        try:
+            shard.check()
+        finally:
+            shard.close()
 
 
 def digest(body: dict[str, Any]) -> str:

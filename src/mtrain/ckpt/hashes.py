@@ -1,29 +1,67 @@
 """Hashes over everything in a checkpoint's files, each computed at most once in a process. Needs no torch.
 
-A shard is a safetensors file. Its header holds the sha256 of every entry, and the manifest that of the header:
-who reads a few entries hashes the header and those entries, and no byte of the file is left uncovered.
+A shard is a safetensors file. Its header holds the sha256 of every block of every entry, and the manifest that of the
+header: who reads a part of an entry hashes the header and the blocks of that part, and no byte of the file is left
+uncovered. In files of format 2 an entry is one block, and so it is where a header does not say how long blocks are.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
+import os
+import resource
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from math import prod
 from pathlib import Path
 from typing import Any
 
+from mtrain.durable import not_read
 from mtrain.errors import CorruptData
 from mtrain.world.heartbeat import tick
 
 HASHED_BYTES = 1 << 24
+BLOCK_BYTES = 1 << 18
+"""Of an entry are hashed together: who reads less of it reads so much."""
 LENGTH_BYTES = 8
 """A safetensors file begins with the length of its header, little endian."""
-ENTRY_HASHES = "sha256"
-"""Key of the header's metadata: JSON of entry -> sha256."""
+MAX_HEADER_BYTES = 1 << 30
+ENTRY_HASHES, BLOCK_LENGTH = "sha256", "block_bytes"
+"""Keys of the header's metadata: JSON of entry -> hex sha256 of its blocks behind each other, and their length."""
+HEX = 64
+WIDTHS = {
+    **{"F64": 8, "F32": 4, "F16": 2, "BF16": 2, "F8_E4M3": 1, "F8_E5M2": 1, "F8_E8M0": 1, "BOOL": 1},
+    **{"I64": 8, "I32": 4, "I16": 2, "I8": 1, "U64": 8, "U32": 4, "U16": 2, "U8": 1},
+}
+"""Number format -> bytes of one number."""
 
 Identity = tuple[int, int, int, int]
 """A file as long as nobody writes to it, also under another name."""
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A tensor of a shard."""
+
+    dtype: str
+    """As safetensors calls it."""
+    shape: tuple[int, ...]
+    at: int
+    """Where its bytes begin in the file."""
+    nbytes: int
+    hashes: str
+    """Hex sha256 of its blocks behind each other; empty in files that were written before there were any."""
+    block_bytes: int
+
+    @property
+    def sha256(self) -> str:
+        """Hex sha256 of all its bytes; empty where it has several blocks, or no hash."""
+        return self.hashes if len(self.hashes) == HEX else ""
+
+    def blocks(self, start: int, stop: int) -> range:
+        """Numbers of the blocks that bytes [start, stop) lie in."""
+        return range(start // self.block_bytes, -(-stop // self.block_bytes)) if start < stop else range(0)
 
 
 @dataclass(frozen=True)
@@ -33,15 +71,19 @@ class Header:
     sha256: str
     data_at: int
     """Offset of the entries' bytes."""
-    ranges: Mapping[str, tuple[int, int]]
-    """Entry -> where its bytes begin and end behind `data_at`."""
-    hashes: Mapping[str, str]
-    """Entry -> sha256 of its bytes; empty in files that were written before there were any."""
+    entries: Mapping[str, Entry]
 
 
-_headers: dict[Identity, Header] = {}
-_sound: set[tuple[Identity, str]] = set()
-"""Entries that this process has written, or compared with their hash; a whole file as the entry ''."""
+@dataclass
+class _Sound:
+    """What of a file this process has written, or compared with its hash."""
+
+    whole: bool = False
+    blocks: set[tuple[str, int]] = field(default_factory=set)
+    """Entry and number."""
+
+
+_sound: dict[Identity, _Sound] = {}
 
 
 def hash_bytes(data: Any) -> str:
@@ -51,6 +93,24 @@ def hash_bytes(data: Any) -> str:
         whole.update(view[start : start + HASHED_BYTES])
         tick()
     return whole.hexdigest()
+
+
+def hash_blocks(data: Any) -> str:
+    """Hex sha256 of every block of an entry's bytes, behind each other; of no bytes that of one empty block."""
+    view = memoryview(data).cast("B")
+    starts = range(0, max(1, len(view)), BLOCK_BYTES)
+    return "".join(hash_bytes(view[start : start + BLOCK_BYTES]) for start in starts)
+
+
+def room_for(nbytes: int) -> str:
+    """A text as long as the hashes of an entry that has at most `nbytes`."""
+    return "0" * HEX * max(1, -(-nbytes // BLOCK_BYTES))
+
+
+def metadata_of(hashed: Mapping[str, str]) -> dict[str, str]:
+    """The metadata of a shard whose entries have the hashes that `hash_blocks` made."""
+    text = json.dumps(dict(hashed), sort_keys=True, allow_nan=False)
+    return {ENTRY_HASHES: text, BLOCK_LENGTH: str(BLOCK_BYTES)}
 
 
 def hash_file(path: Path) -> str:
@@ -68,102 +128,228 @@ def check_file(path: Path, sha256: str) -> None:
 
     Raises:
         CorruptData: it differs.
+        BadEnvironment: it may not be read.
     """
-    whole = (_identity(path), "")
-    if whole not in _sound:
-        if hash_file(path) != sha256:
-            raise CorruptData(f"{path} is not what was written: its sha256 differs")
-        _sound.add(whole)
+    try:
+        status = path.stat()
+        known = _sound_of(status)
+        if not known.whole:
+            if hash_file(path) != sha256:
+                raise CorruptData(f"{path} is not what was written: its sha256 differs")
+            known.whole = True
+    except OSError as error:
+        raise not_read(path, error) from None
 
 
-def header(path: Path) -> Header:
-    """The header of a shard, not compared with anything.
+class Shard:
+    """A shard that is open for reading, whose header was compared with nothing: `checked` does that.
 
     Raises:
-        CorruptData: there is none.
+        CorruptData: it is no shard.
+        BadEnvironment: it may not be read.
     """
-    identity = _identity(path)
-    if identity not in _headers:
-        _headers[identity] = _read_header(path)
-    return _headers[identity]
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._file: int | None = None
+        self._status = self._open()
+        try:
+            self.header = _read_header(path, self._opened, self._status.st_size)
+        except BaseException:
+            self.close()
+            raise
+
+    @property
+    def is_open(self) -> bool:
+        """Whether it holds a descriptor; reading opens it again."""
+        return self._file is not None
+
+    def close(self) -> None:
+        """Give the descriptor back."""
+        if self._file is not None:
+            os.close(self._file)
+        self._file = None
+
+    def entry(self, name: str) -> Entry:
+        """What the header says of an entry.
+
+        Raises:
+            CorruptData: there is none.
+        """
+        if name not in self.header.entries:
+            raise CorruptData(f"{self.path} lacks {name}")
+        return self.header.entries[name]
+
+    def read(self, name: str, start: int, stop: int) -> memoryview:
+        """Bytes [start, stop) of an entry, whose blocks were compared with their hashes unless they were before.
+
+        Raises:
+            CorruptData: they differ, or cannot be read.
+        """
+        entry, known = self.entry(name), _sound_of(self._status)
+        if not 0 <= start <= stop <= entry.nbytes:
+            raise CorruptData(f"{self.path}: {name} has {entry.nbytes} bytes, and {stop} are asked for")
+        blocks = entry.blocks(start, stop)
+        if not entry.hashes or known.whole or all((name, block) in known.blocks for block in blocks):
+            return self._bytes(entry.at + start, stop - start)
+        first = blocks.start * entry.block_bytes
+        found = self._bytes(entry.at + first, min(blocks.stop * entry.block_bytes, entry.nbytes) - first)
+        for block in blocks:
+            self._compare(name, entry, block, found[block * entry.block_bytes - first :][: entry.block_bytes])
+        known.blocks.update((name, block) for block in blocks)
+        return found[start - first : stop - first]
+
+    def check(self) -> None:
+        """Compare every byte with its hash.
+
+        Raises:
+            CorruptData: one differs, or no hash covers it.
+        """
+        if sum(entry.nbytes for entry in self.header.entries.values()) != self._status.st_size - self.header.data_at:
+            raise CorruptData(f"{self.path} is not what was written: it holds bytes of no entry")
+        known = _sound_of(self._status)
+        for name, entry in self.header.entries.items():
+            for block in entry.blocks(0, entry.nbytes) if not known.whole else ():
+                start = block * entry.block_bytes
+                self.read(name, start, min(start + entry.block_bytes, entry.nbytes))
+
+    def take_as_sound(self) -> None:
+        """Compare nothing of it any more."""
+        _sound_of(self._status).whole = True
+
+    @property
+    def nbytes(self) -> int:
+        """Size of the file."""
+        return self._status.st_size
+
+    def _compare(self, name: str, entry: Entry, block: int, data: memoryview) -> None:
+        if hash_bytes(data) != entry.hashes[block * HEX : (block + 1) * HEX]:
+            raise CorruptData(f"{self.path} is not what was written: the sha256 of {name} differs")
+
+    def _open(self) -> os.stat_result:
+        try:
+            self._file = os.open(self.path, os.O_RDONLY | os.O_CLOEXEC)
+            return os.fstat(self._file)
+        except OSError as error:
+            raise not_read(self.path, error) from None
+
+    @property
+    def _opened(self) -> int:
+        if self._file is None and _identity(self._open()) != _identity(self._status):
+            raise CorruptData(f"{self.path} was written to while it was read")
+        assert self._file is not None
+        return self._file
+
+    def _bytes(self, at: int, size: int) -> memoryview:
+        return memoryview(read_at(self.path, self._opened, at, size))
 
 
-def check_header(path: Path, facts: Mapping[str, Any]) -> Header:
-    """The header of a shard as the manifest's `facts` of the file say it was written; a file of the first format is
-    compared as a whole.
+class Files:
+    """The shards of a checkpoint by name, opened when they are first asked for; of many, a part is open at a time."""
+
+    def __init__(self, root: Path, facts: Mapping[str, Any]) -> None:
+        self._root, self._facts = root, facts
+        self._shards: dict[str, Shard] = {}
+        self._open: list[str] = []
+        """Those that hold a descriptor, the one that was opened first in front."""
+        self._most = max(8, resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 2)
+
+    def __getitem__(self, name: str) -> Shard:
+        """A shard whose header is what was written.
+
+        Raises:
+            CorruptData: it is none of the checkpoint's, or not what was written.
+            BadEnvironment: it may not be read.
+        """
+        if name not in self._shards:
+            if name not in self._facts:
+                raise CorruptData(f"{self._root / name} is none of the checkpoint's files")
+            self._shards[name] = checked(self._root / name, self._facts[name])
+            self._open.append(name)
+        elif not self._shards[name].is_open:
+            self._open.append(name)
+        while len(self._open) > self._most:
+            self._shards[self._open.pop(0)].close()
+        return self._shards[name]
+
+
+def read_at(path: Path, file: int, at: int, size: int) -> bytearray:
+    """Bytes of an open file.
 
     Raises:
-        CorruptData: it differs.
+        CorruptData: it ends before, or the disk gives an error.
+    """
+    out, done = bytearray(size), 0
+    try:
+        while done < size:
+            count = os.preadv(file, [memoryview(out)[done : done + HASHED_BYTES]], at + done)
+            if not count:
+                raise CorruptData(f"{path} is not what was written: it is cut")
+            done += count
+            tick()
+    except OSError as error:
+        raise not_read(path, error) from None
+    return out
+
+
+def checked(path: Path, facts: Mapping[str, Any]) -> Shard:
+    """Open a shard whose header is as the manifest's `facts` of the file say it was written; a file of the first
+    format is compared as a whole.
+
+    Raises:
+        CorruptData: it differs, or is no shard.
+        BadEnvironment: it may not be read.
     """
     if "header_sha256" not in facts:
         check_file(path, facts["sha256"])
-        return header(path)
-    found = header(path)
-    if found.sha256 != facts["header_sha256"]:
+    shard = Shard(path)
+    if shard.header.sha256 != facts.get("header_sha256", shard.header.sha256):
+        shard.close()
         raise CorruptData(f"{path} is not what was written: the sha256 of its header differs")
-    return found
+    return shard
 
 
-def check_entry(path: Path, entry: str, data: Any) -> None:
-    """Compare the bytes of an entry, of a shard whose header was checked, with their hash.
-
-    Raises:
-        CorruptData: they differ.
-    """
-    known = (_identity(path), entry)
-    expected = header(path).hashes.get(entry)
-    if expected is not None and known not in _sound:
-        if hash_bytes(data) != expected:
-            raise CorruptData(f"{path} is not what was written: the sha256 of {entry} differs")
-        _sound.add(known)
+def wrote(path: Path) -> dict[str, Any]:
+    """Take a shard that this process has just written as sound; returns what a manifest says of the file."""
+    shard = Shard(path)
+    shard.take_as_sound()
+    shard.close()
+    return {"bytes": shard.nbytes, "header_sha256": shard.header.sha256}
 
 
-def check_shard(path: Path, facts: Mapping[str, Any]) -> None:
-    """Compare every byte of a shard with its hash.
-
-    Raises:
-        CorruptData: one differs, or no hash covers it.
-    """
-    found = check_header(path, facts)
-    if "header_sha256" not in facts:
-        return
-    if sum(stop - start for start, stop in found.ranges.values()) != path.stat().st_size - found.data_at:
-        raise CorruptData(f"{path} is not what was written: it holds bytes of no entry")
-    with path.open("rb") as f:
-        for entry, (start, stop) in found.ranges.items():
-            if (_identity(path), entry) not in _sound:
-                f.seek(found.data_at + start)
-                check_entry(path, entry, f.read(stop - start))
+def _sound_of(status: os.stat_result) -> _Sound:
+    return _sound.setdefault(_identity(status), _Sound())
 
 
-def wrote(path: Path) -> str:
-    """Take every entry of a shard that this process has just written as sound; returns the hash of its header."""
-    found, identity = header(path), _identity(path)
-    _sound.update((identity, entry) for entry in found.hashes)
-    return found.sha256
-
-
-def _identity(path: Path) -> Identity:
-    try:
-        s = path.stat()
-    except OSError as error:
-        raise CorruptData(f"{path} cannot be read: {error.strerror}") from None
+def _identity(s: os.stat_result) -> Identity:
     return s.st_dev, s.st_ino, s.st_size, s.st_mtime_ns
 
 
-def _read_header(path: Path) -> Header:
-    size = path.stat().st_size
+def _read_header(path: Path, file: int, size: int) -> Header:
+    first = bytes(read_at(path, file, 0, min(size, LENGTH_BYTES)))
+    length = int.from_bytes(first, "little")
+    if len(first) < LENGTH_BYTES or length > min(size - LENGTH_BYTES, MAX_HEADER_BYTES):
+        raise CorruptData(f"{path} is not what was written: its header is cut")
+    text, data_at = bytes(read_at(path, file, LENGTH_BYTES, length)), LENGTH_BYTES + length
     try:
-        with path.open("rb") as f:
-            first = f.read(LENGTH_BYTES)
-            length = int.from_bytes(first, "little")
-            if len(first) < LENGTH_BYTES or length > size - LENGTH_BYTES:
-                raise CorruptData(f"{path} is not what was written: its header is cut")
-            text = f.read(length)
         body = json.loads(text)
         metadata = body.pop("__metadata__", {})
-        ranges = {name: (int(start), int(stop)) for name, e in body.items() for start, stop in [e["data_offsets"]]}
-        hashes = {str(k): str(v) for k, v in json.loads(metadata.get(ENTRY_HASHES, "{}")).items()}
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        hashes = json.loads(metadata.get(ENTRY_HASHES, "{}"))
+        block_bytes = max(0, int(metadata.get(BLOCK_LENGTH, 0)))
+        entries = {name: _entry(e, data_at, str(hashes.get(name, "")), block_bytes) for name, e in body.items()}
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise CorruptData(f"{path} is not what was written: its header cannot be read ({error})") from None
-    return Header(hash_bytes(first + text), LENGTH_BYTES + length, ranges, hashes)
+    for name, entry in entries.items():
+        needed = len(entry.blocks(0, entry.nbytes)) or 1
+        if entry.at + entry.nbytes > size or (entry.hashes and len(entry.hashes) != HEX * needed):
+            raise CorruptData(f"{path} is not what was written: its header does not describe {name}")
+    return Header(hash_bytes(first + text), data_at, entries)
+
+
+def _entry(found: Mapping[str, Any], data_at: int, hashes: str, block_bytes: int) -> Entry:
+    start, stop = map(int, found["data_offsets"])
+    shape = tuple(map(int, found["shape"]))
+    nbytes = stop - start
+    if start < 0 or min(shape, default=0) < 0 or nbytes != prod(shape) * WIDTHS[found["dtype"]]:
+        raise ValueError("a tensor has another size than its shape")
+    return Entry(found["dtype"], shape, data_at + start, nbytes, hashes, block_bytes or max(1, nbytes))

@@ -1,12 +1,14 @@
-"""Boxes of tensors put together from the pieces that a checkpoint holds: torch's tensors and numpy's arrays alike.
+"""Which elements of which pieces make up a box of a tensor: torch's tensors and numpy's arrays alike. Needs no torch.
 
-Needs no torch.
+Elements are counted in row-major order. Memory on both sides is a flat range of a box, so that what two of them share
+falls into a few boxes, each with a stride for every axis there and here.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
-from itertools import pairwise
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from itertools import product
 from math import prod
 from typing import Any
 
@@ -14,73 +16,147 @@ from mtrain.errors import CorruptData
 
 Piece = dict[str, Any]
 """As a manifest describes it: file, entry, offset and shape of a box, and its flat range where it is not whole."""
+Numbers = tuple[int, ...]
 
 
-def assemble(
-    box: Any,
-    offset: tuple[int, ...],
-    pieces: Iterable[Piece],
-    read: Callable[[Piece], Any],
-    join: Callable[[list[Any]], Any],
-    what: str,
-) -> None:
-    """Fill `box`, which lies at `offset` in its tensor, from the pieces that meet it.
+@dataclass(frozen=True)
+class Region:
+    """Elements of a tensor that lie behind each other in memory: a box, or the range `flat` of it."""
+
+    offset: Numbers
+    shape: Numbers
+    flat: tuple[int, int] | None = None
+
+    @property
+    def size(self) -> int:
+        """How many they are."""
+        return prod(self.shape) if self.flat is None else self.flat[1] - self.flat[0]
+
+
+@dataclass(frozen=True)
+class Part:
+    """A box that a piece and the wanted region share."""
+
+    piece: Piece
+    start: int
+    """First element to read, counted in the piece."""
+    stop: int
+    """Behind the last one."""
+    shape: Numbers
+    there: Numbers
+    """Stride of each axis in what is read, in elements."""
+    at: int
+    """Where the box begins in the memory of the wanted region."""
+    here: Numbers
+    """Stride of each axis there."""
+
+
+def parts(wanted: Region, pieces: Iterable[Piece], limit: int, what: str) -> Iterator[Part]:
+    """What to read of `pieces`, and where it goes, so that the memory of `wanted` is filled.
 
     Args:
-        box: what is filled.
-        offset: where it lies.
-        pieces: of its tensor.
-        read: the numbers of a piece.
-        join: flat ranges behind each other.
+        wanted: what is to be filled.
+        pieces: of its tensor; one that is there twice counts once.
+        limit: elements to read at once, about.
         what: what the message of an error begins with.
 
     Raises:
-        CorruptData: they do not cover it.
+        CorruptData: they do not make it up; after the last part.
     """
-    covered = 0
-    for held, source in _boxes(box, offset, pieces, read, join, what):
-        covered += _copy_overlap(box, offset, source, held["offset"])
-    size = prod(box.shape)
-    if covered != size:
-        raise CorruptData(f"{what} cover {covered} of {size} elements of a box")
+    covered, boxes = 0, list(_boxes(wanted))
+    for (offset, shape, flat), piece in _meeting(wanted, pieces).items():
+        held = Region(offset, shape, (flat[0], flat[1]) if flat else None)
+        for (at, mine), (start, theirs) in product(boxes, list(_boxes(held))):
+            if _meet(mine.offset, mine.shape, theirs.offset, theirs.shape):
+                shared = _shared(mine, theirs)
+                covered += shared.size
+                yield from _cut(piece, shared, (start, theirs), (at, mine), limit)
+    if covered != wanted.size:
+        raise CorruptData(f"{what} cover {covered} of {wanted.size} elements of a box")
 
 
-def _boxes(
-    box: Any,
-    offset: tuple[int, ...],
-    pieces: Iterable[Piece],
-    read: Callable[[Piece], Any],
-    join: Callable[[list[Any]], Any],
-    what: str,
-) -> Iterator[tuple[Piece, Any]]:
-    """Each stored box that meets the one that is asked for, put together from its flat ranges where it was cut."""
-    boxes: dict[tuple[Any, Any], list[Piece]] = {}
+def _meeting(wanted: Region, pieces: Iterable[Piece]) -> dict[tuple[Numbers, Numbers, Numbers], Piece]:
+    """Pieces that may share elements with `wanted`, by offset, shape and flat range; of a thousand most do not."""
+    offset, shape, flat = list(wanted.offset), list(wanted.shape), wanted.flat
+    found = {}
     for piece in pieces:
-        if _meets(offset, box.shape, piece["offset"], piece["shape"]):
-            boxes.setdefault((tuple(piece["offset"]), tuple(piece["shape"])), []).append(piece)
-    for (_, shape), found in boxes.items():
-        if found[0]["flat"] is None:
-            yield found[0], read(found[0]).reshape(shape)
+        range_of = piece["flat"]
+        if piece["offset"] == offset and piece["shape"] == shape:
+            if flat and range_of and (range_of[1] <= flat[0] or flat[1] <= range_of[0]):
+                continue
+        elif not _meet(wanted.offset, wanted.shape, piece["offset"], piece["shape"]):
             continue
-        found.sort(key=lambda piece: piece["flat"][0])
-        bounds, size = [piece["flat"] for piece in found], prod(shape)
-        flat = join([read(piece) for piece in found])
-        joined = all(a[1] == b[0] for a, b in pairwise(bounds))
-        if not joined or bounds[0][0] != 0 or prod(flat.shape) != size:
-            raise CorruptData(f"{what}: flat pieces do not cover a box of {size} elements")
-        yield found[0], flat.reshape(shape)
+        found[tuple(piece["offset"]), tuple(piece["shape"]), tuple(range_of or ())] = piece
+    return found
 
 
-def _meets(a: Iterable[int], a_shape: Iterable[int], b: Iterable[int], b_shape: Iterable[int]) -> bool:
+def _boxes(region: Region) -> Iterator[tuple[int, Region]]:
+    """The boxes that a region consists of, each with the place in its memory: a few, as a range begins and ends
+    within rows.
+    """
+    if region.flat is None:
+        yield 0, region
+        return
+    lo, hi = region.flat
+    for offset, shape in _ranges(region.shape, lo, hi):
+        place = sum(o * s for o, s in zip(offset, _strides(region.shape), strict=True)) - lo
+        yield place, Region(tuple(a + b for a, b in zip(region.offset, offset, strict=True)), shape)
+
+
+def _ranges(shape: Numbers, lo: int, hi: int) -> Iterator[tuple[Numbers, Numbers]]:
+    """Offset and shape of the boxes that elements [lo, hi) of a box consist of."""
+    if not shape:
+        if lo < hi:
+            yield (), ()
+        return
+    row = prod(shape[1:])
+    first, last = -(-lo // row), hi // row
+    if first > last:  # within one row
+        yield from _of_row(shape, last, lo - last * row, hi - last * row)
+        return
+    if lo < first * row:
+        yield from _of_row(shape, first - 1, lo - (first - 1) * row, row)
+    if first < last:
+        yield (first, *(0,) * (len(shape) - 1)), (last - first, *shape[1:])
+    if last * row < hi:
+        yield from _of_row(shape, last, 0, hi - last * row)
+
+
+def _of_row(shape: Numbers, row: int, lo: int, hi: int) -> Iterator[tuple[Numbers, Numbers]]:
+    for offset, inner in _ranges(shape[1:], lo, hi):
+        yield (row, *offset), (1, *inner)
+
+
+def _strides(shape: Numbers) -> Numbers:
+    return tuple(prod(shape[axis + 1 :]) for axis in range(len(shape)))
+
+
+def _meet(a: Numbers, a_shape: Numbers, b: Iterable[int], b_shape: Iterable[int]) -> bool:
     return all(x < y + m and y < x + n for x, n, y, m in zip(a, a_shape, b, b_shape, strict=True))
 
 
-def _copy_overlap(box: Any, offset: tuple[int, ...], source: Any, at: list[int]) -> int:
-    """Copy the part of `source` (a box at `at`) that lies in `box` (at `offset`); returns its elements."""
-    here, there = [], []
-    for o, n, a, m in zip(offset, box.shape, at, source.shape, strict=True):
-        lo, hi = max(o, a), min(o + n, a + m)
-        here.append(slice(lo - o, hi - o))
-        there.append(slice(lo - a, hi - a))
-    box[(*here, ...)] = source[(*there, ...)]
-    return prod(part.stop - part.start for part in here)
+def _shared(a: Region, b: Region) -> Region:
+    lo = tuple(map(max, a.offset, b.offset))
+    ends = (min(x + n, y + m) for x, n, y, m in zip(a.offset, a.shape, b.offset, b.shape, strict=True))
+    return Region(lo, tuple(end - start for start, end in zip(lo, ends, strict=True)))
+
+
+def _cut(
+    piece: Piece, shared: Region, theirs: tuple[int, Region], mine: tuple[int, Region], limit: int
+) -> Iterator[Part]:
+    """A shared box in parts of at most `limit` elements to read."""
+    (start, box), (at, target) = theirs, mine
+    there, here = _strides(box.shape), _strides(target.shape)
+    span = 1 + sum((n - 1) * stride for n, stride in zip(shared.shape, there, strict=True))
+    axis = next((axis for axis, n in enumerate(shared.shape) if n > 1), None)
+    if span > limit and axis is not None:
+        step = max(1, limit // there[axis])
+        end = shared.offset[axis] + shared.shape[axis]
+        for first in range(shared.offset[axis], end, step):
+            offset = (*shared.offset[:axis], first, *shared.offset[axis + 1 :])
+            shape = (*shared.shape[:axis], min(step, end - first), *shared.shape[axis + 1 :])
+            yield from _cut(piece, Region(offset, shape), theirs, mine, limit)
+        return
+    start += sum((o - p) * s for o, p, s in zip(shared.offset, box.offset, there, strict=True))
+    at += sum((o - p) * s for o, p, s in zip(shared.offset, target.offset, here, strict=True))
+    yield Part(piece, start, start + span, shared.shape, there, at, here)

@@ -6,6 +6,7 @@ import random
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ import torch
 import torch.distributed as dist
 
 from mtrain.ckpt import folder, store
+from mtrain.ckpt.meeting import Meeting
 from mtrain.config.dump import run_yaml
 from mtrain.config.run import RunConfig
 from mtrain.errors import warn
@@ -65,14 +67,22 @@ def save(root: Path, run: RunConfig, world: World, state: TrainState, data_facts
         "digest": run.digest(),
         "data": data_facts,
     }
-    ranks = store.Ranks(world.rank, world.size, dist.barrier)
+    ranks, prune = meeting_of(world, run), partial(_prune, root, run.checkpoint.keep)
     with sharding.gathered(state.chunks):
         rng, text = rng_tensors(world), run_yaml(run.recorded())
-        path = store.save(root, state.step, shards, rng, facts, text, ranks, state.frozen)
-    if world.is_rank0:
-        _prune(root, run.checkpoint.keep)
+        path = store.save(root, state.step, shards, rng, facts, text, ranks, state.frozen, prune)
     begin_phase("after save")
     return path
+
+
+def meeting_of(world: World, run: RunConfig) -> Meeting:
+    """How the ranks of a world wait for each other where a checkpoint is saved or read."""
+    return Meeting(world.store, world.rank, world.size, run.checkpoint.barrier_timeout_s)
+
+
+def opened(path: Path, run: RunConfig, world: World) -> store.Checkpoint:
+    """A checkpoint that all ranks open together; see `store.Checkpoint.open_together`."""
+    return store.Checkpoint.open_together(path, meeting_of(world, run))
 
 
 def _prune(root: Path, keep: int | None) -> None:

@@ -8,34 +8,33 @@ reads need not be the layout that wrote.
 from __future__ import annotations
 
 import json
-import os
 import shutil
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
+from math import prod
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
+from safetensors import SafetensorError
 
-from mtrain import durable, units
-from mtrain.ckpt import folder, hashes
-from mtrain.ckpt.pieces import assemble
-from mtrain.errors import CorruptData, TrainingError
+from mtrain import durable, strict_json, units
+from mtrain.ckpt import folder, hashes, shards
+from mtrain.ckpt.meeting import Meeting, alive
+from mtrain.ckpt.pieces import Region, parts
+from mtrain.errors import BadEnvironment, CorruptData, MtrainError, TrainingError
 from mtrain.mcore.sharding import TensorShard
 from mtrain.world.heartbeat import tick
 
-
-@dataclass(frozen=True)
-class Ranks:
-    """What saving needs of the other ranks."""
-
-    rank: int
-    size: int
-    barrier: Callable[[], None]
+READ_BYTES = 16 << 20
+"""Read at once."""
+IN_TORCH = {
+    **{"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "BOOL": torch.bool},
+    **{"F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2, "F8_E8M0": torch.float8_e8m0fnu},
+    **{"I64": torch.int64, "I32": torch.int32, "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8},
+}
+"""Number format as safetensors names it -> as torch does."""
 
 
 @dataclass
@@ -56,40 +55,68 @@ def save(
     extra: dict[str, torch.Tensor],
     state: dict[str, Any],
     run_yaml: str,
-    ranks: Ranks,
+    ranks: Meeting,
     frozen: Frozen | None = None,
+    committed: Callable[[], None] = lambda: None,
 ) -> Path:
     """Write a checkpoint together with all other ranks and commit it.
 
     `shards` are this rank's tensors, of which it saves the primary ones; `extra` are tensors of this rank alone (its
     generators); `state` is the same on all ranks and goes into the manifest. `frozen` tensors are saved too, and
     remembered for the next time. Until the rename at the end the folder has a name that no reader takes for a
-    checkpoint.
+    checkpoint. `committed` is what rank 0 does behind it, while the others wait.
+
+    A rank touches files of its own; rank 0 touches those of all, once. The ranks meet in the store, so none of them
+    waits in a collective of the device for a slow disk.
 
     Raises:
-        TrainingError: the disk is full or not writable; nothing that was committed before is touched.
+        TrainingError: the disk is full or not writable, on all ranks; nothing that was committed before is touched.
     """
     final, draft = root / folder.folder_name(step), folder.draft_of(root, step)
-    with _says_what_is_missing(draft):
-        if ranks.rank == 0:
-            shutil.rmtree(draft, ignore_errors=True)
-            draft.mkdir(parents=True)
-            durable.sync(root.parent)
-            (draft / folder.RUN_FILE).write_text(run_yaml)
-            durable.sync(draft / folder.RUN_FILE)
-        ranks.barrier()
+
+    def write() -> None:
         written = [_write_shard(draft / folder.shard_name(ranks.rank), shards, extra)]
         if frozen is not None:
             written.append(_keep_frozen(draft, frozen, ranks.rank))
         folder.write_json(draft / f"rank_{ranks.rank:05d}.json", {"written": written})
-        ranks.barrier()
-        if ranks.rank == 0:
-            merged = _merge(draft, ranks.size)
-            folder.commit(draft, final, {"step": step, "ranks": ranks.size, "state": state, **merged})
-        ranks.barrier()
+
+    def commit() -> None:
+        folder.commit(draft, final, {"step": step, "ranks": ranks.size, "state": state, **_merge(draft, ranks.size)})
+        committed()
+
+    _together(ranks, draft, lambda: _begin(draft, run_yaml), alone=True)
+    _together(ranks, draft, write)
+    _together(ranks, draft, commit, alone=True)
     if frozen is not None:
         frozen.path = final / folder.frozen_name(ranks.rank)
     return final
+
+
+def _begin(draft: Path, run_yaml: str) -> None:
+    shutil.rmtree(draft, ignore_errors=True)
+    draft.mkdir(parents=True)
+    durable.sync(draft.parent.parent)
+    durable.write(draft / folder.RUN_FILE, run_yaml.encode())
+
+
+def _together(ranks: Meeting, draft: Path, work: Callable[[], None], *, alone: bool = False) -> None:
+    """Work, on rank 0 where it is `alone`, and wait for the others: what the disk refuses one ends all."""
+    problem = ""
+    if ranks.rank == 0 or not alone:
+        try:
+            with alive(ranks.timeout_s):
+                work()
+        except (OSError, SafetensorError) as error:
+            existing = next(p for p in (draft, *draft.parents) if p.exists())
+            free = units.bytes_(shutil.disk_usage(existing).free)
+            problem = f"the checkpoint {draft} cannot be written ({free} free): {error}"
+    problem = ranks.barrier(problem)
+    if problem:
+        if ranks.rank == 0:
+            shutil.rmtree(draft, ignore_errors=True)
+        failed = TrainingError(problem)
+        failed.shared = True
+        raise failed
 
 
 def _keep_frozen(draft: Path, frozen: Frozen, rank: int) -> dict[str, Any]:
@@ -97,32 +124,20 @@ def _keep_frozen(draft: Path, frozen: Frozen, rank: int) -> dict[str, Any]:
     path = draft / folder.frozen_name(rank)
     if frozen.index is not None and frozen.path is not None:
         try:
-            os.link(frozen.path, path)
-            if path.stat().st_size == frozen.index["file"]["bytes"]:
-                return frozen.index
-            path.unlink()
-        except OSError:  # it is gone, or this file system has no links
+            if durable.linked(frozen.path, path):
+                if path.stat().st_size == frozen.index["file"]["bytes"]:
+                    return frozen.index
+                path.unlink()
+        except OSError:  # it is gone
             path.unlink(missing_ok=True)
     frozen.index = _write_shard(path, frozen.shards, {})
     return frozen.index
 
 
-@contextmanager
-def _says_what_is_missing(draft: Path) -> Iterator[None]:
-    """A disk that is full or not writable, in words; what was written is removed."""
-    try:
-        yield
-    except (OSError, SafetensorError) as error:
-        shutil.rmtree(draft, ignore_errors=True)
-        existing = next(p for p in (draft, *draft.parents) if p.exists())
-        free = units.bytes_(shutil.disk_usage(existing).free)
-        raise TrainingError(f"the checkpoint {draft} cannot be written ({free} free): {error}") from None
-
-
-def _write_shard(path: Path, shards: Iterable[TensorShard], extra: dict[str, torch.Tensor]) -> dict[str, Any]:
+def _write_shard(path: Path, own: Iterable[TensorShard], extra: dict[str, torch.Tensor]) -> dict[str, Any]:
     tensors: dict[str, torch.Tensor] = {}
     pieces: list[dict[str, Any]] = []
-    for shard in shards:
+    for shard in own:
         if not shard.primary:
             continue
         tick()
@@ -141,18 +156,11 @@ def _write_shard(path: Path, shards: Iterable[TensorShard], extra: dict[str, tor
             }
         )
     tensors |= {f"rank/{key}": value.cpu().contiguous() for key, value in extra.items()}
-    hashed = {entry: hashes.hash_bytes(_bytes(tensor)) for entry, tensor in tensors.items()}
+    hashed = {entry: hashes.hash_blocks(_bytes(tensor)) for entry, tensor in tensors.items()}
     # Two shards may be the same memory (a tied weight): safetensors wants each entry to own its bytes.
-    save_file(
-        _unshared(tensors), path, metadata={hashes.ENTRY_HASHES: json.dumps(hashed, sort_keys=True, allow_nan=False)}
-    )
-    tick()
+    shards.write(path, _unshared(tensors), hashes.metadata_of(hashed))
     durable.sync(path)
-    tick()
-    return {
-        "pieces": pieces,
-        "file": {"name": path.name, "bytes": path.stat().st_size, "header_sha256": hashes.wrote(path)},
-    }
+    return {"pieces": pieces, "file": {"name": path.name, **hashes.wrote(path)}}
 
 
 def _bytes(tensor: torch.Tensor) -> Any:
@@ -201,8 +209,33 @@ class Checkpoint:
 
         Raises:
             CorruptData: no manifest, one that is cut or altered, or a file that is missing or altered, by name.
+            BadEnvironment: a file may not be read.
         """
         return cls(path, folder.read_manifest(path, verify=verify))
+
+    @classmethod
+    def open_together(cls, path: Path, ranks: Meeting) -> Checkpoint:
+        """Open it on every rank: rank 0 reads the manifest and looks for the files, and tells the others.
+
+        What is read later is compared with its hash then.
+
+        Raises:
+            CorruptData, BadEnvironment: as `open`, the same on every rank.
+        """
+        told: dict[str, Any] = {}
+        if ranks.rank == 0:
+            try:
+                with alive(ranks.timeout_s):
+                    told = {"manifest": folder.read_manifest(path, verify=False)}
+            except (CorruptData, BadEnvironment) as error:
+                told = {"refused": type(error).__name__, "lines": str(error).split("\n")}
+        told = json.loads(ranks.tell(strict_json.dumps(told)))
+        if "refused" in told:
+            kinds: dict[str, type[MtrainError]] = {"CorruptData": CorruptData, "BadEnvironment": BadEnvironment}
+            refused = kinds[told["refused"]](*told["lines"])
+            refused.shared = True
+            raise refused
+        return cls(path, told["manifest"])
 
     @property
     def step(self) -> int:
@@ -246,15 +279,15 @@ class Checkpoint:
         name, reader = folder.shard_name(rank), self._reader
         if name not in self.manifest["files"]:
             return {}
-        entries = [entry for entry in reader.file(name).keys() if entry.startswith("rank/")]  # noqa: SIM118
-        return {entry.removeprefix("rank/"): reader.read(name, entry) for entry in entries}
+        entries = [entry for entry in reader.files[name].header.entries if entry.startswith("rank/")]
+        return {entry.removeprefix("rank/"): reader.whole(name, entry) for entry in entries}
 
 
 class _Reader:
     def __init__(self, checkpoint: Checkpoint) -> None:
         self.root, manifest = checkpoint.path, checkpoint.manifest
-        self.tensors, self.facts = manifest["tensors"], manifest["files"]
-        self.files: dict[str, Any] = {}
+        self.tensors = manifest["tensors"]
+        self.files = hashes.Files(self.root, manifest["files"])
 
     def fill(self, shard: TensorShard) -> None:
         entry = self.tensors.get(shard.key)
@@ -262,50 +295,33 @@ class _Reader:
             raise CorruptData(f"{self.root} has no tensor {shard.key}")
         if tuple(entry["shape"]) != shard.global_shape:
             raise CorruptData(f"{self.root}: {shard.key} has shape {entry['shape']}, not {list(shard.global_shape)}")
-        exact = self._exact(entry, shard)
-        if exact is not None:
-            shard.tensor.copy_(exact.view(shard.tensor.shape))
-            return
-        box, what = torch.empty(shard.shape, dtype=shard.tensor.dtype), f"{self.root}: the pieces of {shard.key}"
-        assemble(box, shard.offset, entry["pieces"], self._read, torch.cat, what)
-        values = box.view(-1)[shard.flat[0] : shard.flat[1]] if shard.flat else box
-        shard.tensor.copy_(values.reshape(shard.tensor.shape))
+        wanted = Region(shard.offset, shard.shape, shard.flat)
+        memory = torch.empty(wanted.size, dtype=shard.tensor.dtype)
+        what, limit = f"{self.root}: the pieces of {shard.key}", READ_BYTES // shard.tensor.element_size()
+        for part in parts(wanted, entry["pieces"], limit, what):
+            tick()
+            found = self.elements(part.piece, part.start, part.stop).as_strided(part.shape, part.there)
+            memory.as_strided(part.shape, part.here, part.at).copy_(found)
+        shard.tensor.copy_(memory.view(shard.tensor.shape))
 
-    def _exact(self, entry: dict[str, Any], shard: TensorShard) -> torch.Tensor | None:
-        """The one piece that is this shard, or that a flat shard lies in: the common case of the same layout."""
-        for piece in entry["pieces"]:
-            if tuple(piece["offset"]) != shard.offset or tuple(piece["shape"]) != shard.shape:
-                continue
-            if piece["flat"] is None:
-                tensor = self._read(piece)
-                return tensor.view(-1)[shard.flat[0] : shard.flat[1]] if shard.flat else tensor
-            if shard.flat and piece["flat"][0] <= shard.flat[0] and shard.flat[1] <= piece["flat"][1]:
-                lo = piece["flat"][0]
-                return self._read(piece)[shard.flat[0] - lo : shard.flat[1] - lo]
-        return None
+    def elements(self, piece: Mapping[str, Any], start: int, stop: int) -> torch.Tensor:
+        """Elements [start, stop) of a piece."""
+        held = self.files[piece["file"]].entry(piece["entry"])
+        size = prod(piece["shape"]) if piece["flat"] is None else piece["flat"][1] - piece["flat"][0]
+        if prod(held.shape) != size:
+            where = f"{self.root / piece['file']}: {piece['entry']}"
+            raise CorruptData(f"{where} has shape {list(held.shape)}, and the manifest says {size} elements")
+        return self._read(piece["file"], piece["entry"], start, stop)
 
-    def _read(self, piece: dict[str, Any]) -> torch.Tensor:
-        return self.read(piece["file"], piece["entry"])
+    def whole(self, name: str, entry: str) -> torch.Tensor:
+        """An entry of a shard."""
+        shape = self.files[name].entry(entry).shape
+        return self._read(name, entry, 0, prod(shape)).view(shape)
 
-    def read(self, name: str, entry: str) -> torch.Tensor:
-        """One entry of a shard, compared with its hash unless this process did that before."""
-        path = self.root / name
-        try:
-            tensor: torch.Tensor = self.file(name).get_tensor(entry)
-        except (SafetensorError, OSError) as error:
-            raise CorruptData(f"{path}: {entry} cannot be read: {error}") from None
-        hashes.check_entry(path, entry, _bytes(tensor))
-        return tensor
-
-    def file(self, name: str) -> Any:
-        """A shard, open, whose header is what was written."""
-        path = self.root / name
-        if name not in self.files:
-            if name not in self.facts:
-                raise CorruptData(f"{path} is none of the checkpoint's files")
-            hashes.check_header(path, self.facts[name])
-            try:
-                self.files[name] = safe_open(path, framework="pt")
-            except (SafetensorError, OSError) as error:
-                raise CorruptData(f"{path} cannot be read: {error}") from None
-        return self.files[name]
+    def _read(self, name: str, entry: str, start: int, stop: int) -> torch.Tensor:
+        shard = self.files[name]
+        dtype = IN_TORCH.get(shard.entry(entry).dtype)
+        if dtype is None:
+            raise CorruptData(f"{shard.path}: {entry} has numbers of kind {shard.entry(entry).dtype}")
+        data = shard.read(entry, start * dtype.itemsize, stop * dtype.itemsize)
+        return torch.frombuffer(data, dtype=dtype) if len(data) else torch.empty(0, dtype=dtype)

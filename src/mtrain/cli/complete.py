@@ -9,7 +9,7 @@ from itertools import pairwise
 from pathlib import Path
 
 from mtrain.cli.verbs import FLAGS, VERBS
-from mtrain.config.paths import choices_of_group, config_dirs, group_names, recipe_names
+from mtrain.config.paths import RESUME_WORDS, choices_of_group, config_dirs, group_names, recipe_names
 from mtrain.errors import say
 
 NAMED = ("show", "diff", "lock", "export")
@@ -129,7 +129,7 @@ def _values(key: str, groups: list[str], value: str) -> list[str]:
     if key == "run":
         return [*(f"{folder}/run.yaml" for folder in _runs()), *_locks()]
     if key == "checkpoint.resume":
-        return ["latest", "null", *_runs(), *_checkpoints()]
+        return [*RESUME_WORDS, "null", *_runs(), *_checkpoints()]
     from mtrain.config.describe import type_of
     from mtrain.config.keys import choices_of
 

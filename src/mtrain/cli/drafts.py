@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import fcntl
 import os
 import shutil
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
+from mtrain import locks
 from mtrain.config.paths import program
 from mtrain.durable import sync
 from mtrain.errors import BadEnvironment, ConfigError, Problem
@@ -80,7 +80,7 @@ def drafted(out: Path, doing: str) -> Iterator[Path]:
     """
     draft = out.with_name(f".{doing}-{out.name}")
     try:
-        descriptor = _claim(draft)
+        descriptor, held = _claim(draft)
         try:
             yield draft
             for file in draft.rglob("*"):
@@ -92,6 +92,7 @@ def drafted(out: Path, doing: str) -> Iterator[Path]:
             shutil.rmtree(draft, ignore_errors=True)
             raise
         finally:
+            held.release()
             os.close(descriptor)
     except OSError as error:
         there = next(path for path in draft.parents if path.exists())
@@ -99,20 +100,27 @@ def drafted(out: Path, doing: str) -> Iterator[Path]:
         raise BadEnvironment(f"{out} cannot be written ({free} free): {error}") from None
 
 
-def _claim(draft: Path) -> int:
-    """A descriptor of an empty folder, which owns it as long as it is open."""
+def _claim(draft: Path) -> tuple[int, locks.Lock]:
+    """A descriptor of an empty folder, and the lock that owns it as long as both are held."""
     while True:
         draft.mkdir(parents=True, exist_ok=True)
         descriptor = os.open(draft, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+        held = locks.Lock()
         try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            held = locks.lock(descriptor, draft)
             if os.path.exists(draft) and os.path.samestat(os.fstat(descriptor), os.stat(draft)):
                 for left in draft.iterdir():
                     shutil.rmtree(left) if left.is_dir() and not left.is_symlink() else left.unlink()
-                return descriptor
-            os.close(descriptor)  # who had it has renamed or removed it
-        except BaseException as error:
+                return descriptor, held
+            held.release()  # who had it has renamed or removed it
             os.close(descriptor)
-            if isinstance(error, BlockingIOError):
-                raise BadEnvironment(f"another process writes {draft}") from None
+        except BaseException as error:
+            held.release()
+            os.close(descriptor)
+            if isinstance(error, locks.Taken):
+                raise BadEnvironment(_in_use(draft, error.owner)) from None
             raise
+
+
+def _in_use(draft: Path, owner: str) -> str:
+    return f"another process writes {draft}" + (f": {owner}" if owner else "")

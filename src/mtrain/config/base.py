@@ -102,6 +102,7 @@ Degree = Annotated[int, Field(ge=1, le=MOST_RANKS)]
 Width = Annotated[int, Field(ge=1, le=1 << 27)]
 """Channels, heads, layers, experts or rows of a table: no weight matrix has a larger side."""
 PositiveFloat = Annotated[float, Field(gt=0)]
+Seconds = Annotated[float, Field(gt=0, le=10**8)]
 NonNegativeFloat = Annotated[float, Field(ge=0)]
 SquareWeight = Annotated[float, Field(ge=0, le=1000)]
 """Weight of a loss of squares; those in use are 1e-4 to 1e-2, and from some thousands on fp16 has no gradient."""

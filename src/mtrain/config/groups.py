@@ -13,6 +13,7 @@ from mtrain.config.base import (
     NonNegativeInt,
     PositiveFloat,
     PositiveInt,
+    Seconds,
     Section,
     SquareWeight,
 )
@@ -23,7 +24,6 @@ from mtrain.config.kept import LogConfig as LogConfig
 from mtrain.config.kernel_keys import KernelsConfig as KernelsConfig
 from mtrain.config.optimizers import OPTIMIZERS, read_by
 
-Seconds = Annotated[float, Field(gt=0, le=10**8)]
 GraphModule = Literal["attn", "mlp", "moe", "moe_router", "moe_preprocess", "mamba"]
 
 

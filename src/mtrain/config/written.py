@@ -9,7 +9,7 @@ from pathlib import Path
 from mtrain.config.dump import override
 from mtrain.config.keys import field_of
 from mtrain.config.near import at_default
-from mtrain.config.paths import user_path
+from mtrain.config.paths import RESUME_WORDS, user_path
 from mtrain.config.run import RunConfig
 from mtrain.errors import Problem
 
@@ -33,7 +33,7 @@ def strays(run: RunConfig, said: Mapping[str, str], base: Path | None) -> list[P
     out = []
     for key in KEYS:
         value, field = values[key], field_of(key)
-        if key not in said or value is None or field is None or value in (field.default, "latest"):
+        if key not in said or value is None or field is None or value in (field.default, *RESUME_WORDS):
             continue
         place = _real(value)
         if _beneath(place, _real(".")) or (key == CACHE and _is_ours(place)):

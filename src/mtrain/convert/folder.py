@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from mtrain.convert.tensor_file import Tensor, once, read_header
+from mtrain.durable import not_read
 from mtrain.errors import CorruptData
 
 CONFIG = "config.json"
@@ -88,7 +89,7 @@ def _weight_map(index: Path) -> dict[str, str]:
         found: Any = json.loads(index.read_text("utf-8"), object_pairs_hook=once)
         names = found["weight_map"]
     except OSError as error:
-        raise CorruptData(f"{index} cannot be read: {error.strerror}") from None
+        raise not_read(index, error) from None
     except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise CorruptData(f"{index} is no index of weights: {str(error)[:200]}") from None
     if not isinstance(names, dict) or not names:

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -20,7 +20,7 @@ from mtrain.convert.ahead import ahead
 from mtrain.convert.boxes import Box
 from mtrain.convert.certificate import Record
 from mtrain.convert.match import check_shape, match
-from mtrain.convert.tensor_file import Writer
+from mtrain.convert.tensor_file import BYTES, Writer
 from mtrain.convert.words import FLOATS, IN_TORCH, Words, buffer_of, of_tensor
 from mtrain.errors import CorruptData
 from mtrain.models.table import Step, Table
@@ -63,6 +63,7 @@ class _Files:
     draft: Path
     source: Source
     model: Any
+    ours: Mapping[str, Box]
     made: dict[str, _Made] = field(default_factory=dict)
 
     def write(self, steps: Sequence[Step]) -> dict[str, _Made]:
@@ -77,20 +78,25 @@ class _Files:
         return self.made
 
     def _write_file(self, file: str, steps: list[Step]) -> None:
-        hashed = {name: "0" * 64 for step in steps for name in step.ours}
-        with Writer(self.draft / file, hashed, len(strict_json.dumps(_metadata(hashed)))) as writer:
+        most = {name: hashes.room_for(self._most(step, name)) for step in steps for name in step.ours}
+        with Writer(self.draft / file, most, len(strict_json.dumps(hashes.metadata_of(most)))) as writer:
+            hashed: dict[str, str] = {}
             for step, made in ahead(self._of_step, steps, self._nbytes):
-                for name, (words, dtype, sha256) in zip(step.ours, made, strict=True):
+                for name, (words, dtype, sha256, blocks) in zip(step.ours, made, strict=True):
                     writer.write(name, dtype, words.shape, buffer_of(words))
-                    hashed[name] = sha256
+                    hashed[name] = blocks
                     self.made[name] = _Made(file, dtype, words.shape, sha256)
-            writer.close(_metadata(hashed))
+            writer.close(hashes.metadata_of(hashed))
 
     def _nbytes(self, step: Step) -> int:
         return sum(map(self.source.nbytes, step.theirs))
 
-    def _of_step(self, step: Step) -> list[tuple[Words, str, str]]:
-        """What a step makes, with its number format and its hash."""
+    def _most(self, step: Step, name: str) -> int:
+        """Bytes that a tensor of ours has at most; some have rows that theirs have not."""
+        return max(self._nbytes(step), prod(self.ours[name].size) * BYTES[_dtype(self.source, step)])
+
+    def _of_step(self, step: Step) -> list[tuple[Words, str, str, str]]:
+        """What a step makes, with its number format, its hash and those of its blocks."""
         dtype, given = _dtype(self.source, step), [self.source.tensor(name) for name in step.theirs]
         try:
             made = step.operation.apply(given, self.model, inward=True)
@@ -100,7 +106,7 @@ class _Files:
             raise CorruptData(f"tensors have shapes of another model: {said}") from None
         known = {id(one): self.source.hash_of(name) for name, one in zip(step.theirs, given, strict=True)}
         whole = [(np.ascontiguousarray(one), known.get(id(one))) for one in made]
-        return [(one, dtype, sha256 or hashes.hash_bytes(buffer_of(one))) for one, sha256 in whole]
+        return [(one, dtype, *_hashes(one, sha256)) for one, sha256 in whole]
 
 
 def import_weights(
@@ -142,7 +148,7 @@ def _written(
 ) -> tuple[dict[str, Any], Record]:
     """What the manifest says of the files that are written into `draft`, and what was done."""
     found = match(tables, run.model, ours, source.names)
-    made = _Files(draft, source, run.model).write(found.steps)
+    made = _Files(draft, source, run.model, ours).write(found.steps)
     _check_copies(source, found.copies)
     tensors: dict[str, Any] = {}
     record = Record()
@@ -155,10 +161,7 @@ def _written(
         for name, one in beside.items():
             _note(tensors, record, name, one, adapters[0][name])
         made = made | beside
-    facts = {
-        name: {"bytes": (draft / name).stat().st_size, "header_sha256": hashes.wrote(draft / name)}
-        for name in dict.fromkeys(one.file for one in made.values())
-    }
+    facts = {name: hashes.wrote(draft / name) for name in dict.fromkeys(one.file for one in made.values())}
     record.noted(source, found)
     state = {"weights_only": True}
     return {"step": 0, "ranks": len(facts), "state": state, "tensors": tensors, "files": facts}, record
@@ -167,15 +170,15 @@ def _written(
 def _write_adapters(draft: Path, number: int, adapters: Adapters) -> dict[str, _Made]:
     """Writes adapters into a file of their own."""
     file, made = ckpt_folder.shard_name(number), dict[str, _Made]()
-    hashed = dict.fromkeys(adapters[0], "0" * 64)
-    with Writer(draft / file, hashed, len(strict_json.dumps(_metadata(hashed)))) as writer:
+    most = {name: hashes.room_for(tensor.nbytes) for name, tensor in adapters[1].items() if name in adapters[0]}
+    hashed: dict[str, str] = {}
+    with Writer(draft / file, adapters[0], len(strict_json.dumps(hashes.metadata_of(most)))) as writer:
         for name in adapters[0]:
             words, dtype = of_tensor(adapters[1][name].contiguous())
-            data = buffer_of(words)
-            hashed[name] = hashes.hash_bytes(data)
-            writer.write(name, dtype, words.shape, data)
-            made[name] = _Made(file, dtype, words.shape, hashed[name])
-        writer.close(_metadata(hashed))
+            sha256, hashed[name] = _hashes(words, None)
+            writer.write(name, dtype, words.shape, buffer_of(words))
+            made[name] = _Made(file, dtype, words.shape, sha256)
+        writer.close(hashes.metadata_of(hashed))
     return made
 
 
@@ -197,8 +200,13 @@ def _dtype(source: Source, step: Step) -> str:
     return dtype
 
 
-def _metadata(hashed: dict[str, str]) -> dict[str, str]:
-    return {hashes.ENTRY_HASHES: json.dumps(hashed, sort_keys=True, allow_nan=False)}
+def _hashes(words: Words, sha256: str | None) -> tuple[str, str]:
+    """Hex sha256 of a tensor's bytes, which may be known, and those of its blocks."""
+    data = buffer_of(words)
+    blocks = hashes.hash_blocks(data)
+    if len(data) <= hashes.BLOCK_BYTES:
+        return blocks, blocks
+    return sha256 or hashes.hash_bytes(data), blocks
 
 
 def _check_copies(source: Source, copies: dict[str, str]) -> None:

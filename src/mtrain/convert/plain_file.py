@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 from mtrain import units
+from mtrain.durable import not_read
 from mtrain.errors import CorruptData
 
 
@@ -16,12 +17,14 @@ def open_plain(path: Path) -> BinaryIO:
 
     Raises:
         CorruptData: it is not there, or it is a link, a pipe or anything else that is no file.
+        BadEnvironment: it may not be read.
     """
     try:
         number = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
     except OSError as error:
-        why = "is a link, and none is followed" if path.is_symlink() else f"cannot be read: {error.strerror}"
-        raise CorruptData(f"{path} {why}") from None
+        if path.is_symlink():
+            raise CorruptData(f"{path} is a link, and none is followed") from None
+        raise not_read(path, error) from None
     if not stat.S_ISREG(os.fstat(number).st_mode):
         os.close(number)
         raise CorruptData(f"{path} is no plain file")

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from functools import cached_property
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -10,14 +12,16 @@ import numpy as np
 
 from mtrain.ckpt import hashes
 from mtrain.ckpt.folder import MODEL, read_manifest
-from mtrain.ckpt.pieces import Piece, assemble
+from mtrain.ckpt.pieces import Piece, Region, parts
 from mtrain.convert.match import Box
-from mtrain.convert.tensor_file import Tensor, read_header
-from mtrain.convert.words import IN_SAFETENSORS, Words, buffer_of, empty
+from mtrain.convert.tensor_file import BYTES
+from mtrain.convert.words import IN_SAFETENSORS, Words, empty
 from mtrain.errors import CorruptData
 
 MAIN = "optim/main_weight/"
 """What a checkpoint calls the weights in fp32 from which the model's own, in half precision, are rounded."""
+READ_BYTES = 16 << 20
+"""Read at once where a box is put together."""
 
 
 @dataclass
@@ -26,7 +30,10 @@ class Saved:
 
     path: Path
     manifest: dict[str, Any]
-    _files: dict[str, dict[str, Tensor]] = field(default_factory=dict)
+
+    @cached_property
+    def _files(self) -> hashes.Files:
+        return hashes.Files(self.path, self.manifest["files"])
 
     @classmethod
     def open(cls, path: Path) -> Saved:
@@ -58,24 +65,25 @@ class Saved:
             raise CorruptData(f"{self.path} has {said}; it should be {list(box.global_shape)}")
         for piece in entry["pieces"]:
             if (tuple(piece["offset"]), tuple(piece["shape"]), piece["flat"]) == (box.offset, box.size, None):
-                sha256 = hashes.header(self.path / piece["file"]).hashes.get(piece["entry"], "")
-                return self._piece(piece).reshape(box.shape), sha256
+                sha256 = self._files[piece["file"]].entry(piece["entry"]).sha256
+                return self._words(piece, 0, prod(box.size)).reshape(box.shape), sha256
         out = empty(box.size, self.dtype(name))
-        what = f"{self.path}: the pieces of {name}"
-        assemble(out, box.offset, entry["pieces"], self._piece, np.concatenate, what)
+        flat, what = out.reshape(-1), f"{self.path}: the pieces of {name}"
+        for part in parts(Region(box.offset, box.size), entry["pieces"], READ_BYTES // out.itemsize, what):
+            found = self._words(part.piece, part.start, part.stop)
+            _strided(flat[part.at :], part.shape, part.here)[...] = _strided(found, part.shape, part.there)
         return out.reshape(box.shape), ""
 
-    def _piece(self, piece: Piece) -> Words:
-        file, path = piece["file"], self.path / piece["file"]
-        if file not in self._files:
-            if file not in self.manifest["files"]:
-                raise CorruptData(f"{path} is none of the checkpoint's files")
-            hashes.check_header(path, self.manifest["files"][file])
-            self._files[file] = read_header(path)
-        if piece["entry"] not in self._files[file]:
-            raise CorruptData(f"{path} lacks {piece['entry']}")
-        tensor = self._files[file][piece["entry"]]
-        words = empty((tensor.nbytes // tensor.width,), tensor.dtype)
-        tensor.read_into(buffer_of(words))
-        hashes.check_entry(path, piece["entry"], buffer_of(words))
-        return words
+    def _words(self, piece: Piece, start: int, stop: int) -> Words:
+        """Elements of a piece."""
+        shard = self._files[piece["file"]]
+        held = shard.entry(piece["entry"])
+        width = BYTES.get(held.dtype, 0)
+        if not width or not start <= stop <= prod(held.shape):
+            raise CorruptData(f"{shard.path}: {piece['entry']} is {held.dtype} {list(held.shape)}")
+        data = shard.read(piece["entry"], start * width, stop * width)
+        return np.frombuffer(data, dtype=empty((0,), held.dtype).dtype)
+
+
+def _strided(words: Words, shape: tuple[int, ...], strides: tuple[int, ...]) -> Words:
+    return np.lib.stride_tricks.as_strided(words, shape, [stride * words.itemsize for stride in strides])

@@ -19,6 +19,7 @@ from typing import Any
 
 from mtrain import strict_json
 from mtrain.convert.new_file import NewFile
+from mtrain.durable import not_read
 from mtrain.errors import CorruptData
 
 BYTES = {
@@ -63,6 +64,7 @@ class Tensor:
 
         Raises:
             CorruptData: the file ended, or cannot be read.
+            BadEnvironment: it may not be read.
         """
         try:
             with self.path.open("rb", buffering=0) as file:
@@ -73,7 +75,7 @@ class Tensor:
                         raise CorruptData(f"{self.path}: the file ends within {self.name}")
                     done += count
         except OSError as error:
-            raise CorruptData(f"{self.path}: {self.name} cannot be read: {error.strerror}") from None
+            raise not_read(self.path, error) from None
 
 
 def _read(file: int, buffer: memoryview, at: int) -> int:
@@ -91,6 +93,7 @@ def read_header(path: Path) -> dict[str, Tensor]:
 
     Raises:
         CorruptData: no such file, or a header that does not describe it exactly.
+        BadEnvironment: it may not be read.
     """
     try:
         status = path.stat()
@@ -104,7 +107,7 @@ def read_header(path: Path) -> dict[str, Tensor]:
                 raise CorruptData(f"{path}: no safetensors file: its header is cut or has {length} bytes")
             body = json.loads(file.read(length), object_pairs_hook=once)
     except OSError as error:
-        raise CorruptData(f"{path} cannot be read: {error.strerror}") from None
+        raise not_read(path, error) from None
     except (ValueError, RecursionError) as error:
         raise CorruptData(f"{path}: its header cannot be read: {str(error)[:200]}") from None
     if not isinstance(body, dict):

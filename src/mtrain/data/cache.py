@@ -2,13 +2,13 @@
 
 A corpus goes that no run has used for `UNUSED_DAYS`. Where all of them have more than `LIMIT_BYTES`, those that were
 used longest ago go too, but for those of the last `RECENT_DAYS`. One that a running process reads never goes: the
-process holds a shared lock on the file `.used` of the corpus, whose time of change is that of the last use.
+process holds a shared lock on the file `.used` of the corpus, whose time of change is that of the last use. On a file
+system without locks nobody can tell who reads, so none goes.
 """
 
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import os
 import re
 import shutil
@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from mtrain import units
+from mtrain import locks, units
 from mtrain.errors import BadEnvironment
 
 UNUSED_DAYS, RECENT_DAYS = 90, 1
@@ -59,10 +59,10 @@ def _shared(path: Path) -> int | None:
     """A descriptor with a shared lock on a file; None: somebody removes it."""
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
     try:
-        fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        locks.share(descriptor, path)
         if _is_open(descriptor, path):
             return descriptor
-    except BlockingIOError:
+    except locks.Taken:
         pass
     except OSError:
         os.close(descriptor)
@@ -141,8 +141,11 @@ def _remove(folder: Path) -> bool:
             return False
         with open(folder / USED, "ab") as file:
             try:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
+                held = locks.lock(file.fileno(), folder / USED)
+            except locks.Taken:
+                return False
+            if held.file is not None:  # a file system without locks: it is not known who reads
+                held.release()
                 return False
             doomed = folder.with_name(f".removed-{folder.name}")
             shutil.rmtree(doomed, ignore_errors=True)
@@ -167,20 +170,23 @@ def writing(cache: Path) -> Iterator[None]:
 
 @contextlib.contextmanager
 def locked(path: Path, *, wait: bool = True) -> Iterator[bool]:
-    """Hold an advisory lock on a file that its holders may delete; the kernel drops it when the process dies.
+    """Hold an advisory lock on a file that its holders may delete; it goes when the process dies.
 
     Yields whether it is held, which it always is with `wait`.
     """
     while True:
         with open(path, "ab") as file:
             try:
-                fcntl.flock(file, fcntl.LOCK_EX if wait else fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
+                held = locks.lock(file.fileno(), path, wait=wait)
+            except locks.Taken:
                 yield False
                 return
-            if _is_open(file.fileno(), path):
-                yield True
-                return
+            try:
+                if _is_open(file.fileno(), path):
+                    yield True
+                    return
+            finally:
+                held.release()
 
 
 def _is_open(descriptor: int, path: Path) -> bool:

@@ -69,10 +69,6 @@ def measure(run: RunConfig) -> dict[str, Any]:
     return known[key]
 
 
-measured = measure
-"""The name by which a launcher calls it whose child keeps the result in the cache alone."""
-
-
 def is_known(run: RunConfig) -> bool:
     """Whether nothing needs to be measured for `run`."""
     return run.kernels.cpu_matmul not in (None, "auto") or not _applies(run) or _here(run) in _known()

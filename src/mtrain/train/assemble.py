@@ -27,7 +27,7 @@ from mtrain.data.batch import GlobalBatches
 from mtrain.data.chat import FILES as CHAT_FILES
 from mtrain.data.chat import TEMPLATE_FILE
 from mtrain.data.text import Tokenizer
-from mtrain.errors import CorruptData, MtrainError, warn
+from mtrain.errors import BadEnvironment, CorruptData, MtrainError, warn
 from mtrain.mcore.sharding import gathered
 from mtrain.models.registry import family_of, imported, probed
 from mtrain.plan.count import adapter_parameters, parameters
@@ -225,13 +225,13 @@ def _load(parts: Parts, path: Path, put_back: Callable[[Checkpoint], T]) -> tupl
     damage, done = "", None
     checkpoint = Checkpoint(path, {})
     try:
-        checkpoint = Checkpoint.open(path, verify=False)
+        checkpoint = ckpt_state.opened(path, parts.run, parts.world)
         done = put_back(checkpoint)
-    except CorruptData as found:
-        damage = str(found)
-    damage = parts.world.first_problem(damage)
-    if damage:
-        error = CorruptData(damage)
+    except (CorruptData, BadEnvironment) as found:
+        damage = f"{type(found).__name__}\n{found}"
+    kind, *lines = parts.world.first_problem(damage).split("\n")
+    if kind:
+        error = BadEnvironment(*lines) if kind == BadEnvironment.__name__ else CorruptData(*lines)
         error.shared = True
         raise error
     return checkpoint, done
@@ -291,11 +291,15 @@ def _show_sample(parts: Parts, splits: Splits, checkpoint: Path | None, progress
                 ids = encoded(Tokenizer(splits.tokenizer), run.trainer.sample_prompt)
                 if parts.stop_requested:
                     problem = STOPPED
-                elif sampler.context and checkpoint is not None:
-                    ckpt_state.load_model(Checkpoint.open(checkpoint, verify=False), chunks)
             except Exception as error:
                 problem = reason(error) or "it is not known why"
             found, problem = None, world.first_problem(problem)
+            if not problem and sampler.context and checkpoint is not None:
+                try:
+                    ckpt_state.load_model(ckpt_state.opened(checkpoint, run, world), chunks)
+                except Exception as error:
+                    problem = reason(error) or "it is not known why"
+                problem = world.first_problem(problem)
             if not problem:
                 stop = partial(getattr, parts, "stop_requested")
                 found = sampler.generate(ids, run.trainer.sample_tokens, temperature=0.8, stop=stop)

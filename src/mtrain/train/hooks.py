@@ -214,6 +214,8 @@ class Checkpoints(Hook):
     def _save(self, parts: Parts) -> None:
         self.path = ckpt_state.save(self.root, parts.run, parts.world, parts.state, self.data_facts)
         self.saved_step = parts.state.step
+        if not parts.world.is_rank0:  # of thousands of ranks one looks at the files of all
+            return
         size = ""
         with suppress(OSError):  # it is committed, whatever becomes of this
             size = f" ({units.bytes_(sum(f.stat().st_size for f in self.path.iterdir()))})"

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from mtrain import strict_json
 from mtrain.ckpt import state as ckpt_state
@@ -83,7 +82,7 @@ def _resumed(parts: Parts, folder: Path, splits: Splits, by_document: bool) -> P
     path = ckpt_state.save(folder, run, world, parts.state, {})
     parts.close()
     anew = _assembled(run, world, splits, by_document)
-    ckpt_state.load(store.Checkpoint.open(path), world, anew.state, seed=run.trainer.seed)
+    ckpt_state.load(ckpt_state.opened(path, run, world), world, anew.state, seed=run.trainer.seed)
     return anew
 
 
@@ -113,7 +112,7 @@ def record_gradients(parts: Parts, folder: Path) -> None:
 
 def save_gradients(parts: Parts, folder: Path) -> None:
     """Save the gradients that are there, as a checkpoint of step 0."""
-    ranks = store.Ranks(parts.world.rank, parts.world.size, dist.barrier)
+    ranks = ckpt_state.meeting_of(parts.world, parts.run)
     shards = sharding.gradient_shards(parts.state.chunks, parts.state.optimizer)
     store.save(folder, 0, shards, {}, {}, "", ranks)
 

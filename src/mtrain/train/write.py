@@ -9,7 +9,6 @@ from pathlib import Path
 from mtrain import strict_json
 from mtrain.build.model import build_model
 from mtrain.ckpt import state as ckpt_state
-from mtrain.ckpt.store import Checkpoint
 from mtrain.config.run import RunConfig
 from mtrain.data.text import Tokenizer
 from mtrain.errors import say_page
@@ -39,7 +38,7 @@ def write(run: RunConfig, checkpoint: Path, tokenizer: Path, request: Request) -
 def restored(run: RunConfig, world: World, checkpoint: Path) -> list[object]:
     """This rank's chunks of the model of a checkpoint, to run forward only."""
     chunks = build_model(run, world, wrap=False)
-    ckpt_state.load_model(Checkpoint.open(checkpoint, verify=False), chunks)
+    ckpt_state.load_model(ckpt_state.opened(checkpoint, run, world), chunks)
     return chunks
 
 

@@ -8,7 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from mtrain.config.files import unreadable, unwritable
-from mtrain.config.paths import MANIFEST, RUN_FILE, names_near, user_path
+from mtrain.config.paths import MANIFEST, RESUME_WORDS, RUN_FILE, names_near, user_path
 from mtrain.config.rules.finding import Change, Finding
 from mtrain.config.rules.rule import Code, rule
 from mtrain.config.run import RunConfig
@@ -65,9 +65,9 @@ def _folder(code: str, key: str, text: str, default: str) -> Iterator[Finding]:
     disk=True,
 )
 def resume_point_exists(run: RunConfig) -> Iterator[Finding]:
-    """A run goes on from `latest`, or from a folder that is a run or a checkpoint."""
+    """A run goes on from `latest` or `auto`, or from a folder that is a run or a checkpoint."""
     resume = run.checkpoint.resume
-    if resume is None or resume == "latest":
+    if resume is None or resume in RESUME_WORDS:
         return
     path = user_path(resume)
     if not resume or os.path.isfile(path / RUN_FILE) or os.path.isfile(path / MANIFEST):
@@ -105,7 +105,7 @@ def run_folder_is_free(run: RunConfig) -> Iterator[Finding]:
             for n in range(2, 10**6)
             if not os.path.exists(folder.parent / f"{run.log.name}-{n}")
         )
-        rule = f"{folder} is there already, and training would refuse to write over it"
+        rule = f"{folder} is there already, and a new run would refuse to write over it"
         fixes: tuple[Change, ...] = ({"log.name": free}, {"checkpoint.resume": str(folder)})
         yield Finding("MT434", "log.name", rule, fixes)
 

@@ -89,8 +89,8 @@ def _made(job: Job, prefix: Path, limits: Limits, progress: Progress, tell: Call
     folder = prefix.with_name(prefix.name + PARTIAL)
     if not os.path.exists(folder):
         refuse_existing(prefix, limits.overwrite)
-    with Pool(limits.workers, Worker, job) as pool:
-        facts = pool.ask(_facts)  # processes start here, before any file is open that they would hold
+    with Pool(limits.workers, Worker, job) as pool:  # before any file is open that the processes would hold
+        facts = pool.ask(_facts)
         if facts.passed_over:
             tell(f"gigatoken is not used: {facts.passed_over}")
         names = [source.name for source in job.sources]

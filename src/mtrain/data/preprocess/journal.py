@@ -8,7 +8,6 @@ compares their checksums while the hash of the tokens is made again, and goes on
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import hashlib
 import json
 import os
@@ -20,7 +19,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, BinaryIO
 
-from mtrain import durable, strict_json
+from mtrain import durable, locks, strict_json
 from mtrain.data.preprocess.sources import LOCK
 from mtrain.data.preprocess.work import COUNTED, Result
 from mtrain.errors import BadEnvironment, ConfigError, Problem
@@ -74,17 +73,17 @@ class Draft:
             self.folder.mkdir(parents=True, exist_ok=True)
             self._lock = open(self.folder / LOCK, "ab")
             try:
-                fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
+                self._held = locks.lock(self._lock.fileno(), self.folder / LOCK)
+            except locks.Taken as taken:
                 self._lock.close()
-                rule = "another process makes this corpus now"
+                rule = "another process makes this corpus now" + (f": {taken.owner}" if taken.owner else "")
                 raise ConfigError(
                     [Problem("MT622", "out", str(self.folder), rule, "wait for it, or another out=")]
                 ) from None
             try:
                 self._start()
             except BaseException:
-                self._lock.close()
+                self._unlock()
                 raise
         return self
 
@@ -94,6 +93,10 @@ class Draft:
         for file in self._files.values():
             with contextlib.suppress(OSError):
                 file.close()
+        self._unlock()
+
+    def _unlock(self) -> None:
+        self._held.release()
         self._lock.close()
 
     def _start(self) -> None:

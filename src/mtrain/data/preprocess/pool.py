@@ -8,10 +8,12 @@ import signal
 import sys
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import Future, ProcessPoolExecutor
-from concurrent.futures.process import BrokenProcessPool
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass
 from multiprocessing import get_context
+from multiprocessing.connection import Connection
+from queue import SimpleQueue
 from types import TracebackType
 from typing import Any, TypeVar
 
@@ -39,20 +41,49 @@ class _Failed:
         return kinds.get(self.kind, MtrainError)(*self.lines)
 
 
-_made: Any = None
-"""In a process of a pool: what `make` made."""
+class _Process:
+    """A process that makes something when it is first asked, and then calls functions of it, one at a time."""
+
+    def __init__(self, make: Callable[[Any], Any], job: Any) -> None:
+        context: Any = get_context("fork" if sys.platform == "linux" else "spawn")
+        self._pipe, theirs = context.Pipe()
+        self._process = context.Process(target=_serve, args=(theirs, os.getpid(), make, job), daemon=True)
+        self._process.start()
+        theirs.close()  # else the end of the process would not end the pipe
+
+    def call(self, function: Callable[..., Any], arguments: tuple[Any, ...]) -> Any:
+        """The value of a function of the made thing and arguments; EOFError or OSError where the process is gone."""
+        self._pipe.send((function, arguments))
+        return self._pipe.recv()
+
+    def end(self, *, at_once: bool) -> None:
+        """End it, after the call that it works on unless `at_once`."""
+        if at_once:
+            self._process.kill()
+        else:
+            with suppress(OSError):
+                self._pipe.send(None)
+        self._process.join()
 
 
 class Pool:
     """`workers` processes that each make something once, with `make(job)`, and then call its methods.
 
-    Nothing heavy is loaded in this process. Used as a context; a process that dies is a BadEnvironment.
+    Nothing heavy is loaded in this process. Used as a context; a process that dies is a BadEnvironment. A thread
+    waits for each process at its pipe: queues between processes would need semaphores, and those a /dev/shm.
     """
 
     def __init__(self, workers: int, make: Callable[[Any], Any], job: Any) -> None:
         self.workers = workers
-        context = get_context("fork" if sys.platform == "linux" else "spawn")
-        self._pool = ProcessPoolExecutor(workers, context, _begin, (os.getpid(), make, job))
+        try:
+            self._processes = [_Process(make, job) for _ in range(workers)]  # before any thread is there
+        except OSError as error:
+            why = error.strerror or type(error).__name__
+            raise BadEnvironment(f"{workers} processes cannot be started: {why}", "  fix: workers=N, fewer") from None
+        self._idle = SimpleQueue[_Process]()
+        for process in self._processes:
+            self._idle.put(process)
+        self._threads = ThreadPoolExecutor(workers)
 
     def __enter__(self) -> Pool:
         return self
@@ -61,9 +92,11 @@ class Pool:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         if kind is not None:
-            for process in list((getattr(self._pool, "_processes", None) or {}).values()):
-                process.kill()
-        self._pool.shutdown(wait=True, cancel_futures=True)
+            for process in self._processes:
+                process.end(at_once=True)
+        self._threads.shutdown(wait=True, cancel_futures=True)
+        for process in self._processes:
+            process.end(at_once=False)
 
     def ask(self, function: Callable[..., T], *arguments: Any) -> T:
         """The value of a function of the made thing and arguments, from one of the processes."""
@@ -84,16 +117,20 @@ class Pool:
             yield first, _value(future, say(first))
 
     def _submit(self, function: Callable[..., Any], arguments: tuple[Any, ...]) -> Future[Any]:
+        return self._threads.submit(self._call, function, arguments)
+
+    def _call(self, function: Callable[..., Any], arguments: tuple[Any, ...]) -> Any:
+        process = self._idle.get()
         try:
-            return self._pool.submit(_call, function, arguments)
-        except BrokenProcessPool:
-            raise _died("") from None
+            return process.call(function, arguments)
+        finally:
+            self._idle.put(process)
 
 
 def _value(future: Future[Any], name: str) -> Any:
     try:
         value = future.result()
-    except BrokenProcessPool:
+    except (EOFError, OSError):
         raise _died(name) from None
     if isinstance(value, _Failed):
         raise value.error()
@@ -108,22 +145,22 @@ def _died(name: str) -> BadEnvironment:
     )
 
 
-def _begin(parent: int, make: Callable[[Any], Any], job: Any) -> None:
-    global _made
+def _serve(pipe: Connection, parent: int, make: Callable[[Any], Any], job: Any) -> None:
+    """Be one of the processes until nothing more is asked."""
     die_with(parent)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     os.environ["RAYON_NUM_THREADS"] = "1"
-    gc.disable()  # what is made lives as long as a unit; lists of pieces would be looked through again and again
-    _made = _caught(make, (job,))
-    gc.freeze()
-
-
-def _call(function: Callable[..., Any], arguments: tuple[Any, ...]) -> Any:
-    if isinstance(_made, _Failed):
-        return _made
-    gc.collect()
-    return _caught(function, (_made, *arguments))
+    made: Any = None
+    with suppress(EOFError):
+        while asked := pipe.recv():
+            if made is None:
+                gc.disable()  # what is made lives as long as a unit; lists of pieces would be looked through often
+                made = _caught(make, (job,))
+                gc.freeze()
+            gc.collect()
+            function, arguments = asked
+            pipe.send(made if isinstance(made, _Failed) else _caught(function, (made, *arguments)))
 
 
 def _caught(function: Callable[..., Any], arguments: tuple[Any, ...]) -> Any:

@@ -1,0 +1,189 @@
+"""The choice of what a run goes on from: a run folder and its newest checkpoint, and what may differ from it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+from mtrain.ckpt import folder as ckpt_folder
+from mtrain.config.base import Effect
+from mtrain.config.keys import effect_of
+from mtrain.config.paths import CHECKPOINTS, ENVIRONMENT, RUN_FILE, program
+from mtrain.config.run import RunConfig
+from mtrain.config.run_file import read_run_file
+from mtrain.errors import ConfigError, CorruptData, Problem, show
+from mtrain.launching.changes import differences_of, without_adapters
+
+AUTO = "auto"
+"""`checkpoint.resume`: begin a run or go on with it, whichever applies."""
+
+
+def same_start(run: RunConfig, launch: str | None, begun: Callable[[Path], bool]) -> Path | None:
+    """The run folder that the same command has begun before; None: it has not, so that a new one is due.
+
+    With `log.name` it is the folder of that name, which the same launch has begun unless `checkpoint.resume=auto` is
+    said. Without, it is the newest run of the same launch and configuration.
+    """
+    root = Path(run.log.runs_dir).expanduser()
+    if run.log.name is not None:
+        folder = root / run.log.name
+        ours = run.checkpoint.resume == AUTO or launch_of(folder) == launch
+        return folder if ours and begun(folder) and (folder / RUN_FILE).is_file() else None
+    for folder in sorted(root.glob("*"), key=_age, reverse=True):
+        if folder.is_symlink() or not (folder / RUN_FILE).is_file() or launch_of(folder) != launch:
+            continue
+        if begun(folder) and _is_same(run, folder):
+            return folder
+    return None
+
+
+def launch_of(folder: Path) -> str | None:
+    """What started the run of a folder, as its env.json says; None: nobody but a user, or it is not known."""
+    try:
+        found = json.loads((folder / ENVIRONMENT).read_text())["launch"]
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+    return found if isinstance(found, str) else None
+
+
+def _is_same(run: RunConfig, folder: Path) -> bool:
+    try:
+        return not differences_of(run, read_run_file(folder / RUN_FILE))
+    except ConfigError:  # of another version
+        return False
+
+
+def latest(run: RunConfig, notes: list[str]) -> tuple[Path, Path | None]:
+    """The newest run of this configuration; failing that, the newest whose checkpoints this model can continue."""
+    root = Path(run.log.runs_dir).expanduser()
+    names = [root / run.log.name] if run.log.name else sorted(root.glob("*"), key=_age, reverse=True)
+    runs: list[tuple[Path, RunConfig]] = []
+    for folder in names:
+        if folder.is_symlink():
+            notes.append(f"{folder} is a symbolic link; passed over")
+        elif (folder / RUN_FILE).is_file():
+            try:
+                runs.append((folder, read_run_file(folder / RUN_FILE)))
+            except ConfigError:
+                notes.append(f"{folder / RUN_FILE} is no configuration of this version; passed over")
+    if not runs:
+        what = f"there is no run named {run.log.name} in {root}" if run.log.name else f"there is no run in {root}"
+        raise _nothing("latest", what)
+    same = [folder for folder, other in runs if not differences_of(run, other)]
+    alike = [folder for folder, other in runs if not differences_of(run, other, Effect.ARCHITECTURE)]
+    if not (same or alike or run.log.name):
+        raise _nothing("latest", f"no run in {root} has this model; the newest is {runs[0][0]}")
+    candidates = same or alike or [runs[0][0]]
+    folder = next((f for f in candidates if ckpt_folder.committed(f / CHECKPOINTS)), candidates[0])
+    return folder, newest(folder, notes)
+
+
+def _age(folder: Path) -> float:
+    file = folder / RUN_FILE
+    return file.stat().st_mtime if file.is_file() else 0.0
+
+
+def named(run: RunConfig, notes: list[str]) -> tuple[Path | None, Path | None]:
+    """The run folder (None: a new one) and the checkpoint that `checkpoint.resume` names."""
+    given = run.checkpoint.resume
+    assert given is not None
+    path = Path(given).expanduser()
+    if (path / ckpt_folder.MANIFEST).is_file():
+        home = path.parent.parent
+        in_run = path.parent.name == CHECKPOINTS and (home / RUN_FILE).is_file()
+        elsewhere = run.log.name is not None and run.log.name != home.name
+        return (None if elsewhere or not in_run else home), path
+    if path.parent.name == CHECKPOINTS and path.exists():
+        raise CorruptData(f"{path} is not a committed checkpoint: it has no {ckpt_folder.MANIFEST}")
+    if (path / RUN_FILE).is_file():
+        return path, newest(path, notes)
+    if not path.exists():
+        raise _nothing(given, f"{path} does not exist")
+    neither = f"{path} is neither a run folder (no {RUN_FILE}) nor a checkpoint (no {ckpt_folder.MANIFEST})"
+    raise _nothing(given, neither)
+
+
+def newest(folder: Path, notes: list[str]) -> Path | None:
+    """The newest committed checkpoint of a run; None: it was stopped before the first, and starts again."""
+    root = folder / CHECKPOINTS
+    saved = ckpt_folder.committed(root)
+    broken = [p for p in ckpt_folder.folders(root) if p not in saved and (not saved or p.name > saved[-1].name)]
+    if broken:
+        after = f"going on from {saved[-1].name}" if saved else "starting again"
+        notes.append(f"{broken[-1]} has no {ckpt_folder.MANIFEST}, so it was not committed; {after}")
+    return saved[-1] if saved else None
+
+
+def weights_of(run: RunConfig) -> Path | None:
+    """What a new run begins with: the newest checkpoint of the folder that is named, or a Hugging Face folder.
+
+    Raises:
+        ConfigError: it has no checkpoint, or its model is another one.
+    """
+    start = run.checkpoint.init_from
+    path = Path(start).expanduser() if start is not None else None
+    known = path is not None and any((path / name).is_file() for name in (RUN_FILE, ckpt_folder.MANIFEST))
+    if run.peft.init_from is not None and (path is None or known):
+        raise _adapters_alone(run)
+    if path is None or not known:
+        return path
+    found = path if (path / ckpt_folder.MANIFEST).is_file() else newest(path, [])
+    if found is None:
+        rule = f"{path} has no checkpoint yet"
+        raise ConfigError([Problem("MT502", "checkpoint.init_from", start, rule, "checkpoint.init_from=null")])
+    other = read_run_file(found / RUN_FILE)
+    if other.peft.kind is not None and run.peft.kind is None:
+        raise _adapters_left_out(found, start)
+    differences = without_adapters(differences_of(run, other, Effect.ARCHITECTURE), other)
+    if differences:
+        where = f"the weights in {found} are of another model: there it is"
+        raise ConfigError(
+            Problem("MT503", key, new, f"{where} {show(old)}", f"{key}={show(old)}")
+            for key, (old, new) in differences.items()
+        )
+    return found
+
+
+def _adapters_left_out(found: Path, start: str | None) -> ConfigError:
+    rule = f"the weights in {found} have adapters, and peft.kind is null: what they have learned would be lost"
+    fix = f"peft=lora, or {program()} convert export {found} HF_DIR and checkpoint.init_from=HF_DIR, which is merged"
+    return ConfigError([Problem("MT503", "checkpoint.init_from", start, rule, fix)])
+
+
+def _adapters_alone(run: RunConfig) -> ConfigError:
+    rule = "adapters of `peft` are read together with the Hugging Face folder that they are for"
+    fix = "checkpoint.init_from=HF_DIR"
+    return ConfigError([Problem("MT521", "peft.init_from", run.peft.init_from, rule, fix)])
+
+
+def _nothing(given: str, what: str) -> ConfigError:
+    return ConfigError([Problem("MT502", "checkpoint.resume", given, what, "checkpoint.resume=null for a new run")])
+
+
+def changes_since(run: RunConfig, folder: Path, checkpoint: Path | None) -> tuple[str, ...]:
+    """Refuse what cannot be continued; return the other differences as `key: old -> new`."""
+    source = (checkpoint or folder) / RUN_FILE
+    if not source.is_file():
+        return ()
+    other = read_run_file(source)
+    trained = checkpoint is None or not ckpt_folder.read_manifest(checkpoint, verify=False)["state"].get(
+        "weights_only"
+    )
+    differences = differences_of(run, other, *(Effect if trained else (Effect.ARCHITECTURE,)))
+    if not trained:
+        differences = without_adapters(differences, other)
+    problems = []
+    for key, (old, new) in differences.items():
+        effect = effect_of(key)
+        where = f"{source} has {show(old)}"
+        if effect is Effect.ARCHITECTURE:
+            problems.append(
+                Problem("MT503", key, new, f"the checkpoint is of another model: {where}", f"{key}={show(old)}")
+            )
+        elif effect is Effect.NUMERICS and not run.checkpoint.accept_changes:
+            fix = f"{key}={show(old)}, or checkpoint.accept_changes=true to go on with the new value"
+            problems.append(Problem("MT504", key, new, f"changes the numbers of the resumed run: {where}", fix))
+    if problems:
+        raise ConfigError(problems)
+    return tuple(f"{key}: {show(old)} -> {show(new)}" for key, (old, new) in differences.items())

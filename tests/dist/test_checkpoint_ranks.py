@@ -1,0 +1,398 @@
+"""How many ranks save and read a checkpoint together: over a store, and each of them its own part of the disk."""
+
+from __future__ import annotations
+
+import builtins
+import io
+import math
+import os
+import random
+import stat
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+from itertools import pairwise, product
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from mtrain.errors import BadEnvironment, CorruptData, TrainingError
+from tests.support.forked import run_ranks, run_without_privileges
+from tests.support.runs import tiny_run, train_steps
+
+METADATA = ("stat", "lstat", "scandir", "listdir", "mkdir", "rmdir", "unlink", "rename", "replace", "link", "chmod")
+
+
+@contextmanager
+def metadata_calls() -> Iterator[Counter[str]]:
+    """The calls that a file system's metadata server answers, by name."""
+    counted: Counter[str] = Counter()
+    real = {name: getattr(os, name) for name in METADATA} | {"open": os.open}
+    real_open = builtins.open
+
+    def counting(name: str, call: Callable[..., Any]) -> Callable[..., Any]:
+        def counted_call(path: Any = ".", *words: Any, **more: Any) -> Any:
+            if isinstance(path, str | os.PathLike):
+                counted[name] += 1
+            return call(path, *words, **more)
+
+        return counted_call
+
+    try:
+        for name, call in real.items():
+            setattr(os, name, counting(name, call))
+        io.open = builtins.open = counting("open", real_open)
+        yield counted
+    finally:
+        for name, call in real.items():
+            setattr(os, name, call)
+        io.open = builtins.open = real_open
+
+
+def on_ranks(size: int, work: Callable[[int], Any]) -> list[Any]:
+    """What `work` gives on each of many ranks, which are threads of this process."""
+    values: list[Any] = [None] * size
+
+    def one(rank: int) -> None:
+        try:
+            values[rank] = work(rank)
+        except BaseException as error:
+            values[rank] = error
+
+    threads = [threading.Thread(target=one, args=(rank,)) for rank in range(size)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    failed = next((value for value in values if isinstance(value, AssertionError)), None)
+    if failed is not None:
+        raise failed
+    return values
+
+
+def meetings(size: int, timeout_s: float = 60.0) -> list[Any]:
+    """The places of all ranks in one store."""
+    from mtrain.ckpt.meeting import Meeting
+
+    store = dist.HashStore()
+    store.set_timeout(timedelta(seconds=timeout_s))
+    return [Meeting(store, rank, size, timeout_s) for rank in range(size)]
+
+
+class Turns:
+    """Whose turn it is among ranks of which one runs at a time."""
+
+    def __init__(self, size: int) -> None:
+        self.of = [threading.Event() for _ in range(size)]
+        self.of[0].set()
+        self.told = ""
+
+
+@dataclass
+class InTurn:
+    """The place of a rank that runs until it waits for the others, and then lets the next one run."""
+
+    turns: Turns
+    rank: int
+    size: int
+    timeout_s: float = 60.0
+
+    def begin(self) -> None:
+        assert self.turns.of[self.rank].wait(self.timeout_s)
+        self.turns.of[self.rank].clear()
+
+    def end(self) -> None:
+        self.turns.of[(self.rank + 1) % self.size].set()
+
+    def barrier(self, problem: str = "") -> str:
+        assert problem == ""
+        self.end()
+        self.begin()
+        return ""
+
+    def tell(self, text: str) -> str:
+        self.turns.told = text if self.rank == 0 else self.turns.told
+        self.barrier()
+        return self.turns.told
+
+
+def in_turn(size: int, work: Callable[[Any], Any]) -> list[Any]:
+    """What `work` gives on each of many ranks, one of which runs at a time."""
+    turns = Turns(size)
+
+    def one(rank: int) -> Any:
+        place = InTurn(turns, rank, size)
+        place.begin()
+        try:
+            return work(place)
+        finally:
+            place.end()
+
+    return on_ranks(size, one)
+
+
+def flat_shard(rank: int, size: int, whole: torch.Tensor, memory: torch.Tensor | None = None) -> Any:
+    """The part of a matrix's state that one of `size` data-parallel ranks has."""
+    from mtrain.mcore.sharding import TensorShard
+
+    n = whole.numel()
+    lo, hi = n * rank // size, n * (rank + 1) // size
+    shape = tuple(whole.shape)
+    own = whole.reshape(-1)[lo:hi] if memory is None else memory
+    return TensorShard("optim/exp_avg/weight", shape, (0,) * len(shape), shape, own, flat=(lo, hi))
+
+
+def save_part(place: Any, root: Path, whole: torch.Tensor) -> Path:
+    """Save a checkpoint as the rank of a place."""
+    from mtrain.ckpt import store
+
+    extra = {"rng/torch": torch.arange(4)}
+    return store.save(root, 1, [flat_shard(place.rank, place.size, whole)], extra, {}, "a: 1\n", place)
+
+
+def saved_by(size: int, root: Path, whole: torch.Tensor) -> Path:
+    """A checkpoint of `size` ranks."""
+    (path,) = set(in_turn(size, lambda place: save_part(place, root, whole)))
+    assert isinstance(path, Path), path
+    return path
+
+
+def test_a_thousand_ranks_make_a_constant_number_of_metadata_calls_each(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from mtrain.ckpt.store import Checkpoint
+
+    monkeypatch.setattr(os, "fsync", lambda file: None)
+    made: dict[int, tuple[float, float]] = {}
+    for size in (32, 1024):
+        whole = torch.arange(4 * size, dtype=torch.float32).view(2, -1)
+        with metadata_calls() as saving:
+            path = saved_by(size, tmp_path / str(size), whole)
+
+        def load(place: Any, path: Path = path, whole: torch.Tensor = whole) -> None:
+            opened = Checkpoint.open_together(path, place)
+            own = torch.empty(4)
+            opened.load([flat_shard(place.rank, place.size, whole, own)])
+            assert own.tolist() == flat_shard(place.rank, place.size, whole).tensor.tolist()
+            assert opened.rank_tensors(place.rank)["rng/torch"].tolist() == [0, 1, 2, 3]
+
+        with metadata_calls() as loading:
+            assert set(in_turn(size, load)) == {None}
+        made[size] = saving.total() / size, loading.total() / size
+    for few, many in zip(*made.values(), strict=True):
+        assert many <= few, f"calls of a rank: {made}"
+    assert made[1024][0] < 20
+    assert made[1024][1] < 4
+
+
+def test_of_many_ranks_one_looks_at_the_files_that_were_saved(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    from types import SimpleNamespace
+
+    from mtrain.train import hooks
+
+    (tmp_path / "file").write_text("")
+    monkeypatch.setattr(hooks.ckpt_state, "save", lambda *_: tmp_path)
+    said: list[str] = []
+    for rank in (0, 1):
+        hook = hooks.Checkpoints(tmp_path, SimpleNamespace(note=said.append), {})  # type: ignore[arg-type]
+        world, state = SimpleNamespace(is_rank0=rank == 0, rank=rank), SimpleNamespace(step=3)
+        with metadata_calls() as counted:
+            hook._save(SimpleNamespace(run=None, world=world, state=state))  # type: ignore[arg-type]
+        assert (counted.total() > 0) == (rank == 0)
+        assert (hook.saved_step, hook.path) == (3, tmp_path)
+
+
+def test_what_the_disk_refuses_one_rank_ends_the_save_of_all_and_leaves_nothing(tmp_path: Path) -> None:
+    from mtrain.ckpt import store
+
+    whole, places = torch.arange(32.0).view(2, -1), meetings(4)
+
+    def save(rank: int) -> None:
+        if rank == 2:
+            (tmp_path / ".saving-step_00000001/rank_00002.safetensors").mkdir(parents=True)
+        store.save(tmp_path, 1, [flat_shard(rank, 4, whole)], {}, {}, "", places[rank])
+
+    real, begun = store._begin, threading.Event()
+    store._begin = lambda *words: (real(*words), begun.set())  # type: ignore[assignment, func-returns-value]
+
+    def with_a_fault(rank: int) -> None:
+        if rank == 2:
+            begun.wait(30)
+        save(rank)
+
+    try:
+        errors = on_ranks(4, with_a_fault)
+    finally:
+        store._begin = real
+    assert {type(error) for error in errors} == {TrainingError}
+    assert {str(error) for error in errors} == {str(errors[2])}
+    assert "rank_00002" in str(errors[0])
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_rank_that_is_slow_is_waited_for_and_one_that_does_not_come_is_named() -> None:
+    patient, impatient = meetings(3, timeout_s=30.0), meetings(3, timeout_s=1.0)
+
+    def late(rank: int) -> str:
+        time.sleep(0.5 if rank == 1 else 0.0)
+        return str(patient[rank].barrier("full" if rank == 2 else ""))
+
+    assert on_ranks(3, late) == ["full"] * 3
+    errors = on_ranks(3, lambda rank: None if rank == 1 else impatient[rank].barrier())
+    assert "rank 1 did not come" in str(errors[0])
+    assert "checkpoint.barrier_timeout_s" in str(errors[2])
+
+
+def test_a_store_holds_as_many_keys_after_many_meetings_as_after_one() -> None:
+    places, sizes = meetings(2), []
+    text = os.urandom(5 << 20).hex()  # more than a store takes in one message, also when it is compressed
+    for _ in range(4):
+        told = on_ranks(2, lambda rank: places[rank].tell(text if rank == 0 else ""))
+        assert told == [text, text]
+        assert on_ranks(2, lambda rank: places[rank].barrier()) == ["", ""]
+        sizes.append(places[0].store.num_keys())
+    assert sizes == sizes[:1] * 4
+
+
+def test_a_store_of_tcp_takes_a_large_manifest() -> None:
+    from mtrain.ckpt.meeting import Meeting
+
+    served = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    other = dist.TCPStore("127.0.0.1", served.port, is_master=False)
+    places = [Meeting(served, 0, 2, 30.0), Meeting(other, 1, 2, 30.0)]
+    text = os.urandom(5 << 20).hex()
+    assert on_ranks(2, lambda rank: places[rank].tell(text if rank == 0 else "")) == [text, text]
+
+
+def test_a_save_longer_than_every_timeout_of_the_run_shows_signs_of_life(monkeypatch: pytest.MonkeyPatch) -> None:
+    from mtrain.ckpt import meeting
+    from mtrain.world.heartbeat import heartbeat
+
+    monkeypatch.setattr(meeting, "ALIVE_S", 0.01)
+    before = heartbeat.ticks
+    with meeting.alive(10.0):
+        time.sleep(0.2)
+    assert heartbeat.ticks > before + 3
+    with meeting.alive(0.0):
+        time.sleep(0.1)
+        before = heartbeat.ticks
+        time.sleep(0.1)
+        assert heartbeat.ticks == before, "a disk that never answers is a hang, too"
+
+
+@pytest.mark.parametrize("readers", [1, 2, 5, 8, 32])
+def test_a_rank_reads_its_share_whatever_the_data_parallel_size(
+    readers: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from mtrain.ckpt import hashes
+    from mtrain.ckpt.store import Checkpoint
+
+    monkeypatch.setattr(hashes, "BLOCK_BYTES", 1 << 10, raising=False)
+    whole = torch.randn(61, 1000)
+    path = saved_by(8, tmp_path, whole)
+    headers = sum(file.stat().st_size for file in path.glob("rank_*")) - whole.nbytes
+    real, hashed = hashes.hash_bytes, list[int]()
+
+    def noted(data: Any) -> str:
+        hashed.append(memoryview(data).nbytes)
+        return real(data)
+
+    monkeypatch.setattr(hashes, "hash_bytes", noted)
+    for rank in range(readers):
+        hashed.clear()
+        hashes._sound.clear()  # what is read is hashed
+        own = torch.empty(flat_shard(rank, readers, whole).tensor.numel())
+        Checkpoint.open(path, verify=False).load([flat_shard(rank, readers, whole, own)])
+        assert torch.equal(own, flat_shard(rank, readers, whole).tensor)
+        ends = 2 * 1024 * (8 // readers + 2)  # blocks of pieces of which only some numbers are its own
+        assert own.nbytes <= sum(hashed) <= own.nbytes + headers + ends, (rank, sum(hashed), own.nbytes)
+
+
+def test_any_box_is_put_together_from_any_pieces() -> None:
+    from mtrain.ckpt.pieces import Region, parts
+
+    dice = random.Random(0)
+    for _ in range(200):
+        shape = tuple(dice.randrange(1, 7) for _ in range(dice.randrange(1, 4)))
+        whole = torch.arange(math.prod(shape)).view(shape)
+        pieces, data = list[Any](), dict[str, torch.Tensor]()
+        for number, (offset, size) in enumerate(cut_in_boxes(shape, dice)):
+            box = whole[tuple(slice(o, o + n) for o, n in zip(offset, size, strict=True))].reshape(-1).clone()
+            bounds = sorted({0, box.numel(), *(dice.randrange(box.numel() + 1) for _ in range(dice.randrange(3)))})
+            for lo, hi in pairwise(bounds):
+                name = f"{number}@{lo}"
+                flat = [lo, hi] if len(bounds) > 2 else None
+                data[name] = box[lo:hi]
+                pieces.append({"entry": name, "offset": list(offset), "shape": list(size), "flat": flat})
+        lows = [dice.randrange(n) for n in shape]
+        size = tuple(dice.randrange(1, n - lo + 1) for n, lo in zip(shape, lows, strict=True))
+        wanted = whole[tuple(slice(o, o + n) for o, n in zip(lows, size, strict=True))].reshape(-1)
+        lo = dice.randrange(wanted.numel())
+        flat_range = (lo, dice.randrange(lo, wanted.numel()) + 1) if dice.random() < 0.5 else None
+        region, out = Region(tuple(lows), size, flat_range), torch.full((wanted.numel(),), -1)
+        out = out[: region.size]
+        dice.shuffle(pieces)
+        for part in parts(region, pieces, dice.choice([1, 3, 100]), "it"):
+            found = data[part.piece["entry"]][part.start : part.stop]
+            out.as_strided(part.shape, part.here, part.at).copy_(found.as_strided(part.shape, part.there))
+        assert torch.equal(out, wanted[slice(*flat_range)] if flat_range else wanted)
+        lacking = [p for p in pieces if int(out[0]) not in data[p["entry"]].tolist()]
+        with pytest.raises(CorruptData, match="cover"):
+            list(parts(region, lacking, 100, "it"))
+
+
+def cut_in_boxes(shape: tuple[int, ...], dice: random.Random) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
+    """Offset and shape of boxes that make up a tensor."""
+    axes = []
+    for n in shape:
+        bounds = sorted({0, n, dice.randrange(n + 1)})
+        axes.append([(lo, hi - lo) for lo, hi in pairwise(bounds)])
+    return [(tuple(o for o, _ in box), tuple(n for _, n in box)) for box in product(*axes)]
+
+
+def test_files_of_checkpoints_and_exports_have_the_mode_that_the_umask_gives(tmp_path: Path) -> None:
+    from mtrain.ckpt import store
+    from mtrain.ckpt.export import export
+    from mtrain.ckpt.store import Checkpoint
+
+    before = os.umask(0o002)
+    try:
+        store._write_shard(tmp_path / "shard.safetensors", [], {"rng": torch.arange(4)})
+        run_ranks(1, lambda: train_steps(tiny_run(), 0, save_to=tmp_path / "saved"))
+        checkpoint = tmp_path / "saved/step_00000000"
+        export(Checkpoint.open(checkpoint), tmp_path / "whole")
+    finally:
+        os.umask(before)
+    files = [tmp_path / "shard.safetensors", *checkpoint.iterdir(), *(tmp_path / "whole").iterdir()]
+    assert {path.name: oct(stat.S_IMODE(path.stat().st_mode)) for path in files} == {p.name: "0o664" for p in files}
+
+
+@pytest.mark.parametrize("name", ["manifest.json", "run.yaml", "rank_00000.safetensors"])
+def test_a_file_that_may_not_be_read_is_not_damaged(name: str, tmp_path: Path) -> None:
+    from mtrain.ckpt import hashes
+    from mtrain.ckpt.store import Checkpoint
+
+    path = saved_by(1, tmp_path, torch.arange(8.0).view(2, 4))
+    (path / name).chmod(0)
+    hashes._sound.clear()
+
+    def refusal() -> tuple[str, str]:
+        try:
+            Checkpoint.open(path).whole("optim/exp_avg/weight")
+        except (BadEnvironment, CorruptData) as error:
+            return type(error).__name__, str(error)
+        return "", ""
+
+    kind, text = run_without_privileges(refusal)
+    assert kind == "BadEnvironment", text
+    assert f"{name} cannot be read: permission denied" in text
+    assert "chmod" in text

@@ -1,0 +1,254 @@
+"""File systems without locks, hard links or folders that can be synced, and machines without a /dev/shm."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import io
+import json
+import os
+import stat
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mtrain import durable, locks
+from mtrain.cli.drafts import drafted
+from mtrain.cli.main import main
+from mtrain.config.resolve import resolve
+from mtrain.config.run import RunConfig
+from mtrain.data import cache
+from mtrain.errors import BadEnvironment, ConfigError
+from mtrain.launching import folder
+from tests.support.configs import LAPTOP, tiny
+from tests.support.forked import run_without_privileges
+from tests.support.token_corpora import bpe
+
+
+@pytest.fixture(autouse=True)
+def _in_a_folder_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(durable, "_reported", set())
+
+
+def refusing(number: int, when: Callable[..., bool] = lambda *_: True, then: Any = None) -> Callable[..., Any]:
+    """A call of the system that gives an error."""
+
+    def call(*words: Any, **more: Any) -> Any:
+        if when(*words):
+            raise OSError(number, os.strerror(number))
+        return then(*words, **more)
+
+    return call
+
+
+@pytest.fixture(params=[errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL], ids=errno.errorcode.get)
+def without_locks(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fcntl, "flock", refusing(request.param))
+
+
+@pytest.fixture
+def without_synced_folders(monkeypatch: pytest.MonkeyPatch) -> None:
+    is_folder = lambda file: stat.S_ISDIR(os.fstat(file).st_mode)  # noqa: E731
+    monkeypatch.setattr(os, "fsync", refusing(errno.EINVAL, is_folder, os.fsync))
+
+
+def run_of(**changes: object) -> RunConfig:
+    return resolve(tiny(**changes), LAPTOP)
+
+
+def of_a_process_that_ended() -> locks.Owner:
+    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as process:
+        return locks.Owner(locks.Owner.me().host, process.pid, locks.Owner.me().boot, locks._started(process.pid))
+
+
+def owned_by(owner: locks.Owner) -> Path:
+    """A run folder that another process has left."""
+    home = Path("runs/a")
+    home.mkdir(parents=True)
+    (home / ".lock.owner").write_text(json.dumps(vars(owner)))
+    return home
+
+
+def tokenized(*words: str) -> int:
+    Path("d.jsonl").write_text("".join(json.dumps({"text": f"number {i}"}) + "\n" for i in range(40)))
+    return main(["data", "tokenize", "d.jsonl", f"tokenizer={bpe(Path('.'))}", "out=corpus", *words])
+
+
+def test_a_run_without_locks_has_the_folder_that_was_planned_and_says_once_why(
+    without_locks: None, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name in ("a", "b"):
+        run = run_of(log__name=name)
+        with folder.opened(run, folder.plan(run), []) as owned:
+            assert owned.folder == Path("runs") / name
+    assert sorted(path.name for path in Path("runs").iterdir()) == ["a", "b"]
+    assert capsys.readouterr().err.count("no locks") == 1
+
+
+def test_without_locks_a_second_run_is_kept_out_all_the_same(without_locks: None) -> None:
+    named, unnamed = run_of(log__name="a"), run_of()
+    planned = folder.plan(named)
+    with folder.opened(named, planned, []):
+        with pytest.raises(ConfigError, match=f"in use by process {os.getpid()} on"):
+            folder.opened(named, planned, []).__enter__()
+        first, second = folder.plan(unnamed), folder.plan(unnamed)
+        with folder.opened(unnamed, first, []) as one, folder.opened(unnamed, second, []) as two:
+            assert two.folder == one.folder.with_name(f"{one.folder.name}-2")
+    with folder.opened(named, planned, []) as again:
+        assert again.folder == planned.folder
+
+
+def test_what_an_ended_process_owned_is_taken_over(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fcntl, "flock", refusing(errno.ENOLCK))
+    home, run = owned_by(of_a_process_that_ended()), run_of(log__name="a")
+    with folder.opened(run, folder.plan(run), []) as owned:
+        assert owned.folder == home
+        assert json.loads((home / ".lock.owner").read_text())["pid"] == os.getpid()
+    assert not (home / ".lock.owner").exists()
+
+
+@pytest.mark.parametrize("change", [{"host": "elsewhere"}, {}])
+def test_what_a_process_elsewhere_or_one_that_runs_owns_is_not_taken(
+    monkeypatch: pytest.MonkeyPatch, change: dict[str, Any]
+) -> None:
+    monkeypatch.setattr(fcntl, "flock", refusing(errno.ENOLCK))
+    parent = os.getppid()
+    owner = vars(locks.Owner.me()) | {"pid": parent, "started": locks._started(parent)} | change
+    home, run = owned_by(locks.Owner(**owner)), run_of(log__name="a")
+    with pytest.raises(ConfigError, match=rf"process {parent} on .*; if it is gone, remove .*\.lock\.owner"):
+        folder.opened(run, folder.plan(run), []).__enter__()
+    assert [path.name for path in home.parent.iterdir()] == ["a"]
+
+
+def test_an_error_of_the_disk_is_no_other_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fcntl, "flock", refusing(errno.EIO))
+    run = run_of(log__name="a")
+    with pytest.raises(BadEnvironment, match=r"runs/a cannot be written: Input/output error"):
+        folder.opened(run, folder.plan(run), []).__enter__()
+
+
+def test_caches_drafts_and_corpora_are_made_without_locks(without_locks: None) -> None:
+    def make(at: Path) -> None:
+        (at / "meta.json").write_text("{}")
+
+    home = Path("cache/order-0123456789abcdef")
+
+    def read() -> dict[str, Any] | None:
+        return {} if (home / "meta.json").exists() else None
+
+    assert cache.made(home, read, make) == {}
+    assert cache.make_room(home.parent) == []
+    with drafted(Path("out"), "importing") as draft:
+        with pytest.raises(BadEnvironment, match="another process writes"), drafted(Path("out"), "importing"):
+            pass
+        (draft / "file").write_text("")
+    assert [path.name for path in Path("out").iterdir()] == ["file"]
+    assert tokenized("workers=1") == 0
+    assert not list(Path(".").rglob("*.owner"))
+
+
+def test_without_locks_no_corpus_is_removed_for_nobody_knows_who_reads_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    home = Path("cache/corpus-0123456789abcdef")
+    home.mkdir(parents=True)
+    for name in ("meta.json", *cache.FILES):
+        (home / name).write_text("{}")
+    os.utime(home / "meta.json", (0, 0))
+    with monkeypatch.context() as patch:
+        patch.setattr(fcntl, "flock", refusing(errno.ENOLCK))
+        assert cache.make_room(home.parent) == []
+    (home / cache.USED).unlink(missing_ok=True)
+    assert cache.make_room(home.parent) == [home]
+
+
+def test_files_are_kept_where_a_folder_cannot_be_synced(
+    without_synced_folders: None, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with drafted(Path("out"), "importing") as draft:
+        (draft / "file").write_text("all of it")
+    assert Path("out/file").read_text() == "all of it"
+    assert tokenized("workers=1") == 0
+    assert capsys.readouterr().err.count("cannot sync a folder") == 1
+
+
+def test_a_file_that_cannot_be_synced_is_an_error_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    Path("file").write_text("")
+    monkeypatch.setattr(os, "fsync", refusing(errno.EINVAL))
+    with pytest.raises(OSError, match="Invalid argument"):
+        durable.sync(Path("file"))
+
+
+@pytest.mark.parametrize("number", [errno.EPERM, errno.EOPNOTSUPP, errno.EXDEV], ids=errno.errorcode.get)
+def test_a_run_goes_on_without_hard_links_and_keeps_its_earlier_configuration(
+    number: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(os, "link", refusing(number))
+    run = run_of(log__name="a")
+    with folder.opened(run, folder.plan(run), []):
+        pass
+    before = Path("runs/a/run.yaml").read_text()
+    for further in (1, 2):
+        later = run_of(log__name="a", checkpoint__resume="latest", log__interval=further)
+        with folder.opened(later, folder.plan(later), []):
+            pass
+    assert Path("runs/a/run.1.yaml").read_text() == before
+    assert "interval: 1\n" in Path("runs/a/run.2.yaml").read_text()
+    assert capsys.readouterr().err.count("no hard links") == 1
+
+
+def test_a_run_folder_that_takes_no_checkpoints_is_refused_before_any_rank_starts() -> None:
+    run = run_of(log__name="a")
+    with folder.opened(run, folder.plan(run), []):
+        pass
+    Path("runs/a/checkpoints").mkdir(mode=0o555)
+    again = run_of(log__name="a", checkpoint__resume="latest")
+
+    def refused() -> str:
+        try:
+            with folder.opened(again, folder.plan(again), []):
+                return ""
+        except BadEnvironment as error:
+            return str(error)
+
+    said = run_without_privileges(refused)
+    assert "runs/a cannot be written: runs/a/checkpoints takes no new files" in said
+    assert "fix: log.runs_dir=" in said
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_text_is_tokenized_without_a_dev_shm(workers: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    import _multiprocessing  # type: ignore[import-not-found]
+
+    semaphores = type("SemLock", (), {"SEM_VALUE_MAX": 1, "__init__": refusing(errno.EROFS)})
+    monkeypatch.setattr(_multiprocessing, "SemLock", semaphores)
+    assert tokenized(f"workers={workers}") == 0
+    assert Path("corpus.bin").stat().st_size > 0
+
+
+@pytest.mark.parametrize(
+    ("verb", "closed"),
+    [
+        ("evaluate", "mine"),
+        ("export", "mine/checkpoints/step_00000001"),
+        ("convert inspect", "mine/model.safetensors.index.json"),
+    ],
+)
+def test_what_may_not_be_read_is_said_and_is_a_matter_of_the_machine(verb: str, closed: str) -> None:
+    checkpoint = Path("mine/checkpoints/step_00000001")
+    checkpoint.mkdir(parents=True)
+    for file in ("mine/run.yaml", "mine/model.safetensors.index.json", f"{checkpoint}/manifest.json"):
+        Path(file).write_text("{}")
+    Path(closed).chmod(0)
+    more = ["out"] if verb == "export" else []
+
+    def said() -> tuple[int, str]:
+        with contextlib.redirect_stderr(io.StringIO()) as text:
+            return main([*verb.split(), "mine", *more]), text.getvalue()
+
+    code, text = run_without_privileges(said)
+    assert (code, "ermission denied" in text, "unexpected" in text) == (3, True, False), text
