@@ -7,7 +7,7 @@ import platform
 import pytest
 
 from mtrain.errors import BadEnvironment
-from mtrain.world.launchers import expanded, identity, launched
+from mtrain.world.launchers import expanded, identity, launched, restarted
 from mtrain.world.rank_env import LAUNCHER, RankEnv
 
 TORCHRUN = {
@@ -150,6 +150,12 @@ def test_a_launch_has_an_identity_where_it_may_be_started_again() -> None:
     assert identity(TORCHRUN) == "torchrun id"
     assert identity(SRUN) == "slurm 77"
     assert identity({"RANK": "0"}) is None
+
+
+def test_a_job_of_slurm_goes_on_with_a_run_where_it_was_requeued() -> None:
+    assert restarted(SRUN) is None
+    assert restarted({**SRUN, "SLURM_RESTART_COUNT": "1"}) == "slurm 77"
+    assert restarted(TORCHRUN) == "torchrun id"
 
 
 def test_a_task_that_sees_its_own_device_alone_takes_it() -> None:

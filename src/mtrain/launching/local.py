@@ -22,6 +22,7 @@ from mtrain.launching.beside import Beside
 from mtrain.launching.jobs import Job
 from mtrain.launching.start import may_fork, run_ranks, without_launcher
 from mtrain.train.request import Questions, Request
+from mtrain.world import launchers
 
 ADVICE = "go on with checkpoint.resume=latest"
 
@@ -43,7 +44,8 @@ def launch(run: RunConfig, argv: list[str]) -> Path:
         ConfigError, BadEnvironment, CorruptData: before any rank is started.
         MtrainError: what the first failing rank ended with.
     """
-    chosen = folder.plan(run)
+    launch = launchers.identity(os.environ)
+    chosen = folder.plan(run, launch=launchers.restarted(os.environ))
     say(run, "starting: data, torch, megatron-core")
     prepared = Beside("prepare", run, checkpoint=_text(chosen.checkpoint))
     try:
@@ -53,7 +55,7 @@ def launch(run: RunConfig, argv: list[str]) -> Path:
         raise
     prepared.result()
     run = _with_products(run, chosen.checkpoint)
-    with folder.opened(run, chosen, argv) as owned:
+    with folder.opened(run, chosen, argv, launch=launch) as owned:
         for note in owned.notes:
             say(run, note)
         say(run, f"run folder: {owned.folder}")

@@ -49,9 +49,17 @@ def launch_of(folder: Path) -> str | None:
 
 def _is_same(run: RunConfig, folder: Path) -> bool:
     try:
-        return not differences_of(run, read_run_file(folder / RUN_FILE))
+        return _differs_nowhere(run, read_run_file(folder / RUN_FILE))
     except ConfigError:  # of another version
         return False
+
+
+def _differs_nowhere(run: RunConfig, other: RunConfig) -> bool:
+    """Whether two runs compute the same; a library of products that nobody named is that of the run before."""
+    if run.kernels.cpu_matmul in (None, "auto"):
+        kernels = run.kernels.model_copy(update={"cpu_matmul": other.kernels.cpu_matmul})
+        run = run.model_copy(update={"kernels": kernels})
+    return not differences_of(run, other)
 
 
 def latest(run: RunConfig, notes: list[str]) -> tuple[Path, Path | None]:
@@ -70,7 +78,7 @@ def latest(run: RunConfig, notes: list[str]) -> tuple[Path, Path | None]:
     if not runs:
         what = f"there is no run named {run.log.name} in {root}" if run.log.name else f"there is no run in {root}"
         raise _nothing("latest", what)
-    same = [folder for folder, other in runs if not differences_of(run, other)]
+    same = [folder for folder, other in runs if _differs_nowhere(run, other)]
     alike = [folder for folder, other in runs if not differences_of(run, other, Effect.ARCHITECTURE)]
     if not (same or alike or run.log.name):
         raise _nothing("latest", f"no run in {root} has this model; the newest is {runs[0][0]}")

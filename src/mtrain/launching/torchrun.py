@@ -195,13 +195,14 @@ def ranks_here() -> int:
 
 def _decide(run: RunConfig, argv: list[str], stack: ExitStack) -> str:
     try:
-        planned = folder.plan(run)
+        planned = folder.plan(run, launch=launchers.restarted(os.environ))
         if planned.weights is not None and not is_checkpoint(planned.weights):
             rule = "a Hugging Face folder is imported before the ranks of a launcher start"
             fix = f"{program()} convert import {planned.weights} RUN, and checkpoint.init_from=RUN"
             raise ConfigError([Problem("MT436", "checkpoint.init_from", str(planned.weights), rule, fix)])
         run = matmul.chosen(run, planned.checkpoint)
-        chosen = stack.enter_context(folder.opened(run, planned, argv))
+        launch = launchers.identity(os.environ)
+        chosen = stack.enter_context(folder.opened(run, planned, argv, launch=launch))
     except MtrainError as error:
         return json.dumps(describe(error))
     for note in chosen.notes:

@@ -94,6 +94,19 @@ def identity(environment: Mapping[str, str]) -> str | None:
     return None
 
 
+def restarted(environment: Mapping[str, str]) -> str | None:
+    """The identity of a launch whose earlier start may have begun the run; None: it is the first.
+
+    A job of SLURM may train several runs one after another, so there only a job that was requeued goes on with one.
+    Torchrun gives one command, and not all of its machines count its restarts alike.
+    """
+    launch = identity(environment)
+    if launch is None or launch.startswith("torchrun"):
+        return launch
+    count = environment.get("SLURM_RESTART_COUNT", "0")
+    return launch if count.isdigit() and int(count) > 0 else None
+
+
 def _torchrun(environment: Mapping[str, str]) -> Launched | None:
     """Torchrun, and whatever sets the same variables.
 
