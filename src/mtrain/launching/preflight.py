@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import os
 import shlex
 import shutil
 from collections.abc import Sequence
@@ -16,6 +17,7 @@ from mtrain.config.paths import program, user_path
 from mtrain.config.resolve import MAX_CPU_RANKS, Machine
 from mtrain.config.run import RunConfig
 from mtrain.errors import BadEnvironment
+from mtrain.launching import limits
 from mtrain.layout.grid import RankGrid
 from mtrain.plan.count import parameters
 from mtrain.plan.memory import activation_bytes, bytes_here
@@ -51,6 +53,7 @@ def check(
     if device.on_host:
         shortages += _cpu_shortages(run, grid, machine, ranks_here)
     shortages += _disk_shortages(run)
+    shortages += limits.faults(os.environ, limits.Limits.here(), here or grid.world, world=grid.world, on_host=device.on_host)
     if shortages:
         raise BadEnvironment(*_lines(run, grid, machine, shortages, argv))
 

@@ -8,7 +8,6 @@ import time
 import traceback
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -24,21 +23,9 @@ from mtrain.errors import (
     Related,
     TrainingError,
     say_page,
-    show,
 )
+from mtrain.launching.causes import describe
 from mtrain.world.rank_env import End
-
-PEER_LOST = (
-    "connection closed by peer",
-    "connection reset by peer",
-    "broken pipe",
-    "connection refused",
-    "recv timeout",
-    "timed out waiting",
-    "application timeout caused pair closure",
-    "remote process exited",
-    "no more data",
-)
 
 
 def enter(run: RunConfig, end: End) -> None:
@@ -94,21 +81,6 @@ def end(error: MtrainError, errors: Path, rank: int) -> None:
     """End this process from any thread, leaving a record; its main thread may hang, and hold any lock of Python's."""
     record(error, errors, rank)
     os._exit(error.exit_code)
-
-
-def describe(error: BaseException) -> dict[str, Any]:
-    """An error as JSON-like values, enough for `revive`."""
-    expected = isinstance(error, MtrainError)
-    text = str(error)
-    problems = error.problems if isinstance(error, ConfigError) else ()
-    return {
-        "kind": type(error).__name__,
-        "message": text,
-        "exit_code": error.exit_code if isinstance(error, MtrainError) else 1,
-        "expected": expected,
-        "peer_lost": not expected and any(sign in text.lower() for sign in PEER_LOST),
-        "problems": [{**asdict(p), "value": show(p.value)} for p in problems],
-    }
 
 
 def revive(body: dict[str, Any], prefix: str = "") -> MtrainError:

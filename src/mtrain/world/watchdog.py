@@ -19,6 +19,7 @@ from typing import TextIO
 
 from torch.distributed import PrefixStore, Store
 
+from mtrain.config.paths import CHECKPOINTS, MANIFEST
 from mtrain.config.run import RunConfig
 from mtrain.errors import TrainingError, say_page
 from mtrain.world import stacks, stall, waits
@@ -141,9 +142,14 @@ class Watchdog:
         if found.idle_s >= self.hard_s:
             text = (
                 f"no progress for {found.idle_s:.1f} s (trainer.timeout_s={self.hard_s:g}): {found.blame}; "
-                f"stacks: {files}; go on with checkpoint.resume=latest"
+                f"stacks: {files}{self._advice()}"
             )
             self.end(TrainingError(text), speaks)
+
+    def _advice(self) -> str:
+        """How to go on; empty where this run has saved nothing."""
+        saved = any((self.folder.parent / CHECKPOINTS).glob(f"step_*/{MANIFEST}"))
+        return "; go on with checkpoint.resume=latest" if saved else ""
 
     def _found(self) -> tuple[Finding, bool]:
         """What is known of the stall, and whether it is for this rank to say it."""
