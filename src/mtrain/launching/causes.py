@@ -1,4 +1,4 @@
-"""What an error says of its cause: whether it is only the consequence of another rank's, or the environment's fault."""
+"""Causes of errors: whether one is only the consequence of another rank's, or a fault of the environment."""
 
 from __future__ import annotations
 
@@ -48,11 +48,17 @@ OWN = (
     "shared memory segment",
     "no space left on device",
 )
-"""Texts of a fault of this rank's, whatever else the error says: NCCL passes on what its own device or disk reports."""
+"""Texts of a fault of this rank's, whatever else the error says: NCCL passes on what its device or disk reports."""
 NO_DESCRIPTOR = re.compile(r"too many open files", re.IGNORECASE)
-NO_MEMORY = re.compile(r"cannot allocate memory|can't allocate memory|std::bad_alloc|not enough memory", re.IGNORECASE)
-NO_THREAD = re.compile(r"can't start new thread|thread creation failed|resource temporarily unavailable", re.IGNORECASE)
-NO_ADDRESS = re.compile(r"unable to find address for:?\s*(\S*)|failed to look up the IP address for interface (\S*)", re.I)
+NO_MEMORY = re.compile(
+    r"cannot allocate memory|can't allocate memory|std::bad_alloc|not enough memory", re.IGNORECASE
+)
+NO_THREAD = re.compile(
+    r"can't start new thread|thread creation failed|resource temporarily unavailable", re.IGNORECASE
+)
+NO_ADDRESS = re.compile(
+    r"(?:unable to find address for|look up the IP address for interface):?\s*(\S*)", re.IGNORECASE
+)
 NO_HOST = re.compile(
     r"name or service not known|nodename nor servname|temporary failure in name resolution|getaddrinfo|gai error|"
     r"unable to resolve hostname|failed to look up the IP address for the hostname",
@@ -69,7 +75,7 @@ def is_peer_lost(text: str) -> bool:
 
 
 def describe(error: BaseException) -> dict[str, Any]:
-    """An error as JSON-like values, enough for `worker.revive`; one of the environment's as the BadEnvironment it is."""
+    """An error as JSON-like values, enough for `worker.revive`; a fault of the environment as a BadEnvironment."""
     if not isinstance(error, MtrainError):
         fault = of_environment(error)
         if fault is not None:
@@ -92,7 +98,9 @@ def of_environment(error: BaseException) -> BadEnvironment | None:
     text, number = str(error), error.errno if isinstance(error, OSError) else None
     if number in (errno.EMFILE, errno.ENFILE) or NO_DESCRIPTOR.search(text):
         files = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
-        return _fault(f"no more files can be opened: a process may have {files} (ulimit -n)", "ulimit -n 4096, or more")
+        return _fault(
+            f"no more files can be opened: a process may have {files} (ulimit -n)", "ulimit -n 4096, or more"
+        )
     addresses = resource.getrlimit(resource.RLIMIT_AS)[0]
     if addresses != resource.RLIM_INFINITY and (isinstance(error, MemoryError) or NO_MEMORY.search(text)):
         kib = addresses // 1024
@@ -102,11 +110,13 @@ def of_environment(error: BaseException) -> BadEnvironment | None:
     if number is None and NO_THREAD.search(text):  # of a lock that another process holds the system says the same
         return _fault("no more threads can be started", "ulimit -u 4096, or a higher limit of the container")
     if found := NO_ADDRESS.search(text):
-        name = found[1] or found[2] or "that was named"
-        return _fault(f"there is no network interface {name} with an address", "GLOO_SOCKET_IFNAME of one that has")
+        what = f"there is no network interface {found[1]} with an address"
+        return _fault(what, "set GLOO_SOCKET_IFNAME to one that has, or unset it")
     if isinstance(error, socket.gaierror) or NO_HOST.search(text):
         what = text.strip().splitlines()[-1] if text.strip() else "its name is not known"
-        return _fault(f"a host is not found by its name: {what}", "MASTER_ADDR, and the names that this machine knows")
+        return _fault(
+            f"a host is not found by its name: {what}", "MASTER_ADDR, and the names that this machine knows"
+        )
     if NO_SHARED_MEMORY.search(text):
         return _fault("there is no room in /dev/shm for NCCL", "a larger /dev/shm (docker: --shm-size or --ipc=host)")
     if found := BAD_VALUE.search(text):

@@ -1,4 +1,4 @@
-"""The environment of a rank: every variable that a run needs or gains by, with its value and the reason. Needs no torch.
+"""The environment of a rank: every variable that a run needs or gains by, with its value and the reason.
 
 Many of these are latched: a library reads them once, when it is imported or makes its first context, so the launcher
 sets them before the interpreter of a rank starts, and the rank verifies them. A value that the user set wins, and is
@@ -19,7 +19,20 @@ from mtrain.config.devices import facts_of
 from mtrain.config.hardware import cpu_cores
 from mtrain.config.run import RunConfig
 
-NETWORK = ("nfs", "nfs4", "lustre", "gpfs", "beegfs", "ceph", "wekafs", "cifs", "smb3", "afs", "panfs", "fuse.juicefs")
+NETWORK = (
+    "nfs",
+    "nfs4",
+    "lustre",
+    "gpfs",
+    "beegfs",
+    "ceph",
+    "wekafs",
+    "cifs",
+    "smb3",
+    "afs",
+    "panfs",
+    "fuse.juicefs",
+)
 """Filesystems on which a cache of many small files is slow, and shared by machines that differ."""
 DATA_CENTER_BLACKWELL = 100
 """The compute capability from which the device orders kernels of several queues itself."""
@@ -160,7 +173,9 @@ def _wanted(run: RunConfig, place: Place) -> Wanted:
 def _of_cuda(run: RunConfig) -> Wanted:
     sm, p = run.cluster.sm, run.parallel
     if (p.tp > 1 or p.cp > 1) and p.fsdp == "none" and (sm is None or sm < DATA_CENTER_BLACKWELL):
-        reason = "exchanges of tensor and context parallelism overlap only if kernels start in the order of their calls"
+        reason = (
+            "exchanges of tensor and context parallelism overlap only if kernels start in the order of their calls"
+        )
         yield "CUDA_DEVICE_MAX_CONNECTIONS", "1", reason, ()
     if run.trainer.cuda_graph_impl == "none":  # with graphs, NCCL's registered buffers may move
         yield "PYTORCH_ALLOC_CONF", "expandable_segments:True", "memory fragments less when sizes change", ()
@@ -175,7 +190,12 @@ def _of_transformer_engine(run: RunConfig) -> Wanted:
         return
     if kernels.attention == "te":
         for name in ("NVTE_FLASH_ATTN", "NVTE_FUSED_ATTN"):
-            yield name, "1", "kernels.attention=te: TransformerEngine takes the fastest; megatron-core insists", ("1",)
+            yield (
+                name,
+                "1",
+                "kernels.attention=te: TransformerEngine takes the fastest; megatron-core insists",
+                ("1",),
+            )
     if run.trainer.deterministic:
         reason = "trainer.deterministic: TransformerEngine would take algorithms whose bits depend on timing"
         yield "NVTE_ALLOW_NONDETERMINISTIC_ALGO", "0", reason, ("0",)
@@ -188,8 +208,18 @@ def _of_nccl(run: RunConfig, place: Place) -> Wanted:
     if run.trainer.deterministic:
         reason = "trainer.deterministic: NCCL chooses among algorithms by size, and some add in an order of their own"
         yield "NCCL_ALGO", "Ring", reason, ORDERED_ALGORITHMS
-    yield "TORCH_FR_BUFFER_SIZE", str(RECORDED), "collectives that the flight recorder holds: a stall is blamed by it", ()
-    yield "TORCH_NCCL_DUMP_ON_TIMEOUT", "1", "what the flight recorder holds is written where a collective times out", ()
+    yield (
+        "TORCH_FR_BUFFER_SIZE",
+        str(RECORDED),
+        "collectives that the flight recorder holds; a stall is blamed by it",
+        (),
+    )
+    yield (
+        "TORCH_NCCL_DUMP_ON_TIMEOUT",
+        "1",
+        "what the flight recorder holds is written where a collective times out",
+        (),
+    )
     folder = place.errors or place.scratch
     yield "TORCH_FR_DUMP_TEMP_FILE", str(folder / "flight_rank_"), "where, up to the rank; torchfrtrace reads it", ()
     token = hashlib.sha256(str(folder).encode()).hexdigest()[:12]

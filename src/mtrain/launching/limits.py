@@ -1,4 +1,4 @@
-"""Faults of the environment that a rank would meet in the middle of C++: found before any rank starts. Needs no torch."""
+"""Faults of the environment that a rank would meet in the middle of C++, found before any rank starts."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from mtrain import units
 
 INTERFACES = Path("/sys/class/net")
 FILES_PER_RANK = 96
-"""Descriptors that a rank has open beside one for each peer: modules, data, the log, the store, a checkpoint's files."""
+"""Descriptors that a rank has open beside one for each peer: data, the log, the store, a checkpoint's files."""
 THREADS_PER_RANK = 32
 """Threads of a rank at least: torch's, those of each process group, the watchdog's and the data's."""
 ADDRESSES_PER_RANK = 2 << 30
@@ -110,7 +110,11 @@ def _limits(limits: Limits, ranks: int, world: int) -> Iterator[str]:
 
 def _one_of(*words: str, ignore_case: bool = False) -> Callable[[str], str]:
     def check(text: str) -> str:
-        return "" if (text.upper() if ignore_case else text) in words else f"it is one of {', '.join(words)}; unset it or correct it"
+        return (
+            ""
+            if (text.upper() if ignore_case else text) in words
+            else f"it is one of {', '.join(words)}; unset it or correct it"
+        )
 
     return check
 
@@ -143,7 +147,7 @@ _CHECKS: dict[str, Callable[[str], str]] = {
     "NVTE_FLASH_ATTN": _insisted,
     "NVTE_FUSED_ATTN": _insisted,
 }
-"""What is wrong with the value of a variable, by its name: variables on which torch, gloo or megatron-core end a run."""
+"""What is wrong with the value of a variable, by its name, on which torch, gloo or megatron-core end a run."""
 _TRUTHS_OF_NCCL = (
     "TORCH_NCCL_BLOCKING_WAIT",
     "TORCH_NCCL_DUMP_ON_TIMEOUT",

@@ -53,7 +53,9 @@ def check(
     if device.on_host:
         shortages += _cpu_shortages(run, grid, machine, ranks_here)
     shortages += _disk_shortages(run)
-    shortages += limits.faults(os.environ, limits.Limits.here(), here or grid.world, world=grid.world, on_host=device.on_host)
+    shortages += limits.faults(
+        os.environ, limits.Limits.here(), here or grid.world, world=grid.world, on_host=device.on_host
+    )
     if shortages:
         raise BadEnvironment(*_lines(run, grid, machine, shortages, argv))
 

@@ -148,7 +148,7 @@ class Supervisor:
     def _cause(self, failed: list[Ended]) -> MtrainError:
         """The first failing rank: the earliest error of its own, or a process that was killed from outside.
 
-        torch aborts a process whose collective fails or comes to no end: that is a cause only where there is no other.
+        torch aborts a process whose collective fails or does not end: a cause only where there is no other.
         """
         records = {e.rank: self._record(e.rank) for e in failed}
         own = [r for r in records.values() if r and not r["peer_lost"]]
@@ -161,7 +161,9 @@ class Supervisor:
                 name = signal.Signals(killed[0].signal or 0).name
                 text = f"rank {killed[0].rank} was ended by {name}"
                 if aborted:
-                    text += ", as torch does where a collective fails or a thread of its own does: see what it printed"
+                    text += (
+                        ", as torch does where a collective fails or a thread of its own does: see what it printed"
+                    )
                 return TrainingError(self._advised(text))
         seen = own or [r for r in records.values() if r]
         if not seen:

@@ -1,8 +1,8 @@
 """torch's flight recorder, read in this process: how many collectives of each process group this rank has launched.
 
 Under NCCL every rank of a stall waits in the same line, for its device. The recorder still tells them apart: a rank
-that has launched fewer collectives of a group than the group's other ranks is the one that they wait for. Only JSON is
-read; what torch writes as a pickle is for torch's own `torchfrtrace`.
+that has launched fewer collectives of a group than the group's other ranks is the one that they wait for. Only JSON
+is read; what torch writes as a pickle is for torch's own `torchfrtrace`.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def of_entries(text: str | bytes) -> dict[str, Calls]:
         name, what = entry["process_group"]
         number = int(entry["collective_seq_id"])
         known = calls.get(name, Calls(what, 0, UNKNOWN, 0))
-        # A collective of gloo is retired at its end and has no other state; one of NCCL may be retired by its timeout.
+        # A collective of gloo is retired at its end and has no other state; one of NCCL may have timed out.
         by_gloo = entry["profiling_name"].startswith("gloo:")
         done = bool(entry.get("retired")) if by_gloo else entry["state"] == "completed"
         started = entry["state"] in ("started", "completed") and bool(entry.get("time_discovered_started_ns"))
@@ -129,5 +129,5 @@ class Recorder:
             with suppress(RuntimeError):
                 uid = getattr(group._get_backend(self.device), "uid", None)
                 if uid is not None:
-                    launched = group._get_sequence_number_for_group()
+                    launched = group._get_sequence_number_for_group()  # type: ignore[attr-defined]
                     yield Group(uid, group.group_name, group.group_desc or group.group_name, launched)

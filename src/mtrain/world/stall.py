@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 
 MAX_NAMED = 4
@@ -13,7 +13,7 @@ UNKNOWN = -1
 
 @dataclass(frozen=True)
 class Calls:
-    """How far a rank has come in the collectives of one process group, which every rank of it numbers alike from 1."""
+    """How far a rank has come in the collectives of one process group, which all its ranks number alike from 1."""
 
     what: str
     """What the group is for."""
@@ -118,43 +118,55 @@ def blame(known: Mapping[int, Status], silent: set[int], size: int) -> str:
         return f"every rank waits for the others, in {first.phase}"
     doing = "is" if busy or first.rank in lacking else "waits like all others, and is"
     verb = doing if len(behind) == 1 else "are"
-    why = f"; {lacking[first.rank]}" if first.rank in lacking and len(behind) == 1 else ""
+    why = f"; {lacking[first.rank].words(known, first.rank)}" if first.rank in lacking and len(behind) == 1 else ""
     return f"{_who(behind)} {verb} behind, in {first.phase}, at {first.place}{why}"
 
 
-def awaited(known: Mapping[int, Status]) -> dict[int, str]:
-    """What each rank lacks that others wait for, in words; of ranks that wait for nobody themselves, if there are any.
+@dataclass(frozen=True)
+class Lack:
+    """What a rank has not done that others of a process group have."""
+
+    group: str
+    begun: bool
+    """The device has not begun the collective; else the host has not launched it."""
+
+    def number(self, status: Status) -> int:
+        """The last collective of the group that a rank has launched, or its device has begun."""
+        calls = status.calls[self.group]
+        return calls.started if self.begun else calls.launched
+
+    def words(self, known: Mapping[int, Status], rank: int) -> str:
+        """What the rank lacks, and who waits for it."""
+        there = {other: status for other, status in known.items() if self.group in status.calls}
+        number = self.number(known[rank]) + 1
+        waiters = [other for other, s in sorted(there.items()) if self.number(s) >= number > s.calls[self.group].done]
+        verb, waits = "begun" if self.begun else "launched", "waits" if len(waiters) == 1 else "wait"
+        what = known[rank].calls[self.group].what
+        return f"it has not {verb} collective {number} of {what}, in which {_ranks(waiters)} {waits}"
+
+
+def awaited(known: Mapping[int, Status]) -> dict[int, Lack]:
+    """Find what each rank lacks that others wait for: of ranks that wait for nobody themselves, if there are any.
 
     A rank waits for those of its process groups that have launched fewer collectives than it has, unless all of its
     own have ended. Where all have launched as many, those wait whose devices have begun more.
     """
-    lacking: dict[int, str] = {}
+    lacking: dict[int, Lack] = {}
     waiting: set[int] = set()
     for name in sorted({name for status in known.values() for name in status.calls}):
-        members = {rank: status.calls[name] for rank, status in known.items() if name in status.calls}
-        launched = {rank: calls.launched for rank, calls in members.items()}
-        for verb, numbers in (("launched", launched), ("begun", {rank: c.started for rank, c in members.items()})):
-            if UNKNOWN in numbers.values():
+        members = {rank: status for rank, status in known.items() if name in status.calls}
+        for lack in (Lack(name, begun=False), Lack(name, begun=True)):
+            numbers = {rank: lack.number(status) for rank, status in members.items()}
+            lowest = min(numbers.values())
+            if lowest == UNKNOWN:
                 continue
-            ahead = {r for r, n in numbers.items() if n > min(numbers.values()) and members[r].done < n}
-            waiting |= ahead
-            highest = max((numbers[rank] for rank in ahead), default=UNKNOWN)
-            for rank, number in numbers.items():
-                if number < highest and rank not in lacking:
-                    lacking[rank] = _lack(verb, numbers, members, rank, ahead)
+            ahead = {r: n for r, n in numbers.items() if n > lowest and members[r].calls[name].done < n}
+            highest = max(ahead.values(), default=lowest)
+            waiting |= ahead.keys()
+            lacking = {rank: lack for rank, number in numbers.items() if number < highest} | lacking
             if ahead:
                 break
-    return {rank: text for rank, text in lacking.items() if rank not in waiting} or lacking
-
-
-def _lack(
-    verb: str, numbers: Mapping[int, int], members: Mapping[int, Calls], rank: int, ahead: Iterable[int]
-) -> str:
-    waiters = sorted(other for other in ahead if numbers[other] > numbers[rank])
-    waits = "waits" if len(waiters) == 1 else "wait"
-    return (
-        f"it has not {verb} collective {numbers[rank] + 1} of {members[rank].what}, in which {_ranks(waiters)} {waits}"
-    )
+    return {rank: lack for rank, lack in lacking.items() if rank not in waiting} or lacking
 
 
 def _who(ranks: list[Status]) -> str:

@@ -30,7 +30,7 @@ def noted() -> Iterator[None]:
         finally:
             heartbeat.waits -= 1
 
-    Work.wait = wait  # type: ignore[method-assign]
+    Work.wait = wait  # type: ignore[assignment,method-assign]
     try:
         yield
     finally:

@@ -38,8 +38,9 @@ LONGEST_TICK = 0.25
 def watching(run: RunConfig, world: World, folder: Path, end: End) -> Iterator[None]:
     """Watch over what this rank does inside, together with all other ranks.
 
-    `folder` gets the stacks and what torch's flight recorder holds. After `trainer.soft_timeout_s` in which no rank made progress each writes its own, and
-    one names the rank that is behind; after `trainer.timeout_s` `end` gets a TrainingError that names it again.
+    `folder` gets the stacks and what torch's flight recorder holds. After `trainer.soft_timeout_s` in which no rank
+    made progress each writes its own, and one names the rank that is behind; after `trainer.timeout_s` `end` gets a
+    TrainingError that names it again.
     """
     watchdog = Watchdog(run, world, folder, end)
     watchdog.start()
