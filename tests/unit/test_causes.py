@@ -22,7 +22,7 @@ from mtrain.launching.supervise import Supervisor
 REMOTE = (
     "NCCL error in: /pytorch/torch/csrc/distributed/c10d/ProcessGroupNCCL.cpp:3763, remote process exited or "
     "there was a network error, NCCL version 2.28.8\nncclRemoteError: A call failed possibly due to a "
-    "network error or a remote process exiting prematurely.\nLast error:\nNET/OFI Request completed with error. RC: 113"
+    "network error or a remote process exiting prematurely.\nLast error:\nNET/OFI Request completed with error."
 )
 INTERNAL = "internal error, NCCL version 2.14.3\nncclInternalError: Internal check failed.\nLast error:\n"
 SYSTEM = (

@@ -195,4 +195,4 @@ def test_a_limit_that_a_rank_cannot_start_in_is_named(limits: Limits, said: str 
 def test_descriptors_are_counted_by_the_ranks_of_the_world(tmp_path: Path) -> None:
     assert not faults({}, Limits(files=1024), 8, interfaces=tmp_path)
     (said,) = faults({}, Limits(files=1024), 8, world=2048, interfaces=tmp_path)
-    assert "ulimit -n 2144" in said
+    assert "ulimit -n 2148" in said

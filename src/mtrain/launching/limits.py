@@ -12,7 +12,7 @@ from pathlib import Path
 from mtrain import units
 
 INTERFACES = Path("/sys/class/net")
-FILES_PER_RANK = 96
+FILES_PER_RANK = 100
 """Descriptors that a rank has open beside one for each peer: data, the log, the store, a checkpoint's files."""
 THREADS_PER_RANK = 32
 """Threads of a rank at least: torch's, those of each process group, the watchdog's and the data's."""
