@@ -13,6 +13,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+import torch
 
 from tests.support.commands import SMALL, metrics, wait_for
 from tests.support.launched import Launched, as_rank, free_port
@@ -64,6 +65,11 @@ def holding(rank: int, forwards: int, hold: Callable[[], object]) -> Callable[[]
 
 def sleep() -> None:
     time.sleep(1000)  # the line that holds everybody up
+
+
+def listen() -> None:
+    """Wait for what rank 0 never sends."""
+    torch.distributed.recv(torch.zeros(1), src=0)
 
 
 def stacks(folder: Path, rank: int) -> str:
@@ -127,6 +133,16 @@ def test_a_stopped_rank_is_named_by_the_others(tmp_path: Path, started: list[Lau
         assert len(re.findall(rf"warning: no progress .*: rank {stopped} .* no sign of life", said)) == 1, said
         assert re.search(rf"rank {1 - stopped}: no progress .*: rank {stopped} .* no sign of life", said), said
         assert stacks(homes[stopped], 1 - stopped)
+
+
+def test_of_ranks_that_all_wait_the_one_that_lacks_a_collective_is_named(
+    tmp_path: Path, started: list[Launched]
+) -> None:
+    run = Launched(*RUN, "parallel=tp2", cwd=tmp_path, patch=holding(1, 4, listen))
+    started.append(run)
+    said = end_of(run, [])
+    named = r"rank 1 \(.*\) is behind, .*; it has not launched collective \d+ of TENSOR_MODEL_PARALLEL_GROUP"
+    assert re.search(rf"rank \d: no progress .*{named}, in which rank 0 waits", said), said
 
 
 @pytest.mark.full

@@ -9,6 +9,8 @@ import pytest
 
 from mtrain.config.resolve import Machine, resolve
 from mtrain.config.run import RunConfig
+from mtrain.errors import BadEnvironment
+from mtrain.launching import preflight
 from mtrain.launching.environment import Place, apply, environment, filesystem_of, lines, verify
 from mtrain.launching.limits import Limits, faults
 from tests.support.configs import LAPTOP, tiny
@@ -54,7 +56,7 @@ def test_a_run_on_processors_gets_nothing_of_cuda() -> None:
         ({}, "NCCL_ALGO", None),
         ({"kernels__attention": "te"}, "NVTE_FLASH_ATTN", "1"),
         ({"kernels__attention": "triton"}, "NVTE_FLASH_ATTN", None),
-        ({"parallel__activation_offload__modules": ("mlp_norm",), "kernels__norm": "te"}, "NVTE_CPU_OFFLOAD_V1", "1"),
+        ({"parallel__activation_offload__modules": ("mlp_norm",)}, "NVTE_CPU_OFFLOAD_V1", "1"),
         ({}, "NVTE_CPU_OFFLOAD_V1", None),
         ({}, "TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC", "720"),
         ({"trainer__timeout_s": 3600.5}, "TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC", "3721"),
@@ -107,16 +109,26 @@ def test_a_rank_verifies_what_its_run_cannot_do_without() -> None:
     environ: dict[str, str] = {}
     assert [line.split()[0] for line in verify(run, HERE, environ)] == [
         "CUBLAS_WORKSPACE_CONFIG",
-        "NVTE_FLASH_ATTN",
-        "NVTE_FUSED_ATTN",
         "NVTE_ALLOW_NONDETERMINISTIC_ALGO",
         "NCCL_ALGO",
     ]
     apply(environment(run, HERE, environ), environ)
     assert verify(run, HERE, environ) == []
     assert verify(run, HERE, {**environ, "NCCL_ALGO": "Tree", "CUDA_DEVICE_MAX_CONNECTIONS": "8"}) == []
-    (wrong,) = verify(run, HERE, {**environ, "NVTE_FLASH_ATTN": "0"})
-    assert wrong.startswith("NVTE_FLASH_ATTN is '0' in the environment and must be 1")
+    (wrong,) = verify(run, HERE, {**environ, "NCCL_ALGO": "NVLS"})
+    assert wrong.startswith("NCCL_ALGO='NVLS' in the environment must be Ring or Tree or ^NVLS or ")
+
+
+def test_a_run_is_refused_where_it_would_not_be_what_it_says(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":0:0")
+    run = on_cards(trainer__deterministic=True)
+    with pytest.raises(
+        BadEnvironment, match="CUBLAS_WORKSPACE_CONFIG=':0:0' in the environment must be :4096:8 or :16:8"
+    ):
+        preflight.check(run, [], CARDS, ranks_here=1)
+    with pytest.raises(BadEnvironment) as refused:
+        preflight.check(on_cards(), [], CARDS, ranks_here=64)
+    assert "CUBLAS" not in str(refused.value)
 
 
 NO_LIMITS = Limits()

@@ -62,6 +62,11 @@ class Setting:
         """Whether the run is what it says with this value."""
         return not self.allowed or self.value in self.allowed
 
+    @property
+    def needs(self) -> str:
+        """The values that are right, in words."""
+        return " or ".join(self.allowed)
+
 
 @dataclass(frozen=True)
 class Place:
@@ -108,18 +113,20 @@ def apply(settings: Mapping[str, Setting], environ: MutableMapping[str, str]) ->
         environ.setdefault(name, setting.value)
 
 
+def conflicts(settings: Mapping[str, Setting]) -> list[str]:
+    """What the user has set with which the run would not be what it says, and what to do."""
+    wrong = ((name, setting) for name, setting in settings.items() if not setting.is_right)
+    return [f"{name}={s.value!r} in the environment must be {s.needs}: {s.reason}; unset it" for name, s in wrong]
+
+
 def verify(run: RunConfig, place: Place, environ: Mapping[str, str]) -> list[str]:
     """What is wrong with the environment of a rank that has started: variables that the run needs and has not."""
-    wrong = []
-    for name, setting in environment(run, place, environ).items():
-        if setting.by_user and setting.is_right:
-            continue
-        needs = " or ".join(setting.allowed)
-        if setting.by_user:
-            wrong.append(f"{name} is {setting.value!r} in the environment and must be {needs}: {setting.reason}")
-        elif setting.allowed:
-            wrong.append(f"{name} is not in the environment of this rank and must be {needs}: {setting.reason}")
-    return wrong
+    settings = environment(run, place, environ)
+    missing = ((name, setting) for name, setting in settings.items() if setting.allowed and not setting.by_user)
+    return [
+        *conflicts(settings),
+        *(f"{name} is not in the environment of this rank and must be {s.needs}: {s.reason}" for name, s in missing),
+    ]
 
 
 def lines(settings: Mapping[str, Setting]) -> Iterator[str]:
@@ -127,7 +134,7 @@ def lines(settings: Mapping[str, Setting]) -> Iterator[str]:
     width = min(60, max((len(name) + len(setting.value) + 1 for name, setting in settings.items()), default=0))
     for name, setting in settings.items():
         who = "set by you; " if setting.by_user else ""
-        wrong = "" if setting.is_right else f"must be {' or '.join(setting.allowed)}: "
+        wrong = "" if setting.is_right else f"must be {setting.needs}: "
         yield f"{f'{name}={setting.value}':<{width}}  {who}{wrong}{setting.reason}"
 
 
@@ -186,17 +193,10 @@ def _of_cuda(run: RunConfig) -> Wanted:
 
 def _of_transformer_engine(run: RunConfig) -> Wanted:
     kernels = run.kernels
-    if "te" not in (kernels.norm, kernels.attention, kernels.linear, kernels.experts):
-        return
     if kernels.attention == "te":
         for name in ("NVTE_FLASH_ATTN", "NVTE_FUSED_ATTN"):
-            yield (
-                name,
-                "1",
-                "kernels.attention=te: TransformerEngine takes the fastest; megatron-core insists",
-                ("1",),
-            )
-    if run.trainer.deterministic:
+            yield name, "1", "kernels.attention=te: TransformerEngine chooses, as megatron-core insists", ()
+    if run.trainer.deterministic and "te" in (kernels.norm, kernels.attention, kernels.linear, kernels.experts):
         reason = "trainer.deterministic: TransformerEngine would take algorithms whose bits depend on timing"
         yield "NVTE_ALLOW_NONDETERMINISTIC_ALGO", "0", reason, ("0",)
     if run.parallel.activation_offload.modules:

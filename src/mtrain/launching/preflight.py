@@ -18,6 +18,7 @@ from mtrain.config.resolve import MAX_CPU_RANKS, Machine
 from mtrain.config.run import RunConfig
 from mtrain.errors import BadEnvironment
 from mtrain.launching import limits
+from mtrain.launching.environment import Place, conflicts, environment
 from mtrain.layout.grid import RankGrid
 from mtrain.plan.count import parameters
 from mtrain.plan.memory import activation_bytes, bytes_here
@@ -53,9 +54,7 @@ def check(
     if device.on_host:
         shortages += _cpu_shortages(run, grid, machine, ranks_here)
     shortages += _disk_shortages(run)
-    shortages += limits.faults(
-        os.environ, limits.Limits.here(), here or grid.world, world=grid.world, on_host=device.on_host
-    )
+    shortages += _faults(run, here or grid.world, grid.world)
     if shortages:
         raise BadEnvironment(*_lines(run, grid, machine, shortages, argv))
 
@@ -74,6 +73,13 @@ def _cpu_shortages(run: RunConfig, grid: RankGrid, machine: Machine, ranks_here:
     if ranks_here is None and grid.world > MAX_CPU_RANKS:
         out.append(f"needs {grid.world} processes; on a CPU at most {MAX_CPU_RANKS} are started")
     return out
+
+
+def _faults(run: RunConfig, ranks: int, world: int) -> list[str]:
+    """What is wrong with the variables and limits that `ranks` ranks of this machine would get."""
+    on_host = facts_of(run.cluster.device).on_host
+    found = limits.faults(os.environ, limits.Limits.here(), ranks, world=world, on_host=on_host)
+    return found + conflicts(environment(run, Place(ranks), os.environ))
 
 
 def _disk_shortages(run: RunConfig) -> list[str]:

@@ -9,7 +9,7 @@ from typing import Any
 
 from torch.distributed import Work
 
-from mtrain.world.heartbeat import heartbeat
+from mtrain.world.heartbeat import waiting
 
 
 @contextmanager
@@ -24,11 +24,8 @@ def noted() -> Iterator[None]:
     def wait(work: Work, *args: Any, **kwargs: Any) -> bool:
         if threading.current_thread() is not threading.main_thread():
             return real(work, *args, **kwargs)
-        heartbeat.waits += 1
-        try:
+        with waiting():
             return real(work, *args, **kwargs)
-        finally:
-            heartbeat.waits -= 1
 
     Work.wait = wait  # type: ignore[assignment,method-assign]
     try:
