@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import json
 import os
 import re
 import signal
@@ -12,6 +13,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+import torch
 
 from tests.support.commands import SMALL, metrics, wait_for
 from tests.support.launched import Launched, as_rank, free_port
@@ -65,6 +67,11 @@ def sleep() -> None:
     time.sleep(1000)  # the line that holds everybody up
 
 
+def listen() -> None:
+    """Wait for what rank 0 never sends."""
+    torch.distributed.recv(torch.zeros(1), src=0)
+
+
 def stacks(folder: Path, rank: int) -> str:
     path = folder / f"runs/run/errors/stacks_rank_{rank:05d}.txt"
     return path.read_text() if path.exists() else ""
@@ -100,7 +107,9 @@ def test_a_sleeping_rank_is_named_twice_and_every_rank_leaves_its_stacks(
         named = rf"{who}, at test_hanging.py:\d+ in sleep"
         assert len(re.findall(rf"warning: no progress for [\d.]+ s .*{named}", said)) == 1, said
         assert len(re.findall(rf"^rank \d: no progress for [\d.]+ s .*{named}", said, re.M)) == 1, said
-        assert "checkpoint.resume=latest" in said
+        assert "checkpoint.resume" not in said  # nothing was saved
+        lacks = r"it has not launched collective \d+ of TENSOR_MODEL_PARALLEL_GROUP, in which rank 0 waits"
+        assert bool(re.search(lacks, said)) == (layout == "tp2"), said
         home = tmp_path / layout
         assert "time.sleep(1000)  # the line that holds everybody up" in stacks(home, sleeper)
         waiting = "distributed_c10d.py" if layout == "tp2" else "p2p_communication.py"
@@ -124,6 +133,16 @@ def test_a_stopped_rank_is_named_by_the_others(tmp_path: Path, started: list[Lau
         assert len(re.findall(rf"warning: no progress .*: rank {stopped} .* no sign of life", said)) == 1, said
         assert re.search(rf"rank {1 - stopped}: no progress .*: rank {stopped} .* no sign of life", said), said
         assert stacks(homes[stopped], 1 - stopped)
+
+
+def test_of_ranks_that_all_wait_the_one_that_lacks_a_collective_is_named(
+    tmp_path: Path, started: list[Launched]
+) -> None:
+    run = Launched(*RUN, "parallel=tp2", cwd=tmp_path, patch=holding(1, 4, listen))
+    started.append(run)
+    said = end_of(run, [])
+    named = r"rank 1 \(.*\) is behind, .*; it has not launched collective \d+ of TENSOR_MODEL_PARALLEL_GROUP"
+    assert re.search(rf"rank \d: no progress .*{named}, in which rank 0 waits", said), said
 
 
 @pytest.mark.full
@@ -190,6 +209,14 @@ def test_a_stall_that_passes_is_said_once_and_the_run_ends_well(tmp_path: Path, 
     started.append(run)
     assert run.wait() == 0, run.said
     assert run.said.count("warning: no progress") == 1
+    assert re.search(
+        r"rank 1 .* it has not launched collective \d+ of TENSOR_MODEL_PARALLEL_GROUP, in which rank 0", run.said
+    )
+    recorded = [
+        json.loads((tmp_path / f"runs/run/errors/flight_rank_0000{rank}.json").read_text()) for rank in (0, 1)
+    ]
+    last = [max(entry["collective_seq_id"] for entry in dump["entries"]) for dump in recorded]
+    assert last[0] == last[1] + 1
 
 
 @pytest.mark.full

@@ -15,6 +15,7 @@ from mtrain.config.run import RunConfig
 from mtrain.data.indexed import IndexedWriter
 from mtrain.errors import BadEnvironment, ConfigError, CorruptData, MtrainError
 from mtrain.launching import beside, folder, preflight
+from mtrain.launching.environment import Place, environment
 from tests.support.configs import LAPTOP, errors, tiny
 
 EOD = 0
@@ -140,8 +141,8 @@ def _a_folder_that_holds_a_run(home: Path) -> None:
 @row(87)
 def _kernels_in_the_order_of_their_launch(home: Path) -> None:
     """megatron-core's environment variable is set by us, so that nobody can forget it."""
-    source = (Path(preflight.__file__).parents[1] / "world/init.py").read_text()
-    assert 'os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")' in source
+    run = resolve(tiny(cluster__device="cuda", cluster__devices_per_node=2, parallel__tp=2), LAPTOP)
+    assert environment(run, Place(2), {})["CUDA_DEVICE_MAX_CONNECTIONS"].value == "1"
 
 
 @row(93)

@@ -17,12 +17,14 @@ from mtrain.config.devices import CPU
 from mtrain.config.paths import CHECKPOINTS
 from mtrain.config.run import RunConfig
 from mtrain.errors import say_page
-from mtrain.launching import folder, jobs, matmul, preflight
+from mtrain.launching import environment, folder, jobs, matmul
 from mtrain.launching.beside import Beside
+from mtrain.launching.environment import Place
 from mtrain.launching.jobs import Job
 from mtrain.launching.start import may_fork, run_ranks, without_launcher
 from mtrain.train.request import Questions, Request
 from mtrain.world import launchers
+from mtrain.world.stacks import ERRORS
 
 ADVICE = "go on with checkpoint.resume=latest"
 
@@ -64,7 +66,7 @@ def launch(run: RunConfig, argv: list[str]) -> Path:
             Beside("import", run, source=str(owned.weights), home=str(owned.folder)).result()
             owned = replace(owned, weights=owned.folder / CHECKPOINTS / folder_name(0))
         job = jobs.train_job(run, owned.checkpoint, owned.weights)
-        run_ranks(folder.anchored(run), owned.folder, job, environment(run), ADVICE)
+        run_ranks(folder.anchored(run), owned.folder, job, environment_of(run, owned.folder), ADVICE)
     return owned.folder
 
 
@@ -104,7 +106,7 @@ def logits(run: RunConfig, checkpoint: Path, ids: list[int], out: Path) -> None:
     """Leave in `out` what `train.assemble.logits` computes of `run`, which is of one rank."""
     warm(run)
     with tempfile.TemporaryDirectory(prefix="mtrain-") as scratch:
-        run_ranks(run, Path(scratch), jobs.logits_job(checkpoint, ids, out), environment(run))
+        run_ranks(run, Path(scratch), jobs.logits_job(checkpoint, ids, out), environment_of(run))
 
 
 def say(run: RunConfig, text: str) -> None:
@@ -125,23 +127,20 @@ def import_for(run: RunConfig) -> None:
     os.environ.update(before)
 
 
-def environment(run: RunConfig) -> dict[str, str]:
-    """What each rank of a local run begins with, beside its place."""
-    threads = str(preflight.threads_per_rank(run.parallel.ranks or 1))
-    usual = {
-        "OMP_NUM_THREADS": threads,
-        "MKL_NUM_THREADS": threads,
-        "GLOO_SOCKET_IFNAME": "lo",
-        "TORCH_CPP_LOG_LEVEL": "ERROR",
-    }
-    return {**usual, **without_launcher(os.environ)}
+def environment_of(run: RunConfig, home: Path | None = None) -> dict[str, str]:
+    """What each rank of a local run in `home` begins with, beside its place."""
+    values = without_launcher(os.environ)
+    errors = None if home is None else home.absolute() / ERRORS
+    place = Place.here(run.parallel.ranks or 1, errors=errors)
+    environment.apply(environment.environment(run, place, values), values)
+    return values
 
 
 def warm(run: RunConfig) -> None:
     """Import everything a rank needs where ranks are forked from this process, and nothing where they are not."""
     if not may_fork(run):
         return
-    os.environ.update(environment(run))  # libraries read it when they are loaded
+    os.environ.update(environment_of(run))  # libraries read it when they are loaded
     from mtrain import mcore as adapter
     from mtrain.devices import registry
 
@@ -160,7 +159,7 @@ def install_reader() -> None:
 def _run(run: RunConfig, home: Path, job: Job) -> None:
     warm(run)
     run = _with_products(run)
-    run_ranks(run, home, job, environment(run))
+    run_ranks(run, home, job, environment_of(run, home))
 
 
 def _in_scratch(run: RunConfig, job: Job) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import os
 import shlex
 import shutil
 from collections.abc import Callable, Iterator, Sequence
@@ -18,7 +19,8 @@ from mtrain.config.paths import program, user_path
 from mtrain.config.resolve import MAX_CPU_RANKS, Machine, resolve
 from mtrain.config.run import RunConfig
 from mtrain.errors import BadEnvironment, ConfigError, MtrainError, say, warn
-from mtrain.launching import gpus
+from mtrain.launching import gpus, limits
+from mtrain.launching.environment import Place, conflicts, environment
 from mtrain.launching.gpus import Shortage
 from mtrain.layout.grid import RankGrid
 from mtrain.plan.count import parameters
@@ -71,7 +73,8 @@ def shortages(run: RunConfig, machine: Machine, ranks_here: int | None = None) -
     found += gpus.shortages(run, machine, here, siblings=ranks_here is not None)
     if facts_of(run.cluster.device).on_host:
         found += map(Shortage, _cpu_shortages(run, grid, machine, ranks_here))
-    return [*found, *map(Shortage, _disk_shortages(run))]
+    found += map(Shortage, _disk_shortages(run))
+    return [*found, *map(Shortage, _faults(run, here or grid.world, grid.world))]
 
 
 def _cpu_shortages(run: RunConfig, grid: RankGrid, machine: Machine, ranks_here: int | None) -> list[str]:
@@ -88,6 +91,13 @@ def _cpu_shortages(run: RunConfig, grid: RankGrid, machine: Machine, ranks_here:
     if ranks_here is None and grid.world > MAX_CPU_RANKS:
         out.append(f"needs {grid.world} processes; on a CPU at most {MAX_CPU_RANKS} are started")
     return out
+
+
+def _faults(run: RunConfig, ranks: int, world: int) -> list[str]:
+    """What is wrong with the variables and limits that `ranks` ranks of this machine would get."""
+    on_host = facts_of(run.cluster.device).on_host
+    found = limits.faults(os.environ, limits.Limits.here(), ranks, world=world, on_host=on_host)
+    return found + conflicts(environment(run, Place(ranks), os.environ))
 
 
 def _disk_shortages(run: RunConfig) -> list[str]:

@@ -13,8 +13,9 @@ from pathlib import Path
 from mtrain.config.paths import RUN_FILE
 from mtrain.config.run_file import read_run_file
 from mtrain.errors import BadEnvironment, MtrainError
+from mtrain.launching.environment import verify
 from mtrain.launching.start import PARENT, read_start
-from mtrain.launching.worker import end, leave, run_rank
+from mtrain.launching.worker import end, leave, place_here, run_rank
 from mtrain.processes import die_with
 from mtrain.world.stacks import ERRORS
 
@@ -23,7 +24,8 @@ def perform(home: Path, errors: Path, rank: int) -> None:
     """Do on this rank what the start file of `home` says.
 
     Raises:
-        BadEnvironment: there is no start file, or `run.yaml` is not the one that it was written for.
+        BadEnvironment: there is no start file, `run.yaml` is not the one that it was written for, or a variable that
+            the run needs is not set.
         MtrainError: what the job ends with.
     """
     job, digest = read_start(home)
@@ -35,6 +37,10 @@ def perform(home: Path, errors: Path, rank: int) -> None:
             "  fix: leave run.yaml as it is while a run starts, and put the run folder where every machine reads "
             "the same files",
         )
+
+    wrong = verify(run, place_here(), os.environ)
+    if wrong:
+        raise BadEnvironment(*wrong)
 
     def ended(error: MtrainError, speaks: bool) -> None:
         end(error, errors, rank)

@@ -13,6 +13,8 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
+from mtrain.ckpt.folder import committed
+from mtrain.config.paths import CHECKPOINTS
 from mtrain.errors import BadEnvironment, MtrainError, Preempted, TrainingError
 from mtrain.launching import signals
 from mtrain.launching.worker import record_name, revive
@@ -45,6 +47,7 @@ class Supervisor:
     """Waits for the processes of ranks; forwards a stop; ends all when one fails."""
 
     def __init__(self, errors: Path, advice: str) -> None:
+        """`errors` is a folder of the run's; `advice` goes with a failure once that run has saved a checkpoint."""
         self.ranks: dict[int, int] = {}
         """Process id -> rank, of those that still run."""
         self.errors, self.advice = errors, advice
@@ -93,7 +96,7 @@ class Supervisor:
             raise KeyboardInterrupt
         stopped = any(e.code == Preempted.exit_code for e in self.ended)
         if (stopped and not failed) or (self.stops and failed and all(self._stopped_early(e) for e in failed)):
-            raise Preempted("; ".join(filter(None, ("stopped on request", self.advice))))
+            raise Preempted(self._advised("stopped on request"))
         if failed:
             raise self._cause(failed)
 
@@ -143,15 +146,25 @@ class Supervisor:
                 time.sleep(0.01)
 
     def _cause(self, failed: list[Ended]) -> MtrainError:
-        """The first failing rank: the earliest error of its own, or a process that was killed from outside."""
+        """The first failing rank: the earliest error of its own, or a process that was killed from outside.
+
+        torch aborts a process whose collective fails or does not end: a cause only where there is no other.
+        """
         records = {e.rank: self._record(e.rank) for e in failed}
         own = [r for r in records.values() if r and not r["peer_lost"]]
         first = failed[0]
         if records[first.rank] not in own:
             killed = [e for e in failed if e.signal is not None and records[e.rank] is None]
-            if killed:
+            killed.sort(key=lambda e: e.signal == signal.SIGABRT)
+            aborted = bool(killed) and killed[0].signal == signal.SIGABRT
+            if killed and not (aborted and own):
                 name = signal.Signals(killed[0].signal or 0).name
-                return TrainingError(self._advised(f"rank {killed[0].rank} was ended by {name}"))
+                text = f"rank {killed[0].rank} was ended by {name}"
+                if aborted:
+                    text += (
+                        ", as torch does where a collective fails or a thread of its own does: see what it printed"
+                    )
+                return TrainingError(self._advised(text))
         seen = own or [r for r in records.values() if r]
         if not seen:
             text = f"rank {first.rank} ended with exit code {first.code} and left no record"
@@ -166,7 +179,8 @@ class Supervisor:
         return TrainingError(self._advised(text))
 
     def _advised(self, text: str) -> str:
-        return f"{text}; {self.advice}" if self.advice else text
+        saved = self.advice and committed(self.errors.parent / CHECKPOINTS)
+        return f"{text}; {self.advice}" if saved else text
 
     def _record(self, rank: int) -> dict[str, Any] | None:
         path = self.errors / record_name(rank)

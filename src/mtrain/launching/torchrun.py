@@ -64,6 +64,7 @@ def agreed(argv: Sequence[str], compose: Callable[[], RunConfig]) -> RunConfig:
     Raises:
         MtrainError: the configuration is refused, or rank 0 says that its own is.
     """
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # torch reads it when it is imported
     from mtrain.world import join
 
     attempt = join.arrive(_join_timeout_s(argv), _end)

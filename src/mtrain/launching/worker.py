@@ -8,7 +8,6 @@ import time
 import traceback
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -24,29 +23,21 @@ from mtrain.errors import (
     Related,
     TrainingError,
     say_page,
-    show,
 )
-from mtrain.world.rank_env import End
-
-PEER_LOST = (
-    "connection closed by peer",
-    "connection reset by peer",
-    "broken pipe",
-    "connection refused",
-    "recv timeout",
-    "timed out waiting",
-    "application timeout caused pair closure",
-    "remote process exited",
-    "no more data",
-)
+from mtrain.launching.causes import describe
+from mtrain.launching.environment import Place, apply, conflicts, environment
+from mtrain.world.rank_env import End, RankEnv
 
 
 def enter(run: RunConfig, end: End) -> None:
     """Make this rank known to the others, then import what takes seconds: megatron-core, for the run's device.
 
     `end` ends the process where the others refuse it meanwhile.
+
+    Raises:
+        BadEnvironment: a variable of the user makes the run another.
     """
-    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # a peer that ends is no news worth a C++ stack
+    ready_environment(run)
     from mtrain.world import join
 
     join.announce(run, end)
@@ -54,6 +45,25 @@ def enter(run: RunConfig, end: End) -> None:
     from mtrain.devices import registry
 
     adapter.install(registry.get(run.cluster.device))
+
+
+def ready_environment(run: RunConfig) -> None:
+    """Set what the launcher has not set, as one that is not ours does not; libraries read most of it when they start.
+
+    Raises:
+        BadEnvironment: a variable of the user makes the run another.
+    """
+    settings = environment(run, place_here(), os.environ)
+    apply(settings, os.environ)
+    wrong = conflicts(settings)
+    if wrong:
+        raise BadEnvironment(*wrong)
+
+
+def place_here() -> Place:
+    """Where this rank is, as its launcher says."""
+    env = RankEnv.here()
+    return Place.here(env.local_size, alone=env.size == env.local_size)
 
 
 def record_name(rank: int) -> str:
@@ -94,21 +104,6 @@ def end(error: MtrainError, errors: Path, rank: int) -> None:
     """End this process from any thread, leaving a record; its main thread may hang, and hold any lock of Python's."""
     record(error, errors, rank)
     os._exit(error.exit_code)
-
-
-def describe(error: BaseException) -> dict[str, Any]:
-    """An error as JSON-like values, enough for `revive`."""
-    expected = isinstance(error, MtrainError)
-    text = str(error)
-    problems = error.problems if isinstance(error, ConfigError) else ()
-    return {
-        "kind": type(error).__name__,
-        "message": text,
-        "exit_code": error.exit_code if isinstance(error, MtrainError) else 1,
-        "expected": expected,
-        "peer_lost": not expected and any(sign in text.lower() for sign in PEER_LOST),
-        "problems": [{**asdict(p), "value": show(p.value)} for p in problems],
-    }
 
 
 def revive(body: dict[str, Any], prefix: str = "") -> MtrainError:

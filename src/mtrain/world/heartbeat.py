@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 
 class Heartbeat:
     """How far this rank's main thread has come. Written by that thread alone, read by the watchdog's."""
 
-    __slots__ = ("count", "phase", "step", "ticks")
+    __slots__ = ("count", "phase", "step", "ticks", "waits")
 
     def __init__(self) -> None:
         self.count = 0
@@ -17,6 +20,8 @@ class Heartbeat:
         """What the last milestone began."""
         self.step = 0
         """The step that was begun last, from 1; 0: none yet."""
+        self.waits = 0
+        """How many calls the main thread is in that wait for other ranks, or for a device that waits for them."""
 
     @property
     def place(self) -> str:
@@ -42,3 +47,13 @@ def begin_step(number: int) -> None:
 def tick() -> None:
     """Note progress within a phase, as a rank makes it that has more to do there than another."""
     heartbeat.ticks += 1
+
+
+@contextmanager
+def waiting() -> Iterator[None]:
+    """Note that the main thread waits inside: for other ranks, or for the device, which may wait for them."""
+    heartbeat.waits += 1
+    try:
+        yield
+    finally:
+        heartbeat.waits -= 1

@@ -118,9 +118,7 @@ def joined(run: RunConfig) -> Iterator[World]:
 
 
 def _insist_on_determinism() -> None:
-    """Refuse algorithms whose bits depend on timing; cuBLAS and TransformerEngine are told by the environment."""
-    os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"
-    os.environ["NVTE_ALLOW_NONDETERMINISTIC_ALGO"] = "0"
+    """Refuse algorithms whose bits depend on timing; libraries beside torch are told by the environment."""
     torch.use_deterministic_algorithms(True)
 
 
@@ -128,14 +126,9 @@ def _prepare(run: RunConfig, env: RankEnv) -> Device:
     """Import and set up what this rank needs before it meets the others."""
     if run.trainer.deterministic:
         _insist_on_determinism()
-    if run.parallel.activation_offload.modules:  # else TransformerEngine copies weights too
-        os.environ["NVTE_CPU_OFFLOAD_V1"] = "1"
     grid = RankGrid.of(run)
     if env.size != grid.world:
         raise BadEnvironment(f"the layout has {grid.world} ranks ({grid}), but {env.size} were started")
-    if grid.tp > 1:
-        # Kernels must run in the order they were launched for communication to overlap with GEMMs before Hopper.
-        os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
     device = registry.get(run.cluster.device)
     adapter.install(device)
     device.set_index(env.device_index(device.count()))

@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-import linecache
 import sys
 import threading
 import traceback
 from pathlib import Path
 from types import FrameType
 
+from mtrain.world.heartbeat import heartbeat
+
 ERRORS = "errors"
 """Where in a run folder each rank leaves how it failed, and its stacks when it hung."""
-LIBRARIES = ("torch", "megatron", "mtrain")
-WAITING = (".wait(", "synchronize(", "wait_tensor(", ".item()", ".tolist()")
-"""What the line of a library holds where a rank waits for others, or for a device that waits for others."""
+NOTES_WAITS = str(Path(__file__).with_name("waits.py"))
+"""The file whose frames stand between a wait and whoever waits."""
 WATCHING = "mtrain "
 """What the names of the threads begin with that watch, and do none of the work."""
 
@@ -24,18 +24,20 @@ def main_frame() -> FrameType | None:
 
 
 def is_waiting(frame: FrameType | None) -> bool:
-    """Whether a frame waits inside a collective, a pipeline transfer or for the device."""
-    if frame is None:
-        return False
-    parts = Path(frame.f_code.co_filename).parts
-    if "torch" in parts and "distributed" in parts:
+    """Whether the main thread, which is in `frame`, waits for other ranks: it has noted so, or torch has it exchange.
+
+    A collective may wait before there is anything to wait on: NCCL connects the ranks of a group in its first one.
+    """
+    if heartbeat.waits:
         return True
-    line = linecache.getline(frame.f_code.co_filename, frame.f_lineno)
-    return any(name in parts for name in LIBRARIES) and any(sign in line for sign in WAITING)
+    parts = Path(frame.f_code.co_filename).parts if frame is not None else ()
+    return "torch" in parts and "distributed" in parts
 
 
 def place(frame: FrameType | None) -> str:
-    """Where a frame is: `step.py:12 in forward`."""
+    """Where a frame is, past the method that notes a wait: `step.py:12 in forward`."""
+    while frame is not None and frame.f_code.co_filename == NOTES_WAITS and frame.f_back is not None:
+        frame = frame.f_back
     return f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno} in {frame.f_code.co_name}" if frame else "nowhere"
 
 

@@ -4,9 +4,25 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 
 MAX_NAMED = 4
+UNKNOWN = -1
+"""A number of calls that was not recorded."""
+
+
+@dataclass(frozen=True)
+class Calls:
+    """How far a rank has come in the collectives of one process group, which all its ranks number alike from 1."""
+
+    what: str
+    """What the group is for."""
+    launched: int
+    """The last collective that the host has handed to the backend."""
+    started: int = UNKNOWN
+    """The last one that the device has begun; UNKNOWN where that is not timed."""
+    done: int = UNKNOWN
+    """The last one that has ended."""
 
 
 @dataclass(frozen=True)
@@ -23,11 +39,13 @@ class Status:
     phase: str
     """Step and phase that it is in."""
     waits: bool
-    """Its main thread waits inside a collective, for others."""
+    """Its main thread waits for others: in a collective, a pipeline transfer, or for its device."""
     place: str
     """Where its main thread is."""
     idle_s: float
     """Time since it made progress."""
+    calls: Mapping[str, Calls] = field(default_factory=dict)
+    """By name of the process group, in a stall and where collectives are recorded."""
 
     def text(self) -> str:
         """The status as JSON."""
@@ -36,7 +54,9 @@ class Status:
     @classmethod
     def of(cls, text: str | bytes) -> Status:
         """The status that `text` made."""
-        return cls(**json.loads(text))
+        body = json.loads(text)
+        calls = {name: Calls(**numbers) for name, numbers in body.pop("calls").items()}
+        return cls(**body, calls=calls)
 
     @property
     def who(self) -> str:
@@ -74,9 +94,10 @@ def idle_s(known: Mapping[int, Status], silent: set[int]) -> float:
 def blame(known: Mapping[int, Status], silent: set[int], size: int) -> str:
     """Who is behind.
 
-    First ranks without a sign of life. Then, of those that wait for nobody, the ones with the fewest milestones: a
-    pipeline stage that waits for its input has passed fewer than the stage that holds it up. Where all wait for
-    others, the fewest milestones decide.
+    First ranks without a sign of life. Then ranks that have not launched a collective that others of its process
+    group have: the others wait for them. Of those, or of all where no rank lacks a collective, the ones that wait for
+    nobody, and of these the ones with the fewest milestones: a pipeline stage that waits for its input has passed
+    fewer than the stage that holds it up. Where all wait for others, the fewest milestones decide.
     """
     missing = [rank for rank in range(size) if rank not in known]
     if missing:
@@ -86,15 +107,66 @@ def blame(known: Mapping[int, Status], silent: set[int], size: int) -> str:
         last = f"last seen in {gone[0].phase}" if len(gone) == 1 else "stacks may be missing"
         verb = "gives" if len(gone) == 1 else "give"
         return f"{_who(gone)} {verb} no sign of life (stopped, dead, or stuck outside Python; {last})"
-    busy = [s for s in known.values() if not s.waits]
-    fewest = min(s.count for s in busy or known.values())
-    behind = sorted((s for s in busy or known.values() if s.count == fewest), key=lambda s: s.rank)
-    if len(behind) == size > 1 and not busy:
-        return f"every rank waits for the others, in {behind[0].phase}"
+    busy = {rank for rank, status in known.items() if not status.waits}
+    lacking = awaited(known)
+    suspects = busy or set(known)
+    suspects = (suspects & lacking.keys()) or suspects
+    fewest = min(known[rank].count for rank in suspects)
+    behind = [known[rank] for rank in sorted(suspects) if known[rank].count == fewest]
     first = behind[0]
-    doing = "waits like all others, and is" if not busy else "is"
+    if len(behind) == size > 1 and not busy:
+        return f"every rank waits for the others, in {first.phase}"
+    doing = "is" if busy or first.rank in lacking else "waits like all others, and is"
     verb = doing if len(behind) == 1 else "are"
-    return f"{_who(behind)} {verb} behind, in {first.phase}, at {first.place}"
+    why = f"; {lacking[first.rank].words(known, first.rank)}" if first.rank in lacking and len(behind) == 1 else ""
+    return f"{_who(behind)} {verb} behind, in {first.phase}, at {first.place}{why}"
+
+
+@dataclass(frozen=True)
+class Lack:
+    """What a rank has not done that others of a process group have."""
+
+    group: str
+    begun: bool
+    """The device has not begun the collective; else the host has not launched it."""
+
+    def number(self, status: Status) -> int:
+        """The last collective of the group that a rank has launched, or its device has begun."""
+        calls = status.calls[self.group]
+        return calls.started if self.begun else calls.launched
+
+    def words(self, known: Mapping[int, Status], rank: int) -> str:
+        """What the rank lacks, and who waits for it."""
+        there = {other: status for other, status in known.items() if self.group in status.calls}
+        number = self.number(known[rank]) + 1
+        waiters = [other for other, s in sorted(there.items()) if self.number(s) >= number > s.calls[self.group].done]
+        verb, waits = "begun" if self.begun else "launched", "waits" if len(waiters) == 1 else "wait"
+        what = known[rank].calls[self.group].what
+        return f"it has not {verb} collective {number} of {what}, in which {_ranks(waiters)} {waits}"
+
+
+def awaited(known: Mapping[int, Status]) -> dict[int, Lack]:
+    """Find what each rank lacks that others wait for: of ranks that wait for nobody themselves, if there are any.
+
+    A rank waits for those of its process groups that have launched fewer collectives than it has, unless all of its
+    own have ended. Where all have launched as many, those wait whose devices have begun more.
+    """
+    lacking: dict[int, Lack] = {}
+    waiting: set[int] = set()
+    for name in sorted({name for status in known.values() for name in status.calls}):
+        members = {rank: status for rank, status in known.items() if name in status.calls}
+        for lack in (Lack(name, begun=False), Lack(name, begun=True)):
+            numbers = {rank: lack.number(status) for rank, status in members.items()}
+            lowest = min(numbers.values())
+            if lowest == UNKNOWN:
+                continue
+            ahead = {r: n for r, n in numbers.items() if n > lowest and members[r].calls[name].done < n}
+            highest = max(ahead.values(), default=lowest)
+            waiting |= ahead.keys()
+            lacking = {rank: lack for rank, number in numbers.items() if number < highest} | lacking
+            if ahead:
+                break
+    return {rank: lack for rank, lack in lacking.items() if rank not in waiting} or lacking
 
 
 def _who(ranks: list[Status]) -> str:

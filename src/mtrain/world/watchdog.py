@@ -19,9 +19,11 @@ from typing import TextIO
 
 from torch.distributed import PrefixStore, Store
 
+from mtrain.config.paths import CHECKPOINTS, MANIFEST
 from mtrain.config.run import RunConfig
 from mtrain.errors import TrainingError, say_page
-from mtrain.world import stacks, stall
+from mtrain.world import stacks, stall, waits
+from mtrain.world.flight import Recorder
 from mtrain.world.heartbeat import heartbeat
 from mtrain.world.init import World
 from mtrain.world.rank_env import End, RankEnv
@@ -36,13 +38,15 @@ LONGEST_TICK = 0.25
 def watching(run: RunConfig, world: World, folder: Path, end: End) -> Iterator[None]:
     """Watch over what this rank does inside, together with all other ranks.
 
-    `folder` gets the stacks. After `trainer.soft_timeout_s` in which no rank made progress each writes its own, and
-    one names the rank that is behind; after `trainer.timeout_s` `end` gets a TrainingError that names it again.
+    `folder` gets the stacks and what torch's flight recorder holds. After `trainer.soft_timeout_s` in which no rank
+    made progress each writes its own, and one names the rank that is behind; after `trainer.timeout_s` `end` gets a
+    TrainingError that names it again.
     """
     watchdog = Watchdog(run, world, folder, end)
     watchdog.start()
     try:
-        yield
+        with waits.noted():
+            yield
     except Exception:
         # Another rank has come to its end of the same stall a moment earlier: the outcome that names the cause is due
         # here too, and comes before the broken connection.
@@ -56,6 +60,11 @@ def watching(run: RunConfig, world: World, folder: Path, end: End) -> Iterator[N
 def stacks_name(rank: int) -> str:
     """Name of the file that holds a rank's stacks."""
     return f"stacks_rank_{rank:05d}.txt"
+
+
+def flight_name(rank: int) -> str:
+    """Name of the file that holds what torch's flight recorder knew of a rank's collectives."""
+    return f"flight_rank_{rank:05d}.json"
 
 
 class Watchdog:
@@ -73,6 +82,7 @@ class Watchdog:
         """Time since this rank made progress."""
         self.told = False
         self.over = threading.Event()
+        self.recorder = Recorder(world.torch_device, world.rank)
         self.wire = Wire(self)
         self.file: TextIO | None = None
         work = {"watchdog": self._watch, "heartbeat": self.wire.talk}
@@ -93,6 +103,7 @@ class Watchdog:
         for thread in self.threads:
             thread.join(1.0)
         faulthandler.cancel_dump_traceback_later()
+        self.recorder.close()
         path = self.folder / stacks_name(self.world.rank)
         if self.file is not None:
             with suppress(OSError):
@@ -128,12 +139,18 @@ class Watchdog:
                     f"{found.blame}; stacks of every rank: {files}; the run ends after {self.hard_s:g} s "
                     "(trainer.timeout_s)"
                 )
+            self.recorder.write(self.folder / flight_name(self.world.rank))
         if found.idle_s >= self.hard_s:
             text = (
                 f"no progress for {found.idle_s:.1f} s (trainer.timeout_s={self.hard_s:g}): {found.blame}; "
-                f"stacks: {files}; go on with checkpoint.resume=latest"
+                f"stacks: {files}{self._advice()}"
             )
             self.end(TrainingError(text), speaks)
+
+    def _advice(self) -> str:
+        """How to go on; empty where this run has saved nothing."""
+        saved = any((self.folder.parent / CHECKPOINTS).glob(f"step_*/{MANIFEST}"))
+        return "; go on with checkpoint.resume=latest" if saved else ""
 
     def _found(self) -> tuple[Finding, bool]:
         """What is known of the stall, and whether it is for this rank to say it."""
@@ -199,6 +216,7 @@ class Wire:
             waits=stacks.is_waiting(frame),
             place=stacks.place(frame),
             idle_s=self.watchdog.idle_s,
+            calls=self.watchdog.recorder.calls() if self.watchdog.idle_s >= self.watchdog.alert_s else {},
         )
         store.set(f"status/{status.rank}", status.text())
 

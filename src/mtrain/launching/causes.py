@@ -1,0 +1,128 @@
+"""Causes of errors: whether one is only the consequence of another rank's, or a fault of the environment."""
+
+from __future__ import annotations
+
+import errno
+import re
+import resource
+import socket
+from dataclasses import asdict
+from typing import Any
+
+from mtrain.errors import BadEnvironment, ConfigError, MtrainError, of_the_place, show
+
+PEER_LOST = (
+    # gloo, and torch's store
+    "connection closed by peer",
+    "connection reset by peer",
+    "broken pipe",
+    "connection refused",
+    "recv timeout",
+    "timed out waiting",
+    "application timeout caused pair closure",
+    "no more data",
+    "connection was likely closed",
+    "remote peer closed the connection",
+    "wait timeout after",
+    "socket timeout",
+    # NCCL, and torch's process groups of it
+    "remote process exited",
+    "ncclremoteerror",
+    "connection closed by remote peer",
+    "got completion from peer",
+    "nccl communicator was aborted",
+    "communicator encountered error set by processgroupnccl",
+    "watchdog caught collective operation timeout",
+    "timed out in blocking wait",
+    "some nccl operations have failed or timed out",
+    "remote error detected from rank",
+    "received a dump signal due to a collective timeout",
+    "possible application crash on rank 0",
+)
+"""Texts of an error that a rank meets because another one has failed or does not come."""
+OWN = (
+    "out of memory",
+    "cuda error",
+    "cuda failure",
+    "unhandled cuda error",
+    "shared memory segment",
+    "no space left on device",
+)
+"""Texts of a fault of this rank's, whatever else the error says: NCCL passes on what its device or disk reports."""
+NO_DESCRIPTOR = re.compile(r"too many open files", re.IGNORECASE)
+NO_MEMORY = re.compile(
+    r"cannot allocate memory|can't allocate memory|std::bad_alloc|not enough memory", re.IGNORECASE
+)
+NO_THREAD = re.compile(
+    r"can't start new thread|thread creation failed|resource temporarily unavailable", re.IGNORECASE
+)
+NO_ADDRESS = re.compile(
+    r"(?:unable to find address for|look up the IP address for interface):?\s*(\S*)", re.IGNORECASE
+)
+NO_HOST = re.compile(
+    r"name or service not known|nodename nor servname|temporary failure in name resolution|getaddrinfo|gai error|"
+    r"unable to resolve hostname|failed to look up the IP address for the hostname",
+    re.IGNORECASE,
+)
+NO_SHARED_MEMORY = re.compile(r"error while creating shared memory segment", re.IGNORECASE)
+BAD_VALUE = re.compile(r"invalid value for environment variable:?\s*(\w+)", re.IGNORECASE)
+
+
+def is_peer_lost(text: str) -> bool:
+    """Whether an error with this text is the consequence of another rank's failure."""
+    lower = text.lower()
+    return any(sign in lower for sign in PEER_LOST) and not any(sign in lower for sign in OWN)
+
+
+def describe(error: BaseException) -> dict[str, Any]:
+    """An error as JSON-like values, enough for `worker.revive`; a fault of the environment as a BadEnvironment."""
+    if not isinstance(error, MtrainError):
+        fault = of_environment(error) or (of_the_place(error) if isinstance(error, Exception) else None)
+        if fault is not None:
+            return describe(fault)
+    expected = isinstance(error, MtrainError)
+    text = str(error)
+    problems = error.problems if isinstance(error, ConfigError) else ()
+    return {
+        "kind": type(error).__name__,
+        "message": text,
+        "exit_code": error.exit_code if isinstance(error, MtrainError) else 1,
+        "expected": expected,
+        "peer_lost": not expected and is_peer_lost(text),
+        "problems": [{**asdict(p), "value": show(p.value)} for p in problems],
+    }
+
+
+def of_environment(error: BaseException) -> BadEnvironment | None:
+    """The error as a fault of the environment, with what to do; None: it is something else."""
+    text, number = str(error), error.errno if isinstance(error, OSError) else None
+    if number in (errno.EMFILE, errno.ENFILE) or NO_DESCRIPTOR.search(text):
+        files = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+        return _fault(
+            f"no more files can be opened: a process may have {files} (ulimit -n)", "ulimit -n 4096, or more"
+        )
+    addresses = resource.getrlimit(resource.RLIMIT_AS)[0]
+    if addresses != resource.RLIM_INFINITY and (isinstance(error, MemoryError) or NO_MEMORY.search(text)):
+        kib = addresses // 1024
+        return _fault(f"the address space of a process is limited to {kib} KiB (ulimit -v)", "ulimit -v unlimited")
+    if number == errno.ENOMEM:
+        return _fault(f"the system gives no more memory: {text}", "fewer ranks on this machine, or a larger limit")
+    if number is None and NO_THREAD.search(text):  # of a lock that another process holds the system says the same
+        return _fault("no more threads can be started", "ulimit -u 4096, or a higher limit of the container")
+    if found := NO_ADDRESS.search(text):
+        what = f"there is no network interface {found[1]} with an address"
+        return _fault(what, "set GLOO_SOCKET_IFNAME to one that has, or unset it")
+    if isinstance(error, socket.gaierror) or NO_HOST.search(text):
+        what = text.strip().splitlines()[-1] if text.strip() else "its name is not known"
+        return _fault(
+            f"a host is not found by its name: {what}", "MASTER_ADDR, and the names that this machine knows"
+        )
+    if NO_SHARED_MEMORY.search(text):
+        return _fault("there is no room in /dev/shm for NCCL", "a larger /dev/shm (docker: --shm-size or --ipc=host)")
+    if found := BAD_VALUE.search(text):
+        return _fault(f"the environment variable {found[1]} has a value that torch cannot read", f"unset {found[1]}")
+    return None
+
+
+def _fault(what: str, fix: str) -> BadEnvironment:
+    return BadEnvironment(what, f"  fix: {fix}")

@@ -1,0 +1,237 @@
+"""The environment of a rank: every variable that a run needs or gains by, with its value and the reason.
+
+Many of these are latched: a library reads them once, when it is imported or makes its first context, so the launcher
+sets them before the interpreter of a rank starts, and the rank verifies them. A value that the user set wins, and is
+reported; where the run is wrong with it, `verify` says so.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import os
+import tempfile
+from collections.abc import Iterator, Mapping, MutableMapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from mtrain.config.devices import facts_of
+from mtrain.config.hardware import cpu_cores
+from mtrain.config.run import RunConfig
+
+NETWORK = (
+    "nfs",
+    "nfs4",
+    "lustre",
+    "gpfs",
+    "beegfs",
+    "ceph",
+    "wekafs",
+    "cifs",
+    "smb3",
+    "afs",
+    "panfs",
+    "fuse.juicefs",
+)
+"""Filesystems on which a cache of many small files is slow, and shared by machines that differ."""
+DATA_CENTER_BLACKWELL = 100
+"""The compute capability from which the device orders kernels of several queues itself."""
+RECORDED = 2000
+"""Collectives that the flight recorder holds: some hundred bytes each."""
+MONITOR_SLACK_S = 120
+"""Process groups time out a minute after trainer.timeout_s; torch may take another to write what it recorded."""
+LEAST_MONITOR_S = 480
+"""torch's own timeout of its heartbeat."""
+ORDERED_ALGORITHMS = ("Ring", "Tree", "^NVLS", "CollnetDirect", "CollnetChain")
+"""Values of NCCL_ALGO whose sums have the same order every time."""
+
+
+@dataclass(frozen=True)
+class Setting:
+    """One variable of a rank's environment."""
+
+    value: str
+    reason: str
+    by_user: bool = False
+    """The environment had it; `value` is what it had."""
+    allowed: tuple[str, ...] = ()
+    """The values that the run is right with; empty: any."""
+
+    @property
+    def is_right(self) -> bool:
+        """Whether the run is what it says with this value."""
+        return not self.allowed or self.value in self.allowed
+
+    @property
+    def needs(self) -> str:
+        """The values that are right, in words."""
+        return " or ".join(self.allowed)
+
+
+@dataclass(frozen=True)
+class Place:
+    """What the environment of a rank depends on beside its run."""
+
+    ranks_here: int = 1
+    """Ranks on this machine."""
+    cores: int = field(default_factory=cpu_cores)
+    """Cores for all of them."""
+    alone: bool = True
+    """All ranks of the run are on this machine."""
+    home_filesystem: str = ""
+    """The type of the filesystem that holds the home folder, as /proc/mounts says it; empty: not known."""
+    scratch: Path = field(default_factory=lambda: Path(tempfile.gettempdir()) / f"mtrain-{os.getuid()}")
+    """A folder of this user on a disk of this machine."""
+    errors: Path | None = None
+    """Where a run leaves how it failed."""
+
+    @classmethod
+    def here(cls, ranks_here: int, *, alone: bool = True, errors: Path | None = None) -> Place:
+        """This machine."""
+        return cls(ranks_here, alone=alone, home_filesystem=filesystem_of(Path.home()), errors=errors)
+
+
+def environment(run: RunConfig, place: Place, given: Mapping[str, str]) -> dict[str, Setting]:
+    """Every variable that mtrain sets for a rank of a resolved `run`, by name; `given` is what the user has.
+
+    Nothing of CUDA's is set for a device that has none of it.
+    """
+    wanted = {name: (value, reason, allowed) for name, value, reason, allowed in _wanted(run, place)}
+    settings = {}
+    for name, (value, reason, allowed) in wanted.items():
+        found = next((alias for alias in (name, *_ALIASES.get(name, ())) if alias in given), None)
+        if found is None:
+            settings[name] = Setting(value, reason, allowed=allowed)
+        else:
+            settings[found] = Setting(given[found], reason, by_user=True, allowed=allowed)
+    return settings
+
+
+def apply(settings: Mapping[str, Setting], environ: MutableMapping[str, str]) -> None:
+    """Set what the user has not set."""
+    for name, setting in settings.items():
+        environ.setdefault(name, setting.value)
+
+
+def conflicts(settings: Mapping[str, Setting]) -> list[str]:
+    """What the user has set with which the run would not be what it says, and what to do."""
+    wrong = ((name, setting) for name, setting in settings.items() if not setting.is_right)
+    return [f"{name}={s.value!r} in the environment must be {s.needs}: {s.reason}; unset it" for name, s in wrong]
+
+
+def verify(run: RunConfig, place: Place, environ: Mapping[str, str]) -> list[str]:
+    """What is wrong with the environment of a rank that has started: variables that the run needs and has not."""
+    settings = environment(run, place, environ)
+    missing = ((name, setting) for name, setting in settings.items() if setting.allowed and not setting.by_user)
+    return [
+        *conflicts(settings),
+        *(f"{name} is not in the environment of this rank and must be {s.needs}: {s.reason}" for name, s in missing),
+    ]
+
+
+def lines(settings: Mapping[str, Setting]) -> Iterator[str]:
+    """The environment as text: `NAME=value  reason`."""
+    width = min(60, max((len(name) + len(setting.value) + 1 for name, setting in settings.items()), default=0))
+    for name, setting in settings.items():
+        who = "set by you; " if setting.by_user else ""
+        wrong = "" if setting.is_right else f"must be {setting.needs}: "
+        yield f"{f'{name}={setting.value}':<{width}}  {who}{wrong}{setting.reason}"
+
+
+def filesystem_of(path: Path, mounts: Path = Path("/proc/mounts")) -> str:
+    """The type of the filesystem that holds `path`; empty where the system does not say."""
+    try:
+        rows = [line.split(" ") for line in mounts.read_text(errors="replace").splitlines()]
+    except OSError:
+        return ""
+    inside = [row for row in rows if len(row) > 2 and path.is_relative_to(_unescaped(row[1]))]
+    return max(inside, key=lambda row: len(row[1]), default=["", "", ""])[2]  # of equals the last one is on top
+
+
+_ALIASES = {
+    "PYTORCH_ALLOC_CONF": ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF"),
+    "TORCH_FR_BUFFER_SIZE": ("TORCH_NCCL_TRACE_BUFFER_SIZE",),
+    "TORCH_FR_DUMP_TEMP_FILE": ("TORCH_NCCL_DEBUG_INFO_TEMP_FILE",),
+}
+"""Other names of a variable: where the user sets one of them, it counts."""
+Wanted = Iterator[tuple[str, str, str, tuple[str, ...]]]
+
+
+def _wanted(run: RunConfig, place: Place) -> Wanted:
+    """Name, value, reason, and the only values that are right, of each variable."""
+    device = facts_of(run.cluster.device)
+    threads = str(max(1, place.cores // max(1, place.ranks_here)))
+    share = f"{place.cores} cores for {place.ranks_here} rank{'s' if place.ranks_here > 1 else ''} of this machine"
+    yield "OMP_NUM_THREADS", threads, share, ()
+    yield "MKL_NUM_THREADS", threads, share, ()
+    yield "TORCH_CPP_LOG_LEVEL", "ERROR", "a peer that ends is no news worth a C++ stack", ()
+    if device.on_host and place.alone:
+        yield "GLOO_SOCKET_IFNAME", "lo", "all ranks are on this machine", ()
+    if device.triton and place.home_filesystem in NETWORK:
+        reason = f"the home folder is on {place.home_filesystem}, and each machine compiles for itself"
+        yield "TRITON_CACHE_DIR", str(place.scratch / "triton"), reason, ()
+    if device.cuda_kernels:
+        yield from _of_cuda(run)
+        yield from _of_transformer_engine(run)
+        if (run.parallel.ranks or 1) > 1:
+            yield from _of_nccl(run, place)
+
+
+def _of_cuda(run: RunConfig) -> Wanted:
+    sm, p = run.cluster.sm, run.parallel
+    if (p.tp > 1 or p.cp > 1) and p.fsdp == "none" and (sm is None or sm < DATA_CENTER_BLACKWELL):
+        reason = (
+            "exchanges of tensor and context parallelism overlap only if kernels start in the order of their calls"
+        )
+        yield "CUDA_DEVICE_MAX_CONNECTIONS", "1", reason, ()
+    if run.trainer.cuda_graph_impl == "none":  # with graphs, NCCL's registered buffers may move
+        yield "PYTORCH_ALLOC_CONF", "expandable_segments:True", "memory fragments less when sizes change", ()
+    if run.trainer.deterministic:
+        reason = "trainer.deterministic: cuBLAS sums in one order only with workspaces of a fixed size"
+        yield "CUBLAS_WORKSPACE_CONFIG", ":4096:8", reason, (":4096:8", ":16:8")
+
+
+def _of_transformer_engine(run: RunConfig) -> Wanted:
+    kernels = run.kernels
+    if kernels.attention == "te":
+        for name in ("NVTE_FLASH_ATTN", "NVTE_FUSED_ATTN"):
+            yield name, "1", "kernels.attention=te: TransformerEngine chooses, as megatron-core insists", ()
+    if run.trainer.deterministic and "te" in (kernels.norm, kernels.attention, kernels.linear, kernels.experts):
+        reason = "trainer.deterministic: TransformerEngine would take algorithms whose bits depend on timing"
+        yield "NVTE_ALLOW_NONDETERMINISTIC_ALGO", "0", reason, ("0",)
+    if run.parallel.activation_offload.modules:
+        reason = "parallel.activation_offload: with its newer offload, TransformerEngine copies weights too"
+        yield "NVTE_CPU_OFFLOAD_V1", "1", reason, ("1",)
+
+
+def _of_nccl(run: RunConfig, place: Place) -> Wanted:
+    if run.trainer.deterministic:
+        reason = "trainer.deterministic: NCCL chooses among algorithms by size, and some add in an order of their own"
+        yield "NCCL_ALGO", "Ring", reason, ORDERED_ALGORITHMS
+    yield (
+        "TORCH_FR_BUFFER_SIZE",
+        str(RECORDED),
+        "collectives that the flight recorder holds; a stall is blamed by it",
+        (),
+    )
+    yield (
+        "TORCH_NCCL_DUMP_ON_TIMEOUT",
+        "1",
+        "what the flight recorder holds is written where a collective times out",
+        (),
+    )
+    folder = place.errors or place.scratch
+    yield "TORCH_FR_DUMP_TEMP_FILE", str(folder / "flight_rank_"), "where, up to the rank; torchfrtrace reads it", ()
+    token = hashlib.sha256(str(folder).encode()).hexdigest()[:12]
+    pipe = str(place.scratch.parent / f"{place.scratch.name}-{token}-")
+    yield "TORCH_NCCL_DEBUG_INFO_PIPE_FILE", pipe, "pipes on which torch is asked to write it in a stall", ()
+    seconds = max(LEAST_MONITOR_S, math.ceil(run.trainer.timeout_s) + MONITOR_SLACK_S)
+    reason = "torch ends a process whose NCCL thread is stuck; trainer.timeout_s comes first and says who is behind"
+    yield "TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC", str(seconds), reason, ()
+
+
+def _unescaped(text: str) -> str:
+    """A path of /proc/mounts, where blanks are octal numbers."""
+    for code, letter in (("\\040", " "), ("\\011", "\t"), ("\\012", "\n"), ("\\134", "\\")):
+        text = text.replace(code, letter)
+    return text

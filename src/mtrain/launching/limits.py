@@ -1,0 +1,174 @@
+"""Faults of the environment that a rank would meet in the middle of C++, found before any rank starts."""
+
+from __future__ import annotations
+
+import os
+import re
+import resource
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from mtrain import units
+
+INTERFACES = Path("/sys/class/net")
+FILES_PER_RANK = 100
+"""Descriptors that a rank has open beside one for each peer: data, the log, the store, a checkpoint's files."""
+THREADS_PER_RANK = 32
+"""Threads of a rank at least: torch's, those of each process group, the watchdog's and the data's."""
+ADDRESSES_PER_RANK = 2 << 30
+"""Bytes of address space below which torch and megatron-core cannot be imported, most of them never touched."""
+TRUE = ("1", "y", "yes", "t", "true")
+FALSE = ("0", "n", "no", "f", "false")
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What the shell lets this process have; None: no limit."""
+
+    files: int | None = None
+    processes: int | None = None
+    addresses: int | None = None
+    """Bytes."""
+
+    @classmethod
+    def here(cls) -> Limits:
+        """Those of this process."""
+        return cls(*map(_soft, (resource.RLIMIT_NOFILE, resource.RLIMIT_NPROC, resource.RLIMIT_AS)))
+
+
+def faults(
+    environ: Mapping[str, str],
+    limits: Limits,
+    ranks: int,
+    *,
+    world: int | None = None,
+    on_host: bool = True,
+    interfaces: Path = INTERFACES,
+) -> list[str]:
+    """What is wrong with the environment of `ranks` ranks on this machine, of `world` in all: each with what to do.
+
+    Ranks that are `on_host` talk by gloo, others by NCCL. Only what ends a run is named: a variable that mtrain does
+    not know is none of its business.
+    """
+    found = list(_variables(environ, _CHECKS if on_host else _CHECKS | _CHECKS_OF_NCCL))
+    names = sorted(entry.name for entry in interfaces.iterdir()) if interfaces.is_dir() else []
+    if names:
+        found += _interfaces(environ, names, on_host)
+    return [*found, *_limits(limits, ranks, world or ranks)]
+
+
+def _variables(environ: Mapping[str, str], checks: Mapping[str, Callable[[str], str]]) -> Iterator[str]:
+    for name, check in checks.items():
+        wrong = check(environ[name]) if environ.get(name) else ""
+        if wrong:
+            yield f"{name}={environ[name]!r} in the environment: {wrong}"
+
+
+def _interfaces(environ: Mapping[str, str], here: list[str], on_host: bool) -> Iterator[str]:
+    there = f"this machine has {', '.join(here)}"
+    if on_host:
+        for name in filter(None, environ.get("GLOO_SOCKET_IFNAME", "").split(",")):
+            if name not in here:
+                yield f"GLOO_SOCKET_IFNAME names the interface {name!r}; {there}: set it to one of them, or unset it"
+        return
+    text = environ.get("NCCL_SOCKET_IFNAME", "")
+    if text and not any(_nccl_takes(text, name) for name in here):
+        yield (
+            f"NCCL_SOCKET_IFNAME={text!r} leaves no interface; {there}: name prefixes of theirs, =NAME for exactly "
+            "one, ^PREFIX for all but those, or unset it"
+        )
+
+
+def _nccl_takes(text: str, interface: str) -> bool:
+    """Whether NCCL uses an interface: prefixes with commas between them, `=` for whole names, `^` for all others."""
+    inverted, exact = text.startswith("^"), text.lstrip("^").startswith("=")
+    words = [word for word in text.lstrip("^").lstrip("=").split(",") if word]
+    named = any(interface == word.split(":")[0] if exact else interface.startswith(word) for word in words)
+    return named != inverted
+
+
+def _limits(limits: Limits, ranks: int, world: int) -> Iterator[str]:
+    files = FILES_PER_RANK + world
+    if limits.files is not None and limits.files < files:
+        yield (
+            f"a process may have {limits.files} files open (ulimit -n), and a rank of {world} needs {files}: "
+            f"ulimit -n {max(1024, files)}"
+        )
+    processes = ranks * THREADS_PER_RANK
+    if limits.processes is not None and limits.processes < processes and os.geteuid() != 0:
+        yield (
+            f"this user may have {limits.processes} processes and threads (ulimit -u), and {ranks} ranks need "
+            f"{processes}: ulimit -u {max(4096, processes)}"
+        )
+    if limits.addresses is not None and limits.addresses < ADDRESSES_PER_RANK:
+        yield (
+            f"a process may have {units.bytes_(limits.addresses)} of address space (ulimit -v), and torch needs "
+            f"{units.bytes_(ADDRESSES_PER_RANK)} to be imported: ulimit -v unlimited"
+        )
+
+
+def _one_of(*words: str, ignore_case: bool = False) -> Callable[[str], str]:
+    def check(text: str) -> str:
+        return (
+            ""
+            if (text.upper() if ignore_case else text) in words
+            else f"it is one of {', '.join(words)}; unset it or correct it"
+        )
+
+    return check
+
+
+def _number(at_least: int) -> Callable[[str], str]:
+    def check(text: str) -> str:
+        if re.fullmatch(r"[+-]?\d+", text.strip()) and int(text) >= at_least:
+            return ""
+        return f"it is a whole number, at least {at_least}; unset it or correct it"
+
+    return check
+
+
+def _truth(text: str) -> str:
+    return "" if text.lower() in (*TRUE, *FALSE) else "it is 1 or 0; unset it or correct it"
+
+
+def _insisted(text: str) -> str:
+    return "" if text == "1" else "megatron-core refuses anything but 1; unset it, and choose with kernels.attention"
+
+
+_CHECKS: dict[str, Callable[[str], str]] = {
+    "TORCH_DISTRIBUTED_DEBUG": _one_of("OFF", "INFO", "DETAIL", ignore_case=True),
+    "GLOO_DEVICE_TRANSPORT": _one_of("TCP", "TCP_TLS", "IBVERBS"),
+    "TORCH_GLOO_LAZY_INIT": _truth,
+    "TORCH_FR_BUFFER_SIZE": _number(0),
+    "TORCH_NCCL_TRACE_BUFFER_SIZE": _number(0),
+    "TORCH_FR_CPP_STACK": _truth,
+    "TORCH_NCCL_TRACE_CPP_STACK": _truth,
+    "NVTE_FLASH_ATTN": _insisted,
+    "NVTE_FUSED_ATTN": _insisted,
+}
+"""What is wrong with the value of a variable, by its name, on which torch, gloo or megatron-core end a run."""
+_TRUTHS_OF_NCCL = (
+    "TORCH_NCCL_BLOCKING_WAIT",
+    "TORCH_NCCL_DUMP_ON_TIMEOUT",
+    "TORCH_NCCL_DESYNC_DEBUG",
+    "TORCH_NCCL_ENABLE_TIMING",
+    "TORCH_NCCL_ENABLE_MONITORING",
+    "TORCH_NCCL_PROPAGATE_ERROR",
+    "TORCH_NCCL_CUDA_EVENT_CACHE",
+    "TORCH_NCCL_RETHROW_CUDA_ERRORS",
+    "TORCH_NCCL_NAN_CHECK",
+)
+_CHECKS_OF_NCCL: dict[str, Callable[[str], str]] = {
+    "TORCH_NCCL_ASYNC_ERROR_HANDLING": _number(0),
+    "TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC": _number(1),
+    "TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC": _number(0),
+    "TORCH_NCCL_COORD_CHECK_MILSEC": _number(1),
+    **dict.fromkeys(_TRUTHS_OF_NCCL, _truth),
+}
+"""The same of variables that only torch's process groups of NCCL read."""
+
+
+def _soft(kind: int) -> int | None:
+    limit = resource.getrlimit(kind)[0]
+    return None if limit == resource.RLIM_INFINITY else limit

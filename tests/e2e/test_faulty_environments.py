@@ -1,0 +1,58 @@
+"""Faults of the environment: the run ends with 3, says what is wrong and what to do, and starts nothing."""
+
+from __future__ import annotations
+
+import resource
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from mtrain.errors import BadEnvironment
+from tests.support.commands import SMALL
+from tests.support.launched import Launched, mtrain
+
+WORDS = (*SMALL, "cluster=cpu", "parallel=tp2", "trainer.train_iters=1", "log.name=run")
+
+
+def limited(kind: int, number: int) -> Callable[[], None]:
+    return lambda: resource.setrlimit(kind, (number, number))
+
+
+CASES: dict[str, tuple[dict[str, str], Callable[[], None] | None, str]] = {
+    "interface": ({"GLOO_SOCKET_IFNAME": "bogus0"}, None, "GLOO_SOCKET_IFNAME names the interface 'bogus0'"),
+    "debug": ({"TORCH_DISTRIBUTED_DEBUG": "bogus"}, None, "TORCH_DISTRIBUTED_DEBUG='bogus'"),
+    "files": ({}, limited(resource.RLIMIT_NOFILE, 24), "ulimit -n 1024"),
+    "addresses": ({}, limited(resource.RLIMIT_AS, 1 << 30), "ulimit -v unlimited"),
+    "transport": ({"GLOO_DEVICE_TRANSPORT": "pigeon"}, None, "GLOO_DEVICE_TRANSPORT='pigeon'"),
+    "recorder": ({"TORCH_FR_BUFFER_SIZE": "many"}, None, "TORCH_FR_BUFFER_SIZE='many'"),
+    "attention": ({"NVTE_FLASH_ATTN": "0"}, None, "NVTE_FLASH_ATTN='0'"),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_fault_of_the_environment_ends_a_run_before_it_starts(name: str, tmp_path: Path) -> None:
+    environment, patch, said = CASES[name]
+    run = Launched(*WORDS, cwd=tmp_path, environment=environment, patch=patch)
+    assert run.wait() == BadEnvironment.exit_code, run.said
+    assert said in run.said
+    assert not any(
+        word in run.said for word in ("Traceback", "enforce", "unexpected", "checkpoint.resume", "run folder")
+    )
+    assert not (tmp_path / "runs").exists()
+
+
+def test_show_says_which_environment_each_rank_gets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MKL_NUM_THREADS", "7")
+    shown = mtrain("show", *WORDS, cwd=tmp_path).stdout.partition("# environment of each rank:\n")[2]
+    assert [line.split()[1].split("=")[0] for line in shown.splitlines()] == [
+        "OMP_NUM_THREADS",
+        "MKL_NUM_THREADS",
+        "TORCH_CPP_LOG_LEVEL",
+        "GLOO_SOCKET_IFNAME",
+    ]
+    assert "MKL_NUM_THREADS=7" in shown
+    assert "set by you; " in shown
+    whole, bare = (mtrain("show", *more, *WORDS, cwd=tmp_path).stdout for more in (("--json",), ("--resolved",)))
+    assert '"MKL_NUM_THREADS": {"value": "7"' in whole
+    assert "MKL_NUM_THREADS" not in bare
