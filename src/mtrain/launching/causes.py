@@ -77,7 +77,9 @@ def is_peer_lost(text: str) -> bool:
 def describe(error: BaseException) -> dict[str, Any]:
     """An error as JSON-like values, enough for `worker.revive`; a fault of the environment as a BadEnvironment."""
     if not isinstance(error, MtrainError):
-        fault = of_environment(error) or (of_the_place(error) if isinstance(error, Exception) else None)
+        # Of a lock that another process holds the system says what it says of a process that it does not start.
+        of_place = None if isinstance(error, BlockingIOError) else of_the_place(error)
+        fault = of_environment(error) or of_place
         if fault is not None:
             return describe(fault)
     expected = isinstance(error, MtrainError)

@@ -225,7 +225,8 @@ class JoinAttempt:
             waited = time.monotonic() - self.ready_at
             if (member is None or late) and waited > self.join_timeout_s * PATIENCE:
                 coordinator = self._call(root, self.info, number, waited)
-            if waited > self.join_timeout_s * (IMPORT_FACTOR + 2) and (member is None or not member.others_work()):
+            limit_s = self.join_timeout_s * (IMPORT_FACTOR + 2)
+            if coordinator is None and waited > limit_s and (member is None or not member.others_work()):
                 raise ValueError("the rank that compares all ranks has fallen silent")
             (time.sleep if self.ready.is_set() else self.ready.wait)(self.pause_s)
         return None

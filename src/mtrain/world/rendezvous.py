@@ -28,6 +28,8 @@ DECIDING = "deciding"
 """Key that rank 0 writes when it has reached the store, before it knows what it runs."""
 BEAT_S = 1.0
 """Between two signs of life of a rank that works for all before it is ready."""
+LIFE_S = 10.0
+"""How long after its last sign of life such a rank is taken to work."""
 
 Config = dict[str, Any]
 """A flat configuration, which only travels where digests differ."""
@@ -91,6 +93,7 @@ class Member:
         self.reported = False
         self.beaten_at = 0.0
         self.beats = 0
+        self.heard_at = 0.0
 
     def report(self, failure: str | None) -> None:
         """Say once that this rank is ready, or why it will not be."""
@@ -106,9 +109,12 @@ class Member:
             self.store.add("beats", 1)
 
     def others_work(self) -> bool:
-        """Whether a rank gave a sign of life since this was asked before."""
-        before, self.beats = self.beats, self.store.add("beats", 0)
-        return self.beats > before
+        """Whether a rank that works for all gave a sign of life a short time ago, as far as this rank has asked."""
+        beats = self.store.add("beats", 0)
+        if beats > self.beats:
+            self.beats = beats
+            self.heard_at = time.monotonic()
+        return time.monotonic() - self.heard_at < LIFE_S
 
     def outcome(self) -> dict[str, Any] | None:
         """What was found: `problem` (None: none), `speaker` (a rank), `count` of ranks that came and `able` of those
@@ -189,7 +195,7 @@ class Coordinator:
         if beats > self.beats:
             self.beats = beats
             self.beaten_at = now
-        return now - self.beaten_at < max(self.join_timeout_s, 10 * BEAT_S)
+        return now - self.beaten_at < LIFE_S
 
     def _read(self) -> None:
         reports = [json.loads(page) for page in _pages(self.store, "reports", self.reports)]
