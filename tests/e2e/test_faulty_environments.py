@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import resource
+import subprocess
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from mtrain.errors import BadEnvironment
-from tests.support.commands import SMALL
+from tests.support.commands import SMALL, command, environment
 from tests.support.launched import Launched, mtrain
 
 WORDS = (*SMALL, "cluster=cpu", "parallel=tp2", "trainer.train_iters=1", "log.name=run")
@@ -23,7 +24,6 @@ CASES: dict[str, tuple[dict[str, str], Callable[[], None] | None, str]] = {
     "interface": ({"GLOO_SOCKET_IFNAME": "bogus0"}, None, "GLOO_SOCKET_IFNAME names the interface 'bogus0'"),
     "debug": ({"TORCH_DISTRIBUTED_DEBUG": "bogus"}, None, "TORCH_DISTRIBUTED_DEBUG='bogus'"),
     "files": ({}, limited(resource.RLIMIT_NOFILE, 24), "ulimit -n 1024"),
-    "addresses": ({}, limited(resource.RLIMIT_AS, 1 << 30), "ulimit -v unlimited"),
     "transport": ({"GLOO_DEVICE_TRANSPORT": "pigeon"}, None, "GLOO_DEVICE_TRANSPORT='pigeon'"),
     "recorder": ({"TORCH_FR_BUFFER_SIZE": "many"}, None, "TORCH_FR_BUFFER_SIZE='many'"),
     "attention": ({"NVTE_FLASH_ATTN": "0"}, None, "NVTE_FLASH_ATTN='0'"),
@@ -32,14 +32,22 @@ CASES: dict[str, tuple[dict[str, str], Callable[[], None] | None, str]] = {
 
 @pytest.mark.parametrize("name", CASES)
 def test_a_fault_of_the_environment_ends_a_run_before_it_starts(name: str, tmp_path: Path) -> None:
-    environment, patch, said = CASES[name]
-    run = Launched(*WORDS, cwd=tmp_path, environment=environment, patch=patch)
+    variables, patch, said = CASES[name]
+    run = Launched(*WORDS, cwd=tmp_path, environment=variables, patch=patch)
     assert run.wait() == BadEnvironment.exit_code, run.said
     assert said in run.said
     assert not any(
         word in run.said for word in ("Traceback", "enforce", "unexpected", "checkpoint.resume", "run folder")
     )
     assert not (tmp_path / "runs").exists()
+
+
+def test_too_little_address_space_is_said_before_torch_is_imported(tmp_path: Path) -> None:
+    words = ["bash", "-c", 'ulimit -v 1000000 && exec "$@"', "-", *command(*WORDS)]
+    done = subprocess.run(words, capture_output=True, text=True, cwd=tmp_path, env=environment(), timeout=120)
+    assert done.returncode == BadEnvironment.exit_code, done.stderr
+    assert "ulimit -v unlimited" in done.stderr
+    assert "Traceback" not in done.stderr
 
 
 def test_show_says_which_environment_each_rank_gets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
