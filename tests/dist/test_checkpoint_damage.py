@@ -182,6 +182,37 @@ def _as_format_1(checkpoint: Path) -> None:
     (checkpoint / "manifest.json").write_text(json.dumps(body | {"sha256": folder.digest(body)}))
 
 
+def test_the_second_format_is_still_read_and_its_damage_found(saved: Path, checkpoint: Path) -> None:
+    """A hash of each entry, without blocks."""
+    import hashlib
+
+    from safetensors import safe_open
+    from safetensors.torch import save_file
+
+    from mtrain.ckpt import folder
+    from mtrain.ckpt.store import Checkpoint
+
+    manifest = json.loads((checkpoint / "manifest.json").read_text())
+    for name in (name for name in manifest["files"] if name.endswith(".safetensors")):
+        path = checkpoint / name
+        with safe_open(path, framework="pt") as file:
+            held = {entry: file.get_tensor(entry) for entry in file.keys()}  # noqa: SIM118
+        hashed = {entry: hashlib.sha256(tensor.numpy().tobytes()).hexdigest() for entry, tensor in held.items()}
+        save_file(held, path, metadata={"sha256": json.dumps(hashed)})
+        data = path.read_bytes()
+        header = data[: 8 + int.from_bytes(data[:8], "little")]
+        manifest["files"][name] = {"bytes": len(data), "header_sha256": hashlib.sha256(header).hexdigest()}
+    body = {k: v for k, v in manifest.items() if k != "sha256"} | {"format": 2}
+    (checkpoint / "manifest.json").write_text(json.dumps(body | {"sha256": folder.digest(body)}))
+    old, new = whole_tensors(checkpoint), whole_tensors(saved)
+    assert all(torch.equal(old[key], tensor) for key, tensor in new.items())
+    content = bytearray(path.read_bytes())
+    content[-1] ^= 1
+    path.write_bytes(bytes(content))
+    with pytest.raises(CorruptData, match=path.name):
+        Checkpoint.open(checkpoint)
+
+
 def test_the_first_format_is_still_read_and_its_damage_found(saved: Path, checkpoint: Path, tmp_path: Path) -> None:
     from mtrain.ckpt.export import export, read
     from mtrain.ckpt.store import Checkpoint

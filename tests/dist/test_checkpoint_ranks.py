@@ -317,6 +317,23 @@ def test_a_rank_reads_its_share_whatever_the_data_parallel_size(
         assert own.nbytes <= sum(hashed) <= own.nbytes + headers + ends, (rank, sum(hashed), own.nbytes)
 
 
+def test_a_rank_that_reads_many_files_holds_a_few_of_them_open(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from mtrain.ckpt import hashes
+    from mtrain.ckpt.store import Checkpoint
+
+    whole = torch.randn(4, 64)
+    path = saved_by(16, tmp_path, whole)
+    monkeypatch.setattr(hashes.resource, "getrlimit", lambda _: (20, 20))
+    opened, before = Checkpoint.open(path, verify=False), len(os.listdir("/proc/self/fd"))
+    for _ in range(2):
+        assert torch.equal(opened.whole("optim/exp_avg/weight"), whole)
+    assert len(os.listdir("/proc/self/fd")) - before <= 10
+    del opened
+    assert len(os.listdir("/proc/self/fd")) <= before
+
+
 def test_any_box_is_put_together_from_any_pieces() -> None:
     from mtrain.ckpt.pieces import Region, parts
 

@@ -202,6 +202,28 @@ def test_a_healthy_run_with_slow_steps_and_a_long_save_says_nothing_and_leaves_n
     assert not (tmp_path / "runs/run/errors").exists()
 
 
+def test_a_disk_that_answers_no_call_for_longer_than_every_timeout_is_waited_for(
+    tmp_path: Path, started: list[Launched]
+) -> None:
+    def slowly() -> None:
+        from mtrain import durable
+
+        sync = durable.sync
+
+        def slow_sync(path: Path) -> None:
+            if path.suffix == ".safetensors" and os.environ["RANK"] == "1":
+                time.sleep(1.3 * HARD_S)
+            sync(path)
+
+        durable.sync = slow_sync
+
+    run = Launched(*RUN, "parallel=tp2", "trainer.train_iters=1", cwd=tmp_path, patch=slowly)
+    started.append(run)
+    assert run.wait() == 0, run.said
+    assert run.seconds > HARD_S
+    assert "no progress" not in run.said
+
+
 def test_a_stall_that_passes_is_said_once_and_the_run_ends_well(tmp_path: Path, started: list[Launched]) -> None:
     words = ("trainer.train_iters=8", "trainer.timeout_s=60")
     patch = holding(1, 4, lambda: time.sleep(2 * SOFT_S))

@@ -81,6 +81,29 @@ def test_an_export_returns_the_bytes_that_were_imported_and_both_compute_the_sam
     assert command("verify", theirs_, run) == 0
 
 
+def test_imported_weights_are_hashed_by_block_and_whole_in_the_certificate(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from mtrain.ckpt import hashes
+    from mtrain.ckpt.folder import read_manifest
+
+    monkeypatch.setattr(hashes, "BLOCK_BYTES", 1000, raising=False)
+    theirs_, run, again = saved("gpt2", tmp_path / "theirs"), tmp_path / "run", tmp_path / "again"
+    assert command("import", theirs_, run) == 0
+    checkpoint = run / "checkpoints/step_00000000"
+    manifest = read_manifest(checkpoint, verify=True)
+    files = hashes.Files(checkpoint, manifest["files"])
+    pieces = [piece for tensor in manifest["tensors"].values() for piece in tensor["pieces"]]
+    sizes = {piece["entry"]: files[piece["file"]].entry(piece["entry"]) for piece in pieces}
+    largest = max(sizes.values(), key=lambda entry: entry.nbytes)
+    assert largest.nbytes > 2000
+    assert all(len(entry.hashes) == 64 * -(-entry.nbytes // 1000) for entry in sizes.values())
+    held = json.loads((run / "conversion.json").read_text())["target"]
+    assert all(len(tensor["sha256"]) == 64 for tensor in held.values())
+    assert command("export", run, again) == 0
+    assert data_of(again) == data_of(theirs_)
+
+
 @pytest.mark.full
 @pytest.mark.parametrize("seed", range(DRAWN))
 @pytest.mark.parametrize("kind", FAMILIES)

@@ -30,6 +30,8 @@ MAX_HEADER_BYTES = 1 << 30
 ENTRY_HASHES, BLOCK_LENGTH = "sha256", "block_bytes"
 """Keys of the header's metadata: JSON of entry -> hex sha256 of its blocks behind each other, and their length."""
 HEX = 64
+MOST_OPEN = 4096
+"""Files at a time where the system has no limit; else half of what it allows."""
 WIDTHS = {
     **{"F64": 8, "F32": 4, "F16": 2, "BF16": 2, "F8_E4M3": 1, "F8_E5M2": 1, "F8_E8M0": 1, "BOOL": 1},
     **{"I64": 8, "I32": 4, "I16": 2, "I8": 1, "U64": 8, "U32": 4, "U16": 2, "U8": 1},
@@ -159,6 +161,9 @@ class Shard:
             self.close()
             raise
 
+    def __del__(self) -> None:
+        self.close()
+
     @property
     def is_open(self) -> bool:
         """Whether it holds a descriptor; reading opens it again."""
@@ -252,7 +257,8 @@ class Files:
         self._shards: dict[str, Shard] = {}
         self._open: list[str] = []
         """Those that hold a descriptor, the one that was opened first in front."""
-        self._most = max(8, resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 2)
+        limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+        self._most = max(8, limit // 2) if limit != resource.RLIM_INFINITY else MOST_OPEN
 
     def __getitem__(self, name: str) -> Shard:
         """A shard whose header is what was written.

@@ -8,8 +8,10 @@ reads need not be the layout that wrote.
 from __future__ import annotations
 
 import json
+import os
 import shutil
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import cached_property
 from math import prod
@@ -107,7 +109,7 @@ def _together(ranks: Meeting, draft: Path, work: Callable[[], None], *, alone: b
             with alive(ranks.timeout_s):
                 work()
         except (OSError, SafetensorError) as error:
-            existing = next(p for p in (draft, *draft.parents) if p.exists())
+            existing = next(p for p in (draft, *draft.parents) if os.path.exists(p))
             free = units.bytes_(shutil.disk_usage(existing).free)
             problem = f"the checkpoint {draft} cannot be written ({free} free): {error}"
     problem = ranks.barrier(problem)
@@ -200,6 +202,8 @@ class Checkpoint:
 
     path: Path
     manifest: dict[str, Any]
+    patience_s: float = 0.0
+    """How long a disk may answer no call while it is read, before the rank counts as hanging."""
 
     @classmethod
     def open(cls, path: Path, *, verify: bool = True) -> Checkpoint:
@@ -235,7 +239,7 @@ class Checkpoint:
             refused = kinds[told["refused"]](*told["lines"])
             refused.shared = True
             raise refused
-        return cls(path, told["manifest"])
+        return cls(path, told["manifest"], ranks.timeout_s)
 
     @property
     def step(self) -> int:
@@ -257,7 +261,7 @@ class Checkpoint:
         Raises:
             CorruptData: a tensor that is missing, of another shape, not covered by its pieces, or not as written.
         """
-        with torch.no_grad():
+        with torch.no_grad(), alive(self.patience_s) if self.patience_s else nullcontext():
             for shard in shards:
                 tick()
                 self._reader.fill(shard)

@@ -229,7 +229,8 @@ def _load(parts: Parts, path: Path, put_back: Callable[[Checkpoint], T]) -> tupl
         done = put_back(checkpoint)
     except (CorruptData, BadEnvironment) as found:
         damage = f"{type(found).__name__}\n{found}"
-    kind, *lines = parts.world.first_problem(damage).split("\n")
+    # over the store: a rank may wait for longer than a collective would
+    kind, *lines = ckpt_state.meeting_of(parts.world, parts.run).barrier(damage).split("\n")
     if kind:
         error = BadEnvironment(*lines) if kind == BadEnvironment.__name__ else CorruptData(*lines)
         error.shared = True
