@@ -1,0 +1,20 @@
+"""Compares the digest of the numbers that weights begin with, made on this machine's device, with the recorded one."""
+
+from __future__ import annotations
+
+import sys
+
+import torch
+from mtrain.build import philox
+
+
+def main() -> int:
+    """Print both digests; returns 1 where they differ."""
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    found = philox.digest(device)
+    print(f"{device.type}: {found}, recorded {philox.DIGEST}")
+    return 0 if found == philox.DIGEST else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
