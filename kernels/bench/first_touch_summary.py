@@ -193,14 +193,21 @@ def page(made: Summary) -> str:
     lines += _table_of_trainings(made)
     lines += [f"{'figure':<64} {'measured':>12} {'planned':>12}  goal"] if made["figures"] else []
     for figure in made["figures"]:
-        planned = "" if figure["planned"] is None else f"{figure['planned']:.5g}"
+        measured, planned = (shown(figure[key], figure["name"]) for key in ("measured", "planned"))
         sign = "met" if figure["met"] else "NOT MET"
-        lines.append(f"{figure['name']:<64} {figure['measured']:>12.5g} {planned:>12}  {figure['goal']}: {sign}")
+        lines.append(f"{figure['name']:<64} {measured:>12} {planned:>12}  {figure['goal']}: {sign}")
     lines += ["", *_host_in_words(made.get("host", {}))]
     for kind in ("wrong", "skipped"):
         lines += [f"{kind}:"] if made.get(kind) else []
         lines += [f"  {each['stage']} {each['unit']}: {each['why']}"[:400] for each in made.get(kind, ())]
     return "\n".join(lines).rstrip() + "\n"
+
+
+def shown(value: float | None, name: str) -> str:
+    """A figure as text, by the unit that its name ends in."""
+    if value is None:
+        return ""
+    return f"{value / 1e9:.2f} GB" if name.endswith("_bytes") else f"{value:.3f}"
 
 
 def _runs_in_words(runs: Mapping[str, Any]) -> list[str]:
