@@ -7,7 +7,7 @@ It needs no installation: `PYTHONPATH=src:kernels` and the packages that mtrain 
 the order of their worth, and each has to end when its share of the budget is spent; time that one leaves goes to the
 next, and what did not fit is a result that says so. Units of parity and of `gpu_runs.yaml` run side by side. Every
 result is a line of JSON in OUT/results.jsonl as soon as it is there, so a call that is cut off loses nothing, and the
-next one goes on (`--again` begins anew). OUT/summary.json and OUT/page.txt put each figure beside the plan and the goal.
+next one goes on (`--again` begins anew). OUT/summary.json and OUT/page.txt put figures beside the plan and the goal.
 """
 
 from __future__ import annotations
@@ -24,10 +24,11 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
-HERE = Path(__file__).resolve().parent
-sys.path[:0] = [str(HERE), str(HERE.parent), str(HERE.parents[1] / "src")]
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "src"))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+sys.path.insert(0, str(Path(__file__).resolve().parent))
 
-from first_touch_results import BY_NAME, PLAN, STAGES, WHOLE, Results, Stage, Walk, gate_error, workers_of
+from first_touch_results import BY_NAME, HERE, PLAN, STAGES, WHOLE, Results, Stage, Walk, gate_error, workers_of
 
 STUCK = 124
 """Exit code of a stage that was ended because a unit took longer."""
@@ -195,7 +196,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--budget", type=float, default=24 * 3600.0, help="seconds after which this call ends")
     parser.add_argument("--again", action="store_true", help="forget the results that are there")
     parser.add_argument("--dry-run", action="store_true")
-    parser.add_argument("--whole", action="store_true", help="with --dry-run: all ops and runs, not a sample")
+    parser.add_argument("--whole", action="store_true", help="with --dry-run: all ops, not a sample")
     parser.add_argument("--stage", choices=BY_NAME, help=argparse.SUPPRESS)
     parser.add_argument("--worker", default="0/1", help=argparse.SUPPRESS)
     chosen = parser.parse_args(arguments)

@@ -1,8 +1,8 @@
 """The stage `host` of `first_touch.py`: what the host does in a step of the 1B shape, by layer and by function.
 
-Three steps of one run in this process, behind some that warm up. The first is timed where layers begin and end, forward
-and backward; the second counts what is launched there; the third is profiled by cProfile, with the backward in
-the thread that calls it. Each alone, for each slows the host.
+Three steps of one run in this process, behind some that warm up. The first is timed where layers begin and end,
+forward and backward; the second counts what is launched there; the third is profiled by cProfile, with the backward
+in the thread that calls it. Each alone, for each slows the host.
 """
 
 from __future__ import annotations

@@ -27,7 +27,7 @@ class Stage:
 
     name: str
     until: float
-    """The share of the budget that is spent when this stage ends at the latest; what is left over goes to the next."""
+    """The share of the budget that is spent when this stage ends at the latest; what it leaves goes to the next."""
     limit_s: float
     """The longest that it may take in a call with any budget."""
     unit_s: float
@@ -56,12 +56,12 @@ BY_NAME = {stage.name: stage for stage in STAGES}
 
 @dataclass(frozen=True)
 class Walk:
-    """What all stages are told: whether it is a dry run, whether that is of everything, and which ops are meant."""
+    """What all stages are told: whether it is a dry run, which ops are meant, and whether a dry run is of all ops."""
 
     dry: bool
     ops: tuple[str, ...] = ()
     whole: bool = False
-    """A dry run of every op and every run, not of a sample."""
+    """A dry run of every op, not of a sample."""
 
     def words(self) -> list[str]:
         """The same on a command line."""

@@ -119,7 +119,7 @@ def runs(walk: Walk, folder: Path) -> Units:
     for entry in entries():
         if entry.name == "gate":
             continue
-        if not walk.dry or walk.whole or entry.dry:
+        if not walk.dry or entry.dry:
             home = folder / "runs" / entry.name
             found[entry.name] = functools.partial(_tried, walk, home, entry, Results(folder))
     if walk.dry:
@@ -181,15 +181,15 @@ def _tried(walk: Walk, home: Path, entry: Entry, results: Results) -> dict[str, 
     said: dict[str, Any] = {"why": entry.why}
     for command in entry.commands:
         start = time.perf_counter()
-        code, output = _execute(walk, home, command)
+        code, output = _execute(walk, home, command, said)
         said["seconds"] = round(said.get("seconds", 0.0) + time.perf_counter() - start, 2)
         said |= _figures(home)
         _hold(command, code, output, home, said, results)
     return said
 
 
-def _execute(walk: Walk, home: Path, command: Command) -> tuple[int, str]:
-    """The exit code of a command and all that it printed."""
+def _execute(walk: Walk, home: Path, command: Command, said: dict[str, Any]) -> tuple[int, str]:
+    """The exit code of a command and all that it printed; notes when its first step was done."""
     words = [_filled(word, home) for word in command.argv]
     if command.trains:
         words += [f"log.runs_dir={home}"]
@@ -207,7 +207,7 @@ def _execute(walk: Walk, home: Path, command: Command) -> tuple[int, str]:
         file.flush()
         child = subprocess.Popen(start, stdout=file, stderr=subprocess.STDOUT, env=environment, cwd=ROOT)
         try:
-            code = _ended(child, home, command)
+            code = _ended(child, home, command, said)
         finally:
             if child.poll() is None:
                 child.kill()
@@ -216,13 +216,16 @@ def _execute(walk: Walk, home: Path, command: Command) -> tuple[int, str]:
     return code, text
 
 
-def _ended(child: subprocess.Popen[bytes], home: Path, command: Command) -> int:
-    end = time.monotonic() + COMMAND_S
+def _ended(child: subprocess.Popen[bytes], home: Path, command: Command, said: dict[str, Any]) -> int:
+    start = time.monotonic()
     while child.poll() is None:
-        if command.kill_after_step is not None and _last_step(home) >= command.kill_after_step:
+        step = _last_step(home)
+        if step:
+            said.setdefault("first_step_s", round(time.monotonic() - start, 2))
+        if command.kill_after_step is not None and step >= command.kill_after_step:
             child.send_signal(signal.SIGKILL)
             return child.wait()
-        if time.monotonic() > end:
+        if time.monotonic() > start + COMMAND_S:
             raise RuntimeError(f"did not end within {COMMAND_S:g} s")
         time.sleep(POLL_S)
     if command.kill_after_step is not None:
@@ -282,9 +285,7 @@ def _figures(home: Path) -> dict[str, Any]:
     return said
 
 
-def _hold(
-    command: Command, code: int, output: str, home: Path, said: dict[str, Any], results: Results
-) -> None:
+def _hold(command: Command, code: int, output: str, home: Path, said: dict[str, Any], results: Results) -> None:
     """Compare a command with what it must do.
 
     Raises:
@@ -304,6 +305,8 @@ def _hold(
         raise RuntimeError(f"the last step is {said.get('last_step')}, not {hold['last_step']}")
     if "metric" in hold and hold["metric"] not in said.get("metrics", ()):
         raise RuntimeError(f"the metrics have no {hold['metric']}")
+    if absent := [key for key in hold.get("memory", ()) if key not in said.get("memory", {})]:
+        raise RuntimeError(f"memory.json has no {', '.join(absent)}")
     if "file" in hold and not any(home.glob(hold["file"])):
         raise RuntimeError(f"no file {hold['file']} was written")
     if "says" in hold and not re.search(hold["says"], output):

@@ -8,7 +8,6 @@ import shlex
 import subprocess
 import sys
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 from first_touch_results import GOALS, ROOT, STAGES, WHOLE, Results, Walk, read_yaml, tree_environment
@@ -47,6 +46,7 @@ def summary(results: Results, walk: Walk, command: str) -> Summary:
     made["plans"] = {
         unit: planned for unit, said in made["train"].items() if (planned := _planned(said, name, walk)) is not None
     }
+    made["notes"] = _notes(made)
     made["figures"] = figures(made)
     made["skipped"] = [
         {"stage": stage, "unit": unit, "why": line["skipped"]}
@@ -61,6 +61,22 @@ def summary(results: Results, walk: Walk, command: str) -> Summary:
         if "error" in line or _is_wrong(line.get("result"))
     ]
     return made
+
+
+def _notes(made: Summary) -> list[str]:
+    """What a page says beside its tables."""
+    notes = []
+    begun = made["gate"].get("launch.py", {}).get("first_step_s")
+    if begun is not None:
+        notes.append(f"A tiny model takes {begun:.0f} s from the command to its first step.")
+    for unit, said in made["host"].items():
+        ways = [f"{way} {us:.0f} us, {said['count'].get(way, 0):.0f} {said['of']}" for way, us in _ways(said)]
+        notes.append(f"The host's part of a layer, {unit}: {'; '.join(ways)}.")
+    return notes
+
+
+def _ways(said: Mapping[str, Any]) -> list[tuple[str, float]]:
+    return list(said["us_of_a_layer"].items())
 
 
 def _is_wrong(result: Any) -> bool:
@@ -157,9 +173,7 @@ def figures(made: Summary) -> list[dict[str, Any]]:
     return found
 
 
-def _figure(
-    name: str, measured: float, planned: float | None, goal: str, met: bool, source: str
-) -> dict[str, Any]:
+def _figure(name: str, measured: float, planned: float | None, goal: str, met: bool, source: str) -> dict[str, Any]:
     return {"name": name, "measured": measured, "planned": planned, "goal": goal, "met": met, "source": source}
 
 
@@ -189,7 +203,7 @@ def page(made: Summary) -> str:
     lines += [", ".join(f"{name} {version}" for name, version in known.items()), made["command"], ""]
     if made.get("dry"):
         lines += ["A dry run on a CPU with tiny shapes: no figure below is about a device.", ""]
-    lines += [*_runs_in_words(made["runs"]), *_parity_in_words(made), ""]
+    lines += [*_runs_in_words(made["runs"]), *_parity_in_words(made), *made.get("notes", ()), ""]
     lines += _table_of_trainings(made)
     lines += [f"{'figure':<64} {'measured':>12} {'planned':>12}  goal"] if made["figures"] else []
     for figure in made["figures"]:
@@ -258,11 +272,7 @@ def _said(value: float | None, form: str, width: int) -> str:
 def _host_in_words(host: Mapping[str, Any]) -> list[str]:
     lines = []
     for unit, said in host.items():
-        ways = [
-            f"{way} {us:.0f} us and {said['count'].get(way, 0):.0f} {said['of']}"
-            for way, us in said["us_of_a_layer"].items()
-        ]
-        lines.append(f"host, {unit}: a layer takes {', '.join(ways)}; a step {said['count']['step']} {said['of']}")
+        lines.append(f"host, {unit}: a step is {said['count']['step']} {said['of']}; most of its time is in")
         lines += [
             f"  {row['us']:>9.0f} us {row['calls']:>7.0f} x  {row['module']}.{row['function']}"
             for row in said["functions"]

@@ -17,8 +17,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-HERE = Path(__file__).resolve().parent
-sys.path.insert(0, str(HERE))
+sys.path.insert(0, str(Path(__file__).resolve().parent))
 
 from first_touch_results import ROOT
 from first_touch_summary import Summary, shown, totals
@@ -73,14 +72,17 @@ def _place(folder: Path, summary: Summary) -> str:
     known = ", ".join(f"{name} {version}" for name, version in versions.items())
     source = f"; {summary['source']}" if summary.get("source") else ""
     where = f"`benchmarks/results/gpu/{folder.name}`"
-    return f"On one {summary['device']['name']}, {summary['date']}, commit {summary['commit'][:COMMIT]} ({known}; {where}{source})"
+    begin = f"On one {summary['device']['name']}, {summary['date']}, commit {summary['commit'][:COMMIT]}"
+    return f"{begin} ({known}; {where}{source})"
 
 
 def _measured(folder: Path, summary: Summary) -> str:
     runs = summary["runs"]
     passed, of = totals(summary)
     lines = [f"{_place(folder, summary)}:", ""]
-    lines.append(f"- {runs['passed']} of {runs['passed'] + runs['failed']} small runs did what they must{_named(runs)}.")
+    lines.append(
+        f"- {runs['passed']} of {runs['passed'] + runs['failed']} small runs did what they must{_named(runs)}."
+    )
     lines.append(f"- {passed} of {of} units of parity passed; `kernels/README.md` names the others.")
     lines += [f"- {note}" for note in summary.get("notes", ())]
     lines += ["", "| training | tokens/s | TFLOP/s | MFU | step, s | planned, s | device busy |"]
@@ -96,7 +98,9 @@ def _measured(folder: Path, summary: Summary) -> str:
             (plan.get("step_s"), ".3f"),
             (busy, ".0%"),
         ]
-        lines.append(f"| {unit} | {' | '.join('' if value is None else format(value, form) for value, form in cells)} |")
+        lines.append(
+            f"| {unit} | {' | '.join('' if value is None else format(value, form) for value, form in cells)} |"
+        )
     lines += [f"| {unit} | {said['tokens_per_s']:,.0f} | | | | | |" for unit, said in summary["rivals"].items()]
     lines += ["", "| figure | measured | planned | goal | |", "| --- | ---: | ---: | --- | --- |"]
     for figure in summary["figures"]:

@@ -1,10 +1,11 @@
-"""Compares the digest of the numbers that weights begin with, made on this machine's device, with the recorded one."""
+"""Compares the digest of the numbers that weights begin with, made on this device, with the recorded one."""
 
 from __future__ import annotations
 
 import sys
 
 import torch
+
 from mtrain.build import philox
 
 

@@ -59,7 +59,7 @@ def test_parts_that_came_otherwise_or_not_at_all_are_named(te: ModuleType, packa
     with pytest.raises(te.Wrong, match="is not empty"):
         te.split(sorted(packages.iterdir()), tmp_path / "parts", 100)
     te.split([packages / SOURCE], tmp_path / "parts" / "other", 100)
-    with pytest.raises(te.Wrong, match="2 different parts.json"):
+    with pytest.raises(te.Wrong, match=r"2 different parts\.json"):
         te.join(tmp_path / "parts", tmp_path / "joined")
 
 

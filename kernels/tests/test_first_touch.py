@@ -1,4 +1,4 @@
-"""A lease of a GPU, walked on a CPU: results as they come, going on, and what dies, takes too long or does not fit."""
+"""A lease of a GPU, walked on a CPU: results as they come, going on, what dies, takes too long or does not fit."""
 
 from __future__ import annotations
 

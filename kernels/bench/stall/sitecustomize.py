@@ -1,7 +1,7 @@
 """Stalls a rank's device in the middle of training; Python imports this when the folder is on PYTHONPATH.
 
-`FIRST_TOUCH_STALL_S` seconds after a rank has joined the others, its stream gets a kernel that does not end in the time
-of any run. The next collective waits for it: what a broken link or a peer that is gone looks like, on one card.
+`FIRST_TOUCH_STALL_S` seconds after a rank has joined the others, its stream gets a kernel that takes longer than any
+run. The next collective waits for it: what a broken link or a peer that is gone looks like, on one card.
 """
 
 from __future__ import annotations
