@@ -68,7 +68,7 @@ def split(packages: list[Path], out: Path, limit: int = LIMIT) -> list[Path]:
     files: dict[str, Any] = {}
     parts: list[Path] = []
     for package in packages:
-        names = []
+        names: list[dict[str, Any]] = []
         for piece in _pieces(package, limit):
             name = f"{package.name}.{len(names):03d}"
             place = out / f"{len(parts):03d}"

@@ -194,7 +194,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--stages", default=",".join(BY_NAME), help="by comma, in any order; all unless named")
     parser.add_argument("--ops", default="", help="ops to compare and to measure, by comma; all unless named")
     parser.add_argument("--budget", type=float, default=24 * 3600.0, help="seconds after which this call ends")
-    parser.add_argument("--again", action="store_true", help="forget the results that are there")
+    parser.add_argument("--again", action="store_true", help="forget the results of these stages")
     parser.add_argument("--dry-run", action="store_true")
     parser.add_argument("--whole", action="store_true", help="with --dry-run: all ops, not a sample")
     parser.add_argument("--stage", choices=BY_NAME, help=argparse.SUPPRESS)
@@ -208,9 +208,9 @@ def main(arguments: list[str] | None = None) -> int:
     unknown = [name for name in chosen.stages.split(",") if name not in BY_NAME]
     if unknown:
         parser.error(f"unknown: {', '.join(unknown)}; stages are {', '.join(BY_NAME)}")
-    if chosen.again:
-        results.path.unlink(missing_ok=True)
     asked = [stage.name for stage in STAGES if stage.name in chosen.stages.split(",")]
+    if chosen.again:
+        results.forget(asked)
     fits = drive(asked, results, walk, chosen.budget)
     return _ended(results, walk, fits)
 

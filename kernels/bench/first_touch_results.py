@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -124,6 +124,11 @@ class Results:
     def _begun(self, stage: str, worker: int) -> list[str]:
         lines = (line for line in self.lines() if line["stage"] == stage and line.get("begin"))
         return [line["unit"] for line in lines if line.get("worker", 0) == worker]
+
+    def forget(self, stages: Iterable[str]) -> None:
+        """Begin some stages anew."""
+        kept = [json.dumps(line) + "\n" for line in self.lines() if line["stage"] not in set(stages)]
+        self.path.write_text("".join(kept))
 
     def add(self, stage: str, unit: str, **said: Any) -> None:
         """One more line, on disk when this returns."""

@@ -14,6 +14,8 @@ from first_touch_results import GOALS, ROOT, STAGES, WHOLE, Results, Walk, read_
 
 CLUSTERS = ("gb300", "gb200", "b300", "b200", "h200", "h100", "a100", "l40s")
 """Files of conf/cluster by what the driver's name of a device has in it."""
+MEMORY = {"peak_bytes": "allocated", "reserved_bytes": "reserved", "driver_bytes": "driver"}
+MEMORY |= {"driver_peak_bytes": "driver, sampled"}
 Summary = dict[str, Any]
 
 
@@ -162,6 +164,14 @@ def figures(made: Summary) -> list[dict[str, Any]]:
         if measured is not None:
             met = measured >= goal["at_least"]
             found.append(_figure(goal["name"], measured, None, f"at least {goal['at_least']:g}", met, goal["source"]))
+    bound = known["kernels"]
+    for unit, rows in made.get("ops", {}).items():
+        for way in ("forward", "backward"):
+            share = rows.get("triton", {}).get(f"{way}_share")
+            if share is not None and f"{way}_tflop_per_s" not in rows["triton"]:
+                goal = f"at least {bound['at_least']:g}"
+                name = f"{unit} {way}: share of the copy rate"
+                found.append(_figure(name, share, None, goal, share >= bound["at_least"], bound["source"]))
     for unit, plan in made.get("plans", {}).items():
         for key, bound in known["planned"].items():
             measured, planned = _measured(made["train"][unit], key), plan.get(key)
@@ -178,20 +188,15 @@ def _figure(name: str, measured: float, planned: float | None, goal: str, met: b
 
 
 def _measured(said: Mapping[str, Any], key: str) -> float | None:
-    if key == "peak_bytes":
-        ranks = [peak for peak in said.get("peak_bytes_by_rank", ()) if peak is not None]
-        return max(ranks, default=said.get(key))
-    return said.get(key)
+    ranks = [peak for peak in said.get(f"{key}_by_rank", ()) if peak is not None]
+    return max(ranks, default=said.get(key))
 
 
 def value_of(made: Summary, place: str) -> float | None:
     """The figure at `STAGE UNIT: KEY`; None where it was not measured."""
     where, key = place.rsplit(": ", 1)
     stage, unit = where.split(" ", 1)
-    said = made.get(stage, {}).get(unit, {})
-    if stage == "ops":
-        said = said.get("triton", {})
-    value = said.get(key)
+    value = made.get(stage, {}).get(unit, {}).get(key)
     return float(value) if isinstance(value, int | float) else None
 
 
@@ -262,7 +267,19 @@ def _table_of_trainings(made: Summary) -> list[str]:
         rows.append(f"{unit:<32} {' '.join(numbers)}")
     for unit, said in made.get("rivals", {}).items():
         rows.append(f"{unit:<32} {_said(said.get('tokens_per_s'), ',.0f', 10)}")
-    return [*rows, ""]
+    return [*rows, *_memory_in_words(made), ""]
+
+
+def _memory_in_words(made: Summary) -> list[str]:
+    """Memory of each training: what tensors took, what the allocator held, what the driver says, and the plan."""
+    lines = []
+    for unit, said in made["train"].items():
+        kinds = {key: _measured(said, key) for key in MEMORY}
+        planned = made.get("plans", {}).get(unit, {}).get("peak_bytes")
+        known = [f"{name} {shown(kinds[key], '_bytes')}" for key, name in MEMORY.items() if kinds[key] is not None]
+        if known:
+            lines.append(f"memory, {unit}: {', '.join(known)}; planned {shown(planned, '_bytes') or 'not known'}")
+    return lines
 
 
 def _said(value: float | None, form: str, width: int) -> str:

@@ -184,6 +184,14 @@ def test_no_run_is_tried_where_the_gate_is_shut(
     assert ends(tmp_path)["runs stage"]["skipped"] == "launch.py does not start: Cannot re-initialize CUDA"
 
 
+def test_stages_begin_anew_and_the_others_are_kept(touch: ModuleType, tmp_path: Path) -> None:
+    results = touch.Results(tmp_path)
+    for stage in ("gate", "parity", "runs"):
+        results.add(stage, "one", result=stage)
+    results.forget(["gate", "runs"])
+    assert [line["stage"] for line in results.lines()] == ["parity"]
+
+
 def test_processes_of_a_stage_share_its_units(
     touch: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import cProfile
+import importlib.util
 import json
 import os
 import shutil
+import sys
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -210,8 +212,30 @@ def test_the_host_is_told_by_layer_forward_and_backward(runs: ModuleType) -> Non
     assert {way: said["launches"] for way, said in found.items()} == {"forward": 5, "backward": 5}
     assert [said["of"] for said in found.values()] == [3, 3]
     assert total > 30
+    traced, launched = host._launches(step, layers)
+    assert [(what, layer) for what, layer, *_ in traced] == [(what, layer) for what, layer, *_ in marks]
+    assert launched == 0
     timed = host._timed(step, layers, lambda: None)
     assert 0 < timed["us_of_a_layer"]["forward"] < 1e6 * timed["step_s"]
+
+
+def test_a_device_is_stalled_after_its_rank_has_joined(runs: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    spec = importlib.util.spec_from_file_location("stalls", BENCH / "stall" / "sitecustomize.py")
+    assert spec is not None
+    assert spec.loader is not None
+    stalls = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(stalls)
+    told: list[Any] = []
+    asked = iter([False, True])
+    torch = SimpleNamespace(
+        distributed=SimpleNamespace(is_initialized=lambda: told.append("asked") or next(asked)),
+        cuda=SimpleNamespace(set_device=told.append, _sleep=told.append),
+    )
+    monkeypatch.setitem(sys.modules, "torch", torch)
+    monkeypatch.setenv("LOCAL_RANK", "3")
+    monkeypatch.setattr(stalls.time, "sleep", lambda seconds: told.append(f"{seconds} s"))
+    stalls._stall(4.0)
+    assert told == ["0.1 s", "asked", "0.1 s", "asked", "4.0 s", 3, stalls.CYCLES]
 
 
 def test_launches_of_a_trace_fall_between_the_marks(runs: ModuleType) -> None:
@@ -264,11 +288,16 @@ def noted(folder: Path) -> Any:
     results.add("parity", "geglu llama3_8b", result=wrong)
     results.add("parity", "rms_norm llama3_8b", error="died with -11")
     results.add("runs", "mixtral", error="the loss does not fall")
-    said = {"tokens_per_s": 130.0, "step_s": 0.5, "peak_bytes_by_rank": [98e9], "command": "model=llama_tiny"}
+    memory = {"peak_bytes_by_rank": [98e9], "reserved_bytes_by_rank": [99e9, None], "driver_peak_bytes": 101e9}
+    said = {"tokens_per_s": 130.0, "step_s": 0.5, "command": "model=llama_tiny", **memory}
     results.add("train", "1b bf16 triton", result=said)
     results.add("rivals", "1b transformers", result={"tokens_per_s": 100.0})
     results.add("profile", "1b bf16 triton", result={"busy_share": 0.65})
-    results.add("ops", "stage", skipped="did not fit", late=True)
+    slow = {"contender": "triton", "forward_share": 0.95, "backward_share": 0.8}
+    product = {"contender": "triton", "forward_share": 0.5, "forward_tflop_per_s": 400.0}
+    results.add("ops", "swiglu llama3_8b", result={"rows": [slow]})
+    results.add("ops", "grouped_gemm llama3_8b", result={"rows": [product]})
+    results.add("autotune", "stage", skipped="did not fit", late=True)
     return results
 
 
@@ -308,7 +337,14 @@ def test_a_summary_puts_each_figure_beside_plan_and_goal(made: Path) -> None:
         "runs mixtral: the loss does not",
     ):
         assert text in page
-    assert "ops stage: did not fit" in page
+    assert "autotune stage: did not fit" in page
+    shares = {name: figure["met"] for name, figure in figures.items() if "copy rate" in name}
+    assert shares == {
+        "swiglu llama3_8b forward: share of the copy rate": True,
+        "swiglu llama3_8b backward: share of the copy rate": False,
+    }
+    held = "allocated 98.00 GB, reserved 99.00 GB, driver, sampled 101.00 GB; planned 102.00 GB"
+    assert f"memory, 1b bf16 triton: {held}" in page
 
 
 def test_the_plan_beside_a_figure_is_that_of_the_same_configuration(runs: ModuleType) -> None:
