@@ -137,13 +137,21 @@ def cluster_of(device: str) -> str | None:
 
 
 def _planned(said: Mapping[str, Any], device: str, walk: Walk) -> dict[str, Any] | None:
-    """What `launch.py plan` says of a training: seconds of a step and bytes at the peak."""
-    words = shlex.split(said["command"])
+    """What `launch.py plan` says of a training: seconds of a step and bytes at the peak.
+
+    Of the run's own file, which knows the cluster where mtrain knew the device; else of its words with the cluster
+    that the device's name has in it.
+    """
+    plan = _plan([f"run={said['run']}/run.yaml"]) if said.get("run") else None
+    if plan is not None and (plan["step_s"] is not None or walk.dry):
+        return plan
     cluster = cluster_of(device)
-    if not walk.dry:
-        if cluster is None:
-            return None
-        words += [f"cluster={cluster}", "cluster.devices_per_node=1", "cluster.nodes=1"]
+    if cluster is None:
+        return plan
+    return _plan([*shlex.split(said["command"]), f"cluster={cluster}", "cluster.devices_per_node=1"])
+
+
+def _plan(words: list[str]) -> dict[str, Any] | None:
     command = [sys.executable, str(ROOT / "launch.py"), "plan", "--json", *words]
     done = subprocess.run(command, capture_output=True, text=True, env=tree_environment(), cwd=ROOT)
     if done.returncode:
