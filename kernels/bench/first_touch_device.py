@@ -26,11 +26,13 @@ def poisoned() -> bool:
 
 
 def device_here() -> Any:
+    """The GPU of this process, or the CPU where there is none."""
     import torch
 
     return torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
 def needs_device(walk: Walk) -> None:
+    """Raise `Skipped` where there is no GPU, but in a dry run."""
     if not walk.dry and device_here().type == "cpu":
         raise Skipped("there is no GPU here; --dry-run walks this on a CPU")

@@ -9,8 +9,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
 PLAN = "plan"
@@ -158,6 +156,8 @@ def workers_of(stage: Stage, dry: bool) -> int:
 
 def read_yaml(path: Path) -> Any:
     """A data file beside the programs."""
+    import yaml
+
     return yaml.safe_load(path.read_text())
 
 

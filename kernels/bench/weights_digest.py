@@ -6,11 +6,11 @@ import sys
 
 import torch
 
-from mtrain.build import philox
-
 
 def main() -> int:
     """Print both digests; returns 1 where they differ."""
+    from mtrain.build import philox
+
     device = "cuda" if torch.cuda.is_available() else "cpu"
     found = philox.digest(device)
     print(f"{device}: {found}, recorded {philox.DIGEST}")
