@@ -147,12 +147,12 @@ def steps(packages: Path, site: Path, jobs: int, nvidia_wheels: bool) -> list[St
     build = SWITCHES | {"MAX_JOBS": str(jobs), "PYTHONPATH": os.pathsep.join(_paths(tools))}
     build |= {"NVTE_BUILD_USE_NVIDIA_WHEELS": "1"} if nvidia_wheels else {}
     kinds = ("setuptools", "wheel", "ninja")
-    helpers = [str(path) for kind in kinds for path in sorted(packages.glob(f"{kind}-*.whl"))]
-    made = [Step((*pip, "install", *alone, "--upgrade", "--target", str(tools), *helpers), {})] if helpers else []
+    compilers = [str(path) for kind in kinds for path in sorted(packages.glob(f"{kind}-*.whl"))]
+    made = [Step((*pip, "install", *alone, "--upgrade", "--target", str(tools), *compilers), {})] if compilers else []
     made.append(Step((*pip, "wheel", *alone, "--no-build-isolation", "-w", str(packages), str(source)), build))
     # one command: pip puts no second package into a folder that another one made
     built = packages / f"transformer_engine_torch-{version}-*.whl"
-    others = set(packages.glob("*.whl")) - set(packages.glob(built.name)) - {Path(path) for path in helpers}
+    others = set(packages.glob("*.whl")) - set(packages.glob(built.name)) - {Path(path) for path in compilers}
     wheels = [*(str(path) for path in sorted(others)), str(built)]
     return [*made, Step((*pip, "install", *alone, "--upgrade", "--target", str(site), *wheels), {})]
 
