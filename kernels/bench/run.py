@@ -293,7 +293,7 @@ def _agree(found: list[Tensor], wanted: list[Tensor]) -> bool:
 def surroundings(device: torch.device, dtype: torch.dtype) -> dict[str, Any]:
     """What a number means nothing without: device, versions, commit, command."""
     versions = {"python": platform.python_version()}
-    for name in ("torch", "triton", "liger_kernel", "transformer_engine"):
+    for name in ("torch", "triton", "megatron-core", "liger_kernel", "transformers", "transformer_engine"):
         try:
             versions[name] = importlib.metadata.version(name)
         except importlib.metadata.PackageNotFoundError:

@@ -1,4 +1,4 @@
-"""The first hour with a GPU, walked on a CPU: results as they come, going on, and what dies or takes too long."""
+"""A lease of a GPU, walked on a CPU: results as they come, going on, what dies, takes too long or does not fit."""
 
 from __future__ import annotations
 
@@ -46,13 +46,13 @@ def test_a_walk_compares_and_measures_and_the_next_call_goes_on_behind_it(tmp_pa
     assert found["environment machine"]["result"]["versions"]["torch"]
     assert found["parity rms_norm tiny"]["result"]["triton"] == "as fp64"
     results = tmp_path / "results.jsonl"
-    before = [line for line in results.read_text().splitlines() if "layer_norm" not in line]
+    before = [line for line in results.read_text().splitlines() if '"layer_norm tiny", ' not in line]
     results.write_text("\n".join(before) + '\n{"stage": "parity", "unit": "layer_norm ti')  # cut off here
     code, said = walk(tmp_path, *some, "parity")
     assert code == 0, said
     after = results.read_text().splitlines()
     assert after[: len(before)] == before
-    assert [json.loads(line)["unit"] for line in after[len(before) + 1 :]] == ["layer_norm tiny"] * 2
+    assert [json.loads(line)["unit"] for line in after[len(before) + 1 :]] == ["plan", *["layer_norm tiny"] * 2]
 
 
 @pytest.mark.full
@@ -72,15 +72,12 @@ def test_numbers_that_no_random_input_has_are_compared_and_a_wrong_function_is_n
 
 
 @pytest.mark.full
-@pytest.mark.timeout(900)  # a bench of every op and two trainings, in the interpreter
-def test_all_of_it_is_walked_on_a_cpu(tmp_path: Path) -> None:
-    code, said = walk(tmp_path)
+@pytest.mark.timeout(1800)  # a bench of every op, all runs and two trainings, in the interpreter
+def test_all_ops_are_walked_on_a_cpu(tmp_path: Path) -> None:
+    code, said = walk(tmp_path, "--whole", "--stages", "environment,parity,train,profile,ops,autotune")
     assert code == 0, said
     found = ends(tmp_path)
-    assert {key.split()[0] for key in found} == {
-        *("environment", "parity", "autotune", "ops", "train", "rivals", "profile")
-    }
-    assert all("result" in line or "skipped" in line for line in found.values()), found
+    assert all(any(end in line for end in ("result", "skipped", "units")) for line in found.values()), found
     assert len(found["train tiny bf16 triton"]["result"]["losses"]) == 3
     assert found["profile tiny bf16 triton"]["result"]["gaps"]
 
@@ -90,59 +87,126 @@ def test_a_stage_that_dies_or_is_too_slow_is_a_result_and_the_rest_goes_on(
 ) -> None:
     results, tried = touch.Results(tmp_path), []
 
-    def start(stage: str, results: Any, walk: Any, limit_s: float) -> tuple[int | None, str]:
-        tried.append(stage)
-        done = results.done(stage)
+    def start(stage: Any, results: Any, walk: Any, limit_s: float, worker: int, of: int) -> tuple[int | None, str]:
+        name = stage.name
+        tried.append(name)
+        results.add(name, "plan", units=["one", "two"])
+        done = results.done(name)
         for unit in ("one", "two"):
             if unit not in done:
-                results.add(stage, unit, begin=True)
-                if (stage, unit) == ("parity", "one"):
+                results.add(name, unit, begin=True)
+                if (name, unit) == ("parity", "one"):
                     return -11, "Segmentation fault"
-                if (stage, unit) == ("ops", "two"):
+                if (name, unit) == ("ops", "two"):
                     return None, ""
-                if (stage, unit) == ("train", "one"):
+                if (name, unit) == ("train", "one"):
                     return touch.STUCK, ""
-                results.add(stage, unit, result=1)
+                results.add(name, unit, result=1)
         return 0, ""
 
     monkeypatch.setattr(touch, "_start", start)
-    assert touch.drive(["parity", "ops", "train"], results, touch.Walk(True, ()), 3600)
+    assert touch.drive(["parity", "ops", "train"], results, touch.Walk(True), 36000)
     found = ends(tmp_path)
     assert found["parity one"]["error"] == "died with -11: Segmentation fault"
     assert found["ops two"]["error"] == "ran past the limit of its stage"
-    assert found["train one"]["error"] == f"took longer than {touch.UNIT_LIMITS_S['train']} s"
+    assert found["train one"]["error"] == f"took longer than {touch.BY_NAME['train'].unit_s:g} s"
     assert found["parity two"]["result"] == found["ops one"]["result"] == found["train two"]["result"] == 1
     assert tried == ["parity", "parity", "ops", "train", "train"]
 
 
 def test_a_unit_that_hangs_is_ended_before_its_stage(touch: ModuleType, tmp_path: Path) -> None:
-    results = touch.Results(tmp_path)
     with subprocess.Popen(["sleep", "60"]) as child:
         try:
-            assert touch._wait(child, results, 60, 0.5) == touch.STUCK
-            assert touch._wait(child, results, 0.5, 60) is None
+            assert touch._wait(child, lambda: 0, 60, 0.5) == touch.STUCK
+            assert touch._wait(child, lambda: 0, 0.5, 60) is None
         finally:
             child.kill()
     with subprocess.Popen(["sleep", "0"]) as child:
-        assert touch._wait(child, results, 60, 60) == 0
+        assert touch._wait(child, lambda: 0, 60, 60) == 0
 
 
-def test_a_budget_that_is_spent_leaves_the_unit_to_the_next_call(
+def test_what_does_not_fit_the_budget_is_a_result_and_the_next_call_does_it(
     touch: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     results = touch.Results(tmp_path)
 
-    def cut(stage: str, results: Any, *_: Any) -> tuple[int | None, str]:
-        results.add(stage, "one", begin=True)
+    def cut(stage: Any, results: Any, *_: Any) -> tuple[int | None, str]:
+        results.add(stage.name, "plan", units=["one", "two"])
+        results.add(stage.name, "one", begin=True)
         return None, ""
 
     monkeypatch.setattr(touch, "_start", cut)
-    assert not touch.drive(["parity"], results, touch.Walk(True, ()), 5)
+    assert not touch.drive(["parity", "ops"], results, touch.Walk(True), 5)
+    found = ends(tmp_path)
+    for unit in ("parity one", "parity two", "ops two"):
+        assert found[unit]["skipped"].startswith("did not fit: the stage ends when its share of the budget of 5 s")
     assert results.done("parity") == set()
-    assert results.open("parity") == "one"
-    assert not touch.drive(["parity"], results, touch.Walk(True, ()), 5)
+    assert not touch.drive(["parity"], results, touch.Walk(True), 5)
     assert results.done("parity") == {"one"}, "longer than two budgets is longer than all"
     assert "two calls" in ends(tmp_path)["parity one"]["error"]
+
+
+def test_a_stage_gets_its_share_of_the_budget_and_what_those_before_it_leave(
+    touch: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given = {}
+
+    def at_once(stage: Any, results: Any, walk: Any, limit_s: float, *_: Any) -> tuple[int, str]:
+        given[stage.name] = limit_s
+        results.add(stage.name, "plan", units=[])
+        return 0, ""
+
+    monkeypatch.setattr(touch, "_start", at_once)
+    monkeypatch.setattr(touch, "workers_of", lambda stage, dry: 1)
+    assert touch.drive(["gate", "parity", "ops"], touch.Results(tmp_path), touch.Walk(False), 400)
+    shares = {name: touch.BY_NAME[name].until for name in given}
+    assert given == {name: pytest.approx(400 * share, abs=5) for name, share in shares.items()}
+    order = [stage.until for stage in touch.STAGES]
+    assert order == sorted(order)
+    assert order[-1] == 1.0
+
+
+def test_no_run_is_tried_where_the_gate_is_shut(
+    touch: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    results, tried = touch.Results(tmp_path), []
+
+    def start(stage: Any, results: Any, *_: Any) -> tuple[int, str]:
+        tried.append(stage.name)
+        results.add(stage.name, "plan", units=["launch.py"])
+        said = {"error": "Cannot re-initialize CUDA"} if stage.name == "gate" else {"result": {}}
+        results.add(stage.name, "launch.py", **said)
+        return 0, ""
+
+    monkeypatch.setattr(touch, "_start", start)
+    touch.drive(["gate", "parity", "runs", "train", "host", "rivals"], results, touch.Walk(True), 400)
+    assert sorted(set(tried)) == ["gate", "host", "parity", "rivals"]
+    assert ends(tmp_path)["runs stage"]["skipped"] == "launch.py does not start: Cannot re-initialize CUDA"
+
+
+def test_stages_begin_anew_and_the_others_are_kept(touch: ModuleType, tmp_path: Path) -> None:
+    results = touch.Results(tmp_path)
+    for stage in ("gate", "parity", "runs"):
+        results.add(stage, "one", result=stage)
+    results.forget(["gate", "runs"])
+    assert [line["stage"] for line in results.lines()] == ["parity"]
+
+
+def test_processes_of_a_stage_share_its_units(
+    touch: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import first_touch_stages as stages
+
+    units = {f"unit {i}": lambda i=i: {"is": i} for i in range(7)}
+    monkeypatch.setitem(stages.UNITS, "parity", lambda walk, folder: units)
+    results = touch.Results(tmp_path)
+    for worker in (2, 0, 1):
+        assert touch.run_stage("parity", results, touch.Walk(True), worker, 3) == 0
+    begun = [line["unit"] for line in results.lines() if line.get("begin")]
+    assert sorted(begun) == sorted(units)
+    assert {unit: line["result"]["is"] for unit, line in results.ends("parity").items()} == {
+        f"unit {i}": i for i in range(7)
+    }
 
 
 def test_an_error_is_told_by_the_last_line_of_its_cause(touch: ModuleType) -> None:
@@ -154,7 +218,7 @@ def test_an_error_is_told_by_the_last_line_of_its_cause(touch: ModuleType) -> No
 
 
 def test_gaps_of_a_trace_are_where_nothing_ran(touch: ModuleType) -> None:
-    import first_touch_stages as stages
+    import first_touch_train as stages
 
     def event(name: str, start: float, length: float, cat: str = "kernel") -> dict[str, Any]:
         return {"ph": "X", "cat": cat, "name": name, "ts": start, "dur": length}
@@ -191,21 +255,21 @@ def test_the_bench_notices_a_wrong_gradient(touch: ModuleType, monkeypatch: pyte
 
 
 def test_what_liger_changes_in_the_process_is_measured_last(touch: ModuleType, tmp_path: Path) -> None:
-    import first_touch_stages as stages
+    import first_touch_train
 
-    names = list(stages.rivals(touch.Walk(False, ()), tmp_path))
+    names = list(first_touch_train.rivals(touch.Walk(False), tmp_path))
     assert ["liger" in name for name in names] == [False] * 2 + [True] * 4
 
 
 def test_tiles_are_measured_for_models_of_experts_and_of_attention(
     touch: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    import first_touch_stages as stages
+    import first_touch_ops as stages
     import torch
     from mtrain_kernels import tune
 
     asked: list[Any] = []
-    monkeypatch.setattr(stages, "_needs_device", lambda walk: None)
+    monkeypatch.setattr(stages, "needs_device", lambda walk: None)
     for name in ("measure", "measure_attention", "measure_loss"):
         monkeypatch.setattr(tune, name, lambda path, device, *sizes, seconds: asked.append(sizes[:4]) or {})
     assert not stages.autotune(touch.Walk(False, ("norm",)), tmp_path)
@@ -239,7 +303,7 @@ def test_the_bench_measures_the_tiles_that_a_run_takes(
 def test_a_step_of_the_optimizer_is_compared_by_what_it_changes(
     touch: ModuleType, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    import first_touch_stages as stages
+    import first_touch_ops as stages
     from mtrain_kernels import parity
     from mtrain_kernels.registry import MODELS, ops
 
@@ -263,11 +327,11 @@ def test_a_step_of_the_optimizer_is_compared_by_what_it_changes(
 
 
 def test_a_kernel_that_cannot_run_on_a_gpu_is_wrong(touch: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
-    import first_touch_stages as stages
+    import first_touch_ops as stages
     from mtrain_kernels.registry import MODELS, ops
 
     monkeypatch.setattr("mtrain_kernels.runtime.HAS_TRITON", False)
-    monkeypatch.setattr(stages, "_needs_device", lambda walk: None)
+    monkeypatch.setattr(stages, "needs_device", lambda walk: None)
     for oldest, wrong in ((80, ["triton"]), (100, None)):
         monkeypatch.setattr("mtrain_kernels.runtime.capability", lambda device: 90)
         op = dataclasses.replace(ops()["norm"], oldest=oldest)

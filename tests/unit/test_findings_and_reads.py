@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from mtrain.cli.setup import load
+from mtrain.config.resolve import Machine
 from mtrain.config.rules import RULES, Answers, findings, findings_and_reads, value_at
 from mtrain.config.watch import watched
 from mtrain.errors import ConfigError
@@ -103,3 +104,19 @@ def test_a_fix_of_one_rule_is_not_held_up_by_what_was_left_out() -> None:
     with pytest.raises(ConfigError) as caught:
         load(["parallel=nope", "model.num_query_groups=3", "optim.min_lr=1.0"], LAPTOP, {})
     assert next(p.fix for p in caught.value.problems if p.code == "MT421").startswith("optim.min_lr=0.0006")
+
+
+def test_a_refused_key_is_reported_on_a_machine_with_a_gpu_too() -> None:
+    """Kernels are asked for what stands in their way, whose reading is watched within a reading that is watched."""
+    machine = Machine(cpu_cores=16, memory_bytes=1 << 37, gpus=1, triton=True)
+    with pytest.raises(ConfigError) as told:
+        load(["model=llama_tiny", "cluster=h200", "parallel.recompute=full"], machine, {}, to_run=False)
+    assert [problem.code for problem in told.value.problems] == ["MT013"]
+
+
+def test_a_reading_that_is_watched_twice_is_noted_twice() -> None:
+    outer: set[str] = set()
+    inner: set[str] = set()
+    run = watched(watched(load(["model=llama_tiny"], LAPTOP, {}).run, outer), inner)
+    assert run.optim.name == "adamw"
+    assert outer == inner == {"optim.", "optim.name"}

@@ -18,27 +18,28 @@ def watched(run: RunConfig, reads: set[str]) -> RunConfig:
 
 
 class _Watched:
-    """Stands in front of one section."""
+    """Stands in front of one section, or of another that stands in front of it."""
 
-    def __init__(self, section: Section, path: str, reads: set[str]) -> None:
+    def __init__(self, section: Section | _Watched, path: str, reads: set[str]) -> None:
         self._section, self._path, self._reads = section, path, reads
+        self._kind: type[Section] = section._kind if isinstance(section, _Watched) else type(section)
 
     def __getattr__(self, name: str) -> Any:
-        kind = type(self._section)
+        kind = self._kind
         if name not in kind.model_fields:
             made = getattr(kind, name, None)
             if isinstance(made, property) and made.fget is not None:
                 return made.fget(self)
             return getattr(self._section, name)
         value, path = getattr(self._section, name), f"{self._path}{name}"
-        if isinstance(value, Section):
+        if isinstance(value, Section | _Watched):
             self._reads.add(f"{path}.")
             return _Watched(value, f"{path}.", self._reads)
         self._reads.add(path)
         return value
 
     def __iter__(self) -> Iterator[tuple[str, Any]]:
-        return ((name, getattr(self, name)) for name in type(self._section).model_fields)
+        return ((name, getattr(self, name)) for name in self._kind.model_fields)
 
 
 def read_from(reads: Iterable[str], made_from: Mapping[str, frozenset[str]]) -> set[str]:

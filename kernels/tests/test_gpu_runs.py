@@ -1,0 +1,411 @@
+"""The small runs of a lease: what the list says, what is held to it, what the host does, and what becomes of it."""
+
+from __future__ import annotations
+
+import cProfile
+import importlib.util
+import json
+import os
+import shutil
+import sys
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+BENCH = ROOT / "kernels" / "bench"
+TRAINS = """
+import json, os, sys, time
+from pathlib import Path
+
+home, name, losses = Path(sys.argv[1]), sys.argv[2], json.loads(sys.argv[3])
+run = home / name
+run.mkdir(parents=True, exist_ok=True)
+(run / "run.yaml").touch()
+first = int(sys.argv[4]) if len(sys.argv) > 4 else 1
+with (run / "metrics.jsonl").open("w") as file:
+    for i, loss in enumerate(losses):
+        file.write(json.dumps({"step": first + i, "loss": loss, "step_s": 0.1, "mfu": 0.3}) + "\\n")
+        file.flush()
+if "--stay" in sys.argv:
+    time.sleep(60)
+print("trained", name, os.environ.get("RANK", "alone"))
+sys.exit(int(os.environ.get("ENDS_WITH", "0")))
+"""
+
+
+@pytest.fixture
+def runs(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    """The module."""
+    monkeypatch.syspath_prepend(str(BENCH))
+    import first_touch_runs
+
+    return first_touch_runs
+
+
+@pytest.fixture
+def program(tmp_path: Path) -> str:
+    """A program that leaves a run folder as a training does."""
+    path = tmp_path / "trains.py"
+    path.write_text(TRAINS)
+    return str(path)
+
+
+def tried(runs: ModuleType, folder: Path, *commands: dict[str, Any], name: str = "one") -> dict[str, Any]:
+    """The result of a run that is tried; noted where later ones look for it."""
+    from first_touch_results import Results, Walk
+
+    made = tuple(runs.Command(**{**each, "argv": tuple(each["argv"])}) for each in commands)
+    results = Results(folder)
+    said = runs._tried(Walk(True), folder / "runs" / name, runs.Entry(name, "a test", made), results)
+    results.add("runs", name, result=said)
+    return dict(said)
+
+
+def command(program: str, losses: list[float], *more: str, **hold: Any) -> dict[str, Any]:
+    return {"program": program, "argv": ["{home}", "run", json.dumps(losses), *more], "hold": hold}
+
+
+def test_every_run_of_the_list_is_a_valid_configuration_and_says_why(runs: ModuleType) -> None:
+    listed = runs.entries()
+    assert listed[0].name == "gate"
+    assert all(entry.why for entry in listed)
+    assert sum(entry.dry for entry in listed) >= 2
+    found = runs._valid()
+    assert "wrong" not in found, found
+
+
+def test_a_list_that_says_what_nobody_reads_is_refused(runs: ModuleType, tmp_path: Path) -> None:
+    path = tmp_path / "runs.yaml"
+
+    def refused(*said: str) -> str:
+        path.write_text("common: [model=llama_tiny]\nruns:\n" + "".join(f"- {{{each}}}\n" for each in said))
+        with pytest.raises(ValueError) as told:
+            runs.entries(path)
+        return str(told.value)
+
+    assert "unknown keys of a run: holds" in refused("name: a, why: b, holds: {}")
+    assert "two runs are called a" in refused("name: a, why: b", "name: a, why: b")
+    assert "which does not come before it" in refused("name: a, why: b, hold: {near: {run: c}}", "name: c, why: d")
+
+
+def test_a_later_word_replaces_the_same_key_and_a_verb_has_its_own(runs: ModuleType, tmp_path: Path) -> None:
+    path = tmp_path / "runs.yaml"
+    path.write_text(
+        "common: [model=llama_tiny, precision=bf16]\n"
+        "runs:\n- {name: a, why: b, argv: [model=gemma_tiny], then: [{argv: [prove, model=t5_tiny]}]}\n"
+    )
+    first, second = runs.entries(path)[0].commands
+    assert first.argv == ("model=gemma_tiny", "precision=bf16")
+    assert second.argv == ("prove", "model=t5_tiny")
+    assert first.trains
+    assert not second.trains
+
+
+def test_what_must_hold_is_held(runs: ModuleType, program: str, tmp_path: Path) -> None:
+    good = tried(
+        runs, tmp_path, command(program, [3.0, 2.5, 2.0], falls=True, metric="mfu", says="trained", last_step=3)
+    )
+    assert good["losses"] == [3.0, 2.5, 2.0]
+    assert good["step_s"] == 0.1
+    for hold, found in (
+        ({"falls": True}, "the loss does not fall"),
+        ({"last_step": 4}, "the last step is 3, not 4"),
+        ({"metric": "z_loss"}, "the metrics have no z_loss"),
+        ({"file": "*/memory.json"}, "no file"),
+        ({"says": "stalled"}, "does not say"),
+        ({"silent": "train.d"}, "it says 'trained'"),
+        ({"exit": "not 0"}, "ended with 0, not not 0"),
+    ):
+        with pytest.raises(RuntimeError, match=found):
+            tried(runs, tmp_path, command(program, [2.0, 2.0, 2.0], **hold))
+
+
+def test_an_exit_code_is_told_with_the_last_line(runs: ModuleType, program: str, tmp_path: Path) -> None:
+    ends = {**command(program, [2.0], exit=3), "environment": {"ENDS_WITH": "3"}}
+    assert tried(runs, tmp_path, ends)["last_step"] == 1
+    with pytest.raises(RuntimeError, match="ended with 3, not 0: trained run alone"):
+        tried(runs, tmp_path, {**ends, "hold": {}})
+
+
+def test_losses_are_compared_with_those_of_a_run_before(runs: ModuleType, program: str, tmp_path: Path) -> None:
+    near = {"run": "first", "within": 1e-3}
+    tried(runs, tmp_path, command(program, [3.0, 2.5, 2.0]), name="first")
+    said = tried(runs, tmp_path, command(program, [3.0, 2.501, 2.0], near=near), name="second")
+    assert said["differs"] == pytest.approx(4e-4)
+    resumed = tried(runs, tmp_path, command(program, [2.5, 2.0], "2", same_as={"run": "first"}), name="third")
+    assert resumed["differs"] == 0.0
+    for losses, first in (([3.0, 2.51, 2.0], "1"), ([3.0, 2.5], "1"), ([2.5, 2.0], "3")):
+        with pytest.raises(RuntimeError, match="losses differ from first's by"):
+            tried(runs, tmp_path, command(program, losses, first, near=near))
+    with pytest.raises(RuntimeError, match="losses differ"):
+        tried(runs, tmp_path, command(program, [3.0, 2.5, 2.0000001], same_as={"run": "first"}))
+
+
+def test_a_run_is_killed_after_a_step_and_the_next_command_goes_on(
+    runs: ModuleType, program: str, tmp_path: Path
+) -> None:
+    killed = {**command(program, [3.0, 2.0], "1", "--stay"), "kill_after_step": 2}
+    goes_on = {"program": program, "argv": ["{run}", "again", "[1.0, 0.5]", "3"], "hold": {"says": "trained again"}}
+    said = tried(runs, tmp_path, killed, goes_on)
+    assert said["seconds"] < 30
+    assert (tmp_path / "runs" / "one" / "run" / "again").is_dir()
+    with pytest.raises(RuntimeError, match="before step 9, where it is killed"):
+        tried(runs, tmp_path, {**killed, "argv": ["{home}", "run", "[3.0]"], "kill_after_step": 9})
+
+
+def test_a_command_has_the_tree_in_front_and_no_launcher_by_hand(
+    runs: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from first_touch_results import tree_environment
+
+    monkeypatch.setenv("PYTHONPATH", "site")
+    given = tree_environment({"PYTHONPATH": "front", "OTHER": "1"})
+    wanted = ["front", str(ROOT / "src"), str(ROOT / "kernels"), "site"]
+    assert given["PYTHONPATH"].split(os.pathsep) == wanted
+    assert {key for key in given if given[key] != os.environ.get(key)} == {"PYTHONPATH", "OTHER"}
+
+
+def test_a_run_that_needs_what_is_not_here_is_skipped_with_the_reason(runs: ModuleType, tmp_path: Path) -> None:
+    from first_touch_device import Skipped
+    from first_touch_results import Results, Walk
+
+    for needs, reason in (
+        ({"key": "trainer.nothing"}, "no key trainer.nothing"),
+        ({"module": "a.b"}, "no module a.b"),
+    ):
+        with pytest.raises(Skipped, match=reason):
+            runs._tried(Walk(True), tmp_path, runs.Entry("one", "a test", (), needs), Results(tmp_path))
+    assert runs._missing(runs.Entry("one", "a test", (), {"key": "trainer.seed", "module": "mtrain"})) is None
+
+
+def test_the_host_is_told_by_layer_forward_and_backward(runs: ModuleType) -> None:
+    import first_touch_host as host
+    import torch
+    from torch import nn
+
+    class Adds(nn.Module):
+        """Adds some ones, each its own operation."""
+
+        def __init__(self, count: int) -> None:
+            super().__init__()
+            self.count = count
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            for _ in range(self.count):
+                x = x * 2.0
+            return x
+
+    layers = [Adds(5), Adds(5), Adds(5)]
+    start = torch.zeros(3, requires_grad=True)
+
+    def step() -> None:
+        x = start * 1.0
+        for layer in layers:
+            x = layer(x)
+        x.sum().backward()
+
+    marks, total = host._operations(step, layers)
+    found = host.by_layer(marks)
+    assert {way: said["launches"] for way, said in found.items()} == {"forward": 5, "backward": 5}
+    assert [said["of"] for said in found.values()] == [3, 3]
+    assert total > 30
+    traced, launched = host._launches(step, layers)
+    assert [(what, layer) for what, layer, *_ in traced] == [(what, layer) for what, layer, *_ in marks]
+    assert launched == 0
+    timed = host._timed(step, layers, lambda: None)
+    assert 0 < timed["us_of_a_layer"]["forward"] < 1e6 * timed["step_s"]
+
+
+def test_a_device_is_stalled_after_its_rank_has_joined(runs: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    spec = importlib.util.spec_from_file_location("stalls", BENCH / "stall" / "sitecustomize.py")
+    assert spec is not None
+    assert spec.loader is not None
+    stalls = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(stalls)
+    told: list[Any] = []
+    asked = iter([False, True])
+    torch = SimpleNamespace(
+        distributed=SimpleNamespace(is_initialized=lambda: told.append("asked") or next(asked)),
+        cuda=SimpleNamespace(set_device=told.append, _sleep=told.append),
+    )
+    monkeypatch.setitem(sys.modules, "torch", torch)
+    monkeypatch.setenv("LOCAL_RANK", "3")
+    monkeypatch.setattr(stalls.time, "sleep", lambda seconds: told.append(f"{seconds} s"))
+    stalls._stall(4.0)
+    assert told == ["0.1 s", "asked", "0.1 s", "asked", "4.0 s", 3, stalls.CYCLES]
+
+
+def test_launches_of_a_trace_fall_between_the_marks(runs: ModuleType) -> None:
+    import first_touch_host as host
+
+    def event(name: str, at: float, cat: str) -> dict[str, Any]:
+        return {"ph": "X", "cat": cat, "name": name, "ts": at, "dur": 1}
+
+    trace = [
+        event("cudaLaunchKernel", 5, "cuda_runtime"),
+        event("first_touch forward end 0", 40, "user_annotation"),
+        event("first_touch forward begin 0", 10, "user_annotation"),
+        event("cudaLaunchKernelExC", 20, "cuda_runtime"),
+        event("cuLaunchKernel", 30, "cuda_driver"),
+        event("cudaMemcpyAsync", 31, "cuda_runtime"),
+        event("first_touch forward end 0", 50, "gpu_user_annotation"),
+        event("cudaGraphLaunch", 60, "cuda_runtime"),
+    ]
+    assert host.by_layer(host.marks_of(trace)) == {"forward": {"us": 30.0, "launches": 2, "of": 1}}
+
+
+def test_functions_are_told_by_module_with_what_they_take_themselves(runs: ModuleType) -> None:
+    import first_touch_host as host
+
+    profile = cProfile.Profile()
+    profile.enable()
+    sorted(range(100000), key=str)
+    json.loads("[1, 2]")
+    profile.disable()
+    found = host.functions_of(profile)
+    assert found[0]["module"] == "builtins"
+    assert "sorted" in found[0]["function"]
+    assert found[0]["us"] > found[-1]["us"]
+    assert any(row["module"] == "json.decoder" and row["function"].startswith("decode") for row in found)
+    assert host.module_of("/x/site-packages/torch/nn/modules/module.py") == "torch.nn.modules.module"
+    assert host.module_of("/tree/src/mtrain/train/__init__.py") == "mtrain.train"
+
+
+def noted(folder: Path) -> Any:
+    """Results of a call on a card, by hand."""
+    from first_touch_results import Results
+
+    results = Results(folder)
+    versions = {"torch": "2.11.0", "liger_kernel": "not installed"}
+    machine = {"device": "NVIDIA H200", "sm": 90, "commit": "0123456789ab", "versions": versions}
+    results.add("environment", "machine", result=machine)
+    results.add("gate", "launch.py", result={"losses": [2.0]})
+    results.add("parity", "swiglu llama3_8b", result={"op": "activation", "triton": "as fp64"})
+    wrong = {"op": "activation", "wrong": ["triton"], "triton": "differs from fp64: by 2"}
+    results.add("parity", "geglu llama3_8b", result=wrong)
+    results.add("parity", "rms_norm llama3_8b", error="died with -11")
+    results.add("runs", "mixtral", error="the loss does not fall")
+    memory = {"peak_bytes_by_rank": [98e9], "reserved_bytes_by_rank": [99e9, None], "driver_peak_bytes": 101e9}
+    said = {"tokens_per_s": 130.0, "step_s": 0.5, "command": "model=llama_tiny", **memory}
+    results.add("train", "1b bf16 triton", result=said)
+    results.add("rivals", "1b transformers", result={"tokens_per_s": 100.0})
+    results.add("profile", "1b bf16 triton", result={"busy_share": 0.65})
+    slow = {"contender": "triton", "forward_share": 0.95, "backward_share": 0.8}
+    product = {"contender": "triton", "forward_share": 0.5, "forward_tflop_per_s": 400.0}
+    results.add("ops", "swiglu llama3_8b", result={"rows": [slow]})
+    results.add("ops", "grouped_gemm llama3_8b", result={"rows": [product]})
+    results.add("autotune", "stage", skipped="did not fit", late=True)
+    return results
+
+
+@pytest.fixture
+def made(runs: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder with a summary and a page of such a call."""
+    import first_touch_summary
+    from first_touch_results import Walk
+
+    monkeypatch.setattr(first_touch_summary, "_planned", lambda *_: {"step_s": 0.49, "peak_bytes": 102e9})
+    assert first_touch_summary.write(noted(tmp_path / "out"), Walk(False), "python first_touch.py") == 3
+    return tmp_path / "out"
+
+
+def test_a_summary_puts_each_figure_beside_plan_and_goal(made: Path) -> None:
+    summary = json.loads((made / "summary.json").read_text())
+    assert (summary["device"]["name"], summary["device"]["sm"]) == ("NVIDIA H200", 90)
+    assert (summary["commit"], summary["command"]) == ("0123456789ab", "python first_touch.py")
+    failures = [{"unit": "geglu llama3_8b", "why": "triton: differs from fp64: by 2"}]
+    assert summary["parity"]["activation"] == {"passed": 1, "failed": 1, "failures": failures}
+    assert summary["parity"]["norm"]["failed"] == 1
+    runs = summary["runs"]
+    assert (runs["passed"], runs["failed"], runs["failures"][0]["name"]) == (1, 1, "mixtral")
+    figures = {figure["name"]: figure for figure in summary["figures"]}
+    rival = figures["1B, bf16, beside eager transformers"]
+    assert (rival["measured"], rival["goal"], rival["met"]) == (1.3, "at least 1.25", True)
+    assert not figures["1B, bf16, share of the step in which the device works"]["met"]
+    step, peak = figures["1b bf16 triton: step_s"], figures["1b bf16 triton: peak_bytes"]
+    assert (step["measured"], step["planned"], step["met"]) == (0.5, 0.49, True)
+    assert (peak["measured"], peak["planned"], peak["met"]) == (98e9, 102e9, False)
+    page = (made / "page.txt").read_text()
+    for text in (
+        "parity: 1 of 3 units",
+        "1b bf16 triton",
+        "98.00 GB",
+        "102.00 GB",
+        "runs mixtral: the loss does not",
+    ):
+        assert text in page
+    assert "autotune stage: did not fit" in page
+    shares = {name: figure["met"] for name, figure in figures.items() if "copy rate" in name}
+    assert shares == {
+        "swiglu llama3_8b forward: share of the copy rate": True,
+        "swiglu llama3_8b backward: share of the copy rate": False,
+    }
+    held = "allocated 98.00 GB, reserved 99.00 GB, driver, sampled 101.00 GB; planned 102.00 GB"
+    assert f"memory, 1b bf16 triton: {held}" in page
+
+
+def test_the_plan_beside_a_figure_is_that_of_the_same_configuration(runs: ModuleType) -> None:
+    import first_touch_summary
+    from first_touch_results import Walk
+    from first_touch_train import SHAPES, words_of
+
+    words = words_of(Walk(False), SHAPES["1b"], "bf16", "triton")
+    planned = first_touch_summary._planned({"command": " ".join(words)}, "NVIDIA H200", Walk(False))
+    assert 0.1 < planned["step_s"] < 0.5
+    assert 20e9 < planned["peak_bytes"] < 50e9
+    assert first_touch_summary._planned({"command": " ".join(words)}, "Another", Walk(False)) is None
+
+
+@pytest.fixture
+def readme(runs: ModuleType) -> ModuleType:
+    """The module that writes what READMEs say."""
+    import gpu_readme
+
+    return gpu_readme
+
+
+def test_the_readmes_say_what_the_newest_results_say(readme: ModuleType) -> None:
+    assert readme.main(["--check"]) == 0, "python kernels/bench/gpu_readme.py writes it"
+    for (name, marker), content in readme.sections(*readme.newest()).items():
+        text = (ROOT / name).read_text()
+        assert content in text
+        assert readme.filled(text.replace(content, "other"), marker, content) == text
+
+
+def test_results_that_are_kept_change_what_the_readmes_say(readme: ModuleType, made: Path, tmp_path: Path) -> None:
+    results = tmp_path / "gpu"
+    shutil.copytree(readme.RESULTS, results)
+    before = readme.newest(results)
+    summary = json.loads((made / "summary.json").read_text())
+    (made / "summary.json").write_text(json.dumps(summary | {"date": "2099-01-02"}))
+    kept = readme.add(made, results)
+    assert kept.name == "2099-01-02_nvidia_h200_01234567"
+    assert (kept / "page.txt").exists()
+    assert readme.newest(results)[0] == kept
+    said = readme.sections(*readme.newest(results))
+    assert said != readme.sections(*before)
+    assert "| 1b bf16 triton | 130 |" in said["README.md", "gpu"]
+    assert "triton: differs from fp64: by 2" in said["kernels/README.md", "gpu-parity"]
+    with pytest.raises(ValueError, match="no markers"):
+        readme.filled("a page", "gpu", "text")
+
+
+def test_results_of_a_dry_run_or_of_an_unknown_commit_are_refused(readme: ModuleType, made: Path) -> None:
+    summary = json.loads((made / "summary.json").read_text())
+    for changed, why in (({"dry": True}, "of a dry run"), ({"commit": "unknown"}, "does not say the commit")):
+        (made / "summary.json").write_text(json.dumps(summary | changed))
+        with pytest.raises(ValueError, match=why):
+            readme.add(made, made / "gpu")
+
+
+def test_results_of_the_first_card_are_kept_with_device_versions_and_commit(readme: ModuleType) -> None:
+    for folder in readme.RESULTS.iterdir():
+        summary = json.loads((folder / "summary.json").read_text())
+        assert folder.name == readme.folder_of(summary)
+        assert summary["device"]["sm"] in (80, 90, 100, 103)
+        assert {"torch", "triton", "megatron-core"} <= set(summary["versions"])
+        assert summary["command"]
+        assert all(op["failed"] == len(op["failures"]) for op in summary["parity"].values())
