@@ -1,6 +1,6 @@
 """Random numbers by element index: Philox4x64-10 (Salmon et al., Parallel random numbers: as easy as 1, 2, 3, 2011).
 
-Element i of a stream is half i % 2 of the 64-bit word i // 2, so any part of a tensor can be drawn alone, on any rank.
+Element i of a stream is half i % 2 of the 64-bit word i // 2, so any part of a tensor can be drawn alone.
 Every operation is exactly rounded or an integer's, so all devices make the same bits: a device's own normal numbers
 differ by the last bits of its logarithm and cosine. On the host numpy draws the words, elsewhere torch does.
 """
@@ -146,7 +146,7 @@ def _tables(device: torch.device) -> tuple[Tensor, Tensor]:
 
 
 def digest(device: str) -> str:
-    """The SHA-256 of what streams give on a torch device: of whole and cut rows, ragged and even, as `DIGEST` has it."""
+    """The SHA-256 of what streams give on a torch device, of whole and cut rows: `DIGEST` on each."""
     found, where = hashlib.sha256(), torch.device(device)
     for top, bottom, width, span in ((0, 3, 1000, (0, 1000)), (5, 70, 96, (24, 48)), (2, 40, 37, (5, 30))):
         bits = Stream.of(f"{width}").rows(top, bottom, width, span, where)

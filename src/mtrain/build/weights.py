@@ -2,8 +2,8 @@
 and its place in the whole tensor.
 
 megatron-core draws from a generator per rank, so another layout starts from other weights. Here its initialisers
-only mark a parameter with its distribution; afterwards each rank draws the elements that it holds, by their numbers in
-the whole tensor (`mtrain.build.philox`), and every device makes the same bits.
+only mark a parameter with its distribution; afterwards each rank draws the elements that it holds, by their numbers
+in the whole tensor (`mtrain.build.philox`), and every device makes the same bits.
 """
 
 from __future__ import annotations
