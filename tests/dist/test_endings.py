@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import gzip
 import io
 import json
 import os
@@ -392,3 +393,23 @@ def test_a_skipped_update_is_said_with_what_it_exceeded(scale: float | None, wor
         return Progress(tiny_run(), speaks=False)._line(result)  # type: ignore[arg-type]
 
     assert words in run_alone(line)
+
+
+def test_one_rank_writes_its_trace_and_it_is_compressed(tmp_path: Path) -> None:
+    (end, _) = run_ranks(2, lambda: train(small(ranks=2, tp=2, profiled=True), tmp_path))
+    assert end.error == "", end.said
+    assert [path.name for path in tmp_path.glob("trace*")] == ["trace_rank0.json.gz"]
+    trace = json.loads(gzip.decompress((tmp_path / "trace_rank0.json.gz").read_bytes()))
+    assert any("mm" in event.get("name", "") for event in trace["traceEvents"])
+
+
+def test_memory_of_a_device_is_told_as_allocated_reserved_and_in_use(tmp_path: Path) -> None:
+    from mtrain.train.hooks import Memory
+
+    stats = {"allocated_bytes": 1, "peak_bytes": 20, "reserved_bytes": 30}
+    for used, found in ((40, {"driver_bytes_by_rank": [40]}), (None, {})):
+        device = SimpleNamespace(memory_stats=lambda: stats, driver_bytes=lambda used=used: used)
+        world = SimpleNamespace(rank=0, size=1, is_rank0=True, device=device, store=dist.HashStore())
+        Memory(tmp_path).finish(SimpleNamespace(world=world))  # type: ignore[arg-type]
+        expected = {"peak_bytes_by_rank": [20], "reserved_bytes_by_rank": [30], **found}
+        assert json.loads((tmp_path / "memory.json").read_text()) == expected

@@ -8,11 +8,12 @@ from typing import Any
 import pytest
 import torch
 
-from mtrain.build import philox
+from tests.support.forked import run_ranks
+from tests.support.runs import tiny_run
 
 
 def _filled(shape: tuple[int, ...], offset: tuple[int, ...], size: tuple[int, ...], **more: Any) -> torch.Tensor:
-    from mtrain.build import weights
+    from mtrain.build import philox, weights
     from mtrain.mcore.sharding import TensorShard
 
     start, stop = more.get("flat", (0, prod(size)))
@@ -44,8 +45,31 @@ def test_a_shard_draws_its_part_of_the_whole_tensor(
 
 
 def test_a_shard_draws_little_that_it_does_not_hold(monkeypatch: pytest.MonkeyPatch) -> None:
+    from mtrain.build import philox
+
     drawn: list[int] = []
     real = philox.normal
     monkeypatch.setattr(philox, "normal", lambda bits: drawn.append(bits.numel()) or real(bits))
     _filled((512, 256), (0, 64), (512, 64))
     assert sum(drawn) == 512 * 64
+
+
+def test_no_number_is_of_the_generator_of_a_device() -> None:
+    """A device whose generator draws others begins with the same weights."""
+
+    def job() -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+        from mtrain.build.model import build_model
+        from mtrain.world.init import joined
+
+        def weights() -> dict[str, torch.Tensor]:
+            return {name: p.detach().clone() for name, p in build_model(run, world)[0].named_parameters()}
+
+        run, real = tiny_run(), torch.Tensor.normal_
+        with joined(run) as world:
+            usual = weights()
+            torch.Tensor.normal_ = lambda self, *args, **more: real(self, *args, **more).neg_()  # type: ignore[method-assign,assignment]
+            return usual, weights()
+
+    usual, others = run_ranks(1, job)[0]
+    assert usual.keys() == others.keys()
+    assert all(torch.equal(usual[name], others[name]) for name in usual)

@@ -6,6 +6,7 @@ import dataclasses
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
+from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -207,7 +208,7 @@ def test_packed_tokens_are_turned_as_megatron_core_turns_them(ranks: int, bounds
     from mtrain.mcore.ahead import rotated
 
     generator = torch.Generator().manual_seed(0)
-    angles = torch.randn(max(b - a for a, b in zip(bounds, bounds[1:], strict=False)), 1, 1, 8, generator=generator)
+    angles = torch.randn(max(b - a for a, b in pairwise(bounds)), 1, 1, 8, generator=generator)
     tokens, edges = torch.randn(24 // ranks, 2, 8, generator=generator), torch.tensor(bounds, dtype=torch.int32)
     for rank in range(ranks):
         group: Any = SimpleNamespace(size=lambda: ranks, rank=lambda rank=rank: rank)
@@ -216,3 +217,26 @@ def test_packed_tokens_are_turned_as_megatron_core_turns_them(ranks: int, bounds
             for _ in range(2):
                 assert torch.equal(rotated(tokens, edges.clone(), angles, cp_group=group), expected)
         assert asked.count == 2, "the comparisons alone ask"
+
+
+def test_waiting_is_debugged_inside_of_steps_alone_once_kernels_are_compiled() -> None:
+    run = of()
+    run = run.model_copy(update={"trainer": run.trainer.model_copy(update={"sync_debug": "error"})})
+
+    def job() -> list[str]:
+        from mtrain.train import trainer
+
+        said: list[str] = []
+        device = dataclasses.replace(stand_in(Counter()), set_sync_debug=said.append)
+
+        class Listens(trainer.Hook):
+            def after_step(self, parts: Any, result: Any) -> None:
+                said.append(f"told {result.step}")
+
+        with assembled(run, device) as parts:
+            trainer.Trainer(parts, [Listens()]).fit()
+        return said
+
+    launched = ["error", "default"]
+    told = [f"told {step}" for step in range(1, STEPS + 1)]
+    assert run_ranks(1, job)[0] == [*launched, *told[:INTERVAL], *launched * INTERVAL, *told[INTERVAL:]]

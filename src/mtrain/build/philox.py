@@ -44,14 +44,15 @@ class Stream:
         """The stream of a name."""
         return cls(int.from_bytes(hashlib.sha256(name.encode()).digest()[:16], "big"))
 
-    def rows(self, top: int, bottom: int, width: int, span: tuple[int, int], device: torch.device) -> Tensor:
-        """The bits of the elements of columns `span` of rows `top` to `bottom` of a matrix of `width` columns.
+    def rows(self, top: int, bottom: int, width: int, span: tuple[int, int], device: torch.device | None) -> Tensor:
+        """The bits of the elements of columns `span` of rows `top` to `bottom` of a matrix of `width` columns, on a
+        device, or, with None, on the host.
 
         Returns:
             int32 [bottom - top, columns].
         """
         left, right = span
-        if device.type == "cpu":
+        if device is None:
             return self._on_host(top * width, bottom * width).view(-1, width)[:, left:right]
         if right - left == width:
             return self._elsewhere(torch.tensor([top * width]), (bottom - top) * width, device).view(-1, width)
@@ -147,7 +148,8 @@ def _tables(device: torch.device) -> tuple[Tensor, Tensor]:
 
 def digest(device: str) -> str:
     """The SHA-256 of what streams give on a torch device, of whole and cut rows: `DIGEST` on each."""
-    found, where = hashlib.sha256(), torch.device(device)
+    found, probe = hashlib.sha256(), torch.empty(0, device=device)
+    where = None if probe.is_cpu else probe.device
     for top, bottom, width, span in ((0, 3, 1000, (0, 1000)), (5, 70, 96, (24, 48)), (2, 40, 37, (5, 30))):
         bits = Stream.of(f"{width}").rows(top, bottom, width, span, where)
         for drawn in (normal(bits), uniform(bits), normal(bits).bfloat16().float()):

@@ -106,11 +106,12 @@ def _fill(shard: TensorShard, draw: Callable[[torch.Tensor], torch.Tensor], seed
     start, stop = shard.flat or (0, prod(size))
     row = prod(size[1:])  # elements of the part's rows
     first, last = start // row, -(-stop // row)
-    rows = max(1, (ON_HOST if values.device.type == "cpu" else ELSEWHERE) // max(1, row))
+    device = None if values.is_cpu else values.device
+    rows = max(1, (ON_HOST if device is None else ELSEWHERE) // max(1, row))
     for top in range(first, last, rows):
         tick()
         bottom = min(top + rows, last)
-        drawn = draw(_bits(stream, shape, offset, size, (top, bottom), values.device))
+        drawn = draw(_bits(stream, shape, offset, size, (top, bottom), device))
         if rows_scaled is not None:
             numbers = torch.arange(offset[0] + top, offset[0] + bottom, device=values.device)
             drawn = drawn * rows_scaled(numbers).unsqueeze(1)
@@ -125,7 +126,7 @@ def _bits(
     offset: tuple[int, ...],
     size: tuple[int, ...],
     rows: tuple[int, int],
-    device: torch.device,
+    device: torch.device | None,
 ) -> torch.Tensor:
     """Random bits of some rows of a part of a whole tensor, counted from the part's first: int32 [rows, elements]."""
     top, bottom, width = offset[0] + rows[0], offset[0] + rows[1], prod(shape[1:])

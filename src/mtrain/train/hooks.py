@@ -174,7 +174,7 @@ class Evaluation(Hook):
 
     def _is_due(self, parts: Parts) -> bool:
         interval, step = parts.run.trainer.eval_interval, parts.state.step
-        return bool(interval) and step > 0 and step % interval == 0
+        return interval is not None and step > 0 and step % interval == 0
 
     def _evaluate(self, parts: Parts) -> None:
         """Evaluate, unless a rank is asked to stop before that is done; a resumed run makes up for it."""
@@ -261,7 +261,7 @@ class Memory(Hook):
         try:
             mine = world.device.memory_stats() | {"driver_bytes": world.device.driver_bytes()}
             told = {key: int(value) for key in MEASURED if (value := mine.get(key)) is not None}
-            world.store.set(f"peak/{world.rank}", json.dumps(told))
+            world.store.set(f"peak/{world.rank}", strict_json.dumps(told))
         finally:
             found = self._of_ranks(world) if world.is_rank0 else []
         if found:

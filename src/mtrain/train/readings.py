@@ -69,6 +69,7 @@ class Reading:
         """The numbers; waits until the device has come to where they are known, and for nothing behind it."""
         if self._found is None:
             if self._there is not None:
+                begin_phase("waiting for the device")
                 self._there.synchronize()
             self._found = self._row.tolist()
         return self._found
