@@ -24,7 +24,7 @@ from mtrain.build.philox import Stream
 from mtrain.mcore.sharding import TensorShard, make_main_weights, model_shards
 from mtrain.world.heartbeat import tick
 
-ON_HOST, ELSEWHERE = 1 << 18, 1 << 24
+ON_HOST, ELSEWHERE = 1 << 17, 1 << 24
 """Elements that are drawn at once: as many as a processor's cache holds, or as keep a device busy."""
 
 

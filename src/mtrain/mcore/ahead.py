@@ -18,6 +18,8 @@ from megatron.core.models.common.embeddings import rope_utils
 from megatron.core.optimizer import clip_grads, layer_wise_optimizer, optimizer
 from torch import Tensor
 
+from mtrain.config import engine
+from mtrain.config.engine import UNTIL_0_16
 from mtrain.mcore.context import context_positions
 from mtrain.mcore.installed import require_installed
 
@@ -29,7 +31,9 @@ def stay_on_device(config: Any) -> None:
     for module in (optimizer, layer_wise_optimizer):
         module.get_grad_norm_fp32 = norm
     optimizer.clip_grad_by_total_norm_fp32 = clip
-    config.finalize_model_grads_func = finalize
+    release = engine.release()
+    if release is None or release in UNTIL_0_16:  # later ones ask for no number of tokens
+        config.finalize_model_grads_func = finalize
     rope_utils._apply_rotary_pos_emb_thd = rotated
 
 
