@@ -47,6 +47,10 @@ class StepResult:
     """Time of this rank by phase: data, forward_backward, optimizer, and all of the step; data_wait: the part of data
     in which samples were waited for that were not read yet."""
 
+    def result(self) -> StepResult:
+        """Itself: the device is past it, other than `Launched`."""
+        return self
+
     @property
     def data_wait_share(self) -> float:
         """The share of the step in which this rank waited for samples."""

@@ -9,7 +9,7 @@ from contextlib import ExitStack, suppress
 from mtrain.config.run import RunConfig
 from mtrain.errors import MtrainError, Preempted, TrainingError, warn
 from mtrain.train.readings import AHEAD, reduce_report, sync_checks
-from mtrain.train.step import Launched, Parts, StepResult, launch_step
+from mtrain.train.step import Launched, Parts, StepResult, launch_step, train_step
 
 FIRST_STEPS = 3
 """Steps of a process that may wait for the device whatever `trainer.sync_debug` says: they compile kernels."""
@@ -66,7 +66,7 @@ class Trainer:
         self.failed: list[Hook] = []
         """Hooks that the run goes on without."""
         self.between_steps = False
-        self.launched: list[Launched] = []
+        self.launched: list[Launched | StepResult] = []
         """Steps whose results were not read yet."""
 
     def fit(self) -> None:
@@ -100,12 +100,13 @@ class Trainer:
         self.between_steps = True
         for hook in self.hooks:
             self._call(hook, "start", parts)
+        make = launch_step if parts.world.device.runs_ahead else train_step
         made, stopped = 0, self._asked() or parts.stops
         while state.step < goal and not stopped:
             self.between_steps = False
             mode = parts.run.trainer.sync_debug if made >= FIRST_STEPS else "none"
             with sync_checks(parts.world.device, mode):
-                self.launched.append(launch_step(parts, stop_requested=parts.stop_requested))
+                self.launched.append(make(parts, stop_requested=parts.stop_requested))
             made += 1
             waits = self._waits()
             known = self.launched if waits else self.launched[:-AHEAD]
