@@ -29,7 +29,7 @@ REST = 23 - BITS
 LEAST = 0.5
 """The smallest number whose quantile is asked for, in units of 2^-32."""
 DIGEST = "d1e71821486b0d934ce822d71366891a7c6f55184f79ab0c7baf290e3a8c4bc5"
-"""What `digest` gives on every device."""
+"""Result of `digest` on every device."""
 
 
 @dataclass(frozen=True)
@@ -37,7 +37,7 @@ class Stream:
     """The random numbers of one tensor."""
 
     key: int
-    """Of 128 bits."""
+    """A number of 128 bits."""
 
     @classmethod
     def of(cls, name: str) -> Stream:
@@ -59,7 +59,8 @@ class Stream:
         return self._elsewhere(torch.arange(top, bottom) * width + left, right - left, device)
 
     def _on_host(self, start: int, stop: int) -> Tensor:
-        first, last = start // PER_BLOCK, -(-stop // PER_BLOCK)
+        first = start // PER_BLOCK
+        last = -(-stop // PER_BLOCK)
         # numpy counts before it draws
         drawn = np.random.Philox(key=self.key, counter=(first - 1) % 2**256).random_raw((last - first) * 4)
         return torch.from_numpy(drawn.view(np.int32))[start - first * PER_BLOCK : stop - first * PER_BLOCK]
@@ -77,19 +78,26 @@ class Stream:
 
     def words(self, counters: Tensor) -> Tensor:
         """The four words of each counter (int64 [n]) in int64 [n, 4], by torch's integers, which wrap around."""
-        x0, x1, x2, x3 = counters, *(torch.zeros_like(counters) for _ in range(3))
+        x0 = counters
+        x1 = x2 = x3 = torch.zeros_like(counters)
         keys = [self.key & (2**64 - 1), self.key >> 64]
         for _ in range(ROUNDS):
-            (high0, low0), (high1, low1) = _product(MULTIPLIERS[0], x0), _product(MULTIPLIERS[1], x2)
-            x0, x1, x2, x3 = high1 ^ x1 ^ _signed(keys[0]), low1, high0 ^ x3 ^ _signed(keys[1]), low0
+            high0, low0 = _product(MULTIPLIERS[0], x0)
+            high1, low1 = _product(MULTIPLIERS[1], x2)
+            x0 = high1 ^ x1 ^ _signed(keys[0])
+            x2 = high0 ^ x3 ^ _signed(keys[1])
+            x1 = low1
+            x3 = low0
             keys = [(key + step) % 2**64 for key, step in zip(keys, KEY_STEPS, strict=True)]
         return torch.stack([x0, x1, x2, x3], dim=1)
 
 
 def _product(factor: int, x: Tensor) -> tuple[Tensor, Tensor]:
     """The high and the low 64 bits of `factor` times each of `x`, both unsigned."""
-    upper, lower = factor >> 32, factor & LOW
-    high, low = _shifted(x), x & LOW
+    upper = factor >> 32
+    lower = factor & LOW
+    high = _shifted(x)
+    low = x & LOW
     middle = high * lower + _shifted(low * lower)
     carried = low * upper + (middle & LOW)
     return high * upper + _shifted(middle) + _shifted(carried), x * _signed(factor)
@@ -148,7 +156,8 @@ def _tables(device: torch.device) -> tuple[Tensor, Tensor]:
 
 def digest(device: str) -> str:
     """The SHA-256 of what streams give on a torch device, of whole and cut rows: `DIGEST` on each."""
-    found, probe = hashlib.sha256(), torch.empty(0, device=device)
+    found = hashlib.sha256()
+    probe = torch.empty(0, device=device)
     where = None if probe.is_cpu else probe.device
     for top, bottom, width, span in ((0, 3, 1000, (0, 1000)), (5, 70, 96, (24, 48)), (2, 40, 37, (5, 30))):
         bits = Stream.of(f"{width}").rows(top, bottom, width, span, where)

@@ -105,7 +105,8 @@ def _fill(shard: TensorShard, draw: Callable[[torch.Tensor], torch.Tensor], seed
     rows_scaled = getattr(shard.param, "mtrain_init_scale", None)
     start, stop = shard.flat or (0, prod(size))
     row = prod(size[1:])  # elements of the part's rows
-    first, last = start // row, -(-stop // row)
+    first = start // row
+    last = -(-stop // row)
     device = None if values.is_cpu else values.device
     rows = max(1, (ON_HOST if device is None else ELSEWHERE) // max(1, row))
     for top in range(first, last, rows):
@@ -115,7 +116,8 @@ def _fill(shard: TensorShard, draw: Callable[[torch.Tensor], torch.Tensor], seed
         if rows_scaled is not None:
             numbers = torch.arange(offset[0] + top, offset[0] + bottom, device=values.device)
             drawn = drawn * rows_scaled(numbers).unsqueeze(1)
-        part, begin = drawn.reshape(-1), top * row
+        part = drawn.reshape(-1)
+        begin = top * row
         lo, hi = max(start, begin), min(stop, begin + part.numel())
         values[lo - start : hi - start].copy_(part[lo - begin : hi - begin])
 
@@ -129,7 +131,9 @@ def _bits(
     device: torch.device | None,
 ) -> torch.Tensor:
     """Random bits of some rows of a part of a whole tensor, counted from the part's first: int32 [rows, elements]."""
-    top, bottom, width = offset[0] + rows[0], offset[0] + rows[1], prod(shape[1:])
+    top = offset[0] + rows[0]
+    bottom = offset[0] + rows[1]
+    width = prod(shape[1:])
     if size[2:] == shape[2:]:  # a row of the part is one piece of the whole row
         inner = prod(shape[2:])
         left = offset[1] * inner if len(shape) > 1 else 0

@@ -76,11 +76,11 @@ class Device:
     set_rng_state: Callable[[torch.Tensor], None]
     """Restores what `rng_state` returned."""
     pinned: Callable[[int], torch.Tensor] = _pinned
-    """So many bytes (uint8) of host memory that copies to and from the device go on beside other work with."""
+    """Allocates so many bytes (uint8) of host memory, with which copies go on beside other work."""
     driver_bytes: Callable[[], int | None] = lambda: None
     """Memory of the current device that is in use, by whatever; None: nobody knows."""
     set_sync_debug: Callable[[str], None] = lambda mode: None
-    """What happens where the host waits for the device from here on: `default` (nothing), `warn` or `error`."""
+    """Sets what happens where the host waits for the device from here on: `default` (nothing), `warn` or `error`."""
 
     def event(self) -> Event:
         """A moment behind all work that was given to the current device so far."""

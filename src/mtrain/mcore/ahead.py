@@ -23,7 +23,8 @@ from mtrain.config.engine import UNTIL_0_16
 from mtrain.mcore.context import context_positions
 from mtrain.mcore.installed import require_installed
 
-_norm, _clip = clip_grads.get_grad_norm_fp32, clip_grads.clip_grad_by_total_norm_fp32
+_norm = clip_grads.get_grad_norm_fp32
+_clip = clip_grads.clip_grad_by_total_norm_fp32
 
 
 def stay_on_device(config: Any) -> None:
@@ -54,7 +55,7 @@ def norm(grads_for_norm: Any, norm_type: float = 2, grad_stats_parallel_group: A
 
 
 def _length(grads: Sequence[Tensor]) -> Tensor:
-    """Of all of them as one vector: fp32 [1]."""
+    """The norm of all of them as one vector: fp32 [1]."""
     if not grads:
         return torch.zeros(1, device=require_installed().namespace.current_device())
     overflow = torch.zeros(1, dtype=torch.int, device=grads[0].device)
@@ -85,7 +86,8 @@ def finalize(model: Any, num_tokens: Tensor | None = None, *args: Any, **kwargs:
         pipeline = parallel_state.get_pipeline_model_parallel_group()
         data = parallel_state.get_data_parallel_group(with_context_parallel=True)
     else:
-        pipeline, data = groups.pp, groups.dp_cp
+        pipeline = groups.pp
+        data = groups.dp_cp
     dist.broadcast(num_tokens, src=dist.get_global_rank(pipeline, pipeline.size() - 1), group=pipeline)
     dist.all_reduce(num_tokens, group=data)
     factor = 1.0 / num_tokens.clamp(min=1)
@@ -101,11 +103,12 @@ def rotated(t: Tensor, cu_seqlens: Tensor, freqs: Tensor, *args: Any, cp_group: 
 
 
 def _places(cu_seqlens: Tensor, tokens: int, group: Any) -> Tensor:
-    """Of each token of this context-parallel rank, in its document: int64 [tokens]; made once for all layers."""
+    """The place of each token of this rank in its document, made once for all layers: int64 [tokens]."""
     version, known = getattr(cu_seqlens, "mtrain_places", (None, None))
     if known is not None and version == cu_seqlens._version and len(known) == tokens:
         return known  # type: ignore[no-any-return]
-    ranks, mine = group.size(), torch.arange(tokens, device=cu_seqlens.device)
+    ranks = group.size()
+    mine = torch.arange(tokens, device=cu_seqlens.device)
     if ranks > 1:
         mine = context_positions(tokens * ranks, ranks, cu_seqlens, cu_seqlens.device)[group.rank()]
     bounds = cu_seqlens.to(mine.dtype)

@@ -21,7 +21,7 @@ from mtrain.plan.report import report
 METRICS, PEAKS, PLAN = "metrics.jsonl", "memory.json", "plan.json"
 ALLOCATED = "peak_bytes"
 MEASURED = {ALLOCATED: "", "reserved_bytes": "reserved ", "driver_bytes": "driver "}
-"""What is measured of the memory of a device, and what it is called before `memory of stage`: the most that tensors
+"""Memory of a device that is measured, and its name before `memory of stage`: the most that tensors
 took, the most that the allocator held, and all that is in use of the device."""
 BESIDE = {ALLOCATED: ("context", "reserve"), "reserved_bytes": ("context",), "driver_bytes": ()}
 """Parts of the plan that are not in it."""
@@ -115,7 +115,7 @@ def rows(
 
 
 def _memory(run: RunConfig, plan: Mapping[str, Any], peaks: Mapping[str, Sequence[int | None]]) -> Iterator[Row]:
-    """Of each stage what its ranks took the most of; of a process on a host that is all of it."""
+    """The most that the ranks of each stage took; on a host, all that a process has."""
     each = max(1, (run.parallel.ranks or 1) // run.parallel.pp)
     device = counts_memory(run)
     for key, name in MEASURED.items() if device else ((ALLOCATED, ""),):
@@ -173,12 +173,12 @@ def saved_in(home: Path) -> int | None:
 
 
 def by_rank_of(key: str) -> str:
-    """What a key of `MEASURED` is called in the file of a run."""
+    """The name of a key of `MEASURED` in the file of a run."""
     return f"{key}_by_rank"
 
 
 def peaks_in(home: Path) -> dict[str, list[int | None]]:
-    """What of `MEASURED` a run folder has, of each rank; empty where the run wrote none. Older runs have the first.
+    """The memory of each rank that a run folder tells, by the keys of `MEASURED`; older runs have the first alone.
 
     Raises:
         CorruptData: it cannot be read.

@@ -264,7 +264,8 @@ RANKS = "trainer.profile_ranks"
 
 
 def _profile(a: Arguments, d: Draft) -> Draft:
-    start, ranks = a.as_("--profile-step-start", whole), a.words("--profile-ranks") or ["0"]
+    start = a.as_("--profile-step-start", whole)
+    ranks = a.words("--profile-ranks") or ["0"]
     a.has("--profile-step-end")  # one step is profiled
     none = {"trainer.profile_step": None, RANKS: default_of(RANKS)}
     if not a.has("--profile"):

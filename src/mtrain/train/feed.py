@@ -24,7 +24,7 @@ Batch = Mapping[str, Any]
 """A `MicroBatch`; a packed one has its `Documents` beside it."""
 DOCUMENTS = "documents"
 BOUNDS = ("cu_seqlens", DOCUMENTS)
-"""Of a packed micro-batch, what is the same in every part of the sequence."""
+"""Parts of a packed micro-batch that every part of the sequence has whole."""
 Place = tuple[int, int]
 """A step: the samples consumed before it, and those that it takes."""
 OWNERS = ("pre_process", "post_process", "mtp_process")
@@ -32,10 +32,10 @@ OWNERS = ("pre_process", "post_process", "mtp_process")
 
 
 class Documents(NamedTuple):
-    """What the host knows of the documents of a packed micro-batch: asked of the device, it would be held up."""
+    """The documents of a packed micro-batch, as the host knows them: asking the device would hold it up."""
 
     bounds: list[int]
-    """Where each begins, and the end of the last."""
+    """The first token of each, and the end of the last."""
     longest: int
     """Tokens."""
 
@@ -104,7 +104,10 @@ class _Ready:
     """Reads the micro-batches of a step up to where they only have to be copied to the device."""
 
     def __init__(self, data: GlobalBatches, world: World, needs: Needs, ring: Ring | None) -> None:
-        self.data, self.world, self.needs, self.ring = data, world, needs, ring
+        self.data = data
+        self.world = world
+        self.needs = needs
+        self.ring = ring
 
     def __call__(self, place: Place) -> tuple[Sequence[Batch], Slot | None]:
         if self.needs is Needs.NOTHING:

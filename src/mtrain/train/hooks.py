@@ -173,12 +173,14 @@ class Evaluation(Hook):
             self._evaluate(parts)
 
     def _is_due(self, parts: Parts) -> bool:
-        interval, step = parts.run.trainer.eval_interval, parts.state.step
+        interval = parts.run.trainer.eval_interval
+        step = parts.state.step
         return interval is not None and step > 0 and step % interval == 0
 
     def _evaluate(self, parts: Parts) -> None:
         """Evaluate, unless a rank is asked to stop before that is done; a resumed run makes up for it."""
-        iters, self.tried = parts.run.trainer.eval_iters, parts.state.step
+        iters = parts.run.trainer.eval_iters
+        self.tried = parts.state.step
         if parts.valid_data is None or not iters:
             return
         loss = None if parts.stops else evaluate(parts, parts.valid_data, iters, until_stop=True)
@@ -282,7 +284,9 @@ class Profile(Hook):
     """
 
     def __init__(self, folder: Path, step: int, ranks: Sequence[int]) -> None:
-        self.folder, self.step, self.ranks = folder, step, ranks
+        self.folder = folder
+        self.step = step
+        self.ranks = ranks
         self.profiler: Any = None
 
     def waits_for(self, parts: Parts, step: int) -> bool:

@@ -1,4 +1,4 @@
-"""What the device tells the host of a step without holding it up: a few numbers, and the times between moments."""
+"""Numbers and times of steps, on their way from the device to the host without holding it up."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ ROW = 8
 
 
 class Means(NamedTuple):
-    """What the reports of all ranks come to."""
+    """Means of the reports of all ranks."""
 
     loss: float
     tokens: int
     stops: int
-    """How many ranks want to stop."""
+    """Ranks that want to stop."""
     z_loss: float
     token_accuracy: float
 
@@ -54,7 +54,7 @@ def summed_report(world: World, reports: Sequence[torch.Tensor], stop: bool) -> 
 
 
 def reduce_report(world: World, reports: Sequence[torch.Tensor], stop: bool) -> Means:
-    """What `summed_report` comes to; waits for the device."""
+    """The means of `summed_report`; waits for the device."""
     return Means.of(summed_report(world, reports, stop).tolist())
 
 
@@ -62,7 +62,8 @@ class Reading:
     """A row of numbers on its way to the host."""
 
     def __init__(self, row: torch.Tensor, there: Event | None) -> None:
-        self._row, self._there = row, there
+        self._row = row
+        self._there = there
         self._found: list[float] | None = None
 
     def read(self) -> list[float]:
@@ -104,11 +105,12 @@ class Clock:
     """Times of a step by phase, between moments of the device; on a CPU, by the clock on the wall."""
 
     def __init__(self, device: Device) -> None:
-        self._device, self._begin = device, device.event()
+        self._device = device
+        self._begin = device.event()
         self._phases: dict[str, tuple[Event, Event]] = {}
         self._end: Event | None = None
         self.waited_s = 0.0
-        """How long the host waited for samples."""
+        """Seconds in which the host waited for samples."""
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:

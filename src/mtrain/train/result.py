@@ -1,4 +1,4 @@
-"""What one step did, and a step whose end the device has not come to yet."""
+"""The result of a step, and a step whose end the device has not come to yet."""
 
 from __future__ import annotations
 
@@ -61,7 +61,9 @@ class Launched:
     """A step whose work was given to the device; what it did is known once the device has come to its end."""
 
     def __init__(self, reading: Reading, clock: Clock, known: dict[str, Any]) -> None:
-        self._reading, self._clock, self._known = reading, clock, known
+        self._reading = reading
+        self._clock = clock
+        self._known = known
 
     @property
     def stop(self) -> bool:
@@ -69,9 +71,10 @@ class Launched:
         return Means.of(self._reading.read()).stops > 0
 
     def result(self) -> StepResult:
-        """What the step did; waits for its end."""
+        """The result of the step; waits for its end."""
         row = self._reading.read()
-        means, known = Means.of(row), dict(self._known)
+        means = Means.of(row)
+        known = dict(self._known)
         known["computed"] = known["computed"] or means.tokens
         if len(row) > REPORT:
             known["grad_norm"] = row[REPORT]

@@ -11,7 +11,7 @@ import torch
 from mtrain.devices.base import Device, Event
 
 ALIGNMENT = 64
-"""Bytes; every tensor begins at a multiple."""
+"""Bytes of which every tensor begins at a multiple."""
 
 
 class Slot:
@@ -21,14 +21,16 @@ class Slot:
         self.memory: torch.Tensor | None = None
         """uint8."""
         self.copied: Event | None = None
-        """When the device has read it; None: it was not asked to."""
+        """The moment at which the device has read it; None: it was not asked to."""
 
 
 class Ring:
-    """As many slots as steps are read ahead, one that is taken, and one whose copy may be under way."""
+    """Slots for the steps that are read ahead, one that is taken, and one whose copy may be under way."""
 
     def __init__(self, device: Device, slots: int) -> None:
-        self._device, self._slots, self._turn = device, [Slot() for _ in range(slots)], 0
+        self._device = device
+        self._slots = [Slot() for _ in range(slots)]
+        self._turn = 0
 
     @classmethod
     def of(cls, device: Device, prefetch: int) -> Ring | None:
@@ -44,7 +46,8 @@ class Ring:
             slot.copied = None
         tensors = [value for batch in batches for value in batch.values() if isinstance(value, torch.Tensor)]
         memory = self._memory(slot, sum(map(_room, tensors)))
-        placed, start = [], 0
+        placed = []
+        start = 0
         for batch in batches:
             inside = dict(batch)
             for key, value in batch.items():

@@ -49,7 +49,7 @@ class Parts:
     schedule: Callable[..., list[torch.Tensor]] | None = None
     """How the micro-batches of a step are run, with the arguments of `run_schedule`; None: through the pipeline."""
     stop: StopRequest = field(default_factory=StopRequest)
-    """Of this rank."""
+    """Requests that this rank got."""
     stops: bool = False
     """All ranks know that one was asked to stop: the run ends here."""
 
@@ -117,7 +117,8 @@ def launch_step(parts: Parts, *, stop_requested: bool) -> Launched:
 
     The device gets the work and the host goes on; it waits only where what to do depends on a number of the device.
     """
-    clock, state = Clock(parts.world.device), parts.state
+    clock = Clock(parts.world.device)
+    state = parts.state
     size = size_after(parts.batch_sizes, state.consumed_samples)
     begin_step(state.step + 1)
     with clock.phase("data"):
@@ -217,9 +218,11 @@ def summed(parts: Parts, data: GlobalBatches, iters: int, *, until_stop: bool = 
     With `until_stop`, None as soon as a rank was asked to stop. Training goes on with the random numbers that it
     would have had: a router may draw in an evaluation too.
     """
-    size, found = parts.run.trainer.batch, _Sum()
+    size = parts.run.trainer.batch
+    found = _Sum()
     plan = (Stage(0, size),)
-    following, prefetch = partial(_next_step, plan, iters * size), parts.run.data.prefetch
+    following = partial(_next_step, plan, iters * size)
+    prefetch = parts.run.data.prefetch
     feed = Feed(data, parts.world, parts.needs, following, prefetch, parts.valid_ring)
     behind = AHEAD if parts.world.device.runs_ahead else 0
     with closing(feed), gathered(parts.state.chunks), generators_kept(parts.world), torch.no_grad():
@@ -243,7 +246,9 @@ class _Sum:
     """The sum of an evaluation, and of the reports that the device has not come to yet."""
 
     def __init__(self) -> None:
-        self.total, self.count, self.stops = 0.0, 0, 0
+        self.total = 0.0
+        self.count = 0
+        self.stops = 0
         self.waiting: deque[Reading] = deque()
 
     def add(self, behind: int) -> None:

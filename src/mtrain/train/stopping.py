@@ -8,7 +8,7 @@ from types import FrameType
 
 
 class StopRequest:
-    """Whether this rank was asked to stop."""
+    """Requests to stop that this rank got."""
 
     def __init__(self) -> None:
         self.asked = False

@@ -101,7 +101,8 @@ class Trainer:
         for hook in self.hooks:
             self._call(hook, "start", parts)
         make = launch_step if parts.world.device.runs_ahead else train_step
-        made, stopped = 0, self._asked() or parts.stops
+        made = 0
+        stopped = self._asked() or parts.stops
         while state.step < goal and not stopped:
             self.between_steps = False
             mode = parts.run.trainer.sync_debug if made >= FIRST_STEPS else "none"
@@ -120,7 +121,9 @@ class Trainer:
 
     def _waits(self) -> bool:
         """Whether the step that was launched last is waited for, the same on every rank."""
-        parts, run, step = self.parts, self.parts.run, self.parts.state.step
+        parts = self.parts
+        run = parts.run
+        step = parts.state.step
         if not parts.world.device.runs_ahead or step == run.trainer.train_iters or step % run.log.interval == 0:
             return True
         if len(self.launched) == MOST_BEHIND:
@@ -129,7 +132,8 @@ class Trainer:
 
     def _works_between(self) -> bool:
         """Whether the run evaluates or saves after this step, which may take long."""
-        run, step = self.parts.run, self.parts.state.step
+        run = self.parts.run
+        step = self.parts.state.step
         return any(every and step % every == 0 for every in (run.trainer.eval_interval, run.checkpoint.save_interval))
 
     def _asked(self) -> bool:
@@ -145,8 +149,10 @@ class Trainer:
         Raises:
             TrainingError: see `fit`.
         """
-        results, self.launched = [step.result() for step in self.launched], []
-        whole, fault = [], None
+        results = [step.result() for step in self.launched]
+        self.launched.clear()
+        whole = []
+        fault = None
         for result in results:
             try:
                 check_finite(result)

@@ -128,7 +128,8 @@ def profile_within_run(run: RunConfig) -> Iterator[Finding]:
     if t.profile_step is not None and t.profile_step > t.train_iters:
         rule = f"step {t.profile_step} never comes: the run has {t.train_iters} steps"
         yield Finding("MT134", "trainer.profile_step", rule, ({"trainer.profile_step": t.train_iters},))
-    ranks, last = run.parallel.ranks or 1, max(t.profile_ranks, default=0)
+    ranks = run.parallel.ranks or 1
+    last = max(t.profile_ranks, default=0)
     if t.profile_step is not None and last >= ranks:
         rule = f"there is no rank {last}: the run has {ranks}, from 0 on"
         yield Finding("MT134", "trainer.profile_ranks", rule, ({"trainer.profile_ranks": (0,)},))
