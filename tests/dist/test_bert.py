@@ -97,8 +97,8 @@ def test_who_makes_the_loss_changes_nothing_in_it(name: str) -> None:
 @pytest.mark.parametrize(("key", "value"), [("next_sentence", False), ("masked_share", 0.3), ("pad_token_id", 11)])
 def test_a_key_of_the_section_moves_the_numbers(key: str, value: Any, one_rank: Any) -> None:
     changed = BertConfig(**{**IDS, key: value})
-    (found, *_) = trained(bert_run(model={"bert": changed}), 1)
-    assert found != one_rank[0][0], "one rank's numbers are the same bit by bit where nothing moves them"
+    found = trained(bert_run(model={"bert": changed}), 2)  # a gradient that is left out may move the next step alone
+    assert found != one_rank[0][:2], "one rank's numbers are the same bit by bit where nothing moves them"
 
 
 def test_heads_start_near_a_uniform_guess_over_tokens_and_over_two_answers(one_rank: Any) -> None:

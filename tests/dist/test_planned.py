@@ -14,7 +14,7 @@ from mtrain.config.resolve import resolve
 from tests.support.configs import LAPTOP
 from tests.unit.test_plan_compare import PLAN, RUN, lines
 
-FIRST, SECOND = PLAN["peak_bytes_by_stage"]
+FIRST, SECOND = PLAN["memory_by_stage"]["peak_bytes"]
 
 
 def followed(folder: Path, share: float, memory: float, steps: int = 24, *, first: bool = True) -> tuple[Any, ...]:

@@ -151,22 +151,62 @@ def test_a_stop_while_samples_are_read_ahead_ends_the_run_at_once(tmp_path: Path
     assert max(shares[1:]) > 0.2, "a slow disk shows in the log"
 
 
-def test_memory_is_pinned_by_the_thread_on_the_device_of_its_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_memory_is_pinned_once_and_written_by_the_thread_on_the_device_of_its_rank() -> None:
+    """A slot is written again only when the device has read it."""
     from mtrain.train.feed import Feed, Needs
+    from mtrain.train.ring import Ring
 
     done: list[tuple[str, str]] = []
+    copied: list[int] = []
 
-    def note(what: str) -> Any:
-        return lambda value: done.append((what, threading.current_thread().name)) or value
+    def note(what: str) -> None:
+        done.append((what, threading.current_thread().name))
 
-    monkeypatch.setattr(torch.Tensor, "pin_memory", note("pinned"))
-    device = SimpleNamespace(pin_memory=True, set_index=note("device 3"))
+    def pinned(size: int) -> torch.Tensor:
+        note("pinned")
+        return torch.full((size,), 255, dtype=torch.uint8)
+
+    def event() -> Any:
+        copied.append(number := len(copied))
+        return SimpleNamespace(synchronize=lambda: note(f"step {number} is read"))
+
+    facts = {"pin_memory": True, "set_index": lambda rank: note(f"device {rank}"), "pinned": pinned, "event": event}
+    device: Any = SimpleNamespace(**facts)
     grid = SimpleNamespace(cp=1)
     world: Any = SimpleNamespace(device=device, local_rank=3, grid=grid, torch_device=torch.device("cpu"))
     data = GlobalBatches(MockSamples(8, 1, 50), 4, 2, 0, 1)
-    feed = Feed(data, world, Needs.ALL, lambda place: None, 1)
-    batches = feed.take(0, 4)
+    ring = Ring.of(device, 1)
+    feed = Feed(data, world, Needs.ALL, lambda place: (sum(place), 4), 1, ring)
+    for step in range(7):
+        batches = feed.take(4 * step, 4)
+        for batch, expected in zip(batches, data.microbatches(4 * step), strict=True):
+            assert all(torch.equal(batch[key], expected[key]) for key in expected)  # type: ignore[literal-required]
     feed.close()
-    assert done == [("device 3", "data ahead"), *[("pinned", "data ahead")] * 8]
-    for batch, expected in zip(batches, data.microbatches(0), strict=True):
-        assert all(torch.equal(batch[key], expected[key]) for key in expected)  # type: ignore[literal-required]
+    assert {thread for _, thread in done} == {"data ahead"}
+    words = [word for word, _ in done]
+    assert words[0] == "device 3"
+    assert words.count("pinned") == 3, "the step that is taken, the next, and one whose copy is under way"
+    waits = [word for word in words if word.endswith("is read")]
+    assert waits[:4] == [f"step {n} is read" for n in range(4)]
+    assert len(copied) == 7
+
+
+def test_a_ring_grows_with_a_step_and_keeps_what_is_no_tensor() -> None:
+    from mtrain.train.ring import Ring
+
+    sizes: list[int] = []
+
+    def pinned(size: int) -> torch.Tensor:
+        sizes.append(size)
+        return torch.zeros(size, dtype=torch.uint8)
+
+    ring = Ring.of(SimpleNamespace(pin_memory=True, pinned=pinned), 0)  # type: ignore[arg-type]
+    assert ring is not None
+    small = {"a": torch.arange(5), "b": torch.ones(3, 2).bfloat16().t(), "c": torch.zeros(0), "documents": (1, 2)}
+    large = {"a": torch.arange(3000)}
+    for batch in (small, small, large, small, large):
+        (placed,), _ = ring.put([batch])
+        assert placed["documents"] == (1, 2) if "documents" in batch else len(placed) == 1
+        assert all(torch.equal(placed[key], value) for key, value in batch.items() if isinstance(value, torch.Tensor))
+    assert sizes == [4096, 4096, 32768]
+    assert Ring.of(SimpleNamespace(pin_memory=False), 1) is None  # type: ignore[arg-type]

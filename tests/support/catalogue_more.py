@@ -110,6 +110,10 @@ COMMAND_LINES: tuple[Row, ...] = (
     bad(0, "model.window_attn_skip_freq=2", "MT150", "model.window_attn_skip_freq", "window_size"),
     bad(0, "trainer.timeout_s=100", "MT135", "trainer.soft_timeout_s", "120 s", "100 s", origin=DEFAULT),
     bad(0, "trainer.profile_step=1000", "MT134", "trainer.profile_step", "step 1000", "80 steps"),
+    bad(0, "trainer.profile_step=2 trainer.profile_ranks=[0,9]", "MT134", "trainer.profile_ranks", "rank 9", "has 2"),
+    bad(0, "trainer.profile_ranks=[1]", "MT150", "trainer.profile_ranks", "trainer.profile_step"),
+    bad(0, "trainer.stop_signals=[SIGKILL]", "MT014", "trainer.stop_signals.0", "SIGTERM, SIGINT, SIGUSR1"),
+    bad(0, "trainer.sync_debug=warn", "MT150", "trainer.sync_debug", "cluster.device=cuda"),
     bad(0, "kernels.atention=te", "MT012", "kernels.atention", "no such key"),
     bad(0, "recipe.title=1", "MT013", "recipe.title", "must be text"),
     bad(

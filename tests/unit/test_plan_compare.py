@@ -13,7 +13,8 @@ from mtrain.config.compose import compose
 from mtrain.config.dump import run_yaml
 from mtrain.config.resolve import resolve
 from mtrain.config.run import RunConfig
-from mtrain.plan.compare import first_full, planned, rows
+from mtrain.plan.compare import first_full, peaks_in, planned, rows
+from mtrain.plan.report import report
 from tests.support.configs import LAPTOP
 
 RUN: RunConfig = resolve(compose(["model=llama3_8b", "parallel=pp2", "cluster=h100x8", "data=mock"]).run, LAPTOP)
@@ -28,17 +29,36 @@ def lines(share: float) -> list[dict[str, Any]]:
 
 
 def test_each_part_is_compared() -> None:
-    peaks = [PLAN["peak_bytes_by_stage"][rank // 4] for rank in range(8)]
+    peaks = [PLAN["memory_by_stage"]["peak_bytes"][rank // 4] for rank in range(8)]
     peaks[6] = round(peaks[6] * 1.2)
-    found = rows(RUN, PLAN, lines(1.1), [None, *peaks[1:]], PLAN["checkpoint_bytes"])
+    found = rows(RUN, PLAN, lines(1.1), {"peak_bytes": [None, *peaks[1:]]}, PLAN["checkpoint_bytes"])
     off = {row.part: row.off for row in found}
     assert off["step"] == pytest.approx(0.1)
     assert off["optimizer"] == pytest.approx(0.1)
     assert off["memory of stage 0"] == 0
     assert off["memory of stage 1"] == pytest.approx(0.2)
     assert [row.part for row in found if row.beyond] == ["memory of stage 1"]
-    assert "step" in [row.part for row in rows(RUN, PLAN, lines(1.3), peaks, None) if row.beyond]
-    assert all(row.off is None for row in rows(RUN, PLAN, [], [], None))
+    assert "step" in [row.part for row in rows(RUN, PLAN, lines(1.3), {}, None) if row.beyond]
+    assert all(row.off is None for row in rows(RUN, PLAN, [], {}, None))
+
+
+def test_each_kind_of_memory_stands_beside_its_part_of_the_plan(tmp_path: Path) -> None:
+    """Tensors have neither the context nor what the allocator holds beside them; the driver counts both."""
+    stage = report(RUN)["memory"]["stages"][1]
+    context, reserve = stage["parts"]["context"], stage["parts"]["reserve"]
+    assert context > 0
+    assert reserve > 0
+    own = {"peak_bytes": stage["peak"] - context - reserve, "reserved_bytes": stage["peak"] - context}
+    measured = {f"{key}_by_rank": [value] * 8 for key, value in (own | {"driver_bytes": stage["peak"]}).items()}
+    (tmp_path / "memory.json").write_text(json.dumps(measured))
+    found = {row.part: row for row in rows(RUN, PLAN, [], peaks_in(tmp_path), None)}
+    for name in ("memory", "reserved memory", "driver memory"):
+        assert found[f"{name} of stage 1"].off == 0, name
+    measured |= {name: [None] * 4 + values[4:] for name, values in measured.items()}
+    measured["driver_bytes_by_rank"] = [None] * 4 + [2 * stage["peak"]] * 4
+    (tmp_path / "memory.json").write_text(json.dumps(measured))
+    beyond = [row.part for row in rows(RUN, PLAN, [], peaks_in(tmp_path), None) if row.beyond]
+    assert beyond == ["driver memory of stage 1"]
 
 
 def test_a_run_folder_is_compared(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -128,5 +148,5 @@ def test_steps_of_smaller_batches_are_not_compared() -> None:
     full = first_full(ramped)
     assert full > 1
     made = [{"step": step, "step_s": PLAN["step_s"] * (0.5 if step < full else 1.0)} for step in range(1, full + 9)]
-    found = {row.part: row for row in rows(ramped, PLAN, made, [], None)}
+    found = {row.part: row for row in rows(ramped, PLAN, made, {}, None)}
     assert found["step"].off == pytest.approx(0)

@@ -2,13 +2,12 @@
 and its place in the whole tensor.
 
 megatron-core draws from a generator per rank, so another layout starts from other weights. Here its initialisers
-only mark a parameter with its distribution; afterwards each block of a whole tensor is drawn from a generator
-seeded with the tensor's name, and each rank keeps its part.
+only mark a parameter with its distribution; afterwards each rank draws the elements that it holds, by their numbers
+in the whole tensor (`mtrain.build.philox`), and every device makes the same bits.
 """
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -20,10 +19,13 @@ from typing import Any
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
 
+from mtrain.build import philox
+from mtrain.build.philox import Stream
 from mtrain.mcore.sharding import TensorShard, make_main_weights, model_shards
 from mtrain.world.heartbeat import tick
 
-BLOCK_ELEMENTS = 1 << 24
+ON_HOST, ELSEWHERE = 1 << 17, 1 << 24
+"""Elements that are drawn at once: as many as a processor's cache holds, or as keep a device busy."""
 
 
 _deferred = ContextVar("deferred", default=False)
@@ -80,43 +82,62 @@ def initialize(chunks: list[Any], seed: int) -> None:
     make_main_weights(chunks)
 
 
-def _normal(std: float, drawn: torch.Tensor, generator: torch.Generator) -> None:
-    drawn.normal_(0.0, std, generator=generator)
+def _normal(std: float, bits: torch.Tensor) -> torch.Tensor:
+    return philox.normal(bits) * std
 
 
-def _uniform(bound: float, drawn: torch.Tensor, generator: torch.Generator) -> None:
-    drawn.uniform_(-bound, bound, generator=generator)
+def _uniform(bound: float, bits: torch.Tensor) -> torch.Tensor:
+    return philox.uniform(bits) * (2 * bound) - bound
 
 
-def _of_share(made: Callable[[torch.Tensor], torch.Tensor], drawn: torch.Tensor, generator: torch.Generator) -> None:
-    drawn.copy_(made(drawn.uniform_(0.0, 1.0, generator=generator)))
+def _of_share(made: Callable[[torch.Tensor], torch.Tensor], bits: torch.Tensor) -> torch.Tensor:
+    # on the host and in fp64: the last bits of a logarithm are each device's own
+    return made(philox.uniform(bits).cpu().double()).float().to(bits.device)
 
 
 @torch.no_grad()
-def _fill(shard: TensorShard, draw: Callable[[torch.Tensor, torch.Generator], Any], seed: int) -> None:
-    """Draw the blocks of leading rows that meet this shard, and keep what belongs to it."""
+def _fill(shard: TensorShard, draw: Callable[[torch.Tensor], torch.Tensor], seed: int) -> None:
+    """Draw the rows of this shard, a block at a time, and keep what belongs to it."""
     # axes that count layers or experts are part of the name: they have one index each
     lead, values = shard.lead, shard.tensor.view(-1)
     shape, offset, size = shard.global_shape[lead:], shard.offset[lead:], shard.shape[lead:]
-    name = f"{seed}/{shard.weight}/{'.'.join(map(str, shard.offset[:lead]))}"
+    stream = Stream.of(f"{seed}/{shard.weight}/{'.'.join(map(str, shard.offset[:lead]))}")
     rows_scaled = getattr(shard.param, "mtrain_init_scale", None)
-    rows = max(1, BLOCK_ELEMENTS // max(1, prod(shape[1:])))
-    columns = tuple(slice(o, o + n) for o, n in zip(offset[1:], size[1:], strict=True))
     start, stop = shard.flat or (0, prod(size))
     row = prod(size[1:])  # elements of the part's rows
-    first, last = offset[0] + start // row, offset[0] - (-stop // row)
-    for block in range(first // rows, -(-last // rows)):
+    first = start // row
+    last = -(-stop // row)
+    device = None if values.is_cpu else values.device
+    rows = max(1, (ON_HOST if device is None else ELSEWHERE) // max(1, row))
+    for top in range(first, last, rows):
         tick()
-        top, bottom = block * rows, min((block + 1) * rows, shape[0])
-        generator = torch.Generator(values.device)
-        digest = hashlib.sha256(f"{name}/{block}".encode()).digest()
-        generator.manual_seed(int.from_bytes(digest[:7], "big"))
-        drawn = torch.empty((bottom - top, *shape[1:]), device=values.device, dtype=torch.float32)
-        draw(drawn, generator)
+        bottom = min(top + rows, last)
+        drawn = draw(_bits(stream, shape, offset, size, (top, bottom), device))
         if rows_scaled is not None:
-            drawn *= rows_scaled(torch.arange(top, bottom, device=values.device)).view(-1, *[1] * (drawn.ndim - 1))
-        upper, lower = max(first, top), min(last, bottom)
-        part = drawn[(slice(upper - top, lower - top), *columns)].reshape(-1)
-        begin = (upper - offset[0]) * row  # where the flat range lies in the part
+            numbers = torch.arange(offset[0] + top, offset[0] + bottom, device=values.device)
+            drawn = drawn * rows_scaled(numbers).unsqueeze(1)
+        part = drawn.reshape(-1)
+        begin = top * row
         lo, hi = max(start, begin), min(stop, begin + part.numel())
         values[lo - start : hi - start].copy_(part[lo - begin : hi - begin])
+
+
+def _bits(
+    stream: Stream,
+    shape: tuple[int, ...],
+    offset: tuple[int, ...],
+    size: tuple[int, ...],
+    rows: tuple[int, int],
+    device: torch.device | None,
+) -> torch.Tensor:
+    """Random bits of some rows of a part of a whole tensor, counted from the part's first: int32 [rows, elements]."""
+    top = offset[0] + rows[0]
+    bottom = offset[0] + rows[1]
+    width = prod(shape[1:])
+    if size[2:] == shape[2:]:  # a row of the part is one piece of the whole row
+        inner = prod(shape[2:])
+        left = offset[1] * inner if len(shape) > 1 else 0
+        return stream.rows(top, bottom, width, (left, left + prod(size[1:])), device)
+    whole = stream.rows(top, bottom, width, (0, width), device).view(-1, *shape[1:])
+    columns = tuple(slice(o, o + n) for o, n in zip(offset[1:], size[1:], strict=True))
+    return whole[(slice(None), *columns)].reshape(len(whole), -1)

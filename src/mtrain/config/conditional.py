@@ -106,6 +106,7 @@ _COMPUTED: dict[str, tuple[Callable[[RunConfig], bool], str]] = {
         lambda r: r.precision.quantized is not None and r.kernels.experts not in ("triton", "reference"),
         "a precision.fp8 or precision.fp4, and kernels.experts=te",
     ),
+    "trainer.sync_debug": (lambda r: not facts_of(r.cluster.device).on_host, "cluster.device=cuda"),
     "kernels.cpu_matmul": (lambda r: facts_of(r.cluster.device).on_host, "cluster.device=cpu"),
     **{f"kernels.{op.name}": (op.applies, op.needs) for op in OPERATIONS if op.needs},
 }

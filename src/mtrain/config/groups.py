@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, cast
 from pydantic import Field, create_model
 
 from mtrain.config.base import (
+    MOST_RANKS,
     Beta,
     Effect,
     Flag,
@@ -24,6 +25,8 @@ from mtrain.config.kept import LogConfig as LogConfig
 from mtrain.config.kernel_keys import KernelsConfig as KernelsConfig
 from mtrain.config.optimizers import OPTIMIZERS, read_by
 
+Rank = Annotated[int, Field(ge=0, lt=MOST_RANKS)]
+StopSignal = Literal["SIGTERM", "SIGINT", "SIGUSR1", "SIGUSR2", "SIGHUP", "SIGXCPU"]
 GraphModule = Literal["attn", "mlp", "moe", "moe_router", "moe_preprocess", "mamba"]
 
 
@@ -252,6 +255,18 @@ class TrainerConfig(Section):
     """Where the generated text starts."""
     profile_step: Annotated[PositiveInt | None, Key(effect=Effect.RUNTIME)] = None
     """Write a torch.profiler trace of this step to the run folder; null: none."""
+    profile_ranks: Annotated[tuple[Rank, ...], Key(when="trainer.profile_step", effect=Effect.RUNTIME)] = Field(
+        default=(0,), strict=False
+    )
+    """The ranks that write it, each as `trace_rank0.json.gz`: the run folder is shared, and a trace is large."""
+    sync_debug: Annotated[Literal["none", "warn", "error"], Key(effect=Effect.RUNTIME)] = "none"
+    """warn, error: what happens where the host waits for a GPU inside of a step, from the fourth step of a process
+    on (`torch.cuda.set_sync_debug_mode`): steps are to run ahead of the device, and are read at log.interval."""
+    stop_signals: Annotated[tuple[StopSignal, ...], Key(effect=Effect.RUNTIME)] = Field(
+        default=("SIGTERM", "SIGINT", "SIGUSR1", "SIGUSR2", "SIGHUP"), strict=False
+    )
+    """Signals that ask a run to save and end with exit code 75, wherever it is; SLURM's `--signal` sends SIGUSR1, for
+    one. Others do what they do to any process."""
     join_timeout_s: Annotated[Seconds | None, Key(effect=Effect.RUNTIME, unit="seconds")] = None
     """Seconds that a rank which is ready to start waits for those that nobody has heard of; then they are named. One
     that was heard of and still imports has twelve times as long. null: 60, and 60 more for each doubling of the

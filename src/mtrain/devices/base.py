@@ -4,10 +4,29 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 if TYPE_CHECKING:
     import torch
+
+
+class Event(Protocol):
+    """A moment in the work that was given to a device."""
+
+    def record(self) -> None:
+        """Set the moment behind all work that was given so far."""
+
+    def synchronize(self) -> None:
+        """Wait until the device has come to it."""
+
+    def elapsed_time(self, end: Any) -> float:
+        """Milliseconds to a later moment; the device has come to both."""
+
+
+def _pinned(size: int) -> torch.Tensor:
+    import torch
+
+    return torch.empty(size, dtype=torch.uint8, pin_memory=True)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -34,6 +53,8 @@ class Device:
     """Ranks may be forked from a parent that has imported torch."""
     pin_memory: bool
     """Host memory can be pinned for copies to it."""
+    runs_ahead: bool = True
+    """The host goes on while the device works; False: work is done when the call that gave it returns."""
 
     available: Callable[[], str | None]
     """None where it can be used, else the reason why not."""
@@ -46,13 +67,26 @@ class Device:
     synchronize: Callable[[], None]
     """Waits for the work that was given to the current device."""
     memory_stats: Callable[[], dict[str, int]]
-    """`allocated_bytes` now and `peak_bytes` since the process started, of this process."""
+    """Bytes of this process: `allocated_bytes` now and `peak_bytes` since it started; where its allocator keeps
+    memory for later, also `reserved_bytes`, the most that it held."""
     seed: Callable[[int], None]
     """Seeds its default generator."""
     rng_state: Callable[[], torch.Tensor]
     """State of its default generator, as bytes in host memory."""
     set_rng_state: Callable[[torch.Tensor], None]
     """Restores what `rng_state` returned."""
+    pinned: Callable[[int], torch.Tensor] = _pinned
+    """Allocates so many bytes (uint8) of host memory, with which copies go on beside other work."""
+    driver_bytes: Callable[[], int | None] = lambda: None
+    """Memory of the current device that is in use, by whatever; None: nobody knows."""
+    set_sync_debug: Callable[[str], None] = lambda mode: None
+    """Sets what happens where the host waits for the device from here on: `default` (nothing), `warn` or `error`."""
+
+    def event(self) -> Event:
+        """A moment behind all work that was given to the current device so far."""
+        event: Event = self.namespace.Event(enable_timing=True)
+        event.record()
+        return event
 
     @property
     def is_indexed(self) -> bool:

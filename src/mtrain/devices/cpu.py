@@ -28,6 +28,7 @@ CPU = Device(
     namespace=cpu_namespace,
     fork_safe=True,
     pin_memory=False,
+    runs_ahead=False,
     available=lambda: None,
     count=lambda: None,
     device=lambda _: torch.device("cpu"),

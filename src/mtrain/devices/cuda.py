@@ -23,7 +23,13 @@ def _memory_stats() -> dict[str, int]:
     return {
         "allocated_bytes": torch.cuda.memory_allocated(),
         "peak_bytes": torch.cuda.max_memory_allocated(),
+        "reserved_bytes": torch.cuda.max_memory_reserved(),
     }
+
+
+def _driver_bytes() -> int:
+    free, total = torch.cuda.mem_get_info()
+    return total - free
 
 
 CUDA = Device(
@@ -43,4 +49,6 @@ CUDA = Device(
     seed=torch.cuda.manual_seed,
     rng_state=torch.cuda.get_rng_state,
     set_rng_state=torch.cuda.set_rng_state,
+    driver_bytes=_driver_bytes,
+    set_sync_debug=torch.cuda.set_sync_debug_mode,
 )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from math import inf
 from pathlib import Path
@@ -19,6 +19,12 @@ from mtrain.errors import ConfigError, CorruptData
 from mtrain.plan.report import report
 
 METRICS, PEAKS, PLAN = "metrics.jsonl", "memory.json", "plan.json"
+ALLOCATED = "peak_bytes"
+MEASURED = {ALLOCATED: "", "reserved_bytes": "reserved ", "driver_bytes": "driver "}
+"""Memory of a device that is measured, and its name before `memory of stage`: the most that tensors
+took, the most that the allocator held, and all that is in use of the device."""
+BESIDE = {ALLOCATED: ("context", "reserve"), "reserved_bytes": ("context",), "driver_bytes": ()}
+"""Parts of the plan that are not in it."""
 FIRST_STEPS = 3
 """Steps of a process that measure how it begins: kernels are compiled, memory is asked for."""
 LONGEST, LARGEST, MOST_BYTES = 1 << 20, 1e18, 64 << 20
@@ -72,6 +78,10 @@ def planned(run: RunConfig) -> dict[str, Any] | None:
         "forward_backward_s": time["step_s"] - update if known else None,
         "optimizer_s": update if known else None,
         "peak_bytes_by_stage": [stage["peak"] for stage in found["memory"]["stages"]],
+        "memory_by_stage": {
+            key: [stage["peak"] - sum(stage["parts"][part] for part in parts) for stage in found["memory"]["stages"]]
+            for key, parts in BESIDE.items()
+        },
         "checkpoint_bytes": found["checkpoint"]["bytes"],
     }
 
@@ -80,7 +90,7 @@ def rows(
     run: RunConfig,
     plan: Mapping[str, Any],
     lines: Sequence[Mapping[str, Any]],
-    peaks: Sequence[int | None],
+    peaks: Mapping[str, Sequence[int | None]],
     saved: int | None,
 ) -> list[Row]:
     """Planned and measured, part by part.
@@ -89,7 +99,7 @@ def rows(
         run: resolved.
         plan: of `planned`.
         lines: of a metrics file; the first steps are left out where there are others, and those of smaller batches.
-        peaks: most bytes of each rank; None where a rank had none to give.
+        peaks: by what of `MEASURED` it is, bytes of each rank; None where a rank had none to give.
         saved: bytes of a checkpoint; None: there is none.
     """
     full = first_full(run)
@@ -101,12 +111,20 @@ def rows(
         out.append(
             Row(key.removesuffix("_s").replace("_", " and "), "time", plan[key], median(seen) if seen else None)
         )
+    return [*out, *_memory(run, plan, peaks), Row("checkpoint", "size", plan["checkpoint_bytes"], saved)]
+
+
+def _memory(run: RunConfig, plan: Mapping[str, Any], peaks: Mapping[str, Sequence[int | None]]) -> Iterator[Row]:
+    """The most that the ranks of each stage took; on a host, all that a process has."""
     each = max(1, (run.parallel.ranks or 1) // run.parallel.pp)
-    for stage, size in enumerate(plan["peak_bytes_by_stage"]):
-        known = [peak for peak in peaks[stage * each : (stage + 1) * each] if peak is not None]
-        kind = "memory" if counts_memory(run) else "process"
-        out.append(Row(f"memory of stage {stage}", kind, size, max(known, default=None)))
-    return [*out, Row("checkpoint", "size", plan["checkpoint_bytes"], saved)]
+    device = counts_memory(run)
+    for key, name in MEASURED.items() if device else ((ALLOCATED, ""),):
+        sizes = plan["memory_by_stage"][key] if device else plan["peak_bytes_by_stage"]
+        found = peaks.get(key, ())
+        for stage, size in enumerate(sizes if found or not name else ()):
+            known = [peak for peak in found[stage * each : (stage + 1) * each] if peak is not None]
+            kind = "memory" if device else "process"
+            yield Row(f"{name}memory of stage {stage}", kind, size, max(known, default=None))
 
 
 def lines_of(path: Path) -> list[dict[str, Any]]:
@@ -154,23 +172,33 @@ def saved_in(home: Path) -> int | None:
     return sum(file.stat().st_size for file in files if file.is_file()) if found else None
 
 
-def peaks_in(home: Path) -> list[int | None]:
-    """Most bytes of each rank, as a run folder has them; empty where the run wrote none.
+def by_rank_of(key: str) -> str:
+    """The name of a key of `MEASURED` in the file of a run."""
+    return f"{key}_by_rank"
+
+
+def peaks_in(home: Path) -> dict[str, list[int | None]]:
+    """The memory of each rank that a run folder tells, by the keys of `MEASURED`; older runs have the first alone.
 
     Raises:
-        CorruptData: they cannot be read.
+        CorruptData: it cannot be read.
     """
     path = home / PEAKS
     if not path.is_file():
-        return []
+        return {}
     try:
-        found = json.loads(read_bytes(path, str(path), MOST_BYTES))["peak_bytes_by_rank"]
-        if not isinstance(found, list) or not all(peak is None or _is_size(peak) for peak in found):
-            raise ValueError("it has peaks that are no bytes")
+        read = json.loads(read_bytes(path, str(path), MOST_BYTES))
+        found: dict[str, list[int | None]] = {
+            key: read[by_rank_of(key)] for key in MEASURED if by_rank_of(key) in read
+        }
+        if ALLOCATED not in found:
+            raise ValueError(f"it has no {by_rank_of(ALLOCATED)}")
+        for peaks in found.values():
+            if not isinstance(peaks, list) or not all(peak is None or _is_size(peak) for peak in peaks):
+                raise ValueError("it has peaks that are no bytes")
     except (ValueError, TypeError, KeyError, RecursionError) as error:
         raise CorruptData(f"{path}: cannot be read: {str(error)[:200]}") from None
-    peaks: list[int | None] = found
-    return peaks
+    return found
 
 
 def _is_size(value: object) -> bool:

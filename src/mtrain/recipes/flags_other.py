@@ -124,7 +124,7 @@ _GROUPS: tuple[tuple[Why, str, str], ...] = (
         --moe-deepep-num-sms --overlap-moe-expert-parallel-comm --delay-wgrad-compute
         --use-torch-optimizer-for-cpu-offload --overlap-cpu-optimizer-d2h-h2d
         --no-pin-cpu-grads --no-pin-cpu-params --moe-per-layer-logging --record-memory-history
-        --memory-snapshot-path --profile-ranks --distributed-timeout-seconds-after-init
+        --memory-snapshot-path --distributed-timeout-seconds-after-init
         --decrease-batch-size-if-needed
         --exit-interval --exit-duration-in-mins --adlr-autoresume --adlr-autoresume-interval --inprocess-restart
         """,

@@ -256,25 +256,36 @@ def _timeout_words(d: Values) -> list[str]:
     return ["--distributed-timeout-minutes", str(int(minutes))] if minutes >= 1 and minutes % 1 == 0 else []
 
 
-PROFILE = ("--profile", "--use-pytorch-profiler", "--profile-step-start", "--profile-step-end")
+PROFILE = (
+    *("--profile", "--use-pytorch-profiler", "--profile-step-start", "--profile-step-end"),
+    "--profile-ranks",
+)
+RANKS = "trainer.profile_ranks"
 
 
 def _profile(a: Arguments, d: Draft) -> Draft:
     start = a.as_("--profile-step-start", whole)
+    ranks = a.words("--profile-ranks") or ["0"]
     a.has("--profile-step-end")  # one step is profiled
+    none = {"trainer.profile_step": None, RANKS: default_of(RANKS)}
     if not a.has("--profile"):
-        return {"trainer.profile_step": None}
+        return none
     if not a.has("--use-pytorch-profiler"):
         a.refuse("--profile", "not supported", "nsys profiles are started from outside")
-        return {"trainer.profile_step": None}
-    return {"trainer.profile_step": 10 if start is None else max(1, start)}
+        return none
+    if not all(word.isdecimal() for word in ranks):
+        a.refuse("--profile-ranks", "unreadable", "takes ranks, which are whole numbers")
+        return none
+    return {"trainer.profile_step": 10 if start is None else max(1, start), RANKS: [int(word) for word in ranks]}
 
 
 def _profile_words(d: Values) -> list[str]:
     step = d["trainer.profile_step"]
     if step is None:
         return []
-    return ["--profile", "--use-pytorch-profiler", *("--profile-step-start", str(step)), PROFILE[3], str(step + 1)]
+    words = ["--profile", "--use-pytorch-profiler", *("--profile-step-start", str(step)), PROFILE[3], str(step + 1)]
+    ranks = d[RANKS]
+    return [*words, "--profile-ranks", *map(str, ranks)] if list(ranks) != list(default_of(RANKS)) else words
 
 
 KERNELS = "kernels.default"
@@ -356,7 +367,7 @@ TRAINER: tuple[Entry, ...] = (
     ),
     steps("--train-iters", "--train-samples", "trainer.train_iters", needed=True),
     always("trainer.sample_tokens", 0),
-    Entry(PROFILE, ("trainer.profile_step",), _profile, _profile_words),
+    Entry(PROFILE, ("trainer.profile_step", RANKS), _profile, _profile_words),
     Entry(
         ("--distributed-timeout-minutes",),
         ("trainer.timeout_s", "trainer.soft_timeout_s"),

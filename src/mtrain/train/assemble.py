@@ -28,6 +28,7 @@ from mtrain.data.chat import FILES as CHAT_FILES
 from mtrain.data.chat import TEMPLATE_FILE
 from mtrain.data.text import Tokenizer
 from mtrain.errors import BadEnvironment, CorruptData, MtrainError, warn
+from mtrain.mcore.ahead import stay_on_device
 from mtrain.mcore.sharding import gathered
 from mtrain.models.registry import family_of, imported, probed
 from mtrain.plan.count import adapter_parameters, parameters
@@ -39,6 +40,7 @@ from mtrain.train.measured import use_measured
 from mtrain.train.planned import Planned
 from mtrain.train.progress import Progress
 from mtrain.train.step import Parts
+from mtrain.train.stopping import StopRequest
 from mtrain.train.texts import encoded
 from mtrain.train.trainer import Hook, Trainer, reason
 from mtrain.world.init import World, joined
@@ -80,6 +82,8 @@ def train(run: RunConfig, locate: Callable[[World], Paths], end: End) -> bool:
     Raises:
         MtrainError: see `joined`, `Trainer.fit` and `Checkpoint.open`.
     """
+    stop = StopRequest()
+    stop.listen(run.trainer.stop_signals)
     try:
         with joined(run) as world:
             paths = locate(world)
@@ -94,6 +98,7 @@ def train(run: RunConfig, locate: Callable[[World], Paths], end: End) -> bool:
             errors = paths.folder / ERRORS
             with watching(run, world, errors, end):
                 parts = assemble(run, world, splits)
+                parts.stop = stop
                 progress = Progress(run, speaks=world.is_rank0)
                 checkpoint = _run(parts, splits, paths, progress)
             with watching(run, world, errors, _end_of_sample):
@@ -119,7 +124,7 @@ def _run(parts: Parts, splits: Splits, paths: Paths, progress: Progress) -> Path
     # a step's line comes before its checkpoint, so that no resumed run misses it; what may end a run comes after
     chain: list[Hook] = [metrics, progress, checkpoints, evaluation, hooks.Memory(paths.folder), plan]
     if run.trainer.profile_step:
-        chain.insert(0, hooks.Profile(paths.folder, run.trainer.profile_step))
+        chain.insert(0, hooks.Profile(paths.folder, run.trainer.profile_step, run.trainer.profile_ranks))
     if run.trainer.cuda_graph_impl == "transformer_engine":
         chain.append(Graphs(run))
     _introduce(parts, splits, progress)
@@ -147,6 +152,8 @@ def assemble(run: RunConfig, world: World, splits: Splits, *, drawn: bool = True
     chunks = build_model(run, world, drawn=drawn)
     optimizer = build_optimizer(run, chunks)
     configure_schedule_hooks(run, chunks, optimizer)
+    if world.device.runs_ahead:
+        stay_on_device(chunks[0].config)
     state = TrainState(chunks, optimizer, build_schedule(run, optimizer))
     train_data, valid_data = batches(run, world, splits, "train"), None
     if run.trainer.eval_iters and splits.validation is not None:

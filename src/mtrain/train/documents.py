@@ -13,6 +13,7 @@ import torch
 
 from mtrain.data.batch import GlobalBatches
 from mtrain.mcore import api as mcore
+from mtrain.train.feed import BOUNDS, documents_of
 from mtrain.train.step import Batch, Parts, forward_step
 
 MOST_OBSERVED = 3
@@ -22,9 +23,8 @@ def documents(batches: Sequence[Batch]) -> list[dict[str, torch.Tensor]]:
     """The documents of packed samples, each as `[1, length]` tensors."""
     found = []
     for batch in batches:
-        bounds = batch["cu_seqlens"].tolist()
-        rows = {key: value for key, value in batch.items() if key != "cu_seqlens"}
-        for start, stop in itertools.pairwise(bounds):
+        rows = {key: value for key, value in batch.items() if key not in BOUNDS}
+        for start, stop in itertools.pairwise(documents_of(batch).bounds):
             found.append({key: value[:, start:stop] for key, value in rows.items()})
     return found
 

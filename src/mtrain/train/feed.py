@@ -5,7 +5,8 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping, Sequence
 from enum import Enum
-from typing import Any, cast
+from itertools import pairwise
+from typing import Any, NamedTuple, cast
 
 import torch
 
@@ -16,13 +17,27 @@ from mtrain.mcore import api as mcore
 from mtrain.mcore.context import context_positions
 from mtrain.mcore.local_params import unwrap
 from mtrain.models.registry import family_of
+from mtrain.train.ring import Ring, Slot
 from mtrain.world.init import World
 
-Batch = Mapping[str, torch.Tensor]
+Batch = Mapping[str, Any]
+"""A `MicroBatch`; a packed one has its `Documents` beside it."""
+DOCUMENTS = "documents"
+BOUNDS = ("cu_seqlens", DOCUMENTS)
+"""Parts of a packed micro-batch that every part of the sequence has whole."""
 Place = tuple[int, int]
 """A step: the samples consumed before it, and those that it takes."""
 OWNERS = ("pre_process", "post_process", "mtp_process")
 """What a chunk of megatron-core has on that embeds tokens or makes losses of them."""
+
+
+class Documents(NamedTuple):
+    """The documents of a packed micro-batch, as the host knows them: asking the device would hold it up."""
+
+    bounds: list[int]
+    """The first token of each, and the end of the last."""
+    longest: int
+    """Tokens."""
 
 
 class Needs(Enum):
@@ -55,9 +70,10 @@ class Feed:
         needs: Needs,
         following: Callable[[Place], Place | None],
         depth: int,
+        ring: Ring | None = None,
     ) -> None:
         self._data, self._world, self._needs = data, world, needs
-        ready = _Ready(data, world, needs)
+        ready = _Ready(data, world, needs, ring)
         self._ahead = Ahead(ready, following, 0 if needs is Needs.NOTHING else depth)
         self.waited_s = 0.0
         """How long the last step waited for its samples to be read."""
@@ -68,9 +84,12 @@ class Feed:
         Raises whatever reading them raised.
         """
         begun = time.perf_counter()
-        found = self._ahead.take((consumed, size))
+        found, slot = self._ahead.take((consumed, size))
         self.waited_s = time.perf_counter() - begun
-        return [_copied(batch, self._world) for batch in found]
+        batches = [_copied(batch, self._world) for batch in found]
+        if slot is not None:
+            slot.copied = self._world.device.event()
+        return batches
 
     def expect(self, consumed: int, size: int) -> None:
         """Begin to read for the step that `take` will be asked for."""
@@ -84,30 +103,49 @@ class Feed:
 class _Ready:
     """Reads the micro-batches of a step up to where they only have to be copied to the device."""
 
-    def __init__(self, data: GlobalBatches, world: World, needs: Needs) -> None:
-        self.data, self.world, self.needs = data, world, needs
+    def __init__(self, data: GlobalBatches, world: World, needs: Needs, ring: Ring | None) -> None:
+        self.data = data
+        self.world = world
+        self.needs = needs
+        self.ring = ring
 
-    def __call__(self, place: Place) -> list[Batch]:
+    def __call__(self, place: Place) -> tuple[Sequence[Batch], Slot | None]:
         if self.needs is Needs.NOTHING:
-            return [{} for _ in self.data.numbers(*place)]
-        batches = [cast(Batch, batch) for batch in self.data.microbatches(*place)]
+            return [{} for _ in self.data.numbers(*place)], None
+        batches = [_measured(cast(Batch, batch)) for batch in self.data.microbatches(*place)]
         if self.needs is Needs.BOUNDS:
-            batches = [{"cu_seqlens": batch["cu_seqlens"]} for batch in batches]
+            batches = [{key: batch[key] for key in BOUNDS} for batch in batches]
         if self.world.grid.cp > 1:
             batches = [_part_of_context(batch, self.world) for batch in batches]
-        if self.world.device.pin_memory:
-            self.world.device.set_index(self.world.local_rank)  # a thread has a device of its own
-            batches = [{key: value.pin_memory() for key, value in batch.items()} for batch in batches]
-        return batches
+        if self.ring is None:
+            return batches, None
+        self.world.device.set_index(self.world.local_rank)  # a thread has a device of its own
+        return self.ring.put(batches)
 
 
 def to_device(batch: Batch, world: World) -> Batch:
     """A micro-batch on this rank's device, split to this rank's part of the sequence under context parallelism."""
+    batch = _measured(batch)
     return _copied(_part_of_context(batch, world) if world.grid.cp > 1 else batch, world)
 
 
+def documents_of(batch: Batch) -> Documents:
+    """The documents of a packed micro-batch; one that came by no feed is asked for them."""
+    if DOCUMENTS in batch:
+        return cast(Documents, batch[DOCUMENTS])
+    bounds = batch["cu_seqlens"].tolist()
+    return Documents(bounds, max(stop - start for start, stop in pairwise(bounds)))
+
+
+def _measured(batch: Batch) -> Batch:
+    return {**batch, DOCUMENTS: documents_of(batch)} if "cu_seqlens" in batch else batch
+
+
 def _copied(batch: Batch, world: World) -> Batch:
-    return {key: value.to(world.torch_device, non_blocking=True) for key, value in batch.items()}
+    return {
+        key: value.to(world.torch_device, non_blocking=True) if isinstance(value, torch.Tensor) else value
+        for key, value in batch.items()
+    }
 
 
 def _part_of_context(batch: Batch, world: World) -> Batch:
@@ -115,8 +153,8 @@ def _part_of_context(batch: Batch, world: World) -> Batch:
     bounds = batch.get("cu_seqlens")
     if bounds is None:
         return mcore.get_batch_on_this_cp_rank(dict(batch))  # type: ignore[no-any-return]
-    if len(batch) == 1:
+    if set(batch) == set(BOUNDS):
         return batch
     tokens = int(bounds[-1])
     mine = context_positions(tokens, world.grid.cp, bounds)[world.coords["cp"]]
-    return {key: value if key == "cu_seqlens" else value[:, mine] for key, value in batch.items()}
+    return {key: value if key in BOUNDS else value[:, mine] for key, value in batch.items()}

@@ -16,6 +16,10 @@ class Graphs(Hook):
     def __init__(self, run: RunConfig) -> None:
         self.waits = run.trainer.cuda_graph_warmup_steps
 
+    def waits_for(self, parts: Parts, step: int) -> bool:
+        """Captures between the step that it counts and the next."""
+        return bool(self.waits)
+
     def after_step(self, parts: Parts, result: StepResult) -> None:
         """Counts, and captures once."""
         if not self.waits:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import math
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
@@ -16,7 +17,7 @@ from mtrain import strict_json, units
 from mtrain.ckpt import state as ckpt_state
 from mtrain.errors import warn
 from mtrain.models.registry import family_of
-from mtrain.plan.compare import METRICS, PEAKS, lines_of
+from mtrain.plan.compare import ALLOCATED, MEASURED, METRICS, PEAKS, by_rank_of, lines_of
 from mtrain.plan.count import flops_of_token
 from mtrain.train.progress import Progress
 from mtrain.train.step import Parts, StepResult, evaluate
@@ -50,7 +51,7 @@ class Metrics(Hook):
         if not parts.world.is_rank0:
             return
         kept = [line for line in lines_of(self.path) if line["step"] <= parts.state.step]
-        self.known = {(line["step"], key) for line in kept for key in line if key.endswith("_loss")}
+        self.known = {(line["step"], key) for line in kept for key in line if key == "lr" or key.endswith("_loss")}
         draft = self.path.with_suffix(".draft")
         draft.write_text("".join(strict_json.dumps(line) + "\n" for line in kept))
         draft.replace(self.path)
@@ -64,6 +65,10 @@ class Metrics(Hook):
         """Write the line of an evaluation, unless a resumed run has it already."""
         if (step, f"{name}_loss") not in self.known:
             self._write({"step": step, f"{name}_loss": loss})
+
+    def owes(self, step: int, name: str) -> bool:
+        """Whether a resumed run made a step and then no evaluation. On rank 0."""
+        return (step, "lr") in self.known and (step, f"{name}_loss") not in self.known
 
     def close(self) -> None:
         """Close the file once it is on disk."""
@@ -147,26 +152,44 @@ class Evaluation(Hook):
     def __init__(self, metrics: Metrics, progress: Progress) -> None:
         self.metrics, self.progress = metrics, progress
         self.last: tuple[int, float] | None = None
+        self.tried = -1
+        """The step after which it evaluated last, or was about to."""
+
+    def start(self, parts: Parts) -> None:
+        """Evaluate where a resumed run was stopped, or ended, before it had done so after its last step."""
+        if self._is_due(parts) and parts.state.step < parts.run.trainer.train_iters:
+            owes = self.metrics.owes(parts.state.step, "valid") if parts.world.is_rank0 else False
+            if parts.world.tell("owes" if owes else "") == "owes":
+                self._evaluate(parts)
 
     def after_step(self, parts: Parts, result: StepResult) -> None:
         """Evaluate every `trainer.eval_interval` steps."""
-        interval = parts.run.trainer.eval_interval
-        if interval and result.step % interval == 0:
+        if self._is_due(parts):
             self._evaluate(parts)
 
     def finish(self, parts: Parts) -> None:
         """Evaluate after the last step, unless that was just done; a run that was stopped is not at its end."""
-        done = self.last is not None and self.last[0] == parts.state.step
-        if not done and parts.state.step >= parts.run.trainer.train_iters:
-            self._evaluate(parts, until_stop=True)
+        if self.tried != parts.state.step and parts.state.step >= parts.run.trainer.train_iters:
+            self._evaluate(parts)
 
-    def _evaluate(self, parts: Parts, *, until_stop: bool = False) -> None:
+    def _is_due(self, parts: Parts) -> bool:
+        interval = parts.run.trainer.eval_interval
+        step = parts.state.step
+        return interval is not None and step > 0 and step % interval == 0
+
+    def _evaluate(self, parts: Parts) -> None:
+        """Evaluate, unless a rank is asked to stop before that is done; a resumed run makes up for it."""
         iters = parts.run.trainer.eval_iters
+        self.tried = parts.state.step
         if parts.valid_data is None or not iters:
             return
-        loss = evaluate(parts, parts.valid_data, iters, until_stop=until_stop)
+        loss = None if parts.stops else evaluate(parts, parts.valid_data, iters, until_stop=True)
         if loss is None:
-            self.progress.note("stopped on request: the run is finished, its last evaluation is left out")
+            parts.stops = True
+            what = f"the evaluation of step {parts.state.step}"
+            if parts.state.step >= parts.run.trainer.train_iters:
+                what = "the run is finished, its last evaluation"
+            self.progress.note(f"stopped on request: {what} is left out")
             return
         self.last = (parts.state.step, loss)
         self.metrics.evaluation(parts.state.step, "valid", loss)
@@ -203,7 +226,9 @@ class Checkpoints(Hook):
     def finish(self, parts: Parts) -> None:
         """Save the last state."""
         stopped = parts.state.step < parts.run.trainer.train_iters
-        if (parts.run.checkpoint.save_final or stopped) and self.saved_step != parts.state.step:
+        # a run that is stopped before its first step has something to resume from, too
+        unsaved = self.saved_step != parts.state.step or parts.state.step == 0
+        if (parts.run.checkpoint.save_final or stopped) and unsaved:
             self._save(parts)
 
     def on_error(self, parts: Parts, error: BaseException, *, saveable: bool) -> None:
@@ -223,9 +248,12 @@ class Checkpoints(Hook):
 
 
 class Memory(Hook):
-    """Peak memory of every rank, in `memory.json` of the run folder; `plan --compare` puts it beside the plan.
+    """The memory of every rank, in `memory.json` of the run folder; `plan --compare` puts it beside the plan.
 
-    The peaks come over the store, so no rank waits for one that has none to give: its place is null.
+    `peak_bytes_by_rank` is the most that was allocated; where they are known, `reserved_bytes_by_rank` is the most
+    that the allocator held, and `driver_bytes_by_rank` what is in use of the whole device at the end, the context and
+    other processes included. The numbers come over the store, so no rank waits for one that has none to give: its
+    place is null.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -235,26 +263,37 @@ class Memory(Hook):
         """Gather the peaks."""
         world = parts.world
         try:
-            mine = str(int(world.device.memory_stats()["peak_bytes"]))
-            world.store.set(f"peak/{world.rank}", mine)
+            mine = world.device.memory_stats() | {"driver_bytes": world.device.driver_bytes()}
+            told = {key: int(value) for key in MEASURED if (value := mine.get(key)) is not None}
+            world.store.set(f"peak/{world.rank}", strict_json.dumps(told))
         finally:
-            peaks = self._peaks(world) if world.is_rank0 else []
-        if peaks:
-            self.path.write_text(strict_json.dumps({"peak_bytes_by_rank": peaks}))
+            found = self._of_ranks(world) if world.is_rank0 else []
+        if found:
+            known = [key for key in MEASURED if key == ALLOCATED or any(key in one for one in found)]
+            by_rank = {by_rank_of(key): [one.get(key) for one in found] for key in known}
+            self.path.write_text(strict_json.dumps(by_rank))
 
-    def _peaks(self, world: World) -> list[int | None]:
+    def _of_ranks(self, world: World) -> list[dict[str, int]]:
         keys = [f"peak/{rank}" for rank in range(world.size)]
         with suppress(RuntimeError):  # torch's errors of a store: some rank has none
             world.store.wait(keys, timedelta(seconds=PEAKS_S))
-        return [int(world.store.get(key)) if world.store.check([key]) else None for key in keys]
+        return [json.loads(world.store.get(key)) if world.store.check([key]) else {} for key in keys]
 
 
 class Profile(Hook):
-    """A torch.profiler trace of step `trainer.profile_step` of each rank, as `trace_rank0.json` in the run folder."""
+    """A torch.profiler trace of step `trainer.profile_step` of the ranks `trainer.profile_ranks`, in the run folder
+    as `trace_rank0.json.gz`.
+    """
 
-    def __init__(self, folder: Path, step: int) -> None:
-        self.folder, self.step = folder, step
+    def __init__(self, folder: Path, step: int, ranks: Sequence[int]) -> None:
+        self.folder = folder
+        self.step = step
+        self.ranks = ranks
         self.profiler: Any = None
+
+    def waits_for(self, parts: Parts, step: int) -> bool:
+        """The trace has one step alone."""
+        return step in (self.step - 1, self.step)
 
     def start(self, parts: Parts) -> None:
         """Begin at once where the first step is the one."""
@@ -265,8 +304,9 @@ class Profile(Hook):
         if self.profiler is not None:
             profiler, self.profiler = self.profiler, None
             profiler.stop()
-            profiler.export_chrome_trace(str(self.folder / f"trace_rank{parts.world.rank}.json"))
-        self._begin(parts)
+            profiler.export_chrome_trace(str(self.folder / f"trace_rank{parts.world.rank}.json.gz"))
+        if result.step == parts.state.step:
+            self._begin(parts)
 
     def close(self) -> None:
         """Stop a trace that an error cut off."""
@@ -275,6 +315,6 @@ class Profile(Hook):
             self.profiler = None
 
     def _begin(self, parts: Parts) -> None:
-        if parts.state.step == self.step - 1:
+        if parts.state.step == self.step - 1 and parts.world.rank in self.ranks:
             self.profiler = torch.profiler.profile()
             self.profiler.start()

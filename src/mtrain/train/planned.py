@@ -8,7 +8,17 @@ from typing import Any
 
 from mtrain.config.paths import program
 from mtrain.errors import MtrainError
-from mtrain.plan.compare import FIRST_STEPS, Row, counts_memory, first_full, peaks_in, planned, rows, saved_in
+from mtrain.plan.compare import (
+    ALLOCATED,
+    FIRST_STEPS,
+    Row,
+    counts_memory,
+    first_full,
+    peaks_in,
+    planned,
+    rows,
+    saved_in,
+)
 from mtrain.train.progress import Progress
 from mtrain.train.step import Parts, StepResult
 from mtrain.train.trainer import Hook
@@ -54,7 +64,7 @@ class Planned(Hook):
         found = {key: round(value, 6) for key, value in times.items() if value is not None}
         if counts_memory(parts.run):
             peak = parts.world.device.memory_stats()["peak_bytes"]
-            found |= {"peak_bytes": peak, "planned_peak_bytes": self.plan["peak_bytes_by_stage"][0]}
+            found |= {"peak_bytes": peak, "planned_peak_bytes": self.plan["memory_by_stage"][ALLOCATED][0]}
         return found
 
     def after_step(self, parts: Parts, result: StepResult) -> None:
@@ -65,7 +75,7 @@ class Planned(Hook):
         self.last = result.step
         if len(self.lines) == AFTER:
             memory = parts.world.device.memory_stats
-            peaks = [memory()["peak_bytes"]] if counts_memory(parts.run) else []
+            peaks = {ALLOCATED: [memory()[ALLOCATED]]} if counts_memory(parts.run) else {}
             self._say(rows(parts.run, self.plan, self.lines, peaks, None))
 
     def finish(self, parts: Parts) -> None:
@@ -75,7 +85,7 @@ class Planned(Hook):
             try:
                 peaks = peaks_in(self.folder)
             except MtrainError:  # the run is done: what it wrote of itself does not end it
-                peaks = []
+                peaks = {}
             self._say(rows(parts.run, self.plan, lines, peaks, saved_in(self.folder)))
 
     def _say(self, found: Iterable[Row]) -> None:

@@ -40,6 +40,10 @@ class Progress(Hook):
             self.task = self.bar.add_task("train", total=self.goal, completed=self.first_step, line="")
             self.bar.start()
 
+    def waits_for(self, parts: Parts, step: int) -> bool:
+        """The first line comes with the first step."""
+        return step == 1
+
     def after_step(self, parts: Parts, result: StepResult) -> None:
         """Redraw the line, or print one at the interval."""
         if self.choice == "none":

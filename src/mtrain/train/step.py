@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import time
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, closing, contextmanager, nullcontext
+from contextlib import AbstractContextManager, closing, nullcontext
 from dataclasses import dataclass, field
 from functools import cached_property, partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -23,7 +23,13 @@ from mtrain.mcore.optimizer_state import loss_scale
 from mtrain.mcore.patching import ROUTER_LOSS_SHARE
 from mtrain.mcore.sharding import gathered
 from mtrain.models.registry import family_of
-from mtrain.train.feed import Batch, Feed, Needs, Place, needs_of
+from mtrain.train.feed import DOCUMENTS, Batch, Feed, Needs, Place, documents_of, needs_of
+from mtrain.train.readings import AHEAD, Board, Clock, Means, Reading, summed_report
+from mtrain.train.readings import reduce_report as reduce_report
+from mtrain.train.result import Launched
+from mtrain.train.result import StepResult as StepResult
+from mtrain.train.ring import Ring
+from mtrain.train.stopping import StopRequest
 from mtrain.world.heartbeat import begin_phase, begin_step
 from mtrain.world.init import World
 
@@ -42,8 +48,25 @@ class Parts:
     valid_data: GlobalBatches | None
     schedule: Callable[..., list[torch.Tensor]] | None = None
     """How the micro-batches of a step are run, with the arguments of `run_schedule`; None: through the pipeline."""
-    stop_requested: bool = False
-    """This rank was asked to stop (SIGTERM, SIGINT)."""
+    stop: StopRequest = field(default_factory=StopRequest)
+    """Requests that this rank got."""
+    stops: bool = False
+    """All ranks know that one was asked to stop: the run ends here."""
+
+    @property
+    def stop_requested(self) -> bool:
+        """Whether this rank was asked to stop."""
+        return self.stop.asked
+
+    @cached_property
+    def board(self) -> Board:
+        """The way of the numbers of steps to the host."""
+        return Board(self.world.device)
+
+    @cached_property
+    def valid_ring(self) -> Ring | None:
+        """Host memory that the samples of evaluations are copied from."""
+        return Ring.of(self.world.device, self.run.data.prefetch)
 
     @cached_property
     def batch_sizes(self) -> tuple[Stage, ...]:
@@ -60,7 +83,9 @@ class Parts:
         """The way of the training samples to the steps."""
         plan = self.batch_sizes
         end = samples_of(plan, self.run.trainer.train_iters)
-        return Feed(self.train_data, self.world, self.needs, partial(_next_step, plan, end), self.run.data.prefetch)
+        prefetch = self.run.data.prefetch
+        ring = Ring.of(self.world.device, prefetch)
+        return Feed(self.train_data, self.world, self.needs, partial(_next_step, plan, end), prefetch, ring)
 
     @cached_property
     def pipeline(self) -> Callable[..., Any]:
@@ -82,84 +107,50 @@ class Parts:
             self.feed.close()
 
 
-@dataclass(frozen=True)
-class StepResult:
-    """What one step did, the same on every rank."""
-
-    step: int
-    loss: float
-    """Mean cross entropy of the global batch in nats, as `trainer.loss_average` says."""
-    grad_norm: float
-    """Global norm of the gradient before clipping; not a number where it overflowed in fp16."""
-    lr: float
-    """The rate that the update had, or would have had."""
-    z_loss: float
-    """What z-loss adds to the loss in the mean; 0 without `trainer.z_loss_coeff`."""
-    token_accuracy: float
-    """The share of `tokens` with the largest logit; 0 without `log.token_accuracy`."""
-    updated: bool
-    """False where the update was skipped: an overflow in fp16, or a norm above `optim.skip_above_grad_norm`."""
-    skipped_updates: int
-    """Updates skipped in a row, up to this step."""
-    loss_scale: float | None
-    """fp16: the factor on the loss of this step."""
-    loss_scale_may_fall: bool
-    """Whether skipping updates lowers the loss scale: there is one, above its floor."""
-    tokens: int
-    """Predictions that count."""
-    computed: int
-    """Tokens that speed counts: the same, or all of the samples where some of them alone are learned."""
-    batch_size: int
-    """Samples that it took."""
-    consumed_samples: int
-    stop: bool
-    """A rank was asked to stop."""
-    seconds: dict[str, float] = field(default_factory=dict)
-    """Time of this rank by phase: data, forward_backward, optimizer, and all of the step; data_wait: the part of data
-    in which samples were waited for that were not read yet."""
-
-    @property
-    def data_wait_share(self) -> float:
-        """The share of the step in which this rank waited for samples."""
-        return self.seconds["data_wait"] / max(self.seconds["step"], 1e-9)
-
-
 def train_step(parts: Parts, *, stop_requested: bool) -> StepResult:
-    """Read a global batch, run forward and backward over its micro-batches, update the weights."""
-    clock, state = Clock(parts.world), parts.state
+    """One step, up to its end on the device; see `launch_step`."""
+    return launch_step(parts, stop_requested=stop_requested).result()
+
+
+def launch_step(parts: Parts, *, stop_requested: bool) -> Launched:
+    """Read a global batch, run forward and backward over its micro-batches, update the weights.
+
+    The device gets the work and the host goes on; it waits only where what to do depends on a number of the device.
+    """
+    clock = Clock(parts.world.device)
+    state = parts.state
     size = size_after(parts.batch_sizes, state.consumed_samples)
     begin_step(state.step + 1)
     with clock.phase("data"):
         batches = parts.feed.take(state.consumed_samples, size)
-    clock.seconds["data_wait"] = parts.feed.waited_s
+    clock.waited_s = parts.feed.waited_s
     with clock.phase("forward_backward"):
         _share_of_router_losses(parts, batches, size)
         reports = gradients(parts, batches)
     begin_phase("optimizer")
     scale, may_fall = loss_scale(state.optimizer) or (None, False)
     with clock.phase("optimizer"):
-        updated, grad_norm, lr = update(state, parts.run.optim.schedule_counts)
+        updated, norm, lr = update(state, parts.run.optim.schedule_counts)
     state.step += 1
     state.consumed_samples += size
-    means = reduce_report(parts.world, reports, stop_requested)
-    return StepResult(
-        step=state.step,
-        loss=means.loss,
-        z_loss=means.z_loss,
-        token_accuracy=means.token_accuracy,
-        grad_norm=grad_norm,
-        lr=lr,
-        updated=updated,
-        skipped_updates=state.skipped_updates,
-        loss_scale=scale,
-        loss_scale_may_fall=may_fall,
-        tokens=means.tokens,
-        computed=means.tokens if _predicts_all(parts.run) else size * parts.run.data.length,
-        batch_size=size,
-        consumed_samples=state.consumed_samples,
-        stop=means.stops > 0,
-        seconds=clock.done(),
-    )
+    values = summed_report(parts.world, reports, stop_requested or parts.stop_requested)
+    if isinstance(norm, torch.Tensor):
+        values = torch.cat([values, norm.reshape(1).to(values)])
+    reading = parts.board.copy(values)
+    clock.stop()
+    known = {
+        "step": state.step,
+        "grad_norm": norm,
+        "lr": lr,
+        "updated": updated,
+        "skipped_updates": state.skipped_updates,
+        "loss_scale": scale,
+        "loss_scale_may_fall": may_fall,
+        "computed": 0 if _predicts_all(parts.run) else size * parts.run.data.length,
+        "batch_size": size,
+        "consumed_samples": state.consumed_samples,
+    }
+    return Launched(reading, clock, known)
 
 
 def gradients(parts: Parts, batches: Sequence[Batch]) -> list[torch.Tensor]:
@@ -196,12 +187,12 @@ def _share_of_router_losses(parts: Parts, batches: Sequence[Batch], size: int) -
         setattr(chunk.config, ROUTER_LOSS_SHARE, share)
 
 
-def update(state: TrainState, counts: str) -> tuple[bool, float, float]:
+def update(state: TrainState, counts: str) -> tuple[bool, float | torch.Tensor, float]:
     """Update the weights at the rate that the schedule has by what it `counts` (`optim.schedule_counts`).
 
     Returns:
-        Whether the update was not skipped (fp16, `optim.skip_above_grad_norm`), the gradient's norm before clipping,
-        and the rate.
+        Whether the update was not skipped (fp16, `optim.skip_above_grad_norm`), the gradient's norm before clipping
+        (a tensor where the host did not wait for it), and the rate.
     """
     ahead = 0 if counts == "past_updates" else 1
     state.schedule.step(ahead)
@@ -210,7 +201,9 @@ def update(state: TrainState, counts: str) -> tuple[bool, float, float]:
     counted = 1 if updated or counts == "steps" else 0
     state.schedule.step(counted - ahead)
     state.skipped_updates = 0 if updated else state.skipped_updates + 1
-    return bool(updated), float("nan") if norm is None else float(norm), lr
+    if norm is None:
+        return bool(updated), float("nan"), lr
+    return bool(updated), norm if isinstance(norm, torch.Tensor) else float(norm), lr
 
 
 def evaluate(parts: Parts, data: GlobalBatches, iters: int, *, until_stop: bool = False) -> float | None:
@@ -225,23 +218,46 @@ def summed(parts: Parts, data: GlobalBatches, iters: int, *, until_stop: bool = 
     With `until_stop`, None as soon as a rank was asked to stop. Training goes on with the random numbers that it
     would have had: a router may draw in an evaluation too.
     """
-    total, count, stops = 0.0, 0, 0
     size = parts.run.trainer.batch
+    found = _Sum()
     plan = (Stage(0, size),)
-    feed = Feed(data, parts.world, parts.needs, partial(_next_step, plan, iters * size), parts.run.data.prefetch)
+    following = partial(_next_step, plan, iters * size)
+    prefetch = parts.run.data.prefetch
+    feed = Feed(data, parts.world, parts.needs, following, prefetch, parts.valid_ring)
+    behind = AHEAD if parts.world.device.runs_ahead else 0
     with closing(feed), gathered(parts.state.chunks), generators_kept(parts.world), torch.no_grad():
         for chunk in parts.state.chunks:
             chunk.eval()
         for i in range(iters):
-            if stops:
-                break
             begin_phase("evaluation")
             reports = run_schedule(parts, feed.take(i * size, size), forward_only=True)
-            means = reduce_report(parts.world, reports, until_stop and parts.stop_requested)
-            total, count, stops = total + means.loss * means.tokens, count + means.tokens, means.stops
+            report = summed_report(parts.world, reports, until_stop and parts.stop_requested)
+            found.waiting.append(parts.board.copy(report))
+            found.add(behind)
+            if found.stops:
+                break
+        found.add(0)
         for chunk in parts.state.chunks:
             chunk.train()
-    return None if stops else (total, count)
+    return None if found.stops else (found.total, found.count)
+
+
+class _Sum:
+    """The sum of an evaluation, and of the reports that the device has not come to yet."""
+
+    def __init__(self) -> None:
+        self.total = 0.0
+        self.count = 0
+        self.stops = 0
+        self.waiting: deque[Reading] = deque()
+
+    def add(self, behind: int) -> None:
+        """Add all reports but the last `behind`."""
+        while len(self.waiting) > behind:
+            means = Means.of(self.waiting.popleft().read())
+            self.total += means.loss * means.tokens
+            self.count += means.tokens
+            self.stops += means.stops
 
 
 def _next_step(plan: Sequence[Stage], end: int, place: Place) -> Place | None:
@@ -289,24 +305,26 @@ def forward_step(iterator: Iterator[Batch], model: Any) -> tuple[torch.Tensor, A
     # a stage in between has none of them
     tokens, places, labels, mask = (batch.get(key) for key in ("tokens", "position_ids", "labels", "loss_mask"))
     packed = packed_params(batch.get("cu_seqlens"))
-    own = {key: value for key, value in batch.items() if key not in MicroBatch.__annotations__}
+    if packed is not None:
+        packed.max_seqlen_q = packed.max_seqlen_kv = documents_of(batch).longest
+    own = {key: value for key, value in batch.items() if key not in (*MicroBatch.__annotations__, DOCUMENTS)}
     output = model(tokens, places, None, labels=labels, loss_mask=mask, packed_seq_params=packed, **own)
     return output, partial(sum_loss, mask, batch.get("loss_counts"))
 
 
 def packed_params(cu_seqlens: torch.Tensor | None) -> Any:
-    """megatron-core's description of packed documents that start at `cu_seqlens` (int32 [n + 1]); None for None."""
+    """megatron-core's description of packed documents that start at `cu_seqlens` (int32 [n + 1]); None for None.
+
+    The length of the longest is left out.
+    """
     if cu_seqlens is None:
         return None
-    longest = int(cu_seqlens.diff().max())
     return mcore.PackedSeqParams(
         qkv_format="thd",
         cu_seqlens_q=cu_seqlens,
         cu_seqlens_kv=cu_seqlens,
         cu_seqlens_q_padded=cu_seqlens,
         cu_seqlens_kv_padded=cu_seqlens,
-        max_seqlen_q=longest,
-        max_seqlen_kv=longest,
     )
 
 
@@ -327,48 +345,3 @@ def sum_loss(
     loss = total.detach() - told[:1].sum()
     report = torch.cat([torch.stack([loss, count, (mask > 0).sum().to(count)]), told])
     return total, count.int(), {"loss": report}
-
-
-class Means(NamedTuple):
-    """What the reports of all ranks come to."""
-
-    loss: float
-    tokens: int
-    stops: int
-    """How many ranks want to stop."""
-    z_loss: float
-    token_accuracy: float
-
-
-def reduce_report(world: World, reports: list[torch.Tensor], stop: bool) -> Means:
-    """Mean losses, tokens and how many ranks want to stop, over the whole world in one all-reduce."""
-    values = torch.zeros(6, dtype=torch.float64, device=world.torch_device)
-    if reports and world.coords["tp"] == 0:
-        found = torch.stack([r.double() for r in reports]).sum(0)
-        values[: len(found)] = found
-    values[5] = float(stop)
-    begin_phase("report")
-    dist.all_reduce(values)
-    total, count, tokens, z_loss, hits, stops = values.tolist()
-    count = max(1.0, count)
-    return Means(total / count, int(tokens), int(stops), z_loss / count, hits / max(1.0, tokens))
-
-
-class Clock:
-    """Seconds by phase, each ended by waiting for the device."""
-
-    def __init__(self, world: World) -> None:
-        self.world, self.begin = world, time.perf_counter()
-        self.seconds: dict[str, float] = {}
-
-    @contextmanager
-    def phase(self, name: str) -> Iterator[None]:
-        """Time what is done inside."""
-        start = time.perf_counter()
-        yield
-        self.world.device.synchronize()
-        self.seconds[name] = time.perf_counter() - start
-
-    def done(self) -> dict[str, float]:
-        """The phases, and all time since the clock was made as `step`."""
-        return self.seconds | {"step": time.perf_counter() - self.begin}

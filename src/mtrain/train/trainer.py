@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import math
-import signal
 from collections.abc import Sequence
 from contextlib import ExitStack, suppress
-from types import FrameType
 
 from mtrain.config.run import RunConfig
 from mtrain.errors import MtrainError, Preempted, TrainingError, warn
-from mtrain.train.step import Parts, StepResult, train_step
+from mtrain.train.readings import AHEAD, reduce_report, sync_checks
+from mtrain.train.step import Launched, Parts, StepResult, launch_step, train_step
 
+FIRST_STEPS = 3
+"""Steps of a process that may wait for the device whatever `trainer.sync_debug` says: they compile kernels."""
+MOST_BEHIND = 256
+"""Steps after which results are read in any case: each holds a few events of the device."""
 AGREE_S = 5.0
 """How long a rank whose hook failed waits to learn whether it failed on every rank."""
 
@@ -26,8 +29,16 @@ class Hook:
     def start(self, parts: Parts) -> None:
         """Before the first step."""
 
+    def waits_for(self, parts: Parts, step: int) -> bool:
+        """Whether this hook does something right after a step, before the next one begins.
+
+        After others the device may be steps behind, and `after_step` comes when they are next waited for: at
+        `log.interval`, and where the run evaluates or saves.
+        """
+        return False
+
     def after_step(self, parts: Parts, result: StepResult) -> None:
-        """After each step."""
+        """After each step, in their order; see `waits_for`."""
 
     def finish(self, parts: Parts) -> None:
         """After the last step of the run, or after the step that a stop was asked in."""
@@ -44,13 +55,19 @@ class Hook:
 
 
 class Trainer:
-    """Steps until `trainer.train_iters`, or until any rank was asked to stop (SIGTERM, SIGINT)."""
+    """Steps until `trainer.train_iters`, or until any rank was asked to stop (`trainer.stop_signals`).
+
+    The host runs ahead of the device: what steps did is read every `log.interval` steps, and where the run evaluates
+    or saves. Only whether to stop is read of each step, once the device is `AHEAD` steps behind the host.
+    """
 
     def __init__(self, parts: Parts, hooks: Sequence[Hook]) -> None:
         self.parts, self.hooks = parts, hooks
         self.failed: list[Hook] = []
         """Hooks that the run goes on without."""
         self.between_steps = False
+        self.launched: list[Launched | StepResult] = []
+        """Steps whose results were not read yet."""
 
     def fit(self) -> None:
         """Train to the end.
@@ -61,7 +78,7 @@ class Trainer:
             Preempted: stopped on request, after the hooks have saved.
             Exception: whatever a step, or a hook that communicates, failed with.
         """
-        self._listen()
+        self.parts.stop.listen(self.parts.run.trainer.stop_signals)
         with ExitStack() as stack:
             stack.callback(self.parts.close)
             for hook in reversed(self.hooks):
@@ -83,19 +100,73 @@ class Trainer:
         self.between_steps = True
         for hook in self.hooks:
             self._call(hook, "start", parts)
-        stopped = False
+        make = launch_step if parts.world.device.runs_ahead else train_step
+        made = 0
+        stopped = self._asked() or parts.stops
         while state.step < goal and not stopped:
             self.between_steps = False
-            result = train_step(parts, stop_requested=parts.stop_requested)
-            check_finite(result)
-            check_updates(result, parts.run)
-            self.between_steps = True
-            for hook in self.hooks:
-                self._call(hook, "after_step", parts, result)
-            stopped = result.stop and state.step < goal
+            mode = parts.run.trainer.sync_debug if made >= FIRST_STEPS else "none"
+            with sync_checks(parts.world.device, mode):
+                self.launched.append(make(parts, stop_requested=parts.stop_requested))
+            made += 1
+            waits = self._waits()
+            known = self.launched if waits else self.launched[:-AHEAD]
+            parts.stops = any(step.stop for step in known)
+            if waits or parts.stops:
+                self._tell()
+            stopped = parts.stops or (self._works_between() and self._asked())
         for hook in self.hooks:
             self._call(hook, "finish", parts)
-        return stopped
+        return stopped and state.step < goal
+
+    def _waits(self) -> bool:
+        """Whether the step that was launched last is waited for, the same on every rank."""
+        parts = self.parts
+        run = parts.run
+        step = parts.state.step
+        if not parts.world.device.runs_ahead or step == run.trainer.train_iters or step % run.log.interval == 0:
+            return True
+        if len(self.launched) == MOST_BEHIND:
+            return True
+        return self._works_between() or any(hook.waits_for(parts, step) for hook in self.hooks)
+
+    def _works_between(self) -> bool:
+        """Whether the run evaluates or saves after this step, which may take long."""
+        run = self.parts.run
+        step = self.parts.state.step
+        return any(every and step % every == 0 for every in (run.trainer.eval_interval, run.checkpoint.save_interval))
+
+    def _asked(self) -> bool:
+        """Whether a rank was asked to stop, the same on every rank; all ranks call it together."""
+        parts = self.parts
+        return parts.state.step < parts.run.trainer.train_iters and bool(
+            reduce_report(parts.world, (), parts.stop_requested).stops
+        )
+
+    def _tell(self) -> None:
+        """Wait for the device, and tell the hooks of the steps up to the first that went wrong.
+
+        Raises:
+            TrainingError: see `fit`.
+        """
+        results = [step.result() for step in self.launched]
+        self.launched.clear()
+        whole = []
+        fault = None
+        for result in results:
+            try:
+                check_finite(result)
+                check_updates(result, self.parts.run)
+            except TrainingError as error:
+                fault = error
+                break
+            whole.append(result)
+        self.between_steps = fault is None
+        for result in whole:
+            for hook in self.hooks:
+                self._call(hook, "after_step", self.parts, result)
+        if fault is not None:
+            raise fault
 
     def _call(self, hook: Hook, moment: str, *args: object, **kwargs: object) -> None:
         """One moment of one hook; see `Hook.collective` for its errors."""
@@ -127,14 +198,6 @@ class Trainer:
         if not self.between_steps or not isinstance(error, Exception) or isinstance(error, MtrainError):
             return False
         return self.parts.world.all_reach(f"failed/{self.parts.state.step}", AGREE_S)
-
-    def _listen(self) -> None:
-        def request(number: int, frame: FrameType | None) -> None:
-            self.parts.stop_requested = True
-
-        signal.signal(signal.SIGTERM, request)
-        if signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:  # the local launcher forwards Ctrl-C itself
-            signal.signal(signal.SIGINT, request)
 
 
 def reason(error: BaseException) -> str:

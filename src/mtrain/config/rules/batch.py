@@ -118,13 +118,21 @@ def groups_of_micro_batches(run: RunConfig) -> Iterator[Finding]:
         yield Finding("MT145", "parallel.microbatch_group_size_per_vp_stage", rule, (usual, *more))
 
 
-@rule(Code("MT134", example="trainer.profile_step=1000"), reads="trainer.profile_step trainer.train_iters")
+@rule(
+    Code("MT134", example="trainer.profile_step=1000"),
+    reads="trainer.profile_step trainer.train_iters trainer.profile_ranks parallel.ranks",
+)
 def profile_within_run(run: RunConfig) -> Iterator[Finding]:
-    """The profiled step is one of the run."""
+    """The profiled step and ranks are of the run."""
     t = run.trainer
     if t.profile_step is not None and t.profile_step > t.train_iters:
         rule = f"step {t.profile_step} never comes: the run has {t.train_iters} steps"
         yield Finding("MT134", "trainer.profile_step", rule, ({"trainer.profile_step": t.train_iters},))
+    ranks = run.parallel.ranks or 1
+    last = max(t.profile_ranks, default=0)
+    if t.profile_step is not None and last >= ranks:
+        rule = f"there is no rank {last}: the run has {ranks}, from 0 on"
+        yield Finding("MT134", "trainer.profile_ranks", rule, ({"trainer.profile_ranks": (0,)},))
 
 
 @rule(Code("MT135", example="trainer.soft_timeout_s=700"), reads="trainer.soft_timeout_s trainer.timeout_s")

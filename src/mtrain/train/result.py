@@ -1,0 +1,89 @@
+"""The result of a step, and a step whose end the device has not come to yet."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from mtrain.train.readings import Clock, Means, Reading
+
+REPORT = 6
+"""Numbers of `summed_report`; one behind them is the norm of the gradient, where the host did not wait for it."""
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """What one step did, the same on every rank."""
+
+    step: int
+    loss: float
+    """Mean cross entropy of the global batch in nats, as `trainer.loss_average` says."""
+    grad_norm: float
+    """Global norm of the gradient before clipping; not a number where it overflowed in fp16."""
+    lr: float
+    """The rate that the update had, or would have had."""
+    z_loss: float
+    """What z-loss adds to the loss in the mean; 0 without `trainer.z_loss_coeff`."""
+    token_accuracy: float
+    """The share of `tokens` with the largest logit; 0 without `log.token_accuracy`."""
+    updated: bool
+    """False where the update was skipped: an overflow in fp16, or a norm above `optim.skip_above_grad_norm`."""
+    skipped_updates: int
+    """Updates skipped in a row, up to this step."""
+    loss_scale: float | None
+    """fp16: the factor on the loss of this step."""
+    loss_scale_may_fall: bool
+    """Whether skipping updates lowers the loss scale: there is one, above its floor."""
+    tokens: int
+    """Predictions that count."""
+    computed: int
+    """Tokens that speed counts: the same, or all of the samples where some of them alone are learned."""
+    batch_size: int
+    """Samples that it took."""
+    consumed_samples: int
+    stop: bool
+    """A rank was asked to stop."""
+    seconds: dict[str, float] = field(default_factory=dict)
+    """Time of this rank by phase: data, forward_backward, optimizer, and all of the step; data_wait: the part of data
+    in which samples were waited for that were not read yet."""
+
+    def result(self) -> StepResult:
+        """Itself: the device is past it, other than `Launched`."""
+        return self
+
+    @property
+    def data_wait_share(self) -> float:
+        """The share of the step in which this rank waited for samples."""
+        return min(1.0, self.seconds["data_wait"] / max(self.seconds["step"], 1e-9))
+
+
+class Launched:
+    """A step whose work was given to the device; what it did is known once the device has come to its end."""
+
+    def __init__(self, reading: Reading, clock: Clock, known: dict[str, Any]) -> None:
+        self._reading = reading
+        self._clock = clock
+        self._known = known
+
+    @property
+    def stop(self) -> bool:
+        """Whether a rank was asked to stop before this step; waits for the end of the step."""
+        return Means.of(self._reading.read()).stops > 0
+
+    def result(self) -> StepResult:
+        """The result of the step; waits for its end."""
+        row = self._reading.read()
+        means = Means.of(row)
+        known = dict(self._known)
+        known["computed"] = known["computed"] or means.tokens
+        if len(row) > REPORT:
+            known["grad_norm"] = row[REPORT]
+        return StepResult(
+            loss=means.loss,
+            z_loss=means.z_loss,
+            token_accuracy=means.token_accuracy,
+            tokens=means.tokens,
+            stop=means.stops > 0,
+            seconds=self._clock.seconds(),
+            **known,
+        )

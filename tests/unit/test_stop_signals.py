@@ -1,0 +1,26 @@
+"""Signals that ask a run to stop: noted where they are named, and left as they were where a process ignores them."""
+
+from __future__ import annotations
+
+import signal
+
+from mtrain.config.groups import TrainerConfig
+from tests.support.forked import run_alone
+
+
+def test_signals_that_are_named_are_noted_and_ignored_ones_stay_ignored() -> None:
+    def job() -> tuple[list[str], bool]:
+        from mtrain.train.stopping import StopRequest
+
+        signal.signal(signal.SIGHUP, signal.SIG_IGN)  # as under nohup
+        noted = []
+        for name in TrainerConfig().stop_signals:
+            request = StopRequest()
+            request.listen(TrainerConfig().stop_signals)
+            signal.raise_signal(signal.Signals[name])
+            noted += [name] * request.asked
+        signal.signal(signal.SIGUSR1, signal.SIG_DFL)
+        StopRequest().listen(("SIGTERM",))
+        return noted, signal.getsignal(signal.SIGUSR1) is signal.SIG_DFL
+
+    assert run_alone(job) == (["SIGTERM", "SIGINT", "SIGUSR1", "SIGUSR2"], True)
