@@ -6,19 +6,16 @@ from typing import Any
 
 import pytest
 
-from mtrain.config.model import MoEConfig
 from mtrain.config.run import RunConfig
 from tests.support.captured import let_capture
 from tests.support.forked import run_ranks
 from tests.support.runs import tiny_run, train_steps
 
-MOE = {"moe": MoEConfig(num_experts=4, ffn_hidden_size=64)}
 # Model, modules that are captured, and how many sums of a forward of its four layers norms make.
 CASES: dict[str, tuple[dict[str, Any], tuple[str, ...], int]] = {
     "whole layers": ({}, (), 4),
     "attention alone": ({}, ("attn",), 0),
     "MLPs alone, LayerNorm and biases": ({"normalization": "LayerNorm", "add_bias_linear": True}, ("mlp",), 0),
-    "routers, beside attention": (MOE, ("attn", "moe_router"), 0),
     "a norm of queries and keys, post-norms": ({"qk_layernorm": True, "norm_placement": "pre_and_post"}, (), 4),
     "two predictions more": ({"mtp_num_layers": 2, "mtp_loss_scaling_factor": 0.3}, (), 6),
 }
@@ -65,6 +62,14 @@ def test_captured_layers_train_as_others(name: str) -> None:
     found, made = _steps(tiny_run(model=model, trainer=graphs))
     assert found == [pytest.approx(step, rel=1e-5) for step in right]  # norms round sums of their own otherwise
     assert made == sums, "a sum made by the norm of another graph, or none by that of the same"
+
+
+def test_products_that_add_to_gradients_are_captured() -> None:
+    run = tiny_run()
+    fused = run.model_copy(update={"kernels": run.kernels.model_copy(update={"gradient_accumulation_fusion": True})})
+    graphs = fused.trainer.model_copy(update={"cuda_graph_impl": "local"})
+    found, _ = _steps(fused.model_copy(update={"trainer": graphs}))
+    assert found == [pytest.approx(step, rel=1e-5) for step in _steps(run)[0]]
 
 
 def test_a_norm_of_a_captured_graph_is_not_taken_for_that_of_a_replay() -> None:
