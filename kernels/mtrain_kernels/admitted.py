@@ -1,9 +1,9 @@
 """Which kernels have run on which generation of GPUs: what `auto` may take there without being asked.
 
-`admitted.json` says it, for each generation (sm_90 is 90) and op with the device, commit and date of the run. It is made
-of committed results: `python -m mtrain_kernels.admitted benchmarks/results/gpu/*/summary.json` writes it, and prints
-what it admits. An op is admitted where its units of parity passed, or somebody decided about each that failed; what a
-later file says of an op counts.
+`admitted.json` says it, for each generation (sm_90 is 90) and op with the device, commit and date of the run. It is
+made of committed results: `python -m mtrain_kernels.admitted benchmarks/results/gpu/*/summary.json` writes it, and
+prints what it admits. An op is admitted where its units of parity passed, or somebody decided about each that failed;
+what a later file says of an op counts.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ DECIDED: dict[str, dict[str, str]] = {
     "84aa4de": {
         "attention llama3_8b": "the tolerance was no bound: torch's own kernel exceeded it, too; see roundings.py",
         "attention_capped llama3_8b": "the tolerance was no bound; see roundings.py",
-        "rms_norm_residual_fp8 llama3_8b": "two sums of a row in two orders: what was quantised was off by a last bit "
-        "of bf16 from what was written, and either was right; mended since, not run again",
+        "rms_norm_residual_fp8 llama3_8b": "two sums of a row in two orders: what was quantised was a last bit of "
+        "bf16 off what was written, and either was right; mended since, not run again",
         "edges of functions": "the reciprocal of subnormal numbers, for which nobody asks; see runtime.reciprocal",
     },
 }

@@ -108,7 +108,7 @@ def test_a_tolerance_of_a_whole_tensor_is_no_bound() -> None:
     ("fault", "name"), [("delta", "causal"), ("scale", "causal"), ("a tile", "causal"), ("slope", "all of it")]
 )
 def test_a_fault_is_beyond_the_limits(fault: str, name: str) -> None:
-    with pytest.raises(AssertionError, match="gradient of [qk]"):
+    with pytest.raises(AssertionError, match=r"gradient of [qk]"):
         parity.check(partial(fused, fault), definition, inputs(name), tolerance=limits)
 
 

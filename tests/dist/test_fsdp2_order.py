@@ -19,7 +19,7 @@ def _run(**parallel: Any) -> RunConfig:
 
 
 def _gradients(run: RunConfig) -> list[tuple[bool, str, bool]]:
-    """Of each weight after a step of two micro-batches: hooks, the dtype of its gradient, and whether any is there."""
+    """For each weight after two micro-batches: has it hooks, the dtype of its gradient, and has FSDP2 added to it."""
     from mtrain.train.assemble import assemble, splits_of
     from mtrain.train.step import gradients
     from mtrain.world.init import joined

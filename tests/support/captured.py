@@ -1,4 +1,4 @@
-"""CUDA graphs on a CPU: what torch did while a graph was captured is done again, in the same memory, at each replay."""
+"""CUDA graphs on a CPU: a replay does what torch did during a capture again, in the same memory."""
 
 from __future__ import annotations
 

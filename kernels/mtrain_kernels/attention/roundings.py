@@ -2,19 +2,20 @@
 
 Every fused kernel, torch's and ours, multiplies in half precision and adds up in fp32. Beside the results it rounds
 the probabilities before they meet values, or gradients of outputs, and the gradients of the logits before they meet
-keys or queries; and it takes the part that a row's logits share, the sum of output times its gradient, from the output
-that was rounded. Gradients of key heads that several query heads share may be rounded for each of these. Everything
-else is in fp32, which is 2^-16 of it.
+keys or queries. The part that a row's logits share, the sum of output times its gradient, is of the rounded output.
+Gradients of key heads that several query heads share may be rounded for each of these. Everything else is in fp32,
+whose roundings are 2^-16 of those.
 
 A rounding to nearest is off by at most the unit roundoff u times the number, and in a long sum as often up as down:
 errors of n terms do not grow with the sum of their sizes but with the root of the sum of their squares (Higham and
-Mary 2019, doi:10.1137/18M1226312). An error that is uniform in [-u, u] has the variance u^2 / 3 and no heavier tails
+Mary 2019, doi:10.1137/18M1226312). An error that is uniform in [-u, u] has the variance u^2 / 3, and no heavier tails
 than a normal one of that variance, so that of `size` elements one is farther off than
 
     u |exact| + u sqrt(2 ln(2 size / CHANCE) / 3) sqrt(sum of squares of what was rounded)
 
-in at most `CHANCE` of all draws. It is a bound of each element. A tolerance relative to the root mean square of a whole
-tensor is none: a causal query that sees few keys has gradients, and errors, many times those of one that sees many.
+in at most `CHANCE` of all draws. It is a bound of each element. A tolerance relative to the root mean square of a
+whole tensor is none: a causal query that sees few keys has gradients, and errors, many times those of one that sees
+many.
 """
 
 from __future__ import annotations

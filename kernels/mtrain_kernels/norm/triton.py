@@ -22,9 +22,9 @@ PIECE = 4096  # columns at a time where there are more
 def _along(x, ROWS: tl.constexpr):
     """The sum of each row, the same number for all that follows of it.
 
-    Where y is written in one layout and its codes in another, Triton 3.6 makes the row and its sum in both, and the two
-    sums, in two orders, differ in the last bit now and then: what is quantised is then not what is written. Of one row
-    the sum is a scalar, which has no layout.
+    Where y is written in one layout and its codes in another, Triton 3.6 makes the row and its sum in both. The two
+    sums, in two orders, differ in the last bit now and then, and what is quantised is then not what is written. The
+    sum of a single row is a scalar, which has no layout.
     """
     along = tl.sum(x, axis=1)
     if ROWS == 1:

@@ -250,7 +250,7 @@ PATCHES: tuple[Patch, ...] = (
     Patch(
         "captured-inputs",
         "transformer/cuda_graphs.py:981",
-        "After its forward is captured, a layer's input is memory that other layers' gradients are written to, though "
+        "After its forward is captured, a layer's input is memory that gradients of other layers go to, though "
         "its own backward reads it: gradients silently many times too large from the second step on.",
         "everywhere",
         patching_recompute.captured_inputs,

@@ -26,8 +26,8 @@ class ResidualNorm(Norm):
         """`x` [..., hidden_size] normalised; or its sum with `residual`, in their shape and dtype."""
         if x is None or residual is None:
             ahead, self._ahead = self._ahead, None
-            # whoever replays a captured layer gives the same tensor a new node: the norm that was made ahead is of the
-            # graph of the capture, through which a backward has gone
+            # a replayed layer gives the same tensor a new node: what was made ahead is of the graph of the capture,
+            # through which a backward has gone
             if ahead is not None and ahead[0] is x and ahead[1] is x.grad_fn:
                 return ahead[2]
             return super().forward(x)
