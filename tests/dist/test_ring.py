@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 
 from tests.support import tiny
+from tests.support.covering import some
 from tests.support.forked import run_ranks
 
 TOKENS, HEADS = 24, 4
@@ -53,7 +54,7 @@ def _attended(cp: int, options: dict[str, Any], waits: bool) -> list[torch.Tenso
     return [out.detach(), *torch.autograd.grad((out * weight).sum(), inputs)]
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", some(KINDS, ["p2p"]))
 def test_what_is_overlapped_has_the_bits_of_what_waits(kind: str) -> None:
     cp, options = KINDS[kind]
     for apart, together in zip(
