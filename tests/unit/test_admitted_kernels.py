@@ -14,6 +14,7 @@ from mtrain.config import kernels
 from mtrain.config.compose import compose
 from mtrain.config.resolve import Machine, resolve
 from mtrain.config.run import RunConfig
+from mtrain.plan.report import notes
 
 RESULTS = Path(__file__).parents[2] / "benchmarks/results/gpu"
 GPU = Machine(cpu_cores=8, memory_bytes=1 << 40, gpus=1, triton=True)
@@ -129,3 +130,13 @@ def test_the_record_is_what_the_committed_results_admit() -> None:
         pytest.skip("no results of a GPU are committed")
     made = admitted.gathered((json.loads(path.read_text()) for path in files), ops())
     assert admitted.RECORD.read_text() == admitted.text_of(made)
+
+
+def test_a_plan_made_elsewhere_says_who_does_what_no_result_admits() -> None:
+    laptop = Machine(cpu_cores=2, memory_bytes=1 << 34)
+    assert _words(_run("cluster=b200", laptop)) == dict.fromkeys(_words(_run("cluster=h100", laptop)))
+    assert not any("committed results" in note for note in notes(_run("cluster=h100", laptop)))
+    (said,) = (note for note in notes(_run("cluster=b200", laptop)) if "committed results" in note)
+    assert "on sm_100 others do rope, moe_router, moe_permute, loss, optimizer, unless kernels.rope=triton" in said
+    named = notes(_run("cluster=b200 kernels=triton", laptop))
+    assert not any("committed results" in note for note in named)

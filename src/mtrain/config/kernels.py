@@ -149,6 +149,23 @@ def reasons(run: RunConfig, machine: Facts) -> dict[str, str]:
     return {name: f"{why}; {more[name]}" if name in more else why for name, why in out.items()}
 
 
+def left_to_others(run: RunConfig, machine: Facts) -> list[str]:
+    """Operations of a run that `auto` would do by Triton, had its kernels been run on this generation of GPUs."""
+    device = run.cluster.device
+    if not facts_of(device).cuda_kernels:
+        return []
+    found = []
+    for op in OPERATIONS:
+        chosen = stands_for(op, run, machine)
+        if chosen is None:  # it is named, or no operation of this model
+            continue
+        why = _auto(op, run, device, machine)[1].get("triton")
+        if chosen != run.kernels.default and why is not None and why == _not_run(op.name, run):
+            found.append(op.name)
+        run = run.model_copy(update={"kernels": run.kernels.model_copy(update={op.name: chosen})})
+    return found
+
+
 def summary(run: RunConfig) -> str:
     """Implementation by implementation, the operations of a resolved run: `triton: rope, loss; te: norm`."""
     by_word: dict[str, list[str]] = {}
@@ -276,8 +293,6 @@ def _unwanted(op: str, word: str, run: RunConfig, device: str, machine: Facts) -
     facts = facts_of(device)
     if facts.on_host and word == "triton" and machine.triton_interpreted:
         return "Triton's interpreter is for tests: it takes a millisecond for what a GPU does in a microsecond"
-    if word == "triton" and facts.cuda_kernels and (why := _not_run(op, run)):
-        return why
     if op == "optimizer" and word == "torch":
         return None
     if facts.on_host and word == "torch":
@@ -297,7 +312,7 @@ def _unwanted(op: str, word: str, run: RunConfig, device: str, machine: Facts) -
         return f"torch's kernels know no {what} of scores but as a number for each pair" if what else None
     if op == "activation" and word == "triton" and run.kernels.linear == "te":
         return "megatron-core's fused activations go with TransformerEngine's layers"
-    return None
+    return _not_run(op, run) if word == "triton" and facts.cuda_kernels else None
 
 
 def _not_run(op: str, run: RunConfig) -> str | None:
