@@ -111,9 +111,10 @@ def functions(device: Any) -> dict[str, str]:
         "greatest_finite": reference.finite_amax(x, 1)[:, None].expand_as(x),
     }
     wide = x.double()
+    normal = torch.where(x.abs() < LEAST, torch.copysign(torch.zeros_like(x), x), x).double()
     near = {
         "exp2": wide.clamp(-200, 200).exp2(),  # of those above it is infinite in either
-        "reciprocal": 1 / wide,
+        "reciprocal": 1 / normal,  # of which it is defined: subnormal numbers count as 0
         "sigmoid": 1 / (1 + (-wide).exp()),
     }
     found = {name: _other(applied(name, x), wanted, 0.0) for name, wanted in exact.items()}

@@ -6,7 +6,7 @@ import importlib
 import importlib.util
 import sys
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -18,6 +18,9 @@ from torch import Tensor
 # evaluated in fp64 on the same inputs.
 TOLERANCE = {torch.float64: 1e-10, torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}
 
+Limits = Callable[[Mapping[str, Any], Mapping[str, Tensor]], Mapping[str, Tensor]]
+"""Of inputs by name and gradients of outputs by name, the largest error of each element of results, by name."""
+
 
 def check(
     op: Callable[..., Any],
@@ -26,7 +29,7 @@ def check(
     *,
     exact: bool = False,
     upcast: bool = True,
-    tolerance: float | None = None,
+    tolerance: float | Limits | None = None,
     seed: int = 0,
 ) -> None:
     """Asserts that `op(**inputs)` and the gradient of each input with requires_grad equal those of `reference`.
@@ -34,7 +37,8 @@ def check(
     Memory that `op` allocates is poisoned. `upcast` evaluates the reference in fp64 (turn it off where the
     rounding is part of the definition); `exact` wants every bit. Errors are measured against `TOLERANCE` of the
     coarsest dtype among inputs and results, or `tolerance`, relative to the element and to the tensor's root mean
-    square. Not-a-number and infinity must stand at the same places. Raises `AssertionError` naming the tensor.
+    square; or they are held to the `Limits` of each element, which know names as they stand in messages. Not-a-number
+    and infinity must stand at the same places. Raises `AssertionError` naming the tensor.
     """
     with poisoned():
         found = _values_and_gradients(op, inputs, seed, None)
@@ -42,9 +46,12 @@ def check(
     assert found.keys() == wanted.keys(), f"results {list(found)} instead of {list(wanted)}"
     dtypes = [t.dtype for t in (*inputs.values(), *found.values()) if isinstance(t, Tensor)]
     coarsest = max((TOLERANCE[dtype] for dtype in dtypes if dtype in TOLERANCE), default=0.0)
+    limits = tolerance(inputs, _directions(found, seed)) if callable(tolerance) else {}
     for name, value in found.items():
         if exact:
             torch.testing.assert_close(value, wanted[name].to(value.dtype), rtol=0, atol=0, equal_nan=True, msg=name)
+        elif callable(tolerance):
+            assert_within(name, value, wanted[name], limits[name])
         else:
             assert_near(name, value, wanted[name], coarsest if tolerance is None else tolerance)
 
@@ -108,6 +115,25 @@ def assert_near(name: str, found: Tensor, wanted: Tensor, tolerance: float | Non
     )
 
 
+def assert_within(name: str, found: Tensor, wanted: Tensor, limit: Tensor) -> None:
+    """Asserts shape and values of one tensor, each to its own `limit`; what is no number is within none."""
+    assert found.shape == wanted.shape, f"{name}: shape {tuple(found.shape)} instead of {tuple(wanted.shape)}"
+    a, b = found.double().flatten(), wanted.double().flatten()
+    excess = ((a - b).abs() / (limit.to(b.device).flatten() + 1e-12)).nan_to_num(nan=torch.inf)
+    worst = int(excess.argmax()) if excess.numel() else 0
+    assert not excess.numel() or excess[worst] <= 1, (
+        f"{name}: {a[worst]:.7g} instead of {b[worst]:.7g}, {excess[worst]:.3g} times its limit; "
+        f"{int((excess > 1).sum())} of {excess.numel()} elements are off"
+    )
+
+
+def _directions(values: Mapping[str, Tensor], seed: int) -> dict[str, Tensor]:
+    """Gradients of outputs: the same numbers in every dtype."""
+    generator = torch.Generator().manual_seed(seed)
+    names = [name for name in values if name.startswith("output ")]
+    return {name: torch.randn(values[name].shape, generator=generator).bfloat16() for name in names}
+
+
 def _values_and_gradients(
     function: Callable[..., Any], inputs: dict[str, Any], seed: int, dtype: torch.dtype | None
 ) -> dict[str, Tensor]:
@@ -116,13 +142,9 @@ def _values_and_gradients(
     outputs = function(**arguments)
     outputs = outputs if isinstance(outputs, tuple | list) else (outputs,)
     values = {f"output {i}": out for i, out in enumerate(outputs) if isinstance(out, Tensor)}
-    generator = torch.Generator().manual_seed(seed)
-    differentiable, directions = [], []
-    for out in values.values():
-        direction = torch.randn(out.shape, generator=generator).bfloat16()  # the same numbers in every dtype
-        if out.requires_grad:
-            differentiable.append(out)
-            directions.append(direction.to(out.device, out.dtype))
+    differentiable = [out for out in values.values() if out.requires_grad]
+    given = _directions(values, seed)
+    directions = [given[name].to(out.device, out.dtype) for name, out in values.items() if out.requires_grad]
     if differentiable and leaves:
         gradients = torch.autograd.grad(differentiable, list(leaves.values()), directions, allow_unused=True)
         for name, gradient in zip(leaves, gradients, strict=True):

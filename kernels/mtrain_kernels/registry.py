@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from mtrain_kernels.parity import Limits
 from mtrain_kernels.runtime import triton_obstacle
 
 log = logging.getLogger(__name__)
@@ -92,7 +93,7 @@ class Case:
     library's name to a function that takes the inputs and returns a call of that library without arguments, or
     raises ImportError. Where `call` changes its inputs in place, `checked(inputs, impl)` does so on copies of them
     with numbers worth comparing, and returns what is to be compared, to the tolerance of bf16. `tolerance` is that of
-    its results in bf16 where kernels round more than once on the way.
+    its results in bf16 where kernels round more than once on the way, or their `parity.Limits`.
     """
 
     name: str
@@ -103,7 +104,7 @@ class Case:
     applies: Callable[[Model], bool] = lambda model: True
     rivals: Mapping[str, Callable[[dict[str, Any]], Callable[[], Any]]] = field(default_factory=dict)
     checked: Callable[[dict[str, Any], str], Any] | None = None
-    tolerance: float | None = None
+    tolerance: float | Limits | None = None
 
 
 @dataclass(frozen=True)

@@ -60,7 +60,11 @@ if HAS_TRITON:
 
     @triton.jit
     def reciprocal(x):
-        """1 / x of fp32, right to 1 ulp; on a GPU 0 where it would be below 2^-126."""
+        """1 / x of fp32, right to 1 ulp; on a GPU 0 where it would be below 2^-126, and a subnormal x counts as 0.
+
+        Nobody gives it one: sigmoids and caps ask for that of 1 + e^x, `quotient` for that of at least 2^-125. A
+        division would ask of each number whether it is too small.
+        """
         if INTERPRETED:
             return 1.0 / x
         return tl.inline_asm_elementwise("rcp.approx.ftz.f32 $0, $1;", "=f,f", [x], tl.float32, True, 1)

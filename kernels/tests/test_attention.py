@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from mtrain_kernels import parity
+from mtrain_kernels import admitted, parity
 from mtrain_kernels.attention import backends, op
 from mtrain_kernels.attention.backends import RULES, Call
 from mtrain_kernels.registry import Unavailable
@@ -156,6 +156,8 @@ def changed(**fields: Any) -> Call:
         (changed(size=264, value_size=264, sink=True), "efficient"),
         (changed(softcap=30.0), "triton"),
         (changed(softcap=30.0, dropout_p=0.1), "reference"),
+        (changed(softcap=30.0, capability=(10, 0)), "reference"),  # where ours has not been run
+        (changed(sink=True, capability=(8, 0)), "efficient"),
         (changed(device="cpu"), "flash"),
         (changed(device="cpu", sink=True), "math"),
     ],
@@ -164,6 +166,7 @@ def test_the_rules_choose(call: Call, chosen: str, monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(backends, "HAS_VARLEN", True)
     monkeypatch.setattr(backends, "HAS_FLASH3", False)
     monkeypatch.setattr(backends, "HAS_TRITON", True)
+    monkeypatch.setattr(admitted, "admitted", lambda: {90: {"attention": {}}})
     found = op._decide.__wrapped__(call, "auto")
     assert found.chosen == chosen
     assert "not installed" in found.rejected["flash3"]

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from mtrain_kernels import parity, tuning
-from mtrain_kernels.attention import flash, op, reference, tiles
+from mtrain_kernels.attention import flash, op, reference, roundings, tiles
 from mtrain_kernels.attention import partial as parts
 from mtrain_kernels.attention.seen import Seen, table
 from mtrain_kernels.attention.tiles import Tile, Widths
@@ -16,7 +16,6 @@ from torch import Tensor
 
 pytest.importorskip("triton")
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-ROUNDED = 3e-2  # of gradients in bf16: probabilities and their gradients are rounded before they are multiplied
 FEATURES: dict[str, dict[str, Any]] = {
     "window": {"window": (9, 0)},
     "sink": {"sink": True},
@@ -78,7 +77,7 @@ def test_each_pair_of_features_is_the_definition_and_its_gradient(names: tuple[s
     ],
 )
 def test_features_in_half_precision(dtype: torch.dtype, names: tuple[str, ...]) -> None:
-    parity.check(ours, definition, inputs(names, dtype), tolerance=ROUNDED)
+    parity.check(ours, definition, inputs(names, dtype), tolerance=roundings.limits)
 
 
 @pytest.mark.full

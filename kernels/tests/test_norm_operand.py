@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from typing import Any
 
 import pytest
@@ -61,6 +64,29 @@ def assert_same(found: Operand, y: Tensor, layout: str | None, format: str, mult
     for a, b, name in both:
         assert (a.dtype, a.shape) == (b.dtype, b.shape), name
         assert torch.equal(bits(a), bits(b)), f"{name}: {int((bits(a) != bits(b)).sum())} differ"
+
+
+COMPILED = """
+import re, torch
+from mtrain_kernels import aot
+from mtrain_kernels.norm import triton
+compiled = {}
+x = torch.empty((8, 4096), dtype=torch.bfloat16, device="meta")
+with aot._compile_only(90, compiled, False):
+    triton.forward(x, x, x[0], x[0], 1e-5, True, True, "blocks", "e4m3", "1x128_power_of_two")
+((_, kernel),) = compiled.values()
+for root in re.findall(r"= math.sqrt .* : ([^ ]*)", kernel.asm["ttgir"]):
+    print(root)
+"""
+
+
+def test_what_is_written_and_what_is_quantised_are_divided_by_one_number() -> None:
+    """A tensor a compiler may make once for each layout, in another order of sums: on a card the bytes differed."""
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    done = subprocess.run(
+        [sys.executable, "-c", COMPILED], env=environment, capture_output=True, text=True, check=True
+    )
+    assert done.stdout.split() == ["f32"]
 
 
 @pytest.mark.covering(1)

@@ -70,3 +70,31 @@ def test_a_scale_is_rounded_once_however_the_reciprocal_is_rounded(ulps: int, co
             q = run(greatest, amax) if corrected else greatest * reciprocal(amax)
             wrong += q != _nearest(Fraction(float(greatest)) / Fraction(float(amax)))
     assert (wrong == 0) == corrected, wrong
+
+
+@pytest.mark.parametrize(("least", "right"), [(-121, True), (-124, False)])
+def test_a_quotient_gives_no_subnormal_number_to_the_reciprocal(least: int, right: bool) -> None:
+    """On a GPU that counts as 0: a scale would be infinite. The least divisor of a scale is 2^-119."""
+
+    def reciprocal(y: Any) -> Any:
+        return np.float32(1 / float(y)) if abs(y) >= 2.0**-126 else np.float32(np.inf)
+
+    run = FunctionType(runtime.quotient.fn.__code__, {"tl": _Finite, "INTERPRETED": False, "reciprocal": reciprocal})
+    draw, wrong = random.Random(0), 0
+    for _ in range(100):
+        x, y = np.float32(draw.uniform(1, 2)), np.float32(draw.uniform(1, 2) * 2.0**least)
+        q = run(x, y)
+        wrong += not np.isfinite(q) or q != _nearest(Fraction(float(x)) / Fraction(float(y)))
+    assert (wrong == 0) == right, wrong
+    for greatest in (448.0, 57344.0):
+        assert greatest / 2.0**126 >= 2.0**-121
+        assert greatest / np.finfo(np.float32).max >= 2.0**-121
+
+
+class _Finite(_Exact):
+    """As `_Exact`; what is infinite stays so."""
+
+    @staticmethod
+    def fma(a: Any, b: Any, c: Any) -> Any:
+        every = [float(x) for x in (a, b, c)]
+        return _Exact.fma(a, b, c) if np.isfinite(every).all() else np.float32(every[0] * every[1] + every[2])

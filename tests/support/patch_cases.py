@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+import pytest
 import torch
 from mtrain_kernels.registry import ops
 from torch.utils._pytree import tree_map
@@ -26,6 +27,7 @@ from mtrain.config.precision import PrecisionConfig
 from mtrain.devices import registry
 from mtrain.mcore import import_core
 from tests.support import tiny, tiny_linear
+from tests.support.captured import let_capture
 from tests.support.engine import import_engine
 from tests.support.forked import RankFailed, run_alone, run_ranks
 from tests.support.runs import tiny_run, train_steps
@@ -357,6 +359,17 @@ def _trains_as_without(optim: dict[str, Any] | None = None, **parallel: Any) -> 
     return FINE if equal else f"loss {loss} instead of {expected}, norm {found} instead of {norm}"
 
 
+def _captured_inputs() -> str:
+    """Whether a second step with captured layers is that of layers that are not."""
+    mcore.install = lambda device: None  # type: ignore[assignment,misc]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("mtrain.mcore.linear._adds_in_place", lambda x, weight: False)
+        _, (_, norm) = train_steps(tiny_run(), 2)
+        let_capture(patch)
+        _, (_, found) = train_steps(tiny_run(trainer={"cuda_graph_impl": "local"}), 2)
+    return FINE if abs(found / norm - 1) < 1e-5 else f"norm {found} instead of {norm}"
+
+
 def _default_norm() -> str:
     from mtrain.mcore import backend
 
@@ -417,6 +430,7 @@ CASES: dict[str, Case] = {
         "NameError: name 'FP8GlobalStateManager'",
     ),
     "recomputed-bias": Case(_recomputed_bias, "mlp.linear_fc2.bias became an output of its own recomputation"),
+    "captured-inputs": Case(_captured_inputs, "norm .* instead of"),
     "short-groups": Case(_short_groups, "IndexError: index 3 is out of range"),
     "refilled-outputs": Case(_refilled_outputs, "RuntimeError: Ninja is required"),
     "offloaded-shards": Case(

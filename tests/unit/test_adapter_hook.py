@@ -270,3 +270,34 @@ def test_code_is_only_taken_from_files_that_nobody_else_can_write(
     file.unlink()
     file.symlink_to(tmp_path / "elsewhere")
     assert code_cache.load("key") is None
+
+
+QUIET = """
+import importlib, sys, tempfile, warnings
+import torch
+sys.pycache_prefix = tempfile.mkdtemp()  # what comes is compiled, as where a package was just installed
+from mtrain import mcore
+from mtrain.config import engine
+from mtrain.devices.cpu import CPU
+mcore.install(CPU)
+importlib.import_module("mtrain.train.assemble")
+importlib.import_module("mtrain.models.gpt.build")
+for folder in (engine.folder(), "elsewhere"):
+    compile("'\\\\-'", f"{folder}/escapes.py", "exec")
+"""
+
+
+def test_importing_the_engine_says_nothing_that_a_user_cannot_change(tmp_path: Path) -> None:
+    shown = [f"-Wdefault::{kind}" for kind in ("UserWarning", "SyntaxWarning")]
+    shown.append("-Wdefault:invalid escape:DeprecationWarning")  # what Python 3.11 calls it
+    done = subprocess.run(
+        [sys.executable, *shown, "-c", QUIET],
+        env={**os.environ, "MTRAIN_CACHE": str(tmp_path)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    said = [line for line in done.stderr.splitlines() if "Warning" in line]
+    assert [line for line in said if "megatron" in line] == []
+    assert any(line.startswith("elsewhere/escapes.py") for line in said), "of others it is still said"

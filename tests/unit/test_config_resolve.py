@@ -124,7 +124,7 @@ def test_more_processes_than_cores_is_a_warning() -> None:
 def test_the_optimizer_is_ours_on_a_gpu_and_where_state_has_low_precision(
     keys: dict[str, Any], laptop: str, gpu: str, without_triton: str
 ) -> None:
-    run = tiny(**keys)
+    run = tiny(**keys, cluster__sm=90)
     found = [resolve(run, m).kernels.optimizer for m in (LAPTOP, replace(GPUS, triton=True), GPUS)]
     assert found == [laptop, gpu, without_triton]
 
@@ -151,12 +151,12 @@ def test_auto_takes_the_first_that_can_run() -> None:
     assert set(_words(resolve(tiny(model__moe=MOE), LAPTOP)).values()) == {"reference"}
     assert set(_words(resolve(tiny(model__moe=MOE), INTERPRETED)).values()) == {"reference"}
     assert set(_words(resolve(tiny(cluster__device="cpu"), GPUS)).values()) == {"reference"}
-    engine = _words(resolve(tiny(), replace(GPUS, triton=True)))
+    engine = _words(resolve(tiny(cluster__sm=90), replace(GPUS, triton=True)))
     assert engine == {
         **dict.fromkeys(("norm", "attention", "linear"), "te"),
         **{"rope": "triton", "loss": "triton", "activation": "reference"},
     }
-    plain = _words(resolve(tiny(model__moe=MOE, precision__dtype="bf16"), TRITON))
+    plain = _words(resolve(tiny(model__moe=MOE, precision__dtype="bf16", cluster__sm=90), TRITON))
     assert (plain["norm"], plain["attention"], plain["linear"]) == ("triton", "torch", "reference")
     assert (plain["experts"], plain["activation"], plain["moe_permute"]) == ("triton", "triton", "triton")
     bare = replace(TRITON, triton=False)
@@ -181,7 +181,7 @@ def test_auto_takes_the_first_that_can_run() -> None:
 def test_attention_is_tritons_where_torch_would_write_scores_out(
     keys: dict[str, Any], auto: str, triton: str
 ) -> None:
-    run = tiny(**keys, precision__dtype="bf16")
+    run = tiny(**keys, precision__dtype="bf16", cluster__sm=90)
     assert resolve(run, TRITON).kernels.attention == auto
     assert resolve(tiny(**keys, kernels__default="triton"), TRITON).kernels.attention == triton
     assert resolve(run, replace(TRITON, triton=False)).kernels.attention == "torch"
@@ -189,7 +189,8 @@ def test_attention_is_tritons_where_torch_would_write_scores_out(
 
 
 def test_experts_are_routed_to_by_lists_where_kernels_do_it_and_nobody_needs_a_map() -> None:
-    run = resolve(tiny(model__moe=MOE, precision__dtype="bf16"), TRITON)
+    here = {"precision__dtype": "bf16", "cluster__sm": 90}
+    run = resolve(tiny(model__moe=MOE, **here), TRITON)
     assert routes_by_lists(run)
     for keys in (
         {"kernels__moe_router": "reference"},
@@ -197,8 +198,8 @@ def test_experts_are_routed_to_by_lists_where_kernels_do_it_and_nobody_needs_a_m
         {"model__moe": {**MOE, "expert_capacity_factor": 1.0}},
         {"model__moe": {**MOE, "token_dispatcher_type": "flex"}},
     ):
-        assert not routes_by_lists(resolve(tiny(**{"model__moe": MOE, "precision__dtype": "bf16", **keys}), TRITON))
-    assert not routes_by_lists(resolve(tiny(precision__dtype="bf16"), TRITON))
+        assert not routes_by_lists(resolve(tiny(**{"model__moe": MOE, **here, **keys}), TRITON))
+    assert not routes_by_lists(resolve(tiny(**here), TRITON))
     assert not routes_by_lists(resolve(tiny(model__moe=MOE), LAPTOP))
 
 

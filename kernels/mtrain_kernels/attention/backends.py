@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from mtrain_kernels.admitted import missing
 from mtrain_kernels.attention import reference
 from mtrain_kernels.attention.tiles import WIDEST
 from mtrain_kernels.runtime import HAS_TRITON, triton_obstacle
@@ -193,6 +194,9 @@ def unwanted(name: str, call: Call) -> str | None:
     """Why `auto` passes a backend over that can run, or None."""
     if name == "triton" and call.device == "cpu":
         return "Triton's interpreter is for tests"
+    generation = 10 * call.capability[0] + call.capability[1]
+    if name == "triton" and call.device == "cuda" and missing(generation, ["attention"]):
+        return f"has not been run on sm_{generation} yet"
     return None
 
 

@@ -12,16 +12,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mtrain_kernels.attention import backends, flash, reference
+from mtrain_kernels.attention import backends, flash, reference, roundings
 from mtrain_kernels.attention.backends import RULES, Call
 from mtrain_kernels.attention.seen import Seen
 from mtrain_kernels.registry import Case, Cost, Implementation, Model, Op, Unavailable
 from mtrain_kernels.runtime import GRID
 
 log = logging.getLogger(__name__)
-
-ROUNDED = 3e-2
-"""Tolerance of gradients in bf16: fused kernels round probabilities and their gradients on the way."""
 
 
 @dataclass(frozen=True)
@@ -298,7 +295,7 @@ OPS = (
                 lambda inputs, impl: attention(**inputs, impl=impl),
                 forward=_cost(2, 1),
                 backward=_cost(5, 2),
-                tolerance=ROUNDED,
+                tolerance=roundings.limits,
             ),
             Case(
                 "attention_capped",
@@ -306,7 +303,7 @@ OPS = (
                 lambda inputs, impl: attention(**inputs, impl=impl),
                 forward=_capped_cost(2, 1),
                 backward=_capped_cost(5, 2),
-                tolerance=ROUNDED,
+                tolerance=roundings.limits,
             ),
         ),
         launch=_launch,

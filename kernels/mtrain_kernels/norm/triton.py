@@ -19,6 +19,20 @@ PIECE = 4096  # columns at a time where there are more
 
 
 @triton.jit
+def _along(x, ROWS: tl.constexpr):
+    """The sum of each row, the same number for all that follows of it.
+
+    Where y is written in one layout and its codes in another, Triton 3.6 makes the row and its sum in both. The two
+    sums, in two orders, differ in the last bit now and then, and what is quantised is then not what is written. The
+    sum of a single row is a scalar, which has no layout.
+    """
+    along = tl.sum(x, axis=1)
+    if ROWS == 1:
+        along = tl.zeros([1], tl.float32) + tl.sum(along, axis=0)
+    return along
+
+
+@triton.jit
 def forward_kernel(
     x_ptr,
     residual_ptr,
@@ -66,10 +80,10 @@ def forward_kernel(
         tl.store(total_ptr + at, total, mask=inside)
         x = total.to(tl.float32)
     if SUBTRACT_MEAN:
-        mean = tl.sum(x, axis=1) / width
+        mean = _along(x, ROWS) / width
         tl.store(mean_ptr + row, mean, mask=row < rows)
         x = tl.where(inside, x - mean[:, None], 0.0)
-    rstd = 1.0 / tl.sqrt(tl.sum(x * x, axis=1) / width + eps)
+    rstd = 1.0 / tl.sqrt(_along(x * x, ROWS) / width + eps)
     tl.store(rstd_ptr + row, rstd, mask=row < rows)
     weight = tl.load(weight_ptr + column, mask=column < width, other=0.0).to(tl.float32)
     if ZERO_CENTERED:

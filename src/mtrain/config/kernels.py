@@ -6,6 +6,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+from mtrain_kernels.admitted import missing
+
 from mtrain.config.devices import facts_of, with_cuda_kernels
 from mtrain.config.fusions import fusions
 from mtrain.config.optimizers import OPTIMIZERS
@@ -76,6 +78,23 @@ OPERATIONS = (
 """All of them, in the order of the keys of `kernels`."""
 
 
+PARTS: dict[str, tuple[str, ...]] = {
+    "linear": ("fp8_linear", "quantize"),
+    "experts": ("grouped_gemm",),
+    "loss": ("cross_entropy", "linear_cross_entropy"),
+}
+"""Ops of `mtrain_kernels` that do an operation by Triton; the others have its name."""
+
+
+def parts_of(op: str, run: RunConfig) -> tuple[str, ...]:
+    """Ops of `mtrain_kernels` whose kernels run where an operation of this run is Triton's."""
+    parts = PARTS.get(op, (op,))
+    if op == "experts" and run.precision.quantized in OURS:
+        parts += ("fp8_grouped", "quantize")
+    whole = op == "optimizer" and OPTIMIZERS[run.optim.name].whole_matrices is not None
+    return (*parts, "newton_schulz") if whole else parts
+
+
 OURS = ("tensorwise", "blockwise")
 """Recipes of precision.fp8 that linear layers and experts of ours know."""
 WIDEST_HEAD = 256
@@ -128,6 +147,23 @@ def reasons(run: RunConfig, machine: Facts) -> dict[str, str]:
         out[op.name] = (refused or "the first that can run") if word == impl else "named"
     more = fusions(run)
     return {name: f"{why}; {more[name]}" if name in more else why for name, why in out.items()}
+
+
+def left_to_others(run: RunConfig, machine: Facts) -> list[str]:
+    """Operations of a run that `auto` would do by Triton, had its kernels been run on this generation of GPUs."""
+    device = run.cluster.device
+    if not facts_of(device).cuda_kernels:
+        return []
+    found = []
+    for op in OPERATIONS:
+        chosen = stands_for(op, run, machine)
+        if chosen is None:  # it is named, or no operation of this model
+            continue
+        why = _auto(op, run, device, machine)[1].get("triton")
+        if chosen != run.kernels.default and why is not None and why == _not_run(op.name, run):
+            found.append(op.name)
+        run = run.model_copy(update={"kernels": run.kernels.model_copy(update={op.name: chosen})})
+    return found
 
 
 def summary(run: RunConfig) -> str:
@@ -270,12 +306,25 @@ def _unwanted(op: str, word: str, run: RunConfig, device: str, machine: Facts) -
         return why
     if (op, word) == ("experts", "torch") and (run.cluster.sm or 0) >= 100:
         return "torch's grouped product is wrong for experts without tokens on sm_100 (pytorch issue 172439)"
-    if (op, word) == ("attention", "torch") and obstacle(op, "triton", run, device, machine) is None:
+    triton_could = obstacle(op, "triton", run, device, machine) is None and not _not_run(op, run)
+    if (op, word) == ("attention", "torch") and triton_could:
         what = "sinks" if run.model.softmax_type != "vanilla" else "caps" if run.model.attn_logit_softcapping else ""
         return f"torch's kernels know no {what} of scores but as a number for each pair" if what else None
     if op == "activation" and word == "triton" and run.kernels.linear == "te":
         return "megatron-core's fused activations go with TransformerEngine's layers"
-    return None
+    return _not_run(op, run) if word == "triton" and facts.cuda_kernels else None
+
+
+def _not_run(op: str, run: RunConfig) -> str | None:
+    """Why Triton's kernels are not taken on a generation of NVIDIA's where nobody has seen them be right, or None."""
+    names = f"kernels.{op}=triton names it"
+    if run.cluster.sm is None:
+        return (
+            f"Triton's kernels are taken where they have run, and cluster.sm does not say which GPU this is: {names}"
+        )
+    new = missing(run.cluster.sm, parts_of(op, run))
+    have = "have" if len(new) > 1 else "has"
+    return f"Triton's {' and '.join(new)} {have} not been run on sm_{run.cluster.sm} yet: {names}" if new else None
 
 
 KEYS = ("default", *(op.name for op in OPERATIONS))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from megatron.core.process_groups_config import ProcessGroupCollection
@@ -15,14 +15,37 @@ from megatron.core.transformer.utils import is_layer_window_attention, make_shar
 from megatron.core.utils import divide
 from mtrain_kernels.attention import flash, op, reference, short
 from mtrain_kernels.attention.partial import merge, partial_attention, with_sink
-from mtrain_kernels.attention.reference import visible
-from mtrain_kernels.attention.seen import Seen, table
+from mtrain_kernels.attention.seen import Seen
 from torch import Tensor, nn
 
 from mtrain.mcore.context import Context
+from mtrain.mcore.places import Places, mask_of, places_of
 
 _CAUSAL = (AttnMaskType.causal, AttnMaskType.padding_causal, AttnMaskType.causal_bottom_right)
 _MASKED = (AttnMaskType.padding, AttnMaskType.padding_causal, AttnMaskType.arbitrary)
+
+
+class _View(NamedTuple):
+    """What the queries of this rank's block see under context parallelism, as a layer asks for it."""
+
+    places: Places
+    here: int
+    causal: bool
+    window: Any
+    cu_seqlens: Tensor | None
+    fused: bool
+    """Whether a kernel of ours takes part of the keys at a time."""
+    ordered: bool
+    """Whether positions are made to ascend within a block."""
+
+    def seen(self, there: int | None) -> Seen:
+        """Of the keys of a block, or of all, for kernels."""
+        limits = self.causal, self.window, self.cu_seqlens
+        return self.places.seen(self.here, there, *limits, ordered=self.ordered)
+
+    def mask(self, there: int | None) -> Tensor | None:
+        """The same as a mask."""
+        return self.places.mask(self.here, there, self.causal, self.window, self.cu_seqlens)
 
 
 class CoreAttention(MegatronModule):
@@ -115,11 +138,12 @@ class CoreAttention(MegatronModule):
             mask = None
         else:
             q_at = torch.arange(key.shape[0] - query.shape[0], key.shape[0], device=query.device)
-            mask = self._mask(q_at, torch.arange(key.shape[0], device=query.device), causal, cu_seqlens)
+            k_at = torch.arange(key.shape[0], device=query.device)
+            mask = mask_of(q_at, k_at, causal, self._window, cu_seqlens)
         if hidden is not None:
             if mask is None:
                 at = torch.arange(query.shape[0], device=query.device)
-                mask = self._mask(at, at, causal, None)
+                mask = mask_of(at, at, causal, self._window, None)
             mask = ~hidden if mask is None else mask & ~hidden
         out = self._attend(query, key, value, mask, causal and mask is None)
         return out.squeeze(1) if packed else out
@@ -142,70 +166,56 @@ class CoreAttention(MegatronModule):
         """Attention of this rank's part of the sequence to all of it."""
         if hidden is not None:
             raise NotImplementedError("a padding mask is not sharded over context-parallel ranks")
-        blocks = context.positions(query.shape[0], cu_seqlens, query.device)
-        q_at = blocks[context.block]
+        places, here = places_of(context, query.shape[0], cu_seqlens, query.device), context.block
         fused = op.fuses_parts(query, value, dropout_p=self._dropout_p if self.training else 0.0, impl=self.impl)
+        view = _View(places, here, causal, self._window, cu_seqlens, fused, fused and context.inner is not None)
         if context.kind == "all_gather":
-            key, value = context.gathered(key, value, blocks)
-            k_at = torch.arange(key.shape[0], device=query.device)
+            key, value = context.gathered(key, value, places.sequence())
             if fused:
-                return self._attend_fused(query, key, value, self._seen(q_at, k_at, causal, cu_seqlens))
-            return self._attend(query, key, value, self._mask(q_at, k_at, causal, cu_seqlens), False)
+                return self._attend_fused(query, key, value, view.seen(None))
+            return self._attend(query, key, value, view.mask(None), False)
         sink: Tensor | None = self.softmax_offset
         if sink is not None:
             sink = sink[context.head_slice(query.shape[2])]
         query, key, value = (context.to_heads(x) for x in (query, key, value))
-        order = torch.argsort(q_at) if fused and context.inner is not None else None
-        if order is not None:  # the fused kernel wants positions that ascend
-            query, key, value = (x.index_select(0, order) for x in (query, key, value))
-            blocks = blocks.sort(1).values
-            q_at = blocks[context.block]
+        if view.ordered:  # the fused kernel wants positions that ascend
+            query, key, value = (x.index_select(0, places.order(here)) for x in (query, key, value))
         if context.outer is not None:
-            out = self._ring(context, query, key, value, causal, cu_seqlens, blocks, sink, fused)
+            out = self._ring(context, query, key, value, view, sink)
         elif fused:
-            out = self._attend_fused(query, key, value, self._seen(q_at, q_at, causal, cu_seqlens), sink)
+            out = self._attend_fused(query, key, value, view.seen(here), sink)
         else:
-            out = self._attend(query, key, value, self._mask(q_at, q_at, causal, cu_seqlens), False, sink)
-        return context.to_tokens(out if order is None else out.index_select(0, torch.argsort(order)))
+            out = self._attend(query, key, value, view.mask(here), False, sink)
+        return context.to_tokens(out.index_select(0, places.back(here)) if view.ordered else out)
 
     def _ring(
-        self,
-        context: Context,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        causal: bool,
-        cu_seqlens: Tensor | None,
-        blocks: Tensor,
-        sink: Tensor | None,
-        fused: bool,
+        self, context: Context, query: Tensor, key: Tensor, value: Tensor, view: _View, sink: Tensor | None
     ) -> Tensor:
-        """Attention to one block of keys after another, each handed on by the rank before.
+        """Attention to one block of keys after another, each handed on by the rank before while one is computed.
 
         Every block is used, even one of which no key is seen: else a rank would miss a hand-over of gradients in
         which its neighbours wait.
         """
         dropout_p = self._dropout_p if self.training else 0.0
-        size, here = blocks.shape[0], context.block
+        size, here = view.places.blocks.shape[0], context.block
         options: dict[str, Any] = {"scale": self._scale, "softcap": self.softcap}
         q, both = query.permute(1, 2, 0, 3), torch.cat([key, value], dim=-1)
         out = lse = None
         for step in range(size):
-            if step:
-                both = context.pass_on(both)
+            coming = context.pass_on(both) if step < size - 1 else None
             k, v = (x.permute(1, 2, 0, 3) for x in both.split([key.shape[-1], value.shape[-1]], dim=-1))
-            k_at = blocks[(here - step) % size]
-            if fused:
-                part = flash.partial_attention(
-                    q, k, v, seen=self._seen(blocks[here], k_at, causal, cu_seqlens), **options
-                )
+            there = (here - step) % size
+            if view.fused:
+                part = flash.partial_attention(q, k, v, seen=view.seen(there), **options)
             else:
-                mask = self._mask(blocks[here], k_at, causal, cu_seqlens)
+                mask = view.mask(there)
                 if mask is None:
-                    mask = torch.ones((len(blocks[here]), len(k_at)), dtype=torch.bool, device=q.device)
+                    mask = torch.ones((q.shape[2], k.shape[2]), dtype=torch.bool, device=q.device)
                 with self._random_state(dropout_p):
                     part = partial_attention(q, k, v, mask=mask, dropout_p=dropout_p, **options)
             out, lse = part if out is None or lse is None else merge(out, lse, *part)
+            if coming is not None:
+                both = coming.arrived()
         assert out is not None
         assert lse is not None
         if sink is not None:
@@ -248,29 +258,11 @@ class CoreAttention(MegatronModule):
         out = flash.attention(q, k, v, seen=seen, sink=sink, scale=self._scale, softcap=self.softcap)
         return out.permute(2, 0, 1, 3).reshape(query.shape[0], query.shape[1], -1)
 
-    def _seen(self, q_at: Tensor, k_at: Tensor, causal: bool, cu_seqlens: Tensor | None) -> Seen:
-        """What queries at ascending positions see of keys at such, as `_mask` says it."""
-        left, right = self._window or (-1, -1)
-        window = left, 0 if causal else right
-        return Seen(*window, table=table(q_at, k_at, window, cu_seqlens))
-
     def _random_state(self, dropout_p: float) -> AbstractContextManager[Any]:
         # under sequence parallelism the whole block runs in the tracker's state already
         if dropout_p == 0.0 or self.config.sequence_parallel:
             return nullcontext()
         return get_cuda_rng_tracker().fork()
-
-    def _mask(self, q_at: Tensor, k_at: Tensor, causal: bool, cu_seqlens: Tensor | None) -> Tensor | None:
-        if not causal and cu_seqlens is None and self._window is None:
-            return None
-        segments: dict[str, Tensor] = {}
-        if cu_seqlens is not None:
-            ends = cu_seqlens[1:].to(q_at.dtype)
-            segments = {
-                "q_segments": torch.bucketize(q_at, ends, right=True),
-                "k_segments": torch.bucketize(k_at, ends, right=True),
-            }
-        return visible(q_at, k_at, causal=causal, window=self._window, **segments)
 
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: tuple[Any, ...] = (), metadata: dict[str, Any] | None = None

@@ -71,40 +71,88 @@ class Context:
         parts = all_to_all(self.inner, x.reshape(self.inner_size, -1, b, w))
         return parts.permute(1, 2, 0, 3).reshape(-1, b, self.inner_size * w)
 
-    def pass_on(self, x: Tensor) -> Tensor:
-        """What the rank before in the ring gave to this call; the gradient travels back."""
-        return _Pass.apply(x, self.outer)
+    def pass_on(self, x: Tensor) -> Passing:
+        """Give `x` to the next rank of the ring, and get what the rank before gives to this call."""
+        return Passing(x, self.outer)
 
-    def gathered(self, key: Tensor, value: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """All keys and values [c * s, b, n, d] in the order of the sequence."""
+    def gathered(self, key: Tensor, value: Tensor, sequence: Tensor) -> tuple[Tensor, Tensor]:
+        """All keys and values [c * s, b, n, d], taken from `sequence` [c * s] of those of all ranks."""
         both = torch.cat([key, value], dim=-1)  # one collective instead of two
         both = gather_from_sequence_parallel_region(both, group=self.group)
-        both = both.index_select(0, torch.argsort(positions.flatten()))
+        both = both.index_select(0, sequence)
         key, value = both.split([key.shape[-1], value.shape[-1]], dim=-1)
         return key, value
 
 
-class _Pass(torch.autograd.Function):
-    """Give to the next rank of a ring and take from the one before; gradients go the other way round."""
+class Passing:
+    """A block that is under way to the next rank, while this one computes; its gradient travels back the same way.
+
+    Backwards it is `arrived` that sends the gradient off, and what gave the block that waits for it: between the two
+    lies the backward of what was computed in between.
+    """
+
+    def __init__(self, x: Tensor, group: Any) -> None:
+        self._exchange = _Exchange(group)
+        self._coming = _Give.apply(x, self._exchange)
+
+    def arrived(self) -> Tensor:
+        """What the rank before gave, as soon as it is here; to be asked once."""
+        coming, self._coming = self._coming, None
+        return _Take.apply(coming, self._exchange)
+
+
+class _Give(torch.autograd.Function):
+    """Start to give to the next rank of a ring and to take from the one before; waits for the gradient."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, group: Any) -> Tensor:
-        ctx.group = group
-        return _exchange(x, group, 1)
+    def forward(ctx: Any, x: Tensor, exchange: _Exchange) -> Tensor:
+        ctx.exchange = exchange
+        return exchange.start(x, 1)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return _exchange(grad, ctx.group, -1), None
+        ctx.exchange.finish()
+        return grad, None
 
 
-def _exchange(x: Tensor, group: Any, step: int) -> Tensor:
-    size, rank, sent = group.size(), group.rank(), x.contiguous()
-    got = torch.empty_like(sent)
-    to, source = (dist.get_global_rank(group, (rank + way) % size) for way in (step, -step))
-    give, take = dist.P2POp(dist.isend, sent, to, group), dist.P2POp(dist.irecv, got, source, group)
-    for request in dist.batch_isend_irecv([give, take]):
-        request.wait()
-    return got
+class _Take(torch.autograd.Function):
+    """Wait for what comes; starts to give the gradient the other way round."""
+
+    @staticmethod
+    def forward(ctx: Any, coming: Tensor, exchange: _Exchange) -> Tensor:
+        ctx.exchange = exchange
+        exchange.finish()
+        return coming.view_as(coming)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return ctx.exchange.start(grad, -1), None
+
+
+class _Exchange:
+    """One message to a neighbour in a ring and one from the other, at a time."""
+
+    def __init__(self, group: Any) -> None:
+        self.group = group
+        self._under_way: tuple[list[Any], Tensor] | None = None
+
+    def start(self, x: Tensor, step: int) -> Tensor:
+        """Memory that what comes is written to, until `finish`; `step` ranks on is who gets `x`."""
+        size, rank, sent = self.group.size(), self.group.rank(), x.contiguous()
+        got = torch.empty_like(sent)
+        to, source = (dist.get_global_rank(self.group, (rank + way) % size) for way in (step, -step))
+        give = dist.P2POp(dist.isend, sent, to, self.group)
+        take = dist.P2POp(dist.irecv, got, source, self.group)
+        self._under_way = dist.batch_isend_irecv([give, take]), sent
+        return got
+
+    def finish(self) -> None:
+        """Let nothing that follows read or write either block before both messages are done."""
+        assert self._under_way is not None, "nothing was given"
+        requests, _ = self._under_way
+        for request in requests:
+            request.wait()
+        self._under_way = None
 
 
 def context_positions(

@@ -13,7 +13,7 @@ from megatron.core.transformer.transformer_layer import TransformerLayer, Transf
 from megatron.core.transformer.utils import is_layer_window_attention
 
 from mtrain.mcore.operands import feed
-from mtrain.mcore.residual import ResidualNorm, added_by
+from mtrain.mcore.residual import ResidualNorm, added_by, one_graph
 
 
 @dataclass
@@ -33,6 +33,7 @@ class DecoderLayer(TransformerLayer):
     reads them where that can do it.
     """
 
+    is_moe_layer = False  # 0.16.1 asks before it says so, where an MLP is captured alone
     _mlp_reads_the_sum = True
     """Whether the MLP reads what attention has been added to."""
 
@@ -53,7 +54,7 @@ class DecoderLayer(TransformerLayer):
                     self.let_add(part, norm)
         norm, direct = self.pre_mlp_layernorm, isinstance(self.pre_cross_attn_layernorm, IdentityOp)
         again = self.recompute_pre_mlp_layernorm or not (direct and self._mlp_reads_the_sum)
-        if isinstance(norm, ResidualNorm) and not again:
+        if isinstance(norm, ResidualNorm) and not again and one_graph(config, layers=1):
             self.let_add("self_attn", norm)
         # a layer of MTP is counted on from the others, since 0.19 from 1
         if not (getattr(self, "is_mtp_layer", False) or self.layer_number > config.num_layers):

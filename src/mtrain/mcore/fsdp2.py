@@ -24,8 +24,11 @@ class FullySharded(mcore.TorchFullyShardedDataParallel):
     - With the loss per token, gradients are summed over the ranks and divided by the tokens of the global batch.
       FSDP2 takes the mean over the ranks by itself: without a divide factor of 1 every gradient is dp * cp times too
       small (a norm of half with dp 2). And `scale_gradients` was empty: nothing divided by the tokens.
-    - Gradients are reduced and added up over micro-batches in `main_grad`, in fp32 where the run asks for that;
-      FSDP2 alone adds them up in the dtype of the weights.
+    - Gradients are reduced and added up over micro-batches in fp32 where the run asks for that; FSDP2 alone adds them
+      up in the dtype of the weights. A weight's `main_grad` is its gradient from the start, and may be wider than the
+      weight: FSDP2 adds to it, and no hook runs beside it.
+    - The next layer is gathered while one computes, forwards and backwards. Where whole layers are run again in the
+      backward, it is only backwards: their second forward would gather what has been used already.
     - Replicas (HSDP) are a mesh of two dimensions, and experts that other ranks hold have a mesh of their own.
     - A tied embedding is not freed before the output layer has used it.
     - Weights may still be without memory (on torch's meta device); they get it once they are sharded, so a rank never
@@ -43,7 +46,8 @@ class FullySharded(mcore.TorchFullyShardedDataParallel):
                 setattr(param, attribute, value)
             dtype = torch.float32 if ddp_config.grad_reduce_in_fp32 else param.dtype
             param.main_grad = torch.zeros_like(param, dtype=dtype, requires_grad=False)  # type: ignore[attr-defined]
-            param.register_post_accumulate_grad_hook(_to_main_grad)
+            if param.requires_grad:
+                param.grad_dtype = dtype  # type: ignore[attr-defined]
 
     def _shard(self, config: Any, device: torch.device) -> None:
         reduce_dtype = torch.float32 if self.ddp_config.grad_reduce_in_fp32 else None
@@ -54,10 +58,20 @@ class FullySharded(mcore.TorchFullyShardedDataParallel):
             sharded = fully_shard(unit, mesh=meshes[experts], mp_policy=policy, reshard_after_forward=True)
             sharded.set_gradient_divide_factor(1.0)
             sharded.set_force_sum_reduction_for_comms(True)
-            if config.recompute_granularity is not None and unit is not self.module and not experts:
-                # a layer that is run again in the backward would change the order of prefetching
+            if unit is not self.module and not experts:
+                # torch's own order is that of the forward, which a layer that is run again in the backward changes
                 sharded.set_modules_to_backward_prefetch([previous] if previous else [])
+                if previous and config.recompute_granularity != "full":
+                    previous.set_modules_to_forward_prefetch([sharded])
                 previous = sharded
+
+    def forward(self, *inputs: Any, **kwargs: Any) -> Any:
+        """What the model makes of its inputs. Optimizers take gradients off the weights: here they are given back."""
+        if torch.is_grad_enabled():
+            for param in self.module.parameters():
+                if param.requires_grad and param.grad is not param.main_grad:
+                    param.grad = param.main_grad
+        return super().forward(*inputs, **kwargs)
 
     def zero_grad_buffer(self) -> None:
         """Set all gradients to zero."""
@@ -71,12 +85,6 @@ class FullySharded(mcore.TorchFullyShardedDataParallel):
 
     def finish_grad_sync(self, force_all_reduce: bool | None = False) -> None:
         """Nothing: FSDP2 has reduced the gradients when the backward pass ends."""
-
-
-def _to_main_grad(param: torch.Tensor) -> None:
-    """Add the gradient that a backward left to those of the micro-batches before."""
-    param.main_grad += param.grad  # type: ignore[attr-defined]
-    param.grad = None
 
 
 def _units(model: torch.nn.Module) -> Iterator[tuple[torch.nn.Module, bool]]:

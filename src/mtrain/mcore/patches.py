@@ -248,6 +248,15 @@ PATCHES: tuple[Patch, ...] = (
         patching_recompute.recomputed_bias,
     ),
     Patch(
+        "captured-inputs",
+        "transformer/cuda_graphs.py:981",
+        "After its forward is captured, a layer's input is memory that gradients of other layers go to, though "
+        "its own backward reads it: gradients silently many times too large from the second step on.",
+        "everywhere",
+        patching_recompute.captured_inputs,
+        UNTIL_0_16,
+    ),
+    Patch(
         "short-groups",
         "transformer/transformer_block.py:539",
         "Layers are computed again in groups, and the last is taken to be as large as the others: IndexError where a "

@@ -1,4 +1,4 @@
-"""Patches of what is computed again in the backward: a function each, which changes megatron-core in this process."""
+"""Patches of what is computed again, or replayed: a function each, which changes megatron-core in this process."""
 
 from __future__ import annotations
 
@@ -60,6 +60,19 @@ def short_groups() -> None:
         return original(self, layer_number) if layer_number < len(self.layers) else _Behind(self.layers[-1])
 
     cls._get_layer = _get_layer
+
+
+def captured_inputs() -> None:
+    """Keep the memory of a captured layer's inputs for its backward, which reads them."""
+    cls = _core("transformer.cuda_graphs").TensorReusePool
+    original = cls.insert
+
+    @functools.wraps(original)
+    def insert(self: Any, tensor: Tensor) -> None:
+        if not hasattr(tensor, "can_skip_replay_copy"):  # what an input of a graph is marked with
+            original(self, tensor)
+
+    cls.insert = insert
 
 
 def refilled_outputs() -> None:

@@ -19,13 +19,18 @@ class ResidualNorm(Norm):
     to which that of the residual stream has been added.
     """
 
-    _ahead: tuple[Tensor, Tensor] | None = None
+    _ahead: tuple[Tensor, Any, Tensor] | None = None
+    """A sum, its node in autograd's graph, and its norm."""
 
     def forward(self, x: Tensor | None, residual: Tensor | None = None) -> Tensor:
         """`x` [..., hidden_size] normalised; or its sum with `residual`, in their shape and dtype."""
         if x is None or residual is None:
             ahead, self._ahead = self._ahead, None
-            return ahead[1] if ahead is not None and ahead[0] is x else super().forward(x)
+            # a replayed layer gives the same tensor a new node: what was made ahead is of the graph of the capture,
+            # through which a backward has gone
+            if ahead is not None and ahead[0] is x and ahead[1] is x.grad_fn:
+                return ahead[2]
+            return super().forward(x)
         options: dict[str, Any] = {"zero_centered": self.zero_centered, "impl": self.impl}
         if self.feeds is not None:
             y, total = normed(self, x, residual)
@@ -33,7 +38,7 @@ class ResidualNorm(Norm):
             y, total = rms_norm_residual(x, residual, self.weight, self.eps, **options)
         else:
             y, total = layer_norm_residual(x, residual, self.weight, self.bias, self.eps, **options)
-        self._ahead = total, y
+        self._ahead = total, total.grad_fn, y
         return total
 
 
@@ -49,13 +54,25 @@ def added_by(norm: Any, add: Callable[..., Any], training: bool, fused: bool) ->
     return summed
 
 
+def one_graph(config: Any, *, layers: int) -> bool:
+    """Whether a part and the norm behind it are captured together, or nothing is: within a layer, or of two `layers`.
+
+    Of a CUDA graph comes what its layer or part returns. A norm that is made ahead and kept until another graph, or
+    nobody, reads it is made twice, and holds its memory and its part of autograd's graph.
+    """
+    captured = config.cuda_graph_impl in ("local", "transformer_engine")
+    named = getattr(config, "cuda_graph_modules", None) or getattr(config, "cuda_graph_scope", None) or ()
+    parts = {part.name for part in named}
+    return not captured or "full_iteration" in parts or (layers == 1 and not parts)
+
+
 def join_layers(block: Any) -> None:
     """Let the first norm of each layer, or the last norm of all, make the sum that the layer before ends with.
 
     Where whole layers are computed again, a layer begins with a tensor of its own, and nothing of the next one is
-    made ahead; nor is what a norm alone makes again.
+    made ahead; nor is what a norm alone makes again, nor where layers are captured in CUDA graphs of their own.
     """
-    if block.config.recompute_granularity == "full":
+    if block.config.recompute_granularity == "full" or not one_graph(block.config, layers=2):
         return
     for layer, after in zip(block.layers, [*block.layers, None][1:], strict=True):
         norm = block.final_layernorm if after is None else getattr(after, "input_layernorm", None)

@@ -20,7 +20,7 @@ BLOCK = 128
 
 
 @dataclass(frozen=True)
-class _Equipped:
+class Equipped:
     """A machine with everything that runs on its device: where nobody knows better, `auto` chooses as there."""
 
     gpus: int = 1
@@ -190,6 +190,6 @@ def _words(run: RunConfig) -> dict[str, str]:
         word = getattr(run.kernels, op.name)
         if word in (None, "auto"):
             chosen = run.model_copy(update={"kernels": run.kernels.model_copy(update=words)})
-            word = stands_for(op, chosen, _Equipped())
+            word = stands_for(op, chosen, Equipped())
         words[op.name] = word or "reference"
     return words

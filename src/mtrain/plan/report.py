@@ -9,10 +9,11 @@ from typing import Any
 
 from mtrain.config.devices import facts_of
 from mtrain.config.formats import bytes_of
+from mtrain.config.kernels import left_to_others
 from mtrain.config.run import RunConfig
 from mtrain.config.stages import Stage
 from mtrain.layout.grid import RankGrid
-from mtrain.models.rank import Rank
+from mtrain.models.rank import Equipped, Rank
 from mtrain.models.registry import family_of
 from mtrain.models.weights import Weight, expert_tensors
 from mtrain.plan.count import active_parameters, adapter_parameters, flops_of_token, parameters
@@ -145,6 +146,10 @@ def notes(run: RunConfig) -> list[str]:
         out.append(f"the family {run.model.family} does not say what its layers keep: activations are not counted")
     if not facts_of(run.cluster.device).on_host:
         out.append("what fused kernels keep follows from their sources, and was not measured on a device")
+    if left := left_to_others(run, Equipped()):
+        where = "a GPU of no known generation" if run.cluster.sm is None else f"sm_{run.cluster.sm}"
+        names = f"others do {', '.join(left)}, unless kernels.{left[0]}=triton names it"
+        out.append(f"Triton's kernels are taken where committed results admit them, and on {where} {names}")
     if run.trainer.cuda_graph_impl != "none":
         out.append("CUDA graphs are left out: launches take their time, and graphs have no memory of their own")
     if run.parallel.activation_offload.modules:

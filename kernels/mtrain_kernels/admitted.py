@@ -1,0 +1,104 @@
+"""Which kernels have run on which generation of GPUs: what `auto` may take there without being asked.
+
+`admitted.json` says it, for each generation (sm_90 is 90) and op with the device, commit and date of the run. It is
+made of committed results: `python -m mtrain_kernels.admitted benchmarks/results/gpu/*/summary.json` writes it, and
+prints what it admits. An op is admitted where its units of parity passed, or somebody decided about each that failed;
+what a later file says of an op counts.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import json
+import sys
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+RECORD = Path(__file__).with_name("admitted.json")
+
+DECIDED: dict[str, dict[str, str]] = {
+    "84aa4de": {
+        "attention llama3_8b": "the tolerance was no bound: torch's own kernel exceeded it, too; see roundings.py",
+        "attention_capped llama3_8b": "the tolerance was no bound; see roundings.py",
+        "rms_norm_residual_fp8 llama3_8b": "two sums of a row in two orders: what was quantised was a last bit of "
+        "bf16 off what was written, and either was right; mended since, not run again",
+        "edges of functions": "the reciprocal of subnormal numbers, for which nobody asks; see runtime.reciprocal",
+    },
+}
+"""Of units that failed at a commit, by the beginning of its name, why they speak against no kernel."""
+
+
+EDGES = {"edges": "quantize"}
+"""Of units that are of no op of their own, the op that they speak for: conversions of numbers that no input has."""
+
+
+@functools.cache
+def admitted() -> dict[int, dict[str, dict[str, Any]]]:
+    """The record: of each generation the ops that ran there, with device, commit and date."""
+    record: dict[str, dict[str, dict[str, Any]]] = json.loads(RECORD.read_text())
+    return {int(generation): ops for generation, ops in record.items()}
+
+
+def missing(generation: int | None, ops: Iterable[str]) -> list[str]:
+    """Those of the ops that no committed result admits for a generation of NVIDIA's; all where it is not known."""
+    there = admitted().get(generation, {}) if generation is not None else {}
+    return [op for op in ops if op not in there]
+
+
+def gathered(
+    summaries: Iterable[Mapping[str, Any]], registered: Iterable[str]
+) -> dict[str, dict[str, dict[str, Any]]]:
+    """The record that results admit, which are `summary.json` of `first_touch` in any order.
+
+    A file that only tells totals (`parity_reported`) names the ops that failed, and of the `registered` all others
+    passed, unless it says which `ops` were run. Raises `ValueError` for a run without a device.
+    """
+    found: dict[str, dict[str, dict[str, Any]]] = {}
+    registered = tuple(registered)
+    for said in sorted(summaries, key=lambda said: said["date"]):
+        generation = said["device"].get("sm")
+        if said.get("dry") or not generation:
+            raise ValueError(
+                f"the results of {said['date']} are of no device: what ran in an interpreter admits nothing"
+            )
+        at = found.setdefault(str(generation), {})
+        ran = said["parity_reported"].get("ops", registered) if "parity_reported" in said else said["parity"]
+        for op in dict.fromkeys((*ran, *said["parity"])):
+            told = [said["parity"].get(name, {}) for name in (op, *(e for e, of in EDGES.items() if of == op))]
+            failures = [failure["unit"] for part in told for failure in part.get("failures", ())]
+            decided = {unit: why for unit in failures if (why := _decided(said["commit"], unit))}
+            at.pop(op, None)
+            failed = max(len(failures), sum(part.get("failed", 0) for part in told))
+            if len(decided) == failed and op in registered:
+                source = {"commit": said["commit"], "date": said["date"], "device": said["device"]["name"]}
+                at[op] = source | ({"decided": decided} if decided else {})
+    return {generation: dict(sorted(ops.items())) for generation, ops in sorted(found.items())}
+
+
+def _decided(commit: str, unit: str) -> str | None:
+    units = (units for start, units in DECIDED.items() if commit.startswith(start))
+    return next((by_unit[unit] for by_unit in units if unit in by_unit), None)
+
+
+def text_of(record: Mapping[str, Any]) -> str:
+    """The record as it stands in its file."""
+    return json.dumps(record, indent=1) + "\n"
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Write the record anew from the files named."""
+    parser = argparse.ArgumentParser(prog="python -m mtrain_kernels.admitted", description=__doc__)
+    parser.add_argument("results", nargs="+", type=Path, help="summary.json of runs on a device")
+    from mtrain_kernels.registry import ops
+
+    record = gathered((json.loads(path.read_text()) for path in parser.parse_args(arguments).results), ops())
+    RECORD.write_text(text_of(record))
+    for generation, names in record.items():
+        print(f"sm_{generation}: {', '.join(names) or 'nothing'}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

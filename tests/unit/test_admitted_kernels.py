@@ -1,0 +1,142 @@
+"""What `auto` takes of Triton's kernels: those that a committed result admits on a generation, and no others."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from mtrain_kernels import admitted
+from mtrain_kernels.registry import ops
+
+from mtrain.config import kernels
+from mtrain.config.compose import compose
+from mtrain.config.resolve import Machine, resolve
+from mtrain.config.run import RunConfig
+from mtrain.plan.report import notes
+
+RESULTS = Path(__file__).parents[2] / "benchmarks/results/gpu"
+GPU = Machine(cpu_cores=8, memory_bytes=1 << 40, gpus=1, triton=True)
+WITH_TE = Machine(cpu_cores=8, memory_bytes=1 << 40, gpus=1, triton=True, transformer_engine=True)
+
+
+@pytest.fixture(autouse=True)
+def record(monkeypatch: pytest.MonkeyPatch) -> dict[int, dict[str, Any]]:
+    """All ops on sm_90, and on sm_80 norms alone."""
+    known: dict[int, dict[str, Any]] = {90: {op: {} for op in ops()}, 80: {"norm": {}}}
+    monkeypatch.setattr(admitted, "admitted", lambda: known)
+    return known
+
+
+def _run(words: str, machine: Machine = GPU) -> RunConfig:
+    command = "model=mixtral_8x7b parallel=single cluster.devices_per_node=1 data=mock parallel.ranks=1"
+    return resolve(compose(f"{command} {words}".split()).run, machine)
+
+
+def _words(run: RunConfig) -> dict[str, str]:
+    return {op.name: getattr(run.kernels, op.name) for op in kernels.OPERATIONS}
+
+
+def test_where_kernels_have_run_they_are_taken() -> None:
+    words = _words(_run("cluster=h100"))
+    assert {op for op, word in words.items() if word == "triton"} >= {
+        "norm",
+        "rope",
+        "moe_router",
+        "loss",
+        "optimizer",
+    }
+    assert words["attention"] == "torch"
+
+
+def test_a_generation_without_results_runs_what_others_have_tested() -> None:
+    run = _run("cluster=b200")
+    assert "triton" not in _words(run).values()
+    assert (run.kernels.norm, run.kernels.attention, run.kernels.optimizer) == ("reference", "torch", "torch")
+    why = kernels.reasons(run, GPU)
+    assert "no triton: Triton's norm has not been run on sm_100 yet: kernels.norm=triton names it" in why["norm"]
+    assert "cross_entropy and linear_cross_entropy have not been run" in why["loss"]
+    assert _run("cluster=b200", WITH_TE).kernels.norm == "te"
+
+
+def test_ops_are_admitted_one_by_one() -> None:
+    words = _words(_run("cluster=a100"))
+    assert [op for op, word in words.items() if word == "triton"] == ["norm"]
+
+
+def test_a_gpu_of_no_known_generation_has_run_nothing() -> None:
+    run = _run("cluster=h100 cluster.sm=null")
+    assert "triton" not in _words(run).values()
+    assert "cluster.sm does not say which GPU this is" in kernels.reasons(run, GPU)["norm"]
+
+
+def test_what_is_named_runs_all_the_same() -> None:
+    assert _run("cluster=b200 kernels.rope=triton").kernels.rope == "triton"
+    words = _words(_run("cluster=b200 kernels=triton"))
+    assert (words["norm"], words["loss"]) == ("triton", "triton")
+
+
+@pytest.mark.parametrize(("words", "needs"), [("", ("grouped_gemm",)), ("precision=fp8_blockwise", ("fp8_grouped",))])
+def test_an_operation_needs_each_of_its_kernels(
+    words: str, needs: tuple[str, ...], record: dict[int, dict[str, Any]]
+) -> None:
+    run = f"cluster=h100 {words} kernels.linear=triton" if words else "cluster=h100"
+    assert _run(run).kernels.experts == "triton"
+    for op in needs:
+        record[90].pop(op)
+    assert _run(run).kernels.experts != "triton"
+
+
+def _results(**more: Any) -> dict[str, Any]:
+    made = {"date": "2027-01-02", "commit": "abc", "device": {"name": "a card", "sm": 100}, "parity": {}}
+    return made | more
+
+
+def test_an_op_is_admitted_by_what_passed() -> None:
+    parity = {
+        "norm": {"passed": 3, "failed": 0, "failures": []},
+        "rope": {"passed": 3, "failed": 1, "failures": [{"unit": "rope tiny", "why": "far off"}]},
+        "edges": {"passed": 0, "failed": 1, "failures": [{"unit": "edges of operands", "why": "a byte"}]},
+        "quantize": {"passed": 3, "failed": 0, "failures": []},
+        "nobody's": {"passed": 3, "failed": 0, "failures": []},
+    }
+    found = admitted.gathered([_results(parity=parity)], ["norm", "rope", "softmax", "quantize"])
+    assert found == {"100": {"norm": {"commit": "abc", "date": "2027-01-02", "device": "a card"}}}
+
+
+def test_later_results_count_and_decisions_are_recorded() -> None:
+    failed = {
+        "norm": {"passed": 0, "failed": 1, "failures": [{"unit": "rms_norm_residual_fp8 llama3_8b", "why": ""}]}
+    }
+    first = _results(date="2026-11-26", commit="84aa4de2", parity=failed, parity_reported={"passed": 2, "of": 3})
+    found = admitted.gathered([first], ["norm", "rope"])["100"]
+    assert list(found) == ["norm", "rope"]
+    assert list(found["norm"]["decided"]) == ["rms_norm_residual_fp8 llama3_8b"]
+    later = _results(parity=failed)
+    assert list(admitted.gathered([later, first], ["norm", "rope"])["100"]) == ["rope"]
+
+
+def test_what_ran_on_no_device_admits_nothing() -> None:
+    for made in (_results(dry=True), _results(device={"name": "cpu", "sm": None})):
+        with pytest.raises(ValueError, match="admits nothing"):
+            admitted.gathered([made], ["norm"])
+
+
+def test_the_record_is_what_the_committed_results_admit() -> None:
+    """`python -m mtrain_kernels.admitted benchmarks/results/gpu/*/summary.json` makes it."""
+    files = sorted(RESULTS.glob("*/summary.json"))
+    if not files:
+        pytest.skip("no results of a GPU are committed")
+    made = admitted.gathered((json.loads(path.read_text()) for path in files), ops())
+    assert admitted.RECORD.read_text() == admitted.text_of(made)
+
+
+def test_a_plan_made_elsewhere_says_who_does_what_no_result_admits() -> None:
+    laptop = Machine(cpu_cores=2, memory_bytes=1 << 34)
+    assert _words(_run("cluster=b200", laptop)) == dict.fromkeys(_words(_run("cluster=h100", laptop)))
+    assert not any("committed results" in note for note in notes(_run("cluster=h100", laptop)))
+    (said,) = (note for note in notes(_run("cluster=b200", laptop)) if "committed results" in note)
+    assert "on sm_100 others do rope, moe_router, moe_permute, loss, optimizer, unless kernels.rope=triton" in said
+    named = notes(_run("cluster=b200 kernels=triton", laptop))
+    assert not any("committed results" in note for note in named)
