@@ -27,8 +27,11 @@ BLOCK_BYTES = 1 << 18
 LENGTH_BYTES = 8
 """A safetensors file begins with the length of its header, little endian."""
 MAX_HEADER_BYTES = 1 << 30
-ENTRY_HASHES, BLOCK_LENGTH = "sha256", "block_bytes"
-"""Keys of the header's metadata: JSON of entry -> hex sha256 of its blocks behind each other, and their length."""
+ENTRY_HASHES, BLOCK_HASHES = "sha256", "sha256_of_blocks"
+"""Keys of the header's metadata, of which a file has one: safetensors writes several in any order, and the same state
+is to make the same bytes. JSON of entry -> hex sha256 of all its bytes; or `block_bytes` and `entries`, entry -> hex
+sha256 of its blocks behind each other.
+"""
 HEX = 64
 MOST_OPEN = 4096
 """Files at a time where the system has no limit; else half of what it allows."""
@@ -111,8 +114,8 @@ def room_for(nbytes: int) -> str:
 
 def metadata_of(hashed: Mapping[str, str]) -> dict[str, str]:
     """The metadata of a shard whose entries have the hashes that `hash_blocks` made."""
-    text = json.dumps(dict(hashed), sort_keys=True, allow_nan=False)
-    return {ENTRY_HASHES: text, BLOCK_LENGTH: str(BLOCK_BYTES)}
+    body = {"block_bytes": BLOCK_BYTES, "entries": dict(hashed)}
+    return {BLOCK_HASHES: json.dumps(body, sort_keys=True, allow_nan=False)}
 
 
 def hash_file(path: Path) -> str:
@@ -340,8 +343,9 @@ def _read_header(path: Path, file: int, size: int) -> Header:
     try:
         body = json.loads(text)
         metadata = body.pop("__metadata__", {})
-        hashes = json.loads(metadata.get(ENTRY_HASHES, "{}"))
-        block_bytes = max(0, int(metadata.get(BLOCK_LENGTH, 0)))
+        blocks = json.loads(metadata.get(BLOCK_HASHES, "{}"))
+        hashes = blocks["entries"] if blocks else json.loads(metadata.get(ENTRY_HASHES, "{}"))
+        block_bytes = max(0, int(blocks.get("block_bytes", 0)))
         entries = {name: _entry(e, data_at, str(hashes.get(name, "")), block_bytes) for name, e in body.items()}
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise CorruptData(f"{path} is not what was written: its header cannot be read ({error})") from None
