@@ -50,10 +50,9 @@ def missing(generation: int | None, ops: Iterable[str]) -> list[str]:
 def gathered(
     summaries: Iterable[Mapping[str, Any]], registered: Iterable[str]
 ) -> dict[str, dict[str, dict[str, Any]]]:
-    """The record that results admit, which are `summary.json` of `first_touch` in any order.
+    """The record that results admit, which are `summary.json` of `first_touch` in any order; of `registered` ops.
 
-    A file that only tells totals (`parity_reported`) names the ops that failed, and of the `registered` all others
-    passed, unless it says which `ops` were run. Raises `ValueError` for a run without a device.
+    Raises `ValueError` for a run without a device.
     """
     found: dict[str, dict[str, dict[str, Any]]] = {}
     registered = tuple(registered)
@@ -64,8 +63,7 @@ def gathered(
                 f"the results of {said['date']} are of no device: what ran in an interpreter admits nothing"
             )
         at = found.setdefault(str(generation), {})
-        ran = said["parity_reported"].get("ops", registered) if "parity_reported" in said else said["parity"]
-        for op in dict.fromkeys((*ran, *said["parity"])):
+        for op in said["parity"]:
             told = [said["parity"].get(name, {}) for name in (op, *(e for e, of in EDGES.items() if of == op))]
             failures = [failure["unit"] for part in told for failure in part.get("failures", ())]
             decided = {unit: why for unit in failures if (why := _decided(said["commit"], unit))}
