@@ -199,6 +199,19 @@ def test_a_launcher_that_is_asked_to_stop_saves(name: str, tmp_path: Path) -> No
     assert list((run_of / "checkpoints").glob("step_*/manifest.json"))
 
 
+@pytest.mark.parametrize("name", ["MTRAIN_CACHE", pytest.param("HOME", marks=pytest.mark.full)])
+def test_a_run_starts_where_no_cache_can_be_written(name: str, tmp_path: Path) -> None:
+    threads = {"OMP_NUM_THREADS": "2", "MTRAIN_CACHE": "", name: "/proc/none"}  # a pool does not survive a fork
+    finish([Launched(*words(1), cwd=tmp_path, environment=threads)])
+
+
+def test_a_name_of_rank_0_that_nobody_knows_is_said(tmp_path: Path) -> None:
+    place = as_rank(0, 2, free_port(), MASTER_ADDR="no-such-machine.invalid")
+    rank = Launched(*words(2), "trainer.join_timeout_s=1", cwd=tmp_path, environment=place)
+    assert rank.wait() == 3, rank.said
+    assert "MASTER_ADDR=no-such-machine.invalid: " in rank.said
+
+
 def test_a_thousand_ranks_join_over_one_store_within_ten_seconds(monkeypatch: pytest.MonkeyPatch) -> None:
     size = 1024
     server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)

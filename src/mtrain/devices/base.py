@@ -49,8 +49,6 @@ class Device:
     """Its torch.distributed backend."""
     namespace: Any
     """The module or object that megatron-core sees in place of `torch.cuda`."""
-    fork_safe: bool
-    """Ranks may be forked from a parent that has imported torch."""
     pin_memory: bool
     """Host memory can be pinned for copies to it."""
     runs_ahead: bool = True

@@ -26,7 +26,6 @@ CPU = Device(
     type_prefix="torch.",
     backend="gloo",
     namespace=cpu_namespace,
-    fork_safe=True,
     pin_memory=False,
     runs_ahead=False,
     available=lambda: None,

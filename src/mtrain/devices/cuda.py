@@ -38,7 +38,6 @@ CUDA = Device(
     type_prefix="torch.cuda.",
     backend="nccl",
     namespace=torch.cuda,
-    fork_safe=False,
     pin_memory=True,
     available=_available,
     count=torch.cuda.device_count,

@@ -20,6 +20,7 @@ from mtrain.config.run_file import read_run_file
 from mtrain.errors import BadEnvironment, ConfigError, MtrainError, Problem, TrainingError, say
 from mtrain.launching import folder, matmul
 from mtrain.launching.beside import prepare
+from mtrain.launching.causes import of_environment
 from mtrain.launching.worker import describe, enter, leave, revive
 from mtrain.world import launchers
 from mtrain.world.rank_env import LAUNCHER
@@ -121,6 +122,9 @@ def train(run: RunConfig, argv: list[str]) -> int:
         try:
             together = train_rank(run, locate, _end)
         except Exception as error:
+            fault = None if isinstance(error, MtrainError) else of_environment(error)
+            if fault is not None:
+                raise fault from error
             if not describe(error)["peer_lost"]:
                 raise
             first = str(error).strip().splitlines()[0]

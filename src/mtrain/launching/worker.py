@@ -79,7 +79,8 @@ def run_rank(job: Callable[[], None], errors: Path, rank: int) -> int:
         return stop.exit_code
     except BaseException as error:  # the process ends here, whatever it was
         record(error, errors, rank)
-        return error.exit_code if isinstance(error, MtrainError) else 1
+        code: int = describe(error)["exit_code"]
+        return code
     return 0
 
 

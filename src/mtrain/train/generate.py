@@ -18,6 +18,7 @@ from mtrain.mcore import api as mcore
 from mtrain.train.request import ENDINGS, LENGTH, Continuation, Sampling
 from mtrain.train.sampling import draw
 from mtrain.world.heartbeat import begin_phase
+from mtrain.world.heartbeat import waiting as waiting_for_others
 from mtrain.world.init import World
 
 
@@ -148,9 +149,10 @@ class Sampler:
         if logits is not None and self.world.rank == self.grid.rank_of(pp=self.grid.pp - 1):
             known = logits[:, : self.run.model.vocab_size].float().cpu()
             told[:, :-1] = torch.tensor([text.draw(known[row]) for row, text in waiting.items()]).T
-        if self.world.size > 1:
-            dist.all_reduce(told)
-        choices, endings = told.tolist()
+        with waiting_for_others():
+            if self.world.size > 1:
+                dist.all_reduce(told)
+            choices, endings = told.tolist()
         for text, choice, ended in zip(waiting.values(), choices, endings, strict=False):
             text.add(choice, ENDINGS[ended])
         return not choices[-1]

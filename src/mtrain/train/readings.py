@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from mtrain.devices.base import Device, Event
-from mtrain.world.heartbeat import begin_phase
+from mtrain.world.heartbeat import begin_phase, waiting
 from mtrain.world.init import World
 
 AHEAD = 1
@@ -71,7 +71,8 @@ class Reading:
         if self._found is None:
             if self._there is not None:
                 begin_phase("waiting for the device")
-                self._there.synchronize()
+                with waiting():
+                    self._there.synchronize()
             self._found = self._row.tolist()
         return self._found
 

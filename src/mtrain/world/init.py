@@ -23,6 +23,7 @@ from mtrain.layout import stages
 from mtrain.layout.grid import RankGrid
 from mtrain.world import join
 from mtrain.world.generators import seed_generators, tracker_of
+from mtrain.world.heartbeat import waiting
 from mtrain.world.rank_env import RankEnv
 
 GROUP_SLACK_S = 60.0
@@ -56,6 +57,10 @@ class World:
 
     def tell(self, text: str, src: int = 0) -> str:
         """The text that rank `src` gave, on every rank."""
+        with waiting():
+            return self._told(text, src)
+
+    def _told(self, text: str, src: int) -> str:
         encoded = torch.frombuffer(bytearray(text.encode() or b" "), dtype=torch.uint8).to(self.torch_device)
         size = torch.tensor([encoded.numel()], device=self.torch_device)
         dist.broadcast(size, src=src)
@@ -68,8 +73,9 @@ class World:
     def first_problem(self, text: str) -> str:
         """The text of the lowest rank that gave one, on every rank; empty where no rank did."""
         lowest = torch.tensor([self.rank if text else self.size], device=self.torch_device)
-        dist.all_reduce(lowest, op=dist.ReduceOp.MIN)
-        src = int(lowest.item())
+        with waiting():
+            dist.all_reduce(lowest, op=dist.ReduceOp.MIN)
+            src = int(lowest.item())
         return self.tell(text, src) if src < self.size else ""
 
     def all_reach(self, place: str, within_s: float) -> bool:

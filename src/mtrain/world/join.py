@@ -170,6 +170,7 @@ class JoinAttempt:
         fd = self._listening() if env.serves else None
         self.serves = fd is not None
         if fd is not None:
+            self._wait_for_name(env.host)
             return dist.TCPStore(env.host, env.port, is_master=True, master_listen_fd=fd, **served)
         while not self.closed:
             try:  # torch's own attempts to connect are loud
@@ -179,6 +180,19 @@ class JoinAttempt:
                 self.trouble = error.strerror or str(error)
                 time.sleep(0.1)
         return dist.TCPStore(env.host, env.port, is_master=False, **served)
+
+    def _wait_for_name(self, host: str) -> None:
+        """Wait until the name of this machine is known, which may take a while after it was started.
+
+        torch would try for a minute, and say in C++ that it does.
+        """
+        while not self.closed:
+            try:
+                socket.getaddrinfo(host, self.env.port)
+                break
+            except OSError as error:
+                self.trouble = f"MASTER_ADDR={host}: {error.strerror or error}"
+                time.sleep(0.1)
 
     def _listening(self) -> int | None:
         """A socket that listens where the store is to be; None: something else does, maybe a second rank 0."""
