@@ -199,6 +199,31 @@ def test_a_launcher_that_is_asked_to_stop_saves(name: str, tmp_path: Path) -> No
     assert list((run_of / "checkpoints").glob("step_*/manifest.json"))
 
 
+def test_a_corpus_is_prepared_by_one_rank_before_the_ranks_join(tmp_path: Path) -> None:
+    def patch() -> None:
+        from mtrain.data import tokenize
+        from mtrain.world import join
+
+        real = tokenize.prepare
+
+        def prepare(*args: object, **kwargs: object) -> object:
+            if not join._joined:
+                time.sleep(1.5)  # longer than a rank that imports is waited for
+            with (tmp_path / "prepared").open("a") as file:
+                file.write(f"{os.environ['RANK']} {join._joined}\n")
+            return real(*args, **kwargs)  # type: ignore[arg-type]
+
+        tokenize.prepare = prepare  # type: ignore[assignment]
+
+    port = free_port()
+    short = (*words(2), "trainer.join_timeout_s=0.1")
+    places = [as_rank(rank, 2, port, LOCAL_RANK=str(rank), LOCAL_WORLD_SIZE="2") for rank in range(2)]
+    finish([Launched(*short, cwd=tmp_path, environment=place, patch=patch) for place in places])
+    first, *others = (tmp_path / "prepared").read_text().splitlines()
+    assert first == "0 False"
+    assert sorted(others) == ["0 True", "1 True"]
+
+
 @pytest.mark.parametrize("name", ["MTRAIN_CACHE", pytest.param("HOME", marks=pytest.mark.full)])
 def test_a_run_starts_where_no_cache_can_be_written(name: str, tmp_path: Path) -> None:
     threads = {"OMP_NUM_THREADS": "2", "MTRAIN_CACHE": "", name: "/proc/none"}  # a pool does not survive a fork

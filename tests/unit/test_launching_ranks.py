@@ -5,15 +5,19 @@ from __future__ import annotations
 import errno
 import os
 import signal
+import threading
 import time
 from pathlib import Path
 
 import psutil
 import pytest
 
-from mtrain.errors import BadEnvironment
-from mtrain.launching import torchrun
+from mtrain.config.dump import run_yaml
+from mtrain.config.resolve import resolve
+from mtrain.errors import BadEnvironment, MtrainError
+from mtrain.launching import beside, jobs, rank, start, torchrun
 from mtrain.launching.supervise import Supervisor
+from tests.support.configs import LAPTOP, tiny
 
 
 @pytest.mark.parametrize(
@@ -75,3 +79,49 @@ def test_a_process_is_a_rank_where_it_is_told_all_and_refused_where_it_cannot_fi
         worker = False
     assert (torchrun.here() is not None) == worker
     assert not torchrun.stray() or warned
+
+
+def test_a_rank_refuses_a_configuration_that_is_not_the_launchers(tmp_path: Path) -> None:
+    run = resolve(tiny(), LAPTOP)
+    start._describe(run, tmp_path, jobs.MASKS)
+    assert start.read_start(tmp_path) == (jobs.MASKS, run.digest())
+    (tmp_path / "run.yaml").write_text(run_yaml(resolve(tiny(trainer__seed=7), LAPTOP)))
+    with pytest.raises(BadEnvironment, match="was changed after the run was started") as refused:
+        rank.perform(tmp_path, tmp_path / "errors", 0)
+    assert run.digest()[:12] in str(refused.value)
+
+
+def test_a_rank_of_a_folder_that_no_launcher_made_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(BadEnvironment, match=r"start\.json cannot be read: No such file"):
+        rank.perform(tmp_path, tmp_path / "errors", 0)
+
+
+def test_a_rank_refuses_an_environment_that_its_run_needs_otherwise(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG", raising=False)
+    run = resolve(tiny(cluster__device="cuda", trainer__deterministic=True), LAPTOP)
+    start._describe(run, tmp_path, jobs.MASKS)
+    with pytest.raises(BadEnvironment, match="CUBLAS_WORKSPACE_CONFIG is not in the environment of this rank"):
+        rank.perform(tmp_path, tmp_path / "errors", 0)
+
+
+def test_work_beside_a_process_with_threads_is_executed_and_returns_the_same() -> None:
+    run = resolve(tiny(kernels__cpu_matmul="blas"), LAPTOP)
+    assert not start.has_threads()
+    over = threading.Event()
+    thread = threading.Thread(target=over.wait)
+    thread.start()
+    try:
+        assert start.has_threads()
+        assert not start.may_fork(run)
+        work = beside.Beside("prepare", run, checkpoint=None)
+        command = psutil.Process(work.pid).cmdline()
+        assert work.result() is None
+    finally:
+        over.set()
+        thread.join()
+    assert "mtrain.launching.beside" in command
+    missing = run.model_copy(update={"data": run.data.model_copy(update={"kind": "indexed", "path": "nowhere"})})
+    with pytest.raises(MtrainError, match="nowhere"):
+        beside.Beside("prepare", missing, checkpoint=None).result()

@@ -5,6 +5,7 @@ The launcher's environment says which rank it is. The configuration is that of `
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import sys
@@ -12,10 +13,10 @@ from pathlib import Path
 
 from mtrain.config.paths import RUN_FILE
 from mtrain.config.run_file import read_run_file
-from mtrain.errors import BadEnvironment, MtrainError
+from mtrain.errors import BadEnvironment, MtrainError, say_page
 from mtrain.launching.environment import verify
 from mtrain.launching.start import PARENT, read_start
-from mtrain.launching.worker import end, leave, place_here, run_rank
+from mtrain.launching.worker import end, leave, place_here, record_name, run_rank
 from mtrain.processes import die_with
 from mtrain.world.stacks import ERRORS
 
@@ -57,7 +58,11 @@ def main(words: list[str]) -> None:
     home, text = Path(words[0]), os.environ.get("RANK", "0")
     rank = int(text) if text.isdigit() else 0
     errors = home / ERRORS
-    leave(run_rank(lambda: perform(home, errors, rank), errors, rank))
+    code = run_rank(lambda: perform(home, errors, rank), errors, rank)
+    record = errors / record_name(rank)
+    if code and not parent and record.is_file():  # another launcher started this rank, and does not read the record
+        say_page(f"rank {rank}: {json.loads(record.read_text())['message']}", error=True)
+    leave(code)
 
 
 if __name__ == "__main__":
