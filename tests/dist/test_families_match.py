@@ -93,7 +93,9 @@ def test_a_family_trains_sharded_as_on_one_rank(name: str, tmp_path: Path) -> No
     for key, weight in one.items():
         error = (many[key] - weight).norm() / weight.norm().clamp_min(1e-12)
         # Adam divides by the root of a gradient's square: where a bias has next to none, rounding decides its sign.
-        assert error < (1e-3 if "bias" in key else 2e-5), (key, float(error))
+        # The gradient of a decay is a sum over the whole sequence whose terms nearly cancel.
+        bound = 1e-3 if "bias" in key else 1e-4 if "A_log" in key else 2e-5
+        assert error < bound, (key, float(error))
 
 
 @pytest.mark.sampled

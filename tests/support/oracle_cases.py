@@ -118,7 +118,7 @@ SIZES: dict[str, tuple[Any, ...]] = {
     "optim.lr": (1e-5, 1e-3, 0.5),
 }
 LEFT_ALONE = (
-    *("log.", "checkpoint.", "cluster.", "recipe.", "trainer.eval", "trainer.sample", "trainer.profile_step"),
+    *("log.", "checkpoint.", "cluster.", "recipe.", "trainer.eval", "trainer.sample", "trainer.profile_"),
     *("trainer.seed", "trainer.join_timeout_s", "trainer.soft_timeout_s", "trainer.timeout_s"),
     *(
         "model.name",

@@ -78,6 +78,8 @@ def _answer(arguments: list[str]) -> int:
             _traceback()
         try:
             return _refused(error, arguments)
+        except BrokenPipeError:
+            raise
         except OSError as unwritten:  # the report of it
             return _refused(unwritten, arguments)
 

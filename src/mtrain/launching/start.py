@@ -92,12 +92,15 @@ def may_fork(run: RunConfig) -> bool:
 def has_threads() -> bool:
     """Whether this process has threads that a process forked from it would wait for, for ever.
 
-    They are threads of Python, and the pool that torch starts with its first large product. The pool of the BLAS that
-    numpy starts survives a fork; it has at most a thread for each core.
+    They are threads of Python, and the pool that torch starts with its first large product, unless it works with one
+    thread. The pool of the BLAS that numpy starts survives a fork; it has at most a thread for each core.
     """
     python_threads = [t for t in threading.enumerate() if not isinstance(t, threading._DummyThread)]
     if len(python_threads) > 1:
         return True
+    torch = sys.modules.get("torch")
+    if torch is None or torch.get_num_threads() == 1:
+        return False
     try:
         native = len(os.listdir("/proc/self/task"))
         cores = len(os.sched_getaffinity(0))
