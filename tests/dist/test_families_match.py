@@ -79,6 +79,12 @@ def _train(run: object, folder: Path) -> list[tuple[float, float]]:
     return train_steps(run, STEPS, save_to=folder)  # type: ignore[arg-type]
 
 
+def _least(key: str) -> float:
+    """What is rounding and no gradient: of decays that are all drawn to forget at once, 1e-9 is left."""
+    kind = key.split("/")[1] if key.startswith("optim/") else ""
+    return {"exp_avg": 1e-7, "exp_avg_sq": 1e-14}.get(kind, 1e-12)
+
+
 @pytest.mark.parametrize("name", some(CASES, ALWAYS))
 def test_a_family_trains_sharded_as_on_one_rank(name: str, tmp_path: Path) -> None:
     model, layout = CASES[name]
@@ -91,11 +97,9 @@ def test_a_family_trains_sharded_as_on_one_rank(name: str, tmp_path: Path) -> No
     one, many = (whole_tensors(tmp_path / n / f"step_{STEPS:08d}") for n in ("one", "many"))
     assert one.keys() == many.keys()
     for key, weight in one.items():
-        error = (many[key] - weight).norm() / weight.norm().clamp_min(1e-12)
+        error = (many[key] - weight).norm() / weight.norm().clamp_min(_least(key))
         # Adam divides by the root of a gradient's square: where a bias has next to none, rounding decides its sign.
-        # The gradient of a decay is a sum over the whole sequence whose terms nearly cancel.
-        bound = 1e-3 if "bias" in key else 1e-4 if "A_log" in key else 2e-5
-        assert error < bound, (key, float(error))
+        assert error < (1e-3 if "bias" in key else 2e-5), (key, float(error))
 
 
 @pytest.mark.sampled
