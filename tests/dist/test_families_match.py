@@ -80,9 +80,9 @@ def _train(run: object, folder: Path) -> list[tuple[float, float]]:
 
 
 def _least(key: str) -> float:
-    """What is rounding and no gradient: of decays that are all drawn to forget at once, 1e-9 is left."""
+    """What is near rounding: gradients beside which the others are of 1, as of decays that are drawn to forget at once."""
     kind = key.split("/")[1] if key.startswith("optim/") else ""
-    return {"exp_avg": 1e-7, "exp_avg_sq": 1e-14}.get(kind, 1e-12)
+    return {"exp_avg": 1e-5, "exp_avg_sq": 1e-10}.get(kind, 1e-12)
 
 
 @pytest.mark.parametrize("name", some(CASES, ALWAYS))
