@@ -80,7 +80,7 @@ def _train(run: object, folder: Path) -> list[tuple[float, float]]:
 
 
 def _least(key: str) -> float:
-    """What is near rounding: gradients beside which the others are of 1, as of decays that are drawn to forget at once."""
+    """The norm below which a gradient is near rounding, where that of all is about 1: decays may forget at once."""
     kind = key.split("/")[1] if key.startswith("optim/") else ""
     return {"exp_avg": 1e-5, "exp_avg_sq": 1e-10}.get(kind, 1e-12)
 
@@ -99,7 +99,8 @@ def test_a_family_trains_sharded_as_on_one_rank(name: str, tmp_path: Path) -> No
     for key, weight in one.items():
         error = (many[key] - weight).norm() / weight.norm().clamp_min(_least(key))
         # Adam divides by the root of a gradient's square: where a bias has next to none, rounding decides its sign.
-        assert error < (1e-3 if "bias" in key else 2e-5), (key, float(error))
+        # A decay's gradient is a sum over the whole sequence whose terms nearly cancel.
+        assert error < (1e-3 if "bias" in key else 1e-4 if "A_log" in key else 2e-5), (key, float(error))
 
 
 @pytest.mark.sampled
