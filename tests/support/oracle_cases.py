@@ -120,7 +120,6 @@ SIZES: dict[str, tuple[Any, ...]] = {
 LEFT_ALONE = (
     *("log.", "checkpoint.", "cluster.", "recipe.", "trainer.eval", "trainer.sample", "trainer.profile_"),
     *("trainer.seed", "trainer.join_timeout_s", "trainer.soft_timeout_s", "trainer.timeout_s"),
-    *("trainer.sync_debug", "trainer.stop_signals"),
     *(
         "model.name",
         "model.family",

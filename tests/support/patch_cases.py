@@ -450,6 +450,11 @@ CASES: dict[str, Case] = {
     "fsdp-lone-rank": Case(lambda: _trains_as_without(**MEGATRON), "norm .* instead of"),
     "fsdp-division": Case(_division, "RuntimeError|ReduceOp|PREMUL", ranks=2),
     "fsdp-meshes": Case(lambda: _trains_as_without(ranks=2, pp=2, **MEGATRON), "Shape mismatch", ranks=2),
+    "fsdp-checks": Case(
+        lambda: _trains_as_without(ranks=4, tp=2, pp=2, layers_per_stage=(1, 3), model={"num_layers": 4}, **MEGATRON),
+        "TypeError|RankFailed|had not returned",
+        ranks=4,
+    ),
     "fsdp-tied-stages": Case(
         lambda: _trains_as_without(ranks=4, pp=2, model={"tie_word_embeddings": True}, **MEGATRON),
         "RuntimeError: attempting to assign a gradient of size",

@@ -347,6 +347,14 @@ PATCHES: tuple[Patch, ...] = (
         patching_shards.fsdp_meshes,
     ),
     Patch(
+        "fsdp-checks",
+        "distributed/fsdp/src/megatron_fsdp/param_and_grad_buffer.py:4128",
+        "Compares each weight that tensor parallelism shards over all ranks of the world: stages with other numbers of "
+        "them meet in each other's gathers, TypeError or a hang, and a large world gathers for each weight.",
+        "everywhere",
+        patching_shards.fsdp_checks,
+    ),
+    Patch(
         "fsdp-tied-stages",
         "distributed/finalize_model_grads.py:259",
         "With megatron-core's FSDP the gradient of an embedding that two stages hold is set to this rank's part of "

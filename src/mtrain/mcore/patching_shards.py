@@ -139,6 +139,21 @@ def fsdp_division() -> None:
     module.gradient_reduce_preprocessing = preprocess
 
 
+def fsdp_checks() -> None:
+    """Validate what a weight is sharded into within its group, and compare it with no rank of another stage."""
+    module = _core("distributed.fsdp.src.megatron_fsdp.param_and_grad_buffer")
+    original = module.make_fsdp_dtensor
+
+    @functools.wraps(original)
+    def make_fsdp_dtensor(*args: Any, run_check: bool = False, **kwargs: Any) -> Any:
+        made = original(*args, run_check=False, **kwargs)
+        if run_check:
+            module.validate_uneven_dtensor(made)
+        return made
+
+    module.make_fsdp_dtensor = make_fsdp_dtensor
+
+
 def fsdp_meshes() -> None:
     """Derive a mesh from the groups that this rank is in, whatever else there is in the world."""
     module = _core("distributed.fsdp.mcore_fsdp_adapter")
