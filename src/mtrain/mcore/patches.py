@@ -1,7 +1,6 @@
 """Defects of megatron-core that configuration cannot avoid, each patched once when the adapter is installed.
 
-Each has a test in `tests/dist/test_adapter_patches.py` that fails without it, on every release that it is for. At an
-upgrade of megatron-core every entry is to be looked up again: the reason says what to look for.
+Each has a test in `tests/dist/test_adapter_patches.py` that fails without it, on every release that it is for.
 """
 
 from __future__ import annotations
@@ -349,8 +348,7 @@ PATCHES: tuple[Patch, ...] = (
     Patch(
         "fsdp-checks",
         "distributed/fsdp/src/megatron_fsdp/param_and_grad_buffer.py:4128",
-        "Compares each weight that tensor parallelism shards over all ranks of the world: stages with other numbers of "
-        "them meet in each other's gathers, TypeError or a hang, and a large world gathers for each weight.",
+        "Compares each sharded weight over the whole world: stages with unequal numbers of them fail or hang.",
         "everywhere",
         patching_shards.fsdp_checks,
     ),
@@ -386,8 +384,7 @@ PATCHES: tuple[Patch, ...] = (
     Patch(
         "gated-delta-norm",
         "distributed/finalize_model_grads.py:354",
-        "Tensor-parallel ranks norm the outputs of their heads with the same weight. Without sequence parallelism "
-        "the gradients of it are not summed: silently that of a rank's heads, and weights that drift apart.",
+        "Without sequence parallelism gradients of the weight that norms outputs of heads are silently not summed.",
         "everywhere",
         patching_linear.gated_delta_norm,
         upstream="#7452",
