@@ -72,6 +72,10 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     ),
     "mla tp2": ({"mla": LATENT, "num_query_groups": None, "qk_layernorm": True}, {"ranks": 2, "tp": 2}),
 }
+REMEMBERS = 1
+"""A seed with which a head of each linear-attention layer remembers. With most seeds all four forget at once, and the
+gradients of their decays are rounding.
+"""
 ALWAYS = ["moe tp2ep2 with whole experts", "qwen3 next tp2pp2"]
 
 
@@ -79,16 +83,12 @@ def _train(run: object, folder: Path) -> list[tuple[float, float]]:
     return train_steps(run, STEPS, save_to=folder)  # type: ignore[arg-type]
 
 
-def _least(key: str) -> float:
-    """The norm below which a gradient is near rounding, where that of all is about 1: decays may forget at once."""
-    kind = key.split("/")[1] if key.startswith("optim/") else ""
-    return {"exp_avg": 1e-5, "exp_avg_sq": 1e-10}.get(kind, 1e-12)
-
-
 @pytest.mark.parametrize("name", some(CASES, ALWAYS))
 def test_a_family_trains_sharded_as_on_one_rank(name: str, tmp_path: Path) -> None:
     model, layout = CASES[name]
-    whole, sharded = tiny_run(model=model), tiny_run(model=model, **layout)
+    trainer = {"seed": REMEMBERS} if "qwen3 next" in name else {}
+    whole = tiny_run(model=model, trainer=trainer)
+    sharded = tiny_run(model=model, trainer=trainer, **layout)
     expected = run_ranks(1, _train, whole, tmp_path / "one")[0]
     values = run_ranks(sharded.parallel.ranks, _train, sharded, tmp_path / "many")[0]
     for (loss, norm), (expected_loss, expected_norm) in zip(values, expected, strict=True):
@@ -97,10 +97,9 @@ def test_a_family_trains_sharded_as_on_one_rank(name: str, tmp_path: Path) -> No
     one, many = (whole_tensors(tmp_path / n / f"step_{STEPS:08d}") for n in ("one", "many"))
     assert one.keys() == many.keys()
     for key, weight in one.items():
-        error = (many[key] - weight).norm() / weight.norm().clamp_min(_least(key))
+        error = (many[key] - weight).norm() / weight.norm().clamp_min(1e-12)
         # Adam divides by the root of a gradient's square: where a bias has next to none, rounding decides its sign.
-        # A decay's gradient is a sum over the whole sequence whose terms nearly cancel.
-        assert error < (1e-3 if "bias" in key else 1e-4 if "A_log" in key else 2e-5), (key, float(error))
+        assert error < (1e-3 if "bias" in key else 2e-5), (key, float(error))
 
 
 @pytest.mark.sampled
