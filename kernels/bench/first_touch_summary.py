@@ -1,4 +1,4 @@
-"""What `first_touch.py` found, as one summary.json and one page of text: each figure beside the plan and the goal."""
+"""The results of `first_touch.py` as summary.json and as a page of text: each figure beside its plan and its goal."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def summary(results: Results, walk: Walk, command: str) -> Summary:
 
 
 def _notes(made: Summary) -> list[str]:
-    """What a page says beside its tables."""
+    """Return the sentences that a page has beside its tables."""
     notes = []
     begun = made["gate"].get("launch.py", {}).get("first_step_s")
     if begun is not None:
@@ -182,7 +182,8 @@ def figures(made: Summary) -> list[dict[str, Any]]:
                 found.append(_figure(name, share, None, goal, share >= bound["at_least"], bound["source"]))
     for unit, plan in made.get("plans", {}).items():
         for key, bound in known["planned"].items():
-            measured, planned = _measured(made["train"][unit], key), plan.get(key)
+            measured = _measured(made["train"][unit], key)
+            planned = plan.get(key)
             if measured is None or planned is None:
                 continue
             met = abs(planned / measured - 1) <= bound["within"]
@@ -210,9 +211,8 @@ def value_of(made: Summary, place: str) -> float | None:
 
 def page(made: Summary) -> str:
     """The summary as text."""
-    device, versions = made["device"], made["versions"]
-    known = {name: version for name, version in versions.items() if version != "not installed"}
-    lines = [f"{device['name']}, {made['date']}, commit {made['commit']}"]
+    known = {name: version for name, version in made["versions"].items() if version != "not installed"}
+    lines = [f"{made['device']['name']}, {made['date']}, commit {made['commit']}"]
     lines += [", ".join(f"{name} {version}" for name, version in known.items()), made["command"], ""]
     if made.get("dry"):
         lines += ["A dry run on a CPU with tiny shapes: no figure below is about a device.", ""]
@@ -242,7 +242,7 @@ def _runs_in_words(runs: Mapping[str, Any]) -> list[str]:
 
 
 def totals(made: Summary) -> tuple[int, int]:
-    """How many units of parity passed, and of how many; as they were reported, where that was not counted here."""
+    """Return how many units of parity passed and how many ran; as reported, where they were not counted here."""
     reported = made.get("parity_reported")
     if reported:
         return reported["passed"], reported["of"]
