@@ -117,7 +117,8 @@ def test_what_must_hold_is_held(runs: ModuleType, program: str, tmp_path: Path) 
         ({"file": "*/memory.json"}, "no file"),
         ({"says": "stalled"}, "does not say"),
         ({"silent": "train.d"}, "it says 'trained'"),
-        ({"exit": "not 0"}, "ended with 0, not not 0"),
+        ({"says": "trains.py"}, "does not say"),  # a word of the command is none of its output
+        ({"exit": 5}, "ended with 0, not 5"),
     ):
         with pytest.raises(RuntimeError, match=found):
             tried(runs, tmp_path, command(program, [2.0, 2.0, 2.0], **hold))
@@ -154,6 +155,32 @@ def test_a_run_is_killed_after_a_step_and_the_next_command_goes_on(
     assert (tmp_path / "runs" / "one" / "run" / "again").is_dir()
     with pytest.raises(RuntimeError, match="before step 9, where it is killed"):
         tried(runs, tmp_path, {**killed, "argv": ["{home}", "run", "[3.0]"], "kill_after_step": 9})
+
+
+def test_what_an_earlier_try_left_is_not_taken_for_this_one(runs: ModuleType, program: str, tmp_path: Path) -> None:
+    """A call that was cut off, or `--again`, leaves a run that has all steps already."""
+    tried(runs, tmp_path, command(program, [3.0, 2.0], last_step=2))
+    ends_at_once = {"program": program, "argv": ["{home}"], "hold": {"exit": 1, "last_step": 2}}
+    with pytest.raises(RuntimeError, match="the last step is None, not 2"):
+        tried(runs, tmp_path, ends_at_once)
+    tried(runs, tmp_path, command(program, [3.0, 2.0]))
+    killed = {"program": program, "argv": ["{home}", "another", "[3.0]"], "kill_after_step": 2}
+    with pytest.raises(RuntimeError, match="before step 2, where it is killed"):
+        tried(runs, tmp_path, killed)
+
+
+def test_a_run_that_was_late_in_an_earlier_call_is_waited_for(
+    runs: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from first_touch_results import Results
+
+    results = Results(tmp_path)
+    results.add("runs", "first", skipped="did not fit", late=True)
+    monkeypatch.setattr(runs, "WAIT_S", 0.1)
+    with pytest.raises(RuntimeError, match="first did not end in"):
+        runs._result_of("first", results)
+    results.add("runs", "first", result={"losses": [1.0]})
+    assert runs._result_of("first", results) == {"losses": [1.0]}
 
 
 def test_a_command_has_the_tree_in_front_and_no_launcher_by_hand(
@@ -325,7 +352,8 @@ def test_a_summary_puts_each_figure_beside_plan_and_goal(made: Path) -> None:
     rival = figures["1B, bf16, beside eager transformers"]
     assert (rival["measured"], rival["goal"], rival["met"]) == (1.3, "at least 1.25", True)
     assert not figures["1B, bf16, share of the step in which the device works"]["met"]
-    step, peak = figures["1b bf16 triton: step_s"], figures["1b bf16 triton: peak_bytes"]
+    step = figures["1b bf16 triton: step_s"]
+    peak = figures["1b bf16 triton: peak_bytes"]
     assert (step["measured"], step["planned"], step["met"]) == (0.5, 0.49, True)
     assert (peak["measured"], peak["planned"], peak["met"]) == (98e9, 102e9, False)
     page = (made / "page.txt").read_text()
