@@ -316,7 +316,11 @@ def noted(folder: Path) -> Any:
     results.add("parity", "rms_norm llama3_8b", error="died with -11")
     results.add("runs", "mixtral", error="the loss does not fall")
     memory = {"peak_bytes_by_rank": [98e9], "reserved_bytes_by_rank": [99e9, None], "driver_peak_bytes": 101e9}
-    said = {"tokens_per_s": 130.0, "step_s": 0.5, "command": "model=llama_tiny", **memory}
+    run = folder / "runs" / "one"
+    run.mkdir(parents=True)
+    planned = {"peak_bytes": [90e9, 102e9], "reserved_bytes": [103e9], "driver_bytes": [104e9]}
+    (run / "plan.json").write_text(json.dumps({"planned": {"step_s": 0.49, "memory_by_stage": planned}}))
+    said = {"run": str(run), "tokens_per_s": 130.0, "step_s": 0.5, "command": "model=llama_tiny", **memory}
     results.add("train", "1b bf16 triton", result=said)
     results.add("rivals", "1b transformers", result={"tokens_per_s": 100.0})
     results.add("profile", "1b bf16 triton", result={"busy_share": 0.65})
@@ -329,12 +333,11 @@ def noted(folder: Path) -> Any:
 
 
 @pytest.fixture
-def made(runs: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def made(runs: ModuleType, tmp_path: Path) -> Path:
     """A folder with a summary and a page of such a call."""
     import first_touch_summary
     from first_touch_results import Walk
 
-    monkeypatch.setattr(first_touch_summary, "_planned", lambda *_: {"step_s": 0.49, "peak_bytes": 102e9})
     assert first_touch_summary.write(noted(tmp_path / "out"), Walk(False), "python first_touch.py") == 3
     return tmp_path / "out"
 
@@ -371,20 +374,29 @@ def test_a_summary_puts_each_figure_beside_plan_and_goal(made: Path) -> None:
         "swiglu llama3_8b forward: share of the copy rate": True,
         "swiglu llama3_8b backward: share of the copy rate": False,
     }
-    held = "allocated 98.00 GB, reserved 99.00 GB, driver, sampled 101.00 GB; planned 102.00 GB"
-    assert f"memory, 1b bf16 triton: {held}" in page
+    held = "allocated 98.00 GB (planned 102.00 GB), reserved 99.00 GB (planned 103.00 GB)"
+    assert f"memory, 1b bf16 triton: {held}, driver, sampled 101.00 GB (planned 104.00 GB)" in page
 
 
-def test_the_plan_beside_a_figure_is_that_of_the_same_configuration(runs: ModuleType) -> None:
-    import first_touch_summary
+def test_memory_is_put_beside_the_part_of_the_plan_that_it_measures(runs: ModuleType, tmp_path: Path) -> None:
+    """What tensors take does not have the context of the device and what the allocator holds beside them."""
     from first_touch_results import Walk
+    from first_touch_summary import planned_of
     from first_touch_train import SHAPES, words_of
 
-    words = words_of(Walk(False), SHAPES["1b"], "bf16", "triton")
-    planned = first_touch_summary._planned({"command": " ".join(words)}, "NVIDIA H200", Walk(False))
+    from mtrain.cli.setup import load
+    from mtrain.config.resolve import Machine
+    from mtrain.plan import compare
+
+    assert planned_of(tmp_path) is None
+    words = [*words_of(Walk(False), SHAPES["1b"], "bf16", "triton"), "cluster=h200", "cluster.devices_per_node=1"]
+    machine = Machine(cpu_cores=16, memory_bytes=1 << 37, gpus=1, triton=True)
+    run = load(words, machine, {}, to_run=False).run
+    (tmp_path / compare.PLAN).write_text(json.dumps({"planned": compare.planned(run)}))
+    planned = planned_of(tmp_path)
+    assert planned is not None
     assert 0.1 < planned["step_s"] < 0.5
-    assert 20e9 < planned["peak_bytes"] < 50e9
-    assert first_touch_summary._planned({"command": " ".join(words)}, "Another", Walk(False)) is None
+    assert 20e9 < planned["peak_bytes"] < planned["reserved_bytes"] < planned["driver_bytes"] < 50e9
 
 
 @pytest.fixture
