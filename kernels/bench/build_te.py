@@ -170,7 +170,7 @@ def _one(packages: Path, pattern: str) -> Path:
 
 
 def has_cudnn_header() -> bool:
-    """Whether the CUDA toolkit of this machine has cuDNN's header, which the extension includes."""
+    """Return whether the CUDA toolkit of this machine has cuDNN's header, which the extension includes."""
     compiler = shutil.which("nvcc")
     homes = [os.environ.get("CUDA_HOME", ""), str(Path(compiler).parents[1]) if compiler else "", "/usr/local/cuda"]
     return any(home and (Path(home) / "include" / "cudnn.h").exists() for home in homes)

@@ -169,7 +169,8 @@ def _wait(child: subprocess.Popen[bytes], size: Callable[[], int], limit_s: floa
         with suppress(subprocess.TimeoutExpired):
             return child.wait(min(left, 1.0))
         if (grown := size()) != seen:
-            seen, now = grown, time.monotonic()
+            seen = grown
+            now = time.monotonic()
         elif time.monotonic() - now > unit_s:
             return STUCK
     return None

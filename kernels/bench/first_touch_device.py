@@ -14,7 +14,7 @@ class Skipped(Exception):
 
 
 def poisoned() -> bool:
-    """Whether the device answers no more, as after an access outside of memory."""
+    """Return whether the device no longer answers, as after an access outside of its memory."""
     torch = sys.modules.get("torch")
     if torch is None or not torch.cuda.is_available():
         return False

@@ -46,7 +46,7 @@ class Marks:
 
     launched: Callable[[], int]
     named: bool = False
-    """Whether marks are put into a trace, too."""
+    """True where marks are also written into a trace."""
     found: list[tuple[str, int, float, int]] = field(default_factory=list)
 
     def __call__(self, what: str, layer: int) -> None:

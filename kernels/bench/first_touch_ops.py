@@ -61,9 +61,12 @@ def _compare(walk: Walk, name: str, case: Any, model: Any) -> dict[str, Any]:
     device = device_here()
     torch.manual_seed(0)
     inputs = case.make(model, device, torch.bfloat16)
-    compared, impls = {}, ["auto", *(["triton"] if "triton" in ops()[name].implementations else [])]
+    impls = ["auto"]
+    if "triton" in ops()[name].implementations:
+        impls = ["triton"] if walk.dry else ["auto", "triton"]
+    compared = {}
     call = case.checked or case.call
-    for impl in impls[1:] if walk.dry and len(impls) > 1 else impls:
+    for impl in impls:
         given = functools.partial(lambda impl, **i: call(i, impl), impl)
         wanted = functools.partial(lambda **i: call(i, "reference"))
         tolerance = case.tolerance or (parity.TOLERANCE[torch.bfloat16] if case.checked else None)
@@ -116,12 +119,14 @@ def _tune(walk: Walk, op: str, name: str) -> dict[str, str]:
     from mtrain_kernels.registry import MODELS
     from triton.testing import do_bench
 
-    m, device = MODELS[name], device_here()
+    m = MODELS[name]
+    device = device_here()
     if op == "linear_cross_entropy":
         given = tuning.file_of(device), device, m.tokens, m.hidden, m.vocab, torch.bfloat16
         return tune.measure_loss(*given, seconds=lambda call: do_bench(call) / 1e3)
     if op == "attention":
-        heads, widths = (m.heads, m.kv_heads), (m.head_dim, 128 if m.head_dim == 192 else m.head_dim)
+        heads = (m.heads, m.kv_heads)
+        widths = (m.head_dim, 128 if m.head_dim == 192 else m.head_dim)
         return tune.measure_attention(
             *(tuning.file_of(device), device, *heads, widths, m.tokens, torch.bfloat16),
             seconds=lambda call: do_bench(call) / 1e3,

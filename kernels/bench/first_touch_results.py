@@ -33,7 +33,7 @@ class Stage:
     workers: int = 1
     """Processes on a machine with enough cores."""
     starts_runs: bool = False
-    """Whether its units start `launch.py`; they are skipped where the gate failed."""
+    """True where its units start `launch.py`; they are skipped where the gate failed."""
 
 
 STAGES = (
@@ -54,15 +54,17 @@ BY_NAME = {stage.name: stage for stage in STAGES}
 
 @dataclass(frozen=True)
 class Walk:
-    """What all stages are told: whether it is a dry run, which ops are meant, and whether a dry run is of all ops."""
+    """The options of a call that every stage reads."""
 
     dry: bool
+    """True on a CPU: shapes are tiny, and nothing is measured."""
     ops: tuple[str, ...] = ()
+    """The ops to compare and to measure; all of them where it is empty."""
     whole: bool = False
-    """A dry run of every op, not of a sample."""
+    """True where a dry run takes every op, not a sample."""
 
     def words(self) -> list[str]:
-        """The same on a command line."""
+        """Return the same options as words of a command line."""
         words = ["--dry-run"] if self.dry else []
         words += ["--whole"] if self.whole else []
         return words + (["--ops", ",".join(self.ops)] if self.ops else [])
@@ -105,7 +107,7 @@ class Results:
         return lines[-1]["units"] if lines else None
 
     def size(self, stage: str, worker: int) -> int:
-        """How many lines a process has written."""
+        """Return the number of lines that a process has written."""
         return sum(line["stage"] == stage and line.get("worker", 0) == worker for line in self.lines())
 
     def open(self, stage: str, worker: int = 0) -> str | None:
@@ -114,7 +116,7 @@ class Results:
         return begun[-1] if begun and begun[-1] not in self.done(stage) else None
 
     def tries(self, stage: str, unit: str) -> int:
-        """How often a unit was begun."""
+        """Return how often a unit was begun."""
         return sum(
             line["stage"] == stage and line["unit"] == unit and bool(line.get("begin")) for line in self.lines()
         )
@@ -141,13 +143,13 @@ class Results:
 
 
 def gate_error(results: Results) -> str | None:
-    """Why plain `launch.py` does not start, if it was tried and does not."""
+    """Return the error of the gate; None where plain `launch.py` started or was not tried yet."""
     errors = [line["error"] for line in results.ends("gate").values() if "error" in line]
     return errors[0] if errors else None
 
 
 def workers_of(stage: Stage, dry: bool) -> int:
-    """How many processes do the units of a stage on this machine."""
+    """Return the number of processes that do the units of a stage on this machine."""
     cores = len(os.sched_getaffinity(0))
     if dry:  # importing torch takes longer than the units of a dry run, which those of runs do not
         return 2 if stage.starts_runs and stage.workers > 1 else 1

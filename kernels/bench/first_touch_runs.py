@@ -7,6 +7,7 @@ import importlib.util
 import json
 import re
 import shlex
+import shutil
 import signal
 import statistics
 import subprocess
@@ -23,11 +24,11 @@ from first_touch_results import HERE, ROOT, RUNS, Results, Walk, read_yaml, tree
 Units = dict[str, Callable[[], Any]]
 POLL_S = 0.05
 WAIT_S = 150.0
-"""How long a run waits for the one that it is compared with."""
+"""The longest that a run waits for the one that it is compared with."""
 COMMAND_S = 200.0
 """The longest that one command may take."""
 DRY_WORDS = ("cluster=cpu", "data.seq_length=16", "trainer.train_iters=3", "trainer.global_batch_size=2")
-"""What a dry run puts in the place of a run's own words: the same on a CPU, with less to do."""
+"""Words that replace a run's own in a dry run: a CPU, short samples and few steps."""
 SAVES = "checkpoint.save_interval="
 
 
@@ -39,15 +40,15 @@ class Command:
     hold: Mapping[str, Any] = field(default_factory=dict)
     environment: Mapping[str, str] = field(default_factory=dict)
     torchrun: bool = False
-    """Whether torchrun starts it, with one rank."""
+    """True where torchrun starts it, with one rank."""
     program: str | None = None
-    """A Python program of this repository in the place of `launch.py`."""
+    """A Python program of this repository that runs in place of `launch.py`."""
     kill_after_step: int | None = None
     """The launcher gets SIGKILL once this step is in the metrics."""
 
     @property
     def trains(self) -> bool:
-        """Whether it is `launch.py` without a verb."""
+        """True for `launch.py` without a verb."""
         return self.program is None and (not self.argv or "=" in self.argv[0])
 
 
@@ -60,7 +61,7 @@ class Entry:
     commands: tuple[Command, ...]
     needs: Mapping[str, str] = field(default_factory=dict)
     dry: bool = False
-    """Whether a dry run does it for a sample."""
+    """True where a dry run does it as well."""
 
 
 def entries(path: Path = RUNS) -> list[Entry]:
@@ -108,7 +109,7 @@ def merged(words: list[str]) -> list[str]:
 
 
 def gate(walk: Walk, folder: Path) -> Units:
-    """Whether plain `python launch.py` starts at all: one tiny run, and nothing of a launcher set by hand."""
+    """One tiny run by plain `python launch.py`, with no variable of a launcher set by hand."""
     entry = next(entry for entry in entries() if entry.name == "gate")
     return {"launch.py": functools.partial(_tried, walk, folder / "runs" / "gate", entry, Results(folder))}
 
@@ -177,7 +178,9 @@ def _tried(walk: Walk, home: Path, entry: Entry, results: Results) -> dict[str, 
         raise Skipped(missing)
     if not walk.dry and not Path("/dev/nvidiactl").exists():
         raise Skipped("there is no GPU here; --dry-run walks this on a CPU")
-    home.mkdir(parents=True, exist_ok=True)
+    if home.exists():  # of an earlier try: its run would be taken for this one's
+        shutil.rmtree(home)
+    home.mkdir(parents=True)
     said: dict[str, Any] = {"why": entry.why}
     for command in entry.commands:
         start = time.perf_counter()
@@ -202,9 +205,9 @@ def _execute(walk: Walk, home: Path, command: Command, said: dict[str, Any]) -> 
     start += [str(ROOT / (command.program or "launch.py")), *words]
     environment = tree_environment({key: _filled(value, home) for key, value in command.environment.items()})
     with (home / "output.txt").open("ab") as file:
-        begin = file.tell()
         file.write(f"$ {shlex.join(start)}\n".encode())
         file.flush()
+        begin = file.tell()  # behind the command itself, whose words would satisfy a pattern
         child = subprocess.Popen(start, stdout=file, stderr=subprocess.STDOUT, env=environment, cwd=ROOT)
         try:
             code = _ended(child, home, command, said)
@@ -212,8 +215,7 @@ def _execute(walk: Walk, home: Path, command: Command, said: dict[str, Any]) -> 
             if child.poll() is None:
                 child.kill()
                 child.wait()
-    text = (home / "output.txt").read_bytes()[begin:].decode(errors="replace")
-    return code, text
+    return code, (home / "output.txt").read_bytes()[begin:].decode(errors="replace")
 
 
 def _ended(child: subprocess.Popen[bytes], home: Path, command: Command, said: dict[str, Any]) -> int:
@@ -293,7 +295,7 @@ def _hold(command: Command, code: int, output: str, home: Path, said: dict[str, 
     """
     hold = command.hold
     wanted = -signal.SIGKILL if command.kill_after_step is not None else hold.get("exit", 0)
-    if code == 0 if wanted == "not 0" else code != wanted:
+    if code != wanted:
         lines = [line.strip() for line in output.splitlines() if line.strip()]
         raise RuntimeError(f"ended with {code}, not {wanted}: {lines[-1] if lines else 'it said nothing'}")
     losses = said.get("losses", [])
@@ -326,7 +328,7 @@ def _result_of(name: str, results: Results) -> dict[str, Any]:
     """The result of a run that comes before, once it has ended."""
     stage, unit = ("gate", "launch.py") if name == "gate" else ("runs", name)
     end = time.monotonic() + WAIT_S
-    while (line := results.ends(stage).get(unit)) is None:
+    while (line := results.ends(stage).get(unit)) is None or line.get("late"):  # this call does what was late
         if time.monotonic() > end:
             raise RuntimeError(f"{name} did not end in {WAIT_S:g} s, so there is nothing to compare with")
         time.sleep(POLL_S)

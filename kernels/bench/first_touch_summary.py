@@ -1,21 +1,22 @@
-"""What `first_touch.py` found, as one summary.json and one page of text: each figure beside the plan and the goal."""
+"""The results of `first_touch.py` as summary.json and as a page of text: each figure beside its plan and its goal."""
 
 from __future__ import annotations
 
 import datetime
 import json
-import shlex
-import subprocess
-import sys
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
-from first_touch_results import GOALS, ROOT, STAGES, WHOLE, Results, Walk, read_yaml, tree_environment
+from first_touch_results import GOALS, STAGES, WHOLE, Results, Walk, read_yaml
 
-CLUSTERS = ("gb300", "gb200", "b300", "b200", "h200", "h100", "a100", "l40s")
-"""Files of conf/cluster by what the driver's name of a device has in it."""
-MEMORY = {"peak_bytes": "allocated", "reserved_bytes": "reserved", "driver_bytes": "driver"}
-MEMORY |= {"driver_peak_bytes": "driver, sampled"}
+MEMORY = {
+    "peak_bytes": ("allocated", "peak_bytes"),
+    "reserved_bytes": ("reserved", "reserved_bytes"),
+    "driver_bytes": ("driver", "driver_bytes"),
+    "driver_peak_bytes": ("driver, sampled", "driver_bytes"),
+}
+"""The name of each memory that a training measures, and its key in the plan."""
 Summary = dict[str, Any]
 
 
@@ -46,7 +47,7 @@ def summary(results: Results, walk: Walk, command: str) -> Summary:
         made[stage] = {unit: line["result"] for unit, line in ends[stage].items() if "result" in line}
     made["ops"] = _ops(ends["ops"])
     made["plans"] = {
-        unit: planned for unit, said in made["train"].items() if (planned := _planned(said, name, walk)) is not None
+        unit: planned for unit, said in made["train"].items() if (planned := planned_of(Path(said["run"]))) is not None
     }
     made["notes"] = _notes(made)
     made["figures"] = figures(made)
@@ -66,7 +67,7 @@ def summary(results: Results, walk: Walk, command: str) -> Summary:
 
 
 def _notes(made: Summary) -> list[str]:
-    """What a page says beside its tables."""
+    """Return the sentences that a page has beside its tables."""
     notes = []
     begun = made["gate"].get("launch.py", {}).get("first_step_s")
     if begun is not None:
@@ -131,33 +132,13 @@ def _ops(lines: Mapping[str, dict[str, Any]]) -> dict[str, Any]:
     }
 
 
-def cluster_of(device: str) -> str | None:
-    """The file of conf/cluster for what a driver calls its device."""
-    return next((name for name in CLUSTERS if name in device.lower()), None)
-
-
-def _planned(said: Mapping[str, Any], device: str, walk: Walk) -> dict[str, Any] | None:
-    """What `launch.py plan` says of a training: seconds of a step and bytes at the peak.
-
-    Of the run's own file, which knows the cluster where mtrain knew the device; else of its words with the cluster
-    that the device's name has in it.
-    """
-    plan = _plan([f"run={said['run']}/run.yaml"]) if said.get("run") else None
-    if plan is not None and (plan["step_s"] is not None or walk.dry):
-        return plan
-    cluster = cluster_of(device)
-    if cluster is None:
-        return plan
-    return _plan([*shlex.split(said["command"]), f"cluster={cluster}", "cluster.devices_per_node=1"])
-
-
-def _plan(words: list[str]) -> dict[str, Any] | None:
-    command = [sys.executable, str(ROOT / "launch.py"), "plan", "--json", *words]
-    done = subprocess.run(command, capture_output=True, text=True, env=tree_environment(), cwd=ROOT)
-    if done.returncode:
+def planned_of(run: Path) -> dict[str, Any] | None:
+    """Return what plan.json of a run folder says: seconds of a step, and bytes of each kind of memory at its peak."""
+    path = run / "plan.json"
+    plan = json.loads(path.read_text())["planned"] if path.exists() else None
+    if plan is None:
         return None
-    plan = json.loads(done.stdout)
-    return {"step_s": plan["time"].get("step_s"), "peak_bytes": plan["memory"]["peak"]["bytes"]}
+    return {"step_s": plan["step_s"], **{kind: max(sizes) for kind, sizes in plan["memory_by_stage"].items()}}
 
 
 def figures(made: Summary) -> list[dict[str, Any]]:
@@ -182,7 +163,8 @@ def figures(made: Summary) -> list[dict[str, Any]]:
                 found.append(_figure(name, share, None, goal, share >= bound["at_least"], bound["source"]))
     for unit, plan in made.get("plans", {}).items():
         for key, bound in known["planned"].items():
-            measured, planned = _measured(made["train"][unit], key), plan.get(key)
+            measured = _measured(made["train"][unit], key)
+            planned = plan.get(key)
             if measured is None or planned is None:
                 continue
             met = abs(planned / measured - 1) <= bound["within"]
@@ -210,9 +192,8 @@ def value_of(made: Summary, place: str) -> float | None:
 
 def page(made: Summary) -> str:
     """The summary as text."""
-    device, versions = made["device"], made["versions"]
-    known = {name: version for name, version in versions.items() if version != "not installed"}
-    lines = [f"{device['name']}, {made['date']}, commit {made['commit']}"]
+    known = {name: version for name, version in made["versions"].items() if version != "not installed"}
+    lines = [f"{made['device']['name']}, {made['date']}, commit {made['commit']}"]
     lines += [", ".join(f"{name} {version}" for name, version in known.items()), made["command"], ""]
     if made.get("dry"):
         lines += ["A dry run on a CPU with tiny shapes: no figure below is about a device.", ""]
@@ -242,7 +223,7 @@ def _runs_in_words(runs: Mapping[str, Any]) -> list[str]:
 
 
 def totals(made: Summary) -> tuple[int, int]:
-    """How many units of parity passed, and of how many; as they were reported, where that was not counted here."""
+    """Return how many units of parity passed and how many ran; as reported, where they were not counted here."""
     reported = made.get("parity_reported")
     if reported:
         return reported["passed"], reported["of"]
@@ -279,14 +260,18 @@ def _table_of_trainings(made: Summary) -> list[str]:
 
 
 def _memory_in_words(made: Summary) -> list[str]:
-    """Memory of each training: what tensors took, what the allocator held, what the driver says, and the plan."""
+    """Return the memory of each training: what tensors took, what the allocator held, and what the driver says."""
     lines = []
     for unit, said in made["train"].items():
-        kinds = {key: _measured(said, key) for key in MEMORY}
-        planned = made.get("plans", {}).get(unit, {}).get("peak_bytes")
-        known = [f"{name} {shown(kinds[key], '_bytes')}" for key, name in MEMORY.items() if kinds[key] is not None]
+        plan = made.get("plans", {}).get(unit, {})
+        known = []
+        for key, (name, of_plan) in MEMORY.items():
+            measured = _measured(said, key)
+            if measured is not None:
+                planned = shown(plan.get(of_plan), "_bytes") or "unknown"
+                known.append(f"{name} {shown(measured, '_bytes')} (planned {planned})")
         if known:
-            lines.append(f"memory, {unit}: {', '.join(known)}; planned {shown(planned, '_bytes') or 'not known'}")
+            lines.append(f"memory, {unit}: {', '.join(known)}")
     return lines
 
 

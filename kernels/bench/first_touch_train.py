@@ -20,7 +20,8 @@ from first_touch_device import Skipped, device_here, needs_device
 from first_touch_results import ROOT, Results, Walk, tree_environment
 
 Units = dict[str, Callable[[], Any]]
-STEPS, SEQUENCE = 12, 4096
+STEPS = 12
+SEQUENCE = 4096
 # The second has the widths of an 8B model and as many of its layers as one device has memory for with AdamW.
 SHAPES = {"1b": ("llama32_1b", {}), "8b": ("llama3_8b", {"num_layers": 8})}
 TINY = ("llama_tiny", {"num_layers": 2, "hidden_size": 64, "ffn_hidden_size": 64, "vocab_size": 128})
@@ -33,13 +34,13 @@ def train(walk: Walk, folder: Path) -> Units:
 
     What is compared with the goals comes first; TransformerEngine's layers come last.
     """
-    some = [(shape, form, "triton") for form in PRECISIONS for shape in SHAPES]
-    some += [("8b", "bf16", "auto"), *((shape, form, "te") for form in PRECISIONS for shape in SHAPES)]
-    models = SHAPES
     if walk.dry:
-        some, models = [("tiny", "bf16", "auto")], {"tiny": TINY}
-        if walk.whole:
-            some = [("tiny", form, "triton") for form in PRECISIONS[:2]]
+        models = {"tiny": TINY}
+        some = [("tiny", form, "triton") for form in PRECISIONS[:2]] if walk.whole else [("tiny", "bf16", "auto")]
+    else:
+        models = SHAPES
+        some = [(shape, form, "triton") for form in PRECISIONS for shape in SHAPES]
+        some += [("8b", "bf16", "auto"), *((shape, form, "te") for form in PRECISIONS for shape in SHAPES)]
     return {
         f"{shape} {form} {kernels}": functools.partial(
             _launch, walk, folder, f"{shape} {form} {kernels}", models[shape], form, kernels
@@ -188,9 +189,13 @@ def _hugging_face(model: tuple[str, Mapping[str, int]]) -> dict[str, Any]:
 
 
 def profile(walk: Walk, folder: Path) -> Units:
-    """Of each traced step of `train`: how busy the device was, its ten longest gaps, and what took longest."""
-    lines = [line for line in Results(folder).lines() if line["stage"] == "train" and "result" in line]
-    return {line["unit"]: functools.partial(_gaps, Path(line["result"]["run"])) for line in lines}
+    """Read each traced step of `train`: how busy the device was, its longest gaps, and the longest kernels."""
+    trained = Results(folder).ends("train")
+    return {
+        unit: functools.partial(_gaps, Path(line["result"]["run"]))
+        for unit, line in trained.items()
+        if "result" in line
+    }
 
 
 def _gaps(run: Path) -> dict[str, Any]:
@@ -214,16 +219,21 @@ def gaps_of(events: list[dict[str, Any]]) -> dict[str, Any]:
     work = sorted(on_gpu or [e for e in timed if e.get("cat") == "cpu_op"], key=lambda event: float(event["ts"]))
     if not work:
         raise Skipped("the trace holds no kernel")
-    gaps, busy, totals = [], 0.0, dict[str, float]()
-    end, last = float(work[0]["ts"]), work[0]["name"]
+    gaps = []
+    busy = 0.0
+    totals: dict[str, float] = {}
+    end = float(work[0]["ts"])
+    last = work[0]["name"]
     for event in work:
-        start, stop = float(event["ts"]), float(event["ts"]) + float(event["dur"])
+        start = float(event["ts"])
+        stop = start + float(event["dur"])
         totals[event["name"]] = totals.get(event["name"], 0.0) + float(event["dur"])
         if start > end:
             gaps.append({"us": round(start - end, 1), "behind": last[:80], "before": event["name"][:80]})
         if stop > end:
             busy += stop - max(start, end)
-            end, last = stop, event["name"]
+            end = stop
+            last = event["name"]
     whole = end - float(work[0]["ts"])
     longest = sorted(totals.items(), key=lambda item: -item[1])[:GAPS]
     return {

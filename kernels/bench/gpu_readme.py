@@ -1,4 +1,4 @@
-"""What the READMEs say of measurements on a GPU, made of the newest results under benchmarks/results/gpu.
+"""Writes the measurements on a GPU into the READMEs, from the newest results under benchmarks/results/gpu.
 
     python kernels/bench/gpu_readme.py            # writes it between the markers of README.md and kernels/README.md
     python kernels/bench/gpu_readme.py --check    # exit code 1 where they say something else
@@ -133,7 +133,8 @@ def filled(text: str, marker: str, content: str) -> str:
     Raises:
         ValueError: the page has no such place.
     """
-    begin, end = f"<!-- {marker} -->", f"<!-- /{marker} -->"
+    begin = f"<!-- {marker} -->"
+    end = f"<!-- /{marker} -->"
     if begin not in text or end not in text:
         raise ValueError(f"there are no markers {begin} and {end}")
     head, rest = text.split(begin, 1)

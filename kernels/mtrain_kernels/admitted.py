@@ -1,9 +1,9 @@
-"""Which kernels have run on which generation of GPUs: what `auto` may take there without being asked.
+"""The kernels that have passed parity on each generation of GPUs, and which `auto` may therefore take there.
 
-`admitted.json` says it, for each generation (sm_90 is 90) and op with the device, commit and date of the run. It is
-made of committed results: `python -m mtrain_kernels.admitted benchmarks/results/gpu/*/summary.json` writes it, and
-prints what it admits. An op is admitted where its units of parity passed, or somebody decided about each that failed;
-what a later file says of an op counts.
+`admitted.json` lists them by generation (sm_90 is 90) and op, with the device, commit and date of the run. It is
+derived from committed results: `python -m mtrain_kernels.admitted benchmarks/results/gpu/*/summary.json` writes it
+and prints what it admits. An op is admitted where each of its units of
+parity passed, or `DECIDED` says why a failure does not count. The latest results of an op count.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ DECIDED: dict[str, dict[str, str]] = {
         "edges of functions": "the reciprocal of subnormal numbers, for which nobody asks; see runtime.reciprocal",
     },
 }
-"""Of units that failed at a commit, by the beginning of its name, why they speak against no kernel."""
+"""The units that failed at a commit (the beginning of its hash) and yet count as passed, each with the reason."""
 
 
 EDGES = {"edges": "quantize"}
-"""Of units that are of no op of their own, the op that they speak for: conversions of numbers that no input has."""
+"""The op that units without an op of their own count for: conversions of numbers that no random input has."""
 
 
 @functools.cache
@@ -42,7 +42,7 @@ def admitted() -> dict[int, dict[str, dict[str, Any]]]:
 
 
 def missing(generation: int | None, ops: Iterable[str]) -> list[str]:
-    """Those of the ops that no committed result admits for a generation of NVIDIA's; all where it is not known."""
+    """Return those of the ops that no committed result admits for a generation of GPUs; all where it is None."""
     there = admitted().get(generation, {}) if generation is not None else {}
     return [op for op in ops if op not in there]
 

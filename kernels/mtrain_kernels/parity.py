@@ -19,7 +19,10 @@ from torch import Tensor
 TOLERANCE = {torch.float64: 1e-10, torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}
 
 Limits = Callable[[Mapping[str, Any], Mapping[str, Tensor]], Mapping[str, Tensor]]
-"""Of inputs by name and gradients of outputs by name, the largest error of each element of results, by name."""
+"""A function of inputs and of gradients of outputs that gives the largest error of each element of each result.
+
+All three are by name; results are named as `check` names them in messages.
+"""
 
 
 def check(
@@ -118,7 +121,8 @@ def assert_near(name: str, found: Tensor, wanted: Tensor, tolerance: float | Non
 def assert_within(name: str, found: Tensor, wanted: Tensor, limit: Tensor) -> None:
     """Asserts shape and values of one tensor, each to its own `limit`; what is no number is within none."""
     assert found.shape == wanted.shape, f"{name}: shape {tuple(found.shape)} instead of {tuple(wanted.shape)}"
-    a, b = found.double().flatten(), wanted.double().flatten()
+    a = found.double().flatten()
+    b = wanted.double().flatten()
     excess = ((a - b).abs() / (limit.to(b.device).flatten() + 1e-12)).nan_to_num(nan=torch.inf)
     worst = int(excess.argmax()) if excess.numel() else 0
     assert not excess.numel() or excess[worst] <= 1, (

@@ -13,7 +13,10 @@ from mtrain_kernels.attention import op
 from mtrain_kernels.attention.roundings import _mask, limits
 from torch import Tensor
 
-TOKENS, HEADS, GROUPS, WIDTH = 320, 4, 2, 64
+TOKENS = 320
+HEADS = 4
+GROUPS = 2
+WIDTH = 64
 FEATURES: dict[str, dict[str, Any]] = {
     "causal": {},
     "all of it": {"window": (100, 0), "softcap": 5.0, "sink": True, "cu_seqlens": [0, 130, 320]},
@@ -22,7 +25,7 @@ PARTS = ("output 0", *(f"gradient of {name}" for name in ("q", "k", "v", "sink")
 
 
 def inputs(name: str, loud: float = 1.0) -> dict[str, Any]:
-    """Of two query heads for each of keys; the first four values are `loud` times the others."""
+    """Draw inputs with two query heads for each key head; the first four values are `loud` times the others."""
     torch.manual_seed(0)
     shapes = {"q": HEADS, "k": GROUPS, "v": GROUPS}
     found: dict[str, Any] = {n: torch.randn(1, heads, TOKENS, WIDTH) for n, heads in shapes.items()}
@@ -41,10 +44,12 @@ class _Fused(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None, given: Any, fault: Any) -> Tensor:
         q, k, v = (x.float() for x in (q, k.repeat_interleave(2, 1), v.repeat_interleave(2, 1)))
-        z, ctx.slope = WIDTH**-0.5 * (q @ k.mT), torch.ones(())
+        z = WIDTH**-0.5 * (q @ k.mT)
+        ctx.slope = torch.ones(())
         if cap := given.get("softcap"):
             bent = (z / cap).tanh()
-            z, ctx.slope = cap * bent, 1 - bent * bent
+            z = cap * bent
+            ctx.slope = 1 - bent * bent
         z = z.masked_fill(~_mask(given, TOKENS), float("-inf"))
         logit = z.new_full((1, HEADS, 1, 1), float("-inf")) if sink is None else sink.float().view(1, -1, 1, 1)
         top = torch.maximum(z.amax(-1, keepdim=True), logit)
@@ -52,12 +57,15 @@ class _Fused(torch.autograd.Function):
         total = p.sum(-1, keepdim=True) + (logit - top).exp()
         out = (_rounded(p) @ v / total).bfloat16()
         lse = top + total.log()
-        ctx.saved, ctx.fault, ctx.sinks = (q, k, v, (z - lse).exp(), out.float(), (logit - lse).exp()), fault, sink
+        ctx.saved = (q, k, v, (z - lse).exp(), out.float(), (logit - lse).exp())
+        ctx.fault = fault
+        ctx.sinks = sink
         return out
 
     @staticmethod
     def backward(ctx: Any, d_out: Tensor) -> Any:
-        (q, k, v, p, out, seen), d_out = ctx.saved, d_out.float()
+        q, k, v, p, out, seen = ctx.saved
+        d_out = d_out.float()
         delta = (out * d_out).sum(-1, keepdim=True)
         if ctx.fault == "delta":
             delta = 1.03 * delta
@@ -67,7 +75,9 @@ class _Fused(torch.autograd.Function):
         if ctx.fault == "a tile":
             d_z[..., 304:] = 0
         d_z = _rounded(d_z)
-        d_q, d_k, d_v = WIDTH**-0.5 * (d_z @ k), WIDTH**-0.5 * (d_z.mT @ q), _rounded(p).mT @ d_out
+        d_q = WIDTH**-0.5 * (d_z @ k)
+        d_k = WIDTH**-0.5 * (d_z.mT @ q)
+        d_v = _rounded(p).mT @ d_out
         d_k, d_v = (x.view(1, GROUPS, 2, TOKENS, WIDTH).sum(2).bfloat16() for x in (d_k, d_v))
         d_sink = None if ctx.sinks is None else -(seen * delta).sum((0, 2, 3)).bfloat16()
         return d_q.bfloat16(), d_k, d_v, d_sink, None, None

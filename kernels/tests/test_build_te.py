@@ -108,7 +108,7 @@ def test_a_wheel_that_was_not_built_is_named(
 
 
 def admitted(python: str, release: str) -> bool:
-    """Whether the extra `cuda` takes a release of TransformerEngine under a Python."""
+    """Return whether the extra `cuda` takes a release of TransformerEngine under a Python."""
     listed = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]["cuda"]
     wanted = [Requirement(text) for text in listed]
     counts = [each for each in wanted if each.marker is None or each.marker.evaluate({"python_version": python})]

@@ -169,7 +169,8 @@ def test_a_stage_gets_its_share_of_the_budget_and_what_those_before_it_leave(
 def test_no_run_is_tried_where_the_gate_is_shut(
     touch: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    results, tried = touch.Results(tmp_path), []
+    results = touch.Results(tmp_path)
+    tried: list[str] = []
 
     def start(stage: Any, results: Any, *_: Any) -> tuple[int, str]:
         tried.append(stage.name)

@@ -117,7 +117,8 @@ def test_what_must_hold_is_held(runs: ModuleType, program: str, tmp_path: Path) 
         ({"file": "*/memory.json"}, "no file"),
         ({"says": "stalled"}, "does not say"),
         ({"silent": "train.d"}, "it says 'trained'"),
-        ({"exit": "not 0"}, "ended with 0, not not 0"),
+        ({"says": "trains.py"}, "does not say"),  # a word of the command is none of its output
+        ({"exit": 5}, "ended with 0, not 5"),
     ):
         with pytest.raises(RuntimeError, match=found):
             tried(runs, tmp_path, command(program, [2.0, 2.0, 2.0], **hold))
@@ -154,6 +155,32 @@ def test_a_run_is_killed_after_a_step_and_the_next_command_goes_on(
     assert (tmp_path / "runs" / "one" / "run" / "again").is_dir()
     with pytest.raises(RuntimeError, match="before step 9, where it is killed"):
         tried(runs, tmp_path, {**killed, "argv": ["{home}", "run", "[3.0]"], "kill_after_step": 9})
+
+
+def test_what_an_earlier_try_left_is_not_taken_for_this_one(runs: ModuleType, program: str, tmp_path: Path) -> None:
+    """A call that was cut off, or `--again`, leaves a run that has all steps already."""
+    tried(runs, tmp_path, command(program, [3.0, 2.0], last_step=2))
+    ends_at_once = {"program": program, "argv": ["{home}"], "hold": {"exit": 1, "last_step": 2}}
+    with pytest.raises(RuntimeError, match="the last step is None, not 2"):
+        tried(runs, tmp_path, ends_at_once)
+    tried(runs, tmp_path, command(program, [3.0, 2.0]))
+    killed = {"program": program, "argv": ["{home}", "another", "[3.0]"], "kill_after_step": 2}
+    with pytest.raises(RuntimeError, match="before step 2, where it is killed"):
+        tried(runs, tmp_path, killed)
+
+
+def test_a_run_that_was_late_in_an_earlier_call_is_waited_for(
+    runs: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from first_touch_results import Results
+
+    results = Results(tmp_path)
+    results.add("runs", "first", skipped="did not fit", late=True)
+    monkeypatch.setattr(runs, "WAIT_S", 0.1)
+    with pytest.raises(RuntimeError, match="first did not end in"):
+        runs._result_of("first", results)
+    results.add("runs", "first", result={"losses": [1.0]})
+    assert runs._result_of("first", results) == {"losses": [1.0]}
 
 
 def test_a_command_has_the_tree_in_front_and_no_launcher_by_hand(
@@ -289,7 +316,11 @@ def noted(folder: Path) -> Any:
     results.add("parity", "rms_norm llama3_8b", error="died with -11")
     results.add("runs", "mixtral", error="the loss does not fall")
     memory = {"peak_bytes_by_rank": [98e9], "reserved_bytes_by_rank": [99e9, None], "driver_peak_bytes": 101e9}
-    said = {"tokens_per_s": 130.0, "step_s": 0.5, "command": "model=llama_tiny", **memory}
+    run = folder / "runs" / "one"
+    run.mkdir(parents=True)
+    planned = {"peak_bytes": [90e9, 102e9], "reserved_bytes": [103e9], "driver_bytes": [104e9]}
+    (run / "plan.json").write_text(json.dumps({"planned": {"step_s": 0.49, "memory_by_stage": planned}}))
+    said = {"run": str(run), "tokens_per_s": 130.0, "step_s": 0.5, "command": "model=llama_tiny", **memory}
     results.add("train", "1b bf16 triton", result=said)
     results.add("rivals", "1b transformers", result={"tokens_per_s": 100.0})
     results.add("profile", "1b bf16 triton", result={"busy_share": 0.65})
@@ -302,12 +333,11 @@ def noted(folder: Path) -> Any:
 
 
 @pytest.fixture
-def made(runs: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def made(runs: ModuleType, tmp_path: Path) -> Path:
     """A folder with a summary and a page of such a call."""
     import first_touch_summary
     from first_touch_results import Walk
 
-    monkeypatch.setattr(first_touch_summary, "_planned", lambda *_: {"step_s": 0.49, "peak_bytes": 102e9})
     assert first_touch_summary.write(noted(tmp_path / "out"), Walk(False), "python first_touch.py") == 3
     return tmp_path / "out"
 
@@ -325,7 +355,8 @@ def test_a_summary_puts_each_figure_beside_plan_and_goal(made: Path) -> None:
     rival = figures["1B, bf16, beside eager transformers"]
     assert (rival["measured"], rival["goal"], rival["met"]) == (1.3, "at least 1.25", True)
     assert not figures["1B, bf16, share of the step in which the device works"]["met"]
-    step, peak = figures["1b bf16 triton: step_s"], figures["1b bf16 triton: peak_bytes"]
+    step = figures["1b bf16 triton: step_s"]
+    peak = figures["1b bf16 triton: peak_bytes"]
     assert (step["measured"], step["planned"], step["met"]) == (0.5, 0.49, True)
     assert (peak["measured"], peak["planned"], peak["met"]) == (98e9, 102e9, False)
     page = (made / "page.txt").read_text()
@@ -343,20 +374,29 @@ def test_a_summary_puts_each_figure_beside_plan_and_goal(made: Path) -> None:
         "swiglu llama3_8b forward: share of the copy rate": True,
         "swiglu llama3_8b backward: share of the copy rate": False,
     }
-    held = "allocated 98.00 GB, reserved 99.00 GB, driver, sampled 101.00 GB; planned 102.00 GB"
-    assert f"memory, 1b bf16 triton: {held}" in page
+    held = "allocated 98.00 GB (planned 102.00 GB), reserved 99.00 GB (planned 103.00 GB)"
+    assert f"memory, 1b bf16 triton: {held}, driver, sampled 101.00 GB (planned 104.00 GB)" in page
 
 
-def test_the_plan_beside_a_figure_is_that_of_the_same_configuration(runs: ModuleType) -> None:
-    import first_touch_summary
+def test_memory_is_put_beside_the_part_of_the_plan_that_it_measures(runs: ModuleType, tmp_path: Path) -> None:
+    """What tensors take does not have the context of the device and what the allocator holds beside them."""
     from first_touch_results import Walk
+    from first_touch_summary import planned_of
     from first_touch_train import SHAPES, words_of
 
-    words = words_of(Walk(False), SHAPES["1b"], "bf16", "triton")
-    planned = first_touch_summary._planned({"command": " ".join(words)}, "NVIDIA H200", Walk(False))
+    from mtrain.cli.setup import load
+    from mtrain.config.resolve import Machine
+    from mtrain.plan import compare
+
+    assert planned_of(tmp_path) is None
+    words = [*words_of(Walk(False), SHAPES["1b"], "bf16", "triton"), "cluster=h200", "cluster.devices_per_node=1"]
+    machine = Machine(cpu_cores=16, memory_bytes=1 << 37, gpus=1, triton=True)
+    run = load(words, machine, {}, to_run=False).run
+    (tmp_path / compare.PLAN).write_text(json.dumps({"planned": compare.planned(run)}))
+    planned = planned_of(tmp_path)
+    assert planned is not None
     assert 0.1 < planned["step_s"] < 0.5
-    assert 20e9 < planned["peak_bytes"] < 50e9
-    assert first_touch_summary._planned({"command": " ".join(words)}, "Another", Walk(False)) is None
+    assert 20e9 < planned["peak_bytes"] < planned["reserved_bytes"] < planned["driver_bytes"] < 50e9
 
 
 @pytest.fixture

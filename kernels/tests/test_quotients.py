@@ -80,9 +80,11 @@ def test_a_quotient_gives_no_subnormal_number_to_the_reciprocal(least: int, righ
         return np.float32(1 / float(y)) if abs(y) >= 2.0**-126 else np.float32(np.inf)
 
     run = FunctionType(runtime.quotient.fn.__code__, {"tl": _Finite, "INTERPRETED": False, "reciprocal": reciprocal})
-    draw, wrong = random.Random(0), 0
+    draw = random.Random(0)
+    wrong = 0
     for _ in range(100):
-        x, y = np.float32(draw.uniform(1, 2)), np.float32(draw.uniform(1, 2) * 2.0**least)
+        x = np.float32(draw.uniform(1, 2))
+        y = np.float32(draw.uniform(1, 2) * 2.0**least)
         q = run(x, y)
         wrong += not np.isfinite(q) or q != _nearest(Fraction(float(x)) / Fraction(float(y)))
     assert (wrong == 0) == right, wrong

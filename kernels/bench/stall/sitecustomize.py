@@ -12,7 +12,7 @@ import threading
 import time
 
 CYCLES = 1 << 44
-"""Of the device's clock: hours."""
+"""Cycles of the device's clock: some hours."""
 
 
 def _stall(after_s: float) -> None:

@@ -1,4 +1,4 @@
-"""How far attention in half precision may be from exact attention: derived from what fused kernels round.
+"""Limits of the error of attention in half precision, derived from what fused kernels round.
 
 Every fused kernel, torch's and ours, multiplies in half precision and adds up in fp32. Beside the results it rounds
 the probabilities before they meet values, or gradients of outputs, and the gradients of the logits before they meet
@@ -39,7 +39,8 @@ def limits(inputs: Mapping[str, Any], directions: Mapping[str, Tensor]) -> dict[
     under "output 0". Takes memory for a few numbers for each query and key of one head.
     """
     q, k, v = (inputs[name].detach().double() for name in ("q", "k", "v"))
-    mask, d_out = _mask(inputs, q.shape[2]), directions["output 0"].to(q.device, torch.float64)
+    mask = _mask(inputs, q.shape[2])
+    d_out = directions["output 0"].to(q.device, torch.float64)
     share = q.shape[1] // k.shape[1]
     names = {"output 0": d_out, "gradient of q": q, "gradient of k": k, "gradient of v": v}
     exact = {name: torch.zeros_like(of) for name, of in names.items()}
@@ -69,7 +70,8 @@ def _deviations(size: int) -> float:
 
 
 def _mask(inputs: Mapping[str, Any], tokens: int) -> Tensor:
-    at, edges = torch.arange(tokens, device=inputs["q"].device), inputs.get("cu_seqlens")
+    at = torch.arange(tokens, device=inputs["q"].device)
+    edges = inputs.get("cu_seqlens")
     of = None if edges is None else torch.searchsorted(edges.long(), at, right=True)
     return visible(
         at, at, causal=inputs.get("causal", False), window=inputs.get("window"), q_segments=of, k_segments=of
@@ -79,22 +81,27 @@ def _mask(inputs: Mapping[str, Any], tokens: int) -> Tensor:
 def _head(
     q: Tensor, k: Tensor, v: Tensor, d_out: Tensor, mask: Tensor, sink: Tensor | None, inputs: Mapping[str, Any]
 ) -> dict[str, tuple[Tensor, Tensor]]:
-    """What a query head gives, exactly, and the sum of squares of what is rounded on the way."""
-    scale, cap = inputs.get("scale") or q.shape[-1] ** -0.5, inputs.get("softcap", 0.0)
+    """Return each exact result of a query head, and the sum of squares of what is rounded on the way to it."""
+    scale = inputs.get("scale") or q.shape[-1] ** -0.5
+    cap = inputs.get("softcap", 0.0)
     z = scale * (q @ k.mT)
     slope = torch.ones_like(z)
     if cap:
         bent = (z / cap).tanh()
-        z, slope = cap * bent, 1 - bent.square()
+        z = cap * bent
+        slope = 1 - bent.square()
     z = z.masked_fill(~mask, float("-inf"))
     lse = z.logsumexp(-1) if sink is None else torch.cat([z, sink.expand(len(z), 1)], -1).logsumexp(-1)
     p = (z - lse[:, None]).exp()
-    out, d_p = p @ v, d_out @ v.mT
+    out = p @ v
+    d_p = d_out @ v.mT
     delta = (out * d_out).sum(-1)
     d_z = p * (d_p - delta[:, None]) * slope
     shared = (out * d_out).square().sum(-1) + (p * d_p).square().sum(-1)  # of what is rounded in delta
     through = p * slope  # by which an error of delta goes on
-    d_q, d_k, d_v = scale * (d_z @ k), scale * (d_z.mT @ q), p.mT @ d_out
+    d_q = scale * (d_z @ k)
+    d_k = scale * (d_z.mT @ q)
+    d_v = p.mT @ d_out
     found = {
         "output 0": (out, p.square() @ v.square()),
         "gradient of q": (
