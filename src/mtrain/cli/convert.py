@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -22,6 +21,7 @@ from mtrain.config.rules import check
 from mtrain.config.run import RunConfig
 from mtrain.config.run_file import read_run_file
 from mtrain.errors import ConfigError, CorruptData, MtrainError, Problem, say
+from mtrain.launching.signals import scratch_folder
 from mtrain.plan.count import parameters
 from mtrain.recipes.hf import import_config, read_json
 from mtrain.recipes.hf_write import config_json, same_model
@@ -255,9 +255,9 @@ def _logits(run: RunConfig, checkpoint: Path, folder: Path) -> dict[str, Any]:
     tokens = min(TOKENS, run.model.max_position_embeddings)
     ids = [int(i) for i in np.random.default_rng(0).integers(0, run.model.vocab_size, tokens)]
     words = ["parallel=single", "precision=fp32", "cluster.device=cpu", "kernels=reference", "data.seq_length=null"]
-    with tempfile.TemporaryDirectory(prefix="mtrain-") as scratch:
-        (Path(scratch) / RUN_FILE).write_text(run_yaml(_plain(run, words)))
-        ours, other = Path(scratch) / "ours", Path(scratch) / "theirs"
+    with scratch_folder() as scratch:
+        (scratch / RUN_FILE).write_text(run_yaml(_plain(run, words)))
+        ours, other = scratch / "ours", scratch / "theirs"
         local.logits(_plain(run, words), checkpoint, ids, ours)
         try:
             Beside("logits of transformers", run, folder=str(folder), ids=ids, out=str(other)).result()
@@ -280,8 +280,8 @@ def _plain(run: RunConfig, words: list[str]) -> RunConfig:
 
     data = run.data.model_copy(update={"cache_dir": DataConfig().cache_dir})
     run = run.model_copy(update={"log": LogConfig(), "checkpoint": CheckpointConfig(), "data": data})
-    with tempfile.TemporaryDirectory(prefix="mtrain-") as scratch:
-        file = Path(scratch) / RUN_FILE
+    with scratch_folder() as scratch:
+        file = scratch / RUN_FILE
         file.write_text(run_yaml(run))
         batch = ["trainer.global_batch_size=1", "trainer.micro_batch_size=1", "optim=adamw", "cluster=local"]
         lengths = ["model.t5.encoder_length=null", "model.t5.decoder_length=null"] if run.model.t5 is not None else []

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -16,6 +15,7 @@ from mtrain.config.rules import check
 from mtrain.config.run import RunConfig
 from mtrain.errors import BadEnvironment, ConfigError, say, say_page
 from mtrain.launching import local, preflight
+from mtrain.launching.signals import scratch_folder
 from mtrain.layout.grid import RankGrid
 from mtrain.plan.count import parameters
 from mtrain.plan.shrink import (
@@ -180,12 +180,12 @@ def draws(full: RunConfig) -> bool:
 
 def masks(small: RunConfig) -> list[tuple[str, str]]:
     """Modules whose dropout is wrong over ranks, with what is wrong; see `train.dropped.wrong_masks`."""
-    with tempfile.TemporaryDirectory(prefix="mtrain-prove-") as scratch:
-        local.observe_masks(small, Path(scratch))
+    with scratch_folder("mtrain-prove-") as scratch:
+        local.observe_masks(small, scratch)
         local.install_reader()
         from mtrain.train.dropped import wrong_masks
 
-        return wrong_masks(Path(scratch), small)
+        return wrong_masks(scratch, small)
 
 
 def in_words(found: Difference | None) -> str:
@@ -198,8 +198,8 @@ def in_words(found: Difference | None) -> str:
 @contextmanager
 def _observed(small: RunConfig, *, traced: bool = False) -> Iterator[tuple[Path, Path]]:
     """Folders in which one rank and the layout left what they computed."""
-    with tempfile.TemporaryDirectory(prefix="mtrain-prove-") as scratch:
-        one, many = Path(scratch) / "one", Path(scratch) / "many"
+    with scratch_folder("mtrain-prove-") as scratch:
+        one, many = scratch / "one", scratch / "many"
         one.mkdir()
         many.mkdir()
         local.observe(small, many, resumed=True, traced=traced)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +13,7 @@ from mtrain.config.paths import CHECKPOINTS
 from mtrain.config.run import RunConfig
 from mtrain.errors import say
 from mtrain.launching import local
+from mtrain.launching.signals import scratch_folder
 from mtrain.layout.grid import RankGrid
 from mtrain.plan.count import parameters
 from mtrain.plan.shrink import differences
@@ -31,12 +31,12 @@ def run(argv: list[str], *, debug: bool) -> int:
     device = "" if facts_of(small.cluster.device).on_host else f"{small.cluster.device} "
     say(f"{full.model.name}: {grid} on {grid.world} {device}ranks, {small.precision.words}{asked}")
     say(f"shrunk to {count(parameters(small.model))} parameters: {'; '.join(differences(full, small))}")
-    with tempfile.TemporaryDirectory(prefix="mtrain-rehearse-") as scratch:
+    with scratch_folder("mtrain-rehearse-") as scratch:
         whole = local.launch(_in(small, scratch, "whole"), argv) / CHECKPOINTS
         saved = whole / ckpt_folder.folder_name(SAVED)
         resumed = local.launch(_in(small, scratch, "resumed", resume=str(saved)), argv) / CHECKPOINTS
         equal = _ends(whole) == _ends(resumed)
-        exported = _export(whole, Path(scratch) / "exported")
+        exported = _export(whole, scratch / "exported")
     missing = parameters(small.model) - exported
     say(f"exported {count(exported)} parameters as whole tensors")
     if missing:
@@ -59,11 +59,11 @@ def _export(checkpoints: Path, out: Path) -> int:
     return sum(tensor.numel() for key, tensor in read(out) if ".router." not in key or key.endswith(".weight"))
 
 
-def _in(run: RunConfig, folder: str, name: str, **checkpoint: Any) -> RunConfig:
+def _in(run: RunConfig, folder: Path, name: str, **checkpoint: Any) -> RunConfig:
     saving = {"save_interval": SAVED, "save_final": True, "keep": None, **checkpoint}
     return run.model_copy(
         update={
-            "log": run.log.model_copy(update={"runs_dir": folder, "name": name, "interval": 1}),
+            "log": run.log.model_copy(update={"runs_dir": str(folder), "name": name, "interval": 1}),
             "checkpoint": run.checkpoint.model_copy(update=saving),
         }
     )

@@ -22,12 +22,9 @@ from mtrain.config.manifest import unwatched
 from mtrain.config.run import RunConfig
 from mtrain.errors import BadEnvironment, MtrainError, say_page
 from mtrain.launching import matmul
-from mtrain.launching.start import PARENT, execute, has_threads, importable, python
+from mtrain.launching.start import PARENT, execute, fork, has_threads, importable, python
 from mtrain.launching.worker import describe, leave, revive
 from mtrain.processes import die_with
-
-INTERRUPTED = 130
-ASKED_TO_STOP = (-signal.SIGINT, INTERRUPTED)
 
 
 class Beside:
@@ -39,9 +36,10 @@ class Beside:
         Raises:
             BadEnvironment: no process can be started.
         """
+        self.name = name
         self.read_end, write_end = os.pipe()
         try:
-            start = _execute if has_threads() else self._fork
+            start = _execute if has_threads() else _fork
             self.pid = start(name, run, arguments, write_end)
         except OSError as error:
             os.close(self.read_end)
@@ -49,19 +47,6 @@ class Beside:
             raise BadEnvironment(text) from None
         finally:
             os.close(write_end)
-
-    def _fork(self, name: str, run: RunConfig, arguments: dict[str, Any], write_end: int) -> int:
-        parent = os.getpid()
-        pid = os.fork()
-        if pid:
-            return pid
-        die_with(parent)
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)
-        os.close(self.read_end)
-        with os.fdopen(write_end, "w") as pipe:
-            code = report(lambda: WORK[name](run, **arguments), pipe)
-        leave(code)
-        raise AssertionError("unreachable")
 
     def end(self) -> None:
         """End it, whatever it has come to."""
@@ -86,40 +71,44 @@ class Beside:
             raise
         _, status = os.waitpid(self.pid, 0)
         code = os.waitstatus_to_exitcode(status)
-        if code in ASKED_TO_STOP:
-            raise KeyboardInterrupt
-        body = json.loads(text) if text else {}
+        if code or not text:  # what a process wrote that was killed may end in the middle
+            raise BadEnvironment(f"{DOING[self.name]} ended with {code}")
+        body = json.loads(text)
         if "error" in body:
             raise revive(body["error"])
-        if code or not text:
-            raise BadEnvironment(f"preparing the data ended with {code}")
         return body["value"]
+
+
+def _fork(name: str, run: RunConfig, arguments: dict[str, Any], write_end: int) -> int:
+    def work() -> int:
+        with os.fdopen(write_end, "w") as pipe:
+            return report(name, lambda: WORK[name](run, **arguments), pipe)
+
+    return fork(work)
 
 
 def _execute(name: str, run: RunConfig, arguments: dict[str, Any], write_end: int) -> int:
     body = strict_json.dumps({"name": name, "run": run.model_dump_json(), "arguments": arguments})
-    given, giving = os.pipe()
     environment = {**importable(os.environ), PARENT: str(os.getpid())}
-    try:
-        command = python("mtrain.launching.beside", str(given), str(write_end))
-        pid = execute(command, environment, given, write_end)
-    finally:
-        os.close(given)
-    with suppress(BrokenPipeError), os.fdopen(giving, "w") as pipe:
+    given, giving = os.pipe()
+    with suppress(BrokenPipeError), os.fdopen(giving, "w") as pipe:  # a process that has ended reads nothing
+        try:
+            command = python("mtrain.launching.beside", str(given), str(write_end))
+            pid = execute(command, environment, given, write_end)
+        finally:
+            os.close(given)
         pipe.write(body)
     return pid
 
 
-def report(work: Callable[[], Any], pipe: TextIO) -> int:
+def report(name: str, work: Callable[[], Any], pipe: TextIO) -> int:
     """Do the work, and write what it returns or raises as JSON; returns the exit code."""
     try:
         pipe.write(strict_json.dumps({"value": work()}))
-    except KeyboardInterrupt:
-        return INTERRUPTED
     except MtrainError as error:
         pipe.write(strict_json.dumps({"error": describe(error)}))
     except Exception as error:
-        text = f"preparing the data failed: {type(error).__name__}: {error}"
+        text = f"{DOING[name]} failed: {type(error).__name__}: {error}"
         pipe.write(strict_json.dumps({"error": describe(BadEnvironment(text))}))
     return 0
 
@@ -175,7 +164,15 @@ WORK: dict[str, Callable[..., Any]] = {
     "products": matmul.measure,
     "logits of transformers": _theirs,
 }
-"""Name -> what is done, given the run and the arguments."""
+"""Name -> the function, given the run and the arguments."""
+DOING = {
+    "prepare": "preparing the data",
+    "import": "importing the weights",
+    "validation": "reading the validation data",
+    "products": "measuring the matrix products",
+    "logits of transformers": "computing the logits of transformers",
+}
+"""Name -> the work in words, for messages."""
 
 
 def main(words: list[str]) -> None:
@@ -189,7 +186,7 @@ def main(words: list[str]) -> None:
         return WORK[body["name"]](run, **body["arguments"])
 
     with os.fdopen(int(words[1]), "w") as pipe:
-        code = report(work, pipe)
+        code = report(body["name"], work, pipe)
     leave(code)
 
 

@@ -7,7 +7,6 @@ import costs seconds of a core each. On other devices this process imports neith
 from __future__ import annotations
 
 import os
-import tempfile
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -21,6 +20,7 @@ from mtrain.launching import environment, folder, jobs, matmul
 from mtrain.launching.beside import Beside
 from mtrain.launching.environment import Place
 from mtrain.launching.jobs import Job
+from mtrain.launching.signals import scratch_folder
 from mtrain.launching.start import may_fork, run_ranks, without_launcher
 from mtrain.train.request import Questions, Request
 from mtrain.world import launchers
@@ -105,8 +105,8 @@ def answer(run: RunConfig, source: Source, questions: Questions, as_json: bool) 
 def logits(run: RunConfig, checkpoint: Path, ids: list[int], out: Path) -> None:
     """Leave in `out` what `train.assemble.logits` computes of `run`, which is of one rank."""
     warm(run)
-    with tempfile.TemporaryDirectory(prefix="mtrain-") as scratch:
-        run_ranks(run, Path(scratch), jobs.logits_job(checkpoint, ids, out), environment_of(run))
+    with scratch_folder() as scratch:
+        run_ranks(run, scratch, jobs.logits_job(checkpoint, ids, out), environment_of(run))
 
 
 def say(run: RunConfig, text: str) -> None:
@@ -164,8 +164,8 @@ def _run(run: RunConfig, home: Path, job: Job) -> None:
 
 def _in_scratch(run: RunConfig, job: Job) -> None:
     """Run `job` on every rank, with no folder of a run."""
-    with tempfile.TemporaryDirectory(prefix="mtrain-") as scratch:
-        _run(run, Path(scratch), job)
+    with scratch_folder() as scratch:
+        _run(run, scratch, job)
 
 
 def _with_products(run: RunConfig, checkpoint: Path | None = None) -> RunConfig:

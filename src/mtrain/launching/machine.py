@@ -9,12 +9,10 @@ from __future__ import annotations
 import json
 import os
 import socket
-import tempfile
 import time
 from collections.abc import Callable
 from contextlib import suppress
 from datetime import timedelta
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from mtrain import strict_json
@@ -24,6 +22,7 @@ from mtrain.config.paths import RUN_FILE
 from mtrain.config.run import RunConfig
 from mtrain.errors import BadEnvironment, MtrainError
 from mtrain.launching.local import environment_of
+from mtrain.launching.signals import scratch_folder
 from mtrain.launching.start import PARENT, execute, importable, placed, python
 from mtrain.launching.supervise import Supervisor
 from mtrain.launching.torchrun import RUN_GIVEN
@@ -133,8 +132,8 @@ def _share(place: Launched) -> int:
 def _start(place: Launched, argv: list[str], run: RunConfig | None, ranks: int, store: TCPStore | None) -> int:
     here = ranks // place.size
     first = place.rank * here
-    with tempfile.TemporaryDirectory(prefix="mtrain-") as scratch:
-        given = Path(scratch) / RUN_FILE
+    with scratch_folder() as scratch:
+        given = scratch / RUN_FILE
         if run is not None:
             given.write_text(run_yaml(run))
 
@@ -149,7 +148,7 @@ def _start(place: Launched, argv: list[str], run: RunConfig | None, ranks: int, 
                 values[RUN_GIVEN] = str(given)
             return execute(python("mtrain", *argv), values)
 
-        supervisor = Supervisor(Path(scratch) / ERRORS, "")
+        supervisor = Supervisor(scratch / ERRORS, "")
         supervisor.start(start, here)
         with suppress(MtrainError):  # each rank has said for itself what is wrong
             supervisor.wait()

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import signal
+import tempfile
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from types import FrameType
 from typing import Any
 
@@ -41,16 +43,57 @@ def stoppable() -> Iterator[None]:
         restore(replaced)
 
 
+@contextmanager
+def held_back() -> Iterator[None]:
+    """Let requests to stop wait until the block is over."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, STOPS)
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+@contextmanager
+def scratch_folder(prefix: str = "mtrain-") -> Iterator[Path]:
+    """Make a temporary folder, and remove it on the way out.
+
+    No stop leaves it behind: one that is asked while the folder is made or removed waits for that.
+    """
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, STOPS)
+    try:
+        with tempfile.TemporaryDirectory(prefix=prefix) as folder:
+            try:
+                signal.pthread_sigmask(signal.SIG_SETMASK, before)
+                yield Path(folder)
+            finally:
+                signal.pthread_sigmask(signal.SIG_BLOCK, STOPS)
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
 def replace(handler: Any, numbers: frozenset[signal.Signals] = STOPS) -> dict[int, Any]:
     """Install a handler for the signals that are not ignored; returns the handlers before, for `restore`."""
     replaced: dict[int, Any] = {}
     for number in numbers:
         before = signal.getsignal(number)
         # SIGINT is ignored in a background job of a shell, where the command still forwards what it is sent.
-        if before is not signal.SIG_IGN or number == signal.SIGINT:
+        ours = before is not signal.SIG_IGN or number == signal.SIGINT
+        if ours and before is not None:  # a handler that was not installed from Python cannot be put back
             replaced[number] = before
             signal.signal(number, handler)
     return replaced
+
+
+def forget() -> None:
+    """Let this process, which was forked from a launcher, end by the signals that the launcher handles.
+
+    As after an exec, a signal that is ignored stays ignored; but a launcher stops its processes with SIGTERM. Ctrl-C
+    is for the launcher alone, which forwards it.
+    """
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    for number in STOPS - {signal.SIGINT}:
+        if number == signal.SIGTERM or signal.getsignal(number) is not signal.SIG_IGN:
+            signal.signal(number, signal.SIG_DFL)
 
 
 def restore(replaced: dict[int, Any]) -> None:

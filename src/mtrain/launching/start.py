@@ -14,7 +14,7 @@ import signal
 import socket
 import sys
 import threading
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from mtrain import strict_json
@@ -23,8 +23,8 @@ from mtrain.config.dump import run_yaml
 from mtrain.config.paths import RUN_FILE
 from mtrain.config.run import RunConfig
 from mtrain.errors import BadEnvironment
+from mtrain.launching import signals
 from mtrain.launching.jobs import Job
-from mtrain.launching.signals import STOPS
 from mtrain.launching.supervise import Supervisor
 from mtrain.launching.worker import end, leave, run_rank
 from mtrain.processes import die_with
@@ -144,6 +144,7 @@ def execute(command: list[str], environment: Mapping[str, str], *inherited: int)
     """Start a command that inherits some descriptors; returns the process id.
 
     The process is the first of a group of its own: a terminal's Ctrl-C reaches the launcher alone, which forwards it.
+    What the launcher ignores, as SIGHUP under nohup, the process ignores too; but it is stopped by SIGTERM.
 
     Raises:
         OSError: no process can be started.
@@ -151,10 +152,30 @@ def execute(command: list[str], environment: Mapping[str, str], *inherited: int)
     for descriptor in inherited:
         os.set_inheritable(descriptor, True)
     try:
-        return os.posix_spawn(command[0], command, environment, setpgroup=0, setsigdef=STOPS)
+        return os.posix_spawn(command[0], command, environment, setpgroup=0, setsigdef=[signal.SIGTERM])
     finally:
         for descriptor in inherited:
             os.set_inheritable(descriptor, False)
+
+
+def fork(work: Callable[[], int]) -> int:
+    """Fork a process that ends with the exit code that `work` returns, or with this process; returns its id.
+
+    Raises:
+        OSError: no process can be started.
+    """
+    parent = os.getpid()
+    with signals.held_back():  # one that comes before the handlers of this process are forgotten would be lost
+        pid = os.fork()
+        if pid == 0:
+            signals.forget()
+    if pid:
+        return pid
+    try:
+        die_with(parent)
+        leave(work())
+    finally:  # nothing that is raised here may unwind the stack of the process that forked
+        os._exit(1)
 
 
 def _describe(run: RunConfig, home: Path, job: Job) -> None:
@@ -205,20 +226,13 @@ def _execute(home: Path, rank: int, environment: Mapping[str, str], listener: so
 def _fork(
     run: RunConfig, home: Path, job: Job, rank: int, environment: Mapping[str, str], listener: socket.socket
 ) -> int:
-    parent = os.getpid()
-    pid = os.fork()
-    if pid:
-        return pid
-    die_with(parent)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    for number in STOPS - {signal.SIGINT}:
-        signal.signal(number, signal.SIG_DFL)
-    os.environ.clear()
-    os.environ.update(environment)
-    if rank == 0:
-        os.environ[LISTEN_FD] = str(os.dup(listener.fileno()))
-    listener.close()
-    errors = home / ERRORS
-    work = run_rank(lambda: job.perform(run, home, lambda error, _: end(error, errors, rank)), errors, rank)
-    leave(work)
-    raise AssertionError("unreachable")
+    def work() -> int:
+        os.environ.clear()
+        os.environ.update(environment)
+        if rank == 0:
+            os.environ[LISTEN_FD] = str(os.dup(listener.fileno()))
+        listener.close()
+        errors = home / ERRORS
+        return run_rank(lambda: job.perform(run, home, lambda error, _: end(error, errors, rank)), errors, rank)
+
+    return fork(work)

@@ -65,6 +65,8 @@ class Supervisor:
         try:
             for rank in range(ranks):
                 self.ranks[fork(rank)] = rank
+                if self.stops:  # one that came while this rank was started has not reached it
+                    self._forward_stop()
         except BaseException as error:
             self._end_all()
             self._restore()
@@ -121,6 +123,9 @@ class Supervisor:
 
     def _on_stop(self, number: int, frame: FrameType | None) -> None:
         self.stops += 1
+        self._forward_stop()
+
+    def _forward_stop(self) -> None:
         self._signal(signal.SIGTERM if self.stops == 1 else signal.SIGKILL)
 
     def _signal(self, number: int) -> None:

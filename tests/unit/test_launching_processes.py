@@ -1,0 +1,136 @@
+"""Processes that a launcher forks or executes: the signals that they heed, stops at any time, and their errors."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from mtrain.config.resolve import resolve
+from mtrain.errors import BadEnvironment, Preempted
+from mtrain.launching import beside, signals, start
+from mtrain.launching.supervise import Supervisor
+from tests.support.configs import LAPTOP, tiny
+
+NOHUP = "import signal; raise SystemExit(signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN)"
+STOPPED = "import signal; raise SystemExit(signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL)"
+
+
+@contextmanager
+def ignored(number: signal.Signals) -> Iterator[None]:
+    """A signal that this process ignores."""
+    before = signal.signal(number, signal.SIG_IGN)
+    try:
+        yield
+    finally:
+        signal.signal(number, before)
+
+
+def code_of(pid: int) -> int:
+    """The exit code of a child, once it has ended."""
+    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+
+
+def test_processes_of_a_launcher_under_nohup_ignore_a_closed_terminal_too() -> None:
+    with ignored(signal.SIGHUP):
+        forked = start.fork(lambda: int(signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN))
+        executed = start.execute([sys.executable, "-c", NOHUP], os.environ)
+        assert [code_of(forked), code_of(executed)] == [0, 0]
+
+
+def test_processes_of_a_launcher_end_by_sigterm_though_it_ignores_that() -> None:
+    with ignored(signal.SIGTERM):
+        forked = start.fork(lambda: int(signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL))
+        executed = start.execute([sys.executable, "-c", STOPPED], os.environ)
+        assert [code_of(forked), code_of(executed)] == [0, 0]
+
+
+def test_an_error_of_a_forked_process_does_not_unwind_the_stack_of_its_parent(tmp_path: Path) -> None:
+    def fail() -> int:
+        raise KeyboardInterrupt
+
+    try:
+        pid = start.fork(fail)
+    except BaseException:
+        (tmp_path / "unwound").touch()
+        raise
+    assert code_of(pid) == 1
+    assert not (tmp_path / "unwound").exists()
+
+
+def test_work_that_is_killed_while_it_writes_is_an_error_of_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    def killed(*_: object) -> None:
+        os.write(int(os.environ["WRITE_END"]), b'{"value": ')
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    def pipe() -> tuple[int, int]:
+        ends = os_pipe()
+        os.environ["WRITE_END"] = str(ends[1])
+        return ends
+
+    os_pipe = os.pipe
+    monkeypatch.setenv("WRITE_END", "")
+    monkeypatch.setattr(os, "pipe", pipe)
+    monkeypatch.setitem(beside.WORK, "import", killed)
+    work = beside.Beside("import", resolve(tiny(), LAPTOP))
+    with pytest.raises(BadEnvironment, match="importing the weights ended with -9"):
+        work.result()
+
+
+def test_a_stop_that_comes_while_a_rank_is_started_reaches_it(tmp_path: Path) -> None:
+    def sleep() -> int:
+        time.sleep(60)
+        return 0
+
+    def started(rank: int) -> int:
+        pid = start.fork(sleep)
+        os.kill(os.getpid(), signal.SIGTERM)
+        return pid
+
+    supervisor = Supervisor(tmp_path, "")
+    supervisor.start(started, 1)
+    begun = time.monotonic()
+    with pytest.raises(Preempted):
+        supervisor.wait()
+    assert time.monotonic() - begun < 30
+
+
+def _stopped_in(owner: object, name: str, monkeypatch: pytest.MonkeyPatch) -> Callable[[], bool]:
+    """Has a function ask this process to stop, twice, before it returns; tells whether it was called."""
+    real = getattr(owner, name)
+    called: list[bool] = []
+
+    def asking(*args: object, **kwargs: object) -> object:
+        found = real(*args, **kwargs)
+        called.append(True)
+        os.kill(os.getpid(), signal.SIGHUP)
+        os.kill(os.getpid(), signal.SIGTERM)
+        return found
+
+    monkeypatch.setattr(owner, name, asking)
+    return lambda: bool(called)
+
+
+@pytest.mark.parametrize(("owner", "name"), [(tempfile, "mkdtemp"), (os, "rmdir")], ids=["made", "removed"])
+def test_a_stop_while_a_temporary_folder_is_made_or_removed_leaves_none(
+    owner: object, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    was_called = _stopped_in(owner, name, monkeypatch)
+    with pytest.raises(signals.Stopped), signals.stoppable(), signals.scratch_folder() as folder:
+        (folder / "inner/deep").mkdir(parents=True)
+    assert was_called()
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_handler_that_is_not_of_python_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(signal, "getsignal", lambda number: None)
+    with signals.stoppable():
+        pass
