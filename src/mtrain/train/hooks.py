@@ -67,7 +67,7 @@ class Metrics(Hook):
             self._write({"step": step, f"{name}_loss": loss})
 
     def owes(self, step: int, name: str) -> bool:
-        """Whether a resumed run made a step and then no evaluation. On rank 0."""
+        """Return whether a resumed run made a step and did not evaluate after it. Rank 0 knows."""
         return (step, "lr") in self.known and (step, f"{name}_loss") not in self.known
 
     def close(self) -> None:

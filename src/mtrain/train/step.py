@@ -55,7 +55,7 @@ class Parts:
 
     @property
     def stop_requested(self) -> bool:
-        """Whether this rank was asked to stop."""
+        """True once this rank was asked to stop."""
         return self.stop.asked
 
     @cached_property
