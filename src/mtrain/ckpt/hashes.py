@@ -257,7 +257,7 @@ class Shard:
 
 
 class Files:
-    """The shards of a checkpoint by name. Each is opened when it is first asked for, and a limited number stay open."""
+    """The shards of a checkpoint by name. Each is opened when first asked for, and a limited number stay open."""
 
     def __init__(self, root: Path, facts: Mapping[str, Any]) -> None:
         self._root = root

@@ -77,7 +77,7 @@ def parts(wanted: Region, pieces: Iterable[Piece], limit: int, what: str) -> Ite
 
 
 def _meeting(wanted: Region, pieces: Iterable[Piece]) -> dict[tuple[Numbers, Numbers, Numbers], Piece]:
-    """The pieces that may share elements with `wanted`, by offset, shape and flat range; of a thousand, most do not."""
+    """The pieces that may share elements with `wanted`, by offset, shape and flat range; of many, few do."""
     offset = list(wanted.offset)
     shape = list(wanted.shape)
     flat = wanted.flat

@@ -1,4 +1,4 @@
-"""The GPUs that CUDA shows a process: CUDA_VISIBLE_DEVICES as CUDA reads it, and the mistakes that it does not report.
+"""The GPUs that CUDA shows a process: CUDA_VISIBLE_DEVICES as CUDA reads it, and mistakes that CUDA passes over.
 
 The list ends at the first entry that is no GPU, and a list that repeats an entry shows none at all. Of a partitioned
 GPU (MIG), CUDA shows a process one instance, and then nothing else.

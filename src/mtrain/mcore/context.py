@@ -87,8 +87,8 @@ class Context:
 class Passing:
     """A block on its way to the next rank while this one computes. Its gradient travels back the same way.
 
-    In the backward, `arrived` begins to send the gradient, and the call that gave the block waits for it. The backward
-    of what was computed between the two runs meanwhile.
+    In the backward, `arrived` begins to send the gradient, and the call that gave the block waits for it. Meanwhile
+    the backward of what was computed between the two runs.
     """
 
     def __init__(self, x: Tensor, group: Any) -> None:

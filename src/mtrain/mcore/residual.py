@@ -55,7 +55,7 @@ def added_by(norm: Any, add: Callable[..., Any], training: bool, fused: bool) ->
 
 
 def one_graph(config: Any, *, layers: int) -> bool:
-    """Return whether a part and the norm after it, in the same layer or in two `layers`, are in one CUDA graph or none.
+    """Return whether a part and the norm after it, in one layer or in two `layers`, share a CUDA graph or have none.
 
     A CUDA graph gives only what its layer or part returns. A norm that is made ahead in it and read in another graph,
     or by nobody, is made twice, and holds its memory and its part of autograd's graph.
@@ -69,8 +69,8 @@ def one_graph(config: Any, *, layers: int) -> bool:
 def join_layers(block: Any) -> None:
     """Let the first norm of each layer, or the last norm of all, make the sum that the layer before ends with.
 
-    Nothing of the next layer is made ahead where whole layers are computed again, as a layer then begins with a tensor
-    of its own; nor where a norm alone is computed again; nor where each layer is captured in a CUDA graph of its own.
+    Nothing of the next layer is made ahead where whole layers are computed again, as each then begins with a tensor of
+    its own; nor where a norm alone is computed again; nor where each layer is captured in a CUDA graph of its own.
     """
     if block.config.recompute_granularity == "full" or not one_graph(block.config, layers=2):
         return
