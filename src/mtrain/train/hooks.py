@@ -164,7 +164,8 @@ class Evaluation(Hook):
 
     def after_step(self, parts: Parts, result: StepResult) -> None:
         """Evaluate every `trainer.eval_interval` steps."""
-        if self._is_due(parts):
+        # of several steps that are told at once, the model is that of the last
+        if result.step == parts.state.step and self._is_due(parts):
             self._evaluate(parts)
 
     def finish(self, parts: Parts) -> None:
