@@ -252,6 +252,25 @@ def test_a_rank_that_is_slow_is_waited_for_and_one_that_does_not_come_is_named()
     assert "checkpoint.barrier_timeout_s" in str(errors[2])
 
 
+@pytest.mark.parametrize("call", ["barrier", "tell"])
+def test_a_rank_that_waits_in_a_meeting_is_not_the_one_that_others_wait_for(call: str) -> None:
+    from mtrain.world import stacks
+
+    places, seen = meetings(2), []
+
+    def late() -> None:
+        time.sleep(0.3)
+        seen.append(stacks.is_waiting(stacks.main_frame()))
+        places[0].tell("text") if call == "tell" else places[0].barrier()
+
+    thread = threading.Thread(target=late)
+    thread.start()
+    assert (places[1].tell("") if call == "tell" else places[1].barrier()) == ("text" if call == "tell" else "")
+    thread.join()
+    assert seen == [True]
+    assert not stacks.is_waiting(stacks.main_frame())
+
+
 def test_a_store_holds_as_many_keys_after_many_meetings_as_after_one() -> None:
     places, sizes = meetings(2), []
     text = os.urandom(5 << 20).hex()  # more than a store takes in one message, also when it is compressed

@@ -9,12 +9,12 @@ import threading
 import time
 import zlib
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 from torch.distributed import Store
 
 from mtrain.errors import TrainingError
-from mtrain.world.heartbeat import tick
+from mtrain.world.heartbeat import tick, waiting
 
 SHORTEST_S = 0.001
 """The first pause between two questions to the store; each further one is twice as long."""
@@ -88,13 +88,15 @@ class Meeting:
         return self.store.add(f"{kind}/of/{self.rank}", 1)
 
     def _await(self, key: str, kind: str, number: int) -> None:
-        deadline, pause_s, event = time.monotonic() + self.timeout_s, SHORTEST_S, threading.Event()
+        deadline = time.monotonic() + self.timeout_s
+        pause_s = SHORTEST_S
         longest_s = LONGEST_S * max(1.0, self.size / 500)
-        while not self.store.check([key]):
-            if time.monotonic() > deadline:
-                raise TrainingError(f"{self._missing(kind, number)} within {self.timeout_s:g} s; {ADVICE}")
-            event.wait(pause_s)  # and not `sleep`: it is others that are behind
-            pause_s = min(2 * pause_s, longest_s)
+        with _noted():
+            while not self.store.check([key]):
+                if time.monotonic() > deadline:
+                    raise TrainingError(f"{self._missing(kind, number)} within {self.timeout_s:g} s; {ADVICE}")
+                time.sleep(pause_s)
+                pause_s = min(2 * pause_s, longest_s)
 
     def _missing(self, kind: str, number: int) -> str:
         late = [rank for rank in range(self.size) if self.store.add(f"{kind}/of/{rank}", 0) < number]
@@ -102,6 +104,12 @@ class Meeting:
             return "the store did not answer"
         named = ", ".join(map(str, late[:MAX_NAMED])) + (", ..." if len(late) > MAX_NAMED else "")
         return f"{'rank' if len(late) == 1 else 'ranks'} {named} did not come to where a checkpoint is saved or read"
+
+
+def _noted() -> AbstractContextManager[None]:
+    """Note that the main thread waits for others, so that a stall is not blamed on this rank."""
+    on_main = threading.current_thread() is threading.main_thread()
+    return waiting() if on_main else nullcontext()
 
 
 @contextmanager

@@ -69,8 +69,8 @@ def one_graph(config: Any, *, layers: int) -> bool:
 def join_layers(block: Any) -> None:
     """Let the first norm of each layer, or the last norm of all, make the sum that the layer before ends with.
 
-    Nothing of the next layer is made ahead where whole layers are computed again, as each then begins with a tensor of
-    its own; nor where a norm alone is computed again; nor where each layer is captured in a CUDA graph of its own.
+    Nothing of the next layer is made ahead where whole layers are computed again, as each then begins with a tensor
+    of its own; nor where a norm alone is computed again; nor where each layer is captured in its own CUDA graph.
     """
     if block.config.recompute_granularity == "full" or not one_graph(block.config, layers=2):
         return
