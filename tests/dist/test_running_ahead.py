@@ -6,7 +6,7 @@ import dataclasses
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
-from itertools import pairwise
+from itertools import count, pairwise
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -37,13 +37,28 @@ class Asked(TorchDispatchMode):
 
 
 def stand_in(counts: Counter[str]) -> Any:
-    """The CPU as a device that works behind the host: it counts what it is asked."""
+    """The CPU as a device that works behind the host: it counts what it is asked.
+
+    As on CUDA, a time is known between moments that the device has come to, and of those the host knows the ones up
+    to a moment that it waited for.
+    """
     from mtrain.devices import cpu_namespace
     from mtrain.devices.cpu import CPU
 
+    recorded, passed = count(1), [0]
+
     class Event(cpu_namespace.Event):
+        def record(self, stream: Any = None) -> None:
+            super().record(stream)
+            self.number = next(recorded)
+
         def synchronize(self) -> None:
             counts["event"] += 1
+            passed[0] = max(passed[0], self.number)
+
+        def elapsed_time(self, end: Any) -> float:
+            assert max(self.number, end.number) <= passed[0], "device not ready"
+            return super().elapsed_time(end)
 
     def pinned(size: int) -> torch.Tensor:
         counts["pinned"] += 1

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 from mtrain.train.readings import Clock, Means, Reading
@@ -65,9 +66,9 @@ class Launched:
         self._clock = clock
         self._known = known
 
-    @property
+    @cached_property
     def stop(self) -> bool:
-        """Whether a rank was asked to stop before this step; waits for the end of the step."""
+        """True where a rank was asked to stop before this step; waits for the end of the step."""
         return Means.of(self._reading.read()).stops > 0
 
     def result(self) -> StepResult:
