@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import builtins
+import errno
 import io
 import math
 import os
@@ -252,6 +253,25 @@ def test_a_rank_that_is_slow_is_waited_for_and_one_that_does_not_come_is_named()
     assert "checkpoint.barrier_timeout_s" in str(errors[2])
 
 
+@pytest.mark.parametrize("call", ["barrier", "tell"])
+def test_a_rank_that_waits_in_a_meeting_is_not_the_one_that_others_wait_for(call: str) -> None:
+    from mtrain.world import stacks
+
+    places, seen = meetings(2), []
+
+    def late() -> None:
+        time.sleep(0.3)
+        seen.append(stacks.is_waiting(stacks.main_frame()))
+        places[0].tell("text") if call == "tell" else places[0].barrier()
+
+    thread = threading.Thread(target=late)
+    thread.start()
+    assert (places[1].tell("") if call == "tell" else places[1].barrier()) == ("text" if call == "tell" else "")
+    thread.join()
+    assert seen == [True]
+    assert not stacks.is_waiting(stacks.main_frame())
+
+
 def test_a_store_holds_as_many_keys_after_many_meetings_as_after_one() -> None:
     places, sizes = meetings(2), []
     text = os.urandom(5 << 20).hex()  # more than a store takes in one message, also when it is compressed
@@ -391,6 +411,41 @@ def test_files_of_checkpoints_and_exports_have_the_mode_that_the_umask_gives(tmp
         os.umask(before)
     files = [tmp_path / "shard.safetensors", *checkpoint.iterdir(), *(tmp_path / "whole").iterdir()]
     assert {path.name: oct(stat.S_IMODE(path.stat().st_mode)) for path in files} == {p.name: "0o664" for p in files}
+
+
+@pytest.mark.parametrize("number", [errno.EPERM, errno.EOPNOTSUPP, errno.EIO], ids=errno.errorcode.get)
+def test_a_mode_that_cannot_be_set_is_reported_once_and_a_faulty_disk_is_an_error(
+    number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from mtrain import durable
+    from mtrain.ckpt import shards
+
+    def refuse(path: Any, mode: int) -> None:
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(durable, "_reported", set())
+    monkeypatch.setattr(os, "chmod", refuse)
+    if number == errno.EIO:
+        with pytest.raises(OSError, match="Input/output error"):
+            shards.write(tmp_path / "a", {"a": torch.arange(4)}, {})
+        return
+    for name in ("a", "b"):
+        shards.write(tmp_path / name, {"a": torch.arange(4)}, {})
+    assert capsys.readouterr().err.count("cannot change the mode of a file") == 1
+
+
+def test_where_all_files_have_one_mode_none_is_set(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from mtrain.ckpt import shards
+
+    def refuse(path: Any, mode: int) -> None:
+        raise AssertionError("the mode is the one that was asked for")
+
+    monkeypatch.setattr(os, "chmod", refuse)
+    before = os.umask(0o177)  # every file has the mode 600, as on a disk that was mounted so
+    try:
+        shards.write(tmp_path / "a", {"a": torch.arange(4)}, {})
+    finally:
+        os.umask(before)
 
 
 @pytest.mark.parametrize("name", ["manifest.json", "run.yaml", "rank_00000.safetensors"])

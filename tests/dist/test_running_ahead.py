@@ -6,7 +6,7 @@ import dataclasses
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
-from itertools import pairwise
+from itertools import count, pairwise
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -37,13 +37,28 @@ class Asked(TorchDispatchMode):
 
 
 def stand_in(counts: Counter[str]) -> Any:
-    """The CPU as a device that works behind the host: it counts what it is asked."""
+    """The CPU as a device that works behind the host: it counts what it is asked.
+
+    As on CUDA, a time is known between moments that the device has come to, and of those the host knows the ones up
+    to a moment that it waited for.
+    """
     from mtrain.devices import cpu_namespace
     from mtrain.devices.cpu import CPU
 
+    recorded, passed = count(1), [0]
+
     class Event(cpu_namespace.Event):
+        def record(self, stream: Any = None) -> None:
+            super().record(stream)
+            self.number = next(recorded)
+
         def synchronize(self) -> None:
             counts["event"] += 1
+            passed[0] = max(passed[0], self.number)
+
+        def elapsed_time(self, end: Any) -> float:
+            assert max(self.number, end.number) <= passed[0], "device not ready"
+            return super().elapsed_time(end)
 
     def pinned(size: int) -> torch.Tensor:
         counts["pinned"] += 1
@@ -165,6 +180,56 @@ def test_a_number_that_is_none_ends_the_run_before_anything_of_it_is_saved(tmp_p
     error, told, saved = run_ranks(1, job)[0]
     assert error.startswith("TrainingError: step 2: the loss is nan")
     assert (told, saved) == ([1], [])
+
+
+@pytest.mark.parametrize("poisoned", [False, True])
+def test_steps_that_are_told_at_once_have_one_evaluation_and_none_of_a_bad_one(
+    poisoned: bool, tmp_path: Path
+) -> None:
+    run = of(trainer={"eval_interval": 3, "eval_iters": 1})
+
+    def job() -> tuple[str, list[tuple[int, list[str]]]]:
+        from mtrain.plan.compare import lines_of
+        from mtrain.train import hooks, trainer
+
+        real = trainer.launch_step
+
+        def launched(parts: Any, **more: Any) -> Any:
+            found = real(parts, **more)
+            if poisoned and parts.state.step == 2:
+                for parameter in parts.state.chunks[0].parameters():
+                    parameter.data.fill_(torch.nan)
+            return found
+
+        trainer.launch_step = launched
+        quiet: Any = SimpleNamespace(note=lambda text: None)
+        metrics, error = hooks.Metrics(tmp_path), ""
+        with assembled(run, stand_in(Counter())) as parts:
+            try:
+                trainer.Trainer(parts, [metrics, hooks.Evaluation(metrics, quiet)]).fit()
+            except Exception as caught:
+                error = f"{type(caught).__name__}: {caught}"
+        lines = lines_of(tmp_path / "metrics.jsonl")
+        return error, [(line["step"], sorted({"loss", "valid_loss"} & line.keys())) for line in lines]
+
+    steps = {step: (step, ["loss"]) for step in range(1, STEPS + 1)}
+    evaluations = {step: (step, ["valid_loss"]) for step in (3, 6, 8)}
+    error, lines = run_ranks(1, job)[0]
+    if poisoned:
+        assert error.startswith("TrainingError: step 3: the loss is nan")
+        assert lines == [steps[1], steps[2]]
+    else:
+        assert error == ""
+        first, second, last = evaluations.values()
+        assert lines == [
+            *map(steps.get, (1, 2, 3)),
+            first,
+            *map(steps.get, (4, 5, 6)),
+            second,
+            steps[7],
+            steps[8],
+            last,
+        ]
 
 
 def test_a_stop_that_one_rank_is_asked_for_ends_all_of_them_a_step_later() -> None:

@@ -24,8 +24,10 @@ from mtrain.build.philox import Stream
 from mtrain.mcore.sharding import TensorShard, make_main_weights, model_shards
 from mtrain.world.heartbeat import tick
 
-ON_HOST, ELSEWHERE = 1 << 17, 1 << 24
-"""Elements that are drawn at once: as many as a processor's cache holds, or as keep a device busy."""
+ON_HOST = 1 << 17
+"""Elements that the host draws at once: as many as a processor's cache holds."""
+ELSEWHERE = 1 << 24
+"""Elements that another device draws at once: enough to keep it busy."""
 
 
 _deferred = ContextVar("deferred", default=False)

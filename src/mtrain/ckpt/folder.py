@@ -4,12 +4,12 @@ A checkpoint is a folder `step_00000100` that appears by one rename after everyt
 
     manifest.json          what is in it: tensors and their pieces, sizes and hashes of the files, the trainer's state
     run.yaml               the configuration that made it
-    rank_00000.safetensors the pieces that rank 0 saved, with hashes of each, block by block
+    rank_00000.safetensors the pieces that rank 0 saved, with a hash of every block of each
     frozen_00000.safetensors those of them that no step changes, where adapters are trained: a link to the file of the
                            checkpoint before, so that it is on disk once, and each checkpoint is whole by itself
 
-Tensors are named `model/<key>` and `optim/<state>/<key>`. Format 2 had one hash of each piece. In format 1 a weight
-had its bare key and a state that in front of it with a dot, and files had one hash each. Both are still read.
+Tensors are named `model/<key>` and `optim/<state>/<key>`. In format 2 each piece had one hash. In format 1 each file
+had one, a weight was named by its bare key, and a state by its own name, a dot and the key. Both are still read.
 """
 
 from __future__ import annotations

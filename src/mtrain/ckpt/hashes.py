@@ -1,8 +1,9 @@
 """Hashes over everything in a checkpoint's files, each computed at most once in a process. Needs no torch.
 
-A shard is a safetensors file. Its header holds the sha256 of every block of every entry, and the manifest that of the
-header: who reads a part of an entry hashes the header and the blocks of that part, and no byte of the file is left
-uncovered. In files of format 2 an entry is one block, and so it is where a header does not say how long blocks are.
+A shard is a safetensors file. Its header holds the sha256 of every block of every entry, and the manifest holds the
+sha256 of the header. A reader of a part of an entry hashes the header and the blocks of that part, and no byte of the
+file is left uncovered. In files of format 2, and wherever a header does not say how long blocks are, an entry is one
+block.
 """
 
 from __future__ import annotations
@@ -23,14 +24,16 @@ from mtrain.world.heartbeat import tick
 
 HASHED_BYTES = 1 << 24
 BLOCK_BYTES = 1 << 18
-"""Of an entry are hashed together: who reads less of it reads so much."""
+"""The bytes of an entry that are hashed together, and so the least that is read of it."""
 LENGTH_BYTES = 8
 """A safetensors file begins with the length of its header, little endian."""
 MAX_HEADER_BYTES = 1 << 30
-ENTRY_HASHES, BLOCK_HASHES = "sha256", "sha256_of_blocks"
-"""Keys of the header's metadata, of which a file has one: safetensors writes several in any order, and the same state
-is to make the same bytes. JSON of entry -> hex sha256 of all its bytes; or `block_bytes` and `entries`, entry -> hex
-sha256 of its blocks behind each other.
+ENTRY_HASHES = "sha256"
+"""The key of the header's metadata in format 2: JSON of entry -> hex sha256 of all its bytes."""
+BLOCK_HASHES = "sha256_of_blocks"
+"""The key since format 3: JSON of `block_bytes` and `entries`, entry -> hex sha256 of its blocks behind each other.
+
+It is the only key: safetensors writes several in any order, and the same state must make the same bytes.
 """
 HEX = 64
 MOST_OPEN = 4096
@@ -53,7 +56,7 @@ class Entry:
     """As safetensors calls it."""
     shape: tuple[int, ...]
     at: int
-    """Where its bytes begin in the file."""
+    """The offset of its bytes in the file."""
     nbytes: int
     hashes: str
     """Hex sha256 of its blocks behind each other; empty in files that were written before there were any."""
@@ -71,7 +74,7 @@ class Entry:
 
 @dataclass(frozen=True)
 class Header:
-    """What the header of a shard says."""
+    """The header of a shard."""
 
     sha256: str
     data_at: int
@@ -81,7 +84,7 @@ class Header:
 
 @dataclass
 class _Sound:
-    """What of a file this process has written, or compared with its hash."""
+    """The parts of a file that this process has written, or has compared with their hashes."""
 
     whole: bool = False
     blocks: set[tuple[str, int]] = field(default_factory=set)
@@ -101,7 +104,7 @@ def hash_bytes(data: Any) -> str:
 
 
 def hash_blocks(data: Any) -> str:
-    """Hex sha256 of every block of an entry's bytes, behind each other; of no bytes that of one empty block."""
+    """Hex sha256 of every block of an entry's bytes, behind each other; no bytes count as one empty block."""
     view = memoryview(data).cast("B")
     starts = range(0, max(1, len(view)), BLOCK_BYTES)
     return "".join(hash_bytes(view[start : start + BLOCK_BYTES]) for start in starts)
@@ -147,7 +150,7 @@ def check_file(path: Path, sha256: str) -> None:
 
 
 class Shard:
-    """A shard that is open for reading, whose header was compared with nothing: `checked` does that.
+    """A shard that is open for reading. Its header was compared with nothing; `checked` compares it.
 
     Raises:
         CorruptData: it is no shard.
@@ -169,7 +172,7 @@ class Shard:
 
     @property
     def is_open(self) -> bool:
-        """Whether it holds a descriptor; reading opens it again."""
+        """True while it holds a descriptor; without one, reading opens the file again."""
         return self._file is not None
 
     def close(self) -> None:
@@ -179,7 +182,7 @@ class Shard:
         self._file = None
 
     def entry(self, name: str) -> Entry:
-        """What the header says of an entry.
+        """Return what the header says of an entry.
 
         Raises:
             CorruptData: there is none.
@@ -189,12 +192,13 @@ class Shard:
         return self.header.entries[name]
 
     def read(self, name: str, start: int, stop: int) -> memoryview:
-        """Bytes [start, stop) of an entry, whose blocks were compared with their hashes unless they were before.
+        """Read bytes [start, stop) of an entry, and compare its blocks with their hashes unless that was done before.
 
         Raises:
             CorruptData: they differ, or cannot be read.
         """
-        entry, known = self.entry(name), _sound_of(self._status)
+        entry = self.entry(name)
+        known = _sound_of(self._status)
         if not 0 <= start <= stop <= entry.nbytes:
             raise CorruptData(f"{self.path}: {name} has {entry.nbytes} bytes, and {stop} are asked for")
         blocks = entry.blocks(start, stop)
@@ -222,7 +226,7 @@ class Shard:
                 self.read(name, start, min(start + entry.block_bytes, entry.nbytes))
 
     def take_as_sound(self) -> None:
-        """Compare nothing of it any more."""
+        """Let nothing of it be compared any more."""
         _sound_of(self._status).whole = True
 
     @property
@@ -253,13 +257,14 @@ class Shard:
 
 
 class Files:
-    """The shards of a checkpoint by name, opened when they are first asked for; of many, a part is open at a time."""
+    """The shards of a checkpoint by name. Each is opened when first asked for, and a limited number stay open."""
 
     def __init__(self, root: Path, facts: Mapping[str, Any]) -> None:
-        self._root, self._facts = root, facts
+        self._root = root
+        self._facts = facts
         self._shards: dict[str, Shard] = {}
         self._open: list[str] = []
-        """Those that hold a descriptor, the one that was opened first in front."""
+        """Names of the shards that hold a descriptor, in the order in which they were opened."""
         limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
         self._most = max(8, limit // 2) if limit != resource.RLIM_INFINITY else MOST_OPEN
 
@@ -288,7 +293,8 @@ def read_at(path: Path, file: int, at: int, size: int) -> bytearray:
     Raises:
         CorruptData: it ends before, or the disk gives an error.
     """
-    out, done = bytearray(size), 0
+    out = bytearray(size)
+    done = 0
     try:
         while done < size:
             count = os.preadv(file, [memoryview(out)[done : done + HASHED_BYTES]], at + done)
@@ -302,8 +308,9 @@ def read_at(path: Path, file: int, at: int, size: int) -> bytearray:
 
 
 def checked(path: Path, facts: Mapping[str, Any]) -> Shard:
-    """Open a shard whose header is as the manifest's `facts` of the file say it was written; a file of the first
-    format is compared as a whole.
+    """Open a shard and compare its header with the manifest's `facts` of the file.
+
+    A file of the first format is compared as a whole.
 
     Raises:
         CorruptData: it differs, or is no shard.
@@ -339,7 +346,8 @@ def _read_header(path: Path, file: int, size: int) -> Header:
     length = int.from_bytes(first, "little")
     if len(first) < LENGTH_BYTES or length > min(size - LENGTH_BYTES, MAX_HEADER_BYTES):
         raise CorruptData(f"{path} is not what was written: its header is cut")
-    text, data_at = bytes(read_at(path, file, LENGTH_BYTES, length)), LENGTH_BYTES + length
+    text = bytes(read_at(path, file, LENGTH_BYTES, length))
+    data_at = LENGTH_BYTES + length
     try:
         body = json.loads(text)
         metadata = body.pop("__metadata__", {})

@@ -9,37 +9,42 @@ import threading
 import time
 import zlib
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 from torch.distributed import Store
 
 from mtrain.errors import TrainingError
-from mtrain.world.heartbeat import tick
+from mtrain.world.heartbeat import tick, waiting
 
-SHORTEST_S, LONGEST_S = 0.001, 0.1
-"""Between two looks: thousands of ranks must not keep the store busy with asking."""
+SHORTEST_S = 0.001
+"""The first pause between two questions to the store; each further one is twice as long."""
+LONGEST_S = 0.1
+"""The longest pause of up to 500 ranks; that of more grows with them, or they would keep the store busy."""
 ALIVE_S = 0.25
 CHUNK_BYTES = 4 << 20
-"""A store of torch takes messages of 8 MiB."""
+"""The most that is written at once: a store of torch takes messages of 8 MiB."""
 MAX_NAMED = 8
 ADVICE = "a disk that is slower needs a larger checkpoint.barrier_timeout_s"
 
 
 class Meeting:
-    """This rank among others that call the same functions in the same order.
+    """The place where this rank meets the others, which call the same functions in the same order.
 
-    Keys are numbered by a counter of the store, so that none is used twice, and those of a barrier are deleted when
-    all have come to the next one.
+    Keys are numbered by a counter in the store, so none is used twice. Rank 0 deletes the keys of a barrier once all
+    ranks have come to the next one.
     """
 
     def __init__(self, store: Store, rank: int, size: int, timeout_s: float) -> None:
-        self.store, self.rank, self.size, self.timeout_s = store, rank, size, timeout_s
+        self.store = store
+        self.rank = rank
+        self.size = size
+        self.timeout_s = timeout_s
 
     def barrier(self, problem: str = "") -> str:
-        """Wait for all ranks; returns the first `problem` that one of them came with, the same on every rank.
+        """Wait for all ranks, and return the first `problem` that one of them came with, the same on every rank.
 
         Raises:
-            TrainingError: some did not come in time.
+            TrainingError: some ranks did not come in time.
         """
         number = self._next("barrier")
         place = f"barrier/{number}"
@@ -56,10 +61,10 @@ class Meeting:
         return found.decode().strip()
 
     def tell(self, text: str) -> str:
-        """The text of rank 0, on every rank.
+        """Return the text of rank 0, on every rank.
 
         Raises:
-            TrainingError: rank 0 does not say it in time, or some do not hear it.
+            TrainingError: rank 0 did not tell it in time, or some ranks did not read it in time.
         """
         number = self._next("word")
         place = f"word/{number}"
@@ -83,13 +88,15 @@ class Meeting:
         return self.store.add(f"{kind}/of/{self.rank}", 1)
 
     def _await(self, key: str, kind: str, number: int) -> None:
-        deadline, pause_s, event = time.monotonic() + self.timeout_s, SHORTEST_S, threading.Event()
+        deadline = time.monotonic() + self.timeout_s
+        pause_s = SHORTEST_S
         longest_s = LONGEST_S * max(1.0, self.size / 500)
-        while not self.store.check([key]):
-            if time.monotonic() > deadline:
-                raise TrainingError(f"{self._missing(kind, number)} within {self.timeout_s:g} s; {ADVICE}")
-            event.wait(pause_s)  # and not `sleep`: it is others that are behind
-            pause_s = min(2 * pause_s, longest_s)
+        with _noted():
+            while not self.store.check([key]):
+                if time.monotonic() > deadline:
+                    raise TrainingError(f"{self._missing(kind, number)} within {self.timeout_s:g} s; {ADVICE}")
+                time.sleep(pause_s)
+                pause_s = min(2 * pause_s, longest_s)
 
     def _missing(self, kind: str, number: int) -> str:
         late = [rank for rank in range(self.size) if self.store.add(f"{kind}/of/{rank}", 0) < number]
@@ -99,10 +106,17 @@ class Meeting:
         return f"{'rank' if len(late) == 1 else 'ranks'} {named} did not come to where a checkpoint is saved or read"
 
 
+def _noted() -> AbstractContextManager[None]:
+    """Note that the main thread waits for others, so that a stall is not blamed on this rank."""
+    on_main = threading.current_thread() is threading.main_thread()
+    return waiting() if on_main else nullcontext()
+
+
 @contextmanager
 def alive(limit_s: float) -> Iterator[None]:
-    """Show signs of life for `limit_s` at most while one call of the disk takes long: it makes no progress to see."""
-    over, deadline = threading.Event(), time.monotonic() + limit_s
+    """Tick for at most `limit_s` seconds: a long call to the disk shows no progress of its own."""
+    over = threading.Event()
+    deadline = time.monotonic() + limit_s
 
     def work() -> None:
         while not over.wait(ALIVE_S) and time.monotonic() < deadline:

@@ -1,7 +1,7 @@
-"""Which elements of which pieces make up a box of a tensor: torch's tensors and numpy's arrays alike. Needs no torch.
+"""The elements of the pieces of a tensor that make up a box of it, for torch and numpy alike. Needs no torch.
 
-Elements are counted in row-major order. Memory on both sides is a flat range of a box, so that what two of them share
-falls into a few boxes, each with a stride for every axis there and here.
+Elements are counted in row-major order. Memory on both sides is a flat range of a box, so what a piece and the wanted
+box share falls into a few boxes, each with a stride for every axis on both sides.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class Region:
 
     @property
     def size(self) -> int:
-        """How many they are."""
+        """The number of its elements."""
         return prod(self.shape) if self.flat is None else self.flat[1] - self.flat[0]
 
 
@@ -46,24 +46,25 @@ class Part:
     there: Numbers
     """Stride of each axis in what is read, in elements."""
     at: int
-    """Where the box begins in the memory of the wanted region."""
+    """The first element of the box in the memory of the wanted region."""
     here: Numbers
-    """Stride of each axis there."""
+    """Stride of each axis in that memory."""
 
 
 def parts(wanted: Region, pieces: Iterable[Piece], limit: int, what: str) -> Iterator[Part]:
-    """What to read of `pieces`, and where it goes, so that the memory of `wanted` is filled.
+    """Yield what to read of `pieces`, and where to put it, so that the memory of `wanted` is filled.
 
     Args:
-        wanted: what is to be filled.
-        pieces: of its tensor; one that is there twice counts once.
-        limit: elements to read at once, about.
-        what: what the message of an error begins with.
+        wanted: the region to fill.
+        pieces: the pieces of its tensor; one that is listed twice counts once.
+        limit: about how many elements to read at once.
+        what: the beginning of an error's message.
 
     Raises:
-        CorruptData: they do not make it up; after the last part.
+        CorruptData: the pieces do not cover the region; raised after the last part.
     """
-    covered, boxes = 0, list(_boxes(wanted))
+    covered = 0
+    boxes = list(_boxes(wanted))
     for (offset, shape, flat), piece in _meeting(wanted, pieces).items():
         held = Region(offset, shape, (flat[0], flat[1]) if flat else None)
         for (at, mine), (start, theirs) in product(boxes, list(_boxes(held))):
@@ -76,8 +77,10 @@ def parts(wanted: Region, pieces: Iterable[Piece], limit: int, what: str) -> Ite
 
 
 def _meeting(wanted: Region, pieces: Iterable[Piece]) -> dict[tuple[Numbers, Numbers, Numbers], Piece]:
-    """Pieces that may share elements with `wanted`, by offset, shape and flat range; of a thousand most do not."""
-    offset, shape, flat = list(wanted.offset), list(wanted.shape), wanted.flat
+    """The pieces that may share elements with `wanted`, by offset, shape and flat range; of many, few do."""
+    offset = list(wanted.offset)
+    shape = list(wanted.shape)
+    flat = wanted.flat
     found = {}
     for piece in pieces:
         range_of = piece["flat"]
@@ -91,8 +94,9 @@ def _meeting(wanted: Region, pieces: Iterable[Piece]) -> dict[tuple[Numbers, Num
 
 
 def _boxes(region: Region) -> Iterator[tuple[int, Region]]:
-    """The boxes that a region consists of, each with the place in its memory: a few, as a range begins and ends
-    within rows.
+    """Yield the boxes that a region consists of, each with its place in the region's memory.
+
+    A range that begins and ends within rows consists of several.
     """
     if region.flat is None:
         yield 0, region
@@ -104,13 +108,14 @@ def _boxes(region: Region) -> Iterator[tuple[int, Region]]:
 
 
 def _ranges(shape: Numbers, lo: int, hi: int) -> Iterator[tuple[Numbers, Numbers]]:
-    """Offset and shape of the boxes that elements [lo, hi) of a box consist of."""
+    """Yield offset and shape of the boxes that elements [lo, hi) of a box consist of."""
     if not shape:
         if lo < hi:
             yield (), ()
         return
     row = prod(shape[1:])
-    first, last = -(-lo // row), hi // row
+    first = -(-lo // row)
+    last = hi // row
     if first > last:  # within one row
         yield from _of_row(shape, last, lo - last * row, hi - last * row)
         return
@@ -144,9 +149,11 @@ def _shared(a: Region, b: Region) -> Region:
 def _cut(
     piece: Piece, shared: Region, theirs: tuple[int, Region], mine: tuple[int, Region], limit: int
 ) -> Iterator[Part]:
-    """A shared box in parts of at most `limit` elements to read."""
-    (start, box), (at, target) = theirs, mine
-    there, here = _strides(box.shape), _strides(target.shape)
+    """Cut a shared box into parts of at most `limit` elements to read."""
+    start, box = theirs
+    at, target = mine
+    there = _strides(box.shape)
+    here = _strides(target.shape)
     span = 1 + sum((n - 1) * stride for n, stride in zip(shared.shape, there, strict=True))
     axis = next((axis for axis, n in enumerate(shared.shape) if n > 1), None)
     if span > limit and axis is not None:

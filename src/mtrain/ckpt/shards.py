@@ -2,21 +2,27 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import stat
 from collections.abc import Mapping
-from contextlib import suppress
 from pathlib import Path
 
 import torch
 from safetensors.torch import save_file
+
+from mtrain import durable
+
+NO_MODES = {errno.EPERM, errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOTSUP}
+"""How a file system says that it does not change the mode of a file."""
 
 
 def write(path: Path, tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str]) -> None:
     """Write a safetensors file.
 
     The library writes a temporary file that only this user may read, and renames it, whatever the umask says
-    (safetensors issue 782). So a new file is asked for its mode first.
+    (safetensors issue 782). So a new file is asked for its mode first. Where the mode cannot be set, the file is
+    kept, and it is reported once that others may not be able to read it.
 
     Raises:
         OSError, SafetensorError: the disk refuses.
@@ -27,5 +33,15 @@ def write(path: Path, tensors: Mapping[str, torch.Tensor], metadata: Mapping[str
     finally:
         os.close(descriptor)
     save_file(dict(tensors), path, metadata=dict(metadata))
-    with suppress(PermissionError, NotImplementedError):  # a file system whose files all have one mode
+    if stat.S_IMODE(os.stat(path).st_mode) == mode:  # as it always is where all files have one mode
+        return
+    try:
         os.chmod(path, mode)
+    except OSError as error:
+        if error.errno not in NO_MODES:
+            raise
+        durable.report_once(
+            "modes of files",
+            f"{path}: this file system cannot change the mode of a file ({error.strerror}); other users may not be "
+            "able to read it",
+        )

@@ -67,7 +67,8 @@ def save(root: Path, run: RunConfig, world: World, state: TrainState, data_facts
         "digest": run.digest(),
         "data": data_facts,
     }
-    ranks, prune = meeting_of(world, run), partial(_prune, root, run.checkpoint.keep)
+    ranks = meeting_of(world, run)
+    prune = partial(_prune, root, run.checkpoint.keep)
     with sharding.gathered(state.chunks):
         rng, text = rng_tensors(world), run_yaml(run.recorded())
         path = store.save(root, state.step, shards, rng, facts, text, ranks, state.frozen, prune)
@@ -76,12 +77,12 @@ def save(root: Path, run: RunConfig, world: World, state: TrainState, data_facts
 
 
 def meeting_of(world: World, run: RunConfig) -> Meeting:
-    """How the ranks of a world wait for each other where a checkpoint is saved or read."""
+    """The place where the ranks of a world wait for each other while a checkpoint is saved or read."""
     return Meeting(world.store, world.rank, world.size, run.checkpoint.barrier_timeout_s)
 
 
 def opened(path: Path, run: RunConfig, world: World) -> store.Checkpoint:
-    """A checkpoint that all ranks open together; see `store.Checkpoint.open_together`."""
+    """Open a checkpoint on all ranks together; see `store.Checkpoint.open_together`."""
     return store.Checkpoint.open_together(path, meeting_of(world, run))
 
 

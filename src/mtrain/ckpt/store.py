@@ -30,7 +30,7 @@ from mtrain.mcore.sharding import TensorShard
 from mtrain.world.heartbeat import tick
 
 READ_BYTES = 16 << 20
-"""Read at once."""
+"""The most that is read at once."""
 IN_TORCH = {
     **{"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "BOOL": torch.bool},
     **{"F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2, "F8_E8M0": torch.float8_e8m0fnu},
@@ -66,10 +66,10 @@ def save(
     `shards` are this rank's tensors, of which it saves the primary ones; `extra` are tensors of this rank alone (its
     generators); `state` is the same on all ranks and goes into the manifest. `frozen` tensors are saved too, and
     remembered for the next time. Until the rename at the end the folder has a name that no reader takes for a
-    checkpoint. `committed` is what rank 0 does behind it, while the others wait.
+    checkpoint. Rank 0 calls `committed` after the rename, while the others wait.
 
-    A rank touches files of its own; rank 0 touches those of all, once. The ranks meet in the store, so none of them
-    waits in a collective of the device for a slow disk.
+    Each rank touches its own files alone; rank 0 touches those of all, once. The ranks meet in the store, so none of
+    them waits in a collective of the device for a slow disk.
 
     Raises:
         TrainingError: the disk is full or not writable, on all ranks; nothing that was committed before is touched.
@@ -102,7 +102,11 @@ def _begin(draft: Path, run_yaml: str) -> None:
 
 
 def _together(ranks: Meeting, draft: Path, work: Callable[[], None], *, alone: bool = False) -> None:
-    """Work, on rank 0 where it is `alone`, and wait for the others: what the disk refuses one ends all."""
+    """Do the work, on rank 0 only with `alone`, and wait for all ranks; where the disk refuses one, all of them fail.
+
+    Raises:
+        TrainingError: the disk refused some of the work, the same on every rank.
+    """
     problem = ""
     if ranks.rank == 0 or not alone:
         try:
@@ -203,7 +207,7 @@ class Checkpoint:
     path: Path
     manifest: dict[str, Any]
     patience_s: float = 0.0
-    """How long a disk may answer no call while it is read, before the rank counts as hanging."""
+    """The time that a disk may take to answer while it is read, before the rank counts as hanging."""
 
     @classmethod
     def open(cls, path: Path, *, verify: bool = True) -> Checkpoint:
@@ -301,7 +305,8 @@ class _Reader:
             raise CorruptData(f"{self.root}: {shard.key} has shape {entry['shape']}, not {list(shard.global_shape)}")
         wanted = Region(shard.offset, shard.shape, shard.flat)
         memory = torch.empty(wanted.size, dtype=shard.tensor.dtype)
-        what, limit = f"{self.root}: the pieces of {shard.key}", READ_BYTES // shard.tensor.element_size()
+        what = f"{self.root}: the pieces of {shard.key}"
+        limit = READ_BYTES // shard.tensor.element_size()
         for part in parts(wanted, entry["pieces"], limit, what):
             tick()
             found = self.elements(part.piece, part.start, part.stop).as_strided(part.shape, part.there)
@@ -309,7 +314,7 @@ class _Reader:
         shard.tensor.copy_(memory.view(shard.tensor.shape))
 
     def elements(self, piece: Mapping[str, Any], start: int, stop: int) -> torch.Tensor:
-        """Elements [start, stop) of a piece."""
+        """Read elements [start, stop) of a piece."""
         held = self.files[piece["file"]].entry(piece["entry"])
         size = prod(piece["shape"]) if piece["flat"] is None else piece["flat"][1] - piece["flat"][0]
         if prod(held.shape) != size:
@@ -318,7 +323,7 @@ class _Reader:
         return self._read(piece["file"], piece["entry"], start, stop)
 
     def whole(self, name: str, entry: str) -> torch.Tensor:
-        """An entry of a shard."""
+        """Read an entry of a shard."""
         shape = self.files[name].entry(entry).shape
         return self._read(name, entry, 0, prod(shape)).view(shape)
 

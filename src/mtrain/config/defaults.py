@@ -306,7 +306,7 @@ def logits_at_once(run: RunConfig) -> Filled:
 
 
 def join_timeout(run: RunConfig) -> Filled:
-    """How long ranks are waited for follows from the machines that load the same libraries from one disk."""
+    """Derive the wait for ranks from the number of machines that load the same libraries from one disk."""
     nodes = run.cluster.nodes
     if run.trainer.join_timeout_s is not None:
         return {}

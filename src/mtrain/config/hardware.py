@@ -54,7 +54,7 @@ _CPUSET = ("cpuset.cpus.effective", "cpuset.cpus")
 
 
 def nvidia_gpus(environment: Mapping[str, str], root: Path = ROOT, driver: Driver | None = None) -> Seen:
-    """NVIDIA's GPUs that CUDA shows this process: those of the driver, and what CUDA_VISIBLE_DEVICES leaves of them.
+    """Return NVIDIA's GPUs that CUDA shows this process: those that CUDA_VISIBLE_DEVICES leaves of the driver's.
 
     Without the driver's library they are counted by device files: `/dev/nvidia0` and on, or `/dev/dxg` of WSL2, which
     stands for one GPU or several.
@@ -69,9 +69,9 @@ def nvidia_gpus(environment: Mapping[str, str], root: Path = ROOT, driver: Drive
 
 
 def tasks_here(environment: Mapping[str, str]) -> int:
-    """Tasks of this SLURM step on this machine, where each is shown one GPU of its own; 0: that is not so.
+    """Return the number of tasks of this SLURM step on this machine where each is shown one GPU of its own, else 0.
 
-    `--gpus-per-task=1` or `--ntasks-per-gpu=1` make it so. A process then counts the GPU of each task beside it.
+    `--gpus-per-task=1` and `--ntasks-per-gpu=1` show each task one GPU. A process then counts one GPU for each task.
     """
     alone = "1" in (environment.get("SLURM_GPUS_PER_TASK"), environment.get("SLURM_NTASKS_PER_GPU"))
     if not alone or "SLURM_LOCALID" not in environment:
@@ -103,15 +103,15 @@ def torch_is_for_amd() -> bool:
 
 
 def cuda_of_torch() -> str | None:
-    """The CUDA that the installed torch was built for, such as 13.0; empty: for none; None: there is no torch.
+    """Return the CUDA that the installed torch was built for, such as 13.0; empty: for none; None: there is no torch.
 
-    It is not imported.
+    torch is not imported.
     """
     return _built_for("cuda")
 
 
 def _built_for(platform: str) -> str | None:
-    """The release of a platform in the installed torch's `version.py`; empty: it is for another one."""
+    """Return the release of a platform in the installed torch's `version.py`; empty: torch is for another one."""
     spec = find_spec("torch")
     for place in (spec.submodule_search_locations or ()) if spec is not None else ():
         text = _text(Path(place) / "version.py")

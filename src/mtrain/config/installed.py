@@ -1,4 +1,4 @@
-"""What is installed here and where results that can be made again are kept, as far as this machine says so."""
+"""Versions of what is installed here, and the folder for results that can be made again."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ CACHE = "MTRAIN_CACHE"
 
 
 def version_of(package: str) -> str | None:
-    """The version of a package by its metadata, and of mtrain by itself; None: there is none, as of a source tree."""
+    """Return a package's version, by its metadata; None: it has none. mtrain knows its own, also in a source tree."""
     if package == "mtrain":
         return mtrain.__version__
     try:
@@ -22,7 +22,10 @@ def version_of(package: str) -> str | None:
 
 
 def cache_folder() -> Path | None:
-    """MTRAIN_CACHE, else ~/.cache/mtrain; None where this user has no home. It may not be there, or be read only."""
+    """Return MTRAIN_CACHE, else ~/.cache/mtrain; None where this user has no home.
+
+    The folder may be missing, or read-only.
+    """
     named = os.environ.get(CACHE, "")
     try:
         return Path(named or "~/.cache/mtrain").expanduser()

@@ -18,16 +18,16 @@ class CheckpointConfig(Section):
     """How many of the newest checkpoints stay; null: all."""
     resume: Annotated[str | None, Key(aka="load")] = None
     """null: a new run, or `auto` where a launcher restarts what fails; `auto`: begin a run, or go on with the one
-    that the same launch (with `log.name`: anybody) has begun; `latest`: the newest run of this configuration; else a
-    run folder or a checkpoint folder."""
+    that the same launch has begun (with `log.name`: the one of that name); `latest`: the newest run of this
+    configuration; else a run folder or a checkpoint folder."""
     init_from: Annotated[str | None, Key(effect=Effect.NUMERICS, aka="pretrained finetune")] = None
     """Weights that a new run begins with: a run or checkpoint folder, or a Hugging Face folder; null: drawn from
     trainer.seed. Optimizer, schedule and data begin at step 0; a resumed run has weights of its own."""
     accept_changes: bool = False
     """Go on although keys that change the numbers differ from those of the checkpoint."""
     barrier_timeout_s: Annotated[Seconds, Key(unit="seconds")] = 3600.0
-    """How long ranks wait for the slowest one while a checkpoint is written or read; trainer.timeout_s, and that of
-    the process groups, do not count meanwhile."""
+    """The time that ranks wait for the slowest one while a checkpoint is written or read. trainer.timeout_s and the
+    timeout of the process groups do not count meanwhile."""
 
 
 class LogConfig(Section):

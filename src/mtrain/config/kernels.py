@@ -87,7 +87,7 @@ PARTS: dict[str, tuple[str, ...]] = {
 
 
 def parts_of(op: str, run: RunConfig) -> tuple[str, ...]:
-    """Ops of `mtrain_kernels` whose kernels run where an operation of this run is Triton's."""
+    """Return the ops of `mtrain_kernels` whose kernels run where Triton does an operation of this run."""
     parts = PARTS.get(op, (op,))
     if op == "experts" and run.precision.quantized in OURS:
         parts += ("fp8_grouped", "quantize")
@@ -150,7 +150,7 @@ def reasons(run: RunConfig, machine: Facts) -> dict[str, str]:
 
 
 def left_to_others(run: RunConfig, machine: Facts) -> list[str]:
-    """Operations of a run that `auto` would do by Triton, had its kernels been run on this generation of GPUs."""
+    """Return the operations that `auto` would do by Triton if its kernels had been run on this generation of GPUs."""
     device = run.cluster.device
     if not facts_of(device).cuda_kernels:
         return []
@@ -316,7 +316,7 @@ def _unwanted(op: str, word: str, run: RunConfig, device: str, machine: Facts) -
 
 
 def _not_run(op: str, run: RunConfig) -> str | None:
-    """Why Triton's kernels are not taken on a generation of NVIDIA's where nobody has seen them be right, or None."""
+    """Return why `auto` leaves Triton's kernels out on a generation of GPUs that no result admits, or None."""
     names = f"kernels.{op}=triton names it"
     if run.cluster.sm is None:
         return (

@@ -16,7 +16,7 @@ from mtrain.errors import ConfigError
 
 GROUP = "cluster"
 MOST_BASES = 8
-"""Files that one may stand on, each on the next."""
+"""The longest chain of files, each of which names the next in its `defaults`."""
 
 
 @dataclass(frozen=True)
@@ -29,14 +29,14 @@ class Known:
 
 
 def known(name: str) -> Known | None:
-    """What describes GPUs of a name; None: no file has it. Of all folders of choices the first that does counts."""
+    """Return what describes GPUs of a name; None: no file has it. The first folder of choices with one counts."""
     return _known(name, tuple(folders()))
 
 
 @cache
 def _known(name: str, places: tuple[Path, ...]) -> Known | None:
     for file in _files(places):
-        with suppress(ConfigError, OSError, ValueError):  # who chooses such a file is told what is wrong with it
+        with suppress(ConfigError, OSError, ValueError):  # a faulty file is reported to whoever chooses it
             if name not in file.read_text(encoding="utf-8"):
                 continue
             values = load.load(file).values

@@ -37,7 +37,7 @@ class Gpu:
     processes: tuple[int, ...] = ()
     """Ids of the processes that compute on it; in a container those of others are hidden."""
     instances: tuple[Gpu, ...] = ()
-    """Of a GPU that is partitioned (MIG)."""
+    """The instances of a GPU that is partitioned (MIG)."""
     partitioned: bool = False
     """CUDA shows its instances in place of the GPU, even where there are none."""
 
@@ -74,7 +74,7 @@ def driver() -> Driver | None:
 
 
 def asked(library: ctypes.CDLL) -> Driver:
-    """What a loaded library says; what a single GPU does not answer stays unknown.
+    """Ask a loaded library; what a single GPU does not answer stays unknown.
 
     Raises:
         Failed: it reaches no driver.
@@ -86,9 +86,8 @@ def asked(library: ctypes.CDLL) -> Driver:
         count = call.number("nvmlDeviceGetCount_v2", kind=c_uint)
         gpus = list[Gpu]()
         for index in range(count):
-            with suppress(
-                Failed
-            ):  # one that is lost, or that a control group withholds: CUDA has no use of it either
+            # one that is lost, or that a control group withholds, is of no use to CUDA either
+            with suppress(Failed):
                 gpus.append(_gpu(call, call.handle("nvmlDeviceGetHandleByIndex_v2", c_uint(index))))
         return Driver(version, cuda, tuple(gpus))
 
@@ -173,20 +172,23 @@ def _memory(call: _Calls, handle: c_void_p) -> _Memory:
 
 
 def _capability(call: _Calls, handle: c_void_p) -> int:
-    major, minor = c_int(), c_int()
+    major = c_int()
+    minor = c_int()
     call("nvmlDeviceGetCudaComputeCapability", handle, byref(major), byref(minor))
     return major.value * 10 + minor.value
 
 
 def _is_partitioned(call: _Calls, handle: c_void_p) -> bool:
-    current, pending = c_uint(), c_uint()
+    current = c_uint()
+    pending = c_uint()
     call("nvmlDeviceGetMigMode", handle, byref(current), byref(pending))
     return current.value == ENABLED
 
 
 def _processes(call: _Calls, handle: c_void_p) -> tuple[int, ...]:
-    """Ids of those that compute on a GPU, the first of many."""
-    count, found = c_uint(MOST_PROCESSES), (_Process * MOST_PROCESSES)()
+    """Return the ids of the processes that compute on a GPU, at most `MOST_PROCESSES`."""
+    count = c_uint(MOST_PROCESSES)
+    found = (_Process * MOST_PROCESSES)()
     name = "nvmlDeviceGetComputeRunningProcesses_v3"
     status = call.status(name, handle, byref(count), found)
     if status not in (0, INSUFFICIENT_SIZE):

@@ -18,7 +18,7 @@ RUN_FILE, MANIFEST, CHECKPOINTS = "run.yaml", "manifest.json", "checkpoints"
 ENVIRONMENT = "env.json"
 """The file of a run folder that says where it runs, and what started it."""
 RESUME_WORDS = ("auto", "latest")
-"""What `checkpoint.resume` may be beside a folder."""
+"""Words that `checkpoint.resume` takes in place of a folder."""
 CHOICE = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]*(/[A-Za-z0-9][A-Za-z0-9_.-]*)*\Z")
 """The name of a choice or of a group."""
 MAX_NAMES = 2000

@@ -61,7 +61,7 @@ class Machine:
     unusable_gpus: int = 0
     """GPUs of AMD that the installed torch was not built for."""
     nvidia: Seen = NO_GPU
-    """What is known of NVIDIA's GPUs beside their number."""
+    """NVIDIA's GPUs, as far as the driver describes them."""
 
     @classmethod
     def here(
@@ -70,13 +70,14 @@ class Machine:
         """This machine as far as this process may use it.
 
         Args:
-            environment: where the variables that hide GPUs are.
-            root: the folder that stands for `/`. Of another one than `/` no library is asked.
-            driver: NVIDIA's, where its library has been asked; None: it is asked.
+            environment: the variables, some of which hide GPUs.
+            root: the folder that stands for `/`. With another one than `/`, no library is asked.
+            driver: NVIDIA's driver, if its library was asked before; None: it is asked.
         """
         if driver is None and root == hardware.ROOT:
             driver = nvml.driver()
-        seen, amd = hardware.nvidia_gpus(environment, root, driver), hardware.amd_gpus(environment, root)
+        seen = hardware.nvidia_gpus(environment, root, driver)
+        amd = hardware.amd_gpus(environment, root)
         gpus = max(1, hardware.tasks_here(environment)) if seen.count == 1 else seen.count
         usable = amd if amd and not gpus and hardware.torch_is_for_amd() else 0
         engine = gpus > 0 and find_spec("transformer_engine") is not None
@@ -142,14 +143,16 @@ def _device(run: RunConfig, machine: Machine, world_size: int | None) -> Filled:
 
 
 def _described(run: RunConfig, machine: Machine) -> Filled:
-    """What a cluster that describes no device leaves out: facts of the GPUs of this machine, which are of one kind.
+    """Fill in the facts of a device that a cluster leaves out, from the GPUs of this machine if all are of one kind.
 
-    What the driver says counts, then the file of `conf/cluster` whose `driver_names` have the name that it gives.
+    The driver is believed first, then the file of `conf/cluster` whose `driver_names` have the name that it gives.
     """
-    cluster, gpu = run.cluster, machine.nvidia.kind
+    cluster = run.cluster
+    gpu = machine.nvidia.kind
     if gpu is None or not facts_of(cluster.device).counted or not describes_this_machine(cluster):
         return {}
-    where, found = f"{HERE}: {gpu.name}", known(gpu.name)
+    where = f"{HERE}: {gpu.name}"
+    found = known(gpu.name)
     said: dict[str, Any] = {"driver_names": (gpu.name,), "sm": gpu.sm or None}
     said["device_memory_gib"] = round(gpu.memory_bytes / GIB, 2) or None
     filled = {key: (value, where) for key, value in said.items() if value is not None}
@@ -160,7 +163,7 @@ def _described(run: RunConfig, machine: Machine) -> Filled:
 
 
 def describes_this_machine(cluster: ClusterConfig) -> bool:
-    """Whether a cluster leaves its devices to the machine: `local`, or one that says nothing of a device."""
+    """Return whether a cluster leaves its devices to the machine: it is `local`, or it says nothing of a device."""
     if cluster.driver_names:
         return False
     said = (cluster.sm, cluster.device_memory_gib, cluster.memory_gbps, cluster.peak_tflops)

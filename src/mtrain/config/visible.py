@@ -1,7 +1,7 @@
-"""Which GPUs CUDA shows a process, by CUDA_VISIBLE_DEVICES as CUDA reads it, and what a user did not mean by it.
+"""The GPUs that CUDA shows a process: CUDA_VISIBLE_DEVICES as CUDA reads it, and mistakes that CUDA passes over.
 
-The list ends at the first entry that is no GPU, and one that repeats an entry shows none at all. Of a partitioned GPU
-(MIG) one instance is shown to a process, and then nothing else.
+The list ends at the first entry that is no GPU, and a list that repeats an entry shows none at all. Of a partitioned
+GPU (MIG), CUDA shows a process one instance, and then nothing else.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from mtrain.config.nvml import Driver, Gpu
 
 VARIABLE = "CUDA_VISIBLE_DEVICES"
 NONE = ("", "-1", "none", "void", "NoDevFiles")
-"""First entries with which users, schedulers and container runtimes hide every GPU on purpose."""
+"""First entries by which users, schedulers and container runtimes hide every GPU on purpose."""
 
 
 @dataclass(frozen=True)
@@ -25,21 +25,21 @@ class Seen:
     gpus: tuple[Gpu, ...] = ()
     """As the driver describes them; empty where its library does not answer."""
     fault: str = ""
-    """What the variable hides, and why; empty: what it says is what it does."""
+    """The GPUs that the variable hides, and why, in words; empty: it does what it says."""
     fix: str = ""
-    """What to write instead."""
+    """The value to set instead, in words."""
     on_purpose: bool = True
-    """What is hidden was to be hidden."""
+    """True where the variable was meant to hide what it hides."""
     driver: Driver | None = None
 
     @property
     def kind(self) -> Gpu | None:
-        """One of the GPUs, where all of them are of one name."""
+        """One of the GPUs where all have the same name, else None."""
         return self.gpus[0] if len({gpu.name for gpu in self.gpus}) == 1 else None
 
 
 def shown(gpus: Sequence[Gpu], visible: str | None) -> Seen:
-    """Those that CUDA shows of a driver's, `visible` being the variable; None: it is not set."""
+    """Return those of a driver's GPUs that CUDA shows. `visible` is the variable; None: it is not set."""
     if visible is None:
         known = [gpu for gpu in map(_device, gpus) if gpu is not None]
         return _seen(known, "", "", True)
@@ -49,7 +49,7 @@ def shown(gpus: Sequence[Gpu], visible: str | None) -> Seen:
 
 
 def counted(gpus: int, visible: str | None) -> Seen:
-    """How many of some GPUs are shown of which nothing but the number is known: every UUID counts as one of them."""
+    """Count the GPUs that CUDA shows of `gpus` whose number alone is known; every UUID counts as one of them."""
     if visible is None:
         return Seen(gpus)
     places, fault, on_purpose = _listed(visible, _Named([Gpu("")] * gpus, anonymous=True))
@@ -57,7 +57,7 @@ def counted(gpus: int, visible: str | None) -> Seen:
 
 
 def _seen(found: Sequence[Gpu], fault: str, fix: str, on_purpose: bool) -> Seen:
-    """With an instance of a partitioned GPU among them, CUDA shows the first one alone."""
+    """Make `Seen` of the GPUs listed; of any that are instances of a partitioned one, CUDA shows the first alone."""
     instance = next((gpu for gpu in found if _is_instance(gpu)), None)
     gpus = tuple(found) if instance is None else (instance,)
     if len(gpus) < len(found) and not fault:
@@ -71,7 +71,7 @@ def _is_instance(gpu: Gpu) -> bool:
 
 
 def _device(gpu: Gpu) -> Gpu | None:
-    """What CUDA shows of a GPU: itself, or the first instance of one that is partitioned."""
+    """Return what CUDA shows of a GPU: the GPU itself, or the first instance of one that is partitioned."""
     if not gpu.partitioned:
         return gpu
     return gpu.instances[0] if gpu.instances else None
@@ -90,11 +90,12 @@ class _Named:
     """The places that entries of the variable name."""
 
     def __init__(self, gpus: Sequence[Gpu], *, anonymous: bool = False) -> None:
-        self.gpus, self.anonymous = gpus, anonymous
+        self.gpus = gpus
+        self.anonymous = anonymous
         self.unknown: list[str] = []
 
     def place(self, entry: str) -> Place | None:
-        """Where a number or a UUID, or the beginning of one alone, leads; None: nowhere."""
+        """Return the place that a number, a UUID or an unambiguous beginning of one names; None: it names none."""
         number = re.match(r"\+?\d+", entry)
         if number:
             index = int(number[0])
@@ -111,8 +112,9 @@ class _Named:
 
 
 def _listed(text: str, named: _Named) -> tuple[list[Place], str, bool]:
-    """The places that the variable lists, what is wrong with it, and whether that was meant."""
-    places, entries = list[Place](), [entry.strip() for entry in text.split(",")]
+    """Return the places that the variable lists, what is wrong with it, and whether that was meant."""
+    places: list[Place] = []
+    entries = [entry.strip() for entry in text.split(",")]
     written = f"{VARIABLE}={text}"
     if entries[0] in NONE:
         said = f"{VARIABLE} is empty" if not text.strip() else f"{written} begins with no GPU"

@@ -92,11 +92,11 @@ class _Files:
         return sum(map(self.source.nbytes, step.theirs))
 
     def _most(self, step: Step, name: str) -> int:
-        """Bytes that a tensor of ours has at most; some have rows that theirs have not."""
+        """The most bytes that a tensor of ours has; some have rows that theirs lack."""
         return max(self._nbytes(step), prod(self.ours[name].size) * BYTES[_dtype(self.source, step)])
 
     def _of_step(self, step: Step) -> list[tuple[Words, str, str, str]]:
-        """What a step makes, with its number format, its hash and those of its blocks."""
+        """Return what a step makes, each with its number format, its hash and the hashes of its blocks."""
         dtype, given = _dtype(self.source, step), [self.source.tensor(name) for name in step.theirs]
         try:
             made = step.operation.apply(given, self.model, inward=True)
@@ -201,7 +201,7 @@ def _dtype(source: Source, step: Step) -> str:
 
 
 def _hashes(words: Words, sha256: str | None) -> tuple[str, str]:
-    """Hex sha256 of a tensor's bytes, which may be known, and those of its blocks."""
+    """Return the hex sha256 of a tensor's bytes, which may be known, and those of its blocks."""
     data = buffer_of(words)
     blocks = hashes.hash_blocks(data)
     if len(data) <= hashes.BLOCK_BYTES:

@@ -21,7 +21,7 @@ from mtrain.errors import CorruptData
 MAIN = "optim/main_weight/"
 """What a checkpoint calls the weights in fp32 from which the model's own, in half precision, are rounded."""
 READ_BYTES = 16 << 20
-"""Read at once where a box is put together."""
+"""The most that is read at once where a box is put together."""
 
 
 @dataclass
@@ -68,14 +68,15 @@ class Saved:
                 sha256 = self._files[piece["file"]].entry(piece["entry"]).sha256
                 return self._words(piece, 0, prod(box.size)).reshape(box.shape), sha256
         out = empty(box.size, self.dtype(name))
-        flat, what = out.reshape(-1), f"{self.path}: the pieces of {name}"
+        flat = out.reshape(-1)
+        what = f"{self.path}: the pieces of {name}"
         for part in parts(Region(box.offset, box.size), entry["pieces"], READ_BYTES // out.itemsize, what):
             found = self._words(part.piece, part.start, part.stop)
             _strided(flat[part.at :], part.shape, part.here)[...] = _strided(found, part.shape, part.there)
         return out.reshape(box.shape), ""
 
     def _words(self, piece: Piece, start: int, stop: int) -> Words:
-        """Elements of a piece."""
+        """Read elements [start, stop) of a piece."""
         shard = self._files[piece["file"]]
         held = shard.entry(piece["entry"])
         width = BYTES.get(held.dtype, 0)

@@ -26,7 +26,7 @@ _MASKED = (AttnMaskType.padding, AttnMaskType.padding_causal, AttnMaskType.arbit
 
 
 class _View(NamedTuple):
-    """What the queries of this rank's block see under context parallelism, as a layer asks for it."""
+    """The keys that the queries of this rank's block see under context parallelism, as one layer asks for them."""
 
     places: Places
     here: int
@@ -34,17 +34,17 @@ class _View(NamedTuple):
     window: Any
     cu_seqlens: Tensor | None
     fused: bool
-    """Whether a kernel of ours takes part of the keys at a time."""
+    """True where a kernel of ours takes a part of the keys at a time."""
     ordered: bool
-    """Whether positions are made to ascend within a block."""
+    """True where positions are made to ascend within a block."""
 
     def seen(self, there: int | None) -> Seen:
-        """Of the keys of a block, or of all, for kernels."""
+        """Describe to kernels the keys seen of a block, or of all blocks (None)."""
         limits = self.causal, self.window, self.cu_seqlens
         return self.places.seen(self.here, there, *limits, ordered=self.ordered)
 
     def mask(self, there: int | None) -> Tensor | None:
-        """The same as a mask."""
+        """Return the same as a mask."""
         return self.places.mask(self.here, there, self.causal, self.window, self.cu_seqlens)
 
 
@@ -166,7 +166,8 @@ class CoreAttention(MegatronModule):
         """Attention of this rank's part of the sequence to all of it."""
         if hidden is not None:
             raise NotImplementedError("a padding mask is not sharded over context-parallel ranks")
-        places, here = places_of(context, query.shape[0], cu_seqlens, query.device), context.block
+        places = places_of(context, query.shape[0], cu_seqlens, query.device)
+        here = context.block
         fused = op.fuses_parts(query, value, dropout_p=self._dropout_p if self.training else 0.0, impl=self.impl)
         view = _View(places, here, causal, self._window, cu_seqlens, fused, fused and context.inner is not None)
         if context.kind == "all_gather":
@@ -191,13 +192,14 @@ class CoreAttention(MegatronModule):
     def _ring(
         self, context: Context, query: Tensor, key: Tensor, value: Tensor, view: _View, sink: Tensor | None
     ) -> Tensor:
-        """Attention to one block of keys after another, each handed on by the rank before while one is computed.
+        """Attend to one block of keys after another; the next one arrives from the rank before meanwhile.
 
         Every block is used, even one of which no key is seen: else a rank would miss a hand-over of gradients in
         which its neighbours wait.
         """
         dropout_p = self._dropout_p if self.training else 0.0
-        size, here = view.places.blocks.shape[0], context.block
+        size = view.places.blocks.shape[0]
+        here = context.block
         options: dict[str, Any] = {"scale": self._scale, "softcap": self.softcap}
         q, both = query.permute(1, 2, 0, 3), torch.cat([key, value], dim=-1)
         out = lse = None

@@ -72,11 +72,11 @@ class Context:
         return parts.permute(1, 2, 0, 3).reshape(-1, b, self.inner_size * w)
 
     def pass_on(self, x: Tensor) -> Passing:
-        """Give `x` to the next rank of the ring, and get what the rank before gives to this call."""
+        """Begin to send `x` to the next rank of the ring, and to receive what the rank before sends in this call."""
         return Passing(x, self.outer)
 
     def gathered(self, key: Tensor, value: Tensor, sequence: Tensor) -> tuple[Tensor, Tensor]:
-        """All keys and values [c * s, b, n, d], taken from `sequence` [c * s] of those of all ranks."""
+        """Gather the keys and values of all ranks, and put them in the order `sequence` [c * s]: [c * s, b, n, d]."""
         both = torch.cat([key, value], dim=-1)  # one collective instead of two
         both = gather_from_sequence_parallel_region(both, group=self.group)
         both = both.index_select(0, sequence)
@@ -85,10 +85,10 @@ class Context:
 
 
 class Passing:
-    """A block that is under way to the next rank, while this one computes; its gradient travels back the same way.
+    """A block on its way to the next rank while this one computes. Its gradient travels back the same way.
 
-    Backwards it is `arrived` that sends the gradient off, and what gave the block that waits for it: between the two
-    lies the backward of what was computed in between.
+    In the backward, `arrived` begins to send the gradient, and the call that gave the block waits for it. Meanwhile
+    the backward of what was computed between the two runs.
     """
 
     def __init__(self, x: Tensor, group: Any) -> None:
@@ -96,13 +96,14 @@ class Passing:
         self._coming = _Give.apply(x, self._exchange)
 
     def arrived(self) -> Tensor:
-        """What the rank before gave, as soon as it is here; to be asked once."""
-        coming, self._coming = self._coming, None
+        """Wait for the block of the rank before, and return it; to be called once."""
+        coming = self._coming
+        self._coming = None
         return _Take.apply(coming, self._exchange)
 
 
 class _Give(torch.autograd.Function):
-    """Start to give to the next rank of a ring and to take from the one before; waits for the gradient."""
+    """Begins to send to the next rank of a ring and to receive from the one before; waits for the gradient."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, exchange: _Exchange) -> Tensor:
@@ -116,7 +117,7 @@ class _Give(torch.autograd.Function):
 
 
 class _Take(torch.autograd.Function):
-    """Wait for what comes; starts to give the gradient the other way round."""
+    """Waits for what was sent; begins to send the gradient the other way round."""
 
     @staticmethod
     def forward(ctx: Any, coming: Tensor, exchange: _Exchange) -> Tensor:
@@ -130,15 +131,17 @@ class _Take(torch.autograd.Function):
 
 
 class _Exchange:
-    """One message to a neighbour in a ring and one from the other, at a time."""
+    """A message to one neighbour in a ring and one from the other; one such pair is under way at a time."""
 
     def __init__(self, group: Any) -> None:
         self.group = group
         self._under_way: tuple[list[Any], Tensor] | None = None
 
     def start(self, x: Tensor, step: int) -> Tensor:
-        """Memory that what comes is written to, until `finish`; `step` ranks on is who gets `x`."""
-        size, rank, sent = self.group.size(), self.group.rank(), x.contiguous()
+        """Send `x` to the rank that is `step` ranks on; returns the memory that is received into until `finish`."""
+        size = self.group.size()
+        rank = self.group.rank()
+        sent = x.contiguous()
         got = torch.empty_like(sent)
         to, source = (dist.get_global_rank(self.group, (rank + way) % size) for way in (step, -step))
         give = dist.P2POp(dist.isend, sent, to, self.group)
@@ -147,7 +150,7 @@ class _Exchange:
         return got
 
     def finish(self) -> None:
-        """Let nothing that follows read or write either block before both messages are done."""
+        """Wait for both messages; afterwards both blocks may be read and written."""
         assert self._under_way is not None, "nothing was given"
         requests, _ = self._under_way
         for request in requests:

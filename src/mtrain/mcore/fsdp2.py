@@ -27,8 +27,8 @@ class FullySharded(mcore.TorchFullyShardedDataParallel):
     - Gradients are reduced and added up over micro-batches in fp32 where the run asks for that; FSDP2 alone adds them
       up in the dtype of the weights. A weight's `main_grad` is its gradient from the start, and may be wider than the
       weight: FSDP2 adds to it, and no hook runs beside it.
-    - The next layer is gathered while one computes, forwards and backwards. Where whole layers are run again in the
-      backward, it is only backwards: their second forward would gather what has been used already.
+    - While one layer computes, the next one is gathered, in the forward and the backward. Where whole layers are run
+      again in the backward, only the backward does so: their second forward would gather what has been used already.
     - Replicas (HSDP) are a mesh of two dimensions, and experts that other ranks hold have a mesh of their own.
     - A tied embedding is not freed before the output layer has used it.
     - Weights may still be without memory (on torch's meta device); they get it once they are sharded, so a rank never
@@ -66,7 +66,7 @@ class FullySharded(mcore.TorchFullyShardedDataParallel):
                 previous = sharded
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
-        """What the model makes of its inputs. Optimizers take gradients off the weights: here they are given back."""
+        """Run the model, after giving the weights their gradients back, which optimizers take off them."""
         if torch.is_grad_enabled():
             for param in self.module.parameters():
                 if param.requires_grad and param.grad is not param.main_grad:

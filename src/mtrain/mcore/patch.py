@@ -9,6 +9,7 @@ from typing import Literal
 from mtrain.config.engine import EVERY, Versions
 
 Where = Literal["everywhere", "without TransformerEngine", "off CUDA"]
+NO_TE: Where = "without TransformerEngine"
 
 
 @dataclass(frozen=True, slots=True)

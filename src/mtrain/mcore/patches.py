@@ -1,6 +1,7 @@
 """Defects of megatron-core that configuration cannot avoid, each patched once when the adapter is installed.
 
-Each has a test in `tests/dist/test_adapter_patches.py` that fails without it, on every release that it is for.
+Each has a test in `tests/dist/test_adapter_patches.py` that fails without it, on every release that it is for. At an
+upgrade of megatron-core every entry is to be looked up again: the reason says what to look for.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from mtrain.config import engine
 from mtrain.config.engine import SINCE_0_19, UNTIL_0_16, Release
 from mtrain.devices.base import Device
 from mtrain.mcore import patching, patching_linear, patching_recompute, patching_shards
-from mtrain.mcore.patch import Patch, Where
+from mtrain.mcore.patch import NO_TE, Patch, Where
 
 
 def apply_patches(device: Device, without: frozenset[str] = frozenset()) -> None:
@@ -41,14 +42,12 @@ def standing(device: Device, release: Release | None) -> Iterator[tuple[Patch, s
         yield patch, f"for {patch.versions} alone" if absent else spared[patch.applies]
 
 
-_NO_TE: Where = "without TransformerEngine"
-
 PATCHES: tuple[Patch, ...] = (
     Patch(
         "router-gemm",
         "transformer/moe/moe_utils.py:22",
         "te_general_gemm stays unbound without TransformerEngine, and line 1192 asks for it: NameError in every MoE.",
-        _NO_TE,
+        NO_TE,
         patching.router_gemm,
         UNTIL_0_16,
     ),
@@ -56,7 +55,7 @@ PATCHES: tuple[Patch, ...] = (
         "mla-flag",
         "transformer/multi_latent_attention.py:62",
         "HAVE_TE says True although TELinear is a MagicMock, so isinstance at line 185 raises TypeError.",
-        _NO_TE,
+        NO_TE,
         patching.mla_flag,
         UNTIL_0_16,
         "#3763",
@@ -205,14 +204,14 @@ PATCHES: tuple[Patch, ...] = (
         "optimizer-state-before-first-step",
         "optimizer/distrib_optimizer.py:642",
         "state_dict() takes the step from torch Adam's state, which is empty before the first step: AssertionError.",
-        _NO_TE,
+        NO_TE,
         patching.optimizer_state_before_first_step,
     ),
     Patch(
         "optimizer-state-loading",
         "optimizer/distrib_optimizer.py:940",
         "Loading copies into every state tensor of torch Adam: KeyError 'step', or an in-place change of a leaf.",
-        _NO_TE,
+        NO_TE,
         patching.optimizer_state_loading,
     ),
     Patch(
@@ -220,14 +219,14 @@ PATCHES: tuple[Patch, ...] = (
         "optimizer/distrib_optimizer.py:820",
         "Loading gives all parameters one step tensor; torch Adam then counts one step per parameter: silently wrong "
         "from the second step after a resume.",
-        _NO_TE,
+        NO_TE,
         patching.optimizer_step_counters,
     ),
     Patch(
         "te-version",
         "utils.py:348",
         "Without TransformerEngine, an optimizer with main weights asks for a version of it: TypeError.",
-        _NO_TE,
+        NO_TE,
         patching.te_version,
         UNTIL_0_16,
     ),
@@ -235,7 +234,7 @@ PATCHES: tuple[Patch, ...] = (
         "checkpoint-without-fp8",
         "tensor_parallel/random.py:635",
         "CheckpointWithoutOutput(fp8=False) reads as 'fp8 is on': NameError when a norm or MLP is recomputed.",
-        _NO_TE,
+        NO_TE,
         patching_recompute.checkpoint_without_fp8,
     ),
     Patch(
@@ -274,104 +273,12 @@ PATCHES: tuple[Patch, ...] = (
         patching_recompute.refilled_outputs,
         SINCE_0_19,
     ),
-    Patch(
-        "offloaded-shards",
-        "optimizer/distrib_optimizer.py:603",
-        "The distributed optimizer's shards of fp32 weights are views, which the offloading optimizer does not take: "
-        "ValueError about a non-leaf tensor.",
-        "everywhere",
-        patching_shards.offloaded_shards,
-    ),
-    Patch(
-        "offloaded-main-weights",
-        "optimizer/optimizer.py:676",
-        "Main weights replace 16-bit ones that an offloading optimizer has copied already: KeyError at an update.",
-        "everywhere",
-        patching_shards.offloaded_main_weights,
-    ),
-    Patch(
-        "offloaded-copies",
-        "optimizer/cpu_offloading/hybrid_optimizer.py:287",
-        "A copy in host memory is known by its device; where the CPU is the device, none is, and weights that are "
-        "offloaded are silently never updated.",
-        "off CUDA",
-        patching_shards.offloaded_copies,
-    ),
-    Patch(
-        "norm-groups",
-        "utils.py:1074",
-        "Asks the mesh of a gradient for its one group: RuntimeError where it has two dimensions (FSDP2's replicas). "
-        "And takes two groups of the same ranks (dense, expert) for different ones: AssertionError.",
-        "everywhere",
-        patching_shards.norm_groups,
-    ),
-    Patch(
-        "fsdp-te-linear",
-        "distributed/fsdp/mcore_fsdp_adapter.py:184",
-        "Without TransformerEngine TELinear is a MagicMock: isinstance raises TypeError under tensor parallelism.",
-        _NO_TE,
-        patching_shards.fsdp_te_linear,
-        UNTIL_0_16,
-        "#3191",
-    ),
-    Patch(
-        "fsdp-optim-replicas",
-        "distributed/fsdp/src/megatron_fsdp/param_and_grad_buffer.py:2906",
-        "With only optimizer state sharded (optim), gradients are reduced within a replica and never between them: "
-        "each silently trains on samples of its own.",
-        "everywhere",
-        patching_shards.fsdp_optim_replicas,
-    ),
-    Patch(
-        "fsdp-lone-rank",
-        "distributed/fsdp/src/megatron_fsdp/param_and_grad_buffer.py:3263",
-        "In a group of one rank (ep = dp) the reduced gradient is added to itself: silently doubled, and those of "
-        "earlier micro-batches again at each later one.",
-        "everywhere",
-        patching_shards.fsdp_lone_rank,
-        UNTIL_0_16,
-    ),
-    Patch(
-        "fsdp-division",
-        "distributed/fsdp/src/megatron_fsdp/param_and_grad_buffer.py:3771",
-        "By default gradients are divided within NCCL's sum, which gloo does not know: RuntimeError.",
-        "off CUDA",
-        patching_shards.fsdp_division,
-    ),
-    Patch(
-        "fsdp-meshes",
-        "distributed/fsdp/mcore_fsdp_adapter.py:369",
-        "Takes the data- and tensor-parallel ranks for the whole world: EinopsError with pipeline stages.",
-        "everywhere",
-        patching_shards.fsdp_meshes,
-    ),
-    Patch(
-        "fsdp-checks",
-        "distributed/fsdp/src/megatron_fsdp/param_and_grad_buffer.py:4128",
-        "Compares each sharded weight over the whole world: stages with unequal numbers of them fail or hang.",
-        "everywhere",
-        patching_shards.fsdp_checks,
-    ),
-    Patch(
-        "fsdp-tied-stages",
-        "distributed/finalize_model_grads.py:259",
-        "With megatron-core's FSDP the gradient of an embedding that two stages hold is set to this rank's part of "
-        "it: RuntimeError about its size. The sum in place is all that is needed.",
-        "everywhere",
-        patching_shards.fsdp_tied_stages,
-    ),
-    Patch(
-        "fsdp-unscaling",
-        "optimizer/distrib_optimizer.py:2312",
-        "Unscales fp16's gradient of every weight, also where a rank owns no part of it: AttributeError of None.",
-        "everywhere",
-        patching_shards.fsdp_unscaling,
-    ),
+    *patching_shards.PATCHES,
     Patch(
         "torch-norm",
         "transformer/torch_norm.py:32",
         "The norm that models take by default refuses sequence parallelism and zero-centered scales: AssertionError.",
-        _NO_TE,
+        NO_TE,
         patching.torch_norm,
     ),
     Patch(
@@ -384,7 +291,8 @@ PATCHES: tuple[Patch, ...] = (
     Patch(
         "gated-delta-norm",
         "distributed/finalize_model_grads.py:354",
-        "Without sequence parallelism gradients of the weight that norms outputs of heads are silently not summed.",
+        "Tensor-parallel ranks norm the outputs of their heads with the same weight. Without sequence parallelism "
+        "the gradients of it are not summed: silently that of a rank's heads, and weights that drift apart.",
         "everywhere",
         patching_linear.gated_delta_norm,
         upstream="#7452",

@@ -1,6 +1,7 @@
 """Patches of what shards or moves weights and optimizer state: FSDP, and offloading to host memory.
 
-Each function changes megatron-core in this process; the list is in `mtrain.mcore.patches`.
+Each function changes megatron-core in this process. The entries of offloading and FSDP stand below, the others in
+`mtrain.mcore.patches`.
 """
 
 from __future__ import annotations
@@ -11,6 +12,9 @@ import importlib
 from typing import Any
 
 import torch
+
+from mtrain.config.engine import UNTIL_0_16
+from mtrain.mcore.patch import NO_TE, Patch
 
 
 def _core(module: str) -> Any:
@@ -239,3 +243,101 @@ def gate_slices() -> None:
         return *found[:3], found[3][:, :, at * size : (at + 1) * size]
 
     cls.get_query_key_value_tensors = cut
+
+
+PATCHES: tuple[Patch, ...] = (
+    Patch(
+        "offloaded-shards",
+        "optimizer/distrib_optimizer.py:603",
+        "The distributed optimizer's shards of fp32 weights are views, which the offloading optimizer does not take: "
+        "ValueError about a non-leaf tensor.",
+        "everywhere",
+        offloaded_shards,
+    ),
+    Patch(
+        "offloaded-main-weights",
+        "optimizer/optimizer.py:676",
+        "Main weights replace 16-bit ones that an offloading optimizer has copied already: KeyError at an update.",
+        "everywhere",
+        offloaded_main_weights,
+    ),
+    Patch(
+        "offloaded-copies",
+        "optimizer/cpu_offloading/hybrid_optimizer.py:287",
+        "A copy in host memory is known by its device; where the CPU is the device, none is, and weights that are "
+        "offloaded are silently never updated.",
+        "off CUDA",
+        offloaded_copies,
+    ),
+    Patch(
+        "norm-groups",
+        "utils.py:1074",
+        "Asks the mesh of a gradient for its one group: RuntimeError where it has two dimensions (FSDP2's replicas). "
+        "And takes two groups of the same ranks (dense, expert) for different ones: AssertionError.",
+        "everywhere",
+        norm_groups,
+    ),
+    Patch(
+        "fsdp-te-linear",
+        "distributed/fsdp/mcore_fsdp_adapter.py:184",
+        "Without TransformerEngine TELinear is a MagicMock: isinstance raises TypeError under tensor parallelism.",
+        NO_TE,
+        fsdp_te_linear,
+        UNTIL_0_16,
+        "#3191",
+    ),
+    Patch(
+        "fsdp-optim-replicas",
+        "distributed/fsdp/src/megatron_fsdp/param_and_grad_buffer.py:2906",
+        "With only optimizer state sharded (optim), gradients are reduced within a replica and never between them: "
+        "each silently trains on samples of its own.",
+        "everywhere",
+        fsdp_optim_replicas,
+    ),
+    Patch(
+        "fsdp-lone-rank",
+        "distributed/fsdp/src/megatron_fsdp/param_and_grad_buffer.py:3263",
+        "In a group of one rank (ep = dp) the reduced gradient is added to itself: silently doubled, and those of "
+        "earlier micro-batches again at each later one.",
+        "everywhere",
+        fsdp_lone_rank,
+        UNTIL_0_16,
+    ),
+    Patch(
+        "fsdp-division",
+        "distributed/fsdp/src/megatron_fsdp/param_and_grad_buffer.py:3771",
+        "By default gradients are divided within NCCL's sum, which gloo does not know: RuntimeError.",
+        "off CUDA",
+        fsdp_division,
+    ),
+    Patch(
+        "fsdp-meshes",
+        "distributed/fsdp/mcore_fsdp_adapter.py:369",
+        "Takes the data- and tensor-parallel ranks for the whole world: EinopsError with pipeline stages.",
+        "everywhere",
+        fsdp_meshes,
+    ),
+    Patch(
+        "fsdp-checks",
+        "distributed/fsdp/src/megatron_fsdp/param_and_grad_buffer.py:4128",
+        "Compares each sharded weight over the whole world: stages with unequal numbers of them fail or hang.",
+        "everywhere",
+        fsdp_checks,
+    ),
+    Patch(
+        "fsdp-tied-stages",
+        "distributed/finalize_model_grads.py:259",
+        "With megatron-core's FSDP the gradient of an embedding that two stages hold is set to this rank's part of "
+        "it: RuntimeError about its size. The sum in place is all that is needed.",
+        "everywhere",
+        fsdp_tied_stages,
+    ),
+    Patch(
+        "fsdp-unscaling",
+        "optimizer/distrib_optimizer.py:2312",
+        "Unscales fp16's gradient of every weight, also where a rank owns no part of it: AttributeError of None.",
+        "everywhere",
+        fsdp_unscaling,
+    ),
+)
+"""The patches of offloading and FSDP, in the order in which they are applied."""

@@ -1,4 +1,4 @@
-"""Who sees whom under context parallelism: positions, tables and masks, made once for all layers of a micro-batch."""
+"""Positions, tables and masks of context parallelism, made once for all layers of a micro-batch."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from torch import Tensor
 from mtrain.mcore.context import Context
 
 LENGTHS = 8
-"""Of sequences that are not packed, whose places are the same in every micro-batch: so many are kept."""
+"""The number of lengths whose places are kept: without packing, they are the same in every micro-batch."""
 
 _kept: OrderedDict[Any, Places] = OrderedDict()
 
 
 class Places:
-    """Positions [blocks, tokens of a block] in a batch, and what of them layers have asked for.
+    """The positions [blocks, tokens of a block] of a batch, and what layers have derived from them.
 
-    All is made when it is first asked for. `blocks` are in the order in which ranks hold them; `ordered` says of a
-    request that positions ascend within each.
+    Everything is made when a layer first asks for it. `blocks` are in the order in which ranks hold them; with
+    `ordered`, a layer asks for positions that ascend within each block.
     """
 
     def __init__(self, blocks: Tensor) -> None:
@@ -31,26 +31,27 @@ class Places:
         self._made: dict[Any, Any] = {}
 
     def order(self, block: int) -> Tensor:
-        """Where the tokens of a block are taken from so that positions ascend."""
+        """Return the indices that sort the tokens of a block by position."""
         return self._once(("order", block), lambda: torch.argsort(self.blocks[block]))  # type: ignore[no-any-return]
 
     def back(self, block: int) -> Tensor:
-        """The inverse of `order`."""
+        """Return the inverse of `order`."""
         return self._once(("back", block), lambda: torch.argsort(self.order(block)))  # type: ignore[no-any-return]
 
     def sequence(self) -> Tensor:
-        """Where the tokens of all blocks, one behind the other, are taken from so that positions ascend."""
+        """Return the indices that sort the tokens of all blocks, laid end to end, by position."""
         return self._once("sequence", lambda: torch.argsort(self.blocks.flatten()))  # type: ignore[no-any-return]
 
     def seen(
         self, here: int, there: int | None, causal: bool, window: Any, cu_seqlens: Tensor | None, *, ordered: bool
     ) -> Seen:
-        """What the queries of a block see of the keys of another, or of all (None), for kernels."""
+        """Describe to kernels which keys of a block, or of all blocks (None), the queries of another see."""
 
         def make() -> Seen:
             left, right = window or (-1, -1)
             reach = left, 0 if causal else right
-            q_at, k_at = self._positions(here, ordered), self._positions(there, ordered)
+            q_at = self._positions(here, ordered)
+            k_at = self._positions(there, ordered)
             return Seen(*reach, table=table(q_at, k_at, reach, cu_seqlens))
 
         return self._once(("seen", here, there, causal, window, ordered), make)  # type: ignore[no-any-return]
@@ -58,7 +59,7 @@ class Places:
     def mask(
         self, here: int, there: int | None, causal: bool, window: Any, cu_seqlens: Tensor | None
     ) -> Tensor | None:
-        """The same as a mask, True where a query sees a key; None where all are seen."""
+        """Return the same as a mask, True where a query sees a key; None where all keys are seen."""
         return self._once(  # type: ignore[no-any-return]
             ("mask", here, there, causal, window),
             lambda: mask_of(self._positions(here), self._positions(there), causal, window, cu_seqlens),
@@ -76,9 +77,9 @@ class Places:
 
 
 def places_of(context: Context, tokens: int, cu_seqlens: Tensor | None, device: torch.device) -> Places:
-    """The places of a micro-batch of which a rank holds `tokens` before an exchange.
+    """Return the places of a micro-batch of which a rank holds `tokens` before an exchange.
 
-    Those of packed sequences go with their edges: whoever writes others to the same memory gets others.
+    Those of packed sequences are kept with `cu_seqlens`, until other edges are written to its memory.
     """
     key = (context.kind, context.group.size(), context.inner_size, tokens, device)
     if cu_seqlens is None:
@@ -98,7 +99,7 @@ def places_of(context: Context, tokens: int, cu_seqlens: Tensor | None, device: 
 
 
 def mask_of(q_at: Tensor, k_at: Tensor, causal: bool, window: Any, cu_seqlens: Tensor | None) -> Tensor | None:
-    """Which keys at positions [t] queries at positions [s] see, as a mask [s, t]; None where they see all."""
+    """Return the mask [s, t] of the keys at positions [t] that queries at positions [s] see; None: they see all."""
     if not causal and cu_seqlens is None and window is None:
         return None
     segments: dict[str, Tensor] = {}

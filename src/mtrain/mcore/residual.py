@@ -20,14 +20,14 @@ class ResidualNorm(Norm):
     """
 
     _ahead: tuple[Tensor, Any, Tensor] | None = None
-    """A sum, its node in autograd's graph, and its norm."""
+    """The sum, its node in autograd's graph, and its norm."""
 
     def forward(self, x: Tensor | None, residual: Tensor | None = None) -> Tensor:
         """`x` [..., hidden_size] normalised; or its sum with `residual`, in their shape and dtype."""
         if x is None or residual is None:
             ahead, self._ahead = self._ahead, None
-            # a replayed layer gives the same tensor a new node: what was made ahead is of the graph of the capture,
-            # through which a backward has gone
+            # a replayed layer gives the same tensor a new node; what was made ahead belongs to the capture's graph,
+            # whose backward has run
             if ahead is not None and ahead[0] is x and ahead[1] is x.grad_fn:
                 return ahead[2]
             return super().forward(x)
@@ -55,10 +55,10 @@ def added_by(norm: Any, add: Callable[..., Any], training: bool, fused: bool) ->
 
 
 def one_graph(config: Any, *, layers: int) -> bool:
-    """Whether a part and the norm behind it are captured together, or nothing is: within a layer, or of two `layers`.
+    """Return whether a part and the norm after it, in one layer or in two `layers`, share a CUDA graph or have none.
 
-    Of a CUDA graph comes what its layer or part returns. A norm that is made ahead and kept until another graph, or
-    nobody, reads it is made twice, and holds its memory and its part of autograd's graph.
+    A CUDA graph gives only what its layer or part returns. A norm that is made ahead in it and read in another graph,
+    or by nobody, is made twice, and holds its memory and its part of autograd's graph.
     """
     captured = config.cuda_graph_impl in ("local", "transformer_engine")
     named = getattr(config, "cuda_graph_modules", None) or getattr(config, "cuda_graph_scope", None) or ()
@@ -69,8 +69,8 @@ def one_graph(config: Any, *, layers: int) -> bool:
 def join_layers(block: Any) -> None:
     """Let the first norm of each layer, or the last norm of all, make the sum that the layer before ends with.
 
-    Where whole layers are computed again, a layer begins with a tensor of its own, and nothing of the next one is
-    made ahead; nor is what a norm alone makes again, nor where layers are captured in CUDA graphs of their own.
+    Nothing of the next layer is made ahead where whole layers are computed again, as each then begins with a tensor
+    of its own; nor where a norm alone is computed again; nor where each layer is captured in its own CUDA graph.
     """
     if block.config.recompute_granularity == "full" or not one_graph(block.config, layers=2):
         return

@@ -67,7 +67,7 @@ class Metrics(Hook):
             self._write({"step": step, f"{name}_loss": loss})
 
     def owes(self, step: int, name: str) -> bool:
-        """Whether a resumed run made a step and then no evaluation. On rank 0."""
+        """Return whether a resumed run made a step and did not evaluate after it. Rank 0 knows."""
         return (step, "lr") in self.known and (step, f"{name}_loss") not in self.known
 
     def close(self) -> None:
@@ -164,7 +164,8 @@ class Evaluation(Hook):
 
     def after_step(self, parts: Parts, result: StepResult) -> None:
         """Evaluate every `trainer.eval_interval` steps."""
-        if self._is_due(parts):
+        # of several steps that are told at once, the model is that of the last
+        if result.step == parts.state.step and self._is_due(parts):
             self._evaluate(parts)
 
     def finish(self, parts: Parts) -> None:

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 from mtrain.train.readings import Clock, Means, Reading
 
 REPORT = 6
-"""Numbers of `summed_report`; one behind them is the norm of the gradient, where the host did not wait for it."""
+"""The length of `summed_report`. Where the host did not wait for the gradient's norm, the norm comes after it."""
 
 
 @dataclass(frozen=True)
 class StepResult:
-    """What one step did, the same on every rank."""
+    """The result of one step, the same on every rank but for `seconds`."""
 
     step: int
     loss: float
@@ -23,7 +24,7 @@ class StepResult:
     lr: float
     """The rate that the update had, or would have had."""
     z_loss: float
-    """What z-loss adds to the loss in the mean; 0 without `trainer.z_loss_coeff`."""
+    """The mean that z-loss adds to the loss; 0 without `trainer.z_loss_coeff`."""
     token_accuracy: float
     """The share of `tokens` with the largest logit; 0 without `log.token_accuracy`."""
     updated: bool
@@ -33,7 +34,7 @@ class StepResult:
     loss_scale: float | None
     """fp16: the factor on the loss of this step."""
     loss_scale_may_fall: bool
-    """Whether skipping updates lowers the loss scale: there is one, above its floor."""
+    """True where skipping updates lowers the loss scale: there is one, above its floor."""
     tokens: int
     """Predictions that count."""
     computed: int
@@ -48,7 +49,7 @@ class StepResult:
     in which samples were waited for that were not read yet."""
 
     def result(self) -> StepResult:
-        """Itself: the device is past it, other than `Launched`."""
+        """Return itself: the device has ended this step, other than one that is `Launched`."""
         return self
 
     @property
@@ -58,16 +59,16 @@ class StepResult:
 
 
 class Launched:
-    """A step whose work was given to the device; what it did is known once the device has come to its end."""
+    """A step that the device was given; its result is known once the device has ended it."""
 
     def __init__(self, reading: Reading, clock: Clock, known: dict[str, Any]) -> None:
         self._reading = reading
         self._clock = clock
         self._known = known
 
-    @property
+    @cached_property
     def stop(self) -> bool:
-        """Whether a rank was asked to stop before this step; waits for the end of the step."""
+        """True where a rank was asked to stop before this step; waits for the end of the step."""
         return Means.of(self._reading.read()).stops > 0
 
     def result(self) -> StepResult:

@@ -55,7 +55,7 @@ class Parts:
 
     @property
     def stop_requested(self) -> bool:
-        """Whether this rank was asked to stop."""
+        """True once this rank was asked to stop."""
         return self.stop.asked
 
     @cached_property
@@ -136,8 +136,8 @@ def launch_step(parts: Parts, *, stop_requested: bool) -> Launched:
     values = summed_report(parts.world, reports, stop_requested or parts.stop_requested)
     if isinstance(norm, torch.Tensor):
         values = torch.cat([values, norm.reshape(1).to(values)])
+    clock.stop()  # before the reading, which waits for its own moment: the clock's are then past, too
     reading = parts.board.copy(values)
-    clock.stop()
     known = {
         "step": state.step,
         "grad_norm": norm,

@@ -30,15 +30,15 @@ class Hook:
         """Before the first step."""
 
     def waits_for(self, parts: Parts, step: int) -> bool:
-        """Whether this hook does something right after a step, before the next one begins.
+        """Return whether this hook acts right after a step, before the next one begins.
 
-        After others the device may be steps behind, and `after_step` comes when they are next waited for: at
-        `log.interval`, and where the run evaluates or saves.
+        After other steps the device may be behind the host. Their `after_step` is called when the device is next
+        waited for: at `log.interval`, and where the run evaluates or saves.
         """
         return False
 
     def after_step(self, parts: Parts, result: StepResult) -> None:
-        """After each step, in their order; see `waits_for`."""
+        """After each step, in order; several may be told at once, see `waits_for`."""
 
     def finish(self, parts: Parts) -> None:
         """After the last step of the run, or after the step that a stop was asked in."""
@@ -57,8 +57,8 @@ class Hook:
 class Trainer:
     """Steps until `trainer.train_iters`, or until any rank was asked to stop (`trainer.stop_signals`).
 
-    The host runs ahead of the device: what steps did is read every `log.interval` steps, and where the run evaluates
-    or saves. Only whether to stop is read of each step, once the device is `AHEAD` steps behind the host.
+    The host runs ahead of the device. It reads the results of steps every `log.interval` steps, and where the run
+    evaluates or saves. After launching each step it reads only whether to stop, from the step `AHEAD` before.
     """
 
     def __init__(self, parts: Parts, hooks: Sequence[Hook]) -> None:
@@ -120,7 +120,7 @@ class Trainer:
         return stopped and state.step < goal
 
     def _waits(self) -> bool:
-        """Whether the step that was launched last is waited for, the same on every rank."""
+        """Return whether to wait for the step that was launched last, the same on every rank."""
         parts = self.parts
         run = parts.run
         step = parts.state.step
@@ -131,20 +131,20 @@ class Trainer:
         return self._works_between() or any(hook.waits_for(parts, step) for hook in self.hooks)
 
     def _works_between(self) -> bool:
-        """Whether the run evaluates or saves after this step, which may take long."""
+        """Return whether the run evaluates or saves after this step, which may take long."""
         run = self.parts.run
         step = self.parts.state.step
         return any(every and step % every == 0 for every in (run.trainer.eval_interval, run.checkpoint.save_interval))
 
     def _asked(self) -> bool:
-        """Whether a rank was asked to stop, the same on every rank; all ranks call it together."""
+        """Return whether a rank was asked to stop, the same on every rank; all ranks call it together."""
         parts = self.parts
         return parts.state.step < parts.run.trainer.train_iters and bool(
             reduce_report(parts.world, (), parts.stop_requested).stops
         )
 
     def _tell(self) -> None:
-        """Wait for the device, and tell the hooks of the steps up to the first that went wrong.
+        """Wait for the device, and tell the hooks about the steps before the first one that went wrong.
 
         Raises:
             TrainingError: see `fit`.

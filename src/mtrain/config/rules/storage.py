@@ -30,14 +30,14 @@ def runs_can_be_written(run: RunConfig) -> Iterator[Finding]:
     disk=True,
 )
 def cache_can_be_written(run: RunConfig) -> Iterator[Finding]:
-    """The cache can be made, or written to, where something has to be in it: synthetic tokens have nothing there, and
-    of .bin and .idx on this machine what does not fit there is in memory. One that holds corpora can be read as well
-    where text is trained on.
+    """The cache can be created or written to by a run that needs it, and one that trains on text can read it.
+
+    Synthetic tokens keep nothing there. What is derived from local .bin and .idx files is kept in memory where the
+    cache cannot be written.
     """
     d = run.data
-    if d.kind == "mock" or (
-        d.kind == "indexed" and not any("://" in name for name in (d.path or "", *(d.blend or ())))
-    ):
+    remote = any("://" in name for name in (d.path or "", *(d.blend or ())))
+    if d.kind == "mock" or (d.kind == "indexed" and not remote):
         return
     for found in _folder("MT432", "data.cache_dir", d.cache_dir, "~/.cache/mtrain"):
         if d.kind == "text" and os.path.isdir(user_path(d.cache_dir) / "seen"):
