@@ -31,7 +31,8 @@ def _one_rank_once(_one_rank_runs: tuple[Path, dict[str, Path]]) -> Iterator[Non
     """
     from mtrain.launching import jobs, local
 
-    real, unbroken = local.observe, jobs.JOBS["observe"]
+    real = local.observe
+    unbroken = jobs.JOBS["observe"]
     home, known = _one_rank_runs
 
     def observe(run: RunConfig, folder: Path, **how: bool) -> None:

@@ -134,7 +134,9 @@ def test_a_rank_hashes_only_what_it_reads_and_that_once(tmp_path: Path) -> None:
         from mtrain.world.init import joined
 
         read, hashed = [], []
-        real_read, real_hash, real_file = hashes.Shard.read, hashes.hash_bytes, hashes.hash_file
+        real_read = hashes.Shard.read
+        real_hash = hashes.hash_bytes
+        real_file = hashes.hash_file
         hashes.Shard.read = lambda shard, name, start, stop: (  # type: ignore[method-assign]
             read.append((shard.path.name, name)),
             real_read(shard, name, start, stop),
@@ -204,7 +206,9 @@ def test_the_second_format_is_still_read_and_its_damage_found(saved: Path, check
         manifest["files"][name] = {"bytes": len(data), "header_sha256": hashlib.sha256(header).hexdigest()}
     body = {k: v for k, v in manifest.items() if k != "sha256"} | {"format": 2}
     (checkpoint / "manifest.json").write_text(json.dumps(body | {"sha256": folder.digest(body)}))
-    old, new = whole_tensors(checkpoint), whole_tensors(saved)
+    old = whole_tensors(checkpoint)
+    new = whole_tensors(saved)
+    assert old.keys() == new.keys()
     assert all(torch.equal(old[key], tensor) for key, tensor in new.items())
     content = bytearray(path.read_bytes())
     content[-1] ^= 1

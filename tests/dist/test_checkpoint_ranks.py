@@ -1,21 +1,13 @@
-"""How many ranks save and read a checkpoint together: over a store, and each of them its own part of the disk."""
+"""Checkpoints of many ranks: ranks meet over a store, and each one touches only its own files."""
 
 from __future__ import annotations
 
-import builtins
-import errno
-import io
 import math
 import os
 import random
 import stat
 import threading
 import time
-from collections import Counter
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
-from datetime import timedelta
 from itertools import pairwise, product
 from pathlib import Path
 from typing import Any
@@ -26,117 +18,8 @@ import torch.distributed as dist
 
 from mtrain.errors import BadEnvironment, CorruptData, TrainingError
 from tests.support.forked import run_ranks, run_without_privileges
+from tests.support.many_ranks import in_turn, meetings, metadata_calls, on_ranks
 from tests.support.runs import tiny_run, train_steps
-
-METADATA = ("stat", "lstat", "scandir", "listdir", "mkdir", "rmdir", "unlink", "rename", "replace", "link", "chmod")
-
-
-@contextmanager
-def metadata_calls() -> Iterator[Counter[str]]:
-    """The calls that a file system's metadata server answers, by name."""
-    counted: Counter[str] = Counter()
-    real = {name: getattr(os, name) for name in METADATA} | {"open": os.open}
-    real_open = builtins.open
-
-    def counting(name: str, call: Callable[..., Any]) -> Callable[..., Any]:
-        def counted_call(path: Any = ".", *words: Any, **more: Any) -> Any:
-            if isinstance(path, str | os.PathLike):
-                counted[name] += 1
-            return call(path, *words, **more)
-
-        return counted_call
-
-    try:
-        for name, call in real.items():
-            setattr(os, name, counting(name, call))
-        io.open = builtins.open = counting("open", real_open)
-        yield counted
-    finally:
-        for name, call in real.items():
-            setattr(os, name, call)
-        io.open = builtins.open = real_open
-
-
-def on_ranks(size: int, work: Callable[[int], Any]) -> list[Any]:
-    """What `work` gives on each of many ranks, which are threads of this process."""
-    values: list[Any] = [None] * size
-
-    def one(rank: int) -> None:
-        try:
-            values[rank] = work(rank)
-        except BaseException as error:
-            values[rank] = error
-
-    threads = [threading.Thread(target=one, args=(rank,)) for rank in range(size)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    failed = next((value for value in values if isinstance(value, AssertionError)), None)
-    if failed is not None:
-        raise failed
-    return values
-
-
-def meetings(size: int, timeout_s: float = 60.0) -> list[Any]:
-    """The places of all ranks in one store."""
-    from mtrain.ckpt.meeting import Meeting
-
-    store = dist.HashStore()
-    store.set_timeout(timedelta(seconds=timeout_s))
-    return [Meeting(store, rank, size, timeout_s) for rank in range(size)]
-
-
-class Turns:
-    """Whose turn it is among ranks of which one runs at a time."""
-
-    def __init__(self, size: int) -> None:
-        self.of = [threading.Event() for _ in range(size)]
-        self.of[0].set()
-        self.told = ""
-
-
-@dataclass
-class InTurn:
-    """The place of a rank that runs until it waits for the others, and then lets the next one run."""
-
-    turns: Turns
-    rank: int
-    size: int
-    timeout_s: float = 60.0
-
-    def begin(self) -> None:
-        assert self.turns.of[self.rank].wait(self.timeout_s)
-        self.turns.of[self.rank].clear()
-
-    def end(self) -> None:
-        self.turns.of[(self.rank + 1) % self.size].set()
-
-    def barrier(self, problem: str = "") -> str:
-        assert problem == ""
-        self.end()
-        self.begin()
-        return ""
-
-    def tell(self, text: str) -> str:
-        self.turns.told = text if self.rank == 0 else self.turns.told
-        self.barrier()
-        return self.turns.told
-
-
-def in_turn(size: int, work: Callable[[Any], Any]) -> list[Any]:
-    """What `work` gives on each of many ranks, one of which runs at a time."""
-    turns = Turns(size)
-
-    def one(rank: int) -> Any:
-        place = InTurn(turns, rank, size)
-        place.begin()
-        try:
-            return work(place)
-        finally:
-            place.end()
-
-    return on_ranks(size, one)
 
 
 def flat_shard(rank: int, size: int, whole: torch.Tensor, memory: torch.Tensor | None = None) -> Any:
@@ -144,7 +27,8 @@ def flat_shard(rank: int, size: int, whole: torch.Tensor, memory: torch.Tensor |
     from mtrain.mcore.sharding import TensorShard
 
     n = whole.numel()
-    lo, hi = n * rank // size, n * (rank + 1) // size
+    lo = n * rank // size
+    hi = n * (rank + 1) // size
     shape = tuple(whole.shape)
     own = whole.reshape(-1)[lo:hi] if memory is None else memory
     return TensorShard("optim/exp_avg/weight", shape, (0,) * len(shape), shape, own, flat=(lo, hi))
@@ -205,7 +89,8 @@ def test_of_many_ranks_one_looks_at_the_files_that_were_saved(
     said: list[str] = []
     for rank in (0, 1):
         hook = hooks.Checkpoints(tmp_path, SimpleNamespace(note=said.append), {})  # type: ignore[arg-type]
-        world, state = SimpleNamespace(is_rank0=rank == 0, rank=rank), SimpleNamespace(step=3)
+        world = SimpleNamespace(is_rank0=rank == 0, rank=rank)
+        state = SimpleNamespace(step=3)
         with metadata_calls() as counted:
             hook._save(SimpleNamespace(run=None, world=world, state=state))  # type: ignore[arg-type]
         assert (counted.total() > 0) == (rank == 0)
@@ -215,14 +100,16 @@ def test_of_many_ranks_one_looks_at_the_files_that_were_saved(
 def test_what_the_disk_refuses_one_rank_ends_the_save_of_all_and_leaves_nothing(tmp_path: Path) -> None:
     from mtrain.ckpt import store
 
-    whole, places = torch.arange(32.0).view(2, -1), meetings(4)
+    whole = torch.arange(32.0).view(2, -1)
+    places = meetings(4)
 
     def save(rank: int) -> None:
         if rank == 2:
             (tmp_path / ".saving-step_00000001/rank_00002.safetensors").mkdir(parents=True)
         store.save(tmp_path, 1, [flat_shard(rank, 4, whole)], {}, {}, "", places[rank])
 
-    real, begun = store._begin, threading.Event()
+    real = store._begin
+    begun = threading.Event()
     store._begin = lambda *words: (real(*words), begun.set())  # type: ignore[assignment, func-returns-value]
 
     def with_a_fault(rank: int) -> None:
@@ -241,10 +128,11 @@ def test_what_the_disk_refuses_one_rank_ends_the_save_of_all_and_leaves_nothing(
 
 
 def test_a_rank_that_is_slow_is_waited_for_and_one_that_does_not_come_is_named() -> None:
-    patient, impatient = meetings(3, timeout_s=30.0), meetings(3, timeout_s=1.0)
+    patient = meetings(3, timeout_s=30.0)
+    impatient = meetings(3, timeout_s=0.5)
 
     def late(rank: int) -> str:
-        time.sleep(0.5 if rank == 1 else 0.0)
+        time.sleep(0.2 if rank == 1 else 0.0)
         return str(patient[rank].barrier("full" if rank == 2 else ""))
 
     assert on_ranks(3, late) == ["full"] * 3
@@ -257,7 +145,8 @@ def test_a_rank_that_is_slow_is_waited_for_and_one_that_does_not_come_is_named()
 def test_a_rank_that_waits_in_a_meeting_is_not_the_one_that_others_wait_for(call: str) -> None:
     from mtrain.world import stacks
 
-    places, seen = meetings(2), []
+    places = meetings(2)
+    seen = []
 
     def late() -> None:
         time.sleep(0.3)
@@ -273,7 +162,8 @@ def test_a_rank_that_waits_in_a_meeting_is_not_the_one_that_others_wait_for(call
 
 
 def test_a_store_holds_as_many_keys_after_many_meetings_as_after_one() -> None:
-    places, sizes = meetings(2), []
+    places = meetings(2)
+    sizes = []
     text = os.urandom(5 << 20).hex()  # more than a store takes in one message, also when it is compressed
     for _ in range(4):
         told = on_ranks(2, lambda rank: places[rank].tell(text if rank == 0 else ""))
@@ -320,7 +210,8 @@ def test_a_rank_reads_its_share_whatever_the_data_parallel_size(
     whole = torch.randn(61, 1000)
     path = saved_by(8, tmp_path, whole)
     headers = sum(file.stat().st_size for file in path.glob("rank_*")) - whole.nbytes
-    real, hashed = hashes.hash_bytes, list[int]()
+    real = hashes.hash_bytes
+    hashed: list[int] = []
 
     def noted(data: Any) -> str:
         hashed.append(memoryview(data).nbytes)
@@ -346,7 +237,8 @@ def test_a_rank_that_reads_many_files_holds_a_few_of_them_open(
     whole = torch.randn(4, 64)
     path = saved_by(16, tmp_path, whole)
     monkeypatch.setattr(hashes.resource, "getrlimit", lambda _: (20, 20))
-    opened, before = Checkpoint.open(path, verify=False), len(os.listdir("/proc/self/fd"))
+    opened = Checkpoint.open(path, verify=False)
+    before = len(os.listdir("/proc/self/fd"))
     for _ in range(2):
         assert torch.equal(opened.whole("optim/exp_avg/weight"), whole)
     assert len(os.listdir("/proc/self/fd")) - before <= 10
@@ -361,7 +253,8 @@ def test_any_box_is_put_together_from_any_pieces() -> None:
     for _ in range(200):
         shape = tuple(dice.randrange(1, 7) for _ in range(dice.randrange(1, 4)))
         whole = torch.arange(math.prod(shape)).view(shape)
-        pieces, data = list[Any](), dict[str, torch.Tensor]()
+        pieces: list[Any] = []
+        data: dict[str, torch.Tensor] = {}
         for number, (offset, size) in enumerate(cut_in_boxes(shape, dice)):
             box = whole[tuple(slice(o, o + n) for o, n in zip(offset, size, strict=True))].reshape(-1).clone()
             bounds = sorted({0, box.numel(), *(dice.randrange(box.numel() + 1) for _ in range(dice.randrange(3)))})
@@ -375,8 +268,8 @@ def test_any_box_is_put_together_from_any_pieces() -> None:
         wanted = whole[tuple(slice(o, o + n) for o, n in zip(lows, size, strict=True))].reshape(-1)
         lo = dice.randrange(wanted.numel())
         flat_range = (lo, dice.randrange(lo, wanted.numel()) + 1) if dice.random() < 0.5 else None
-        region, out = Region(tuple(lows), size, flat_range), torch.full((wanted.numel(),), -1)
-        out = out[: region.size]
+        region = Region(tuple(lows), size, flat_range)
+        out = torch.full((region.size,), -1)
         dice.shuffle(pieces)
         for part in parts(region, pieces, dice.choice([1, 3, 100]), "it"):
             found = data[part.piece["entry"]][part.start : part.stop]

@@ -41,7 +41,7 @@ def test_gradients_of_micro_batches_are_added_up_in_fp32_without_hooks() -> None
 
 
 def _order(run: RunConfig) -> tuple[list[str], list[str]]:
-    """What a micro-batch gathers and computes of its layers, in the order in which it is asked for."""
+    """The gathers and computations of the layers in one micro-batch, in their order: forward, then backward."""
     from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 
     from mtrain.mcore import api

@@ -64,7 +64,8 @@ def test_no_number_is_of_the_generator_of_a_device() -> None:
         def weights() -> dict[str, torch.Tensor]:
             return {name: p.detach().clone() for name, p in build_model(run, world)[0].named_parameters()}
 
-        run, real = tiny_run(), torch.Tensor.normal_
+        run = tiny_run()
+        real = torch.Tensor.normal_
         with joined(run) as world:
             usual = weights()
             torch.Tensor.normal_ = lambda self, *args, **more: real(self, *args, **more).neg_()  # type: ignore[method-assign,assignment]

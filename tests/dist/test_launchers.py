@@ -93,7 +93,8 @@ def _noting(home: Path) -> Callable[[], None]:
 
 def as_tasks(home: Path, ranks: int) -> list[Launched]:
     """A task of srun for each rank."""
-    port, patch = free_port(), _noting(home)
+    port = free_port()
+    patch = _noting(home)
     return [
         Launched(*words(ranks), cwd=home, environment=task(rank, ranks, port), patch=patch) for rank in range(ranks)
     ]
@@ -114,7 +115,7 @@ def as_machines(home: Path, ranks: int) -> list[Launched]:
 
 @pytest.fixture(scope="module")
 def expected(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], dict[str, str]]:
-    """What forked ranks end with."""
+    """The hashes that forked ranks save, by how many ranks there are."""
     known: dict[int, dict[str, str]] = {}
 
     def one(ranks: int) -> dict[str, str]:

@@ -12,7 +12,8 @@ from tests.support import tiny
 from tests.support.covering import some
 from tests.support.forked import run_ranks
 
-TOKENS, HEADS = 24, 4
+TOKENS = 24
+HEADS = 4
 KINDS: dict[str, tuple[int, dict[str, Any]]] = {
     "p2p": (3, {"cp_comm_type": "p2p"}),
     "a2a+p2p": (4, {"cp_comm_type": "a2a+p2p", "hierarchical_context_parallel_sizes": [2, 2]}),
@@ -39,7 +40,8 @@ def _attended(cp: int, options: dict[str, Any], waits: bool) -> list[torch.Tenso
 
     (module,) = _modules(cp, options)
     if waits:
-        start, finish = context._Exchange.start, context._Exchange.finish
+        start = context._Exchange.start
+        finish = context._Exchange.finish
 
         def start_and_wait(self: Any, x: torch.Tensor, step: int) -> torch.Tensor:
             got = start(self, x, step)
@@ -82,7 +84,8 @@ def _order(cp: int) -> tuple[list[str], list[str]]:
 
     (module,) = _modules(cp, {"cp_comm_type": "p2p"})
     said: list[str] = []
-    send, compute = dist.batch_isend_irecv, attention.partial_attention
+    send = dist.batch_isend_irecv
+    compute = attention.partial_attention
 
     class Told:
         def __init__(self, request: Any) -> None:
@@ -119,12 +122,13 @@ def test_a_block_is_computed_while_the_next_is_under_way() -> None:
 
 
 def _builds(packed: bool) -> list[tuple[int, int]]:
-    """How often positions were worked out, and edges looked up, in each of three micro-batches of three layers."""
+    """Count, in each of three micro-batches of three layers, how often positions and edges were worked out."""
     from mtrain.mcore import api, context
 
     modules = _modules(2, {"cp_comm_type": "p2p"}, layers=3)
     counts = {"positions": 0, "edges": 0}
-    positions, bucketize = context.context_positions, torch.bucketize
+    positions = context.context_positions
+    bucketize = torch.bucketize
 
     def counted(name: str, real: Any) -> Any:
         def call(*args: Any, **more: Any) -> Any:

@@ -19,7 +19,8 @@ from mtrain.config.run import RunConfig
 from tests.support.forked import run_ranks
 from tests.support.runs import tiny_run
 
-STEPS, INTERVAL = 8, 4
+STEPS = 8
+INTERVAL = 4
 ASKS = ("_local_scalar_dense", "is_nonzero", "nonzero", "equal")
 """Operations after which the host knows a number of the device."""
 
@@ -91,8 +92,10 @@ def assembled(run: RunConfig, device: Any = None) -> Iterator[Any]:
 
 
 def of(*, packed: bool = False, **more: Any) -> RunConfig:
-    run = tiny_run(trainer={"train_iters": STEPS, **more.pop("trainer", {})}, optim={"warmup_iters": 1}, **more)
-    log, data = run.log.model_copy(update={"interval": INTERVAL}), run.data.model_copy(update={"packed": packed})
+    trainer = {"train_iters": STEPS, "global_batch_size": 4, **more.pop("trainer", {})}
+    run = tiny_run(model={"num_layers": 2}, trainer=trainer, optim={"warmup_iters": 1}, **more)
+    log = run.log.model_copy(update={"interval": INTERVAL})
+    data = run.data.model_copy(update={"packed": packed})
     return run.model_copy(update={"log": log, "data": data})
 
 
@@ -100,7 +103,10 @@ def trained(run: RunConfig, ahead: bool) -> tuple[list[Any], list[tuple[int, int
     """A job: what each step did, when it was told (at which step), what the device was asked, the weights."""
     from mtrain.train.trainer import Hook, Trainer
 
-    counts, told, results, asked = Counter[str](), [], [], Asked()
+    counts: Counter[str] = Counter()
+    told: list[tuple[int, int]] = []
+    results: list[Any] = []
+    asked = Asked()
 
     class Listens(Hook):
         def after_step(self, parts: Any, result: Any) -> None:
@@ -274,7 +280,8 @@ def test_packed_tokens_are_turned_as_megatron_core_turns_them(ranks: int, bounds
 
     generator = torch.Generator().manual_seed(0)
     angles = torch.randn(max(b - a for a, b in pairwise(bounds)), 1, 1, 8, generator=generator)
-    tokens, edges = torch.randn(24 // ranks, 2, 8, generator=generator), torch.tensor(bounds, dtype=torch.int32)
+    tokens = torch.randn(24 // ranks, 2, 8, generator=generator)
+    edges = torch.tensor(bounds, dtype=torch.int32)
     for rank in range(ranks):
         group: Any = SimpleNamespace(size=lambda: ranks, rank=lambda rank=rank: rank)
         expected = rope_utils._apply_rotary_pos_emb_thd(tokens, edges, angles, cp_group=group)

@@ -88,7 +88,9 @@ def test_imported_weights_are_hashed_by_block_and_whole_in_the_certificate(
     from mtrain.ckpt.folder import read_manifest
 
     monkeypatch.setattr(hashes, "BLOCK_BYTES", 1000, raising=False)
-    theirs_, run, again = saved("gpt2", tmp_path / "theirs"), tmp_path / "run", tmp_path / "again"
+    theirs_ = saved("gpt2", tmp_path / "theirs")
+    run = tmp_path / "run"
+    again = tmp_path / "again"
     assert command("import", theirs_, run) == 0
     checkpoint = run / "checkpoints/step_00000000"
     manifest = read_manifest(checkpoint, verify=True)

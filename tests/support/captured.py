@@ -43,7 +43,7 @@ class _Recorder(TorchDispatchMode):
         super().__init__()
         self.graph = graph
         self.changed: list[tuple[torch.Tensor, torch.Tensor]] = []
-        """What was written to, and what it held before."""
+        """Tensors that were written to, each with a copy of what it held before."""
 
     def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}

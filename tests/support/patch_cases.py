@@ -360,7 +360,7 @@ def _trains_as_without(optim: dict[str, Any] | None = None, **parallel: Any) -> 
 
 
 def _captured_inputs() -> str:
-    """Whether a second step with captured layers is that of layers that are not."""
+    """Compare the second step of captured layers with that of others."""
     mcore.install = lambda device: None  # type: ignore[assignment,misc]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("mtrain.mcore.linear._adds_in_place", lambda x, weight: False)

@@ -1,4 +1,4 @@
-"""What `auto` takes of Triton's kernels: those that a committed result admits on a generation, and no others."""
+"""Triton's kernels that `auto` takes: those that a committed result admits on a generation, and no others."""
 
 from __future__ import annotations
 

@@ -120,7 +120,7 @@ def test_what_only_sounds_like_the_environment_is_not(error: Exception) -> None:
 
 
 def ended(tmp_path: Path, *ends: Callable[[Path, int], Any], advice: str = "") -> MtrainError:
-    """What a supervisor raises of ranks that end so, the first first."""
+    """Start a rank for each of `ends`, 0.05 s after the one before; returns the error that the supervisor raises."""
     errors = tmp_path / "errors"
     supervisor = Supervisor(errors, advice)
 

@@ -92,12 +92,14 @@ def test_a_run_without_locks_has_the_folder_that_was_planned_and_says_once_why(
 
 
 def test_without_locks_a_second_run_is_kept_out_all_the_same(without_locks: None) -> None:
-    named, unnamed = run_of(log__name="a"), run_of()
+    named = run_of(log__name="a")
+    unnamed = run_of()
     planned = folder.plan(named)
     with folder.opened(named, planned, []):
         with pytest.raises(ConfigError, match=f"in use by process {os.getpid()} on"):
             folder.opened(named, planned, []).__enter__()
-        first, second = folder.plan(unnamed), folder.plan(unnamed)
+        first = folder.plan(unnamed)
+        second = folder.plan(unnamed)
         with folder.opened(unnamed, first, []) as one, folder.opened(unnamed, second, []) as two:
             assert two.folder == one.folder.with_name(f"{one.folder.name}-2")
     with folder.opened(named, planned, []) as again:
@@ -106,7 +108,8 @@ def test_without_locks_a_second_run_is_kept_out_all_the_same(without_locks: None
 
 def test_what_an_ended_process_owned_is_taken_over(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fcntl, "flock", refusing(errno.ENOLCK))
-    home, run = owned_by(of_a_process_that_ended()), run_of(log__name="a")
+    home = owned_by(of_a_process_that_ended())
+    run = run_of(log__name="a")
     with folder.opened(run, folder.plan(run), []) as owned:
         assert owned.folder == home
         assert json.loads((home / ".lock.owner").read_text())["pid"] == os.getpid()
@@ -120,7 +123,8 @@ def test_what_a_process_elsewhere_or_one_that_runs_owns_is_not_taken(
     monkeypatch.setattr(fcntl, "flock", refusing(errno.ENOLCK))
     parent = os.getppid()
     owner = vars(locks.Owner.me()) | {"pid": parent, "started": locks._started(parent)} | change
-    home, run = owned_by(locks.Owner(**owner)), run_of(log__name="a")
+    home = owned_by(locks.Owner(**owner))
+    run = run_of(log__name="a")
     with pytest.raises(ConfigError, match=rf"process {parent} on .*; if it is gone, remove .*\.lock\.owner"):
         folder.opened(run, folder.plan(run), []).__enter__()
     assert [path.name for path in home.parent.iterdir()] == ["a"]

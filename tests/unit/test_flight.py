@@ -99,7 +99,7 @@ def of_rank(rank: int, count: int = 5, *, waits: bool = True, **calls: tuple[int
 
 
 def said(*statuses: Status) -> str:
-    """Who is blamed, by the statuses as they travel."""
+    """Blame a rank by statuses that have travelled as text."""
     return blame({s.rank: Status.of(s.text()) for s in statuses}, set(), len(statuses))
 
 

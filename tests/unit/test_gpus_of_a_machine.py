@@ -145,7 +145,8 @@ def local(found: Driver, *words: str, visible: str | None = None) -> Loaded:
 
 def test_a_local_cluster_is_described_by_the_file_of_its_gpu() -> None:
     found = local(driver(gpu(0)))
-    cluster, filed = found.run.cluster, read(conf_dir() / "cluster/h200.yaml").values
+    cluster = found.run.cluster
+    filed = read(conf_dir() / "cluster/h200.yaml").values
     assert (cluster.device, cluster.driver_names, cluster.sm) == ("cuda", (H200,), 90)
     assert cluster.device_memory_gib == 140.4, "of the device, and not of its data sheet"
     assert cluster.peak_tflops == filed["peak_tflops"]

@@ -253,7 +253,8 @@ def test_nothing_to_resume_from_is_said(resume: str) -> None:
     assert refusal(run_of(checkpoint__resume=resume)).problems[0].code == "MT502"
 
 
-TORCHRUN, SLURM = "torchrun 8d21", "slurm 4711"
+TORCHRUN = "torchrun 8d21"
+SLURM = "slurm 4711"
 
 
 @pytest.mark.parametrize("name", ["a", None])

@@ -45,7 +45,8 @@ def test_each_part_is_compared() -> None:
 def test_each_kind_of_memory_stands_beside_its_part_of_the_plan(tmp_path: Path) -> None:
     """Tensors have neither the context nor what the allocator holds beside them; the driver counts both."""
     stage = report(RUN)["memory"]["stages"][1]
-    context, reserve = stage["parts"]["context"], stage["parts"]["reserve"]
+    context = stage["parts"]["context"]
+    reserve = stage["parts"]["reserve"]
     assert context > 0
     assert reserve > 0
     own = {"peak_bytes": stage["peak"] - context - reserve, "reserved_bytes": stage["peak"] - context}

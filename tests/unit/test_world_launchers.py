@@ -1,4 +1,4 @@
-"""Which rank a process is, as each launcher says it in the environment; and what cannot be true."""
+"""The rank of a process as each launcher says it in the environment, and what cannot be true."""
 
 from __future__ import annotations
 

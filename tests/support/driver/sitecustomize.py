@@ -45,7 +45,7 @@ def note(name: str) -> None:
 
 
 def gpus() -> int:
-    """How many devices this machine has."""
+    """The number of devices of this machine."""
     return int(os.environ["DRIVER_GPUS"])
 
 
@@ -124,7 +124,8 @@ class Patching(importlib.abc.Loader):
     """Loads a module as it would be, and patches it then."""
 
     def __init__(self, real: importlib.abc.Loader, patch: Callable[[Any], None]) -> None:
-        self.real, self.patch = real, patch
+        self.real = real
+        self.patch = patch
 
     def create_module(self, spec: importlib.machinery.ModuleSpec) -> ModuleType | None:
         return self.real.create_module(spec)
