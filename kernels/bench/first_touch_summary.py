@@ -47,7 +47,9 @@ def summary(results: Results, walk: Walk, command: str) -> Summary:
         made[stage] = {unit: line["result"] for unit, line in ends[stage].items() if "result" in line}
     made["ops"] = _ops(ends["ops"])
     made["plans"] = {
-        unit: planned for unit, said in made["train"].items() if (planned := planned_of(Path(said["run"]))) is not None
+        unit: planned
+        for unit, said in made["train"].items()
+        if (planned := planned_of(Path(said["run"]))) is not None
     }
     made["notes"] = _notes(made)
     made["figures"] = figures(made)
