@@ -201,28 +201,45 @@ def test_a_launcher_that_is_asked_to_stop_saves(name: str, tmp_path: Path) -> No
 
 
 def test_a_corpus_is_prepared_by_one_rank_before_the_ranks_join(tmp_path: Path) -> None:
+    preparing = tmp_path / "preparing"
+    waiting = tmp_path / "waiting"
+
     def patch() -> None:
         from mtrain.data import tokenize
-        from mtrain.world import join
+        from mtrain.world import join, rendezvous
 
-        real = tokenize.prepare
+        join.IMPORT_FACTOR = rendezvous.IMPORT_FACTOR = 1
+        real_prepare = tokenize.prepare
+        real_report = rendezvous.Member.report
 
         def prepare(*args: object, **kwargs: object) -> object:
             if not join._joined:
-                time.sleep(1.5)  # longer than a rank that imports is waited for
+                preparing.touch()
+                wait_for(waiting.exists)
+                time.sleep(3.5)  # longer than a rank that is ready waits for one that shows no sign of life
             with (tmp_path / "prepared").open("a") as file:
                 file.write(f"{os.environ['RANK']} {join._joined}\n")
-            return real(*args, **kwargs)  # type: ignore[arg-type]
+            return real_prepare(*args, **kwargs)  # type: ignore[arg-type]
+
+        def report(self: rendezvous.Member, failure: str | None) -> None:
+            real_report(self, failure)
+            waiting.touch()
 
         tokenize.prepare = prepare  # type: ignore[assignment]
+        rendezvous.Member.report = report  # type: ignore[method-assign]
 
     port = free_port()
-    short = (*words(2), "trainer.join_timeout_s=0.1")
-    places = [as_rank(rank, 2, port, LOCAL_RANK=str(rank), LOCAL_WORLD_SIZE="2") for rank in range(2)]
-    finish([Launched(*short, cwd=tmp_path, environment=place, patch=patch) for place in places])
-    first, *others = (tmp_path / "prepared").read_text().splitlines()
-    assert first == "0 False"
-    assert sorted(others) == ["0 True", "1 True"]
+
+    def start(rank: int) -> Launched:
+        place = as_rank(rank, 2, port, LOCAL_RANK=str(rank), LOCAL_WORLD_SIZE="2")
+        return Launched(*words(2), "trainer.join_timeout_s=1", cwd=tmp_path, environment=place, patch=patch)
+
+    first = start(0)
+    wait_for(preparing.exists)
+    finish([first, start(1)])
+    prepared = (tmp_path / "prepared").read_text().splitlines()
+    assert prepared[0] == "0 False"
+    assert sorted(prepared[1:]) == ["0 True", "1 True"]
 
 
 @pytest.mark.parametrize("name", ["MTRAIN_CACHE", pytest.param("HOME", marks=pytest.mark.full)])
