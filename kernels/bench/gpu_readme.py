@@ -1,10 +1,11 @@
-"""Writes the measurements on a GPU into the READMEs, from the newest results under benchmarks/results/gpu.
+"""Writes the measurements on a GPU into pages, from the newest results under benchmarks/results/gpu.
 
-    python kernels/bench/gpu_readme.py            # writes it between the markers of README.md and kernels/README.md
-    python kernels/bench/gpu_readme.py --check    # exit code 1 where they say something else
+    python kernels/bench/gpu_readme.py            # writes them between the markers of the pages
+    python kernels/bench/gpu_readme.py --check    # exit code 1 where a page says something else
     python kernels/bench/gpu_readme.py --add OUT  # first keeps OUT/summary.json and OUT/page.txt as results
 
-A folder of results is named DATE_DEVICE_COMMIT. Results of a dry run are refused.
+README.md has the headline figures, docs/gpu.md all of them, and kernels/README.md those of parity. A folder of
+results is named DATE_DEVICE_COMMIT. Results of a dry run are refused.
 """
 
 from __future__ import annotations
@@ -25,6 +26,8 @@ from first_touch_summary import Summary, shown, totals
 RESULTS = ROOT / "benchmarks" / "results" / "gpu"
 COMMIT = 8
 """Characters of a commit in the name of a folder."""
+MODELS = {"1b": "Llama 3.2 1B", "8b": "a model of 8 layers with the widths of Llama 3 8B"}
+"""What the shapes of `first_touch_train.py` are, for those who do not know their names."""
 
 
 def folder_of(summary: Summary) -> str:
@@ -61,7 +64,8 @@ def newest(results: Path = RESULTS) -> tuple[Path, Summary]:
 def sections(folder: Path, summary: Summary) -> dict[tuple[str, str], str]:
     """Text by file and marker."""
     return {
-        ("README.md", "gpu"): _measured(folder, summary),
+        ("README.md", "gpu"): _headline(summary),
+        ("docs/gpu.md", "gpu"): _measured(folder, summary),
         ("kernels/README.md", "gpu-parity"): _parity(folder, summary),
     }
 
@@ -76,10 +80,43 @@ def _place(folder: Path, summary: Summary) -> str:
     return f"{begin} ({known}; {where}{source})"
 
 
+def _headline(summary: Summary) -> str:
+    """A few sentences: what passed, how fast bf16 trains beside transformers, how many goals are reached."""
+    runs, figures = summary["runs"], summary["figures"]
+    passed, of = totals(summary)
+    place = f"On one {summary['device']['name']} ({summary['date']}, commit {summary['commit'][:COMMIT]})"
+    small = f"{runs['passed']} of {runs['passed'] + runs['failed']} small runs"
+    lines = [f"{place}, {small} and {passed} of {of} comparisons of kernels with their definitions passed."]
+    for shape, model in MODELS.items():
+        ours, theirs = summary["train"].get(f"{shape} bf16 triton"), summary["rivals"].get(f"{shape} transformers")
+        if ours is not None:
+            mfu = f" (MFU {ours['mfu']:.1%})" if ours.get("mfu") is not None else ""
+            beside = f"; transformers trains it at {theirs['tokens_per_s']:,.0f}" if theirs is not None else ""
+            lines.append(f"In bf16, mtrain trains {model} at {ours['tokens_per_s']:,.0f} tokens/s{mfu}{beside}.")
+    met = sum(figure["met"] for figure in figures)
+    lines.append(f"{met} of {len(figures)} figures reach their goals. [docs/gpu.md](docs/gpu.md) has every figure.")
+    return "\n".join(lines)
+
+
+def _facts(folder: Path, summary: Summary) -> list[str]:
+    """A table of device, date, commit, versions, command, and where the results lie."""
+    versions = {name: version for name, version in summary["versions"].items() if version != "not installed"}
+    facts = {
+        "device": f"one {summary['device']['name']}",
+        "date": summary["date"],
+        "commit": summary["commit"],
+        "versions": ", ".join(f"{name} {version}" for name, version in versions.items()),
+        "command": f"`{summary['command']}`",
+        "results": f"`benchmarks/results/gpu/{folder.name}`",
+        "source": summary.get("source"),
+    }
+    return ["| | |", "| --- | --- |", *(f"| {name} | {fact} |" for name, fact in facts.items() if fact)]
+
+
 def _measured(folder: Path, summary: Summary) -> str:
     runs = summary["runs"]
     passed, of = totals(summary)
-    lines = [f"{_place(folder, summary)}:", ""]
+    lines = [*_facts(folder, summary), ""]
     lines.append(
         f"- {runs['passed']} of {runs['passed'] + runs['failed']} small runs did what they must{_named(runs)}."
     )

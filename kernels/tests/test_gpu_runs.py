@@ -401,13 +401,13 @@ def test_memory_is_put_beside_the_part_of_the_plan_that_it_measures(runs: Module
 
 @pytest.fixture
 def readme(runs: ModuleType) -> ModuleType:
-    """The module that writes what READMEs say."""
+    """The module that writes what pages say of a GPU."""
     import gpu_readme
 
     return gpu_readme
 
 
-def test_the_readmes_say_what_the_newest_results_say(readme: ModuleType) -> None:
+def test_the_pages_say_what_the_newest_results_say(readme: ModuleType) -> None:
     assert readme.main(["--check"]) == 0, "python kernels/bench/gpu_readme.py writes it"
     for (name, marker), content in readme.sections(*readme.newest()).items():
         text = (ROOT / name).read_text()
@@ -415,7 +415,7 @@ def test_the_readmes_say_what_the_newest_results_say(readme: ModuleType) -> None
         assert readme.filled(text.replace(content, "other"), marker, content) == text
 
 
-def test_results_that_are_kept_change_what_the_readmes_say(readme: ModuleType, made: Path, tmp_path: Path) -> None:
+def test_results_that_are_kept_change_what_the_pages_say(readme: ModuleType, made: Path, tmp_path: Path) -> None:
     results = tmp_path / "gpu"
     shutil.copytree(readme.RESULTS, results)
     before = readme.newest(results)
@@ -427,10 +427,29 @@ def test_results_that_are_kept_change_what_the_readmes_say(readme: ModuleType, m
     assert readme.newest(results)[0] == kept
     said = readme.sections(*readme.newest(results))
     assert said != readme.sections(*before)
-    assert "| 1b bf16 triton | 130 |" in said["README.md", "gpu"]
+    assert "| 1b bf16 triton | 130 |" in said["docs/gpu.md", "gpu"]
+    assert "| command | `python first_touch.py` |" in said["docs/gpu.md", "gpu"]
     assert "triton: differs from fp64: by 2" in said["kernels/README.md", "gpu-parity"]
     with pytest.raises(ValueError, match="no markers"):
         readme.filled("a page", "gpu", "text")
+
+
+def test_the_headline_is_a_few_lines_that_name_the_device_and_the_page_of_all_figures(
+    readme: ModuleType, made: Path
+) -> None:
+    from first_touch_train import SHAPES
+
+    assert set(readme.MODELS) == set(SHAPES)
+    summary = json.loads((made / "summary.json").read_text())
+    said = readme.sections(made, summary)["README.md", "gpu"].split("\n")
+    begin = "On one NVIDIA H200 (2099-01-02, commit 01234567), 1 of 2 small runs and 1 of 3 comparisons of kernels"
+    assert said[0].replace(summary["date"], "2099-01-02") == f"{begin} with their definitions passed."
+    assert said[1] == "In bf16, mtrain trains Llama 3.2 1B at 130 tokens/s; transformers trains it at 100."
+    assert said[2] == "3 of 6 figures reach their goals. [docs/gpu.md](docs/gpu.md) has every figure."
+    assert len(said) == 3
+    for folder in readme.RESULTS.iterdir():
+        kept = json.loads((folder / "summary.json").read_text())
+        assert len(readme.sections(folder, kept)["README.md", "gpu"].split("\n")) <= 5
 
 
 def test_results_of_a_dry_run_or_of_an_unknown_commit_are_refused(readme: ModuleType, made: Path) -> None:
