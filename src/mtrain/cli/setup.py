@@ -76,7 +76,7 @@ def load(
 
 
 def _refuse_hidden_gpus(raw: RunConfig, run: RunConfig, machine: Machine) -> None:
-    """Refuses to train on the CPU because a mistake in CUDA_VISIBLE_DEVICES hides the GPUs that `auto` would take.
+    """Refuse to train on the CPU where a mistake in CUDA_VISIBLE_DEVICES hides the GPUs that `auto` would take.
 
     Raises:
         BadEnvironment: with the mistake.
@@ -149,10 +149,10 @@ def also_wrong(error: Rejected, machine: Machine, world_size: int | None) -> lis
 
 
 def resolved_origins(composed: Composed, run: RunConfig, why: Mapping[str, str]) -> dict[str, str]:
-    """Origins of `composed`; of the keys that resolving filled in the reasons that it gave, also of a whole table."""
+    """Return the origins of `composed`; a key, or its whole table, that resolving filled in has the reason as origin."""
     return {key: _reason(key, why) or composed.origins.get(key, DEFAULT) for key in run.flat()}
 
 
 def _reason(key: str, why: Mapping[str, str]) -> str | None:
-    """Why a key, or the table that it stands in, was filled in."""
+    """Return why a key, or the table that holds it, was filled in; None: it was not."""
     return why.get(key) or why.get(key.rpartition(".")[0])

@@ -1,4 +1,4 @@
-"""Whether this machine can run a configuration, asked before anything is started."""
+"""Checks of this machine against a configuration, before anything is started."""
 
 from __future__ import annotations
 
@@ -54,8 +54,9 @@ def check(
 
 
 def shortages(run: RunConfig, machine: Machine, ranks_here: int | None = None) -> list[Shortage]:
-    """What a run needs and this machine does not have, and warnings; see `check`."""
-    grid, found = RankGrid.of(run), list[Shortage]()
+    """Return what a run needs and this machine does not have, and warnings; see `check`."""
+    grid = RankGrid.of(run)
+    found: list[Shortage] = []
     here = min(grid.world, run.cluster.devices_per_node or 0) if ranks_here is None else ranks_here
     if importlib.util.find_spec("megatron") is None or importlib.util.find_spec("torch") is None:
         found.append(Shortage("needs torch and megatron-core, which are not installed: pip install mtrain"))
@@ -94,14 +95,14 @@ def _cpu_shortages(run: RunConfig, grid: RankGrid, machine: Machine, ranks_here:
 
 
 def _faults(run: RunConfig, ranks: int, world: int) -> list[str]:
-    """What is wrong with the variables and limits that `ranks` ranks of this machine would get."""
+    """Return what is wrong with the variables and limits of `ranks` ranks on this machine."""
     on_host = facts_of(run.cluster.device).on_host
     found = limits.faults(os.environ, limits.Limits.here(), ranks, world=world, on_host=on_host)
     return found + conflicts(environment(run, Place(ranks), os.environ))
 
 
 def _disk_shortages(run: RunConfig) -> list[str]:
-    """A disk that does not hold the weights of one checkpoint."""
+    """Return that the disk has no room for the weights of one checkpoint, where that is so."""
     if run.checkpoint.save_interval is None and not run.checkpoint.save_final:
         return []
     folder = user_path(run.log.runs_dir).absolute()
@@ -128,7 +129,7 @@ def _lines(run: RunConfig, machine: Machine, found: Sequence[Shortage], argv: Se
 
 
 def _working(run: RunConfig, machine: Machine, argv: Sequence[str]) -> Iterator[tuple[list[str], str]]:
-    """The words of commands that this machine was found to run, each with what it does."""
+    """Yield the commands that this machine can run, as words, each with what it does."""
     said = [shlex.join(argv)] if argv else []
     yield [program(), "check", *said], "validate this configuration without running it"
     yield [program(), "show", *said], "see every value and who set it"
@@ -139,7 +140,7 @@ def _working(run: RunConfig, machine: Machine, argv: Sequence[str]) -> Iterator[
 
 
 def _runs(made: Callable[[], RunConfig], machine: Machine) -> bool:
-    """Whether a run can be made, and nothing is found against it."""
+    """Return whether a run can be made and preflight finds no shortage for it."""
     try:
         run = made()
         return not any(not shortage.warning for shortage in shortages(run, machine))
@@ -148,7 +149,7 @@ def _runs(made: Callable[[], RunConfig], machine: Machine) -> bool:
 
 
 def _rehearsed(run: RunConfig, machine: Machine) -> RunConfig:
-    """What `rehearse` would run of a configuration.
+    """Return the run that `rehearse` would make of a configuration.
 
     Raises:
         ConfigError: nothing that keeps the rules is left of it.
@@ -162,7 +163,7 @@ def _rehearsed(run: RunConfig, machine: Machine) -> RunConfig:
 
 
 def _default(machine: Machine) -> RunConfig:
-    """What trains where nothing is said.
+    """Return the run of a command without words.
 
     Raises:
         ConfigError: it breaks a rule on this machine.
@@ -180,5 +181,5 @@ def _refuse(run: RunConfig, raw: RunConfig, again: Callable[[RunConfig], RunConf
 
 
 def threads_per_rank(ranks: int) -> int:
-    """Cores for each of `ranks` processes of this machine, at least one."""
+    """Return the number of cores for each of `ranks` processes on this machine, at least one."""
     return max(1, cpu_cores() // ranks)
