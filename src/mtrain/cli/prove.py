@@ -118,8 +118,8 @@ def comparable(full: RunConfig, argv: list[str], steps: int, dtype: str) -> RunC
 def shrunk(full: RunConfig, argv: list[str], steps: int, dtype: str, *, emulated: bool = False) -> RunConfig:
     """The layout of `full`, which `argv` describes, small enough for this machine.
 
-    It runs on the devices of `full` where this machine has enough of them. Otherwise, and where a format is `emulated`,
-    it runs on the CPU.
+    It runs on the devices of `full` where this machine has enough of them. Otherwise, and where a format is
+    `emulated`, it runs on the CPU.
 
     Raises:
         ConfigError: what is left of the configuration breaks a rule.

@@ -46,7 +46,7 @@ def _as_machine(argv: list[str], place: Launched) -> int:
     from mtrain.launching import machine, preflight
 
     def compose(machines: int) -> RunConfig:
-        composed = load(argv)
+        composed = load(argv, machines=machines)
         ranks_here = max(1, (composed.run.parallel.ranks or 1) // machines)
         preflight.check(composed.run, argv, ranks_here=ranks_here)
         _warn(composed)
@@ -65,7 +65,7 @@ def _as_worker(argv: list[str], place: Launched, debug: bool) -> int:
     machine = _machine(place)
 
     def compose() -> RunConfig:
-        composed = load(argv, machine)
+        composed = load(argv, machine, machines=place.size // place.local_size)
         if torchrun.rank() == "0":
             _warn(composed)
         return composed.run

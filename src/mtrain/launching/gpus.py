@@ -45,9 +45,10 @@ def shortages(run: RunConfig, machine: Machine, here: int, siblings: bool) -> It
     seen = machine.nvidia
     missing = machine.gpus < here
     if missing:
-        yield Shortage(f"needs {here} GPUs on this machine; here: {number(machine)}", _fewer(machine), "MT051")
+        needs = f"needs {here} GPU{'' if here == 1 else 's'} on this machine; here: {number(machine)}"
+        yield Shortage(needs, _fewer(run, machine), "MT051")
     if seen.fault:
-        yield Shortage(seen.fault, seen.fix, "MT052", warning=not missing)
+        yield Shortage(seen.fault, seen.fix, "MT052", warning=seen.on_purpose and not missing)
     yield from _of_software(seen)
     yield from _of_memory(run, seen, here, siblings)
     yield from _of_another_kind(run, seen)
@@ -94,9 +95,11 @@ def _driver(seen: Seen) -> str:
     return f", driver {seen.driver.version}" + (f" for CUDA {cuda[0]}.{cuda[1]}" if cuda else "")
 
 
-def _fewer(machine: Machine) -> str:
-    fits = f"a layout of {machine.gpus} ranks, " if machine.gpus else ""
-    return f"{fits}more machines, or cluster=cpu for the cores of this one"
+def _fewer(run: RunConfig, machine: Machine) -> str:
+    ranks = f"{machine.gpus} rank{'' if machine.gpus == 1 else 's'}"
+    fits = f"a layout of {ranks}, more machines" if machine.gpus else "a machine with GPUs"
+    cpu = "cluster.device=cpu" if run.cluster.name == LOCAL else "cluster=cpu"  # the user wrote one of the two
+    return f"{fits}, or {cpu} for the cores of this one"
 
 
 def _of_software(seen: Seen) -> Iterator[Shortage]:

@@ -16,7 +16,7 @@ from mtrain.config.devices import facts_of
 from mtrain.config.formats import bytes_of
 from mtrain.config.hardware import cpu_cores
 from mtrain.config.paths import program, user_path
-from mtrain.config.resolve import MAX_CPU_RANKS, Machine, resolve
+from mtrain.config.resolve import MAX_CPU_RANKS, Machine, resolve, smallest_world
 from mtrain.config.run import RunConfig
 from mtrain.errors import BadEnvironment, ConfigError, MtrainError, say, warn
 from mtrain.launching import gpus, limits
@@ -45,7 +45,8 @@ def check(
     machine = machine or Machine.here()
     found = shortages(run, machine, ranks_here)
     if any(not shortage.warning for shortage in found):
-        raise BadEnvironment(*_lines(run, machine, found, argv))
+        works = (f"  {' '.join(words)}   ({why})" for words, why in _working(run, machine, argv))
+        raise BadEnvironment(*_refusal(run, machine, found), "what works here:", *works)
     for shortage in found:
         warn(f"[{shortage.code}] {shortage.text}; fix: {shortage.fix}")
     if run.log.progress != "none" and (line := gpus.described(run, machine)):
@@ -94,6 +95,20 @@ def _cpu_shortages(run: RunConfig, grid: RankGrid, machine: Machine, ranks_here:
     return out
 
 
+def too_few_devices(run: RunConfig, machine: Machine, machines: int) -> list[str]:
+    """Return, as lines, what is wrong with the GPUs of this machine where it has too few; empty: it has enough.
+
+    `run` may break the rules that count devices; its ranks, or the fewest that its layout needs, are to start on so
+    many `machines`.
+    """
+    ranks = max(run.parallel.ranks or 1, smallest_world(run.parallel))
+    here = -(-ranks // machines)
+    if not facts_of(run.cluster.device).counted or machine.gpus >= here:
+        return []
+    whole = run.model_copy(update={"parallel": run.parallel.model_copy(update={"ranks": ranks})})
+    return _refusal(whole, machine, list(gpus.shortages(whole, machine, here, siblings=False)))
+
+
 def _faults(run: RunConfig, ranks: int, world: int) -> list[str]:
     """Return what is wrong with the variables and limits of `ranks` ranks on this machine."""
     on_host = facts_of(run.cluster.device).on_host
@@ -117,14 +132,12 @@ def _disk_shortages(run: RunConfig) -> list[str]:
     return [f"needs more than {units.bytes_(needed)} of disk for a checkpoint; free at {place}: {units.bytes_(free)}"]
 
 
-def _lines(run: RunConfig, machine: Machine, found: Sequence[Shortage], argv: Sequence[str]) -> list[str]:
+def _refusal(run: RunConfig, machine: Machine, found: Sequence[Shortage]) -> list[str]:
     seen = f"{machine.cpu_cores} cores, {units.bytes_(machine.memory_bytes)}, {gpus.number(machine)} GPUs"
     return [
         f"{run.model.name} with {RankGrid.of(run)} cannot run here:",
         *(line for shortage in found for line in shortage.lines()),
         f"this machine: {seen}",
-        "what works here:",
-        *(f"  {' '.join(words)}   ({why})" for words, why in _working(run, machine, argv)),
     ]
 
 
