@@ -70,7 +70,8 @@ def library(folder: Path) -> Path:
     FAKE_NO_DRIVER, FAKE_CUDA, FAKE_NAME, FAKE_USED_MIB and FAKE_PID in the environment change what it says.
     """
     assert COMPILER is not None
-    source, out = folder / "nvml.c", folder / "libnvidia-ml.so.1"
+    source = folder / "nvml.c"
+    out = folder / "libnvidia-ml.so.1"
     source.write_text(SOURCE)
     subprocess.run([COMPILER, "-shared", "-fPIC", "-w", "-o", str(out), str(source)], check=True, timeout=60)
     return out

@@ -1,4 +1,4 @@
-"""How launchers of processes say which rank a process is: torchrun, SLURM's srun, Open MPI, PMI, Kubernetes.
+"""The variables by which launchers number their processes: torchrun, SLURM's srun, Open MPI, PMI, Kubernetes.
 
 Each is translated into the variables of torchrun (RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR,
 MASTER_PORT), which is all that the rest of mtrain reads.
@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from mtrain.errors import BadEnvironment
 
 PLACE = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-"""What makes a process a rank."""
+"""The variables that make a process a rank."""
 LOCAL_HOST = "127.0.0.1"
 PORTS = range(12_000, 30_000)
 """Below the ports that Linux gives to outgoing connections."""
@@ -39,20 +39,20 @@ class Launched:
     local_size: int
     """Processes on this machine."""
     host: str
-    """Where the process with number 0 serves the store."""
+    """The host on which process 0 serves the store."""
     port: int
     identity: str
-    """The launch, the same after each restart of it; empty where it cannot be known."""
+    """The name of the launch, which stays the same when it is restarted; empty where it is unknown."""
     machines: int = 0
-    """Machines, where the launcher says so."""
+    """The number of machines; 0: the launcher does not say."""
 
     @property
     def one_a_machine(self) -> bool:
-        """Whether each machine has one process, which may start the ranks of its machine itself."""
+        """True where each machine has one process, which may start the ranks of its machine itself."""
         return self.machines > 1 and self.size == self.machines
 
     def variables(self) -> dict[str, str]:
-        """The process as a rank, in torchrun's variables."""
+        """Return the process as a rank, in torchrun's variables."""
         return {
             "RANK": str(self.rank),
             "WORLD_SIZE": str(self.size),
@@ -64,9 +64,9 @@ class Launched:
 
 
 def launched(environment: Mapping[str, str]) -> Launched | None:
-    """The launcher's process that this one is; None: a run here starts its own ranks.
+    """Return the launcher's process that this one is; None: a run here starts its own ranks.
 
-    Torchrun's variables count first, as torchrun may run below srun; then MPI's, as mpirun may, too.
+    Torchrun's variables come first, then MPI's: torchrun and mpirun may themselves run below srun.
 
     Raises:
         BadEnvironment: variables contradict each other, or are no numbers, or do not say how processes find each
@@ -81,9 +81,9 @@ def launched(environment: Mapping[str, str]) -> Launched | None:
 
 
 def identity(environment: Mapping[str, str]) -> str | None:
-    """What a launcher that starts processes again calls the launch, as `slurm 1234`; None: there is no such launcher.
+    """Return the name of the launch, as `slurm 1234`; None: the launcher does not start processes again.
 
-    It is the same for the first start and each later one, so that a run can be told from the run of another launch.
+    The name stays the same from the first start to the last, so it tells a run from the run of another launch.
     """
     run = environment.get("TORCHELASTIC_RUN_ID")
     if run and run != "none" and environment.get("RANK"):
@@ -95,10 +95,10 @@ def identity(environment: Mapping[str, str]) -> str | None:
 
 
 def restarted(environment: Mapping[str, str]) -> str | None:
-    """The identity of a launch whose earlier start may have begun the run; None: it is the first.
+    """Return the identity of a launch whose earlier start may have begun the run; None: this is the first start.
 
-    A job of SLURM may train several runs one after another, so there only a job that was requeued goes on with one.
-    Torchrun gives one command, and not all of its machines count its restarts alike.
+    A job of SLURM may train several runs one after another, so it resumes one only after it was requeued. Torchrun
+    runs a single command, and its machines do not all count its restarts alike, so it always may.
     """
     launch = identity(environment)
     if launch is None or launch.startswith("torchrun"):
@@ -108,10 +108,10 @@ def restarted(environment: Mapping[str, str]) -> str | None:
 
 
 def _torchrun(environment: Mapping[str, str]) -> Launched | None:
-    """Torchrun, and whatever sets the same variables.
+    """Read the variables of torchrun, which other launchers set too.
 
     Raises:
-        BadEnvironment: it is one of several processes, and not told how they find each other.
+        BadEnvironment: this is one of several processes, and no variable says how they find each other.
     """
     here = {name: environment[name] for name in PLACE if environment.get(name)}
     lacking = [name for name in PLACE if name not in here]
@@ -140,7 +140,7 @@ def _torchrun(environment: Mapping[str, str]) -> Launched | None:
 
 
 def _slurm(environment: Mapping[str, str]) -> Launched | None:
-    """A task of srun; the batch script of a job and an interactive shell start their own ranks."""
+    """Read the variables of a task of srun; a job's batch script and an interactive shell start their own ranks."""
     if not environment.get("SLURM_PROCID") or not _is_task(environment):
         return None
     name = "SLURM_STEP_NUM_TASKS" if environment.get("SLURM_STEP_NUM_TASKS") else "SLURM_NTASKS"
@@ -166,9 +166,9 @@ def _slurm(environment: Mapping[str, str]) -> Launched | None:
 
 
 def _is_task(environment: Mapping[str, str]) -> bool:
-    """Whether SLURM's variables are those of a task of srun.
+    """Return whether SLURM's variables are those of a task of srun.
 
-    A batch script has SLURM_PROCID=0, too, and gives it to what it starts; only srun sets the number of a step.
+    A batch script has SLURM_PROCID=0, too, and hands it to all that it starts; only srun sets the number of a step.
     """
     step = environment.get("SLURM_STEP_ID") or environment.get("SLURM_STEPID", "")
     if step:
@@ -177,13 +177,13 @@ def _is_task(environment: Mapping[str, str]) -> bool:
 
 
 def _slurm_job(environment: Mapping[str, str]) -> str | None:
-    """The number of SLURM's job, which stays when the job is requeued."""
+    """Return the number of SLURM's job, which it keeps when it is requeued."""
     job = environment.get("SLURM_JOB_ID") or environment.get("SLURM_JOBID")
     return job or None
 
 
 def _tasks_here(environment: Mapping[str, str], size: int, machines: int) -> int:
-    """Tasks on this machine, from a list such as `4(x3),2` and the number of the machine."""
+    """Count the tasks on this machine, from a list such as `4(x3),2` and the number of the machine."""
     text = environment.get("SLURM_STEP_TASKS_PER_NODE") or environment.get("SLURM_TASKS_PER_NODE", "")
     counts: list[int] = []
     for word in filter(None, text.split(",")):
@@ -198,7 +198,7 @@ def _tasks_here(environment: Mapping[str, str], size: int, machines: int) -> int
 
 
 def _open_mpi(environment: Mapping[str, str]) -> Launched | None:
-    """A process of Open MPI's mpirun."""
+    """Read the variables of a process of Open MPI's mpirun."""
     if not environment.get("OMPI_COMM_WORLD_RANK"):
         return None
     size = _number(environment, "OMPI_COMM_WORLD_SIZE", 1)
@@ -217,7 +217,7 @@ def _open_mpi(environment: Mapping[str, str]) -> Launched | None:
 
 
 def _pmi(environment: Mapping[str, str]) -> Launched | None:
-    """A process of a PMI or PMIx launcher, as MPICH's Hydra."""
+    """Read the variables of a process of a PMI or PMIx launcher, such as MPICH's Hydra."""
     pmix = bool(environment.get("PMIX_RANK"))
     rank = "PMIX_RANK" if pmix else "PMI_RANK"
     size = "PMIX_SIZE" if environment.get("PMIX_SIZE") else "PMI_SIZE"
@@ -241,7 +241,7 @@ def _pmi(environment: Mapping[str, str]) -> Launched | None:
 
 
 def _kubernetes(environment: Mapping[str, str]) -> Launched | None:
-    """A pod of an indexed job; its host name ends with the index, and the pods of a job differ in nothing else."""
+    """Read the variables of a pod of an indexed job; the host names of its pods differ in the index at the end."""
     if not environment.get("JOB_COMPLETION_INDEX"):
         return None
     names = ("JOB_COMPLETIONS", "PET_NNODES", "NNODES", "WORLD_SIZE")
@@ -265,7 +265,7 @@ def _kubernetes(environment: Mapping[str, str]) -> Launched | None:
 
 
 def expanded(nodes: str) -> Iterator[str]:
-    """The host names of a list of SLURM, such as `n[01-03,7],gpu-a[1-2]b`, in its order."""
+    """Yield the host names of a list of SLURM, such as `n[01-03,7],gpu-a[1-2]b`, in its order."""
     for group in re.findall(r"(?:\[[^\]]*\]|[^,\[])+", nodes):
         yield from _expanded(group.strip())
 
@@ -287,10 +287,10 @@ def _expanded(group: str) -> Iterator[str]:
 
 
 def _host(environment: Mapping[str, str], launcher: str, first: str, machines: int) -> str:
-    """Where process 0 is: MASTER_ADDR, this machine where it has all processes, or the first of the launcher's.
+    """Return the host of process 0: MASTER_ADDR, this machine where all processes are here, or the first of the list.
 
     Raises:
-        BadEnvironment: there are several machines, and none of them is named.
+        BadEnvironment: there are several machines, and no variable names the first.
     """
     named = environment.get("MASTER_ADDR")
     if named:
@@ -306,17 +306,17 @@ def _host(environment: Mapping[str, str], launcher: str, first: str, machines: i
 
 
 def _port(environment: Mapping[str, str], launch: str) -> int:
-    """MASTER_PORT, or a port that all processes of a launch compute alike and other launches hardly do."""
+    """Return MASTER_PORT, or a port computed from the launch, which another launch rarely gets."""
     if environment.get("MASTER_PORT"):
         return _number(environment, "MASTER_PORT")
     return PORTS[zlib.crc32(launch.encode()) % len(PORTS)]
 
 
 def _number(environment: Mapping[str, str], name: str, default: int | None = None) -> int:
-    """A variable as a number.
+    """Return a variable as a number.
 
     Raises:
-        BadEnvironment: it is none, or is missing and there is no default.
+        BadEnvironment: it is not a number, or is missing and there is no default.
     """
     text = environment.get(name, "")
     if not text and default is not None:
@@ -353,7 +353,7 @@ def _check(found: Launched, environment: Mapping[str, str]) -> None:
 
 
 def _differences(found: Launched, environment: Mapping[str, str]) -> list[str]:
-    """Where RANK was set by hand and the same for all tasks of srun or mpirun, whose own numbers differ."""
+    """Return a sentence where RANK contradicts the number of srun or mpirun, as where a user exports one RANK."""
     out = []
     for reader in (_open_mpi, _slurm):
         other = reader(environment)

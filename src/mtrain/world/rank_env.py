@@ -1,4 +1,4 @@
-"""Which rank this process is, as torchrun, the local launcher and their like say it: in the environment.
+"""The rank of this process, from the environment variables that torchrun and the local launcher set.
 
 `launchers` translates what other launchers say.
 """
@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from mtrain.errors import BadEnvironment, MtrainError
 
 LAUNCHER = "MTRAIN_LAUNCHER"
-"""Whose variables were translated into those of torchrun, as `slurm`."""
+"""The variable that names the launcher whose variables were translated into those of torchrun, as `slurm`."""
 LISTEN_FD = "MTRAIN_LISTEN_FD"
 """Descriptor of a socket that already listens, from the local launcher: rank 0 serves the rendezvous on it."""
 
@@ -36,7 +36,7 @@ class RankEnv:
     local_size: int = 1
     """Ranks on this machine."""
     launcher: str = ""
-    """Whose variables were translated; empty: torchrun, the local launcher, or one that sets the same."""
+    """The launcher whose variables were translated; empty: torchrun, the local launcher, or one that sets theirs."""
 
     @classmethod
     def here(cls, environment: Mapping[str, str] = os.environ) -> RankEnv:
@@ -45,7 +45,8 @@ class RankEnv:
         Raises:
             BadEnvironment: a variable is no number, or RANK is not below WORLD_SIZE.
         """
-        rank, size = _number(environment, "RANK", 0), _number(environment, "WORLD_SIZE", 1)
+        rank = _number(environment, "RANK", 0)
+        size = _number(environment, "WORLD_SIZE", 1)
         if rank >= size:
             raise BadEnvironment(f"RANK is {rank} and WORLD_SIZE {size}: ranks are numbered from 0 to {size - 1}")
         agent = environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
@@ -62,9 +63,9 @@ class RankEnv:
         )
 
     def device_index(self, visible: int | None) -> int:
-        """The number of this rank's device among the `visible` ones; None: ranks share one, and need no number.
+        """Return the number of this rank's device among the `visible` ones; with None, ranks share one device.
 
-        Schedulers may show each task its own device alone, which has number 0 in each.
+        Schedulers may show each task only its own device, which then has number 0 in every task.
 
         Raises:
             BadEnvironment: this rank has no device.
