@@ -45,20 +45,20 @@ class RankEnv:
         Raises:
             BadEnvironment: a variable is no number, or RANK is not below WORLD_SIZE.
         """
-        rank = _number(environment, "RANK", 0)
-        size = _number(environment, "WORLD_SIZE", 1)
+        rank = number(environment, "RANK", 0)
+        size = number(environment, "WORLD_SIZE", 1)
         if rank >= size:
-            raise BadEnvironment(f"RANK is {rank} and WORLD_SIZE {size}: ranks are numbered from 0 to {size - 1}")
+            raise BadEnvironment(f"RANK is {rank} and WORLD_SIZE is {size}: ranks are numbered from 0 to {size - 1}")
         agent = environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
         return cls(
             rank=rank,
             size=size,
-            local_rank=_number(environment, "LOCAL_RANK", 0),
+            local_rank=number(environment, "LOCAL_RANK", 0),
             host=environment.get("MASTER_ADDR", "127.0.0.1") if "MASTER_PORT" in environment else None,
-            port=_number(environment, "MASTER_PORT", 0),
+            port=number(environment, "MASTER_PORT", 0),
             launcher_serves=agent,
-            listen_fd=_number(environment, LISTEN_FD, 0) if LISTEN_FD in environment and rank == 0 else None,
-            local_size=_number(environment, "LOCAL_WORLD_SIZE", 1),
+            listen_fd=number(environment, LISTEN_FD, 0) if LISTEN_FD in environment and rank == 0 else None,
+            local_size=number(environment, "LOCAL_WORLD_SIZE", 1),
             launcher=environment.get(LAUNCHER, ""),
         )
 
@@ -97,8 +97,13 @@ class RankEnv:
         return self.rank == 0 or self.local_rank == 0
 
 
-def _number(environment: Mapping[str, str], name: str, default: int) -> int:
-    text = environment.get(name, str(default))
-    if not text.isdigit():
+def number(environment: Mapping[str, str], name: str, default: int | None = None) -> int:
+    """Return a variable as a number; `default` where it is missing.
+
+    Raises:
+        BadEnvironment: it is not a number, or is missing and there is no default.
+    """
+    text = environment.get(name, "" if default is None else str(default))
+    if not text.isdecimal():
         raise BadEnvironment(f"{name} is {text!r} in the environment: a launcher sets a number there")
     return int(text)
