@@ -149,8 +149,9 @@ def _valid() -> dict[str, Any]:
 
 
 def _missing(entry: Entry) -> str | None:
-    """What a run needs that is not here."""
-    key, module = entry.needs.get("key"), entry.needs.get("module")
+    """Return a sentence about a key or a module that a run needs and that is not here; None: nothing is missing."""
+    key = entry.needs.get("key")
+    module = entry.needs.get("module")
     if key is not None:
         from mtrain.config.keys import field_of
 

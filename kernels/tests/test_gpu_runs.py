@@ -379,7 +379,7 @@ def test_a_summary_puts_each_figure_beside_plan_and_goal(made: Path) -> None:
 
 
 def test_memory_is_put_beside_the_part_of_the_plan_that_it_measures(runs: ModuleType, tmp_path: Path) -> None:
-    """What tensors take does not have the context of the device and what the allocator holds beside them."""
+    """The memory of tensors is compared without the context of the device and the allocator's own overhead."""
     from first_touch_results import Walk
     from first_touch_summary import planned_of
     from first_touch_train import SHAPES, words_of

@@ -1,6 +1,6 @@
 """Files that are on disk, and not in the kernel's memory alone, when a call returns, on file systems of every kind.
 
-What a file system does not have (hard links, a folder that can be synced) is done without, and reported once.
+Where a file system has no hard links, or cannot sync a folder, the code does without, and reports it once.
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ from pathlib import Path
 from mtrain.errors import BadEnvironment, CorruptData, MtrainError, warn
 
 NOT_SYNCED = {errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOTSUP, errno.EBADF, errno.EISDIR}
-"""How a file system says that it cannot sync a folder."""
+"""The errors by which a file system says that it cannot sync a folder."""
 NO_LINKS = {errno.EPERM, errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOTSUP, errno.EMLINK, errno.EXDEV}
-"""How a file system says that a file cannot have a second name."""
+"""The errors by which a file system says that a file cannot have a second name."""
 REFUSED = {errno.EACCES, errno.EPERM, errno.EMFILE, errno.ENFILE, errno.ENOMEM}
-"""Errors of reading that are the machine's: the file may be as it was written."""
+"""The errors of reading that are no damage: the machine refuses, and the file may be as it was written."""
 
 _reported: set[str] = set()
 
@@ -73,7 +73,7 @@ def linked(source: Path, target: Path) -> bool:
 
 
 def not_read(path: Path, error: OSError) -> MtrainError:
-    """The error to raise for a file that cannot be read: damage, unless it is this process that may not read it."""
+    """Return the error to raise for a file that cannot be read: damage, unless the machine refuses this process."""
     if error.errno not in REFUSED:
         return CorruptData(f"{path} cannot be read: {error.strerror or error}")
     if error.errno in (errno.EACCES, errno.EPERM):

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Literal, TextIO
 
 STANDARD_OUTPUT = "standard output"
-"""What an error of writing there names in place of a file."""
+"""The name that an error of writing there has in place of a file's."""
 OF_THE_PLACE = {
     errno.EACCES: "permissions that let this user in, or another place",
     errno.EPERM: "permissions that let this user in, or another place",
@@ -25,7 +25,7 @@ OF_THE_PLACE = {
     errno.ENOMEM: "more memory, or a smaller run",
     errno.EAGAIN: "more processes and threads for this user: ulimit -u",
 }
-"""Errors of the system that are of the place where a command runs -> what to do."""
+"""Errors of the system that come from the place where a command runs -> the fix."""
 
 Severity = Literal["error", "warning"]
 MAX_SHOWN = 160
@@ -141,7 +141,7 @@ def _put(text: str, stream: TextIO) -> None:
     """Prints with escapes for what the stream has no letters for, as where its encoding is ASCII.
 
     Raises:
-        OSError: it cannot be written, with the stream in place of a file's name.
+        OSError: the stream cannot be written; the error names it in place of a file.
     """
     encoding = stream.encoding or "utf-8"
     try:
@@ -210,9 +210,9 @@ class BadEnvironment(MtrainError):
 
 
 def of_the_place(error: BaseException) -> BadEnvironment | None:
-    """An error of the system as a sentence, where it is of the place: full, closed to this user, or failing.
+    """Return an error of the system as a sentence where the place is at fault: full, closed to this user, or failing.
 
-    Everything that keeps standard output from being written is.
+    Every error of writing standard output counts as one; None: the fault is elsewhere.
     """
     if isinstance(error, MemoryError):
         return BadEnvironment("this process got no more memory", f"  fix: {OF_THE_PLACE[errno.ENOMEM]}")

@@ -1,8 +1,8 @@
 """Locks on files: those of the kernel, and on a file system that has none a file that names the owner.
 
-An owner's file is made only where there was none, so that of several processes one gets it. That of a process of
-this machine that is gone is taken over. Whether one of another machine still runs cannot be seen from here: it is
-reported, and whoever knows removes the file.
+An owner's file is created only where there is none, so only one of several processes gets it. The file of a process
+of this machine that has ended is taken over. Whether a process of another machine still runs cannot be seen from
+here: the message names it, and a user who knows that it has ended removes the file.
 """
 
 from __future__ import annotations
@@ -21,11 +21,12 @@ from pathlib import Path
 from mtrain.durable import report_once
 
 NO_LOCKS = {errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOTSUP, errno.EINVAL, errno.EBADF}
-"""How a file system says that it has no locks; EBADF is NFS about a folder, which cannot be open for writing."""
+"""The errors by which a file system says that it has no locks; EBADF comes from NFS for a folder, which cannot be
+opened for writing."""
 SUFFIX = ".owner"
 POLL_S = 0.2
 PATIENCE_S = 10.0
-"""After so long it is said who is waited for."""
+"""The wait after which this process says whom it waits for."""
 
 
 class Taken(Exception):
@@ -43,9 +44,9 @@ class Owner:
     host: str
     pid: int
     boot: str
-    """Which start of the machine it belongs to."""
+    """The id of the machine's boot in which it runs."""
     started: str
-    """When it was started, in ticks since then: another process may have its number later."""
+    """Its start, in clock ticks since that boot: another process may get the same number later."""
 
     @classmethod
     def me(cls) -> Owner:
@@ -54,7 +55,7 @@ class Owner:
 
     @property
     def is_gone(self) -> bool:
-        """Whether it has surely ended; of a process on another machine that is not known."""
+        """True where it has certainly ended; that of a process on another machine cannot be seen from here."""
         if self.host != platform.node():
             return False
         return self.boot != _boot() or _started(self.pid) != self.started
@@ -67,7 +68,8 @@ class Lock:
     """A lock that is held: until `release`, or until this process ends."""
 
     def __init__(self, file: Path | None = None) -> None:
-        self.file, self._pid = file, os.getpid()
+        self.file = file
+        self._pid = os.getpid()
 
     def release(self) -> None:
         """Remove the owner's file, if there is one. A kernel's lock goes when its descriptor is closed."""
@@ -115,7 +117,7 @@ def share(descriptor: int, path: Path) -> bool:
 
 
 def _report(path: Path, error: OSError) -> Path:
-    """The owner's file that stands for a lock on `path`; that it does is reported once."""
+    """Return the owner's file that stands in for a lock on `path`, and report once that it does."""
     file = path.with_name(path.name + SUFFIX)
     why = f"{path.parent}: this file system has no locks ({error.strerror})"
     report_once("locks", f"{why}; files such as {file.name} say which process owns what")
@@ -123,7 +125,8 @@ def _report(path: Path, error: OSError) -> Path:
 
 
 def _own(file: Path, wait: bool) -> Lock:
-    begun, told = time.monotonic(), False
+    begun = time.monotonic()
+    told = False
     while True:
         try:
             descriptor = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW, 0o666)
@@ -145,7 +148,7 @@ def _own(file: Path, wait: bool) -> Lock:
 
 
 def _read(file: Path) -> Owner | None:
-    """Who a file says owns it; None: it is gone, or not one of ours."""
+    """Return the owner that a file names; None: the file is gone, or names none."""
     for attempt in range(5):
         try:
             return Owner(**json.loads(file.read_text()))
@@ -157,7 +160,7 @@ def _read(file: Path) -> Owner | None:
 
 
 def _taken_over(file: Path, gone: Owner) -> bool:
-    """Take the file of a process that is gone away; False: another process was faster."""
+    """Remove the file of a process that has ended; False: another process was faster."""
     aside = file.with_name(f"{file.name}.{os.getpid()}")
     with suppress(FileNotFoundError):
         file.rename(aside)
@@ -177,7 +180,7 @@ def _boot() -> str:
 
 
 def _started(pid: int) -> str:
-    """When a process of this machine was started; empty: there is none, or it has ended."""
+    """Return the start of a process of this machine; empty: there is no such process, or it has ended."""
     try:
         text = Path(f"/proc/{pid}/stat").read_text()
     except OSError:

@@ -46,7 +46,8 @@ def stand_in(counts: Counter[str]) -> Any:
     from mtrain.devices import cpu_namespace
     from mtrain.devices.cpu import CPU
 
-    recorded, passed = count(1), [0]
+    recorded = count(1)
+    passed = [0]
 
     class Event(cpu_namespace.Event):
         def record(self, stream: Any = None) -> None:
@@ -209,7 +210,8 @@ def test_steps_that_are_told_at_once_have_one_evaluation_and_none_of_a_bad_one(
 
         trainer.launch_step = launched
         quiet: Any = SimpleNamespace(note=lambda text: None)
-        metrics, error = hooks.Metrics(tmp_path), ""
+        metrics = hooks.Metrics(tmp_path)
+        error = ""
         with assembled(run, stand_in(Counter())) as parts:
             try:
                 trainer.Trainer(parts, [metrics, hooks.Evaluation(metrics, quiet)]).fit()

@@ -1,76 +1,220 @@
-"""A library of NVIDIA's driver that is no driver: what `libnvidia-ml.so.1` says, from a few lines of C."""
+"""A library of NVIDIA's driver that is no driver: what `libnvidia-ml.so.1` says, by C's calling convention.
+
+Its functions are Python's, behind pointers of C. Whoever calls them by ctypes passes the same bytes as to the real
+library, and no test needs a compiler.
+"""
 
 from __future__ import annotations
 
-import shutil
-import subprocess
+import ctypes
+import os
+from collections.abc import Callable
+from ctypes import CFUNCTYPE, POINTER, Structure, c_char, c_int, c_uint, c_ulonglong, c_void_p
 from pathlib import Path
+from typing import Any
 
-COMPILER = shutil.which("cc") or shutil.which("gcc")
-SOURCE = r"""
-#include <stdio.h>
-#include <stdlib.h>
-#include <string.h>
-typedef struct { unsigned long long total, free, used; } memory_t;
-typedef struct { unsigned int pid; unsigned long long bytes; unsigned int gi, ci; } process_t;
-static int opened = 0;
-static int slots[16];
-#define CALL() if (!opened) return 1
-static int number(void *handle) { return (int)((int *)handle - slots); }
-static int partitioned(void) { return getenv("FAKE_MIG") != NULL; }
-int nvmlInit_v2(void) { opened++; return getenv("FAKE_NO_DRIVER") ? 9 : 0; }
-int nvmlShutdown(void) { opened--; return 0; }
-int nvmlSystemGetDriverVersion(char *text, unsigned int size) {
-    CALL(); snprintf(text, size, "580.159.01"); return 0;
-}
-int nvmlSystemGetCudaDriverVersion_v2(int *found) {
-    CALL(); *found = getenv("FAKE_CUDA") ? atoi(getenv("FAKE_CUDA")) : 13000; return 0;
-}
-int nvmlDeviceGetCount_v2(unsigned int *count) { CALL(); *count = 2; return 0; }
-int nvmlDeviceGetHandleByIndex_v2(unsigned int index, void **handle) {
-    CALL(); if (index > 1) return 2; *handle = &slots[index]; return 0;
-}
-int nvmlDeviceGetName(void *handle, char *text, unsigned int size) {
-    CALL(); int n = number(handle);
-    const char *name = getenv("FAKE_NAME") ? getenv("FAKE_NAME") : "NVIDIA H200";
-    snprintf(text, size, n < 2 ? "%s" : "%s MIG 1g.18gb", name); return 0;
-}
-int nvmlDeviceGetUUID(void *handle, char *text, unsigned int size) {
-    CALL(); int n = number(handle);
-    snprintf(text, size, "%s-%d%d%d%d-af", n < 2 ? "GPU" : "MIG", n, n, n, n); return 0;
-}
-int nvmlDeviceGetCudaComputeCapability(void *handle, int *major, int *minor) {
-    CALL(); if (number(handle) > 1) return 3; *major = 9; *minor = 0; return 0;
-}
-int nvmlDeviceGetMemoryInfo(void *handle, memory_t *memory) {
-    CALL(); unsigned long long mib = 1 << 20;
-    memory->total = (number(handle) < 2 ? 143771 : 16384) * mib;
-    memory->used = (getenv("FAKE_USED_MIB") ? atoi(getenv("FAKE_USED_MIB")) : 0) * mib;
-    memory->free = memory->total - memory->used; return 0;
-}
-int nvmlDeviceGetMigMode(void *handle, unsigned int *current, unsigned int *pending) {
-    CALL(); *current = *pending = number(handle) == 1 && partitioned(); return 0;
-}
-int nvmlDeviceGetMaxMigDeviceCount(void *handle, unsigned int *count) { CALL(); *count = 7; return 0; }
-int nvmlDeviceGetMigDeviceHandleByIndex(void *handle, unsigned int index, void **found) {
-    CALL(); if (index != 0 && index != 3) return 6; *found = &slots[10 + index]; return 0;
-}
-int nvmlDeviceGetComputeRunningProcesses_v3(void *handle, unsigned int *count, process_t *found) {
-    CALL(); unsigned int pid = getenv("FAKE_PID") ? atoi(getenv("FAKE_PID")) : 0;
-    if (!pid) { *count = 0; return 0; }
-    if (*count < 2) { *count = 2; return 7; }
-    found[0].pid = pid; found[0].bytes = 1 << 30; found[1].pid = pid + 1; *count = 2; return 0;
-}
+NAME = "libnvidia-ml.so.1"
+UNINITIALIZED = 1
+INVALID_ARGUMENT = 2
+NOT_SUPPORTED = 3
+NOT_FOUND = 6
+INSUFFICIENT_SIZE = 7
+DRIVER_NOT_LOADED = 9
+GPUS = 2
+INSTANCES = (0, 3)
+"""The indices of the instances of the second GPU, where it is partitioned."""
+FIRST_HANDLE = 1 << 40
+"""Handles are pointers: one that is passed as an int of C loses its upper half."""
+FIRST_INSTANCE = 10
+MIB = 1 << 20
+SITE = f"""
+import ctypes
+
+real = ctypes.CDLL
+
+
+class CDLL(real):
+    def __new__(cls, name=None, *args, **kwargs):
+        if name == {NAME!r}:
+            from tests.support.nvml import Library
+
+            return Library()
+        return super().__new__(cls)
+
+
+ctypes.CDLL = CDLL
 """
 
 
-def library(folder: Path) -> Path:
-    """The library, compiled into `folder`; two H200, the second of them partitioned where FAKE_MIG is set.
+class _Memory(Structure):
+    _fields_ = [("total", c_ulonglong), ("free", c_ulonglong), ("used", c_ulonglong)]
+
+
+class _Process(Structure):
+    _fields_ = [("pid", c_uint), ("bytes", c_ulonglong), ("gi", c_uint), ("ci", c_uint)]
+
+
+_FUNCTIONS: dict[str, tuple[Callable[..., int], tuple[Any, ...]]] = {}
+"""Name -> the function, which gets the library first, and the kinds of its arguments in C."""
+
+
+def _exported(name: str, *kinds: Any) -> Callable[[Callable[..., int]], Callable[..., int]]:
+    def keep(function: Callable[..., int]) -> Callable[..., int]:
+        _FUNCTIONS[name] = (function, kinds)
+        return function
+
+    return keep
+
+
+class Library:
+    """The library, loaded: two H200, the second of them partitioned where FAKE_MIG is set.
 
     FAKE_NO_DRIVER, FAKE_CUDA, FAKE_NAME, FAKE_USED_MIB and FAKE_PID in the environment change what it says.
     """
-    assert COMPILER is not None
-    source, out = folder / "nvml.c", folder / "libnvidia-ml.so.1"
-    source.write_text(SOURCE)
-    subprocess.run([COMPILER, "-shared", "-fPIC", "-w", "-o", str(out), str(source)], check=True, timeout=60)
-    return out
+
+    def __init__(self) -> None:
+        self.opened = 0
+        self.kept: list[Any] = []
+        """Pointers to functions, which C would outlive."""
+
+    def __getattr__(self, name: str) -> Any:
+        if name not in _FUNCTIONS:
+            raise AttributeError(name)
+        function, kinds = _FUNCTIONS[name]
+
+        def call(*arguments: Any) -> int:
+            if not self.opened and name != "nvmlInit_v2":
+                return UNINITIALIZED
+            return function(self, *arguments)
+
+        pointer = CFUNCTYPE(c_int, *kinds)(call)
+        self.kept.append(pointer)
+        # Without the kinds of arguments, ctypes passes them as it does to a function of a library that it has loaded.
+        return CFUNCTYPE(c_int)(ctypes.cast(pointer, c_void_p).value or 0)
+
+
+def site(folder: Path) -> Path:
+    """Make a folder for PYTHONPATH; a Python with it loads this library in place of the driver's."""
+    folder.mkdir()
+    (folder / "sitecustomize.py").write_text(SITE)
+    return folder
+
+
+def _said(name: str, default: int) -> int:
+    return int(os.environ.get(name, default))
+
+
+def _write(text: Any, size: int, said: str) -> int:
+    data = said.encode() + b"\0"
+    if len(data) > size:
+        return INSUFFICIENT_SIZE
+    ctypes.memmove(text, data, len(data))
+    return 0
+
+
+def _number(handle: int) -> int:
+    return handle - FIRST_HANDLE
+
+
+@_exported("nvmlInit_v2")
+def _init(library: Library) -> int:
+    library.opened += 1
+    return DRIVER_NOT_LOADED if "FAKE_NO_DRIVER" in os.environ else 0
+
+
+@_exported("nvmlShutdown")
+def _shutdown(library: Library) -> int:
+    library.opened -= 1
+    return 0
+
+
+@_exported("nvmlSystemGetDriverVersion", POINTER(c_char), c_uint)
+def _driver_version(library: Library, text: Any, size: int) -> int:
+    return _write(text, size, "580.159.01")
+
+
+@_exported("nvmlSystemGetCudaDriverVersion_v2", POINTER(c_int))
+def _cuda(library: Library, found: Any) -> int:
+    found[0] = _said("FAKE_CUDA", 13_000)
+    return 0
+
+
+@_exported("nvmlDeviceGetCount_v2", POINTER(c_uint))
+def _count(library: Library, count: Any) -> int:
+    count[0] = GPUS
+    return 0
+
+
+@_exported("nvmlDeviceGetHandleByIndex_v2", c_uint, POINTER(c_void_p))
+def _handle(library: Library, index: int, handle: Any) -> int:
+    if index >= GPUS:
+        return INVALID_ARGUMENT
+    handle[0] = FIRST_HANDLE + index
+    return 0
+
+
+@_exported("nvmlDeviceGetName", c_void_p, POINTER(c_char), c_uint)
+def _name(library: Library, handle: int, text: Any, size: int) -> int:
+    name = os.environ.get("FAKE_NAME", "NVIDIA H200")
+    return _write(text, size, name if _number(handle) < GPUS else f"{name} MIG 1g.18gb")
+
+
+@_exported("nvmlDeviceGetUUID", c_void_p, POINTER(c_char), c_uint)
+def _uuid(library: Library, handle: int, text: Any, size: int) -> int:
+    number = _number(handle)
+    kind = "GPU" if number < GPUS else "MIG"
+    return _write(text, size, f"{kind}-{str(number) * 4}-af")
+
+
+@_exported("nvmlDeviceGetCudaComputeCapability", c_void_p, POINTER(c_int), POINTER(c_int))
+def _capability(library: Library, handle: int, major: Any, minor: Any) -> int:
+    if _number(handle) >= GPUS:
+        return NOT_SUPPORTED
+    major[0] = 9
+    minor[0] = 0
+    return 0
+
+
+@_exported("nvmlDeviceGetMemoryInfo", c_void_p, POINTER(_Memory))
+def _memory(library: Library, handle: int, memory: Any) -> int:
+    total = (143_771 if _number(handle) < GPUS else 16_384) * MIB
+    used = _said("FAKE_USED_MIB", 0) * MIB
+    memory[0] = _Memory(total, total - used, used)
+    return 0
+
+
+@_exported("nvmlDeviceGetMigMode", c_void_p, POINTER(c_uint), POINTER(c_uint))
+def _mig_mode(library: Library, handle: int, current: Any, pending: Any) -> int:
+    enabled = _number(handle) == 1 and "FAKE_MIG" in os.environ
+    current[0] = enabled
+    pending[0] = enabled
+    return 0
+
+
+@_exported("nvmlDeviceGetMaxMigDeviceCount", c_void_p, POINTER(c_uint))
+def _most_instances(library: Library, handle: int, count: Any) -> int:
+    count[0] = 7
+    return 0
+
+
+@_exported("nvmlDeviceGetMigDeviceHandleByIndex", c_void_p, c_uint, POINTER(c_void_p))
+def _instance(library: Library, handle: int, index: int, found: Any) -> int:
+    if index not in INSTANCES:
+        return NOT_FOUND
+    found[0] = FIRST_HANDLE + FIRST_INSTANCE + index
+    return 0
+
+
+@_exported("nvmlDeviceGetComputeRunningProcesses_v3", c_void_p, POINTER(c_uint), POINTER(_Process))
+def _processes(library: Library, handle: int, count: Any, found: Any) -> int:
+    pid = _said("FAKE_PID", 0)
+    if not pid:
+        count[0] = 0
+        return 0
+    room = count[0]
+    count[0] = 2
+    if room < 2:
+        return INSUFFICIENT_SIZE
+    for i in range(2):
+        found[i] = _Process(pid + i, 1 << 30, 0, 0)
+    return 0

@@ -226,6 +226,34 @@ def test_paths_that_cannot_be_used_are_refused_before_torch(tmp_path: Path, monk
     assert {words: {p.code for p in errors(words.split())} for words in cases} == {w: {c} for w, c in cases.items()}
 
 
+@pytest.mark.parametrize(
+    ("said", "meant"),
+    [
+        ("atuo", "auto"),
+        ("Auto", "auto"),
+        ("lastest", "latest"),
+        ("newest", "latest"),
+        ("atuo/run", None),
+        ("x1", None),
+    ],
+)
+def test_a_misspelt_word_to_resume_by_is_told_from_a_folder_that_is_not_there(
+    said: str, meant: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (problem,) = errors([f"checkpoint.resume={said}"])
+    assert problem.rule == "there is no such run or checkpoint folder"
+    assert problem.fix.split(" or ")[0] == f"checkpoint.resume={meant or 'null'}"
+
+
+def test_a_run_that_is_there_is_nearer_than_a_word(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "latest2").mkdir()
+    (tmp_path / "latest2/run.yaml").write_text("")
+    monkeypatch.chdir(tmp_path)
+    (problem,) = errors(["checkpoint.resume=latest1"])
+    assert problem.fix.startswith("checkpoint.resume=latest2 or ")
+
+
 def test_a_folder_without_permission_is_refused(tmp_path: Path) -> None:
     (tmp_path / "shut").mkdir(mode=0o555)
     for key, code in (("log.runs_dir", "MT431"), ("data.cache_dir", "MT432")):

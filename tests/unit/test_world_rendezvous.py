@@ -95,7 +95,7 @@ def test_a_card_survives_its_text() -> None:
     ("environment", "said"),
     [
         ({"RANK": "x", "WORLD_SIZE": "2"}, "RANK is 'x'"),
-        ({"RANK": "2", "WORLD_SIZE": "2"}, "RANK is 2 and WORLD_SIZE 2: ranks are numbered from 0 to 1"),
+        ({"RANK": "2", "WORLD_SIZE": "2"}, "RANK is 2 and WORLD_SIZE is 2: ranks are numbered from 0 to 1"),
         ({"MASTER_PORT": "http"}, "MASTER_PORT is 'http'"),
     ],
 )

@@ -14,15 +14,15 @@ from safetensors.torch import save_file
 from mtrain import durable
 
 NO_MODES = {errno.EPERM, errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOTSUP}
-"""How a file system says that it does not change the mode of a file."""
+"""The errors by which a file system says that it does not change the mode of a file."""
 
 
 def write(path: Path, tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str]) -> None:
     """Write a safetensors file.
 
     The library writes a temporary file that only this user may read, and renames it, whatever the umask says
-    (safetensors issue 782). So a new file is asked for its mode first. Where the mode cannot be set, the file is
-    kept, and it is reported once that others may not be able to read it.
+    (safetensors issue 782). So an empty file is created first, for the mode that the umask gives. Where that mode
+    cannot be set afterwards, the file is kept, and a warning says once that others may not be able to read it.
 
     Raises:
         OSError, SafetensorError: the disk refuses.

@@ -257,7 +257,8 @@ def _logits(run: RunConfig, checkpoint: Path, folder: Path) -> dict[str, Any]:
     words = ["parallel=single", "precision=fp32", "cluster.device=cpu", "kernels=reference", "data.seq_length=null"]
     with scratch_folder() as scratch:
         (scratch / RUN_FILE).write_text(run_yaml(_plain(run, words)))
-        ours, other = scratch / "ours", scratch / "theirs"
+        ours = scratch / "ours"
+        other = scratch / "theirs"
         local.logits(_plain(run, words), checkpoint, ids, ours)
         try:
             Beside("logits of transformers", run, folder=str(folder), ids=ids, out=str(other)).result()

@@ -101,7 +101,7 @@ def drafted(out: Path, doing: str) -> Iterator[Path]:
 
 
 def _claim(draft: Path) -> tuple[int, locks.Lock]:
-    """A descriptor of an empty folder, and the lock that owns it as long as both are held."""
+    """Return a descriptor of an empty folder, and its lock: this process owns the folder while it holds both."""
     while True:
         draft.mkdir(parents=True, exist_ok=True)
         descriptor = os.open(draft, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)

@@ -124,13 +124,13 @@ def _code(code: str) -> dict[str, Any]:
 
 def _raised(code: Code) -> list[Problem]:
     """What the example of a code raises under it, on a machine that is the same everywhere."""
-    from mtrain.cli.setup import load
+    from mtrain.cli.setup import TooFewDevices, load
 
     if not code.example:
         return []
     try:
         found = load(shlex.split(code.example), SMALL, {}).warnings
-    except ConfigError as error:
+    except (ConfigError, TooFewDevices) as error:
         found = error.problems
     return [problem for problem in found if problem.code == code.code]
 

@@ -54,12 +54,12 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _drop_output() -> None:
-    """Leads standard output nowhere: the interpreter would write what is left of it at its end, and fail again."""
+    """Send standard output nowhere: the interpreter would write the rest of it at exit, and fail again."""
     sys.stdout = open(os.devnull, "w")  # noqa: SIM115
 
 
 def _answer(arguments: list[str]) -> int:
-    """Runs one command, and says what went wrong with it; returns its exit code.
+    """Run one command, and print what went wrong with it; return its exit code.
 
     Raises:
         BrokenPipeError: nobody reads what is printed.
@@ -80,12 +80,12 @@ def _answer(arguments: list[str]) -> int:
             return _refused(error, arguments)
         except BrokenPipeError:
             raise
-        except OSError as unwritten:  # the report of it
+        except OSError as unwritten:  # the report could not be written
             return _refused(unwritten, arguments)
 
 
 def _refused(error: Exception, arguments: Sequence[str]) -> int:
-    """Says what went wrong; returns the exit code."""
+    """Print what went wrong; return the exit code."""
     if getattr(error, "filename", None) == STANDARD_OUTPUT:
         _drop_output()
     if isinstance(error, OSError) and error.errno == errno.ENAMETOOLONG:
@@ -105,7 +105,7 @@ def _refused(error: Exception, arguments: Sequence[str]) -> int:
 
 
 def _gone() -> BadEnvironment | None:
-    """That the working folder was removed, in which case whatever failed may have failed of it."""
+    """Return an error where the working folder was removed, which may be the cause of any other error."""
     try:
         os.getcwd()
     except FileNotFoundError:

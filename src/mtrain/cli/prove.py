@@ -118,7 +118,8 @@ def comparable(full: RunConfig, argv: list[str], steps: int, dtype: str) -> RunC
 def shrunk(full: RunConfig, argv: list[str], steps: int, dtype: str, *, emulated: bool = False) -> RunConfig:
     """The layout of `full`, which `argv` describes, small enough for this machine.
 
-    It runs on the devices of `full` where this machine has enough of them, else on the CPU, as what is `emulated`.
+    It runs on the devices of `full` where this machine has enough of them. Otherwise, and where a format is
+    `emulated`, it runs on the CPU.
 
     Raises:
         ConfigError: what is left of the configuration breaks a rule.
@@ -144,7 +145,7 @@ def shrunk(full: RunConfig, argv: list[str], steps: int, dtype: str, *, emulated
 
 
 def _degrees(run: RunConfig) -> tuple[int, int, int]:
-    """What a layout must keep to be the one that is proven."""
+    """Return the degrees that a shrunk layout has to keep, so that it is still the layout that is proven."""
     return run.parallel.model_ranks, run.parallel.ep, RankGrid.of(run).etp
 
 
@@ -199,7 +200,8 @@ def in_words(found: Difference | None) -> str:
 def _observed(small: RunConfig, *, traced: bool = False) -> Iterator[tuple[Path, Path]]:
     """Folders in which one rank and the layout left what they computed."""
     with scratch_folder("mtrain-prove-") as scratch:
-        one, many = scratch / "one", scratch / "many"
+        one = scratch / "one"
+        many = scratch / "many"
         one.mkdir()
         many.mkdir()
         local.observe(small, many, resumed=True, traced=traced)

@@ -21,6 +21,8 @@ from mtrain.errors import BadEnvironment, ConfigError, CorruptInput, Problem
 
 DAMAGE = {"MT611", "MT612", "MT613"}
 """Codes of files that are not what they were written as."""
+COUNTED_HERE = frozenset({"MT113", "MT114"})
+"""Codes of errors that a machine with more devices may not raise, where it says how many devices there are."""
 
 
 @dataclass(frozen=True)
@@ -31,22 +33,33 @@ class Loaded(Composed):
     """The configuration before it was resolved."""
 
 
+class TooFewDevices(BadEnvironment):
+    """The only errors of a configuration are that this machine has fewer devices than ranks."""
+
+    def __init__(self, lines: Sequence[str], problems: Sequence[Problem]) -> None:
+        super().__init__(*lines)
+        self.problems = tuple(problems)
+
+
 def load(
     argv: Sequence[str],
     machine: Machine | None = None,
     environment: Mapping[str, str] = os.environ,
     *,
     to_run: bool = True,
+    machines: int | None = None,
     but: AbstractSet[str] = frozenset(),
 ) -> Loaded:
     """Composes, resolves and validates; warnings are kept in `.warnings`. Problems with the codes of `but` are none.
 
     A configuration that is `to_run` has to run on this machine. One that is only looked at may be meant for another:
     a device or an input that is not here is then a warning, unless the configuration says that it runs here.
+    `machines` is how many a launcher started processes on; None: as many as the cluster has.
 
     Raises:
         ConfigError: with every problem of the schema or, where the schema is satisfied, of the rules.
-        BadEnvironment: a mistake in a variable hides the GPUs of this machine from a configuration that is `to_run`.
+        BadEnvironment: the configuration is `to_run`, and a mistake in a variable hides the GPUs of this machine, or
+            the only problem is that it has too few.
     """
     from mtrain.models import registry as families
     from mtrain.plan.memory import memory_problems
@@ -71,12 +84,15 @@ def load(
     problems = [problem for problem in problems if problem.code not in but]
     errors = {problem.code for problem in problems if problem.severity == "error"}
     if errors:
-        raise (CorruptInput if errors <= DAMAGE else ConfigError)(sorted(problems, key=lambda p: p.severity))
+        problems.sort(key=lambda p: p.severity)
+        if to_run and errors <= _of_devices(raw, world_size):
+            _refuse_too_few_devices(run, machine, machines or run.cluster.nodes, problems)
+        raise (CorruptInput if errors <= DAMAGE else ConfigError)(problems)
     return Loaded(run, origins, composed.choices, tuple(problems), composed.history, composed.files, raw)
 
 
 def _refuse_hidden_gpus(raw: RunConfig, run: RunConfig, machine: Machine) -> None:
-    """Refuses to train on the CPU because a mistake in CUDA_VISIBLE_DEVICES hides the GPUs that `auto` would take.
+    """Refuse to train on the CPU where a mistake in CUDA_VISIBLE_DEVICES hides the GPUs that `auto` would take.
 
     Raises:
         BadEnvironment: with the mistake.
@@ -87,6 +103,28 @@ def _refuse_hidden_gpus(raw: RunConfig, run: RunConfig, machine: Machine) -> Non
     raise BadEnvironment(
         f"[MT052] {seen.fault}; this run would take the CPU", f"  fix: {seen.fix}; or cluster=cpu where that is meant"
     )
+
+
+def _of_devices(raw: RunConfig, world_size: int | None) -> AbstractSet[str]:
+    """Return the codes of errors that may be due to the number of devices of this machine."""
+    if raw.cluster.devices_per_node is not None:
+        return frozenset()
+    if raw.parallel.ranks is None and world_size is None:  # there are as many ranks as devices
+        return COUNTED_HERE | {"MT112"}
+    return COUNTED_HERE
+
+
+def _refuse_too_few_devices(run: RunConfig, machine: Machine, machines: int, problems: Sequence[Problem]) -> None:
+    """Refuse a machine with fewer devices than its share of the ranks.
+
+    Raises:
+        TooFewDevices: with everything that the GPUs of the machine lack.
+    """
+    from mtrain.launching import preflight
+
+    lines = preflight.too_few_devices(run, machine, machines)
+    if lines:
+        raise TooFewDevices(lines, problems)
 
 
 def settled(composed: Composed, machine: Machine, world_size: int | None) -> tuple[Composed, dict[str, str]]:
@@ -149,10 +187,10 @@ def also_wrong(error: Rejected, machine: Machine, world_size: int | None) -> lis
 
 
 def resolved_origins(composed: Composed, run: RunConfig, why: Mapping[str, str]) -> dict[str, str]:
-    """Origins of `composed`; of the keys that resolving filled in the reasons that it gave, also of a whole table."""
+    """Return the origins of `composed`; of a key, or a whole table, that was filled in, the origin is the reason."""
     return {key: _reason(key, why) or composed.origins.get(key, DEFAULT) for key in run.flat()}
 
 
 def _reason(key: str, why: Mapping[str, str]) -> str | None:
-    """Why a key, or the table that it stands in, was filled in."""
+    """Return why a key, or the table that holds it, was filled in; None: it was not."""
     return why.get(key) or why.get(key.rpartition(".")[0])

@@ -16,7 +16,7 @@ from mtrain.launching.environment import Place, Setting
 
 
 def run(argv: Sequence[str], *, bare: bool = False, as_json: bool = False) -> int:
-    """Prints the configuration, and the environment that each of its ranks gets; the exit code.
+    """Print the configuration, and the environment that each of its ranks gets; return the exit code.
 
     Raises:
         ConfigError: the configuration has errors.
@@ -36,6 +36,7 @@ def run(argv: Sequence[str], *, bare: bool = False, as_json: bool = False) -> in
 
 
 def _environment(run: RunConfig) -> Mapping[str, Setting]:
-    ranks, nodes = run.parallel.ranks or 1, run.cluster.nodes
+    ranks = run.parallel.ranks or 1
+    nodes = run.cluster.nodes
     here = -(-ranks // nodes)
     return environment.environment(run, Place.here(here, alone=nodes == 1), os.environ)

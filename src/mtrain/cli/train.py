@@ -37,16 +37,16 @@ def run(argv: list[str], *, debug: bool) -> int:
 
 def _warn(composed: Composed) -> None:
     for warning in composed.warnings:
-        if warning.code != TAKEN:  # whoever makes the run folder says it as an error
+        if warning.code != TAKEN:  # the process that makes the run folder reports it as an error
             say_page(warning.render(), error=True)
 
 
 def _as_machine(argv: list[str], place: Launched) -> int:
-    """As the one process that a scheduler started on this machine: starts the ranks of the machine."""
+    """Start the ranks of this machine, as the one process that a scheduler started on it."""
     from mtrain.launching import machine, preflight
 
     def compose(machines: int) -> RunConfig:
-        composed = load(argv)
+        composed = load(argv, machines=machines)
         ranks_here = max(1, (composed.run.parallel.ranks or 1) // machines)
         preflight.check(composed.run, argv, ranks_here=ranks_here)
         _warn(composed)
@@ -56,16 +56,16 @@ def _as_machine(argv: list[str], place: Launched) -> int:
 
 
 def _as_worker(argv: list[str], place: Launched, debug: bool) -> int:
-    """As a rank of somebody else's launcher: after a failure tells the others, and ends the process at once.
+    """Train as a rank of another launcher; after a failure tell the others, and end the process at once.
 
-    The first rank of each machine looks whether the machine can run it, and rank 0 composes and prints the warnings.
+    Rank 0 composes and prints the warnings, and the first rank of each machine checks that machine.
     """
     from mtrain.launching import preflight
 
     machine = _machine(place)
 
     def compose() -> RunConfig:
-        composed = load(argv, machine)
+        composed = load(argv, machine, machines=place.size // place.local_size)
         if torchrun.rank() == "0":
             _warn(composed)
         return composed.run
@@ -88,7 +88,7 @@ def _as_worker(argv: list[str], place: Launched, debug: bool) -> int:
 
 
 def _machine(place: Launched) -> Machine:
-    """This machine with the devices of all tasks on it, where each task of a scheduler is shown its own alone."""
+    """Return this machine with the devices of all tasks on it, where a scheduler shows each task only its own."""
     machine = Machine.here()
     if place.launcher != "torchrun" and machine.gpus == 1 and place.local_size > 1:
         return replace(machine, gpus=place.local_size)

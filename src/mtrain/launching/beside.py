@@ -1,7 +1,7 @@
-"""Work in a process beside the launcher, which itself imports little, starts no threads and asks no device.
+"""Work in a process beside the launcher, which itself imports little, starts no threads and calls no driver.
 
-The work has a name and arguments that JSON can hold, so it can be forked, which is quick, or executed, which is safe
-after the launcher has threads. What it returns, and its errors, come back through a pipe.
+The work has a name and arguments that JSON can hold. It can therefore be forked, which is quick, or executed, which
+is safe once the launcher has threads. Its result or its error comes back through a pipe.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from mtrain.processes import die_with
 
 
 class Beside:
-    """Work that runs beside this process; its errors are raised here, by `result`."""
+    """Work that runs beside this process; `result` raises its errors here."""
 
     def __init__(self, name: str, run: RunConfig, **arguments: Any) -> None:
         """Start `WORK[name](run, **arguments)`.
@@ -49,7 +49,7 @@ class Beside:
             os.close(write_end)
 
     def end(self) -> None:
-        """End it, whatever it has come to."""
+        """End the work, however far it has come."""
         with suppress(ProcessLookupError):
             os.kill(self.pid, signal.SIGKILL)
         os.close(self.read_end)
@@ -71,7 +71,7 @@ class Beside:
             raise
         _, status = os.waitpid(self.pid, 0)
         code = os.waitstatus_to_exitcode(status)
-        if code or not text:  # what a process wrote that was killed may end in the middle
+        if code or not text:  # a process that was killed may have written half of its report
             raise BadEnvironment(f"{DOING[self.name]} ended with {code}")
         body = json.loads(text)
         if "error" in body:
@@ -102,7 +102,7 @@ def _execute(name: str, run: RunConfig, arguments: dict[str, Any], write_end: in
 
 
 def report(name: str, work: Callable[[], Any], pipe: TextIO) -> int:
-    """Do the work, and write what it returns or raises as JSON; returns the exit code."""
+    """Do the work, and write what it returns or raises as JSON; return the exit code."""
     try:
         pipe.write(strict_json.dumps({"value": work()}))
     except MtrainError as error:
@@ -164,7 +164,7 @@ WORK: dict[str, Callable[..., Any]] = {
     "products": matmul.measure,
     "logits of transformers": _theirs,
 }
-"""Name -> the function, given the run and the arguments."""
+"""Name -> the function that does the work, given the run and the arguments."""
 DOING = {
     "prepare": "preparing the data",
     "import": "importing the weights",

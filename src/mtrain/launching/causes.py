@@ -1,4 +1,4 @@
-"""Causes of errors: whether one is only the consequence of another rank's, or a fault of the environment."""
+"""The causes of errors: one may be the consequence of another rank's failure, or a fault of the environment."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ PEER_LOST = (
     "received a dump signal due to a collective timeout",
     "possible application crash on rank 0",
 )
-"""Texts of an error that a rank meets because another one has failed or does not come."""
+"""Texts of the errors that a rank gets because another rank has failed or has not arrived."""
 OWN = (
     "out of memory",
     "cuda error",
@@ -48,7 +48,7 @@ OWN = (
     "shared memory segment",
     "no space left on device",
 )
-"""Texts of a fault of this rank's, whatever else the error says: NCCL passes on what its device or disk reports."""
+"""Texts of a fault of this rank, whatever else the error says: NCCL repeats what the device or the disk reports."""
 NO_DESCRIPTOR = re.compile(r"too many open files", re.IGNORECASE)
 NO_MEMORY = re.compile(
     r"cannot allocate memory|can't allocate memory|std::bad_alloc|not enough memory", re.IGNORECASE
@@ -69,15 +69,18 @@ BAD_VALUE = re.compile(r"invalid value for environment variable:?\s*(\w+)", re.I
 
 
 def is_peer_lost(text: str) -> bool:
-    """Whether an error with this text is the consequence of another rank's failure."""
+    """Return whether an error with this text is the consequence of another rank's failure."""
     lower = text.lower()
     return any(sign in lower for sign in PEER_LOST) and not any(sign in lower for sign in OWN)
 
 
 def describe(error: BaseException) -> dict[str, Any]:
-    """An error as JSON-like values, enough for `worker.revive`; a fault of the environment as a BadEnvironment."""
+    """Return an error as values that JSON can hold, enough for `worker.revive`.
+
+    A fault of the environment becomes a BadEnvironment.
+    """
     if not isinstance(error, MtrainError):
-        # Of a lock that another process holds the system says what it says of a process that it does not start.
+        # EAGAIN stands for a lock that another process holds, and for a process that cannot be started.
         of_place = None if isinstance(error, BlockingIOError) else of_the_place(error)
         fault = of_environment(error) or of_place
         if fault is not None:
@@ -96,8 +99,9 @@ def describe(error: BaseException) -> dict[str, Any]:
 
 
 def of_environment(error: BaseException) -> BadEnvironment | None:
-    """The error as a fault of the environment, with what to do; None: it is something else."""
-    text, number = str(error), error.errno if isinstance(error, OSError) else None
+    """Return the fault of the environment behind an error, with what to do; None: it is something else."""
+    text = str(error)
+    number = error.errno if isinstance(error, OSError) else None
     if number in (errno.EMFILE, errno.ENFILE) or NO_DESCRIPTOR.search(text):
         files = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
         return _fault(
@@ -109,7 +113,7 @@ def of_environment(error: BaseException) -> BadEnvironment | None:
         return _fault(f"the address space of a process is limited to {kib} KiB (ulimit -v)", "ulimit -v unlimited")
     if number == errno.ENOMEM:
         return _fault(f"the system gives no more memory: {text}", "fewer ranks on this machine, or a larger limit")
-    if number is None and NO_THREAD.search(text):  # of a lock that another process holds the system says the same
+    if number is None and NO_THREAD.search(text):  # an OSError with this text may be about a lock that is held
         return _fault("no more threads can be started", "ulimit -u 4096, or a higher limit of the container")
     if found := NO_ADDRESS.search(text):
         what = f"there is no network interface {found[1]} with an address"

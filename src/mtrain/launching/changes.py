@@ -1,4 +1,4 @@
-"""How two configurations of a run differ, whatever folder they were written in."""
+"""Differences between two configurations of a run, whatever folder they were written in."""
 
 from __future__ import annotations
 

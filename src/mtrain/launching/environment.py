@@ -1,8 +1,8 @@
-"""The environment of a rank: every variable that a run needs or gains by, with its value and the reason.
+"""The environment of a rank: every variable that a run needs or profits from, with its value and the reason.
 
-Many of these are latched: a library reads them once, when it is imported or makes its first context, so the launcher
-sets them before the interpreter of a rank starts, and the rank verifies them. A value that the user set wins, and is
-reported; where the run is wrong with it, `verify` says so.
+Libraries read many of them only once, when they are imported or make their first context. The launcher therefore sets
+them before the interpreter of a rank starts, and the rank verifies them. A value that the user set wins and is
+reported; `verify` names those with which the run would be wrong.
 """
 
 from __future__ import annotations
@@ -35,11 +35,12 @@ NETWORK = (
 )
 """Filesystems on which a cache of many small files is slow, and shared by machines that differ."""
 DATA_CENTER_BLACKWELL = 100
-"""The compute capability from which the device orders kernels of several queues itself."""
+"""The compute capability from which a device itself keeps the kernels of several queues in order."""
 RECORDED = 2000
-"""Collectives that the flight recorder holds: some hundred bytes each."""
+"""The number of collectives that the flight recorder holds, at some hundred bytes each."""
 MONITOR_SLACK_S = 120
-"""Process groups time out a minute after trainer.timeout_s; torch may take another to write what it recorded."""
+"""Seconds beyond trainer.timeout_s: a process group times out one minute later, and torch may take another minute to
+write its records."""
 LEAST_MONITOR_S = 480
 """torch's own timeout of its heartbeat."""
 ORDERED_ALGORITHMS = ("Ring", "Tree", "^NVLS", "CollnetDirect", "CollnetChain")
@@ -53,48 +54,48 @@ class Setting:
     value: str
     reason: str
     by_user: bool = False
-    """The environment had it; `value` is what it had."""
+    """True where the variable was set already; `value` is then its value."""
     allowed: tuple[str, ...] = ()
-    """The values that the run is right with; empty: any."""
+    """The values that the run accepts; empty: any."""
 
     @property
     def is_right(self) -> bool:
-        """Whether the run is what it says with this value."""
+        """True where the run accepts this value."""
         return not self.allowed or self.value in self.allowed
 
     @property
     def needs(self) -> str:
-        """The values that are right, in words."""
+        """The accepted values in words."""
         return " or ".join(self.allowed)
 
 
 @dataclass(frozen=True)
 class Place:
-    """What the environment of a rank depends on beside its run."""
+    """The facts beside its run that the environment of a rank depends on."""
 
     ranks_here: int = 1
     """Ranks on this machine."""
     cores: int = field(default_factory=cpu_cores)
-    """Cores for all of them."""
+    """Cores that these ranks share."""
     alone: bool = True
-    """All ranks of the run are on this machine."""
+    """True where all ranks of the run are on this machine."""
     home_filesystem: str = ""
-    """The type of the filesystem that holds the home folder, as /proc/mounts says it; empty: not known."""
+    """The type of the filesystem that holds the home folder, as /proc/mounts names it; empty: not known."""
     scratch: Path = field(default_factory=lambda: Path(tempfile.gettempdir()) / f"mtrain-{os.getuid()}")
-    """A folder of this user on a disk of this machine."""
+    """A folder of this user on a local disk."""
     errors: Path | None = None
-    """Where a run leaves how it failed."""
+    """The folder in which failed ranks leave their records."""
 
     @classmethod
     def here(cls, ranks_here: int, *, alone: bool = True, errors: Path | None = None) -> Place:
-        """This machine."""
+        """Return the place of ranks on this machine."""
         return cls(ranks_here, alone=alone, home_filesystem=filesystem_of(Path.home()), errors=errors)
 
 
 def environment(run: RunConfig, place: Place, given: Mapping[str, str]) -> dict[str, Setting]:
-    """Every variable that mtrain sets for a rank of a resolved `run`, by name; `given` is what the user has.
+    """Return every variable that mtrain sets for a rank of a resolved `run`, by name.
 
-    Nothing of CUDA's is set for a device that has none of it.
+    `given` is the environment of the user. Variables of CUDA are set only for a device that has CUDA.
     """
     wanted = {name: (value, reason, allowed) for name, value, reason, allowed in _wanted(run, place)}
     settings = {}
@@ -108,19 +109,19 @@ def environment(run: RunConfig, place: Place, given: Mapping[str, str]) -> dict[
 
 
 def apply(settings: Mapping[str, Setting], environ: MutableMapping[str, str]) -> None:
-    """Set what the user has not set."""
+    """Set the variables that the user has not set."""
     for name, setting in settings.items():
         environ.setdefault(name, setting.value)
 
 
 def conflicts(settings: Mapping[str, Setting]) -> list[str]:
-    """What the user has set with which the run would not be what it says, and what to do."""
+    """Return, for each variable with which the user would make the run another, what is wrong and what to do."""
     wrong = ((name, setting) for name, setting in settings.items() if not setting.is_right)
     return [f"{name}={s.value!r} in the environment must be {s.needs}: {s.reason}; unset it" for name, s in wrong]
 
 
 def verify(run: RunConfig, place: Place, environ: Mapping[str, str]) -> list[str]:
-    """What is wrong with the environment of a rank that has started: variables that the run needs and has not."""
+    """Return what is wrong with the environment of a rank that has started: conflicts, and missing variables."""
     settings = environment(run, place, environ)
     missing = ((name, setting) for name, setting in settings.items() if setting.allowed and not setting.by_user)
     return [
@@ -130,7 +131,7 @@ def verify(run: RunConfig, place: Place, environ: Mapping[str, str]) -> list[str
 
 
 def lines(settings: Mapping[str, Setting]) -> Iterator[str]:
-    """The environment as text: `NAME=value  reason`."""
+    """Yield the environment as lines: `NAME=value  reason`."""
     width = min(60, max((len(name) + len(setting.value) + 1 for name, setting in settings.items()), default=0))
     for name, setting in settings.items():
         who = "set by you; " if setting.by_user else ""
@@ -139,13 +140,13 @@ def lines(settings: Mapping[str, Setting]) -> Iterator[str]:
 
 
 def filesystem_of(path: Path, mounts: Path = Path("/proc/mounts")) -> str:
-    """The type of the filesystem that holds `path`; empty where the system does not say."""
+    """Return the type of the filesystem that holds `path`; empty where the system does not say."""
     try:
         rows = [line.split(" ") for line in mounts.read_text(errors="replace").splitlines()]
     except OSError:
         return ""
     inside = [row for row in rows if len(row) > 2 and path.is_relative_to(_unescaped(row[1]))]
-    return max(inside, key=lambda row: len(row[1]), default=["", "", ""])[2]  # of equals the last one is on top
+    return max(inside, key=lambda row: len(row[1]), default=["", "", ""])[2]  # the last mount at a place counts
 
 
 _ALIASES = {
@@ -153,12 +154,12 @@ _ALIASES = {
     "TORCH_FR_BUFFER_SIZE": ("TORCH_NCCL_TRACE_BUFFER_SIZE",),
     "TORCH_FR_DUMP_TEMP_FILE": ("TORCH_NCCL_DEBUG_INFO_TEMP_FILE",),
 }
-"""Other names of a variable: where the user sets one of them, it counts."""
+"""Other names of a variable. One that the user sets counts as the variable."""
 Wanted = Iterator[tuple[str, str, str, tuple[str, ...]]]
 
 
 def _wanted(run: RunConfig, place: Place) -> Wanted:
-    """Name, value, reason, and the only values that are right, of each variable."""
+    """Yield the name, the value, the reason and the accepted values (empty: any) of each variable."""
     device = facts_of(run.cluster.device)
     threads = str(max(1, place.cores // max(1, place.ranks_here)))
     share = f"{place.cores} cores for {place.ranks_here} rank{'s' if place.ranks_here > 1 else ''} of this machine"
@@ -178,7 +179,8 @@ def _wanted(run: RunConfig, place: Place) -> Wanted:
 
 
 def _of_cuda(run: RunConfig) -> Wanted:
-    sm, p = run.cluster.sm, run.parallel
+    sm = run.cluster.sm
+    p = run.parallel
     if (p.tp > 1 or p.cp > 1) and p.fsdp == "none" and (sm is None or sm < DATA_CENTER_BLACKWELL):
         reason = (
             "exchanges of tensor and context parallelism overlap only if kernels start in the order of their calls"
@@ -231,7 +233,7 @@ def _of_nccl(run: RunConfig, place: Place) -> Wanted:
 
 
 def _unescaped(text: str) -> str:
-    """A path of /proc/mounts, where blanks are octal numbers."""
+    """Return a path of /proc/mounts, which writes blanks as octal numbers, as it is."""
     for code, letter in (("\\040", " "), ("\\011", "\t"), ("\\012", "\n"), ("\\134", "\\")):
         text = text.replace(code, letter)
     return text

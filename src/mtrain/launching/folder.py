@@ -1,4 +1,4 @@
-"""The run folder: who owns it, what is written into it before the first rank starts, and what is resumed from."""
+"""The run folder: its owner, the files written before the first rank starts, and the checkpoint to resume."""
 
 from __future__ import annotations
 
@@ -44,29 +44,29 @@ PREAMBLE = (
     METRICS,
 )
 PACKAGES = ("mtrain", "torch", "pydantic", "hydra-core")
-"""Beside megatron-core, of which the module that is loaded counts."""
+"""Packages whose versions are recorded, beside megatron-core, whose version is that of the module that is loaded."""
 RESTART_S = 20.0
-"""How long the restart of a run waits for the processes of the start before it to end."""
+"""Seconds that a restarted run waits for the processes of the start before it to end."""
 
 
 @dataclass(frozen=True)
 class Plan:
-    """Where a run will write, and the checkpoint it goes on from; nothing is on disk yet."""
+    """The folder that a run will write and the checkpoint that it goes on from; nothing is on disk yet."""
 
     folder: Path
     checkpoint: Path | None = None
     changes: tuple[str, ...] = ()
     """Keys that differ from the checkpoint's configuration, for the record."""
     new: bool = True
-    """The folder does not belong to an earlier run that goes on."""
+    """False where the folder is that of an earlier run, which goes on."""
     notes: tuple[str, ...] = ()
-    """What the user should know of the choice."""
+    """Remarks on the choice, for the user."""
     weights: Path | None = None
-    """The checkpoint whose weights alone a new run begins with, or a Hugging Face folder."""
+    """The checkpoint, or Hugging Face folder, from which a new run takes its weights and nothing else."""
 
 
 def resume_of(run: RunConfig, launch: str | None) -> str | None:
-    """The `checkpoint.resume` that applies to a run: where a `launch` that may restart it is known, null is auto."""
+    """Return the `checkpoint.resume` that applies to a run: null means auto where a `launch` may restart the run."""
     if run.checkpoint.resume is None and launch is not None:
         return resume.AUTO
     return run.checkpoint.resume
@@ -75,9 +75,9 @@ def resume_of(run: RunConfig, launch: str | None) -> str | None:
 def plan(run: RunConfig, *, launch: str | None = None) -> Plan:
     """Decide the run folder, and what to resume from.
 
-    `launch` is the identity of the launch that starts the run, and starts it again where it fails, such as
-    "slurm 4711"; None: there is no such launcher. A named folder that another launch has begun is not gone on with
-    unless `checkpoint.resume=auto` is said.
+    `launch` is the identity, such as "slurm 4711", of a launch that starts the run again after a failure; None: there
+    is no such launcher. A run does not go on in a named folder that another launch has begun, unless
+    `checkpoint.resume=auto` asks for it.
 
     Raises:
         ConfigError: the folder is taken, there is nothing to resume from, or it was made by a configuration that
@@ -93,7 +93,8 @@ def plan(run: RunConfig, *, launch: str | None = None) -> Plan:
 
 
 def _plan(run: RunConfig, launch: str | None) -> Plan:
-    how, notes = resume_of(run, launch), list[str]()
+    how = resume_of(run, launch)
+    notes: list[str] = []
     found: Path | None = None
     checkpoint: Path | None = None
     if how == resume.AUTO:
@@ -122,8 +123,8 @@ def _plan(run: RunConfig, launch: str | None) -> Plan:
 def opened(run: RunConfig, chosen: Plan, argv: list[str], *, launch: str | None = None) -> Iterator[Plan]:
     """Make the run folder and own it until the end: no second run may write to it.
 
-    Yields the plan as it is once the folder is owned. Checkpoints behind the one that the run goes on from are set
-    aside. `launch` is recorded; see `plan`.
+    Yields the plan as it is once the folder is owned. Checkpoints later than the one that the run goes on from are
+    set aside. `launch` is recorded; see `plan`.
 
     Raises:
         ConfigError: another process owns it, or made it in the meantime.
@@ -171,13 +172,13 @@ def _writing(folder: Path) -> Iterator[None]:
 
 
 def _check_checkpoints(root: Path) -> None:
-    """Find before any rank starts that a folder of checkpoints takes no more of them."""
+    """Refuse a folder of checkpoints that cannot be written, before any rank starts."""
     if root.exists() and not os.access(root, os.W_OK | os.X_OK):
         raise PermissionError(errno.EACCES, f"{root} takes no new files")
 
 
 def refuse_links(folder: Path) -> None:
-    """Refuses a run folder that is a symbolic link or holds one: what is written would land elsewhere.
+    """Refuse a run folder that is a symbolic link or holds one: what is written would land elsewhere.
 
     Raises:
         ConfigError: with the link.
@@ -206,9 +207,10 @@ class _Held:
 
 
 def _claim(folder: Path, patience_s: float) -> _Held | str:
-    """Own a folder, or say which process does. One that a restart has ended is waited for."""
+    """Own a folder, or return in words which process owns it, after waiting `patience_s` for that process to end."""
     folder.mkdir(parents=True, exist_ok=True)
-    path, deadline = folder / LOCK_FILE, time.monotonic() + patience_s
+    path = folder / LOCK_FILE
+    deadline = time.monotonic() + patience_s
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o666)
     while True:
         try:
@@ -279,14 +281,14 @@ def _describe(run: RunConfig, chosen: Plan, argv: list[str], launch: str | None)
 
 
 def _keep(file: Path, name: Path) -> None:
-    """Give a file that is about to be replaced another name too."""
+    """Keep a file that is about to be replaced under another name."""
     if not durable.linked(file, name):
         shutil.copyfile(file, name)
         durable.sync(name)
 
 
 def versions() -> dict[str, str | None]:
-    """Versions of the packages that a run is made of; None of one without metadata."""
+    """Return the versions of the packages that a run is made of; None for a package without metadata."""
     return {name: version_of(name) for name in PACKAGES} | {"megatron-core": engine.version()}
 
 
@@ -314,9 +316,11 @@ def _new_folder(run: RunConfig, launch: str | None) -> Path:
     if run.log.name is not None:
         folder = root / run.log.name
         if _begun(folder):
-            how, by = "latest", ""
+            how = "latest"
+            by = ""
             if launch is not None and run.checkpoint.resume is None:
-                how, by = resume.AUTO, f", begun by {resume.launch_of(folder) or 'hand'} and not by {launch}"
+                how = resume.AUTO
+                by = f", begun by {resume.launch_of(folder) or 'hand'} and not by {launch}"
             fix = f"checkpoint.resume={how}, or log.name={_free_name(folder)}"
             raise _occupied(folder, f"exists already{by}", fix)
         return folder

@@ -1,4 +1,4 @@
-"""Whether the GPUs of this machine can run a configuration, by what their driver says before anything is started."""
+"""Shortages of the GPUs of this machine for a run, from what their driver says before anything is started."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from mtrain.plan.fits import over
 
 @dataclass(frozen=True)
 class Shortage:
-    """Something that a run needs and this machine does not have, or has to be told of."""
+    """Something that a run needs and this machine does not have, or a warning about it."""
 
     text: str
     fix: str = ""
@@ -30,38 +30,39 @@ class Shortage:
     warning: bool = False
 
     def lines(self) -> list[str]:
-        """The shortage as an item of a list, with what to do below."""
+        """Return the shortage as an item of a list, with what to do below it."""
         head = f"[{self.code}] {self.text}" if self.code else self.text
         return [f"  - {head}", *([f"      fix: {self.fix}"] if self.fix else [])]
 
 
 def shortages(run: RunConfig, machine: Machine, here: int, siblings: bool) -> Iterator[Shortage]:
-    """What is wrong with the GPUs for a run that starts `here` ranks on this machine, all at once.
+    """Yield everything that is wrong with the GPUs for a run that starts `here` ranks on this machine.
 
-    `siblings`: a launcher started other ranks beside this process, which may be on their GPUs already.
+    `siblings`: a launcher started other ranks beside this process, which may use their GPUs already.
     """
     if not facts_of(run.cluster.device).counted:
         return
     seen = machine.nvidia
     missing = machine.gpus < here
     if missing:
-        yield Shortage(f"needs {here} GPUs on this machine; here: {number(machine)}", _fewer(machine), "MT051")
+        needs = f"needs {here} GPU{'' if here == 1 else 's'} on this machine; here: {number(machine)}"
+        yield Shortage(needs, _fewer(run, machine), "MT051")
     if seen.fault:
-        yield Shortage(seen.fault, seen.fix, "MT052", warning=not missing)
+        yield Shortage(seen.fault, seen.fix, "MT052", warning=seen.on_purpose and not missing)
     yield from _of_software(seen)
     yield from _of_memory(run, seen, here, siblings)
     yield from _of_another_kind(run, seen)
 
 
 def number(machine: Machine) -> str:
-    """How many GPUs there are, in words."""
+    """Return the number of GPUs in words."""
     if not machine.unusable_gpus:
         return str(machine.gpus)
     return f"{machine.gpus} (and {machine.unusable_gpus} of AMD, which the installed torch is not built for)"
 
 
 def described(run: RunConfig, machine: Machine) -> str:
-    """One line: which GPUs `cluster=local` found, and where its figures are from; empty where it found none."""
+    """Return a line about the GPUs that `cluster=local` found and the source of its figures; empty: it found none."""
     seen = machine.nvidia
     if run.cluster.name != LOCAL or not facts_of(run.cluster.device).counted or not seen.count:
         return ""
@@ -94,13 +95,15 @@ def _driver(seen: Seen) -> str:
     return f", driver {seen.driver.version}" + (f" for CUDA {cuda[0]}.{cuda[1]}" if cuda else "")
 
 
-def _fewer(machine: Machine) -> str:
-    fits = f"a layout of {machine.gpus} ranks, " if machine.gpus else ""
-    return f"{fits}more machines, or cluster=cpu for the cores of this one"
+def _fewer(run: RunConfig, machine: Machine) -> str:
+    ranks = f"{machine.gpus} rank{'' if machine.gpus == 1 else 's'}"
+    fits = f"a layout of {ranks}, more machines" if machine.gpus else "a machine with GPUs"
+    cpu = "cluster.device=cpu" if run.cluster.name == LOCAL else "cluster=cpu"  # the user wrote one of the two
+    return f"{fits}, or {cpu} for the cores of this one"
 
 
 def _of_software(seen: Seen) -> Iterator[Shortage]:
-    """A torch that does not fit the driver, where there is one."""
+    """Yield that torch does not fit the driver, where there is a driver."""
     built = hardware.cuda_of_torch()
     if seen.driver is None or not seen.driver.gpus or built is None:
         return
@@ -108,7 +111,8 @@ def _of_software(seen: Seen) -> Iterator[Shortage]:
         text = f"the installed torch is built without CUDA, and {_named(seen.driver.gpus[0])} needs it"
         yield Shortage(text, "install a torch for CUDA (pytorch.org has the command), or cluster=cpu", "MT055")
         return
-    served, major = seen.driver.cuda, built.partition(".")[0]
+    served = seen.driver.cuda
+    major = built.partition(".")[0]
     # within a major version an older driver serves newer releases of CUDA
     if served is not None and major.isdigit() and served[0] < int(major):
         text = (
@@ -119,7 +123,7 @@ def _of_software(seen: Seen) -> Iterator[Shortage]:
 
 
 def _of_memory(run: RunConfig, seen: Seen, here: int, siblings: bool) -> Iterator[Shortage]:
-    """GPUs whose memory others hold: an error where the state of a rank alone does not fit beside it."""
+    """Yield the GPUs whose memory others hold: an error where not even the state of a rank fits beside it."""
     ranks = run.parallel.ranks or 1
     least = 0 if run.optim.cpu_offload else state_bytes(run) // ranks
     step = over(run, 0)
@@ -128,7 +132,8 @@ def _of_memory(run: RunConfig, seen: Seen, here: int, siblings: bool) -> Iterato
         if not gpu.memory_bytes:
             continue
         others = [pid for pid in gpu.processes if not (siblings and _is_sibling(pid))]
-        free, whole = units.bytes_(gpu.free_bytes), units.bytes_(gpu.memory_bytes)
+        free = units.bytes_(gpu.free_bytes)
+        whole = units.bytes_(gpu.memory_bytes)
         text = f"GPU {index} ({_named(gpu)}) has {free} of {whole} free{_held(others)}"
         fix = "end what holds it, or leave this GPU out by CUDA_VISIBLE_DEVICES"
         if least > gpu.free_bytes:
@@ -142,7 +147,7 @@ def _of_memory(run: RunConfig, seen: Seen, here: int, siblings: bool) -> Iterato
 
 
 def _held(processes: Sequence[int]) -> str:
-    """By whom a GPU is held, in words; the first process, and how many more."""
+    """Return in words which process computes on a GPU, and how many more do; empty: none does."""
     if not processes:
         return ""
     first = f", and process {processes[0]}{_command(processes[0])}"
@@ -150,7 +155,7 @@ def _held(processes: Sequence[int]) -> str:
 
 
 def _of_another_kind(run: RunConfig, seen: Seen) -> Iterator[Shortage]:
-    """GPUs that are not those of the cluster that is named."""
+    """Yield that the GPUs are of another kind than the named cluster has."""
     names = run.cluster.driver_names
     others = sorted({gpu.name for gpu in seen.gpus} - {*names})
     if names and others:
@@ -163,7 +168,7 @@ def _named(gpu: Gpu) -> str:
 
 
 def _is_sibling(pid: int) -> bool:
-    """Whether a process has the same parent as this one, as ranks of one launcher have."""
+    """Return whether a process has the same parent as this one, as the ranks of one launcher have."""
     return _field(pid, "PPid") in (str(os.getppid()), str(os.getpid())) or pid == os.getpid()
 
 
@@ -173,7 +178,7 @@ def _command(pid: int) -> str:
 
 
 def _field(pid: int, name: str) -> str:
-    """A line of what the kernel says of a process; empty where it says nothing."""
+    """Return a field of /proc/PID/status; empty where there is none."""
     with suppress(OSError):
         for line in Path(f"/proc/{pid}/status").read_text(errors="replace").splitlines():
             key, _, value = line.partition(":")

@@ -15,59 +15,59 @@ from mtrain.world.rank_env import End
 
 @dataclass(frozen=True)
 class Job:
-    """What the ranks of a run do, as values that JSON can hold."""
+    """The work of the ranks of a run, as values that JSON can hold."""
 
     name: str
     """A key of `JOBS`."""
     arguments: Mapping[str, Any] = field(default_factory=dict)
 
     def perform(self, run: RunConfig, home: Path, end: End) -> None:
-        """Do it on this rank; `home` is the folder of the run, and `end` ends the process where it hangs."""
+        """Do the work on this rank; `home` is the folder of the run, and `end` ends a process that hangs."""
         JOBS[self.name](run, home, end, **self.arguments)
 
 
 def train_job(run: RunConfig, checkpoint: Path | None, weights: Path | None) -> Job:
-    """Train from a checkpoint, from the weights of one, or from the start."""
+    """Return the job that trains from a checkpoint, from the weights of one, or from the start."""
     places = {"checkpoint": _text(checkpoint), "weights": _text(weights)}
     return Job("train", {**places, "accept_changes": run.checkpoint.accept_changes})
 
 
 def observe_job(*, by_document: bool, resumed: bool, traced: bool) -> Job:
-    """Train a small run and leave what `prove` compares; see `train.prove.observe`."""
+    """Return the job that trains a small run and leaves what `prove` compares; see `train.prove.observe`."""
     return Job("observe", {"by_document": by_document, "resumed": resumed, "traced": traced})
 
 
 def generate_job(checkpoint: Path, tokenizer: Path, request: Request) -> Job:
-    """Print text after the prompts of a request."""
+    """Return the job that prints text after the prompts of a request."""
     places = {"checkpoint": str(checkpoint), "tokenizer": str(tokenizer)}
     return Job("generate", {**places, "request": asdict(request)})
 
 
 def evaluate_job(checkpoint: Path, tokenizer: Path | None, limit: int | None, as_json: bool) -> Job:
-    """Print how well a checkpoint predicts a validation split."""
+    """Return the job that prints how well a checkpoint predicts a validation split."""
     places = {"checkpoint": str(checkpoint), "tokenizer": _text(tokenizer)}
     return Job("evaluate", {**places, "limit": limit, "as_json": as_json})
 
 
 def answer_job(checkpoint: Path, tokenizer: Path, questions: Questions, as_json: bool) -> Job:
-    """Print the results of a checkpoint in tasks."""
+    """Return the job that prints the results of a checkpoint in tasks."""
     places = {"checkpoint": str(checkpoint), "tokenizer": str(tokenizer)}
     return Job("answer", {**places, "questions": asdict(questions), "as_json": as_json})
 
 
 def logits_job(checkpoint: Path, ids: list[int], out: Path) -> Job:
-    """Leave the logits of a checkpoint after some tokens in a file."""
+    """Return the job that writes the logits of a checkpoint for some tokens to a file."""
     return Job("logits", {"checkpoint": str(checkpoint), "ids": ids, "out": str(out)})
 
 
 MASKS = Job("observe_masks")
-"""Train one step and leave what `train.dropped.wrong_masks` reads."""
+"""The job that trains one step and leaves what `train.dropped.wrong_masks` reads."""
 
 
 def _train(
     run: RunConfig, home: Path, end: End, checkpoint: str | None, weights: str | None, accept_changes: bool
 ) -> None:
-    # run.yaml does not record this key: it is about one start of a run.
+    # run.yaml does not record this key, which is about a single start of the run.
     resumed = run.checkpoint.model_copy(update={"accept_changes": accept_changes})
     run = run.model_copy(update={"checkpoint": resumed})
     enter(run, end)
@@ -151,4 +151,4 @@ JOBS: dict[str, Callable[..., None]] = {
     "answer": _answer,
     "logits": _logits,
 }
-"""Name -> what a rank does, given the run, its folder, how the process is ended, and the arguments of the job."""
+"""Name -> the work of a rank, given the run, its folder, the function that ends the process, and the arguments."""

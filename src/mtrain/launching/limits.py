@@ -13,18 +13,18 @@ from mtrain import units
 
 INTERFACES = Path("/sys/class/net")
 FILES_PER_RANK = 100
-"""Descriptors that a rank has open beside one for each peer: data, the log, the store, a checkpoint's files."""
+"""Descriptors that a rank needs beside one for each peer: data, the log, the store, the files of a checkpoint."""
 THREADS_PER_RANK = 32
-"""Threads of a rank at least: torch's, those of each process group, the watchdog's and the data's."""
+"""The least number of threads of a rank: those of torch, of each process group, of the watchdog and of the data."""
 ADDRESSES_PER_RANK = 2 << 30
-"""Bytes of address space below which torch and megatron-core cannot be imported, most of them never touched."""
+"""Bytes of address space that the import of torch and megatron-core takes; most of them are never touched."""
 TRUE = ("1", "y", "yes", "t", "true")
 FALSE = ("0", "n", "no", "f", "false")
 
 
 @dataclass(frozen=True)
 class Limits:
-    """What the shell lets this process have; None: no limit."""
+    """Limits that the shell sets for this process; None: no limit."""
 
     files: int | None = None
     processes: int | None = None
@@ -33,7 +33,7 @@ class Limits:
 
     @classmethod
     def here(cls) -> Limits:
-        """Those of this process."""
+        """Return the limits of this process."""
         return cls(*map(_soft, (resource.RLIMIT_NOFILE, resource.RLIMIT_NPROC, resource.RLIMIT_AS)))
 
 
@@ -46,10 +46,9 @@ def faults(
     on_host: bool = True,
     interfaces: Path = INTERFACES,
 ) -> list[str]:
-    """What is wrong with the environment of `ranks` ranks on this machine, of `world` in all: each with what to do.
+    """Return each fault of the environment of `ranks` ranks on this machine, of `world` in all, with what to do.
 
-    Ranks that are `on_host` talk by gloo, others by NCCL. Only what ends a run is named: a variable that mtrain does
-    not know is none of its business.
+    Ranks `on_host` talk over gloo, others over NCCL. Only faults that would end a run are named.
     """
     found = list(_variables(environ, _CHECKS if on_host else _CHECKS | _CHECKS_OF_NCCL))
     names = sorted(entry.name for entry in interfaces.iterdir()) if interfaces.is_dir() else []
@@ -81,8 +80,12 @@ def _interfaces(environ: Mapping[str, str], here: list[str], on_host: bool) -> I
 
 
 def _nccl_takes(text: str, interface: str) -> bool:
-    """Whether NCCL uses an interface: prefixes with commas between them, `=` for whole names, `^` for all others."""
-    inverted, exact = text.startswith("^"), text.lstrip("^").startswith("=")
+    """Return whether NCCL_SOCKET_IFNAME admits an interface.
+
+    It lists prefixes with commas between them; `=` makes them whole names, and `^` excludes those that it lists.
+    """
+    inverted = text.startswith("^")
+    exact = text.lstrip("^").startswith("=")
     words = [word for word in text.lstrip("^").lstrip("=").split(",") if word]
     named = any(interface == word.split(":")[0] if exact else interface.startswith(word) for word in words)
     return named != inverted
@@ -110,11 +113,8 @@ def _limits(limits: Limits, ranks: int, world: int) -> Iterator[str]:
 
 def _one_of(*words: str, ignore_case: bool = False) -> Callable[[str], str]:
     def check(text: str) -> str:
-        return (
-            ""
-            if (text.upper() if ignore_case else text) in words
-            else f"it is one of {', '.join(words)}; unset it or correct it"
-        )
+        word = text.upper() if ignore_case else text
+        return "" if word in words else f"it is one of {', '.join(words)}; unset it or correct it"
 
     return check
 
@@ -147,7 +147,7 @@ _CHECKS: dict[str, Callable[[str], str]] = {
     "NVTE_FLASH_ATTN": _insisted,
     "NVTE_FUSED_ATTN": _insisted,
 }
-"""What is wrong with the value of a variable, by its name, on which torch, gloo or megatron-core end a run."""
+"""Variable -> a function that returns what is wrong with a value on which torch, gloo or megatron-core end a run."""
 _TRUTHS_OF_NCCL = (
     "TORCH_NCCL_BLOCKING_WAIT",
     "TORCH_NCCL_DUMP_ON_TIMEOUT",
@@ -166,7 +166,7 @@ _CHECKS_OF_NCCL: dict[str, Callable[[str], str]] = {
     "TORCH_NCCL_COORD_CHECK_MILSEC": _number(1),
     **dict.fromkeys(_TRUTHS_OF_NCCL, _truth),
 }
-"""The same of variables that only torch's process groups of NCCL read."""
+"""The same for variables that only torch's NCCL process groups read."""
 
 
 def _soft(kind: int) -> int | None:

@@ -1,7 +1,7 @@
 """Runs on this machine: each verb that needs ranks starts them here, in the environment that torchrun would set.
 
-Where the device allows it, ranks are forked from this process after it has imported torch and megatron-core once: an
-import costs seconds of a core each. On other devices this process imports neither, and each rank is executed.
+Where the device allows it, this process imports torch and megatron-core once, which takes seconds, and ranks are
+forked from it. On other devices this process imports neither, and each rank is executed.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ ADVICE = "go on with checkpoint.resume=latest"
 
 @dataclass(frozen=True)
 class Source:
-    """What text is generated from."""
+    """The checkpoint and the tokenizer that generate text."""
 
     checkpoint: Path
     tokenizer: Path
@@ -103,7 +103,7 @@ def answer(run: RunConfig, source: Source, questions: Questions, as_json: bool) 
 
 
 def logits(run: RunConfig, checkpoint: Path, ids: list[int], out: Path) -> None:
-    """Leave in `out` what `train.assemble.logits` computes of `run`, which is of one rank."""
+    """Write what `train.assemble.logits` computes to `out`; `run` has one rank."""
     warm(run)
     with scratch_folder() as scratch:
         run_ranks(run, scratch, jobs.logits_job(checkpoint, ids, out), environment_of(run))
@@ -128,7 +128,7 @@ def import_for(run: RunConfig) -> None:
 
 
 def environment_of(run: RunConfig, home: Path | None = None) -> dict[str, str]:
-    """What each rank of a local run in `home` begins with, beside its place."""
+    """Return the environment of each rank of a local run in `home`, without the variables of its place."""
     values = without_launcher(os.environ)
     errors = None if home is None else home.absolute() / ERRORS
     place = Place.here(run.parallel.ranks or 1, errors=errors)
@@ -140,7 +140,7 @@ def warm(run: RunConfig) -> None:
     """Import everything a rank needs where ranks are forked from this process, and nothing where they are not."""
     if not may_fork(run):
         return
-    os.environ.update(environment_of(run))  # libraries read it when they are loaded
+    os.environ.update(environment_of(run))  # libraries read it when they are imported
     from mtrain import mcore as adapter
     from mtrain.devices import registry
 
@@ -149,7 +149,7 @@ def warm(run: RunConfig) -> None:
 
 
 def install_reader() -> None:
-    """Import what reads in this process what ranks have left: on the CPU, whatever the device of the ranks was."""
+    """Import what this process needs to read the files of ranks: for the CPU, whatever device the ranks had."""
     from mtrain import mcore as adapter
     from mtrain.devices import registry
 
@@ -163,13 +163,13 @@ def _run(run: RunConfig, home: Path, job: Job) -> None:
 
 
 def _in_scratch(run: RunConfig, job: Job) -> None:
-    """Run `job` on every rank, with no folder of a run."""
+    """Run `job` on every rank, in a temporary folder."""
     with scratch_folder() as scratch:
         _run(run, scratch, job)
 
 
 def _with_products(run: RunConfig, checkpoint: Path | None = None) -> RunConfig:
-    """`run` with the library of its products. A child measures it, if need be: tensor work starts threads."""
+    """Return `run` with the library of its products. A child process measures it, for tensor work starts threads."""
     measured = None if matmul.is_known(run) else Beside("products", run).result()
     return matmul.chosen(run, checkpoint, measured)
 

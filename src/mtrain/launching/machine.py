@@ -1,7 +1,7 @@
-"""One process on each machine, as `srun --ntasks-per-node=1` starts it: it starts the ranks of its machine itself.
+"""One process on each machine, as `srun --ntasks-per-node=1` starts it; it starts the ranks of its machine itself.
 
-The first of them composes the configuration and serves the store of all ranks; the others learn there how many ranks
-are theirs.
+The process of the first machine composes the configuration and serves the store of all ranks; the others learn from
+the store how many ranks to start.
 """
 
 from __future__ import annotations
@@ -32,24 +32,26 @@ from mtrain.world.stacks import ERRORS
 if TYPE_CHECKING:
     from torch.distributed import TCPStore
 
-SHARE, READ = "mtrain/share", "mtrain/share read"
-"""Keys: how many ranks there are or why there are none, and how many machines know it."""
+SHARE = "mtrain/share"
+"""The key of the number of ranks, or of the reason that there are none."""
+READ = "mtrain/share read"
+"""The key of the number of machines that have read it."""
 FAREWELL_S = 5.0
-"""How long the first machine stays for the others to read why it ends."""
+"""Seconds that the first machine stays, so that the others can read why it ends."""
 
 
 def launch(place: Launched, argv: list[str], compose: Callable[[int], RunConfig]) -> int:
     """Start the ranks of this machine and watch them to the end; returns the exit code of the first that failed.
 
-    `compose` gives the configuration, after it was looked at whether a machine can run its share, given the number of
-    machines.
+    `compose`, given the number of machines, returns a configuration whose share this machine can run.
 
     Raises:
         MtrainError: there is no configuration that can be run, or the first machine does not answer.
     """
     if place.rank:
         return _start(place, argv, None, _share(place), None)
-    run, failure = None, None
+    run: RunConfig | None = None
+    failure: MtrainError | None = None
     try:
         run = compose(place.size)
         _divide(run, place.size)
@@ -66,7 +68,7 @@ def launch(place: Launched, argv: list[str], compose: Callable[[int], RunConfig]
 
 
 def _divide(run: RunConfig, machines: int) -> None:
-    """Refuse ranks that cannot be dealt out evenly.
+    """Refuse a number of ranks that does not divide by the number of machines.
 
     Raises:
         BadEnvironment: with both numbers.
@@ -96,7 +98,7 @@ def _serve(place: Launched, run: RunConfig | None, failure: MtrainError | None) 
 
 
 def _share(place: Launched) -> int:
-    """How many ranks there are in all, as the first machine says.
+    """Ask the first machine for the number of all ranks.
 
     Raises:
         BadEnvironment: it does not answer, or has no configuration that can be run.

@@ -19,15 +19,15 @@ from mtrain.errors import MtrainError
 from mtrain.launching.preflight import threads_per_rank
 
 _MEASURED: dict[str, Any] = {}
-"""What this process measured, or was told of by a child, whether or not the cache can be written."""
+"""Results that this process or a child of it measured, whether or not the cache can be written."""
 
 
 def chosen(run: RunConfig, checkpoint: Path | None = None, measured: dict[str, Any] | None = None) -> RunConfig:
-    """`run` with `kernels.cpu_matmul` filled in where it is null: as in the checkpoint, else what is faster here.
+    """Return `run` with `kernels.cpu_matmul` filled in where it is null: from the checkpoint, else the faster one.
 
     A run goes on with the library that it began with, so that it ends bitwise where it would have ended.
-    `measured` is what `measure` returned in another process, as a launcher has it that must not start threads; where
-    it is None and nothing was kept, this process measures.
+    `measured` is what `measure` returned in another process, for a launcher that must not start threads. Where it is
+    None and the cache has nothing, this process measures.
     """
     if run.kernels.cpu_matmul not in (None, "auto") or not _applies(run):
         return run
@@ -38,7 +38,7 @@ def chosen(run: RunConfig, checkpoint: Path | None = None, measured: dict[str, A
 
 
 def reason(run: RunConfig) -> str | None:
-    """Why the library of a run is taken; None where it multiplies in no fp32 on a CPU."""
+    """Return why a run has its library; None where it has no fp32 products on a CPU."""
     word = run.kernels.cpu_matmul
     if word in (None, "auto"):
         return None
@@ -49,12 +49,13 @@ def reason(run: RunConfig) -> str | None:
 
 
 def measure(run: RunConfig) -> dict[str, Any]:
-    """`library` and `onednn_over_blas`, a ratio of rates, as JSON has them: known, or measured now by this process.
+    """Return `library` and `onednn_over_blas`, a ratio of rates: from the cache, or measured now by this process.
 
-    What is measured is kept in the cache where that can be written. It starts threads: a process that is to fork
-    ranks lets a child do it, and gives what that returns to `chosen`.
+    The result is kept in the cache where that can be written. Measuring starts threads, so a process that is to fork
+    ranks leaves it to a child, and hands the result of that to `chosen`.
     """
-    known, key = _known(), _here(run)
+    known = _known()
+    key = _here(run)
     if key not in known:
         import torch
         from mtrain_kernels.linear import faster
@@ -70,12 +71,12 @@ def measure(run: RunConfig) -> dict[str, Any]:
 
 
 def is_known(run: RunConfig) -> bool:
-    """Whether nothing needs to be measured for `run`."""
+    """Return whether nothing has to be measured for `run`."""
     return run.kernels.cpu_matmul not in (None, "auto") or not _applies(run) or _here(run) in _known()
 
 
 def processor() -> str:
-    """This machine's processor, as it names itself."""
+    """Return the name of this machine's processor."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:
@@ -98,7 +99,7 @@ def _file() -> Path | None:
 
 
 def _known() -> dict[str, Any]:
-    """What was measured on this machine, by this process or before."""
+    """Return the results of this machine, measured by this process or before."""
     path = _file()
     try:
         found = json.loads(path.read_text()) if path is not None else {}
@@ -115,7 +116,7 @@ def _is_entry(value: Any) -> bool:
 
 
 def _keep(known: dict[str, Any]) -> None:
-    """Write what is known into the cache; where that is impossible, it is measured again the next time."""
+    """Write the results into the cache; where that is impossible, the next run measures again."""
     path = _file()
     if path is None:
         return

@@ -1,4 +1,4 @@
-"""Whether this machine can run a configuration, asked before anything is started."""
+"""Checks of this machine against a configuration, before anything is started."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from mtrain.config.devices import facts_of
 from mtrain.config.formats import bytes_of
 from mtrain.config.hardware import cpu_cores
 from mtrain.config.paths import program, user_path
-from mtrain.config.resolve import MAX_CPU_RANKS, Machine, resolve
+from mtrain.config.resolve import MAX_CPU_RANKS, Machine, resolve, smallest_world
 from mtrain.config.run import RunConfig
 from mtrain.errors import BadEnvironment, ConfigError, MtrainError, say, warn
 from mtrain.launching import gpus, limits
@@ -45,7 +45,8 @@ def check(
     machine = machine or Machine.here()
     found = shortages(run, machine, ranks_here)
     if any(not shortage.warning for shortage in found):
-        raise BadEnvironment(*_lines(run, machine, found, argv))
+        works = (f"  {' '.join(words)}   ({why})" for words, why in _working(run, machine, argv))
+        raise BadEnvironment(*_refusal(run, machine, found), "what works here:", *works)
     for shortage in found:
         warn(f"[{shortage.code}] {shortage.text}; fix: {shortage.fix}")
     if run.log.progress != "none" and (line := gpus.described(run, machine)):
@@ -54,8 +55,9 @@ def check(
 
 
 def shortages(run: RunConfig, machine: Machine, ranks_here: int | None = None) -> list[Shortage]:
-    """What a run needs and this machine does not have, and warnings; see `check`."""
-    grid, found = RankGrid.of(run), list[Shortage]()
+    """Return what a run needs and this machine does not have, and warnings; see `check`."""
+    grid = RankGrid.of(run)
+    found: list[Shortage] = []
     here = min(grid.world, run.cluster.devices_per_node or 0) if ranks_here is None else ranks_here
     if importlib.util.find_spec("megatron") is None or importlib.util.find_spec("torch") is None:
         found.append(Shortage("needs torch and megatron-core, which are not installed: pip install mtrain"))
@@ -93,15 +95,29 @@ def _cpu_shortages(run: RunConfig, grid: RankGrid, machine: Machine, ranks_here:
     return out
 
 
+def too_few_devices(run: RunConfig, machine: Machine, machines: int) -> list[str]:
+    """Return, as lines, what is wrong with the GPUs of this machine where it has too few; empty: it has enough.
+
+    `run` may break the rules that count devices; its ranks, or the fewest that its layout needs, are to start on so
+    many `machines`.
+    """
+    ranks = max(run.parallel.ranks or 1, smallest_world(run.parallel))
+    here = -(-ranks // machines)
+    if not facts_of(run.cluster.device).counted or machine.gpus >= here:
+        return []
+    whole = run.model_copy(update={"parallel": run.parallel.model_copy(update={"ranks": ranks})})
+    return _refusal(whole, machine, list(gpus.shortages(whole, machine, here, siblings=False)))
+
+
 def _faults(run: RunConfig, ranks: int, world: int) -> list[str]:
-    """What is wrong with the variables and limits that `ranks` ranks of this machine would get."""
+    """Return what is wrong with the variables and limits of `ranks` ranks on this machine."""
     on_host = facts_of(run.cluster.device).on_host
     found = limits.faults(os.environ, limits.Limits.here(), ranks, world=world, on_host=on_host)
     return found + conflicts(environment(run, Place(ranks), os.environ))
 
 
 def _disk_shortages(run: RunConfig) -> list[str]:
-    """A disk that does not hold the weights of one checkpoint."""
+    """Return that the disk has no room for the weights of one checkpoint, where that is so."""
     if run.checkpoint.save_interval is None and not run.checkpoint.save_final:
         return []
     folder = user_path(run.log.runs_dir).absolute()
@@ -116,19 +132,17 @@ def _disk_shortages(run: RunConfig) -> list[str]:
     return [f"needs more than {units.bytes_(needed)} of disk for a checkpoint; free at {place}: {units.bytes_(free)}"]
 
 
-def _lines(run: RunConfig, machine: Machine, found: Sequence[Shortage], argv: Sequence[str]) -> list[str]:
+def _refusal(run: RunConfig, machine: Machine, found: Sequence[Shortage]) -> list[str]:
     seen = f"{machine.cpu_cores} cores, {units.bytes_(machine.memory_bytes)}, {gpus.number(machine)} GPUs"
     return [
         f"{run.model.name} with {RankGrid.of(run)} cannot run here:",
         *(line for shortage in found for line in shortage.lines()),
         f"this machine: {seen}",
-        "what works here:",
-        *(f"  {' '.join(words)}   ({why})" for words, why in _working(run, machine, argv)),
     ]
 
 
 def _working(run: RunConfig, machine: Machine, argv: Sequence[str]) -> Iterator[tuple[list[str], str]]:
-    """The words of commands that this machine was found to run, each with what it does."""
+    """Yield the commands that this machine can run, as words, each with what it does."""
     said = [shlex.join(argv)] if argv else []
     yield [program(), "check", *said], "validate this configuration without running it"
     yield [program(), "show", *said], "see every value and who set it"
@@ -139,7 +153,7 @@ def _working(run: RunConfig, machine: Machine, argv: Sequence[str]) -> Iterator[
 
 
 def _runs(made: Callable[[], RunConfig], machine: Machine) -> bool:
-    """Whether a run can be made, and nothing is found against it."""
+    """Return whether a run can be made and preflight finds no shortage for it."""
     try:
         run = made()
         return not any(not shortage.warning for shortage in shortages(run, machine))
@@ -148,7 +162,7 @@ def _runs(made: Callable[[], RunConfig], machine: Machine) -> bool:
 
 
 def _rehearsed(run: RunConfig, machine: Machine) -> RunConfig:
-    """What `rehearse` would run of a configuration.
+    """Return the run that `rehearse` would make of a configuration.
 
     Raises:
         ConfigError: nothing that keeps the rules is left of it.
@@ -162,7 +176,7 @@ def _rehearsed(run: RunConfig, machine: Machine) -> RunConfig:
 
 
 def _default(machine: Machine) -> RunConfig:
-    """What trains where nothing is said.
+    """Return the run of a command without words.
 
     Raises:
         ConfigError: it breaks a rule on this machine.
@@ -180,5 +194,5 @@ def _refuse(run: RunConfig, raw: RunConfig, again: Callable[[RunConfig], RunConf
 
 
 def threads_per_rank(ranks: int) -> int:
-    """Cores for each of `ranks` processes of this machine, at least one."""
+    """Return the number of cores for each of `ranks` processes on this machine, at least one."""
     return max(1, cpu_cores() // ranks)

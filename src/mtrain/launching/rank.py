@@ -1,6 +1,6 @@
 """One rank of a run folder, in an interpreter of its own: `python -m mtrain.launching.rank RUN_FOLDER`.
 
-The launcher's environment says which rank it is. The configuration is that of `run.yaml`: nothing is composed again.
+The environment says which rank it is. The configuration is read from `run.yaml`, and nothing is composed again.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from mtrain.world.stacks import ERRORS
 
 
 def perform(home: Path, errors: Path, rank: int) -> None:
-    """Do on this rank what the start file of `home` says.
+    """Do the job of the start file in `home` on this rank.
 
     Raises:
         BadEnvironment: there is no start file, `run.yaml` is not the one that it was written for, or a variable that
@@ -55,7 +55,8 @@ def main(words: list[str]) -> None:
     parent = os.environ.pop(PARENT, "")
     if parent.isdigit():
         die_with(int(parent))
-    home, text = Path(words[0]), os.environ.get("RANK", "0")
+    home = Path(words[0])
+    text = os.environ.get("RANK", "0")
     rank = int(text) if text.isdigit() else 0
     errors = home / ERRORS
     code = run_rank(lambda: perform(home, errors, rank), errors, rank)

@@ -1,4 +1,4 @@
-"""The choice of what a run goes on from: a run folder and its newest checkpoint, and what may differ from it."""
+"""The run folder and checkpoint that a run goes on from, and the differences that are allowed."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from mtrain.errors import ConfigError, CorruptData, Problem, show
 from mtrain.launching.changes import differences_of, without_adapters
 
 AUTO = "auto"
-"""`checkpoint.resume`: begin a run or go on with it, whichever applies."""
+"""The value of `checkpoint.resume` that begins a run or goes on with it, whichever applies."""
 
 
 def same_start(run: RunConfig, launch: str | None, begun: Callable[[Path], bool]) -> Path | None:
-    """The run folder that the same command has begun before; None: it has not, so that a new one is due.
+    """Return the run folder that the same command began before; None: it began none, so a new one is due.
 
-    With `log.name` it is the folder of that name, which the same launch has begun unless `checkpoint.resume=auto` is
-    said. Without, it is the newest run of the same launch and configuration.
+    With `log.name` it is the folder of that name, if the same launch began it or `checkpoint.resume=auto` asks for
+    it. Without, it is the newest run of the same launch and configuration.
     """
     root = Path(run.log.runs_dir).expanduser()
     if run.log.name is not None:
@@ -39,7 +39,7 @@ def same_start(run: RunConfig, launch: str | None, begun: Callable[[Path], bool]
 
 
 def launch_of(folder: Path) -> str | None:
-    """What started the run of a folder, as its env.json says; None: nobody but a user, or it is not known."""
+    """Return the launch that started the run of a folder, from its env.json; None: a user did, or it is not known."""
     try:
         found = json.loads((folder / ENVIRONMENT).read_text())["launch"]
     except (OSError, ValueError, KeyError, TypeError):
@@ -55,7 +55,7 @@ def _is_same(run: RunConfig, folder: Path) -> bool:
 
 
 def _differs_nowhere(run: RunConfig, other: RunConfig) -> bool:
-    """Whether two runs compute the same; a library of products that nobody named is that of the run before."""
+    """Return whether two runs compute the same; a library of products that nobody named is that of `other`."""
     if run.kernels.cpu_matmul in (None, "auto"):
         kernels = run.kernels.model_copy(update={"cpu_matmul": other.kernels.cpu_matmul})
         run = run.model_copy(update={"kernels": kernels})
@@ -63,7 +63,7 @@ def _differs_nowhere(run: RunConfig, other: RunConfig) -> bool:
 
 
 def latest(run: RunConfig, notes: list[str]) -> tuple[Path, Path | None]:
-    """The newest run of this configuration; failing that, the newest whose checkpoints this model can continue."""
+    """Return the newest run of this configuration, else the newest whose checkpoints this model can continue."""
     root = Path(run.log.runs_dir).expanduser()
     names = [root / run.log.name] if run.log.name else sorted(root.glob("*"), key=_age, reverse=True)
     runs: list[tuple[Path, RunConfig]] = []
@@ -93,7 +93,7 @@ def _age(folder: Path) -> float:
 
 
 def named(run: RunConfig, notes: list[str]) -> tuple[Path | None, Path | None]:
-    """The run folder (None: a new one) and the checkpoint that `checkpoint.resume` names."""
+    """Return the run folder (None: a new one) and the checkpoint that `checkpoint.resume` names."""
     given = run.checkpoint.resume
     assert given is not None
     path = Path(given).expanduser()
@@ -113,7 +113,7 @@ def named(run: RunConfig, notes: list[str]) -> tuple[Path | None, Path | None]:
 
 
 def newest(folder: Path, notes: list[str]) -> Path | None:
-    """The newest committed checkpoint of a run; None: it was stopped before the first, and starts again."""
+    """Return the newest committed checkpoint of a run; None: it stopped before the first, and starts again."""
     root = folder / CHECKPOINTS
     saved = ckpt_folder.committed(root)
     broken = [p for p in ckpt_folder.folders(root) if p not in saved and (not saved or p.name > saved[-1].name)]
@@ -124,7 +124,7 @@ def newest(folder: Path, notes: list[str]) -> Path | None:
 
 
 def weights_of(run: RunConfig) -> Path | None:
-    """What a new run begins with: the newest checkpoint of the folder that is named, or a Hugging Face folder.
+    """Return the source of a new run's weights: the newest checkpoint of the named folder, or a Hugging Face folder.
 
     Raises:
         ConfigError: it has no checkpoint, or its model is another one.

@@ -1,4 +1,4 @@
-"""Signals that ask a run to stop, and what a launcher does with them before and after its ranks are there."""
+"""Signals that ask a run to stop, and how a launcher handles them before and after its ranks exist."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from typing import Any
 from mtrain.errors import Preempted
 
 STOPS = frozenset({signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2})
-"""Ctrl-C, a scheduler's end, a terminal that is closed, and the warnings of SLURM's `--signal`."""
+"""Ctrl-C, the end that a scheduler sends, a closed terminal, and the warnings of SLURM's `--signal`."""
 
 
 class Stopped(KeyboardInterrupt):
-    """A stop was asked while no rank could save anything: what was made for the command is removed on the way out."""
+    """A request to stop while no rank can save anything: what the command has made is removed on the way out."""
 
     exit_code = Preempted.exit_code
 
@@ -45,7 +45,7 @@ def stoppable() -> Iterator[None]:
 
 @contextmanager
 def held_back() -> Iterator[None]:
-    """Let requests to stop wait until the block is over."""
+    """Delay requests to stop until the block is over."""
     before = signal.pthread_sigmask(signal.SIG_BLOCK, STOPS)
     try:
         yield
@@ -57,7 +57,7 @@ def held_back() -> Iterator[None]:
 def scratch_folder(prefix: str = "mtrain-") -> Iterator[Path]:
     """Make a temporary folder, and remove it on the way out.
 
-    No stop leaves it behind: one that is asked while the folder is made or removed waits for that.
+    No stop leaves it behind: a request that arrives while the folder is made or removed waits.
     """
     before = signal.pthread_sigmask(signal.SIG_BLOCK, STOPS)
     try:
@@ -72,11 +72,11 @@ def scratch_folder(prefix: str = "mtrain-") -> Iterator[Path]:
 
 
 def replace(handler: Any, numbers: frozenset[signal.Signals] = STOPS) -> dict[int, Any]:
-    """Install a handler for the signals that are not ignored; returns the handlers before, for `restore`."""
+    """Install a handler for the signals that are not ignored; return the handlers before it, for `restore`."""
     replaced: dict[int, Any] = {}
     for number in numbers:
         before = signal.getsignal(number)
-        # SIGINT is ignored in a background job of a shell, where the command still forwards what it is sent.
+        # A shell ignores SIGINT in its background jobs, and a launcher there still forwards one that it is sent.
         ours = before is not signal.SIG_IGN or number == signal.SIGINT
         if ours and before is not None:  # a handler that was not installed from Python cannot be put back
             replaced[number] = before
@@ -85,10 +85,10 @@ def replace(handler: Any, numbers: frozenset[signal.Signals] = STOPS) -> dict[in
 
 
 def forget() -> None:
-    """Let this process, which was forked from a launcher, end by the signals that the launcher handles.
+    """Give up the launcher's signal handlers in a process that was forked from it, so that signals end the process.
 
-    As after an exec, a signal that is ignored stays ignored; but a launcher stops its processes with SIGTERM. Ctrl-C
-    is for the launcher alone, which forwards it.
+    As after an exec, an ignored signal stays ignored, except SIGTERM, with which the launcher stops its processes.
+    Ctrl-C is for the launcher alone, which forwards it.
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     for number in STOPS - {signal.SIGINT}:

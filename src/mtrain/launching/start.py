@@ -1,7 +1,7 @@
-"""How the processes of a local run begin: forked where the device allows it, executed everywhere else.
+"""The start of the processes of a local run: forked where the device allows it, executed everywhere else.
 
-The launching process asks no driver for anything: a driver that was asked once does not work in a process that is
-forked afterwards, and it holds memory of a device that belongs to the ranks.
+The launching process never calls a driver: a driver that was called once does not work in a process that is forked
+afterwards, and it would hold memory of a device that belongs to the ranks.
 """
 
 from __future__ import annotations
@@ -34,21 +34,21 @@ from mtrain.world.stacks import ERRORS
 HOST = "127.0.0.1"
 BACKLOG = 2048
 START_FILE = "start.json"
-"""Beside `run.yaml`: what the ranks of the folder do, and the digest of the configuration that they do it with."""
+"""The file beside `run.yaml` with the job of the ranks, and the digest of the configuration that it is for."""
 PARENT = "MTRAIN_LAUNCHER_PID"
-"""The process that a rank ends with."""
+"""The variable that holds the id of the launcher; a rank ends when that process ends."""
 OF_A_LAUNCHER = (
     *("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE"),
     *("ROLE_RANK", "ROLE_WORLD_SIZE", "ROLE_NAME", "MASTER_ADDR", "MASTER_PORT", LISTEN_FD),
 )
-"""Variables that say which rank a process is."""
+"""Variables by which a launcher tells a process its rank and how to find the others."""
 
 
 def run_ranks(run: RunConfig, home: Path, job: Job, environment: Mapping[str, str], advice: str = "") -> None:
     """Start one process per rank, each with `job`, and watch them to the end.
 
-    `home` gets what an executed rank reads, and how ranks failed; `environment` is what a rank begins with; `advice`
-    goes with a failure.
+    Files that executed ranks read, and the records of failed ranks, go to `home`. `environment` is that of each rank
+    without its place; `advice` is added to the text of a failure.
 
     Raises:
         MtrainError: what the first failing rank ended with.
@@ -65,7 +65,7 @@ def run_ranks(run: RunConfig, home: Path, job: Job, environment: Mapping[str, st
     with _listening() as listener:
         port = listener.getsockname()[1]
         frozen = gc.get_freeze_count()
-        gc.freeze()  # no rank looks through it for garbage, which would copy it
+        gc.freeze()  # a collection in a forked rank would copy every page that it looks through
 
         def start(rank: int) -> int:
             place = placed(rank, ranks, HOST, port)
@@ -76,24 +76,24 @@ def run_ranks(run: RunConfig, home: Path, job: Job, environment: Mapping[str, st
         try:
             supervisor.start(start, ranks)
         finally:
-            if not frozen:  # by whoever keeps more than this run
+            if not frozen:  # else a caller froze before, and unfreezes itself
                 gc.unfreeze()
     supervisor.wait()
 
 
 def may_fork(run: RunConfig) -> bool:
-    """Whether processes that are forked from this one can work on the run's device.
+    """Return whether processes forked from this one can work on the run's device.
 
-    The device has to survive it, and so has what this process has done before: see `has_threads`.
+    The device has to survive a fork, and this process may have no threads: see `has_threads`.
     """
     return facts_of(run.cluster.device).fork_safe and not has_threads()
 
 
 def has_threads() -> bool:
-    """Whether this process has threads that a process forked from it would wait for, for ever.
+    """Return whether this process has threads for which a process forked from it would wait for ever.
 
     They are threads of Python, and the pool that torch starts with its first large product, unless it works with one
-    thread. The pool of the BLAS that numpy starts survives a fork; it has at most a thread for each core.
+    thread. The pool of numpy's BLAS survives a fork; it has at most one thread for each core.
     """
     python_threads = [t for t in threading.enumerate() if not isinstance(t, threading._DummyThread)]
     if len(python_threads) > 1:
@@ -110,7 +110,7 @@ def has_threads() -> bool:
 
 
 def placed(rank: int, size: int, host: str, port: int, first: int = 0, here: int | None = None) -> dict[str, str]:
-    """The variables of a rank, of `here` ranks on this machine that begin with number `first`; None: all are here."""
+    """Return the variables of a rank. This machine has `here` ranks from number `first` on; None: it has them all."""
     return {
         "RANK": str(rank),
         "LOCAL_RANK": str(rank - first),
@@ -122,7 +122,7 @@ def placed(rank: int, size: int, host: str, port: int, first: int = 0, here: int
 
 
 def without_launcher(environment: Mapping[str, str]) -> dict[str, str]:
-    """An environment in which no other launcher says which rank a process is, or who serves a store."""
+    """Return an environment without the variables by which another launcher places a process and serves a store."""
     return {
         name: value
         for name, value in environment.items()
@@ -131,20 +131,20 @@ def without_launcher(environment: Mapping[str, str]) -> dict[str, str]:
 
 
 def python(module: str, *words: str) -> list[str]:
-    """The command that runs a module in a new interpreter; the working folder is no place of modules."""
+    """Return the command that runs a module in a new interpreter, which imports nothing from the working folder."""
     return [sys.executable, "-P", "-m", module, *words]
 
 
 def importable(environment: Mapping[str, str]) -> dict[str, str]:
-    """`environment`, in which a new interpreter finds the modules that this one finds."""
+    """Return `environment` with a PYTHONPATH by which a new interpreter finds the modules that this one finds."""
     return {**environment, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
 
 
 def execute(command: list[str], environment: Mapping[str, str], *inherited: int) -> int:
-    """Start a command that inherits some descriptors; returns the process id.
+    """Start a command that inherits some descriptors; return the process id.
 
-    The process is the first of a group of its own: a terminal's Ctrl-C reaches the launcher alone, which forwards it.
-    What the launcher ignores, as SIGHUP under nohup, the process ignores too; but it is stopped by SIGTERM.
+    The process leads a group of its own: a terminal's Ctrl-C reaches the launcher alone, which forwards it. Signals
+    that the launcher ignores, as SIGHUP under nohup, the process ignores too, except SIGTERM.
 
     Raises:
         OSError: no process can be started.
@@ -159,13 +159,13 @@ def execute(command: list[str], environment: Mapping[str, str], *inherited: int)
 
 
 def fork(work: Callable[[], int]) -> int:
-    """Fork a process that ends with the exit code that `work` returns, or with this process; returns its id.
+    """Fork a process that exits with what `work` returns, and ends when this process ends; return its id.
 
     Raises:
         OSError: no process can be started.
     """
     parent = os.getpid()
-    with signals.held_back():  # one that comes before the handlers of this process are forgotten would be lost
+    with signals.held_back():  # a signal that came before `forget` would run the launcher's handler, and be lost
         pid = os.fork()
         if pid == 0:
             signals.forget()
@@ -190,10 +190,10 @@ def _describe(run: RunConfig, home: Path, job: Job) -> None:
 
 
 def read_start(home: Path) -> tuple[Job, str]:
-    """What the ranks of a folder do, and the digest of the configuration that they do it with.
+    """Return the job of the ranks of a folder, and the digest of the configuration that it is for.
 
     Raises:
-        BadEnvironment: the folder has no such file: it is not shared by all machines, or no launcher made it.
+        BadEnvironment: there is no start file: the folder is not shared by all machines, or no launcher made it.
     """
     path = home / START_FILE
     try:

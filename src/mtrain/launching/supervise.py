@@ -20,26 +20,26 @@ from mtrain.launching import signals
 from mtrain.launching.worker import record_name, revive
 
 GRACE_S = 0.5
-"""After a first death, how long its peers may take to record what they saw."""
+"""Seconds that the peers of the first rank that ended have to record what they saw."""
 END_S = 3.0
-"""After SIGTERM, how long a rank may take before SIGKILL."""
+"""Seconds that a rank has between SIGTERM and SIGKILL."""
 
 
 @dataclass
 class Ended:
-    """How a rank's process ended."""
+    """The end of a rank's process."""
 
     rank: int
     status: int
 
     @property
     def signal(self) -> int | None:
-        """The signal that ended it, if one did."""
+        """The signal that ended it; None: it exited."""
         return os.WTERMSIG(self.status) if os.WIFSIGNALED(self.status) else None
 
     @property
     def code(self) -> int:
-        """Its exit code, 128 + signal for a signal."""
+        """The exit code; 128 + the number of a signal."""
         return 128 + self.signal if self.signal is not None else os.WEXITSTATUS(self.status)
 
 

@@ -1,4 +1,4 @@
-"""Being one rank of a launcher that is not ours: torchrun, srun, mpirun, or whatever sets their variables.
+"""The part of one rank under another launcher: torchrun, srun, mpirun, or whatever sets their variables.
 
 Rank 0 composes and validates the configuration and offers it over the store; the other ranks read it there.
 """
@@ -26,16 +26,17 @@ from mtrain.world import launchers
 from mtrain.world.rank_env import LAUNCHER
 
 SEEN_S = 30.0
-"""How long a file that rank 0 wrote may take to be seen on another machine of a shared filesystem."""
+"""Seconds until another machine of a shared filesystem has to see a file that rank 0 wrote."""
 RUN_GIVEN = "MTRAIN_RUN"
-"""The file of the configuration that the launcher of a machine has composed for rank 0."""
+"""The variable that names the file with the configuration, where the launcher of a machine composed it for rank 0."""
 
 
 def here() -> launchers.Launched | None:
-    """The launcher's process that this one is, whose place is put into torchrun's variables.
+    """Return the place that a launcher gave this process, after setting torchrun's variables to it.
 
     Raises:
-        BadEnvironment: it is one of several, and not told how they find each other, or variables contradict.
+        BadEnvironment: it is one of several processes that were not told how to find each other, or variables
+            contradict each other.
     """
     found = launchers.launched(os.environ)
     if found is not None and found.launcher != "torchrun" and not found.one_a_machine:
@@ -44,9 +45,9 @@ def here() -> launchers.Launched | None:
 
 
 def stray() -> str:
-    """What to warn of where a number of processes, or of this one, is set and goes unused; empty where none is.
+    """Return a warning where only one of RANK and WORLD_SIZE is set, and is therefore unused; else an empty text.
 
-    Schedulers set some of a launcher's variables, or a user does for a job: a run here starts its own ranks then.
+    A scheduler, or a user for a job, sets some of a launcher's variables: the run starts its own ranks then.
     """
     here = {name: os.environ[name] for name in ("RANK", "WORLD_SIZE") if os.environ.get(name)}
     if len(here) != 1 or here.get("WORLD_SIZE") == "1":
@@ -57,10 +58,10 @@ def stray() -> str:
 
 
 def agreed(argv: Sequence[str], compose: Callable[[], RunConfig]) -> RunConfig:
-    """The configuration of all ranks: composed by rank 0 alone, and read from its offer by the others.
+    """Return the configuration of all ranks: rank 0 alone composes it, and the others read its offer.
 
-    A rank that was called with other words, or as one of another number of ranks, composes for itself, so that the
-    ranks can name each thing that differs.
+    A rank that was called with other words, or with another number of ranks, composes for itself, so that the ranks
+    can name each difference.
 
     Raises:
         MtrainError: the configuration is refused, or rank 0 says that its own is.
@@ -87,10 +88,10 @@ def agreed(argv: Sequence[str], compose: Callable[[], RunConfig]) -> RunConfig:
 
 
 def train(run: RunConfig, argv: list[str]) -> int:
-    """Train as the rank that the environment says; returns the exit code.
+    """Train as the rank that the environment names; return the exit code.
 
-    Rank 0 makes the run folder and tells the others. The process ends at once after a failure, so that no
-    destructor waits for a rank that is gone.
+    Rank 0 makes the run folder and tells the others. After a failure the process ends at once, so that no destructor
+    waits for a rank that is gone.
     """
     run = folder.anchored(run)
     enter(run, _end)
@@ -135,7 +136,7 @@ def train(run: RunConfig, argv: list[str]) -> int:
 
 
 def _join_timeout_s(argv: Sequence[str]) -> float:
-    """How long rank 0 is waited for before there is a configuration: as the words say, else as is usual."""
+    """Return the seconds to wait for rank 0 while there is no configuration: from `argv`, else the default."""
     key = "trainer.join_timeout_s="
     said = next((word.removeprefix(key) for word in reversed(argv) if word.startswith(key)), "")
     try:
@@ -147,8 +148,9 @@ def _join_timeout_s(argv: Sequence[str]) -> float:
 
 
 def _unseen(home: Path, digest: str) -> str:
-    """Why this machine does not see the run folder that rank 0 made; empty where it does."""
-    path, deadline = home / RUN_FILE, time.monotonic() + SEEN_S
+    """Return why this machine does not see the run folder that rank 0 made; empty where it does."""
+    path = home / RUN_FILE
+    deadline = time.monotonic() + SEEN_S
     while True:
         try:
             if read_run_file(path).digest() == digest:
@@ -166,21 +168,21 @@ def _unseen(home: Path, digest: str) -> str:
 
 
 def _end(error: MtrainError, speaks: bool) -> None:
-    """End this process from any thread; one rank of each machine says why, past whatever holds Python's stderr."""
+    """End this process from any thread; one rank of each machine says why, past locks that may hold sys.stderr."""
     if speaks or is_first_here():
         os.write(2, f"rank {rank()}: {error}\n".encode())
     os._exit(error.exit_code)
 
 
 def tell_others(error: BaseException) -> bool:
-    """Tell the ranks that wait for this one why it ends; returns whether they know."""
+    """Tell the ranks that wait for this one why it ends; return whether they know."""
     from mtrain.world import join
 
     return join.give_up(error)
 
 
 def is_for_this_rank(error: BaseException, *, known: bool) -> bool:
-    """Whether this rank prints an error: what all ranks know, one rank of each machine says."""
+    """Return whether this rank prints an error: one that all ranks know is printed by one rank of each machine."""
     from mtrain.world.rank_info import Refused
 
     shared = known and (isinstance(error, ConfigError | BadEnvironment) or getattr(error, "shared", False))
@@ -188,12 +190,12 @@ def is_for_this_rank(error: BaseException, *, known: bool) -> bool:
 
 
 def is_first_here() -> bool:
-    """Whether this is the first rank of its machine, or rank 0."""
+    """Return whether this is the first rank of its machine, or rank 0."""
     return rank() == "0" or os.environ.get("LOCAL_RANK", "0") == "0"
 
 
 def ranks_here() -> int:
-    """How many ranks the launcher started on this machine; 1 where it does not say."""
+    """Return the number of ranks that the launcher started on this machine; 1 where it does not say."""
     text = os.environ.get("LOCAL_WORLD_SIZE", "")
     return max(1, int(text)) if text.isdigit() else 1
 
@@ -219,5 +221,5 @@ def _decide(run: RunConfig, argv: list[str], stack: ExitStack) -> str:
 
 
 def rank() -> str:
-    """This process's rank, as the launcher wrote it."""
+    """Return the rank of this process, as the launcher wrote it."""
     return os.environ["RANK"]

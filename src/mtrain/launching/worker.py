@@ -1,4 +1,4 @@
-"""One rank's process: run the job, and leave a record of how it failed."""
+"""The process of one rank: it runs the job, and leaves a record of a failure."""
 
 from __future__ import annotations
 
@@ -30,9 +30,9 @@ from mtrain.world.rank_env import End, RankEnv
 
 
 def enter(run: RunConfig, end: End) -> None:
-    """Make this rank known to the others, then import what takes seconds: megatron-core, for the run's device.
+    """Announce this rank to the others, then import megatron-core for the run's device, which takes seconds.
 
-    `end` ends the process where the others refuse it meanwhile.
+    `end` ends the process if the others refuse it meanwhile.
 
     Raises:
         BadEnvironment: a variable of the user makes the run another.
@@ -48,7 +48,7 @@ def enter(run: RunConfig, end: End) -> None:
 
 
 def ready_environment(run: RunConfig) -> None:
-    """Set what the launcher has not set, as one that is not ours does not; libraries read most of it when they start.
+    """Set the variables that the launcher has not set, before a library that reads them is imported.
 
     Raises:
         BadEnvironment: a variable of the user makes the run another.
@@ -61,18 +61,18 @@ def ready_environment(run: RunConfig) -> None:
 
 
 def place_here() -> Place:
-    """Where this rank is, as its launcher says."""
+    """Return the place of this rank, as its launcher says."""
     env = RankEnv.here()
     return Place.here(env.local_size, alone=env.size == env.local_size)
 
 
 def record_name(rank: int) -> str:
-    """Name of the file that holds how a rank failed."""
+    """Return the name of the file that records the failure of a rank."""
     return f"rank_{rank:05d}.json"
 
 
 def run_rank(job: Callable[[], None], errors: Path, rank: int) -> int:
-    """Run `job`; returns the exit code, after writing what went wrong to `errors`."""
+    """Run `job`; return the exit code, after writing what went wrong to `errors`."""
     try:
         job()
     except Preempted as stop:
@@ -85,7 +85,7 @@ def run_rank(job: Callable[[], None], errors: Path, rank: int) -> int:
 
 
 def record(error: BaseException, errors: Path, rank: int) -> None:
-    """Write how this rank failed, for the launcher to tell cause from consequence."""
+    """Write how this rank failed, so that the launcher can tell the cause from its consequences."""
     body = describe(error) | {
         "rank": rank,
         "time": time.monotonic(),
@@ -102,13 +102,13 @@ def record(error: BaseException, errors: Path, rank: int) -> None:
 
 
 def end(error: MtrainError, errors: Path, rank: int) -> None:
-    """End this process from any thread, leaving a record; its main thread may hang, and hold any lock of Python's."""
+    """End this process from any thread, leaving a record; its main thread may hang and hold locks of Python."""
     record(error, errors, rank)
     os._exit(error.exit_code)
 
 
 def revive(body: dict[str, Any], prefix: str = "") -> MtrainError:
-    """The error that `describe` described; one that mtrain did not raise on purpose is a training fault."""
+    """Return the error that `describe` described; one that mtrain did not raise on purpose is a training fault."""
     if body["kind"] == "ConfigError":
         related = ([Related(**key) for key in p["related"]] for p in body["problems"])
         return ConfigError(

@@ -21,7 +21,7 @@ import torch.distributed as dist
 from mtrain.world.stall import UNKNOWN, Calls
 
 PIPE = "TORCH_NCCL_DEBUG_INFO_PIPE_FILE"
-"""Names the pipes, up to the rank, on which a thread of torch's waits to be asked for a dump."""
+"""The variable that names the pipes, up to the rank, on which a thread of torch waits for a request to dump."""
 
 
 @dataclass(frozen=True)
@@ -37,9 +37,9 @@ class Group:
 
 
 def of_entries(text: str | bytes) -> dict[str, Calls]:
-    """Calls by name of the process group, from a dump with its entries.
+    """Return the calls by name of the process group, from a dump with its entries.
 
-    Transfers between two ranks are left out: each rank has numbers of its own for them.
+    Transfers between two ranks are left out, because each rank numbers them on its own.
     """
     calls: dict[str, Calls] = {}
     for entry in json.loads(text).get("entries", ()):
@@ -62,10 +62,10 @@ def of_entries(text: str | bytes) -> dict[str, Calls]:
 
 
 def of_status(text: str | bytes, groups: Iterable[Group]) -> dict[str, Calls]:
-    """Calls by name of the process group, from the status in a dump, which needs no entries.
+    """Return the calls by name of the process group, from the status in a dump, which needs no entries.
 
-    The status counts transfers between two ranks among the collectives; of a group where it disagrees with the number
-    of collectives, only that number is taken.
+    The status counts transfers between two ranks as collectives. Where it disagrees with a group's own number of
+    collectives, only that number is used.
     """
     status: Mapping[str, Mapping[str, Any]] = json.loads(text).get("pg_status", {})
     calls = {}
@@ -85,17 +85,18 @@ class Recorder:
     def __init__(self, device: torch.device, rank: int) -> None:
         from torch._C import _distributed_c10d as c10d
 
-        self.device, self.rank = device, rank
+        self.device = device
+        self.rank = rank
         self.of_nccl, self.of_others = (
             getattr(c10d, name, None) for name in ("_dump_nccl_trace_json", "_dump_fr_trace_json")
         )
         self.known: dict[str, Calls] = {}
 
     def calls(self) -> dict[str, Calls]:
-        """Calls by name of the process group; empty where nothing is recorded.
+        """Return the calls by name of the process group; empty where nothing is recorded.
 
-        The entries of NCCL's recorder are not asked for: that queries events of the device while Python's lock is
-        held, and a device that hangs may not answer.
+        NCCL's recorder is not asked for its entries: that would query events of the device while it holds Python's
+        lock, and a device that hangs may not answer.
         """
         with suppress(RuntimeError, ValueError, KeyError, TypeError):  # no reading may end the thread that watches
             groups = list(self._groups())
@@ -107,7 +108,7 @@ class Recorder:
         return self.known
 
     def write(self, path: Path) -> None:
-        """Write what is recorded to `path`; NCCL's goes where TORCH_FR_DUMP_TEMP_FILE says, by torch's own thread."""
+        """Write the record to `path`; torch's own thread writes that of NCCL to TORCH_FR_DUMP_TEMP_FILE."""
         with suppress(OSError, RuntimeError):
             prefix = os.environ.get(PIPE)
             if prefix and Path(f"{prefix}{self.rank}.pipe").is_fifo():
@@ -124,7 +125,7 @@ class Recorder:
                 Path(f"{prefix}{self.rank}.pipe").unlink()
 
     def _groups(self) -> Iterable[Group]:
-        """The process groups of NCCL that this rank is in."""
+        """Yield the process groups of NCCL that this rank is in."""
         for group in list(dist.distributed_c10d._world.pg_map):
             with suppress(RuntimeError):
                 uid = getattr(group._get_backend(self.device), "uid", None)

@@ -21,7 +21,7 @@ class Heartbeat:
         self.step = 0
         """The step that was begun last, from 1; 0: none yet."""
         self.waits = 0
-        """How many calls the main thread is in that wait for other ranks, or for a device that waits for them."""
+        """The number of nested calls in which the main thread waits for other ranks or for the device."""
 
     @property
     def place(self) -> str:
@@ -51,7 +51,7 @@ def tick() -> None:
 
 @contextmanager
 def waiting() -> Iterator[None]:
-    """Note that the main thread waits inside: for other ranks, or for the device, which may wait for them."""
+    """Note that the main thread waits in this block: for other ranks, or for the device, which may wait for them."""
     heartbeat.waits += 1
     try:
         yield

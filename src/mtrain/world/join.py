@@ -50,19 +50,21 @@ class JoinAttempt:
     """One attempt of this process to join the others."""
 
     def __init__(self, env: RankEnv, join_timeout_s: float, end: End | None = None) -> None:
-        """Reach the store, in a thread; this rank is a member of the world once it is presented."""
-        self.env, self.join_timeout_s, self.end = env, join_timeout_s, end
+        """Reach the store, in a thread; the others see this rank once `present` has described it."""
+        self.env = env
+        self.join_timeout_s = join_timeout_s
+        self.end = end
         self.info: RankInfo | None = None
-        """What this rank says of itself; None: it is not known yet what it is to run."""
+        """The description that the others see; None: this rank does not know yet what to run."""
         self.config: dict[str, Any] = {}
         self.offer: Offer | None = None
-        """What rank 0 runs: of this process where it is rank 0, else what was read."""
+        """The offer of rank 0: made by this process where it is rank 0, else read from the store."""
         self.offered = threading.Event()
-        """The offer of rank 0 is here, or is waited for no longer."""
+        """Set once the offer of rank 0 is here, or this rank no longer waits for it."""
         self.busy = False
-        """Whether this rank works for all before it is ready, so that the others wait for it."""
+        """True while this rank works for all ranks before it is ready, so that they wait for it."""
         self.pause_s = max(0.02, env.size / 2_000)
-        """Between two looks: thousands of ranks must not keep the store busy with asking."""
+        """The pause between two looks: the questions of thousands of ranks must not swamp the store."""
         self.begun_at = time.monotonic()
         self.ready = threading.Event()
         self.ready_at = float("inf")
@@ -80,14 +82,15 @@ class JoinAttempt:
     def present(
         self, info: RankInfo, config: dict[str, Any], join_timeout_s: float, offer: Offer | None = None
     ) -> None:
-        """Say what this rank runs; `offer` is what rank 0 gives to ranks that have no configuration yet."""
-        self.config, self.join_timeout_s = config, join_timeout_s
+        """Describe this rank to the others. By `offer`, rank 0 gives its configuration to ranks that have none."""
+        self.config = config
+        self.join_timeout_s = join_timeout_s
         if offer is not None:
             self.offer = offer
         self.info = info
 
     def read_offer(self) -> Offer | None:
-        """What rank 0 runs; None: it was not heard of within the join timeout.
+        """Wait for the offer of rank 0; None: it did not come in time, so this rank composes for itself.
 
         Raises:
             Refused: the store did not answer, or the ranks were refused meanwhile.
@@ -102,7 +105,7 @@ class JoinAttempt:
         return self.offer
 
     def _settled_early(self) -> Offer | None:
-        """Raise why the ranks were refused before this one knew what to run."""
+        """Raise the reason why the ranks were refused before this one knew what to run."""
         refused = self._refusal(self.outcome) if self.outcome is not None else None
         raise refused or self._lost(f"was lost while the ranks came together: {self.trouble}")
 
@@ -182,9 +185,9 @@ class JoinAttempt:
         return dist.TCPStore(env.host, env.port, is_master=False, **served)
 
     def _wait_for_name(self, host: str) -> None:
-        """Wait until the name of this machine is known, which may take a while after it was started.
+        """Wait until the name of this machine resolves, which may take a while after the machine has started.
 
-        torch would try for a minute, and say in C++ that it does.
+        torch would retry for a minute, and log each attempt.
         """
         while not self.closed:
             try:
@@ -246,9 +249,9 @@ class JoinAttempt:
         return None
 
     def _look_for_offer(self, root: dist.Store, number: int | None) -> None:
-        """Read what rank 0 runs, where a rendezvous says so that is not over; give up on a rank 0 that does not come.
+        """Read the offer of rank 0 where the newest rendezvous has one; stop waiting for a rank 0 that does not come.
 
-        A rank 0 that has reached the store may still look for a layout, and import for as long as any other.
+        A rank 0 that has reached the store may still search for a layout, so it gets as long as a rank that imports.
         """
         if self.offered.is_set() or self.env.rank == 0:
             return
@@ -284,9 +287,9 @@ _joined = False
 
 
 def arrive(join_timeout_s: float, end: End | None = None) -> JoinAttempt:
-    """Reach the store of the launch, without waiting for it; a second call changes nothing.
+    """Begin to reach the store of the launch, without waiting for it; a second call changes nothing.
 
-    `end` ends the process where it is refused while it still imports; without it, `together` tells.
+    `end` ends a process that is refused while it still imports; without it, `together` raises the refusal.
 
     Raises:
         BadEnvironment: the launcher's environment makes no sense.
@@ -300,8 +303,8 @@ def arrive(join_timeout_s: float, end: End | None = None) -> JoinAttempt:
 def announce(run: RunConfig, end: End | None = None, words: Sequence[str] | None = None) -> None:
     """Make this rank known to the others, without waiting for any; a second call changes nothing.
 
-    `end`: see `arrive`. `words` is what rank 0 was called with: the ranks that were called with the same need not
-    compose it again.
+    `end`: see `arrive`. `words` are those that rank 0 was called with: a rank that was called with the same
+    ones takes its configuration from rank 0.
 
     Raises:
         BadEnvironment: the launcher's environment makes no sense, or there is no such device.
@@ -313,14 +316,14 @@ def announce(run: RunConfig, end: End | None = None, words: Sequence[str] | None
 
 
 def timeout_of(run: RunConfig) -> float:
-    """How long a rank is waited for that nobody has heard of, in seconds."""
+    """Return how long the others wait for a rank that nobody has heard of, in seconds."""
     known = run.trainer.join_timeout_s
     return usual_join_timeout_s(run.cluster.nodes) if known is None else known
 
 
 @contextmanager
 def working() -> Iterator[None]:
-    """What this rank does inside may take as long as it takes: the others wait for it as long as it lives."""
+    """Keep the others waiting while this rank works in this block, as long as it lives."""
     if _attempt is None:
         yield
         return
@@ -363,7 +366,7 @@ def give_up(error: BaseException) -> bool:
 
 
 def bare_info(env: RankEnv) -> RankInfo:
-    """What a rank says of itself that has no configuration."""
+    """Return the description of a rank that has no configuration."""
     return RankInfo(env.rank, env.size, platform.node(), os.getpid())
 
 

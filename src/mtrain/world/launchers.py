@@ -1,4 +1,4 @@
-"""How launchers of processes say which rank a process is: torchrun, SLURM's srun, Open MPI, PMI, Kubernetes.
+"""The variables by which launchers number their processes: torchrun, SLURM's srun, Open MPI, PMI, Kubernetes.
 
 Each is translated into the variables of torchrun (RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR,
 MASTER_PORT), which is all that the rest of mtrain reads.
@@ -12,12 +12,13 @@ from __future__ import annotations
 import re
 import zlib
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from mtrain.errors import BadEnvironment
+from mtrain.world.rank_env import number
 
 PLACE = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-"""What makes a process a rank."""
+"""The variables that make a process a rank."""
 LOCAL_HOST = "127.0.0.1"
 PORTS = range(12_000, 30_000)
 """Below the ports that Linux gives to outgoing connections."""
@@ -39,20 +40,22 @@ class Launched:
     local_size: int
     """Processes on this machine."""
     host: str
-    """Where the process with number 0 serves the store."""
+    """The host on which process 0 serves the store."""
     port: int
     identity: str
-    """The launch, the same after each restart of it; empty where it cannot be known."""
+    """The name of the launch, which stays the same when it is restarted; empty where it is unknown."""
     machines: int = 0
-    """Machines, where the launcher says so."""
+    """The number of machines; 0: the launcher does not say."""
+    read: Mapping[str, str] = field(default_factory=dict)
+    """torchrun's variable -> the launcher's variable that was read in its place."""
 
     @property
     def one_a_machine(self) -> bool:
-        """Whether each machine has one process, which may start the ranks of its machine itself."""
+        """True where each machine has one process, which may start the ranks of its machine itself."""
         return self.machines > 1 and self.size == self.machines
 
     def variables(self) -> dict[str, str]:
-        """The process as a rank, in torchrun's variables."""
+        """Return the process as a rank, in torchrun's variables."""
         return {
             "RANK": str(self.rank),
             "WORLD_SIZE": str(self.size),
@@ -64,9 +67,9 @@ class Launched:
 
 
 def launched(environment: Mapping[str, str]) -> Launched | None:
-    """The launcher's process that this one is; None: a run here starts its own ranks.
+    """Return the launcher's process that this one is; None: a run here starts its own ranks.
 
-    Torchrun's variables count first, as torchrun may run below srun; then MPI's, as mpirun may, too.
+    Torchrun's variables come first, then MPI's: torchrun and mpirun may themselves run below srun.
 
     Raises:
         BadEnvironment: variables contradict each other, or are no numbers, or do not say how processes find each
@@ -81,9 +84,9 @@ def launched(environment: Mapping[str, str]) -> Launched | None:
 
 
 def identity(environment: Mapping[str, str]) -> str | None:
-    """What a launcher that starts processes again calls the launch, as `slurm 1234`; None: there is no such launcher.
+    """Return the name of the launch, as `slurm 1234`; None: the launcher does not start processes again.
 
-    It is the same for the first start and each later one, so that a run can be told from the run of another launch.
+    The name stays the same from the first start to the last, so it tells a run from the run of another launch.
     """
     run = environment.get("TORCHELASTIC_RUN_ID")
     if run and run != "none" and environment.get("RANK"):
@@ -95,10 +98,10 @@ def identity(environment: Mapping[str, str]) -> str | None:
 
 
 def restarted(environment: Mapping[str, str]) -> str | None:
-    """The identity of a launch whose earlier start may have begun the run; None: it is the first.
+    """Return the identity of a launch whose earlier start may have begun the run; None: this is the first start.
 
-    A job of SLURM may train several runs one after another, so there only a job that was requeued goes on with one.
-    Torchrun gives one command, and not all of its machines count its restarts alike.
+    A job of SLURM may train several runs one after another, so it resumes one only after it was requeued. Torchrun
+    runs a single command, and its machines do not all count its restarts alike, so it always may.
     """
     launch = identity(environment)
     if launch is None or launch.startswith("torchrun"):
@@ -108,10 +111,10 @@ def restarted(environment: Mapping[str, str]) -> str | None:
 
 
 def _torchrun(environment: Mapping[str, str]) -> Launched | None:
-    """Torchrun, and whatever sets the same variables.
+    """Read the variables of torchrun, which other launchers set too.
 
     Raises:
-        BadEnvironment: it is one of several processes, and not told how they find each other.
+        BadEnvironment: this is one of several processes, and no variable says how they find each other.
     """
     here = {name: environment[name] for name in PLACE if environment.get(name)}
     lacking = [name for name in PLACE if name not in here]
@@ -125,14 +128,12 @@ def _torchrun(environment: Mapping[str, str]) -> Launched | None:
                 "ranks, unset RANK WORLD_SIZE",
             )
         return None
-    rank = _number(environment, "RANK")
-    size = _number(environment, "WORLD_SIZE")
     return Launched(
         launcher="torchrun",
-        rank=rank,
-        size=size,
+        rank=_number(environment, "RANK"),
+        size=_count(environment, "WORLD_SIZE"),
         local_rank=_number(environment, "LOCAL_RANK", 0),
-        local_size=_number(environment, "LOCAL_WORLD_SIZE", 1),
+        local_size=_count(environment, "LOCAL_WORLD_SIZE", 1),
         host=environment["MASTER_ADDR"],
         port=_number(environment, "MASTER_PORT"),
         identity=identity(environment) or "",
@@ -140,35 +141,41 @@ def _torchrun(environment: Mapping[str, str]) -> Launched | None:
 
 
 def _slurm(environment: Mapping[str, str]) -> Launched | None:
-    """A task of srun; the batch script of a job and an interactive shell start their own ranks."""
+    """Read the variables of a task of srun; a job's batch script and an interactive shell start their own ranks."""
     if not environment.get("SLURM_PROCID") or not _is_task(environment):
         return None
-    name = "SLURM_STEP_NUM_TASKS" if environment.get("SLURM_STEP_NUM_TASKS") else "SLURM_NTASKS"
-    size = _number(environment, name, 1)
+    tasks = _first_set(environment, "SLURM_STEP_NUM_TASKS", "SLURM_NTASKS")
+    size = _count(environment, tasks, 1)
     nodes = environment.get("SLURM_STEP_NODELIST") or environment.get("SLURM_JOB_NODELIST", "")
     count = environment.get("SLURM_STEP_NUM_NODES") or environment.get("SLURM_NNODES", "")
     hosts = list(expanded(nodes))
     machines = int(count) if count.isdigit() else len(hosts) or 1
-    local_rank = _number(environment, "SLURM_LOCALID", 0)
+    tasks_per_node = _first_set(environment, "SLURM_STEP_TASKS_PER_NODE", "SLURM_TASKS_PER_NODE", tasks)
     job = _slurm_job(environment) or ""
     step = environment.get("SLURM_STEP_ID") or environment.get("SLURM_STEPID", "0")
     return Launched(
         launcher="slurm",
         rank=_number(environment, "SLURM_PROCID"),
         size=size,
-        local_rank=local_rank,
+        local_rank=_number(environment, "SLURM_LOCALID", 0),
         local_size=_tasks_here(environment, size, machines),
         host=_host(environment, "slurm", hosts[0] if hosts else "", machines),
         port=_port(environment, f"slurm {job}.{step}"),
         identity=f"slurm {job}" if job else "",
         machines=machines,
+        read={
+            "RANK": "SLURM_PROCID",
+            "WORLD_SIZE": tasks,
+            "LOCAL_RANK": "SLURM_LOCALID",
+            "LOCAL_WORLD_SIZE": tasks_per_node,
+        },
     )
 
 
 def _is_task(environment: Mapping[str, str]) -> bool:
-    """Whether SLURM's variables are those of a task of srun.
+    """Return whether SLURM's variables are those of a task of srun.
 
-    A batch script has SLURM_PROCID=0, too, and gives it to what it starts; only srun sets the number of a step.
+    A batch script has SLURM_PROCID=0, too, and hands it to all that it starts; only srun sets the number of a step.
     """
     step = environment.get("SLURM_STEP_ID") or environment.get("SLURM_STEPID", "")
     if step:
@@ -177,13 +184,13 @@ def _is_task(environment: Mapping[str, str]) -> bool:
 
 
 def _slurm_job(environment: Mapping[str, str]) -> str | None:
-    """The number of SLURM's job, which stays when the job is requeued."""
+    """Return the number of SLURM's job, which it keeps when it is requeued."""
     job = environment.get("SLURM_JOB_ID") or environment.get("SLURM_JOBID")
     return job or None
 
 
 def _tasks_here(environment: Mapping[str, str], size: int, machines: int) -> int:
-    """Tasks on this machine, from a list such as `4(x3),2` and the number of the machine."""
+    """Count the tasks on this machine, from a list such as `4(x3),2` and the number of the machine."""
     text = environment.get("SLURM_STEP_TASKS_PER_NODE") or environment.get("SLURM_TASKS_PER_NODE", "")
     counts: list[int] = []
     for word in filter(None, text.split(",")):
@@ -198,11 +205,11 @@ def _tasks_here(environment: Mapping[str, str], size: int, machines: int) -> int
 
 
 def _open_mpi(environment: Mapping[str, str]) -> Launched | None:
-    """A process of Open MPI's mpirun."""
+    """Read the variables of a process of Open MPI's mpirun."""
     if not environment.get("OMPI_COMM_WORLD_RANK"):
         return None
-    size = _number(environment, "OMPI_COMM_WORLD_SIZE", 1)
-    here = _number(environment, "OMPI_COMM_WORLD_LOCAL_SIZE", size)
+    size = _count(environment, "OMPI_COMM_WORLD_SIZE", 1)
+    here = _count(environment, "OMPI_COMM_WORLD_LOCAL_SIZE", size)
     name = environment.get("PMIX_NAMESPACE") or environment.get("OMPI_MCA_ess_base_jobid", "")
     return Launched(
         launcher="mpirun",
@@ -213,20 +220,26 @@ def _open_mpi(environment: Mapping[str, str]) -> Launched | None:
         host=_host(environment, "mpirun", "", 1 if here == size else 2),
         port=_port(environment, f"mpirun {name}"),
         identity=identity(environment) or "",
+        read={
+            "RANK": "OMPI_COMM_WORLD_RANK",
+            "WORLD_SIZE": "OMPI_COMM_WORLD_SIZE",
+            "LOCAL_RANK": "OMPI_COMM_WORLD_LOCAL_RANK",
+            "LOCAL_WORLD_SIZE": "OMPI_COMM_WORLD_LOCAL_SIZE",
+        },
     )
 
 
 def _pmi(environment: Mapping[str, str]) -> Launched | None:
-    """A process of a PMI or PMIx launcher, as MPICH's Hydra."""
+    """Read the variables of a process of a PMI or PMIx launcher, such as MPICH's Hydra."""
     pmix = bool(environment.get("PMIX_RANK"))
     rank = "PMIX_RANK" if pmix else "PMI_RANK"
-    size = "PMIX_SIZE" if environment.get("PMIX_SIZE") else "PMI_SIZE"
+    size = _first_set(environment, "PMIX_SIZE", "PMI_SIZE")
     if not environment.get(rank) or not environment.get(size):
         return None
-    local = "MPI_LOCALRANKID" if environment.get("MPI_LOCALRANKID") else "PMI_LOCAL_RANK"
-    here = "MPI_LOCALNRANKS" if environment.get("MPI_LOCALNRANKS") else "PMI_LOCAL_SIZE"
-    count = _number(environment, size)
-    local_size = _number(environment, here, count)
+    local = _first_set(environment, "MPI_LOCALRANKID", "PMI_LOCAL_RANK")
+    here = _first_set(environment, "MPI_LOCALNRANKS", "PMI_LOCAL_SIZE")
+    count = _count(environment, size)
+    local_size = _count(environment, here, count)
     name = environment.get("PMIX_NAMESPACE") or environment.get("PMI_ID", "")
     return Launched(
         launcher="PMIx" if pmix else "PMI",
@@ -237,18 +250,19 @@ def _pmi(environment: Mapping[str, str]) -> Launched | None:
         host=_host(environment, "PMI", "", 1 if local_size == count else 2),
         port=_port(environment, f"pmi {name if pmix else ''}"),
         identity=identity(environment) or "",
+        read={"RANK": rank, "WORLD_SIZE": size, "LOCAL_RANK": local, "LOCAL_WORLD_SIZE": here},
     )
 
 
 def _kubernetes(environment: Mapping[str, str]) -> Launched | None:
-    """A pod of an indexed job; its host name ends with the index, and the pods of a job differ in nothing else."""
+    """Read the variables of a pod of an indexed job; the host names of its pods differ in the index at the end."""
     if not environment.get("JOB_COMPLETION_INDEX"):
         return None
-    names = ("JOB_COMPLETIONS", "PET_NNODES", "NNODES", "WORLD_SIZE")
-    size = next((name for name in names if environment.get(name)), None)
-    if size is None:
+    size = _first_set(environment, "JOB_COMPLETIONS", "PET_NNODES", "NNODES", "WORLD_SIZE")
+    if not environment.get(size):
         return None
-    count = _number(environment, size)
+    count = _count(environment, size)
+    port = _first_set(environment, "PET_MASTER_PORT", "MASTER_PORT")
     index = _number(environment, "JOB_COMPLETION_INDEX")
     first = re.sub(rf"-{index}$", "-0", environment.get("HOSTNAME", ""))
     return Launched(
@@ -258,14 +272,15 @@ def _kubernetes(environment: Mapping[str, str]) -> Launched | None:
         local_rank=0,
         local_size=1,
         host=_host(environment, "kubernetes", environment.get("PET_MASTER_ADDR") or first, count),
-        port=_number(environment, "PET_MASTER_PORT", _number(environment, "MASTER_PORT", USUAL_PORT)),
+        port=_number(environment, port, USUAL_PORT),
         identity="",
         machines=count,
+        read={"RANK": "JOB_COMPLETION_INDEX", "WORLD_SIZE": size, "MASTER_PORT": port},
     )
 
 
 def expanded(nodes: str) -> Iterator[str]:
-    """The host names of a list of SLURM, such as `n[01-03,7],gpu-a[1-2]b`, in its order."""
+    """Yield the host names of a list of SLURM, such as `n[01-03,7],gpu-a[1-2]b`, in its order."""
     for group in re.findall(r"(?:\[[^\]]*\]|[^,\[])+", nodes):
         yield from _expanded(group.strip())
 
@@ -281,16 +296,16 @@ def _expanded(group: str) -> Iterator[str]:
         first, dash, last = piece.partition("-")
         if not (first.isdigit() and (not dash or last.isdigit())):
             continue
-        for number in range(int(first), int(last or first) + 1):
+        for index in range(int(first), int(last or first) + 1):
             for end in _expanded(tail) if tail else ("",):
-                yield f"{head}{number:0{len(first)}d}{end}"
+                yield f"{head}{index:0{len(first)}d}{end}"
 
 
 def _host(environment: Mapping[str, str], launcher: str, first: str, machines: int) -> str:
-    """Where process 0 is: MASTER_ADDR, this machine where it has all processes, or the first of the launcher's.
+    """Return the host of process 0: MASTER_ADDR, this machine where all processes are here, or the first of the list.
 
     Raises:
-        BadEnvironment: there are several machines, and none of them is named.
+        BadEnvironment: there are several machines, and no variable names the first.
     """
     named = environment.get("MASTER_ADDR")
     if named:
@@ -306,24 +321,34 @@ def _host(environment: Mapping[str, str], launcher: str, first: str, machines: i
 
 
 def _port(environment: Mapping[str, str], launch: str) -> int:
-    """MASTER_PORT, or a port that all processes of a launch compute alike and other launches hardly do."""
+    """Return MASTER_PORT, or a port computed from the launch, which another launch rarely gets."""
     if environment.get("MASTER_PORT"):
         return _number(environment, "MASTER_PORT")
     return PORTS[zlib.crc32(launch.encode()) % len(PORTS)]
 
 
+def _first_set(environment: Mapping[str, str], *names: str) -> str:
+    """Return the first of some variables that is set; the last where none is."""
+    return next((name for name in names if environment.get(name)), names[-1])
+
+
 def _number(environment: Mapping[str, str], name: str, default: int | None = None) -> int:
-    """A variable as a number.
+    """Return a variable as a number; an empty one counts as missing.
 
     Raises:
-        BadEnvironment: it is none, or is missing and there is no default.
+        BadEnvironment: it is not a number, or is missing and there is no default.
     """
-    text = environment.get(name, "")
-    if not text and default is not None:
+    if default is not None and not environment.get(name):
         return default
-    if not text.isdigit():
-        raise BadEnvironment(f"{name} is {text!r} in the environment: a launcher sets a number there")
-    return int(text)
+    return number(environment, name)
+
+
+def _count(environment: Mapping[str, str], name: str, default: int | None = None) -> int:
+    """Return a variable as a number of processes, which is 1 or more; raises as `_number` does."""
+    count = _number(environment, name, default)
+    if count == 0:
+        raise BadEnvironment(f"{name} is 0 in the environment: a launch has at least one process")
+    return count
 
 
 def _check(found: Launched, environment: Mapping[str, str]) -> None:
@@ -332,17 +357,22 @@ def _check(found: Launched, environment: Mapping[str, str]) -> None:
     Raises:
         BadEnvironment: with the variables, and what to do.
     """
+    rank, size, local_rank, local_size, port = (
+        found.read.get(name, name) for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_PORT")
+    )
+    in_all = f"{size} is {found.size}" if environment.get(size) else f"{size} is not set"
+    here = f"{local_size} puts {found.local_size} processes on this machine"
     wrong = []
     if found.rank >= found.size:
-        wrong.append(
-            f"RANK is {found.rank} and WORLD_SIZE {found.size}: ranks are numbered from 0 to {found.size - 1}"
-        )
+        last = found.size - 1
+        wrong.append(f"{rank} is {found.rank} and {in_all}: processes are numbered from 0 to {last}")
     if found.local_size > found.size:
-        wrong.append(f"{found.local_size} processes are on this machine, of {found.size} in all")
+        wrong.append(f"{here} and {in_all}")
     if found.local_size > 1 and found.local_rank >= found.local_size:
-        wrong.append(f"the local rank is {found.local_rank} of {found.local_size} processes on this machine")
+        last = found.local_size - 1
+        wrong.append(f"{local_rank} is {found.local_rank} and {here}: they are numbered from 0 to {last}")
     if not 0 < found.port < 1 << 16:
-        wrong.append(f"MASTER_PORT is {found.port}: a port is a number from 1 to 65535")
+        wrong.append(f"{port} is {found.port}: a port is a number from 1 to 65535")
     if found.launcher == "torchrun" and not environment.get("TORCHELASTIC_RUN_ID"):
         wrong += _differences(found, environment)
     if wrong:
@@ -353,10 +383,11 @@ def _check(found: Launched, environment: Mapping[str, str]) -> None:
 
 
 def _differences(found: Launched, environment: Mapping[str, str]) -> list[str]:
-    """Where RANK was set by hand and the same for all tasks of srun or mpirun, whose own numbers differ."""
+    """Return a sentence where RANK contradicts the number of srun or mpirun, as where a user exports one RANK."""
     out = []
     for reader in (_open_mpi, _slurm):
         other = reader(environment)
         if other is not None and other.size == found.size > 1 and other.rank != found.rank:
-            out.append(f"RANK is {found.rank} of {found.size}, and this is process {other.rank} of {other.launcher}")
+            own = other.read["RANK"]
+            out.append(f"RANK is {found.rank} and {own} is {other.rank}, each of {found.size} processes")
     return out

@@ -1,4 +1,4 @@
-"""Which rank this process is, as torchrun, the local launcher and their like say it: in the environment.
+"""The rank of this process, from the environment variables that torchrun and the local launcher set.
 
 `launchers` translates what other launchers say.
 """
@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from mtrain.errors import BadEnvironment, MtrainError
 
 LAUNCHER = "MTRAIN_LAUNCHER"
-"""Whose variables were translated into those of torchrun, as `slurm`."""
+"""The variable that names the launcher whose variables were translated into those of torchrun, as `slurm`."""
 LISTEN_FD = "MTRAIN_LISTEN_FD"
 """Descriptor of a socket that already listens, from the local launcher: rank 0 serves the rendezvous on it."""
 
@@ -36,7 +36,7 @@ class RankEnv:
     local_size: int = 1
     """Ranks on this machine."""
     launcher: str = ""
-    """Whose variables were translated; empty: torchrun, the local launcher, or one that sets the same."""
+    """The launcher whose variables were translated; empty: torchrun, the local launcher, or one that sets theirs."""
 
     @classmethod
     def here(cls, environment: Mapping[str, str] = os.environ) -> RankEnv:
@@ -45,26 +45,27 @@ class RankEnv:
         Raises:
             BadEnvironment: a variable is no number, or RANK is not below WORLD_SIZE.
         """
-        rank, size = _number(environment, "RANK", 0), _number(environment, "WORLD_SIZE", 1)
+        rank = number(environment, "RANK", 0)
+        size = number(environment, "WORLD_SIZE", 1)
         if rank >= size:
-            raise BadEnvironment(f"RANK is {rank} and WORLD_SIZE {size}: ranks are numbered from 0 to {size - 1}")
+            raise BadEnvironment(f"RANK is {rank} and WORLD_SIZE is {size}: ranks are numbered from 0 to {size - 1}")
         agent = environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
         return cls(
             rank=rank,
             size=size,
-            local_rank=_number(environment, "LOCAL_RANK", 0),
+            local_rank=number(environment, "LOCAL_RANK", 0),
             host=environment.get("MASTER_ADDR", "127.0.0.1") if "MASTER_PORT" in environment else None,
-            port=_number(environment, "MASTER_PORT", 0),
+            port=number(environment, "MASTER_PORT", 0),
             launcher_serves=agent,
-            listen_fd=_number(environment, LISTEN_FD, 0) if LISTEN_FD in environment and rank == 0 else None,
-            local_size=_number(environment, "LOCAL_WORLD_SIZE", 1),
+            listen_fd=number(environment, LISTEN_FD, 0) if LISTEN_FD in environment and rank == 0 else None,
+            local_size=number(environment, "LOCAL_WORLD_SIZE", 1),
             launcher=environment.get(LAUNCHER, ""),
         )
 
     def device_index(self, visible: int | None) -> int:
-        """The number of this rank's device among the `visible` ones; None: ranks share one, and need no number.
+        """Return the number of this rank's device among the `visible` ones; with None, ranks share one device.
 
-        Schedulers may show each task its own device alone, which has number 0 in each.
+        Schedulers may show each task only its own device, which then has number 0 in every task.
 
         Raises:
             BadEnvironment: this rank has no device.
@@ -96,8 +97,13 @@ class RankEnv:
         return self.rank == 0 or self.local_rank == 0
 
 
-def _number(environment: Mapping[str, str], name: str, default: int) -> int:
-    text = environment.get(name, str(default))
-    if not text.isdigit():
+def number(environment: Mapping[str, str], name: str, default: int | None = None) -> int:
+    """Return a variable as a number; `default` where it is missing.
+
+    Raises:
+        BadEnvironment: it is not a number, or is missing and there is no default.
+    """
+    text = environment.get(name, "" if default is None else str(default))
+    if not text.isdecimal():
         raise BadEnvironment(f"{name} is {text!r} in the environment: a launcher sets a number there")
     return int(text)

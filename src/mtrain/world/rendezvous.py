@@ -25,11 +25,11 @@ IMPORT_FACTOR = 12
 """How many times longer a rank that came and still imports is waited for than one that nobody has heard of."""
 
 DECIDING = "deciding"
-"""Key that rank 0 writes when it has reached the store, before it knows what it runs."""
+"""The key that rank 0 writes once it has reached the store, before it knows what to run."""
 BEAT_S = 1.0
-"""Between two signs of life of a rank that works for all before it is ready."""
+"""The time between two signs of life of a rank that works for all ranks before it is ready."""
 LIFE_S = 10.0
-"""How long after its last sign of life such a rank is taken to work."""
+"""The time after its last sign of life for which such a rank counts as working."""
 
 Config = dict[str, Any]
 """A flat configuration, which only travels where digests differ."""
@@ -37,19 +37,20 @@ Config = dict[str, Any]
 
 @dataclass(frozen=True)
 class Offer:
-    """What rank 0 runs, for the ranks that have no configuration yet."""
+    """The configuration of rank 0, for the ranks that have none yet."""
 
     run: str
     """The resolved configuration as JSON; empty where there is none."""
     words: tuple[str, ...]
-    """What rank 0 was called with."""
+    """The words that rank 0 was called with."""
     failure: str = ""
-    """Why there is no configuration."""
+    """The reason why there is no configuration; empty where there is one."""
 
 
 def offer_of(root: Store, number: int) -> Offer | None:
-    """What rank 0 runs in a rendezvous; None where nothing is said, or the rendezvous is over."""
-    run, outcome = f"{number}/run", f"{number}/outcome"
+    """Return the offer of a rendezvous; None: it has none, or the rendezvous is over."""
+    run = f"{number}/run"
+    outcome = f"{number}/outcome"
     if not root.check([run]) or root.check([outcome]):
         return None
     body = json.loads(zlib.decompress(root.get(run)))
@@ -109,7 +110,7 @@ class Member:
             self.store.add("beats", 1)
 
     def others_work(self) -> bool:
-        """Whether a rank that works for all gave a sign of life a short time ago, as far as this rank has asked."""
+        """Return whether a rank that works for all has given this one a sign of life within `LIFE_S`."""
         beats = self.store.add("beats", 0)
         if beats > self.beats:
             self.beats = beats
@@ -159,7 +160,7 @@ class Coordinator:
         self.store = PrefixStore(str(self.number), root)
         self.beats = 0
         self.beaten_at = 0.0
-        """When a rank that works for all gave its last sign of life."""
+        """The time of the last sign of life of a rank that works for all."""
         self.store.set("digest", info.digest)
         if offer is not None:
             self.store.set("run", zlib.compress(json.dumps(asdict(offer)).encode()))  # type: ignore[arg-type]
@@ -190,7 +191,7 @@ class Coordinator:
             self._give(unreadiness(self.state, self.join_timeout_s * IMPORT_FACTOR))
 
     def _works(self, now: float) -> bool:
-        """Whether a rank gave a sign of life within the join timeout."""
+        """Return whether a rank that works for all has given a sign of life within `LIFE_S`."""
         beats = self.store.add("beats", 0)
         if beats > self.beats:
             self.beats = beats

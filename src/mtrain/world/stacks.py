@@ -13,9 +13,9 @@ from mtrain.world.heartbeat import heartbeat
 ERRORS = "errors"
 """Where in a run folder each rank leaves how it failed, and its stacks when it hung."""
 NOTES_WAITS = str(Path(__file__).with_name("waits.py"))
-"""The file whose frames stand between a wait and whoever waits."""
+"""The file whose frames lie between a wait and its caller."""
 WATCHING = "mtrain "
-"""What the names of the threads begin with that watch, and do none of the work."""
+"""The beginning of the names of threads that watch, and do none of the work."""
 
 
 def main_frame() -> FrameType | None:
@@ -24,9 +24,10 @@ def main_frame() -> FrameType | None:
 
 
 def is_waiting(frame: FrameType | None) -> bool:
-    """Whether the main thread, which is in `frame`, waits for other ranks: it has noted so, or torch has it exchange.
+    """Return whether the main thread, which is in `frame`, waits for other ranks.
 
-    A collective may wait before there is anything to wait on: NCCL connects the ranks of a group in its first one.
+    It has noted a wait, or is in torch.distributed: NCCL connects the ranks of a group in its first collective, which
+    blocks before there is any work to wait on.
     """
     if heartbeat.waits:
         return True
@@ -35,7 +36,7 @@ def is_waiting(frame: FrameType | None) -> bool:
 
 
 def place(frame: FrameType | None) -> str:
-    """Where a frame is, past the method that notes a wait: `step.py:12 in forward`."""
+    """Return the place of a frame, as `step.py:12 in forward`; frames that only note a wait are passed over."""
     while frame is not None and frame.f_code.co_filename == NOTES_WAITS and frame.f_back is not None:
         frame = frame.f_back
     return f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno} in {frame.f_code.co_name}" if frame else "nowhere"

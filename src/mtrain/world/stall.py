@@ -13,10 +13,10 @@ UNKNOWN = -1
 
 @dataclass(frozen=True)
 class Calls:
-    """How far a rank has come in the collectives of one process group, which all its ranks number alike from 1."""
+    """Progress of a rank in the collectives of one process group, which all its ranks number alike, from 1."""
 
     what: str
-    """What the group is for."""
+    """The purpose of the group."""
     launched: int
     """The last collective that the host has handed to the backend."""
     started: int = UNKNOWN
@@ -124,32 +124,33 @@ def blame(known: Mapping[int, Status], silent: set[int], size: int) -> str:
 
 @dataclass(frozen=True)
 class Lack:
-    """What a rank has not done that others of a process group have."""
+    """A collective that a rank has not come to, and other ranks of the process group have."""
 
     group: str
     begun: bool
-    """The device has not begun the collective; else the host has not launched it."""
+    """True: the device has not begun the collective; False: the host has not launched it."""
 
     def number(self, status: Status) -> int:
-        """The last collective of the group that a rank has launched, or its device has begun."""
+        """Return the last collective of the group that a rank has launched, or that its device has begun."""
         calls = status.calls[self.group]
         return calls.started if self.begun else calls.launched
 
     def words(self, known: Mapping[int, Status], rank: int) -> str:
-        """What the rank lacks, and who waits for it."""
+        """Say which collective the rank lacks, and who waits for it."""
         there = {other: status for other, status in known.items() if self.group in status.calls}
         number = self.number(known[rank]) + 1
         waiters = [other for other, s in sorted(there.items()) if self.number(s) >= number > s.calls[self.group].done]
-        verb, waits = "begun" if self.begun else "launched", "waits" if len(waiters) == 1 else "wait"
+        verb = "begun" if self.begun else "launched"
+        waits = "waits" if len(waiters) == 1 else "wait"
         what = known[rank].calls[self.group].what
         return f"it has not {verb} collective {number} of {what}, in which {_ranks(waiters)} {waits}"
 
 
 def awaited(known: Mapping[int, Status]) -> dict[int, Lack]:
-    """Find what each rank lacks that others wait for: of ranks that wait for nobody themselves, if there are any.
+    """Return what each rank lacks that others wait for; of ranks that wait for nobody themselves, if there are any.
 
-    A rank waits for those of its process groups that have launched fewer collectives than it has, unless all of its
-    own have ended. Where all have launched as many, those wait whose devices have begun more.
+    A rank waits for the ranks of its process groups that have launched fewer collectives than it has, unless all of
+    its own have ended. Where all have launched equally many, the ranks wait whose devices have begun more.
     """
     lacking: dict[int, Lack] = {}
     waiting: set[int] = set()

@@ -38,9 +38,9 @@ LONGEST_TICK = 0.25
 def watching(run: RunConfig, world: World, folder: Path, end: End) -> Iterator[None]:
     """Watch over what this rank does inside, together with all other ranks.
 
-    `folder` gets the stacks and what torch's flight recorder holds. After `trainer.soft_timeout_s` in which no rank
-    made progress each writes its own, and one names the rank that is behind; after `trainer.timeout_s` `end` gets a
-    TrainingError that names it again.
+    `folder` gets the stacks and the record of torch's flight recorder. After `trainer.soft_timeout_s` without
+    progress on any rank, each writes its own, and one names the rank that is behind; after `trainer.timeout_s`, `end`
+    gets a TrainingError that names it again.
     """
     watchdog = Watchdog(run, world, folder, end)
     watchdog.start()
@@ -63,7 +63,7 @@ def stacks_name(rank: int) -> str:
 
 
 def flight_name(rank: int) -> str:
-    """Name of the file that holds what torch's flight recorder knew of a rank's collectives."""
+    """Return the name of the file with the record that torch's flight recorder has of a rank's collectives."""
     return f"flight_rank_{rank:05d}.json"
 
 
@@ -148,7 +148,7 @@ class Watchdog:
             self.end(TrainingError(text), speaks)
 
     def _advice(self) -> str:
-        """How to go on; empty where this run has saved nothing."""
+        """Return the advice to resume; empty where this run has saved no checkpoint."""
         saved = any((self.folder.parent / CHECKPOINTS).glob(f"step_*/{MANIFEST}"))
         return "; go on with checkpoint.resume=latest" if saved else ""
 

@@ -8,6 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from mtrain.config.files import unreadable, unwritable
+from mtrain.config.near import near_choice
 from mtrain.config.paths import MANIFEST, RESUME_WORDS, RUN_FILE, names_near, user_path
 from mtrain.config.rules.finding import Change, Finding
 from mtrain.config.rules.rule import Code, rule
@@ -80,6 +81,8 @@ def resume_point_exists(run: RunConfig) -> Iterator[Finding]:
         rule = unreadable(path) or "is a file, and a run folder is needed"
     if rule:
         names = [n for n in names_near(path) if os.path.isfile(Path(n, RUN_FILE))]
+        if os.sep not in resume and not os.path.lexists(path):
+            names += near_choice(resume, RESUME_WORDS)
         near: tuple[Change, ...] = tuple({"checkpoint.resume": n} for n in names)
         yield Finding("MT433", "checkpoint.resume", rule, (*near, {"checkpoint.resume": None}))
 
