@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.commands import SMALL, command, environment
+from tests.support.commands import ROOT, SMALL, command, environment
 from tests.support.covering import some
-from tests.support.nvml import COMPILER, library
+from tests.support.nvml import site
 
 pytestmark = pytest.mark.e2e
 VERBS = {"": 3, "prove": 3, "rehearse": 3, "check": 2, "plan": 2, "show": 2}
@@ -35,11 +35,10 @@ def test_only_what_is_run_is_refused_by_the_machine(verb: str, tmp_path: Path) -
     assert "fix: " in done.stdout + done.stderr
 
 
-@pytest.mark.skipif(COMPILER is None, reason="there is no C compiler")
 @pytest.mark.parametrize("visible", ["", "0,0", "GPU-none", "0,GPU-none"])
 def test_a_mistake_in_the_variable_is_refused_before_anything_starts(visible: str, tmp_path: Path) -> None:
-    library(tmp_path)
-    variables = {"LD_LIBRARY_PATH": str(tmp_path), "CUDA_VISIBLE_DEVICES": visible}
+    paths = f"{site(tmp_path / 'site')}:{ROOT}:{ROOT / 'src'}:{ROOT / 'kernels'}"
+    variables = {"PYTHONPATH": paths, "CUDA_VISIBLE_DEVICES": visible}
     done = ended(tmp_path, *SMALL, "cluster.device=cuda", "parallel=single", **variables)
     assert done.returncode == 3, done.stderr
     assert "[MT052] CUDA_VISIBLE_DEVICES" in done.stderr
