@@ -23,6 +23,29 @@ class Stopped(KeyboardInterrupt):
     exit_code = Preempted.exit_code
 
 
+class _Postponed:
+    """Requests to stop that wait. A mask of signals would not do: a thread that has another mask would take them."""
+
+    def __init__(self) -> None:
+        self.depth = 0
+        self.came: list[int] = []
+
+    def hold(self) -> None:
+        """Let requests wait until `release` is called."""
+        self.depth += 1
+
+    def release(self) -> None:
+        """Let requests through again, and make the first of those that came."""
+        self.depth -= 1
+        if self.depth == 0 and self.came:
+            number = self.came[0]
+            self.came.clear()
+            signal.raise_signal(number)
+
+
+_postponed = _Postponed()
+
+
 @contextmanager
 def stoppable() -> Iterator[None]:
     """Turn a request to stop into `Stopped`, so that temporary folders and processes go with the command.
@@ -34,9 +57,15 @@ def stoppable() -> Iterator[None]:
         return
 
     def stop(number: int, frame: FrameType | None) -> None:
-        raise Stopped(f"stopped by {signal.Signals(number).name}")
+        if _postponed.depth:
+            _postponed.came.append(number)
+        elif number == signal.SIGINT:
+            raise KeyboardInterrupt
+        else:
+            raise Stopped(f"stopped by {signal.Signals(number).name}")
 
-    replaced = replace(stop, STOPS - {signal.SIGINT})
+    heeded = frozenset(number for number in STOPS if signal.getsignal(number) is not signal.SIG_IGN)
+    replaced = replace(stop, heeded)
     try:
         yield
     finally:
@@ -44,8 +73,8 @@ def stoppable() -> Iterator[None]:
 
 
 @contextmanager
-def held_back() -> Iterator[None]:
-    """Delay requests to stop until the block is over."""
+def blocked() -> Iterator[None]:
+    """Block requests to stop in this thread, and in a process that it forks, until the block is over."""
     before = signal.pthread_sigmask(signal.SIG_BLOCK, STOPS)
     try:
         yield
@@ -59,16 +88,16 @@ def scratch_folder(prefix: str = "mtrain-") -> Iterator[Path]:
 
     No stop leaves it behind: a request that arrives while the folder is made or removed waits.
     """
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, STOPS)
+    _postponed.hold()
     try:
         with tempfile.TemporaryDirectory(prefix=prefix) as folder:
             try:
-                signal.pthread_sigmask(signal.SIG_SETMASK, before)
+                _postponed.release()
                 yield Path(folder)
             finally:
-                signal.pthread_sigmask(signal.SIG_BLOCK, STOPS)
+                _postponed.hold()
     finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        _postponed.release()
 
 
 def replace(handler: Any, numbers: frozenset[signal.Signals] = STOPS) -> dict[int, Any]:

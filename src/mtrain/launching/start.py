@@ -165,7 +165,7 @@ def fork(work: Callable[[], int]) -> int:
         OSError: no process can be started.
     """
     parent = os.getpid()
-    with signals.held_back():  # a signal that came before `forget` would run the launcher's handler, and be lost
+    with signals.blocked():  # a signal that came before `forget` would run the launcher's handler, and be lost
         pid = os.fork()
         if pid == 0:
             signals.forget()
