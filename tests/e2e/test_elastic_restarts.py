@@ -13,7 +13,7 @@ import pytest
 
 from tests.support.commands import ROOT, SMALL, environment, latest, metrics, wait_for
 
-WORDS = (*SMALL, "cluster=cpu", "parallel=tp2", "trainer.train_iters=40", "checkpoint.save_interval=2")
+WORDS = (*SMALL, "cluster=cpu", "trainer.train_iters=40", "checkpoint.save_interval=2")
 
 
 def _ranks(agent: int) -> list[psutil.Process]:
@@ -21,10 +21,20 @@ def _ranks(agent: int) -> list[psutil.Process]:
     return sorted(psutil.Process(agent).children(), key=lambda child: child.pid)
 
 
-@pytest.mark.parametrize("name", [(), pytest.param(("log.name=a",), marks=pytest.mark.full)])
-def test_a_rank_that_is_killed_is_replaced_and_the_run_goes_on(name: tuple[str, ...], tmp_path: Path) -> None:
-    program = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    command = [*program, "--max-restarts", "1", str(ROOT / "launch.py"), *latest(*WORDS, *name)]
+@pytest.mark.parametrize(
+    ("ranks", "name"),
+    [
+        (1, ()),
+        pytest.param(2, (), marks=pytest.mark.full),
+        pytest.param(2, ("log.name=a",), marks=pytest.mark.full),
+    ],
+)
+def test_a_rank_that_is_killed_is_replaced_and_the_run_goes_on(
+    ranks: int, name: tuple[str, ...], tmp_path: Path
+) -> None:
+    program = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
+    words = latest(*WORDS, f"parallel=tp{ranks}", *name)
+    command = [*program, "--max-restarts", "1", str(ROOT / "launch.py"), *words]
     output = tmp_path / "output"
     with output.open("w") as file:
         agent = subprocess.Popen(
@@ -36,7 +46,7 @@ def test_a_rank_that_is_killed_is_replaced_and_the_run_goes_on(name: tuple[str, 
         )
     try:
         wait_for(lambda: bool(list(tmp_path.glob("runs/*/checkpoints/step_*/manifest.json"))), 120)
-        os.kill(_ranks(agent.pid)[1].pid, signal.SIGKILL)
+        os.kill(_ranks(agent.pid)[-1].pid, signal.SIGKILL)
         assert agent.wait(120) == 0, output.read_text()[-4000:]
     finally:
         for child in psutil.Process(agent.pid).children(recursive=True) if agent.poll() is None else []:

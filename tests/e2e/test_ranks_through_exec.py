@@ -57,15 +57,15 @@ class OnDriver:
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> OnDriver:
-    """A run of two ranks on the stand-in."""
+    """A run on the stand-in; `prove` has two ranks."""
     command = OnDriver(tmp_path_factory.mktemp("driver"))
-    said = command(*SMALL, *ON_GPUS, "parallel=tp2", "data=stdlib", "model.vocab_size=4096", "data.limit_mib=1")
+    said = command(*SMALL, *ON_GPUS, *ALONE, "data=stdlib", "model.vocab_size=4096", "data.limit_mib=1")
     assert "step 2/2" in said
     return command
 
 
 def test_train_asks_no_driver_before_its_ranks_are_there(trained: OnDriver) -> None:
-    trained.assert_ranks_alone_used_it(2)
+    trained.assert_ranks_alone_used_it(1)
 
 
 def test_resume_asks_no_driver(trained: OnDriver) -> None:
@@ -81,6 +81,7 @@ def test_generate_asks_no_driver(trained: OnDriver) -> None:
     trained.assert_ranks_alone_used_it(1)
 
 
+@pytest.mark.full  # the entrance of `generate`
 def test_evaluate_asks_no_driver(trained: OnDriver) -> None:
     said = trained("evaluate", "runs/run", "limit=2", *ALONE)
     assert "nats per token" in said
@@ -95,6 +96,7 @@ def test_prove_runs_on_the_devices_that_are_here(tmp_path: Path) -> None:
     command.assert_ranks_alone_used_it(3)  # two of the layout, and the one that it is compared with
 
 
+@pytest.mark.full
 def test_rehearse_runs_on_the_devices_that_are_here(tmp_path: Path) -> None:
     command = OnDriver(tmp_path)
     said = command("rehearse", *SMALL, *ON_GPUS, *ALONE)

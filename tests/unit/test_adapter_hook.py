@@ -273,16 +273,14 @@ def test_code_is_only_taken_from_files_that_nobody_else_can_write(
 
 
 QUIET = """
-import importlib, sys, tempfile, warnings
-import torch
-sys.pycache_prefix = tempfile.mkdtemp()  # what comes is compiled, as where a package was just installed
+import importlib
 from mtrain import mcore
 from mtrain.config import engine
 from mtrain.devices.cpu import CPU
 mcore.install(CPU)
 importlib.import_module("mtrain.train.assemble")
 importlib.import_module("mtrain.models.gpt.build")
-for folder in (engine.folder(), "elsewhere"):
+for folder in (engine.folder(), "elsewhere"):  # as where a package was just installed, and is compiled
     compile("'\\\\-'", f"{folder}/escapes.py", "exec")
 """
 
