@@ -15,8 +15,9 @@ import pytest
 
 from mtrain.config.resolve import resolve
 from mtrain.errors import BadEnvironment, Preempted
-from mtrain.launching import beside, signals, start
+from mtrain.launching import beside, machine, signals, start
 from mtrain.launching.supervise import Supervisor
+from mtrain.world.launchers import Launched
 from tests.support.configs import LAPTOP, tiny
 
 NOHUP = "import signal; raise SystemExit(signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN)"
@@ -134,3 +135,23 @@ def test_a_handler_that_is_not_of_python_is_left_alone(monkeypatch: pytest.Monke
     monkeypatch.setattr(signal, "getsignal", lambda number: None)
     with signals.stoppable():
         pass
+
+
+def test_a_rank_of_several_machines_is_not_bound_to_this_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    begun: list[dict[str, str]] = []
+
+    def execute(command: list[str], environment: dict[str, str]) -> int:
+        begun.append(environment)
+        return start.fork(lambda: 0)
+
+    monkeypatch.setattr(machine, "execute", execute)
+    monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "another")
+    place = Launched("slurm", 0, 2, 0, 1, "first", 29500, "slurm 7", machines=2)
+    assert machine._start(place, [], resolve(tiny(parallel__ranks=4), LAPTOP), 4, None) == 0
+    assert [found["RANK"] for found in begun] == ["0", "1"]
+    assert [found["LOCAL_WORLD_SIZE"] for found in begun] == ["2", "2"]
+    for found in begun:
+        assert "GLOO_SOCKET_IFNAME" not in found, "lo does not lead to the other machine"
+        assert "OMP_NUM_THREADS" not in found or found["OMP_NUM_THREADS"] == os.environ["OMP_NUM_THREADS"]
+        assert "TORCHELASTIC_RUN_ID" not in found

@@ -21,9 +21,8 @@ from mtrain.config.dump import run_yaml
 from mtrain.config.paths import RUN_FILE
 from mtrain.config.run import RunConfig
 from mtrain.errors import BadEnvironment, MtrainError
-from mtrain.launching.local import environment_of
 from mtrain.launching.signals import scratch_folder
-from mtrain.launching.start import PARENT, execute, importable, placed, python
+from mtrain.launching.start import PARENT, execute, importable, placed, python, without_launcher
 from mtrain.launching.supervise import Supervisor
 from mtrain.launching.torchrun import RUN_GIVEN
 from mtrain.world.launchers import Launched
@@ -141,7 +140,7 @@ def _start(place: Launched, argv: list[str], run: RunConfig | None, ranks: int, 
 
         def start(local_rank: int) -> int:
             values = {
-                **importable(environment_of(run) if run is not None else os.environ),
+                **importable(without_launcher(os.environ)),  # each rank sets what its run needs
                 **placed(first + local_rank, ranks, place.host, place.port, first, here),
                 "TORCHELASTIC_USE_AGENT_STORE": "True",
                 PARENT: str(os.getpid()),
