@@ -89,7 +89,8 @@ class Place:
     @classmethod
     def here(cls, ranks_here: int, *, alone: bool = True, errors: Path | None = None) -> Place:
         """Return the place of ranks on this machine."""
-        return cls(ranks_here, alone=alone, home_filesystem=filesystem_of(Path.home()), errors=errors)
+        home = Path(os.path.expanduser("~"))  # Path.home raises for a user without a home
+        return cls(ranks_here, alone=alone, home_filesystem=filesystem_of(home), errors=errors)
 
 
 def environment(run: RunConfig, place: Place, given: Mapping[str, str]) -> dict[str, Setting]:
