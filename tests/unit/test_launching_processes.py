@@ -9,6 +9,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -19,6 +20,7 @@ from mtrain.launching import beside, machine, signals, start
 from mtrain.launching.supervise import Supervisor
 from mtrain.world.launchers import Launched
 from tests.support.configs import LAPTOP, tiny
+from tests.support.launched import free_port
 
 NOHUP = "import signal; raise SystemExit(signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN)"
 STOPPED = "import signal; raise SystemExit(signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL)"
@@ -155,3 +157,13 @@ def test_a_rank_of_several_machines_is_not_bound_to_this_one(monkeypatch: pytest
         assert "GLOO_SOCKET_IFNAME" not in found, "lo does not lead to the other machine"
         assert "OMP_NUM_THREADS" not in found or found["OMP_NUM_THREADS"] == os.environ["OMP_NUM_THREADS"]
         assert "TORCHELASTIC_RUN_ID" not in found
+
+
+def test_the_second_machine_repeats_what_the_first_one_says_line_by_line() -> None:
+    port = free_port()
+    first = Launched("slurm", 0, 2, 0, 1, "127.0.0.1", port, "slurm 7", machines=2)
+    store = machine._serve(first, None, BadEnvironment("there is no GPU", "  fix: cluster=cpu"))
+    with pytest.raises(BadEnvironment) as caught:
+        machine._share(replace(first, rank=1))
+    assert str(caught.value).splitlines()[1] == "  fix: cluster=cpu"
+    del store

@@ -125,7 +125,8 @@ def _share(place: Launched) -> int:
             "  fix: see whether it runs there; MASTER_ADDR and MASTER_PORT name another place",
         )
     if told["failure"]:
-        raise BadEnvironment(f"the first machine has no configuration to run: {told['failure']}")
+        text = f"the first machine has no configuration to run: {told['failure']}"
+        raise BadEnvironment(*text.split("\n"))
     ranks: int = told["ranks"]
     return ranks
 
