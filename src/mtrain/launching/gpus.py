@@ -69,7 +69,7 @@ def described(run: RunConfig, machine: Machine) -> str:
     if not seen.gpus:
         return (
             f"this machine: {seen.count} NVIDIA GPUs by their device files; libnvidia-ml.so.1, the driver's library, "
-            "does not answer, so their kind is not known: no MFU and no planned time; cluster=NAME says it"
+            "does not answer, so their kind is not known: no MFU and no planned time; name it with cluster=NAME"
         )
     if seen.kind is None:
         names = sorted({gpu.name for gpu in seen.gpus})
