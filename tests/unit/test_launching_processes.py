@@ -87,16 +87,19 @@ def test_work_that_is_killed_while_it_writes_is_an_error_of_the_environment(monk
         work.result()
 
 
-def test_a_stop_that_comes_while_a_rank_is_started_reaches_it(tmp_path: Path) -> None:
+def started(*_: object) -> int:
+    """Start a process that runs for long, and ask this one to stop."""
+
     def sleep() -> int:
         time.sleep(60)
         return 0
 
-    def started(rank: int) -> int:
-        pid = start.fork(sleep)
-        os.kill(os.getpid(), signal.SIGTERM)
-        return pid
+    pid = start.fork(sleep)
+    os.kill(os.getpid(), signal.SIGTERM)
+    return pid
 
+
+def test_a_stop_that_comes_while_a_rank_is_started_reaches_it(tmp_path: Path) -> None:
     supervisor = Supervisor(tmp_path, "")
     supervisor.start(started, 1)
     begun = time.monotonic()
@@ -167,3 +170,9 @@ def test_the_second_machine_repeats_what_the_first_one_says_line_by_line() -> No
         machine._share(replace(first, rank=1))
     assert str(caught.value).splitlines()[1] == "  fix: cluster=cpu"
     del store
+
+
+def test_ranks_that_a_stop_ends_before_they_listen_are_preempted(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(machine, "execute", started)
+    place = Launched("slurm", 0, 2, 0, 1, "first", 29500, "slurm 7", machines=2)
+    assert machine._start(place, [], resolve(tiny(parallel__ranks=2), LAPTOP), 2, None) == Preempted.exit_code

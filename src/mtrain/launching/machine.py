@@ -11,7 +11,6 @@ import os
 import socket
 import time
 from collections.abc import Callable
-from contextlib import suppress
 from datetime import timedelta
 from typing import TYPE_CHECKING
 
@@ -20,7 +19,7 @@ from mtrain.config.defaults import usual_join_timeout_s
 from mtrain.config.dump import run_yaml
 from mtrain.config.paths import RUN_FILE
 from mtrain.config.run import RunConfig
-from mtrain.errors import BadEnvironment, MtrainError
+from mtrain.errors import BadEnvironment, MtrainError, Preempted
 from mtrain.launching.signals import scratch_folder
 from mtrain.launching.start import PARENT, execute, importable, placed, python, without_launcher
 from mtrain.launching.supervise import Supervisor
@@ -152,8 +151,12 @@ def _start(place: Launched, argv: list[str], run: RunConfig | None, ranks: int, 
 
         supervisor = Supervisor(scratch / ERRORS, "")
         supervisor.start(start, here)
-        with suppress(MtrainError):  # each rank has said for itself what is wrong
+        try:
             supervisor.wait()
+        except Preempted as stop:
+            return stop.exit_code
+        except MtrainError:  # each rank has said for itself what is wrong
+            pass
     codes = [ended.code for ended in supervisor.ended if ended.code]
     del store  # it served the ranks to their end
     return codes[0] if codes else 0
