@@ -39,8 +39,7 @@ DATA_CENTER_BLACKWELL = 100
 RECORDED = 2000
 """The number of collectives that the flight recorder holds, at some hundred bytes each."""
 MONITOR_SLACK_S = 120
-"""Seconds beyond trainer.timeout_s: a process group times out one minute later, and torch may take another minute to
-write its records."""
+"""Seconds beyond trainer.timeout_s: process groups time out one minute later, and torch may write for another one."""
 LEAST_MONITOR_S = 480
 """torch's own timeout of its heartbeat."""
 ORDERED_ALGORITHMS = ("Ring", "Tree", "^NVLS", "CollnetDirect", "CollnetChain")
@@ -228,7 +227,7 @@ def _of_nccl(run: RunConfig, place: Place) -> Wanted:
 
 
 def _unescaped(text: str) -> str:
-    """Return a path of /proc/mounts, which writes blanks as octal numbers, as it is."""
+    """Return a path of /proc/mounts with its blanks, which stand there as octal numbers."""
     for code, letter in (("\\040", " "), ("\\011", "\t"), ("\\012", "\n"), ("\\134", "\\")):
         text = text.replace(code, letter)
     return text
