@@ -39,11 +39,12 @@ def test_a_failing_run_stops_no_other_and_its_code_is_the_exit_code(tmp_path: Pa
     assert "MT101" in done.stderr
 
 
-def test_a_stop_ends_the_run_and_the_sweep_with_what_there_is(tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", ["SIGTERM", "SIGUSR1"])
+def test_a_stop_ends_the_run_and_the_sweep_with_what_there_is(name: str, tmp_path: Path) -> None:
     words = ["trainer.train_iters=100000", "trainer.seed=1,2", "log.name=s", "log.runs_dir=runs"]
     sweep = Launched("-m", *SMALL, "parallel=single", "log=quiet", *words, cwd=tmp_path)
     wait_for(lambda: len(metrics(tmp_path / "runs/s-0")) > 3, 90)
-    os.kill(sweep.pid, signal.SIGTERM)
+    os.kill(sweep.pid, signal.Signals[name])
     assert sweep.wait(60) == 75, sweep.said
     assert "1 of 2 runs" in sweep.said
     assert not (tmp_path / "runs/s-1").exists()

@@ -9,15 +9,18 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from mtrain.config.resolve import resolve
 from mtrain.errors import BadEnvironment, Preempted
-from mtrain.launching import beside, signals, start
+from mtrain.launching import beside, machine, signals, start
 from mtrain.launching.supervise import Supervisor
+from mtrain.world.launchers import Launched
 from tests.support.configs import LAPTOP, tiny
+from tests.support.launched import free_port
 
 NOHUP = "import signal; raise SystemExit(signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN)"
 STOPPED = "import signal; raise SystemExit(signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL)"
@@ -84,16 +87,19 @@ def test_work_that_is_killed_while_it_writes_is_an_error_of_the_environment(monk
         work.result()
 
 
-def test_a_stop_that_comes_while_a_rank_is_started_reaches_it(tmp_path: Path) -> None:
+def started(*_: object) -> int:
+    """Start a process that runs for long, and ask this one to stop."""
+
     def sleep() -> int:
         time.sleep(60)
         return 0
 
-    def started(rank: int) -> int:
-        pid = start.fork(sleep)
-        os.kill(os.getpid(), signal.SIGTERM)
-        return pid
+    pid = start.fork(sleep)
+    os.kill(os.getpid(), signal.SIGTERM)
+    return pid
 
+
+def test_a_stop_that_comes_while_a_rank_is_started_reaches_it(tmp_path: Path) -> None:
     supervisor = Supervisor(tmp_path, "")
     supervisor.start(started, 1)
     begun = time.monotonic()
@@ -134,3 +140,39 @@ def test_a_handler_that_is_not_of_python_is_left_alone(monkeypatch: pytest.Monke
     monkeypatch.setattr(signal, "getsignal", lambda number: None)
     with signals.stoppable():
         pass
+
+
+def test_a_rank_of_several_machines_is_not_bound_to_this_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    begun: list[dict[str, str]] = []
+
+    def execute(command: list[str], environment: dict[str, str]) -> int:
+        begun.append(environment)
+        return start.fork(lambda: 0)
+
+    monkeypatch.setattr(machine, "execute", execute)
+    monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "another")
+    place = Launched("slurm", 0, 2, 0, 1, "first", 29500, "slurm 7", machines=2)
+    assert machine._start(place, [], resolve(tiny(parallel__ranks=4), LAPTOP), 4, None) == 0
+    assert [found["RANK"] for found in begun] == ["0", "1"]
+    assert [found["LOCAL_WORLD_SIZE"] for found in begun] == ["2", "2"]
+    for found in begun:
+        assert "GLOO_SOCKET_IFNAME" not in found, "lo does not lead to the other machine"
+        assert "OMP_NUM_THREADS" not in found or found["OMP_NUM_THREADS"] == os.environ["OMP_NUM_THREADS"]
+        assert "TORCHELASTIC_RUN_ID" not in found
+
+
+def test_the_second_machine_repeats_what_the_first_one_says_line_by_line() -> None:
+    port = free_port()
+    first = Launched("slurm", 0, 2, 0, 1, "127.0.0.1", port, "slurm 7", machines=2)
+    store = machine._serve(first, None, BadEnvironment("there is no GPU", "  fix: cluster=cpu"))
+    with pytest.raises(BadEnvironment) as caught:
+        machine._share(replace(first, rank=1))
+    assert str(caught.value).splitlines()[1] == "  fix: cluster=cpu"
+    del store
+
+
+def test_ranks_that_a_stop_ends_before_they_listen_are_preempted(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(machine, "execute", started)
+    place = Launched("slurm", 0, 2, 0, 1, "first", 29500, "slurm 7", machines=2)
+    assert machine._start(place, [], resolve(tiny(parallel__ranks=2), LAPTOP), 2, None) == Preempted.exit_code

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import pwd
 import signal
 import threading
 import time
@@ -16,6 +17,7 @@ from mtrain.config.dump import run_yaml
 from mtrain.config.resolve import resolve
 from mtrain.errors import BadEnvironment, MtrainError
 from mtrain.launching import beside, jobs, rank, start, torchrun
+from mtrain.launching.environment import Place
 from mtrain.launching.supervise import Supervisor
 from tests.support.configs import LAPTOP, tiny
 
@@ -104,6 +106,15 @@ def test_a_rank_refuses_an_environment_that_its_run_needs_otherwise(
     start._describe(run, tmp_path, jobs.MASKS)
     with pytest.raises(BadEnvironment, match="CUBLAS_WORKSPACE_CONFIG is not in the environment of this rank"):
         rank.perform(tmp_path, tmp_path / "errors", 0)
+
+
+def test_ranks_of_a_user_without_a_home_have_an_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    def unknown(uid: int) -> None:
+        raise KeyError(uid)
+
+    monkeypatch.delenv("HOME", raising=False)
+    monkeypatch.setattr(pwd, "getpwuid", unknown)
+    assert Place.here(1).home_filesystem == ""
 
 
 def test_work_beside_a_process_with_threads_is_executed_and_returns_the_same() -> None:

@@ -12,7 +12,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
-from typing import Any, NoReturn
+from typing import Any
 
 from mtrain import strict_json
 from mtrain.cli.setup import load, settled
@@ -22,11 +22,11 @@ from mtrain.config.resolve import Machine, resolve, world_size_of
 from mtrain.config.run import RunConfig
 from mtrain.config.sweep import Job, jobs
 from mtrain.errors import ConfigError, MtrainError, say, say_page, visible
+from mtrain.launching import signals, start
 from mtrain.plan.compare import METRICS, lines_of
 
 ORDER = (0, 75, 2, 3, 4, 5)
 """Exit codes from good to bad; every other one is worse."""
-COMMAND = "import sys; from mtrain.cli.main import main; sys.exit(main(sys.argv[1:]))"
 Main = Callable[[Sequence[str]], int]
 
 
@@ -119,10 +119,13 @@ class _Sweep:
         self.child = 0
         self.device: str | None = None
         """The device that megatron-core was imported for."""
-        signal.signal(signal.SIGTERM, self._stop)
+        signals.replace(self._stop, signals.STOPS - {signal.SIGINT})
 
     def _stop(self, number: int, frame: FrameType | None) -> None:
         self.stopped = 75
+        self._forward_stop()
+
+    def _forward_stop(self) -> None:
         if self.child:
             os.kill(self.child, signal.SIGTERM)
 
@@ -140,10 +143,9 @@ class _Sweep:
         fresh = run is not None and run.cluster.device != self.device
         sys.stdout.flush()
         sys.stderr.flush()
-        parent = os.getpid()
-        self.child = os.fork()
-        if self.child == 0:
-            _command(self._main, argv, parent, fresh)
+        self.child = start.fork(lambda: _command(self._main, argv, fresh))
+        if self.stopped:  # a stop that came before the run was forked has not reached it
+            self._forward_stop()
         while True:
             try:
                 _, status = os.waitpid(self.child, 0)
@@ -155,19 +157,13 @@ class _Sweep:
         return 128 - code if code < 0 else code
 
 
-def _command(main: Main, argv: Sequence[str], parent: int, fresh: bool) -> NoReturn:
-    """A command in a forked process, as if it had been started by itself."""
-    from mtrain.launching.worker import leave
-    from mtrain.processes import die_with
-
-    die_with(parent)
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    signal.signal(signal.SIGINT, signal.default_int_handler)
+def _command(main: Main, argv: Sequence[str], fresh: bool) -> int:
+    """Run a command in a forked process, as if it had been started by itself; return its exit code."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a terminal's Ctrl-C reaches the run as well
     if fresh:
-        paths = os.pathsep.join(path for path in sys.path if path)
-        os.execve(sys.executable, [sys.executable, "-c", COMMAND, *argv], {**os.environ, "PYTHONPATH": paths})
-    leave(main(argv))
-    raise AssertionError("unreachable")
+        command = start.python("mtrain", *argv)
+        os.execve(command[0], command, start.importable(os.environ))
+    return main(argv)
 
 
 def _composed(words: Sequence[str]) -> RunConfig | None:

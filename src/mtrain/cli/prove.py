@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from mtrain.train.prove import Row
 
 STEPS = 4
-MAX_RANKS = 16
+MAX_RANKS = preflight.MOST_REHEARSED
 EIGHT_BITS = "fp8"
 """Linear layers and experts in FP8, by their emulation in plain torch or Triton's interpreter; all else in fp32."""
 UNCOMPARED = float("inf")

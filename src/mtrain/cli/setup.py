@@ -22,7 +22,7 @@ from mtrain.errors import BadEnvironment, ConfigError, CorruptInput, Problem
 DAMAGE = {"MT611", "MT612", "MT613"}
 """Codes of files that are not what they were written as."""
 COUNTED_HERE = frozenset({"MT113", "MT114"})
-"""Codes of errors that a machine with more devices may not raise, where it says how many devices there are."""
+"""Codes of errors that may mean no more than too few devices here, where their number is that of this machine."""
 
 
 @dataclass(frozen=True)

@@ -39,8 +39,7 @@ DATA_CENTER_BLACKWELL = 100
 RECORDED = 2000
 """The number of collectives that the flight recorder holds, at some hundred bytes each."""
 MONITOR_SLACK_S = 120
-"""Seconds beyond trainer.timeout_s: a process group times out one minute later, and torch may take another minute to
-write its records."""
+"""Seconds beyond trainer.timeout_s: process groups time out one minute later, and torch may write for another one."""
 LEAST_MONITOR_S = 480
 """torch's own timeout of its heartbeat."""
 ORDERED_ALGORITHMS = ("Ring", "Tree", "^NVLS", "CollnetDirect", "CollnetChain")
@@ -89,7 +88,8 @@ class Place:
     @classmethod
     def here(cls, ranks_here: int, *, alone: bool = True, errors: Path | None = None) -> Place:
         """Return the place of ranks on this machine."""
-        return cls(ranks_here, alone=alone, home_filesystem=filesystem_of(Path.home()), errors=errors)
+        home = Path(os.path.expanduser("~"))  # Path.home raises for a user without a home
+        return cls(ranks_here, alone=alone, home_filesystem=filesystem_of(home), errors=errors)
 
 
 def environment(run: RunConfig, place: Place, given: Mapping[str, str]) -> dict[str, Setting]:
@@ -165,7 +165,7 @@ def _wanted(run: RunConfig, place: Place) -> Wanted:
     share = f"{place.cores} cores for {place.ranks_here} rank{'s' if place.ranks_here > 1 else ''} of this machine"
     yield "OMP_NUM_THREADS", threads, share, ()
     yield "MKL_NUM_THREADS", threads, share, ()
-    yield "TORCH_CPP_LOG_LEVEL", "ERROR", "a peer that ends is no news worth a C++ stack", ()
+    yield "TORCH_CPP_LOG_LEVEL", "ERROR", "torch would print a C++ stack whenever another rank ends", ()
     if device.on_host and place.alone:
         yield "GLOO_SOCKET_IFNAME", "lo", "all ranks are on this machine", ()
     if device.triton and place.home_filesystem in NETWORK:
@@ -183,7 +183,7 @@ def _of_cuda(run: RunConfig) -> Wanted:
     p = run.parallel
     if (p.tp > 1 or p.cp > 1) and p.fsdp == "none" and (sm is None or sm < DATA_CENTER_BLACKWELL):
         reason = (
-            "exchanges of tensor and context parallelism overlap only if kernels start in the order of their calls"
+            "tensor and context parallelism overlap their exchanges only if kernels start in the order of their calls"
         )
         yield "CUDA_DEVICE_MAX_CONNECTIONS", "1", reason, ()
     if run.trainer.cuda_graph_impl == "none":  # with graphs, NCCL's registered buffers may move
@@ -197,43 +197,37 @@ def _of_transformer_engine(run: RunConfig) -> Wanted:
     kernels = run.kernels
     if kernels.attention == "te":
         for name in ("NVTE_FLASH_ATTN", "NVTE_FUSED_ATTN"):
-            yield name, "1", "kernels.attention=te: TransformerEngine chooses, as megatron-core insists", ()
+            yield name, "1", "kernels.attention=te: TransformerEngine chooses; megatron-core accepts nothing else", ()
     if run.trainer.deterministic and "te" in (kernels.norm, kernels.attention, kernels.linear, kernels.experts):
-        reason = "trainer.deterministic: TransformerEngine would take algorithms whose bits depend on timing"
+        reason = "trainer.deterministic: else TransformerEngine takes algorithms whose bits depend on timing"
         yield "NVTE_ALLOW_NONDETERMINISTIC_ALGO", "0", reason, ("0",)
     if run.parallel.activation_offload.modules:
-        reason = "parallel.activation_offload: with its newer offload, TransformerEngine copies weights too"
+        reason = "parallel.activation_offload: the newer offload of TransformerEngine copies weights too"
         yield "NVTE_CPU_OFFLOAD_V1", "1", reason, ("1",)
 
 
 def _of_nccl(run: RunConfig, place: Place) -> Wanted:
     if run.trainer.deterministic:
-        reason = "trainer.deterministic: NCCL chooses among algorithms by size, and some add in an order of their own"
+        reason = "trainer.deterministic: NCCL chooses an algorithm by size, and some change the order of sums"
         yield "NCCL_ALGO", "Ring", reason, ORDERED_ALGORITHMS
-    yield (
-        "TORCH_FR_BUFFER_SIZE",
-        str(RECORDED),
-        "collectives that the flight recorder holds; a stall is blamed by it",
-        (),
-    )
-    yield (
-        "TORCH_NCCL_DUMP_ON_TIMEOUT",
-        "1",
-        "what the flight recorder holds is written where a collective times out",
-        (),
-    )
+    reason = "the number of collectives that the flight recorder holds, for the report of a stall"
+    yield "TORCH_FR_BUFFER_SIZE", str(RECORDED), reason, ()
+    reason = "the flight recorder is written to disk when a collective times out"
+    yield "TORCH_NCCL_DUMP_ON_TIMEOUT", "1", reason, ()
     folder = place.errors or place.scratch
-    yield "TORCH_FR_DUMP_TEMP_FILE", str(folder / "flight_rank_"), "where, up to the rank; torchfrtrace reads it", ()
+    reason = "the files of the flight recorder, up to the rank; torchfrtrace reads them"
+    yield "TORCH_FR_DUMP_TEMP_FILE", str(folder / "flight_rank_"), reason, ()
     token = hashlib.sha256(str(folder).encode()).hexdigest()[:12]
     pipe = str(place.scratch.parent / f"{place.scratch.name}-{token}-")
-    yield "TORCH_NCCL_DEBUG_INFO_PIPE_FILE", pipe, "pipes on which torch is asked to write it in a stall", ()
+    reason = "the pipes, up to the rank, by which torch is told in a stall to write the flight recorder"
+    yield "TORCH_NCCL_DEBUG_INFO_PIPE_FILE", pipe, reason, ()
     seconds = max(LEAST_MONITOR_S, math.ceil(run.trainer.timeout_s) + MONITOR_SLACK_S)
-    reason = "torch ends a process whose NCCL thread is stuck; trainer.timeout_s comes first and says who is behind"
+    reason = "torch ends a process whose NCCL thread is stuck; trainer.timeout_s comes first and names the rank"
     yield "TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC", str(seconds), reason, ()
 
 
 def _unescaped(text: str) -> str:
-    """Return a path of /proc/mounts, which writes blanks as octal numbers, as it is."""
+    """Return a path of /proc/mounts with its blanks, which stand there as octal numbers."""
     for code, letter in (("\\040", " "), ("\\011", "\t"), ("\\012", "\n"), ("\\134", "\\")):
         text = text.replace(code, letter)
     return text

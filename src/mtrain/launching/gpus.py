@@ -69,7 +69,7 @@ def described(run: RunConfig, machine: Machine) -> str:
     if not seen.gpus:
         return (
             f"this machine: {seen.count} NVIDIA GPUs by their device files; libnvidia-ml.so.1, the driver's library, "
-            "does not answer, so their kind is not known: no MFU and no planned time; cluster=NAME says it"
+            "does not answer, so their kind is not known: no MFU and no planned time; name it with cluster=NAME"
         )
     if seen.kind is None:
         names = sorted({gpu.name for gpu in seen.gpus})
@@ -103,7 +103,7 @@ def _fewer(run: RunConfig, machine: Machine) -> str:
 
 
 def _of_software(seen: Seen) -> Iterator[Shortage]:
-    """Yield that torch does not fit the driver, where there is a driver."""
+    """Yield a shortage where torch does not fit the driver."""
     built = hardware.cuda_of_torch()
     if seen.driver is None or not seen.driver.gpus or built is None:
         return
@@ -123,7 +123,7 @@ def _of_software(seen: Seen) -> Iterator[Shortage]:
 
 
 def _of_memory(run: RunConfig, seen: Seen, here: int, siblings: bool) -> Iterator[Shortage]:
-    """Yield the GPUs whose memory others hold: an error where not even the state of a rank fits beside it."""
+    """Yield a shortage for each GPU whose memory others hold; a warning while the state of a rank fits beside it."""
     ranks = run.parallel.ranks or 1
     least = 0 if run.optim.cpu_offload else state_bytes(run) // ranks
     step = over(run, 0)
@@ -155,7 +155,7 @@ def _held(processes: Sequence[int]) -> str:
 
 
 def _of_another_kind(run: RunConfig, seen: Seen) -> Iterator[Shortage]:
-    """Yield that the GPUs are of another kind than the named cluster has."""
+    """Yield a warning where the GPUs are of another kind than those of the named cluster."""
     names = run.cluster.driver_names
     others = sorted({gpu.name for gpu in seen.gpus} - {*names})
     if names and others:

@@ -11,7 +11,6 @@ import os
 import socket
 import time
 from collections.abc import Callable
-from contextlib import suppress
 from datetime import timedelta
 from typing import TYPE_CHECKING
 
@@ -20,10 +19,9 @@ from mtrain.config.defaults import usual_join_timeout_s
 from mtrain.config.dump import run_yaml
 from mtrain.config.paths import RUN_FILE
 from mtrain.config.run import RunConfig
-from mtrain.errors import BadEnvironment, MtrainError
-from mtrain.launching.local import environment_of
+from mtrain.errors import BadEnvironment, MtrainError, Preempted
 from mtrain.launching.signals import scratch_folder
-from mtrain.launching.start import PARENT, execute, importable, placed, python
+from mtrain.launching.start import PARENT, execute, importable, placed, python, without_launcher
 from mtrain.launching.supervise import Supervisor
 from mtrain.launching.torchrun import RUN_GIVEN
 from mtrain.world.launchers import Launched
@@ -126,7 +124,8 @@ def _share(place: Launched) -> int:
             "  fix: see whether it runs there; MASTER_ADDR and MASTER_PORT name another place",
         )
     if told["failure"]:
-        raise BadEnvironment(f"the first machine has no configuration to run: {told['failure']}")
+        text = f"the first machine has no configuration to run: {told['failure']}"
+        raise BadEnvironment(*text.split("\n"))
     ranks: int = told["ranks"]
     return ranks
 
@@ -141,7 +140,7 @@ def _start(place: Launched, argv: list[str], run: RunConfig | None, ranks: int, 
 
         def start(local_rank: int) -> int:
             values = {
-                **importable(environment_of(run) if run is not None else os.environ),
+                **importable(without_launcher(os.environ)),  # each rank sets what its run needs
                 **placed(first + local_rank, ranks, place.host, place.port, first, here),
                 "TORCHELASTIC_USE_AGENT_STORE": "True",
                 PARENT: str(os.getpid()),
@@ -152,8 +151,12 @@ def _start(place: Launched, argv: list[str], run: RunConfig | None, ranks: int, 
 
         supervisor = Supervisor(scratch / ERRORS, "")
         supervisor.start(start, here)
-        with suppress(MtrainError):  # each rank has said for itself what is wrong
+        try:
             supervisor.wait()
+        except Preempted as stop:
+            return stop.exit_code
+        except MtrainError:  # each rank has said for itself what is wrong
+            pass
     codes = [ended.code for ended in supervisor.ended if ended.code]
     del store  # it served the ranks to their end
     return codes[0] if codes else 0

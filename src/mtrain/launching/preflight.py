@@ -117,7 +117,7 @@ def _faults(run: RunConfig, ranks: int, world: int) -> list[str]:
 
 
 def _disk_shortages(run: RunConfig) -> list[str]:
-    """Return that the disk has no room for the weights of one checkpoint, where that is so."""
+    """Return the shortage of a disk that has no room for the weights of one checkpoint."""
     if run.checkpoint.save_interval is None and not run.checkpoint.save_final:
         return []
     folder = user_path(run.log.runs_dir).absolute()

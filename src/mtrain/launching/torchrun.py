@@ -79,7 +79,8 @@ def agreed(argv: Sequence[str], compose: Callable[[], RunConfig]) -> RunConfig:
     if offer is not None and offer.failure:
         attempt.present(join.bare_info(attempt.env), {}, attempt.join_timeout_s)
         attempt.together()
-        raise BadEnvironment(f"rank 0 has no configuration: {offer.failure}")
+        text = f"rank 0 has no configuration: {offer.failure}"
+        raise BadEnvironment(*text.split("\n"))
     if offer is None or offer.words != tuple(argv):
         return compose()
     run = RunConfig.model_validate_json(offer.run)
