@@ -203,6 +203,12 @@ class CorruptInput(ConfigError):
     exit_code = 4
 
 
+class BadPlace(ConfigError):
+    """Every problem is of a folder that this machine does not let the run write."""
+
+    exit_code = 3
+
+
 class BadEnvironment(MtrainError):
     """The configuration is right but this machine, or what is installed on it, cannot run it."""
 

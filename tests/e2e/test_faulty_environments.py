@@ -64,3 +64,13 @@ def test_show_says_which_environment_each_rank_gets(tmp_path: Path, monkeypatch:
     whole, bare = (mtrain("show", *more, *WORDS, cwd=tmp_path).stdout for more in (("--json",), ("--resolved",)))
     assert '"MKL_NUM_THREADS": {"value": "7"' in whole
     assert "MKL_NUM_THREADS" not in bare
+
+
+@pytest.mark.parametrize(("verb", "code"), [((), 3), (("check",), 2)], ids=["train", "check"])
+def test_a_folder_of_runs_that_cannot_be_written_is_a_fault_of_the_place(
+    verb: tuple[str, ...], code: int, tmp_path: Path
+) -> None:
+    run = Launched(*verb, *WORDS, "log.runs_dir=/proc/runs", cwd=tmp_path)
+    assert run.wait() == code, run.said
+    assert "error[MT431]" in run.said
+    assert "/proc cannot be written: it is the kernel's" in run.said

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import resource
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ from mtrain.config.run import RunConfig
 from mtrain.errors import BadEnvironment
 from mtrain.launching import preflight
 from mtrain.launching.environment import Place, apply, environment, filesystem_of, lines, verify
-from mtrain.launching.limits import Limits, faults
+from mtrain.launching.limits import FILES_PER_RANK, Limits, faults, raise_files
 from tests.support.configs import LAPTOP, tiny
 
 CARDS = Machine(cpu_cores=16, memory_bytes=64 << 30, gpus=8, transformer_engine=True, triton=True)
@@ -208,3 +209,25 @@ def test_descriptors_are_counted_by_the_ranks_of_the_world(tmp_path: Path) -> No
     assert not faults({}, Limits(files=1024), 8, interfaces=tmp_path)
     (said,) = faults({}, Limits(files=1024), 8, world=2048, interfaces=tmp_path)
     assert "ulimit -n 2148" in said
+
+
+@pytest.mark.parametrize(
+    ("soft", "hard", "raised"),
+    [
+        (1024, 4096, 2148),
+        (1024, resource.RLIM_INFINITY, 2148),
+        (1024, 2000, 1024),
+        (4096, 4096, 4096),
+        (resource.RLIM_INFINITY,) * 3,
+    ],
+)
+def test_a_rank_raises_its_own_limit_of_descriptors(
+    soft: int, hard: int, raised: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = {resource.RLIMIT_NOFILE: (soft, hard)}
+    monkeypatch.setattr(resource, "getrlimit", lambda kind: now.get(kind, (resource.RLIM_INFINITY,) * 2))
+    monkeypatch.setattr(resource, "setrlimit", now.__setitem__)
+    raise_files(2048)
+    assert now[resource.RLIMIT_NOFILE] == (raised, hard)
+    enough = raised == resource.RLIM_INFINITY or raised >= FILES_PER_RANK + 2048
+    assert enough == (not faults({}, Limits.here(), 8, world=2048))

@@ -17,10 +17,12 @@ from mtrain.config.rules import check
 from mtrain.config.run import RunConfig
 from mtrain.config.suggest import with_fixes
 from mtrain.config.watch import read_from, touches, watched
-from mtrain.errors import BadEnvironment, ConfigError, CorruptInput, Problem
+from mtrain.errors import BadEnvironment, BadPlace, ConfigError, CorruptInput, Problem
 
 DAMAGE = {"MT611", "MT612", "MT613"}
 """Codes of files that are not what they were written as."""
+PLACES = {"MT431", "MT432"}
+"""Codes of folders that cannot be written."""
 COUNTED_HERE = frozenset({"MT113", "MT114"})
 """Codes of errors that may mean no more than too few devices here, where their number is that of this machine."""
 
@@ -58,6 +60,7 @@ def load(
 
     Raises:
         ConfigError: with every problem of the schema or, where the schema is satisfied, of the rules.
+        BadPlace: the configuration is `to_run`, and every problem is a folder that cannot be written.
         BadEnvironment: the configuration is `to_run`, and a mistake in a variable hides the GPUs of this machine, or
             the only problem is that it has too few.
     """
@@ -87,8 +90,17 @@ def load(
         problems.sort(key=lambda p: p.severity)
         if to_run and errors <= _of_devices(raw, world_size):
             _refuse_too_few_devices(run, machine, machines or run.cluster.nodes, problems)
-        raise (CorruptInput if errors <= DAMAGE else ConfigError)(problems)
+        raise _kind(errors, to_run)(problems)
     return Loaded(run, origins, composed.choices, tuple(problems), composed.history, composed.files, raw)
+
+
+def _kind(errors: AbstractSet[str], to_run: bool) -> type[ConfigError]:
+    """Return the error for problems with these codes: damage and places have exit codes of their own."""
+    if errors <= DAMAGE:
+        return CorruptInput
+    if to_run and errors <= PLACES:
+        return BadPlace
+    return ConfigError
 
 
 def _refuse_hidden_gpus(raw: RunConfig, run: RunConfig, machine: Machine) -> None:

@@ -246,7 +246,10 @@ def unwritable(path: Path) -> str | None:
         if not stat.S_ISDIR(mode):
             return f"{place} is a file, and a folder is needed"
         if not os.access(place, os.W_OK | os.X_OK):
-            return f"{place} cannot be written: permission denied"
+            read_only = os.statvfs(place).f_flag & os.ST_RDONLY
+            return (
+                f"{place} cannot be written: {'its file system is read-only' if read_only else 'permission denied'}"
+            )
         return f"{place} cannot be written: it is the kernel's" if _is_no_storage(place) else None
     return None
 

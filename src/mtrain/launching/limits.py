@@ -27,6 +27,7 @@ class Limits:
     """Limits that the shell sets for this process; None: no limit."""
 
     files: int | None = None
+    """Descriptors to which a rank may raise its own limit; see `raise_files`."""
     processes: int | None = None
     addresses: int | None = None
     """Bytes."""
@@ -34,7 +35,21 @@ class Limits:
     @classmethod
     def here(cls) -> Limits:
         """Return the limits of this process."""
-        return cls(*map(_soft, (resource.RLIMIT_NOFILE, resource.RLIMIT_NPROC, resource.RLIMIT_AS)))
+        files = _limit(resource.getrlimit(resource.RLIMIT_NOFILE)[1])
+        soft = (_limit(resource.getrlimit(kind)[0]) for kind in (resource.RLIMIT_NPROC, resource.RLIMIT_AS))
+        return cls(files, *soft)
+
+
+def raise_files(world: int) -> None:
+    """Let this rank of a world open the files that it needs, as far as its hard limit allows.
+
+    The usual soft limit of 1,024 is too low for a rank that has connections to a thousand others.
+    """
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    needed = FILES_PER_RANK + world
+    too_low = soft != resource.RLIM_INFINITY and soft < needed
+    if too_low and (hard == resource.RLIM_INFINITY or needed <= hard):
+        resource.setrlimit(resource.RLIMIT_NOFILE, (needed, hard))
 
 
 def faults(
@@ -169,6 +184,5 @@ _CHECKS_OF_NCCL: dict[str, Callable[[str], str]] = {
 """The same for variables that only torch's NCCL process groups read."""
 
 
-def _soft(kind: int) -> int | None:
-    limit = resource.getrlimit(kind)[0]
-    return None if limit == resource.RLIM_INFINITY else limit
+def _limit(said: int) -> int | None:
+    return None if said == resource.RLIM_INFINITY else said

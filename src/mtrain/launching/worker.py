@@ -26,6 +26,7 @@ from mtrain.errors import (
 )
 from mtrain.launching.causes import describe
 from mtrain.launching.environment import Place, apply, conflicts, environment
+from mtrain.launching.limits import raise_files
 from mtrain.world.rank_env import End, RankEnv
 
 
@@ -38,6 +39,7 @@ def enter(run: RunConfig, end: End) -> None:
         BadEnvironment: a variable of the user makes the run another.
     """
     ready_environment(run)
+    raise_files(RankEnv.here().size)
     from mtrain.world import join
 
     join.announce(run, end)
