@@ -27,7 +27,7 @@ RESULTS = ROOT / "benchmarks" / "results" / "gpu"
 COMMIT = 8
 """Characters of a commit in the name of a folder."""
 MODELS = {"1b": "Llama 3.2 1B", "8b": "a model of 8 layers with the widths of Llama 3 8B"}
-"""What the shapes of `first_touch_train.py` are, for those who do not know their names."""
+"""The names of the shapes of `first_touch_train.py` in words."""
 
 
 def folder_of(summary: Summary) -> str:
@@ -82,13 +82,15 @@ def _place(folder: Path, summary: Summary) -> str:
 
 def _headline(summary: Summary) -> str:
     """A few sentences: what passed, how fast bf16 trains beside transformers, how many goals are reached."""
-    runs, figures = summary["runs"], summary["figures"]
+    runs = summary["runs"]
+    figures = summary["figures"]
     passed, of = totals(summary)
     place = f"On one {summary['device']['name']} ({summary['date']}, commit {summary['commit'][:COMMIT]})"
     small = f"{runs['passed']} of {runs['passed'] + runs['failed']} small runs"
     lines = [f"{place}, {small} and {passed} of {of} comparisons of kernels with their definitions passed."]
     for shape, model in MODELS.items():
-        ours, theirs = summary["train"].get(f"{shape} bf16 triton"), summary["rivals"].get(f"{shape} transformers")
+        ours = summary["train"].get(f"{shape} bf16 triton")
+        theirs = summary["rivals"].get(f"{shape} transformers")
         if ours is not None:
             mfu = f" (MFU {ours['mfu']:.1%})" if ours.get("mfu") is not None else ""
             beside = f"; transformers trains it at {theirs['tokens_per_s']:,.0f}" if theirs is not None else ""
