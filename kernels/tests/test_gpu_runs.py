@@ -38,7 +38,7 @@ sys.exit(int(os.environ.get("ENDS_WITH", "0")))
 
 @pytest.fixture
 def runs(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    """The module."""
+    """Return the module."""
     monkeypatch.syspath_prepend(str(BENCH))
     import first_touch_runs
 
@@ -47,14 +47,14 @@ def runs(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
 
 @pytest.fixture
 def program(tmp_path: Path) -> str:
-    """A program that leaves a run folder as a training does."""
+    """Write a program that leaves a run folder as a training does."""
     path = tmp_path / "trains.py"
     path.write_text(TRAINS)
     return str(path)
 
 
 def tried(runs: ModuleType, folder: Path, *commands: dict[str, Any], name: str = "one") -> dict[str, Any]:
-    """The result of a run that is tried; noted where later ones look for it."""
+    """Try a run, and note its result where later runs look for it."""
     from first_touch_results import Results, Walk
 
     made = tuple(runs.Command(**{**each, "argv": tuple(each["argv"])}) for each in commands)
@@ -334,7 +334,7 @@ def noted(folder: Path) -> Any:
 
 @pytest.fixture
 def made(runs: ModuleType, tmp_path: Path) -> Path:
-    """A folder with a summary and a page of such a call."""
+    """Make a folder with the summary and the page of such a call."""
     import first_touch_summary
     from first_touch_results import Walk
 
@@ -401,7 +401,7 @@ def test_memory_is_put_beside_the_part_of_the_plan_that_it_measures(runs: Module
 
 @pytest.fixture
 def readme(runs: ModuleType) -> ModuleType:
-    """The module that writes what READMEs say."""
+    """Return the module that writes the figures of READMEs."""
     import gpu_readme
 
     return gpu_readme

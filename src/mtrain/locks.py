@@ -50,7 +50,7 @@ class Owner:
 
     @classmethod
     def me(cls) -> Owner:
-        """This process."""
+        """Return this process."""
         return cls(platform.node(), os.getpid(), _boot(), _started(os.getpid()))
 
     @property

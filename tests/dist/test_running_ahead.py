@@ -38,7 +38,7 @@ class Asked(TorchDispatchMode):
 
 
 def stand_in(counts: Counter[str]) -> Any:
-    """The CPU as a device that works behind the host: it counts what it is asked.
+    """Return the CPU as a device that works behind the host, and counts what it is asked.
 
     As on CUDA, a time is known between moments that the device has come to, and of those the host knows the ones up
     to a moment that it waited for.
@@ -101,7 +101,7 @@ def of(*, packed: bool = False, **more: Any) -> RunConfig:
 
 
 def trained(run: RunConfig, ahead: bool) -> tuple[list[Any], list[tuple[int, int]], Counter[str], list[torch.Tensor]]:
-    """A job: what each step did, when it was told (at which step), what the device was asked, the weights."""
+    """Train; return what each step did, the step at which it was told, questions to the device, the weights."""
     from mtrain.train.trainer import Hook, Trainer
 
     counts: Counter[str] = Counter()

@@ -95,6 +95,12 @@ def test_without_the_library_lists_are_read_the_same(tmp_path: Path) -> None:
     assert found == lists
 
 
+@pytest.mark.parametrize("visible", ["", "0", "0,0", "GPU-a,GPU-a"])
+def test_a_list_is_no_fault_where_there_is_no_gpu_to_hide(visible: str, tmp_path: Path) -> None:
+    seen = Machine.here({"CUDA_VISIBLE_DEVICES": visible}, tmp_path).nvidia
+    assert (seen.count, seen.fault) == (0, "")
+
+
 def test_a_gpu_below_windows_has_no_device_file_of_its_own(tmp_path: Path) -> None:
     for name in ("dev/dxg", "usr/lib/wsl/lib/libcuda.so.1"):
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)

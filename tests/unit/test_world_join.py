@@ -57,7 +57,7 @@ def comes_true(what: Callable[[], bool], within_s: float = SOON_S) -> bool:
 
 
 def called(root: dist.Store, offer: Offer | None = None) -> Coordinator:
-    """A rendezvous that rank 0 has opened, and in which it looks no further."""
+    """Open a rendezvous as a rank 0 that then looks no further."""
     coordinator = Coordinator(root, info(0), {}, 60.0, offer=offer)
     coordinator.open(root)
     return coordinator

@@ -1,4 +1,4 @@
-"""NVIDIA's management library: which GPUs there are, in which driver, what their memory holds and whose it is.
+"""NVIDIA's management library: the GPUs, the driver, how full their memory is, and the processes that use them.
 
 It makes no CUDA context, so a process that has asked it may still fork, and ranks that start later find nothing used.
 """
@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 T = TypeVar("T")
 
 LIBRARIES = ("libnvidia-ml.so.1", "/usr/lib/wsl/lib/libnvidia-ml.so.1")
-"""By the loader's search path, else where the driver of Windows puts it in WSL2."""
+"""The name for the loader's search path, and the place where the driver of Windows puts it in WSL2."""
 TEXT_BYTES = 96
 """Size of the library's longest texts: names and UUIDs."""
 MOST_PROCESSES = 64
@@ -66,7 +66,7 @@ class _Process(Structure):
 
 @cache
 def driver() -> Driver | None:
-    """The driver of this machine, asked once per process; None: no library answers."""
+    """Return the driver of this machine, which is asked once per process; None: no library answers."""
     for name in LIBRARIES:
         with suppress(OSError, Failed):
             return asked(ctypes.CDLL(name))
@@ -137,7 +137,7 @@ class _Calls:
 
 
 def _or(other: T, ask: Callable[[], T]) -> T:
-    """An answer, or `other` where the driver has none."""
+    """Return the answer of the driver, or `other` where it has none."""
     try:
         return ask()
     except Failed:

@@ -14,7 +14,6 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
-from importlib import metadata
 from typing import Any
 
 import torch
@@ -22,6 +21,7 @@ import torch.distributed as dist
 
 import mtrain
 from mtrain.config.defaults import usual_join_timeout_s
+from mtrain.config.installed import version_of
 from mtrain.config.run import RunConfig
 from mtrain.devices import registry
 from mtrain.errors import BadEnvironment, MtrainError
@@ -375,17 +375,10 @@ def bare_info(env: RankEnv) -> RankInfo:
 def _rank_info(run: RunConfig, env: RankEnv) -> RankInfo:
     facts = {
         "mtrain": mtrain.__version__,
-        "megatron-core": _version("megatron-core"),
+        "megatron-core": version_of("megatron-core") or "not installed",
         "torch": str(torch.__version__),
         "python": ".".join(platform.python_version_tuple()[:2]),
         "backend": registry.get(run.cluster.device).backend,
         "grid": str(RankGrid.of(run)),
     }
     return RankInfo(env.rank, env.size, platform.node(), os.getpid(), run.digest(), facts)
-
-
-def _version(package: str) -> str:
-    try:
-        return metadata.version(package)
-    except metadata.PackageNotFoundError:
-        return "not installed"

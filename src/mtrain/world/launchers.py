@@ -14,6 +14,7 @@ import zlib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
+from mtrain.config.hardware import tasks_per_node
 from mtrain.errors import BadEnvironment
 from mtrain.world.rank_env import number
 
@@ -192,12 +193,7 @@ def _slurm_job(environment: Mapping[str, str]) -> str | None:
 def _tasks_here(environment: Mapping[str, str], size: int, machines: int) -> int:
     """Count the tasks on this machine, from a list such as `4(x3),2` and the number of the machine."""
     text = environment.get("SLURM_STEP_TASKS_PER_NODE") or environment.get("SLURM_TASKS_PER_NODE", "")
-    counts: list[int] = []
-    for word in filter(None, text.split(",")):
-        match = re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", word)
-        if match is None:
-            return max(1, size // machines)
-        counts += [int(match[1])] * int(match[2] or 1)
+    counts = tasks_per_node(text)
     node = environment.get("SLURM_NODEID", "0")
     if node.isdigit() and int(node) < len(counts) and sum(counts) == size:
         return counts[int(node)]
