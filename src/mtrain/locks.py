@@ -134,7 +134,7 @@ def _own(file: Path, wait: bool) -> Lock:
             owner = _read(file)
             if owner is not None and owner.is_gone and _taken_over(file, owner):
                 continue
-            who = f"{owner or 'a process that is not known'}; if it is gone, remove {file}"
+            who = f"{owner or 'an unknown process'}; if it is gone, remove {file}"
             if not wait:
                 raise Taken(who) from None
             if not told and time.monotonic() - begun > PATIENCE_S:

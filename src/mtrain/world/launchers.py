@@ -123,7 +123,7 @@ def _torchrun(environment: Mapping[str, str]) -> Launched | None:
         if "RANK" in here and here.get("WORLD_SIZE", "1") != "1":
             said = " ".join(f"{name}={value}" for name, value in here.items())
             raise BadEnvironment(
-                f"{said} is set for one of several processes, which do not find each other without "
+                f"{said} is set for one of several processes, which cannot find each other without "
                 f"{' and '.join(lacking)}",
                 f"  fix: start them with torchrun, which sets {', '.join(PLACE)}; or, for a run that starts its own "
                 "ranks, unset RANK WORLD_SIZE",
