@@ -17,7 +17,7 @@ from mtrain.world.rendezvous import DECIDING, IMPORT_FACTOR, LIFE_S, Beats, Coor
 SIZE = 2
 OFFER = Offer("{}", ("words",))
 SOON_S = 20.0
-"""What a busy machine may take for what needs some hundredths of a second."""
+"""The time that a busy machine may take for what needs some hundredths of a second."""
 
 
 class Attempt(JoinAttempt):
