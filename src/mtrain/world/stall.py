@@ -143,7 +143,9 @@ class Lack:
         verb = "begun" if self.begun else "launched"
         waits = "waits" if len(waiters) == 1 else "wait"
         what = known[rank].calls[self.group].what
-        return f"it has not {verb} collective {number} of {what}, in which {_ranks(waiters)} {waits}"
+        # The source of a broadcast may be done with a collective that others have not begun, and wait in a later one.
+        others = f"in which {_ranks(waiters)} {waits}" if waiters else "which is done for others"
+        return f"it has not {verb} collective {number} of {what}, {others}"
 
 
 def awaited(known: Mapping[int, Status]) -> dict[int, Lack]:
