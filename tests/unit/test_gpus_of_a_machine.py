@@ -60,6 +60,13 @@ def test_the_library_of_the_driver_is_read(monkeypatch: pytest.MonkeyPatch) -> N
         nvml.asked(loaded)
 
 
+def test_processes_are_read_however_many_there_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    loaded: Any = Library()
+    monkeypatch.setenv("FAKE_PID", "4711")
+    monkeypatch.setattr(nvml, "USUAL_PROCESSES", 1)
+    assert [gpu.processes for gpu in nvml.asked(loaded).gpus] == [(4711, 4712), (4711, 4712)]
+
+
 @pytest.mark.parametrize(
     ("visible", "numbers", "said"),
     [

@@ -19,7 +19,9 @@ LIBRARIES = ("libnvidia-ml.so.1", "/usr/lib/wsl/lib/libnvidia-ml.so.1")
 """The name for the loader's search path, and the place where the driver of Windows puts it in WSL2."""
 TEXT_BYTES = 96
 """Size of the library's longest texts: names and UUIDs."""
-MOST_PROCESSES = 64
+USUAL_PROCESSES = 64
+"""Processes of a GPU that are asked for at first."""
+TRIES = 3
 INSUFFICIENT_SIZE = 7
 ENABLED = 1
 
@@ -186,11 +188,16 @@ def _is_partitioned(call: _Calls, handle: c_void_p) -> bool:
 
 
 def _processes(call: _Calls, handle: c_void_p) -> tuple[int, ...]:
-    """Return the ids of the processes that compute on a GPU, at most `MOST_PROCESSES`."""
-    count = c_uint(MOST_PROCESSES)
-    found = (_Process * MOST_PROCESSES)()
+    """Return the ids of the processes that compute on a GPU."""
     name = "nvmlDeviceGetComputeRunningProcesses_v3"
-    status = call.status(name, handle, byref(count), found)
-    if status not in (0, INSUFFICIENT_SIZE):
-        raise Failed(f"{name}: {status}")
-    return tuple(process.pid for process in found[: min(count.value, MOST_PROCESSES)])
+    room = USUAL_PROCESSES
+    for _ in range(TRIES):
+        count = c_uint(room)
+        found = (_Process * room)()
+        status = call.status(name, handle, byref(count), found)
+        if status == 0:
+            return tuple(process.pid for process in found[: count.value])
+        if status != INSUFFICIENT_SIZE:
+            break
+        room = count.value + USUAL_PROCESSES  # nothing was written, and more may have started since
+    raise Failed(f"{name}: {status}")
