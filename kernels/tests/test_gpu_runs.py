@@ -1,4 +1,4 @@
-"""The small runs of a lease: what the list says, what is held to it, what the host does, and what becomes of it."""
+"""The small runs of `first_touch.py`: the list, what its runs are held to, the time of the host, and the summary."""
 
 from __future__ import annotations
 
@@ -379,7 +379,7 @@ def test_a_summary_puts_each_figure_beside_plan_and_goal(made: Path) -> None:
 
 
 def test_memory_is_put_beside_the_part_of_the_plan_that_it_measures(runs: ModuleType, tmp_path: Path) -> None:
-    """The memory of tensors is compared without the context of the device and the allocator's own overhead."""
+    """The driver's figure has the context of the device, and the allocator's has what it holds beside tensors."""
     from first_touch_results import Walk
     from first_touch_summary import planned_of
     from first_touch_train import SHAPES, words_of

@@ -40,8 +40,7 @@ class Asked(TorchDispatchMode):
 def stand_in(counts: Counter[str]) -> Any:
     """Return the CPU as a device that works behind the host, and counts what it is asked.
 
-    As on CUDA, a time is known between moments that the device has come to, and of those the host knows the ones up
-    to a moment that it waited for.
+    As on CUDA, the time between two events is known only once the host has waited for one that is no earlier.
     """
     from mtrain.devices import cpu_namespace
     from mtrain.devices.cpu import CPU

@@ -57,7 +57,7 @@ def counted(gpus: int, visible: str | None) -> Seen:
 
 
 def _seen(found: Sequence[Gpu], fault: str, fix: str, on_purpose: bool) -> Seen:
-    """Make `Seen` of the GPUs listed; of any that are instances of a partitioned one, CUDA shows the first alone."""
+    """Return the GPUs as `Seen`; where instances of partitioned GPUs are among them, CUDA shows the first alone."""
     instance = next((gpu for gpu in found if _is_instance(gpu)), None)
     gpus = tuple(found) if instance is None else (instance,)
     if len(gpus) < len(found) and not fault:
