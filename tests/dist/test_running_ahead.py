@@ -69,15 +69,9 @@ def stand_in(counts: Counter[str]) -> Any:
         counts["device"] += 1
 
     namespace = SimpleNamespace(**{**vars(cpu_namespace), "Event": Event})
-    more = {
-        "namespace": namespace,
-        "runs_ahead": True,
-        "pin_memory": True,
-        "pinned": pinned,
-        "synchronize": synchronize,
-    }
-    known = {field.name for field in dataclasses.fields(CPU)}
-    return dataclasses.replace(CPU, **{key: value for key, value in more.items() if key in known})
+    return dataclasses.replace(
+        CPU, namespace=namespace, runs_ahead=True, pin_memory=True, pinned=pinned, synchronize=synchronize
+    )
 
 
 @contextmanager
