@@ -75,6 +75,7 @@ def test_every_run_of_the_list_is_a_valid_configuration_and_says_why(runs: Modul
     assert sum(entry.dry for entry in listed) >= 2
     found = runs._valid()
     assert "wrong" not in found, found
+    assert found["valid"] > len(listed) // 2, "those that name a folder of a run before are not validated"
 
 
 def test_a_list_that_says_what_nobody_reads_is_refused(runs: ModuleType, tmp_path: Path) -> None:
