@@ -151,7 +151,7 @@ def _slurm(environment: Mapping[str, str]) -> Launched | None:
     count = environment.get("SLURM_STEP_NUM_NODES") or environment.get("SLURM_NNODES", "")
     hosts = list(expanded(nodes))
     machines = int(count) if count.isdigit() else len(hosts) or 1
-    tasks_per_node = _first_set(environment, "SLURM_STEP_TASKS_PER_NODE", "SLURM_TASKS_PER_NODE", tasks)
+    per_node = _first_set(environment, "SLURM_STEP_TASKS_PER_NODE", "SLURM_TASKS_PER_NODE", tasks)
     job = _slurm_job(environment) or ""
     step = environment.get("SLURM_STEP_ID") or environment.get("SLURM_STEPID", "0")
     return Launched(
@@ -168,7 +168,7 @@ def _slurm(environment: Mapping[str, str]) -> Launched | None:
             "RANK": "SLURM_PROCID",
             "WORLD_SIZE": tasks,
             "LOCAL_RANK": "SLURM_LOCALID",
-            "LOCAL_WORLD_SIZE": tasks_per_node,
+            "LOCAL_WORLD_SIZE": per_node,
         },
     )
 
