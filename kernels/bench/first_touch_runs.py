@@ -65,7 +65,7 @@ class Entry:
 
 
 def entries(path: Path = RUNS) -> list[Entry]:
-    """The runs of a list.
+    """Return the runs of a list.
 
     Raises:
         ValueError: a key is unknown, a name comes twice, or a run is compared with one that does not come before it.
@@ -100,7 +100,7 @@ def _command(said: Mapping[str, Any], common: list[str], own: set[str]) -> Comma
 
 
 def merged(words: list[str]) -> list[str]:
-    """The words with one value for each key, the last one."""
+    """Return the words with one value for each key, the last one."""
     found: dict[str, str] = {}
     for word in words:
         key = word.partition("=")[0]
@@ -109,13 +109,13 @@ def merged(words: list[str]) -> list[str]:
 
 
 def gate(walk: Walk, folder: Path) -> Units:
-    """One tiny run by plain `python launch.py`, with no variable of a launcher set by hand."""
+    """Return the unit of one tiny run by plain `python launch.py`, with no variable of a launcher set by hand."""
     entry = next(entry for entry in entries() if entry.name == "gate")
     return {"launch.py": functools.partial(_tried, walk, folder / "runs" / "gate", entry, Results(folder))}
 
 
 def runs(walk: Walk, folder: Path) -> Units:
-    """Every run of the list; of a dry run, a sample, and that the words of all others are a valid configuration."""
+    """Return every run of the list; in a dry run a sample, and a unit that validates the words of all."""
     found: Units = {}
     for entry in entries():
         if entry.name == "gate":
@@ -135,6 +135,7 @@ def _valid() -> dict[str, Any]:
     from mtrain.errors import ConfigError
 
     machine = Machine(cpu_cores=16, memory_bytes=1 << 37, gpus=1, triton=True)
+    valid: set[str] = set()
     wrong: dict[str, str] = {}
     for entry in entries():
         for command in entry.commands:
@@ -143,9 +144,10 @@ def _valid() -> dict[str, Any]:
                 continue
             try:
                 load([*command.argv, "cluster=h200", "cluster.devices_per_node=1"], machine, {}, to_run=False)
+                valid.add(entry.name)
             except ConfigError as error:
                 wrong[entry.name] = str(error).strip().splitlines()[0]
-    return {"valid": sum(1 for _ in entries()) - len(wrong), **({"wrong": wrong} if wrong else {})}
+    return {"valid": len(valid - wrong.keys()), **({"wrong": wrong} if wrong else {})}
 
 
 def _missing(entry: Entry) -> str | None:
@@ -193,7 +195,7 @@ def _tried(walk: Walk, home: Path, entry: Entry, results: Results) -> dict[str, 
 
 
 def _execute(walk: Walk, home: Path, command: Command, said: dict[str, Any]) -> tuple[int, str]:
-    """The exit code of a command and all that it printed; notes when its first step was done."""
+    """Run a command; return its exit code and all that it printed, and note when its first step was done."""
     words = [_filled(word, home) for word in command.argv]
     if command.trains:
         words += [f"log.runs_dir={home}"]
@@ -237,7 +239,7 @@ def _ended(child: subprocess.Popen[bytes], home: Path, command: Command, said: d
 
 
 def _filled(word: str, home: Path) -> str:
-    """A word with `{home}`, `{bench}`, `{root}`, `{run}` (the newest) and `{checkpoint}` (its first) filled in."""
+    """Fill in `{home}`, `{bench}`, `{root}`, `{run}` (the newest) and `{checkpoint}` (its first) in a word."""
     if "{run}" in word or "{checkpoint}" in word:
         found = newest_run(home)
         if found is None:
@@ -248,13 +250,13 @@ def _filled(word: str, home: Path) -> str:
 
 
 def newest_run(home: Path) -> Path | None:
-    """The run folder that was begun last."""
+    """Return the run folder that was begun last."""
     found = [path.parent for path in home.glob("*/run.yaml")]
     return max(found, key=lambda path: path.stat().st_mtime, default=None)
 
 
 def rows_of(run: Path) -> list[dict[str, Any]]:
-    """The lines of a run's metrics that are of steps; one that is being written is left out."""
+    """Return the lines of a run's metrics that are of steps, without one that is being written."""
     path = run / "metrics.jsonl"
     found = []
     for text in path.read_text().splitlines() if path.exists() else ():
@@ -326,7 +328,7 @@ def _hold(command: Command, code: int, output: str, home: Path, said: dict[str, 
 
 
 def _result_of(name: str, results: Results) -> dict[str, Any]:
-    """The result of a run that comes before, once it has ended."""
+    """Wait for the end of a run that comes before, and return its result."""
     stage, unit = ("gate", "launch.py") if name == "gate" else ("runs", name)
     end = time.monotonic() + WAIT_S
     while (line := results.ends(stage).get(unit)) is None or line.get("late"):  # this call does what was late
@@ -343,7 +345,7 @@ def _by_step(said: Mapping[str, Any]) -> dict[int, float]:
 
 
 def difference(ours: Mapping[int, float], theirs: Mapping[int, float]) -> float:
-    """The greatest relative difference of the losses of two runs, by step; infinite where one has a step of its own.
+    """Return the greatest relative difference of two runs' losses, by step; infinite where only one has a step.
 
     Ours may begin later, as a run that was resumed does.
     """

@@ -1,4 +1,4 @@
-"""The small runs of a lease: what the list says, what is held to it, what the host does, and what becomes of it."""
+"""The small runs of `first_touch.py`: the list, what its runs are held to, the time of the host, and the summary."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ sys.exit(int(os.environ.get("ENDS_WITH", "0")))
 
 @pytest.fixture
 def runs(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    """The module."""
+    """Return the module."""
     monkeypatch.syspath_prepend(str(BENCH))
     import first_touch_runs
 
@@ -47,14 +47,14 @@ def runs(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
 
 @pytest.fixture
 def program(tmp_path: Path) -> str:
-    """A program that leaves a run folder as a training does."""
+    """Write a program that leaves a run folder as a training does."""
     path = tmp_path / "trains.py"
     path.write_text(TRAINS)
     return str(path)
 
 
 def tried(runs: ModuleType, folder: Path, *commands: dict[str, Any], name: str = "one") -> dict[str, Any]:
-    """The result of a run that is tried; noted where later ones look for it."""
+    """Try a run, and note its result where later runs look for it."""
     from first_touch_results import Results, Walk
 
     made = tuple(runs.Command(**{**each, "argv": tuple(each["argv"])}) for each in commands)
@@ -75,6 +75,7 @@ def test_every_run_of_the_list_is_a_valid_configuration_and_says_why(runs: Modul
     assert sum(entry.dry for entry in listed) >= 2
     found = runs._valid()
     assert "wrong" not in found, found
+    assert found["valid"] > len(listed) // 2, "those that name a folder of a run before are not validated"
 
 
 def test_a_list_that_says_what_nobody_reads_is_refused(runs: ModuleType, tmp_path: Path) -> None:
@@ -334,7 +335,7 @@ def noted(folder: Path) -> Any:
 
 @pytest.fixture
 def made(runs: ModuleType, tmp_path: Path) -> Path:
-    """A folder with a summary and a page of such a call."""
+    """Make a folder with the summary and the page of such a call."""
     import first_touch_summary
     from first_touch_results import Walk
 
@@ -379,7 +380,7 @@ def test_a_summary_puts_each_figure_beside_plan_and_goal(made: Path) -> None:
 
 
 def test_memory_is_put_beside_the_part_of_the_plan_that_it_measures(runs: ModuleType, tmp_path: Path) -> None:
-    """The memory of tensors is compared without the context of the device and the allocator's own overhead."""
+    """The driver's figure has the context of the device, and the allocator's has what it holds beside tensors."""
     from first_touch_results import Walk
     from first_touch_summary import planned_of
     from first_touch_train import SHAPES, words_of
@@ -401,7 +402,7 @@ def test_memory_is_put_beside_the_part_of_the_plan_that_it_measures(runs: Module
 
 @pytest.fixture
 def readme(runs: ModuleType) -> ModuleType:
-    """The module that writes what pages say of a GPU."""
+    """Return the module that writes what pages say of a GPU."""
     import gpu_readme
 
     return gpu_readme

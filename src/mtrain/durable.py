@@ -43,8 +43,8 @@ def sync(path: Path) -> None:
             raise
         report_once(
             "sync of folders",
-            f"{path}: this file system cannot sync a folder ({error.strerror}); files are synced, and after a power "
-            "failure the newest of them may lack their names",
+            f"{path}: this file system cannot sync a folder ({error.strerror}); files are synced, but after a power "
+            "failure the newest may be missing from the folder",
         )
     finally:
         os.close(descriptor)

@@ -13,17 +13,17 @@ from typing import Literal, TextIO
 STANDARD_OUTPUT = "standard output"
 """The name that an error of writing there has in place of a file's."""
 OF_THE_PLACE = {
-    errno.EACCES: "permissions that let this user in, or another place",
-    errno.EPERM: "permissions that let this user in, or another place",
-    errno.EROFS: "a place that can be written",
-    errno.ENOSPC: "free space, or another place",
-    errno.EDQUOT: "a larger quota, or another place",
-    errno.EIO: "another disk: this one, or the network to it, fails",
-    errno.ESTALE: "try again: another machine replaced the file on a shared disk",
-    errno.EMFILE: "more open files for this process: ulimit -n",
-    errno.ENFILE: "fewer open files on this machine",
-    errno.ENOMEM: "more memory, or a smaller run",
-    errno.EAGAIN: "more processes and threads for this user: ulimit -u",
+    errno.EACCES: "set permissions that let this user in, or use another place",
+    errno.EPERM: "set permissions that let this user in, or use another place",
+    errno.EROFS: "use a place that can be written",
+    errno.ENOSPC: "free some space, or use another place",
+    errno.EDQUOT: "get a larger quota, or use another place",
+    errno.EIO: "use another disk: this one, or the network to it, fails",
+    errno.ESTALE: "try again: another machine has replaced the file on a shared disk",
+    errno.EMFILE: "let this process open more files: ulimit -n",
+    errno.ENFILE: "close files on this machine, where too many are open",
+    errno.ENOMEM: "free some memory, or make the run smaller",
+    errno.EAGAIN: "let this user have more processes and threads: ulimit -u",
 }
 """Errors of the system that come from the place where a command runs -> the fix."""
 
@@ -229,7 +229,7 @@ def of_the_place(error: BaseException) -> BadEnvironment | None:
     if number not in OF_THE_PLACE and not on_output:
         return None
     where = "" if error.filename is None else f"{os.fsdecode(error.filename)}: "
-    fix = OF_THE_PLACE.get(number, "a standard output that can be written")
+    fix = OF_THE_PLACE.get(number, "use a standard output that can be written")
     return BadEnvironment(f"{where}{error.strerror or type(error).__name__}", f"  fix: {fix}")
 
 

@@ -50,7 +50,7 @@ class Owner:
 
     @classmethod
     def me(cls) -> Owner:
-        """This process."""
+        """Return this process."""
         return cls(platform.node(), os.getpid(), _boot(), _started(os.getpid()))
 
     @property
@@ -129,12 +129,12 @@ def _own(file: Path, wait: bool) -> Lock:
     told = False
     while True:
         try:
-            descriptor = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW, 0o666)
+            descriptor = _created(file)
         except FileExistsError:
             owner = _read(file)
             if owner is not None and owner.is_gone and _taken_over(file, owner):
                 continue
-            who = f"{owner or 'a process that is not known'}; if it is gone, remove {file}"
+            who = f"{owner or 'an unknown process'}; if it is gone, remove {file}"
             if not wait:
                 raise Taken(who) from None
             if not told and time.monotonic() - begun > PATIENCE_S:
@@ -142,9 +142,22 @@ def _own(file: Path, wait: bool) -> Lock:
                 told = True
             time.sleep(POLL_S)
         else:
-            with os.fdopen(descriptor, "w") as stream:
-                stream.write(json.dumps(asdict(Owner.me()), allow_nan=False))
+            try:
+                with os.fdopen(descriptor, "w") as stream:
+                    stream.write(json.dumps(asdict(Owner.me()), allow_nan=False))
+            except BaseException:  # a file that names nobody would keep everybody out
+                file.unlink(missing_ok=True)
+                raise
             return Lock(file)
+
+
+def _created(file: Path) -> int:
+    """Create a file that is not there, and return its descriptor.
+
+    Raises:
+        FileExistsError: it is there.
+    """
+    return os.open(file, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW, 0o666)
 
 
 def _read(file: Path) -> Owner | None:
@@ -160,15 +173,23 @@ def _read(file: Path) -> Owner | None:
 
 
 def _taken_over(file: Path, gone: Owner) -> bool:
-    """Remove the file of a process that has ended; False: another process was faster."""
-    aside = file.with_name(f"{file.name}.{os.getpid()}")
-    with suppress(FileNotFoundError):
-        file.rename(aside)
-        if _read(aside) == gone:
-            aside.unlink()
-            return True
-        aside.rename(file)  # it is the file of whoever was faster
-    return False
+    """Remove the file of a process that has ended; False: another process does, or did.
+
+    Several may see that it has ended. Only one of them has the marker at a time, and looks again before it removes
+    the file, so none removes the file of the next owner.
+    """
+    marker = file.with_name(f"{file.name}.{gone.pid}-{gone.started}")
+    try:
+        os.close(_created(marker))
+    except FileExistsError:
+        return False
+    try:
+        if _read(file) != gone:
+            return False
+        file.unlink()
+        return True
+    finally:
+        marker.unlink(missing_ok=True)
 
 
 @cache

@@ -38,10 +38,9 @@ class Asked(TorchDispatchMode):
 
 
 def stand_in(counts: Counter[str]) -> Any:
-    """The CPU as a device that works behind the host: it counts what it is asked.
+    """Return the CPU as a device that works behind the host, and counts what it is asked.
 
-    As on CUDA, a time is known between moments that the device has come to, and of those the host knows the ones up
-    to a moment that it waited for.
+    As on CUDA, the time between two events is known only once the host has waited for one that is no earlier.
     """
     from mtrain.devices import cpu_namespace
     from mtrain.devices.cpu import CPU
@@ -70,15 +69,9 @@ def stand_in(counts: Counter[str]) -> Any:
         counts["device"] += 1
 
     namespace = SimpleNamespace(**{**vars(cpu_namespace), "Event": Event})
-    more = {
-        "namespace": namespace,
-        "runs_ahead": True,
-        "pin_memory": True,
-        "pinned": pinned,
-        "synchronize": synchronize,
-    }
-    known = {field.name for field in dataclasses.fields(CPU)}
-    return dataclasses.replace(CPU, **{key: value for key, value in more.items() if key in known})
+    return dataclasses.replace(
+        CPU, namespace=namespace, runs_ahead=True, pin_memory=True, pinned=pinned, synchronize=synchronize
+    )
 
 
 @contextmanager
@@ -101,7 +94,7 @@ def of(*, packed: bool = False, **more: Any) -> RunConfig:
 
 
 def trained(run: RunConfig, ahead: bool) -> tuple[list[Any], list[tuple[int, int]], Counter[str], list[torch.Tensor]]:
-    """A job: what each step did, when it was told (at which step), what the device was asked, the weights."""
+    """Train; return what each step did, the step at which it was told, questions to the device, the weights."""
     from mtrain.train.trainer import Hook, Trainer
 
     counts: Counter[str] = Counter()

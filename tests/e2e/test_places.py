@@ -32,7 +32,7 @@ def test_a_full_standard_output_is_said() -> None:
     with open("/dev/full", "w") as full:
         done = subprocess.run(command("check"), stdout=full, stderr=subprocess.PIPE, text=True, timeout=60)
     assert done.returncode == 3
-    assert done.stderr == "standard output: No space left on device\n  fix: free space, or another place\n"
+    assert done.stderr == "standard output: No space left on device\n  fix: free some space, or use another place\n"
 
 
 def test_the_package_is_a_command() -> None:

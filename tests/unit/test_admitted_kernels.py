@@ -55,8 +55,11 @@ def test_a_generation_without_results_runs_what_others_have_tested() -> None:
     assert "triton" not in _words(run).values()
     assert (run.kernels.norm, run.kernels.attention, run.kernels.optimizer) == ("reference", "torch", "torch")
     why = kernels.reasons(run, GPU)
-    assert "no triton: Triton's norm has not been run on sm_100 yet: kernels.norm=triton names it" in why["norm"]
-    assert "cross_entropy and linear_cross_entropy have not been run" in why["loss"]
+    assert (
+        "no triton: Triton's kernels of norm have not run on sm_100 yet; kernels.norm=triton takes them anyway"
+        in why["norm"]
+    )
+    assert "cross_entropy and linear_cross_entropy have not run" in why["loss"]
     assert _run("cluster=b200", WITH_TE).kernels.norm == "te"
 
 

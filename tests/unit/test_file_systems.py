@@ -116,6 +116,41 @@ def test_what_an_ended_process_owned_is_taken_over(monkeypatch: pytest.MonkeyPat
     assert not (home / ".lock.owner").exists()
 
 
+def test_the_file_of_whoever_took_over_first_is_always_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    gone = of_a_process_that_ended()
+    file = owned_by(locks.Owner.me()) / ".lock.owner"
+    real = locks._read
+
+    def read(path: Path) -> locks.Owner | None:
+        assert file.exists(), "a third process would create it meanwhile"
+        return real(path)
+
+    monkeypatch.setattr(locks, "_read", read)
+    assert not locks._taken_over(file, gone)
+    assert real(file) == locks.Owner.me()
+    assert list(file.parent.iterdir()) == [file]
+
+
+def test_one_process_at_a_time_takes_over() -> None:
+    gone = of_a_process_that_ended()
+    file = owned_by(gone) / ".lock.owner"
+    marker = file.with_name(f"{file.name}.{gone.pid}-{gone.started}")
+    marker.touch()
+    assert not locks._taken_over(file, gone)
+    assert locks._read(file) == gone
+    marker.unlink()
+    assert locks._taken_over(file, gone)
+    assert list(file.parent.iterdir()) == []
+
+
+def test_a_disk_that_is_full_leaves_no_owner_whom_nobody_knows(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fcntl, "flock", refusing(errno.ENOLCK))
+    monkeypatch.setattr(json, "dumps", refusing(errno.ENOSPC))
+    with open("file", "w") as file, pytest.raises(OSError, match="No space left"):
+        locks.lock(file.fileno(), Path("file"))
+    assert [path.name for path in Path(".").iterdir()] == ["file"]
+
+
 @pytest.mark.parametrize("change", [{"host": "elsewhere"}, {}])
 def test_what_a_process_elsewhere_or_one_that_runs_owns_is_not_taken(
     monkeypatch: pytest.MonkeyPatch, change: dict[str, Any]

@@ -132,6 +132,11 @@ def test_a_device_that_has_not_begun_what_all_have_launched_is_blamed() -> None:
     assert said(*ranks).endswith("it has not begun collective 8 of dp, in which ranks 0, 2 wait")
 
 
+def test_a_collective_that_nobody_waits_in_any_more_is_said_to_be_done_for_others() -> None:
+    ranks = [of_rank(0, dp=(10, UNKNOWN, 8)), of_rank(1, dp=(7, UNKNOWN, 7))]
+    assert said(*ranks).endswith("it has not launched collective 8 of dp, which is done for others")
+
+
 def test_ranks_that_have_launched_the_same_are_told_apart_as_before() -> None:
     ranks = [of_rank(0, dp=(8, UNKNOWN, 7)), of_rank(1, dp=(8, UNKNOWN, 7))]
     assert said(*ranks) == "every rank waits for the others, in step 7, backward"

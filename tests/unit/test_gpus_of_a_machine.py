@@ -60,6 +60,13 @@ def test_the_library_of_the_driver_is_read(monkeypatch: pytest.MonkeyPatch) -> N
         nvml.asked(loaded)
 
 
+def test_processes_are_read_however_many_there_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    loaded: Any = Library()
+    monkeypatch.setenv("FAKE_PID", "4711")
+    monkeypatch.setattr(nvml, "USUAL_PROCESSES", 1)
+    assert [gpu.processes for gpu in nvml.asked(loaded).gpus] == [(4711, 4712), (4711, 4712)]
+
+
 @pytest.mark.parametrize(
     ("visible", "numbers", "said"),
     [
@@ -93,6 +100,12 @@ def test_without_the_library_lists_are_read_the_same(tmp_path: Path) -> None:
     lists = {"0,1,0": 0, "0,9,1": 1, "GPU-a,GPU-b": 2, "GPU-a,GPU-a": 0, "3": 1}
     found = {text: Machine.here({"CUDA_VISIBLE_DEVICES": text}, tmp_path).gpus for text in lists}
     assert found == lists
+
+
+@pytest.mark.parametrize("visible", ["", "0", "0,0", "GPU-a,GPU-a"])
+def test_a_list_is_no_fault_where_there_is_no_gpu_to_hide(visible: str, tmp_path: Path) -> None:
+    seen = Machine.here({"CUDA_VISIBLE_DEVICES": visible}, tmp_path).nvidia
+    assert (seen.count, seen.fault) == (0, "")
 
 
 def test_a_gpu_below_windows_has_no_device_file_of_its_own(tmp_path: Path) -> None:

@@ -314,7 +314,7 @@ def join_timeout(run: RunConfig) -> Filled:
 
 
 def usual_join_timeout_s(nodes: int) -> float:
-    """A minute, and one more for each doubling of the machines."""
+    """Return a minute, and one more for each doubling of the machines."""
     return 60.0 * (1 + max(0, nodes - 1).bit_length())
 
 

@@ -19,6 +19,8 @@ from mtrain.config.visible import Seen, counted, shown
 
 ROOT = Path("/")
 GROUPS = "sys/fs/cgroup"
+MOST_NODES = 1 << 20
+"""Nodes that are taken from one entry of a list of SLURM's."""
 UNLIMITED_BYTES = 1 << 60
 """Version 1 of control groups says a number near 2^63 where there is no limit."""
 AMD_VISIBLE = ("HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES")
@@ -76,11 +78,20 @@ def tasks_here(environment: Mapping[str, str]) -> int:
     alone = "1" in (environment.get("SLURM_GPUS_PER_TASK"), environment.get("SLURM_NTASKS_PER_GPU"))
     if not alone or "SLURM_LOCALID" not in environment:
         return 0
-    tasks = list[int]()
-    for number, times in re.findall(r"(\d+)(?:\(x(\d+)\))?", environment.get("SLURM_STEP_TASKS_PER_NODE", "")):
-        tasks += [int(number)] * min(int(times or 1), 1 << 20)
+    tasks = tasks_per_node(environment.get("SLURM_STEP_TASKS_PER_NODE", ""))
     node = environment.get("SLURM_NODEID", "0")
     return tasks[int(node)] if node.isdigit() and int(node) < len(tasks) else 1
+
+
+def tasks_per_node(text: str) -> list[int]:
+    """Return the tasks of each node of a list of SLURM's, such as `4(x3),2`; empty where the text is no such list."""
+    counts: list[int] = []
+    for word in text.split(","):
+        match = re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", word)
+        if match is None:
+            return []
+        counts += [int(match[1])] * min(int(match[2] or 1), MOST_NODES)
+    return counts
 
 
 def amd_gpus(environment: Mapping[str, str], root: Path = ROOT) -> int:

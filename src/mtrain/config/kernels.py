@@ -317,14 +317,13 @@ def _unwanted(op: str, word: str, run: RunConfig, device: str, machine: Facts) -
 
 def _not_run(op: str, run: RunConfig) -> str | None:
     """Return why `auto` leaves Triton's kernels out on a generation of GPUs that no result admits, or None."""
-    names = f"kernels.{op}=triton names it"
+    anyway = f"kernels.{op}=triton takes them anyway"
     if run.cluster.sm is None:
-        return (
-            f"Triton's kernels are taken where they have run, and cluster.sm does not say which GPU this is: {names}"
-        )
+        return f"auto takes Triton where it has run, and cluster.sm does not say which GPU this is; {anyway}"
     new = missing(run.cluster.sm, parts_of(op, run))
-    have = "have" if len(new) > 1 else "has"
-    return f"Triton's {' and '.join(new)} {have} not been run on sm_{run.cluster.sm} yet: {names}" if new else None
+    if not new:
+        return None
+    return f"Triton's kernels of {' and '.join(new)} have not run on sm_{run.cluster.sm} yet; {anyway}"
 
 
 KEYS = ("default", *(op.name for op in OPERATIONS))

@@ -21,7 +21,7 @@ MOST_BASES = 8
 
 @dataclass(frozen=True)
 class Known:
-    """A kind of GPU, and where it is described."""
+    """A kind of GPU, and the file that describes it."""
 
     cluster: ClusterConfig
     source: str
@@ -29,7 +29,7 @@ class Known:
 
 
 def known(name: str) -> Known | None:
-    """Return what describes GPUs of a name; None: no file has it. The first folder of choices with one counts."""
+    """Return the description of GPUs of a name, from the first folder of choices that has one; None: no file has."""
     return _known(name, tuple(folders()))
 
 
@@ -52,7 +52,7 @@ def _files(places: tuple[Path, ...]) -> Iterator[Path]:
 
 
 def _with_bases(values: dict[str, Any], most: int) -> dict[str, Any]:
-    """The values of a file over those of the files that its `defaults` name."""
+    """Return the values of a file, over those of the files that its `defaults` name."""
     whole: dict[str, Any] = {}
     for base in values.get("defaults", ()):
         file = find_config(f"{GROUP}/{base}") if isinstance(base, str) and base != "_self_" else None

@@ -1,4 +1,4 @@
-"""NVIDIA's management library: which GPUs there are, in which driver, what their memory holds and whose it is.
+"""NVIDIA's management library: the GPUs, the driver, how full their memory is, and the processes that use them.
 
 It makes no CUDA context, so a process that has asked it may still fork, and ranks that start later find nothing used.
 """
@@ -16,10 +16,12 @@ from typing import Any, TypeVar
 T = TypeVar("T")
 
 LIBRARIES = ("libnvidia-ml.so.1", "/usr/lib/wsl/lib/libnvidia-ml.so.1")
-"""By the loader's search path, else where the driver of Windows puts it in WSL2."""
+"""The name for the loader's search path, and the place where the driver of Windows puts it in WSL2."""
 TEXT_BYTES = 96
 """Size of the library's longest texts: names and UUIDs."""
-MOST_PROCESSES = 64
+USUAL_PROCESSES = 64
+"""Processes of a GPU that are asked for at first."""
+TRIES = 3
 INSUFFICIENT_SIZE = 7
 ENABLED = 1
 
@@ -66,7 +68,7 @@ class _Process(Structure):
 
 @cache
 def driver() -> Driver | None:
-    """The driver of this machine, asked once per process; None: no library answers."""
+    """Return the driver of this machine, which is asked once per process; None: no library answers."""
     for name in LIBRARIES:
         with suppress(OSError, Failed):
             return asked(ctypes.CDLL(name))
@@ -137,7 +139,7 @@ class _Calls:
 
 
 def _or(other: T, ask: Callable[[], T]) -> T:
-    """An answer, or `other` where the driver has none."""
+    """Return the answer of the driver, or `other` where it has none."""
     try:
         return ask()
     except Failed:
@@ -186,11 +188,16 @@ def _is_partitioned(call: _Calls, handle: c_void_p) -> bool:
 
 
 def _processes(call: _Calls, handle: c_void_p) -> tuple[int, ...]:
-    """Return the ids of the processes that compute on a GPU, at most `MOST_PROCESSES`."""
-    count = c_uint(MOST_PROCESSES)
-    found = (_Process * MOST_PROCESSES)()
+    """Return the ids of the processes that compute on a GPU."""
     name = "nvmlDeviceGetComputeRunningProcesses_v3"
-    status = call.status(name, handle, byref(count), found)
-    if status not in (0, INSUFFICIENT_SIZE):
-        raise Failed(f"{name}: {status}")
-    return tuple(process.pid for process in found[: min(count.value, MOST_PROCESSES)])
+    room = USUAL_PROCESSES
+    for _ in range(TRIES):
+        count = c_uint(room)
+        found = (_Process * room)()
+        status = call.status(name, handle, byref(count), found)
+        if status == 0:
+            return tuple(process.pid for process in found[: count.value])
+        if status != INSUFFICIENT_SIZE:
+            break
+        room = count.value + USUAL_PROCESSES  # nothing was written, and more may have started since
+    raise Failed(f"{name}: {status}")

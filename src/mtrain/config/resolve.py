@@ -67,7 +67,7 @@ class Machine:
     def here(
         cls, environment: Mapping[str, str] = os.environ, root: Path = hardware.ROOT, driver: Driver | None = None
     ) -> Machine:
-        """This machine as far as this process may use it.
+        """Return this machine, as far as this process may use it.
 
         Args:
             environment: the variables, some of which hide GPUs.

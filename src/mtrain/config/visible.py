@@ -25,7 +25,7 @@ class Seen:
     gpus: tuple[Gpu, ...] = ()
     """As the driver describes them; empty where its library does not answer."""
     fault: str = ""
-    """The GPUs that the variable hides, and why, in words; empty: it does what it says."""
+    """A sentence about the GPUs that the variable hides, and why; empty: it hides none."""
     fix: str = ""
     """The value to set instead, in words."""
     on_purpose: bool = True
@@ -57,11 +57,11 @@ def counted(gpus: int, visible: str | None) -> Seen:
 
 
 def _seen(found: Sequence[Gpu], fault: str, fix: str, on_purpose: bool) -> Seen:
-    """Make `Seen` of the GPUs listed; of any that are instances of a partitioned one, CUDA shows the first alone."""
+    """Return the GPUs as `Seen`; where instances of partitioned GPUs are among them, CUDA shows the first alone."""
     instance = next((gpu for gpu in found if _is_instance(gpu)), None)
     gpus = tuple(found) if instance is None else (instance,)
     if len(gpus) < len(found) and not fault:
-        others = f"of {len(found)} GPUs and instances CUDA shows a process one instance of a partitioned GPU (MIG)"
+        others = f"of {len(found)} GPUs and instances, CUDA shows a process one instance of a partitioned GPU (MIG)"
         return Seen(len(gpus), gpus, others, "one rank, or GPUs that are not partitioned", True)
     return Seen(len(gpus), gpus, fault, fix, on_purpose)
 
@@ -122,7 +122,8 @@ def _listed(text: str, named: _Named) -> tuple[list[Place], str, bool]:
     for entry in entries:
         place = named.place(entry)
         if place in places:
-            return [], f"{written} names {entry} twice, and CUDA then shows no GPU", False
+            fault = f"{written} names {entry} twice, and CUDA then shows no GPU"
+            return [], fault if named.gpus else "", False
         if place is None:
             which = f"{entry or 'an empty entry'} is no GPU of this machine, which has {_have(named.gpus)}"
             fault = f"{written}: {which}: the list ends there"
@@ -138,5 +139,5 @@ def _have(gpus: Sequence[Gpu]) -> str:
 
 
 def _fix(numbers: range) -> str:
-    """The variable as it shows every GPU."""
+    """Return the advice that makes the variable show every GPU."""
     return f"unset {VARIABLE}, or list each GPU once: {VARIABLE}={','.join(map(str, numbers))}"

@@ -14,7 +14,6 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
-from importlib import metadata
 from typing import Any
 
 import torch
@@ -22,6 +21,7 @@ import torch.distributed as dist
 
 import mtrain
 from mtrain.config.defaults import usual_join_timeout_s
+from mtrain.config.installed import version_of
 from mtrain.config.run import RunConfig
 from mtrain.devices import registry
 from mtrain.errors import BadEnvironment, MtrainError
@@ -36,6 +36,7 @@ from mtrain.world.rendezvous import (
     Offer,
     newest,
     offer_of,
+    pause_of,
     started_before,
 )
 
@@ -63,9 +64,10 @@ class JoinAttempt:
         """Set once the offer of rank 0 is here, or this rank no longer waits for it."""
         self.busy = False
         """True while this rank works for all ranks before it is ready, so that they wait for it."""
-        self.pause_s = max(0.02, env.size / 2_000)
-        """The pause between two looks: the questions of thousands of ranks must not swamp the store."""
+        self.pause_s = pause_of(env.size)
         self.begun_at = time.monotonic()
+        self.reached_at = float("inf")
+        """The time from which the store can say whether rank 0 has come."""
         self.ready = threading.Event()
         self.ready_at = float("inf")
         self.failure: str | None = None
@@ -93,21 +95,16 @@ class JoinAttempt:
         """Wait for the offer of rank 0; None: it did not come in time, so this rank composes for itself.
 
         Raises:
-            Refused: the store did not answer, or the ranks were refused meanwhile.
+            Refused: the store did not answer, or was lost.
         """
         while not self.offered.wait(0.1):
             if self.settled.is_set():
-                return self._settled_early()
+                raise self._lost(f"was lost while the ranks came together: {self.trouble}")
             silent_s = time.monotonic() - max(self.heard, self.begun_at)
             if silent_s > self.join_timeout_s:
                 self.closed = True
                 raise self._unanswered()
         return self.offer
-
-    def _settled_early(self) -> Offer | None:
-        """Raise the reason why the ranks were refused before this one knew what to run."""
-        refused = self._refusal(self.outcome) if self.outcome is not None else None
-        raise refused or self._lost(f"was lost while the ranks came together: {self.trouble}")
 
     def together(self) -> dist.Store:
         """Say that this rank is ready, and wait for the others; returns a store that only this world uses.
@@ -144,7 +141,8 @@ class JoinAttempt:
 
     def give_up(self, why: str) -> bool:
         """Tell the others that this rank will not come; returns whether anybody could be told."""
-        self.failure, self.ready_at = why, time.monotonic()
+        self.failure = why
+        self.ready_at = time.monotonic()
         self.ready.set()
         told = self.settled.wait(self.join_timeout_s)
         self.closed = True
@@ -214,61 +212,65 @@ class JoinAttempt:
         """Take part in the newest rendezvous until it has an outcome."""
         member: Member | None = None
         coordinator: Coordinator | None = None
+        self.reached_at = time.monotonic()
         if self.env.rank == 0:
             root.add(DECIDING, 1)
         while not self.closed:
             self.heard = time.monotonic()
             if self.env.rank == 0 and self.info is not None and coordinator is None:
-                coordinator = self._call(root, self.info, None)
-            number = newest(root)
+                coordinator = self._coordinator(root, self.info)
+                coordinator.open(root)
+                root.add(DECIDING, -1)
             if self.info is None:
-                self._look_for_offer(root, number)
-                self.offered.wait(self.pause_s)
-                if self.offered.is_set() and self.info is None:
-                    time.sleep(self.pause_s)
+                self._look_for_offer(root)
+                time.sleep(self.pause_s)
                 continue
+            number = newest(root)
             if number is not None and (member is None or member.number != number):
                 member = Member(root, number, self.info, self.config)
             if member is not None and self.ready.is_set():
                 member.report(self.failure)
             elif member is not None and self.busy:
-                member.beat()
-            if coordinator is not None and coordinator.number == number:
+                member.beats.give()
+            compares = coordinator is not None and coordinator.number == number
+            if coordinator is not None and compares:
                 coordinator.look()
             outcome = member.outcome() if member is not None else None
             late = member is not None and member.came_late(outcome)
-            if member is not None and not late and (outcome or (self.failure and coordinator is None)):
-                return self._take_leave(member, outcome) if outcome else None
+            if member is not None and not late:
+                if outcome:
+                    return self._take_leave(member, outcome)
+                if self.failure and member.reported and coordinator is None:
+                    return None
             waited = time.monotonic() - self.ready_at
             if (member is None or late) and waited > self.join_timeout_s * PATIENCE:
-                coordinator = self._call(root, self.info, number, waited)
+                coordinator = self._coordinator(root, self.info, waited)
+                coordinator.open_instead_of(number, root)
             limit_s = self.join_timeout_s * (IMPORT_FACTOR + 2)
-            if coordinator is None and waited > limit_s and (member is None or not member.others_work()):
+            if member is not None and not compares and member.is_forsaken(self.ready_at, limit_s):
                 raise ValueError("the rank that compares all ranks has fallen silent")
             (time.sleep if self.ready.is_set() else self.ready.wait)(self.pause_s)
         return None
 
-    def _look_for_offer(self, root: dist.Store, number: int | None) -> None:
+    def _look_for_offer(self, root: dist.Store) -> None:
         """Read the offer of rank 0 where the newest rendezvous has one; stop waiting for a rank 0 that does not come.
 
         A rank 0 that has reached the store may still search for a layout, so it gets as long as a rank that imports.
         """
         if self.offered.is_set() or self.env.rank == 0:
             return
+        decides = root.add(DECIDING, 0) > 0  # read first: once rank 0 has decided, its rendezvous is there
+        number = newest(root)
         if number is not None:
             self.offer = offer_of(root, number)
-        came = root.check([DECIDING])
-        patience_s = self.join_timeout_s * (IMPORT_FACTOR if came else PATIENCE)
-        if self.offer is not None or time.monotonic() - self.begun_at > patience_s:
+        patience_s = self.join_timeout_s * (IMPORT_FACTOR if decides else PATIENCE)
+        if self.offer is not None or time.monotonic() - self.reached_at > patience_s:
             self.offered.set()
 
-    def _call(self, root: dist.Store, info: RankInfo, instead_of: int | None, waited_s: float = 0.0) -> Coordinator:
-        """Hold the rendezvous that comes after `instead_of`."""
+    def _coordinator(self, root: dist.Store, info: RankInfo, waited_s: float = 0.0) -> Coordinator:
         if started_before(root):
             self.note = "note: ranks started on this store before; if they still run, RANK is given twice"
-        coordinator = Coordinator(root, info, self.config, self.join_timeout_s, waited_s, self.offer)
-        coordinator.open(root, instead_of if waited_s else newest(root))
-        return coordinator
+        return Coordinator(root, info, self.config, self.join_timeout_s, waited_s, self.offer)
 
     def _take_leave(self, member: Member, outcome: dict[str, Any]) -> dict[str, Any]:
         """Let the others read an outcome that ends them before the store goes with this process."""
@@ -324,14 +326,14 @@ def timeout_of(run: RunConfig) -> float:
 @contextmanager
 def working() -> Iterator[None]:
     """Keep the others waiting while this rank works in this block, as long as it lives."""
-    if _attempt is None:
-        yield
-        return
-    _attempt.busy = True
+    attempt = _attempt
+    if attempt is not None:
+        attempt.busy = True
     try:
         yield
     finally:
-        _attempt.busy = False
+        if attempt is not None:
+            attempt.busy = False
 
 
 def together(run: RunConfig) -> dist.Store:
@@ -373,17 +375,10 @@ def bare_info(env: RankEnv) -> RankInfo:
 def _rank_info(run: RunConfig, env: RankEnv) -> RankInfo:
     facts = {
         "mtrain": mtrain.__version__,
-        "megatron-core": _version("megatron-core"),
+        "megatron-core": version_of("megatron-core") or "not installed",
         "torch": str(torch.__version__),
         "python": ".".join(platform.python_version_tuple()[:2]),
         "backend": registry.get(run.cluster.device).backend,
         "grid": str(RankGrid.of(run)),
     }
     return RankInfo(env.rank, env.size, platform.node(), os.getpid(), run.digest(), facts)
-
-
-def _version(package: str) -> str:
-    try:
-        return metadata.version(package)
-    except metadata.PackageNotFoundError:
-        return "not installed"

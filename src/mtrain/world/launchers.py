@@ -14,6 +14,7 @@ import zlib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
+from mtrain.config.hardware import tasks_per_node
 from mtrain.errors import BadEnvironment
 from mtrain.world.rank_env import number
 
@@ -122,7 +123,7 @@ def _torchrun(environment: Mapping[str, str]) -> Launched | None:
         if "RANK" in here and here.get("WORLD_SIZE", "1") != "1":
             said = " ".join(f"{name}={value}" for name, value in here.items())
             raise BadEnvironment(
-                f"{said} is set for one of several processes, which do not find each other without "
+                f"{said} is set for one of several processes, which cannot find each other without "
                 f"{' and '.join(lacking)}",
                 f"  fix: start them with torchrun, which sets {', '.join(PLACE)}; or, for a run that starts its own "
                 "ranks, unset RANK WORLD_SIZE",
@@ -150,7 +151,7 @@ def _slurm(environment: Mapping[str, str]) -> Launched | None:
     count = environment.get("SLURM_STEP_NUM_NODES") or environment.get("SLURM_NNODES", "")
     hosts = list(expanded(nodes))
     machines = int(count) if count.isdigit() else len(hosts) or 1
-    tasks_per_node = _first_set(environment, "SLURM_STEP_TASKS_PER_NODE", "SLURM_TASKS_PER_NODE", tasks)
+    per_node = _first_set(environment, "SLURM_STEP_TASKS_PER_NODE", "SLURM_TASKS_PER_NODE", tasks)
     job = _slurm_job(environment) or ""
     step = environment.get("SLURM_STEP_ID") or environment.get("SLURM_STEPID", "0")
     return Launched(
@@ -167,7 +168,7 @@ def _slurm(environment: Mapping[str, str]) -> Launched | None:
             "RANK": "SLURM_PROCID",
             "WORLD_SIZE": tasks,
             "LOCAL_RANK": "SLURM_LOCALID",
-            "LOCAL_WORLD_SIZE": tasks_per_node,
+            "LOCAL_WORLD_SIZE": per_node,
         },
     )
 
@@ -192,12 +193,7 @@ def _slurm_job(environment: Mapping[str, str]) -> str | None:
 def _tasks_here(environment: Mapping[str, str], size: int, machines: int) -> int:
     """Count the tasks on this machine, from a list such as `4(x3),2` and the number of the machine."""
     text = environment.get("SLURM_STEP_TASKS_PER_NODE") or environment.get("SLURM_TASKS_PER_NODE", "")
-    counts: list[int] = []
-    for word in filter(None, text.split(",")):
-        match = re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", word)
-        if match is None:
-            return max(1, size // machines)
-        counts += [int(match[1])] * int(match[2] or 1)
+    counts = tasks_per_node(text)
     node = environment.get("SLURM_NODEID", "0")
     if node.isdigit() and int(node) < len(counts) and sum(counts) == size:
         return counts[int(node)]

@@ -77,7 +77,7 @@ class RankEnv:
         raise BadEnvironment(
             f"rank {self.rank} is number {self.local_rank} on this machine and sees {visible} "
             f"device{'' if visible == 1 else 's'}",
-            "  fix: start as many ranks on a machine as it has devices, and see what CUDA_VISIBLE_DEVICES leaves",
+            "  fix: start no more ranks on a machine than it has devices, or let CUDA_VISIBLE_DEVICES show more",
         )
 
     @property

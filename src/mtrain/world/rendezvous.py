@@ -25,11 +25,11 @@ IMPORT_FACTOR = 12
 """How many times longer a rank that came and still imports is waited for than one that nobody has heard of."""
 
 DECIDING = "deciding"
-"""The key that rank 0 writes once it has reached the store, before it knows what to run."""
+"""The number of ranks 0 that have reached the store, and do not know yet what to run."""
 BEAT_S = 1.0
 """The time between two signs of life of a rank that works for all ranks before it is ready."""
 LIFE_S = 10.0
-"""The time after its last sign of life for which such a rank counts as working."""
+"""The time after its last sign of life for which such a rank counts as working, beside a few of its pauses."""
 
 Config = dict[str, Any]
 """A flat configuration, which only travels where digests differ."""
@@ -55,6 +55,11 @@ def offer_of(root: Store, number: int) -> Offer | None:
         return None
     body = json.loads(zlib.decompress(root.get(run)))
     return Offer(body["run"], tuple(body["words"]), body["failure"])
+
+
+def pause_of(size: int) -> float:
+    """Return the seconds between two looks of a rank at the store: thousands of ranks must not swamp it."""
+    return max(0.02, size / 2_000)
 
 
 def newest(root: Store) -> int | None:
@@ -83,6 +88,31 @@ def _add_page(store: Store, name: str, text: str) -> int:
     return number
 
 
+class Beats:
+    """Signs of life, in one rendezvous, of ranks that work for all before they are ready."""
+
+    def __init__(self, store: Store, size: int) -> None:
+        self.store = store
+        self.life_s = LIFE_S + 4 * pause_of(size)
+        self.count = 0
+        self.given_at = float("-inf")
+        self.heard_at = float("-inf")
+
+    def give(self) -> None:
+        """Give a sign of life, at most once in `BEAT_S`."""
+        if time.monotonic() - self.given_at > BEAT_S:
+            self.given_at = time.monotonic()
+            self.store.add("beats", 1)
+
+    def heard(self) -> bool:
+        """Return whether a rank that works has given a sign of life lately, as far as this one has asked."""
+        count = self.store.add("beats", 0)
+        if count > self.count:
+            self.count = count
+            self.heard_at = time.monotonic()
+        return time.monotonic() - self.heard_at < self.life_s
+
+
 class Member:
     """This rank in one rendezvous."""
 
@@ -91,10 +121,9 @@ class Member:
         if info.digest and self.store.get("digest").decode() != info.digest:
             self.store.set(f"config/{info.digest}", zlib.compress(json.dumps(config).encode()))  # type: ignore[arg-type]
         self.place = _add_page(self.store, "infos", info.text())
+        self.came_at = time.monotonic()
         self.reported = False
-        self.beaten_at = 0.0
-        self.beats = 0
-        self.heard_at = 0.0
+        self.beats = Beats(self.store, info.size)
 
     def report(self, failure: str | None) -> None:
         """Say once that this rank is ready, or why it will not be."""
@@ -102,20 +131,6 @@ class Member:
             self.reported = True
             page = {"place": self.place, "failure": failure}
             _add_page(self.store, "reports", json.dumps(page))
-
-    def beat(self) -> None:
-        """Give a sign of life, at most once in `BEAT_S`."""
-        if time.monotonic() - self.beaten_at > BEAT_S:
-            self.beaten_at = time.monotonic()
-            self.store.add("beats", 1)
-
-    def others_work(self) -> bool:
-        """Return whether a rank that works for all has given this one a sign of life within `LIFE_S`."""
-        beats = self.store.add("beats", 0)
-        if beats > self.beats:
-            self.beats = beats
-            self.heard_at = time.monotonic()
-        return time.monotonic() - self.heard_at < LIFE_S
 
     def outcome(self) -> dict[str, Any] | None:
         """What was found: `problem` (None: none), `speaker` (a rank), `count` of ranks that came and `able` of those
@@ -128,6 +143,11 @@ class Member:
     def came_late(self, outcome: dict[str, Any] | None) -> bool:
         """Whether the rendezvous was over before this rank came."""
         return outcome is not None and self.place > outcome["count"]
+
+    def is_forsaken(self, ready_at: float, limit_s: float) -> bool:
+        """Return whether no rank compares or works any more, for all that this one has waited since `ready_at`."""
+        waited_s = time.monotonic() - max(ready_at, self.came_at)
+        return waited_s > limit_s and not self.beats.heard()
 
     def acknowledge(self) -> None:
         """Tell the rank that serves the store that this one needs it no more."""
@@ -158,16 +178,18 @@ class Coordinator:
         self.done = False
         self.number = root.add("count", 1)
         self.store = PrefixStore(str(self.number), root)
-        self.beats = 0
-        self.beaten_at = 0.0
-        """The time of the last sign of life of a rank that works for all."""
+        self.beats = Beats(self.store, info.size)
         self.store.set("digest", info.digest)
         if offer is not None:
             self.store.set("run", zlib.compress(json.dumps(asdict(offer)).encode()))  # type: ignore[arg-type]
 
-    def open(self, root: Store, instead_of: int | None) -> None:
-        """Make this the newest rendezvous, unless another rank made one in place of `instead_of` first."""
-        root.compare_set("newest", str(instead_of or ""), str(self.number))
+    def open(self, root: Store) -> None:
+        """Make this the newest rendezvous, whichever was."""
+        root.set("newest", str(self.number))
+
+    def open_instead_of(self, known: int | None, root: Store) -> None:
+        """Make this the newest rendezvous, unless there is another one than `known` by now."""
+        root.compare_set("newest", str(known or ""), str(self.number))
 
     def look(self) -> None:
         """Read what is new, and give the outcome once it is certain."""
@@ -187,16 +209,8 @@ class Coordinator:
             self._give("\n".join(faults(self.state, self._config_of)))
         elif absent and waited > self.absent_s:
             self._give(absence(self.state, size, self.join_timeout_s))
-        elif waited > self.join_timeout_s * IMPORT_FACTOR and not self._works(now):
+        elif waited > self.join_timeout_s * IMPORT_FACTOR and not self.beats.heard():
             self._give(unreadiness(self.state, self.join_timeout_s * IMPORT_FACTOR))
-
-    def _works(self, now: float) -> bool:
-        """Return whether a rank that works for all has given a sign of life within `LIFE_S`."""
-        beats = self.store.add("beats", 0)
-        if beats > self.beats:
-            self.beats = beats
-            self.beaten_at = now
-        return now - self.beaten_at < LIFE_S
 
     def _read(self) -> None:
         reports = [json.loads(page) for page in _pages(self.store, "reports", self.reports)]

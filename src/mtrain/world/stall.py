@@ -92,12 +92,12 @@ def idle_s(known: Mapping[int, Status], silent: set[int]) -> float:
 
 
 def blame(known: Mapping[int, Status], silent: set[int], size: int) -> str:
-    """Who is behind.
+    """Say who is behind.
 
-    First ranks without a sign of life. Then ranks that have not launched a collective that others of its process
-    group have: the others wait for them. Of those, or of all where no rank lacks a collective, the ones that wait for
-    nobody, and of these the ones with the fewest milestones: a pipeline stage that waits for its input has passed
-    fewer than the stage that holds it up. Where all wait for others, the fewest milestones decide.
+    Ranks that have not begun, or give no sign of life, come first. Else the suspects are the ranks that wait for
+    nobody, or all where every rank waits. Of these, the ones count that lack a collective which other ranks of a
+    process group have launched or begun, if there are any; and of these the ones with the fewest milestones: a
+    pipeline stage that waits for its input has passed fewer than the stage that holds it up.
     """
     missing = [rank for rank in range(size) if rank not in known]
     if missing:
@@ -143,7 +143,9 @@ class Lack:
         verb = "begun" if self.begun else "launched"
         waits = "waits" if len(waiters) == 1 else "wait"
         what = known[rank].calls[self.group].what
-        return f"it has not {verb} collective {number} of {what}, in which {_ranks(waiters)} {waits}"
+        # The source of a broadcast may be done with a collective that others have not begun, and wait in a later one.
+        others = f"in which {_ranks(waiters)} {waits}" if waiters else "which is done for others"
+        return f"it has not {verb} collective {number} of {what}, {others}"
 
 
 def awaited(known: Mapping[int, Status]) -> dict[int, Lack]:
