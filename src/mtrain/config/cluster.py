@@ -27,9 +27,8 @@ class ClusterConfig(Section):
         tuple[Annotated[str, Field(pattern=DEVICE_NAME, max_length=100)], ...],
         Key(aka="device_name gpu_name gpu_type"),
     ] = Field(default=(), strict=False)
-    """The names that the driver gives such a device, as `nvidia-smi -L` shows them: `cluster=local` takes the file
-    that has the name of the device here. Empty: with `cluster=local` that name; else no device is known by this
-    file."""
+    """Names that the driver gives this device, as `nvidia-smi -L` prints them. `cluster=local` takes the figures of
+    the file that lists the name of the GPU here. Empty: no GPU is recognised by this file."""
     sm: Annotated[Annotated[int, Field(ge=10, le=199)] | None, Key(aka="compute_capability")] = None
     """Generation of an NVIDIA device: its compute capability without the dot, 80 for A100, 90 for H100, 100 for B200;
     null: with `cluster=local` what the driver says, else unknown."""

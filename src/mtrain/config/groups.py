@@ -258,19 +258,19 @@ class TrainerConfig(Section):
     profile_ranks: Annotated[tuple[Rank, ...], Key(when="trainer.profile_step", effect=Effect.RUNTIME)] = Field(
         default=(0,), strict=False
     )
-    """The ranks that write it, each as `trace_rank0.json.gz`: the run folder is shared, and a trace is large."""
+    """Ranks that write a trace, each as `trace_rank0.json.gz`. A trace is large, and all ranks share the run folder."""
     sync_debug: Annotated[Literal["none", "warn", "error"], Key(effect=Effect.RUNTIME)] = "none"
-    """warn, error: what happens where the host waits for a GPU inside of a step, from the fourth step of a process
-    on (`torch.cuda.set_sync_debug_mode`): steps are to run ahead of the device, and are read at log.interval."""
+    """The mode of `torch.cuda.set_sync_debug_mode` in a step, from the fourth step of a process on: `warn` or `error`
+    where the host waits for the GPU. A step should not wait; log.interval says when results are read."""
     stop_signals: Annotated[tuple[StopSignal, ...], Key(effect=Effect.RUNTIME)] = Field(
         default=("SIGTERM", "SIGINT", "SIGUSR1", "SIGUSR2", "SIGHUP"), strict=False
     )
-    """Signals that ask a run to save and end with exit code 75, wherever it is; SLURM's `--signal` sends SIGUSR1, for
-    one. Others do what they do to any process."""
+    """Signals that make a run save and end with exit code 75, at any time; SLURM's `--signal` can send SIGUSR1. Other
+    signals keep their usual effect."""
     join_timeout_s: Annotated[Seconds | None, Key(effect=Effect.RUNTIME, unit="seconds")] = None
-    """Seconds that a rank which is ready to start waits for those that nobody has heard of; then they are named. One
-    that was heard of and still imports has twelve times as long. null: 60, and 60 more for each doubling of the
-    machines, as all of them load the same libraries from one network disk."""
+    """Seconds that a ready rank waits for ranks that have not reported; then the run ends and names them. A rank that
+    has reported and still imports gets twelve times as long. null: 60, and 60 more for each doubling of the number
+    of machines, because all of them load the same libraries from one network disk."""
     soft_timeout_s: Annotated[Seconds, Key(effect=Effect.RUNTIME, unit="seconds")] = 120.0
     """Seconds without progress of any rank after which each writes its stacks and the one that is behind is named.
     The first step may compile for minutes; to be named does no harm."""

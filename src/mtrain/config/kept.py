@@ -17,17 +17,17 @@ class CheckpointConfig(Section):
     keep: PositiveInt | None = 2
     """How many of the newest checkpoints stay; null: all."""
     resume: Annotated[str | None, Key(aka="load")] = None
-    """null: a new run, or `auto` where a launcher restarts what fails; `auto`: begin a run, or go on with the one
-    that the same launch has begun (with `log.name`: the one of that name); `latest`: the newest run of this
-    configuration; else a run folder or a checkpoint folder."""
+    """`auto`: continue the run that the same launch began (with `log.name`: the run of that name), or begin one.
+    `latest`: continue the newest run of this configuration. Otherwise a run folder or a checkpoint folder. null: a
+    new run; under a launcher that restarts failed runs, `auto`."""
     init_from: Annotated[str | None, Key(effect=Effect.NUMERICS, aka="pretrained finetune")] = None
     """Weights that a new run begins with: a run or checkpoint folder, or a Hugging Face folder; null: drawn from
     trainer.seed. Optimizer, schedule and data begin at step 0; a resumed run has weights of its own."""
     accept_changes: bool = False
     """Go on although keys that change the numbers differ from those of the checkpoint."""
     barrier_timeout_s: Annotated[Seconds, Key(unit="seconds")] = 3600.0
-    """The time that ranks wait for the slowest one while a checkpoint is written or read. trainer.timeout_s and the
-    timeout of the process groups do not count meanwhile."""
+    """Seconds that ranks wait for the slowest rank while a checkpoint is written or read. trainer.timeout_s and the
+    timeout of the process groups do not apply during that time."""
 
 
 class LogConfig(Section):
