@@ -258,7 +258,7 @@ class TrainerConfig(Section):
     profile_ranks: Annotated[tuple[Rank, ...], Key(when="trainer.profile_step", effect=Effect.RUNTIME)] = Field(
         default=(0,), strict=False
     )
-    """Ranks that write a trace, each as `trace_rank0.json.gz`. A trace is large, and all ranks share the run folder."""
+    """Ranks that write a trace, each as `trace_rank0.json.gz`; a trace is large, and all ranks share the folder."""
     sync_debug: Annotated[Literal["none", "warn", "error"], Key(effect=Effect.RUNTIME)] = "none"
     """The mode of `torch.cuda.set_sync_debug_mode` in a step, from the fourth step of a process on: `warn` or `error`
     where the host waits for the GPU. A step should not wait; log.interval says when results are read."""
