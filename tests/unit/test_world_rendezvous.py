@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import threading
 import timeit
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
+from mtrain.config import nvml
 from mtrain.errors import BadEnvironment
-from mtrain.world import heartbeat, stacks
-from mtrain.world.rank_env import RankEnv
+from mtrain.world import heartbeat, join, stacks
+from mtrain.world.rank_env import LAUNCHER, RankEnv
 from mtrain.world.rank_info import RankInfo, RendezvousState, absence, faults, unreadiness
 from mtrain.world.stall import Finding, Status, blame, idle_s
+from tests.support.configs import tiny
+from tests.support.nvml import Library
 
 
 def info(rank: int, size: int = 4, digest: str = "a", **facts: str) -> RankInfo:
@@ -72,6 +76,32 @@ def test_world_sizes_ranks_that_came_twice_and_ranks_that_failed_are_all_said_at
     assert said[1].startswith("RANK 1 came twice: host0, process 101 and host0, process 101")
     assert said[2].startswith("WORLD_SIZE differs: 2 on ranks 0, 1, 3 on ranks 1, 2")
     assert state.is_wrong()
+
+
+def test_two_tasks_that_were_given_one_gpu_are_named() -> None:
+    """Each sees one GPU, as tasks do that have one each."""
+    given = ["GPU-a", "GPU-b", "GPU-a", ""]
+    state = RendezvousState([replace(info(rank), gpu=gpu) for rank, gpu in enumerate(given)])
+    assert state.is_wrong()
+    (said,) = faults(state, nothing)
+    assert said.startswith("ranks 0, 2 were given the same GPU, GPU-a of host0\n  fix: a GPU for each task")
+    again = RendezvousState([replace(info(1), gpu="GPU-a")] * 2)
+    assert not again.shared_gpus(), "that is a rank that came twice"
+
+
+@pytest.mark.parametrize(
+    ("launcher", "visible", "gpu"), [("slurm", "1", "GPU-1111-af"), ("slurm", "0,1", ""), ("", "1", "")]
+)
+def test_a_task_that_sees_one_gpu_says_which(
+    launcher: str, visible: str, gpu: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    library: Any = Library()
+    monkeypatch.setattr(nvml, "driver", lambda: nvml.asked(library))
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    run = tiny()
+    run = run.model_copy(update={"cluster": run.cluster.model_copy(update={"device": "cuda"})})
+    env = RankEnv.here({"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "MASTER_PORT": "1", LAUNCHER: launcher})
+    assert join._lone_gpu(run, env) == gpu
 
 
 def test_a_rank_that_failed_is_not_compared() -> None:

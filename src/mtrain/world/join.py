@@ -20,7 +20,10 @@ import torch
 import torch.distributed as dist
 
 import mtrain
+from mtrain.config import nvml
 from mtrain.config.defaults import usual_join_timeout_s
+from mtrain.config.devices import facts_of
+from mtrain.config.hardware import nvidia_gpus
 from mtrain.config.installed import version_of
 from mtrain.config.run import RunConfig
 from mtrain.devices import registry
@@ -381,4 +384,16 @@ def _rank_info(run: RunConfig, env: RankEnv) -> RankInfo:
         "backend": registry.get(run.cluster.device).backend,
         "grid": str(RankGrid.of(run)),
     }
-    return RankInfo(env.rank, env.size, platform.node(), os.getpid(), run.digest(), facts)
+    return RankInfo(env.rank, env.size, platform.node(), os.getpid(), run.digest(), facts, _lone_gpu(run, env))
+
+
+def _lone_gpu(run: RunConfig, env: RankEnv) -> str:
+    """Return the UUID of the only GPU that a scheduler shows this rank; empty: it shows several, or it is not known.
+
+    A rank that sees one GPU takes it, whatever its number on the machine; whether each task has a GPU of its own, no
+    task can tell by itself.
+    """
+    if not env.launcher or not facts_of(run.cluster.device).counted:
+        return ""
+    gpus = nvidia_gpus(os.environ, driver=nvml.driver()).gpus
+    return gpus[0].uuid if len(gpus) == 1 else ""

@@ -36,6 +36,8 @@ class RankInfo:
     """Digest of its configuration; empty where it has none that can be run."""
     facts: Mapping[str, str] = field(default_factory=dict)
     """What must be the same everywhere beside the configuration: versions, grid, device."""
+    gpu: str = ""
+    """UUID of its GPU, where a scheduler shows it one GPU alone; no other rank may have that GPU."""
 
     def text(self) -> str:
         """The info as JSON."""
@@ -85,6 +87,14 @@ class RendezvousState:
         """Those that did not fail, and came with a configuration: the others say at once why they have none."""
         return [info for i, info in enumerate(self.infos) if i not in self.failed and info.digest]
 
+    def shared_gpus(self) -> dict[str, list[RankInfo]]:
+        """Return the GPUs that several ranks were given, by UUID, with those ranks."""
+        by_gpu: dict[str, list[RankInfo]] = {}
+        for info in self.infos:
+            if info.gpu:
+                by_gpu.setdefault(info.gpu, []).append(info)
+        return {gpu: infos for gpu, infos in by_gpu.items() if len({info.rank for info in infos}) > 1}
+
     def is_wrong(self) -> bool:
         """Whether no further rank can make this a world."""
         return (
@@ -92,6 +102,7 @@ class RendezvousState:
             or len({info.rank for info in self.infos}) < len(self.infos)
             or len({info.size for info in self.infos}) > 1
             or len({info.signature for info in self.able()}) > 1
+            or bool(self.shared_gpus())
         )
 
     def is_world(self, size: int) -> bool:
@@ -105,6 +116,12 @@ def faults(state: RendezvousState, config_of: Callable[[str], dict[str, Any] | N
     for rank, infos in _by_rank(state.infos):
         if len(infos) > 1:
             found.append(f"RANK {rank} came {_times(len(infos))}: {' and '.join(c.process for c in infos)}")
+    for gpu, infos in state.shared_gpus().items():
+        ranks = _numbers(info.rank for info in infos)
+        found.append(
+            f"ranks {ranks} were given the same GPU, {gpu} of {infos[0].host}\n"
+            "  fix: a GPU for each task (srun --gpus-per-task=1), or fewer tasks on a machine"
+        )
     sizes = Counter(info.size for info in state.infos)
     if len(sizes) > 1:
         each = [f"{size} on {_named(c for c in state.infos if c.size == size)}" for size, _ in sizes.most_common()]
