@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from functools import cache
+from functools import cache, lru_cache
 from types import NoneType, UnionType
 from typing import Any, Literal, Union, get_args, get_origin
 
@@ -166,6 +166,12 @@ def _words(annotation: Any) -> Iterator[tuple[str, ...]]:
 
 def suggest(path: str) -> tuple[list[str], str]:
     """Keys that `path` may have meant, best first, and a sentence about it where there is something to say."""
+    near, why = _suggested(path)
+    return list(near), why
+
+
+@lru_cache(maxsize=1024)  # a problem asks for its keys and for its fix, and the search takes milliseconds
+def _suggested(path: str) -> tuple[list[str], str]:
     import difflib
 
     path = ".".join(part for part in as_key(path).split(".") if part != MERGE)
