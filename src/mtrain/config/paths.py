@@ -27,9 +27,10 @@ MAX_NAMES = 2000
 _PACKAGE = Path(__file__).resolve().parents[1]
 
 
-def _folder(name: str) -> Path:
-    checkout = _PACKAGE.parents[1] / name
-    return checkout if checkout.is_dir() and _PACKAGE.parent.name == "src" else _PACKAGE / f"_{name}"
+@cache
+def _folder(name: str, package: Path) -> Path:
+    checkout = package.parents[1] / name
+    return checkout if checkout.is_dir() and package.parent.name == "src" else package / f"_{name}"
 
 
 @cache
@@ -41,12 +42,12 @@ def program() -> str:
 
 def conf_dir() -> Path:
     """The folder of group files: `conf/` of the checkout, else the copy inside the installed package."""
-    return _folder("conf")
+    return _folder("conf", _PACKAGE)
 
 
 def recipes_dir() -> Path:
     """The folder of shared recipes: `recipes/` of the checkout, else the copy inside the installed package."""
-    return _folder("recipes")
+    return _folder("recipes", _PACKAGE)
 
 
 def folders() -> list[Path]:
@@ -157,14 +158,22 @@ def _recipe_folders() -> list[Path]:
 
 
 def _names_below(roots: list[Path]) -> list[str]:
-    return sorted(
-        {
-            file.relative_to(root).with_suffix("").as_posix()
-            for root in roots
-            for file in root.rglob("*.yaml")
-            if not any(part.startswith(".") for part in file.relative_to(root).parts)
-        }
-    )
+    """Return the names of the YAML files below folders, without hidden files and folders.
+
+    A command needs many of these lists, some of a hundred files, and `Path.rglob` makes several objects of each file.
+    """
+    names: set[str] = set()
+    for root in map(str, roots):
+        for folder, inner, files in os.walk(root):
+            inner[:] = [name for name in inner if not name.startswith(".")]
+            below = folder[len(root) + 1 :].replace(os.sep, "/")
+            prefix = f"{below}/" if below else ""
+            names.update(
+                prefix + name.removesuffix(".yaml")
+                for name in files
+                if name.endswith(".yaml") and not name.startswith(".")
+            )
+    return sorted(names)
 
 
 def display(path: Path) -> str:
