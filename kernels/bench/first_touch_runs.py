@@ -44,7 +44,9 @@ class Command:
     program: str | None = None
     """A Python program of this repository that runs in place of `launch.py`."""
     kill_after_step: int | None = None
-    """The launcher gets SIGKILL once this step is in the metrics."""
+    """The launcher gets `signal` once this step is in the metrics."""
+    signal: str = "SIGKILL"
+    """A request to stop, such as SIGUSR1, in place of SIGKILL: the launcher then ends by itself."""
 
     @property
     def trains(self) -> bool:
@@ -89,7 +91,7 @@ def entries(path: Path = RUNS) -> list[Entry]:
 
 
 def _command(said: Mapping[str, Any], common: list[str], own: set[str]) -> Command:
-    known = {"argv", "hold", "environment", "torchrun", "program", "kill_after_step"}
+    known = {"argv", "hold", "environment", "torchrun", "program", "kill_after_step", "signal"}
     unknown = set(said) - known - own
     if unknown:
         raise ValueError(f"unknown keys of a run: {', '.join(sorted(unknown))}; there are {', '.join(sorted(known))}")
@@ -223,17 +225,18 @@ def _execute(walk: Walk, home: Path, command: Command, said: dict[str, Any]) -> 
 
 def _ended(child: subprocess.Popen[bytes], home: Path, command: Command, said: dict[str, Any]) -> int:
     start = time.monotonic()
+    sent = False
     while child.poll() is None:
         step = _last_step(home)
         if step:
             said.setdefault("first_step_s", round(time.monotonic() - start, 2))
-        if command.kill_after_step is not None and step >= command.kill_after_step:
-            child.send_signal(signal.SIGKILL)
-            return child.wait()
+        if command.kill_after_step is not None and step >= command.kill_after_step and not sent:
+            child.send_signal(signal.Signals[command.signal])
+            sent = True
         if time.monotonic() > start + COMMAND_S:
             raise RuntimeError(f"did not end within {COMMAND_S:g} s")
         time.sleep(POLL_S)
-    if command.kill_after_step is not None:
+    if command.kill_after_step is not None and not sent:
         raise RuntimeError(f"ended with {child.returncode} before step {command.kill_after_step}, where it is killed")
     return child.returncode
 
@@ -297,7 +300,8 @@ def _hold(command: Command, code: int, output: str, home: Path, said: dict[str, 
         RuntimeError: with the first thing that does not hold.
     """
     hold = command.hold
-    wanted = -signal.SIGKILL if command.kill_after_step is not None else hold.get("exit", 0)
+    killed = command.kill_after_step is not None and command.signal == "SIGKILL"
+    wanted = -signal.SIGKILL if killed else hold.get("exit", 0)
     if code != wanted:
         lines = [line.strip() for line in output.splitlines() if line.strip()]
         raise RuntimeError(f"ended with {code}, not {wanted}: {lines[-1] if lines else 'it said nothing'}")

@@ -158,6 +158,13 @@ def test_a_run_is_killed_after_a_step_and_the_next_command_goes_on(
         tried(runs, tmp_path, {**killed, "argv": ["{home}", "run", "[3.0]"], "kill_after_step": 9})
 
 
+def test_a_run_that_is_asked_to_stop_ends_by_itself(runs: ModuleType, program: str, tmp_path: Path) -> None:
+    stopped = {**command(program, [3.0, 2.0], "1", "--stay", exit=-15), "kill_after_step": 2, "signal": "SIGTERM"}
+    assert tried(runs, tmp_path, stopped)["last_step"] == 2
+    with pytest.raises(RuntimeError, match="ended with -15, not 75"):
+        tried(runs, tmp_path, {**stopped, "hold": {"exit": 75}})
+
+
 def test_what_an_earlier_try_left_is_not_taken_for_this_one(runs: ModuleType, program: str, tmp_path: Path) -> None:
     """A call that was cut off, or `--again`, leaves a run that has all steps already."""
     tried(runs, tmp_path, command(program, [3.0, 2.0], last_step=2))
