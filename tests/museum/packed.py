@@ -24,6 +24,12 @@ def _boundaries(change: Callable[[torch.Tensor], torch.Tensor | None], wrong: Ca
         "packed_params",
         lambda real, bounds: real(change(bounds) if bounds is not None and wrong() else bounds),
     )
+    # The host knows the longest document from the bounds of the data: here it is that of the changed ones.
+    wrap(
+        "mtrain.train.step",
+        "documents_of",
+        lambda real, batch: real({"cu_seqlens": change(batch["cu_seqlens"])} if wrong() else batch),
+    )
 
 
 def middle_stage_without_boundaries() -> None:
