@@ -29,7 +29,7 @@ def started(rank: int, port: int, *words: str, cwd: Path) -> subprocess.Popen[st
 @pytest.mark.full  # tests/dist/test_joining.py has it without the imports of a process
 def test_an_absent_rank_is_named_five_seconds_after_this_one_is_ready(tmp_path: Path) -> None:
     begun = time.monotonic()
-    process = started(0, free_port(), cwd=tmp_path)
+    process = started(0, free_port(), "trainer.join_timeout_s=5", cwd=tmp_path)
     _, said = process.communicate(timeout=120)
     assert process.returncode == 3
     assert said.startswith("rank 0: rank 1 of 2 did not arrive within 5 s; arrived: 0 on ")
