@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import signal
@@ -101,7 +102,13 @@ def test_imported_weights_are_hashed_by_block_and_whole_in_the_certificate(
     assert largest.nbytes > 2000
     assert all(len(entry.hashes) == 64 * -(-entry.nbytes // 1000) for entry in sizes.values())
     held = json.loads((run / "conversion.json").read_text())["target"]
-    assert all(len(tensor["sha256"]) == 64 for tensor in held.values())
+    assert {name: entry.sha256 for name, entry in sizes.items()} == {
+        n: tensor["sha256"] for n, tensor in held.items()
+    }
+    for piece in pieces:
+        entry = sizes[piece["entry"]]
+        data = files[piece["file"]].read(piece["entry"], 0, entry.nbytes)
+        assert hashlib.sha256(data).hexdigest() == entry.sha256
     assert command("export", run, again) == 0
     assert data_of(again) == data_of(theirs_)
 

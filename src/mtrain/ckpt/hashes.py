@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import mmap
 import os
 import resource
 from collections.abc import Mapping
@@ -25,6 +26,8 @@ from mtrain.world.heartbeat import tick
 HASHED_BYTES = 1 << 24
 BLOCK_BYTES = 1 << 18
 """The bytes of an entry that are hashed together, and so the least that is read of it."""
+MAPPED_BYTES = 1 << 20
+"""The least size of memory that is mapped and not taken from the heap."""
 LENGTH_BYTES = 8
 """A safetensors file begins with the length of its header, little endian."""
 MAX_HEADER_BYTES = 1 << 30
@@ -33,6 +36,7 @@ ENTRY_HASHES = "sha256"
 BLOCK_HASHES = "sha256_of_blocks"
 """The key since format 3: JSON of `block_bytes` and `entries`, entry -> hex sha256 of its blocks behind each other.
 
+`whole`, entry -> hex sha256 of all its bytes, is there where the writer knew it: an export need not hash again then.
 It is the only key: safetensors writes several in any order, and the same state must make the same bytes.
 """
 HEX = 64
@@ -61,11 +65,13 @@ class Entry:
     hashes: str
     """Hex sha256 of its blocks behind each other; empty in files that were written before there were any."""
     block_bytes: int
+    whole: str = ""
+    """Hex sha256 of all its bytes, where the writer knew it and there are several blocks."""
 
     @property
     def sha256(self) -> str:
-        """Hex sha256 of all its bytes; empty where it has several blocks, or no hash."""
-        return self.hashes if len(self.hashes) == HEX else ""
+        """Hex sha256 of all its bytes; empty where the header does not say it."""
+        return self.hashes if len(self.hashes) == HEX else self.whole
 
     def blocks(self, start: int, stop: int) -> range:
         """Numbers of the blocks that bytes [start, stop) lie in."""
@@ -115,9 +121,11 @@ def room_for(nbytes: int) -> str:
     return "0" * HEX * max(1, -(-nbytes // BLOCK_BYTES))
 
 
-def metadata_of(hashed: Mapping[str, str]) -> dict[str, str]:
-    """The metadata of a shard whose entries have the hashes that `hash_blocks` made."""
-    body = {"block_bytes": BLOCK_BYTES, "entries": dict(hashed)}
+def metadata_of(hashed: Mapping[str, str], whole: Mapping[str, str] | None = None) -> dict[str, str]:
+    """Return the metadata of a shard: the hashes that `hash_blocks` made, and those of `whole` entries if known."""
+    body: dict[str, Any] = {"block_bytes": BLOCK_BYTES, "entries": dict(hashed)}
+    if whole:
+        body["whole"] = dict(whole)
     return {BLOCK_HASHES: json.dumps(body, sort_keys=True, allow_nan=False)}
 
 
@@ -253,7 +261,7 @@ class Shard:
         return self._file
 
     def _bytes(self, at: int, size: int) -> memoryview:
-        return memoryview(read_at(self.path, self._opened, at, size))
+        return read_at(self.path, self._opened, at, size)
 
 
 class Files:
@@ -287,17 +295,17 @@ class Files:
         return self._shards[name]
 
 
-def read_at(path: Path, file: int, at: int, size: int) -> bytearray:
-    """Bytes of an open file.
+def read_at(path: Path, file: int, at: int, size: int) -> memoryview:
+    """Read bytes of an open file into memory of their own.
 
     Raises:
         CorruptData: it ends before, or the disk gives an error.
     """
-    out = bytearray(size)
+    out = _memory(size)
     done = 0
     try:
         while done < size:
-            count = os.preadv(file, [memoryview(out)[done : done + HASHED_BYTES]], at + done)
+            count = os.preadv(file, [out[done : done + HASHED_BYTES]], at + done)
             if not count:
                 raise CorruptData(f"{path} is not what was written: it is cut")
             done += count
@@ -305,6 +313,16 @@ def read_at(path: Path, file: int, at: int, size: int) -> bytearray:
     except OSError as error:
         raise not_read(path, error) from None
     return out
+
+
+def _memory(size: int) -> memoryview:
+    """Return memory to read into.
+
+    A large bytearray would be filled with zeros first, while no other thread runs.
+    """
+    if size < MAPPED_BYTES:
+        return memoryview(bytearray(size))
+    return memoryview(mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS))
 
 
 def checked(path: Path, facts: Mapping[str, Any]) -> Shard:
@@ -354,7 +372,11 @@ def _read_header(path: Path, file: int, size: int) -> Header:
         blocks = json.loads(metadata.get(BLOCK_HASHES, "{}"))
         hashes = blocks["entries"] if blocks else json.loads(metadata.get(ENTRY_HASHES, "{}"))
         block_bytes = max(0, int(blocks.get("block_bytes", 0)))
-        entries = {name: _entry(e, data_at, str(hashes.get(name, "")), block_bytes) for name, e in body.items()}
+        whole = blocks.get("whole", {})
+        entries = {
+            name: _entry(e, data_at, str(hashes.get(name, "")), block_bytes, str(whole.get(name, "")))
+            for name, e in body.items()
+        }
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise CorruptData(f"{path} is not what was written: its header cannot be read ({error})") from None
     for name, entry in entries.items():
@@ -364,10 +386,10 @@ def _read_header(path: Path, file: int, size: int) -> Header:
     return Header(hash_bytes(first + text), data_at, entries)
 
 
-def _entry(found: Mapping[str, Any], data_at: int, hashes: str, block_bytes: int) -> Entry:
+def _entry(found: Mapping[str, Any], data_at: int, hashes: str, block_bytes: int, whole: str) -> Entry:
     start, stop = map(int, found["data_offsets"])
     shape = tuple(map(int, found["shape"]))
     nbytes = stop - start
     if start < 0 or min(shape, default=0) < 0 or nbytes != prod(shape) * WIDTHS[found["dtype"]]:
         raise ValueError("a tensor has another size than its shape")
-    return Entry(found["dtype"], shape, data_at + start, nbytes, hashes, block_bytes or max(1, nbytes))
+    return Entry(found["dtype"], shape, data_at + start, nbytes, hashes, block_bytes or max(1, nbytes), whole)

@@ -79,14 +79,16 @@ class _Files:
 
     def _write_file(self, file: str, steps: list[Step]) -> None:
         most = {name: hashes.room_for(self._most(step, name)) for step in steps for name in step.ours}
-        with Writer(self.draft / file, most, len(strict_json.dumps(hashes.metadata_of(most)))) as writer:
+        with Writer(self.draft / file, most, _room(most)) as writer:
             hashed: dict[str, str] = {}
+            whole: dict[str, str] = {}
             for step, made in ahead(self._of_step, steps, self._nbytes):
                 for name, (words, dtype, sha256, blocks) in zip(step.ours, made, strict=True):
                     writer.write(name, dtype, words.shape, buffer_of(words))
                     hashed[name] = blocks
+                    whole[name] = sha256
                     self.made[name] = _Made(file, dtype, words.shape, sha256)
-            writer.close(hashes.metadata_of(hashed))
+            writer.close(hashes.metadata_of(hashed, whole))
 
     def _nbytes(self, step: Step) -> int:
         return sum(map(self.source.nbytes, step.theirs))
@@ -172,13 +174,14 @@ def _write_adapters(draft: Path, number: int, adapters: Adapters) -> dict[str, _
     file, made = ckpt_folder.shard_name(number), dict[str, _Made]()
     most = {name: hashes.room_for(tensor.nbytes) for name, tensor in adapters[1].items() if name in adapters[0]}
     hashed: dict[str, str] = {}
-    with Writer(draft / file, adapters[0], len(strict_json.dumps(hashes.metadata_of(most)))) as writer:
+    whole: dict[str, str] = {}
+    with Writer(draft / file, adapters[0], _room(most)) as writer:
         for name in adapters[0]:
             words, dtype = of_tensor(adapters[1][name].contiguous())
-            sha256, hashed[name] = _hashes(words, None)
+            whole[name], hashed[name] = _hashes(words, None)
             writer.write(name, dtype, words.shape, buffer_of(words))
-            made[name] = _Made(file, dtype, words.shape, sha256)
-        writer.close(hashes.metadata_of(hashed))
+            made[name] = _Made(file, dtype, words.shape, whole[name])
+        writer.close(hashes.metadata_of(hashed, whole))
     return made
 
 
@@ -198,6 +201,11 @@ def _dtype(source: Source, step: Step) -> str:
     if dtype not in FLOATS:
         raise CorruptData(f"{step.theirs[0]} has numbers of kind {dtype}, which is no weight's")
     return dtype
+
+
+def _room(most: Mapping[str, str]) -> int:
+    """Return the length of a header's metadata where the hashes of its entries are at most as long."""
+    return len(strict_json.dumps(hashes.metadata_of(most, dict.fromkeys(most, "0" * hashes.HEX))))
 
 
 def _hashes(words: Words, sha256: str | None) -> tuple[str, str]:
