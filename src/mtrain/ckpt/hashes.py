@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import mmap
 import os
 import resource
 from collections.abc import Mapping
@@ -19,6 +18,7 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
+from mtrain.ckpt.reading import read_at
 from mtrain.durable import not_read
 from mtrain.errors import CorruptData
 from mtrain.world.heartbeat import tick
@@ -26,8 +26,6 @@ from mtrain.world.heartbeat import tick
 HASHED_BYTES = 1 << 24
 BLOCK_BYTES = 1 << 18
 """The bytes of an entry that are hashed together, and so the least that is read of it."""
-MAPPED_BYTES = 1 << 20
-"""The least size of memory that is mapped and not taken from the heap."""
 LENGTH_BYTES = 8
 """A safetensors file begins with the length of its header, little endian."""
 MAX_HEADER_BYTES = 1 << 30
@@ -165,8 +163,10 @@ class Shard:
         BadEnvironment: it may not be read.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, *, once: bool = False) -> None:
+        """Open a file; `once`: nobody reads its bytes soon again, so that the page cache need not keep them."""
         self.path = path
+        self._once = once
         self._file: int | None = None
         self._status = self._open()
         try:
@@ -261,13 +261,15 @@ class Shard:
         return self._file
 
     def _bytes(self, at: int, size: int) -> memoryview:
-        return read_at(self.path, self._opened, at, size)
+        return read_at(self.path, self._opened, at, size, once=self._once)
 
 
 class Files:
     """The shards of a checkpoint by name. Each is opened when first asked for, and a limited number stay open."""
 
-    def __init__(self, root: Path, facts: Mapping[str, Any]) -> None:
+    def __init__(self, root: Path, facts: Mapping[str, Any], *, once: bool = False) -> None:
+        """Take the files of a manifest; `once`: see `Shard`."""
+        self._once = once
         self._root = root
         self._facts = facts
         self._shards: dict[str, Shard] = {}
@@ -286,7 +288,7 @@ class Files:
         if name not in self._shards:
             if name not in self._facts:
                 raise CorruptData(f"{self._root / name} is none of the checkpoint's files")
-            self._shards[name] = checked(self._root / name, self._facts[name])
+            self._shards[name] = checked(self._root / name, self._facts[name], once=self._once)
             self._open.append(name)
         elif not self._shards[name].is_open:
             self._open.append(name)
@@ -295,38 +297,8 @@ class Files:
         return self._shards[name]
 
 
-def read_at(path: Path, file: int, at: int, size: int) -> memoryview:
-    """Read bytes of an open file into memory of their own.
-
-    Raises:
-        CorruptData: it ends before, or the disk gives an error.
-    """
-    out = _memory(size)
-    done = 0
-    try:
-        while done < size:
-            count = os.preadv(file, [out[done : done + HASHED_BYTES]], at + done)
-            if not count:
-                raise CorruptData(f"{path} is not what was written: it is cut")
-            done += count
-            tick()
-    except OSError as error:
-        raise not_read(path, error) from None
-    return out
-
-
-def _memory(size: int) -> memoryview:
-    """Return memory to read into.
-
-    A large bytearray would be filled with zeros first, while no other thread runs.
-    """
-    if size < MAPPED_BYTES:
-        return memoryview(bytearray(size))
-    return memoryview(mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS))
-
-
-def checked(path: Path, facts: Mapping[str, Any]) -> Shard:
-    """Open a shard and compare its header with the manifest's `facts` of the file.
+def checked(path: Path, facts: Mapping[str, Any], *, once: bool = False) -> Shard:
+    """Open a shard and compare its header with the manifest's `facts` of the file; `once`: see `Shard`.
 
     A file of the first format is compared as a whole.
 
@@ -336,7 +308,7 @@ def checked(path: Path, facts: Mapping[str, Any]) -> Shard:
     """
     if "header_sha256" not in facts:
         check_file(path, facts["sha256"])
-    shard = Shard(path)
+    shard = Shard(path, once=once)
     if shard.header.sha256 != facts.get("header_sha256", shard.header.sha256):
         shard.close()
         raise CorruptData(f"{path} is not what was written: the sha256 of its header differs")

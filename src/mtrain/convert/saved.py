@@ -33,7 +33,7 @@ class Saved:
 
     @cached_property
     def _files(self) -> hashes.Files:
-        return hashes.Files(self.path, self.manifest["files"])
+        return hashes.Files(self.path, self.manifest["files"], once=True)
 
     @classmethod
     def open(cls, path: Path) -> Saved:

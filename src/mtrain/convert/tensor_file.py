@@ -5,11 +5,8 @@ Source: the format's specification, https://huggingface.co/docs/safetensors.
 
 from __future__ import annotations
 
-import errno
 import json
-import os
 import stat
-import sys
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -18,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from mtrain import strict_json
+from mtrain.ckpt.reading import read_once
 from mtrain.convert.new_file import NewFile
 from mtrain.durable import not_read
 from mtrain.errors import CorruptData
@@ -32,8 +30,6 @@ MAX_HEADER_BYTES = 100_000_000
 """As in the format's own readers."""
 MAX_DIMENSIONS = 16
 ALIGNMENT = 8
-GIVEN_BACK = 0x80 if sys.platform == "linux" else 0
-"""RWF_DONTCACHE, from Linux 6.14 on."""
 MAX_ENTRY_BYTES = 256
 """Of a tensor in a header, beside its name."""
 
@@ -70,22 +66,12 @@ class Tensor:
             with self.path.open("rb", buffering=0) as file:
                 done = 0
                 while done < len(buffer):
-                    count = _read(file.fileno(), buffer[done:], self.start + done)
+                    count = read_once(file.fileno(), buffer[done:], self.start + done)
                     if not count:
                         raise CorruptData(f"{self.path}: the file ends within {self.name}")
                     done += count
         except OSError as error:
             raise not_read(self.path, error) from None
-
-
-def _read(file: int, buffer: memoryview, at: int) -> int:
-    """Bytes read. Pages that this takes are given back, where the kernel can do so: others need them more."""
-    try:
-        return os.preadv(file, [buffer], at, GIVEN_BACK)
-    except OSError as error:
-        if error.errno != errno.EOPNOTSUPP:
-            raise
-        return os.preadv(file, [buffer], at)
 
 
 def read_header(path: Path) -> dict[str, Tensor]:
