@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from mtrain.cli.setup import load
+from mtrain.cli.setup import TooFewDevices, load
 from mtrain.config.dump import run_yaml
 from mtrain.config.paths import conf_dir, recipes_dir
 from mtrain.errors import ConfigError, Problem
@@ -102,7 +102,7 @@ def validated(words: Sequence[str]) -> list[Problem]:
     with CANARY.watching(), within_a_second():
         try:
             said = str(load(words, LAPTOP, {}).run.to_dict())
-        except ConfigError as error:
+        except (ConfigError, TooFewDevices) as error:
             problems, said = list(error.problems), str(error)
             assert problems, "refused without a problem"
     assert SECRET[1] not in said
@@ -176,11 +176,12 @@ def warm() -> None:
         ["optim.lr=[1]", "model.hiden_size=[a,{b: c}]", "cluster.device=tpu"],
         ["recipe=llama/tiny_cpu"],
         ["parallel.auto=true", "cluster=h100"],  # the search imports the plan, and numpy
+        ["recipe=llama/tiny_cpu", "cluster=a100", "parallel=tp2"],  # what this machine lacks is for launching to say
         [],
     ):
         try:
             load(words, LAPTOP, {})
-        except ConfigError as error:
+        except (ConfigError, TooFewDevices) as error:
             error.problems[0].render()
 
 
