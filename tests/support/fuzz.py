@@ -35,7 +35,7 @@ SECRET = "CANARY", "b1rd-that-must-not-sing"
 FORBIDDEN = re.compile(
     r"(socket\.(connect|bind|sendto|getaddrinfo|gethostby.*)|subprocess\.Popen|os\.(system|exec|fork|forkpty|posix_spawn"
     r"|spawn|remove|rename|mkdir|rmdir|link|symlink|truncate|chmod|chown|putenv|unsetenv|kill)|shutil\..*|ctypes\..*"
-    r"|pickle\.find_class|marshal\.loads|ftplib.*|urllib.*|smtplib.*|webbrowser.*|tempfile.*|builtins\.input)\Z"
+    r"|pickle\.find_class|ftplib.*|urllib.*|smtplib.*|webbrowser.*|tempfile.*|builtins\.input)\Z"
 )
 WRITING = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND
 KNOWN = ("mtrain", "hydra", "omegaconf", "antlr4", "pydantic", "yaml", "_yaml", "encodings", "importlib", "tests")
@@ -61,10 +61,8 @@ class Canary:
         if event == "import":
             top = str(args[0]).partition(".")[0]
             return top not in sys.modules and top not in KNOWN and top not in sys.stdlib_module_names
-        if event in (
-            "exec",
-            "compile",
-        ):  # of a module that is imported, or of a class that the standard library makes
+        if event in ("exec", "compile", "marshal.loads"):
+            # To import a module does all three, and the standard library compiles the classes that it makes.
             frame: Any = sys._getframe(2)
             while frame is not None and frame.f_globals.get("__name__", "") != "tests.support.fuzz":
                 if frame.f_code.co_filename.startswith(("<frozen importlib", sys.base_prefix)):
