@@ -14,6 +14,7 @@ from mtrain.cli.main import main
 from mtrain.errors import Problem
 from tests.support.catalogue import ROWS, Row, validated
 from tests.support.catalogue_more import HARMLESS, MORE
+from tests.support.patience import patient
 from tests.unit.test_catalogue_before_ranks import BEFORE_RANKS
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -105,5 +106,7 @@ def test_no_judgement_of_the_catalogue_imports_torch() -> None:
         "for row in ROWS: validated(list(row.words))\n"
         "print([m for m in ('torch', 'megatron', 'numpy') if m in sys.modules])"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, timeout=120)
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, timeout=patient(120)
+    )
     assert done.stdout.strip() == "[]", done.stderr

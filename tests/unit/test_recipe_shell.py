@@ -15,6 +15,7 @@ from mtrain.recipes.arithmetic import pattern_of, whole_number
 from mtrain.recipes.expansion import UNKNOWN, shown
 from mtrain.recipes.megatron import import_scripts
 from mtrain.recipes.shell import read_script
+from tests.support.patience import patient
 
 LIKE_BASH = [
     "A=1; B=$A$A; show $B ${B}x",
@@ -63,7 +64,7 @@ def test_words_expand_as_bash_expands_them(script: str) -> None:
         ["bash", "--norc", "-c", show + script],
         capture_output=True,
         text=True,
-        timeout=20,
+        timeout=patient(20),
         env={"PATH": "/bin:/usr/bin"},
     )
     wanted = [line.split("\0")[:-1] for line in done.stdout.split("\n")[:-1]]
@@ -167,7 +168,9 @@ def test_a_hostile_script_starts_nothing_reads_nothing_and_writes_nothing(tmp_pa
         f"rc = main(['recipe', 'import', {str(script)!r}])\n"
         "print('END', rc, bad, [m for m in ('torch', 'numpy', 'megatron') if m in sys.modules])\n"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, cwd=tmp_path)
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=patient(60), cwd=tmp_path
+    )
     assert done.stdout.splitlines()[-1] == "END 0 [] []", done.stderr
     assert "s3cr3t-canary" not in done.stdout + done.stderr
     assert not canary.exists()

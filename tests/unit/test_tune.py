@@ -38,6 +38,7 @@ from mtrain.plan.tune.split import balanced
 from mtrain.plan.tune.state import state_of
 from tests.support.configs import LAPTOP
 from tests.support.covering import some
+from tests.support.patience import patient
 
 FEW = "model=llama32_1b cluster=h100 data.seq_length=4096"
 ONE_B = f"{FEW} cluster.devices_per_node=4 trainer.global_batch_size=16"
@@ -232,7 +233,7 @@ def test_neither_plan_nor_tune_imports_torch() -> None:
         f"codes = [main([verb, *{words!r}]) for verb in ('plan', 'tune')]\n"
         "print(codes, sorted(m for m in ('torch', 'megatron') if m in sys.modules))\n"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=patient(120))
     assert done.stdout.splitlines()[-1] == "[0, 0] []"
 
 
