@@ -131,7 +131,10 @@ def test_who_makes_the_loss_changes_nothing_in_it(name: str) -> None:
         assert found == pytest.approx(expected, rel=1e-5)
 
 
-@pytest.mark.parametrize(("key", "value"), [("next_sentence", False), ("masked_share", 0.3), ("pad_token_id", 11), ("head_activation", "gelu_tanh")])
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [("next_sentence", False), ("masked_share", 0.3), ("pad_token_id", 11), ("head_activation", "gelu_tanh")],
+)
 def test_a_key_of_the_section_moves_the_numbers(key: str, value: Any, one_rank: Any) -> None:
     changed = BertConfig(**{**IDS, key: value})
     found = trained(bert_run(model={"bert": changed}), 2)  # a gradient that is left out may move the next step alone
@@ -187,7 +190,9 @@ def test_the_plan_counts_the_parameters_that_are_built(model: dict[str, Any]) ->
 
 @pytest.mark.parametrize("sequence_parallel", [pytest.param(False, marks=pytest.mark.full), True])
 @pytest.mark.parametrize("kind", ["bert", pytest.param("megatron", marks=pytest.mark.full)])
-def test_what_tensor_parallel_ranks_both_hold_stays_the_same_under_dropout(kind: str, sequence_parallel: bool) -> None:
+def test_what_tensor_parallel_ranks_both_hold_stays_the_same_under_dropout(
+    kind: str, sequence_parallel: bool
+) -> None:
     drops = {"hidden_dropout": 0.3, "attention_dropout": 0.3}
     run = bert_run(kind, model=drops, ranks=2, tp=2, sequence_parallel=sequence_parallel)
 

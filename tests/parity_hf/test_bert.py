@@ -362,8 +362,10 @@ def test_a_random_shape_goes_in_and_out_or_is_refused(seed: int, tmp_path: Path)
         "pad_token_id": dice.choice([None, 0, vocab - 1]),
         "layer_norm_eps": dice.choice([1e-12, 1e-5]),
     }
-    kind = getattr(transformers, dice.choice(["BertForMaskedLM", "BertForPreTraining"]))
-    run_alone(lambda: kind(transformers.BertConfig(**shape)).save_pretrained(tmp_path / "theirs"))
+    name = dice.choice(KINDS)
+    shape["hidden_act"] = dice.choice(["gelu", "gelu_new", "gelu_fast"])
+    config = getattr(transformers, f"{_family(name)}Config")(**shape)
+    run_alone(lambda: getattr(transformers, name)(config).save_pretrained(tmp_path / "theirs"))
     assert _convert("import", tmp_path / "theirs", tmp_path / "run") == 0
     assert _convert("export", tmp_path / "run", tmp_path / "again") == 0
     assert _bytes(tmp_path / "again") == _bytes(tmp_path / "theirs")
