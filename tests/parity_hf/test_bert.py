@@ -1,4 +1,4 @@
-"""BERT and Megatron's beside transformers': logits, losses, gradients and steps, on one rank and sharded; files in and out."""
+"""BERT and Megatron's beside transformers': logits, losses, gradients and steps in layouts; files in and out."""
 
 from __future__ import annotations
 

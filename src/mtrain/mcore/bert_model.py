@@ -1,8 +1,8 @@
 """BERT of megatron-core's parts: its transformer layers, embeddings and output layer.
 
 Norms are where Devlin et al. (2018) have them, on the embeddings and on the sums of the residual stream, or where
-Shoeybi et al. (2019) and megatron-core's BertModel have them: before attention and MLP, with one behind the last layer
-and none on the embeddings. In both, transformers' classes (Bert, MegatronBert) compute the same.
+Shoeybi et al. (2019) and megatron-core's BertModel have them: before attention and MLP, with one behind the last
+layer and none on the embeddings. transformers has both, as Bert and as MegatronBert.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ from mtrain.mcore.language_model import OutputLayer, SummedLosses
 from mtrain.mcore.layers import gelu_tanh
 from mtrain.mcore.residual import join_layers
 
-
 HEADS: dict[str, Callable[[Tensor], Tensor]] = {"gelu": F.gelu, "gelu_tanh": gelu_tanh}
 """Activation of the head for masked tokens -> its function."""
 
 
 class BertEmbedding(LanguageModelEmbedding):
-    """The sum of the embeddings of tokens, positions and kinds of tokens, normed if there is a `norm`, then dropped out.
+    """The sum of the embeddings of tokens, positions and kinds of tokens, normed where there is a `norm`, and dropped
+    out.
 
     Where `pad_token` stands, the embedding of tokens has no gradient (transformers' `padding_idx`).
     """
