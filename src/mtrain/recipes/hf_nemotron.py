@@ -25,6 +25,8 @@ def _block(f: ConfigFile) -> None:
     word = f.get("hidden_act")
     f.out["model.activation"] = UNGATED_WORDS.get(word, "squared_relu") if isinstance(word, str) else "squared_relu"
     f.must("hidden_act", tuple(UNGATED_WORDS), f"changes the numbers: there are {', '.join(UNGATED_WORDS)}")
+    if "partial_rotary_factor" in f.given and f.given["partial_rotary_factor"] is None:
+        f.refuse("partial_rotary_factor", "not supported", "changes the numbers: transformers takes no null here")
     for key, text in UNREAD.items():
         f.idle((key,), f"is not read for this family: {text}")
 
