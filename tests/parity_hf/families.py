@@ -132,6 +132,11 @@ NEOX: dict[str, Any] = {
     **{k: v for k, v in SIZES.items() if k not in ("num_key_value_heads", "rms_norm_eps")},
     "use_parallel_residual": False,
 }
+NEMOTRON: dict[str, Any] = {
+    **{k: v for k, v in SIZES.items() if k != "rms_norm_eps"},
+    "norm_eps": 1e-5,
+    "rope_parameters": {**ROPE, "partial_rotary_factor": 0.5},
+}
 
 CASES: dict[str, Case] = {
     "llama 2": Case("llama", {**SIZES, "num_key_value_heads": 4, "rope_parameters": ROPE}),
@@ -308,6 +313,22 @@ CASES: dict[str, Case] = {
     "gpt neox with tanh": Case(
         "gpt_neox", {**NEOX, "hidden_act": "gelu_new", "rope_parameters": {**ROPE, "partial_rotary_factor": 0.5}}
     ),
+    "nemotron 4, with heads narrower than the model": Case("nemotron", {**NEMOTRON, "head_dim": 12}),
+    "nemotron with biases and gelu, tied, a quarter of each head turning": Case(
+        "nemotron",
+        {
+            **{**NEMOTRON, "attention_bias": True, "mlp_bias": True, "tie_word_embeddings": True},
+            "num_key_value_heads": 4,
+            "hidden_act": "gelu_new",
+            "norm_eps": 1e-2,
+            "rope_parameters": {
+                "rope_type": "linear",
+                "factor": 4.0,
+                "rope_theta": 500.0,
+                "partial_rotary_factor": 0.25,
+            },
+        },
+    ),
 }
 
 REFUSED: dict[str, tuple[Case, str]] = {
@@ -370,6 +391,7 @@ REFUSED: dict[str, tuple[Case, str]] = {
         Case("gpt2", {**GPT2, "scale_attn_by_inverse_layer_idx": True}),
         "scale_attn_by_inverse_layer_idx",
     ),
+    "nemotron without a gate of silu": (Case("nemotron", {**NEMOTRON, "hidden_act": "silu"}), "hidden_act"),
     "gpt2 with relu": (Case("gpt2", {**GPT2, "activation_function": "relu"}), "activation_function"),
 }
 """Models that ours cannot be, and the key that the import must name."""

@@ -27,7 +27,7 @@ from tests.support.forked import RankFailed, run_alone, run_ranks
 
 DRAWN = int(os.environ.get("PARITY_CASES", "1"))
 """Random configurations of each family."""
-ALWAYS = ("gpt oss beyond its window", "deepseek v3", "gpt2")
+ALWAYS = ("gpt oss beyond its window", "deepseek v3", "gpt2", "nemotron 4, with heads narrower than the model")
 LAYOUTS = {
     "llama 3.2, tied": ("parallel=tp2pp2", 4),
     "qwen3": ("parallel=pp2dp2 parallel.distributed_optimizer=true", 4),

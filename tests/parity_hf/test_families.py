@@ -55,6 +55,7 @@ ALWAYS = (
     "gpt oss beyond its window",
     "deepseek v3",
     "gpt2 with exact gelu, untied, narrow",
+    "nemotron 4, with heads narrower than the model",
 )
 """Each kind of layer, with what is most its own."""
 

@@ -134,7 +134,7 @@ def test_attention_to_both_sides_is_counted_in_full() -> None:
 
 
 ODD: dict[str, Any] = {
-    "model.norm_placement": "pre",
+    "model.norm_placement": "pre_and_post",
     "model.normalization": "RMSNorm",
     "model.activation": "swiglu",
     "model.position_embedding_type": "rope",
@@ -180,7 +180,7 @@ def test_what_bert_does_not_have_is_refused(key: str) -> None:
     ("words", "code", "fix"),
     [
         ("model=bert_tiny model.window_size=16", "MT248", "model.window_size=null"),
-        ("model=bert_tiny model.norm_placement=pre", "MT248", "model.norm_placement=post_residual"),
+        ("model=bert_tiny model.norm_placement=post", "MT248", "model.norm_placement=post_residual or"),
         ("model=bert_tiny parallel=cp2", "MT248", "parallel.cp=1"),
         ("model=bert_tiny data.packed=true", "MT248", "data.packed=false"),
         ("model.norm_placement=post_residual", "MT248", "model.norm_placement=pre or model.norm_placement=post"),

@@ -16,6 +16,13 @@ _GROUPS: tuple[tuple[Why, str, str], ...] = (
         """,
     ),
     (
+        "no effect",
+        "is read by Megatron-LM's program for BERT alone",
+        """
+        --bert-no-binary-head --mask-prob --short-seq-prob
+        """,
+    ),
+    (
         "derived here",
         "kernels.* says which implementation an operation uses, and fusions go with it",
         """
@@ -153,7 +160,7 @@ _GROUPS: tuple[tuple[Why, str, str], ...] = (
         --enable-gpt-oss
         --gated-linear-unit --activation-func
         --mup-width-mult
-        --decoder-seq-length --vocab-extra-ids --bert-no-binary-head
+        --decoder-seq-length --vocab-extra-ids
         """,
     ),
     (

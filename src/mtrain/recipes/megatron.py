@@ -20,6 +20,7 @@ from mtrain.config.run import RunConfig
 from mtrain.errors import ConfigError, Problem
 from mtrain.recipes.arguments import Arguments, Draft
 from mtrain.recipes.expansion import shown
+from mtrain.recipes.flags_bert import PROGRAM, bert_keys, bert_words, is_megatrons
 from mtrain.recipes.flags_training import vocabulary
 from mtrain.recipes.imported import (
     MARK,
@@ -36,7 +37,7 @@ from mtrain.recipes.imported import (
 )
 from mtrain.recipes.launch import World, directives, world_of
 from mtrain.recipes.notes import sourced, too_few, undecided, unsaid
-from mtrain.recipes.programs import known_gpt, other_than_gpt
+from mtrain.recipes.programs import family_of, known, other_than_gpt
 from mtrain.recipes.secrets import Secrets
 from mtrain.recipes.shell import Command, Script, read_script
 from mtrain.recipes.table import known_flags, table
@@ -82,7 +83,8 @@ def import_texts(texts: Sequence[tuple[str, str]], name: str, extra: Sequence[st
     world = world_of(found.launcher, directives(whole))
     if world is None and found.launcher:
         notes.append("how many processes it starts is not said: cluster.nodes and cluster.devices_per_node are unset")
-    return import_words(found.words, world, name, source, extra, secrets, notes, residue(whole, source))
+    said = residue(whole, source)
+    return import_words(found.words, world, name, source, extra, secrets, notes, said, found.family)
 
 
 def import_words(
@@ -94,6 +96,7 @@ def import_words(
     secrets: Secrets,
     notes: Sequence[str],
     said: Draft,
+    family: str = "gpt",
 ) -> Imported:
     """A configuration of a program's words and the world it is started in.
 
@@ -101,8 +104,11 @@ def import_words(
         name: what the model is called.
         extra: overrides in our own grammar; `said`: keys that an export wrote, which have no flag.
         notes: what was found out before.
+        family: what the program trains, gpt or bert.
     """
     a, d = read_flags(words, world)
+    if family == "bert":
+        d |= bert_keys(a, d)
     backend_of(a, d, world)
     without_secrets(d, a, secrets)
     d["model.name"] = name
@@ -154,10 +160,12 @@ class _Found:
     notes: list[str]
     doubtful: Mapping[str, str]
     """Variables behind its words that are also set under a condition that is not known, with `file:line`."""
+    family: str = "gpt"
+    """What it trains, gpt or bert."""
 
 
 def _training_command(script: Script, source: str) -> _Found:
-    """The command with the most flags that are known, of those that train a GPT.
+    """The command with the most flags that are known, of those that train a GPT or a BERT.
 
     Raises:
         ConfigError: there is none, or what there is trains something else.
@@ -170,14 +178,17 @@ def _training_command(script: Script, source: str) -> _Found:
         flags = Arguments(words).flags
         count = len(flags.keys() & known_flags())
         does = other_than_gpt(program, flags, source) if count else ""
-        if does and program is not None:
+        family = family_of(does)
+        if family is None and program is not None:
             refused.append((count, f"{shown(program)} {does}", command.where))
-        if does or count < (1 if launcher else FEW_FLAGS):
+        if family is None or count < (1 if launcher else FEW_FLAGS):
             continue
         others.append(command)
         if best is None or (not command.conditional, count) > best[:2]:
-            notes = [f"{shown(program)} is taken for a program that trains a GPT"] if _strange(program) else []
-            best = (not command.conditional, count, _Found(launcher, words, notes, command.doubtful), command)
+            kind = f"program that trains a {family.upper()}"
+            notes = [f"{shown(program)} is taken for a {kind}"] if _strange(program, family) else []
+            found = _Found(launcher, words, notes, command.doubtful, family)
+            best = (not command.conditional, count, found, command)
     if best is not None:
         found = best[2]
         found.notes += [f"{c.where}: another command with such flags is not read" for c in others if c is not best[3]]
@@ -203,19 +214,21 @@ def _all_variables(script: Script, source: str) -> _Found:
         fix = "the file of a training script, or of nothing but its flags"
         raise ConfigError([Problem("MT701", "", None, rule, fix, source)])
     does = other_than_gpt(None, Arguments(words).flags, source)
-    if does:
+    family = family_of(does)
+    if family is None:
         raise ConfigError([not_a_gpt(f"it {does}", source)])
     note = "no command uses the flags: those of all variables are read"
-    return _Found([], words, [note], script.conditional)
+    return _Found([], words, [note], script.conditional, family)
 
 
 def not_a_gpt(what: str, source: str) -> Problem:
-    """The problem of a program that does something else than to train a GPT."""
-    return Problem("MT706", "", None, f"{what}; only GPTs are imported", "the script of a pretrain_gpt.py", source)
+    """The problem of a program that does something else than to train a GPT or a BERT."""
+    rule = f"{what}; only GPTs and BERTs are imported"
+    return Problem("MT706", "", None, rule, f"the script of a pretrain_gpt.py or {PROGRAM}", source)
 
 
-def _strange(program: str | None) -> TypeGuard[str]:
-    return program is not None and not known_gpt(program)
+def _strange(program: str | None, family: str) -> TypeGuard[str]:
+    return program is not None and not known(program, family)
 
 
 def _unpacked(words: Sequence[str]) -> list[str]:
@@ -303,12 +316,14 @@ def export_script(run: RunConfig) -> str:
     What no flag says is found out by reading the flags back, so that nothing is lost unsaid.
     """
     world, groups = export_words(run)
-    lines = [" ".join([*world.words(), "pretrain_gpt.py"]), *(" ".join(map(_quoted, group)) for group in groups)]
+    groups += bert_words(run)
+    program_file = PROGRAM if is_megatrons(run) else "pretrain_gpt.py"
+    lines = [" ".join([*world.words(), program_file]), *(" ".join(map(_quoted, group)) for group in groups)]
     text = " \\\n  ".join(lines) + "\n"
     left = leftover_keys(run, text)
     if run.model.padding_in_words and run.model.mask_padded_vocab:
         text += f"# {run.model.padding_in_words} here; Megatron-LM has it in the softmax: its losses are others.\n"
-    if run.model.family != "gpt":
+    if run.model.family != "gpt" and not is_megatrons(run):
         text += f"# This command trains a decoder-only model of these sizes, none of the family {run.model.family}.\n"
     name = run.optim.name
     if OPTIMIZERS[name].megatron_name is None:

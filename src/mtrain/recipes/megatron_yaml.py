@@ -17,7 +17,7 @@ from mtrain.recipes.expansion import Expander
 from mtrain.recipes.flags import spelled
 from mtrain.recipes.imported import Imported
 from mtrain.recipes.megatron import FEW_FLAGS, import_words, not_a_gpt
-from mtrain.recipes.programs import other_than_gpt
+from mtrain.recipes.programs import family_of, other_than_gpt
 from mtrain.recipes.secrets import Secrets
 from mtrain.recipes.shell import read_script
 from mtrain.recipes.table import known_flags
@@ -82,10 +82,11 @@ def import_yaml(texts: Sequence[tuple[str, str]], name: str, extra: Sequence[str
     flags = Arguments(words).flags
     mode = str(values.get("MODE", ""))
     does = "generates text (MODE: inference)" if mode == "inference" else other_than_gpt(None, flags, source)
-    if does:
+    family = family_of(does)
+    if family is None:
         raise ConfigError([not_a_gpt(f"it {does}", source)])
     secrets = Secrets({**expander.variables, **{f: v for f, v in flags.items() if f not in known_flags()}})
-    return import_words(words, None, name, source, extra, secrets, notes, {})
+    return import_words(words, None, name, source, extra, secrets, notes, {}, family)
 
 
 def is_yaml(text: str) -> bool:

@@ -1,4 +1,4 @@
-"""What a program of Megatron-LM trains, by its name, its folder and its flags; only GPTs can be imported."""
+"""What a program of Megatron-LM trains, by its name, its folder and its flags; GPTs and BERTs can be imported."""
 
 from __future__ import annotations
 
@@ -43,8 +43,8 @@ _FLAGS: tuple[tuple[str, str], ...] = (
     (r"perform-rl-step|grpo-.*|rl-.*|langrl-.*", "rl"),
     (r"hybrid-(override|layer)-pattern|hybrid-(attention|mlp)-ratio|is-hybrid-model", "mamba"),
     (r"decoder-num-layers|decoder-seq-length|vocab-extra-ids", "t5"),
-    (r"bert-(no-binary-head|load|embedder-type)", "bert"),
-    (r"retro-(?!.*workdir).*", "retro"),
+    (r"bert-no-binary-head", "bert"),
+    (r"retro-(?!.*workdir).*|bert-(load|embedder-type)", "retro"),
     (r"ict-.*|biencoder-.*|query-in-block-prob", "ict"),
     (r"num-tokens-to-generate|out-seq-length|sample-(in|out)put-file|inference-max-requests", "generation"),
 )
@@ -73,9 +73,17 @@ def other_than_gpt(program: str | None, flags: Mapping[str, list[str]], source: 
     return found or _by_flags(flags)
 
 
-def known_gpt(program: str) -> bool:
-    """Whether a program is one of Megatron-LM's that train a GPT."""
-    return program.rpartition("/")[2].removesuffix(".py").rpartition(".")[2] in _GPT
+def family_of(does: str) -> str | None:
+    """Return `model.family` of what a program does by `other_than_gpt`; None where it cannot be imported."""
+    if not does:
+        return "gpt"
+    return "bert" if does.startswith(_TRAINED["bert"]) else None
+
+
+def known(program: str, family: str) -> bool:
+    """Return whether a program is one of Megatron-LM's that train a family."""
+    programs = {"gpt": _GPT, "bert": ("pretrain_bert",)}[family]
+    return program.rpartition("/")[2].removesuffix(".py").rpartition(".")[2] in programs
 
 
 def _words(parts: Iterable[str]) -> set[str]:
