@@ -48,6 +48,9 @@ class MicroBatch(TypedDict):
     """packed: int32 [documents + 1], where each document starts, and the end of the last."""
     loss_counts: NotRequired[torch.Tensor]
     """float32: what each prediction adds to the count that the sum of losses is divided by; absent: `loss_mask`."""
+    padding: NotRequired[torch.Tensor]
+    """bool: True where there is no token. A token is what was read of the data, whether it is predicted from or not:
+    routers of experts, speed and model FLOPs count these alone. Absent: every position holds one."""
 
 
 @dataclass(frozen=True)
@@ -100,7 +103,8 @@ class GlobalBatches:
     Micro-batch m of rank r takes the samples consumed + m * (micro * dp_size) + r * micro + j, so the samples
     of a step are the same for any dp_size; `balanced` deals those out by the squares of the lengths of their packed
     documents. `form` makes a micro-batch of them. Samples from number `limit` on only fill the step: no loss of
-    theirs counts. `average` is `trainer.loss_average`. Raises ConfigError if the global batch cannot be cut evenly.
+    theirs counts, and they are padding. `average` is `trainer.loss_average`. `depths` is how many tokens behind the
+    next one are predicted as well: see `further_masks`. Raises ConfigError if the global batch cannot be cut evenly.
     """
 
     def __init__(
@@ -114,6 +118,7 @@ class GlobalBatches:
         limit: int | None = None,
         average: str = "token",
         balanced: bool = False,
+        depths: int = 0,
     ) -> None:
         stride = micro_batch_size * dp_size
         if global_batch_size % stride or not 0 <= dp_rank < dp_size:
@@ -121,8 +126,14 @@ class GlobalBatches:
             fix = f"trainer.global_batch_size={max(1, round(global_batch_size / stride)) * stride}"
             raise ConfigError([Problem("MT606", "trainer.global_batch_size", global_batch_size, rule, fix)])
         self.samples, self.form, self.limit, self.average = samples, form or next_token(), limit, average
+        self.depths = depths
         self.global_batch_size, self.micro_batch_size = global_batch_size, micro_batch_size
         self._rank, self._ranks, self._stride, self._balanced = dp_rank, dp_size, stride, balanced
+
+    @property
+    def pads(self) -> bool:
+        """Whether the last step has samples that only fill it, and are padding."""
+        return self.limit is not None and self.limit % self.global_batch_size != 0
 
     def numbers(self, consumed_samples: int, size: int | None = None) -> np.ndarray:
         """Global sample numbers of the step on this rank; int64 [micro-batches, micro_batch_size].
@@ -154,8 +165,48 @@ class GlobalBatches:
         batches = [self.form(tokens, samples) for tokens, samples in parts]
         if self.limit is not None:
             for batch, part in zip(batches, torch.from_numpy(numbers >= self.limit), strict=True):
-                batch["loss_mask"].view(self.micro_batch_size, -1)[part] = 0.0
-        return [averaged(batch, self.average, self.micro_batch_size) for batch in batches]
+                self._leave_out(batch, part)
+        return [self._weighed(batch) for batch in batches]
+
+    def _leave_out(self, batch: MicroBatch, part: torch.Tensor) -> None:
+        """Make padding of the samples that are true in `part` [micro_batch_size]."""
+        batch["loss_mask"].view(self.micro_batch_size, -1)[part] = 0.0
+        if self.pads:  # in every step, so that all are alike: graphs replay one
+            padding = batch.get("padding", torch.zeros_like(batch["loss_mask"], dtype=torch.bool))
+            padding.view(self.micro_batch_size, -1)[part] = True
+            batch["padding"] = padding
+
+    def _weighed(self, batch: MicroBatch) -> MicroBatch:
+        further = further_masks(batch, self.depths, self.average, self.micro_batch_size)
+        batch = averaged(batch, self.average, self.micro_batch_size)
+        return batch if further is None else cast(MicroBatch, {**batch, FURTHER: further})
+
+
+FURTHER = "further_masks"
+"""Of a micro-batch whose model predicts more than the next token: float32 [b, s, depths], the `loss_mask` of each
+depth, averaged for itself as `averaged` says, so that it adds up to the count of its losses."""
+
+
+def further_masks(batch: MicroBatch, depths: int, average: str, rows: int) -> torch.Tensor | None:
+    """`FURTHER` of a micro-batch of `rows` sequences that is not averaged yet; None: nothing more is predicted.
+
+    From a position, depth d predicts what the position d behind it predicts, where that is in the same document, or
+    in the same row of what is not packed.
+    """
+    if not depths:
+        return None
+    mask, bounds = batch["loss_mask"], batch.get("cu_seqlens")
+    flat = mask.flatten()
+    length = len(flat) // rows
+    ends = torch.arange(1, rows + 1) * length if bounds is None else bounds[1:].long()
+    starts = torch.cat([ends.new_zeros(1), ends[:-1]])
+    end_of = ends.repeat_interleave(ends - starts)
+    masks = []
+    for depth in range(1, depths + 1):
+        inside = torch.arange(len(flat)) + depth < end_of
+        moved = torch.where(inside, flat.roll(-depth), 0.0).view_as(mask)
+        masks.append(averaged(cast(MicroBatch, {**batch, "loss_mask": moved}), average, rows)["loss_mask"])
+    return torch.stack(masks, dim=-1)
 
 
 def averaged(batch: MicroBatch, average: str, rows: int) -> MicroBatch:
@@ -201,22 +252,24 @@ def pack(windows: torch.Tensor, packing: Packing) -> MicroBatch:
     starts: list[int] = []
     for window, ends in zip(windows, ending, strict=True):
         place, begin = _placed(ends[:-1], length, packing.multiple)
-        row = torch.zeros((3, length), dtype=torch.int64)
+        row = torch.zeros((4, length), dtype=torch.int64)
         kept = place < length
-        row[:, place[kept]] = torch.stack([window[:-1], window[1:], (~ends[:-1]).long()])[:, kept]
+        there = torch.ones(length, dtype=torch.int64)
+        row[:, place[kept]] = torch.stack([window[:-1], window[1:], (~ends[:-1]).long(), there])[:, kept]
         starts += [len(rows) * length + start for start in begin]
         rows.append(row)
-    tokens, labels, counted = torch.cat(rows, dim=1).unsqueeze(1)
+    tokens, labels, counted, read = torch.cat(rows, dim=1).unsqueeze(1)
     bounds = torch.tensor([*starts, len(rows) * length], dtype=torch.int32)
     lengths = bounds.diff().long()
     positions = torch.arange(tokens.shape[1]) - bounds[:-1].long().repeat_interleave(lengths)
-    return MicroBatch(
+    batch = MicroBatch(
         tokens=tokens.contiguous(),
         labels=labels.contiguous(),
         loss_mask=counted.float(),
         position_ids=positions.unsqueeze(0),
         cu_seqlens=bounds,
     )
+    return batch if packing.multiple == 1 else cast(MicroBatch, {**batch, "padding": read == 0})
 
 
 def _placed(ends: torch.Tensor, length: int, multiple: int) -> tuple[torch.Tensor, list[int]]:

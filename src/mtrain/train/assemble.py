@@ -171,7 +171,9 @@ def batches(run: RunConfig, world: World, splits: Splits, part: str, limit: int 
     share = (0, 1) if run.parallel.hybrid_context_parallel else (world.coords["dp"], world.grid.dp)
     average = run.trainer.loss_average if part == "train" else "token"
     micro, balanced = run.trainer.micro, run.data.packed and run.data.packing_scheduler == "dp_balanced"
-    return GlobalBatches(getattr(splits, part), run.trainer.batch, micro, *share, form, limit, average, balanced)
+    depths = (run.model.mtp_num_layers or 0) if part == "train" else 0  # an evaluation is of the next token
+    samples, size = getattr(splits, part), run.trainer.batch
+    return GlobalBatches(samples, size, micro, *share, form, limit, average, balanced, depths)
 
 
 def configure_schedule_hooks(run: RunConfig, chunks: list[Any], optimizer: Any) -> None:

@@ -7,7 +7,7 @@ import math
 import os
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from datetime import timedelta
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -18,9 +18,9 @@ from mtrain.ckpt import state as ckpt_state
 from mtrain.errors import warn
 from mtrain.models.registry import family_of
 from mtrain.plan.compare import ALLOCATED, MEASURED, METRICS, PEAKS, by_rank_of, lines_of
-from mtrain.plan.count import flops_of_token
 from mtrain.train.progress import Progress
 from mtrain.train.step import Parts, StepResult, evaluate
+from mtrain.train.tally import may_pad
 from mtrain.train.trainer import Hook
 from mtrain.world.init import World
 
@@ -31,14 +31,17 @@ PEAKS_S = 10.0
 class Metrics(Hook):
     """One line of JSON per step in `metrics.jsonl`, written by rank 0.
 
-    Keys: step, loss, grad_norm, lr, tokens (that are predicted), batch_size, samples (consumed so far), tokens_per_s
-    (of `StepResult.computed`), step_s and its parts data_s, forward_backward_s, optimizer_s; data_wait_s, the part of
-    data_s in which samples were waited for, and data_wait_share, its share of the step; model_flops of the step
-    by the causal count, tflops_per_rank, and, where the cluster states a peak, mfu (causal) and mfu_full (attention
-    counted in full), of the peak of the format that linear layers multiply in; where weights have another, mfu_bf16
-    or mfu_fp16 of its peak. `trainer.z_loss_coeff`: z_loss, which is no part of loss. `log.token_accuracy`:
-    token_accuracy. fp16: loss_scale, and skipped where the update was; the norm of a gradient that overflowed is
-    null, as is every number that is not finite. `beside` is what is planned of the step.
+    Keys: time (when the line was written, RFC 3339 in UTC), step, loss, grad_norm, lr, tokens (that are predicted),
+    batch_size, samples (consumed so far), tokens_per_s (that are there, predicted from or not: never padding), step_s
+    and its parts data_s, forward_backward_s, optimizer_s; data_wait_s, the part of data_s in which samples were
+    waited for, and data_wait_share, its share of the step; model_flops of these tokens, each document as long as it
+    is, by the causal count, tflops_per_rank, and, where the cluster states a peak, mfu (causal) and mfu_full
+    (attention counted in full), of the peak of the format that linear layers multiply in; where weights have another,
+    mfu_bf16 or mfu_fp16 of its peak. Where samples may be padded: padding_share, of their positions.
+    `trainer.z_loss_coeff`: z_loss, which is no part of loss. `log.token_accuracy`: token_accuracy. fp16: loss_scale,
+    and skipped where the update was; the norm of a gradient that overflowed is null, as is every number that is not
+    finite. `beside` is what is planned of the step. Lines of an evaluation have time, step, valid_loss, and
+    valid_samples and valid_tokens, which it is over.
     """
 
     def __init__(self, folder: Path, beside: Callable[[Parts, StepResult], dict[str, float]] | None = None) -> None:
@@ -77,7 +80,8 @@ class Metrics(Hook):
         self._release()
 
     def _write(self, record: dict[str, Any]) -> None:
-        text = strict_json.dumps(record) + "\n"
+        now = datetime.now(UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z")
+        text = strict_json.dumps({"time": now, **record}) + "\n"
         if self.file is not None:
             self._try(lambda: self._append(text))
 
@@ -110,8 +114,7 @@ def step_record(parts: Parts, result: StepResult) -> dict[str, Any]:
     """A step as a record of the metrics file."""
     run, world = parts.run, parts.world
     seconds = result.seconds
-    flops = {c: flops_of_token(run, causal=c) * result.computed for c in (True, False)}
-    rate = flops[True] / seconds["step"] / world.size
+    rate = result.flops / seconds["step"] / world.size
     record: dict[str, Any] = {
         "step": result.step,
         "loss": result.loss,
@@ -120,12 +123,14 @@ def step_record(parts: Parts, result: StepResult) -> dict[str, Any]:
         "tokens": result.tokens,
         "batch_size": result.batch_size,
         "samples": result.consumed_samples,
-        "tokens_per_s": result.computed / seconds["step"],
+        "tokens_per_s": result.read / seconds["step"],
         **{f"{name}_s": round(value, 6) for name, value in seconds.items()},
         "data_wait_share": round(result.data_wait_share, 6),
-        "model_flops": flops[True],
+        "model_flops": result.flops,
         "tflops_per_rank": rate / 1e12,
     }
+    if may_pad(run):
+        record["padding_share"] = round(result.padding_share, 6)
     if run.trainer.z_loss_coeff:
         record["z_loss"] = result.z_loss
     if run.log.token_accuracy:
@@ -137,7 +142,7 @@ def step_record(parts: Parts, result: StepResult) -> dict[str, Any]:
     peak = run.cluster.peak_tflops.get(run.precision.multiplies_in)
     if peak:
         record["mfu"] = rate / (peak * 1e12)
-        record["mfu_full"] = record["mfu"] * flops[False] / flops[True]
+        record["mfu_full"] = record["mfu"] * result.full_flops / result.flops
     other, form = run.cluster.peak_tflops.get(run.precision.format), run.precision.format
     if other and form != run.precision.multiplies_in:
         record[f"mfu_{form}"] = rate / (other * 1e12)
