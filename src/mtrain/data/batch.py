@@ -17,6 +17,7 @@ import torch
 
 from mtrain.data.balance import by_work
 from mtrain.data.fim import FillInTheMiddle
+from mtrain.data.once import first_once, repeated
 from mtrain.errors import ConfigError, Problem
 
 
@@ -102,9 +103,10 @@ class GlobalBatches:
 
     Micro-batch m of rank r takes the samples consumed + m * (micro * dp_size) + r * micro + j, so the samples
     of a step are the same for any dp_size; `balanced` deals those out by the squares of the lengths of their packed
-    documents. `form` makes a micro-batch of them. Samples from number `limit` on only fill the step: no loss of
-    theirs counts, and they are padding. `average` is `trainer.loss_average`. `depths` is how many tokens behind the
-    next one are predicted as well: see `further_masks`. Raises ConfigError if the global batch cannot be cut evenly.
+    documents. `form` makes a micro-batch of them. With `limit` it is an evaluation: samples from that number on, and
+    those that were there before, only fill a step: no loss of theirs counts, and they are padding. `average` is
+    `trainer.loss_average`. `depths` is how many tokens behind the next one are predicted as well: see
+    `further_masks`. Raises ConfigError if the global batch cannot be cut evenly.
     """
 
     def __init__(
@@ -127,13 +129,20 @@ class GlobalBatches:
             raise ConfigError([Problem("MT606", "trainer.global_batch_size", global_batch_size, rule, fix)])
         self.samples, self.form, self.limit, self.average = samples, form or next_token(), limit, average
         self.depths = depths
+        self.counted = 0
+        """Samples of an evaluation."""
+        end = 0
+        if limit is not None:
+            self.counted, end = first_once(samples, limit)
+        self.steps = -(-end // global_batch_size)
+        """Steps of an evaluation."""
         self.global_batch_size, self.micro_batch_size = global_batch_size, micro_batch_size
         self._rank, self._ranks, self._stride, self._balanced = dp_rank, dp_size, stride, balanced
 
     @property
     def pads(self) -> bool:
-        """Whether the last step has samples that only fill it, and are padding."""
-        return self.limit is not None and self.limit % self.global_batch_size != 0
+        """Whether there are samples that only fill a step, and are padding."""
+        return self.limit is not None and self.counted < self.steps * self.global_batch_size
 
     def numbers(self, consumed_samples: int, size: int | None = None) -> np.ndarray:
         """Global sample numbers of the step on this rank; int64 [micro-batches, micro_batch_size].
@@ -160,21 +169,30 @@ class GlobalBatches:
     def microbatches(self, consumed_samples: int, size: int | None = None) -> list[MicroBatch]:
         """The micro-batches of the step of `size` samples that starts after `consumed_samples` samples."""
         numbers = self.numbers(consumed_samples, size)
+        fills = self._fills(numbers) if self.pads else np.zeros(numbers.shape, np.bool_)
+        numbers = np.where(fills, 0, numbers)  # behind the last sample there may be none to read
         windows = torch.from_numpy(self.samples.batch(numbers.ravel()))
         parts = zip(windows.split(self.micro_batch_size), numbers, strict=True)
         batches = [self.form(tokens, samples) for tokens, samples in parts]
-        if self.limit is not None:
-            for batch, part in zip(batches, torch.from_numpy(numbers >= self.limit), strict=True):
+        if self.pads:
+            for batch, part in zip(batches, torch.from_numpy(fills), strict=True):
                 self._leave_out(batch, part)
         return [self._weighed(batch) for batch in batches]
 
+    def _fills(self, numbers: np.ndarray) -> np.ndarray:
+        """Which samples of an evaluation do not count; bool, in the shape of their numbers."""
+        assert self.limit is not None
+        return (numbers >= self.limit) | repeated(self.samples, numbers.ravel()).reshape(numbers.shape)
+
     def _leave_out(self, batch: MicroBatch, part: torch.Tensor) -> None:
-        """Make padding of the samples that are true in `part` [micro_batch_size]."""
+        """Make padding of the samples that are true in `part` [micro_batch_size].
+
+        Every micro-batch says what is padding, also where nothing is: graphs replay one.
+        """
         batch["loss_mask"].view(self.micro_batch_size, -1)[part] = 0.0
-        if self.pads:  # in every step, so that all are alike: graphs replay one
-            padding = batch.get("padding", torch.zeros_like(batch["loss_mask"], dtype=torch.bool))
-            padding.view(self.micro_batch_size, -1)[part] = True
-            batch["padding"] = padding
+        padding = batch.get("padding", torch.zeros_like(batch["loss_mask"], dtype=torch.bool))
+        padding.view(self.micro_batch_size, -1)[part] = True
+        batch["padding"] = padding
 
     def _weighed(self, batch: MicroBatch) -> MicroBatch:
         further = further_masks(batch, self.depths, self.average, self.micro_batch_size)

@@ -246,7 +246,7 @@ class MegatronBlend(Blend):
         self.parts, self.name, self.total, self.shares = list(parts), name, total, weights
         self.seq_length, self.vocab_size = parts[0].seq_length, parts[0].vocab_size
         self._greedy = Greedy(weights)
-        if total <= SURELY:
+        if total <= SURELY and name == "train":
             self._suffice(self._greedy.given(total))
 
     def places(self, numbers: Sequence[int] | np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -254,7 +254,8 @@ class MegatronBlend(Blend):
         part, index = self._greedy.places(np.asarray(numbers, np.int64) % max(1, self.total or 1))
         counts = np.zeros(len(self.parts), np.int64)
         np.maximum.at(counts, part, index + 1)
-        self._suffice(counts)
+        if self.name == "train":  # an evaluation leaves out what it has read before
+            self._suffice(counts)
         return part, index
 
     def _suffice(self, counts: np.ndarray) -> None:

@@ -87,11 +87,12 @@ class _Opener:
         if self._alone(name):
             return parts[0]
         sizes = [dataset.num_tokens for dataset in datasets]
-        if name == "train" or not self.own.get(name):
-            caps = data.blend_max_epochs if name == "train" else None
+        if name == "train":
+            caps = data.blend_max_epochs
             most = None if caps is None else [int(cap * len(p)) for cap, p in zip(caps, parts, strict=True)]
             return self.blend(parts, self._plan(name) or sizes, order, name, most)
-        return self.blend(parts, self._weights(name) or sizes, order, name)
+        shares = (self._weights(name) if self.own.get(name) else self._plan(name)) or sizes
+        return self.blend(parts, shares, order, name, [len(part) for part in parts])  # what is evaluated is read once
 
     def _part(self, dataset: IndexedDataset, documents: range, seed: int, name: str) -> Samples:
         """The samples of a range of documents of one corpus."""
@@ -121,6 +122,9 @@ class _Opener:
             if whole:
                 sequences = range(len(dataset))
             theirs = None if folder is None else Theirs(folder, None if whole else shares)
+            if name != "train" and theirs is None and count is not None:  # what is evaluated is read once
+                once = megatron_order.shape_of(dataset, sequences, data.length, self.seed, None)
+                count = min(count, once.samples)
             return megatron_order.MegatronSamples(
                 dataset, sequences, data.length, self.seed, self.vocab_size, name, count, cache, theirs
             )

@@ -157,14 +157,14 @@ def assemble(run: RunConfig, world: World, splits: Splits, *, drawn: bool = True
     state = TrainState(chunks, optimizer, build_schedule(run, optimizer))
     train_data, valid_data = batches(run, world, splits, "train"), None
     if run.trainer.eval_iters and splits.validation is not None:
-        valid_data = batches(run, world, splits, "validation")
+        valid_data = batches(run, world, splits, "validation", run.trainer.eval_iters * run.trainer.batch)
     dynamic = run.parallel.hybrid_context_parallel
     return Parts(run, world, state, train_data, valid_data, run_documents if dynamic else None)
 
 
 def batches(run: RunConfig, world: World, splits: Splits, part: str, limit: int | None = None) -> GlobalBatches:
-    """This rank's share of the steps over the `train` or `validation` samples, as the model's family learns from
-    them; those from number `limit` on do not count. What is evaluated is averaged over tokens.
+    """This rank's share of the steps over the `train` samples, or over the first `limit` ones of `validation`, as the
+    model's family learns from them. What is evaluated is averaged over tokens, and each sample counts once.
     """
     form = imported(family_of(run.model).form)(run, splits, part)
     # dynamic context parallelism deals documents out after they are read

@@ -19,7 +19,7 @@ from mtrain.errors import warn
 from mtrain.models.registry import family_of
 from mtrain.plan.compare import ALLOCATED, MEASURED, METRICS, PEAKS, by_rank_of, lines_of
 from mtrain.train.progress import Progress
-from mtrain.train.step import Parts, StepResult, evaluate
+from mtrain.train.step import Parts, StepResult, summed
 from mtrain.train.tally import may_pad
 from mtrain.train.trainer import Hook
 from mtrain.world.init import World
@@ -64,10 +64,11 @@ class Metrics(Hook):
         """Write the step's line."""
         self._write(step_record(parts, result) | (self.beside(parts, result) if self.beside else {}))
 
-    def evaluation(self, step: int, name: str, loss: float) -> None:
-        """Write the line of an evaluation, unless a resumed run has it already."""
+    def evaluation(self, step: int, name: str, loss: float, samples: int, tokens: int) -> None:
+        """Write the line of an evaluation over so many samples, unless a resumed run has it already."""
         if (step, f"{name}_loss") not in self.known:
-            self._write({"step": step, f"{name}_loss": loss})
+            over = {f"{name}_samples": samples, f"{name}_tokens": tokens}
+            self._write({"step": step, f"{name}_loss": loss, **over})
 
     def owes(self, step: int, name: str) -> bool:
         """Return whether a resumed run made a step and did not evaluate after it. Rank 0 knows."""
@@ -189,21 +190,25 @@ class Evaluation(Hook):
         self.tried = parts.state.step
         if parts.valid_data is None or not iters:
             return
-        loss = None if parts.stops else evaluate(parts, parts.valid_data, iters, until_stop=True)
-        if loss is None:
+        found = None if parts.stops else summed(parts, parts.valid_data, iters, until_stop=True)
+        if found is None:
             parts.stops = True
             what = f"the evaluation of step {parts.state.step}"
             if parts.state.step >= parts.run.trainer.train_iters:
                 what = "the run is finished, its last evaluation"
             self.progress.note(f"stopped on request: {what} is left out")
             return
+        nats, tokens = found
+        loss, samples = nats / max(1, tokens), parts.valid_data.counted
         self.last = (parts.state.step, loss)
-        self.metrics.evaluation(parts.state.step, "valid", loss)
+        self.metrics.evaluation(parts.state.step, "valid", loss, samples, tokens)
         model = parts.run.model
         perplexity = f"perplexity {math.exp(min(loss, 700.0)):.1f}" if family_of(model).tokens_alone(model) else ""
         over = "; ".join(filter(None, (perplexity, model.padding_in_words)))
         said = f"validation loss {loss:.4f}" + (f" ({over})" if over else "")
-        self.progress.note(f"step {parts.state.step}: {said}")
+        asked = iters * parts.run.trainer.batch
+        few = f", all that there are of {asked} that are asked for" if samples < asked else ""
+        self.progress.note(f"step {parts.state.step}: {said} over {samples} samples{few}")
 
 
 class Checkpoints(Hook):

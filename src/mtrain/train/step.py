@@ -233,19 +233,20 @@ def update(state: TrainState, counts: str) -> tuple[bool, float | torch.Tensor, 
     return bool(updated), norm if isinstance(norm, torch.Tensor) else float(norm), lr
 
 
-def evaluate(parts: Parts, data: GlobalBatches, iters: int, *, until_stop: bool = False) -> float | None:
-    """Mean cross entropy per token over the first `iters` global batches of `data`, in nats; see `summed`."""
-    found = summed(parts, data, iters, until_stop=until_stop)
+def evaluate(parts: Parts, data: GlobalBatches, iters: int) -> float | None:
+    """Mean cross entropy per token over the first `iters` global batches of an evaluation, in nats; see `summed`."""
+    found = summed(parts, data, iters)
     return None if found is None else found[0] / max(1, found[1])
 
 
 def summed(parts: Parts, data: GlobalBatches, iters: int, *, until_stop: bool = False) -> tuple[float, int] | None:
-    """The cross entropy of the first `iters` global batches of `data` in nats, and the tokens that it is over.
+    """The cross entropy of the first `iters` global batches of an evaluation in nats, and the tokens that it is over.
 
-    With `until_stop`, None as soon as a rank was asked to stop. Training goes on with the random numbers that it
-    would have had: a router may draw in an evaluation too.
+    There are as many batches as its samples fill. With `until_stop`, None as soon as a rank was asked to stop.
+    Training goes on with the random numbers that it would have had: a router may draw in an evaluation too.
     """
     size = parts.run.trainer.batch
+    iters = min(iters, data.steps)
     found = _Sum()
     plan = (Stage(0, size),)
     following = partial(_next_step, plan, iters * size)
