@@ -14,7 +14,7 @@ from mtrain.data.whole_documents import WholeDocuments
 
 
 def repeated(source: Any, numbers: np.ndarray) -> np.ndarray:
-    """Which samples of a split, by their numbers, int64 [n], are there under a smaller number, too; bool [n].
+    """Which samples of a split, by their numbers int64 [n], are there under a smaller number, too; bool [n].
 
     In Megatron's order a blend goes on when one of its corpora has given all that it has: its samples then come again.
     """

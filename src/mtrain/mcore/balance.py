@@ -88,15 +88,13 @@ def _attached(router: Any, onto: Tensor, loss: Tensor) -> Tensor:
 
 
 def within_capacity(router: Any, weights: Tensor, chosen: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor]:
-    """The weights and the map [t, e] of what experts take, of `chosen` [t, e], where they have a capacity.
+    """The weights and the map [t, e] of what experts with a capacity take of `chosen` [t, e].
 
     It is that of the `tokens` [t] that are true. What is computed with one shape in every step has room for the
     capacity of all positions.
     """
     config = router.config
     factor, number = config.moe_expert_capacity_factor, weights.shape[1]
-    if factor is None:
-        return weights, chosen
     capacity = torch.ceil(tokens.sum().double() * router.topk / number * factor)
     order = weights if config.moe_token_drop_policy == "probs" else chosen.to(weights.dtype)
     place = order.detach().masked_fill(~chosen, -math.inf).argsort(dim=0, descending=True, stable=True)

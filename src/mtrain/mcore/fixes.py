@@ -171,7 +171,7 @@ FIXES: tuple[Fix, ...] = (
         "a padding mask is laid over experts instead of tokens",
         "patched",
         "routed-padding",
-        "padding goes to no expert; losses and counts over tokens are those of mcore/balance.py",
+        "losses, counts and capacities over tokens are those of mcore/balance.py",
         f"{MOE}/router.py:542",
         False,
     ),

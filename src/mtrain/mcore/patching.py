@@ -137,7 +137,7 @@ def sequence_loss_batch() -> None:
 
 
 def routed_padding() -> None:
-    """Route the tokens that are there; padding goes to no expert, counts nowhere and takes no capacity."""
+    """Route the tokens that are there; padding counts nowhere and takes no capacity."""
     from mtrain.mcore.router import routing_of_tokens, tokens_of
 
     cls = _core("transformer.moe.router").TopKRouter

@@ -89,9 +89,10 @@ def count_choices(router: Any, counts: Tensor) -> None:
 
 
 def routing_of_tokens(router: Any, logits: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor]:
-    """`TopKRouter.routing` of `logits` [s, b, e] where some positions are padding, which goes to no expert.
+    """`TopKRouter.routing` of `logits` [s, b, e] where some positions are padding, which has weights of 0.
 
-    `tokens` [s * b] says which are not. The results are weights and a map, both [s * b, e].
+    `tokens` [s * b] says which are not. The results are weights and a map, both [s * b, e]. Where experts have a
+    capacity, padding goes to none; else it goes to all in turn, for dispatchers take each position to have as many.
     """
     config, positions = router.config, logits.shape[0]
     logits = with_z_loss(router, logits.reshape(-1, config.num_moe_experts), tokens)
@@ -111,10 +112,19 @@ def routing_of_tokens(router: Any, logits: Tensor, tokens: Tensor) -> tuple[Tens
             router_replay=router.router_replay,
         )
         chosen, weights = chosen & tokens[:, None], weights * tokens[:, None]
-    weights, taken = within_capacity(router, weights, chosen, tokens)
+    if config.moe_expert_capacity_factor is None:
+        taken = chosen | (_in_turn(chosen, router.topk) & ~tokens[:, None])
+    else:
+        weights, taken = within_capacity(router, weights, chosen, tokens)
     weights = with_balancing_losses(router, weights, logits, tokens, positions)
     count_choices(router, (taken & tokens[:, None]).sum(dim=0))
     return weights, taken
+
+
+def _in_turn(like: Tensor, topk: int) -> Tensor:
+    """A map in the shape of `like` [t, e] in which every position has the next `topk` experts."""
+    copies = torch.arange(like.shape[0] * topk, device=like.device) % like.shape[1]
+    return torch.zeros_like(like).scatter_(1, copies.view(-1, topk), value=True)
 
 
 def _by_sinkhorn(router: Any, logits: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor]:
