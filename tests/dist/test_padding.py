@@ -1,4 +1,4 @@
-"""Losses beside that of the next token are averages over tokens that are there: however a batch is padded or split."""
+"""Losses beside that of the next token are averages over tokens, however a batch is padded or split."""
 
 from __future__ import annotations
 
@@ -9,7 +9,9 @@ from typing import Any
 import pytest
 import torch
 
+from mtrain.cli.setup import load
 from mtrain.config.groups import DataConfig
+from mtrain.config.hybrid import HybridConfig
 from mtrain.config.model import MoEConfig
 from mtrain.config.run import RunConfig
 from tests.support.chats import chats_file, folder_of, turns
@@ -40,6 +42,10 @@ def run_with(home: Path, *, length: int = LENGTH, average: str = "token", micro:
     """A step over all chats; `experts` are keys of `model.moe`, `model` those of `model`, the rest of `parallel`."""
     trainer = {"global_batch_size": CHATS, "micro_batch_size": micro, "loss_average": average}
     model = {"vocab_size": VOCAB, "max_position_embeddings": 256, "moe": moe(**more.pop("experts", {}))}
+    if named := more.pop("named", ""):
+        model = dict(
+            load([named, "cluster=cpu", "parallel=single", f"model.vocab_size={VOCAB}", "data=mock"]).run.model
+        )
     run = tiny_run(model={**model, **more.pop("model", {})}, trainer=trainer, **more)
     data = DataConfig(
         kind="sft",
@@ -71,6 +77,7 @@ def apart(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> float
     return max(float((one[key] - other[key]).abs().max()) for key in one) / largest
 
 
+MIXER: dict[str, Any] = {"num_heads": 8, "head_dim": 16, "state_dim": 16, "num_groups": 2, "chunk_size": 16}
 BIAS = {"router_enable_expert_bias": True, "router_score_function": "sigmoid", "router_bias_update_rate": 1.0}
 KINDS: dict[str, dict[str, Any]] = {
     "balanced": {},
@@ -83,11 +90,13 @@ KINDS: dict[str, dict[str, Any]] = {
     "padded to a capacity": {"experts": {"expert_capacity_factor": 1.0, "pad_expert_input_to_capacity": True}},
     "sinkhorn": {"experts": {"router_load_balancing_type": "sinkhorn", "aux_loss_coeff": 0.0, "router_topk": 1}},
     "by lists": {"experts": {**BIAS, "pad_alltoall": True}},
+    "latent and sparse attention": {"named": "model=deepseek_v3_2_tiny"},
+    "hybrid": {"model": {"family": "hybrid", "hybrid": HybridConfig(pattern="ME*E", **MIXER)}},
     "recomputed": {"model": FURTHER, "recompute": {"granularity": "full", "method": "uniform", "num_layers": 1}},
 }
 
 
-@pytest.mark.parametrize("name", KINDS)
+@pytest.mark.parametrize("name", some(KINDS, ["by sequence", "padded to a capacity", "recomputed"]))
 def test_longer_samples_of_the_same_chats_have_the_same_gradient(name: str, home: Path, tmp_path: Path) -> None:
     one, other = (
         gradient(run_with(home, length=length, **KINDS[name]), tmp_path / str(length)) for length in (64, 192)
@@ -112,9 +121,65 @@ LAYOUTS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("average", ["token", "sample"])
-@pytest.mark.parametrize("name", LAYOUTS)
+@pytest.mark.parametrize("average", some(["token", "sample"], ["sample"]))
+@pytest.mark.parametrize("name", some(LAYOUTS, ["cp2", "pp2vpp2"]))
 def test_any_layout_has_the_same_gradient(name: str, average: str, home: Path, tmp_path: Path) -> None:
     more = {"experts": SEQUENCES, "model": FURTHER, "average": average}
     one = gradient(run_with(home, **more), tmp_path / "one")
     assert apart(one, gradient(run_with(home, **more, **LAYOUTS[name]), tmp_path / "other")) < 1e-6
+
+
+def _last_router(run: RunConfig, folder: Path) -> tuple[torch.Tensor, list[torch.Tensor], torch.Tensor]:
+    """A job: the gradient of the last layer's router, its logits in each micro-batch, and its weight."""
+    from mtrain.mcore import api
+    from mtrain.mcore.local_params import unwrap
+    from mtrain.train.assemble import assemble, splits_of
+    from mtrain.train.prove import record_gradients
+    from mtrain.train.step import train_step
+    from mtrain.world.init import joined
+
+    with joined(run) as world:
+        parts = assemble(run, world, splits_of(run))
+        (chunk,) = parts.state.chunks
+        last = [m for m in unwrap(chunk).modules() if isinstance(m, api.TopKRouter)][-1]
+        gating, seen = last.gating, []
+        weight = last.weight.detach().clone()
+        last.gating = lambda x: (seen.append(x.detach().clone()), gating(x))[1]
+        numbers = parts.train_data.numbers(0)
+        windows = torch.from_numpy(parts.train_data.samples.batch(numbers.ravel()))[:, :-1]
+        record_gradients(parts, folder)
+        train_step(parts, stop_requested=False)
+    (saved,) = folder.glob("step_*")
+    found = [g for key, g in sorted(whole_tensors(saved).items()) if key.endswith("router.weight")][-1]
+    there = [rows.t() >= 0 for rows in windows.split(run.trainer.micro)]
+    if run.data.packed:  # one row of all samples
+        there = [rows.t().reshape(-1, 1) for rows in there]
+    return found, [x[rows] for x, rows in zip(seen, there, strict=True)], weight
+
+
+def _data(kind: str, home: Path) -> DataConfig:
+    if kind == "chats":
+        return run_with(home).data
+    return DataConfig(kind="mock", seq_length=LENGTH, packed=True, packed_by=kind)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("kind", ["chats", "first_fit", "stream"])
+def test_the_loss_of_a_layer_is_that_of_transformers_over_its_tokens(kind: str, home: Path, tmp_path: Path) -> None:
+    mixtral = pytest.importorskip("transformers.models.mixtral.modeling_mixtral")
+
+    def of(coefficient: float) -> RunConfig:
+        experts = {"aux_loss_coeff": coefficient, "z_loss_coeff": coefficient or None}
+        run = run_with(home, micro=2, experts=experts)
+        return run.model_copy(update={"data": _data(kind, home)})
+
+    def job() -> Any:
+        return [_last_router(of(coefficient), tmp_path / str(coefficient)) for coefficient in (1.0, 0.0)]
+
+    (with_losses, seen, weight), (without, _, _) = run_ranks(1, job)[0]
+    weight.requires_grad_()
+    for hidden in seen:
+        logits = hidden @ weight.t()
+        balance = mixtral.load_balancing_loss_func((logits,), 4, 2) / 2
+        (len(hidden) * balance + logits.logsumexp(-1).square().sum()).backward()
+    wanted = weight.grad / sum(len(hidden) for hidden in seen)
+    torch.testing.assert_close(with_losses - without, wanted, rtol=1e-4, atol=1e-6)
