@@ -9,14 +9,26 @@ from typing import Any
 
 import numpy as np
 
-from mtrain.data.megatron_order import MegatronBlend
+from mtrain.data.megatron_order import MegatronBlend, MegatronSamples
 from mtrain.data.whole_documents import WholeDocuments
+
+
+def evaluated(source: Any, wanted: int) -> Any:
+    """The samples of a split as an evaluation of `wanted` of them reads it.
+
+    It is the split itself, but in Megatron's order, in which all evaluations of a run share the epochs of a small
+    split: where one asks for more than an epoch has, it reads one.
+    """
+    if isinstance(source, MegatronSamples):
+        one = source.once()
+        return one if wanted > len(one) else source
+    return source.once(wanted) if isinstance(source, MegatronBlend) else source
 
 
 def repeated(source: Any, numbers: np.ndarray) -> np.ndarray:
     """Which samples of a split, by their numbers int64 [n], are there under a smaller number, too; bool [n].
 
-    In Megatron's order a blend goes on when one of its corpora has given all that it has: its samples then come again.
+    In Megatron's order a blend goes on when a corpus has given all that it has, whose samples then come again.
     """
     if isinstance(source, WholeDocuments) and len(numbers) and source.reaches(int(numbers.max())):
         return np.zeros(len(numbers), np.bool_)  # the length of all is not known, and need not be

@@ -122,9 +122,6 @@ class _Opener:
             if whole:
                 sequences = range(len(dataset))
             theirs = None if folder is None else Theirs(folder, None if whole else shares)
-            if name != "train" and theirs is None and count is not None:  # what is evaluated is read once
-                once = megatron_order.shape_of(dataset, sequences, data.length, self.seed, None)
-                count = min(count, once.samples)
             return megatron_order.MegatronSamples(
                 dataset, sequences, data.length, self.seed, self.vocab_size, name, count, cache, theirs
             )

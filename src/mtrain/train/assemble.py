@@ -26,6 +26,7 @@ from mtrain.data import Splits, open_splits, prepare, same_data
 from mtrain.data.batch import GlobalBatches
 from mtrain.data.chat import FILES as CHAT_FILES
 from mtrain.data.chat import TEMPLATE_FILE
+from mtrain.data.once import evaluated
 from mtrain.data.text import Tokenizer
 from mtrain.errors import BadEnvironment, CorruptData, MtrainError, warn
 from mtrain.mcore.ahead import stay_on_device
@@ -173,6 +174,7 @@ def batches(run: RunConfig, world: World, splits: Splits, part: str, limit: int 
     micro, balanced = run.trainer.micro, run.data.packed and run.data.packing_scheduler == "dp_balanced"
     depths = (run.model.mtp_num_layers or 0) if part == "train" else 0  # an evaluation is of the next token
     samples, size = getattr(splits, part), run.trainer.batch
+    samples = samples if limit is None else evaluated(samples, limit)
     return GlobalBatches(samples, size, micro, *share, form, limit, average, balanced, depths)
 
 
