@@ -98,7 +98,7 @@ def test_a_step_that_is_not_full_counts_each_sample_once_in_any_layout(name: str
         assert found["loss"] == pytest.approx(expected["loss"], rel=1e-6)
 
 
-@pytest.mark.parametrize("name", some(LAYOUTS, ["pp2vpp2", "cp2"]))
+@pytest.mark.parametrize("name", some(LAYOUTS, ["cp2"]))
 def test_a_run_that_asks_for_more_than_the_split_has_measures_all_of_it(name: str, data: DataConfig) -> None:
     expected = run_ranks(1, _measured, _run(data), None)[0]
     run = _run(data, **LAYOUTS[name])

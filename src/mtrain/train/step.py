@@ -246,7 +246,7 @@ def summed(parts: Parts, data: GlobalBatches, iters: int, *, until_stop: bool = 
     Training goes on with the random numbers that it would have had: a router may draw in an evaluation too.
     """
     size = parts.run.trainer.batch
-    iters = min(iters, data.steps)
+    iters = iters if data.limit is None else min(iters, data.steps)
     found = _Sum()
     plan = (Stage(0, size),)
     following = partial(_next_step, plan, iters * size)
