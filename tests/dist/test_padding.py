@@ -35,7 +35,7 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def moe(**more: Any) -> MoEConfig:
     own = {"num_experts": 4, "router_topk": 2, "ffn_hidden_size": 32, "aux_loss_coeff": 1.0, "z_loss_coeff": 0.1}
-    return MoEConfig(**{**own, **more})  # type: ignore[arg-type]
+    return MoEConfig(**{**own, **more})
 
 
 def run_with(home: Path, *, length: int = LENGTH, average: str = "token", micro: int = 1, **more: Any) -> RunConfig:
@@ -124,7 +124,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("average", some(["token", "sample"], ["sample"]))
 @pytest.mark.parametrize("name", some(LAYOUTS, ["cp2", "pp2vpp2"]))
 def test_any_layout_has_the_same_gradient(name: str, average: str, home: Path, tmp_path: Path) -> None:
-    more = {"experts": SEQUENCES, "model": FURTHER, "average": average}
+    more: dict[str, Any] = {"experts": SEQUENCES, "model": FURTHER, "average": average}
     one = gradient(run_with(home, **more), tmp_path / "one")
     assert apart(one, gradient(run_with(home, **more, **LAYOUTS[name]), tmp_path / "other")) < 1e-6
 
@@ -142,9 +142,15 @@ def _last_router(run: RunConfig, folder: Path) -> tuple[torch.Tensor, list[torch
         parts = assemble(run, world, splits_of(run))
         (chunk,) = parts.state.chunks
         last = [m for m in unwrap(chunk).modules() if isinstance(m, api.TopKRouter)][-1]
-        gating, seen = last.gating, []
+        gating = last.gating
+        seen: list[torch.Tensor] = []
         weight = last.weight.detach().clone()
-        last.gating = lambda x: (seen.append(x.detach().clone()), gating(x))[1]
+
+        def noted(x: torch.Tensor) -> Any:
+            seen.append(x.detach().clone())
+            return gating(x)
+
+        last.gating = noted
         numbers = parts.train_data.numbers(0)
         windows = torch.from_numpy(parts.train_data.samples.batch(numbers.ravel()))[:, :-1]
         record_gradients(parts, folder)

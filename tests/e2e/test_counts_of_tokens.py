@@ -116,7 +116,7 @@ def test_the_same_documents_in_longer_samples_have_the_same_gradient(tmp_path: P
     assert done.returncode == 0, done.stderr
     norms, reads = [], []
     for length in (40, 96):
-        words = (*SMALL, *EXPERTS, "model.vocab_size=320", "data=packed", "data.path=docs", "data.packed_window=1")
+        words = [*SMALL, *EXPERTS, "model.vocab_size=320", "data=packed", "data.path=docs", "data.packed_window=1"]
         words += (f"data.seq_length={length}", "data.split=[1,0,0]", "trainer.global_batch_size=4", "optim.lr=1e-9")
         done = mtrain(*words, f"log.name=docs_{length}", cwd=tmp_path)
         assert done.returncode == 0, done.stderr
@@ -129,13 +129,13 @@ def test_the_same_documents_in_longer_samples_have_the_same_gradient(tmp_path: P
 
 @pytest.mark.parametrize("iters", [4, pytest.param(2, marks=pytest.mark.full)])
 def test_a_run_killed_between_saving_and_evaluating_evaluates_when_it_goes_on(iters: int, tmp_path: Path) -> None:
-    words = (*SMALL, "parallel=single", f"trainer.train_iters={iters}", "trainer.eval_iters=1")
+    words = [*SMALL, "parallel=single", f"trainer.train_iters={iters}", "trainer.eval_iters=1"]
     words += ("trainer.eval_interval=2", "checkpoint.save_interval=2", "optim.warmup_iters=1", "log.name=run")
 
     def die() -> None:
         from mtrain.train import hooks
 
-        def killed(*_: Any) -> None:
+        def killed(self: hooks.Evaluation, parts: Any) -> None:
             os.kill(os.getpid(), signal.SIGKILL)
 
         hooks.Evaluation._evaluate = killed  # type: ignore[method-assign]

@@ -213,7 +213,8 @@ def further_masks(batch: MicroBatch, depths: int, average: str, rows: int) -> to
     """
     if not depths:
         return None
-    mask, bounds = batch["loss_mask"], batch.get("cu_seqlens")
+    mask = batch["loss_mask"]
+    bounds = batch.get("cu_seqlens")
     flat = mask.flatten()
     length = len(flat) // rows
     ends = torch.arange(1, rows + 1) * length if bounds is None else bounds[1:].long()

@@ -253,6 +253,8 @@ class MegatronBlend(Blend):
     Raises ConfigError where a part has fewer than it is to give, unless they may `repeat`.
     """
 
+    parts: list[MegatronSamples]  # type: ignore[assignment]
+
     def __init__(
         self, parts: Sequence[MegatronSamples], weights: np.ndarray, total: int, name: str, *, repeat: bool = False
     ) -> None:

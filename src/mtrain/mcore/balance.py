@@ -73,7 +73,8 @@ def _imbalance(router: Any, scores: Tensor, chosen: Tensor, tokens: Tensor, owne
     Tensor- and context-parallel ranks have other tokens of the same parts: f is over all of them, and each rank gives
     its own tokens' part of P.
     """
-    number, topk = scores.shape[1], chosen.shape[1]
+    number = scores.shape[1]
+    topk = chosen.shape[1]
     own = counts_of(chosen + (owner * number)[:, None], tokens, many * number).view(many, number)
     counts = reduce_from_tensor_model_parallel_region(own.to(scores.dtype), router.tp_cp_group)
     held = counts.sum(dim=1, keepdim=True) / topk  # tokens of each part
@@ -94,7 +95,8 @@ def within_capacity(router: Any, weights: Tensor, chosen: Tensor, tokens: Tensor
     capacity of all positions.
     """
     config = router.config
-    factor, number = config.moe_expert_capacity_factor, weights.shape[1]
+    factor = config.moe_expert_capacity_factor
+    number = weights.shape[1]
     capacity = torch.ceil(tokens.sum().double() * router.topk / number * factor)
     order = weights if config.moe_token_drop_policy == "probs" else chosen.to(weights.dtype)
     place = order.detach().masked_fill(~chosen, -math.inf).argsort(dim=0, descending=True, stable=True)

@@ -251,9 +251,9 @@ class LanguageModel(SummedLosses, GPTModel):
         self.complete(loss, loss_vocab_size, **features)
         self._further_masks: Tensor | None = None
 
-    def forward(self, *args: Any, further_masks: Tensor | None = None, **kwargs: Any) -> Any:
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
         """megatron-core's, with `further_masks` [b, s, depths]: what `loss_mask` is, for each MTP layer's loss."""
-        self._further_masks = further_masks
+        self._further_masks = kwargs.pop("further_masks", None)
         return super().forward(*args, **kwargs)
 
     def _postprocess(
@@ -273,7 +273,9 @@ class LanguageModel(SummedLosses, GPTModel):
         if context.pop("mtp_in_postprocess", False):
             hidden_states = self._further_hidden(hidden_states, context)
         head, *further = hidden_states.chunk(1 + (self.config.mtp_num_layers or 0))
-        packed, rolled, masks = context.get("packed_seq_params"), labels, self._further_masks
+        packed = context.get("packed_seq_params")
+        rolled = labels
+        masks = self._further_masks
         detached = getattr(self.config, "mtp_detach_heads", False)
         shares = getattr(self.config, FURTHER_LOSS_SHARES, None)
         for depth, hidden in enumerate(further if torch.is_grad_enabled() else ()):

@@ -51,7 +51,7 @@ def recomputed_padding() -> None:
 
     cls.forward = staticmethod(forward)
     try:
-        distributed = importlib.import_module("transformer_engine.pytorch.distributed")
+        distributed: Any = importlib.import_module("transformer_engine.pytorch.distributed")
     except ImportError:
         return
     checkpoint = distributed.checkpoint

@@ -42,7 +42,8 @@ class SparseRouter(TopKRouter):  # type: ignore[misc]
 
         Padding has weights of 0 and -1 in place of experts.
         """
-        config, positions = self.config, logits.shape[0]
+        config = self.config
+        positions = logits.shape[0]
         tokens = tokens_of(self, logits, padding_mask)
         logits = logits.reshape(-1, config.num_moe_experts)
         there = tokens if tokens is not None else logits.new_ones(logits.shape[0], dtype=torch.bool)
@@ -66,7 +67,8 @@ class SparseRouter(TopKRouter):  # type: ignore[misc]
         weights = with_balancing_losses(self, weights, logits, there, positions, by_scores)
         if tokens is not None:
             counts = counts_of(experts, tokens, config.num_moe_experts)
-            weights, experts = weights * tokens[:, None], experts.masked_fill(~tokens[:, None], -1)
+            weights = weights * tokens[:, None]
+            experts = experts.masked_fill(~tokens[:, None], -1)
         setattr(experts, LEARNS, self.training)
         count_choices(self, counts)
         return weights, experts
@@ -94,7 +96,8 @@ def routing_of_tokens(router: Any, logits: Tensor, tokens: Tensor) -> tuple[Tens
     `tokens` [s * b] says which are not. The results are weights and a map, both [s * b, e]. Where experts have a
     capacity, padding goes to none; else it goes to all in turn, for dispatchers take each position to have as many.
     """
-    config, positions = router.config, logits.shape[0]
+    config = router.config
+    positions = logits.shape[0]
     logits = with_z_loss(router, logits.reshape(-1, config.num_moe_experts), tokens)
     if router.routing_type == "sinkhorn":
         weights, chosen = _by_sinkhorn(router, logits, tokens)
@@ -111,7 +114,8 @@ def routing_of_tokens(router: Any, logits: Tensor, tokens: Tensor) -> tuple[Tens
             fused=config.moe_router_fusion,
             router_replay=router.router_replay,
         )
-        chosen, weights = chosen & tokens[:, None], weights * tokens[:, None]
+        chosen = chosen & tokens[:, None]
+        weights = weights * tokens[:, None]
     if config.moe_expert_capacity_factor is None:
         taken = chosen | (_in_turn(chosen, router.topk) & ~tokens[:, None])
     else:
@@ -129,7 +133,8 @@ def _in_turn(like: Tensor, topk: int) -> Tensor:
 
 def _by_sinkhorn(router: Any, logits: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor]:
     """Weights and map [t, e] of tokens alone: the balance that is looked for is theirs."""
-    weights, chosen = torch.zeros_like(logits), torch.zeros_like(logits, dtype=torch.bool)
+    weights = torch.zeros_like(logits)
+    chosen = torch.zeros_like(logits, dtype=torch.bool)
     rows = tokens.nonzero().flatten()
     if len(rows) == 0:
         return weights, chosen

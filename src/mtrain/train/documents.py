@@ -111,5 +111,6 @@ def only(document: Observed, data: GlobalBatches, size: int) -> list[Batch]:
         inside = (places >= document.start) & (places < document.stop)
         batch["loss_mask"] = batch["loss_mask"] * inside
         if FURTHER in batch:
-            batch[FURTHER] = batch[FURTHER] * inside[:, None]  # type: ignore[typeddict-item]
+            further = cast(dict[str, torch.Tensor], batch)
+            further[FURTHER] = further[FURTHER] * inside[:, None]
     return cast(list[Batch], batches)

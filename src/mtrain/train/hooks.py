@@ -199,7 +199,8 @@ class Evaluation(Hook):
             self.progress.note(f"stopped on request: {what} is left out")
             return
         nats, tokens = found
-        loss, samples = nats / max(1, tokens), parts.valid_data.counted
+        loss = nats / max(1, tokens)
+        samples = parts.valid_data.counted
         self.last = (parts.state.step, loss)
         self.metrics.evaluation(parts.state.step, "valid", loss, samples, tokens)
         model = parts.run.model

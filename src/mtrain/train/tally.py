@@ -53,15 +53,16 @@ def tally_of(batch: Mapping[str, Any], bounds: Sequence[int] | None) -> Tally:
 
 def _lengths(batch: Mapping[str, Any], bounds: Sequence[int] | None) -> np.ndarray | None:
     padding = batch.get("padding")
-    if bounds is None and padding is None:
-        return None
-    if bounds is None:
-        found = (~padding.numpy()).sum(axis=1)
-    else:
-        there = np.ones(bounds[-1], np.int64) if padding is None else (~padding.numpy()).reshape(-1)
-        before = np.concatenate([[0], there.cumsum()])
+    there = None if padding is None else ~padding.numpy()
+    if bounds is not None:
+        flat = np.ones(bounds[-1], np.int64) if there is None else there.reshape(-1)
+        before = np.concatenate([[0], flat.cumsum()])
         found = before[bounds[1:]] - before[bounds[:-1]]
-    return found[found > 0].astype(np.int64)
+    elif there is not None:
+        found = there.sum(axis=1)
+    else:
+        return None
+    return np.asarray(found[found > 0], np.int64)
 
 
 class Flops:
