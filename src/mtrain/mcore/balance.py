@@ -49,12 +49,10 @@ def with_balancing_losses(
         return weights
     scores = _scores(logits, router.score_function)
     chosen = scores.detach().topk(router.topk, dim=1).indices if experts is None else experts
-    samples = logits.shape[0] // positions
-    of_sample = torch.arange(logits.shape[0], device=logits.device) % samples
-    for kind, owner, many in (("aux_loss", of_sample * 0, 1), ("seq_aux_loss", of_sample, samples)):
+    for kind, parts in (("aux_loss", 1), ("seq_aux_loss", logits.shape[0] // positions)):
         coefficient = router.get_aux_loss_coeff(kind)
         if coefficient > 0:
-            loss = coefficient * _imbalance(router, scores, chosen, tokens, owner, many)
+            loss = coefficient * _imbalance(router, scores, chosen, tokens, parts)
             weights = _attached(router, weights, loss)
     return weights
 
@@ -67,19 +65,20 @@ def _scores(logits: Tensor, kind: str) -> Tensor:
     return scores / (scores.sum(dim=-1, keepdim=True) + 1e-20)
 
 
-def _imbalance(router: Any, scores: Tensor, chosen: Tensor, tokens: Tensor, owner: Tensor, many: int) -> Tensor:
-    """The sum over parts of a micro-batch of E sum_i f_i P_i times the tokens of the part; `owner` [t] names it.
+def _imbalance(router: Any, scores: Tensor, chosen: Tensor, tokens: Tensor, parts: int) -> Tensor:
+    """The sum over parts of a micro-batch of E sum_i f_i P_i times the tokens of the part; token t is of t % parts.
 
     Tensor- and context-parallel ranks have other tokens of the same parts: f is over all of them, and each rank gives
     its own tokens' part of P.
     """
     number = scores.shape[1]
     topk = chosen.shape[1]
-    own = counts_of(chosen + (owner * number)[:, None], tokens, many * number).view(many, number)
+    part = torch.arange(scores.shape[0], device=scores.device) % parts
+    own = counts_of(chosen + (part * number)[:, None], tokens, parts * number).view(parts, number)
     counts = reduce_from_tensor_model_parallel_region(own.to(scores.dtype), router.tp_cp_group)
     held = counts.sum(dim=1, keepdim=True) / topk  # tokens of each part
     shares = counts / (topk * held).clamp(min=1)
-    sums = scores.new_zeros(many, number).index_add_(0, owner, scores * tokens[:, None])
+    sums = (scores * tokens[:, None]).view(-1, parts, number).sum(dim=0)
     return number * (shares * sums).sum()
 
 
