@@ -166,10 +166,18 @@ def _last_router(run: RunConfig, folder: Path) -> tuple[torch.Tensor, list[torch
 def _data(kind: str, home: Path) -> DataConfig:
     if kind == "chats":
         return run_with(home).data
+    if kind == "masked ends":
+        (home / "text").mkdir(exist_ok=True)
+        for i in range(200):
+            (home / f"text/{i}.txt").write_text(f"{i} " * (1 + i % 5))
+        own = {"kind": "text", "path": str(home / "text"), "suffixes": [".txt"], "tokenizer_vocab_size": 300}
+        return DataConfig.model_validate(
+            {**own, "cache_dir": str(home / "cache"), "seq_length": LENGTH, "eod_mask_loss": True, "packed": False}
+        )
     return DataConfig(kind="mock", seq_length=LENGTH, packed=True, packed_by=kind)  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("kind", ["chats", "first_fit", "stream"])
+@pytest.mark.parametrize("kind", some(["chats", "first_fit", "stream", "masked ends"], ["chats", "masked ends"]))
 def test_the_loss_of_a_layer_is_that_of_transformers_over_its_tokens(kind: str, home: Path, tmp_path: Path) -> None:
     mixtral = pytest.importorskip("transformers.models.mixtral.modeling_mixtral")
 
