@@ -50,7 +50,7 @@ def read_by_ranks(run: RunConfig, steps: int) -> tuple[list[tuple[float, float]]
         parts.close()
         assert all(0 <= r.data_wait_share <= 1 for r in results)
         assert parts.state.consumed_samples == steps * run.trainer.batch
-        return [(r.loss, r.grad_norm) for r in results], sum(read), parts.needs.value
+        return [(r.loss, r.grad_norm) for r in results], sum(read), parts.needs(parts.train_data)
 
 
 @pytest.mark.parametrize("packed", [False, True])
@@ -60,8 +60,8 @@ def test_stages_in_between_read_no_tokens_and_learn_where_documents_begin(packed
         1, train_steps, of(tiny_run(ranks=1, trainer={"train_iters": 2}, optim={"warmup_iters": 1}), packed=packed), 2
     )[0]
     found = run_ranks(4, read_by_ranks, run, 2)
-    middle = "bounds" if packed else "nothing"
-    assert [needs for _, _, needs in found] == ["all", middle, middle, "all"]
+    middle = frozenset({"cu_seqlens", "documents"} if packed else ())
+    assert [needs for _, _, needs in found] == [None, middle, middle, None]
     assert [read for _, read, _ in found] == [16, 16 if packed else 0, 16 if packed else 0, 16]
     for (loss, norm), (expected, expected_norm) in zip(found[0][0], alone, strict=True):
         assert loss == pytest.approx(expected, rel=1e-5)
@@ -153,7 +153,7 @@ def test_a_stop_while_samples_are_read_ahead_ends_the_run_at_once(tmp_path: Path
 
 def test_memory_is_pinned_once_and_written_by_the_thread_on_the_device_of_its_rank() -> None:
     """A slot is written again only when the device has read it."""
-    from mtrain.train.feed import Feed, Needs
+    from mtrain.train.feed import Feed
     from mtrain.train.ring import Ring
 
     done: list[tuple[str, str]] = []
@@ -176,7 +176,7 @@ def test_memory_is_pinned_once_and_written_by_the_thread_on_the_device_of_its_ra
     world: Any = SimpleNamespace(device=device, local_rank=3, grid=grid, torch_device=torch.device("cpu"))
     data = GlobalBatches(MockSamples(8, 1, 50), 4, 2, 0, 1)
     ring = Ring.of(device, 1)
-    feed = Feed(data, world, Needs.ALL, lambda place: (sum(place), 4), 1, ring)
+    feed = Feed(data, world, None, lambda place: (sum(place), 4), 1, ring)
     for step in range(7):
         batches = feed.take(4 * step, 4)
         for batch, expected in zip(batches, data.microbatches(4 * step), strict=True):

@@ -201,7 +201,8 @@ class TrainerConfig(Section):
     eval_iters: Annotated[
         NonNegativeInt, Key(effect=Effect.RUNTIME, flag=Flag("--eval-iters", absent=100), unit="global batches")
     ] = 4
-    """Global batches of the validation split per evaluation; 0: never evaluate."""
+    """Global batches of the validation split per evaluation, in which each sample counts once: a split that has fewer
+    ends it; 0: never evaluate."""
     seed: Annotated[int, Field(ge=0, lt=2**63), Key(flag=Flag("--seed", absent=1234))] = 1234
     """Seed of weights and sample order, which do not depend on the layout, and of dropout: stages, data- and
     context-parallel ranks draw other masks, tensor-parallel ranks the same ones of what each of them holds whole."""

@@ -26,6 +26,7 @@ from mtrain.data import Splits, open_splits, prepare, same_data
 from mtrain.data.batch import GlobalBatches
 from mtrain.data.chat import FILES as CHAT_FILES
 from mtrain.data.chat import TEMPLATE_FILE
+from mtrain.data.once import evaluated
 from mtrain.data.text import Tokenizer
 from mtrain.errors import BadEnvironment, CorruptData, MtrainError, warn
 from mtrain.mcore.ahead import stay_on_device
@@ -157,21 +158,24 @@ def assemble(run: RunConfig, world: World, splits: Splits, *, drawn: bool = True
     state = TrainState(chunks, optimizer, build_schedule(run, optimizer))
     train_data, valid_data = batches(run, world, splits, "train"), None
     if run.trainer.eval_iters and splits.validation is not None:
-        valid_data = batches(run, world, splits, "validation")
+        valid_data = batches(run, world, splits, "validation", run.trainer.eval_iters * run.trainer.batch)
     dynamic = run.parallel.hybrid_context_parallel
     return Parts(run, world, state, train_data, valid_data, run_documents if dynamic else None)
 
 
 def batches(run: RunConfig, world: World, splits: Splits, part: str, limit: int | None = None) -> GlobalBatches:
-    """This rank's share of the steps over the `train` or `validation` samples, as the model's family learns from
-    them; those from number `limit` on do not count. What is evaluated is averaged over tokens.
+    """This rank's share of the steps over the `train` samples, or over the first `limit` ones of `validation`, as the
+    model's family learns from them. What is evaluated is averaged over tokens, and each sample counts once.
     """
     form = imported(family_of(run.model).form)(run, splits, part)
     # dynamic context parallelism deals documents out after they are read
     share = (0, 1) if run.parallel.hybrid_context_parallel else (world.coords["dp"], world.grid.dp)
     average = run.trainer.loss_average if part == "train" else "token"
     micro, balanced = run.trainer.micro, run.data.packed and run.data.packing_scheduler == "dp_balanced"
-    return GlobalBatches(getattr(splits, part), run.trainer.batch, micro, *share, form, limit, average, balanced)
+    depths = (run.model.mtp_num_layers or 0) if part == "train" else 0  # an evaluation is of the next token
+    samples, size = getattr(splits, part), run.trainer.batch
+    samples = samples if limit is None else evaluated(samples, limit)
+    return GlobalBatches(samples, size, micro, *share, form, limit, average, balanced, depths)
 
 
 def configure_schedule_hooks(run: RunConfig, chunks: list[Any], optimizer: Any) -> None:
