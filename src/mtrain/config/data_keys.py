@@ -1,6 +1,6 @@
 """The group `data`."""
 
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
@@ -16,6 +16,20 @@ from mtrain.config.base import (
     Section,
 )
 from mtrain.config.fim import FimConfig
+
+WEIGHTS_OF = {"blend": "blend_weights", "validation_blend": "validation_weights", "test_blend": "test_weights"}
+"""Key of corpora that are read side by side -> key of their shares."""
+
+
+def read_corpora(corpora: tuple[str, ...] | None, shares: tuple[float, ...] | None) -> tuple[str, ...]:
+    """The corpora of a blend that are read: those whose weight is not 0."""
+    if corpora is None or shares is None or len(shares) != len(corpora):
+        return corpora or ()
+    return _where(shares, corpora)
+
+
+def _where(shares: tuple[float, ...], values: tuple[Any, ...]) -> tuple[Any, ...]:
+    return tuple(value for share, value in zip(shares, values, strict=False) if share)
 
 
 class DataConfig(Section):
@@ -37,10 +51,10 @@ class DataConfig(Section):
     ] = Field(default=None, strict=False)
     """indexed, in place of path: prefixes of several corpora that are read side by side; null: path alone."""
     blend_weights: Annotated[
-        Annotated[tuple[PositiveFloat, ...], Field(min_length=1)] | None, Key(when="data.blend")
+        Annotated[tuple[NonNegativeFloat, ...], Field(min_length=1)] | None, Key(when="data.blend")
     ] = Field(default=None, strict=False)
-    """blend: shares of the samples that each corpus gives, in any unit; null: by their tokens, and by their samples
-    with data.order=megatron."""
+    """blend: shares of the samples that each corpus gives, in any unit; a corpus with 0 is not read. null: by their
+    tokens, and by their samples with data.order=megatron."""
     blend_sizes: Annotated[
         Annotated[tuple[PositiveInt, ...], Field(min_length=1)] | None,
         Key(when="data.blend and data.order=keyed", unit="samples"),
@@ -77,18 +91,19 @@ class DataConfig(Section):
     of its own corpora and data.split has no effect; one that has none is not read. null: a share of the corpora of
     training."""
     validation_weights: Annotated[
-        Annotated[tuple[PositiveFloat, ...], Field(min_length=1)] | None, Key(when="data.validation_blend")
+        Annotated[tuple[NonNegativeFloat, ...], Field(min_length=1)] | None, Key(when="data.validation_blend")
     ] = Field(default=None, strict=False)
-    """validation_blend: shares of the samples that each corpus gives; null: by their tokens."""
+    """validation_blend: shares of the samples that each corpus gives; a corpus with 0 is not read. null: by their
+    tokens."""
     test_blend: Annotated[
         Annotated[tuple[str, ...], Field(min_length=1)] | None,
         Key(when="data.kind=indexed", effect=Effect.RUNTIME, aka="test_data_path"),
     ] = Field(default=None, strict=False)
     """indexed: prefixes of the corpora that tests read; null: as for validation_blend."""
     test_weights: Annotated[
-        Annotated[tuple[PositiveFloat, ...], Field(min_length=1)] | None, Key(when="data.test_blend")
+        Annotated[tuple[NonNegativeFloat, ...], Field(min_length=1)] | None, Key(when="data.test_blend")
     ] = Field(default=None, strict=False)
-    """test_blend: shares of the samples that each corpus gives; null: by their tokens."""
+    """test_blend: shares of the samples that each corpus gives; a corpus with 0 is not read. null: by their tokens."""
     order: Annotated[Literal["keyed", "megatron"], Key(when="data.kind=text|indexed")] = "keyed"
     """keyed: which tokens make a sample is computed from the seed, the epoch and its number, and nothing is made
     before the first step; megatron, of text and indexed data: Megatron-LM's own order, one sample for one, of a run
@@ -188,6 +203,18 @@ class DataConfig(Section):
     cache_dir: Annotated[str, Key(effect=Effect.RUNTIME)] = "~/.cache/mtrain"
     """Where tokenized text is kept. When a corpus is added, those go that no run used for 90 days, and, of more than
     100 GiB in all, those that were used longest ago; never one that a run reads or has used in the last day."""
+
+    def without_excluded(self) -> "DataConfig":
+        """The same without the corpora that have a weight of 0: they are not opened, and have no part in the order."""
+        update: dict[str, Any] = {}
+        for names, weights in WEIGHTS_OF.items():
+            corpora, shares = getattr(self, names), getattr(self, weights)
+            if corpora is None or shares is None or all(shares) or len(shares) != len(corpora) or not any(shares):
+                continue
+            update |= {names: _where(shares, corpora), weights: _where(shares, shares)}
+            if names == "blend" and self.blend_max_epochs is not None:
+                update["blend_max_epochs"] = _where(shares, self.blend_max_epochs)
+        return self.model_copy(update=update) if update else self
 
     @property
     def length(self) -> int:

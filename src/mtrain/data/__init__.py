@@ -144,6 +144,7 @@ def _say(note: str) -> None:
 
 def prepare(data: DataConfig, note: Callable[[str], None] = _say, tokenizer: Path | None = None) -> Corpus:
     """Make the corpus of a configuration ready: see `prepare` of `tokenize`, of `image_text` and of `chats`."""
+    data = data.without_excluded()
     of_kind = {"image_text": image_text.prepare, **dict.fromkeys(CHATS, chats.prepare)}
     return of_kind.get(data.kind or "", tokenize.prepare)(data, note, tokenizer)
 
@@ -162,6 +163,11 @@ def same_data(saved: Mapping[str, Any], now: Mapping[str, Any]) -> None:
             )
             fix = "checkpoint.accept_changes=true to go on with it, or the files as they were"
             raise ConfigError([Problem("MT609", "data.path", now.get("source"), rule, fix)])
+    dealt = [(part.get("train") or {}).get("dealt") for part in (saved, now)]
+    if dealt[0] != dealt[1]:
+        rule = "shares below one in a million were dealt out otherwise by the version that wrote the checkpoint"
+        fix = "checkpoint.accept_changes=true to go on in the new order"
+        raise ConfigError([Problem("MT609", "data.blend", now.get("source"), rule, fix)])
     before, after = ([(part.get("train") or {}).get(key) for key in ORDERED_BY] for part in (saved, now))
     if before != after:
         rule = f"Megatron's order follows from the steps of a run, and it is another one ({after}, then {before})"
@@ -182,6 +188,7 @@ def open_splits(
 
     Raises ConfigError for a vocabulary or a split that does not fit, CorruptData for files that do not add up.
     """
+    data = data.without_excluded()
     if data.kind == "image_text":
         pairs = image_text.opened(data, vocab_size, seed, corpus, need)
         return Splits(corpus, **pairs, eod=corpus.meta["eod"], masked_eod=None, document_ends=(), dataset=None)  # type: ignore[arg-type]

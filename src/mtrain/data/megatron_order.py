@@ -245,6 +245,7 @@ class MegatronBlend(Blend):
     def __init__(self, parts: Sequence[MegatronSamples], weights: np.ndarray, total: int, name: str) -> None:
         self.parts, self.name, self.total, self.shares = list(parts), name, total, weights
         self.seq_length, self.vocab_size = parts[0].seq_length, parts[0].vocab_size
+        self.stretches = []
         self._greedy = Greedy(weights)
         if total <= SURELY:
             self._suffice(self._greedy.given(total))
