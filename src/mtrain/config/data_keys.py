@@ -11,7 +11,6 @@ from mtrain.config.base import (
     Key,
     NonNegativeFloat,
     NonNegativeInt,
-    PositiveFloat,
     PositiveInt,
     Section,
 )
@@ -103,7 +102,7 @@ class DataConfig(Section):
     test_weights: Annotated[
         Annotated[tuple[NonNegativeFloat, ...], Field(min_length=1)] | None, Key(when="data.test_blend")
     ] = Field(default=None, strict=False)
-    """test_blend: shares of the samples that each corpus gives; a corpus with 0 is not read. null: by their tokens."""
+    """test_blend: shares of the samples that each corpus gives; 0: it is not read. null: by their tokens."""
     order: Annotated[Literal["keyed", "megatron"], Key(when="data.kind=text|indexed")] = "keyed"
     """keyed: which tokens make a sample is computed from the seed, the epoch and its number, and nothing is made
     before the first step; megatron, of text and indexed data: Megatron-LM's own order, one sample for one, of a run
@@ -193,6 +192,12 @@ class DataConfig(Section):
     ] = None
     """sft, preference: at most so many lines that are no JSON or no UTF-8 are left out, each named in rejects.jsonl
     in the cache; more are an error. null: 100."""
+    ignored_keys: Annotated[
+        tuple[Annotated[str, Field(min_length=1)], ...],
+        Key(when="data.kind=sft|preference|image_text", effect=Effect.RUNTIME),
+    ] = Field(default=(), strict=False)
+    """sft, preference, image_text: keys of records and messages that are not read and change nothing that is learned.
+    Any other key that mtrain does not know is refused, with its line."""
     prefetch: Annotated[
         Annotated[int, Field(ge=0, le=64)],
         Key(effect=Effect.RUNTIME, aka="prefetch_factor num_workers", unit="steps"),
@@ -205,7 +210,7 @@ class DataConfig(Section):
     100 GiB in all, those that were used longest ago; never one that a run reads or has used in the last day."""
 
     def without_excluded(self) -> "DataConfig":
-        """The same without the corpora that have a weight of 0: they are not opened, and have no part in the order."""
+        """The same without the corpora that have a weight of 0: no order has a part of them, and none is opened."""
         update: dict[str, Any] = {}
         for names, weights in WEIGHTS_OF.items():
             corpora, shares = getattr(self, names), getattr(self, weights)

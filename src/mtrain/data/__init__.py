@@ -120,6 +120,9 @@ class Splits:
         if train["cut"] or train["left_out"]:
             cut = f"{train['cut']} chats of train are cut at data.seq_length {self.train.seq_length}"
             found.append(f"{cut}; {train['left_out']} of them left out, with nothing to learn before it")
+        if meta.get("parsed_arguments"):
+            what = "have arguments of tools as JSON text, and are written with the objects that it says"
+            found.append(f"data: {meta['parsed_arguments']} chats {what}")
         if meta["bad_lines"] and self.corpus.prefix is not None:
             where = self.corpus.prefix.parent / chats.REJECTS
             found.append(f"{meta['bad_lines']} lines of {meta['source']} are no JSON and are left out: {where}")
