@@ -13,7 +13,6 @@ import pytest
 from mtrain.cli.main import main
 from mtrain.data import records
 from mtrain.data.messages import chat, pair
-from mtrain.data.record_keys import FLAGS, Keys
 from mtrain.errors import CorruptData
 from tests.support.chats import CHATML, chats_file, folder_of, template_of, turns
 from tests.support.commands import mtrain
@@ -147,6 +146,8 @@ def test_names_and_places_are_no_unknown_keys_and_others_can_be_named(preview: P
 
 
 def test_a_key_of_a_message_that_the_template_reads_is_known() -> None:
+    from mtrain.data.record_keys import FLAGS, Keys
+
     message = {**turns("q", "a")[1], "channel": "final"}
     values = {"messages": [*turns("q"), message]}
     with pytest.raises(CorruptData, match="an unknown key: channel"):
@@ -175,6 +176,8 @@ def test_arguments_that_are_json_text_are_written_as_objects_and_reported(previe
 
 
 def test_calls_that_a_template_does_not_read_are_not_lost_silently() -> None:
+    from mtrain.data.record_keys import Keys
+
     call = {"type": "function", "function": {"name": "add", "arguments": {}}}
     values = {"messages": [*turns("q"), {"role": "assistant", "content": "", "tool_calls": [call]}]}
     with pytest.raises(CorruptData, match="does not read its tool_calls"):
