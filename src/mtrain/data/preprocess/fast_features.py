@@ -1,8 +1,8 @@
 """What of a tokenizer.json gigatoken does as tokenizers does: decided from what the file says, not from samples.
 
-It is a list of what is allowed. gigatoken 0.10 does not read every key of a tokenizer.json, `single_word` for one, and
-a sample shows a difference only where it happens to hold the right words. Each entry here was compared with tokenizers
-on random texts (`tests/unit/test_fast_features.py`); whatever is not here is encoded by tokenizers.
+It is a list of what is allowed. gigatoken 0.10 does not read every key of a tokenizer.json, `single_word` for one,
+and a sample shows a difference only where it happens to hold the right words. Each entry here was compared with
+tokenizers on random texts (`tests/unit/test_fast_features.py`); whatever is not here is encoded by tokenizers.
 """
 
 from __future__ import annotations

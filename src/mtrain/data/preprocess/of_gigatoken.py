@@ -1,5 +1,5 @@
-"""Texts by gigatoken, which is in the extra of its name, for tokenizers of which `fast_features` knows that it does all
-that they say; the ids of some texts are compared all the same.
+"""Texts by gigatoken, which is in the extra of its name, for tokenizers of which `fast_features` knows that it does
+all that they say; the ids of some texts are compared all the same.
 """
 
 from __future__ import annotations
