@@ -132,7 +132,7 @@ DATA_PAGES: dict[str, Page] = {
         (
             *_PREFIX,
             ("documents=N", "so many"),
-            ("tokens=N", "instead: so many tokens at most"),
+            ("tokens=N", "instead: so many tokens at most; a document too long for what is left is passed over"),
             ("share=X", "instead: this share of all tokens"),
             ("seed=N", "of what is drawn (0)"),
             *_OUT,
