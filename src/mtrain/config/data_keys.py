@@ -35,10 +35,10 @@ class DataConfig(Section):
     """`data`: what is read, and how it becomes samples."""
 
     kind: Literal["text", "indexed", "image_text", "sft", "preference", "mock"] | None = None
-    """text: files, tokenized once with a BPE trained on them; indexed: Megatron .bin/.idx; image_text: a folder of
-    images and a JSON Lines file of texts, for the family llava; sft: chats of a JSON Lines file, written by the chat
-    template of a tokenizer; preference: the same with a chosen and a rejected answer; mock: synthetic tokens, and
-    images where the model reads some.
+    """text: files, tokenized once, with a BPE trained on them where there is no tokenizer; indexed: Megatron
+    .bin/.idx; image_text: a folder of images and a JSON Lines file of texts, for the family llava; sft: chats of a
+    JSON Lines file, written by the chat template of a tokenizer; preference: the same with a chosen and a rejected
+    answer; mock: synthetic tokens, and images where the model reads some.
     null: text where data.path or data.limit_mib is set, or for small vocabularies on a CPU; else mock. For the family
     llava: image_text where data.path is set, else mock."""
     path: Annotated[str | None, Key(effect=Effect.RUNTIME, aka="data_path data_prefix")] = None
@@ -115,10 +115,11 @@ class DataConfig(Section):
     fim: FimConfig = Field(default_factory=FimConfig)
     """Fill in the middle: documents whose middle is read behind their end."""
     tokenizer: Annotated[str | None, Key(effect=Effect.RUNTIME, aka="tokenizer_model")] = None
-    """Path of a tokenizer.json. indexed: null: no text can be generated; image_text: null: a BPE is trained; sft,
-    preference: null: that of checkpoint.init_from."""
+    """Path of a tokenizer.json. null: that of the model whose weights the run goes on from (checkpoint.resume,
+    checkpoint.init_from), and another one is refused. Without such a model, text, image_text: a BPE is trained;
+    indexed: no text can be generated; sft, preference: one has to be named."""
     tokenizer_vocab_size: Annotated[int, Field(ge=300, le=1_000_000)] = 4096
-    """text, image_text: size of the BPE vocabulary to train."""
+    """text, image_text: size of the BPE vocabulary, where one is trained."""
     suffixes: tuple[str, ...] = Field(default=(".py", ".txt", ".rst", ".md"), strict=False)
     """text: file name endings that are read from a folder."""
     limit_mib: Annotated[Annotated[float, Field(gt=0, le=MOST)] | None, Key(unit="MiB")] = None

@@ -17,6 +17,7 @@ import numpy as np
 
 from mtrain.config.defaults import CHATS
 from mtrain.config.groups import DataConfig
+from mtrain.config.model_tokenizer import sha256_of
 from mtrain.data import chat_samples, chats, image_text, mock, opening, tokenize
 from mtrain.data.blend import Blend
 from mtrain.data.chat_samples import ChatSamples, PairSamples
@@ -39,6 +40,7 @@ __all__ = [
     "WholeDocuments",
     "open_splits",
     "prepare",
+    "prepare_for_model",
     "same_data",
     "validation_of",
     "verify",
@@ -150,6 +152,31 @@ def prepare(data: DataConfig, note: Callable[[str], None] = _say, tokenizer: Pat
     data = data.without_excluded()
     of_kind = {"image_text": image_text.prepare, **dict.fromkeys(CHATS, chats.prepare)}
     return of_kind.get(data.kind or "", tokenize.prepare)(data, note, tokenizer)
+
+
+def prepare_for_model(
+    data: DataConfig,
+    model: Path | None,
+    note: Callable[[str], None] = _say,
+    *,
+    accept_changes: bool = False,
+) -> Corpus:
+    """`prepare` for a model that has the `tokenizer.json` `model`: what has no tokens yet is tokenized with it.
+
+    None: the model has none. Raises ConfigError where another tokenizer is named, or made the tokens of a corpus,
+    unless changes are accepted.
+    """
+    if model is None or data.kind == "mock":
+        return prepare(data, note)
+    corpus = prepare(data, note, None if data.tokenizer is not None else model)
+    theirs = corpus.tokenizer_sha256
+    if theirs is not None and not accept_changes and theirs != (ours := sha256_of(model)):
+        what = data.tokenizer if data.tokenizer is not None else corpus.meta.get("source", str(corpus.prefix))
+        key = "data.path" if data.tokenizer is None else "data.tokenizer"
+        rule = f"its tokenizer ({theirs[:12]}) is another one than the model has, {model} ({ours[:12]})"
+        fix = "data.tokenizer=null" if data.tokenizer is not None else f"text that was tokenized with {model}"
+        raise ConfigError([Problem("MT345", key, what, rule, fix)])
+    return corpus
 
 
 def same_data(saved: Mapping[str, Any], now: Mapping[str, Any]) -> None:

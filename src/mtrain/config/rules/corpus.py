@@ -13,7 +13,6 @@ from contextlib import closing
 from pathlib import Path
 
 from mtrain.config.data_keys import WEIGHTS_OF, read_corpora
-from mtrain.config.defaults import CHATS
 from mtrain.config.files import PIECE, SKIPPED_FOLDERS, Bound, files_below, no_text, unreadable
 from mtrain.config.groups import DataConfig
 from mtrain.config.manifest import READ_BYTES, Manifest, read_manifest
@@ -313,7 +312,7 @@ def _tokens_suffice(run: RunConfig, corpus: TokenFiles, shares: Sequence[float])
 @rule(
     Code(
         "MT307",
-        "The tokenizer of indexed data, of chats, or of images with texts, exists and can be read.",
+        "The tokenizer that data.tokenizer names exists and can be read.",
         help="Name a tokenizer.json that exists.",
         example="data=indexed data.path=/nowhere/corpus data.tokenizer=/nowhere/tokenizer.json",
     ),
@@ -327,7 +326,7 @@ def _tokens_suffice(run: RunConfig, corpus: TokenFiles, shares: Sequence[float])
 def tokenizer_is_there(run: RunConfig) -> Iterator[Finding]:
     """A tokenizer that is named exists, is one, and has no more ids than the model."""
     d = run.data
-    if d.kind not in ("indexed", "image_text", *CHATS) or d.tokenizer is None:
+    if d.kind == "mock" or d.tokenizer is None:
         return
     path = user_path(d.tokenizer)
     rule = unreadable(path)

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 
 from mtrain.config.conditional import chunks_of_a_document
 from mtrain.config.data_keys import WEIGHTS_OF
-from mtrain.config.defaults import CHATS
+from mtrain.config.model_tokenizer import model_tokenizer
 from mtrain.config.rules.finding import DP, Change, Finding
 from mtrain.config.rules.rule import Code, rule
 from mtrain.config.run import RunConfig
@@ -32,8 +32,8 @@ def is_lost(share: float, total: float) -> bool:
     Code("MT303", "Only data of kind text can be limited in size.", example="data=mock data.limit_mib=1"),
     Code(
         "MT304",
-        "Only indexed data, images with texts and chats have a tokenizer of the user's.",
-        example="data.tokenizer=x",
+        "Synthetic data has no text, and reads no tokenizer.",
+        example="data=mock data.tokenizer=x",
     ),
     reads="data.kind data.tokenizer data.limit_mib data.path data.blend",
 )
@@ -54,9 +54,8 @@ def keys_of_the_kind(run: RunConfig) -> Iterator[Finding]:
     if d.kind != "text" and d.limit_mib is not None:
         rule = f"limits how much text is read, and data.kind is {d.kind}"
         yield Finding("MT303", "data.limit_mib", rule, ({"data.limit_mib": None},))
-    if d.kind not in ("indexed", "image_text", *CHATS) and d.tokenizer is not None:
-        made = "trains its own tokenizer" if d.kind == "text" else "has no text"
-        yield Finding("MT304", "data.tokenizer", f"kind {d.kind} {made}", ({"data.tokenizer": None},))
+    if d.kind == "mock" and d.tokenizer is not None:
+        yield Finding("MT304", "data.tokenizer", "kind mock has no text", ({"data.tokenizer": None},))
 
 
 @rule(
@@ -157,13 +156,15 @@ def split_is_usable(run: RunConfig) -> Iterator[Finding]:
     Code(
         "MT311", "Most rows of the embedding are used.", severity="warning", example="data.tokenizer_vocab_size=400"
     ),
-    reads="data.kind data.tokenizer_vocab_size model.vocab_size",
+    reads="data.kind data.tokenizer_vocab_size data.tokenizer checkpoint.resume checkpoint.init_from "
+    "model.vocab_size",
+    disk=True,
 )
 def vocabulary_fits(run: RunConfig) -> Iterator[Finding]:
-    """Every token id has a row in the embedding; few rows are never used."""
+    """Every id of a tokenizer that is trained has a row in the embedding; few rows are never used."""
     d, vocab = run.data, run.model.vocab_size
     size = d.tokenizer_vocab_size
-    if d.kind != "text":
+    if d.kind != "text" or d.tokenizer is not None or model_tokenizer(run) is not None:
         return
     if size > vocab:
         rule = f"token ids up to {size - 1}, and model.vocab_size is {vocab}"
