@@ -41,12 +41,12 @@ class DataConfig(Section):
     answer; mock: synthetic tokens, and images where the model reads some.
     null: text where data.path or data.limit_mib is set, or for small vocabularies on a CPU; else mock. For the family
     llava: image_text where data.path is set, else mock."""
-    path: Annotated[str | None, Key(effect=Effect.RUNTIME, aka="data_path data_prefix")] = None
+    path: Annotated[str | None, Key(effect=Effect.CONTENTS, aka="data_path data_prefix")] = None
     """text: a file or folder, null: the Python standard library of this machine; indexed: prefix of .bin and .idx;
     image_text: the folder, or its .jsonl file; sft, preference: a .jsonl file, or a folder that holds one."""
     blend: Annotated[
         Annotated[tuple[str, ...], Field(min_length=1)] | None,
-        Key(when="data.kind=indexed", effect=Effect.RUNTIME, aka="train_data_path"),
+        Key(when="data.kind=indexed", effect=Effect.CONTENTS, aka="train_data_path"),
     ] = Field(default=None, strict=False)
     """indexed, in place of path: prefixes of several corpora that are read side by side; null: path alone."""
     blend_weights: Annotated[
@@ -84,23 +84,23 @@ class DataConfig(Section):
     run that asks for more is refused. null: as often as it takes."""
     validation_blend: Annotated[
         Annotated[tuple[str, ...], Field(min_length=1)] | None,
-        Key(when="data.kind=indexed", effect=Effect.RUNTIME, aka="valid_data_path"),
+        Key(when="data.kind=indexed", effect=Effect.CONTENTS, aka="valid_data_path"),
     ] = Field(default=None, strict=False)
     """indexed: prefixes of the corpora that validation reads. With them, or test_blend, every split reads the whole
     of its own corpora and data.split has no effect; one that has none is not read. null: a share of the corpora of
     training."""
     validation_weights: Annotated[
-        Annotated[tuple[NonNegativeFloat, ...], Field(min_length=1)] | None, Key(when="data.validation_blend")
+        Annotated[tuple[NonNegativeFloat, ...], Field(min_length=1)] | None, Key(when="data.validation_blend", effect=Effect.RUNTIME)
     ] = Field(default=None, strict=False)
     """validation_blend: shares of the samples that each corpus gives; a corpus with 0 is not read. null: by their
     tokens."""
     test_blend: Annotated[
         Annotated[tuple[str, ...], Field(min_length=1)] | None,
-        Key(when="data.kind=indexed", effect=Effect.RUNTIME, aka="test_data_path"),
+        Key(when="data.kind=indexed", effect=Effect.CONTENTS, aka="test_data_path"),
     ] = Field(default=None, strict=False)
     """indexed: prefixes of the corpora that tests read; null: as for validation_blend."""
     test_weights: Annotated[
-        Annotated[tuple[NonNegativeFloat, ...], Field(min_length=1)] | None, Key(when="data.test_blend")
+        Annotated[tuple[NonNegativeFloat, ...], Field(min_length=1)] | None, Key(when="data.test_blend", effect=Effect.RUNTIME)
     ] = Field(default=None, strict=False)
     """test_blend: shares of the samples that each corpus gives; 0: it is not read. null: by their tokens."""
     order: Annotated[Literal["keyed", "megatron"], Key(when="data.kind=text|indexed")] = "keyed"
@@ -114,7 +114,7 @@ class DataConfig(Section):
     the same data, seed and steps is read and not made again. null: none."""
     fim: FimConfig = Field(default_factory=FimConfig)
     """Fill in the middle: documents whose middle is read behind their end."""
-    tokenizer: Annotated[str | None, Key(effect=Effect.RUNTIME, aka="tokenizer_model")] = None
+    tokenizer: Annotated[str | None, Key(effect=Effect.CONTENTS, aka="tokenizer_model")] = None
     """Path of a tokenizer.json. null: that of the model whose weights the run goes on from (checkpoint.resume,
     checkpoint.init_from), and another one is refused. Without such a model, text, image_text: a BPE is trained;
     indexed: no text can be generated; sft, preference: one has to be named."""
@@ -179,7 +179,7 @@ class DataConfig(Section):
     """first_fit: what becomes of a document of more than seq_length + 1 tokens. cut: it is read in pieces of
     seq_length tokens, each of which predicts the first token of the next one and sees nothing of the others; drop: it
     is left out; refuse: an error names it. What is cut and what is left out is counted when a run begins."""
-    chat_template: Annotated[str | None, Key(when="data.kind=sft|preference", effect=Effect.RUNTIME)] = None
+    chat_template: Annotated[str | None, Key(when="data.kind=sft|preference", effect=Effect.CONTENTS)] = None
     """sft, preference: path of a chat template (Jinja); null: the chat_template.jinja beside the tokenizer, else the
     chat_template of its tokenizer_config.json."""
     loss_on: Annotated[

@@ -22,6 +22,7 @@ NONE: Change = {"data.tokenizer": None}
     Code(
         "MT345",
         "A model that has a tokenizer keeps it: text is tokenized with it, and another one is refused.",
+        says="data.tokenizer: is another tokenizer than the one that the model has",
         help="Leave data.tokenizer out, name the tokenizer.json of the model, or tokenize the corpus with that.",
     ),
     reads="data.kind data.tokenizer data.path data.blend data.validation_blend data.test_blend data.blend_weights "
