@@ -21,7 +21,7 @@ class Effect(StrEnum):
     NUMERICS = "numerics"
     """The weights that come out."""
     CONTENTS = "contents"
-    """The weights that come out, by what lies at the place that it names: a resume compares that, and not the name."""
+    """The weights that come out, by what lies at the place that it names: a resume compares that, not the name."""
     PARALLELISM = "parallelism"
     """How the work is sharded: the same numbers up to the order of summation."""
     RUNTIME = "runtime"

@@ -90,7 +90,8 @@ class DataConfig(Section):
     of its own corpora and data.split has no effect; one that has none is not read. null: a share of the corpora of
     training."""
     validation_weights: Annotated[
-        Annotated[tuple[NonNegativeFloat, ...], Field(min_length=1)] | None, Key(when="data.validation_blend", effect=Effect.RUNTIME)
+        Annotated[tuple[NonNegativeFloat, ...], Field(min_length=1)] | None,
+        Key(when="data.validation_blend", effect=Effect.RUNTIME),
     ] = Field(default=None, strict=False)
     """validation_blend: shares of the samples that each corpus gives; a corpus with 0 is not read. null: by their
     tokens."""
@@ -100,7 +101,8 @@ class DataConfig(Section):
     ] = Field(default=None, strict=False)
     """indexed: prefixes of the corpora that tests read; null: as for validation_blend."""
     test_weights: Annotated[
-        Annotated[tuple[NonNegativeFloat, ...], Field(min_length=1)] | None, Key(when="data.test_blend", effect=Effect.RUNTIME)
+        Annotated[tuple[NonNegativeFloat, ...], Field(min_length=1)] | None,
+        Key(when="data.test_blend", effect=Effect.RUNTIME),
     ] = Field(default=None, strict=False)
     """test_blend: shares of the samples that each corpus gives; 0: it is not read. null: by their tokens."""
     order: Annotated[Literal["keyed", "megatron"], Key(when="data.kind=text|indexed")] = "keyed"

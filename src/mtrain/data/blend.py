@@ -6,6 +6,7 @@ import functools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 
@@ -198,7 +199,7 @@ class Blend:
             out[part == i] = self.parts[i].batch(index[part == i])
         return out
 
-    def describe(self) -> dict[str, int]:
+    def describe(self) -> dict[str, Any]:
         """Counts over all parts: documents, tokens, samples until as many are given as they have."""
         counts = [part.describe() for part in self.parts]
         found = {key: sum(count[key] for count in counts) for key in counts[0]}

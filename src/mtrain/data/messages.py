@@ -40,8 +40,10 @@ AFTER: dict[str, tuple[str, ...]] = {
 """Who may speak after whom."""
 OF_A_CHAT = ("messages", "conversations", "tools", "system", "prompt")
 OF_A_PAIR = (*OF_A_CHAT, "chosen", "rejected")
-OF_A_MESSAGE = ("role", "content", "name", "tool_calls", "tool_call_id", "function_call")
-OF_A_MESSAGE += ("reasoning_content", "reasoning", "thinking", "refusal")
+OF_A_MESSAGE = (
+    *("role", "content", "name", "tool_calls", "tool_call_id", "function_call"),
+    *("reasoning_content", "reasoning", "thinking", "refusal"),
+)
 OF_A_TURN = ("from", "value")
 OF_A_PART = ("type", "text")
 CALLS = ("tool_calls", "function_call")
