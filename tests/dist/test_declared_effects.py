@@ -240,15 +240,3 @@ def test_a_key_that_names_what_is_read_changes_weights_by_what_lies_there(key: s
     if isinstance(now, str) and (home / now).is_dir():
         (home / "again").symlink_to(home / now)
         assert digest(apply(raw, {key: "again"})) == digest(raw), "the same contents under another name"
-
-
-def test_explain_claims_of_no_key_that_is_read_that_it_changes_nothing(capsys: pytest.CaptureFixture[str]) -> None:
-    from mtrain.cli.main import main
-
-    for key in (*NAMES, "data.test_blend", "checkpoint.resume"):
-        assert main(["explain", key]) == 0
-        said = capsys.readouterr().out
-        assert "no weight" not in said
-        assert "changes   contents: " in said
-    assert main(["explain", "model.published.peak_lr", "model=llama3_8b"]) == 0
-    assert "decides   optim.lr" in capsys.readouterr().out, "what follows from a key is told beside it"
