@@ -192,7 +192,7 @@ def test_the_digest_tells_a_change_of_any_number() -> None:
     assert digest(plain) != digest(apply(plain, {"optim.eps": 1e-7}))
 
 
-@pytest.mark.sampled(10)
+@pytest.mark.sampled(24)
 @pytest.mark.parametrize("key", RUNTIME)
 def test_a_key_that_is_declared_to_change_no_weight_changes_none(key: str) -> None:
     field = field_of(key)

@@ -66,6 +66,7 @@ def test_an_answer_that_is_left_out_carries_no_loss_in_a_fresh_process(home: Pat
     assert "".join(learned).replace("|", "") == "four<im_end>"
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("kind", ["plain", "marked"])
 @pytest.mark.parametrize("flags", OFF, ids=str)
 def test_an_answer_that_says_so_is_context_alone(flags: dict[str, Any], kind: str, preview: Preview) -> None:
