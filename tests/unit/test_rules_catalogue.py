@@ -325,7 +325,7 @@ BROKEN: list[tuple[str, dict[str, Any]]] = [
     ("MT301", {"data.kind": "indexed"}),
     ("MT302", {"data.kind": "mock", "data.path": "x"}),
     ("MT303", {"data.kind": "mock", "data.limit_mib": 1.0}),
-    ("MT304", {"data.tokenizer": "x"}),
+    ("MT304", {"data.kind": "mock", "data.tokenizer": "x"}),
     ("MT305", {"data.path": "/nowhere/at/all"}),
     ("MT306", {"data.kind": "indexed", "data.path": "/nowhere/at/all"}),
     ("MT307", {"data.kind": "indexed", "data.path": "/nowhere", "data.tokenizer": "/nowhere/t.json"}),

@@ -59,7 +59,8 @@ def _fits(run: RunConfig, checkpoint: Path) -> None:
     manifest = read_manifest(checkpoint, verify=False)
     if run.data.kind != "indexed" or run.checkpoint.accept_changes:
         return
-    prefixes = [user_path(prefix) for prefix in run.data.blend or (run.data.path,) if prefix is not None]
+    read = run.data.without_excluded()
+    prefixes = [user_path(prefix) for prefix in read.blend or (read.path,) if prefix is not None]
     indexes = [prefix.with_name(f"{prefix.name}.idx") for prefix in prefixes]
     if sum(index.stat().st_size for index in indexes if index.is_file()) > READ_INDEXES:
         return

@@ -102,7 +102,7 @@ def export(argv: list[str]) -> int:
     checkpoint, table = Saved.open(path), tables(kind, run.model)[0]
     weights = Weights(checkpoint, run, table, model_boxes(run), dtype)
     if version is not None:
-        return _export_adapters(weights, kind, out, version)
+        return _export_adapters(weights, kind, out, version, home)
     with drafted(out, "exporting") as draft:
         record = export_weights(weights, draft)
         stored = IN_TORCH[weights.dtype_of(weights.found.steps[0])]
@@ -125,14 +125,16 @@ def _peft_version(options: dict[str, str]) -> str | None:
     return PEFT_VERSIONS[word] if word is not None else None
 
 
-def _export_adapters(weights: Any, kind: str, out: Path, version: str) -> int:
+def _export_adapters(weights: Any, kind: str, out: Path, version: str, home: Path) -> int:
     """A folder that `peft` loads."""
     from mtrain.convert import certificate
     from mtrain.convert.adapter_folder import write_adapters
     from mtrain.convert.hugging_face import layers
+    from mtrain.convert.tokenizer_files import keep_tokenizer
 
     with drafted(out, "exporting") as draft:
         record = write_adapters(weights, layers(kind), draft, version, weights.run.checkpoint.init_from)
+        keep_tokenizer(home, draft)
         certificate.write(draft, "export", kind, record, {"left_out": "adapters alone"})
     size = sum(file.stat().st_size for file in out.iterdir())
     said = f"{len(record.target)} tensors of adapters, {bytes_(size)} in {out}, as peft {version} has them"
@@ -208,7 +210,12 @@ def _config_of(run: RunConfig, home: Path, kind: str | None) -> tuple[str, dict[
             }
     body = config_json(run.model, "float32", kind)
     unsaid = [key for key in ENDS if key not in body]  # the end of T5's sequences is the model's own
-    return str(body["model_type"]), {**body, **dict.fromkeys(unsaid, _end_of_document(home))}
+    from mtrain.convert.tokenizer_files import special_ids
+
+    said = special_ids(home)
+    ends = {key: said.get(key, said.get("eos_token_id", _end_of_document(home))) for key in unsaid}
+    pad = {"pad_token_id": said["pad_token_id"]} if "pad_token_id" in said and "pad_token_id" not in body else {}
+    return str(body["model_type"]), {**body, **ends, **pad}
 
 
 def _end_of_document(home: Path) -> int | None:
@@ -221,20 +228,17 @@ def _end_of_document(home: Path) -> int | None:
 
 
 def _write_companions(draft: Path, home: Path, body: dict[str, Any]) -> None:
-    from mtrain.convert.folder import COMPANIONS, CONFIG, GENERATION
+    from mtrain.convert.folder import CONFIG, GENERATION
     from mtrain.convert.hugging_face import KEPT, keep
+    from mtrain.convert.tokenizer_files import also_ending, keep_tokenizer
 
     (draft / CONFIG).write_text(strict_json.dumps(body, indent=2) + "\n")
-    for name in COMPANIONS:
-        keep(home / KEPT / name, draft / name)
+    keep_tokenizer(home, draft)
+    keep(home / KEPT / GENERATION, draft / GENERATION)
     if not (draft / GENERATION).exists():
         ids = {key: body[key] for key in IDS if body.get(key) is not None}
         (draft / GENERATION).write_text(strict_json.dumps(ids, indent=2) + "\n")
-    if not (draft / "tokenizer.json").exists():
-        keep(home / "tokenizer.json", draft / "tokenizer.json")
-        if (draft / "tokenizer.json").exists():
-            said = {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False}
-            (draft / "tokenizer_config.json").write_text(strict_json.dumps(said, indent=2) + "\n")
+    also_ending(home, draft / GENERATION)
 
 
 def _logits(run: RunConfig, checkpoint: Path, folder: Path) -> dict[str, Any]:

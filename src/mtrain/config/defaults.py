@@ -14,7 +14,7 @@ from mtrain.config.devices import facts_of
 from mtrain.config.families import limited
 from mtrain.config.model import ModelConfig
 from mtrain.config.optimizers import OPTIMIZERS
-from mtrain.config.paths import CHECKPOINTS
+from mtrain.config.paths import CHECKPOINTS, RESUME_WORDS
 from mtrain.config.run import RunConfig
 from mtrain.config.t5 import lengths, padded, spans
 from mtrain.errors import Problem
@@ -78,13 +78,16 @@ def data_kind(run: RunConfig) -> Filled:
 
 def tokenizer_of_chats(run: RunConfig) -> Filled:
     """Chats are written for the model whose weights a run begins with."""
-    d, source = run.data, run.checkpoint.init_from
+    d, key = run.data, "init_from"
+    if run.checkpoint.resume is not None and run.checkpoint.resume not in RESUME_WORDS:
+        key = "resume"
+    source = getattr(run.checkpoint, key)
     if d.kind not in CHATS or d.tokenizer is not None or source is None:
         return {}
     folder = PurePath(source)
     if folder.parent.name == CHECKPOINTS:
         folder = folder.parent.parent
-    return {"data.tokenizer": (str(folder / "tokenizer.json"), f"checkpoint.init_from {source}")}
+    return {"data.tokenizer": (str(folder / "tokenizer.json"), f"checkpoint.{key} {source}")}
 
 
 def number_format(run: RunConfig) -> Filled:

@@ -16,7 +16,7 @@ class CheckpointConfig(Section):
     """Save after the last step."""
     keep: PositiveInt | None = 2
     """How many of the newest checkpoints stay; null: all."""
-    resume: Annotated[str | None, Key(aka="load")] = None
+    resume: Annotated[str | None, Key(effect=Effect.CONTENTS, aka="load")] = None
     """`auto`: continue the run that the same launch began (with `log.name`: the run of that name), or begin one.
     `latest`: continue the newest run of this configuration. Otherwise a run folder or a checkpoint folder. null: a
     new run; under a launcher that restarts failed runs, `auto`."""

@@ -15,6 +15,7 @@ from mtrain.config.run import RunConfig
 from mtrain.convert.boxes import adapt, model_boxes
 from mtrain.convert.certificate import Record
 from mtrain.convert.folder import COMPANIONS, CONFIG, MAX_COMPANION_BYTES, Folder, open_folder
+from mtrain.data.chat import FILES as BESIDE_TOKENIZER
 from mtrain.durable import sync
 from mtrain.errors import ConfigError, CorruptData, Problem
 from mtrain.models.registry import family_of, imported
@@ -116,7 +117,8 @@ def take(run: RunConfig, source: Path, home: Path) -> tuple[str, Path, Record, F
     for name in (CONFIG, *COMPANIONS):
         keep(source / name, home / KEPT / name)
     if not (home / TOKENIZER).exists():
-        keep(source / TOKENIZER, home / TOKENIZER)
+        for name in (TOKENIZER, *BESIDE_TOKENIZER):
+            keep(source / name, home / name)
     return kind, checkpoint, record, folder
 
 

@@ -260,7 +260,9 @@ class MegatronBlend(Blend):
     ) -> None:
         self.parts, self.name, self.total, self.shares = list(parts), name, total, weights
         self.seq_length, self.vocab_size = parts[0].seq_length, parts[0].vocab_size
-        self._greedy, self._repeat = Greedy(weights), repeat
+        self.stretches = []
+        self._greedy = Greedy(weights)
+        self._repeat = repeat
         if total <= SURELY:
             self._suffice(self._greedy.given(total))
 

@@ -41,6 +41,7 @@ from mtrain.config.rules import (
     sharding,
     storage,
     t5,
+    tokenizers,
     unused,
 )
 from mtrain.config.rules.finding import Change, Finding
@@ -69,6 +70,7 @@ _MODULES = (
     data,
     mixing,
     corpus,
+    tokenizers,
     chats,
     precision,
     quantized,

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
 from pathlib import Path
 
-from mtrain.config.defaults import CHATS
+from mtrain.config.data_keys import WEIGHTS_OF, read_corpora
 from mtrain.config.files import PIECE, SKIPPED_FOLDERS, Bound, files_below, no_text, unreadable
 from mtrain.config.groups import DataConfig
 from mtrain.config.manifest import READ_BYTES, Manifest, read_manifest
@@ -166,8 +166,9 @@ def _text_in(path: Path, d: DataConfig, need: int, bound: Bound) -> tuple[int, i
         help="Enlarge model.vocab_size, or tokenize the text anew.",
     ),
     ANOTHER_TOKENIZER,
-    reads="data.path data.blend data.validation_blend data.test_blend data.kind data.seq_length data.split "
-    "data.packed data.packed_by data.order data.tokenizer trainer.eval_iters model.vocab_size",
+    reads="data.path data.blend data.validation_blend data.test_blend data.blend_weights data.validation_weights "
+    "data.test_weights data.kind data.seq_length data.split data.packed data.packed_by data.order data.tokenizer "
+    "trainer.eval_iters model.vocab_size",
     disk=True,
 )
 def tokens_are_there(run: RunConfig) -> Iterator[Finding]:
@@ -182,7 +183,10 @@ def tokens_are_there(run: RunConfig) -> Iterator[Finding]:
         yield from _corpus(run, d.path, lambda name: {"data.path": name}, shares)
     for key in whole:
         names: tuple[str, ...] = getattr(d, key) or ()
+        read = read_corpora(getattr(d, key), getattr(d, WEIGHTS_OF[key]))
         for i, prefix in enumerate(names):
+            if prefix not in read:
+                continue
             around = names[:i], names[i + 1 :]
             shares = whole[key] if apart else d.split
             found = list(
@@ -308,7 +312,7 @@ def _tokens_suffice(run: RunConfig, corpus: TokenFiles, shares: Sequence[float])
 @rule(
     Code(
         "MT307",
-        "The tokenizer of indexed data, of chats, or of images with texts, exists and can be read.",
+        "The tokenizer that data.tokenizer names exists and can be read.",
         help="Name a tokenizer.json that exists.",
         example="data=indexed data.path=/nowhere/corpus data.tokenizer=/nowhere/tokenizer.json",
     ),
@@ -322,7 +326,7 @@ def _tokens_suffice(run: RunConfig, corpus: TokenFiles, shares: Sequence[float])
 def tokenizer_is_there(run: RunConfig) -> Iterator[Finding]:
     """A tokenizer that is named exists, is one, and has no more ids than the model."""
     d = run.data
-    if d.kind not in ("indexed", "image_text", *CHATS) or d.tokenizer is None:
+    if d.kind == "mock" or d.tokenizer is None:
         return
     path = user_path(d.tokenizer)
     rule = unreadable(path)

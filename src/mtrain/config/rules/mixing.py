@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from itertools import pairwise
 
+from mtrain.config.rules.data import LEAST_SHARE, is_lost
 from mtrain.config.rules.finding import Change, Finding
 from mtrain.config.rules.rule import Code, rule
 from mtrain.config.run import RunConfig
@@ -80,9 +81,10 @@ def curriculum_of_a_blend(run: RunConfig) -> Iterator[Finding]:
             even = [[at, [1.0] * len(each) if not sum(each) else list(each)] for at, each in plan]
             yield Finding("MT352", "data.blend_curriculum", rule, ({"data.blend_curriculum": even}, none))
             return
-        if least < 1e-6 * total:
-            rule = f"the smallest share from sample {first} on is {least / total:.1g} of all, and 1e-06 is the least"
-            yield Finding("MT354", "data.blend_curriculum", rule, (none,))
+        if is_lost(least, total):
+            rule = f"the smallest share from sample {first} on is {least / total:.2g} of all, and {LEAST_SHARE:g} is"
+            said = [[at, [0.0 if is_lost(w, sum(each) or 1.0) else w for w in each]] for at, each in plan]
+            yield Finding("MT354", "data.blend_curriculum", f"{rule} the least", ({"data.blend_curriculum": said},))
             return
     yield from _rises([first for first, _ in plan], plan)
 
