@@ -77,9 +77,13 @@ def test_the_command_line_is_over_a_recipe_for_choices_and_values(recipe: Path) 
     assert composed.origins["optim.lr"] == composed.origins["model.num_layers"] == "command line"
 
 
-def test_a_recipe_value_holds_over_a_model_chosen_on_the_command_line(recipe: Path) -> None:
+def test_a_model_chosen_on_the_command_line_replaces_what_a_recipe_says_of_its_model(recipe: Path) -> None:
     composed = compose([f"recipe={recipe}", "model=llama_tiny"])
-    assert (composed.run.model.name, composed.run.model.num_layers) == ("llama_tiny", 6)
+    assert (composed.run.model.name, composed.run.model.num_layers) == ("llama_tiny", 4)
+    assert composed.run.optim.lr == 3e-4
+    (warning,) = composed.warnings
+    assert (warning.code, warning.path, warning.severity) == ("MT020", "model", "warning")
+    assert "model.num_layers=6" in warning.rule
 
 
 def test_the_order_of_arguments_does_not_change_precedence(recipe: Path) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 
 from mtrain.ckpt import folder as ckpt_folder
 from mtrain.cli.resume import beneath, relaid, run_file, target_of
-from mtrain.cli.setup import load
+from mtrain.cli.setup import load, say_replaced
 from mtrain.cli.words import Word, number, read_words, texts, yes
 from mtrain.config.dump import override
 from mtrain.config.files import kind_of
@@ -72,6 +72,7 @@ def run(argv: list[str], *, debug: bool, as_json: bool = False) -> int:
     request = _request(words, source, as_json)
     said = [f"run={run_file(target)}", *beneath([*WITHOUT_DATA, *relaid(overrides)], overrides)]
     composed = load(said)
+    say_replaced(composed)
     must_write(composed.run)
     preflight.check(composed.run, said)
     local.generate(composed.run, source, request)

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 
 from mtrain import strict_json
-from mtrain.cli.setup import load
+from mtrain.cli.setup import load, say_replaced
 from mtrain.config.dump import run_yaml
 from mtrain.config.run import RunConfig
 from mtrain.errors import say_page, visible
@@ -22,6 +22,7 @@ def run(argv: Sequence[str], *, bare: bool = False, as_json: bool = False) -> in
         ConfigError: the configuration has errors.
     """
     loaded = load(argv, to_run=False)
+    say_replaced(loaded)
     if as_json:
         body = {"run": loaded.run.to_dict(), "origins": loaded.origins, "digest": loaded.run.digest()}
         variables = {name: asdict(setting) for name, setting in _environment(loaded.run).items()}

@@ -199,3 +199,12 @@ def _suggested(path: str) -> tuple[list[str], str]:
     if not near:
         near += [foreign()[name] for name in difflib.get_close_matches(last, list(foreign()), n=1, cutoff=0.85)]
     return list(dict.fromkeys(near))[:3], ""
+
+
+def is_under_a_value(path: str) -> bool:
+    """Whether a dotted key goes on behind one that holds a plain value, as in `model.num_layers.x`."""
+    names = path.split(".")
+    above = [field_of(".".join(names[:i])) for i in range(1, len(names))]
+    return any(
+        f is not None and section_in(f.annotation) is None and get_origin(f.annotation) is not dict for f in above
+    )
