@@ -28,6 +28,7 @@ from mtrain.config.origins import COMMAND_LINE, Layer, Origins, Setting
 from mtrain.config.overrides import Overrides, read_overrides
 from mtrain.config.paths import user_path
 from mtrain.config.problem import distinct
+from mtrain.config.provided import as_written
 from mtrain.config.recipe import Recipe, read_recipe, reserved_keys
 from mtrain.config.replaced import Replaced, brought
 from mtrain.config.run import GROUPS, RunConfig
@@ -112,7 +113,7 @@ class _Composition:
         self.problems += self.library.problems + refused_values
         self.problems += resolve_references(values, origins.where)
         run, problems = validate(values, origins.where)
-        self.problems += problems
+        self.problems += [as_written(problem, self.library.documents.values()) for problem in problems]
         strayed = self._strayed(run, origins)
         self.problems += strayed
         if run is None or self.problems:
