@@ -109,7 +109,9 @@ def test_no_rule_offers_to_throw_away_what_the_command_line_says() -> None:
                 lost = [
                     key
                     for key, value in change.items()
-                    if is_content(key) and said.get(key) not in (None, "", "null", "[]") and value in (None, [], {}, "")
+                    if is_content(key)
+                    and said.get(key) not in (None, "", "null", "[]")
+                    and value in (None, [], {}, "")
                 ]
                 assert not lost or problem.code in MAY_NOT_BE_SET, (line, problem)
                 if change.get("data.kind") == "mock":

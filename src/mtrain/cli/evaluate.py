@@ -19,7 +19,9 @@ USAGE = f"{program()} evaluate runs/<name> [limit=N] [tasks=NAME] [overrides]"
 WORDS = {
     "limit": Word(None, number(int, 1, 1e12), "a whole number of at least 1", "limit=100"),
     "tasks": Word((), lambda text: [name for one in texts(text) for name in one.split(",")], many=True),
-    "shots": Word(None, number(int, 0, 1000), "a whole number of at least 0", "shots=5"),
+    "shots": Word(
+        None, number(int, 0, 1000), "a whole number of at least 0", "shots=5", aka=("num_fewshot", "fewshot")
+    ),
     "batch": Word(8, number(int, 1, 4096), "a whole number from 1 to 4096", "batch=8"),
 }
 

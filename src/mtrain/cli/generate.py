@@ -46,11 +46,11 @@ WITHOUT_DATA = (
 )
 """The corpus of the run may be gone: its tokenizer is in the run folder."""
 WORDS = {
-    "prompt": Word(None),
+    "prompt": Word(None, aka=("text", "input")),
     "prompts": Word(None, Path),
     "chat": Word(False, yes, "true or false", "chat=true"),
-    "tokens": Word(64, number(int, 0, 1e6), "a number of at least 0", "tokens=64"),
-    "temperature": Word(0.8, number(float, 0, 1e6), "a number of at least 0", "temperature=0.8"),
+    "tokens": Word(64, number(int, 0, 1e6), "a number of at least 0", "tokens=64", aka=("max_length", "n_predict")),
+    "temperature": Word(0.8, number(float, 0, 1e6), "a number of at least 0", "temperature=0.8", aka=("temp",)),
     "top_k": Word(0, number(int, 0, 1e9), "a whole number of at least 0, which keeps all", "top_k=50"),
     "top_p": Word(1.0, number(float, 0, 1, above=True), "a number above 0, and at most 1", "top_p=0.9"),
     "min_p": Word(0.0, number(float, 0, 1), "a number from 0 to 1", "min_p=0.05"),

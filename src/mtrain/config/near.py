@@ -39,6 +39,7 @@ CONVERTED: dict[str, Callable[[Any], Any]] = {
     "distributed_timeout_minutes": lambda value: 60.0 * value,
 }
 """Foreign names whose values mean something else under our key, and what."""
+_SIZE = re.compile(r"([0-9]+(?:\.[0-9]+)?)([kmb]?)")
 _WORDS = {
     **{"true": True, "false": False, "silu": "swiglu", "relu2": "squared_relu"},
     **{FORMATS[word].torch: word for word in get_args(WeightFormat)},
@@ -131,8 +132,15 @@ def near_choice(word: str, choices: Sequence[str]) -> list[str]:
     near = difflib.get_close_matches(word, choices, n=3, cutoff=0.5)
     letters = re.sub(r"[^a-z0-9]", "", word)
     same = [c for c in choices if re.sub(r"[^a-z0-9]", "", c.lower()) == letters]
-    begun = [c for c in choices if len(word) > 2 and c.startswith(word)]
+    begun = sorted((c for c in choices if len(word) > 2 and c.startswith(word)), key=lambda c: _by_size(c, word))
     return same or list(dict.fromkeys([*begun, *near]))[:3]
+
+
+def _by_size(choice: str, begin: str) -> tuple[bool, list[float]]:
+    """The order of choices that begin alike: those of the very name first, and of these the smallest."""
+    rest = choice.removeprefix(begin)
+    sizes = [float(n) * {"k": 1e3, "m": 1e6, "b": 1e9}.get(unit, 1.0) for n, unit in _SIZE.findall(rest)]
+    return bool(rest) and rest[0] != "_", sizes
 
 
 def layouts_near(word: str) -> list[str]:

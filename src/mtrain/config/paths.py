@@ -177,11 +177,17 @@ def _names_below(roots: list[Path]) -> list[str]:
 
 
 def display(path: Path) -> str:
-    """`path` as problems name it: from `conf/` or `recipes/` on for shipped files, else as it was given."""
+    """`path` as problems name it: of a checkout's shipped files from `conf/` or `recipes/` on, else as it is."""
     for root, name in ((conf_dir(), "conf"), (recipes_dir(), "recipes")):
-        if path.is_relative_to(root):
+        if path.is_relative_to(root) and root.name == name:
             return f"{name}/{path.relative_to(root).as_posix()}"
     return str(path)
+
+
+def is_shipped(source: str) -> bool:
+    """Whether a file, as problems name it, is one of those that ship."""
+    shipped = ("conf/", "recipes/", f"{conf_dir()}{os.sep}", f"{recipes_dir()}{os.sep}")
+    return source.startswith(shipped)
 
 
 def user_path(text: str) -> Path:

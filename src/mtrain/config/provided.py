@@ -15,17 +15,17 @@ from mtrain.config.keys import field_of, is_content
 from mtrain.config.load import Document
 from mtrain.config.near import accepts
 from mtrain.config.origins import COMMAND_LINE
+from mtrain.config.paths import is_shipped
 from mtrain.config.validate import MAX_ITEMS, whole
 from mtrain.errors import Problem
 
 _FILE = re.compile(r".+:[0-9]+\Z")
-SHIPPED = ("conf/", "recipes/")
 SYNTHETIC = "mock"
 
 
 def is_provided(origin: str) -> bool:
     """Whether a user set a key: on the command line, or in a file that does not ship with mtrain."""
-    return origin == COMMAND_LINE or (_FILE.match(origin) is not None and not origin.startswith(SHIPPED))
+    return origin == COMMAND_LINE or (_FILE.match(origin) is not None and not is_shipped(origin))
 
 
 def discards(change: Mapping[str, Any], held: Mapping[str, Any], origins: Mapping[str, str]) -> bool:
