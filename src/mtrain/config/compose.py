@@ -133,8 +133,7 @@ class _Composition:
 
     def _warnings(self, run: RunConfig | None, origins: Origins) -> tuple[Problem, ...]:
         """What choices on the command line replaced."""
-        found = self.replaced.problems(self.overrides.values, run, origins.has) if self.replaced is not None else ()
-        return tuple(found)
+        return tuple(self.replaced.problems(self.overrides.values, run, origins.has) if self.replaced else ())
 
     def _recipe(self) -> Recipe | None:
         if self.overrides.recipe is None or self.overrides.run is not None:
