@@ -322,7 +322,6 @@ BROKEN: list[tuple[str, dict[str, Any]]] = [
             "precision.grad_reduce_in_fp32": False,
         },
     ),
-    ("MT301", {"data.kind": "indexed"}),
     ("MT302", {"data.kind": "mock", "data.path": "x"}),
     ("MT303", {"data.kind": "mock", "data.limit_mib": 1.0}),
     ("MT304", {"data.kind": "mock", "data.tokenizer": "x"}),

@@ -38,7 +38,11 @@ PAGES: dict[str, Page] = {
         f"show {OVERRIDES} [FLAGS]",
         "Prints the resolved configuration, and who set each key.",
         SETTINGS,
-        (JSON, ("--resolved", "print the bare file that run=FILE reads")),
+        (
+            JSON,
+            ("--resolved", "print the bare file that run=FILE reads"),
+            ("--changed", "print only what differs from the defaults, as settings"),
+        ),
         (
             ("show recipe=llama3/70b_h100x64", "what a recipe sets, line by line"),
             ("show --resolved optim.lr=3e-4", "a run in one file: redirect it, and take it with run=FILE"),
@@ -100,12 +104,18 @@ PAGES: dict[str, Page] = {
     ),
     "resume": Page(
         "resume RUN [KEY=VALUE ...]",
-        "Goes on with a run from its newest checkpoint, with the configuration that its folder holds.",
+        "Goes on with a run from its newest checkpoint, with the configuration that its folder holds. A run gets\n"
+        "longer by trainer.train_iters; where that bends a learning rate that has begun to decay, mtrain says how,\n"
+        "and checkpoint.accept_changes=true goes on with it.",
         (*RUN, ("KEY=VALUE", "what is to be different from here on")),
         (),
         (
             ("resume runs/NAME", "to the end that it had"),
-            ("resume runs/NAME trainer.train_iters=2000 parallel=tp4", "longer, in another layout"),
+            ("resume runs/NAME parallel=tp4", "in another layout"),
+            (
+                "resume runs/NAME trainer.train_iters=2000 checkpoint.accept_changes=true",
+                "longer, as its decay is",
+            ),
         ),
     ),
     "export": Page(

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from mtrain.cli.setup import load
+from mtrain.cli.setup import load, say_replaced
 from mtrain.config.devices import facts_of
 from mtrain.config.kernels import OURS, summary
 from mtrain.config.resolve import Machine
@@ -66,7 +66,9 @@ def run(argv: list[str], *, debug: bool) -> int:
     apart. The layout is resumed from a checkpoint after half of the steps, one rank is not. After a failure both run
     again and the first module that computes something else is named.
     """
-    full = load(argv).run
+    loaded = load(argv)
+    say_replaced(loaded)
+    full = loaded.run
     equal = True
     for dtype in formats(full):
         small = comparable(full, argv, STEPS, dtype)

@@ -17,12 +17,14 @@ from mtrain.config.rules import check
 from mtrain.config.run import RunConfig
 from mtrain.config.suggest import with_fixes
 from mtrain.config.watch import read_from, touches, watched
-from mtrain.errors import BadEnvironment, BadPlace, ConfigError, CorruptInput, Problem
+from mtrain.errors import BadEnvironment, BadPlace, ConfigError, CorruptInput, Problem, say_page
 
 DAMAGE = {"MT611", "MT612", "MT613"}
 """Codes of files that are not what they were written as."""
 PLACES = {"MT431", "MT432"}
 """Codes of folders that cannot be written."""
+REPLACED = "MT020"
+"""The code of values of a recipe that a choice on the command line replaces."""
 COUNTED_HERE = frozenset({"MT113", "MT114"})
 """Codes of errors that may mean no more than too few devices here, where their number is that of this machine."""
 
@@ -75,14 +77,14 @@ def load(
         found = list(error.problems)
         if error.partial is not None:
             found = with_fixes(found, error.partial.run, lambda r: resolve(r, machine, world_size))
-        raise ConfigError([*found, *also_wrong(error, machine, world_size)]) from None
+        raise ConfigError([*found, *also_wrong(error, machine, world_size), *error.warnings]) from None
     composed, why = settled(composed, machine, world_size)
     raw = composed.run
     run = resolve(raw, machine, world_size, why=why)
     if to_run:
         _refuse_hidden_gpus(raw, run, machine)
     origins = resolved_origins(composed, run, why)
-    problems = validate(composed, run, origins, machine, world_size, to_run=to_run)
+    problems = [*composed.warnings, *validate(composed, run, origins, machine, world_size, to_run=to_run)]
     problems += families.problems(run.model, origins) or memory_problems(run, machine, origins)
     problems = [problem for problem in problems if problem.code not in but]
     errors = {problem.code for problem in problems if problem.severity == "error"}
@@ -92,6 +94,13 @@ def load(
             _refuse_too_few_devices(run, machine, machines or run.cluster.nodes, problems)
         raise _kind(errors, to_run)(problems)
     return Loaded(run, origins, composed.choices, tuple(problems), composed.history, composed.files, raw)
+
+
+def say_replaced(composed: Composed) -> None:
+    """Print on standard error what choices of the command line replaced, for verbs that show no other warnings."""
+    for problem in composed.warnings:
+        if problem.code == REPLACED:
+            say_page(problem.render(), error=True)
 
 
 def _kind(errors: AbstractSet[str], to_run: bool) -> type[ConfigError]:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import traceback
 from dataclasses import replace
+from pathlib import Path
 
 from mtrain.cli.setup import load
 from mtrain.config.compose import Composed
+from mtrain.config.paths import program
 from mtrain.config.resolve import Machine
 from mtrain.config.run import RunConfig
-from mtrain.errors import MtrainError, message, say_page, warn
+from mtrain.errors import MtrainError, message, say, say_page, warn
 from mtrain.launching import torchrun
 from mtrain.launching.worker import leave
 from mtrain.world.launchers import Launched
@@ -31,8 +33,24 @@ def run(argv: list[str], *, debug: bool) -> int:
     _warn(composed)
     if stray := torchrun.stray():
         warn(stray)
-    local.launch(composed.run, argv)
+    folder = local.launch(composed.run, argv)
+    if not argv:  # somebody's first run
+        say(*next_steps(folder))
     return 0
+
+
+def next_steps(folder: Path) -> list[str]:
+    """What to do after a first run, as commands."""
+    steps = (
+        ("data=text data.path=FOLDER", "train on text of your own"),
+        (f'generate {folder} prompt="import"', "text from what was trained"),
+        (f"resume {folder} trainer.train_iters=400 checkpoint.accept_changes=true", "train it for longer"),
+        ("check model=llama3_8b cluster=h100x8", "validate a large model, without starting anything"),
+        ("plan recipe=llama3/70b_h100x64", "its memory and time"),
+        ("help", "everything else"),
+    )
+    width = max(len(words) for words, _ in steps)
+    return ["", "next:", *(f"  {program()} {words:<{width}}  {what}" for words, what in steps)]
 
 
 def _warn(composed: Composed) -> None:

@@ -29,6 +29,7 @@ FLAGS = {
     "--json": "print JSON for a machine, where the page of a verb has it",
     "--trace": "plan: run a step of one rank (rank=R) on shapes alone, and compare",
     "--resolved": "show: print the bare file that run=FILE reads",
+    "--changed": "show: print only what differs from the defaults, as settings, each with who set it",
     "--megatron": "convert import, export: the other side is a checkpoint of megatron-core",
     "--draw": "plan: pictures of memory, schedule, time and machines",
     "--calibrate": "plan: what a CPU or GPU reaches, from what was measured: --calibrate RUN_OR_FILE... out=FILE",
@@ -49,4 +50,6 @@ OF_ALL = frozenset({"--json", "--multirun", "--debug", "--help", "--version"})
 ANSWERS = ("--compare", "--trace", "--calibrate", "--html", "--draw")
 """Flags of `plan`, each of which asks for something else."""
 SHORT = {"-h": "--help", "-m": "--multirun"}
+WORDS = {"help": "--help", "version": "--version"}
+"""Words in the place of a verb -> the flag that they are."""
 HELP = ("--help", "-h")

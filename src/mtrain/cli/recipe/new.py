@@ -9,7 +9,7 @@ from pathlib import Path
 from tempfile import TemporaryFile
 
 from mtrain.cli.options import needed, read_options
-from mtrain.cli.setup import also_wrong, resolved_origins, settled, validate
+from mtrain.cli.setup import also_wrong, resolved_origins, say_replaced, settled, validate
 from mtrain.config.choices import is_path
 from mtrain.config.compose import Composed, Rejected, compose
 from mtrain.config.overrides import read_overrides
@@ -52,6 +52,7 @@ def for_elsewhere(words: Sequence[str]) -> tuple[Composed, RunConfig]:
         composed = compose(words)
     except Rejected as error:
         raise ConfigError([*error.problems, *also_wrong(error, machine, world_size)]) from None
+    say_replaced(composed)
     chosen, why = settled(composed, machine, world_size)
     run = resolve(chosen.run, machine, world_size, why=why)
     problems = validate(chosen, run, resolved_origins(chosen, run, why), machine, world_size)

@@ -132,7 +132,8 @@ def profile_within_run(run: RunConfig) -> Iterator[Finding]:
     last = max(t.profile_ranks, default=0)
     if t.profile_step is not None and last >= ranks:
         rule = f"there is no rank {last}: the run has {ranks}, from 0 on"
-        yield Finding("MT134", "trainer.profile_ranks", rule, ({"trainer.profile_ranks": (0,)},))
+        there = tuple(rank for rank in t.profile_ranks if rank < ranks) or (ranks - 1,)
+        yield Finding("MT134", "trainer.profile_ranks", rule, ({"trainer.profile_ranks": there},))
 
 
 @rule(Code("MT135", example="trainer.soft_timeout_s=700"), reads="trainer.soft_timeout_s trainer.timeout_s")
@@ -163,7 +164,7 @@ def ramp_is_one(run: RunConfig) -> Iterator[Finding]:
     t = run.trainer
     if t.rampup_batch_size is not None and t.batch_size_schedule is not None:
         rule = f"steps grow by {LINEAR} or by {LISTED}, and both are set"
-        yield Finding("MT136", "trainer.rampup_batch_size", rule, ({LINEAR: None}, {LISTED: None}))
+        yield Finding("MT136", "trainer.rampup_batch_size", rule, ({LINEAR: None}, {LISTED: None}), unset=True)
     elif t.rampup_batch_size is not None:
         first, increment, samples = t.rampup_batch_size
         gap = t.batch - first

@@ -43,19 +43,24 @@ def keys_of_the_kind(run: RunConfig) -> Iterator[Finding]:
     if d.kind == "indexed" and d.path is not None and d.blend is not None:
         rule = "data.blend names the corpora that are read, and data.path would have no effect"
         yield Finding(
-            "MT316", "data.path", rule, ({"data.path": None}, {"data.blend": None, "data.blend_weights": None})
+            "MT316",
+            "data.path",
+            rule,
+            ({"data.path": None}, {"data.blend": None, "data.blend_weights": None}),
+            unset=True,
         )
     if d.kind == "indexed" and d.path is None and d.blend is None:
         rule = "kind indexed reads PREFIX.bin and PREFIX.idx, and data.path is null"
-        kinds: tuple[Change, ...] = ({"data.kind": "mock"}, {"data.kind": "text"})
-        yield Finding("MT301", "data.path", rule, kinds, hint="data.path=PREFIX", lacks="input")
+        yield Finding("MT301", "data.path", rule, hint="data.path=PREFIX", lacks="input")
     if d.kind == "mock" and d.path is not None:
-        yield Finding("MT302", "data.path", "kind mock makes its tokens up and reads no path", ({"data.path": None},))
+        rule = "kind mock makes its tokens up and reads no path"
+        kinds: tuple[Change, ...] = ({"data.kind": "text"}, {"data.kind": "indexed"})
+        yield Finding("MT302", "data.path", rule, (*kinds, {"data.path": None}), unset=True)
     if d.kind != "text" and d.limit_mib is not None:
         rule = f"limits how much text is read, and data.kind is {d.kind}"
         yield Finding("MT303", "data.limit_mib", rule, ({"data.limit_mib": None},))
     if d.kind == "mock" and d.tokenizer is not None:
-        yield Finding("MT304", "data.tokenizer", "kind mock has no text", ({"data.tokenizer": None},))
+        yield Finding("MT304", "data.tokenizer", "kind mock has no text", ({"data.tokenizer": None},), unset=True)
 
 
 @rule(

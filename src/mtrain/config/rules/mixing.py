@@ -47,7 +47,9 @@ def numbers_of_a_blend(run: RunConfig) -> Iterator[Finding]:
     given = [f"data.{key}" for key in kinds if getattr(d, key) is not None]
     if d.blend is not None and len(given) > 1:
         fixes: list[Change] = [{key: None for key in given if key != kept} for kept in given]
-        yield Finding("MT353", given[0], f"{' and '.join(given)} all say what the shares are", tuple(fixes))
+        yield Finding(
+            "MT353", given[0], f"{' and '.join(given)} all say what the shares are", tuple(fixes), unset=True
+        )
 
 
 @rule(
@@ -121,7 +123,7 @@ def marks_of_the_middle(run: RunConfig) -> Iterator[Finding]:
         return
     if run.model.family not in ("gpt", "hybrid"):
         rule = f"model.family {run.model.family} does not predict the next token of a text"
-        yield Finding("MT356", "data.fim.rate", rule, (off,))
+        yield Finding("MT356", "data.fim.rate", rule, (off,), unset=True)
     hint = "data.fim.ids=[PREFIX,SUFFIX,MIDDLE]"
     if fim.ids is None:
         rule = f"data.fim.rate is {fim.rate:g}, and no ids mark prefix, suffix and middle"
