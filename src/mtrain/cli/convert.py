@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,7 @@ from mtrain.config.run_file import read_run_file
 from mtrain.errors import ConfigError, CorruptData, MtrainError, Problem, say
 from mtrain.launching.signals import scratch_folder
 from mtrain.plan.count import parameters
-from mtrain.recipes.hf import import_config, read_json
+from mtrain.recipes.hf import import_config, kind_of, read_json
 from mtrain.recipes.hf_write import config_json, same_model
 from mtrain.units import bytes_, count
 
@@ -145,7 +146,7 @@ def inspect(argv: list[str], *, as_json: bool) -> int:
     (path,) = given_paths(argv, 1, "inspect PATH")
     from mtrain.convert.inspect import held, totals
 
-    tensors = held(path)
+    tensors = held(newest(path) if (path / CHECKPOINTS).is_dir() else path)
     if as_json:
         say(strict_json.dumps({"tensors": [t._asdict() for t in tensors], **totals(tensors)}))
         return 0
@@ -163,7 +164,10 @@ def verify(argv: list[str], *, as_json: bool) -> int:
     paths = given_paths(argv, 2, "verify A B")
     from mtrain.convert.compare import compare
 
-    rows, only = compare(*(of_megatron(paths) or [_weights_at(path) for path in paths]))
+    pair, copies = of_megatron(paths), dict[str, str]()
+    if not pair:
+        pair = [_weights_at(path, copies) for path in paths]
+    rows, only = compare(*pair, copies)
     apart = [row for row in rows if not row.equal]
     if as_json:
         body = {"tensors": len(rows), "apart": [row._asdict() for row in apart], "only_in_one": only}
@@ -295,18 +299,27 @@ def _said(found: dict[str, Any]) -> str:
     return f"; logits within {found['largest_error']:.1e} of transformers' on {found['tokens']} tokens"
 
 
-def _weights_at(path: Path) -> Any:
+def _weights_at(path: Path, copies: dict[str, str]) -> Any:
+    """The weights of a folder or of a run; adds what such a folder may hold twice to `copies`."""
     from mtrain.convert.boxes import model_boxes
     from mtrain.convert.compare import OfCheckpoint
     from mtrain.convert.folder import is_folder, open_folder
     from mtrain.convert.hugging_face import tables
+    from mtrain.convert.match import held_twice
     from mtrain.convert.out import Weights
     from mtrain.convert.read import Reader
     from mtrain.convert.saved import Saved
 
     if is_folder(path) and not (path / RUN_FILE).is_file():
-        return Reader(open_folder(path))
+        folder = open_folder(path)
+        with suppress(ConfigError):  # of a model that is not known here, names and numbers are compared
+            kind, model = kind_of(read_json(folder.config, str(path))), import_config(folder.config).run.model
+            for table in tables(kind, model):
+                copies |= held_twice(table, model)
+        return Reader(folder)
     checkpoint, run = newest(path), read_run_file(path / RUN_FILE)
     home = checkpoint.parent.parent if checkpoint.parent.name == CHECKPOINTS else checkpoint
     kind, _ = _config_of(run, home, None)
-    return OfCheckpoint(Weights(Saved.open(checkpoint), run, tables(kind, run.model)[0], model_boxes(run)))
+    table = tables(kind, run.model)[0]
+    copies |= held_twice(table, run.model)
+    return OfCheckpoint(Weights(Saved.open(checkpoint), run, table, model_boxes(run)))

@@ -80,8 +80,9 @@ def files(kind: str, model: Any) -> tuple[Table, ...]:
     if kind in ("mixtral", "minimax_m2"):
         return _renamed(_apart(table), _of_mixtral), table
     if kind == "gpt_neox":
-        tied = (Copy("embed_out.weight", "gpt_neox.embed_in.weight"),)
-        return replace(_renamed(table, lambda name: name.replace("lm_head", "embed_out")), copies=tied), table
+        table = replace(table, copies=(Copy("lm_head.weight", "gpt_neox.embed_in.weight"),))
+        written = _renamed(table, lambda name: name.replace("lm_head", "embed_out"))
+        return replace(written, copies=(Copy("embed_out.weight", "gpt_neox.embed_in.weight"),)), table
     if kind == "gpt2":
         table = replace(table, copies=(Copy("lm_head.weight", "transformer.wte.weight"),))
         bare = _renamed(table, lambda name: name.removeprefix("transformer."))
