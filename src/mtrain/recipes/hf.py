@@ -11,6 +11,7 @@ from mtrain.config.files import read_text
 from mtrain.config.load import MAX_DEPTH, MAX_NODES, UNSHOWN, refuse_hidden
 from mtrain.errors import ConfigError, Problem
 from mtrain.recipes.arguments import Arguments, Draft
+from mtrain.recipes.hf_classes import class_of
 from mtrain.recipes.hf_families import ALIASES
 from mtrain.recipes.hf_keys import ConfigFile, Family, Json
 from mtrain.recipes.hf_kinds import KINDS
@@ -31,7 +32,7 @@ def import_config(path: Path, extra: Sequence[str] = ()) -> Imported:
         rule = f"models of type {values.get('model_type')!r} are not read; those are: {kinds}"
         raise ConfigError([Problem("MT703", "", None, rule, "", source)])
     family = known.reads
-    f = ConfigFile(values, family)
+    f = ConfigFile(values, family, class_of(kind_of(values), values))
     try:
         d = _read(f, family)
     except (TypeError, ValueError, AttributeError, ArithmeticError, LookupError) as error:

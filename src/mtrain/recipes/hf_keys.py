@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from mtrain.recipes.arguments import Draft, Unplaced, Why
+from mtrain.recipes.hf_classes import Class
 
 Json = dict[str, Any]
 HINTS = 20
@@ -34,9 +35,13 @@ class Family:
 
 
 class ConfigFile:
-    """A configuration file while it is read."""
+    """A configuration file while it is read.
 
-    def __init__(self, values: Json, family: Family) -> None:
+    What the class of transformers that would read it leaves unread says nothing here either, and null is what that
+    class takes it for.
+    """
+
+    def __init__(self, values: Json, family: Family, read_by: Class | None = None) -> None:
         self.out: Draft = {}
         self.read = {"model_type"}
         self.unplaced: list[Unplaced] = []
@@ -44,11 +49,31 @@ class ConfigFile:
         self._hints = HINTS
         self.notes: list[str] = []
         self.given = dict(values)
-        self.family = family
+        self.family, self.read_by = family, read_by
         for alias, key in family.aliases.items():
             if alias in values and values.get(key, values[alias]) == values[alias]:
                 self.given[key] = self.given.pop(alias)
+        self.said = dict(self.given)
+        self._unread = [key for key in self.given if read_by and read_by.ignores(key) and not self._kept(key)]
+        self.given = {key: value for key, value in self.given.items() if key not in self._unread}
         self.values = {**family.absent, **self.given}
+        for key, value in self.given.items():
+            if value is None and read_by is not None:
+                self._null(key, read_by)
+
+    def _kept(self, key: str) -> bool:
+        return key in OURS or self._irrelevant(key)
+
+    def _irrelevant(self, key: str) -> bool:
+        return key in self.family.irrelevant or key in IRRELEVANT or key in ELSEWHERE
+
+    def _null(self, key: str, read_by: Class) -> None:
+        """Puts what the class takes null for in its place."""
+        meaning = read_by.null.get(key)
+        if meaning == "false":
+            self.values[key] = False
+        elif meaning == "refused" and not self._irrelevant(key):
+            self.refuse(key, "unreadable", f"{read_by.name} of transformers takes no null here; leave it out")
 
     def get(self, key: str, default: Any = None) -> Any:
         """The value of a key, which is thereby read."""
@@ -66,7 +91,7 @@ class ConfigFile:
     def refuse(self, key: str, why: Why, text: str, value: Any = ...) -> None:
         """Notes that a key could not be taken over; `value` is the part of what it holds that counts."""
         self.read.add(key)
-        shown = json.dumps(self.values.get(key) if value is ... else value)
+        shown = json.dumps(self.said.get(key, self.values.get(key)) if value is ... else value)
         shown = shown if len(shown) <= 60 else shown[:57] + "..."
         if (key, text) not in self._refused:
             self._refused.add((key, text))
@@ -79,7 +104,9 @@ class ConfigFile:
 
     def must(self, key: str, allowed: Sequence[Any], text: str) -> None:
         """Notes a value that means something that is not there here; null is the family's default."""
-        if self.get(key, self.family.absent.get(key, allowed[0])) not in allowed:
+        if key in self._unread and self.said[key] in allowed:
+            self._unread.remove(key)  # what the class does in any case
+        elif self.get(key, self.family.absent.get(key, allowed[0])) not in allowed:
             self.refuse(key, "not supported", text)
 
     def idle(self, keys: Sequence[str], text: str) -> None:
@@ -92,6 +119,10 @@ class ConfigFile:
     def finish(self) -> None:
         """Accounts for every key that no reader asked for."""
         known = {*self.read, *self.family.keys, *self.family.irrelevant, *IRRELEVANT, *PLAIN}
+        for key in self._unread:
+            if self.said[key] not in (None, False):
+                name = self.read_by.name.removesuffix("Config") if self.read_by else ""
+                self.refuse(key, "no effect", f"is read by no layer of {name} in transformers")
         for key, (allowed, text) in PLAIN.items():
             if key in self.given and key not in self.read:  # a family may judge it for itself
                 self.must(key, allowed, text)
@@ -154,6 +185,9 @@ PLAIN: dict[str, tuple[Sequence[Any], str]] = {
     "pruned_heads": (({}, []), "changes the numbers: every layer has all of its heads"),
 }
 """Keys that any family may hold -> the values that are so here, and a sentence for the others."""
+
+OURS = ("num_nextn_predict_layers", "num_mtp_layers")
+"""Keys of layers that predict further: transformers leaves those out, and they are trained here."""
 
 ELSEWHERE: dict[str, tuple[Why, str]] = {
     "auto_map": ("not supported", "names code, which is never loaded"),
