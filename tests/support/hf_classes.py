@@ -69,7 +69,9 @@ def _fields(line: list[ast.ClassDef]) -> dict[str, ast.AnnAssign]:
         item.target.id: item
         for node in line
         for item in node.body
-        if isinstance(item, ast.AnnAssign) and isinstance(item.target, ast.Name) and "ClassVar" not in ast.unparse(item)
+        if isinstance(item, ast.AnnAssign)
+        and isinstance(item.target, ast.Name)
+        and "ClassVar" not in ast.unparse(item)
     }
 
 
@@ -96,7 +98,11 @@ def _filled_in(line: list[ast.ClassDef]) -> set[str]:
 
 def _tested(test: ast.expr) -> str:
     """`x` of `self.x is None` and `self.x is not None`."""
-    if isinstance(test, ast.Compare) and isinstance(test.left, ast.Attribute) and ast.unparse(test).startswith("self."):
+    if (
+        isinstance(test, ast.Compare)
+        and isinstance(test.left, ast.Attribute)
+        and ast.unparse(test).startswith("self.")
+    ):
         is_null = isinstance(test.ops[0], ast.Is | ast.IsNot) and ast.unparse(test.comparators[0]) == "None"
         return test.left.attr if is_null else ""
     return ""
@@ -145,7 +151,9 @@ def of_kind(kind: str) -> dict[str, Any]:
     files = sorted(path.parent.glob("modeling_*.py"))
     trees = [ast.parse(file.read_text()) for file in files]
     fields, filled, computed = _fields(line), _filled_in(line), _computed(line)
-    arguments = {arg.arg for tree in trees for node in ast.walk(tree) if isinstance(node, ast.arguments) for arg in node.args}
+    arguments = {
+        arg.arg for tree in trees for node in ast.walk(tree) if isinstance(node, ast.arguments) for arg in node.args
+    }
     read = _read([*trees, *_methods(line)])
     read |= arguments | {*OF_EVERY}
     aliases = {key: of for node in line for key, of in (_constant(node, "attribute_map") or {}).items()}

@@ -24,7 +24,8 @@ from mtrain.config.run_file import read_run_file
 from mtrain.errors import ConfigError, CorruptData, MtrainError, Problem, say
 from mtrain.launching.signals import scratch_folder
 from mtrain.plan.count import parameters
-from mtrain.recipes.hf import import_config, kind_of, read_json
+from mtrain.recipes.hf import as_text, import_config, kind_of, read_json
+from mtrain.recipes.hf_kinds import KINDS
 from mtrain.recipes.hf_write import config_json, same_model
 from mtrain.units import bytes_, count
 
@@ -68,7 +69,7 @@ def import_(argv: list[str]) -> int:
         fix = f"{program()} convert import --megatron {source} {out} model=NAME"
         raise ConfigError([Problem("MT002", "", None, rule, fix)])
     open_folder(source)  # what is not there is said before anything is made
-    run = _run_of(source / CONFIG, extra)
+    run, said = _run_of(source / CONFIG, extra)
     with drafted(out, "importing") as draft:
         begun = run.peft.model_copy(update={"init_from": None})  # the checkpoint has them
         (draft / RUN_FILE).write_text(run_yaml(run.model_copy(update={"peft": begun})))
@@ -77,6 +78,8 @@ def import_(argv: list[str]) -> int:
         certificate.write(draft, "import", kind, record, found)
     size = f"{len(record.source)} tensors, {bytes_(folder.nbytes)}"
     say(f"imported {source}: {kind}, {count(parameters(run.model))} parameters, {size}, into {out}{_said(found)}")
+    for line in said:
+        say(line)
     return 0
 
 
@@ -182,12 +185,13 @@ def verify(argv: list[str], *, as_json: bool) -> int:
     return 4 if apart or only else 0
 
 
-def _run_of(config: Path, extra: list[str]) -> RunConfig:
-    """The resolved run that a `config.json` is with overrides.
+def _run_of(config: Path, extra: list[str]) -> tuple[RunConfig, list[str]]:
+    """The resolved run that a `config.json` is with overrides; and what was left out or found out, in lines.
 
     Raises:
         ConfigError: see `configuration`; or a rule is broken.
     """
+    from mtrain.convert.folder import CONFIG
     from mtrain.convert.hugging_face import configuration
 
     _, imported = configuration(config, extra)
@@ -196,7 +200,9 @@ def _run_of(config: Path, extra: list[str]) -> RunConfig:
     errors = [p for p in check(resolved, raw=imported.run, to_run=False) if p.severity == "error"]
     if errors:
         raise ConfigError(errors)
-    return resolved
+    unread = [u for u in imported.unplaced if u.why == "no effect"]
+    lines = [f"{CONFIG}: {u.flag} = {u.value} {u.text}" for u in unread]
+    return resolved, lines + [f"{CONFIG}: {note}" for note in imported.notes]
 
 
 def _config_of(run: RunConfig, home: Path, kind: str | None) -> tuple[str, dict[str, Any]]:
@@ -207,12 +213,21 @@ def _config_of(run: RunConfig, home: Path, kind: str | None) -> tuple[str, dict[
     if kept.is_file() and kind is None:
         body = read_json(kept, str(kept))
         if not same_model(resolve(import_config(kept).run, Machine.here()).model, run.model):
-            return str(body["model_type"]), {
-                k: v for k, v in body.items() if k not in ("quantization_config", "dtype")
-            }
+            return _as_it_came(body, run)
     body = config_json(run.model, "float32", kind)
     unsaid = [key for key in ENDS if key not in body]  # the end of T5's sequences is the model's own
     return str(body["model_type"]), {**body, **dict.fromkeys(unsaid, _end_of_document(home))}
+
+
+def _as_it_came(body: dict[str, Any], run: RunConfig) -> tuple[str, dict[str, Any]]:
+    """The kind of a configuration that was kept, and what is written of it: the text model, nothing that names code,
+    which is not written beside it, or how weights were stored.
+    """
+    kind = kind_of(body)
+    out = {k: v for k, v in as_text(body).items() if k not in ("quantization_config", "dtype", "auto_map")}
+    if kind != body["model_type"]:  # transformers knows the family by its own name alone
+        out |= {"model_type": kind, "architectures": [KINDS[kind].architecture(run.model)]}
+    return kind, out
 
 
 def _end_of_document(home: Path) -> int | None:

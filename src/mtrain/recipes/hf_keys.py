@@ -190,7 +190,10 @@ OURS = ("num_nextn_predict_layers", "num_mtp_layers")
 """Keys of layers that predict further: transformers leaves those out, and they are trained here."""
 
 ELSEWHERE: dict[str, tuple[Why, str]] = {
-    "auto_map": ("not supported", "names code, which is never loaded"),
+    "auto_map": (
+        "not supported",
+        "names code, which is never loaded: where the class of transformers is meant, leave it out of config.json",
+    ),
     "torch_dtype": ("derived here", "says how weights are stored; a run chooses precision=bf16"),
     "dtype": ("derived here", "says how weights are stored; a run chooses precision=bf16"),
     "quantization_config": ("not supported", "says how weights are stored"),
