@@ -1,4 +1,4 @@
-"""Folders that others wrote: kimi_k2, MTP layers that are not there, text models beside images; and kinds of exports."""
+"""Folders that others wrote: kimi_k2, no MTP layers, text models beside images; and kinds of exports."""
 
 from __future__ import annotations
 

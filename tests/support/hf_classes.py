@@ -1,13 +1,14 @@
 """What the classes of transformers do with the keys of a `config.json`, read from their source without running it.
 
-`python -m tests.support.hf_classes` writes `src/mtrain/recipes/hf_classes.json`, which the importer uses; a test makes
-it again and compares.
+`python -m tests.support.hf_classes` writes `src/mtrain/recipes/hf_classes.json`, which the importer uses; a test
+makes it again and compares.
 """
 
 from __future__ import annotations
 
 import ast
 import json
+import re
 from collections.abc import Iterator
 from functools import cache
 from importlib.util import find_spec
@@ -98,24 +99,18 @@ def _filled_in(line: list[ast.ClassDef]) -> set[str]:
 
 def _tested(test: ast.expr) -> str:
     """`x` of `self.x is None` and `self.x is not None`."""
-    if (
-        isinstance(test, ast.Compare)
-        and isinstance(test.left, ast.Attribute)
-        and ast.unparse(test).startswith("self.")
-    ):
-        is_null = isinstance(test.ops[0], ast.Is | ast.IsNot) and ast.unparse(test.comparators[0]) == "None"
-        return test.left.attr if is_null else ""
-    return ""
+    found = re.fullmatch(r"self\.(\w+) is (not )?None", ast.unparse(test))
+    return found[1] if found else ""
 
 
-def _read(trees: list[ast.AST]) -> set[str]:
+def _read(trees: list[ast.AST], owners: tuple[str, ...]) -> set[str]:
     """Attributes of configurations that code reads, and keys that it takes out of the words it is given."""
     out = set()
     for tree in trees:
         for node in ast.walk(tree):
             if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Load):
                 owner = ast.unparse(node.value).rpartition(".")[2]
-                out |= {node.attr} if owner in ("config", "text_config", "vision_config", "self") else set()
+                out |= {node.attr} if owner in owners else set()
             if isinstance(node, ast.Call) and len(node.args) > 1 and ast.unparse(node.func) in ("getattr", "hasattr"):
                 out |= {node.args[1].value} if isinstance(node.args[1], ast.Constant) else set()
             if isinstance(node, ast.Call) and node.args and ast.unparse(node.func) in ("kwargs.get", "kwargs.pop"):
@@ -135,6 +130,13 @@ def _is_own(node: ast.expr) -> bool:
     return isinstance(node, ast.Attribute) and ast.unparse(node.value) == "self"
 
 
+def _defaults(tree: ast.AST) -> Iterator[str]:
+    """Arguments that a function takes from the configuration where a caller gives none."""
+    for function in (node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)):
+        if any("config_defaults" in ast.unparse(one) for one in function.decorator_list):
+            yield from (arg.arg for arg in function.args.args)
+
+
 def _null(field: ast.AnnAssign, filled: bool) -> str:
     """What null is taken for: refused, another value, false, or nothing."""
     kinds = {part.strip() for part in ast.unparse(field.annotation).split("|")}
@@ -151,11 +153,8 @@ def of_kind(kind: str) -> dict[str, Any]:
     files = sorted(path.parent.glob("modeling_*.py"))
     trees = [ast.parse(file.read_text()) for file in files]
     fields, filled, computed = _fields(line), _filled_in(line), _computed(line)
-    arguments = {
-        arg.arg for tree in trees for node in ast.walk(tree) if isinstance(node, ast.arguments) for arg in node.args
-    }
-    read = _read([*trees, *_methods(line)])
-    read |= arguments | {*OF_EVERY}
+    read = _read(trees, ("config", "text_config", "vision_config")) | _read([*_methods(line)], ("self",))
+    read |= {name for tree in trees for name in _defaults(tree)} | {*OF_EVERY}
     aliases = {key: of for node in line for key, of in (_constant(node, "attribute_map") or {}).items()}
     read |= {aliases[name] for name in read & aliases.keys()} | {key for key, of in aliases.items() if of in read}
     null: dict[str, list[str]] = {"false": sorted(computed - fields.keys())}

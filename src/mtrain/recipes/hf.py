@@ -66,7 +66,7 @@ def as_text(values: Json) -> Json:
     Ids of tokens, and whether embeddings are tied, may stand outside of that object.
     """
     kind, text = values.get("model_type"), values.get("text_config", {})
-    if kind not in WITH_IMAGES or not isinstance(text, dict):
+    if not isinstance(kind, str) or kind not in WITH_IMAGES or not isinstance(text, dict):
         return values
     outer = {key: values[key] for key in _OUTSIDE if values.get(key) is not None}
     inner = WITH_IMAGES[kind]

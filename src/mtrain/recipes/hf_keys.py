@@ -48,14 +48,13 @@ class ConfigFile:
         self._refused: set[tuple[str, str]] = set()
         self._hints = HINTS
         self.notes: list[str] = []
-        self.given = dict(values)
         self.family, self.read_by = family, read_by
+        self._unread = [key for key in values if read_by and read_by.ignores(key) and not self._kept(key)]
+        self.given = {key: value for key, value in values.items() if key not in self._unread}
         for alias, key in family.aliases.items():
-            if alias in values and values.get(key, values[alias]) == values[alias]:
+            if alias in self.given and self.given.get(key, values[alias]) == values[alias]:
                 self.given[key] = self.given.pop(alias)
-        self.said = dict(self.given)
-        self._unread = [key for key in self.given if read_by and read_by.ignores(key) and not self._kept(key)]
-        self.given = {key: value for key, value in self.given.items() if key not in self._unread}
+        self.said = {**values, **self.given}
         self.values = {**family.absent, **self.given}
         for key, value in self.given.items():
             if value is None and read_by is not None:
@@ -186,8 +185,9 @@ PLAIN: dict[str, tuple[Sequence[Any], str]] = {
 }
 """Keys that any family may hold -> the values that are so here, and a sentence for the others."""
 
-OURS = ("num_nextn_predict_layers", "num_mtp_layers")
-"""Keys of layers that predict further: transformers leaves those out, and they are trained here."""
+OURS = ("num_nextn_predict_layers", "num_mtp_layers", "n_positions")
+"""Keys that say something here whatever transformers reads: of layers that predict further, which it leaves out, and
+the length of samples where positions are relative."""
 
 ELSEWHERE: dict[str, tuple[Why, str]] = {
     "auto_map": (
