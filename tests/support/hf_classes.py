@@ -39,10 +39,13 @@ def _root() -> Path:
 
 @cache
 def _classes() -> dict[str, tuple[Path, ast.ClassDef]]:
-    """Configuration classes by name, with their files."""
+    """Configuration classes by name, with their files: of those files that name a kind."""
     out = {}
     for path in sorted(_root().glob("models/*/configuration_*.py")):
-        for node in ast.parse(path.read_text()).body:
+        text = path.read_text()
+        if not any(f'model_type = "{kind}"' in text for kind in (*KINDS, *INSIDE)):
+            continue
+        for node in ast.parse(text).body:
             if isinstance(node, ast.ClassDef):
                 out[node.name] = path, node
     return out

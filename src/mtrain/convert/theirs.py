@@ -33,7 +33,7 @@ def save_logits(folder: Path, ids: list[int], out: Path, model: ModelConfig) -> 
     said = read_json(folder / CONFIG, str(folder / CONFIG))
     kind = said.pop("model_type")
     plain: dict[str, Any] = {"attn_implementation": "eager", "local_files_only": True, "trust_remote_code": False}
-    if kind in ALIASES:
+    if kind in ALIASES and kind not in transformers.CONFIG_MAPPING:
         plain["config"] = _as_known(kind, said)
     auto = getattr(transformers, family_of(model).auto_class)
     loaded = auto.from_pretrained(folder, dtype=torch.float32, **plain)

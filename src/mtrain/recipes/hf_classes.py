@@ -50,5 +50,6 @@ def classes() -> dict[str, Class]:
 
 def class_of(kind: str, values: Mapping[str, Any]) -> Class | None:
     """The class that reads a file of a `model_type`; None: it is not in the table."""
-    # AutoConfig's own rule: windows by layer make a Ministral of a Mistral
-    return classes().get("ministral" if kind == "mistral" and "layer_types" in values else kind)
+    # AutoConfig's own rule: layer_types make a Ministral of a Mistral
+    by_layer = kind == "mistral" and ("layer_types" in values or values.get("model_type") == "ministral")
+    return classes().get("ministral" if by_layer else kind)

@@ -226,7 +226,7 @@ def _groups(f: ConfigFile, best: int) -> None:
         "model.moe.router_group_score_topk": best if many else None,
     }
     if not many:
-        f.idle(("topk_group",), "one group of experts is none")
+        f.must("topk_group", (1,), "changes the numbers: of one group of experts, one is chosen")
 
 
 def more_than_one_expert(f: ConfigFile) -> None:
