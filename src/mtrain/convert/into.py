@@ -222,6 +222,6 @@ def _check_copies(source: Source, copies: dict[str, str]) -> None:
             raise CorruptData(
                 f"the configuration says that {name} and {of} are one tensor, and they are two: {apart}. Releases of "
                 "transformers take different ones of them",
-                f"where {name} is a weight of its own, write so into config.json (tie_word_embeddings: false); "
-                "where it is out of date, leave it out of the folder",
+                f"where {name} is a weight of its own, say so (tie_word_embeddings: false in config.json, or "
+                "model.tie_word_embeddings=false); where it is out of date, leave it out of the folder",
             )
