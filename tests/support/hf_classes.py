@@ -9,7 +9,7 @@ from __future__ import annotations
 import ast
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
@@ -106,9 +106,9 @@ def _tested(test: ast.expr) -> str:
     return found[1] if found else ""
 
 
-def _read(trees: list[ast.AST], owners: tuple[str, ...]) -> set[str]:
+def _read(trees: Sequence[ast.AST], owners: tuple[str, ...]) -> set[str]:
     """Attributes of configurations that code reads, and keys that it takes out of the words it is given."""
-    out = set()
+    out: set[object] = set()
     for tree in trees:
         for node in ast.walk(tree):
             if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Load):

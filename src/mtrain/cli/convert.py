@@ -167,10 +167,9 @@ def verify(argv: list[str], *, as_json: bool) -> int:
     paths = given_paths(argv, 2, "verify A B")
     from mtrain.convert.compare import compare
 
-    pair, copies = of_megatron(paths), dict[str, str]()
-    if not pair:
-        pair = [_weights_at(path, copies) for path in paths]
-    rows, only = compare(*pair, copies)
+    copies: dict[str, str] = {}
+    a, b = of_megatron(paths) or [_weights_at(path, copies) for path in paths]
+    rows, only = compare(a, b, copies)
     apart = [row for row in rows if not row.equal]
     if as_json:
         body = {"tensors": len(rows), "apart": [row._asdict() for row in apart], "only_in_one": only}
