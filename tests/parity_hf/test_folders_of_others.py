@@ -66,6 +66,15 @@ def test_mtp_layers_are_those_that_the_weights_have(
     assert data_of(tmp_path / "out") == data_of(source)
 
 
+@pytest.mark.full
+def test_tensors_without_a_number_are_no_weights(tmp_path: Path) -> None:
+    source, run = saved("deepseek v3", tmp_path / "theirs", n_shared_experts=0), tmp_path / "run"
+    assert any(data == b"" for data in data_of(source).values())
+    assert command("import", source, run) == 0
+    assert command("export", run, tmp_path / "out") == 0
+    assert data_of(tmp_path / "out") == {name: data for name, data in data_of(source).items() if data}
+
+
 def images(folder: Path) -> None:
     """Save a Gemma 3 that reads images."""
     from transformers import Gemma3Config, Gemma3ForConditionalGeneration
