@@ -141,10 +141,12 @@ def _defaults(tree: ast.AST) -> Iterator[str]:
 
 
 def _null(field: ast.AnnAssign, filled: bool) -> str:
-    """What null is taken for: refused, another value, false, or nothing."""
+    """What null is taken for: refused, what leaving out means, another value, false, or nothing."""
     kinds = {part.strip() for part in ast.unparse(field.annotation).split("|")}
     if "None" not in kinds:
         return "refused"
+    if field.value is not None and ast.unparse(field.value) == "None":
+        return "absent"
     if filled:
         return "filled"
     return "false" if "bool" in kinds else "nothing"

@@ -128,6 +128,14 @@ def test_what_a_class_does_not_read_is_left_out_and_said(kind: str, values: dict
     assert model == read(tmp_path, kind, {key: values[key] for key in known})[0]
 
 
+def test_null_of_a_key_that_is_null_where_it_is_left_out_is_its_absence(tmp_path: Path) -> None:
+    values = {k: v for k, v in CASES["gpt oss beyond its window"].values.items() if k != "rope_parameters"}
+    plain = read(tmp_path, "gpt_oss", values)[0]
+    assert plain.rope_scaling.rope_type == "yarn"
+    assert read(tmp_path, "gpt_oss", {**values, "rope_parameters": None})[0] == plain
+    assert read(tmp_path, "gpt_oss", {**values, "rope_parameters": {}})[0].rope_scaling is None
+
+
 def test_null_is_all_of_a_head_even_where_a_width_is_said(tmp_path: Path) -> None:
     values = {**CASES["minimax m2"].values, "rotary_dim": 8}
     assert read(tmp_path, "minimax_m2", values)[0].rotary_percent == 8 / values["head_dim"]

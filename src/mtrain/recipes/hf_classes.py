@@ -23,7 +23,8 @@ class Class:
     read: frozenset[str]
     """Keys that it reads, of those that any class declares."""
     null: Mapping[str, str]
-    """Key -> `refused`, `filled` (with another value), `false`, or `nothing`: what null is taken for."""
+    """Key -> what null is taken for: `refused`, `absent` (as where it is left out), `filled` (with another value),
+    `false`, or `nothing`."""
     declared: frozenset[str]
     """Keys that the class of some kind declares or reads."""
 

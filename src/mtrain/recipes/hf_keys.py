@@ -71,6 +71,8 @@ class ConfigFile:
         meaning = read_by.null.get(key)
         if meaning == "false":
             self.values[key] = False
+        elif meaning == "absent":
+            self.values[key] = self.family.absent.get(key)
         elif meaning == "refused" and not self._irrelevant(key):
             self.refuse(key, "unreadable", f"{read_by.name} of transformers takes no null here; leave it out")
 
