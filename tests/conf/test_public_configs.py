@@ -24,8 +24,6 @@ from mtrain.errors import ConfigError
 from mtrain.models.gpt.count import prediction_parameters
 from mtrain.plan.count import parameters
 from mtrain.recipes.hf import import_config, kind_of
-from mtrain.recipes.hf_classes import classes
-from mtrain.recipes.hf_keys import OURS as OURS_ALONE
 from mtrain.recipes.hf_keys import Json
 from mtrain.recipes.hf_kinds import KINDS
 from mtrain.recipes.hf_write import TRAINING, same_model
@@ -155,8 +153,6 @@ def counting(config: Json) -> list[str]:
     """The dotted keys of numbers and switches that say something of the model, by the account of the reader."""
     idle = {u.flag for u in read(json.dumps(config)).unplaced if u.why == "no effect"}
     idle |= {*KINDS[kind_of(config)].reads.irrelevant, *ALONE}
-    read_by = classes()[kind_of(config)]  # what it ignores says nothing
-    idle |= {key for key in config if read_by.ignores(key) and key not in OURS_ALONE}
     return [key for key, value in flat(config) if key not in idle and isinstance(value, int | float)]
 
 

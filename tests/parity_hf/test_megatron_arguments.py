@@ -20,6 +20,7 @@ CHANGED: dict[str, tuple[dict[str, Any], str]] = {
 }
 
 
+@pytest.mark.full
 def test_arguments_of_another_network_are_refused(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     source, run, there = saved("llama 3", tmp_path / "theirs"), tmp_path / "run", tmp_path / "megatron"
     recipe, common = tmp_path / "model.yaml", there / "release/common.pt"

@@ -113,9 +113,7 @@ def test_null_that_a_class_refuses_is_refused_by_name(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("kind", "values"),
     [
-        ("deepseek_v2", {**V2, "norm_topk_prob": True}),
-        ("deepseek_v3", {**V3, "mlp_bias": True, "topk_method": "greedy"}),
-        ("gpt_oss", {**CASES["gpt oss beyond its window"].values, "hidden_act": "gelu"}),
+        ("deepseek_v3", {**V3, "sliding_window": 7, "final_logit_softcapping": 3.0}),
         ("gpt_neox", {**NEOX, "rope_theta": 7.0, "partial_rotary_factor": 0.5}),
         ("llama", {**SIZES, "sliding_window": 7, "layer_types": WINDOWS, "final_logit_softcapping": 3.0}),
     ],
@@ -146,6 +144,15 @@ def test_of_one_group_of_experts_one_is_chosen(tmp_path: Path) -> None:
     values = {**CASES["deepseek v3"].values, "n_group": 1}
     assert read(tmp_path, "deepseek_v3", {**values, "topk_group": 1})[1] == []
     assert "topk_group" in read(tmp_path, "deepseek_v3", {**values, "topk_group": 0})[1][0]
+
+
+def test_a_part_of_other_releases_is_refused_where_todays_class_does_not_read_it(tmp_path: Path) -> None:
+    for kind, values, key in (
+        ("deepseek_v2", V2, "norm_topk_prob"),
+        ("deepseek_v3", V3, "mlp_bias"),
+        ("minimax_m2", CASES["minimax m2"].values, "shared_intermediate_size"),
+    ):
+        assert read(tmp_path, kind, {**values, key: True})[1][0].startswith(f"{key} = true: changes the numbers")
 
 
 def test_a_key_that_no_class_has_is_still_named(tmp_path: Path) -> None:

@@ -104,10 +104,14 @@ class ConfigFile:
         return int(min(self.get("num_hidden_layers", 0), 1 << 14))
 
     def must(self, key: str, allowed: Sequence[Any], text: str) -> None:
-        """Notes a value that means something that is not there here; null is the family's default."""
-        if key in self._unread and self.said[key] in allowed:
-            self._unread.remove(key)  # what the class does in any case
-        elif self.get(key, self.family.absent.get(key, allowed[0])) not in allowed:
+        """Notes a value that means something that is not there here; null is the family's default.
+
+        It is noted even where today's class does not read the key: another release, or the publisher's code, does.
+        """
+        if key in self._unread:
+            self._unread.remove(key)
+            self.values[key] = self.said[key]
+        if self.get(key, self.family.absent.get(key, allowed[0])) not in allowed:
             self.refuse(key, "not supported", text)
 
     def idle(self, keys: Sequence[str], text: str) -> None:
