@@ -222,7 +222,7 @@ def _model(folder: Path) -> Any:
 def _ours(folder: Path) -> list[str]:
     from mtrain.cli.convert import _run_of
 
-    run = _run_of(folder / "config.json", [])
+    run, _ = _run_of(folder / "config.json", [])
 
     def names() -> list[str]:
         from mtrain.convert.boxes import model_boxes

@@ -13,6 +13,7 @@ from mtrain.config.paths import choices_of_group
 from mtrain.config.resolve import resolve
 from mtrain.errors import ConfigError
 from mtrain.recipes.hf import import_config
+from mtrain.recipes.hf_kinds import KINDS
 from mtrain.recipes.hf_write import config_json, differing, same_model
 from mtrain.recipes.write import section
 from tests.parity_hf.families import CASES, GEMMA3, GLM4, MOE, QWEN2_MOE, QWEN_MOE, SIZES, V3

@@ -140,6 +140,13 @@ def test_null_is_all_of_a_head_even_where_a_width_is_said(tmp_path: Path) -> Non
     assert read(tmp_path, "minimax_m2", {**values, "partial_rotary_factor": None})[0].rotary_percent == 1.0
 
 
+def test_a_width_that_is_put_in_place_of_the_computed_one_is_refused(tmp_path: Path) -> None:
+    width = V3["qk_rope_head_dim"]
+    assert read(tmp_path, "deepseek_v3", {**V3, "head_dim": width})[1] == []
+    for value in (1, None):
+        assert "head_dim" in read(tmp_path, "deepseek_v3", {**V3, "head_dim": value})[1][0]
+
+
 def test_of_one_group_of_experts_one_is_chosen(tmp_path: Path) -> None:
     values = {**CASES["deepseek v3"].values, "n_group": 1}
     assert read(tmp_path, "deepseek_v3", {**values, "topk_group": 1})[1] == []

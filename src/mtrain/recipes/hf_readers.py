@@ -278,12 +278,21 @@ def phi3_block(f: ConfigFile) -> None:
     f.must("resid_pdrop", (0,), text)
 
 
+def _computed_widths(f: ConfigFile) -> None:
+    """Refuses a value that transformers puts in place of one that it computed, null too."""
+    rotary, declared = f.get("qk_rope_head_dim"), f.read_by.null if f.read_by else {}
+    for key, width in {"head_dim": rotary, "qk_head_dim": rotary + f.get("qk_nope_head_dim")}.items():
+        if key not in declared and f.given.get(key, width) != width:
+            f.refuse(key, "not supported", f"changes the numbers: {width} of qk_rope_head_dim and qk_nope_head_dim")
+
+
 def deepseek_v3_experts(f: ConfigFile) -> None:
     """MLA, and experts that a bias balances."""
     _latent(f)
     _balanced_by_bias(f)
     f.must("scoring_func", ("sigmoid",), "changes the numbers: scores of this family are a sigmoid")
     f.must("topk_method", ("noaux_tc",), "changes the numbers: experts of this family are chosen with a bias")
+    _computed_widths(f)
     f.must("rope_interleave", (True,), "changes the numbers: rotary pairs of MLA are neighbours here")
 
 
