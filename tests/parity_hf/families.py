@@ -137,6 +137,7 @@ NEMOTRON: dict[str, Any] = {
     "norm_eps": 1e-5,
     "rope_parameters": {**ROPE, "partial_rotary_factor": 0.5},
 }
+BY_LAYER: dict[str, Any] = {"sliding_window": 7, "layer_types": ["sliding_attention", "full_attention"]}
 
 CASES: dict[str, Case] = {
     "llama 2": Case("llama", {**SIZES, "num_key_value_heads": 4, "rope_parameters": ROPE}),
@@ -192,6 +193,10 @@ CASES: dict[str, Case] = {
         {**SIZES, "rope_parameters": {**LONGROPE, "original_max_position_embeddings": 48, "attention_factor": 1.2}},
     ),
     "mistral": Case("mistral", {**SIZES, "sliding_window": None, "head_dim": 32}),
+    # none of these classes reads layer_types: all layers have the window
+    "mixtral with kinds of layers": Case("mixtral", {**MOE, **BY_LAYER}),
+    "phi 3 with kinds of layers": Case("phi3", {**PHI3, **BY_LAYER}),
+    "qwen3 moe with kinds of layers": Case("qwen3_moe", {**QWEN_MOE, **BY_LAYER, "use_sliding_window": True}),
     "mistral beyond its window": Case("mistral", {**SIZES, "sliding_window": 7}),
     "mixtral of one layer, with transformers' own sum of losses": Case(
         "mixtral", {**MOE, "num_local_experts": 4, "num_hidden_layers": 1}

@@ -92,7 +92,7 @@ class MoEConfig(Section):
     ] = None
     """Factor on the chosen scores."""
     router_bias_update_rate: Annotated[
-        PositiveFloat | None,
+        NonNegativeFloat | None,
         Key(
             feeds="moe_router_bias_update_rate",
             when="model.moe.router_enable_expert_bias=true",
@@ -101,7 +101,7 @@ class MoEConfig(Section):
             flag=Flag("--moe-router-bias-update-rate", absent=0.001),
         ),
     ] = None
-    """router_enable_expert_bias: how far the bias of an expert moves in a step; null: 0.001."""
+    """router_enable_expert_bias: how far the bias of an expert moves in a step; 0: biases are frozen, null: 0.001."""
     router_padding_for_quantization: Annotated[
         bool,
         Key(feeds="moe_router_padding_for_quantization", effect=Effect.NUMERICS, aka="moe_router_padding_for_fp8"),

@@ -49,7 +49,9 @@ def configuration(config: Path, extra: Sequence[str] = (), wanted: ModelConfig |
         said = {word.partition("=")[0] for word in extra}
         words = imported(settled)(found.run.model, open_folder(config.parent).tensors.keys(), wanted)
         words = [word for word in words if word.partition("=")[0] not in said]
-        found = import_config(config, (*extra, *words)) if words else found
+        if words:
+            found = import_config(config, (*extra, *words))
+            found.notes.append(f"the weights beside it are of a model with {' '.join(words)}, whatever it says")
     wrong = differing(found)
     if wrong:
         raise ConfigError([Problem("MT703", "", None, text, "", str(config)) for text in wrong])
@@ -98,6 +100,11 @@ def take(run: RunConfig, source: Path, home: Path) -> tuple[str, Path, Record, F
             fix = " ".join(override(f"model.{key}", values.get(f"model.{key}")) for key in apart)
         rule = f"the weights in {source} are of another model: {', '.join(apart[:8])} differ"
         raise ConfigError([Problem("MT503", "checkpoint.init_from", str(source), rule, fix)])
+    if run.model.mtp_held != there.model.mtp_held:
+        rule = f"the weights in {source} have {there.model.mtp_held} MTP layers, and the model {run.model.mtp_held}"
+        fix = override("model.mtp_num_layers", there.model.mtp_num_layers)
+        value = run.model.mtp_num_layers
+        raise ConfigError([Problem("MT503", "model.mtp_num_layers", value, rule, fix)])
     numbers = sum(prod(tensor.shape) for tensor in folder.tensors.values())
     if parameters(run.model) > MOST_TIMES * numbers + PADDING:
         described = f"{folder.config} describes {count(parameters(run.model))} parameters"

@@ -41,8 +41,13 @@ def _always(name: str) -> Callable[[ModelConfig], str]:
     return lambda model: name
 
 
+def _mistral(model: ModelConfig) -> str:
+    return DECODERS["mistral"] if model.window_attn_skip_freq is None else "MinistralForCausalLM"
+
+
 KINDS: dict[str, Kind] = {
     **{kind: Kind(FAMILIES[kind], WRITERS[kind], _always(name)) for kind, name in DECODERS.items()},
+    "mistral": Kind(FAMILIES["mistral"], WRITERS["mistral"], _mistral),
     "deepseek_v32": Kind(hf_deepseek_v32.READS, hf_deepseek_v32.writes, _always("DeepseekV32ForCausalLM")),
     "qwen3_next": Kind(hf_qwen3_next.QWEN3_NEXT, hf_qwen3_next.writes, _always("Qwen3NextForCausalLM")),
     "nemotron": Kind(hf_nemotron.READS, hf_nemotron.writes, _always("NemotronForCausalLM")),

@@ -137,4 +137,5 @@ def _body(m: ModelConfig, kind: str) -> Json:
         out["num_key_value_heads"] = m.query_groups
     if "head_dim" in out:
         out["head_dim"] = m.head_dim
-    return {**out, **known.writes(m)}
+    # some classes take an id beyond a small vocabulary where a file says none
+    return {"pad_token_id": None, **out, **known.writes(m)}
