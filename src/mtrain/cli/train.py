@@ -5,11 +5,11 @@ from __future__ import annotations
 import traceback
 from dataclasses import replace
 
-from mtrain.cli.setup import load
-from mtrain.config.compose import Composed
+from mtrain.cli.check import length_in_words
+from mtrain.cli.setup import Loaded, load
 from mtrain.config.resolve import Machine
 from mtrain.config.run import RunConfig
-from mtrain.errors import MtrainError, message, say_page, warn
+from mtrain.errors import MtrainError, message, say, say_page, warn
 from mtrain.launching import torchrun
 from mtrain.launching.worker import leave
 from mtrain.world.launchers import Launched
@@ -35,7 +35,10 @@ def run(argv: list[str], *, debug: bool) -> int:
     return 0
 
 
-def _warn(composed: Composed) -> None:
+def _warn(composed: Loaded) -> None:
+    """Report warnings, and the length of the run where nobody said it."""
+    if length := length_in_words(composed):
+        say(f"trainer.train_iters={composed.run.trainer.steps}{length}")
     for warning in composed.warnings:
         if warning.code != TAKEN:  # the process that makes the run folder reports it as an error
             say_page(warning.render(), error=True)

@@ -28,26 +28,31 @@ class Means(NamedTuple):
     """Ranks that want to stop."""
     z_loss: float
     token_accuracy: float
+    due: int
+    """What the clock of rank 0 asks for; see `mtrain.train.by_time`."""
 
     @classmethod
     def of(cls, row: Sequence[float]) -> Means:
         """From the numbers of `summed_report`."""
-        total, count, tokens, z_loss, hits, stops = row[:6]
+        total, count, tokens, z_loss, hits, stops, due = row[:7]
         count = max(1.0, count)
-        return cls(total / count, int(tokens), int(stops), z_loss / count, hits / max(1.0, tokens))
+        return cls(total / count, int(tokens), int(stops), z_loss / count, hits / max(1.0, tokens), int(due))
 
 
-def summed_report(world: World, reports: Sequence[torch.Tensor], stop: bool) -> torch.Tensor:
+def summed_report(world: World, reports: Sequence[torch.Tensor], stop: bool, due: int = 0) -> torch.Tensor:
     """The reports of `sum_loss` and how many ranks want to stop, added up over all ranks in one all-reduce.
 
+    `due` is what the clock of rank 0 asks for, and 0 on all other ranks.
+
     Returns:
-        fp64 [6] on the device: loss, count, predictions that count, z-losses, hits, ranks that want to stop.
+        fp64 [7] on the device: loss, count, predictions that count, z-losses, hits, ranks that want to stop, `due`.
     """
-    values = torch.zeros(6, dtype=torch.float64, device=world.torch_device)
+    values = torch.zeros(7, dtype=torch.float64, device=world.torch_device)
     if reports and world.coords["tp"] == 0:
         found = torch.stack([r.double() for r in reports]).sum(0)
         values[: len(found)] = found
     values[5] = float(stop)
+    values[6] = float(due)
     begin_phase("report")
     dist.all_reduce(values)
     return values

@@ -23,6 +23,7 @@ from mtrain.mcore.optimizer_state import loss_scale
 from mtrain.mcore.patching import ROUTER_LOSS_SHARE
 from mtrain.mcore.sharding import gathered
 from mtrain.models.registry import family_of
+from mtrain.train.by_time import ByTime
 from mtrain.train.feed import DOCUMENTS, Batch, Feed, Needs, Place, documents_of, needs_of
 from mtrain.train.readings import AHEAD, Board, Clock, Means, Reading, summed_report
 from mtrain.train.readings import reduce_report as reduce_report
@@ -53,6 +54,11 @@ class Parts:
     stops: bool = False
     """All ranks know that one was asked to stop: the run ends here."""
 
+    @cached_property
+    def by_time(self) -> ByTime:
+        """What is done every so many minutes."""
+        return ByTime(self.run)
+
     @property
     def stop_requested(self) -> bool:
         """True once this rank was asked to stop."""
@@ -82,7 +88,7 @@ class Parts:
     def feed(self) -> Feed:
         """The way of the training samples to the steps."""
         plan = self.batch_sizes
-        end = samples_of(plan, self.run.trainer.train_iters)
+        end = samples_of(plan, self.run.trainer.steps)
         prefetch = self.run.data.prefetch
         ring = Ring.of(self.world.device, prefetch)
         return Feed(self.train_data, self.world, self.needs, partial(_next_step, plan, end), prefetch, ring)
@@ -98,7 +104,7 @@ class Parts:
     def begin(self) -> None:
         """Begin to read for the next step."""
         consumed = self.state.consumed_samples
-        if self.state.step < self.run.trainer.train_iters:
+        if self.state.step < self.run.trainer.steps:
             self.feed.expect(consumed, size_after(self.batch_sizes, consumed))
 
     def close(self) -> None:
@@ -133,7 +139,8 @@ def launch_step(parts: Parts, *, stop_requested: bool) -> Launched:
         updated, norm, lr = update(state, parts.run.optim.schedule_counts)
     state.step += 1
     state.consumed_samples += size
-    values = summed_report(parts.world, reports, stop_requested or parts.stop_requested)
+    due = parts.by_time.asks(parts.world.rank)
+    values = summed_report(parts.world, reports, stop_requested or parts.stop_requested, due)
     if isinstance(norm, torch.Tensor):
         values = torch.cat([values, norm.reshape(1).to(values)])
     clock.stop()  # before the reading, which waits for its own moment: the clock's are then past, too
