@@ -26,7 +26,7 @@ def errors(words: str) -> list[Problem]:
         (LONG.format(10**12), "MT147", "data.seq_length"),
         (LONG.format(10**9), "MT147", "data.seq_length"),
         (LONG.format(10**15), "MT014", "data.seq_length"),
-        (f"{LONG.format(10**8)} cluster=h100x8", "MT147", "data.seq_length"),
+        (f"{LONG.format(10**8)} cluster=h100x8 parallel=tp2", "MT147", "data.seq_length"),
         ("trainer.global_batch_size=1000000000000000000", "MT014", "trainer.global_batch_size"),
         ("trainer.global_batch_size=1000000000000", "MT147", "trainer.global_batch_size"),
         ("trainer.global_batch_size=1000000000 cluster=h100x8", "MT147", "trainer.global_batch_size"),

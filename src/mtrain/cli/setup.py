@@ -13,10 +13,11 @@ from mtrain.config.compose import Composed, Rejected
 from mtrain.config.defaults import synthetic_tokens
 from mtrain.config.devices import AUTO, facts_of
 from mtrain.config.origins import DEFAULT
-from mtrain.config.resolve import Machine, machine_problems, on_a_cpu, resolve, world_size_of
+from mtrain.config.resolve import Machine, machine_problems, resolve, world_size_of
 from mtrain.config.rules import check
 from mtrain.config.run import RunConfig
 from mtrain.config.suggest import with_fixes
+from mtrain.config.usual_layout import on_a_cpu
 from mtrain.config.watch import read_from, touches, watched
 from mtrain.errors import BadEnvironment, BadPlace, ConfigError, CorruptInput, Problem
 
@@ -150,9 +151,16 @@ def settled(composed: Composed, machine: Machine, world_size: int | None) -> tup
     composed, why = _on_a_cpu(composed, machine, world_size)
     if composed.run.parallel.auto is False:
         return composed, why
-    from mtrain.plan.tune.choose import chosen
+    from mtrain.plan.tune.choose import NO_LAYOUT, chosen, cleared, said_of
 
-    raw, why = chosen(composed.run, composed.origins, machine, world_size)
+    try:
+        raw, why = chosen(composed.run, composed.origins, machine, world_size)
+    except ConfigError as error:
+        if composed.run.parallel.auto or {problem.code for problem in error.problems} != {NO_LAYOUT}:
+            raise
+        # nobody asked for a choice: the rule that no layout keeps says of itself what is wrong
+        raw = cleared(composed.run, said_of(composed.run, composed.origins, command_line=False))
+        why = {}
     return replace(composed, run=raw), why
 
 

@@ -19,7 +19,6 @@ from mtrain.config.devices import AUTO, CPU, CUDA, facts_of
 from mtrain.config.kernels import OPERATIONS, Operation, stands_for
 from mtrain.config.known_gpus import known
 from mtrain.config.nvml import Driver
-from mtrain.config.origins import DEFAULT
 from mtrain.config.parallel import ParallelConfig
 from mtrain.config.problem import problem_of
 from mtrain.config.run import RunConfig
@@ -28,7 +27,6 @@ from mtrain.config.watch import watched
 from mtrain.errors import Problem
 from mtrain.units import GIB
 
-AUTO_LAYOUT = "parallel.auto"
 HERE = "on this machine"
 """Begins the reason of what only the machine decides."""
 LOCAL = ClusterConfig.model_fields["name"].default
@@ -128,10 +126,18 @@ def resolve(
         for path, (value, reason) in filled.items():
             run = _with(run, path.split("."), value)
             if made_from is not None:
+                _read_before(path, made_from)
                 made_from[path] = frozenset(reads - {path})
             if why is not None:
                 why[path] = f"resolved {'' if reason.startswith(HERE) else 'from '}{reason}"
     return run
+
+
+def _read_before(path: str, made_from: dict[str, frozenset[str]]) -> None:
+    """Marks a key that is filled in now where others were made of it while it was null: not of what it is made of."""
+    for other, reads in made_from.items():
+        if path in reads:
+            made_from[other] = reads - {path} | {f"{path}."}
 
 
 def _device(run: RunConfig, machine: Machine, world_size: int | None) -> Filled:
@@ -208,32 +214,6 @@ def _with(node: Any, path: list[str], value: Any) -> Any:
     """A copy of a section with one key set."""
     inner = value if len(path) == 1 else _with(getattr(node, path[0]), path[1:], value)
     return node.model_copy(update={path[0]: inner})
-
-
-def on_a_cpu(
-    raw: RunConfig, origins: Mapping[str, str], machine: Machine, world_size: int | None
-) -> tuple[RunConfig, dict[str, str]]:
-    """`raw` on a CPU with the layout that `parallel.auto` null leaves open, and why: tensor parallel 2.
-
-    One process where the number of processes, or the model, does not admit that; what is said of the layout is kept.
-    """
-    from mtrain.config.rules import findings
-
-    said = [axis for axis in ("tp", "fsdp") if origins.get(f"parallel.{axis}", DEFAULT) != DEFAULT]
-    why = {AUTO_LAYOUT: "cluster.device cpu"}
-    plain = _with(raw, AUTO_LAYOUT.split("."), False)
-    ranks = raw.parallel.ranks or world_size
-    sharded = _with(plain, ["parallel", "tp"], 2)
-    if said or (ranks is not None and ranks % smallest_world(sharded.parallel)):
-        return plain, why
-
-    def broken(run: RunConfig) -> set[tuple[str, str]]:
-        found = findings(resolve(run, machine, world_size))
-        return {(finding.code, finding.path) for finding in found if finding.severity == "error"}
-
-    if new := sorted(broken(sharded) - broken(plain)):
-        return plain, {**why, "parallel.tp": f"resolved from cluster.device cpu: 2 is refused ({new[0][0]})"}
-    return sharded, {**why, "parallel.tp": "resolved from cluster.device cpu: two processes"}
 
 
 def smallest_world(parallel: ParallelConfig) -> int:

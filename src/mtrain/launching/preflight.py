@@ -16,8 +16,9 @@ from mtrain.config.devices import facts_of
 from mtrain.config.formats import bytes_of
 from mtrain.config.hardware import cpu_cores
 from mtrain.config.paths import program, user_path
-from mtrain.config.resolve import MAX_CPU_RANKS, Machine, on_a_cpu, resolve, smallest_world
+from mtrain.config.resolve import MAX_CPU_RANKS, Machine, resolve, smallest_world
 from mtrain.config.run import RunConfig
+from mtrain.config.usual_layout import on_a_cpu
 from mtrain.errors import BadEnvironment, ConfigError, MtrainError, say, warn
 from mtrain.launching import gpus, limits
 from mtrain.launching.environment import Place, conflicts, environment

@@ -297,12 +297,13 @@ def _grouped(words: Sequence[str]) -> Iterator[list[str]]:
         yield group
 
 
-def export_script(run: RunConfig) -> str:
+def export_script(run: RunConfig, by_steps: RunConfig | None = None) -> str:
     """A command line that means what `run` means, and in comments what has no flag.
 
+    The flags are those of `by_steps`, where it is given: the same run with what it does by time counted in steps.
     What no flag says is found out by reading the flags back, so that nothing is lost unsaid.
     """
-    world, groups = export_words(run)
+    world, groups = export_words(by_steps or run)
     lines = [" ".join([*world.words(), "pretrain_gpt.py"]), *(" ".join(map(_quoted, group)) for group in groups)]
     text = " \\\n  ".join(lines) + "\n"
     left = leftover_keys(run, text)
