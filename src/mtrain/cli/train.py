@@ -7,6 +7,7 @@ from dataclasses import replace
 
 from mtrain.cli.check import length_in_words
 from mtrain.cli.setup import Loaded, load
+from mtrain.config.devices import facts_of
 from mtrain.config.resolve import Machine
 from mtrain.config.run import RunConfig
 from mtrain.errors import MtrainError, message, say, say_page, warn
@@ -36,9 +37,11 @@ def run(argv: list[str], *, debug: bool) -> int:
 
 
 def _warn(composed: Loaded) -> None:
-    """Report warnings, and the length of the run where nobody said it."""
-    if length := length_in_words(composed):
-        say(f"trainer.train_iters={composed.run.trainer.steps}{length}")
+    """Report warnings, and the length of the run where it was derived, and not a laptop's."""
+    run = composed.run
+    derived = run.trainer.fine_tuning or not facts_of(run.cluster.device).on_host
+    if derived and (length := length_in_words(composed)):
+        say(f"trainer.train_iters={run.trainer.steps}{length}")
     for warning in composed.warnings:
         if warning.code != TAKEN:  # the process that makes the run folder reports it as an error
             say_page(warning.render(), error=True)
