@@ -1,8 +1,8 @@
-"""`python -m tests.walks [--keep] [NAME...]`: the walks of the README, run as printed in a clean clone on tiny models.
+"""`python -m tests.walks [--keep] [NAME...]`: the walks of the README, as printed, in a clean clone, on tiny models.
 
-The README is the only place where the commands stand. What they name lies in the clone before: a folder of texts, a tiny
-Hugging Face folder, chats, a script. `MTRAIN_CONF` makes the default model and its run small. Each command is run even
-where one before it failed; a failure is shown with the end of what it printed.
+The README is the only place where the commands stand. What they name lies in the clone before: a folder of texts, a
+tiny Hugging Face folder, chats, a script. `MTRAIN_CONF` makes the model and the run of those that train small. Each
+command is run even where one before it failed; a failure is shown with the end of what it printed.
 """
 
 from __future__ import annotations
@@ -25,6 +25,8 @@ from tests.support.chats import chats_file, folder_of, turns
 from tests.support.commands import ROOT, environment
 
 SECTION = "Four walks"
+TRAINED = ("Pretrain on your own text", "Fine-tune a Hugging Face folder on chats")
+"""Walks with the small choices."""
 LIMIT_S = 120.0
 LINES = 25
 """Of what a failed command printed, so many are shown."""
@@ -79,16 +81,15 @@ class Walk:
 
 
 def walks(readme: str) -> list[Walk]:
-    """The walks of a README; a command begins with a line `python ...` of the block, and may go on over more lines."""
+    """The walks of a README; a command begins with a line `python ...` of a block, and may go on over more lines."""
     section = re.search(rf"^## {SECTION}\n(.*?)^## ", readme, re.MULTILINE | re.DOTALL)
     assert section is not None, f"the README has no section {SECTION}"
     found = []
     for part in section.group(1).split("\n### ")[1:]:
         title, _, body = part.partition("\n")
         blocks = re.findall(r"^```\n(.*?)^```", body, re.MULTILINE | re.DOTALL)
-        found.append(
-            Walk(title, tuple(one.strip() for one in re.split(r"^(?=python )", "".join(blocks), flags=re.M)[1:]))
-        )
+        commands = re.split(r"^(?=python )", "".join(blocks), flags=re.MULTILINE)[1:]
+        found.append(Walk(title, tuple(command.strip() for command in commands)))
     return found
 
 
@@ -175,11 +176,11 @@ def _has_template(home: Path, name: str) -> bool:
 
 
 LEFT: dict[str, tuple[tuple[str, Callable[[Path], bool]], ...]] = {
-    "Pretrain on your own text": (
+    TRAINED[0]: (
         ("the loss of own text falls", lambda home: _losses(home, "mine")[-1] < _losses(home, "mine")[0]),
         ("an imported model keeps its tokenizer", _same_file("theirs-hf/tokenizer.json", "HF_DIR/tokenizer.json")),
     ),
-    "Fine-tune a Hugging Face folder on chats": (
+    TRAINED[1]: (
         ("the exported model has a chat template", lambda home: _has_template(home, "full-hf")),
         ("adapters are a folder of peft", lambda home: (home / "adapters/adapter_config.json").is_file()),
     ),
@@ -226,7 +227,7 @@ def main() -> int:
         shell = prepared(home)
         for one in chosen:
             print(f"-- {one.title}", flush=True)
-            small = {"MTRAIN_CONF": str(home / "small")} if "cluster" not in one.title else {}
+            small = {"MTRAIN_CONF": str(home / "small")} if one.title in TRAINED else {}
             failed += [f"{one.title}: {text}" for text in walk(one, home, shell | small)]
         if asked.keep:
             print(home)

@@ -1,4 +1,4 @@
-"""What is done every so many minutes: the clock of rank 0 decides, for all ranks at the same step, and no number changes."""
+"""What is done every so many minutes: rank 0 decides by its clock, all ranks do it together, no number changes."""
 
 from __future__ import annotations
 

@@ -10,7 +10,7 @@ USUAL = 1000
 
 
 def in_steps(run: RunConfig) -> RunConfig:
-    """The run with intervals in steps in place of those in minutes, by the predicted time of a step, to two digits."""
+    """The run with intervals in steps for those in minutes, by the predicted time of a step, to two digits."""
     t, c = run.trainer, run.checkpoint
     minutes = t.eval_minutes, c.save_minutes
     if minutes == (None, None):
