@@ -76,8 +76,8 @@ def test_chats_adapters_and_a_recipe_find_the_model_in_a_second_and_without_torc
         "import sys; from mtrain.cli.main import main; main(sys.argv[1:]); "
         "sys.exit('torch' in sys.modules or 'megatron' in sys.modules)"
     )
-    words = ["check", f"checkpoint.init_from={hf}", *OPTIONS.split()]
-    assert subprocess.run([sys.executable, "-c", code, *words], capture_output=True, check=False).returncode == 0
+    verb = ["check", f"checkpoint.init_from={hf}", *OPTIONS.split()]
+    assert subprocess.run([sys.executable, "-c", code, *verb], capture_output=True, check=False).returncode == 0
 
 
 def test_the_model_of_a_run_is_taken_from_its_run_file(tmp_path: Path) -> None:
