@@ -25,6 +25,8 @@ DAMAGE = {"MT611", "MT612", "MT613"}
 """Codes of files that are not what they were written as."""
 PLACES = {"MT431", "MT432"}
 """Codes of folders that cannot be written."""
+NO_LAYOUT = "MT258"
+"""Code of the error that no layout keeps all rules."""
 COUNTED_HERE = frozenset({"MT113", "MT114"})
 """Codes of errors that may mean no more than too few devices here, where their number is that of this machine."""
 
@@ -151,7 +153,7 @@ def settled(composed: Composed, machine: Machine, world_size: int | None) -> tup
     composed, why = _on_a_cpu(composed, machine, world_size)
     if composed.run.parallel.auto is False:
         return composed, why
-    from mtrain.plan.tune.choose import NO_LAYOUT, chosen, cleared, said_of
+    from mtrain.plan.tune.choose import chosen, cleared, said_of
 
     try:
         raw, why = chosen(composed.run, composed.origins, machine, world_size)

@@ -21,8 +21,9 @@ def on_a_cpu(
     One process where the number of processes, or the model, does not admit that; what is said of the layout is kept.
     """
     said = [axis for axis in ("tp", "fsdp") if origins.get(f"parallel.{axis}", DEFAULT) != DEFAULT]
-    why = {AUTO_LAYOUT: "cluster.device cpu"}
     plain = _changed(raw, auto=False)
+    device = f"cluster.device {resolve(plain, machine, world_size).cluster.device}"
+    why = {AUTO_LAYOUT: f"answered for {device}"}
     ranks = raw.parallel.ranks or world_size
     sharded = _changed(plain, tp=2)
     if said or (ranks is not None and ranks % smallest_world(sharded.parallel)):
@@ -33,8 +34,8 @@ def on_a_cpu(
         return {(finding.code, finding.path) for finding in found if finding.severity == "error"}
 
     if new := sorted(broken(sharded) - broken(plain)):
-        return plain, {**why, "parallel.tp": f"resolved from cluster.device cpu: 2 is refused ({new[0][0]})"}
-    return sharded, {**why, "parallel.tp": "resolved from cluster.device cpu: two processes"}
+        return plain, {**why, "parallel.tp": f"resolved from {device}: 2 is refused ({new[0][0]})"}
+    return sharded, {**why, "parallel.tp": f"resolved from {device}: two processes"}
 
 
 def _changed(run: RunConfig, **keys: Any) -> RunConfig:

@@ -23,8 +23,6 @@ from mtrain.units import GIB, bytes_
 
 Values = Mapping[str, Any]
 AUTO, BATCH = "parallel.auto", "trainer.global_batch_size"
-NO_LAYOUT = "MT258"
-"""Code of the error that no layout keeps all rules."""
 MORE = (2, 4, 8, 16)
 """Times as many machines that are tried where nothing fits."""
 
@@ -133,7 +131,7 @@ def refuse(found: Found, task: Task, again: Any) -> None:
         fix = f"leave out {' or '.join(task.said)}" if task.said else "parallel=single"
         if run.trainer.batch % ranks:
             fix = f"trainer.global_batch_size={-(-run.trainer.batch // ranks) * ranks}"
-        raise ConfigError([Problem(NO_LAYOUT, AUTO, True, rule, fix)])
+        raise ConfigError([Problem("MT258", AUTO, True, rule, fix)])
     need, holds = near.memory.peak, task.holds or 0
     least = f"the smallest, {near.words}, needs {bytes_(need)} of the {bytes_(round(task.room()))} that may be taken"
     rule = f"{what}: no layout{kept} fits; {least} of {bytes_(holds)}"
