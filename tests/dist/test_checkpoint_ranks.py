@@ -94,8 +94,9 @@ def test_of_many_ranks_one_looks_at_the_files_that_were_saved(
         hook = hooks.Checkpoints(tmp_path, SimpleNamespace(note=said.append), {})  # type: ignore[arg-type]
         world = SimpleNamespace(is_rank0=rank == 0, rank=rank)
         state = SimpleNamespace(step=3)
+        clock = SimpleNamespace(done=lambda bit: None)
         with metadata_calls() as counted:
-            hook._save(SimpleNamespace(run=None, world=world, state=state))  # type: ignore[arg-type]
+            hook._save(SimpleNamespace(run=None, world=world, state=state, by_time=clock))  # type: ignore[arg-type]
         assert (counted.total() > 0) == (rank == 0)
         assert (hook.saved_step, hook.path) == (3, tmp_path)
 

@@ -23,7 +23,7 @@ SMALL = (
     "model.ffn_hidden_size=128",
     "model.vocab_size=512",
     "trainer.eval_iters=0",
-    "trainer.eval_interval=null",
+    "trainer.eval_interval=0",
     "log.interval=1",
 )
 """Overrides that make the default run small enough for a step of some hundredths of a second."""

@@ -109,7 +109,7 @@ def test_a_split_without_a_sample_is_refused_by_both_or_by_none(
     words = [
         *("data.kind=indexed", f"data.path={prefix}", f"data.seq_length={seq_length}"),
         *(f"data.split=[{','.join(map(str, shares))}]", "model.max_position_embeddings=5000", "parallel=single"),
-        *(() if shares[1] else ("trainer.eval_iters=0", "trainer.eval_interval=null")),
+        *(() if shares[1] else ("trainer.eval_iters=0", "trainer.eval_interval=0")),
     ]
     need = ("train", "validation") if shares[1] else ("train",)
     try:

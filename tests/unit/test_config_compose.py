@@ -56,7 +56,8 @@ def test_a_group_file_is_over_the_default_and_names_its_line() -> None:
     file = paths.conf_dir() / "model/llama_tiny.yaml"
     assert composed.origins["model.hidden_size"] == f"conf/model/llama_tiny.yaml:{line_of(file, 'hidden_size: 256')}"
     assert composed.origins["trainer.seed"] == "default"
-    assert composed.origins["parallel.tp"].startswith("conf/config.yaml")
+    layout = compose(["parallel=tp4"])
+    assert (layout.run.parallel.tp, layout.origins["parallel.tp"]) == (4, "command line")
 
 
 def test_a_recipe_is_over_the_group_files_for_choices_and_values(recipe: Path) -> None:

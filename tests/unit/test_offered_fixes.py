@@ -76,7 +76,7 @@ COMMANDS = {
     "parallel.sequence_parallel=on": "parallel.sequence_parallel=true",
     "parallel.distributed_optimizer=0": "parallel.distributed_optimizer=false",
     "optim.clip_grad=None": "optim.clip_grad=null",
-    "trainer.eval_interval=none": "trainer.eval_interval=null",
+    "trainer.eval_interval=none": "trainer.eval_interval=0",
     "data.suffixes=.py": "data.suffixes=[.py]",
     "optim.name=ADAMW": "optim.name=adamw",
     "kernels.norm=none": "kernels.norm=null",

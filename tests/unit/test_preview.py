@@ -21,7 +21,7 @@ from mtrain.data.indexed import IndexedWriter
 from tests.support.chats import chats_file, folder_of, turns
 from tests.support.configs import LAPTOP
 
-SMALL = "model.num_layers=2 model.vocab_size=400 data.seq_length=96 trainer.eval_iters=0 trainer.eval_interval=null"
+SMALL = "model.num_layers=2 model.vocab_size=400 data.seq_length=96 trainer.eval_iters=0 trainer.eval_interval=0"
 EVIL = "<script>alert(1)</script>\x1b[31m\"'&amp;"
 
 

@@ -359,7 +359,12 @@ def test_a_batch_keeps_its_own_reason_beside_a_layout_that_was_chosen() -> None:
 
 def test_a_broken_rule_of_something_else_is_said_as_it_is() -> None:
     with pytest.raises(ConfigError) as error:
-        load([*ONE_B.split(), "parallel=auto", "trainer.profile_step=1000"], LAPTOP, {}, to_run=False)
+        load(
+            [*ONE_B.split(), "parallel=auto", "trainer.train_iters=80", "trainer.profile_step=1000"],
+            LAPTOP,
+            {},
+            to_run=False,
+        )
     assert [problem.code for problem in error.value.problems if problem.severity == "error"] == ["MT134"]
 
 

@@ -114,7 +114,7 @@ def test_values_without_a_self_lie_over_the_choices_as_in_hydra(laid: Laid) -> N
     assert (composed.run.trainer.seed, composed.run.trainer.train_iters) == (5, 3)
     assert composed.origins["trainer.train_iters"].startswith(f"{folder}/config.yaml:")
     laid({"config.yaml": CONFIG + values})
-    assert compose([]).run.trainer.train_iters == 80
+    assert (compose([]).run.trainer.train_iters, compose([]).run.trainer.eval_iters) == (None, 16)
 
 
 def test_a_file_beside_the_defaults_is_named_for_its_values(laid: Laid) -> None:
@@ -124,9 +124,9 @@ def test_a_file_beside_the_defaults_is_named_for_its_values(laid: Laid) -> None:
 
 
 @pytest.mark.parametrize(
-    ("word", "value"), [("~mygroup", 80), ("~mygroup=fast", 80), ("mygroup=slow", 700), ("mygroup=./x.yaml", 8)]
+    ("word", "value"), [("~mygroup", None), ("~mygroup=fast", None), ("mygroup=slow", 700), ("mygroup=./x.yaml", 8)]
 )
-def test_a_group_that_the_defaults_choose_from_is_a_group(laid: Laid, word: str, value: int) -> None:
+def test_a_group_that_the_defaults_choose_from_is_a_group(laid: Laid, word: str, value: int | None) -> None:
     laid(OWN)
     Path("x.yaml").write_text("# @package trainer\ntrain_iters: 8\n")
     assert compose([word]).run.trainer.train_iters == value
@@ -203,8 +203,8 @@ def test_a_name_in_a_defaults_list_is_a_file_of_the_group(laid: Laid) -> None:
         }
     )
     composed = compose(["trainer=mine/top"])
-    assert (composed.run.trainer.train_iters, composed.run.trainer.seed) == (80, 3)
-    assert composed.origins["trainer.train_iters"].startswith("conf/trainer/default.yaml:")
+    assert (composed.run.trainer.eval_iters, composed.run.trainer.seed) == (16, 3)
+    assert composed.origins["trainer.eval_iters"].startswith("conf/trainer/default.yaml:")
     (problem,) = refusals("trainer=mine/lost")
     assert "FOLDER/NAME@_here_" in problem.fix
     (folder / "trainer/mine/lost.yaml").write_text("defaults: [mine/other@_here_, _self_]\n")

@@ -9,10 +9,11 @@ from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 from mtrain import strict_json
+from mtrain.cli import weights
 from mtrain.cli.options import read_options
 from mtrain.config.base import Effect
 from mtrain.config.capabilities import of_key, where_it_is
-from mtrain.config.compose import Composed, compose
+from mtrain.config.compose import Composed
 from mtrain.config.conditional import CONDITIONAL
 from mtrain.config.core_fields import feeds
 from mtrain.config.describe import (
@@ -68,7 +69,7 @@ def run(argv: list[str], *, debug: bool) -> int:
     elif section_of(word) is not None:
         facts = _section(word)
     else:
-        facts = _key(word, compose(overrides_of(rest)))
+        facts = _key(word, weights.composed(overrides_of(rest)))
     say_page(strict_json.dumps(facts, indent=2) if options.as_json else _page(facts))
     return 0
 

@@ -15,8 +15,8 @@ from types import FrameType
 from typing import Any
 
 from mtrain import strict_json
+from mtrain.cli import weights
 from mtrain.cli.setup import REPLACED, load, settled
-from mtrain.config.compose import compose
 from mtrain.config.paths import user_path
 from mtrain.config.resolve import Machine, resolve, world_size_of
 from mtrain.config.run import RunConfig
@@ -173,7 +173,7 @@ def _composed(words: Sequence[str]) -> RunConfig | None:
     """The configuration of a run, resolved on this machine; None for one that is refused when it is started."""
     try:
         machine = Machine.here()
-        return resolve(settled(compose(words), machine, None)[0].run, machine)
+        return resolve(settled(weights.composed(words), machine, None)[0].run, machine)
     except ConfigError:
         return None
 

@@ -158,7 +158,7 @@ def compared(small: RunConfig) -> list[Row]:
         from mtrain.train.prove import compare
 
         centered = small.model.layernorm_zero_centered_gamma
-        return compare(one, many, small.trainer.train_iters, _tolerances(small), zero_centered=centered)
+        return compare(one, many, small.trainer.steps, _tolerances(small), zero_centered=centered)
 
 
 def located(small: RunConfig) -> Difference | None:
@@ -171,7 +171,7 @@ def located(small: RunConfig) -> Difference | None:
 
         told, dtype = _tolerances(small), EIGHT_BITS if small.precision.quantized else small.precision.format
         bounds = Bounds(MODULE[dtype], told["loss"], told["gradient"], told["gradient norm"], told["weight"])
-        return where(one, many, small.trainer.train_iters, bounds)
+        return where(one, many, small.trainer.steps, bounds)
 
 
 def draws(full: RunConfig) -> bool:

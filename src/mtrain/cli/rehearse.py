@@ -62,7 +62,7 @@ def _export(checkpoints: Path, out: Path) -> int:
 
 
 def _in(run: RunConfig, folder: Path, name: str, **checkpoint: Any) -> RunConfig:
-    saving = {"save_interval": SAVED, "save_final": True, "keep": None, **checkpoint}
+    saving = {"save_interval": SAVED, "save_minutes": None, "save_final": True, "keep": None, **checkpoint}
     return run.model_copy(
         update={
             "log": run.log.model_copy(update={"runs_dir": str(folder), "name": name, "interval": 1}),

@@ -6,8 +6,9 @@ import traceback
 from dataclasses import replace
 from pathlib import Path
 
-from mtrain.cli.setup import load
-from mtrain.config.compose import Composed
+from mtrain.cli.check import length_in_words
+from mtrain.cli.setup import Loaded, load
+from mtrain.config.devices import facts_of
 from mtrain.config.paths import program
 from mtrain.config.resolve import Machine
 from mtrain.config.run import RunConfig
@@ -53,7 +54,12 @@ def next_steps(folder: Path) -> list[str]:
     return ["", "next:", *(f"  {program()} {words:<{width}}  {what}" for words, what in steps)]
 
 
-def _warn(composed: Composed) -> None:
+def _warn(composed: Loaded) -> None:
+    """Report warnings, and the length of the run where it was derived, and not a laptop's."""
+    run = composed.run
+    derived = run.trainer.fine_tuning or not facts_of(run.cluster.device).on_host
+    if derived and (length := length_in_words(composed)):
+        say(f"trainer.train_iters={run.trainer.steps}{length}")
     for warning in composed.warnings:
         if warning.code != TAKEN:  # the process that makes the run folder reports it as an error
             say_page(warning.render(), error=True)

@@ -8,10 +8,11 @@ from pathlib import Path
 from typing import Any
 
 from mtrain import strict_json
+from mtrain.cli import weights
 from mtrain.cli.options import read_options
 from mtrain.cli.recipe.new import require_new, write_new
 from mtrain.collecting import without_collecting
-from mtrain.config.compose import Rejected, compose
+from mtrain.config.compose import Rejected
 from mtrain.config.dump import override, spell
 from mtrain.config.paths import program
 from mtrain.config.problem import plain, value_at
@@ -65,7 +66,7 @@ def tuned(words: Sequence[str]) -> tuple[Found, Task]:
     """
     machine, world_size = Machine.here(), world_size_of()
     try:
-        composed = compose(words)
+        composed = weights.composed(words)
     except Rejected as error:
         raise ConfigError(error.problems) from None
     raw = composed.run
@@ -162,7 +163,7 @@ def _composed(words: Sequence[str], choice: str) -> RunConfig:
         ConfigError: they cannot be composed without it.
     """
     try:
-        return compose([*left_of(words), f"parallel={choice}"]).run
+        return weights.composed([*left_of(words), f"parallel={choice}"]).run
     except Rejected as error:
         raise ConfigError(error.problems) from None
 

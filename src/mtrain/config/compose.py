@@ -7,7 +7,7 @@ composes. Here everything is read before Hydra sees it, all that is wrong is col
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -15,7 +15,7 @@ from typing import Any
 from mtrain.config.choices import is_path, unknown_choice
 from mtrain.config.dump import spell
 from mtrain.config.files import read_text
-from mtrain.config.hydra_source import NotComposed, composed
+from mtrain.config.hydra_source import NotComposed, composed, quoted
 from mtrain.config.interpolate import drop, leaves, put, refused, resolve_references
 from mtrain.config.keys import is_under_a_value
 from mtrain.config.layers import entries_of, layer
@@ -32,12 +32,15 @@ from mtrain.config.provided import as_written
 from mtrain.config.recipe import Recipe, read_recipe, reserved_keys
 from mtrain.config.replaced import Replaced, brought
 from mtrain.config.run import GROUPS, RunConfig
+from mtrain.config.start import at, describes_a_model, start_of
 from mtrain.config.validate import unknown_key, validate, whole
 from mtrain.config.written import KEYS, strays
 from mtrain.errors import ConfigError, Problem
 
 ARCHITECTURE = tuple(name for name, field in ModelConfig.model_fields.items() if field.is_required())
 """What a model cannot be without: its keys that have no default of their own."""
+WEIGHTS = "weights.given"
+"""The choice of `model` that weights bring along."""
 
 
 @dataclass(frozen=True)
@@ -66,21 +69,24 @@ class Rejected(ConfigError):
         self.partial, self.warnings = partial, tuple(warnings)
 
 
-def compose(argv: Sequence[str]) -> Composed:
+def compose(argv: Sequence[str], model_of: Callable[[str], Document | None] | None = None) -> Composed:
     """Composes group files, a recipe or run file, and overrides.
+
+    `model_of` returns what the folder of `checkpoint.init_from` says of its model, the model where none is chosen.
 
     Raises:
         Rejected: with every problem that the schema found.
         ConfigError: with every problem of files that do not even compose.
     """
-    return _Composition(read_overrides(argv)).finish()
+    return _Composition(read_overrides(argv), model_of).finish()
 
 
 class _Composition:
     """One composition; collects problems as far as it can go."""
 
-    def __init__(self, overrides: Overrides) -> None:
+    def __init__(self, overrides: Overrides, model_of: Callable[[str], Document | None] | None = None) -> None:
         self.overrides = overrides
+        self.model_of = model_of
         self.problems = list(overrides.problems)
         self.library = Library()
         self.usual, self.default_sources = default_choices()
@@ -101,6 +107,8 @@ class _Composition:
         recipe, base = self._recipe(), self._run_file()
         self._choose(recipe)
         self._replace(recipe, base)
+        if base is None:
+            self._take_model(recipe)
         own = recipe is not None and "model" not in self.chosen and self._is_whole_model(recipe)
         primary, words = self._bases(recipe, base, own)
         layers, of_files = self._layers(primary, words, recipe is not None)
@@ -196,6 +204,20 @@ class _Composition:
         if recipe is not None:
             recipe.values = self.replaced.values
 
+    def _take_model(self, recipe: Recipe | None) -> None:
+        """Chooses the model of the weights that the run begins with, where nothing else chooses or describes one."""
+        said = recipe.values if recipe is not None else {}
+        chosen = "model" in (*self.chosen, *self.overrides.deleted) or describes_a_model(said, ARCHITECTURE)
+        if self.model_of is None or chosen:
+            return
+        file = f"checkpoint/{self.chosen.get('checkpoint') or self.defaults.get('checkpoint')}"
+        start = start_of(self.overrides.values, said, self.library.values(file) if self.library.has(file) else {})
+        document = self.model_of(start) if start is not None else None
+        if document is not None:
+            self.library.give(f"model/{WEIGHTS}", document, document.values)
+            self.chosen["model"], self.sources["model"] = WEIGHTS, COMMAND_LINE
+            self.shown["model"] = document.source
+
     def _named(self, group: str, choice: str, source: str) -> str | None:
         """A choice as Hydra calls it; None, and a problem, where it is none."""
         if is_path(choice):
@@ -230,12 +252,12 @@ class _Composition:
     def _bases(self, recipe: Recipe | None, base: Document | None, own: bool) -> tuple[str, list[str]]:
         """The name of what Hydra begins with, and the arguments for it that choose."""
         deleted = self._deleted_groups()
-        added = [_argument("+", *choice) for choice in self.added.items()]
+        added = [quoted("+", *choice) for choice in self.added.items()]
         if base is not None:
             gone = {*deleted, *self.chosen, "defaults"}
             self.library.give(RUN, base, {k: v for k, v in base.values.items() if k not in gone})
-            return RUN, [_argument("+", *choice) for choice in self.chosen.items()] + added
-        words = [_argument("", *choice) for choice in self.chosen.items() if self.sources[choice[0]] == COMMAND_LINE]
+            return RUN, [quoted("+", *choice) for choice in self.chosen.items()] + added
+        words = [quoted("", *choice) for choice in self.chosen.items() if self.sources[choice[0]] == COMMAND_LINE]
         for group in [*deleted, *(["model"] if own else [])]:
             if self.defaults.pop(group, None) is not None:
                 words.append(f"~{group}")
@@ -366,10 +388,10 @@ class _Composition:
             for path in map(whole, filter(None, paths)):
                 below = under[1] if origins.where(path) == COMMAND_LINE else under[0]
                 parent, _, last = path.rpartition(".")
-                node = _at(tried, parent)
+                node = at(tried, parent)
                 if isinstance(node, dict):
                     node.pop(last, None)
-                    found = [at for one in below if (at := _at(one.values, path)) is not None]
+                    found = [there for one in below if (there := at(one.values, path)) is not None]
                     if found:
                         node[last] = copy.deepcopy(found[-1])
             run = validate(tried, origins.where)[0]
@@ -385,16 +407,3 @@ def _not_composed(error: Exception, before: Sequence[Problem]) -> ConfigError:
         "folder of it, and `_self_` where its own keys come"
     )
     return ConfigError([*before, Problem("MT011", "", None, rule, fix, "conf")])
-
-
-def _argument(sign: str, group: str, choice: str) -> str:
-    """A choice in Hydra's grammar, in quotes: `1.10` and `null` are names as well."""
-    return f"{sign}{group}='{choice}'"
-
-
-def _at(values: Mapping[str, Any], path: str) -> Any:
-    """What stands at a dotted path; None where nothing does."""
-    node: Any = values
-    for name in path.split(".") if path else ():
-        node = node.get(name) if isinstance(node, Mapping) else None
-    return node

@@ -156,6 +156,11 @@ def composed(library: Library, primary: str, arguments: Sequence[str], settings:
     return {str(name): value for name, value in values.items()} if isinstance(values, dict) else {}
 
 
+def quoted(sign: str, group: str, choice: str) -> str:
+    """A choice in Hydra's grammar, in quotes: `1.10` and `null` are names as well."""
+    return f"{sign}{group}='{choice}'"
+
+
 def defaults_list(
     library: Library, primary: str, arguments: Sequence[str]
 ) -> tuple[list[tuple[str, str]], dict[str, str]]:

@@ -312,15 +312,15 @@ def _kernels_words(d: Values) -> list[str]:
 def _saving(a: Arguments, d: Draft) -> Draft:
     steps = a.as_("--save-interval", whole) or a.as_("--persistent-save-interval", whole)
     if not a.has("--save"):
-        return {"checkpoint.save_interval": None, "checkpoint.save_final": False}
+        return {"checkpoint.save_interval": 0, "checkpoint.save_final": False}
     a.refuse("--save", "derived here", "checkpoints lie in the run folder: log.runs_dir")
     last = steps is not None and steps == d.get("trainer.train_iters")
-    return {"checkpoint.save_interval": None if last else steps, "checkpoint.save_final": True}
+    return {"checkpoint.save_interval": 0 if last else steps, "checkpoint.save_final": True}
 
 
 def _saving_words(d: Values) -> list[str]:
     steps, final = d["checkpoint.save_interval"], d["checkpoint.save_final"]
-    if steps is None and not final:
+    if not steps and not final:
         return []
     return ["--save", "checkpoints", "--save-interval", str(steps or d["trainer.train_iters"])]
 

@@ -310,12 +310,13 @@ def _grouped(words: Sequence[str]) -> Iterator[list[str]]:
         yield group
 
 
-def export_script(run: RunConfig) -> str:
+def export_script(run: RunConfig, by_steps: RunConfig | None = None) -> str:
     """A command line that means what `run` means, and in comments what has no flag.
 
+    The flags are those of `by_steps`, where it is given: the same run with what it does by time counted in steps.
     What no flag says is found out by reading the flags back, so that nothing is lost unsaid.
     """
-    world, groups = export_words(run)
+    world, groups = export_words(by_steps or run)
     groups += bert_words(run)
     program_file = PROGRAM if is_megatrons(run) else "pretrain_gpt.py"
     lines = [" ".join([*world.words(), program_file]), *(" ".join(map(_quoted, group)) for group in groups)]

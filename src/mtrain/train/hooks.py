@@ -18,6 +18,7 @@ from mtrain.ckpt import state as ckpt_state
 from mtrain.errors import warn
 from mtrain.models.registry import family_of
 from mtrain.plan.compare import ALLOCATED, MEASURED, METRICS, PEAKS, by_rank_of, lines_of
+from mtrain.train.by_time import EVALUATE, SAVE
 from mtrain.train.progress import Progress
 from mtrain.train.step import Parts, StepResult, summed
 from mtrain.train.tally import may_pad
@@ -163,38 +164,39 @@ class Evaluation(Hook):
 
     def start(self, parts: Parts) -> None:
         """Evaluate where a resumed run was stopped, or ended, before it had done so after its last step."""
-        if self._is_due(parts) and parts.state.step < parts.run.trainer.train_iters:
+        if self._is_due(parts) and parts.state.step < parts.run.trainer.steps:
             owes = self.metrics.owes(parts.state.step, "valid") if parts.world.is_rank0 else False
             if parts.world.tell("owes" if owes else "") == "owes":
                 self._evaluate(parts)
 
     def after_step(self, parts: Parts, result: StepResult) -> None:
-        """Evaluate every `trainer.eval_interval` steps."""
+        """Evaluate every `trainer.eval_interval` steps, and every `trainer.eval_minutes`."""
         # of several steps that are told at once, the model is that of the last
-        if result.step == parts.state.step and self._is_due(parts):
+        if result.step == parts.state.step and (self._is_due(parts) or parts.by_time.now & EVALUATE):
             self._evaluate(parts)
 
     def finish(self, parts: Parts) -> None:
         """Evaluate after the last step, unless that was just done; a run that was stopped is not at its end."""
-        if self.tried != parts.state.step and parts.state.step >= parts.run.trainer.train_iters:
+        if self.tried != parts.state.step and parts.state.step >= parts.run.trainer.steps:
             self._evaluate(parts)
 
     def _is_due(self, parts: Parts) -> bool:
         interval = parts.run.trainer.eval_interval
         step = parts.state.step
-        return interval is not None and step > 0 and step % interval == 0
+        return bool(interval) and step > 0 and step % (interval or 1) == 0
 
     def _evaluate(self, parts: Parts) -> None:
         """Evaluate, unless a rank is asked to stop before that is done; a resumed run makes up for it."""
         iters = parts.run.trainer.eval_iters
         self.tried = parts.state.step
+        parts.by_time.done(EVALUATE)
         if parts.valid_data is None or not iters:
             return
         found = None if parts.stops else summed(parts, parts.valid_data, iters, until_stop=True)
         if found is None:
             parts.stops = True
             what = f"the evaluation of step {parts.state.step}"
-            if parts.state.step >= parts.run.trainer.train_iters:
+            if parts.state.step >= parts.run.trainer.steps:
                 what = "the run is finished, its last evaluation"
             self.progress.note(f"stopped on request: {what} is left out")
             return
@@ -213,7 +215,8 @@ class Evaluation(Hook):
 
 
 class Checkpoints(Hook):
-    """State on disk every `checkpoint.save_interval` steps, at the end, and when a stop is asked.
+    """State on disk every `checkpoint.save_interval` steps and `checkpoint.save_minutes`, at the end, and when a stop
+    is asked.
 
     Also after an error of another hook, where every rank can take part.
     """
@@ -230,14 +233,15 @@ class Checkpoints(Hook):
         self.saved_step = parts.state.step
 
     def after_step(self, parts: Parts, result: StepResult) -> None:
-        """Save at the interval."""
+        """Save at the interval, or when it is time."""
         interval = parts.run.checkpoint.save_interval
-        if interval and result.step % interval == 0:
+        timely = bool(parts.by_time.now & SAVE) and result.step == parts.state.step
+        if timely or (interval and result.step % interval == 0):
             self._save(parts)
 
     def finish(self, parts: Parts) -> None:
         """Save the last state."""
-        stopped = parts.state.step < parts.run.trainer.train_iters
+        stopped = parts.state.step < parts.run.trainer.steps
         # a run that is stopped before its first step has something to resume from, too
         unsaved = self.saved_step != parts.state.step or parts.state.step == 0
         if (parts.run.checkpoint.save_final or stopped) and unsaved:
@@ -251,6 +255,7 @@ class Checkpoints(Hook):
     def _save(self, parts: Parts) -> None:
         self.path = ckpt_state.save(self.root, parts.run, parts.world, parts.state, self.data_facts)
         self.saved_step = parts.state.step
+        parts.by_time.done(SAVE)
         if not parts.world.is_rank0:  # of thousands of ranks one looks at the files of all
             return
         size = ""

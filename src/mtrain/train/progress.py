@@ -22,7 +22,7 @@ class Progress(Hook):
         if choice == "auto":
             choice = "live" if sys.stdout.isatty() else "plain"
         self.choice = choice if speaks else "none"
-        self.interval, self.goal = run.log.interval, run.trainer.train_iters
+        self.interval, self.goal = run.log.interval, run.trainer.steps
         self.z_loss, self.accuracy = bool(run.trainer.z_loss_coeff), run.log.token_accuracy
         self.grows = len(stages(run)) > 1
         self.began, self.first_step = 0.0, 0

@@ -47,6 +47,8 @@ class StepResult:
     consumed_samples: int
     stop: bool
     """A rank was asked to stop."""
+    due: int = 0
+    """What the clock of rank 0 asked for before this step; see `mtrain.train.by_time`."""
     seconds: dict[str, float] = field(default_factory=dict)
     """Time of this rank by phase: data, forward_backward, optimizer, and all of the step; data_wait: the part of data
     in which samples were waited for that were not read yet."""
@@ -79,6 +81,11 @@ class Launched:
         """True where a rank was asked to stop before this step; waits for the end of the step."""
         return Means.of(self._reading.read()).stops > 0
 
+    @cached_property
+    def due(self) -> int:
+        """What the clock of rank 0 asked for before this step; waits for the end of the step."""
+        return Means.of(self._reading.read()).due
+
     def result(self) -> StepResult:
         """The result of the step; waits for its end."""
         row = self._reading.read()
@@ -95,6 +102,7 @@ class Launched:
             flops=means.flops,
             full_flops=means.full_flops,
             stop=means.stops > 0,
+            due=means.due,
             seconds=self._clock.seconds(),
             **known,
         )

@@ -25,6 +25,7 @@ from mtrain.mcore.optimizer_state import loss_scale
 from mtrain.mcore.padding import padding_is
 from mtrain.mcore.sharding import gathered
 from mtrain.models.registry import family_of
+from mtrain.train.by_time import ByTime
 from mtrain.train.feed import DOCUMENTS, Batch, Feed, Needs, Place, counts_tokens, documents_of, needs_of
 from mtrain.train.readings import AHEAD, Board, Clock, Means, Reading, summed_report
 from mtrain.train.readings import reduce_report as reduce_report
@@ -55,6 +56,11 @@ class Parts:
     """Requests that this rank got."""
     stops: bool = False
     """All ranks know that one was asked to stop: the run ends here."""
+
+    @cached_property
+    def by_time(self) -> ByTime:
+        """What is done every so many minutes."""
+        return ByTime(self.run)
 
     @property
     def stop_requested(self) -> bool:
@@ -89,7 +95,7 @@ class Parts:
     def feed(self) -> Feed:
         """The way of the training samples to the steps."""
         plan = self.batch_sizes
-        end = samples_of(plan, self.run.trainer.train_iters)
+        end = samples_of(plan, self.run.trainer.steps)
         prefetch = self.run.data.prefetch
         ring = Ring.of(self.world.device, prefetch)
         following, needs = partial(_next_step, plan, end), self.needs(self.train_data)
@@ -106,7 +112,7 @@ class Parts:
     def begin(self) -> None:
         """Begin to read for the next step."""
         consumed = self.state.consumed_samples
-        if self.state.step < self.run.trainer.train_iters:
+        if self.state.step < self.run.trainer.steps:
             self.feed.expect(consumed, size_after(self.batch_sizes, consumed))
 
     def close(self) -> None:
@@ -141,7 +147,8 @@ def launch_step(parts: Parts, *, stop_requested: bool) -> Launched:
     state.step += 1
     state.consumed_samples += size
     work = parts.flops.of(batch[TALLY] for batch in batches) if reads(parts) else ()
-    values = summed_report(parts.world, reports, stop_requested or parts.stop_requested, work)
+    due = parts.by_time.asks(parts.world.rank)
+    values = summed_report(parts.world, reports, stop_requested or parts.stop_requested, due, work)
     if isinstance(norm, torch.Tensor):
         values = torch.cat([values, norm.reshape(1).to(values)])
     clock.stop()  # before the reading, which waits for its own moment: the clock's are then past, too

@@ -19,6 +19,7 @@ from mtrain.config.run import RunConfig
 from mtrain.config.validate import unfilled
 from mtrain.config.watch import read_from, touches
 from mtrain.errors import ConfigError, Problem, say_page, visible
+from mtrain.plan.time.intervals import in_steps
 from mtrain.recipes.diff import overrides_of
 from mtrain.recipes.hf import import_config
 from mtrain.recipes.imported import Imported, name_of
@@ -129,7 +130,7 @@ def export(argv: Sequence[str]) -> int:
     """Prints the command line of Megatron-LM that means the same, and in comments what has no flag."""
     options = read_options(argv, ("--megatron",))
     _, run = for_elsewhere(overrides_of(options.words))
-    text = export_script(run)
+    text = export_script(run, in_steps(run))
     if options.as_json:
         say_page(strict_json.dumps({"script": text, "digest": run.digest()}, indent=2))
     else:

@@ -125,9 +125,9 @@ def groups_of_micro_batches(run: RunConfig) -> Iterator[Finding]:
 def profile_within_run(run: RunConfig) -> Iterator[Finding]:
     """The profiled step and ranks are of the run."""
     t = run.trainer
-    if t.profile_step is not None and t.profile_step > t.train_iters:
-        rule = f"step {t.profile_step} never comes: the run has {t.train_iters} steps"
-        yield Finding("MT134", "trainer.profile_step", rule, ({"trainer.profile_step": t.train_iters},))
+    if t.profile_step is not None and t.profile_step > t.steps:
+        rule = f"step {t.profile_step} never comes: the run has {t.steps} steps"
+        yield Finding("MT134", "trainer.profile_step", rule, ({"trainer.profile_step": t.steps},))
     ranks = run.parallel.ranks or 1
     last = max(t.profile_ranks, default=0)
     if t.profile_step is not None and last >= ranks:
@@ -235,11 +235,11 @@ def every_size_divides(run: RunConfig) -> Iterator[Finding]:
 def ramp_ends_within_the_run(run: RunConfig) -> Iterator[Finding]:
     """A run that ends on the ramp never makes a step of the size that it names."""
     t, plan = run.trainer, stages(run)
-    made = counted(plan, t.train_iters)
+    made = counted(plan, t.steps)
     if len(plan) > 1 and made[-1][1] != plan[-1].size:
         key = LINEAR if t.rampup_batch_size is not None else LISTED
         last, needed = made[-1][1], sum(number for number, _ in counted(plan, plan[-1].first)[:-1]) + 1
-        rule = f"the last of {t.train_iters} steps takes {last} samples; those of {plan[-1].size} begin with {needed}"
+        rule = f"the last of {t.steps} steps takes {last} samples; those of {plan[-1].size} begin with {needed}"
         fixes: tuple[Change, ...] = ({"trainer.train_iters": needed}, {key: None})
         yield Finding("MT139", key, rule, fixes)
 

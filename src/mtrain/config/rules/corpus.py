@@ -282,7 +282,7 @@ def _tokens_suffice(run: RunConfig, corpus: TokenFiles, shares: Sequence[float])
             )
             fixes: list[Change] = [{"data.seq_length": held - 1}] if held > 2 else []
             if name == "validation":
-                fixes.append({"trainer.eval_iters": 0, "trainer.eval_interval": None})
+                fixes.append({"trainer.eval_iters": 0, "trainer.eval_interval": 0})
             fixes.append({"data.split": [0.9, 0.1, 0.0]})
             yield Finding("MT605", "data.seq_length", rule, tuple(fixes))
             return

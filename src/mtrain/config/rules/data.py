@@ -140,7 +140,7 @@ def split_is_usable(run: RunConfig) -> Iterator[Finding]:
         if d.validation_blend is None and run.trainer.eval_iters > 0:
             rule = f"data.test_blend is set, and trainer.eval_iters asks for {run.trainer.eval_iters} batches of it"
             off: Change = {"trainer.eval_iters": 0}
-            both: Change = {**off, "trainer.eval_interval": None}
+            both: Change = {**off, "trainer.eval_interval": 0}
             yield Finding("MT309", "data.validation_blend", rule, (off, both), hint="data.validation_blend=[PREFIX]")
         return
     train, validation, _ = d.split
@@ -152,7 +152,7 @@ def split_is_usable(run: RunConfig) -> Iterator[Finding]:
     elif validation <= 0 and run.trainer.eval_iters > 0:
         rule = f"the share of validation is 0, and trainer.eval_iters asks for {run.trainer.eval_iters} batches of it"
         none: Change = {"trainer.eval_iters": 0}
-        fixes: tuple[Change, ...] = (none, {**none, "trainer.eval_interval": None}, usual)
+        fixes: tuple[Change, ...] = (none, {**none, "trainer.eval_interval": 0}, usual)
         yield Finding("MT309", "data.split", rule, fixes)
 
 
