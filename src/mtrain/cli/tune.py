@@ -25,7 +25,7 @@ from mtrain.plan.tune.search import BEST, Found, Layout, Task
 from mtrain.plan.tune.space import KEYS, SPLIT, changed
 from mtrain.plan.tune.words import reason
 from mtrain.recipes.diff import overrides_of
-from mtrain.units import GIB
+from mtrain.units import GIB, devices
 
 PLAINEST = "single"
 """The choice of `parallel` that layouts are said on."""
@@ -117,7 +117,7 @@ def page(found: Found, task: Task, words: Sequence[str]) -> Iterator[str]:
     first = found.best[0]
     run = first.run
     tokens = f"{run.trainer.batch} samples of {run.data.length} tokens"
-    yield f"{run.model.name}, {run.precision.words}, {tokens} on {run.parallel.ranks} x {run.cluster.name}"
+    yield f"{run.model.name}, {run.precision.words}, {tokens} on {devices(run.parallel.ranks, run.cluster.name)}"
     if task.said:
         yield f"kept: {' '.join(override(key, plain(value)) for key, value in task.said.items())}"
     rows = [("", "step", "tokens/s", "MFU", "peak", "left", "layout")]
@@ -211,7 +211,7 @@ def choice(layout: Layout) -> str:
     run = layout.run
     lines = [
         "# @package _global_",
-        f"# {run.model.name} on {run.parallel.ranks} x {run.cluster.name}, {run.trainer.batch} samples of "
+        f"# {run.model.name} on {devices(run.parallel.ranks, run.cluster.name)}, {run.trainer.batch} samples of "
         f"{run.data.length} tokens: {layout.words}.",
         f"# Chosen by tune: by the plan {_rate(layout.time.tokens_per_second_per_device)} tokens/s a device, "
         f"{layout.memory.peak / GIB:.1f} GiB.",
