@@ -71,15 +71,24 @@ PAGES: dict[str, Page] = {
         ),
     ),
     "tune": Page(
-        f"tune {OVERRIDES} [--out FILE] [FLAGS]",
-        "The ten fastest layouts by the plan that keep every rule and fit the devices of the cluster: tp, pp, vpp,\n"
-        "cp, ep, etp, sequence parallelism, micro-batch, recomputation, sharding and offload of the state. What the\n"
-        "command line says of them is kept. parallel=auto takes the first in every verb.",
+        f"tune {OVERRIDES} [--out FILE] [--why-not LAYOUT] [FLAGS]",
+        "The fastest layouts by the plan that keep every rule and fit the devices of the cluster, the best of each\n"
+        "family (tp, pp, cp, ep), with the error of the plan's time: vpp, etp, sequence parallelism, micro-batch,\n"
+        "recomputation, sharding and offload of the state are chosen, too. What the command line says of them is\n"
+        "kept, and its cost is said. parallel=auto takes the first in every verb.",
         SETTINGS,
-        (("-o, --out FILE", "write the first as a choice, for parallel=FILE; never over a file"), JSON),
+        (
+            ("-o, --out FILE", "write the first as a choice, for parallel=FILE; never over a file"),
+            (
+                "--why-not LAYOUT",
+                "which rule a layout breaks, what it lacks, or how slow it is: tp8pp6, 'tp8pp6 KEY=V'",
+            ),
+            JSON,
+        ),
         (
             ("tune model=llama3_70b cluster=h100x64", "how to lay it out"),
             ("tune recipe=llama3/70b_h100x64 parallel.tp=8 --out mine.yaml", "with a tp of 8, into a file"),
+            ("tune model=llama3_70b cluster=h100x64 --why-not tp8pp8", "why that is not the first"),
         ),
     ),
     "prove": Page(

@@ -207,4 +207,6 @@ def device_word(run: RunConfig) -> str:
 def headline(found: Mapping[str, Any]) -> str:
     """What was planned: model, number format, layout and machines."""
     layout = " ".join(f"{axis}{n}" for axis, n in found["layout"].items() if n > 1 and axis not in ("etp", "edp"))
-    return f"{found['model']}, {found['formats']}, {layout or 'one rank'} on {devices(found['ranks'], found['cluster'])}"
+    return (
+        f"{found['model']}, {found['formats']}, {layout or 'one rank'} on {devices(found['ranks'], found['cluster'])}"
+    )

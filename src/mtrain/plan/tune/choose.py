@@ -120,7 +120,9 @@ def refuse(found: Found, task: Task, again: Any) -> None:
     """
     run = task.resolve(task.raw)
     p, name, near = run.parallel, run.cluster.name, found.nearest
-    what = f"{run.model.name} with {run.trainer.batch} samples of {run.data.length} tokens on {devices(p.ranks, name)}"
+    what = (
+        f"{run.model.name} with {run.trainer.batch} samples of {run.data.length} tokens on {devices(p.ranks, name)}"
+    )
     kept = f" that keeps {', '.join(f'{key} {value}' for key, value in task.said.items())}" if task.said else ""
     if near is None:
         wrong, ranks = [one for one in findings(run) if one.severity == "error"], p.ranks or 1
