@@ -56,6 +56,11 @@ PAGES: dict[str, Page] = {
             ("--draw", "pictures below: memory by part, the pipeline's schedule, time, ranks on machines"),
             ("--html FILE", "the pictures as one page, that opens without a network"),
             ("--compare RUN", "of a run that was made: what was planned beside what was measured"),
+            (
+                "--scale COUNTS",
+                "tokens/s, MFU and efficiency over numbers of devices, each with the layout that tune chooses",
+            ),
+            ("--weak", "with --scale: the batch of the first for each device, instead of one batch for all"),
             ("--trace", "run a step of one rank without its memory, and compare"),
             (
                 "--calibrate RUN_OR_FILE... out=FILE",
@@ -67,6 +72,11 @@ PAGES: dict[str, Page] = {
             ("plan recipe=llama3/70b_h100x64", "does it fit, and what takes the memory"),
             ("plan model=llama3_8b parallel=tp2 cluster=h100x8 --json", "the same for a machine"),
             ("plan recipe=llama3/70b_h100x64 --html plan.html", "a page to look at, and to send"),
+            ("plan --scale 96,192,...,4608 recipe=gpt/177b_h100x96", "strong scaling: the same batch on more devices"),
+            (
+                "plan --weak --scale 8,64,512 model=llama3_8b,llama3_70b,llama31_405b cluster=h100 data=mock",
+                "weak scaling: each number of devices has a model of its own, and may have any key so",
+            ),
             ("plan --trace recipe=llama3/70b_h100x64 rank=0", "what the program does, in half a minute"),
         ),
     ),

@@ -46,7 +46,7 @@ def run(argv: Sequence[str], *, as_json: bool = False, draw: bool = False, html:
     from mtrain.plan.report import report
 
     loaded = load(argv, to_run=False)
-    to = None if html is None else _new(Path(html).expanduser())
+    to = None if html is None else new_page(Path(html).expanduser())
     try:
         found = report(loaded.run)
     except ValueError as error:
@@ -61,7 +61,12 @@ def run(argv: Sequence[str], *, as_json: bool = False, draw: bool = False, html:
     return 0
 
 
-def _new(path: Path) -> Path:
+def new_page(path: Path) -> Path:
+    """The path of a page that is not there yet.
+
+    Raises:
+        ConfigError: there is something, or no folder to write it to.
+    """
     if os.path.lexists(path):
         raise _unwritten(path, f"{path} is there already; nothing is written over", "--html FILE with another name")
     if not path.parent.is_dir():
@@ -71,6 +76,19 @@ def _new(path: Path) -> Path:
 
 def _unwritten(path: Path, rule: str, fix: str) -> ConfigError:
     return ConfigError([Problem("MT704", "html", str(path), rule, fix, "command line")])
+
+
+def write_page(to: Path, text: str) -> None:
+    """Writes a page.
+
+    Raises:
+        ConfigError: it cannot be written.
+    """
+    try:
+        with to.open("x", encoding="utf-8") as file:
+            file.write(text)
+    except OSError as error:
+        raise _unwritten(to, f"cannot be written: {error.strerror}", ELSEWHERE) from None
 
 
 def _draw(loaded: Loaded, found: dict[str, Any], to: Path | None, *, beside: bool) -> None:
@@ -88,11 +106,7 @@ def _draw(loaded: Loaded, found: dict[str, Any], to: Path | None, *, beside: boo
         return
     from mtrain.cli.plan_page import page_of
 
-    try:
-        with to.open("x", encoding="utf-8") as file:
-            file.write(page_of(found, stages, line))
-    except OSError as error:
-        raise _unwritten(to, f"cannot be written: {error.strerror}", ELSEWHERE) from None
+    write_page(to, page_of(found, stages, line))
     if not beside:
         say_page(f"plan of {found['model']}: {to}")
 
