@@ -52,8 +52,10 @@ def run(call: Call) -> int:
     Raises:
         ConfigError: with everything that is wrong with the list and the configuration; or nothing fits on any number.
     """
-    counts = _counts(call)
-    words = _zipped(call.arguments, counts)
+    counts, problems = _counts(call)
+    words, more = _zipped(call.arguments, counts)
+    if problems or more:
+        raise ConfigError([*problems, *more, *_rejected(call.arguments)])
     html = call.values.get("--html")
     to = None
     if html is not None:
@@ -77,15 +79,11 @@ def run(call: Call) -> int:
     return 0
 
 
-def _counts(call: Call) -> list[int]:
-    """The numbers of devices that `--scale` lists.
-
-    Raises:
-        ConfigError: with everything that is wrong with them.
-    """
+def _counts(call: Call) -> tuple[list[int], list[Problem]]:
+    """The numbers of devices that `--scale` lists, and everything that is wrong with the list."""
     text = call.values.get(SCALE)
     if text is None:
-        raise ConfigError([_bad(f"{WEAK}: says how {SCALE} counts, which is missing", f"{EXAMPLE} {WEAK}")])
+        return [], [_bad(f"{WEAK}: says how {SCALE} counts, which is missing", f"{EXAMPLE} {WEAK}")]
     problems = [
         _bad(f"{SCALE} and {flag}: plan answers one of them", EXAMPLE)
         for flag in OTHERS
@@ -108,9 +106,7 @@ def _counts(call: Call) -> list[int]:
             break
     if len(counts) > MOST:
         problems.append(_bad(f"{SCALE}: {len(counts)} numbers of devices; at most {MOST}", "fewer of them"))
-    if problems:
-        raise ConfigError(problems)
-    return counts
+    return counts, problems
 
 
 def _dots(parts: Sequence[str], place: int, counts: list[int]) -> list[Problem]:
@@ -127,12 +123,18 @@ def _dots(parts: Sequence[str], place: int, counts: list[int]) -> list[Problem]:
     return []
 
 
-def _zipped(arguments: Sequence[str], counts: Sequence[int]) -> list[list[Any]]:
-    """For each number of devices its words, and those of them that are swept: each number has a value of its own.
+def _rejected(arguments: Sequence[str]) -> list[Problem]:
+    """What is wrong with the configuration itself, of the words that have one value."""
+    try:
+        compose([word for word in arguments if "," not in word.partition("=")[2]])
+    except Rejected as error:
+        return list(error.problems)
+    return []
 
-    Raises:
-        ConfigError: a key has more or fewer values than there are numbers.
-    """
+
+def _zipped(arguments: Sequence[str], counts: Sequence[int]) -> tuple[list[list[Any]], list[Problem]]:
+    """For each number of devices its words, and those of them that are swept: each number has a value of its own; and
+    the keys that have more or fewer values than there are numbers."""
     problems, columns = list[Problem](), list[tuple[list[str], bool]]()
     for word in arguments:
         try:
@@ -145,11 +147,10 @@ def _zipped(arguments: Sequence[str], counts: Sequence[int]) -> list[list[Any]]:
             rule = f"{key} has {len(found)} values, and {SCALE} {number} numbers of devices"
             problems.append(_bad(rule, f"one value of {key}, or {number}"))
         columns.append((found * len(counts) if len(found) == 1 else found, len(found) > 1))
-    if problems:
-        raise ConfigError(problems)
     rows = zip(*(values for values, _ in columns), strict=False) if columns else ([] for _ in counts)
     swept = [several for _, several in columns]
-    return [[list(row), [word for word, several in zip(row, swept, strict=True) if several]] for row in rows]
+    words = [[list(row), [word for word, several in zip(row, swept, strict=True) if several]] for row in rows]
+    return words, problems
 
 
 def scaled(words: Sequence[Sequence[Any]], counts: Sequence[int], *, weak: bool) -> Scale:
@@ -191,7 +192,7 @@ def _composed(words: Sequence[Sequence[Any]], counts: Sequence[int]) -> list[Ask
             continue
         known[tuple(row)] = composed
         if why := misfit(composed.run, devices):
-            problems[why] = _bad(f"{SCALE}: {why}", EXAMPLE)
+            problems[why] = _bad(f"{SCALE}: {why}", f"{SCALE} with one of these in its place")
         others = [word for word in swept if not word.startswith(f"{BATCH}=")]
         batch = composed.run.trainer.global_batch_size if len(others) < len(swept) else None
         out.append(Asked(devices, composed, " ".join(others), batch))
