@@ -64,7 +64,9 @@ class Svg:
     def markup(self) -> str:
         """The element."""
         inside = "".join(self._parts)
-        return f'<svg viewBox="0 0 {self.width:.0f} {self.height:.0f}" role="img">{inside}</svg>'
+        return (
+            f'<div class="pic"><svg viewBox="0 0 {self.width:.0f} {self.height:.0f}" role="img">{inside}</svg></div>'
+        )
 
 
 def _box(x: float, y: float, wide: float, high: float, colour: str, title: str, outline: bool = False) -> str:
