@@ -129,7 +129,10 @@ def markdown(name: str, rows: Sequence[Row]) -> str:
         cells = [f"{row['gpus']:,}"]
         mark = "*" if row["model"] in FITTED else ""
         cells += [f"{row['model']}{mark}", f"{row['batch']:,}"] if name == "weak" else []
-        cells += [_rate(row["published"], first["published"]), _rate(own["predicted"], first["as_published"]["predicted"])]
+        cells += [
+            _rate(row["published"], first["published"]),
+            _rate(own["predicted"], first["as_published"]["predicted"]),
+        ]
         cells += [f"{own['error']:+.1%}", own["layout"], _rate(tuned["tflops"], first["tune"]["tflops"])]
         lines.append([*cells, tuned["layout"]])
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)

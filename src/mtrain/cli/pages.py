@@ -72,7 +72,10 @@ PAGES: dict[str, Page] = {
             ("plan recipe=llama3/70b_h100x64", "does it fit, and what takes the memory"),
             ("plan model=llama3_8b parallel=tp2 cluster=h100x8 --json", "the same for a machine"),
             ("plan recipe=llama3/70b_h100x64 --html plan.html", "a page to look at, and to send"),
-            ("plan --scale 96,192,...,4608 recipe=gpt/177b_h100x96", "strong scaling: the same batch on more devices"),
+            (
+                "plan --scale 96,192,...,4608 recipe=gpt/177b_h100x96",
+                "strong scaling: the same batch on more devices",
+            ),
             (
                 "plan --weak --scale 8,64,512 model=llama3_8b,llama3_70b,llama31_405b cluster=h100 data=mock",
                 "weak scaling: each number of devices has a model of its own, and may have any key so",

@@ -33,7 +33,7 @@ td, th { padding: .2rem .7rem; border-bottom: 1px solid var(--line); text-align:
 th { opacity: .7; } td:first-child, th:first-child { text-align: left; padding-left: 0; } td.how { text-align: left; }
 svg .halo { paint-order: stroke; stroke: Canvas; stroke-width: 4px; stroke-linejoin: round; }
 .pic { overflow-x: auto; }
-@media (max-width: 900px) { .pic svg { width: 1000px; } .pic table { white-space: nowrap; } }
+@media (max-width: 900px) { .pic svg { width: 1000px; } td.how { min-width: 18rem; } }
 .key { display: flex; flex-wrap: wrap; gap: .2rem 1.1rem; font-size: .85rem; margin: .4rem 0; }
 .key i { display: inline-block; width: .8rem; height: .8rem; border-radius: .15rem; margin-right: .35rem; }
 """
@@ -41,7 +41,9 @@ POLICY = "default-src 'none'; style-src 'unsafe-inline'"
 ROW = 26
 BREAK = 24.0
 """Of a schedule, where micro-batches are left out."""
-TICKS = 4
+LEAST_BLOCK, MOST_WIDE = 18.0, 8000.0
+"""Of the shortest block of a schedule, so that its number can be read, and of the picture."""
+TICKS = 5
 """Of an axis of memory, at most."""
 STAGES_DRAWN = 16
 """Stages whose memory over time is drawn; of more, the first and the last ones."""
@@ -165,7 +167,7 @@ def _over_time(found: Mapping[str, Any], stages: Sequence[StageMemory], line: Ti
         for size, words in _ticks(most):
             level = y + high - high * size / most
             svg.line(x - 4, level, x, level, "currentColor")
-            svg.text(x - 42, level + 4, words)
+            svg.text(x - 50, level + 4, words)
         if line.cut is not None:
             svg.box(x + wide * line.cut / line.end - 3, y, 6, high, "Canvas", "what is left out")
         if device:
@@ -225,11 +227,13 @@ def _schedule(line: Timeline) -> list[str]:
     rows = len(line.blocks)
     high = 26 if rows <= 16 else 12
     left, gap = 64.0, 0.0 if line.cut is None else BREAK
-    svg, scale = Svg(1000, rows * high + 30), (930 - gap) / line.end
+    narrow = min(block.end - block.begin for blocks in line.blocks for block in blocks)
+    wide = min(MOST_WIDE, max(930.0, LEAST_BLOCK * line.end / narrow))  # wider than the page it is scrolled
+    svg, scale = Svg(wide + 70, rows * high + 30), (wide - gap) / line.end
     for stage, blocks in enumerate(line.blocks):
         y = 4 + stage * high
         svg.text(0, y + high / 2 + 4, f"stage {stage}")
-        svg.box(left, y, 930, high - 4, "#8882", f"stage {stage} waits")
+        svg.box(left, y, wide, high - 4, "#8882", f"stage {stage} waits")
         for block in blocks:
             _block(svg, line, block, (left, y, high - 4, scale), gap)
     if line.cut is not None:
@@ -240,12 +244,15 @@ def _schedule(line: Timeline) -> list[str]:
         drawn = f"the begin and the end of a step of {line.of} micro-batches: of those between, which do the same "
         drawn += f"again, {line.of - line.micro} are left out at the break"
     chunks = max(block.chunk for stage in line.blocks for block in stage)
-    said = " A deeper colour is a later chunk of the stage." if chunks else ""
+    said = " A deeper colour is a later chunk of the stage; the picture is scrolled sideways." if chunks else ""
+    key = [(f"{name}{f' of chunk {n}' if chunks else ''}{' and later' * (n == 3 < chunks)}", colours[n])
+           for name, colours in (("forward", FORWARD), ("backward", BACKWARD))
+           for n in range(min(chunks, 3) + 1)]  # fmt: skip
     return [
         "<h2>Pipeline schedule</h2>",
         f"<p>{drawn[0].upper()}{drawn[1:]}; a backward takes as long as two forwards and what it computes again. In "
         f"the whole step the busiest stage waits {share(line.bubble)} of the time.{said}</p>",
-        legend([("forward", FORWARD[0]), ("backward", BACKWARD[0]), ("bubble", "#8884")]),
+        legend([*key, ("bubble", "#8884")]),
         svg.markup(),
     ]
 
@@ -302,7 +309,7 @@ def _time(found: Mapping[str, Any]) -> list[str]:
         f"<p>{total:.3f} s, of the slowest stage.</p>",
         legend((name, hue(n, len(parts))) for n, name in enumerate(parts)),
         svg.markup(),
-        f"<table>{''.join(rows)}</table>",
+        f'<div class="pic"><table>{"".join(rows)}</table></div>',
     ]
 
 
@@ -333,7 +340,9 @@ def _in_a_copy(grid: RankGrid, at: Mapping[str, int]) -> bool:
 
 
 def _copy_words(grid: RankGrid) -> str:
-    return "the ranks with dp 0, and those with the first copy of each expert" if grid.ep > 1 else "the ranks with dp 0"
+    return (
+        "the ranks with dp 0, and those with the first copy of each expert" if grid.ep > 1 else "the ranks with dp 0"
+    )
 
 
 def _group(svg: Svg, grid: RankGrid, group: Machines, devices: int, columns: int, y: float) -> float:
@@ -373,7 +382,10 @@ def _parameters(found: Mapping[str, Any]) -> list[str]:
         )
         for row in alike(numbers["by_stage"])
     ]
-    return ["<h2>Parameters</h2>", f"<table><tr>{head}</tr>{''.join(f'<tr>{row}</tr>' for row in rows)}</table>"]
+    return [
+        "<h2>Parameters</h2>",
+        f'<div class="pic"><table><tr>{head}</tr>{"".join(f"<tr>{row}</tr>" for row in rows)}</table></div>',
+    ]
 
 
 def _ends(number: int, most: int) -> list[int]:

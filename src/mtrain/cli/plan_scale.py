@@ -205,7 +205,9 @@ def _refuse(found: Scale) -> None:
     """Raises ConfigError: nothing fits on any number of devices."""
     raise ConfigError(
         [
-            Problem("MT257", "parallel.auto", True, one.why, "more devices, or devices with more memory", COMMAND_LINE)
+            Problem(
+                "MT257", "parallel.auto", True, one.why, "more devices, or devices with more memory", COMMAND_LINE
+            )
             for one in found.points
         ]
     )

@@ -80,9 +80,7 @@ def misfit(raw: RunConfig, devices: int) -> str:
     return f"{devices} devices are no whole machines of {raw.cluster.name}, which have {per_node}; nearest: {near}"
 
 
-def point(
-    raw: RunConfig, said: Mapping[str, Any], machine: Machine, devices: int, batch: int, differs: str
-) -> Point:
+def point(raw: RunConfig, said: Mapping[str, Any], machine: Machine, devices: int, batch: int, differs: str) -> Point:
     """The fastest layout of a run on so many devices.
 
     Raises:
