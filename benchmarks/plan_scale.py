@@ -5,10 +5,10 @@
 The published figures and their sources are benchmarks/data/megatron_strong_scaling.csv (177B, 1,152 samples, 96 to
 4,608 GPUs) and megatron_weak_scaling.csv (1.7B to 462B, 48 to 6,144 GPUs). Two things are predicted of each point:
 
-    as published  tensor and pipeline parallelism as published (of the strong scaling they are published of 2,304 GPUs,
-                  and taken for all), micro-batches of one sample; virtual stages and recomputation, which nobody
-                  states, as tune chooses them; by the efficiencies that benchmarks/plan_time.py fits for megatron-core
-                  0.8. The error is of this one.
+    as published  tensor and pipeline parallelism as published (of the strong scaling they are published of 2,304
+                  GPUs, and taken for all), micro-batches of one sample; virtual stages and recomputation, which
+                  nobody states, as tune chooses them; by the efficiencies that benchmarks/plan_time.py fits for
+                  megatron-core 0.8. The error is of this one.
     tune          the layout that tune chooses among all, by the efficiencies of mtrain
 
 TFLOP/s are model FLOPs with attention to every key, as Megatron-LM counts them. `--write` saves

@@ -112,7 +112,7 @@ def test_a_row_of_the_documentation_is_what_is_predicted(name: str, place: int) 
 
 
 def test_the_published_figures_are_those_of_the_source() -> None:
-    """The text of the source states the ends of the strong scaling, and its chart and table have one point in common."""
+    """The text of the source states the ends of the strong scaling; its chart and table have one point in common."""
     mfu = [row["published"] / published.PEAK for row in published.strong()]
     assert (round(mfu[0], 2), round(mfu[-1], 2)) == (0.47, 0.42)
     shared = [row["published"] for rows in (published.strong(), published.weak()) for row in rows

@@ -58,9 +58,9 @@ PAGES: dict[str, Page] = {
             ("--compare RUN", "of a run that was made: what was planned beside what was measured"),
             (
                 "--scale COUNTS",
-                "tokens/s, MFU and efficiency over numbers of devices, each with the layout that tune chooses",
+                "speed, MFU and efficiency over numbers of devices, as tune lays them out",
             ),
-            ("--weak", "with --scale: the batch of the first for each device, instead of one batch for all"),
+            ("--weak", "with --scale: one batch per device, not one for all of them"),
             ("--trace", "run a step of one rank without its memory, and compare"),
             (
                 "--calibrate RUN_OR_FILE... out=FILE",
@@ -77,8 +77,8 @@ PAGES: dict[str, Page] = {
                 "strong scaling: the same batch on more devices",
             ),
             (
-                "plan --weak --scale 8,64,512 model=llama3_8b,llama3_70b,llama31_405b cluster=h100 data=mock",
-                "weak scaling: each number of devices has a model of its own, and may have any key so",
+                "plan --weak --scale 8,64,512 model=llama3_8b cluster=h100 data=mock",
+                "weak scaling; a key with as many values as numbers has one on each",
             ),
             ("plan --trace recipe=llama3/70b_h100x64 rank=0", "what the program does, in half a minute"),
         ),

@@ -128,7 +128,8 @@ def _head(loaded: Loaded, found: dict[str, Any]) -> Iterator[str]:
     causal, every = (f"{flops[key] / 1e9:.4g}" for key in ("causal", "all_keys"))
     yield f"  operations   {_conventions(causal, every, ' GFLOP a token')}"
     tokens = r.trainer.micro * r.data.length
-    yield f"  batch        {r.trainer.batch} x {r.data.length} = {count(r.trainer.batch * r.data.length)} tokens a step"
+    batch = r.trainer.batch * r.data.length
+    yield f"  batch        {r.trainer.batch} x {r.data.length} = {count(batch)} tokens a step"
     yield f"  micro-batch  {r.trainer.micro} x {r.data.length} = {count(tokens)} tokens"
     yield f"  checkpoint   {bytes_(found['checkpoint']['bytes'])}"
 

@@ -264,7 +264,7 @@ NUMBERS = ("#10202f", "#10202f", "#fff", "#fff")
 
 
 def _block(svg: Svg, line: Timeline, block: Block, box: tuple[float, float, float, float], gap: float) -> None:
-    """A forward or backward; behind the break it is further to the right, and one that lies across it has two parts."""
+    """A forward or backward; behind the break it is moved to the right, and one across it has two parts."""
     left, y, high, scale = box
     colours = FORWARD if block.forward else BACKWARD
     number, colour = line.number(block), colours[min(block.chunk, 3)]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
@@ -74,7 +75,7 @@ def run(call: Call) -> int:
         from mtrain.cli.plan import write_page
         from mtrain.cli.scale_page import page_of
 
-        write_page(to, page_of(found, title(found), report(found)))
+        write_page(to, page_of(found, title(found), cells(found), report(found)))
         say_page(f"{title(found)}: {to}", error="--json" in call.flags)
     return 0
 
@@ -99,7 +100,7 @@ def _counts(call: Call) -> tuple[list[int], list[Problem]]:
         else:
             rule = f"{SCALE}: {part or 'nothing'} is no number of devices from 1 to {LARGEST}"
             problems.append(_bad(rule, EXAMPLE))
-    for one, two in zip(counts, counts[1:], strict=False):
+    for one, two in itertools.pairwise(counts):
         if two <= one:
             rule = f"{SCALE}: {two} behind {one}: numbers of devices rise, and stand once"
             problems.append(_bad(rule, f"{SCALE} {','.join(map(str, sorted(set(counts))))}"))
@@ -110,8 +111,8 @@ def _counts(call: Call) -> tuple[list[int], list[Problem]]:
 
 
 def _dots(parts: Sequence[str], place: int, counts: list[int]) -> list[Problem]:
-    """Fills in the numbers for which `...` stands: the two before it go on by their ratio, up to the one behind it."""
-    rule = f"{SCALE}: {DOTS} stands between two numbers, of which the second is a multiple of the first, and the last"
+    """Fills in the numbers for which `...` stands: the two before it go on by their ratio, up to the one behind."""
+    rule = f"{SCALE}: {DOTS} stands between two numbers, the second a multiple of the first, and the last"
     last = parts[place + 1] if place + 2 == len(parts) else ""
     if len(counts) < 2 or not last.isdigit() or not 0 < int(last) <= LARGEST:
         return [_bad(rule, EXAMPLE)]
@@ -157,7 +158,7 @@ def scaled(words: Sequence[Sequence[Any]], counts: Sequence[int], *, weak: bool)
     """The points of several numbers of devices.
 
     Raises:
-        ConfigError: a configuration cannot be composed, numbers are no machines of its cluster, or a batch is not whole.
+        ConfigError: a configuration cannot be composed, a number is no machines of its cluster, a batch is not whole.
     """
     asked, machine = _composed(words, counts), Machine.here()
     first = asked[0]
@@ -238,7 +239,8 @@ def title(found: Scale) -> str:
 def report(found: Scale) -> dict[str, Any]:
     """What a machine reads."""
     first = found.first
-    assert first is not None and first.layout is not None
+    assert first is not None
+    assert first.layout is not None
     accuracy = accuracy_of(first.layout.run.cluster)
     return {
         "title": title(found),
@@ -270,12 +272,14 @@ def _data(found: Scale, one: Point) -> dict[str, Any]:
 def page(found: Scale) -> Iterator[str]:
     """The same as text."""
     first = found.first
-    assert first is not None and first.layout is not None
+    assert first is not None
+    assert first.layout is not None
     yield title(found)
     yield from table(cells(found), left=0, ragged=(len(cells(found)[0]) - 1,))
     run = first.layout.run
     form, accuracy = run.precision.multiplies_in, accuracy_of(run.cluster)
-    yield f"MFU with causal attention, of {run.cluster.peak_tflops[form]:g} TFLOP/s in {form}; in brackets with all keys"
+    peak = run.cluster.peak_tflops[form]
+    yield f"MFU with causal attention, of {peak:g} TFLOP/s in {form}; in brackets with all keys"
     yield f"efficiency: model FLOP/s of a device against those on {first.devices}; each layout is the first of tune"
     if accuracy is not None:
         yield accuracy.words

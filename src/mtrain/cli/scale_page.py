@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import itertools
+from collections.abc import Callable, Mapping, Sequence
 from html import escape
 from math import log
 from typing import Any
 
 from mtrain.cli.plan_page import POLICY, STYLE
-from mtrain.cli.plan_scale import cells
 from mtrain.cli.svg import Svg, legend
 from mtrain.errors import in_a_line, visible
 from mtrain.plan.scale import Point, Scale
@@ -19,9 +19,9 @@ LEFT, WIDE, HIGH, TOP = 90.0, 860.0, 240.0, 14.0
 LINE, IDEAL = "#3b6ea5", "#888888"
 
 
-def page_of(found: Scale, title: str, report: Mapping[str, Any]) -> str:
-    """The page of a scale."""
-    head, *rows = cells(found)
+def page_of(found: Scale, title: str, cells: Sequence[Sequence[str]], report: Mapping[str, Any]) -> str:
+    """The page of a scale; `cells` are its table, the head first."""
+    head, *rows = cells
     table = [f"<tr>{''.join(f'<th>{_text(cell)}</th>' for cell in head)}</tr>"]
     table += [f"<tr>{''.join(f'<td>{_text(cell)}</td>' for cell in row)}</tr>" for row in rows]
     error = report["error"]
@@ -71,7 +71,7 @@ def _rates(found: Scale) -> str:
     def y(value: float) -> float:
         return TOP + 10 + (HIGH - 20) * (1 - (log(value) - low) / ((high - low) or 1.0))
 
-    for one, two in zip(fitting, fitting[1:], strict=False):
+    for one, two in itertools.pairwise(fitting):
         x, to_x = places[one.devices], places[two.devices]
         svg.line(x, y(ideal[one.devices]), to_x, y(ideal[two.devices]), IDEAL)
         svg.line(x, y(one.tokens_per_s), to_x, y(two.tokens_per_s), LINE)
@@ -89,7 +89,7 @@ def _shares(found: Scale, value: Callable[[Point], float]) -> str:
     def y(share: float) -> float:
         return TOP + HIGH * (1 - share / most)
 
-    for one, two in zip(fitting, fitting[1:], strict=False):
+    for one, two in itertools.pairwise(fitting):
         svg.line(places[one.devices], y(value(one)), places[two.devices], y(value(two)), LINE)
     for one in fitting:
         _dot(svg, places[one.devices], y(value(one)), f"{value(one):.1%}", one)

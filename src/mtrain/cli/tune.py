@@ -77,8 +77,9 @@ class Asked:
 
     def data(self, found: Found) -> dict[str, Any]:
         """As JSON has it."""
-        free = self.free and {"layout": self.free.words, "seconds": self.free.seconds}
-        if self.free is not None and free is not None:
+        free: dict[str, Any] | None = None
+        if self.free is not None:
+            free = {"layout": self.free.words, "seconds": self.free.seconds}
             free |= {"slower": found.best[0].seconds / self.free.seconds - 1, "why": reason(found.best[0], self.free)}
         return {"mine": None if self.mine is None else self.mine.data(), "without_kept": free}
 

@@ -1,4 +1,4 @@
-"""Why a layout that somebody names is not the first of `tune`: the rule that it breaks, what it lacks, how slow it is."""
+"""Why a layout that somebody names is not the first of `tune`: the rule it breaks, what it lacks, how slow it is."""
 
 from __future__ import annotations
 

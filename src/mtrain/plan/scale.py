@@ -1,4 +1,4 @@
-"""How a run scales: on each of several numbers of devices the fastest layout, with the batch of all or of each device."""
+"""How a run scales: on each of several numbers of devices the fastest layout, with one batch or one per device."""
 
 from __future__ import annotations
 

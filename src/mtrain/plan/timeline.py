@@ -44,8 +44,8 @@ class Timeline:
 
     @property
     def cut(self) -> float | None:
-        """When micro-batches are left out, in the middle of those drawn: before it the step is as it begins, behind it
-        as it ends, and between them the same repeats. None: all are drawn."""
+        """When micro-batches are left out, in the middle of those drawn: before it the step is as it begins, behind
+        it as it ends, and between them the same repeats. None: all are drawn."""
         return self.end / 2 if self.micro < self.of else None
 
     def number(self, block: Block) -> int:

@@ -46,6 +46,6 @@ def shipped() -> Accuracy:
 
 
 def accuracy_of(cluster: ClusterConfig) -> Accuracy | None:
-    """That of a plan on a cluster; None where rates are measured there, and nobody compared what follows from them."""
+    """That of a plan on a cluster; None where rates are measured there, and nobody compared the plans."""
     own = facts_of(cluster.device).on_host or cluster.reached or cluster.operation_us or cluster.software
     return None if own else shipped()
