@@ -157,8 +157,10 @@ def written(text: str, found: Mapping[str, Sequence[Row]]) -> str:
     """The page with its tables, each between its marks."""
     for name, rows in found.items():
         inner = f"<!-- {name} -->\n{markdown(name, rows)}\n\n{summary(rows)}\n<!-- /{name} -->"
-        text, number = re.subn(rf"<!-- {name} -->.*?<!-- /{name} -->", lambda _, inner=inner: inner, text, flags=re.S)
-        if number != 1:
+        found_ = re.findall(rf"<!-- {name} -->.*?<!-- /{name} -->", text, flags=re.S)
+        if len(found_) == 1:
+            text = text.replace(found_[0], inner)
+        else:
             raise SystemExit(f"{DOCS}: needs one table between <!-- {name} --> and <!-- /{name} -->")
     return text
 
