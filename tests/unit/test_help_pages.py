@@ -90,7 +90,7 @@ def test_an_example_is_read_as_it_is_written(verb: tuple[str, ...], words: str) 
         compose([word for word in options.words if "=" in word])
         assert options.flags | options.values.keys() <= {*flags_of("recipe", arguments), "--output"}
     elif call.verb == "tune":
-        compose(read_options(arguments, valued={"--out": "--out"}).words)
+        compose(read_options(arguments, valued={"--out": "--out", "--why-not": "--why-not"}).words)
     elif call.verb == "convert":
         assert arguments[0] in ("import", "export", "inspect", "verify")
     elif call.verb == "data":

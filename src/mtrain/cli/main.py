@@ -166,6 +166,8 @@ def _one_answer(call: Call) -> None:
 
 def _plan(call: Call, as_json: bool) -> int:
     """The plan of a configuration, or what one of its flags asks for."""
+    if "--scale" in call.values or "--weak" in call.flags:
+        return _worker_verb("plan_scale")(call)
     _one_answer(call)
     if "--compare" in call.values:
         from mtrain.cli import plan_compare

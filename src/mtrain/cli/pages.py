@@ -60,6 +60,11 @@ PAGES: dict[str, Page] = {
             ("--draw", "pictures below: memory by part, the pipeline's schedule, time, ranks on machines"),
             ("--html FILE", "the pictures as one page, that opens without a network"),
             ("--compare RUN", "of a run that was made: what was planned beside what was measured"),
+            (
+                "--scale COUNTS",
+                "speed, MFU and efficiency over numbers of devices, as tune lays them out",
+            ),
+            ("--weak", "with --scale: one batch per device, not one for all of them"),
             ("--trace", "run a step of one rank without its memory, and compare"),
             (
                 "--calibrate RUN_OR_FILE... out=FILE",
@@ -71,19 +76,36 @@ PAGES: dict[str, Page] = {
             ("plan recipe=llama3/70b_h100x64", "does it fit, and what takes the memory"),
             ("plan model=llama3_8b parallel=tp2 cluster=h100x8 --json", "the same for a machine"),
             ("plan recipe=llama3/70b_h100x64 --html plan.html", "a page to look at, and to send"),
+            (
+                "plan --scale 96,192,...,4608 recipe=gpt/177b_h100x96",
+                "strong scaling: the same batch on more devices",
+            ),
+            (
+                "plan --weak --scale 8,64,512 model=llama3_8b cluster=h100 data=mock",
+                "weak scaling; a key with as many values as numbers has one on each",
+            ),
             ("plan --trace recipe=llama3/70b_h100x64 rank=0", "what the program does, in half a minute"),
         ),
     ),
     "tune": Page(
-        f"tune {OVERRIDES} [--out FILE] [FLAGS]",
-        "The ten fastest layouts by the plan that keep every rule and fit the devices of the cluster: tp, pp, vpp,\n"
-        "cp, ep, etp, sequence parallelism, micro-batch, recomputation, sharding and offload of the state. What the\n"
-        "command line says of them is kept. parallel=auto takes the first in every verb.",
+        f"tune {OVERRIDES} [--out FILE] [--why-not LAYOUT] [FLAGS]",
+        "The fastest layouts by the plan that keep every rule and fit the devices of the cluster, the best of each\n"
+        "family (tp, pp, cp, ep), with the error of the plan's time: vpp, etp, sequence parallelism, micro-batch,\n"
+        "recomputation, sharding and offload of the state are chosen, too. What the command line says of them is\n"
+        "kept, and its cost is said. parallel=auto takes the first in every verb.",
         SETTINGS,
-        (("-o, --out FILE", "write the first as a choice, for parallel=FILE; never over a file"), JSON),
+        (
+            ("-o, --out FILE", "write the first as a choice, for parallel=FILE; never over a file"),
+            (
+                "--why-not LAYOUT",
+                "which rule a layout breaks, what it lacks, or how slow it is: tp8pp6, 'tp8pp6 KEY=V'",
+            ),
+            JSON,
+        ),
         (
             ("tune model=llama3_70b cluster=h100x64", "how to lay it out"),
             ("tune recipe=llama3/70b_h100x64 parallel.tp=8 --out mine.yaml", "with a tp of 8, into a file"),
+            ("tune model=llama3_70b cluster=h100x64 --why-not tp8pp8", "why that is not the first"),
         ),
     ),
     "prove": Page(

@@ -36,6 +36,8 @@ FLAGS = {
     "--all": "check: every model in every layout, precision and cluster that ships",
     "--compare": "plan: what was planned of a finished run beside what was measured: --compare RUN_FOLDER",
     "--html": "plan: a page with the pictures, that opens without a network: --html FILE",
+    "--scale": "plan: speed, MFU and efficiency over numbers of devices: --scale 96,192,...,4608",
+    "--weak": "plan --scale: a fixed batch for each device, not for all of them",
     "--config-dir": "a folder of your own choices, as DIR/model/mine.yaml and DIR/recipes/mine.yaml; or MTRAIN_CONF",
     "--multirun": "train, check: one run for each of KEY=A,B or KEY=range(1,4); -m for short",
     "--debug": "print the traceback of an error",
@@ -43,7 +45,7 @@ FLAGS = {
     "--version": "print the version",
 }
 CONFIG_DIR = "--config-dir"
-VALUED = {"--html": "FILE", "--compare": "RUN_FOLDER"}
+VALUED = {"--html": "FILE", "--compare": "RUN_FOLDER", "--scale": "96,192,...,4608"}
 """Flags with a value -> what it is."""
 OF_ALL = frozenset({"--json", "--multirun", "--debug", "--help", "--version"})
 """Flags that every verb takes, or refuses itself; the pages say which verbs have the others."""
