@@ -221,6 +221,7 @@ CUTS: tuple[Entry, ...] = (
             **dict.fromkeys((PER_RANK, PER_STAGE), ("parallel.vpp",)),
             **dict.fromkeys((FIRST, LAST), ("parallel.layers_per_stage",)),
             LAYOUT: ("parallel.pipeline_layout", "parallel.vpp"),
+            **dict.fromkeys(("model.num_layers", "parallel.pp"), ("parallel.vpp", "parallel.layers_per_stage")),
         },
     ),
     Entry(

@@ -13,7 +13,7 @@ from mtrain.config.compose import compose
 from mtrain.config.base import Effect
 from mtrain.config.conditional import CONDITIONAL
 from mtrain.config.devices import CPU, CUDA
-from mtrain.config.keys import effect_of
+from mtrain.config.keys import effect_of, field_of
 from mtrain.config.load import parse
 from mtrain.config.overrides import read_overrides
 from mtrain.config.paths import choices_of_group
@@ -22,6 +22,7 @@ from mtrain.config.validate import validate
 from mtrain.errors import ConfigError, Problem
 from mtrain.recipes.arguments import Arguments, Draft, Unplaced, read_all
 from mtrain.recipes.expansion import Word, shown
+from mtrain.recipes.flags import default_of
 from mtrain.recipes.flags_other import FITTING, OTHERS
 from mtrain.recipes.launch import World
 from mtrain.recipes.secrets import HIDDEN, Secrets, names_secret
@@ -33,6 +34,7 @@ MAX_GUESSES = 40
 """Flags that are compared with every one that is known."""
 WHOLE = "recipe.verified"
 """The key that is left open where flags that nobody knows may be missing: a person has to look."""
+_REQUIRED = ("model.num_layers", "model.hidden_size", "model.num_attention_heads")
 MARK = "# mtrain: "
 """Begins a line that `export` writes for a key without a flag."""
 
@@ -60,6 +62,9 @@ def read_flags(words: Iterable[Word], world: World | None, unsaid: str = "") -> 
         the flags, the keys, and the keys that change what is trained and are not known, with the reason.
     """
     a = Arguments(words, switches())
+    loose = next((word for word in a.loose if not word.absent), None)
+    for key in _REQUIRED if loose is not None else ():
+        a.maybe |= {flag: loose for flag in flags_of()[key] if loose is not None and flag not in a.flags}
     left = {"ranks": unsaid} if unsaid else {}
     d = read_all(a, table(), {"ranks": world.ranks if world else 1}, left)
     del d["ranks"]
@@ -85,9 +90,6 @@ def _matters(key: str) -> bool:
     return key != "ranks" and (key.startswith("data.") or effect_of(key) is not Effect.RUNTIME)
 
 
-_REQUIRED = ("model.num_layers", "model.hidden_size", "model.num_attention_heads")
-
-
 def leave_open(a: Arguments, d: Draft, left: dict[str, str]) -> None:
     """Adds what words that may hold any flag leave open, and sets keys that must have a value to some."""
     loose = [word for word in a.loose if not word.absent]
@@ -98,9 +100,9 @@ def leave_open(a: Arguments, d: Draft, left: dict[str, str]) -> None:
     lost += [f"{flag} may be given: it {word.why}" for flag, word in a.maybe.items() if flag not in known]
     if lost:
         left[WHOLE] = "; ".join(lost)
-    for key in _REQUIRED if loose else ():
-        if d.get(key) is None:
-            left.setdefault(key, lost[0])
+    for key in left.keys() - {*_REQUIRED, WHOLE, "model.vocab_size", "model.moe.num_experts"}:
+        field = field_of(key)
+        d[key] = 1 if field is not None and field.is_required() else default_of(key)
     heads = d.get("model.num_attention_heads") or d.get("model.num_query_groups") or 1
     values = (d.get("parallel.pp", 1) * d.get("parallel.vpp", 1), 64 * heads, heads)
     for key, value in zip(_REQUIRED, values, strict=True):

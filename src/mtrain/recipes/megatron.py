@@ -117,13 +117,15 @@ def import_commands(
     Raises:
         ConfigError: no flags are found, a required one is missing, or a value is refused.
     """
-    secrets = Secrets({n: _known(words) for n, words in {**script.variables, **_given_as_flags(script)}.items()})
-    found = _training_command(script, source)
+    secrets = Secrets({n: _known(words) for n, words in {**script.secrets, **_given_as_flags(script)}.items()})
+    found = training_command(script, source)
     world = world_of(found.launcher, asked)
     notes = [*found.notes, *script.notes]
     unsaid = "how many processes it starts is not said" if world is None and found.launcher else ""
     if unsaid:
         notes.append(f"{unsaid}: cluster.nodes and cluster.devices_per_node are unset")
+    if _alone(found.launcher):
+        unsaid = ""
     return import_words(found.words, world, name, source, extra, secrets, notes, dict(said), unsaid)
 
 
@@ -170,6 +172,11 @@ def import_words(
     return Imported(run, unplaced, [secrets.hide(note) for note in dict.fromkeys(notes)], left)
 
 
+def _alone(launcher: Sequence[Word]) -> bool:
+    """Whether a program is started by Python itself, in one process."""
+    return bool(launcher) and shown(launcher[0]).rpartition("/")[2].startswith("python") and "-m" not in launcher
+
+
 def _known(words: Sequence[Word]) -> list[str]:
     """The texts of words, as far as they are known."""
     pieces = (piece for word in words for piece in ((word,) if isinstance(word, str) else word.pieces))
@@ -196,7 +203,7 @@ class _Found:
     notes: list[str]
 
 
-def _training_command(script: Script, source: str) -> _Found:
+def training_command(script: Script, source: str) -> _Found:
     """The command with the most flags that are known, of those that train a GPT.
 
     Raises:

@@ -15,6 +15,7 @@ from pathlib import Path
 
 from mtrain.errors import ConfigError
 from mtrain.recipes.expansion import Expander, Gap, State, Unread, Value, Word, shown, word_of, words_in
+from mtrain.recipes.secrets import names_secret
 from mtrain.recipes.statements import (
     Branches,
     Command,
@@ -59,6 +60,8 @@ class Script:
     commands: list[Call] = field(default_factory=list)
     variables: dict[str, list[Word]] = field(default_factory=dict)
     """Every variable's last value; a plain one has one item."""
+    secrets: dict[str, list[Word]] = field(default_factory=dict)
+    """Every value that variables have had whose names are those of secrets."""
     notes: list[str] = field(default_factory=list)
     """What was taken for granted, in sentences."""
 
@@ -111,6 +114,9 @@ class _Reader(Expander):
         self.kept: set[str] = set()
         """Variables of scripts before this one, which arguments of this one do not change."""
         self.sourced: dict[str, str] = {}
+        self.lastpipe = False
+        self.references: set[str] = set()
+        """Names that stand for other variables."""
         self.assumed: set[str] = set()
         """Names whose assignments mean something else: numbers, references, letters of one case."""
 
@@ -160,6 +166,8 @@ class _Reader(Expander):
                 self.functions[node.name] = self.source, node
             elif node.apart:
                 self.apart(node.body)
+                if self.lastpipe:
+                    self.forget_set((), node.body, f"is set in a pipeline (line {node.line})")
             else:
                 self.follow(node.body)
 
@@ -297,6 +305,7 @@ class _Reader(Expander):
                 self.forget_all(why)
         elif name in ("alias", "enable") or (name == "shopt" and not {"lastpipe", "expand_aliases"}.isdisjoint(said)):
             self.forget_all(why)
+            self.lastpipe = True
         elif name in ("command", "builtin") and said[:1] not in (["-v"], ["-V"]):
             self.forget_all(why)
         else:
@@ -318,7 +327,10 @@ class _Reader(Expander):
         rest = first.text[match.end() :]
         if index or typed or name in self.assumed or name == "IFS" or any("[" == _begin(i) for i in raw.array or ()):
             self.joined([Part("text", rest, False), *raw.parts[1:]])
-            self.forget([name], f"is set in a way that is not followed (line {self.line})")
+            why = f"is set in a way that is not followed (line {self.line})"
+            self.forget([name], why)
+            if name in self.references:
+                self.forget_all(why)
             return
         if rest.startswith("~"):
             self.homes.add(rest)
@@ -343,6 +355,8 @@ class _Reader(Expander):
             value = [(*before[0], *value[0])]
         self.spend(sum(len(item) for item in value))
         self.state.variables[name] = value
+        if names_secret(name):
+            self.script.secrets.setdefault(name, []).extend(map(word_of, value))
 
     def declare(self, command: str, raws: Sequence[Raw], node: Command) -> None:
         """`export`, `readonly`, `declare`, `local`: plain forms are assignments."""
@@ -363,8 +377,8 @@ class _Reader(Expander):
                 self.forget([name], f"is declared {options} (line {node.line})")
             if typed or command == "readonly" or "r" in options:
                 self.assumed.add(name)
-        if "n" in options:
-            self.forget_all(f"may be set through a reference (line {node.line})")
+            if "n" in options:
+                self.references.add(name)
 
     def call(self, name: str, words: list[Word]) -> None:
         """Reads the commands of a function where it is called, and forgets what it may set."""

@@ -16,6 +16,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import Any
 
 from mtrain import strict_json
 from mtrain.config.files import MAX_BYTES
@@ -33,6 +34,8 @@ RECORDED = (
     *("torchrun", "python", "python3", "srun", "mpirun", "mpiexec", "deepspeed", "ray", "accelerate"),
     *("sbatch", "ssh", "pdsh", "docker", "singularity", "apptainer", "horovodrun"),
 )
+Record = dict[str, Any]
+"""`words`, `cwd` and `env` of a command that was not started."""
 TIMEOUT_S, GRACE_S = 120.0, 5.0
 LAST_LINES = 5
 _PATHS = re.compile(rf"(?<![\w.])/[\w./+-]*/(?:{'|'.join(RECORDED)}|python3\.[0-9]+)(?![\w./-])")
@@ -69,11 +72,7 @@ def capture(command: Sequence[str], extra: Sequence[str], timeout_s: float = TIM
         error=True,
     )
     text, source = _script(command)
-    with TemporaryDirectory(prefix="capture-") as folder:
-        _prepare(Path(folder), text)
-        code, late = _run(command, Path(folder), timeout_s)
-        calls = _calls(Path(folder) / "calls")
-        output = (Path(folder) / "output").read_bytes()[-20_000:].decode("utf-8", "replace")
+    calls, code, late, output = recorded(command, text, timeout_s)
     named = {**os.environ, **{name: value for call in calls for name, value in call["env"].items()}}
     values = {name: [value] for name, value in named.items() if names_secret(name)}
     values["secrets"] = [call["env"][name] for call in calls for name in values if name in call["env"]]
@@ -82,7 +81,7 @@ def capture(command: Sequence[str], extra: Sequence[str], timeout_s: float = TIM
     for call in calls:
         refuse_hidden(shlex.join(call["words"]), "the command line", UNSHOWN)
     script = read_calls([(call["words"], f"call {n}") for n, call in enumerate(calls, 1)])
-    script.variables |= values
+    script.secrets |= values
     script.notes += [f"not run: {' '.join(call['words'])[:80]}" for call in calls if not _names_program(call["words"])]
     if late:
         script.notes.append(f"the script was ended after {timeout_s:g} s; what it would have started then is not read")
@@ -90,6 +89,18 @@ def capture(command: Sequence[str], extra: Sequence[str], timeout_s: float = TIM
         script.notes.append(f"the script ended with exit code {code}")
     name = name_of(Path(source)) if source else "imported"
     return import_commands(script, name, source or shown, extra, directives(text), residue(text, source))
+
+
+def recorded(command: Sequence[str], text: str, timeout_s: float) -> tuple[list[Record], int, bool, str]:
+    """Runs a command: what it would have started, its exit code, whether it was ended late, and what it printed.
+
+    `text` is that of its script, whose absolute paths of launchers are stood in for too.
+    """
+    with TemporaryDirectory(prefix="capture-") as folder:
+        _prepare(Path(folder), text)
+        code, late = _run(command, Path(folder), timeout_s)
+        output = (Path(folder) / "output").read_bytes()[-20_000:].decode("utf-8", "replace")
+        return _calls(Path(folder) / "calls"), code, late, output
 
 
 def _names_program(words: Sequence[str]) -> bool:
@@ -194,7 +205,7 @@ def _ended(process: subprocess.Popen[bytes]) -> Iterator[None]:
         process.wait()
 
 
-def _calls(path: Path) -> list[dict[str, object]]:
+def _calls(path: Path) -> list[Record]:
     """What was recorded."""
     if not path.exists():
         return []
