@@ -216,7 +216,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (out / "data_one").write_text("")
     for number, text in enumerate(SCRIPTS):
         (out / f"{number:03}.sh").write_text(spelled(text))
-    (out / "all.sh").write_text('for one in [0-9]*.sh; do echo "== $one"; NUMBER=$one bash ./$one < /dev/null; done\n')
+    (out / "all.sh").write_text(
+        'for one in [0-9]*.sh; do echo "== $one"; NUMBER=$one bash ./$one < /dev/null; done\n'
+    )
     return out
 
 

@@ -11,6 +11,8 @@ from mtrain.recipes.arithmetic import whole_number
 from mtrain.recipes.words import Lexer, Part, Raw
 
 MAX_EXPANDED, MAX_DEPTH = 4 << 20, 16
+ITEM = 16
+"""Characters that a word counts for beside its own."""
 NOT_SET = "the script does not set"
 OUTPUT = "is the output of a command"
 
@@ -201,14 +203,14 @@ class Expander:
         """The words that a word becomes: none for an empty variable, several for an array or an unquoted list."""
         out = list[Word]()
         current: list[str | Gap] | None = None
-        loose = ""  # what of the word a shell may take for a pattern
+        loose = False  # whether a shell may take a part of it for a pattern
         for index, part in enumerate(raw.parts):
             if part.kind == "text":
                 text = part.text
                 if not part.quoted and index == 0 and text.startswith("~"):
                     self.homes.add(text)
                 current = [*(current or ()), text]
-                loose += text if not part.quoted else ""
+                loose = loose or (not part.quoted and re.search(r"[*?\[]", text) is not None)
                 if not part.quoted and _BRACES.search(text):
                     current = [self.gap(text, "names several words in braces")]
                 continue
@@ -220,7 +222,7 @@ class Expander:
                 before = after = False
             else:
                 before, pieces, after = self._split(items)
-                loose += "".join(p for piece in pieces for p in piece if isinstance(p, str))
+                loose = loose or any(isinstance(p, str) and _GLOB.search(p) for piece in pieces for p in piece)
             if before and current is not None:
                 out.append(self._finished(current, loose))
                 current = None
@@ -234,14 +236,14 @@ class Expander:
                 current = None
         if current is not None:
             out.append(self._finished(current, loose))
-        self.spend(sum(len(shown(word)) for word in out))
+        self.spend(sum(ITEM + len(shown(word)) for word in out))
         return out
 
-    def _finished(self, pieces: list[str | Gap], loose: str) -> Word:
+    def _finished(self, pieces: list[str | Gap], loose: bool) -> Word:
         """A word, unless a shell would put the names of files in its place."""
         word = word_of(pieces)
         text = shown(word)
-        if loose and _GLOB.search(loose) and _GLOB.search(text):
+        if loose and _GLOB.search(text):
             if not (isinstance(word, str) and _LISTED.match(text) and re.search(r"[0-9\])]", text)):
                 return Unread((self.gap(text, "names files by a pattern"),))
         return word
@@ -282,7 +284,7 @@ class Expander:
             out = held if isinstance(held, list) else [(held,)]
         else:
             out = self._or_default(match, held, spelled, part.quoted, depth)
-        self.spend(sum(len(piece) for item in out for piece in item if isinstance(piece, str)) + len(out))
+        self.spend(sum(len(piece) for item in out for piece in item if isinstance(piece, str)) + ITEM * len(out))
         return out
 
     def _held(self, name: str, index: str | None, spelled: str, quoted: bool) -> list[Value] | Gap:

@@ -51,7 +51,9 @@ class Imported:
     """Keys that are left to fill in, with the reason; their values in `run` mean nothing."""
 
 
-def read_flags(words: Iterable[Word], world: World | None, unsaid: str = "") -> tuple[Arguments, Draft, dict[str, str]]:
+def read_flags(
+    words: Iterable[Word], world: World | None, unsaid: str = ""
+) -> tuple[Arguments, Draft, dict[str, str]]:
     """Every entry of the table, read as its keys are asked for; the keys that say nothing left out.
 
     Args:
@@ -114,7 +116,9 @@ def unread_words(a: Arguments) -> list[Unplaced]:
     """Words that may hold flags, as flags that were not taken over."""
     found = [Unplaced(w.text, "", "unreadable", f"may hold any flag: {w.why}") for w in a.loose if not w.absent]
     return found + [
-        Unplaced(flag, "", "unreadable", f"may be given: {word.why}") for flag, word in a.maybe.items() if flag not in a.flags
+        Unplaced(flag, "", "unreadable", f"may be given: {word.why}")
+        for flag, word in a.maybe.items()
+        if flag not in a.flags
     ]
 
 

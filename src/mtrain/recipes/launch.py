@@ -15,7 +15,14 @@ _PER_NODE = (
 )
 """The later ones count where no earlier one is said: one task of a machine may start a process for each GPU."""
 _TASKS = ("--np", "--ntasks", "--gpus")
-_SHORT = {"-N": "--nodes", "-n": "--ntasks", "-G": "--gpus", "-np": "--np", "-npernode": "--npernode", "-ppn": "--ppn"}
+_SHORT = {
+    "-N": "--nodes",
+    "-n": "--ntasks",
+    "-G": "--gpus",
+    "-np": "--np",
+    "-npernode": "--npernode",
+    "-ppn": "--ppn",
+}
 _SBATCH = re.compile(r"^#SBATCH\s+(?:(--[a-z-]+)(?:[= ]\s*|$)|(-[NnG])\s*)(\S*)", re.MULTILINE)
 
 
@@ -45,7 +52,9 @@ def world_of(words: Sequence[Word], directives: Mapping[str, str]) -> World | No
     said = _flags(words)
     given = {**{flag: value for flag, value in directives.items() if flag not in said}, **said}
     nodes, per_node, tasks = _first(given, _NODES), _first(given, _PER_NODE), _first(given, _TASKS)
-    if any(isinstance(w, Unread) and w.whole and not w.absent and not _is_value(words, i) for i, w in enumerate(words)):
+    if any(
+        isinstance(w, Unread) and w.whole and not w.absent and not _is_value(words, i) for i, w in enumerate(words)
+    ):
         return None
     if nodes is None and not given.keys().isdisjoint(_NODES):
         return None

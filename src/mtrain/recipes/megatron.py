@@ -251,7 +251,11 @@ def _all_variables(script: Script, source: str) -> _Found:
     a = Arguments(words)
     if len((a.flags.keys() | a.maybe.keys()) & known_flags()) < FEW_FLAGS:
         rule = "no flags of Megatron-LM are found in it"
-        fix = f"{program()} recipe import --capture -- bash {source}, which runs it" if os.path.isfile(source) else FLAGS_FIX
+        fix = (
+            f"{program()} recipe import --capture -- bash {source}, which runs it"
+            if os.path.isfile(source)
+            else FLAGS_FIX
+        )
         raise ConfigError([Problem("MT701", "", None, rule, fix, source)])
     does = other_than_gpt(None, a.flags, source)
     if does:

@@ -30,7 +30,9 @@ def unsaid(d: Draft, run: RunConfig, extra: Sequence[str], left: Sequence[str]) 
             return "chosen where it runs"
         return spell(values[key]) + (f", {why[key]}" if key in why else "")
 
-    missing = [key for key in keys if key not in [*d, *left] and not any(word.startswith(f"{key}=") for word in extra)]
+    missing = [
+        key for key in keys if key not in [*d, *left] and not any(word.startswith(f"{key}=") for word in extra)
+    ]
     return [f"{key} is not said; it is {becomes(key)}" for key in missing]
 
 

@@ -100,7 +100,9 @@ def _by_flags(flags: Mapping[str, list[Word]]) -> str:
         found = [f for f in telling if re.fullmatch(f"--({pattern})", f)]
         if found:
             return f"{(_TRAINED | _OTHER)[word]} ({', '.join(found[:3])})"
-    spec, kind, stage = (" ".join(map(shown, flags.get(flag, ()))) for flag in ("--spec", "--tokenizer-type", "--stage"))
+    spec, kind, stage = (
+        " ".join(map(shown, flags.get(flag, ()))) for flag in ("--spec", "--tokenizer-type", "--stage")
+    )
     if stage and stage not in ("pretrain", "pt"):
         return f"trains a model on after pretraining (--stage {stage})"
     if "mamba" in spec or "hybrid" in spec:

@@ -36,7 +36,9 @@ _SETTING = ("read", "mapfile", "readarray", "let", "getopts", "unset", "coproc",
 """Commands that set variables which their words name."""
 _ANY = frozenset("eval source . command builtin shift set alias enable shopt".split())
 """Commands that may set any variable, or change what words mean."""
-_HARMLESS = frozenset("echo [ [[ test : true false cd pushd popd pwd printf shopt type ulimit umask kill jobs".split())
+_HARMLESS = frozenset(
+    "echo [ [[ test : true false cd pushd popd pwd printf shopt type ulimit umask kill jobs".split()
+)
 _NAMES = re.compile(r"[A-Za-z_]\w*")
 _SETS_INSIDE = re.compile(r"\$\(\([^)]*(?:\+\+|--|[^=!<>]=[^=])|\$\{\w+:?=|\[[^]]*(?:\+\+|--)")
 _OWN_FOLDER = re.compile(r"\$0|\bBASH_SOURCE\b|\$\{0%")
@@ -314,7 +316,9 @@ class _Reader(Expander):
 
     def set_arguments(self, name: str, said: list[str], why: str) -> None:
         """`set` and `shift`: other arguments, and options."""
-        options = [word for word, before in zip(said, ["", *said], strict=False) if not re.match("[-+][a-z]*o$", before)]
+        options = [
+            word for word, before in zip(said, ["", *said], strict=False) if not re.match("[-+][a-z]*o$", before)
+        ]
         if name == "shift" or any(word == "--" or word[:1] not in ("-", "+") for word in options):
             self.state.arguments = self.gap("$@", why)
 

@@ -433,5 +433,3 @@ def commands_in(nodes: Sequence[Node]) -> Iterator[Command | Loop]:
             yield from commands_in(node.body)
         elif isinstance(node, Group) and not node.apart:
             yield from commands_in(node.body)
-
-

@@ -82,9 +82,13 @@ def capture(command: Sequence[str], extra: Sequence[str], timeout_s: float = TIM
         refuse_hidden(shlex.join(call["words"]), "the command line", UNSHOWN)
     script = read_calls([(call["words"], f"call {n}") for n, call in enumerate(calls, 1)])
     script.secrets |= values
-    script.notes += [f"not run: {' '.join(call['words'])[:80]}" for call in calls if not _names_program(call["words"])]
+    script.notes += [
+        f"not run: {' '.join(call['words'])[:80]}" for call in calls if not _names_program(call["words"])
+    ]
     if late:
-        script.notes.append(f"the script was ended after {timeout_s:g} s; what it would have started then is not read")
+        script.notes.append(
+            f"the script was ended after {timeout_s:g} s; what it would have started then is not read"
+        )
     elif code:
         script.notes.append(f"the script ended with exit code {code}")
     name = name_of(Path(source)) if source else "imported"

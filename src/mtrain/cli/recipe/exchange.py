@@ -30,7 +30,9 @@ from mtrain.recipes.shell import read_calls
 from mtrain.recipes.write import delta, left_open, recipe_text
 
 OUT = {"-o": "--output", "--output": "--output"}
-CAPTURE = "--capture"
+CAPTURE, CONFIG = "--capture", "config.json"
+SCRIPTS = (".sh", ".bash", ".slurm", ".sbatch")
+FILES = (*SCRIPTS, ".txt", ".args", ".conf", ".json", ".yaml", ".yml")
 _ORDER = ("secret", "unreadable", "unknown", "not supported", "derived here", "no effect")
 INCOMPLETE = 2
 """The exit code of a recipe that is left to be filled in."""
@@ -49,7 +51,8 @@ def import_(argv: Sequence[str]) -> int:
         found = _read(files, extra, options.rest)
     raw = found.run
     run, problems = _validated(raw, found.open)
-    sources = ", ".join(Path(name).name for name in files) or "a command line"
+    named = [word for word in options.rest or () if Path(word).is_file()] if CAPTURE in options.flags else files
+    sources = ", ".join(Path(name).name for name in named) or "a command line"
     text = recipe_text(left_open(delta(raw), found.open), _about(found, run, sources, problems))
     out = options.values.get("--output")
     if out is not None:
@@ -63,6 +66,34 @@ def import_(argv: Sequence[str]) -> int:
     return INCOMPLETE if found.open else 0
 
 
+def _file_of(name: str) -> str:
+    """The file that a word names: in a folder its config.json, or the one script in it.
+
+    Raises:
+        ConfigError: the folder holds neither, or the word is the name of a model on Hugging Face.
+    """
+    path = Path(name)
+    if path.is_dir():
+        found = (
+            [path / CONFIG] if (path / CONFIG).is_file() else sorted(p for p in path.iterdir() if p.suffix in SCRIPTS)
+        )
+        if len(found) == 1:
+            return str(found[0])
+        rule = f"{name} is a folder with {len(found)} scripts and no {CONFIG}; one file is imported"
+        fix = " or ".join(f"recipe import {p}" for p in found[:3]) or "name the script, or the folder of a model"
+        raise ConfigError([Problem("MT002", "", None, rule, fix, "command line")])
+    if (
+        re.fullmatch(r"[A-Za-z0-9][\w.-]*/[\w.-]+", name)
+        and not path.exists()
+        and not Path(name).suffix.endswith(FILES)
+    ):
+        folder = name.rpartition("/")[2]
+        rule = f"there is no file {name}; if it is the name of a model on Hugging Face, nothing is downloaded here"
+        fix = f"hf download {name} {CONFIG} --local-dir {folder}, then recipe import {folder}"
+        raise ConfigError([Problem("MT002", "", None, rule, fix, "command line")])
+    return name
+
+
 def _captured(files: Sequence[str], extra: Sequence[str], options: Options) -> Imported:
     """What a command starts that is run."""
     if files or not options.rest:
@@ -72,7 +103,9 @@ def _captured(files: Sequence[str], extra: Sequence[str], options: Options) -> I
         raise ConfigError([Problem("MT010", "", None, rule, fix, "command line")])
     seconds = options.values.get("--timeout", str(TIMEOUT_S))
     if not re.fullmatch(r"[0-9]{1,6}(\.[0-9]+)?", seconds) or float(seconds) <= 0:
-        raise ConfigError([Problem("MT010", "", None, f"--timeout {seconds}: takes seconds", "--timeout 600", "command line")])
+        raise ConfigError(
+            [Problem("MT010", "", None, f"--timeout {seconds}: takes seconds", "--timeout 600", "command line")]
+        )
     return capture(options.rest, extra, float(seconds))
 
 
@@ -87,6 +120,7 @@ def _read(files: Sequence[str], extra: Sequence[str], words: Sequence[str] | Non
         if is_yaml(text):
             return import_yaml([(text, "stdin")], "imported", extra)
         return import_texts([(text, "stdin")], "imported", extra)
+    files = [_file_of(name) for name in files]
     configs = [name for name in files if name.endswith(".json")]
     if not configs:
         paths = [Path(name) for name in files]
