@@ -11,7 +11,7 @@ import pytest
 
 from mtrain.errors import ConfigError
 from mtrain.recipes.arithmetic import pattern_of, whole_number
-from mtrain.recipes.expansion import Unread, shown
+from mtrain.recipes.gaps import Unread, shown
 from mtrain.recipes.megatron import import_scripts
 from mtrain.recipes.shell import read_script
 

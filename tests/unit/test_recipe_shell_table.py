@@ -18,7 +18,8 @@ from mtrain.recipes.shell import read_script
 
 pytestmark = pytest.mark.skipif(shutil.which("bash") is None, reason="bash is not installed")
 
-RUN = "torchrun --nproc-per-node 8 pretrain_gpt.py --num-layers 4 --hidden-size 128 --num-attention-heads 8 --vocab-size 512"
+MODEL = "--num-layers 4 --hidden-size 128 --num-attention-heads 8 --vocab-size 512"
+RUN = f"torchrun --nproc-per-node 8 pretrain_gpt.py {MODEL}"
 TP, WD = "--tensor-model-parallel-size", "--weight-decay"
 # In the texts, RUN is the command above, TP and WD are the two flags; what is written last is what is not plain.
 CONSTRUCTS = r"""

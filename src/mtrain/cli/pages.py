@@ -284,9 +284,10 @@ SUBPAGES: dict[str, Page] = {
         "recipe import --capture [-o FILE] [overrides] -- COMMAND, recipe import FILE ..., or recipe import -- FLAGS",
         "A recipe from a script of Megatron-LM, its model_config.yaml, a file for --yaml-cfg, or a config.json of\n"
         "Hugging Face. What is not taken over is listed with the reason.\n"
-        "--capture runs your own script with recorders in place of torchrun, python, srun, mpirun and their kin, which\n"
-        "start nothing: it is exact for any shell. Without it nothing is run: assignments, arrays and defaults are read,\n"
-        "and what another statement may set is reported with its line. Exit code 2: keys are left to fill in, as ???.",
+        "--capture runs your own script with recorders in place of torchrun, python, srun, mpirun and their kin,\n"
+        "which start nothing: it is exact for any shell. Without it nothing is run: assignments, arrays and\n"
+        "defaults are read, and what another statement may set is reported with its line. Exit code 2: keys are\n"
+        "left to fill in, as ???.",
         (
             ("COMMAND", "your script as you run it, such as bash pretrain.sh ARGUMENTS or sbatch job.sh"),
             (

@@ -6,7 +6,7 @@ from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, TypeVar
 
-from mtrain.recipes.expansion import Unread, Word, shown
+from mtrain.recipes.gaps import Unread, Word, shown
 
 Why = Literal["unknown", "not supported", "derived here", "no effect", "unreadable", "secret"]
 T = TypeVar("T")
@@ -208,8 +208,8 @@ class _Reading(dict[str, Any]):
 def read_all(a: Arguments, entries: Sequence[Entry], known: Draft, left: dict[str, str] | None = None) -> Draft:
     """What the flags say by all `entries`, beside keys that are known before.
 
-    `left` are keys that are not known, with the reason; those that follow from them, or from flags that are not known,
-    are added.
+    `left` are keys that are not known, with the reason; those that follow from them, or from flags that are not
+    known, are added.
     """
     d = _Reading(a, entries, known, {} if left is None else left)
     for entry in entries:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 
 from mtrain.errors import ConfigError, Problem
 from mtrain.recipes.arithmetic import whole_number
+from mtrain.recipes.gaps import Gap, Unread, Value, Word, between, shown, split, word_of
 from mtrain.recipes.words import Lexer, Part, Raw
 
 MAX_EXPANDED, MAX_DEPTH = 4 << 20, 16
@@ -28,82 +29,6 @@ _OF_SHELL = re.compile(
     "|MACHTYPE|SHLVL|PWD|OLDPWD|OPTIND|OPTARG|REPLY|MAPFILE|COPROC|DIRSTACK|GROUPS|IFS|_|[0#?$!-]"
 )
 """Variables that a shell itself sets."""
-
-
-@dataclass(frozen=True)
-class Gap:
-    """What only running a script could tell."""
-
-    text: str
-    """As the script spells it."""
-    where: str
-    """`file:line`."""
-    why: str
-    """The end of a sentence that begins with `text`."""
-    absent: bool = False
-    """Whether it is nothing unless the environment, or an argument of the script, says something."""
-    words: tuple[Word, ...] | None = None
-    """All that it may add, where that is known."""
-
-
-@dataclass(frozen=True)
-class Unread:
-    """A word that is not wholly known."""
-
-    pieces: tuple[str | Gap, ...]
-
-    @property
-    def text(self) -> str:
-        """The word as far as it is known, its gaps as the script spells them."""
-        return "".join(piece if isinstance(piece, str) else piece.text for piece in self.pieces)
-
-    @property
-    def start(self) -> str:
-        """What is known of its beginning."""
-        return self.pieces[0] if isinstance(self.pieces[0], str) else ""
-
-    @property
-    def gaps(self) -> list[Gap]:
-        """What is not known of it."""
-        return [piece for piece in self.pieces if isinstance(piece, Gap)]
-
-    @property
-    def whole(self) -> bool:
-        """Whether nothing of it is known, so that it may be no word or several."""
-        return not any(isinstance(piece, str) and piece for piece in self.pieces)
-
-    @property
-    def absent(self) -> bool:
-        """Whether there is no such word unless the environment or an argument says something."""
-        return self.whole and all(gap.absent for gap in self.gaps)
-
-    @property
-    def why(self) -> str:
-        """What is needed to know it, with the line."""
-        return "; ".join(dict.fromkeys(f"needs {gap.text} ({gap.where}), which {gap.why}" for gap in self.gaps))
-
-
-Word = str | Unread
-Value = tuple[str | Gap, ...]
-"""A text with gaps."""
-
-
-def shown(word: Word) -> str:
-    """A word as a person reads it."""
-    return word if isinstance(word, str) else word.text
-
-
-def word_of(value: Iterable[str | Gap]) -> Word:
-    """A text with gaps as one word."""
-    pieces = list[str | Gap]()
-    for piece in value:
-        if isinstance(piece, str) and pieces and isinstance(pieces[-1], str):
-            pieces[-1] += piece
-        else:
-            pieces.append(piece)
-    if any(isinstance(piece, Gap) for piece in pieces):
-        return Unread(tuple(pieces))
-    return "".join(piece for piece in pieces if isinstance(piece, str))
 
 
 @dataclass
@@ -243,9 +168,9 @@ class Expander:
         """A word, unless a shell would put the names of files in its place."""
         word = word_of(pieces)
         text = shown(word)
-        if loose and _GLOB.search(text):
-            if not (isinstance(word, str) and _LISTED.match(text) and re.search(r"[0-9\])]", text)):
-                return Unread((self.gap(text, "names files by a pattern"),))
+        listed = isinstance(word, str) and _LISTED.match(text) and re.search(r"[0-9\])]", text)
+        if loose and _GLOB.search(text) and not listed:
+            return Unread((self.gap(text, "names files by a pattern"),))
         return word
 
     def _split(self, items: Sequence[Value]) -> tuple[bool, list[list[str | Gap]], bool]:
@@ -281,7 +206,7 @@ class Expander:
                 return [(Gap(spelled, held.where, held.why, held.absent),)]
             return [(self.gap(spelled, "is a part of a variable", words=tuple(map(word_of, held))),)]
         if match[3] is None:
-            out = held if isinstance(held, list) else [(held,)]
+            out: list[Value] = held if isinstance(held, list) else [(held,)]
         else:
             out = self._or_default(match, held, spelled, part.quoted, depth)
         self.spend(sum(len(piece) for item in out for piece in item if isinstance(piece, str)) + ITEM * len(out))
@@ -305,7 +230,7 @@ class Expander:
             return held[:1] or [("",)]
         if index in ("[@]", "[*]"):
             if index == "[*]" and quoted:
-                return [_between(held)] if self.state.splits else self.gap(spelled, "is joined by another IFS")
+                return [between(held)] if self.state.splits else self.gap(spelled, "is joined by another IFS")
             return list(held)
         place = int(index[1:-1])
         return [held[place]] if place < len(held) else [("",)]
@@ -319,7 +244,7 @@ class Expander:
                 return self.gap(spelled, "is what the script is called with", absent=True)
             if name == "*" and not self.state.splits:
                 return self.gap(spelled, "is joined by another IFS")
-            return [_between(given)] if name == "*" else list(given)
+            return [between(given)] if name == "*" else list(given)
         if 0 < int(name) <= len(given):
             return [given[int(name) - 1]]
         if self.state.called:
@@ -376,29 +301,3 @@ class Expander:
             return None
         word = word_of(held[0])
         return word if isinstance(word, str) else None
-
-
-def split(value: Value) -> list[list[str | Gap]]:
-    """A text cut at spaces; a gap is a part of the word that it stands in."""
-    out, fresh = list[list[str | Gap]](), True
-    for piece in value:
-        texts = [piece] if isinstance(piece, Gap) else re.split(r"[ \t\n]+", piece)
-        for number, text in enumerate(texts):
-            fresh = fresh or number > 0
-            if text != "":
-                if fresh:
-                    out.append([])
-                out[-1].append(text)
-                fresh = False
-    return out
-
-
-def words_in(word: Word) -> list[Word]:
-    """A word as the words that it becomes where it is not quoted."""
-    return [word_of(pieces) for pieces in split((word,) if isinstance(word, str) else word.pieces)]
-
-
-def _between(items: Sequence[Value]) -> Value:
-    """Items with a space between them."""
-    spaced: Iterator[tuple[str | Gap, ...]] = ((" ", *item) if n else item for n, item in enumerate(items))
-    return tuple(piece for item in spaced for piece in item)

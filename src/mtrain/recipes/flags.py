@@ -156,9 +156,9 @@ def _where(needed: Condition, plain: Entry) -> Entry:
 
     def read(a: Arguments, d: Draft) -> Draft:
         holds = needed.holds(d.get)
-        if a.doubts and not any(flag in a.flags or flag in a.maybe for flag in plain.flags):
-            if plain.read(Arguments(()), d).get(key) == default_of(key):
-                a.doubts = {}  # it is the same whether the condition holds or not
+        silent = not any(flag in a.flags or flag in a.maybe for flag in plain.flags)
+        if a.doubts and silent and plain.read(Arguments(()), d).get(key) == default_of(key):
+            a.doubts = {}  # it is the same whether the condition holds or not
         if holds:
             return plain.read(a, d)
         for flag in plain.flags:

@@ -9,8 +9,8 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from mtrain.config.compose import compose
 from mtrain.config.base import Effect
+from mtrain.config.compose import compose
 from mtrain.config.conditional import CONDITIONAL
 from mtrain.config.devices import CPU, CUDA
 from mtrain.config.keys import effect_of, field_of
@@ -21,12 +21,12 @@ from mtrain.config.run import RunConfig
 from mtrain.config.validate import validate
 from mtrain.errors import ConfigError, Problem
 from mtrain.recipes.arguments import Arguments, Draft, Unplaced, read_all
-from mtrain.recipes.expansion import Word, shown
 from mtrain.recipes.flags import default_of
 from mtrain.recipes.flags_other import FITTING, OTHERS
+from mtrain.recipes.gaps import Word, shown
 from mtrain.recipes.launch import World
 from mtrain.recipes.secrets import HIDDEN, Secrets, names_secret
-from mtrain.recipes.table import flags_of, known_flags, table, switches
+from mtrain.recipes.table import flags_of, known_flags, switches, table
 from mtrain.recipes.write import section
 
 _KEY = re.compile(r"[a-z][a-z0-9_]*(\.[a-z0-9_]+)+\Z")

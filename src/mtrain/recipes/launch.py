@@ -6,7 +6,7 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from mtrain.recipes.expansion import Unread, Word, shown
+from mtrain.recipes.gaps import Unread, Word, shown
 
 _NODES = ("--nnodes", "--num-nodes", "--nodes")
 _PER_NODE = (

@@ -21,8 +21,8 @@ from mtrain.config.paths import program
 from mtrain.config.run import RunConfig
 from mtrain.errors import ConfigError, Problem
 from mtrain.recipes.arguments import Arguments, Draft
-from mtrain.recipes.expansion import Unread, Word, shown, words_in
 from mtrain.recipes.flags_training import vocabulary
+from mtrain.recipes.gaps import Unread, Word, shown, words_in
 from mtrain.recipes.imported import (
     MARK,
     Imported,
@@ -40,7 +40,8 @@ from mtrain.recipes.imported import (
     without_secrets,
 )
 from mtrain.recipes.launch import World, directives, world_of
-from mtrain.recipes.notes import too_few, unsaid as unsaid_keys
+from mtrain.recipes.notes import too_few
+from mtrain.recipes.notes import unsaid as unsaid_keys
 from mtrain.recipes.programs import known_gpt, other_than_gpt
 from mtrain.recipes.secrets import Secrets
 from mtrain.recipes.shell import Call, Opener, Script, read_script

@@ -13,8 +13,9 @@ from typing import Any
 from mtrain.config.load import parse
 from mtrain.errors import ConfigError, Problem
 from mtrain.recipes.arguments import Arguments
-from mtrain.recipes.expansion import Expander, Word, word_of
+from mtrain.recipes.expansion import Expander
 from mtrain.recipes.flags import spelled
+from mtrain.recipes.gaps import Word, word_of
 from mtrain.recipes.imported import Imported
 from mtrain.recipes.megatron import FEW_FLAGS, import_words, not_a_gpt
 from mtrain.recipes.programs import other_than_gpt

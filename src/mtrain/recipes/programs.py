@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Mapping
 
-from mtrain.recipes.expansion import Word, shown
+from mtrain.recipes.gaps import Word, shown
 
 GPT = ("pretrain_gpt", "pretrain_gpt_core", "run_simple_mcore_train_loop", "finetune_gpt")
 

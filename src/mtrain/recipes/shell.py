@@ -8,39 +8,41 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import takewhile
-from pathlib import Path
 
 from mtrain.errors import ConfigError
-from mtrain.recipes.expansion import Expander, Gap, State, Unread, Value, Word, shown, word_of, words_in
-from mtrain.recipes.secrets import names_secret
-from mtrain.recipes.statements import (
-    Branches,
-    Command,
-    Function,
-    Group,
-    Loop,
-    Node,
-    assignment,
-    commands_in,
-    parse_script,
-)
-from mtrain.recipes.words import Part, Raw
+from mtrain.recipes.effects import DECLARING, NAMES, SETTING, Effects
+from mtrain.recipes.expansion import State
+from mtrain.recipes.gaps import Gap, Unread, Value, Word, shown, word_of
+from mtrain.recipes.statements import parse_script
+from mtrain.recipes.syntax import Branches, Command, Function, Loop, Node, assignment
 
 SHELLS = ("bash", "sh", "zsh", "dash", "ksh")
 MAX_CALLS = 8
-_DECLARING = ("export", "readonly", "declare", "typeset", "local")
-_SETTING = ("read", "mapfile", "readarray", "let", "getopts", "unset", "coproc", "wait", "trap", "printf")
-"""Commands that set variables which their words name."""
-_ANY = frozenset("eval source . command builtin shift set alias enable shopt".split())
-"""Commands that may set any variable, or change what words mean."""
 _HARMLESS = frozenset(
-    "echo [ [[ test : true false cd pushd popd pwd printf shopt type ulimit umask kill jobs".split()
+    [
+        "echo",
+        "[",
+        "[[",
+        "test",
+        ":",
+        "true",
+        "false",
+        "cd",
+        "pushd",
+        "popd",
+        "pwd",
+        "printf",
+        "shopt",
+        "type",
+        "ulimit",
+        "umask",
+        "kill",
+        "jobs",
+    ]
 )
-_NAMES = re.compile(r"[A-Za-z_]\w*")
-_SETS_INSIDE = re.compile(r"\$\(\([^)]*(?:\+\+|--|[^=!<>]=[^=])|\$\{\w+:?=|\[[^]]*(?:\+\+|--)")
 _OWN_FOLDER = re.compile(r"\$0|\bBASH_SOURCE\b|\$\{0%")
 
 
@@ -99,7 +101,7 @@ def read_calls(calls: Sequence[tuple[Sequence[str], str]]) -> Script:
     return reader.result()
 
 
-class _Reader(Expander):
+class _Reader(Effects):
     """Follows a script statement by statement."""
 
     def __init__(self, opener: Opener | None, given: set[str]) -> None:
@@ -108,19 +110,12 @@ class _Reader(Expander):
         self.opener = opener
         self.given = given
         """Names of files that were read before the script."""
-        self.functions: dict[str, tuple[str, Function]] = {}
         self.calls: list[str] = []
         """Functions that were called, and files that were sourced, and have not ended."""
         self.called: set[str] = set()
         self.conditional = False
-        self.kept: set[str] = set()
-        """Variables of scripts before this one, which arguments of this one do not change."""
         self.sourced: dict[str, str] = {}
         self.lastpipe = False
-        self.references: set[str] = set()
-        """Names that stand for other variables."""
-        self.assumed: set[str] = set()
-        """Names whose assignments mean something else: numbers, references, letters of one case."""
 
     def read(self, text: str, source: str) -> None:
         """Follows a whole text."""
@@ -135,6 +130,7 @@ class _Reader(Expander):
         for name, held in self.state.variables.items():
             items = [(held,)] if isinstance(held, Gap) else held
             self.script.variables[name] = [word_of(item) for item in items]
+        self.script.secrets = self.secrets
         notes = self.script.notes
         if self.defaults:
             names = ", ".join(f"${name} ({where})" for name, where in self.defaults.items())
@@ -213,50 +209,10 @@ class _Reader(Expander):
         if lost is not None:
             self.forget_all(lost.why)
 
-    def either(self, name: str, found: Sequence[list[Value] | Gap | None], why: str) -> list[Value] | Gap:
-        """One of several values of a variable: what they begin with alike, and what some of them add."""
-        if any(isinstance(one, Gap) and one.words is None for one in found):
-            return self.gap(f"${name}", why)
-        values: list[list[Value]] = [
-            [(one,)] if isinstance(one, Gap) else [("",)] if one is None else one for one in found
-        ]
-        if all(len(items) == 1 for items in values):
-            words = [word_of(items[0]) for items in values]
-            start = min(words, key=lambda word: len(shown(word)))
-            if isinstance(start, str) and all(_goes_on(word, start) for word in words):
-                added = tuple(one for word in words for one in shown(word)[len(start) :].split())
-                return [(start, " ", self.gap(f"${name}", why, words=added))]
-        same = [items[0] for items in takewhile(_alike, zip(*values, strict=False))]
-        rest = [item for items in values for item in items[len(same) :]]
-        gap = self.gap(f"${name}", why, words=tuple(one for item in rest for one in words_in(word_of(item))))
-        return [*same, (gap,)] if same else gap
-
     def loop(self, node: Loop) -> None:
         """Forgets what the loop sets, and reads its commands once."""
         self.forget_set(node.names, node.body, f"is set in a loop: {node.text[:60]}")
         self.apart(node.body, conditional=True)
-
-    def forget_set(self, names: Iterable[str], body: Sequence[Node], why: str) -> None:
-        """Forgets the variables that statements, and the functions that they call, may set."""
-        self.forget(names, why)
-        bodies, seen = [body], set[str]()
-        while bodies:
-            for found in commands_in(bodies.pop()):
-                self.spend(len(found.text))
-                if isinstance(found, Loop):
-                    self.forget(found.names, why)
-                    continue
-                self.forget((m[1] for m in map(assignment, found.words) if m), why)
-                first = next((raw for raw in found.words if not assignment(raw)), Raw())
-                name = first.plain or ""
-                if _SETS_INSIDE.search(found.text) or name in (*_SETTING, *_DECLARING):
-                    self.forget(_NAMES.findall(found.text), why)
-                if name in self.functions and name not in seen:
-                    seen.add(name)
-                    bodies.append(self.functions[name][1].body)
-                hidden = any(part.kind != "text" or part.quoted for part in first.parts)
-                if hidden or name in _ANY:
-                    self.forget_all(why)
 
     def command(self, node: Command) -> None:
         """Follows assignments, and a command by what it may set."""
@@ -269,7 +225,7 @@ class _Reader(Expander):
         given, raws = raws[:count], raws[count:]
         while len(raws) > 1 and raws[0].plain in ("command", "builtin") and (raws[1].plain or "-")[0] != "-":
             raws = raws[1:]
-        if raws[0].plain in _DECLARING:
+        if raws[0].plain in DECLARING:
             self.declare(raws[0].plain, raws[1:], node)
             return
         words = [word for raw in raws for word in self.expand(raw)]
@@ -298,10 +254,10 @@ class _Reader(Expander):
             if name == "exec" and said:
                 self.keep(words[1:], node)
             self.state.ended = name != "exec" or bool(said)
-        elif name in _SETTING or name in _DECLARING:
+        elif name in SETTING or name in DECLARING:
             if name == "printf" and "-v" not in said:
                 return True
-            self.forget([*_NAMES.findall(" ".join(said)), "REPLY", "MAPFILE"], why)
+            self.forget([*NAMES.findall(" ".join(said)), "REPLY", "MAPFILE"], why)
             unsure = any(isinstance(word, Unread) for word in words[1:])
             if unsure and name not in ("wait", "trap") and not node.text.startswith("(("):
                 self.forget_all(why)
@@ -313,76 +269,6 @@ class _Reader(Expander):
         else:
             return name in _HARMLESS
         return True
-
-    def set_arguments(self, name: str, said: list[str], why: str) -> None:
-        """`set` and `shift`: other arguments, and options."""
-        options = [
-            word for word, before in zip(said, ["", *said], strict=False) if not re.match("[-+][a-z]*o$", before)
-        ]
-        if name == "shift" or any(word == "--" or word[:1] not in ("-", "+") for word in options):
-            self.state.arguments = self.gap("$@", why)
-
-    def assign(self, raw: Raw, *, typed: bool = False) -> None:
-        """Takes an assignment."""
-        match = assignment(raw)
-        assert match is not None
-        name, index, more = match[1], match[2], bool(match[3])
-        first = raw.parts[0]
-        rest = first.text[match.end() :]
-        if index or typed or name in self.assumed or name == "IFS" or any("[" == _begin(i) for i in raw.array or ()):
-            self.joined([Part("text", rest, False), *raw.parts[1:]])
-            why = f"is set in a way that is not followed (line {self.line})"
-            self.forget([name], why)
-            if name in self.references:
-                self.forget_all(why)
-            return
-        if rest.startswith("~"):
-            self.homes.add(rest)
-        value: list[Value]
-        if raw.array is not None:
-            value = [(w,) if isinstance(w, str) else w.pieces for item in raw.array for w in self.expand(item)]
-        else:
-            value = [self.joined([Part("text", rest, False), *raw.parts[1:]])]
-        held = self.state.variables.get(name)
-        if name in self.kept and raw.array is None and not more and _argument(value[0]):
-            return  # a script before this one says what its argument is
-        if more and held is None and self.state.lost:
-            held = self.gap(f"${name}", self.state.lost.why)
-        if more and held is None and raw.array is None:
-            self.defaults.setdefault(name, self.where)
-        before: list[Value] = [(held,)] if isinstance(held, Gap) else held or []
-        if more and raw.array is not None:
-            value = [*before, *value]
-        elif raw.array is None and not isinstance(held, Gap):
-            value = [(*(before[0] if more and before else ()), *value[0]), *before[1:]]
-        elif raw.array is None and more:
-            value = [(*before[0], *value[0])]
-        self.spend(sum(len(item) for item in value))
-        self.state.variables[name] = value
-        if names_secret(name):
-            self.script.secrets.setdefault(name, []).extend(map(word_of, value))
-
-    def declare(self, command: str, raws: Sequence[Raw], node: Command) -> None:
-        """`export`, `readonly`, `declare`, `local`: plain forms are assignments."""
-        options = "".join(raw.plain or "" for raw in raws if (raw.plain or "").startswith(("-", "+")))
-        typed = bool(re.search("[iulnA]", options))
-        for raw in raws:
-            match = assignment(raw)
-            text = raw.plain or ""
-            name = match[1] if match else text
-            if text.startswith(("-", "+")):
-                continue
-            if not match and not _NAMES.fullmatch(text):
-                self.forget_all(f"is set by {node.text[:60]} (line {node.line})")
-                continue
-            if match:
-                self.assign(raw, typed=typed)
-            elif typed and name in self.state.variables:
-                self.forget([name], f"is declared {options} (line {node.line})")
-            if typed or command == "readonly" or "r" in options:
-                self.assumed.add(name)
-            if "n" in options:
-                self.references.add(name)
 
     def call(self, name: str, words: list[Word]) -> None:
         """Reads the commands of a function where it is called, and forgets what it may set."""
@@ -431,7 +317,7 @@ class _Reader(Expander):
             self.forget_all(f"may be set by eval (line {node.line})")
 
     def parsed(self, words: Sequence[Word]) -> list[Node] | None:
-        """The statements of a text that is made of words, each gap a variable of its own; None where there are none."""
+        """The statements of a text made of words, each gap a variable of its own; None where it has none."""
         pieces = [[word] if isinstance(word, str) else word.pieces for word in words]
         text = " ".join("".join(self.stand_in(p) if isinstance(p, Gap) else p for p in some) for some in pieces)
         self.spend(100 + len(text))
@@ -477,32 +363,4 @@ def _inner(words: list[Word]) -> tuple[list[Word], list[Word]] | None:
             if text == "--wrap":
                 return words[:index], words[index + 1 : index + 2]
             return words[:index], [word[7:] if isinstance(word, str) else word_of((word.start[7:], *word.pieces[1:]))]
-    return None
-
-
-def _alike(items: tuple[Value, ...]) -> bool:
-    return all(item == items[0] for item in items)
-
-
-def _goes_on(word: Word, start: str) -> bool:
-    """Whether a text is another one with more words behind it."""
-    rest = shown(word)[len(start) :]
-    return isinstance(word, str) and word.startswith(start) and (not rest or not start or rest[0].isspace())
-
-
-def _begin(raw: Raw) -> str:
-    return (raw.parts[0].text[:1] if raw.parts and not raw.parts[0].quoted else "") or ""
-
-
-def _argument(value: Value) -> bool:
-    return len(value) == 1 and isinstance(value[0], Gap) and bool(re.fullmatch(r"\$\{?[1-9]\}?", value[0].text))
-
-
-def neighbour(path: str, script: str) -> Path | None:
-    """The file that a script in its folder, or in the working one, names by a path that leads nowhere else."""
-    if os.path.isabs(path) or ".." in Path(path).parts:
-        return None
-    for folder in dict.fromkeys((Path("."), Path(script).parent)):
-        if (folder / path).is_file():
-            return folder / path
     return None

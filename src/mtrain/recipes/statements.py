@@ -1,76 +1,18 @@
-"""Statements of a shell script, nested as they stand: commands, branches, loops, groups and functions."""
+"""The statements of a shell script, nested as they stand."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from mtrain.errors import ConfigError
+from mtrain.recipes.syntax import Branches, Command, Function, Group, Loop, Node, assignment
 from mtrain.recipes.words import MAX_NESTED, Lexer, Raw
 
 _REDIRECTION = re.compile(r"(?:[0-9]*|\{\w+\})(?:<<<|<<-?|<>|<&|>&|>\||>>|&>>|&>|<(?!\()|>(?!\())")
 _FUNCTION = re.compile(r"([^\s;&|<>()'\"$`\\]+)[ \t]*\([ \t]*\)\s*")
 _ENDS = frozenset(("then", "elif", "else", "fi", "do", "done", "esac", "}", "in"))
-
-
-@dataclass
-class Command:
-    """One command, or assignments alone."""
-
-    words: list[Raw]
-    line: int
-    text: str
-    """As it is written, in one line."""
-    stdin: Raw | None = None
-    """The text behind `<<`, as it is expanded."""
-
-
-@dataclass
-class Branches:
-    """An `if`, a `case`, or the right side of `&&` or `||`: at most one of several bodies runs."""
-
-    line: int
-    text: str
-    first: list[Node]
-    """What runs in any case: the first condition."""
-    bodies: list[list[Node]]
-    whole: bool
-    """Whether one of the bodies runs for sure."""
-    expected: bool = False
-    """Whether the body is what is meant to run, as behind `cd FOLDER &&`."""
-
-
-@dataclass
-class Loop:
-    """A body that runs any number of times."""
-
-    line: int
-    text: str
-    names: list[str]
-    """Variables that the loop itself sets."""
-    body: list[Node]
-
-
-@dataclass
-class Group:
-    """A body that runs once; with `apart` in a shell of its own, whose variables end with it."""
-
-    line: int
-    body: list[Node]
-    apart: bool
-
-
-@dataclass
-class Function:
-    """A body that runs where it is called."""
-
-    line: int
-    name: str
-    body: list[Node]
-
-
-Node = Command | Branches | Loop | Group | Function
 
 
 def parse_script(text: str, source: str, line: int = 1) -> list[Node]:
@@ -108,7 +50,7 @@ class _Parser(Lexer):
         if match is None:
             return ""
         after = self.text[match.end() : match.end() + 1]
-        return match.group() if after in "" or after in " \t\r\n;&|<>()" else ""
+        return match.group() if not after or after in " \t\r\n;&|<>()" else ""
 
     def body(self, ends: Sequence[str]) -> list[Node]:
         """Statements up to a word or a sign that ends them, which is not passed over."""
@@ -185,7 +127,8 @@ class _Parser(Lexer):
         function = _FUNCTION.match(self.text, self.at)
         if keyword == "function" or (function and "=" not in function[1]):
             return [self.function(line)]
-        read = {"if": self.branches, "case": self.case, "{": self.group}.get(keyword)
+        readers: dict[str, Callable[[int], Node]] = {"if": self.branches, "case": self.case, "{": self.group}
+        read = readers.get(keyword)
         if keyword in ("while", "until", "for", "select"):
             found: list[Node] = [self.loop(line, keyword)]
         elif read is not None:
@@ -391,17 +334,6 @@ class _Parser(Lexer):
             self.at = min(len(self.text), end.end() + 1) if end else len(self.text)
 
 
-_ASSIGNMENT = re.compile(r"([A-Za-z_][A-Za-z0-9_]*)(\[[^]]*\])?(\+?)=", re.DOTALL)
-
-
-def assignment(word: Raw) -> re.Match[str] | None:
-    """The name of a word that is an assignment, its index and its sign; None of other words."""
-    first = word.parts[0] if word.parts else None
-    if first is None or first.kind != "text" or first.quoted:
-        return None
-    return _ASSIGNMENT.match(first.text)
-
-
 def _only_assigns(command: Command) -> bool:
     """Whether a command is nothing but assignments that cannot fail."""
     words = [word for raw in command.words for word in (raw, *(raw.array or ()))]
@@ -417,19 +349,3 @@ def _tests(command: Command) -> bool:
 
 def _written(nodes: Sequence[Node]) -> str:
     return next((node.text for node in nodes if not isinstance(node, Group | Function)), "...")
-
-
-def commands_in(nodes: Sequence[Node]) -> Iterator[Command | Loop]:
-    """Every command and loop in statements, however deep; functions are left out."""
-    for node in nodes:
-        if isinstance(node, Command):
-            yield node
-        elif isinstance(node, Branches):
-            yield from commands_in(node.first)
-            for body in node.bodies:
-                yield from commands_in(body)
-        elif isinstance(node, Loop):
-            yield node
-            yield from commands_in(node.body)
-        elif isinstance(node, Group) and not node.apart:
-            yield from commands_in(node.body)

@@ -13,7 +13,8 @@ from mtrain.recipes.flags_model import EXPERTS, LATENT, MODEL
 from mtrain.recipes.flags_optim import OPTIM
 from mtrain.recipes.flags_other import OTHERS, VALUED
 from mtrain.recipes.flags_precision import PRECISION
-from mtrain.recipes.flags_training import DATA, REST, TRAINER
+from mtrain.recipes.flags_running import RUNNING
+from mtrain.recipes.flags_training import DATA, TRAINER
 
 WRITTEN: tuple[Entry, ...] = (
     *MODEL,
@@ -26,7 +27,7 @@ WRITTEN: tuple[Entry, ...] = (
     *TRAINER,
     *GRAPHS,
     *OPTIM,
-    *REST,
+    *RUNNING,
 )
 """What is more than one flag with one value."""
 

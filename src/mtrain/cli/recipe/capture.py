@@ -75,9 +75,11 @@ def capture(command: Sequence[str], extra: Sequence[str], timeout_s: float = TIM
     calls, code, late, output = recorded(command, text, timeout_s)
     named = {**os.environ, **{name: value for call in calls for name, value in call["env"].items()}}
     values = {name: [value] for name, value in named.items() if names_secret(name)}
-    values["secrets"] = [call["env"][name] for call in calls for name in values if name in call["env"]]
+    values["secret"] = [call["env"][name] for call in calls for name in values if name in call["env"]]
     if not calls:
-        raise ConfigError([_nothing(shown, code, late, output, Secrets({"secret": sum(values.values(), [])}))])
+        raise ConfigError(
+            [_nothing(shown, code, late, output, Secrets({"secret": [v for held in values.values() for v in held]}))]
+        )
     for call in calls:
         refuse_hidden(shlex.join(call["words"]), "the command line", UNSHOWN)
     script = read_calls([(call["words"], f"call {n}") for n, call in enumerate(calls, 1)])

@@ -1,4 +1,4 @@
-"""What stands in for launchers and interpreters while `recipe import --capture` runs a script: it records and starts nothing.
+"""Stands in for launchers and interpreters while `recipe import --capture` runs a script: records, starts nothing.
 
 It runs in any Python 3 by itself, as a command of the name that it stands in for, or as a Python starts
 (`sitecustomize`). The folder in MTRAIN_CAPTURE says what a training program is, and takes the records.
