@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -28,12 +29,9 @@ def test_a_script_is_run_and_its_recipe_holds_what_bash_passes_and_no_secret(tmp
         'pretrain_gpt.py "${MODEL[@]}" --data-path $(python3 blend.py) "$@" &\ndone\nwait\n'
     )
     before = (tmp_path / "train.sh").read_bytes()
+    words = "recipe import --capture -o my.yaml -- bash train.sh --seed 7"
     done = subprocess.run(
-        [
-            sys.executable,
-            ROOT / "launch.py",
-            *["recipe", "import", "--capture", "-o", "my.yaml", "--", "bash", "train.sh", "--seed", "7"],
-        ],
+        [sys.executable, ROOT / "launch.py", *shlex.split(words)],
         cwd=tmp_path,
         env={**os.environ, "HF_TOKEN": SECRET},
         capture_output=True,

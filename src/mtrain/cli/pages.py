@@ -281,7 +281,7 @@ SUBPAGES: dict[str, Page] = {
         (("recipe verify 70b.lock.yaml", "exit code 0 where nothing does"),),
     ),
     "import": Page(
-        "recipe import --capture [-o FILE] [overrides] -- COMMAND, recipe import FILE ..., or recipe import -- FLAGS",
+        "recipe import [-o FILE] [overrides] FILE ..., or --capture -- COMMAND, or -- FLAGS",
         "A recipe from a script of Megatron-LM, its model_config.yaml, a file for --yaml-cfg, or a config.json of\n"
         "Hugging Face. What is not taken over is listed with the reason.\n"
         "--capture runs your own script with recorders in place of torchrun, python, srun, mpirun and their kin,\n"

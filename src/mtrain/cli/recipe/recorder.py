@@ -14,6 +14,7 @@ import subprocess
 import sys
 import tempfile
 
+ENCODE = json.JSONEncoder(allow_nan=False).encode
 FOLDER = os.environ.get("MTRAIN_CAPTURE", "")
 AROUND = "MTRAIN_CAPTURE_AROUND"
 """Variable with the words of the launchers that a command stands behind."""
@@ -33,7 +34,7 @@ def facts() -> dict:  # type: ignore[type-arg]
 def record(words: list[str]) -> None:
     """Adds a line: the words behind those of the launchers around them, the folder, the environment."""
     around = json.loads(os.environ.get(AROUND, "[]"))
-    line = json.dumps({"words": [*around, *words], "cwd": os.getcwd(), "env": dict(os.environ)})
+    line = ENCODE({"words": [*around, *words], "cwd": os.getcwd(), "env": dict(os.environ)})
     handle = os.open(os.path.join(FOLDER, "calls"), os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
     os.write(handle, (line + "\n").encode("utf-8", "surrogateescape"))
     os.close(handle)
@@ -95,7 +96,7 @@ def stand_in(name: str, arguments: list[str]) -> None:
             record([base, *arguments])
             return
         around = [*json.loads(os.environ.get(AROUND, "[]")), base, *arguments[:place]]
-        os.environ[AROUND] = json.dumps(around)
+        os.environ[AROUND] = ENCODE(around)
         inner = arguments[place:]
         if is_python(inner[0]) or os.path.basename(inner[0]) in (*ALWAYS, *AROUND_OTHERS):
             stand_in(inner[0], inner[1:])
@@ -135,7 +136,7 @@ def submit(arguments: list[str]) -> None:
     options = arguments[: wrapped if wrapped is not None else script]
     asked = [word for line in re.findall(r"^#SBATCH\s+(.*)", text, re.MULTILINE) for word in line.split()]
     around = [*json.loads(os.environ.get(AROUND, "[]")), "sbatch", *asked, *options]
-    env = {**os.environ, AROUND: json.dumps(around), **of_job(around)}
+    env = {**os.environ, AROUND: ENCODE(around), **of_job(around)}
     if script is not None and wrapped is None:
         subprocess.call(["bash", arguments[script], *rest], env=env, stdout=sys.stderr)
     else:
@@ -143,7 +144,7 @@ def submit(arguments: list[str]) -> None:
             file.write(text)
             file.flush()
             subprocess.call(["bash", file.name], env=env, stdout=sys.stderr, stdin=subprocess.DEVNULL)
-    print("1" if "--parsable" in arguments else "Submitted batch job 1")
+    os.write(1, b"1\n" if "--parsable" in arguments else b"Submitted batch job 1\n")
 
 
 def of_job(words: list[str]) -> dict[str, str]:
