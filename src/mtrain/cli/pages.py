@@ -313,17 +313,31 @@ SUBPAGES: dict[str, Page] = {
         (("recipe verify 70b.lock.yaml", "exit code 0 where nothing does"),),
     ),
     "import": Page(
-        "recipe import FILE ... [-o FILE] [overrides], or recipe import -- FLAGS",
-        "A recipe from scripts of Megatron-LM, its model_config.yaml, a file for --yaml-cfg, or a config.json of\n"
-        "Hugging Face. Nothing of them is run. What is not taken over is listed with the reason.",
+        "recipe import [-o FILE] [overrides] FILE ..., or --capture -- COMMAND, or -- FLAGS",
+        "A recipe from a script of Megatron-LM, its model_config.yaml, a file for --yaml-cfg, or a config.json of\n"
+        "Hugging Face. What is not taken over is listed with the reason.\n"
+        "--capture runs your own script with recorders in place of torchrun, python, srun, mpirun and their kin,\n"
+        "which start nothing: it is exact for any shell. Without it nothing is run: assignments, arrays and\n"
+        "defaults are read, and what another statement may set is reported with its line. Exit code 2: keys are\n"
+        "left to fill in, as ???.",
         (
-            ("FILE ...", "files; those that another one sources first; - is standard input"),
+            ("COMMAND", "your script as you run it, such as bash pretrain.sh ARGUMENTS or sbatch job.sh"),
+            (
+                "FILE ...",
+                "files; those that another one sources first; - is standard input; a folder with a config.json",
+            ),
             ("KEY=VALUE", "what the files do not say, such as model.vocab_size=32000"),
             ("-- FLAGS", "a command line of Megatron-LM"),
         ),
-        (OUT, JSON),
         (
-            ("recipe import train.sh -o my.yaml", "a script"),
+            ("--capture", "run the command behind --, all of it but what starts training"),
+            ("--timeout S", "with --capture: seconds after which the script is ended; 120"),
+            OUT,
+            JSON,
+        ),
+        (
+            ("recipe import --capture -o my.yaml -- bash pretrain.sh", "your own script"),
+            ("recipe import train.sh -o my.yaml", "a script of somebody else, that is only read"),
             ("recipe import env.sh train.sh cluster=h100x64", "a script that sources another"),
             ("recipe import -- --num-layers 24 --hidden-size 1024 --num-attention-heads 16", "flags"),
         ),
