@@ -148,6 +148,6 @@ def test_flags_that_an_export_of_a_run_writes_are_read_as_its_model() -> None:
     from mtrain.convert.megatron_compared import _words_kept
 
     run = of_model("gpt_oss_tiny")
-    _, said = read_flags(_words_kept(megatron_args.arguments_of(run)), None)
+    _, said, _ = read_flags(_words_kept(megatron_args.arguments_of(run)), None)
     assert said["model.window_size"] == run.model.window_size
     assert said["model.moe.router_topk"] == run.model.moe.router_topk  # type: ignore[union-attr]

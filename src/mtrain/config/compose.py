@@ -15,7 +15,7 @@ from typing import Any
 from mtrain.config.choices import is_path, unknown_choice
 from mtrain.config.dump import spell
 from mtrain.config.files import read_text
-from mtrain.config.hydra_source import NotComposed, composed, quoted
+from mtrain.config.hydra_source import NotComposed, composed, not_composed, quoted
 from mtrain.config.interpolate import drop, leaves, put, refused, resolve_references
 from mtrain.config.keys import is_under_a_value
 from mtrain.config.layers import entries_of, layer
@@ -300,7 +300,7 @@ class _Composition:
         try:
             entries, known = entries_of(self.library, entries, words)
         except NotComposed as error:
-            raise _not_composed(error, self.problems) from None
+            raise not_composed(error, self.problems) from None
         except ConfigError as error:
             raise ConfigError([*self.problems, *error.problems]) from None
         self.shown |= {g: c for g, c in known.items() if g in GROUPS and g not in self.chosen}
@@ -346,7 +346,7 @@ class _Composition:
         try:
             values = composed(self.library, primary, words, settings)
         except NotComposed as error:
-            raise _not_composed(error, self.problems) from None
+            raise not_composed(error, self.problems) from None
         except ConfigError as error:  # a file that another one names
             raise ConfigError([*self.problems, *error.problems]) from None
         return {key: restored(value) for key, value in values.items()}
@@ -398,12 +398,3 @@ class _Composition:
             if run is not None:
                 return run
         return None
-
-
-def _not_composed(error: Exception, before: Sequence[Problem]) -> ConfigError:
-    rule = f"the group files do not compose: {error}"
-    fix = (
-        "write entries of defaults as `- NAME` of a file of the same group, as `- FOLDER/NAME@_here_` of one in a "
-        "folder of it, and `_self_` where its own keys come"
-    )
-    return ConfigError([*before, Problem("MT011", "", None, rule, fix, "conf")])

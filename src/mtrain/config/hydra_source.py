@@ -28,6 +28,8 @@ from hydra.types import RunMode
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from mtrain.errors import ConfigError, Problem
+
 VERSION_BASE = "1.3"
 HYDRA = "hydra/config"
 _NOTES: dict[str, Any] = {
@@ -208,3 +210,13 @@ def _hydra(library: Library, primary: str) -> Iterator[None]:
         store.repo = everything
         GlobalHydra.instance().hydra = outer
         _composing.reset(token)
+
+
+def not_composed(error: Exception, before: Sequence[Problem]) -> ConfigError:
+    """Return the error of group files that do not compose, after the problems that were found `before`."""
+    rule = f"the group files do not compose: {error}"
+    fix = (
+        "write entries of defaults as `- NAME` of a file of the same group, as `- FOLDER/NAME@_here_` of one in a "
+        "folder of it, and `_self_` where its own keys come"
+    )
+    return ConfigError([*before, Problem("MT011", "", None, rule, fix, "conf")])

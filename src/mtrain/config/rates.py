@@ -12,7 +12,7 @@ LENGTH = ("trainer.train_iters", "optim.decay_iters")
 
 def end_of_decay(run: RunConfig) -> int:
     """The step at which the decay ends."""
-    return run.optim.decay_iters or run.trainer.train_iters
+    return run.optim.decay_iters or run.trainer.steps
 
 
 def rate(run: RunConfig, step: int) -> float:

@@ -16,6 +16,7 @@ from mtrain.config.keys import key_of, keys
 from mtrain.config.run import RunConfig
 from mtrain.recipes.arguments import Arguments, Entry
 from mtrain.recipes.flags_other import OTHERS
+from mtrain.recipes.gaps import shown
 from mtrain.recipes.hf_write import TRAINING
 from mtrain.recipes.imported import read_flags
 from mtrain.recipes.table import flags_of, table
@@ -69,7 +70,7 @@ def arguments_said(run: RunConfig) -> dict[str, Any]:
         if flag in _NEGATED:
             out[argument_of(flag)] = flag not in given
         else:
-            out[argument_of(flag)] = _value(given[flag]) if flag in given else None
+            out[argument_of(flag)] = _value(list(map(shown, given[flag]))) if flag in given else None
     return out
 
 
@@ -113,8 +114,8 @@ def differing(kept: Mapping[str, Any], run: RunConfig) -> list[Apart]:
     """Arguments of a checkpoint that are not those of a run's model."""
     if not kept:
         return []
-    theirs, there = read_flags(_words_kept(kept), None)
-    _, here = read_flags(_words_of(run), None)
+    theirs, there, _ = read_flags(_words_kept(kept), None)
+    _, here, _ = read_flags(_words_of(run), None)
     ours, out, sections = arguments_said(run), list[Apart](), set[str]()
     for entry in _entries():
         if not _is_said(entry, kept) or _is_yarn(entry.flags[0], kept, run):

@@ -184,7 +184,7 @@ def changes_since(run: RunConfig, folder: Path, checkpoint: Path | None) -> tupl
         differences = without_adapters(differences, other)
     problems = []
     step = int(ckpt_folder.read_manifest(checkpoint, verify=False)["step"]) if checkpoint is not None else 0
-    longer = run.trainer.train_iters > other.trainer.train_iters
+    longer = run.trainer.steps > other.trainer.steps
     free = LENGTH if longer and goes_on_alike(run, other, step) else ()
     for key, (old, new) in differences.items():
         effect = effect_of(key)
