@@ -43,7 +43,7 @@ def _share(run: RunConfig, step: int, steps: int) -> float:
     shapes = {
         "linear": 1.0 - part,
         "cosine": 0.5 * (math.cos(math.pi * part) + 1.0),
-        "exponential": 2.0 * 0.5**part - 1.0,
+        "exponential": 2.0 * math.pow(0.5, part) - 1.0,
         "minus_sqrt": 1.0 - math.sqrt(part),
     }
     return shapes[style]
