@@ -188,7 +188,7 @@ def test_what_bert_does_not_have_is_refused(key: str) -> None:
         ("model.bert={}", "MT249", "model.bert=null"),
         ("model=bert_tiny model.bert=null", "MT246", "model.bert={...}, or model.family=gpt"),
         ("model=bert_tiny model.bert.mask_token_id=4099", "MT250", "model.bert.mask_token_id=4098"),
-        ("model=bert_tiny model.bert.sep_token_id=4096", "MT250", "model.bert.sep_token_id=null"),
+        ("model=bert_tiny model.bert.sep_token_id=4096", "MT250", "model.bert.sep_token_id=4097"),
         ("model=bert_tiny data.seq_length=6", "MT251", "data.seq_length=32"),
         ("model=bert_base data=stdlib model.bert.next_sentence=false", "MT253", "model.bert.mask_token_id=30521"),
         ("model=bert_tiny data.tokenizer_vocab_size=4098", "MT253", "data.tokenizer_vocab_size=4096"),

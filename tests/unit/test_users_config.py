@@ -49,7 +49,7 @@ def laid(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Laid:
 @pytest.mark.parametrize(
     ("entry", "code", "fix"),
     [
-        ("model: nope", "MT011", "model="),
+        ("model: nope", "MT011", "choices model"),
         ("/model: llama_tiny", "MT017", "- model: llama_tiny"),
         ("optional model: llama_tiny", "MT017", "- model: llama_tiny"),
         ("model: [a, b]", "MT017", "delete it"),
@@ -145,7 +145,7 @@ def test_a_choice_that_is_added_may_be_a_path(laid: Laid) -> None:
     assert (composed.run.trainer.train_iters, composed.origins["trainer.train_iters"]) == (8, "x.yaml:2")
 
 
-@pytest.mark.parametrize("word", ["+mygroup=fsat", "+mygroup=", "+mygroup=./nothing.yaml", "mygroup=fast"])
+@pytest.mark.parametrize("word", ["+mygroup=fsat", "+mygroup=", "mygroup=fast"])
 def test_what_corrects_a_choice_that_is_added_is_added_as_well(laid: Laid, word: str) -> None:
     laid(FAST)
     assert [problem.fix for problem in refusals(word)] == ["+mygroup=fast"]

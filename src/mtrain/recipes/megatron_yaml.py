@@ -13,11 +13,12 @@ from typing import Any
 from mtrain.config.load import parse
 from mtrain.errors import ConfigError, Problem
 from mtrain.recipes.arguments import Arguments
+from mtrain.recipes.command import FEW_FLAGS, not_a_gpt
 from mtrain.recipes.expansion import Expander
 from mtrain.recipes.flags import spelled
 from mtrain.recipes.gaps import Word, word_of
 from mtrain.recipes.imported import Imported
-from mtrain.recipes.megatron import FEW_FLAGS, import_words, not_a_gpt
+from mtrain.recipes.megatron import import_words
 from mtrain.recipes.programs import family_of, other_than_gpt
 from mtrain.recipes.secrets import Secrets
 from mtrain.recipes.shell import read_script
