@@ -44,7 +44,7 @@ $(ENGINE): $(STAMP)
 
 ENGINE_SAMPLE := $(addprefix tests/dist/test_,$(addsuffix .py,engines fields_are_accounted_for core_fields \
   adapter_patches later_releases builders hybrid_patterns convert_boxes layouts_match families_match resume \
-  batch_ramp generation mup keys_of_devices captured_layers)) \
+  batch_ramp generation mup keys_of_devices captured_layers padding further_tokens)) \
   tests/dist/test_fully_sharded.py::test_a_layout_is_proven tests/unit/test_adapter_hook.py \
   tests/dist/test_op_overrides.py::test_the_loss_in_parts_trains_as_megatrons_from_all_logits \
   tests/dist/test_losses_told_apart.py::test_a_layout_logs_what_all_logits_say \

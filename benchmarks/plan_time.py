@@ -6,7 +6,8 @@ Prints for each row the published rate and the errors of three fits: on all rows
 devices; then the errors in the median and at the 95th percentile, and how many pairs of rows of one model on as many
 devices are ranked as published. Rows that are no configuration are listed with the reason, and so are rows of one
 configuration that contradict each other: those are predicted and not fitted, and errors are said without and with
-them. `--write` saves the fit on all other rows. With a FILE, its rows are predicted by that fit.
+them. `--write` saves the fit on all other rows, and how far off it is, which `tune` and `plan --scale` print. With a
+FILE, its rows are predicted by that fit.
 
 Software enters as two named factors for each release, on the speed of everything that the device does, and on that of
 models with experts; both change little from one release to the next. What a row of Megatron-Bridge leaves out
@@ -27,6 +28,7 @@ import numpy as np
 import plan_time_rows as published
 import yaml
 
+from mtrain.plan.time import accuracy
 from mtrain.plan.time.device import Device, device_of
 from mtrain.plan.time.efficiencies import FILE, Efficiencies
 from mtrain.plan.time.step import StepTime, StepWork, priced, step_work
@@ -35,6 +37,9 @@ Theta = dict[str, float]
 SOFTWARE = "megatron-core 0.16 with TransformerEngine, by rows of Megatron-Bridge 26.02 and near it"
 HEAD = """# What kernels, links and hosts reach of what a device states; fitted on published throughput by
 # benchmarks/plan_time.py, which says how far off it is.
+"""
+ACCURACY_HEAD = """# Errors of predicted throughput on published runs whose model was left out of the fit, as shares;
+# measured by benchmarks/plan_time.py.
 """
 PRIORS: dict[str, tuple[float, float]] = {
     # name: what is expected, and how far off it may be, as a logarithm
@@ -71,7 +76,7 @@ BACKWARD = 0.7
 """Of attention, against its forward: FlashAttention-3 and cuDNN on an H100."""
 SPEED, MIXTURES = 0.02, 0.05
 """How far releases may be apart, in the speed of kernels and of the host."""
-BASE = "bridge 26.02"
+BASE, MEGATRON = "bridge 26.02", "core 0.8"
 CHAIN = ("bridge 25.09", "bridge 25.11", BASE, "bridge 26.04", "bridge 26.06", "bridge 26.08")
 FLASH2 = ("core 0.8", "torchtitan 24", "torchtitan 25")
 """Software whose attention is FlashAttention-2, which is of the generation before Hopper."""
@@ -310,6 +315,13 @@ def saved(theta: Theta) -> dict[str, Any]:
     return {key: _rounded(value) for key, value in found.items()}
 
 
+def accuracy_in(results: dict[str, Any]) -> dict[str, Any]:
+    """What the package says of the errors of its model, of the results of this benchmark."""
+    off = {name: round(results["model_left_out"][name], 4) for name in ("median", "p95")}
+    pairs_ = {"pairs": results["pairs"]["of"], "pairs_right": results["pairs"]["right"], "apart": NOISE}
+    return {"rows": results["rows"], **off, **pairs_}
+
+
 def _rounded(value: Any) -> Any:
     if isinstance(value, dict):
         return {key: _rounded(inner) for key, inner in value.items()}
@@ -358,7 +370,10 @@ def main() -> int:
     }
     for name, factor in results["software"].items():
         print(f"  {name:16} speed {factor['speed']:.3f}, of models with experts {factor['with_experts']:.3f} more")
+    own = efficiencies(theta, MEGATRON, overlaps=True)  # for benchmarks/plan_scale.py
+    results["efficiencies"] = {MEGATRON: {key: _rounded(value) for key, value in asdict(own).items()}}
     if options.write:
+        accuracy.FILE.write_text(ACCURACY_HEAD + yaml.safe_dump(accuracy_in(results), sort_keys=False))
         FILE.write_text(HEAD + yaml.safe_dump(saved(theta), sort_keys=False, width=116))
         (published.ROOT / "benchmarks/results/plan_time.json").write_text(json.dumps(results, indent=2) + "\n")
     return 0

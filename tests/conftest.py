@@ -5,3 +5,8 @@ import os
 os.environ["TOKENIZERS_PARALLELISM"] = "false"
 # Threads that wait for each other cost several times what these small tensors do, the more so beside another worker.
 os.environ["OMP_NUM_THREADS"] = "1"
+
+from tests.support import patience
+
+pytest_runtest_protocol = patience.pytest_runtest_protocol
+patience.hypotheses_take_their_time()

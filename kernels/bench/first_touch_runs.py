@@ -202,7 +202,7 @@ def _execute(walk: Walk, home: Path, command: Command, said: dict[str, Any]) -> 
     if command.trains:
         words += [f"log.runs_dir={home}"]
     if walk.dry and command.trains:
-        saves = [f"{SAVES}2"] if any(word.startswith(SAVES) and not word.endswith("null") for word in words) else []
+        saves = [f"{SAVES}2"] if any(word.startswith(SAVES) and word != f"{SAVES}0" for word in words) else []
         words = merged([*words, *DRY_WORDS, *saves])
     start = [sys.executable]
     if command.torchrun:

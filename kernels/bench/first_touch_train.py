@@ -62,8 +62,8 @@ def words_of(walk: Walk, model: tuple[str, Mapping[str, int]], precision: str, k
         words += ["kernels.attention=torch"]  # cuDNN's and torch's first
     words += [f"data.seq_length={length}", f"trainer.train_iters={steps}"]
     words += ["trainer.micro_batch_size=1", f"trainer.global_batch_size={1 if walk.dry else 4}"]
-    words += ["trainer.eval_iters=0", "trainer.eval_interval=null", "trainer.sample_tokens=0", "log.progress=none"]
-    return [*words, "checkpoint.save_interval=null", "checkpoint.save_final=false"]
+    words += ["trainer.eval_iters=0", "trainer.eval_interval=0", "trainer.sample_tokens=0", "log.progress=none"]
+    return [*words, "checkpoint.save_interval=0", "checkpoint.save_final=false"]
 
 
 def _launch(

@@ -30,7 +30,7 @@ with (run / "metrics.jsonl").open("w") as file:
         file.write(json.dumps({"step": first + i, "loss": loss, "step_s": 0.1, "mfu": 0.3}) + "\\n")
         file.flush()
 if "--stay" in sys.argv:
-    time.sleep(60)
+    time.sleep(10_000)
 print("trained", name, os.environ.get("RANK", "alone"))
 sys.exit(int(os.environ.get("ENDS_WITH", "0")))
 """

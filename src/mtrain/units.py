@@ -1,8 +1,13 @@
-"""Numbers as people write them: counts, bytes, seconds."""
+"""Numbers as people write them: counts, bytes, seconds, devices."""
 
 from __future__ import annotations
 
+import re
+
 KIB, MIB, GIB = 1 << 10, 1 << 20, 1 << 30
+DAY = 24 * 3600
+FEW_DAYS, MANY_DAYS = 2, 10
+"""From so many days on a duration is said in days: with a tenth, and without."""
 
 
 def count(n: float) -> str:
@@ -11,6 +16,19 @@ def count(n: float) -> str:
         if abs(n) >= size:
             return f"{n / size:.2f}{suffix}"
     return f"{n:.0f}"
+
+
+def short(n: float) -> str:
+    """A number to three digits with a decimal suffix and never a power of ten: 99660 -> '99.7k', 12.34 -> '12.3'."""
+    for size, suffix in ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "k"), (1.0, "")):
+        if abs(n) >= 0.9995 * size:
+            return _three_digits(n / size) + suffix
+    return f"{n:.2f}" if n else "0"
+
+
+def _three_digits(n: float) -> str:
+    """Of a number from 1 on; one of more digits has no decimals, and is cut nowhere."""
+    return f"{n:.{2 if abs(n) < 9.995 else 1 if abs(n) < 99.95 else 0}f}"
 
 
 def bytes_(n: float) -> str:
@@ -22,7 +40,11 @@ def bytes_(n: float) -> str:
 
 
 def seconds(t: float) -> str:
-    """A duration: 4000 -> '1h06m', 75 -> '1m15s', 1.234 -> '1.2s'."""
+    """A duration: 5e6 -> '58 days', 4000 -> '1h06m', 75 -> '1m15s', 1.234 -> '1.2s'."""
+    if t >= MANY_DAYS * DAY:
+        return f"{t / DAY:.0f} days"
+    if t >= FEW_DAYS * DAY:
+        return f"{t / DAY:.1f} days"
     if t >= 3600:
         return f"{int(t // 3600)}h{int(t % 3600 // 60):02d}m"
     if t >= 60:
@@ -39,3 +61,9 @@ def in_unit(size: int, unit: int) -> str:
 def duration(t: float) -> str:
     """A duration to three digits: 1.234 -> '1.23 s', 0.0123 -> '12.3 ms'."""
     return f"{t:.3g} s" if t >= 1 else f"{t * 1e3:.3g} ms"
+
+
+def devices(number: int | None, cluster: str) -> str:
+    """So many devices of a cluster: 64 of 'h100' -> '64 x h100'; a number at the end of its name is left out."""
+    kind = re.sub(r"(?<=.[a-z0-9])x\d+$", "", cluster)
+    return f"{number} x {kind}"

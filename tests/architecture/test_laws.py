@@ -183,6 +183,79 @@ def test_a_circle_is_found_where_one_import_is_inside_of_a_function() -> None:
     assert circle(texts | {"m.c": "import importlib\nimportlib.import_module('m.a')"})
 
 
+INSTALLS = ("install", "install_reader", "adapt")
+"""Last names of the calls after which megatron-core is adapted to the device of a process."""
+
+
+def when_loaded(tree: ast.Module) -> Iterator[ast.AST]:
+    """What of a module runs when it is imported."""
+    waiting: list[ast.AST] = list(tree.body)
+    while waiting:
+        node = waiting.pop()
+        typing = isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test)
+        if not typing and not isinstance(node, ast.FunctionDef | ast.Lambda):
+            yield node
+            waiting += ast.iter_child_nodes(node)
+
+
+def imported_by(node: ast.AST) -> set[str]:
+    """The modules that one statement imports."""
+    if isinstance(node, ast.Import):
+        return {alias.name for alias in node.names}
+    if isinstance(node, ast.ImportFrom) and node.module:
+        return {node.module, *(f"{node.module}.{alias.name}" for alias in node.names)}
+    return set()
+
+
+def loading_megatron(trees: Mapping[str, ast.Module]) -> set[str]:
+    """The modules whose import loads megatron-core, themselves or through others."""
+    loads = {name: set().union(*map(imported_by, when_loaded(tree))) for name, tree in trees.items()}
+    found: set[str] = set()
+    while more := {
+        name
+        for name, used in loads.items()
+        if name not in found and any(one.partition(".")[0] == "megatron" or one in found for one in used)
+    }:
+        found |= more
+    return found
+
+
+def too_early(tree: ast.Module, heavy: set[str]) -> Iterator[tuple[str, int]]:
+    """Imports of modules that load megatron-core in a function that has not installed the adapter before."""
+    for function in (node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)):
+        calls = (node for node in ast.walk(function) if isinstance(node, ast.Call))
+        ready = [call.lineno for call in calls if ast.unparse(call.func).rpartition(".")[2] in INSTALLS]
+        for node in ast.walk(function):
+            if imported_by(node) & heavy and min(ready, default=node.lineno) >= node.lineno:  # type: ignore[attr-defined]
+                yield function.name, node.lineno  # type: ignore[attr-defined]
+
+
+def test_a_verb_installs_the_adapter_before_it_loads_megatron() -> None:
+    """Earlier tests of a process may have installed it; a user's shell has not."""
+    trees = {name_of(path): tree_of(path) for path in modules()}
+    heavy = loading_megatron(trees)
+    for path in modules():
+        if package_of(name_of(path)) in ("cli", "convert"):
+            assert name_of(path) not in heavy, (
+                f"{path}: importing it loads megatron-core, before a verb can say for which device"
+            )
+            for name, line in too_early(tree_of(path), heavy):
+                raise AssertionError(f"{path}:{line}: {name} loads megatron-core; install its adapter first")
+
+
+def test_an_import_that_comes_too_early_is_seen() -> None:
+    texts = {
+        "m.low": "from megatron.core import x",
+        "m.mid": "import m.low",
+        "m.late": "def f():\n    import m.low",
+        "m.typed": "if TYPE_CHECKING:\n    import m.low",
+    }
+    assert loading_megatron({name: ast.parse(text) for name, text in texts.items()}) == {"m.low", "m.mid"}
+    early = "def f():\n    from m.mid import y\n    adapter.install(d)"
+    late = "def f():\n    adapter.install(d)\n    from m.mid import y"
+    assert [list(too_early(ast.parse(text), {"m.mid"})) for text in (early, late)] == [[("f", 2)], []]
+
+
 @pytest.mark.parametrize("library", ONLY_IN)
 def test_a_library_stays_in_its_package(library: str) -> None:
     for path in modules():

@@ -9,6 +9,7 @@ import pytest
 
 from mtrain.cli.main import VERBS
 from tests.support.commands import ROOT, mtrain
+from tests.walks import LEFT, walks
 
 README = (ROOT / "README.md").read_text()
 CONSOLES = re.findall(r"```console\n\$ python launch.py ?(.*)\n([^`]*)```", README)
@@ -21,6 +22,17 @@ def test_a_check_that_the_readme_shows_ends_as_it_shows_with_the_same_codes(word
     codes = [re.findall(r"\[(MT\d+)\]", text) for text in (shown, done.stdout + done.stderr)]
     assert codes[0] == codes[1]
     assert ("error[" in shown) == (done.returncode == 2)
+
+
+def test_the_readme_has_four_walks_whose_commands_are_all_run() -> None:
+    found = walks(README)
+    assert [one.title.split()[0] for one in found] == ["Pretrain", "Fine-tune", "Plan", "Port"]
+    assert all(one.title in LEFT for one in found)
+    said = re.search(r"\n## Four walks\n(.*?)\n## ", README, re.DOTALL)
+    assert said is not None
+    for line in said.group(1).splitlines():
+        if line.startswith("python "):
+            assert any(line in one.commands or any(c.startswith(line) for c in one.commands) for one in found), line
 
 
 def test_every_command_of_the_readme_is_a_verb_or_an_override() -> None:

@@ -114,10 +114,9 @@ def test_the_traps_of_published_shapes_are_avoided() -> None:
 
 
 def test_the_default_run_has_five_million_parameters_on_two_ranks() -> None:
-    run = resolve(compose([]).run, LAPTOP)
+    run = checked([], LAPTOP, {}).run
     assert parameters(run.model) == pytest.approx(5.0e6, rel=0.02)
-    assert run.parallel.ranks == 2
-    assert errors(compose([]).run) == []
+    assert (run.parallel.ranks, run.parallel.tp, run.parallel.auto) == (2, 2, False)
 
 
 @pytest.mark.parametrize("parallel", ["single", "parallel.ranks=2", "tp2", "pp2", "tp2pp2", "dp2", "tp2pp2dp2"])

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from mtrain.cli.setup import load as checked
 from mtrain.config.compose import compose
 from mtrain.config.load import load
 from mtrain.config.paths import recipes_dir
@@ -46,9 +47,7 @@ def test_the_70b_recipe_is_the_published_one() -> None:
 
 
 def test_the_laptop_recipe_is_the_default_run() -> None:
-    recipe, default = (
-        resolve(compose(words).run, LAPTOP) for words in (["recipe=llama/tiny_cpu", "cluster=local"], [])
-    )
+    recipe, default = (checked(words, LAPTOP, {}).run for words in (["recipe=llama/tiny_cpu", "cluster=local"], []))
     assert recipe.digest() == default.digest()
 
 

@@ -18,6 +18,7 @@ from tests.support import tiny
 from tests.support.covering import some
 from tests.support.forked import run_ranks
 from tests.support.patch_cases import CASES, FINE, outcome
+from tests.support.patience import patient
 
 pytestmark = pytest.mark.dist
 
@@ -31,7 +32,7 @@ def without(request: pytest.FixtureRequest) -> dict[str, str]:
         cwd=Path(__file__).parents[2],
         capture_output=True,
         text=True,
-        timeout=240,
+        timeout=patient(240),
         check=False,
     )
     assert done.returncode == 0, done.stderr

@@ -19,6 +19,7 @@ from mtrain.plan.count import adapter_parameters, parameters
 from mtrain.plan.states import stage_weights
 from tests.support.covering import some
 from tests.support.forked import run_alone
+from tests.support.patience import patient
 
 BIG = Machine(cpu_cores=1 << 14, memory_bytes=1 << 60)
 
@@ -119,7 +120,7 @@ def test_a_rank_of_each_kind_of_stage_owns_its_part_of_a_recipes_model(name: str
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("name", [name for name in RECIPES if not re.search("kimi|h100x1024", name)])
+@pytest.mark.parametrize("name", [name for name in RECIPES if not re.search("kimi|100x(1024|3072|6144)", name)])
 def test_the_ranks_of_a_recipe_own_every_parameter_once(name: str) -> None:
     run = load([f"recipe={name}"], BIG, {}).run
     world, holders = RankGrid.of(run).world, _first_holders(run)
@@ -174,6 +175,8 @@ LAYOUTS = (
     "model=gpt_oss_tiny parallel=tp2 parallel.etp=1",
     "model=gpt_oss_tiny parallel=pp2ep2 model.mtp_num_layers=1",
     "model=bert_tiny parallel=tp2pp2",
+    "model=megatron_bert_tiny parallel=tp2pp2",
+    "model=nemotron4_tiny parallel=tp2pp2",
     "model=t5_tiny parallel=tp2",
     "model=llava_tiny parallel=tp2 model.llava.freeze=[vision]",
     "parallel=tp2pp2vpp2 model.num_layers=4 peft=dora peft.r=4",
@@ -207,7 +210,7 @@ def test_ranks_of_a_world_of_8192_are_built_in_seconds() -> None:
     begin = time.monotonic()
     places = [grid.rank_of(tp=tp, pp=pp) for pp in (0, 7, 15) for tp in (0, 7)]
     owned = run_alone(lambda: _owned(run, [*places, 8191]))
-    assert time.monotonic() - begin < 60
+    assert time.monotonic() - begin < patient(60)
     first, middle, last = (owned[a] + 7 * owned[b] for a, b in zip(places[::2], places[1::2], strict=True))
     assert first + 14 * middle + last == trained(run)
     assert owned[8191] == 0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +31,15 @@ BERT: dict[str, Any] = {
     "tie_word_embeddings": True,
     "bert": BertConfig(**IDS),
 }
+MEGATRON: dict[str, Any] = {
+    **BERT,
+    "layernorm_epsilon": 1e-5,
+    "norm_placement": "pre",
+    "activation": "gelu_tanh",
+    "bert": BertConfig(**IDS, head_activation="gelu"),
+}
+"""Megatron-LM's BERT, with the head that its default flags give it."""
+MODELS = {"bert": BERT, "megatron": MEGATRON}
 ALONE = {**BERT, "bert": BertConfig(mask_token_id=299, next_sentence=False)}
 FULL = RecomputeConfig(granularity="full", method="uniform", num_layers=1)
 ZERO = {"distributed_optimizer": True, "overlap_grad_reduce": True, "overlap_param_gather": True}
@@ -46,31 +56,58 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "dp2 megatron fsdp": {"ranks": 2, "fsdp": "megatron", "fsdp_sharding": "optim_grads_params"},
 }
 
+ALWAYS = {*(("bert", name) for name in list(LAYOUTS)[:2]), ("megatron", "tp2pp2, sequence parallel")}
+PLACED = [
+    pytest.param(kind, name, marks=() if (kind, name) in ALWAYS else pytest.mark.full)
+    for kind in MODELS
+    for name in LAYOUTS
+]
 
-def bert_run(**more: Any) -> RunConfig:
-    return tiny_run(model={**BERT, **more.pop("model", {})}, **more)
+
+def bert_run(kind: str = "bert", **more: Any) -> RunConfig:
+    return tiny_run(model={**MODELS[kind], **more.pop("model", {})}, **more)
 
 
 def _train(run: RunConfig, folder: Path) -> list[tuple[float, float]]:
     return train_steps(run, STEPS, save_to=folder)
 
 
+Trained = tuple[list[tuple[float, float]], dict[str, torch.Tensor]]
+
+
 @pytest.fixture(scope="module")
-def one_rank(tmp_path_factory: pytest.TempPathFactory) -> tuple[list[tuple[float, float]], dict[str, torch.Tensor]]:
-    """Losses and norms of one rank, and the weights behind them."""
-    home = tmp_path_factory.mktemp("one")
-    return run_ranks(1, _train, bert_run(), home)[0], whole_tensors(home / f"step_{STEPS:08d}")
+def alone(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Trained]:
+    """Losses and norms of one rank, and the weights behind them, by the kind of model; each is trained once."""
+    known: dict[str, Trained] = {}
+
+    def of(kind: str) -> Trained:
+        if kind not in known:
+            home = tmp_path_factory.mktemp(kind)
+            values = run_ranks(1, _train, bert_run(kind), home)[0]
+            known[kind] = values, whole_tensors(home / f"step_{STEPS:08d}")
+        return known[kind]
+
+    return of
 
 
-@pytest.mark.parametrize("name", some(LAYOUTS, list(LAYOUTS)[:2]))
-def test_a_layout_computes_what_one_rank_does(name: str, one_rank: Any, tmp_path: Path) -> None:
-    run = bert_run(**LAYOUTS[name])
+@pytest.fixture(scope="module")
+def one_rank(alone: Callable[[str], Trained]) -> Trained:
+    """Those of BERT."""
+    return alone("bert")
+
+
+@pytest.mark.parametrize(("kind", "name"), PLACED)
+def test_a_layout_computes_what_one_rank_does(
+    kind: str, name: str, alone: Callable[[str], Trained], tmp_path: Path
+) -> None:
+    run = bert_run(kind, **LAYOUTS[name])
+    expected_values, expected_weights = alone(kind)
     values = run_ranks(run.parallel.ranks or 1, _train, run, tmp_path)[0]
-    for found, expected in zip(values, one_rank[0], strict=True):
+    for found, expected in zip(values, expected_values, strict=True):
         assert found == pytest.approx(expected, rel=1e-5)
     many = whole_tensors(tmp_path / f"step_{STEPS:08d}")
-    assert many.keys() == one_rank[1].keys()
-    for key, weight in one_rank[1].items():
+    assert many.keys() == expected_weights.keys()
+    for key, weight in expected_weights.items():
         error = (many[key] - weight).norm() / weight.norm().clamp_min(1e-12)
         # Adam divides by the root of a gradient's square: where a bias has next to none, rounding decides its sign.
         assert error < (1e-3 if "bias" in key else 2e-5), (key, float(error))
@@ -94,7 +131,10 @@ def test_who_makes_the_loss_changes_nothing_in_it(name: str) -> None:
         assert found == pytest.approx(expected, rel=1e-5)
 
 
-@pytest.mark.parametrize(("key", "value"), [("next_sentence", False), ("masked_share", 0.3), ("pad_token_id", 11)])
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [("next_sentence", False), ("masked_share", 0.3), ("pad_token_id", 11), ("head_activation", "gelu_tanh")],
+)
 def test_a_key_of_the_section_moves_the_numbers(key: str, value: Any, one_rank: Any) -> None:
     changed = BertConfig(**{**IDS, key: value})
     found = trained(bert_run(model={"bert": changed}), 2)  # a gradient that is left out may move the next step alone
@@ -114,9 +154,10 @@ RESUMED: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.parametrize("kind", ["bert", pytest.param("megatron", marks=pytest.mark.full)])
 @pytest.mark.parametrize("name", some(RESUMED, ["tp2, sequence parallel"]))
-def test_a_resumed_run_ends_bitwise_where_the_whole_one_does(name: str, tmp_path: Path) -> None:
-    run = bert_run(model={"hidden_dropout": 0.1, "attention_dropout": 0.1}, **RESUMED[name])
+def test_a_resumed_run_ends_bitwise_where_the_whole_one_does(name: str, kind: str, tmp_path: Path) -> None:
+    run = bert_run(kind, model={"hidden_dropout": 0.1, "attention_dropout": 0.1}, **RESUMED[name])
     ranks = run.parallel.ranks or 1
 
     def whole() -> list[tuple[float, float]]:
@@ -131,7 +172,7 @@ def test_a_resumed_run_ends_bitwise_where_the_whole_one_does(name: str, tmp_path
     assert [key for key in left if not torch.equal(left[key], right[key])] == []
 
 
-@pytest.mark.parametrize("model", [BERT, ALONE], ids=["pairs", "alone"])
+@pytest.mark.parametrize("model", [BERT, ALONE, MEGATRON], ids=["pairs", "alone", "megatron"])
 def test_the_plan_counts_the_parameters_that_are_built(model: dict[str, Any]) -> None:
     run = tiny_run(model=model, ranks=4, tp=2, pp=2)
 
@@ -148,10 +189,14 @@ def test_the_plan_counts_the_parameters_that_are_built(model: dict[str, Any]) ->
 
 
 @pytest.mark.parametrize("sequence_parallel", [pytest.param(False, marks=pytest.mark.full), True])
-def test_what_tensor_parallel_ranks_both_hold_stays_the_same_under_dropout(sequence_parallel: bool) -> None:
+@pytest.mark.parametrize("kind", ["bert", pytest.param("megatron", marks=pytest.mark.full)])
+def test_what_tensor_parallel_ranks_both_hold_stays_the_same_under_dropout(
+    kind: str, sequence_parallel: bool
+) -> None:
     drops = {"hidden_dropout": 0.3, "attention_dropout": 0.3}
-    run = bert_run(model=drops, ranks=2, tp=2, sequence_parallel=sequence_parallel)
+    run = bert_run(kind, model=drops, ranks=2, tp=2, sequence_parallel=sequence_parallel)
 
     one, other = run_ranks(2, held_alike, run)
-    assert {"head.dense.weight", "pooler.weight", "next_sentence.bias", "embedding.norm.weight"} <= one.keys()
+    norm = {"bert": "embedding.norm.weight", "megatron": "encoder.final_layernorm.weight"}[kind]
+    assert {"head.dense.weight", "pooler.weight", "next_sentence.bias", norm} <= one.keys()
     assert one == other

@@ -18,8 +18,10 @@ import torch
 import torch.distributed as dist
 
 from mtrain.errors import BadEnvironment, CorruptData, TrainingError
+from tests.support.commands import wait_for
 from tests.support.forked import run_ranks, run_without_privileges
 from tests.support.many_ranks import in_turn, meetings, metadata_calls, on_ranks
+from tests.support.patience import patient
 from tests.support.runs import tiny_run, train_steps
 
 
@@ -92,8 +94,9 @@ def test_of_many_ranks_one_looks_at_the_files_that_were_saved(
         hook = hooks.Checkpoints(tmp_path, SimpleNamespace(note=said.append), {})  # type: ignore[arg-type]
         world = SimpleNamespace(is_rank0=rank == 0, rank=rank)
         state = SimpleNamespace(step=3)
+        clock = SimpleNamespace(done=lambda bit: None)
         with metadata_calls() as counted:
-            hook._save(SimpleNamespace(run=None, world=world, state=state))  # type: ignore[arg-type]
+            hook._save(SimpleNamespace(run=None, world=world, state=state, by_time=clock))  # type: ignore[arg-type]
         assert (counted.total() > 0) == (rank == 0)
         assert (hook.saved_step, hook.path) == (3, tmp_path)
 
@@ -129,12 +132,12 @@ def test_what_the_disk_refuses_one_rank_ends_the_save_of_all_and_leaves_nothing(
 
 
 def test_a_rank_that_is_slow_is_waited_for_and_one_that_does_not_come_is_named() -> None:
-    patient = meetings(3, timeout_s=30.0)
-    impatient = meetings(3, timeout_s=0.5)
+    places = meetings(3)
+    impatient = meetings(3, timeout_s=patient(0.5))
 
     def late(rank: int) -> str:
         time.sleep(0.2 if rank == 1 else 0.0)
-        return str(patient[rank].barrier("full" if rank == 2 else ""))
+        return str(places[rank].barrier("full" if rank == 2 else ""))
 
     assert on_ranks(3, late) == ["full"] * 3
     errors = on_ranks(3, lambda rank: None if rank == 1 else impatient[rank].barrier())
@@ -190,9 +193,8 @@ def test_a_save_longer_than_every_timeout_of_the_run_shows_signs_of_life(monkeyp
 
     monkeypatch.setattr(meeting, "ALIVE_S", 0.01)
     before = heartbeat.ticks
-    with meeting.alive(10.0):
-        time.sleep(0.2)
-    assert heartbeat.ticks > before + 3
+    with meeting.alive(600.0):
+        wait_for(lambda: heartbeat.ticks > before + 3)
     with meeting.alive(0.0):
         time.sleep(0.1)
         before = heartbeat.ticks

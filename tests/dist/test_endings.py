@@ -206,7 +206,7 @@ def test_a_full_disk_under_the_metrics_is_said_once(
     metrics.file = SimpleNamespace(write=file.write, flush=file.flush, fileno=file.fileno, close=full)  # type: ignore[assignment]
     setattr(metrics.file, failing_part, full)
     for step in range(3):
-        metrics.evaluation(step, "valid", 1.0)
+        metrics.evaluation(step, "valid", 1.0, 8, 256)
     metrics.close()
     metrics.close()
     file.close()
@@ -328,7 +328,7 @@ def test_a_skipped_update_is_said_with_what_it_exceeded(scale: float | None, wor
         import_engine()
         from mtrain.train.progress import Progress
 
-        said = {"step": 1, "batch_size": 8, "computed": 10, "grad_norm": 4.3, "loss": 2.0, "lr": 0.1}
+        said = {"step": 1, "batch_size": 8, "read": 10, "positions": 10, "grad_norm": 4.3, "loss": 2.0, "lr": 0.1}
         times = {"seconds": {"step": 1.0}, "data_wait_share": 0.0}
         result = SimpleNamespace(**said, **times, updated=False, loss_scale=scale)
         return Progress(tiny_run(), speaks=False)._line(result)  # type: ignore[arg-type]

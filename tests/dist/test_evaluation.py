@@ -98,6 +98,16 @@ def test_a_step_that_is_not_full_counts_each_sample_once_in_any_layout(name: str
         assert found["loss"] == pytest.approx(expected["loss"], rel=1e-6)
 
 
+@pytest.mark.parametrize("name", some(LAYOUTS, ["cp2"]))
+def test_a_run_that_asks_for_more_than_the_split_has_measures_all_of_it(name: str, data: DataConfig) -> None:
+    expected = run_ranks(1, _measured, _run(data), None)[0]
+    run = _run(data, **LAYOUTS[name])
+    more = {"eval_iters": expected["samples"] // run.trainer.batch + 2}
+    run = run.model_copy(update={"trainer": run.trainer.model_copy(update=more)})
+    for found in run_ranks(run.parallel.ranks or 1, _own, run):
+        assert found == pytest.approx(expected["loss"], rel=1e-6)
+
+
 def test_tokens_stand_for_the_bytes_of_their_text(tmp_path: Path) -> None:
     file = tmp_path / "tokenizer.json"
     file.write_text(train_bpe([TEXT * 9], 300).to_str())

@@ -92,8 +92,8 @@ def test_ten_steps_with_triton_are_near_those_of_the_emulation(precision: str) -
 
     base = [
         *("data=mock", "data.seq_length=32", "trainer.train_iters=10", "trainer.global_batch_size=1", MOE),
-        *("trainer.micro_batch_size=1", "trainer.seed=2", "trainer.eval_iters=0", "trainer.eval_interval=null"),
-        *("trainer.sample_tokens=0", "checkpoint.save_interval=null", "checkpoint.save_final=false"),
+        *("trainer.micro_batch_size=1", "trainer.seed=2", "trainer.eval_iters=0", "trainer.eval_interval=0"),
+        *("trainer.sample_tokens=0", "checkpoint.save_interval=0", "checkpoint.save_final=false"),
         *("log.progress=none", "model.num_layers=1", "model.hidden_size=64", "model.ffn_hidden_size=64"),
         *("model.vocab_size=128", "model.moe.ffn_hidden_size=64", "precision.num_layers_at_start_in_bf16=0"),
         *("precision.num_layers_at_end_in_bf16=0", "parallel=tp2ep2sp", "parallel.etp=1", f"precision={precision}"),

@@ -18,8 +18,8 @@ from tests.support.forked import run_ranks
 INTERPRETED = Machine(cpu_cores=64, memory_bytes=1 << 40, triton=True, triton_interpreted=True)
 SMALL = (
     *("data=mock", "data.seq_length=256", "trainer.train_iters=2", "trainer.global_batch_size=1"),
-    *("trainer.micro_batch_size=1", "trainer.eval_iters=0", "trainer.eval_interval=null", "trainer.sample_tokens=0"),
-    *("checkpoint.save_interval=null", "checkpoint.save_final=false", "log.progress=none", "kernels=triton"),
+    *("trainer.micro_batch_size=1", "trainer.eval_iters=0", "trainer.eval_interval=0", "trainer.sample_tokens=0"),
+    *("checkpoint.save_interval=0", "checkpoint.save_final=false", "log.progress=none", "kernels=triton"),
     *("model.num_layers=1", "model.hidden_size=128", "model.ffn_hidden_size=128", "model.vocab_size=128"),
     *("model.num_attention_heads=4", "model.num_query_groups=2", "precision.num_layers_at_start_in_bf16=0"),
     "precision.num_layers_at_end_in_bf16=0",

@@ -9,6 +9,7 @@ import re
 import signal
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import psutil
@@ -17,19 +18,29 @@ import torch
 
 from tests.support.commands import SMALL, metrics, wait_for
 from tests.support.launched import Launched, as_rank, free_port
+from tests.support.patience import slowness
 
-SOFT_S, HARD_S = 1.5, 3.0
-RUN = (
-    *SMALL,
-    "cluster=cpu",
-    "trainer.train_iters=100000",
-    "log.name=run",
-    f"trainer.soft_timeout_s={SOFT_S}",
-    f"trainer.timeout_s={HARD_S}",
-)
+RUN = (*SMALL, "cluster=cpu", "trainer.train_iters=100000", "log.name=run")
 FAULT = 5
-SLACK_S = 20.0
-"""What a busy machine may add to a time limit."""
+
+
+@dataclass(frozen=True)
+class Limits:
+    """The time limits of a run: as short as a machine allows on which a healthy rank must never reach them."""
+
+    soft_s: float
+    hard_s: float
+
+    @property
+    def words(self) -> tuple[str, str]:
+        """The limits on the command line."""
+        return f"trainer.soft_timeout_s={self.soft_s}", f"trainer.timeout_s={self.hard_s}"
+
+
+@pytest.fixture
+def limits() -> Limits:
+    factor = slowness()
+    return Limits(1.5 * factor, 3.0 * factor)
 
 
 @pytest.fixture
@@ -64,7 +75,7 @@ def holding(rank: int, forwards: int, hold: Callable[[], object]) -> Callable[[]
 
 
 def sleep() -> None:
-    time.sleep(1000)  # the line that holds everybody up
+    time.sleep(10_000)  # the line that holds everybody up
 
 
 def listen() -> None:
@@ -87,22 +98,20 @@ def end_of(launched: Launched, ranks: list[psutil.Process]) -> str:
 
 @pytest.mark.full
 def test_a_sleeping_rank_is_named_twice_and_every_rank_leaves_its_stacks(
-    tmp_path: Path, started: list[Launched]
+    tmp_path: Path, started: list[Launched], limits: Limits
 ) -> None:
     cases = (("tp2", 1), ("pp2", 0))
     for layout, sleeper in cases:
         (tmp_path / layout).mkdir()
         patch = holding(sleeper, 12, sleep)
-        started.append(Launched(*RUN, f"parallel={layout}", cwd=tmp_path / layout, patch=patch))
+        started.append(Launched(*RUN, *limits.words, f"parallel={layout}", cwd=tmp_path / layout, patch=patch))
     everyone = []
     for run, (layout, _) in zip(started, cases, strict=True):
         wait_for(lambda layout=layout: len(metrics(tmp_path / layout / "runs/run")) > 0)  # type: ignore[misc]
         everyone.append(run.ranks())
     for run, (layout, sleeper), ranks in zip(started, cases, everyone, strict=True):
         wait_for(lambda run=run: "warning: no progress" in run.said)  # type: ignore[misc]
-        warned = time.monotonic()
         said = end_of(run, ranks)
-        assert time.monotonic() - warned < HARD_S - SOFT_S + SLACK_S
         who = rf"rank {sleeper} \(.*, process {ranks[sleeper].pid}\) is behind, in step \d+, forward"
         named = rf"{who}, at test_hanging.py:\d+ in sleep"
         assert len(re.findall(rf"warning: no progress for [\d.]+ s .*{named}", said)) == 1, said
@@ -111,17 +120,17 @@ def test_a_sleeping_rank_is_named_twice_and_every_rank_leaves_its_stacks(
         lacks = r"it has not launched collective \d+ of TENSOR_MODEL_PARALLEL_GROUP, in which rank 0 waits"
         assert bool(re.search(lacks, said)) == (layout == "tp2"), said
         home = tmp_path / layout
-        assert "time.sleep(1000)  # the line that holds everybody up" in stacks(home, sleeper)
+        assert "time.sleep(10_000)  # the line that holds everybody up" in stacks(home, sleeper)
         waiting = "distributed_c10d.py" if layout == "tp2" else "p2p_communication.py"
         assert waiting in stacks(home, 1 - sleeper)
 
 
-def test_a_stopped_rank_is_named_by_the_others(tmp_path: Path, started: list[Launched]) -> None:
+def test_a_stopped_rank_is_named_by_the_others(tmp_path: Path, started: list[Launched], limits: Limits) -> None:
+    patient = replace(limits, soft_s=limits.hard_s, hard_s=2 * limits.hard_s)  # four ranks are slow to show signs
     homes = [tmp_path / "0", tmp_path / "1"]
     for home in homes:
         home.mkdir()
-        words = ("trainer.soft_timeout_s=4", "trainer.timeout_s=6")  # four ranks on two cores are slow to show signs
-        started.append(Launched(*RUN, *words, "parallel=tp2", cwd=home))
+        started.append(Launched(*RUN, *patient.words, "parallel=tp2", cwd=home))
     ranks = []
     for stopped, run in enumerate(started):
         wait_for(lambda stopped=stopped: len(metrics(homes[stopped] / "runs/run")) > 3)  # type: ignore[misc]
@@ -129,16 +138,16 @@ def test_a_stopped_rank_is_named_by_the_others(tmp_path: Path, started: list[Lau
         ranks[stopped][stopped].send_signal(signal.SIGSTOP)
     for stopped, run in enumerate(started):
         said = end_of(run, ranks[stopped])
-        assert run.seconds > HARD_S
+        assert run.seconds > patient.hard_s
         assert len(re.findall(rf"warning: no progress .*: rank {stopped} .* no sign of life", said)) == 1, said
         assert re.search(rf"rank {1 - stopped}: no progress .*: rank {stopped} .* no sign of life", said), said
         assert stacks(homes[stopped], 1 - stopped)
 
 
 def test_of_ranks_that_all_wait_the_one_that_lacks_a_collective_is_named(
-    tmp_path: Path, started: list[Launched]
+    tmp_path: Path, started: list[Launched], limits: Limits
 ) -> None:
-    run = Launched(*RUN, "parallel=tp2", cwd=tmp_path, patch=holding(1, 4, listen))
+    run = Launched(*RUN, *limits.words, "parallel=tp2", cwd=tmp_path, patch=holding(1, 4, listen))
     started.append(run)
     said = end_of(run, [])
     named = r"rank 1 \(.*\) is behind, .*; it has not launched collective \d+ of TENSOR_MODEL_PARALLEL_GROUP"
@@ -146,9 +155,11 @@ def test_of_ranks_that_all_wait_the_one_that_lacks_a_collective_is_named(
 
 
 @pytest.mark.full
-def test_a_rank_that_holds_pythons_lock_leaves_its_stacks_too(tmp_path: Path, started: list[Launched]) -> None:
-    hold = lambda: ctypes.PyDLL(None).sleep(1000)  # noqa: E731
-    run = Launched(*RUN, "parallel=tp2", "trainer.timeout_s=4", cwd=tmp_path, patch=holding(1, 6, hold))
+def test_a_rank_that_holds_pythons_lock_leaves_its_stacks_too(
+    tmp_path: Path, started: list[Launched], limits: Limits
+) -> None:
+    hold = lambda: ctypes.PyDLL(None).sleep(10_000)  # noqa: E731
+    run = Launched(*RUN, *limits.words, "parallel=tp2", cwd=tmp_path, patch=holding(1, 6, hold))
     started.append(run)
     said = end_of(run, [])
     assert re.search(r"no progress .*: rank 1 .* no sign of life", said), said
@@ -157,12 +168,13 @@ def test_a_rank_that_holds_pythons_lock_leaves_its_stacks_too(tmp_path: Path, st
 
 
 @pytest.mark.full
-def test_the_ranks_of_another_launcher_end_as_well(tmp_path: Path, started: list[Launched]) -> None:
+def test_the_ranks_of_another_launcher_end_as_well(tmp_path: Path, started: list[Launched], limits: Limits) -> None:
+    words = (*RUN, *limits.words, "parallel=tp2")
     port = free_port()
     for rank in (0, 1):
         environment = as_rank(rank, 2, port, LOCAL_RANK=str(rank))
         patch = holding(1, 6, sleep)
-        started.append(Launched(*RUN, "parallel=tp2", cwd=tmp_path, environment=environment, patch=patch))
+        started.append(Launched(*words, cwd=tmp_path, environment=environment, patch=patch))
     assert [one.wait() for one in started] == [FAULT, FAULT], started[0].said
     said = started[0].said + started[1].said
     assert len(re.findall(r"warning: no progress for .* rank 1 .* is behind", said)) == 1, said
@@ -172,7 +184,7 @@ def test_the_ranks_of_another_launcher_end_as_well(tmp_path: Path, started: list
 
 @pytest.mark.full
 def test_a_healthy_run_with_slow_steps_and_a_long_save_says_nothing_and_leaves_nothing(
-    tmp_path: Path, started: list[Launched]
+    tmp_path: Path, started: list[Launched], limits: Limits
 ) -> None:
     def slowly() -> None:
         from mtrain.ckpt import store
@@ -182,28 +194,28 @@ def test_a_healthy_run_with_slow_steps_and_a_long_save_says_nothing_and_leaves_n
         step, merge = trainer.train_step, store._merge
 
         def slow_step(*args: object, **kwargs: object) -> object:
-            time.sleep(SOFT_S / 5)
+            time.sleep(limits.soft_s / 5)
             return step(*args, **kwargs)  # type: ignore[arg-type]
 
         def long_merge(*args: object) -> object:  # by rank 0 alone, while the others wait
             for _ in range(20):
-                time.sleep(1.2 * HARD_S / 20)
+                time.sleep(1.2 * limits.hard_s / 20)
                 tick()
             return merge(*args)  # type: ignore[arg-type]
 
         trainer.train_step, store._merge = slow_step, long_merge  # type: ignore[assignment]
 
-    words = ("trainer.train_iters=8", "trainer.eval_iters=2", "trainer.eval_interval=4")
+    words = (*limits.words, "trainer.train_iters=8", "trainer.eval_iters=2", "trainer.eval_interval=4")
     run = Launched(*RUN, "parallel=tp2", *words, cwd=tmp_path, patch=slowly)
     started.append(run)
     assert run.wait() == 0, run.said
-    assert run.seconds > HARD_S + 8 * SOFT_S / 5
+    assert run.seconds > limits.hard_s + 8 * limits.soft_s / 5
     assert "warning" not in run.said
     assert not (tmp_path / "runs/run/errors").exists()
 
 
 def test_a_disk_that_answers_no_call_for_longer_than_every_timeout_is_waited_for(
-    tmp_path: Path, started: list[Launched]
+    tmp_path: Path, started: list[Launched], limits: Limits
 ) -> None:
     def slowly() -> None:
         from mtrain import durable
@@ -212,21 +224,23 @@ def test_a_disk_that_answers_no_call_for_longer_than_every_timeout_is_waited_for
 
         def slow_sync(path: Path) -> None:
             if path.suffix == ".safetensors" and os.environ["RANK"] == "1":
-                time.sleep(1.3 * HARD_S)
+                time.sleep(1.3 * limits.hard_s)
             sync(path)
 
         durable.sync = slow_sync
 
-    run = Launched(*RUN, "parallel=tp2", "trainer.train_iters=1", cwd=tmp_path, patch=slowly)
+    run = Launched(*RUN, *limits.words, "parallel=tp2", "trainer.train_iters=1", cwd=tmp_path, patch=slowly)
     started.append(run)
     assert run.wait() == 0, run.said
-    assert run.seconds > HARD_S
+    assert run.seconds > limits.hard_s
     assert "no progress" not in run.said
 
 
-def test_a_stall_that_passes_is_said_once_and_the_run_ends_well(tmp_path: Path, started: list[Launched]) -> None:
-    words = ("trainer.train_iters=8", "trainer.timeout_s=60")
-    patch = holding(1, 4, lambda: time.sleep(2 * SOFT_S))
+def test_a_stall_that_passes_is_said_once_and_the_run_ends_well(
+    tmp_path: Path, started: list[Launched], limits: Limits
+) -> None:
+    words = (*replace(limits, hard_s=20 * limits.hard_s).words, "trainer.train_iters=8")
+    patch = holding(1, 4, lambda: time.sleep(2 * limits.soft_s))
     run = Launched(*RUN, "parallel=tp2", *words, cwd=tmp_path, patch=patch)
     started.append(run)
     assert run.wait() == 0, run.said
@@ -242,15 +256,15 @@ def test_a_stall_that_passes_is_said_once_and_the_run_ends_well(tmp_path: Path, 
 
 
 @pytest.mark.full
-def test_a_run_that_was_stopped_as_a_whole_goes_on(tmp_path: Path, started: list[Launched]) -> None:
-    run = Launched(*RUN, "parallel=tp2", "log.progress=none", cwd=tmp_path)
+def test_a_run_that_was_stopped_as_a_whole_goes_on(tmp_path: Path, started: list[Launched], limits: Limits) -> None:
+    run = Launched(*RUN, *limits.words, "parallel=tp2", "log.progress=none", cwd=tmp_path)
     started.append(run)
     wait_for(lambda: len(metrics(tmp_path / "runs/run")) > 3)
     ranks = run.ranks()
     for number in (signal.SIGSTOP, signal.SIGCONT):
         for rank in ranks:
             rank.send_signal(number)
-        time.sleep(HARD_S + 0.5 if number == signal.SIGSTOP else 0)
+        time.sleep(limits.hard_s + 0.5 if number == signal.SIGSTOP else 0)
     steps = len(metrics(tmp_path / "runs/run"))
     wait_for(lambda: len(metrics(tmp_path / "runs/run")) > steps + 20)
     assert run.said == ""

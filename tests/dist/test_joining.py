@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import socket
 import threading
@@ -18,18 +19,21 @@ from mtrain.config.run_file import read_run_file
 from mtrain.world.rank_env import End
 from tests.support.commands import SMALL, metrics, wait_for
 from tests.support.launched import Launched, as_rank, free_port
+from tests.support.patience import patient
 
 RUN = (
     *SMALL,
     "cluster=cpu",
     "trainer.train_iters=2",
     "log.name=run",
-    "trainer.join_timeout_s=2",
     "trainer.global_batch_size=12",
 )
 ENVIRONMENT = 3
-SLACK_S = 20.0
-"""What a busy machine may add to a time limit."""
+
+
+def soon() -> str:
+    """Return the word for a limit that ranks which start at once keep, and that a test can wait for."""
+    return f"trainer.join_timeout_s={patient(2)}"
 
 
 @pytest.fixture
@@ -58,7 +62,7 @@ def test_ranks_that_agree_train(start: Callable[..., Launched], tmp_path: Path) 
 
 
 def test_a_warning_is_printed_by_rank_0_alone(start: Callable[..., Launched]) -> None:
-    words = ("checkpoint.save_final=false", "checkpoint.save_interval=100", "trainer.join_timeout_s=60")
+    words = ("checkpoint.save_final=false", "checkpoint.save_interval=100")
     ranks = [start(rank, 2, *words) for rank in (0, 1)]
     assert [rank.wait() for rank in ranks] == [0, 0], ranks[0].said + ranks[1].said
     assert [rank.said.count("warning[MT435]") for rank in ranks] == [1, 0]
@@ -73,9 +77,8 @@ def _little_memory() -> None:
 def test_a_machine_that_is_too_small_is_refused_by_its_first_rank_for_all(
     start: Callable[..., Launched], tmp_path: Path
 ) -> None:
-    word = "trainer.join_timeout_s=60"
-    first = start(0, 2, word, patch=_little_memory, LOCAL_RANK="0", LOCAL_WORLD_SIZE="2")
-    second = start(1, 2, word, patch=_little_memory, LOCAL_RANK="1", LOCAL_WORLD_SIZE="2")
+    first = start(0, 2, patch=_little_memory, LOCAL_RANK="0", LOCAL_WORLD_SIZE="2")
+    second = start(1, 2, patch=_little_memory, LOCAL_RANK="1", LOCAL_WORLD_SIZE="2")
     assert [first.wait(), second.wait()] == [ENVIRONMENT, ENVIRONMENT], first.said + second.said
     assert "of memory for weights" in first.said
     assert "on 2 ranks" in first.said
@@ -84,22 +87,22 @@ def test_a_machine_that_is_too_small_is_refused_by_its_first_rank_for_all(
 
 
 def test_absent_ranks_are_named_with_those_that_came(start: Callable[..., Launched], tmp_path: Path) -> None:
-    ranks = [start(0, 4), start(2, 4)]
+    limit_s = patient(2)
+    ranks = [start(rank, 4, f"trainer.join_timeout_s={limit_s}") for rank in (0, 2)]
     for rank in ranks:
         assert rank.wait() == ENVIRONMENT, rank.said
-        assert "ranks 1 and 3 of 4 did not arrive within 2 s; arrived: 0, 2 on" in rank.said
-        assert "trainer.join_timeout_s=20" in rank.said
+        assert f"ranks 1 and 3 of 4 did not arrive within {limit_s} s; arrived: 0, 2 on" in rank.said
+        assert f"trainer.join_timeout_s={10 * limit_s}" in rank.said
         assert "Traceback" not in rank.said
-        assert 2 < rank.seconds < 2 + SLACK_S
+        assert rank.seconds > limit_s
     assert not (tmp_path / "runs").exists()
 
 
 def test_rank_0_may_be_the_absent_one(start: Callable[..., Launched]) -> None:
-    rank = start(1, 2)
+    rank = start(1, 2, "trainer.join_timeout_s=2")
     assert rank.wait() == ENVIRONMENT
     assert "rank 1: rank 0 at 127.0.0.1:" in rank.said
     assert "did not answer within 2 s: Connection refused" in rank.said
-    assert rank.seconds < 2 + SLACK_S
 
 
 @pytest.mark.full
@@ -107,13 +110,11 @@ def test_rank_0_may_be_absent_from_a_store_of_the_launchers(tmp_path: Path) -> N
     import torch.distributed as dist
 
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    ranks = [
-        Launched(*RUN, "parallel=dp", cwd=tmp_path, environment=as_rank(r, 3, store.port, **AGENT)) for r in (1, 2)
-    ]
+    words = (*RUN, "parallel=dp", soon())
+    ranks = [Launched(*words, cwd=tmp_path, environment=as_rank(r, 3, store.port, **AGENT)) for r in (1, 2)]
     for rank in ranks:
         assert rank.wait() == ENVIRONMENT
-        assert "rank 0 of 3 did not arrive within 2 s; arrived: 1, 2 on" in rank.said
-        assert rank.seconds < 2 + SLACK_S
+        assert re.search(r"rank 0 of 3 did not arrive within \d+ s; arrived: 1, 2 on", rank.said), rank.said
 
 
 AGENT = {"TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RESTART_COUNT": "0"}
@@ -127,8 +128,9 @@ def test_what_an_earlier_start_left_in_the_launchers_store_confuses_nobody(tmp_p
 
     def start(rank: int, size: int, name: str, restarts: str) -> Launched:
         environment = as_rank(rank, size, store.port, **AGENT | {"TORCHELASTIC_RESTART_COUNT": restarts})
-        return Launched(*RUN, "parallel=dp", f"log.name={name}", cwd=tmp_path, environment=environment)
+        return Launched(*RUN, "parallel=dp", word, f"log.name={name}", cwd=tmp_path, environment=environment)
 
+    word = soon()
     for name, sizes, code in (("a", (2, 2), 0), ("b", (2,), ENVIRONMENT), ("c", (2, 2), 0)):
         # Machines count restarts differently: one that failed counts its own, the others do not.
         ranks = [start(rank, size, name, str(rank)) for rank, size in enumerate(sizes)]
@@ -144,7 +146,6 @@ def test_keys_that_differ_are_named_with_both_values(start: Callable[..., Launch
         assert "trainer.seed: 7 on rank 1 (" in rank.said
         assert "1234 on rank 0 (" in rank.said
         assert "train_iters" not in rank.said
-        assert rank.seconds < SLACK_S
 
 
 def test_a_version_that_differs_is_named(start: Callable[..., Launched]) -> None:
@@ -164,7 +165,6 @@ def test_another_world_size_is_named_on_every_rank(start: Callable[..., Launched
         assert rank.wait() == ENVIRONMENT
         assert "WORLD_SIZE differs: 2 on rank 0 (" in rank.said
         assert "4 on rank 1 (" in rank.said
-        assert rank.seconds < SLACK_S
 
 
 def test_a_rank_whose_configuration_is_refused_tells_the_others(start: Callable[..., Launched]) -> None:
@@ -184,7 +184,8 @@ def test_a_refused_configuration_of_rank_0_reaches_the_others(start: Callable[..
 
 @pytest.mark.parametrize("twice", [0, pytest.param(1, marks=pytest.mark.full)])
 def test_a_rank_that_came_twice_is_named_with_both_processes(start: Callable[..., Launched], twice: int) -> None:
-    ranks = [start(twice, 3), start(twice, 3), start(1 - twice, 3)]
+    word = soon()
+    ranks = [start(rank, 3, word) for rank in (twice, twice, 1 - twice)]
     assert [rank.wait() for rank in ranks] == [ENVIRONMENT] * 3
     for rank in ranks:
         assert f"RANK {twice} came twice: " in rank.said
@@ -198,7 +199,7 @@ def test_a_rank_that_comes_a_second_time_when_training_has_begun_ends_alone(
 ) -> None:
     ranks = [start(rank, 2, "trainer.train_iters=100000", "log.progress=none") for rank in (0, 1)]
     wait_for(lambda: len(metrics(tmp_path / "runs/run")) > 2)
-    second = start(twice, 2, "trainer.train_iters=100000", "log.progress=none")
+    second = start(twice, 2, "trainer.train_iters=100000", "log.progress=none", soon())
     assert second.wait() == ENVIRONMENT
     assert f"rank {1 - twice} of 2 did not arrive" in second.said
     assert "note: ranks started on this store before; if they still run, RANK is given twice" in second.said
@@ -208,18 +209,21 @@ def test_a_rank_that_comes_a_second_time_when_training_has_begun_ends_alone(
 
 
 def test_a_rank_that_still_imports_is_waited_for(start: Callable[..., Launched]) -> None:
+    limit_s = patient(2)
+
     def slow() -> None:
         from mtrain import mcore
 
         real = mcore.install
 
         def late(*args: object) -> None:
-            time.sleep(1.5)
+            time.sleep(1.2 * limit_s)
             real(*args)  # type: ignore[arg-type]
 
         mcore.install = late  # type: ignore[assignment]
 
-    ranks = [start(0, 2, "trainer.join_timeout_s=0.5"), start(1, 2, "trainer.join_timeout_s=0.5", patch=slow)]
+    word = f"trainer.join_timeout_s={limit_s}"
+    ranks = [start(0, 2, word), start(1, 2, word, patch=slow)]
     assert [rank.wait() for rank in ranks] == [0, 0], ranks[0].said
 
 
@@ -227,7 +231,7 @@ def test_a_rank_that_is_refused_while_it_imports_ends_at_once(start: Callable[..
     def stuck() -> None:
         from mtrain import mcore
 
-        mcore.install = lambda *_: time.sleep(100)  # type: ignore[assignment,misc]
+        mcore.install = lambda *_: time.sleep(1000)  # type: ignore[assignment,misc]
 
     ranks = [start(0, 2, patch=stuck), start(1, 2, "trainer.seed=7", patch=stuck)]
     for rank in ranks:
@@ -236,16 +240,23 @@ def test_a_rank_that_is_refused_while_it_imports_ends_at_once(start: Callable[..
 
 
 def test_a_rank_that_came_and_never_gets_ready_is_named(start: Callable[..., Launched]) -> None:
+    def hasty() -> None:
+        from mtrain.world import join, rendezvous
+
+        join.IMPORT_FACTOR = rendezvous.IMPORT_FACTOR = 1
+
     def stuck() -> None:
         from mtrain import mcore
 
-        mcore.install = lambda *_: time.sleep(100)  # type: ignore[assignment,misc]
+        hasty()
+        mcore.install = lambda *_: time.sleep(1000)  # type: ignore[assignment,misc]
 
-    short = "trainer.join_timeout_s=0.5"
-    ranks = [start(0, 2, short), start(1, 2, short, patch=stuck)]
+    limit_s = patient(2)
+    word = f"trainer.join_timeout_s={limit_s}"
+    ranks = [start(0, 2, word, patch=hasty), start(1, 2, word, patch=stuck)]
     assert ranks[0].wait() == ENVIRONMENT
     assert "rank 1 (" in ranks[0].said
-    assert "arrived, but was not ready within 6 s" in ranks[0].said
+    assert f"arrived, but was not ready within {limit_s} s" in ranks[0].said
 
 
 @pytest.mark.full
@@ -255,11 +266,13 @@ def test_a_rank_0_that_is_stopped_is_said_not_to_answer(start: Callable[..., Lau
 
         rendezvous.Coordinator.look = lambda self: os.kill(os.getpid(), signal.SIGSTOP)  # type: ignore[method-assign]
 
-    start(0, 2, patch=stop_when_it_serves)
-    rank = start(1, 2)
+    limit_s = patient(2)
+    word = f"trainer.join_timeout_s={limit_s}"
+    start(0, 2, word, patch=stop_when_it_serves)
+    rank = start(1, 2, word)
     assert rank.wait() == ENVIRONMENT
     assert "rank 0 at 127.0.0.1:" in rank.said
-    assert "did not answer within 2 s" in rank.said
+    assert f"did not answer within {limit_s} s" in rank.said
 
 
 @pytest.mark.full
@@ -267,7 +280,7 @@ def test_something_else_on_the_port_is_said(start: Callable[..., Launched], tmp_
     with socket.create_server(("127.0.0.1", 0)) as other:
         threading.Thread(target=lambda: other.accept()[0].recv(1), daemon=True).start()
         environment = as_rank(0, 2, other.getsockname()[1])
-        rank = Launched(*RUN, "parallel=dp", cwd=tmp_path, environment=environment)
+        rank = Launched(*RUN, "parallel=dp", soon(), cwd=tmp_path, environment=environment)
         assert rank.wait() == ENVIRONMENT
     assert "Address already in use" in rank.said
 
@@ -286,12 +299,14 @@ def test_a_rank_of_the_local_launcher_that_does_not_come_is_named_and_ended(tmp_
 
         jobs.enter = stopped
 
-    run = Launched(*RUN, "parallel=tp2", cwd=tmp_path, patch=stop_rank_1)
+    limit_s = patient(2)
+    words = (*RUN, "parallel=tp2", f"trainer.join_timeout_s={limit_s}")
+    run = Launched(*words, cwd=tmp_path, patch=stop_rank_1)
     try:
         wait_for(lambda: len(run.ranks()) == 2)
         ranks = run.ranks()
         assert run.wait() == ENVIRONMENT
     finally:
         run.kill()
-    assert run.said.count("rank 1 of 2 did not arrive within 2 s") == 1
+    assert run.said.count(f"rank 1 of 2 did not arrive within {limit_s} s") == 1
     assert not any(rank.is_running() and rank.status() != psutil.STATUS_ZOMBIE for rank in ranks)

@@ -90,6 +90,12 @@ LAYOUTS = {
     "tp2ep2 of a small GPT-OSS": "model=gpt_oss_tiny parallel=tp2ep2etp1sp",
     "tp2cp2 of a small Phi-4-mini": "model=phi3_tiny parallel=tp2cp2",
     "tp2pp2ep2 of a small GLM-4.5": "model=glm45_tiny parallel=tp2pp2ep2etp1sp",
+    "Megatron's BERT, tp2pp2": "model=megatron_bert_tiny parallel=tp2pp2sp",
+    "Megatron's BERT, dp2 fsdp2": "model=megatron_bert_tiny parallel=dp2 parallel.fsdp=fsdp2 "
+    "parallel.distributed_optimizer=false",
+    "Megatron's BERT, tp2 bf16": "model=megatron_bert_tiny parallel=tp2sp precision=bf16",
+    "tp2pp2 of a small Nemotron-4": "model=nemotron4_tiny parallel=tp2pp2sp",
+    "tp2cp2 of a small Nemotron-4, bf16": "model=nemotron4_tiny parallel=tp2cp2 precision=bf16",
     "yarn under cp": "parallel=tp2cp2 "
     "model.rope_scaling={rope_type:yarn,factor:8.0,original_max_position_embeddings:64}",
     "full recomputation": "parallel=tp2pp2sp parallel.recompute.granularity=full parallel.recompute.method=block",

@@ -135,7 +135,7 @@ WRONG = {
         "model.ffn_hidden_size=64",
         r"linear_fc1\.weight\[0\] makes a tensor of shape \[96, 32\], and our",
     ),
-    "tied": ("model.tie_word_embeddings=true", r"output_layer\.weight is to hold what .* does, and holds something"),
+    "tied": ("model.tie_word_embeddings=true", r"output_layer\.weight and .* are one tensor, and they are two"),
     "more ids": ("model.vocab_size=1000", r"word_embeddings\.weight makes a tensor of shape \[384, 32\]"),
     "biases": ("model.add_qkv_bias=true", r"self_attention\.linear_qkv\.bias is missing"),
 }

@@ -156,8 +156,8 @@ def test_all_logits_are_held_by_megatrons_loss_alone(loss: str, monkeypatch: pyt
 
 SMALL = (
     *("data=mock", "data.seq_length=16", "trainer.train_iters=4", "trainer.global_batch_size=2"),
-    *("trainer.micro_batch_size=2", "trainer.eval_iters=0", "trainer.eval_interval=null", "trainer.sample_tokens=0"),
-    *("checkpoint.save_interval=null", "checkpoint.save_final=false", "log.progress=none"),
+    *("trainer.micro_batch_size=2", "trainer.eval_iters=0", "trainer.eval_interval=0", "trainer.sample_tokens=0"),
+    *("checkpoint.save_interval=0", "checkpoint.save_final=false", "log.progress=none"),
     *("model.num_layers=1", "model.hidden_size=64", "model.ffn_hidden_size=64", "model.vocab_size=128"),
 )
 MIXTRAL = ("model=mixtral_tiny", "model.moe.ffn_hidden_size=32")

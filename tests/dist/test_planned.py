@@ -94,7 +94,9 @@ def test_a_step_in_eight_bits_says_its_mfu_of_both_peaks() -> None:
         parts: Any = SimpleNamespace(run=resolve(compose(words).run, LAPTOP), world=SimpleNamespace(size=8))
         seen = dict.fromkeys(("step", "loss", "grad_norm", "lr", "tokens", "batch_size", "consumed_samples"), 1)
         more = {
-            "computed": 10**6,
+            "flops": 1e15,
+            "full_flops": 2e15,
+            "read": 10**6,
             "seconds": {"step": 8.0},
             "data_wait_share": 0.0,
             "loss_scale": None,

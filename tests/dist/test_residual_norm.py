@@ -9,6 +9,7 @@ import pytest
 import torch
 from mtrain_kernels.norm import reference
 
+from mtrain.config.bert import BertConfig
 from mtrain.config.run import RunConfig
 from tests.support.covering import some
 from tests.support.forked import run_ranks
@@ -17,6 +18,11 @@ from tests.support.runs import tiny_run, train_steps, whole_tensors
 SP = {"ranks": 2, "tp": 2, "sequence_parallel": True}
 GEMMA = {"norm_placement": "pre_and_post", "layernorm_zero_centered_gamma": True}
 LAYER_NORM = {"normalization": "LayerNorm", "add_bias_linear": True}
+MEGATRON_BERT = {
+    **{**LAYER_NORM, "family": "bert", "num_query_groups": None, "activation": "gelu_tanh"},
+    **{"position_embedding_type": "learned_absolute", "tie_word_embeddings": True},
+    "bert": BertConfig(mask_token_id=299),
+}
 SELECTIVE = {"recompute": {"granularity": "selective", "modules": ["layernorm"]}}
 FULL = {"recompute": {"granularity": "full", "method": "uniform", "num_layers": 2}}
 # Model, layout, and how many of the sums of a forward of its four layers norms make, on the first rank.
@@ -34,6 +40,8 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any], int]] = {
         {"ranks": 2, "distributed_optimizer": True, "overlap_grad_reduce": True, "overlap_param_gather": True},
         8,
     ),
+    "Megatron's BERT": (MEGATRON_BERT, {}, 8),
+    "Megatron's BERT, pp2": (MEGATRON_BERT, {"ranks": 2, "pp": 2}, 3),
     "two predictions more": ({"mtp_num_layers": 2, "mtp_loss_scaling_factor": 0.3}, {}, 10),
 }
 
@@ -72,7 +80,8 @@ def test_sums_made_by_norms_train_as_sums_apart(name: str, tmp_path: Path, monke
     model, parallel, sums = CASES[name]
     run = tiny_run(model=model, **parallel)
     right = _trained(run, tmp_path / "apart", 3)
-    monkeypatch.setattr("mtrain.models.gpt.build.sums_apart", lambda run: None)
+    for family in ("gpt", "bert"):
+        monkeypatch.setattr(f"mtrain.models.{family}.build.sums_apart", lambda run: None)
     found = _trained(run, tmp_path / "together", 3)
     assert right[2] == 0
     micro = 3 * run.trainer.batch // (run.trainer.micro * run.parallel.dp)

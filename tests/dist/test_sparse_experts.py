@@ -184,8 +184,8 @@ def test_a_step_waits_for_the_device_where_it_is_said() -> None:
 
 TRAINED = (
     *("data=mock", "data.seq_length=16", "trainer.train_iters=10", "trainer.global_batch_size=4"),
-    *("trainer.micro_batch_size=2", "trainer.eval_iters=0", "trainer.eval_interval=null", "trainer.sample_tokens=0"),
-    *("checkpoint.save_interval=null", "checkpoint.save_final=false", "log.progress=none", "model=mixtral_tiny"),
+    *("trainer.micro_batch_size=2", "trainer.eval_iters=0", "trainer.eval_interval=0", "trainer.sample_tokens=0"),
+    *("checkpoint.save_interval=0", "checkpoint.save_final=false", "log.progress=none", "model=mixtral_tiny"),
     *("model.num_layers=1", "model.hidden_size=64", "model.moe.ffn_hidden_size=32", "model.vocab_size=128"),
     *("model.moe.num_experts=4", "parallel=tp2ep2sp"),
 )

@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.patience import patient
+
 ROOT = Path(__file__).resolve().parents[2]
 pytestmark = pytest.mark.e2e
 
@@ -18,7 +20,11 @@ pytestmark = pytest.mark.e2e
 def mtrain(*argv: str, **environment: str) -> subprocess.CompletedProcess[str]:
     environ = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE")} | environment
     return subprocess.run(
-        [sys.executable, str(ROOT / "launch.py"), *argv], capture_output=True, text=True, timeout=60, env=environ
+        [sys.executable, str(ROOT / "launch.py"), *argv],
+        capture_output=True,
+        text=True,
+        timeout=patient(60),
+        env=environ,
     )
 
 
@@ -45,7 +51,7 @@ def test_no_judgement_imports_torch(argv: list[str]) -> None:
         f"main(['check', *{argv!r}])\n"
         "print(sorted(m for m in ('torch', 'megatron', 'numpy', 'typer', 'rich') if m in sys.modules))\n"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=patient(60))
     assert done.stdout.splitlines()[-1] == "[]"
 
 
@@ -142,12 +148,12 @@ def test_a_launcher_with_another_number_of_processes_is_refused() -> None:
 def test_streams_that_are_closed_change_no_exit_code() -> None:
     for words, code in (("show", 0), ("chek", 2)):
         command = f"exec {sys.executable} {ROOT / 'launch.py'} {words} <&- >&- 2>&-"
-        assert subprocess.run(["bash", "-c", command], timeout=60).returncode == code
+        assert subprocess.run(["bash", "-c", command], timeout=patient(60)).returncode == code
 
 
 def test_a_reader_that_goes_away_leaves_no_traceback() -> None:
     command = f"{sys.executable} {ROOT / 'launch.py'} show | head -1"
-    done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, timeout=60)
+    done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, timeout=patient(60))
     assert "Traceback" not in done.stderr
 
 

@@ -12,6 +12,7 @@ import pytest
 from mtrain.errors import BadEnvironment
 from tests.support.commands import SMALL, command, environment
 from tests.support.launched import Launched, mtrain
+from tests.support.patience import patient
 
 WORDS = (*SMALL, "cluster=cpu", "parallel=tp2", "trainer.train_iters=1", "log.name=run")
 
@@ -44,7 +45,9 @@ def test_a_fault_of_the_environment_ends_a_run_before_it_starts(name: str, tmp_p
 
 def test_too_little_address_space_is_said_before_torch_is_imported(tmp_path: Path) -> None:
     words = ["bash", "-c", 'ulimit -v 1000000 && exec "$@"', "-", *command(*WORDS)]
-    done = subprocess.run(words, capture_output=True, text=True, cwd=tmp_path, env=environment(), timeout=120)
+    done = subprocess.run(
+        words, capture_output=True, text=True, cwd=tmp_path, env=environment(), timeout=patient(120)
+    )
     assert done.returncode == BadEnvironment.exit_code, done.stderr
     assert "ulimit -v unlimited" in done.stderr
     assert "Traceback" not in done.stderr

@@ -17,6 +17,7 @@ import pytest
 
 from tests.support.commands import SMALL, metrics, wait_for
 from tests.support.launched import Launched, mtrain
+from tests.support.patience import patient
 
 pytestmark = pytest.mark.e2e
 
@@ -65,7 +66,7 @@ def test_a_killed_rank_is_named_and_the_resumed_run_ends_bitwise_equal(
     ranks[victim].send_signal(signal.SIGKILL)
     killed = time.monotonic()
     output = _end(process, ranks)
-    assert time.monotonic() - killed < 10
+    assert time.monotonic() - killed < patient(30)
     assert process.returncode == 5, output
     assert f"rank {victim} was ended by SIGKILL" in output
 
@@ -111,8 +112,8 @@ def test_no_rank_outlives_a_killed_launcher(tmp_path: Path) -> None:
     wait_for(lambda: len(metrics(tmp_path / "runs/run")) > 2 or process.poll() is not None)
     ranks = process.ranks()
     os.kill(process.pid, signal.SIGKILL)
-    process.wait(10)
-    _, alive = psutil.wait_procs(ranks, timeout=5)
+    process.wait()
+    _, alive = psutil.wait_procs(ranks, timeout=patient(30))
     assert not alive
 
 

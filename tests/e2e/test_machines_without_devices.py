@@ -10,6 +10,7 @@ import pytest
 from tests.support.commands import ROOT, SMALL, command, environment
 from tests.support.covering import some
 from tests.support.nvml import site
+from tests.support.patience import patient
 
 pytestmark = pytest.mark.e2e
 VERBS = {"": 3, "prove": 3, "rehearse": 3, "check": 2, "plan": 2, "show": 2}
@@ -19,7 +20,12 @@ VERBS = {"": 3, "prove": 3, "rehearse": 3, "check": 2, "plan": 2, "show": 2}
 def ended(home: Path, *words: str, **variables: str) -> subprocess.CompletedProcess[str]:
     """A command that has ended; none of them may leave anything behind."""
     done = subprocess.run(
-        command(*words), env={**environment(), **variables}, cwd=home, capture_output=True, text=True, timeout=60
+        command(*words),
+        env={**environment(), **variables},
+        cwd=home,
+        capture_output=True,
+        text=True,
+        timeout=patient(60),
     )
     assert not (home / "runs").exists()
     return done

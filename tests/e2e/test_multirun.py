@@ -13,6 +13,7 @@ import pytest
 
 from tests.support.commands import SMALL, environment, latest, metrics, wait_for
 from tests.support.launched import Launched, mtrain
+from tests.support.patience import patient
 
 pytestmark = pytest.mark.e2e
 TINY = (*SMALL, "parallel=single", "checkpoint=off", "log=quiet")
@@ -66,7 +67,9 @@ def test_torch_is_imported_once_for_all_runs(tmp_path: Path) -> None:
     )
     words = ["-m", *latest(*TINY, "trainer.train_iters=1", "trainer.eval_iters=0", "trainer.seed=1,2", "log.name=s")]
     command = [sys.executable, "-c", code, *words]
-    done = subprocess.run(command, cwd=tmp_path, env=environment(), capture_output=True, text=True, timeout=240)
+    done = subprocess.run(
+        command, cwd=tmp_path, env=environment(), capture_output=True, text=True, timeout=patient(240)
+    )
     assert done.returncode == 0, done.stderr
     assert len((tmp_path / "imports.txt").read_text().splitlines()) == 1
     assert all(metrics(tmp_path / "runs" / name) for name in ("s-0", "s-1"))

@@ -10,6 +10,7 @@ import pytest
 
 from tests.support.commands import ROOT, SMALL, command, environment
 from tests.support.nvml import site
+from tests.support.patience import patient
 
 pytestmark = pytest.mark.e2e
 UNINSTALLED = """
@@ -30,7 +31,7 @@ metadata.Distribution.from_name = classmethod(from_name)
 
 def test_a_full_standard_output_is_said() -> None:
     with open("/dev/full", "w") as full:
-        done = subprocess.run(command("check"), stdout=full, stderr=subprocess.PIPE, text=True, timeout=60)
+        done = subprocess.run(command("check"), stdout=full, stderr=subprocess.PIPE, text=True, timeout=patient(60))
     assert done.returncode == 3
     assert done.stderr == "standard output: No space left on device\n  fix: free some space, or use another place\n"
 
@@ -41,7 +42,7 @@ def test_the_package_is_a_command() -> None:
         env={**environment(), "PYTHONPATH": f"{ROOT / 'src'}:{ROOT / 'kernels'}"},
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=patient(60),
     )
     assert (done.returncode, done.stdout.split()[0]) == (0, "mtrain"), done.stderr
 
@@ -57,7 +58,7 @@ def test_a_source_tree_trains_without_being_installed(tmp_path: Path) -> None:
         cwd=tmp_path,
         capture_output=True,
         text=True,
-        timeout=240,
+        timeout=patient(240),
     )
     assert done.returncode == 0, done.stderr
     assert len((tmp_path / "runs/bare/metrics.jsonl").read_text().splitlines()) == 1
@@ -77,7 +78,7 @@ def test_gpus_that_cannot_be_used_are_refused_before_anything_starts(tmp_path: P
         cwd=tmp_path,
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=patient(60),
     )
     assert done.returncode == 3, done.stderr
     for piece in (

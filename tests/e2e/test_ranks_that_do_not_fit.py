@@ -10,6 +10,7 @@ import pytest
 
 from tests.support.commands import SMALL, command, environment
 from tests.support.launched import as_rank, free_port
+from tests.support.patience import patient
 
 pytestmark = pytest.mark.e2e
 WORDS = (*SMALL, "cluster=cpu", "parallel=dp", "log.name=run")
@@ -30,7 +31,7 @@ def started(rank: int, port: int, *words: str, cwd: Path) -> subprocess.Popen[st
 def test_an_absent_rank_is_named_five_seconds_after_this_one_is_ready(tmp_path: Path) -> None:
     begun = time.monotonic()
     process = started(0, free_port(), "trainer.join_timeout_s=5", cwd=tmp_path)
-    _, said = process.communicate(timeout=120)
+    _, said = process.communicate(timeout=patient(120))
     assert process.returncode == 3
     assert said.startswith("rank 0: rank 1 of 2 did not arrive within 5 s; arrived: 0 on ")
     assert said.count("\n") == 2
@@ -41,7 +42,7 @@ def test_two_ranks_that_differ_name_the_key_and_end_before_they_have_imported_ev
     port = free_port()
     processes = [started(0, port, cwd=tmp_path), started(1, port, "trainer.seed=7", cwd=tmp_path)]
     for rank, process in enumerate(processes):
-        out, said = process.communicate(timeout=120)
+        out, said = process.communicate(timeout=patient(120))
         assert (process.returncode, out) == (3, "")
         head, line, _ = said.split("\n", 2)
         assert head == f"rank {rank}: ranks [1] differ from rank 0 in version or configuration:"

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.commands import ROOT, SMALL, latest
+from tests.support.patience import patient
 
 DRIVER = ROOT / "tests/support/driver"
 ON_GPUS = ("cluster.device=cuda", "precision=fp32", "kernels=reference", "trainer.train_iters=2", "log.name=run")
@@ -40,7 +41,7 @@ class OnDriver:
         with subprocess.Popen(
             command, cwd=self.home, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
         ) as process:
-            said, _ = process.communicate(timeout=240)
+            said, _ = process.communicate(timeout=patient(240))
         assert process.returncode == code, said
         self.launcher = process.pid
         return said

@@ -14,6 +14,7 @@ import pytest
 from tests.support import commands
 from tests.support.commands import SMALL, command, environment, metrics, wait_for
 from tests.support.launched import Launched, mtrain
+from tests.support.patience import patient
 
 pytestmark = pytest.mark.e2e
 WORDS = [w for w in SMALL if not w.startswith(("data=", "model.vocab"))]
@@ -201,7 +202,7 @@ def test_a_reader_that_goes_away_stops_no_training(tmp_path: Path) -> None:
     assert first.stdout is not None
     first.stdout.readline()
     first.stdout.close()
-    assert first.wait(timeout=60) == 0
+    assert first.wait(timeout=patient(60)) == 0
     assert (tmp_path / "runs/run/checkpoints/step_00000006/manifest.json").exists()
 
 
@@ -223,7 +224,7 @@ def test_torchrun_starts_the_same_run(tmp_path: Path) -> None:
         [str(torchrun), "--nproc-per-node", "2", command()[1], *words],
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=patient(120),
         cwd=tmp_path,
         env=environment(),
     )

@@ -374,6 +374,17 @@ def _gpt_neox(r: Random) -> Values:
     }
 
 
+def _nemotron(r: Random) -> Values:
+    values = _biased(r)
+    del values["rms_norm_eps"]
+    return {
+        **values,
+        "norm_eps": r.choice([1e-5, 1e-2]),
+        "hidden_act": _rarely(r, r.choice(["relu2", "relu2", "gelu", "gelu_new"]), "silu", "relu"),
+        "rope_parameters": _rotary(r, width=_head(values), partial=True),
+    }
+
+
 FAMILIES: dict[str, Callable[[Random], Values]] = {
     "llama": _biased,
     "mistral": _windowed,
@@ -395,4 +406,5 @@ FAMILIES: dict[str, Callable[[Random], Values]] = {
     "glm4_moe": _glm4_moe,
     "gpt2": _gpt2,
     "gpt_neox": _gpt_neox,
+    "nemotron": _nemotron,
 }

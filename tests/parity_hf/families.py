@@ -132,6 +132,12 @@ NEOX: dict[str, Any] = {
     **{k: v for k, v in SIZES.items() if k not in ("num_key_value_heads", "rms_norm_eps")},
     "use_parallel_residual": False,
 }
+NEMOTRON: dict[str, Any] = {
+    **{k: v for k, v in SIZES.items() if k != "rms_norm_eps"},
+    "norm_eps": 1e-5,
+    "rope_parameters": {**ROPE, "partial_rotary_factor": 0.5},
+}
+BY_LAYER: dict[str, Any] = {"sliding_window": 7, "layer_types": ["sliding_attention", "full_attention"]}
 
 CASES: dict[str, Case] = {
     "llama 2": Case("llama", {**SIZES, "num_key_value_heads": 4, "rope_parameters": ROPE}),
@@ -187,6 +193,10 @@ CASES: dict[str, Case] = {
         {**SIZES, "rope_parameters": {**LONGROPE, "original_max_position_embeddings": 48, "attention_factor": 1.2}},
     ),
     "mistral": Case("mistral", {**SIZES, "sliding_window": None, "head_dim": 32}),
+    # none of these classes reads layer_types: all layers have the window
+    "mixtral with kinds of layers": Case("mixtral", {**MOE, **BY_LAYER}),
+    "phi 3 with kinds of layers": Case("phi3", {**PHI3, **BY_LAYER}),
+    "qwen3 moe with kinds of layers": Case("qwen3_moe", {**QWEN_MOE, **BY_LAYER, "use_sliding_window": True}),
     "mistral beyond its window": Case("mistral", {**SIZES, "sliding_window": 7}),
     "mixtral of one layer, with transformers' own sum of losses": Case(
         "mixtral", {**MOE, "num_local_experts": 4, "num_hidden_layers": 1}
@@ -308,6 +318,22 @@ CASES: dict[str, Case] = {
     "gpt neox with tanh": Case(
         "gpt_neox", {**NEOX, "hidden_act": "gelu_new", "rope_parameters": {**ROPE, "partial_rotary_factor": 0.5}}
     ),
+    "nemotron 4, with heads narrower than the model": Case("nemotron", {**NEMOTRON, "head_dim": 12}),
+    "nemotron with biases and gelu, tied, a quarter of each head turning": Case(
+        "nemotron",
+        {
+            **{**NEMOTRON, "attention_bias": True, "mlp_bias": True, "tie_word_embeddings": True},
+            "num_key_value_heads": 4,
+            "hidden_act": "gelu_new",
+            "norm_eps": 1e-2,
+            "rope_parameters": {
+                "rope_type": "linear",
+                "factor": 4.0,
+                "rope_theta": 500.0,
+                "partial_rotary_factor": 0.25,
+            },
+        },
+    ),
 }
 
 REFUSED: dict[str, tuple[Case, str]] = {
@@ -370,6 +396,7 @@ REFUSED: dict[str, tuple[Case, str]] = {
         Case("gpt2", {**GPT2, "scale_attn_by_inverse_layer_idx": True}),
         "scale_attn_by_inverse_layer_idx",
     ),
+    "nemotron without a gate of silu": (Case("nemotron", {**NEMOTRON, "hidden_act": "silu"}), "hidden_act"),
     "gpt2 with relu": (Case("gpt2", {**GPT2, "activation_function": "relu"}), "activation_function"),
 }
 """Models that ours cannot be, and the key that the import must name."""

@@ -1,4 +1,4 @@
-"""BERT beside transformers': logits, losses, gradients and steps, on one rank and sharded; files in and out."""
+"""BERT and Megatron's beside transformers': logits, losses, gradients and steps in layouts; files in and out."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from torch import Tensor
 
 from mtrain.cli.main import main
 from mtrain.models.bert import hf
+from mtrain.models.gpt.torch_dist import one_name
 from mtrain.models.table import to_theirs
 from tests.support.forked import run_alone, run_ranks
 
@@ -45,25 +46,32 @@ LAYOUTS = {
     "tp2pp2": (4, "parallel=tp2pp2 trainer.micro_batch_size=1"),
     "dp2, distributed optimizer": (2, "parallel=dp2 parallel.distributed_optimizer=true trainer.micro_batch_size=1"),
 }
-ALWAYS = {("BertForPreTraining", "tp2sp")}
+KINDS = ("BertForPreTraining", "BertForMaskedLM", "MegatronBertForPreTraining", "MegatronBertForMaskedLM")
+ALWAYS = {("BertForPreTraining", "tp2sp"), ("MegatronBertForPreTraining", "tp2sp")}
 CASES = [
     pytest.param(kind, layout, marks=() if (kind, layout) in ALWAYS else pytest.mark.full)
-    for kind in ("BertForPreTraining", "BertForMaskedLM")
+    for kind in KINDS
     for layout in LAYOUTS
 ]
 Sides = Callable[[str], tuple[Path, dict[str, Any]]]
 
 
+def _family(kind: str) -> str:
+    return kind.partition("For")[0]
+
+
 def _model(kind: str) -> Any:
-    """A model of transformers whose every weight has an effect."""
+    """A model of transformers whose every weight has an effect; Megatron's has the tanh form of gelu."""
     import transformers
 
-    made = getattr(transformers, kind)(transformers.BertConfig(**SHAPE)).float().train()
+    shape = {**SHAPE, "hidden_act": "gelu_new"} if _family(kind) == "MegatronBert" else SHAPE
+    config = getattr(transformers, f"{_family(kind)}Config")(**shape)
+    made = getattr(transformers, kind)(config).float().train()
     draw = torch.Generator().manual_seed(0)
     with torch.no_grad():
         for name, parameter in made.named_parameters():
             noise = torch.randn(parameter.shape, generator=draw)
-            scale = 1.0 if "LayerNorm.weight" in name else 0.0
+            scale = 1.0 if name.endswith(("LayerNorm.weight", ".ln.weight")) else 0.0
             parameter.copy_(noise / parameter.shape[-1] ** 0.5 if parameter.ndim > 1 else 0.2 * noise + scale)
     return made
 
@@ -178,10 +186,11 @@ def _as_theirs(checkpoint: Path, run: Path) -> dict[str, Tensor]:
     for key, tensor in whole_tensors(checkpoint).items():
         name = key.removeprefix("model/")
         if name != key and ".layers." in name:  # all layers are one tensor in a checkpoint
-            out |= {name.replace("layers.", f"layers.{i}."): layer for i, layer in enumerate(tensor)}
+            out |= {one_name(name, (i,)): layer for i, layer in enumerate(tensor)}
         elif name != key:
             out[name] = tensor
-    return to_theirs(hf.files("bert", model)[0], model, out)
+    kind = "bert" if model.norm_placement == "post_residual" else "megatron-bert"
+    return to_theirs(hf.files(kind, model)[0], model, out)
 
 
 def _apart(
@@ -353,8 +362,10 @@ def test_a_random_shape_goes_in_and_out_or_is_refused(seed: int, tmp_path: Path)
         "pad_token_id": dice.choice([None, 0, vocab - 1]),
         "layer_norm_eps": dice.choice([1e-12, 1e-5]),
     }
-    kind = getattr(transformers, dice.choice(["BertForMaskedLM", "BertForPreTraining"]))
-    run_alone(lambda: kind(transformers.BertConfig(**shape)).save_pretrained(tmp_path / "theirs"))
+    name = dice.choice(KINDS)
+    shape["hidden_act"] = dice.choice(["gelu", "gelu_new", "gelu_fast"])
+    config = getattr(transformers, f"{_family(name)}Config")(**shape)
+    run_alone(lambda: getattr(transformers, name)(config).save_pretrained(tmp_path / "theirs"))
     assert _convert("import", tmp_path / "theirs", tmp_path / "run") == 0
     assert _convert("export", tmp_path / "run", tmp_path / "again") == 0
     assert _bytes(tmp_path / "again") == _bytes(tmp_path / "theirs")

@@ -123,7 +123,7 @@ def test_the_first_step_of_a_fine_tuning_has_their_loss(
     more = (
         f"data.loss_on={'all' if learn_all else 'assistant'} data.split=[1,0,0] data.seq_length=128 parallel=single"
     )
-    steps = "trainer.train_iters=1 trainer.global_batch_size=4 trainer.eval_iters=0 trainer.eval_interval=null"
+    steps = "trainer.train_iters=1 trainer.global_batch_size=4 trainer.eval_iters=0 trainer.eval_interval=0"
     argv = [*OURS.split(), *words.split(), *more.split(), *steps.split(), "log.name=run", "log.progress=none"]
     assert run_alone(lambda: main(argv)) == 0
     ours = json.loads((tmp_path / "runs/run/metrics.jsonl").read_text().splitlines()[0])["loss"]

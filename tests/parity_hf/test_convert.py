@@ -27,7 +27,7 @@ from tests.support.forked import RankFailed, run_alone, run_ranks
 
 DRAWN = int(os.environ.get("PARITY_CASES", "1"))
 """Random configurations of each family."""
-ALWAYS = ("gpt oss beyond its window", "deepseek v3", "gpt2")
+ALWAYS = ("gpt oss beyond its window", "deepseek v3", "gpt2", "nemotron 4, with heads narrower than the model")
 LAYOUTS = {
     "llama 3.2, tied": ("parallel=tp2pp2", 4),
     "qwen3": ("parallel=pp2dp2 parallel.distributed_optimizer=true", 4),
@@ -222,7 +222,7 @@ def _model(folder: Path) -> Any:
 def _ours(folder: Path) -> list[str]:
     from mtrain.cli.convert import _run_of
 
-    run = _run_of(folder / "config.json", [])
+    run, _ = _run_of(folder / "config.json", [])
 
     def names() -> list[str]:
         from mtrain.convert.boxes import model_boxes
@@ -377,3 +377,21 @@ def test_a_conversion_that_is_killed_leaves_nothing_or_the_whole(tmp_path: Path)
             assert command("verify", theirs_, out) == 0
             assert (out / "conversion.json").is_file()
         assert command("import", theirs_, tmp_path / f"again{number}") == 0, "what was left is in nobody's way"
+
+
+def test_a_head_that_repeats_tied_embeddings_is_counted_and_another_one_is_refused(tmp_path: Path) -> None:
+    from safetensors.torch import load_file, save_file
+
+    source, run = saved("llama 3.2, tied", tmp_path / "theirs"), tmp_path / "run"
+    held = load_file(source / "model.safetensors")
+    held["lm_head.weight"] = held["model.embed_tokens.weight"].clone()
+    save_file(held, source / "model.safetensors", {"format": "pt"})
+    assert command("import", source, run) == 0
+    certificate = json.loads((run / "conversion.json").read_text())
+    assert certificate["copies"] == {"lm_head.weight": "model.embed_tokens.weight"}
+    assert "lm_head.weight" in certificate["source"]
+    assert command("verify", source, run) == 0
+    held["lm_head.weight"][3, 3] += 1
+    save_file(held, source / "model.safetensors", {"format": "pt"})
+    assert command("import", source, tmp_path / "another") == 4
+    assert command("verify", source, run) == 4

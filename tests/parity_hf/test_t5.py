@@ -317,7 +317,7 @@ def _read(tmp_path: Path, **values: Any) -> tuple[Any, list[str]]:
         ({"is_encoder_decoder": False}, "is_encoder_decoder"),
         ({"tie_encoder_decoder": True}, "tie_encoder_decoder"),
         ({"tie_word_embeddings": False, "scale_decoder_outputs": True}, "scale_decoder_outputs"),
-        ({"attention_bias": True}, "attention_bias"),
+        ({"attention_biases": True}, "attention_biases"),
     ],
 )
 def test_what_is_another_model_is_refused_by_its_key(values: dict[str, Any], key: str, tmp_path: Path) -> None:

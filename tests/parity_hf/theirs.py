@@ -40,7 +40,8 @@ def model(config: Any, seed: int) -> Any:
     plain = {"attn_implementation": "eager", "experts_implementation": "eager"}
     made = AutoModelForCausalLM.from_config(config, **plain).float().train()
     made.get_input_embeddings().padding_idx = None  # that id has a gradient too: nothing here is padding
-    from_1 = config.model_type.startswith(("gemma", "qwen3_next"))  # a norm's weight is its distance from 1
+    # a norm's weight is its distance from 1
+    from_1 = config.model_type.startswith(("gemma", "qwen3_next")) or config.model_type == "nemotron"
     draw = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for name, tensor in tensors(made).items():

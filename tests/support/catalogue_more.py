@@ -59,7 +59,7 @@ COMMAND_LINES: tuple[Row, ...] = (
     bad(0, "data.tokenizer_vocab_size=10", "MT014", "data.tokenizer_vocab_size", "at least 300"),
     bad(0, "data.limit_mib=0", "MT014", "data.limit_mib", "more than 0"),
     bad(0, "data=mock data.seq_length=64 data.path=x", "MT302", "data.path", "reads no path"),
-    bad(0, "data.tokenizer=x", "MT304", "data.tokenizer", "trains its own"),
+    bad(0, "data=mock data.tokenizer=x", "MT304", "data.tokenizer", "has no text"),
     bad(0, "optim.betas=[0.9,0.95]", "MT012", "optim.betas", "optim.beta1 and optim.beta2"),
     bad(0, "trainer.batch_size_schedule=[[0,0]]", "MT014", "trainer.batch_size_schedule.0.1", "at least 1"),
     bad(0, "optim.schedule=cosin", "MT014", "optim.schedule", "cosine"),

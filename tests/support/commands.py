@@ -11,6 +11,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from tests.support.patience import patient
+
 ROOT = Path(__file__).resolve().parents[2]
 
 SMALL = (
@@ -21,7 +23,7 @@ SMALL = (
     "model.ffn_hidden_size=128",
     "model.vocab_size=512",
     "trainer.eval_iters=0",
-    "trainer.eval_interval=null",
+    "trainer.eval_interval=0",
     "log.interval=1",
 )
 """Overrides that make the default run small enough for a step of some hundredths of a second."""
@@ -46,7 +48,7 @@ def environment() -> dict[str, str]:
 def mtrain(*argv: str, cwd: Path, timeout_s: float = 120) -> subprocess.CompletedProcess[str]:
     """Run a command to its end."""
     return subprocess.run(
-        command(*argv), capture_output=True, text=True, timeout=timeout_s, env=environment(), cwd=cwd
+        command(*argv), capture_output=True, text=True, timeout=patient(timeout_s), env=environment(), cwd=cwd
     )
 
 
@@ -60,7 +62,7 @@ def metrics(folder: Path) -> list[dict[str, Any]]:
 
 def wait_for(condition: Callable[[], bool], timeout_s: float = 60) -> None:
     """Until `condition` holds."""
-    deadline = time.monotonic() + timeout_s
+    deadline = time.monotonic() + patient(timeout_s)
     while not condition():
         if time.monotonic() > deadline:
             raise AssertionError("waited in vain")

@@ -18,6 +18,7 @@ from mtrain.config.mla import MLAConfig
 from mtrain.config.model import MoEConfig
 from tests.support.engine import import_engine
 from tests.support.forked import run_ranks
+from tests.support.patience import patient
 from tests.support.runs import tiny_run, train_steps
 
 STEPS, SAVED = 20, 16
@@ -66,7 +67,9 @@ def in_other_release(home: Path) -> dict[str, Any]:
     without = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     command = [sys.executable, "-m", "tests.support.engine_runs", str(home)]
     where = Path(__file__).parents[2]
-    done = subprocess.run(command, cwd=where, env=without, capture_output=True, text=True, timeout=280, check=False)
+    done = subprocess.run(
+        command, cwd=where, env=without, capture_output=True, text=True, timeout=patient(280), check=False
+    )
     assert done.returncode == 0, done.stderr
     found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
     return found

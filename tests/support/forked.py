@@ -19,6 +19,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from tests.support.patience import patient
+
 _FORK = multiprocessing.get_context("fork")
 
 
@@ -34,14 +36,15 @@ def run_ranks(world_size: int, fn: Callable[..., Any], *args: Any, timeout_s: fl
     be a closure, its return value must pickle. Each rank computes with one thread. No rank outlives the call.
 
     Raises `RankFailed` with the traceback of the first rank that failed, or with the names of the ranks that
-    had not returned after `timeout_s` seconds.
+    had not returned after `timeout_s` seconds of a machine that does nothing else.
     """
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    limit_s = patient(timeout_s)
     with tempfile.TemporaryDirectory(prefix="ranks-") as folder:
         store = str(Path(folder) / "store")
         pipes = [_FORK.Pipe(duplex=False) for _ in range(world_size)]
         ranks = [
-            _FORK.Process(target=_serve, args=(r, world_size, store, pipes[r][1], timeout_s, fn, args), daemon=True)
+            _FORK.Process(target=_serve, args=(r, world_size, store, pipes[r][1], limit_s, fn, args), daemon=True)
             for r in range(world_size)
         ]
         try:
@@ -49,7 +52,7 @@ def run_ranks(world_size: int, fn: Callable[..., Any], *args: Any, timeout_s: fl
                 process.start()
             for _, sender in pipes:
                 sender.close()
-            return _collect([receiver for receiver, _ in pipes], timeout_s)
+            return _collect([receiver for receiver, _ in pipes], limit_s)
         finally:
             for process in ranks:
                 if process.pid is not None:
@@ -67,7 +70,7 @@ def run_alone(fn: Callable[[], Any], timeout_s: float = 120.0) -> Any:
     try:
         process.start()
         sender.close()
-        return _collect([receiver], timeout_s)[0]
+        return _collect([receiver], patient(timeout_s))[0]
     finally:
         process.kill()
         process.join()

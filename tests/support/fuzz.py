@@ -28,6 +28,7 @@ from mtrain.errors import ConfigError, Problem
 from tests.support.configs import LAPTOP, SECONDS, tiny, within_a_second
 from tests.support.hostile import hostile
 from tests.support.mutators import mutated
+from tests.support.patience import patient
 
 ROOT = Path(__file__).resolve().parents[2]
 SECRET = "CANARY", "b1rd-that-must-not-sing"
@@ -161,7 +162,7 @@ def through_the_command(count: int, seed: int, folder: Path) -> None:
         (folder / "r.yaml").write_bytes(mutated(rng.choice(originals), rng))
         before = sorted(folder.iterdir())
         command = [sys.executable, str(ROOT / "launch.py"), "check", "recipe=r.yaml"]
-        done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=60)
+        done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=patient(60))
         assert done.returncode in (0, 2), (index, done.stderr)
         assert "Traceback" not in done.stderr + done.stdout, (index, done.stderr)
         assert sorted(folder.iterdir()) == before

@@ -13,6 +13,8 @@ import sys
 import tempfile
 from pathlib import Path
 
+from tests.support.patience import patient
+
 ROOT = Path(__file__).resolve().parents[2]
 
 
@@ -28,7 +30,7 @@ def trained(runs: dict[str, list[str]], timeout_s: float = 200) -> dict[str, lis
         input=json.dumps(runs),
         capture_output=True,
         text=True,
-        timeout=timeout_s,
+        timeout=patient(timeout_s),
         env=environment,
         cwd=ROOT,
     )

@@ -18,6 +18,7 @@ import psutil
 from mtrain.processes import die_with
 from tests.support.commands import latest
 from tests.support.engine import import_engine
+from tests.support.patience import patient
 
 LAUNCHER = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 
@@ -97,7 +98,7 @@ class Launched:
 
     def wait(self, timeout_s: float = 120) -> int:
         """Its exit code, once it has ended."""
-        deadline = time.monotonic() + timeout_s
+        deadline = time.monotonic() + patient(timeout_s)
         while time.monotonic() < deadline:
             if (code := self.poll()) is not None:
                 return code

@@ -15,6 +15,8 @@ from typing import Any
 
 import torch.distributed as dist
 
+from tests.support.patience import patient
+
 METADATA = ("stat", "lstat", "scandir", "listdir", "mkdir", "rmdir", "unlink", "rename", "replace", "link", "chmod")
 
 
@@ -93,7 +95,7 @@ class InTurn:
     timeout_s: float = 60.0
 
     def begin(self) -> None:
-        assert self.turns.of[self.rank].wait(self.timeout_s)
+        assert self.turns.of[self.rank].wait(patient(self.timeout_s))
         self.turns.of[self.rank].clear()
 
     def end(self) -> None:

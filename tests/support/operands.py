@@ -16,6 +16,8 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
+from tests.support.patience import patient
+
 ROOT = Path(__file__).resolve().parents[2]
 CALLS = ("quantize_tensorwise", "quantize_blocks")
 """What quantises for a linear layer, within it."""
@@ -36,7 +38,7 @@ def both(runs: dict[str, list[str]], *, fault: bool = False, timeout_s: float = 
         input=json.dumps([runs, fault]),
         capture_output=True,
         text=True,
-        timeout=timeout_s,
+        timeout=patient(timeout_s),
         env=environment,
         cwd=ROOT,
     )

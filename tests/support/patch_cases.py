@@ -111,6 +111,42 @@ def _sequence_loss() -> str:
     return FINE if torch.allclose(*norms) else f"gradient times {norms[1] / norms[0]:.3f}"
 
 
+def _padding() -> torch.Tensor:
+    """Which positions of `tiny.batch()` hold no token: the last ones of its second sample."""
+    padding = torch.zeros(tiny.BATCH, tiny.TOKENS, dtype=torch.bool)
+    padding[1, tiny.TOKENS // 2 :] = True
+    return padding
+
+
+def _routed_padding() -> str:
+    from mtrain.mcore.padding import padding_is
+
+    tiny.start_world()
+    router = tiny.model(tiny.config(**tiny.MOE), wrap=False).decoder.layers[0].mlp.router
+    with padding_is(_padding()):
+        weights, _ = router(torch.randn(tiny.TOKENS, tiny.BATCH, 32))
+    weigh = weights[_padding().t().reshape(-1)].any(dim=1).sum()
+    return f"{weigh} positions of padding are weighed" if weigh else FINE
+
+
+def _recomputed_padding() -> str:
+    """Whether gradients beside padding are those of layers that are not computed again."""
+    from mtrain.mcore.padding import padding_is
+
+    tiny.start_world()
+    moe = {**tiny.MOE, "moe_router_load_balancing_type": "aux_loss", "moe_aux_loss_coeff": 1.0}
+    found = []
+    for again in ({}, {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}):
+        model = tiny.model(tiny.config(**moe, **again), wrap=False)
+        tiny.redraw_matrices(model)
+        tokens, positions, labels = tiny.batch()
+        with padding_is(_padding()):
+            loss = model(tokens, positions, None, labels=labels)
+        loss.sum().backward()
+        found.append({name: parameter.grad for name, parameter in model.named_parameters()})
+    return FINE if all(torch.equal(found[0][name], found[1][name]) for name in found[0]) else "other gradients"
+
+
 def _expert_gradients() -> str:
     tiny.start_world(tp=2, etp=1)
     cfg = tiny.config(tensor_model_parallel_size=2, expert_tensor_parallel_size=1, sequence_parallel=True, **tiny.MOE)
@@ -401,6 +437,7 @@ CASES: dict[str, Case] = {
     "mla-query-norm": Case(_query_norm, "gradient times 2.000", ranks=2),
     "moe-loss-tokens": Case(_moe_loss_tokens, "(6|12) of 12 tokens, z-loss gradient (0.5|1)$", ranks=2),
     "sequence-loss-batch": Case(_sequence_loss, "gradient times 0.500"),
+    "routed-padding": Case(_routed_padding, "8 positions of padding are weighed"),
     "expert-gradients": Case(_expert_gradients, "have different gradients", ranks=2),
     "expert-norm": Case(_expert_norm, "norm times 0.9", ranks=2),
     "gate-slices": Case(
@@ -430,6 +467,7 @@ CASES: dict[str, Case] = {
         "NameError: name 'FP8GlobalStateManager'",
     ),
     "recomputed-bias": Case(_recomputed_bias, "mlp.linear_fc2.bias became an output of its own recomputation"),
+    "recomputed-padding": Case(_recomputed_padding, "other gradients|Error"),
     "captured-inputs": Case(_captured_inputs, "norm .* instead of"),
     "short-groups": Case(_short_groups, "IndexError: index 3 is out of range"),
     "refilled-outputs": Case(_refilled_outputs, "RuntimeError: Ninja is required"),

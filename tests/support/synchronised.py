@@ -19,6 +19,7 @@ from typing import Any
 from mtrain_kernels.runtime import interpreted
 
 from tests.support.forked import run_alone
+from tests.support.patience import patient
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -36,7 +37,13 @@ def waits(runs: dict[str, list[str]], timeout_s: float = 200) -> dict[str, dict[
     environment["PYTHONPATH"] = os.pathsep.join([str(ROOT), *sys.path])
     command = [sys.executable, "-m", "tests.support.synchronised"]
     done = subprocess.run(
-        command, input=json.dumps(runs), capture_output=True, text=True, timeout=timeout_s, env=environment, cwd=ROOT
+        command,
+        input=json.dumps(runs),
+        capture_output=True,
+        text=True,
+        timeout=patient(timeout_s),
+        env=environment,
+        cwd=ROOT,
     )
     assert done.returncode == 0, done.stdout + done.stderr
     return json.loads(done.stdout.splitlines()[-1])  # type: ignore[no-any-return]

@@ -134,7 +134,7 @@ def test_attention_to_both_sides_is_counted_in_full() -> None:
 
 
 ODD: dict[str, Any] = {
-    "model.norm_placement": "pre",
+    "model.norm_placement": "pre_and_post",
     "model.normalization": "RMSNorm",
     "model.activation": "swiglu",
     "model.position_embedding_type": "rope",
@@ -180,7 +180,7 @@ def test_what_bert_does_not_have_is_refused(key: str) -> None:
     ("words", "code", "fix"),
     [
         ("model=bert_tiny model.window_size=16", "MT248", "model.window_size=null"),
-        ("model=bert_tiny model.norm_placement=pre", "MT248", "model.norm_placement=post_residual"),
+        ("model=bert_tiny model.norm_placement=post", "MT248", "model.norm_placement=post_residual or"),
         ("model=bert_tiny parallel=cp2", "MT248", "parallel.cp=1"),
         ("model=bert_tiny data.packed=true", "MT248", "data.packed=false"),
         ("model.norm_placement=post_residual", "MT248", "model.norm_placement=pre or model.norm_placement=post"),
@@ -188,7 +188,7 @@ def test_what_bert_does_not_have_is_refused(key: str) -> None:
         ("model.bert={}", "MT249", "model.bert=null"),
         ("model=bert_tiny model.bert=null", "MT246", "model.bert={...}, or model.family=gpt"),
         ("model=bert_tiny model.bert.mask_token_id=4099", "MT250", "model.bert.mask_token_id=4098"),
-        ("model=bert_tiny model.bert.sep_token_id=4096", "MT250", "model.bert.sep_token_id=null"),
+        ("model=bert_tiny model.bert.sep_token_id=4096", "MT250", "model.bert.sep_token_id=4097"),
         ("model=bert_tiny data.seq_length=6", "MT251", "data.seq_length=32"),
         ("model=bert_base data=stdlib model.bert.next_sentence=false", "MT253", "model.bert.mask_token_id=30521"),
         ("model=bert_tiny data.tokenizer_vocab_size=4098", "MT253", "data.tokenizer_vocab_size=4096"),

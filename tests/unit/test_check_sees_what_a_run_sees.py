@@ -109,7 +109,7 @@ def test_a_split_without_a_sample_is_refused_by_both_or_by_none(
     words = [
         *("data.kind=indexed", f"data.path={prefix}", f"data.seq_length={seq_length}"),
         *(f"data.split=[{','.join(map(str, shares))}]", "model.max_position_embeddings=5000", "parallel=single"),
-        *(() if shares[1] else ("trainer.eval_iters=0", "trainer.eval_interval=null")),
+        *(() if shares[1] else ("trainer.eval_iters=0", "trainer.eval_interval=0")),
     ]
     need = ("train", "validation") if shares[1] else ("train",)
     try:
@@ -243,7 +243,7 @@ def test_a_misspelt_word_to_resume_by_is_told_from_a_folder_that_is_not_there(
     monkeypatch.chdir(tmp_path)
     (problem,) = errors([f"checkpoint.resume={said}"])
     assert problem.rule == "there is no such run or checkpoint folder"
-    assert problem.fix.split(" or ")[0] == f"checkpoint.resume={meant or 'null'}"
+    assert problem.fix.split(" or ")[0] == (f"checkpoint.resume={meant}" if meant else "")
 
 
 def test_a_run_that_is_there_is_nearer_than_a_word(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

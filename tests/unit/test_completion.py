@@ -19,6 +19,7 @@ from mtrain.config.keys import schema_keys
 from mtrain.config.paths import choices_of_group
 from mtrain.config.run import GROUPS
 from tests.support.commands import ROOT, command, environment
+from tests.support.patience import patient
 
 
 def test_a_first_word_is_a_verb_or_a_setting() -> None:
@@ -103,7 +104,7 @@ def test_an_answer_takes_less_than_half_a_second_and_no_torch(line: str) -> None
     for _ in range(4):
         before = os.times()
         done = subprocess.run(
-            command("__complete", line), capture_output=True, text=True, timeout=60, env=environment()
+            command("__complete", line), capture_output=True, text=True, timeout=patient(60), env=environment()
         )
         after = os.times()  # of the processor, so that a busy machine is not taken for a slow answer
         took.append(after.children_user + after.children_system - before.children_user - before.children_system)
@@ -114,7 +115,7 @@ def test_an_answer_takes_less_than_half_a_second_and_no_torch(line: str) -> None
         f"main(['__complete', {line!r}])\n"
         "print(sorted(m for m in ('torch', 'megatron', 'numpy', 'hydra', 'typer') if m in sys.modules))\n"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=patient(60))
     assert done.stdout.splitlines()[-1] == "[]"
 
 
@@ -141,7 +142,12 @@ def test_a_real_bash_completes_with_the_script(line: str, reply: list[str], tmp_
         "complete -p mtrain\n"
     )
     done = subprocess.run(
-        ["bash", "--norc", "-c", script], capture_output=True, text=True, timeout=60, env=environment(), cwd=ROOT
+        ["bash", "--norc", "-c", script],
+        capture_output=True,
+        text=True,
+        timeout=patient(60),
+        env=environment(),
+        cwd=ROOT,
     )
     *found, registered = done.stdout.splitlines()
     assert [word for word in found if word] == reply, done.stderr
@@ -171,7 +177,12 @@ def test_bash_completes_the_launch_file_of_mtrain_and_no_other(line: str, reply:
         "complete -p python python3\n"
     )
     done = subprocess.run(
-        ["bash", "--norc", "-c", script], capture_output=True, text=True, timeout=60, env=environment(), cwd=tmp_path
+        ["bash", "--norc", "-c", script],
+        capture_output=True,
+        text=True,
+        timeout=patient(60),
+        env=environment(),
+        cwd=tmp_path,
     )
     *found, first, second = done.stdout.splitlines()
     assert [word for word in found if word] == reply, done.stderr
@@ -195,7 +206,7 @@ def test_a_real_fish_completes_with_the_script(line: str, reply: list[str], tmp_
         ["fish", "--no-config", "-c", f"source {tmp_path}/mtrain.fish; complete -C '{line}'"],
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=patient(60),
         env=environment(),
         cwd=ROOT,
     )
@@ -206,7 +217,7 @@ def test_a_real_fish_completes_with_the_script(line: str, reply: list[str], tmp_
 def test_the_script_of_a_shell_is_well_formed(shell: str) -> None:
     if shutil.which(shell) is None:
         pytest.skip(f"{shell} is not installed")
-    done = subprocess.run([shell, "-n"], input=SCRIPTS[shell], capture_output=True, text=True, timeout=20)
+    done = subprocess.run([shell, "-n"], input=SCRIPTS[shell], capture_output=True, text=True, timeout=patient(20))
     assert (done.returncode, done.stderr) == (0, "")
 
 

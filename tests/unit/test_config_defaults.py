@@ -42,12 +42,22 @@ def test_the_70b_on_64_gpus_is_trained_as_a_cluster_trains() -> None:
         "data.seq_length": (8192, "resolved from llama3_70b: max_position_embeddings 8192"),
         "optim.lr": (1.5e-4, "resolved from llama3_70b: Llama 3 (arXiv 2407.21783), table 3"),
         "optim.min_lr": (1.5e-5, "resolved from optim.lr 0.00015: a tenth"),
-        "optim.warmup_iters": (4, "resolved from trainer.train_iters 80: a twentieth"),
+        "optim.warmup_iters": (22428, "resolved from trainer.train_iters 448560: a twentieth"),
         "trainer.global_batch_size": (
             384,
             "resolved from 3145728 tokens of GPT-3 table 2.1 (arXiv 2005.14165): its 175B model",
         ),
         "trainer.micro_batch_size": (1, "resolved from 384 samples on dp 4, pp 4, of 8192 tokens"),
+        "trainer.fine_tuning": (False, "resolved from neither chats nor adapters"),
+        "trainer.train_iters": (
+            448560,
+            "resolved from 20 tokens for each of 70.55B parameters that a token visits: "
+            "Chinchilla (arXiv 2203.15556)",
+        ),
+        "trainer.eval_interval": (0, "resolved from trainer.eval_minutes 30"),
+        "trainer.eval_minutes": (30.0, "resolved from cluster.device cuda"),
+        "checkpoint.save_interval": (0, "resolved from checkpoint.save_minutes 30"),
+        "checkpoint.save_minutes": (30.0, "resolved from cluster.device cuda"),
         "trainer.sample_tokens": (0, "resolved from data.kind mock"),
         "kernels.loss_logits_mib": (512, "resolved from cluster h100: device_memory_gib 80, a 128th of it"),
         "trainer.join_timeout_s": (240.0, "resolved from cluster h100: nodes 8"),
@@ -178,7 +188,7 @@ def test_lion_takes_a_tenth_of_the_rate_of_adamw() -> None:
 
 def test_micro_batches_on_gpus_have_at_most_8192_tokens() -> None:
     def micro(words: str) -> int | None:
-        return loaded(f"model=llama2_7b cluster=h100 data=mock {words}").run.trainer.micro_batch_size
+        return loaded(f"model=llama2_7b cluster=h100 parallel=tp2 data=mock {words}").run.trainer.micro_batch_size
 
     assert [micro(f"data.seq_length={n}") for n in (512, 2048, 4096)] == [8, 4, 2]
 

@@ -12,6 +12,7 @@ from mtrain.config.compose import compose
 from mtrain.config.model import ModelConfig
 from mtrain.config.paths import recipes_dir
 from mtrain.errors import ConfigError, Problem
+from tests.support.patience import patient
 
 
 def validated(tmp_path: Path, text: str) -> list[Problem]:
@@ -95,7 +96,7 @@ def test_no_hostile_recipe_opens_a_process_or_a_socket(tmp_path: Path) -> None:
         f"rc = main(['check', 'recipe={hostile}'])\n"
         "print(rc, bad)\n"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=patient(60))
     assert done.stdout.strip() == "2 []", done.stderr
     assert "Traceback" not in done.stderr
     assert not canary.exists()

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import json
+from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -10,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
+from mtrain.cli.main import main
 from mtrain.config.groups import DataConfig
 from mtrain.config.rules import apply
 from mtrain.data import open_splits, prepare, same_data
@@ -118,8 +122,7 @@ def test_a_part_that_is_too_small_is_named(tmp_path: Path, prefixes: list[str]) 
     [
         ("MT316", {"data.path": "P0"}),
         ("MT317", {"data.blend": ["P0", "P1", "P0"]}),
-        ("MT318", {"data.blend_weights": [1.0, 2.0]}),
-        ("MT318", {"data.blend_weights": [1.0, 2.0, 1e-9]}),
+        ("MT318", {"data.blend_weights": [1.0, 2.0, 1e-13]}),
         ("MT306", {"data.blend": ["P0", "P1x"]}),
         ("MT150", {"data.kind": "mock", "data.split": [0.9, 0.1, 0.0]}),
         ("MT150", {"data.blend": None, "data.path": "P0", "data.blend_weights": [1.0]}),
@@ -323,3 +326,63 @@ def test_corpora_of_splits_have_their_flags_in_both_directions(prefixes: list[st
     assert (back.path, list(back.validation_blend or ()), back.test_blend) == (prefixes[0], prefixes[1:], None)
     assert list(back.validation_weights or ()) == [1.0, 2.0]
     assert "--split" not in text
+
+
+SMALL_SHARES = [[5_600_000.0, 1.0], [1e12, 1.0, 1e6], [1.0, 1e-9, 1e-9, 2.0, 1e-7], [15.6e12 / 234] * 234 + [2.8e6]]
+
+
+@pytest.mark.parametrize("weights", SMALL_SHARES, ids=["1.8e-7", "1e-12", "several", "235 corpora"])
+def test_small_shares_are_given_over_a_long_run_and_no_sample_is_left_out(weights: list[float]) -> None:
+    shares = np.array(weights) / sum(weights)
+    one = Stretch(0, 0, None, shares, np.zeros(len(weights), np.int64))
+    assert one.block == BLOCK, "a corpus of trillions is read in its own order"
+    at = [0, BLOCK, 10**6, 10**6 + BLOCK, 10**9, 3 * 10**12]
+    given_ = [one.given(samples) for samples in at]
+    assert [int(counted.sum()) for counted in given_] == at
+    assert all((after >= before).all() for before, after in pairwise(given_)), "a part takes a sample back"
+    apart = [
+        np.abs(n - shares * samples) / (9 + 1e-3 * shares * samples) for n, samples in zip(given_, at, strict=True)
+    ]
+    assert max(one.max() for one in apart) <= 1
+
+
+def test_a_blend_with_a_small_share_gives_each_corpus_its_samples_in_turn(prefixes: list[str]) -> None:
+    mixed = blend(prefixes, [2.0, 1.0, 1e-7])
+    gapless(mixed, 4 * BLOCK)
+    middle = int(0.5 * 3 / 1e-7)
+    part, index = mixed.places(range(middle - BLOCK, middle + BLOCK))
+    assert index[part == 2].tolist() == [0], "its first sample comes after half of the samples of one"
+    assert mixed.describe()["dealt"] == "by halves"
+    assert "dealt" not in blend(prefixes, [2.0, 1.0, 1e-5]).describe()
+
+
+@pytest.mark.parametrize("order", ["keyed", "megatron"])
+def test_a_corpus_with_a_weight_of_zero_is_as_if_it_were_not_named(order: str, prefixes: list[str]) -> None:
+    with_it = config([*prefixes[:2], "/nowhere/corpus"], blend_weights=[2.0, 1.0, 0.0], order=order)
+    without = config(prefixes[:2], blend_weights=[2.0, 1.0], order=order)
+    one, other = (open_splits(d, 60_000, 5, prepare(d), ("train",), (300, 1, 1)) for d in (with_it, without))
+    assert (one.train.batch(range(300)) == other.train.batch(range(300))).all()
+    assert one.corpus.meta["fingerprint"] == other.corpus.meta["fingerprint"]
+
+
+@pytest.mark.parametrize("order", ["keyed", "megatron"])
+def test_check_takes_any_share_down_to_a_trillionth_and_reports_what_is_not_read(
+    order: str, prefixes: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    names = ",".join(prefixes)
+    words = ["data=indexed", f"data.blend=[{names}]", "data.seq_length=16", "model.vocab_size=60000"]
+    words += [f"data.order={order}", "trainer.eval_iters=0", "trainer.sample_tokens=0"]
+    words += ["data.split=[1,0,0]"]
+
+    def said(weights: str) -> tuple[int, dict[str, Any]]:
+        code = main(["check", *words, f"data.blend_weights={weights}", "--json"])
+        return code, json.loads(capsys.readouterr().out)
+
+    assert said("[5600000,1,1e12]")[0] == 0
+    assert said("[1,2]")[1]["problems"][0]["fix"] == "data.blend_weights=[...], a weight for each corpus"
+    code, found = said("[3,0,1]")
+    assert code == 0
+    assert [(p["code"], prefixes[1] in p["rule"]) for p in found["problems"]] == [("MT319", True)]
+    code, found = said("[3,1e-13,1]")
+    assert code == 2
+    assert found["problems"][0]["fix"] == "data.blend_weights=[3.0,0.0,1.0]", "what is lost is left out, no other mix"

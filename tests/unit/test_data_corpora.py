@@ -326,3 +326,42 @@ def test_check_asks_the_manifest(made: Path, tmp_path: Path, capsys: pytest.Capt
     )
     assert main([*words[:2], f"data.path={tmp_path / 'c'}", *words[3:]]) == 4
     assert "[MT611]" in capsys.readouterr().err
+
+
+def with_lengths(prefix: Path, lengths: list[int]) -> Path:
+    with IndexedWriter(prefix, np.dtype("<u2")) as writer:
+        writer.add(np.zeros(sum(lengths), np.int64), np.array(lengths))
+    return prefix
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_a_sample_has_the_tokens_asked_for_but_for_less_than_a_document(tmp_path: Path, seed: int) -> None:
+    lengths = [12_000, 40_000, 3_000, 20_100, 39_900, 9_000, 700, 55_000]
+    source = with_lengths(tmp_path / "c", lengths)
+    for asked in (10_000, 60_000, 3_000):
+        out = tmp_path / f"s{asked}"
+        assert data("sample", source, f"out={out}", f"tokens={asked}", f"seed={seed}") == 0
+        taken = [
+            int(IndexedDataset(out).document_start(i + 1) - IndexedDataset(out).document_start(i))
+            for i in range(IndexedDataset(out).num_documents)
+        ]
+        left_out = sorted(lengths)
+        for length in taken:
+            left_out.remove(length)
+        missing = asked - sum(taken)
+        assert 0 <= missing < min(left_out), "another document fits"
+
+
+def test_a_sample_says_truthfully_why_it_has_less(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    source = with_lengths(tmp_path / "c", [12_000, 40_000, 9_000])
+    assert data("sample", source, f"out={tmp_path / 'a'}", "tokens=8999") == 2
+    assert "there are 3 documents with 61000 tokens, and the shortest has 9000" in capsys.readouterr().err
+    assert data("sample", source, f"out={tmp_path / 'b'}", "tokens=10000") == 0
+    assert (
+        "1000 tokens fewer than the 10000 that were asked for: the shortest document left out has 12000"
+        in capsys.readouterr().out
+    )
+    assert data("sample", source, f"out={tmp_path / 'd'}", "documents=9") == 0
+    assert "9 documents were asked for, and these are all" in capsys.readouterr().out
+    assert data("sample", source, f"out={tmp_path / 'e'}", "tokens=61000") == 0
+    assert "fewer" not in capsys.readouterr().out

@@ -12,6 +12,7 @@ import pytest
 from mtrain.data import index_check
 from mtrain.data.indexed import HEADER, IndexedDataset, IndexedWriter, token_dtype, write_index
 from mtrain.errors import CorruptData
+from tests.support.patience import patient
 
 LENGTHS = (5, 1, 9, 4, 7, 30)
 AT_LENGTHS = HEADER.size
@@ -52,7 +53,7 @@ def resize(path: Path, size: int) -> None:
 def test_files_are_byte_identical_to_megatron_core(tmp_path: Path) -> None:
     theirs, ours = [[tmp_path / f"{who}{i}" for i in range(2)] for who in ("theirs", "ours")]
     arguments = [*map(str, theirs), *map(str, LENGTHS)]
-    subprocess.run([sys.executable, "-W", "ignore", "-c", MEGATRON, *arguments], check=True, timeout=120)
+    subprocess.run([sys.executable, "-W", "ignore", "-c", MEGATRON, *arguments], check=True, timeout=patient(120))
     for prefix, reference, dtype in zip(ours, theirs, ("<u2", "<i4"), strict=True):
         write(prefix, dtype)
         for suffix in (".bin", ".idx"):

@@ -24,6 +24,7 @@ from mtrain.data.samples import entropy_nats
 from mtrain.data.text import Tokenizer
 from mtrain.errors import BadEnvironment, ConfigError, CorruptData, Problem
 from tests.support.forked import run_without_privileges
+from tests.support.patience import patient
 
 
 @pytest.fixture
@@ -204,7 +205,7 @@ data = DataConfig(path=folder, cache_dir=os.path.dirname(folder) + "/cache", tok
                   seq_length=16, split=(0.7, 0.2, 0.1))
 def hang():
     open(mark, "w").close()
-    time.sleep(60)
+    time.sleep(10_000)
 train, encode, tokenize, build = bpe.train, bpe.encode, t._tokenize, t._build
 def slow_train(*a):
     out = train(*a); hang(); return out
@@ -234,7 +235,7 @@ def start(folder: Path, where: str, mark: Path) -> subprocess.Popen[str]:
 def test_a_build_that_was_killed_is_never_taken_for_a_corpus(folder: Path, tmp_path: Path, where: str) -> None:
     mark = tmp_path / "mark"
     with start(folder, where, mark) as process:
-        deadline = time.monotonic() + 30
+        deadline = time.monotonic() + patient(30)
         while not mark.exists() and time.monotonic() < deadline:
             time.sleep(0.01)
         process.send_signal(signal.SIGKILL)
@@ -249,7 +250,7 @@ def test_a_build_that_was_killed_is_never_taken_for_a_corpus(folder: Path, tmp_p
 def test_two_processes_at_once_build_once(folder: Path, tmp_path: Path) -> None:
     mark = tmp_path / "mark"
     processes = [start(folder, "count", mark) for _ in range(2)]
-    metas = [json.loads(p.communicate(timeout=60)[0]) for p in processes]
+    metas = [json.loads(p.communicate(timeout=patient(60))[0]) for p in processes]
     assert metas[0] == metas[1]
     assert mark.read_text() == "built\n"
 
@@ -272,7 +273,7 @@ print(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
 def test_a_process_that_has_tokenized_may_fork_another_that_does(folder: Path) -> None:
     more = {k: v for k, v in os.environ.items() if k != "TOKENIZERS_PARALLELISM"}
     arguments = [sys.executable, "-c", FORKING, str(folder)]
-    done = subprocess.run(arguments, capture_output=True, text=True, timeout=60, env=more, check=True)
+    done = subprocess.run(arguments, capture_output=True, text=True, timeout=patient(60), env=more, check=True)
     assert done.stdout == "0\n", done.stderr
 
 
@@ -438,7 +439,7 @@ def test_preparing_does_not_import_torch(folder: Path) -> None:
         "data = DataConfig(kind='mock'); open_splits(data, 99, 1, prepare(data))\n"
         "assert not {'torch', 'tokenizers'} & set(sys.modules)"
     )
-    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=patient(60))
 
 
 @pytest.fixture
@@ -485,7 +486,7 @@ def test_a_corpus_that_a_process_reads_is_never_removed(folder: Path, shelf: Cal
     place = shelf(1, 0)
     reading = (
         "import sys, time; from pathlib import Path; from mtrain.data import cache\n"
-        "assert cache.use(Path(sys.argv[1])); print(flush=True); time.sleep(60)"
+        "assert cache.use(Path(sys.argv[1])); print(flush=True); time.sleep(10_000)"
     )
     with subprocess.Popen([sys.executable, "-c", reading, str(place)], stdout=subprocess.PIPE) as process:
         assert process.stdout is not None

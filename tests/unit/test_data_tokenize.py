@@ -400,3 +400,20 @@ def test_a_language_without_data_says_what_to_get(
     source = jsonl(tmp_path / "d.jsonl", ["One. Two."])
     assert tokenize(source, f"out={tmp_path / 'o'}", f"tokenizer={tokenizer}", "sentences=klingon") == 3
     assert "punkt_tab" in capsys.readouterr().err
+
+
+def test_a_record_that_says_that_it_is_not_learned_is_left_out_and_reported(tmp_path: Path, tokenizer: Path) -> None:
+    rows: list[dict[str, Any]] = [{"text": f"document {i}"} for i in range(8)]
+    flags: dict[int, dict[str, Any]] = {1: {"weight": 0}, 3: {"train": False}, 5: {"loss": 0.5}, 6: {"loss_mask": 1}}
+    for at, flag in flags.items():
+        rows[at] |= flag
+    source = tmp_path / "d.jsonl"
+    source.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert tokenize(source, f"out={tmp_path / 'o'}", f"tokenizer={tokenizer}") == 0
+    left = [json.loads(line) for line in (tmp_path / "o.rejects.jsonl").read_text().splitlines()]
+    assert [row["line"] for row in left] == [2, 4, 6]
+    assert "it says that it is not learned (weight)" in left[0]["why"]
+    assert "its loss is '0.5'" in left[2]["why"]
+    named = ("ignored_keys=weight", "ignored_keys=train", "ignored_keys=loss")
+    assert tokenize(source, f"out={tmp_path / 'all'}", f"tokenizer={tokenizer}", *named) == 0
+    assert not (tmp_path / "all.rejects.jsonl").exists()

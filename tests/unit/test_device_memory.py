@@ -57,4 +57,4 @@ def test_the_verdict_shows_the_facts_that_a_run_is_judged_and_measured_by() -> N
     text = summary(loaded)
     assert "bf16 with products in fp8 (tensorwise)" in text
     assert "device  sm_90, 80 GiB, MFU of 1979 TFLOP/s in fp8" in text
-    assert "device" not in summary(load(["cluster=cpu"], LAPTOP, {}))
+    assert "\n  device " not in summary(load(["cluster=cpu"], LAPTOP, {}))

@@ -17,6 +17,7 @@ from mtrain.config.codes import FAMILIES, codes, rules_of, validating
 from mtrain.config.describe import EFFECTS, default_of, keys_of, section_of, type_of
 from mtrain.config.keys import choices_of, schema_keys
 from mtrain.config.run import GROUPS
+from tests.support.patience import patient
 
 Explain = Callable[..., dict[str, Any]]
 WITHOUT_A_MESSAGE = {"MT001", "MT321", "MT607", "MT611", "MT612", "MT613", "MT620"}
@@ -193,5 +194,19 @@ def test_nothing_is_imported_to_explain() -> None:
         "main(['explain', 'MT609']); main(['explain', 'model.num_layers'])\n"
         "print(sorted(m for m in ('torch', 'megatron', 'numpy') if m in sys.modules))\n"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=patient(60))
     assert done.stdout.splitlines()[-1] == "[]", done.stderr
+
+
+@pytest.mark.parametrize(
+    "key",
+    ["data.path", "data.blend", "data.tokenizer", "data.chat_template", "data.validation_blend", "checkpoint.resume"],
+)
+def test_a_key_that_names_what_is_learned_is_not_said_to_change_no_weight(key: str, explain: Explain) -> None:
+    assert explain(key)["changes"].startswith("contents: the weights that come out")
+
+
+def test_what_follows_from_a_key_is_told_beside_what_it_changes_itself(explain: Explain) -> None:
+    assert explain("model.published.peak_lr", "model=llama3_8b")["decides"] == ["optim.lr"]
+    assert "precision.dtype" in explain("cluster.sm", "cluster=h100x8", "model=llama3_8b")["decides"]
+    assert explain("log.interval")["decides"] == []

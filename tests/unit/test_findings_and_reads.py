@@ -20,7 +20,7 @@ from tests.support.configs import LAPTOP
 @pytest.mark.parametrize(
     ("words", "codes"),
     [
-        ("parallel.ep=0 optim.warmup_iters=1000", {"MT014", "MT422"}),
+        ("parallel.ep=0 trainer.train_iters=80 optim.warmup_iters=1000", {"MT014", "MT422"}),
         ("optim.lr=-1 optim.warmup_iters=1000 parallel=tp3", {"MT014", "MT422", "MT101", "MT102", "MT103", "MT105"}),
         ("model.ffn_hidden_size=0 parallel=tp3", {"MT014", "MT101", "MT102", "MT105"}),
         ("kernels.loss=nope kernels.rope=triton", {"MT014", "MT407"}),

@@ -86,11 +86,11 @@ def test_an_example_is_read_as_it_is_written(verb: tuple[str, ...], words: str) 
         assert call.verb == "export" or not read_overrides(rest).problems
     elif call.verb == "recipe":
         assert arguments[0] in (verb[1:] or SUBVERBS)
-        options = read_options(arguments[1:], ("--megatron", "--resolved"), {"-o": "--output"})
+        options = read_options(arguments[1:], ("--megatron", "--resolved", "--capture"), {"-o": "--output"})
         compose([word for word in options.words if "=" in word])
         assert options.flags | options.values.keys() <= {*flags_of("recipe", arguments), "--output"}
     elif call.verb == "tune":
-        compose(read_options(arguments, valued={"--out": "--out"}).words)
+        compose(read_options(arguments, valued={"--out": "--out", "--why-not": "--why-not"}).words)
     elif call.verb == "convert":
         assert arguments[0] in ("import", "export", "inspect", "verify")
     elif call.verb == "data":

@@ -71,6 +71,8 @@ def _stored(words: Sequence[str]) -> Iterator[list[str]]:
     if recipe is not None:
         said = OmegaConf.load(recipes_dir() / f"{recipe}.yaml")
         texts += [str(v) for entry in said.get("defaults", []) for k, v in entry.items() if k.endswith("/parallel")]
+        for group in {word.partition("=")[0] for word in words} & {*GROUPS}:
+            said.pop(group, None)  # a choice on the command line replaces what a recipe says of its group
         store.store(group="recipe", name="this", node=said, package="_global_")
         out.append("+recipe=this")
     for text in texts:

@@ -91,7 +91,7 @@ def started(*_: object) -> int:
     """Start a process that runs for long, and ask this one to stop."""
 
     def sleep() -> int:
-        time.sleep(60)
+        time.sleep(10_000)  # longer than the test may take
         return 0
 
     pid = start.fork(sleep)
@@ -102,10 +102,8 @@ def started(*_: object) -> int:
 def test_a_stop_that_comes_while_a_rank_is_started_reaches_it(tmp_path: Path) -> None:
     supervisor = Supervisor(tmp_path, "")
     supervisor.start(started, 1)
-    begun = time.monotonic()
     with pytest.raises(Preempted):
         supervisor.wait()
-    assert time.monotonic() - begun < 30
 
 
 def _stopped_in(owner: object, name: str, monkeypatch: pytest.MonkeyPatch) -> Callable[[], bool]:

@@ -56,6 +56,10 @@ def test_every_shared_recipe_is_a_combination_that_can_launch(name: str) -> None
     if recipe.choices.get("peft", "none") != "none":  # the table trains whole models
         assert load([f"recipe={name}"], LAPTOP, {}, to_run=False).run.peft.kind == recipe.choices["peft"]
         return
+    nodes = recipe.values.get("cluster", {}).get("nodes")
+    if nodes is not None:  # the table takes clusters as they are named
+        assert load([f"recipe={name}"], LAPTOP, {}, to_run=False).run.cluster.nodes == nodes
+        return
     axes = {axis: [recipe.choices.get(axis, "llama_tiny" if axis == "model" else "fp32")] for axis in AXES}
     axes["parallel"] = [name]
     (report,) = sample(**axes).values()

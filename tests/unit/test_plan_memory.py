@@ -26,7 +26,7 @@ def errors(words: str) -> list[Problem]:
         (LONG.format(10**12), "MT147", "data.seq_length"),
         (LONG.format(10**9), "MT147", "data.seq_length"),
         (LONG.format(10**15), "MT014", "data.seq_length"),
-        (f"{LONG.format(10**8)} cluster=h100x8", "MT147", "data.seq_length"),
+        (f"{LONG.format(10**8)} cluster=h100x8 parallel=tp2", "MT147", "data.seq_length"),
         ("trainer.global_batch_size=1000000000000000000", "MT014", "trainer.global_batch_size"),
         ("trainer.global_batch_size=1000000000000", "MT147", "trainer.global_batch_size"),
         ("trainer.global_batch_size=1000000000 cluster=h100x8", "MT147", "trainer.global_batch_size"),
@@ -41,13 +41,17 @@ def errors(words: str) -> list[Problem]:
         ("model.hidden_size=134217728 model.num_layers=134217728", "MT149", "model.hidden_size"),
         ("model.num_layers=1000000000000", "MT014", "model.num_layers"),
         ("model.vocab_size=1000000000000000", "MT014", "model.vocab_size"),
-        ("parallel.pp=1000000", "MT173", "parallel.ranks"),
+        ("parallel.pp=1000000 parallel.tp=2", "MT173", "parallel.ranks"),
         ("parallel.pp=1000000000000 model.num_layers=999999999999", "MT014", "parallel.pp"),
-        ("parallel.pp=1048576 model.num_layers=1048577", "MT173", "parallel.ranks"),
+        ("parallel.pp=1048576 parallel.tp=2 model.num_layers=1048577", "MT173", "parallel.ranks"),
         ("parallel.pp=1048576 parallel.layers_per_stage=[4]", "MT142", "parallel.layers_per_stage"),
         ("parallel.ranks=1000000000000", "MT014", "parallel.ranks"),
         ("cluster.nodes=1000000 cluster.devices_per_node=1000000 cluster.device=cuda", "MT173", "parallel.ranks"),
-        ("model=mixtral_tiny parallel.ep=1000003 model.moe.num_experts=1000003", "MT173", "parallel.ranks"),
+        (
+            "model=mixtral_tiny parallel.tp=2 parallel.ep=1000003 model.moe.num_experts=1000003",
+            "MT173",
+            "parallel.ranks",
+        ),
         ("trainer.train_iters=1000000000000000000", "MT014", "trainer.train_iters"),
         ("trainer.rampup_batch_size=[1,1,1000000000000000000]", "MT014", "trainer.rampup_batch_size.2"),
     ],
@@ -127,8 +131,10 @@ def test_a_decoder_that_is_deeper_than_its_encoder_is_planned() -> None:
 
 
 def test_experts_are_quantised_all_at_once_where_weights_are_freed() -> None:
-    words = "model=mixtral_8x7b cluster=h100x8 data=mock data.seq_length=2048 precision=fp8_blockwise parallel.tp=1 "
-    words += "parallel.pp=1 parallel.ep=1 parallel.fsdp=fsdp2 parallel.distributed_optimizer=false kernels=triton"
+    words = (
+        "model=mixtral_8x7b cluster=h100x8 data=mock data.seq_length=2048 precision=fp8_blockwise parallel=single "
+    )
+    words += "parallel.fsdp=fsdp2 parallel.distributed_optimizer=false kernels=triton"
     run = load(words.split(), Machine(64, 1 << 42), {}, to_run=False).run
     fc1 = 8 * 2 * run.model.moe.ffn_hidden_size * run.model.hidden_size  # type: ignore[union-attr]
     assert worst_stage(run).parts["low_precision"] == 2 * fc1

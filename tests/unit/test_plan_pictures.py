@@ -18,6 +18,7 @@ from mtrain.layout.grid import RankGrid
 from mtrain.layout.machines import Machines, machines
 from mtrain.plan.rank import stage_memories
 from mtrain.plan.timeline import kept_over_time, timeline
+from tests.support.commands import ROOT, mtrain
 from tests.support.configs import LAPTOP
 
 
@@ -190,3 +191,43 @@ def test_the_first_micro_batches_of_a_long_step_are_drawn() -> None:
     line = timeline(stage_memories(run_of("parallel=pp4", "trainer.global_batch_size=4096")))
     assert line.micro == 12
     assert line.of > 1000
+
+
+def test_a_schedule_that_is_cut_ends_with_the_last_micro_batch(tmp_path: Path) -> None:
+    """It begins with the first, goes on as full as it was behind the break, and drains once, at the end."""
+    page = tmp_path / "plan.html"
+    words = ["model=llama3_8b", "parallel=pp4", "cluster=h100x8", "data=mock", "trainer.global_batch_size=256"]
+    done = mtrain("plan", *words, "trainer.micro_batch_size=1", "--html", str(page), cwd=ROOT)
+    assert done.returncode == 0, done.stderr
+    picture = page.read_text().partition("<h2>Pipeline schedule</h2>")[2].partition("</svg>")[0]
+    numbers = {int(n) for n in re.findall(r"<title>(?:forward|backward) of micro-batch (\d+)", picture)}
+    assert {0, 127} <= numbers
+    assert max(numbers) == 127
+    assert len(numbers) < 30
+    assert "what is left out" in picture
+    memory = page.read_text().partition("<h2>Memory over a step</h2>")[2].partition("</svg>")[0]
+    assert "what is left out" in memory
+    assert "GiB</text>" in memory
+
+
+def test_one_copy_of_a_model_has_all_its_experts(tmp_path: Path) -> None:
+    page = tmp_path / "plan.html"
+    words = ["model=mixtral_8x7b", "parallel=pp2ep8", "cluster=h100x64", "data=mock", "data.seq_length=4096"]
+    assert main(["plan", *words, "--html", str(page)]) == 0
+    picture = page.read_text().partition("<h2>Ranks on machines</h2>")[2].partition("</svg>")[0]
+    assert picture.count('stroke="currentColor"') == 16
+
+
+def test_a_page_says_batch_and_length_and_no_text_of_it_is_scaled_down(tmp_path: Path) -> None:
+    page = tmp_path / "plan.html"
+    words = ["model=llama3_8b", "parallel=pp2vpp4", "cluster=h100x8", "data=mock", "data.seq_length=4096"]
+    assert main(["plan", *words, "trainer.global_batch_size=64", "--html", str(page)]) == 0
+    text = page.read_text()
+    assert "<b>64 samples</b>" in text
+    assert "<b>4096 tokens</b>" in text
+    assert "@media (max-width: 900px) { .pic svg { width: 1000px; }" in text
+    assert text.count("<svg") == text.count('<div class="pic"><svg') > 3
+    picture = text.partition("<h2>Pipeline schedule</h2>")[2].partition("</svg>")[0]
+    blocks = [float(w) for w, said in re.findall(r'width="([\d.]+)" height="22.0"[^>]*><title>(\w+ of)', picture)]
+    assert min(blocks) > 5
+    assert "backward of chunk 3" in text

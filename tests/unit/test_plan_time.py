@@ -219,7 +219,7 @@ def test_the_plan_says_time_and_cost(capsys: pytest.CaptureFixture[str]) -> None
     assert plan.run(words) == 0
     text = capsys.readouterr().out
     assert "time of a step" in text
-    assert "device hours, cost" in text
+    assert "GPU hours, cost" in text
     assert plan.run(["cluster=cpu"]) == 0
     assert "time of a step: not known without" in capsys.readouterr().out
 

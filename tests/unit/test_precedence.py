@@ -76,7 +76,8 @@ def test_of_every_pair_of_layers_the_higher_one_wins_and_its_line_is_named(
 ) -> None:
     """Lowest first: schema, what a group file stands on, the file itself, a recipe's values, the command line's.
 
-    Which group file that is, the command line says before a recipe, and a recipe before `config.yaml`.
+    Which group file that is, the command line says before a recipe, and a recipe before `config.yaml`. A choice on
+    the command line takes the place of all that a recipe says of its group.
     """
     _default(conf, kind)
     for in_recipe, on_command in itertools.product((None, "plain", "own", "both"), (None, "plain", "own", "nested")):
@@ -95,7 +96,10 @@ def test_of_every_pair_of_layers_the_higher_one_wins_and_its_line_is_named(
             )
             composed = compose(words)
             found = composed.run.optim.lr, composed.origins["optim.lr"]
-            assert found == _expected(chosen, recipe if recipe_value else None, command_value), words
+            holds = recipe if recipe_value and not on_command else None  # a choice on the command line replaces it
+            assert found == _expected(chosen, holds, command_value), words
+            replaced = bool(on_command) and recipe_value and not command_value
+            assert [w.path for w in composed.warnings] == (["optim"] if replaced else []), words
 
 
 def test_over_a_run_file_lie_choices_that_replace_a_group_and_values(conf: Path, tmp_path: Path) -> None:

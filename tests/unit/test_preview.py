@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
+from html import unescape
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
@@ -19,7 +21,7 @@ from mtrain.data.indexed import IndexedWriter
 from tests.support.chats import chats_file, folder_of, turns
 from tests.support.configs import LAPTOP
 
-SMALL = "model.num_layers=2 model.vocab_size=400 data.seq_length=96 trainer.eval_iters=0 trainer.eval_interval=null"
+SMALL = "model.num_layers=2 model.vocab_size=400 data.seq_length=96 trainer.eval_iters=0 trainer.eval_interval=0"
 EVIL = "<script>alert(1)</script>\x1b[31m\"'&amp;"
 
 
@@ -127,6 +129,26 @@ def test_the_page_is_one_file_in_which_nothing_of_a_chat_is_markup(
     assert "\x1b" not in text
     assert "default-src 'none'" in text
     assert main(["data", "preview", *SMALL.split(), *words]) == 2  # nothing is written over
+
+
+def test_positions_stand_in_the_margin_of_the_page_and_not_in_the_text(
+    capsys: pytest.CaptureFixture[str], home: Path, tmp_path: Path
+) -> None:
+    said = "54 + 440 = 494\nand " + "1 + 2 = 3, " * 3
+    file = chats_file(tmp_path / "sums.jsonl", [turns("add", said)])
+    words = ("data=sft", f"data.path={file}", "data.split=[1,0,0]", "samples=1")
+    shown(capsys, home, *words, "--html", str(tmp_path / "page.html"))
+    rows = re.findall(
+        r'<div class="row"><span class="n" aria-hidden="true">(\d+)</span><span class="text">(.*?)</span></div>',
+        (tmp_path / "page.html").read_text(),
+    )
+    text = "".join(unescape(re.sub("<[^>]*>", "", inside)) for _, inside in rows if "of padding" not in inside)
+    assert said.replace("\n", "\\n").strip() in text
+    tokens = samples(capsys, home, *words)[0]["documents"][0]
+    firsts = [int(position) for position, _ in rows]
+    assert firsts[0] == 0
+    assert len(firsts) > 4
+    assert firsts[-1] == next(token["position"] for token in tokens if token["padding"])
 
 
 def test_colours_are_for_a_terminal_alone(

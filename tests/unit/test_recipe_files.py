@@ -28,6 +28,7 @@ from mtrain.recipes.lock import PACKAGES, versions
 from mtrain.recipes.write import Delta, delta, recipe_text, unequal
 from tests.support.configs import LAPTOP
 from tests.support.covering import some_recipes
+from tests.support.patience import patient
 
 Run = Callable[..., tuple[int, str, str]]
 NAMES = sorted(f.relative_to(recipes_dir()).with_suffix("").as_posix() for f in recipes_dir().rglob("*.yaml"))
@@ -455,7 +456,9 @@ def test_no_subverb_imports_what_trains_and_none_takes_long(argv: list[str], tmp
         "print(code, sorted(m for m in ('torch', 'megatron', 'numpy') if m in sys.modules))\n"
     )
     before = os.times()
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, cwd=tmp_path)
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=patient(60), cwd=tmp_path
+    )
     after = os.times()
     assert done.stdout.splitlines()[-1] == f"{1 if argv[0] == 'diff' else 0} []", done.stderr
     allowed = 0.1 * len(recipe_names()) if argv[0] == "list" else 3

@@ -30,7 +30,6 @@ def script(words: str, program: str = "pretrain_gpt.py", launcher: str = "torchr
     ("program", "flags", "what"),
     [
         ("pretrain_t5.py", "", "a T5"),
-        ("/opt/Megatron-LM/pretrain_bert.py", "", "a BERT"),
         ("pretrain_vlm.py", "", "images and text"),
         ("examples/multimodal/train.py", "", "images and text"),
         ("-m examples.mimo.train", "", "images and text"),
@@ -48,13 +47,16 @@ def script(words: str, program: str = "pretrain_gpt.py", launcher: str = "torchr
         ("pretrain_gpt.py", "--hybrid-override-pattern M-M*", "state-space"),
         ("pretrain_gpt.py", "--spec megatron.core.models.mamba.mamba_layer_specs mamba_stack_spec", "state-space"),
         ("train.py", "--perform-rl-step --grpo-group-size 8", "reinforcement learning"),
+        ("posttrain_gpt.py", "--stage dpo", "after pretraining"),
+        ("posttrain_gpt.py", "", "after pretraining"),
+        ("pretrain_gpt.py", "--stage sft", "after pretraining"),
+        ("train_dpo.py", "", "preferences"),
         ("my_train.py", "--decoder-num-layers 12", "a T5"),
-        ("my_train.py", "--tokenizer-type BertWordPieceCase", "a BERT"),
     ],
 )
 def test_a_program_that_trains_something_else_is_refused_by_name(program: str, flags: str, what: str) -> None:
     with pytest.raises(ConfigError, match=what) as caught:
-        script(f"{KNOWN if 'tokenizer' not in flags else '--vocab-size 1000'} {flags}", program)
+        script(f"{KNOWN} {flags}", program)
     assert {p.code for p in caught.value.problems} == {"MT706"}
 
 
@@ -155,7 +157,7 @@ def test_a_vocabulary_that_nobody_says_is_left_to_fill_in(tmp_path: Path, capsys
         f"torchrun --nproc-per-node 1 pretrain_gpt.py {MODEL} --mock-data --train-iters 5\n"
     )
     recipe = tmp_path / "t.yaml"
-    assert main(["recipe", "import", str(tmp_path / "t.sh"), "-o", str(recipe)]) == 0
+    assert main(["recipe", "import", str(tmp_path / "t.sh"), "-o", str(recipe)]) == 2
     assert "model.vocab_size is left to fill in" in capsys.readouterr().err
     assert "vocab_size: null" in recipe.read_text()
     assert "# fill in model.vocab_size" in recipe.read_text()
@@ -208,6 +210,7 @@ def test_a_layout_is_written_as_degrees_and_not_as_another_model() -> None:
     [
         *((name, False) for name in ("--linear-num-key-heads", "--linear-key-head-dim", "--tokenizer-model")),
         *((name, False) for name in ("--eod-token", "NUM_KEY_HEADS", "--moe-token-drop", "--image-token")),
+        *((name, False) for name in ("--token-shift", "--token-budget", "--reset-token-count")),
         *((name, True) for name in ("--api-key", "HF_TOKEN", "--wandb-api-key", "WANDB_KEY", "TOKEN", "--key")),
         *((name, True) for name in ("AWS_SECRET_ACCESS_KEY", "db.password", "--auth", "GITHUB_TOKEN_FIRST")),
     ],
@@ -216,81 +219,73 @@ def test_a_key_of_attention_is_no_secret(name: str, secret: bool) -> None:
     assert names_secret(name) is secret
 
 
-def test_flags_under_a_condition_that_is_known_are_read() -> None:
+def test_flags_under_a_condition_leave_their_keys_to_fill_in() -> None:
     text = (
-        'DTYPE="fp8"\nSIZE=big\nARGS=()\n'
-        'if [[ "$DTYPE" == "fp8" ]]; then ARGS+=(--fp8-format hybrid); fi\n'
-        "case $SIZE in small) H=64;; big) H=144;; esac\n"
-        'if [ "${MOCK:-1}" -eq 1 ]; then ARGS+=(--mock-data); else ARGS+=(--data-path /x); fi\n'
-        f'torchrun --nproc-per-node 1 pretrain_gpt.py {MODEL} {KNOWN} --hidden-size $H "${{ARGS[@]}}"\n'
+        'ARGS=(--bf16)\nif [ "$FP8" = 1 ]; then\n  ARGS+=(--fp8-format hybrid --wandb-project x)\nfi\n'
+        f'torchrun --nproc-per-node 1 pretrain_gpt.py {MODEL} {KNOWN} "${{ARGS[@]}}"\n'
     )
     found = import_texts([(text, "t.sh")], "t")
-    assert (found.run.precision.fp8, found.run.model.hidden_size, found.run.data.kind) == ("hybrid", 144, "mock")
-    assert not [note for note in found.notes if "condition" in note or "not known" in note]
+    assert found.run.precision.dtype == "bf16"
+    assert "precision.fp8" in found.open
+    assert "(t.sh:2)" in found.open["precision.fp8"]
+    assert not [key for key in found.open if not key.startswith("precision.")]
+    assert {u.flag: u.why for u in found.unplaced}["--wandb-project"] == "unreadable"
+    assert "precision.fp8" not in import_texts([(text, "t.sh")], "t", ["precision.fp8=null"]).open
 
 
-def test_a_condition_that_is_not_known_is_reported_with_both_branches() -> None:
-    text = (
-        'if [ -n "$WANDB_PROJECT" ]; then\n  A="--log-interval 7"\n'
-        'elif [ -f x ]; then\n  B=1\nelse\n  A="--seed 3"\nfi\n'
-        f"torchrun --nproc-per-node 1 pretrain_gpt.py {MODEL} {KNOWN} $A\n"
-    )
-    found = import_texts([(text, "t.sh")], "t")
-    note = next(note for note in found.notes if "is not known" in note)
-    assert 't.sh:1: [ -n "$WANDB_PROJECT" ] is not known' in note
-    assert "then (line 1) sets --log-interval" in note
-    assert "elif (line 3) sets nothing that is used" in note
-    assert "else (line 5) sets --seed" in note
-    assert (found.run.trainer.seed, found.run.log.interval) == (1234, 100)
-
-
-def test_what_is_set_under_conditions_can_be_said_by_a_script_before() -> None:
+def test_what_is_set_under_conditions_is_left_to_fill_in() -> None:
     text = (
         "SIZE=$1\nif [ $SIZE = 1b ]; then\n  LAYERS=16\nelif [ $SIZE = 7b ]; then\n  LAYERS=32\nfi\n"
         f"torchrun --nproc-per-node 1 pretrain_gpt.py {MODEL} {KNOWN} --num-layers $LAYERS\n"
     )
-    with pytest.raises(
-        ConfigError, match=r"needs \$LAYERS, which is set under a condition .*SIZE = 1b \] \(t\.sh:2\)"
+    found = import_texts([(text, "t.sh")], "t")
+    assert "if" not in found.open
+    assert "set under a condition: [ $SIZE = 1b ]" in found.open["model.num_layers"]
+
+
+def test_words_that_only_the_environment_sets_are_noted_and_others_leave_the_recipe_open() -> None:
+    line = f"torchrun --nproc-per-node 1 pretrain_gpt.py {MODEL} {KNOWN} --bf16"
+    found = import_texts([(f'{line} $EXTRA "$@"\n', "t.sh")], "t")
+    assert not found.open
+    assert [note.partition(":")[2][:9] for note in found.notes if "flags that it may hold" in note] == [
+        "1: $EXTRA",
+        "1: $@ is ",
+    ]
+    found = import_texts([(f"{line} --seed $SEED $(cat more)\n", "t.sh")], "t")
+    assert set(found.open) == {"trainer.seed", "recipe.verified"}
+    assert "$(cat more)" in found.open["recipe.verified"]
+    found = import_texts([(f"{line} --no-such-flag 3\n", "t.sh")], "t")
+    assert "--no-such-flag" in found.open["recipe.verified"]
+
+
+def test_an_incomplete_recipe_is_refused_until_it_is_filled_in(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    line = f"torchrun --nproc-per-node 1 pretrain_gpt.py {MODEL} {KNOWN} --lr $(cat lr) $(cat more)\n"
+    (tmp_path / "t.sh").write_text(line)
+    recipe = tmp_path / "t.yaml"
+    assert main(["recipe", "import", str(tmp_path / "t.sh"), "-o", str(recipe)]) == 2
+    shown = capsys.readouterr().err
+    assert "error[MT702] recipe: optim.lr" in shown
+    assert f"{tmp_path}/t.sh:1" in shown
+    assert not any("\ue000" <= char <= "\uf8ff" for char in shown + recipe.read_text())
+    with pytest.raises(Rejected) as caught:
+        compose([f"recipe={recipe}"])
+    assert {p.path for p in caught.value.problems} == {"optim.lr", "recipe.verified"}
+    recipe.write_text(recipe.read_text().replace('verified: "???"', "verified: read").replace('lr: "???"', "lr: 0.1"))
+    assert compose([f"recipe={recipe}"]).run.optim.lr == 0.1
+
+
+def test_processes_are_counted_by_gpus_before_tasks() -> None:
+    for head, nodes, per_node in (
+        ("#SBATCH --nodes=2\n#SBATCH --ntasks-per-node=1\n#SBATCH --gpus-per-node=8\nsrun python", 2, 8),
+        ("#SBATCH -N 2\n#SBATCH --gres=gpu:h100:4\n#SBATCH --ntasks-per-node=1\nsrun python", 2, 4),
+        ("srun -N2 --ntasks-per-node=1 torchrun --nnodes 2 --nproc-per-node 8", 2, 8),
+        ("srun --nodes 2 --ntasks 16 python", 2, 8),
+        ("mpirun -np 16 -npernode 8 python", 2, 8),
     ):
-        import_texts([(text, "t.sh")], "t")
-    assert import_texts([("SIZE=7b\n", "env.sh"), (text, "t.sh")], "t").run.model.num_layers == 32
-
-
-def test_a_variable_that_is_not_known_takes_no_value_from_the_flag_before_it() -> None:
-    text = (
-        f'[ "$MORE" = 1 ] && OPTIONS="--bf16"\ntorchrun --nproc-per-node 1 pretrain_gpt.py {MODEL} {KNOWN} '
-        "--group-query-attention --num-query-groups 2 $OPTIONS --seed $SEED --kv-channels 4 $OPTIONS $OTHER\n"
-    )
-    found = import_texts([(text, "t.sh")], "t")
-    assert (found.run.model.num_query_groups, found.run.model.kv_channels) == (2, 4)
-    assert {u.flag for u in found.unplaced if u.why == "unreadable"} == {"--seed"}
-    assert any(
-        '[ "$MORE" = 1 ] && OPTIONS="--bf16" is not known: then (line 1) sets --bf16' in n for n in found.notes
-    )
-
-
-@pytest.mark.parametrize(
-    ("before", "words"),
-    [
-        ("TP=1\nif [ -f x ]; then TP=2; fi\n", "--tensor-model-parallel-size $TP"),
-        ('TP=1\nif [ -f x ]; then TP=2; fi\nMORE="--tensor-model-parallel-size $TP"\n', "$MORE"),
-        ("TP=1\n[ -f x ] && TP=2\nMORE=(--tensor-model-parallel-size $TP)\n", '"${MORE[@]}"'),
-        (
-            "TP=1\nwhile getopts t: o; do case $o in t) TP=$OPTARG;; esac; done\n",
-            "--tensor-model-parallel-size ${TP:-1}",
-        ),
-        ("TP=1\nfor n in 1 2; do TP=$n; done\n", "--tensor-model-parallel-size $((TP))"),
-        ('TP=1\nif [ -f x ]; then TP=2; fi\nTP="$TP"\n', "--tensor-model-parallel-size $TP"),
-        ("TP=1\nSIZE=a\nif [ -f x ]; then SIZE=b; fi\nS=$SIZE\nif [ $S = b ]; then TP=2; fi\n", "--seed 1$TP"),
-    ],
-)
-def test_a_value_that_a_condition_may_change_is_taken_and_said(before: str, words: str) -> None:
-    text = f"{before}torchrun --nproc-per-node 4 pretrain_gpt.py {MODEL} {KNOWN} {words}\n"
-    found = import_texts([(text, "t.sh")], "t")
-    assert found.run.parallel.tp == 1
-    assert any("is not known" in note and "sets $TP" in note for note in found.notes)
-    text = f"{before}TP=1\ntorchrun --nproc-per-node 4 pretrain_gpt.py {MODEL} {KNOWN} --seed $TP\n"
-    assert not any("$TP" in note for note in import_texts([(text, "t.sh")], "t").notes)
+        run = import_texts([(f"{head} pretrain_gpt.py {MODEL} {KNOWN}\n", "t.sh")], "t").run
+        assert (run.cluster.nodes, run.cluster.devices_per_node) == (nodes, per_node), head
 
 
 @pytest.mark.parametrize("ranks", [8, 16])
@@ -369,7 +364,7 @@ def test_a_gate_that_yaml_asks_for_is_not_lost_in_silence(activation: str, gated
     ],
 )
 def test_yaml_of_another_model_is_refused(folder: str, text: str) -> None:
-    with pytest.raises(ConfigError, match="only GPTs are imported"):
+    with pytest.raises(ConfigError, match="only GPTs and BERTs are imported"):
         import_yaml([(text, f"{folder}/model_config.yaml")], "x")
 
 

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import math
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from mtrain.cli.recipe.capture import capture
 from mtrain.config.batches import linear, samples_of, steps_within
 from mtrain.config.core_fields import transformer_values
 from mtrain.config.resolve import Machine, resolve
@@ -17,6 +19,7 @@ from mtrain.recipes.table import known_flags
 from mtrain.recipes.write import delta, recipe_text
 from tests.support.configs import LAPTOP
 
+RUN = ("llama3_70b",)
 SCRIPTS = Path(__file__).resolve().parents[1] / "support/megatron_scripts"
 CLUSTER = Machine(cpu_cores=64, memory_bytes=1 << 40, gpus=8, transformer_engine=True)
 
@@ -292,7 +295,7 @@ OTHER: dict[str, dict[str, Any]] = {
         "parallel.ranks": 32,
         "optim.decay_iters": 320000,
         "optim.beta2": 0.999,
-        "data.kind": "mock",
+        "data.kind": "indexed",
         "parallel.overlap_param_gather": True,
     },
     "deepseek_v3": {
@@ -336,8 +339,11 @@ OTHER: dict[str, dict[str, Any]] = {
 }
 
 
+@cache
 def imported(name: str) -> Imported:
-    return import_scripts([SCRIPTS / f"{name}.sh"])
+    """The script as it is read, or as it runs where it sets flags in a function."""
+    path = SCRIPTS / f"{name}.sh"
+    return capture(["bash", str(path)], ()) if name in RUN else import_scripts([path])
 
 
 @pytest.mark.parametrize("name", TRANSFORMER)
@@ -411,7 +417,7 @@ def test_a_vocabulary_is_taken_from_the_same_shape() -> None:
     found = import_texts([(f"torchrun pretrain_gpt.py {shape}", "x.sh")], "x")
     assert "the vocabulary of 50257 is that of model=gpt3_175b" in "".join(found.notes)
     text = "torchrun pretrain_gpt.py --num-layers 3 --hidden-size 66 --num-attention-heads 2 --seq-length 8"
-    assert import_texts([(text, "x.sh")], "x").open == ["model.vocab_size"]
+    assert import_texts([(text, "x.sh")], "x").open.keys() == {"model.vocab_size"}
     assert import_texts([(text, "x.sh")], "x", ["model.vocab_size=512"]).run.model.vocab_size == 512
 
 
@@ -465,6 +471,13 @@ def test_a_script_that_others_source_is_given_first(tmp_path: Path) -> None:
     )
     found = import_scripts([tmp_path / "model.sh", tmp_path / "train.sh"])
     assert (found.run.model.num_layers, found.run.cluster.devices_per_node) == (4, 2)
+    found = import_scripts([tmp_path / "train.sh"])
+    assert (found.run.model.num_layers, found.open) == (4, {})
+    assert any("model.sh is read in place" in note for note in found.notes)
+    (tmp_path / "alone").mkdir()
+    (tmp_path / "train.sh").rename(tmp_path / "alone/train.sh")
+    found = import_scripts([tmp_path / "alone/train.sh"])
+    assert "model.num_layers" in found.open
     assert any("model.sh is not read" in note for note in found.notes)
 
 

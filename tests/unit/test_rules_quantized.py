@@ -19,7 +19,7 @@ B200 = {**H100, "cluster.sm": 100}
 TE = {"kernels.linear": "te"}
 FP8: dict[str, Any] = {"precision.dtype": "bf16", "precision.fp8": "hybrid", **H100}
 FP4: dict[str, Any] = {"precision.dtype": "bf16", "precision.fp4": "e2m1", **B200}
-DELAYED = {**FP8, "precision.fp8_recipe": "delayed", "checkpoint.save_final": False}
+DELAYED = {**FP8, "precision.fp8_recipe": "delayed", "checkpoint.save_final": False, "checkpoint.save_interval": 0}
 BROKEN: list[tuple[str, str, dict[str, Any]]] = [
     ("MT150", "a precision.fp8", {"precision.fp8_recipe": "delayed"}),
     ("MT150", "precision.fp8_recipe=delayed", {**FP8, "precision.fp8_margin": 1}),

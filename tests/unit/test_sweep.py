@@ -93,11 +93,11 @@ def test_a_key_that_is_swept_and_said_again_is_refused() -> None:
     ids=lambda words: words[0][:40],
 )
 def test_a_sweep_without_end_or_without_a_run_is_refused_at_once(argv: list[str]) -> None:
-    start = time.perf_counter()
+    start = time.process_time()
     with pytest.raises(ConfigError) as caught:
         jobs(argv)
     assert {p.code for p in caught.value.problems} == {"MT010"}
-    assert time.perf_counter() - start < 5
+    assert time.process_time() - start < 5
 
 
 def test_every_combination_is_judged_and_the_worst_is_the_exit_code(capsys: pytest.CaptureFixture[str]) -> None:

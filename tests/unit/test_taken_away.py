@@ -50,7 +50,7 @@ def test_with_a_group_goes_what_the_recipe_chooses_from_it() -> None:
 
 def test_a_value_behind_what_is_taken_away_is_the_one_that_goes() -> None:
     assert "optim" not in compose(["~optim=adamw"]).choices
-    assert compose(["~trainer.train_iters=80"]).origins["trainer.train_iters"] == "default"
+    assert compose(["~trainer.eval_iters=16"]).origins["trainer.eval_iters"] == "default"
 
 
 @pytest.mark.parametrize(
@@ -58,7 +58,7 @@ def test_a_value_behind_what_is_taken_away_is_the_one_that_goes() -> None:
     [
         ("~optim=lion", "the choice of optim is adamw"),
         ("~model=nonsense", "the choice of model is llama_tiny"),
-        ("~trainer.train_iters=3", "trainer.train_iters is 80, at conf/trainer/default.yaml:2"),
+        ("~trainer.eval_iters=3", "trainer.eval_iters is 16, at conf/trainer/default.yaml:5"),
         ("~trainer.train_iters=[", "cannot be read"),
         ("~trainer.train_iters=1,2", "cannot be read"),
     ],

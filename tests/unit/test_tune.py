@@ -38,6 +38,7 @@ from mtrain.plan.tune.split import balanced
 from mtrain.plan.tune.state import state_of
 from tests.support.configs import LAPTOP
 from tests.support.covering import some
+from tests.support.patience import patient
 
 FEW = "model=llama32_1b cluster=h100 data.seq_length=4096"
 ONE_B = f"{FEW} cluster.devices_per_node=4 trainer.global_batch_size=16"
@@ -125,11 +126,12 @@ def test_no_layout_is_faster_than_its_bounds(name: str) -> None:
 
 def test_a_bound_that_is_above_the_time_loses_layouts(monkeypatch: pytest.MonkeyPatch) -> None:
     said = {**PLAIN, **BOUNDED["blocks"][1], "parallel.vpp": 1, "parallel.distributed_optimizer": True}
-    best = [layout.words for layout in found(ONE_B, tuple(said.items()))[0].best]
-    assert any(words.startswith("tp2") for words in best)
+    best = found(ONE_B, tuple(said.items()))[0].best
+    assert best[-1].words.startswith("pp2")
     monkeypatch.setattr(Costs, "_without_blocks", Costs.pieces)  # as if every layer was computed again
     wrong = search(compose(ONE_B.split()).run, said, LAPTOP, None, 3)[0].best
-    assert not any(layout.words.startswith("tp2") for layout in wrong)
+    assert wrong[-1].words.startswith("pp2")
+    assert wrong[-1].seconds > 1.05 * best[-1].seconds
 
 
 def test_a_search_is_the_same_again() -> None:
@@ -232,7 +234,7 @@ def test_neither_plan_nor_tune_imports_torch() -> None:
         f"codes = [main([verb, *{words!r}]) for verb in ('plan', 'tune')]\n"
         "print(codes, sorted(m for m in ('torch', 'megatron') if m in sys.modules))\n"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=patient(120))
     assert done.stdout.splitlines()[-1] == "[0, 0] []"
 
 
@@ -358,7 +360,12 @@ def test_a_batch_keeps_its_own_reason_beside_a_layout_that_was_chosen() -> None:
 
 def test_a_broken_rule_of_something_else_is_said_as_it_is() -> None:
     with pytest.raises(ConfigError) as error:
-        load([*ONE_B.split(), "parallel=auto", "trainer.profile_step=1000"], LAPTOP, {}, to_run=False)
+        load(
+            [*ONE_B.split(), "parallel=auto", "trainer.train_iters=80", "trainer.profile_step=1000"],
+            LAPTOP,
+            {},
+            to_run=False,
+        )
     assert [problem.code for problem in error.value.problems if problem.severity == "error"] == ["MT134"]
 
 

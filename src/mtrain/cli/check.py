@@ -59,7 +59,8 @@ def _fits(run: RunConfig, checkpoint: Path) -> None:
     manifest = read_manifest(checkpoint, verify=False)
     if run.data.kind != "indexed" or run.checkpoint.accept_changes:
         return
-    prefixes = [user_path(prefix) for prefix in run.data.blend or (run.data.path,) if prefix is not None]
+    read = run.data.without_excluded()
+    prefixes = [user_path(prefix) for prefix in read.blend or (read.path,) if prefix is not None]
     indexes = [prefix.with_name(f"{prefix.name}.idx") for prefix in prefixes]
     if sum(index.stat().st_size for index in indexes if index.is_file()) > READ_INDEXES:
         return
@@ -111,7 +112,7 @@ def summary(loaded: Loaded) -> str:
         shown.append(f"etp {p.etp}")
     flags = [name for name in ("sequence_parallel", "distributed_optimizer") if getattr(p, name)]
     micro = t.batch // (t.micro * dp)
-    tokens, sizes = t.batch * run.data.length, counted(stages(run), t.train_iters)
+    tokens, sizes = t.batch * run.data.length, counted(stages(run), t.steps)
     total = sum(number * size for number, size in sizes) * run.data.length
     grown = ", ".join(f"{number} steps of {size}" for number, size in sizes[:4])
     ramp = [("ramp", grown + (f", ... {sizes[-1][0]} of {sizes[-1][1]}" if len(sizes) > 4 else ""))]
@@ -121,7 +122,7 @@ def summary(loaded: Loaded) -> str:
         ("ranks", f"{p.ranks} on {run.cluster.name} ({run.cluster.device}, {run.cluster.nodes} node(s))"),
         ("batch", f"{t.batch} samples = {micro} micro-batch(es) of {t.micro} on {dp} rank(s)"),
         *(ramp if len(stages(run)) > 1 else ()),
-        ("tokens", f"{count(tokens)} per step, {count(total)} in {t.train_iters} steps"),
+        ("tokens", f"{count(tokens)} per step, {count(total)} in {t.steps} steps{length_in_words(loaded)}"),
         ("kernels", kernels.summary(run)),
         ("data", f"{run.data.kind}, samples of {run.data.length} tokens{_spans(run)}"),
         *((("", bare),) if (bare := unwatched(run.data)) else ()),
@@ -131,6 +132,12 @@ def summary(loaded: Loaded) -> str:
         lines.insert(3, ("device", _device(run)))
     warnings = [problem.render() for problem in loaded.warnings]
     return "\n".join([*warnings, "ok", *(visible(f"  {name:<7} {text}") for name, text in lines)])
+
+
+def length_in_words(loaded: Loaded) -> str:
+    """Why a run has as many steps as it has, where nobody said how many."""
+    origin = loaded.origins["trainer.train_iters"]
+    return f" ({origin})" if origin.startswith("resolved") else ""
 
 
 def _spans(run: RunConfig) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,8 @@ from mtrain.config.run_file import read_run_file
 from mtrain.errors import ConfigError, CorruptData, MtrainError, Problem, say
 from mtrain.launching.signals import scratch_folder
 from mtrain.plan.count import parameters
-from mtrain.recipes.hf import import_config, read_json
+from mtrain.recipes.hf import as_text, import_config, kind_of, read_json
+from mtrain.recipes.hf_kinds import KINDS
 from mtrain.recipes.hf_write import config_json, same_model
 from mtrain.units import bytes_, count
 
@@ -67,7 +69,7 @@ def import_(argv: list[str]) -> int:
         fix = f"{program()} convert import --megatron {source} {out} model=NAME"
         raise ConfigError([Problem("MT002", "", None, rule, fix)])
     open_folder(source)  # what is not there is said before anything is made
-    run = _run_of(source / CONFIG, extra)
+    run, said = _run_of(source / CONFIG, extra)
     with drafted(out, "importing") as draft:
         begun = run.peft.model_copy(update={"init_from": None})  # the checkpoint has them
         (draft / RUN_FILE).write_text(run_yaml(run.model_copy(update={"peft": begun})))
@@ -76,6 +78,8 @@ def import_(argv: list[str]) -> int:
         certificate.write(draft, "import", kind, record, found)
     size = f"{len(record.source)} tensors, {bytes_(folder.nbytes)}"
     say(f"imported {source}: {kind}, {count(parameters(run.model))} parameters, {size}, into {out}{_said(found)}")
+    for line in said:
+        say(line)
     return 0
 
 
@@ -102,7 +106,7 @@ def export(argv: list[str]) -> int:
     checkpoint, table = Saved.open(path), tables(kind, run.model)[0]
     weights = Weights(checkpoint, run, table, model_boxes(run), dtype)
     if version is not None:
-        return _export_adapters(weights, kind, out, version)
+        return _export_adapters(weights, kind, out, version, home)
     with drafted(out, "exporting") as draft:
         record = export_weights(weights, draft)
         stored = IN_TORCH[weights.dtype_of(weights.found.steps[0])]
@@ -125,14 +129,16 @@ def _peft_version(options: dict[str, str]) -> str | None:
     return PEFT_VERSIONS[word] if word is not None else None
 
 
-def _export_adapters(weights: Any, kind: str, out: Path, version: str) -> int:
+def _export_adapters(weights: Any, kind: str, out: Path, version: str, home: Path) -> int:
     """A folder that `peft` loads."""
     from mtrain.convert import certificate
     from mtrain.convert.adapter_folder import write_adapters
     from mtrain.convert.hugging_face import layers
+    from mtrain.convert.tokenizer_files import keep_tokenizer
 
     with drafted(out, "exporting") as draft:
         record = write_adapters(weights, layers(kind), draft, version, weights.run.checkpoint.init_from)
+        keep_tokenizer(home, draft)
         certificate.write(draft, "export", kind, record, {"left_out": "adapters alone"})
     size = sum(file.stat().st_size for file in out.iterdir())
     said = f"{len(record.target)} tensors of adapters, {bytes_(size)} in {out}, as peft {version} has them"
@@ -145,7 +151,7 @@ def inspect(argv: list[str], *, as_json: bool) -> int:
     (path,) = given_paths(argv, 1, "inspect PATH")
     from mtrain.convert.inspect import held, totals
 
-    tensors = held(path)
+    tensors = held(newest(path) if (path / CHECKPOINTS).is_dir() else path)
     if as_json:
         say(strict_json.dumps({"tensors": [t._asdict() for t in tensors], **totals(tensors)}))
         return 0
@@ -163,7 +169,9 @@ def verify(argv: list[str], *, as_json: bool) -> int:
     paths = given_paths(argv, 2, "verify A B")
     from mtrain.convert.compare import compare
 
-    rows, only = compare(*(of_megatron(paths) or [_weights_at(path) for path in paths]))
+    copies: dict[str, str] = {}
+    a, b = of_megatron(paths) or [_weights_at(path, copies) for path in paths]
+    rows, only = compare(a, b, copies)
     apart = [row for row in rows if not row.equal]
     if as_json:
         body = {"tensors": len(rows), "apart": [row._asdict() for row in apart], "only_in_one": only}
@@ -178,12 +186,13 @@ def verify(argv: list[str], *, as_json: bool) -> int:
     return 4 if apart or only else 0
 
 
-def _run_of(config: Path, extra: list[str]) -> RunConfig:
-    """The resolved run that a `config.json` is with overrides.
+def _run_of(config: Path, extra: list[str]) -> tuple[RunConfig, list[str]]:
+    """The resolved run that a `config.json` is with overrides; and what was left out or found out, in lines.
 
     Raises:
         ConfigError: see `configuration`; or a rule is broken.
     """
+    from mtrain.convert.folder import CONFIG
     from mtrain.convert.hugging_face import configuration
 
     _, imported = configuration(config, extra)
@@ -192,7 +201,9 @@ def _run_of(config: Path, extra: list[str]) -> RunConfig:
     errors = [p for p in check(resolved, raw=imported.run, to_run=False) if p.severity == "error"]
     if errors:
         raise ConfigError(errors)
-    return resolved
+    unread = [u for u in imported.unplaced if u.why == "no effect"]
+    lines = [f"{CONFIG}: {u.flag} = {u.value} {u.text}" for u in unread]
+    return resolved, lines + [f"{CONFIG}: {note}" for note in imported.notes]
 
 
 def _config_of(run: RunConfig, home: Path, kind: str | None) -> tuple[str, dict[str, Any]]:
@@ -203,12 +214,26 @@ def _config_of(run: RunConfig, home: Path, kind: str | None) -> tuple[str, dict[
     if kept.is_file() and kind is None:
         body = read_json(kept, str(kept))
         if not same_model(resolve(import_config(kept).run, Machine.here()).model, run.model):
-            return str(body["model_type"]), {
-                k: v for k, v in body.items() if k not in ("quantization_config", "dtype")
-            }
+            return _as_it_came(body, run)
     body = config_json(run.model, "float32", kind)
     unsaid = [key for key in ENDS if key not in body]  # the end of T5's sequences is the model's own
-    return str(body["model_type"]), {**body, **dict.fromkeys(unsaid, _end_of_document(home))}
+    from mtrain.convert.tokenizer_files import special_ids
+
+    said = special_ids(home)
+    ends = {key: said.get(key, said.get("eos_token_id", _end_of_document(home))) for key in unsaid}
+    pad = {"pad_token_id": said["pad_token_id"]} if "pad_token_id" in said and "pad_token_id" not in body else {}
+    return str(body["model_type"]), {**body, **ends, **pad}
+
+
+def _as_it_came(body: dict[str, Any], run: RunConfig) -> tuple[str, dict[str, Any]]:
+    """The kind of a configuration that was kept, and what is written of it: the text model, nothing that names code,
+    which is not written beside it, or how weights were stored.
+    """
+    kind = kind_of(body)
+    out = {k: v for k, v in as_text(body).items() if k not in ("quantization_config", "dtype", "auto_map")}
+    if kind != body["model_type"]:  # transformers knows the family by its own name alone
+        out |= {"model_type": kind, "architectures": [KINDS[kind].architecture(run.model)]}
+    return kind, out
 
 
 def _end_of_document(home: Path) -> int | None:
@@ -221,20 +246,17 @@ def _end_of_document(home: Path) -> int | None:
 
 
 def _write_companions(draft: Path, home: Path, body: dict[str, Any]) -> None:
-    from mtrain.convert.folder import COMPANIONS, CONFIG, GENERATION
+    from mtrain.convert.folder import CONFIG, GENERATION
     from mtrain.convert.hugging_face import KEPT, keep
+    from mtrain.convert.tokenizer_files import also_ending, keep_tokenizer
 
     (draft / CONFIG).write_text(strict_json.dumps(body, indent=2) + "\n")
-    for name in COMPANIONS:
-        keep(home / KEPT / name, draft / name)
+    keep_tokenizer(home, draft)
+    keep(home / KEPT / GENERATION, draft / GENERATION)
     if not (draft / GENERATION).exists():
         ids = {key: body[key] for key in IDS if body.get(key) is not None}
         (draft / GENERATION).write_text(strict_json.dumps(ids, indent=2) + "\n")
-    if not (draft / "tokenizer.json").exists():
-        keep(home / "tokenizer.json", draft / "tokenizer.json")
-        if (draft / "tokenizer.json").exists():
-            said = {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False}
-            (draft / "tokenizer_config.json").write_text(strict_json.dumps(said, indent=2) + "\n")
+    also_ending(home, draft / GENERATION)
 
 
 def _logits(run: RunConfig, checkpoint: Path, folder: Path) -> dict[str, Any]:
@@ -295,18 +317,27 @@ def _said(found: dict[str, Any]) -> str:
     return f"; logits within {found['largest_error']:.1e} of transformers' on {found['tokens']} tokens"
 
 
-def _weights_at(path: Path) -> Any:
+def _weights_at(path: Path, copies: dict[str, str]) -> Any:
+    """The weights of a folder or of a run; adds what such a folder may hold twice to `copies`."""
     from mtrain.convert.boxes import model_boxes
     from mtrain.convert.compare import OfCheckpoint
     from mtrain.convert.folder import is_folder, open_folder
     from mtrain.convert.hugging_face import tables
+    from mtrain.convert.match import held_twice
     from mtrain.convert.out import Weights
     from mtrain.convert.read import Reader
     from mtrain.convert.saved import Saved
 
     if is_folder(path) and not (path / RUN_FILE).is_file():
-        return Reader(open_folder(path))
+        folder = open_folder(path)
+        with suppress(ConfigError):  # of a model that is not known here, names and numbers are compared
+            kind, model = kind_of(read_json(folder.config, str(path))), import_config(folder.config).run.model
+            for table in tables(kind, model):
+                copies |= held_twice(table, model)
+        return Reader(folder)
     checkpoint, run = newest(path), read_run_file(path / RUN_FILE)
     home = checkpoint.parent.parent if checkpoint.parent.name == CHECKPOINTS else checkpoint
     kind, _ = _config_of(run, home, None)
-    return OfCheckpoint(Weights(Saved.open(checkpoint), run, tables(kind, run.model)[0], model_boxes(run)))
+    table = tables(kind, run.model)[0]
+    copies |= held_twice(table, run.model)
+    return OfCheckpoint(Weights(Saved.open(checkpoint), run, table, model_boxes(run)))

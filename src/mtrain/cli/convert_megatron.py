@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from mtrain.cli.drafts import drafted, new_folder, read_dtype, source_and_new
 from mtrain.cli.export import newest
 from mtrain.cli.resume import beneath, target_of
 from mtrain.cli.setup import load
-from mtrain.config.dump import run_yaml
+from mtrain.config.dump import override, run_yaml
 from mtrain.config.paths import RUN_FILE, program
 from mtrain.config.run import RunConfig
 from mtrain.config.run_file import read_run_file
@@ -17,6 +17,9 @@ from mtrain.errors import ConfigError, Problem, say
 from mtrain.models.registry import family_of
 from mtrain.plan.count import parameters
 from mtrain.units import bytes_, count
+
+if TYPE_CHECKING:
+    from mtrain.convert.megatron_compared import Apart
 
 IMPORT = "import --megatron DIR RUN model=NAME [overrides]"
 EXPORT = "export --megatron RUN DIR"
@@ -28,7 +31,8 @@ def import_megatron(argv: list[str]) -> int:
     source, out, extra = source_and_new(argv, IMPORT)
     from mtrain.convert import certificate
     from mtrain.convert.megatron import KIND, open_weights, take_megatron
-    from mtrain.convert.megatron_args import COMMON, differing, kept_in, read_arguments
+    from mtrain.convert.megatron_args import COMMON, kept_in, read_arguments
+    from mtrain.convert.megatron_compared import differing
 
     if not any(word.partition("=")[0].partition(".")[0].lstrip("+") in _SAY_A_MODEL for word in extra):
         rule = f"which model it is, {source} does not say as data; the command line has to"
@@ -45,18 +49,7 @@ def import_megatron(argv: list[str]) -> int:
     if wrong:
         file = kept_in(opened.path, opened.common)
         without = f", or take {COMMON} away where it is wrong" if file.name == COMMON else ""
-        problems = [
-            Problem(
-                "MT503",
-                key,
-                here,
-                f"{file} says that the weights were trained with {name} {there}",
-                f"{key}={there}{without}",
-                "command line",
-            )
-            for name, there, key, here in wrong
-        ]
-        raise ConfigError(problems)
+        raise ConfigError([_apart(one, file, without) for one in wrong])
     with drafted(out, "importing") as draft:
         (draft / RUN_FILE).write_text(run_yaml(run))
         _, record = take_megatron(run, opened, draft)
@@ -68,6 +61,19 @@ def import_megatron(argv: list[str]) -> int:
     of = f"{count(parameters(run.model))} parameters, {size}"
     say(f"imported {opened.path}: {of}, into {out}{left}")
     return 0
+
+
+def _apart(one: Apart, file: Path, without: str) -> Problem:
+    """The problem of an argument that says another model."""
+    rule = f"{file} says that the weights were trained with {one.name} {one.there}"
+    if not one.key:
+        return Problem("MT503", "", None, f"{rule}, which {one.why}", without.removeprefix(", or "), "command line")
+    fix = override(one.key, int(one.becomes) if _is_whole(one.becomes) else one.becomes)
+    return Problem("MT503", one.key, one.here, rule, f"{fix}{without}", "command line")
+
+
+def _is_whole(value: Any) -> bool:
+    return isinstance(value, float) and value.is_integer()
 
 
 def export_megatron(argv: list[str]) -> int:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from mtrain.cli.generate import WITHOUT_DATA, WITHOUT_START, checkpoint_of, must_write, source_of
 from mtrain.cli.resume import beneath, relaid, run_file, target_of
-from mtrain.cli.setup import load
+from mtrain.cli.setup import load, say_replaced
 from mtrain.cli.words import Word, number, read_words, texts
 from mtrain.config.origins import COMMAND_LINE
 from mtrain.config.paths import program
@@ -19,7 +19,9 @@ USAGE = f"{program()} evaluate runs/<name> [limit=N] [tasks=NAME] [overrides]"
 WORDS = {
     "limit": Word(None, number(int, 1, 1e12), "a whole number of at least 1", "limit=100"),
     "tasks": Word((), lambda text: [name for one in texts(text) for name in one.split(",")], many=True),
-    "shots": Word(None, number(int, 0, 1000), "a whole number of at least 0", "shots=5"),
+    "shots": Word(
+        None, number(int, 0, 1000), "a whole number of at least 0", "shots=5", aka=("num_fewshot", "fewshot")
+    ),
     "batch": Word(8, number(int, 1, 4096), "a whole number from 1 to 4096", "batch=8"),
 }
 
@@ -33,6 +35,7 @@ def run(argv: list[str], *, debug: bool, as_json: bool = False) -> int:
     own = WITHOUT_DATA if tasks else ("trainer.sample_tokens=0", WITHOUT_START)
     said = [f"run={run_file(target)}", *beneath([*own, *relaid(overrides)], overrides)]
     composed = load(said)
+    say_replaced(composed)
     preflight.check(composed.run, said)
     if not tasks:
         home, checkpoint = checkpoint_of(target, USAGE)

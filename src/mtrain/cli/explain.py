@@ -9,9 +9,11 @@ from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 from mtrain import strict_json
+from mtrain.cli import weights
 from mtrain.cli.options import read_options
+from mtrain.config.base import Effect
 from mtrain.config.capabilities import of_key, where_it_is
-from mtrain.config.compose import Composed, compose
+from mtrain.config.compose import Composed
 from mtrain.config.conditional import CONDITIONAL
 from mtrain.config.core_fields import feeds
 from mtrain.config.describe import (
@@ -31,6 +33,7 @@ from mtrain.config.keys import effect_of, field_of, suggest
 from mtrain.config.paths import program
 from mtrain.config.resolve import Machine, resolve, world_size_of
 from mtrain.config.run import RunConfig
+from mtrain.config.watch import touches
 from mtrain.errors import ConfigError, Problem, say_page, visible
 from mtrain.recipes.diff import overrides_of
 from mtrain.recipes.table import flags_of
@@ -66,7 +69,7 @@ def run(argv: list[str], *, debug: bool) -> int:
     elif section_of(word) is not None:
         facts = _section(word)
     else:
-        facts = _key(word, compose(overrides_of(rest)))
+        facts = _key(word, weights.composed(overrides_of(rest)))
     say_page(strict_json.dumps(facts, indent=2) if options.as_json else _page(facts))
     return 0
 
@@ -158,13 +161,15 @@ def _key(path: str, composed: Composed) -> dict[str, Any]:
     from mtrain.cli.setup import settled
 
     composed, why = settled(composed, machine, world_size_of())
-    resolved = resolve(composed.run, machine, world_size_of(), why=why)
+    made_from: dict[str, frozenset[str]] = {}
+    resolved = resolve(composed.run, machine, world_size_of(), made_from, why)
     chain = _chain(path, composed, resolved, why)
     facts |= {
         "value": _inside(resolved.to_dict(), path),
         "set_by": chain[-1]["source"],
         "chain": chain,
         "changes": EFFECTS[effect_of(path)],
+        "decides": _decided(path, made_from),
         "needs": next((key.needs for key in CONDITIONAL if key.path == path), ""),
         "feeds": _fed(path, resolved),
         "release": [where_it_is(row) for row in of_key(path)],
@@ -172,6 +177,12 @@ def _key(path: str, composed: Composed) -> dict[str, Any]:
         "validated_by": validating(path),
     }
     return facts
+
+
+def _decided(path: str, made_from: Mapping[str, frozenset[str]]) -> list[str]:
+    """The keys that nobody set, that were filled in by looking at this one, and that change a number."""
+    followers = [key for key, reads in made_from.items() if key != path and touches(reads, [path])]
+    return [key for key in followers if effect_of(key) is not Effect.RUNTIME]
 
 
 def _fed(path: str, run: RunConfig) -> list[str]:
@@ -233,7 +244,7 @@ def _page(facts: Mapping[str, Any]) -> str:
             rows = [f"{row['source']}: {row['value']}" for row in value] if len(value) > 1 else []
         elif name in ("says", "flags"):
             rows = list(value)
-        elif name == "keys" and len(value) > MAX_KEYS:
+        elif name in ("keys", "decides") and len(value) > MAX_KEYS:
             rows = [f"{', '.join(value[:MAX_KEYS])} and {len(value) - MAX_KEYS} more"]
         else:
             rows = [", ".join(value) if isinstance(value, list) else value]

@@ -9,7 +9,7 @@ from typing import Any
 
 from mtrain.ckpt import folder as ckpt_folder
 from mtrain.cli.resume import beneath, relaid, run_file, target_of
-from mtrain.cli.setup import load
+from mtrain.cli.setup import load, say_replaced
 from mtrain.cli.words import Word, number, read_words, texts, yes
 from mtrain.config.dump import override
 from mtrain.config.files import kind_of
@@ -46,11 +46,11 @@ WITHOUT_DATA = (
 )
 """The corpus of the run may be gone: its tokenizer is in the run folder."""
 WORDS = {
-    "prompt": Word(None),
+    "prompt": Word(None, aka=("text", "input")),
     "prompts": Word(None, Path),
     "chat": Word(False, yes, "true or false", "chat=true"),
-    "tokens": Word(64, number(int, 0, 1e6), "a number of at least 0", "tokens=64"),
-    "temperature": Word(0.8, number(float, 0, 1e6), "a number of at least 0", "temperature=0.8"),
+    "tokens": Word(64, number(int, 0, 1e6), "a number of at least 0", "tokens=64", aka=("max_length", "n_predict")),
+    "temperature": Word(0.8, number(float, 0, 1e6), "a number of at least 0", "temperature=0.8", aka=("temp",)),
     "top_k": Word(0, number(int, 0, 1e9), "a whole number of at least 0, which keeps all", "top_k=50"),
     "top_p": Word(1.0, number(float, 0, 1, above=True), "a number above 0, and at most 1", "top_p=0.9"),
     "min_p": Word(0.0, number(float, 0, 1), "a number from 0 to 1", "min_p=0.05"),
@@ -72,6 +72,7 @@ def run(argv: list[str], *, debug: bool, as_json: bool = False) -> int:
     request = _request(words, source, as_json)
     said = [f"run={run_file(target)}", *beneath([*WITHOUT_DATA, *relaid(overrides)], overrides)]
     composed = load(said)
+    say_replaced(composed)
     must_write(composed.run)
     preflight.check(composed.run, said)
     local.generate(composed.run, source, request)

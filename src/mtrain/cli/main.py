@@ -2,20 +2,26 @@
 
 from __future__ import annotations
 
-import difflib
 import errno
 import os
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
 
 from mtrain import strict_json
-from mtrain.cli.verbs import ANSWERS, CONFIG_DIR, FLAGS, HELP, JSON_VERBS, OF_ALL, OWN_WORDS, SHORT, VALUED, VERBS
+from mtrain.cli.parsing import Call, folders_named
+from mtrain.cli.parsing import parse as parse
+from mtrain.cli.verbs import (
+    ANSWERS,
+    FLAGS,
+    HELP,
+    JSON_VERBS,
+    OWN_WORDS,
+    VERBS,
+)
 from mtrain.collecting import without_collecting
 from mtrain.config.paths import config_dirs
 from mtrain.errors import (
-    MAX_PROBLEMS,
     STANDARD_OUTPUT,
     BadEnvironment,
     ConfigError,
@@ -25,19 +31,6 @@ from mtrain.errors import (
     of_the_place,
     say_page,
 )
-
-
-@dataclass
-class Call:
-    """A parsed command line."""
-
-    verb: str
-    arguments: list[str]
-    flags: set[str]
-    named: bool = True
-    """Whether the verb was written."""
-    values: dict[str, str] = field(default_factory=dict)
-    """Of flags that have one."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -65,7 +58,7 @@ def _answer(arguments: list[str]) -> int:
         BrokenPipeError: nobody reads what is printed.
     """
     try:
-        named, arguments = _config_dirs(arguments)
+        named, arguments = folders_named(arguments)
         with config_dirs(named):
             return dispatch(parse(arguments))
     except KeyboardInterrupt as stop:
@@ -113,80 +106,11 @@ def _gone() -> BadEnvironment | None:
     return None
 
 
-def _config_dirs(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
-    """The folders of `--config-dir DIR`, which may be given several times, and the other arguments.
-
-    Raises:
-        ConfigError: a folder is missing.
-    """
-    named, rest, queue = list[str](), list[str](), list(arguments)
-    while queue:
-        word = queue.pop(0)
-        flag, equals, value = word.partition("=")
-        if flag != CONFIG_DIR:
-            rest.append(word)
-        elif equals or queue:
-            named.append(value if equals else queue.pop(0))
-        else:
-            rule = f"{CONFIG_DIR}: needs a folder"
-            raise ConfigError([Problem("MT010", "", None, rule, f"{CONFIG_DIR} DIR", "command line")])
-    return named, rest
-
-
-def _values(arguments: Sequence[str]) -> tuple[dict[str, str], list[str]]:
-    """The flags that have a value, and the other arguments.
-
-    Raises:
-        ConfigError: one has none.
-    """
-    found, rest, queue = dict[str, str](), list[str](), list(arguments)
-    while queue:
-        word = queue.pop(0)
-        flag, equals, value = word.partition("=")
-        if flag not in VALUED:
-            rest.append(word)
-        elif value or (not equals and queue and not queue[0].startswith("-")):
-            found[flag] = value or queue.pop(0)
-        else:
-            needs = f"{flag} {VALUED[flag]}"
-            raise ConfigError([Problem("MT010", "", None, f"{flag}: needs a value", needs, "command line")])
-    return found, rest
-
-
 def _open_closed_streams() -> None:
     """Standard streams that were closed lead nowhere from now on: a file of the run would get their numbers."""
     for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
         if getattr(sys, name) is None:
             setattr(sys, name, open(os.devnull, mode))  # noqa: SIM115
-
-
-def parse(arguments: Sequence[str]) -> Call:
-    """Verb, overrides and flags of a command line.
-
-    Raises:
-        ConfigError: a word that is no verb, or a flag that does not exist.
-    """
-    verb = next((a for a in arguments if not a.startswith("-")), "")
-    if verb in OWN_WORDS:
-        place = arguments.index(verb)
-        flags = {SHORT.get(a, a) for a in arguments[:place]}
-        own = [a for a in arguments[:place] if a == "--json" or SHORT.get(a, a) not in OF_ALL]
-        rest = [a for a in arguments[place + 1 :] if a != "--debug"]
-        after = int(bool(rest) and not rest[0].startswith("-"))  # a subverb comes first
-        return Call(verb, [*rest[:after], *own, *rest[after:]], flags)
-    values, arguments = _values([SHORT.get(a, a) for a in arguments])
-    flags = {a for a in arguments if a in FLAGS}
-    rest = [a for a in arguments if a not in flags]
-    problems, rest = _without_unknown_flags(rest)
-    verb, named = "train", bool(rest) and rest[0] in VERBS
-    if named:
-        verb, rest = rest[0], rest[1:]
-    elif rest and "=" not in rest[0] and not rest[0].startswith(("+", "~")):
-        problems.append(_unknown_verb(rest[0]))
-    problems += _of_another_verb(verb, flags, values)
-    if problems:
-        raise ConfigError(problems)
-    return Call(verb, rest, flags, named, values)
 
 
 def dispatch(call: Call) -> int:
@@ -218,7 +142,9 @@ def dispatch(call: Call) -> int:
     if call.verb == "show":
         from mtrain.cli import show
 
-        return show.run(call.arguments, bare="--resolved" in call.flags, as_json=as_json)
+        return show.run(
+            call.arguments, bare="--resolved" in call.flags, changed="--changed" in call.flags, as_json=as_json
+        )
     options = {"as_json": as_json} if call.verb in JSON_VERBS else {}
     if call.verb == "convert":
         options["megatron"] = "--megatron" in call.flags
@@ -226,23 +152,6 @@ def dispatch(call: Call) -> int:
 
     with stoppable():
         return _worker_verb(call.verb)(call.arguments, debug="--debug" in call.flags, **options)
-
-
-def _of_another_verb(verb: str, flags: set[str], values: Mapping[str, str]) -> list[Problem]:
-    """A problem for each flag that the page of the verb does not have."""
-    strange = sorted({*flags, *values} - OF_ALL)
-    if not strange or "--help" in flags:
-        return []
-    from mtrain.cli.pages import PAGES, flags_of
-
-    problems = list[Problem]()
-    for flag in strange:
-        of = [each for each in PAGES if flag in flags_of(each)]
-        if verb not in of:
-            fix = " or ".join(" ".join([each, flag, *([values[flag]] if flag in values else [])]) for each in of)
-            rule = f"{flag}: a flag of {' and '.join(of)}, not of {verb}"
-            problems.append(Problem("MT010", "", None, rule, fix, "command line"))
-    return problems
 
 
 def _one_answer(call: Call) -> None:
@@ -257,6 +166,8 @@ def _one_answer(call: Call) -> None:
 
 def _plan(call: Call, as_json: bool) -> int:
     """The plan of a configuration, or what one of its flags asks for."""
+    if "--scale" in call.values or "--weak" in call.flags:
+        return _worker_verb("plan_scale")(call)
     _one_answer(call)
     if "--compare" in call.values:
         from mtrain.cli import plan_compare
@@ -328,54 +239,6 @@ def help_page() -> str:
         "exit codes: 0 ok, 2 bad input, 3 environment, 4 damaged data, 5 training fault, 75 preempted and resumable",
     ]
     return "\n".join(out)
-
-
-def _without_unknown_flags(words: Sequence[str]) -> tuple[list[Problem], list[str]]:
-    """A problem for each word that begins as a flag and is none, and the words without them and their values."""
-    problems, rest, queue = list[Problem](), list[str](), list(words)
-    while queue and len(problems) <= MAX_PROBLEMS:
-        word = queue.pop(0)
-        if not word.startswith("-") or "=" in word:
-            rest.append(word)
-            continue
-        value = queue[0] if queue and "=" not in queue[0] and not queue[0].startswith("--") else ""
-        fix = _setting_of(word, value)
-        if fix and value:
-            queue.pop(0)
-        problems.append(_unknown_flag(word, fix))
-    return problems, rest
-
-
-def _setting_of(flag: str, value: str) -> str:
-    """What a flag of another system is called here, with its value; empty where nothing is known."""
-    from mtrain.config.grammar import parse_value
-    from mtrain.config.keys import suggest
-    from mtrain.config.near import NOTHING, suggestions
-
-    near, why = suggest(flag) if flag.startswith("--") else ([], "")
-    if not (near or why) or difflib.get_close_matches(flag, FLAGS, n=1, cutoff=0.8):
-        return ""
-    with suppress(ValueError):
-        found = " or ".join(suggestions(flag, parse_value(value) if value else True))
-        return "" if found == NOTHING else found
-    return ""
-
-
-def _unknown_flag(flag: str, fix: str) -> Problem:
-    near = difflib.get_close_matches(flag, FLAGS, n=1, cutoff=0.5)
-    rule = f"{flag}: there is no such flag; flags: {', '.join(FLAGS)}"
-    fix = fix or (near[0] if near else "leave it out")
-    return Problem("MT010", "", None, rule, fix, "command line")
-
-
-def _unknown_verb(word: str) -> Problem:
-    from mtrain.config.intended import plain
-    from mtrain.config.near import bare_word
-
-    verbs = difflib.get_close_matches(plain(word).lower(), VERBS, n=1, cutoff=0.6)
-    near = verbs or bare_word(word) or ["leave it out"]
-    rule = f"{word}: is neither a verb nor key=value; verbs: {', '.join(VERBS)}"
-    return Problem("MT010", "", None, rule, " or ".join(near), "command line")
 
 
 def _say(text: str) -> None:

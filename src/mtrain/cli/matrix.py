@@ -17,9 +17,13 @@ from mtrain.config.sweep import jobs
 from mtrain.errors import ConfigError, Problem, say_page
 from mtrain.recipes.write import section
 
+MOST_ROWS = 100
+"""Models times layouts of which each is shown in a row."""
+WORDS = {"model": "models", "parallel": "layouts", "precision": "formats", "cluster": "clusters"}
+
 
 def run(argv: Sequence[str], *, as_json: bool = False) -> int:
-    """Validates every combination and prints a table; 0, whatever the reports.
+    """Validates every combination and prints a table, or of very many a summary; 0, whatever the reports.
 
     Choices in `argv`, also several of a group as in `model=glob(llama3*)`, narrow the table; other overrides hold for
     every combination.
@@ -29,7 +33,8 @@ def run(argv: Sequence[str], *, as_json: bool = False) -> int:
     """
     axes, base = _asked(argv)
     reports = list(validated(axes, base, Machine.here()))
-    say_page(strict_json.dumps([asdict(v) for v in reports], indent=1) if as_json else _table(reports, axes))
+    text = _table if len(axes["model"]) * len(axes["parallel"]) <= MOST_ROWS else summary
+    say_page(strict_json.dumps([asdict(v) for v in reports], indent=1) if as_json else text(reports, axes))
     return 0
 
 
@@ -73,6 +78,27 @@ def _asked(argv: Sequence[str]) -> tuple[dict[str, list[str]], RunConfig]:
         rule = "--all takes the choices that ship, one by one; a recipe or a run file is one choice of all"
         raise ConfigError([Problem("MT010", "", None, rule, "check, without --all", "command line")])
     return axes, compose(["data=mock", *rest]).run
+
+
+def summary(reports: Sequence[Report], axes: dict[str, list[str]]) -> str:
+    """How many combinations can launch, of each cluster, and how many cannot for each reason, with one of them."""
+    lines = []
+    for cluster in axes["cluster"]:
+        of = [v for v in reports if v.cluster == cluster]
+        lines.append((cluster, f"{sum(v.ok for v in of):>6} of {len(of)}"))
+    width = max(len(name) for name, _ in lines)
+    out = ["can launch, by cluster", *(f"  {name:<{width}}  {text}" for name, text in lines), "cannot, by reason"]
+    wrong: dict[str, list[Report]] = {}
+    for v in reports:
+        if not v.ok:
+            wrong.setdefault(v.code, []).append(v)
+    for code, found in sorted(wrong.items(), key=lambda item: -len(item[1])):
+        out.append(f"  {len(found):>6}  {_example(code, found[0])}")
+    whole = ", ".join(f"{len(axes[axis])} {words}" for axis, words in WORDS.items())
+    good = sum(v.ok for v in reports)
+    out.append(f"{good} of {len(reports)} combinations can launch, of {whole}")
+    out.append("a row for each model and layout: fewer of them, as model=A,B parallel=tp2; every combination: --json")
+    return "\n".join(out)
 
 
 def _table(reports: Sequence[Report], axes: dict[str, list[str]]) -> str:

@@ -15,8 +15,8 @@ from types import FrameType
 from typing import Any
 
 from mtrain import strict_json
-from mtrain.cli.setup import load, settled
-from mtrain.config.compose import compose
+from mtrain.cli import weights
+from mtrain.cli.setup import REPLACED, load, settled
 from mtrain.config.paths import user_path
 from mtrain.config.resolve import Machine, resolve, world_size_of
 from mtrain.config.run import RunConfig
@@ -98,6 +98,9 @@ def check(argv: Sequence[str], *, as_json: bool = False) -> int:
             first = f"{broken[0]['code']} {broken[0]['path']}: {broken[0]['rule']}" if broken else "ok"
             more = f" (and {len(broken) - 1} more)" if len(broken) > 1 else ""
             say(f"{row['differs']:<{width}}  {first}{more}")
+            for problem in row["problems"]:
+                if problem["code"] == REPLACED:
+                    say(f"  {problem['path']}={problem['value']}: {problem['rule']}")
         say_page(f"{sum(row['ok'] for row in out)} of {len(out)} pass")
     return worst([row["code"] for row in out])
 
@@ -170,7 +173,7 @@ def _composed(words: Sequence[str]) -> RunConfig | None:
     """The configuration of a run, resolved on this machine; None for one that is refused when it is started."""
     try:
         machine = Machine.here()
-        return resolve(settled(compose(words), machine, None)[0].run, machine)
+        return resolve(settled(weights.composed(words), machine, None)[0].run, machine)
     except ConfigError:
         return None
 

@@ -38,7 +38,11 @@ PAGES: dict[str, Page] = {
         f"show {OVERRIDES} [FLAGS]",
         "Prints the resolved configuration, and who set each key.",
         SETTINGS,
-        (JSON, ("--resolved", "print the bare file that run=FILE reads")),
+        (
+            JSON,
+            ("--resolved", "print the bare file that run=FILE reads"),
+            ("--changed", "print only what differs from the defaults, as settings"),
+        ),
         (
             ("show recipe=llama3/70b_h100x64", "what a recipe sets, line by line"),
             ("show --resolved optim.lr=3e-4", "a run in one file: redirect it, and take it with run=FILE"),
@@ -56,6 +60,11 @@ PAGES: dict[str, Page] = {
             ("--draw", "pictures below: memory by part, the pipeline's schedule, time, ranks on machines"),
             ("--html FILE", "the pictures as one page, that opens without a network"),
             ("--compare RUN", "of a run that was made: what was planned beside what was measured"),
+            (
+                "--scale COUNTS",
+                "speed, MFU and efficiency over numbers of devices, as tune lays them out",
+            ),
+            ("--weak", "with --scale: one batch per device, not one for all of them"),
             ("--trace", "run a step of one rank without its memory, and compare"),
             (
                 "--calibrate RUN_OR_FILE... out=FILE",
@@ -67,19 +76,36 @@ PAGES: dict[str, Page] = {
             ("plan recipe=llama3/70b_h100x64", "does it fit, and what takes the memory"),
             ("plan model=llama3_8b parallel=tp2 cluster=h100x8 --json", "the same for a machine"),
             ("plan recipe=llama3/70b_h100x64 --html plan.html", "a page to look at, and to send"),
+            (
+                "plan --scale 96,192,...,4608 recipe=gpt/177b_h100x96",
+                "strong scaling: the same batch on more devices",
+            ),
+            (
+                "plan --weak --scale 8,64,512 model=llama3_8b cluster=h100 data=mock",
+                "weak scaling; a key with as many values as numbers has one on each",
+            ),
             ("plan --trace recipe=llama3/70b_h100x64 rank=0", "what the program does, in half a minute"),
         ),
     ),
     "tune": Page(
-        f"tune {OVERRIDES} [--out FILE] [FLAGS]",
-        "The ten fastest layouts by the plan that keep every rule and fit the devices of the cluster: tp, pp, vpp,\n"
-        "cp, ep, etp, sequence parallelism, micro-batch, recomputation, sharding and offload of the state. What the\n"
-        "command line says of them is kept. parallel=auto takes the first in every verb.",
+        f"tune {OVERRIDES} [--out FILE] [--why-not LAYOUT] [FLAGS]",
+        "The fastest layouts by the plan that keep every rule and fit the devices of the cluster, the best of each\n"
+        "family (tp, pp, cp, ep), with the error of the plan's time: vpp, etp, sequence parallelism, micro-batch,\n"
+        "recomputation, sharding and offload of the state are chosen, too. What the command line says of them is\n"
+        "kept, and its cost is said. parallel=auto takes the first in every verb.",
         SETTINGS,
-        (("-o, --out FILE", "write the first as a choice, for parallel=FILE; never over a file"), JSON),
+        (
+            ("-o, --out FILE", "write the first as a choice, for parallel=FILE; never over a file"),
+            (
+                "--why-not LAYOUT",
+                "which rule a layout breaks, what it lacks, or how slow it is: tp8pp6, 'tp8pp6 KEY=V'",
+            ),
+            JSON,
+        ),
         (
             ("tune model=llama3_70b cluster=h100x64", "how to lay it out"),
             ("tune recipe=llama3/70b_h100x64 parallel.tp=8 --out mine.yaml", "with a tp of 8, into a file"),
+            ("tune model=llama3_70b cluster=h100x64 --why-not tp8pp8", "why that is not the first"),
         ),
     ),
     "prove": Page(
@@ -100,12 +126,18 @@ PAGES: dict[str, Page] = {
     ),
     "resume": Page(
         "resume RUN [KEY=VALUE ...]",
-        "Goes on with a run from its newest checkpoint, with the configuration that its folder holds.",
+        "Goes on with a run from its newest checkpoint, with the configuration that its folder holds. A run gets\n"
+        "longer by trainer.train_iters; where that bends a learning rate that has begun to decay, mtrain says how,\n"
+        "and checkpoint.accept_changes=true goes on with it.",
         (*RUN, ("KEY=VALUE", "what is to be different from here on")),
         (),
         (
             ("resume runs/NAME", "to the end that it had"),
-            ("resume runs/NAME trainer.train_iters=2000 parallel=tp4", "longer, in another layout"),
+            ("resume runs/NAME parallel=tp4", "in another layout"),
+            (
+                "resume runs/NAME trainer.train_iters=2000 checkpoint.accept_changes=true",
+                "longer, as its decay is",
+            ),
         ),
     ),
     "export": Page(
@@ -281,17 +313,31 @@ SUBPAGES: dict[str, Page] = {
         (("recipe verify 70b.lock.yaml", "exit code 0 where nothing does"),),
     ),
     "import": Page(
-        "recipe import FILE ... [-o FILE] [overrides], or recipe import -- FLAGS",
-        "A recipe from scripts of Megatron-LM, its model_config.yaml, a file for --yaml-cfg, or a config.json of\n"
-        "Hugging Face. Nothing of them is run. What is not taken over is listed with the reason.",
+        "recipe import [-o FILE] [overrides] FILE ..., or --capture -- COMMAND, or -- FLAGS",
+        "A recipe from a script of Megatron-LM, its model_config.yaml, a file for --yaml-cfg, or a config.json of\n"
+        "Hugging Face. What is not taken over is listed with the reason.\n"
+        "--capture runs your own script with recorders in place of torchrun, python, srun, mpirun and their kin,\n"
+        "which start nothing: it is exact for any shell. Without it nothing is run: assignments, arrays and\n"
+        "defaults are read, and what another statement may set is reported with its line. Exit code 2: keys are\n"
+        "left to fill in, as ???.",
         (
-            ("FILE ...", "files; those that another one sources first; - is standard input"),
+            ("COMMAND", "your script as you run it, such as bash pretrain.sh ARGUMENTS or sbatch job.sh"),
+            (
+                "FILE ...",
+                "files; those that another one sources first; - is standard input; a folder with a config.json",
+            ),
             ("KEY=VALUE", "what the files do not say, such as model.vocab_size=32000"),
             ("-- FLAGS", "a command line of Megatron-LM"),
         ),
-        (OUT, JSON),
         (
-            ("recipe import train.sh -o my.yaml", "a script"),
+            ("--capture", "run the command behind --, all of it but what starts training"),
+            ("--timeout S", "with --capture: seconds after which the script is ended; 120"),
+            OUT,
+            JSON,
+        ),
+        (
+            ("recipe import --capture -o my.yaml -- bash pretrain.sh", "your own script"),
+            ("recipe import train.sh -o my.yaml", "a script of somebody else, that is only read"),
             ("recipe import env.sh train.sh cluster=h100x64", "a script that sources another"),
             ("recipe import -- --num-layers 24 --hidden-size 1024 --num-attention-heads 16", "flags"),
         ),

@@ -14,7 +14,7 @@ from mtrain.cli.tables import table
 from mtrain.errors import ConfigError, Problem, say_page, say_styled, visible
 from mtrain.plan.report import alike, headline
 from mtrain.plan.time.report import no_time
-from mtrain.units import GIB, MIB, bytes_, count, duration, in_unit, seconds
+from mtrain.units import GIB, MIB, bytes_, count, duration, in_unit, seconds, short
 
 ELSEWHERE = "--html FILE in a folder that is there, and that may be written to"
 LEAST_SHARE = 0.001
@@ -46,7 +46,7 @@ def run(argv: Sequence[str], *, as_json: bool = False, draw: bool = False, html:
     from mtrain.plan.report import report
 
     loaded = load(argv, to_run=False)
-    to = None if html is None else _new(Path(html).expanduser())
+    to = None if html is None else new_page(Path(html).expanduser())
     try:
         found = report(loaded.run)
     except ValueError as error:
@@ -61,7 +61,12 @@ def run(argv: Sequence[str], *, as_json: bool = False, draw: bool = False, html:
     return 0
 
 
-def _new(path: Path) -> Path:
+def new_page(path: Path) -> Path:
+    """The path of a page that is not there yet.
+
+    Raises:
+        ConfigError: there is something, or no folder to write it to.
+    """
     if os.path.lexists(path):
         raise _unwritten(path, f"{path} is there already; nothing is written over", "--html FILE with another name")
     if not path.parent.is_dir():
@@ -71,6 +76,19 @@ def _new(path: Path) -> Path:
 
 def _unwritten(path: Path, rule: str, fix: str) -> ConfigError:
     return ConfigError([Problem("MT704", "html", str(path), rule, fix, "command line")])
+
+
+def write_page(to: Path, text: str) -> None:
+    """Writes a page.
+
+    Raises:
+        ConfigError: it cannot be written.
+    """
+    try:
+        with to.open("x", encoding="utf-8") as file:
+            file.write(text)
+    except OSError as error:
+        raise _unwritten(to, f"cannot be written: {error.strerror}", ELSEWHERE) from None
 
 
 def _draw(loaded: Loaded, found: dict[str, Any], to: Path | None, *, beside: bool) -> None:
@@ -88,11 +106,7 @@ def _draw(loaded: Loaded, found: dict[str, Any], to: Path | None, *, beside: boo
         return
     from mtrain.cli.plan_page import page_of
 
-    try:
-        with to.open("x", encoding="utf-8") as file:
-            file.write(page_of(found, stages, line))
-    except OSError as error:
-        raise _unwritten(to, f"cannot be written: {error.strerror}", ELSEWHERE) from None
+    write_page(to, page_of(found, stages, line))
     if not beside:
         say_page(f"plan of {found['model']}: {to}")
 
@@ -100,7 +114,7 @@ def _draw(loaded: Loaded, found: dict[str, Any], to: Path | None, *, beside: boo
 def page(loaded: Loaded, found: dict[str, Any]) -> str:
     """The plan as text."""
     lines = [*_head(loaded, found), "", *_parameters(found["parameters"]), "", *_memory(found["memory"])]
-    lines += ["", *_time(found["time"])]
+    lines += ["", *_time(found["time"], found["device_word"])]
     lines += ["", *(f"note: {note}" for note in found["notes"])] if found["notes"] else []
     return "\n".join([*(problem.render() for problem in loaded.warnings), *map(visible, lines)])
 
@@ -114,6 +128,8 @@ def _head(loaded: Loaded, found: dict[str, Any]) -> Iterator[str]:
     causal, every = (f"{flops[key] / 1e9:.4g}" for key in ("causal", "all_keys"))
     yield f"  operations   {_conventions(causal, every, ' GFLOP a token')}"
     tokens = r.trainer.micro * r.data.length
+    batch = r.trainer.batch * r.data.length
+    yield f"  batch        {r.trainer.batch} x {r.data.length} = {count(batch)} tokens a step"
     yield f"  micro-batch  {r.trainer.micro} x {r.data.length} = {count(tokens)} tokens"
     yield f"  checkpoint   {bytes_(found['checkpoint']['bytes'])}"
 
@@ -168,8 +184,8 @@ def _runs(numbers: Sequence[int]) -> str:
     return " ".join(words)
 
 
-def _time(time: dict[str, Any]) -> Iterator[str]:
-    """A step by part, and the whole run."""
+def _time(time: dict[str, Any], word: str) -> Iterator[str]:
+    """A step by part, and the whole run; `word`: what a device is called."""
     if time["step_s"] is None:
         yield f"time of a step: {no_time(time)}"
         return
@@ -179,12 +195,12 @@ def _time(time: dict[str, Any]) -> Iterator[str]:
     rows = [[name, duration(value), f"{value / step:.1%}", time["how"][name]] for name, value in parts.items()]
     yield from table(rows, left=1, ragged=(3,))
     rate, all_ranks = time["tokens_per_s_per_device"], time["tokens_per_s"]
-    yield f"  {count(rate)} tokens/s and device, {count(all_ranks)} in all"
+    yield f"  {count(rate)} tokens/s per {word}, {count(all_ranks)} in all"
     for of in time["mfu_by_peak"]:
         mfu = _conventions(f"{of['causal']:.1%}", f"{of['all_keys']:.1%}")
         yield f"  MFU {mfu}, of {of['peak_tflops']:g} TFLOP/s in {of['format']}"
     cost = "" if whole["cost"] is None else f", cost {whole['cost']:,.0f}"
-    hours = f"{whole['device_hours']:,.4g} device hours"
+    hours = f"{short(whole['device_hours'])} {word} hours"
     yield f"  {whole['steps']} steps, {count(whole['tokens'])} tokens: {seconds(whole['seconds'])}, {hours}{cost}"
     if time["save_s"] is not None:
         yield f"  a checkpoint is written in {seconds(time['save_s'])}"

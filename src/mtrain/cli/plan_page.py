@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from html import escape
 from typing import Any
 
@@ -15,7 +15,7 @@ from mtrain.plan.rank import StageMemory
 from mtrain.plan.report import alike, headline
 from mtrain.plan.time.report import no_time
 from mtrain.plan.timeline import Block, Timeline, kept_over_time
-from mtrain.units import GIB, MIB, bytes_, count, duration, in_unit, seconds
+from mtrain.units import GIB, MIB, bytes_, count, duration, in_unit, seconds, short
 
 STYLE = """
 :root { color-scheme: light dark; --line: #8886; }
@@ -32,11 +32,19 @@ table { border-collapse: collapse; margin: .6rem 0; font-variant-numeric: tabula
 td, th { padding: .2rem .7rem; border-bottom: 1px solid var(--line); text-align: right; font-weight: normal; }
 th { opacity: .7; } td:first-child, th:first-child { text-align: left; padding-left: 0; } td.how { text-align: left; }
 svg .halo { paint-order: stroke; stroke: Canvas; stroke-width: 4px; stroke-linejoin: round; }
+.pic { overflow-x: auto; }
+@media (max-width: 900px) { .pic svg { width: 1000px; } td.how { min-width: 18rem; } }
 .key { display: flex; flex-wrap: wrap; gap: .2rem 1.1rem; font-size: .85rem; margin: .4rem 0; }
 .key i { display: inline-block; width: .8rem; height: .8rem; border-radius: .15rem; margin-right: .35rem; }
 """
 POLICY = "default-src 'none'; style-src 'unsafe-inline'"
 ROW = 26
+BREAK = 24.0
+"""Of a schedule, where micro-batches are left out."""
+LEAST_BLOCK, MOST_WIDE = 18.0, 8000.0
+"""Of the shortest block of a schedule, so that its number can be read, and of the picture."""
+TICKS = 5
+"""Of an axis of memory, at most."""
 STAGES_DRAWN = 16
 """Stages whose memory over time is drawn; of more, the first and the last ones."""
 NODES_DRAWN = 12
@@ -73,7 +81,13 @@ def page_of(found: Mapping[str, Any], stages: Sequence[StageMemory], line: Timel
 
 def _cards(found: Mapping[str, Any]) -> str:
     memory, numbers = found["memory"], found["parameters"]
-    cards = [("parameters", count(numbers["total"]), "")]
+    batch, length = found["batch"], found["seq_length"]
+    cards = [
+        ("parameters", count(numbers["total"]), ""),
+        (f"batch, in micro-batches of {found['micro_batch']}", f"{batch} samples", ""),
+        ("sequence length", f"{length} tokens", ""),
+        ("tokens of a step", count(batch * length), ""),
+    ]
     if numbers["active"] != numbers["total"]:
         cards.append(("active for a token", count(numbers["active"]), ""))
     cards.append((f"peak memory, stage {memory['peak']['stage']}", bytes_(memory["peak"]["bytes"]), ""))
@@ -81,7 +95,7 @@ def _cards(found: Mapping[str, Any]) -> str:
         left = memory["headroom"]
         said = "left on a device" if left >= 0 else "too little on a device"
         cards.append((said, bytes_(abs(left)), "" if left >= 0 else "bad"))
-    cards += [(name, value, "") for name, value in _speed(found["time"])]
+    cards += [(name, value, "") for name, value in _speed(found["time"], found["device_word"])]
     cards.append(("checkpoint", bytes_(found["checkpoint"]["bytes"]), ""))
     made = (
         f'<div class="card {kind}"><b>{_text(value)}</b><span>{_text(name)}</span></div>'
@@ -90,20 +104,20 @@ def _cards(found: Mapping[str, Any]) -> str:
     return f'<div class="cards">{"".join(made)}</div>'
 
 
-def _speed(time: Mapping[str, Any]) -> list[tuple[str, str]]:
-    """What a step and the whole run take, where that is known."""
+def _speed(time: Mapping[str, Any], word: str) -> list[tuple[str, str]]:
+    """What a step and the whole run take, where that is known; `word`: what a device is called."""
     if time["step_s"] is None:
         return []
     whole = time["run"]
     cards = [
         ("a step", duration(time["step_s"])),
-        ("tokens/s and device", count(time["tokens_per_s_per_device"])),
+        (f"tokens/s per {word}", count(time["tokens_per_s_per_device"])),
         *(
             (f"MFU of {of['peak_tflops']:g} TFLOP/s in {of['format']}", share(of["causal"]))
             for of in time["mfu_by_peak"]
         ),
         ("the whole run", seconds(whole["seconds"])),
-        ("device hours", f"{whole['device_hours']:,.0f}"),
+        (f"{word} hours", short(whole["device_hours"])),
     ]
     return cards if whole["cost"] is None else [*cards, ("cost", f"{whole['cost']:,.0f}")]
 
@@ -114,7 +128,7 @@ def _memory(found: Mapping[str, Any]) -> list[str]:
     rows, device = alike(memory["stages"]), memory["device"]
     most = max([memory["peak"]["bytes"], device or 0]) * 1.02
     parts = [part for part in memory["how"] if any(row["parts"][part] for row in rows)]
-    svg, peaks = Svg(1000, ROW * len(rows) + 34), list[tuple[float, float, str]]()
+    svg, peaks = Svg(1000, ROW * len(rows) + 50), list[tuple[float, float, str]]()
     for number, row in enumerate(rows):
         y, at = 8.0 + number * ROW, 0.0
         svg.text(0, y + 15, f"stage {row['stage']}")
@@ -125,7 +139,11 @@ def _memory(found: Mapping[str, Any]) -> list[str]:
             at += size
         peaks.append((116 + 790 * at / most, y + 15, bytes_(row["peak"])))
     if device:
-        svg.rule(110 + 790 * device / most, 2, ROW * len(rows) + 10, f"device: {bytes_(device)}")
+        svg.rule(110 + 790 * device / most, 2, ROW * len(rows) + 28, f"device: {bytes_(device)}")
+    for size, words in _ticks(most):
+        at = 110 + 790 * size / most
+        svg.line(at, ROW * len(rows) + 8, at, ROW * len(rows) + 12, "currentColor")
+        svg.text(at, ROW * len(rows) + 26, words, middle=True)
     for x, y, peak in peaks:  # above the line, which would strike them through
         svg.text(x, y, peak, halo=True)
     return [
@@ -139,23 +157,40 @@ def _memory(found: Mapping[str, Any]) -> list[str]:
 def _over_time(found: Mapping[str, Any], stages: Sequence[StageMemory], line: Timeline) -> list[str]:
     """For each stage its memory over the step: what stands, and on top what autograd keeps."""
     device, peak = found["memory"]["device"], found["memory"]["peak"]["bytes"]
-    most, wide, high = max(peak, device or 0) * 1.05, 470, 96
+    most, wide, high = max(peak, device or 0) * 1.05, 430, 96
     shown = _ends(len(stages), STAGES_DRAWN)
     svg = Svg(1000, -(-len(shown) // 2) * (high + 34) + 4)
     for number, index in enumerate(shown):
         stage = stages[index]
-        x, y = 10 + number % 2 * 500, 22 + number // 2 * (high + 34)
+        x, y = 50 + number % 2 * 500, 22 + number // 2 * (high + 34)
         _area(svg, stage, line, (x, y, wide, high), most)
+        for size, words in _ticks(most):
+            level = y + high - high * size / most
+            svg.line(x - 4, level, x, level, "currentColor")
+            svg.text(x - 50, level + 4, words)
+        if line.cut is not None:
+            svg.box(x + wide * line.cut / line.end - 3, y, 6, high, "Canvas", "what is left out")
         if device:
             svg.line(x, y + high - high * device / most, x + wide, y + high - high * device / most, "#d1242f")
         svg.text(x, y - 6, f"stage {stage.stage}: peak {bytes_(stage.peak)}")
     unit = GIB if peak >= 4 * GIB else MIB
     said = f"Each picture is {in_unit(round(most), unit)} {'GiB' if unit == GIB else 'MiB'} high"
     said += "; the red line is the memory of a device." if device else "."
+    if line.cut is not None:
+        said += f" Of {line.of} micro-batches the begin and the end of the step are drawn, with a break between."
     more = f" {len(stages) - len(shown)} stages between them are not drawn." if len(shown) < len(stages) else ""
     colours = [("what autograd keeps", COLOURS["activations"]), ("at the peak, for a moment", COLOURS["working"])]
     names = [(part.replace("_", " "), COLOURS[part]) for part in STANDING if any(s.parts[part] for s in stages)]
     return ["<h2>Memory over a step</h2>", f"<p>{said}{more}</p>", legend([*names, *colours]), svg.markup()]
+
+
+def _ticks(most: float) -> Iterator[tuple[float, str]]:
+    """Round sizes up to `most` bytes, in GiB or MiB."""
+    unit, name = (GIB, "GiB") if most >= 4 * GIB else (MIB, "MiB")
+    step = next(step for power in range(9) for step in (10**power, 2 * 10**power, 5 * 10**power)
+                if step * unit * TICKS >= most)  # fmt: skip
+    for number in range(0, int(most / unit) + 1, step):
+        yield number * unit, f"{number} {name}"
 
 
 def _area(svg: Svg, stage: StageMemory, line: Timeline, box: tuple[float, float, float, float], most: float) -> None:
@@ -191,21 +226,33 @@ def _schedule(line: Timeline) -> list[str]:
     """A row for each stage: its forwards and backwards, and between them the bubble."""
     rows = len(line.blocks)
     high = 26 if rows <= 16 else 12
-    svg, scale = Svg(1000, rows * high + 30), 930 / line.end
+    left, gap = 64.0, 0.0 if line.cut is None else BREAK
+    narrow = min(block.end - block.begin for blocks in line.blocks for block in blocks)
+    wide = min(MOST_WIDE, max(930.0, LEAST_BLOCK * line.end / narrow))  # wider than the page it is scrolled
+    svg, scale = Svg(wide + 70, rows * high + 30), (wide - gap) / line.end
     for stage, blocks in enumerate(line.blocks):
         y = 4 + stage * high
         svg.text(0, y + high / 2 + 4, f"stage {stage}")
-        svg.box(64, y, 930, high - 4, "#8882", f"stage {stage} waits")
+        svg.box(left, y, wide, high - 4, "#8882", f"stage {stage} waits")
         for block in blocks:
-            _block(svg, block, y, high - 4, scale)
-    drawn = f"the first {line.micro} of {line.of} micro-batches" if line.micro < line.of else "all micro-batches"
+            _block(svg, line, block, (left, y, high - 4, scale), gap)
+    if line.cut is not None:
+        svg.box(left + line.cut * scale, 0, gap, rows * high + 4, "Canvas", "what is left out")
+        svg.text(left + line.cut * scale + gap / 2, rows * high + 20, "left out", middle=True)
+    drawn = "all micro-batches"
+    if line.cut is not None:
+        drawn = f"the begin and the end of a step of {line.of} micro-batches: of those between, which do the same "
+        drawn += f"again, {line.of - line.micro} are left out at the break"
     chunks = max(block.chunk for stage in line.blocks for block in stage)
-    said = " A deeper colour is a later chunk of the stage." if chunks else ""
+    said = " A deeper colour is a later chunk of the stage; the picture is scrolled sideways." if chunks else ""
+    key = [(f"{name}{f' of chunk {n}' if chunks else ''}{' and later' * (n == 3 < chunks)}", colours[n])
+           for name, colours in (("forward", FORWARD), ("backward", BACKWARD))
+           for n in range(min(chunks, 3) + 1)]  # fmt: skip
     return [
         "<h2>Pipeline schedule</h2>",
         f"<p>{drawn[0].upper()}{drawn[1:]}; a backward takes as long as two forwards and what it computes again. In "
         f"the whole step the busiest stage waits {share(line.bubble)} of the time.{said}</p>",
-        legend([("forward", FORWARD[0]), ("backward", BACKWARD[0]), ("bubble", "#8884")]),
+        legend([*key, ("bubble", "#8884")]),
         svg.markup(),
     ]
 
@@ -216,15 +263,22 @@ NUMBERS = ("#10202f", "#10202f", "#fff", "#fff")
 """Of the first chunks of a stage and later ones: colours of a block, and of what is written on it."""
 
 
-def _block(svg: Svg, block: Block, y: float, high: float, scale: float) -> None:
+def _block(svg: Svg, line: Timeline, block: Block, box: tuple[float, float, float, float], gap: float) -> None:
+    """A forward or backward; behind the break it is moved to the right, and one across it has two parts."""
+    left, y, high, scale = box
     colours = FORWARD if block.forward else BACKWARD
-    wide = (block.end - block.begin) * scale
-    what = f"{'forward' if block.forward else 'backward'} of micro-batch {block.micro}"
+    number, colour = line.number(block), colours[min(block.chunk, 3)]
     chunk = f", chunk {block.chunk}" if block.chunk else ""
-    svg.box(64 + block.begin * scale, y, max(0.4, wide - 0.6), high, colours[min(block.chunk, 3)], what + chunk)
-    if wide > 15 and high > 12:
-        at = 64 + block.begin * scale + wide / 2
-        svg.text(at, y + high / 2 + 4, str(block.micro), middle=True, colour=NUMBERS[min(block.chunk, 3)])
+    title = f"{'forward' if block.forward else 'backward'} of micro-batch {number}{chunk}"
+    cut = line.end if line.cut is None else line.cut
+    for begin, end, shift in ((block.begin, min(block.end, cut), 0.0), (max(block.begin, cut), block.end, gap)):
+        wide = (end - begin) * scale
+        if wide <= 0:
+            continue
+        x = left + begin * scale + shift
+        svg.box(x, y, max(0.4, wide - 0.6), high, colour, title)
+        if wide > 7.5 * len(str(number)) and high > 12:
+            svg.text(x + wide / 2, y + high / 2 + 4, str(number), middle=True, colour=NUMBERS[min(block.chunk, 3)])
 
 
 def _time(found: Mapping[str, Any]) -> list[str]:
@@ -255,7 +309,7 @@ def _time(found: Mapping[str, Any]) -> list[str]:
         f"<p>{total:.3f} s, of the slowest stage.</p>",
         legend((name, hue(n, len(parts))) for n, name in enumerate(parts)),
         svg.markup(),
-        f"<table>{''.join(rows)}</table>",
+        f'<div class="pic"><table>{"".join(rows)}</table></div>',
     ]
 
 
@@ -274,10 +328,21 @@ def _grid(stages: Sequence[StageMemory]) -> list[str]:
     return [
         "<h2>Ranks on machines</h2>",
         f"<p>{_text(str(grid))}: a square is a device, {of} a machine; the colour is its stage. "
-        "Outlined: one copy of the model, the ranks with dp 0. A square under the pointer says its place.</p>",
+        f"Outlined: one copy of the model, {_copy_words(grid)}. A square under the pointer says its place.</p>",
         legend(names),
         svg.markup(),
     ]
+
+
+def _in_a_copy(grid: RankGrid, at: Mapping[str, int]) -> bool:
+    """Whether a rank is of the first whole copy: experts lie on ranks of several data-parallel indices."""
+    return at["dp"] == 0 or (grid.sizes["ep"] > 1 and at["edp"] == 0)
+
+
+def _copy_words(grid: RankGrid) -> str:
+    return (
+        "the ranks with dp 0, and those with the first copy of each expert" if grid.ep > 1 else "the ranks with dp 0"
+    )
 
 
 def _group(svg: Svg, grid: RankGrid, group: Machines, devices: int, columns: int, y: float) -> float:
@@ -297,7 +362,7 @@ def _group(svg: Svg, grid: RankGrid, group: Machines, devices: int, columns: int
             at = grid.coords(rank)
             title = f"rank {rank}: " + ", ".join(f"{axis} {n}" for axis, n in at.items() if grid.sizes[axis] > 1)
             x, down = left + index % columns * SIDE, top + index // columns * SIDE
-            svg.box(x, down, SIDE - 2, SIDE - 2, hue(stage, grid.pp), title, outline=at["dp"] == 0)
+            svg.box(x, down, SIDE - 2, SIDE - 2, hue(stage, grid.pp), title, outline=_in_a_copy(grid, at))
     return y + -(-drawn // per_row) * high + 24
 
 
@@ -317,7 +382,10 @@ def _parameters(found: Mapping[str, Any]) -> list[str]:
         )
         for row in alike(numbers["by_stage"])
     ]
-    return ["<h2>Parameters</h2>", f"<table><tr>{head}</tr>{''.join(f'<tr>{row}</tr>' for row in rows)}</table>"]
+    return [
+        "<h2>Parameters</h2>",
+        f'<div class="pic"><table><tr>{head}</tr>{"".join(f"<tr>{row}</tr>" for row in rows)}</table></div>',
+    ]
 
 
 def _ends(number: int, most: int) -> list[int]:

@@ -73,7 +73,9 @@ def _memory(found: Mapping[str, Any]) -> Iterator[Styled]:
 
 def _schedule(line: Timeline) -> Iterator[Styled]:
     """A row for each stage; digits are forwards, letters backwards of the micro-batch of that number."""
-    drawn = f"the first {line.micro} of {line.of} micro-batches" if line.micro < line.of else "all micro-batches"
+    drawn = "all micro-batches"
+    if line.cut is not None:
+        drawn = f"begin and end of {line.of} micro-batches, {line.of - line.micro} left out at the |"
     yield [
         (f"pipeline schedule, {drawn}", "bold"),
         (f"; the busiest stage waits {share(line.bubble)} of the step", ""),
@@ -84,8 +86,11 @@ def _schedule(line: Timeline) -> Iterator[Styled]:
         for block in blocks:
             first = round(width * block.begin / line.end)
             last = max(first + 1, round(width * block.end / line.end))
-            sign = "0123456789"[block.micro % 10] if block.forward else "abcdefghij"[block.micro % 10]
+            number = line.number(block) % 10
+            sign = "0123456789"[number] if block.forward else "abcdefghij"[number]
             cells[first:last] = [(sign, "" if block.forward else "loss")] * (min(last, width) - first)
+        if line.cut is not None:
+            cells[round(width * line.cut / line.end)] = ("|", "bold")
         yield [(f"  stage {stage:<9} ", ""), *cells]
     if len(line.blocks) > STAGES_DRAWN:
         yield [(f"  and {len(line.blocks) - STAGES_DRAWN} stages more", "dim")]

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from mtrain.cli.setup import load
+from mtrain.cli.setup import load, say_replaced
 from mtrain.config.devices import facts_of
 from mtrain.config.kernels import OURS, summary
 from mtrain.config.resolve import Machine
@@ -66,7 +66,9 @@ def run(argv: list[str], *, debug: bool) -> int:
     apart. The layout is resumed from a checkpoint after half of the steps, one rank is not. After a failure both run
     again and the first module that computes something else is named.
     """
-    full = load(argv).run
+    loaded = load(argv)
+    say_replaced(loaded)
+    full = loaded.run
     equal = True
     for dtype in formats(full):
         small = comparable(full, argv, STEPS, dtype)
@@ -156,7 +158,7 @@ def compared(small: RunConfig) -> list[Row]:
         from mtrain.train.prove import compare
 
         centered = small.model.layernorm_zero_centered_gamma
-        return compare(one, many, small.trainer.train_iters, _tolerances(small), zero_centered=centered)
+        return compare(one, many, small.trainer.steps, _tolerances(small), zero_centered=centered)
 
 
 def located(small: RunConfig) -> Difference | None:
@@ -169,7 +171,7 @@ def located(small: RunConfig) -> Difference | None:
 
         told, dtype = _tolerances(small), EIGHT_BITS if small.precision.quantized else small.precision.format
         bounds = Bounds(MODULE[dtype], told["loss"], told["gradient"], told["gradient norm"], told["weight"])
-        return where(one, many, small.trainer.train_iters, bounds)
+        return where(one, many, small.trainer.steps, bounds)
 
 
 def draws(full: RunConfig) -> bool:

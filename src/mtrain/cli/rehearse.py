@@ -7,7 +7,7 @@ from typing import Any
 
 from mtrain.ckpt import folder as ckpt_folder
 from mtrain.cli.prove import FAULT, shrunk
-from mtrain.cli.setup import load
+from mtrain.cli.setup import load, say_replaced
 from mtrain.config.devices import facts_of
 from mtrain.config.paths import CHECKPOINTS
 from mtrain.config.run import RunConfig
@@ -24,7 +24,9 @@ STEPS, SAVED = 6, 3
 
 def run(argv: list[str], *, debug: bool) -> int:
     """Train what `argv` describes, shrunk; save, resume, and compare the two ends; returns the exit code."""
-    full = load(argv).run
+    loaded = load(argv)
+    say_replaced(loaded)
+    full = loaded.run
     small = shrunk(full, argv, STEPS, "bf16" if full.precision.dtype == "bf16" else "fp32")
     grid = RankGrid.of(small)
     asked = "" if full.precision.quantized is None else f", in place of {full.precision.words}"
@@ -60,7 +62,7 @@ def _export(checkpoints: Path, out: Path) -> int:
 
 
 def _in(run: RunConfig, folder: Path, name: str, **checkpoint: Any) -> RunConfig:
-    saving = {"save_interval": SAVED, "save_final": True, "keep": None, **checkpoint}
+    saving = {"save_interval": SAVED, "save_minutes": None, "save_final": True, "keep": None, **checkpoint}
     return run.model_copy(
         update={
             "log": run.log.model_copy(update={"runs_dir": str(folder), "name": name, "interval": 1}),

@@ -7,8 +7,9 @@ from collections.abc import Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, replace
 
+from mtrain.cli import weights
 from mtrain.config import kernels
-from mtrain.config.compose import Composed, Rejected, compose
+from mtrain.config.compose import Composed, Rejected
 from mtrain.config.defaults import synthetic_tokens
 from mtrain.config.devices import AUTO, facts_of
 from mtrain.config.origins import DEFAULT
@@ -16,13 +17,18 @@ from mtrain.config.resolve import Machine, machine_problems, resolve, world_size
 from mtrain.config.rules import check
 from mtrain.config.run import RunConfig
 from mtrain.config.suggest import with_fixes
+from mtrain.config.usual_layout import on_a_cpu
 from mtrain.config.watch import read_from, touches, watched
-from mtrain.errors import BadEnvironment, BadPlace, ConfigError, CorruptInput, Problem
+from mtrain.errors import BadEnvironment, BadPlace, ConfigError, CorruptInput, Problem, say_page
 
 DAMAGE = {"MT611", "MT612", "MT613"}
 """Codes of files that are not what they were written as."""
 PLACES = {"MT431", "MT432"}
 """Codes of folders that cannot be written."""
+REPLACED = "MT020"
+"""The code of values of a recipe that a choice on the command line replaces."""
+NO_LAYOUT = "MT258"
+"""Code of the error that no layout keeps all rules."""
 COUNTED_HERE = frozenset({"MT113", "MT114"})
 """Codes of errors that may mean no more than too few devices here, where their number is that of this machine."""
 
@@ -70,19 +76,20 @@ def load(
     machine = machine or Machine.here()
     world_size = world_size_of(environment)
     try:
-        composed = compose(argv)
+        composed = weights.composed(argv)
     except Rejected as error:
         found = list(error.problems)
         if error.partial is not None:
-            found = with_fixes(found, error.partial.run, lambda r: resolve(r, machine, world_size))
-        raise ConfigError([*found, *also_wrong(error, machine, world_size)]) from None
+            partial = _on_a_cpu(error.partial, machine, world_size)[0]
+            found = with_fixes(found, partial.run, lambda r: resolve(r, machine, world_size))
+        raise ConfigError([*found, *also_wrong(error, machine, world_size), *error.warnings]) from None
     composed, why = settled(composed, machine, world_size)
     raw = composed.run
     run = resolve(raw, machine, world_size, why=why)
     if to_run:
         _refuse_hidden_gpus(raw, run, machine)
     origins = resolved_origins(composed, run, why)
-    problems = validate(composed, run, origins, machine, world_size, to_run=to_run)
+    problems = [*composed.warnings, *validate(composed, run, origins, machine, world_size, to_run=to_run)]
     problems += families.problems(run.model, origins) or memory_problems(run, machine, origins)
     problems = [problem for problem in problems if problem.code not in but]
     errors = {problem.code for problem in problems if problem.severity == "error"}
@@ -92,6 +99,13 @@ def load(
             _refuse_too_few_devices(run, machine, machines or run.cluster.nodes, problems)
         raise _kind(errors, to_run)(problems)
     return Loaded(run, origins, composed.choices, tuple(problems), composed.history, composed.files, raw)
+
+
+def say_replaced(composed: Composed) -> None:
+    """Print on standard error what choices of the command line replaced, for verbs that show no other warnings."""
+    for problem in composed.warnings:
+        if problem.code == REPLACED:
+            say_page(problem.render(), error=True)
 
 
 def _kind(errors: AbstractSet[str], to_run: bool) -> type[ConfigError]:
@@ -140,16 +154,33 @@ def _refuse_too_few_devices(run: RunConfig, machine: Machine, machines: int, pro
 
 
 def settled(composed: Composed, machine: Machine, world_size: int | None) -> tuple[Composed, dict[str, str]]:
-    """The same with the layout that `parallel.auto` leaves to `tune`, and why each key of it is so.
+    """The same with the layout that nobody named: of `tune` on GPUs, tensor parallel 2 on a CPU; and why it is so.
 
     Raises:
         ConfigError: there is no such layout.
     """
-    if not composed.run.parallel.auto:
-        return composed, {}
-    from mtrain.plan.tune.choose import chosen
+    composed, why = _on_a_cpu(composed, machine, world_size)
+    if composed.run.parallel.auto is False:
+        return composed, why
+    from mtrain.plan.tune.choose import chosen, cleared, said_of
 
-    raw, why = chosen(composed.run, composed.origins, machine, world_size)
+    try:
+        raw, why = chosen(composed.run, composed.origins, machine, world_size)
+    except ConfigError as error:
+        if composed.run.parallel.auto or {problem.code for problem in error.problems} != {NO_LAYOUT}:
+            raise
+        # nobody asked for a choice: the rule that no layout keeps says of itself what is wrong
+        raw = cleared(composed.run, said_of(composed.run, composed.origins, command_line=False))
+        why = {}
+    return replace(composed, run=raw), why
+
+
+def _on_a_cpu(composed: Composed, machine: Machine, world_size: int | None) -> tuple[Composed, dict[str, str]]:
+    """The same with the layout that nobody named, where the run is one of a CPU."""
+    raw = composed.run
+    if raw.parallel.auto is not None or not facts_of(resolve(raw, machine, world_size).cluster.device).on_host:
+        return composed, {}
+    raw, why = on_a_cpu(raw, composed.origins, machine, world_size)
     return replace(composed, run=raw), why
 
 
@@ -168,6 +199,7 @@ def validate(
     elsewhere = not to_run and raw.cluster.device == "auto"
     problems += (replace(p, severity="warning") if elsewhere else p for p in kernels.problems(run, machine, origins))
     problems += synthetic_tokens(raw, run, origins["data.kind"])
+    problems += weights.problems(run, origins)
     return problems + list(machine_problems(composed.run, run, machine, world_size, origins))
 
 
@@ -180,9 +212,10 @@ def also_wrong(error: Rejected, machine: Machine, world_size: int | None) -> lis
     if error.partial is None:
         return []
     made_from: dict[str, frozenset[str]] = {}
-    raw, why = error.partial.run, dict[str, str]()
+    partial, why = _on_a_cpu(error.partial, machine, world_size)
+    raw = partial.run
     run = resolve(raw, machine, world_size, made_from, why)
-    origins = resolved_origins(error.partial, run, why)
+    origins = resolved_origins(partial, run, why)
     refused = [p.path for p in error.problems if p.path]
 
     def hidden(reads: AbstractSet[str]) -> bool:

@@ -21,8 +21,12 @@ COLOURS = {
 """Part of the memory -> its colour."""
 
 
+PAGE = 1000
+"""Of a picture that is as wide as its page; a wider one is scrolled, and none is made smaller than it can be read."""
+
+
 class Svg:
-    """A picture that is as wide as its page."""
+    """A picture, in units that are no smaller than a pixel."""
 
     def __init__(self, width: float, height: float) -> None:
         self.width, self.height = width, height
@@ -64,7 +68,9 @@ class Svg:
     def markup(self) -> str:
         """The element."""
         inside = "".join(self._parts)
-        return f'<svg viewBox="0 0 {self.width:.0f} {self.height:.0f}" role="img">{inside}</svg>'
+        wide = f' style="min-width:{self.width:.0f}px"' if self.width > PAGE else ""
+        box = f'viewBox="0 0 {self.width:.0f} {self.height:.0f}"'
+        return f'<div class="pic"><svg {box}{wide} role="img">{inside}</svg></div>'
 
 
 def _box(x: float, y: float, wide: float, high: float, colour: str, title: str, outline: bool = False) -> str:

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import traceback
 from dataclasses import replace
+from pathlib import Path
 
-from mtrain.cli.setup import load
-from mtrain.config.compose import Composed
+from mtrain.cli.check import length_in_words
+from mtrain.cli.setup import Loaded, load
+from mtrain.config.devices import facts_of
+from mtrain.config.paths import program
 from mtrain.config.resolve import Machine
 from mtrain.config.run import RunConfig
-from mtrain.errors import MtrainError, message, say_page, warn
+from mtrain.errors import MtrainError, message, say, say_page, warn
 from mtrain.launching import torchrun
 from mtrain.launching.worker import leave
 from mtrain.world.launchers import Launched
@@ -31,11 +34,32 @@ def run(argv: list[str], *, debug: bool) -> int:
     _warn(composed)
     if stray := torchrun.stray():
         warn(stray)
-    local.launch(composed.run, argv)
+    folder = local.launch(composed.run, argv)
+    if not argv:  # somebody's first run
+        say(*next_steps(folder))
     return 0
 
 
-def _warn(composed: Composed) -> None:
+def next_steps(folder: Path) -> list[str]:
+    """What to do after a first run, as commands."""
+    steps = (
+        ("data=text data.path=FOLDER", "train on text of your own"),
+        (f'generate {folder} prompt="import"', "text from what was trained"),
+        (f"resume {folder} trainer.train_iters=400 checkpoint.accept_changes=true", "train it for longer"),
+        ("check model=llama3_8b cluster=h100x8", "validate a large model, without starting anything"),
+        ("plan recipe=llama3/70b_h100x64", "its memory and time"),
+        ("help", "everything else"),
+    )
+    width = max(len(words) for words, _ in steps)
+    return ["", "next:", *(f"  {program()} {words:<{width}}  {what}" for words, what in steps)]
+
+
+def _warn(composed: Loaded) -> None:
+    """Report warnings, and the length of the run where it was derived, and not a laptop's."""
+    run = composed.run
+    derived = run.trainer.fine_tuning or not facts_of(run.cluster.device).on_host
+    if derived and (length := length_in_words(composed)):
+        say(f"trainer.train_iters={run.trainer.steps}{length}")
     for warning in composed.warnings:
         if warning.code != TAKEN:  # the process that makes the run folder reports it as an error
             say_page(warning.render(), error=True)

@@ -4,31 +4,37 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from mtrain import strict_json
+from mtrain.cli import weights
 from mtrain.cli.options import read_options
 from mtrain.cli.recipe.new import require_new, write_new
+from mtrain.cli.tune_mine import Mine, mine_in, mine_of
 from mtrain.collecting import without_collecting
-from mtrain.config.compose import Rejected, compose
+from mtrain.config.compose import Rejected
 from mtrain.config.dump import override, spell
+from mtrain.config.origins import COMMAND_LINE
 from mtrain.config.paths import program
 from mtrain.config.problem import plain, value_at
 from mtrain.config.resolve import Machine, world_size_of
 from mtrain.config.rules import check
 from mtrain.config.run import RunConfig
-from mtrain.errors import ConfigError, say_page, visible
+from mtrain.errors import ConfigError, Problem, say_page, visible
+from mtrain.plan.time.accuracy import Accuracy, accuracy_of
 from mtrain.plan.time.report import mfu_by_peak
 from mtrain.plan.tune.choose import cleared, refuse, said_of, search
 from mtrain.plan.tune.search import BEST, Found, Layout, Task
 from mtrain.plan.tune.space import KEYS, SPLIT, changed
 from mtrain.plan.tune.words import reason
 from mtrain.recipes.diff import overrides_of
-from mtrain.units import GIB
+from mtrain.units import GIB, devices
 
 PLAINEST = "single"
 """The choice of `parallel` that layouts are said on."""
+WHY_NOT = "--why-not"
 
 
 def run(argv: list[str], *, debug: bool) -> int:
@@ -39,22 +45,65 @@ def run(argv: list[str], *, debug: bool) -> int:
             `--out` is there already.
         BadEnvironment: that file cannot be written.
     """
-    options = read_options(argv, valued={"--out": "--out", "-o": "--out"})
+    if argv and argv[-1] == WHY_NOT:
+        fix = f"{WHY_NOT} tp8pp6, or {WHY_NOT} 'tp8pp6 trainer.micro_batch_size=2'"
+        raise ConfigError([Problem("MT010", "", None, f"{WHY_NOT}: needs a layout", fix, COMMAND_LINE)])
+    options = read_options(argv, valued={"--out": "--out", "-o": "--out", WHY_NOT: WHY_NOT})
     words, out = overrides_of(options.words), options.values.get("--out")
     path = None if out is None else Path(out) if out.endswith((".yaml", ".yml")) else Path(f"{out}.yaml")
     if path is not None:
         require_new(path)
     with without_collecting():
         found, task = tuned(words)
+        asked = Asked(*_asked(words, options.values.get(WHY_NOT), found, task))
     if path is not None:
         write_new(path, choice(found.best[0]))
     if options.as_json:
-        say_page(strict_json.dumps(report(found, task, words), indent=2))
+        say_page(strict_json.dumps({**report(found, task, words), **asked.data(found)}, indent=2))
         return 0
-    say_page("\n".join(map(visible, page(found, task, words))))
+    say_page("\n".join(map(visible, [*page(found, task, words), *asked.lines(found)])))
     if path is not None:
         say_page(_as_file(found.best[0], task, words, path))
     return 0
+
+
+@dataclass(frozen=True)
+class Asked:
+    """What was asked beside the list."""
+
+    mine: Mine | None
+    """A layout that is named by `--why-not`, or that a recipe has."""
+    free: Layout | None
+    """The fastest without what the command line says of the layout; None: it says nothing."""
+
+    def data(self, found: Found) -> dict[str, Any]:
+        """As JSON has it."""
+        free: dict[str, Any] | None = None
+        if self.free is not None:
+            free = {"layout": self.free.words, "seconds": self.free.seconds}
+            free |= {"slower": found.best[0].seconds / self.free.seconds - 1, "why": reason(found.best[0], self.free)}
+        return {"mine": None if self.mine is None else self.mine.data(), "without_kept": free}
+
+    def lines(self, found: Found) -> Iterator[str]:
+        """The same as text."""
+        if self.mine is not None:
+            yield from ("", *self.mine.lines(accuracy_of(found.best[0].run.cluster)))
+        if self.free is not None:
+            yield ""
+            yield f"without what is kept: {self.free.words}, {self.free.seconds:.4g} s"
+            yield f"what is kept, against that: {reason(found.best[0], self.free)}"
+
+
+def _asked(words: Sequence[str], named: str | None, found: Found, task: Task) -> tuple[Mine | None, Layout | None]:
+    first, left = found.best[0], left_of(words)
+    mine = mine_in(words, first, task) if named is None else mine_of(named, left, first, task)
+    kept = [word for word in words if word not in left and word != "parallel=auto"]
+    if not kept or not task.said:
+        return mine, None
+    batch = [f"trainer.global_batch_size={first.run.trainer.batch}", f"parallel.ranks={first.run.parallel.ranks}"]
+    more = [word for word in batch if not any(one.startswith(word.partition("=")[0]) for one in left)]
+    free = tuned([*left, *more])[0].best[0]
+    return mine, free if free.words != first.words else None
 
 
 def tuned(words: Sequence[str]) -> tuple[Found, Task]:
@@ -65,7 +114,7 @@ def tuned(words: Sequence[str]) -> tuple[Found, Task]:
     """
     machine, world_size = Machine.here(), world_size_of()
     try:
-        composed = compose(words)
+        composed = weights.composed(words)
     except Rejected as error:
         raise ConfigError(error.problems) from None
     raw = composed.run
@@ -82,7 +131,7 @@ def tuned(words: Sequence[str]) -> tuple[Found, Task]:
 def report(found: Found, task: Task, words: Sequence[str]) -> dict[str, Any]:
     """What a machine reads."""
     best, first = found.best, found.best[0]
-    run = first.run
+    run, accuracy = first.run, accuracy_of(first.run.cluster)
     return {
         "model": run.model.name,
         "cluster": run.cluster.name,
@@ -93,6 +142,7 @@ def report(found: Found, task: Task, words: Sequence[str]) -> dict[str, Any]:
         "device_bytes": task.holds,
         "bounded": found.looked_at,
         "planned": found.planned,
+        "error": None if accuracy is None else asdict(accuracy),
         "layouts": [
             {
                 "layout": layout.words,
@@ -101,6 +151,7 @@ def report(found: Found, task: Task, words: Sequence[str]) -> dict[str, Any]:
                 "mfu": layout.time.mfu,
                 "mfu_by_peak": mfu_by_peak(layout.run, layout.time),
                 "parts": dict(layout.time.parts),
+                "within_error": within(layout, first, accuracy),
                 "peak_bytes": layout.memory.peak,
                 "headroom": None if task.holds is None else task.holds - layout.memory.peak,
                 "why": reason(layout, first),
@@ -114,17 +165,18 @@ def report(found: Found, task: Task, words: Sequence[str]) -> dict[str, Any]:
 
 def page(found: Found, task: Task, words: Sequence[str]) -> Iterator[str]:
     """The same as text."""
-    first = found.best[0]
+    first, accuracy = found.best[0], accuracy_of(found.best[0].run.cluster)
     run = first.run
     tokens = f"{run.trainer.batch} samples of {run.data.length} tokens"
-    yield f"{run.model.name}, {run.precision.words}, {tokens} on {run.parallel.ranks} x {run.cluster.name}"
+    yield f"{run.model.name}, {run.precision.words}, {tokens} on {devices(run.parallel.ranks, run.cluster.name)}"
     if task.said:
         yield f"kept: {' '.join(override(key, plain(value)) for key, value in task.said.items())}"
     rows = [("", "step", "tokens/s", "MFU", "peak", "left", "layout")]
     for number, layout in enumerate(found.best, 1):
         left = "-" if task.holds is None else f"{(task.holds - layout.memory.peak) / GIB:.1f} GiB"
         cells = f"{layout.seconds:.4g} s", _rate(layout.time.tokens_per_second_per_device), f"{layout.time.mfu:.1%}"
-        rows.append((str(number), *cells, f"{layout.memory.peak / GIB:.1f} GiB", left, layout.words))
+        near = number > 1 and within(layout, first, accuracy)
+        rows.append((f"{'~' * near}{number}", *cells, f"{layout.memory.peak / GIB:.1f} GiB", left, layout.words))
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)][:-1]
     for *texts, layout_words in rows:
         aligned = (text.rjust(width) for text, width in zip(texts, widths, strict=True))
@@ -133,10 +185,25 @@ def page(found: Found, task: Task, words: Sequence[str]) -> Iterator[str]:
     yield from (f"{number:2}  {reason(layout, first)}" for number, layout in enumerate(found.best[1:], 2))
     yield ""
     form = run.precision.multiplies_in
+    yield from _told_apart(accuracy)
     yield f"tokens/s of a device; MFU of {run.cluster.peak_tflops[form]:g} TFLOP/s in {form}, with causal attention"
     yield f"{found.looked_at} layouts and parts of them bounded, {found.planned} planned"
     command = [program(), *map(shlex.quote, left_of(words)), overrides(first, task, words)]
     yield f"the first: {' '.join(command)}"
+
+
+def within(layout: Layout, first: Layout, accuracy: Accuracy | None) -> bool:
+    """Whether the model of time does not tell a layout from the first: it is mostly off by more."""
+    return accuracy is not None and layout.seconds / first.seconds - 1 <= accuracy.median
+
+
+def _told_apart(accuracy: Accuracy | None) -> Iterator[str]:
+    """What the list is worth."""
+    yield "each is the best of its family, which are all layouts with its tp, pp, cp and ep"
+    if accuracy is None:
+        yield "how far predicted rates are off is not known of a cluster whose rates were measured"
+    else:
+        yield f"~ not told apart from the first: {accuracy.words}"
 
 
 def _rate(tokens: float) -> str:
@@ -162,7 +229,7 @@ def _composed(words: Sequence[str], choice: str) -> RunConfig:
         ConfigError: they cannot be composed without it.
     """
     try:
-        return compose([*left_of(words), f"parallel={choice}"]).run
+        return weights.composed([*left_of(words), f"parallel={choice}"]).run
     except Rejected as error:
         raise ConfigError(error.problems) from None
 
@@ -211,7 +278,7 @@ def choice(layout: Layout) -> str:
     run = layout.run
     lines = [
         "# @package _global_",
-        f"# {run.model.name} on {run.parallel.ranks} x {run.cluster.name}, {run.trainer.batch} samples of "
+        f"# {run.model.name} on {devices(run.parallel.ranks, run.cluster.name)}, {run.trainer.batch} samples of "
         f"{run.data.length} tokens: {layout.words}.",
         f"# Chosen by tune: by the plan {_rate(layout.time.tokens_per_second_per_device)} tokens/s a device, "
         f"{layout.memory.peak / GIB:.1f} GiB.",

@@ -29,12 +29,15 @@ FLAGS = {
     "--json": "print JSON for a machine, where the page of a verb has it",
     "--trace": "plan: run a step of one rank (rank=R) on shapes alone, and compare",
     "--resolved": "show: print the bare file that run=FILE reads",
+    "--changed": "show: print only what differs from the defaults, as settings, each with who set it",
     "--megatron": "convert import, export: the other side is a checkpoint of megatron-core",
     "--draw": "plan: pictures of memory, schedule, time and machines",
     "--calibrate": "plan: what a CPU or GPU reaches, from what was measured: --calibrate RUN_OR_FILE... out=FILE",
     "--all": "check: every model in every layout, precision and cluster that ships",
     "--compare": "plan: what was planned of a finished run beside what was measured: --compare RUN_FOLDER",
     "--html": "plan: a page with the pictures, that opens without a network: --html FILE",
+    "--scale": "plan: speed, MFU and efficiency over numbers of devices: --scale 96,192,...,4608",
+    "--weak": "plan --scale: a fixed batch for each device, not for all of them",
     "--config-dir": "a folder of your own choices, as DIR/model/mine.yaml and DIR/recipes/mine.yaml; or MTRAIN_CONF",
     "--multirun": "train, check: one run for each of KEY=A,B or KEY=range(1,4); -m for short",
     "--debug": "print the traceback of an error",
@@ -42,11 +45,13 @@ FLAGS = {
     "--version": "print the version",
 }
 CONFIG_DIR = "--config-dir"
-VALUED = {"--html": "FILE", "--compare": "RUN_FOLDER"}
+VALUED = {"--html": "FILE", "--compare": "RUN_FOLDER", "--scale": "96,192,...,4608"}
 """Flags with a value -> what it is."""
 OF_ALL = frozenset({"--json", "--multirun", "--debug", "--help", "--version"})
 """Flags that every verb takes, or refuses itself; the pages say which verbs have the others."""
 ANSWERS = ("--compare", "--trace", "--calibrate", "--html", "--draw")
 """Flags of `plan`, each of which asks for something else."""
 SHORT = {"-h": "--help", "-m": "--multirun"}
+WORDS = {"help": "--help", "version": "--version"}
+"""Words in the place of a verb -> the flag that they are."""
 HELP = ("--help", "-h")

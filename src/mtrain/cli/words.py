@@ -23,6 +23,8 @@ class Word:
     rule: str = ""
     """What a value must be."""
     example: str = ""
+    aka: tuple[str, ...] = ()
+    """What it is called elsewhere."""
     many: bool = False
     """It may be said several times, each a value or a JSON list of them."""
 
@@ -54,6 +56,14 @@ def texts(text: str) -> list[str]:
     return found if found and all(isinstance(one, str) for one in found) else [text]
 
 
+def _meant(name: str, known: Mapping[str, Word]) -> list[str]:
+    """The word that another one is nearly, is elsewhere, or has as a part: `max_new_tokens` is `tokens`."""
+    parts = name.lower().replace("-", "_").split("_")
+    near = [word for word, facts in known.items() if name.lower() in facts.aka]
+    near = near or get_close_matches(name.lower(), known, n=1, cutoff=0.8)
+    return near or [word for word in known if word in parts]
+
+
 def read_words(words: Sequence[str], known: Mapping[str, Word]) -> tuple[dict[str, Any], list[str]]:
     """The values of the `known` words, with their defaults, and the other words.
 
@@ -66,7 +76,7 @@ def read_words(words: Sequence[str], known: Mapping[str, Word]) -> tuple[dict[st
         name, equals, value = text.partition("=")
         word = known.get(name)
         if not equals or word is None:
-            near = get_close_matches(name.lower(), known, n=1, cutoff=0.8) if equals and name not in GROUPS else []
+            near = _meant(name, known) if equals and name not in GROUPS else []
             if near and "." not in name:
                 rule = f"there is no such word here; words: {', '.join(known)}"
                 problems.append(Problem("MT003", name, value, rule, f"{near[0]}={value}", COMMAND_LINE))

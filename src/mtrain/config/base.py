@@ -20,6 +20,8 @@ class Effect(StrEnum):
     """What the weights are: a checkpoint of the other value cannot be continued."""
     NUMERICS = "numerics"
     """The weights that come out."""
+    CONTENTS = "contents"
+    """The weights that come out, by what lies at the place that it names: a resume compares that, not the name."""
     PARALLELISM = "parallelism"
     """How the work is sharded: the same numbers up to the order of summation."""
     RUNTIME = "runtime"

@@ -95,5 +95,5 @@ def steps_within(plan: Sequence[Stage], samples: int) -> int:
 def asked(run: RunConfig) -> tuple[int, int, int]:
     """Samples of train, validation and test that Megatron-LM asks of its data for such a run."""
     t = run.trainer
-    evaluations = t.train_iters // t.eval_interval + 1 if t.eval_interval else 1
-    return samples_of(stages(run), t.train_iters), evaluations * t.eval_iters * t.batch, t.eval_iters * t.batch
+    evaluations = t.steps // t.eval_interval + 1 if t.eval_interval else 1
+    return samples_of(stages(run), t.steps), evaluations * t.eval_iters * t.batch, t.eval_iters * t.batch

@@ -1,6 +1,6 @@
 """`model.bert`: what an encoder that is trained on masked tokens (BERT, Devlin et al. 2018) has beside its layers."""
 
-from typing import Annotated
+from typing import Annotated, Literal
 
 from pydantic import Field
 
@@ -20,6 +20,9 @@ class BertConfig(Section):
     """A pooler and a head say whether sentence B follows A, and are trained on it: a sample is two halves, the second
     in half of the samples from another place. Their mean loss is added to that of the masked tokens. false: neither
     weights nor objective."""
+    head_activation: Annotated[Literal["gelu", "gelu_tanh"] | None, Key(effect=Effect.NUMERICS)] = None
+    """Activation of the head for masked tokens; null: that of the MLPs, `model.activation`. Megatron-LM has the exact
+    gelu in this head, also where its MLPs have the tanh form."""
     mask_token_id: Annotated[NonNegativeInt, Key(effect=Effect.NUMERICS)] = 103
     """The token [MASK]."""
     cls_token_id: Annotated[NonNegativeInt | None, Key(effect=Effect.NUMERICS)] = None

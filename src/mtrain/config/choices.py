@@ -12,7 +12,7 @@ from mtrain.config.layout_string import looks_like_layout, nearest_layout, parse
 from mtrain.config.load import load, package_of
 from mtrain.config.near import NOTHING, accepts, choice_fix, chooses, layouts_near
 from mtrain.config.origins import COMMAND_LINE
-from mtrain.config.paths import CHOICE, choices_of_group, find_config, user_path
+from mtrain.config.paths import CHOICE, choices_of_group, find_config, names_near, user_path
 from mtrain.config.run import GROUPS
 from mtrain.errors import ConfigError, Problem
 
@@ -35,7 +35,8 @@ def check_choice(group: str, text: str, source: str) -> Problem | None:
     if text.startswith("{"):
         rule = "a group takes a choice; its keys are set one by one"
         return Problem("MT010", group, value, rule, _one_by_one(group, text) or NOTHING, source)
-    first = text.strip("[] ").split(",")[0].strip().removesuffix(".yaml").removesuffix(".yml")
+    names = [name.strip().removesuffix(".yaml").removesuffix(".yml") for name in text.strip("[] ").split(",")]
+    first = next((name for name in names if name in choices_of_group(group)), names[0])
     fix = some_choice(group, re.split(r"[/\\]", first)[-1])
     if text.startswith("["):
         rule = "two choices of one group would be merged silently; choose one"
@@ -56,7 +57,8 @@ def _path_problem(group: str, text: str, source: str) -> Problem | None:
         return Problem("MT010", group, text, rule, f"delete it, and say {group}={text} on the command line", source)
     path = user_path(text)
     if not os.path.isfile(path):
-        near = choice_fix(group, name).split(" or ")[0]
+        files = [chooses(group, file) for file in names_near(path) if is_path(file)]
+        near = files[0] if files else choice_fix(group, name).split(" or ")[0]
         return Problem("MT011", group, text, "there is no such file", near, source)
     if not text.endswith((".yaml", ".yml")):
         rule = "the file of a choice ends in .yaml"

@@ -4,7 +4,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from mtrain.config.base import Degree, Key, PositiveFloat, PositiveInt, Section
+from mtrain.config.base import Degree, Effect, Key, PositiveFloat, PositiveInt, Section
 from mtrain.config.formats import Format
 
 DEVICE_NAME = r"^[A-Za-z0-9][A-Za-z0-9 _./()+-]*$"
@@ -16,7 +16,7 @@ class ClusterConfig(Section):
 
     name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9 _.-]*$", max_length=100)] = "local"
     """Name used in reports."""
-    device: Annotated[str, Field(pattern=r"^[a-z][a-z0-9_]*$")] = "auto"
+    device: Annotated[str, Field(pattern=r"^[a-z][a-z0-9_]*$"), Key(effect=Effect.PARALLELISM)] = "auto"
     """cpu, cuda, or a device that an installed plug-in provides; auto: cuda where there are GPUs enough for the
     layout, else cpu."""
     nodes: Annotated[Degree, Key(aka="num_nodes nnodes")] = 1

@@ -12,6 +12,7 @@ from mtrain.config.rules.rule import Code, Rule
 FAMILIES = {
     "MT00": "a file that cannot be read as data",
     "MT01": "the command line and the schema",
+    "MT02": "choices over a recipe or a run file",
     "MT04": "devices and releases of megatron-core",
     "MT05": "the GPUs of this machine, found before anything is started",
     "MT1": "layout, batch and steps against each other",
@@ -118,6 +119,13 @@ OTHERS = (
         "A recipe or a run file names a folder beyond the working folder that would be written to.",
         "Give the key on the command line, if you want it there.",
         says="is beyond the working folder; that ../runs may be written there, only the command line says",
+    ),
+    Code(
+        "MT020",
+        "A group that is chosen on the command line replaces what the recipe or the run file says of it.",
+        "Say again on the command line what is to stay of the values that are named.",
+        severity="warning",
+        example="recipe=sft/llama_tiny_cpu data=mock",
     ),
     Code(
         "MT040",

@@ -159,9 +159,9 @@ OF_WORK = (
     ),
     Code(
         "MT706",
-        "A program trains something else than a GPT, or does not train.",
-        "Import a script that trains a GPT.",
-        says="--bert-head-type is of a BERT; only GPTs are imported",
+        "A program trains something else than a GPT or a BERT, or does not train.",
+        "Import a script that trains a GPT or a BERT.",
+        says="--vocab-extra-ids is of a T5; only GPTs and BERTs are imported",
     ),
     Code(
         "MT703",

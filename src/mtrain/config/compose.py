@@ -7,17 +7,17 @@ composes. Here everything is read before Hydra sees it, all that is wrong is col
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, get_origin
+from typing import Any
 
 from mtrain.config.choices import is_path, unknown_choice
 from mtrain.config.dump import spell
 from mtrain.config.files import read_text
-from mtrain.config.hydra_source import NotComposed, composed
+from mtrain.config.hydra_source import NotComposed, composed, not_composed, quoted
 from mtrain.config.interpolate import drop, leaves, put, refused, resolve_references
-from mtrain.config.keys import field_of, section_in
+from mtrain.config.keys import is_under_a_value
 from mtrain.config.layers import entries_of, layer
 from mtrain.config.library import CONFIG, RECIPE, RECIPE_FILE, RUN, Library, restored
 from mtrain.config.load import Document, filled, load
@@ -27,14 +27,20 @@ from mtrain.config.near import default_choices, usual_choice
 from mtrain.config.origins import COMMAND_LINE, Layer, Origins, Setting
 from mtrain.config.overrides import Overrides, read_overrides
 from mtrain.config.paths import user_path
+from mtrain.config.problem import distinct
+from mtrain.config.provided import as_written
 from mtrain.config.recipe import Recipe, read_recipe, reserved_keys
+from mtrain.config.replaced import Replaced, brought
 from mtrain.config.run import GROUPS, RunConfig
+from mtrain.config.start import at, describes_a_model, start_of
 from mtrain.config.validate import unknown_key, validate, whole
 from mtrain.config.written import KEYS, strays
 from mtrain.errors import ConfigError, Problem
 
 ARCHITECTURE = tuple(name for name, field in ModelConfig.model_fields.items() if field.is_required())
 """What a model cannot be without: its keys that have no default of their own."""
+WEIGHTS = "weights.given"
+"""The choice of `model` that weights bring along."""
 
 
 @dataclass(frozen=True)
@@ -56,26 +62,31 @@ class Composed:
 class Rejected(ConfigError):
     """What the schema refused; `partial` is the rest where it makes sense alone, to be validated as well."""
 
-    def __init__(self, problems: Sequence[Problem], partial: Composed | None) -> None:
+    def __init__(
+        self, problems: Sequence[Problem], partial: Composed | None, warnings: Sequence[Problem] = ()
+    ) -> None:
         super().__init__(problems)
-        self.partial = partial
+        self.partial, self.warnings = partial, tuple(warnings)
 
 
-def compose(argv: Sequence[str]) -> Composed:
+def compose(argv: Sequence[str], model_of: Callable[[str], Document | None] | None = None) -> Composed:
     """Composes group files, a recipe or run file, and overrides.
+
+    `model_of` returns what the folder of `checkpoint.init_from` says of its model, the model where none is chosen.
 
     Raises:
         Rejected: with every problem that the schema found.
         ConfigError: with every problem of files that do not even compose.
     """
-    return _Composition(read_overrides(argv)).finish()
+    return _Composition(read_overrides(argv), model_of).finish()
 
 
 class _Composition:
     """One composition; collects problems as far as it can go."""
 
-    def __init__(self, overrides: Overrides) -> None:
+    def __init__(self, overrides: Overrides, model_of: Callable[[str], Document | None] | None = None) -> None:
         self.overrides = overrides
+        self.model_of = model_of
         self.problems = list(overrides.problems)
         self.library = Library()
         self.usual, self.default_sources = default_choices()
@@ -89,10 +100,15 @@ class _Composition:
         """group -> who chose."""
         self.shown: dict[str, str] = {}
         """group -> choice, as it was written."""
+        self.replaced: Replaced | None = None
+        """The recipe or run file, without what choices on the command line replace."""
 
     def finish(self) -> Composed:
         recipe, base = self._recipe(), self._run_file()
         self._choose(recipe)
+        self._replace(recipe, base)
+        if base is None:
+            self._take_model(recipe)
         own = recipe is not None and "model" not in self.chosen and self._is_whole_model(recipe)
         primary, words = self._bases(recipe, base, own)
         layers, of_files = self._layers(primary, words, recipe is not None)
@@ -105,21 +121,27 @@ class _Composition:
         self.problems += self.library.problems + refused_values
         self.problems += resolve_references(values, origins.where)
         run, problems = validate(values, origins.where)
-        self.problems += problems
+        self.problems += [as_written(problem, self.library.documents.values()) for problem in problems]
         strayed = self._strayed(run, origins)
         self.problems += strayed
         if run is None or self.problems:
-            found = _distinct(self.problems)
+            found = distinct(self.problems)
             paths = [p.path for p in (found if run is None else strayed)]
             if own:  # what a refused key of it is validated with for the time being
                 of_files = [layer(self.library, f"model/{usual_choice('model')}", "model", self._chooser), *of_files]
             rest = run if run and not strayed else self._without(values, origins, paths, of_files, layers)
-            raise Rejected(found, self._result(rest, origins) if rest is not None else None)
-        return self._result(run, origins)
+            partial = self._result(rest, origins) if rest is not None else None
+            raise Rejected(found, partial, self._warnings(None, origins))
+        return self._result(run, origins, self._warnings(run, origins))
 
-    def _result(self, run: RunConfig, origins: Origins) -> Composed:
+    def _result(self, run: RunConfig, origins: Origins, warnings: tuple[Problem, ...] = ()) -> Composed:
         known = {key: origins.of(key) for key in run.flat()}
-        return Composed(run, known, self.shown, history=tuple(origins.history), files=dict(self.library.files))
+        files = dict(self.library.files)
+        return Composed(run, known, self.shown, warnings, history=tuple(origins.history), files=files)
+
+    def _warnings(self, run: RunConfig | None, origins: Origins) -> tuple[Problem, ...]:
+        """What choices on the command line replaced."""
+        return tuple(self.replaced.problems(self.overrides.values, run, origins.has) if self.replaced else ())
 
     def _recipe(self) -> Recipe | None:
         if self.overrides.recipe is None or self.overrides.run is not None:
@@ -163,6 +185,39 @@ class _Composition:
             if (name := self._named(group, choice, COMMAND_LINE)) is not None:
                 self.added[group] = name
 
+    def _replace(self, recipe: Recipe | None, base: Document | None) -> None:
+        """Drops what the recipe or run file says of groups, and of keys, that choices on the command line set."""
+        chosen = {group: self.chosen[group] for group, source in self.sources.items() if source == COMMAND_LINE}
+        if base is not None:
+            self.replaced = Replaced(base, copy.deepcopy(base.values))
+        elif recipe is not None:
+            self.replaced = Replaced(recipe.document, copy.deepcopy(recipe.values))
+        if self.replaced is None or not (chosen or self.added):
+            return
+        more = brought(self.library, self.defaults, chosen, self.added)
+        rest = {group: choice for group, choice in self.chosen.items() if group not in more.choices}
+        self.chosen = {**more.choices, **rest}  # before the files that choose them: Hydra looks for them there
+        self.shown |= more.choices
+        self.sources |= dict.fromkeys(more.choices, COMMAND_LINE)
+        named = {group: self.shown[group] for group in chosen}
+        self.replaced.replace({**named, **more.choices}, more.keys)
+        if recipe is not None:
+            recipe.values = self.replaced.values
+
+    def _take_model(self, recipe: Recipe | None) -> None:
+        """Chooses the model of the weights that the run begins with, where nothing else chooses or describes one."""
+        said = recipe.values if recipe is not None else {}
+        chosen = "model" in (*self.chosen, *self.overrides.deleted) or describes_a_model(said, ARCHITECTURE)
+        if self.model_of is None or chosen:
+            return
+        file = f"checkpoint/{self.chosen.get('checkpoint') or self.defaults.get('checkpoint')}"
+        start = start_of(self.overrides.values, said, self.library.values(file) if self.library.has(file) else {})
+        document = self.model_of(start) if start is not None else None
+        if document is not None:
+            self.library.give(f"model/{WEIGHTS}", document, document.values)
+            self.chosen["model"], self.sources["model"] = WEIGHTS, COMMAND_LINE
+            self.shown["model"] = document.source
+
     def _named(self, group: str, choice: str, source: str) -> str | None:
         """A choice as Hydra calls it; None, and a problem, where it is none."""
         if is_path(choice):
@@ -197,12 +252,12 @@ class _Composition:
     def _bases(self, recipe: Recipe | None, base: Document | None, own: bool) -> tuple[str, list[str]]:
         """The name of what Hydra begins with, and the arguments for it that choose."""
         deleted = self._deleted_groups()
-        added = [_argument("+", *choice) for choice in self.added.items()]
+        added = [quoted("+", *choice) for choice in self.added.items()]
         if base is not None:
             gone = {*deleted, *self.chosen, "defaults"}
             self.library.give(RUN, base, {k: v for k, v in base.values.items() if k not in gone})
-            return RUN, [_argument("+", *choice) for choice in self.chosen.items()] + added
-        words = [_argument("", *choice) for choice in self.chosen.items() if self.sources[choice[0]] == COMMAND_LINE]
+            return RUN, [quoted("+", *choice) for choice in self.chosen.items()] + added
+        words = [quoted("", *choice) for choice in self.chosen.items() if self.sources[choice[0]] == COMMAND_LINE]
         for group in [*deleted, *(["model"] if own else [])]:
             if self.defaults.pop(group, None) is not None:
                 words.append(f"~{group}")
@@ -245,7 +300,7 @@ class _Composition:
         try:
             entries, known = entries_of(self.library, entries, words)
         except NotComposed as error:
-            raise _not_composed(error, self.problems) from None
+            raise not_composed(error, self.problems) from None
         except ConfigError as error:
             raise ConfigError([*self.problems, *error.problems]) from None
         self.shown |= {g: c for g, c in known.items() if g in GROUPS and g not in self.chosen}
@@ -285,13 +340,13 @@ class _Composition:
                 rule = f"{argument}: {key} is set already, at {origins.where(key)}; without the + it is replaced"
                 self.problems.append(Problem("MT010", "", None, rule, argument.lstrip("+"), COMMAND_LINE))
         fine = {key: value for key, value in o.values.items() if not any(refused(value, str, key))}
-        return {key: value for key, value in fine.items() if not _is_under_a_value(key)}
+        return {key: value for key, value in fine.items() if not is_under_a_value(key)}
 
     def _composed(self, primary: str, words: Sequence[str], settings: Mapping[str, Any]) -> dict[str, Any]:
         try:
             values = composed(self.library, primary, words, settings)
         except NotComposed as error:
-            raise _not_composed(error, self.problems) from None
+            raise not_composed(error, self.problems) from None
         except ConfigError as error:  # a file that another one names
             raise ConfigError([*self.problems, *error.problems]) from None
         return {key: restored(value) for key, value in values.items()}
@@ -301,7 +356,7 @@ class _Composition:
         problems: list[Problem] = []
         for path, value in self.overrides.values.items():
             wrong = list(refused(value, lambda _: COMMAND_LINE, path))
-            if _is_under_a_value(path):
+            if is_under_a_value(path):
                 problems += [*wrong, unknown_key(path, value, lambda _: COMMAND_LINE)]
                 continue
             if wrong:
@@ -333,57 +388,13 @@ class _Composition:
             for path in map(whole, filter(None, paths)):
                 below = under[1] if origins.where(path) == COMMAND_LINE else under[0]
                 parent, _, last = path.rpartition(".")
-                node = _at(tried, parent)
+                node = at(tried, parent)
                 if isinstance(node, dict):
                     node.pop(last, None)
-                    found = [at for one in below if (at := _at(one.values, path)) is not None]
+                    found = [there for one in below if (there := at(one.values, path)) is not None]
                     if found:
                         node[last] = copy.deepcopy(found[-1])
             run = validate(tried, origins.where)[0]
             if run is not None:
                 return run
         return None
-
-
-def _not_composed(error: Exception, before: Sequence[Problem]) -> ConfigError:
-    rule = f"the group files do not compose: {error}"
-    fix = (
-        "write entries of defaults as `- NAME` of a file of the same group, as `- FOLDER/NAME@_here_` of one in a "
-        "folder of it, and `_self_` where its own keys come"
-    )
-    return ConfigError([*before, Problem("MT011", "", None, rule, fix, "conf")])
-
-
-def _argument(sign: str, group: str, choice: str) -> str:
-    """A choice in Hydra's grammar, in quotes: `1.10` and `null` are names as well."""
-    return f"{sign}{group}='{choice}'"
-
-
-def _is_under_a_value(path: str) -> bool:
-    """Whether a dotted key goes on behind one that holds a plain value, as in `model.num_layers.x`."""
-    names = path.split(".")
-    above = [field_of(".".join(names[:i])) for i in range(1, len(names))]
-    return any(
-        f is not None and section_in(f.annotation) is None and get_origin(f.annotation) is not dict for f in above
-    )
-
-
-def _at(values: Mapping[str, Any], path: str) -> Any:
-    """What stands at a dotted path; None where nothing does."""
-    node: Any = values
-    for name in path.split(".") if path else ():
-        node = node.get(name) if isinstance(node, Mapping) else None
-    return node
-
-
-def _distinct(problems: Sequence[Problem]) -> list[Problem]:
-    """`problems` without repetitions; a refused reference is not validated by its type as well."""
-    seen: dict[tuple[str, str, str, str], Problem] = {}
-    refused_at: set[str] = set()
-    for problem in problems:
-        if problem.path in refused_at:
-            continue
-        if problem.code == "MT007":
-            refused_at.add(problem.path)
-        seen.setdefault((problem.code, problem.path, problem.rule, problem.source), problem)
-    return list(seen.values())

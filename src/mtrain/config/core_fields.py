@@ -283,7 +283,7 @@ SCHEDULES = {
 
 
 def _decay(run: RunConfig) -> int:
-    return run.optim.decay_iters or run.trainer.train_iters
+    return run.optim.decay_iters or run.trainer.steps
 
 
 SCHEDULE_FIELDS: dict[str, Get] = {

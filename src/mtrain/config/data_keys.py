@@ -1,6 +1,6 @@
 """The group `data`."""
 
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
@@ -11,36 +11,49 @@ from mtrain.config.base import (
     Key,
     NonNegativeFloat,
     NonNegativeInt,
-    PositiveFloat,
     PositiveInt,
     Section,
 )
 from mtrain.config.fim import FimConfig
+
+WEIGHTS_OF = {"blend": "blend_weights", "validation_blend": "validation_weights", "test_blend": "test_weights"}
+"""Key of corpora that are read side by side -> key of their shares."""
+
+
+def read_corpora(corpora: tuple[str, ...] | None, shares: tuple[float, ...] | None) -> tuple[str, ...]:
+    """The corpora of a blend that are read: those whose weight is not 0."""
+    if corpora is None or shares is None or len(shares) != len(corpora):
+        return corpora or ()
+    return _where(shares, corpora)
+
+
+def _where(shares: tuple[float, ...], values: tuple[Any, ...]) -> tuple[Any, ...]:
+    return tuple(value for share, value in zip(shares, values, strict=False) if share)
 
 
 class DataConfig(Section):
     """`data`: what is read, and how it becomes samples."""
 
     kind: Literal["text", "indexed", "image_text", "sft", "preference", "mock"] | None = None
-    """text: files, tokenized once with a BPE trained on them; indexed: Megatron .bin/.idx; image_text: a folder of
-    images and a JSON Lines file of texts, for the family llava; sft: chats of a JSON Lines file, written by the chat
-    template of a tokenizer; preference: the same with a chosen and a rejected answer; mock: synthetic tokens, and
-    images where the model reads some.
+    """text: files, tokenized once, with a BPE trained on them where there is no tokenizer; indexed: Megatron
+    .bin/.idx; image_text: a folder of images and a JSON Lines file of texts, for the family llava; sft: chats of a
+    JSON Lines file, written by the chat template of a tokenizer; preference: the same with a chosen and a rejected
+    answer; mock: synthetic tokens, and images where the model reads some.
     null: text where data.path or data.limit_mib is set, or for small vocabularies on a CPU; else mock. For the family
     llava: image_text where data.path is set, else mock."""
-    path: Annotated[str | None, Key(effect=Effect.RUNTIME, aka="data_path data_prefix")] = None
+    path: Annotated[str | None, Key(effect=Effect.CONTENTS, aka="data_path data_prefix")] = None
     """text: a file or folder, null: the Python standard library of this machine; indexed: prefix of .bin and .idx;
     image_text: the folder, or its .jsonl file; sft, preference: a .jsonl file, or a folder that holds one."""
     blend: Annotated[
         Annotated[tuple[str, ...], Field(min_length=1)] | None,
-        Key(when="data.kind=indexed", effect=Effect.RUNTIME, aka="train_data_path"),
+        Key(when="data.kind=indexed", effect=Effect.CONTENTS, aka="train_data_path"),
     ] = Field(default=None, strict=False)
     """indexed, in place of path: prefixes of several corpora that are read side by side; null: path alone."""
     blend_weights: Annotated[
-        Annotated[tuple[PositiveFloat, ...], Field(min_length=1)] | None, Key(when="data.blend")
+        Annotated[tuple[NonNegativeFloat, ...], Field(min_length=1)] | None, Key(when="data.blend")
     ] = Field(default=None, strict=False)
-    """blend: shares of the samples that each corpus gives, in any unit; null: by their tokens, and by their samples
-    with data.order=megatron."""
+    """blend: shares of the samples that each corpus gives, in any unit; a corpus with 0 is not read. null: by their
+    tokens, and by their samples with data.order=megatron."""
     blend_sizes: Annotated[
         Annotated[tuple[PositiveInt, ...], Field(min_length=1)] | None,
         Key(when="data.blend and data.order=keyed", unit="samples"),
@@ -71,24 +84,27 @@ class DataConfig(Section):
     run that asks for more is refused. null: as often as it takes."""
     validation_blend: Annotated[
         Annotated[tuple[str, ...], Field(min_length=1)] | None,
-        Key(when="data.kind=indexed", effect=Effect.RUNTIME, aka="valid_data_path"),
+        Key(when="data.kind=indexed", effect=Effect.CONTENTS, aka="valid_data_path"),
     ] = Field(default=None, strict=False)
     """indexed: prefixes of the corpora that validation reads. With them, or test_blend, every split reads the whole
     of its own corpora and data.split has no effect; one that has none is not read. null: a share of the corpora of
     training."""
     validation_weights: Annotated[
-        Annotated[tuple[PositiveFloat, ...], Field(min_length=1)] | None, Key(when="data.validation_blend")
+        Annotated[tuple[NonNegativeFloat, ...], Field(min_length=1)] | None,
+        Key(when="data.validation_blend", effect=Effect.RUNTIME),
     ] = Field(default=None, strict=False)
-    """validation_blend: shares of the samples that each corpus gives; null: by their tokens."""
+    """validation_blend: shares of the samples that each corpus gives; a corpus with 0 is not read. null: by their
+    tokens."""
     test_blend: Annotated[
         Annotated[tuple[str, ...], Field(min_length=1)] | None,
-        Key(when="data.kind=indexed", effect=Effect.RUNTIME, aka="test_data_path"),
+        Key(when="data.kind=indexed", effect=Effect.CONTENTS, aka="test_data_path"),
     ] = Field(default=None, strict=False)
     """indexed: prefixes of the corpora that tests read; null: as for validation_blend."""
     test_weights: Annotated[
-        Annotated[tuple[PositiveFloat, ...], Field(min_length=1)] | None, Key(when="data.test_blend")
+        Annotated[tuple[NonNegativeFloat, ...], Field(min_length=1)] | None,
+        Key(when="data.test_blend", effect=Effect.RUNTIME),
     ] = Field(default=None, strict=False)
-    """test_blend: shares of the samples that each corpus gives; null: by their tokens."""
+    """test_blend: shares of the samples that each corpus gives; 0: it is not read. null: by their tokens."""
     order: Annotated[Literal["keyed", "megatron"], Key(when="data.kind=text|indexed")] = "keyed"
     """keyed: which tokens make a sample is computed from the seed, the epoch and its number, and nothing is made
     before the first step; megatron, of text and indexed data: Megatron-LM's own order, one sample for one, of a run
@@ -100,11 +116,12 @@ class DataConfig(Section):
     the same data, seed and steps is read and not made again. null: none."""
     fim: FimConfig = Field(default_factory=FimConfig)
     """Fill in the middle: documents whose middle is read behind their end."""
-    tokenizer: Annotated[str | None, Key(effect=Effect.RUNTIME, aka="tokenizer_model")] = None
-    """Path of a tokenizer.json. indexed: null: no text can be generated; image_text: null: a BPE is trained; sft,
-    preference: null: that of checkpoint.init_from."""
+    tokenizer: Annotated[str | None, Key(effect=Effect.CONTENTS, aka="tokenizer_model")] = None
+    """Path of a tokenizer.json. null: that of the model whose weights the run goes on from (checkpoint.resume,
+    checkpoint.init_from), and another one is refused. Without such a model, text, image_text: a BPE is trained;
+    indexed: no text can be generated; sft, preference: one has to be named."""
     tokenizer_vocab_size: Annotated[int, Field(ge=300, le=1_000_000)] = 4096
-    """text, image_text: size of the BPE vocabulary to train."""
+    """text, image_text: size of the BPE vocabulary, where one is trained."""
     suffixes: tuple[str, ...] = Field(default=(".py", ".txt", ".rst", ".md"), strict=False)
     """text: file name endings that are read from a folder."""
     limit_mib: Annotated[Annotated[float, Field(gt=0, le=MOST)] | None, Key(unit="MiB")] = None
@@ -164,7 +181,7 @@ class DataConfig(Section):
     """first_fit: what becomes of a document of more than seq_length + 1 tokens. cut: it is read in pieces of
     seq_length tokens, each of which predicts the first token of the next one and sees nothing of the others; drop: it
     is left out; refuse: an error names it. What is cut and what is left out is counted when a run begins."""
-    chat_template: Annotated[str | None, Key(when="data.kind=sft|preference", effect=Effect.RUNTIME)] = None
+    chat_template: Annotated[str | None, Key(when="data.kind=sft|preference", effect=Effect.CONTENTS)] = None
     """sft, preference: path of a chat template (Jinja); null: the chat_template.jinja beside the tokenizer, else the
     chat_template of its tokenizer_config.json."""
     loss_on: Annotated[
@@ -178,6 +195,12 @@ class DataConfig(Section):
     ] = None
     """sft, preference: at most so many lines that are no JSON or no UTF-8 are left out, each named in rejects.jsonl
     in the cache; more are an error. null: 100."""
+    ignored_keys: Annotated[
+        tuple[Annotated[str, Field(min_length=1)], ...],
+        Key(when="data.kind=sft|preference|image_text", effect=Effect.RUNTIME),
+    ] = Field(default=(), strict=False)
+    """sft, preference, image_text: keys of records and messages that are not read and change nothing that is learned.
+    Any other key that mtrain does not know is refused, with its line."""
     prefetch: Annotated[
         Annotated[int, Field(ge=0, le=64)],
         Key(effect=Effect.RUNTIME, aka="prefetch_factor num_workers", unit="steps"),
@@ -188,6 +211,18 @@ class DataConfig(Section):
     cache_dir: Annotated[str, Key(effect=Effect.RUNTIME)] = "~/.cache/mtrain"
     """Where tokenized text is kept. When a corpus is added, those go that no run used for 90 days, and, of more than
     100 GiB in all, those that were used longest ago; never one that a run reads or has used in the last day."""
+
+    def without_excluded(self) -> "DataConfig":
+        """The same without the corpora that have a weight of 0: no order has a part of them, and none is opened."""
+        update: dict[str, Any] = {}
+        for names, weights in WEIGHTS_OF.items():
+            corpora, shares = getattr(self, names), getattr(self, weights)
+            if corpora is None or shares is None or all(shares) or len(shares) != len(corpora) or not any(shares):
+                continue
+            update |= {names: _where(shares, corpora), weights: _where(shares, shares)}
+            if names == "blend" and self.blend_max_epochs is not None:
+                update["blend_max_epochs"] = _where(shares, self.blend_max_epochs)
+        return self.model_copy(update=update) if update else self
 
     @property
     def length(self) -> int:

@@ -9,13 +9,16 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import PurePath
 from typing import Any, NamedTuple
 
+from mtrain.config import fine_tuning, run_length
 from mtrain.config.batches import stages
 from mtrain.config.devices import facts_of
 from mtrain.config.families import limited
+from mtrain.config.fine_tuning import CHATS
 from mtrain.config.model import ModelConfig
 from mtrain.config.optimizers import OPTIMIZERS
-from mtrain.config.paths import CHECKPOINTS
+from mtrain.config.paths import CHECKPOINTS, RESUME_WORDS
 from mtrain.config.run import RunConfig
+from mtrain.config.sizes import nearest
 from mtrain.config.t5 import lengths, padded, spans
 from mtrain.errors import Problem
 
@@ -25,8 +28,6 @@ Step = Callable[[RunConfig], Filled]
 
 CPU_BATCH, CPU_LENGTH = 8, 256
 """Samples of a step and tokens of a sample that a CPU trains in a second."""
-CHATS = ("sft", "preference")
-"""Kinds of data that are written by the chat template of a tokenizer."""
 SMALL_TOKENIZER = 4096
 """Token ids that the text which every machine has is enough for."""
 LONGEST = 8192
@@ -78,13 +79,16 @@ def data_kind(run: RunConfig) -> Filled:
 
 def tokenizer_of_chats(run: RunConfig) -> Filled:
     """Chats are written for the model whose weights a run begins with."""
-    d, source = run.data, run.checkpoint.init_from
+    d, key = run.data, "init_from"
+    if run.checkpoint.resume is not None and run.checkpoint.resume not in RESUME_WORDS:
+        key = "resume"
+    source = getattr(run.checkpoint, key)
     if d.kind not in CHATS or d.tokenizer is not None or source is None:
         return {}
     folder = PurePath(source)
     if folder.parent.name == CHECKPOINTS:
         folder = folder.parent.parent
-    return {"data.tokenizer": (str(folder / "tokenizer.json"), f"checkpoint.init_from {source}")}
+    return {"data.tokenizer": (str(folder / "tokenizer.json"), f"checkpoint.{key} {source}")}
 
 
 def number_format(run: RunConfig) -> Filled:
@@ -198,12 +202,15 @@ def overlap_param_gather(run: RunConfig) -> Filled:
 
 
 def learning_rate(run: RunConfig) -> Filled:
-    """That of the model's own training, or of the GPT-3 of the nearest size."""
+    """That of the model's own training, or of the GPT-3 of the nearest size; for fine-tuning, a published one."""
     if run.optim.lr is not None:
         return {}
     known, near = run.model.published, nearest_gpt3(run.model)
     rate, why = near.lr, f"{GPT3_TABLE}: its {near.name} model"
-    if known is not None and known.peak_lr is not None:
+    if run.trainer.fine_tuning:
+        row = fine_tuning.published(run)
+        rate, why = row.lr, f"{row.source}: its {row.name} model" + (", adapters" if run.peft.kind else "")
+    elif known is not None and known.peak_lr is not None:
         rate, why = known.peak_lr, f"{run.model.name}: {known.source}"
     share = OPTIMIZERS[run.optim.name].of_adamw_lr
     if share != 1:
@@ -212,14 +219,17 @@ def learning_rate(run: RunConfig) -> Filled:
 
 
 def schedule(run: RunConfig) -> Filled:
-    """A twentieth of the steps to warm up, a tenth of the rate at the end."""
-    o = run.optim
+    """A twentieth of the steps to warm up, a tenth of the rate at the end; for fine-tuning 3% and nothing."""
+    o, tunes = run.optim, run.trainer.fine_tuning
     filled: dict[str, tuple[Any, str]] = {}
     if o.warmup_iters is None:
         key = "trainer.train_iters" if o.decay_iters is None else "optim.decay_iters"
-        steps = o.decay_iters or run.trainer.train_iters
-        filled["optim.warmup_iters"] = (steps // 20, f"{key} {steps}: a twentieth")
-    if o.min_lr is None:
+        steps = o.decay_iters or run.trainer.steps
+        share = (steps * 3 // 100, f"3%, as {fine_tuning.TULU_3}") if tunes else (steps // 20, "a twentieth")
+        filled["optim.warmup_iters"] = (share[0], f"{key} {steps}: {share[1]}")
+    if o.min_lr is None and tunes:
+        filled["optim.min_lr"] = (0.0, f"trainer.fine_tuning true: to nothing, as {fine_tuning.TULU_3}")
+    elif o.min_lr is None:
         filled["optim.min_lr"] = (tenth(o.rate), f"optim.lr {o.rate:g}: a tenth")
     return filled
 
@@ -255,6 +265,8 @@ def batch(run: RunConfig) -> Filled:
         return {}
     if on_a_cpu(run):
         samples, why = CPU_BATCH, "cluster.device cpu"
+    elif t.fine_tuning:
+        samples, why = fine_tuning.batch_of(run)
     elif known is not None and known.batch_tokens is not None:
         samples, why = -(-known.batch_tokens // run.data.length), f"{run.model.name}: {known.source}"
         why = f"{known.batch_tokens} tokens of {why}"
@@ -325,19 +337,7 @@ def on_a_cpu(run: RunConfig) -> bool:
 
 def nearest_gpt3(model: ModelConfig) -> Trained:
     """The GPT-3 whose size is the nearest by its ratio to the parameters that a token visits."""
-    size = _active_parameters(model)
-    return min(GPT3, key=lambda row: max(row.parameters / size, size / row.parameters))
-
-
-def _active_parameters(model: ModelConfig) -> int:
-    """Weights of the matrices that a token visits: as many as a row of a table needs."""
-    m = model
-    width = m.ffn_hidden_size
-    if m.moe is not None:
-        width = m.moe.router_topk * m.moe.ffn_hidden_size + (m.moe.shared_expert_intermediate_size or 0)
-    attention = 2 * m.head_dim * (m.num_attention_heads + m.query_groups)
-    layer = m.hidden_size * (attention + (3 if m.gated else 2) * width)
-    return m.num_layers * layer + m.vocab_size * m.hidden_size * (1 if m.tie_word_embeddings else 2)
+    return nearest(GPT3, model)
 
 
 def _replicated(run: RunConfig) -> tuple[bool, str]:
@@ -351,6 +351,7 @@ def _replicated(run: RunConfig) -> tuple[bool, str]:
 
 
 STEPS: tuple[Step, ...] = (
+    run_length.is_fine_tuning,
     data_kind,
     tokenizer_of_chats,
     number_format,
@@ -361,10 +362,12 @@ STEPS: tuple[Step, ...] = (
     overlap_grad_reduce,
     overlap_param_gather,
     learning_rate,
-    schedule,
     sample_tokens,
     batch,
     micro_batch,
+    run_length.train_iters,
+    run_length.intervals,
+    schedule,
     logits_at_once,
     join_timeout,
 )

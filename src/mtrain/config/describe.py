@@ -18,8 +18,9 @@ from mtrain.config.run import GROUPS, RunConfig
 EFFECTS = {
     Effect.ARCHITECTURE: "architecture: what the weights are; no checkpoint of another value can go on",
     Effect.NUMERICS: "numerics: the weights that come out",
+    Effect.CONTENTS: "contents: the weights that come out, by what lies there; a resume compares that, not the name",
     Effect.PARALLELISM: "parallelism: how the work is sharded or how fast it is, and no number but its last digits",
-    Effect.RUNTIME: "runtime: no weight; names, places, output",
+    Effect.RUNTIME: "runtime: no weight; names, places, limits, output",
 }
 """Effect -> what changing a key changes, in words."""
 

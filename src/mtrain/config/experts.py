@@ -60,12 +60,13 @@ class MoEConfig(Section):
     """Weight of the balancing loss of each layer with experts. That is E sum_i f_i P_i, summed over the layers: E
     experts, f_i the share of the choices that fell on expert i (by scores alone, without groups and bias; the shares
     add up to 1), P_i the mean of its normalised scores; over a micro-batch, for seq_aux_loss over each sample of it.
-    As in megatron-core; it is alpha_1 of DeepSeek-V2. transformers' router_aux_loss_coef weighs one loss of f and P
-    averaged over L layers, its f adding up to router_topk: the coefficient here is theirs times router_topk / L."""
+    Padding has no part in it, and a step averages it over tokens. As in megatron-core; it is alpha_1 of DeepSeek-V2.
+    transformers' router_aux_loss_coef weighs one loss of f and P averaged over L layers, its f adding up to
+    router_topk: the coefficient here is theirs times router_topk / L."""
     z_loss_coeff: Annotated[
         SquareWeight | None, Key(feeds="moe_z_loss_coeff", effect=Effect.NUMERICS, flag="--moe-z-loss-coeff")
     ] = None
-    """Weight of the router's z-loss; null: off."""
+    """Weight of the router's z-loss, a mean over tokens without padding; null: off."""
     router_enable_expert_bias: Annotated[
         bool, Key(feeds="moe_router_enable_expert_bias", flag="--moe-router-enable-expert-bias")
     ] = False
@@ -91,7 +92,7 @@ class MoEConfig(Section):
     ] = None
     """Factor on the chosen scores."""
     router_bias_update_rate: Annotated[
-        PositiveFloat | None,
+        NonNegativeFloat | None,
         Key(
             feeds="moe_router_bias_update_rate",
             when="model.moe.router_enable_expert_bias=true",
@@ -100,7 +101,7 @@ class MoEConfig(Section):
             flag=Flag("--moe-router-bias-update-rate", absent=0.001),
         ),
     ] = None
-    """router_enable_expert_bias: how far the bias of an expert moves in a step; null: 0.001."""
+    """router_enable_expert_bias: how far the bias of an expert moves in a step; 0: biases are frozen, null: 0.001."""
     router_padding_for_quantization: Annotated[
         bool,
         Key(feeds="moe_router_padding_for_quantization", effect=Effect.NUMERICS, aka="moe_router_padding_for_fp8"),
@@ -160,7 +161,8 @@ class MoEConfig(Section):
         PositiveFloat | None,
         Key(feeds="moe_expert_capacity_factor", effect=Effect.NUMERICS, flag="--moe-expert-capacity-factor"),
     ] = None
-    """Tokens that an expert takes of a rank's micro-batch, over the even share; others are dropped; null: none is."""
+    """Tokens that an expert takes of a rank's micro-batch, over the even share of those that are no padding; others
+    are dropped; null: none is."""
     pad_expert_input_to_capacity: Annotated[
         bool,
         Key(

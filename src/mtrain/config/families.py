@@ -35,9 +35,13 @@ _NO_NORMS_ON_SUMS = Only(
 )
 _NOT_BERT = "is no part of BERT"
 _BERT_MODEL = (
-    Only("model.norm_placement", ("post_residual",), "BERT has its norms on the sum with the residual stream"),
+    Only(
+        "model.norm_placement",
+        ("post_residual", "pre"),
+        "BERT has its norms on the sum with the residual stream, and Megatron's BERT before attention and MLP",
+    ),
     Only("model.normalization", ("LayerNorm",), "BERT's norms have a mean and a bias"),
-    Only("model.activation", ("gelu",), "BERT's MLP and its head have the exact gelu"),
+    Only("model.activation", ("gelu", "gelu_tanh"), "BERT's MLP and its head have a gelu"),
     Only("model.position_embedding_type", ("learned_absolute",), "BERT adds an embedding of each position"),
     Only("model.add_bias_linear", (True,), "every linear layer of BERT has a bias"),
     Only("model.tie_word_embeddings", (True,), "BERT's output layer shares the embedding's weights"),

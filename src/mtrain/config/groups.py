@@ -39,9 +39,10 @@ class _OptimKeys(Section):
         PositiveFloat | None,
         Key(feeds="optimizer.lr scheduler.max_lr", flag=Flag("--lr", absent=None, always=True), aka="learning_rate"),
     ] = None
-    """Largest learning rate; null: that of model.published, else that of the GPT-3 of the nearest size."""
+    """Largest learning rate; null: that of model.published, else that of the GPT-3 of the nearest size. Fine-tuning
+    (trainer.fine_tuning) has rates of its own, by size and adapter: docs/defaults.md."""
     min_lr: Annotated[NonNegativeFloat | None, Key(flag=Flag("--min-lr", absent=0.0))] = None
-    """Learning rate at the end of the decay; null: a tenth of `lr`."""
+    """Learning rate at the end of the decay; null: a tenth of `lr`, 0 for fine-tuning."""
     schedule: Annotated[
         Literal["constant", "linear", "cosine", "inverse_sqrt", "wsd"], Key(aka="lr_decay_style lr_scheduler_type")
     ] = "cosine"
@@ -49,7 +50,8 @@ class _OptimKeys(Section):
     warmup_iters: Annotated[
         NonNegativeInt | None, Key(aka="lr_warmup_iters lr_warmup_steps warmup_steps", unit="steps")
     ] = None
-    """Steps of linear warmup from zero; null: a twentieth of the steps up to the end of the decay."""
+    """Steps of linear warmup from zero; null: a twentieth of the steps up to the end of the decay, 3% for
+    fine-tuning."""
     decay_iters: Annotated[PositiveInt | None, Key(aka="lr_decay_iters", unit="steps")] = None
     """Step at which the decay ends; null: trainer.train_iters."""
     wsd_decay_iters: Annotated[
@@ -169,12 +171,18 @@ else:
 class TrainerConfig(Section):
     """`trainer`: how long, how large a batch, how often to look."""
 
-    train_iters: Annotated[PositiveInt, Key(aka="max_steps train_steps exit_interval", unit="steps")] = 100
-    """Optimizer steps."""
+    fine_tuning: Annotated[bool | None, Key(effect=Effect.RUNTIME)] = None
+    """Whether rate, batch, length and schedule, where nothing says them, are those of fine-tuning and not of a
+    training from scratch. It changes nothing else. null: true for chats (data.kind sft, preference) and for adapters
+    (peft.kind)."""
+    train_iters: Annotated[PositiveInt | None, Key(aka="max_steps train_steps exit_interval", unit="steps")] = None
+    """Optimizer steps. null: on a CPU 80; on GPUs as many as read 20 tokens for each parameter that a token visits
+    (Chinchilla, arXiv 2203.15556). Fine-tuning: two epochs of the chats of data.path, else 500."""
     global_batch_size: Annotated[PositiveInt | None, Key(unit="samples")] = None
     """Samples per optimizer step, over all ranks; with a ramp, of the steps after it. null: as many tokens as
-    model.published says, else as the GPT-3 of the nearest size took; 8 samples on a CPU; rounded up so that every
-    data-parallel rank has whole micro-batches."""
+    model.published says, else as the GPT-3 of the nearest size took; for fine-tuning 128 samples, 16 for adapters, or
+    as many packed windows as hold such a batch; 8 samples on a CPU; rounded up so that every data-parallel rank has
+    whole micro-batches."""
     rampup_batch_size: tuple[PositiveInt, PositiveInt, PositiveInt] | None = Field(default=None, strict=False)
     """[first, increment, samples]: steps begin with `first` samples and grow by `increment`, evenly over so many
     samples, up to global_batch_size. What counts steps, such as the schedule of the learning rate, counts on."""
@@ -189,19 +197,24 @@ class TrainerConfig(Section):
     """Samples per forward and backward on one rank; null: the largest of 8, 4, 2, 1 that splits the batch evenly,
     leaves a micro-batch for every pipeline stage and, on GPUs, has at most 8192 tokens."""
     eval_interval: Annotated[
-        PositiveInt | None,
+        NonNegativeInt | None,
         Key(
             effect=Effect.RUNTIME,
-            flag=Flag("--eval-interval", absent=1000, none=(0,)),
+            flag=Flag("--eval-interval", absent=1000),
             aka="eval_steps",
             unit="steps",
         ),
     ] = None
-    """Steps between evaluations during the run; null: only at the end."""
+    """Steps between evaluations during the run; 0: only at the end, and by eval_minutes. null: on a CPU 40; elsewhere
+    0."""
+    eval_minutes: Annotated[PositiveFloat | None, Key(effect=Effect.RUNTIME, unit="minutes")] = None
+    """Minutes from one evaluation to the next, by the clock of rank 0. null: not by time; where eval_interval is null
+    too and the run is on GPUs, 30."""
     eval_iters: Annotated[
         NonNegativeInt, Key(effect=Effect.RUNTIME, flag=Flag("--eval-iters", absent=100), unit="global batches")
     ] = 4
-    """Global batches of the validation split per evaluation; 0: never evaluate."""
+    """Global batches of the validation split per evaluation, in which each sample counts once: a split that has fewer
+    ends it; 0: never evaluate."""
     seed: Annotated[int, Field(ge=0, lt=2**63), Key(flag=Flag("--seed", absent=1234))] = 1234
     """Seed of weights and sample order, which do not depend on the layout, and of dropout: stages, data- and
     context-parallel ranks draw other masks, tensor-parallel ranks the same ones of what each of them holds whole."""
@@ -278,6 +291,11 @@ class TrainerConfig(Section):
         600.0
     )
     """Seconds without progress of any rank after which the run is ended."""
+
+    @property
+    def steps(self) -> int:
+        """Optimizer steps, once they are resolved."""
+        return self.train_iters or 1
 
     @property
     def batch(self) -> int:

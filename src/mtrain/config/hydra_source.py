@@ -28,6 +28,8 @@ from hydra.types import RunMode
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from mtrain.errors import ConfigError, Problem
+
 VERSION_BASE = "1.3"
 HYDRA = "hydra/config"
 _NOTES: dict[str, Any] = {
@@ -156,6 +158,11 @@ def composed(library: Library, primary: str, arguments: Sequence[str], settings:
     return {str(name): value for name, value in values.items()} if isinstance(values, dict) else {}
 
 
+def quoted(sign: str, group: str, choice: str) -> str:
+    """A choice in Hydra's grammar, in quotes: `1.10` and `null` are names as well."""
+    return f"{sign}{group}='{choice}'"
+
+
 def defaults_list(
     library: Library, primary: str, arguments: Sequence[str]
 ) -> tuple[list[tuple[str, str]], dict[str, str]]:
@@ -203,3 +210,13 @@ def _hydra(library: Library, primary: str) -> Iterator[None]:
         store.repo = everything
         GlobalHydra.instance().hydra = outer
         _composing.reset(token)
+
+
+def not_composed(error: Exception, before: Sequence[Problem]) -> ConfigError:
+    """Return the error of group files that do not compose, after the problems that were found `before`."""
+    rule = f"the group files do not compose: {error}"
+    fix = (
+        "write entries of defaults as `- NAME` of a file of the same group, as `- FOLDER/NAME@_here_` of one in a "
+        "folder of it, and `_self_` where its own keys come"
+    )
+    return ConfigError([*before, Problem("MT011", "", None, rule, fix, "conf")])

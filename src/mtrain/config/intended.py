@@ -34,6 +34,18 @@ def as_key(text: str) -> str:
     return re.sub(r"[-\s]+", "_", plain(text).strip().lstrip("-").lower())
 
 
+def is_nothing(value: Any) -> bool:
+    """Whether a value says that there is none: null, an empty text, `none`."""
+    return value is None or (isinstance(value, str) and plain(value).strip().lower() in NULL)
+
+
+def as_name(value: Any) -> str:
+    """A value as the text that it is in a file."""
+    if isinstance(value, bool) or value is None:
+        return {True: "true", False: "false", None: "null"}[value]
+    return plain(str(value)).strip()
+
+
 def readings(path: str, value: Any) -> Iterator[list[Any]]:
     """Values of other types that `value` may have been meant as at the key `path`: likely ones before less likely."""
     if isinstance(value, list) and len(value) == 1:

@@ -6,6 +6,7 @@ import re
 from collections.abc import Callable, Iterator
 from typing import Any
 
+from mtrain.config.keys import is_content
 from mtrain.config.near import at_default
 from mtrain.errors import MAX_PROBLEMS, Problem
 
@@ -37,8 +38,8 @@ def refused(values: Any, where: Callable[[str], str], prefix: str = "") -> Itera
             bodies = _REFERENCE.findall(text)
             if "${" in _REFERENCE.sub("", text) or not all(KEY.match(body) for body in bodies):
                 rule = "only a reference to another key is allowed, as in ${trainer.train_iters}; resolvers never run"
-                fix = at_default(path) if where(path) == "command line" else ""
-                yield Problem("MT007", path, value, rule, fix or BY_HAND, where(path))
+                fix = at_default(path) if where(path) == "command line" and not is_content(path) else BY_HAND
+                yield Problem("MT007", path, value, rule, fix, where(path))
 
 
 def resolve_references(values: dict[str, Any], where: Callable[[str], str]) -> list[Problem]:
@@ -54,7 +55,7 @@ def resolve_references(values: dict[str, Any], where: Callable[[str], str]) -> l
         try:
             put(values, path, follower.begin(path, value))
         except ValueError as error:
-            problems.append(Problem("MT007", path, value, str(error), at_default(path) or BY_HAND, where(path)))
+            problems.append(Problem("MT007", path, value, str(error), _of_reference(path), where(path)))
     return problems
 
 
@@ -97,6 +98,11 @@ class _Follower:
         if self.room < 0:
             raise ValueError(f"references stand for more than {MAX_UNFOLDED} characters")
         return self.follow(value, (*chain, key))
+
+
+def _of_reference(path: str) -> str:
+    """The default in place of a reference that leads nowhere, where the key takes no text of a user's own."""
+    return ("" if is_content(path) else at_default(path)) or BY_HAND
 
 
 def _strings(value: Any) -> Iterator[str]:

@@ -15,6 +15,9 @@ from mtrain.config.intended import as_key
 from mtrain.config.run import GROUPS, RunConfig
 from mtrain.config.unmapped import UNMAPPED
 
+PLUG_INS = ("cluster.device", "model.family")
+"""Keys whose words are those that ship, and those of installed plug-ins."""
+
 OTHERWISE = {"distributed_timeout_minutes": ", in seconds"}
 """How a foreign name's value differs from that of the key here."""
 
@@ -199,3 +202,26 @@ def _suggested(path: str) -> tuple[list[str], str]:
     if not near:
         near += [foreign()[name] for name in difflib.get_close_matches(last, list(foreign()), n=1, cutoff=0.85)]
     return list(dict.fromkeys(near))[:3], ""
+
+
+def is_under_a_value(path: str) -> bool:
+    """Whether a dotted key goes on behind one that holds a plain value, as in `model.num_layers.x`."""
+    names = path.split(".")
+    above = [field_of(".".join(names[:i])) for i in range(1, len(names))]
+    return any(
+        f is not None and section_in(f.annotation) is None and get_origin(f.annotation) is not dict for f in above
+    )
+
+
+@cache
+def is_content(key: str) -> bool:
+    """Whether a key takes text of the user's own, a list or a mapping: no number, no switch, no word of a few."""
+    field = field_of(key)
+    return field is not None and key not in PLUG_INS and _is_free(field.annotation)
+
+
+def _is_free(annotation: Any) -> bool:
+    origin = get_origin(annotation)
+    if annotation in (str, dict, tuple) or origin in (dict, tuple, list):
+        return True
+    return any(_is_free(inner) for inner in get_args(annotation) if not isinstance(inner, (str, int, float)))

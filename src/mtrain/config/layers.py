@@ -91,6 +91,15 @@ def _expanded(library: Library, name: str, package: str, depth: int = 0) -> Entr
     return out
 
 
+def stays_in_its_group(library: Library, group: str, choice: str) -> bool:
+    """Whether a choice is a file, or a layout, that fills its own group and nothing else; False where it is none."""
+    try:
+        _expanded(library, f"{group}/{choice}", group)
+    except (_NotPlain, ConfigError):
+        return False
+    return True
+
+
 def layer(library: Library, name: str, package: str, chooser: str) -> Layer:
     """What a file says at the key that it fills; what a layout says is said by its `chooser`."""
     layout = library.layout(name)

@@ -51,6 +51,8 @@ class Document:
     source: str
     """The file's name as problems show it."""
     text: str = ""
+    texts: dict[str, str] = field(default_factory=dict)
+    """Dotted path of a number, a boolean or null -> the text that it was read from."""
     repeated: list[str] = field(default_factory=list)
     """Keys that are written twice, where that is taken."""
 
@@ -139,7 +141,7 @@ def parse(text: str, source: str, *, foreign: bool = False) -> Document:
     if not isinstance(values or {}, dict):
         rule = "the top level must be a mapping of keys"
         raise ConfigError([Problem("MT003", "", None, rule, "write `key: value`", source)])
-    return Document(values or {}, reader.lines, source, text, reader.repeated)
+    return Document(values or {}, reader.lines, source, text, reader.texts, reader.repeated)
 
 
 def bounded(text: str, source: str) -> None:
@@ -234,6 +236,7 @@ class _Reader:
         self.source, self.foreign = source, foreign
         self.repeated: list[str] = []
         self.lines: dict[str, int] = {}
+        self.texts: dict[str, str] = {}
         self.nodes = self.keys = 0
 
     def value(self, node: yaml.Node, path: str, depth: int) -> Any:
@@ -248,7 +251,10 @@ class _Reader:
         if depth > MAX_DEPTH or (depth == MAX_DEPTH and not isinstance(node, yaml.ScalarNode)):
             raise ConfigError([_too_deep(self.at(node))])
         if isinstance(node, yaml.ScalarNode):
-            return node.value if node.style else scalar(node.value)
+            value = node.value if node.style else scalar(node.value)
+            if not isinstance(value, str):
+                self.texts[path] = node.value
+            return value
         if isinstance(node, yaml.SequenceNode):
             return [self.item(inner, f"{path}.{i}" if path else str(i), depth) for i, inner in enumerate(node.value)]
         out: dict[str, Any] = {}

@@ -88,6 +88,7 @@ def unwatched(data: DataConfig) -> str:
     """What is to be said of corpora of `data=indexed` without a manifest; empty: there are none."""
     if data.kind != "indexed":
         return ""
+    data = data.without_excluded()
     named = (*(data.blend or (data.path,)), *(data.validation_blend or ()), *(data.test_blend or ()))
     bare = [name for name in named if name and "://" not in name and not os.path.lexists(path_of(user_path(name)))]
     if not bare:

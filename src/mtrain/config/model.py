@@ -107,7 +107,8 @@ class ModelConfig(Section):
     """A norm's weight is kept as its distance from 1, which half precision rounds less."""
     norm_placement: Literal["pre", "post", "pre_and_post", "post_residual"] = "pre"
     """Where the norms of a layer are: before attention and MLP (pre), on what they add to the residual stream (post,
-    OLMo 2), both (Gemma), or on the sum with the residual stream (post_residual, BERT)."""
+    OLMo 2), both (Gemma), or on the sum with the residual stream (post_residual, BERT). One with pre is Megatron's:
+    no norm is on its embeddings, and one is behind its last layer."""
     activation: Annotated[
         Literal["swiglu", "geglu", "geglu_tanh", "quick_geglu", "gelu", "gelu_tanh", "relu", "squared_relu"],
         Key(hf="hidden_act", aka="activation_func"),

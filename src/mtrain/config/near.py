@@ -13,11 +13,11 @@ from pydantic_core import PydanticUndefined
 
 from mtrain.config.dump import override
 from mtrain.config.formats import FORMATS, WeightFormat
-from mtrain.config.intended import NULL, as_key, plain, readings
+from mtrain.config.intended import as_key, is_nothing, plain, readings
 from mtrain.config.keys import field_of, opposites, suggest
 from mtrain.config.layout_string import parse_layout
 from mtrain.config.load import load, scalar
-from mtrain.config.paths import CHOICE, choices_of_group, conf_dir, find_config, recipe_names
+from mtrain.config.paths import CHOICE, choices_of_group, conf_dir, find_config, program, recipe_names
 from mtrain.config.run import GROUPS
 from mtrain.errors import ConfigError, Problem
 
@@ -39,6 +39,7 @@ CONVERTED: dict[str, Callable[[Any], Any]] = {
     "distributed_timeout_minutes": lambda value: 60.0 * value,
 }
 """Foreign names whose values mean something else under our key, and what."""
+_SIZE = re.compile(r"([0-9]+(?:\.[0-9]+)?)([kmb]?)")
 _WORDS = {
     **{"true": True, "false": False, "silu": "swiglu", "relu2": "squared_relu"},
     **{FORMATS[word].torch: word for word in get_args(WeightFormat)},
@@ -67,7 +68,8 @@ def taken(path: str, value: Any) -> list[Any]:
         out: list[Any] = []
         for reading in group:
             huge = isinstance(reading, int) and abs(reading) >= 1 << 63
-            if not huge and reading not in out and accepts(path, reading):
+            nothing = reading in ([], {}) and value not in ([], {}, "")
+            if not huge and not nothing and reading not in out and accepts(path, reading):
                 out.append(reading)
         if out:
             return out
@@ -77,7 +79,7 @@ def taken(path: str, value: Any) -> list[Any]:
 def suggestions(path: str, value: Any) -> list[str]:
     """Overrides that an unknown key at `path` may have stood for, best first; each key takes its value.
 
-    Where no near key takes the value, the nearest one at its default; where none is near, to leave the key out.
+    Where no near key takes the value, a page that says what the nearest takes; where none is near, to leave it out.
     """
     last = as_key(path).rpartition(".")[2]
     near = suggest(path)[0]
@@ -96,7 +98,9 @@ def suggestions(path: str, value: Any) -> list[str]:
     fitting = fitting or [
         override(key, reading) for key in near for reading in taken(key, known)[:1] if not isinstance(reading, str)
     ]
-    return fitting or [default for key in near if (default := at_default(key))][:1] or [NOTHING]
+    if not fitting and is_nothing(known):
+        fitting = [default for key in near if (default := at_default(key))][:1]
+    return fitting or [f"{program()} explain {near[0]}, for what it takes"]
 
 
 def _is_pair(value: Any) -> bool:
@@ -128,8 +132,15 @@ def near_choice(word: str, choices: Sequence[str]) -> list[str]:
     near = difflib.get_close_matches(word, choices, n=3, cutoff=0.5)
     letters = re.sub(r"[^a-z0-9]", "", word)
     same = [c for c in choices if re.sub(r"[^a-z0-9]", "", c.lower()) == letters]
-    begun = [c for c in choices if len(word) > 2 and c.startswith(word)]
+    begun = sorted((c for c in choices if len(word) > 2 and c.startswith(word)), key=lambda c: _by_size(c, word))
     return same or list(dict.fromkeys([*begun, *near]))[:3]
+
+
+def _by_size(choice: str, begin: str) -> tuple[bool, list[float]]:
+    """The order of choices that begin alike: those of the very name first, and of these the smallest."""
+    rest = choice.removeprefix(begin)
+    sizes = [float(n) * {"k": 1e3, "m": 1e6, "b": 1e9}.get(unit, 1.0) for n, unit in _SIZE.findall(rest)]
+    return bool(rest) and rest[0] != "_", sizes
 
 
 def layouts_near(word: str) -> list[str]:
@@ -162,14 +173,16 @@ def chooses(group: str, choice: str) -> str:
 
 
 def choice_fix(group: str, text: str) -> str:
-    """Overrides that a choice which is none may have meant, best first; the default choice where none is near."""
+    """Overrides that a choice which is none may have meant, best first; the default one for a word like none."""
     near = near_choice(text, choices_of_group(group))
     if group == "parallel":
         near = layouts_near(text) or near
         near += ["single"] if text.strip().isdigit() else []
-    if plain(text).strip().lower() in NULL:
-        near = []
-    return " or ".join(chooses(group, name) for name in near or [usual_choice(group)] if name) or NOTHING
+    if is_nothing(text):
+        near = [usual_choice(group)]
+    return (
+        " or ".join(chooses(group, name) for name in near if name) or f"{program()} choices {group}, for all of them"
+    )
 
 
 def bare_word(word: str) -> list[str]:

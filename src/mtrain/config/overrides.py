@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import re
+import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from mtrain.config import unread
 from mtrain.config.choices import check_choice, some_choice
-from mtrain.config.dump import override
+from mtrain.config.dump import override, spell
 from mtrain.config.intended import as_key, plain
 from mtrain.config.interpolate import KEY, leaves
 from mtrain.config.keys import field_of, suggest
-from mtrain.config.near import NOTHING, accepts, at_default, bare_word, default_choices, suggestions, taken
+from mtrain.config.near import NOTHING, bare_word, default_choices, suggestions, taken
 from mtrain.config.origins import COMMAND_LINE
-from mtrain.config.paths import is_group
+from mtrain.config.paths import is_group, program
 from mtrain.config.run import GROUPS
 from mtrain.errors import MAX_PROBLEMS, MAX_SHOWN, Problem
 
@@ -211,7 +213,8 @@ def _odd_key(key: str, text: str) -> Problem:
         group, _, name = key.partition("/")
         if group in GROUPS and "@" not in key and ":" not in key:
             rule = f"{key}: a folder inside a group is part of the choice's name"
-            return _bad("", None, rule, f"{group}={name}/{text}")
+            known = field_of(f"{group}.{name}") is not None
+            return _bad("", None, rule, f"{group}.{name}={text}" if known else f"{group}={name}/{text}")
         dotted = re.sub(r"[/@:].*", "", key) if "@" in key else key.replace("/", ".").replace(":", ".")
         fix = f"{dotted}={text}" if field_of(dotted) is not None else _meant(dotted, text)
         return _bad("", None, f"{key}: a key is words joined by dots; there are no packages", fix)
@@ -236,23 +239,30 @@ def _read_value(key: str, text: str, out: Overrides) -> Problem | None:
     from mtrain.config.grammar import Sweep, parse_value
 
     try:
-        out.values[key] = parse_value(text)
+        value = parse_value(text)
+        if (meant := unread.as_text(key, text, value)) is not None:
+            rule = f"must be text, and {text} without quotes is {spell(value)}"
+            return _bad(key, value, rule, override(key, meant), "MT013")
+        out.values[key] = value
     except Sweep:
         rule = "a comma or range makes a sweep: -m trains or checks one run for each value"
-        return _bad(key, text, rule, _sweep_fix(key, text))
+        if not (fix := _sweep_fix(key, text)):
+            rule, fix = unread.why_unread(key, text, rule), unread.meant(key, text, sweep=False)
+        return _bad(key, text, rule, fix)
     except ValueError as error:
-        quoted = "${" not in text and accepts(key, text)
-        fix = override(key, text) if quoted else at_default(key) or NOTHING
-        return _bad(key, text, f"cannot be read: {error}", fix)
+        rule = f"cannot be read: {unread.why_unread(key, text, str(error))}"
+        return _bad(key, text, rule, unread.meant(key, text, sweep=False))
     return None
 
 
 def _sweep_fix(key: str, text: str) -> str:
+    """One value in place of several, and the flag that takes them all; empty where they are none for the key."""
     found = field_of(key)
     if found is not None and "tuple" in str(found.annotation):
         return f"{key}=[{text}]"
     if found is not None and "str" in str(found.annotation):
         return override(key, text)
-    first = text.split(",")[0].strip() if re.match(r"[^(]*,", text) else ""
-    read = taken(key, first) or taken(key, text)  # 0,001 is 0.001 where a comma marks the fraction
-    return override(key, read[0]) if read else f"{key}={first}" if first else ""
+    if (fraction := taken(key, text)) and re.match(r"[^(]*,", text):  # 0,001 where a comma marks the fraction
+        return override(key, fraction[0])
+    values = unread.values_of(key, text)
+    return f"{key}={values[0]} or {program()} -m {shlex.quote(f'{key}={text}')}" if values else ""

@@ -44,9 +44,10 @@ class RecomputeConfig(Section):
 class ParallelConfig(Section):
     """`parallel`: degrees of each axis. `dp` = ranks / (tp * pp * cp)."""
 
-    auto: bool = False
+    auto: bool | None = False
     """What nobody says of the layout, the micro-batch and the offload is chosen as `tune` chooses it, the fastest by
-    the plan that fits the device. A resolved run has the choice, and false here."""
+    the plan that fits the device. null, which `parallel=default` says: so on GPUs, and tensor parallel 2 on a CPU. A
+    resolved run has the choice, and false here."""
     tp: Annotated[
         Degree,
         Key(

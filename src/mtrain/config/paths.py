@@ -177,11 +177,17 @@ def _names_below(roots: list[Path]) -> list[str]:
 
 
 def display(path: Path) -> str:
-    """`path` as problems name it: from `conf/` or `recipes/` on for shipped files, else as it was given."""
+    """`path` as problems name it: of a checkout's shipped files from `conf/` or `recipes/` on, else as it is."""
     for root, name in ((conf_dir(), "conf"), (recipes_dir(), "recipes")):
-        if path.is_relative_to(root):
+        if path.is_relative_to(root) and root.name == name:
             return f"{name}/{path.relative_to(root).as_posix()}"
     return str(path)
+
+
+def is_shipped(source: str) -> bool:
+    """Whether a file, as problems name it, is one of those that ship."""
+    shipped = ("conf/", "recipes/", f"{conf_dir()}{os.sep}", f"{recipes_dir()}{os.sep}")
+    return source.startswith(shipped)
 
 
 def user_path(text: str) -> Path:
@@ -190,15 +196,29 @@ def user_path(text: str) -> Path:
 
 
 def names_near(path: Path, limit: int = 3) -> list[str]:
-    """Names beside a missing `path` that look like it, best first."""
+    """Paths that are there and look like a missing one, best first: of its own folder, or of one with a similar name.
+
+    A name is repaired at each level that is missing, so `corpuz/wiki.txt` is near `corpus/wiki.txt`.
+    """
+    folder = path.parent
+    if not os.path.isdir(folder) and folder != folder.parent:
+        folders = [Path(name) for name in names_near(folder, limit) if os.path.isdir(name)]
+        found = [name for near in folders for name in _named_like(near, path.name, limit)]
+        return found[:limit]
+    return _named_like(folder, path.name, limit)
+
+
+def _named_like(folder: Path, name: str, limit: int) -> list[str]:
+    """Paths in a folder whose names are like `name`, one that is the same first."""
     import difflib
 
-    folder = path.parent
     try:
         with os.scandir(folder) as entries:
             names = sorted(entry.name for entry in islice(entries, MAX_NAMES))
     except (OSError, ValueError):
         return []
-    near = difflib.get_close_matches(path.name, names, n=limit, cutoff=0.65)
-    same_stem = [name for name in names if Path(name).stem == path.name and name not in near]
-    return [str(folder / name) for name in [*same_stem, *near][:limit]]
+    stem = Path(name).stem
+    near = difflib.get_close_matches(name, names, n=limit, cutoff=0.65)
+    near = [each for each in near if difflib.SequenceMatcher(None, stem, Path(each).stem).ratio() >= 0.6]
+    same_stem = [each for each in names if Path(each).stem == name and each not in near]
+    return [str(folder / each) for each in [*same_stem, *near][:limit]]

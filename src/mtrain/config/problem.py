@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from mtrain.config.base import Section
@@ -39,3 +39,16 @@ def plain(value: Any) -> Any:
     if isinstance(value, Section):
         return value.model_dump(mode="json")
     return list(value) if isinstance(value, tuple) else value
+
+
+def distinct(problems: Sequence[Problem]) -> list[Problem]:
+    """`problems` without repetitions; a refused reference is not validated by its type as well."""
+    seen: dict[tuple[str, str, str, str], Problem] = {}
+    refused_at: set[str] = set()
+    for problem in problems:
+        if problem.path in refused_at:
+            continue
+        if problem.code == "MT007":
+            refused_at.add(problem.path)
+        seen.setdefault((problem.code, problem.path, problem.rule, problem.source), problem)
+    return list(seen.values())

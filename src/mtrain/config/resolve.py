@@ -126,10 +126,18 @@ def resolve(
         for path, (value, reason) in filled.items():
             run = _with(run, path.split("."), value)
             if made_from is not None:
+                _read_before(path, made_from)
                 made_from[path] = frozenset(reads - {path})
             if why is not None:
                 why[path] = f"resolved {'' if reason.startswith(HERE) else 'from '}{reason}"
     return run
+
+
+def _read_before(path: str, made_from: dict[str, frozenset[str]]) -> None:
+    """Marks a key that is filled in now where others were made of it while it was null: not of what it is made of."""
+    for other, reads in made_from.items():
+        if path in reads:
+            made_from[other] = reads - {path} | {f"{path}."}
 
 
 def _device(run: RunConfig, machine: Machine, world_size: int | None) -> Filled:

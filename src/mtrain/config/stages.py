@@ -107,7 +107,12 @@ def stages(run: RunConfig) -> list[Stage]:
         sizes = list(p.layers_per_stage)
         if len(sizes) != blocks:
             raise ValueError(f"{len(sizes)} sizes for pp {p.pp} * vpp {p.vpp} = {blocks} stages")
-        if min(sizes) < 0 or sum(sizes) != model.num_layers:
+        if (least := min(sizes)) < 0:
+            rule = (
+                f"stage {sizes.index(least)} (counted from 0) would hold {least} layers, and none holds fewer than 0"
+            )
+            raise ValueError(rule)
+        if sum(sizes) != model.num_layers:
             raise ValueError(f"{sum(sizes)} layers in all, and the model has {model.num_layers}")
     else:
         more = p.account_for_embedding_in_pipeline_split, p.account_for_loss_in_pipeline_split

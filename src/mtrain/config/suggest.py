@@ -11,19 +11,21 @@ from pydantic import ValidationError
 
 from mtrain.config.dump import override
 from mtrain.config.grammar import parse_value
-from mtrain.config.keys import field_of
+from mtrain.config.keys import field_of, is_content
 from mtrain.config.layout_string import parse_layout
 from mtrain.config.load import load
 from mtrain.config.near import NEAREST
 from mtrain.config.paths import find_config
 from mtrain.config.rules import Answers, apply, findings
-from mtrain.config.run import RunConfig
+from mtrain.config.run import GROUPS, RunConfig
 from mtrain.errors import Problem
 
 PROPOSED = ("MT013", "MT014", "MT007")
 """Codes whose fix is a value of ours, which must not even be unusual; others repeat the value that was written, or
 what is nearest to it.
 """
+KEPT = ("MT010", "MT012", "MT013")
+"""Codes whose fix is what was written in other words, whatever it breaks beside the rest."""
 
 
 def with_fixes(
@@ -33,20 +35,19 @@ def with_fixes(
     if nobody had set it.
 
     A bound such as "at least 1" is allowed by the schema and may be useless beside the other keys: then the fix is
-    the value that the key had before it was set.
+    the value that the key had before it was set, unless that would throw away a text, a list or a path.
     """
     trial = _Trial(partial, resolve)
     return [
-        replace(
-            p,
-            fix=trial.best(
-                p.fix, p.path, unusual=_is_meant(p), keep=p.code in ("MT012", "MT013") or p.rule.endswith(NEAREST)
-            ),
-        )
-        if p.code not in ("MT003", "MT004", "MT018")
-        else p
-        for p in problems
+        _with_fix(problem, trial) if problem.code not in ("MT003", "MT004", "MT018") else problem
+        for problem in problems
     ]
+
+
+def _with_fix(problem: Problem, trial: _Trial) -> Problem:
+    keep = problem.code in KEPT or problem.rule.endswith(NEAREST)
+    fix = trial.best(problem.fix, problem.path, unusual=_is_meant(problem), keep=keep) if problem.fix else ""
+    return replace(problem, fix=fix or trial.before_it(problem.path, problem.value))
 
 
 def _is_meant(problem: Problem) -> bool:
@@ -63,13 +64,11 @@ class _Trial:
         self.before = self._said(partial, unusual=False)
 
     def best(self, fix: str, path: str, *, unusual: bool, keep: bool) -> str:
-        """Those alternatives of a fix that work; where the first does not, the value that its key held before.
+        """Those alternatives of a fix that work; empty where the first does not.
 
         What is to `keep` stays where the rest is broken already, for it may fit once that is corrected; else it comes
         with the change of another key that lets it fit, where there is one.
         """
-        if not fix and path in self.held:
-            fix = override(path, self.held[path])
         changes = [_change(text) for text in fix.split(" or ")]
         known = [change for change in changes if change is not None]
         if len(known) < len(changes):  # words, or several keys at once
@@ -81,10 +80,15 @@ class _Trial:
             return together
         of_layouts = bool(good) and isinstance(known[0][1], Layout)
         if known[0] not in good and not of_layouts:  # another key that takes the value is no suggestion for this one
-            key = known[0][0]
-            works = key in self.held and self._fits(key, self.held[key], unusual=True)
-            good = [(key, self.held[key])] if works else known
+            return fix if keep else ""
         return " or ".join(dict.fromkeys(_spelled(*change) for change in good))
+
+    def before_it(self, path: str, value: object) -> str:
+        """The value that a key held before one that says nothing: a number out of any range, and no text or list."""
+        said = isinstance(value, (str, list)) and len(value) > 0
+        if said or path not in self.held or is_content(path) or not self._fits(path, self.held[path], unusual=True):
+            return ""
+        return override(path, self.held[path])
 
     def _with_another(self, key: str, value: Any) -> str:
         """A setting together with the first change of other keys that lets it break no rule; empty: there is none."""
@@ -143,7 +147,7 @@ def _change(text: str) -> tuple[str, Any] | None:
     try:
         words = shlex.split(text)
         key, _, value = words[0].partition("=") if len(words) == 1 else ("", "", "")
-        if key in ("recipe", "run"):
+        if key in ("recipe", "run", *GROUPS) and key != "parallel":
             return None
         if key == "parallel":
             return key, Layout(value, _layout(value))

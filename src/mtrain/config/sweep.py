@@ -7,14 +7,13 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from mtrain.config.keys import choices_of
+from mtrain.config.grammar import sweep_values
 from mtrain.config.origins import COMMAND_LINE
 from mtrain.config.overrides import shortened
-from mtrain.config.paths import choices_of_group, is_group, recipe_names
-from mtrain.config.run import GROUPS
+from mtrain.config.unread import MOST, is_empty, is_list_of_values, meant, names_of, why_unread
 from mtrain.errors import ConfigError, Problem
 
-MAX_RUNS = 1000
+MAX_RUNS = MOST
 
 
 @dataclass(frozen=True)
@@ -44,11 +43,12 @@ def jobs(argv: Sequence[str]) -> list[Job]:
     for argument in argv:
         key, equals, text = argument.partition("=")
         values = [text]
-        if equals and ("," in text or "(" in text):
+        if equals:
             try:
                 values = _values(key, text)
             except ValueError as error:
-                problems.append(Problem("MT010", key, text, str(error), "", COMMAND_LINE))
+                rule, fix = why_unread(key, text, str(error)), meant(key, text, sweep=True)
+                problems.append(Problem("MT010", key, text, rule, fix, COMMAND_LINE))
         if equals and key in given:
             rule = f"said twice, as {shortened(given[key])} and as {shortened(argument)}; one of them would be lost"
             problems.append(Problem("MT004", key, text, rule, "keep one of them", COMMAND_LINE))
@@ -69,19 +69,18 @@ def jobs(argv: Sequence[str]) -> list[Job]:
 
 
 def _values(key: str, text: str) -> list[str]:
-    from mtrain.config.grammar import sweep_values
+    """What a text stands for, each value as it is written.
 
-    found = sweep_values(text, _names(key), MAX_RUNS)
-    if found is None:
+    Raises:
+        ValueError: it is not in the grammar, stands for nothing, or is one list where values were meant.
+    """
+    if not text and is_empty(key):
+        raise ValueError("is empty")
+    if not set(text) & {*",(;["}:
         return [text]
-    if not found:
-        raise ValueError(f"stands for nothing; there are {', '.join(_names(key)) or 'no names'}")
-    return found
-
-
-def _names(key: str) -> list[str]:
-    """What a key can be called: the files of a group, the shared recipes, the words of a key."""
-    if key == "recipe":
-        return recipe_names()
-    key = key.lstrip("+")
-    return choices_of_group(key) if key in GROUPS or is_group(key) else list(choices_of(key))
+    found = sweep_values(text, names_of(key), MAX_RUNS)
+    if found == []:
+        raise ValueError("stands for nothing")
+    if found is None and is_list_of_values(key, text):
+        raise ValueError("a list is one value; values of a sweep are parted by commas, without brackets")
+    return found or [text]

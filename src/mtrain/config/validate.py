@@ -13,9 +13,9 @@ from pydantic_core import PydanticUndefined
 
 from mtrain.config.base import MOST_RANKS
 from mtrain.config.dump import override, spell
-from mtrain.config.intended import as_key
+from mtrain.config.intended import as_key, as_name, is_nothing
 from mtrain.config.interpolate import leaves
-from mtrain.config.keys import MERGE, choices_of, field_of, schema_keys, section_in, suggest
+from mtrain.config.keys import MERGE, choices_of, field_of, is_content, schema_keys, section_in, suggest
 from mtrain.config.near import (
     FOREIGN_WORDS,
     NEAREST,
@@ -32,6 +32,8 @@ from mtrain.config.run import GROUPS, RunConfig
 from mtrain.errors import MAX_PROBLEMS, Problem
 
 Where = Callable[[str], str]
+MAX_ITEMS = 64
+"""Items of a list that a fix repeats."""
 MISSING = "???"
 """What stands in a file for a value that it leaves to others, in Hydra's words."""
 OPEN = {
@@ -92,7 +94,7 @@ def _huge_numbers(value: Any) -> list[int]:
 def _huge(path: str, number: int, where: Where) -> Problem:
     """The problem of a number that no machine word holds; what is computed from it would not be either."""
     rule = f"has {len(str(abs(number)))} digits; whole numbers go up to {2**63 - 1}"
-    return Problem("MT014", path, number, rule, at_default(path), where(path))
+    return Problem("MT014", path, number, rule, _unset(path, number), where(path))
 
 
 def _open(path: str, values: Mapping[str, Any], where: Where) -> Problem:
@@ -118,22 +120,30 @@ def _problems(error: Mapping[str, Any], where: Where, values: Mapping[str, Any])
     elif value is None and path in OPEN:
         yield unfilled(path, where(path))
     elif kind in _BOUNDS:
-        yield _bound(path, kind, value, context, where)
+        yield _bound(path, kind, value, context, where, values)
     elif kind == "literal_error":
-        yield _literal(path, value, where)
+        yield _literal(path, value, where, values)
     elif kind in _KINDS:
-        yield _wrong_type(path, kind, value, where)
+        yield _wrong_type(path, kind, value, where, values)
     elif kind in ("missing_positional_argument", "unexpected_positional_argument", "too_long", "too_short"):
         yield _length(path, value, where)
     elif kind == "string_pattern_mismatch":
         pattern = str(context.get("pattern"))
         rule = f"must be {_PATTERNS.get(pattern, f'text that matches {pattern}')}"
-        yield Problem("MT014", path, value, rule, at_default(path), where(path))
+        name = re.sub(r"[^A-Za-z0-9_.-]+", "-", as_name(value)).strip("-._")
+        yield Problem(
+            "MT014",
+            path,
+            value,
+            rule,
+            override(path, name) if accepts(path, name) else _unset(path, None),
+            where(path),
+        )
     elif kind == "string_too_long":
         rule = f"has {len(value)} letters; at most {context['max_length']} are allowed"
         yield Problem("MT014", path, value, rule, override(path, value[: context["max_length"]]), where(path))
     else:
-        yield Problem("MT014", path, value, "is not what the key takes", at_default(path), where(path))
+        yield Problem("MT014", path, value, "is not what the key takes", _unset(path, value), where(path))
 
 
 def _is_section(path: str) -> bool:
@@ -154,43 +164,52 @@ def unknown_key(path: str, value: Any, where: Where) -> Problem:
     return Problem("MT012", path, value, rule, " or ".join(suggestions(path, value)), where(path))
 
 
-def _bound(path: str, kind: str, value: Any, context: Mapping[str, Any], where: Where) -> Problem:
+def _bound(
+    path: str, kind: str, value: Any, context: Mapping[str, Any], where: Where, values: Mapping[str, Any]
+) -> Problem:
     name, words = _BOUNDS[kind]
     bound = context[name]
     whole = isinstance(value, int) and isinstance(bound, int)
     if kind == "less_than_equal" and bound >= MOST_RANKS:  # far beyond what anybody has
-        fix = at_default(path)
+        fix = _unset(path, value)
     elif kind.endswith("equal"):
         fix = f"{path}={bound}"
     else:
         step = 1 if kind == "greater_than" else -1
-        fix = f"{path}={bound + step}" if whole else at_default(path) or f"{path}={bound + step}"
-    return Problem("MT014", path, value, f"must be {words} {bound}", _indexed(path, fix), where(path))
+        near = bound + step if whole else -value
+        fix = override(path, near) if accepts(path, near) else _unset(path, value)
+    if field_of(path) is None:
+        fix = _items(path, values, lambda item: -item if item == value and item < 0 else item)
+    return Problem("MT014", path, value, f"must be {words} {bound}", fix, where(path))
 
 
-def _literal(path: str, value: Any, where: Where) -> Problem:
+def _literal(path: str, value: Any, where: Where, values: Mapping[str, Any]) -> Problem:
     if path.endswith(".[key]"):
         key = path.removesuffix(".[key]")
         section = key.rpartition(".")[0]
         rule = f"there is no such key; one of {', '.join(choices_of(section))}"
-        return Problem("MT012", key, value, rule, at_default(section), where(key))
+        return Problem("MT012", key, value, rule, "", where(key))
     choices = choices_of(path)
     foreign = FOREIGN_WORDS.get(path, {}).get(str(value))
     near = [foreign] if foreign is not None else near_choice(str(value), choices)
-    default = _default(path)
-    best = near or ([] if default is None and accepts(path, None) else [str(default)] if default is not None else [])
     rule = f"must be one of {', '.join(choices)}" + (f"; {near[0]} {NEAREST}" if near else "")
-    fix = f"{path}={best[0]}" if best else at_default(path) or f"{path}={choices[0]}"
-    return Problem("MT014", path, value, rule, _indexed(path, fix), where(path))
+    if is_nothing(value):
+        fix = at_default(path)
+    elif field_of(path) is None:
+        fix = _items(path, values, lambda item: near[0] if near and item == value else item)
+    else:
+        fix = override(path, near[0]) if near else ""
+    return Problem("MT014", path, value, rule, fix, where(path))
 
 
-def _wrong_type(path: str, kind: str, value: Any, where: Where) -> Problem:
+def _wrong_type(path: str, kind: str, value: Any, where: Where, values: Mapping[str, Any]) -> Problem:
     rule = f"must be {_KINDS[kind]}, not {_kind(value)}"
     if path in GROUPS and isinstance(value, str):
         return _text_for_a_group(path, value, rule, where)
     if path in GROUPS:
         return Problem("MT013", path, value, rule, f"write the keys of {path}, or delete the line", where(path))
-    return Problem("MT013", path, value, rule, _indexed(path, _converted(path, value)), where(path))
+    fix = _converted(path, value) if field_of(path) is not None else _items(path, values, _item_as(kind))
+    return Problem("MT013", path, value, rule, fix, where(path))
 
 
 def _text_for_a_group(group: str, text: str, rule: str, where: Where) -> Problem:
@@ -208,8 +227,29 @@ def _text_for_a_group(group: str, text: str, rule: str, where: Where) -> Problem
 
 
 def _converted(path: str, value: Any) -> str:
-    """What a value of another type may have meant, as overrides; the default where it is none of them."""
-    return " or ".join(override(path, reading) for reading in taken(path, value)[:2]) or at_default(path)
+    """What a value of another type may have meant, as overrides; the default where it says that there is none."""
+    meant = " or ".join(override(path, reading) for reading in taken(path, value)[:2])
+    return meant or (at_default(path) if is_nothing(value) else _unset(path, value))
+
+
+def _unset(path: str, value: Any) -> str:
+    """The default in place of a value that says nothing; empty where it would throw away a text, a list or a path."""
+    return "" if is_content(path) or (isinstance(value, (str, list)) and value) else at_default(path)
+
+
+def _item_as(kind: str) -> Callable[[Any], Any]:
+    """What an item of a list, of which one is of a wrong type, may have meant."""
+    if kind.startswith("int"):
+        return lambda item: round(item) if isinstance(item, float) and math.isfinite(item) else item
+    return lambda item: as_name(item) if kind == "string_type" else item
+
+
+def _items(path: str, values: Mapping[str, Any], meant: Callable[[Any], Any]) -> str:
+    """The list that an item at `path` stands in, its items as they were meant; empty where the key takes no such."""
+    outer = whole(path)
+    said = values.get(outer)
+    items = [meant(item) for item in said] if isinstance(said, list) and len(said) <= MAX_ITEMS else []
+    return override(outer, items) if items and items != said and accepts(outer, items) else ""
 
 
 def _length(path: str, value: Any, where: Where) -> Problem:
@@ -218,7 +258,9 @@ def _length(path: str, value: Any, where: Where) -> Problem:
     want = f"{size} values" if size else "at least one value"
     if isinstance(default, tuple):
         want += f", such as {spell(default)}"
-    return Problem("MT014", path, value, f"must have {want}", at_default(path), where(path))
+    filled = [*value, *[0] * (size - len(value))] if isinstance(value, list) and size else []
+    fix = override(path, filled) if value and accepts(path, filled) else ""  # a share that is not said is none
+    return Problem("MT014", path, value, f"must have {want}", fix, where(path))
 
 
 def _size(path: str) -> int | None:
@@ -259,14 +301,6 @@ def _default(path: str) -> Any:
     if field is None or field.default is PydanticUndefined:
         return None
     return field.default
-
-
-def _indexed(path: str, fix: str) -> str:
-    """A fix for an item of a list or of a table: all of it is set, to its default."""
-    if field_of(path) is not None:
-        return fix
-    outer = whole(path)
-    return at_default(outer if field_of(outer) is not None else outer.rpartition(".")[0])
 
 
 def _kind(value: Any) -> str:

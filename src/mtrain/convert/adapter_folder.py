@@ -18,6 +18,7 @@ from mtrain.convert.adapters import Theirs, Unlike, from_peft, to_peft, wanted
 from mtrain.convert.boxes import Box, adapter_boxes, model_boxes
 from mtrain.convert.certificate import Record
 from mtrain.convert.folder import ADAPTER_CONFIG as CONFIG
+from mtrain.convert.folder import ADAPTERS as TENSORS
 from mtrain.convert.folder import SWAPPED
 from mtrain.convert.out import Weights
 from mtrain.convert.plain_file import read_plain
@@ -30,7 +31,7 @@ from mtrain.models.table import Table
 
 NOT_ADAPTED = ".mixer.out_proj"
 """End of the name of a layer of Mamba-2 and Nemotron-H that `peft` refuses."""
-TENSORS, PICKLE = "adapter_model.safetensors", "adapter_model.bin"
+PICKLE = "adapter_model.bin"
 MAX_CONFIG_BYTES = 16 << 20
 MOST_RANK = 1 << 40
 

@@ -2,23 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from types import MappingProxyType
+from typing import NamedTuple
 
 import numpy as np
 
+from mtrain.convert.copies import Held, difference
 from mtrain.convert.out import Weights
 from mtrain.convert.words import IN_TORCH, Words, as_tensor
-
-
-class Source(Protocol):
-    """Weights by name; `Reader` is one."""
-
-    @property
-    def names(self) -> frozenset[str]: ...
-    def dtype(self, name: str) -> str: ...
-    def tensor(self, name: str) -> Words: ...
 
 
 @dataclass
@@ -55,16 +48,27 @@ class Row(NamedTuple):
     said: str = ""
 
 
-def compare(a: Source, b: Source) -> tuple[list[Row], list[str]]:
+def compare(a: Held, b: Held, copies: Mapping[str, str] = MappingProxyType({})) -> tuple[list[Row], list[str]]:
     """A row for each tensor that both have, and the names that one of them has alone.
+
+    `copies` are tensors that a place may have beside the one that each of them repeats: where it does, there is a row
+    for it, too.
 
     Raises:
         CorruptData: one cannot be read.
     """
-    return list(_rows(a, b)), sorted(a.names ^ b.names)
+    rows, alone = list(_rows(a, b)), []
+    for name in sorted(a.names ^ b.names):
+        of, place = copies.get(name), a if name in a.names else b
+        if of in place.names:
+            found = difference(place, name, of)
+            rows.append(Row(name, not found, found))
+        else:
+            alone.append(name)
+    return rows, alone
 
 
-def _rows(a: Source, b: Source) -> Iterator[Row]:
+def _rows(a: Held, b: Held) -> Iterator[Row]:
     for name in sorted(a.names & b.names):
         x, y = a.tensor(name), b.tensor(name)
         of_x, of_y = a.dtype(name), b.dtype(name)

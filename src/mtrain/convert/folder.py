@@ -17,6 +17,7 @@ GENERATION = "generation_config.json"
 WEIGHTS = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 ADAPTER_CONFIG = "adapter_config.json"
+ADAPTERS = "adapter_model.safetensors"
 SWAPPED, STRAIGHT = "0.18.1", "0.19.1"
 """Versions of `peft` that stand for the two forms of experts' adapters."""
 PEFT_VERSIONS = {"0.19": STRAIGHT, "0.18": SWAPPED}

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from math import prod
 from pathlib import Path
 
-from mtrain.config.dump import override
+from mtrain.config.dump import override, spell
 from mtrain.config.model import ModelConfig
 from mtrain.config.paths import CHECKPOINTS
 from mtrain.config.resolve import Machine, resolve
@@ -15,6 +15,7 @@ from mtrain.config.run import RunConfig
 from mtrain.convert.boxes import adapt, model_boxes
 from mtrain.convert.certificate import Record
 from mtrain.convert.folder import COMPANIONS, CONFIG, MAX_COMPANION_BYTES, Folder, open_folder
+from mtrain.data.chat import FILES as BESIDE_TOKENIZER
 from mtrain.durable import sync
 from mtrain.errors import ConfigError, CorruptData, Problem
 from mtrain.models.registry import family_of, imported
@@ -25,11 +26,11 @@ from mtrain.recipes.hf_write import differing, same_model, shipped
 from mtrain.recipes.imported import Imported
 from mtrain.units import count
 
+FEW = 3
+"""Keys that differ, each of which can be said for itself."""
 KEPT = "hf"
 """Folder of a run with the files that came beside imported weights."""
 TOKENIZER = "tokenizer.json"
-FEW = 3
-"""Keys that differ, of which a message gives the values."""
 MOST_TIMES = 4
 """Parameters per number of a folder: mxfp4 has two in one."""
 PADDING = 1 << 24
@@ -48,7 +49,9 @@ def configuration(config: Path, extra: Sequence[str] = (), wanted: ModelConfig |
         said = {word.partition("=")[0] for word in extra}
         words = imported(settled)(found.run.model, open_folder(config.parent).tensors.keys(), wanted)
         words = [word for word in words if word.partition("=")[0] not in said]
-        found = import_config(config, (*extra, *words)) if words else found
+        if words:
+            found = import_config(config, (*extra, *words))
+            found.notes.append(f"the weights beside it are of a model with {' '.join(words)}, whatever it says")
     wrong = differing(found)
     if wrong:
         raise ConfigError([Problem("MT703", "", None, text, "", str(config)) for text in wrong])
@@ -76,6 +79,42 @@ def layers(kind: str) -> Table:
     return known[kind]
 
 
+def fitting(run: RunConfig, source: Path) -> tuple[str, Folder]:
+    """The kind of model of a folder, and the folder as it was read: its model is that of the run.
+
+    Raises:
+        ConfigError: the model of the run is another one, key by key.
+        CorruptData: the weights are not whole.
+    """
+    folder = open_folder(source)
+    kind, read = configuration(folder.config, wanted=run.model)
+    there = resolve(read.run, Machine.here())
+    apart = same_model(run.model, there.model)
+    if apart:
+        raise ConfigError(_apart(run, there, [f"model.{key}" for key in apart], source))
+    if run.model.mtp_held != there.model.mtp_held:
+        rule = f"the weights in {source} have {there.model.mtp_held} MTP layers, and the model {run.model.mtp_held}"
+        fix = override("model.mtp_num_layers", there.model.mtp_num_layers)
+        raise ConfigError([Problem("MT503", "model.mtp_num_layers", run.model.mtp_num_layers, rule, fix)])
+    numbers = sum(prod(tensor.shape) for tensor in folder.tensors.values())
+    if parameters(run.model) > MOST_TIMES * numbers + PADDING:
+        described = f"{folder.config} describes {count(parameters(run.model))} parameters"
+        raise CorruptData(f"{described}, and the weights beside it are {count(numbers)} numbers")
+    return kind, folder
+
+
+def _apart(run: RunConfig, there: RunConfig, keys: list[str], source: Path) -> Iterator[Problem]:
+    """A problem for each key of the model that the weights have otherwise, but for those that follow from others."""
+    mine, values = run.flat(), there.flat()
+    keys = [key for key in keys if mine.get(key) != values.get(key)] or keys
+    known = shipped(there.model)
+    other = f"model={known}" if known else "leave the choice of model out, and it is that of the weights"
+    for key in keys:
+        fix = override(key, values.get(key)) if len(keys) <= FEW else other
+        rule = f"the weights in {source} are of another model: there it is {spell(values.get(key))}"
+        yield Problem("MT503", key, mine.get(key), rule, fix)
+
+
 def take(run: RunConfig, source: Path, home: Path) -> tuple[str, Path, Record, Folder]:
     """Import the weights of `source` into the run folder `home` as the checkpoint of step 0, and keep what is beside.
 
@@ -86,21 +125,7 @@ def take(run: RunConfig, source: Path, home: Path) -> tuple[str, Path, Record, F
         ConfigError: the model of the run is another one, key by key.
         CorruptData: see `import_weights`.
     """
-    folder = open_folder(source)
-    kind, read = configuration(folder.config, wanted=run.model)
-    there = resolve(read.run, Machine.here())
-    apart = same_model(run.model, there.model)
-    if apart:
-        known, values = shipped(read.run.model), there.flat()
-        fix = f"model={known}" if known else f"recipe import {folder.config} -o FILE, and recipe=FILE"
-        if not known and len(apart) <= FEW:
-            fix = " ".join(override(f"model.{key}", values.get(f"model.{key}")) for key in apart)
-        rule = f"the weights in {source} are of another model: {', '.join(apart[:8])} differ"
-        raise ConfigError([Problem("MT503", "checkpoint.init_from", str(source), rule, fix)])
-    numbers = sum(prod(tensor.shape) for tensor in folder.tensors.values())
-    if parameters(run.model) > MOST_TIMES * numbers + PADDING:
-        described = f"{folder.config} describes {count(parameters(run.model))} parameters"
-        raise CorruptData(f"{described}, and the weights beside it are {count(numbers)} numbers")
+    kind, folder = fitting(run, source)
     from mtrain.convert.into import import_weights
     from mtrain.convert.read import Reader
 
@@ -116,7 +141,8 @@ def take(run: RunConfig, source: Path, home: Path) -> tuple[str, Path, Record, F
     for name in (CONFIG, *COMPANIONS):
         keep(source / name, home / KEPT / name)
     if not (home / TOKENIZER).exists():
-        keep(source / TOKENIZER, home / TOKENIZER)
+        for name in (TOKENIZER, *BESIDE_TOKENIZER):
+            keep(source / name, home / name)
     return kind, checkpoint, record, folder
 
 

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 from mtrain.ckpt.folder import MODEL, read_manifest
 from mtrain.config.paths import MANIFEST
-from mtrain.convert.folder import is_folder, open_folder
+from mtrain.convert.folder import ADAPTERS, is_folder, open_folder
 from mtrain.convert.tensor_file import BYTES, read_header
 from mtrain.convert.torch_dist import is_torch_dist, open_torch_dist
 from mtrain.convert.words import IN_SAFETENSORS
@@ -26,8 +26,8 @@ class Held(NamedTuple):
 
 
 def held(path: Path) -> list[Held]:
-    """The tensors of a safetensors file, of a folder of them, of a checkpoint's model or of a checkpoint of
-    megatron-core with its optimizer, by name.
+    """The tensors of a safetensors file, of a folder of them or of adapters, of a checkpoint's model or of a
+    checkpoint of megatron-core with its optimizer, by name.
 
     Raises:
         CorruptData: it is none of these, or not what it says.
@@ -40,6 +40,8 @@ def held(path: Path) -> list[Held]:
         return [Held(key, IN_SAFETENSORS.get(e["dtype"], e["dtype"]), tuple(e["shape"])) for key, e in found]
     if is_torch_dist(path) and not is_folder(path):
         return [Held(name, t.dtype, t.shape) for name, t in sorted(open_torch_dist(path, is_weight).tensors.items())]
+    if (path / ADAPTERS).is_file() and not is_folder(path):
+        return held(path / ADAPTERS)
     return [Held(t.name, t.dtype, t.shape) for _, t in sorted(open_folder(path).tensors.items())]
 
 

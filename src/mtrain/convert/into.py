@@ -19,6 +19,7 @@ from mtrain.config.run import RunConfig
 from mtrain.convert.ahead import ahead
 from mtrain.convert.boxes import Box
 from mtrain.convert.certificate import Record
+from mtrain.convert.copies import Held, difference
 from mtrain.convert.match import check_shape, match
 from mtrain.convert.tensor_file import BYTES, Writer
 from mtrain.convert.words import FLOATS, IN_TORCH, Words, buffer_of, of_tensor
@@ -33,14 +34,10 @@ Adapters = tuple[Mapping[str, Box], Mapping[str, "torch.Tensor"]]
 """Tensors of ours that no table has, and what they hold, by name."""
 
 
-class Source(Protocol):
+class Source(Held, Protocol):
     """Weights by the names that a table has for them; `Reader` is one."""
 
-    @property
-    def names(self) -> frozenset[str]: ...
-    def dtype(self, name: str) -> str: ...
     def nbytes(self, name: str) -> int: ...
-    def tensor(self, name: str) -> Words: ...
     def hash_of(self, name: str) -> str:
         """Hex sha256 of what `tensor` gave, where that is what was read; empty where it is not."""
         ...
@@ -218,8 +215,13 @@ def _hashes(words: Words, sha256: str | None) -> tuple[str, str]:
 
 
 def _check_copies(source: Source, copies: dict[str, str]) -> None:
+    """Raises CorruptData for a tensor that does not hold the numbers of the one that it is to be."""
     for name, of in copies.items():
-        if of in source.names and not (
-            source.dtype(name) == source.dtype(of) and np.array_equal(source.tensor(name), source.tensor(of))
-        ):
-            raise CorruptData(f"{name} is to hold what {of} does, and holds something else")
+        apart = difference(source, name, of)
+        if apart:
+            raise CorruptData(
+                f"the configuration says that {name} and {of} are one tensor, and they are two: {apart}. Releases of "
+                "transformers take different ones of them",
+                f"where {name} is a weight of its own, say so (tie_word_embeddings: false in config.json, or "
+                "model.tie_word_embeddings=false); where it is out of date, leave it out of the folder",
+            )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from mtrain.convert.boxes import Box
@@ -56,16 +56,20 @@ def written(table: Table, model: Any, ours: Collection[str]) -> Match:
     made = {name for step in steps for name in step.theirs}
     # a tied head is left out, as transformers does; the copies of an MTP layer are in published files
     heads = {copy.name for copy in table.copies if not copy.of_mtp}
-    copies = {name: of for name, of in table.held_twice(model).items() if of in made and name not in heads}
+    copies = {name: of for name, of in held_twice(table, model).items() if of in made and name not in heads}
     return Match(table, tuple(steps), copies)
 
 
 def _match(table: Table, model: Any, ours: set[str], theirs: set[str]) -> tuple[Match, list[str]]:
     ignored = {n for n in theirs if any(re.fullmatch(pattern, n) for pattern in table.ignored)}
-    steps = [s for s in table.entries(model) if set(s.ours) & ours or set(s.theirs) & theirs]
+    entries = list(table.entries(model))
+    needed = {n for step in entries if set(step.ours) & ours for n in step.theirs}
+    # a tied head is the embedding once more, and no tensor of a head that our model lacks
+    copies = {k: of for k, of in held_twice(table, model).items() if k in theirs and k not in needed}
+    steps = [s for s in entries if set(s.ours) & ours or set(s.theirs) & theirs - copies.keys()]
+    steps, copies = _without_originals(steps, copies, theirs)
     used_ours = Counter(n for step in steps for n in step.ours)
     used = Counter(n for step in steps for n in step.theirs)
-    copies = {k: of for k, of in table.held_twice(model).items() if k in theirs and k not in used}
     left = theirs - ignored - set(copies)
     wrong = [f"nothing of ours is made of {n}" for n in sorted(left - set(used))]
     wrong += [f"{n} is missing" for n in sorted(set(used) - theirs)]
@@ -74,6 +78,25 @@ def _match(table: Table, model: Any, ours: set[str], theirs: set[str]) -> tuple[
     for side in (used, used_ours):  # one name may be that of a tensor on both
         wrong += [f"{n} is used {count} times" for n, count in sorted(side.items()) if count > 1]
     return Match(table, tuple(steps), copies, tuple(sorted(ignored))), wrong
+
+
+def held_twice(table: Table, model: Any) -> dict[str, str]:
+    """Copy -> the tensor that a step reads: the head of an MTP layer is that of the model, which may be a copy."""
+    twice = table.held_twice(model)
+    return {name: twice.get(of, of) for name, of in twice.items()}
+
+
+def _without_originals(
+    steps: list[Step], copies: dict[str, str], theirs: set[str]
+) -> tuple[list[Step], dict[str, str]]:
+    """Steps that read a copy where the tensor that it is a copy of is not there, as transformers does."""
+    instead: dict[str, str] = {}
+    for name, of in copies.items():
+        if of not in theirs:
+            instead.setdefault(of, name)
+    steps = [replace(step, theirs=tuple(instead.get(n, n) for n in step.theirs)) for step in steps]
+    left = {n: instead.get(of, of) for n, of in copies.items() if n not in instead.values()}
+    return steps, left
 
 
 def shapes_of_theirs(step: Step, model: Any, ours: Mapping[str, Box]) -> dict[str, tuple[int, ...]]:

@@ -1,4 +1,4 @@
-"""What Megatron-LM calls the parts of a model in the arguments that it keeps in a checkpoint; whether they are ours.
+"""What Megatron-LM calls the parts of a model in the arguments that it keeps in a checkpoint.
 
 Needs no torch: the arguments in `common.pt` are read as data, and no class that it names is more than its name.
 """
@@ -10,33 +10,22 @@ import zipfile
 from pathlib import Path
 from typing import Any
 
-from mtrain.config.model import ModelConfig
 from mtrain.config.run import RunConfig
 from mtrain.convert import pickled
+from mtrain.convert.megatron_compared import arguments_said
 from mtrain.convert.pickled import Mapped, Record
 from mtrain.convert.plain_file import open_plain, read_plain
 from mtrain.convert.torch_dist import Chunk
 
 COMMON = "common.pt"
 MAX_COMMON_BYTES = 64 << 20
+MOST_ITEMS = 1 << 14
+"""Of a list among the arguments: one item for each layer."""
 _SAME_NAME = (
     *("num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "max_position_embeddings"),
     *("position_embedding_type", "add_bias_linear", "add_qkv_bias", "normalization", "padded_vocab_size"),
     *("rotary_base", "rotary_percent", "vocab_size", "qk_layernorm", "mtp_num_layers"),
 )
-_COMPARED = {
-    **{"num_layers": "num_layers", "hidden_size": "hidden_size", "num_attention_heads": "num_attention_heads"},
-    **{"normalization": "normalization", "norm_epsilon": "layernorm_epsilon", "rotary_base": "rotary_base"},
-    **{"rotary_percent": "rotary_percent", "position_embedding_type": "position_embedding_type"},
-    **{"add_bias_linear": "add_bias_linear", "add_qkv_bias": "add_qkv_bias", "qk_layernorm": "qk_layernorm"},
-    **{"kv_channels": "kv_channels", "num_experts": "moe.num_experts"},
-}
-"""Arguments that a checkpoint's weights do not say, or not in words -> our key."""
-_OF_ROTATION = ("rotary_base", "rotary_percent")
-_OF_HEADS = ("rotary_percent", "kv_channels")
-"""Without effect with MLA, which has widths of its own."""
-_POSITIONS = ("rope", "learned_absolute", "none")
-"""Kinds of positions that both sides call so."""
 
 
 class _Every:
@@ -62,7 +51,13 @@ def read_arguments(folder: Path, common: Chunk | None = None) -> dict[str, Any]:
         return {}
     kept = _texts(top[0] if isinstance(top, list) and top else top).get("args")
     found = _texts(kept.state) if isinstance(kept, Record) and kept.name == "argparse.Namespace" else {}
-    return {name: value for name, value in found.items() if isinstance(value, bool | int | float | str)}
+    return {name: value for name, value in found.items() if _is_plain(value)}
+
+
+def _is_plain(value: Any) -> bool:
+    if isinstance(value, list | tuple):
+        return len(value) <= MOST_ITEMS and all(map(_is_plain, value))
+    return value is None or isinstance(value, bool | int | float | str)
 
 
 def kept_in(folder: Path, common: Chunk | None = None) -> Path:
@@ -81,24 +76,6 @@ def _saved(folder: Path, common: Chunk | None) -> bytes:
 
 def _texts(value: Any) -> dict[str, Any]:
     return {key: of for key, of in value.pairs if isinstance(key, str)} if isinstance(value, Mapped) else {}
-
-
-def differing(kept: dict[str, Any], run: RunConfig) -> list[tuple[str, Any, str, Any]]:
-    """Arguments of a checkpoint that are not those of a run's model: name, value there, our key, value here."""
-    ours, out = arguments_of(run), []
-    for name, key in _COMPARED.items():
-        there, here = kept.get(name), ours[name]
-        if there is not None and there != here and _has_effect(name, there, run.model):
-            out.append((name, there, f"model.{key}", here))
-    return out
-
-
-def _has_effect(name: str, there: Any, model: ModelConfig) -> bool:
-    if name in _OF_ROTATION and model.position_embedding_type != "rope":
-        return False
-    if name in _OF_HEADS and model.mla is not None:
-        return False
-    return name != "position_embedding_type" or there in _POSITIONS
 
 
 def arguments_of(run: RunConfig) -> dict[str, Any]:
@@ -129,4 +106,4 @@ def arguments_of(run: RunConfig) -> dict[str, Any]:
     }
     if moe and not moe.first_dense_layers:
         words["moe_layer_freq"] = 1
-    return words
+    return arguments_said(run) | words

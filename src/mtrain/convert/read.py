@@ -47,8 +47,9 @@ class Reader:
         self._fp4 = {n.removesuffix(BLOCKS) for n in held if n.endswith(BLOCKS)}
         self._fp4 = {n for n in self._fp4 if f"{n}{MX_SCALES}" in held}
         parts = {f"{n}{SCALES}" for n in self._fp8} | {f"{n}{e}" for n in self._fp4 for e in (BLOCKS, MX_SCALES)}
-        self.names = frozenset({*held, *self._fp4} - parts)
-        """Of weights, each once."""
+        empty = {n for n in held if 0 in held[n].shape}  # of experts that a configuration has none of
+        self.names = frozenset({*held, *self._fp4} - parts - empty)
+        """Of weights that hold a number, each once."""
 
     def parts(self, name: str) -> tuple[str, ...]:
         """The tensors of the files that a weight is made of."""

@@ -4,9 +4,13 @@ from __future__ import annotations
 
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 from mtrain.config.model import ModelConfig
+from mtrain.convert.folder import CONFIG
 from mtrain.models.registry import family_of, probed
+from mtrain.recipes.hf import read_json
+from mtrain.recipes.hf_families import ALIASES
 
 
 def installed() -> bool:
@@ -26,9 +30,13 @@ def save_logits(folder: Path, ids: list[int], out: Path, model: ModelConfig) -> 
 
     logging.set_verbosity_error()
     logging.disable_progress_bar()
-    loaded = getattr(transformers, family_of(model).auto_class).from_pretrained(
-        folder, dtype=torch.float32, attn_implementation="eager", local_files_only=True, trust_remote_code=False
-    )
+    said = read_json(folder / CONFIG, str(folder / CONFIG))
+    kind = said.pop("model_type")
+    plain: dict[str, Any] = {"attn_implementation": "eager", "local_files_only": True, "trust_remote_code": False}
+    if kind in ALIASES and kind not in transformers.CONFIG_MAPPING:
+        plain["config"] = _as_known(kind, said)
+    auto = getattr(transformers, family_of(model).auto_class)
+    loaded = auto.from_pretrained(folder, dtype=torch.float32, **plain)
     ids, _, more = probed(model, ids)
     given = {"input_ids": torch.tensor([ids])}
     if loaded.config.is_encoder_decoder:  # both read the same tokens, as ours do where the encoder is given none
@@ -36,3 +44,11 @@ def save_logits(folder: Path, ids: list[int], out: Path, model: ModelConfig) -> 
     with torch.no_grad():
         found = loaded.eval()(**given, **more).logits
     found[0].float().numpy().tofile(out)
+
+
+def _as_known(kind: str, said: dict[str, Any]) -> Any:
+    """The configuration of a folder whose `model_type` transformers has no name for, as the family's that it is."""
+    from transformers import AutoConfig
+
+    plain = {key: value for key, value in said.items() if key not in ("auto_map", "quantization_config")}
+    return AutoConfig.for_model(ALIASES[kind], **plain)

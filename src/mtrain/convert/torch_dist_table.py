@@ -8,7 +8,8 @@ from typing import Any
 
 from mtrain.config.run import RunConfig
 from mtrain.convert.boxes import Box, model_boxes
-from mtrain.convert.compare import OfCheckpoint, Source
+from mtrain.convert.compare import OfCheckpoint
+from mtrain.convert.copies import Held
 from mtrain.convert.out import Weights
 from mtrain.convert.saved import Saved
 from mtrain.convert.torch_dist_read import TorchDistReader
@@ -74,7 +75,7 @@ def check_shapes(reader: TorchDistReader, ours: Mapping[str, Box], ids: int) -> 
 class _Cut:
     """Weights whose tables of token ids have no padding."""
 
-    source: Source
+    source: Held
     ids: int
 
     @property
@@ -89,7 +90,7 @@ class _Cut:
         return found[: self.ids] if name in VOCABULARY else found
 
 
-def beside(reader: TorchDistReader, checkpoint: Saved, run: RunConfig) -> list[Source]:
+def beside(reader: TorchDistReader, checkpoint: Saved, run: RunConfig) -> list[Held]:
     """The weights of a checkpoint of megatron-core and those of one of ours, to be compared; padding is left out.
 
     Raises:

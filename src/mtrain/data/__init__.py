@@ -17,6 +17,7 @@ import numpy as np
 
 from mtrain.config.defaults import CHATS
 from mtrain.config.groups import DataConfig
+from mtrain.config.model_tokenizer import sha256_of
 from mtrain.data import chat_samples, chats, image_text, mock, opening, tokenize
 from mtrain.data.blend import Blend
 from mtrain.data.chat_samples import ChatSamples, PairSamples
@@ -39,6 +40,7 @@ __all__ = [
     "WholeDocuments",
     "open_splits",
     "prepare",
+    "prepare_for_model",
     "same_data",
     "validation_of",
     "verify",
@@ -120,6 +122,9 @@ class Splits:
         if train["cut"] or train["left_out"]:
             cut = f"{train['cut']} chats of train are cut at data.seq_length {self.train.seq_length}"
             found.append(f"{cut}; {train['left_out']} of them left out, with nothing to learn before it")
+        if meta.get("parsed_arguments"):
+            what = "have arguments of tools as JSON text, and are written with the objects that it says"
+            found.append(f"data: {meta['parsed_arguments']} chats {what}")
         if meta["bad_lines"] and self.corpus.prefix is not None:
             where = self.corpus.prefix.parent / chats.REJECTS
             found.append(f"{meta['bad_lines']} lines of {meta['source']} are no JSON and are left out: {where}")
@@ -144,8 +149,34 @@ def _say(note: str) -> None:
 
 def prepare(data: DataConfig, note: Callable[[str], None] = _say, tokenizer: Path | None = None) -> Corpus:
     """Make the corpus of a configuration ready: see `prepare` of `tokenize`, of `image_text` and of `chats`."""
+    data = data.without_excluded()
     of_kind = {"image_text": image_text.prepare, **dict.fromkeys(CHATS, chats.prepare)}
     return of_kind.get(data.kind or "", tokenize.prepare)(data, note, tokenizer)
+
+
+def prepare_for_model(
+    data: DataConfig,
+    model: Path | None,
+    note: Callable[[str], None] = _say,
+    *,
+    accept_changes: bool = False,
+) -> Corpus:
+    """`prepare` for a model that has the `tokenizer.json` `model`: what has no tokens yet is tokenized with it.
+
+    None: the model has none. Raises ConfigError where another tokenizer is named, or made the tokens of a corpus,
+    unless changes are accepted.
+    """
+    if model is None or data.kind == "mock":
+        return prepare(data, note)
+    corpus = prepare(data, note, None if data.tokenizer is not None else model)
+    theirs = corpus.tokenizer_sha256
+    if theirs is not None and not accept_changes and theirs != (ours := sha256_of(model)):
+        what = data.tokenizer if data.tokenizer is not None else corpus.meta.get("source", str(corpus.prefix))
+        key = "data.path" if data.tokenizer is None else "data.tokenizer"
+        rule = f"its tokenizer ({theirs[:12]}) is another one than the model has, {model} ({ours[:12]})"
+        fix = "data.tokenizer=null" if data.tokenizer is not None else f"text that was tokenized with {model}"
+        raise ConfigError([Problem("MT345", key, what, rule, fix)])
+    return corpus
 
 
 def same_data(saved: Mapping[str, Any], now: Mapping[str, Any]) -> None:
@@ -162,6 +193,11 @@ def same_data(saved: Mapping[str, Any], now: Mapping[str, Any]) -> None:
             )
             fix = "checkpoint.accept_changes=true to go on with it, or the files as they were"
             raise ConfigError([Problem("MT609", "data.path", now.get("source"), rule, fix)])
+    dealt = [(part.get("train") or {}).get("dealt") for part in (saved, now)]
+    if dealt[0] != dealt[1]:
+        rule = "shares below one in a million were dealt out otherwise by the version that wrote the checkpoint"
+        fix = "checkpoint.accept_changes=true to go on in the new order"
+        raise ConfigError([Problem("MT609", "data.blend", now.get("source"), rule, fix)])
     before, after = ([(part.get("train") or {}).get(key) for key in ORDERED_BY] for part in (saved, now))
     if before != after:
         rule = f"Megatron's order follows from the steps of a run, and it is another one ({after}, then {before})"
@@ -182,6 +218,7 @@ def open_splits(
 
     Raises ConfigError for a vocabulary or a split that does not fit, CorruptData for files that do not add up.
     """
+    data = data.without_excluded()
     if data.kind == "image_text":
         pairs = image_text.opened(data, vocab_size, seed, corpus, need)
         return Splits(corpus, **pairs, eod=corpus.meta["eod"], masked_eod=None, document_ends=(), dataset=None)  # type: ignore[arg-type]

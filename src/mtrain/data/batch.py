@@ -17,6 +17,7 @@ import torch
 
 from mtrain.data.balance import by_work
 from mtrain.data.fim import FillInTheMiddle
+from mtrain.data.once import first_once, repeated
 from mtrain.errors import ConfigError, Problem
 
 
@@ -48,6 +49,9 @@ class MicroBatch(TypedDict):
     """packed: int32 [documents + 1], where each document starts, and the end of the last."""
     loss_counts: NotRequired[torch.Tensor]
     """float32: what each prediction adds to the count that the sum of losses is divided by; absent: `loss_mask`."""
+    padding: NotRequired[torch.Tensor]
+    """bool: True where there is no token. A token is what was read of the data, whether it is predicted from or not:
+    routers of experts, speed and model FLOPs count these alone. Absent: every position holds one."""
 
 
 @dataclass(frozen=True)
@@ -99,8 +103,10 @@ class GlobalBatches:
 
     Micro-batch m of rank r takes the samples consumed + m * (micro * dp_size) + r * micro + j, so the samples
     of a step are the same for any dp_size; `balanced` deals those out by the squares of the lengths of their packed
-    documents. `form` makes a micro-batch of them. Samples from number `limit` on only fill the step: no loss of
-    theirs counts. `average` is `trainer.loss_average`. Raises ConfigError if the global batch cannot be cut evenly.
+    documents. `form` makes a micro-batch of them. With `limit` it is an evaluation: samples from that number on, and
+    those that were there before, only fill a step: no loss of theirs counts, and they are padding. `average` is
+    `trainer.loss_average`. `depths` is how many tokens behind the next one are predicted as well: see
+    `further_masks`. Raises ConfigError if the global batch cannot be cut evenly.
     """
 
     def __init__(
@@ -114,6 +120,7 @@ class GlobalBatches:
         limit: int | None = None,
         average: str = "token",
         balanced: bool = False,
+        depths: int = 0,
     ) -> None:
         stride = micro_batch_size * dp_size
         if global_batch_size % stride or not 0 <= dp_rank < dp_size:
@@ -121,8 +128,21 @@ class GlobalBatches:
             fix = f"trainer.global_batch_size={max(1, round(global_batch_size / stride)) * stride}"
             raise ConfigError([Problem("MT606", "trainer.global_batch_size", global_batch_size, rule, fix)])
         self.samples, self.form, self.limit, self.average = samples, form or next_token(), limit, average
+        self.depths = depths
+        self.counted = 0
+        """Samples of an evaluation."""
+        end = 0
+        if limit is not None:
+            self.counted, end = first_once(samples, limit)
+        self.steps = -(-end // global_batch_size)
+        """Steps of an evaluation."""
         self.global_batch_size, self.micro_batch_size = global_batch_size, micro_batch_size
         self._rank, self._ranks, self._stride, self._balanced = dp_rank, dp_size, stride, balanced
+
+    @property
+    def pads(self) -> bool:
+        """Whether there are samples that only fill a step, and are padding."""
+        return self.limit is not None and self.counted < self.steps * self.global_batch_size
 
     def numbers(self, consumed_samples: int, size: int | None = None) -> np.ndarray:
         """Global sample numbers of the step on this rank; int64 [micro-batches, micro_batch_size].
@@ -149,13 +169,63 @@ class GlobalBatches:
     def microbatches(self, consumed_samples: int, size: int | None = None) -> list[MicroBatch]:
         """The micro-batches of the step of `size` samples that starts after `consumed_samples` samples."""
         numbers = self.numbers(consumed_samples, size)
+        fills = self._fills(numbers) if self.pads else np.zeros(numbers.shape, np.bool_)
+        numbers = np.where(fills, 0, numbers)  # behind the last sample there may be none to read
         windows = torch.from_numpy(self.samples.batch(numbers.ravel()))
         parts = zip(windows.split(self.micro_batch_size), numbers, strict=True)
         batches = [self.form(tokens, samples) for tokens, samples in parts]
-        if self.limit is not None:
-            for batch, part in zip(batches, torch.from_numpy(numbers >= self.limit), strict=True):
-                batch["loss_mask"].view(self.micro_batch_size, -1)[part] = 0.0
-        return [averaged(batch, self.average, self.micro_batch_size) for batch in batches]
+        if self.pads:
+            for batch, part in zip(batches, torch.from_numpy(fills), strict=True):
+                self._leave_out(batch, part)
+        return [self._weighed(batch) for batch in batches]
+
+    def _fills(self, numbers: np.ndarray) -> np.ndarray:
+        """Which samples of an evaluation do not count; bool, in the shape of their numbers."""
+        assert self.limit is not None
+        return (numbers >= self.limit) | repeated(self.samples, numbers.ravel()).reshape(numbers.shape)
+
+    def _leave_out(self, batch: MicroBatch, part: torch.Tensor) -> None:
+        """Make padding of the samples that are true in `part` [micro_batch_size].
+
+        Every micro-batch says what is padding, also where nothing is: graphs replay one.
+        """
+        batch["loss_mask"].view(self.micro_batch_size, -1)[part] = 0.0
+        padding = batch.get("padding", torch.zeros_like(batch["loss_mask"], dtype=torch.bool))
+        padding.view(self.micro_batch_size, -1)[part] = True
+        batch["padding"] = padding
+
+    def _weighed(self, batch: MicroBatch) -> MicroBatch:
+        further = further_masks(batch, self.depths, self.average, self.micro_batch_size)
+        batch = averaged(batch, self.average, self.micro_batch_size)
+        return batch if further is None else cast(MicroBatch, {**batch, FURTHER: further})
+
+
+FURTHER = "further_masks"
+"""Of a micro-batch whose model predicts more than the next token: float32 [b, s, depths], the `loss_mask` of each
+depth, averaged for itself as `averaged` says, so that it adds up to the count of its losses."""
+
+
+def further_masks(batch: MicroBatch, depths: int, average: str, rows: int) -> torch.Tensor | None:
+    """`FURTHER` of a micro-batch of `rows` sequences that is not averaged yet; None: nothing more is predicted.
+
+    From a position, depth d predicts what the position d behind it predicts, where that is in the same document, or
+    in the same row of what is not packed.
+    """
+    if not depths:
+        return None
+    mask = batch["loss_mask"]
+    bounds = batch.get("cu_seqlens")
+    flat = mask.flatten()
+    length = len(flat) // rows
+    ends = torch.arange(1, rows + 1) * length if bounds is None else bounds[1:].long()
+    starts = torch.cat([ends.new_zeros(1), ends[:-1]])
+    end_of = ends.repeat_interleave(ends - starts)
+    masks = []
+    for depth in range(1, depths + 1):
+        inside = torch.arange(len(flat)) + depth < end_of
+        moved = torch.where(inside, flat.roll(-depth), 0.0).view_as(mask)
+        masks.append(averaged(cast(MicroBatch, {**batch, "loss_mask": moved}), average, rows)["loss_mask"])
+    return torch.stack(masks, dim=-1)
 
 
 def averaged(batch: MicroBatch, average: str, rows: int) -> MicroBatch:
@@ -201,22 +271,24 @@ def pack(windows: torch.Tensor, packing: Packing) -> MicroBatch:
     starts: list[int] = []
     for window, ends in zip(windows, ending, strict=True):
         place, begin = _placed(ends[:-1], length, packing.multiple)
-        row = torch.zeros((3, length), dtype=torch.int64)
+        row = torch.zeros((4, length), dtype=torch.int64)
         kept = place < length
-        row[:, place[kept]] = torch.stack([window[:-1], window[1:], (~ends[:-1]).long()])[:, kept]
+        there = torch.ones(length, dtype=torch.int64)
+        row[:, place[kept]] = torch.stack([window[:-1], window[1:], (~ends[:-1]).long(), there])[:, kept]
         starts += [len(rows) * length + start for start in begin]
         rows.append(row)
-    tokens, labels, counted = torch.cat(rows, dim=1).unsqueeze(1)
+    tokens, labels, counted, read = torch.cat(rows, dim=1).unsqueeze(1)
     bounds = torch.tensor([*starts, len(rows) * length], dtype=torch.int32)
     lengths = bounds.diff().long()
     positions = torch.arange(tokens.shape[1]) - bounds[:-1].long().repeat_interleave(lengths)
-    return MicroBatch(
+    batch = MicroBatch(
         tokens=tokens.contiguous(),
         labels=labels.contiguous(),
         loss_mask=counted.float(),
         position_ids=positions.unsqueeze(0),
         cu_seqlens=bounds,
     )
+    return batch if packing.multiple == 1 else cast(MicroBatch, {**batch, "padding": read == 0})
 
 
 def _placed(ends: torch.Tensor, length: int, multiple: int) -> tuple[torch.Tensor, list[int]]:

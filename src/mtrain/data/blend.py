@@ -6,6 +6,7 @@ import functools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 
@@ -15,8 +16,46 @@ from mtrain.errors import ConfigError, Problem
 
 BLOCK = 1024
 """Samples in which every part has its share, at least."""
+SMALL = 1e-6
+"""A smaller share would need a block of millions of samples: it is dealt out by `Halves` instead."""
 Plan = Sequence[tuple[int, Sequence[float]]]
 """The shares of the parts, in any unit, from sample numbers on; the first is 0."""
+
+
+class Halves:
+    """Deals samples out by shares that may differ by any factor: half of the parts against the other half, and so on.
+
+    The side with the smaller share gets its share of what both have, rounded, and the other side the rest. So the
+    samples of a part never become fewer, all of them add up, and a part is at most as many samples from its share as
+    there are halvings.
+    """
+
+    def __init__(self, shares: np.ndarray) -> None:
+        """`shares` float64 [parts], some of them above zero."""
+        self._count = len(shares)
+        self._cuts: list[tuple[int, int, int, float, bool]] = []
+        self.levels = self._cut(shares, 0, len(shares))
+
+    def _cut(self, shares: np.ndarray, first: int, end: int) -> int:
+        """Note how the parts from `first` to `end` are cut; returns how often the most divided of them is."""
+        if end - first < 2:
+            return 0
+        middle = (first + end) // 2
+        left, right = math.fsum(shares[first:middle]), math.fsum(shares[middle:end])
+        least = min(left, right) / (left + right) if left + right else 0.0
+        self._cuts.append((first, middle, end, least, left <= right))
+        return 1 + max(self._cut(shares, first, middle), self._cut(shares, middle, end))
+
+    def given(self, samples: int) -> np.ndarray:
+        """How many of the first `samples` samples each part gives; int64 [parts]."""
+        out = np.zeros(self._count, np.int64)
+        out[0] = samples  # of the parts that are not yet cut, the first holds what all of them have
+        for first, middle, _, least, left_is_less in self._cuts:
+            both = int(out[first])
+            less = math.floor(least * both + 0.5)
+            out[middle] = both - less if left_is_less else less
+            out[first] = both - int(out[middle])
+        return out
 
 
 @dataclass(frozen=True)
@@ -33,11 +72,19 @@ class Stretch:
     before: np.ndarray
     """How many samples each part has given before it."""
 
-    @property
+    @functools.cached_property
+    def halves(self) -> Halves | None:
+        """What deals out shares of which some are small; None: none is."""
+        least = float(self.shares[self.shares > 0].min())
+        return Halves(self.shares) if least < SMALL else None
+
+    @functools.cached_property
     def block(self) -> int:
         """Samples that are mixed with one another, each part's share of them; the last of them may be up to twice as
         many.
         """
+        if self.halves is not None:
+            return BLOCK
         # with two samples of the smallest part in a block, rounding never takes one away
         return max(BLOCK, math.ceil(2 / float(self.shares[self.shares > 0].min())))
 
@@ -54,6 +101,8 @@ class Stretch:
 
     def given(self, samples: int) -> np.ndarray:
         """How many of its first samples each part gives, int64 [parts]; at its end shares of whole ones are exact."""
+        if self.halves is not None:
+            return self.halves.given(samples)
         half = 0.5 if samples == self.length else 0.0
         return np.diff(np.floor(self._ends * samples + half).astype(np.int64), prepend=0)
 
@@ -150,10 +199,12 @@ class Blend:
             out[part == i] = self.parts[i].batch(index[part == i])
         return out
 
-    def describe(self) -> dict[str, int]:
+    def describe(self) -> dict[str, Any]:
         """Counts over all parts: documents, tokens, samples until as many are given as they have."""
         counts = [part.describe() for part in self.parts]
-        return {key: sum(count[key] for count in counts) for key in counts[0]}
+        found = {key: sum(count[key] for count in counts) for key in counts[0]}
+        small = any(stretch.halves is not None for stretch in self.stretches)
+        return {**found, "dealt": "by halves"} if small else found
 
 
 def _stretches(plan: list[tuple[int, np.ndarray]], most: np.ndarray) -> tuple[list[Stretch], int | None]:
@@ -185,7 +236,8 @@ def _until_used_up(stretch: Stretch, left: np.ndarray) -> Stretch:
     if np.isinf(left[live]).all():
         return stretch
     found = stretch
-    for less in (0.0, 0.5, 1.0):  # a part gives less than one sample more than its share
+    # a part gives less than one sample more than its share, and with halves one more for each of them
+    for less in (0.0, 0.5, *range(1, 2 + (stretch.halves.levels if stretch.halves is not None else 0))):
         length = max(0, int(np.floor((left[live] - less) / stretch.shares[live]).min()))
         found = replace(stretch, length=length if stretch.length is None else min(length, stretch.length))
         if (found.given(found.length or 0) <= left).all():

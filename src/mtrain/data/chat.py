@@ -17,7 +17,7 @@ from mtrain.config.files import kind_of
 from mtrain.errors import ConfigError, CorruptData, Problem
 
 SETTINGS_FILE, TEMPLATE_FILE = "tokenizer_config.json", "chat_template.jinja"
-FILES = (SETTINGS_FILE, TEMPLATE_FILE)
+FILES = (SETTINGS_FILE, TEMPLATE_FILE, "special_tokens_map.json", "added_tokens.json")
 """What may lie beside a tokenizer.json."""
 GENERATION = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
 LIMIT_BYTES = 16 << 20

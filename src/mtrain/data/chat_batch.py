@@ -6,7 +6,7 @@ import numpy as np
 import torch
 
 from mtrain.data.batch import Form, MicroBatch
-from mtrain.data.chat_samples import ChatSamples, Sample
+from mtrain.data.chat_samples import NOTHING, ChatSamples, Sample
 from mtrain.data.whole_documents import BlendOfDocuments, WholeDocuments
 
 
@@ -39,7 +39,8 @@ def of_documents(source: WholeDocuments | BlendOfDocuments, masked_eod: int | No
 
 def batch_of(samples: list[Sample], *, packed: bool) -> MicroBatch:
     """Samples [n, seq_length], or as one row [1, n * seq_length] of documents."""
-    ids = torch.from_numpy(np.stack([sample.tokens for sample in samples])).clamp(min=0)
+    found = torch.from_numpy(np.stack([sample.tokens for sample in samples]))
+    ids = found.clamp(min=0)
     learned = torch.from_numpy(np.stack([sample.learned for sample in samples]))
     length = ids.shape[1] - 1
     batch = MicroBatch(
@@ -47,6 +48,7 @@ def batch_of(samples: list[Sample], *, packed: bool) -> MicroBatch:
         labels=ids[:, 1:].contiguous(),
         loss_mask=learned[:, 1:].float().contiguous(),
         position_ids=torch.arange(length).expand(len(ids), length).contiguous(),
+        padding=(found[:, :-1] == NOTHING).contiguous(),
     )
     if not packed:
         return batch
@@ -59,4 +61,5 @@ def batch_of(samples: list[Sample], *, packed: bool) -> MicroBatch:
         loss_mask=batch["loss_mask"].view(1, -1),
         position_ids=(torch.arange(len(begins)) - begins).unsqueeze(0),
         cu_seqlens=bounds,
+        padding=batch["padding"].view(1, -1),
     )

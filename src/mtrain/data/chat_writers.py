@@ -35,7 +35,8 @@ WORTH_A_PROCESS = 512
 """Chats for which another process is worth its start."""
 MOST_TOKENS = 1 << 26
 _HEAD = struct.Struct("<cI")
-"""What a part is, and how long: E and T are a chat's ids and which are learned, X and R its fault, N its end."""
+"""What a part is, and how long: E (or P, where arguments of tools were parsed) and T are a chat's ids and which are
+learned, X and R its fault, N its end."""
 Work = Callable[[bytes], Sequence[Encoded]]
 
 
@@ -100,9 +101,9 @@ class _Writer:
                 return Fault(body.decode("utf-8", "replace"), kind == b"R")
             known, learned = self._part()
             ids = np.frombuffer(body, "<i4").astype(np.int64)
-            if kind != b"E" or known != b"T" or len(learned) != len(ids):
+            if kind not in (b"E", b"P") or known != b"T" or len(learned) != len(ids):
                 raise self._died(number)
-            out.append(Encoded(ids, np.frombuffer(learned, np.uint8) != 0))
+            out.append(Encoded(ids, np.frombuffer(learned, np.uint8) != 0, kind == b"P"))
 
     def _part(self) -> tuple[bytes, bytes]:
         head = self.pipe.read(_HEAD.size)
@@ -175,7 +176,9 @@ def _send(pipe: BinaryIO, result: Result) -> None:
         return
     for one in result:
         ids, learned = one.ids.astype("<i4").tobytes(), one.learned.tobytes()
-        pipe.write(_HEAD.pack(b"E", len(ids)) + ids + _HEAD.pack(b"T", len(learned)) + learned)
+        pipe.write(
+            _HEAD.pack(b"P" if one.parsed else b"E", len(ids)) + ids + _HEAD.pack(b"T", len(learned)) + learned
+        )
     pipe.write(_HEAD.pack(b"N", 0))
 
 

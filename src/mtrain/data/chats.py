@@ -30,13 +30,14 @@ from mtrain.data.chat_marks import Encoded, encoded
 from mtrain.data.chat_writers import Fault, Work, written
 from mtrain.data.indexed import IndexedWriter, token_dtype
 from mtrain.data.json_lines import JsonLines
+from mtrain.data.record_keys import Keys
 from mtrain.data.tokenize import Corpus
 from mtrain.errors import ConfigError, CorruptData, Problem
 
 if TYPE_CHECKING:  # it imports the library of tokenizers
     from mtrain.data.text import Tokenizer
 
-FORMAT = 2
+FORMAT = 3
 META, TOKENS, LEARNED, TABLE, REJECTS = "meta.json", "tokens", "learned.bin", "chats.bin", "rejects.jsonl"
 COLUMNS = 3
 """Of `chats.bin`, int64: the line, the first token that is learned, the last one; a row for each document."""
@@ -113,6 +114,7 @@ def _settings(data: DataConfig, file: Path, form: ChatFormat, tokenizer: str) ->
         "kind": data.kind,
         "loss_on": data.loss_on,
         "bad_lines": data.bad_lines,
+        "ignored_keys": sorted(data.ignored_keys),
         "file": str(file.resolve()),
         "stamp": [stamp.st_size, stamp.st_mtime_ns, stamp.st_ino],
         "tokenizer": tokenizer,
@@ -135,16 +137,18 @@ def _meta(folder: Path) -> dict[str, Any] | None:
 def _work(data: DataConfig, form: ChatFormat, tokenizer: Tokenizer) -> Work:
     """What is made of a line: the tokens of its chat, or those of the chosen and the rejected one."""
 
+    keys = Keys(frozenset(data.ignored_keys), "\n".join(form.templates.values()))
+
     def one(line: bytes) -> Sequence[Encoded]:
         values = messages.read(line)
-        chats = (messages.chat(values),) if data.kind == "sft" else messages.pair(values)
+        chats = (messages.chat(values, keys),) if data.kind == "sft" else messages.pair(values, keys)
         return [encoded(chat, form, tokenizer, data.loss_on) for chat in chats]
 
     return one
 
 
 def _make(lines: JsonLines, data: DataConfig, form: ChatFormat, tokenizer: Tokenizer, folder: Path) -> None:
-    digest, learned, largest, chats, bad = hashlib.sha256(), 0, -1, 0, 0
+    digest, learned, largest, chats, bad, parsed = hashlib.sha256(), 0, -1, 0, 0, 0
     files = [open(folder / name, "wb") for name in (LEARNED, TABLE, REJECTS)]  # noqa: SIM115
     known, table, rejects = files
     with known, table, rejects, IndexedWriter(folder / TOKENS, token_dtype(tokenizer.vocab_size)) as writer:
@@ -155,6 +159,7 @@ def _make(lines: JsonLines, data: DataConfig, form: ChatFormat, tokenizer: Token
             table.write(np.array([lines.numbers[number], places[0], places[-1]], "<i8").tobytes())
             known.write(chat.learned.tobytes())
             digest.update(chat.ids.tobytes() + chat.learned.tobytes())
+            parsed += chat.parsed
             learned, largest, chats = learned + len(places), max(largest, int(chat.ids.max())), chats + 1
         bad = rejects.tell()
     if not chats:
@@ -166,6 +171,7 @@ def _make(lines: JsonLines, data: DataConfig, form: ChatFormat, tokenizer: Token
         "documents": chats,
         "tokens": sizes[f"{TOKENS}.bin"] // writer.dtype.itemsize,
         "learned": learned,
+        "parsed_arguments": parsed,
         "bad_lines": sum(1 for _ in open(folder / REJECTS, "rb")) if bad else 0,  # noqa: SIM115
         "largest_id": largest,
         "fingerprint": digest.hexdigest()[:32],

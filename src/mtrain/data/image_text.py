@@ -10,7 +10,7 @@ import functools
 import hashlib
 import json
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -32,7 +32,7 @@ from mtrain.errors import ConfigError, CorruptData, Problem
 if TYPE_CHECKING:  # it imports the library of tokenizers
     from mtrain.data.text import Tokenizer
 
-FORMAT = 1
+FORMAT = 2
 META, TOKENIZER = "meta.json", "tokenizer.json"
 KEPT = 256
 """Records whose tokens are kept: those of a micro-batch are asked for more than once."""
@@ -41,10 +41,10 @@ KEPT = 256
 class Records(JsonLines):
     """The records of a JSON Lines file beside images.
 
-    Raises ConfigError where there is no such file.
+    `ignored` are the keys of `data.ignored_keys`. Raises ConfigError where there is no such file.
     """
 
-    def __init__(self, path: str | None) -> None:
+    def __init__(self, path: str | None, ignored: Iterable[str] = ()) -> None:
         found, rule = (
             (None, "data.kind=image_text reads a folder") if path is None else records_of(user_path(path), WHICH)
         )
@@ -52,12 +52,12 @@ class Records(JsonLines):
             fix = "data.path=FOLDER with images and a .jsonl file"
             raise ConfigError([Problem("MT614", "data.path", path, rule, fix)])
         super().__init__(found)
-        self.folder = found.parent
+        self.folder, self._ignored = found.parent, frozenset(ignored)
 
     def record(self, number: int) -> records.Record:
         """A record. Raises CorruptData, with its line, where it is none."""
         with self.named(number):
-            return records.parse(self.line(number))
+            return records.parse(self.line(number), self._ignored)
 
 
 def prepare(data: DataConfig, note: Callable[[str], None], tokenizer: Path | None = None) -> Corpus:
@@ -70,11 +70,12 @@ def prepare(data: DataConfig, note: Callable[[str], None], tokenizer: Path | Non
     from mtrain.data.text import Tokenizer
 
     given = tokenizer or (user_path(data.tokenizer) if data.tokenizer else None)
-    found, loaded = Records(data.path), Tokenizer(given) if given is not None else None
+    found, loaded = Records(data.path, data.ignored_keys), Tokenizer(given) if given is not None else None
     stamp = os.stat(found.file)
     settings = {
         "format": FORMAT,
         "file": str(found.file.resolve()),
+        "ignored_keys": sorted(data.ignored_keys),
         "stamp": [stamp.st_size, stamp.st_mtime_ns, stamp.st_ino],
         "tokenizer": data.tokenizer_vocab_size if given is None else None,
     }
@@ -230,7 +231,7 @@ def opened(
     assert corpus.tokenizer is not None
     from mtrain.data.text import Tokenizer
 
-    found, tokenizer = Records(data.path), Tokenizer(corpus.tokenizer)
+    found, tokenizer = Records(data.path, data.ignored_keys), Tokenizer(corpus.tokenizer)
     out: dict[str, ImageTextSamples | None] = {}
     for name, part in zip(SHARES, split_records(len(found), data.split), strict=True):
         order = seed if name == "train" else 0

@@ -138,6 +138,7 @@ class MegatronSamples(Samples):
         theirs: megatron_cache.Theirs | None = None,
     ) -> None:
         first, end = _start(dataset, sequences.start), _start(dataset, sequences.stop)
+        self._cache = cache
         self._take(dataset, sequences, first, end, seq_length, vocab_size, name)
         self.shape = shape = shape_of(dataset, sequences, seq_length, seed, asked)
         found = None
@@ -148,6 +149,13 @@ class MegatronSamples(Samples):
         self.from_cache = found is not None
         self._sequences, self._starts, self._shuffled = (arrays[k] for k in ("sequences", "starts", "shuffled"))
         self._count = shape.samples
+
+    def once(self) -> MegatronSamples:
+        """The samples of one epoch of the same sequences, in the order that Megatron-LM has where it asks for one."""
+        if self.shape.epochs == 1:
+            return self
+        given = self.dataset, self.documents, self.seq_length, self.shape.seed, self.vocab_size, self.name
+        return MegatronSamples(*given, None, self._cache)
 
     def batch(self, numbers: Sequence[int] | np.ndarray) -> np.ndarray:
         """Tokens of the samples with these numbers; int64 [n, seq_length + 1]. After the last comes the first again.
@@ -240,14 +248,33 @@ Part = Callable[[int | None], MegatronSamples]
 
 
 class MegatronBlend(Blend):
-    """Samples of several parts in the order of megatron-core's BlendedDataset of `total` samples."""
+    """Samples of several parts in the order of megatron-core's BlendedDataset of `total` samples.
 
-    def __init__(self, parts: Sequence[MegatronSamples], weights: np.ndarray, total: int, name: str) -> None:
+    Raises ConfigError where a part has fewer than it is to give, unless they may `repeat`.
+    """
+
+    parts: list[MegatronSamples]  # type: ignore[assignment]
+
+    def __init__(
+        self, parts: Sequence[MegatronSamples], weights: np.ndarray, total: int, name: str, *, repeat: bool = False
+    ) -> None:
         self.parts, self.name, self.total, self.shares = list(parts), name, total, weights
         self.seq_length, self.vocab_size = parts[0].seq_length, parts[0].vocab_size
+        self.stretches = []
         self._greedy = Greedy(weights)
+        self._repeat = repeat
         if total <= SURELY:
             self._suffice(self._greedy.given(total))
+
+    def once(self, samples: int) -> MegatronBlend:
+        """Itself where no part gives more than its samples of one epoch among the first `samples`, else the blend of
+        such parts, which then repeat.
+        """
+        parts = [part.once() for part in self.parts]
+        given = self._greedy.given(min(samples, self.total or samples))
+        if all(many <= len(part) for many, part in zip(given.tolist(), parts, strict=True)):
+            return self
+        return MegatronBlend(parts, self.shares, self.total or samples, self.name, repeat=True)
 
     def places(self, numbers: Sequence[int] | np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """The part of each sample and its number there; after the last sample comes the first again."""
@@ -260,7 +287,7 @@ class MegatronBlend(Blend):
     def _suffice(self, counts: np.ndarray) -> None:
         """Raises ConfigError where a part is to give more samples than megatron-core makes of it."""
         for part, count in zip(self.parts, counts.tolist(), strict=True):
-            if count > len(part):
+            if count > len(part) and not self._repeat:
                 rule = (
                     f"{count} samples of {part.dataset.prefix} are asked for, and Megatron's order makes {len(part)}"
                 )

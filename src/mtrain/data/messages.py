@@ -12,6 +12,7 @@ import json
 from dataclasses import dataclass
 from typing import Any
 
+from mtrain.data.record_keys import FLAGS, Keys, learned, require_learned
 from mtrain.errors import CorruptData
 
 MAX_LINE = 64 << 20
@@ -37,6 +38,17 @@ AFTER: dict[str, tuple[str, ...]] = {
     "function": ("tool", "function", ASSISTANT),
 }
 """Who may speak after whom."""
+OF_A_CHAT = ("messages", "conversations", "tools", "system", "prompt")
+OF_A_PAIR = (*OF_A_CHAT, "chosen", "rejected")
+OF_A_MESSAGE = (
+    *("role", "content", "name", "tool_calls", "tool_call_id", "function_call"),
+    *("reasoning_content", "reasoning", "thinking", "refusal"),
+)
+OF_A_TURN = ("from", "value")
+OF_A_PART = ("type", "text")
+CALLS = ("tool_calls", "function_call")
+"""Keys of a message that say something beside its content: a template that does not read them would lose it."""
+NO_KEYS = Keys()
 
 
 class NoJson(CorruptData):
@@ -51,11 +63,29 @@ class Chat:
     tools: list[Any] | None = None
     begin: int = 0
     """The first message of which something is learned."""
+    said: tuple[bool | None, ...] = ()
+    """Whether each message says of itself that it is learned; None: it does not say."""
+    parsed: bool = False
+    """Whether arguments of a tool were the text of JSON."""
 
     @property
     def turns(self) -> list[int]:
         """The messages of the assistant, of which something is learned."""
+        return [i for i in self.answers if self.learned(i) is not False]
+
+    @property
+    def answers(self) -> list[int]:
+        """The messages of the assistant that are not only the beginning of a pair."""
         return [i for i, one in enumerate(self.messages) if i >= self.begin and one["role"] == ASSISTANT]
+
+    def learned(self, message: int) -> bool | None:
+        """Whether a message says that it is learned; None: it does not say."""
+        return self.said[message] if self.said else None
+
+    @property
+    def left_out(self) -> list[int]:
+        """The messages that say that they are not learned."""
+        return [i for i in range(len(self.messages)) if self.learned(i) is False]
 
 
 def read(line: bytes) -> dict[str, Any]:
@@ -80,19 +110,24 @@ def read(line: bytes) -> dict[str, Any]:
     return value
 
 
-def chat(values: dict[str, Any]) -> Chat:
+def chat(values: dict[str, Any], keys: Keys = NO_KEYS) -> Chat:
     """The chat of an object.
 
     Raises:
-        CorruptData: it is none, its roles are out of order, or the assistant says nothing in it.
+        CorruptData: it is none, has a key that is not known, its roles are out of order, or nothing in it is learned.
     """
     if ("messages" in values) == ("conversations" in values):
         raise CorruptData("a chat has either messages (role, content) or conversations (from, value)")
-    found = _said(values, "messages") if "messages" in values else _said(values, "conversations")
-    return _ordered(Chat(_with_system(values, found), _tools(values.get("tools"))))
+    keys.refuse_unknown(values, OF_A_CHAT, "the chat")
+    require_learned(values, "the chat")
+    found = _said(values, "messages" if "messages" in values else "conversations", keys)
+    prompt = values.get("prompt")
+    if prompt is not None and not any(one.get("content") == prompt for one in found):
+        raise CorruptData("its prompt is none of its messages, and would be lost: make it a message, or remove it")
+    return _ordered(_made(_with_system(values, found), _tools(values.get("tools"), keys)))
 
 
-def pair(values: dict[str, Any]) -> tuple[Chat, Chat]:
+def pair(values: dict[str, Any], keys: Keys = NO_KEYS) -> tuple[Chat, Chat]:
     """The chosen and the rejected chat of an object, of which what both begin with is not learned.
 
     Raises:
@@ -101,34 +136,46 @@ def pair(values: dict[str, Any]) -> tuple[Chat, Chat]:
     missing = [name for name in ("chosen", "rejected") if name not in values]
     if missing:
         raise CorruptData(f"a pair has chosen and rejected; {' and '.join(missing)} is missing")
+    keys.refuse_unknown(values, OF_A_PAIR, "the pair")
+    require_learned(values, "the pair")
     begin: list[Message] = []
     if "messages" in values or "conversations" in values:
-        begin = _said(values, "messages" if "messages" in values else "conversations")
+        begin = _said(values, "messages" if "messages" in values else "conversations", keys)
     elif isinstance(values.get("prompt"), str):
         begin = [{"role": "user", "content": values["prompt"]}]
     elif values.get("prompt") is not None:
-        begin = _said(values, "prompt")
-    chosen, rejected = (_with_system(values, [*begin, *_answer(values, name)]) for name in ("chosen", "rejected"))
+        begin = _said(values, "prompt", keys)
+    chosen, rejected = (
+        _with_system(values, [*begin, *_answer(values, name, keys)]) for name in ("chosen", "rejected")
+    )
     same = next((i for i, (a, b) in enumerate(zip(chosen, rejected, strict=False)) if a != b), None)
     if same is None:
         raise CorruptData("chosen and rejected are the same" if chosen == rejected else "one goes on where one ends")
-    tools = _tools(values.get("tools"))
-    return _ordered(Chat(chosen, tools, same)), _ordered(Chat(rejected, tools, same))
+    tools = _tools(values.get("tools"), keys)
+    return _ordered(_made(chosen, tools, same)), _ordered(_made(rejected, tools, same))
 
 
-def _answer(values: dict[str, Any], name: str) -> list[Message]:
+def _made(found: list[Message], tools: list[Any] | None, begin: int = 0) -> Chat:
+    """The chat of messages, which keep what they say of themselves to here: no template reads that."""
+    said = tuple(learned(one, f"message {number}") for number, one in enumerate(found, 1))
+    parsed = [_with_arguments(one, f"message {number}") for number, one in enumerate(found, 1)]
+    plain = [{key: value for key, value in one.items() if key not in FLAGS} for one, _ in parsed]
+    return Chat(plain, tools, begin, said, any(was_text for _, was_text in parsed))
+
+
+def _answer(values: dict[str, Any], name: str, keys: Keys) -> list[Message]:
     given = values[name]
     if isinstance(given, str):
         return [{"role": ASSISTANT, "content": given}]
-    return _said({name: [given]}, name) if isinstance(given, dict) else _said(values, name)
+    return _said({name: [given]}, name, keys) if isinstance(given, dict) else _said(values, name, keys)
 
 
-def _said(values: dict[str, Any], name: str) -> list[Message]:
+def _said(values: dict[str, Any], name: str, keys: Keys) -> list[Message]:
     """The messages of a list in either form."""
     given = values[name]
     if not isinstance(given, list) or not given:
         raise CorruptData(f"{name} is no list of messages")
-    return [_message(one, f"message {number} of {name}") for number, one in enumerate(given, 1)]
+    return [_message(one, f"message {number} of {name}", keys) for number, one in enumerate(given, 1)]
 
 
 def _with_system(values: dict[str, Any], found: list[Message]) -> list[Message]:
@@ -145,24 +192,31 @@ def _with_system(values: dict[str, Any], found: list[Message]) -> list[Message]:
     return found
 
 
-def _message(given: Any, where: str) -> Message:
+def _message(given: Any, where: str, keys: Keys) -> Message:
     if not isinstance(given, dict):
         raise CorruptData(f"{where} is no object")
+    made = {key: value for key, value in given.items() if value is not None}
     if "from" in given and "role" not in given:
         role, said = SPEAKERS.get(str(given["from"])), given.get("value")
         if role is None or not isinstance(said, str):
             speakers = ", ".join(SPEAKERS)
             raise CorruptData(f"{where} has no value that is a text, or its from is none of {speakers}")
+        if "content" in made or (role == "function_call" and "tool_calls" in made):
+            raise CorruptData(f"{where} has a value, and beside it content or tool_calls: one of them would be lost")
+        made = {"role": role, "content": said, **{k: v for k, v in made.items() if k not in OF_A_TURN}}
         if role == "function_call":
-            return {"role": ASSISTANT, "content": "", "tool_calls": _calls(said, where)}
-        return {"role": role, "content": said}
-    made = {key: value for key, value in given.items() if value is not None}
+            made |= {"role": ASSISTANT, "content": "", "tool_calls": _calls(said, where)}
+    read = [key for key in made if keys.template_reads(key)]
+    keys.refuse_unknown(made, (*OF_A_MESSAGE, *read), where)
     if not isinstance(made.get("role"), str) or made["role"] not in AFTER or not made["role"]:
         raise CorruptData(f"{where} has no role that is one of {', '.join(filter(None, AFTER))}")
-    return _with_content(made, where)
+    lost = [key for key in CALLS if made.get(key) and keys.template and not keys.template_reads(key)]
+    if lost:
+        raise CorruptData(f"{where}: the chat template does not read its {lost[0]}, which would be lost")
+    return _with_content(made, where, keys)
 
 
-def _with_content(made: Message, where: str) -> Message:
+def _with_content(made: Message, where: str, keys: Keys) -> Message:
     """A message in OpenAI's form whose content is text, or that calls a tool."""
     content, calls = made.get("content"), made.get("tool_calls")
     if calls is not None and not (isinstance(calls, list) and all(isinstance(one, dict) for one in calls)):
@@ -176,6 +230,49 @@ def _with_content(made: Message, where: str) -> Message:
             raise CorruptData(f"{where}: a part of its content is {str(kind)[:40]!r}, and text alone is read")
         if not isinstance(part.get("text") if isinstance(part, dict) else part, str):
             raise CorruptData(f"{where}: its content is no text")
+        if isinstance(part, dict):
+            keys.refuse_unknown(part, (*OF_A_PART, "cache_control"), f"a part of the content of {where}")
+            require_learned(part, f"a part of the content of {where}")
+    return made
+
+
+def _with_arguments(made: Message, where: str) -> tuple[Message, bool]:
+    """A message whose calls have objects as arguments, and whether any was the text of one: a template would write
+    that as a text, with a backslash before each of its quotes.
+    """
+    out, was_text = dict(made), False
+    calls = made.get("tool_calls") or []
+    parsed = [_call(one, where) for one in calls]
+    if any(text for _, text in parsed):
+        out["tool_calls"], was_text = [one for one, _ in parsed], True
+    if isinstance(made.get("function_call"), dict):
+        out["function_call"], text = _call(made["function_call"], where)
+        was_text = was_text or text
+    return out, was_text
+
+
+def _call(given: dict[str, Any], where: str) -> tuple[dict[str, Any], bool]:
+    """A call of a tool, or the function in it, with an object as arguments; and whether it was the text of one."""
+    if isinstance(given.get("function"), dict):
+        inner, was_text = _call(given["function"], where)
+        return {**given, "function": inner}, was_text
+    text = given.get("arguments")
+    if not isinstance(text, str):
+        return given, False
+    try:
+        value = json.loads(text or "{}", parse_constant=_refuse, object_pairs_hook=_once)
+    except (ValueError, RecursionError):
+        value = None
+    if not isinstance(value, dict):
+        rule = "the arguments of a call are an object, or the JSON text of one"
+        raise CorruptData(f"{where}: {rule}, and these are {text[:60]!r}")
+    return {**given, "arguments": value}, True
+
+
+def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    made = dict(pairs)
+    if len(made) < len(pairs):
+        raise ValueError("a key stands in it twice")
     return made
 
 
@@ -191,7 +288,7 @@ def _calls(said: str, where: str) -> list[Any]:
     return [{"type": "function", "function": one} for one in calls]
 
 
-def _tools(given: Any) -> list[Any] | None:
+def _tools(given: Any, keys: Keys) -> list[Any] | None:
     if isinstance(given, str) and given:
         try:
             given = json.loads(given)
@@ -201,6 +298,8 @@ def _tools(given: Any) -> list[Any] | None:
         return None
     if not isinstance(given, list) or not all(isinstance(one, dict) for one in given):
         raise CorruptData("tools is no list of objects")
+    if keys.template and "tools" not in keys.template:
+        raise CorruptData("the chat template does not read its tools, which would be lost: remove them")
     return given
 
 
@@ -212,8 +311,10 @@ def _ordered(made: Chat) -> Chat:
             wanted = " or ".join(AFTER[before])
             raise CorruptData(f"message {number} is of {one['role']}; {after} comes {wanted}: roles are out of order")
         before = one["role"]
-    if not made.turns:
+    if not made.answers:
         raise CorruptData("the assistant says nothing in it, so there is nothing to learn")
+    if not made.turns:
+        raise CorruptData("every message of the assistant says that it is not learned: remove the line")
     return made
 
 

@@ -87,11 +87,12 @@ class _Opener:
         if self._alone(name):
             return parts[0]
         sizes = [dataset.num_tokens for dataset in datasets]
-        if name == "train" or not self.own.get(name):
-            caps = data.blend_max_epochs if name == "train" else None
+        if name == "train":
+            caps = data.blend_max_epochs
             most = None if caps is None else [int(cap * len(p)) for cap, p in zip(caps, parts, strict=True)]
             return self.blend(parts, self._plan(name) or sizes, order, name, most)
-        return self.blend(parts, self._weights(name) or sizes, order, name)
+        shares = (self._weights(name) if self.own.get(name) else self._plan(name)) or sizes
+        return self.blend(parts, shares, order, name, [len(part) for part in parts])  # what is evaluated is read once
 
     def _part(self, dataset: IndexedDataset, documents: range, seed: int, name: str) -> Samples:
         """The samples of a range of documents of one corpus."""

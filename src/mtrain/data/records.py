@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from mtrain.data.images import inside
+from mtrain.data.record_keys import Keys, learned, require_learned
 from mtrain.errors import CorruptData
 
 if TYPE_CHECKING:  # it imports the library of tokenizers
@@ -25,6 +26,10 @@ MAX_LINE = 4 << 20
 MAX_IMAGES = 256
 END = object()
 """A piece: the end of a document, or of an answer."""
+UNLEARNED_END = object()
+"""The end of an answer that is not learned."""
+OF_A_RECORD = ("image", "text", "conversations")
+OF_A_TURN = ("from", "value")
 SPEAKERS = {"human": "human", "user": "human", "gpt": "gpt", "assistant": "gpt"}
 
 
@@ -43,14 +48,14 @@ class Record:
     images: tuple[str, ...]
     """Paths below the folder, in the order of their places."""
     pieces: tuple[Span | object, ...]
-    """Spans, `IMAGE` and `END`."""
+    """Spans, `IMAGE`, `END` and `UNLEARNED_END`."""
 
 
-def parse(line: bytes) -> Record:
-    """The record of a line.
+def parse(line: bytes, ignored: frozenset[str] = frozenset()) -> Record:
+    """The record of a line; keys that are `ignored` are not read.
 
     Raises:
-        CorruptData: it is none, with the reason.
+        CorruptData: it is none, has a key that is not known, or nothing in it is learned.
     """
     if len(line) > MAX_LINE:
         raise CorruptData(f"a line has more than {MAX_LINE} bytes")
@@ -60,13 +65,16 @@ def parse(line: bytes) -> Record:
         raise CorruptData(f"not JSON: {str(error)[:200]}") from None
     if not isinstance(values, dict):
         raise CorruptData("not a JSON object")
+    keys = Keys(ignored)
+    keys.refuse_unknown(values, OF_A_RECORD, "the record")
+    require_learned(values, "the record")
     images = values.get("image") or []
     images = [images] if isinstance(images, str) else images
     if not isinstance(images, list) or not all(isinstance(i, str) for i in images) or len(images) > MAX_IMAGES:
         raise CorruptData(f"image is neither a path nor a list of at most {MAX_IMAGES} paths")
     if ("text" in values) == ("conversations" in values):
         raise CorruptData("it needs either text or conversations")
-    spans = _of_text(values["text"]) if "text" in values else _of_conversations(values["conversations"])
+    spans = _of_text(values["text"]) if "text" in values else _of_conversations(values["conversations"], keys)
     try:
         "".join((*images, *(span.text for span in spans if isinstance(span, Span)))).encode()
     except UnicodeEncodeError as error:
@@ -85,7 +93,7 @@ def _of_text(text: Any) -> list[Span | object]:
     return [Span(text, True), END]
 
 
-def _of_conversations(turns: Any) -> list[Span | object]:
+def _of_conversations(turns: Any, keys: Keys) -> list[Span | object]:
     """Questions behind USER:, answers behind ASSISTANT:, as the published model is asked; answers are learned.
 
     Its own training had a system prompt in front of the first question; there is none here.
@@ -98,10 +106,17 @@ def _of_conversations(turns: Any) -> list[Span | object]:
         wanted = ("human", "gpt")[number % 2]
         if SPEAKERS.get(str(who)) != wanted or not isinstance(said, str):
             raise CorruptData(f"turn {number + 1} of conversations is not one of {wanted} with a value")
+        place = f"turn {number + 1} of conversations"
+        keys.refuse_unknown(turn, OF_A_TURN, place)
+        wish = learned(turn, place)
+        if wish and wanted == "human":
+            raise CorruptData(f"{place}, a question, says that it is learned, and answers alone are")
         if wanted == "human":
             out.append(Span(f"USER: {said.strip()} ASSISTANT:", False))
         else:
-            out += [Span(f" {said.strip()}", True), END]
+            out += [Span(f" {said.strip()}", wish is not False), UNLEARNED_END if wish is False else END]
+    if not any(one is END for one in out):
+        raise CorruptData("every answer says that it is not learned: remove the line")
     return out
 
 
@@ -140,7 +155,7 @@ def encoded(record: Record, tokenizer: Tokenizer) -> tuple[list[int], list[bool]
     Text between images is tokenized as a whole; a token that begins in front of an answer is none of it.
     """
     begin = tokenizer.beginning
-    ids, learned = list(begin), [False] * len(begin)
+    ids, known = list(begin), [False] * len(begin)
     run: list[Span] = []
 
     def flush() -> None:
@@ -150,7 +165,7 @@ def encoded(record: Record, tokenizer: Tokenizer) -> tuple[list[int], list[bool]
             ends.append((at, span.learned))
         for number, start in tokenizer.encode_with_places(text) if text else ():
             ids.append(number)
-            learned.append(next((known for end, known in ends if start < end), False))
+            known.append(next((is_learned for end, is_learned in ends if start < end), False))
         run.clear()
 
     for piece in record.pieces:
@@ -158,12 +173,12 @@ def encoded(record: Record, tokenizer: Tokenizer) -> tuple[list[int], list[bool]
             run.append(piece)
             continue
         flush()
-        if piece is END:
+        if piece is END or piece is UNLEARNED_END:
             if tokenizer.eod is not None:
                 ids.append(tokenizer.eod)
-                learned.append(True)
+                known.append(piece is END)
         else:
             ids.append(IMAGE)
-            learned.append(False)
+            known.append(False)
     flush()
-    return ids, learned
+    return ids, known

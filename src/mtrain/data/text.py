@@ -15,6 +15,7 @@ import tokenizers
 from mtrain import units
 from mtrain.config.files import kind_of
 from mtrain.config.token_files import EOD_NAMES, MAX_TOKENIZER
+from mtrain.data.chat import ChatFormat
 from mtrain.data.token_json import check_tokenizer
 from mtrain.errors import ConfigError, CorruptData, Problem
 
@@ -72,6 +73,10 @@ class Tokenizer:
         """Id of the end-of-document token; None if no token has one of the names in use."""
         ids = (self._tokenizer.token_to_id(name) for name in EOD_NAMES)
         return next((i for i in ids if i is not None), None)
+
+    def token_of(self, number: int) -> str | None:
+        """Name of a token id; None if there is no such token."""
+        return self._tokenizer.id_to_token(number)
 
     def id_of(self, token: str) -> int | None:
         """Id of a token; None if there is no such token."""
@@ -159,3 +164,20 @@ class Tokenizer:
         """The text of token ids, special tokens left out."""
         with self._faults_named("ids cannot be decoded"):
             return self._tokenizer.decode(list(ids), skip_special_tokens=True)
+
+
+def end_of(tokenizer: Tokenizer) -> int:
+    """Id of the token that ends a document: the `eos_token` of the tokenizer_config.json beside the file, else a name
+    in use, else BERT's separator.
+
+    Raises:
+        ConfigError: there is none.
+    """
+    settings = ChatFormat(tokenizer.path.parent)
+    names = (settings.special("eos_token"), *EOD_NAMES, settings.special("sep_token"), "[SEP]")
+    found = next((i for name in names if name and (i := tokenizer.id_of(name)) is not None), None)
+    if found is None:
+        rule = f"{tokenizer.path} has no token that ends a document: none has a name in use ({', '.join(EOD_NAMES)})"
+        fix = f'"eos_token" in a tokenizer_config.json beside {tokenizer.path}'
+        raise ConfigError([Problem("MT608", "data.tokenizer", str(tokenizer.path), rule, fix)])
+    return found

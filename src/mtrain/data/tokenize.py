@@ -25,6 +25,7 @@ import numpy as np
 from mtrain import durable, strict_json
 from mtrain.config.groups import DataConfig
 from mtrain.config.manifest import read_manifest
+from mtrain.config.paths import user_path
 from mtrain.config.written import TAG, TAG_FILE
 from mtrain.data import cache as corpora
 from mtrain.data.cache import FILES, writing
@@ -78,7 +79,7 @@ def _say(note: str) -> None:
 
 def prepare(data: DataConfig, note: Callable[[str], None] = _say, tokenizer: Path | None = None) -> Corpus:
     """Make the corpus of a configuration ready and return it; a text corpus is tokenized at the first call, with the
-    `tokenizer.json` that is given, or with one that is trained on it.
+    `tokenizer.json` that is given, else that of the configuration, else one that is trained on it.
 
     Any number of processes may call it at once. Tokenizing starts threads; a process forked afterwards tokenizes
     with one, and says so. Raises ConfigError for a path or corpus that cannot be used, CorruptData for
@@ -86,7 +87,9 @@ def prepare(data: DataConfig, note: Callable[[str], None] = _say, tokenizer: Pat
     """
     if data.kind == "mock":
         return Corpus(None, None, {"kind": "mock"})
-    return _given(data) if data.kind == "indexed" else _cached(data, note, tokenizer)
+    if data.kind == "indexed":
+        return _given(data)
+    return _cached(data, note, tokenizer or (user_path(data.tokenizer) if data.tokenizer else None))
 
 
 def verify(corpus: Corpus) -> None:
@@ -204,7 +207,11 @@ def _cached(data: DataConfig, note: Callable[[str], None], tokenizer: Path | Non
         "limit_bytes": text.limit_bytes,
         "tokenizers": version("tokenizers"),
     }
-    given = {} if tokenizer is None else {"tokenizer": hashlib.sha256(tokenizer.read_bytes()).hexdigest()}
+    given: dict[str, Any] = {}
+    if tokenizer is not None:
+        from mtrain.data.text import Tokenizer, end_of
+
+        given = {"tokenizer": hashlib.sha256(tokenizer.read_bytes()).hexdigest(), "eod": end_of(Tokenizer(tokenizer))}
     # The same files, unchanged, as some time before: then the digest of their contents is known.
     stamps = [[f.name, *f.stamp] for f in text.files]
     seen = cache / "seen" / _hash({**settings, **given, "root": str(text.files[0].path), "files": stamps})
@@ -218,7 +225,8 @@ def _cached(data: DataConfig, note: Callable[[str], None], tokenizer: Path | Non
     contents = _digest(text)
     digest = _hash({**settings, "contents": contents})[:16]
     corpus = _open(folder := cache / f"{text.name}-{digest}")
-    if tokenizer is not None and (corpus is None or corpus.tokenizer_sha256 != given["tokenizer"]):
+    known = None if corpus is None else (corpus.tokenizer_sha256, corpus.meta["eod"])
+    if tokenizer is not None and known != (given["tokenizer"], given["eod"]):
         digest = _hash({**settings, **given, "contents": contents})[:16]
         corpus = _open(folder := cache / f"{text.name}-{digest}")
     corpus = corpus or _made(data, text, folder, contents, note, tokenizer)
@@ -318,7 +326,7 @@ def _build(data: DataConfig, text: TextCorpus, folder: Path, contents: str, give
 def _tokenize(data: DataConfig, text: TextCorpus, folder: Path, given: Path | None) -> dict[str, Any]:
     """Train the tokenizer or take the one given, encode all documents, write everything; `meta.json` comes last."""
     from mtrain.data import bpe
-    from mtrain.data.text import Tokenizer
+    from mtrain.data.text import Tokenizer, end_of
 
     started = time.monotonic()
     if given is None:
@@ -326,7 +334,7 @@ def _tokenize(data: DataConfig, text: TextCorpus, folder: Path, given: Path | No
         tokenizer_bytes, vocab_size = tokenizer.to_str().encode(), tokenizer.get_vocab_size()
     else:
         loaded = Tokenizer(given)
-        tokenizer, eod = bpe.read(given), loaded.eod or 0
+        tokenizer, eod = bpe.read(given), end_of(loaded)
         tokenizer_bytes, vocab_size = given.read_bytes(), loaded.vocab_size
     trained = time.monotonic()
     durable.write(folder / "tokenizer.json", tokenizer_bytes)

@@ -91,6 +91,11 @@ class WholeDocuments(Samples):
         len(self)  # all parts are fitted now, or there is nothing in them
         return self.find(number)
 
+    def reaches(self, number: int) -> bool:
+        """Whether the sample of a number is in the first epoch. Only the parts up to it are fitted."""
+        self.find(number)
+        return not self._count or number < self._count
+
     def sample(self, number: int) -> Sample:
         """The sample of a number.
 

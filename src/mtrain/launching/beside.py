@@ -19,6 +19,7 @@ from mtrain import strict_json
 from mtrain.ckpt.folder import read_manifest
 from mtrain.config.batches import asked
 from mtrain.config.manifest import unwatched
+from mtrain.config.model_tokenizer import model_tokenizer
 from mtrain.config.run import RunConfig
 from mtrain.errors import BadEnvironment, MtrainError, say_page
 from mtrain.launching import matmul
@@ -119,11 +120,11 @@ def prepare(run: RunConfig, checkpoint: str | None) -> None:
     Raises:
         MtrainError: what is wrong with the data, or that it is not the data of `checkpoint`.
     """
-    from mtrain.data import open_splits, same_data
-    from mtrain.data import prepare as prepared
+    from mtrain.data import open_splits, prepare_for_model, same_data
 
     need = ("train", "validation") if run.trainer.eval_iters else ("train",)
-    corpus = prepared(run.data)
+    own = model_tokenizer(run, None if checkpoint is None else Path(checkpoint))
+    corpus = prepare_for_model(run.data, own, accept_changes=run.checkpoint.accept_changes)
     splits = open_splits(run.data, run.model.vocab_size, run.trainer.seed, corpus, need, asked(run))
     if run.data.kind == "indexed":  # what mtrain tokenized itself has no other ids
         splits.check_ids()

@@ -38,7 +38,7 @@ def _absolute(path: Any) -> Any:
 
 def differences_of(run: RunConfig, other: RunConfig, *effects: Effect) -> Differences:
     """Keys whose values differ, of the given effects (default: those that change the weights that come out)."""
-    wanted = effects or (Effect.ARCHITECTURE, Effect.NUMERICS, Effect.PARALLELISM)
+    wanted = effects or (Effect.ARCHITECTURE, Effect.NUMERICS, Effect.CONTENTS, Effect.PARALLELISM)
     mine, theirs = anchored(run).recorded().flat(), anchored(other).recorded().flat()
     keys = [k for k in {**mine, **theirs} if effect_of(k) in wanted]
     return {k: (theirs.get(k), mine.get(k)) for k in keys if theirs.get(k) != mine.get(k)}

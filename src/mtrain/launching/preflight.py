@@ -18,6 +18,7 @@ from mtrain.config.hardware import cpu_cores
 from mtrain.config.paths import program, user_path
 from mtrain.config.resolve import MAX_CPU_RANKS, Machine, resolve, smallest_world
 from mtrain.config.run import RunConfig
+from mtrain.config.usual_layout import on_a_cpu
 from mtrain.errors import BadEnvironment, ConfigError, MtrainError, say, warn
 from mtrain.launching import gpus, limits
 from mtrain.launching.environment import Place, conflicts, environment
@@ -118,7 +119,7 @@ def _faults(run: RunConfig, ranks: int, world: int) -> list[str]:
 
 def _disk_shortages(run: RunConfig) -> list[str]:
     """Return the shortage of a disk that has no room for the weights of one checkpoint."""
-    if run.checkpoint.save_interval is None and not run.checkpoint.save_final:
+    if not run.checkpoint.saves:
         return []
     folder = user_path(run.log.runs_dir).absolute()
     try:
@@ -181,7 +182,8 @@ def _default(machine: Machine) -> RunConfig:
     Raises:
         ConfigError: it breaks a rule on this machine.
     """
-    raw = compose([]).run
+    composed = compose([])
+    raw = on_a_cpu(composed.run, composed.origins, machine, None)[0]
     run = resolve(raw, machine)
     _refuse(run, raw, lambda r: resolve(r, machine))
     return run

@@ -10,6 +10,7 @@ from mtrain.ckpt import folder as ckpt_folder
 from mtrain.config.base import Effect
 from mtrain.config.keys import effect_of
 from mtrain.config.paths import CHECKPOINTS, ENVIRONMENT, RUN_FILE, program
+from mtrain.config.rates import LENGTH, goes_on_alike, new_curve
 from mtrain.config.run import RunConfig
 from mtrain.config.run_file import read_run_file
 from mtrain.errors import ConfigError, CorruptData, Problem, show
@@ -182,6 +183,9 @@ def changes_since(run: RunConfig, folder: Path, checkpoint: Path | None) -> tupl
     if not trained:
         differences = without_adapters(differences, other)
     problems = []
+    step = int(ckpt_folder.read_manifest(checkpoint, verify=False)["step"]) if checkpoint is not None else 0
+    longer = run.trainer.steps > other.trainer.steps
+    free = LENGTH if longer and goes_on_alike(run, other, step) else ()
     for key, (old, new) in differences.items():
         effect = effect_of(key)
         where = f"{source} has {show(old)}"
@@ -189,7 +193,11 @@ def changes_since(run: RunConfig, folder: Path, checkpoint: Path | None) -> tupl
             problems.append(
                 Problem("MT503", key, new, f"the checkpoint is of another model: {where}", f"{key}={show(old)}")
             )
-        elif effect is Effect.NUMERICS and not run.checkpoint.accept_changes:
+        elif key == LENGTH[0] and longer and key not in free and not run.checkpoint.accept_changes:
+            rule = f"the run has {old} steps, of which {step} are made: {new_curve(run, other, step)}"
+            fix = f"checkpoint.accept_changes=true to go on with that curve, or {key}={old}"
+            problems.append(Problem("MT504", key, new, rule, fix))
+        elif effect is Effect.NUMERICS and key not in free and not run.checkpoint.accept_changes:
             fix = f"{key}={show(old)}, or checkpoint.accept_changes=true to go on with the new value"
             problems.append(Problem("MT504", key, new, f"changes the numbers of the resumed run: {where}", fix))
     if problems:

@@ -1,7 +1,8 @@
-"""BERT of megatron-core's parts: its transformer layers, embeddings and output layer, in the order of the paper.
+"""BERT of megatron-core's parts: its transformer layers, embeddings and output layer.
 
-megatron-core's own BertModel has its norms before attention and MLP and one at the end, and none on the embeddings
-(Shoeybi et al. 2019); here they are where Devlin et al. (2018) and transformers have them.
+Norms are where Devlin et al. (2018) have them, on the embeddings and on the sums of the residual stream, or where
+Shoeybi et al. (2019) and megatron-core's BertModel have them: before attention and MLP, with one behind the last
+layer and none on the embeddings. transformers has both, as Bert and as MegatronBert.
 """
 
 from __future__ import annotations
@@ -25,19 +26,28 @@ from torch.nn import functional as F
 
 from mtrain.mcore.embedding import PositionEmbedding, add_in_fp32
 from mtrain.mcore.language_model import OutputLayer, SummedLosses
+from mtrain.mcore.layers import gelu_tanh
+from mtrain.mcore.residual import join_layers
+
+HEADS: dict[str, Callable[[Tensor], Tensor]] = {"gelu": F.gelu, "gelu_tanh": gelu_tanh}
+"""Activation of the head for masked tokens -> its function."""
 
 
 class BertEmbedding(LanguageModelEmbedding):
-    """The sum of the embeddings of tokens, positions and kinds of tokens, normed, then dropped out.
+    """The sum of the embeddings of tokens, positions and kinds of tokens, normed where there is a `norm`, and dropped
+    out.
 
     Where `pad_token` stands, the embedding of tokens has no gradient (transformers' `padding_idx`).
     """
 
-    def __init__(self, *args: Any, norm: Callable[..., Any], pad_token: int | None, **kwargs: Any) -> None:
+    def __init__(self, *args: Any, norm: Callable[..., Any] | None, pad_token: int | None, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         add_in_fp32(self)
         self.tokentype_embeddings.__class__ = PositionEmbedding
-        self.norm = norm(config=self.config, hidden_size=self.config.hidden_size, eps=self.config.layernorm_epsilon)
+        self.norm = None
+        if norm is not None:
+            epsilon = self.config.layernorm_epsilon
+            self.norm = norm(config=self.config, hidden_size=self.config.hidden_size, eps=epsilon)
         self._pad_token = pad_token
 
     def forward(self, input_ids: Tensor, position_ids: Tensor, tokentype_ids: Tensor | None = None) -> Tensor:
@@ -49,18 +59,22 @@ class BertEmbedding(LanguageModelEmbedding):
         places = self.position_embeddings(position_ids)  # in the order in which a parameter gather brings them
         total = (words + self.tokentype_embeddings(kinds) + places).transpose(0, 1).contiguous()
         if not self.config.sequence_parallel:
-            return self.embedding_dropout(self.norm(total))  # type: ignore[no-any-return]
+            return self._finished(total)
         # a copy: what is scattered is a view that would keep all of it
         total = scatter_to_sequence_parallel_region(total, group=self.tp_group).clone()
         with get_cuda_rng_tracker().fork():
-            return self.embedding_dropout(self.norm(total))  # type: ignore[no-any-return]
+            return self._finished(total)
+
+    def _finished(self, total: Tensor) -> Tensor:
+        return self.embedding_dropout(total if self.norm is None else self.norm(total))  # type: ignore[no-any-return]
 
 
 class MaskedTokenHead(MegatronModule):
     """Hidden states [s, b, h] to those that the output layer reads: a linear layer, its activation, a norm."""
 
-    def __init__(self, config: Any, norm: Callable[..., Any]) -> None:
+    def __init__(self, config: Any, norm: Callable[..., Any], activation: str) -> None:
         super().__init__(config=config)
+        self._activation = HEADS[activation]
         self.dense = _linear(config, config.hidden_size)
         for parameter in self.dense.parameters():  # each tensor-parallel rank sees a part of the tokens
             parameter.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
@@ -68,7 +82,7 @@ class MaskedTokenHead(MegatronModule):
 
     def forward(self, hidden: Tensor) -> Tensor:
         """The same shape."""
-        return self.norm(self.config.activation_func(self.dense(hidden)))  # type: ignore[no-any-return]
+        return self.norm(self._activation(self.dense(hidden)))  # type: ignore[no-any-return]
 
 
 class BertModel(SummedLosses, LanguageModule):
@@ -88,6 +102,8 @@ class BertModel(SummedLosses, LanguageModule):
         vocab_size: int,
         max_sequence_length: int,
         token_types: int,
+        norms_embeddings: bool,
+        head_activation: str,
         next_sentence: bool,
         pad_token: int | None,
         loss: str,
@@ -106,15 +122,16 @@ class BertModel(SummedLosses, LanguageModule):
                 vocab_size,
                 max_sequence_length,
                 num_tokentypes=token_types,
-                norm=norm,
+                norm=norm if norms_embeddings else None,
                 pad_token=pad_token,
             )
         self.encoder = TransformerBlock(
             config=config, spec=layers, pre_process=pre_process, post_process=post_process, vp_stage=vp_stage
         )
+        join_layers(self.encoder)
         self.pooler = self.next_sentence = None
         if post_process:
-            self.head = MaskedTokenHead(config, norm)
+            self.head = MaskedTokenHead(config, norm, head_activation)
             self.output_layer = OutputLayer(
                 config.hidden_size,
                 vocab_size,

@@ -169,9 +169,9 @@ FIXES: tuple[Fix, ...] = (
     Fix(
         "#6114",
         "a padding mask is laid over experts instead of tokens",
-        "out of reach",
-        "",
-        "no padding mask is handed to a model: padded samples are documents of their own",
+        "patched",
+        "routed-padding",
+        "losses, counts and capacities over tokens are those of mcore/balance.py",
         f"{MOE}/router.py:542",
         False,
     ),

@@ -21,6 +21,10 @@ from mtrain.mcore.linear import ColumnLinear, add_scaled, adds_to_main_grad
 from mtrain.mcore.residual import join_layers
 from mtrain.mcore.rotary import Frequencies, ScaledRotary, TwoBases
 
+FURTHER_LOSS_SHARES = "further_loss_shares"
+"""Of a TransformerConfig: what the step is divided by, over what the loss of each further token has, [depths]; by
+default 1."""
+
 
 class OutputLayer(ColumnLinear):
     """The layer that makes logits; given labels, it makes their loss instead, a part of the tokens at a time.
@@ -232,11 +236,11 @@ class SummedLosses:
 class LanguageModel(SummedLosses, GPTModel):
     """A GPT that gives the sum of its losses where there are labels: a scalar, each token's loss times `loss_mask`.
 
-    `loss` says who makes them, as `SummedLosses` does. Losses of MTP layers are added to the gradient as
-    megatron-core 0.16.1 does it, weighted by the mask of their own tokens. (0.19 divides by the tokens of a
-    micro-batch, so that another micro-batch size is another gradient.) Every loss is over the first `loss_vocab_size`
-    ids; logits that are asked for without labels have all of the padded vocabulary. `features` are what `complete`
-    takes beside the loss.
+    `loss` says who makes them, as `SummedLosses` does. The loss of each MTP layer is added to the gradient as a sum
+    too, weighted by `further_masks` and the share of its own count: megatron-core 0.16.1 divides it by the tokens of
+    the main loss, and 0.19 by those of a micro-batch, so that another micro-batch size is another gradient. Every
+    loss is over the first `loss_vocab_size` ids; logits that are asked for without labels have all of the padded
+    vocabulary. `features` are what `complete` takes beside the loss.
     """
 
     def __init__(
@@ -245,6 +249,12 @@ class LanguageModel(SummedLosses, GPTModel):
         super().__init__(*args, **kwargs)
         join_layers(self.decoder)
         self.complete(loss, loss_vocab_size, **features)
+        self._further_masks: Tensor | None = None
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """megatron-core's, with `further_masks` [b, s, depths]: what `loss_mask` is, for each MTP layer's loss."""
+        self._further_masks = kwargs.pop("further_masks", None)
+        return super().forward(*args, **kwargs)
 
     def _postprocess(
         self,
@@ -263,16 +273,21 @@ class LanguageModel(SummedLosses, GPTModel):
         if context.pop("mtp_in_postprocess", False):
             hidden_states = self._further_hidden(hidden_states, context)
         head, *further = hidden_states.chunk(1 + (self.config.mtp_num_layers or 0))
-        packed, rolled, rolled_mask = context.get("packed_seq_params"), labels, mask
+        packed = context.get("packed_seq_params")
+        rolled = labels
+        masks = self._further_masks
         detached = getattr(self.config, "mtp_detach_heads", False)
-        for hidden in further if torch.is_grad_enabled() else ():
+        shares = getattr(self.config, FURTHER_LOSS_SHARES, None)
+        for depth, hidden in enumerate(further if torch.is_grad_enabled() else ()):
             rolled, _ = self._rolled(rolled, packed)
-            rolled_mask, count = self._rolled(rolled_mask, packed)
+            mask_there = self._rolled(mask, packed, depth + 1)[0] if masks is None else masks[..., depth]
             scale = self.config.mtp_loss_scaling_factor / len(further)
             if not self.config.calculate_per_token_loss:
-                scale = scale / count
+                scale = scale / mask_there.sum()
+            elif shares is not None:
+                scale = scale * shares[depth]
             told = Told(logits=self.told.logits)
-            loss = self.sum_of_losses(hidden, rolled, rolled_mask, detached=detached, told=told)
+            loss = self.sum_of_losses(hidden, rolled, mask_there, detached=detached, told=told)
             head = MTPLossAutoScaler.apply(head, scale * loss)
         return self.sum_of_losses(head, labels, mask)
 
@@ -285,6 +300,9 @@ class LanguageModel(SummedLosses, GPTModel):
         given = {name: context.get(name) for name in names} | (context.get("extra_block_kwargs") or {})
         return self.mtp(hidden_states=hidden_states, embedding=self.embedding, **given)  # type: ignore[no-any-return]
 
-    def _rolled(self, x: Tensor, packed: Any) -> tuple[Tensor, Any]:
-        """Every sequence of `x` [b, s] one to the left, over context-parallel ranks too, and the sum of it."""
-        return roll_tensor(x, shifts=-1, dims=-1, cp_group=self.cp_group, packed_seq_params=packed)  # type: ignore[no-any-return]
+    def _rolled(self, x: Tensor, packed: Any, times: int = 1) -> tuple[Tensor, Any]:
+        """Every sequence of `x` [b, s] so many to the left, over context-parallel ranks too, and the sum of it."""
+        found = x, None
+        for _ in range(times):
+            found = roll_tensor(found[0], shifts=-1, dims=-1, cp_group=self.cp_group, packed_seq_params=packed)
+        return found

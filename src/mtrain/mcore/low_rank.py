@@ -36,10 +36,8 @@ from torch.nn import functional as F
 from mtrain.mcore.grouped_linear import ColumnGroupedLinear, RowGroupedLinear
 from mtrain.mcore.layers import DuplicatedLinear
 from mtrain.mcore.linear import ColumnLinear, RowLinear
+from mtrain.mcore.merging import LATENT, MAGNITUDE, A, B, parts_of_halves, parts_of_qkv, spread
 
-A, B, MAGNITUDE = "lora_a", "lora_b", "magnitude"
-LATENT = ("q_proj", "q_down_proj", "q_up_proj", "kv_down_proj", "kv_up_proj")
-"""What MLA makes queries, keys and values with."""
 OF_MIXERS = (".mixer.in_proj", ".mixer.out_proj")
 """Ends of the names of linear layers of Mamba-2 mixers."""
 NORM_ELEMENTS = 1 << 24
@@ -96,14 +94,6 @@ def start_magnitudes(chunks: list[Any]) -> None:
                 layer.magnitude.copy_(layer.row_norms())
 
 
-def spread(b: Tensor, one_hot: Tensor | None) -> Tensor:
-    """`lora_b` [..., rows, r] as [..., rows, parts * r], which multiplies the product with all A.
-
-    `one_hot` [rows, parts] says which part a row is; None: there is one.
-    """
-    return b if one_hot is None else (b.unsqueeze(-2) * one_hot.unsqueeze(-1)).flatten(-2)
-
-
 def _begin_gradient(module: Any, given: Any, output: Tensor) -> None:
     """Ask for the gradient of embeddings: layers that are computed again have one only where their input has."""
     if torch.is_grad_enabled() and not output.requires_grad:
@@ -130,20 +120,6 @@ def _parts_of(name: str, layer: Any, config: Any, target: tuple[str, ...]) -> Pa
     if kind == "fc1" and config.gated_linear_unit:
         return Parts(2, parts_of_halves(rows))
     return Parts(1, torch.zeros(rows, dtype=torch.long))
-
-
-def parts_of_qkv(first: int, rows: int, each: int, head: int) -> Tensor:
-    """Whether rows are of queries, keys or values: 0, 1 or 2, of `rows` rows from `first` on.
-
-    A query group has `each` heads of queries, one of keys and one of values, of `head` rows each.
-    """
-    place = (torch.arange(first, first + rows) // head) % (each + 2)
-    return (place - each + 1).clamp_min(0)
-
-
-def parts_of_halves(rows: int) -> Tensor:
-    """0 of gates, which come first, and 1 of what they gate."""
-    return torch.arange(rows) // (rows // 2)
 
 
 def _parameter(like: Tensor, rows: int, columns: int | None = None) -> nn.Parameter:

@@ -1,4 +1,7 @@
-"""Whole weights and their low-rank adapters: which belong together, and the one weight that they amount to."""
+"""Whole weights and their low-rank adapters: which belong together, and the one weight that they amount to.
+
+Needs no megatron-core: what reads and converts checkpoints uses it before the adapter to megatron-core is installed.
+"""
 
 from __future__ import annotations
 
@@ -9,8 +12,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from mtrain.mcore.low_rank import LATENT, MAGNITUDE, A, B, parts_of_halves, parts_of_qkv, spread
-
+A, B, MAGNITUDE = "lora_a", "lora_b", "magnitude"
+LATENT = ("q_proj", "q_down_proj", "q_up_proj", "kv_down_proj", "kv_up_proj")
+"""What MLA makes queries, keys and values with."""
 _KINDS = "|".join(("qkv", "proj", "fc1", "fc2", *LATENT))
 _WEIGHT = re.compile(
     rf"(?P<layer>.*\b(?:linear_(?P<kind>{_KINDS})|mixer\.(?:in|out)_proj))\.weight(?P<expert>\d*)(?P<part>\.\w+)?"
@@ -71,3 +75,25 @@ def merged(weight: Tensor, adapter: Whole, one_hot: Tensor | None, scale: float)
     if adapter.magnitude is not None:
         whole *= (adapter.magnitude.float() / torch.linalg.vector_norm(whole, dim=-1)).unsqueeze(-1)
     return whole.to(weight.dtype)
+
+
+def spread(b: Tensor, one_hot: Tensor | None) -> Tensor:
+    """`lora_b` [..., rows, r] as [..., rows, parts * r], which multiplies the product with all A.
+
+    `one_hot` [rows, parts] says which part a row is; None: there is one.
+    """
+    return b if one_hot is None else (b.unsqueeze(-2) * one_hot.unsqueeze(-1)).flatten(-2)
+
+
+def parts_of_qkv(first: int, rows: int, each: int, head: int) -> Tensor:
+    """Whether rows are of queries, keys or values: 0, 1 or 2, of `rows` rows from `first` on.
+
+    A query group has `each` heads of queries, one of keys and one of values, of `head` rows each.
+    """
+    place = (torch.arange(first, first + rows) // head) % (each + 2)
+    return (place - each + 1).clamp_min(0)
+
+
+def parts_of_halves(rows: int) -> Tensor:
+    """0 of gates, which come first, and 1 of what they gate."""
+    return torch.arange(rows) // (rows // 2)

@@ -107,6 +107,15 @@ PATCHES: tuple[Patch, ...] = (
         "#5798",
     ),
     Patch(
+        "routed-padding",
+        "transformer/moe/router.py:542",
+        "Padding is routed, fills capacities and counts in losses and biases unless a mask is handed over, which MTP "
+        "layers and pipeline stages in between lack; and with one the losses of several ranks are weighted wrongly.",
+        "everywhere",
+        patching.routed_padding,
+        upstream="#6114",
+    ),
+    Patch(
         "expert-gradients",
         "tensor_parallel/layers.py:842",
         "Without expert parallelism, experts count as dense weights. If those are sharded otherwise (etp is not "
@@ -244,6 +253,14 @@ PATCHES: tuple[Patch, ...] = (
         "recomputation, whose backward runs into itself without end: training hangs.",
         "everywhere",
         patching_recompute.recomputed_bias,
+    ),
+    Patch(
+        "recomputed-padding",
+        "tensor_parallel/random.py:508",
+        "A forward that is computed again in the backward does not know which positions of its micro-batch are "
+        "padding: routers silently choose and weigh otherwise than the first time.",
+        "everywhere",
+        patching_recompute.recomputed_padding,
     ),
     Patch(
         "captured-inputs",

@@ -88,19 +88,17 @@ def reduce_result() -> None:
     _core("tensor_parallel.mappings")._reduce = _reduce
 
 
-ROUTER_LOSS_SHARE = "router_loss_share"
-"""Of a TransformerConfig: what the step is divided by, as a share of the tokens that routers see; by default all."""
-
-
 def moe_loss_tokens() -> None:
     """Weigh balancing and z-losses with the tokens of all ranks that share them, and what a step is divided by."""
     cls = _core("transformer.moe.router").TopKRouter
     attach, z_loss = cls.attach_and_log_load_balancing_loss, cls.apply_z_loss
     counted = engine.at_least(0, 19)  # tokens of tensor- and context-parallel ranks are counted already
 
-    def tokens_of(router: Any, group: Any) -> float:
+    from mtrain.mcore.balance import ROUTER_LOSS_SHARE
+
+    def tokens_of(router: Any, group: Any) -> Any:
         share = getattr(router.config, ROUTER_LOSS_SHARE, 1.0)
-        return float(group.size() * share / (router.tp_cp_group.size() if counted else 1))
+        return group.size() * share / (router.tp_cp_group.size() if counted else 1)
 
     @functools.wraps(attach)
     def attach_whole(self: Any, activation: Any, coeff: Any, loss: Any, name: str, group: Any, *args: Any, **kw: Any):  # type: ignore[no-untyped-def]
@@ -136,6 +134,23 @@ def sequence_loss_batch() -> None:
         return attach(self, activation, coeff, loss, name, *args, **kw)
 
     cls.attach_and_log_load_balancing_loss = attach_whole
+
+
+def routed_padding() -> None:
+    """Route the tokens that are there; padding counts nowhere and takes no capacity."""
+    from mtrain.mcore.router import routing_of_tokens, tokens_of
+
+    cls = _core("transformer.moe.router").TopKRouter
+    original = cls.routing
+
+    @functools.wraps(original)
+    def routing(self: Any, logits: torch.Tensor, padding_mask: torch.Tensor | None = None, **more: Any) -> Any:
+        tokens = tokens_of(self, logits, padding_mask)
+        if tokens is None:
+            return original(self, logits, **more)
+        return routing_of_tokens(self, logits, tokens)
+
+    cls.routing = routing
 
 
 def expert_gradients() -> None:

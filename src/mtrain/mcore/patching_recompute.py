@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from mtrain.mcore.installed import installed
+from mtrain.mcore.padding import remembering
 
 
 def _core(module: str) -> Any:
@@ -38,6 +39,28 @@ def recomputed_bias() -> None:
         return original(ctx, without_parameters, distribute, *args)
 
     cls.forward = staticmethod(forward)
+
+
+def recomputed_padding() -> None:
+    """Know the padding of its own micro-batch in what is computed again."""
+    cls = _core("tensor_parallel.random").CheckpointFunction
+    original = cls.forward
+
+    def forward(ctx: Any, run_function: Callable[..., Any], distribute: bool, *args: Any) -> Any:
+        return original(ctx, remembering(run_function), distribute, *args)
+
+    cls.forward = staticmethod(forward)
+    try:
+        distributed: Any = importlib.import_module("transformer_engine.pytorch.distributed")
+    except ImportError:
+        return
+    checkpoint = distributed.checkpoint
+
+    @functools.wraps(checkpoint)
+    def with_padding(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        return checkpoint(remembering(function), *args, **kwargs)
+
+    distributed.checkpoint = with_padding
 
 
 class _Behind:

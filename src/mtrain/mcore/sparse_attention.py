@@ -18,7 +18,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from mtrain.mcore.attention import CoreAttention
-from mtrain.mcore.patching import ROUTER_LOSS_SHARE
+from mtrain.mcore.balance import ROUTER_LOSS_SHARE
+from mtrain.mcore.padding import padding_of
 from mtrain.mcore.sparse_index import Index, Teacher, marks, taught
 
 EPSILON = 1e-6
@@ -146,15 +147,17 @@ class SparseAttention(CoreAttention):
         scale = query.shape[-1] ** -0.5 if self._scale is None else self._scale
         sparse = self.config.dsa_indexer_use_sparse_loss
         teacher = Teacher(query.detach(), key.detach(), scale, sparse, self._mean)
+        padding = padding_of(query.shape[0], self._tp_group)
+        learned = None if padding is None else ~padding.t()
         with torch.no_grad():
-            seen, _, gradient = taught(index, topk, teacher, factor=self._factor(query))
+            seen, _, gradient = taught(index, topk, teacher, factor=self._factor(query), learned=learned)
         out = self._attend(query, key, value, seen[:, None], causal=False)
         return _Teaches.apply(out, index.q, index.k, index.w, gradient)  # type: ignore[no-any-return]
 
     def _factor(self, like: Tensor) -> Tensor:
         """On the indexer's loss, which adds up over all tokens, where a step may be divided by less."""
         share = getattr(self.config, ROUTER_LOSS_SHARE, 1.0)
-        factor = torch.full((), self.config.dsa_indexer_loss_coeff * share, device=like.device)
+        factor = self.config.dsa_indexer_loss_coeff * torch.as_tensor(share, device=like.device)
         scaled = self.config.grad_scale_func
         return factor if scaled is None else scaled(factor)  # type: ignore[no-any-return]
 

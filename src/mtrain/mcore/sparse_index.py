@@ -61,10 +61,14 @@ def chosen(scores: Tensor, visible: Tensor, topk: int) -> Tensor:
     return torch.zeros_like(scores, dtype=torch.bool).scatter_(-1, best, value=True) & visible
 
 
-def divergence(target: Tensor, scores: Tensor, seen: Tensor) -> Tensor:
-    """The sum over queries of KL(target || softmax of the scores) among the keys that are `seen`, all [b, s, t]."""
+def divergence(target: Tensor, scores: Tensor, seen: Tensor, learned: Tensor | None = None) -> Tensor:
+    """The sum over queries of KL(target || softmax of the scores) among the keys that are `seen`, all [b, s, t].
+
+    Over those queries that are true in `learned` [b, s]; None: all.
+    """
     predicted = scores.masked_fill(~seen, -torch.inf).log_softmax(-1).masked_fill(~seen, 0.0)
-    return torch.xlogy(target, target).sum() - (target * predicted).sum()
+    each = torch.xlogy(target, target).sum(-1) - (target * predicted).sum(-1)
+    return each.sum() if learned is None else (each * learned).sum()
 
 
 def marks(index: Index, topk: int, heads: int = 1) -> Tensor:
@@ -77,9 +81,11 @@ def marks(index: Index, topk: int, heads: int = 1) -> Tensor:
 
 
 def taught(
-    index: Index, topk: int, teacher: Teacher, *, factor: float | Tensor = 1.0
+    index: Index, topk: int, teacher: Teacher, *, factor: float | Tensor = 1.0, learned: Tensor | None = None
 ) -> tuple[Tensor, Tensor, Index]:
     """`marks`, the loss of the index, and `factor` times its gradient with respect to queries, keys and weights.
+
+    The loss is that of the queries that are true in `learned` [b, s]; None: all.
 
     They are made a part of the queries at a time, so that scores of pairs are never kept.
     """
@@ -94,7 +100,7 @@ def taught(
             seen = own if teacher.sparse else visible.expand_as(own)
             with torch.no_grad():
                 target = teacher.target(rows, seen)
-            here = divergence(target, scores, seen)
+            here = divergence(target, scores, seen, None if learned is None else learned[:, rows])
             q, k, w = torch.autograd.grad(here * factor, leaves)
         found.append(own)
         queries.append(q)

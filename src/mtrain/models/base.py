@@ -75,8 +75,7 @@ class Family:
     """Whether its chunks read samples, beside where packed documents begin, on pipeline stages that neither embed
     tokens nor make losses. If not, such stages read none."""
     predicts_all: bool = True
-    """Whether each token of a sample is predicted, up to those that `loss_mask` leaves out. If not, speed and model
-    FLOPs count every token that is computed on."""
+    """Whether each token of a sample is predicted, up to those that `data` says to leave out."""
     tokens_alone: Callable[[ModelConfig], bool] = lambda model: True
     """Whether the loss is the cross entropy of tokens and nothing else, so that it has a perplexity."""
 

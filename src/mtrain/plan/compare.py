@@ -212,7 +212,7 @@ def _number(value: Any) -> bool:
 
 def first_full(run: RunConfig) -> int:
     """The first step that takes the whole batch, as a plan does."""
-    every = counted(stages(run), run.trainer.train_iters)
+    every = counted(stages(run), run.trainer.steps)
     return sum(steps for steps, size in every if size != run.trainer.batch) + 1
 
 

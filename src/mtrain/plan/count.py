@@ -37,10 +37,13 @@ def adapter_parameters(run: RunConfig) -> tuple[int, int]:
     return family_of(run.model).adapter_parameters(run.model, run.peft) if run.peft.kind else (0, 0)
 
 
-def flops_of_token(run: RunConfig, *, causal: bool = True) -> float:
-    """`flops_per_token` of what a run trains: frozen weights have no gradients, and adapters are on top."""
+def flops_of_token(run: RunConfig, length: int | None = None, *, causal: bool = True) -> float:
+    """`flops_per_token` of what a run trains: frozen weights have no gradients, and adapters are on top.
+
+    Of a document of `length` tokens; None: of as many as plans take it to have.
+    """
     model = run.model
-    whole = flops_per_token(model, run.data.seen_tokens, causal=causal)
+    whole = flops_per_token(model, run.data.seen_tokens if length is None else length, causal=causal)
     if run.peft.kind is None:
         return whole
     table = 0 if model.tie_word_embeddings else model.padded_vocab_size * model.hidden_size

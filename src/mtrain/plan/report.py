@@ -21,7 +21,7 @@ from mtrain.plan.rank import HOW, StageMemory, stage_memories
 from mtrain.plan.states import state_bytes_of
 from mtrain.plan.time.report import time_report
 from mtrain.plan.weights import factor_bytes, update_of
-from mtrain.units import GIB
+from mtrain.units import GIB, devices
 
 MOST_WORDS = 5
 """Of a stage's layers that are all printed."""
@@ -43,6 +43,10 @@ def report(run: RunConfig) -> dict[str, Any]:
         "layout": RankGrid.of(run).sizes,
         "ranks": run.parallel.ranks,
         "cluster": run.cluster.name,
+        "batch": run.trainer.batch,
+        "micro_batch": run.trainer.micro,
+        "seq_length": run.data.length,
+        "device_word": device_word(run),
         "kernels": dict(Rank.of(run).words),
         "parameters": _parameters(run, stages),
         "flops_per_token": {
@@ -195,7 +199,14 @@ def _short(layers: str) -> str:
     return layers if len(words) <= MOST_WORDS else " ".join([*words[:2], "..", *words[-2:]])
 
 
+def device_word(run: RunConfig) -> str:
+    """What people call a device of the cluster of a run."""
+    return "GPU" if facts_of(run.cluster.device).counted else "device"
+
+
 def headline(found: Mapping[str, Any]) -> str:
     """What was planned: model, number format, layout and machines."""
     layout = " ".join(f"{axis}{n}" for axis, n in found["layout"].items() if n > 1 and axis not in ("etp", "edp"))
-    return f"{found['model']}, {found['formats']}, {layout or 'one rank'} on {found['ranks']} x {found['cluster']}"
+    return (
+        f"{found['model']}, {found['formats']}, {layout or 'one rank'} on {devices(found['ranks'], found['cluster'])}"
+    )

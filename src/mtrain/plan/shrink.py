@@ -74,13 +74,14 @@ def shrink(
                 "micro_batch_size": rows,
                 **_ramp(run, smallest, batch, seq),
                 "eval_iters": 0,
-                "eval_interval": None,
+                "eval_interval": 0,
+                "eval_minutes": None,
                 "sample_tokens": 0,
                 "profile_step": None,
             }
         ),
         "kernels": run.kernels.model_copy(update=on_a_cpu(run)),
-        "checkpoint": run.checkpoint.model_copy(update={"save_interval": None, "resume": None}),
+        "checkpoint": run.checkpoint.model_copy(update={"save_interval": 0, "save_minutes": None, "resume": None}),
         "cluster": run.cluster.model_copy(
             update={"name": "rehearsal", "device": CPU.name, "nodes": 1, "devices_per_node": None, "peak_tflops": {}}
         ),

@@ -28,7 +28,7 @@ class Block:
 
 @dataclass(frozen=True)
 class Timeline:
-    """What all stages do with the first micro-batches of a step; communication takes no time here."""
+    """What all stages do in a step, or at its begin and its end; communication takes no time here."""
 
     blocks: tuple[tuple[Block, ...], ...]
     """Of each stage, in order."""
@@ -41,6 +41,16 @@ class Timeline:
     def end(self) -> float:
         """When the last block ends."""
         return max(stage[-1].end for stage in self.blocks)
+
+    @property
+    def cut(self) -> float | None:
+        """When micro-batches are left out, in the middle of those drawn: before it the step is as it begins, behind
+        it as it ends, and between them the same repeats. None: all are drawn."""
+        return self.end / 2 if self.micro < self.of else None
+
+    def number(self, block: Block) -> int:
+        """The micro-batch of a block in the whole step."""
+        return block.micro + (self.of - self.micro if self.cut is not None and block.begin >= self.cut else 0)
 
     @property
     def bubble(self) -> float:

@@ -93,7 +93,7 @@ class _Parser:
         kind, text = self.tokens[self.at]
         self.at += 1
         found: str | None = self.variable(text) if kind == "name" else text if kind == "number" else None
-        if found is None or not re.fullmatch(r"\s*-?[0-9]{1,18}\s*", found):
+        if found is None or not re.fullmatch(r"\s*-?(0|[1-9][0-9]{0,17})\s*", found):  # 010 is 8 to a shell
             raise _Unreadable
         return int(found)
 

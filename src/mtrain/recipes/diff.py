@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 from mtrain.config.base import Effect
-from mtrain.config.compose import Composed, compose
 from mtrain.config.keys import effect_of
 from mtrain.config.load import load
 from mtrain.config.paths import user_path
@@ -61,15 +60,6 @@ def _is_run_file(path: Path) -> bool:
         return False
     values = load(path).values
     return "defaults" not in values and set(GROUPS) <= values.keys()
-
-
-def side(word: str) -> Composed:
-    """The configuration that a name stands for, before it is resolved, and who set what.
-
-    Raises:
-        ConfigError: it cannot be read, or the schema refuses it.
-    """
-    return compose(overrides_of([word]))
 
 
 def differences(left: RunConfig, right: RunConfig) -> list[Difference]:

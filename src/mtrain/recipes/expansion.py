@@ -1,47 +1,72 @@
-"""Expansions of a shell script's own variables, without running anything."""
+"""Words of a shell script with the values of its own variables in them; what only a run could tell stays a gap."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field, replace
 
 from mtrain.errors import ConfigError, Problem
 from mtrain.recipes.arithmetic import whole_number
-from mtrain.recipes.words import Part, Raw, quoted
+from mtrain.recipes.gaps import Gap, Unread, Value, Word, between, shown, split, word_of
+from mtrain.recipes.words import Lexer, Part, Raw
 
 MAX_EXPANDED, MAX_DEPTH = 4 << 20, 16
-UNKNOWN = re.compile("\ue000([^\ue001]*)\ue001")
-"""A piece of a word that only running the script could tell; group 1 says what it is, such as `$SLURM_NNODES`."""
-PIECE = re.compile("(?:[^\\s\ue000]|\ue000[^\ue001]*\ue001)+")
-"""A word of a text that is split at spaces."""
+ITEM = 16
+"""Characters that a word counts for beside its own."""
+NOT_SET = "the script does not set"
+OUTPUT = "is the output of a command"
 
-_ARGUMENTS = re.compile(r"([@*])(?::\s*([0-9]{1,6}))?\Z")
-_BRACED = re.compile(r"([A-Za-z_][A-Za-z0-9_]*|[1-9][0-9]*)(\[[@*0-9]+\])?(?:(:?[-=+?])(.*))?\Z", re.DOTALL)
+_BRACED = re.compile(r"([A-Za-z_]\w*|[@*0-9])(\[[@*0-9]+\])?(?:(:?[-=+?])(.*)|(:[^-=+?].*))?\Z", re.DOTALL)
+_ASSIGNS = re.compile(r"\+\+|--|(?<![=!<>])=(?!=)")
+_NAMES = re.compile(r"[A-Za-z_]\w*")
+_GLOB = re.compile(r"[*?]|\[[^]]*\]")
+_LISTED = re.compile(r"[-0-9\[\](),*+|EtmL]*\Z")
+"""A list of layers, as `([0]*3+[1]*58)` or `Et*3|m|L`: no file is called so."""
+_BRACES = re.compile(r"\{[^{}\s]*(?:,|\.\.)[^{}\s]*\}")
+_OF_SHELL = re.compile(
+    "BASH.*|RANDOM|SRANDOM|SECONDS|LINENO|PPID|UID|EUID|PIPESTATUS|FUNCNAME|EPOCH.*|HOSTNAME|HOSTTYPE|OSTYPE"
+    "|MACHTYPE|SHLVL|PWD|OLDPWD|OPTIND|OPTARG|REPLY|MAPFILE|COPROC|DIRSTACK|GROUPS|IFS|_|[0#?$!-]"
+)
+"""Variables that a shell itself sets."""
 
 
-def unknown(what: str) -> str:
-    """The mark of a piece that cannot be known."""
-    return f"\ue000{what}\ue001"
+@dataclass
+class State:
+    """The variables of a script at one place of it."""
 
+    variables: dict[str, list[Value] | Gap] = field(default_factory=dict)
+    """The items of each; a plain one has one. A gap: one that cannot be known any more."""
+    arguments: list[Value] | Gap = field(default_factory=list)
+    """`$1`, `$2`, ..."""
+    called: bool = False
+    """Whether the arguments are those of a call in the script, and all of them are known."""
+    lost: Gap | None = None
+    """What may have set any variable that is not set here."""
+    splits: bool = True
+    """Whether words are split at spaces, as they are until IFS is set."""
+    ended: bool = False
+    """Whether nothing behind this place runs."""
 
-def shown(text: str) -> str:
-    """A word with its unknown pieces as the script spells them."""
-    return UNKNOWN.sub(r"\1", text)
+    def copy(self) -> State:
+        """The same, to be changed apart."""
+        return replace(self, variables=dict(self.variables), ended=False)
 
 
 class Expander:
-    """The variables of a script, and what words become by them."""
+    """What words become by the variables of a script."""
 
-    def __init__(self, variables: dict[str, list[str]]) -> None:
-        self.variables = variables
-        self.source = ""
+    def __init__(self, variables: dict[str, list[Value] | Gap] | None = None, source: str = "") -> None:
+        self.state = State(variables if variables is not None else {})
+        self.source = source
         self.line = 0
         self.left = MAX_EXPANDED
-        self.read: set[str] = set()
-        """Names of the variables that were expanded since it was emptied."""
-        self.all_given = False
-        """Whether `$1`, `$2`, ... are all known, as in a function that is called with words of the script."""
+        self.defaults: dict[str, str] = {}
+        """Variables whose default was taken, with `file:line`."""
+        self.stand_ins: dict[str, str] = {}
+        """Variables of the reader's own -> what the script has in their place."""
+        self.homes: set[str] = set()
+        """Words that begin with `~`."""
 
     @property
     def where(self) -> str:
@@ -49,125 +74,230 @@ class Expander:
         return f"{self.source}:{self.line}"
 
     def spend(self, size: int) -> None:
+        """Counts characters that were made.
+
+        Raises:
+            ConfigError: they are more than a script may make.
+        """
         self.left -= size + 1
         if self.left < 0:
             rule = f"expands to more than {MAX_EXPANDED} characters"
             raise ConfigError([Problem("MT005", "", None, rule, "", self.where)])
 
-    def joined(self, parts: list[Part], depth: int = 0) -> str:
-        """Parts as one text, without splitting: what an assignment stores."""
-        return "".join(p.text if p.kind == "text" else " ".join(self.value(p, depth)) for p in parts)
+    def gap(self, text: str, why: str, *, absent: bool = False, words: tuple[Word, ...] | None = None) -> Gap:
+        """What is not known here."""
+        for name, said in self.stand_ins.items():
+            text, why = text.replace(f"${{{name}}}", said), why.replace(f"${{{name}}}", said)
+        return Gap(" ".join(text.split()), self.where, " ".join(why.split()), absent, words)
 
-    def expand(self, raw: Raw) -> list[str]:
-        """The words that a word becomes: none for an empty variable, several for an array or an unquoted list."""
-        out: list[str] = []
-        current, started = "", False
-        for part in raw.parts:
+    def stand_in(self, gap: Gap) -> str:
+        """A variable that stands for a gap in a text that is read again."""
+        name = f"unread_{len(self.stand_ins)}_"
+        self.stand_ins[name] = gap.text
+        self.state.variables[name] = [(gap,)]
+        return f"${{{name}}}"
+
+    def forget(self, names: Iterable[str], why: str) -> None:
+        """Makes variables unknown from here on."""
+        for name in names:
+            self.state.variables[name] = self.gap(f"${name}", why)
+            if name == "IFS":
+                self.state.splits = False
+
+    def forget_all(self, why: str) -> None:
+        """Makes every variable unknown from here on."""
+        self.spend(len(self.state.variables))
+        self.forget(list(self.state.variables), why)
+        self.state.lost = self.gap("", why)
+        self.state.arguments = self.gap("$@", why)
+
+    def joined(self, parts: Sequence[Part], depth: int = 0) -> Value:
+        """Parts as one text, without splitting: what an assignment stores."""
+        out = list[str | Gap]()
+        for part in parts:
             if part.kind == "text":
-                current, started = current + part.text, True
+                out.append(part.text)
+                continue
+            for index, item in enumerate(self.value(part, depth)):
+                out += [" "] if index else []
+                out += item
+        self.spend(sum(len(piece) for piece in out if isinstance(piece, str)) + len(out))
+        return tuple(out)
+
+    def expand(self, raw: Raw) -> list[Word]:
+        """The words that a word becomes: none for an empty variable, several for an array or an unquoted list."""
+        out = list[Word]()
+        current: list[str | Gap] | None = None
+        loose = False  # whether a shell may take a part of it for a pattern
+        for index, part in enumerate(raw.parts):
+            if part.kind == "text":
+                text = part.text
+                if not part.quoted and index == 0 and text.startswith("~"):
+                    self.homes.add(text)
+                current = [*(current or ()), text]
+                loose = loose or (not part.quoted and re.search(r"[*?\[]", text) is not None)
+                if not part.quoted and _BRACES.search(text):
+                    current = [self.gap(text, "names several words in braces")]
                 continue
             items = self.value(part, 0)
-            if not part.quoted:
-                pieces = [piece for item in items for piece in PIECE.findall(item)]
-                spaced = bool(items) and items[0][:1].isspace(), bool(items) and items[-1][-1:].isspace()
+            if part.quoted:
+                if "@" in part.text and not items and current == [""]:
+                    current = None  # "$@" of nothing is no word
+                pieces = [list(item) for item in items]
+                before = after = False
             else:
-                pieces, spaced = items, (False, False)
-                started = started and bool(items or current)  # "$@" of nothing is no word
-            if spaced[0] and started:
-                out.append(current)
-                current, started = "", False
-            for index, piece in enumerate(pieces):
-                if index:
-                    out.append(current)
-                    current = ""
-                current, started = current + piece, True
-            if spaced[1] and started:
-                out.append(current)
-                current, started = "", False
-        if started:
-            out.append(current)
-        self.spend(sum(map(len, out)))
+                before, pieces, after = self._split(items)
+                loose = loose or any(isinstance(p, str) and _GLOB.search(p) for piece in pieces for p in piece)
+            if before and current is not None:
+                out.append(self._finished(current, loose))
+                current = None
+            for number, piece in enumerate(pieces):
+                if number:
+                    out.append(self._finished(current or [], loose))
+                    current = None
+                current = [*(current or ()), *piece]
+            if after and current is not None:
+                out.append(self._finished(current, loose))
+                current = None
+        if current is not None:
+            out.append(self._finished(current, loose))
+        self.spend(sum(ITEM + len(shown(word)) for word in out))
         return out
 
-    def value(self, part: Part, depth: int) -> list[str]:
+    def _finished(self, pieces: list[str | Gap], loose: bool) -> Word:
+        """A word, unless a shell would put the names of files in its place."""
+        word = word_of(pieces)
+        text = shown(word)
+        listed = isinstance(word, str) and _LISTED.match(text) and re.search(r"[0-9\])]", text)
+        if loose and _GLOB.search(text) and not listed:
+            return Unread((self.gap(text, "names files by a pattern"),))
+        return word
+
+    def _split(self, items: Sequence[Value]) -> tuple[bool, list[list[str | Gap]], bool]:
+        """Values cut at spaces, and whether spaces stand before and behind all of them."""
+        odd = next((p for i in items for p in i if isinstance(p, str) and re.search(r"\W", p)), None)
+        if not self.state.splits and odd is not None:
+            return False, [[self.gap(odd, "is split by another IFS")]], False
+        pieces = [piece for item in items for piece in split(item)]
+        first, last = (items[0], items[-1]) if items else ((), ())
+        before = bool(first) and isinstance(first[0], str) and first[0][:1].isspace()
+        after = bool(last) and isinstance(last[-1], str) and last[-1][-1:].isspace()
+        return before, pieces, after
+
+    def value(self, part: Part, depth: int) -> list[Value]:
         """What an expansion stands for; an array gives its items."""
         if depth > MAX_DEPTH:
             raise ConfigError([Problem("MT005", "", None, "expansions are nested too deep", "", self.source)])
         if part.kind == "command":
-            return [unknown(f"$({part.text})")]
+            return [(self.gap(f"$({part.text})", OUTPUT),)]
         if part.kind == "arithmetic":
-            number = whole_number(part.text, self.number)
-            return [str(number) if number is not None else unknown(f"$(({part.text}))")]
+            return [(self._arithmetic(part.text),)]
         match = _BRACED.match(part.text)
         if match is None:
-            return self._arguments(part)
-        name, index, operator, word = match[1], match[2], match[3], match[4] or ""
-        self.read.add(name)
-        held = self.variables.get(name)
-        items = self._indexed(held, index, part.quoted)
-        present = items is not None and (any(items) or not (operator or "").startswith(":"))
-        if operator is None or operator.endswith("?"):
-            missing = "" if self.all_given and name.isdigit() else unknown(f"${name}")
-            out = items if items is not None else [missing]
-        elif operator.endswith("+"):
-            out = [self._inner(word, depth)] if present else [""]
+            if re.search(r"[\[:]", part.text) and _ASSIGNS.search(part.text):
+                self.forget(_NAMES.findall(part.text), f"is set by ${{{part.text}}}")
+            return [(self.gap(f"${{{part.text}}}", "is no plain variable"),)]
+        spelled = f"${part.text}" if re.fullmatch(r"\w+|[@*]", part.text) else f"${{{part.text}}}"
+        held = self._held(match[1], match[2], spelled, part.quoted)
+        if match[5] is not None:
+            if _ASSIGNS.search(match[5]):
+                self.forget(_NAMES.findall(match[5]), f"is set by ${{{part.text}}}")
+            if isinstance(held, Gap):
+                return [(Gap(spelled, held.where, held.why, held.absent),)]
+            return [(self.gap(spelled, "is a part of a variable", words=tuple(map(word_of, held))),)]
+        if match[3] is None:
+            out: list[Value] = held if isinstance(held, list) else [(held,)]
         else:
-            out = items if present and items is not None else [self._inner(word, depth)]
-            if operator.endswith("="):
-                self.variables.setdefault(name, out)
-        self.spend(sum(map(len, out)))
+            out = self._or_default(match, held, spelled, part.quoted, depth)
+        self.spend(sum(len(piece) for item in out for piece in item if isinstance(piece, str)) + ITEM * len(out))
         return out
 
-    def _arguments(self, part: Part) -> list[str]:
-        """`$@`, `${@:2}`, `$*` and `$#`; of the script's own arguments none are given."""
-        self.read.add("@")
-        given = self.variables.get("@", [])
-        if part.text == "#" and self.all_given:
-            return [str(len(given))]
-        match = _ARGUMENTS.match(part.text)
-        if match is None:
-            return [unknown(f"${{{part.text}}}")]
-        given = given[max(0, int(match[2] or 1) - 1) :]
-        return [" ".join(given)] if match[1] == "*" and part.quoted else given
-
-    def give(self, words: Sequence[str]) -> None:
-        """Sets `$1`, `$2`, ... and `$@`."""
-        for name in self.given_names():
-            del self.variables[name]
-        self.variables["@"] = list(words)
-        self.variables |= {str(index): [word] for index, word in enumerate(words, 1)}
-
-    @contextmanager
-    def arguments(self, words: Sequence[str], all_given: bool) -> Iterator[None]:
-        """Has `words` as `$1`, `$2`, ... for a while."""
-        before, kept = {name: self.variables[name] for name in self.given_names()}, self.all_given
-        self.give(words)
-        self.all_given = all_given
-        yield
-        for name in self.given_names():
-            del self.variables[name]
-        self.variables |= before
-        self.all_given = kept
-
-    def given_names(self) -> list[str]:
-        """`1`, `2`, ... and `@`, as far as they are set."""
-        return [name for name in self.variables if name.isdigit() or name == "@"]
-
-    def _indexed(self, held: list[str] | None, index: str | None, quoted: bool) -> list[str] | None:
+    def _held(self, name: str, index: str | None, spelled: str, quoted: bool) -> list[Value] | Gap:
+        """The items of a variable, or why they are not known."""
+        if name in "@*" or (name.isdigit() and name != "0"):
+            return self._argument(name, spelled)
+        held = self.state.variables.get(name)
+        if isinstance(held, Gap):
+            return Gap(spelled, held.where, held.why, False, held.words)
+        if held is None and (_OF_SHELL.fullmatch(name) or self.state.lost):
+            lost = self.state.lost
+            if lost is not None and not _OF_SHELL.fullmatch(name):
+                return Gap(spelled, lost.where, lost.why)
+            return self.gap(spelled, "the shell itself sets")
         if held is None:
-            return None
+            return self.gap(spelled, NOT_SET, absent=True)
         if index is None:
-            return held[:1] or [""]
+            return held[:1] or [("",)]
         if index in ("[@]", "[*]"):
-            return [" ".join(held)] if index == "[*]" and quoted else list(held)
+            if index == "[*]" and quoted:
+                return [between(held)] if self.state.splits else self.gap(spelled, "is joined by another IFS")
+            return list(held)
         place = int(index[1:-1])
-        return [held[place]] if place < len(held) else [""]
+        return [held[place]] if place < len(held) else [("",)]
 
-    def _inner(self, text: str, depth: int) -> str:
-        """The text behind `:-`, which may hold expansions."""
-        return self.joined(quoted(text, self.source).parts, depth + 1)
+    def _argument(self, name: str, spelled: str) -> list[Value] | Gap:
+        given = self.state.arguments
+        if isinstance(given, Gap):
+            return Gap(spelled, given.where, given.why)
+        if name in "@*":
+            if not given and not self.state.called:
+                return self.gap(spelled, "is what the script is called with", absent=True)
+            if name == "*" and not self.state.splits:
+                return self.gap(spelled, "is joined by another IFS")
+            return [between(given)] if name == "*" else list(given)
+        if 0 < int(name) <= len(given):
+            return [given[int(name) - 1]]
+        if self.state.called:
+            return [("",)]
+        return self.gap(spelled, "is what the script is called with", absent=True)
+
+    def _or_default(
+        self, match: re.Match[str], held: list[Value] | Gap, spelled: str, quoted: bool, depth: int
+    ) -> list[Value]:
+        """`${NAME:-default}` and its kin."""
+        name, operator, word = match[1], match[3], match[4] or ""
+        empty = isinstance(held, list) and not any(piece for item in held for piece in item)
+        if isinstance(held, list) and not empty and all(isinstance(p, Gap) for item in held for p in item):
+            return [(self.gap(spelled, "is known only to a run"),)]
+        if isinstance(held, Gap) and not held.absent:
+            return [(Gap(spelled, held.where, held.why),)]
+        present = isinstance(held, list) and (not empty or (not operator.startswith(":") and held != []))
+        if operator.endswith("?"):
+            return held if isinstance(held, list) else [(held,)]
+        if isinstance(held, Gap):
+            self.defaults.setdefault(name, self.where)
+        if operator.endswith("+"):
+            return [self._inner(word, spelled, quoted, depth)] if present else [("",)]
+        if present and isinstance(held, list):
+            return held
+        out = [self._inner(word, spelled, quoted, depth)]
+        if operator.endswith("="):
+            self.state.variables[name] = list(out)
+        return out
+
+    def _inner(self, text: str, spelled: str, quoted: bool, depth: int) -> Value:
+        """The text behind `:-`, which may hold expansions; with quotes inside of it, it is not known."""
+        if len(text) > 1 and text[0] == text[-1] == '"' and text.count('"') == 2:
+            text = text[1:-1]
+        elif len(text) > 1 and text[0] == text[-1] == "'" and text.count("'") == 2 and not quoted:
+            return (text[1:-1],)
+        if re.search("['\"\\\\]", text):
+            return (self.gap(spelled, "has quotes inside of its default"),)
+        raw = Raw()
+        Lexer(text, self.source, self.line).quoted(raw, "")
+        return self.joined(raw.parts, depth + 1)
+
+    def _arithmetic(self, text: str) -> str | Gap:
+        if _ASSIGNS.search(text):
+            self.forget(_NAMES.findall(text), f"is set by $(({text}))")
+            return self.gap(f"$(({text}))", "sets a variable")
+        number = whole_number(text, self.number)
+        return str(number) if number is not None else self.gap(f"$(({text}))", "is not known")
 
     def number(self, name: str) -> str | None:
-        self.read.add(name)
-        held = self.variables.get(name)
-        return held[0] if held else None
+        """The text of a plain variable; None where it is not known."""
+        held = self.state.variables.get(name)
+        if not isinstance(held, list) or not held:
+            return None
+        word = word_of(held[0])
+        return word if isinstance(word, str) else None

@@ -107,7 +107,7 @@ def _switch(flag: str, key: str, value: bool) -> Entry:
     def write(d: Values) -> list[str]:
         return [flag] if d.get(key) is value else []
 
-    return Entry((flag,), (key,), read, write)
+    return Entry((flag,), (key,), read, write, switches=(flag,))
 
 
 def beside(flag: str, key: str, active: Callable[[Values], bool], absent: Any, why: str) -> Entry:
@@ -135,7 +135,7 @@ def switch(flag: str, key: str, active: Callable[[Values], bool], why: str) -> E
         a.refuse(flag, "no effect", why)
         return {key: False}
 
-    return Entry((flag,), (key,), read, plain.write)
+    return Entry((flag,), (key,), read, plain.write, switches=(flag,))
 
 
 def of_schema(key: str, flag: Flag) -> Entry:
@@ -155,14 +155,21 @@ def _where(needed: Condition, plain: Entry) -> Entry:
     (key,) = plain.keys
 
     def read(a: Arguments, d: Draft) -> Draft:
-        if needed.holds(d.get):
+        holds = needed.holds(d.get)
+        silent = not any(flag in a.flags or flag in a.maybe for flag in plain.flags)
+        if a.doubts and silent and plain.read(Arguments(()), d).get(key) == default_of(key):
+            a.doubts = {}  # it is the same whether the condition holds or not
+        if holds:
             return plain.read(a, d)
         for flag in plain.flags:
             a.has(flag)
             a.refuse(flag, "no effect", f"says nothing without {needed}")
         return {key: default_of(key)}
 
-    return Entry(plain.flags, plain.keys, read, lambda d: plain.write(d) if key in d and needed.holds(d.get) else [])
+    def write(d: Values) -> Sequence[str]:
+        return plain.write(d) if key in d and needed.holds(d.get) else []
+
+    return Entry(plain.flags, plain.keys, read, write, switches=plain.switches)
 
 
 def numbers(flag: str, key: str) -> Entry:

@@ -58,6 +58,12 @@ def _offload_words(d: Values) -> list[str]:
 
 
 GRAPHS: tuple[Entry, ...] = (
-    Entry(("--fine-grained-activation-offloading", "--offload-modules"), (OFFLOADED,), _offload, _offload_words),
-    Entry(("--cuda-graph-impl", *SCOPES, *OLD), (IMPL, MODULES), _read, _write),
+    Entry(
+        ("--fine-grained-activation-offloading", "--offload-modules"),
+        (OFFLOADED,),
+        _offload,
+        _offload_words,
+        switches=("--fine-grained-activation-offloading",),
+    ),
+    Entry(("--cuda-graph-impl", *SCOPES, *OLD), (IMPL, MODULES), _read, _write, switches=tuple(OLD)),
 )

@@ -27,7 +27,6 @@ def _sequence(a: Arguments, d: Draft) -> Draft:
 def _stages(a: Arguments, d: Draft) -> Draft:
     """Virtual stages, and what each stage holds."""
     out: Draft = {"parallel.vpp": 1, "parallel.pipeline_layout": None, "parallel.layers_per_stage": None}
-    pp, layers = d["parallel.pp"], d.get("model.num_layers") or 0
     layout = a.word(LAYOUT)
     if layout is not None:
         from mtrain.config.stages import parse_pipeline_layout
@@ -37,17 +36,20 @@ def _stages(a: Arguments, d: Draft) -> Draft:
         except ValueError as error:
             a.refuse(LAYOUT, "unreadable", str(error))
             return out
-        return {**out, "parallel.pipeline_layout": layout, "parallel.vpp": max(1, count // pp)}
-    counted = layers + bool(a.has("--account-for-embedding-in-pipeline-split"))
-    counted += bool(a.has("--account-for-loss-in-pipeline-split"))
+        return {**out, "parallel.pipeline_layout": layout, "parallel.vpp": max(1, count // d["parallel.pp"])}
     size, virtual = a.as_(PER_STAGE, whole), a.as_(PER_RANK, whole)
+    first, last = a.as_(FIRST, whole), a.as_(LAST, whole)
     if virtual is not None:
         out["parallel.vpp"] = max(1, virtual)
-    elif size is not None and size > 0 and counted % (pp * size) == 0:
+    if size is None and first is None and last is None:
+        return out
+    pp, layers = d["parallel.pp"], d.get("model.num_layers") or 0
+    counted = layers + bool(a.has("--account-for-embedding-in-pipeline-split"))
+    counted += bool(a.has("--account-for-loss-in-pipeline-split"))
+    if virtual is None and size and size > 0 and counted % (pp * size) == 0:
         out["parallel.vpp"] = counted // pp // size
-    elif size is not None:
+    elif virtual is None and size is not None:
         a.refuse(PER_STAGE, "unreadable", f"{counted} layers over pp {pp} are no multiple of {size}")
-    first, last = a.as_(FIRST, whole), a.as_(LAST, whole)
     if first is not None or last is not None:
         sizes = _ends(layers, pp, out["parallel.vpp"], first, last)
         if sizes is None:
@@ -141,7 +143,7 @@ def _data_parallel(flag: str, key: str) -> Entry:
             return {key: False}
         return plain.read(a, d)
 
-    return Entry((flag,), (key,), read, plain.write)
+    return Entry((flag,), (key,), read, plain.write, switches=(flag,))
 
 
 def _recompute(a: Arguments, d: Draft) -> Draft:
@@ -203,6 +205,7 @@ AXES: tuple[Entry, ...] = (
         ("parallel.sequence_parallel",),
         _sequence,
         lambda d: ["--sequence-parallel"] if d["parallel.sequence_parallel"] else [],
+        switches=("--sequence-parallel",),
     ),
     Entry(("--cp-comm-type",), ("parallel.cp_comm_type",), _context, _context_words),
     numbers("--hierarchical-context-parallel-sizes", "parallel.hierarchical_cp_sizes"),
@@ -214,12 +217,20 @@ CUTS: tuple[Entry, ...] = (
         ("parallel.vpp", "parallel.pipeline_layout", "parallel.layers_per_stage"),
         _stages,
         _stages_words,
+        {
+            **dict.fromkeys((PER_RANK, PER_STAGE), ("parallel.vpp",)),
+            **dict.fromkeys((FIRST, LAST), ("parallel.layers_per_stage",)),
+            LAYOUT: ("parallel.pipeline_layout", "parallel.vpp"),
+            **dict.fromkeys(("model.num_layers", "parallel.pp"), ("parallel.vpp", "parallel.layers_per_stage")),
+        },
     ),
     Entry(
         ("--use-torch-fsdp2", "--use-megatron-fsdp", "--use-custom-fsdp", STRATEGY),
         ("parallel.fsdp", "parallel.fsdp_sharding"),
         _sharded,
         _sharded_words,
+        {STRATEGY: ("parallel.fsdp_sharding",)},
+        switches=("--use-torch-fsdp2", "--use-megatron-fsdp", "--use-custom-fsdp"),
     ),
     _data_parallel("--use-distributed-optimizer", "parallel.distributed_optimizer"),
     _data_parallel("--overlap-grad-reduce", "parallel.overlap_grad_reduce"),
@@ -249,5 +260,10 @@ CUTS: tuple[Entry, ...] = (
         tuple(f"parallel.recompute.{name}" for name in ("granularity", "modules", "method", "num_layers")),
         _recompute,
         _recompute_words,
+        {
+            f"--recompute-{name.replace('_', '-')}": (f"parallel.recompute.{name}",)
+            for name in ("granularity", "modules", "method", "num_layers")
+        },
+        switches=("--recompute-activations", "--moe-layer-recompute"),
     ),
 )

@@ -254,12 +254,19 @@ def _flex_words(d: Values) -> list[str]:
 
 
 MODEL: tuple[Entry, ...] = (
-    Entry(("--multi-latent-attention",), ("model.mla",), _latent, _latent_words),
+    Entry(
+        ("--multi-latent-attention",),
+        ("model.mla",),
+        _latent,
+        _latent_words,
+        switches=("--multi-latent-attention",),
+    ),
     Entry(
         ("--use-mup",),
         ("model.mup",),
         lambda a, d: {"model.mup": {} if a.has("--use-mup") else None},
         lambda d: ["--use-mup"] if "model.mup.embedding_mult" in d else [],
+        switches=("--use-mup",),
     ),
     Entry(
         ("--experimental-attention-variant",), tuple(key for key, _ in VARIANTS.values()), _variant, _variant_words
@@ -269,9 +276,16 @@ MODEL: tuple[Entry, ...] = (
         ("model.activation",),
         _activation,
         _activation_words,
+        switches=(*ACTIVATIONS, "--no-bias-gelu-fusion", "--openai-gelu"),
     ),
     one("--ffn-hidden-size", "model.ffn_hidden_size", _ffn, always=True),
-    Entry(("--group-query-attention", "--num-query-groups"), ("model.num_query_groups",), _groups, _groups_words),
+    Entry(
+        ("--group-query-attention", "--num-query-groups"),
+        ("model.num_query_groups",),
+        _groups,
+        _groups_words,
+        switches=("--group-query-attention",),
+    ),
     Entry(("--kv-channels",), ("model.kv_channels",), _head, _head_words),
     switch("--qk-l2-norm", "model.qk_l2_norm", lambda d: d["model.mla"] is None, "MLA has its own norms"),
     Entry(("--glu-linear-offset",), ("model.glu_linear_offset",), _offset, _offset_words),
@@ -280,8 +294,15 @@ MODEL: tuple[Entry, ...] = (
         ("model.position_embedding_type",),
         _positions,
         _positions_words,
+        switches=("--use-rotary-position-embeddings", "--no-position-embedding"),
     ),
-    Entry(("--use-rope-scaling", "--rope-scaling-factor"), ("model.rope_scaling_factor",), _scaling, _scaling_words),
+    Entry(
+        ("--use-rope-scaling", "--rope-scaling-factor"),
+        ("model.rope_scaling_factor",),
+        _scaling,
+        _scaling_words,
+        switches=("--use-rope-scaling",),
+    ),
     Entry(("--no-rope-freq",), ("model.no_rope_freq",), _unturned, _unturned_words),
     Entry(("--window-size",), ("model.window_size",), _window, _window_words),
 )
@@ -307,6 +328,7 @@ EXPERTS: tuple[Entry, ...] = (
         ("model.moe.flex_dispatcher_backend",),
         _flex,
         _flex_words,
+        switches=("--moe-enable-deepep",),
     ),
 )
 

@@ -131,6 +131,14 @@ OPTIM: tuple[Entry, ...] = (
         ("optim.cpu_offload",),
         _offload,
         _offload_words,
+        switches=("--optimizer-cpu-offload",),
     ),
-    Entry((*AWARE, "--main-params-dtype", "--main-grads-dtype"), (*KEPT, REMAINDERS, MAIN), _aware, _aware_words),
+    Entry(
+        (*AWARE, "--main-params-dtype", "--main-grads-dtype"),
+        (*KEPT, REMAINDERS, MAIN),
+        _aware,
+        _aware_words,
+        {**{flag: (key,) for flag, key in zip(AWARE[1:], KEPT, strict=True)}, "--main-params-dtype": (MAIN,)},
+        switches=AWARE[:1],
+    ),
 )

@@ -8,6 +8,9 @@ from mtrain.recipes.arguments import Arguments, Draft, Entry, Values, whole
 SOME, START, END = "--first-last-layers-bf16", "--num-layers-at-start-in-bf16", "--num-layers-at-end-in-bf16"
 FIRST, LAST = "precision.num_layers_at_start_in_bf16", "precision.num_layers_at_end_in_bf16"
 NEEDS_FORMAT = "read only beside --fp8-format or --fp4-format"
+DTYPES = tuple(facts.flag for facts in FORMATS.values() if facts.flag)
+PER_TOKEN = ("--calculate-per-token-loss",)
+REDUCTION = ("--accumulate-allreduce-grads-in-fp32", "--grad-reduce-in-bf16")
 PADDING = ("--moe-router-padding-for-quantization", "--moe-router-padding-for-fp8")
 PADS = "model.moe.router_padding_for_quantization"
 
@@ -85,8 +88,8 @@ def _padding(a: Arguments, d: Draft) -> Draft:
 
 
 PRECISION: tuple[Entry, ...] = (
-    Entry(tuple(facts.flag for facts in FORMATS.values() if facts.flag), ("precision.dtype",), _dtype, _dtype_words),
-    Entry(("--calculate-per-token-loss",), (), _per_token, lambda d: ["--calculate-per-token-loss"]),
+    Entry(DTYPES, ("precision.dtype",), _dtype, _dtype_words, switches=DTYPES),
+    Entry(PER_TOKEN, (), _per_token, lambda d: list(PER_TOKEN), switches=PER_TOKEN),
     Entry(
         ("--moe-router-dtype",),
         (),
@@ -94,11 +97,19 @@ PRECISION: tuple[Entry, ...] = (
         lambda d: ["--moe-router-dtype", "fp32"] if "model.moe.num_experts" in d else [],
     ),
     Entry(
-        ("--accumulate-allreduce-grads-in-fp32", "--grad-reduce-in-bf16"),
+        REDUCTION,
         ("precision.grad_reduce_in_fp32",),
         _reduction,
         _reduction_words,
+        switches=REDUCTION,
     ),
-    Entry((SOME, START, END), (FIRST, LAST), _some_layers, _some_layers_words),
-    Entry(PADDING, (PADS,), _padding, lambda d: [PADDING[0]] if d.get(PADS) else []),
+    Entry(
+        (SOME, START, END),
+        (FIRST, LAST),
+        _some_layers,
+        _some_layers_words,
+        {START: (FIRST,), END: (LAST,)},
+        switches=(SOME,),
+    ),
+    Entry(PADDING, (PADS,), _padding, lambda d: [PADDING[0]] if d.get(PADS) else [], switches=PADDING),
 )

@@ -9,7 +9,7 @@ from mtrain.config.batches import Stage, linear, samples_of, steps_within
 from mtrain.config.model import VOCAB_MULTIPLE
 from mtrain.errors import ConfigError, Problem
 from mtrain.recipes.arguments import Arguments, Draft, Entry, Values, whole
-from mtrain.recipes.flags import always, default_of, one, spelled
+from mtrain.recipes.flags import always, one, spelled
 from mtrain.recipes.vocabularies import ids_of
 
 SOURCES = tuple(f"data.{key}" for key in ("path", "blend", "blend_weights"))
@@ -25,6 +25,10 @@ def _source(a: Arguments, d: Draft) -> Draft:
     for flag, name in OF_SPLITS.items():
         own, shares = _corpora(a, flag)
         out |= {f"data.{name}_blend": own or None, f"data.{name}_weights": shares}
+    if a.has("--mock-data"):
+        a.doubts = {flag: why for flag, why in a.doubts.items() if flag in a.maybe}
+    elif not prefixes and (a.has("--data-path") or a.has("--train-data-path")):
+        return out  # their value is not known
     if a.has("--mock-data") or not prefixes:
         return {**dict.fromkeys(out), "data.kind": "mock"}
     if len(prefixes) == 1:
@@ -95,7 +99,6 @@ def _tokens(a: Arguments, d: Draft) -> Draft:
     elif model is not None:
         a.refuse("--tokenizer-model", "not supported", "a tokenizer.json is read: data.tokenizer=PATH")
     size, padded = a.as_("--vocab-size", whole), a.as_("--padded-vocab-size", whole)
-    multiple = (a.as_("--make-vocab-size-divisible-by", whole) or VOCAB_MULTIPLE) * d["parallel.tp"]
     if size is not None and kind in ("NullTokenizer", "NullMultimodalTokenizer"):
         size += 1  # its end of document is an id more
     known = ids_of(kind, model)
@@ -103,10 +106,15 @@ def _tokens(a: Arguments, d: Draft) -> Draft:
         size = known[0]
         name = model if kind == "HuggingFaceTokenizer" else kind
         a.notes.append(f"{name} is taken to have {size} ids ({known[1]}); its files are not read")
+    if size is not None or padded is not None:
+        a.doubts.pop("--tokenizer-model", None)
     if padded is not None:
         same = size is not None and _up(size, VOCAB_MULTIPLE) == padded
         return {**out, "model.vocab_size": size if same else padded}
-    return out if size is None else {**out, "model.vocab_size": vocabulary(size, multiple)}
+    if size is None:
+        return out
+    multiple = a.as_("--make-vocab-size-divisible-by", whole) or VOCAB_MULTIPLE
+    return {**out, "model.vocab_size": vocabulary(size, multiple * d["parallel.tp"])}
 
 
 def _up(size: int, multiple: int) -> int:
@@ -137,7 +145,9 @@ def _batch(a: Arguments, d: Draft) -> Draft:
     micro, batch = a.as_("--micro-batch-size", whole), a.as_("--global-batch-size", whole)
     if batch is None and micro is not None:
         batch = micro * max(1, d.get("ranks", 1) // (d["parallel.tp"] * d["parallel.pp"] * d["parallel.cp"]))
-    listed = _stepped(a, d.get("data.seq_length") or 1)
+    elif batch is None and "--micro-batch-size" in a.doubts:
+        a.doubts.setdefault("--global-batch-size", a.doubts["--micro-batch-size"])
+    listed = _stepped(a, d)
     if listed:
         if a.has("--global-batch-size") and batch != listed[-1][1]:
             a.refuse("--global-batch-size", "no effect", f"the last size of {STEPPED} counts")
@@ -152,7 +162,7 @@ def _batch(a: Arguments, d: Draft) -> Draft:
     }
 
 
-def _stepped(a: Arguments, seq_length: int) -> list[tuple[int, int]] | None:
+def _stepped(a: Arguments, d: Draft) -> list[tuple[int, int]] | None:
     """The stages of `--step-batch-size-schedule`: tokens consumed when each begins, and samples a step.
 
     Raises:
@@ -168,6 +178,7 @@ def _stepped(a: Arguments, seq_length: int) -> list[tuple[int, int]] | None:
         )
     except (ValueError, OverflowError):
         pairs = []
+    seq_length = d.get("data.seq_length") or 1
     stages = [(tokens // seq_length * seq_length, size) for tokens, size in pairs]
     grows = all(one[0] < two[0] for one, two in itertools.pairwise(stages))
     if not stages or stages[0][0] or not grows or any(size < 1 for _, size in stages):
@@ -244,87 +255,6 @@ def steps(flag: str, samples: str, key: str, *, needed: bool = False, at_the_end
     return Entry((flag, samples), (key,), read, write)
 
 
-def _timeout(a: Arguments, d: Draft) -> Draft:
-    minutes = a.as_("--distributed-timeout-minutes", whole)
-    limit = 60.0 * minutes if minutes and minutes > 0 else 600.0
-    soft = default_of("trainer.soft_timeout_s")
-    return {"trainer.timeout_s": limit, "trainer.soft_timeout_s": soft if soft < limit else limit / 5}
-
-
-def _timeout_words(d: Values) -> list[str]:
-    minutes = d["trainer.timeout_s"] / 60
-    return ["--distributed-timeout-minutes", str(int(minutes))] if minutes >= 1 and minutes % 1 == 0 else []
-
-
-PROFILE = (
-    *("--profile", "--use-pytorch-profiler", "--profile-step-start", "--profile-step-end"),
-    "--profile-ranks",
-)
-RANKS = "trainer.profile_ranks"
-
-
-def _profile(a: Arguments, d: Draft) -> Draft:
-    start = a.as_("--profile-step-start", whole)
-    ranks = a.words("--profile-ranks") or ["0"]
-    a.has("--profile-step-end")  # one step is profiled
-    none = {"trainer.profile_step": None, RANKS: default_of(RANKS)}
-    if not a.has("--profile"):
-        return none
-    if not a.has("--use-pytorch-profiler"):
-        a.refuse("--profile", "not supported", "nsys profiles are started from outside")
-        return none
-    if not all(word.isdecimal() for word in ranks):
-        a.refuse("--profile-ranks", "unreadable", "takes ranks, which are whole numbers")
-        return none
-    return {"trainer.profile_step": 10 if start is None else max(1, start), RANKS: [int(word) for word in ranks]}
-
-
-def _profile_words(d: Values) -> list[str]:
-    step = d["trainer.profile_step"]
-    if step is None:
-        return []
-    words = ["--profile", "--use-pytorch-profiler", *("--profile-step-start", str(step)), PROFILE[3], str(step + 1)]
-    ranks = d[RANKS]
-    return [*words, "--profile-ranks", *map(str, ranks)] if list(ranks) != list(default_of(RANKS)) else words
-
-
-KERNELS = "kernels.default"
-FUSED = "kernels.gradient_accumulation_fusion"
-
-
-def _kernels(a: Arguments, d: Draft) -> Draft:
-    kind = a.word("--transformer-impl")
-    word = {"local": "reference", "transformer_engine": "te"}.get(kind or "", "auto")
-    fused = word == "te" and not a.has("--no-gradient-accumulation-fusion") and d["parallel.fsdp"] == "none"
-    a.has("--no-gradient-accumulation-fusion")
-    return {KERNELS: word, FUSED: fused}
-
-
-def _kernels_words(d: Values) -> list[str]:
-    if d[KERNELS] == "reference":
-        return ["--transformer-impl", "local"]
-    if d[KERNELS] != "te":
-        return []
-    kept = [] if d[FUSED] else ["--no-gradient-accumulation-fusion"]
-    return ["--transformer-impl", "transformer_engine", *kept]
-
-
-def _saving(a: Arguments, d: Draft) -> Draft:
-    steps = a.as_("--save-interval", whole) or a.as_("--persistent-save-interval", whole)
-    if not a.has("--save"):
-        return {"checkpoint.save_interval": None, "checkpoint.save_final": False}
-    a.refuse("--save", "derived here", "checkpoints lie in the run folder: log.runs_dir")
-    last = steps is not None and steps == d.get("trainer.train_iters")
-    return {"checkpoint.save_interval": None if last else steps, "checkpoint.save_final": True}
-
-
-def _saving_words(d: Values) -> list[str]:
-    steps, final = d["checkpoint.save_interval"], d["checkpoint.save_final"]
-    if steps is None and not final:
-        return []
-    return ["--save", "checkpoints", "--save-interval", str(steps or d["trainer.train_iters"])]
-
-
 DATA: tuple[Entry, ...] = (
     Entry(
         ("--mock-data", "--data-path", "--train-data-path", *OF_SPLITS),
@@ -335,6 +265,13 @@ DATA: tuple[Entry, ...] = (
         ),
         _source,
         _source_words,
+        {
+            "--mock-data": ("data.kind", "data.path"),
+            "--data-path": ("data.path",),
+            "--train-data-path": ("data.path",),
+            **{flag: (f"data.{name}_blend",) for flag, name in OF_SPLITS.items()},
+        },
+        switches=("--mock-data",),
     ),
     Entry(("--split",), ("data.split",), _split, _split_words),
     one(
@@ -354,6 +291,13 @@ DATA: tuple[Entry, ...] = (
         ("data.tokenizer", "model.vocab_size"),
         _tokens,
         _tokens_words,
+        {
+            "data.kind": (),
+            **dict.fromkeys(
+                ("--tokenizer-type", "--tokenizer-model", "--vocab-size", "--padded-vocab-size", "parallel.tp"),
+                ("model.vocab_size",),
+            ),
+        },
     ),
     always("model.mask_padded_vocab", False),
 )
@@ -364,25 +308,16 @@ TRAINER: tuple[Entry, ...] = (
         ("trainer.micro_batch_size", "trainer.global_batch_size", RAMP, LISTED),
         _batch,
         _batch_words,
+        {
+            "--micro-batch-size": ("trainer.micro_batch_size",),
+            "--rampup-batch-size": (RAMP,),
+            STEPPED: (LISTED, "trainer.global_batch_size"),
+            **dict.fromkeys(
+                ("--global-batch-size", "parallel.tp", "parallel.pp", "parallel.cp", "ranks"),
+                ("trainer.global_batch_size",),
+            ),
+        },
     ),
     steps("--train-iters", "--train-samples", "trainer.train_iters", needed=True),
     always("trainer.sample_tokens", 0),
-    Entry(PROFILE, ("trainer.profile_step", RANKS), _profile, _profile_words),
-    Entry(
-        ("--distributed-timeout-minutes",),
-        ("trainer.timeout_s", "trainer.soft_timeout_s"),
-        _timeout,
-        _timeout_words,
-    ),
-)
-
-REST: tuple[Entry, ...] = (
-    Entry(("--transformer-impl", "--no-gradient-accumulation-fusion"), (KERNELS, FUSED), _kernels, _kernels_words),
-    Entry(
-        ("--save", "--save-interval", "--persistent-save-interval"),
-        ("checkpoint.save_interval", "checkpoint.save_final"),
-        _saving,
-        _saving_words,
-    ),
-    always("checkpoint.keep", None),
 )

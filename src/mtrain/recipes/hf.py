@@ -11,10 +11,15 @@ from mtrain.config.files import read_text
 from mtrain.config.load import MAX_DEPTH, MAX_NODES, UNSHOWN, refuse_hidden
 from mtrain.errors import ConfigError, Problem
 from mtrain.recipes.arguments import Arguments, Draft
+from mtrain.recipes.hf_classes import class_of
 from mtrain.recipes.hf_families import ALIASES
 from mtrain.recipes.hf_keys import ConfigFile, Family, Json
 from mtrain.recipes.hf_kinds import KINDS
 from mtrain.recipes.imported import Imported, as_published, build, name_of
+
+WITH_IMAGES = {"gemma3": "gemma3_text"}
+"""`model_type` of models that read images -> that of their text model, which is read alone."""
+_OUTSIDE = ("bos_token_id", "eos_token_id", "pad_token_id", "tie_word_embeddings")
 
 
 def import_config(path: Path, extra: Sequence[str] = ()) -> Imported:
@@ -24,19 +29,25 @@ def import_config(path: Path, extra: Sequence[str] = ()) -> Imported:
         ConfigError: no JSON, a family that is not known, or a value that is refused.
     """
     source = str(path)
-    values = read_json(path, source)
+    given = read_json(path, source)
+    values = as_text(given)
     known = KINDS.get(kind_of(values))
     if known is None:
-        kinds = ", ".join((*KINDS, *ALIASES))
+        kinds = ", ".join((*KINDS, *ALIASES, *WITH_IMAGES))
         rule = f"models of type {values.get('model_type')!r} are not read; those are: {kinds}"
         raise ConfigError([Problem("MT703", "", None, rule, "", source)])
     family = known.reads
-    f = ConfigFile(values, family)
+    f = ConfigFile(values, family, class_of(kind_of(values), values))
     try:
         d = _read(f, family)
     except (TypeError, ValueError, AttributeError, ArithmeticError, LookupError) as error:
         rule = f"a value is of another type or size than it must be: {error}"
         raise ConfigError([Problem("MT703", "", None, rule, "", source)]) from None
+    if values is not given:
+        f.notes.append(
+            f"{given['model_type']} reads images too: the text model alone is read, and vision_config and what "
+            "joins both are left out"
+        )
     d["model.name"] = name_of(path.resolve().parent if path.stem == "config" else path)
     f.finish()
     return Imported(as_published(build(d, Arguments(()), extra, source)), f.unplaced, f.notes)
@@ -45,7 +56,21 @@ def import_config(path: Path, extra: Sequence[str] = ()) -> Imported:
 def kind_of(values: Json) -> str:
     """The `model_type` of the family that reads a file; empty where the file says none."""
     kind = values.get("model_type")
-    return ALIASES.get(kind, kind) if isinstance(kind, str) else ""
+    kind = WITH_IMAGES.get(kind, kind) if isinstance(kind, str) else ""
+    return ALIASES.get(kind, kind)
+
+
+def as_text(values: Json) -> Json:
+    """What a file says of its text model: itself, or the object inside where the model reads images as well.
+
+    Ids of tokens, and whether embeddings are tied, may stand outside of that object.
+    """
+    kind, text = values.get("model_type"), values.get("text_config", {})
+    if not isinstance(kind, str) or kind not in WITH_IMAGES or not isinstance(text, dict):
+        return values
+    outer = {key: values[key] for key in _OUTSIDE if values.get(key) is not None}
+    inner = WITH_IMAGES[kind]
+    return {**outer, "model_type": inner, **text} if text.get("model_type", inner) == inner else values
 
 
 def _read(f: ConfigFile, family: Family) -> Draft:

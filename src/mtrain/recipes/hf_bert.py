@@ -1,14 +1,22 @@
-"""What the `config.json` of a BERT means, and what it says of one of ours."""
+"""What the `config.json` of a BERT, or of Megatron's, means, and what it says of one of ours."""
 
 from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
 
 from mtrain.config.model import ModelConfig
 from mtrain.recipes.hf_families import COMMON
 from mtrain.recipes.hf_keys import ConfigFile, Family, Json
 from mtrain.recipes.hf_kind import Kind
+from mtrain.recipes.hf_readers import UNGATED_WORDS
 
-HEADS = {"BertForPreTraining": True, "BertForMaskedLM": False}
-"""Its classes in transformers with a head for masked tokens -> whether there is one for the next sentence, too."""
+HEADS = {"ForPreTraining": True, "ForMaskedLM": False}
+"""Ends of its classes in transformers with a head for masked tokens -> whether there is one for the next sentence."""
+CLASSES = {"bert": "Bert", "megatron-bert": "MegatronBert"}
+"""`model_type` -> begin of its classes."""
+GELUS = {word: ours for word, ours in UNGATED_WORDS.items() if ours.startswith("gelu")}
+"""Their words for the activation of MLPs and head -> ours."""
 CLS, SEP, MASK = 101, 102, 103
 """Special tokens of every vocabulary that was published with the paper."""
 _DROPOUT = {"attention_probs_dropout_prob": "model.attention_dropout", "hidden_dropout_prob": "model.hidden_dropout"}
@@ -20,8 +28,9 @@ _WIDTHS = ("pooler_fc_size", "pooler_num_attention_heads", "pooler_num_fc_layers
 def _encoder(f: ConfigFile) -> None:
     for theirs, ours in _DROPOUT.items():
         f.out[ours] = float(f.get(theirs))
-    text = "changes the numbers: BERT's exact gelu alone is built"
-    f.must("hidden_act", ("gelu", "gelu_python"), text)
+    word = f.get("hidden_act")
+    f.out["model.activation"] = GELUS.get(word, "gelu") if isinstance(word, str) else "gelu"
+    f.must("hidden_act", tuple(GELUS), f"changes the numbers: there are {', '.join(GELUS)}")
     f.must("position_embedding_type", ("absolute",), "changes the numbers: an embedding of each position is added")
     f.must("is_decoder", (False,), "changes the numbers: a token sees those before and behind it")
     text = "changes the numbers: the output layer has the embedding's weights"
@@ -29,11 +38,13 @@ def _encoder(f: ConfigFile) -> None:
 
 
 def _heads(f: ConfigFile) -> None:
-    names = f.get("architectures") or ["BertForPreTraining"]
-    known = [name for name in names if name in HEADS] if isinstance(names, list) else []
+    begin = CLASSES[f.given["model_type"]]
+    classes = {f"{begin}{end}": pooled for end, pooled in HEADS.items()}
+    names = f.get("architectures") or [f"{begin}ForPreTraining"]
+    known = [name for name in names if name in classes] if isinstance(names, list) else []
     if len(known) != 1 or len(names) > 1:
-        f.refuse("architectures", "not supported", f"changes the numbers: there are {' and '.join(HEADS)}")
-    f.out["model.bert.next_sentence"] = HEADS[known[0]] if known else True
+        f.refuse("architectures", "not supported", f"changes the numbers: there are {' and '.join(classes)}")
+    f.out["model.bert.next_sentence"] = classes[known[0]] if known else True
 
 
 def _special_tokens(f: ConfigFile) -> None:
@@ -62,7 +73,6 @@ READS = Family(
         "model.family": "bert",
         "model.normalization": "LayerNorm",
         "model.norm_placement": "post_residual",
-        "model.activation": "gelu",
         "model.add_bias_linear": True,
         "model.position_embedding_type": "learned_absolute",
         "model.tie_word_embeddings": True,
@@ -88,13 +98,21 @@ READS = Family(
 )
 
 
+MEGATRON_READS = replace(READS, fixed={**READS.fixed, "model.norm_placement": "pre"})
+
+
 def _writes(m: ModelConfig) -> Json:
-    return {"hidden_act": "gelu", "tie_word_embeddings": True}
+    return {"hidden_act": {"gelu": "gelu", "gelu_tanh": "gelu_new"}[m.activation], "tie_word_embeddings": True}
 
 
-def _architecture(m: ModelConfig) -> str:
-    assert m.bert is not None
-    return next(name for name, pooled in HEADS.items() if pooled == m.bert.next_sentence)
+def _class(kind: str) -> Callable[[ModelConfig], str]:
+    def named(m: ModelConfig) -> str:
+        assert m.bert is not None
+        end = next(end for end, pooled in HEADS.items() if pooled == m.bert.next_sentence)
+        return f"{CLASSES[kind]}{end}"
+
+    return named
 
 
-BERT = Kind(READS, _writes, _architecture)
+BERT = Kind(READS, _writes, _class("bert"))
+MEGATRON_BERT = Kind(MEGATRON_READS, _writes, _class("megatron-bert"))

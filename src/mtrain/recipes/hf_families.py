@@ -395,5 +395,5 @@ FAMILIES: dict[str, Family] = {
         (neox_rotary, neox_block),
     ),
 }
-ALIASES = {"kimi_k2": "deepseek_v3"}
+ALIASES = {"kimi_k2": "deepseek_v3", "ministral": "mistral"}
 """Another `model_type` of models that a family computes -> that of the family."""

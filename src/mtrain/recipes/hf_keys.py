@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from mtrain.recipes.arguments import Draft, Unplaced, Why
+from mtrain.recipes.hf_classes import Class
 
 Json = dict[str, Any]
 HINTS = 20
@@ -34,21 +35,46 @@ class Family:
 
 
 class ConfigFile:
-    """A configuration file while it is read."""
+    """A configuration file while it is read.
 
-    def __init__(self, values: Json, family: Family) -> None:
+    What the class of transformers that would read it leaves unread says nothing here either, and null is what that
+    class takes it for.
+    """
+
+    def __init__(self, values: Json, family: Family, read_by: Class | None = None) -> None:
         self.out: Draft = {}
         self.read = {"model_type"}
         self.unplaced: list[Unplaced] = []
         self._refused: set[tuple[str, str]] = set()
         self._hints = HINTS
         self.notes: list[str] = []
-        self.given = dict(values)
-        self.family = family
+        self.family, self.read_by = family, read_by
+        self._unread = [key for key in values if read_by and read_by.ignores(key) and not self._kept(key)]
+        self.given = {key: value for key, value in values.items() if key not in self._unread}
         for alias, key in family.aliases.items():
-            if alias in values and values.get(key, values[alias]) == values[alias]:
+            if alias in self.given and self.given.get(key, values[alias]) == values[alias]:
                 self.given[key] = self.given.pop(alias)
+        self.said = {**values, **self.given}
         self.values = {**family.absent, **self.given}
+        for key, value in self.given.items():
+            if value is None and read_by is not None:
+                self._null(key, read_by)
+
+    def _kept(self, key: str) -> bool:
+        return key in OURS or self._irrelevant(key)
+
+    def _irrelevant(self, key: str) -> bool:
+        return key in self.family.irrelevant or key in IRRELEVANT or key in ELSEWHERE
+
+    def _null(self, key: str, read_by: Class) -> None:
+        """Puts what the class takes null for in its place."""
+        meaning = read_by.null.get(key)
+        if meaning == "false":
+            self.values[key] = False
+        elif meaning == "absent":
+            self.values[key] = self.family.absent.get(key)
+        elif meaning == "refused" and not self._irrelevant(key):
+            self.refuse(key, "unreadable", f"{read_by.name} of transformers takes no null here; leave it out")
 
     def get(self, key: str, default: Any = None) -> Any:
         """The value of a key, which is thereby read."""
@@ -66,7 +92,7 @@ class ConfigFile:
     def refuse(self, key: str, why: Why, text: str, value: Any = ...) -> None:
         """Notes that a key could not be taken over; `value` is the part of what it holds that counts."""
         self.read.add(key)
-        shown = json.dumps(self.values.get(key) if value is ... else value)
+        shown = json.dumps(self.said.get(key, self.values.get(key)) if value is ... else value)
         shown = shown if len(shown) <= 60 else shown[:57] + "..."
         if (key, text) not in self._refused:
             self._refused.add((key, text))
@@ -78,7 +104,13 @@ class ConfigFile:
         return int(min(self.get("num_hidden_layers", 0), 1 << 14))
 
     def must(self, key: str, allowed: Sequence[Any], text: str) -> None:
-        """Notes a value that means something that is not there here; null is the family's default."""
+        """Notes a value that means something that is not there here; null is the family's default.
+
+        It is noted even where today's class does not read the key: another release, or the publisher's code, does.
+        """
+        if key in self._unread:
+            self._unread.remove(key)
+            self.values[key] = self.said[key]
         if self.get(key, self.family.absent.get(key, allowed[0])) not in allowed:
             self.refuse(key, "not supported", text)
 
@@ -92,6 +124,10 @@ class ConfigFile:
     def finish(self) -> None:
         """Accounts for every key that no reader asked for."""
         known = {*self.read, *self.family.keys, *self.family.irrelevant, *IRRELEVANT, *PLAIN}
+        for key in self._unread:
+            if self.said[key] not in (None, False):
+                name = self.read_by.name.removesuffix("Config") if self.read_by else ""
+                self.refuse(key, "no effect", f"is read by no layer of {name} in transformers")
         for key, (allowed, text) in PLAIN.items():
             if key in self.given and key not in self.read:  # a family may judge it for itself
                 self.must(key, allowed, text)
@@ -155,8 +191,15 @@ PLAIN: dict[str, tuple[Sequence[Any], str]] = {
 }
 """Keys that any family may hold -> the values that are so here, and a sentence for the others."""
 
+OURS = ("num_nextn_predict_layers", "num_mtp_layers", "n_positions")
+"""Keys that say something here whatever transformers reads: of layers that predict further, which it leaves out, and
+the length of samples where positions are relative."""
+
 ELSEWHERE: dict[str, tuple[Why, str]] = {
-    "auto_map": ("not supported", "names code, which is never loaded"),
+    "auto_map": (
+        "not supported",
+        "names code, which is never loaded: where the class of transformers is meant, leave it out of config.json",
+    ),
     "torch_dtype": ("derived here", "says how weights are stored; a run chooses precision=bf16"),
     "dtype": ("derived here", "says how weights are stored; a run chooses precision=bf16"),
     "quantization_config": ("not supported", "says how weights are stored"),

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from mtrain.config.model import ModelConfig
-from mtrain.recipes import hf_deepseek_v32, hf_llava, hf_qwen3_next
-from mtrain.recipes.hf_bert import BERT
+from mtrain.recipes import hf_deepseek_v32, hf_llava, hf_nemotron, hf_qwen3_next
+from mtrain.recipes.hf_bert import BERT, MEGATRON_BERT
 from mtrain.recipes.hf_families import FAMILIES
 from mtrain.recipes.hf_granite import GRANITE
 from mtrain.recipes.hf_hybrid import MAMBA2, NEMOTRON_H
@@ -41,11 +41,18 @@ def _always(name: str) -> Callable[[ModelConfig], str]:
     return lambda model: name
 
 
+def _mistral(model: ModelConfig) -> str:
+    return DECODERS["mistral"] if model.window_attn_skip_freq is None else "MinistralForCausalLM"
+
+
 KINDS: dict[str, Kind] = {
     **{kind: Kind(FAMILIES[kind], WRITERS[kind], _always(name)) for kind, name in DECODERS.items()},
+    "mistral": Kind(FAMILIES["mistral"], WRITERS["mistral"], _mistral),
     "deepseek_v32": Kind(hf_deepseek_v32.READS, hf_deepseek_v32.writes, _always("DeepseekV32ForCausalLM")),
     "qwen3_next": Kind(hf_qwen3_next.QWEN3_NEXT, hf_qwen3_next.writes, _always("Qwen3NextForCausalLM")),
+    "nemotron": Kind(hf_nemotron.READS, hf_nemotron.writes, _always("NemotronForCausalLM")),
     "bert": BERT,
+    "megatron-bert": MEGATRON_BERT,
     "t5": T5,
     "mamba2": MAMBA2,
     "nemotron_h": NEMOTRON_H,

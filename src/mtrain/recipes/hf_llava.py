@@ -6,6 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 from mtrain.config.model import ModelConfig
+from mtrain.recipes.hf_classes import class_of
 from mtrain.recipes.hf_families import FAMILIES
 from mtrain.recipes.hf_keys import ConfigFile, Family, Json
 from mtrain.recipes.hf_writers import WRITERS
@@ -77,7 +78,7 @@ def _inner(f: ConfigFile, key: str, family: Family, kind: str, absent: Json) -> 
     if held is not None and not isinstance(held, dict):
         raise TypeError(f"{key} is no object")
     values = dict(absent if held is None else held)
-    inner = ConfigFile(values, family)
+    inner = ConfigFile(values, family, class_of(kind, values))
     found = values.get("model_type", kind)
     if found != kind:
         f.inside(key, "model_type", "not supported", f"{_NUMBERS}here it is {kind}", found)

@@ -106,12 +106,15 @@ def mixtral_experts(f: ConfigFile) -> None:
     _balancing(f, _experts(f, "num_local_experts", "intermediate_size"))
     text = "changes the numbers: model.moe.input_jitter_eps reaches the router alone, and theirs the experts too"
     f.must("router_jitter_noise", (0,), text)
+    more_than_one_expert(f)
 
 
 def qwen_experts(f: ConfigFile) -> None:
     """Experts of Qwen3-MoE, in all layers or behind dense ones."""
     topk = _experts(f, "num_local_experts", "moe_intermediate_size")
     f.out["model.moe.router_pre_softmax"] = not f.get("norm_topk_prob", False)
+    if f.get("norm_topk_prob", False):
+        more_than_one_expert(f)
     step, dense = f.get("decoder_sparse_step"), set(f.get("mlp_only_layers", []))
     layers = range(f.layers)
     without = [i for i in layers if i in dense or (i + 1) % step]
@@ -159,7 +162,7 @@ def minimax_experts(f: ConfigFile) -> None:
         "output_router_logits": (False, "the bias alone balances experts here"),
     }.items():
         f.must(key, (allowed,), f"changes the numbers: {text}")
-    _more_than_one_expert(f)
+    more_than_one_expert(f)
     f.idle(("router_aux_loss_coef",), "is read with output_router_logits alone; the bias balances experts")
     f.idle(("use_mtp", "num_mtp_modules", "mtp_transformer_layers"), "is of layers that transformers does not build")
 
@@ -171,6 +174,7 @@ def gpt_oss_experts(f: ConfigFile) -> None:
     f.must("attention_bias", (True,), "changes the numbers: biases in all linear layers of this family")
     f.out["model.activation_func_clamp_value"] = float(f.get("swiglu_limit"))
     _balancing(f, _experts(f, "num_local_experts", "intermediate_size"))
+    more_than_one_expert(f)
 
 
 def _experts_behind_dense_layers(f: ConfigFile) -> None:
@@ -222,12 +226,16 @@ def _groups(f: ConfigFile, best: int) -> None:
         "model.moe.router_group_score_topk": best if many else None,
     }
     if not many:
-        f.idle(("topk_group",), "one group of experts is none")
+        f.must("topk_group", (1,), "changes the numbers: of one group of experts, one is chosen")
 
 
-def _more_than_one_expert(f: ConfigFile) -> None:
+def more_than_one_expert(f: ConfigFile) -> None:
+    """Refuses one expert per token where chosen scores are normalised: megatron-core builds no such router."""
     if f.get("num_experts_per_tok") == 1:
-        text = "changes the numbers: the score of one chosen expert is 1 there, and what the router says here"
+        text = (
+            "the score of one chosen expert is 1 there, whatever the router says, so that no gradient reaches it; "
+            "two experts or more are computed here, or one whose score is not normalised"
+        )
         f.refuse("num_experts_per_tok", "not supported", text)
 
 
@@ -254,7 +262,7 @@ def _balanced_by_bias(f: ConfigFile) -> None:
         "model.mtp_num_layers": f.get("num_nextn_predict_layers", 0) or None,
     }
     f.must("norm_topk_prob", (True,), "changes the numbers: chosen scores of this family are normalised")
-    _more_than_one_expert(f)
+    more_than_one_expert(f)
 
 
 def glm4_experts(f: ConfigFile) -> None:
@@ -270,12 +278,21 @@ def phi3_block(f: ConfigFile) -> None:
     f.must("resid_pdrop", (0,), text)
 
 
+def _computed_widths(f: ConfigFile) -> None:
+    """Refuses a value that transformers puts in place of one that it computed, null too."""
+    rotary, declared = f.get("qk_rope_head_dim"), f.read_by.null if f.read_by else {}
+    for key, width in {"head_dim": rotary, "qk_head_dim": rotary + f.get("qk_nope_head_dim")}.items():
+        if key not in declared and f.given.get(key, width) != width:
+            f.refuse(key, "not supported", f"changes the numbers: {width} of qk_rope_head_dim and qk_nope_head_dim")
+
+
 def deepseek_v3_experts(f: ConfigFile) -> None:
     """MLA, and experts that a bias balances."""
     _latent(f)
     _balanced_by_bias(f)
     f.must("scoring_func", ("sigmoid",), "changes the numbers: scores of this family are a sigmoid")
     f.must("topk_method", ("noaux_tc",), "changes the numbers: experts of this family are chosen with a bias")
+    _computed_widths(f)
     f.must("rope_interleave", (True,), "changes the numbers: rotary pairs of MLA are neighbours here")
 
 

@@ -43,20 +43,21 @@ def phi3_rotary(f: ConfigFile) -> None:
 
 
 def neox_rotary(f: ConfigFile) -> None:
-    """The same for GPT-NeoX, which has names of its own."""
-    for theirs, alias in (("rotary_emb_base", "rope_theta"), ("rotary_pct", "partial_rotary_factor")):
-        if f.given.get(theirs) is None and f.given.get(alias) is not None:
-            f.values[theirs] = f.given[alias]
-        elif f.given.get(alias) is not None and f.given[alias] != f.given[theirs]:
-            f.refuse(alias, "no effect", f"{theirs} says another value")
+    """The same for GPT-NeoX, which has names of its own; files of transformers 4 hold the usual ones beside them."""
+    for theirs, alias, absent in (
+        ("rotary_emb_base", "rope_theta", 1e4),
+        ("rotary_pct", "partial_rotary_factor", 0.25),
+    ):
         f.read.add(alias)
+        if f.given.get(alias) not in (None, f.values.get(theirs, absent)):
+            f.refuse(alias, "no effect", f"is read by no layer of GPTNeoX in transformers, which has {theirs}")
     _rotary(f, "rotary_emb_base", "rotary_pct", None)
 
 
 def first_channels_rotary(f: ConfigFile) -> None:
     """The same for MiniMax-M2, which turns a part of each head and may say how wide it is."""
     width, head = f.get("rotary_dim"), f.get("head_dim")
-    if width is not None and f.given.get("partial_rotary_factor") is None:
+    if width is not None and "partial_rotary_factor" not in f.given:  # null is all of a head
         f.values["partial_rotary_factor"] = width / head
     _rotary(f, "rope_theta", "partial_rotary_factor", None)
     if width is not None and f.out["model.rotary_percent"] != width / head:

@@ -52,6 +52,7 @@ def same_model(a: ModelConfig, b: ModelConfig) -> list[str]:
     left["kv_channels"], right["kv_channels"] = a.head_dim, b.head_dim
     left["num_query_groups"], right["num_query_groups"] = a.query_groups, b.query_groups
     left["window_size"], right["window_size"] = _narrow(a), _narrow(b)
+    left["bert.head_activation"], right["bert.head_activation"] = _head(a), _head(b)
     keys = {k for k in left.keys() | right.keys() if k not in TRAINING and not k.startswith("published.")}
     return sorted(k for k in keys if left.get(k) != right.get(k))
 
@@ -60,6 +61,11 @@ def _narrow(m: ModelConfig) -> int | None:
     """The window, where some token does not see all before it, or layers with it turn otherwise."""
     wide = m.window_size is None or m.window_size >= m.max_position_embeddings
     return None if wide and not m.rotary_base_local else m.window_size
+
+
+def _head(m: ModelConfig) -> str | None:
+    """The activation of BERT's head for masked tokens; None in other families."""
+    return None if m.bert is None else m.bert.head_activation or m.activation
 
 
 def shipped(model: ModelConfig) -> str | None:
@@ -131,4 +137,5 @@ def _body(m: ModelConfig, kind: str) -> Json:
         out["num_key_value_heads"] = m.query_groups
     if "head_dim" in out:
         out["head_dim"] = m.head_dim
-    return {**out, **known.writes(m)}
+    # some classes take an id beyond a small vocabulary where a file says none
+    return {"pad_token_id": None, **out, **known.writes(m)}

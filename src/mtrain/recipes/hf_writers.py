@@ -75,6 +75,14 @@ def _mistral(m: ModelConfig) -> Json:
     return {**gate_of(m), **_rope(m), **_everywhere(m)}
 
 
+def _ministral(m: ModelConfig) -> Json:
+    """A Mistral; one with a window in some layers says which, and AutoConfig makes a Ministral of it."""
+    windows = {"sliding_window": m.window_size} if m.window_size is None else _layer_types(m)
+    windows.pop("use_sliding_window", None)
+    some = m.window_attn_skip_freq is not None
+    return {**gate_of(m), **_rope(m), **windows} if some else _mistral(m)
+
+
 def _qwen(m: ModelConfig) -> Json:
     windows = _layer_types(m) if m.window_size is not None else {"use_sliding_window": False}
     return {**gate_of(m), **_rope(m), **windows, **({"attention_bias": True} if m.add_proj_bias else {})}
@@ -102,28 +110,27 @@ def _mixtral(m: ModelConfig) -> Json:
     return {**_mistral(m), **mixture(m, "num_local_experts", "intermediate_size")}
 
 
+def _qwen_experts(m: ModelConfig) -> Json:
+    dense = _experts(m).first_dense_layers
+    first = {"mlp_only_layers": list(range(dense)), "decoder_sparse_step": 1}
+    normed = {"norm_topk_prob": not _experts(m).router_pre_softmax}
+    mixed = mixture(m, "num_experts", "moe_intermediate_size", dense)
+    return {**gate_of(m), **_rope(m), **mixed, **first, **normed}
+
+
 def qwen_moe(m: ModelConfig) -> Json:
     """Qwen3-MoE, and what its successors have in common with it."""
-    dense = _experts(m).first_dense_layers
     windows: Json = {"use_sliding_window": False}
     if m.window_size is not None:
         windows = {**_everywhere(m), "use_sliding_window": True}
-    first = {"mlp_only_layers": list(range(dense)), "decoder_sparse_step": 1}
-    normed = {"norm_topk_prob": not _experts(m).router_pre_softmax}
-    return {
-        **gate_of(m),
-        **_rope(m),
-        **windows,
-        **mixture(m, "num_experts", "moe_intermediate_size", dense),
-        **first,
-        **normed,
-    }
+    biases = {"attention_bias": True} if m.add_proj_bias else {}
+    return {**_qwen_experts(m), **windows, **biases}
 
 
 def _qwen2_moe(m: ModelConfig) -> Json:
     shared = {"shared_expert_intermediate_size": _experts(m).shared_expert_intermediate_size or 0}
-    windows = _layer_types(m) if m.window_size is not None else {}
-    return {**qwen_moe(m), **windows, **shared, "qkv_bias": m.add_qkv_bias}
+    windows = _layer_types(m) if m.window_size is not None else {"use_sliding_window": False}
+    return {**_qwen_experts(m), **windows, **shared, "qkv_bias": m.add_qkv_bias}
 
 
 def _gpt_oss(m: ModelConfig) -> Json:
@@ -269,7 +276,7 @@ def _gpt_neox(m: ModelConfig) -> Json:
 
 WRITERS: dict[str, Extra] = {
     "llama": _llama,
-    "mistral": _mistral,
+    "mistral": _ministral,
     "qwen2": _qwen,
     "qwen3": _qwen,
     "mixtral": _mixtral,

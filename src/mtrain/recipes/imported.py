@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from mtrain.config.base import Effect
 from mtrain.config.compose import compose
 from mtrain.config.conditional import CONDITIONAL
 from mtrain.config.devices import CPU, CUDA
+from mtrain.config.keys import effect_of, field_of
 from mtrain.config.load import parse
 from mtrain.config.overrides import read_overrides
 from mtrain.config.paths import choices_of_group
@@ -19,15 +21,20 @@ from mtrain.config.run import RunConfig
 from mtrain.config.validate import validate
 from mtrain.errors import ConfigError, Problem
 from mtrain.recipes.arguments import Arguments, Draft, Unplaced, read_all
+from mtrain.recipes.flags import default_of
 from mtrain.recipes.flags_other import FITTING, OTHERS
+from mtrain.recipes.gaps import Word, shown
 from mtrain.recipes.launch import World
 from mtrain.recipes.secrets import HIDDEN, Secrets, names_secret
-from mtrain.recipes.table import flags_of, known_flags, table
+from mtrain.recipes.table import flags_of, known_flags, switches, table
 from mtrain.recipes.write import section
 
 _KEY = re.compile(r"[a-z][a-z0-9_]*(\.[a-z0-9_]+)+\Z")
 MAX_GUESSES = 40
 """Flags that are compared with every one that is known."""
+WHOLE = "recipe.verified"
+"""The key that is left open where flags that nobody knows may be missing: a person has to look."""
+_REQUIRED = ("model.num_layers", "model.hidden_size", "model.num_attention_heads")
 MARK = "# mtrain: "
 """Begins a line that `export` writes for a key without a flag."""
 
@@ -40,14 +47,28 @@ class Imported:
     unplaced: list[Unplaced] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
     """What was assumed or found out, in sentences."""
-    open: list[str] = field(default_factory=list)
-    """Keys that nothing says, left to fill in; their values in `run` mean nothing."""
+    open: dict[str, str] = field(default_factory=dict)
+    """Keys that are left to fill in, with the reason; their values in `run` mean nothing."""
 
 
-def read_flags(words: Sequence[str], world: World | None) -> tuple[Arguments, Draft]:
-    """Every entry of the table, read as its keys are asked for; the keys that say nothing left out."""
-    a = Arguments(words)
-    d = read_all(a, table(), {"ranks": world.ranks if world else 1})
+def read_flags(
+    words: Iterable[Word], world: World | None, unsaid: str = ""
+) -> tuple[Arguments, Draft, dict[str, str]]:
+    """Every entry of the table, read as its keys are asked for; the keys that say nothing left out.
+
+    Args:
+        words: what stands behind the program.
+        world: the processes that are started; `unsaid`: why they are not known.
+
+    Returns:
+        the flags, the keys, and the keys that change what is trained and are not known, with the reason.
+    """
+    a = Arguments(words, switches())
+    loose = next((word for word in a.loose if not word.absent), None)
+    for key in _REQUIRED if loose is not None else ():
+        a.maybe |= {flag: loose for flag in flags_of()[key] if loose is not None and flag not in a.flags}
+    left = {"ranks": unsaid} if unsaid else {}
+    d = read_all(a, table(), {"ranks": world.ranks if world else 1}, left)
     del d["ranks"]
     for part, key, flag in (
         ("moe", "model.moe.num_experts", "--num-experts"),
@@ -57,10 +78,54 @@ def read_flags(words: Sequence[str], world: World | None) -> tuple[Arguments, Dr
         ("dsa", "model.dsa", "--experimental-attention-variant"),
     ):
         present = d.get(key) is not None if part == "moe" else d.pop(key) is not None
+        if part == "moe" and key in left and not present:
+            d[key], present = max(2, d.get("parallel.ep") or 1), True
         if not present:
             _drop(a, d, f"model.{part}.", flag)
             d[f"model.{part}"] = None
-    return a, d
+            left = {name: why for name, why in left.items() if not name.startswith(f"model.{part}.")}
+    return a, d, {key: why for key, why in left.items() if _matters(key)}
+
+
+def _matters(key: str) -> bool:
+    """Whether a key changes the network, the layout, the numbers or the data."""
+    return key != "ranks" and (key.startswith("data.") or effect_of(key) is not Effect.RUNTIME)
+
+
+def leave_open(a: Arguments, d: Draft, left: dict[str, str]) -> None:
+    """Adds what words that may hold any flag leave open, and sets keys that must have a value to some."""
+    loose = [word for word in a.loose if not word.absent]
+    lost = [f"{word.text} may hold any flag: it {word.why}" for word in loose]
+    known = known_flags()
+    strange = [flag for flag in a.flags if flag not in known and not names_secret(flag)]
+    lost += [f"{', '.join(strange[:5])}: no flag of Megatron-LM that is known here"] if strange else []
+    lost += [f"{flag} may be given: it {word.why}" for flag, word in a.maybe.items() if flag not in known]
+    if lost:
+        left[WHOLE] = "; ".join(lost)
+    for key in left.keys() - {*_REQUIRED, WHOLE, "model.vocab_size", "model.moe.num_experts"}:
+        field = field_of(key)
+        d[key] = 1 if field is not None and field.is_required() else default_of(key)
+    heads = d.get("model.num_attention_heads") or d.get("model.num_query_groups") or 1
+    values = (d.get("parallel.pp", 1) * d.get("parallel.vpp", 1), 64 * heads, heads)
+    for key, value in zip(_REQUIRED, values, strict=True):
+        if key in left and d.get(key) is None:
+            d[key] = value
+
+
+def unread_words(a: Arguments) -> list[Unplaced]:
+    """Words that may hold flags, as flags that were not taken over."""
+    found = [Unplaced(w.text, "", "unreadable", f"may hold any flag: {w.why}") for w in a.loose if not w.absent]
+    return found + [
+        Unplaced(flag, "", "unreadable", f"may be given: {word.why}")
+        for flag, word in a.maybe.items()
+        if flag not in a.flags
+    ]
+
+
+def absent_words(a: Arguments) -> list[str]:
+    """Notes on words that are nothing unless the environment, or an argument, says something."""
+    gaps = dict.fromkeys(gap for word in a.loose if word.absent for gap in word.gaps)
+    return [f"{gap.where}: {gap.text} {gap.why}: flags that it may hold are not read" for gap in gaps]
 
 
 def _drop(a: Arguments, d: Draft, prefix: str, needed: str) -> None:
@@ -165,7 +230,7 @@ def leftovers(a: Arguments) -> list[Unplaced]:
         if flag in a.asked:
             continue
         why, text = OTHERS.get(flag, ("unknown", ""))
-        fitting = FITTING.get(flag, {}).get(" ".join(a.flags[flag]))
+        fitting = FITTING.get(flag, {}).get(" ".join(map(shown, a.flags[flag])))
         if fitting is not None:
             a.refuse(flag, "no effect", fitting)
         elif why != "unknown":

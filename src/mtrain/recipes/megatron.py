@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import re
+import os
 import shlex
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TypeGuard
+from types import MappingProxyType
+from typing import Any
 
 from mtrain.config.devices import facts_of
 from mtrain.config.dump import spell
@@ -15,36 +15,39 @@ from mtrain.config.files import SCRIPT_ENDINGS, read_text
 from mtrain.config.load import UNSHOWN, refuse_hidden
 from mtrain.config.model import VOCAB_MULTIPLE
 from mtrain.config.optimizers import OPTIMIZERS
+from mtrain.config.overrides import read_overrides
 from mtrain.config.paths import program
 from mtrain.config.run import RunConfig
-from mtrain.errors import ConfigError, Problem
 from mtrain.recipes.arguments import Arguments, Draft
-from mtrain.recipes.expansion import shown
+from mtrain.recipes.command import training_command
+from mtrain.recipes.flags_bert import PROGRAM, bert_keys, bert_words, is_megatrons
 from mtrain.recipes.flags_training import vocabulary
+from mtrain.recipes.gaps import Word, shown
 from mtrain.recipes.imported import (
     MARK,
     Imported,
+    absent_words,
     backend_of,
     blacked_out,
     build,
+    leave_open,
     leftovers,
     name_of,
     read_flags,
     residue,
     same_shape,
+    unread_words,
     without_secrets,
 )
 from mtrain.recipes.launch import World, directives, world_of
-from mtrain.recipes.notes import sourced, too_few, undecided, unsaid
-from mtrain.recipes.programs import known_gpt, other_than_gpt
+from mtrain.recipes.notes import too_few
+from mtrain.recipes.notes import unsaid as unsaid_keys
 from mtrain.recipes.secrets import Secrets
-from mtrain.recipes.shell import Command, Script, read_script
+from mtrain.recipes.shell import Opener, Script, read_script
 from mtrain.recipes.table import known_flags, table
 from mtrain.recipes.write import section, unequal
 
-FEW_FLAGS = 3
-_SPACE = re.compile(r"\s")
-_LAUNCHERS = ("torch.distributed", "torch.", "deepspeed", "accelerate")
+VOCABULARY = "model.vocab_size"
 
 
 def import_scripts(paths: Sequence[Path], extra: Sequence[str] = ()) -> Imported:
@@ -55,7 +58,7 @@ def import_scripts(paths: Sequence[Path], extra: Sequence[str] = ()) -> Imported
     Raises:
         ConfigError: no flags are found, a required one is missing, or a value is refused.
     """
-    return import_texts(read_texts(paths), name_of(paths[-1]), extra)
+    return import_texts(read_texts(paths), name_of(paths[-1]), extra, opener=open_neighbour)
 
 
 def read_texts(paths: Sequence[Path]) -> list[tuple[str, str]]:
@@ -72,21 +75,61 @@ def read_texts(paths: Sequence[Path]) -> list[tuple[str, str]]:
     return texts
 
 
-def import_texts(texts: Sequence[tuple[str, str]], name: str, extra: Sequence[str] = ()) -> Imported:
+def open_neighbour(path: str, script: str) -> tuple[str, str] | None:
+    """The text and the name of a file that a script sources, where it is one beside it; None of any other file."""
+    for folder in dict.fromkeys((Path(), Path(script).parent)):
+        found = Path(os.path.realpath(folder / path))
+        inside = os.path.realpath(folder) in map(str, found.parents)
+        if inside and found.suffix in SCRIPT_ENDINGS and found.is_file() and not os.path.isabs(path):
+            return read_texts([folder / path])[0]
+    return None
+
+
+def import_texts(
+    texts: Sequence[tuple[str, str]], name: str, extra: Sequence[str] = (), *, opener: Opener | None = None
+) -> Imported:
     """`import_scripts` for texts that were read before, each with its source; `name` is what the model is called."""
-    source, whole = texts[-1][1], "\n".join(text for text, _ in texts)
-    script = read_script(*texts)
-    secrets = Secrets({**script.variables, **_given_as_flags(script)})
-    found = _training_command(script, source)
-    notes = [*found.notes, *sourced(script), *undecided(script, found.doubtful)]
-    world = world_of(found.launcher, directives(whole))
-    if world is None and found.launcher:
-        notes.append("how many processes it starts is not said: cluster.nodes and cluster.devices_per_node are unset")
-    return import_words(found.words, world, name, source, extra, secrets, notes, residue(whole, source))
+    whole = "\n".join(text for text, _ in texts)
+    script = read_script(*texts, opener=opener)
+    return import_commands(script, name, texts[-1][1], extra, directives(whole), residue(whole, texts[-1][1]))
+
+
+def import_commands(
+    script: Script,
+    name: str,
+    source: str,
+    extra: Sequence[str] = (),
+    asked: Mapping[str, str] = MappingProxyType({}),
+    said: Mapping[str, Any] = MappingProxyType({}),
+) -> Imported:
+    """The configuration of the command, among those of a script, that trains.
+
+    Args:
+        script: the commands; `source`: what holds them.
+        name: what the model is called.
+        extra: overrides in our own grammar.
+        asked: the directives of a batch script.
+        said: keys that an export wrote, which have no flag.
+
+    Raises:
+        ConfigError: no flags are found, a required one is missing, or a value is refused.
+    """
+    secrets = Secrets({n: _known(words) for n, words in {**script.secrets, **_given_as_flags(script)}.items()})
+    found = training_command(script, source)
+    world = world_of(found.launcher, asked)
+    notes = [*found.notes, *script.notes]
+    unsaid = "how many processes it starts is not said" if world is None and found.launcher else ""
+    if unsaid:
+        notes.append(f"{unsaid}: cluster.nodes and cluster.devices_per_node are unset")
+    if _alone(found.launcher):
+        unsaid = ""
+    return import_words(
+        found.words, world, name, source, extra, secrets, notes, dict(said), unsaid, family=found.family
+    )
 
 
 def import_words(
-    words: Sequence[str],
+    words: Sequence[Word],
     world: World | None,
     name: str,
     source: str,
@@ -94,49 +137,59 @@ def import_words(
     secrets: Secrets,
     notes: Sequence[str],
     said: Draft,
+    unsaid: str = "",
+    *,
+    family: str = "gpt",
 ) -> Imported:
     """A configuration of a program's words and the world it is started in.
 
     Args:
+        words: what stands behind the program.
+        world: the processes that are started; `unsaid`: why they are not known.
         name: what the model is called.
+        source: what holds the words.
         extra: overrides in our own grammar; `said`: keys that an export wrote, which have no flag.
+        secrets: what is shown nowhere.
         notes: what was found out before.
+        family: what the program trains, gpt or bert.
     """
-    a, d = read_flags(words, world)
+    a, d, left = read_flags(words, world, unsaid)
+    if family == "bert":
+        d |= bert_keys(a, d, left)
     backend_of(a, d, world)
     without_secrets(d, a, secrets)
     d["model.name"] = name
-    notes, left = [*notes, *a.notes], list[str]()
-    if "model.vocab_size" not in said:
-        left += _vocabulary(d, notes, extra)
-    try:
-        run = _padding(build(d, a, extra, source, said), said, notes)
-    except ConfigError as error:
-        raise ConfigError([_with_place(problem, notes) for problem in error.problems]) from None
-    notes += unsaid(d | said, run, extra, left)
-    notes += too_few(run)
-    shown_notes = [secrets.hide(shown(n)) for n in dict.fromkeys(notes)]
-    return Imported(run, blacked_out(leftovers(a), secrets), shown_notes, left)
+    notes = [*notes, *absent_words(a), *a.notes]
+    leave_open(a, d, left)
+    if VOCABULARY not in said:
+        _vocabulary(d, notes, extra, left)
+    given = read_overrides(extra)
+    left = {
+        key: secrets.hide(why)
+        for key, why in left.items()
+        if key not in said and key not in given.values and key.partition(".")[0] not in given.choices
+    }
+    run = _padding(build(d, a, extra, source, said), said, notes)
+    notes += unsaid_keys(d | said, run, extra, list(left))
+    notes += [] if any(key.startswith("parallel.") for key in left) else too_few(run)
+    unplaced = blacked_out([*leftovers(a), *unread_words(a)], secrets)
+    return Imported(run, unplaced, [secrets.hide(note) for note in dict.fromkeys(notes)], left)
 
 
-def _with_place(problem: Problem, notes: Sequence[str]) -> Problem:
-    """A problem that names a variable, with the condition under which the script sets it."""
-    missing = re.search(r"needs (\$\w+), which the script does not set", problem.rule)
-    if problem.code != "MT015" or missing is None:
-        return problem
-    name = re.compile(rf"{re.escape(missing[1])}\b")
-    note = next((shown(note) for note in notes if name.search(note)), None)
-    if note is None:
-        return problem
-    where, _, rest = note.partition(": ")
-    test = rest.partition(" is not known")[0]
-    rule = f"{problem.rule[: missing.end(1)]}, which is set under a condition that is not known: {test} ({where})"
-    return replace(problem, rule=rule)
+def _alone(launcher: Sequence[Word]) -> bool:
+    """Whether a program is started by Python itself, in one process."""
+    return bool(launcher) and shown(launcher[0]).rpartition("/")[2].startswith("python") and "-m" not in launcher
 
 
-def _given_as_flags(script: Script) -> dict[str, list[str]]:
+def _known(words: Sequence[Word]) -> list[str]:
+    """The texts of words, as far as they are known."""
+    pieces = (piece for word in words for piece in ((word,) if isinstance(word, str) else word.pieces))
+    return [piece for piece in pieces if isinstance(piece, str)]
+
+
+def _given_as_flags(script: Script) -> dict[str, list[Word]]:
     """Secrets given as flags: `--wandb-api-key VALUE` under the name of the flag."""
-    out: dict[str, list[str]] = {}
+    out: dict[str, list[Word]] = {}
     for command in script.commands:
         for flag, values in Arguments(command.words).flags.items():
             if flag not in known_flags():
@@ -144,123 +197,25 @@ def _given_as_flags(script: Script) -> dict[str, list[str]]:
     return out
 
 
-@dataclass
-class _Found:
-    """The command that trains."""
-
-    launcher: list[str]
-    """The words before the program's."""
-    words: list[str]
-    notes: list[str]
-    doubtful: Mapping[str, str]
-    """Variables behind its words that are also set under a condition that is not known, with `file:line`."""
-
-
-def _training_command(script: Script, source: str) -> _Found:
-    """The command with the most flags that are known, of those that train a GPT.
-
-    Raises:
-        ConfigError: there is none, or what there is trains something else.
-    """
-    best: tuple[bool, int, _Found, Command] | None = None
-    others: list[Command] = []
-    refused: list[tuple[int, str, str]] = []
-    for command in script.commands:
-        launcher, program, words = _parted(_unpacked(command.words))
-        flags = Arguments(words).flags
-        count = len(flags.keys() & known_flags())
-        does = other_than_gpt(program, flags, source) if count else ""
-        if does and program is not None:
-            refused.append((count, f"{shown(program)} {does}", command.where))
-        if does or count < (1 if launcher else FEW_FLAGS):
-            continue
-        others.append(command)
-        if best is None or (not command.conditional, count) > best[:2]:
-            notes = [f"{shown(program)} is taken for a program that trains a GPT"] if _strange(program) else []
-            best = (not command.conditional, count, _Found(launcher, words, notes, command.doubtful), command)
-    if best is not None:
-        found = best[2]
-        found.notes += [f"{c.where}: another command with such flags is not read" for c in others if c is not best[3]]
-        if best[3].conditional:
-            where = "in a condition, a loop or a function that is not called"
-            found.notes.append(f"{best[3].where}: the command stands {where}; it is read once")
-        return found
-    if refused:
-        _, what, where = max(refused)
-        raise ConfigError([not_a_gpt(what, where)])
-    return _all_variables(script, source)
-
-
-def _all_variables(script: Script, source: str) -> _Found:
-    """The flags of a file that only sets variables, for another script to use.
-
-    Raises:
-        ConfigError: they are too few, or those of another model.
-    """
-    words = [word for held in script.variables.values() for item in held for word in _unpacked([item])]
-    if len({w.partition("=")[0] for w in words} & known_flags()) < FEW_FLAGS:
-        rule = "no flags of Megatron-LM are found in it"
-        fix = "the file of a training script, or of nothing but its flags"
-        raise ConfigError([Problem("MT701", "", None, rule, fix, source)])
-    does = other_than_gpt(None, Arguments(words).flags, source)
-    if does:
-        raise ConfigError([not_a_gpt(f"it {does}", source)])
-    note = "no command uses the flags: those of all variables are read"
-    return _Found([], words, [note], script.conditional)
-
-
-def not_a_gpt(what: str, source: str) -> Problem:
-    """The problem of a program that does something else than to train a GPT."""
-    return Problem("MT706", "", None, f"{what}; only GPTs are imported", "the script of a pretrain_gpt.py", source)
-
-
-def _strange(program: str | None) -> TypeGuard[str]:
-    return program is not None and not known_gpt(program)
-
-
-def _unpacked(words: Sequence[str]) -> list[str]:
-    """Words, with a command line that is one of them (`bash -c "..."`) in words of its own."""
-    out: list[str] = []
-    for word in words:
-        if _SPACE.search(word) and " --" in f" {word}" and not word.startswith("--"):
-            try:
-                out += shlex.split(word)
-            except ValueError:
-                out += word.split()
-        else:
-            out.append(word)
-    return out
-
-
-def _parted(words: list[str]) -> tuple[list[str], str | None, list[str]]:
-    """What starts the processes, the training program, and what that is given."""
-    for index, word in enumerate(words):
-        module = word == "-m" and index + 1 < len(words) and not words[index + 1].startswith(_LAUNCHERS)
-        if module:
-            return words[: index + 2], words[index + 1], words[index + 2 :]
-        if word.endswith(".py"):
-            return words[: index + 1], word, words[index + 1 :]
-    first = next((i for i, word in enumerate(words) if word.startswith("--")), len(words))
-    return words[:first] if first and words[0].isidentifier() else [], None, words[first:]
-
-
-def _vocabulary(d: Draft, notes: list[str], extra: Sequence[str]) -> list[str]:
+def _vocabulary(d: Draft, notes: list[str], extra: Sequence[str], left: dict[str, str]) -> None:
     """The vocabulary, where neither flags nor overrides say it: that of a shipped model of the same shape.
 
-    Where there is none, a number that stands for it is set, and its key returned.
+    Where there is none, or a flag says it that is not known, a number stands for it and the key is left open.
     """
-    key = "model.vocab_size"
-    if key in d or any(word.startswith((f"{key}=", "model=")) for word in extra):
-        return []
-    like = same_shape(d)
+    if any(word.startswith((f"{VOCABULARY}=", "model=")) for word in extra):
+        return
+    if VOCABULARY in d and VOCABULARY not in left:
+        return
+    open_shape = any(key.startswith("model.") for key in left)
+    like = None if open_shape else same_shape(d)
     if like is None:
-        d[key] = VOCAB_MULTIPLE * max(1, d["parallel.tp"])
-        notes.append(f"{key} is left to fill in: only the tokenizer knows it, and that is not read")
-        return [key]
+        d.setdefault(VOCABULARY, VOCAB_MULTIPLE * max(1, d["parallel.tp"]))
+        left.setdefault(VOCABULARY, "only the tokenizer knows it, and that is not read")
+        notes.append(f"{VOCABULARY} is left to fill in: {left[VOCABULARY]}")
+        return
     size = section("model", like).model_dump()["vocab_size"]
-    d[key] = vocabulary(size, VOCAB_MULTIPLE * d["parallel.tp"])
+    d[VOCABULARY] = vocabulary(size, VOCAB_MULTIPLE * d["parallel.tp"])
     notes.append(f"the vocabulary of {size} is that of model={like}, which has the same shape; no tokenizer is read")
-    return []
 
 
 def _padding(run: RunConfig, said: Draft, notes: list[str]) -> RunConfig:
@@ -297,18 +252,21 @@ def _grouped(words: Sequence[str]) -> Iterator[list[str]]:
         yield group
 
 
-def export_script(run: RunConfig) -> str:
+def export_script(run: RunConfig, by_steps: RunConfig | None = None) -> str:
     """A command line that means what `run` means, and in comments what has no flag.
 
+    The flags are those of `by_steps`, where it is given: the same run with what it does by time counted in steps.
     What no flag says is found out by reading the flags back, so that nothing is lost unsaid.
     """
-    world, groups = export_words(run)
-    lines = [" ".join([*world.words(), "pretrain_gpt.py"]), *(" ".join(map(_quoted, group)) for group in groups)]
+    world, groups = export_words(by_steps or run)
+    groups += bert_words(run)
+    program_file = PROGRAM if is_megatrons(run) else "pretrain_gpt.py"
+    lines = [" ".join([*world.words(), program_file]), *(" ".join(map(_quoted, group)) for group in groups)]
     text = " \\\n  ".join(lines) + "\n"
     left = leftover_keys(run, text)
     if run.model.padding_in_words and run.model.mask_padded_vocab:
         text += f"# {run.model.padding_in_words} here; Megatron-LM has it in the softmax: its losses are others.\n"
-    if run.model.family != "gpt":
+    if run.model.family != "gpt" and not is_megatrons(run):
         text += f"# This command trains a decoder-only model of these sizes, none of the family {run.model.family}.\n"
     name = run.optim.name
     if OPTIMIZERS[name].megatron_name is None:

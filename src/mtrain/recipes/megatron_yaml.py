@@ -13,15 +13,17 @@ from typing import Any
 from mtrain.config.load import parse
 from mtrain.errors import ConfigError, Problem
 from mtrain.recipes.arguments import Arguments
+from mtrain.recipes.command import FEW_FLAGS, not_a_gpt
 from mtrain.recipes.expansion import Expander
 from mtrain.recipes.flags import spelled
+from mtrain.recipes.gaps import Word, word_of
 from mtrain.recipes.imported import Imported
-from mtrain.recipes.megatron import FEW_FLAGS, import_words, not_a_gpt
-from mtrain.recipes.programs import other_than_gpt
+from mtrain.recipes.megatron import import_words
+from mtrain.recipes.programs import family_of, other_than_gpt
 from mtrain.recipes.secrets import Secrets
 from mtrain.recipes.shell import read_script
 from mtrain.recipes.table import known_flags
-from mtrain.recipes.words import quoted
+from mtrain.recipes.words import Lexer, Raw
 
 _LIST = re.compile(r"\[\s*[A-Za-z_][\w ,]*\]\Z")
 _SECTIONS = ("language_model", "model_parallel")
@@ -66,11 +68,12 @@ def import_yaml(texts: Sequence[tuple[str, str]], name: str, extra: Sequence[str
     text, source = texts[-1]
     document = parse(text, source, foreign=True)
     values = document.values
-    expander = Expander(dict(read_script(*texts[:-1]).variables))
-    expander.source = source
-    expander.variables |= {str(k): [spelled(v)] for k, v in _mapping(values.get("ENV_VARS")).items() if v is not None}
+    held = read_script(*texts[:-1]).variables
+    held |= {str(k): [spelled(v)] for k, v in _mapping(values.get("ENV_VARS")).items() if v is not None}
+    expander = Expander({n: [(w,) if isinstance(w, str) else w.pieces for w in ws] for n, ws in held.items()}, source)
     notes = ["how many processes it starts is not said: cluster.nodes and cluster.devices_per_node are unset"]
     notes += [f"{key} is written twice; the later one counts" for key in document.repeated]
+    words: list[Word]
     if isinstance(values.get("MODEL_ARGS"), dict):
         words = list(_of_flags(values["MODEL_ARGS"], expander))
         notes += [f"{key} is for another run than the first, and is not read" for key in values if _later(key)]
@@ -82,10 +85,12 @@ def import_yaml(texts: Sequence[tuple[str, str]], name: str, extra: Sequence[str
     flags = Arguments(words).flags
     mode = str(values.get("MODE", ""))
     does = "generates text (MODE: inference)" if mode == "inference" else other_than_gpt(None, flags, source)
-    if does:
+    family = family_of(does)
+    if family is None:
         raise ConfigError([not_a_gpt(f"it {does}", source)])
-    secrets = Secrets({**expander.variables, **{f: v for f, v in flags.items() if f not in known_flags()}})
-    return import_words(words, None, name, source, extra, secrets, notes, {})
+    named = {**held, **{flag: given for flag, given in flags.items() if flag not in known_flags()}}
+    secrets = Secrets({name: [word for word in given if isinstance(word, str)] for name, given in named.items()})
+    return import_words(words, None, name, source, extra, secrets, notes, {}, family=family)
 
 
 def is_yaml(text: str) -> bool:
@@ -101,7 +106,7 @@ def _mapping(value: Any) -> dict[str, Any]:
     return value if isinstance(value, dict) else {}
 
 
-def _of_flags(args: Mapping[str, Any], expander: Expander) -> Iterator[str]:
+def _of_flags(args: Mapping[str, Any], expander: Expander) -> Iterator[Word]:
     """The words of `MODEL_ARGS`: true is a switch, false leaves one out, text is one word."""
     for key, value in args.items():
         if value is False:
@@ -110,7 +115,9 @@ def _of_flags(args: Mapping[str, Any], expander: Expander) -> Iterator[str]:
         if value is None or value is True:
             continue
         for item in _items(value):
-            yield expander.joined(quoted(item, expander.source).parts) if "$" in item else item
+            raw = Raw()
+            Lexer(item, expander.source).quoted(raw, "")
+            yield word_of(expander.joined(raw.parts)) if "$" in item else item
 
 
 def _items(value: Any) -> list[str]:

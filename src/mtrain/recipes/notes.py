@@ -1,8 +1,8 @@
-"""What an import notes beside the recipe: what a script leaves open, and what became of it."""
+"""What an import notes beside the recipe: what Megatron-LM must be told and was not, and layouts that do not fit."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 from mtrain.config.devices import AUTO
 from mtrain.config.dump import spell
@@ -10,39 +10,8 @@ from mtrain.config.resolve import Machine, resolve
 from mtrain.config.run import RunConfig
 from mtrain.config.watch import read_from, touches
 from mtrain.recipes.arguments import Draft
-from mtrain.recipes.expansion import shown
-from mtrain.recipes.shell import Script
 
 _NO_MACHINE = Machine(cpu_cores=1, memory_bytes=0)
-
-
-def sourced(script: Script) -> list[str]:
-    """Notes on files that a script sources, which are not read."""
-    return [
-        f"{c.where}: {c.words[1] or 'a file'} is not read; give it before this file if it sets what is missing"
-        for c in script.commands
-        if c.words[0] in ("source", ".") and len(c.words) > 1
-    ]
-
-
-def undecided(script: Script, used: Mapping[str, str]) -> list[str]:
-    """Notes on conditions that only running the script could tell: both branches, and what each would add.
-
-    `used` are the variables behind the command that such a condition sets, with `file:line`.
-    """
-    out = []
-    for item in script.undecided:
-        parts = []
-        for branch in item.branches:
-            names = [f"${name}" for name in dict.fromkeys(branch.names) if name in used]
-            what = ", ".join([*dict.fromkeys(branch.flags), *names]) or "nothing that is used"
-            parts.append(f"{branch.label} (line {branch.where.rpartition(':')[2]}) sets {what}")
-        if any(branch.flags or used.keys() & set(branch.names) for branch in item.branches):
-            test = shown(item.test)[:80]
-            out.append(f"{item.where}: {test} is not known: {'; '.join(parts)}; all of it is left out")
-    listed = {name for item in script.undecided for branch in item.branches for name in branch.names}
-    rest = sorted(used.keys() - listed)
-    return out + [f"{used[v]}: ${v} is also set under a condition" for v in rest]
 
 
 def unsaid(d: Draft, run: RunConfig, extra: Sequence[str], left: Sequence[str]) -> list[str]:
@@ -61,7 +30,9 @@ def unsaid(d: Draft, run: RunConfig, extra: Sequence[str], left: Sequence[str]) 
             return "chosen where it runs"
         return spell(values[key]) + (f", {why[key]}" if key in why else "")
 
-    missing = [key for key in keys if key not in d and not any(word.startswith(f"{key}=") for word in extra)]
+    missing = [
+        key for key in keys if key not in [*d, *left] and not any(word.startswith(f"{key}=") for word in extra)
+    ]
     return [f"{key} is not said; it is {becomes(key)}" for key in missing]
 
 

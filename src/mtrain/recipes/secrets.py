@@ -36,6 +36,9 @@ _SHAPES = re.compile(
 def names_secret(name: str) -> bool:
     """Whether a variable or a flag is named as one that holds a secret."""
     words = set(re.split(r"[-_.]+", name.lower()))
+    if name.startswith("--") and "token" in words and len(words - {""}) > 1:
+        words.discard("token")  # flags count tokens, but for those of a service
+        return not words.isdisjoint(_SECRET | _SERVICES)
     if words.isdisjoint(_PERHAPS) or not words.isdisjoint(_SECRET):
         return not words.isdisjoint(_SECRET)
     return words.isdisjoint(_OF_MODELS) or not words.isdisjoint(_SERVICES)

@@ -1,400 +1,366 @@
-"""A reader of shell scripts that executes nothing.
+"""A static reader of shell scripts: nothing is run, and what it does not follow is unknown from there on.
 
-It follows the assignments of a script, its arrays and the expansions of its own variables, and returns the commands
-with their words. What only running the script could tell (the environment, the output of a command, a condition) is
-marked as unknown and never guessed.
+It knows assignments, arrays, `+=`, the script's own variables, defaults, and neighbouring files that are sourced. A
+variable that any other statement may set, or a branch or a loop sets, is a gap behind it.
 """
 
 from __future__ import annotations
 
+import os
 import re
-from collections.abc import Iterable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from itertools import takewhile
 
-from mtrain.recipes.conditions import Operand, Truth, arithmetic_holds, both, either, matches, negated, test_holds
-from mtrain.recipes.expansion import PIECE, UNKNOWN, Expander, shown
-from mtrain.recipes.functions import apart
-from mtrain.recipes.words import Part, Raw, Statement, statements
+from mtrain.errors import ConfigError
+from mtrain.recipes.effects import DECLARING, NAMES, SETTING, Effects
+from mtrain.recipes.expansion import State
+from mtrain.recipes.gaps import Gap, Unread, Value, Word, shown, word_of
+from mtrain.recipes.statements import parse_script
+from mtrain.recipes.syntax import Branches, Command, Function, Loop, Node, assignment
 
-_ASSIGNMENT = re.compile(r"([A-Za-z_][A-Za-z0-9_]*)(\+?)=(.*)\Z", re.DOTALL)
-_OPENING = {
-    "if": "if",
-    "while": "loop",
-    "until": "loop",
-    "for": "loop",
-    "select": "loop",
-    "case": "case",
-    "{": "group",
-}
-_CLOSING = {"fi": "if", "done": "loop", "esac": "case", "}": "group"}
-_BRANCHES = ("then", "elif", "else", "do")
-_TESTS = {"[": "]", "[[": "]]", "test": ""}
-_NAMES = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
-_POSITIONAL = re.compile("\ue000\\$\\{?[1-9][0-9]*\\}?\ue001\\Z")
-_DECLARING = ("export", "declare", "local", "readonly", "typeset")
+SHELLS = ("bash", "sh", "zsh", "dash", "ksh")
+MAX_CALLS = 8
+_HARMLESS = frozenset(
+    [
+        "echo",
+        "[",
+        "[[",
+        "test",
+        ":",
+        "true",
+        "false",
+        "cd",
+        "pushd",
+        "popd",
+        "pwd",
+        "printf",
+        "shopt",
+        "type",
+        "ulimit",
+        "umask",
+        "kill",
+        "jobs",
+    ]
+)
+_OWN_FOLDER = re.compile(r"\$0|\bBASH_SOURCE\b|\$\{0%")
 
 
 @dataclass
-class Command:
+class Call:
     """One command of a script, its words expanded as far as they can be known."""
 
-    words: list[str]
+    words: list[Word]
     where: str
     """`file:line`."""
-    conditional: bool
-    """Whether it runs only under a condition that is not known, in a loop, or in a function that nobody calls."""
-    doubtful: dict[str, str]
-    """Variables behind its words that are also set under a condition that is not known, with `file:line`."""
-
-
-@dataclass
-class Branch:
-    """What a script does under a condition that is not known."""
-
-    label: str
-    """`then`, `elif ...`, `else`, or the pattern of a `case`."""
-    where: str
-    flags: list[str] = field(default_factory=list)
-    """Flags that it adds to a variable."""
-    names: list[str] = field(default_factory=list)
-    """Variables that it sets."""
-
-
-@dataclass
-class Undecided:
-    """A condition that only running the script could tell; nothing of its branches is taken."""
-
-    test: str
-    where: str
-    branches: list[Branch] = field(default_factory=list)
+    conditional: bool = False
+    """Whether it runs only under a condition, in a loop, or in a function that nobody calls."""
 
 
 @dataclass
 class Script:
     """What a script says without being run."""
 
-    commands: list[Command] = field(default_factory=list)
-    variables: dict[str, list[str]] = field(default_factory=dict)
+    commands: list[Call] = field(default_factory=list)
+    variables: dict[str, list[Word]] = field(default_factory=dict)
     """Every variable's last value; a plain one has one item."""
-    conditional: dict[str, str] = field(default_factory=dict)
-    """Variables that are also set under a condition, with `file:line`; their value here is the one before."""
-    undecided: list[Undecided] = field(default_factory=list)
-    """Conditions that are not known, of those under which something is set."""
+    secrets: dict[str, list[Word]] = field(default_factory=dict)
+    """Every value that variables have had whose names are those of secrets."""
+    notes: list[str] = field(default_factory=list)
+    """What was taken for granted, in sentences."""
 
 
-def read_script(*texts: tuple[str, str]) -> Script:
+Opener = Callable[[str, str], tuple[str, str] | None]
+"""Reads the file that a script sources, by its path and the name of the script: its text and its name."""
+
+
+def read_script(*texts: tuple[str, str], opener: Opener | None = None) -> Script:
     """Reads scripts, each a text with its name, as if the later ones had sourced the earlier.
 
+    Args:
+        opener: reads neighbouring files that they source; without it, none are read.
+
     Raises:
-        ConfigError: quotes or brackets that do not close, or text that expands without bounds.
+        ConfigError: quotes, brackets or statements that do not close, or text that expands without bounds.
     """
-    reader = _Reader()
+    reader = _Reader(opener, {os.path.basename(source) for _, source in texts[:-1]})
     for text, source in texts:
-        reader.source = source
-        rest, bodies = apart(statements(text, source))
-        reader.functions |= {name: (source, body) for name, body in bodies.items()}
-        for statement in rest:
-            reader.take(statement)
-        reader.blocks.clear()
-        reader.given = set(reader.script.variables)
+        reader.read(text, source)
     reader.never_called()
-    return reader.script
+    return reader.result()
 
 
-@dataclass
-class _Block:
-    """An `if`, a `case`, a loop or a group that is open."""
-
-    kind: str
-    where: str
-    runs: Truth
-    """Whether what is read now runs."""
-    testing: bool
-    """Whether that is the condition itself."""
-    taken: Truth = False
-    """Whether a branch before was."""
-    until: bool = False
-    subject: Operand | None = None
-    patterns: list[Operand] = field(default_factory=list)
-    said: Undecided | None = None
+def read_calls(calls: Sequence[tuple[Sequence[str], str]]) -> Script:
+    """The same for command lines that are known word by word, each with the place that it comes from."""
+    reader = _Reader(None, set())
+    for words, where in calls:
+        first = len(reader.script.commands)
+        reader.keep(list(words), Command([], 0, ""))
+        for command in reader.script.commands[first:]:
+            command.where = where
+    return reader.result()
 
 
-class _Reader(Expander):
+class _Reader(Effects):
     """Follows a script statement by statement."""
 
-    def __init__(self) -> None:
+    def __init__(self, opener: Opener | None, given: set[str]) -> None:
+        super().__init__()
         self.script = Script()
-        super().__init__(self.script.variables)
-        self.blocks: list[_Block] = []
-        self.status: Truth = True
-        """Whether the last command succeeded."""
-        self.chain = ""
-        """The commands so far of a list with `&&` and `||`, as they are written."""
-        self.given: set[str] = set()
-        """Variables of the scripts before this one."""
-        self.doubted: dict[str, dict[str, str]] = {}
-        """Variable -> those that its value was made of, and that are also set under a condition, with `file:line`."""
-        self.functions: dict[str, tuple[str, list[Statement]]] = {}
-        """Name -> the file of a function, and its statements."""
+        self.opener = opener
+        self.given = given
+        """Names of files that were read before the script."""
         self.calls: list[str] = []
-        """Functions that were called and have not ended."""
+        """Functions that were called, and files that were sourced, and have not ended."""
         self.called: set[str] = set()
+        self.conditional = False
+        self.sourced: dict[str, str] = {}
+        self.lastpipe = False
 
-    def take(self, statement: Statement) -> None:
-        """Follows one statement: opens and closes blocks, sets variables, keeps the command."""
-        self.line = statement.line
-        words = list(statement.words)
-        block = self.blocks[-1] if self.blocks else None
-        if block is not None and block.kind == "case" and block.testing and words and words[0].keyword != "esac":
-            self.pattern(block, statement)
-            return
-        runs: Truth = True
-        self.chain = (
-            statement.text
-            if statement.behind not in ("&&", "||")
-            else f"{self.chain} {statement.behind} {statement.text}"
-        )
-        if statement.behind in ("&&", "||"):
-            runs = self.status if statement.behind == "&&" else negated(self.status)
-        turned = False
-        while words and (keyword := words[0].keyword) is not None:
-            if keyword == "!":
-                turned = not turned
-            elif keyword in _OPENING:
-                self.open(keyword, words, runs)
-                words = [] if keyword in ("for", "case", "select") else words
-            elif keyword in _CLOSING:
-                self.close(keyword)
-            elif keyword in _BRANCHES:
-                self.branch(keyword, statement)
-            elif keyword in _DECLARING:
-                words = [words[0], *(w for w in words[1:] if not (w.keyword or "").startswith("-"))]
-            elif keyword != "time":
-                break
-            words = words[1:]
-        self.run(statement, words, runs, turned)
-        block = self.blocks[-1] if self.blocks else None
-        if block is not None and block.kind == "case" and block.testing and statement.ended == ")":
-            self.matched(block)
-        if statement.ended == ";;" and self.blocks and self.blocks[-1].kind == "case":
-            self.blocks[-1].testing = True
+    def read(self, text: str, source: str) -> None:
+        """Follows a whole text."""
+        before, self.source = self.source, source
+        self.follow(parse_script(text, source))
+        self.source = before
+        self.state.ended = False
+        self.kept = set(self.state.variables)
 
-    def run(self, statement: Statement, words: list[Raw], runs: Truth, turned: bool) -> None:
-        """A statement without the keywords before it; what it leaves is the status of the commands so far."""
-        around: Truth = True
-        for block in self.blocks:
-            around = both(around, block.runs)
-        if not words or both(around, runs) is False:
-            return
-        while words and self._assigned(words[0], both(around, runs)):
-            words.pop(0)
-        own: Truth = True
-        if words:
-            self._note_test(statement)
-            own = self.tested(words)
-            self.read = set()
-            out = [word for raw in words for word in self.expand(raw)]
-            if out and out[0] in self.functions and out[0] not in self.calls:
-                passed_on = any(p.kind == "variable" and p.text[:1] in "@*" for raw in words for p in raw.parts)
-                self.call(out[0], out[1:], runs, self.all_given or not passed_on)
-            elif out and (out[:2] == ["set", "--"] or out[0] == "shift") and both(around, runs):
-                self.give(out[2:] if out[0] == "set" else self.variables.get("@", [])[1:])
-            elif out:
-                self.script.commands.append(Command(out, self.where, around is None, self.doubts(self.read)))
-        own = None if statement.ended == "|" or statement.behind == "|" else negated(own) if turned else own
-        if statement.behind == "&&":
-            own = both(self.status, own)
-        elif statement.behind == "||":
-            own = either(self.status, own)
-        self.status = own
-
-    def call(self, name: str, words: list[str], runs: Truth, all_given: bool) -> None:
-        """Follows the statements of a function, as far as they run; its variables are those of the script."""
-        kept = self.source, self.line, self.chain, self.status
-        block = _Block("call", self.where, runs, False)
-        if runs is None:
-            block.said = Undecided(self.chain, self.where, [Branch("then", self.where)])
-        self.source, body = self.functions[name]
-        doubts = self.doubts(self.read)
-        self.calls.append(name)
-        self.called.add(name)
-        self.blocks.append(block)
-        depth = len(self.blocks)
-        with self.arguments(words, all_given):
-            self.doubted |= dict.fromkeys(self.given_names(), doubts)
-            for statement in body:
-                self.spend(100 + len(statement.text))
-                self.take(statement)
-        del self.blocks[depth:]
-        self.end(self.blocks.pop())
-        self.calls.pop()
-        self.source, self.line, self.chain, self.status = kept
+    def result(self) -> Script:
+        """What was found."""
+        for name, held in self.state.variables.items():
+            items = [(held,)] if isinstance(held, Gap) else held
+            self.script.variables[name] = [word_of(item) for item in items]
+        self.script.secrets = self.secrets
+        notes = self.script.notes
+        if self.defaults:
+            names = ", ".join(f"${name} ({where})" for name, where in self.defaults.items())
+            notes.append(f"the defaults are taken of variables that the environment may set: {names}")
+        if self.homes:
+            notes.append(f"~ is the home folder of whoever runs it: {', '.join(sorted(self.homes))}")
+        notes += [f"{where}: {name}" for where, name in self.sourced.items()]
+        return self.script
 
     def never_called(self) -> None:
         """Reads the functions that nothing calls: another script may."""
-        for name in [name for name in self.functions if name not in self.called]:
-            first = len(self.script.commands)
-            self.call(name, [], True, False)
-            for command in self.script.commands[first:]:
-                command.conditional = True
+        for name, (source, function) in list(self.functions.items()):
+            if name not in self.called:
+                self.source = source
+                unknown = self.gap("$@", "is what a function is called with that nothing calls")
+                self.apart(function.body, unknown, conditional=True)
 
-    def open(self, keyword: str, words: list[Raw], runs: Truth) -> None:
-        """A block begins; it is read as far as `runs`."""
-        kind = _OPENING[keyword]
-        block = _Block(kind, self.where, runs, kind != "group", until=keyword == "until")
-        if kind == "case" and len(words) > 1:
-            block.subject = self.operand(words[1])
-            block.said = Undecided(f"case {self.joined(words[1].parts)}", self.where)
-            for raw in words[3:]:
-                block.patterns.append(self.operand(raw))
-        if keyword in ("for", "select"):
-            block.runs, block.said = None, Undecided(self.chain, self.where, [Branch("do", self.where)])
-        self.blocks.append(block)
+    def follow(self, nodes: Sequence[Node]) -> None:
+        """Follows statements in order, up to one that ends them."""
+        for node in nodes:
+            if self.state.ended:
+                return
+            self.line = node.line
+            if isinstance(node, Command):
+                self.command(node)
+            elif isinstance(node, Branches):
+                self.branches(node)
+            elif isinstance(node, Loop):
+                self.loop(node)
+            elif isinstance(node, Function):
+                self.functions[node.name] = self.source, node
+            elif node.apart:
+                self.apart(node.body)
+                if self.lastpipe:
+                    self.forget_set((), node.body, f"is set in a pipeline (line {node.line})")
+            else:
+                self.follow(node.body)
 
-    def close(self, keyword: str) -> None:
-        """The block ends, if it is one of the kind."""
-        if self.blocks and self.blocks[-1].kind == _CLOSING[keyword]:
-            self.end(self.blocks.pop())
-            self.status = True if keyword == "}" else None
+    def apart(
+        self, nodes: Sequence[Node], arguments: list[Value] | Gap | None = None, *, conditional: bool = False
+    ) -> State:
+        """Follows statements with variables of their own; those that they leave."""
+        self.spend(len(self.state.variables))
+        before, self.state = self.state, self.state.copy()
+        outer, line = self.conditional, self.line
+        self.conditional = outer or conditional
+        if arguments is not None:
+            self.state.arguments = arguments
+            self.state.called = isinstance(arguments, list)
+        self.follow(nodes)
+        after, self.state = self.state, before
+        self.conditional, self.line = outer, line
+        return after
 
-    def end(self, block: _Block) -> None:
-        """Keeps the condition of a block for the report, where something is set under it."""
-        said = block.said
-        if said is not None and any(branch.flags or branch.names for branch in said.branches):
-            self.script.undecided.append(said)
-
-    def branch(self, keyword: str, statement: Statement) -> None:
-        """`then`, `elif`, `else` or `do`: what follows runs where the condition holds and none before it did."""
-        block = self.blocks[-1] if self.blocks else None
-        if block is None or block.kind != ("loop" if keyword == "do" else "if"):
+    def branches(self, node: Branches) -> None:
+        """Follows each body from the same state; what they leave differently is not known behind them."""
+        self.follow(node.first)
+        self.line = node.line
+        why = f"is set under a condition: {node.text[:60]}"
+        ends = [self.apart(body, conditional=not node.expected) for body in node.bodies]
+        ends = [end for end in ends if not end.ended] + ([] if node.whole else [self.state.copy()])
+        if not ends:
+            self.state.ended = True
             return
-        holds = self.status
-        if block.kind == "loop":
-            holds = False if block.testing and (negated(holds) if block.until else holds) is False else None
-            block.runs = None if block.runs is None else both(block.runs, holds)
-        elif keyword == "then":
-            block.runs = both(holds, negated(block.taken))
-            block.taken = either(block.taken, holds)
-        else:
-            block.runs = negated(block.taken)
-        block.testing = keyword == "elif"
-        self.status = True
-        self._begun(block, keyword)
+        merged = ends[0].copy()
+        merged.splits = all(end.splits for end in ends)
+        if any(end.arguments != merged.arguments for end in ends):
+            merged.arguments = self.gap("$@", why)
+        for name in dict.fromkeys(name for end in ends for name in end.variables):
+            found = [end.variables.get(name) for end in ends]
+            if any(one != found[0] for one in found):
+                merged.variables[name] = self.either(name, found, why)
+                self.spend(100)
+        self.state = merged
+        lost = next((end.lost for end in ends if end.lost), None)
+        if lost is not None:
+            self.forget_all(lost.why)
 
-    def _begun(self, block: _Block, label: str) -> None:
-        if block.said is not None:
-            before = block.said.branches
-            if not (label == "then" and before and before[-1].label == "elif"):
-                before.append(Branch(label, self.where))
+    def loop(self, node: Loop) -> None:
+        """Forgets what the loop sets, and reads its commands once."""
+        self.forget_set(node.names, node.body, f"is set in a loop: {node.text[:60]}")
+        self.apart(node.body, conditional=True)
 
-    def _note_test(self, statement: Statement) -> None:
-        """Keeps the text of a condition for the report."""
-        block = self.blocks[-1] if self.blocks else None
-        if block is None or not block.testing or block.kind == "case":
+    def command(self, node: Command) -> None:
+        """Follows assignments, and a command by what it may set."""
+        raws = list(node.words)
+        count = len(list(takewhile(assignment, raws)))
+        if count == len(raws):
+            for raw in raws:
+                self.assign(raw)
             return
-        if block.said is None:
-            block.said = Undecided(re.sub(r"^(if|while|until)\s+", "", statement.text), block.where)
-        elif not block.said.branches:
-            block.said.test += f" {statement.behind.strip() or ';'} {statement.text}"
+        given, raws = raws[:count], raws[count:]
+        while len(raws) > 1 and raws[0].plain in ("command", "builtin") and (raws[1].plain or "-")[0] != "-":
+            raws = raws[1:]
+        if raws[0].plain in DECLARING:
+            self.declare(raws[0].plain, raws[1:], node)
+            return
+        words = [word for raw in raws for word in self.expand(raw)]
+        first = words[0] if words else ""
+        if isinstance(first, str) and (first in self.functions or first in ("eval", "source", ".")):
+            self.forget((m[1] for m in map(assignment, given) if m), f"is set for {first} (line {node.line})")
+        if isinstance(first, Unread):
+            self.keep(words, node)
+            self.forget_all(f"may be set by {first.text[:60]} (line {node.line})")
+        elif first in self.functions:
+            self.call(first, words[1:])
+        elif words and not self.builtin(first, words, node):
+            self.keep(words, node)
 
-    def pattern(self, block: _Block, statement: Statement) -> None:
-        """A pattern of a `case`, up to its bracket."""
-        block.patterns += [self.operand(raw) for raw in statement.words]
-        if statement.ended == ")":
-            self.matched(block)
-
-    def matched(self, block: _Block) -> None:
-        """What stands behind the patterns of a `case` runs where one of them matches and none before did."""
-        found: Truth = False
-        for pattern in block.patterns:
-            found = either(found, self._matches(block.subject, pattern))
-        block.runs, block.taken = both(found, negated(block.taken)), either(block.taken, found)
-        self._begun(block, "|".join(shown(pattern.text) for pattern in block.patterns) + ")")
-        block.patterns, block.testing = [], False
-
-    def _matches(self, subject: Operand | None, pattern: Operand) -> Truth:
-        if pattern.text == "*" and not pattern.quoted:
-            return True
-        if subject is None or not subject.sure or not pattern.sure:
-            return None
-        return subject.text == pattern.text if pattern.quoted else matches(subject.text, pattern.text)
-
-    def operand(self, raw: Raw) -> Operand:
-        """A word of a test, not split."""
-        text = self.joined(raw.parts)
-        return Operand(text, any(part.quoted for part in raw.parts), self.sure(raw, text))
-
-    def sure(self, raw: Raw, text: str) -> bool:
-        """Whether what a word stands for is known, and not set under a condition that is not."""
-        names = {name for part in raw.parts if part.kind != "text" for name in _NAMES.findall(part.text)}
-        return UNKNOWN.search(text) is None and not self.doubts(names)
-
-    def doubts(self, names: Iterable[str]) -> dict[str, str]:
-        """Of variables, and of what their values were made of, those that are also set under a condition."""
-        out: dict[str, str] = {}
-        for name in names:
-            out |= self.doubted.get(name, {})
-            if name in self.script.conditional:
-                out[name] = self.script.conditional[name]
-        return out
-
-    def tested(self, words: list[Raw]) -> Truth:
-        """Whether a command succeeds, where it is a test that can be known."""
-        first = self.joined(words[0].parts)
-        if first in (":", "true", "false") and len(words) == 1:
-            return first != "false"
-        if words[0].is_text("((") and len(words) > 1:
-            text = words[1].parts[0].text
-            return None if self.doubts(_NAMES.findall(text)) else arithmetic_holds(text, self.number)
-        closing = _TESTS.get(first)
-        if closing is None or (closing and not words[-1].is_text(closing)):
-            return None
-        inside = words[1:-1] if closing else words[1:]
-        if first == "[[":
-            return test_holds([self.operand(raw) for raw in inside], double=True)
-        operands = []
-        for raw in inside:
-            quoted = any(part.quoted for part in raw.parts)
-            operands += [Operand(word, quoted, self.sure(raw, word)) for word in self.expand(raw)]
-        return test_holds(operands, double=False)
-
-    def _assigned(self, raw: Raw, runs: Truth) -> bool:
-        """Takes an assignment; False where the word is none."""
-        first = raw.parts[0] if raw.parts else None
-        match = _ASSIGNMENT.match(first.text) if first is not None and first.kind == "text" else None
-        if match is None or first is None or first.quoted:
-            return False
-        name, more = match[1], bool(match[2])
-        self.read = set()
-        if raw.array is not None:
-            value = [word for item in raw.array for word in self.expand(item)]
+    def builtin(self, name: str, words: list[Word], node: Command) -> bool:
+        """Follows a command of the shell itself; False for any other."""
+        why = f"is set by {node.text[:60]} (line {node.line})"
+        said = list(map(shown, words[1:]))
+        if name in ("source", "."):
+            self.source_file(words[1:], node)
+        elif name == "eval":
+            self.evaluate(words[1:], node)
+        elif name in ("set", "shift"):
+            self.set_arguments(name, said, why)
+        elif name in ("exit", "return", "exec"):
+            if name == "exec" and said:
+                self.keep(words[1:], node)
+            self.state.ended = name != "exec" or bool(said)
+        elif name in SETTING or name in DECLARING:
+            if name == "printf" and "-v" not in said:
+                return True
+            self.forget([*NAMES.findall(" ".join(said)), "REPLY", "MAPFILE"], why)
+            unsure = any(isinstance(word, Unread) for word in words[1:])
+            if unsure and name not in ("wait", "trap") and not node.text.startswith("(("):
+                self.forget_all(why)
+        elif name in ("alias", "enable") or (name == "shopt" and not {"lastpipe", "expand_aliases"}.isdisjoint(said)):
+            self.forget_all(why)
+            self.lastpipe = True
+        elif name in ("command", "builtin") and said[:1] not in (["-v"], ["-V"]):
+            self.forget_all(why)
         else:
-            value = [self.joined([Part("text", match[3], False), *raw.parts[1:]])]
-        if runs is None:
-            self._left_out(name, value if raw.array is not None else PIECE.findall(value[0]))
-            return True
-        if name in self.given and raw.array is None and _POSITIONAL.match(value[0]):
-            return True  # a script before this one says what its argument is
-        self.doubted[name] = self.doubts(self.read) | (self.doubted.get(name, {}) if more else {})
-        before = self.script.variables.get(name, [])
-        if more and raw.array is not None:
-            value = [*before, *value]
-        elif more:
-            value = [*before[:-1], (before[-1] if before else "") + value[0]]
-        else:
-            self.script.conditional.pop(name, None)
-        self.spend(sum(map(len, value)))
-        self.script.variables[name] = value
+            return name in _HARMLESS
         return True
 
-    def _left_out(self, name: str, words: list[str]) -> None:
-        """Notes an assignment under a condition that is not known."""
-        self.script.conditional.setdefault(name, self.where)
-        block = next((b for b in reversed(self.blocks) if b.runs is None), None)
-        if block is not None and block.said is not None and block.said.branches:
-            branch = block.said.branches[-1]
-        else:
-            branch = Branch("then", self.where)
-            self.script.undecided.append(Undecided(self.chain, self.where, [branch]))
-        branch.flags += [shown(w).split()[0] for w in words if w.startswith("--")]
-        branch.names.append(name)
+    def call(self, name: str, words: list[Word]) -> None:
+        """Reads the commands of a function where it is called, and forgets what it may set."""
+        self.spend(1000)
+        self.called.add(name)
+        source, function = self.functions[name]
+        kept, line = self.source, self.line
+        if name not in self.calls and len(self.calls) < MAX_CALLS:
+            self.source = source
+            self.calls.append(name)
+            self.apart(function.body, [(word,) if isinstance(word, str) else word.pieces for word in words])
+            self.calls.pop()
+            self.source, self.line = kept, line
+        self.forget_set((), function.body, f"is set by {name} (line {line})")
+
+    def source_file(self, words: Sequence[Word], node: Command) -> None:
+        """Reads a neighbouring file in place; any other may set any variable."""
+        word = words[0] if words else ""
+        path = shown(word)
+        if os.path.basename(path) in self.given:
+            return
+        if isinstance(word, Unread):
+            folder = len(word.gaps) == 1 and not word.start and _OWN_FOLDER.search(word.gaps[0].text)
+            path = "".join(p for p in word.pieces[1:] if isinstance(p, str)).lstrip("/") if folder else ""
+        found = self.opener(path, self.source) if self.opener and path and len(self.calls) < MAX_CALLS else None
+        if found is None:
+            said = f"{shown(word)} is not read, and may set any variable: give it before this file"
+            self.sourced[self.where] = said
+            self.forget_all(f"may be set by {shown(word)}, which is not read (line {node.line})")
+            return
+        text, name = found
+        self.sourced[self.where] = f"{name} is read in place"
+        kept, line = self.source, self.line
+        self.calls.append(name)
+        self.source = name
+        self.follow(parse_script(text, name))
+        self.source, self.line, self.state.ended = kept, line, False
+        self.calls.pop()
+
+    def evaluate(self, words: Sequence[Word], node: Command) -> None:
+        """Follows the text of `eval`; one with gaps may set any variable."""
+        nodes = self.parsed(words)
+        if nodes is not None:
+            self.follow(nodes)
+        if nodes is None or any(isinstance(word, Unread) for word in words):
+            self.forget_all(f"may be set by eval (line {node.line})")
+
+    def parsed(self, words: Sequence[Word]) -> list[Node] | None:
+        """The statements of a text made of words, each gap a variable of its own; None where it has none."""
+        pieces = [[word] if isinstance(word, str) else word.pieces for word in words]
+        text = " ".join("".join(self.stand_in(p) if isinstance(p, Gap) else p for p in some) for some in pieces)
+        self.spend(100 + len(text))
+        try:
+            return parse_script(text, self.source, self.line)
+        except ConfigError:
+            return None
+
+    def keep(self, words: list[Word], node: Command) -> None:
+        """Keeps a command that is no part of the shell, or the commands of the shell that it starts."""
+        inner = _inner(words)
+        if inner is None and node.stdin is not None and shown(words[0]) in (*SHELLS, "sbatch"):
+            inner = words, [word_of(self.joined(node.stdin.parts))]
+        first = len(self.script.commands)
+        if inner is not None and len(self.calls) < MAX_CALLS:
+            before, own = self.state, self.gap("$@", "is what a shell is started with")
+            self.state = State(arguments=own, lost=own)
+            self.calls.append("sh -c")
+            self.follow(self.parsed(inner[1]) or [])
+            self.calls.pop()
+            self.state = before
+        found = self.script.commands[first:]
+        if not found:
+            self.script.commands.append(Call(words, self.where, self.conditional))
+        for command in found:
+            command.words = [*(inner or ((), ()))[0], *command.words]
+
+
+def _inner(words: list[Word]) -> tuple[list[Word], list[Word]] | None:
+    """Of `srun bash -c TEXT` and `sbatch --wrap=TEXT`: what is before the shell, and the text."""
+    for index, word in enumerate(words):
+        if os.path.basename(shown(word)) in SHELLS:
+            for place in range(index + 1, min(index + 6, len(words) - 1)):
+                option = shown(words[place])
+                if re.fullmatch("-[a-z]*c", option):
+                    return words[:index], words[place + 1 : place + 2]
+                if not option.startswith("-"):
+                    break
+        text = shown(word)
+        if re.search(r"\s", text) and ".py" in text and " --" in text and not text.startswith("--"):
+            return words[:index], [word]
+        if text.startswith("--wrap"):
+            if text == "--wrap":
+                return words[:index], words[index + 1 : index + 2]
+            return words[:index], [word[7:] if isinstance(word, str) else word_of((word.start[7:], *word.pieces[1:]))]
+    return None

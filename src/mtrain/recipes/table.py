@@ -11,9 +11,10 @@ from mtrain.recipes.flags_graphs import GRAPHS
 from mtrain.recipes.flags_layout import AXES, CUTS
 from mtrain.recipes.flags_model import EXPERTS, LATENT, MODEL
 from mtrain.recipes.flags_optim import OPTIM
-from mtrain.recipes.flags_other import OTHERS
+from mtrain.recipes.flags_other import OTHERS, VALUED
 from mtrain.recipes.flags_precision import PRECISION
-from mtrain.recipes.flags_training import DATA, REST, TRAINER
+from mtrain.recipes.flags_running import RUNNING
+from mtrain.recipes.flags_training import DATA, TRAINER
 
 WRITTEN: tuple[Entry, ...] = (
     *MODEL,
@@ -26,7 +27,7 @@ WRITTEN: tuple[Entry, ...] = (
     *TRAINER,
     *GRAPHS,
     *OPTIM,
-    *REST,
+    *RUNNING,
 )
 """What is more than one flag with one value."""
 
@@ -52,3 +53,9 @@ def flags_of() -> dict[str, tuple[str, ...]]:
 def known_flags() -> frozenset[str]:
     """Every flag that the table, or the list of flags without a key, has."""
     return frozenset(flag for entry in table() for flag in entry.flags) | OTHERS.keys()
+
+
+@cache
+def switches() -> frozenset[str]:
+    """Every flag of them that takes no value."""
+    return frozenset(flag for entry in table() for flag in entry.switches) | (OTHERS.keys() - VALUED)

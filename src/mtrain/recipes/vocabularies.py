@@ -5,6 +5,8 @@ from __future__ import annotations
 import re
 
 TYPES: dict[str, tuple[int, str]] = {
+    "BertWordPieceLowerCase": (30522, "vocab.txt of BERT, uncased"),
+    "BertWordPieceCase": (28996, "vocab.txt of BERT, cased"),
     "GPT2BPETokenizer": (50257, "GPT-2's vocab.json: 256 bytes, 50,000 merges, an end of text"),
     "Llama2Tokenizer": (32000, "tokenizer.model of Llama 2"),
     "TikTokenizer": (131072, "Megatron-LM's CustomTikTokenizer without --vocab-size: 2**17"),

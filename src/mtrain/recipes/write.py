@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
@@ -18,7 +18,7 @@ from mtrain.config.near import default_choices
 from mtrain.config.parallel import ParallelConfig
 from mtrain.config.paths import choices_of_group, find_config
 from mtrain.config.run import GROUPS, RunConfig
-from mtrain.config.validate import OPEN
+from mtrain.config.validate import MISSING, OPEN
 
 SCHEMA_LINE = "# yaml-language-server: $schema=recipe.schema.json"
 MAX_LINES, WIDTH, FEW = 12, 112, 4
@@ -74,12 +74,18 @@ def delta(run: RunConfig, chosen: Mapping[str, str] | None = None) -> Delta:
     return out
 
 
-def left_open(found: Delta, keys: Sequence[str]) -> Delta:
-    """The same with null at keys that are to be filled in by hand, and a remark on each."""
-    for key in keys:
-        group, _, name = key.partition(".")
-        found.values.setdefault(group, {})[name] = None
-        found.remarks.append(f"fill in {key}: {OPEN[key][0]}")
+def left_open(found: Delta, keys: Mapping[str, str]) -> Delta:
+    """The same with keys that are to be filled in by hand, and a remark on each with the reason."""
+    for key, why in keys.items():
+        *parents, name = key.split(".")
+        values = found.values
+        for parent in parents if parents != ["recipe"] else ():
+            if not isinstance(values.get(parent), dict):
+                values[parent] = {}
+            values = values[parent]
+        if parents != ["recipe"]:
+            values[name] = None if key in OPEN else MISSING
+        found.remarks.append(f"fill in {key}: {OPEN[key][0] if key in OPEN else why}")
     return found
 
 

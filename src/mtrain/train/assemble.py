@@ -20,12 +20,14 @@ from mtrain.ckpt import state as ckpt_state
 from mtrain.ckpt.state import TrainState
 from mtrain.ckpt.store import Checkpoint
 from mtrain.config.batches import asked
-from mtrain.config.paths import CHECKPOINTS
+from mtrain.config.model_tokenizer import model_tokenizer
+from mtrain.config.paths import CHECKPOINTS, user_path
 from mtrain.config.run import RunConfig
-from mtrain.data import Splits, open_splits, prepare, same_data
+from mtrain.data import Splits, open_splits, prepare_for_model, same_data
 from mtrain.data.batch import GlobalBatches
 from mtrain.data.chat import FILES as CHAT_FILES
 from mtrain.data.chat import TEMPLATE_FILE
+from mtrain.data.once import evaluated
 from mtrain.data.text import Tokenizer
 from mtrain.errors import BadEnvironment, CorruptData, MtrainError, warn
 from mtrain.mcore.ahead import stay_on_device
@@ -92,9 +94,9 @@ def train(run: RunConfig, locate: Callable[[World], Paths], end: End) -> bool:
                     update={"kernels": run.kernels.model_copy(update={"cpu_matmul": paths.cpu_matmul})}
                 )
             use_measured(run, world)
-            splits = splits_of(run)
+            splits = splits_of(run, paths.checkpoint or paths.weights)
             if world.is_rank0:
-                _keep_tokenizer(splits, paths.folder)
+                _keep_tokenizer(splits, paths.folder, named_tokenizer(run, paths.checkpoint or paths.weights))
             errors = paths.folder / ERRORS
             with watching(run, world, errors, end):
                 parts = assemble(run, world, splits)
@@ -141,10 +143,19 @@ def _run(parts: Parts, splits: Splits, paths: Paths, progress: Progress) -> Path
     return checkpoints.path or (paths.checkpoint if parts.state.step == begun_at else None)
 
 
-def splits_of(run: RunConfig) -> Splits:
-    """The train, validation and test samples of a run; tokenizes a text corpus where no launcher did it before."""
+def splits_of(run: RunConfig, checkpoint: Path | None = None) -> Splits:
+    """The train, validation and test samples of a run; tokenizes a text corpus where no launcher did it before, with
+    the tokenizer of the model in `checkpoint`.
+    """
     need = ("train", "validation") if run.trainer.eval_iters else ("train",)
-    return open_splits(run.data, run.model.vocab_size, run.trainer.seed, prepare(run.data), need, asked(run))
+    own, accept = model_tokenizer(run, checkpoint), run.checkpoint.accept_changes
+    corpus = prepare_for_model(run.data, own, accept_changes=accept)
+    return open_splits(run.data, run.model.vocab_size, run.trainer.seed, corpus, need, asked(run))
+
+
+def named_tokenizer(run: RunConfig, checkpoint: Path | None = None) -> Path | None:
+    """The tokenizer.json that a configuration names, else that of the model in `checkpoint`; None: one is trained."""
+    return user_path(run.data.tokenizer) if run.data.tokenizer else model_tokenizer(run, checkpoint)
 
 
 def assemble(run: RunConfig, world: World, splits: Splits, *, drawn: bool = True) -> Parts:
@@ -157,21 +168,24 @@ def assemble(run: RunConfig, world: World, splits: Splits, *, drawn: bool = True
     state = TrainState(chunks, optimizer, build_schedule(run, optimizer))
     train_data, valid_data = batches(run, world, splits, "train"), None
     if run.trainer.eval_iters and splits.validation is not None:
-        valid_data = batches(run, world, splits, "validation")
+        valid_data = batches(run, world, splits, "validation", run.trainer.eval_iters * run.trainer.batch)
     dynamic = run.parallel.hybrid_context_parallel
     return Parts(run, world, state, train_data, valid_data, run_documents if dynamic else None)
 
 
 def batches(run: RunConfig, world: World, splits: Splits, part: str, limit: int | None = None) -> GlobalBatches:
-    """This rank's share of the steps over the `train` or `validation` samples, as the model's family learns from
-    them; those from number `limit` on do not count. What is evaluated is averaged over tokens.
+    """This rank's share of the steps over the `train` samples, or over the first `limit` ones of `validation`, as the
+    model's family learns from them. What is evaluated is averaged over tokens, and each sample counts once.
     """
     form = imported(family_of(run.model).form)(run, splits, part)
     # dynamic context parallelism deals documents out after they are read
     share = (0, 1) if run.parallel.hybrid_context_parallel else (world.coords["dp"], world.grid.dp)
     average = run.trainer.loss_average if part == "train" else "token"
     micro, balanced = run.trainer.micro, run.data.packed and run.data.packing_scheduler == "dp_balanced"
-    return GlobalBatches(getattr(splits, part), run.trainer.batch, micro, *share, form, limit, average, balanced)
+    depths = (run.model.mtp_num_layers or 0) if part == "train" else 0  # an evaluation is of the next token
+    samples, size = getattr(splits, part), run.trainer.batch
+    samples = samples if limit is None else evaluated(samples, limit)
+    return GlobalBatches(samples, size, micro, *share, form, limit, average, balanced, depths)
 
 
 def configure_schedule_hooks(run: RunConfig, chunks: list[Any], optimizer: Any) -> None:
@@ -245,14 +259,17 @@ def _load(parts: Parts, path: Path, put_back: Callable[[Checkpoint], T]) -> tupl
     return checkpoint, done
 
 
-def _keep_tokenizer(splits: Splits, folder: Path) -> None:
-    """Put the tokenizer, and what its folder says of chats, beside what it is needed to read: the corpus may be gone
-    when text is generated.
+def _keep_tokenizer(splits: Splits, folder: Path, named: Path | None) -> None:
+    """Put the tokenizer, and what its folder says of chats and of its tokens, beside what it is needed to read: the
+    corpus may be gone when text is generated. `named` is the tokenizer that was asked for, of which a corpus in the
+    cache has a copy.
     """
     if splits.tokenizer is not None:
+        beside = named or splits.tokenizer
         try:
+            _forget_another(splits.tokenizer, folder)
             for name in (TOKENIZER_FILE, *CHAT_FILES):
-                source = splits.tokenizer.with_name(name) if name != TOKENIZER_FILE else splits.tokenizer
+                source = beside.with_name(name) if name != TOKENIZER_FILE else splits.tokenizer
                 if name == TEMPLATE_FILE and splits.corpus.template is not None:
                     source = splits.corpus.template
                 if name == TOKENIZER_FILE or source.is_file():
@@ -261,6 +278,14 @@ def _keep_tokenizer(splits: Splits, folder: Path) -> None:
                     draft.replace(folder / name)
         except OSError as error:
             warn(f"{folder / TOKENIZER_FILE} cannot be written ({error.strerror}): generate will not find it")
+
+
+def _forget_another(tokenizer: Path, folder: Path) -> None:
+    """Remove what a folder has beside another tokenizer than this one."""
+    held = folder / TOKENIZER_FILE
+    if held.is_file() and held.read_bytes() != tokenizer.read_bytes():
+        for name in CHAT_FILES:
+            (folder / name).unlink(missing_ok=True)
 
 
 def _introduce(parts: Parts, splits: Splits, progress: Progress) -> None:

@@ -11,9 +11,9 @@ from typing import cast
 import numpy as np
 import torch
 
-from mtrain.data.batch import GlobalBatches
+from mtrain.data.batch import FURTHER, GlobalBatches
 from mtrain.mcore import api as mcore
-from mtrain.train.feed import BOUNDS, documents_of
+from mtrain.train.feed import WHOLE, documents_of
 from mtrain.train.step import Batch, Parts, forward_step
 
 MOST_OBSERVED = 3
@@ -23,7 +23,7 @@ def documents(batches: Sequence[Batch]) -> list[dict[str, torch.Tensor]]:
     """The documents of packed samples, each as `[1, length]` tensors."""
     found = []
     for batch in batches:
-        rows = {key: value for key, value in batch.items() if key not in BOUNDS}
+        rows = {key: value for key, value in batch.items() if key not in WHOLE}
         for start, stop in itertools.pairwise(documents_of(batch).bounds):
             found.append({key: value[:, start:stop] for key, value in rows.items()})
     return found
@@ -63,7 +63,16 @@ def _parted(whole: dict[str, torch.Tensor], ends: Sequence[int]) -> Iterator[dic
     for start, stop in itertools.pairwise(sorted({0, *cuts, tokens.shape[1]})):
         part = {key: value[:, start:stop] for key, value in whole.items()}
         positions = torch.arange(stop - start).unsqueeze(0)
+        if FURTHER in part:
+            part[FURTHER] = _inside(part[FURTHER])
         yield part | {"loss_mask": mask[:, start:stop], "position_ids": positions}
+
+
+def _inside(further: torch.Tensor) -> torch.Tensor:
+    """What counts of further tokens [1, length, depths] without predictions of what comes behind the document."""
+    length, depths = further.shape[1:]
+    left = length - 1 - torch.arange(length)
+    return further * (left[:, None] >= torch.arange(1, depths + 1))
 
 
 @dataclass(frozen=True)
@@ -101,4 +110,7 @@ def only(document: Observed, data: GlobalBatches, size: int) -> list[Batch]:
         places = torch.from_numpy((rows[:, None] * length + np.arange(length)).ravel())
         inside = (places >= document.start) & (places < document.stop)
         batch["loss_mask"] = batch["loss_mask"] * inside
+        if FURTHER in batch:
+            further = cast(dict[str, torch.Tensor], batch)
+            further[FURTHER] = further[FURTHER] * inside[:, None]
     return cast(list[Batch], batches)

@@ -13,7 +13,9 @@ from typing import Any
 
 import torch
 
+from mtrain.data.batch import FURTHER
 from mtrain.mcore import api as mcore
+from mtrain.mcore.padding import padding_is
 from mtrain.train.documents import documents
 from mtrain.train.step import Batch, Forward, Parts, sum_loss
 
@@ -91,5 +93,9 @@ def _forward(share: Share, model: Any) -> tuple[torch.Tensor, Any]:
     )
     labels, mask = document["labels"], document["loss_mask"]
     places = document["position_ids"]
-    output = model(document["tokens"], places, None, labels=labels, loss_mask=mask, packed_seq_params=params)
+    more = {key: document[key] for key in (FURTHER,) if key in document}
+    with padding_is(document.get("padding")):
+        output = model(
+            document["tokens"], places, None, labels=labels, loss_mask=mask, packed_seq_params=params, **more
+        )
     return output, partial(sum_loss, mask, document.get("loss_counts"))

@@ -71,11 +71,10 @@ def measured(
     begin, whole = time.perf_counter(), len(splits.validation)
     if isinstance(splits.validation, MockSamples):
         whole = max(1, run.trainer.eval_iters) * run.trainer.batch
-    count = whole if limit is None else min(limit, whole)
     dynamic = run.parallel.hybrid_context_parallel
-    data = batches(run, world, splits, "validation", count)
+    data = batches(run, world, splits, "validation", whole if limit is None else min(limit, whole))
     parts = Parts(run, world, TrainState(chunks, None, None), data, data, run_documents if dynamic else None)
-    iters = -(-count // run.trainer.batch)
+    iters = data.steps
     found = summed(parts, data, iters)
     assert found is not None  # nothing stops it
     nats, tokens = found
@@ -90,7 +89,7 @@ def measured(
         bits_per_byte=nats / math.log(2) / text_bytes if text_bytes and plain else None,
         tokens=tokens,
         bytes=text_bytes,
-        samples=count,
+        samples=data.counted,
         seconds=time.perf_counter() - begin,
     )
 

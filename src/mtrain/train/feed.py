@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from enum import Enum
 from itertools import pairwise
 from typing import Any, NamedTuple, cast
 
@@ -18,13 +17,16 @@ from mtrain.mcore.context import context_positions
 from mtrain.mcore.local_params import unwrap
 from mtrain.models.registry import family_of
 from mtrain.train.ring import Ring, Slot
+from mtrain.train.tally import TALLY, tally_of
 from mtrain.world.init import World
 
 Batch = Mapping[str, Any]
-"""A `MicroBatch`; a packed one has its `Documents` beside it."""
+"""A `MicroBatch` with its `Tally`; a packed one has its `Documents` beside it."""
 DOCUMENTS = "documents"
 BOUNDS = ("cu_seqlens", DOCUMENTS)
 """Parts of a packed micro-batch that every part of the sequence has whole."""
+WHOLE = (*BOUNDS, TALLY)
+"""Those of any micro-batch."""
 Place = tuple[int, int]
 """A step: the samples consumed before it, and those that it takes."""
 OWNERS = ("pre_process", "post_process", "mtp_process")
@@ -40,24 +42,27 @@ class Documents(NamedTuple):
     """Tokens."""
 
 
-class Needs(Enum):
-    """What of its samples the stages of a rank use."""
-
-    ALL = "all"
-    BOUNDS = "bounds"
-    """Stages in between, of packed samples: where each document begins."""
-    NOTHING = "nothing"
-    """Stages in between: what they compute on comes from the stage before."""
+Needs = frozenset[str] | None
+"""What of its samples the stages of a rank use; None: all."""
 
 
-def needs_of(run: RunConfig, chunks: Sequence[Any]) -> Needs:
-    """What the chunks of a rank use of samples."""
+def needs_of(run: RunConfig, chunks: Sequence[Any], *, padded: bool) -> Needs:
+    """What the chunks of a rank use of samples, of which some may be `padded`.
+
+    Stages in between use nothing of most: what they compute on comes from the stage before.
+    """
     dealt = run.parallel.hybrid_context_parallel  # documents are dealt out after they are read
     if dealt or family_of(run.model).reads_between or run.parallel.pp == 1:
-        return Needs.ALL
+        return None
     if any(getattr(unwrap(chunk), name, False) for chunk in chunks for name in OWNERS):
-        return Needs.ALL
-    return Needs.BOUNDS if run.data.packed else Needs.NOTHING
+        return None
+    counts = padded and counts_tokens(run)
+    return frozenset(BOUNDS if run.data.packed else ()) | frozenset(["padding"] if counts else ())
+
+
+def counts_tokens(run: RunConfig) -> bool:
+    """Whether layers count tokens: routers of experts, and the indexers of sparse attention."""
+    return run.model.moe is not None or run.model.dsa is not None
 
 
 class Feed:
@@ -74,7 +79,7 @@ class Feed:
     ) -> None:
         self._data, self._world, self._needs = data, world, needs
         ready = _Ready(data, world, needs, ring)
-        self._ahead = Ahead(ready, following, 0 if needs is Needs.NOTHING else depth)
+        self._ahead = Ahead(ready, following, 0 if needs is not None and not needs else depth)
         self.waited_s = 0.0
         """How long the last step waited for its samples to be read."""
 
@@ -110,11 +115,11 @@ class _Ready:
         self.ring = ring
 
     def __call__(self, place: Place) -> tuple[Sequence[Batch], Slot | None]:
-        if self.needs is Needs.NOTHING:
+        if self.needs is not None and not self.needs:
             return [{} for _ in self.data.numbers(*place)], None
         batches = [_measured(cast(Batch, batch)) for batch in self.data.microbatches(*place)]
-        if self.needs is Needs.BOUNDS:
-            batches = [{key: batch[key] for key in BOUNDS} for batch in batches]
+        if self.needs is not None:
+            batches = [{key: batch[key] for key in self.needs if key in batch} for batch in batches]
         if self.world.grid.cp > 1:
             batches = [_part_of_context(batch, self.world) for batch in batches]
         if self.ring is None:
@@ -138,7 +143,9 @@ def documents_of(batch: Batch) -> Documents:
 
 
 def _measured(batch: Batch) -> Batch:
-    return {**batch, DOCUMENTS: documents_of(batch)} if "cu_seqlens" in batch else batch
+    found = {**batch, DOCUMENTS: documents_of(batch)} if "cu_seqlens" in batch else {**batch}
+    bounds = found[DOCUMENTS].bounds if DOCUMENTS in found else None
+    return {**found, TALLY: tally_of(batch, bounds)}
 
 
 def _copied(batch: Batch, world: World) -> Batch:
@@ -150,11 +157,13 @@ def _copied(batch: Batch, world: World) -> Batch:
 
 def _part_of_context(batch: Batch, world: World) -> Batch:
     """This rank's part of the sequence under context parallelism."""
+    whole = {key: value for key, value in batch.items() if key in WHOLE}
+    shared = {key: value for key, value in batch.items() if key not in WHOLE}
     bounds = batch.get("cu_seqlens")
     if bounds is None:
-        return mcore.get_batch_on_this_cp_rank(dict(batch))  # type: ignore[no-any-return]
-    if set(batch) == set(BOUNDS):
+        return {**mcore.get_batch_on_this_cp_rank(shared), **whole} if shared else whole
+    if not shared:
         return batch
     tokens = int(bounds[-1])
     mine = context_positions(tokens, world.grid.cp, bounds)[world.coords["cp"]]
-    return {key: value if key in BOUNDS else value[:, mine] for key, value in batch.items()}
+    return {**{key: value[:, mine] for key, value in shared.items()}, **whole}

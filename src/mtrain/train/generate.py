@@ -15,6 +15,7 @@ from mtrain.config.run import RunConfig
 from mtrain.errors import ConfigError, Problem
 from mtrain.layout.grid import RankGrid
 from mtrain.mcore import api as mcore
+from mtrain.mcore.padding import padding_is
 from mtrain.train.request import ENDINGS, LENGTH, Continuation, Sampling
 from mtrain.train.sampling import draw
 from mtrain.world.heartbeat import begin_phase
@@ -173,6 +174,7 @@ class Sampler:
             positions,
             lambda logits: logits[:, min(count, logits.shape[1]) - 1],
             {} if cache is None else {"inference_context": cache, "runtime_gather_output": True},
+            [count] * len(rows),
         )
         if cache is not None:
             cache.advance(count)
@@ -185,13 +187,18 @@ class Sampler:
         positions: torch.Tensor,
         take: Callable[[torch.Tensor], torch.Tensor],
         options: dict[str, Any],
+        lengths: Sequence[int],
     ) -> torch.Tensor | None:
         """What `take` makes of the logits [rows, length, vocabulary] of `tokens` [rows, length] on ranks of the last
-        stage, None elsewhere; `positions` is [length], `options` are given to the model.
+        stage, None elsewhere; `positions` is [length], `options` are given to the model. Behind the first `lengths`
+        tokens of each row is padding, which takes no capacity of experts.
         """
+        ends = torch.tensor(lengths, device=tokens.device)[:, None]
+        padding = None if self.independent else torch.arange(tokens.shape[1], device=tokens.device) >= ends
 
         def step(iterator: Any, model: Any) -> tuple[torch.Tensor, Any]:
-            output = model(tokens, positions.expand_as(tokens), None, **options)
+            with padding_is(padding):
+                output = model(tokens, positions.expand_as(tokens), None, **options)
             return output, lambda logits, non_loss_data=True: take(logits)
 
         interleaved = len(self.chunks) > 1

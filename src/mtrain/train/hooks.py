@@ -7,7 +7,7 @@ import math
 import os
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from datetime import timedelta
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -18,9 +18,10 @@ from mtrain.ckpt import state as ckpt_state
 from mtrain.errors import warn
 from mtrain.models.registry import family_of
 from mtrain.plan.compare import ALLOCATED, MEASURED, METRICS, PEAKS, by_rank_of, lines_of
-from mtrain.plan.count import flops_of_token
+from mtrain.train.by_time import EVALUATE, SAVE
 from mtrain.train.progress import Progress
-from mtrain.train.step import Parts, StepResult, evaluate
+from mtrain.train.step import Parts, StepResult, summed
+from mtrain.train.tally import may_pad
 from mtrain.train.trainer import Hook
 from mtrain.world.init import World
 
@@ -31,14 +32,17 @@ PEAKS_S = 10.0
 class Metrics(Hook):
     """One line of JSON per step in `metrics.jsonl`, written by rank 0.
 
-    Keys: step, loss, grad_norm, lr, tokens (that are predicted), batch_size, samples (consumed so far), tokens_per_s
-    (of `StepResult.computed`), step_s and its parts data_s, forward_backward_s, optimizer_s; data_wait_s, the part of
-    data_s in which samples were waited for, and data_wait_share, its share of the step; model_flops of the step
-    by the causal count, tflops_per_rank, and, where the cluster states a peak, mfu (causal) and mfu_full (attention
-    counted in full), of the peak of the format that linear layers multiply in; where weights have another, mfu_bf16
-    or mfu_fp16 of its peak. `trainer.z_loss_coeff`: z_loss, which is no part of loss. `log.token_accuracy`:
-    token_accuracy. fp16: loss_scale, and skipped where the update was; the norm of a gradient that overflowed is
-    null, as is every number that is not finite. `beside` is what is planned of the step.
+    Keys: time (when the line was written, RFC 3339 in UTC), step, loss, grad_norm, lr, tokens (that are predicted),
+    batch_size, samples (consumed so far), tokens_per_s (that are there, predicted from or not: never padding), step_s
+    and its parts data_s, forward_backward_s, optimizer_s; data_wait_s, the part of data_s in which samples were
+    waited for, and data_wait_share, its share of the step; model_flops of these tokens, each document as long as it
+    is, by the causal count, tflops_per_rank, and, where the cluster states a peak, mfu (causal) and mfu_full
+    (attention counted in full), of the peak of the format that linear layers multiply in; where weights have another,
+    mfu_bf16 or mfu_fp16 of its peak. Where samples may be padded: padding_share, of their positions.
+    `trainer.z_loss_coeff`: z_loss, which is no part of loss. `log.token_accuracy`: token_accuracy. fp16: loss_scale,
+    and skipped where the update was; the norm of a gradient that overflowed is null, as is every number that is not
+    finite. `beside` is what is planned of the step. Lines of an evaluation have time, step, valid_loss, and
+    valid_samples and valid_tokens, which it is over.
     """
 
     def __init__(self, folder: Path, beside: Callable[[Parts, StepResult], dict[str, float]] | None = None) -> None:
@@ -61,10 +65,11 @@ class Metrics(Hook):
         """Write the step's line."""
         self._write(step_record(parts, result) | (self.beside(parts, result) if self.beside else {}))
 
-    def evaluation(self, step: int, name: str, loss: float) -> None:
-        """Write the line of an evaluation, unless a resumed run has it already."""
+    def evaluation(self, step: int, name: str, loss: float, samples: int, tokens: int) -> None:
+        """Write the line of an evaluation over so many samples, unless a resumed run has it already."""
         if (step, f"{name}_loss") not in self.known:
-            self._write({"step": step, f"{name}_loss": loss})
+            over = {f"{name}_samples": samples, f"{name}_tokens": tokens}
+            self._write({"step": step, f"{name}_loss": loss, **over})
 
     def owes(self, step: int, name: str) -> bool:
         """Return whether a resumed run made a step and did not evaluate after it. Rank 0 knows."""
@@ -77,7 +82,8 @@ class Metrics(Hook):
         self._release()
 
     def _write(self, record: dict[str, Any]) -> None:
-        text = strict_json.dumps(record) + "\n"
+        now = datetime.now(UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z")
+        text = strict_json.dumps({"time": now, **record}) + "\n"
         if self.file is not None:
             self._try(lambda: self._append(text))
 
@@ -110,8 +116,7 @@ def step_record(parts: Parts, result: StepResult) -> dict[str, Any]:
     """A step as a record of the metrics file."""
     run, world = parts.run, parts.world
     seconds = result.seconds
-    flops = {c: flops_of_token(run, causal=c) * result.computed for c in (True, False)}
-    rate = flops[True] / seconds["step"] / world.size
+    rate = result.flops / seconds["step"] / world.size
     record: dict[str, Any] = {
         "step": result.step,
         "loss": result.loss,
@@ -120,12 +125,14 @@ def step_record(parts: Parts, result: StepResult) -> dict[str, Any]:
         "tokens": result.tokens,
         "batch_size": result.batch_size,
         "samples": result.consumed_samples,
-        "tokens_per_s": result.computed / seconds["step"],
+        "tokens_per_s": result.read / seconds["step"],
         **{f"{name}_s": round(value, 6) for name, value in seconds.items()},
         "data_wait_share": round(result.data_wait_share, 6),
-        "model_flops": flops[True],
+        "model_flops": result.flops,
         "tflops_per_rank": rate / 1e12,
     }
+    if may_pad(run):
+        record["padding_share"] = round(result.padding_share, 6)
     if run.trainer.z_loss_coeff:
         record["z_loss"] = result.z_loss
     if run.log.token_accuracy:
@@ -137,7 +144,7 @@ def step_record(parts: Parts, result: StepResult) -> dict[str, Any]:
     peak = run.cluster.peak_tflops.get(run.precision.multiplies_in)
     if peak:
         record["mfu"] = rate / (peak * 1e12)
-        record["mfu_full"] = record["mfu"] * flops[False] / flops[True]
+        record["mfu_full"] = record["mfu"] * result.full_flops / result.flops
     other, form = run.cluster.peak_tflops.get(run.precision.format), run.precision.format
     if other and form != run.precision.multiplies_in:
         record[f"mfu_{form}"] = rate / (other * 1e12)
@@ -157,52 +164,59 @@ class Evaluation(Hook):
 
     def start(self, parts: Parts) -> None:
         """Evaluate where a resumed run was stopped, or ended, before it had done so after its last step."""
-        if self._is_due(parts) and parts.state.step < parts.run.trainer.train_iters:
+        if self._is_due(parts) and parts.state.step < parts.run.trainer.steps:
             owes = self.metrics.owes(parts.state.step, "valid") if parts.world.is_rank0 else False
             if parts.world.tell("owes" if owes else "") == "owes":
                 self._evaluate(parts)
 
     def after_step(self, parts: Parts, result: StepResult) -> None:
-        """Evaluate every `trainer.eval_interval` steps."""
+        """Evaluate every `trainer.eval_interval` steps, and every `trainer.eval_minutes`."""
         # of several steps that are told at once, the model is that of the last
-        if result.step == parts.state.step and self._is_due(parts):
+        if result.step == parts.state.step and (self._is_due(parts) or parts.by_time.now & EVALUATE):
             self._evaluate(parts)
 
     def finish(self, parts: Parts) -> None:
         """Evaluate after the last step, unless that was just done; a run that was stopped is not at its end."""
-        if self.tried != parts.state.step and parts.state.step >= parts.run.trainer.train_iters:
+        if self.tried != parts.state.step and parts.state.step >= parts.run.trainer.steps:
             self._evaluate(parts)
 
     def _is_due(self, parts: Parts) -> bool:
         interval = parts.run.trainer.eval_interval
         step = parts.state.step
-        return interval is not None and step > 0 and step % interval == 0
+        return bool(interval) and step > 0 and step % (interval or 1) == 0
 
     def _evaluate(self, parts: Parts) -> None:
         """Evaluate, unless a rank is asked to stop before that is done; a resumed run makes up for it."""
         iters = parts.run.trainer.eval_iters
         self.tried = parts.state.step
+        parts.by_time.done(EVALUATE)
         if parts.valid_data is None or not iters:
             return
-        loss = None if parts.stops else evaluate(parts, parts.valid_data, iters, until_stop=True)
-        if loss is None:
+        found = None if parts.stops else summed(parts, parts.valid_data, iters, until_stop=True)
+        if found is None:
             parts.stops = True
             what = f"the evaluation of step {parts.state.step}"
-            if parts.state.step >= parts.run.trainer.train_iters:
+            if parts.state.step >= parts.run.trainer.steps:
                 what = "the run is finished, its last evaluation"
             self.progress.note(f"stopped on request: {what} is left out")
             return
+        nats, tokens = found
+        loss = nats / max(1, tokens)
+        samples = parts.valid_data.counted
         self.last = (parts.state.step, loss)
-        self.metrics.evaluation(parts.state.step, "valid", loss)
+        self.metrics.evaluation(parts.state.step, "valid", loss, samples, tokens)
         model = parts.run.model
         perplexity = f"perplexity {math.exp(min(loss, 700.0)):.1f}" if family_of(model).tokens_alone(model) else ""
         over = "; ".join(filter(None, (perplexity, model.padding_in_words)))
         said = f"validation loss {loss:.4f}" + (f" ({over})" if over else "")
-        self.progress.note(f"step {parts.state.step}: {said}")
+        asked = iters * parts.run.trainer.batch
+        few = f", all that there are of {asked} that are asked for" if samples < asked else ""
+        self.progress.note(f"step {parts.state.step}: {said} over {samples} samples{few}")
 
 
 class Checkpoints(Hook):
-    """State on disk every `checkpoint.save_interval` steps, at the end, and when a stop is asked.
+    """State on disk every `checkpoint.save_interval` steps and `checkpoint.save_minutes`, at the end, and when a stop
+    is asked.
 
     Also after an error of another hook, where every rank can take part.
     """
@@ -219,14 +233,15 @@ class Checkpoints(Hook):
         self.saved_step = parts.state.step
 
     def after_step(self, parts: Parts, result: StepResult) -> None:
-        """Save at the interval."""
+        """Save at the interval, or when it is time."""
         interval = parts.run.checkpoint.save_interval
-        if interval and result.step % interval == 0:
+        timely = bool(parts.by_time.now & SAVE) and result.step == parts.state.step
+        if timely or (interval and result.step % interval == 0):
             self._save(parts)
 
     def finish(self, parts: Parts) -> None:
         """Save the last state."""
-        stopped = parts.state.step < parts.run.trainer.train_iters
+        stopped = parts.state.step < parts.run.trainer.steps
         # a run that is stopped before its first step has something to resume from, too
         unsaved = self.saved_step != parts.state.step or parts.state.step == 0
         if (parts.run.checkpoint.save_final or stopped) and unsaved:
@@ -240,6 +255,7 @@ class Checkpoints(Hook):
     def _save(self, parts: Parts) -> None:
         self.path = ckpt_state.save(self.root, parts.run, parts.world, parts.state, self.data_facts)
         self.saved_step = parts.state.step
+        parts.by_time.done(SAVE)
         if not parts.world.is_rank0:  # of thousands of ranks one looks at the files of all
             return
         size = ""

@@ -21,6 +21,7 @@ from mtrain.plan.compare import (
 )
 from mtrain.train.progress import Progress
 from mtrain.train.step import Parts, StepResult
+from mtrain.train.tally import may_pad
 from mtrain.train.trainer import Hook
 from mtrain.units import bytes_, count, duration
 
@@ -106,7 +107,8 @@ def _ahead(parts: Parts, plan: dict[str, Any]) -> str:
     run, words = parts.run, []
     if plan["step_s"] is not None:
         rate = count(run.trainer.batch * run.data.length / plan["step_s"])
-        words.append(f"a step of {duration(plan['step_s'])}, {rate} tokens/s")
+        full = " where samples are full" if may_pad(run) else ""
+        words.append(f"a step of {duration(plan['step_s'])}, {rate} tokens/s{full}")
     if counts_memory(run):
         peaks = plan["peak_bytes_by_stage"]
         stage = max(range(len(peaks)), key=peaks.__getitem__)

@@ -22,7 +22,7 @@ class Progress(Hook):
         if choice == "auto":
             choice = "live" if sys.stdout.isatty() else "plain"
         self.choice = choice if speaks else "none"
-        self.interval, self.goal = run.log.interval, run.trainer.train_iters
+        self.interval, self.goal = run.log.interval, run.trainer.steps
         self.z_loss, self.accuracy = bool(run.trainer.z_loss_coeff), run.log.token_accuracy
         self.grows = len(stages(run)) > 1
         self.began, self.first_step = 0.0, 0
@@ -76,7 +76,7 @@ class Progress(Hook):
         done = result.step - self.first_step
         left = (time.monotonic() - self.began) / done * (self.goal - result.step)
         batch = f"batch {result.batch_size}  " if self.grows else ""
-        rate = units.count(result.computed / result.seconds["step"])
+        rate = units.count(result.read / result.seconds["step"])
         norm = f"grad norm {result.grad_norm:.3f}"
         if not result.updated:
             at = "" if result.loss_scale is None else f" at loss scale {result.loss_scale:g}"
@@ -84,7 +84,8 @@ class Progress(Hook):
         told = f"z-loss {result.z_loss:.2e}  " if self.z_loss else ""
         told += f"accuracy {result.token_accuracy:.3f}  " if self.accuracy else ""
         wait = f"data wait {100 * result.data_wait_share:.1f}%"
+        padding = f"padding {100 * result.padding_share:.1f}%  " if result.read < result.positions else ""
         return (
-            f"loss {result.loss:.4f}  {told}{norm}  lr {result.lr:.2e}  {batch}{rate} tokens/s  {wait}  "
+            f"loss {result.loss:.4f}  {told}{norm}  lr {result.lr:.2e}  {batch}{rate} tokens/s  {padding}{wait}  "
             f"{units.seconds(left)} left"
         )

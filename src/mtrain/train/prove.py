@@ -49,8 +49,8 @@ def observe(
         recorder = Recorder(parts, by_document=by_document) if traced else None
         record_gradients(parts, folder / "gradients")
         results = []
-        for made in range(run.trainer.train_iters):
-            if resumed and made and made == run.trainer.train_iters // 2:
+        for made in range(run.trainer.steps):
+            if resumed and made and made == run.trainer.steps // 2:
                 parts = _resumed(parts, folder / MIDDLE, splits, by_document)
                 if recorder is not None:
                     recorder.follow(parts)

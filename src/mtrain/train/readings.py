@@ -15,8 +15,12 @@ from mtrain.world.init import World
 
 AHEAD = 1
 """Steps that the device may be behind: while it works on one, the host gives it the next."""
-ROW = 8
+ROW = 12
 """Numbers of a row, each in 8 bytes."""
+
+
+REPORT = 10
+"""Numbers of `summed_report`. Where the host did not wait for the gradient's norm, the norm comes behind them."""
 
 
 class Means(NamedTuple):
@@ -28,26 +32,42 @@ class Means(NamedTuple):
     """Ranks that want to stop."""
     z_loss: float
     token_accuracy: float
+    due: int
+    """What the clock of rank 0 asks for; see `mtrain.train.by_time`."""
+    read: int
+    """Tokens that are there, predicted from or not: without padding."""
+    flops: float
+    """Model FLOPs of them, with half of attention."""
+    full_flops: float
+    """The same with all of attention."""
 
     @classmethod
     def of(cls, row: Sequence[float]) -> Means:
         """From the numbers of `summed_report`."""
-        total, count, tokens, z_loss, hits, stops = row[:6]
+        total, count, tokens, z_loss, hits, stops, due, read, flops, full_flops = row[:REPORT]
         count = max(1.0, count)
-        return cls(total / count, int(tokens), int(stops), z_loss / count, hits / max(1.0, tokens))
+        found = total / count, int(tokens), int(stops), z_loss / count, hits / max(1.0, tokens)
+        return cls(*found, int(due), int(read), flops, full_flops)
 
 
-def summed_report(world: World, reports: Sequence[torch.Tensor], stop: bool) -> torch.Tensor:
-    """The reports of `sum_loss` and how many ranks want to stop, added up over all ranks in one all-reduce.
+def summed_report(
+    world: World, reports: Sequence[torch.Tensor], stop: bool, due: int = 0, work: Sequence[float] = ()
+) -> torch.Tensor:
+    """The reports of `sum_loss`, how many ranks want to stop, and the `work` of this rank: the tokens that it alone
+    counts, and their model FLOPs with half and with all of attention. Added up over all ranks in one all-reduce.
+
+    `due` is what the clock of rank 0 asks for, and 0 on all other ranks.
 
     Returns:
-        fp64 [6] on the device: loss, count, predictions that count, z-losses, hits, ranks that want to stop.
+        fp64 [10] on the device: loss, count, predictions that count, z-losses, hits, ranks that want to stop, `due`,
+        work.
     """
-    values = torch.zeros(6, dtype=torch.float64, device=world.torch_device)
+    values = torch.zeros(REPORT, dtype=torch.float64, device=world.torch_device)
     if reports and world.coords["tp"] == 0:
         found = torch.stack([r.double() for r in reports]).sum(0)
         values[: len(found)] = found
-    values[5] = float(stop)
+    for place, number in enumerate((float(stop), float(due), *work), 5):
+        values[place] = number
     begin_phase("report")
     dist.all_reduce(values)
     return values

@@ -6,10 +6,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
-from mtrain.train.readings import Clock, Means, Reading
-
-REPORT = 6
-"""The length of `summed_report`. Where the host did not wait for the gradient's norm, the norm comes after it."""
+from mtrain.train.readings import REPORT, Clock, Means, Reading
 
 
 @dataclass(frozen=True)
@@ -37,13 +34,21 @@ class StepResult:
     """True where skipping updates lowers the loss scale: there is one, above its floor."""
     tokens: int
     """Predictions that count."""
-    computed: int
-    """Tokens that speed counts: the same, or all of the samples where some of them alone are learned."""
+    read: int
+    """Tokens that are there, predicted from or not: those that speed counts."""
+    positions: int
+    """The same with what pads samples."""
+    flops: float
+    """Model FLOPs of the tokens that are there, each attending to half of its document."""
+    full_flops: float
+    """The same with all of attention."""
     batch_size: int
     """Samples that it took."""
     consumed_samples: int
     stop: bool
     """A rank was asked to stop."""
+    due: int = 0
+    """What the clock of rank 0 asked for before this step; see `mtrain.train.by_time`."""
     seconds: dict[str, float] = field(default_factory=dict)
     """Time of this rank by phase: data, forward_backward, optimizer, and all of the step; data_wait: the part of data
     in which samples were waited for that were not read yet."""
@@ -51,6 +56,11 @@ class StepResult:
     def result(self) -> StepResult:
         """Return itself: the device has ended this step, other than one that is `Launched`."""
         return self
+
+    @property
+    def padding_share(self) -> float:
+        """The share of positions that hold no token."""
+        return 1 - self.read / self.positions
 
     @property
     def data_wait_share(self) -> float:
@@ -71,12 +81,16 @@ class Launched:
         """True where a rank was asked to stop before this step; waits for the end of the step."""
         return Means.of(self._reading.read()).stops > 0
 
+    @cached_property
+    def due(self) -> int:
+        """What the clock of rank 0 asked for before this step; waits for the end of the step."""
+        return Means.of(self._reading.read()).due
+
     def result(self) -> StepResult:
         """The result of the step; waits for its end."""
         row = self._reading.read()
         means = Means.of(row)
         known = dict(self._known)
-        known["computed"] = known["computed"] or means.tokens
         if len(row) > REPORT:
             known["grad_norm"] = row[REPORT]
         return StepResult(
@@ -84,7 +98,11 @@ class Launched:
             z_loss=means.z_loss,
             token_accuracy=means.token_accuracy,
             tokens=means.tokens,
+            read=means.read,
+            flops=means.flops,
+            full_flops=means.full_flops,
             stop=means.stops > 0,
+            due=means.due,
             seconds=self._clock.seconds(),
             **known,
         )

@@ -59,7 +59,8 @@ def _scored(sampler: Sampler, sequences: list[list[int]]) -> torch.Tensor:
         chosen = whole.gather(-1, labels).squeeze(-1)
         return torch.stack([chosen - whole.logsumexp(-1), (chosen == whole.amax(-1)).float()])
 
-    values = sampler.forward(padded[:, :-1].contiguous(), positions, take, {})
+    lengths = [len(ids) - 1 for ids in sequences]
+    values = sampler.forward(padded[:, :-1].contiguous(), positions, take, {}, lengths)
     told = torch.zeros((2, len(sequences), length), dtype=torch.float64, device=device)
     if values is not None and sampler.world.rank == sampler.grid.rank_of(pp=sampler.grid.pp - 1):
         told += values.double()

@@ -18,18 +18,22 @@ from mtrain.config.batches import Stage, samples_of, size_after, stages
 from mtrain.config.run import RunConfig
 from mtrain.data.batch import GlobalBatches, MicroBatch
 from mtrain.mcore import api as mcore
+from mtrain.mcore.balance import ROUTER_LOSS_SHARE
 from mtrain.mcore.cuda_graphs import whole_steps
+from mtrain.mcore.language_model import FURTHER_LOSS_SHARES
 from mtrain.mcore.optimizer_state import loss_scale
-from mtrain.mcore.patching import ROUTER_LOSS_SHARE
+from mtrain.mcore.padding import padding_is
 from mtrain.mcore.sharding import gathered
 from mtrain.models.registry import family_of
-from mtrain.train.feed import DOCUMENTS, Batch, Feed, Needs, Place, documents_of, needs_of
+from mtrain.train.by_time import ByTime
+from mtrain.train.feed import DOCUMENTS, Batch, Feed, Needs, Place, counts_tokens, documents_of, needs_of
 from mtrain.train.readings import AHEAD, Board, Clock, Means, Reading, summed_report
 from mtrain.train.readings import reduce_report as reduce_report
 from mtrain.train.result import Launched
 from mtrain.train.result import StepResult as StepResult
 from mtrain.train.ring import Ring
 from mtrain.train.stopping import StopRequest
+from mtrain.train.tally import TALLY, Flops, may_pad
 from mtrain.world.heartbeat import begin_phase, begin_step
 from mtrain.world.init import World
 
@@ -53,6 +57,11 @@ class Parts:
     stops: bool = False
     """All ranks know that one was asked to stop: the run ends here."""
 
+    @cached_property
+    def by_time(self) -> ByTime:
+        """What is done every so many minutes."""
+        return ByTime(self.run)
+
     @property
     def stop_requested(self) -> bool:
         """True once this rank was asked to stop."""
@@ -74,18 +83,23 @@ class Parts:
         return stages(self.run)
 
     @cached_property
-    def needs(self) -> Needs:
+    def flops(self) -> Flops:
+        """What counts the work of documents."""
+        return Flops(self.run)
+
+    def needs(self, data: GlobalBatches) -> Needs:
         """What of its samples this rank's stages use."""
-        return needs_of(self.run, self.state.chunks)
+        return needs_of(self.run, self.state.chunks, padded=data.pads or may_pad(self.run))
 
     @cached_property
     def feed(self) -> Feed:
         """The way of the training samples to the steps."""
         plan = self.batch_sizes
-        end = samples_of(plan, self.run.trainer.train_iters)
+        end = samples_of(plan, self.run.trainer.steps)
         prefetch = self.run.data.prefetch
         ring = Ring.of(self.world.device, prefetch)
-        return Feed(self.train_data, self.world, self.needs, partial(_next_step, plan, end), prefetch, ring)
+        following, needs = partial(_next_step, plan, end), self.needs(self.train_data)
+        return Feed(self.train_data, self.world, needs, following, prefetch, ring)
 
     @cached_property
     def pipeline(self) -> Callable[..., Any]:
@@ -98,7 +112,7 @@ class Parts:
     def begin(self) -> None:
         """Begin to read for the next step."""
         consumed = self.state.consumed_samples
-        if self.state.step < self.run.trainer.train_iters:
+        if self.state.step < self.run.trainer.steps:
             self.feed.expect(consumed, size_after(self.batch_sizes, consumed))
 
     def close(self) -> None:
@@ -125,7 +139,6 @@ def launch_step(parts: Parts, *, stop_requested: bool) -> Launched:
         batches = parts.feed.take(state.consumed_samples, size)
     clock.waited_s = parts.feed.waited_s
     with clock.phase("forward_backward"):
-        _share_of_router_losses(parts, batches, size)
         reports = gradients(parts, batches)
     begin_phase("optimizer")
     scale, may_fall = loss_scale(state.optimizer) or (None, False)
@@ -133,7 +146,9 @@ def launch_step(parts: Parts, *, stop_requested: bool) -> Launched:
         updated, norm, lr = update(state, parts.run.optim.schedule_counts)
     state.step += 1
     state.consumed_samples += size
-    values = summed_report(parts.world, reports, stop_requested or parts.stop_requested)
+    work = parts.flops.of(batch[TALLY] for batch in batches) if reads(parts) else ()
+    due = parts.by_time.asks(parts.world.rank)
+    values = summed_report(parts.world, reports, stop_requested or parts.stop_requested, due, work)
     if isinstance(norm, torch.Tensor):
         values = torch.cat([values, norm.reshape(1).to(values)])
     clock.stop()  # before the reading, which waits for its own moment: the clock's are then past, too
@@ -146,7 +161,7 @@ def launch_step(parts: Parts, *, stop_requested: bool) -> Launched:
         "skipped_updates": state.skipped_updates,
         "loss_scale": scale,
         "loss_scale_may_fall": may_fall,
-        "computed": 0 if _predicts_all(parts.run) else size * parts.run.data.length,
+        "positions": size * parts.run.data.length,
         "batch_size": size,
         "consumed_samples": state.consumed_samples,
     }
@@ -158,33 +173,52 @@ def gradients(parts: Parts, batches: Sequence[Batch]) -> list[torch.Tensor]:
     for chunk in parts.state.chunks:
         chunk.zero_grad_buffer()
     parts.state.optimizer.zero_grad()
+    _share_out(parts, batches)
     return run_schedule(parts, batches, forward_only=False)
 
 
-def _predicts_all(run: RunConfig) -> bool:
-    return family_of(run.model).predicts_all and run.data.kind != "sft"
+def reads(parts: Parts) -> bool:
+    """Whether this rank counts samples for all that have the same, or are other stages of the model."""
+    run, coords = parts.run, parts.world.coords
+    first = all(coords[axis] == 0 for axis in ("tp", "cp")) and coords["pp"] == parts.world.grid.pp - 1
+    # of dynamic context parallelism every rank reads all samples
+    return first and (coords["dp"] == 0 or not run.parallel.hybrid_context_parallel)
 
 
-def _share_of_router_losses(parts: Parts, batches: Sequence[Batch], size: int) -> None:
-    """Keep losses of routers and indexers, which add up over all tokens, averages where a step is divided by less.
+def _share_out(parts: Parts, batches: Sequence[Batch]) -> None:
+    """Keep losses beside that of the next token averages over their own tokens, where a step is divided by its own.
 
-    A step of chats is divided by the tokens that are learned, or by samples or sequences: without this a balancing
-    loss would weigh several times what its coefficient says.
+    Those of routers and indexers add up over all tokens that are there; those of further tokens over their
+    predictions, of which short documents have fewer. Without this each would weigh more or less than its coefficient
+    says. What each is multiplied by stays on the device, in one place, where graphs find it.
     """
     run, world = parts.run, parts.world
-    adds_up = run.model.moe is not None or run.model.dsa is not None
-    if not adds_up or (run.data.kind != "sft" and run.trainer.loss_average == "token"):
+    depths = parts.train_data.depths
+    if not depths and not (counts_tokens(run) and _leaves_out(run)):
         return
-    reads = world.coords["tp"] == 0 and world.coords["pp"] == world.grid.pp - 1
-    if run.parallel.hybrid_context_parallel:  # every rank reads all samples
-        reads = reads and world.coords["dp"] == 0
-    count = torch.zeros((), dtype=torch.float64, device=world.torch_device)
-    for batch in batches if reads else ():
-        count += batch.get("loss_counts", batch["loss_mask"]).sum()
-    dist.all_reduce(count)
-    share = float(count) / (size * run.data.length)
+    values = torch.zeros(2 + depths, dtype=torch.float64, device=world.torch_device)
+    if reads(parts):
+        tallies = [batch[TALLY] for batch in batches]
+        tokens = sum(int(tally.lengths(run.data.length).sum()) for tally in tallies)
+        further = (sum(counts) for counts in zip(*(tally.further for tally in tallies), strict=True))
+        for place, number in enumerate((sum(tally.losses for tally in tallies), tokens, *further)):
+            values[place] = float(number)
+    dist.all_reduce(values)
+    shares = torch.where(values[1:] > 0, values[0] / values[1:], 0.0).float()
     for chunk in parts.state.chunks:
-        setattr(chunk.config, ROUTER_LOSS_SHARE, share)
+        for name, share in ((ROUTER_LOSS_SHARE, shares[0]), (FURTHER_LOSS_SHARES, shares[1:])):
+            held = getattr(chunk.config, name, None)
+            if held is None:
+                setattr(chunk.config, name, share.clone())
+            else:
+                held.copy_(share)
+
+
+def _leaves_out(run: RunConfig) -> bool:
+    """Whether a step may be divided by something else than its tokens."""
+    d = run.data
+    whole = d.kind in ("text", "indexed", "mock") and not d.packed and not d.eod_mask_loss
+    return not (whole and run.trainer.loss_average == "token" and family_of(run.model).predicts_all)
 
 
 def update(state: TrainState, counts: str) -> tuple[bool, float | torch.Tensor, float]:
@@ -206,24 +240,25 @@ def update(state: TrainState, counts: str) -> tuple[bool, float | torch.Tensor, 
     return bool(updated), norm if isinstance(norm, torch.Tensor) else float(norm), lr
 
 
-def evaluate(parts: Parts, data: GlobalBatches, iters: int, *, until_stop: bool = False) -> float | None:
-    """Mean cross entropy per token over the first `iters` global batches of `data`, in nats; see `summed`."""
-    found = summed(parts, data, iters, until_stop=until_stop)
+def evaluate(parts: Parts, data: GlobalBatches, iters: int) -> float | None:
+    """Mean cross entropy per token over the first `iters` global batches of an evaluation, in nats; see `summed`."""
+    found = summed(parts, data, iters)
     return None if found is None else found[0] / max(1, found[1])
 
 
 def summed(parts: Parts, data: GlobalBatches, iters: int, *, until_stop: bool = False) -> tuple[float, int] | None:
-    """The cross entropy of the first `iters` global batches of `data` in nats, and the tokens that it is over.
+    """The cross entropy of the first `iters` global batches of an evaluation in nats, and the tokens that it is over.
 
-    With `until_stop`, None as soon as a rank was asked to stop. Training goes on with the random numbers that it
-    would have had: a router may draw in an evaluation too.
+    There are as many batches as its samples fill. With `until_stop`, None as soon as a rank was asked to stop.
+    Training goes on with the random numbers that it would have had: a router may draw in an evaluation too.
     """
     size = parts.run.trainer.batch
+    iters = iters if data.limit is None else min(iters, data.steps)
     found = _Sum()
     plan = (Stage(0, size),)
     following = partial(_next_step, plan, iters * size)
     prefetch = parts.run.data.prefetch
-    feed = Feed(data, parts.world, parts.needs, following, prefetch, parts.valid_ring)
+    feed = Feed(data, parts.world, parts.needs(data), following, prefetch, parts.valid_ring)
     behind = AHEAD if parts.world.device.runs_ahead else 0
     with closing(feed), gathered(parts.state.chunks), generators_kept(parts.world), torch.no_grad():
         for chunk in parts.state.chunks:
@@ -307,8 +342,10 @@ def forward_step(iterator: Iterator[Batch], model: Any) -> tuple[torch.Tensor, A
     packed = packed_params(batch.get("cu_seqlens"))
     if packed is not None:
         packed.max_seqlen_q = packed.max_seqlen_kv = documents_of(batch).longest
-    own = {key: value for key, value in batch.items() if key not in (*MicroBatch.__annotations__, DOCUMENTS)}
-    output = model(tokens, places, None, labels=labels, loss_mask=mask, packed_seq_params=packed, **own)
+    listed = (*MicroBatch.__annotations__, DOCUMENTS, TALLY)
+    own = {key: value for key, value in batch.items() if key not in listed}
+    with padding_is(batch.get("padding")):
+        output = model(tokens, places, None, labels=labels, loss_mask=mask, packed_seq_params=packed, **own)
     return output, partial(sum_loss, mask, batch.get("loss_counts"))
 
 

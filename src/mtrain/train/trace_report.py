@@ -4,14 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import asdict
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from mtrain.config.run import RunConfig
 from mtrain.layout.grid import RankGrid
 from mtrain.models.rank import Rank
 from mtrain.plan.rank import StageMemory, stage_memories
 from mtrain.train.recorder import HOST
-from mtrain.train.trace import Traced
+
+if TYPE_CHECKING:
+    from mtrain.train.trace import Traced
 
 SAVED = ("activations", "loss", "recompute")
 """Parts of the plan that autograd keeps."""

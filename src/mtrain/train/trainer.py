@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import ExitStack, suppress
 
 from mtrain.config.run import RunConfig
@@ -91,13 +91,14 @@ class Trainer:
                     self._call(hook, "on_error", self.parts, error, saveable=saveable)
                 raise
         if stopped:
-            step, goal = self.parts.state.step, self.parts.run.trainer.train_iters
+            step, goal = self.parts.state.step, self.parts.run.trainer.steps
             raise Preempted(f"stopped on request after step {step} of {goal}")
 
     def _steps(self) -> bool:
         """All steps with their hooks; whether it was a stop that ended them."""
-        parts, state, goal = self.parts, self.parts.state, self.parts.run.trainer.train_iters
+        parts, state, goal = self.parts, self.parts.state, self.parts.run.trainer.steps
         self.between_steps = True
+        parts.by_time.begin()
         for hook in self.hooks:
             self._call(hook, "start", parts)
         make = launch_step if parts.world.device.runs_ahead else train_step
@@ -112,9 +113,11 @@ class Trainer:
             waits = self._waits()
             known = self.launched if waits else self.launched[:-AHEAD]
             parts.stops = any(step.stop for step in known)
-            if waits or parts.stops:
+            parts.by_time.now = due_after(known)
+            between = self._works_between()  # hooks clear what was due
+            if waits or parts.stops or between:
                 self._tell()
-            stopped = parts.stops or (self._works_between() and self._asked())
+            stopped = parts.stops or (between and self._asked())
         for hook in self.hooks:
             self._call(hook, "finish", parts)
         return stopped and state.step < goal
@@ -124,7 +127,7 @@ class Trainer:
         parts = self.parts
         run = parts.run
         step = parts.state.step
-        if not parts.world.device.runs_ahead or step == run.trainer.train_iters or step % run.log.interval == 0:
+        if not parts.world.device.runs_ahead or step == run.trainer.steps or step % run.log.interval == 0:
             return True
         if len(self.launched) == MOST_BEHIND:
             return True
@@ -134,12 +137,13 @@ class Trainer:
         """Return whether the run evaluates or saves after this step, which may take long."""
         run = self.parts.run
         step = self.parts.state.step
-        return any(every and step % every == 0 for every in (run.trainer.eval_interval, run.checkpoint.save_interval))
+        every = run.trainer.eval_interval, run.checkpoint.save_interval
+        return bool(self.parts.by_time.now) or any(steps and step % steps == 0 for steps in every)
 
     def _asked(self) -> bool:
         """Return whether a rank was asked to stop, the same on every rank; all ranks call it together."""
         parts = self.parts
-        return parts.state.step < parts.run.trainer.train_iters and bool(
+        return parts.state.step < parts.run.trainer.steps and bool(
             reduce_report(parts.world, (), parts.stop_requested).stops
         )
 
@@ -200,6 +204,14 @@ class Trainer:
         return self.parts.world.all_reach(f"failed/{self.parts.state.step}", AGREE_S)
 
 
+def due_after(steps: Iterable[Launched | StepResult]) -> int:
+    """Return what is due after steps, of which any may have been the first that asked for it."""
+    due = 0
+    for step in steps:
+        due |= step.due
+    return due
+
+
 def reason(error: BaseException) -> str:
     """An error in one line: its kind, where that says more than its text, and the text."""
     text = (str(error).strip().splitlines() or [""])[0]
@@ -221,7 +233,7 @@ def check_updates(result: StepResult, run: RunConfig) -> None:
     p, skipped = run.precision, result.skipped_updates
     if result.loss_scale is None or result.loss_scale_may_fall:
         return
-    if skipped >= min(p.max_skipped_updates, run.trainer.train_iters):
+    if skipped >= min(p.max_skipped_updates, run.trainer.steps):
         raise TrainingError(
             f"step {result.step}: the gradient overflowed and the last {skipped} updates were skipped, with a loss "
             f"scale of {result.loss_scale:g} that falls no further (precision.min_loss_scale={p.min_loss_scale:g}, "

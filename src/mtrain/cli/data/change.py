@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from mtrain import strict_json
 from mtrain.cli.data.tokenize import one_of, prefix_of
@@ -14,6 +14,9 @@ from mtrain.cli.words import Word, number, yes
 from mtrain.config.paths import user_path
 from mtrain.errors import ConfigError, Problem, say
 from mtrain.units import count
+
+if TYPE_CHECKING:
+    import numpy as np
 
 OUT = {"out": Word(None, user_path), "overwrite": Word(False, yes, "true or false", "overwrite=true")}
 WHOLE = number(int, 0, 1 << 62)
@@ -75,19 +78,41 @@ def sample(argv: Sequence[str], *, as_json: bool) -> int:
     }
     values, (prefix,) = read_arguments(argv, {**OUT, **more}, usage, most=1)
     out = prefix_of(needs(values, "out", usage))
-    from mtrain.data.preprocess.derive import drawn, opened, write
+    from mtrain.data.preprocess.derive import document_lengths, drawn, opened, write
 
     one, many = opened(prefix), _how_many(values)
-    if "share" in many:
-        many = {"tokens": int(many["share"] * one.dataset.num_tokens)}
+    name, wanted = next(iter(many.items()))
+    if name == "share":
+        many = {"tokens": int(wanted * one.dataset.num_tokens)}
     documents = drawn(one, values["seed"], many.get("documents"), many.get("tokens"))
+    lengths = document_lengths(one)
     if not len(documents):
-        name = next(iter(many))
-        rule = f"no document fits; there are {one.dataset.num_documents} with {one.dataset.num_tokens} tokens"
-        raise ConfigError([Problem("MT605", name, many[name], rule, "documents=1", "command line")])
+        held = f"there are {len(lengths)} documents with {one.dataset.num_tokens} tokens"
+        least = int(lengths.min()) if len(lengths) else 0
+        rule = f"{held}, and the shortest has {least}" if len(lengths) else "the corpus has no document"
+        fix = f"tokens={least}, or documents=1" if len(lengths) else "a corpus with documents"
+        raise ConfigError([Problem("MT605", name, wanted, rule, fix, "command line")])
     how = {"by": "sample", "seed": values["seed"], **many}
     _said(out, write(out, [(one, documents)], how, overwrite=values["overwrite"]), as_json)
+    if not as_json and (less := _less(lengths, documents, many)):
+        say(less)
     return 0
+
+
+def _less(lengths: np.ndarray, documents: np.ndarray, many: Mapping[str, int]) -> str:
+    """Why a sample has less than was asked for; empty where it has all."""
+    import numpy as np
+
+    if "documents" in many:
+        asked = many["documents"]
+        return f"{asked} documents were asked for, and these are all" if len(documents) < asked else ""
+    missing = many["tokens"] - int(lengths[documents].sum())
+    if not missing:
+        return ""
+    left_out = np.delete(lengths, documents)
+    left_out = left_out[left_out > 0]
+    why = f"the shortest document left out has {int(left_out.min())}" if len(left_out) else "these are all documents"
+    return f"{missing} tokens fewer than the {many['tokens']} that were asked for: {why}"
 
 
 def _how_many(values: Mapping[str, Any]) -> dict[str, Any]:

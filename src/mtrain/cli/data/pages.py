@@ -32,6 +32,10 @@ DATA_PAGES: dict[str, Page] = {
             ("workers=N", "processes (all cores); the bytes are the same with any number"),
             ("max_rejects=N", "records that may be left out: bad JSON, encoding, no key (1000)"),
             ("max_document=MIB", "size of the largest document (64)"),
+            (
+                "ignored_keys=KEY",
+                "a key weight, loss, train or loss_mask that does not say whether a record is learned",
+            ),
             ("fresh=true", "begin again where a killed run left something"),
             ("overwrite=true", "replace a corpus of this name"),
             (
@@ -128,7 +132,7 @@ DATA_PAGES: dict[str, Page] = {
         (
             *_PREFIX,
             ("documents=N", "so many"),
-            ("tokens=N", "instead: so many tokens at most"),
+            ("tokens=N", "instead: so many tokens at most; a document too long for what is left is passed over"),
             ("share=X", "instead: this share of all tokens"),
             ("seed=N", "of what is drawn (0)"),
             *_OUT,

@@ -14,6 +14,7 @@ from mtrain.cli.data.words import as_words
 from mtrain.cli.setup import load
 from mtrain.cli.words import Word, number, read_words
 from mtrain.config.batches import asked
+from mtrain.config.model_tokenizer import model_tokenizer
 from mtrain.config.origins import COMMAND_LINE
 from mtrain.config.paths import user_path
 from mtrain.errors import ConfigError, Problem, Styled, in_a_line, say_page, say_styled
@@ -44,11 +45,12 @@ def preview(argv: Sequence[str], *, as_json: bool) -> int:
     if page is not None and os.path.lexists(page):
         rule = f"{page} is there already; nothing is written over"
         raise ConfigError([Problem("MT704", "html", str(page), rule, "--html FILE with another name", COMMAND_LINE)])
-    from mtrain.data import open_splits, prepare
+    from mtrain.data import open_splits, prepare_for_model
     from mtrain.train.preview import previewed
 
     part = values["split"]
-    splits = open_splits(run.data, run.model.vocab_size, run.trainer.seed, prepare(run.data), (part,), asked(run))
+    corpus = prepare_for_model(run.data, model_tokenizer(run), accept_changes=run.checkpoint.accept_changes)
+    splits = open_splits(run.data, run.model.vocab_size, run.trainer.seed, corpus, (part,), asked(run))
     remarks, found = splits.remarks(), previewed(run, splits, part, values["samples"])
     if page is not None:
         from mtrain.cli.data.preview_page import page_of

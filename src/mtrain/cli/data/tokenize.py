@@ -13,7 +13,7 @@ from typing import Any
 
 from mtrain import strict_json
 from mtrain.cli.data.words import needs, read_arguments
-from mtrain.cli.words import Word, number, yes
+from mtrain.cli.words import Word, number, texts, yes
 from mtrain.config.paths import user_path
 from mtrain.errors import ConfigError, Problem, say
 from mtrain.units import MIB, bytes_, count, seconds
@@ -48,6 +48,7 @@ WORDS = {
     "tokenizer": Word(None, user_path),
     "key": Word("text"),
     "template": Word(None),
+    "ignored_keys": Word((), texts, "a key, or a JSON list of keys", "ignored_keys=loss", many=True),
     "format": Word(None, one_of(*FORMATS), f"one of {', '.join(FORMATS)}", "format=jsonl"),
     "lines": Word(False, yes, "true or false", "lines=true"),
     "eod": Word(True, yes, "true or false", "eod=false"),
@@ -130,7 +131,13 @@ def reading_of(values: Mapping[str, Any]) -> Any:
     if values["template"] is not None and values["key"] != "text":
         rule = "a template names its keys; key= would have no effect"
         raise ConfigError([Problem("MT004", "key", values["key"], rule, "one of both", "command line")])
-    return reading(values["key"], values["template"], by_line=values["lines"], max_bytes=values["max_document"] * MIB)
+    return reading(
+        values["key"],
+        values["template"],
+        by_line=values["lines"],
+        max_bytes=values["max_document"] * MIB,
+        ignored=tuple(values["ignored_keys"]),
+    )
 
 
 def spec_of(values: Mapping[str, Any]) -> Any:

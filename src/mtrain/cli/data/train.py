@@ -21,7 +21,10 @@ WORDS = {
     "kind": Word("bpe", one_of("bpe", "wordpiece", "unigram"), "bpe, wordpiece or unigram", "kind=bpe"),
     "special": Word((), texts, "a text, or a JSON list of texts", 'special="<|endoftext|>"', many=True),
     "limit_mib": Word(1024, number(int, 1, 1 << 30), "MiB, a whole number of at least 1", "limit_mib=1024"),
-    **{name: OF_TOKENIZE[name] for name in ("key", "template", "format", "lines", "max_document", "lower_case")},
+    **{
+        name: OF_TOKENIZE[name]
+        for name in ("key", "template", "format", "lines", "max_document", "lower_case", "ignored_keys")
+    },
     "max_rejects": OF_TOKENIZE["max_rejects"],
 }
 END = "<|endoftext|>"

@@ -6,12 +6,13 @@ from collections import Counter
 from collections.abc import Sequence
 
 from mtrain import strict_json
+from mtrain.cli import weights
 from mtrain.cli.options import read_options
 from mtrain.cli.setup import settled
 from mtrain.config.dump import spell
 from mtrain.config.resolve import Machine, resolve
 from mtrain.errors import ConfigError, Problem, say_page, visible
-from mtrain.recipes.diff import ABSENT, Difference, differences, side
+from mtrain.recipes.diff import ABSENT, Difference, differences, overrides_of
 
 EQUAL, DIFFERENT = 0, 1
 """Exit codes, as those of diff."""
@@ -26,7 +27,10 @@ def diff(argv: Sequence[str]) -> int:
             [Problem("MT010", "", None, rule, "recipe diff llama3/8b_h100x8 runs/NAME", "command line")]
         )
     machine = Machine.here()
-    left, right = (resolve(settled(side(word), machine, None)[0].run, machine) for word in options.words)
+    left, right = (
+        resolve(settled(weights.composed(overrides_of([word])), machine, None)[0].run, machine)
+        for word in options.words
+    )
     found = differences(left, right)
     if options.as_json:
         rows = [{"key": d.key, "left": _plain(d.left), "right": _plain(d.right), "kind": d.kind} for d in found]

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import re
 import shlex
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from pathlib import Path
 
 from mtrain import strict_json
-from mtrain.cli.options import needed, read_options
+from mtrain.cli.options import Options, needed, read_options
+from mtrain.cli.recipe.capture import TIMEOUT_S, capture
 from mtrain.cli.recipe.new import describe, for_elsewhere, write_new
 from mtrain.config.files import STDIN, read_stdin
 from mtrain.config.load import UNSHOWN, refuse_hidden
@@ -16,48 +18,102 @@ from mtrain.config.paths import program
 from mtrain.config.resolve import Machine, resolve, world_size_of
 from mtrain.config.rules import check
 from mtrain.config.run import RunConfig
-from mtrain.config.validate import unfilled
+from mtrain.config.validate import MISSING, OPEN, unfilled
 from mtrain.config.watch import read_from, touches
 from mtrain.errors import ConfigError, Problem, say_page, visible
+from mtrain.plan.time.intervals import in_steps
 from mtrain.recipes.diff import overrides_of
 from mtrain.recipes.hf import import_config
-from mtrain.recipes.imported import Imported, name_of
-from mtrain.recipes.megatron import export_script, import_scripts, import_texts, read_texts
+from mtrain.recipes.imported import WHOLE, Imported, name_of
+from mtrain.recipes.megatron import export_script, import_commands, import_scripts, import_texts, read_texts
 from mtrain.recipes.megatron_yaml import import_yaml, is_yaml
+from mtrain.recipes.shell import read_calls
 from mtrain.recipes.write import delta, left_open, recipe_text
 
 OUT = {"-o": "--output", "--output": "--output"}
+CAPTURE, CONFIG = "--capture", "config.json"
+SCRIPTS = (".sh", ".bash", ".slurm", ".sbatch")
+FILES = (*SCRIPTS, ".txt", ".args", ".conf", ".json", ".yaml", ".yml")
 _ORDER = ("secret", "unreadable", "unknown", "not supported", "derived here", "no effect")
+INCOMPLETE = 2
+"""The exit code of a recipe that is left to be filled in."""
+UNFILLED, CHANGES = "MT702", "changes the numbers"
 USAGE = "recipe import train.sh [-o my.yaml] [overrides]; also a model_config.yaml, a config.json, or -- FLAGS"
 
 
 def import_(argv: Sequence[str]) -> int:
     """Prints, or writes with `-o`, a recipe; what found no place is listed on stderr."""
-    options = read_options(argv, (), OUT)
+    options = read_options(argv, (CAPTURE,), {**OUT, "--timeout": "--timeout"})
     files = [word for word in options.words if "=" not in word]
     extra = [word for word in options.words if "=" in word]
-    found = _read(files, extra, options.rest)
+    if CAPTURE in options.flags:
+        found = _captured(files, extra, options)
+    else:
+        found = _read(files, extra, options.rest)
     raw = found.run
     run, problems = _validated(raw, found.open)
-    sources = ", ".join(Path(name).name for name in files) or "a command line"
-    text = recipe_text(left_open(delta(raw), found.open), _about(run, sources, problems))
+    named = [word for word in options.rest or () if Path(word).is_file()] if CAPTURE in options.flags else files
+    sources = ", ".join(Path(name).name for name in named) or "a command line"
+    text = recipe_text(left_open(delta(raw), found.open), _about(found, run, sources, problems))
     out = options.values.get("--output")
     if out is not None:
         write_new(Path(out), text)
     if options.as_json:
         say_page(strict_json.dumps(_facts(found, text, problems, run.digest()), indent=2))
-        return 0
+        return INCOMPLETE if found.open else 0
     say_page(text if out is None else visible(f"wrote {out}: {program()} check recipe={out}"))
     for line in _report(found, problems):
         say_page(line, error=True)
-    return 0
+    return INCOMPLETE if found.open else 0
+
+
+def _file_of(name: str) -> str:
+    """The file that a word names: in a folder its config.json, or the one script in it.
+
+    Raises:
+        ConfigError: the folder holds neither, or the word is the name of a model on Hugging Face.
+    """
+    path = Path(name)
+    if path.is_dir():
+        found = (
+            [path / CONFIG] if (path / CONFIG).is_file() else sorted(p for p in path.iterdir() if p.suffix in SCRIPTS)
+        )
+        if len(found) == 1:
+            return str(found[0])
+        rule = f"{name} is a folder with {len(found)} scripts and no {CONFIG}; one file is imported"
+        fix = " or ".join(f"recipe import {p}" for p in found[:3]) or "name the script, or the folder of a model"
+        raise ConfigError([Problem("MT002", "", None, rule, fix, "command line")])
+    if (
+        re.fullmatch(r"[A-Za-z0-9][\w.-]*/[\w.-]+", name)
+        and not path.exists()
+        and not Path(name).suffix.endswith(FILES)
+    ):
+        folder = name.rpartition("/")[2]
+        rule = f"there is no file {name}; if it is the name of a model on Hugging Face, nothing is downloaded here"
+        fix = f"hf download {name} {CONFIG} --local-dir {folder}, then recipe import {folder}"
+        raise ConfigError([Problem("MT002", "", None, rule, fix, "command line")])
+    return name
+
+
+def _captured(files: Sequence[str], extra: Sequence[str], options: Options) -> Imported:
+    """What a command starts that is run."""
+    if files or not options.rest:
+        words = shlex.join(["bash", *files]) if files else "bash pretrain.sh"
+        rule = f"{CAPTURE} runs the command behind --"
+        fix = f"recipe import {CAPTURE} -- {words}"
+        raise ConfigError([Problem("MT010", "", None, rule, fix, "command line")])
+    seconds = options.values.get("--timeout", str(TIMEOUT_S))
+    if not re.fullmatch(r"[0-9]{1,6}(\.[0-9]+)?", seconds) or float(seconds) <= 0:
+        raise ConfigError(
+            [Problem("MT010", "", None, f"--timeout {seconds}: takes seconds", "--timeout 600", "command line")]
+        )
+    return capture(options.rest, extra, float(seconds))
 
 
 def _read(files: Sequence[str], extra: Sequence[str], words: Sequence[str] | None) -> Imported:
     if words is not None:
-        text = shlex.join(words)
-        refuse_hidden(text, "command line", UNSHOWN)
-        return import_texts([(text, "command line")], "imported", extra)
+        refuse_hidden(shlex.join(words), "command line", UNSHOWN)
+        return import_commands(read_calls([(words, "command line")]), "imported", "command line", extra)
     needed(files, USAGE)
     if list(files) == [STDIN]:
         text = read_stdin()
@@ -65,6 +121,7 @@ def _read(files: Sequence[str], extra: Sequence[str], words: Sequence[str] | Non
         if is_yaml(text):
             return import_yaml([(text, "stdin")], "imported", extra)
         return import_texts([(text, "stdin")], "imported", extra)
+    files = [_file_of(name) for name in files]
     configs = [name for name in files if name.endswith(".json")]
     if not configs:
         paths = [Path(name) for name in files]
@@ -77,14 +134,24 @@ def _read(files: Sequence[str], extra: Sequence[str], words: Sequence[str] | Non
     return import_config(Path(configs[0]), extra)
 
 
-def _about(run: RunConfig, sources: str, problems: Sequence[Problem]) -> dict[str, str]:
-    broken = ", ".join(dict.fromkeys(p.code for p in problems if p.severity == "error"))
-    report = f"does not pass here: {broken}" if broken else "composes and passes every rule; not trained"
+def _about(found: Imported, run: RunConfig, sources: str, problems: Sequence[Problem]) -> dict[str, str]:
+    """The words of a recipe about itself; those that follow from what is left to fill in are not said."""
     words = describe(run, f"imported from {sources} by mtrain recipe import")
+    broken = ", ".join(dict.fromkeys(p.code for p in problems if p.severity == "error" and p.code != UNFILLED))
+    report = f"does not pass here: {broken}" if broken else "composes and passes every rule; not trained"
+    other = [u.flag for u in found.unplaced if u.why == "not supported" and u.text.startswith(CHANGES)]
+    if other:
+        report += f"; other numbers than the script's, without {', '.join(other)}"
+    if WHOLE in found.open:
+        report = MISSING
+    elif found.open:
+        report = f"not complete: {', '.join(found.open)} left to fill in"
+    if any(key.startswith("parallel.") for key in found.open):
+        words |= {"title": f"{run.model.name}, not complete", "hardware": "Say here what it is for."}
     return {**words, "verified": report}
 
 
-def _validated(raw: RunConfig, left: Sequence[str]) -> tuple[RunConfig, list[Problem]]:
+def _validated(raw: RunConfig, left: Mapping[str, str]) -> tuple[RunConfig, list[Problem]]:
     """The resolved configuration and its problems; of keys `left` to fill in that alone is said."""
     machine, world_size = Machine.here(), world_size_of()
     made_from: dict[str, frozenset[str]] = {}
@@ -94,7 +161,17 @@ def _validated(raw: RunConfig, left: Sequence[str]) -> tuple[RunConfig, list[Pro
         return touches(read_from(reads, made_from), left)
 
     problems = check(run, raw=raw, resolve=lambda r: resolve(r, machine, world_size), hidden=hidden)
-    return run, [*(unfilled(key, "recipe") for key in left), *problems]
+    return run, [*(_unfilled(key, why) for key, why in left.items()), *problems]
+
+
+def _unfilled(key: str, why: str) -> Problem:
+    """The problem of a key that is left to fill in."""
+    if key in OPEN:
+        return unfilled(key, "recipe")
+    fix = f"write its value there, or import again with {key}=VALUE"
+    if key == WHOLE:
+        fix = "add what they say to the recipe, and write at recipe.verified that it is whole"
+    return Problem(UNFILLED, key, MISSING, f"is left to fill in: {why}", fix, "recipe")
 
 
 def _report(found: Imported, problems: Sequence[Problem]) -> list[str]:
@@ -118,7 +195,7 @@ def _facts(found: Imported, text: str, problems: Sequence[Problem], digest: str)
     return {
         "recipe": text,
         "digest": digest,
-        "open": found.open,
+        "open": list(found.open),
         "unplaced": unplaced,
         "notes": found.notes,
         "problems": broken,
@@ -129,7 +206,7 @@ def export(argv: Sequence[str]) -> int:
     """Prints the command line of Megatron-LM that means the same, and in comments what has no flag."""
     options = read_options(argv, ("--megatron",))
     _, run = for_elsewhere(overrides_of(options.words))
-    text = export_script(run)
+    text = export_script(run, in_steps(run))
     if options.as_json:
         say_page(strict_json.dumps({"script": text, "digest": run.digest()}, indent=2))
     else:

@@ -101,7 +101,7 @@ def _plain(path: Path) -> bool:
 
 def _tokens(run: RunConfig) -> str | None:
     """The fingerprint that a checkpoint keeps of `.bin/.idx`; None where they are not here or cannot be read."""
-    named = run.data.blend or ((run.data.path,) if run.data.path is not None else ())
+    named = run.data.without_excluded().blend or ((run.data.path,) if run.data.path is not None else ())
     prefixes = [user_path(prefix) for prefix in named]
     files = [prefix.with_name(prefix.name + suffix) for prefix in prefixes for suffix in (".bin", ".idx")]
     if not files or not all(_plain(file) for file in files):

@@ -8,10 +8,11 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from tempfile import TemporaryFile
 
+from mtrain.cli import weights
 from mtrain.cli.options import needed, read_options
-from mtrain.cli.setup import also_wrong, resolved_origins, settled, validate
+from mtrain.cli.setup import also_wrong, resolved_origins, say_replaced, settled, validate
 from mtrain.config.choices import is_path
-from mtrain.config.compose import Composed, Rejected, compose
+from mtrain.config.compose import Composed, Rejected
 from mtrain.config.overrides import read_overrides
 from mtrain.config.paths import program
 from mtrain.config.resolve import Machine, resolve, world_size_of
@@ -49,9 +50,10 @@ def for_elsewhere(words: Sequence[str]) -> tuple[Composed, RunConfig]:
     """
     machine, world_size = Machine.here(), world_size_of()
     try:
-        composed = compose(words)
+        composed = weights.composed(words)
     except Rejected as error:
         raise ConfigError([*error.problems, *also_wrong(error, machine, world_size)]) from None
+    say_replaced(composed)
     chosen, why = settled(composed, machine, world_size)
     run = resolve(chosen.run, machine, world_size, why=why)
     problems = validate(chosen, run, resolved_origins(chosen, run, why), machine, world_size)

@@ -12,6 +12,7 @@ from pydantic import ValidationError
 
 from mtrain.config.dump import override
 from mtrain.config.problem import plain, problem_of, value_at
+from mtrain.config.provided import discards, forgets
 from mtrain.config.rules import (
     batch,
     bert,
@@ -41,6 +42,7 @@ from mtrain.config.rules import (
     sharding,
     storage,
     t5,
+    tokenizers,
     unused,
 )
 from mtrain.config.rules.finding import Change, Finding
@@ -69,6 +71,7 @@ _MODULES = (
     data,
     mixing,
     corpus,
+    tokenizers,
     chats,
     precision,
     quantized,
@@ -236,8 +239,13 @@ def _problem(
     finding: Finding, run: RunConfig, origins: Mapping[str, str], trial: _Trial, reads: AbstractSet[str]
 ) -> Problem:
     held = trial.raw.flat()
+    if not finding.unset:
+        kept = tuple(change for change in finding.fixes if not discards(change, held, origins))
+        finding = replace(finding, fixes=kept)
     fixes = []
-    for change in trial.choose(finding):
+    chosen = [c for c in trial.choose(finding) if finding.unset or not discards(c, held, origins)]
+    kept_values = [change for change in chosen if not forgets(change, held, origins)]
+    for change in kept_values or chosen:
         new = {key: value for key, value in change.items() if key not in held or plain(value) != held[key]}
         fixes.append(" ".join(override(key, value) for key, value in (new or change).items()))
     if finding.hint:

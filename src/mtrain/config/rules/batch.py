@@ -125,14 +125,15 @@ def groups_of_micro_batches(run: RunConfig) -> Iterator[Finding]:
 def profile_within_run(run: RunConfig) -> Iterator[Finding]:
     """The profiled step and ranks are of the run."""
     t = run.trainer
-    if t.profile_step is not None and t.profile_step > t.train_iters:
-        rule = f"step {t.profile_step} never comes: the run has {t.train_iters} steps"
-        yield Finding("MT134", "trainer.profile_step", rule, ({"trainer.profile_step": t.train_iters},))
+    if t.profile_step is not None and t.profile_step > t.steps:
+        rule = f"step {t.profile_step} never comes: the run has {t.steps} steps"
+        yield Finding("MT134", "trainer.profile_step", rule, ({"trainer.profile_step": t.steps},))
     ranks = run.parallel.ranks or 1
     last = max(t.profile_ranks, default=0)
     if t.profile_step is not None and last >= ranks:
         rule = f"there is no rank {last}: the run has {ranks}, from 0 on"
-        yield Finding("MT134", "trainer.profile_ranks", rule, ({"trainer.profile_ranks": (0,)},))
+        there = tuple(rank for rank in t.profile_ranks if rank < ranks) or (ranks - 1,)
+        yield Finding("MT134", "trainer.profile_ranks", rule, ({"trainer.profile_ranks": there},))
 
 
 @rule(Code("MT135", example="trainer.soft_timeout_s=700"), reads="trainer.soft_timeout_s trainer.timeout_s")
@@ -163,7 +164,7 @@ def ramp_is_one(run: RunConfig) -> Iterator[Finding]:
     t = run.trainer
     if t.rampup_batch_size is not None and t.batch_size_schedule is not None:
         rule = f"steps grow by {LINEAR} or by {LISTED}, and both are set"
-        yield Finding("MT136", "trainer.rampup_batch_size", rule, ({LINEAR: None}, {LISTED: None}))
+        yield Finding("MT136", "trainer.rampup_batch_size", rule, ({LINEAR: None}, {LISTED: None}), unset=True)
     elif t.rampup_batch_size is not None:
         first, increment, samples = t.rampup_batch_size
         gap = t.batch - first
@@ -234,11 +235,11 @@ def every_size_divides(run: RunConfig) -> Iterator[Finding]:
 def ramp_ends_within_the_run(run: RunConfig) -> Iterator[Finding]:
     """A run that ends on the ramp never makes a step of the size that it names."""
     t, plan = run.trainer, stages(run)
-    made = counted(plan, t.train_iters)
+    made = counted(plan, t.steps)
     if len(plan) > 1 and made[-1][1] != plan[-1].size:
         key = LINEAR if t.rampup_batch_size is not None else LISTED
         last, needed = made[-1][1], sum(number for number, _ in counted(plan, plan[-1].first)[:-1]) + 1
-        rule = f"the last of {t.train_iters} steps takes {last} samples; those of {plan[-1].size} begin with {needed}"
+        rule = f"the last of {t.steps} steps takes {last} samples; those of {plan[-1].size} begin with {needed}"
         fixes: tuple[Change, ...] = ({"trainer.train_iters": needed}, {key: None})
         yield Finding("MT139", key, rule, fixes)
 

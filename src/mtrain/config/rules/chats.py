@@ -16,14 +16,6 @@ from mtrain.config.rules.finding import Change, Finding
 from mtrain.config.rules.rule import Code, rule
 from mtrain.config.run import RunConfig
 
-SYNTHETIC: Change = {
-    "data.kind": "mock",
-    "data.path": None,
-    "data.tokenizer": None,
-    "data.chat_template": None,
-    "data.loss_on": "assistant",
-    "data.bad_lines": None,
-}
 BESIDE = ("chat_template.jinja", "tokenizer_config.json")
 """Where a template stands beside a tokenizer.json."""
 MAX_SETTINGS = 16 << 20
@@ -46,15 +38,15 @@ def chats_are_there(run: RunConfig) -> Iterator[Finding]:
         return
     if d.path is None:
         rule = f"kind {d.kind} reads a .jsonl file with a chat a line, and data.path is null"
-        yield Finding("MT340", "data.path", rule, (SYNTHETIC,), hint="data.path=FILE.jsonl", lacks="input")
+        yield Finding("MT340", "data.path", rule, hint="data.path=FILE.jsonl", lacks="input")
         return
     path = user_path(d.path)
     found, rule = records_of(path, "what the chats are") if d.path else (None, "is empty, and a file is needed")
     if found is None:
         near: tuple[Change, ...] = tuple({"data.path": name} for name in names_near(path))
-        yield Finding("MT340", "data.path", rule, (*near, SYNTHETIC))
+        yield Finding("MT340", "data.path", rule, near)
     elif found.stat().st_size == 0:
-        yield Finding("MT340", "data.path", f"{found} is empty", (SYNTHETIC,), hint="data.path=FILE.jsonl")
+        yield Finding("MT340", "data.path", f"{found} is empty", hint="data.path=FILE.jsonl")
 
 
 @rule(
@@ -75,16 +67,16 @@ def template_is_there(run: RunConfig) -> Iterator[Finding]:
     if d.tokenizer is None:
         rule = f"kind {d.kind} is written by a tokenizer, and data.tokenizer is null"
         hint = "data.tokenizer=PATH of a tokenizer.json, or checkpoint.init_from=HF_DIR"
-        yield Finding("MT341", "data.tokenizer", rule, (SYNTHETIC,), hint=hint, lacks="input")
+        yield Finding("MT341", "data.tokenizer", rule, hint=hint, lacks="input")
     elif d.chat_template is not None:
         path = user_path(d.chat_template)
         wrong = unreadable(path) or ("is a folder" if os.path.isdir(path) else None)
         if wrong is not None:
             near: tuple[Change, ...] = tuple({"data.chat_template": name} for name in names_near(path))
-            yield Finding("MT341", "data.chat_template", wrong, (*near, {"data.chat_template": None}, SYNTHETIC))
+            yield Finding("MT341", "data.chat_template", wrong, (*near, {"data.chat_template": None}))
     elif os.path.isfile(user_path(d.tokenizer)) and not _has_template(user_path(d.tokenizer).parent):
         rule = f"{user_path(d.tokenizer).parent} has no {BESIDE[0]} and no chat_template in {BESIDE[1]}"
-        yield Finding("MT341", "data.chat_template", rule, (SYNTHETIC,), hint="data.chat_template=FILE")
+        yield Finding("MT341", "data.chat_template", rule, hint="data.chat_template=FILE")
 
 
 def _has_template(folder: Path) -> bool:
@@ -111,7 +103,8 @@ def chats_are_for_decoders(run: RunConfig) -> Iterator[Finding]:
     """Only decoder-only transformers learn from chats."""
     family, kind = run.model.family, run.data.kind
     if kind in CHATS and family in ("bert", "t5"):
-        yield Finding("MT342", "data.kind", f"a model of the family {family} learns nothing from chats", (SYNTHETIC,))
+        rule = f"a model of the family {family} learns nothing from chats"
+        yield Finding("MT342", "data.kind", rule, hint="a decoder-only model, as model=llama_tiny")
 
 
 @rule(
@@ -127,7 +120,7 @@ def pairs_have_no_loss(run: RunConfig) -> Iterator[Finding]:
     """No loss learns from pairs of answers yet."""
     if run.data.kind == "preference":
         rule = "pairs of a chosen and a rejected answer are prepared and previewed; no loss learns from them yet"
-        yield Finding("MT343", "data.kind", rule, (SYNTHETIC,), hint="data=sft with the chosen answers as chats")
+        yield Finding("MT343", "data.kind", rule, hint="data=sft with the chosen answers as chats")
 
 
 @rule(

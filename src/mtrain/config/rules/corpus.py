@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
 from pathlib import Path
 
-from mtrain.config.defaults import CHATS
+from mtrain.config.data_keys import WEIGHTS_OF, read_corpora
 from mtrain.config.files import PIECE, SKIPPED_FOLDERS, Bound, files_below, no_text, unreadable
 from mtrain.config.groups import DataConfig
 from mtrain.config.manifest import READ_BYTES, Manifest, read_manifest
@@ -24,22 +24,6 @@ from mtrain.config.token_files import READ_TOKENIZER, TokenFiles, TokenizerFacts
 from mtrain.errors import CorruptData
 from mtrain.units import MIB
 
-SYNTHETIC: Change = {
-    "data.kind": "mock",
-    "data.path": None,
-    "data.blend": None,
-    "data.blend_weights": None,
-    "data.blend_sizes": None,
-    "data.blend_curriculum": None,
-    "data.blend_max_epochs": None,
-    "data.validation_blend": None,
-    "data.validation_weights": None,
-    "data.test_blend": None,
-    "data.test_weights": None,
-    "data.order": "keyed",
-    "data.megatron_cache": None,
-    "data.tokenizer": None,
-}
 MAX_READ = 100
 """Files of a folder that are looked into; beyond them a file is taken for text."""
 CHECKED_TOKENS = 1 << 20
@@ -116,7 +100,8 @@ def text_is_there(run: RunConfig) -> Iterator[Finding]:
         few = (size + files) // splits - 1
         short: tuple[Change, ...] = ({"data.seq_length": few},) if few >= 2 else ()
         if d.limit_mib is not None:
-            short = ({"data.limit_mib": None}, *short)
+            enough = -(-1000 * need // MIB) / 1000
+            short = ({"data.limit_mib": enough}, {"data.limit_mib": None}, *short)
         yield Finding("MT605", "data.seq_length", rule, (*short, {"data.path": None}))
 
 
@@ -166,8 +151,9 @@ def _text_in(path: Path, d: DataConfig, need: int, bound: Bound) -> tuple[int, i
         help="Enlarge model.vocab_size, or tokenize the text anew.",
     ),
     ANOTHER_TOKENIZER,
-    reads="data.path data.blend data.validation_blend data.test_blend data.kind data.seq_length data.split "
-    "data.packed data.packed_by data.order data.tokenizer trainer.eval_iters model.vocab_size",
+    reads="data.path data.blend data.validation_blend data.test_blend data.blend_weights data.validation_weights "
+    "data.test_weights data.kind data.seq_length data.split data.packed data.packed_by data.order data.tokenizer "
+    "trainer.eval_iters model.vocab_size",
     disk=True,
 )
 def tokens_are_there(run: RunConfig) -> Iterator[Finding]:
@@ -182,7 +168,10 @@ def tokens_are_there(run: RunConfig) -> Iterator[Finding]:
         yield from _corpus(run, d.path, lambda name: {"data.path": name}, shares)
     for key in whole:
         names: tuple[str, ...] = getattr(d, key) or ()
+        read = read_corpora(getattr(d, key), getattr(d, WEIGHTS_OF[key]))
         for i, prefix in enumerate(names):
+            if prefix not in read:
+                continue
             around = names[:i], names[i + 1 :]
             shares = whole[key] if apart else d.split
             found = list(
@@ -216,16 +205,16 @@ def _corpus(
         if rule is not None:
             names = [n for n in names_near(path) if n.endswith(suffix)]
             near = tuple(renamed(n[: -len(suffix)]) for n in names)
-            yield Finding("MT306", "data.path", f"{path.name}: {rule}", (*near, SYNTHETIC))
+            yield Finding("MT306", "data.path", f"{path.name}: {rule}", near)
             return
     try:
         with closing(TokenFiles(base)) as corpus:
             found = list(_manifest_fits(run, base)) or _tokens_suffice(run, corpus, shares)
             yield from found
     except CorruptData as error:
-        yield Finding("MT611", "data.path", str(error), (SYNTHETIC,), hint=_AGAIN)
+        yield Finding("MT611", "data.path", str(error), hint=_AGAIN)
     except OSError as error:
-        yield Finding("MT306", "data.path", f"{error.filename} cannot be read: {error.strerror}", (SYNTHETIC,))
+        yield Finding("MT306", "data.path", f"{error.filename} cannot be read: {error.strerror}")
 
 
 def _manifest_fits(run: RunConfig, base: Path) -> Iterator[Finding]:
@@ -241,7 +230,7 @@ def _manifest_fits(run: RunConfig, base: Path) -> Iterator[Finding]:
     largest = held.count("largest_id")
     if largest >= vocab:
         rule = f"{base.name}.bin: its manifest says token ids to {largest}; the vocabulary has ids 0 to {vocab - 1}"
-        yield Finding("MT612", "data.path", rule, ({"model.vocab_size": largest + 1}, SYNTHETIC), hint=_AGAIN)
+        yield Finding("MT612", "data.path", rule, ({"model.vocab_size": largest + 1},), hint=_AGAIN)
     yield from _same_tokenizer(run, held)
 
 
@@ -255,8 +244,8 @@ def _same_tokenizer(run: RunConfig, held: Manifest) -> Iterator[Finding]:
     ours = hashlib.sha256(path.read_bytes()).hexdigest()
     if ours != theirs:
         rule = f"its sha256 is {ours[:12]}, and {held.path.name} says that {theirs[:12]} made the tokens"
-        off: Change = {"data.tokenizer": None}
-        yield Finding("MT620", "data.tokenizer", rule, (off, {**off, "trainer.sample_tokens": 0}))
+        hint = f"data.tokenizer=PATH of the tokenizer whose sha256 begins with {theirs[:12]}"
+        yield Finding("MT620", "data.tokenizer", rule, hint=hint)
 
 
 def _end_in_manifests(run: RunConfig) -> bool:
@@ -293,22 +282,22 @@ def _tokens_suffice(run: RunConfig, corpus: TokenFiles, shares: Sequence[float])
             )
             fixes: list[Change] = [{"data.seq_length": held - 1}] if held > 2 else []
             if name == "validation":
-                fixes.append({"trainer.eval_iters": 0, "trainer.eval_interval": None})
+                fixes.append({"trainer.eval_iters": 0, "trainer.eval_interval": 0})
             fixes.append({"data.split": [0.9, 0.1, 0.0]})
-            yield Finding("MT605", "data.seq_length", rule, (*fixes, SYNTHETIC))
+            yield Finding("MT605", "data.seq_length", rule, tuple(fixes))
             return
         span = corpus.ids(start, min(held, CHECKED_TOKENS))
         if span is not None and (span[0] < 0 or span[1] >= vocab):
             rule = f"{corpus.bin}: token ids from {span[0]} to {span[1]}; the vocabulary has ids 0 to {vocab - 1}"
             larger: tuple[Change, ...] = ({"model.vocab_size": span[1] + 1},) if span[0] >= 0 else ()
-            yield Finding("MT612", "data.path", rule, (*larger, SYNTHETIC), hint=_AGAIN)
+            yield Finding("MT612", "data.path", rule, larger, hint=_AGAIN)
             return
 
 
 @rule(
     Code(
         "MT307",
-        "The tokenizer of indexed data, of chats, or of images with texts, exists and can be read.",
+        "The tokenizer that data.tokenizer names exists and can be read.",
         help="Name a tokenizer.json that exists.",
         example="data=indexed data.path=/nowhere/corpus data.tokenizer=/nowhere/tokenizer.json",
     ),
@@ -322,7 +311,7 @@ def _tokens_suffice(run: RunConfig, corpus: TokenFiles, shares: Sequence[float])
 def tokenizer_is_there(run: RunConfig) -> Iterator[Finding]:
     """A tokenizer that is named exists, is one, and has no more ids than the model."""
     d = run.data
-    if d.kind not in ("indexed", "image_text", *CHATS) or d.tokenizer is None:
+    if d.kind == "mock" or d.tokenizer is None:
         return
     path = user_path(d.tokenizer)
     rule = unreadable(path)

@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 
 from mtrain.config.conditional import chunks_of_a_document
-from mtrain.config.defaults import CHATS
+from mtrain.config.data_keys import WEIGHTS_OF
+from mtrain.config.model_tokenizer import model_tokenizer
 from mtrain.config.rules.finding import DP, Change, Finding
 from mtrain.config.rules.rule import Code, rule
 from mtrain.config.run import RunConfig
 
-_BLENDS = (("blend", "blend_weights"), ("validation_blend", "validation_weights"), ("test_blend", "test_weights"))
-"""Corpora that are read side by side, and their shares."""
+LEAST_SHARE = 1e-12
+"""Of a blend. Shares are kept in 64 bits, whose rounding is a ten-thousandth of it."""
+
+
+def is_lost(share: float, total: float) -> bool:
+    """Whether a weight above 0 is too small a share of all, which is compared as messages print it."""
+    return 0 < float(f"{share / total:.2g}") < LEAST_SHARE
 
 
 @rule(
@@ -25,8 +32,8 @@ _BLENDS = (("blend", "blend_weights"), ("validation_blend", "validation_weights"
     Code("MT303", "Only data of kind text can be limited in size.", example="data=mock data.limit_mib=1"),
     Code(
         "MT304",
-        "Only indexed data, images with texts and chats have a tokenizer of the user's.",
-        example="data.tokenizer=x",
+        "Synthetic data has no text, and reads no tokenizer.",
+        example="data=mock data.tokenizer=x",
     ),
     reads="data.kind data.tokenizer data.limit_mib data.path data.blend",
 )
@@ -36,28 +43,40 @@ def keys_of_the_kind(run: RunConfig) -> Iterator[Finding]:
     if d.kind == "indexed" and d.path is not None and d.blend is not None:
         rule = "data.blend names the corpora that are read, and data.path would have no effect"
         yield Finding(
-            "MT316", "data.path", rule, ({"data.path": None}, {"data.blend": None, "data.blend_weights": None})
+            "MT316",
+            "data.path",
+            rule,
+            ({"data.path": None}, {"data.blend": None, "data.blend_weights": None}),
+            unset=True,
         )
     if d.kind == "indexed" and d.path is None and d.blend is None:
         rule = "kind indexed reads PREFIX.bin and PREFIX.idx, and data.path is null"
-        kinds: tuple[Change, ...] = ({"data.kind": "mock"}, {"data.kind": "text"})
-        yield Finding("MT301", "data.path", rule, kinds, hint="data.path=PREFIX", lacks="input")
+        yield Finding("MT301", "data.path", rule, hint="data.path=PREFIX", lacks="input")
     if d.kind == "mock" and d.path is not None:
-        yield Finding("MT302", "data.path", "kind mock makes its tokens up and reads no path", ({"data.path": None},))
+        rule = "kind mock makes its tokens up and reads no path"
+        kinds: tuple[Change, ...] = ({"data.kind": "text"}, {"data.kind": "indexed"})
+        yield Finding("MT302", "data.path", rule, (*kinds, {"data.path": None}), unset=True)
     if d.kind != "text" and d.limit_mib is not None:
         rule = f"limits how much text is read, and data.kind is {d.kind}"
         yield Finding("MT303", "data.limit_mib", rule, ({"data.limit_mib": None},))
-    if d.kind not in ("indexed", "image_text", *CHATS) and d.tokenizer is not None:
-        made = "trains its own tokenizer" if d.kind == "text" else "has no text"
-        yield Finding("MT304", "data.tokenizer", f"kind {d.kind} {made}", ({"data.tokenizer": None},))
+    if d.kind == "mock" and d.tokenizer is not None:
+        yield Finding("MT304", "data.tokenizer", "kind mock has no text", ({"data.tokenizer": None},), unset=True)
 
 
 @rule(
     Code("MT317", "Every corpus of a blend is named once.", example="data=indexed data.blend=[a,a]"),
     Code(
         "MT318",
-        "Every corpus of a blend has a share of its own, and no share is next to nothing.",
+        "Every corpus of a blend has a share of its own, and some corpus is read.",
+        "Give a weight for each corpus; 0 leaves a corpus out.",
         example="data=indexed data.blend=[a,b] data.blend_weights=[1]",
+    ),
+    Code(
+        "MT319",
+        "A corpus of a blend that has a weight of 0 is not read.",
+        "Give it a weight above 0, or leave it out of the blend.",
+        severity="warning",
+        example="data=indexed data.blend=[a,b] data.blend_weights=[1,0]",
     ),
     reads="data.kind data.blend data.blend_weights data.validation_blend data.validation_weights data.test_blend "
     "data.test_weights",
@@ -65,20 +84,41 @@ def keys_of_the_kind(run: RunConfig) -> Iterator[Finding]:
 def shares_of_a_blend(run: RunConfig) -> Iterator[Finding]:
     """Every corpus of a blend is named once, with a share of its own."""
     d = run.data
-    for names, weights in _BLENDS if d.kind == "indexed" else ():
+    for names, weights in WEIGHTS_OF.items() if d.kind == "indexed" else ():
         corpora, shares = getattr(d, names), getattr(d, weights)
         if corpora is None:
             continue
-        none: Change = {f"data.{weights}": None}
         if len(set(corpora)) < len(corpora):
             rule = "a corpus is named twice; its share is its weight"
             yield Finding("MT317", f"data.{names}", rule, _once(names, weights, corpora))
         if names == "blend" and shares is not None and len(shares) != len(corpora):
             rule = f"{len(shares)} weights for {len(corpora)} corpora"
-            yield Finding("MT318", f"data.{weights}", rule, (none,))
-        elif shares is not None and min(shares) < 1e-6 * sum(shares):
-            rule = f"the smallest share is {min(shares) / sum(shares):.1g} of all, and 1e-06 is the least"
-            yield Finding("MT318", f"data.{weights}", rule, (none,))
+            yield Finding("MT318", f"data.{weights}", rule)
+        elif shares is not None and len(shares) == len(corpora):
+            yield from _shares(weights, corpora, shares)
+
+
+def _shares(weights: str, corpora: Sequence[str], shares: Sequence[float]) -> Iterator[Finding]:
+    """Some corpus is read, and none so seldom that its share is lost in rounding."""
+    total, key = math.fsum(shares), f"data.{weights}"
+    if not total:
+        rule = "all weights are 0, so that no corpus is read"
+        yield Finding("MT318", key, rule, hint=f"{key}=[...], of which one is above 0")
+        return
+    few = {name: share / total for name, share in zip(corpora, shares, strict=True) if is_lost(share, total)}
+    if few:
+        name, least = min(few.items(), key=lambda one: one[1])
+        rule = f"the share of {name} is {least:.2g} of all, and {LEAST_SHARE:g} is the least that can be kept"
+        without = [0.0 if is_lost(share, total) else share for share in shares]
+        yield Finding("MT318", key, rule, ({key: without},))
+    if out := [name for name, share in zip(corpora, shares, strict=True) if not share]:
+        rule = "has a weight of 0 and is not read" if len(out) == 1 else "have a weight of 0 and are not read"
+        yield Finding("MT319", key, f"{_listed(out)} {rule}")
+
+
+def _listed(names: Sequence[str], most: int = 4) -> str:
+    more = f" and {len(names) - most} more" if len(names) > most else ""
+    return ", ".join(names[:most]) + more
 
 
 def _once(names: str, weights: str, corpora: Sequence[str]) -> tuple[Change, ...]:
@@ -100,7 +140,7 @@ def split_is_usable(run: RunConfig) -> Iterator[Finding]:
         if d.validation_blend is None and run.trainer.eval_iters > 0:
             rule = f"data.test_blend is set, and trainer.eval_iters asks for {run.trainer.eval_iters} batches of it"
             off: Change = {"trainer.eval_iters": 0}
-            both: Change = {**off, "trainer.eval_interval": None}
+            both: Change = {**off, "trainer.eval_interval": 0}
             yield Finding("MT309", "data.validation_blend", rule, (off, both), hint="data.validation_blend=[PREFIX]")
         return
     train, validation, _ = d.split
@@ -112,7 +152,7 @@ def split_is_usable(run: RunConfig) -> Iterator[Finding]:
     elif validation <= 0 and run.trainer.eval_iters > 0:
         rule = f"the share of validation is 0, and trainer.eval_iters asks for {run.trainer.eval_iters} batches of it"
         none: Change = {"trainer.eval_iters": 0}
-        fixes: tuple[Change, ...] = (none, {**none, "trainer.eval_interval": None}, usual)
+        fixes: tuple[Change, ...] = (none, {**none, "trainer.eval_interval": 0}, usual)
         yield Finding("MT309", "data.split", rule, fixes)
 
 
@@ -121,13 +161,15 @@ def split_is_usable(run: RunConfig) -> Iterator[Finding]:
     Code(
         "MT311", "Most rows of the embedding are used.", severity="warning", example="data.tokenizer_vocab_size=400"
     ),
-    reads="data.kind data.tokenizer_vocab_size model.vocab_size",
+    reads="data.kind data.tokenizer_vocab_size data.tokenizer checkpoint.resume checkpoint.init_from "
+    "model.vocab_size",
+    disk=True,
 )
 def vocabulary_fits(run: RunConfig) -> Iterator[Finding]:
-    """Every token id has a row in the embedding; few rows are never used."""
+    """Every id of a tokenizer that is trained has a row in the embedding; few rows are never used."""
     d, vocab = run.data, run.model.vocab_size
     size = d.tokenizer_vocab_size
-    if d.kind != "text":
+    if d.kind != "text" or d.tokenizer is not None or model_tokenizer(run) is not None:
         return
     if size > vocab:
         rule = f"token ids up to {size - 1}, and model.vocab_size is {vocab}"

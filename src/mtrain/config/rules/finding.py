@@ -28,6 +28,8 @@ class Finding:
     """What to say where no change of keys can correct it: a path that does not exist."""
     also: tuple[str, ...] = ()
     """Other keys that the rule is about, where its text does not name them."""
+    unset: bool = False
+    """Whether a key may not be set at all, so that a fix may take away what somebody gave it."""
     lacks: Literal["", "device", "input"] = ""
     """What is not there yet, though nothing is wrong: a device that auto did not find, an input that has to be named.
     A run is refused for it; `check`, which validates for wherever the run will be, warns."""

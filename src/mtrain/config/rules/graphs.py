@@ -90,7 +90,7 @@ def graph_modules_are_there(run: RunConfig) -> Iterator[Finding]:
     if why is not None:
         left = tuple(word for word in chosen if word in _possible(run))
         some: Change = {"trainer.cuda_graph_modules": left or None}
-        yield Finding("MT412", "trainer.cuda_graph_modules", why, (some, NONE))
+        yield Finding("MT412", "trainer.cuda_graph_modules", why, (some, NONE), unset=not left)
 
 
 def _possible(run: RunConfig) -> set[str]:

@@ -123,17 +123,11 @@ def images_are_for_llava(run: RunConfig) -> Iterator[Finding]:
     """Images with texts are what LLaVA learns from, and no other family of those that ship."""
     family, kind = run.model.family, run.data.kind
     if kind == "image_text" and family in ("gpt", "bert", "t5", "hybrid"):
-        none: Change = {"data.kind": "mock", "data.path": None}
-        yield Finding("MT323", "data.kind", f"a model of the family {family} reads no images", (none,))
+        rule = f"a model of the family {family} reads no images"
+        yield Finding("MT323", "data.kind", rule, hint="a model that does, as model=llava_tiny")
     if family == "llava" and kind not in ("image_text", "mock"):
-        fixes: tuple[Change, ...] = (
-            {"data.kind": "mock"},
-            {"data.kind": "mock", "data.path": None, "data.tokenizer": None, "data.limit_mib": None},
-            {"data.kind": "mock", "data.path": None, "data.tokenizer": None, "data.blend": None},
-        )
-        yield Finding(
-            "MT324", "data.kind", f"kind {kind} has no images", fixes, hint="data=image_text data.path=FOLDER"
-        )
+        hint = "data=image_text data.path=FOLDER, or data=mock for synthetic images"
+        yield Finding("MT324", "data.kind", f"kind {kind} has no images", hint=hint)
 
 
 @rule(
@@ -176,18 +170,17 @@ def image_token_is_no_text(run: RunConfig) -> Iterator[Finding]:
 def records_are_there(run: RunConfig) -> Iterator[Finding]:
     """The folder of images exists and holds the file that says what belongs together."""
     d = run.data
-    synthetic: Change = {"data.kind": "mock", "data.path": None, "data.tokenizer": None}
     if d.kind != "image_text":
         return
     if d.path is None:
         rule = "kind image_text reads a folder of images and a .jsonl file, and data.path is null"
-        yield Finding("MT327", "data.path", rule, (synthetic,), hint="data.path=FOLDER", lacks="input")
+        yield Finding("MT327", "data.path", rule, hint="data.path=FOLDER", lacks="input")
         return
     path = user_path(d.path)
     found, rule = records_of(path, WHICH) if d.path else (None, "is empty, and a folder is needed")
     if found is None:
         near: tuple[Change, ...] = tuple({"data.path": name} for name in names_near(path))
-        yield Finding("MT327", "data.path", rule, (*near, synthetic))
+        yield Finding("MT327", "data.path", rule, near)
 
 
 RULES = (

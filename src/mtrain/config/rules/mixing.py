@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from itertools import pairwise
 
+from mtrain.config.rules.data import LEAST_SHARE, is_lost
 from mtrain.config.rules.finding import Change, Finding
 from mtrain.config.rules.rule import Code, rule
 from mtrain.config.run import RunConfig
@@ -46,7 +47,9 @@ def numbers_of_a_blend(run: RunConfig) -> Iterator[Finding]:
     given = [f"data.{key}" for key in kinds if getattr(d, key) is not None]
     if d.blend is not None and len(given) > 1:
         fixes: list[Change] = [{key: None for key in given if key != kept} for kept in given]
-        yield Finding("MT353", given[0], f"{' and '.join(given)} all say what the shares are", tuple(fixes))
+        yield Finding(
+            "MT353", given[0], f"{' and '.join(given)} all say what the shares are", tuple(fixes), unset=True
+        )
 
 
 @rule(
@@ -80,9 +83,10 @@ def curriculum_of_a_blend(run: RunConfig) -> Iterator[Finding]:
             even = [[at, [1.0] * len(each) if not sum(each) else list(each)] for at, each in plan]
             yield Finding("MT352", "data.blend_curriculum", rule, ({"data.blend_curriculum": even}, none))
             return
-        if least < 1e-6 * total:
-            rule = f"the smallest share from sample {first} on is {least / total:.1g} of all, and 1e-06 is the least"
-            yield Finding("MT354", "data.blend_curriculum", rule, (none,))
+        if is_lost(least, total):
+            rule = f"the smallest share from sample {first} on is {least / total:.2g} of all, and {LEAST_SHARE:g} is"
+            said = [[at, [0.0 if is_lost(w, sum(each) or 1.0) else w for w in each]] for at, each in plan]
+            yield Finding("MT354", "data.blend_curriculum", f"{rule} the least", ({"data.blend_curriculum": said},))
             return
     yield from _rises([first for first, _ in plan], plan)
 
@@ -119,7 +123,7 @@ def marks_of_the_middle(run: RunConfig) -> Iterator[Finding]:
         return
     if run.model.family not in ("gpt", "hybrid"):
         rule = f"model.family {run.model.family} does not predict the next token of a text"
-        yield Finding("MT356", "data.fim.rate", rule, (off,))
+        yield Finding("MT356", "data.fim.rate", rule, (off,), unset=True)
     hint = "data.fim.ids=[PREFIX,SUFFIX,MIDDLE]"
     if fim.ids is None:
         rule = f"data.fim.rate is {fim.rate:g}, and no ids mark prefix, suffix and middle"

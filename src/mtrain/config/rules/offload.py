@@ -36,7 +36,7 @@ def offload_has_a_device(run: RunConfig) -> Iterator[Finding]:
     device, linear = run.cluster.device, run.kernels.linear
     if not facts_of(device).cuda_kernels:
         rule = f"activations are copied to the host on {with_cuda_kernels()}, and the device is {device}"
-        yield Finding("MT174", MODULES, rule, (NONE,), lacks="device")
+        yield Finding("MT174", MODULES, rule, (NONE,), unset=True, lacks="device")
     elif linear not in ("te", "auto", None):
         rule = f"megatron-core copies activations of TransformerEngine's layers, and kernels.linear is {linear}"
         yield Finding("MT175", MODULES, rule, ({"kernels.linear": "te"}, NONE))

@@ -30,7 +30,7 @@ def rates_are_ordered(run: RunConfig) -> Iterator[Finding]:
 def warmup_ends_before_decay(run: RunConfig) -> Iterator[Finding]:
     """The warmup is over before the decay is."""
     o = run.optim
-    decay = o.decay_iters or run.trainer.train_iters
+    decay = o.decay_iters or run.trainer.steps
     warmup = o.warmup_iters or 0
     if warmup >= decay:
         key = "optim.decay_iters" if o.decay_iters else "trainer.train_iters"
@@ -52,7 +52,7 @@ def warmup_ends_before_decay(run: RunConfig) -> Iterator[Finding]:
 def wsd_has_its_decay(run: RunConfig) -> Iterator[Finding]:
     """Warmup-stable-decay needs to know how long the decay is; nothing else reads that."""
     o = run.optim
-    decay = o.decay_iters or run.trainer.train_iters
+    decay = o.decay_iters or run.trainer.steps
     warmup = o.warmup_iters or 0
     if o.schedule != "wsd":
         if o.wsd_decay_iters is not None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from mtrain.config.rules.finding import Change, Finding, divisors, listed, multiples, nearest
 from mtrain.config.rules.rule import Code, rule
@@ -67,6 +67,25 @@ def _nearly_equal(layers: int, blocks: int) -> list[int]:
     return [size + (i in larger) for i in range(blocks)]
 
 
+def _nearest(sizes: Sequence[int], layers: int) -> list[int] | None:
+    """The sizes nearest to some, of a layer at least and `layers` in all; None where they are far from that.
+
+    The largest of them give, the smallest get.
+    """
+    out = [min(max(size, 1), layers) for size in sizes]
+    if abs(sum(out) - layers) > len(out) + layers:
+        return None
+    while (excess := sum(out) - layers) != 0:
+        sign = 1 if excess > 0 else -1
+        out[out.index(max(out) if sign > 0 else min(out))] -= sign
+    return out
+
+
+def _written(sizes: Sequence[int], mtp: int) -> str:
+    """The layout of stages of some sizes, in a word."""
+    return f"E{'|'.join('t' * size for size in sizes)}{'m' * mtp}L"
+
+
 @rule(
     Code(
         "MT141",
@@ -82,7 +101,7 @@ def one_way_to_say_it(run: RunConfig) -> Iterator[Finding]:
         first = said[0]
         rest: Change = {k: EQUAL[k] for k in said[1:]}
         rule = f"the split into stages is said more than once: {' and '.join(said)}"
-        yield Finding("MT141", first, rule, (rest, EQUAL))
+        yield Finding("MT141", first, rule, (rest, EQUAL), unset=True)
 
 
 @rule(
@@ -104,7 +123,16 @@ def stages_fit(run: RunConfig) -> Iterator[Finding]:
     blocks, layers = p.pp * p.vpp, run.model.num_layers
     fixes: list[Change] = [EQUAL]
     if layers >= blocks > 1 and blocks <= MAX_STAGES:
-        fixes.insert(0, {**EQUAL, "parallel.layers_per_stage": _nearly_equal(layers, blocks)})
+        sizes = p.layers_per_stage
+        near = _nearest(sizes, layers) if sizes and len(sizes) == blocks else None
+        own = near or _nearly_equal(layers, blocks)
+        fixes = [{**EQUAL, "parallel.layers_per_stage": own}, *fixes]
+        if p.pipeline_layout is not None:
+            fixes = [{**EQUAL, "parallel.pipeline_layout": _written(own, run.model.mtp_num_layers or 0)}]
+    if p.layers_per_stage and sum(p.layers_per_stage) == layers and min(p.layers_per_stage) > 0:
+        degree, rest = divmod(len(p.layers_per_stage), p.vpp)
+        if degree > 1 and not rest:
+            fixes = [{"parallel.pp": degree}, {"parallel.pp": degree, "parallel.ranks": None}, *fixes]
     if "account" in path:
         more = p.account_for_embedding_in_pipeline_split + p.account_for_loss_in_pipeline_split
         fixes = [{"model.num_layers": n - more} for n in multiples(layers + more, blocks) if n > more] + fixes

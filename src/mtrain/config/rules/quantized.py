@@ -241,7 +241,8 @@ def layers_in_bf16(run: RunConfig) -> Iterator[Finding]:
         example="precision=fp8_delayed cluster=h100x8",
     ),
     reads=(
-        f"{FORMATS} checkpoint.save_interval parallel.recompute.granularity parallel.recompute.modules "
+        f"{FORMATS} checkpoint.save_interval checkpoint.save_minutes parallel.recompute.granularity "
+        "parallel.recompute.modules "
         "checkpoint.save_final"
     ),
 )
@@ -258,7 +259,7 @@ def delayed_scales(run: RunConfig) -> Iterator[Finding]:
         change: Change = {"parallel.recompute.modules": rest} if rest else {"parallel.recompute.granularity": "none"}
         drop = change if rest else {**change, "parallel.recompute.modules": None}
         yield Finding("MT447", "parallel.recompute.modules", rule, (drop, other))
-    if run.checkpoint.save_interval is not None or run.checkpoint.save_final:
+    if run.checkpoint.saves:
         rule = "the largest values of past steps are in no checkpoint: after a resume they are collected anew"
         yield Finding("MT448", "precision.fp8_recipe", rule, (other,))
 

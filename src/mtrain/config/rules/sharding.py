@@ -257,10 +257,10 @@ def recomputed_modules_exist(run: RunConfig) -> Iterator[Finding]:
     none: Change = {"parallel.recompute.granularity": "none", "parallel.recompute.modules": None}
     fixes: tuple[Change, ...] = ({"parallel.recompute.modules": usable}, none) if usable else (none,)
     if not r.modules:
-        yield Finding("MT168", "parallel.recompute.modules", "names no module to compute again", (none,))
+        yield Finding("MT168", "parallel.recompute.modules", "names no module to compute again", (none,), unset=True)
     elif wrong:
         rule = f"{' and '.join(wrong)}: the model has no such part, or it cannot be computed again"
-        yield Finding("MT168", "parallel.recompute.modules", rule, fixes)
+        yield Finding("MT168", "parallel.recompute.modules", rule, fixes, unset=not usable)
     elif len(set(r.modules)) < len(r.modules):
         once: Change = {"parallel.recompute.modules": list(dict.fromkeys(r.modules))}
         yield Finding("MT168", "parallel.recompute.modules", "a module is named twice", (once,))

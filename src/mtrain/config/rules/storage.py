@@ -119,8 +119,8 @@ def run_folder_is_free(run: RunConfig) -> Iterator[Finding]:
 )
 def something_is_saved(run: RunConfig) -> Iterator[Finding]:
     """Checkpoints that come after the last step never come."""
-    c, steps = run.checkpoint, run.trainer.train_iters
-    if c.save_interval is not None and c.save_interval > steps and not c.save_final:
+    c, steps = run.checkpoint, run.trainer.steps
+    if c.save_interval and c.save_interval > steps and not c.save_final:
         rule = f"a checkpoint every {c.save_interval} steps, of {steps}, and none at the end: nothing is saved"
         fixes: tuple[Change, ...] = ({"checkpoint.save_final": True}, {"checkpoint.save_interval": steps})
         yield Finding("MT435", "checkpoint.save_interval", rule, fixes)

@@ -163,6 +163,7 @@ def _settings(job: Job, facts: Facts) -> dict[str, Any]:
             "parts": job.reading.parts,
             "lines": job.reading.by_line,
             "max_bytes": job.reading.max_bytes,
+            "ignored_keys": job.reading.ignored,
             "sentences": job.language,
             "keep_newlines": job.keep_newlines,
         },

@@ -202,12 +202,28 @@ def cut(one: Opened, shares: Sequence[float], seed: int | None) -> list[np.ndarr
 
 
 def drawn(one: Opened, seed: int, documents: int | None, tokens: int | None) -> np.ndarray:
-    """So many documents, or as many as have no more than so many tokens, drawn without repetition, in their order."""
+    """So many documents, or as many as have no more than so many tokens, drawn without repetition, in their order.
+
+    A document that has more tokens than are still asked for is passed over, and the next ones are tried: in the end
+    none that is left out fits.
+    """
     count = one.dataset.num_documents
     order = np.random.default_rng(seed).permutation(count)
     if documents is not None:
         return np.sort(order[:documents])
+    lengths, left, taken = document_lengths(one), tokens or 0, list[np.ndarray]()
+    while len(order):
+        sums = np.cumsum(lengths[order])
+        many = int(np.searchsorted(sums, left, side="right"))
+        if many:
+            taken.append(order[:many])
+            left -= int(sums[many - 1])
+        rest = order[many:]
+        order = rest[(lengths[rest] <= left) & (lengths[rest] > 0)]
+    return np.sort(np.concatenate(taken)) if taken else order
+
+
+def document_lengths(one: Opened) -> np.ndarray:
+    """Tokens of each document; int64 [documents]."""
     starts = np.concatenate([one.dataset.pointers // one.dataset.dtype.itemsize, [one.dataset.num_tokens]])
-    lengths = np.diff(starts[one.dataset.document_indices])
-    fits = np.cumsum(lengths[order]) <= (tokens or 0)
-    return np.sort(order[fits])
+    return np.diff(starts[one.dataset.document_indices])

@@ -1,13 +1,17 @@
-"""Texts by gigatoken, which is in the extra of its name; its ids are held against those of the tokenizer."""
+"""Texts by gigatoken, which is in the extra of its name, for tokenizers of which `fast_features` knows that it does
+all that they say; the ids of some texts are compared all the same.
+"""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from importlib.util import find_spec
 
 import numpy as np
 
 from mtrain.data.preprocess.encoder import CHECKED, Encoder, OtherIds, Packer, faults_named, library
+from mtrain.data.preprocess.fast_features import unsupported
 from mtrain.errors import ConfigError, MtrainError, Problem
 
 FORGETS = 64 << 20
@@ -54,6 +58,9 @@ class OfGigatoken(Packer):
         if encoder.spec.plain:
             rule = "gigatoken finds the names of special tokens in documents, and special=text wants them as text"
             raise ConfigError([Problem("MT603", "engine", "gigatoken", rule, "engine=tokenizers", "command line")])
+        if reason := unsupported(json.loads(body)):
+            rule = f"{encoder.file}: {reason}; gigatoken is not known to have the ids of tokenizers for it"
+            raise ConfigError([Problem("MT603", "engine", "gigatoken", rule, "engine=tokenizers", "command line")])
 
     def pack(self, texts: Sequence[str]) -> list[bytes]:
         """The ids of each text.
@@ -86,9 +93,13 @@ class OfGigatoken(Packer):
 
 
 def fastest(encoder: Encoder, code: str, body: str) -> tuple[Packer | None, str]:
-    """What packs with gigatoken, where it is installed and has the same ids on a sample; or why nothing does."""
+    """What packs with gigatoken, where it is installed, is known to do all that the tokenizer says, and has the same
+    ids on a sample; or why nothing does.
+    """
     if encoder.spec.plain or find_spec("gigatoken") is None:  # names of special tokens as text are not its own
         return None, ""
+    if reason := unsupported(json.loads(body)):
+        return None, f"{encoder.file}: {reason}"
     try:
         made = OfGigatoken(encoder, code, body)
         made.pack(SAMPLE)

@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from string import Formatter
 from typing import Any
 
-from mtrain.errors import ConfigError, Problem
+from mtrain.data.record_keys import FLAGS, learned
+from mtrain.errors import ConfigError, CorruptData, Problem
 
 Text = str | list[str]
 """A text, or its sentences."""
@@ -32,22 +33,41 @@ class Reading:
     """A line of a text file is a document."""
     max_bytes: int = 64 << 20
     """A document with more is left out."""
+    ignored: tuple[str, ...] = ()
+    """Keys that say nothing of what is learned, though they are named as those that do."""
 
     @property
     def keys(self) -> tuple[str, ...]:
         """The keys that are read."""
         return tuple(key for _, key in self.parts if key is not None)
 
+    @property
+    def flags(self) -> tuple[str, ...]:
+        """The keys that say whether a record is learned."""
+        return tuple(key for key in FLAGS if key not in (*self.keys, *self.ignored))
+
     def text(self, record: Any) -> Text:
         """The text of a record.
 
         Raises:
-            ValueError: says why it has none.
+            ValueError: says why it has none, or that it is not to be learned.
         """
+        if isinstance(record, Mapping):
+            self._is_learned(record)
         if len(self.parts) == 1 and not self.parts[0][0]:
             return self._value(record, self.parts[0][1] or "", sentences=True)
         out = [before + (self._value(record, key, sentences=False) if key else "") for before, key in self.parts]  # type: ignore[operator]
         return "".join(out)
+
+    def _is_learned(self, record: Mapping[Any, Any]) -> None:
+        """Raises ValueError for a record that says with a key, which is not read as text, that it is not learned."""
+        said = {key: record[key] for key in self.flags if key in record}
+        try:
+            wish = learned(said, "the record")
+        except CorruptData as error:
+            raise ValueError(str(error)) from None
+        if wish is False:
+            raise ValueError(f"it says that it is not learned ({', '.join(key for key in said)})")
 
     def _value(self, record: Any, key: str, *, sentences: bool) -> Text:
         found = record.get(key, record) if isinstance(record, Mapping) else None

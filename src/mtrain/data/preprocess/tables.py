@@ -139,13 +139,13 @@ def _walk(source: Source, first: int, reading: Reading) -> Iterator[tuple[int, A
 
 
 def _columns(source: Source, columns: list[str], reading: Reading) -> list[str]:
-    """The columns that keys are in."""
+    """The columns that keys are in, and those that say whether a row is learned."""
     names = roots(reading.keys, columns)
     missing = [key for key in reading.keys if not roots([key], names)]
     if missing:
         held = ", ".join(columns)[:200]
         raise CorruptData(f"{source.name}: has no column {missing[0]}; columns: {held}", "  fix: key=COLUMN")
-    return names
+    return [*names, *(flag for flag in reading.flags if flag in columns and flag not in names)]
 
 
 def _text(number: int, row: dict[str, Any], reading: Reading) -> Text | Rejected:

@@ -1,10 +1,18 @@
 """BERT: an encoder that is trained to say which tokens were masked, and whether one sentence follows another."""
 
+from mtrain.config.model import ModelConfig
 from mtrain.models.base import Family
 from mtrain.models.bert import count
 from mtrain.models.bert.graph import stage
 from mtrain.models.bert.shrink import shrink
 from mtrain.models.bert.weights import stage_weights
+from mtrain.models.gpt.torch_dist import names_written
+
+
+def _saved_as(model: ModelConfig, name: str) -> str:
+    """Return what our checkpoints call a weight: norms in front are named with the linear layer behind them."""
+    return names_written(name, model)[-1] if name.startswith("encoder.layers.") else name
+
 
 BERT = Family(
     name="bert",
@@ -23,5 +31,6 @@ BERT = Family(
     flops_per_token=count.flops_per_token,
     shrink=shrink,
     weights=stage_weights,
+    saved_as=_saved_as,
     stage=stage,
 )

@@ -29,6 +29,8 @@ def chunk(run: RunConfig, config: Any, stage: int | None) -> BertModel:
         vocab_size=m.padded_vocab_size,
         max_sequence_length=m.max_position_embeddings,
         token_types=bert.type_vocab_size,
+        norms_embeddings=m.norm_placement == "post_residual",
+        head_activation=bert.head_activation or m.activation,
         next_sentence=bert.next_sentence,
         pad_token=bert.pad_token_id,
         loss=run.kernels.loss,

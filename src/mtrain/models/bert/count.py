@@ -17,10 +17,11 @@ def parameters(model: ModelConfig) -> int:
     """Trainable parameters of the model as built, with the padded vocabulary; the tied weight once."""
     hidden = model.hidden_size
     rows = model.padded_vocab_size + model.max_position_embeddings + own(model).type_vocab_size
-    embeddings = rows * hidden + 2 * hidden
+    # One norm is outside of the layers: on the embeddings, or behind the last layer where layers begin with norms.
+    outside = rows * hidden + 2 * hidden
     head = _square(hidden) + 2 * hidden + model.padded_vocab_size
     pooled = _square(hidden) + 2 * hidden + 2 if own(model).next_sentence else 0
-    return embeddings + model.num_layers * layer_parameters(model, 0) + head + pooled
+    return outside + model.num_layers * layer_parameters(model, 0) + head + pooled
 
 
 def _square(width: int) -> int:

@@ -19,7 +19,10 @@ def stage(r: Rank, held: Stage) -> list[Graph]:
         _embedding(first, r)
     layers = stack(r, held.layers, lambda g, r, x, index: add_layer(g, r, x, index, causal=False))
     if held.loss:
-        _heads(last, r, stream(r))
+        x = stream(r)
+        if r.model.norm_placement == "pre":
+            x = norm(last, r, "final_layernorm", x, r.split_tokens, r.model.hidden_size)
+        _heads(last, r, x)
     return [first, *layers, last]
 
 
@@ -29,7 +32,8 @@ def _embedding(g: Graph, r: Rank) -> None:
     outside = [Tensor(r.tokens)] if r.layout.tp > 1 else []
     pads = [Tensor(r.tokens)] if r.model.bert and r.model.bert.pad_token_id is not None else []
     g.add("embedding", [*ids, *outside, *pads])
-    norm(g, r, "embedding.norm", stream(r), rows, h)
+    if r.model.norm_placement == "post_residual":
+        norm(g, r, "embedding.norm", stream(r), rows, h)
     dropout(g, r, "embedding.dropout", rows * h, r.model.hidden_dropout)
 
 

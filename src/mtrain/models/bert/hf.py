@@ -1,4 +1,4 @@
-"""Hugging Face's names of BERT's weights, in files of today and in published ones."""
+"""Hugging Face's names of the weights of BERT and Megatron's BERT, in files of today and in published ones."""
 
 from __future__ import annotations
 
@@ -23,33 +23,49 @@ def _qkv(kind: str) -> Entry:
 
 
 POOLED = (*_with_bias("pooler", "bert.pooler.dense"), *_with_bias("next_sentence", "cls.seq_relationship"))
+_IDS = (r"bert\.embeddings\.(position_ids|token_type_ids)",)
+_ENDS = (
+    Entry("embedding.word_embeddings.weight", (f"{_EMBEDDINGS}word_embeddings.weight",), VOCABULARY),
+    Entry("embedding.position_embeddings.weight", (f"{_EMBEDDINGS}position_embeddings.weight",)),
+    Entry("embedding.tokentype_embeddings.weight", (f"{_EMBEDDINGS}token_type_embeddings.weight",)),
+    *_with_bias("head.dense", f"{_HEAD}transform.dense"),
+    *_with_bias("head.norm", f"{_HEAD}transform.LayerNorm"),
+    Entry("output_layer.bias", (f"{_HEAD}bias",), VOCABULARY),
+    *POOLED,
+)
+_PRODUCTS = (
+    _qkv("weight"),
+    _qkv("bias"),
+    *_with_bias(f"{_LAYER}self_attention.linear_proj", f"{_THEIRS}attention.output.dense"),
+    *_with_bias(f"{_LAYER}mlp.linear_fc1", f"{_THEIRS}intermediate.dense"),
+    *_with_bias(f"{_LAYER}mlp.linear_fc2", f"{_THEIRS}output.dense"),
+)
+_COPIES = (
+    Copy(f"{_HEAD}decoder.weight", f"{_EMBEDDINGS}word_embeddings.weight"),
+    Copy(f"{_HEAD}decoder.bias", f"{_HEAD}bias"),
+)
 BERT = Table(
+    (*_ENDS, *_with_bias("embedding.norm", f"{_EMBEDDINGS}LayerNorm")),
     (
-        Entry("embedding.word_embeddings.weight", (f"{_EMBEDDINGS}word_embeddings.weight",), VOCABULARY),
-        Entry("embedding.position_embeddings.weight", (f"{_EMBEDDINGS}position_embeddings.weight",)),
-        Entry("embedding.tokentype_embeddings.weight", (f"{_EMBEDDINGS}token_type_embeddings.weight",)),
-        *_with_bias("embedding.norm", f"{_EMBEDDINGS}LayerNorm"),
-        *_with_bias("head.dense", f"{_HEAD}transform.dense"),
-        *_with_bias("head.norm", f"{_HEAD}transform.LayerNorm"),
-        Entry("output_layer.bias", (f"{_HEAD}bias",), VOCABULARY),
-        *POOLED,
-    ),
-    (
-        _qkv("weight"),
-        _qkv("bias"),
-        *_with_bias(f"{_LAYER}self_attention.linear_proj", f"{_THEIRS}attention.output.dense"),
+        *_PRODUCTS,
         *_with_bias(f"{_LAYER}post_self_attn_layernorm", f"{_THEIRS}attention.output.LayerNorm"),
-        *_with_bias(f"{_LAYER}mlp.linear_fc1", f"{_THEIRS}intermediate.dense"),
-        *_with_bias(f"{_LAYER}mlp.linear_fc2", f"{_THEIRS}output.dense"),
         *_with_bias(f"{_LAYER}post_mlp_layernorm", f"{_THEIRS}output.LayerNorm"),
     ),
-    copies=(
-        Copy(f"{_HEAD}decoder.weight", f"{_EMBEDDINGS}word_embeddings.weight"),
-        Copy(f"{_HEAD}decoder.bias", f"{_HEAD}bias"),
-    ),
-    ignored=(r"bert\.embeddings\.(position_ids|token_type_ids)",),
+    copies=_COPIES,
+    ignored=_IDS,
 )
-"""As transformers saves it."""
+MEGATRON_BERT = Table(
+    (*_ENDS, *_with_bias("encoder.final_layernorm", "bert.encoder.ln")),
+    (
+        *_PRODUCTS,
+        *_with_bias(f"{_LAYER}input_layernorm", f"{_THEIRS}attention.ln"),
+        *_with_bias(f"{_LAYER}pre_mlp_layernorm", f"{_THEIRS}ln"),
+    ),
+    copies=_COPIES,
+    ignored=_IDS,
+)
+TABLES = {"bert": BERT, "megatron-bert": MEGATRON_BERT}
+"""`model_type` -> as transformers saves it."""
 UNUSED = (r"bert\.pooler\.dense\.(weight|bias)", r"cls\.seq_relationship\.(weight|bias)")
 """Of files with more heads than the model has: transformers leaves them out, too."""
 
@@ -72,10 +88,10 @@ def settled(model: Any, names: Collection[str], wanted: Any) -> tuple[str, ...]:
 
 def files(kind: str, model: Any) -> tuple[Table, ...]:
     """The tables that a file of BERT may follow; the first is the one that is written."""
-    table = BERT
+    table = TABLES[kind]
     if not model.bert.next_sentence:
-        once = tuple(entry for entry in BERT.once if entry not in POOLED)
-        table = replace(BERT, once=once, ignored=(*BERT.ignored, *UNUSED))
+        once = tuple(entry for entry in table.once if entry not in POOLED)
+        table = replace(table, once=once, ignored=(*table.ignored, *UNUSED))
     older = {
         part: tuple(replace(entry, theirs=tuple(map(_old, entry.theirs))) for entry in getattr(table, part))
         for part in ("once", "layer")

@@ -20,11 +20,14 @@ def stage_weights(m: ModelConfig, p: ParallelConfig, held: Stage) -> Iterator[We
         yield Weight("embedding.word_embeddings.weight", (rows, h), "embedding", shared=apart)
         for name, count in (("position", m.max_position_embeddings), ("tokentype", own(m).type_vocab_size)):
             yield Weight(f"embedding.{name}_embeddings.weight", (count, h), "embedding", whole=True)
-        yield from norm(m, "embedding.norm", h)
+        if m.norm_placement == "post_residual":
+            yield from norm(m, "embedding.norm", h)
     for number, index in enumerate(held.layers):
         yield from layer(m, p, f"encoder.layers.{number}", index)
     if not held.loss:
         return
+    if m.norm_placement == "pre":
+        yield from norm(m, "encoder.final_layernorm", h)
     yield from square("head.dense", "output", h)
     yield from norm(m, "head.norm", h)
     if apart:

@@ -12,6 +12,7 @@ GPT = Family(
     name="gpt",
     section=None,
     builder="mtrain.models.gpt.build:chunk",
+    settled="mtrain.models.gpt.hf_files:settled",
     megatron_names=True,
     reads_between=False,
     parameters=count.parameters,

@@ -217,6 +217,17 @@ NEOX = Table(
         *_with_bias(f"{_MLP}linear_fc2", "gpt_neox.layers.{i}.mlp.dense_4h_to_h"),
     ),
 )
+NEMOTRON = Table(
+    (*_ENDS, Entry("decoder.final_layernorm.bias", ("model.norm.bias",))),
+    (
+        *_with_bias("decoder.layers.{i}.input_layernorm", "model.layers.{i}.input_layernorm"),
+        *_grouped_query("weight"),
+        *_grouped_query("bias"),
+        *_with_bias("decoder.layers.{i}.pre_mlp_layernorm", "model.layers.{i}.post_attention_layernorm"),
+        *_with_bias(f"{_MLP}linear_fc1", f"{_THEIR_MLP}up_proj"),
+        *_with_bias(f"{_MLP}linear_fc2", f"{_THEIR_MLP}down_proj"),
+    ),
+)
 
 TABLES: dict[str, Table] = {
     **dict.fromkeys(("llama", "mistral", "qwen2", "qwen3", "mixtral", "qwen3_moe", "glm4_moe"), LLAMA),
@@ -231,5 +242,6 @@ TABLES: dict[str, Table] = {
     "gpt_oss": GPT_OSS,
     "gpt2": GPT2,
     "gpt_neox": NEOX,
+    "nemotron": NEMOTRON,
 }
 """`model_type` -> table."""

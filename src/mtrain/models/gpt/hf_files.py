@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Collection
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from mtrain.models.gpt.hf import TABLES
@@ -14,8 +16,12 @@ COMPUTED = (r".*\.rotary_emb\.inv_freq", r".*\.attn\.(masked_)?bias", r".*\.atte
 """Of older files: angles of positions and causal masks."""
 UNREAD = (r"mtp\..*",)
 """Of files of Qwen3-Next: a layer that predicts one token further, which transformers does not build either."""
+OF_IMAGES = (r"(model\.)?vision_tower\..*", r"(model\.)?multi_modal_projector\..*")
+"""Of files of models that read images too: what makes tokens of an image."""
 TIED = (Copy("lm_head.weight", "model.embed_tokens.weight"),)
 _MTP = "model.layers.{i}."
+_JOINS = re.compile(r"model\.layers\.[0-9]+\.eh_proj\.weight")
+"""Of each MTP layer one: it joins the embedding of a token with what the layers before made of those before it."""
 
 
 def _renamed(table: Table, rename: Rename) -> Table:
@@ -74,20 +80,44 @@ def _with_mtp(table: Table) -> Table:
     return replace(table, mtp=(*joins, *layers), copies=(*table.copies, *ends))
 
 
+def _within(table: Table, prefix: str) -> Table:
+    """The text model inside of one that reads images too, as transformers 4 and 5 write it; the rest is left out."""
+
+    def rename(name: str) -> str:
+        if not prefix.startswith("model."):
+            return prefix + name
+        return name if name == "lm_head.weight" else prefix + name.removeprefix("model.")
+
+    copies = tuple(replace(copy, name=rename(copy.name), of=rename(copy.of)) for copy in table.copies)
+    return replace(_renamed(table, rename), copies=copies, ignored=(*table.ignored, *OF_IMAGES))
+
+
+def settled(model: Any, names: Collection[str], wanted: Any) -> tuple[str, ...]:
+    """Overrides for what a `config.json` leaves open and the names of the weights decide: MTP layers.
+
+    transformers writes how many there are, and not their weights. A model that is `wanted` says how many it has.
+    """
+    held = sum(_JOINS.fullmatch(name) is not None for name in names)
+    return () if held == model.mtp_held else (f"model.mtp_num_layers={held or 'null'}",)
+
+
 def files(kind: str, model: Any) -> tuple[Table, ...]:
     """The tables that a file of a `model_type` may follow; the first is the one that is written."""
     table = replace(TABLES[kind], copies=TIED, ignored=COMPUTED)
     if kind in ("mixtral", "minimax_m2"):
         return _renamed(_apart(table), _of_mixtral), table
     if kind == "gpt_neox":
-        tied = (Copy("embed_out.weight", "gpt_neox.embed_in.weight"),)
-        return replace(_renamed(table, lambda name: name.replace("lm_head", "embed_out")), copies=tied), table
+        table = replace(table, copies=(Copy("lm_head.weight", "gpt_neox.embed_in.weight"),))
+        written = _renamed(table, lambda name: name.replace("lm_head", "embed_out"))
+        return replace(written, copies=(Copy("embed_out.weight", "gpt_neox.embed_in.weight"),)), table
     if kind == "gpt2":
         table = replace(table, copies=(Copy("lm_head.weight", "transformer.wte.weight"),))
         bare = _renamed(table, lambda name: name.removeprefix("transformer."))
         return table, replace(bare, copies=(Copy("lm_head.weight", "wte.weight"),))
     if kind in ("deepseek_v3", "deepseek_v32", "glm4_moe"):
         return (_with_mtp(_apart(table)),)
+    if kind == "gemma3_text":
+        return (table, *map(partial(_within, table), ("language_model.", "model.language_model.")))
     if kind == "qwen3_next":
         table = replace(table, ignored=(*table.ignored, *UNREAD))
     apart = _apart(table)

@@ -78,6 +78,7 @@ def _batch(own: LlavaConfig, tokens: torch.Tensor, learned: torch.Tensor, images
         labels=ids[:, 1:].contiguous(),
         loss_mask=counts.float().contiguous(),
         position_ids=torch.arange(inputs.shape[1]).expand_as(inputs).contiguous(),
+        padding=nothing[:, :-1].contiguous(),
     )
     return cast(MicroBatch, {**batch, "images": images})
 

@@ -91,13 +91,13 @@ def _save(run: RunConfig, size: int) -> float | None:
 def _run(run: RunConfig, step: StepTime, save: float | None) -> dict[str, Any]:
     """The whole of it, a smaller batch in the same time for each sample."""
     ranks, price = run.parallel.ranks or 1, run.cluster.price_per_device_hour
-    samples = sum(steps * size for size, steps in counted(stages(run), run.trainer.train_iters))
+    samples = sum(steps * size for size, steps in counted(stages(run), run.trainer.steps))
     training = samples / run.trainer.batch * step.seconds
-    validation, saving = _validation(run, step), _saving(run, save)
+    validation, saving = _validation(run, step, training), _saving(run, save, training)
     seconds = training + validation + saving
     hours = seconds / HOUR * ranks
     return {
-        "steps": run.trainer.train_iters,
+        "steps": run.trainer.steps,
         "tokens": samples * run.data.length,
         "seconds": seconds,
         "training_s": training,
@@ -108,19 +108,25 @@ def _run(run: RunConfig, step: StepTime, save: float | None) -> dict[str, Any]:
     }
 
 
-def _validation(run: RunConfig, step: StepTime) -> float:
+def _validation(run: RunConfig, step: StepTime, training: float) -> float:
     """Forwards of as many batches as are validated on: of what a step computes, a third."""
     every, t = run.trainer.eval_interval, run.trainer
-    times = t.train_iters // every + (t.train_iters % every > 0) if every else 1
+    times = t.steps // every + (t.steps % every > 0) if every else 1
+    times += _by_time(t.eval_minutes, training)
     once = sum(step.parts[name] for name in ("dp", "optimizer", "offload"))
     return times * t.eval_iters * (step.seconds - once) * FORWARD
 
 
-def _saving(run: RunConfig, save: float | None) -> float:
+def _by_time(minutes: float | None, training: float) -> int:
+    """How often something is done every so many minutes of `training` seconds."""
+    return 0 if minutes is None else int(training / (60 * minutes))
+
+
+def _saving(run: RunConfig, save: float | None, training: float) -> float:
     """Checkpoints, which a run waits for; 0 where nobody knows how long they take."""
-    c, steps = run.checkpoint, run.trainer.train_iters
+    c, steps = run.checkpoint, run.trainer.steps
     if save is None:
         return 0.0
     every = c.save_interval
-    times = steps // every if every else 0
+    times = (steps // every if every else 0) + _by_time(c.save_minutes, training)
     return save * (times + (c.save_final and (not every or steps % every > 0)))

@@ -19,7 +19,7 @@ from mtrain.plan.states import main_weight_bytes
 from mtrain.plan.time.step import unknown
 from mtrain.plan.tune.search import Found, Search, Task
 from mtrain.plan.tune.space import KEYS, SPLIT, changed
-from mtrain.units import GIB, bytes_
+from mtrain.units import GIB, bytes_, devices
 
 Values = Mapping[str, Any]
 AUTO, BATCH = "parallel.auto", "trainer.global_batch_size"
@@ -120,7 +120,9 @@ def refuse(found: Found, task: Task, again: Any) -> None:
     """
     run = task.resolve(task.raw)
     p, name, near = run.parallel, run.cluster.name, found.nearest
-    what = f"{run.model.name} with {run.trainer.batch} samples of {run.data.length} tokens on {p.ranks} x {name}"
+    what = (
+        f"{run.model.name} with {run.trainer.batch} samples of {run.data.length} tokens on {devices(p.ranks, name)}"
+    )
     kept = f" that keeps {', '.join(f'{key} {value}' for key, value in task.said.items())}" if task.said else ""
     if near is None:
         wrong, ranks = [one for one in findings(run) if one.severity == "error"], p.ranks or 1

@@ -13,6 +13,7 @@ from functools import cached_property
 from math import inf
 from typing import Any
 
+from mtrain.config.problem import value_at
 from mtrain.config.rules import findings
 from mtrain.config.run import RunConfig
 from mtrain.plan.rank import StageMemory, worst_stage
@@ -21,6 +22,12 @@ from mtrain.plan.tune.costs import Costs, Flow
 from mtrain.plan.tune.space import AXES, Change, Space, changed
 
 BEST = 10
+"""Families that are listed at most."""
+FAR = 1.5
+"""Times as long as the fastest that a family takes which is not looked for any more."""
+FAMILY = ("parallel.tp", "parallel.pp", "parallel.cp", "parallel.ep")
+"""What layouts of one family have alike: how the model is cut. They differ in micro-batch, virtual stages,
+recomputation and sharding of the state, mostly by less than the model of time is off."""
 SPARE = 0.04
 """Of a device that stays free: what the plan of memory may be wrong by, and a driver takes."""
 SLACK = 0.995
@@ -156,28 +163,40 @@ class Search:
         self.looked_at = self.planned = 0
         self.heap: list[tuple[float, int, _Node]] = []
         self._evens: dict[object, tuple[Flow, float]] = {}
+        self._families: set[tuple[Any, ...]] = set()
+        """Those whose best layout is known."""
         self._standing: dict[tuple[object, ...], list[Change]] = {}
         """Of weights sharded so, over pipelines of so many ranks: how the state may be sharded."""
         self.least: tuple[float, dict[str, Any]] | None = None
         """The fewest bytes of what did not fit, and of which layout."""
 
     def best(self, number: int = BEST) -> Found:
-        """The fastest layouts that fit: of layouts that differ in what is computed again alone, the fastest."""
+        """The fastest layouts that fit, one of each family; where all that makes a family is said, all that differ in
+        more than what is computed again."""
         if not self.space.wrong:  # bounds are those of the largest micro-batch, which computes the most in a second
             micro = next(iter(self.space.options("micro", self.space.run)), {})
             self._push(0.0, _Node(changed(self.space.run, micro), {}, {}, 0))
         best: list[Layout] = []
-        while self.heap and len(best) < number and not (best and self.heap[0][0] == inf):
+        while self.heap and len(best) < number and not (best and self.heap[0][0] > FAR * best[0].seconds):
             node = heapq.heappop(self.heap)[2]
+            if node.axis >= STATE and self._family(node.run) in self._families:
+                continue
             if node.planned is None:
                 self._go_on(node)
             elif not any(_same(node.planned, other) for other in best):
                 best.append(node.planned)
+                self._families |= {self._family(node.run)} - {()}
         nearest = None
         if not best and self.least is not None:
             nearest = self.task.planned(self.least[1])
         best.sort(key=lambda layout: layout.seconds)  # bounds may be off by a little
         return Found(tuple(best), self.planned, self.looked_at, self.space.wrong, nearest)
+
+    def _family(self, run: RunConfig) -> tuple[Any, ...]:
+        """How the model is cut; empty where nothing of that is left to choose, and every layout stands for itself."""
+        degrees = {key: value_at(run, key) for key in FAMILY}
+        said = self.task.said.keys() | ({"parallel.ep"} if run.model.moe is None else set())
+        return () if said >= degrees.keys() else tuple(degrees.values())
 
     def _push(self, seconds: float, node: _Node) -> None:
         self.looked_at += 1

@@ -6,21 +6,26 @@ from mtrain.plan.tune.search import Layout
 from mtrain.units import GIB
 
 PARTS = {
-    "gemm": "products",
+    "gemm": "matrix products",
     "attention": "attention",
     "memory": "memory-bound kernels",
-    "host": "waiting for the host",
+    "host": "waits for the host",
     "tp": "tensor-parallel communication",
     "cp": "context-parallel communication",
     "ep": "expert-parallel communication",
     "pp": "sends between stages",
-    "bubble": "pipeline bubble",
+    "bubble": "the pipeline bubble",
     "dp": "data-parallel communication",
-    "optimizer": "optimizer",
-    "offload": "optimizer in host memory",
+    "optimizer": "the optimizer",
+    "offload": "the optimizer in host memory",
 }
 ALIKE = 0.003
 """Of a step: a part that differs by less is not named."""
+
+
+def _times(word: str, parts: list[str]) -> list[str]:
+    """What takes more or less time, as one gain or loss; none where nothing does."""
+    return [f"{word} time for {' and '.join(PARTS.get(name, name) for name in parts)}"] if parts else []
 
 
 def part_words(layout: Layout) -> str:
@@ -38,8 +43,7 @@ def reason(layout: Layout, first: Layout) -> str:
     change = {name: own.get(name, 0.0) - other.get(name, 0.0) for name in {**other, **own}}
     more = sorted((name for name in change if change[name] > ALIKE * first.seconds), key=lambda n: -change[n])
     less = sorted((name for name in change if change[name] < -ALIKE * first.seconds), key=lambda n: change[n])
-    takes = [f"more {PARTS.get(name, name)}" for name in more[:2]]
-    gives = [f"less {PARTS.get(name, name)}" for name in less[:2]]
+    takes, gives = _times("more", more[:2]), _times("less", less[:2])
     spare = first.memory.peak - layout.memory.peak
     if abs(spare) > 0.01 * first.memory.peak:
         (gives if spare > 0 else takes).append(f"{abs(spare) / GIB:.1f} GiB {'less' if spare > 0 else 'more'} memory")
@@ -48,4 +52,11 @@ def reason(layout: Layout, first: Layout) -> str:
             gives.append(gain)
     gained = f"{', '.join(gives)}; " if gives else ""
     lost = f": {', '.join(takes)}" if takes else ", in small parts" if slower >= 0.001 else ""
-    return f"{gained}{f'{slower:.1%} slower' if slower >= 0.0005 else 'as fast'}{lost}"
+    return f"{gained}{_pace(slower)}{lost}"
+
+
+def _pace(slower: float) -> str:
+    """How much longer a step takes, as a share."""
+    if abs(slower) < 0.0005:
+        return "as fast"
+    return f"{slower:.1%} slower" if slower > 0 else f"{-slower:.1%} faster"

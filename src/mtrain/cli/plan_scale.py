@@ -1,0 +1,312 @@
+"""`plan --scale COUNTS [--weak]`: tokens a second, MFU and efficiency over numbers of devices; without torch."""
+
+from __future__ import annotations
+
+import itertools
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from mtrain import strict_json
+from mtrain.cli.tables import table
+from mtrain.collecting import without_collecting
+from mtrain.config.compose import Composed, Rejected, compose
+from mtrain.config.origins import COMMAND_LINE
+from mtrain.config.resolve import Machine, resolve
+from mtrain.config.sweep import jobs
+from mtrain.errors import ConfigError, Problem, say_page, visible
+from mtrain.plan.scale import BATCH, Point, Scale, batches, misfit, on, point
+from mtrain.plan.time.accuracy import accuracy_of
+from mtrain.plan.tune.choose import cleared, said_of
+from mtrain.units import GIB, duration, short
+
+if TYPE_CHECKING:
+    from mtrain.cli.main import Call
+
+SCALE, WEAK, DOTS = "--scale", "--weak", "..."
+EXAMPLE = f"plan {SCALE} 96,192,{DOTS},4608"
+MOST = 64
+"""Numbers of devices at most."""
+LARGEST = 1 << 20
+OTHERS = ("--compare", "--trace", "--calibrate")
+BAR = 40
+"""Cells of a bar on a terminal."""
+
+
+@dataclass(frozen=True)
+class Asked:
+    """The configuration of a number of devices."""
+
+    devices: int
+    composed: Composed
+    differs: str
+    """The values of what is swept."""
+    batch: int | None
+    """Of what is swept; None: it follows from the first."""
+
+
+def run(call: Call) -> int:
+    """Prints the table, or draws it; the exit code.
+
+    Raises:
+        ConfigError: with everything that is wrong with the list and the configuration; or nothing fits on any number.
+    """
+    counts, problems = _counts(call)
+    words, more = _zipped(call.arguments, counts)
+    if problems or more:
+        raise ConfigError([*problems, *more, *_rejected(call.arguments)])
+    html = call.values.get("--html")
+    to = None
+    if html is not None:
+        from mtrain.cli.plan import new_page
+
+        to = new_page(Path(html).expanduser())
+    with without_collecting():
+        found = scaled(words, counts, weak=WEAK in call.flags)
+    if not any(one.layout for one in found.points):
+        _refuse(found)
+    if "--json" in call.flags:
+        say_page(strict_json.dumps(report(found), indent=2))
+    elif to is None:
+        say_page("\n".join(map(visible, [*page(found), *(_bars(found) if "--draw" in call.flags else ())])))
+    if to is not None:
+        from mtrain.cli.plan import write_page
+        from mtrain.cli.scale_page import page_of
+
+        write_page(to, page_of(found, title(found), cells(found), report(found)))
+        say_page(f"{title(found)}: {to}", error="--json" in call.flags)
+    return 0
+
+
+def _counts(call: Call) -> tuple[list[int], list[Problem]]:
+    """The numbers of devices that `--scale` lists, and everything that is wrong with the list."""
+    text = call.values.get(SCALE)
+    if text is None:
+        return [], [_bad(f"{WEAK}: says how {SCALE} counts, which is missing", f"{EXAMPLE} {WEAK}")]
+    problems = [
+        _bad(f"{SCALE} and {flag}: plan answers one of them", EXAMPLE)
+        for flag in OTHERS
+        if flag in call.flags or flag in call.values
+    ]
+    counts: list[int] = []
+    parts = [part.strip().replace("_", "") for part in text.split(",")]
+    for place, part in enumerate(parts):
+        if part == DOTS:
+            problems += _dots(parts, place, counts)
+        elif re.fullmatch(r"\d+", part) and 0 < int(part) <= LARGEST:
+            counts.append(int(part))
+        else:
+            rule = f"{SCALE}: {part or 'nothing'} is no number of devices from 1 to {LARGEST}"
+            problems.append(_bad(rule, EXAMPLE))
+    for one, two in itertools.pairwise(counts):
+        if two <= one:
+            rule = f"{SCALE}: {two} behind {one}: numbers of devices rise, and stand once"
+            problems.append(_bad(rule, f"{SCALE} {','.join(map(str, sorted(set(counts))))}"))
+            break
+    if len(counts) > MOST:
+        problems.append(_bad(f"{SCALE}: {len(counts)} numbers of devices; at most {MOST}", "fewer of them"))
+    return counts, problems
+
+
+def _dots(parts: Sequence[str], place: int, counts: list[int]) -> list[Problem]:
+    """Fills in the numbers for which `...` stands: the two before it go on by their ratio, up to the one behind."""
+    rule = f"{SCALE}: {DOTS} stands between two numbers, the second a multiple of the first, and the last"
+    last = parts[place + 1] if place + 2 == len(parts) else ""
+    if len(counts) < 2 or not last.isdigit() or not 0 < int(last) <= LARGEST:
+        return [_bad(rule, EXAMPLE)]
+    times, rest = divmod(counts[-1], counts[-2])
+    if rest or times < 2:
+        return [_bad(f"{rule}; {counts[-1]} is no multiple of {counts[-2]}", EXAMPLE)]
+    while counts[-1] * times < int(last):
+        counts.append(counts[-1] * times)
+    return []
+
+
+def _rejected(arguments: Sequence[str]) -> list[Problem]:
+    """What is wrong with the configuration itself, of the words that have one value."""
+    try:
+        compose([word for word in arguments if "," not in word.partition("=")[2]])
+    except Rejected as error:
+        return list(error.problems)
+    return []
+
+
+def _zipped(arguments: Sequence[str], counts: Sequence[int]) -> tuple[list[list[Any]], list[Problem]]:
+    """For each number of devices its words, and those of them that are swept: each number has a value of its own; and
+    the keys that have more or fewer values than there are numbers."""
+    problems, columns = list[Problem](), list[tuple[list[str], bool]]()
+    for word in arguments:
+        try:
+            found = [job.argv[0] for job in jobs([word])]
+        except ConfigError as error:
+            problems += error.problems
+            continue
+        if len(found) not in (1, len(counts)):
+            key, number = word.partition("=")[0], len(counts)
+            rule = f"{key} has {len(found)} values, and {SCALE} {number} numbers of devices"
+            problems.append(_bad(rule, f"one value of {key}, or {number}"))
+        columns.append((found * len(counts) if len(found) == 1 else found, len(found) > 1))
+    rows = zip(*(values for values, _ in columns), strict=False) if columns else ([] for _ in counts)
+    swept = [several for _, several in columns]
+    words = [[list(row), [word for word, several in zip(row, swept, strict=True) if several]] for row in rows]
+    return words, problems
+
+
+def scaled(words: Sequence[Sequence[Any]], counts: Sequence[int], *, weak: bool) -> Scale:
+    """The points of several numbers of devices.
+
+    Raises:
+        ConfigError: a configuration cannot be composed, a number is no machines of its cluster, a batch is not whole.
+    """
+    asked, machine = _composed(words, counts), Machine.here()
+    first = asked[0]
+    said = said_of(first.composed.run, first.composed.origins, command_line=True)
+    size = first.batch or resolve(cleared(on(first.composed.run, first.devices), said), machine, None).trainer.batch
+    sizes = [one.batch or size for one in asked]
+    if any(one.batch is None for one in asked):
+        grown = batches(size, counts, weak=weak)
+        wrong = [str(number) for number, batch in zip(counts, grown, strict=True) if batch is None]
+        if wrong:
+            rule = f"{WEAK}: a batch of {size} on {counts[0]} devices is no whole one on {', '.join(wrong)}"
+            fix = f"{BATCH}={-(-size // counts[0]) * counts[0]}"
+            raise ConfigError([Problem("MT010", BATCH, size, rule, fix, COMMAND_LINE)])
+        sizes = [each or size for each in grown]
+    points = []
+    for one, batch in zip(asked, sizes, strict=True):
+        kept = said_of(one.composed.run, one.composed.origins, command_line=True)
+        points.append(point(one.composed.run, kept, machine, one.devices, batch, one.differs))
+    return Scale(tuple(points), weak)
+
+
+def _composed(words: Sequence[Sequence[Any]], counts: Sequence[int]) -> list[Asked]:
+    """Raises ConfigError with the problems of all of them, each once."""
+    known: dict[tuple[str, ...], Composed] = {}
+    problems: dict[str, Problem] = {}
+    out = []
+    for (row, swept), devices in zip(words, counts, strict=True):
+        try:
+            composed = known.get(tuple(row)) or compose(row)
+        except Rejected as error:
+            problems |= {problem.render(): problem for problem in error.problems}
+            continue
+        known[tuple(row)] = composed
+        if why := misfit(composed.run, devices):
+            problems[why] = _bad(f"{SCALE}: {why}", f"{SCALE} with one of these in its place")
+        others = [word for word in swept if not word.startswith(f"{BATCH}=")]
+        batch = composed.run.trainer.global_batch_size if len(others) < len(swept) else None
+        out.append(Asked(devices, composed, " ".join(others), batch))
+    if problems:
+        raise ConfigError(list(problems.values()))
+    return out
+
+
+def _refuse(found: Scale) -> None:
+    """Raises ConfigError: nothing fits on any number of devices."""
+    raise ConfigError(
+        [
+            Problem(
+                "MT257", "parallel.auto", True, one.why, "more devices, or devices with more memory", COMMAND_LINE
+            )
+            for one in found.points
+        ]
+    )
+
+
+def _bad(rule: str, fix: str) -> Problem:
+    return Problem("MT010", "", None, rule, fix, COMMAND_LINE)
+
+
+def title(found: Scale) -> str:
+    """What is scaled, and how."""
+    first = next(one for one in found.points if one.layout is not None)
+    assert first.layout is not None
+    run = first.layout.run
+    several = any(one.differs for one in found.points)
+    name = "" if several else f"{run.model.name}, {run.precision.words}, "
+    kind = re.sub(r"(?<=.[a-z0-9])x\d+$", "", run.cluster.name)
+    sizes = {one.batch for one in found.points}
+    if len(sizes) == 1:
+        batch = f"strong scaling: {first.batch} samples"
+    elif found.weak and len({one.batch / one.devices for one in found.points}) == 1:
+        batch = f"weak scaling: {first.batch / first.devices:g} samples a device"
+    else:
+        batch = "a batch for each number of devices, samples"
+    return f"{name}{batch} of {run.data.length} tokens, on {kind}"
+
+
+def report(found: Scale) -> dict[str, Any]:
+    """What a machine reads."""
+    first = found.first
+    assert first is not None
+    assert first.layout is not None
+    accuracy = accuracy_of(first.layout.run.cluster)
+    return {
+        "title": title(found),
+        "weak": found.weak,
+        "error": None if accuracy is None else asdict(accuracy),
+        "points": [_data(found, one) for one in found.points],
+    }
+
+
+def _data(found: Scale, one: Point) -> dict[str, Any]:
+    data: dict[str, Any] = {"devices": one.devices, "differs": one.differs, "global_batch_size": one.batch}
+    if one.layout is None:
+        return {**data, "layout": None, "why": one.why}
+    time = one.layout.time
+    return {
+        **data,
+        "model": one.layout.run.model.name,
+        "layout": one.layout.words,
+        "step_s": one.layout.seconds,
+        "tokens_per_s": one.tokens_per_s,
+        "tokens_per_s_per_device": time.tokens_per_second_per_device,
+        "mfu": time.mfu,
+        "mfu_all_keys": time.mfu_all_keys,
+        "efficiency": found.efficiency(one),
+        "peak_bytes": one.layout.memory.peak,
+    }
+
+
+def page(found: Scale) -> Iterator[str]:
+    """The same as text."""
+    first = found.first
+    assert first is not None
+    assert first.layout is not None
+    yield title(found)
+    yield from table(cells(found), left=0, ragged=(len(cells(found)[0]) - 1,))
+    run = first.layout.run
+    form, accuracy = run.precision.multiplies_in, accuracy_of(run.cluster)
+    peak = run.cluster.peak_tflops[form]
+    yield f"MFU with causal attention, of {peak:g} TFLOP/s in {form}; in brackets with all keys"
+    yield f"efficiency: model FLOP/s of a device against those on {first.devices}; each layout is the first of tune"
+    if accuracy is not None:
+        yield accuracy.words
+
+
+def cells(found: Scale) -> list[list[str]]:
+    """The table, its head first."""
+    batch, differs = found.weak or len({one.batch for one in found.points}) > 1, any(p.differs for p in found.points)
+    head = ["devices", *["what"] * differs, *["batch"] * batch, "step", "tokens/s", "per device", "MFU", "efficiency"]
+    rows = [[*head, "peak", "layout"]]
+    for one in found.points:
+        row = [str(one.devices), *[one.differs] * differs, *[str(one.batch)] * batch]
+        if one.layout is None:
+            rows.append([*row, *["-"] * 6, f"none: {one.why}"])
+            continue
+        time = one.layout.time
+        row += [duration(one.layout.seconds), short(one.tokens_per_s), short(time.tokens_per_second_per_device)]
+        row += [f"{time.mfu:.1%} ({time.mfu_all_keys:.1%})", f"{found.efficiency(one):.1%}"]
+        rows.append([*row, f"{one.layout.memory.peak / GIB:.1f} GiB", one.layout.words])
+    return rows
+
+
+def _bars(found: Scale) -> Iterator[str]:
+    """Efficiency as bars."""
+    yield ""
+    yield "efficiency"
+    most = max(1.0, *(found.efficiency(one) for one in found.points))
+    for one in found.points:
+        share = found.efficiency(one)
+        yield f"  {one.devices:>7}  {'#' * round(BAR * share / most):<{BAR}} {share:.1%}"

@@ -1,0 +1,227 @@
+"""`recipe import --capture`: runs somebody's own script and reads what it would have started."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import select
+import shlex
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+from mtrain import strict_json
+from mtrain.config.files import MAX_BYTES
+from mtrain.config.load import UNSHOWN, refuse_hidden
+from mtrain.errors import ConfigError, Problem, say
+from mtrain.recipes.imported import Imported, name_of, residue
+from mtrain.recipes.launch import directives
+from mtrain.recipes.megatron import import_commands
+from mtrain.recipes.programs import GPT, OTHER_WORDS, TRAINS
+from mtrain.recipes.secrets import Secrets, names_secret
+from mtrain.recipes.shell import read_calls
+from mtrain.recipes.table import known_flags
+
+RECORDED = (
+    *("torchrun", "python", "python3", "srun", "mpirun", "mpiexec", "deepspeed", "ray", "accelerate"),
+    *("sbatch", "ssh", "pdsh", "docker", "singularity", "apptainer", "horovodrun"),
+)
+Record = dict[str, Any]
+"""`words`, `cwd` and `env` of a command that was not started."""
+TIMEOUT_S, GRACE_S = 120.0, 5.0
+LAST_LINES = 5
+_PATHS = re.compile(rf"(?<![\w.])/[\w./+-]*/(?:{'|'.join(RECORDED)}|python3\.[0-9]+)(?![\w./-])")
+_SITE = """import sys, os
+sys.path.insert(0, os.environ.get("MTRAIN_CAPTURE", ""))
+try:
+    import recorder
+    recorder.as_python_starts()
+finally:
+    sys.path[:] = [p for p in sys.path if not p.startswith(os.environ.get("MTRAIN_CAPTURE", "?"))]
+    sys.modules.pop("sitecustomize", None)
+    try:
+        import sitecustomize
+    except ImportError:
+        pass
+"""
+
+
+def capture(command: Sequence[str], extra: Sequence[str], timeout_s: float = TIMEOUT_S) -> Imported:
+    """Runs a command with recorders in place of all that starts training, and imports what they were given.
+
+    Args:
+        command: the user's own script with its arguments, as `bash pretrain.sh`.
+        extra: overrides in our own grammar.
+        timeout_s: seconds after which it is ended.
+
+    Raises:
+        ConfigError: it cannot be started, or starts no program that trains a GPT.
+    """
+    shown = shlex.join(command)
+    say(
+        f"runs `{shown}`: all that it does is done, but nothing is trained: {', '.join(RECORDED)} only record "
+        "what they are given; other Python programs run",
+        error=True,
+    )
+    text, source = _script(command)
+    calls, code, late, output = recorded(command, text, timeout_s)
+    named = {**os.environ, **{name: value for call in calls for name, value in call["env"].items()}}
+    values = {name: [value] for name, value in named.items() if names_secret(name)}
+    values["secret"] = [call["env"][name] for call in calls for name in values if name in call["env"]]
+    if not calls:
+        raise ConfigError(
+            [_nothing(shown, code, late, output, Secrets({"secret": [v for held in values.values() for v in held]}))]
+        )
+    for call in calls:
+        refuse_hidden(shlex.join(call["words"]), "the command line", UNSHOWN)
+    script = read_calls([(call["words"], f"call {n}") for n, call in enumerate(calls, 1)])
+    script.secrets |= values
+    script.notes += [
+        f"not run: {' '.join(call['words'])[:80]}" for call in calls if not _names_program(call["words"])
+    ]
+    if late:
+        script.notes.append(
+            f"the script was ended after {timeout_s:g} s; what it would have started then is not read"
+        )
+    elif code:
+        script.notes.append(f"the script ended with exit code {code}")
+    name = name_of(Path(source)) if source else "imported"
+    return import_commands(script, name, source or shown, extra, directives(text), residue(text, source))
+
+
+def recorded(command: Sequence[str], text: str, timeout_s: float) -> tuple[list[Record], int, bool, str]:
+    """Runs a command: what it would have started, its exit code, whether it was ended late, and what it printed.
+
+    `text` is that of its script, whose absolute paths of launchers are stood in for too.
+    """
+    with TemporaryDirectory(prefix="capture-") as folder:
+        _prepare(Path(folder), text)
+        code, late = _run(command, Path(folder), timeout_s)
+        output = (Path(folder) / "output").read_bytes()[-20_000:].decode("utf-8", "replace")
+        return _calls(Path(folder) / "calls"), code, late, output
+
+
+def _names_program(words: Sequence[str]) -> bool:
+    return any(".py" in word or word == "-m" for word in words)
+
+
+def _script(command: Sequence[str]) -> tuple[str, str]:
+    """The text and the name of the script in a command; both empty where it is none that can be read."""
+    for word in command:
+        with suppress(OSError, ValueError):
+            path = Path(word)
+            if path.is_file() and path.stat().st_size <= MAX_BYTES and b"\0" not in path.read_bytes()[:1000]:
+                return path.read_text(errors="replace"), word
+    return "", ""
+
+
+def _prepare(folder: Path, text: str) -> None:
+    """Writes the recorders: commands for PATH, functions for bash, and what Python loads as it starts."""
+    recorder = folder / "recorder.py"
+    shutil.copyfile(Path(__file__).with_name("recorder.py"), recorder)
+    facts = {
+        "flags": sorted(known_flags()),
+        "gpt": GPT,
+        "trains": sorted(TRAINS),
+        "other": sorted(OTHER_WORDS),
+        "python": sys.executable,
+    }
+    (folder / "facts.json").write_text(strict_json.dumps(facts))
+    site = folder / "site"
+    site.mkdir()
+    (site / "sitecustomize.py").write_text(_SITE)
+    own = folder / "bin"
+    own.mkdir()
+    run = f"{shlex.quote(sys.executable)} -IS {shlex.quote(str(recorder))}"
+    lines = ['if [ -n "$MTRAIN_CAPTURE_BASH_ENV" ]; then . "$MTRAIN_CAPTURE_BASH_ENV"; fi']
+    for name in RECORDED:
+        file = own / name
+        file.write_text(f'#!/bin/sh\nexec {run} {name} "$@"\n')
+        file.chmod(0o700)
+        lines.append(f'{name}() {{ {shlex.quote(str(file))} "$@"; }}')
+    for path in sorted(set(_PATHS.findall(text))):
+        lines.append(f'function {path} {{ {run} {path} "$@"; }}')
+    (folder / "bash_env").write_text("\n".join(lines) + "\n")
+
+
+def _environment(folder: Path) -> dict[str, str]:
+    def before(name: str, value: object) -> str:
+        return os.pathsep.join(filter(None, (str(value), os.environ.get(name))))
+
+    return {
+        **os.environ,
+        "MTRAIN_CAPTURE": str(folder),
+        "MTRAIN_CAPTURE_BASH_ENV": os.environ.get("BASH_ENV", ""),
+        "BASH_ENV": str(folder / "bash_env"),
+        "PATH": before("PATH", folder / "bin"),
+        "PYTHONPATH": before("PYTHONPATH", folder / "site"),
+    }
+
+
+def _run(command: Sequence[str], folder: Path, timeout_s: float) -> tuple[int, bool]:
+    """The exit code, and whether the command was ended before its end; it leaves no process behind."""
+    env, until = _environment(folder), time.monotonic() + timeout_s
+    reading, writing = os.pipe()
+    try:
+        with (folder / "output").open("wb") as output:
+            process = subprocess.Popen(
+                list(command),
+                env=env,
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+                pass_fds=(writing,),
+            )
+    except (OSError, ValueError) as error:
+        os.close(reading)
+        why = getattr(error, "strerror", None) or error
+        rule = f"{command[0]} cannot be started: {why}"
+        raise ConfigError([Problem("MT010", "", None, rule, "-- bash pretrain.sh", "command line")]) from None
+    finally:
+        os.close(writing)
+    with _ended(process):
+        try:
+            code = process.wait(timeout_s)
+        except subprocess.TimeoutExpired:
+            return 0, True
+        # what the script left in the background is waited for as long as it is short
+        left = max(0.0, min(GRACE_S, until - time.monotonic()))
+        select.select([reading], [], [], left)
+        os.close(reading)
+        return code, False
+
+
+@contextmanager
+def _ended(process: subprocess.Popen[bytes]) -> Iterator[None]:
+    """Ends a process and all that it started, however it is left."""
+    try:
+        yield
+    finally:
+        with suppress(ProcessLookupError, PermissionError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+
+
+def _calls(path: Path) -> list[Record]:
+    """What was recorded."""
+    if not path.exists():
+        return []
+    return [json.loads(line) for line in path.read_text("utf-8", "surrogateescape").splitlines()]
+
+
+def _nothing(shown: str, code: int, late: bool, output: str, secrets: Secrets) -> Problem:
+    """The problem of a script that started nothing."""
+    end = "was ended after its time" if late else f"ended with exit code {code}"
+    last = "; ".join(line.strip() for line in output.splitlines() if line.strip())[-300:]
+    rule = f"`{shown}` {end}, and no training program was started by {', '.join(RECORDED[:8])}"
+    rule += f"; it ended with: {secrets.hide(last)}" if last else ""
+    return Problem("MT701", "", None, rule, "run it as you train with it, with the same arguments and variables", "")

@@ -1,0 +1,177 @@
+"""Stands in for launchers and interpreters while `recipe import --capture` runs a script: records, starts nothing.
+
+It runs in any Python 3 by itself, as a command of the name that it stands in for, or as a Python starts
+(`sitecustomize`). The folder in MTRAIN_CAPTURE says what a training program is, and takes the records.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+
+ENCODE = json.JSONEncoder(allow_nan=False).encode
+FOLDER = os.environ.get("MTRAIN_CAPTURE", "")
+AROUND = "MTRAIN_CAPTURE_AROUND"
+"""Variable with the words of the launchers that a command stands behind."""
+SHELLS = ("bash", "sh", "zsh", "dash", "ksh")
+ALWAYS = ("torchrun", "deepspeed", "accelerate")
+AROUND_OTHERS = ("srun", "mpirun", "mpiexec", "horovodrun")
+LAUNCHING = re.compile(r"torch\.distributed\.|deepspeed\b|accelerate\b")
+
+
+def facts() -> dict:  # type: ignore[type-arg]
+    """What the capture says: known flags, words of names, the interpreter that is here in any case."""
+    with open(os.path.join(FOLDER, "facts.json"), encoding="utf-8") as file:
+        found: dict = json.load(file)  # type: ignore[type-arg]
+    return found
+
+
+def record(words: list[str]) -> None:
+    """Adds a line: the words behind those of the launchers around them, the folder, the environment."""
+    around = json.loads(os.environ.get(AROUND, "[]"))
+    line = ENCODE({"words": [*around, *words], "cwd": os.getcwd(), "env": dict(os.environ)})
+    handle = os.open(os.path.join(FOLDER, "calls"), os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
+    os.write(handle, (line + "\n").encode("utf-8", "surrogateescape"))
+    os.close(handle)
+
+
+def is_python(word: str) -> bool:
+    """Whether a word is the name or the path of an interpreter."""
+    return re.fullmatch(r"python[0-9.]*", os.path.basename(word)) is not None
+
+
+def trains(arguments: list[str]) -> bool:
+    """Whether an interpreter with these arguments would train, by the program's name and its flags."""
+    index = 0
+    while index < len(arguments) and arguments[index].startswith("-") and arguments[index] not in ("-m", "-"):
+        if re.match(r"-[A-Za-z]*c", arguments[index]):
+            return False
+        index += 2 if arguments[index] in ("-W", "-X") else 1
+    if index >= len(arguments) or arguments[index] == "-":
+        return False
+    if arguments[index] == "-m":
+        index += 1
+        if index < len(arguments) and LAUNCHING.match(arguments[index]):
+            return True
+    program, rest = arguments[index] if index < len(arguments) else "", arguments[index + 1 :]
+    if os.path.basename(program) in ALWAYS:
+        return True
+    known = facts()
+    name = re.sub(r"\.py\Z", "", os.path.basename(program)).rpartition(".")[2].lower()
+    words = set(re.split(r"[^a-z]+", name))
+    if name in known["gpt"]:
+        return True
+    if words & set(known["other"]):
+        return False
+    flags = {word.partition("=")[0] for word in rest} & set(known["flags"])
+    return bool(words & set(known["trains"])) or len(flags) >= 3
+
+
+def run_real(name: str, arguments: list[str]) -> None:
+    """Becomes the interpreter that would have run."""
+    own = os.path.realpath(os.path.join(FOLDER, "bin"))
+    folders = [folder for folder in os.get_exec_path() if os.path.realpath(folder) != own]
+    found = (shutil.which(one, path=os.pathsep.join(folders)) for one in (name, "python3", "python"))
+    real = name if "/" in name and os.path.exists(name) else next(filter(None, found), None) or facts()["python"]
+    os.execv(real, [real, *arguments])
+
+
+def stand_in(name: str, arguments: list[str]) -> None:
+    """Does what a command of this name does under capture."""
+    base = os.path.basename(name)
+    if is_python(name):
+        if not trains(arguments):
+            run_real(name, arguments)
+        record([base, *arguments])
+    elif base == "sbatch":
+        submit(arguments)
+    elif base in AROUND_OTHERS:
+        place = inner_command(arguments)
+        if place is None:
+            record([base, *arguments])
+            return
+        around = [*json.loads(os.environ.get(AROUND, "[]")), base, *arguments[:place]]
+        os.environ[AROUND] = ENCODE(around)
+        inner = arguments[place:]
+        if is_python(inner[0]) or os.path.basename(inner[0]) in (*ALWAYS, *AROUND_OTHERS):
+            stand_in(inner[0], inner[1:])
+        else:
+            os.execvp(inner[0], inner)
+    else:
+        record([base, *arguments])
+
+
+def inner_command(arguments: list[str]) -> int | None:
+    """Where among the words of a launcher an interpreter, a shell, a script or another launcher stands."""
+    for index, word in enumerate(arguments):
+        base = os.path.basename(word)
+        if is_python(word) or base in (*SHELLS, *ALWAYS, *AROUND_OTHERS):
+            return index
+        if base in ("env", "numactl", "nohup", "nsys", "timeout", "time"):
+            return index
+        if word.endswith(".sh") and os.access(word, os.X_OK):
+            return index
+    return None
+
+
+def submit(arguments: list[str]) -> None:
+    """Runs a batch script here, its directives as words of the launcher, and answers as `sbatch` does."""
+    wrapped = next((i for i, word in enumerate(arguments) if word.startswith("--wrap")), None)
+    script = next((i for i, word in enumerate(arguments) if not word.startswith("-") and os.path.isfile(word)), None)
+    rest: list[str] = []
+    if wrapped is not None:
+        _, equals, text = arguments[wrapped].partition("=")
+        text = text if equals else arguments[wrapped + 1]
+    elif script is not None:
+        with open(arguments[script], encoding="utf-8", errors="replace") as file:
+            text = file.read()
+        rest = arguments[script + 1 :]
+    else:
+        text = sys.stdin.read()
+    options = arguments[: wrapped if wrapped is not None else script]
+    asked = [word for line in re.findall(r"^#SBATCH\s+(.*)", text, re.MULTILINE) for word in line.split()]
+    around = [*json.loads(os.environ.get(AROUND, "[]")), "sbatch", *asked, *options]
+    env = {**os.environ, AROUND: ENCODE(around), **of_job(around)}
+    if script is not None and wrapped is None:
+        subprocess.call(["bash", arguments[script], *rest], env=env, stdout=sys.stderr)
+    else:
+        with tempfile.NamedTemporaryFile("w", dir=FOLDER, suffix=".sh", encoding="utf-8") as file:
+            file.write(text)
+            file.flush()
+            subprocess.call(["bash", file.name], env=env, stdout=sys.stderr, stdin=subprocess.DEVNULL)
+    os.write(1, b"1\n" if "--parsable" in arguments else b"Submitted batch job 1\n")
+
+
+def of_job(words: list[str]) -> dict[str, str]:
+    """The variables of SLURM that a job of these words would have, as far as they are said."""
+    text = " ".join(words)
+    out = {"SLURM_JOB_ID": "1", "SLURM_PROCID": "0", "SLURM_NODEID": "0", "SLURM_LOCALID": "0"}
+    for pattern, names in (
+        (r"(?:--nodes[= ]|-N ?)([0-9]+)", ("SLURM_NNODES", "SLURM_JOB_NUM_NODES")),
+        (r"--ntasks-per-node[= ]([0-9]+)", ("SLURM_NTASKS_PER_NODE",)),
+        (r"--(?:gpus-per-node|gres)[= ](?:gpu:)?(?:[\w-]+:)?([0-9]+)", ("SLURM_GPUS_PER_NODE", "SLURM_GPUS_ON_NODE")),
+    ):
+        found = re.findall(pattern, text)
+        out.update(dict.fromkeys(names, found[-1]) if found else {})
+    return out
+
+
+def as_python_starts() -> None:
+    """Ends an interpreter that would train, whatever path it was started by; any other goes on."""
+    words = list(getattr(sys, "orig_argv", None) or [])
+    if not words and os.path.exists("/proc/self/cmdline"):
+        with open("/proc/self/cmdline", "rb") as file:
+            words = [os.fsdecode(word) for word in file.read().split(b"\0")[:-1]]
+    if words and trains(words[1:]):
+        program = os.path.basename(words[1])
+        record([program, *words[2:]] if program in ALWAYS else ["python", *words[1:]])
+        os._exit(0)
+
+
+if __name__ == "__main__":
+    stand_in(sys.argv[1], sys.argv[2:])

@@ -1,0 +1,107 @@
+"""The page of `plan --scale --html`: the table, and tokens a second, MFU and efficiency as pictures."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Mapping, Sequence
+from html import escape
+from math import log
+from typing import Any
+
+from mtrain.cli.plan_page import POLICY, STYLE
+from mtrain.cli.svg import Svg, legend
+from mtrain.errors import in_a_line, visible
+from mtrain.plan.scale import Point, Scale
+from mtrain.units import short
+
+LEFT, WIDE, HIGH, TOP = 90.0, 860.0, 240.0, 14.0
+"""Of the frame of a picture that is 1000 wide."""
+LINE, IDEAL = "#3b6ea5", "#888888"
+
+
+def page_of(found: Scale, title: str, cells: Sequence[Sequence[str]], report: Mapping[str, Any]) -> str:
+    """The page of a scale; `cells` are its table, the head first."""
+    head, *rows = cells
+    table = [f"<tr>{''.join(f'<th>{_text(cell)}</th>' for cell in head)}</tr>"]
+    table += [f"<tr>{''.join(f'<td>{_text(cell)}</td>' for cell in row)}</tr>" for row in rows]
+    error = report["error"]
+    off = "" if error is None else f" Predicted rates are off by {error['median']:.1%} in the median."
+    parts = [
+        "<!doctype html>",
+        '<html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width">',
+        f'<meta http-equiv="Content-Security-Policy" content="{POLICY}">',
+        f"<title>{_text(title)}</title><style>{STYLE}</style></head><body>",
+        f"<h1>{_text(title)}</h1><p>Each row has the layout that tune chooses.{off}</p>",
+        f'<div class="pic"><table>{"".join(table)}</table></div>',
+        "<h2>Tokens/s of all devices</h2>",
+        legend([("predicted", LINE), ("in proportion to the devices", IDEAL)]),
+        _rates(found),
+        "<h2>MFU with causal attention</h2>",
+        _shares(found, lambda one: 0.0 if one.layout is None else one.layout.time.mfu),
+        "<h2>Efficiency against the first</h2>",
+        _shares(found, found.efficiency),
+        "</body></html>",
+    ]
+    return "\n".join(parts) + "\n"
+
+
+def _places(found: Scale) -> dict[int, float]:
+    """Of each number of devices its place from the left, by its logarithm."""
+    low, high = log(found.points[0].devices), log(found.points[-1].devices)
+    return {one.devices: LEFT + WIDE * (log(one.devices) - low) / ((high - low) or 1.0) for one in found.points}
+
+
+def _frame(found: Scale) -> Svg:
+    svg = Svg(1000, TOP + HIGH + 30)
+    svg.line(LEFT, TOP + HIGH, LEFT + WIDE, TOP + HIGH, IDEAL)
+    for devices, x in _places(found).items():
+        svg.text(x, TOP + HIGH + 18, str(devices), middle=True)
+    return svg
+
+
+def _rates(found: Scale) -> str:
+    """Both axes are logarithmic."""
+    first, places, svg = found.first, _places(found), _frame(found)
+    assert first is not None
+    fitting = [one for one in found.points if one.layout is not None]
+    ideal = {one.devices: first.tokens_per_s * one.devices / first.devices for one in fitting}
+    values = [*ideal.values(), *(one.tokens_per_s for one in fitting)]
+    low, high = log(min(values)), log(max(values))
+
+    def y(value: float) -> float:
+        return TOP + 10 + (HIGH - 20) * (1 - (log(value) - low) / ((high - low) or 1.0))
+
+    for one, two in itertools.pairwise(fitting):
+        x, to_x = places[one.devices], places[two.devices]
+        svg.line(x, y(ideal[one.devices]), to_x, y(ideal[two.devices]), IDEAL)
+        svg.line(x, y(one.tokens_per_s), to_x, y(two.tokens_per_s), LINE)
+    for one in fitting:
+        _dot(svg, places[one.devices], y(one.tokens_per_s), short(one.tokens_per_s), one)
+    return svg.markup()
+
+
+def _shares(found: Scale, value: Callable[[Point], float]) -> str:
+    """A share from 0 on."""
+    places, svg = _places(found), _frame(found)
+    fitting = [one for one in found.points if one.layout is not None]
+    most = max(1e-9, *(value(one) for one in fitting)) * 1.15
+
+    def y(share: float) -> float:
+        return TOP + HIGH * (1 - share / most)
+
+    for one, two in itertools.pairwise(fitting):
+        svg.line(places[one.devices], y(value(one)), places[two.devices], y(value(two)), LINE)
+    for one in fitting:
+        _dot(svg, places[one.devices], y(value(one)), f"{value(one):.1%}", one)
+    return svg.markup()
+
+
+def _dot(svg: Svg, x: float, y: float, said: str, one: Point) -> None:
+    assert one.layout is not None
+    svg.box(x - 4, y - 4, 8, 8, LINE, f"{one.devices} devices: {one.layout.words}")
+    svg.text(x, y - 9, said, middle=True, halo=True)
+
+
+def _text(value: Any) -> str:
+    """Text for a page: nothing in it is markup."""
+    return escape(visible(in_a_line(str(value))))

@@ -1,0 +1,96 @@
+"""The weights that a new run begins with: their model where none is chosen, and whether they fit the one that is.
+
+Reads configurations and headers of weights; torch is not imported.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from mtrain.config.compose import Composed, compose
+from mtrain.config.load import Document, load
+from mtrain.config.model import ModelConfig
+from mtrain.config.paths import CHECKPOINTS, MANIFEST, RUN_FILE, display, user_path
+from mtrain.config.run import RunConfig
+from mtrain.errors import ConfigError, Problem
+
+HF_CONFIG = "config.json"
+FROM_DATA = {"t5": ("encoder_length", "decoder_length")}
+"""Section of a model -> its keys that follow from the data of a run, and are no part of what weights are of."""
+
+
+def composed(argv: Sequence[str]) -> Composed:
+    """Compose a command line; where it chooses no model, the model is that of `checkpoint.init_from`.
+
+    Raises:
+        Rejected: with every problem that the schema found.
+        ConfigError: files do not compose, or the weights are of a model that is not known here.
+    """
+    return compose(argv, model_of)
+
+
+def model_of(start: str) -> Document | None:
+    """Return what the folder of `checkpoint.init_from` says of its model, at the top level; None: it holds no model.
+
+    Raises:
+        ConfigError: its configuration cannot be read, or is of a model that is not known here.
+    """
+    path = user_path(start)
+    file = run_file_of(path)
+    if file is not None:
+        return _of_run(file)
+    if not (path / HF_CONFIG).is_file():
+        return None
+    from mtrain.convert.hugging_face import configuration
+
+    _, found = configuration(path / HF_CONFIG)
+    return Document(_said(found.run.model), {}, display(path / HF_CONFIG))
+
+
+def run_file_of(path: Path) -> Path | None:
+    """Return the run.yaml of a run folder or of a checkpoint; None where there is none."""
+    home = path.parent.parent if path.parent.name == CHECKPOINTS else path
+    return next((file for file in (path / RUN_FILE, home / RUN_FILE) if file.is_file()), None)
+
+
+def _of_run(file: Path) -> Document:
+    document = load(file)
+    values = dict(document.values.get("model") or {})
+    for section, keys in FROM_DATA.items():
+        if isinstance(values.get(section), dict):
+            values[section] = {key: value for key, value in values[section].items() if key not in keys}
+    lines = {key.partition(".")[2]: line for key, line in document.lines.items() if key.startswith("model.")}
+    return Document(values, lines, document.source, document.text)
+
+
+def _said(model: ModelConfig) -> dict[str, Any]:
+    """The keys of a model that are not at their defaults."""
+    found: dict[str, Any] = model.model_dump(mode="json", exclude_defaults=True)
+    return found
+
+
+def problems(run: RunConfig, origins: Mapping[str, str]) -> list[Problem]:
+    """Return how the model of a run differs from that of the weights it begins with, key by key.
+
+    Raises:
+        CorruptData: the weights are not whole.
+    """
+    start = run.checkpoint.init_from
+    if start is None or run.checkpoint.resume not in (None, "auto"):
+        return []
+    path = user_path(start)
+    try:
+        if any((path / name).is_file() for name in (RUN_FILE, MANIFEST)):
+            from mtrain.launching.resume import weights_of
+
+            weights_of(run)
+        elif (path / HF_CONFIG).is_file():
+            from mtrain.convert.hugging_face import fitting
+
+            fitting(run, path)
+    except ConfigError as error:
+        return [replace(p, source=p.source or origins.get(p.path, "")) for p in error.problems]
+    return []

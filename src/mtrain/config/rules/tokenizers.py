@@ -1,0 +1,77 @@
+"""A model keeps the tokenizer that it has: its weights mean nothing for the ids of another one."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+from mtrain.config.data_keys import WEIGHTS_OF, read_corpora
+from mtrain.config.manifest import READ_BYTES, read_manifest
+from mtrain.config.model_tokenizer import folder_of_the_model, sha256_of, tokenizer_of, unread_tokenizer
+from mtrain.config.paths import user_path
+from mtrain.config.rules.finding import Change, Finding
+from mtrain.config.rules.rule import Code, rule
+from mtrain.config.run import RunConfig
+from mtrain.errors import CorruptData
+
+NONE: Change = {"data.tokenizer": None}
+
+
+@rule(
+    Code(
+        "MT345",
+        "A model that has a tokenizer keeps it: text is tokenized with it, and another one is refused.",
+        says="data.tokenizer: is another tokenizer than the one that the model has",
+        help="Leave data.tokenizer out, name the tokenizer.json of the model, or tokenize the corpus with that.",
+    ),
+    reads="data.kind data.tokenizer data.path data.blend data.validation_blend data.test_blend data.blend_weights "
+    "data.validation_weights data.test_weights checkpoint.resume checkpoint.init_from checkpoint.accept_changes",
+    disk=True,
+)
+def model_keeps_its_tokenizer(run: RunConfig) -> Iterator[Finding]:
+    """The tokenizer that is named, or that made a corpus, is that of the model."""
+    d, folder = run.data, folder_of_the_model(run)
+    if folder is None or d.kind == "mock":
+        return
+    own = tokenizer_of(folder)
+    if own is None:
+        unread = unread_tokenizer(folder)
+        if unread is not None and d.tokenizer is None and d.kind in ("text", "image_text"):
+            rule = f"the model has {unread}, which is not read: without its tokenizer.json text gets other ids"
+            yield Finding("MT345", "data.tokenizer", rule, hint="data.tokenizer=PATH of the model's tokenizer.json")
+        return
+    if run.checkpoint.accept_changes:
+        return
+    try:
+        if d.tokenizer is not None and os.path.isfile(named := user_path(d.tokenizer)):
+            yield from _same(named, own)
+        elif d.kind == "indexed":
+            yield from _made_by(run, own)
+    except (OSError, CorruptData):  # other rules say what is wrong with a file
+        return
+
+
+def _same(named: Path, own: Path) -> Iterator[Finding]:
+    ours, theirs = sha256_of(own), sha256_of(named)
+    if ours != theirs:
+        rule = f"is another tokenizer ({theirs[:12]}) than the one that the model has, {own} ({ours[:12]})"
+        yield Finding("MT345", "data.tokenizer", rule, (NONE, {"data.tokenizer": str(own)}))
+
+
+def _made_by(run: RunConfig, own: Path) -> Iterator[Finding]:
+    """Manifests of corpora say which tokenizer.json made them; without one nothing is known."""
+    d, ours = run.data, sha256_of(own)
+    keys = {f"data.{key}": read_corpora(getattr(d, key), getattr(d, weights)) for key, weights in WEIGHTS_OF.items()}
+    for key, names in {"data.path": (d.path,) if d.path and d.blend is None else (), **keys}.items():
+        for name in names:
+            held = None if "://" in name else read_manifest(user_path(name), READ_BYTES)
+            theirs = None if held is None else held.tokenizer_sha256
+            if theirs not in (None, ours):
+                rule = f"{name} was made by another tokenizer ({str(theirs)[:12]}) than the model has, {own}"
+                hint = f"text that was tokenized with {own}"
+                yield Finding("MT345", key, f"{rule} ({ours[:12]})", hint=hint)
+                return
+
+
+RULES = (model_keeps_its_tokenizer,)

@@ -1,0 +1,60 @@
+"""Which positions of the micro-batch that is run hold no token, for whatever in a model counts tokens.
+
+megatron-core hands a mask to its layers, but not to those of multi-token prediction (0.16.1), nor this rank's part of
+it to pipeline stages in between. Here the mask is known while a micro-batch runs forward, and again where a part of
+its forward is computed once more in the backward, which may be that of another micro-batch.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from torch import Tensor
+
+
+class _Known:
+    padding: Tensor | None = None
+
+
+@contextmanager
+def padding_is(padding: Tensor | None) -> Iterator[None]:
+    """Inside, `padding` [b, s], bool, says which positions of this rank's part of the context hold no token.
+
+    None: each of them holds one.
+    """
+    before = _Known.padding
+    _Known.padding = padding
+    try:
+        yield
+    finally:
+        _Known.padding = before
+
+
+def padding_of(positions: int, tp_group: Any) -> Tensor | None:
+    """Which of the tokens [positions, b] that a layer reads are none, bool in the same shape; None: all are tokens.
+
+    A layer reads all positions of the context's part, or under sequence parallelism those of its tensor-parallel
+    rank, which are a run of them.
+    """
+    if _Known.padding is None:
+        return None
+    rows = _Known.padding.t()
+    if rows.shape[0] == positions:
+        return rows
+    first = tp_group.rank() * positions
+    return rows[first : first + positions]
+
+
+def remembering(function: Callable[..., Any]) -> Callable[..., Any]:
+    """A function that runs with the padding that is known now, whenever it runs."""
+    padding = _Known.padding
+
+    @functools.wraps(function)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        with padding_is(padding):
+            return function(*args, **kwargs)
+
+    return run if padding is not None else function

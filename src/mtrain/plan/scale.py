@@ -1,0 +1,104 @@
+"""How a run scales: on each of several numbers of devices the fastest layout, with one batch or one per device."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from mtrain.config.resolve import Machine
+from mtrain.config.rules import findings
+from mtrain.config.run import RunConfig
+from mtrain.errors import ConfigError
+from mtrain.plan.count import flops_of_token
+from mtrain.plan.tune.choose import refuse, search
+from mtrain.plan.tune.search import Found, Layout
+from mtrain.plan.tune.space import changed
+
+BATCH = "trainer.global_batch_size"
+
+
+@dataclass(frozen=True)
+class Point:
+    """A number of devices."""
+
+    devices: int
+    differs: str
+    """What tells its configuration from that of the others."""
+    batch: int
+    layout: Layout | None
+    """None: nothing fits."""
+    why: str = ""
+    """That, in words."""
+
+    @property
+    def tokens_per_s(self) -> float:
+        """Of all devices."""
+        return 0.0 if self.layout is None else self.layout.time.tokens_per_second_per_device * self.devices
+
+    @property
+    def flops_per_device(self) -> float:
+        """Model FLOP/s of a device, with causal attention."""
+        return 0.0 if self.layout is None else self.tokens_per_s / self.devices * flops_of_token(self.layout.run)
+
+
+@dataclass(frozen=True)
+class Scale:
+    """All of them, the fewest devices first."""
+
+    points: tuple[Point, ...]
+    weak: bool
+
+    @property
+    def first(self) -> Point | None:
+        """The one that efficiency is counted from."""
+        return next((point for point in self.points if point.layout is not None), None)
+
+    def efficiency(self, point: Point) -> float:
+        """Model FLOP/s of a device, as a share of those of the first point."""
+        first = self.first
+        return 0.0 if first is None else point.flops_per_device / first.flops_per_device
+
+
+def on(raw: RunConfig, devices: int) -> RunConfig:
+    """A run that is not resolved, on so many devices of its cluster: whole machines, or a part of one."""
+    per_node = raw.cluster.devices_per_node
+    if per_node is None:
+        return changed(raw, {"parallel.ranks": devices})
+    if devices < per_node:
+        return changed(raw, {"cluster.nodes": 1, "cluster.devices_per_node": devices, "parallel.ranks": None})
+    return changed(raw, {"cluster.nodes": devices // per_node, "parallel.ranks": None})
+
+
+def misfit(raw: RunConfig, devices: int) -> str:
+    """Why so many devices are no machines of the cluster, and which numbers near are; empty where they are."""
+    per_node = raw.cluster.devices_per_node
+    if per_node is None or devices % per_node == 0 or per_node % devices == 0:
+        return ""
+    below = devices // per_node * per_node
+    near = " and ".join(str(number) for number in (below, below + per_node) if number)
+    return f"{devices} devices are no whole machines of {raw.cluster.name}, which have {per_node}; nearest: {near}"
+
+
+def point(raw: RunConfig, said: Mapping[str, Any], machine: Machine, devices: int, batch: int, differs: str) -> Point:
+    """The fastest layout of a run on so many devices.
+
+    Raises:
+        ConfigError: too little is known of the devices or the model, whatever their number.
+    """
+    found, task = search(changed(on(raw, devices), {BATCH: batch}), said, machine, None, 1)
+    if found.best:
+        return Point(devices, differs, batch, found.best[0])
+    try:
+        refuse(found, task, lambda more: Found((), 0, 0))
+        rules = [one.rule for one in findings(task.resolve(task.raw)) if one.severity == "error"]
+    except ConfigError as error:
+        rules = [problem.rule for problem in error.problems]
+    return Point(devices, differs, batch, None, rules[0] if rules else "no layout keeps all rules")
+
+
+def batches(first: int, devices: Sequence[int], *, weak: bool) -> list[int | None]:
+    """Of each number of devices, where it is `first` on the fewest; None: that is no whole number."""
+    if not weak:
+        return [first] * len(devices)
+    return [None if first * each % devices[0] else first * each // devices[0] for each in devices]

@@ -1,0 +1,51 @@
+"""How far the model of time is off: measured by its benchmark on published runs, and read here."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+import yaml
+
+from mtrain.config.cluster import ClusterConfig
+from mtrain.config.devices import facts_of
+
+FILE = Path(__file__).with_name("accuracy.yaml")
+
+
+@dataclass(frozen=True)
+class Accuracy:
+    """Errors of predicted throughput on published runs whose model was left out of the fit, as shares."""
+
+    rows: int
+    """Published runs."""
+    median: float
+    p95: float
+    """At the 95th percentile."""
+    pairs: int
+    """Of two runs of one model on as many devices, `apart` or more."""
+    pairs_right: int
+    """Of those, how many are ranked as published."""
+    apart: float
+
+    @property
+    def words(self) -> str:
+        """The errors in a sentence."""
+        return (
+            f"predicted rates are off by {self.median:.1%} in the median, {self.p95:.0%} at the 95th percentile "
+            f"({self.rows} published runs, each model left out of its fit; {self.pairs_right} of {self.pairs} pairs "
+            f"of runs that are more than {self.apart:.0%} apart are ranked right)"
+        )
+
+
+@cache
+def shipped() -> Accuracy:
+    """That of the efficiencies that ship."""
+    return Accuracy(**yaml.safe_load(FILE.read_text()))
+
+
+def accuracy_of(cluster: ClusterConfig) -> Accuracy | None:
+    """That of a plan on a cluster; None where rates are measured there, and nobody compared the plans."""
+    own = facts_of(cluster.device).on_host or cluster.reached or cluster.operation_us or cluster.software
+    return None if own else shipped()

@@ -1,0 +1,86 @@
+"""What a micro-batch counts: its predictions, and the tokens of its documents without what pads them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import numpy as np
+
+from mtrain.config.defaults import CHATS
+from mtrain.config.run import RunConfig
+from mtrain.data.batch import FURTHER
+from mtrain.plan.count import flops_of_token
+
+TALLY = "tally"
+"""Of a micro-batch on the host: its `Tally`, which every part of the sequence has whole."""
+
+
+def may_pad(run: RunConfig) -> bool:
+    """Whether samples may have positions that hold no token."""
+    d = run.data
+    return d.kind in (*CHATS, "image_text") or d.whole_documents or (d.packed and (d.packed_multiple or 1) > 1)
+
+
+@dataclass(frozen=True)
+class Tally:
+    """The counts of a micro-batch before the context is shared out."""
+
+    losses: float
+    """What the sum of losses is divided by."""
+    further: tuple[float, ...]
+    """The same of each token that is predicted after the next one."""
+    rows: int
+    """Samples, or rows of packed ones."""
+    found: np.ndarray | None
+    """Tokens of each document, or of each row, int64; None: every row is a whole sample."""
+
+    def lengths(self, length: int) -> np.ndarray:
+        """Tokens of each document, or of each row, where a whole sample has `length`; int64, none is 0."""
+        return np.full(self.rows, length, np.int64) if self.found is None else self.found
+
+
+def tally_of(batch: Mapping[str, Any], bounds: Sequence[int] | None) -> Tally:
+    """That of a micro-batch whose packed documents begin at `bounds`; None: it is not packed."""
+    counts = batch.get("loss_counts", batch["loss_mask"])
+    further = batch[FURTHER].flatten(0, 1).numpy() if FURTHER in batch else np.zeros((1, 0))
+    depths = further.astype(np.float64).sum(axis=0).round()
+    losses = counts.numpy().astype(np.float64).sum()
+    return Tally(float(losses), tuple(depths.tolist()), len(batch["tokens"]), _lengths(batch, bounds))
+
+
+def _lengths(batch: Mapping[str, Any], bounds: Sequence[int] | None) -> np.ndarray | None:
+    padding = batch.get("padding")
+    there = None if padding is None else ~padding.numpy()
+    if bounds is not None:
+        flat = np.ones(bounds[-1], np.int64) if there is None else there.reshape(-1)
+        before = np.concatenate([[0], flat.cumsum()])
+        found = before[bounds[1:]] - before[bounds[:-1]]
+    elif there is not None:
+        found = there.sum(axis=1)
+    else:
+        return None
+    return np.asarray(found[found > 0], np.int64)
+
+
+class Flops:
+    """Model FLOPs of documents, each as long as it is."""
+
+    def __init__(self, run: RunConfig) -> None:
+        self._length = run.data.length
+        self._of_token = cache(lambda length, causal: flops_of_token(run, length, causal=causal))
+
+    def of(self, tallies: Iterable[Tally]) -> tuple[float, float, float]:
+        """Tokens of all documents, and the model FLOPs of their forward and backward, with half of attention and with
+        all of it.
+        """
+        lengths = np.concatenate([np.zeros(0, np.int64), *(tally.lengths(self._length) for tally in tallies)])
+        sizes, many = np.unique(lengths, return_counts=True)
+        tokens = sizes * many
+        causal, full = (
+            float(sum(count * self._of_token(size, half) for size, count in zip(sizes.tolist(), tokens, strict=True)))
+            for half in (True, False)
+        )
+        return float(tokens.sum()), causal, full

@@ -1,0 +1,156 @@
+"""No fix throws away a path, a name, a text or a list that somebody wrote, and none names other data."""
+
+from __future__ import annotations
+
+import shlex
+from pathlib import Path
+
+import pytest
+
+from mtrain.cli.setup import load
+from mtrain.config.codes import codes
+from mtrain.config.compose import compose
+from mtrain.config.grammar import parse_value
+from mtrain.config.keys import is_content
+from mtrain.errors import ConfigError, Problem
+from tests.support.commands import mtrain
+from tests.support.configs import LAPTOP
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    (tmp_path / "corpus").mkdir()
+    (tmp_path / "corpus" / "wiki.txt").write_text("a line of text\n" * 1000)
+    (tmp_path / "chats.jsonl").write_text('{"messages": []}\n')
+    (tmp_path / "small.yaml").write_text("defaults: [llama_tiny, _self_]\n")
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def _found(*words: str) -> list[Problem]:
+    try:
+        return list(load(words, LAPTOP, {}, to_run=False).warnings)
+    except ConfigError as error:
+        return list(error.problems)
+
+
+def _first(*words: str) -> Problem:
+    return _found(*words)[0]
+
+
+@pytest.mark.parametrize(
+    ("words", "fix"),
+    [
+        ("log.name=1.10", """'log.name="1.10"'"""),
+        ("log.name=1e5", """'log.name="1e5"'"""),
+        ("log.name=1_000", """'log.name="1_000"'"""),
+        ("log.name=true", """'log.name="true"'"""),
+        ("log.name='my run'", "log.name=my-run"),
+        ("checkpoint.init_from=/c/epoch=3", """'checkpoint.init_from="/c/epoch=3"'"""),
+        ("data=indexed data.blend=[1.10,b]", """'data.blend=["1.10",b]'"""),
+        ("data.path=corpuz/wiki.txt", "data.path=corpus/wiki.txt"),
+        ("data=sft data.path=chatz.jsonl", "data.path=chats.jsonl"),
+        ("model=./smal.yaml", "model=small.yaml"),
+        ("data.split=[1,1]", "data.split=[1,1,0]"),
+        ("data.blend=[a,b]", "data.kind=indexed"),
+        ("data=indexed data.blend=[a,b] data.blend_weights=[1]", ""),
+        ("data=sft data.path=/nowhere/chats.jsonl", ""),
+        ("checkpoint.init_from=/nowhere/weights", ""),
+        ("checkpoint.resume=runs/nope", ""),
+        ("data=zzz", "choices data"),
+        ("optim.learning_rate=fast", "explain optim.lr"),
+        ("parallel=pp2 parallel.pipeline_layout=Et|tt", """'parallel.pipeline_layout="Ett|ttL"'"""),
+    ],
+)
+def test_what_is_offered_keeps_the_meaning_or_is_nothing(words: str, fix: str) -> None:
+    problem = _first(*shlex.split(words))
+    assert fix in problem.fix if fix else not problem.fix, problem
+
+
+@pytest.mark.parametrize(("name", "fix"), [("1.10", "1.10"), ("3.0", "3.0"), ("1e-5", "1e-5"), ("0x10", "0x10")])
+def test_a_name_in_a_file_is_quoted_as_it_stands_there(name: str, fix: str) -> None:
+    Path("mine.yaml").write_text(f"trainer: {{seed: 1}}\nlog:\n  name: {name}\n")
+    problem = _first("recipe=mine.yaml")
+    assert problem.fix == f"""'log.name="{fix}"'"""
+    assert compose(["recipe=mine.yaml", *shlex.split(problem.fix)]).run.log.name == name
+
+
+HOSTILE = (
+    "data=sft data.path=/no/c.jsonl data.tokenizer=/no/t.json data.chat_template=/no/x.jinja",
+    "data=preference data.path=p.jsonl data.tokenizer=/no/t.json",
+    "data=indexed data.path=/no/corpus data.tokenizer=/no/t.json",
+    "data=indexed data.blend=[/no/a,/no/b] data.blend_weights=[0.5,0.25,0.25]",
+    "data=indexed data.blend=[/no/a,/no/b] data.blend_sizes=[5]",
+    "data=indexed data.blend=[/no/a] data.validation_blend=[/no/v] data.validation_weights=[1,2]",
+    "data=text data.path=/no/text data.suffixes=[.zzz]",
+    "model=llava_tiny data=image_text data.path=/no/images data.tokenizer=/no/t.json",
+    "model=bert_tiny data=sft data.path=c.jsonl data.tokenizer=t.json",
+    "model=llama_tiny data=image_text data.path=images",
+    "checkpoint.init_from=/no/weights checkpoint.resume=/no/run",
+    "peft=lora peft.init_from=/no/adapters checkpoint.init_from=/no/hf",
+    "log.runs_dir=/dev/null/runs",
+    "data.path=corpus/wiki.txt data.cache_dir=/dev/null/cache",
+    "parallel=pp2 parallel.layers_per_stage=[9,9]",
+    "parallel=pp2 parallel.pipeline_layout=xyz",
+    "trainer.profile_step=2 trainer.profile_ranks=[7,8]",
+    "trainer.rampup_batch_size=[3,2,100]",
+)
+
+
+def test_no_rule_offers_to_throw_away_what_the_command_line_says() -> None:
+    """Of every example of a code, and of inputs that are wrong in several places."""
+    lines = [*(code.example for code in codes().values() if code.example), *HOSTILE]
+    seen = 0
+    for line in lines:
+        words = shlex.split(line)
+        said = {word.partition("=")[0]: word.partition("=")[2] for word in words}
+        for problem in _found(*words):
+            for change in _changes(problem.fix):
+                lost = [
+                    key
+                    for key, value in change.items()
+                    if is_content(key)
+                    and said.get(key) not in (None, "", "null", "[]")
+                    and value in (None, [], {}, "")
+                ]
+                assert not lost or problem.code in MAY_NOT_BE_SET, (line, problem)
+                if change.get("data.kind") == "mock":
+                    assert "data.kind" not in said, (line, problem)
+                    assert said.get("data") in (None, "auto"), (line, problem)
+                seen += 1
+    assert seen > 100
+
+
+MAY_NOT_BE_SET = {
+    "MT136": "one of two ways to say it",
+    "MT141": "one of two ways to say it",
+    "MT353": "one of two ways to say it",
+    "MT316": "one of two ways to say it",
+    "MT150": "has no effect",
+    "MT302": "synthetic tokens have no path",
+    "MT304": "the kind has no tokenizer",
+    "MT168": "no module of it is left",
+    "MT174": "not on this device",
+    "MT356": "not for this family",
+    "MT412": "no module of it is left",
+}
+
+
+def _changes(fix: str) -> list[dict[str, object]]:
+    """The alternatives of a fix that are settings."""
+    out = []
+    for text in fix.split(" or "):
+        try:
+            pairs = [word.partition("=") for word in shlex.split(text)]
+            out.append({key: parse_value(value) for key, equals, value in pairs if equals and "." in key})
+        except ValueError:
+            continue
+    return out
+
+
+def test_a_missing_file_is_answered_with_one_like_it_and_no_other_data(folder: Path) -> None:
+    found = mtrain("check", "data=sft", "data.path=chatz.jsonl", cwd=folder)
+    assert found.returncode == 2
+    assert "  fix: data.path=chats.jsonl\n" in found.stderr
+    assert "mock" not in found.stderr
+    assert "null\n" not in found.stderr.replace("data.tokenizer = null", "")

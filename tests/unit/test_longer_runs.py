@@ -1,0 +1,50 @@
+"""A run goes on longer where its learning rate so far is that of the longer run; else the new curve is told."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from mtrain.config.rates import goes_on_alike, new_curve, rate
+from mtrain.config.run import RunConfig
+from tests.support.configs import tiny
+
+
+def _run(steps: int, **optim: Any) -> RunConfig:
+    changes = {
+        f"optim__{key}": value for key, value in {"lr": 1e-2, "min_lr": 1e-3, "warmup_iters": 2, **optim}.items()
+    }
+    return tiny(trainer__train_iters=steps, **changes)
+
+
+def test_rates_are_those_that_a_run_has_logged() -> None:
+    """Of four steps with a cosine from 6e-3, as megatron-core's scheduler gave them."""
+    run = _run(4, lr=6e-3, min_lr=6e-4, warmup_iters=0)
+    logged = [0.005209188309203678, 0.0033, 0.0013908116907963219, 0.0006]
+    assert [rate(run, step) for step in range(1, 5)] == pytest.approx(logged, abs=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("optim", "step", "alike"),
+    [
+        ({"schedule": "constant"}, 10, True),
+        ({"schedule": "wsd", "wsd_decay_iters": 3}, 7, True),
+        ({"schedule": "wsd", "wsd_decay_iters": 3}, 8, False),
+        ({"schedule": "cosine"}, 2, True),
+        ({"schedule": "cosine"}, 3, False),
+        ({"schedule": "linear"}, 10, False),
+        ({"schedule": "cosine", "decay_iters": 8}, 10, True),
+        ({"schedule": "inverse_sqrt"}, 10, True),
+    ],
+)
+def test_steps_that_were_made_are_those_of_the_longer_run(optim: dict[str, Any], step: int, alike: bool) -> None:
+    short, long = _run(10, **optim), _run(20, **optim)
+    assert goes_on_alike(long, short, step) is alike
+    same = all(rate(short, n) == pytest.approx(rate(long, n)) for n in range(1, step + 1))
+    assert same is alike
+
+
+def test_the_new_curve_is_told_in_numbers() -> None:
+    text = new_curve(_run(20, schedule="linear"), _run(10, schedule="linear"), 10)
+    assert "from 0.001 at step 10 to 0.0055 at step 11 and 0.001 at step 20" in text

@@ -1,0 +1,213 @@
+"""Keys of chats and records: what they say of the loss is honoured, and what nothing reads is refused by name."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mtrain.cli.main import main
+from mtrain.data import records
+from mtrain.data.messages import chat, pair
+from mtrain.errors import CorruptData
+from tests.support.chats import CHATML, chats_file, folder_of, template_of, turns
+from tests.support.commands import mtrain
+
+SMALL = "model.num_layers=2 model.vocab_size=700 data.seq_length=128 data.split=[1,0,0] trainer.eval_iters=0"
+SMALL += " trainer.eval_interval=null samples=1"
+OFF = [{"weight": 0}, {"loss": False}, {"train": False}, {"loss_mask": 0}, {"weight": 0.0, "train": False}]
+Preview = Callable[..., tuple[int, str, str]]
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    home = tmp_path_factory.mktemp("keys")
+    folder_of(home / "plain", "chatml")
+    folder_of(home / "marked", "chatml", marked=True)
+    return home
+
+
+@pytest.fixture
+def preview(home: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Preview:
+    """The exit code of `data preview` of chats, what of the first is learned, and what is said."""
+
+    def call(chats: list[Any], *words: str, kind: str = "plain") -> tuple[int, str, str]:
+        file = chats_file(tmp_path / "chats.jsonl", chats)
+        named = [f"data.tokenizer={home}/{kind}/tokenizer.json", f"data.cache_dir={tmp_path}/cache"]
+        code = main(["data", "preview", "data=sft", f"data.path={file}", *named, *SMALL.split(), *words, "--json"])
+        said = capsys.readouterr()
+        if code:
+            return code, "", said.out + said.err
+        found = json.loads(said.out)
+        tokens = [token for document in found["samples"][0]["documents"] for token in document]
+        text = "".join(token["text"] for token in tokens if token["weight"])
+        return code, text, "\n".join(found["remarks"])
+
+    return call
+
+
+def corrected(**flags: Any) -> list[dict[str, Any]]:
+    """A wrong answer that says `flags` of itself, and its correction."""
+    found = turns("2+2?", "WRONG", "look again", "four")
+    found[1] |= flags
+    return found
+
+
+def test_an_answer_that_is_left_out_carries_no_loss_in_a_fresh_process(home: Path, tmp_path: Path) -> None:
+    file = chats_file(tmp_path / "chats.jsonl", [corrected(weight=0)])
+    words = ["data=sft", f"data.path={file}", f"data.tokenizer={home}/plain/tokenizer.json", *SMALL.split()]
+    done = mtrain("data", "preview", *words, f"data.cache_dir={tmp_path}/cache", cwd=tmp_path)
+    learned = re.findall(r" loss  +(.*)", done.stdout)
+    assert done.returncode == 0, done.stderr
+    assert "".join(learned).replace("|", "") == "four<im_end>"
+
+
+@pytest.mark.covering(1)
+@pytest.mark.parametrize("kind", ["plain", "marked"])
+@pytest.mark.parametrize("flags", OFF, ids=str)
+def test_an_answer_that_says_so_is_context_alone(flags: dict[str, Any], kind: str, preview: Preview) -> None:
+    code, learned, _ = preview([corrected(**flags)], kind=kind)
+    assert (code, learned) == (0, "four<|im_end|>")
+    last = turns("2+2?", "four", "and 3+3?", "WRONG")
+    last[3] |= flags
+    assert preview([last], kind=kind)[:2] == (0, "four<|im_end|>")
+    sharegpt = [{"from": "human", "value": "q"}, {"from": "gpt", "value": "WRONG", **flags}]
+    sharegpt += [{"from": "human", "value": "again"}, {"from": "gpt", "value": "right"}]
+    assert preview([{"conversations": sharegpt}], kind=kind)[:2] == (0, "right<|im_end|>")
+
+
+def test_what_is_left_out_of_whole_chats_is_that_message_of_any_role(preview: Preview) -> None:
+    every = preview([turns("2+2?", "WRONG", "look again", "four")], "data.loss_on=all")[1]
+    assert "WRONG" in every
+    left = preview([corrected(weight=0)], "data.loss_on=all")[1]
+    assert left == every.replace("<|im_start|>assistant\nWRONG<|im_end|>\n", "")
+    asked = turns("SECRET", "four")
+    asked[0]["train"] = False
+    assert "SECRET" not in preview([asked], "data.loss_on=all")[1]
+    assert preview([asked])[1] == "four<|im_end|>", "a question is never learned, so it may say so"
+
+
+@pytest.mark.parametrize("flags", [{"weight": 1}, {"loss": True}, {"train": True, "loss_mask": 1}, {"weight": None}])
+def test_an_answer_that_says_that_it_is_learned_is(flags: dict[str, Any], preview: Preview) -> None:
+    assert preview([corrected(**flags)])[1] == "WRONG<|im_end|>four<|im_end|>"
+
+
+@pytest.mark.parametrize(
+    ("chats", "words", "said"),
+    [
+        ([corrected(weight=0.5)], (), "its weight is '0.5'"),
+        ([corrected(loss="no")], (), "its loss is 'no'"),
+        ([corrected(loss_mask=[0, 1])], (), "its loss_mask is"),
+        ([corrected(weight=0, train=True)], (), "says both that it is learned and that it is not"),
+        (
+            [[{"role": "user", "content": "q", "weight": 1}, {"role": "assistant", "content": "a"}]],
+            (),
+            "message 1, of u",
+        ),
+        ([corrected(weight=1)], ("data.loss_on=last",), "data.loss_on=last does not learn it"),
+        ([[*turns("q"), {"role": "assistant", "content": "a", "weight": 0}]], (), "is not learned: remove the line"),
+        (
+            [{"messages": turns("q", "a"), "weight": 0}],
+            (),
+            "the chat is not to be learned (weight: 0): remove the line",
+        ),
+        ([{"messages": turns("q", "a"), "weight": 0.3}], (), "its weight is '0.3'"),
+        ([corrected(wieght=0)], (), "message 2 of messages has an unknown key: wieght"),
+        ([corrected(wieght=0)], (), "did you mean weight?"),
+        ([corrected(masked=True)], (), "data.ignored_keys=[masked]"),
+        ([{"messages": turns("q", "a"), "functions": [{"name": "f"}]}], (), "an unknown key: functions"),
+        ([{"messages": turns("q", "a"), "completion": "b"}], (), "an unknown key: completion"),
+        ([{"messages": turns("q", "a"), "prompt": "another"}], (), "its prompt is none of its messages"),
+        (
+            [[{"role": "user", "content": [{"type": "text", "text": "q", "weight": 0}]}, *turns("", "a")[1:]]],
+            (),
+            "a part of",
+        ),
+    ],
+)
+def test_what_cannot_be_honoured_is_refused_with_its_line(
+    chats: list[Any], words: tuple[str, ...], said: str, preview: Preview
+) -> None:
+    code, _, text = preview([turns("1", "2"), *chats], *words)
+    assert code == 4
+    assert "chats.jsonl:2: " in text
+    assert said in text
+
+
+def test_names_and_places_are_no_unknown_keys_and_others_can_be_named(preview: Preview) -> None:
+    rows = [{"messages": turns("q", "a"), "id": 7, "source": "web", "metadata": {"weight": 0}, "strange": None}]
+    assert preview(rows)[:2] == (0, "a<|im_end|>")
+    rows[0]["strange"] = 1
+    assert preview(rows)[0] == 4
+    assert preview(rows, "data.ignored_keys=[strange]")[:2] == (0, "a<|im_end|>")
+
+
+def test_a_key_of_a_message_that_the_template_reads_is_known() -> None:
+    from mtrain.data.record_keys import FLAGS, Keys
+
+    message = {**turns("q", "a")[1], "channel": "final"}
+    values = {"messages": [*turns("q"), message]}
+    with pytest.raises(CorruptData, match="an unknown key: channel"):
+        chat(values, Keys(template=CHATML))
+    made = chat(values, Keys(template=CHATML + "{{ message['channel'] }}"))
+    assert made.messages[1]["channel"] == "final"
+    assert not set(FLAGS) & chat({"messages": corrected(weight=0)}).messages[1].keys(), "templates see no flags"
+
+
+def test_arguments_that_are_json_text_are_written_as_objects_and_reported(preview: Preview) -> None:
+    def called(arguments: Any) -> list[Any]:
+        call = {"id": "c1", "type": "function", "function": {"name": "add", "arguments": arguments}}
+        return [*turns("2+2?"), {"role": "assistant", "content": "", "tool_calls": [call]}]
+
+    _, as_object, nothing = preview([called({"a": 2, "b": "x"})])
+    _, as_text, said = preview([called('{"a": 2, "b": "x"}')])
+    assert as_text == as_object
+    assert '"arguments": {"a": 2, "b": "x"}' in as_text
+    assert said.count("1 chats have arguments of tools as JSON text") == 1
+    assert "JSON text" not in nothing
+    assert preview([called("")])[1] == preview([called({})])[1]
+    for wrong in ("2+2", "[1]", '{"a": 1, "a": 2}', '{"a": NaN}'):
+        code, _, said = preview([called(wrong)])
+        assert code == 4
+        assert "the arguments of a call are an object, or the JSON text of one" in said
+
+
+def test_calls_that_a_template_does_not_read_are_not_lost_silently() -> None:
+    from mtrain.data.record_keys import Keys
+
+    call = {"type": "function", "function": {"name": "add", "arguments": {}}}
+    values = {"messages": [*turns("q"), {"role": "assistant", "content": "", "tool_calls": [call]}]}
+    with pytest.raises(CorruptData, match="does not read its tool_calls"):
+        chat(values, Keys(template=template_of("llama3", marked=False)))
+    assert chat(values, Keys(template=CHATML)).messages[1]["tool_calls"] == [call]
+
+
+def test_pairs_have_the_same_keys_as_chats() -> None:
+    values = {"prompt": "q", "chosen": turns("", "good")[1:], "rejected": turns("", "bad")[1:]}
+    assert pair(values)[0].turns == [1]
+    with pytest.raises(CorruptData, match="an unknown key: margin"):
+        pair({**values, "margin": 0.3})
+    with pytest.raises(CorruptData, match="its weight is"):
+        pair({**values, "chosen": [{"role": "assistant", "content": "good", "weight": 0.5}]})
+    assert pair({**values, "score_chosen": 3.5})[1].turns == [1]
+
+
+def test_records_of_images_have_flags_and_no_unknown_keys() -> None:
+    def parsed(*turns: dict[str, Any], **more: Any) -> list[Any]:
+        said = [{"from": "human", "value": "<image> q"}, {"from": "gpt", "value": "WRONG"}, *turns]
+        said[1] |= more.pop("first", {})
+        line = {"id": 1, "image": "a.png", "conversations": said, **more}
+        return [
+            piece.text for piece in records.parse(json.dumps(line).encode()).pieces if getattr(piece, "learned", 0)
+        ]
+
+    more = ({"from": "human", "value": "again"}, {"from": "gpt", "value": "right"})
+    assert parsed(*more) == [" WRONG", " right"]
+    assert all(parsed(*more, first=flags) == [" right"] for flags in OFF)
+    for wrong in ({"first": {"weight": 0}}, {"weight": 0}, {"first": {"los": False}}, {"caption": "x"}):
+        with pytest.raises(CorruptData, match=r"remove the line|unknown key: (los|caption)"):
+            parsed(**wrong)

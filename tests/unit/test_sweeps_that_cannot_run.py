@@ -1,0 +1,110 @@
+"""Sweeps and layouts that stand for no run are refused by name, with a fix that runs."""
+
+from __future__ import annotations
+
+import shlex
+
+import pytest
+
+from mtrain.cli.setup import load
+from mtrain.config.sweep import jobs
+from mtrain.errors import ConfigError, Problem
+from tests.support.configs import LAPTOP
+
+
+def _refused(word: str) -> Problem:
+    with pytest.raises(ConfigError) as caught:
+        jobs([word])
+    (problem,) = caught.value.problems
+    assert (problem.code, problem.path) == ("MT010", word.partition("=")[0])
+    return problem
+
+
+@pytest.mark.parametrize(
+    ("word", "rule", "fix"),
+    [
+        ("trainer.seed=range(10,1)", "counts up from 10", "trainer.seed=range(10,1,-1)"),
+        ("trainer.seed=range(1,10,-1)", "counts down from 1", "trainer.seed=range(1,10)"),
+        ("trainer.seed=range(5,5)", "has no number", "trainer.seed=range(5,6)"),
+        ("trainer.seed=range(0)", "has no number", "trainer.seed=range(0,1)"),
+        ("trainer.seed=range(1", "1 opening and 0 closing", "trainer.seed=range(1)"),
+        ("trainer.seed=range(1,3))", "1 opening and 2 closing", "trainer.seed=range(1,3)"),
+        ("trainer.seed=range(1,3),7", "stands alone", "trainer.seed=1,2,7"),
+        ("trainer.seed=range(1,2,3,4)", "4 arguments", "trainer.seed=1,2,3,4"),
+        ("trainer.seed=Range(1,3)", "no such function", "trainer.seed=range(1,3)"),
+        ("optim.lr=1e-3,", "no value on one side", "optim.lr=1e-3"),
+        ("optim.lr=,1e-3", "no value on one side", "optim.lr=1e-3"),
+        ("optim.lr=1e-3,,2e-3", "no value on one side", "optim.lr=1e-3,2e-3"),
+        ("optim.lr=choice(1e-3,)", "no value on one side", "optim.lr=choice(1e-3)"),
+        ("optim.lr=choice(1e-3,2e-3", "1 opening and 0 closing", "optim.lr=choice(1e-3,2e-3)"),
+        ("optim.lr=choice(1e-3,choice(1,2))", "stands alone", "optim.lr=1e-3,1,2"),
+        ("optim.lr=1e-3;2e-3", "';'", "optim.lr=1e-3,2e-3"),
+        ("optim.lr=[1e-3,2e-3]", "a list is one value", "optim.lr=1e-3,2e-3"),
+        ("model=llama_tiny,", "no value on one side", "model=llama_tiny"),
+        ("model=[llama_tiny,gpt2]", "a list is one value", "model=llama_tiny,gpt2"),
+        ("model=glob(llama_tny)", "no name is like", "model=llama_tiny"),
+        ("parallel=tp2,,pp2", "no value on one side", "parallel=tp2,pp2"),
+        ("data.split=[1,1,1],", "no value on one side", "data.split=[1,1,1]"),
+        ("recipe=llama/tiny_cpu,", "no value on one side", "recipe=llama/tiny_cpu"),
+    ],
+)
+def test_a_sweep_that_is_written_wrong_has_a_fix_that_runs(word: str, rule: str, fix: str) -> None:
+    problem = _refused(word)
+    assert rule in problem.rule
+    first = shlex.split(problem.fix.split(" or ")[0])
+    assert first == [fix]
+    assert jobs(first)
+
+
+@pytest.mark.parametrize(
+    ("word", "rule", "fix"),
+    [
+        ("optim.lr=", "is empty", "leave it out"),
+        ("model=", "is empty", "leave it out"),
+        ("recipe=", "is empty", "leave it out"),
+        ("optim.lr=range(1", "1 opening and 0 closing", "range(START,STOP,STEP)"),
+        ("optim.lr=range()", "names no value", "range(START,STOP,STEP)"),
+        ("optim.lr=range(a,b)", "a is no number", "range(START,STOP,STEP)"),
+        ("optim.lr=choice(", "0 closing", "optim.lr=A,B"),
+        ("optim.lr=choice()", "names no value", "optim.lr=A,B"),
+        ("optim.lr=interval(0,1)", "no end of values", "optim.lr=A,B"),
+        ("trainer.seed=glob(1*)", "has none", "trainer.seed=A,B"),
+        ("model=glob(zzz*)", "no name is like zzz*", "model=A,B"),
+    ],
+)
+def test_where_nothing_was_meant_the_form_is_shown(word: str, rule: str, fix: str) -> None:
+    problem = _refused(word)
+    assert rule in problem.rule
+    assert fix in problem.fix
+
+
+def _problem(*words: str) -> Problem:
+    with pytest.raises(ConfigError) as caught:
+        load(words, LAPTOP, {}, to_run=False)
+    return caught.value.problems[0]
+
+
+@pytest.mark.parametrize(
+    ("sizes", "rule", "fix"),
+    [
+        ("[5,-1]", "stage 1 (counted from 0) would hold -1 layers", "parallel.layers_per_stage=[3,1]"),
+        ("[-2,6]", "stage 0 (counted from 0) would hold -2 layers", "parallel.layers_per_stage=[1,3]"),
+        ("[1,5]", "6 layers in all, and the model has 4", "parallel.layers_per_stage=[1,3]"),
+        ("[2,1]", "3 layers in all, and the model has 4", "parallel.layers_per_stage=[2,2]"),
+        ("[1,1,1,1]", "4 sizes for pp 2", "parallel.pp=4"),
+        ("[4]", "1 sizes for pp 2", "parallel.layers_per_stage=[2,2]"),
+        ("[]", "0 sizes for pp 2", "parallel.layers_per_stage=[2,2]"),
+        ("[2.4,1.6]", "must be a whole number", "parallel.layers_per_stage=[2,2]"),
+        ("'[2,2]'", "must be a list", "parallel.layers_per_stage=[2,2]"),
+        ("[two,2]", "must be a whole number", ""),
+        ("two", "must be a list", ""),
+        ("[9223372036854775807,1]", "layers in all", "parallel.layers_per_stage=[3,1]"),
+    ],
+)
+def test_sizes_of_stages_are_mended_to_the_nearest_that_fit(sizes: str, rule: str, fix: str) -> None:
+    problem = _problem("parallel=pp2", f"parallel.layers_per_stage={sizes}")
+    assert rule in problem.rule
+    assert problem.fix.split(" or ")[0] == fix
+    if fix:
+        words = [fix] if "layers_per_stage" in fix else [fix, f"parallel.layers_per_stage={sizes}"]
+        assert load(["parallel=pp2", *words], LAPTOP, {}, to_run=False)

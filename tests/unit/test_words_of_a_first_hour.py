@@ -1,0 +1,83 @@
+"""What somebody meets in the first hour: near choices, what was changed, a summary of everything, the next steps."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from mtrain.cli.combinations import Report
+from mtrain.cli.main import main
+from mtrain.config import paths
+from mtrain.config.compose import compose
+from mtrain.config.near import near_choice
+
+
+def test_of_choices_that_begin_alike_the_smallest_of_that_very_name_is_first() -> None:
+    names = paths.choices_of_group("model")
+    assert near_choice("llama3", names)[:2] == ["llama3_8b", "llama3_70b"]
+    assert near_choice("llama31", names) == ["llama31_8b", "llama31_70b", "llama31_405b"]
+    assert near_choice("gpt2", names) == ["gpt2"]
+
+
+def test_only_what_was_changed_is_shown(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["show", "--changed"]) == 0
+    assert capsys.readouterr().out == "nothing is changed\n"
+    words = ["recipe=llama/tiny_cpu_lora", "optim.lr=0.5", "model=gpt2"]
+    assert main(["show", "--changed", *words]) == 0
+    rows = dict(row.split("  # ") for row in capsys.readouterr().out.splitlines())
+    assert rows["optim.lr=0.5"] == "command line"
+    assert rows["model=gpt2"] == rows["peft=lora"] == "a choice"
+    assert rows["optim.schedule=cosine"] == "recipes/llama/tiny_cpu_lora.yaml:13"
+    assert not any(row.startswith("trainer.") for row in rows)
+    assert main(["show", "--changed", "--json", *words]) == 0
+    assert json.loads(capsys.readouterr().out)["optim.lr"] == {"value": 0.5, "source": "command line"}
+
+
+def test_a_table_of_everything_is_a_summary(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from mtrain.cli import matrix
+
+    def few(axes: dict[str, list[str]], *_: object) -> list[Report]:
+        rows = [Report(m, "single", "bf16", c, True) for m in axes["model"] for c in axes["cluster"]]
+        return [*rows, Report("gpt2", "tp3", "bf16", "cpu", False, "MT101", "12 heads")]
+
+    monkeypatch.setattr(matrix, "validated", few)
+    assert main(["check", "--all"]) == 0
+    out = capsys.readouterr().out
+    assert len(out.splitlines()) < 60
+    assert "MT101" in out
+    assert "--json" in out
+    assert main(["check", "--all", "model=gpt2", "parallel=single", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)
+
+
+def test_files_of_an_installed_package_are_named_where_they_are(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tmp_path / "site-packages" / "mtrain" / "_conf"
+    folder.parent.mkdir(parents=True)
+    folder.symlink_to(paths.conf_dir())
+    monkeypatch.setattr(paths, "conf_dir", lambda: folder)
+    file, _, line = compose([]).origins["model.num_layers"].rpartition(":")
+    assert Path(file).is_file()
+    assert "num_layers" in Path(file).read_text().splitlines()[int(line) - 1]
+
+
+def test_a_first_run_ends_with_the_next_steps(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from mtrain.launching import local, preflight
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    monkeypatch.setattr(local, "launch", lambda run, argv: Path("runs/mine"))
+    monkeypatch.setattr(preflight, "check", lambda *_: None)
+    assert main([]) == 0
+    out = capsys.readouterr().out
+    assert "generate runs/mine" in out
+    assert "resume runs/mine" in out
+    assert main(["data=mock"]) == 0
+    assert "generate" not in capsys.readouterr().out
