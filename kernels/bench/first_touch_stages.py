@@ -25,7 +25,7 @@ def environment(walk: Walk, folder: Path) -> Units:
 
         device = device_here()
         said = surroundings(device, torch.bfloat16)
-        said["commit"] = said["commit"] if said["commit"] != "unknown" else _written_commit()
+        said["commit"] = _written_commit() or said["commit"]
         if device.type == "cuda":
             facts = torch.cuda.get_device_properties(0)
             free, total = torch.cuda.mem_get_info()
@@ -37,9 +37,12 @@ def environment(walk: Walk, folder: Path) -> Units:
 
 
 def _written_commit() -> str:
-    """The commit of a tree without git, from a file COMMIT beside `launch.py`."""
+    """The commit of a copied tree, from a file COMMIT beside `launch.py`; empty without the file.
+
+    It comes before what git says: a copy may lie inside of another repository.
+    """
     path = ROOT / "COMMIT"
-    return path.read_text().strip() if path.exists() else "unknown"
+    return path.read_text().strip() if path.exists() else ""
 
 
 UNITS: dict[str, Callable[[Walk, Path], Units]] = {

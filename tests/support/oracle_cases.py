@@ -134,6 +134,7 @@ LEFT_ALONE = (
         "data.order",
         "data.megatron_cache",
         "data.chat_template",
+        "data.ignored_keys",
         "peft.init_from",
         "data.validation_",
         "data.test_",

@@ -221,8 +221,9 @@ def _config_of(run: RunConfig, home: Path, kind: str | None) -> tuple[str, dict[
 
     said = special_ids(home)
     ends = {key: said.get(key, said.get("eos_token_id", _end_of_document(home))) for key in unsaid}
-    pad = {"pad_token_id": said["pad_token_id"]} if "pad_token_id" in said and "pad_token_id" not in body else {}
-    return str(body["model_type"]), {**body, **ends, **pad}
+    if body.get("pad_token_id") is None and "pad_token_id" in said:
+        ends["pad_token_id"] = said["pad_token_id"]
+    return str(body["model_type"]), {**body, **ends}
 
 
 def _as_it_came(body: dict[str, Any], run: RunConfig) -> tuple[str, dict[str, Any]]:
