@@ -56,7 +56,7 @@ def _same(named: Path, own: Path) -> Iterator[Finding]:
     ours, theirs = sha256_of(own), sha256_of(named)
     if ours != theirs:
         rule = f"is another tokenizer ({theirs[:12]}) than the one that the model has, {own} ({ours[:12]})"
-        yield Finding("MT345", "data.tokenizer", rule, (NONE, {"data.tokenizer": str(own)}), unset=True)
+        yield Finding("MT345", "data.tokenizer", rule, ({"data.tokenizer": str(own)}, NONE))
 
 
 def _made_by(run: RunConfig, own: Path) -> Iterator[Finding]:
