@@ -32,6 +32,22 @@ class Asked(TorchDispatchMode):
         super().__init__()
         self.count = 0
 
+    def __enter__(self) -> Asked:
+        self.tensor = torch.tensor
+        torch.tensor = self._tensor_of  # type: ignore[assignment]
+        super().__enter__()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)
+        torch.tensor = self.tensor
+
+    def _tensor_of(self, data: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
+        """Make a tensor of numbers, each of which may be asked of a device where no mode sees it."""
+        items = data if isinstance(data, (list, tuple)) else [data]
+        self.count += sum(isinstance(item, torch.Tensor) for item in items)
+        return self.tensor(data, *args, **kwargs)
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         self.count += func._schema.name.removeprefix("aten::") in ASKS
         return func(*args, **(kwargs or {}))
@@ -143,6 +159,22 @@ def test_the_device_is_asked_for_nothing_between_two_readings(layout: str) -> No
             assert row[2] == pytest.approx(other[2], rel=1e-12)
             assert row[3:] == other[3:]
         assert all(map(torch.equal, weights, others))
+
+
+def test_the_norm_of_gradients_is_one_number_of_the_device_whoever_adds_it_up() -> None:
+    def norms() -> tuple[list[float], int]:
+        from mtrain.mcore.patching import norm_of_all
+
+        made = torch.Generator().manual_seed(0)
+        tensors = [torch.randn(size, generator=made) for size in ((3,), (5000, 2), (40, 40), (1,))]
+        with Asked() as asked:
+            found = [norm_of_all(tensors, in_rows=rows) for rows in (True, False)]
+        exact = torch.cat([t.reshape(-1) for t in tensors]).double().norm()
+        return [norm.item() / exact.item() for norm in found], asked.count
+
+    ratios, asked = run_ranks(1, norms)[0]
+    assert ratios == pytest.approx([1.0, 1.0], rel=1e-6)
+    assert asked == 0
 
 
 def test_a_number_that_is_none_ends_the_run_before_anything_of_it_is_saved(tmp_path: Path) -> None:

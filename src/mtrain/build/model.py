@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from contextlib import nullcontext
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -13,6 +14,7 @@ from mtrain.config.core_fields import DDP_FIELDS, FSDP_FIELDS, WRAP_FIELDS, valu
 from mtrain.config.kernels import OPERATIONS
 from mtrain.config.peft import PeftConfig
 from mtrain.config.run import RunConfig
+from mtrain.devices.base import Device
 from mtrain.devices.dtypes import with_dtypes
 from mtrain.errors import ConfigError, Problem
 from mtrain.mcore import api as mcore
@@ -50,8 +52,25 @@ def build_model(run: RunConfig, world: World, *, wrap: bool = True, drawn: bool 
         weights.initialize(chunks, run.trainer.seed)
         low_rank.start_magnitudes(chunks)
     if wrap and run.parallel.fsdp == "none":
-        chunks = [_wrap(run, config, chunk, first=i == 0) for i, chunk in enumerate(chunks)]
+        with _stream_of_gradients(run, world.device):
+            chunks = [_wrap(run, config, chunk, first=i == 0) for i, chunk in enumerate(chunks)]
     return chunks
+
+
+@contextmanager
+def _stream_of_gradients(run: RunConfig, device: Device) -> Iterator[None]:
+    """A stream of its own for a graph of whole steps: autograd adds gradients up on the stream on which
+    DistributedDataParallel was made, and the default stream may not take part in a capture.
+    """
+    if run.trainer.cuda_graph_impl != "full_iteration":
+        yield
+        return
+    streams = device.namespace
+    stream = streams.Stream()
+    stream.wait_stream(streams.current_stream())
+    with streams.stream(stream):
+        yield
+    streams.current_stream().wait_stream(stream)
 
 
 def _half(config: Any, chunk: Any) -> Any:

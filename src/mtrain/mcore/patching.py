@@ -274,13 +274,26 @@ def host_weights() -> None:
 
 
 def gradient_norm() -> None:
-    """Add squares up in fp32 over a few thousand elements, and these sums in fp64."""
+    """Add squares up in fp32 over a few thousand elements, and these sums in fp64; ask the device for no number."""
 
     def l2_norm(chunk_size: int, flag: Any, lists: list[list[torch.Tensor]], per_tensor: bool, *_: Any) -> Any:
-        norms = [norm for tensors in lists for t in tensors for norm in _norms_of_rows(t.reshape(-1))]
-        return torch.linalg.vector_norm(torch.cat(norms).double()).float().view(1), None
+        return norm_of_all([t for tensors in lists for t in tensors]).view(1), None
 
     _core("optimizer.clip_grads").l2_norm_impl = l2_norm
+
+
+def norm_of_all(tensors: list[torch.Tensor], *, in_rows: bool | None = None) -> torch.Tensor:
+    """The norm of tensors as one vector: fp32 [], on the device of the first.
+
+    `in_rows` by default on a CPU, whose norms of many elements are inexact; a GPU adds up as a tree, and takes many
+    tensors in one launch.
+    """
+    device = tensors[0].device  # an update in host memory has some of each
+    if in_rows if in_rows is not None else tensors[0].is_cpu:
+        norms = [norm.to(device) for t in tensors for norm in _norms_of_rows(t.reshape(-1))]
+    else:
+        norms = [norm.to(device)[None] for norm in torch._foreach_norm(tensors, 2.0, dtype=torch.float32)]
+    return torch.linalg.vector_norm(torch.cat(norms).double()).float()
 
 
 def _norms_of_rows(flat: torch.Tensor, width: int = 4096) -> list[torch.Tensor]:

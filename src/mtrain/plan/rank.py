@@ -27,13 +27,15 @@ from mtrain.plan.states import States, rank_states
 from mtrain.plan.weights import stage_weights
 from mtrain.units import MIB
 
-CONTEXT_BYTES = 723 * MIB
-"""Of a process on a GPU before its first tensor: CUDA context and kernels of torch, as reported in
-https://discuss.pytorch.org/t/73021."""
+CONTEXT_BYTES = 758 * MIB
+"""Of a process on a GPU beside its tensors: 612 MiB for the context of CUDA and 146 for kernels and their workspaces,
+measured on an H200 with torch 2.11."""
 HOST_BYTES = 300 * MIB
 """Of a rank on a CPU beside the model: what a forked interpreter with torch comes to own."""
-COMMUNICATOR_BYTES = 128 * MIB
-"""Assumed of a group of ranks that NCCL has a communicator for: 16 channels with two of its buffers, 4 MiB each."""
+WORLD_BYTES = 558 * MIB
+"""Of NCCL and its communicator of all ranks, which every run has: measured there, with one rank."""
+COMMUNICATOR_BYTES = 389 * MIB
+"""Of each further communicator, one for a group of ranks that talk: measured there, with one rank."""
 RESERVE = 0.04
 """Assumed share of what is allocated during a step that torch's allocator holds beside it, in pieces."""
 HOST_LOGITS, GPU_LOGITS, CHUNK = 1 << 22, 1 << 27, 64
@@ -60,8 +62,8 @@ HOW = {
     "loss": "counted: what a loss in parts keeps, gradients of hidden states and output layer; or all logits",
     "recompute": "counted: what is computed again of one layer, or of one group of layers",
     "working": "reasoned: gradients on their way and what an operation needs, or logits of a part of the tokens",
-    "communication": "reasoned: what is gathered or sent beside that; assumed: 128 MiB for each group",
-    "context": "assumed: 723 MiB on a GPU, 300 MiB on a CPU",
+    "communication": "reasoned: what is gathered or sent beside that",
+    "context": "measured: 1,316 MiB on a GPU and 389 for each kind of group that talks; assumed: 300 MiB on a CPU",
     "reserve": "assumed: 4% of activations, loss, recompute and working that the allocator holds in pieces",
 }
 """Of each part of the memory: where its number comes from."""
@@ -109,7 +111,7 @@ class StageMemory:
             "low_precision": self._low_precision(),
             **moment,
             "communication": self._communication(),
-            "context": HOST_BYTES if on_host else CONTEXT_BYTES,
+            "context": context_bytes(self.rank),
         }
         return found | {"reserve": 0 if on_host else round(RESERVE * sum(moment.values()))}
 
@@ -240,7 +242,7 @@ def passing(run: RunConfig) -> bool:
 
 
 def communication_bytes(r: Rank, layer: int) -> int:
-    """What FSDP gathers, where a layer has so many elements of weights at most; and buffers."""
+    """What FSDP gathers, where a layer has so many elements of weights at most; and buffers of sequences."""
     run, p, m = r.run, r.layout, r.model
     total = r.tokens * m.hidden_size * r.element if r.gathers_into_buffer else 0
     if p.fsdp != "none":
@@ -248,8 +250,16 @@ def communication_bytes(r: Rank, layer: int) -> int:
         root = m.padded_vocab_size // p.tp * m.hidden_size
         reduced = r.element + (FP32 if run.precision.grad_reduce_in_fp32 else r.element)
         total += (2 * layer + root) * r.element + max(layer, root) * reduced
+    return total
+
+
+def context_bytes(r: Rank) -> int:
+    """What a process takes beside torch's allocator: kernels, and NCCL for each group of ranks that talk."""
+    if r.host:
+        return HOST_BYTES
+    p = r.layout
     groups = sum(degree > 1 for degree in (p.tp, p.pp, p.cp, p.ep, p.dp))
-    return total + (0 if r.host else groups * COMMUNICATOR_BYTES)
+    return CONTEXT_BYTES + WORLD_BYTES + groups * COMMUNICATOR_BYTES
 
 
 def _losses(chunk: Sequence[Graph]) -> Iterator[Op]:

@@ -16,7 +16,8 @@ from mtrain.devices import cpu_namespace, registry
 from mtrain.layout import stages
 from mtrain.layout.grid import RankGrid
 from mtrain.world.generators import seed_generators, tracker_of
-from mtrain.world.init import World, make_groups
+from mtrain.world.groups import make_groups
+from mtrain.world.init import World
 
 
 @contextmanager

@@ -23,6 +23,7 @@ from mtrain.layout import stages
 from mtrain.layout.grid import RankGrid
 from mtrain.world import join
 from mtrain.world.generators import seed_generators, tracker_of
+from mtrain.world.groups import make_groups
 from mtrain.world.heartbeat import waiting
 from mtrain.world.rank_env import RankEnv
 
@@ -152,7 +153,7 @@ def _join(run: RunConfig, env: RankEnv, device: Device) -> World:
     store.set_timeout(timeout)
     torch_device = device.device(env.device_index(device.count()))
     if not dist.is_initialized():
-        # With a device NCCL connects at once, and no barrier has to guess which device is meant.
+        # With a device, no barrier has to guess which one is meant.
         dist.init_process_group(
             device.backend,
             rank=env.rank,
@@ -166,24 +167,3 @@ def _join(run: RunConfig, env: RankEnv, device: Device) -> World:
     coords = grid.coords(env.rank)
     seed_generators(run.trainer.seed, coords, tracker=tracker_of(run))
     return World(env.rank, env.local_rank, grid, device, torch_device, coords, embedding_stages, store)
-
-
-def make_groups(grid: RankGrid, run: RunConfig, embedding_stages: list[int], timeout: timedelta) -> None:
-    """megatron-core's process groups for `grid`, with word embeddings on `embedding_stages` of each pipeline."""
-    from mtrain.mcore import api as mcore
-
-    p = run.parallel
-    mcore.parallel_state.initialize_model_parallel(
-        tensor_model_parallel_size=grid.tp,
-        pipeline_model_parallel_size=grid.pp,
-        virtual_pipeline_model_parallel_size=p.vpp if p.vpp > 1 else None,
-        context_parallel_size=grid.cp,
-        hierarchical_context_parallel_sizes=list(p.hierarchical_cp_sizes) if p.hierarchical_cp_sizes else None,
-        hybrid_context_parallel=p.hybrid_context_parallel,
-        expert_model_parallel_size=grid.ep,
-        expert_tensor_parallel_size=grid.etp,
-        num_distributed_optimizer_instances=p.hsdp_replicas,
-        get_embedding_ranks=lambda ranks: sorted({ranks[stage] for stage in embedding_stages}),
-        distributed_timeout_minutes=timeout.total_seconds() / 60,
-        create_gloo_process_groups=False,
-    )

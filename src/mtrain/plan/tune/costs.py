@@ -25,7 +25,7 @@ from mtrain.models.graph import Graph, kept
 from mtrain.models.lives import backwards
 from mtrain.models.rank import Rank
 from mtrain.models.registry import family_of
-from mtrain.plan.rank import CONTEXT_BYTES, RESERVE, communication_bytes
+from mtrain.plan.rank import RESERVE, communication_bytes, context_bytes
 from mtrain.plan.schedule import most_in_flight
 from mtrain.plan.time.device import Device, device_of
 from mtrain.plan.time.efficiencies import reached_by
@@ -333,7 +333,7 @@ class Costs:
     def bytes(self, run: RunConfig, flow: Flow | None = None) -> float:
         """At the peak of the rank that has the most, where micro-batches flow so."""
         flow = flow or self.flow(run)
-        least = self._communication(run) + (0.0 if self.host else CONTEXT_BYTES)
+        least = self._beside(run)
         state = self._state(run)
         return least + max(size + state.bytes(experts, others) for size, experts, others in flow.ranks)
 
@@ -346,13 +346,15 @@ class Costs:
             self._states[key] = state_of(run)
         return self._states[key]
 
-    def _communication(self, run: RunConfig) -> int:
+    def _beside(self, run: RunConfig) -> int:
+        """What is beside the model: buffers of what is gathered and, on a GPU, kernels and NCCL."""
         p = run.parallel
         shards = p.tp, p.sequence_parallel, p.ep, p.etp, p.cp, run.trainer.micro
         key = *shards, p.pp > 1, p.dp > 1, p.fsdp
         if key not in self._sent:
             layer = int(self.pieces(changed(run, NONE)).largest)
-            self._sent[key] = communication_bytes(Rank.of(run, self._words.get(_shards_key(run))), layer)
+            rank = Rank.of(run, self._words.get(_shards_key(run)))
+            self._sent[key] = communication_bytes(rank, layer) + (0 if self.host else context_bytes(rank))
         return self._sent[key]
 
 
