@@ -251,8 +251,8 @@ def test_the_bench_notices_a_wrong_gradient(touch: ModuleType, monkeypatch: pyte
     made = case.make(MODELS["tiny"], torch.device("cpu"), torch.bfloat16)
     first = run._values_and_gradients(lambda: case.call(made, "auto"), made)
     wrong = [first[0], *(2 * x for x in first[1:])]
-    assert run._agree(first, first)
-    assert not run._agree(wrong, first)
+    assert run.agree(first, first)
+    assert not run.agree(wrong, first)
 
 
 def test_what_liger_changes_in_the_process_is_measured_last(touch: ModuleType, tmp_path: Path) -> None:
@@ -352,7 +352,7 @@ def test_what_cannot_be_compared_is_timed(touch: ModuleType, monkeypatch: pytest
 
     clock = run.Clock(torch.device("cpu"), 1, True)
     setting = run.Setting(clock, torch.bfloat16, run.ceilings(clock, torch.bfloat16, True), ["eager", "auto"])
-    monkeypatch.setattr(run, "_agree", refuse)
+    monkeypatch.setattr(run, "agree", refuse)
     _, auto = run.measure("norm", ops()["norm"].cases[0], MODELS["tiny"], setting)
     assert auto.note == "not compared: RuntimeError: out of memory"
     assert auto.forward_s is not None
@@ -367,6 +367,6 @@ def test_tensors_are_compared_to_their_end_in_pieces(touch: ModuleType, monkeypa
     x = torch.randn(5, 4)
     wrong = x.clone()
     wrong[-1, -1] += 1
-    assert run._agree([x], [x])
-    assert not run._agree([wrong], [x])
-    assert not run._agree([x.t()], [x])
+    assert run.agree([x], [x])
+    assert not run.agree([wrong], [x])
+    assert not run.agree([x.t()], [x])
