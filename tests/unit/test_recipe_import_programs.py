@@ -258,6 +258,16 @@ def test_words_that_only_the_environment_sets_are_noted_and_others_leave_the_rec
     assert "--no-such-flag" in found.open["recipe.verified"]
 
 
+@pytest.mark.parametrize("flags", ["--weight-decay 0.3 --bf16", "--fp16", "--weight-decay 0.3 --data-path x"])
+def test_a_part_of_an_array_leaves_open_whatever_it_may_hold(flags: str) -> None:
+    given = KNOWN.replace("--mock-data", "") if "--data-path" in flags else KNOWN
+    text = f'ALL=({flags})\ntorchrun --nproc-per-node 1 pretrain_gpt.py {MODEL} {given} "${{ALL[@]:0:2}}"\n'
+    found = import_texts([(text, "t.sh")], "t")
+    keys = {"--weight-decay": "optim.weight_decay", "--bf16": "precision.dtype", "--fp16": "precision.dtype"}
+    keys["--data-path"] = "data.path"
+    assert {key for flag, key in keys.items() if flag in flags} <= set(found.open)
+
+
 def test_an_incomplete_recipe_is_refused_until_it_is_filled_in(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -198,7 +198,7 @@ def put(values: dict[str, Any], key: str, value: Any) -> None:
 
 def _beneath(d: Draft, choices: Mapping[str, str]) -> dict[str, Any]:
     """What the keys without a flag are: the schema's defaults for model and layout, else those of the choices."""
-    picked = {"data": d.get("data.kind", "mock"), "precision": d.get("precision.dtype", "auto"), **choices}
+    picked = {"data": d.get("data.kind") or "mock", "precision": d.get("precision.dtype") or "auto", **choices}
     words = [f"{group}={choice}" for group, choice in picked.items()]
     values = compose(words).run.to_dict()
     for group in ("model", "parallel"):
