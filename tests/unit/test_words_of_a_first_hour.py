@@ -21,6 +21,21 @@ def test_of_choices_that_begin_alike_the_smallest_of_that_very_name_is_first() -
     assert near_choice("gpt2", names) == ["gpt2"]
 
 
+@pytest.mark.parametrize(
+    "words",
+    ["convert import Org/Model-1B runs/x", "check checkpoint.init_from=Org/Model-1B", "recipe import Org/Model-1B"],
+)
+def test_a_name_on_the_hub_is_answered_with_how_to_download_it(
+    words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert main(words.split()) == 2
+    said = capsys.readouterr().err
+    assert "nothing is downloaded here" in said
+    assert "fix: hf download Org/Model-1B " in said
+    assert "--local-dir Model-1B, then " in said
+
+
 def test_only_what_was_changed_is_shown(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["show", "--changed"]) == 0
     assert capsys.readouterr().out == "nothing is changed\n"

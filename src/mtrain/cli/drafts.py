@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from mtrain import locks
+from mtrain.config.hub import download_of
 from mtrain.config.paths import program
 from mtrain.durable import sync
 from mtrain.errors import BadEnvironment, ConfigError, Problem
@@ -29,7 +30,11 @@ def given_paths(argv: list[str], many: int, usage: str) -> list[Path]:
     paths = [Path(word).expanduser() for word in argv]
     for path in paths:
         if not path.exists():
-            raise ConfigError([Problem("MT002", "", None, f"{path} does not exist", f"{program()} convert {usage}")])
+            rule, fix = f"{path} does not exist", f"{program()} convert {usage}"
+            if usage.startswith("import") and (download := download_of(str(path))) is not None:
+                rule += "; if it is the name of a model on Hugging Face, nothing is downloaded here"
+                fix = f"{download[0]}, then {program()} convert {usage.replace('HF_DIR', download[1])}"
+            raise ConfigError([Problem("MT002", "", None, rule, fix)])
     return paths
 
 

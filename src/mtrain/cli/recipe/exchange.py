@@ -13,6 +13,7 @@ from mtrain.cli.options import Options, needed, read_options
 from mtrain.cli.recipe.capture import TIMEOUT_S, capture
 from mtrain.cli.recipe.new import describe, for_elsewhere, write_new
 from mtrain.config.files import STDIN, read_stdin
+from mtrain.config.hub import download_of
 from mtrain.config.load import UNSHOWN, refuse_hidden
 from mtrain.config.paths import program
 from mtrain.config.resolve import Machine, resolve, world_size_of
@@ -83,14 +84,10 @@ def _file_of(name: str) -> str:
         rule = f"{name} is a folder with {len(found)} scripts and no {CONFIG}; one file is imported"
         fix = " or ".join(f"recipe import {p}" for p in found[:3]) or "name the script, or the folder of a model"
         raise ConfigError([Problem("MT002", "", None, rule, fix, "command line")])
-    if (
-        re.fullmatch(r"[A-Za-z0-9][\w.-]*/[\w.-]+", name)
-        and not path.exists()
-        and not Path(name).suffix.endswith(FILES)
-    ):
-        folder = name.rpartition("/")[2]
+    download = download_of(name, CONFIG)
+    if download is not None and not Path(name).suffix.endswith(FILES):
         rule = f"there is no file {name}; if it is the name of a model on Hugging Face, nothing is downloaded here"
-        fix = f"hf download {name} {CONFIG} --local-dir {folder}, then recipe import {folder}"
+        fix = f"{download[0]}, then recipe import {download[1]}"
         raise ConfigError([Problem("MT002", "", None, rule, fix, "command line")])
     return name
 

@@ -8,6 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from mtrain.config.files import unreadable, unwritable
+from mtrain.config.hub import download_of
 from mtrain.config.near import near_choice
 from mtrain.config.paths import MANIFEST, RESUME_WORDS, RUN_FILE, names_near, user_path
 from mtrain.config.rules.finding import Change, Finding
@@ -145,7 +146,11 @@ def weights_to_begin_with_exist(run: RunConfig) -> Iterator[Finding]:
     if not start or not any(os.path.isfile(path / name) for name in (RUN_FILE, MANIFEST, "config.json")):
         rule = f"there is neither a run or checkpoint ({RUN_FILE}) nor a Hugging Face folder (config.json)"
         near: tuple[Change, ...] = tuple({"checkpoint.init_from": name} for name in names_near(path))
-        yield Finding("MT436", "checkpoint.init_from", rule, (*near, {"checkpoint.init_from": None}))
+        hint = ""
+        if not near and (download := download_of(start)) is not None:
+            rule += "; if it is the name of a model on Hugging Face, nothing is downloaded here"
+            hint = f"{download[0]}, then checkpoint.init_from={download[1]}"
+        yield Finding("MT436", "checkpoint.init_from", rule, (*near, {"checkpoint.init_from": None}), hint=hint)
 
 
 RULES = (
