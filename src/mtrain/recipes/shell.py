@@ -357,7 +357,9 @@ def _inner(words: list[Word]) -> tuple[list[Word], list[Word]] | None:
                 if not option.startswith("-"):
                     break
         text = shown(word)
-        if re.search(r"\s", text) and ".py" in text and " --" in text and not text.startswith("--"):
+        # What a word gets from elsewhere, $(python3 blend.py --part train), is no command line of this script.
+        known = word if isinstance(word, str) else " ".join(piece for piece in word.pieces if isinstance(piece, str))
+        if re.search(r"\s", known) and ".py" in known and " --" in known and not known.startswith("--"):
             return words[:index], [word]
         if text.startswith("--wrap"):
             if text == "--wrap":
