@@ -379,7 +379,9 @@ def test_a_conversion_that_is_killed_leaves_nothing_or_the_whole(tmp_path: Path)
         assert command("import", theirs_, tmp_path / f"again{number}") == 0, "what was left is in nobody's way"
 
 
-def test_a_head_that_repeats_tied_embeddings_is_counted_and_another_one_is_refused(tmp_path: Path) -> None:
+def test_a_head_that_repeats_tied_embeddings_is_counted_and_another_one_is_refused(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
     from safetensors.torch import load_file, save_file
 
     source, run = saved("llama 3.2, tied", tmp_path / "theirs"), tmp_path / "run"
@@ -393,5 +395,9 @@ def test_a_head_that_repeats_tied_embeddings_is_counted_and_another_one_is_refus
     assert command("verify", source, run) == 0
     held["lm_head.weight"][3, 3] += 1
     save_file(held, source / "model.safetensors", {"format": "pt"})
+    capfd.readouterr()
     assert command("import", source, tmp_path / "another") == 4
+    said = capfd.readouterr().err
+    assert "lm_head.weight" in said, "what differs is named, as the folder names it"
+    assert "model.embed_tokens.weight" in said
     assert command("verify", source, run) == 4

@@ -76,6 +76,7 @@ def test_files_of_an_installed_package_are_named_where_they_are(
     folder.parent.mkdir(parents=True)
     folder.symlink_to(paths.conf_dir())
     monkeypatch.setattr(paths, "conf_dir", lambda: folder)
+    monkeypatch.chdir(tmp_path)  # where conf/model/llama_tiny.yaml would be no file
     file, _, line = compose([]).origins["model.num_layers"].rpartition(":")
     assert Path(file).is_file()
     assert "num_layers" in Path(file).read_text().splitlines()[int(line) - 1]
