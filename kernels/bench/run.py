@@ -280,16 +280,13 @@ def _tensors(outputs: Any) -> list[Tensor]:
 
 
 def agree(found: list[Tensor], wanted: list[Tensor]) -> bool:
-    """Whether contenders compute the same: each tensor, as a whole, within what bf16 leaves.
-
-    Both round, so single elements may be further apart; parity compares those with fp64.
-    """
+    """Whether contenders, which all round, compute the same: each tensor as a whole; parity compares elements."""
     if [x.shape for x in found] != [x.shape for x in wanted]:
         return False
     for a, b in zip(found, wanted, strict=True):
-        pieces = list(zip(a.flatten().split(PIECE), b.flatten().split(PIECE), strict=True))
-        apart = sum(float((one.double() - other.double()).square().sum()) for one, other in pieces)
-        whole = sum(float(other.double().square().sum()) for _, other in pieces)
+        pairs = zip(a.flatten().split(PIECE), b.flatten().split(PIECE), strict=True)
+        squares = [((x.double() - y.double()).square().sum(), y.double().square().sum()) for x, y in pairs]
+        apart, whole = (float(sum(sums)) for sums in zip(*squares, strict=True))
         if not apart**0.5 <= parity.TOLERANCE[torch.bfloat16] * whole**0.5:  # not a number agrees with nothing
             return False
     return True

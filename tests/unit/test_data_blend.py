@@ -379,7 +379,7 @@ def test_check_takes_any_share_down_to_a_trillionth_and_reports_what_is_not_read
         return code, json.loads(capsys.readouterr().out)
 
     assert said("[5600000,1,1e12]")[0] == 0
-    assert said("[1,2]")[1]["problems"][0]["fix"] == "data.blend_weights=[...], a weight for each corpus"
+    assert said("[1,2]")[1]["problems"][0]["rule"] == "2 weights for 3 corpora"
     code, found = said("[3,0,1]")
     assert code == 0
     assert [(p["code"], prefixes[1] in p["rule"]) for p in found["problems"]] == [("MT319", True)]

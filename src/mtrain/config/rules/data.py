@@ -93,7 +93,7 @@ def shares_of_a_blend(run: RunConfig) -> Iterator[Finding]:
             yield Finding("MT317", f"data.{names}", rule, _once(names, weights, corpora))
         if names == "blend" and shares is not None and len(shares) != len(corpora):
             rule = f"{len(shares)} weights for {len(corpora)} corpora"
-            yield Finding("MT318", f"data.{weights}", rule, hint=f"data.{weights}=[...], a weight for each corpus")
+            yield Finding("MT318", f"data.{weights}", rule)
         elif shares is not None and len(shares) == len(corpora):
             yield from _shares(weights, corpora, shares)
 
