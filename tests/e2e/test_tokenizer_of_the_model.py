@@ -101,6 +101,20 @@ def test_another_tokenizer_is_refused_by_name(where: str, home: Path) -> None:
     assert mtrain(*words, "data.tokenizer=same.json", *STEP.split(), cwd=home).returncode == 0
 
 
+@pytest.mark.parametrize("begun", ["auto", "latest"])
+def test_a_run_that_begins_or_goes_on_reads_text_with_the_tokenizer_of_its_weights(begun: str, home: Path) -> None:
+    words = ["run=runs/mine/run.yaml", "checkpoint.init_from=hf", "data=text", "data.path=text", *STEP.split()]
+    words += [f"checkpoint.resume={begun}", "log.name=new", "checkpoint.accept_changes=true"]
+    refused = mtrain("check", *words[:-1], "data.tokenizer=other/tokenizer.json", cwd=home)
+    assert refused.returncode == 2
+    assert "other/tokenizer.json: is another tokenizer" in refused.stderr
+    if begun == "auto":
+        shutil.rmtree(home / "cache", ignore_errors=True)
+        done = mtrain("data", "preview", *words, cwd=home)
+        assert done.returncode == 0, done.stderr
+        assert tokens_of_text(home).tolist() == expected(home)
+
+
 def test_a_corpus_of_another_tokenizer_is_refused_by_name(home: Path) -> None:
     for name in ("hf", "other"):
         words = ("text/a.txt", f"out={name}-corpus", f"tokenizer={name}/tokenizer.json", "workers=1")
@@ -113,12 +127,19 @@ def test_a_corpus_of_another_tokenizer_is_refused_by_name(home: Path) -> None:
 
 
 def test_a_tokenizer_that_is_not_read_is_not_replaced_by_a_new_one(home: Path) -> None:
-    shutil.copytree(home / "hf", home / "pieces")
-    (home / "pieces/tokenizer.json").rename(home / "pieces/tokenizer.model")
-    words = ["check", "run=runs/mine/run.yaml", "checkpoint.init_from=pieces", "data=text", "data.path=text"]
-    done = mtrain(*words, *STEP.split(), cwd=home)
-    assert done.returncode == 2
-    assert "pieces/tokenizer.model, which is not read" in done.stderr
+    for name in ("tokenizer.model", "tekken.json", "tiktoken.model"):
+        pieces = shutil.copytree(home / "hf", home / "pieces", dirs_exist_ok=True)
+        (pieces / "tokenizer.json").rename(pieces / name)
+        words = ["check", "run=runs/mine/run.yaml", "checkpoint.init_from=pieces", "data=text", "data.path=text"]
+        done = mtrain(*words, *STEP.split(), cwd=home)
+        assert done.returncode == 2
+        assert f"pieces/{name}, which is not read" in done.stderr
+        shutil.rmtree(home / "runs/pieces", ignore_errors=True)
+        assert mtrain("convert", "import", "pieces", "runs/pieces", cwd=home).returncode == 0
+        done = mtrain("resume", "runs/pieces", "data=text", "data.path=text", *STEP.split(), cwd=home)
+        assert done.returncode == 2
+        assert f"{name}, which is not read" in done.stderr
+        shutil.rmtree(pieces)
 
 
 def loaded(folder: Path) -> dict[str, object]:

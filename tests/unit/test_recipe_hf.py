@@ -205,6 +205,16 @@ def test_pythia_has_its_parallel_residual(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
+    ("names", "why"),
+    [(["LlamaForCausalLM"], "no effect"), (["EvilForCausalLM"], "not supported"), ([], "not supported")],
+)
+def test_code_beside_an_architecture_of_transformers_is_left_out(names: list[str], why: str, tmp_path: Path) -> None:
+    said = {**LLAMA3, "auto_map": {"AutoModelForCausalLM": "modeling.Theirs"}, "architectures": names}
+    found = import_config(write(tmp_path, said))
+    assert [u.why for u in found.unplaced if u.flag == "auto_map"] == [why]
+
+
+@pytest.mark.parametrize(
     ("change", "flag"),
     [
         ({"rope_scaling": {"rope_type": "proportional", "factor": 2.0}}, "rope_scaling"),

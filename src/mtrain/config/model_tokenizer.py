@@ -12,16 +12,20 @@ from mtrain.config.run import RunConfig
 
 TOKENIZER, KEPT = "tokenizer.json", "hf"
 """The file of a folder, and the folder of a run with what came beside imported weights."""
-OTHERS = ("tokenizer.model", "vocab.json", "vocab.txt", "spiece.model", "sentencepiece.bpe.model", "tekken.json")
+OTHERS = (
+    *("tokenizer.model", "vocab.json", "vocab.txt", "spiece.model", "sentencepiece.bpe.model", "tekken.json"),
+    *("tiktoken.model", "qwen.tiktoken"),
+)
 """Files of tokenizers that are not read as those of a model."""
 
 
 def folder_of_the_model(run: RunConfig, checkpoint: Path | None = None) -> Path | None:
     """The folder that the weights of a run come from: that of `checkpoint`, else what the configuration names by its
-    path; None: the weights are drawn, or `auto` or `latest` chooses.
+    path; None: the weights are drawn. A run that `auto` or `latest` goes on with began with `checkpoint.init_from`.
     """
-    named = run.checkpoint.resume if run.checkpoint.resume is not None else run.checkpoint.init_from
-    if checkpoint is None and (named is None or named in RESUME_WORDS):
+    resumed = run.checkpoint.resume
+    named = run.checkpoint.init_from if resumed is None or resumed in RESUME_WORDS else resumed
+    if checkpoint is None and named is None:
         return None
     path = checkpoint if checkpoint is not None else user_path(named or "")
     return path.parent.parent if path.parent.name == CHECKPOINTS else path

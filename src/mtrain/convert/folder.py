@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from mtrain.config.model_tokenizer import OTHERS
 from mtrain.convert.tensor_file import Tensor, once, read_header
 from mtrain.durable import not_read
 from mtrain.errors import CorruptData
@@ -28,11 +29,9 @@ COMPANIONS = (
     "tokenizer_config.json",
     "special_tokens_map.json",
     "added_tokens.json",
-    "vocab.json",
-    "vocab.txt",
     "merges.txt",
-    "tokenizer.model",
     "chat_template.jinja",
+    *OTHERS,
 )
 """Files beside weights and configuration, of tokenizer and generation: kept as they are."""
 _PLAIN = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,200}\.safetensors")

@@ -267,12 +267,13 @@ class MegatronBlend(Blend):
             self._suffice(self._greedy.given(total))
 
     def once(self, samples: int) -> MegatronBlend:
-        """Itself where no part gives more than its samples of one epoch among the first `samples`, else the blend of
-        such parts, which then repeat.
+        """Itself where each part has one epoch, and gives no more than its samples among the first `samples`; else
+        the blend of such parts, which then repeat.
         """
         parts = [part.once() for part in self.parts]
         given = self._greedy.given(min(samples, self.total or samples))
-        if all(many <= len(part) for many, part in zip(given.tolist(), parts, strict=True)):
+        enough = all(many <= len(part) for many, part in zip(given.tolist(), parts, strict=True))
+        if enough and all(part.shape.epochs == 1 for part in self.parts):
             return self
         return MegatronBlend(parts, self.shares, self.total or samples, self.name, repeat=True)
 

@@ -16,12 +16,11 @@ from mtrain.data.whole_documents import WholeDocuments
 def evaluated(source: Any, wanted: int) -> Any:
     """The samples of a split as an evaluation of `wanted` of them reads it.
 
-    It is the split itself, but in Megatron's order, in which all evaluations of a run share the epochs of a small
-    split: where one asks for more than an epoch has, it reads one.
+    It is the split itself, but in Megatron's order, which shuffles all epochs of a small split that the evaluations
+    of a run need together: there an evaluation reads one epoch.
     """
     if isinstance(source, MegatronSamples):
-        one = source.once()
-        return one if wanted > len(one) else source
+        return source.once() if source.shape.epochs > 1 else source
     return source.once(wanted) if isinstance(source, MegatronBlend) else source
 
 

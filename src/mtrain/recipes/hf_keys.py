@@ -134,10 +134,19 @@ class ConfigFile:
         for key in self.given:
             if key in self.family.aliases:
                 self.refuse(key, "not supported", f"says another value than {self.family.aliases[key]}")
+            elif key == "auto_map" and self._is_of_transformers():
+                self.refuse(key, "no effect", "names code, which is never loaded: transformers has that architecture")
             elif key in ELSEWHERE:
                 self.refuse(key, *ELSEWHERE[key])
             elif key not in known:
                 self.unknown(key, known)
+
+    def _is_of_transformers(self) -> bool:
+        """Whether the file's architectures are those of the class of transformers that reads it."""
+        names = self.said.get("architectures")
+        if self.read_by is None or not isinstance(names, list) or not names:
+            return False
+        return all(str(name).startswith(f"{self.read_by.name.removesuffix('Config')}For") for name in names)
 
     def inside(self, key: str, inner: str, why: Why, text: str, value: Any) -> None:
         """Notes a key `inner` of the object that `key` holds."""
