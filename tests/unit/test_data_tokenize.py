@@ -415,7 +415,7 @@ def test_a_record_that_says_that_it_is_not_learned_is_left_out_and_reported(
     said = capsys.readouterr().out
     assert "3 records left out" in said
     for key in ("weight", "train", "loss"):
-        assert f"1 say with {key} that they are not learned" in said
+        assert f"1 left out because {key} is 0 or false" in said
         assert f"ignored_keys={key}" in said
     left = [json.loads(line) for line in (tmp_path / "o.rejects.jsonl").read_text().splitlines()]
     assert [row["line"] for row in left] == [2, 4, 6]

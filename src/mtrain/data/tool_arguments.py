@@ -6,11 +6,11 @@ A template that writes `arguments | tojson` would put a backslash before each qu
 
 from __future__ import annotations
 
-import json
 from dataclasses import replace
 from itertools import count
 from typing import Any
 
+from mtrain import strict_json
 from mtrain.data.chat import ChatFormat
 from mtrain.data.messages import Chat, with_arguments
 from mtrain.errors import CorruptData
@@ -30,7 +30,7 @@ def settled(chat: Chat, form: ChatFormat) -> tuple[Chat, bool]:
     except CorruptData:  # the template cannot do with a text
         return replace(chat, messages=chat.objects), True
     # a template may leave earlier calls out, so not every one needs to stand in it
-    as_given = [text.count(json.dumps({name: name})) for name in names]
+    as_given = [text.count(strict_json.dumps({name: name})) for name in names]
     changed = any(text.count(name) != 2 * many for name, many in zip(names, as_given, strict=True))
     if any(as_given) and not changed:
         return chat, False
@@ -41,11 +41,11 @@ def probes(chat: Chat) -> tuple[list[dict[str, Any]], list[str]]:
     """The messages of a chat with `{"NAME": "NAME"}` for each text of arguments, and these names, which stand nowhere
     in it.
     """
-    said, names = json.dumps([chat.messages, chat.tools], ensure_ascii=False), list[str]()
+    said, names = strict_json.dumps([chat.messages, chat.tools], ensure_ascii=False), list[str]()
     free = (f"argument{number}x" for number in count(1))
 
     def named(_: str) -> Any:
         names.append(next(name for name in free if name not in said))
-        return json.dumps({names[-1]: names[-1]})
+        return strict_json.dumps({names[-1]: names[-1]})
 
     return [with_arguments(one, named) for one in chat.messages], names
