@@ -306,3 +306,7 @@ def test_records_of_images_have_flags_and_no_unknown_keys() -> None:
     for wrong in ({"first": {"weight": 0}}, {"weight": 0}, {"first": {"los": False}}, {"caption": "x"}):
         with pytest.raises(CorruptData, match=r"remove the line|unknown key: (los|caption)"):
             parsed(**wrong)
+    scored = {"text": "a", "weight": 2.5}
+    with pytest.raises(CorruptData, match=r"data\.ignored_keys=\[weight\]"):
+        records.parse(json.dumps(scored).encode())
+    assert records.parse(json.dumps(scored).encode(), frozenset({"weight"})).pieces
