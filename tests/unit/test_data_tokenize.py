@@ -402,18 +402,61 @@ def test_a_language_without_data_says_what_to_get(
     assert "punkt_tab" in capsys.readouterr().err
 
 
-def test_a_record_that_says_that_it_is_not_learned_is_left_out_and_reported(tmp_path: Path, tokenizer: Path) -> None:
+def test_a_record_that_says_that_it_is_not_learned_is_left_out_and_reported(
+    tmp_path: Path, tokenizer: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     rows: list[dict[str, Any]] = [{"text": f"document {i}"} for i in range(8)]
-    flags: dict[int, dict[str, Any]] = {1: {"weight": 0}, 3: {"train": False}, 5: {"loss": 0.5}, 6: {"loss_mask": 1}}
+    flags: dict[int, dict[str, Any]] = {1: {"weight": 0}, 3: {"train": False}, 5: {"loss": 0.0}, 6: {"loss_mask": 1}}
     for at, flag in flags.items():
         rows[at] |= flag
     source = tmp_path / "d.jsonl"
     source.write_text("".join(json.dumps(row) + "\n" for row in rows))
     assert tokenize(source, f"out={tmp_path / 'o'}", f"tokenizer={tokenizer}") == 0
+    said = capsys.readouterr().out
+    assert "3 records left out" in said
+    for key in ("weight", "train", "loss"):
+        assert f"1 left out because {key} is 0 or false" in said
+        assert f"ignored_keys={key}" in said
     left = [json.loads(line) for line in (tmp_path / "o.rejects.jsonl").read_text().splitlines()]
     assert [row["line"] for row in left] == [2, 4, 6]
-    assert "it says that it is not learned (weight)" in left[0]["why"]
-    assert "its loss is '0.5'" in left[2]["why"]
+    assert "it says that it is not learned (weight: 0); ignored_keys=weight" in left[0]["why"]
+    assert "ignored_keys=loss" in left[2]["why"]
     named = ("ignored_keys=weight", "ignored_keys=train", "ignored_keys=loss")
     assert tokenize(source, f"out={tmp_path / 'all'}", f"tokenizer={tokenizer}", *named) == 0
     assert not (tmp_path / "all.rejects.jsonl").exists()
+
+
+@pytest.mark.parametrize(("key", "value", "workers"), [("loss", 2.31, 2), ("weight", 0.4, 1), ("train", "yes", 1)])
+def test_a_column_that_says_something_else_ends_the_command_and_loses_no_document(
+    key: str, value: Any, workers: int, tmp_path: Path, tokenizer: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rows: list[dict[str, Any]] = [{"text": f"document {i} " * 9, key: i % 2} for i in range(120)]
+    rows[99][key] = value
+    source = tmp_path / "d.jsonl"
+    source.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert source.stat().st_size > 2 * units.UNIT, "the line is not of the first unit"
+    words = (source, f"out={tmp_path / 'o'}", f"tokenizer={tokenizer}", f"workers={workers}")
+    assert tokenize(*words) == 2
+    said = capsys.readouterr().err
+    assert f"{source}:100: {key} = " in said
+    assert str(value)[:3] in said
+    assert f"fix: ignored_keys={key}" in said
+    assert tokenize(*words, f"ignored_keys={key}") == 0, "nothing is left of what was begun"
+    held = read_manifest(tmp_path / "o")
+    assert held is not None
+    assert held.count("documents") == 120
+
+
+def test_a_column_of_a_table_that_says_something_else_ends_the_command(
+    tmp_path: Path, tokenizer: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    import pyarrow
+    from pyarrow import parquet
+
+    source = tmp_path / "d.parquet"
+    parquet.write_table(pyarrow.table({"text": ["a", "b", "c"], "loss": [1.0, None, 0.7]}), source)
+    assert tokenize(source, f"out={tmp_path / 'o'}", f"tokenizer={tokenizer}") == 2
+    assert f"{source}:3: loss = 0.7: " in capsys.readouterr().err
+    named = (f"out={tmp_path / 'tokenizer.new'}", "vocab_size=300")
+    assert main(["data", "train-tokenizer", str(source), *named]) == 2
+    assert f"{source}:3: loss = 0.7: " in capsys.readouterr().err

@@ -176,6 +176,64 @@ def test_arguments_that_are_json_text_are_written_as_objects_and_reported(previe
         assert "the arguments of a call are an object, or the JSON text of one" in said
 
 
+AS_TEXT = {
+    "written": "{{- '<tool_call>' }}{{- call.function.name }} {{ call.function.arguments }}{{- '</tool_call>' }}",
+    "joined": "{{- '<tool_call>' + call['function']['arguments'] + '</tool_call>' }}",
+    "trimmed": "{{- '<tool_call>' + (call.function.arguments | trim) + '</tool_call>' }}",
+    "as it is": (
+        "{%- if call.function.arguments is string %}{{- call.function.arguments }}"
+        "{%- else %}{{- call.function.arguments | tojson }}{%- endif %}"
+    ),
+}
+AS_OBJECT = {
+    "to JSON": "{{- '<tool_call>' + call.function.arguments | tojson + '</tool_call>' }}",
+    "by key": "{%- for key, value in call.function.arguments.items() %}{{- key }}={{- value }};{%- endfor %}",
+    "a mapping": "{%- if call.function.arguments is mapping %}{{- call.function.arguments | tojson }}{%- endif %}",
+}
+WEATHER = '{"city":  "Paris", "now": true}'
+OLD_CALL = "{{- '<tool_call>' + call.function | tojson + '</tool_call>' }}"
+
+
+def calling(*arguments: Any) -> list[dict[str, Any]]:
+    calls = [{"type": "function", "function": {"name": "get", "arguments": one}} for one in arguments]
+    return [*turns("2+2?"), {"role": "assistant", "content": "", "tool_calls": calls}]
+
+
+def with_template(tmp_path: Path, text: str) -> str:
+    (tmp_path / "given.jinja").write_text(text)
+    return f"data.chat_template={tmp_path}/given.jinja"
+
+
+@pytest.mark.parametrize("kind", AS_TEXT)
+def test_arguments_that_are_json_text_stay_text_where_the_template_writes_them_so(
+    kind: str, preview: Preview, tmp_path: Path
+) -> None:
+    template = with_template(tmp_path, template_of("chatml", marked=False).replace(OLD_CALL, AS_TEXT[kind]))
+    code, learned, said = preview([calling(WEATHER)], template)
+    assert (code, "JSON text" in said) == (0, False), said
+    assert WEATHER in learned
+    code, learned, said = preview([calling("{}", WEATHER)], template)
+    assert (code, "JSON text" in said) == (0, False), said
+    assert "{}" in learned
+    assert preview([calling("2+2")], template)[0] == 4, "it is still the text of an object"
+
+
+@pytest.mark.parametrize("kind", AS_OBJECT)
+def test_arguments_that_are_json_text_are_parsed_where_the_template_wants_objects(
+    kind: str, preview: Preview, tmp_path: Path
+) -> None:
+    template = with_template(tmp_path, template_of("chatml", marked=False).replace(OLD_CALL, AS_OBJECT[kind]))
+    for text in (WEATHER, "{}", ""):
+        _, as_object, nothing = preview([calling(json.loads(text or "{}"))], template)
+        code, as_text, said = preview([calling(text)], template)
+        assert (code, as_text) == (0, as_object)
+        assert said.count("1 chats have arguments of tools as JSON text") == 1
+        assert "JSON text" not in nothing
+    asked = calling(WEATHER)
+    asked[0]["content"] = f"call it with {WEATHER}"
+    assert preview([asked], template)[1] == preview([calling(json.loads(WEATHER))], template)[1]
+
+
 def test_calls_that_a_template_does_not_read_are_not_lost_silently() -> None:
     from mtrain.data.record_keys import Keys
 
@@ -184,6 +242,43 @@ def test_calls_that_a_template_does_not_read_are_not_lost_silently() -> None:
     with pytest.raises(CorruptData, match="does not read its tool_calls"):
         chat(values, Keys(template=template_of("llama3", marked=False)))
     assert chat(values, Keys(template=CHATML)).messages[1]["tool_calls"] == [call]
+
+
+@pytest.mark.parametrize("key", ["reasoning_content", "reasoning", "thinking", "refusal"])
+def test_what_stands_beside_the_content_is_not_lost_silently(key: str, preview: Preview, tmp_path: Path) -> None:
+    asked = turns("2+2?", "four")
+    asked[1][key] = "two and two is four"
+    code, _, said = preview([asked])
+    assert code == 4
+    assert f"chats.jsonl:1: message 2 of messages: the chat template does not read its {key}" in said
+    assert f"data.ignored_keys=[{key}]" in said
+    assert preview([asked], f"data.ignored_keys=[{key}]")[:2] == (0, "four<|im_end|>")
+    for nothing in ("", None):
+        assert preview([[asked[0], asked[1] | {key: nothing, "name": "x"}]])[:2] == (0, "four<|im_end|>")
+    reading = template_of("chatml", marked=False).replace(
+        "{%- if message.content %}", f"{{{{- message.{key} or '' }}}}:{{%- if message.content %}}"
+    )
+    assert preview([asked], with_template(tmp_path, reading))[1] == "two and two is four:four<|im_end|>"
+
+
+@pytest.mark.parametrize("key", ["reasoning_content", "reasoning", "thinking"])
+def test_reasoning_is_read_under_any_of_its_names(key: str, preview: Preview, tmp_path: Path) -> None:
+    asked = turns("2+2?", "four", "sure?", "yes")
+    asked[1][key], asked[3][key] = "dropped", "kept"
+    for name in ("reasoning_content", "reasoning", "thinking"):
+        of_last = f"{{%- if loop.last %}}{{{{- message['{name}'] }}}}:{{%- endif %}}{{%- if message.content %}}"
+        reading = template_of("chatml", marked=True).replace("{%- if message.content %}", of_last)
+        code, learned, said = preview([asked], with_template(tmp_path, reading))
+        assert (code, learned) == (0, "four<|im_end|>kept:yes<|im_end|>"), said
+
+
+def test_a_key_that_is_ignored_says_nothing_of_what_is_learned(preview: Preview) -> None:
+    rows = [{"messages": corrected(loss=0.4), "weight": 2.5}]
+    code, _, said = preview(rows)
+    assert code == 4
+    assert "data.ignored_keys=[weight]" in said
+    words = "data.ignored_keys=[loss,weight]"
+    assert preview(rows, words)[:2] == (0, "WRONG<|im_end|>four<|im_end|>")
 
 
 def test_pairs_have_the_same_keys_as_chats() -> None:
@@ -211,3 +306,7 @@ def test_records_of_images_have_flags_and_no_unknown_keys() -> None:
     for wrong in ({"first": {"weight": 0}}, {"weight": 0}, {"first": {"los": False}}, {"caption": "x"}):
         with pytest.raises(CorruptData, match=r"remove the line|unknown key: (los|caption)"):
             parsed(**wrong)
+    scored = {"text": "a", "weight": 2.5}
+    with pytest.raises(CorruptData, match=r"data\.ignored_keys=\[weight\]"):
+        records.parse(json.dumps(scored).encode())
+    assert records.parse(json.dumps(scored).encode(), frozenset({"weight"})).pieces

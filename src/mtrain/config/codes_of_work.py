@@ -134,6 +134,12 @@ OF_WORK = (
         says="there is no manifest beside it",
     ),
     Code(
+        "MT624",
+        "A key that should say whether a record is learned has a value that says something else.",
+        "Say ignored_keys=KEY, or write 1 or 0.",
+        says="a record says with loss whether it is learned, by 1 or true and 0 or false, and this is neither",
+    ),
+    Code(
         "MT640",
         "A run asks for more samples than its data gives.",
         "Train for fewer steps, or let corpora be read more often.",

@@ -26,7 +26,7 @@ JINJA = (3, 1, 6)
 MAX_TEXT = 16 << 20
 """Letters that a template may make of a chat."""
 REASONING = ("reasoning_content", "thinking", "reasoning")
-"""Names of a message's reasoning, of which templates read the first or the second."""
+"""Names of a message's reasoning: templates read one of them."""
 Message = Mapping[str, Any]
 
 
@@ -159,7 +159,7 @@ def _plain(message: Message) -> dict[str, Any]:
     """A message without what is null, its reasoning under each name that templates read."""
     made = {key: value for key, value in message.items() if value is not None}
     reasoning = next((made[key] for key in REASONING if key in made), None)
-    return made if reasoning is None else {"thinking": reasoning, **made, "reasoning_content": reasoning}
+    return made if reasoning is None else {**dict.fromkeys(REASONING, reasoning), **made, REASONING[0]: reasoning}
 
 
 def _text(path: Path) -> str | None:

@@ -9,6 +9,7 @@ import numpy as np
 
 from mtrain.data.chat import ChatFormat
 from mtrain.data.messages import Chat
+from mtrain.data.tool_arguments import settled
 from mtrain.errors import CorruptData
 
 if TYPE_CHECKING:  # it imports the library of tokenizers
@@ -27,7 +28,7 @@ class Encoded:
     learned: np.ndarray
     """bool [tokens]: of the first token it says nothing, since nothing comes before it."""
     parsed: bool = False
-    """Whether arguments of a tool were the text of JSON, and are written as the object that it is."""
+    """Whether arguments of a tool were the text of JSON, and are given to the template as the object that it is."""
 
 
 def encoded(chat: Chat, form: ChatFormat, tokenizer: Tokenizer, loss_on: str) -> Encoded:
@@ -37,6 +38,7 @@ def encoded(chat: Chat, form: ChatFormat, tokenizer: Tokenizer, loss_on: str) ->
         CorruptData: the template refuses the chat, does not say which part of it is whose, or nothing is learned.
     """
     wanted = _wanted(chat, loss_on)
+    chat, parsed = settled(chat, form)
     if loss_on == "all":
         text = form.write(chat.messages, chat.tools, prompt=False).text
         parts = _between_parts(len(text), [_message(chat, form, text, i) for i in chat.left_out])
@@ -45,7 +47,7 @@ def encoded(chat: Chat, form: ChatFormat, tokenizer: Tokenizer, loss_on: str) ->
     ids, learned = tokenizer.encode_marked(text, parts)
     if not any(learned[1:]):
         raise CorruptData("no token of it is learned: its chat template writes, or marks, nothing of the answers")
-    return Encoded(np.array(ids, np.int64), np.array(learned, np.bool_), chat.parsed)
+    return Encoded(np.array(ids, np.int64), np.array(learned, np.bool_), parsed)
 
 
 def _wanted(chat: Chat, loss_on: str) -> list[int]:

@@ -9,9 +9,11 @@ Pairs have `chosen` and `rejected` beside a `prompt`, or begin alike: https://hu
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from mtrain.data.chat import REASONING
 from mtrain.data.record_keys import FLAGS, Keys, learned, require_learned
 from mtrain.errors import CorruptData
 
@@ -42,12 +44,16 @@ OF_A_CHAT = ("messages", "conversations", "tools", "system", "prompt")
 OF_A_PAIR = (*OF_A_CHAT, "chosen", "rejected")
 OF_A_MESSAGE = (
     *("role", "content", "name", "tool_calls", "tool_call_id", "function_call"),
-    *("reasoning_content", "reasoning", "thinking", "refusal"),
+    *(*REASONING, "refusal"),
 )
 OF_A_TURN = ("from", "value")
 OF_A_PART = ("type", "text")
-CALLS = ("tool_calls", "function_call")
-"""Keys of a message that say something beside its content: a template that does not read them would lose it."""
+BESIDE_CONTENT = {
+    **{key: (key,) for key in ("tool_calls", "function_call", "refusal")},
+    **dict.fromkeys(REASONING, REASONING),
+}
+"""Keys of a message that say something beside its content -> the keys under which a template may read it: one that
+reads none of them would lose it."""
 NO_KEYS = Keys()
 
 
@@ -65,8 +71,8 @@ class Chat:
     """The first message of which something is learned."""
     said: tuple[bool | None, ...] = ()
     """Whether each message says of itself that it is learned; None: it does not say."""
-    parsed: bool = False
-    """Whether arguments of a tool were the text of JSON."""
+    objects: list[Message] | None = None
+    """The messages with objects for arguments of tools that are the text of JSON; None: none are."""
 
     @property
     def turns(self) -> list[int]:
@@ -116,6 +122,7 @@ def chat(values: dict[str, Any], keys: Keys = NO_KEYS) -> Chat:
     Raises:
         CorruptData: it is none, has a key that is not known, its roles are out of order, or nothing in it is learned.
     """
+    values = keys.kept(values)
     if ("messages" in values) == ("conversations" in values):
         raise CorruptData("a chat has either messages (role, content) or conversations (from, value)")
     keys.refuse_unknown(values, OF_A_CHAT, "the chat")
@@ -133,6 +140,7 @@ def pair(values: dict[str, Any], keys: Keys = NO_KEYS) -> tuple[Chat, Chat]:
     Raises:
         CorruptData: it is none, as `chat`, or both are the same.
     """
+    values = keys.kept(values)
     missing = [name for name in ("chosen", "rejected") if name not in values]
     if missing:
         raise CorruptData(f"a pair has chosen and rejected; {' and '.join(missing)} is missing")
@@ -158,9 +166,9 @@ def pair(values: dict[str, Any], keys: Keys = NO_KEYS) -> tuple[Chat, Chat]:
 def _made(found: list[Message], tools: list[Any] | None, begin: int = 0) -> Chat:
     """The chat of messages, which keep what they say of themselves to here: no template reads that."""
     said = tuple(learned(one, f"message {number}") for number, one in enumerate(found, 1))
-    parsed = [_with_arguments(one, f"message {number}") for number, one in enumerate(found, 1)]
-    plain = [{key: value for key, value in one.items() if key not in FLAGS} for one, _ in parsed]
-    return Chat(plain, tools, begin, said, any(was_text for _, was_text in parsed))
+    plain = [{key: value for key, value in one.items() if key not in FLAGS} for one in found]
+    objects = [_with_objects(one, f"message {number}") for number, one in enumerate(plain, 1)]
+    return Chat(plain, tools, begin, said, objects if objects != plain else None)
 
 
 def _answer(values: dict[str, Any], name: str, keys: Keys) -> list[Message]:
@@ -195,6 +203,7 @@ def _with_system(values: dict[str, Any], found: list[Message]) -> list[Message]:
 def _message(given: Any, where: str, keys: Keys) -> Message:
     if not isinstance(given, dict):
         raise CorruptData(f"{where} is no object")
+    given = keys.kept(given)
     made = {key: value for key, value in given.items() if value is not None}
     if "from" in given and "role" not in given:
         role, said = SPEAKERS.get(str(given["from"])), given.get("value")
@@ -210,10 +219,16 @@ def _message(given: Any, where: str, keys: Keys) -> Message:
     keys.refuse_unknown(made, (*OF_A_MESSAGE, *read), where)
     if not isinstance(made.get("role"), str) or made["role"] not in AFTER or not made["role"]:
         raise CorruptData(f"{where} has no role that is one of {', '.join(filter(None, AFTER))}")
-    lost = [key for key in CALLS if made.get(key) and keys.template and not keys.template_reads(key)]
-    if lost:
-        raise CorruptData(f"{where}: the chat template does not read its {lost[0]}, which would be lost")
+    _refuse_lost(made, where, keys)
     return _with_content(made, where, keys)
+
+
+def _refuse_lost(made: Message, where: str, keys: Keys) -> None:
+    """Refuse what stands beside the content where the chat template does not read it."""
+    for key, names in BESIDE_CONTENT.items():
+        if made.get(key) and keys.template and not any(map(keys.template_reads, names)):
+            fix = f"data.chat_template=FILE that reads it, or data.ignored_keys=[{key}] to leave it out"
+            raise CorruptData(f"{where}: the chat template does not read its {key}, which would be lost; {fix}")
 
 
 def _with_content(made: Message, where: str, keys: Keys) -> Message:
@@ -232,41 +247,46 @@ def _with_content(made: Message, where: str, keys: Keys) -> Message:
             raise CorruptData(f"{where}: its content is no text")
         if isinstance(part, dict):
             keys.refuse_unknown(part, (*OF_A_PART, "cache_control"), f"a part of the content of {where}")
-            require_learned(part, f"a part of the content of {where}")
+            require_learned(keys.kept(part), f"a part of the content of {where}")
     return made
 
 
-def _with_arguments(made: Message, where: str) -> tuple[Message, bool]:
-    """A message whose calls have objects as arguments, and whether any was the text of one: a template would write
-    that as a text, with a backslash before each of its quotes.
-    """
-    out, was_text = dict(made), False
-    calls = made.get("tool_calls") or []
-    parsed = [_call(one, where) for one in calls]
-    if any(text for _, text in parsed):
-        out["tool_calls"], was_text = [one for one, _ in parsed], True
-    if isinstance(made.get("function_call"), dict):
-        out["function_call"], text = _call(made["function_call"], where)
-        was_text = was_text or text
-    return out, was_text
+def with_arguments(given: Message, change: Callable[[str], Any]) -> Message:
+    """A message with what `change` makes of each text that its calls of tools have as arguments."""
+    made = dict(given)
+    if given.get("tool_calls"):
+        made["tool_calls"] = [_call(one, change) for one in given["tool_calls"]]
+    if isinstance(given.get("function_call"), dict):
+        made["function_call"] = _call(given["function_call"], change)
+    return made
 
 
-def _call(given: dict[str, Any], where: str) -> tuple[dict[str, Any], bool]:
-    """A call of a tool, or the function in it, with an object as arguments; and whether it was the text of one."""
+def _call(given: dict[str, Any], change: Callable[[str], Any]) -> dict[str, Any]:
+    """A call of a tool, or the function in it."""
     if isinstance(given.get("function"), dict):
-        inner, was_text = _call(given["function"], where)
-        return {**given, "function": inner}, was_text
+        return {**given, "function": _call(given["function"], change)}
     text = given.get("arguments")
-    if not isinstance(text, str):
-        return given, False
-    try:
-        value = json.loads(text or "{}", parse_constant=_refuse, object_pairs_hook=_once)
-    except (ValueError, RecursionError):
-        value = None
-    if not isinstance(value, dict):
-        rule = "the arguments of a call are an object, or the JSON text of one"
-        raise CorruptData(f"{where}: {rule}, and these are {text[:60]!r}")
-    return {**given, "arguments": value}, True
+    return {**given, "arguments": change(text)} if isinstance(text, str) else given
+
+
+def _with_objects(given: Message, where: str) -> Message:
+    """A message whose calls of tools have objects as arguments.
+
+    Raises:
+        CorruptData: a text of arguments is not the JSON of an object.
+    """
+
+    def parsed(text: str) -> Any:
+        try:
+            value = json.loads(text or "{}", parse_constant=_refuse, object_pairs_hook=_once)
+        except (ValueError, RecursionError):
+            value = None
+        if not isinstance(value, dict):
+            rule = "the arguments of a call are an object, or the JSON text of one"
+            raise CorruptData(f"{where}: {rule}, and these are {text[:60]!r}")
+        return value
+
+    return with_arguments(given, parsed)
 
 
 def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

@@ -33,7 +33,7 @@ class Keys:
     """What is known of keys beside those that are read: some are named as harmless, some are read by a template."""
 
     ignored: frozenset[str] = frozenset()
-    """Those of `data.ignored_keys`."""
+    """Those of `data.ignored_keys`, which are not read."""
     template: str = ""
     """The chat templates; of a message they may read any key."""
 
@@ -41,6 +41,10 @@ class Keys:
         """Whether a template names a key as one of something: `.key`, `'key'` or `"key"`."""
         word = re.escape(key)
         return re.search(rf"""\.\s*{word}\b|'{word}'|"{word}\"""", self.template) is not None
+
+    def kept(self, values: Mapping[str, Any]) -> dict[str, Any]:
+        """What is read of values: all but the keys that are ignored."""
+        return {key: value for key, value in values.items() if key not in self.ignored}
 
     def refuse_unknown(self, values: Mapping[str, Any], known: Iterable[str], where: str) -> None:
         """Pass what has known keys alone; a key whose value is null says nothing.
@@ -66,6 +70,16 @@ class Keys:
         raise CorruptData(f"{where} has {what}: {names}, {does}{meant}; {fix}")
 
 
+def says_learned_or_not(value: Any) -> bool:
+    """Whether a value is one with which something is said to be learned or not."""
+    return isinstance(value, bool | int | float) and value in (0, 1)
+
+
+def shown(said: Mapping[str, Any]) -> str:
+    """Keys and their values as a message shows them."""
+    return ", ".join(f"{key}: {str(value).lower()[:40]}" for key, value in said.items())
+
+
 def learned(values: Mapping[str, Any], where: str) -> bool | None:
     """Whether a record or message says that it is learned; None: it says nothing.
 
@@ -74,12 +88,13 @@ def learned(values: Mapping[str, Any], where: str) -> bool | None:
     """
     said = {key: values[key] for key in FLAGS if values.get(key) is not None}
     for key, value in said.items():
-        if not isinstance(value, bool | int | float) or value not in (0, 1):
+        if not says_learned_or_not(value):
             rule = "learned whole or not at all: 1 or true, 0 or false"
-            raise CorruptData(f"{where}: its {key} is {str(value)[:40]!r}, and a message or record is {rule}")
+            said_here = f"{where}: its {key} is {str(value)[:40]!r}, and a message or record is {rule}"
+            raise CorruptData(f"{said_here}; where it says something else, data.ignored_keys=[{key}]")
     if len({bool(value) for value in said.values()}) > 1:
-        both = ", ".join(f"{key}: {str(value).lower()}" for key, value in said.items())
-        raise CorruptData(f"{where} says both that it is learned and that it is not: {both}")
+        fix = f"data.ignored_keys=[{next(iter(said))}] where that says something else"
+        raise CorruptData(f"{where} says both that it is learned and that it is not: {shown(said)}; {fix}")
     return next((bool(value) for value in said.values()), None)
 
 
@@ -91,4 +106,5 @@ def require_learned(values: Mapping[str, Any], where: str) -> None:
     """
     if learned(values, where) is False:
         key = next(name for name in FLAGS if values.get(name) is not None)
-        raise CorruptData(f"{where} is not to be learned ({key}: {str(values[key]).lower()}): remove the line")
+        fix = f"remove the line, or data.ignored_keys=[{key}] where that says something else"
+        raise CorruptData(f"{where} is not to be learned ({shown({key: values[key]})}): {fix}")

@@ -66,6 +66,7 @@ def parse(line: bytes, ignored: frozenset[str] = frozenset()) -> Record:
     if not isinstance(values, dict):
         raise CorruptData("not a JSON object")
     keys = Keys(ignored)
+    values = keys.kept(values)
     keys.refuse_unknown(values, OF_A_RECORD, "the record")
     require_learned(values, "the record")
     images = values.get("image") or []
@@ -107,6 +108,7 @@ def _of_conversations(turns: Any, keys: Keys) -> list[Span | object]:
         if SPEAKERS.get(str(who)) != wanted or not isinstance(said, str):
             raise CorruptData(f"turn {number + 1} of conversations is not one of {wanted} with a value")
         place = f"turn {number + 1} of conversations"
+        turn = keys.kept(turn)
         keys.refuse_unknown(turn, OF_A_TURN, place)
         wish = learned(turn, place)
         if wish and wanted == "human":

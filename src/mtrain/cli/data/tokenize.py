@@ -191,6 +191,9 @@ def cores() -> int:
 
 def summary(prefix: Path, made: Mapping[str, Any], took: float) -> list[str]:
     """What a person wants to know of a corpus that was made."""
+    from mtrain.data.preprocess.work import BY
+    from mtrain.data.record_keys import FLAGS
+
     text = sum(one["text_bytes"] for one in made["inputs"])
     size = sum(one["bytes"] for one in made["files"].values())
     lines = [
@@ -200,7 +203,14 @@ def summary(prefix: Path, made: Mapping[str, Any], took: float) -> list[str]:
     ]
     if made["rejected"]:
         lines.append(f"{made['rejected']} records left out: {prefix}.rejects.jsonl")
+        lines += by_keys({key: sum(one.get(f"{BY}{key}", 0) for one in made["inputs"]) for key in FLAGS})
     return lines
+
+
+def by_keys(counts: Mapping[str, int]) -> list[str]:
+    """What is said of records that were left out because a key of theirs says so; `counts`: records by key."""
+    fix = "where that does not say whether a record is learned, ignored_keys="
+    return [f"  {many} left out because {key} is 0 or false; {fix}{key}" for key, many in counts.items() if many]
 
 
 class Shown:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from mtrain import strict_json
 from mtrain.cli.data.tokenize import WORDS as OF_TOKENIZE
-from mtrain.cli.data.tokenize import one_of, reading_of
+from mtrain.cli.data.tokenize import by_keys, one_of, reading_of
 from mtrain.cli.data.words import needs, read_arguments
 from mtrain.cli.words import Word, number, texts
 from mtrain.config.paths import user_path
@@ -61,5 +61,6 @@ def train_tokenizer(argv: Sequence[str], *, as_json: bool) -> int:
         )
         return 0
     left = f", {len(found.rejected)} records left out" if found.rejected else ""
-    say(f"{out}: {values['kind']} of {size} tokens, trained on {bytes_(found.read)} of text{left}")
+    made_of = f"{values['kind']} of {size} tokens, trained on {bytes_(found.read)} of text"
+    say(f"{out}: {made_of}{left}", *by_keys(found.by))
     return 0

@@ -70,7 +70,8 @@ def tokenize(
     again by tokenizers, and `tell` is told so.
 
     Raises:
-        ConfigError: files of this name are there, or were begun with other settings.
+        ConfigError: files of this name are there, or were begun with other settings; a key that should say whether a
+            record is learned says something else.
         CorruptInput: more records are left out than the limit.
         CorruptData: an input or the tokenizer is not what its name says.
         BadEnvironment: a library is missing, a process was killed, or the disk refuses.
@@ -198,7 +199,11 @@ def _grow(draft: Draft, pool: Pool, job: Job, limits: Limits, progress: Progress
     """Work on the units that are left, and take what they come to in, in their order."""
     units = plan(job.sources, job.reading, lambda source: pool.ask(_tables, source))
     for unit, result in pool.each(_run, _behind(units, draft.units, draft, progress), lambda u: _name(job, u)):
-        draft.commit(result)
+        try:
+            draft.commit(result)
+        except ConfigError:  # nothing goes on from here: the file changes, or the settings do
+            draft.remove()
+            raise
         progress(unit, draft.totals)
         _refuse_many_rejects(draft, limits.max_rejects)
     _refuse_many_rejects(draft, limits.max_rejects)

@@ -20,6 +20,7 @@ from types import TracebackType
 from typing import Any, BinaryIO
 
 from mtrain import durable, locks, strict_json
+from mtrain.data.preprocess.record import refuse_misread
 from mtrain.data.preprocess.sources import LOCK
 from mtrain.data.preprocess.work import COUNTED, Result
 from mtrain.errors import BadEnvironment, ConfigError, Problem
@@ -49,7 +50,7 @@ class Totals:
         self.largest = max(self.largest, line["largest"])
         for source, counts in line["parts"]:
             for name, number in counts.items():
-                self.of[source][name] += number
+                self.of[source][name] = self.of[source].get(name, 0) + number
 
 
 class Draft:
@@ -170,7 +171,11 @@ class Draft:
         return True
 
     def commit(self, result: Result) -> None:
-        """Take in what a unit came to; the units come in their order."""
+        """Take in what a unit came to; the units come in their order.
+
+        Raises:
+            ConfigError: as `refuse_misread`, before anything is written.
+        """
         rejects = b"".join(self._rejects(result))
         grown = (result.tokens, result.lengths, result.sequences, rejects)
         parts = [(part.source, part.counts | {"rejected": len(part.rejected)}) for part in result.parts]
@@ -198,6 +203,7 @@ class Draft:
             base = before.get(part.source, 0) + self.totals.of[part.source]["records"]
             before[part.source] = before.get(part.source, 0) + part.counts["records"]
             for one in part.rejected:
+                refuse_misread(one, self.names[part.source], base + one.number if one.number else 0)
                 held = {"file": self.names[part.source], "line": base + one.number or None, "why": one.why}
                 yield (strict_json.dumps(held) + "\n").encode()
 

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator
 from itertools import groupby
 from typing import BinaryIO
 
-from mtrain.data.preprocess.record import Reading, Rejected, Text
+from mtrain.data.preprocess.record import Reading, Rejected, Text, rejected
 from mtrain.data.preprocess.sources import Source
 from mtrain.data.preprocess.tables import rows
 from mtrain.data.preprocess.units import BLOCK, BOM, Member, Part, as_record, sample_of
@@ -45,7 +45,7 @@ def _sample(number: int, members: list[Member], reading: Reading) -> Found:
     try:
         return reading.text(as_record(members))
     except (ValueError, RecursionError) as error:
-        return Rejected(number, f"{members[0][0]}: {_why(error)}")
+        return rejected(number, error, f"{members[0][0]}: {_why(error)}")
 
 
 def _whole_file(part: Part, source: Source, reading: Reading) -> Found:
@@ -84,7 +84,7 @@ def _of_json(number: int, line: bytes | None, reading: Reading) -> Found | None:
     try:
         return reading.text(json.loads(line.decode()))
     except (ValueError, RecursionError) as error:
-        return Rejected(number, _why(error)) if line.strip() else None
+        return rejected(number, error, _why(error)) if line.strip() else None
 
 
 def _why(error: Exception) -> str:

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from string import Formatter
 from typing import Any
 
-from mtrain.data.record_keys import FLAGS, learned
-from mtrain.errors import ConfigError, CorruptData, Problem
+from mtrain.data.record_keys import FLAGS, says_learned_or_not, shown
+from mtrain.errors import ConfigError, Problem
 
 Text = str | list[str]
 """A text, or its sentences."""
@@ -21,6 +21,47 @@ class Rejected:
     number: int
     """Of the line or row, from 1; 0: the file itself."""
     why: str
+    by: tuple[str, ...] = ()
+    """The keys with which it says itself that it is not learned."""
+    misread: tuple[str, str] | None = None
+    """A key that should say whether it is learned, and its value, which says something else: it ends the command."""
+
+
+class NotLearned(ValueError):
+    """A record says of itself, with the keys `by`, that it is not learned."""
+
+    def __init__(self, said: Mapping[str, Any]) -> None:
+        self.by = tuple(said)
+        fix = " ".join(f"ignored_keys={key}" for key in said)
+        super().__init__(f"it says that it is not learned ({shown(said)}); {fix} where that says something else")
+
+
+class Misread(ValueError):
+    """A key that says whether a record is learned has a value that says something else, such as a measured loss."""
+
+    def __init__(self, key: str, value: Any) -> None:
+        self.key, self.value = key, str(value)[:40]
+        super().__init__(f"its {key} is {self.value!r}")
+
+
+def rejected(number: int, error: Exception, why: str) -> Rejected:
+    """What is left out for an error of `Reading.text`."""
+    misread = (error.key, error.value) if isinstance(error, Misread) else None
+    return Rejected(number, why, error.by if isinstance(error, NotLearned) else (), misread)
+
+
+def refuse_misread(one: Rejected, file: str, line: int) -> None:
+    """Pass what is left out for a reason of its own.
+
+    Raises:
+        ConfigError: it is not known whether the record is to be left out. All records of such a column would be.
+    """
+    if one.misread is None:
+        return
+    key, value = one.misread
+    rule = f"a record says with {key} whether it is learned, by 1 or true and 0 or false, and this is neither"
+    fix = f"ignored_keys={key}, where {key} says something else; or 1 or 0 for it"
+    raise ConfigError([Problem("MT624", key, value, rule, fix, f"{file}:{line}" if line else file)])
 
 
 @dataclass(frozen=True)
@@ -61,13 +102,15 @@ class Reading:
 
     def _is_learned(self, record: Mapping[Any, Any]) -> None:
         """Raises ValueError for a record that says with a key, which is not read as text, that it is not learned."""
-        said = {key: record[key] for key in self.flags if key in record}
-        try:
-            wish = learned(said, "the record")
-        except CorruptData as error:
-            raise ValueError(str(error)) from None
-        if wish is False:
-            raise ValueError(f"it says that it is not learned ({', '.join(key for key in said)})")
+        said = {key: record[key] for key in self.flags if record.get(key) is not None}
+        for key, value in said.items():
+            if not says_learned_or_not(value):
+                raise Misread(key, value)
+        if said and not any(said.values()):
+            raise NotLearned(said)
+        if not all(said.values()):
+            fix = "ignored_keys=KEY for the one that says something else"
+            raise ValueError(f"it says both that it is learned and that it is not: {shown(said)}; {fix}")
 
     def _value(self, record: Any, key: str, *, sentences: bool) -> Text:
         found = record.get(key, record) if isinstance(record, Mapping) else None

@@ -9,7 +9,7 @@ from typing import Any
 
 from mtrain import units
 from mtrain.data.preprocess.encoder import library
-from mtrain.data.preprocess.record import Reading, Rejected, Text, roots
+from mtrain.data.preprocess.record import Reading, Rejected, Text, rejected, roots
 from mtrain.data.preprocess.sources import Source
 from mtrain.errors import CorruptData, MtrainError
 
@@ -154,4 +154,4 @@ def _text(number: int, row: dict[str, Any], reading: Reading) -> Text | Rejected
     except UnicodeDecodeError as error:
         return Rejected(number, f"byte {error.object[error.start]:#04x} at offset {error.start} is not UTF-8")
     except (ValueError, json.JSONDecodeError) as error:
-        return Rejected(number, str(error)[:300])
+        return rejected(number, error, str(error)[:300])

@@ -15,7 +15,7 @@ from mtrain import durable
 from mtrain.data.preprocess import tables
 from mtrain.data.preprocess.journal import disk
 from mtrain.data.preprocess.readers import documents, half_of_a_letter
-from mtrain.data.preprocess.record import Reading, Rejected
+from mtrain.data.preprocess.record import Reading, Rejected, refuse_misread
 from mtrain.data.preprocess.sources import Source
 from mtrain.data.preprocess.units import Part, plan
 from mtrain.errors import ConfigError, CorruptInput, Problem
@@ -35,6 +35,8 @@ class Texts:
     read: int = 0
     """Bytes."""
     rejected: list[str] = field(default_factory=list)
+    by: Counter[str] = field(default_factory=Counter)
+    """Those that say themselves, with a key, that they are not learned, by key."""
     _records: Counter[int] = field(default_factory=Counter)
     """By source, those of the parts that are read."""
 
@@ -50,6 +52,8 @@ class Texts:
         for number, found in documents(part, source, self.reading):
             place = f"{source.name}:{before + number}" if number else source.name
             if isinstance(found, Rejected):
+                refuse_misread(found, source.name, before + number)
+                self.by.update(found.by)
                 self._reject(f"{place}: {found.why}")
                 continue
             for text in [found] if isinstance(found, str) else found or ():
@@ -77,7 +81,8 @@ def train(texts: Texts, kind: str, vocab_size: int, special: Sequence[str], lowe
     """A tokenizer of at most so many tokens, special tokens first.
 
     Raises:
-        ConfigError: there was no text, or its letters and the special tokens are more than so many.
+        ConfigError: there was no text, or its letters and the special tokens are more than so many; a key that should
+            say whether a record is learned says something else.
         CorruptInput: too many records had none.
     """
     if kind != "wordpiece":

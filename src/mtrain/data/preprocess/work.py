@@ -30,6 +30,9 @@ COUNTED = (
     "unknown_bytes",
 )
 """What is counted of each file."""
+BY = "rejected_by_"
+"""Begins the name of a count, which is there where it is not 0: records that say with the key behind it that they are
+not learned."""
 
 
 @dataclass(frozen=True)
@@ -54,6 +57,12 @@ class Counted:
     source: int
     counts: dict[str, int] = field(default_factory=lambda: dict.fromkeys(COUNTED, 0))
     rejected: list[Rejected] = field(default_factory=list)
+
+    def reject(self, one: Rejected) -> None:
+        """Leave a record out."""
+        self.rejected.append(one)
+        for key in one.by:
+            self.counts[f"{BY}{key}"] = self.counts.get(f"{BY}{key}", 0) + 1
 
 
 @dataclass
@@ -110,13 +119,13 @@ class Worker:
             if found is None:
                 continue
             if isinstance(found, Rejected):
-                counted.rejected.append(found)
+                counted.reject(found)
                 continue
             text = found if isinstance(found, list) else self._split(found) if self._split else [found]
             try:
                 size += sum(len(one.encode()) for one in text)
             except UnicodeEncodeError as error:
-                counted.rejected.append(Rejected(number, half_of_a_letter(error)))
+                counted.reject(Rejected(number, half_of_a_letter(error)))
                 continue
             texts.append(text)
             if size >= self._packer.many:
