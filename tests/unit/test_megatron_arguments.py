@@ -91,6 +91,11 @@ CHANGED: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
         {"moe_router_topk_scaling_factor": 2.5},
         {"model.moe.router_topk_scaling_factor": 2.5},
     ),
+    "scores that none has": (
+        "mixtral_tiny",
+        {"moe_router_score_function": "sqrtsoftplus"},
+        {"moe_router_score_function": None},
+    ),
     "sinkhorn": (
         "mixtral_tiny",
         {"moe_router_load_balancing_type": "sinkhorn"},
@@ -249,7 +254,8 @@ def test_sinkhorn_of_a_model_is_reported_where_others_balance_otherwise() -> Non
     assert apart(run) == {}
     key = "model.moe.router_load_balancing_type"
     assert apart(run, moe_router_load_balancing_type="none") == {key: "none"}
-    assert apart(of_model("mixtral_tiny"), moe_router_load_balancing_type="seq_aux_loss") == {}
+    for other in ("seq_aux_loss", "global_aux_loss", ["aux_loss", "seq_aux_loss"]):
+        assert apart(of_model("mixtral_tiny"), moe_router_load_balancing_type=other) == {}
 
 
 @pytest.mark.parametrize(

@@ -113,8 +113,9 @@ def differing(kept: Mapping[str, Any], run: RunConfig) -> list[Apart]:
     for entry in _entries():
         if not _is_said(entry, kept):
             continue
-        refused = [theirs.unplaced[flag] for flag in entry.flags if flag in theirs.unplaced]
-        refused = [one for one in refused if one.text.startswith("changes the numbers") or one.why == "unreadable"]
+        counts = any(_is_compared(key) and key != _BALANCE and _is_there(there, key) for key in entry.keys)
+        refused = [theirs.unplaced[flag] for flag in entry.flags if counts and flag in theirs.unplaced]
+        refused = [one for one in refused if one.why in ("not supported", "unreadable")]
         for one in refused:
             out.append(Apart(argument_of(one.flag), kept[argument_of(one.flag)], "", None, None, one.text))
         for key in [key for key in entry.keys if _is_compared(key) and not refused]:
@@ -132,6 +133,12 @@ def differing(kept: Mapping[str, Any], run: RunConfig) -> list[Apart]:
 
 def _has(draft: Mapping[str, Any], section: str) -> bool:
     return any(key.startswith(f"{section}.") and value is not None for key, value in draft.items())
+
+
+def _is_there(draft: Mapping[str, Any], key: str) -> bool:
+    """Whether the section of a key is."""
+    section = key.rpartition(".")[0]
+    return section == "model" or _has(draft, section)
 
 
 def _is_said(entry: Entry, kept: Mapping[str, Any]) -> bool:
