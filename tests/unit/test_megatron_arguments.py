@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import math
+from functools import cache
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,6 +21,7 @@ from tests.support.configs import LAPTOP
 from tests.support.covering import some
 
 
+@cache
 def of_model(name: str, *words: str) -> RunConfig:
     """A resolved run of a shipped model."""
     return resolve(compose([f"model={name}", "data=mock", "parallel=single", *words]).run, LAPTOP)
@@ -55,6 +59,11 @@ CHANGED: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "no gate": ("llama_tiny", {"swiglu": False, "squared_relu": True}, {"model.activation": "squared_relu"}),
     "window": ("llama_tiny", {"window_size": [15, 0]}, {"model.window_size": 16}),
     "window as a pair": ("llama_tiny", {"window_size": (15, 0)}, {"model.window_size": 16}),
+    "window to both sides": ("llama_tiny", {"window_size": [15, 15]}, {"model.window_size": 16}),
+    "window to both sides of other widths": ("llama_tiny", {"window_size": (15, 5)}, {"model.window_size": 16}),
+    "window without an end to the right": ("llama_tiny", {"window_size": (15, -1)}, {"model.window_size": 16}),
+    "window of one token": ("llama_tiny", {"window_size": (0, 0)}, {"window_size": None}),
+    "window of a word": ("llama_tiny", {"window_size": "wide"}, {"window_size": None}),
     "interleaved": ("llama_tiny", {"rotary_interleaved": True}, {"model.rotary_interleaved": True}),
     "layernorm 1p": ("llama_tiny", {"apply_layernorm_1p": True}, {"model.layernorm_zero_centered_gamma": True}),
     "epsilon": ("llama_tiny", {"norm_epsilon": 1e-3}, {"model.layernorm_epsilon": 1e-3}),
@@ -81,6 +90,16 @@ CHANGED: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
         "mixtral_tiny",
         {"moe_router_topk_scaling_factor": 2.5},
         {"model.moe.router_topk_scaling_factor": 2.5},
+    ),
+    "scores that none has": (
+        "mixtral_tiny",
+        {"moe_router_score_function": "sqrtsoftplus"},
+        {"moe_router_score_function": None},
+    ),
+    "sinkhorn": (
+        "mixtral_tiny",
+        {"moe_router_load_balancing_type": "sinkhorn"},
+        {"model.moe.router_load_balancing_type": "sinkhorn"},
     ),
     "dense layers": ("mixtral_tiny", {"moe_layer_freq": [0, 1, 1, 1]}, {"model.moe.first_dense_layers": 1}),
     "capacity": ("mixtral_tiny", {"moe_expert_capacity_factor": 1.0}, {"model.moe.expert_capacity_factor": 1.0}),
@@ -117,10 +136,143 @@ def test_an_argument_that_changes_the_numbers_is_named_with_its_key(name: str) -
         {"relative_attention_num_buckets": 32, "mamba_state_dim": 128, "hybrid_attention_ratio": 0.0},
         {"rope_scaling_factor": 8.0, "use_rope_scaling": False},
         {"use_rotary_position_embeddings": True},
+        {"window_size": (-1, -1)},
+        {"window_size": [-1, 0]},
     ],
 )
 def test_what_changes_no_number_of_the_network_is_no_difference(changed: dict[str, Any]) -> None:
     assert apart(of_model("llama_tiny"), **changed) == {}
+
+
+YARN = {"rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": 128}
+YARN |= {"beta_fast": 32.0, "beta_slow": 1.0, "truncate": False}
+IN_YARN: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "plain rope": ({"position_embedding_type": "rope"}, {"model.rope_scaling": None}),
+    "factor": ({"rotary_scaling_factor": 32.0}, {"model.rope_scaling.factor": 32.0}),
+    "factor of a fork": ({"yarn_rotary_scaling_factor": 32.0}, {"model.rope_scaling.factor": 32.0}),
+    "length": (
+        {"yarn_original_max_position_embeddings": 4096},
+        {"model.rope_scaling.original_max_position_embeddings": 4096},
+    ),
+    "fast": ({"yarn_beta_fast": 16.0}, {"model.rope_scaling.beta_fast": 16.0}),
+    "slow": ({"yarn_beta_slow": 2.0}, {"model.rope_scaling.beta_slow": 2.0}),
+    "rounding": ({"yarn_correction_range_round_to_int": True}, {"model.rope_scaling.truncate": True}),
+    "weights": (
+        {"yarn_mscale": 0.7, "yarn_mscale_all_dim": 1.0},
+        {"model.rope_scaling.mscale": 0.7, "model.rope_scaling.mscale_all_dim": 1.0},
+    ),
+    "no number": ({"yarn_beta_fast": "fast"}, {"yarn_beta_fast": None}),
+    "the same": ({"yarn_rotary_scaling_factor": 8, "yarn_mscale": 1.0, "yarn_mscale_all_dim": 0.0}, {}),
+    "base": ({"rotary_base": 10000}, {"model.rotary_base": 10000.0}),
+}
+
+
+@pytest.mark.parametrize("name", IN_YARN)
+def test_positions_by_yarn_are_compared_with_the_scaling_of_a_model(name: str) -> None:
+    changed, expected = IN_YARN[name]
+    assert apart(of_model("gpt_oss_tiny"), **changed) == expected
+
+
+def test_one_weight_of_yarn_is_a_factor_of_cosines() -> None:
+    found = apart(of_model("gpt_oss_tiny"), mscale=0.5)
+    assert found == {"model.rope_scaling.attention_factor": pytest.approx(0.05 * math.log(8) + 1)}
+
+
+def test_an_export_says_yarn_with_its_numbers_or_what_megatron_lm_lacks() -> None:
+    kept = megatron_args.arguments_of(of_model("gpt_oss_tiny"))
+    assert kept["position_embedding_type"] == "yarn"
+    assert kept["rotary_scaling_factor"] == 8.0
+    assert kept["yarn_original_max_position_embeddings"] == 128
+    for scaling in (
+        "{rope_type:yarn,factor:4.0,attention_factor:1.3}",
+        "{rope_type:yarn,factor:4.0,mscale:0.7,mscale_all_dim:1.0}",
+        "{rope_type:dynamic,factor:4.0}",
+    ):
+        assert apart(of_model("llama_tiny", f"model.rope_scaling={scaling}")) == {}
+
+
+def test_yarn_that_a_model_lacks_is_reported_with_its_numbers_where_they_are_known() -> None:
+    from mtrain.convert.megatron_compared import differing
+
+    plain, kept = of_model("gpt_oss_tiny", "model.rope_scaling=null"), of_model("gpt_oss_tiny")
+    (one,) = differing(megatron_args.arguments_of(kept), plain)
+    assert (one.key, one.becomes) == ("model.rope_scaling", YARN)
+    assert apart(plain, position_embedding_type="yarn") == {"position_embedding_type": None}
+    assert apart(of_model("deepseek_tiny"), position_embedding_type="yarn") == {}
+
+
+WITHOUT_FLAGS = {
+    "model.rope_scaling": "{rope_type:llama3,factor:8.0}",
+    "model.softmax_scale": "0.3",
+    "model.final_logit_softcapping": "30",
+    "model.attn_logit_softcapping": "50",
+    "model.parallel_residual": "true",
+    "model.scale_embedding": "true",
+    "model.norm_placement": "post",
+    "model.add_mlp_bias": "true",
+}
+
+
+@pytest.mark.parametrize("key", WITHOUT_FLAGS)
+def test_a_key_without_a_flag_is_not_what_others_computed_with(key: str) -> None:
+    from mtrain.convert.megatron_compared import arguments_said, differing
+
+    plain, run = of_model("llama_tiny"), of_model("llama_tiny", f"{key}={WITHOUT_FLAGS[key]}")
+    theirs = {f"an_argument_of_theirs_{i}": None for i in range(200)} | arguments_said(plain)
+    for kept in (megatron_args.arguments_of(plain), theirs):
+        (one,) = differing(kept, run)
+        assert one.key == key
+        assert one.becomes in (None, False, "pre")
+        assert differing(kept, plain) == []
+    (one,) = differing(megatron_args.arguments_of(run), plain)
+    assert one.key == key
+    assert differing(megatron_args.arguments_of(run), run) == []
+
+
+def test_what_megatron_lm_has_no_argument_for_is_said_to_be_so() -> None:
+    from mtrain.cli.convert_megatron import _apart
+    from mtrain.convert.megatron_compared import differing
+
+    theirs: dict[str, Any] = {f"an_argument_of_theirs_{i}": None for i in range(250)}
+    (one,) = differing(theirs | {"num_layers": 4}, of_model("llama_tiny", "model.final_logit_softcapping=30"))[-1:]
+    problem = _apart(one, Path("common.pt"), "")
+    assert problem.rule == "common.pt was written by Megatron-LM, which has no argument for it"
+    assert problem.fix == "model.final_logit_softcapping=null"
+
+
+def test_a_number_that_null_stands_for_is_no_difference() -> None:
+    width = of_model("llama_tiny").model.head_dim
+    plain, said = of_model("llama_tiny"), of_model("llama_tiny", f"model.softmax_scale={1 / math.sqrt(width)}")
+    from mtrain.convert.megatron_compared import differing
+
+    assert differing(megatron_args.arguments_of(plain), said) == []
+
+
+def test_sinkhorn_of_a_model_is_reported_where_others_balance_otherwise() -> None:
+    words = ("router_load_balancing_type=sinkhorn", "aux_loss_coeff=0", "router_pre_softmax=true")
+    run = of_model("mixtral_tiny", *(f"model.moe.{word}" for word in words))
+    assert apart(run) == {}
+    key = "model.moe.router_load_balancing_type"
+    assert apart(run, moe_router_load_balancing_type="none") == {key: "none"}
+    for other in ("seq_aux_loss", "global_aux_loss", ["aux_loss", "seq_aux_loss"]):
+        assert apart(of_model("mixtral_tiny"), moe_router_load_balancing_type=other) == {}
+
+
+@pytest.mark.parametrize(
+    ("word", "width", "refused"),
+    [
+        ("127,0", 128, ""),
+        ("127,127", 128, ""),
+        ("(127, -1)", 128, ""),
+        ("-1,0", None, ""),
+        ("0,0", None, "changes the numbers"),
+        ("128", None, "takes tokens"),
+    ],
+)
+def test_a_window_is_what_causal_attention_sees_of_it(word: str, width: int | None, refused: str) -> None:
+    a, said, _ = read_flags(["--window-size", word], None)
+    assert said["model.window_size"] == width
+    assert [one.text.startswith(refused) for one in a.unplaced.values()] == ([True] if refused else [])
 
 
 def test_every_flag_of_a_model_is_among_the_arguments_of_an_export() -> None:

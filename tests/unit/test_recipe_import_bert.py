@@ -56,6 +56,14 @@ def test_shorter_samples_and_other_pairs_are_said() -> None:
     assert any("pairs of sentences" in note for note in found.notes)
 
 
+def test_a_window_of_a_bert_is_left_out_and_said() -> None:
+    found = script("--window-size 63,63")
+    assert found.run.model.window_size is None
+    assert [u.flag for u in found.unplaced if u.text.startswith("changes the numbers: tokens of BERT")] == [
+        "--window-size"
+    ]
+
+
 @pytest.mark.parametrize("program", ["my_train.py", "pretrain_bert_core.py"])
 def test_a_program_of_another_name_is_taken_for_one_and_said(program: str) -> None:
     found = script(program=program)

@@ -19,7 +19,7 @@ from mtrain.plan.count import parameters
 from mtrain.units import bytes_, count
 
 if TYPE_CHECKING:
-    from mtrain.convert.megatron_compared import Apart
+    from mtrain.convert.megatron_apart import Apart
 
 IMPORT = "import --megatron DIR RUN model=NAME [overrides]"
 EXPORT = "export --megatron RUN DIR"
@@ -68,6 +68,8 @@ def _apart(one: Apart, file: Path, without: str) -> Problem:
     rule = f"{file} says that the weights were trained with {one.name} {one.there}"
     if not one.key:
         return Problem("MT503", "", None, f"{rule}, which {one.why}", without.removeprefix(", or "), "command line")
+    if one.why:
+        rule = f"{file} was written by Megatron-LM, which {one.why}"
     fix = override(one.key, int(one.becomes) if _is_whole(one.becomes) else one.becomes)
     return Problem("MT503", one.key, one.here, rule, f"{fix}{without}", "command line")
 

@@ -12,7 +12,7 @@ from typing import Any
 
 from mtrain.config.run import RunConfig
 from mtrain.convert import pickled
-from mtrain.convert.megatron_compared import arguments_said
+from mtrain.convert.megatron_compared import arguments_said, unflagged_said
 from mtrain.convert.pickled import Mapped, Record
 from mtrain.convert.plain_file import open_plain, read_plain
 from mtrain.convert.torch_dist import Chunk
@@ -106,4 +106,4 @@ def arguments_of(run: RunConfig) -> dict[str, Any]:
     }
     if moe and not moe.first_dense_layers:
         words["moe_layer_freq"] = 1
-    return arguments_said(run) | words
+    return arguments_said(run) | words | unflagged_said(run)

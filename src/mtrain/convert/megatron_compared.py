@@ -8,13 +8,18 @@ no torch.
 from __future__ import annotations
 
 import ast
+import math
 from collections.abc import Iterator, Mapping
 from functools import cache
-from typing import Any, NamedTuple
+from typing import Any
 
-from mtrain.config.keys import key_of, keys
+from mtrain.config.base import Effect
+from mtrain.config.keys import effect_of, key_of, schema_keys
 from mtrain.config.run import RunConfig
+from mtrain.convert.megatron_apart import NO_ARGUMENT, Apart, is_whole
+from mtrain.convert.megatron_scaling import as_rope, scaling_apart, scaling_said
 from mtrain.recipes.arguments import Arguments, Entry
+from mtrain.recipes.flags import default_of
 from mtrain.recipes.flags_other import OTHERS
 from mtrain.recipes.gaps import shown
 from mtrain.recipes.hf_write import TRAINING
@@ -33,21 +38,9 @@ _LEFT_OUT = ("vocab_size", "max_position_embeddings", "mask_padded_vocab", "mtp_
 _NO_SUCH_PART = "changes the numbers: the network has no such part here"
 _SAME_NUMBERS = ("--apply-query-key-layer-scaling", "--use-legacy-models")
 """Of that group: scores are divided by the layer's number and multiplied with it again; another code of the same."""
-_WHOLE = 150
-"""Arguments of which a checkpoint has more when Megatron-LM saved it: what is not among them was not there yet."""
-
-
-class Apart(NamedTuple):
-    """An argument that says another model."""
-
-    name: str
-    there: Any
-    key: str
-    """Ours; empty: there is none."""
-    here: Any
-    becomes: Any
-    """The value of the key that the argument says."""
-    why: str = ""
+_BALANCE = "model.moe.router_load_balancing_type"
+_SINKHORN = "sinkhorn"
+"""The balancing that weighs experts by other scores, in evaluation too; all others are of training alone."""
 
 
 @cache
@@ -114,31 +107,38 @@ def differing(kept: Mapping[str, Any], run: RunConfig) -> list[Apart]:
     """Arguments of a checkpoint that are not those of a run's model."""
     if not kept:
         return []
-    theirs, there, _ = read_flags(_words_kept(kept), None)
+    theirs, there, _ = read_flags(_words_kept(as_rope(kept)), None)
     _, here, _ = read_flags(_words_of(run), None)
     ours, out, sections = arguments_said(run), list[Apart](), set[str]()
     for entry in _entries():
-        if not _is_said(entry, kept) or _is_yarn(entry.flags[0], kept, run):
+        if not _is_said(entry, kept):
             continue
-        refused = [theirs.unplaced[flag] for flag in entry.flags if flag in theirs.unplaced]
-        refused = [one for one in refused if one.text.startswith("changes the numbers") or one.why == "unreadable"]
+        counts = any(_is_compared(key) and key != _BALANCE and _is_there(there, key) for key in entry.keys)
+        refused = [theirs.unplaced[flag] for flag in entry.flags if counts and flag in theirs.unplaced]
+        refused = [one for one in refused if one.why in ("not supported", "unreadable")]
         for one in refused:
             out.append(Apart(argument_of(one.flag), kept[argument_of(one.flag)], "", None, None, one.text))
         for key in [key for key in entry.keys if _is_compared(key) and not refused]:
             x, y = _effective(there, key), _effective(here, key)
             section = key.rpartition(".")[0]
             alone = section != "model" and (_has(there, section) != _has(here, section))
-            if x == y or (alone and section in sections):
+            if _same(key, x, y) or (alone and section in sections):
                 continue
             if alone:  # a whole section that one side lacks is one difference
                 sections.add(section)
             name = _named(entry, kept, ours)
             out.append(Apart(name, kept[name], key, y, x))
-    return [*out, *_of_fields(kept, run), *_parts(kept)]
+    return [*out, *_without_flags(kept, there, run), *scaling_apart(kept, run), *_parts(kept)]
 
 
 def _has(draft: Mapping[str, Any], section: str) -> bool:
     return any(key.startswith(f"{section}.") and value is not None for key, value in draft.items())
+
+
+def _is_there(draft: Mapping[str, Any], key: str) -> bool:
+    """Whether the section of a key is."""
+    section = key.rpartition(".")[0]
+    return section == "model" or _has(draft, section)
 
 
 def _is_said(entry: Entry, kept: Mapping[str, Any]) -> bool:
@@ -147,12 +147,16 @@ def _is_said(entry: Entry, kept: Mapping[str, Any]) -> bool:
         f for f in entry.flags if argument_of(f) in kept and (f not in _NEGATED or kept[argument_of(f)] is not None)
     ]
     is_set = any(kept[argument_of(flag)] not in (None, flag in _NEGATED) for flag in held)
-    return bool(held) and (len(kept) > _WHOLE or len(held) == len(entry.flags) or is_set)
+    return bool(held) and (is_whole(kept) or len(held) == len(entry.flags) or is_set)
 
 
 def _is_compared(key: str) -> bool:
     name = key.removeprefix(_OF)
-    return name != key and name not in TRAINING and name not in _LEFT_OUT
+    return name != key and (name not in TRAINING or key == _BALANCE) and name not in _LEFT_OUT
+
+
+def _same(key: str, x: Any, y: Any) -> bool:
+    return (x == _SINKHORN) == (y == _SINKHORN) if key == _BALANCE else bool(x == y)
 
 
 def _effective(draft: Mapping[str, Any], key: str) -> Any:
@@ -163,7 +167,14 @@ def _effective(draft: Mapping[str, Any], key: str) -> Any:
         return heads
     if value is None and key == "model.kv_channels" and heads and draft.get("model.hidden_size"):
         return draft["model.hidden_size"] // heads
-    return float(value) if isinstance(value, int) and not isinstance(value, bool) else value
+    if value is None and key == "model.mla.layernorm_epsilon":
+        return draft.get("model.layernorm_epsilon")
+    if value is None and key == "model.softmax_scale" and draft.get("model.mup.embedding_mult") is None:
+        width = _effective(draft, "model.kv_channels")
+        return width**-0.5 if width else None
+    if isinstance(value, int) and not isinstance(value, bool) and abs(value) < 1 << 53:
+        return float(value)
+    return value
 
 
 def _named(entry: Entry, kept: Mapping[str, Any], ours: Mapping[str, Any]) -> str:
@@ -172,24 +183,49 @@ def _named(entry: Entry, kept: Mapping[str, Any], ours: Mapping[str, Any]) -> st
     return next((name for name in names if (kept[name] or None) != (ours[name] or None)), names[0])
 
 
-def _is_yarn(flag: str, kept: Mapping[str, Any], run: RunConfig) -> bool:
-    """Whether both sides have positions by yarn, which the flags call a kind and the keys a scaling."""
-    scaling = run.model.rope_scaling
-    yarn = scaling is not None and scaling.rope_type == "yarn" and kept.get("position_embedding_type") == "yarn"
-    return flag == "--position-embedding-type" and yarn
+@cache
+def _unflagged() -> dict[str, str]:
+    """Keys without a flag that change what a model computes -> the argument that says one.
+
+    That is the field of megatron-core which the key feeds; where it feeds none the key itself, in exports of ours.
+    """
+    out = {}
+    for key in schema_keys():
+        changes = effect_of(key) in (Effect.ARCHITECTURE, Effect.NUMERICS)
+        of_model = key.startswith(_OF) and not key.startswith("model.rope_scaling.")  # which has arguments of its own
+        if of_model and changes and key not in flags_of() and _is_compared(key):
+            out[key] = key_of(key).feeds or key.removeprefix(_OF)
+    return out
 
 
-def _of_fields(kept: Mapping[str, Any], run: RunConfig) -> Iterator[Apart]:
-    """Keys without a flag whose field of megatron-core a checkpoint names."""
+def unflagged_said(run: RunConfig) -> dict[str, Any]:
+    """What has no flag in a run's model, each by the argument that says it in an export."""
     values = run.flat()
-    for key in keys():
-        field = key_of(key).feeds
-        if not key.startswith(_OF) or key in flags_of() or not _is_compared(key) or field not in kept:
+    return {name: values[key] for key, name in _unflagged().items() if key in values} | scaling_said(run.model)
+
+
+def _without_flags(kept: Mapping[str, Any], draft: Mapping[str, Any], run: RunConfig) -> Iterator[Apart]:
+    """Keys without a flag, beside what a checkpoint says of them, or Megatron-LM computes without a word of it.
+
+    `draft` are the keys that the flags say; a few of those follow from other flags.
+    """
+    values = run.flat()
+    for key, name in _unflagged().items():
+        if key not in values or (name not in kept and not is_whole(kept)):
             continue
-        here = values.get(key) if values.get(key) is not None else key_of(key).null
-        there = kept[field]
-        if key in values and there is not None and here is not None and there != here:
-            yield Apart(field, there, key, here, there)
+        usual = draft[key] if key in draft else default_of(key)
+        there = kept.get(name, usual)
+        x, y = (_meant({**values, key: value}, key) for value in (there, values[key]))
+        close = isinstance(x, float) and isinstance(y, float) and math.isclose(x, y, rel_tol=1e-9)
+        if x != y and not close and (key not in draft or None not in (x, y)):
+            yield Apart(name, there, key, values[key], there, "" if name in kept else NO_ARGUMENT)
+
+
+def _meant(values: Mapping[str, Any], key: str) -> Any:
+    """The value of a key, where null is what the schema says that it stands for, or a number that others give."""
+    value = _effective(values, key)
+    null = key_of(key).null
+    return float(null) if value is None and isinstance(null, int | float) else value
 
 
 def _parts(kept: Mapping[str, Any]) -> Iterator[Apart]:

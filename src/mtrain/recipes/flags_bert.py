@@ -27,6 +27,8 @@ def bert_keys(a: Arguments, d: Draft, left: dict[str, str]) -> Draft:
     a.doubts = {}
     share = a.as_(SHARE, float)
     a.refuse(SHORT, "not supported", "changes the numbers: every sample is as long as data.seq_length")
+    if d.get("model.window_size") is not None:
+        a.refuse("--window-size", "not supported", "changes the numbers: tokens of BERT see all others")
     a.notes.append(SAMPLES)
     if not str(a.word("--tokenizer-type") or "").startswith("BertWordPiece"):
         ids = ", ".join(f"{key} {value}" for key, value in SPECIAL.items())
@@ -34,6 +36,7 @@ def bert_keys(a: Arguments, d: Draft, left: dict[str, str]) -> Draft:
     keys = {
         "model.family": "bert",
         "model.norm_placement": "pre",
+        "model.window_size": None,
         **SPECIAL,
         "model.bert.next_sentence": not a.has(NO_HEAD),
         "model.bert.masked_share": BertConfig().masked_share if share is None else share,

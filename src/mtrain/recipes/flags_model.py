@@ -5,6 +5,7 @@ Defaults are those of its argument parser: LayerNorm, gelu with biases, learned 
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 from mtrain.config.keys import choices_of
@@ -16,6 +17,8 @@ ACTIVATIONS = {"--swiglu": "swiglu", "--squared-relu": "squared_relu", "--quick-
 VARIANTS = {"gated_delta_net": ("model.linear_attention", "freq"), "dsa": ("model.dsa", "indexer_topk")}
 """Word of --experimental-attention-variant -> the section that it stands for, and a key that is in it."""
 NEAREST = {"quick_geglu": "geglu"}
+_SIDES = re.compile(r"[(\[]?\s*(-1|\d{1,9})\s*,\s*(?:-1|\d{1,9})\s*[)\]]?\Z")
+"""The value of --window-size."""
 
 
 def _activation(a: Arguments, d: Draft) -> Draft:
@@ -111,12 +114,16 @@ def _window(a: Arguments, d: Draft) -> Draft:
     text = a.word("--window-size")
     if text is None:
         return {"model.window_size": None}
-    sides = [side.strip() for side in text.strip("()").split(",")]
-    if len(sides) != 2 or sides[1] not in ("0", "-1") or not sides[0].lstrip("-").isdigit() or len(sides[0]) > 9:
-        a.refuse("--window-size", "not supported", "a window to the left, as 127,0")
-        return {"model.window_size": None}
-    left = int(sides[0])
-    return {"model.window_size": left + 1 if left > 0 else None}
+    key, sides = "model.window_size", _SIDES.match(text)
+    if sides is None:
+        a.refuse(
+            "--window-size", "unreadable", "takes tokens to the left and to the right, as 127,0; -1: all of them"
+        )
+        return {key: None}
+    left = int(sides[1])  # in causal attention nothing is to the right, whatever the other number says
+    if left == 0:
+        a.refuse("--window-size", "not supported", "changes the numbers: a token would see nothing but itself")
+    return {key: left + 1 if left > 0 else None}
 
 
 def _window_words(d: Values) -> list[str]:

@@ -28,6 +28,7 @@ TRAINING = frozenset(
         *("moe.flex_dispatcher_backend", "moe.shared_expert_overlap", "bert.masked_share"),
         *("moe.pad_alltoall", "moe.alltoall_capacity_factor"),
         *("bert.mask_token_id", "bert.cls_token_id", "bert.sep_token_id"),
+        "mtp_detach_heads",
         *("t5.noise_density", "t5.mean_noise_span_length", "t5.sentinels", "t5.first_sentinel", "t5.start_id"),
         *("t5.end_id", "t5.encoder_length", "t5.decoder_length", "t5.initializer_factor"),
         *("llava.freeze", "hybrid.chunk_size", "dsa.indexer_loss_coeff", "dsa.indexer_use_sparse_loss"),
