@@ -42,6 +42,7 @@ def test_every_option_of_a_batch_script_counts_wherever_it_stands(head: str, wor
         ("torchrun --nproc-per-node $(nvidia-smi -L | wc -l)", {"cluster.devices_per_node"}),
         ("#SBATCH -N 2 --ntasks-per-node=1\nsrun torchrun --nproc-per-node gpu", {"cluster.devices_per_node"}),
         ("#SBATCH -N 2 --gpus=15\nsrun --ntasks-per-node=1 python", {"cluster.devices_per_node"}),
+        ("#SBATCH -N 2 --gres=gpu:8\nsrun torchrun --nproc-per-node cpu", {"cluster.devices_per_node"}),
         ("torchrun --nnodes $N --nproc-per-node 8", {"cluster.nodes"}),
         ("srun python", {"cluster.nodes", "cluster.devices_per_node"}),
         ("torchrun $DISTRIBUTED", {"cluster.nodes", "cluster.devices_per_node"}),

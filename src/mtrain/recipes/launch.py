@@ -12,6 +12,8 @@ from mtrain.recipes.gaps import Unread, Word, shown
 _NODES = ("--nnodes", "--num-nodes", "--num-machines", "--nodes")
 _OWN = ("--nproc-per-node", "--num-gpus", "--num-workers-per-node", "--npernode", "--ppn")
 """Processes of a machine in the words of what starts them, which count before what a job was given."""
+_EACH_GPU = ("gpu", "auto")
+"""What torchrun takes for a process on each GPU; on other words it starts others."""
 _GPUS = ("--gpus-per-node", "--gpus-per-task", "--gpus")
 _PER_NODE = "--ntasks-per-node"
 """Counts where no GPUs are said: one task of a machine may start a process for each GPU."""
@@ -82,7 +84,7 @@ def asked_of(words: Sequence[Word], directives: Mapping[str, str]) -> Asked:
     own = [flag for flag in _OWN if flag in said]
     if own:
         per_node = _first(said, own)
-        if per_node is None and said[own[0]] != "cpu":
+        if per_node is None and (said[own[0]] in _EACH_GPU or not said[own[0]].isalpha()):
             per_node = gpus
     elif tasks is not None and not said.keys().isdisjoint(_IN_ALL):
         per_node = gpus if not named and gpus and tasks % gpus == 0 else _share(tasks, nodes if named else 1)
@@ -95,15 +97,14 @@ def asked_of(words: Sequence[Word], directives: Mapping[str, str]) -> Asked:
         nodes = (_share(tasks, per_node) if in_all else 1) or 1
         if per_node is None and _starts(words, _STARTERS[1:]):  # what starts torchrun may do so on several machines
             nodes = None
-    unread = [f"{flag} {said[flag]}" for flag in own[:1] if per_node is None]
+    lost = own if per_node is None else [flag for flag in _NODES if flag in given and nodes is None]
+    unread = [f"{flag} {given[flag]}" for flag in lost[:1]]
     return Asked(nodes, per_node, *(f"how many processes {text} starts is not known here" for text in unread))
 
 
 def starts_several(words: Sequence[Word]) -> bool:
     """Whether words before a program start it several times, as far as they are known."""
-    return _starts(words, _STARTERS) or any(
-        isinstance(word, Unread) and word.whole and not word.absent for word in words
-    )
+    return _starts(words, _STARTERS) or any(map(_may_be_any, words))
 
 
 def _may_be_any(word: Word) -> bool:
