@@ -153,6 +153,12 @@ def test_a_choice_that_brings_others_replaces_them_in_a_run_file(folder: Path) -
     assert (run.data.kind, run.optim.lr, run.trainer.train_iters) == ("sft", 0.5, 7)
 
 
+def test_a_choice_that_is_a_file_is_named_as_it_was_written(recipe: Path) -> None:
+    (recipe / "lay.yaml").write_text("# @package _global_\nparallel: {tp: 4}\ntrainer: {global_batch_size: 8}\n")
+    composed = compose(["recipe=mine.yaml", "parallel=./lay.yaml"])
+    assert {(warning.path, warning.value) for warning in composed.warnings} == {("parallel", "./lay.yaml")}
+
+
 def test_every_run_of_a_sweep_replaces_the_group_of_the_recipe(recipe: Path) -> None:
     words = ("data=mock,stdlib", "cluster=cpu", "parallel=tp2", "peft=none", "model=llama_tiny", "precision=fp32")
     found = mtrain("check", "-m", "recipe=mine.yaml", *words, cwd=recipe)

@@ -147,7 +147,7 @@ def test_a_flag_that_would_be_ignored_is_refused(
 
 
 def test_a_flag_before_a_verb_is_one_of_it(capsys: pytest.CaptureFixture[str]) -> None:
-    assert parse(["--resolved", "recipe", "show", "r.yaml"]).arguments == ["show", "--resolved", "r.yaml"]
+    assert parse(["--resolved", "recipe", "show", "r.yaml"]).arguments == ["show", "r.yaml", "--resolved"]
     assert parse(["--json", "recipe", "list"]).arguments == ["list", "--json"]
     assert main(["check", "--draw", "--help"]) == 0
     assert " check " in capsys.readouterr().out

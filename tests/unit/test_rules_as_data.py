@@ -47,6 +47,7 @@ NO_EXAMPLE = {
     "MT045": "another release than the one that is installed; tested with both",
     "MT321": "a folder with more files than are looked at; tested with one",
     "MT345": "a run that has a tokenizer; tested with one",
+    "MT346": "a file of chats; tested with one",
     "MT607": "a tokenizer; tested with one",
     "MT611": "a corpus; tested with one",
     "MT612": "a corpus; tested with one",

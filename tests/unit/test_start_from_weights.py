@@ -13,9 +13,11 @@ import pytest
 from safetensors.numpy import save_file
 
 from mtrain.cli import weights
+from mtrain.cli.main import main
 from mtrain.cli.setup import load
 from mtrain.config.dump import run_yaml
 from mtrain.errors import ConfigError
+from mtrain.recipes.write import unequal
 from tests.support.commands import mtrain
 from tests.support.configs import LAPTOP, within_a_second
 
@@ -137,3 +139,23 @@ def test_a_folder_without_weights_is_refused_by_check(tmp_path: Path) -> None:
     done = mtrain("check", "checkpoint.init_from=hf", *OPTIONS.split(), cwd=tmp_path)
     assert done.returncode == 4
     assert "neither model.safetensors.index.json nor model.safetensors" in done.stderr
+
+
+@pytest.mark.parametrize("more", [[], ["model.attention_dropout=0.5", "peft=lora"]])
+def test_a_recipe_and_the_changes_name_the_weights_and_no_choice_of_model(
+    more: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder(tmp_path / "hf", LLAMA)
+    monkeypatch.chdir(tmp_path)
+    words = [*OPTIONS.split(), "checkpoint.init_from=hf", *more]
+    assert main(["recipe", "new", "r.yaml", *words]) == 0
+    text = (tmp_path / "r.yaml").read_text()
+    assert "override /model" not in text
+    assert "num_layers" not in text
+    expected = weights.composed(words).run
+    assert unequal(weights.composed(["recipe=r.yaml"]).run, expected) == []
+    capsys.readouterr()
+    assert main(["show", "--changed", *words]) == 0
+    changed = [line.partition("  #")[0] for line in capsys.readouterr().out.splitlines()]
+    assert "checkpoint.init_from=hf" in changed
+    assert unequal(weights.composed(changed).run, expected) == []

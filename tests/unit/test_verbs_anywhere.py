@@ -8,6 +8,8 @@ import pytest
 
 from mtrain import __version__
 from mtrain.cli.main import main
+from mtrain.cli.parsing import parse
+from mtrain.errors import ConfigError
 from tests.support.commands import mtrain
 
 
@@ -83,6 +85,40 @@ def test_settings_before_check_check_them_and_start_nothing(tmp_path: Path) -> N
     assert found.returncode == 2
     assert "MT306" in found.stderr
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("line", "same"),
+    [
+        ("prompt=hi generate HERE", "generate HERE prompt=hi"),
+        ("generate prompt=hi HERE", "generate HERE prompt=hi"),
+        ("limit=3 evaluate HERE", "evaluate HERE limit=3"),
+        ("trainer.train_iters=100 resume HERE", "resume HERE trainer.train_iters=100"),
+        ("HERE resume", "resume HERE"),
+        ("HERE resume trainer.train_iters=100", "resume HERE trainer.train_iters=100"),
+        ("trainer.train_iters=100 HERE resume", "resume HERE trainer.train_iters=100"),
+        ("--json HERE generate prompt=hi", "generate HERE --json prompt=hi"),
+        ("HERE export out", "export HERE out"),
+        ("peft=lora convert import HERE out", "convert import HERE out peft=lora"),
+        ("HERE convert export out dtype=bf16", "convert export HERE out dtype=bf16"),
+        ("trainer.seed=1 recipe new zz.yaml", "recipe new zz.yaml trainer.seed=1"),
+        ("trainer.seed=1 recipe import HERE -o zz.yaml", "recipe import HERE -o zz.yaml trainer.seed=1"),
+        ("trainer.seed=1 recipe import -- --seed 3", "recipe import trainer.seed=1 -- --seed 3"),
+        ("HERE recipe show", "recipe show HERE"),
+        ("-o HERE recipe import a.sh", "recipe import a.sh -o HERE"),
+    ],
+)
+def test_the_folder_of_a_verb_is_found_beside_settings_that_stand_before_it(
+    line: str, same: str, tmp_path: Path
+) -> None:
+    words, expected = ([str(tmp_path) if word == "HERE" else word for word in each.split()] for each in (line, same))
+    assert parse(words) == parse(expected)
+
+
+@pytest.mark.parametrize("line", ["nowhere resume", "HERE HERE resume", "HERE check", "chekc resume HERE"])
+def test_only_one_path_that_is_there_may_stand_before_a_verb_with_a_folder(line: str, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="is neither a verb nor key=value"):
+        parse([str(tmp_path) if word == "HERE" else word for word in line.split()])
 
 
 @pytest.mark.parametrize("word", ["max_new_tokens", "max_length", "max_tokens", "n_predict"])

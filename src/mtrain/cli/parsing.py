@@ -3,11 +3,23 @@
 from __future__ import annotations
 
 import difflib
+import os
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 
-from mtrain.cli.verbs import CONFIG_DIR, FLAGS, OF_ALL, OWN_WORDS, SHORT, VALUED, VERBS, WORDS
+from mtrain.cli.verbs import (
+    CONFIG_DIR,
+    FLAGS,
+    OF_ALL,
+    OWN_WORDS,
+    SHORT,
+    SUBVERBED,
+    TARGETED,
+    VALUED,
+    VERBS,
+    WORDS,
+)
 from mtrain.errors import MAX_PROBLEMS, ConfigError, Problem
 
 
@@ -71,16 +83,16 @@ def parse(arguments: Sequence[str]) -> Call:
         ConfigError: a word that is no verb, or a flag that does not exist.
     """
     verb, place = _verb(arguments)
-    before = arguments[: max(place, 0)]
+    before, after = _with_target(verb, arguments[: max(place, 0)], arguments[place + 1 :])
     strays = [word for word, flag in zip(before, ["", *before], strict=False) if _is_bare(word) and flag[:1] != "-"]
     if verb in WORDS:
-        of, more = arguments[place + 1 : place + 2], WORDS[verb] == "--help"
+        of, more = after[:1], WORDS[verb] == "--help"
         return Call(of[0], [], {"--help"}) if more and _is_verb(of) else Call("train", [], {WORDS[verb]}, False)
     if verb in OWN_WORDS:
         if strays:
             raise ConfigError([_unknown_verb(strays[0])])
-        return _own_words(verb, before, arguments[place + 1 :])
-    given = [*before, *arguments[place + 1 :]]
+        return _own_words(verb, before, after)
+    given = [*before, *after]
     values, given = _values([SHORT.get(a, a) for a in given])
     flags = {a for a in given if a in FLAGS}
     problems, rest = _without_unknown_flags([a for a in given if a not in flags])
@@ -89,17 +101,30 @@ def parse(arguments: Sequence[str]) -> Call:
     problems += _of_another_verb(verb or "train", flags, values)
     if problems:
         raise ConfigError(problems)
-    return Call(verb or "train", rest, flags, bool(verb), values)
+    paths_first = sorted(rest, key=lambda word: not _is_bare(word))
+    return Call(verb or "train", paths_first, flags, bool(verb), values)
+
+
+def _with_target(verb: str, before: Sequence[str], after: Sequence[str]) -> tuple[list[str], list[str]]:
+    """The words before and behind a verb, with the one path that stands before a verb on paths moved to its place."""
+    of_a_flag = [flag[:1] == "-" and (flag in VALUED or flag not in FLAGS) for flag in ("", *before)]
+    bare = [place for place, word in enumerate(before) if _is_bare(word) and not of_a_flag[place]]
+    moves = verb in TARGETED or (verb in SUBVERBED and any(map(_is_bare, after)))
+    if not moves or len(bare) != 1 or not os.path.exists(os.path.expanduser(before[bare[0]])):
+        return [*before], [*after]
+    subverb = next(place for place, word in enumerate(after) if _is_bare(word)) + 1 if verb in SUBVERBED else 0
+    path = before[bare[0]]
+    return [*before[: bare[0]], *before[bare[0] + 1 :]], [*after[:subverb], path, *after[subverb:]]
 
 
 def _own_words(verb: str, before: Sequence[str], after: Sequence[str]) -> Call:
-    """The call of a verb that reads its arguments itself, with what was written before the verb behind a subverb."""
+    """The call of a verb that reads its arguments itself, with what was written before the verb behind its paths."""
     flags = {SHORT.get(a, a) for a in before} & {*FLAGS}
     moved = [a for a in before if a == "--json" or SHORT.get(a, a) not in OF_ALL]
     rest = [a for a in after if a != "--debug"]
     said = rest[: rest.index("--")] if "--" in rest else rest
-    first = int(bool(rest) and not rest[0].startswith("-"))
-    return Call(verb, [*rest[:first], *moved, *rest[first:]], flags | ({"--version"} & {*said}))
+    behind = max((place for place, word in enumerate(said, 1) if _is_bare(word)), default=0)
+    return Call(verb, [*rest[:behind], *moved, *rest[behind:]], flags | ({"--version"} & {*said}))
 
 
 def _verb(arguments: Sequence[str]) -> tuple[str, int]:

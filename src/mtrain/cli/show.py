@@ -8,6 +8,7 @@ from dataclasses import asdict
 from typing import Any
 
 from mtrain import strict_json
+from mtrain.cli import weights
 from mtrain.cli.setup import load, say_replaced
 from mtrain.config.compose import Composed
 from mtrain.config.dump import override, run_yaml
@@ -54,9 +55,13 @@ def run(argv: Sequence[str], *, bare: bool = False, changed: bool = False, as_js
 
 
 def changes(loaded: Composed) -> dict[str, tuple[Any, str]]:
-    """Groups and keys that somebody chose or set, each with its value and who did."""
+    """Groups and keys that somebody chose or set, each with its value and who did.
+
+    The model that weights bring along is none: `checkpoint.init_from` says it.
+    """
     usual = default_choices()[0]
-    chosen = {g: (c, CHOSEN) for g, c in loaded.choices.items() if usual.get(g) != c}
+    from_weights = {"model"} if weights.brought(loaded) is not None else set()
+    chosen = {g: (c, CHOSEN) for g, c in loaded.choices.items() if usual.get(g) != c and g not in from_weights}
     files = tuple(f"{source}:" for source in loaded.files if source.startswith(("recipes/", f"{recipes_dir()}")))
     keys = loaded.run.flat()
     set_by = {key: loaded.origins[key] for key in keys if is_provided(loaded.origins[key])}

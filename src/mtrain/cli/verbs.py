@@ -23,6 +23,10 @@ VERBS = {
 }
 OWN_WORDS = ("tune", "recipe", "data", "explain", "schema", "choices", "engines", "completion", "__complete")
 """Verbs that read their arguments themselves."""
+TARGETED = ("resume", "export", "generate", "evaluate")
+"""Verbs whose first word is the folder that they are about."""
+SUBVERBED = ("convert", "recipe", "data")
+"""Verbs whose first word says what they do with the paths behind it."""
 JSON_VERBS = ("generate", "evaluate", "convert")
 """Verbs on a checkpoint whose answer a machine may read."""
 FLAGS = {

@@ -50,6 +50,19 @@ def model_of(start: str) -> Document | None:
     return Document(_said(found.run.model), {}, display(path / HF_CONFIG))
 
 
+def brought(composed: Composed) -> ModelConfig | None:
+    """Return the model of the weights that a run begins with, where its own was taken from them; else None.
+
+    Raises:
+        ConfigError: the configuration of the weights cannot be read.
+    """
+    start = composed.run.checkpoint.init_from
+    document = model_of(start) if start is not None else None
+    if document is None or composed.choices.get("model") != document.source:
+        return None
+    return ModelConfig.model_validate(document.values)
+
+
 def run_file_of(path: Path) -> Path | None:
     """Return the run.yaml of a run folder or of a checkpoint; None where there is none."""
     home = path.parent.parent if path.parent.name == CHECKPOINTS else path

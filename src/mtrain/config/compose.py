@@ -221,7 +221,7 @@ class _Composition:
     def _named(self, group: str, choice: str, source: str) -> str | None:
         """A choice as Hydra calls it; None, and a problem, where it is none."""
         if is_path(choice):
-            return self.library.give_path(group, user_path(choice))
+            return self.library.give_path(group, choice)
         problem = unknown_choice(group, choice, source)
         self.problems += [problem] if problem is not None else []
         return choice if problem is None else None

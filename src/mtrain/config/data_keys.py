@@ -39,7 +39,8 @@ class DataConfig(Section):
     .bin/.idx; image_text: a folder of images and a JSON Lines file of texts, for the family llava; sft: chats of a
     JSON Lines file, written by the chat template of a tokenizer; preference: the same with a chosen and a rejected
     answer; mock: synthetic tokens, and images where the model reads some.
-    null: text where data.path or data.limit_mib is set, or for small vocabularies on a CPU; else mock. For the family
+    null: text where data.path or data.limit_mib is set, or for small vocabularies on a CPU; else mock. Where
+    data.path is a .jsonl file, its first line says more: a chat is sft, a pair of answers preference. For the family
     llava: image_text where data.path is set, else mock."""
     path: Annotated[str | None, Key(effect=Effect.CONTENTS, aka="data_path data_prefix")] = None
     """text: a file or folder, null: the Python standard library of this machine; indexed: prefix of .bin and .idx;

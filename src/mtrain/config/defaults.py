@@ -14,6 +14,7 @@ from mtrain.config.batches import stages
 from mtrain.config.devices import facts_of
 from mtrain.config.families import limited
 from mtrain.config.fine_tuning import CHATS
+from mtrain.config.first_record import kind_of_chats
 from mtrain.config.model import ModelConfig
 from mtrain.config.optimizers import OPTIMIZERS
 from mtrain.config.paths import CHECKPOINTS, RESUME_WORDS
@@ -60,7 +61,7 @@ GPT3 = (
 
 
 def data_kind(run: RunConfig) -> Filled:
-    """Text where some is named, or where what every machine has fits a small vocabulary; else synthetic tokens."""
+    """Chats or text where some are named; what every machine has for a small vocabulary; else synthetic tokens."""
     d, vocabulary = run.data, run.model.vocab_size
     if d.kind is not None:
         return {}
@@ -68,6 +69,8 @@ def data_kind(run: RunConfig) -> Filled:
         named = d.path is not None
         why = "data.path" if named else f"model.family {run.model.family}, and data.path is null"
         return {"data.kind": ("image_text" if named else "mock", why)}
+    if (chats := kind_of_chats(d.path)) is not None:
+        return {"data.kind": (chats, "the first line of data.path")}
     if d.path is not None or d.limit_mib is not None:
         return {"data.kind": ("text", "data.path" if d.path is not None else "data.limit_mib")}
     small = vocabulary <= 2 * max(d.tokenizer_vocab_size, SMALL_TOKENIZER)

@@ -41,17 +41,24 @@ class Library:
         self.problems: list[Problem] = []
         self._given: dict[str, tuple[Mapping[str, Any], str | None]] = {}
         self._paths: dict[str, Path] = {}
+        self._written: dict[str, str] = {}
 
     def give(self, name: str, document: Document, values: Mapping[str, Any], package: str | None = None) -> None:
         """Adds a file under a name of its own: a recipe or a run file, and what of it is composed."""
         self.documents[name] = document
         self._given[name] = values, package
 
-    def give_path(self, group: str, path: Path) -> str:
-        """Adds a choice of a group that is the file at a path; the name that Hydra has for it."""
+    def give_path(self, group: str, text: str) -> str:
+        """Adds a choice of a group that is the path of a file; the name that Hydra has for it."""
+        path = paths.user_path(text)
         choice = f"{re.sub(r'[^A-Za-z0-9_.-]', '_', path.stem)}.{GIVEN}"
         self._paths[f"{group}/{choice}"] = path
+        self._written[f"{group}/{choice}"] = text
         return choice
+
+    def written(self, group: str, choice: str) -> str:
+        """A choice as it was written, of the name that Hydra has for it."""
+        return self._written.get(f"{group}/{choice}", choice)
 
     def has(self, name: str) -> bool:
         """Whether there is a configuration of this name."""

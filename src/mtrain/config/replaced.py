@@ -55,7 +55,7 @@ def brought(
     groups = {g: c for g, c in choices.items() if g in GROUPS and g not in chosen and usual.get(g) != c}
     own = {*chosen, *groups}
     keys = [path for one in new for path, _ in leaves(one.values) if path.partition(".")[0] not in own]
-    chooser = " ".join(f"{group}={choice}" for group, choice in {**chosen, **added}.items())
+    chooser = " ".join(f"{group}={library.written(group, choice)}" for group, choice in {**chosen, **added}.items())
     return Brought(groups, dict.fromkeys(keys, chooser))
 
 

@@ -24,7 +24,7 @@ from mtrain.recipes.arguments import Arguments, Draft, Unplaced, read_all
 from mtrain.recipes.flags import default_of
 from mtrain.recipes.flags_other import FITTING, OTHERS
 from mtrain.recipes.gaps import Word, shown
-from mtrain.recipes.launch import World
+from mtrain.recipes.launch import Asked, World
 from mtrain.recipes.secrets import HIDDEN, Secrets, names_secret
 from mtrain.recipes.table import flags_of, known_flags, switches, table
 from mtrain.recipes.write import section
@@ -137,17 +137,23 @@ def _drop(a: Arguments, d: Draft, prefix: str, needed: str) -> None:
                 a.refuse(flag, "no effect", f"read only with {needed}")
 
 
-def backend_of(a: Arguments, d: Draft, world: World | None) -> None:
-    """The machines: CPUs under gloo, else GPUs; where nothing is said of them, nothing is set."""
+def backend_of(a: Arguments, d: Draft, launched: Asked | None, left: dict[str, str]) -> None:
+    """The machines: CPUs under gloo, else GPUs; where nothing starts several processes, nothing is set.
+
+    What is not known of the processes that a launcher starts is added to the keys that are `left` open.
+    """
     gloo = a.word("--distributed-backend") == "gloo"
-    if world is None and not gloo:
+    if launched is None and not gloo:
         return
-    world = world or World(1, 1)
-    d |= {"cluster.nodes": world.nodes, "cluster.device": CPU.name if gloo else CUDA.name}
+    launched = launched or Asked(1, 1)
+    d["cluster.device"] = CPU.name if gloo else CUDA.name
     if gloo:
-        d["parallel.ranks"] = world.ranks
+        found = {"parallel.ranks": launched.world.ranks if launched.world is not None else None}
     else:
-        d["cluster.devices_per_node"] = world.per_node
+        found = {"cluster.devices_per_node": launched.per_node}
+    found["cluster.nodes"] = launched.nodes
+    d |= {key: number for key, number in found.items() if number is not None}
+    left |= {key: launched.why for key, number in found.items() if number is None}
 
 
 def build(d: Draft, a: Arguments, extra: Sequence[str], source: str, said: Draft | None = None) -> RunConfig:

@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+import shlex
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from mtrain.recipes.gaps import Unread, Word, shown
 
-_NODES = ("--nnodes", "--num-nodes", "--nodes")
-_PER_NODE = (
-    *("--nproc-per-node", "--num-gpus", "--gpus-per-node", "--num-workers-per-node", "--npernode", "--ppn"),
-    "--ntasks-per-node",
-)
-"""The later ones count where no earlier one is said: one task of a machine may start a process for each GPU."""
-_TASKS = ("--np", "--ntasks", "--gpus")
+_NODES = ("--nnodes", "--num-nodes", "--num-machines", "--nodes")
+_OWN = ("--nproc-per-node", "--num-gpus", "--num-workers-per-node", "--npernode", "--ppn")
+"""Processes of a machine in the words of what starts them, which count before what a job was given."""
+_EACH_GPU = ("gpu", "auto")
+"""What torchrun takes for a process on each GPU; on other words it starts others."""
+_GPUS = ("--gpus-per-node", "--gpus-per-task", "--gpus")
+_PER_NODE = "--ntasks-per-node"
+"""Counts where no GPUs are said: one task of a machine may start a process for each GPU."""
+_IN_ALL = ("--np", "--num-processes")
+_TASKS = (*_IN_ALL, "--ntasks")
 _SHORT = {
     "-N": "--nodes",
     "-n": "--ntasks",
@@ -23,7 +27,14 @@ _SHORT = {
     "-npernode": "--npernode",
     "-ppn": "--ppn",
 }
-_SBATCH = re.compile(r"^#SBATCH\s+(?:(--[a-z-]+)(?:[= ]\s*|$)|(-[NnG])\s*)(\S*)", re.MULTILINE)
+_TORCHRUN = ("torchrun", "torch.distributed.run", "torch.distributed.launch")
+_STARTERS = (
+    *("torchrun", "deepspeed", "accelerate", "srun", "sbatch", "mpirun", "mpiexec", "orterun", "prun", "jsrun"),
+    *("aprun", "horovodrun", "ray"),
+)
+"""Programs that start several processes."""
+_NUMBER = re.compile(r"[0-9]{1,6}")
+_SBATCH = re.compile(r"^#SBATCH[ \t]+(.*)", re.MULTILINE)
 
 
 @dataclass(frozen=True)
@@ -44,42 +55,119 @@ class World:
         return ["torchrun", *nodes, "--nproc-per-node", str(self.per_node)]
 
 
-def world_of(words: Sequence[Word], directives: Mapping[str, str]) -> World | None:
-    """The world that a launcher's words, and failing them the directives of a batch script, ask for.
+@dataclass(frozen=True)
+class Asked:
+    """What a launcher, and the job that it stands in, say of machines and processes on each."""
 
-    None where they do not say, or where only running the script could tell.
-    """
+    nodes: int | None
+    """None: only running the script could tell."""
+    per_node: int | None
+    """None: it is not said, or only running the script could tell."""
+    why: str = "how many processes it starts is not said"
+
+    @property
+    def world(self) -> World | None:
+        """Both, where both are known."""
+        return None if self.nodes is None or self.per_node is None else World(self.nodes, self.per_node)
+
+
+def asked_of(words: Sequence[Word], directives: Mapping[str, str]) -> Asked:
+    """What a launcher's words, and failing them the directives of a batch script, ask for."""
+    for index, word in enumerate(words):
+        if isinstance(word, Unread) and _may_be_any(word) and not _is_value(words, index):
+            return Asked(None, None, f"{word.text} may say how many processes are started: it {word.why}")
     said = _flags(words)
     given = {**{flag: value for flag, value in directives.items() if flag not in said}, **said}
-    nodes, per_node, tasks = _first(given, _NODES), _first(given, _PER_NODE), _first(given, _TASKS)
-    if any(
-        isinstance(w, Unread) and w.whole and not w.absent and not _is_value(words, i) for i, w in enumerate(words)
-    ):
-        return None
-    if nodes is None and not given.keys().isdisjoint(_NODES):
-        return None
-    if per_node is None and tasks is not None and tasks % (nodes or 1) == 0:
-        return World(nodes or 1, tasks // (nodes or 1))
-    if per_node is None:
-        return None
-    if nodes is None and tasks is not None and "--np" in given and tasks % per_node == 0:
-        nodes = tasks // per_node
-    return World(1 if nodes is None else nodes, per_node)
+    named, tasks = not given.keys().isdisjoint(_NODES), _first(given, _TASKS)
+    nodes = _first(given, _NODES)
+    gpus = _gpus(given, nodes if named else 1, tasks)
+    own = [flag for flag in _OWN if flag in said]
+    if own:
+        per_node = _first(said, own)
+        if per_node is None and (said[own[0]] in _EACH_GPU or not said[own[0]].isalpha()):
+            per_node = gpus
+    elif tasks is not None and not said.keys().isdisjoint(_IN_ALL):
+        per_node = gpus if not named and gpus and tasks % gpus == 0 else _share(tasks, nodes if named else 1)
+    else:
+        per_node = gpus if gpus is not None else _tasks_of_a_node(given, nodes if named else 1, tasks)
+        if per_node is None and given.keys().isdisjoint(_GPUS) and _starts(words, _TORCHRUN):
+            per_node = 1
+    if not named:
+        in_all = tasks is not None and per_node is not None and not given.keys().isdisjoint(_IN_ALL)
+        nodes = (_share(tasks, per_node) if in_all else 1) or 1
+        if per_node is None and _starts(words, _STARTERS[1:]):  # what starts torchrun may do so on several machines
+            nodes = None
+    lost = own if per_node is None else [flag for flag in _NODES if flag in given and nodes is None]
+    unread = [f"{flag} {given[flag]}" for flag in lost[:1]]
+    return Asked(nodes, per_node, *(f"how many processes {text} starts is not known here" for text in unread))
+
+
+def starts_several(words: Sequence[Word]) -> bool:
+    """Whether words before a program start it several times, as far as they are known."""
+    return _starts(words, _STARTERS) or any(map(_may_be_any, words))
+
+
+def _may_be_any(word: Word) -> bool:
+    return isinstance(word, Unread) and word.whole and not word.absent
+
+
+def _starts(words: Sequence[Word], programs: Sequence[str]) -> bool:
+    names = [shown(word).rpartition("/")[2] for word in words]
+    return any(name in programs or name.startswith("torch.distributed.") for name in names)
+
+
+def _gpus(given: Mapping[str, str], nodes: int | None, tasks: int | None) -> int | None:
+    """The GPUs of a machine by the options of SLURM."""
+    of_node, of_task, in_all = (_first(given, [flag]) for flag in _GPUS)
+    if of_node is not None:
+        return of_node
+    if of_task is not None:
+        of_machine = _first(given, [_PER_NODE]) or (1 if tasks is None else _share(tasks, nodes))
+        return None if of_machine is None else of_task * of_machine
+    return _share(in_all, nodes)
+
+
+def _tasks_of_a_node(given: Mapping[str, str], nodes: int | None, tasks: int | None) -> int | None:
+    """The tasks of a machine; one of them may start a process for each GPU, of which the number is not known."""
+    found = _first(given, [_PER_NODE]) or _share(tasks, nodes)
+    return None if found == 1 and not given.keys().isdisjoint(_GPUS) else found
+
+
+def _share(whole: int | None, parts: int | None) -> int | None:
+    """A part of what is split evenly; None where it is not, or where something is not known."""
+    return None if whole is None or parts is None or whole % parts else whole // parts
 
 
 def directives(text: str) -> dict[str, str]:
-    """The `#SBATCH` lines of a script that say how many machines and processes."""
-    return _with_gres({_SHORT.get(short, flag): value for flag, short, value in _SBATCH.findall(text)})
+    """The options of a script's `#SBATCH` lines, each by its long name."""
+    return _with_gres(dict(option for line in _SBATCH.findall(text) for option in _options(line)))
+
+
+def _options(line: str) -> Iterator[tuple[str, str]]:
+    """The options of a line: --a=b, --a b, -Nb and -N b."""
+    try:
+        words = shlex.split(line, comments=True)
+    except ValueError:  # a quote that nothing closes
+        words = line.split()
+    for index, word in enumerate(words):
+        behind = words[index + 1] if index + 1 < len(words) and not words[index + 1].startswith("-") else ""
+        name, equals, value = word.partition("=")
+        if name.startswith("--"):
+            yield name, value if equals else behind
+        elif word[:2] in _SHORT:
+            yield _SHORT[word[:2]], word[2:].removeprefix("=") or behind
 
 
 def _with_gres(given: dict[str, str]) -> dict[str, str]:
-    """The same with the GPUs of `--gres`, as gpu:8 and gpu:h100:8, and of the types of `--gpus-per-node`."""
-    gres = re.search(r"\bgpu(?::[\w.-]+)??:([0-9]+)", given.get("--gres", ""))
-    if gres:
-        given.setdefault("--gpus-per-node", gres[1])
-    for flag in ("--gpus-per-node", "--gpus"):
+    """The same with GPUs as numbers: those of `--gres`, as gpu:8 and gpu:h100:8, and those of several types."""
+    for flag in ("--gres", "--tres-per-node"):
+        parts = [part for part in given.get(flag, "").split(",") if re.match(r"(gres[/:])?gpu\b", part)]
+        if parts:
+            given.setdefault("--gpus-per-node", ",".join(part if ":" in part else f"{part}:1" for part in parts))
+    for flag in _GPUS:
         if flag in given:
-            given[flag] = given[flag].rpartition(":")[2]
+            numbers = [part.partition("(")[0].rpartition(":")[2] for part in given[flag].split(",")]
+            given[flag] = str(sum(map(int, numbers))) if all(map(_NUMBER.fullmatch, numbers)) else given[flag]
     return given
 
 
@@ -100,8 +188,9 @@ def _flags(words: Sequence[Word]) -> dict[str, str]:
 
 
 def _first(given: Mapping[str, str], names: Sequence[str]) -> int | None:
+    """The first number above 0 of options."""
     for name in names:
         text = given.get(name, "")
-        if re.fullmatch(r"[0-9]{1,6}", text) and int(text) > 0:
+        if _NUMBER.fullmatch(text) and int(text) > 0:
             return int(text)
     return None

@@ -39,7 +39,7 @@ from mtrain.recipes.imported import (
     unread_words,
     without_secrets,
 )
-from mtrain.recipes.launch import World, directives, world_of
+from mtrain.recipes.launch import Asked, World, asked_of, directives, starts_several
 from mtrain.recipes.notes import too_few
 from mtrain.recipes.notes import unsaid as unsaid_keys
 from mtrain.recipes.secrets import Secrets
@@ -116,13 +116,15 @@ def import_commands(
     """
     secrets = Secrets({n: _known(words) for n, words in {**script.secrets, **_given_as_flags(script)}.items()})
     found = training_command(script, source)
-    world = world_of(found.launcher, asked)
+    launched = asked_of(found.launcher, asked)
     notes = [*found.notes, *script.notes]
-    unsaid = "how many processes it starts is not said" if world is None and found.launcher else ""
-    if unsaid:
+    unsaid = launched.why if launched.world is None and found.launcher else ""
+    several = starts_several(found.launcher)
+    if unsaid and not several:
         notes.append(f"{unsaid}: cluster.nodes and cluster.devices_per_node are unset")
     if _alone(found.launcher):
         unsaid = ""
+    world = launched if launched.world is not None or several else None
     return import_words(
         found.words, world, name, source, extra, secrets, notes, dict(said), unsaid, family=found.family
     )
@@ -130,7 +132,7 @@ def import_commands(
 
 def import_words(
     words: Sequence[Word],
-    world: World | None,
+    launched: Asked | None,
     name: str,
     source: str,
     extra: Sequence[str],
@@ -145,7 +147,7 @@ def import_words(
 
     Args:
         words: what stands behind the program.
-        world: the processes that are started; `unsaid`: why they are not known.
+        launched: the processes that are started, None where nothing starts several; `unsaid`: why they are not known.
         name: what the model is called.
         source: what holds the words.
         extra: overrides in our own grammar; `said`: keys that an export wrote, which have no flag.
@@ -153,10 +155,10 @@ def import_words(
         notes: what was found out before.
         family: what the program trains, gpt or bert.
     """
-    a, d, left = read_flags(words, world, unsaid)
+    a, d, left = read_flags(words, launched.world if launched is not None else None, unsaid)
     if family == "bert":
         d |= bert_keys(a, d, left)
-    backend_of(a, d, world)
+    backend_of(a, d, launched, left)
     without_secrets(d, a, secrets)
     d["model.name"] = name
     notes = [*notes, *absent_words(a), *a.notes]
@@ -171,7 +173,7 @@ def import_words(
     }
     run = _padding(build(d, a, extra, source, said), said, notes)
     notes += unsaid_keys(d | said, run, extra, list(left))
-    notes += [] if any(key.startswith("parallel.") for key in left) else too_few(run)
+    notes += [] if any(key.startswith(("parallel.", "cluster.")) for key in left) else too_few(run)
     unplaced = blacked_out([*leftovers(a), *unread_words(a)], secrets)
     return Imported(run, unplaced, [secrets.hide(note) for note in dict.fromkeys(notes)], left)
 

@@ -14,6 +14,7 @@ from mtrain.config.compose import compose
 from mtrain.config.dump import spell
 from mtrain.config.layout_string import parse_layout
 from mtrain.config.load import load, scalar
+from mtrain.config.model import ModelConfig
 from mtrain.config.near import default_choices
 from mtrain.config.parallel import ParallelConfig
 from mtrain.config.paths import choices_of_group, find_config
@@ -39,7 +40,7 @@ class Delta:
     """Comments above them."""
 
 
-def delta(run: RunConfig, chosen: Mapping[str, str] | None = None) -> Delta:
+def delta(run: RunConfig, chosen: Mapping[str, str] | None = None, brought: ModelConfig | None = None) -> Delta:
     """The shortest way to say `run`: for each group the choice that leaves least to say.
 
     A model that is near none of the choices is said whole, so that it can be read without knowing the one beneath.
@@ -47,10 +48,14 @@ def delta(run: RunConfig, chosen: Mapping[str, str] | None = None) -> Delta:
     Args:
         run: a configuration; what is null in it is left to be resolved where it runs.
         chosen: choices that are to be kept.
+        brought: the model of the weights that the run begins with, which is its own unless a file says another.
     """
     out, usual = Delta(), default_choices()[0]
     for group in GROUPS:
         target = getattr(run, group)
+        if group == "model" and brought is not None and (beyond := _beyond(target, brought)) is not None:
+            out.values |= {group: beyond} if beyond else {}
+            continue
         best: tuple[int, int, str, dict[str, Any]] | None = None
         for choice in _candidates(group, target, usual.get(group), chosen or {}):
             left = _beyond(target, section(group, choice))

@@ -143,7 +143,7 @@ def _about(found: Imported, run: RunConfig, sources: str, problems: Sequence[Pro
         report = MISSING
     elif found.open:
         report = f"not complete: {', '.join(found.open)} left to fill in"
-    if any(key.startswith("parallel.") for key in found.open):
+    if any(key.startswith(("parallel.", "cluster.")) for key in found.open):
         words |= {"title": f"{run.model.name}, not complete", "hardware": "Say here what it is for."}
     return {**words, "verified": report}
 

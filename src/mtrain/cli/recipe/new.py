@@ -35,7 +35,7 @@ def new(argv: Sequence[str]) -> int:
     words = overrides_of(options.words[1:])
     loaded, run = for_elsewhere(words)
     about = describe(run, f"mtrain recipe new {path.name} {shlex.join(words)}".strip())
-    text = recipe_text(said(loaded.run, loaded.choices, words), about, short=True)
+    text = recipe_text(said(loaded, words), about, short=True)
     write_new(path, text)
     say(f"wrote {path}: {program()} recipe={path}")
     say(f"for an editor that completes keys: {program()} schema recipe -o {path.parent}")
@@ -66,13 +66,18 @@ def for_elsewhere(words: Sequence[str]) -> tuple[Composed, RunConfig]:
     return composed, run
 
 
-def said(raw: RunConfig, choices: dict[str, str], words: Sequence[str]) -> Delta:
+def said(loaded: Composed, words: Sequence[str]) -> Delta:
     """What a recipe says for a command line: its choices are kept unless it stands on a whole run file.
 
-    A recipe names no path: what the file says is written out.
+    A recipe names no path: what the file says is written out. The model of the weights that it names comes with them.
     """
-    whole = read_overrides(words).run is not None
-    return delta(raw, {} if whole else {g: choice for g, choice in choices.items() if not is_path(choice)})
+    if read_overrides(words).run is not None:
+        return delta(loaded.run)
+    brought = weights.brought(loaded)
+    named = {group: choice for group, choice in loaded.choices.items() if not is_path(choice)}
+    if brought is not None:
+        named.pop("model", None)
+    return delta(loaded.run, named, brought)
 
 
 def describe(run: RunConfig, source: str) -> dict[str, str]:

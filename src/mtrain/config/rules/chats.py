@@ -10,6 +10,7 @@ from pathlib import Path
 
 from mtrain.config.defaults import CHATS
 from mtrain.config.files import kind_of, unreadable
+from mtrain.config.first_record import kind_of_chats
 from mtrain.config.image_files import records_of
 from mtrain.config.paths import names_near, user_path
 from mtrain.config.rules.finding import Change, Finding
@@ -147,10 +148,33 @@ def keys_of_text(run: RunConfig) -> Iterator[Finding]:
         yield Finding("MT344", "data.packed", "the chats of a pair stand each in a row of its own", (off,))
 
 
+@rule(
+    Code(
+        "MT346",
+        "Chats are learned as chats: text is learned as it stands in the file, JSON and all.",
+        "Say data=sft, or leave data.kind null; data=text stays where the JSON itself is meant.",
+        severity="warning",
+        says="its first line is a chat, and kind text learns it as it stands: braces, quotes and names of keys",
+    ),
+    reads="data.kind data.path",
+    disk=True,
+)
+def chats_are_no_text(run: RunConfig) -> Iterator[Finding]:
+    """A file whose first line is a chat is not learned as text."""
+    d = run.data
+    found = kind_of_chats(d.path) if d.kind == "text" else None
+    if found is not None:
+        what = "a chat" if found == "sft" else "a pair of answers"
+        rule = f"its first line is {what}, and kind text learns it as it stands: braces, quotes and names of keys"
+        fix = "data=sft" if found == "sft" else "data=sft with the chosen answers as chats"
+        yield Finding("MT346", "data.path", rule, hint=fix)
+
+
 RULES = (
     chats_are_there,
     template_is_there,
     chats_are_for_decoders,
     pairs_have_no_loss,
     keys_of_text,
+    chats_are_no_text,
 )

@@ -1,0 +1,75 @@
+"""A file of chats is learned as chats where nobody says what it is, and is not learned as text in silence."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from mtrain.cli import weights
+from mtrain.cli.setup import Loaded, load
+from mtrain.config.resolve import resolve
+from mtrain.errors import ConfigError
+from tests.support.configs import LAPTOP
+from tests.unit.test_start_from_weights import LLAMA, folder
+
+CHAT = {"messages": [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "yes " * 40}]}
+SHAREGPT = {"conversations": [{"from": "human", "value": "hi"}, {"from": "gpt", "value": "yes " * 40}]}
+PAIR = {"prompt": "hi", "chosen": "yes " * 40, "rejected": "no"}
+TEXT = {"text": "messages " * 40}
+
+
+def lines(path: Path, record: object, begin: str = "") -> Path:
+    path.write_text(begin + f"{json.dumps(record)}\n" * 64)
+    return path
+
+
+def loaded(words: str) -> Loaded:
+    return load(words.split(), LAPTOP, {}, to_run=False)
+
+
+@pytest.mark.parametrize(
+    ("record", "name", "begin", "kind"),
+    [
+        (CHAT, "a.jsonl", "", "sft"),
+        (SHAREGPT, "a.jsonl", "", "sft"),
+        (CHAT, "a.jsonl", "\ufeff", "sft"),
+        (CHAT, "a.jsonl", "\n\n", "sft"),
+        (TEXT, "a.jsonl", "", "text"),
+        ([CHAT], "a.jsonl", "", "text"),
+        (CHAT, "a.txt", "", "text"),
+        (CHAT, "a.jsonl", "{\n", "text"),
+    ],
+)
+def test_the_first_line_of_a_file_says_whether_it_holds_chats(
+    record: object, name: str, begin: str, kind: str, tmp_path: Path
+) -> None:
+    hf = folder(tmp_path / "hf", LLAMA)
+    words = ["trainer=sft", f"data.path={lines(tmp_path / name, record, begin)}", f"checkpoint.init_from={hf}"]
+    why: dict[str, str] = {}
+    data = resolve(weights.composed(words).run, LAPTOP, why=why).data
+    assert data.kind == kind
+    if kind == "sft":
+        assert why["data.kind"].endswith("the first line of data.path")
+        assert data.tokenizer == str(hf / "tokenizer.json")
+        assert data.loss_on == "assistant"
+
+
+@pytest.mark.parametrize(("record", "fix"), [(CHAT, "data=sft"), (PAIR, "data=sft with"), (TEXT, "")])
+def test_chats_that_are_named_as_text_are_warned_of(record: object, fix: str, tmp_path: Path) -> None:
+    found = loaded(f"data=text data.path={lines(tmp_path / 'a.jsonl', record)}")
+    said = [problem for problem in found.warnings if problem.code == "MT346"]
+    assert [problem.fix.startswith(fix) for problem in said] == [True] * bool(fix)
+    assert all(problem.path == "data.path" for problem in said)
+
+
+def test_pairs_of_answers_are_not_learned_as_text(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="MT343"):
+        loaded(f"data.path={lines(tmp_path / 'a.jsonl', PAIR)}")
+
+
+def test_a_file_that_is_written_anew_is_read_anew(tmp_path: Path) -> None:
+    file = lines(tmp_path / "a.jsonl", TEXT)
+    assert loaded(f"data.path={file}").run.data.kind == "text"
+    assert loaded(f"data.path={lines(file, CHAT)}").run.data.kind == "sft"
