@@ -133,6 +133,29 @@ f() { echo 2; }; RUN TP $(f)
 A=1; g() { A=2; }; f() { g; }; f; RUN TP $A
 A=1; f() { eval "$1=2"; }; f A; RUN TP $A
 A=1; f() { declare -g A=2; }; f; RUN TP $A
+A=1; f() { local name=$1; export "$1=$2"; }; f A 2; RUN TP $A
+A=1; f() { local -n ref=$1; ref=$2; }; f A 2; RUN TP $A
+A=1; f() { printf -v "$1" '%s' "$2"; }; f A 2; RUN TP $A
+A=1; f() { unset "$1"; }; f A; RUN TP ${A:-2}
+A=1; f() { while IFS='=' read -r k v; do printf -v "$k" %s "$v"; done < env.sh; }; f; RUN TP $A
+A=1; f() { export $(cat env.sh | xargs); }; f; RUN TP $A
+A=1; f() { while [ $# -gt 0 ]; do declare -g "$1"; shift; done; }; f A=2; RUN TP $A
+A=1; f() { (($1 = 2)); }; f A; RUN TP $A
+A=1; f() { : $((${1} += 1)); }; f A; RUN TP $A
+A=1; f() { let "$1=2"; }; f A; RUN TP $A
+A=1; f() { mapfile -t "$1" <<< 2; }; f A; RUN TP $A
+A=1; f() { getopts t: "$1" -t 2; }; f A; RUN WD 0.$A || RUN WD $A
+A=1; f() { g "$@"; }; g() { read -r "$1" <<< 2; }; f A; RUN TP $A
+A=1; for I in 1; do g A; done; g() { :; }; RUN TP $A
+A=1; g() { read -r "$1" <<< 2; }; for I in A; do g $I; done; RUN TP $A
+A=1; while read -r line; do export "$line"; done < env.sh; RUN TP $A
+A=1; while IFS='=' read -r k v; do printf -v "$k" %s "$v"; done < env.sh; RUN TP $A
+A=1; export $(cat env.sh | xargs); RUN TP $A
+A=1; for v in A; do read -r "$v" <<< 2; done; RUN TP $A
+A=1; for v in A; do unset $v; done; RUN TP ${A:-2}
+A=1; declare -n R=A; read -r R <<< 2; RUN TP $A
+A=1; declare -n R=A; for R in A; do R=2; done; RUN TP $A
+A=2; f() { local B="$1"; export C="$B"; read -r -p "$B" D <<< 4; printf '%s' "$D"; }; f x; RUN TP $A
 A=1; eval A=2; RUN TP $A
 A=1; eval "A=2; B=0.3"; RUN TP $A WD $B
 N=A; A=1; eval "$N=2"; RUN TP $A

@@ -18,7 +18,8 @@ NOT_SET = "the script does not set"
 OUTPUT = "is the output of a command"
 
 _BRACED = re.compile(r"([A-Za-z_]\w*|[@*0-9])(\[[@*0-9]+\])?(?:(:?[-=+?])(.*)|(:[^-=+?].*))?\Z", re.DOTALL)
-_ASSIGNS = re.compile(r"\+\+|--|(?<![=!<>])=(?!=)")
+_ASSIGNS = re.compile(r"\+\+|--|(?<![=!<>])=(?!=)|<<=|>>=")
+_COMPUTED = re.compile(r"(?:\$\w+|\}|\$[@*])\s*(?:\+\+|--|(?:[-+*/%&|^]|<<|>>)?=(?!=))|(?:\+\+|--)\s*\$")
 _NAMES = re.compile(r"[A-Za-z_]\w*")
 _GLOB = re.compile(r"[*?]|\[[^]]*\]")
 _LISTED = re.compile(r"[-0-9\[\](),*+|EtmL]*\Z")
@@ -107,7 +108,7 @@ class Expander:
     def forget_all(self, why: str) -> None:
         """Makes every variable unknown from here on."""
         self.spend(len(self.state.variables))
-        self.forget(list(self.state.variables), why)
+        Expander.forget(self, list(self.state.variables), why)
         self.state.lost = self.gap("", why)
         self.state.arguments = self.gap("$@", why)
 
@@ -290,6 +291,8 @@ class Expander:
     def _arithmetic(self, text: str) -> str | Gap:
         if _ASSIGNS.search(text):
             self.forget(_NAMES.findall(text), f"is set by $(({text}))")
+            if sets_computed(text):
+                self.forget_all(f"may be set by $(({text}))")
             return self.gap(f"$(({text}))", "sets a variable")
         number = whole_number(text, self.number)
         return str(number) if number is not None else self.gap(f"$(({text}))", "is not known")
@@ -301,3 +304,8 @@ class Expander:
             return None
         word = word_of(held[0])
         return word if isinstance(word, str) else None
+
+
+def sets_computed(text: str) -> bool:
+    """Whether arithmetic sets a variable whose name is a value, as `$1 += 2` does."""
+    return "$" in text and _COMPUTED.search(text) is not None

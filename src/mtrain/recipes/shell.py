@@ -212,7 +212,12 @@ class _Reader(Effects):
     def loop(self, node: Loop) -> None:
         """Forgets what the loop sets, and reads its commands once."""
         self.forget_set(node.names, node.body, f"is set in a loop: {node.text[:60]}")
-        self.apart(node.body, conditional=True)
+        self.lose(self.apart(node.body, conditional=True))
+
+    def lose(self, after: State) -> None:
+        """Forgets every variable where statements that were followed apart may have set any."""
+        if after.lost is not None and after.lost != self.state.lost:
+            self.forget_all(after.lost.why)
 
     def command(self, node: Command) -> None:
         """Follows assignments, and a command by what it may set."""
@@ -279,9 +284,10 @@ class _Reader(Effects):
         if name not in self.calls and len(self.calls) < MAX_CALLS:
             self.source = source
             self.calls.append(name)
-            self.apart(function.body, [(word,) if isinstance(word, str) else word.pieces for word in words])
+            after = self.apart(function.body, [(word,) if isinstance(word, str) else word.pieces for word in words])
             self.calls.pop()
             self.source, self.line = kept, line
+            self.lose(after)
         self.forget_set((), function.body, f"is set by {name} (line {line})")
 
     def source_file(self, words: Sequence[Word], node: Command) -> None:
