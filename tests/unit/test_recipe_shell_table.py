@@ -179,6 +179,26 @@ source env.sh; RUN TP $A
 . ./env.sh; RUN TP $A WD ${B}
 A=1; source <(echo A=2); RUN TP $A
 A=1; [ -f env.sh ] && . env.sh; RUN TP $A
+. ./args.sh 4; RUN TP $A
+f() { . ./args.sh; }; f 4; RUN TP $A
+f() { . ./args.sh 4; RUN TP $A WD 0.$1; }; f 3
+cd deep; . ./env.sh; RUN TP $A
+f() { cd deep; }; f; . ./env.sh; RUN TP $A
+[ -d deep ] && cd deep; . ./env.sh; RUN TP $A
+(cd deep); . ./env.sh; RUN TP $A
+cat > made.sh <<EOF<NL>A=4<NL>EOF<NL>. ./made.sh; RUN TP $A
+{ echo A=4; } > made.sh; . ./made.sh; RUN TP $A
+echo A=4 | tee made.sh; . ./made.sh; RUN TP $A
+A=1; f() { A=2; }; if [ -n "$NONE" ]; then f() { A=4; }; fi; f; RUN TP $A
+if [ $RANDOM = x ]; then f() { A=4; }; else f() { A=2; }; fi; f; RUN TP $A
+A=1; B=$((A<<=1)); RUN TP $A
+A=1; f() { : $((A<<=1)); }; f; RUN TP $A
+A=1; B[A=2]=1; RUN TP $A
+A=1; f() { B[A=2]=1; }; f; RUN TP $A
+A=1; declare B[A=2]=1; RUN TP $A
+A=1; B=2; RUN --data-path {$A,$B}
+A=1; RUN WD 0.{"1",$A}
+export A={1,2}; RUN TP $A
 A=1; source "$(dirname "$0")/env.sh"; RUN TP $A
 A='TP,2'; IFS=,; RUN $A
 A=(TP 2); IFS=,; B="${A[*]}"; IFS=' '; RUN ${B/,/ }
@@ -237,6 +257,10 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The scripts, files that they read, and a driver that runs all of them."""
     out = tmp_path_factory.mktemp("scripts")
     (out / "env.sh").write_text("A=2\nB=0.3\n")
+    (out / "args.sh").write_text("A=${1:-2}\n")
+    (out / "made.sh").write_text("A=2\n")
+    (out / "deep").mkdir()
+    (out / "deep/env.sh").write_text("A=4\n")
     (out / "flags.txt").write_text(f"{TP} 2 --clip-grad 0.5\n")
     (out / "data_one").write_text("")
     for number, text in enumerate(SCRIPTS):

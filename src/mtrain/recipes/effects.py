@@ -6,10 +6,10 @@ import re
 from collections.abc import Iterable, Sequence
 from itertools import takewhile
 
-from mtrain.recipes.expansion import Expander, sets_computed
+from mtrain.recipes.expansion import Expander, has_braces, sets_computed
 from mtrain.recipes.gaps import Gap, Value, Word, shown, word_of, words_in
 from mtrain.recipes.secrets import names_secret
-from mtrain.recipes.syntax import Command, Function, Loop, Node, assignment, commands_in
+from mtrain.recipes.syntax import Branches, Command, Function, Loop, Node, assignment, commands_in
 from mtrain.recipes.words import Part, Raw
 
 DECLARING = ("export", "readonly", "declare", "typeset", "local")
@@ -18,7 +18,7 @@ SETTING = ("read", "mapfile", "readarray", "let", "getopts", "unset", "coproc", 
 _ANY = frozenset(["eval", "source", ".", "command", "builtin", "shift", "set", "alias", "enable", "shopt"])
 """Commands that may set any variable, or change what words mean."""
 NAMES = re.compile(r"[A-Za-z_]\w*")
-_SETS_INSIDE = re.compile(r"\$\(\([^)]*(?:\+\+|--|[^=!<>]=[^=])|\$\{\w+:?=|\[[^]]*(?:\+\+|--)")
+_SETS_INSIDE = re.compile(r"\$\(\([^)]*(?:\+\+|--|<<=|>>=|[^=!<>]=[^=])|\$\{\w+:?=|\[[^]]*(?:\+\+|--)")
 
 _UNKNOWN = Raw([Part("variable", "", False)])
 """A name that is not known."""
@@ -57,7 +57,9 @@ class Effects(Expander):
                 if isinstance(found, Loop):
                     self.forget(found.names, why)
                     continue
-                self.forget((m[1] for m in map(assignment, found.words) if m), why)
+                for match in filter(None, map(assignment, found.words)):
+                    self.forget([match[1]], why)
+                    self.calculated(match[2] or "", f"{match[1]}{match[2]}")
                 first = next((raw for raw in found.words if not assignment(raw)), Raw())
                 name = first.plain or ""
                 if _SETS_INSIDE.search(found.text) or name in (*SETTING, *DECLARING):
@@ -89,6 +91,7 @@ class Effects(Expander):
         name, index, more = match[1], match[2], bool(match[3])
         first = raw.parts[0]
         rest = first.text[match.end() :]
+        self.calculated(index or "", f"{name}{index}")
         if index or typed or name in self.assumed or name == "IFS" or any(_begin(i) == "[" for i in raw.array or ()):
             self.joined([Part("text", rest, False), *raw.parts[1:]])
             why = f"is set in a way that is not followed (line {self.line})"
@@ -136,7 +139,7 @@ class Effects(Expander):
                 self.forget_all(f"is set by {node.text[:60]} (line {node.line})")
                 continue
             if match:
-                self.assign(raw, typed=typed)
+                self.assign(raw, typed=typed or has_braces(raw))
             elif typed and name in self.state.variables:
                 self.forget([name], f"is declared {options} (line {node.line})")
             if typed or command == "readonly" or "r" in options:
@@ -161,6 +164,23 @@ class Effects(Expander):
         rest = [item for items in values for item in items[len(same) :]]
         gap = self.gap(f"${name}", why, words=tuple(one for item in rest for one in words_in(word_of(item))))
         return [*same, (gap,)] if same else gap
+
+
+def either_function(
+    node: Branches, defined: Sequence[dict[str, tuple[str, Function]]]
+) -> dict[str, tuple[str, Function]]:
+    """Functions behind branches: one that is another in each is made of all of them, of which one runs."""
+    out: dict[str, tuple[str, Function]] = {}
+    for name in dict.fromkeys(name for functions in defined for name in functions):
+        found = [functions[name] for functions in defined if name in functions]
+        different = list({id(function): (source, function) for source, function in found}.values())
+        source, function = different[0]
+        if len(different) > 1:
+            bodies = [one.body for _, one in different]
+            text = f"{name} under {node.text}"
+            function = Function(node.line, name, [Branches(node.line, text, [], bodies, len(found) == len(defined))])
+        out[name] = source, function
+    return out
 
 
 def _naming(command: str, words: Sequence[Raw]) -> list[Raw]:
