@@ -189,6 +189,7 @@ f() { cd deep; }; f; . ./env.sh; RUN TP $A
 cat > made.sh <<EOF<NL>A=4<NL>EOF<NL>. ./made.sh; RUN TP $A
 { echo A=4; } > made.sh; . ./made.sh; RUN TP $A
 echo A=4 | tee made.sh; . ./made.sh; RUN TP $A
+if [ -z "$NONE" ]; then f() { RUN TP 2; }; else f() { RUN TP 4; }; fi; f
 A=1; f() { A=2; }; if [ -n "$NONE" ]; then f() { A=4; }; fi; f; RUN TP $A
 if [ $RANDOM = x ]; then f() { A=4; }; else f() { A=2; }; fi; f; RUN TP $A
 A=1; B=$((A<<=1)); RUN TP $A
@@ -280,6 +281,7 @@ def truth(folder: Path) -> dict[str, list[list[str]]]:
     (own / "torchrun").chmod(0o700)
     env = {"PATH": f"{own}:/usr/bin:/bin", "CALLS": str(folder / "calls"), "HOME": "/nowhere"}
     subprocess.run(["bash", "all.sh"], cwd=folder, env=env, timeout=30, stdin=subprocess.DEVNULL, capture_output=True)
+    (folder / "made.sh").write_text("A=2\n")
     out: dict[str, list[list[str]]] = {}
     for call in (folder / "calls").read_text().split("\0\0\0")[:-1]:
         number, *words = call.split("\0")
@@ -311,7 +313,7 @@ def test_a_construct_is_read_as_bash_reads_it_or_reported(
             continue
         a, keys, left = read_flags(found.words, None)
         leave_open(a, keys, left)
-        if WHOLE in left:
+        if found.doubt or WHOLE in left:
             continue
         true = [read_flags(words[words.index("pretrain_gpt.py") + 1 :], None)[1] for words in meant]
         keep = [{k for k in {**keys, **one} if keys.get(k) != one.get(k)} - left.keys() for one in true]
