@@ -83,6 +83,7 @@ def test_each_way_to_start_training_is_recorded(text: str, tmp_path: Path, monke
         "env -u PYTHONPATH PATH=/usr/bin:/bin bash -c 'exec python3 RUN'\n",
         "/usr/bin/env -i $VENV/bin/python RUN\n",
         "export PATH=venv/bin:$PATH\nsh -c 'PATH=venv/bin:$PATH; PYTHONPATH=/a exec python RUN'\n",
+        "/bin/sh -c 'PATH=venv/bin:$PATH; PYTHONPATH=/a exec python RUN'\n",
         "trap 'N=$((N + 1))' DEBUG\nPYTHONPATH=/a\nexport PYTHONPATH\n$VENV/bin/python RUN --seed $N\n",
     ],
 )

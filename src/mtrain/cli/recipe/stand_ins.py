@@ -138,9 +138,10 @@ def prepare(folder: Path, text: str) -> None:
     for path in sorted(set(_PATHS.findall(text))):
         lines.append(f'function {path} {{ {run} {path} "$@"; }}')
     bash = shutil.which("bash")
-    if bash is not None:  # another shell would read nothing of ours as it starts
-        (own / "sh").write_text(f'#!{bash}\nexec {bash} "$@"\n')
-        (own / "sh").chmod(0o700)
+    for name in ("sh", "dash") if bash is not None else ():  # they would read nothing of ours as they start
+        (own / name).write_text(f'#!{bash}\nexec {bash} "$@"\n')
+        (own / name).chmod(0o700)
+        lines += [f'function {place}/{name} {{ {bash} "$@"; }}' for place in ("/bin", "/usr/bin")]
     lines.append(_BASH.replace("BIN", shlex.quote(str(own))).replace("SITE", shlex.quote(str(site))))
     (folder / "bash_env").write_text("\n".join(lines) + "\n")
 
