@@ -69,6 +69,55 @@ def test_each_way_to_start_training_is_recorded(text: str, tmp_path: Path, monke
     assert (found.run.model.hidden_size, found.run.cluster.devices_per_node, found.open) == (128, 8, {})
 
 
+@pytest.mark.parametrize(
+    "text",
+    [
+        "export PYTHONPATH=/opt/Megatron-LM\n$VENV/bin/python RUN\n",
+        "PYTHONPATH=/opt/Megatron-LM:$PYTHONPATH $VENV/bin/python RUN\n",
+        'PYTHONPATH=/opt/Megatron-LM nohup "$VENV/bin/python" RUN &\nwait\n',
+        "PYTHONPATH=/a PATH=venv/bin:$PATH exec python RUN\n",
+        "set -eu\nunset PYTHONPATH\nf() { export PATH=venv/bin:/usr/bin:/bin; exec python RUN; }\nf\n",
+        "export PYTHONPATH=/a PATH=venv/bin:$PATH\nexec python3.11 RUN\n",
+        "#!/bin/sh\nexport PATH=venv/bin:$PATH\nPYTHONPATH=/a\nexport PYTHONPATH\nexec python RUN\n",
+        "env -i PATH=$PWD/venv/bin:/usr/bin:/bin python3 RUN\n",
+        "env -u PYTHONPATH PATH=/usr/bin:/bin bash -c 'exec python3 RUN'\n",
+        "/usr/bin/env -i $VENV/bin/python RUN\n",
+        "export PATH=venv/bin:$PATH\nsh -c 'PATH=venv/bin:$PATH; PYTHONPATH=/a exec python RUN'\n",
+        "/bin/sh -c 'PATH=venv/bin:$PATH; PYTHONPATH=/a exec python RUN'\n",
+        "trap 'N=$((N + 1))' DEBUG\nPYTHONPATH=/a\nexport PYTHONPATH\n$VENV/bin/python RUN --seed $N\n",
+    ],
+)
+@pytest.mark.parametrize("starts", [["bash", "t.sh"], ["./t.sh"]], ids=["bash", "itself"])
+def test_a_script_with_an_environment_of_its_own_trains_nothing(
+    text: str, starts: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("VENV", str(tmp_path / "venv"))
+    (tmp_path / "venv/bin").mkdir(parents=True)
+    for name in ("python", "python3", "python3.11"):
+        (tmp_path / "venv/bin" / name).symlink_to(sys.executable)
+    (tmp_path / "pretrain_gpt.py").write_text("open('trained', 'w')\n")
+    script = text if text.startswith("#!") else f"#!/bin/bash\n{text}"
+    (tmp_path / "t.sh").write_text(script.replace("RUN", f"pretrain_gpt.py {MODEL}"))
+    (tmp_path / "t.sh").chmod(0o700)
+    assert capture(starts, ()).run.model.hidden_size == 128
+    assert not (tmp_path / "trained").exists()
+
+
+def test_what_keeps_the_recorders_changes_nothing_that_a_script_sees(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "t.sh").write_text(
+        "set -u\n[[ x4 =~ x(.) ]]\nPATH=$PATH true\nS=${BASH_REMATCH[1]}\n"
+        "(exit 3)\nS=$S$?\ntrue $S\nS=$_\nfalse | true\nS=$S${PIPESTATUS[0]}\n"
+        "f() { local kept=yes; trap 'kept=no' RETURN; g; [ $kept = yes ] && S=${S}5; }\ng() { :; }\nf\n"
+        "set -- $(PYTHONPATH=/a env | grep -c '^PYTHONPATH=.*/a$')\ntrap - DEBUG\n"
+        f"python pretrain_gpt.py {MODEL} --seed $S$1\n"
+    )
+    assert capture(["bash", "t.sh"], ()).run.trainer.seed == 43151
+
+
 def test_a_script_that_starts_no_training_is_refused_in_words(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -78,6 +127,7 @@ def test_a_script_that_starts_no_training_is_refused_in_words(
     assert main(["recipe", "import", "--capture", "--", "bash", "t.sh"]) == 2
     said = capsys.readouterr().err
     assert "ended with exit code 3, and no training program was started" in said
+    assert "one that it started in another way has run for real" in said
     assert "cannot find ***" in said
     assert SECRET not in said
     (tmp_path / "t.sh").write_text("sleep 60\n")

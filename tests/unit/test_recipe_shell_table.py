@@ -133,6 +133,29 @@ f() { echo 2; }; RUN TP $(f)
 A=1; g() { A=2; }; f() { g; }; f; RUN TP $A
 A=1; f() { eval "$1=2"; }; f A; RUN TP $A
 A=1; f() { declare -g A=2; }; f; RUN TP $A
+A=1; f() { local name=$1; export "$1=$2"; }; f A 2; RUN TP $A
+A=1; f() { local -n ref=$1; ref=$2; }; f A 2; RUN TP $A
+A=1; f() { printf -v "$1" '%s' "$2"; }; f A 2; RUN TP $A
+A=1; f() { unset "$1"; }; f A; RUN TP ${A:-2}
+A=1; f() { while IFS='=' read -r k v; do printf -v "$k" %s "$v"; done < env.sh; }; f; RUN TP $A
+A=1; f() { export $(cat env.sh | xargs); }; f; RUN TP $A
+A=1; f() { while [ $# -gt 0 ]; do declare -g "$1"; shift; done; }; f A=2; RUN TP $A
+A=1; f() { (($1 = 2)); }; f A; RUN TP $A
+A=1; f() { : $((${1} += 1)); }; f A; RUN TP $A
+A=1; f() { let "$1=2"; }; f A; RUN TP $A
+A=1; f() { mapfile -t "$1" <<< 2; }; f A; RUN TP $A
+A=1; f() { getopts t: "$1" -t 2; }; f A; RUN WD 0.$A || RUN WD $A
+A=1; f() { g "$@"; }; g() { read -r "$1" <<< 2; }; f A; RUN TP $A
+A=1; for I in 1; do g A; done; g() { :; }; RUN TP $A
+A=1; g() { read -r "$1" <<< 2; }; for I in A; do g $I; done; RUN TP $A
+A=1; while read -r line; do export "$line"; done < env.sh; RUN TP $A
+A=1; while IFS='=' read -r k v; do printf -v "$k" %s "$v"; done < env.sh; RUN TP $A
+A=1; export $(cat env.sh | xargs); RUN TP $A
+A=1; for v in A; do read -r "$v" <<< 2; done; RUN TP $A
+A=1; for v in A; do unset $v; done; RUN TP ${A:-2}
+A=1; declare -n R=A; read -r R <<< 2; RUN TP $A
+A=1; declare -n R=A; for R in A; do R=2; done; RUN TP $A
+A=2; f() { local B="$1"; export C="$B"; read -r -p "$B" D <<< 4; printf '%s' "$D"; }; f x; RUN TP $A
 A=1; eval A=2; RUN TP $A
 A=1; eval "A=2; B=0.3"; RUN TP $A WD $B
 N=A; A=1; eval "$N=2"; RUN TP $A
@@ -156,6 +179,27 @@ source env.sh; RUN TP $A
 . ./env.sh; RUN TP $A WD ${B}
 A=1; source <(echo A=2); RUN TP $A
 A=1; [ -f env.sh ] && . env.sh; RUN TP $A
+. ./args.sh 4; RUN TP $A
+f() { . ./args.sh; }; f 4; RUN TP $A
+f() { . ./args.sh 4; RUN TP $A WD 0.$1; }; f 3
+cd deep; . ./env.sh; RUN TP $A
+f() { cd deep; }; f; . ./env.sh; RUN TP $A
+[ -d deep ] && cd deep; . ./env.sh; RUN TP $A
+(cd deep); . ./env.sh; RUN TP $A
+cat > made.sh <<EOF<NL>A=4<NL>EOF<NL>. ./made.sh; RUN TP $A
+{ echo A=4; } > made.sh; . ./made.sh; RUN TP $A
+echo A=4 | tee made.sh; . ./made.sh; RUN TP $A
+if [ -z "$NONE" ]; then f() { RUN TP 2; }; else f() { RUN TP 4; }; fi; f
+A=1; f() { A=2; }; if [ -n "$NONE" ]; then f() { A=4; }; fi; f; RUN TP $A
+if [ $RANDOM = x ]; then f() { A=4; }; else f() { A=2; }; fi; f; RUN TP $A
+A=1; B=$((A<<=1)); RUN TP $A
+A=1; f() { : $((A<<=1)); }; f; RUN TP $A
+A=1; B[A=2]=1; RUN TP $A
+A=1; f() { B[A=2]=1; }; f; RUN TP $A
+A=1; declare B[A=2]=1; RUN TP $A
+A=1; B=2; RUN --data-path {$A,$B}
+A=1; RUN WD 0.{"1",$A}
+export A={1,2}; RUN TP $A
 A=1; source "$(dirname "$0")/env.sh"; RUN TP $A
 A='TP,2'; IFS=,; RUN $A
 A=(TP 2); IFS=,; B="${A[*]}"; IFS=' '; RUN ${B/,/ }
@@ -214,6 +258,10 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The scripts, files that they read, and a driver that runs all of them."""
     out = tmp_path_factory.mktemp("scripts")
     (out / "env.sh").write_text("A=2\nB=0.3\n")
+    (out / "args.sh").write_text("A=${1:-2}\n")
+    (out / "made.sh").write_text("A=2\n")
+    (out / "deep").mkdir()
+    (out / "deep/env.sh").write_text("A=4\n")
     (out / "flags.txt").write_text(f"{TP} 2 --clip-grad 0.5\n")
     (out / "data_one").write_text("")
     for number, text in enumerate(SCRIPTS):
@@ -233,6 +281,7 @@ def truth(folder: Path) -> dict[str, list[list[str]]]:
     (own / "torchrun").chmod(0o700)
     env = {"PATH": f"{own}:/usr/bin:/bin", "CALLS": str(folder / "calls"), "HOME": "/nowhere"}
     subprocess.run(["bash", "all.sh"], cwd=folder, env=env, timeout=30, stdin=subprocess.DEVNULL, capture_output=True)
+    (folder / "made.sh").write_text("A=2\n")
     out: dict[str, list[list[str]]] = {}
     for call in (folder / "calls").read_text().split("\0\0\0")[:-1]:
         number, *words = call.split("\0")
@@ -264,7 +313,7 @@ def test_a_construct_is_read_as_bash_reads_it_or_reported(
             continue
         a, keys, left = read_flags(found.words, None)
         leave_open(a, keys, left)
-        if WHOLE in left:
+        if found.doubt or WHOLE in left:
             continue
         true = [read_flags(words[words.index("pretrain_gpt.py") + 1 :], None)[1] for words in meant]
         keep = [{k for k in {**keys, **one} if keys.get(k) != one.get(k)} - left.keys() for one in true]

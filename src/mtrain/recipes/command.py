@@ -18,6 +18,22 @@ from mtrain.recipes.table import known_flags
 FEW_FLAGS = 3
 """Known flags that tell a command which trains from another one, where its program is not known."""
 FLAGS_FIX = "the file of a training script, or of nothing but its flags"
+_PLACES = {
+    *(
+        "--node-rank",
+        "--machine-rank",
+        "--local-rank",
+        "--master-addr",
+        "--master-port",
+        "--rdzv-endpoint",
+        "--rdzv-id",
+    ),
+    *("--rdzv-conf", "--main-process-ip", "--main-process-port", "--local-addr", "--nodelist", "--relative"),
+    *("--host", "--hosts", "-w", "-H", "-r"),
+}
+"""Flags of launchers that differ from machine to machine of one training."""
+_REMOTE = ("ssh", "pdsh")
+_STARTING = ("torchrun", "python", "python3", "deepspeed", "accelerate", "srun", "mpirun", "mpiexec", "env", "nohup")
 _LAUNCHERS = ("torch.distributed", "torch.", "deepspeed", "accelerate")
 
 
@@ -31,6 +47,8 @@ class Found:
     notes: list[str]
     family: str = "gpt"
     """What it trains, gpt or bert."""
+    doubt: str = ""
+    """Other commands that may be meant; empty where there are none."""
 
 
 def training_command(script: Script, source: str) -> Found:
@@ -41,6 +59,7 @@ def training_command(script: Script, source: str) -> Found:
     """
     best: tuple[bool, int, Found, Call] | None = None
     others: list[Call] = []
+    rivals: list[Call] = []
     refused: list[tuple[int, str, str]] = []
     for command in script.commands:
         launcher, program, words = _parted(command.words)
@@ -56,6 +75,8 @@ def training_command(script: Script, source: str) -> Found:
         if count < (0 if named else 1 if launcher else FEW_FLAGS):
             continue
         others.append(command)
+        if named or count >= FEW_FLAGS:
+            rivals.append(command)
         if best is None or (not command.conditional, count) > best[:2]:
             kind = f"a program that trains a {family.upper()}"
             notes = [f"{program} is taken for {kind}"] if program is not None and not named else []
@@ -65,6 +86,10 @@ def training_command(script: Script, source: str) -> Found:
         found = best[2]
         rest = [c for c in others if c is not best[3] and c.words != best[3].words]
         found.notes += [f"{c.where}: another command with such flags is not read" for c in rest]
+        meant = _without_places(best[3].words)
+        unlike = dict.fromkeys(c.where for c in rivals if _without_places(c.words) != meant)
+        if unlike:
+            found.doubt = f"{best[3].where} is read, and {', '.join([*unlike][:5])} trains otherwise: which is meant?"
         if best[3].conditional:
             where = "in a condition, a loop or a function that is not called"
             found.notes.append(f"{best[3].where}: the command stands {where}; it is read once")
@@ -102,6 +127,24 @@ def not_a_gpt(what: str, source: str) -> Problem:
     """The problem of a program that does something else than to train a GPT or a BERT."""
     rule = f"{what}; only GPTs and BERTs are imported"
     return Problem("MT706", "", None, rule, f"the script of a pretrain_gpt.py or {PROGRAM}", source)
+
+
+def _without_places(words: Sequence[Word]) -> list[str]:
+    """A command without what differs from machine to machine: ranks and addresses."""
+    launcher, _, rest = _parted(words)
+    texts = list(map(shown, launcher))
+    start = next((i for i, text in enumerate(texts) if i and os.path.basename(text) in _STARTING), 0)
+    out = list[str]()
+    skips = False
+    for text in texts[start if os.path.basename(texts[0]) in _REMOTE else 0 :] if texts else ():
+        name, equals, _ = text.partition("=")
+        if name.replace("_", "-") in _PLACES:
+            skips = not equals
+        elif skips:
+            skips = False
+        else:
+            out.append(text)
+    return [*out, *map(shown, rest)]
 
 
 def _parted(words: Sequence[Word]) -> tuple[list[Word], str | None, list[Word]]:

@@ -6,10 +6,10 @@ import re
 from collections.abc import Iterable, Sequence
 from itertools import takewhile
 
-from mtrain.recipes.expansion import Expander
+from mtrain.recipes.expansion import Expander, has_braces, sets_computed
 from mtrain.recipes.gaps import Gap, Value, Word, shown, word_of, words_in
 from mtrain.recipes.secrets import names_secret
-from mtrain.recipes.syntax import Command, Function, Loop, Node, assignment, commands_in
+from mtrain.recipes.syntax import Branches, Command, Function, Loop, Node, assignment, commands_in
 from mtrain.recipes.words import Part, Raw
 
 DECLARING = ("export", "readonly", "declare", "typeset", "local")
@@ -18,7 +18,10 @@ SETTING = ("read", "mapfile", "readarray", "let", "getopts", "unset", "coproc", 
 _ANY = frozenset(["eval", "source", ".", "command", "builtin", "shift", "set", "alias", "enable", "shopt"])
 """Commands that may set any variable, or change what words mean."""
 NAMES = re.compile(r"[A-Za-z_]\w*")
-_SETS_INSIDE = re.compile(r"\$\(\([^)]*(?:\+\+|--|[^=!<>]=[^=])|\$\{\w+:?=|\[[^]]*(?:\+\+|--)")
+_SETS_INSIDE = re.compile(r"\$\(\([^)]*(?:\+\+|--|<<=|>>=|[^=!<>]=[^=])|\$\{\w+:?=|\[[^]]*(?:\+\+|--)")
+
+_UNKNOWN = Raw([Part("variable", "", False)])
+"""A name that is not known."""
 
 
 class Effects(Expander):
@@ -37,6 +40,13 @@ class Effects(Expander):
         self.assumed: set[str] = set()
         """Names whose assignments mean something else: numbers, references, letters of one case."""
 
+    def forget(self, names: Iterable[str], why: str) -> None:
+        """Makes variables unknown from here on; every one, where a name stands for another variable."""
+        found = dict.fromkeys(names)
+        super().forget(found, why)
+        if not self.references.isdisjoint(found.keys()):
+            self.forget_all(why)
+
     def forget_set(self, names: Iterable[str], body: Sequence[Node], why: str) -> None:
         """Forgets the variables that statements, and the functions that they call, may set."""
         self.forget(names, why)
@@ -47,11 +57,18 @@ class Effects(Expander):
                 if isinstance(found, Loop):
                     self.forget(found.names, why)
                     continue
-                self.forget((m[1] for m in map(assignment, found.words) if m), why)
+                for match in filter(None, map(assignment, found.words)):
+                    self.forget([match[1]], why)
+                    self.calculated(match[2] or "", f"{match[1]}{match[2]}")
                 first = next((raw for raw in found.words if not assignment(raw)), Raw())
                 name = first.plain or ""
                 if _SETS_INSIDE.search(found.text) or name in (*SETTING, *DECLARING):
                     self.forget(NAMES.findall(found.text), why)
+                behind = (
+                    found.words[next(i for i, raw in enumerate(found.words) if raw is first) + 1 :] if name else ()
+                )
+                if any(map(_computed_name, _naming(name, behind))):
+                    self.forget_all(why)
                 if name in self.functions and name not in seen:
                     seen.add(name)
                     bodies.append(self.functions[name][1].body)
@@ -74,6 +91,7 @@ class Effects(Expander):
         name, index, more = match[1], match[2], bool(match[3])
         first = raw.parts[0]
         rest = first.text[match.end() :]
+        self.calculated(index or "", f"{name}{index}")
         if index or typed or name in self.assumed or name == "IFS" or any(_begin(i) == "[" for i in raw.array or ()):
             self.joined([Part("text", rest, False), *raw.parts[1:]])
             why = f"is set in a way that is not followed (line {self.line})"
@@ -121,7 +139,7 @@ class Effects(Expander):
                 self.forget_all(f"is set by {node.text[:60]} (line {node.line})")
                 continue
             if match:
-                self.assign(raw, typed=typed)
+                self.assign(raw, typed=typed or has_braces(raw))
             elif typed and name in self.state.variables:
                 self.forget([name], f"is declared {options} (line {node.line})")
             if typed or command == "readonly" or "r" in options:
@@ -146,6 +164,58 @@ class Effects(Expander):
         rest = [item for items in values for item in items[len(same) :]]
         gap = self.gap(f"${name}", why, words=tuple(one for item in rest for one in words_in(word_of(item))))
         return [*same, (gap,)] if same else gap
+
+
+def either_function(
+    node: Branches, defined: Sequence[dict[str, tuple[str, Function]]]
+) -> dict[str, tuple[str, Function]]:
+    """Functions behind branches: one that is another in each is made of all of them, of which one runs."""
+    out: dict[str, tuple[str, Function]] = {}
+    for name in dict.fromkeys(name for functions in defined for name in functions):
+        found = [functions[name] for functions in defined if name in functions]
+        different = list({id(function): (source, function) for source, function in found}.values())
+        source, function = different[0]
+        if len(different) > 1:
+            bodies = [one.body for _, one in different]
+            text = f"{name} under {node.text}"
+            function = Function(node.line, name, [Branches(node.line, text, [], bodies, len(found) == len(defined))])
+        out[name] = source, function
+    return out
+
+
+def _naming(command: str, words: Sequence[Raw]) -> list[Raw]:
+    """Words of a command of the shell that name the variables which it sets."""
+    plain = [raw.plain or "" for raw in words]
+    if command in DECLARING or command == "unset":
+        refers = any(re.match("-[A-Za-z]*n", text) for text in plain)
+        return [_UNKNOWN] if refers else list(words)
+    if command in ("printf", "wait"):
+        option = "-v" if command == "printf" else "-p"
+        return [words[at + 1] for at, text in enumerate(plain[:-1]) if text == option]
+    if command == "getopts":
+        return list(words[1:2])
+    if command == "let":
+        return [_UNKNOWN for raw in words if _sets_computed(raw)]
+    taking = {"read": "dinNptu", "mapfile": "dnOsuCc", "readarray": "dnOsuCc"}.get(command)
+    if taking is None:
+        return []
+    return [
+        raw for raw, before in zip(words, ["", *plain], strict=False) if not re.match(f"-\\w*[{taking}]$", before)
+    ]
+
+
+def _computed_name(raw: Raw) -> bool:
+    """Whether the name in a word is not written there: `$1`, `"$1=$2"`, and not `A`, `"A=$2"` or `A[$1]`."""
+    first = raw.parts[0] if raw.parts else None
+    if first is None or all(part.kind == "text" for part in raw.parts):
+        return False
+    return first.kind != "text" or not re.match(r"[A-Za-z_]\w*(?:\[|\+?=)|-", first.text)
+
+
+def _sets_computed(raw: Raw) -> bool:
+    """Whether arithmetic sets a variable whose name is not written in it, as `$1 += 2` does."""
+    text = "".join(part.text if part.kind == "text" else "$x" for part in raw.parts)
+    return sets_computed(text)
 
 
 def _alike(items: tuple[Value, ...]) -> bool:

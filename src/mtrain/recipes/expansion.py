@@ -18,7 +18,8 @@ NOT_SET = "the script does not set"
 OUTPUT = "is the output of a command"
 
 _BRACED = re.compile(r"([A-Za-z_]\w*|[@*0-9])(\[[@*0-9]+\])?(?:(:?[-=+?])(.*)|(:[^-=+?].*))?\Z", re.DOTALL)
-_ASSIGNS = re.compile(r"\+\+|--|(?<![=!<>])=(?!=)")
+_ASSIGNS = re.compile(r"\+\+|--|(?<![=!<>])=(?!=)|<<=|>>=")
+_COMPUTED = re.compile(r"(?:\$\w+|\}|\$[@*])\s*(?:\+\+|--|(?:[-+*/%&|^]|<<|>>)?=(?!=))|(?:\+\+|--)\s*\$")
 _NAMES = re.compile(r"[A-Za-z_]\w*")
 _GLOB = re.compile(r"[*?]|\[[^]]*\]")
 _LISTED = re.compile(r"[-0-9\[\](),*+|EtmL]*\Z")
@@ -47,6 +48,8 @@ class State:
     """Whether words are split at spaces, as they are until IFS is set."""
     ended: bool = False
     """Whether nothing behind this place runs."""
+    moved: bool = False
+    """Whether it is in another folder than the script began in."""
 
     def copy(self) -> State:
         """The same, to be changed apart."""
@@ -107,7 +110,7 @@ class Expander:
     def forget_all(self, why: str) -> None:
         """Makes every variable unknown from here on."""
         self.spend(len(self.state.variables))
-        self.forget(list(self.state.variables), why)
+        Expander.forget(self, list(self.state.variables), why)
         self.state.lost = self.gap("", why)
         self.state.arguments = self.gap("$@", why)
 
@@ -126,6 +129,9 @@ class Expander:
 
     def expand(self, raw: Raw) -> list[Word]:
         """The words that a word becomes: none for an empty variable, several for an array or an unquoted list."""
+        if has_braces(raw):
+            several = word_of(self.joined(raw.parts))
+            return [Unread((self.gap(shown(several), "names several words in braces"),))]
         out = list[Word]()
         current: list[str | Gap] | None = None
         loose = False  # whether a shell may take a part of it for a pattern
@@ -136,8 +142,6 @@ class Expander:
                     self.homes.add(text)
                 current = [*(current or ()), text]
                 loose = loose or (not part.quoted and re.search(r"[*?\[]", text) is not None)
-                if not part.quoted and _BRACES.search(text):
-                    current = [self.gap(text, "names several words in braces")]
                 continue
             items = self.value(part, 0)
             if part.quoted:
@@ -288,11 +292,19 @@ class Expander:
         return self.joined(raw.parts, depth + 1)
 
     def _arithmetic(self, text: str) -> str | Gap:
-        if _ASSIGNS.search(text):
-            self.forget(_NAMES.findall(text), f"is set by $(({text}))")
+        if self.calculated(text, f"$(({text}))"):
             return self.gap(f"$(({text}))", "sets a variable")
         number = whole_number(text, self.number)
         return str(number) if number is not None else self.gap(f"$(({text}))", "is not known")
+
+    def calculated(self, text: str, by: str) -> bool:
+        """Whether arithmetic sets variables, which it then forgets."""
+        sets = _ASSIGNS.search(text) is not None
+        if sets:
+            self.forget(_NAMES.findall(text), f"is set by {by}")
+        if sets and sets_computed(text):
+            self.forget_all(f"may be set by {by}")
+        return sets
 
     def number(self, name: str) -> str | None:
         """The text of a plain variable; None where it is not known."""
@@ -301,3 +313,15 @@ class Expander:
             return None
         word = word_of(held[0])
         return word if isinstance(word, str) else None
+
+
+def has_braces(raw: Raw) -> bool:
+    """Whether a word becomes several by its braces: `{a,b}`, and `{$A,"b"}`."""
+    return (
+        _BRACES.search("".join(p.text if p.kind == "text" and not p.quoted else "x" for p in raw.parts)) is not None
+    )
+
+
+def sets_computed(text: str) -> bool:
+    """Whether arithmetic sets a variable whose name is a value, as `$1 += 2` does."""
+    return "$" in text and _COMPUTED.search(text) is not None

@@ -35,6 +35,8 @@ MAX_GUESSES = 40
 WHOLE = "recipe.verified"
 """The key that is left open where flags that nobody knows may be missing: a person has to look."""
 _REQUIRED = ("model.num_layers", "model.hidden_size", "model.num_attention_heads")
+CHANGES = "changes the numbers"
+"""Begins the text of a flag that is not taken over, and whose training is another without it."""
 MARK = "# mtrain: "
 """Begins a line that `export` writes for a key without a flag."""
 
@@ -249,6 +251,15 @@ def leftovers(a: Arguments) -> list[Unplaced]:
             hint = f"; did you mean {near}?" if near else ""
             a.refuse(flag, "unknown", f"is no flag of Megatron-LM that is known here{hint}")
     return [a.unplaced[flag] for flag in a.flags if flag in a.unplaced]
+
+
+def changing(found: Sequence[Unplaced]) -> list[str]:
+    """Return sentences on flags without which something else is trained."""
+    texts: dict[str, list[str]] = {}
+    for item in found:
+        if item.why == "not supported" and item.text.startswith(CHANGES):
+            texts.setdefault(item.text, []).append(f"{item.flag} {item.value}".strip())
+    return [f"{', '.join(flags)} is not taken over, and {text}" for text, flags in texts.items()]
 
 
 def _near_flag(flag: str) -> str:

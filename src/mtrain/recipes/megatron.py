@@ -25,11 +25,13 @@ from mtrain.recipes.flags_training import vocabulary
 from mtrain.recipes.gaps import Word, shown
 from mtrain.recipes.imported import (
     MARK,
+    WHOLE,
     Imported,
     absent_words,
     backend_of,
     blacked_out,
     build,
+    changing,
     leave_open,
     leftovers,
     name_of,
@@ -126,7 +128,17 @@ def import_commands(
         unsaid = ""
     world = launched if launched.world is not None or several else None
     return import_words(
-        found.words, world, name, source, extra, secrets, notes, dict(said), unsaid, family=found.family
+        found.words,
+        world,
+        name,
+        source,
+        extra,
+        secrets,
+        notes,
+        dict(said),
+        unsaid,
+        family=found.family,
+        doubt=found.doubt,
     )
 
 
@@ -142,6 +154,7 @@ def import_words(
     unsaid: str = "",
     *,
     family: str = "gpt",
+    doubt: str = "",
 ) -> Imported:
     """A configuration of a program's words and the world it is started in.
 
@@ -154,6 +167,7 @@ def import_words(
         secrets: what is shown nowhere.
         notes: what was found out before.
         family: what the program trains, gpt or bert.
+        doubt: why the words may not be those that are meant.
     """
     a, d, left = read_flags(words, launched.world if launched is not None else None, unsaid)
     if family == "bert":
@@ -165,16 +179,19 @@ def import_words(
     leave_open(a, d, left)
     if VOCABULARY not in said:
         _vocabulary(d, notes, extra, left)
+    run = _padding(build(d, a, extra, source, said), said, notes)
+    unplaced = blacked_out([*leftovers(a), *unread_words(a)], secrets)
+    doubts = [*filter(None, [left.get(WHOLE), doubt]), *changing(unplaced)]
+    if doubts:
+        left[WHOLE] = "; ".join(doubts)
     given = read_overrides(extra)
     left = {
         key: secrets.hide(why)
         for key, why in left.items()
         if key not in said and key not in given.values and key.partition(".")[0] not in given.choices
     }
-    run = _padding(build(d, a, extra, source, said), said, notes)
     notes += unsaid_keys(d | said, run, extra, list(left))
     notes += [] if any(key.startswith(("parallel.", "cluster.")) for key in left) else too_few(run)
-    unplaced = blacked_out([*leftovers(a), *unread_words(a)], secrets)
     return Imported(run, unplaced, [secrets.hide(note) for note in dict.fromkeys(notes)], left)
 
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from itertools import takewhile
 
 from mtrain.errors import ConfigError
-from mtrain.recipes.effects import DECLARING, NAMES, SETTING, Effects
+from mtrain.recipes.effects import DECLARING, NAMES, SETTING, Effects, either_function
 from mtrain.recipes.expansion import State
 from mtrain.recipes.gaps import Gap, Unread, Value, Word, shown, word_of
 from mtrain.recipes.statements import parse_script
@@ -21,27 +21,11 @@ from mtrain.recipes.syntax import Branches, Command, Function, Loop, Node, assig
 
 SHELLS = ("bash", "sh", "zsh", "dash", "ksh")
 MAX_CALLS = 8
-_HARMLESS = frozenset(
-    [
-        "echo",
-        "[",
-        "[[",
-        "test",
-        ":",
-        "true",
-        "false",
-        "cd",
-        "pushd",
-        "popd",
-        "pwd",
-        "printf",
-        "shopt",
-        "type",
-        "ulimit",
-        "umask",
-        "kill",
-        "jobs",
-    ]
+_WRITING = ("tee", "cp", "mv", "ln", "sed", "perl", "install", "rsync", "wget", "curl")
+"""Commands that may write files which their words name."""
+_HARMLESS = (
+    *("echo", "[", "[[", "test", ":", "true", "false", "cd", "pushd"),
+    *("popd", "pwd", "printf", "shopt", "type", "ulimit", "umask", "kill", "jobs"),
 )
 _OWN_FOLDER = re.compile(r"\$0|\bBASH_SOURCE\b|\$\{0%")
 
@@ -116,6 +100,8 @@ class _Reader(Effects):
         self.conditional = False
         self.sourced: dict[str, str] = {}
         self.lastpipe = False
+        self.written: set[str] = set()
+        """Names of files that the script may have written."""
 
     def read(self, text: str, source: str) -> None:
         """Follows a whole text."""
@@ -190,13 +176,20 @@ class _Reader(Effects):
         self.follow(node.first)
         self.line = node.line
         why = f"is set under a condition: {node.text[:60]}"
-        ends = [self.apart(body, conditional=not node.expected) for body in node.bodies]
+        ends, defined, functions = list[State](), list[dict[str, tuple[str, Function]]](), self.functions
+        for body in node.bodies:
+            self.spend(len(functions))
+            self.functions = dict(functions)
+            ends.append(self.apart(body, conditional=not node.expected))
+            defined.append(self.functions)
+        self.functions = either_function(node, [*defined, *([] if node.whole else [functions])])
         ends = [end for end in ends if not end.ended] + ([] if node.whole else [self.state.copy()])
         if not ends:
             self.state.ended = True
             return
         merged = ends[0].copy()
         merged.splits = all(end.splits for end in ends)
+        merged.moved = any(end.moved for end in ends)
         if any(end.arguments != merged.arguments for end in ends):
             merged.arguments = self.gap("$@", why)
         for name in dict.fromkeys(name for end in ends for name in end.variables):
@@ -212,10 +205,17 @@ class _Reader(Effects):
     def loop(self, node: Loop) -> None:
         """Forgets what the loop sets, and reads its commands once."""
         self.forget_set(node.names, node.body, f"is set in a loop: {node.text[:60]}")
-        self.apart(node.body, conditional=True)
+        self.lose(self.apart(node.body, conditional=True))
+
+    def lose(self, after: State) -> None:
+        """Forgets every variable where statements that were followed apart may have set any, and the folder."""
+        self.state.moved = self.state.moved or after.moved
+        if after.lost is not None and after.lost != self.state.lost:
+            self.forget_all(after.lost.why)
 
     def command(self, node: Command) -> None:
         """Follows assignments, and a command by what it may set."""
+        self.written |= {os.path.basename(shown(word_of(self.joined(raw.parts)))) for raw in node.writes}
         raws = list(node.words)
         count = len(list(takewhile(assignment, raws)))
         if count == len(raws):
@@ -238,6 +238,8 @@ class _Reader(Effects):
         elif first in self.functions:
             self.call(first, words[1:])
         elif words and not self.builtin(first, words, node):
+            if first in _WRITING:
+                self.written |= {os.path.basename(shown(word)) for word in words[1:]}
             self.keep(words, node)
 
     def builtin(self, name: str, words: list[Word], node: Command) -> bool:
@@ -248,6 +250,8 @@ class _Reader(Effects):
             self.source_file(words[1:], node)
         elif name == "eval":
             self.evaluate(words[1:], node)
+        elif name in ("cd", "pushd", "popd"):
+            self.state.moved = self.state.moved or not (words[1:] and _OWN_FOLDER.search(said[-1]))
         elif name in ("set", "shift"):
             self.set_arguments(name, said, why)
         elif name in ("exit", "return", "exec"):
@@ -279,9 +283,10 @@ class _Reader(Effects):
         if name not in self.calls and len(self.calls) < MAX_CALLS:
             self.source = source
             self.calls.append(name)
-            self.apart(function.body, [(word,) if isinstance(word, str) else word.pieces for word in words])
+            after = self.apart(function.body, [(word,) if isinstance(word, str) else word.pieces for word in words])
             self.calls.pop()
             self.source, self.line = kept, line
+            self.lose(after)
         self.forget_set((), function.body, f"is set by {name} (line {line})")
 
     def source_file(self, words: Sequence[Word], node: Command) -> None:
@@ -293,9 +298,15 @@ class _Reader(Effects):
         if isinstance(word, Unread):
             folder = len(word.gaps) == 1 and not word.start and _OWN_FOLDER.search(word.gaps[0].text)
             path = "".join(p for p in word.pieces[1:] if isinstance(p, str)).lstrip("/") if folder else ""
-        found = self.opener(path, self.source) if self.opener and path and len(self.calls) < MAX_CALLS else None
+            elsewhere = False
+        else:
+            elsewhere = self.state.moved and not os.path.isabs(path)
+        made = os.path.basename(path) in self.written
+        reads = self.opener if path and not elsewhere and not made and len(self.calls) < MAX_CALLS else None
+        found = reads(path, self.source) if reads else None
         if found is None:
-            said = f"{shown(word)} is not read, and may set any variable: give it before this file"
+            why = ", which the script writes," if made else ", which is in another folder by cd," if elsewhere else ""
+            said = f"{shown(word)}{why} is not read, and may set any variable: give it before this file"
             self.sourced[self.where] = said
             self.forget_all(f"may be set by {shown(word)}, which is not read (line {node.line})")
             return
@@ -304,7 +315,13 @@ class _Reader(Effects):
         kept, line = self.source, self.line
         self.calls.append(name)
         self.source = name
+        arguments, called = self.state.arguments, self.state.called
+        if words[1:]:
+            self.state.arguments = [(one,) if isinstance(one, str) else one.pieces for one in words[1:]]
+            self.state.called = True
         self.follow(parse_script(text, name))
+        if words[1:]:
+            self.state.arguments, self.state.called = arguments, called
         self.source, self.line, self.state.ended = kept, line, False
         self.calls.pop()
 

@@ -141,8 +141,8 @@ class _Parser(Lexer):
             self.at += 1
         else:
             return [self.simple(line)]
-        self.simple(line)  # redirections behind it
-        return found
+        behind = self.simple(line)  # redirections
+        return [*found, behind] if behind.writes else found
 
     def arithmetic(self) -> bool:
         """Whether `((...))` stands here, and not two brackets of shells of their own."""
@@ -315,6 +315,8 @@ class _Parser(Lexer):
             self.heredocs.append(_Heredoc(end, quoted, match.group().endswith("-"), command))
         elif match.group().endswith("<<<"):
             command.stdin = word
+        elif ">" in match.group():
+            command.writes.append(word)
 
     def read_heredocs(self) -> None:
         """Reads the texts behind `<<` of the line before."""

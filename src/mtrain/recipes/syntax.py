@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from mtrain.recipes.words import Raw
 
@@ -21,6 +21,8 @@ class Command:
     """As it is written, in one line."""
     stdin: Raw | None = None
     """The text behind `<<`, as it is expanded."""
+    writes: list[Raw] = field(default_factory=list)
+    """The words behind `>` and its kin."""
 
 
 @dataclass

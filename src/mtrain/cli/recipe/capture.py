@@ -4,13 +4,10 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import select
 import shlex
-import shutil
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -18,40 +15,20 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from mtrain import strict_json
+from mtrain.cli.recipe.stand_ins import RECORDED, environment, for_bash, prepare
 from mtrain.config.files import MAX_BYTES
 from mtrain.config.load import UNSHOWN, refuse_hidden
 from mtrain.errors import ConfigError, Problem, say
 from mtrain.recipes.imported import Imported, name_of, residue
 from mtrain.recipes.launch import directives
 from mtrain.recipes.megatron import import_commands
-from mtrain.recipes.programs import GPT, OTHER_WORDS, TRAINS
 from mtrain.recipes.secrets import Secrets, names_secret
 from mtrain.recipes.shell import read_calls
-from mtrain.recipes.table import known_flags
 
-RECORDED = (
-    *("torchrun", "python", "python3", "srun", "mpirun", "mpiexec", "deepspeed", "ray", "accelerate"),
-    *("sbatch", "ssh", "pdsh", "docker", "singularity", "apptainer", "horovodrun"),
-)
 Record = dict[str, Any]
 """`words`, `cwd` and `env` of a command that was not started."""
 TIMEOUT_S, GRACE_S = 120.0, 5.0
 LAST_LINES = 5
-_PATHS = re.compile(rf"(?<![\w.])/[\w./+-]*/(?:{'|'.join(RECORDED)}|python3\.[0-9]+)(?![\w./-])")
-_SITE = """import sys, os
-sys.path.insert(0, os.environ.get("MTRAIN_CAPTURE", ""))
-try:
-    import recorder
-    recorder.as_python_starts()
-finally:
-    sys.path[:] = [p for p in sys.path if not p.startswith(os.environ.get("MTRAIN_CAPTURE", "?"))]
-    sys.modules.pop("sitecustomize", None)
-    try:
-        import sitecustomize
-    except ImportError:
-        pass
-"""
 
 
 def capture(command: Sequence[str], extra: Sequence[str], timeout_s: float = TIMEOUT_S) -> Imported:
@@ -103,8 +80,8 @@ def recorded(command: Sequence[str], text: str, timeout_s: float) -> tuple[list[
     `text` is that of its script, whose absolute paths of launchers are stood in for too.
     """
     with TemporaryDirectory(prefix="capture-") as folder:
-        _prepare(Path(folder), text)
-        code, late = _run(command, Path(folder), timeout_s)
+        prepare(Path(folder), text)
+        code, late = _run(for_bash(list(command), text), Path(folder), timeout_s)
         output = (Path(folder) / "output").read_bytes()[-20_000:].decode("utf-8", "replace")
         return _calls(Path(folder) / "calls"), code, late, output
 
@@ -123,52 +100,9 @@ def _script(command: Sequence[str]) -> tuple[str, str]:
     return "", ""
 
 
-def _prepare(folder: Path, text: str) -> None:
-    """Writes the recorders: commands for PATH, functions for bash, and what Python loads as it starts."""
-    recorder = folder / "recorder.py"
-    shutil.copyfile(Path(__file__).with_name("recorder.py"), recorder)
-    facts = {
-        "flags": sorted(known_flags()),
-        "gpt": GPT,
-        "trains": sorted(TRAINS),
-        "other": sorted(OTHER_WORDS),
-        "python": sys.executable,
-    }
-    (folder / "facts.json").write_text(strict_json.dumps(facts))
-    site = folder / "site"
-    site.mkdir()
-    (site / "sitecustomize.py").write_text(_SITE)
-    own = folder / "bin"
-    own.mkdir()
-    run = f"{shlex.quote(sys.executable)} -IS {shlex.quote(str(recorder))}"
-    lines = ['if [ -n "$MTRAIN_CAPTURE_BASH_ENV" ]; then . "$MTRAIN_CAPTURE_BASH_ENV"; fi']
-    for name in RECORDED:
-        file = own / name
-        file.write_text(f'#!/bin/sh\nexec {run} {name} "$@"\n')
-        file.chmod(0o700)
-        lines.append(f'{name}() {{ {shlex.quote(str(file))} "$@"; }}')
-    for path in sorted(set(_PATHS.findall(text))):
-        lines.append(f'function {path} {{ {run} {path} "$@"; }}')
-    (folder / "bash_env").write_text("\n".join(lines) + "\n")
-
-
-def _environment(folder: Path) -> dict[str, str]:
-    def before(name: str, value: object) -> str:
-        return os.pathsep.join(filter(None, (str(value), os.environ.get(name))))
-
-    return {
-        **os.environ,
-        "MTRAIN_CAPTURE": str(folder),
-        "MTRAIN_CAPTURE_BASH_ENV": os.environ.get("BASH_ENV", ""),
-        "BASH_ENV": str(folder / "bash_env"),
-        "PATH": before("PATH", folder / "bin"),
-        "PYTHONPATH": before("PYTHONPATH", folder / "site"),
-    }
-
-
 def _run(command: Sequence[str], folder: Path, timeout_s: float) -> tuple[int, bool]:
     """The exit code, and whether the command was ended before its end; it leaves no process behind."""
-    env, until = _environment(folder), time.monotonic() + timeout_s
+    env, until = environment(folder), time.monotonic() + timeout_s
     reading, writing = os.pipe()
     try:
         with (folder / "output").open("wb") as output:
@@ -223,5 +157,6 @@ def _nothing(shown: str, code: int, late: bool, output: str, secrets: Secrets) -
     end = "was ended after its time" if late else f"ended with exit code {code}"
     last = "; ".join(line.strip() for line in output.splitlines() if line.strip())[-300:]
     rule = f"`{shown}` {end}, and no training program was started by {', '.join(RECORDED[:8])}"
+    rule += ": one that it started in another way has run for real"
     rule += f"; it ended with: {secrets.hide(last)}" if last else ""
     return Problem("MT701", "", None, rule, "run it as you train with it, with the same arguments and variables", "")

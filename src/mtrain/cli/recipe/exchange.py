@@ -25,7 +25,7 @@ from mtrain.errors import ConfigError, Problem, say_page, visible
 from mtrain.plan.time.intervals import in_steps
 from mtrain.recipes.diff import overrides_of
 from mtrain.recipes.hf import import_config
-from mtrain.recipes.imported import WHOLE, Imported, name_of
+from mtrain.recipes.imported import CHANGES, WHOLE, Imported, name_of
 from mtrain.recipes.megatron import export_script, import_commands, import_scripts, import_texts, read_texts
 from mtrain.recipes.megatron_yaml import import_yaml, is_yaml
 from mtrain.recipes.shell import read_calls
@@ -38,7 +38,7 @@ FILES = (*SCRIPTS, ".txt", ".args", ".conf", ".json", ".yaml", ".yml")
 _ORDER = ("secret", "unreadable", "unknown", "not supported", "derived here", "no effect")
 INCOMPLETE = 2
 """The exit code of a recipe that is left to be filled in."""
-UNFILLED, CHANGES = "MT702", "changes the numbers"
+UNFILLED = "MT702"
 USAGE = "recipe import train.sh [-o my.yaml] [overrides]; also a model_config.yaml, a config.json, or -- FLAGS"
 
 
@@ -167,7 +167,7 @@ def _unfilled(key: str, why: str) -> Problem:
         return unfilled(key, "recipe")
     fix = f"write its value there, or import again with {key}=VALUE"
     if key == WHOLE:
-        fix = "add what they say to the recipe, and write at recipe.verified that it is whole"
+        fix = "see to what is named here, and write at recipe.verified what the recipe is"
     return Problem(UNFILLED, key, MISSING, f"is left to fill in: {why}", fix, "recipe")
 
 

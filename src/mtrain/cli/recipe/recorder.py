@@ -1,7 +1,7 @@
 """Stands in for launchers and interpreters while `recipe import --capture` runs a script: records, starts nothing.
 
 It runs in any Python 3 by itself, as a command of the name that it stands in for, or as a Python starts
-(`sitecustomize`). The folder in MTRAIN_CAPTURE says what a training program is, and takes the records.
+(`sitecustomize`). The folder that it lies in says what a training program is, and takes the records.
 """
 
 from __future__ import annotations
@@ -9,13 +9,14 @@ from __future__ import annotations
 import json
 import os
 import re
+import shlex
 import shutil
 import subprocess
 import sys
 import tempfile
 
 ENCODE = json.JSONEncoder(allow_nan=False).encode
-FOLDER = os.environ.get("MTRAIN_CAPTURE", "")
+FOLDER = os.path.dirname(os.path.abspath(__file__))
 AROUND = "MTRAIN_CAPTURE_AROUND"
 """Variable with the words of the launchers that a command stands behind."""
 SHELLS = ("bash", "sh", "zsh", "dash", "ksh")
@@ -38,6 +39,17 @@ def record(words: list[str]) -> None:
     handle = os.open(os.path.join(FOLDER, "calls"), os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
     os.write(handle, (line + "\n").encode("utf-8", "surrogateescape"))
     os.close(handle)
+
+
+def keep() -> None:
+    """Puts back what stands in, where a script set an environment of its own."""
+    os.environ["MTRAIN_CAPTURE"] = FOLDER
+    os.environ["BASH_ENV"] = os.path.join(FOLDER, "bash_env")
+    for name, folder in (("PATH", "bin"), ("PYTHONPATH", "site")):
+        own = os.path.join(FOLDER, folder)
+        folders = os.environ.get(name, "").split(os.pathsep)
+        if folders[0] != own:
+            os.environ[name] = os.pathsep.join([own, *(folders if folders != [""] else [])])
 
 
 def is_python(word: str) -> bool:
@@ -74,11 +86,16 @@ def trains(arguments: list[str]) -> bool:
 
 def run_real(name: str, arguments: list[str]) -> None:
     """Becomes the interpreter that would have run."""
-    own = os.path.realpath(os.path.join(FOLDER, "bin"))
-    folders = [folder for folder in os.get_exec_path() if os.path.realpath(folder) != own]
-    found = (shutil.which(one, path=os.pathsep.join(folders)) for one in (name, "python3", "python"))
+    found = (real_one(one) for one in (name, "python3", "python"))
     real = name if "/" in name and os.path.exists(name) else next(filter(None, found), None) or facts()["python"]
     os.execv(real, [real, *arguments])
+
+
+def real_one(name: str) -> str | None:
+    """The path of a command that is not ours; None where there is none."""
+    own = os.path.realpath(os.path.join(FOLDER, "bin"))
+    folders = [folder for folder in os.get_exec_path() if os.path.realpath(folder) != own]
+    return shutil.which(name, path=os.pathsep.join(folders))
 
 
 def stand_in(name: str, arguments: list[str]) -> None:
@@ -90,6 +107,8 @@ def stand_in(name: str, arguments: list[str]) -> None:
         record([base, *arguments])
     elif base == "sbatch":
         submit(arguments)
+    elif base == "env":
+        with_environment(arguments)
     elif base in AROUND_OTHERS:
         place = inner_command(arguments)
         if place is None:
@@ -97,13 +116,47 @@ def stand_in(name: str, arguments: list[str]) -> None:
             return
         around = [*json.loads(os.environ.get(AROUND, "[]")), base, *arguments[:place]]
         os.environ[AROUND] = ENCODE(around)
-        inner = arguments[place:]
-        if is_python(inner[0]) or os.path.basename(inner[0]) in (*ALWAYS, *AROUND_OTHERS):
-            stand_in(inner[0], inner[1:])
-        else:
-            os.execvp(inner[0], inner)
+        go_on(arguments[place:])
     else:
         record([base, *arguments])
+
+
+def go_on(words: list[str]) -> None:
+    """Records a command, or becomes it."""
+    if is_python(words[0]) or os.path.basename(words[0]) in (*ALWAYS, *AROUND_OTHERS, "env", "sbatch"):
+        stand_in(words[0], words[1:])
+    else:
+        os.execvp(words[0], words)
+
+
+def with_environment(words: list[str]) -> None:
+    """Goes on with the command of `env`, in its environment with what stands in put back."""
+    around = {name: value for name, value in os.environ.items() if name.startswith("MTRAIN_CAPTURE")}
+    asked, folder = list(words), ""
+    while words and (words[0].startswith("-") or "=" in words[0]):
+        word, *words = words
+        option, equals, value = word.partition("=")
+        if word in ("-i", "-", "--ignore-environment"):
+            os.environ.clear()
+        elif option in ("-u", "--unset", "-C", "--chdir", "-S", "--split-string"):
+            if not equals and words:
+                value, *words = words
+            if option in ("-u", "--unset"):
+                os.environ.pop(value, None)
+            elif option in ("-C", "--chdir"):
+                folder = value
+            else:
+                words = [*shlex.split(value), *words]
+        elif not word.startswith("-"):
+            os.environ[option] = value
+    os.environ.update(around)
+    keep()
+    if not words:
+        real = real_one("env") or "/usr/bin/env"
+        os.execv(real, [real, *asked])
+    if folder:
+        os.chdir(folder)
+    go_on(words)
 
 
 def inner_command(arguments: list[str]) -> int | None:
@@ -174,4 +227,5 @@ def as_python_starts() -> None:
 
 
 if __name__ == "__main__":
+    keep()
     stand_in(sys.argv[1], sys.argv[2:])
