@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from typing import Annotated, Any, TypeGuard, get_args
 
@@ -26,6 +26,10 @@ NEAREST = "is the nearest"
 """Said of the choice that a misspelt one was meant as."""
 FOREIGN_WORDS = {"data.kind": dict.fromkeys(("gpt", "megatron", "mmap", "bin"), "indexed")}
 """What other systems call a choice of a key."""
+CHOOSING = {"data.kind": "data", "optim.name": "optim", "peft.kind": "peft"}
+"""Keys whose values are the names of choices of a group."""
+NO_CHOICE = (None, "preference")
+"""Their values of which no choice has the name."""
 INSTEAD: dict[str, Callable[[Any], str]] = {
     **{
         word: lambda value, word=word: f"precision.dtype={word}" if value is True else NOTHING  # type: ignore[misc]
@@ -164,6 +168,13 @@ def usual_choice(group: str) -> str:
     """The default choice of a group; where there is none the first of its files, and empty where there is none."""
     names, usual = choices_of_group(group), default_choices()[0].get(group, "")
     return usual if usual in names or layouts_near(usual) == [usual] else next(iter(names), "")
+
+
+def with_choices(change: Mapping[str, Any]) -> str:
+    """The overrides of a change; a choice of a group in place of the key that says it and the rest of its group."""
+    chosen = {CHOOSING[key]: value for key, value in change.items() if key in CHOOSING and value not in NO_CHOICE}
+    others = [override(key, value) for key, value in change.items() if key.partition(".")[0] not in chosen]
+    return " ".join([*(f"{group}={choice}" for group, choice in chosen.items()), *others])
 
 
 def chooses(group: str, choice: str) -> str:
