@@ -22,6 +22,8 @@ from mtrain.config.run import GROUPS
 from mtrain.errors import ConfigError, Problem
 
 NOTHING = "leave it out"
+SWEPT = "-m, with the same words"
+"""What to add to a command line with several values of a key, from which none is to be dropped."""
 NEAREST = "is the nearest"
 """Said of the choice that a misspelt one was meant as."""
 FOREIGN_WORDS = {"data.kind": dict.fromkeys(("gpt", "megatron", "mmap", "bin"), "indexed")}
