@@ -317,7 +317,8 @@ def test_a_plan_that_cannot_be_is_refused_with_a_fix_that_works(
 
 
 def test_corpora_of_splits_have_their_flags_in_both_directions(prefixes: list[str]) -> None:
-    change = {"data.kind": "indexed", "data.path": prefixes[0], "data.validation_blend": prefixes[1:]}
+    change: dict[str, object] = {"data.kind": "indexed", "data.path": prefixes[0]}
+    change |= {"data.validation_blend": prefixes[1:]}
     change |= {"data.validation_weights": [1.0, 2.0]}
     text = export_script(apply(tiny(trainer__sample_tokens=0, parallel__ranks=1), change))
     back = import_texts([(text, "s.sh")], "s").run.data
