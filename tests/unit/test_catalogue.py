@@ -12,8 +12,9 @@ import pytest
 
 from mtrain.cli.main import main
 from mtrain.config.keys import is_content
-from mtrain.config.near import NOTHING
+from mtrain.config.near import NOTHING, SWEPT
 from mtrain.config.origins import COMMAND_LINE
+from mtrain.config.sweep import jobs
 from mtrain.config.validate import whole
 from mtrain.errors import Problem
 from tests.support.catalogue import ROWS, Row, validated
@@ -31,6 +32,8 @@ CUT = ("delete", "write", "keep one", "leave it out", "indent", "- override")
 def fixed(words: list[str], problem: Problem, file: Path) -> list[str]:
     """The command line with the first fix of a problem applied; a line that no setting can correct is cut."""
     first = problem.fix.split(" or ")[0]
+    if first == SWEPT:
+        return list(jobs(words)[0].argv)
     if problem.code in REPLACED and not problem.source.startswith(str(file)):
         key = problem.path or re.split(r"[=: ]", problem.rule)[0]
         words = [word for word in words if key not in word]
