@@ -13,6 +13,7 @@ import pytest
 
 from mtrain.config.compose import compose
 from mtrain.config.grammar import parse_value
+from mtrain.config.near import CHOOSING
 from mtrain.config.resolve import Machine, resolve
 from mtrain.config.rules import apply, check
 from mtrain.config.run import RunConfig
@@ -78,4 +79,5 @@ def first_fix(problem: Problem) -> dict[str, Any]:
     """The first alternative of a fix as a change, parsed like a command line."""
     words = shlex.split(problem.fix.split(" or ")[0])
     pairs = [word.partition("=") for word in words]
-    return {key: parse_value(text) for key, _, text in pairs}
+    keys = {group: key for key, group in CHOOSING.items()}
+    return {keys.get(key, key): parse_value(text) for key, _, text in pairs}

@@ -12,6 +12,10 @@ import pytest
 
 from mtrain.cli.main import main
 from mtrain.config.keys import is_content
+from mtrain.config.near import NOTHING, SWEPT
+from mtrain.config.origins import COMMAND_LINE
+from mtrain.config.sweep import jobs
+from mtrain.config.validate import whole
 from mtrain.errors import Problem
 from tests.support.catalogue import ROWS, Row, validated
 from tests.support.catalogue_more import HARMLESS, MORE
@@ -28,9 +32,13 @@ CUT = ("delete", "write", "keep one", "leave it out", "indent", "- override")
 def fixed(words: list[str], problem: Problem, file: Path) -> list[str]:
     """The command line with the first fix of a problem applied; a line that no setting can correct is cut."""
     first = problem.fix.split(" or ")[0]
+    if first == SWEPT:
+        return list(jobs(words)[0].argv)
     if problem.code in REPLACED and not problem.source.startswith(str(file)):
         key = problem.path or re.split(r"[=: ]", problem.rule)[0]
         words = [word for word in words if key not in word]
+    if first == NOTHING and problem.source == COMMAND_LINE:
+        words = [word for word in words if word.partition("=")[0] != problem.path]
     added = [] if first.startswith(CUT) else shlex.split(first)
     for key in (word.partition("=")[0] for word in added):  # a setting takes the place of those that say it
         words = [word for word in words if not _says(word.partition("=")[0], key)]
@@ -63,7 +71,7 @@ def test_a_bad_input_is_named_with_numbers_and_mended_by_its_first_fix(row: Row,
     assert problem.source == (f"{file}:{row.line}" if row.line else row.origin)
     assert all(piece in problem.rule for piece in row.says), problem.rule
     if not problem.fix:  # nothing takes the place of a path or a list that somebody wrote
-        assert is_content(problem.path)
+        assert is_content(whole(problem.path))
         return
     for _ in range(len(problems) + 2):  # a line that is cut may leave half of what it began
         if not problems:

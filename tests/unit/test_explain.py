@@ -210,3 +210,23 @@ def test_what_follows_from_a_key_is_told_beside_what_it_changes_itself(explain: 
     assert explain("model.published.peak_lr", "model=llama3_8b")["decides"] == ["optim.lr"]
     assert "precision.dtype" in explain("cluster.sm", "cluster=h100x8", "model=llama3_8b")["decides"]
     assert explain("log.interval")["decides"] == []
+
+
+@pytest.mark.parametrize(
+    ("key", "decided", "changes"),
+    [
+        ("trainer.fine_tuning", "optim.lr", "numerics: the weights that come out"),
+        ("cluster.device", "precision.dtype", "architecture: what the weights are"),
+    ],
+)
+def test_a_key_that_decides_others_changes_what_they_change(
+    key: str, decided: str, changes: str, explain: Explain
+) -> None:
+    facts = explain(key)
+    assert decided in facts["decides"]
+    assert facts["changes"].startswith(changes)
+    assert "by the keys that it decides; where those are set, " in facts["changes"]
+
+
+def test_a_key_that_decides_nothing_graver_changes_what_it_says_itself(explain: Explain) -> None:
+    assert explain("log.interval")["changes"] == "runtime: no weight; names, places, limits, output"

@@ -18,7 +18,7 @@ LIKE_HYDRA = [
     ["optim.lr=1e-3,1e-2"],
     ["optim.lr=choice(1e-3,1e-2)", "trainer.seed=1,2,3"],
     ["trainer.seed=range(1,5)"],
-    ["trainer.seed=range(0,10,5)", "optim.lr=range(0.1,0.4,0.1)"],
+    ["trainer.seed=range(0,10,5)", "optim.lr=range(0,1,0.25)"],
     ["trainer.sample_prompt='a b','c,d'"],
     ["data.split=[1,1,1],[2,1,1]"],
     ["data.suffixes=[.py,.md]", "trainer.seed=5"],

@@ -6,10 +6,13 @@ import shlex
 
 import pytest
 
+from mtrain.cli.main import main
 from mtrain.cli.setup import load
 from mtrain.config.sweep import jobs
 from mtrain.errors import ConfigError, Problem
 from tests.support.configs import LAPTOP
+
+WORDS = "name at most 1000 values, parted by commas"
 
 
 def _refused(word: str) -> Problem:
@@ -62,17 +65,18 @@ def test_a_sweep_that_is_written_wrong_has_a_fix_that_runs(word: str, rule: str,
         ("optim.lr=", "is empty", "leave it out"),
         ("model=", "is empty", "leave it out"),
         ("recipe=", "is empty", "leave it out"),
-        ("optim.lr=range(1", "1 opening and 0 closing", "range(START,STOP,STEP)"),
-        ("optim.lr=range()", "names no value", "range(START,STOP,STEP)"),
-        ("optim.lr=range(a,b)", "a is no number", "range(START,STOP,STEP)"),
-        ("optim.lr=choice(", "0 closing", "optim.lr=A,B"),
-        ("optim.lr=choice()", "names no value", "optim.lr=A,B"),
-        ("optim.lr=interval(0,1)", "no end of values", "optim.lr=A,B"),
-        ("trainer.seed=glob(1*)", "has none", "trainer.seed=A,B"),
-        ("model=glob(zzz*)", "no name is like zzz*", "model=A,B"),
+        ("optim.lr=range(1", "1 opening and 0 closing", WORDS),
+        ("optim.lr=range()", "names no value", WORDS),
+        ("optim.lr=range(a,b)", "a is no number", WORDS),
+        ("optim.lr=choice(", "0 closing", WORDS),
+        ("optim.lr=choice()", "names no value", WORDS),
+        ("optim.lr=interval(0,1)", "no end of values", WORDS),
+        ("trainer.seed=glob(1*)", "has none", WORDS),
+        ("trainer.seed=range(1,1e9)", "more than 1000", WORDS),
+        ("model=glob(zzz*)", "no name is like zzz*", WORDS),
     ],
 )
-def test_where_nothing_was_meant_the_form_is_shown(word: str, rule: str, fix: str) -> None:
+def test_where_nothing_was_meant_words_say_how_several_values_are_written(word: str, rule: str, fix: str) -> None:
     problem = _refused(word)
     assert rule in problem.rule
     assert fix in problem.fix
@@ -82,6 +86,42 @@ def _problem(*words: str) -> Problem:
     with pytest.raises(ConfigError) as caught:
         load(words, LAPTOP, {}, to_run=False)
     return caught.value.problems[0]
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        "data=mock optim.lr=1e-3,3e-3",
+        "data=mock trainer.seed=range(1,4)",
+        "model=llama_tiny,llama3_8b",
+        "data=mock parallel=tp2,pp2",
+        "cluster=h100x8,h100x16 log.interval=1",
+    ],
+)
+def test_several_values_without_the_flag_are_answered_with_the_flag_alone(words: str) -> None:
+    problem = _problem(*words.split())
+    assert problem.code == "MT010"
+    assert problem.fix == "-m, with the same words", "neither the verb nor a word or a value may be lost"
+
+
+def test_the_flag_is_what_a_verb_takes(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["check", "-m", "data=mock", "optim.lr=1e-3,3e-3"]) == 0
+    assert "2 of 2 pass" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("values", "expected"),
+    [
+        ("range(0.001,0.003,0.001)", ["0.001", "0.002"]),
+        ("range(0.1,0.3,0.1)", ["0.1", "0.2"]),
+        ("range(0.1,0.4,0.1)", ["0.1", "0.2", "0.3"]),
+        ("range(0.3,0,-0.1)", ["0.3", "0.2", "0.1"]),
+        ("range(1e-4,4e-4,1e-4)", ["0.0001", "0.0002", "0.0003"]),
+        ("range(1,4)", ["1", "2", "3"]),
+    ],
+)
+def test_a_range_ends_before_its_stop(values: str, expected: list[str]) -> None:
+    assert [job.swept["optim.lr"] for job in jobs([f"optim.lr={values}"])] == expected
 
 
 @pytest.mark.parametrize(

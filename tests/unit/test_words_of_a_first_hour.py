@@ -19,11 +19,31 @@ def test_of_choices_that_begin_alike_the_smallest_of_that_very_name_is_first() -
     assert near_choice("llama3", names)[:2] == ["llama3_8b", "llama3_70b"]
     assert near_choice("llama31", names) == ["llama31_8b", "llama31_70b", "llama31_405b"]
     assert near_choice("gpt2", names) == ["gpt2"]
+    assert near_choice("gpt", names) == ["gpt_1.7b", "gpt_7.1b", "gpt_16b"]
+    assert near_choice("qwen3", names) == ["qwen3_0.6b", "qwen3_1.7b", "qwen3_4b"]
+    assert near_choice("pythia", names)[0] == "pythia_70m"
+
+
+def test_of_choices_with_another_number_the_nearest_is_first() -> None:
+    clusters, models = paths.choices_of_group("cluster"), paths.choices_of_group("model")
+    assert set(near_choice("h100x12", clusters)[:2]) == {"h100x8", "h100x16"}
+    assert near_choice("a100x12", clusters)[0] == "a100x8"
+    assert near_choice("h100x2000", clusters)[0] == "h100x1024"
+    assert near_choice("llama3_9b", models)[:2] == ["llama3_8b", "llama3_70b"]
+    assert near_choice("gpt_2t", models)[0] == "gpt_1t"
+    assert near_choice("llama3_70", models)[0] == "llama3_70b"
 
 
 @pytest.mark.parametrize(
     "words",
-    ["convert import Org/Model-1B runs/x", "check checkpoint.init_from=Org/Model-1B", "recipe import Org/Model-1B"],
+    [
+        "convert import Org/Model-1B runs/x",
+        "check checkpoint.init_from=Org/Model-1B",
+        "recipe import Org/Model-1B",
+        "convert inspect Org/Model-1B",
+        "convert verify Org/Model-1B other",
+        "check data.tokenizer=Org/Model-1B",
+    ],
 )
 def test_a_name_on_the_hub_is_answered_with_how_to_download_it(
     words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
@@ -34,6 +54,8 @@ def test_a_name_on_the_hub_is_answered_with_how_to_download_it(
     assert "nothing is downloaded here" in said
     assert "fix: hf download Org/Model-1B " in said
     assert "--local-dir Model-1B, then " in said
+    for placeholder in ("PATH", " A B"):
+        assert placeholder not in said
 
 
 def test_only_what_was_changed_is_shown(capsys: pytest.CaptureFixture[str]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shlex
 import shutil
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -31,9 +32,13 @@ def given_paths(argv: list[str], many: int, usage: str) -> list[Path]:
     for path in paths:
         if not path.exists():
             rule, fix = f"{path} does not exist", f"{program()} convert {usage}"
-            if usage.startswith("import") and (download := download_of(str(path))) is not None:
+            if not usage.startswith("export") and (download := download_of(str(path))) is not None:
                 rule += "; if it is the name of a model on Hugging Face, nothing is downloaded here"
-                fix = f"{download[0]}, then {program()} convert {usage.replace('HF_DIR', download[1])}"
+                words = [download[1] if word == str(path) else word for word in argv]
+                then = shlex.join([usage.split()[0], *words])
+                if usage.startswith("import"):
+                    then = usage.replace("HF_DIR", download[1])
+                fix = f"{download[0]}, then {program()} convert {then}"
             raise ConfigError([Problem("MT002", "", None, rule, fix)])
     return paths
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import shlex
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
@@ -163,13 +163,13 @@ def _key(path: str, composed: Composed) -> dict[str, Any]:
     composed, why = settled(composed, machine, world_size_of())
     made_from: dict[str, frozenset[str]] = {}
     resolved = resolve(composed.run, machine, world_size_of(), made_from, why)
-    chain = _chain(path, composed, resolved, why)
+    chain, decided = _chain(path, composed, resolved, why), _decided(path, made_from)
     facts |= {
         "value": _inside(resolved.to_dict(), path),
         "set_by": chain[-1]["source"],
         "chain": chain,
-        "changes": EFFECTS[effect_of(path)],
-        "decides": _decided(path, made_from),
+        "changes": _changes(path, decided),
+        "decides": decided,
         "needs": next((key.needs for key in CONDITIONAL if key.path == path), ""),
         "feeds": _fed(path, resolved),
         "release": [where_it_is(row) for row in of_key(path)],
@@ -183,6 +183,16 @@ def _decided(path: str, made_from: Mapping[str, frozenset[str]]) -> list[str]:
     """The keys that nobody set, that were filled in by looking at this one, and that change a number."""
     followers = [key for key, reads in made_from.items() if key != path and touches(reads, [path])]
     return [key for key in followers if effect_of(key) is not Effect.RUNTIME]
+
+
+def _changes(path: str, decided: Sequence[str]) -> str:
+    """What changing a key changes, and what it changes by the keys that it decides where that is graver."""
+    own, gravest = effect_of(path), list(Effect).index
+    through = min(map(effect_of, decided), key=gravest, default=own)
+    changes_weights = own not in (Effect.PARALLELISM, Effect.RUNTIME)
+    if changes_weights or gravest(through) >= gravest(own):
+        return EFFECTS[own]
+    return f"{EFFECTS[through]}, by the keys that it decides; where those are set, {EFFECTS[own]}"
 
 
 def _fed(path: str, run: RunConfig) -> list[str]:

@@ -10,7 +10,7 @@ from mtrain.config.dump import override
 from mtrain.config.interpolate import leaves
 from mtrain.config.layout_string import looks_like_layout, nearest_layout, parse_layout
 from mtrain.config.load import load, package_of
-from mtrain.config.near import NOTHING, accepts, choice_fix, chooses, layouts_near
+from mtrain.config.near import NOTHING, SWEPT, accepts, choice_fix, chooses, layouts_near
 from mtrain.config.origins import COMMAND_LINE
 from mtrain.config.paths import CHOICE, choices_of_group, find_config, names_near, user_path
 from mtrain.config.run import GROUPS
@@ -36,6 +36,9 @@ def check_choice(group: str, text: str, source: str) -> Problem | None:
         rule = "a group takes a choice; its keys are set one by one"
         return Problem("MT010", group, value, rule, _one_by_one(group, text) or NOTHING, source)
     names = [name.strip().removesuffix(".yaml").removesuffix(".yml") for name in text.strip("[] ").split(",")]
+    if "," in text and source == COMMAND_LINE and not text.startswith("[") and all(_is_one(group, n) for n in names):
+        rule = "a comma makes a sweep: -m trains or checks one run for each"
+        return Problem("MT010", group, value, rule, SWEPT, source)
     first = next((name for name in names if name in choices_of_group(group)), names[0])
     fix = some_choice(group, re.split(r"[/\\]", first)[-1])
     if text.startswith("["):
@@ -47,6 +50,11 @@ def check_choice(group: str, text: str, source: str) -> Problem | None:
     else:
         rule = "needs the name of a choice"
     return Problem("MT010", group, value, rule, fix, source)
+
+
+def _is_one(group: str, name: str) -> bool:
+    """Whether a name is that of a choice, or a layout where those are chosen."""
+    return name in choices_of_group(group) or (group == "parallel" and bool(name) and layouts_near(name) == [name])
 
 
 def _path_problem(group: str, text: str, source: str) -> Problem | None:

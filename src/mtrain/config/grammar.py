@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
+from decimal import Decimal
 from itertools import accumulate
 from typing import Any
 
@@ -91,8 +92,10 @@ def sweep_values(text: str, names: Sequence[str], limit: int) -> list[str] | Non
             return sweep.filter(list(names))
         if not override.is_discrete_sweep():
             raise ValueError("only values that can be counted are swept: a,b or choice() or range() or glob()")
-        if isinstance(sweep, RangeSweep) and _length(sweep) > limit:
-            raise ValueError(f"more than {limit} values")
+        if isinstance(sweep, RangeSweep):
+            if _length(sweep) > limit:
+                raise ValueError(f"more than {limit} values")
+            _as_written(sweep)
         found = list(override.sweep_string_iterator())
     except (HydraException, ArithmeticError):
         raise ValueError(_unreadable(text)) from None
@@ -106,6 +109,15 @@ def _length(sweep: Any) -> float:
     if not sweep.step:
         raise ValueError("a range with a step of 0 never ends")
     return max(0.0, (float(sweep.stop) - float(sweep.start)) / float(sweep.step))
+
+
+def _as_written(sweep: Any) -> None:
+    """Makes the bounds of a range with fractions the decimals that were written: 0.003 is then no part of
+    range(0.001,0.003,0.001), whatever a float makes of the sums.
+    """
+    bounds = (sweep.start, sweep.stop, sweep.step)
+    if not all(isinstance(bound, int) for bound in bounds):
+        sweep.start, sweep.stop, sweep.step = (Decimal(str(bound)) for bound in bounds)
 
 
 def _plain(value: Any) -> Any:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from typing import Annotated, Any, TypeGuard, get_args
 
@@ -22,10 +22,16 @@ from mtrain.config.run import GROUPS
 from mtrain.errors import ConfigError, Problem
 
 NOTHING = "leave it out"
+SWEPT = "-m, with the same words"
+"""What to add to a command line with several values of a key, from which none is to be dropped."""
 NEAREST = "is the nearest"
 """Said of the choice that a misspelt one was meant as."""
 FOREIGN_WORDS = {"data.kind": dict.fromkeys(("gpt", "megatron", "mmap", "bin"), "indexed")}
 """What other systems call a choice of a key."""
+CHOOSING = {"data.kind": "data", "optim.name": "optim", "peft.kind": "peft"}
+"""Keys whose values are the names of choices of a group."""
+NO_CHOICE = (None, "preference")
+"""Their values of which no choice has the name."""
 INSTEAD: dict[str, Callable[[Any], str]] = {
     **{
         word: lambda value, word=word: f"precision.dtype={word}" if value is True else NOTHING  # type: ignore[misc]
@@ -39,7 +45,8 @@ CONVERTED: dict[str, Callable[[Any], Any]] = {
     "distributed_timeout_minutes": lambda value: 60.0 * value,
 }
 """Foreign names whose values mean something else under our key, and what."""
-_SIZE = re.compile(r"([0-9]+(?:\.[0-9]+)?)([kmb]?)")
+_SIZE = re.compile(r"([0-9]+(?:\.[0-9]+)?)((?:[kmbt](?![a-z]))?)")
+_UNITS = {"k": 1e3, "m": 1e6, "b": 1e9, "t": 1e12}
 _WORDS = {
     **{"true": True, "false": False, "silu": "swiglu", "relu2": "squared_relu"},
     **{FORMATS[word].torch: word for word in get_args(WeightFormat)},
@@ -133,14 +140,42 @@ def near_choice(word: str, choices: Sequence[str]) -> list[str]:
     letters = re.sub(r"[^a-z0-9]", "", word)
     same = [c for c in choices if re.sub(r"[^a-z0-9]", "", c.lower()) == letters]
     begun = sorted((c for c in choices if len(word) > 2 and c.startswith(word)), key=lambda c: _by_size(c, word))
-    return same or list(dict.fromkeys([*begun, *near]))[:3]
+    return same or list(dict.fromkeys([*_of_another_size(word, choices), *begun, *near]))[:3]
 
 
-def _by_size(choice: str, begin: str) -> tuple[bool, list[float]]:
-    """The order of choices that begin alike: those of the very name first, and of these the smallest."""
+def _by_size(choice: str, begin: str) -> tuple[int, list[float]]:
+    """The order of choices that begin alike: those of the very name with a size behind it, other words behind it,
+    other names; and of each the smallest.
+    """
     rest = choice.removeprefix(begin)
-    sizes = [float(n) * {"k": 1e3, "m": 1e6, "b": 1e9}.get(unit, 1.0) for n, unit in _SIZE.findall(rest)]
-    return bool(rest) and rest[0] != "_", sizes
+    order = 2
+    if not rest or rest[0] == "_":
+        order = 0 if _SIZE.match(rest, 1) or not rest else 1
+    return order, [_in_ones(size) for size in _SIZE.findall(rest)]
+
+
+def _in_ones(size: tuple[str, str]) -> float:
+    """A number with a unit, as 1.7 and b, as a number."""
+    return float(size[0]) * _UNITS.get(size[1], 1.0)
+
+
+def _of_another_size(word: str, choices: Sequence[str]) -> list[str]:
+    """Choices that differ from a word in one number that stands in it, the nearest first."""
+    sizes, outside = _SIZE.findall(word), _SIZE.sub("#", word)
+    away: dict[str, float] = {}
+    for choice in choices if sizes else ():
+        if _SIZE.sub("#", choice) == outside:
+            apart = [pair for pair in zip(sizes, _SIZE.findall(choice), strict=True) if pair[0] != pair[1]]
+            if len(apart) == 1:
+                away[choice] = _apart(*apart[0])
+    return sorted(away, key=lambda choice: away[choice])
+
+
+def _apart(one: tuple[str, str], other: tuple[str, str]) -> float:
+    """How far two sizes are from each other; without their units where one of them has none."""
+    if one[1] and other[1]:
+        return abs(_in_ones(one) - _in_ones(other))
+    return abs(float(one[0]) - float(other[0]))
 
 
 def layouts_near(word: str) -> list[str]:
@@ -164,6 +199,13 @@ def usual_choice(group: str) -> str:
     """The default choice of a group; where there is none the first of its files, and empty where there is none."""
     names, usual = choices_of_group(group), default_choices()[0].get(group, "")
     return usual if usual in names or layouts_near(usual) == [usual] else next(iter(names), "")
+
+
+def with_choices(change: Mapping[str, Any]) -> str:
+    """The overrides of a change; a choice of a group in place of the key that says it and the rest of its group."""
+    chosen = {CHOOSING[key]: value for key, value in change.items() if key in CHOOSING and value not in NO_CHOICE}
+    others = [override(key, value) for key, value in change.items() if key.partition(".")[0] not in chosen]
+    return " ".join([*(f"{group}={choice}" for group, choice in chosen.items()), *others])
 
 
 def chooses(group: str, choice: str) -> str:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -14,9 +13,9 @@ from mtrain.config.dump import override, spell
 from mtrain.config.intended import as_key, plain
 from mtrain.config.interpolate import KEY, leaves
 from mtrain.config.keys import field_of, suggest
-from mtrain.config.near import NOTHING, bare_word, default_choices, suggestions, taken
+from mtrain.config.near import NOTHING, SWEPT, bare_word, default_choices, suggestions, taken
 from mtrain.config.origins import COMMAND_LINE
-from mtrain.config.paths import is_group, program
+from mtrain.config.paths import is_group
 from mtrain.config.run import GROUPS
 from mtrain.errors import MAX_PROBLEMS, MAX_SHOWN, Problem
 
@@ -256,7 +255,7 @@ def _read_value(key: str, text: str, out: Overrides) -> Problem | None:
 
 
 def _sweep_fix(key: str, text: str) -> str:
-    """One value in place of several, and the flag that takes them all; empty where they are none for the key."""
+    """What several values were meant as, or the flag that takes them all; empty where they are none for the key."""
     found = field_of(key)
     if found is not None and "tuple" in str(found.annotation):
         return f"{key}=[{text}]"
@@ -264,5 +263,4 @@ def _sweep_fix(key: str, text: str) -> str:
         return override(key, text)
     if (fraction := taken(key, text)) and re.match(r"[^(]*,", text):  # 0,001 where a comma marks the fraction
         return override(key, fraction[0])
-    values = unread.values_of(key, text)
-    return f"{key}={values[0]} or {program()} -m {shlex.quote(f'{key}={text}')}" if values else ""
+    return SWEPT if unread.values_of(key, text) else ""

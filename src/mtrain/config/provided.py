@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import re
-import shlex
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from itertools import islice
 from typing import Any
 
 from mtrain.config.dump import override
-from mtrain.config.grammar import parse_value
 from mtrain.config.keys import field_of, is_content
 from mtrain.config.load import Document
 from mtrain.config.near import accepts
@@ -45,24 +43,27 @@ def forgets(change: Mapping[str, Any], held: Mapping[str, Any], origins: Mapping
     return any(change[key] is None for key in provided)
 
 
+def lost(change: Mapping[str, Any], held: Mapping[str, Any], origins: Mapping[str, str]) -> list[str]:
+    """Keys that somebody provided, and that a change sets to null or to their default."""
+    provided = [key for key in change if held.get(key) is not None and is_provided(origins.get(key, ""))]
+    return [key for key in provided if key != "data.kind" and change[key] in (None, _default(key))]
+
+
+def _default(key: str) -> Any:
+    field = field_of(key)
+    return field.get_default(call_default_factory=True) if field is not None else None
+
+
 def _loses(key: str, old: Any, new: Any, origin: str) -> bool:
     if key == "data.kind":
         return old not in (None, new) and new == SYNTHETIC
     if old in (None, "", [], (), {}) or not is_provided(origin) or not is_content(key):
         return False
-    field = field_of(key)
-    default = field.get_default(call_default_factory=True) if field is not None else None
+    default = _default(key)
     if isinstance(old, (list, tuple)) and isinstance(new, (list, tuple)) and new and all(item in old for item in new):
         return False  # some of the same
     empty = new in (None, "", [], (), {}) or (new == default and new != old)
     return empty or (isinstance(old, str) and not isinstance(new, str))
-
-
-def without_loss(problem: Problem, held: Mapping[str, Any], origins: Mapping[str, str]) -> Problem:
-    """A problem without those alternatives of its fix that throw away what somebody provided."""
-    alternatives = problem.fix.split(" or ")
-    kept = [text for text in alternatives if not discards(_changes(text), held, origins)]
-    return problem if len(kept) == len(alternatives) else replace(problem, fix=" or ".join(kept))
 
 
 def as_written(problem: Problem, documents: Iterable[Document]) -> Problem:
@@ -91,12 +92,3 @@ def _items_at(document: Document, path: str) -> Iterator[Any]:
         node = node.get(name) if isinstance(node, dict) else None
     for index, item in enumerate(node if isinstance(node, list) else ()):
         yield document.texts.get(f"{path}.{index}", item)
-
-
-def _changes(text: str) -> dict[str, Any]:
-    """The settings that a fix consists of; none where it is words."""
-    try:
-        pairs = [word.partition("=") for word in shlex.split(text)]
-        return {key: parse_value(value) for key, equals, value in pairs if equals and field_of(key) is not None}
-    except ValueError:
-        return {}

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import os
+import shlex
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from difflib import SequenceMatcher
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from mtrain.config.choices import check_choice
-from mtrain.config.files import files_near
+from mtrain.config.choices import check_choice, is_path
+from mtrain.config.files import YAML_ENDINGS, files_near
 from mtrain.config.interpolate import refused
 from mtrain.config.load import Document, filled, load
 from mtrain.config.near import default_choices, near_choice, spelled
-from mtrain.config.paths import find_recipe_file, recipe_names, user_path
+from mtrain.config.paths import MAX_NAMES, find_recipe_file, program, recipe_names, user_path
 from mtrain.config.run import GROUPS
 from mtrain.errors import ConfigError, Problem
 
@@ -45,10 +48,24 @@ def find_recipe(name: str) -> Path:
     if os.path.lexists(user_path(name)):
         load(user_path(name))  # says what it is
     names = recipe_names()
-    near = [f"recipe={n}" for n in near_choice(name, names)] or [f"recipe={p}" for p in files_near(user_path(name))]
+    files = files_near(user_path(name)) or (_beside(user_path(name)) if is_path(name) else [])
+    near = [f"recipe={n}" for n in near_choice(name, names)] if not is_path(name) else []
+    near = near or [shlex.quote(f"recipe={path}") for path in files]
     rule = f"there is neither such a file nor such a shared recipe; shared ones: {', '.join(sorted(names)) or 'none'}"
-    fix = " or ".join(near) or "leave it out"
+    fix = " or ".join(near) or f"{program()} recipe list, for all of them"
     raise ConfigError([Problem("MT002", "recipe", name, rule, fix, "command line")])
+
+
+def _beside(path: Path, most: int = 3) -> list[str]:
+    """Files of YAML in the folder of a path where none is, whose names are at least half like its own."""
+    try:
+        with os.scandir(path.parent) as entries:
+            names = [entry.name for entry in islice(entries, MAX_NAMES) if entry.name.endswith(YAML_ENDINGS)]
+    except OSError:
+        return []
+    alike = {name: SequenceMatcher(None, path.stem, Path(name).stem).ratio() for name in names}
+    near = sorted((name for name in names if alike[name] >= 0.5), key=lambda name: (-alike[name], name))
+    return [os.path.normpath(path.parent / name) for name in near[:most]]
 
 
 def read_recipe(name: str) -> tuple[Recipe | None, list[Problem]]:

@@ -86,14 +86,14 @@ def _why_no_range(parts: list[str], said: str) -> str:
 def meant(key: str, text: str, *, sweep: bool) -> str:
     """Overrides that a value may have been meant as, each tried against the grammar and the key.
 
-    With `sweep` they may stand for several values, and where none works it is shown how several are written.
+    With `sweep` they may stand for several values, and where none works words say how several are written.
     """
     found = (candidate for candidate in _candidates(key, text) if _works(key, candidate, sweep=sweep))
     fixes = [_written(key, candidate) for candidate in dict.fromkeys(found)]
     if not fixes and not text.strip():
         fixes = [NOTHING]
-    if not fixes and sweep and (name := _call(text)[0]):
-        fixes = [f"{key}=range(START,STOP,STEP)" if name == "range" else f"{key}=A,B"]
+    if not fixes and sweep and _call(text)[0]:
+        fixes = [f"name at most {MOST} values, parted by commas"]
     return " or ".join(fixes[:2])
 
 

@@ -178,8 +178,8 @@ def _bound(
         step = 1 if kind == "greater_than" else -1
         near = bound + step if whole else -value
         fix = override(path, near) if accepts(path, near) else _unset(path, value)
-    if field_of(path) is None:
-        fix = _items(path, values, lambda item: -item if item == value and item < 0 else item)
+    if field_of(path) is None:  # an item of a list, which no other number may stand for
+        fix = ""
     return Problem("MT014", path, value, f"must be {words} {bound}", fix, where(path))
 
 

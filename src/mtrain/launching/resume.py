@@ -140,7 +140,8 @@ def weights_of(run: RunConfig) -> Path | None:
     found = path if (path / ckpt_folder.MANIFEST).is_file() else newest(path, [])
     if found is None:
         rule = f"{path} has no checkpoint yet"
-        raise ConfigError([Problem("MT502", "checkpoint.init_from", start, rule, "checkpoint.init_from=null")])
+        fix = "wait until it has saved one, or name another run or checkpoint"
+        raise ConfigError([Problem("MT502", "checkpoint.init_from", start, rule, fix)])
     other = read_run_file(found / RUN_FILE)
     if other.peft.kind is not None and run.peft.kind is None:
         raise _adapters_left_out(found, start)
@@ -167,7 +168,8 @@ def _adapters_alone(run: RunConfig) -> ConfigError:
 
 
 def _nothing(given: str, what: str) -> ConfigError:
-    return ConfigError([Problem("MT502", "checkpoint.resume", given, what, "checkpoint.resume=null for a new run")])
+    fix = "leave out checkpoint.resume for a new run"
+    return ConfigError([Problem("MT502", "checkpoint.resume", given, what, fix)])
 
 
 def changes_since(run: RunConfig, folder: Path, checkpoint: Path | None) -> tuple[str, ...]:

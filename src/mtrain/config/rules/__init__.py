@@ -11,8 +11,9 @@ from typing import Any
 from pydantic import ValidationError
 
 from mtrain.config.dump import override
+from mtrain.config.near import NOTHING, with_choices
 from mtrain.config.problem import plain, problem_of, value_at
-from mtrain.config.provided import discards, forgets
+from mtrain.config.provided import discards, forgets, lost
 from mtrain.config.rules import (
     batch,
     bert,
@@ -239,17 +240,24 @@ def _problem(
     finding: Finding, run: RunConfig, origins: Mapping[str, str], trial: _Trial, reads: AbstractSet[str]
 ) -> Problem:
     held = trial.raw.flat()
-    if not finding.unset:
-        kept = tuple(change for change in finding.fixes if not discards(change, held, origins))
-        finding = replace(finding, fixes=kept)
-    fixes = []
-    chosen = [c for c in trial.choose(finding) if finding.unset or not discards(c, held, origins)]
+    undone = [lost(change, held, origins) for change in finding.fixes] if finding.unset else []
+    kept = tuple(
+        change
+        for change in finding.fixes
+        if not discards(change, held, origins) and not (finding.unset and lost(change, held, origins))
+    )
+    chosen = [c for c in trial.choose(replace(finding, fixes=kept)) if not discards(c, held, origins)]
     kept_values = [change for change in chosen if not forgets(change, held, origins)]
+    fixes = []
     for change in kept_values or chosen:
         new = {key: value for key, value in change.items() if key not in held or plain(value) != held[key]}
-        fixes.append(" ".join(override(key, value) for key, value in (new or change).items()))
+        settings = new or change
+        each = (override(*one) for one in settings.items())
+        fixes.append(with_choices(settings) if finding.unset else " ".join(each))
     if finding.hint:
         fixes.append(finding.hint)
+    if not fixes:
+        fixes = _left_out(undone, finding.path)
     return problem_of(
         run,
         origins,
@@ -260,3 +268,10 @@ def _problem(
         severity=finding.severity,
         related=related(finding, run, reads, origins),
     )
+
+
+def _left_out(keys: Iterable[list[str]], path: str) -> list[str]:
+    """Words that say which of the provided keys to leave out, for a finding at `path`: the fewest of them."""
+    sets = [one for one in keys if one]
+    least = [one for one in sets if not any(set(other) < set(one) for other in sets)]
+    return [NOTHING] if least == [[path]] else [f"leave out {' and '.join(one)}" for one in least]

@@ -15,6 +15,7 @@ from pathlib import Path
 from mtrain.config.data_keys import WEIGHTS_OF, read_corpora
 from mtrain.config.files import PIECE, SKIPPED_FOLDERS, Bound, files_below, no_text, unreadable
 from mtrain.config.groups import DataConfig
+from mtrain.config.hub import download_of
 from mtrain.config.manifest import READ_BYTES, Manifest, read_manifest
 from mtrain.config.paths import names_near, user_path
 from mtrain.config.rules.finding import Change, Finding
@@ -324,7 +325,11 @@ def tokenizer_is_there(run: RunConfig) -> Iterator[Finding]:
     off: Change = {"data.tokenizer": None}
     without = (off, {**off, "trainer.sample_tokens": 0})
     if rule is not None:
-        yield Finding("MT307", "data.tokenizer", rule, (*fixes, *without))
+        hint = ""
+        if not fixes and (download := download_of(d.tokenizer, "tokenizer.json")) is not None:
+            rule += "; if it is the name of a model on Hugging Face, nothing is downloaded here"
+            hint = f"{download[0]}, then data.tokenizer={download[1]}/tokenizer.json"
+        yield Finding("MT307", "data.tokenizer", rule, (*fixes, *without), hint=hint)
         return
     try:
         facts = tokenizer_facts(path)

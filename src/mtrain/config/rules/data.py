@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
+from pathlib import PurePath
 
 from mtrain.config.conditional import chunks_of_a_document
 from mtrain.config.data_keys import WEIGHTS_OF
+from mtrain.config.dump import override
 from mtrain.config.model_tokenizer import model_tokenizer
 from mtrain.config.rules.finding import DP, Change, Finding
 from mtrain.config.rules.rule import Code, rule
@@ -54,13 +56,23 @@ def keys_of_the_kind(run: RunConfig) -> Iterator[Finding]:
         yield Finding("MT301", "data.path", rule, hint="data.path=PREFIX", lacks="input")
     if d.kind == "mock" and d.path is not None:
         rule = "kind mock makes its tokens up and reads no path"
-        kinds: tuple[Change, ...] = ({"data.kind": "text"}, {"data.kind": "indexed"})
-        yield Finding("MT302", "data.path", rule, (*kinds, {"data.path": None}), unset=True)
+        yield Finding("MT302", "data.path", rule, ({"data.path": None},), hint=_kinds_that_read(d.path), unset=True)
     if d.kind != "text" and d.limit_mib is not None:
         rule = f"limits how much text is read, and data.kind is {d.kind}"
-        yield Finding("MT303", "data.limit_mib", rule, ({"data.limit_mib": None},))
+        yield Finding("MT303", "data.limit_mib", rule, ({"data.limit_mib": None},), unset=True)
     if d.kind == "mock" and d.tokenizer is not None:
-        yield Finding("MT304", "data.tokenizer", "kind mock has no text", ({"data.tokenizer": None},), unset=True)
+        rule, none = "kind mock has no text, and the tokenizer no effect", {"data.tokenizer": None}
+        yield Finding("MT304", "data.tokenizer", rule, (none,), unset=True, hint="data=text")
+
+
+def _kinds_that_read(path: str) -> str:
+    """The choices of data whose files end as `path` does."""
+    ending = PurePath(path).suffix.lower()
+    if ending in (".jsonl", ".json"):
+        return "data=sft"
+    if ending in (".bin", ".idx"):
+        return f"data=indexed {override('data.path', path[: -len(ending)])}"
+    return "data=text" if ending else "data=text or data=indexed"
 
 
 @rule(
@@ -109,8 +121,7 @@ def _shares(weights: str, corpora: Sequence[str], shares: Sequence[float]) -> It
     if few:
         name, least = min(few.items(), key=lambda one: one[1])
         rule = f"the share of {name} is {least:.2g} of all, and {LEAST_SHARE:g} is the least that can be kept"
-        without = [0.0 if is_lost(share, total) else share for share in shares]
-        yield Finding("MT318", key, rule, ({key: without},))
+        yield Finding("MT318", key, rule, hint=f"give {name} a larger weight, or 0, which leaves it out")
     if out := [name for name, share in zip(corpora, shares, strict=True) if not share]:
         rule = "has a weight of 0 and is not read" if len(out) == 1 else "have a weight of 0 and are not read"
         yield Finding("MT319", key, f"{_listed(out)} {rule}")

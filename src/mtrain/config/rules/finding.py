@@ -29,7 +29,8 @@ class Finding:
     also: tuple[str, ...] = ()
     """Other keys that the rule is about, where its text does not name them."""
     unset: bool = False
-    """Whether a key may not be set at all, so that a fix may take away what somebody gave it."""
+    """Whether what is wrong is that a key is set at all. Where no fix keeps what somebody gave it, words say to leave
+    it out."""
     lacks: Literal["", "device", "input"] = ""
     """What is not there yet, though nothing is wrong: a device that auto did not find, an input that has to be named.
     A run is refused for it; `check`, which validates for wherever the run will be, warns."""

@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
+from typing import Any
 
+from mtrain.config.condition import condition
 from mtrain.config.conditional import CONDITIONAL, QUANTIZED, Conditional
-from mtrain.config.dump import override
-from mtrain.config.keys import is_content
+from mtrain.config.keys import is_content, when_of
+from mtrain.config.load import scalar
+from mtrain.config.near import CHOOSING, with_choices
+from mtrain.config.problem import value_at
 from mtrain.config.rules.finding import Change, Finding
 from mtrain.config.rules.rule import Code, Rule, rule
 from mtrain.config.run import RunConfig
@@ -15,13 +19,27 @@ from mtrain.config.run import RunConfig
 UNUSED = Code(
     "MT150",
     "A key is set that has no effect beside the others.",
-    "Take the key away, or set the one that it waits for.",
+    "Set the key that it waits for, or leave it out.",
     example="data.blend=[a,b]",
 )
-_SETTING = re.compile(r"([a-z_]+(?:\.[a-z0-9_]+)+)=([a-z0-9_]+)(?:, .*| or .*)?")
-"""A condition that is one setting, or one of several values of a key."""
 _KEY = re.compile(r"[a-z_]+(?:\.[a-z0-9_]+)+")
+USUAL = {"peft.kind": "lora"}
+"""What a key that has to be set, to whatever it may be, is set to."""
 _OTHERS = tuple(key for key in CONDITIONAL if key not in QUANTIZED)
+
+
+def waited_for(run: RunConfig, path: str) -> Change:
+    """The settings that a key without effect waits for; none where they are numbers, or parts of a model."""
+    text = when_of(path)
+    change: dict[str, Any] = {}
+    for term in condition(text).terms if text else ():
+        if term.holds(value_at(run, term.key)):
+            continue
+        word = term.words[0] if term.words else USUAL.get(term.key, "null")
+        if word == "null":
+            return {}
+        change[term.key] = scalar(word)
+    return change
 
 
 def key_has_an_effect(key: Conditional) -> Rule:
@@ -32,13 +50,14 @@ def key_has_an_effect(key: Conditional) -> Rule:
     @rule(UNUSED, reads=" ".join((*named, *sections)))
     def has_an_effect(run: RunConfig) -> Iterator[Finding]:
         if key.value(run) != key.off and not key.active(run):
-            rule, off = f"has no effect without {key.needs}", {key.path: key.off}
-            needed = _SETTING.fullmatch(key.needs) if is_content(key.path) else None
-            if needed is None:
-                yield Finding("MT150", key.path, rule, (off,), unset=True)
-            else:  # what was written is kept: the key that it waits for is set
-                on: Change = {needed[1]: needed[2]}
-                yield Finding("MT150", key.path, rule, (on,), hint=override(*next(iter(on.items()))))
+            off: Change = {key.path: key.off}
+            on, content = waited_for(run, key.path), is_content(key.path)
+            fixes = tuple(change for change in ({} if content and on else off, on) if change)
+            words = with_choices(on)
+            chosen = any(path in CHOOSING for path in on)
+            hint = words if chosen or (content and len(on) == 1) else ""
+            rule = f"has no effect without {key.needs}"
+            yield Finding("MT150", key.path, rule, fixes, hint=hint, unset=True)
 
     return has_an_effect
 
