@@ -263,7 +263,7 @@ ROWS: tuple[Row, ...] = (
     bad(76, "data.blend=[a,b]", "MT150", "data.blend", "data.kind=indexed"),
     bad(77, "data.tokenizer_vocab_size=5000", "MT310", "data.tokenizer_vocab_size", "4999", "4096"),
     odd(78, "data.tokenizer_vocab_size=400", "MT311", "data.tokenizer_vocab_size", "400", "4096", "90%"),
-    bad(83, "checkpoint.save_interval=0", "MT014", "checkpoint.save_interval", "at least 1"),
+    bad(83, "checkpoint.save_interval=-1", "MT014", "checkpoint.save_interval", "at least 0"),
     bad(
         85,
         "parallel=dp2 parallel.fsdp=fsdp2 parallel.distributed_optimizer=true",

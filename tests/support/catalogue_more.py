@@ -246,6 +246,7 @@ MORE: tuple[Row, ...] = COMMAND_LINES + FILES
 HARMLESS: tuple[Row, ...] = (
     fine(0, "trainer.train_iters=1_000"),
     fine(0, "precision=fp16"),
+    fine(0, "checkpoint.save_interval=0"),
     fine(0, "optim=sgd optim.momentum=0.5"),
     Row(0, ("recipe={file}",), text="\ufeffoptim: {eps: 1e-8}\n"),
     Row(0, ("recipe={file}",), text="optim: &a {lr: 1e-3}\n"),

@@ -52,6 +52,15 @@ def fixed(words: list[str], problem: Problem, file: Path) -> list[str]:
     return [*words, *added]
 
 
+WRONG_VALUES = "MT012", "MT013", "MT014"
+
+
+def is_for_a_person(problem: Problem) -> bool:
+    """Whether only somebody can say what is to stand there: a file, or which of the choices."""
+    words = problem.fix.startswith(("python launch.py choices", "say again what is to stay"))
+    return words or "there is no such file or folder" in problem.rule
+
+
 def _says(path: str, key: str) -> bool:
     """Whether to set `path`, no group, is to set `key` as well or a part of it."""
     return path == key or ("." in path and f"{key}.".startswith(f"{path}.")) or path.startswith(f"{key}.")
@@ -70,15 +79,15 @@ def test_a_bad_input_is_named_with_numbers_and_mended_by_its_first_fix(row: Row,
     assert problem.severity == row.severity
     assert problem.source == (f"{file}:{row.line}" if row.line else row.origin)
     assert all(piece in problem.rule for piece in row.says), problem.rule
-    if not problem.fix:  # nothing takes the place of a path or a list that somebody wrote
-        assert is_content(whole(problem.path))
+    if not problem.fix:  # nothing takes the place of a path or a list that somebody wrote, or of a word for a number
+        assert is_content(whole(problem.path)) or problem.code in WRONG_VALUES
         return
     for _ in range(len(problems) + 2):  # a line that is cut may leave half of what it began
-        if not problems:
-            break
+        if not problems or is_for_a_person(problems[0]):
+            return
         words = fixed(words, problems[0], file)
         problems = validated(words)
-    assert problems == []
+    assert not problems or is_for_a_person(problems[0]), problems
 
 
 @pytest.mark.parametrize("row", [row for row in (*ROWS, *HARMLESS) if not row.code], ids=lambda row: row.name)
