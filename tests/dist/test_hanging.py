@@ -135,6 +135,7 @@ def test_a_stopped_rank_is_named_by_the_others(tmp_path: Path, started: list[Lau
     for stopped, run in enumerate(started):
         wait_for(lambda stopped=stopped: len(metrics(homes[stopped] / "runs/run")) > 3)  # type: ignore[misc]
         ranks.append(run.ranks())
+        time.sleep(patient.soft_s / 5)  # until each rank has shown signs of life: it does so 20 times in soft_s
         ranks[stopped][stopped].send_signal(signal.SIGSTOP)
     for stopped, run in enumerate(started):
         said = end_of(run, ranks[stopped])

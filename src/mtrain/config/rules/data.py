@@ -105,7 +105,7 @@ def shares_of_a_blend(run: RunConfig) -> Iterator[Finding]:
             yield Finding("MT317", f"data.{names}", rule, _once(names, weights, corpora))
         if names == "blend" and shares is not None and len(shares) != len(corpora):
             rule = f"{len(shares)} weights for {len(corpora)} corpora"
-            yield Finding("MT318", f"data.{weights}", rule)
+            yield Finding("MT318", f"data.{weights}", rule, hint="a weight for each corpus")
         elif shares is not None and len(shares) == len(corpora):
             yield from _shares(weights, corpora, shares)
 
