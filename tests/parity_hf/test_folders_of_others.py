@@ -9,13 +9,13 @@ from typing import Any
 import pytest
 import torch
 
+from mtrain.config.compose import compose
 from mtrain.config.paths import choices_of_group
 from mtrain.config.resolve import resolve
 from mtrain.errors import ConfigError
 from mtrain.recipes.hf import import_config
 from mtrain.recipes.hf_kinds import KINDS
 from mtrain.recipes.hf_write import config_json, differing, same_model
-from mtrain.recipes.write import section
 from tests.parity_hf.families import CASES, GEMMA3, GLM4, MOE, QWEN2_MOE, QWEN_MOE, SIZES, V3
 from tests.parity_hf.test_convert import command, data_of, saved
 from tests.support.configs import LAPTOP
@@ -169,14 +169,15 @@ def test_a_kind_that_is_read_is_written_when_it_is_asked_for(name: str, tmp_path
     assert same_model(resolve(again.run, LAPTOP).model, model) == []
 
 
-TINY = [name for name in choices_of_group("model") if name.endswith("_tiny")]
+# Megatron-LM's BERT has a head that bends otherwise than its layers, which no class of transformers has.
+TINY = [name for name in choices_of_group("model") if name.endswith("_tiny") and name != "megatron_bert_tiny"]
 
 
 @pytest.mark.parametrize("name", some(TINY, ["phi3_tiny"]))
 def test_transformers_builds_what_an_export_of_a_small_model_says(name: str, tmp_path: Path) -> None:
     import transformers
 
-    model: Any = section("model", name)
+    model = resolve(compose([f"model={name}"]).run, LAPTOP).model
     body = config_json(model, "float32")
     (tmp_path / "config.json").write_text(json.dumps(body))
 
