@@ -280,7 +280,7 @@ def _tensors(outputs: Any) -> list[Tensor]:
 
 
 def agree(found: list[Tensor], wanted: list[Tensor]) -> bool:
-    """Whether contenders, which all round, compute the same: each tensor as a whole; parity compares elements."""
+    """Tell if contenders, which all round, agree in each tensor as a whole; parity compares elements."""
     if [x.shape for x in found] != [x.shape for x in wanted]:
         return False
     for a, b in zip(found, wanted, strict=True):

@@ -1,4 +1,4 @@
-"""What a user sees who meets these faults: each command in a process of its own, its exit code and its words."""
+"""Commands of users, each in a process of its own: its exit code and its words."""
 
 from __future__ import annotations
 

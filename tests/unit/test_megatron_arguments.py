@@ -194,7 +194,8 @@ def test_an_export_says_yarn_with_its_numbers_or_what_megatron_lm_lacks() -> Non
 def test_yarn_that_a_model_lacks_is_reported_with_its_numbers_where_they_are_known() -> None:
     from mtrain.convert.megatron_compared import differing
 
-    plain, kept = of_model("gpt_oss_tiny", "model.rope_scaling=null"), of_model("gpt_oss_tiny")
+    plain = of_model("gpt_oss_tiny", "model.rope_scaling=null")
+    kept = of_model("gpt_oss_tiny")
     (one,) = differing(megatron_args.arguments_of(kept), plain)
     assert (one.key, one.becomes) == ("model.rope_scaling", YARN)
     assert apart(plain, position_embedding_type="yarn") == {"position_embedding_type": None}
@@ -217,7 +218,8 @@ WITHOUT_FLAGS = {
 def test_a_key_without_a_flag_is_not_what_others_computed_with(key: str) -> None:
     from mtrain.convert.megatron_compared import arguments_said, differing
 
-    plain, run = of_model("llama_tiny"), of_model("llama_tiny", f"{key}={WITHOUT_FLAGS[key]}")
+    plain = of_model("llama_tiny")
+    run = of_model("llama_tiny", f"{key}={WITHOUT_FLAGS[key]}")
     theirs = {f"an_argument_of_theirs_{i}": None for i in range(200)} | arguments_said(plain)
     for kept in (megatron_args.arguments_of(plain), theirs):
         (one,) = differing(kept, run)
@@ -242,7 +244,8 @@ def test_what_megatron_lm_has_no_argument_for_is_said_to_be_so() -> None:
 
 def test_a_number_that_null_stands_for_is_no_difference() -> None:
     width = of_model("llama_tiny").model.head_dim
-    plain, said = of_model("llama_tiny"), of_model("llama_tiny", f"model.softmax_scale={1 / math.sqrt(width)}")
+    plain = of_model("llama_tiny")
+    said = of_model("llama_tiny", f"model.softmax_scale={1 / math.sqrt(width)}")
     from mtrain.convert.megatron_compared import differing
 
     assert differing(megatron_args.arguments_of(plain), said) == []

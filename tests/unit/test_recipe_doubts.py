@@ -1,4 +1,4 @@
-"""What of a script is a guess: the recipe says so at recipe.verified, and is not complete."""
+"""Guesses about a script: the recipe says so at recipe.verified, and is not complete."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How many processes a script starts: by its launcher, by the options of its job, or left for a person to say."""
+"""Processes that a script starts: by its launcher, by the options of its job, or left for a person to say."""
 
 from __future__ import annotations
 

@@ -264,7 +264,8 @@ def test_what_stands_beside_the_content_is_not_lost_silently(key: str, preview: 
 @pytest.mark.parametrize("key", ["reasoning_content", "reasoning", "thinking"])
 def test_reasoning_is_read_under_any_of_its_names(key: str, preview: Preview, tmp_path: Path) -> None:
     asked = turns("2+2?", "four", "sure?", "yes")
-    asked[1][key], asked[3][key] = "dropped", "kept"
+    asked[1][key] = "dropped"
+    asked[3][key] = "kept"
     for name in ("reasoning_content", "reasoning", "thinking"):
         of_last = f"{{%- if loop.last %}}{{{{- message['{name}'] }}}}:{{%- endif %}}{{%- if message.content %}}"
         reading = template_of("chatml", marked=True).replace("{%- if message.content %}", of_last)

@@ -25,7 +25,8 @@ def test_of_choices_that_begin_alike_the_smallest_of_that_very_name_is_first() -
 
 
 def test_of_choices_with_another_number_the_nearest_is_first() -> None:
-    clusters, models = paths.choices_of_group("cluster"), paths.choices_of_group("model")
+    clusters = paths.choices_of_group("cluster")
+    models = paths.choices_of_group("model")
     assert set(near_choice("h100x12", clusters)[:2]) == {"h100x8", "h100x16"}
     assert near_choice("a100x12", clusters)[0] == "a100x8"
     assert near_choice("h100x2000", clusters)[0] == "h100x1024"

@@ -31,7 +31,8 @@ def given_paths(argv: list[str], many: int, usage: str) -> list[Path]:
     paths = [Path(word).expanduser() for word in argv]
     for path in paths:
         if not path.exists():
-            rule, fix = f"{path} does not exist", f"{program()} convert {usage}"
+            rule = f"{path} does not exist"
+            fix = f"{program()} convert {usage}"
             if not usage.startswith("export") and (download := download_of(str(path))) is not None:
                 rule += "; if it is the name of a model on Hugging Face, nothing is downloaded here"
                 words = [download[1] if word == str(path) else word for word in argv]

@@ -163,7 +163,8 @@ def _key(path: str, composed: Composed) -> dict[str, Any]:
     composed, why = settled(composed, machine, world_size_of())
     made_from: dict[str, frozenset[str]] = {}
     resolved = resolve(composed.run, machine, world_size_of(), made_from, why)
-    chain, decided = _chain(path, composed, resolved, why), _decided(path, made_from)
+    chain = _chain(path, composed, resolved, why)
+    decided = _decided(path, made_from)
     facts |= {
         "value": _inside(resolved.to_dict(), path),
         "set_by": chain[-1]["source"],
@@ -186,8 +187,9 @@ def _decided(path: str, made_from: Mapping[str, frozenset[str]]) -> list[str]:
 
 
 def _changes(path: str, decided: Sequence[str]) -> str:
-    """What changing a key changes, and what it changes by the keys that it decides where that is graver."""
-    own, gravest = effect_of(path), list(Effect).index
+    """Say what changing a key changes, and what it changes by the keys that it decides where that is graver."""
+    own = effect_of(path)
+    gravest = list(Effect).index
     through = min(map(effect_of, decided), key=gravest, default=own)
     changes_weights = own not in (Effect.PARALLELISM, Effect.RUNTIME)
     if changes_weights or gravest(through) >= gravest(own):

@@ -86,7 +86,8 @@ def parse(arguments: Sequence[str]) -> Call:
     before, after = _with_target(verb, arguments[: max(place, 0)], arguments[place + 1 :])
     strays = [word for word, flag in zip(before, ["", *before], strict=False) if _is_bare(word) and flag[:1] != "-"]
     if verb in WORDS:
-        of, more = after[:1], WORDS[verb] == "--help"
+        of = after[:1]
+        more = WORDS[verb] == "--help"
         return Call(of[0], [], {"--help"}) if more and _is_verb(of) else Call("train", [], {WORDS[verb]}, False)
     if verb in OWN_WORDS:
         if strays:

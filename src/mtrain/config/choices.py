@@ -53,7 +53,7 @@ def check_choice(group: str, text: str, source: str) -> Problem | None:
 
 
 def _is_one(group: str, name: str) -> bool:
-    """Whether a name is that of a choice, or a layout where those are chosen."""
+    """Tell if a name is that of a choice, or a layout where those are chosen."""
     return name in choices_of_group(group) or (group == "parallel" and bool(name) and layouts_near(name) == [name])
 
 

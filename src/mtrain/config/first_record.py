@@ -15,7 +15,7 @@ from mtrain.config.paths import user_path
 FIRST_BYTES = 1 << 24
 """Bytes in which the first line has to end."""
 BLANK = b"\xef\xbb\xbf \t\r\n"
-"""What may stand before it: a byte order mark, and lines with nothing in them."""
+"""Bytes that may stand before it: a byte order mark, and lines with nothing in them."""
 
 
 def kind_of_chats(path: str | None) -> str | None:

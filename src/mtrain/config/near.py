@@ -23,7 +23,7 @@ from mtrain.errors import ConfigError, Problem
 
 NOTHING = "leave it out"
 SWEPT = "-m, with the same words"
-"""What to add to a command line with several values of a key, from which none is to be dropped."""
+"""Words to add to a command line with several values of a key, from which none is to be dropped."""
 NEAREST = "is the nearest"
 """Said of the choice that a misspelt one was meant as."""
 FOREIGN_WORDS = {"data.kind": dict.fromkeys(("gpt", "megatron", "mmap", "bin"), "indexed")}
@@ -161,7 +161,8 @@ def _in_ones(size: tuple[str, str]) -> float:
 
 def _of_another_size(word: str, choices: Sequence[str]) -> list[str]:
     """Choices that differ from a word in one number that stands in it, the nearest first."""
-    sizes, outside = _SIZE.findall(word), _SIZE.sub("#", word)
+    sizes = _SIZE.findall(word)
+    outside = _SIZE.sub("#", word)
     away: dict[str, float] = {}
     for choice in choices if sizes else ():
         if _SIZE.sub("#", choice) == outside:
@@ -172,7 +173,7 @@ def _of_another_size(word: str, choices: Sequence[str]) -> list[str]:
 
 
 def _apart(one: tuple[str, str], other: tuple[str, str]) -> float:
-    """How far two sizes are from each other; without their units where one of them has none."""
+    """Return the distance of two sizes; without their units where one of them has none."""
     if one[1] and other[1]:
         return abs(_in_ones(one) - _in_ones(other))
     return abs(float(one[0]) - float(other[0]))

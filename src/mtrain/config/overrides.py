@@ -255,7 +255,7 @@ def _read_value(key: str, text: str, out: Overrides) -> Problem | None:
 
 
 def _sweep_fix(key: str, text: str) -> str:
-    """What several values were meant as, or the flag that takes them all; empty where they are none for the key."""
+    """Return what several values were meant as, or the flag that takes them all; empty: the key takes none."""
     found = field_of(key)
     if found is not None and "tuple" in str(found.annotation):
         return f"{key}=[{text}]"

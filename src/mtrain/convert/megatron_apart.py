@@ -25,5 +25,5 @@ class Apart(NamedTuple):
 
 
 def is_whole(kept: Mapping[str, Any]) -> bool:
-    """Whether Megatron-LM saved the arguments: it keeps all that it has."""
+    """Tell if Megatron-LM saved the arguments: it keeps all that it has."""
     return len(kept) > _WHOLE

@@ -136,7 +136,7 @@ def _has(draft: Mapping[str, Any], section: str) -> bool:
 
 
 def _is_there(draft: Mapping[str, Any], key: str) -> bool:
-    """Whether the section of a key is."""
+    """Tell if the section of a key is there."""
     section = key.rpartition(".")[0]
     return section == "model" or _has(draft, section)
 
@@ -199,7 +199,7 @@ def _unflagged() -> dict[str, str]:
 
 
 def unflagged_said(run: RunConfig) -> dict[str, Any]:
-    """What has no flag in a run's model, each by the argument that says it in an export."""
+    """Return what has no flag in a run's model, each by the argument that says it in an export."""
     values = run.flat()
     return {name: values[key] for key, name in _unflagged().items() if key in values} | scaling_said(run.model)
 

@@ -157,7 +157,8 @@ def _attention(theirs: Mapping[str, Any], factor: float) -> float:
 
 def _as_keys(theirs: Mapping[str, Any], factor: float) -> dict[str, float | None]:
     """The keys that say the same factor of cosines and sines."""
-    attention, usual = _attention(theirs, factor), _attention({}, factor)
+    attention = _attention(theirs, factor)
+    usual = _attention({}, factor)
     above, below = (_weight(theirs, key) for key in _WEIGHTS)
     if above > 0 and below > 0:
         return {"mscale": above, "mscale_all_dim": below, "attention_factor": None}

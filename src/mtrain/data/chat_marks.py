@@ -28,7 +28,7 @@ class Encoded:
     learned: np.ndarray
     """bool [tokens]: of the first token it says nothing, since nothing comes before it."""
     parsed: bool = False
-    """Whether arguments of a tool were the text of JSON, and are given to the template as the object that it is."""
+    """True where arguments of a tool were the text of JSON, and the template got the object."""
 
 
 def encoded(chat: Chat, form: ChatFormat, tokenizer: Tokenizer, loss_on: str) -> Encoded:

@@ -33,7 +33,7 @@ class Keys:
     """What is known of keys beside those that are read: some are named as harmless, some are read by a template."""
 
     ignored: frozenset[str] = frozenset()
-    """Those of `data.ignored_keys`, which are not read."""
+    """Keys of `data.ignored_keys`, which are not read."""
     template: str = ""
     """The chat templates; of a message they may read any key."""
 
@@ -43,7 +43,7 @@ class Keys:
         return re.search(rf"""\.\s*{word}\b|'{word}'|"{word}\"""", self.template) is not None
 
     def kept(self, values: Mapping[str, Any]) -> dict[str, Any]:
-        """What is read of values: all but the keys that are ignored."""
+        """Return the values that are read: all but the keys that are ignored."""
         return {key: value for key, value in values.items() if key not in self.ignored}
 
     def refuse_unknown(self, values: Mapping[str, Any], known: Iterable[str], where: str) -> None:
@@ -71,7 +71,7 @@ class Keys:
 
 
 def says_learned_or_not(value: Any) -> bool:
-    """Whether a value is one with which something is said to be learned or not."""
+    """Tell if a value says that something is learned or not."""
     return isinstance(value, bool | int | float) and value in (0, 1)
 
 

@@ -41,7 +41,8 @@ def probes(chat: Chat) -> tuple[list[dict[str, Any]], list[str]]:
     """The messages of a chat with `{"NAME": "NAME"}` for each text of arguments, and these names, which stand nowhere
     in it.
     """
-    said, names = strict_json.dumps([chat.messages, chat.tools], ensure_ascii=False), list[str]()
+    said = strict_json.dumps([chat.messages, chat.tools], ensure_ascii=False)
+    names = list[str]()
     free = (f"argument{number}x" for number in count(1))
 
     def named(_: str) -> Any:

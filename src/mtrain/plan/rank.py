@@ -28,14 +28,14 @@ from mtrain.plan.weights import stage_weights
 from mtrain.units import MIB
 
 CONTEXT_BYTES = 758 * MIB
-"""Of a process on a GPU beside its tensors: 612 MiB for the context of CUDA and 146 for kernels and their workspaces,
-measured on an H200 with torch 2.11."""
+"""Memory of a process on a GPU beside its tensors: 612 MiB for the context of CUDA and 146 for kernels and their
+workspaces, measured on an H200 with torch 2.11."""
 HOST_BYTES = 300 * MIB
 """Of a rank on a CPU beside the model: what a forked interpreter with torch comes to own."""
 WORLD_BYTES = 558 * MIB
-"""Of NCCL and its communicator of all ranks, which every run has: measured there, with one rank."""
+"""Memory of NCCL and its communicator of all ranks, which every run has: measured there, with one rank."""
 COMMUNICATOR_BYTES = 389 * MIB
-"""Of each further communicator, one for a group of ranks that talk: measured there, with one rank."""
+"""Memory of each further communicator, one for a group of ranks that talk: measured there, with one rank."""
 RESERVE = 0.04
 """Assumed share of what is allocated during a step that torch's allocator holds beside it, in pieces."""
 HOST_LOGITS, GPU_LOGITS, CHUNK = 1 << 22, 1 << 27, 64
@@ -242,7 +242,7 @@ def passing(run: RunConfig) -> bool:
 
 
 def communication_bytes(r: Rank, layer: int) -> int:
-    """What FSDP gathers, where a layer has so many elements of weights at most; and buffers of sequences."""
+    """Return what FSDP gathers, where a layer has so many elements of weights at most; and buffers of sequences."""
     run, p, m = r.run, r.layout, r.model
     total = r.tokens * m.hidden_size * r.element if r.gathers_into_buffer else 0
     if p.fsdp != "none":
@@ -254,7 +254,7 @@ def communication_bytes(r: Rank, layer: int) -> int:
 
 
 def context_bytes(r: Rank) -> int:
-    """What a process takes beside torch's allocator: kernels, and NCCL for each group of ranks that talk."""
+    """Return what a process takes beside torch's allocator: kernels, and NCCL for each group of ranks that talk."""
     if r.host:
         return HOST_BYTES
     p = r.layout

@@ -1,4 +1,4 @@
-"""Which command of a script trains: what starts its processes, the program, and the words that are given to it."""
+"""The command of a script that trains: what starts its processes, the program, and the words that it is given."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class Found:
     words: list[Word]
     notes: list[str]
     family: str = "gpt"
-    """What it trains, gpt or bert."""
+    """The kind of model that it trains, gpt or bert."""
     doubt: str = ""
     """Other commands that may be meant; empty where there are none."""
 
@@ -72,7 +72,8 @@ def training_command(script: Script, source: str) -> Found:
         if family is None:
             continue
         named = program is not None and known(program, family)
-        if count < (0 if named else 1 if launcher else FEW_FLAGS):
+        least = 1 if launcher else FEW_FLAGS
+        if not named and count < least:
             continue
         others.append(command)
         if named or count >= FEW_FLAGS:
@@ -136,7 +137,8 @@ def _without_places(words: Sequence[Word]) -> list[str]:
     start = next((i for i, text in enumerate(texts) if i and os.path.basename(text) in _STARTING), 0)
     out = list[str]()
     skips = False
-    for text in texts[start if os.path.basename(texts[0]) in _REMOTE else 0 :] if texts else ():
+    remote = bool(texts) and os.path.basename(texts[0]) in _REMOTE
+    for text in texts[start:] if remote else texts:
         name, equals, _ = text.partition("=")
         if name.replace("_", "-") in _PLACES:
             skips = not equals
@@ -148,7 +150,7 @@ def _without_places(words: Sequence[Word]) -> list[str]:
 
 
 def _parted(words: Sequence[Word]) -> tuple[list[Word], str | None, list[Word]]:
-    """What starts the processes, the training program, and what that is given."""
+    """Return what starts the processes, the training program, and what that is given."""
     texts = list(map(shown, words))
     for index, text in enumerate(texts):
         module = text == "-m" and index + 1 < len(words) and not texts[index + 1].startswith(_LAUNCHERS)

@@ -205,7 +205,7 @@ def _naming(command: str, words: Sequence[Raw]) -> list[Raw]:
 
 
 def _computed_name(raw: Raw) -> bool:
-    """Whether the name in a word is not written there: `$1`, `"$1=$2"`, and not `A`, `"A=$2"` or `A[$1]`."""
+    """Tell if the name in a word is not written there: `$1`, `"$1=$2"`, and not `A`, `"A=$2"` or `A[$1]`."""
     first = raw.parts[0] if raw.parts else None
     if first is None or all(part.kind == "text" for part in raw.parts):
         return False
@@ -213,7 +213,7 @@ def _computed_name(raw: Raw) -> bool:
 
 
 def _sets_computed(raw: Raw) -> bool:
-    """Whether arithmetic sets a variable whose name is not written in it, as `$1 += 2` does."""
+    """Tell if arithmetic sets a variable whose name is not written in it, as `$1 += 2` does."""
     text = "".join(part.text if part.kind == "text" else "$x" for part in raw.parts)
     return sets_computed(text)
 

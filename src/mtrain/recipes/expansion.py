@@ -49,7 +49,7 @@ class State:
     ended: bool = False
     """Whether nothing behind this place runs."""
     moved: bool = False
-    """Whether it is in another folder than the script began in."""
+    """Tell if it is in another folder than the script began in."""
 
     def copy(self) -> State:
         """The same, to be changed apart."""
@@ -298,7 +298,7 @@ class Expander:
         return str(number) if number is not None else self.gap(f"$(({text}))", "is not known")
 
     def calculated(self, text: str, by: str) -> bool:
-        """Whether arithmetic sets variables, which it then forgets."""
+        """Forget the variables that arithmetic sets; returns True where it sets any."""
         sets = _ASSIGNS.search(text) is not None
         if sets:
             self.forget(_NAMES.findall(text), f"is set by {by}")
@@ -316,12 +316,12 @@ class Expander:
 
 
 def has_braces(raw: Raw) -> bool:
-    """Whether a word becomes several by its braces: `{a,b}`, and `{$A,"b"}`."""
+    """Tell if a word becomes several by its braces: `{a,b}`, and `{$A,"b"}`."""
     return (
         _BRACES.search("".join(p.text if p.kind == "text" and not p.quoted else "x" for p in raw.parts)) is not None
     )
 
 
 def sets_computed(text: str) -> bool:
-    """Whether arithmetic sets a variable whose name is a value, as `$1 += 2` does."""
+    """Tell if arithmetic sets a variable whose name is a value, as `$1 += 2` does."""
     return "$" in text and _COMPUTED.search(text) is not None

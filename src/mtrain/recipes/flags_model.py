@@ -114,7 +114,8 @@ def _window(a: Arguments, d: Draft) -> Draft:
     text = a.word("--window-size")
     if text is None:
         return {"model.window_size": None}
-    key, sides = "model.window_size", _SIDES.match(text)
+    key = "model.window_size"
+    sides = _SIDES.match(text)
     if sides is None:
         a.refuse(
             "--window-size", "unreadable", "takes tokens to the left and to the right, as 127,0; -1: all of them"

@@ -142,7 +142,7 @@ class ConfigFile:
                 self.unknown(key, known)
 
     def _is_of_transformers(self) -> bool:
-        """Whether the file's architectures are those of the class of transformers that reads it."""
+        """Tell if the file's architectures are those of the class of transformers that reads it."""
         names = self.said.get("architectures")
         if self.read_by is None or not isinstance(names, list) or not names:
             return False

@@ -13,7 +13,7 @@ _NODES = ("--nnodes", "--num-nodes", "--num-machines", "--nodes")
 _OWN = ("--nproc-per-node", "--num-gpus", "--num-workers-per-node", "--npernode", "--ppn")
 """Processes of a machine in the words of what starts them, which count before what a job was given."""
 _EACH_GPU = ("gpu", "auto")
-"""What torchrun takes for a process on each GPU; on other words it starts others."""
+"""Words that torchrun takes for a process on each GPU; on other words it starts others."""
 _GPUS = ("--gpus-per-node", "--gpus-per-task", "--gpus")
 _PER_NODE = "--ntasks-per-node"
 """Counts where no GPUs are said: one task of a machine may start a process for each GPU."""
@@ -57,7 +57,7 @@ class World:
 
 @dataclass(frozen=True)
 class Asked:
-    """What a launcher, and the job that it stands in, say of machines and processes on each."""
+    """Machines, and processes on each, that a launcher and its job ask for."""
 
     nodes: int | None
     """None: only running the script could tell."""
@@ -72,24 +72,30 @@ class Asked:
 
 
 def asked_of(words: Sequence[Word], directives: Mapping[str, str]) -> Asked:
-    """What a launcher's words, and failing them the directives of a batch script, ask for."""
+    """Return what a launcher's words, and failing them the directives of a batch script, ask for."""
     for index, word in enumerate(words):
         if isinstance(word, Unread) and _may_be_any(word) and not _is_value(words, index):
             return Asked(None, None, f"{word.text} may say how many processes are started: it {word.why}")
     said = _flags(words)
     given = {**{flag: value for flag, value in directives.items() if flag not in said}, **said}
-    named, tasks = not given.keys().isdisjoint(_NODES), _first(given, _TASKS)
+    named = not given.keys().isdisjoint(_NODES)
+    tasks = _first(given, _TASKS)
     nodes = _first(given, _NODES)
-    gpus = _gpus(given, nodes if named else 1, tasks)
+    machines = nodes if named else 1
+    gpus = _gpus(given, machines, tasks)
     own = [flag for flag in _OWN if flag in said]
     if own:
         per_node = _first(said, own)
         if per_node is None and (said[own[0]] in _EACH_GPU or not said[own[0]].isalpha()):
             per_node = gpus
     elif tasks is not None and not said.keys().isdisjoint(_IN_ALL):
-        per_node = gpus if not named and gpus and tasks % gpus == 0 else _share(tasks, nodes if named else 1)
+        per_node = _share(tasks, machines)
+        if not named and gpus and tasks % gpus == 0:
+            per_node = gpus
     else:
-        per_node = gpus if gpus is not None else _tasks_of_a_node(given, nodes if named else 1, tasks)
+        per_node = gpus
+        if per_node is None:
+            per_node = _tasks_of_a_node(given, machines, tasks)
         if per_node is None and given.keys().isdisjoint(_GPUS) and _starts(words, _TORCHRUN):
             per_node = 1
     if not named:
@@ -103,7 +109,7 @@ def asked_of(words: Sequence[Word], directives: Mapping[str, str]) -> Asked:
 
 
 def starts_several(words: Sequence[Word]) -> bool:
-    """Whether words before a program start it several times, as far as they are known."""
+    """Tell if words before a program start it several times, as far as they are known."""
     return _starts(words, _STARTERS) or any(map(_may_be_any, words))
 
 

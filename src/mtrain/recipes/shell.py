@@ -176,7 +176,9 @@ class _Reader(Effects):
         self.follow(node.first)
         self.line = node.line
         why = f"is set under a condition: {node.text[:60]}"
-        ends, defined, functions = list[State](), list[dict[str, tuple[str, Function]]](), self.functions
+        ends = list[State]()
+        defined = list[dict[str, tuple[str, Function]]]()
+        functions = self.functions
         for body in node.bodies:
             self.spend(len(functions))
             self.functions = dict(functions)
@@ -305,7 +307,11 @@ class _Reader(Effects):
         reads = self.opener if path and not elsewhere and not made and len(self.calls) < MAX_CALLS else None
         found = reads(path, self.source) if reads else None
         if found is None:
-            why = ", which the script writes," if made else ", which is in another folder by cd," if elsewhere else ""
+            why = ""
+            if made:
+                why = ", which the script writes,"
+            elif elsewhere:
+                why = ", which is in another folder by cd,"
             said = f"{shown(word)}{why} is not read, and may set any variable: give it before this file"
             self.sourced[self.where] = said
             self.forget_all(f"may be set by {shown(word)}, which is not read (line {node.line})")
@@ -315,13 +321,15 @@ class _Reader(Effects):
         kept, line = self.source, self.line
         self.calls.append(name)
         self.source = name
-        arguments, called = self.state.arguments, self.state.called
+        arguments = self.state.arguments
+        called = self.state.called
         if words[1:]:
             self.state.arguments = [(one,) if isinstance(one, str) else one.pieces for one in words[1:]]
             self.state.called = True
         self.follow(parse_script(text, name))
         if words[1:]:
-            self.state.arguments, self.state.called = arguments, called
+            self.state.arguments = arguments
+            self.state.called = called
         self.source, self.line, self.state.ended = kept, line, False
         self.calls.pop()
 

@@ -208,7 +208,7 @@ def summary(prefix: Path, made: Mapping[str, Any], took: float) -> list[str]:
 
 
 def by_keys(counts: Mapping[str, int]) -> list[str]:
-    """What is said of records that were left out because a key of theirs says so; `counts`: records by key."""
+    """Describe the records that were left out because a key of theirs says so; `counts`: records by key."""
     fix = "where that does not say whether a record is learned, ignored_keys="
     return [f"  {many} left out because {key} is 0 or false; {fix}{key}" for key, many in counts.items() if many]
 

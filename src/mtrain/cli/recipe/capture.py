@@ -102,7 +102,8 @@ def _script(command: Sequence[str]) -> tuple[str, str]:
 
 def _run(command: Sequence[str], folder: Path, timeout_s: float) -> tuple[int, bool]:
     """The exit code, and whether the command was ended before its end; it leaves no process behind."""
-    env, until = environment(folder), time.monotonic() + timeout_s
+    env = environment(folder)
+    until = time.monotonic() + timeout_s
     reading, writing = os.pipe()
     try:
         with (folder / "output").open("wb") as output:

@@ -132,7 +132,8 @@ def go_on(words: list[str]) -> None:
 def with_environment(words: list[str]) -> None:
     """Goes on with the command of `env`, in its environment with what stands in put back."""
     around = {name: value for name, value in os.environ.items() if name.startswith("MTRAIN_CAPTURE")}
-    asked, folder = list(words), ""
+    asked = list(words)
+    folder = ""
     while words and (words[0].startswith("-") or "=" in words[0]):
         word, *words = words
         option, equals, value = word.partition("=")

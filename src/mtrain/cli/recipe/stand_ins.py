@@ -1,4 +1,4 @@
-"""What stands in for launchers, interpreters and shells while `recipe import --capture` runs a script."""
+"""Stand-ins for launchers, interpreters and shells while `recipe import --capture` runs a script."""
 
 from __future__ import annotations
 
@@ -123,7 +123,8 @@ def prepare(folder: Path, text: str) -> None:
         "python": sys.executable,
     }
     (folder / "facts.json").write_text(strict_json.dumps(facts))
-    site, own = folder / "site", folder / "bin"
+    site = folder / "site"
+    own = folder / "bin"
     site.mkdir()
     own.mkdir()
     (site / "sitecustomize.py").write_text(_SITE.replace("FOLDER", repr(str(folder))))

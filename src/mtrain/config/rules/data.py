@@ -61,7 +61,8 @@ def keys_of_the_kind(run: RunConfig) -> Iterator[Finding]:
         rule = f"limits how much text is read, and data.kind is {d.kind}"
         yield Finding("MT303", "data.limit_mib", rule, ({"data.limit_mib": None},), unset=True)
     if d.kind == "mock" and d.tokenizer is not None:
-        rule, none = "kind mock has no text, and the tokenizer no effect", {"data.tokenizer": None}
+        rule = "kind mock has no text, and the tokenizer no effect"
+        none = {"data.tokenizer": None}
         yield Finding("MT304", "data.tokenizer", rule, (none,), unset=True, hint="data=text")
 
 

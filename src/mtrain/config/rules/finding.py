@@ -29,7 +29,7 @@ class Finding:
     also: tuple[str, ...] = ()
     """Other keys that the rule is about, where its text does not name them."""
     unset: bool = False
-    """Whether what is wrong is that a key is set at all. Where no fix keeps what somebody gave it, words say to leave
+    """True where a key may not be set at all. Where no fix keeps what somebody gave it, words say to leave
     it out."""
     lacks: Literal["", "device", "input"] = ""
     """What is not there yet, though nothing is wrong: a device that auto did not find, an input that has to be named.

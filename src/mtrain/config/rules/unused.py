@@ -24,7 +24,7 @@ UNUSED = Code(
 )
 _KEY = re.compile(r"[a-z_]+(?:\.[a-z0-9_]+)+")
 USUAL = {"peft.kind": "lora"}
-"""What a key that has to be set, to whatever it may be, is set to."""
+"""Value of a key that only has to be set."""
 _OTHERS = tuple(key for key in CONDITIONAL if key not in QUANTIZED)
 
 
@@ -51,7 +51,8 @@ def key_has_an_effect(key: Conditional) -> Rule:
     def has_an_effect(run: RunConfig) -> Iterator[Finding]:
         if key.value(run) != key.off and not key.active(run):
             off: Change = {key.path: key.off}
-            on, content = waited_for(run, key.path), is_content(key.path)
+            on = waited_for(run, key.path)
+            content = is_content(key.path)
             fixes = tuple(change for change in ({} if content and on else off, on) if change)
             words = with_choices(on)
             chosen = any(path in CHOOSING for path in on)

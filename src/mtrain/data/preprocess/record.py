@@ -40,12 +40,13 @@ class Misread(ValueError):
     """A key that says whether a record is learned has a value that says something else, such as a measured loss."""
 
     def __init__(self, key: str, value: Any) -> None:
-        self.key, self.value = key, str(value)[:40]
+        self.key = key
+        self.value = str(value)[:40]
         super().__init__(f"its {key} is {self.value!r}")
 
 
 def rejected(number: int, error: Exception, why: str) -> Rejected:
-    """What is left out for an error of `Reading.text`."""
+    """Texts that are left out for an error of `Reading.text`."""
     misread = (error.key, error.value) if isinstance(error, Misread) else None
     return Rejected(number, why, error.by if isinstance(error, NotLearned) else (), misread)
 

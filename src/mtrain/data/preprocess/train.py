@@ -36,7 +36,7 @@ class Texts:
     """Bytes."""
     rejected: list[str] = field(default_factory=list)
     by: Counter[str] = field(default_factory=Counter)
-    """Those that say themselves, with a key, that they are not learned, by key."""
+    """Records that say by a key that they are not learned: their number by key."""
     _records: Counter[int] = field(default_factory=Counter)
     """By source, those of the parts that are read."""
 

@@ -347,7 +347,7 @@ class Costs:
         return self._states[key]
 
     def _beside(self, run: RunConfig) -> int:
-        """What is beside the model: buffers of what is gathered and, on a GPU, kernels and NCCL."""
+        """Return the bytes beside the model: buffers of what is gathered and, on a GPU, kernels and NCCL."""
         p = run.parallel
         shards = p.tp, p.sequence_parallel, p.ep, p.etp, p.cp, run.trainer.micro
         key = *shards, p.pp > 1, p.dp > 1, p.fsdp
