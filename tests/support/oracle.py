@@ -35,7 +35,9 @@ ERROR = re.compile(r"[\w.]+(Error|Exception|Input|Environment|rank)\b")
 """How the line of a traceback begins that names the error."""
 UNUSED_KEY = "a key that is set and has no effect: somebody believes that it does something"
 POLICY: dict[str, str] = {
-    **dict.fromkeys(("MT118", "MT121", "MT150", "MT162", "MT205", "MT206", "MT208", "MT209", "MT210"), UNUSED_KEY),
+    **dict.fromkeys(
+        ("MT118", "MT121", "MT150", "MT162", "MT168", "MT205", "MT206", "MT208", "MT209", "MT210"), UNUSED_KEY
+    ),
     **dict.fromkeys(("MT225", "MT405", "MT406", "MT441", "MT442", "MT464", "MT465"), UNUSED_KEY),
     **dict.fromkeys(("MT221", "MT232", "MT264", "MT267", "MT423"), UNUSED_KEY),
     "MT045": "the release of megatron-core that is loaded does not have it, and would train as if nobody had asked",
