@@ -22,15 +22,16 @@ def _ranks(agent: int) -> list[psutil.Process]:
 
 
 @pytest.mark.parametrize(
-    ("ranks", "name"),
+    ("ranks", "name", "number"),
     [
-        (1, ()),
-        pytest.param(2, (), marks=pytest.mark.full),
-        pytest.param(2, ("log.name=a",), marks=pytest.mark.full),
+        (1, (), signal.SIGKILL),
+        pytest.param(2, (), signal.SIGKILL, marks=pytest.mark.full),
+        pytest.param(2, ("log.name=a",), signal.SIGKILL, marks=pytest.mark.full),
+        pytest.param(2, (), signal.SIGTERM, marks=pytest.mark.full),
     ],
 )
-def test_a_rank_that_is_killed_is_replaced_and_the_run_goes_on(
-    ranks: int, name: tuple[str, ...], tmp_path: Path
+def test_a_rank_that_is_stopped_is_replaced_and_the_run_goes_on(
+    ranks: int, name: tuple[str, ...], number: signal.Signals, tmp_path: Path
 ) -> None:
     program = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
     words = latest(*WORDS, f"parallel=tp{ranks}", *name)
@@ -46,7 +47,7 @@ def test_a_rank_that_is_killed_is_replaced_and_the_run_goes_on(
         )
     try:
         wait_for(lambda: bool(list(tmp_path.glob("runs/*/checkpoints/step_*/manifest.json"))), 120)
-        os.kill(_ranks(agent.pid)[-1].pid, signal.SIGKILL)
+        os.kill(_ranks(agent.pid)[-1].pid, number)
         assert agent.wait(120) == 0, output.read_text()[-4000:]
     finally:
         for child in psutil.Process(agent.pid).children(recursive=True) if agent.poll() is None else []:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from pathlib import Path
 
 import pytest
@@ -31,3 +32,22 @@ def test_a_cosine_that_is_made_longer_is_told_and_accepted(tmp_path: Path) -> No
     words = ("trainer.train_iters=4", "checkpoint.accept_changes=true")  # as the page of resume says it
     assert mtrain("resume", "runs/cosine", *words, cwd=tmp_path).returncode == 0
     assert [f"{line['lr']:.3g}" for line in metrics(tmp_path / "runs/cosine")][2:] == ["0.00232", "0.001"]
+
+
+@pytest.mark.full
+def test_a_first_run_ends_with_commands_that_run(tmp_path: Path) -> None:
+    done = mtrain(cwd=tmp_path, timeout_s=240)
+    assert done.returncode == 0, done.stderr
+    following = done.stdout.partition("\nnext:\n")[2].splitlines()
+    assert len(following) == 6
+    commands = [line.strip().removeprefix("python launch.py ").partition("  ")[0] for line in following]
+    for words in commands:
+        if words.startswith(("generate", "check", "plan", "help")):
+            done = mtrain(*shlex.split(words), cwd=tmp_path)
+            assert done.returncode == 0, f"{words}: {done.stderr}"
+    resume = shlex.split(next(words for words in commands if words.startswith("resume")))
+    done = mtrain("check", *(word for word in resume if "=" in word), cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    longer = mtrain(*resume, "trainer.train_iters=82", cwd=tmp_path)
+    assert longer.returncode == 0, longer.stderr
+    assert "step  82" in longer.stdout or "82/82" in longer.stdout, longer.stdout

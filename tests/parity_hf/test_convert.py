@@ -22,6 +22,7 @@ from mtrain.models.table import GATE_UP, TRANSPOSED, Entry, Operation, Table
 from tests.parity_hf import theirs
 from tests.parity_hf.drawn import FAMILIES, draw
 from tests.parity_hf.families import CASES
+from tests.support.commands import mtrain
 from tests.support.covering import some
 from tests.support.forked import RankFailed, run_alone, run_ranks
 
@@ -388,7 +389,8 @@ def test_a_head_that_repeats_tied_embeddings_is_counted_and_another_one_is_refus
     held = load_file(source / "model.safetensors")
     held["lm_head.weight"] = held["model.embed_tokens.weight"].clone()
     save_file(held, source / "model.safetensors", {"format": "pt"})
-    assert command("import", source, run) == 0
+    done = mtrain("convert", "import", str(source), str(run), cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
     certificate = json.loads((run / "conversion.json").read_text())
     assert certificate["copies"] == {"lm_head.weight": "model.embed_tokens.weight"}
     assert "lm_head.weight" in certificate["source"]

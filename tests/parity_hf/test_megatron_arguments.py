@@ -10,6 +10,7 @@ import torch
 
 from mtrain.cli.main import main
 from tests.parity_hf.test_convert import command, data_of, saved
+from tests.support.commands import mtrain
 from tests.support.forked import run_alone
 
 CHANGED: dict[str, tuple[dict[str, Any], str]] = {
@@ -21,20 +22,21 @@ CHANGED: dict[str, tuple[dict[str, Any], str]] = {
 
 
 @pytest.mark.full
-def test_arguments_of_another_network_are_refused(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_arguments_of_another_network_are_refused(tmp_path: Path) -> None:
     source, run, there = saved("llama 3", tmp_path / "theirs"), tmp_path / "run", tmp_path / "megatron"
     recipe, common = tmp_path / "model.yaml", there / "release/common.pt"
     assert command("import", source, run) == 0
     assert command("export", "--megatron", run, there) == 0
     assert run_alone(lambda: main(["recipe", "import", str(source / "config.json"), "-o", str(recipe)])) == 0
     kept = torch.load(common, weights_only=False)  # which this test wrote
+    words = ("convert", "import", "--megatron", str(there), str(tmp_path / "back"), f"recipe={recipe}")
     for changed, said in CHANGED.values():
         for name, value in changed.items():
             setattr(kept["args"], name, value)
         torch.save(kept, common)
-        capfd.readouterr()
-        assert command("import", "--megatron", there, tmp_path / "back", f"recipe={recipe}") == 2
-        assert said in capfd.readouterr().err
+        done = mtrain(*words, cwd=tmp_path)
+        assert done.returncode == 2, done.stderr
+        assert said in done.stderr
         assert not (tmp_path / "back").exists()
         kept = torch.load(common, weights_only=False)
         for name in changed:

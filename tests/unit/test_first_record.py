@@ -56,12 +56,20 @@ def test_the_first_line_of_a_file_says_whether_it_holds_chats(
         assert data.loss_on == "assistant"
 
 
-@pytest.mark.parametrize(("record", "fix"), [(CHAT, "data=sft"), (PAIR, "data=sft with"), (TEXT, "")])
-def test_chats_that_are_named_as_text_are_warned_of(record: object, fix: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("record", "fix"), [(CHAT, "data=sft"), (PAIR, "data=sft with"), (TEXT, "data tokenize")])
+def test_records_that_are_named_as_text_are_warned_of(record: object, fix: str, tmp_path: Path) -> None:
     found = loaded(f"data=text data.path={lines(tmp_path / 'a.jsonl', record)}")
     said = [problem for problem in found.warnings if problem.code == "MT346"]
-    assert [problem.fix.startswith(fix) for problem in said] == [True] * bool(fix)
-    assert all(problem.path == "data.path" for problem in said)
+    assert [problem.fix.startswith(fix) for problem in said] == [True]
+    assert said[0].path == "data.path"
+
+
+@pytest.mark.parametrize(
+    ("record", "name"), [(TEXT, "a.txt"), ({"text": 1}, "a.jsonl"), ({"body": "x" * 99}, "a.jsonl")]
+)
+def test_other_files_are_text(record: object, name: str, tmp_path: Path) -> None:
+    found = loaded(f"data=text data.path={lines(tmp_path / name, record)}")
+    assert "MT346" not in {problem.code for problem in found.warnings}
 
 
 def test_pairs_of_answers_are_not_learned_as_text(tmp_path: Path) -> None:

@@ -13,6 +13,7 @@ import pytest
 from mtrain.cli.main import main
 from mtrain.cli.recipe.capture import capture
 from mtrain.errors import ConfigError
+from tests.support.patience import patient
 
 ROOT = Path(__file__).resolve().parents[2]
 MODEL = "--num-layers 4 --hidden-size 128 --num-attention-heads 8 --seq-length 64 --vocab-size 512 --train-iters 5"
@@ -36,7 +37,7 @@ def test_a_script_is_run_and_its_recipe_holds_what_bash_passes_and_no_secret(tmp
         env={**os.environ, "HF_TOKEN": SECRET},
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=patient(120),
         check=False,
     )
     assert done.returncode == 0, done.stderr
@@ -59,8 +60,11 @@ def test_a_script_is_run_and_its_recipe_holds_what_bash_passes_and_no_secret(tmp
         f"nohup env X=1 {sys.executable} -m torch.distributed.run --nproc-per-node 8 pretrain_gpt.py {MODEL}\n",
         f"deepspeed --num_gpus 8 pretrain_gpt.py {MODEL} & wait\n",
         f'ssh node0 "cd /x && torchrun --nproc-per-node 8 pretrain_gpt.py {MODEL}"\n',
+        f"ray start --head\nray job submit -- torchrun --nproc-per-node 8 pretrain_gpt.py {MODEL}\nray stop\n",
+        f"mpiexec -n 8 python3 pretrain_gpt.py {MODEL}\n",
+        f"accelerate launch --num_processes 8 pretrain_gpt.py {MODEL}\n",
     ],
-    ids=["exec", "sbatch", "srun", "mpirun", "interpreter", "deepspeed", "ssh"],
+    ids=["exec", "sbatch", "srun", "mpirun", "interpreter", "deepspeed", "ssh", "ray", "mpiexec", "accelerate"],
 )
 def test_each_way_to_start_training_is_recorded(text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)

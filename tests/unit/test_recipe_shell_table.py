@@ -16,6 +16,7 @@ from mtrain.recipes.command import training_command
 from mtrain.recipes.imported import WHOLE, leave_open, read_flags
 from mtrain.recipes.megatron import open_neighbour
 from mtrain.recipes.shell import read_script
+from tests.support.patience import patient
 
 pytestmark = pytest.mark.skipif(shutil.which("bash") is None, reason="bash is not installed")
 
@@ -280,7 +281,9 @@ def truth(folder: Path) -> dict[str, list[list[str]]]:
     (own / "torchrun").write_text('#!/bin/sh\nprintf "%s\\0" "$NUMBER" torchrun "$@" "" "" >> "$CALLS"\n')
     (own / "torchrun").chmod(0o700)
     env = {"PATH": f"{own}:/usr/bin:/bin", "CALLS": str(folder / "calls"), "HOME": "/nowhere"}
-    subprocess.run(["bash", "all.sh"], cwd=folder, env=env, timeout=30, stdin=subprocess.DEVNULL, capture_output=True)
+    subprocess.run(
+        ["bash", "all.sh"], cwd=folder, env=env, timeout=patient(30), stdin=subprocess.DEVNULL, capture_output=True
+    )
     (folder / "made.sh").write_text("A=2\n")
     out: dict[str, list[list[str]]] = {}
     for call in (folder / "calls").read_text().split("\0\0\0")[:-1]:
@@ -328,7 +331,7 @@ def test_capture_has_the_words_of_bash_for_every_construct(
     folder: Path, truth: dict[str, list[list[str]]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(folder)
-    calls, code, late, _ = recorded(["bash", "all.sh"], "", 120)
+    calls, code, late, _ = recorded(["bash", "all.sh"], "", patient(120))
     assert (code, late) == (0, False)
     found: dict[str, list[list[str]]] = {}
     for call in calls:

@@ -148,3 +148,19 @@ def test_sizes_of_stages_are_mended_to_the_nearest_that_fit(sizes: str, rule: st
     if fix:
         words = [fix] if "layers_per_stage" in fix else [fix, f"parallel.layers_per_stage={sizes}"]
         assert load(["parallel=pp2", *words], LAPTOP, {}, to_run=False)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "fix"),
+    [
+        ("[2,2]", "parallel.pp=2"),
+        ("[5,-1]", "parallel.pp=2 parallel.layers_per_stage=[3,1]"),
+        ("[1,1,9]", "parallel.pp=3 parallel.layers_per_stage=[1,1,2]"),
+    ],
+)
+def test_sizes_of_stages_bring_their_pipeline(sizes: str, fix: str) -> None:
+    problem = _problem(f"parallel.layers_per_stage={sizes}")
+    assert problem.fix == fix
+    words = fix.split()
+    sized = words if len(words) > 1 else [*words, f"parallel.layers_per_stage={sizes}"]
+    assert load(["parallel=single", *sized], LAPTOP, {}, to_run=False)

@@ -12,7 +12,7 @@ from mtrain.config.layout_string import looks_like_layout, nearest_layout, parse
 from mtrain.config.load import load, package_of
 from mtrain.config.near import NOTHING, SWEPT, accepts, choice_fix, chooses, layouts_near
 from mtrain.config.origins import COMMAND_LINE
-from mtrain.config.paths import CHOICE, choices_of_group, find_config, names_near, user_path
+from mtrain.config.paths import CHOICE, choices_of_group, find_config, listing, names_near, user_path
 from mtrain.config.run import GROUPS
 from mtrain.errors import ConfigError, Problem
 
@@ -90,7 +90,8 @@ def unknown_choice(group: str, choice: str, source: str) -> Problem | None:
                 return Problem("MT016", group, choice, str(error), _layout_fix(choice), source)
     fix = choice_fix(group, choice)
     also = ", or a layout such as tp4pp4" if group == "parallel" else ""
-    rule = f"there is no such choice; choices: {', '.join(choices_of_group(group)) or 'none'}{also}"
+    names = listing(choices_of_group(group), f"choices {group}")
+    rule = f"there is no such choice; choices: {names}{also}"
     return Problem("MT011", group, choice, rule, fix, source)
 
 

@@ -20,17 +20,27 @@ BLANK = b"\xef\xbb\xbf \t\r\n"
 
 def kind_of_chats(path: str | None) -> str | None:
     """Return the kind of data that a file of chats is, by its first record: sft or preference; None: it is none."""
-    file = user_path(path) if path else None
-    if file is None or not file.name.endswith(ENDING) or unreadable(file) is not None or not file.is_file():
-        return None
-    try:
-        facts = os.stat(file)
-        record = _first(file, facts.st_size, facts.st_mtime_ns)
-    except OSError:
-        return None
+    record = _record(path)
     if "chosen" in record and "rejected" in record:
         return "preference"
     return "sft" if any(isinstance(record.get(key), list) for key in ("messages", "conversations")) else None
+
+
+def is_documents(path: str | None) -> bool:
+    """Return whether a file holds a document a line, as `{"text": ...}`, by its first record."""
+    return isinstance(_record(path).get("text"), str)
+
+
+def _record(path: str | None) -> dict[str, Any]:
+    """Return the first record of a JSON Lines file; empty where there is none."""
+    file = user_path(path) if path else None
+    if file is None or not file.name.endswith(ENDING) or unreadable(file) is not None or not file.is_file():
+        return {}
+    try:
+        facts = os.stat(file)
+        return _first(file, facts.st_size, facts.st_mtime_ns)
+    except OSError:
+        return {}
 
 
 @cache

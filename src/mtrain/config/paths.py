@@ -23,6 +23,8 @@ CHOICE = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]*(/[A-Za-z0-9][A-Za-z0-9_.-]*)*\Z
 """The name of a choice or of a group."""
 MAX_NAMES = 2000
 """Names of a folder that are compared with one that is missing."""
+MOST_NAMES = 24
+"""Names that a message lists."""
 
 _PACKAGE = Path(__file__).resolve().parents[1]
 
@@ -38,6 +40,13 @@ def program() -> str:
     """How this program is called here: `python launch.py` in a checkout, `mtrain` where it is installed."""
     checkout = _PACKAGE.parent.name == "src" and (_PACKAGE.parents[1] / "launch.py").is_file()
     return "python launch.py" if checkout else "mtrain"
+
+
+def listing(names: Sequence[str], verb: str) -> str:
+    """Return names as words of a message: up to MOST_NAMES of them, or how many there are and what lists them."""
+    if len(names) > MOST_NAMES:
+        return f"{len(names)}, which `{program()} {verb}` lists"
+    return ", ".join(names) or "none"
 
 
 def conf_dir() -> Path:

@@ -16,7 +16,7 @@ from mtrain.config.files import YAML_ENDINGS, files_near
 from mtrain.config.interpolate import refused
 from mtrain.config.load import Document, filled, load
 from mtrain.config.near import default_choices, near_choice, spelled
-from mtrain.config.paths import MAX_NAMES, find_recipe_file, program, recipe_names, user_path
+from mtrain.config.paths import MAX_NAMES, find_recipe_file, listing, program, recipe_names, user_path
 from mtrain.config.run import GROUPS
 from mtrain.errors import ConfigError, Problem
 
@@ -51,7 +51,8 @@ def find_recipe(name: str) -> Path:
     files = files_near(user_path(name)) or (_beside(user_path(name)) if is_path(name) else [])
     near = [f"recipe={n}" for n in near_choice(name, names)] if not is_path(name) else []
     near = near or [shlex.quote(f"recipe={path}") for path in files]
-    rule = f"there is neither such a file nor such a shared recipe; shared ones: {', '.join(sorted(names)) or 'none'}"
+    there = listing(sorted(names), "recipe list")
+    rule = f"there is neither such a file nor such a shared recipe; shared ones: {there}"
     fix = " or ".join(near) or f"{program()} recipe list, for all of them"
     raise ConfigError([Problem("MT002", "recipe", name, rule, fix, "command line")])
 

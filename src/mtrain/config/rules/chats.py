@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 from collections.abc import Iterator
 from contextlib import suppress
-from pathlib import Path
+from pathlib import Path, PurePath
 
 from mtrain.config.defaults import CHATS
+from mtrain.config.dump import override
 from mtrain.config.files import kind_of, unreadable
-from mtrain.config.first_record import kind_of_chats
+from mtrain.config.first_record import is_documents, kind_of_chats
 from mtrain.config.image_files import records_of
 from mtrain.config.paths import names_near, user_path
 from mtrain.config.rules.finding import Change, Finding
@@ -151,23 +153,35 @@ def keys_of_text(run: RunConfig) -> Iterator[Finding]:
 @rule(
     Code(
         "MT346",
-        "Chats are learned as chats: text is learned as it stands in the file, JSON and all.",
-        "Say data=sft, or leave data.kind null; data=text stays where the JSON itself is meant.",
+        "Records are read as what they are: kind text learns a file as it stands, JSON and all.",
+        "Say data=sft for chats, and tokenize documents; data=text stays where the JSON itself is meant.",
         severity="warning",
         says="its first line is a chat, and kind text learns it as it stands: braces, quotes and names of keys",
     ),
     reads="data.kind data.path",
     disk=True,
 )
-def chats_are_no_text(run: RunConfig) -> Iterator[Finding]:
-    """A file whose first line is a chat is not learned as text."""
+def records_are_no_text(run: RunConfig) -> Iterator[Finding]:
+    """A file whose first line is a chat or a document in JSON is not learned as text."""
     d = run.data
-    found = kind_of_chats(d.path) if d.kind == "text" else None
-    if found is not None:
-        what = "a chat" if found == "sft" else "a pair of answers"
-        rule = f"its first line is {what}, and kind text learns it as it stands: braces, quotes and names of keys"
-        fix = "data=sft" if found == "sft" else "data=sft with the chosen answers as chats"
-        yield Finding("MT346", "data.path", rule, hint=fix)
+    if d.kind != "text" or d.path is None:
+        return
+    found = kind_of_chats(d.path)
+    if found == "sft":
+        what = "a chat"
+        fix = "data=sft"
+    elif found == "preference":
+        what = "a pair of answers"
+        fix = "data=sft with the chosen answers as chats"
+    elif is_documents(d.path):
+        what = "a document in JSON"
+        prefix = PurePath(d.path).stem
+        tokenize = shlex.join(["data", "tokenize", d.path, "--out", prefix, "--tokenizer", "TOKENIZER"])
+        fix = f"{tokenize}, then data=indexed {override('data.path', prefix)}"
+    else:
+        return
+    rule = f"its first line is {what}, and kind text learns it as it stands: braces, quotes and names of keys"
+    yield Finding("MT346", "data.path", rule, hint=fix)
 
 
 RULES = (
@@ -176,5 +190,5 @@ RULES = (
     chats_are_for_decoders,
     pairs_have_no_loss,
     keys_of_text,
-    chats_are_no_text,
+    records_are_no_text,
 )

@@ -129,10 +129,14 @@ def stages_fit(run: RunConfig) -> Iterator[Finding]:
         fixes = [{**EQUAL, "parallel.layers_per_stage": own}, *fixes]
         if p.pipeline_layout is not None:
             fixes = [{**EQUAL, "parallel.pipeline_layout": _written(own, run.model.mtp_num_layers or 0)}]
-    if p.layers_per_stage and sum(p.layers_per_stage) == layers and min(p.layers_per_stage) > 0:
+    if p.layers_per_stage and len(p.layers_per_stage) <= min(layers, MAX_STAGES):
         degree, rest = divmod(len(p.layers_per_stage), p.vpp)
-        if degree > 1 and not rest:
-            fixes = [{"parallel.pp": degree}, {"parallel.pp": degree, "parallel.ranks": None}, *fixes]
+        near = _nearest(p.layers_per_stage, layers)
+        if degree not in (1, p.pp) and not rest and near is not None:
+            mended: Change = {"parallel.pp": degree}
+            if near != list(p.layers_per_stage):
+                mended["parallel.layers_per_stage"] = near
+            fixes = [mended, {**mended, "parallel.ranks": None}, *fixes]
     if "account" in path:
         more = p.account_for_embedding_in_pipeline_split + p.account_for_loss_in_pipeline_split
         fixes = [{"model.num_layers": n - more} for n in multiples(layers + more, blocks) if n > more] + fixes
