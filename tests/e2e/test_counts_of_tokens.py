@@ -55,6 +55,7 @@ def of_chats(home: Path, length: int, batch: int) -> tuple[str, ...]:
         "trainer.eval_interval=null",
         "trainer.eval_iters=1",
         "optim.lr=1e-9",
+        "cluster.peak_tflops={fp32:1}",
         f"log.name=chats_{length}_{batch}",
     )
 
@@ -76,6 +77,8 @@ def test_the_same_chats_padded_more_are_the_same_tokens_work_and_gradient(
     assert other["grad_norm"] == pytest.approx(one["grad_norm"], rel=1e-5)
     assert other["tokens_per_s"] * other["step_s"] == pytest.approx(one["tokens_per_s"] * one["step_s"], rel=1e-3)
     assert other["model_flops"] == pytest.approx(one["model_flops"], rel=1e-9)
+    for line in (one, other):
+        assert line["mfu"] * line["step_s"] == pytest.approx(one["model_flops"] / 1e12, rel=1e-3)
     read = round(one["tokens_per_s"] * one["step_s"])
     assert one["tokens"] < read < 3 * 72
     assert other["padding_share"] == pytest.approx(1 - read / (3 * 128), abs=1e-5)
