@@ -123,7 +123,7 @@ def test_imports_go_strictly_downward(path: Path) -> None:
         if module.partition(".")[0] != "mtrain":
             continue
         known = package_of(module) in {None, "__version__", *LAYERS}
-        assert known, f"{path}:{line}: {module} has no layer; give its package one in this test and in the README"
+        assert known, f"{path}:{line}: {module} has no layer; give its package one here and in docs/architecture.md"
         there = layer_of(module)
         below = BUILDERS if line in inside_functions(path) else here
         assert there < below or (there == here and package_of(module) == package), (

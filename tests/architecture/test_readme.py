@@ -1,4 +1,4 @@
-"""What the README shows happens: its checks end as shown, and every command and file in it exists."""
+"""README and pages of docs: their checks end as shown, every command and file in them exists, and no link is dead."""
 
 from __future__ import annotations
 
@@ -12,12 +12,20 @@ from tests.support.commands import ROOT, mtrain
 from tests.walks import LEFT, walks
 
 README = (ROOT / "README.md").read_text()
-CONSOLES = re.findall(r"```console\n\$ python launch.py ?(.*)\n([^`]*)```", README)
-VALIDATED = [(words, shown) for words, shown in CONSOLES if words.startswith("check")]
+PAGES = {path.name: path for path in (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")))}
+PROSE = {name: path.read_text() for name, path in PAGES.items()}
+CONSOLES = re.findall(r"```console\n\$ python launch.py ?(.*)\n([^`]*)```", "\n".join(PROSE.values()))
+VALIDATED = {words: shown for words, shown in CONSOLES if words.startswith("check")}
+MOST_LINES = 250
 
 
-@pytest.mark.parametrize(("words", "shown"), VALIDATED, ids=[w for w, _ in VALIDATED])
-def test_a_check_that_the_readme_shows_ends_as_it_shows_with_the_same_codes(words: str, shown: str) -> None:
+def test_the_readme_is_short() -> None:
+    assert len(README.splitlines()) <= MOST_LINES
+
+
+@pytest.mark.parametrize("words", VALIDATED)
+def test_a_check_that_a_page_shows_ends_as_it_shows_with_the_same_codes(words: str) -> None:
+    shown = VALIDATED[words]
     done = mtrain(*shlex.split(words), cwd=ROOT)
     codes = [re.findall(r"\[(MT\d+)\]", text) for text in (shown, done.stdout + done.stderr)]
     assert codes[0] == codes[1]
@@ -35,13 +43,24 @@ def test_the_readme_has_four_walks_whose_commands_are_all_run() -> None:
             assert any(line in one.commands or any(c.startswith(line) for c in one.commands) for one in found), line
 
 
-def test_every_command_of_the_readme_is_a_verb_or_an_override() -> None:
-    for words in re.findall(r"`python launch.py([^`]*)`", README):
+@pytest.mark.parametrize("page", PAGES)
+def test_every_command_of_a_page_is_a_verb_or_an_override(page: str) -> None:
+    for words in re.findall(r"`python launch.py([^`]*)`", PROSE[page]):
         for word in shlex.split(words)[:1]:
-            assert word in VERBS or "=" in word or word.startswith("["), word
+            assert word in {*VERBS, "help"} or "=" in word or word.startswith("["), word
 
 
-def test_every_file_that_the_readme_names_exists() -> None:
-    for name in re.findall(r"`((?:conf|recipes|tests|kernels|config|build|mcore|devices)/[\w./-]+)`", README):
+@pytest.mark.parametrize("page", PAGES)
+def test_every_file_that_a_page_names_exists(page: str) -> None:
+    for name in re.findall(
+        r"`((?:conf|docs|recipes|tests|kernels|config|build|mcore|devices)/[\w./-]+)`", PROSE[page]
+    ):
         places = (ROOT / name, ROOT / "src/mtrain" / name)
         assert any(place.exists() for place in places), name
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_every_link_of_a_page_leads_to_a_file(page: str) -> None:
+    for target in re.findall(r"\]\(([^)#]+)[^)]*\)", PROSE[page]):
+        if "://" not in target:
+            assert (PAGES[page].parent / target).exists(), target
