@@ -38,6 +38,7 @@ def ends(folder: Path) -> dict[str, dict[str, Any]]:
     return {f"{line['stage']} {line['unit']}": line for line in lines}
 
 
+@pytest.mark.full
 def test_a_walk_compares_and_measures_and_the_next_call_goes_on_behind_it(tmp_path: Path) -> None:
     some = ("--ops", "norm", "--stages")
     code, said = walk(tmp_path, *some, "environment,parity")

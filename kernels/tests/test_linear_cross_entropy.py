@@ -286,6 +286,7 @@ def sharded_padding(given: dict[str, Tensor], vocabs: list[int]) -> list[Any]:
 
 
 @pytest.mark.dist
+@pytest.mark.full
 def test_padding_lies_on_the_last_ranks_whole_and_in_part():
     given, vocabs = inputs(8, 24, 48, torch.float32), [47, 36, 25, 1]  # of 4 parts of 12
     given["token_weights"] = given["token_weights"].detach() * 1e3

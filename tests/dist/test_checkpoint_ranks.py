@@ -52,6 +52,7 @@ def saved_by(size: int, root: Path, whole: torch.Tensor) -> Path:
     return path
 
 
+@pytest.mark.full
 def test_a_thousand_ranks_make_a_constant_number_of_metadata_calls_each(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

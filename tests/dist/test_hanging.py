@@ -215,6 +215,7 @@ def test_a_healthy_run_with_slow_steps_and_a_long_save_says_nothing_and_leaves_n
     assert not (tmp_path / "runs/run/errors").exists()
 
 
+@pytest.mark.full
 def test_a_disk_that_answers_no_call_for_longer_than_every_timeout_is_waited_for(
     tmp_path: Path, started: list[Launched], limits: Limits
 ) -> None:

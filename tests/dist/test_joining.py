@@ -208,6 +208,7 @@ def test_a_rank_that_comes_a_second_time_when_training_has_begun_ends_alone(
     assert "warning" not in ranks[0].said + ranks[1].said
 
 
+@pytest.mark.full
 def test_a_rank_that_still_imports_is_waited_for(start: Callable[..., Launched]) -> None:
     limit_s = patient(2)
 

@@ -21,6 +21,7 @@ from mtrain.world.rank_env import RankEnv
 from mtrain.world.rank_info import RankInfo
 from mtrain.world.rendezvous import Offer
 from tests.support.commands import SMALL, wait_for
+from tests.support.covering import some
 from tests.support.launched import Launched, as_rank, free_port
 
 RUN = (*SMALL, "cluster=cpu", "trainer.train_iters=2", "log.name=run")
@@ -147,7 +148,7 @@ WAYS: dict[str, Start] = {
 
 
 @pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.full)])
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("way", some(WAYS, ["exec", "torchrun", "srun"]))
 def test_ranks_end_bitwise_as_forked_ones(
     way: str, ranks: int, expected: Callable[[int], dict[str, str]], tmp_path: Path
 ) -> None:

@@ -173,6 +173,7 @@ NORM = "aten._local_scalar_dense.default clip_grads.py get_grad_norm_fp32"
 """megatron-core brings the gradient's norm to the host, that of experts which other ranks hold one by itself."""
 
 
+@pytest.mark.full
 def test_a_step_waits_for_the_device_where_it_is_said() -> None:
     found = synchronised.waits(STEPS)
     norms = {name: waits.pop(NORM, 0) for name, waits in found.items()}

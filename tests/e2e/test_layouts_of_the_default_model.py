@@ -27,7 +27,7 @@ def one_rank(tmp_path_factory: pytest.TempPathFactory) -> list[tuple[float, floa
     return _values(tmp_path_factory.mktemp("single"), "single")
 
 
-@pytest.mark.parametrize("layout", some(["dp2", "tp2", "pp2", "tp2pp2"], ["tp2pp2"]))
+@pytest.mark.parametrize("layout", some(["dp2", "tp2", "pp2", "tp2pp2"], ["tp2"]))
 def test_a_layout_prints_the_losses_of_one_rank(
     layout: str, one_rank: list[tuple[float, float]], tmp_path: Path
 ) -> None:

@@ -12,6 +12,7 @@ from tests.support.commands import SMALL, metrics, mtrain
 RUN = (*SMALL, "parallel=single", "trainer.global_batch_size=2", "optim.lr=1e-2", "optim.warmup_iters=0")
 
 
+@pytest.mark.full
 def test_constant_rates_go_on_as_if_the_run_had_been_as_long(tmp_path: Path) -> None:
     constant = (*RUN, "optim.schedule=constant")
     assert mtrain("log.name=short", *constant, "trainer.train_iters=2", cwd=tmp_path).returncode == 0

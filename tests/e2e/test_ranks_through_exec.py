@@ -89,6 +89,7 @@ def test_evaluate_asks_no_driver(trained: OnDriver) -> None:
     trained.assert_ranks_alone_used_it(1)
 
 
+@pytest.mark.full
 def test_prove_runs_on_the_devices_that_are_here(tmp_path: Path) -> None:
     command = OnDriver(tmp_path)
     said = command("prove", *SMALL, *ON_GPUS, "parallel=tp2")

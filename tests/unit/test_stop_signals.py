@@ -13,6 +13,7 @@ def test_signals_that_are_named_are_noted_and_ignored_ones_stay_ignored() -> Non
         from mtrain.train.stopping import StopRequest
 
         signal.signal(signal.SIGHUP, signal.SIG_IGN)  # as under nohup
+        signal.signal(signal.SIGINT, signal.default_int_handler)  # which a shell ignores in its background
         noted = []
         for name in TrainerConfig().stop_signals:
             request = StopRequest()
