@@ -326,7 +326,6 @@ BROKEN: list[tuple[str, dict[str, Any]]] = [
     ("MT303", {"data.kind": "mock", "data.limit_mib": 1.0}),
     ("MT304", {"data.kind": "mock", "data.tokenizer": "x"}),
     ("MT305", {"data.path": "/nowhere/at/all"}),
-    ("MT306", {"data.kind": "indexed", "data.path": "/nowhere/at/all"}),
     ("MT307", {"data.kind": "indexed", "data.path": "/nowhere", "data.tokenizer": "/nowhere/t.json"}),
     ("MT308", {"data.split": [0.0, 1.0, 0.0]}),
     ("MT308", {"data.split": [0.0, 0.0, 0.0]}),
@@ -475,6 +474,11 @@ def test_a_broken_rule_is_named_with_its_value_and_a_fix_that_works(code: str, c
     after = errors(apply(raw, first_fix(problem)))
     assert code not in {p.code for p in after}
     assert {(p.code, p.path) for p in after} < {(p.code, p.path) for p in errors(raw)}
+
+
+def test_a_corpus_that_is_not_there_is_named_and_nothing_stands_in_for_it() -> None:
+    (problem,) = errors(apply(tiny(), {"data.kind": "indexed", "data.path": "/nowhere/at/all"}))
+    assert (problem.code, problem.value, problem.fix) == ("MT306", "/nowhere/at/all", "")
 
 
 @pytest.mark.parametrize("change", FINE, ids=lambda v: str(v)[:60])
