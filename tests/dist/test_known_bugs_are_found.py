@@ -58,23 +58,19 @@ def held_back_until_the_last() -> None:
 
 def predictions_weighed_by_what_is_left() -> None:
     """#3159: losses of predictions count for more where rolling leaves fewer tokens of a micro-batch."""
-    from mtrain.mcore import language_model
+    from mtrain.mcore.language_model import LanguageModel
 
-    real, scaler, share = language_model.LanguageModel._rolled, language_model.MTPLossAutoScaler, [torch.ones(())]
+    real = LanguageModel.sum_of_losses
 
-    def rolled(self: Any, x: torch.Tensor, packed: Any) -> Any:
-        out, count = real(self, x, packed)
-        if x.is_floating_point():
-            share[0] = x.sum() / count.clamp(min=1)
-        return out, count
+    def weighed(
+        self: Any, hidden: torch.Tensor, labels: torch.Tensor, mask: torch.Tensor, **more: Any
+    ) -> torch.Tensor:
+        loss: torch.Tensor = real(self, hidden, labels, mask, **more)
+        if "told" not in more:  # the loss of the next token
+            return loss
+        return loss * mask.numel() / mask.sum().clamp(min=1)
 
-    class Weighed:
-        @staticmethod
-        def apply(head: torch.Tensor, loss: torch.Tensor) -> torch.Tensor:
-            return scaler.apply(head, share[0] * loss)  # type: ignore[no-any-return]
-
-    replace("mtrain.mcore.language_model:LanguageModel", "_rolled", rolled)
-    replace("mtrain.mcore.language_model", "MTPLossAutoScaler", Weighed)
+    replace("mtrain.mcore.language_model:LanguageModel", "sum_of_losses", weighed)
 
 
 BUGS: dict[str, tuple[str, Callable[[], None]]] = {
