@@ -18,6 +18,7 @@ from mtrain.config.resolve import Machine, resolve
 from mtrain.config.rules import apply, check
 from mtrain.config.run import RunConfig
 from mtrain.errors import ConfigError, Problem
+from tests.support.patience import slowness
 
 LAPTOP = Machine(cpu_cores=2, memory_bytes=8 << 30)
 TINY: dict[str, Any] = {
@@ -42,7 +43,7 @@ SECONDS: list[float] = []
 
 @contextmanager
 def within_a_second() -> Iterator[None]:
-    """What a validation may cost at most: a second of a core."""
+    """Bound the cost of a validation: a second of a core, or two where others crowd its caches."""
     gc.disable()  # as the command does; a process of tests has far more to look through
     begun = time.process_time()
     try:
@@ -50,7 +51,7 @@ def within_a_second() -> Iterator[None]:
     finally:
         gc.enable()
     SECONDS.append(time.process_time() - begun)
-    assert SECONDS[-1] <= 1.0, f"{SECONDS[-1]:.2f} CPU s"
+    assert SECONDS[-1] <= min(slowness(), 2.0), f"{SECONDS[-1]:.2f} CPU s"
 
 
 def tiny(**changes: Any) -> RunConfig:
