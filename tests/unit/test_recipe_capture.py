@@ -147,7 +147,7 @@ def test_other_programs_of_python_run_as_they_would(tmp_path: Path, monkeypatch:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "make_seed.py").write_text("import sys\nprint(int(sys.argv[1]) + 1)\n")
     (tmp_path / "t.sh").write_text(
-        f"S=$(python make_seed.py $(python3 -c 'print(40)'))\npython pretrain_gpt.py {MODEL} --seed $S\n"
+        f"S=$(python make_seed.py $(python3 -c 'print(40)' 2>&1) 2>&1)\npython pretrain_gpt.py {MODEL} --seed $S\n"
     )
     assert capture(["bash", "t.sh"], ()).run.trainer.seed == 41
 

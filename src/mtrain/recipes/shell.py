@@ -104,8 +104,6 @@ class _Reader(Effects):
         """Names of files that the script may have written."""
         self.aliases: set[str] = set()
         """Commands in whose place `alias` may put others."""
-        self.aliases: set[str] = set()
-        """First words of commands that a shell may put others in the place of."""
 
     def read(self, text: str, source: str) -> None:
         """Follows a whole text."""
@@ -277,7 +275,6 @@ class _Reader(Effects):
             if unsure and name not in ("wait", "trap") and not node.text.startswith("(("):
                 self.forget_all(why)
         elif name in ("alias", "enable") or (name == "shopt" and not {"lastpipe", "expand_aliases"}.isdisjoint(said)):
-            self.aliases |= {text.partition("=")[0] for text in said} if name == "alias" else set()
             self.aliases |= {text.partition("=")[0] for text in said if name == "alias"}
             self.forget_all(why)
             self.lastpipe = True
