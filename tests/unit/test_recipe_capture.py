@@ -139,6 +139,8 @@ def test_a_script_that_starts_no_training_is_refused_in_words(
         capture(["bash", "t.sh"], (), 0.5)
     assert main(["recipe", "import", "--capture", "t.sh"]) == 2
     assert "recipe import --capture -- bash t.sh" in capsys.readouterr().err
+    assert main(["recipe", "import", "--capture", "bash", "t.sh"]) == 2
+    assert "recipe import --capture -- bash t.sh" in capsys.readouterr().err
     assert main(["recipe", "import", "--capture", "--", "no-such-command"]) == 2
     assert "no-such-command cannot be started" in capsys.readouterr().err
 

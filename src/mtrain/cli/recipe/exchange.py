@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import shlex
 from collections.abc import Mapping, Sequence
@@ -95,7 +96,8 @@ def _file_of(name: str) -> str:
 def _captured(files: Sequence[str], extra: Sequence[str], options: Options) -> Imported:
     """What a command starts that is run."""
     if files or not options.rest:
-        words = shlex.join(["bash", *files]) if files else "bash pretrain.sh"
+        script = [] if files and not os.path.isfile(files[0]) else ["bash"]
+        words = shlex.join([*script, *(files or ["pretrain.sh"])])
         rule = f"{CAPTURE} runs the command behind --"
         fix = f"recipe import {CAPTURE} -- {words}"
         raise ConfigError([Problem("MT010", "", None, rule, fix, "command line")])
