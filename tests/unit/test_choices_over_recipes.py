@@ -79,6 +79,12 @@ def test_a_choice_replaces_its_group_of_the_recipe_and_no_other(group: str, reci
     assert [(w.code, w.path, lost in w.rule) for w in composed.warnings] == [("MT020", group, True)]
 
 
+def test_what_only_another_kind_of_data_reads_is_not_to_be_said_again(recipe: Path) -> None:
+    (warning,) = compose(["recipe=mine.yaml", "data=mock"]).warnings
+    assert "data.path=corpus" in warning.rule
+    assert warning.fix.endswith("data.seq_length=64")
+
+
 @pytest.mark.parametrize("group", GROUPS)
 def test_a_key_of_the_command_line_is_over_the_choice_and_is_not_lost(group: str, recipe: Path) -> None:
     key, value = VALUES[group]

@@ -164,6 +164,9 @@ def test_the_header_of_a_new_recipe_finds_the_schema_beside_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
+    assert main(["recipe", "new", "model=mixtral_tiny", "parallel=ep2"]) == 2
+    assert "fix: recipe new my.yaml model=mixtral_tiny parallel=ep2" in capsys.readouterr().err
+    assert not list(tmp_path.iterdir())
     assert main(["recipe", "new", "mine.yaml", "model=mixtral_tiny", "parallel=ep2"]) == 0
     assert main(["schema", "recipe", "-o", "."]) == 0
     first = (tmp_path / "mine.yaml").read_text().splitlines()[0]

@@ -139,6 +139,8 @@ def test_a_script_that_starts_no_training_is_refused_in_words(
         capture(["bash", "t.sh"], (), 0.5)
     assert main(["recipe", "import", "--capture", "t.sh"]) == 2
     assert "recipe import --capture -- bash t.sh" in capsys.readouterr().err
+    assert main(["recipe", "import", "--capture", "bash", "t.sh"]) == 2
+    assert "recipe import --capture -- bash t.sh" in capsys.readouterr().err
     assert main(["recipe", "import", "--capture", "--", "no-such-command"]) == 2
     assert "no-such-command cannot be started" in capsys.readouterr().err
 
@@ -147,7 +149,7 @@ def test_other_programs_of_python_run_as_they_would(tmp_path: Path, monkeypatch:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "make_seed.py").write_text("import sys\nprint(int(sys.argv[1]) + 1)\n")
     (tmp_path / "t.sh").write_text(
-        f"S=$(python make_seed.py $(python3 -c 'print(40)'))\npython pretrain_gpt.py {MODEL} --seed $S\n"
+        f"S=$(python make_seed.py $(python3 -c 'print(40)' 2>&1) 2>&1)\npython pretrain_gpt.py {MODEL} --seed $S\n"
     )
     assert capture(["bash", "t.sh"], ()).run.trainer.seed == 41
 

@@ -226,12 +226,21 @@ def test_another_name_of_a_key_is_the_key(kind: str, tmp_path: Path) -> None:
         ("minimax_m2", {"use_mtp": True}, "use_mtp"),
         ("minimax_m2", {"rotary_dim": 64, "partial_rotary_factor": 1.0}, "rotary_dim"),
         ("gpt_oss", {"swiglu_alpha": 1.0}, "swiglu_alpha"),
+        ("gpt_oss", {"num_experts_per_tok": None, "experts_per_token": 2}, "experts_per_token"),
+        ("qwen3_moe", {"decoder_sparse_step": None}, "decoder_sparse_step"),
+        ("qwen2_moe", {"qkv_bias": None}, "qkv_bias"),
+        ("glm4_moe", {"use_qk_norm": None}, "use_qk_norm"),
     ],
 )
 def test_what_is_not_computed_here_is_named(kind: str, change: dict[str, Any], flag: str, tmp_path: Path) -> None:
     found = read(tmp_path, {"model_type": kind, **(GPT2 if kind == "gpt2" else SHAPE), **change})
     why = {u.flag: (u.why, u.text) for u in found.unplaced}
     assert flag in why
+    if why[flag][1].startswith("changes the numbers"):
+        assert flag in found.open["recipe.verified"], "no such recipe is called verified"
+    if flag == "experts_per_token":
+        assert found.run.model.moe is not None
+        assert found.run.model.moe.router_topk == 4, "transformers does not read it"
     if change.keys() == {"num_hidden_layer"} or "factr" in change.get("rope_parameters", {}):
         assert why[flag][0] == "unknown"
         assert "did you mean" in why[flag][1]

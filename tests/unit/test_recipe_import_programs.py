@@ -256,6 +256,8 @@ def test_words_that_only_the_environment_sets_are_noted_and_others_leave_the_rec
     assert "$(cat more)" in found.open["recipe.verified"]
     found = import_texts([(f"{line} --no-such-flag 3\n", "t.sh")], "t")
     assert "--no-such-flag" in found.open["recipe.verified"]
+    found = import_texts([(f"torchrun --nproc-per-node 1 pretrain_gpt.py {KNOWN} $(cat more)\n", "t.sh")], "t")
+    assert {"model.num_layers", "model.hidden_size", "model.max_position_embeddings"} <= set(found.open)
 
 
 @pytest.mark.parametrize("flags", ["--weight-decay 0.3 --bf16", "--fp16", "--weight-decay 0.3 --data-path x"])
@@ -293,9 +295,17 @@ def test_processes_are_counted_by_gpus_before_tasks() -> None:
         ("srun -N2 --ntasks-per-node=1 torchrun --nnodes 2 --nproc-per-node 8", 2, 8),
         ("srun --nodes 2 --ntasks 16 python", 2, 8),
         ("mpirun -np 16 -npernode 8 python", 2, 8),
+        ("mpirun -np 16 -N 8 --hostfile hosts python", 2, 8),
+        ("mpiexec -n 16 -ppn 8 python", 2, 8),
+        ("mpirun -np 16 -H a:8,b:8 python", 2, 8),
+        ("mpirun -n 16 --map-by ppr:8:node python", 2, 8),
+        ("srun -n 16 --ntasks-per-node 8 python", 2, 8),
     ):
         run = import_texts([(f"{head} pretrain_gpt.py {MODEL} {KNOWN}\n", "t.sh")], "t").run
         assert (run.cluster.nodes, run.cluster.devices_per_node) == (nodes, per_node), head
+    for head in ("mpirun -np 16 --hostfile h python", "jsrun -n 16 python", "deepspeed --hostfile h --num_gpus 8"):
+        found = import_texts([(f"{head} pretrain_gpt.py {MODEL} {KNOWN}\n", "t.sh")], "t")
+        assert "cluster.nodes" in found.open, head
 
 
 @pytest.mark.parametrize("ranks", [8, 16])

@@ -240,6 +240,17 @@ exec RUN TP 2
 env X=1 RUN TP 2
 X=1 RUN TP 2
 nohup RUN TP 2
+echo TP 2 WD 0.3 | xargs RUN
+xargs -a flags.txt RUN
+echo /d/a | xargs -I {} RUN TP 2 --data-path {}
+echo 2 | xargs -n1 -I% bash -c 'RUN TP %'
+shopt -s expand_aliases<NL>alias go='RUN TP 2'<NL>go WD 0.3
+shopt -s expand_aliases<NL>alias torchrun='torchrun pretrain_gpt.py WD 0.3'<NL>RUN TP 2
+RUN ${A:-"TP 2"}
+A=${A:-"TP 2"}; RUN $A
+A=`echo \`echo 2\``; RUN TP $A
+A=2; B=`dirname \`dirname $0\``; RUN TP $A
+torchrun() { command torchrun "$@" TP 2; }; RUN
 """
 
 

@@ -106,6 +106,7 @@ class Replaced:
                 f"dropped: {' '.join(words[:MOST_SHOWN])}{more}"
             )
             group, _, name = choice.rpartition(" ")[2].partition("=")
-            lost = [override(key, value) for key, value in values.items() if not is_set(key)]
+            other = {"data.path"} if "data.kind" in values else set()  # what one kind reads, another one does not
+            lost = [override(key, value) for key, value in values.items() if not is_set(key) and key not in other]
             fix = f"say again what is to stay, as in {lost[0]}" if lost else ""
             yield Problem("MT020", group, name, rule, fix, COMMAND_LINE, "warning")

@@ -22,6 +22,7 @@ _ASSIGNS = re.compile(r"\+\+|--|(?<![=!<>])=(?!=)|<<=|>>=")
 _COMPUTED = re.compile(r"(?:\$\w+|\}|\$[@*])\s*(?:\+\+|--|(?:[-+*/%&|^]|<<|>>)?=(?!=))|(?:\+\+|--)\s*\$")
 _NAMES = re.compile(r"[A-Za-z_]\w*")
 _GLOB = re.compile(r"[*?]|\[[^]]*\]")
+_QUOTED_DEFAULT = re.compile(r"\w+:?[-=+]([\"']).*\s.*\1\Z", re.DOTALL)
 _LISTED = re.compile(r"[-0-9\[\](),*+|EtmL]*\Z")
 """A list of layers, as `([0]*3+[1]*58)` or `Et*3|m|L`: no file is called so."""
 _BRACES = re.compile(r"\{[^{}\s]*(?:,|\.\.)[^{}\s]*\}")
@@ -144,6 +145,8 @@ class Expander:
                 loose = loose or (not part.quoted and re.search(r"[*?\[]", text) is not None)
                 continue
             items = self.value(part, 0)
+            if not part.quoted and part.kind == "variable" and _QUOTED_DEFAULT.match(part.text):
+                items = [(self.gap(f"${{{part.text}}}", "has a default that is one word by its quotes"),)]
             if part.quoted:
                 if "@" in part.text and not items and current == [""]:
                     current = None  # "$@" of nothing is no word

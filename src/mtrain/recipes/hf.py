@@ -15,7 +15,7 @@ from mtrain.recipes.hf_classes import class_of
 from mtrain.recipes.hf_families import ALIASES
 from mtrain.recipes.hf_keys import ConfigFile, Family, Json
 from mtrain.recipes.hf_kinds import KINDS
-from mtrain.recipes.imported import Imported, as_published, build, name_of
+from mtrain.recipes.imported import WHOLE, Imported, as_published, build, changing, name_of
 
 WITH_IMAGES = {"gemma3": "gemma3_text"}
 """`model_type` of models that read images -> that of their text model, which is read alone."""
@@ -50,7 +50,9 @@ def import_config(path: Path, extra: Sequence[str] = ()) -> Imported:
         )
     d["model.name"] = name_of(path.resolve().parent if path.stem == "config" else path)
     f.finish()
-    return Imported(as_published(build(d, Arguments(()), extra, source)), f.unplaced, f.notes)
+    doubts = changing(f.unplaced)
+    left = {WHOLE: "; ".join(doubts)} if doubts else {}
+    return Imported(as_published(build(d, Arguments(()), extra, source)), f.unplaced, f.notes, left)
 
 
 def kind_of(values: Json) -> str:

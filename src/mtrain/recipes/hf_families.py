@@ -274,7 +274,7 @@ FAMILIES: dict[str, Family] = {
             },
         },
         (every_other_layer_slides, rotary, gpt_oss_experts),
-        {**_ALIASES, "experts_per_token": "num_experts_per_tok"},
+        _ALIASES,
         {"initial_context_length": "is original_max_position_embeddings of the rotary positions"},
     ),
     "deepseek_v2": Family(

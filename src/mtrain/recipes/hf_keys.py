@@ -75,6 +75,7 @@ class ConfigFile:
             self.values[key] = self.family.absent.get(key)
         elif meaning == "refused" and not self._irrelevant(key):
             self.refuse(key, "unreadable", f"{read_by.name} of transformers takes no null here; leave it out")
+            self.values[key] = self.family.absent.get(key)
 
     def get(self, key: str, default: Any = None) -> Any:
         """The value of a key, which is thereby read."""

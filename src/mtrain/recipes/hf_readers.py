@@ -168,7 +168,9 @@ def minimax_experts(f: ConfigFile) -> None:
 
 
 def gpt_oss_experts(f: ConfigFile) -> None:
-    """Experts of GPT-OSS, with clamped gates and biases."""
+    """Experts of GPT-OSS, with clamped gates and biases; its first files say how many of them twice."""
+    if f.get("experts_per_token", f.get("num_experts_per_tok")) != f.get("num_experts_per_tok"):
+        f.refuse("experts_per_token", "no effect", "is read by no layer of GptOss in transformers")
     f.must("hidden_act", ("silu", "swish"), "changes the numbers: the gate of this family is x sigmoid(1.702 x)")
     f.must("swiglu_alpha", (1.702,), "changes the numbers: the gate of this family is x sigmoid(1.702 x)")
     f.must("attention_bias", (True,), "changes the numbers: biases in all linear layers of this family")

@@ -67,7 +67,8 @@ def read_flags(
     """
     a = Arguments(words, switches())
     loose = next((word for word in a.loose if not word.absent), None)
-    for key in _REQUIRED if loose is not None else ():
+    length = () if "--seq-length" in a.flags else ("model.max_position_embeddings",)
+    for key in (*_REQUIRED, *length) if loose is not None else ():
         a.maybe |= {flag: loose for flag in flags_of()[key] if loose is not None and flag not in a.flags}
     left = {"ranks": unsaid} if unsaid else {}
     d = read_all(a, table(), {"ranks": world.ranks if world else 1}, left)

@@ -26,7 +26,11 @@ _SHORT = {
     "-np": "--np",
     "-npernode": "--npernode",
     "-ppn": "--ppn",
+    "-perhost": "--npernode",
+    **dict.fromkeys(("-H", "-host", "-hosts"), "--host"),
+    **dict.fromkeys(("-hostfile", "-machinefile", "--machinefile"), "--hostfile"),
 }
+_MPI = ("mpirun", "mpiexec", "orterun", "prun", "aprun", "horovodrun")
 _TORCHRUN = ("torchrun", "torch.distributed.run", "torch.distributed.launch")
 _STARTERS = (
     *("torchrun", "deepspeed", "accelerate", "srun", "sbatch", "mpirun", "mpiexec", "orterun", "prun", "jsrun"),
@@ -76,7 +80,10 @@ def asked_of(words: Sequence[Word], directives: Mapping[str, str]) -> Asked:
     for index, word in enumerate(words):
         if isinstance(word, Unread) and _may_be_any(word) and not _is_value(words, index):
             return Asked(None, None, f"{word.text} may say how many processes are started: it {word.why}")
-    said = _flags(words)
+    programs = {shown(word).rpartition("/")[2] for word in words}
+    if "jsrun" in programs:
+        return Asked(None, None, "how many processes jsrun starts is not known here")
+    said = _flags(words) if programs.isdisjoint(_MPI) else _of_mpi(_flags(words))
     given = {**{flag: value for flag, value in directives.items() if flag not in said}, **said}
     named = not given.keys().isdisjoint(_NODES)
     tasks = _first(given, _TASKS)
@@ -100,7 +107,9 @@ def asked_of(words: Sequence[Word], directives: Mapping[str, str]) -> Asked:
             per_node = 1
     if not named:
         in_all = tasks is not None and per_node is not None and not given.keys().isdisjoint(_IN_ALL)
-        nodes = (_share(tasks, per_node) if in_all else 1) or 1
+        nodes = (_share(tasks, per_node) if in_all else _share(tasks, _first(given, [_PER_NODE]))) or 1
+        if "--hostfile" in said and (not in_all or not own):  # a file says how many machines there are
+            return Asked(None, per_node if own else None, "how many machines --hostfile names is not known here")
         if per_node is None and _starts(words, _STARTERS[1:]):  # what starts torchrun may do so on several machines
             nodes = None
     lost = own if per_node is None else [flag for flag in _NODES if flag in given and nodes is None]
@@ -137,6 +146,20 @@ def _tasks_of_a_node(given: Mapping[str, str], nodes: int | None, tasks: int | N
     """The tasks of a machine; one of them may start a process for each GPU, of which the number is not known."""
     found = _first(given, [_PER_NODE]) or _share(tasks, nodes)
     return None if found == 1 and not given.keys().isdisjoint(_GPUS) else found
+
+
+def _of_mpi(said: Mapping[str, str]) -> dict[str, str]:
+    """Options of MPI under the names that others have for them: there `-N` counts the processes of a machine."""
+    names = {"--ntasks": "--np", "--nodes": "--npernode"}
+    out = {names.get(flag, flag): value for flag, value in said.items()}
+    mapped = re.match(r"ppr:([^:]*):(\w*)", out.get("--map-by", ""))
+    if mapped is not None:
+        out["--npernode"] = mapped[1] if mapped[2] == "node" else mapped[0]
+    hosts = out.get("--host", "")
+    if hosts:
+        machines = {host.partition(":")[0] for host in hosts.split(",")}
+        out.setdefault("--nnodes", str(len(machines)) if re.fullmatch(r"[\w.:,-]+", hosts) else hosts)
+    return out
 
 
 def _share(whole: int | None, parts: int | None) -> int | None:

@@ -18,8 +18,8 @@ from mtrain.recipes.expansion import State
 from mtrain.recipes.gaps import Gap, Unread, Value, Word, shown, word_of
 from mtrain.recipes.statements import parse_script
 from mtrain.recipes.syntax import Branches, Command, Function, Loop, Node, assignment
+from mtrain.recipes.wrapped import SHELLS, inner_text, with_input
 
-SHELLS = ("bash", "sh", "zsh", "dash", "ksh")
 MAX_CALLS = 8
 _WRITING = ("tee", "cp", "mv", "ln", "sed", "perl", "install", "rsync", "wget", "curl")
 """Commands that may write files which their words name."""
@@ -102,6 +102,8 @@ class _Reader(Effects):
         self.lastpipe = False
         self.written: set[str] = set()
         """Names of files that the script may have written."""
+        self.aliases: set[str] = set()
+        """Commands in whose place `alias` may put others."""
 
     def read(self, text: str, source: str) -> None:
         """Follows a whole text."""
@@ -225,19 +227,24 @@ class _Reader(Effects):
                 self.assign(raw)
             return
         given, raws = raws[:count], raws[count:]
+        functions = self.functions
         while len(raws) > 1 and raws[0].plain in ("command", "builtin") and (raws[1].plain or "-")[0] != "-":
             raws = raws[1:]
+            functions = {}
         if raws[0].plain in DECLARING:
             self.declare(raws[0].plain, raws[1:], node)
             return
         words = [word for raw in raws for word in self.expand(raw)]
         first = words[0] if words else ""
-        if isinstance(first, str) and (first in self.functions or first in ("eval", "source", ".")):
+        if isinstance(first, str) and (first in functions or first in ("eval", "source", ".")):
             self.forget((m[1] for m in map(assignment, given) if m), f"is set for {first} (line {node.line})")
-        if isinstance(first, Unread):
+        if first in self.aliases and raws[0].plain:
+            meant = Unread((self.gap(first, "is an alias"),))
+            self.keep([meant, *words, meant], node)
+        elif isinstance(first, Unread):
             self.keep(words, node)
             self.forget_all(f"may be set by {first.text[:60]} (line {node.line})")
-        elif first in self.functions:
+        elif first in functions:
             self.call(first, words[1:])
         elif words and not self.builtin(first, words, node):
             if first in _WRITING:
@@ -268,6 +275,7 @@ class _Reader(Effects):
             if unsure and name not in ("wait", "trap") and not node.text.startswith("(("):
                 self.forget_all(why)
         elif name in ("alias", "enable") or (name == "shopt" and not {"lastpipe", "expand_aliases"}.isdisjoint(said)):
+            self.aliases |= {text.partition("=")[0] for text in said if name == "alias"}
             self.forget_all(why)
             self.lastpipe = True
         elif name in ("command", "builtin") and said[:1] not in (["-v"], ["-V"]):
@@ -353,7 +361,8 @@ class _Reader(Effects):
 
     def keep(self, words: list[Word], node: Command) -> None:
         """Keeps a command that is no part of the shell, or the commands of the shell that it starts."""
-        inner = _inner(words)
+        words = with_input(words, self.gap("what xargs or parallel reads", "is known only to a run"))
+        inner = inner_text(words)
         if inner is None and node.stdin is not None and shown(words[0]) in (*SHELLS, "sbatch"):
             inner = words, [word_of(self.joined(node.stdin.parts))]
         first = len(self.script.commands)
@@ -369,25 +378,3 @@ class _Reader(Effects):
             self.script.commands.append(Call(words, self.where, self.conditional))
         for command in found:
             command.words = [*(inner or ((), ()))[0], *command.words]
-
-
-def _inner(words: list[Word]) -> tuple[list[Word], list[Word]] | None:
-    """Of `srun bash -c TEXT` and `sbatch --wrap=TEXT`: what is before the shell, and the text."""
-    for index, word in enumerate(words):
-        if os.path.basename(shown(word)) in SHELLS:
-            for place in range(index + 1, min(index + 6, len(words) - 1)):
-                option = shown(words[place])
-                if re.fullmatch("-[a-z]*c", option):
-                    return words[:index], words[place + 1 : place + 2]
-                if not option.startswith("-"):
-                    break
-        text = shown(word)
-        # What a word gets from elsewhere, $(python3 blend.py --part train), is no command line of this script.
-        known = word if isinstance(word, str) else " ".join(piece for piece in word.pieces if isinstance(piece, str))
-        if re.search(r"\s", known) and ".py" in known and " --" in known and not known.startswith("--"):
-            return words[:index], [word]
-        if text.startswith("--wrap"):
-            if text == "--wrap":
-                return words[:index], words[index + 1 : index + 2]
-            return words[:index], [word[7:] if isinstance(word, str) else word_of((word.start[7:], *word.pieces[1:]))]
-    return None

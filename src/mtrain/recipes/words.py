@@ -218,7 +218,11 @@ class Lexer:
     def _expansion(self, quoted: bool) -> Part:
         """What stands behind `$` or between backticks."""
         if self.text[self.at] == "`":
-            return Part("command", self._to("`"), quoted)
+            end = re.compile(r"(?:[^`\\]|\\.)*`", re.DOTALL).match(self.text, self.at + 1)
+            if end is None:
+                raise self.bad("a ` does not close")
+            self.at = end.end()
+            return Part("command", end.group()[:-1], quoted)
         if self.ahead("$(("):
             before = self.at
             self.at += 3

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import shlex
 from collections.abc import Mapping, Sequence
@@ -25,7 +26,7 @@ from mtrain.errors import ConfigError, Problem, say_page, visible
 from mtrain.plan.time.intervals import in_steps
 from mtrain.recipes.diff import overrides_of
 from mtrain.recipes.hf import import_config
-from mtrain.recipes.imported import CHANGES, WHOLE, Imported, name_of
+from mtrain.recipes.imported import WHOLE, Imported, name_of
 from mtrain.recipes.megatron import export_script, import_commands, import_scripts, import_texts, read_texts
 from mtrain.recipes.megatron_yaml import import_yaml, is_yaml
 from mtrain.recipes.shell import read_calls
@@ -95,7 +96,8 @@ def _file_of(name: str) -> str:
 def _captured(files: Sequence[str], extra: Sequence[str], options: Options) -> Imported:
     """What a command starts that is run."""
     if files or not options.rest:
-        words = shlex.join(["bash", *files]) if files else "bash pretrain.sh"
+        script = [] if files and not os.path.isfile(files[0]) else ["bash"]
+        words = shlex.join([*script, *(files or ["pretrain.sh"])])
         rule = f"{CAPTURE} runs the command behind --"
         fix = f"recipe import {CAPTURE} -- {words}"
         raise ConfigError([Problem("MT010", "", None, rule, fix, "command line")])
@@ -136,9 +138,6 @@ def _about(found: Imported, run: RunConfig, sources: str, problems: Sequence[Pro
     words = describe(run, f"imported from {sources} by mtrain recipe import")
     broken = ", ".join(dict.fromkeys(p.code for p in problems if p.severity == "error" and p.code != UNFILLED))
     report = f"does not pass here: {broken}" if broken else "composes and passes every rule; not trained"
-    other = [u.flag for u in found.unplaced if u.why == "not supported" and u.text.startswith(CHANGES)]
-    if other:
-        report += f"; other numbers than the script's, without {', '.join(other)}"
     if WHOLE in found.open:
         report = MISSING
     elif found.open:

@@ -13,6 +13,7 @@ from mtrain.cli.options import needed, read_options
 from mtrain.cli.setup import also_wrong, resolved_origins, say_replaced, settled, validate
 from mtrain.config.choices import is_path
 from mtrain.config.compose import Composed, Rejected
+from mtrain.config.origins import COMMAND_LINE
 from mtrain.config.overrides import read_overrides
 from mtrain.config.paths import program
 from mtrain.config.resolve import Machine, resolve, world_size_of
@@ -30,7 +31,12 @@ def new(argv: Sequence[str]) -> int:
     """Writes the configuration of the overrides as a recipe of at most 12 lines; never over a file."""
     options = read_options(argv)
     path = Path(needed(options.words, "recipe new my.yaml model=llama3_8b parallel=tp2"))
-    if path.suffix not in (".yaml", ".yml"):
+    named = path.suffix in (".yaml", ".yml")
+    if not named and "=" in path.name:
+        rule = f"{options.words[0]} stands where the file of the recipe is to stand"
+        fix = f"recipe new my.yaml {shlex.join(options.words)}"
+        raise ConfigError([Problem("MT010", "", None, rule, fix, COMMAND_LINE)])
+    if not named:
         path = path.with_name(f"{path.name}.yaml")
     words = overrides_of(options.words[1:])
     loaded, run = for_elsewhere(words)

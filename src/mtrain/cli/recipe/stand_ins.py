@@ -27,11 +27,11 @@ try:
     recorder.as_python_starts()
 finally:
     sys.path[:] = [p for p in sys.path if not p.startswith(FOLDER)]
-    sys.modules.pop("sitecustomize", None)
+    own = sys.modules.pop("sitecustomize", None)
     try:
         import sitecustomize
     except ImportError:
-        pass
+        sys.modules["sitecustomize"] = own  # Python looks for it there, and says so on standard error
 """
 # Before each command, the folders of the recorders come back to PATH and PYTHONPATH. A command that is given one of
 # the two for itself, `PYTHONPATH=x nohup y`, gets a function of its name, once, which brings them back in there.
