@@ -6,7 +6,7 @@ from tests.support.catalogue import DEFAULT, MIXTRAL, Row, bad, fine, odd, recip
 
 T5 = "model=t5_tiny parallel=single"
 COMMAND_LINES: tuple[Row, ...] = (
-    bad(0, "model=lama_tiny", "MT011", "model", "no such choice", "llama_tiny"),
+    bad(0, "model=lama_tiny", "MT011", "model", "no such choice", "choices model` lists"),
     bad(0, f"model={'9' * 900}", "MT011", "model", "no such choice"),
     bad(0, "model=llama_tiny.yaml", "MT011", "model", "no such file"),
     bad(0, "model=../model/llama_tiny", "MT011", "model", "no such file"),

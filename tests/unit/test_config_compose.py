@@ -256,11 +256,12 @@ def test_a_comma_in_a_value_is_mended_by_brackets_or_quotes() -> None:
 @pytest.mark.parametrize(
     ("choice", "near"), [("llma3_8b", "llama3_8b"), ("llama3-8b", "llama3_8b"), ("qwen", "qwen")]
 )
-def test_an_unknown_choice_lists_near_ones_then_all(choice: str, near: str) -> None:
+def test_an_unknown_choice_is_answered_by_near_ones_and_by_what_lists_all(choice: str, near: str) -> None:
     problem = only(f"model={choice}")
     assert problem.code == "MT011"
     assert near in problem.fix.split(" or ")[0]
-    assert "mixtral_8x7b" in problem.rule
+    assert "`python launch.py choices model` lists" in problem.rule
+    assert "auto, default, dp, single" in only("parallel=nothing").rule
 
 
 @pytest.mark.parametrize(
