@@ -43,7 +43,6 @@ CONTEXTS = {
 GIVEN: dict[str, tuple[Any, ...]] = {
     "data.validation_weights": ((2.0,),),
     "data.test_weights": ((2.0,),),
-    "data.ignored_keys": (("strange",),),
     "data.bad_lines": (7,),
     "trainer.stop_signals": (("SIGUSR1",),),
     "log.name": ("another",),
@@ -82,7 +81,7 @@ UNSEEN = {
     "optim.soap.tp_mode optim.muon.tp_mode": "over tensor-parallel ranks",
     "data.fim.rate data.fim.spm_rate data.fim.ids data.blend_sizes data.blend_curriculum data.blend_max_epochs "
     "data.suffixes data.limit_mib data.eod_mask_loss data.tokenizer_vocab_size model.no_rope_freq peft.dropout "
-    "data.long_documents data.packed_multiple data.packed_window data.split data.loss_on "
+    "data.long_documents data.packed_multiple data.packed_window data.split data.loss_on data.ignored_keys "
     "optim.min_lr optim.skip_above_grad_norm trainer.rampup_batch_size trainer.batch_size_schedule "
     "trainer.loss_average model.rotary_base_local model.window_attn_skip_freq": "lists, and values between others",
 }
@@ -112,7 +111,10 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
         CHATML.replace("[[", "").replace("]]", "").replace("message.role + '\\n'", "message.role + ': '")
     )
     (home / "larger" / "tokenizer_config.json").write_text((home / "hf/tokenizer_config.json").read_text())
-    chats_file(home / "chats.jsonl", [turns(f"{i}+1?", f"it is {i + 1}") for i in range(12)])
+    chats = [turns(f"{i}+1?", "it is 0", "no", f"it is {i + 1}") for i in range(12)]
+    for chat in chats:
+        chat[1]["weight"] = 0
+    chats_file(home / "chats.jsonl", chats)
     for number, name in enumerate("abc"):
         with IndexedWriter(home / name, np.dtype("<u2")) as writer:
             writer.add((7 * np.arange(4000) + number) % 600, np.full(100, 40))
@@ -228,6 +230,12 @@ def test_a_key_that_is_declared_to_change_numbers_does(key: str) -> None:
             if changed is not None and digest(changed) != digest(raw):
                 return
     raise AssertionError(f"{key} is declared to change {effect_of(key)}, and no value of it changed a weight")
+
+
+def test_a_key_that_is_not_read_changes_what_is_learned() -> None:
+    assert effect_of("data.ignored_keys") is Effect.NUMERICS
+    raw = raw_of("chats")
+    assert digest(apply(raw, {"data.ignored_keys": ("weight",)})) != digest(raw)
 
 
 @pytest.mark.parametrize("key", NAMES)

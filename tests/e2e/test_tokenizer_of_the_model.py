@@ -196,3 +196,17 @@ def test_an_export_of_a_run_on_text_says_which_token_ends_a_text(home: Path) -> 
     assert mtrain(*words, *STEP.split(), cwd=home).returncode == 0
     assert mtrain("convert", "export", "runs/bpe", "exported-bpe", cwd=home).returncode == 0
     assert loaded(home / "exported-bpe")["eos_token"] == "<|endoftext|>"
+
+
+@pytest.mark.parametrize("size", [400, 5000])
+def test_no_tokenizer_is_trained_for_weights_that_came_without_one(size: int, home: Path) -> None:
+    bare = home / f"bare{size}"
+    shutil.copytree(home / "hf", bare)
+    (bare / "tokenizer.json").unlink()
+    config = json.loads((bare / "config.json").read_text())
+    (bare / "config.json").write_text(json.dumps({**config, "vocab_size": size}))
+    done = fresh("check", f"checkpoint.init_from={bare.name}", "data=text", "data.path=text", cwd=home)
+    assert done.returncode == 2
+    assert f"{bare.name} has weights and no tokenizer.json" in done.stderr
+    assert "fix: data.tokenizer=PATH of the model's tokenizer.json" in done.stderr
+    assert "model.vocab_size=" not in done.stderr, "which the weights do not have"

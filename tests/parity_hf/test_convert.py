@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import shutil
 import signal
 import time
 from collections.abc import Callable
@@ -403,3 +404,17 @@ def test_a_head_that_repeats_tied_embeddings_is_counted_and_another_one_is_refus
     assert "lm_head.weight" in said, "what differs is named, as the folder names it"
     assert "model.embed_tokens.weight" in said
     assert command("verify", source, run) == 4
+
+
+def test_a_head_that_repeats_the_embeddings_of_gpt2_makes_no_difference(tmp_path: Path) -> None:
+    from safetensors.torch import load_file, save_file
+
+    source = saved("gpt2", tmp_path / "theirs")
+    more = shutil.copytree(source, tmp_path / "more")
+    held = load_file(more / "model.safetensors")
+    held["lm_head.weight"] = held["transformer.wte.weight"].clone()
+    save_file(held, more / "model.safetensors", {"format": "pt"})
+    assert command("verify", source, more) == 0
+    held["lm_head.weight"][3, 3] += 1
+    save_file(held, more / "model.safetensors", {"format": "pt"})
+    assert command("verify", more, source) == 4

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from mtrain.cli.setup import Loaded, load
+from mtrain.config.rates import rate as rate_of
 from mtrain.config.resolve import Machine
 from mtrain.plan.time.intervals import in_steps
 from tests.support.commands import mtrain
@@ -129,9 +130,18 @@ def test_fine_tuning_has_published_rates_and_batches_by_size_and_adapter(
     words: str, rate: float, batch: int, source: str, way: str
 ) -> None:
     run, why = load_anyway(f"{words} {way} {NODE}")
-    assert (run.optim.lr, run.trainer.global_batch_size, run.optim.min_lr) == (rate, batch, 0.0)
+    assert (run.optim.lr, run.trainer.global_batch_size) == (rate, batch)
+    assert run.optim.min_lr == pytest.approx(rate / run.trainer.steps, rel=1e-5)
     assert source in why["optim.lr"]
     assert source in why["trainer.global_batch_size"]
+
+
+@pytest.mark.parametrize("steps", [1, 2, 100])
+def test_each_step_of_a_fine_tuning_learns(steps: int) -> None:
+    run, _ = load_anyway(f"model=llama3_8b trainer=sft trainer.train_iters={steps} {NODE}")
+    rates = [rate_of(run, step) for step in range(1, steps + 1)]
+    assert rates[-1] == pytest.approx(5e-6 / steps, rel=1e-5), "what is left of a rate that goes down to nothing"
+    assert max(rates) <= 5e-6
 
 
 def test_packed_chats_are_counted_in_windows_that_hold_as_many() -> None:

@@ -121,7 +121,7 @@ WRONG = {
     "tokens=nan": ("MT003", "tokens=64"),
     "top_p=0": ("MT003", "top_p=0.9"),
     "min_p=1.5": ("MT003", "min_p=0.05"),
-    "top_k=2.5": ("MT003", "top_k=50"),
+    "top_k=2.5": ("MT003", "top_k=2"),
     "seed=-1": ("MT003", "seed=1"),
     "chat=maybe": ("MT003", "chat=true"),
     "batch=0": ("MT003", "batch=8"),
@@ -136,6 +136,13 @@ def test_a_wrong_word_is_a_problem_with_its_fix(word: str) -> None:
     (problem,) = refused.value.problems
     assert (problem.code, problem.fix, problem.source) == (*WRONG[word], "command line")
     read_words([problem.fix], WORDS)
+
+
+def test_a_number_in_other_words_is_offered_as_that_number() -> None:
+    for word, meant in (("tokens=10k", "tokens=10000"), ("tokens=1,000", "tokens=1000"), ("top_p=0,5", "top_p=0.5")):
+        with pytest.raises(ConfigError) as refused:
+            read_words([word], WORDS)
+        assert [problem.fix for problem in refused.value.problems] == [meant]
 
 
 def test_all_wrong_words_are_told_at_once_and_settings_are_left_alone() -> None:

@@ -234,6 +234,21 @@ def test_arguments_that_are_json_text_are_parsed_where_the_template_wants_object
     assert preview([asked], template)[1] == preview([calling(json.loads(WEATHER))], template)[1]
 
 
+def test_what_python_would_print_is_not_learned(preview: Preview, tmp_path: Path) -> None:
+    written = template_of("chatml", marked=False).replace(OLD_CALL, AS_TEXT["written"])
+    code, _, said = preview([calling({"city": "Paris"})], with_template(tmp_path, written))
+    assert code == 4
+    assert "chats.jsonl:1: message 2: the chat template writes the arguments of its call, an object" in said
+    assert "make it JSON text" in said
+    parts = [{"role": "user", "content": [{"type": "text", "text": "2+2?"}]}, {"role": "assistant", "content": "4"}]
+    plain = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
+    code, _, said = preview([parts], with_template(tmp_path, plain))
+    assert code == 4
+    assert "message 1: the chat template writes its content, a list of parts, as Python prints it" in said
+    quoted = turns("what is {'city': 'Paris'}?", "an object")
+    assert preview([quoted], with_template(tmp_path, plain))[0] == 0, "it is what they said"
+
+
 def test_calls_that_a_template_does_not_read_are_not_lost_silently() -> None:
     from mtrain.data.record_keys import Keys
 

@@ -331,11 +331,13 @@ def _weights_at(path: Path, copies: dict[str, str]) -> Any:
 
     if is_folder(path) and not (path / RUN_FILE).is_file():
         folder = open_folder(path)
+        reader = Reader(folder)
         with suppress(ConfigError):  # of a model that is not known here, names and numbers are compared
             kind, model = kind_of(read_json(folder.config, str(path))), import_config(folder.config).run.model
             for table in tables(kind, model):
-                copies |= held_twice(table, model)
-        return Reader(folder)
+                twice = held_twice(table, model).items()  # another table has other names for the same tensors
+                copies |= {name: of for name, of in twice if of in reader.names}
+        return reader
     checkpoint, run = newest(path), read_run_file(path / RUN_FILE)
     home = checkpoint.parent.parent if checkpoint.parent.name == CHECKPOINTS else checkpoint
     kind, _ = _config_of(run, home, None)

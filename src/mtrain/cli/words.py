@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from difflib import get_close_matches
+from itertools import chain
 from typing import Any
 
+from mtrain.config.intended import readings
 from mtrain.config.origins import COMMAND_LINE
 from mtrain.config.run import GROUPS
 from mtrain.errors import ConfigError, Problem
@@ -64,6 +67,16 @@ def _meant(name: str, known: Mapping[str, Word]) -> list[str]:
     return near or [word for word in known if word in parts]
 
 
+def _as_meant(name: str, value: str, word: Word) -> str:
+    """The word with the number that its value may stand for, as 10k does for 10000; empty: it stands for none."""
+    for reading in chain.from_iterable(readings(name, value)):
+        if isinstance(reading, (int, float)) and not isinstance(reading, bool):
+            with suppress(ValueError, KeyError):
+                word.read(str(reading))
+                return f"{name}={reading}"
+    return ""
+
+
 def read_words(words: Sequence[str], known: Mapping[str, Word]) -> tuple[dict[str, Any], list[str]]:
     """The values of the `known` words, with their defaults, and the other words.
 
@@ -89,7 +102,8 @@ def read_words(words: Sequence[str], known: Mapping[str, Word]) -> tuple[dict[st
             found = word.read(value)
             values[name] = [*values[name], *found] if word.many else found
         except (ValueError, KeyError):
-            problems.append(Problem("MT003", name, value, f"must be {word.rule}", word.example, COMMAND_LINE))
+            fix = _as_meant(name, value, word) or word.example
+            problems.append(Problem("MT003", name, value, f"must be {word.rule}", fix, COMMAND_LINE))
     if problems:
         raise ConfigError(problems)
     return values, others

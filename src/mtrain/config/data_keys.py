@@ -198,10 +198,10 @@ class DataConfig(Section):
     in the cache; more are an error. null: 100."""
     ignored_keys: Annotated[
         tuple[Annotated[str, Field(min_length=1)], ...],
-        Key(when="data.kind=sft|preference|image_text", effect=Effect.RUNTIME),
+        Key(when="data.kind=sft|preference|image_text"),
     ] = Field(default=(), strict=False)
-    """sft, preference, image_text: keys of records and messages that are not read and change nothing that is learned.
-    Any other key that mtrain does not know is refused, with its line."""
+    """sft, preference, image_text: keys of records and messages that are not read, also where they say what is
+    learned, as `weight` does. Any other key that mtrain does not know is refused, with its line."""
     prefetch: Annotated[
         Annotated[int, Field(ge=0, le=64)],
         Key(effect=Effect.RUNTIME, aka="prefetch_factor num_workers", unit="steps"),

@@ -222,16 +222,19 @@ def learning_rate(run: RunConfig) -> Filled:
 
 
 def schedule(run: RunConfig) -> Filled:
-    """A twentieth of the steps to warm up, a tenth of the rate at the end; for fine-tuning 3% and nothing."""
+    """A twentieth of the steps to warm up, a tenth of the rate at the end; for fine-tuning 3%, and nothing behind the
+    last step, which is one of few and learns, too.
+    """
     o, tunes = run.optim, run.trainer.fine_tuning
+    steps = o.decay_iters or run.trainer.steps
     filled: dict[str, tuple[Any, str]] = {}
     if o.warmup_iters is None:
         key = "trainer.train_iters" if o.decay_iters is None else "optim.decay_iters"
-        steps = o.decay_iters or run.trainer.steps
         share = (steps * 3 // 100, f"3%, as {fine_tuning.TULU_3}") if tunes else (steps // 20, "a twentieth")
         filled["optim.warmup_iters"] = (share[0], f"{key} {steps}: {share[1]}")
     if o.min_lr is None and tunes:
-        filled["optim.min_lr"] = (0.0, f"trainer.fine_tuning true: to nothing, as {fine_tuning.TULU_3}")
+        why = f"optim.lr {o.rate:g} of {steps} steps: to nothing behind the last, as {fine_tuning.TULU_3}"
+        filled["optim.min_lr"] = (as_written(o.rate / steps), why)
     elif o.min_lr is None:
         filled["optim.min_lr"] = (tenth(o.rate), f"optim.lr {o.rate:g}: a tenth")
     return filled

@@ -42,7 +42,7 @@ class _OptimKeys(Section):
     """Largest learning rate; null: that of model.published, else that of the GPT-3 of the nearest size. Fine-tuning
     (trainer.fine_tuning) has rates of its own, by size and adapter: docs/defaults.md."""
     min_lr: Annotated[NonNegativeFloat | None, Key(flag=Flag("--min-lr", absent=0.0))] = None
-    """Learning rate at the end of the decay; null: a tenth of `lr`, 0 for fine-tuning."""
+    """Learning rate at the end of the decay; null: a tenth of `lr`; for fine-tuning `lr` over the number of steps."""
     schedule: Annotated[
         Literal["constant", "linear", "cosine", "inverse_sqrt", "wsd"], Key(aka="lr_decay_style lr_scheduler_type")
     ] = "cosine"

@@ -49,6 +49,11 @@ def unread_tokenizer(folder: Path) -> Path | None:
     return next((file for file in found if os.path.isfile(file)), None)
 
 
+def is_from_elsewhere(folder: Path) -> bool:
+    """Whether weights were trained elsewhere: those of a Hugging Face folder, or of a run that imported them."""
+    return any(os.path.isfile(folder / name) for name in ("config.json", "conversion.json"))
+
+
 def sha256_of(file: Path) -> str:
     """The hash of a file, which is computed again when the file changes.
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import re
 from collections.abc import Callable, Mapping, Sequence
@@ -120,6 +121,11 @@ def at_default(path: str) -> str:
     if field is None or field.default is PydanticUndefined:
         return ""
     return override(path, field.default)
+
+
+def is_number(value: Any) -> bool:
+    """Whether a value is a number that there is: no infinite one, no nan, no true or false."""
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
 
 
 def as_shipped(path: str) -> str:

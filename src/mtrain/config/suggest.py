@@ -14,7 +14,7 @@ from mtrain.config.grammar import parse_value
 from mtrain.config.keys import field_of, is_content
 from mtrain.config.layout_string import parse_layout
 from mtrain.config.load import load
-from mtrain.config.near import NEAREST
+from mtrain.config.near import NEAREST, is_number
 from mtrain.config.paths import find_config
 from mtrain.config.rules import Answers, apply, findings
 from mtrain.config.run import GROUPS, RunConfig
@@ -84,8 +84,13 @@ class _Trial:
         return " or ".join(dict.fromkeys(_spelled(*change) for change in good))
 
     def before_it(self, path: str, value: object) -> str:
-        """The value that a key held before one that says nothing: a number out of any range, and no text or list."""
-        said = isinstance(value, (str, list)) and len(value) > 0
+        """The value that a key held before one that says nothing: a number out of any range, and no text or list.
+
+        Null is no such value for a number: no minutes are not the usual minutes.
+        """
+        said = (isinstance(value, (str, list)) and len(value) > 0) or (
+            is_number(value) and self.held.get(path) is None
+        )
         if said or path not in self.held or is_content(path) or not self._fits(path, self.held[path], unusual=True):
             return ""
         return override(path, self.held[path])

@@ -23,6 +23,7 @@ from mtrain.config.near import (
     as_shipped,
     at_default,
     choice_fix,
+    is_number,
     near_choice,
     suggestions,
     taken,
@@ -233,8 +234,12 @@ def _converted(path: str, value: Any) -> str:
 
 
 def _unset(path: str, value: Any) -> str:
-    """The default in place of a value that says nothing; empty where it would throw away a text, a list or a path."""
-    return "" if is_content(path) or (isinstance(value, (str, list)) and value) else at_default(path)
+    """The default in place of a value that says nothing; empty where it would throw away a text, a list or a path, or
+    say null, which means something else, for a number: 0 minutes are no default of minutes.
+    """
+    if is_content(path) or (isinstance(value, (str, list)) and value):
+        return ""
+    return "" if is_number(value) and _default(path) is None else at_default(path)
 
 
 def _item_as(kind: str) -> Callable[[Any], Any]:

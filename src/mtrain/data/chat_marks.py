@@ -9,7 +9,7 @@ import numpy as np
 
 from mtrain.data.chat import ChatFormat
 from mtrain.data.messages import Chat
-from mtrain.data.tool_arguments import settled
+from mtrain.data.tool_arguments import refuse_what_python_prints, settled
 from mtrain.errors import CorruptData
 
 if TYPE_CHECKING:  # it imports the library of tokenizers
@@ -44,6 +44,7 @@ def encoded(chat: Chat, form: ChatFormat, tokenizer: Tokenizer, loss_on: str) ->
         parts = _between_parts(len(text), [_message(chat, form, text, i) for i in chat.left_out])
     else:
         text, parts = answers(chat, form, tokenizer.special_texts, wanted)
+    refuse_what_python_prints(chat, text)
     ids, learned = tokenizer.encode_marked(text, parts)
     if not any(learned[1:]):
         raise CorruptData("no token of it is learned: its chat template writes, or marks, nothing of the answers")

@@ -37,7 +37,7 @@ from mtrain.errors import ConfigError, CorruptData, Problem
 if TYPE_CHECKING:  # it imports the library of tokenizers
     from mtrain.data.text import Tokenizer
 
-FORMAT = 4
+FORMAT = 5
 META, TOKENS, LEARNED, TABLE, REJECTS = "meta.json", "tokens", "learned.bin", "chats.bin", "rejects.jsonl"
 COLUMNS = 3
 """Of `chats.bin`, int64: the line, the first token that is learned, the last one; a row for each document."""

@@ -50,3 +50,38 @@ def probes(chat: Chat) -> tuple[list[dict[str, Any]], list[str]]:
         return strict_json.dumps({names[-1]: names[-1]})
 
     return [with_arguments(one, named) for one in chat.messages], names
+
+
+def refuse_what_python_prints(chat: Chat, text: str) -> None:
+    """Refuse a text in which a list or an object of the chat stands as Python prints it: nobody writes such answers.
+
+    Raises:
+        CorruptData: the template wants one text for the content of a message, or JSON text for arguments.
+    """
+    said = [one["content"] for one in chat.messages if isinstance(one.get("content"), str)]
+    for number, message in enumerate(chat.messages, 1):
+        parts = message.get("content")
+        if isinstance(parts, list) and parts and _is_printed(parts, text, said):
+            what, fix = "its content, a list of parts", "make them one text"
+        elif any(_is_printed(one, text, said) for one in _objects(message)):
+            what, fix = "the arguments of its call, an object", "make it JSON text"
+        else:
+            continue
+        raise CorruptData(
+            f"message {number}: the chat template writes {what}, as Python prints it: {fix}, or "
+            "data.chat_template=FILE that reads it"
+        )
+
+
+def _is_printed(value: Any, text: str, said: list[str]) -> bool:
+    """Whether what Python prints of a value stands in a text more often than the messages themselves have it."""
+    printed = str(value)
+    return text.count(printed) > sum(one.count(printed) for one in said)
+
+
+def _objects(message: dict[str, Any]) -> list[dict[str, Any]]:
+    """The objects that the calls of a message have as arguments, but empty ones, which are printed as JSON is."""
+    calls = [*(message.get("tool_calls") or ()), message.get("function_call")]
+    inner = [one.get("function", one) for one in calls if isinstance(one, dict)]
+    found = [one.get("arguments") for one in inner if isinstance(one, dict)]
+    return [one for one in found if isinstance(one, dict) and one]

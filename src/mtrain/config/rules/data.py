@@ -9,7 +9,7 @@ from pathlib import PurePath
 from mtrain.config.conditional import chunks_of_a_document
 from mtrain.config.data_keys import WEIGHTS_OF
 from mtrain.config.dump import override
-from mtrain.config.model_tokenizer import model_tokenizer
+from mtrain.config.model_tokenizer import folder_of_the_model, is_from_elsewhere, model_tokenizer
 from mtrain.config.rules.finding import DP, Change, Finding
 from mtrain.config.rules.rule import Code, rule
 from mtrain.config.run import RunConfig
@@ -174,7 +174,7 @@ def split_is_usable(run: RunConfig) -> Iterator[Finding]:
         "MT311", "Most rows of the embedding are used.", severity="warning", example="data.tokenizer_vocab_size=400"
     ),
     reads="data.kind data.tokenizer_vocab_size data.tokenizer checkpoint.resume checkpoint.init_from "
-    "model.vocab_size",
+    "checkpoint.accept_changes model.vocab_size",
     disk=True,
 )
 def vocabulary_fits(run: RunConfig) -> Iterator[Finding]:
@@ -183,9 +183,14 @@ def vocabulary_fits(run: RunConfig) -> Iterator[Finding]:
     size = d.tokenizer_vocab_size
     if d.kind != "text" or d.tokenizer is not None or model_tokenizer(run) is not None:
         return
+    folder = folder_of_the_model(run)
+    if folder is not None and is_from_elsewhere(folder) and not run.checkpoint.accept_changes:
+        return  # no tokenizer is trained for these weights
     if size > vocab:
         rule = f"token ids up to {size - 1}, and model.vocab_size is {vocab}"
-        fixes: tuple[Change, ...] = ({"data.tokenizer_vocab_size": vocab}, {"model.vocab_size": size})
+        fixes: tuple[Change, ...] = ({"data.tokenizer_vocab_size": vocab},)
+        if folder is None:  # weights have the vocabulary that they have
+            fixes += ({"model.vocab_size": size},)
         yield Finding("MT310", "data.tokenizer_vocab_size", rule, fixes)
     elif 2 * size < vocab:
         unused = 100 * (vocab - size) // vocab

@@ -8,7 +8,13 @@ from pathlib import Path
 
 from mtrain.config.data_keys import WEIGHTS_OF, read_corpora
 from mtrain.config.manifest import READ_BYTES, read_manifest
-from mtrain.config.model_tokenizer import folder_of_the_model, sha256_of, tokenizer_of, unread_tokenizer
+from mtrain.config.model_tokenizer import (
+    folder_of_the_model,
+    is_from_elsewhere,
+    sha256_of,
+    tokenizer_of,
+    unread_tokenizer,
+)
 from mtrain.config.paths import user_path
 from mtrain.config.rules.finding import Change, Finding
 from mtrain.config.rules.rule import Code, rule
@@ -36,10 +42,7 @@ def model_keeps_its_tokenizer(run: RunConfig) -> Iterator[Finding]:
         return
     own = tokenizer_of(folder)
     if own is None:
-        unread = unread_tokenizer(folder)
-        if unread is not None and d.tokenizer is None and d.kind in ("text", "image_text"):
-            rule = f"the model has {unread}, which is not read: without its tokenizer.json text gets other ids"
-            yield Finding("MT345", "data.tokenizer", rule, hint="data.tokenizer=PATH of the model's tokenizer.json")
+        yield from _unknown(run, folder)
         return
     if run.checkpoint.accept_changes:
         return
@@ -50,6 +53,20 @@ def model_keeps_its_tokenizer(run: RunConfig) -> Iterator[Finding]:
             yield from _made_by(run, own)
     except (OSError, CorruptData):  # other rules say what is wrong with a file
         return
+
+
+def _unknown(run: RunConfig, folder: Path) -> Iterator[Finding]:
+    """Weights of elsewhere were trained with a tokenizer: where it is not there, none is trained in its place."""
+    if run.data.tokenizer is not None or run.data.kind not in ("text", "image_text"):
+        return
+    unread = unread_tokenizer(folder)
+    if unread is not None:
+        rule = f"the model has {unread}, which is not read: without its tokenizer.json text gets other ids"
+    elif is_from_elsewhere(folder) and not run.checkpoint.accept_changes:
+        rule = f"{folder} has weights and no tokenizer.json: a tokenizer that is trained here gives text other ids"
+    else:
+        return
+    yield Finding("MT345", "data.tokenizer", rule, hint="data.tokenizer=PATH of the model's tokenizer.json")
 
 
 def _same(named: Path, own: Path) -> Iterator[Finding]:
