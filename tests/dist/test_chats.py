@@ -172,7 +172,7 @@ def test_losses_of_a_router_weigh_what_they_say_whatever_is_learned(
     for number, (average, loss_on, parallel) in enumerate(cases):
         off = float((added(average, loss_on, str(number), **parallel) - expected).abs().max())
         assert off / scale < 1e-4, (average, loss_on)
-    monkeypatch.setattr(step, "_share_of_router_losses", lambda *given: None)
+    monkeypatch.setattr(step, "_share_out", lambda *given: None)
     assert float((added("sample", "assistant", "fault") - expected).abs().max()) / scale > 1.0
 
 
@@ -197,7 +197,7 @@ def test_the_loss_of_an_indexer_weighs_what_it_says_whatever_is_learned(
     for average, loss_on in (("token", "assistant"), ("sample", "assistant"), ("sequence", "last")):
         off = float((taught(average, loss_on, average) - expected).abs().max())
         assert off / scale < 1e-4, (average, loss_on)
-    monkeypatch.setattr(step, "_share_of_router_losses", lambda *given: None)
+    monkeypatch.setattr(step, "_share_out", lambda *given: None)
     assert float((taught("sample", "assistant", "fault") - expected).abs().max()) / scale > 1.0
 
 

@@ -29,8 +29,8 @@ SMALL += (
     "data=mock data.seq_length=32 data.tokenizer_vocab_size=400 precision.dtype=fp32 parallel=single cluster=local "
 )
 SMALL += "trainer.train_iters=4 trainer.global_batch_size=4 trainer.micro_batch_size=2 trainer.eval_iters=0 "
-SMALL += "trainer.eval_interval=null trainer.sample_tokens=0 optim.warmup_iters=0 optim.lr=0.01 cluster.device=cpu "
-SMALL += "kernels=reference"
+SMALL += "trainer.eval_interval=null trainer.sample_tokens=0 optim.warmup_iters=0 optim.lr=0.01 optim.min_lr=0.001 "
+SMALL += "cluster.device=cpu kernels=reference"
 RUNTIME = [key for key in schema_keys() if effect_of(key) is Effect.RUNTIME and not key.startswith("recipe.")]
 CONTEXTS = {
     "tokens": "",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 from mtrain.config.rules.finding import Change, Finding, divisors, listed, multiples, nearest
 from mtrain.config.rules.rule import Code, rule
@@ -133,7 +134,7 @@ def stages_fit(run: RunConfig) -> Iterator[Finding]:
         degree, rest = divmod(len(p.layers_per_stage), p.vpp)
         near = _nearest(p.layers_per_stage, layers)
         if degree not in (1, p.pp) and not rest and near is not None:
-            mended: Change = {"parallel.pp": degree}
+            mended: dict[str, Any] = {"parallel.pp": degree}
             if near != list(p.layers_per_stage):
                 mended["parallel.layers_per_stage"] = near
             fixes = [mended, {**mended, "parallel.ranks": None}, *fixes]
