@@ -11,6 +11,7 @@ from mtrain.cli.combinations import Report
 from mtrain.cli.main import main
 from mtrain.config import paths
 from mtrain.config.compose import compose
+from mtrain.config.hub import download_of
 from mtrain.config.near import near_choice
 
 
@@ -57,6 +58,14 @@ def test_a_name_on_the_hub_is_answered_with_how_to_download_it(
     assert "--local-dir Model-1B, then " in said
     for placeholder in ("PATH", " A B"):
         assert placeholder not in said
+
+
+def test_a_path_is_no_name_on_the_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert download_of("org/model") == ("hf download org/model --local-dir model", "model")
+    assert download_of("exported/tokenizer.json") is None
+    (tmp_path / "org").mkdir()
+    assert download_of("org/model") is None
 
 
 def test_only_what_was_changed_is_shown(capsys: pytest.CaptureFixture[str]) -> None:
