@@ -131,12 +131,14 @@ def loss_divided_twice() -> None:
 def reported_loss_of_rank() -> None:
     """The loss that is reported leaves the other ranks of the context out."""
 
-    def reduce(real: Any, world: Any, reports: Any, stop: Any) -> Any:
-        kept = [r * torch.tensor([1.0 + world.coords["cp"], 1.0, 1.0]) for r in reports]
-        return real(world, kept, stop)
+    def summed(real: Any, world: Any, reports: Any, *rest: Any) -> Any:
+        weights = torch.ones_like(reports[0]) if reports else None
+        if weights is not None:
+            weights[0] += world.coords["cp"]
+        return real(world, [report * weights for report in reports], *rest)
 
-    wrap("mtrain.train.step", "reduce_report", reduce)
-    wrap("mtrain.train.prove", "reduce_report", reduce)
+    for module in ("mtrain.train.step", "mtrain.train.readings"):
+        wrap(module, "summed_report", summed)
 
 
 def scaled(of: str, factor: Any) -> None:
