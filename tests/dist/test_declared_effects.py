@@ -35,7 +35,7 @@ RUNTIME = [key for key in schema_keys() if effect_of(key) is Effect.RUNTIME and 
 CONTEXTS = {
     "tokens": "",
     "text": "data=text data.path=text data.cache_dir=cache",
-    "chats": "data=sft data.seq_length=96 data.path=chats.jsonl data.tokenizer=hf/tokenizer.json "
+    "chats": "data=sft data.seq_length=160 data.path=chats.jsonl data.tokenizer=hf/tokenizer.json "
     "data.cache_dir=cache",
     "apart": "data=indexed data.path=a data.validation_blend=[c]",
     "blend": "data=indexed data.blend=[a,b] data.blend_weights=[1,2] data.validation_blend=[c] data.test_blend=[c]",
