@@ -79,6 +79,7 @@ COMMANDS = {
     "optim.lr=0": "",
     "checkpoint.save_minutes=0": "",
     "trainer.train_iters=99999999999999999999": "",
+    f"trainer.train_iters={10**400}": "",  # no float is as large
     "trainer.eval_interval=none": "trainer.eval_interval=null",
     "data.suffixes=.py": "data.suffixes=[.py]",
     "optim.name=ADAMW": "optim.name=adamw",

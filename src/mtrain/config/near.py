@@ -125,7 +125,9 @@ def at_default(path: str) -> str:
 
 def is_number(value: Any) -> bool:
     """Whether a value is a number that there is: no infinite one, no nan, no true or false."""
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+    if isinstance(value, float):
+        return math.isfinite(value)
+    return isinstance(value, int) and not isinstance(value, bool)
 
 
 def as_shipped(path: str) -> str:
