@@ -50,7 +50,7 @@ def unread_tokenizer(folder: Path) -> Path | None:
 
 
 def is_from_elsewhere(folder: Path) -> bool:
-    """Whether weights were trained elsewhere: those of a Hugging Face folder, or of a run that imported them."""
+    """Return whether a folder holds weights trained elsewhere: a Hugging Face folder, or a run that imported one."""
     return any(os.path.isfile(folder / name) for name in ("config.json", "conversion.json"))
 
 

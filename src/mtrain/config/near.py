@@ -124,7 +124,7 @@ def at_default(path: str) -> str:
 
 
 def is_number(value: Any) -> bool:
-    """Whether a value is a number that there is: no infinite one, no nan, no true or false."""
+    """Return whether a value is a finite number; a boolean is not one."""
     if isinstance(value, float):
         return math.isfinite(value)
     return isinstance(value, int) and not isinstance(value, bool)

@@ -74,7 +74,7 @@ def refuse_what_python_prints(chat: Chat, text: str) -> None:
 
 
 def _is_printed(value: Any, text: str, said: list[str]) -> bool:
-    """Whether what Python prints of a value stands in a text more often than the messages themselves have it."""
+    """Return whether a text contains the `str()` of a value more often than the messages themselves do."""
     printed = str(value)
     return text.count(printed) > sum(one.count(printed) for one in said)
 
