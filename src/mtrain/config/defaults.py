@@ -222,8 +222,8 @@ def learning_rate(run: RunConfig) -> Filled:
 
 
 def schedule(run: RunConfig) -> Filled:
-    """A twentieth of the steps to warm up, a tenth of the rate at the end; for fine-tuning 3%, and nothing behind the
-    last step, which is one of few and learns, too.
+    """Return a warm-up of a twentieth of the steps and a final rate of a tenth; for fine-tuning a warm-up of 3% and
+    a rate that reaches zero only after the last step, so that a run of one step still learns.
     """
     o, tunes = run.optim, run.trainer.fine_tuning
     steps = o.decay_iters or run.trainer.steps

@@ -62,9 +62,11 @@ def refuse_what_python_prints(chat: Chat, text: str) -> None:
     for number, message in enumerate(chat.messages, 1):
         parts = message.get("content")
         if isinstance(parts, list) and parts and _is_printed(parts, text, said):
-            what, fix = "its content, a list of parts", "make them one text"
+            what = "its content, a list of parts"
+            fix = "make them one text"
         elif any(_is_printed(one, text, said) for one in _objects(message)):
-            what, fix = "the arguments of its call, an object", "make it JSON text"
+            what = "the arguments of its call, an object"
+            fix = "make it JSON text"
         else:
             continue
         raise CorruptData(
