@@ -1,4 +1,6 @@
-"""Which tests run: what of many cases or of a product is `full`, and the parts of a run that is too long for one."""
+"""Which tests run: what of many cases or of a product is `full`, and the parts of a run that is too
+long for one.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,9 @@ from tests.support.covering import cover
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     """`--part`."""
-    parser.addoption("--part", default="1/1", help="K/N: one of N parts of the cases; all N have each case once")
+    parser.addoption(
+        "--part", default="1/1", help="K/N: one of N parts of the cases; all N have each case once"
+    )
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -38,13 +42,19 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def _mark_samples(items: list[pytest.Item]) -> None:
-    """A test marked `sampled` keeps each third of its cases that are not `full`; with `sampled(n)`, each n-th."""
+    """A test marked `sampled` keeps each third of its cases that are not `full`; with `sampled(n)`,
+    each n-th.
+    """
     if os.environ.get("MTRAIN_TWO_ENGINES"):  # what is full is not run on the other release
         return
     seen: defaultdict[tuple[object, ...], int] = defaultdict(int)
     for item in items:
         marker = item.get_closest_marker("sampled")
-        if marker is None or not isinstance(item, pytest.Function) or item.get_closest_marker("full"):
+        if (
+            marker is None
+            or not isinstance(item, pytest.Function)
+            or item.get_closest_marker("full")
+        ):
             continue
         name = (item.path, item.cls, item.originalname)
         if seen[name] % (marker.args[0] if marker.args else 3):
@@ -53,15 +63,23 @@ def _mark_samples(items: list[pytest.Item]) -> None:
 
 
 def _mark_products(items: list[pytest.Item]) -> None:
-    """A test marked `covering` keeps cases enough for every pair of values; with `covering(1)`, for every value."""
+    """A test marked `covering` keeps cases enough for every pair of values; with `covering(1)`, for
+    every value.
+    """
     cases = defaultdict(list)
     for item in items:
-        if isinstance(item, pytest.Function) and item.get_closest_marker("covering") and hasattr(item, "callspec"):
+        if (
+            isinstance(item, pytest.Function)
+            and item.get_closest_marker("covering")
+            and hasattr(item, "callspec")
+        ):
             cases[item.path, item.cls, item.originalname].append(item)
     for same in cases.values():
         marker = same[0].get_closest_marker("covering")
         assert marker is not None
-        values = [[(name, repr(value)) for name, value in item.callspec.params.items()] for item in same]
+        values = [
+            [(name, repr(value)) for name, value in item.callspec.params.items()] for item in same
+        ]
         strength = min(marker.args[0] if marker.args else 2, len(values[0]))
         rows = [frozenset(combinations(row, strength)) for row in values]
         kept = set(cover(rows))

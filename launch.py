@@ -1,4 +1,6 @@
-"""Entry point: `python launch.py [verb] [overrides]` is the same command as the installed `mtrain`."""
+"""Entry point: `python launch.py [verb] [overrides]` is the same command as the
+installed `mtrain`.
+"""
 
 from mtrain.cli.main import main
 

@@ -1,11 +1,13 @@
-"""How long `check` and a run of one step take, as whole processes, beside `import megatron.core` at the same time.
+"""How long `check` and a run of one step take, as whole processes, beside `import megatron.core` at
+the same time.
 
     python benchmarks/check_time.py [--rounds 3] [--out FILE] [RECIPE ...]
 
-Every shared recipe, one process after another, with an import of megatron.core in each round. Times are of
-the wall and of the CPU (user and system); of each the fastest round counts: a busy machine only adds. The ratio is of
-the fastest import and the slowest recipe. `first_step` is a run of the default model, from the command to its end
-after one step and its checkpoint, on one rank and on two, over the import; the first round tokenizes its corpus.
+Every shared recipe, one process after another, with an import of megatron.core in each round. Times
+are of the wall and of the CPU (user and system); of each the fastest round counts: a busy machine
+only adds. The ratio is of the fastest import and the slowest recipe. `first_step` is a run of the
+default model, from the command to its end after one step and its checkpoint, on one rank and on
+two, over the import; the first round tokenizes its corpus.
 """
 
 from __future__ import annotations
@@ -28,13 +30,16 @@ IMPORT = [sys.executable, "-c", "import megatron.core"]
 
 def main() -> int:
     """Measure and print; returns the exit code."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--out", type=Path, help="write the result as JSON")
     parser.add_argument("recipes", nargs="*", help="names of shared recipes; none: all of them")
     options = parser.parse_args()
     shared = sorted(
-        p.relative_to(ROOT / "recipes").with_suffix("").as_posix() for p in ROOT.glob("recipes/**/*.yaml")
+        p.relative_to(ROOT / "recipes").with_suffix("").as_posix()
+        for p in ROOT.glob("recipes/**/*.yaml")
     )
     result = measured(options.recipes or shared, options.rounds, ("tp1", "tp2"))
     print(json.dumps(result, indent=2))
@@ -44,13 +49,27 @@ def main() -> int:
 
 
 def measured(recipes: list[str], rounds: int, layouts: tuple[str, ...] = ()) -> dict[str, Any]:
-    """Seconds of each recipe, of a run of one step in each of `layouts` and of the import, and their ratios."""
-    commands = {name: [sys.executable, str(ROOT / "launch.py"), "check", f"recipe={name}"] for name in recipes}
+    """Seconds of each recipe, of a run of one step in each of `layouts` and of the import, and
+    their ratios.
+    """
+    commands = {
+        name: [sys.executable, str(ROOT / "launch.py"), "check", f"recipe={name}"]
+        for name in recipes
+    }
     with tempfile.TemporaryDirectory() as folder:
-        words = ["trainer.train_iters=1", "trainer.eval_iters=0", "trainer.sample_tokens=0", f"log.runs_dir={folder}"]
-        runs = {name: [sys.executable, str(ROOT / "launch.py"), f"parallel={name}", *words] for name in layouts}
+        words = [
+            "trainer.train_iters=1",
+            "trainer.eval_iters=0",
+            "trainer.sample_tokens=0",
+            f"log.runs_dir={folder}",
+        ]
+        runs = {
+            name: [sys.executable, str(ROOT / "launch.py"), f"parallel={name}", *words]
+            for name in layouts
+        }
         best = fastest({"megatron.core": IMPORT, **commands, **runs}, rounds)
-    engine, runs_took = best.pop("megatron.core"), {name: best.pop(name) for name in layouts}
+    engine = best.pop("megatron.core")
+    runs_took = {name: best.pop(name) for name in layouts}
     slowest = {i: max(best, key=lambda name, i=i: best[name][i]) for i in (0, 1)}  # type: ignore[misc]
     return {
         "rounds": rounds,
@@ -63,7 +82,11 @@ def measured(recipes: list[str], rounds: int, layouts: tuple[str, ...] = ()) -> 
             "cpu": round(engine[1] / best[slowest[1]][1], 1),
         },
         "first_step": {
-            name: {"wall_s": round(wall, 3), "wall": round(wall / engine[0], 2), "cpu": round(cpu / engine[1], 2)}
+            name: {
+                "wall_s": round(wall, 3),
+                "wall": round(wall / engine[0], 2),
+                "cpu": round(cpu / engine[1], 2),
+            }
             for name, (wall, cpu) in runs_took.items()
         },
         "machine": f"{os.cpu_count()} cores, {platform.machine()}, load {os.getloadavg()[0]:.1f}",
@@ -72,7 +95,9 @@ def measured(recipes: list[str], rounds: int, layouts: tuple[str, ...] = ()) -> 
 
 
 def fastest(commands: dict[str, list[str]], rounds: int) -> dict[str, tuple[float, float]]:
-    """Seconds of the wall and of the CPU of each command, the least of `rounds`, in each of which all take turns."""
+    """Seconds of the wall and of the CPU of each command, the least of `rounds`, in each of which
+    all take turns.
+    """
     best: dict[str, tuple[float, float]] = {}
     for _ in range(rounds):
         for name, command in commands.items():
@@ -88,9 +113,11 @@ def timed(command: list[str]) -> tuple[float, float]:
     Raises:
         RuntimeError: it fails.
     """
-    before, start = resource.getrusage(resource.RUSAGE_CHILDREN), time.perf_counter()
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    start = time.perf_counter()
     done = subprocess.run(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
-    wall, after = time.perf_counter() - start, resource.getrusage(resource.RUSAGE_CHILDREN)
+    wall = time.perf_counter() - start
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
     if done.returncode:
         raise RuntimeError(f"{' '.join(command)} ended with {done.returncode}:\n{done.stderr}")
     return wall, after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime

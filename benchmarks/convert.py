@@ -1,6 +1,6 @@
-"""Conversion beside the disk: `convert import` and `export` of a folder of made-up weights, against writing as many
-bytes through the page cache; wall seconds, seconds of processors, rates as a share of the raw one, and the largest
-memory of each command.
+"""Conversion beside the disk: `convert import` and `export` of a folder of made-up weights, against
+writing as many bytes through the page cache; wall seconds, seconds of processors, rates as a share
+of the raw one, and the largest memory of each command.
 
     python benchmarks/convert.py --model llama32_1b --out benchmarks/results/convert_cpu.json
 """
@@ -37,9 +37,12 @@ def make(model: str, out: Path) -> int:
     from mtrain.convert.hugging_face import tables
     from mtrain.convert.match import shapes_of_theirs, written
 
-    run = resolve(compose([f"model={model}", "data=mock"]).run, Machine(cpu_cores=64, memory_bytes=1 << 50))
+    run = resolve(
+        compose([f"model={model}", "data=mock"]).run, Machine(cpu_cores=64, memory_bytes=1 << 50)
+    )
     body = config_json(run.model, "bfloat16")
-    table, ours = tables(str(body["model_type"]), run.model)[0], model_boxes(run)
+    table = tables(str(body["model_type"]), run.model)[0]
+    ours = model_boxes(run)
     shapes = {
         n: s
         for step in written(table, run.model, ours).steps
@@ -58,14 +61,18 @@ def make(model: str, out: Path) -> int:
 
 
 def raw(path: Path, size: int) -> tuple[float, float]:
-    """Seconds, and seconds of processors, to write so many bytes to a file and wait for the disk."""
+    """Seconds, and seconds of processors, to write so many bytes to a file and wait for
+    the disk.
+    """
     block = BLOCK.tobytes()
-    begin, before = time.perf_counter(), time.process_time()
+    begin = time.perf_counter()
+    before = time.process_time()
     with path.open("wb", buffering=0) as file:
         for start in range(0, size, len(block)):
             file.write(block[: size - start])
         os.fsync(file.fileno())
-    seconds, used = time.perf_counter() - begin, time.process_time() - before
+    seconds = time.perf_counter() - begin
+    used = time.process_time() - before
     path.unlink()
     return seconds, used
 
@@ -73,7 +80,9 @@ def raw(path: Path, size: int) -> tuple[float, float]:
 def command(*words: object) -> tuple[float, float, float]:
     """Wall seconds, seconds of processors, and MiB of the largest process of a conversion."""
     begin = time.perf_counter()
-    done = subprocess.Popen([sys.executable, str(LAUNCH), "convert", *map(str, words)], stdout=subprocess.DEVNULL)
+    done = subprocess.Popen(
+        [sys.executable, str(LAUNCH), "convert", *map(str, words)], stdout=subprocess.DEVNULL
+    )
     _, status, used = os.wait4(done.pid, 0)
     assert status == 0, "the conversion failed"
     return time.perf_counter() - begin, used.ru_utime + used.ru_stime, used.ru_maxrss / 1024
@@ -83,13 +92,17 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--model", default="llama32_1b")
     parser.add_argument("--rounds", type=int, default=2)
-    parser.add_argument("--folder", type=Path, help="where to write; a temporary folder if not given")
+    parser.add_argument(
+        "--folder", type=Path, help="where to write; a temporary folder if not given"
+    )
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
     home = Path(tempfile.mkdtemp(prefix="convert-", dir=args.folder))
     rows = []
     try:
-        with ProcessPoolExecutor(1) as other:  # the memory of this process would count as that of its children
+        with ProcessPoolExecutor(
+            1
+        ) as other:  # the memory of this process would count as that of its children
             size = other.submit(make, args.model, home / "theirs").result()
         start = command("inspect", home / "theirs")[0]
         for number in range(args.rounds):
@@ -118,7 +131,9 @@ def main() -> None:
             "commit": commit,
             "processor": platform.processor() or platform.machine(),
         }
-        args.out.write_text(json.dumps({**facts, "command": " ".join(sys.argv), "rounds": rows}, indent=1) + "\n")
+        args.out.write_text(
+            json.dumps({**facts, "command": " ".join(sys.argv), "rounds": rows}, indent=1) + "\n"
+        )
 
 
 if __name__ == "__main__":

@@ -1,9 +1,10 @@
-"""`data tokenize` beside megatron-core's builder, driven document by document with the same tokenizer, in one run.
+"""`data tokenize` beside megatron-core's builder, driven document by document with the same
+tokenizer, in one run.
 
-MB of JSONL a second and per second of processor time, ratios, and the largest memory of all processes; and an `.idx`
-of many documents beside the writer of megatron-core. Documents are pieces of the text files and sources of this
-Python installation. The builder and each engine take turns, and the best of each counts. Our tokens are to begin with
-those of the builder.
+MB of JSONL a second and per second of processor time, ratios, and the largest memory of all
+processes; and an `.idx` of many documents beside the writer of megatron-core. Documents are pieces
+of the text files and sources of this Python installation. The builder and each engine take turns,
+and the best of each counts. Our tokens are to begin with those of the builder.
 
     python benchmarks/data_tokenize.py --out benchmarks/results/data_tokenize_cpu.json
     python benchmarks/data_tokenize.py --mb 2000 --rounds 1 --engines tokenizers
@@ -42,7 +43,11 @@ def texts() -> list[str]:
     out = []
     for root in (sysconfig.get_path("stdlib"), sysconfig.get_path("purelib")):
         for path in sorted(Path(root).rglob("*")):
-            if path.suffix in (".py", ".md", ".rst", ".txt") and path.is_file() and path.stat().st_size < 1 << 20:
+            if (
+                path.suffix in (".py", ".md", ".rst", ".txt")
+                and path.is_file()
+                and path.stat().st_size < 1 << 20
+            ):
                 try:
                     out.append(path.read_text(encoding="utf-8"))
                 except UnicodeDecodeError:
@@ -54,11 +59,14 @@ def texts() -> list[str]:
 
 def make(folder: Path, megabytes: int, baseline: int) -> tuple[Path, Path, Path]:
     """The documents, those for the baseline, and a tokenizer."""
-    held, rng = [text for text in texts() if len(text) > 200], random.Random(1)
-    tokenizer, source, less = folder / "tokenizer.json", folder / "docs.jsonl", folder / "less.jsonl"
+    held = [text for text in texts() if len(text) > 200]
+    rng = random.Random(1)
+    tokenizer = folder / "tokenizer.json"
+    source = folder / "docs.jsonl"
+    less = folder / "less.jsonl"
     bpe.train(iter(held), VOCAB).save(str(tokenizer))
-    size, few = 0, open(less, "w")  # noqa: SIM115
-    with open(source, "w") as file, few:
+    size = 0
+    with open(source, "w") as file, open(less, "w") as few:
         while size < megabytes * 1_000_000:
             text = rng.choice(held)
             at = rng.randrange(len(text))
@@ -76,8 +84,11 @@ def with_builder(source: Path, tokenizer: Path, prefix: Path) -> dict[str, float
     from megatron.core.datasets.indexed_dataset import DType, IndexedDatasetBuilder
 
     made = tokenizers.Tokenizer.from_file(str(tokenizer))
-    begin, cpu = time.perf_counter(), time.process_time()
-    builder = IndexedDatasetBuilder(f"{prefix}.bin", dtype=DType.optimal_dtype(made.get_vocab_size()))
+    begin = time.perf_counter()
+    cpu = time.process_time()
+    builder = IndexedDatasetBuilder(
+        f"{prefix}.bin", dtype=DType.optimal_dtype(made.get_vocab_size())
+    )
     with open(source, encoding="utf-8") as file:
         for line in file:
             ids = made.encode(json.loads(line)["text"], add_special_tokens=False).ids
@@ -98,7 +109,10 @@ def peak_of(process: subprocess.Popen[str], found: list[int]) -> None:
     while process.poll() is None:
         total = 0
         try:
-            for one in [psutil.Process(process.pid), *psutil.Process(process.pid).children(recursive=True)]:
+            for one in [
+                psutil.Process(process.pid),
+                *psutil.Process(process.pid).children(recursive=True),
+            ]:
                 total += one.memory_full_info().pss
         except psutil.Error:
             pass
@@ -108,11 +122,21 @@ def peak_of(process: subprocess.Popen[str], found: list[int]) -> None:
 
 def ours(source: Path, tokenizer: Path, prefix: Path, engine: str) -> dict[str, Any]:
     """Rate of the whole command, its start included, and its memory."""
-    words = ["data", "tokenize", str(source), f"out={prefix}", f"tokenizer={tokenizer}", f"engine={engine}"]
+    words = [
+        "data",
+        "tokenize",
+        str(source),
+        f"out={prefix}",
+        f"tokenizer={tokenizer}",
+        f"engine={engine}",
+    ]
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
-    begin, found = time.perf_counter(), list[int]()
+    begin = time.perf_counter()
+    found = list[int]()
     process = subprocess.Popen(
-        [sys.executable, str(LAUNCH), *words, "overwrite=true"], stdout=subprocess.DEVNULL, text=True
+        [sys.executable, str(LAUNCH), *words, "overwrite=true"],
+        stdout=subprocess.DEVNULL,
+        text=True,
     )
     watch = threading.Thread(target=peak_of, args=(process, found))
     watch.start()
@@ -122,14 +146,17 @@ def ours(source: Path, tokenizer: Path, prefix: Path, engine: str) -> dict[str, 
     assert code == 0
     after = resource.getrusage(resource.RUSAGE_CHILDREN)
     cpu = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
-    library = json.loads(prefix.with_name(f"{prefix.name}.manifest.json").read_text())["tokenizer"]["library"]
+    library = json.loads(prefix.with_name(f"{prefix.name}.manifest.json").read_text())["tokenizer"][
+        "library"
+    ]
     return {**_rates(source, seconds, cpu), "peak_mib": max(found) / (1 << 20), "library": library}
 
 
 def measured(folder: Path, given: argparse.Namespace) -> dict[str, Any]:
     """The builder and each engine in turn; the best of each, and ratios."""
     source, less, tokenizer = make(folder, given.mb, given.baseline_mb)
-    theirs, engines = list[dict[str, float]](), given.engines.split(",")
+    theirs = list[dict[str, float]]()
+    engines = given.engines.split(",")
     found: dict[str, list[dict[str, Any]]] = {engine: [] for engine in engines}
     for _ in range(given.rounds):
         theirs.append(with_builder(less, tokenizer, folder / "theirs"))
@@ -160,7 +187,8 @@ def indexes(folder: Path, documents: int) -> dict[str, float]:
     begin = time.perf_counter()
     write_index(folder / "ours.idx", lengths, np.dtype(np.uint16))
     mine = time.perf_counter() - begin
-    listed, places = lengths.tolist(), list(range(documents + 1))
+    listed = lengths.tolist()
+    places = list(range(documents + 1))
     begin = time.perf_counter()
     with _IndexWriter(str(folder / "theirs.idx"), np.uint16) as writer:
         writer.write(listed, None, places)
@@ -171,12 +199,16 @@ def indexes(folder: Path, documents: int) -> dict[str, float]:
 
 def main() -> None:
     """Measure, print, and write what was measured."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--mb", type=int, default=400)
     parser.add_argument("--baseline-mb", type=int, default=10)
     parser.add_argument("--engines", default="tokenizers,gigatoken")
     parser.add_argument("--rounds", type=int, default=2)
-    parser.add_argument("--documents", type=int, default=10_000_000, help="of the index; 0: none is written")
+    parser.add_argument(
+        "--documents", type=int, default=10_000_000, help="of the index; 0: none is written"
+    )
     parser.add_argument("--out", type=Path)
     given = parser.parse_args()
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
@@ -186,7 +218,9 @@ def main() -> None:
     body = {
         "command": f"python benchmarks/data_tokenize.py {' '.join(sys.argv[1:])}".strip(),
         "machine": f"{platform.processor() or platform.machine()}, {os.cpu_count()} cores",
-        "versions": {name: version(name) for name in ("tokenizers", "megatron-core", "numpy", "pyarrow")},
+        "versions": {
+            name: version(name) for name in ("tokenizers", "megatron-core", "numpy", "pyarrow")
+        },
         **found,
         "index": index,
     }

@@ -1,10 +1,12 @@
-"""Tokens a second with keys and values kept, and with everything read again for each token, in one run.
+"""Tokens a second with keys and values kept, and with everything read again for each token, in one
+run.
 
-    python benchmarks/generate.py [--prompt 8] [--tokens 512] [--threads 2] [--rows 1 8] [--out FILE] [OVERRIDES ...]
+    python benchmarks/generate.py [--prompt 8] [--tokens 512] [--threads 2] [--rows 1 8] [--out
+    FILE] [OVERRIDES ...]
 
 Both take the most likely token after a prompt, on one rank, with one model of random weights; the
-tokens are compared. The one without a cache is measured on one row alone. Seconds of the CPU are what a busy machine
-disturbs least; with several threads they count waiting too.
+tokens are compared. The one without a cache is measured on one row alone. Seconds of the CPU are
+what a busy machine disturbs least; with several threads they count waiting too.
 """
 
 from __future__ import annotations
@@ -28,11 +30,15 @@ AGAIN = "no cache, 1 row"
 
 def main() -> int:
     """Measure, print, and write where asked; returns the exit code."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--tokens", type=int, default=512)
     parser.add_argument("--prompt", type=int, default=8, help="tokens of the prompt")
     parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--rows", type=int, nargs="+", default=[1, 8], help="prompts that are computed together")
+    parser.add_argument(
+        "--rows", type=int, nargs="+", default=[1, 8], help="prompts that are computed together"
+    )
     parser.add_argument("--out", type=Path, help="write the result as JSON")
     parser.add_argument("overrides", nargs="*", help="keys of the configuration")
     options = parser.parse_args()
@@ -47,7 +53,9 @@ def main() -> int:
     return 0
 
 
-def measured(words: list[str], prompted: int, tokens: int, rows: list[int], threads: int) -> dict[str, Any]:
+def measured(
+    words: list[str], prompted: int, tokens: int, rows: list[int], threads: int
+) -> dict[str, Any]:
     """Tokens a second of each, and the ratio for one prompt."""
     from mtrain import mcore as adapter
     from mtrain.cli.setup import load
@@ -64,7 +72,8 @@ def measured(words: list[str], prompted: int, tokens: int, rows: list[int], thre
     from mtrain.world.init import joined
 
     run = matmul.chosen(load(words).run)
-    prompt, greedy = [(i * i * 37 + 11) % 4096 for i in range(prompted)], Sampling(tokens, temperature=0)
+    prompt = [(i * i * 37 + 11) % 4096 for i in range(prompted)]
+    greedy = Sampling(tokens, temperature=0)
     with joined(run) as world:
         torch.set_num_threads(threads)
         chunks = build_model(run, world, wrap=False)
@@ -76,7 +85,10 @@ def measured(words: list[str], prompted: int, tokens: int, rows: list[int], thre
         clocks = {"wall": time.perf_counter, "cpu": time.process_time}
         rates: dict[str, dict[str, float]] = {clock: {} for clock in clocks}
         texts = dict[str, list[int]]()
-        for name, sampler, count in [*((f"cache, {n} rows", kept, n) for n in rows), (AGAIN, again, 1)]:
+        for name, sampler, count in [
+            *((f"cache, {n} rows", kept, n) for n in rows),
+            (AGAIN, again, 1),
+        ]:
             sampler.continued([prompt] * count, Sampling(4, temperature=0))
             begin = {clock: read() for clock, read in clocks.items()}
             found = sampler.continued([prompt] * count, greedy)
@@ -88,9 +100,12 @@ def measured(words: list[str], prompted: int, tokens: int, rows: list[int], thre
         "model": f"{run.model.name}, {parameters(run.model)} parameters, {run.precision.dtype}",
         "tokens": {"prompt": prompted, "added": tokens},
         "kernels.cpu_matmul": run.kernels.cpu_matmul,
-        "tokens_a_second": {clock: {name: round(rate, 1) for name, rate in r.items()} for clock, r in rates.items()},
+        "tokens_a_second": {
+            clock: {name: round(rate, 1) for name, rate in r.items()} for clock, r in rates.items()
+        },
         "ratio_to_no_cache": {
-            clock: {name: round(rate / r[AGAIN], 1) for name, rate in r.items()} for clock, r in rates.items()
+            clock: {name: round(rate / r[AGAIN], 1) for name, rate in r.items()}
+            for clock, r in rates.items()
         },
         "same_tokens": all(text == texts[AGAIN] for text in texts.values()),
     }

@@ -1,11 +1,13 @@
-"""Linear layer and cross entropy in parts beside plain torch with all logits at once: seconds, and peak memory.
+"""Linear layer and cross entropy in parts beside plain torch with all logits at once: seconds, and
+peak memory.
 
     python benchmarks/linear_cross_entropy.py [--rounds 15] [--threads 2] [--out FILE]
 
-Forward and backward on the CPU, one of each in turn, the order turned round every time. A ratio is the median over
-the rounds of torch's seconds over those of the loss in parts (above 1: the parts are faster), with its quartiles: of
-the wall and of the CPU. `torch` is the faster of its two usual forms: in bf16, logits widened to fp32 or left as they
-are. Peak memory is what a process of its own holds more at its highest than before.
+Forward and backward on the CPU, one of each in turn, the order turned round every time. A ratio is
+the median over the rounds of torch's seconds over those of the loss in parts (above 1: the parts
+are faster), with its quartiles: of the wall and of the CPU. `torch` is the faster of its two usual
+forms: in bf16, logits widened to fp32 or left as they are. Peak memory is what a process of its own
+holds more at its highest than before.
 """
 
 from __future__ import annotations
@@ -27,7 +29,9 @@ DTYPES = ("fp32", "bf16")
 
 def main() -> int:
     """Run the comparison and print it; returns the exit code."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--out", type=Path, help="write the result as JSON")
@@ -64,7 +68,8 @@ def contenders(dtype: str, tokens: int, hidden: int, vocab: int) -> dict[str, Ca
     torch.manual_seed(0)
     x = torch.randn(tokens, hidden).to(kind).requires_grad_()
     weight = (0.02 * torch.randn(vocab, hidden)).to(kind).requires_grad_()
-    labels, share = torch.randint(0, vocab, (tokens,)), torch.full((tokens,), 1 / tokens)
+    labels = torch.randint(0, vocab, (tokens,))
+    share = torch.full((tokens,), 1 / tokens)
 
     def run(loss: Callable[[], Any]) -> Callable[[], None]:
         def once() -> None:
@@ -97,11 +102,18 @@ def measured(dtype: str, shape: tuple[int, int, int], rounds: int) -> dict[str, 
                 seconds[c][name].append(clock() - begin[c])
     out: dict[str, Any] = {}
     for c, of in seconds.items():
-        best = min((name for name in ways if name != "parts"), key=lambda name: statistics.median(of[name]))
+        best = min(
+            (name for name in ways if name != "parts"), key=lambda name: statistics.median(of[name])
+        )
         ratios = [theirs / ours for theirs, ours in zip(of[best], of["parts"], strict=True)]
         low, middle, high = statistics.quantiles(ratios, n=4)
         medians = {name: statistics.median(values) for name, values in of.items()}
-        out[c] = {"ratio": middle, "quartiles": [low, high], "against": best, "median_seconds": medians}
+        out[c] = {
+            "ratio": middle,
+            "quartiles": [low, high],
+            "against": best,
+            "median_seconds": medians,
+        }
     out["peak_mib"] = {name: _peak_of(name, dtype, shape) for name in ways}
     size = {"fp32": 4, "bf16": 2}[dtype]
     out["logits_mib"] = size * shape[0] * shape[2] / 2**20
@@ -109,8 +121,20 @@ def measured(dtype: str, shape: tuple[int, int, int], rounds: int) -> dict[str, 
 
 
 def _peak_of(name: str, dtype: str, shape: tuple[int, int, int]) -> float:
-    words = [sys.executable, __file__, "--threads", os.environ["OMP_NUM_THREADS"], "--peak", name, dtype]
-    return float(subprocess.run([*words, *map(str, shape)], check=True, capture_output=True, text=True).stdout)
+    words = [
+        sys.executable,
+        __file__,
+        "--threads",
+        os.environ["OMP_NUM_THREADS"],
+        "--peak",
+        name,
+        dtype,
+    ]
+    return float(
+        subprocess.run(
+            [*words, *map(str, shape)], check=True, capture_output=True, text=True
+        ).stdout
+    )
 
 
 def peak(once: Callable[[], None]) -> float:

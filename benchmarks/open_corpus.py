@@ -1,13 +1,15 @@
 """How long a corpus of very many documents takes to open, and to give the first global batch.
 
-    python benchmarks/open_corpus.py [--documents 1e8] [--tokens 0] [--order keyed] [--folder FOLDER] [--out FILE]
+    python benchmarks/open_corpus.py [--documents 1e8] [--tokens 0] [--order keyed] [--folder
+    FOLDER] [--out FILE]
 
-Makes the corpus, of documents of 0 to 3 tokens, where it is not there; with --tokens, of so many on average, drawn
-from a lognormal distribution, in a sparse file. `--order documents` reads whole documents, which are put into samples
-by first fit: what that found is removed before each cold start, so that these find it anew. Then each of six
-processes opens it as a run does, reads the first global batch of 256 samples, and says how long that took and what it
-read from the disk. The index of 1e8 documents has 2 GB. Before every other process the files are put out of
-the memory (Linux).
+Makes the corpus, of documents of 0 to 3 tokens, where it is not there; with --tokens, of so many on
+average, drawn from a lognormal distribution, in a sparse file. `--order documents` reads whole
+documents, which are put into samples by first fit: what that found is removed before each cold
+start, so that these find it anew. Then each of six processes opens it as a run does, reads the
+first global batch of 256 samples, and says how long that took and what it read from the disk. The
+index of 1e8 documents has 2 GB. Before every other process the files are put out of the memory
+(Linux).
 """
 
 from __future__ import annotations
@@ -26,14 +28,19 @@ import psutil
 
 def main() -> int:
     """Measure and print; returns the exit code."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--documents", type=float, default=1e8)
     parser.add_argument("--order", choices=("keyed", "megatron", "documents"), default="keyed")
     parser.add_argument("--tokens", type=int, default=0)
     parser.add_argument("--folder", type=Path, default=Path("/tmp/mtrain-open-corpus"))
     parser.add_argument("--out", type=Path, help="write the result as JSON")
     options = parser.parse_args()
-    prefix = options.folder / f"documents-{int(options.documents)}{f'-{options.tokens}' * (options.tokens > 0)}"
+    prefix = (
+        options.folder
+        / f"documents-{int(options.documents)}{f'-{options.tokens}' * (options.tokens > 0)}"
+    )
     if not prefix.with_name(f"{prefix.name}.idx").exists():
         make(prefix, int(options.documents), options.tokens)
     context = multiprocessing.get_context("spawn")
@@ -69,7 +76,8 @@ def make(prefix: Path, documents: int, tokens: int) -> None:
     if tokens:
         lengths = random.standard_normal(documents, np.float32)
         lengths = np.minimum(np.exp(lengths + np.log(tokens) - 0.5), 1 << 20).astype(np.int32)
-    total, some = int(lengths.sum(dtype=np.int64)), 1 << 24
+    total = int(lengths.sum(dtype=np.int64))
+    some = 1 << 24
     with open(prefix.with_name(f"{prefix.name}.bin"), "wb") as file:
         if tokens:
             file.truncate(2 * total)
@@ -100,12 +108,14 @@ def opened(prefix: str, order: str) -> dict[str, Any]:
     data = DataConfig.model_validate(
         {"kind": "indexed", "path": prefix, "seq_length": 4096, "cache_dir": cache, **whole}
     )
-    before, begun = psutil.Process().io_counters().read_bytes, time.perf_counter()
+    before = psutil.Process().io_counters().read_bytes
+    begun = time.perf_counter()
     splits = open_splits(data, 65_536, 1, prepare(data), asked=(100_000, 1000, 100))
     opened_after = time.perf_counter() - begun
     form = of_documents(splits.train) if isinstance(splits.train, WholeDocuments) else None
     GlobalBatches(splits.train, 256, 4, 0, 1, form).microbatches(0)
-    first, read = time.perf_counter() - begun, psutil.Process().io_counters().read_bytes - before
+    first = time.perf_counter() - begun
+    read = psutil.Process().io_counters().read_bytes - before
     counts = splits.train.describe()
     full = 1 - counts.get("padding", 0) / (counts["samples"] * 4096)
     return {

@@ -1,12 +1,14 @@
-"""Calibrates a cluster on one model on this CPU, and says how far off the plan is on other shapes and layouts.
+"""Calibrates a cluster on one model on this CPU, and says how far off the plan is on other shapes
+and layouts.
 
     python benchmarks/plan_calibrate.py [--rounds 3] [--steps 4] [--out FILE]
 
-Two ranks with one thread each train every configuration in turn, a few steps in each of several rounds, so that
-whatever else the machine does falls on all of them. The step times of one model fit the rates of the machine, as
-`plan --calibrate` does; the plan then predicts other widths, depths, lengths and layouts. Medians are compared, and
-the fastest steps beside them. Other work on the machine keeps ranks waiting for each other, which no rate says: the
-figures count on a machine that does nothing else, and the load is printed.
+Two ranks with one thread each train every configuration in turn, a few steps in each of several
+rounds, so that whatever else the machine does falls on all of them. The step times of one model fit
+the rates of the machine, as `plan --calibrate` does; the plan then predicts other widths, depths,
+lengths and layouts. Medians are compared, and the fastest steps beside them. Other work on the
+machine keeps ranks waiting for each other, which no rate says: the figures count on a machine that
+does nothing else, and the load is printed.
 """
 
 from __future__ import annotations
@@ -27,31 +29,66 @@ from typing import Any
 COMMON = "cluster=cpu data=mock trainer.deterministic=false model=llama_tiny"
 ONE = "model.num_layers=4 model.hidden_size=256 model.ffn_hidden_size=704"
 CALIBRATED = {
-    "tp2": f"{ONE} parallel=tp2 data.seq_length=256 trainer.micro_batch_size=1 trainer.global_batch_size=2",
-    "tp2, short": f"{ONE} parallel=tp2 data.seq_length=64 trainer.micro_batch_size=1 trainer.global_batch_size=4",
-    "tp2, long": f"{ONE} parallel=tp2 data.seq_length=512 trainer.micro_batch_size=1 trainer.global_batch_size=2",
-    "pp2": f"{ONE} parallel=pp2 data.seq_length=256 trainer.micro_batch_size=1 trainer.global_batch_size=4",
-    "dp2": f"{ONE} parallel=dp2 data.seq_length=256 trainer.micro_batch_size=2 trainer.global_batch_size=4",
-    "dp2, large": f"{ONE} parallel=dp2 data.seq_length=256 trainer.micro_batch_size=4 trainer.global_batch_size=16",
-    "dp2, short": f"{ONE} parallel=dp2 data.seq_length=32 trainer.micro_batch_size=1 trainer.global_batch_size=8",
+    "tp2": (
+        f"{ONE} parallel=tp2 data.seq_length=256 trainer.micro_batch_size=1"
+        " trainer.global_batch_size=2"
+    ),
+    "tp2, short": (
+        f"{ONE} parallel=tp2 data.seq_length=64 trainer.micro_batch_size=1"
+        " trainer.global_batch_size=4"
+    ),
+    "tp2, long": (
+        f"{ONE} parallel=tp2 data.seq_length=512 trainer.micro_batch_size=1"
+        " trainer.global_batch_size=2"
+    ),
+    "pp2": (
+        f"{ONE} parallel=pp2 data.seq_length=256 trainer.micro_batch_size=1"
+        " trainer.global_batch_size=4"
+    ),
+    "dp2": (
+        f"{ONE} parallel=dp2 data.seq_length=256 trainer.micro_batch_size=2"
+        " trainer.global_batch_size=4"
+    ),
+    "dp2, large": (
+        f"{ONE} parallel=dp2 data.seq_length=256 trainer.micro_batch_size=4"
+        " trainer.global_batch_size=16"
+    ),
+    "dp2, short": (
+        f"{ONE} parallel=dp2 data.seq_length=32 trainer.micro_batch_size=1"
+        " trainer.global_batch_size=8"
+    ),
 }
 """Of one model: what the rates are fitted on."""
 PREDICTED = {
-    "wider, tp2": "model.num_layers=3 model.hidden_size=512 model.ffn_hidden_size=1408 parallel=tp2"
-    " data.seq_length=256 trainer.micro_batch_size=1 trainer.global_batch_size=2",
-    "deeper, pp2": "model.num_layers=8 model.hidden_size=192 model.ffn_hidden_size=512 parallel=pp2"
-    " data.seq_length=256 trainer.micro_batch_size=1 trainer.global_batch_size=4",
-    "other width, dp2": "model.num_layers=6 model.hidden_size=384 model.ffn_hidden_size=1024 parallel=dp2"
-    " data.seq_length=128 trainer.micro_batch_size=2 trainer.global_batch_size=8",
-    "longer, tp2": "model.num_layers=5 model.hidden_size=320 model.ffn_hidden_size=896 parallel=tp2"
-    " data.seq_length=512 trainer.micro_batch_size=1 trainer.global_batch_size=2",
-    "wide and short, pp2": "model.num_layers=4 model.hidden_size=512 model.ffn_hidden_size=1024 parallel=pp2"
-    " data.seq_length=128 trainer.micro_batch_size=2 trainer.global_batch_size=12",
+    "wider, tp2": (
+        "model.num_layers=3 model.hidden_size=512 model.ffn_hidden_size=1408 parallel=tp2"
+        " data.seq_length=256 trainer.micro_batch_size=1 trainer.global_batch_size=2"
+    ),
+    "deeper, pp2": (
+        "model.num_layers=8 model.hidden_size=192 model.ffn_hidden_size=512 parallel=pp2"
+        " data.seq_length=256 trainer.micro_batch_size=1 trainer.global_batch_size=4"
+    ),
+    "other width, dp2": (
+        "model.num_layers=6 model.hidden_size=384 model.ffn_hidden_size=1024 parallel=dp2"
+        " data.seq_length=128 trainer.micro_batch_size=2 trainer.global_batch_size=8"
+    ),
+    "longer, tp2": (
+        "model.num_layers=5 model.hidden_size=320 model.ffn_hidden_size=896 parallel=tp2"
+        " data.seq_length=512 trainer.micro_batch_size=1 trainer.global_batch_size=2"
+    ),
+    "wide and short, pp2": (
+        "model.num_layers=4 model.hidden_size=512 model.ffn_hidden_size=1024 parallel=pp2"
+        " data.seq_length=128 trainer.micro_batch_size=2 trainer.global_batch_size=12"
+    ),
 }
 """Other shapes and layouts."""
 KERNELS = "kernels"
-SIDE, COPIED, REPEATED = 768, 64 << 20, 5
-"""Of the matrices of a product; bytes of a copy, more than caches hold; how often each is done in a turn."""
+SIDE = 768
+COPIED = 64 << 20
+REPEATED = 5
+"""Of the matrices of a product; bytes of a copy, more than caches hold; how often each is done in a
+turn.
+"""
 WARM = 1
 """Steps of each turn that are not counted."""
 BOUND = 0.15
@@ -60,13 +97,16 @@ BOUND = 0.15
 def worker(rounds: int, steps: int, out: Path) -> None:
     """One of the two ranks: all configurations in turn; the first rank writes the seconds.
 
-    Each turn is a process of its own: what a world leaves behind, as the threads of its groups, ends with it.
+    Each turn is a process of its own: what a world leaves behind, as the threads of its groups,
+    ends with it.
     """
     from mtrain import mcore as adapter
     from mtrain.devices import registry
 
     adapter.install(registry.get("cpu"))
-    from mtrain.train import assemble, step  # noqa: F401  # imported once, before processes are forked
+    # imported once, before processes are forked
+    import mtrain.train.assemble
+    import mtrain.train.step  # noqa: F401
 
     every = CALIBRATED | PREDICTED
     seconds: dict[str, list[dict[str, float]]] = {name: [] for name in [*every, KERNELS]}
@@ -78,7 +118,9 @@ def worker(rounds: int, steps: int, out: Path) -> None:
 
 
 def apart(name: str, words: str | None, steps: int, store: Path) -> list[dict[str, float]]:
-    """What a turn in a process of its own sends, read before it is waited for: it may wait until somebody reads."""
+    """What a turn in a process of its own sends, read before it is waited for: it may wait until
+    somebody reads.
+    """
     from multiprocessing import get_context
 
     context = get_context("fork")
@@ -97,7 +139,9 @@ def apart(name: str, words: str | None, steps: int, store: Path) -> list[dict[st
 
 
 def turn(words: str | None, steps: int, store: Path, send: Any) -> None:
-    """Sends seconds of steps of a configuration, or of kernels; in a world that ends with this process."""
+    """Sends seconds of steps of a configuration, or of kernels; in a world that ends with this
+    process.
+    """
     import torch.distributed as dist
 
     from mtrain.cli.setup import load
@@ -126,7 +170,10 @@ def kernels() -> dict[str, float]:
     one, other = torch.randn(2, SIDE, SIDE)
     source, target = torch.zeros(2, COPIED // 4)
     found = {}
-    for name, call in {"product": lambda: one @ other, "copy": lambda: target.copy_(source)}.items():
+    for name, call in {
+        "product": lambda: one @ other,
+        "copy": lambda: target.copy_(source),
+    }.items():
         call()
         dist.barrier()
         start = time.perf_counter()
@@ -139,14 +186,23 @@ def kernels() -> dict[str, float]:
 def measured(rounds: int, steps: int) -> dict[str, list[dict[str, float]]]:
     """Seconds of every step by phase."""
     with tempfile.TemporaryDirectory() as folder:
-        port, out = 20000 + os.getpid() % 10000, Path(folder) / "seconds.json"
+        port = 20000 + os.getpid() % 10000
+        out = Path(folder) / "seconds.json"
         env = os.environ | {
             **dict.fromkeys(("WORLD_SIZE", "LOCAL_WORLD_SIZE"), "2"),
             **{"OMP_NUM_THREADS": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)},
         }
-        command = [sys.executable, __file__, "--worker", str(out), f"--rounds={rounds}", f"--steps={steps}"]
+        command = [
+            sys.executable,
+            __file__,
+            "--worker",
+            str(out),
+            f"--rounds={rounds}",
+            f"--steps={steps}",
+        ]
         ranks = [
-            subprocess.Popen(command, env=env | {"RANK": str(rank), "LOCAL_RANK": str(rank)}) for rank in range(2)
+            subprocess.Popen(command, env=env | {"RANK": str(rank), "LOCAL_RANK": str(rank)})
+            for rank in range(2)
         ]
         failed = ranks[0].wait()
         if failed:
@@ -157,8 +213,12 @@ def measured(rounds: int, steps: int) -> dict[str, list[dict[str, float]]]:
         return found
 
 
-def compared(seconds: dict[str, list[dict[str, float]]], of_steps: Callable[[list[float]], float]) -> dict[str, Any]:
-    """The fit on one model, and what it predicts of the others; `of_steps`: the median, or another one of them."""
+def compared(
+    seconds: dict[str, list[dict[str, float]]], of_steps: Callable[[list[float]], float]
+) -> dict[str, Any]:
+    """The fit on one model, and what it predicts of the others; `of_steps`: the median, or another
+    one of them.
+    """
     from mtrain.cli.setup import load
     from mtrain.plan.time import step_time
     from mtrain.plan.time.calibrate import Measured, Rates, fitted
@@ -169,7 +229,9 @@ def compared(seconds: dict[str, list[dict[str, float]]], of_steps: Callable[[lis
         return Measured(run, of_steps(steps), of_steps(updates))
 
     every = {name: of(name, words) for name, words in (CALIBRATED | PREDICTED).items()}
-    product, copy = (of_steps([turn[key] for turn in seconds[KERNELS]]) for key in ("product", "copy"))
+    product, copy = (
+        of_steps([turn[key] for turn in seconds[KERNELS]]) for key in ("product", "copy")
+    )
     rates = Rates("fp32", 2 * SIDE**3 / product, 2 * COPIED / copy)
     fit = fitted([every[name] for name in CALIBRATED], every["tp2"].run.cluster, [rates])
     rows = []
@@ -199,14 +261,26 @@ def printed(result: dict[str, Any]) -> None:
         kind = "fitted" if row["calibrated"] else "predicted"
         times = f"{row['measured_s'] * 1e3:7.1f} ms {row['planned_s'] * 1e3:7.1f} ms"
         print(f"{row['name']:24} {times} {row['error']:+7.1%} {fastest['error']:+9.1%}  {kind}")
-    worst, fastest = result["worst"], result["fastest"]["worst"]
-    print(f"worst of those predicted {worst:.1%}, to be at most {BOUND:.0%}; of the fastest steps {fastest:.1%}")
-    print("load of the machine {:.1f} before and {:.1f} after, on {} cores".format(*result["load"], os.cpu_count()))
+    worst = result["worst"]
+    fastest = result["fastest"]["worst"]
+    print(
+        f"worst of those predicted {worst:.1%}, to be at most {BOUND:.0%}; of the fastest steps"
+        f" {fastest:.1%}"
+    )
+    print(
+        "load of the machine {:.1f} before and {:.1f} after, on {} cores".format(
+            *result["load"], os.cpu_count()
+        )
+    )
 
 
 def main() -> int:
-    """Measure, fit, predict, print, and return the exit code: 1 where a prediction is further off than the bound."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    """Measure, fit, predict, print, and return the exit code: 1 where a prediction is further off
+    than the bound.
+    """
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--rounds", type=int, default=3, help="turns of every configuration")
     parser.add_argument("--steps", type=int, default=4, help="steps that count in a turn")
     parser.add_argument("--out", type=Path, help="write the result as JSON")
@@ -218,7 +292,11 @@ def main() -> int:
     load = [os.getloadavg()[0]]
     seconds = measured(options.rounds, options.steps)
     result = compared(seconds, statistics.median) | {"fastest": compared(seconds, min)}
-    result |= {"load": [*load, os.getloadavg()[0]], "cores": os.cpu_count(), "python": platform.python_version()}
+    result |= {
+        "load": [*load, os.getloadavg()[0]],
+        "cores": os.cpu_count(),
+        "python": platform.python_version(),
+    }
     printed(result)
     if options.out:
         options.out.write_text(json.dumps(result, indent=2) + "\n")

@@ -2,11 +2,12 @@
 
     python benchmarks/plan_memory.py [FILE.csv] [--set precision.grad_reduce_in_fp32=false ...]
 
-FILE, else benchmarks/data/published_memory.csv, has the columns of that file; gradients and offload may be missing,
-and lines with # are left out. A row is compared where it states everything that decides the memory; each other row
-is listed with what it leaves out, and with the plan for what it does say, where that is a configuration. Of a row
-that says what offloading saves, what both runs have alike does not count. `--set` adds keys to every row, to see
-what one that is not stated decides.
+FILE, else benchmarks/data/published_memory.csv, has the columns of that file; gradients and offload
+may be missing, and lines with # are left out. A row is compared where it states everything that
+decides the memory; each other row is listed with what it leaves out, and with the plan for what it
+does say, where that is a configuration. Of a row that says what offloading saves, what both runs
+have alike does not count. `--set` adds keys to every row, to see what one that is not stated
+decides.
 """
 
 from __future__ import annotations
@@ -56,37 +57,68 @@ def missing(row: Row) -> Iterator[str]:
         yield "rank and layers of its adapters"
     if row["pp"] not in ("", "1") and row["kind"] != "saved":
         yield "which pipeline stage was measured"
-    yield from (why for word, why in ELSEWHERE.items() if word in f"{row['other']} {row['recompute']}")
+    yield from (
+        why for word, why in ELSEWHERE.items() if word in f"{row['other']} {row['recompute']}"
+    )
     if row["precision"].startswith("fp8") and "weights in 8 bits" not in row["other"]:
         yield "whether weights are kept in 8 bits"
 
 
 def words(row: Row) -> list[str]:
     """The configuration of a row, with what it does not say as mtrain has it by default."""
-    layout = "".join(f"{key}{row[name]}" for key, name in (("tp", "tp"), ("pp", "pp"), ("vpp", "vp"), ("cp", "cp"),
-                                                           ("ep", "ep")) if row[name] not in ("", "1"))  # fmt: skip
-    micro, seq = row["mbs"] or "1", row["seq"] or "4096"
+    layout = "".join(
+        f"{key}{row[name]}"
+        for key, name in (
+            ("tp", "tp"),
+            ("pp", "pp"),
+            ("vpp", "vp"),
+            ("cp", "cp"),
+            ("ep", "ep"),
+        )
+        if row[name] not in ("", "1")
+    )
+    micro = row["mbs"] or "1"
+    seq = row["seq"] or "4096"
     ranks = int(row["gpus"] or 8)
     share = max(1, ranks // (int(row["tp"]) * int(row["pp"]) * int(row["cp"])))
-    fsdp = ["parallel.fsdp=fsdp2"] if "FSDP" in row["other"] else ["parallel.distributed_optimizer=true"]
+    if "FSDP" in row["other"]:
+        fsdp = ["parallel.fsdp=fsdp2"]
+    else:
+        fsdp = ["parallel.distributed_optimizer=true"]
     full = ["parallel.recompute.granularity=full"] if row["recompute"] == "full" else []
     sp = ["parallel.sequence_parallel=true"] if row["tp"] != "1" else []
     low = ["precision.grad_reduce_in_fp32=false"] if row.get("gradients") == "bf16" else []
     lora = ["peft=lora"] if row["model"].endswith("_lora") else []
     return [
-        *(f"model={base_model(row)}", f"parallel={layout or 'single'}"),
+        f"model={base_model(row)}",
+        f"parallel={layout or 'single'}",
         f"precision={row['precision']}",
-        *("data=mock", f"data.seq_length={seq}", "trainer.sample_tokens=0", f"trainer.micro_batch_size={micro}"),
+        "data=mock",
+        f"data.seq_length={seq}",
+        "trainer.sample_tokens=0",
+        f"trainer.micro_batch_size={micro}",
         f"trainer.global_batch_size={row['gbs'] or int(micro) * share * 4 * int(row['pp'])}",
-        *(f"cluster={row['gpu']}", f"cluster.nodes={-(-ranks // 8)}", *fsdp, *full, *sp, *low, *lora),
-    ]  # fmt: skip
+        f"cluster={row['gpu']}",
+        f"cluster.nodes={-(-ranks // 8)}",
+        *fsdp,
+        *full,
+        *sp,
+        *low,
+        *lora,
+    ]
 
 
 def peak(row: Row, more: list[str]) -> float:
-    """Bytes that the plan allocates at the peak, without the context, and the reserve where that was not measured."""
+    """Bytes that the plan allocates at the peak, without the context, and the reserve where that
+    was not measured.
+    """
     stages = stage_memories(load([*words(row), *more], BIG, {}, to_run=False).run)
     worst = max(stages, key=lambda stage: stage.peak)
-    return float(worst.peak - worst.parts["context"] - (worst.parts["reserve"] if row["kind"] != "reserved" else 0))
+    return float(
+        worst.peak
+        - worst.parts["context"]
+        - (worst.parts["reserve"] if row["kind"] != "reserved" else 0)
+    )
 
 
 def planned(row: Row, more: list[str]) -> float | str:
@@ -102,25 +134,38 @@ def planned(row: Row, more: list[str]) -> float | str:
 def line(row: Row, found: float | str, compared: bool) -> str:
     """A row as it is printed."""
     published = float(row["peak"]) * UNITS[row["unit"]]
-    layout = " ".join(f"{key}{row[key]}" for key in ("tp", "pp", "vp", "cp", "ep") if row[key] not in ("", "1"))
+    layout = " ".join(
+        f"{key}{row[key]}" for key in ("tp", "pp", "vp", "cp", "ep") if row[key] not in ("", "1")
+    )
     offload = f"offload {row['offload']}" if row.get("offload") else row["precision"]
-    head = f"{row['model']:20} {layout or 'dp':16} {offload:15} {row['kind']:9} {published / GIB:6.1f} GiB"
+    head = (
+        f"{row['model']:20} {layout or 'dp':16} {offload:15} {row['kind']:9}"
+        f" {published / GIB:6.1f} GiB"
+    )
     if isinstance(found, str):
         return f"{head}  no plan: {found}"
-    return f"{head}  plan {found / GIB:6.1f} GiB  {found / published - 1:+7.1%}{'  compared' if compared else ''}"
+    return (
+        f"{head}  plan {found / GIB:6.1f} GiB "
+        f" {found / published - 1:+7.1%}{'  compared' if compared else ''}"
+    )
 
 
 def main() -> int:
     """Compare, print, and return the exit code."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("file", type=Path, nargs="?", default=HERE)
-    parser.add_argument("--set", nargs="*", default=[], dest="more", help="keys of the configuration, for every row")
+    parser.add_argument(
+        "--set", nargs="*", default=[], dest="more", help="keys of the configuration, for every row"
+    )
     options = parser.parse_args()
     with options.file.open() as lines:
         rows = list(csv.DictReader(text for text in lines if not text.startswith("#")))
     off = []
     for row in rows:
-        left_out, found = list(missing(row)), planned(row, options.more)
+        left_out = list(missing(row))
+        found = planned(row, options.more)
         compared = not left_out and not isinstance(found, str)
         print(line(row, found, compared))
         if left_out:

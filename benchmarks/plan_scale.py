@@ -1,14 +1,17 @@
-"""Megatron-LM's published scaling of GPT on H100 beside what the plan predicts, as `plan --scale` has it.
+"""Megatron-LM's published scaling of GPT on H100 beside what the plan predicts, as `plan --scale`
+has it.
 
     python benchmarks/plan_scale.py [--write]
 
-The published figures and their sources are benchmarks/data/megatron_strong_scaling.csv (177B, 1,152 samples, 96 to
-4,608 GPUs) and megatron_weak_scaling.csv (1.7B to 462B, 48 to 6,144 GPUs). Two things are predicted of each point:
+The published figures and their sources are benchmarks/data/megatron_strong_scaling.csv (177B, 1,152
+samples, 96 to 4,608 GPUs) and megatron_weak_scaling.csv (1.7B to 462B, 48 to 6,144 GPUs). Two
+things are predicted of each point:
 
-    as published  tensor and pipeline parallelism as published (of the strong scaling they are published of 2,304
-                  GPUs, and taken for all), micro-batches of one sample; virtual stages and recomputation, which
-                  nobody states, as tune chooses them; by the efficiencies that benchmarks/plan_time.py fits for
-                  megatron-core 0.8. The error is of this one.
+    as published  tensor and pipeline parallelism as published (of the strong scaling they are
+                  published of 2,304 GPUs, and taken for all), micro-batches of one sample;
+                  virtual stages and recomputation, which nobody states, as tune chooses them; by
+                  the efficiencies that
+                  benchmarks/plan_time.py fits for megatron-core 0.8. The error is of this one.
     tune          the layout that tune chooses among all, by the efficiencies of mtrain
 
 TFLOP/s are model FLOPs with attention to every key, as Megatron-LM counts them. `--write` saves
@@ -33,17 +36,26 @@ from mtrain.plan.time.efficiencies import Efficiencies, of
 from mtrain.plan.tune.choose import search
 
 ROOT = Path(__file__).resolve().parents[1]
-DATA, RESULTS = ROOT / "benchmarks" / "data", ROOT / "benchmarks" / "results" / "plan_scale.json"
+DATA = ROOT / "benchmarks" / "data"
+RESULTS = ROOT / "benchmarks" / "results" / "plan_scale.json"
 DOCS = ROOT / "docs" / "scaling.md"
-SOFTWARE, PEAK = "core 0.8", 989.0
+SOFTWARE = "core 0.8"
+PEAK = 989.0
 """Whose efficiencies predict what is published; TFLOP/s of an H100 in bf16."""
 BIG = Machine(cpu_cores=1 << 14, memory_bytes=1 << 60)
 COMMON = ("cluster=h100", "data=mock", "data.seq_length=4096")
 KEPT = {
-    **{"parallel.cp": 1, "trainer.micro_batch_size": 1, "parallel.fsdp": "none", "optim.cpu_offload": 0.0},
+    **{
+        "parallel.cp": 1,
+        "trainer.micro_batch_size": 1,
+        "parallel.fsdp": "none",
+        "optim.cpu_offload": 0.0,
+    },
 }
 FITTED = ("gpt_1.7b", "gpt_16b", "gpt_70b", "gpt_177b", "gpt_462b")
-"""Models whose weak points are among the rows that the efficiencies were fitted on (published_throughput.csv)."""
+"""Models whose weak points are among the rows that the efficiencies were fitted on
+(published_throughput.csv).
+"""
 Row = dict[str, Any]
 
 
@@ -67,7 +79,11 @@ def weak() -> list[Row]:
     """The published points of models that grow with the number of GPUs."""
     names = ("gpus", "batch", "tp", "pp")
     return [
-        {"model": row["model"], **{name: int(row[name]) for name in names}, "published": float(row["tflops"])}
+        {
+            "model": row["model"],
+            **{name: int(row[name]) for name in names},
+            "published": float(row["tflops"]),
+        }
         for row in _read("megatron_weak_scaling.csv")
     ]
 
@@ -80,18 +96,36 @@ def theirs() -> Efficiencies:
 
 def as_published(row: Mapping[str, Any], reached: Efficiencies) -> Row:
     """What is predicted of a point in its published layout."""
-    words = [f"model={row['model']}", *COMMON, f"cluster.nodes={row['gpus'] // 8}", "kernels.loss=megatron"]
+    words = [
+        f"model={row['model']}",
+        *COMMON,
+        f"cluster.nodes={row['gpus'] // 8}",
+        "kernels.loss=megatron",
+    ]
     raw = compose([*words, f"trainer.global_batch_size={row['batch']}"]).run
-    said = {**KEPT, "parallel.tp": row["tp"], "parallel.pp": row["pp"], "parallel.sequence_parallel": row["tp"] > 1}
+    said = {
+        **KEPT,
+        "parallel.tp": row["tp"],
+        "parallel.pp": row["pp"],
+        "parallel.sequence_parallel": row["tp"] > 1,
+    }
     found = search(raw, said, BIG, None, 1)[0].best[0]
     predicted = step_time(found.run, reached).mfu_all_keys * PEAK
-    return {"layout": found.words, "predicted": predicted, "error": predicted / row["published"] - 1}
+    return {
+        "layout": found.words,
+        "predicted": predicted,
+        "error": predicted / row["published"] - 1,
+    }
 
 
 def table(rows: Sequence[Row], words: Sequence[str], *, is_weak: bool) -> list[Row]:
     """Every point with both predictions."""
-    reached, counts = theirs(), [row["gpus"] for row in rows]
-    each = [[[*words, f"model={row['model']}", f"trainer.global_batch_size={row['batch']}"], []] for row in rows]
+    reached = theirs()
+    counts = [row["gpus"] for row in rows]
+    each = [
+        [[*words, f"model={row['model']}", f"trainer.global_batch_size={row['batch']}"], []]
+        for row in rows
+    ]
     for words_, row in zip(each, rows, strict=True):
         words_[1] = [f"model={row['model']}", f"trainer.global_batch_size={row['batch']}"]
     points = scaled(each, counts, weak=is_weak).points
@@ -107,25 +141,42 @@ def table(rows: Sequence[Row], words: Sequence[str], *, is_weak: bool) -> list[R
 
 def results() -> dict[str, list[Row]]:
     """Both tables, rounded to what is stored."""
-    made = {"strong": table(strong(), COMMON, is_weak=False), "weak": table(weak(), COMMON, is_weak=True)}
+    made = {
+        "strong": table(strong(), COMMON, is_weak=False),
+        "weak": table(weak(), COMMON, is_weak=True),
+    }
     return {name: [_rounded(row) for row in rows] for name, rows in made.items()}
 
 
 def _rounded(row: Row) -> Row:
     return {
-        key: _rounded(value) if isinstance(value, dict) else round(value, 4) if isinstance(value, float) else value
+        key: (
+            _rounded(value)
+            if isinstance(value, dict)
+            else round(value, 4)
+            if isinstance(value, float)
+            else value
+        )
         for key, value in row.items()
     }
 
 
 def markdown(name: str, rows: Sequence[Row]) -> str:
     """A table of the documentation."""
-    head = ["GPUs", *["model", "batch"] * (name == "weak"), "published", "predicted", "error", "layout"]
+    head = [
+        "GPUs",
+        *["model", "batch"] * (name == "weak"),
+        "published",
+        "predicted",
+        "error",
+        "layout",
+    ]
     head += ["tune predicts", "its layout"]
     lines = [head, ["---"] * len(head)]
     first = rows[0]
     for row in rows:
-        own, tuned = row["as_published"], row["tune"]
+        own = row["as_published"]
+        tuned = row["tune"]
         cells = [f"{row['gpus']:,}"]
         mark = "*" if row["model"] in FITTED else ""
         cells += [f"{row['model']}{mark}", f"{row['batch']:,}"] if name == "weak" else []
@@ -133,7 +184,11 @@ def markdown(name: str, rows: Sequence[Row]) -> str:
             _rate(row["published"], first["published"]),
             _rate(own["predicted"], first["as_published"]["predicted"]),
         ]
-        cells += [f"{own['error']:+.1%}", own["layout"], _rate(tuned["tflops"], first["tune"]["tflops"])]
+        cells += [
+            f"{own['error']:+.1%}",
+            own["layout"],
+            _rate(tuned["tflops"], first["tune"]["tflops"]),
+        ]
         lines.append([*cells, tuned["layout"]])
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
@@ -150,7 +205,10 @@ def summary(rows: Sequence[Row]) -> str:
     median = errors[middle] if len(errors) % 2 else (errors[middle - 1] + errors[middle]) / 2
     worst = max(rows, key=lambda row: abs(row["as_published"]["error"]))
     of_worst = worst["as_published"]["error"]
-    return f"Errors: {median:.1%} in the median, {of_worst:+.1%} at worst ({worst['model']} on {worst['gpus']:,})."
+    return (
+        f"Errors: {median:.1%} in the median, {of_worst:+.1%} at worst ({worst['model']} on"
+        f" {worst['gpus']:,})."
+    )
 
 
 def written(text: str, found: Mapping[str, Sequence[Row]]) -> str:
@@ -161,14 +219,20 @@ def written(text: str, found: Mapping[str, Sequence[Row]]) -> str:
         if len(found_) == 1:
             text = text.replace(found_[0], inner)
         else:
-            raise SystemExit(f"{DOCS}: needs one table between <!-- {name} --> and <!-- /{name} -->")
+            raise SystemExit(
+                f"{DOCS}: needs one table between <!-- {name} --> and <!-- /{name} -->"
+            )
     return text
 
 
 def main() -> int:
     """Predict, print, and return the exit code."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--write", action="store_true", help="save the results and the page of the documentation")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--write", action="store_true", help="save the results and the page of the documentation"
+    )
     options = parser.parse_args()
     found = results()
     for name, rows in found.items():

@@ -1,17 +1,20 @@
-"""Fits the efficiencies of the time model on published throughput, and says how far it is off on models left out.
+"""Fits the efficiencies of the time model on published throughput, and says how far it is off on
+models left out.
 
     python benchmarks/plan_time.py [FILE.csv] [--write]
 
-Prints for each row the published rate and the errors of three fits: on all rows, on the other models, on the other
-devices; then the errors in the median and at the 95th percentile, and how many pairs of rows of one model on as many
-devices are ranked as published. Rows that are no configuration are listed with the reason, and so are rows of one
-configuration that contradict each other: those are predicted and not fitted, and errors are said without and with
-them. `--write` saves the fit on all other rows, and how far off it is, which `tune` and `plan --scale` print. With a
-FILE, its rows are predicted by that fit.
+Prints for each row the published rate and the errors of three fits: on all rows, on the other
+models, on the other devices; then the errors in the median and at the 95th percentile, and how many
+pairs of rows of one model on as many devices are ranked as published. Rows that are no
+configuration are listed with the reason, and so are rows of one configuration that contradict each
+other: those are predicted and not fitted, and errors are said without and with them. `--write`
+saves the fit on all other rows, and how far off it is, which `tune` and `plan --scale` print. With
+a FILE, its rows are predicted by that fit.
 
-Software enters as two named factors for each release, on the speed of everything that the device does, and on that of
-models with experts; both change little from one release to the next. What a row of Megatron-Bridge leaves out
-(graphs, recomputation, dispatcher, overlap) is of the recipe of its release, in data/bridge_recipes.csv.
+Software enters as two named factors for each release, on the speed of everything that the device
+does, and on that of models with experts; both change little from one release to the next. What a
+row of Megatron-Bridge leaves out (graphs, recomputation, dispatcher, overlap) is of the recipe of
+its release, in data/bridge_recipes.csv.
 """
 
 from __future__ import annotations
@@ -35,11 +38,11 @@ from mtrain.plan.time.step import StepTime, StepWork, priced, step_work
 
 Theta = dict[str, float]
 SOFTWARE = "megatron-core 0.16 with TransformerEngine, by rows of Megatron-Bridge 26.02 and near it"
-HEAD = """# What kernels, links and hosts reach of what a device states; fitted on published throughput by
-# benchmarks/plan_time.py, which says how far off it is.
+HEAD = """# Shares of stated rates that kernels, links and hosts reach; fitted on published
+# throughput by benchmarks/plan_time.py, which reports the errors.
 """
-ACCURACY_HEAD = """# Errors of predicted throughput on published runs whose model was left out of the fit, as shares;
-# measured by benchmarks/plan_time.py.
+ACCURACY_HEAD = """# Relative errors of predicted throughput on published runs of models that
+# the fit did not see; measured by benchmarks/plan_time.py.
 """
 PRIORS: dict[str, tuple[float, float]] = {
     # name: what is expected, and how far off it may be, as a logarithm
@@ -71,12 +74,16 @@ PRIORS: dict[str, tuple[float, float]] = {
     "exposed.pp": (0.5, 0.25),
 }
 LAYERS = {"attn", "mamba"}
-"""What graphs of layers hold, beside routers; routers alone are half of what the host does for a mixture."""
+"""What graphs of layers hold, beside routers; routers alone are half of what the host does for a
+mixture.
+"""
 BACKWARD = 0.7
 """Of attention, against its forward: FlashAttention-3 and cuDNN on an H100."""
-SPEED, MIXTURES = 0.02, 0.05
+SPEED = 0.02
+MIXTURES = 0.05
 """How far releases may be apart, in the speed of kernels and of the host."""
-BASE, MEGATRON = "bridge 26.02", "core 0.8"
+BASE = "bridge 26.02"
+MEGATRON = "core 0.8"
 CHAIN = ("bridge 25.09", "bridge 25.11", BASE, "bridge 26.04", "bridge 26.06", "bridge 26.08")
 FLASH2 = ("core 0.8", "torchtitan 24", "torchtitan 25")
 """Software whose attention is FlashAttention-2, which is of the generation before Hopper."""
@@ -115,7 +122,10 @@ def efficiencies(
     v = {name: prior * np.exp(theta.get(name, 0.0)) for name, (prior, _) in PRIORS.items()}
     speed = float(EXPECTED.get(software, 1.0) * np.exp(theta.get(f"speed:{software}", 0.0)))
     v["products.tensorwise"] *= v["products.bf16"]
-    left_of_routing = v["graphed"] if graphs & LAYERS else (1 + v["graphed"]) / 2 if "router" in graphs else 1.0
+    if graphs & LAYERS:
+        left_of_routing = v["graphed"]
+    else:
+        left_of_routing = (1 + v["graphed"]) / 2 if "router" in graphs else 1.0
     attention = float(v["attention"] * (v["flash2"] if software in FLASH2 else 1.0))
     products = {
         "bf16": v["products.bf16"],
@@ -147,7 +157,9 @@ def efficiencies(
         graphed=float("whole" not in graphs),
         latency_us=8.0,
         overlapped={
-            **{axis: max(0.0, 1 - float(v[f"exposed.{axis}"])) for axis in ("tp", "ep", "dp", "pp")},
+            **{
+                axis: max(0.0, 1 - float(v[f"exposed.{axis}"])) for axis in ("tp", "ep", "dp", "pp")
+            },
             "cp": 0.8,
             **({} if overlaps else {"tp": 0.0}),
             **({} if experts else {"ep": 0.0}),
@@ -186,8 +198,12 @@ def prior(theta: Theta) -> list[float]:
     found = [theta.get(name, 0.0) / spread for name, (_, spread) in PRIORS.items()]
     for kind, spread in (("speed", SPEED), ("mixtures", MIXTURES)):
         for one, next_ in pairwise(CHAIN):
-            found.append((theta.get(f"{kind}:{one}", 0.0) - theta.get(f"{kind}:{next_}", 0.0)) / spread)
-        near = (theta.get(f"{kind}:torchtitan 24", 0.0) - theta.get(f"{kind}:torchtitan 25", 0.0)) / spread
+            found.append(
+                (theta.get(f"{kind}:{one}", 0.0) - theta.get(f"{kind}:{next_}", 0.0)) / spread
+            )
+        near = (
+            theta.get(f"{kind}:torchtitan 24", 0.0) - theta.get(f"{kind}:torchtitan 25", 0.0)
+        ) / spread
         found.append(near)
         for word, wide in OTHERS.items():
             found.append(theta.get(f"{kind}:{word}", 0.0) / (wide if kind == "speed" else MIXTURES))
@@ -232,7 +248,8 @@ def fit(cases: Sequence[Case], start: Theta | None = None, rounds: int = 6) -> T
         a = jac.T @ (w[:, None] * jac) + pj.T @ pj
         b = jac.T @ (w * e) + pj.T @ priors(x)
         move = -np.linalg.solve(a, b)
-        now, scale = cost(e, priors(x)), 1.0
+        now = cost(e, priors(x))
+        scale = 1.0
         while scale > 0.05:
             new = x + scale * move
             e2 = errors(new)
@@ -242,7 +259,8 @@ def fit(cases: Sequence[Case], start: Theta | None = None, rounds: int = 6) -> T
         else:
             break
         gain = now - cost(e2, priors(new))
-        x, e = new, e2
+        x = new
+        e = e2
         if gain < 1e-3 * now:
             break
     return {key: float(value) for key, value in zip(keys, x, strict=True)}
@@ -268,11 +286,13 @@ def error(case: Case, theta: Theta) -> float:
 
 
 def pairs(cases: Sequence[Case], errors: Sequence[float]) -> tuple[int, int]:
-    """Of two rows of one model on as many devices that differ by more than repetitions do: how many are ranked as
-    published, and how many there are."""
+    """Of two rows of one model on as many devices that differ by more than repetitions do: how many
+    are ranked as published, and how many there are.
+    """
     right = number = 0
     for (one, e1), (two, e2) in combinations(list(zip(cases, errors, strict=True)), 2):
-        a, b = one.measured, two.measured
+        a = one.measured
+        b = two.measured
         same = all(a.row[key] == b.row[key] for key in ("model", "gpu", "gpus", "seq"))
         if not same or abs(np.log(a.tokens / b.tokens)) < NOISE:
             continue
@@ -284,7 +304,11 @@ def pairs(cases: Sequence[Case], errors: Sequence[float]) -> tuple[int, int]:
 def said(what: str, errors: Sequence[float]) -> dict[str, float]:
     """Median, 95th percentile and largest of errors, printed."""
     size = np.abs(errors)
-    found = {"median": float(np.median(size)), "p95": float(np.quantile(size, 0.95)), "worst": float(size.max())}
+    found = {
+        "median": float(np.median(size)),
+        "p95": float(np.quantile(size, 0.95)),
+        "worst": float(size.max()),
+    }
     print(f"{what}: " + ", ".join(f"{name} {value:.1%}" for name, value in found.items()))
     return found
 
@@ -295,22 +319,30 @@ def read(path: Path) -> list[Case]:
     for row in published.rows(path):
         found = published.measured(row)
         if isinstance(found, str):
-            print(f"left out: {row['model']} {row['gpu']} {row['gpus']} {row['precision']}: {found}")
+            print(
+                f"left out: {row['model']} {row['gpu']} {row['gpus']} {row['precision']}: {found}"
+            )
         else:
             cases.append(Case(found, step_work(found.run), device_of(found.run.cluster)))
     return cases
 
 
 def agreeing(cases: Sequence[Case]) -> tuple[list[Case], list[Case]]:
-    """Those that are fitted, and those that contradict another row, which are printed and not fitted."""
+    """Those that are fitted, and those that contradict another row, which are printed and not
+    fitted.
+    """
     found = published.disagreeing([case.measured for case in cases])
     for index, why in found.items():
-        print(f"not fitted: {cases[index].measured.label()} {cases[index].measured.tokens:.0f}: {why}")
+        print(
+            f"not fitted: {cases[index].measured.label()} {cases[index].measured.tokens:.0f}: {why}"
+        )
     return [case for i, case in enumerate(cases) if i not in found], [cases[i] for i in found]
 
 
 def saved(theta: Theta) -> dict[str, Any]:
-    """The efficiencies of mtrain, which captures no graphs and overlaps neither tensor- nor expert-parallel sends."""
+    """The efficiencies of mtrain, which captures no graphs and overlaps neither tensor- nor
+    expert-parallel sends.
+    """
     found = asdict(efficiencies(theta, BASE)) | {"software": SOFTWARE}
     return {key: _rounded(value) for key, value in found.items()}
 
@@ -318,7 +350,11 @@ def saved(theta: Theta) -> dict[str, Any]:
 def accuracy_in(results: dict[str, Any]) -> dict[str, Any]:
     """What the package says of the errors of its model, of the results of this benchmark."""
     off = {name: round(results["model_left_out"][name], 4) for name in ("median", "p95")}
-    pairs_ = {"pairs": results["pairs"]["of"], "pairs_right": results["pairs"]["right"], "apart": NOISE}
+    pairs_ = {
+        "pairs": results["pairs"]["of"],
+        "pairs_right": results["pairs"]["right"],
+        "apart": NOISE,
+    }
     return {"rows": results["rows"], **off, **pairs_}
 
 
@@ -330,9 +366,13 @@ def _rounded(value: Any) -> Any:
 
 def main() -> int:
     """Fit, compare, print, and return the exit code."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("file", type=Path, nargs="?", help="rows that are predicted and not fitted")
-    parser.add_argument("--write", action="store_true", help="save the efficiencies and the results")
+    parser.add_argument(
+        "--write", action="store_true", help="save the efficiencies and the results"
+    )
     options = parser.parse_args()
     cases, apart = agreeing(read(published.FILE))
     theta = fit(cases)
@@ -340,8 +380,8 @@ def main() -> int:
         others = read(options.file)
         for case in others:
             print(
-                f"{case.measured.label()} {case.measured.tokens:8.0f} {predicted(case, theta):8.0f} "
-                f"{error(case, theta):+7.1%}"
+                f"{case.measured.label()} {case.measured.tokens:8.0f} {predicted(case, theta):8.0f}"
+                f" {error(case, theta):+7.1%}"
             )
         said("rows that were not fitted", [error(case, theta) for case in others])
         return 0
@@ -351,15 +391,29 @@ def main() -> int:
     by_device = without(cases, theta, lambda case: case.measured.row["gpu"], apart)
     print(f"{'':94} published    fitted  model left out  device left out")
     for case, *errors in zip(every, inside, by_model, by_device, strict=True):
-        print(f"{case.measured.label()} {case.measured.tokens:8.0f}", *(f"{e:+14.1%}" for e in errors))
+        print(
+            f"{case.measured.label()} {case.measured.tokens:8.0f}", *(f"{e:+14.1%}" for e in errors)
+        )
     n = len(cases)
-    results: dict[str, Any] = {"rows": n, "rows_that_disagree": len(apart), "fitted": said("fitted", inside[:n])}
+    results: dict[str, Any] = {
+        "rows": n,
+        "rows_that_disagree": len(apart),
+        "fitted": said("fitted", inside[:n]),
+    }
     results["model_left_out"] = said("each model left out", by_model[:n])
     results["device_left_out"] = said("each device left out", by_device[:n])
-    newest = [e for case, e in zip(cases, by_model[:n], strict=True) if case.measured.software in CHAIN]
-    results["model_left_out_megatron_bridge"] = said("each model left out, rows of Megatron-Bridge alone", newest)
-    results["model_left_out_with_all"] = said("each model left out, with rows that disagree", by_model)
-    results["device_left_out_with_all"] = said("each device left out, with rows that disagree", by_device)
+    newest = [
+        e for case, e in zip(cases, by_model[:n], strict=True) if case.measured.software in CHAIN
+    ]
+    results["model_left_out_megatron_bridge"] = said(
+        "each model left out, rows of Megatron-Bridge alone", newest
+    )
+    results["model_left_out_with_all"] = said(
+        "each model left out, with rows that disagree", by_model
+    )
+    results["device_left_out_with_all"] = said(
+        "each device left out, with rows that disagree", by_device
+    )
     right, number = pairs(every, by_model)
     results["pairs"] = {"right": right, "of": number}
     print(f"pairs of layouts or releases ranked as published: {right} of {number}")
@@ -369,13 +423,22 @@ def main() -> int:
         for e in [efficiencies(theta, name)]
     }
     for name, factor in results["software"].items():
-        print(f"  {name:16} speed {factor['speed']:.3f}, of models with experts {factor['with_experts']:.3f} more")
+        print(
+            f"  {name:16} speed {factor['speed']:.3f}, of models with experts"
+            f" {factor['with_experts']:.3f} more"
+        )
     own = efficiencies(theta, MEGATRON, overlaps=True)  # for benchmarks/plan_scale.py
-    results["efficiencies"] = {MEGATRON: {key: _rounded(value) for key, value in asdict(own).items()}}
+    results["efficiencies"] = {
+        MEGATRON: {key: _rounded(value) for key, value in asdict(own).items()}
+    }
     if options.write:
-        accuracy.FILE.write_text(ACCURACY_HEAD + yaml.safe_dump(accuracy_in(results), sort_keys=False))
+        accuracy.FILE.write_text(
+            ACCURACY_HEAD + yaml.safe_dump(accuracy_in(results), sort_keys=False)
+        )
         FILE.write_text(HEAD + yaml.safe_dump(saved(theta), sort_keys=False, width=116))
-        (published.ROOT / "benchmarks/results/plan_time.json").write_text(json.dumps(results, indent=2) + "\n")
+        (published.ROOT / "benchmarks/results/plan_time.json").write_text(
+            json.dumps(results, indent=2) + "\n"
+        )
     return 0
 
 

@@ -1,4 +1,6 @@
-"""What Megatron-Bridge's performance recipes say that its published tables leave out (data/bridge_recipes.csv)."""
+"""What Megatron-Bridge's performance recipes say that its published tables leave out
+(data/bridge_recipes.csv).
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,9 @@ class Recipe:
     """Of a model on a device, in one precision and release."""
 
     graphs: frozenset[str] = frozenset()
-    """What CUDA graphs hold: attn, mamba, mlp, router, preprocess; or whole: all of an iteration or of each layer."""
+    """What CUDA graphs hold: attn, mamba, mlp, router, preprocess; or whole: all of an iteration or
+    of each layer.
+    """
     recompute: tuple[str, ...] = ()
     """Modules."""
     block: int = 0
@@ -32,8 +36,8 @@ class Recipe:
 def recipe(model: str, gpu: str, precision: str, release: str, layout: str) -> Recipe:
     """The newest up to a release, or the oldest; of another precision where this one has none.
 
-    A table is printed behind the recipes of its release: the first later one that has the `layout` (tp, pp, virtual
-    stages, ep) counts where that one has another.
+    A table is printed behind the recipes of its release: the first later one that has the `layout`
+    (tp, pp, virtual stages, ep) counts where that one has another.
     """
     known = [line for line in _lines() if (line["model"], line["gpu"]) == (model, gpu)]
     same = [line for line in known if precision in line["precisions"].split()] or known

@@ -1,4 +1,6 @@
-"""Rows of published throughput as configurations of mtrain, with the software that they were measured with."""
+"""Rows of published throughput as configurations of mtrain, with the software that they were
+measured with.
+"""
 
 from __future__ import annotations
 
@@ -39,8 +41,10 @@ PLAIN = (
 )
 PER_NODE = {"gb200": 4, "gb300": 4}
 SELECTIVE = 0.45
-"""torchtitan's selective recomputation saves every other product and attention: of a forward that is two thirds
-products and a fifth attention, half of the first and none of the second are computed again, and all of the rest."""
+"""torchtitan's selective recomputation saves every other product and attention: of a forward that
+is two thirds products and a fifth attention, half of the first and none of the second are computed
+again, and all of the rest.
+"""
 RELEASE = re.compile(r"(2[5-9]\.\d\d)(?:\.\d+)?")
 
 
@@ -59,9 +63,12 @@ class Measured:
     def label(self) -> str:
         """Of a line of the table."""
         r = self.row
-        layout = " ".join(f"{key}{r[key]}" for key in ("tp", "pp", "vp", "cp", "ep") if r[key] not in ("", "1"))
+        layout = " ".join(
+            f"{key}{r[key]}" for key in ("tp", "pp", "vp", "cp", "ep") if r[key] not in ("", "1")
+        )
         return (
-            f"{r['model']:24} {r['gpu']:5} {r['gpus']:>4} {r['precision']:14} {layout or 'dp':22} {self.software:18}"
+            f"{r['model']:24} {r['gpu']:5} {r['gpus']:>4} {r['precision']:14} {layout or 'dp':22}"
+            f" {self.software:18}"
         )
 
 
@@ -98,7 +105,9 @@ def release(row: Row) -> str:
 
 
 def recipe_of(row: Row) -> Recipe:
-    """What the recipe of a row of Megatron-Bridge says beside its layout; of other software nothing."""
+    """What the recipe of a row of Megatron-Bridge says beside its layout; of other software
+    nothing.
+    """
     found = release(row)
     name = row["model"].removesuffix("_tokendrop").removesuffix("_nomtp")
     layout = " ".join(row[key] or "1" for key in ("tp", "pp", "vp", "ep"))
@@ -111,7 +120,9 @@ def graphed(row: Row) -> frozenset[str]:
 
 
 def experts_overlapped(row: Row) -> bool:
-    """Whether tokens travelled to experts beside computation; pipelines do so between virtual stages."""
+    """Whether tokens travelled to experts beside computation; pipelines do so between virtual
+    stages.
+    """
     able = row["pp"] in ("", "1") or row["vp"] not in ("", "1")
     return (recipe_of(row).overlaps_experts and able) or "EP overlap" in row["source"]
 
@@ -135,7 +146,10 @@ def obstacle(row: Row) -> str | None:
     if row["precision"] == "fp8_rowwise":
         return "a scale for each row is no recipe of TransformerEngine"
     if row["pp"] not in ("", "1") and not row["vp"] and "Bridge" in row["source"] and _few(row):
-        return "the source leaves the virtual stages out, which decide the bubble of so few micro-batches"
+        return (
+            "the source leaves the virtual stages out, which decide the bubble of so few"
+            " micro-batches"
+        )
     if not row["tokens_s_per_gpu"] and not row["tflops_per_gpu"]:
         return "no figure"
     return None
@@ -147,7 +161,9 @@ def _few(row: Row) -> bool:
 
 
 def degrees(row: Row) -> dict[str, int]:
-    """Of the layout; the runs of Megatron-LM's scaling table were interleaved, by two layers where that divides."""
+    """Of the layout; the runs of Megatron-LM's scaling table were interleaved, by two layers where
+    that divides.
+    """
     p = {key: int(row[key] or 1) for key in ("tp", "pp", "vp", "cp", "ep")}
     if "core 0.8" in row["source"] and p["pp"] > 1:
         each = layers_of(row["model"]) // p["pp"]
@@ -159,36 +175,59 @@ def words(row: Row) -> list[str]:
     """The configuration of a row."""
     name = row["model"].removesuffix("_tokendrop").removesuffix("_lora")
     p = degrees(row)
-    layout = "".join(f"{'vpp' if key == 'vp' else key}{n}" for key, n in p.items() if (n > 1 and key != "vp") or
-                     (key == "vp" and n > 1 and p["pp"] > 1))  # fmt: skip
-    gpus, seq = int(row["gpus"]), row["seq"] or "4096"
+    layout = "".join(
+        f"{'vpp' if key == 'vp' else key}{n}"
+        for key, n in p.items()
+        if n > 1 and (key != "vp" or p["pp"] > 1)
+    )
+    gpus = int(row["gpus"])
+    seq = row["seq"] or "4096"
     per_node = min(gpus, PER_NODE.get(row["gpu"], 8))
     micro = row["mbs"] or "1"
     precision = row["precision"]
     found = [
-        *(f"model={NAMES.get(name, name)}", f"parallel={layout or 'single'}", f"precision={precision}"),
+        *(
+            f"model={NAMES.get(name, name)}",
+            f"parallel={layout or 'single'}",
+            f"precision={precision}",
+        ),
         *("data=mock", f"data.seq_length={seq}", "trainer.sample_tokens=0"),
         *(f"trainer.micro_batch_size={micro}", f"trainer.global_batch_size={row['gbs']}"),
-        *(f"cluster={row['gpu']}", f"cluster.nodes={gpus // per_node}", f"cluster.devices_per_node={per_node}"),
+        *(
+            f"cluster={row['gpu']}",
+            f"cluster.nodes={gpus // per_node}",
+            f"cluster.devices_per_node={per_node}",
+        ),
         f"parallel.ranks={gpus}",
         "cluster.device_memory_gib=4096",  # what is published did fit, with what it does not say
     ]
     found += ["parallel.sequence_parallel=true"] if p["tp"] > 1 else []
     found += [f"model.max_position_embeddings={seq}"] if int(seq) > LONGEST else []
-    found += ["kernels.default=reference", "kernels.attention=torch"] if "eager" in row["source"] else []
-    # TransformerEngine's fused rotary positions know no scale of yarn; Automodel's experts are no megatron-core's
-    found += ["kernels.rope=reference"] if base_name(row).startswith("gpt_oss") and release(row) else []
+    found += (
+        ["kernels.default=reference", "kernels.attention=torch"] if "eager" in row["source"] else []
+    )
+    # TransformerEngine's fused rotary positions know no scale of yarn; Automodel's experts are no
+    # megatron-core's
+    found += (
+        ["kernels.rope=reference"] if base_name(row).startswith("gpt_oss") and release(row) else []
+    )
     found += ["kernels.experts=triton"] if "Automodel" in row["source"] and _mixture(row) else []
     found += ["kernels.loss=megatron"] if "core 0.8" in row["source"] else []
     found += ["precision.grad_reduce_in_fp32=false"] if release(row) else []
-    found += ["model.mtp_num_layers=null", "model.mtp_loss_scaling_factor=null"] if name.endswith("_nomtp") else []
+    found += (
+        ["model.mtp_num_layers=null", "model.mtp_loss_scaling_factor=null"]
+        if name.endswith("_nomtp")
+        else []
+    )
     found += ["peft=lora"] if row["model"].endswith("_lora") else []
     found += _experts(row, p) + _sharded(row) + _again(row) + _stages(row, p)
     return found
 
 
 def _mixture(row: Row) -> bool:
-    return row["ep"] not in ("", "1") or base_name(row).startswith(("qwen3_", "deepseek", "gpt_oss"))
+    return row["ep"] not in ("", "1") or base_name(row).startswith(
+        ("qwen3_", "deepseek", "gpt_oss")
+    )
 
 
 def _experts(row: Row, p: dict[str, int]) -> list[str]:
@@ -197,7 +236,10 @@ def _experts(row: Row, p: dict[str, int]) -> list[str]:
         return []
     found = ["parallel.etp=1"]
     if "tokendrop" in name:
-        found += ["model.moe.expert_capacity_factor=1.0", "model.moe.pad_expert_input_to_capacity=true"]
+        found += [
+            "model.moe.expert_capacity_factor=1.0",
+            "model.moe.pad_expert_input_to_capacity=true",
+        ]
     elif p["ep"] > 1 and _flex(row):
         found += ["model.moe.token_dispatcher_type=flex"]
     return found
@@ -211,11 +253,15 @@ def _flex(row: Row) -> bool:
 def _sharded(row: Row) -> list[str]:
     if "FSDP" in row["source"] and row["ep"] in ("", "1") and not row["model"].endswith("_lora"):
         return ["parallel.fsdp=fsdp2"]
-    return ["parallel.distributed_optimizer=true"] if int(row["gpus"]) > int(row["tp"]) * int(row["pp"]) else []
+    if int(row["gpus"]) > int(row["tp"]) * int(row["pp"]):
+        return ["parallel.distributed_optimizer=true"]
+    return []
 
 
 def _again(row: Row) -> list[str]:
-    if row["recompute"] == "full" or (not row["recompute"] and "Automodel" in row["source"] and not _mixture(row)):
+    if row["recompute"] == "full" or (
+        not row["recompute"] and "Automodel" in row["source"] and not _mixture(row)
+    ):
         return _recomputed("granularity=full")
     found = recipe_of(row)
     if found.recompute:
@@ -242,7 +288,9 @@ def layers_of(name: str) -> int:
 
 
 def _stages(row: Row, p: dict[str, int]) -> list[str]:
-    """Layers that do not divide: the embedding and the output layer count as one, or the last stages have fewer."""
+    """Layers that do not divide: the embedding and the output layer count as one, or the last
+    stages have fewer.
+    """
     parts = p["pp"] * (p["vp"] if p["pp"] > 1 else 1)
     if parts == 1:
         return []
@@ -261,32 +309,42 @@ def _stages(row: Row, p: dict[str, int]) -> list[str]:
     for i in range(extra):
         sizes[i] -= 1
     texts = [
-        f"{'E' if i == 0 else ''}{'t' * n}{'m' * more + 'L' if i == parts - 1 else ''}" for i, n in enumerate(sizes)
+        f"{'E' if i == 0 else ''}{'t' * n}{'m' * more + 'L' if i == parts - 1 else ''}"
+        for i, n in enumerate(sizes)
     ]
     return [f"parallel.pipeline_layout='{'|'.join(texts)}'"]
 
 
 def contradicted(m: Measured) -> str | None:
-    """Why a row cannot have been measured as it says: to gather its weights takes longer than its step."""
-    run, c = m.run, m.run.cluster
-    p, t = run.parallel, run.trainer
+    """Why a row cannot have been measured as it says: to gather its weights takes longer than its
+    step.
+    """
+    run = m.run
+    c = m.run.cluster
+    p = run.parallel
+    t = run.trainer
     if p.fsdp == "none" or c.network_gbitps is None or c.fast_link_devices is None:
         return None
     inside = min(c.fast_link_devices, p.ranks or 1)
     if inside == p.ranks:
         return None
     weights = 2 * parameters(run.model) / (p.tp * p.pp)
-    least = 2 * (t.batch // (t.micro * p.dp)) * weights / (inside / p.tp * c.network_gbitps / 8 * 1e9)
+    least = (
+        2 * (t.batch // (t.micro * p.dp)) * weights / (inside / p.tp * c.network_gbitps / 8 * 1e9)
+    )
     step = t.batch * run.data.length / (p.ranks or 1) / m.tokens
     if least <= step:
         return None
     return (
-        f"weights gathered twice a micro-batch take {least:.1f} s at all of the network's rate, its step {step:.1f} s"
+        f"weights gathered twice a micro-batch take {least:.1f} s at all of the network's rate, its"
+        f" step {step:.1f} s"
     )
 
 
 def _loaded(row: Row) -> RunConfig:
-    """The run of a row; where mtrain refuses its format beside the model, that of 16 bits in the other format."""
+    """The run of a row; where mtrain refuses its format beside the model, that of 16 bits in the
+    other format.
+    """
     try:
         return load(words(row), BIG, {}, to_run=False).run
     except MtrainError:
@@ -301,15 +359,17 @@ def _loaded(row: Row) -> RunConfig:
 
 STATED = ("gpu", "gpus", "precision", "tp", "pp", "vp", "cp", "ep", "mbs", "seq")
 AGREE = 1.5
-"""How far apart two rows of one configuration may be; repetitions differ by 5.8% in the median, and releases by up to
-a fifth."""
+"""How far apart two rows of one configuration may be; repetitions differ by 5.8% in the median, and
+releases by up to a fifth.
+"""
 
 
 def disagreeing(found: Sequence[Measured]) -> dict[int, str]:
-    """Rows, by their place, that another row of the same configuration contradicts by more than `AGREE`, and how.
+    """Rows, by their place, that another row of the same configuration contradicts by more than
+    `AGREE`, and how.
 
-    Nobody can say which of the two is wrong, so both are listed. A batch of more samples is the same configuration,
-    and so are dropped tokens, of which experts compute as many rows.
+    Nobody can say which of the two is wrong, so both are listed. A batch of more samples is the
+    same configuration, and so are dropped tokens, of which experts compute as many rows.
     """
     out: dict[int, str] = {}
     for (i, one), (j, two) in combinations(enumerate(found), 2):
@@ -317,7 +377,10 @@ def disagreeing(found: Sequence[Measured]) -> dict[int, str]:
         stated = [[m.row[key] or "1" for key in STATED] for m in (one, two)]
         ratio = max(one.tokens / two.tokens, two.tokens / one.tokens)
         if models[0] == models[1] and stated[0] == stated[1] and ratio > AGREE:
-            out |= {a: f"{b.software} has {b.tokens:.0f}, {ratio:.2f} times apart" for a, b in ((i, two), (j, one))}
+            out |= {
+                a: f"{b.software} has {b.tokens:.0f}, {ratio:.2f} times apart"
+                for a, b in ((i, two), (j, one))
+            }
     return out
 
 

@@ -2,8 +2,9 @@
 
     python benchmarks/plan_tune.py [--table | --rows | --oom] [--only WORD]
 
-`--table` takes the clusters and layouts that recipes and guides name, `--rows` every published throughput that is a
-configuration, `--oom` what is published as out of memory (data/published_oom.csv); without any, all. Of each it
+`--table` takes the clusters and layouts that recipes and guides name, `--rows` every published
+throughput that is a configuration, `--oom` what is published as out of memory
+(data/published_oom.csv); without any, all. Of each it
 says: the published layout, whether the plan lets it fit, the time of both, and one of
 
     equal   the same degrees, or predicted within 1% of each other
@@ -54,12 +55,14 @@ TABLE = (
     ("llama2_13b", "h100", 1, "tp2", 4096, 128, ""),
     ("llama3_70b", "h100", 8, "tp4pp4vpp5cp2", 8192, 256, ""),
     ("llama31_405b", "h100", 128, "tp8pp8vpp8cp2", 8192, 1536,
-     "parallel.account_for_embedding_in_pipeline_split=true parallel.account_for_loss_in_pipeline_split=true"),
+     "parallel.account_for_embedding_in_pipeline_split=true "
+     "parallel.account_for_loss_in_pipeline_split=true"),
     ("mixtral_8x7b", "h100", 8, "pp4ep8", 4096, 256, ""),
-    ("qwen3_235b_a22b", "h100", 32, "tp2pp8ep32", 4096, 8192, "parallel.etp=1 parallel.layers_per_stage="
-     "[12,12,12,12,12,12,12,10]"),
-    ("deepseek_v3", "h100", 128, "tp2pp8ep64", 4096, 16384, "parallel.etp=1 parallel.layers_per_stage="
-     "[8,8,8,8,8,8,8,5] parallel.recompute.granularity=selective parallel.recompute.modules=[mla_up_proj,mlp]"),
+    ("qwen3_235b_a22b", "h100", 32, "tp2pp8ep32", 4096, 8192,
+     "parallel.etp=1 parallel.layers_per_stage=[12,12,12,12,12,12,12,10]"),
+    ("deepseek_v3", "h100", 128, "tp2pp8ep64", 4096, 16384,
+     "parallel.etp=1 parallel.layers_per_stage=[8,8,8,8,8,8,8,5] "
+     "parallel.recompute.granularity=selective parallel.recompute.modules=[mla_up_proj,mlp]"),
 )  # fmt: skip
 
 
@@ -68,13 +71,19 @@ def cases(options: argparse.Namespace) -> Iterator[tuple[str, list[str], list[st
     if not options.rows and not options.oom:
         for model, cluster, nodes, layout, seq, batch, more in TABLE:
             task = [f"model={model}", f"cluster={cluster}", f"cluster.nodes={nodes}", "data=mock"]
-            task += [f"data.seq_length={seq}", f"trainer.global_batch_size={batch}", "trainer.sample_tokens=0"]
+            task += [
+                f"data.seq_length={seq}",
+                f"trainer.global_batch_size={batch}",
+                "trainer.sample_tokens=0",
+            ]
             own = [f"parallel={layout}", "trainer.micro_batch_size=1", *more.split()]
             yield f"{model} {nodes}x{cluster}", task, own
     if not options.table and not options.oom:
         for row in published.rows():
             if published.obstacle(row) is None:
-                words = [w for w in published.words(row) if not w.startswith("cluster.device_memory_gib")]
+                words = [
+                    w for w in published.words(row) if not w.startswith("cluster.device_memory_gib")
+                ]
                 said = ("parallel", "trainer.micro", "optim.cpu")
                 task = [word for word in words if not word.startswith(said)]
                 yield (
@@ -107,7 +116,11 @@ def of_memory(row: published.Row) -> str:
     print(f"{what:7} {row['model']} {row['gpus']}x{row['gpu']}: {row['said']} ({row['source']})")
     print(f"        published {own.memory.peak / GIB:6.1f} of {holds / GIB:.0f} GiB  {own.words}")
     print(
-        f"        tune      {first.memory.peak / GIB:6.1f} GiB  {first.words}" if first else "        tune: none",
+        (
+            f"        tune      {first.memory.peak / GIB:6.1f} GiB  {first.words}"
+            if first
+            else "        tune: none"
+        ),
         flush=True,
     )
     return what
@@ -116,7 +129,9 @@ def of_memory(row: published.Row) -> str:
 def verdict(own: Layout, other: Layout, fits: bool) -> str:
     """What the plan says of the two."""
     degrees = ("tp", "pp", "vpp", "cp", "ep")
-    same = all(getattr(own.run.parallel, key) == getattr(other.run.parallel, key) for key in degrees)
+    same = all(
+        getattr(own.run.parallel, key) == getattr(other.run.parallel, key) for key in degrees
+    )
     if not fits:
         return "misfit"
     if same or abs(own.seconds / other.seconds - 1) < 0.01:
@@ -125,8 +140,12 @@ def verdict(own: Layout, other: Layout, fits: bool) -> str:
 
 
 def main() -> int:
-    """Compare, print, and return the exit code: 1 where the search missed a layout or offers one that did not fit."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    """Compare, print, and return the exit code: 1 where the search missed a layout or offers one
+    that did not fit.
+    """
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--table", action="store_true")
     parser.add_argument("--rows", action="store_true")
     parser.add_argument("--oom", action="store_true")
@@ -147,15 +166,25 @@ def main() -> int:
         spent = time.process_time() - begun
         if not found.best:
             counts["none"] += 1
-            print(f"none    {name}: nothing fits; published {own.words}: {own.memory.peak / GIB:.1f} GiB")
+            print(
+                f"none    {name}: nothing fits; published {own.words}:"
+                f" {own.memory.peak / GIB:.1f} GiB"
+            )
             continue
-        best, holds = found.best[0], (asked.holds or 0) / GIB
-        what = verdict(own, best, asked.holds is None or own.memory.peak <= asked.holds * (1 - SPARE))
+        best = found.best[0]
+        holds = (asked.holds or 0) / GIB
+        what = verdict(
+            own, best, asked.holds is None or own.memory.peak <= asked.holds * (1 - SPARE)
+        )
         counts[what] += 1
         print(f"{what:7} {name}   ({spent:.1f} s of a core)")
-        print(f"        published {own.seconds:8.3f} s  {own.memory.peak / GIB:6.1f} of {holds:.0f} GiB  {own.words}")
         print(
-            f"        tune      {best.seconds:8.3f} s  {best.memory.peak / GIB:6.1f} of {holds:.0f} GiB  {best.words}"
+            f"        published {own.seconds:8.3f} s  {own.memory.peak / GIB:6.1f} of {holds:.0f}"
+            f" GiB  {own.words}"
+        )
+        print(
+            f"        tune      {best.seconds:8.3f} s  {best.memory.peak / GIB:6.1f} of {holds:.0f}"
+            f" GiB  {best.words}"
         )
         print(f"        published against tune's: {reason(own, best)}", flush=True)
     if not options.table and not options.rows:

@@ -1,12 +1,13 @@
-"""What a step of mtrain costs beside megatron-core's own objects driven by a bare loop, on the same model.
+"""What a step of mtrain costs beside megatron-core's own objects driven by a bare loop, on the same
+model.
 
     python benchmarks/step_overhead.py [--pairs 60] [--out FILE] [OVERRIDES ...]
 
-Both train in this one process, on one rank with one thread, from the same weights and the same samples, a step of one
-and a step of the other in turn, the order swapped every time. Ratios are of medians, in seconds of the CPU (which a
-busy machine disturbs least) and of the wall; the quartiles of the ratio of neighbouring steps say how far noise goes.
-mtrain's step is the whole of it: reading samples, forward, backward, update, the report over all ranks, and all hooks
-of a training run.
+Both train in this one process, on one rank with one thread, from the same weights and the same
+samples, a step of one and a step of the other in turn, the order swapped every time. Ratios are of
+medians, in seconds of the CPU (which a busy machine disturbs least) and of the wall; the quartiles
+of the ratio of neighbouring steps say how far noise goes. mtrain's step is the whole of it: reading
+samples, forward, backward, update, the report over all ranks, and all hooks of a training run.
 """
 
 from __future__ import annotations
@@ -24,12 +25,20 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-DEFAULTS = ["model=llama_tiny", "parallel=single", "data=mock", "data.seq_length=256", "trainer.global_batch_size=2"]
+DEFAULTS = [
+    "model=llama_tiny",
+    "parallel=single",
+    "data=mock",
+    "data.seq_length=256",
+    "trainer.global_batch_size=2",
+]
 
 
 def main() -> int:
     """Run the comparison and print it; returns the exit code."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--pairs", type=int, default=60, help="steps of each")
     parser.add_argument("--out", type=Path, help="write the result as JSON")
     parser.add_argument("overrides", nargs="*", help="keys of the configuration")
@@ -56,7 +65,9 @@ def measured(words: list[str], pairs: int) -> dict[str, Any]:
         ours, stop = mtrain_step(run, world, Path(folder))
         bare = bare_step(run, world)
         losses = [(ours(), bare()) for _ in range(5)]
-        assert all(abs(a - b) < 1e-6 * abs(b) for a, b in losses), f"they train differently: {losses}"
+        assert all(abs(a - b) < 1e-6 * abs(b) for a, b in losses), (
+            f"they train differently: {losses}"
+        )
         clocks = {"cpu": time.process_time, "wall": time.perf_counter}
         seconds: dict[str, dict[str, list[float]]] = {c: {"mtrain": [], "bare": []} for c in clocks}
         for i in range(pairs):
@@ -66,7 +77,11 @@ def measured(words: list[str], pairs: int) -> dict[str, Any]:
                 for c, clock in clocks.items():
                     seconds[c][name].append(clock() - begin[c])
         stop()
-    return {**{c: compared(values) for c, values in seconds.items()}, "pairs": pairs, **circumstances()}
+    return {
+        **{c: compared(values) for c, values in seconds.items()},
+        "pairs": pairs,
+        **circumstances(),
+    }
 
 
 def compared(seconds: dict[str, list[float]]) -> dict[str, Any]:
@@ -80,7 +95,9 @@ def compared(seconds: dict[str, list[float]]) -> dict[str, Any]:
     }
 
 
-def mtrain_step(run: Any, world: Any, folder: Path) -> tuple[Callable[[], float], Callable[[], None]]:
+def mtrain_step(
+    run: Any, world: Any, folder: Path
+) -> tuple[Callable[[], float], Callable[[], None]]:
     """One step of a training run with its hooks, and what ends it."""
     from mtrain.train import hooks
     from mtrain.train.assemble import assemble, splits_of
@@ -107,7 +124,9 @@ def mtrain_step(run: Any, world: Any, folder: Path) -> tuple[Callable[[], float]
 
 
 def bare_step(run: Any, world: Any) -> Callable[[], float]:
-    """The shortest loop around megatron-core's objects that trains the same model on the same samples."""
+    """The shortest loop around megatron-core's objects that trains the same model on the same
+    samples.
+    """
     from mtrain.build.model import build_model
     from mtrain.build.optim import build_optimizer, build_schedule
     from mtrain.data import open_splits, prepare
@@ -116,11 +135,17 @@ def bare_step(run: Any, world: Any) -> Callable[[], float]:
     chunks = build_model(run, world)
     optimizer = build_optimizer(run, chunks)
     schedule = build_schedule(run, optimizer)
-    config, model = chunks[0].config, chunks[0]
-    config.grad_scale_func, config.finalize_model_grads_func = optimizer.scale_loss, api.finalize_model_grads
-    samples = open_splits(run.data, run.model.vocab_size, run.trainer.seed, prepare(run.data), ("train",)).train
+    config = chunks[0].config
+    model = chunks[0]
+    config.grad_scale_func = optimizer.scale_loss
+    config.finalize_model_grads_func = api.finalize_model_grads
+    samples = open_splits(
+        run.data, run.model.vocab_size, run.trainer.seed, prepare(run.data), ("train",)
+    ).train
     schedule_of_steps = api.get_forward_backward_func()
-    batch, micro, seq = run.trainer.batch, run.trainer.micro, run.data.seq_length
+    batch = run.trainer.batch
+    micro = run.trainer.micro
+    seq = run.data.seq_length
     used = 0
 
     def forward_step(iterator: Iterator[Any], chunk: Any) -> Any:
@@ -144,7 +169,8 @@ def bare_step(run: Any, world: Any) -> Callable[[], float]:
         positions = torch.arange(seq).expand(micro, seq).contiguous()
         mask = torch.ones(micro, seq)
         batches = [
-            (part[:, :-1].contiguous(), part[:, 1:].contiguous(), positions, mask) for part in windows.split(micro)
+            (part[:, :-1].contiguous(), part[:, 1:].contiguous(), positions, mask)
+            for part in windows.split(micro)
         ]
         model.zero_grad_buffer()
         optimizer.zero_grad()
@@ -169,8 +195,14 @@ def circumstances() -> dict[str, Any]:
     """Where and with what this was measured."""
     import torch
 
-    commit = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, check=False).stdout.strip()
-    versions = {"python": platform.python_version(), "torch": torch.__version__, "megatron-core": "0.16.1"}
+    commit = subprocess.run(
+        ["git", "rev-parse", "HEAD"], capture_output=True, text=True, check=False
+    ).stdout.strip()
+    versions = {
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "megatron-core": "0.16.1",
+    }
     words = ["benchmarks/step_overhead.py", *sys.argv[1:]]
     return {
         "device": f"cpu, {torch.get_num_threads()} threads",

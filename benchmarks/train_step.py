@@ -1,17 +1,23 @@
-"""A training step of mtrain beside megatron-core's and Hugging Face transformers', on one Llama of 26M parameters.
+"""A training step of mtrain beside megatron-core's and Hugging Face transformers', on one Llama of
+26M parameters.
 
-    python benchmarks/train_step.py [--steps 20] [--threads 2] [--out FILE] [--dtypes fp32 bf16] [OVERRIDES ...]
+    python benchmarks/train_step.py [--steps 20] [--threads 2] [--out FILE] [--dtypes fp32 bf16]
+    [OVERRIDES ...]
 
-All train in this one process, on one rank, from the same weights and on the same samples; a step of each in turn, the
-order turned round every time. A ratio is the median over the rounds of another's seconds over mtrain's in one round
-(above 1: mtrain is faster), with its quartiles: of the wall, and of the CPU, which a busy machine disturbs least (but
-with several threads it counts their waiting). transformers is no dependency of mtrain: install it to have its rows.
+All train in this one process, on one rank, from the same weights and on the same samples; a step of
+each in turn, the order turned round every time. A ratio is the median over the rounds of another's
+seconds over mtrain's in one round (above 1: mtrain is faster), with its quartiles: of the wall, and
+of the CPU, which a busy machine disturbs least (but with several threads it counts their waiting).
+transformers is no dependency of mtrain: install it to have its rows.
 
-- `mtrain`: the whole step, with reading samples, the report over all ranks and the hooks of a training run.
-- `megatron-core`: its GPTModel of its local layer specs, its DistributedDataParallel and optimizer, in a bare loop.
-- `transformers`: LlamaForCausalLM, its loss, gradient clipping, and the fused AdamW that its Trainer takes unasked.
-  In bf16 there are two: `transformers`, all in bf16 with no fp32 main weights, which is less than mtrain keeps; and
-  `transformers, autocast`, fp32 weights under autocast, which is what `TrainingArguments(bf16=True)` does.
+- `mtrain`: the whole step, with reading samples, the report over all ranks and the hooks of a
+  training run.
+- `megatron-core`: its GPTModel of its local layer specs, its DistributedDataParallel and optimizer,
+  in a bare loop.
+- `transformers`: LlamaForCausalLM, its loss, gradient clipping, and the fused AdamW that its
+  Trainer takes unasked. In bf16 there are two: `transformers`, all in bf16 with no fp32 main
+  weights, which is less than mtrain keeps; and `transformers, autocast`, fp32 weights under
+  autocast, which is what `TrainingArguments(bf16=True)` does.
 """
 
 from __future__ import annotations
@@ -52,7 +58,9 @@ Step = Callable[[], float]
 
 def main() -> int:
     """Run the comparison and print it; returns the exit code."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--steps", type=int, default=20, help="steps of each")
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--dtypes", nargs="+", default=["fp32", "bf16"])
@@ -60,20 +68,31 @@ def main() -> int:
         "--matmul", nargs="+", choices=["auto", "blas", "onednn"], default=["auto"],
         help="mtrain's fp32 products: by torch's BLAS, by oneDNN, or by what is faster here (auto)",
     )  # fmt: skip
-    parser.add_argument("--profile", type=int, metavar="N", help="also the N operations of a step that cost most")
+    parser.add_argument(
+        "--profile", type=int, metavar="N", help="also the N operations of a step that cost most"
+    )
     parser.add_argument("--out", type=Path, help="write the result as JSON")
     parser.add_argument("overrides", nargs="*", help="keys of the configuration")
     options = parser.parse_args()
     os.environ["OMP_NUM_THREADS"] = str(options.threads)
     result: dict[str, Any] = {}
     for dtype in options.dtypes:
-        for matmul in options.matmul if dtype == "fp32" else ["auto"]:  # torch gives half precision to oneDNN
-            words = [*WORDS, f"precision={dtype}", f"kernels.cpu_matmul={matmul}", *options.overrides]
+        for matmul in (
+            options.matmul if dtype == "fp32" else ["auto"]
+        ):  # torch gives half precision to oneDNN
+            words = [
+                *WORDS,
+                f"precision={dtype}",
+                f"kernels.cpu_matmul={matmul}",
+                *options.overrides,
+            ]
             name = dtype if matmul == "auto" else f"{dtype}, {matmul}"
             result[name] = measured(words, options.steps, options.profile or 0)
             print(json.dumps({name: result[name]}, indent=2), flush=True)
     if options.out:
-        options.out.write_text(json.dumps({**result, **circumstances(options.threads)}, indent=2) + "\n")
+        options.out.write_text(
+            json.dumps({**result, **circumstances(options.threads)}, indent=2) + "\n"
+        )
     return 0
 
 
@@ -94,16 +113,26 @@ def measured(words: list[str], steps: int, profiled: int = 0) -> dict[str, Any]:
     with joined(run) as world, tempfile.TemporaryDirectory() as folder:
         torch.set_num_threads(threads)
         ours, chunk = mtrain_step(run, world, Path(folder))
-        contenders: dict[str, Step] = {"mtrain": ours, "megatron-core": core_step(run, world, chunk)}
+        contenders: dict[str, Step] = {
+            "mtrain": ours,
+            "megatron-core": core_step(run, world, chunk),
+        }
         contenders |= transformers_steps(run, chunk)
         first = {name: step() for name, step in contenders.items()}
         close = 1e-4 if run.precision.dtype == "fp32" else 2e-2
-        assert all(abs(x - first["mtrain"]) < close for x in first.values()), f"they compute differently: {first}"
+        assert all(abs(x - first["mtrain"]) < close for x in first.values()), (
+            f"they compute differently: {first}"
+        )
         for step in contenders.values():
             step()
-        most = {name: costliest(step, profiled) for name, step in contenders.items()} if profiled else {}
+        if profiled:
+            most = {name: costliest(step, profiled) for name, step in contenders.items()}
+        else:
+            most = {}
         clocks = {"wall": time.perf_counter, "cpu": time.process_time}
-        seconds: dict[str, dict[str, list[float]]] = {c: {name: [] for name in contenders} for c in clocks}
+        seconds: dict[str, dict[str, list[float]]] = {
+            c: {name: [] for name in contenders} for c in clocks
+        }
         for i in range(steps):
             for name, step in list(contenders.items())[:: 1 - 2 * (i % 2)]:
                 begin = {c: clock() for c, clock in clocks.items()}
@@ -121,7 +150,8 @@ def measured(words: list[str], steps: int, profiled: int = 0) -> dict[str, Any]:
 
 
 def costliest(step: Step, count: int) -> dict[str, float]:
-    """Milliseconds of the calling thread in the operations of a step that cost most, by name and largest shape.
+    """Milliseconds of the calling thread in the operations of a step that cost most, by name and
+    largest shape.
 
     Each operation is the least of three steps. An operation of mtrain's own is counted as a whole.
     """
@@ -133,7 +163,9 @@ def costliest(step: Step, count: int) -> dict[str, float]:
             super().__init__()
             self.seconds: dict[str, float] = {}
 
-        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        def __torch_dispatch__(
+            self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+        ) -> Any:
             begin = time.thread_time()
             out = func(*args, **(kwargs or {}))
             took = time.thread_time() - begin
@@ -148,11 +180,15 @@ def costliest(step: Step, count: int) -> dict[str, float]:
             step()
         least = {name: min(took, least.get(name, took)) for name, took in timed.seconds.items()}
     ranked = sorted(least.items(), key=lambda item: -item[1])[:count]
-    return {"all": round(1e3 * sum(least.values()), 1)} | {name: round(1e3 * took, 1) for name, took in ranked}
+    return {"all": round(1e3 * sum(least.values()), 1)} | {
+        name: round(1e3 * took, 1) for name, took in ranked
+    }
 
 
 def compared(seconds: dict[str, list[float]]) -> dict[str, Any]:
-    """Medians, and of each other contender the median and the quartiles of its seconds over mtrain's in one round."""
+    """Medians, and of each other contender the median and the quartiles of its seconds over
+    mtrain's in one round.
+    """
     out: dict[str, Any] = {"rounds": len(seconds["mtrain"]), "median_seconds": {}, "ratios": {}}
     for name, values in seconds.items():
         out["median_seconds"][name] = statistics.median(values)
@@ -194,8 +230,11 @@ def samples(run: Any) -> Iterator[tuple[Any, Any]]:
 
     from mtrain.data import open_splits, prepare
 
-    train = open_splits(run.data, run.model.vocab_size, run.trainer.seed, prepare(run.data), ("train",)).train
-    batch, used = run.trainer.batch, 0
+    train = open_splits(
+        run.data, run.model.vocab_size, run.trainer.seed, prepare(run.data), ("train",)
+    ).train
+    batch = run.trainer.batch
+    used = 0
     while True:
         windows = torch.from_numpy(train.batch(np.arange(used, used + batch)))
         used += batch
@@ -203,7 +242,9 @@ def samples(run: Any) -> Iterator[tuple[Any, Any]]:
 
 
 def core_step(run: Any, world: Any, chunk: Any) -> Step:
-    """A bare loop over megatron-core's own objects: local layer specs, data parallelism and optimizer."""
+    """A bare loop over megatron-core's own objects: local layer specs, data parallelism and
+    optimizer.
+    """
     import torch
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 
@@ -215,31 +256,38 @@ def core_step(run: Any, world: Any, chunk: Any) -> Step:
 
     config = transformer_config(run, world.device)
     spec = get_gpt_layer_local_spec(normalization=run.model.normalization)
-    gpt = api.GPTModel(config=config, transformer_layer_spec=spec, parallel_output=True, **values(GPT_FIELDS, run))
+    gpt = api.GPTModel(
+        config=config, transformer_layer_spec=spec, parallel_output=True, **values(GPT_FIELDS, run)
+    )
     if run.precision.dtype != "fp32":
         gpt = api.Float16Module(config, gpt)
     unwrap(gpt).load_state_dict(unwrap(chunk).state_dict())
-    model = api.DistributedDataParallel(config, api.DistributedDataParallelConfig(**values(DDP_FIELDS, run)), gpt)
+    model = api.DistributedDataParallel(
+        config, api.DistributedDataParallelConfig(**values(DDP_FIELDS, run)), gpt
+    )
     optimizer = build_optimizer(run, [model])
     for part in getattr(optimizer, "chained_optimizers", [optimizer]):
         for group in part.optimizer.param_groups:
             group["fused"] = None  # as megatron-core makes it
     schedule = build_schedule(run, optimizer)
-    config.grad_scale_func, config.finalize_model_grads_func = optimizer.scale_loss, api.finalize_model_grads
-    drawn, run_schedule = samples(run), api.get_forward_backward_func()
+    config.grad_scale_func = optimizer.scale_loss
+    config.finalize_model_grads_func = api.finalize_model_grads
+    drawn = samples(run)
+    run_schedule = api.get_forward_backward_func()
     positions = torch.arange(run.data.seq_length).expand(run.trainer.micro, -1).contiguous()
 
     def loss_of(losses: Any) -> Any:
-        total, count = losses.float().sum(), torch.tensor(losses.numel())
+        total = losses.float().sum()
+        count = torch.tensor(losses.numel())
         return total, count.int(), {"loss": total.detach() / count}
 
     def step() -> float:
         model.zero_grad_buffer()
         optimizer.zero_grad()
         reports = run_schedule(
-            forward_step_func=lambda it, module: (lambda t, y: (module(t, positions, None, labels=y), loss_of))(
-                *next(it)
-            ),
+            forward_step_func=lambda it, module: (
+                lambda t, y: (module(t, positions, None, labels=y), loss_of)
+            )(*next(it)),
             data_iterator=iter([next(drawn)]),
             model=model,
             num_microbatches=1,
@@ -255,7 +303,9 @@ def core_step(run: Any, world: Any, chunk: Any) -> Step:
 
 
 def transformers_steps(run: Any, chunk: Any) -> dict[str, Step]:
-    """Steps of Hugging Face's Llama with the same weights; none where transformers is not installed."""
+    """Steps of Hugging Face's Llama with the same weights; none where transformers is not
+    installed.
+    """
     try:
         import transformers
     except ImportError:
@@ -263,7 +313,8 @@ def transformers_steps(run: Any, chunk: Any) -> dict[str, Step]:
         return {}
     import torch
 
-    weights, m = llama_weights(run, chunk), run.model
+    weights = llama_weights(run, chunk)
+    m = run.model
     half = run.precision.dtype == "bf16"
 
     def contender(dtype: Any, autocast: bool) -> Step:
@@ -285,16 +336,24 @@ def transformers_steps(run: Any, chunk: Any) -> dict[str, Step]:
         assert not missing, missing
         assert not unexpected, unexpected
         model = model.to(dtype).train()
-        o, drawn = run.optim, samples(run)
+        o = run.optim
+        drawn = samples(run)
         optimizer = torch.optim.AdamW(
-            model.parameters(), lr=1e-5, betas=(o.beta1, o.beta2), eps=o.eps, weight_decay=o.weight_decay, fused=True
+            model.parameters(),
+            lr=1e-5,
+            betas=(o.beta1, o.beta2),
+            eps=o.eps,
+            weight_decay=o.weight_decay,
+            fused=True,
         )
 
         def step() -> float:
             tokens, labels = next(drawn)
             optimizer.zero_grad()
             with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
-                loss = model(input_ids=tokens, labels=labels, shift_labels=labels, use_cache=False).loss
+                loss = model(
+                    input_ids=tokens, labels=labels, shift_labels=labels, use_cache=False
+                ).loss
             loss.backward()
             torch.nn.utils.clip_grad_norm_(model.parameters(), o.clip_grad or 1.0)
             optimizer.step()
@@ -321,10 +380,14 @@ def llama_weights(run: Any, chunk: Any) -> dict[str, Any]:
         "model.norm.weight": state["decoder.final_layernorm.weight"],
         "lm_head.weight": state["output_layer.weight"],
     }
-    each, size = m.num_attention_heads // m.query_groups, m.head_dim
+    each = m.num_attention_heads // m.query_groups
+    size = m.head_dim
     for i in range(m.num_layers):
-        ours, theirs = f"decoder.layers.{i}.", f"model.layers.{i}."
-        qkv = state[f"{ours}self_attention.linear_qkv.weight"].view(m.query_groups, each + 2, size, m.hidden_size)
+        ours = f"decoder.layers.{i}."
+        theirs = f"model.layers.{i}."
+        qkv = state[f"{ours}self_attention.linear_qkv.weight"].view(
+            m.query_groups, each + 2, size, m.hidden_size
+        )
         for name, part in zip("qkv", qkv.split([each, 1, 1], dim=1), strict=True):
             out[f"{theirs}self_attn.{name}_proj.weight"] = part.reshape(-1, m.hidden_size)
         out[f"{theirs}self_attn.o_proj.weight"] = state[f"{ours}self_attention.linear_proj.weight"]
@@ -340,7 +403,9 @@ def circumstances(threads: int) -> dict[str, Any]:
     """Where and with what this was measured."""
     from mtrain.launching.matmul import processor
 
-    commit = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, check=False).stdout.strip()
+    commit = subprocess.run(
+        ["git", "rev-parse", "HEAD"], capture_output=True, text=True, check=False
+    ).stdout.strip()
     versions = {"python": platform.python_version()}
     for name in ("torch", "megatron-core", "transformers"):
         try:

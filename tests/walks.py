@@ -1,8 +1,10 @@
-"""`python -m tests.walks [--keep] [NAME...]`: the walks of the README, as printed, in a clean clone, on tiny models.
+"""`python -m tests.walks [--keep] [NAME...]`: the walks of the README, as printed, in a clean
+clone, on tiny models.
 
-The README is the only place where the commands stand. What they name lies in the clone before: a folder of texts, a
-tiny Hugging Face folder, chats, a script. `MTRAIN_CONF` makes the model and the run of those that train small. Each
-command is run even where one before it failed; a failure is shown with the end of what it printed.
+The README is the only place where the commands stand. What they name lies in the clone before: a
+folder of texts, a tiny Hugging Face folder, chats, a script. `MTRAIN_CONF` makes the model and the
+run of those that train small. Each command is run even where one before it failed; a failure is
+shown with the end of what it printed.
 """
 
 from __future__ import annotations
@@ -42,7 +44,8 @@ MODEL = {
     "tie_word_embeddings": False,
 }
 SMALL = {
-    "model/llama_tiny.yaml": """name: llama_tiny
+    "model/llama_tiny.yaml": (
+        """name: llama_tiny
 num_layers: 2
 hidden_size: 64
 ffn_hidden_size: 128
@@ -51,7 +54,8 @@ num_query_groups: 2
 vocab_size: 4096
 max_position_embeddings: 128
 published: {peak_lr: 6.0e-3, batch_tokens: 1024, source: the walks}
-""",
+"""
+    ),
     "trainer/default.yaml": "train_iters: 8\neval_iters: 1\n",
 }
 """Choices that stand in for those that ship."""
@@ -81,7 +85,9 @@ class Walk:
 
 
 def walks(readme: str) -> list[Walk]:
-    """The walks of a README; a command begins with a line `python ...` of a block, and may go on over more lines."""
+    """The walks of a README; a command begins with a line `python ...` of a block, and may go on
+    over more lines.
+    """
     section = re.search(rf"^## {SECTION}\n(.*?)^## ", readme, re.MULTILINE | re.DOTALL)
     assert section is not None, f"the README has no section {SECTION}"
     found = []
@@ -94,7 +100,9 @@ def walks(readme: str) -> list[Walk]:
 
 
 def prepared(home: Path) -> dict[str, str]:
-    """Clone this repository to `home`, with what the commands name; return the environment of a shell in it."""
+    """Clone this repository to `home`, with what the commands name; return the environment of a
+    shell in it.
+    """
     subprocess.run(["git", "clone", "-q", "--depth", "1", f"file://{ROOT}", str(home)], check=True)
     (home / "texts").mkdir()
     for file in (home / "README.md", *(home / "docs").glob("*.md")):
@@ -108,12 +116,20 @@ def prepared(home: Path) -> dict[str, str]:
         file.write_text(text)
     (home / "home").mkdir()
     path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
-    own = {"PATH": path, "PYTHONPATH": f"{home / 'src'}:{home / 'kernels'}", "HOME": str(home / "home")}
+    own = {
+        "PATH": path,
+        "PYTHONPATH": f"{home / 'src'}:{home / 'kernels'}",
+        "HOME": str(home / "home"),
+    }
     return environment() | own | {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_VERBOSITY": "error"}
 
 
 def _chats() -> list[object]:
-    pairs = [("What is it?", "It is {} cats."), ("a b", "def f(x): return {}"), ("12 + 30 =", "42, not {}")]
+    pairs = [
+        ("What is it?", "It is {} cats."),
+        ("a b", "def f(x): return {}"),
+        ("12 + 30 =", "42, not {}"),
+    ]
     return [turns(asked, answer.format(n)) for n in range(16) for asked, answer in pairs]
 
 
@@ -125,7 +141,9 @@ def _hugging_face(folder: Path) -> None:
 
 
 def walk(one: Walk, home: Path, shell: dict[str, str]) -> list[str]:
-    """Run the commands of a walk; return those that failed, and what is wrong with what they left."""
+    """Run the commands of a walk; return those that failed, and what is wrong with what
+    they left.
+    """
     failed = []
     for command in one.commands:
         begun = time.monotonic()
@@ -139,11 +157,14 @@ def walk(one: Walk, home: Path, shell: dict[str, str]) -> list[str]:
                 text=True,
                 timeout=LIMIT_S,
             )
-            code, output = done.returncode, done.stdout
+            code = done.returncode
+            output = done.stdout
         except subprocess.TimeoutExpired as error:
-            code, output = 124, (error.stdout or b"").decode(errors="replace")
+            code = 124
+            output = (error.stdout or b"").decode(errors="replace")
         print(
-            f"{'ok  ' if code == 0 else 'FAIL'} {time.monotonic() - begun:5.1f} s  {command.splitlines()[0]}",
+            f"{'ok  ' if code == 0 else 'FAIL'} {time.monotonic() - begun:5.1f} s "
+            f" {command.splitlines()[0]}",
             flush=True,
         )
         if code:
@@ -177,12 +198,21 @@ def _has_template(home: Path, name: str) -> bool:
 
 LEFT: dict[str, tuple[tuple[str, Callable[[Path], bool]], ...]] = {
     TRAINED[0]: (
-        ("the loss of own text falls", lambda home: _losses(home, "mine")[-1] < _losses(home, "mine")[0]),
-        ("an imported model keeps its tokenizer", _same_file("theirs-hf/tokenizer.json", "HF_DIR/tokenizer.json")),
+        (
+            "the loss of own text falls",
+            lambda home: _losses(home, "mine")[-1] < _losses(home, "mine")[0],
+        ),
+        (
+            "an imported model keeps its tokenizer",
+            _same_file("theirs-hf/tokenizer.json", "HF_DIR/tokenizer.json"),
+        ),
     ),
     TRAINED[1]: (
         ("the exported model has a chat template", lambda home: _has_template(home, "full-hf")),
-        ("adapters are a folder of peft", lambda home: (home / "adapters/adapter_config.json").is_file()),
+        (
+            "adapters are a folder of peft",
+            lambda home: (home / "adapters/adapter_config.json").is_file(),
+        ),
     ),
     "Plan a cluster": (
         (
@@ -211,17 +241,22 @@ def _folder(*, keep: bool) -> Iterator[str]:
 
 
 def main() -> int:
-    """Run the walks whose titles contain one of the names; return how many commands failed, at most 100."""
+    """Run the walks whose titles contain one of the names; return how many commands failed, at most
+    100.
+    """
     parser = argparse.ArgumentParser(prog="python -m tests.walks")
     parser.add_argument("names", nargs="*", help="walks whose titles contain one of these; all")
-    parser.add_argument("--keep", action="store_true", help="leave the clone where it is, and say where")
+    parser.add_argument(
+        "--keep", action="store_true", help="leave the clone where it is, and say where"
+    )
     asked = parser.parse_args()
     chosen = [
         one
         for one in walks((ROOT / "README.md").read_text())
         if not asked.names or any(n in one.title for n in asked.names)
     ]
-    begun, failed = time.monotonic(), list[str]()
+    begun = time.monotonic()
+    failed = list[str]()
     with _folder(keep=asked.keep) as folder:
         home = Path(folder) / "mtrain"
         shell = prepared(home)

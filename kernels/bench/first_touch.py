@@ -1,13 +1,15 @@
 """A lease of a GPU as one command, without a network: what is right, how fast, where the gaps are.
 
-    python kernels/bench/first_touch.py --budget 420 [--out first_touch] [--stages parity,ops] [--again]
-    python kernels/bench/first_touch.py --dry-run --budget 420     # walks it on a CPU: tiny shapes, a few runs
+    python kernels/bench/first_touch.py --budget 420 [--out DIR] [--stages parity,ops] [--again]
+    python kernels/bench/first_touch.py --dry-run --budget 420  # on a CPU: tiny shapes, a few runs
 
-It needs no installation: `PYTHONPATH=src:kernels` and the packages that mtrain depends on are enough. Stages come in
-the order of their worth, and each has to end when its share of the budget is spent; time that one leaves goes to the
-next, and what did not fit is a result that says so. Units of parity and of `gpu_runs.yaml` run side by side. Every
-result is a line of JSON in OUT/results.jsonl as soon as it is there, so a call that is cut off loses nothing, and the
-next one goes on (`--again` begins anew). OUT/summary.json and OUT/page.txt put figures beside the plan and the goal.
+It needs no installation: `PYTHONPATH=src:kernels` and the packages that mtrain depends on are
+enough. Stages come in the order of their worth, and each has to end when its share of the budget is
+spent; time that one leaves goes to the next, and what did not fit is a result that says so. Units
+of parity and of `gpu_runs.yaml` run side by side. Every result is a line of JSON in
+OUT/results.jsonl as soon as it is there, so a call that is cut off loses nothing, and the next one
+goes on (`--again` begins anew). OUT/summary.json and OUT/page.txt put figures beside the plan and
+the goal.
 """
 
 from __future__ import annotations
@@ -28,7 +30,18 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "src"))
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
-from first_touch_results import BY_NAME, HERE, PLAN, STAGES, WHOLE, Results, Stage, Walk, gate_error, workers_of
+from first_touch_results import (
+    BY_NAME,
+    HERE,
+    PLAN,
+    STAGES,
+    WHOLE,
+    Results,
+    Stage,
+    Walk,
+    gate_error,
+    workers_of,
+)
 
 STUCK = 124
 """Exit code of a stage that was ended because a unit took longer."""
@@ -37,7 +50,9 @@ POISONED = 3
 
 
 def run_stage(stage: str, results: Results, walk: Walk, worker: int = 0, of: int = 1) -> int:
-    """Do the units of a stage that have no result, every `of`-th of them, in this process; returns the exit code."""
+    """Do the units of a stage that have no result, every `of`-th of them, in this process; returns
+    the exit code.
+    """
     import first_touch_device as device
     import first_touch_stages as stages
 
@@ -57,7 +72,9 @@ def run_stage(stage: str, results: Results, walk: Walk, worker: int = 0, of: int
             from run import last_line  # it imports torch
 
             said = {"error": last_line(error)}
-        results.add(stage, unit, worker=worker, seconds=round(time.perf_counter() - start, 3), **said)
+        results.add(
+            stage, unit, worker=worker, seconds=round(time.perf_counter() - start, 3), **said
+        )
         if "error" in said and device.poisoned():
             return POISONED
     return 0
@@ -74,7 +91,8 @@ def drive(stages: list[str], results: Results, walk: Walk, budget_s: float) -> b
         if broken is not None:
             results.add(name, WHOLE, skipped=f"launch.py does not start: {broken}")
             continue
-        share = 1.0 if walk.dry else stage.until / last  # nothing of a dry run is worth more than the rest
+        # nothing of a dry run is worth more than the rest
+        share = 1.0 if walk.dry else stage.until / last
         end = begin + budget_s * share
         fits &= Driven(stage, results, walk, end, budget_s).all_units()
         _tell(name, results)
@@ -83,7 +101,9 @@ def drive(stages: list[str], results: Results, walk: Walk, budget_s: float) -> b
 
 @dataclass(frozen=True)
 class Driven:
-    """A stage that is being done: its processes are started anew until its units are done or its time is up."""
+    """A stage that is being done: its processes are started anew until its units are done or its
+    time is up.
+    """
 
     stage: Stage
     results: Results
@@ -123,8 +143,12 @@ class Driven:
                 return
             unit = self.results.open(name, worker)
             if code is None and self.end <= limit:
-                if unit and self.results.tries(name, unit) > 1:  # it would be begun anew by every call
-                    self.results.add(name, unit, error="did not end within the budgets of two calls")
+                if (
+                    unit and self.results.tries(name, unit) > 1
+                ):  # it would be begun anew by every call
+                    self.results.add(
+                        name, unit, error="did not end within the budgets of two calls"
+                    )
                 return
             if code != POISONED:
                 why = {
@@ -132,18 +156,29 @@ class Driven:
                     STUCK: f"took longer than {self.stage.unit_s:g} s",
                 }.get(code, f"died with {code}: {_last(said)}")
                 self.results.add(name, unit or WHOLE, error=why)
-            if code is None or (unit is None and code != POISONED):  # nothing was begun: it would die again
+            if code is None or (
+                unit is None and code != POISONED
+            ):  # nothing was begun: it would die again
                 return
 
 
 def _start(
     stage: Stage, results: Results, walk: Walk, limit_s: float, worker: int = 0, of: int = 1
 ) -> tuple[int | None, str]:
-    """The exit code of a stage's process, None where it ran past the limit, and what it wrote to stderr."""
+    """The exit code of a stage's process, None where it ran past the limit, and what it wrote to
+    stderr.
+    """
     environment = dict(os.environ)
     if walk.dry:
         environment |= {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, str(HERE / "first_touch.py"), "--stage", stage.name, "--out", str(results.folder)]
+    command = [
+        sys.executable,
+        str(HERE / "first_touch.py"),
+        "--stage",
+        stage.name,
+        "--out",
+        str(results.folder),
+    ]
     command += ["--worker", f"{worker}/{of}", *walk.words()]
     log = results.folder / (f"{stage.name}.log" if of == 1 else f"{stage.name}.{worker}.log")
     with log.open("ab") as file:
@@ -160,9 +195,12 @@ def _start(
         return code, file.read().decode(errors="replace")
 
 
-def _wait(child: subprocess.Popen[bytes], size: Callable[[], int], limit_s: float, unit_s: float) -> int | None:
-    """The exit code of a stage's process: None past the limit, `STUCK` where no result came for as long as a unit may
-    take."""
+def _wait(
+    child: subprocess.Popen[bytes], size: Callable[[], int], limit_s: float, unit_s: float
+) -> int | None:
+    """The exit code of a stage's process: None past the limit, `STUCK` where no result came for as
+    long as a unit may take.
+    """
     now = begin = time.monotonic()
     seen = size()
     while (left := begin + limit_s - time.monotonic()) > 0:
@@ -189,15 +227,27 @@ def _tell(stage: str, results: Results) -> None:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run the stages; returns 1 where something is wrong, else 2 where something did not fit, else 0."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    """Run the stages; returns 1 where something is wrong, else 2 where something did not fit, else
+    0.
+    """
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--out", type=Path, default=Path("first_touch"))
-    parser.add_argument("--stages", default=",".join(BY_NAME), help="by comma, in any order; all unless named")
-    parser.add_argument("--ops", default="", help="ops to compare and to measure, by comma; all unless named")
-    parser.add_argument("--budget", type=float, default=24 * 3600.0, help="seconds after which this call ends")
+    parser.add_argument(
+        "--stages", default=",".join(BY_NAME), help="by comma, in any order; all unless named"
+    )
+    parser.add_argument(
+        "--ops", default="", help="ops to compare and to measure, by comma; all unless named"
+    )
+    parser.add_argument(
+        "--budget", type=float, default=24 * 3600.0, help="seconds after which this call ends"
+    )
     parser.add_argument("--again", action="store_true", help="forget the results of these stages")
     parser.add_argument("--dry-run", action="store_true")
-    parser.add_argument("--whole", action="store_true", help="with --dry-run: all ops, not a sample")
+    parser.add_argument(
+        "--whole", action="store_true", help="with --dry-run: all ops, not a sample"
+    )
     parser.add_argument("--stage", choices=BY_NAME, help=argparse.SUPPRESS)
     parser.add_argument("--worker", default="0/1", help=argparse.SUPPRESS)
     chosen = parser.parse_args(arguments)
@@ -219,7 +269,9 @@ def main(arguments: list[str] | None = None) -> int:
 def _ended(results: Results, walk: Walk, fits: bool) -> int:
     import first_touch_summary
 
-    wrong = first_touch_summary.write(results, walk, " ".join([Path(sys.executable).name, *sys.argv]))
+    wrong = first_touch_summary.write(
+        results, walk, " ".join([Path(sys.executable).name, *sys.argv])
+    )
     print(f"{results.folder / 'page.txt'}: {wrong} of what was tried went wrong")
     if wrong:
         return 1

@@ -1,8 +1,9 @@
-"""Numbers that no random input has, for code that runs on a card alone: not a number, infinity, subnormals, ties.
+"""Numbers that no random input has, for code that runs on a card alone: not a number, infinity,
+subnormals, ties.
 
-Conversions of the GPU's own, reciprocals without subnormal numbers and divisions without a slow way round stand in
-branches that Triton's interpreter does not take. Each is compared with its definition: all numbers of bf16, ties
-between them, and of each exponent of fp32 numbers at random.
+Conversions of the GPU's own, reciprocals without subnormal numbers and divisions without a slow way
+round stand in branches that Triton's interpreter does not take. Each is compared with its
+definition: all numbers of bf16, ties between them, and of each exponent of fp32 numbers at random.
 """
 
 from __future__ import annotations
@@ -21,29 +22,39 @@ from mtrain_kernels.quantize.triton import encode, greatest_finite
 from mtrain_kernels.runtime import exp2, interpreted, reciprocal, rounded, sigmoid
 from torch import Tensor
 
-SIDE, COLUMNS = 64, 128
+SIDE = 64
+COLUMNS = 128
 LEAST = 2.0**-126  # below it the GPU may give 0
 HALF_WORD = 0x9CE5
-LAYOUTS, FORMATS = ("tensorwise", "1x128", "128x128", "mx"), ("e4m3", "e5m2")
+LAYOUTS = ("tensorwise", "1x128", "128x128", "mx")
+FORMATS = ("e4m3", "e5m2")
 
 
 def every_bf16(device: Any) -> Tensor:
-    """All numbers of bf16 [512, 128], a row of one sign and exponent; without subnormal ones in the interpreter.
+    """All numbers of bf16 [512, 128], a row of one sign and exponent; without subnormal ones in the
+    interpreter.
 
     That gives 0 for them when it makes fp32 of bf16.
     """
-    return _known(torch.arange(-(1 << 15), 1 << 15, device=device).to(torch.int16).view(torch.bfloat16).view(512, -1))
+    return _known(
+        torch.arange(-(1 << 15), 1 << 15, device=device)
+        .to(torch.int16)
+        .view(torch.bfloat16)
+        .view(512, -1)
+    )
 
 
 def _known(x: Tensor) -> Tensor:
-    return torch.where(x.abs() < LEAST, torch.copysign(torch.zeros_like(x), x), x) if interpreted() else x
+    if interpreted():
+        return torch.where(x.abs() < LEAST, torch.copysign(torch.zeros_like(x), x), x)
+    return x
 
 
 def every_exponent(device: Any) -> Tensor:
     """fp32 [512, 128] of random mantissas, a row for each exponent twice.
 
-    The second time the greatest is a little above 7/4 of a power of two: its scale has a mantissa of ones alone,
-    which a division gets right last.
+    The second time the greatest is a little above 7/4 of a power of two: its scale has a mantissa
+    of ones alone, which a division gets right last.
     """
     torch.manual_seed(0)
     bits = torch.randint(-(1 << 31), 1 << 31, (512, COLUMNS), device=device, dtype=torch.int64)
@@ -58,12 +69,15 @@ def numbers(device: Any) -> Tensor:
     """fp32 [1536, 128]: both of the above, and of each number of bf16 the tie above it."""
     all_of_bf16 = every_bf16(device)
     ties = (all_of_bf16.view(torch.int16).int() << 16) | 0x8000
-    return _known(torch.cat([all_of_bf16.float(), ties.view(torch.float32), every_exponent(device)]))
+    return _known(
+        torch.cat([all_of_bf16.float(), ties.view(torch.float32), every_exponent(device)])
+    )
 
 
 @triton.jit
 def functions_kernel(
-    x_ptr, y_ptr, size, slope, WHAT: tl.constexpr, SIDE: tl.constexpr, COLUMNS: tl.constexpr, HALF_WORD: tl.constexpr
+    x_ptr, y_ptr, size, slope, WHAT: tl.constexpr, SIDE: tl.constexpr, COLUMNS: tl.constexpr,
+    HALF_WORD: tl.constexpr
 ):  # fmt: skip
     """One function of a tile of numbers, in fp32."""
     row = tl.program_id(0) * SIDE + tl.arange(0, SIDE)
@@ -91,7 +105,9 @@ def functions_kernel(
 
 
 def applied(what: str, x: Tensor, slope: float = 1.0) -> Tensor:
-    """A function of the kernels of each number of `x` [r, 128]; of all of a row for "greatest_finite"."""
+    """A function of the kernels of each number of `x` [r, 128]; of all of a row for
+    "greatest_finite".
+    """
     y = torch.empty_like(x)
     functions_kernel[(-(-len(x) // SIDE),)](
         x, y, x.numel(), slope, WHAT=what, SIDE=SIDE, COLUMNS=COLUMNS, HALF_WORD=HALF_WORD
@@ -122,7 +138,9 @@ def functions(device: Any) -> dict[str, str]:
     numbers_alone = torch.where(x.isnan(), 0.0, x)  # four neighbours become not a number together
     for cap in (1.0, 30.0):
         wanted = 1 / (1 + (2 * numbers_alone.double() / cap).exp())
-        found[f"bend {cap:g}"] = _other(applied("bend", numbers_alone, 2.885390081777927 / cap), wanted, 1e-6, 1e-6)
+        found[f"bend {cap:g}"] = _other(
+            applied("bend", numbers_alone, 2.885390081777927 / cap), wanted, 1e-6, 1e-6
+        )
     return {name: said for name, said in found.items() if said}
 
 
@@ -131,18 +149,25 @@ def operands(device: Any) -> dict[str, str]:
     found = {}
     counts = torch.tensor([130, 0, 1, 381], device=device)
     for kind, x in (("bf16", every_bf16(device)), ("fp32", every_exponent(device))):
-        calls = {f"{layout} {format}": _blocks(x, layout, format) for layout in LAYOUTS for format in FORMATS}
+        calls = {
+            f"{layout} {format}": _blocks(x, layout, format)
+            for layout in LAYOUTS
+            for format in FORMATS
+        }
         calls["nvfp4"] = lambda impl, x=x: op.quantize_nvfp4(x, impl=impl)
         for one in (True, False):
             calls[f"experts {one}"] = lambda impl, x=x, one=one: products.quantize_rows(
                 x, counts.cumsum(0).int(), "e4m3", one, impl
             )
         for name, call in calls.items():
-            for part, (ours, right) in enumerate(zip(call("triton"), call("reference"), strict=True)):
+            for part, (ours, right) in enumerate(
+                zip(call("triton"), call("reference"), strict=True)
+            ):
                 if part == 2 and name.startswith("experts"):  # behind the last block is anything
                     ours, right = (t[:, : 128 * 6] for t in (ours, right))
                 if part == 3 and name == "experts False":
-                    ours, right = ours[:, :6], right[:, :6]
+                    ours = ours[:, :6]
+                    right = right[:, :6]
                 found[f"{name} {kind} {part}"] = _other(_bytes(ours), _bytes(right), 0.0)
     return {name: said for name, said in found.items() if said}
 
@@ -150,7 +175,9 @@ def operands(device: Any) -> dict[str, str]:
 def _blocks(x: Tensor, layout: str, format: str) -> Any:
     if layout == "tensorwise":
         return lambda impl: op.quantize_tensorwise(x, format=format, transpose=True, impl=impl)
-    return lambda impl: op.quantize_blocks(x, format=format, layout=layout, transpose=True, impl=impl)
+    return lambda impl: op.quantize_blocks(
+        x, format=format, layout=layout, transpose=True, impl=impl
+    )
 
 
 def _bytes(x: Tensor) -> Tensor:
@@ -158,8 +185,11 @@ def _bytes(x: Tensor) -> Tensor:
 
 
 def _other(found: Tensor, wanted: Tensor, tolerance: float, absolute: float = 0.0) -> str:
-    """The first number that is not what was wanted, and how many are not; to the bit for a tolerance of 0."""
-    a, b = found.double(), wanted.double()
+    """The first number that is not what was wanted, and how many are not; to the bit for a
+    tolerance of 0.
+    """
+    a = found.double()
+    b = wanted.double()
     near = (a - b).abs() <= tolerance * b.abs() + max(absolute, LEAST if tolerance else 0.0)
     over = (a == b) | (tolerance > 0) & a.isinf() & (b.abs() >= 2.0**127) & (a.sign() == b.sign())
     right = near | over | (a.isnan() & b.isnan())
@@ -168,4 +198,7 @@ def _other(found: Tensor, wanted: Tensor, tolerance: float, absolute: float = 0.
     if right.all():
         return ""
     at = int((~right).flatten().nonzero()[0])
-    return f"{int((~right).sum())} differ, the first at {at}: {a.flatten()[at]:.9g} instead of {b.flatten()[at]:.9g}"
+    return (
+        f"{int((~right).sum())} differ, the first at {at}: {a.flatten()[at]:.9g} instead of"
+        f" {b.flatten()[at]:.9g}"
+    )

@@ -1,8 +1,9 @@
-"""The stage `host` of `first_touch.py`: what the host does in a step of the 1B shape, by layer and by function.
+"""The stage `host` of `first_touch.py`: what the host does in a step of the 1B shape, by layer and
+by function.
 
-Three steps of one run in this process, behind some that warm up. The first is timed where layers begin and end,
-forward and backward; the second counts what is launched there; the third is profiled by cProfile, with the backward
-in the thread that calls it. Each alone, for each slows the host.
+Three steps of one run in this process, behind some that warm up. The first is timed where layers
+begin and end, forward and backward; the second counts what is launched there; the third is profiled
+by cProfile, with the backward in the thread that calls it. Each alone, for each slows the host.
 """
 
 from __future__ import annotations
@@ -37,12 +38,17 @@ def host(walk: Walk, folder: Path) -> Units:
     """The step of the 1B shape in bf16 and FP8; of a dry run, of a tiny model."""
     if walk.dry:
         return {"tiny bf16": functools.partial(_profiled, walk, TINY, "bf16")}
-    return {f"1b {form}": functools.partial(_profiled, walk, SHAPES["1b"], form) for form in PRECISIONS[:2]}
+    return {
+        f"1b {form}": functools.partial(_profiled, walk, SHAPES["1b"], form)
+        for form in PRECISIONS[:2]
+    }
 
 
 @dataclass
 class Marks:
-    """When layers begin and end in a step: (what, layer, seconds, launched so far), in their order."""
+    """When layers begin and end in a step: (what, layer, seconds, launched so far), in
+    their order.
+    """
 
     launched: Callable[[], int]
     named: bool = False
@@ -77,7 +83,9 @@ def marked(layers: list[Any], mark: Marks) -> Iterator[None]:
 
     hooks = []
     for number, layer in enumerate(layers):
-        hooks.append(layer.register_forward_pre_hook(functools.partial(enter, number), with_kwargs=True))
+        hooks.append(
+            layer.register_forward_pre_hook(functools.partial(enter, number), with_kwargs=True)
+        )
         hooks.append(layer.register_forward_hook(functools.partial(leave, number)))
     try:
         yield
@@ -89,11 +97,20 @@ def marked(layers: list[Any], mark: Marks) -> Iterator[None]:
 def _first(values: Any) -> Any:
     import torch
 
-    return next((value for value in values if isinstance(value, torch.Tensor) and value.is_floating_point()), None)
+    return next(
+        (
+            value
+            for value in values
+            if isinstance(value, torch.Tensor) and value.is_floating_point()
+        ),
+        None,
+    )
 
 
 def by_layer(marks: list[tuple[str, int, float, int]]) -> dict[str, dict[str, float]]:
-    """Medians over layers and micro-batches of what lies between begin and end: microseconds and launches."""
+    """Medians over layers and micro-batches of what lies between begin and end: microseconds and
+    launches.
+    """
     spans: dict[str, list[tuple[float, int]]] = {"forward": [], "backward": []}
     begun: dict[tuple[str, int], tuple[float, int]] = {}
     for what, layer, second, launched in marks:
@@ -118,11 +135,15 @@ def marks_of(events: list[dict[str, Any]]) -> list[tuple[str, int, float, int]]:
     """The marks of a trace of torch.profiler with launches of the driver, as `Marks` notes them."""
     found = []
     launched = 0
-    for event in sorted((event for event in events if "ts" in event), key=lambda event: float(event["ts"])):
+    for event in sorted(
+        (event for event in events if "ts" in event), key=lambda event: float(event["ts"])
+    ):
         name = event.get("name", "")
         if event.get("ph") != "X":
             continue
-        if event.get("cat") in ("cuda_runtime", "cuda_driver") and any(part in name for part in LAUNCHES):
+        if event.get("cat") in ("cuda_runtime", "cuda_driver") and any(
+            part in name for part in LAUNCHES
+        ):
             launched += 1
         elif name.startswith(SIGN) and event.get("cat") == "user_annotation":
             what, layer = name.removeprefix(SIGN).rsplit(" ", 1)
@@ -131,11 +152,20 @@ def marks_of(events: list[dict[str, Any]]) -> list[tuple[str, int, float, int]]:
 
 
 def functions_of(profile: cProfile.Profile, steps: int = 1) -> list[dict[str, Any]]:
-    """The functions in which most time is spent, without what they call: module, name, calls, microseconds a step."""
+    """The functions in which most time is spent, without what they call: module, name, calls,
+    microseconds a step.
+    """
     rows = []
     for (path, line, name), (_, calls, own, _, _) in pstats.Stats(profile).stats.items():  # type: ignore[attr-defined]
         module = module_of(path)
-        rows.append({"module": module, "function": f"{name}:{line}" if line else name, "calls": calls, "own": own})
+        rows.append(
+            {
+                "module": module,
+                "function": f"{name}:{line}" if line else name,
+                "calls": calls,
+                "own": own,
+            }
+        )
     longest = sorted(rows, key=lambda row: -row["own"])[:FUNCTIONS]
     return [
         {"module": row["module"], "function": row["function"], "calls": row["calls"] / steps}
@@ -145,7 +175,9 @@ def functions_of(profile: cProfile.Profile, steps: int = 1) -> list[dict[str, An
 
 
 def module_of(path: str) -> str:
-    """The module that a file is, by the folder of packages that it lies in; "builtins" where it is none."""
+    """The module that a file is, by the folder of packages that it lies in; "builtins" where it is
+    none.
+    """
     if path.startswith("~") or path.startswith("<"):
         return "builtins" if path.startswith("~") else path
     parts = Path(path).with_suffix("").parts
@@ -183,17 +215,28 @@ def _profiled(walk: Walk, model: tuple[str, Any], precision: str) -> dict[str, A
         said["functions"] = _functions(step)
         parts.close()
     tokens = run.data.seq_length * run.trainer.batch
-    said |= {"layers": len(layers), "of": "launches" if device_here().type == "cuda" else "operations"}
-    return said | {"tokens": tokens, "sequence": 16 if walk.dry else SEQUENCE, "command": " ".join(words)}
+    said |= {
+        "layers": len(layers),
+        "of": "launches" if device_here().type == "cuda" else "operations",
+    }
+    return said | {
+        "tokens": tokens,
+        "sequence": 16 if walk.dry else SEQUENCE,
+        "command": " ".join(words),
+    }
 
 
 def _layers(chunks: list[Any]) -> list[Any]:
     """The layers of a model: of the longest list of modules that is called so."""
-    lists = [module.layers for chunk in chunks for module in chunk.modules() if hasattr(module, "layers")]
+    lists = [
+        module.layers for chunk in chunks for module in chunk.modules() if hasattr(module, "layers")
+    ]
     return list(max(lists, key=len))
 
 
-def _timed(step: Callable[[], Any], layers: list[Any], synchronize: Callable[[], None]) -> dict[str, Any]:
+def _timed(
+    step: Callable[[], Any], layers: list[Any], synchronize: Callable[[], None]
+) -> dict[str, Any]:
     mark = Marks(lambda: 0)
     with marked(layers, mark):
         synchronize()
@@ -202,16 +245,25 @@ def _timed(step: Callable[[], Any], layers: list[Any], synchronize: Callable[[],
         synchronize()
         seconds = time.perf_counter() - start
     found = by_layer(mark.found)
-    return {"step_s": round(seconds, 6), "us_of_a_layer": {way: said["us"] for way, said in found.items()}}
+    return {
+        "step_s": round(seconds, 6),
+        "us_of_a_layer": {way: said["us"] for way, said in found.items()},
+    }
 
 
 def _counted(step: Callable[[], Any], layers: list[Any]) -> dict[str, Any]:
-    """Launches of a layer and of the whole step: of kernels on a GPU, of dispatched operations on a CPU."""
-    marks, total = _launches(step, layers) if device_here().type == "cuda" else _operations(step, layers)
+    """Launches of a layer and of the whole step: of kernels on a GPU, of dispatched operations on a
+    CPU.
+    """
+    marks, total = (
+        _launches(step, layers) if device_here().type == "cuda" else _operations(step, layers)
+    )
     return {"step": total} | {way: said["launches"] for way, said in by_layer(marks).items()}
 
 
-def _operations(step: Callable[[], Any], layers: list[Any]) -> tuple[list[tuple[str, int, float, int]], int]:
+def _operations(
+    step: Callable[[], Any], layers: list[Any]
+) -> tuple[list[tuple[str, int, float, int]], int]:
     from torch.utils._python_dispatch import TorchDispatchMode
 
     class Counting(TorchDispatchMode):
@@ -221,7 +273,9 @@ def _operations(step: Callable[[], Any], layers: list[Any]) -> tuple[list[tuple[
             super().__init__()
             self.count = 0
 
-        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        def __torch_dispatch__(
+            self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+        ) -> Any:
             self.count += 1
             return func(*args, **(kwargs or {}))
 
@@ -232,7 +286,9 @@ def _operations(step: Callable[[], Any], layers: list[Any]) -> tuple[list[tuple[
     return mark.found, counting.count
 
 
-def _launches(step: Callable[[], Any], layers: list[Any]) -> tuple[list[tuple[str, int, float, int]], int]:
+def _launches(
+    step: Callable[[], Any], layers: list[Any]
+) -> tuple[list[tuple[str, int, float, int]], int]:
     import torch
 
     mark = Marks(lambda: 0, named=True)
@@ -243,7 +299,11 @@ def _launches(step: Callable[[], Any], layers: list[Any]) -> tuple[list[tuple[st
         profiler.export_chrome_trace(str(path))
         events = json.loads(path.read_text())["traceEvents"]
     found = marks_of(events)
-    called = (event.get("name", "") for event in events if event.get("cat") in ("cuda_runtime", "cuda_driver"))
+    called = (
+        event.get("name", "")
+        for event in events
+        if event.get("cat") in ("cuda_runtime", "cuda_driver")
+    )
     return found, sum(any(part in name for part in LAUNCHES) for name in called)
 
 

@@ -1,4 +1,6 @@
-"""Stages of `first_touch.py` about single operations: parity, tiles that are tuned, and the bench."""
+"""Stages of `first_touch.py` about single operations: parity, tiles that are tuned, and
+the bench.
+"""
 
 from __future__ import annotations
 
@@ -24,12 +26,15 @@ def _ops(walk: Walk) -> list[str]:
 
 
 def parity(walk: Walk, folder: Path) -> Units:
-    """Every case of every op beside its definition in fp64, at odd sizes and a model's, and `first_touch_edges`."""
+    """Every case of every op beside its definition in fp64, at odd sizes and a model's, and
+    `first_touch_edges`.
+    """
     from mtrain_kernels.registry import MODELS, Model, ops
 
     odd = Model("odd", 104, 136, 5, 5, 40, 331, 40, experts=6, top_k=3, expert_ffn=72, tokens=37)
     production = Model("llama3_8b", 4096, 14336, 32, 8, 128, 128256, 128, tokens=1000)
-    models = [MODELS["tiny"]] if walk.dry else [production, odd, MODELS["tiny"]]  # what training needs comes first
+    # what training needs comes first
+    models = [MODELS["tiny"]] if walk.dry else [production, odd, MODELS["tiny"]]
     cases = {
         f"{case.name} {model.name}": functools.partial(_compare, walk, name, case, model)
         for model in models
@@ -74,14 +79,22 @@ def _compare(walk: Walk, name: str, case: Any, model: Any) -> dict[str, Any]:
             compared[impl] = _agreement(parity, given, wanted, inputs, tolerance)
         except Unavailable as error:
             compared[impl] = f"cannot run: {error}"
-    signs = ["differs"] + ["cannot run"] * (capability(device) >= ops()[name].oldest and not walk.dry)
+    signs = ["differs"] + ["cannot run"] * (
+        capability(device) >= ops()[name].oldest and not walk.dry
+    )
     wrong = [impl for impl, said in compared.items() if said.startswith(tuple(signs))]
     said = {"op": name, "auto is": choose(ops()[name], "auto", device)[0], **compared}
     return said | ({"wrong": wrong} if wrong else {})
 
 
-def _agreement(parity: Any, given: Any, wanted: Any, inputs: dict[str, Any], tolerance: float | None) -> str:
-    floats = [value for value in inputs.values() if hasattr(value, "is_floating_point") and value.is_floating_point()]
+def _agreement(
+    parity: Any, given: Any, wanted: Any, inputs: dict[str, Any], tolerance: float | None
+) -> str:
+    floats = [
+        value
+        for value in inputs.values()
+        if hasattr(value, "is_floating_point") and value.is_floating_point()
+    ]
     for upcast, words in ((True, "fp64"), (False, "the definition in its own format")):
         if upcast and not floats:  # nothing that fp64 is put in for
             continue
@@ -97,8 +110,13 @@ def _agreement(parity: Any, given: Any, wanted: Any, inputs: dict[str, Any], tol
 
 
 def autotune(walk: Walk, folder: Path) -> Units:
-    """The tiles of products of experts, attention and logits, measured for models; later stages and runs take it."""
-    some = {"grouped_gemm": ("qwen3_30b_a3b", "deepseek_v3"), "attention": ("llama3_8b", "deepseek_v3")}
+    """The tiles of products of experts, attention and logits, measured for models; later stages and
+    runs take it.
+    """
+    some = {
+        "grouped_gemm": ("qwen3_30b_a3b", "deepseek_v3"),
+        "attention": ("llama3_8b", "deepseek_v3"),
+    }
     some["linear_cross_entropy"] = ("llama3_8b", "deepseek_v3")
     if walk.dry:
         return {"tiles": functools.partial(_tune, walk, "", "")}
@@ -133,16 +151,24 @@ def _tune(walk: Walk, op: str, name: str) -> dict[str, str]:
         )
     sizes = (m.tokens * m.top_k, m.experts, m.hidden, m.expert_ffn)
     return tune.measure(
-        tuning.file_of(device), device, *sizes, torch.bfloat16, seconds=lambda call: do_bench(call) / 1e3
+        tuning.file_of(device),
+        device,
+        *sizes,
+        torch.bfloat16,
+        seconds=lambda call: do_bench(call) / 1e3,
     )
 
 
 def measured(walk: Walk, folder: Path) -> Units:
-    """The bench of every case: each contender a row, with its share of what the device can do at that size."""
+    """The bench of every case: each contender a row, with its share of what the device can do at
+    that size.
+    """
     from mtrain_kernels.registry import MODELS, ops
 
     models = ["tiny"] if walk.dry else ["llama3_8b", "qwen3_30b_a3b", "deepseek_v3"]
-    names = [(name, case) for name in _ops(walk) for case in ops()[name].cases[: 1 if walk.dry else None]]
+    names = [
+        (name, case) for name in _ops(walk) for case in ops()[name].cases[: 1 if walk.dry else None]
+    ]
     return {
         f"{case.name} {model}": functools.partial(_measure, walk, name, case, MODELS[model])
         for name, case in names

@@ -1,4 +1,6 @@
-"""The lines of results.jsonl, the plan of a call's time, and what the stages of `first_touch.py` are told."""
+"""The lines of results.jsonl, the plan of a call's time, and what the stages of `first_touch.py`
+are told.
+"""
 
 from __future__ import annotations
 
@@ -21,11 +23,15 @@ GOALS = HERE / "gpu_goals.yaml"
 
 @dataclass(frozen=True)
 class Stage:
-    """One part of a call: its place in the budget, its limits, and how many processes do its units."""
+    """One part of a call: its place in the budget, its limits, and how many processes
+    do its units.
+    """
 
     name: str
     until: float
-    """The share of the budget that is spent when this stage ends at the latest; what it leaves goes to the next."""
+    """The share of the budget that is spent when this stage ends at the latest; what it leaves goes
+    to the next.
+    """
     limit_s: float
     """The longest that it may take in a call with any budget."""
     unit_s: float
@@ -71,9 +77,11 @@ class Walk:
 
 
 class Results:
-    """The lines of OUT/results.jsonl: `stage`, `unit`, and `result`, `error` or `skipped`; a unit is done once.
+    """The lines of OUT/results.jsonl: `stage`, `unit`, and `result`, `error` or `skipped`; a unit
+    is done once.
 
-    Several processes append to it. A line with `late` was skipped for want of time alone, so the next call does it.
+    Several processes append to it. A line with `late` was skipped for want of time alone, so the
+    next call does it.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -93,7 +101,9 @@ class Results:
         """The last line with an end of each unit of a stage."""
         found = {}
         for line in self.lines():
-            if line["stage"] == stage and any(end in line for end in ("result", "error", "skipped")):
+            if line["stage"] == stage and any(
+                end in line for end in ("result", "error", "skipped")
+            ):
                 found[line["unit"]] = line
         return found
 
@@ -108,7 +118,9 @@ class Results:
 
     def size(self, stage: str, worker: int) -> int:
         """Return the number of lines that a process has written."""
-        return sum(line["stage"] == stage and line.get("worker", 0) == worker for line in self.lines())
+        return sum(
+            line["stage"] == stage and line.get("worker", 0) == worker for line in self.lines()
+        )
 
     def open(self, stage: str, worker: int = 0) -> str | None:
         """The unit that a process began last, if it has no end."""
@@ -118,7 +130,8 @@ class Results:
     def tries(self, stage: str, unit: str) -> int:
         """Return how often a unit was begun."""
         return sum(
-            line["stage"] == stage and line["unit"] == unit and bool(line.get("begin")) for line in self.lines()
+            line["stage"] == stage and line["unit"] == unit and bool(line.get("begin"))
+            for line in self.lines()
         )
 
     def _begun(self, stage: str, worker: int) -> list[str]:
@@ -127,7 +140,9 @@ class Results:
 
     def forget(self, stages: Iterable[str]) -> None:
         """Begin some stages anew."""
-        kept = [json.dumps(line) + "\n" for line in self.lines() if line["stage"] not in set(stages)]
+        kept = [
+            json.dumps(line) + "\n" for line in self.lines() if line["stage"] not in set(stages)
+        ]
         self.path.write_text("".join(kept))
 
     def add(self, stage: str, unit: str, **said: Any) -> None:
@@ -137,7 +152,9 @@ class Results:
             with self.path.open("rb") as file:
                 file.seek(-1, os.SEEK_END)
                 before = b"" if file.read() == b"\n" else b"\n"
-        with self.path.open("ab", buffering=0) as file:  # one write, so that lines of several processes stay whole
+        with self.path.open(
+            "ab", buffering=0
+        ) as file:  # one write, so that lines of several processes stay whole
             file.write(before + json.dumps({"stage": stage, "unit": unit, **said}).encode() + b"\n")
             os.fsync(file.fileno())
 
@@ -164,7 +181,9 @@ def read_yaml(path: Path) -> Any:
 
 
 def tree_environment(added: Mapping[str, str] | None = None) -> dict[str, str]:
-    """The environment of a command: this process's, what is added, and the tree before whatever is installed."""
+    """The environment of a command: this process's, what is added, and the tree before whatever is
+    installed.
+    """
     given = {**os.environ, **(added or {})}
     first = [(added or {}).get("PYTHONPATH", ""), str(ROOT / "src"), str(ROOT / "kernels")]
     paths = [*first, os.environ.get("PYTHONPATH", "")]

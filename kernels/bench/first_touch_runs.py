@@ -1,4 +1,6 @@
-"""Stages of `first_touch.py` that start runs as a user does: the gate, and the small runs of `gpu_runs.yaml`."""
+"""Stages of `first_touch.py` that start runs as a user does: the gate, and the small runs of
+`gpu_runs.yaml`.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +29,12 @@ WAIT_S = 150.0
 """The longest that a run waits for the one that it is compared with."""
 COMMAND_S = 200.0
 """The longest that one command may take."""
-DRY_WORDS = ("cluster=cpu", "data.seq_length=16", "trainer.train_iters=3", "trainer.global_batch_size=2")
+DRY_WORDS = (
+    "cluster=cpu",
+    "data.seq_length=16",
+    "trainer.train_iters=3",
+    "trainer.global_batch_size=2",
+)
 """Words that replace a run's own in a dry run: a CPU, short samples and few steps."""
 SAVES = "checkpoint.save_interval="
 
@@ -70,22 +77,30 @@ def entries(path: Path = RUNS) -> list[Entry]:
     """Return the runs of a list.
 
     Raises:
-        ValueError: a key is unknown, a name comes twice, or a run is compared with one that does not come before it.
+        ValueError: a key is unknown, a name comes twice, or a run is compared with one that does
+            not come before it.
     """
     listed = read_yaml(path)
     found: list[Entry] = []
     for said in listed["runs"]:
         commands = [said, *said.get("then", ())]
         own = {"name", "why", "needs", "dry", "then"}
-        made = tuple(_command(each, listed["common"], own if each is said else set()) for each in commands)
-        entry = Entry(said["name"], said["why"], made, said.get("needs", {}), said.get("dry", False))
+        made = tuple(
+            _command(each, listed["common"], own if each is said else set()) for each in commands
+        )
+        entry = Entry(
+            said["name"], said["why"], made, said.get("needs", {}), said.get("dry", False)
+        )
         before = {other.name for other in found}
         if entry.name in before:
             raise ValueError(f"{path.name}: two runs are called {entry.name}")
         for command in made:
             other = command.hold.get("near", command.hold.get("same_as", {})).get("run")
             if other is not None and other not in before:
-                raise ValueError(f"{path.name}: {entry.name} is compared with {other}, which does not come before it")
+                raise ValueError(
+                    f"{path.name}: {entry.name} is compared with {other}, which does not come"
+                    " before it"
+                )
         found.append(entry)
     return found
 
@@ -94,7 +109,10 @@ def _command(said: Mapping[str, Any], common: list[str], own: set[str]) -> Comma
     known = {"argv", "hold", "environment", "torchrun", "program", "kill_after_step", "signal"}
     unknown = set(said) - known - own
     if unknown:
-        raise ValueError(f"unknown keys of a run: {', '.join(sorted(unknown))}; there are {', '.join(sorted(known))}")
+        raise ValueError(
+            f"unknown keys of a run: {', '.join(sorted(unknown))}; there are"
+            f" {', '.join(sorted(known))}"
+        )
     argv = tuple(said.get("argv", ()))
     picked = {key: said[key] for key in known - {"argv"} if key in said}
     made = Command(argv, **picked)
@@ -111,13 +129,21 @@ def merged(words: list[str]) -> list[str]:
 
 
 def gate(walk: Walk, folder: Path) -> Units:
-    """Return the unit of one tiny run by plain `python launch.py`, with no variable of a launcher set by hand."""
+    """Return the unit of one tiny run by plain `python launch.py`, with no variable of a launcher
+    set by hand.
+    """
     entry = next(entry for entry in entries() if entry.name == "gate")
-    return {"launch.py": functools.partial(_tried, walk, folder / "runs" / "gate", entry, Results(folder))}
+    return {
+        "launch.py": functools.partial(
+            _tried, walk, folder / "runs" / "gate", entry, Results(folder)
+        )
+    }
 
 
 def runs(walk: Walk, folder: Path) -> Units:
-    """Return every run of the list; in a dry run a sample, and a unit that validates the words of all."""
+    """Return every run of the list; in a dry run a sample, and a unit that validates the words of
+    all.
+    """
     found: Units = {}
     for entry in entries():
         if entry.name == "gate":
@@ -131,7 +157,9 @@ def runs(walk: Walk, folder: Path) -> Units:
 
 
 def _valid() -> dict[str, Any]:
-    """Compose and validate what every training of the list says, for one device of a node of H200."""
+    """Compose and validate what every training of the list says, for one device of a
+    node of H200.
+    """
     from mtrain.cli.setup import load
     from mtrain.config.resolve import Machine
     from mtrain.errors import ConfigError
@@ -145,7 +173,12 @@ def _valid() -> dict[str, Any]:
             if not command.trains or named or _missing(entry):
                 continue
             try:
-                load([*command.argv, "cluster=h200", "cluster.devices_per_node=1"], machine, {}, to_run=False)
+                load(
+                    [*command.argv, "cluster=h200", "cluster.devices_per_node=1"],
+                    machine,
+                    {},
+                    to_run=False,
+                )
                 valid.add(entry.name)
             except ConfigError as error:
                 wrong[entry.name] = str(error).strip().splitlines()[0]
@@ -153,7 +186,9 @@ def _valid() -> dict[str, Any]:
 
 
 def _missing(entry: Entry) -> str | None:
-    """Return a sentence about a key or a module that a run needs and that is not here; None: nothing is missing."""
+    """Return a sentence about a key or a module that a run needs and that is not here; None:
+    nothing is missing.
+    """
     key = entry.needs.get("key")
     module = entry.needs.get("module")
     if key is not None:
@@ -197,23 +232,32 @@ def _tried(walk: Walk, home: Path, entry: Entry, results: Results) -> dict[str, 
 
 
 def _execute(walk: Walk, home: Path, command: Command, said: dict[str, Any]) -> tuple[int, str]:
-    """Run a command; return its exit code and all that it printed, and note when its first step was done."""
+    """Run a command; return its exit code and all that it printed, and note when its first step was
+    done.
+    """
     words = [_filled(word, home) for word in command.argv]
     if command.trains:
         words += [f"log.runs_dir={home}"]
     if walk.dry and command.trains:
-        saves = [f"{SAVES}2"] if any(word.startswith(SAVES) and word != f"{SAVES}0" for word in words) else []
+        if any(word.startswith(SAVES) and word != f"{SAVES}0" for word in words):
+            saves = [f"{SAVES}2"]
+        else:
+            saves = []
         words = merged([*words, *DRY_WORDS, *saves])
     start = [sys.executable]
     if command.torchrun:
         start += ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "1"]
     start += [str(ROOT / (command.program or "launch.py")), *words]
-    environment = tree_environment({key: _filled(value, home) for key, value in command.environment.items()})
+    environment = tree_environment(
+        {key: _filled(value, home) for key, value in command.environment.items()}
+    )
     with (home / "output.txt").open("ab") as file:
         file.write(f"$ {shlex.join(start)}\n".encode())
         file.flush()
         begin = file.tell()  # behind the command itself, whose words would satisfy a pattern
-        child = subprocess.Popen(start, stdout=file, stderr=subprocess.STDOUT, env=environment, cwd=ROOT)
+        child = subprocess.Popen(
+            start, stdout=file, stderr=subprocess.STDOUT, env=environment, cwd=ROOT
+        )
         try:
             code = _ended(child, home, command, said)
         finally:
@@ -223,7 +267,9 @@ def _execute(walk: Walk, home: Path, command: Command, said: dict[str, Any]) -> 
     return code, (home / "output.txt").read_bytes()[begin:].decode(errors="replace")
 
 
-def _ended(child: subprocess.Popen[bytes], home: Path, command: Command, said: dict[str, Any]) -> int:
+def _ended(
+    child: subprocess.Popen[bytes], home: Path, command: Command, said: dict[str, Any]
+) -> int:
     start = time.monotonic()
     sent = False
     while child.poll() is None:
@@ -237,19 +283,26 @@ def _ended(child: subprocess.Popen[bytes], home: Path, command: Command, said: d
             raise RuntimeError(f"did not end within {COMMAND_S:g} s")
         time.sleep(POLL_S)
     if command.kill_after_step is not None and not sent:
-        raise RuntimeError(f"ended with {child.returncode} before step {command.kill_after_step}, where it is killed")
+        raise RuntimeError(
+            f"ended with {child.returncode} before step {command.kill_after_step}, where it is"
+            " killed"
+        )
     return child.returncode
 
 
 def _filled(word: str, home: Path) -> str:
-    """Fill in `{home}`, `{bench}`, `{root}`, `{run}` (the newest) and `{checkpoint}` (its first) in a word."""
+    """Fill in `{home}`, `{bench}`, `{root}`, `{run}` (the newest) and `{checkpoint}` (its first) in
+    a word.
+    """
     if "{run}" in word or "{checkpoint}" in word:
         found = newest_run(home)
         if found is None:
             raise RuntimeError(f"there is no run folder in {home}")
         first = min(found.glob("checkpoints/step_*"), default=found / "checkpoints")
         word = word.replace("{run}", str(found)).replace("{checkpoint}", str(first))
-    return word.replace("{home}", str(home)).replace("{bench}", str(HERE)).replace("{root}", str(ROOT))
+    return (
+        word.replace("{home}", str(home)).replace("{bench}", str(HERE)).replace("{root}", str(ROOT))
+    )
 
 
 def newest_run(home: Path) -> Path | None:
@@ -284,7 +337,11 @@ def _figures(home: Path) -> dict[str, Any]:
     if run is None or not rows:
         return {}
     late = rows[len(rows) // 3 :]
-    said: dict[str, Any] = {"run": str(run), "losses": [row["loss"] for row in rows], "last_step": rows[-1]["step"]}
+    said: dict[str, Any] = {
+        "run": str(run),
+        "losses": [row["loss"] for row in rows],
+        "last_step": rows[-1]["step"],
+    }
     said["steps"] = [row["step"] for row in rows]
     said["metrics"] = sorted(rows[-1])
     said["step_s"] = statistics.median(row["step_s"] for row in late)
@@ -293,7 +350,9 @@ def _figures(home: Path) -> dict[str, Any]:
     return said
 
 
-def _hold(command: Command, code: int, output: str, home: Path, said: dict[str, Any], results: Results) -> None:
+def _hold(
+    command: Command, code: int, output: str, home: Path, said: dict[str, Any], results: Results
+) -> None:
     """Compare a command with what it must do.
 
     Raises:
@@ -304,7 +363,9 @@ def _hold(command: Command, code: int, output: str, home: Path, said: dict[str, 
     wanted = -signal.SIGKILL if killed else hold.get("exit", 0)
     if code != wanted:
         lines = [line.strip() for line in output.splitlines() if line.strip()]
-        raise RuntimeError(f"ended with {code}, not {wanted}: {lines[-1] if lines else 'it said nothing'}")
+        raise RuntimeError(
+            f"ended with {code}, not {wanted}: {lines[-1] if lines else 'it said nothing'}"
+        )
     losses = said.get("losses", [])
     if hold.get("falls"):
         third = max(1, len(losses) // 3)
@@ -328,16 +389,22 @@ def _hold(command: Command, code: int, output: str, home: Path, said: dict[str, 
             said["differs"] = difference(_by_step(said), _by_step(_result_of(other, results)))
             if said["differs"] > hold[kind].get("within", 0.0):
                 bound = f"{hold[kind].get('within', 0.0):g}"
-                raise RuntimeError(f"losses differ from {other}'s by {said['differs']:.3g}, more than {bound}")
+                raise RuntimeError(
+                    f"losses differ from {other}'s by {said['differs']:.3g}, more than {bound}"
+                )
 
 
 def _result_of(name: str, results: Results) -> dict[str, Any]:
     """Wait for the end of a run that comes before, and return its result."""
     stage, unit = ("gate", "launch.py") if name == "gate" else ("runs", name)
     end = time.monotonic() + WAIT_S
-    while (line := results.ends(stage).get(unit)) is None or line.get("late"):  # this call does what was late
+    while (line := results.ends(stage).get(unit)) is None or line.get(
+        "late"
+    ):  # this call does what was late
         if time.monotonic() > end:
-            raise RuntimeError(f"{name} did not end in {WAIT_S:g} s, so there is nothing to compare with")
+            raise RuntimeError(
+                f"{name} did not end in {WAIT_S:g} s, so there is nothing to compare with"
+            )
         time.sleep(POLL_S)
     if not line.get("result", {}).get("losses"):
         raise RuntimeError(f"{name} did not train, so there is nothing to compare with")
@@ -349,10 +416,13 @@ def _by_step(said: Mapping[str, Any]) -> dict[int, float]:
 
 
 def difference(ours: Mapping[int, float], theirs: Mapping[int, float]) -> float:
-    """Return the greatest relative difference of two runs' losses, by step; infinite where only one has a step.
+    """Return the greatest relative difference of two runs' losses, by step; infinite where only one
+    has a step.
 
     Ours may begin later, as a run that was resumed does.
     """
     if not ours or set(ours) - set(theirs) or max(ours) != max(theirs):
         return float("inf")
-    return max(abs(loss - theirs[step]) / max(abs(theirs[step]), 1e-12) for step, loss in ours.items())
+    return max(
+        abs(loss - theirs[step]) / max(abs(theirs[step]), 1e-12) for step, loss in ours.items()
+    )

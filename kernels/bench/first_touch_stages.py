@@ -1,4 +1,6 @@
-"""The stages of `first_touch.py`, unit by unit; a unit returns JSON or raises `Skipped` with why not."""
+"""The stages of `first_touch.py`, unit by unit; a unit returns JSON or raises `Skipped` with why
+not.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,9 @@ Units = dict[str, Callable[[], Any]]
 
 
 def environment(walk: Walk, folder: Path) -> Units:
-    """Device, driver, memory, versions, commit; of the machine before any run, so that every figure has its place."""
+    """Device, driver, memory, versions, commit; of the machine before any run, so that every figure
+    has its place.
+    """
 
     def facts() -> dict[str, Any]:
         import torch
@@ -29,7 +33,10 @@ def environment(walk: Walk, folder: Path) -> Units:
         if device.type == "cuda":
             facts = torch.cuda.get_device_properties(0)
             free, total = torch.cuda.mem_get_info()
-            said |= {"sm": 10 * facts.major + facts.minor, "processors": facts.multi_processor_count}
+            said |= {
+                "sm": 10 * facts.major + facts.minor,
+                "processors": facts.multi_processor_count,
+            }
             said |= {"free_bytes": free, "total_bytes": total, "cuda": torch.version.cuda}
         return said
 

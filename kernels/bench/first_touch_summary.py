@@ -1,4 +1,6 @@
-"""The results of `first_touch.py` as summary.json and as a page of text: each figure beside its plan and its goal."""
+"""The results of `first_touch.py` as summary.json and as a page of text: each figure beside its
+plan and its goal.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +37,11 @@ def summary(results: Results, walk: Walk, command: str) -> Summary:
     name = machine.get("device", "unknown")
     made: Summary = {
         "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
-        "device": {"name": name, "sm": machine.get("sm"), "memory_bytes": machine.get("total_bytes")},
+        "device": {
+            "name": name,
+            "sm": machine.get("sm"),
+            "memory_bytes": machine.get("total_bytes"),
+        },
         "commit": machine.get("commit", "unknown"),
         "versions": machine.get("versions", {}),
         "command": command,
@@ -44,7 +50,9 @@ def summary(results: Results, walk: Walk, command: str) -> Summary:
         "runs": _outcomes({**ends["gate"], **ends["runs"]}),
     }
     for stage in ("gate", "train", "profile", "host", "rivals"):
-        made[stage] = {unit: line["result"] for unit, line in ends[stage].items() if "result" in line}
+        made[stage] = {
+            unit: line["result"] for unit, line in ends[stage].items() if "result" in line
+        }
     made["ops"] = _ops(ends["ops"])
     made["plans"] = {
         unit: planned
@@ -75,7 +83,10 @@ def _notes(made: Summary) -> list[str]:
     if begun is not None:
         notes.append(f"A tiny model takes {begun:.0f} s from the command to its first step.")
     for unit, said in made["host"].items():
-        ways = [f"{way} {us:.0f} us, {said['count'].get(way, 0):.0f} {said['of']}" for way, us in _ways(said)]
+        ways = [
+            f"{way} {us:.0f} us, {said['count'].get(way, 0):.0f} {said['of']}"
+            for way, us in _ways(said)
+        ]
         notes.append(f"The host's part of a layer, {unit}: {'; '.join(ways)}.")
     return notes
 
@@ -107,7 +118,10 @@ def _parity(lines: Mapping[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
 
 def _whys(result: Mapping[str, Any]) -> str:
     wrong = result["wrong"]
-    pairs = wrong.items() if isinstance(wrong, Mapping) else ((name, result.get(name, "")) for name in wrong)
+    if isinstance(wrong, Mapping):
+        pairs = wrong.items()
+    else:
+        pairs = ((name, result.get(name, "")) for name in wrong)
     return "; ".join(f"{name}: {why}" for name, why in pairs)
 
 
@@ -116,12 +130,18 @@ def _op_of(unit: str) -> str:
     from mtrain_kernels.registry import ops
 
     case = unit.split()[0]
-    return next((name for name, op in ops().items() if any(c.name == case for c in op.cases)), "edges")
+    return next(
+        (name for name, op in ops().items() if any(c.name == case for c in op.cases)), "edges"
+    )
 
 
 def _outcomes(lines: Mapping[str, dict[str, Any]]) -> dict[str, Any]:
-    failures = [{"name": unit, "why": line["error"]} for unit, line in lines.items() if "error" in line]
-    passed = [unit for unit, line in lines.items() if "result" in line and not _is_wrong(line["result"])]
+    failures = [
+        {"name": unit, "why": line["error"]} for unit, line in lines.items() if "error" in line
+    ]
+    passed = [
+        unit for unit, line in lines.items() if "result" in line and not _is_wrong(line["result"])
+    ]
     return {"passed": len(passed), "failed": len(failures), "failures": failures, "names": passed}
 
 
@@ -135,16 +155,23 @@ def _ops(lines: Mapping[str, dict[str, Any]]) -> dict[str, Any]:
 
 
 def planned_of(run: Path) -> dict[str, Any] | None:
-    """Return what plan.json of a run folder says: seconds of a step, and bytes of each kind of memory at its peak."""
+    """Return what plan.json of a run folder says: seconds of a step, and bytes of each kind of
+    memory at its peak.
+    """
     path = run / "plan.json"
     plan = json.loads(path.read_text())["planned"] if path.exists() else None
     if plan is None:
         return None
-    return {"step_s": plan["step_s"], **{kind: max(sizes) for kind, sizes in plan["memory_by_stage"].items()}}
+    return {
+        "step_s": plan["step_s"],
+        **{kind: max(sizes) for kind, sizes in plan["memory_by_stage"].items()},
+    }
 
 
 def figures(made: Summary) -> list[dict[str, Any]]:
-    """Every figure that has a plan or a goal: name, unit, measured, planned, goal, whether it is met, the source."""
+    """Every figure that has a plan or a goal: name, unit, measured, planned, goal, whether it is
+    met, the source.
+    """
     known = read_yaml(GOALS)
     found = []
     for goal in known["goals"]:
@@ -154,7 +181,16 @@ def figures(made: Summary) -> list[dict[str, Any]]:
             measured = measured / beside if measured is not None and beside else None
         if measured is not None:
             met = measured >= goal["at_least"]
-            found.append(_figure(goal["name"], measured, None, f"at least {goal['at_least']:g}", met, goal["source"]))
+            found.append(
+                _figure(
+                    goal["name"],
+                    measured,
+                    None,
+                    f"at least {goal['at_least']:g}",
+                    met,
+                    goal["source"],
+                )
+            )
     bound = known["kernels"]
     for unit, rows in made.get("ops", {}).items():
         for way in ("forward", "backward"):
@@ -162,7 +198,9 @@ def figures(made: Summary) -> list[dict[str, Any]]:
             if share is not None and f"{way}_tflop_per_s" not in rows["triton"]:
                 goal = f"at least {bound['at_least']:g}"
                 name = f"{unit} {way}: share of the copy rate"
-                found.append(_figure(name, share, None, goal, share >= bound["at_least"], bound["source"]))
+                found.append(
+                    _figure(name, share, None, goal, share >= bound["at_least"], bound["source"])
+                )
     for unit, plan in made.get("plans", {}).items():
         for key, bound in known["planned"].items():
             measured = _measured(made["train"][unit], key)
@@ -175,8 +213,17 @@ def figures(made: Summary) -> list[dict[str, Any]]:
     return found
 
 
-def _figure(name: str, measured: float, planned: float | None, goal: str, met: bool, source: str) -> dict[str, Any]:
-    return {"name": name, "measured": measured, "planned": planned, "goal": goal, "met": met, "source": source}
+def _figure(
+    name: str, measured: float, planned: float | None, goal: str, met: bool, source: str
+) -> dict[str, Any]:
+    return {
+        "name": name,
+        "measured": measured,
+        "planned": planned,
+        "goal": goal,
+        "met": met,
+        "source": source,
+    }
 
 
 def _measured(said: Mapping[str, Any], key: str) -> float | None:
@@ -194,9 +241,15 @@ def value_of(made: Summary, place: str) -> float | None:
 
 def page(made: Summary) -> str:
     """The summary as text."""
-    known = {name: version for name, version in made["versions"].items() if version != "not installed"}
+    known = {
+        name: version for name, version in made["versions"].items() if version != "not installed"
+    }
     lines = [f"{made['device']['name']}, {made['date']}, commit {made['commit']}"]
-    lines += [", ".join(f"{name} {version}" for name, version in known.items()), made["command"], ""]
+    lines += [
+        ", ".join(f"{name} {version}" for name, version in known.items()),
+        made["command"],
+        "",
+    ]
     if made.get("dry"):
         lines += ["A dry run on a CPU with tiny shapes: no figure below is about a device.", ""]
     lines += [*_runs_in_words(made["runs"]), *_parity_in_words(made), *made.get("notes", ()), ""]
@@ -209,7 +262,9 @@ def page(made: Summary) -> str:
     lines += ["", *_host_in_words(made.get("host", {}))]
     for kind in ("wrong", "skipped"):
         lines += [f"{kind}:"] if made.get(kind) else []
-        lines += [f"  {each['stage']} {each['unit']}: {each['why']}"[:400] for each in made.get(kind, ())]
+        lines += [
+            f"  {each['stage']} {each['unit']}: {each['why']}"[:400] for each in made.get(kind, ())
+        ]
     return "\n".join(lines).rstrip() + "\n"
 
 
@@ -225,7 +280,9 @@ def _runs_in_words(runs: Mapping[str, Any]) -> list[str]:
 
 
 def totals(made: Summary) -> tuple[int, int]:
-    """Return how many units of parity passed and how many ran; as reported, where they were not counted here."""
+    """Return how many units of parity passed and how many ran; as reported, where they were not
+    counted here.
+    """
     reported = made.get("parity_reported")
     if reported:
         return reported["passed"], reported["of"]
@@ -237,13 +294,18 @@ def _parity_in_words(made: Summary) -> list[str]:
     passed, of = totals(made)
     lines = [f"parity: {passed} of {of} units"]
     for op, told in made["parity"].items():
-        lines += [f"  {op}, {failure['unit']}: {failure['why']}"[:400] for failure in told["failures"]]
+        lines += [
+            f"  {op}, {failure['unit']}: {failure['why']}"[:400] for failure in told["failures"]
+        ]
     return lines
 
 
 def _table_of_trainings(made: Summary) -> list[str]:
     """Each training beside its plan, and how busy the device was."""
-    rows = [f"{'training':<32} {'tokens/s':>10} {'TFLOP/s':>8} {'MFU':>6} {'step s':>8} {'planned':>8} {'busy':>5}"]
+    rows = [
+        f"{'training':<32} {'tokens/s':>10} {'TFLOP/s':>8} {'MFU':>6} {'step s':>8} {'planned':>8}"
+        f" {'busy':>5}"
+    ]
     for unit, said in made["train"].items():
         plan = made.get("plans", {}).get(unit, {})
         busy = made.get("profile", {}).get(unit, {}).get("busy_share")
@@ -262,7 +324,9 @@ def _table_of_trainings(made: Summary) -> list[str]:
 
 
 def _memory_in_words(made: Summary) -> list[str]:
-    """Return the memory of each training: what tensors took, what the allocator held, and what the driver says."""
+    """Return the memory of each training: what tensors took, what the allocator held, and what the
+    driver says.
+    """
     lines = []
     for unit, said in made["train"].items():
         plan = made.get("plans", {}).get(unit, {})
@@ -284,7 +348,9 @@ def _said(value: float | None, form: str, width: int) -> str:
 def _host_in_words(host: Mapping[str, Any]) -> list[str]:
     lines = []
     for unit, said in host.items():
-        lines.append(f"host, {unit}: a step is {said['count']['step']} {said['of']}; most of its time is in")
+        lines.append(
+            f"host, {unit}: a step is {said['count']['step']} {said['of']}; most of its time is in"
+        )
         lines += [
             f"  {row['us']:>9.0f} us {row['calls']:>7.0f} x  {row['module']}.{row['function']}"
             for row in said["functions"]

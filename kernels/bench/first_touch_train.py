@@ -1,4 +1,6 @@
-"""Stages of `first_touch.py` about whole models: training, transformers beside it, and where a step's time goes."""
+"""Stages of `first_touch.py` about whole models: training, transformers beside it, and where a
+step's time goes.
+"""
 
 from __future__ import annotations
 
@@ -22,25 +24,36 @@ from first_touch_results import ROOT, Results, Walk, tree_environment
 Units = dict[str, Callable[[], Any]]
 STEPS = 12
 SEQUENCE = 4096
-# The second has the widths of an 8B model and as many of its layers as one device has memory for with AdamW.
+# The second has the widths of an 8B model and as many of its layers as one device has memory for
+# with AdamW.
 SHAPES = {"1b": ("llama32_1b", {}), "8b": ("llama3_8b", {"num_layers": 8})}
-TINY = ("llama_tiny", {"num_layers": 2, "hidden_size": 64, "ffn_hidden_size": 64, "vocab_size": 128})
+TINY = (
+    "llama_tiny",
+    {"num_layers": 2, "hidden_size": 64, "ffn_hidden_size": 64, "vocab_size": 128},
+)
 PRECISIONS = ("bf16", "fp8_tensorwise", "fp8_blockwise")
 GAPS = 10
 
 
 def train(walk: Walk, folder: Path) -> Units:
-    """`launch.py` at the widths of 1B and 8B models, by number format: tokens a second, peak memory, losses.
+    """`launch.py` at the widths of 1B and 8B models, by number format: tokens a second, peak
+    memory, losses.
 
     What is compared with the goals comes first; TransformerEngine's layers come last.
     """
     if walk.dry:
         models = {"tiny": TINY}
-        some = [("tiny", form, "triton") for form in PRECISIONS[:2]] if walk.whole else [("tiny", "bf16", "auto")]
+        if walk.whole:
+            some = [("tiny", form, "triton") for form in PRECISIONS[:2]]
+        else:
+            some = [("tiny", "bf16", "auto")]
     else:
         models = SHAPES
         some = [(shape, form, "triton") for form in PRECISIONS for shape in SHAPES]
-        some += [("8b", "bf16", "auto"), *((shape, form, "te") for form in PRECISIONS for shape in SHAPES)]
+        some += [
+            ("8b", "bf16", "auto"),
+            *((shape, form, "te") for form in PRECISIONS for shape in SHAPES),
+        ]
     return {
         f"{shape} {form} {kernels}": functools.partial(
             _launch, walk, folder, f"{shape} {form} {kernels}", models[shape], form, kernels
@@ -49,7 +62,9 @@ def train(walk: Walk, folder: Path) -> Units:
     }
 
 
-def words_of(walk: Walk, model: tuple[str, Mapping[str, int]], precision: str, kernels: str) -> list[str]:
+def words_of(
+    walk: Walk, model: tuple[str, Mapping[str, int]], precision: str, kernels: str
+) -> list[str]:
     """The configuration of a shape: one rank, mock data, four micro-batches of one sample."""
     steps, length = (3, 16) if walk.dry else (STEPS, SEQUENCE)
     words = [f"model={model[0]}", *(f"model.{key}={value}" for key, value in model[1].items())]
@@ -62,12 +77,22 @@ def words_of(walk: Walk, model: tuple[str, Mapping[str, int]], precision: str, k
         words += ["kernels.attention=torch"]  # cuDNN's and torch's first
     words += [f"data.seq_length={length}", f"trainer.train_iters={steps}"]
     words += ["trainer.micro_batch_size=1", f"trainer.global_batch_size={1 if walk.dry else 4}"]
-    words += ["trainer.eval_iters=0", "trainer.eval_interval=0", "trainer.sample_tokens=0", "log.progress=none"]
+    words += [
+        "trainer.eval_iters=0",
+        "trainer.eval_interval=0",
+        "trainer.sample_tokens=0",
+        "log.progress=none",
+    ]
     return [*words, "checkpoint.save_interval=0", "checkpoint.save_final=false"]
 
 
 def _launch(
-    walk: Walk, folder: Path, unit: str, model: tuple[str, Mapping[str, int]], precision: str, kernels: str
+    walk: Walk,
+    folder: Path,
+    unit: str,
+    model: tuple[str, Mapping[str, int]],
+    precision: str,
+    kernels: str,
 ) -> dict[str, Any]:
     if kernels == "te" and importlib.util.find_spec("transformer_engine") is None:
         raise Skipped("TransformerEngine is not installed")
@@ -78,22 +103,41 @@ def _launch(
     more = [f"trainer.profile_step={3 if walk.dry else STEPS}", f"log.runs_dir={runs}"]
     command = [sys.executable, str(ROOT / "launch.py"), *words, *more]
     with DriverMemory() as driver:
-        done = subprocess.run(command, capture_output=True, text=True, env=tree_environment(), cwd=ROOT)
+        done = subprocess.run(
+            command, capture_output=True, text=True, env=tree_environment(), cwd=ROOT
+        )
     if done.returncode:
         lines = [line.strip() for line in (done.stdout + done.stderr).splitlines() if line.strip()]
         raise RuntimeError(f"launch.py ended with {done.returncode}: {lines[-1] if lines else ''}")
     run = max(runs.iterdir(), key=lambda path: path.stat().st_mtime)
-    rows = [row for row in map(json.loads, (run / "metrics.jsonl").read_text().splitlines()) if "loss" in row]
-    late = rows[len(rows) // 3 : -1] or rows  # behind the first steps, which compile, and before the profiled one
+    rows = [
+        row
+        for row in map(json.loads, (run / "metrics.jsonl").read_text().splitlines())
+        if "loss" in row
+    ]
+    # behind the first steps, which compile, and before the profiled one
+    late = rows[len(rows) // 3 : -1] or rows
     peak = json.loads((run / "memory.json").read_text()) if (run / "memory.json").exists() else {}
     keys = ("tokens_per_s", "tflops_per_rank", "mfu", "step_s")
-    found = {key: statistics.median(row[key] for row in late) for key in keys if all(key in row for row in late)}
+    found = {
+        key: statistics.median(row[key] for row in late)
+        for key in keys
+        if all(key in row for row in late)
+    }
     found |= {"driver_peak_bytes": driver.peak_bytes} if driver.peak_bytes else {}
-    return {"run": str(run), "losses": [row["loss"] for row in rows], **found, **peak, "command": " ".join(words)}
+    return {
+        "run": str(run),
+        "losses": [row["loss"] for row in rows],
+        **found,
+        **peak,
+        "command": " ".join(words),
+    }
 
 
 class DriverMemory:
-    """The most memory of the first device that its driver says is in use inside, sampled; None without nvidia-smi."""
+    """The most memory of the first device that its driver says is in use inside, sampled; None
+    without nvidia-smi.
+    """
 
     EVERY_S = 0.5
 
@@ -121,9 +165,11 @@ class DriverMemory:
 
 
 def rivals(walk: Walk, folder: Path) -> Units:
-    """The same models by transformers: with Liger's kernels and torch.compile, where they are installed.
+    """The same models by transformers: with Liger's kernels and torch.compile, where they are
+    installed.
 
-    Liger's replace those of transformers in the whole process: what is measured without them comes first.
+    Liger's replace those of transformers in the whole process: what is measured without them comes
+    first.
     """
     if walk.dry:
         return {"tiny transformers": functools.partial(_transformers, walk, TINY, False, False)}
@@ -136,7 +182,9 @@ def rivals(walk: Walk, folder: Path) -> Units:
     }
 
 
-def _transformers(walk: Walk, model: tuple[str, Mapping[str, int]], liger: bool, compiled: bool) -> dict[str, Any]:
+def _transformers(
+    walk: Walk, model: tuple[str, Mapping[str, int]], liger: bool, compiled: bool
+) -> dict[str, Any]:
     for name in ("transformers", *(("liger_kernel",) if liger else ())):
         if importlib.util.find_spec(name) is None:
             raise Skipped(f"{name} is not installed")
@@ -172,8 +220,14 @@ def _transformers(walk: Walk, model: tuple[str, Mapping[str, int]], liger: bool,
         loss.item()  # waits for the device
         times.append(time.perf_counter() - start)
     step = statistics.median(times[len(times) // 3 :])
-    found = {"tokens_per_s": micro * length / step, "step_s": step, "note": "weights and moments in bf16"}
-    return found | ({"peak_bytes": torch.cuda.max_memory_allocated()} if device.type == "cuda" else {})
+    found = {
+        "tokens_per_s": micro * length / step,
+        "step_s": step,
+        "note": "weights and moments in bf16",
+    }
+    return found | (
+        {"peak_bytes": torch.cuda.max_memory_allocated()} if device.type == "cuda" else {}
+    )
 
 
 def _hugging_face(model: tuple[str, Mapping[str, int]]) -> dict[str, Any]:
@@ -189,7 +243,9 @@ def _hugging_face(model: tuple[str, Mapping[str, int]]) -> dict[str, Any]:
 
 
 def profile(walk: Walk, folder: Path) -> Units:
-    """Read each traced step of `train`: how busy the device was, its longest gaps, and the longest kernels."""
+    """Read each traced step of `train`: how busy the device was, its longest gaps, and the longest
+    kernels.
+    """
     trained = Results(folder).ends("train")
     return {
         unit: functools.partial(_gaps, Path(line["result"]["run"]))
@@ -210,13 +266,19 @@ def _gaps(run: Path) -> dict[str, Any]:
 
 
 def gaps_of(events: list[dict[str, Any]]) -> dict[str, Any]:
-    """Busy share, longest gaps and longest kernels of a torch.profiler trace; times in microseconds.
+    """Busy share, longest gaps and longest kernels of a torch.profiler trace; times in
+    microseconds.
 
     Of kernels and copies on a GPU; where there are none, of what the host computed.
     """
     timed = [event for event in events if event.get("ph") == "X" and "dur" in event]
-    on_gpu = [event for event in timed if event.get("cat") in ("kernel", "gpu_memcpy", "gpu_memset")]
-    work = sorted(on_gpu or [e for e in timed if e.get("cat") == "cpu_op"], key=lambda event: float(event["ts"]))
+    on_gpu = [
+        event for event in timed if event.get("cat") in ("kernel", "gpu_memcpy", "gpu_memset")
+    ]
+    work = sorted(
+        on_gpu or [e for e in timed if e.get("cat") == "cpu_op"],
+        key=lambda event: float(event["ts"]),
+    )
     if not work:
         raise Skipped("the trace holds no kernel")
     gaps = []
@@ -229,7 +291,9 @@ def gaps_of(events: list[dict[str, Any]]) -> dict[str, Any]:
         stop = start + float(event["dur"])
         totals[event["name"]] = totals.get(event["name"], 0.0) + float(event["dur"])
         if start > end:
-            gaps.append({"us": round(start - end, 1), "behind": last[:80], "before": event["name"][:80]})
+            gaps.append(
+                {"us": round(start - end, 1), "behind": last[:80], "before": event["name"][:80]}
+            )
         if stop > end:
             busy += stop - max(start, end)
             end = stop

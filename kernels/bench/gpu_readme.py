@@ -1,11 +1,12 @@
-"""Writes the measurements on a GPU into pages, from the newest results under benchmarks/results/gpu.
+"""Writes the measurements on a GPU into pages, from the newest results under
+benchmarks/results/gpu.
 
     python kernels/bench/gpu_readme.py            # writes them between the markers of the pages
     python kernels/bench/gpu_readme.py --check    # exit code 1 where a page says something else
-    python kernels/bench/gpu_readme.py --add OUT  # first keeps OUT/summary.json and OUT/page.txt as results
+    python kernels/bench/gpu_readme.py --add OUT  # first keeps OUT's summary.json and page.txt
 
-README.md has the headline figures, docs/gpu.md all of them, and kernels/README.md those of parity. A folder of
-results is named DATE_DEVICE_COMMIT. Results of a dry run are refused.
+README.md has the headline figures, docs/gpu.md all of them, and kernels/README.md those of parity.
+A folder of results is named DATE_DEVICE_COMMIT. Results of a dry run are refused.
 """
 
 from __future__ import annotations
@@ -47,7 +48,10 @@ def add(out: Path, results: Path = RESULTS) -> Path:
         raise ValueError(f"{out} is of a dry run, which measures nothing")
     for what, known in (("device", summary["device"]["name"]), ("commit", summary["commit"])):
         if known == "unknown":
-            raise ValueError(f"{out}/summary.json does not say the {what}; without git, write it into a file COMMIT")
+            raise ValueError(
+                f"{out}/summary.json does not say the {what}; without git, write it into a file"
+                " COMMIT"
+            )
     kept = results / folder_of(summary)
     kept.mkdir(parents=True, exist_ok=True)
     for name in ("summary.json", "page.txt"):
@@ -72,37 +76,61 @@ def sections(folder: Path, summary: Summary) -> dict[tuple[str, str], str]:
 
 def _place(folder: Path, summary: Summary) -> str:
     """Device, date, commit, versions, and where the results lie."""
-    versions = {name: version for name, version in summary["versions"].items() if version != "not installed"}
+    versions = {
+        name: version for name, version in summary["versions"].items() if version != "not installed"
+    }
     known = ", ".join(f"{name} {version}" for name, version in versions.items())
     source = f"; {summary['source']}" if summary.get("source") else ""
     where = f"`benchmarks/results/gpu/{folder.name}`"
-    begin = f"On one {summary['device']['name']}, {summary['date']}, commit {summary['commit'][:COMMIT]}"
+    begin = (
+        f"On one {summary['device']['name']}, {summary['date']}, commit"
+        f" {summary['commit'][:COMMIT]}"
+    )
     return f"{begin} ({known}; {where}{source})"
 
 
 def _headline(summary: Summary) -> str:
-    """A few sentences: what passed, how fast bf16 trains beside transformers, how many goals are reached."""
+    """A few sentences: what passed, how fast bf16 trains beside transformers, how many goals are
+    reached.
+    """
     runs = summary["runs"]
     figures = summary["figures"]
     passed, of = totals(summary)
-    place = f"On one {summary['device']['name']} ({summary['date']}, commit {summary['commit'][:COMMIT]})"
+    place = (
+        f"On one {summary['device']['name']} ({summary['date']}, commit"
+        f" {summary['commit'][:COMMIT]})"
+    )
     small = f"{runs['passed']} of {runs['passed'] + runs['failed']} small runs"
-    lines = [f"{place}, {small} and {passed} of {of} comparisons of kernels with their definitions passed."]
+    lines = [
+        f"{place}, {small} and {passed} of {of} comparisons of kernels with their definitions"
+        " passed."
+    ]
     for shape, model in MODELS.items():
         ours = summary["train"].get(f"{shape} bf16 triton")
         theirs = summary["rivals"].get(f"{shape} transformers")
         if ours is not None:
             mfu = f" (MFU {ours['mfu']:.1%})" if ours.get("mfu") is not None else ""
-            beside = f"; transformers trains it at {theirs['tokens_per_s']:,.0f}" if theirs is not None else ""
-            lines.append(f"In bf16, mtrain trains {model} at {ours['tokens_per_s']:,.0f} tokens/s{mfu}{beside}.")
+            if theirs is not None:
+                beside = f"; transformers trains it at {theirs['tokens_per_s']:,.0f}"
+            else:
+                beside = ""
+            lines.append(
+                f"In bf16, mtrain trains {model} at {ours['tokens_per_s']:,.0f}"
+                f" tokens/s{mfu}{beside}."
+            )
     met = sum(figure["met"] for figure in figures)
-    lines.append(f"{met} of {len(figures)} figures reach their goals. [docs/gpu.md](docs/gpu.md) has every figure.")
+    lines.append(
+        f"{met} of {len(figures)} figures reach their goals. [docs/gpu.md](docs/gpu.md) has every"
+        " figure."
+    )
     return "\n".join(lines)
 
 
 def _facts(folder: Path, summary: Summary) -> list[str]:
     """A table of device, date, commit, versions, command, and where the results lie."""
-    versions = {name: version for name, version in summary["versions"].items() if version != "not installed"}
+    versions = {
+        name: version for name, version in summary["versions"].items() if version != "not installed"
+    }
     facts = {
         "device": f"one {summary['device']['name']}",
         "date": summary["date"],
@@ -112,7 +140,11 @@ def _facts(folder: Path, summary: Summary) -> list[str]:
         "results": f"`benchmarks/results/gpu/{folder.name}`",
         "source": summary.get("source"),
     }
-    return ["| | |", "| --- | --- |", *(f"| {name} | {fact} |" for name, fact in facts.items() if fact)]
+    return [
+        "| | |",
+        "| --- | --- |",
+        *(f"| {name} | {fact} |" for name, fact in facts.items() if fact),
+    ]
 
 
 def _measured(folder: Path, summary: Summary) -> str:
@@ -120,9 +152,12 @@ def _measured(folder: Path, summary: Summary) -> str:
     passed, of = totals(summary)
     lines = [*_facts(folder, summary), ""]
     lines.append(
-        f"- {runs['passed']} of {runs['passed'] + runs['failed']} small runs did what they must{_named(runs)}."
+        f"- {runs['passed']} of {runs['passed'] + runs['failed']} small runs did what they"
+        f" must{_named(runs)}."
     )
-    lines.append(f"- {passed} of {of} units of parity passed; `kernels/README.md` names the others.")
+    lines.append(
+        f"- {passed} of {of} units of parity passed; `kernels/README.md` names the others."
+    )
     lines += [f"- {note}" for note in summary.get("notes", ())]
     lines += ["", "| training | tokens/s | TFLOP/s | MFU | step, s | planned, s | device busy |"]
     lines.append("| --- | ---: | ---: | ---: | ---: | ---: | ---: |")
@@ -137,10 +172,12 @@ def _measured(folder: Path, summary: Summary) -> str:
             (plan.get("step_s"), ".3f"),
             (busy, ".0%"),
         ]
-        lines.append(
-            f"| {unit} | {' | '.join('' if value is None else format(value, form) for value, form in cells)} |"
-        )
-    lines += [f"| {unit} | {said['tokens_per_s']:,.0f} | | | | | |" for unit, said in summary["rivals"].items()]
+        texts = ["" if value is None else format(value, form) for value, form in cells]
+        lines.append(f"| {unit} | {' | '.join(texts)} |")
+    lines += [
+        f"| {unit} | {said['tokens_per_s']:,.0f} | | | | | |"
+        for unit, said in summary["rivals"].items()
+    ]
     lines += ["", "| figure | measured | planned | goal | |", "| --- | ---: | ---: | --- | --- |"]
     for figure in summary["figures"]:
         measured, planned = (shown(figure[key], figure["name"]) for key in ("measured", "planned"))
@@ -162,7 +199,9 @@ def _parity(folder: Path, summary: Summary) -> str:
     lines += ["| op | units | passed | failed |", "| --- | ---: | ---: | --- |"]
     for op, told in summary["parity"].items():
         failures = "; ".join(f"{each['unit']}: {each['why']}" for each in told["failures"])
-        lines.append(f"| {op} | {told['passed'] + told['failed']} | {told['passed']} | {failures} |")
+        lines.append(
+            f"| {op} | {told['passed'] + told['failed']} | {told['passed']} | {failures} |"
+        )
     return "\n".join(lines)
 
 
@@ -182,7 +221,9 @@ def filled(text: str, marker: str, content: str) -> str:
 
 def main(arguments: list[str] | None = None) -> int:
     """Write or compare the statements; returns the exit code."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--check", action="store_true")
     parser.add_argument("--add", type=Path, metavar="OUT")
     chosen = parser.parse_args(arguments)

@@ -1,4 +1,6 @@
-"""Compares the digest of the numbers that weights begin with, made on this device, with the recorded one."""
+"""Compares the digest of the numbers that weights begin with, made on this device, with the
+recorded one.
+"""
 
 from __future__ import annotations
 

@@ -1,1 +1,3 @@
-"""Operations of a transformer as plain-torch definitions and GPU kernels; knows neither mtrain nor megatron."""
+"""Operations of a transformer as plain-torch definitions and GPU kernels; knows neither mtrain nor
+megatron.
+"""

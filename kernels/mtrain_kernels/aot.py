@@ -1,8 +1,10 @@
-"""Compiles every kernel for GPUs that are not here, and reads from the binary what it needs and how wide it reads.
+"""Compiles every kernel for GPUs that are not here, and reads from the binary what it needs and how
+wide it reads.
 
-Each op launches its kernels on meta tensors (`Op.launch`); a stand-in for Triton's driver names the target, so what
-is compiled is what a launch on that GPU would compile: types, alignments, constants, warps and stages.
-`python -m mtrain_kernels.aot [op ...] [--models llama3_8b,...] [--archs 90] [--once] [--json]` prints the table.
+Each op launches its kernels on meta tensors (`Op.launch`); a stand-in for Triton's driver names the
+target, so what is compiled is what a launch on that GPU would compile: types, alignments,
+constants, warps and stages. `python -m mtrain_kernels.aot [op ...] [--models llama3_8b,...]
+[--archs 90] [--once] [--json]` prints the table.
 """
 
 from __future__ import annotations
@@ -29,17 +31,24 @@ from typing import Any
 from mtrain_kernels import sass
 from mtrain_kernels.registry import MODELS, ops
 
-SHARED_LIMIT = {80: 163 * 1024, 90: 227 * 1024, 100: 227 * 1024}  # bytes a block may use, by compute capability
+# bytes a block may use, by compute capability
+SHARED_LIMIT = {
+    80: 163 * 1024,
+    90: 227 * 1024,
+    100: 227 * 1024,
+}
 REGISTER_LIMIT = 255
-SPILLS = {("wide_backward_kernel", 100): 16}  # bytes a thread that are let pass: a row of 16,384 columns
+# bytes a thread that are let pass: a row of 16,384 columns
+SPILLS = {("wide_backward_kernel", 100): 16}
 
 
 @dataclass(frozen=True)
 class Row:
-    """One compiled kernel: registers per thread, shared memory per block, spilled bytes per thread, a tile's work.
+    """One compiled kernel: registers per thread, shared memory per block, spilled bytes per thread,
+    a tile's work.
 
-    `variant` numbers the compilations of one kernel. `accesses` counts the tile's accesses of global memory by bits a
-    lane, `issue` and `memory` are cycles; see `sass`.
+    `variant` numbers the compilations of one kernel. `accesses` counts the tile's accesses of
+    global memory by bits a lane, `issue` and `memory` are cycles; see `sass`.
     """
 
     op: str
@@ -62,17 +71,23 @@ class Row:
         if self.spill_bytes > SPILLS.get((self.kernel, self.arch), 0):
             found.append(f"{where} spills {self.spill_bytes} bytes a thread")
         if self.shared_bytes > SHARED_LIMIT[self.arch]:
-            found.append(f"{where} wants {self.shared_bytes} bytes of shared memory of {SHARED_LIMIT[self.arch]}")
+            found.append(
+                f"{where} wants {self.shared_bytes} bytes of shared memory of"
+                f" {SHARED_LIMIT[self.arch]}"
+            )
         return found
 
 
 class _Driver:
-    """Says that the current device is a GPU of one compute capability; nothing else is asked when only compiling."""
+    """Says that the current device is a GPU of one compute capability; nothing else is asked when
+    only compiling.
+    """
 
     def __init__(self, arch: int) -> None:
         from triton.backends.compiler import GPUTarget
 
-        self.arch, self.target = arch, GPUTarget("cuda", arch, 32)
+        self.arch = arch
+        self.target = GPUTarget("cuda", arch, 32)
 
     def get_current_device(self) -> int:
         return self.arch
@@ -86,7 +101,9 @@ class _Driver:
 
 @contextmanager
 def _compile_only(arch: int, compiled: dict[str, Any], once: bool) -> Iterator[None]:
-    """Turns each launch, or with `once` the first of each kernel, into a compilation for `arch`, kept by hash."""
+    """Turns each launch, or with `once` the first of each kernel, into a compilation for `arch`,
+    kept by hash.
+    """
     from triton.runtime.driver import driver
     from triton.runtime.jit import JITFunction
 
@@ -99,7 +116,8 @@ def _compile_only(arch: int, compiled: dict[str, Any], once: bool) -> Iterator[N
         compiled.setdefault(kernel.hash, (self.__name__, kernel))
         return kernel
 
-    active = driver._active  # there may be none, and reading the public property would look for a GPU
+    # there may be none, and reading the public property would look for a GPU
+    active = driver._active
     driver.set_active(_Driver(arch))
     JITFunction.run = compile_
     try:
@@ -112,7 +130,8 @@ def _compile_only(arch: int, compiled: dict[str, Any], once: bool) -> Iterator[N
 
 
 def compile_op(name: str, model: str, arch: int, once: bool = False) -> list[Row]:
-    """Compiles every kernel that the op launches at a model's shape, for one compute capability (80, 90, 100).
+    """Compiles every kernel that the op launches at a model's shape, for one compute capability
+    (80, 90, 100).
 
     With `once`, the first variant of each.
 
@@ -128,7 +147,12 @@ def compile_op(name: str, model: str, arch: int, once: bool = False) -> list[Row
     variants = Counter[str]()
     rows = []
     for kernel_name, kernel in compiled.values():
-        found = (kernel.metadata.num_warps, *_resources(kernel), *_work(kernel, arch), variants[kernel_name])
+        found = (
+            kernel.metadata.num_warps,
+            *_resources(kernel),
+            *_work(kernel, arch),
+            variants[kernel_name],
+        )
         rows.append(Row(name, model, kernel_name, arch, *found))
         variants[kernel_name] += 1
     return rows
@@ -142,18 +166,25 @@ def _tools() -> Path:
 
 def _work(kernel: Any, arch: int) -> tuple[dict[int, int], int, int]:
     """Widths of accesses, issue cycles and memory cycles of a tile of a compiled kernel."""
-    found = sass.read(kernel.asm["cubin"], kernel.asm["ttgir"], kernel.metadata.num_warps, arch, _tools())
+    found = sass.read(
+        kernel.asm["cubin"], kernel.asm["ttgir"], kernel.metadata.num_warps, arch, _tools()
+    )
     return found.accesses, found.issue, found.memory
 
 
 def _resources(kernel: Any) -> tuple[int, int, int]:
-    """Registers, shared bytes and spilled bytes (stack and local memory) of a compiled kernel, from its binary."""
+    """Registers, shared bytes and spilled bytes (stack and local memory) of a compiled kernel, from
+    its binary.
+    """
     tool = _tools() / "cuobjdump"
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(kernel.asm["cubin"])
         file.flush()
         said = subprocess.run(
-            [str(tool), "--dump-resource-usage", file.name], check=True, capture_output=True, text=True
+            [str(tool), "--dump-resource-usage", file.name],
+            check=True,
+            capture_output=True,
+            text=True,
         ).stdout
     usage = {key: int(value) for key, value in re.findall(r"(REG|STACK|LOCAL):(\d+)", said)}
     return usage["REG"], kernel.metadata.shared, usage["STACK"] + usage["LOCAL"]
@@ -164,9 +195,14 @@ def _attempt(name: str, model: str, arch: int, once: bool) -> list[Row] | str:
         return compile_op(name, model, arch, once)
     except Exception as error:  # one op that does not compile must not hide what the others need
         cause: BaseException = error
-        while cause.__cause__ is not None:  # a fault inside a called function is hidden under the caller's
+        while (
+            cause.__cause__ is not None
+        ):  # a fault inside a called function is hidden under the caller's
             cause = cause.__cause__
-        return f"{name} does not compile for sm_{arch} ({model}): {error}\n{type(cause).__name__}: {cause}"
+        return (
+            f"{name} does not compile for sm_{arch} ({model}): {error}\n{type(cause).__name__}:"
+            f" {cause}"
+        )
 
 
 def compile_all(
@@ -176,32 +212,42 @@ def compile_all(
     processes: int = 2,
     once: bool = False,
 ) -> tuple[list[Row], list[str]]:
-    """Compiles ops (all) at models (each op's `aot_models`) for every arch, in processes: rows and faults.
+    """Compiles ops (all) at models (each op's `aot_models`) for every arch, in processes: rows and
+    faults.
 
     With `once`, the first variant of each kernel.
     """
     models = list(models)
     jobs = [
         (name, model, arch, once)
-        for name in (list(names) or ops())
-        for model in (models or ops()[name].aot_models)
+        for name in list(names) or ops()
+        for model in models or ops()[name].aot_models
         for arch in archs
         if arch >= ops()[name].oldest
     ]
-    with ProcessPoolExecutor(processes, mp_context=get_context("fork")) as pool:  # with all that is imported
+    with ProcessPoolExecutor(
+        processes, mp_context=get_context("fork")
+    ) as pool:  # with all that is imported
         found = list(pool.map(_attempt, *zip(*jobs, strict=True)))
     rows = [row for part in found if not isinstance(part, str) for row in part]
-    faults = [part for part in found if isinstance(part, str)] + [fault for row in rows for fault in row.faults()]
-    return sorted(rows, key=lambda row: (row.op, row.kernel, row.variant, row.model, row.arch)), faults
+    faults = [part for part in found if isinstance(part, str)] + [
+        fault for row in rows for fault in row.faults()
+    ]
+    return (
+        sorted(rows, key=lambda row: (row.op, row.kernel, row.variant, row.model, row.arch)),
+        faults,
+    )
 
 
 def table(rows: list[Row]) -> str:
     """The rows as text, one kernel and target a line."""
-    head = f"{'op':<16} {'kernel':<28} {'model':<14} {'arch':>6} warps registers shared(B) spilled(B)"
+    head = (
+        f"{'op':<16} {'kernel':<28} {'model':<14} {'arch':>6} warps registers shared(B) spilled(B)"
+    )
     lines = [f"{head}  issue memory  accesses"]
     lines += [
-        f"{r.op:<16} {r.kernel:<28} {r.model:<14} {f'sm_{r.arch}':>6} {r.warps:>5} {r.registers:>9} "
-        f"{r.shared_bytes:>9} {r.spill_bytes:>10} {r.issue:>6} {r.memory:>6}  {accesses(r)}"
+        f"{r.op:<16} {r.kernel:<28} {r.model:<14} {f'sm_{r.arch}':>6} {r.warps:>5} {r.registers:>9}"
+        f" {r.shared_bytes:>9} {r.spill_bytes:>10} {r.issue:>6} {r.memory:>6}  {accesses(r)}"
         for r in rows
     ]
     return "\n".join(lines)
@@ -209,7 +255,10 @@ def table(rows: list[Row]) -> str:
 
 def accesses(row: Row) -> str:
     """Bits a lane and how many accesses have them, as `128 x 4, 16 x 1`."""
-    return ", ".join(f"{bits} x {count}" for bits, count in sorted(row.accesses.items(), key=lambda i: -int(i[0])))
+    return ", ".join(
+        f"{bits} x {count}"
+        for bits, count in sorted(row.accesses.items(), key=lambda i: -int(i[0]))
+    )
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -217,16 +266,29 @@ def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m mtrain_kernels.aot", description=__doc__)
     parser.add_argument("ops", nargs="*")
     parser.add_argument("--models", type=lambda text: text.split(","), default=[])
-    parser.add_argument("--archs", type=lambda text: [int(a) for a in text.split(",")], default=list(SHARED_LIMIT))
+    parser.add_argument(
+        "--archs", type=lambda text: [int(a) for a in text.split(",")], default=list(SHARED_LIMIT)
+    )
     parser.add_argument("--processes", type=int, default=os.cpu_count() or 1)
     parser.add_argument("--once", action="store_true", help="the first variant of each kernel")
     parser.add_argument("--json", action="store_true", help="rows as JSON instead of the table")
     chosen = parser.parse_args(arguments)
     start = time.perf_counter()
-    rows, faults = compile_all(chosen.ops, chosen.models, chosen.archs, chosen.processes, chosen.once)
-    found = {"triton": importlib.metadata.version("triton"), "rows": [asdict(r) for r in rows], "faults": faults}
+    rows, faults = compile_all(
+        chosen.ops, chosen.models, chosen.archs, chosen.processes, chosen.once
+    )
+    found = {
+        "triton": importlib.metadata.version("triton"),
+        "rows": [asdict(r) for r in rows],
+        "faults": faults,
+    }
     print(json.dumps(found) if chosen.json else table(rows))
-    print(f"{len(rows)} binaries in {time.perf_counter() - start:.1f} s", *faults, sep="\n", file=sys.stderr)
+    print(
+        f"{len(rows)} binaries in {time.perf_counter() - start:.1f} s",
+        *faults,
+        sep="\n",
+        file=sys.stderr,
+    )
     return 1 if faults else 0
 
 

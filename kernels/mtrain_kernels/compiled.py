@@ -1,8 +1,9 @@
-"""The record of what every kernel compiles to, which must not get worse: `compiled.json` and the table in the README.
+"""The record of what every kernel compiles to, which must not get worse: `compiled.json` and the
+table in the README.
 
-`python -m mtrain_kernels.compiled [op ...] [--triton FOLDER]` compiles with the installed Triton, or with the one in
-a folder, and writes both files anew, or the rows of the ops named; a change for the worse so stands in the
-difference of a commit.
+`python -m mtrain_kernels.compiled [op ...] [--triton FOLDER]` compiles with the installed Triton,
+or with the one in a folder, and writes both files anew, or the rows of the ops named; a change for
+the worse so stands in the difference of a commit.
 """
 
 from __future__ import annotations
@@ -19,7 +20,8 @@ from typing import Any
 from mtrain_kernels.aot import Row, accesses
 
 ROOT = Path(__file__).resolve().parents[1]
-RECORD, README = ROOT / "compiled.json", ROOT / "README.md"
+RECORD = ROOT / "compiled.json"
+README = ROOT / "README.md"
 ARCHS = (90, 100)
 MARKS = ("<!-- compiled -->", "<!-- /compiled -->")
 SLACK = 1.03  # of registers and cycles
@@ -32,11 +34,21 @@ def compile_apart(
     names: Iterable[str] = (),
     processes: int = 2,
 ) -> Any:
-    """What `mtrain_kernels.aot --json` says of ops (all) in another process, with the Triton in a folder if given."""
+    """What `mtrain_kernels.aot --json` says of ops (all) in another process, with the Triton in a
+    folder if given.
+    """
     paths = [str(ROOT), *([str(triton)] if triton else []), os.environ.get("PYTHONPATH", "")]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths))}
     environment.pop("TRITON_INTERPRET", None)
-    command = [sys.executable, "-m", "mtrain_kernels.aot", *names, "--json", "--archs", ",".join(map(str, archs))]
+    command = [
+        sys.executable,
+        "-m",
+        "mtrain_kernels.aot",
+        *names,
+        "--json",
+        "--archs",
+        ",".join(map(str, archs)),
+    ]
     command += ["--processes", str(processes), *(["--models", ",".join(models)] if models else [])]
     done = subprocess.run(command, env=environment, capture_output=True, text=True)
     if not done.stdout:
@@ -68,11 +80,14 @@ def numbers(row: Row) -> dict[str, float]:
 
 
 def worse(rows: Iterable[Row], version: str) -> list[str]:
-    """What is worse than the record of this version of Triton, in words; nothing for a version without a record."""
+    """What is worse than the record of this version of Triton, in words; nothing for a version
+    without a record.
+    """
     record = json.loads(RECORD.read_text()).get(version)
     found = []
     for row in rows if record is not None else ():
-        name, now = name_of(row), numbers(row)
+        name = name_of(row)
+        now = numbers(row)
         if name not in record:
             found.append(f"{name} is not recorded: run python -m mtrain_kernels.compiled")
             continue
@@ -84,11 +99,22 @@ def worse(rows: Iterable[Row], version: str) -> list[str]:
 
 
 def table(rows: Iterable[Row]) -> str:
-    """The rows as Markdown, a kernel a line; in bold where its instructions take longer than its memory."""
+    """The rows as Markdown, a kernel a line; in bold where its instructions take longer than its
+    memory.
+    """
     kernels: dict[tuple[str, str, int, str], dict[int, Row]] = {}
     for row in rows:
         kernels.setdefault((row.op, row.kernel, row.variant, row.model), {})[row.arch] = row
-    head = ["op", "kernel", "shape", "warps", "registers", "spilled", "shared", "bits a lane x accesses"]
+    head = [
+        "op",
+        "kernel",
+        "shape",
+        "warps",
+        "registers",
+        "spilled",
+        "shared",
+        "bits a lane x accesses",
+    ]
     head += [f"sm_{arch} issue / memory" for arch in ARCHS]
     lines = [head, ["---"] * 3 + ["---:"] * 4 + ["---"] + ["---:"] * len(ARCHS)]
     for (op, kernel, _, model), targets in kernels.items():
@@ -101,7 +127,9 @@ def table(rows: Iterable[Row]) -> str:
 
 
 def merged(before: str, now: str, names: Iterable[str]) -> str:
-    """The table `before` with the lines of the ops `names` taken from `now`; all of `now` for no names."""
+    """The table `before` with the lines of the ops `names` taken from `now`; all of `now` for no
+    names.
+    """
     if not (chosen := set(names)):
         return now
     head, rule, *lines = before.strip().splitlines()
@@ -121,7 +149,9 @@ def _cycles(row: Row | None) -> str:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Writes the record, and the table for the installed Triton; the exit code is 1 if a kernel does not do."""
+    """Writes the record, and the table for the installed Triton; the exit code is 1 if a kernel
+    does not do.
+    """
     parser = argparse.ArgumentParser(prog="python -m mtrain_kernels.compiled", description=__doc__)
     parser.add_argument("ops", nargs="*", help="whose rows are written anew; all without")
     parser.add_argument("--triton", type=Path, help="the folder of another Triton")
@@ -131,7 +161,11 @@ def main(arguments: list[str] | None = None) -> int:
     rows = [Row(**row) for row in found["rows"]]
     record = json.loads(RECORD.read_text()) if RECORD.exists() else {}
     others = record.get(found["triton"], {}) if chosen.ops else {}
-    kept = {name: figures for name, figures in others.items() if name.partition("/")[0] not in chosen.ops}
+    kept = {
+        name: figures
+        for name, figures in others.items()
+        if name.partition("/")[0] not in chosen.ops
+    }
     record[found["triton"]] = kept | {name_of(row): numbers(row) for row in rows}
     lines = json.dumps(record, indent=1, sort_keys=True)
     RECORD.write_text(lines + "\n")

@@ -1,4 +1,6 @@
-"""Small tables of integers that kernels read on a device: made once for what is in them, without waiting for it."""
+"""Small tables of integers that kernels read on a device: made once for what is in them, without
+waiting for it.
+"""
 
 from __future__ import annotations
 
@@ -8,14 +10,17 @@ import torch
 from torch import Tensor
 
 _READ_BY_GRAPHS: list[Tensor] = []
-"""What CUDA graphs copy from and read each time that they run; nobody says when the last one is gone."""
+"""What CUDA graphs copy from and read each time that they run; nobody says when the last one is
+gone.
+"""
 
 
 class DeviceTables:
     """Tables by key and device. Of more than `most` those met longest ago go.
 
-    While a CUDA graph is captured, a table that is found is kept for ever, as the graph reads it. One that is made
-    then is written when the graph runs: it stays with what it is copied from, and nobody else gets it.
+    While a CUDA graph is captured, a table that is found is kept for ever, as the graph reads it.
+    One that is made then is written when the graph runs: it stays with what it is copied from, and
+    nobody else gets it.
     """
 
     def __init__(self, most: int) -> None:

@@ -1,4 +1,6 @@
-"""What each op must move and multiply, and the least time for it on an H200; `python -m mtrain_kernels.limits`."""
+"""What each op must move and multiply, and the least time for it on an H200; `python -m
+mtrain_kernels.limits`.
+"""
 
 from __future__ import annotations
 
@@ -12,10 +14,17 @@ SHOWN = ("llama3_8b", "llama3_70b", "qwen3_30b_a3b", "deepseek_v3")
 
 
 def table() -> str:
-    """The limits of every case in BF16 as Markdown: MB and GFLOP at the first model that has the op, then us."""
+    """The limits of every case in BF16 as Markdown: MB and GFLOP at the first model that has the
+    op, then us.
+    """
     head = ["op", "case", "moved, MB", "GFLOP", *SHOWN]
     rows = [
-        [op.name, case.name, *_amounts(case), *(_both(case, MODELS[name], _microseconds) for name in SHOWN)]
+        [
+            op.name,
+            case.name,
+            *_amounts(case),
+            *(_both(case, MODELS[name], _microseconds) for name in SHOWN),
+        ]
         for op in ops().values()
         for case in op.cases
     ]

@@ -1,8 +1,10 @@
-"""The product of a linear layer on a CPU in fp32: by the BLAS that torch was built with, or by oneDNN.
+"""The product of a linear layer on a CPU in fp32: by the BLAS that torch was built with, or by
+oneDNN.
 
-torch gives fp32 products to its BLAS, mostly MKL, which takes its wide kernels on some makers' processors alone: on
-others oneDNN has twice its rate. Which one is faster is measured where it runs; see `faster`. Half precision goes to
-oneDNN anyway. What is summed, and in which precision, is the same.
+torch gives fp32 products to its BLAS, mostly MKL, which takes its wide kernels on some makers'
+processors alone: on others oneDNN has twice its rate. Which one is faster is measured where it
+runs; see `faster`. Half precision goes to oneDNN anyway. What is summed, and in which precision, is
+the same.
 """
 
 from __future__ import annotations
@@ -19,15 +21,26 @@ from torch.nn import functional as F
 Library = Literal["blas", "onednn"]
 WeightGradient = Callable[[Tensor, Tensor, Tensor], Tensor]
 SMALLEST = 1 << 24  # multiplications below which a call of oneDNN costs more than is won
-SMALLEST_WEIGHT = 1 << 17  # the same for a row or a few without gradients: what takes time is reading the weight
-MARGIN = 1.1  # how much faster oneDNN must be measured to be taken: noise does not change the choice
-SHAPES = ((512, 384, 1152), (512, 1024, 384), (256, 512, 2048))  # tokens, inputs and outputs of layers to measure
+# the same for a row or a few without gradients: what takes time is reading the weight
+SMALLEST_WEIGHT = 1 << 17
+MARGIN = (
+    1.1  # how much faster oneDNN must be measured to be taken: noise does not change the choice
+)
+# tokens, inputs and outputs of layers to measure
+SHAPES = (
+    (512, 384, 1152),
+    (512, 1024, 384),
+    (256, 512, 2048),
+)
 
 _library: Library = "blas"
 
 
 def use(library: Library) -> None:
-    """Make the fp32 products of this process by `library`. Raises `ValueError` where it is not here."""
+    """Make the fp32 products of this process by `library`.
+
+    Raises `ValueError` where it is not here.
+    """
     global _library
     if library not in ("blas", "onednn"):
         raise ValueError(f"{library!r} is neither blas nor onednn")
@@ -37,18 +50,23 @@ def use(library: Library) -> None:
 
 
 def faster(rounds: int = 5) -> tuple[Library, float]:
-    """The library to take here, and the rate of oneDNN over that of the BLAS; about 0.1 s of a core.
+    """The library to take here, and the rate of oneDNN over that of the BLAS; about 0.1 s of a
+    core.
 
-    It is measured on the three products of some layers, forward and backward: the least CPU seconds of some rounds,
-    the two in turn, so that other processes disturb little.
+    It is measured on the three products of some layers, forward and backward: the least CPU seconds
+    of some rounds, the two in turn, so that other processes disturb little.
     """
     if not torch.backends.mkldnn.is_available():
         return "blas", 0.0
-    before, least = _library, {"blas": 0.0, "onednn": 0.0}
+    before = _library
+    least = {"blas": 0.0, "onednn": 0.0}
     try:
         for tokens, inputs, outputs in SHAPES:
-            x, weight, dy = (torch.ones(s) for s in ((tokens, inputs), (outputs, inputs), (tokens, outputs)))
-            gradient, seconds = torch.zeros(outputs, inputs), {"blas": [0.0] * 0, "onednn": [0.0] * 0}
+            x, weight, dy = (
+                torch.ones(s) for s in ((tokens, inputs), (outputs, inputs), (tokens, outputs))
+            )
+            gradient = torch.zeros(outputs, inputs)
+            seconds = {"blas": [0.0] * 0, "onednn": [0.0] * 0}
             for _ in range(rounds + 1):
                 for library in ("blas", "onednn"):
                     use(library)
@@ -68,10 +86,11 @@ def faster(rounds: int = 5) -> tuple[Library, float]:
 def linear(
     x: Tensor, weight: Tensor, bias: Tensor | None = None, *, gradient: WeightGradient | None = None
 ) -> Tensor:
-    """`x weight^T + bias` with gradients; `x` [..., k], `weight` [n, k], `bias` [n], the result [..., n].
+    """`x weight^T + bias` with gradients; `x` [..., k], `weight` [n, k], `bias` [n], the result
+    [..., n].
 
-    `gradient(weight, dy, x)` of `dy` [t, n] and `x` [t, k] makes what autograd gets as the weight's gradient; None:
-    `weight_gradient`.
+    `gradient(weight, dy, x)` of `dy` [t, n] and `x` [t, k] makes what autograd gets as the weight's
+    gradient; None: `weight_gradient`.
     """
     if gradient is None and not fits(x, weight):
         return F.linear(x, weight, bias)
@@ -97,7 +116,8 @@ def fits(x: Tensor, weight: Tensor) -> bool:
 
 
 def product(x: Tensor, weight: Tensor, out: Tensor | None = None) -> Tensor:
-    """`x weight^T` without gradients: `x` [t, k], `weight` [n, k] in any strides, the result [t, n].
+    """`x weight^T` without gradients: `x` [t, k], `weight` [n, k] in any strides, the result [t,
+    n].
 
     `out` is memory that the result may be written to.
     """
@@ -113,12 +133,14 @@ def weight_gradient(dy: Tensor, x: Tensor) -> Tensor:
 
 
 def add_weight_gradient(into: Tensor, dy: Tensor, x: Tensor) -> None:
-    """Adds `dy^T x` to `into` [n, k], in one call where the BLAS makes it: `dy` [t, n] and `x` [t, k].
+    """Adds `dy^T x` to `into` [n, k], in one call where the BLAS makes it: `dy` [t, n] and `x` [t,
+    k].
 
-    `into` in fp32 gets the products of half precision unrounded: cuBLAS adds to it as it multiplies, a CPU widens.
+    `into` in fp32 gets the products of half precision unrounded: cuBLAS adds to it as it
+    multiplies, a CPU widens.
 
-    oneDNN copies its first operand where that is transposed. Into a transposed `into` (see `zero_gradient`) it is
-    `x` that is copied, not `dy`.
+    oneDNN copies its first operand where that is transposed. Into a transposed `into` (see
+    `zero_gradient`) it is `x` that is copied, not `dy`.
     """
     if into.dtype != x.dtype and into.is_cuda and into.dtype == torch.float32:
         torch.addmm(into, dy.t(), x, out_dtype=torch.float32, out=into)
@@ -133,7 +155,9 @@ def add_weight_gradient(into: Tensor, dy: Tensor, x: Tensor) -> None:
 
 
 def zero_gradient(weight: Tensor, dtype: torch.dtype, tokens: int) -> Tensor:
-    """Zeros in the shape of `weight` [n, k], laid out for `add_weight_gradient` of `tokens` rows of which n > k."""
+    """Zeros in the shape of `weight` [n, k], laid out for `add_weight_gradient` of `tokens` rows of
+    which n > k.
+    """
     n, k = weight.shape
     if n > k and dtype == weight.dtype and fits(weight.new_empty((1, 1)).expand(tokens, k), weight):
         return weight.new_zeros((k, n), dtype=dtype).t()
@@ -151,8 +175,13 @@ class _Linear(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
         x, weight = ctx.saved_tensors
-        rows, inputs = dy.flatten(0, -2), x.flatten(0, -2)
+        rows = dy.flatten(0, -2)
+        inputs = x.flatten(0, -2)
         dx = product(rows, weight.t()).view(x.shape) if ctx.needs_input_grad[0] else None
         if not ctx.needs_input_grad[1]:
             return dx, None, None
-        return dx, ctx.gradient(weight, rows, inputs) if ctx.gradient else weight_gradient(rows, inputs), None
+        return (
+            dx,
+            ctx.gradient(weight, rows, inputs) if ctx.gradient else weight_gradient(rows, inputs),
+            None,
+        )

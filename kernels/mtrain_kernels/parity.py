@@ -1,4 +1,6 @@
-"""One harness that holds an op against its definition: values, every gradient, strides, poisoned memory, mutants."""
+"""One harness that holds an op against its definition: values, every gradient, strides, poisoned
+memory, mutants.
+"""
 
 from __future__ import annotations
 
@@ -14,12 +16,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-# Largest error allowed, relative to the element and to the root mean square of the tensor, against the definition
-# evaluated in fp64 on the same inputs.
+# Largest error allowed, relative to the element and to the root mean square of the tensor, against
+# the definition evaluated in fp64 on the same inputs.
 TOLERANCE = {torch.float64: 1e-10, torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}
 
 Limits = Callable[[Mapping[str, Any], Mapping[str, Tensor]], Mapping[str, Tensor]]
-"""A function of inputs and of gradients of outputs that gives the largest error of each element of each result.
+"""A function of inputs and of gradients of outputs that gives the largest error of each element of
+each result.
 
 All three are by name; results are named as `check` names them in messages.
 """
@@ -35,13 +38,15 @@ def check(
     tolerance: float | Limits | None = None,
     seed: int = 0,
 ) -> None:
-    """Asserts that `op(**inputs)` and the gradient of each input with requires_grad equal those of `reference`.
+    """Asserts that `op(**inputs)` and the gradient of each input with requires_grad equal those of
+    `reference`.
 
-    Memory that `op` allocates is poisoned. `upcast` evaluates the reference in fp64 (turn it off where the
-    rounding is part of the definition); `exact` wants every bit. Errors are measured against `TOLERANCE` of the
-    coarsest dtype among inputs and results, or `tolerance`, relative to the element and to the tensor's root mean
-    square; or they are held to the `Limits` of each element, which know names as they stand in messages. Not-a-number
-    and infinity must stand at the same places. Raises `AssertionError` naming the tensor.
+    Memory that `op` allocates is poisoned. `upcast` evaluates the reference in fp64 (turn it off
+    where the rounding is part of the definition); `exact` wants every bit. Errors are measured
+    against `TOLERANCE` of the coarsest dtype among inputs and results, or `tolerance`, relative to
+    the element and to the tensor's root mean square; or they are held to the `Limits` of each
+    element, which know names as they stand in messages. Not-a-number and infinity must stand at the
+    same places. Raises `AssertionError` naming the tensor.
     """
     with poisoned():
         found = _values_and_gradients(op, inputs, seed, None)
@@ -52,7 +57,9 @@ def check(
     limits = tolerance(inputs, _directions(found, seed)) if callable(tolerance) else {}
     for name, value in found.items():
         if exact:
-            torch.testing.assert_close(value, wanted[name].to(value.dtype), rtol=0, atol=0, equal_nan=True, msg=name)
+            torch.testing.assert_close(
+                value, wanted[name].to(value.dtype), rtol=0, atol=0, equal_nan=True, msg=name
+            )
         elif callable(tolerance):
             assert_within(name, value, wanted[name], limits[name])
         else:
@@ -67,60 +74,85 @@ def check_format(
     roundings: int = 1,
     seed: int = 1,
 ) -> None:
-    """Asserts that values and gradients in half precision are exact ones that were rounded `roundings` times.
+    """Asserts that values and gradients in half precision are exact ones that were rounded
+    `roundings` times.
 
-    `check` forgives an error of some roundings wherever it comes from, and its inputs have few rows: it does not see
-    what is added up or widened too late in half precision. Here an element may be off by `roundings` times half a
-    unit in its last place. Beside that, one rounding leaves the noise of fp32 of the tensor's root mean square;
-    several are roundings inside of a sum, and leave as many of it. `reference` is evaluated in fp64 on the same
-    inputs. Raises `AssertionError` naming the tensor.
+    `check` forgives an error of some roundings wherever it comes from, and its inputs have few
+    rows: it does not see what is added up or widened too late in half precision. Here an element
+    may be off by `roundings` times half a unit in its last place. Beside that, one rounding leaves
+    the noise of fp32 of the tensor's root mean square; several are roundings inside of a sum, and
+    leave as many of it. `reference` is evaluated in fp64 on the same inputs. Raises
+    `AssertionError` naming the tensor.
     """
     found = _values_and_gradients(op, inputs, seed, None)
     wanted = _values_and_gradients(reference, inputs, seed, torch.float64)
     halves = [
-        t.dtype for t in inputs.values() if isinstance(t, Tensor) and t.dtype in (torch.float16, torch.bfloat16)
+        t.dtype
+        for t in inputs.values()
+        if isinstance(t, Tensor) and t.dtype in (torch.float16, torch.bfloat16)
     ]
     assert halves, "no input is in half precision"
     assert found.keys() == wanted.keys(), f"results {list(found)} instead of {list(wanted)}"
     for name, value in found.items():
-        assert value.shape == wanted[name].shape, f"{name}: {tuple(value.shape)} for {tuple(wanted[name].shape)}"
-        half = torch.finfo(value.dtype if value.dtype in (torch.float16, torch.bfloat16) else halves[0])
-        a, b = value.double(), wanted[name].double()
+        assert value.shape == wanted[name].shape, (
+            f"{name}: {tuple(value.shape)} for {tuple(wanted[name].shape)}"
+        )
+        half = torch.finfo(
+            value.dtype if value.dtype in (torch.float16, torch.bfloat16) else halves[0]
+        )
+        a = value.double()
+        b = wanted[name].double()
         near = TOLERANCE[torch.float32] if roundings == 1 else roundings * half.eps / 2
         limit = roundings * half.eps / 2 * (b.abs() + half.tiny) + near * b.square().mean().sqrt()
         excess = ((a - b).abs() / limit).nan_to_num(nan=torch.inf, posinf=torch.inf)
         assert bool((excess <= 1).all()), (
-            f"{name}: {a.flatten()[excess.argmax()]:.7g} instead of {b.flatten()[excess.argmax()]:.7g}: "
-            f"{excess.max():.3g} times what {roundings} rounding(s) to {value.dtype} leave"
+            f"{name}: {a.flatten()[excess.argmax()]:.7g} instead of"
+            f" {b.flatten()[excess.argmax()]:.7g}: {excess.max():.3g} times what {roundings}"
+            f" rounding(s) to {value.dtype} leave"
         )
 
 
 def assert_near(name: str, found: Tensor, wanted: Tensor, tolerance: float | None = None) -> None:
-    """Asserts shape and values of one tensor, to the tolerance of `found`'s dtype unless one is given."""
-    assert found.shape == wanted.shape, f"{name}: shape {tuple(found.shape)} instead of {tuple(wanted.shape)}"
+    """Asserts shape and values of one tensor, to the tolerance of `found`'s dtype unless one is
+    given.
+    """
+    assert found.shape == wanted.shape, (
+        f"{name}: shape {tuple(found.shape)} instead of {tuple(wanted.shape)}"
+    )
     if not found.dtype.is_floating_point:
         assert torch.equal(found, wanted.to(found.dtype)), f"{name}: integers differ"
         return
     tolerance = TOLERANCE[found.dtype] if tolerance is None else tolerance
-    a, b = found.double(), wanted.to(found.dtype).double()
+    a = found.double()
+    b = wanted.to(found.dtype).double()
     finite = b.isfinite()
-    same = torch.where(finite, torch.ones_like(b, dtype=torch.bool), (a == b) | (a.isnan() & b.isnan()))
-    assert bool(same.all()), f"{name}: {int((~same).sum())} places should be infinite or not a number and are not"
+    same = torch.where(
+        finite, torch.ones_like(b, dtype=torch.bool), (a == b) | (a.isnan() & b.isnan())
+    )
+    assert bool(same.all()), (
+        f"{name}: {int((~same).sum())} places should be infinite or not a number and are not"
+    )
     if not finite.any():
         return
-    a, b = a[finite], b[finite]
-    limit = tolerance * (b.abs() + b.square().mean().sqrt()) + 1e-12  # fp64 has noise where the truth is zero
+    a = a[finite]
+    b = b[finite]
+    # fp64 has noise where the truth is zero
+    limit = tolerance * (b.abs() + b.square().mean().sqrt()) + 1e-12
     excess = ((a - b).abs() / limit).nan_to_num(nan=torch.inf)
     worst = int(excess.argmax())
     assert excess[worst] <= 1, (
-        f"{name}: {a[worst]:.7g} instead of {b[worst]:.7g}, {excess[worst]:.3g} times the tolerance {tolerance:g}; "
-        f"{int((excess > 1).sum())} of {excess.numel()} elements are off"
+        f"{name}: {a[worst]:.7g} instead of {b[worst]:.7g}, {excess[worst]:.3g} times the tolerance"
+        f" {tolerance:g}; {int((excess > 1).sum())} of {excess.numel()} elements are off"
     )
 
 
 def assert_within(name: str, found: Tensor, wanted: Tensor, limit: Tensor) -> None:
-    """Asserts shape and values of one tensor, each to its own `limit`; what is no number is within none."""
-    assert found.shape == wanted.shape, f"{name}: shape {tuple(found.shape)} instead of {tuple(wanted.shape)}"
+    """Asserts shape and values of one tensor, each to its own `limit`; what is no number is within
+    none.
+    """
+    assert found.shape == wanted.shape, (
+        f"{name}: shape {tuple(found.shape)} instead of {tuple(wanted.shape)}"
+    )
     a = found.double().flatten()
     b = wanted.double().flatten()
     excess = ((a - b).abs() / (limit.to(b.device).flatten() + 1e-12)).nan_to_num(nan=torch.inf)
@@ -148,24 +180,35 @@ def _values_and_gradients(
     values = {f"output {i}": out for i, out in enumerate(outputs) if isinstance(out, Tensor)}
     differentiable = [out for out in values.values() if out.requires_grad]
     given = _directions(values, seed)
-    directions = [given[name].to(out.device, out.dtype) for name, out in values.items() if out.requires_grad]
+    directions = [
+        given[name].to(out.device, out.dtype) for name, out in values.items() if out.requires_grad
+    ]
     if differentiable and leaves:
-        gradients = torch.autograd.grad(differentiable, list(leaves.values()), directions, allow_unused=True)
+        gradients = torch.autograd.grad(
+            differentiable, list(leaves.values()), directions, allow_unused=True
+        )
         for name, gradient in zip(leaves, gradients, strict=True):
-            values[f"gradient of {name}"] = torch.zeros_like(leaves[name]) if gradient is None else gradient
+            values[f"gradient of {name}"] = (
+                torch.zeros_like(leaves[name]) if gradient is None else gradient
+            )
     return {name: value.detach() for name, value in values.items()}
 
 
 def _leaf(value: Any, dtype: torch.dtype | None) -> Any:
     if not isinstance(value, Tensor):
         return value
-    cast = value.detach().to(dtype) if dtype is not None and value.is_floating_point() else value.detach()
+    if dtype is not None and value.is_floating_point():
+        cast = value.detach().to(dtype)
+    else:
+        cast = value.detach()
     return cast.requires_grad_(value.requires_grad)
 
 
 @contextmanager
 def poisoned() -> Iterator[None]:
-    """Fills memory from `torch.empty` and its relatives with NaN (integers: the largest): what nobody wrote shows."""
+    """Fills memory from `torch.empty` and its relatives with NaN (integers: the largest): what
+    nobody wrote shows.
+    """
     before = torch.are_deterministic_algorithms_enabled()
     warn_only = torch.is_deterministic_algorithms_warn_only_enabled()
     fill = torch.utils.deterministic.fill_uninitialized_memory  # type: ignore[attr-defined]
@@ -179,13 +222,19 @@ def poisoned() -> Iterator[None]:
 
 
 def layouts(x: Tensor) -> Iterator[tuple[str, Tensor]]:
-    """The values of `x` in other strides: padded rows, every second element, and the axes stored in reverse order."""
+    """The values of `x` in other strides: padded rows, every second element, and the axes stored in
+    reverse order.
+    """
     grad = x.requires_grad
     x = x.detach()
-    padded = torch.full((*x.shape[:-1], x.shape[-1] + 3), float("nan"), dtype=x.dtype, device=x.device)
+    padded = torch.full(
+        (*x.shape[:-1], x.shape[-1] + 3), float("nan"), dtype=x.dtype, device=x.device
+    )
     padded[..., : x.shape[-1]] = x
     yield "padded rows", padded[..., : x.shape[-1]].requires_grad_(grad)
-    spread = torch.full((*x.shape[:-1], 2 * x.shape[-1]), float("nan"), dtype=x.dtype, device=x.device)
+    spread = torch.full(
+        (*x.shape[:-1], 2 * x.shape[-1]), float("nan"), dtype=x.dtype, device=x.device
+    )
     spread[..., ::2] = x
     yield "every second element", spread[..., ::2].requires_grad_(grad)
     reverse = tuple(reversed(range(x.ndim)))
@@ -194,9 +243,11 @@ def layouts(x: Tensor) -> Iterator[tuple[str, Tensor]]:
 
 @contextmanager
 def mutated(module: str, old: str, new: str) -> Iterator[None]:
-    """Runs with a variant of `module` in which the text `old`, which must occur, reads `new`: a seeded bug.
+    """Runs with a variant of `module` in which the text `old`, which must occur, reads `new`: a
+    seeded bug.
 
-    The variant stands in for the module for whoever imports it inside the `with`, as ops do when they are called.
+    The variant stands in for the module for whoever imports it inside the `with`, as ops do when
+    they are called.
     """
     original = importlib.import_module(module)
     source = Path(original.__file__ or "").read_text()
@@ -222,7 +273,9 @@ def mutated(module: str, old: str, new: str) -> Iterator[None]:
 
 @contextmanager
 def caught(module: str, old: str, new: str) -> Iterator[None]:
-    """Fails unless the body raises `AssertionError` while `module` is `mutated`: parity must see a seeded bug."""
+    """Fails unless the body raises `AssertionError` while `module` is `mutated`: parity must see a
+    seeded bug.
+    """
     seen = False
     with mutated(module, old, new):
         try:

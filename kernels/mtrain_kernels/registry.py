@@ -1,4 +1,6 @@
-"""The table of operations: who implements each, what it costs, at which shapes it is measured and compiled."""
+"""The table of operations: who implements each, what it costs, at which shapes it is measured and
+compiled.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +27,9 @@ class Unavailable(RuntimeError):
 
 @dataclass(frozen=True)
 class Implementation:
-    """One way to compute an op; `obstacle(device)` says why it cannot run on tensors of a device, or None."""
+    """One way to compute an op; `obstacle(device)` says why it cannot run on tensors of a device,
+    or None.
+    """
 
     name: str
     obstacle: Callable[[torch.device], str | None]
@@ -42,7 +46,9 @@ STANDARD = {i.name: i for i in (TRITON, REFERENCE)}  # in the order in which `au
 
 @dataclass(frozen=True)
 class Model:
-    """The sizes of a transformer layer that ops are measured at; `tokens` is the micro-batch in tokens."""
+    """The sizes of a transformer layer that ops are measured at; `tokens` is the micro-batch in
+    tokens.
+    """
 
     name: str
     hidden: int
@@ -64,8 +70,32 @@ MODELS = {
         Model("llama3_8b", 4096, 14336, 32, 8, 128, 128256, 128),
         Model("llama3_70b", 8192, 28672, 64, 8, 128, 128256, 128),
         Model("llama3_405b", 16384, 53248, 128, 8, 128, 128256, 128),
-        Model("qwen3_30b_a3b", 2048, 6144, 32, 4, 128, 151936, 128, experts=128, top_k=8, expert_ffn=768),
-        Model("deepseek_v3", 7168, 18432, 128, 128, 192, 129280, 64, experts=256, top_k=8, expert_ffn=2048),
+        Model(
+            "qwen3_30b_a3b",
+            2048,
+            6144,
+            32,
+            4,
+            128,
+            151936,
+            128,
+            experts=128,
+            top_k=8,
+            expert_ffn=768,
+        ),
+        Model(
+            "deepseek_v3",
+            7168,
+            18432,
+            128,
+            128,
+            192,
+            129280,
+            64,
+            experts=256,
+            top_k=8,
+            expert_ffn=2048,
+        ),
         Model("tiny", 64, 160, 4, 2, 16, 384, 16, experts=8, top_k=2, expert_ffn=48, tokens=32),
     )
 }
@@ -73,13 +103,17 @@ MODELS = {
 
 @dataclass(frozen=True)
 class Cost:
-    """What a call must do at least: `bytes` read and written in device memory, `flops` in matrix products."""
+    """What a call must do at least: `bytes` read and written in device memory, `flops` in matrix
+    products.
+    """
 
     bytes: int
     flops: int = 0
 
     def seconds(self, copy: float, gemm: float) -> float:
-        """The time limit on a device that copies `copy` bytes/s, both ways counted, and multiplies `gemm` FLOP/s."""
+        """The time limit on a device that copies `copy` bytes/s, both ways counted, and multiplies
+        `gemm` FLOP/s.
+        """
         return max(self.bytes / copy, self.flops / gemm)
 
 
@@ -87,12 +121,13 @@ class Cost:
 class Case:
     """One call of an op that is measured and stands in the table.
 
-    `make(model, device, dtype)` returns the keyword arguments, tensors to differentiate with requires_grad set;
-    `call(inputs, impl)` runs the op. `forward` and `backward` give its cost at a model in BF16; `backward` is
-    None for an op without gradients. `applies` is False for a model that has no such layer. `rivals` maps a
-    library's name to a function that takes the inputs and returns a call of that library without arguments, or
-    raises ImportError. Where `call` changes its inputs in place, `checked(inputs, impl)` does so on copies of them
-    with numbers worth comparing, and returns what is to be compared, to the tolerance of bf16. `tolerance` is that of
+    `make(model, device, dtype)` returns the keyword arguments, tensors to differentiate with
+    requires_grad set; `call(inputs, impl)` runs the op. `forward` and `backward` give its cost at a
+    model in BF16; `backward` is None for an op without gradients. `applies` is False for a model
+    that has no such layer. `rivals` maps a library's name to a function that takes the inputs and
+    returns a call of that library without arguments, or raises ImportError. Where `call` changes
+    its inputs in place, `checked(inputs, impl)` does so on copies of them with numbers worth
+    comparing, and returns what is to be compared, to the tolerance of bf16. `tolerance` is that of
     its results in bf16 where kernels round more than once on the way, or their `parity.Limits`.
     """
 
@@ -102,17 +137,21 @@ class Case:
     forward: Callable[[Model], Cost]
     backward: Callable[[Model], Cost] | None = None
     applies: Callable[[Model], bool] = lambda model: True
-    rivals: Mapping[str, Callable[[dict[str, Any]], Callable[[], Any]]] = field(default_factory=dict)
+    rivals: Mapping[str, Callable[[dict[str, Any]], Callable[[], Any]]] = field(
+        default_factory=dict
+    )
     checked: Callable[[dict[str, Any], str], Any] | None = None
     tolerance: float | Limits | None = None
 
 
 @dataclass(frozen=True)
 class Op:
-    """An operation: its name, who implements it, the cases that are measured, and how its kernels are launched.
+    """An operation: its name, who implements it, the cases that are measured, and how its kernels
+    are launched.
 
-    `launch(model)` launches every Triton kernel of the op on meta tensors of a model's shape, as training would;
-    `aot` records and compiles what is launched. `aot_models` are the shapes that CI compiles.
+    `launch(model)` launches every Triton kernel of the op on meta tensors of a model's shape, as
+    training would; `aot` records and compiles what is launched. `aot_models` are the shapes that CI
+    compiles.
     """
 
     name: str
@@ -138,16 +177,18 @@ def ops() -> dict[str, Op]:
 
 @torch.compiler.assume_constant_result
 def pick(name: str, impl: str, device: torch.device, obstacle: str | None = None) -> str:
-    """`choose` by an op's name, returning the implementation alone; for use inside ops, also under torch.compile."""
+    """`choose` by an op's name, returning the implementation alone; for use inside ops, also under
+    torch.compile.
+    """
     return choose(ops()[name], impl, device, obstacle)[0]
 
 
 def choose(op: Op, impl: str, device: torch.device, obstacle: str | None = None) -> tuple[str, str]:
     """The implementation that `impl` names and the reason, which `auto` logs once.
 
-    `impl` is `auto` or the name of an implementation. `obstacle` is why this very input (a dtype, a width) is
-    beyond every implementation but the reference. Raises `Unavailable` where the named one cannot run, and
-    `ValueError` for a name that nobody has.
+    `impl` is `auto` or the name of an implementation. `obstacle` is why this very input (a dtype, a
+    width) is beyond every implementation but the reference. Raises `Unavailable` where the named
+    one cannot run, and `ValueError` for a name that nobody has.
     """
     reasons = {
         name: implementation.available(device) or (obstacle if name != "reference" else None)
@@ -160,7 +201,9 @@ def choose(op: Op, impl: str, device: torch.device, obstacle: str | None = None)
         _say_once(f"{op.name} on {device.type}: {chosen} ({reason})")
         return chosen, reason
     if impl not in reasons:
-        raise ValueError(f"{op.name} has no implementation {impl!r}; choose one of auto, {', '.join(reasons)}")
+        raise ValueError(
+            f"{op.name} has no implementation {impl!r}; choose one of auto, {', '.join(reasons)}"
+        )
     if reasons[impl] is not None:
         raise Unavailable(f"{op.name}: {impl} cannot run: {reasons[impl]}")
     return impl, "named"

@@ -1,4 +1,6 @@
-"""What a Triton kernel needs around it: is Triton there, is it interpreted, rounding, grids and rows."""
+"""What a Triton kernel needs around it: is Triton there, is it interpreted, rounding, grids and
+rows.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,8 @@ if HAS_TRITON:
 
     INTERPRETED = tl.constexpr(bool(triton.knobs.runtime.interpret))
     ROUND_BF16 = tl.constexpr(
-        "{ .reg .b32 both; cvt.rn.bf16x2.f32 both, $3, $2; shl.b32 $0, both, 16; and.b32 $1, both, 0xffff0000; }"
+        "{ .reg .b32 both; cvt.rn.bf16x2.f32 both, $3, $2; shl.b32 $0, both, 16; and.b32 $1, both,"
+        " 0xffff0000; }"
     )
 
     @triton.constexpr_function
@@ -36,49 +39,65 @@ if HAS_TRITON:
 
     @triton.jit
     def cast(x, dtype: tl.constexpr):
-        """fp32 `x` rounded to nearest even in `dtype`; the interpreter would truncate to bfloat16."""
+        """fp32 `x` rounded to nearest even in `dtype`; the interpreter would truncate
+        to bfloat16.
+        """
         if INTERPRETED and dtype == tl.bfloat16:
             bits = x.to(tl.float32).to(tl.uint32, bitcast=True)
             rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
-            rounded = tl.where(x == x, rounded, 0x7FC0)  # the carry would turn some NaN into infinity or zero
+            # the carry would turn some NaN into infinity or zero
+            rounded = tl.where(x == x, rounded, 0x7FC0)
             return rounded.to(tl.uint16).to(tl.bfloat16, bitcast=True)
         return x.to(dtype)
 
     @triton.jit
     def rounded(x, dtype: tl.constexpr):
-        """fp32 `x` as `dtype` has it, in fp32; in pairs for bfloat16, as one alone takes the slow unit on sm_90."""
+        """fp32 `x` as `dtype` has it, in fp32; in pairs for bfloat16, as one alone takes the slow
+        unit on sm_90.
+        """
         if not INTERPRETED and dtype == tl.bfloat16:
-            return tl.inline_asm_elementwise(ROUND_BF16, "=r,=r,r,r", [x], dtype=tl.float32, is_pure=True, pack=2)
+            return tl.inline_asm_elementwise(
+                ROUND_BF16, "=r,=r,r,r", [x], dtype=tl.float32, is_pure=True, pack=2
+            )
         return cast(x, dtype).to(tl.float32)
 
     @triton.jit
     def exp2(x):
-        """2^x of fp32, right to 2 ulp; on a GPU 0 below 2^-126, which saves what keeps subnormal numbers apart."""
+        """2^x of fp32, right to 2 ulp; on a GPU 0 below 2^-126, which saves what keeps subnormal
+        numbers apart.
+        """
         if INTERPRETED:
             return tl.exp2(x)
-        return tl.inline_asm_elementwise("ex2.approx.ftz.f32 $0, $1;", "=f,f", [x], tl.float32, True, 1)
+        return tl.inline_asm_elementwise(
+            "ex2.approx.ftz.f32 $0, $1;", "=f,f", [x], tl.float32, True, 1
+        )
 
     @triton.jit
     def reciprocal(x):
-        """1 / x of fp32, right to 1 ulp; on a GPU 0 where it would be below 2^-126, and a subnormal x counts as 0.
+        """1 / x of fp32, right to 1 ulp; on a GPU 0 where it would be below 2^-126, and a subnormal
+        x counts as 0.
 
-        Nobody gives it one: sigmoids and caps ask for that of 1 + e^x, `quotient` for that of at least 2^-125. A
-        division would ask of each number whether it is too small.
+        Nobody gives it one: sigmoids and caps ask for that of 1 + e^x, `quotient` for that of at
+        least 2^-125. A division would ask of each number whether it is too small.
         """
         if INTERPRETED:
             return 1.0 / x
-        return tl.inline_asm_elementwise("rcp.approx.ftz.f32 $0, $1;", "=f,f", [x], tl.float32, True, 1)
+        return tl.inline_asm_elementwise(
+            "rcp.approx.ftz.f32 $0, $1;", "=f,f", [x], tl.float32, True, 1
+        )
 
     @triton.jit
     def quotient(x, y):
-        """x / y of fp32, right to the last bit where y is at least 2^-121 and the result of 2^-126 to 2^126.
+        """x / y of fp32, right to the last bit where y is at least 2^-121 and the result of 2^-126
+        to 2^126.
 
-        That is the compiler's own `div_rn` without its question whether numbers are too small or large for it; the
-        sixteenth of both keeps the reciprocal of a large y normal.
+        That is the compiler's own `div_rn` without its question whether numbers are too small or
+        large for it; the sixteenth of both keeps the reciprocal of a large y normal.
         """
         if INTERPRETED:
             return tl.div_rn(x, y)
-        x, y = x * 0.0625, y * 0.0625
+        x = x * 0.0625
+        y = y * 0.0625
         near = reciprocal(y)
         near = tl.fma(near, tl.fma(-y, near, 1.0), near)
         found = x * near
@@ -91,7 +110,9 @@ if HAS_TRITON:
 
     @triton.jit
     def dot(a, b, total, EXACT: tl.constexpr):
-        """`total + a b` in fp32; the interpreter's product of bfloat16 is wrong, so it gets fp32."""
+        """`total + a b` in fp32; the interpreter's product of bfloat16 is wrong, so it
+        gets fp32.
+        """
         if INTERPRETED:
             return tl.dot(a.to(tl.float32), b.to(tl.float32), total, input_precision="ieee")
         if EXACT:
@@ -105,12 +126,16 @@ if HAS_TRITON:
 
 
 def interpreted() -> bool:
-    """Whether Triton kernels run in the interpreter; decided by TRITON_INTERPRET when this module is imported."""
+    """Whether Triton kernels run in the interpreter; decided by TRITON_INTERPRET when this module
+    is imported.
+    """
     return HAS_TRITON and INTERPRETED.value
 
 
 def triton_obstacle(device: torch.device) -> str | None:
-    """Why Triton kernels cannot run on tensors of `device`, or None; on meta tensors only shapes are worked out."""
+    """Why Triton kernels cannot run on tensors of `device`, or None; on meta tensors only shapes
+    are worked out.
+    """
     if not HAS_TRITON:
         return "triton is not installed"
     if device.type == "meta" or interpreted():
@@ -122,18 +147,26 @@ def triton_obstacle(device: torch.device) -> str | None:
 def _driver_obstacle(device: torch.device) -> str | None:
     if device.type == "cpu":
         return "the tensors are on the CPU, where Triton runs only with TRITON_INTERPRET=1"
-    if device.type == "cuda" and torch.version.hip is None and torch.cuda.get_device_capability(device) < (8, 0):
+    if (
+        device.type == "cuda"
+        and torch.version.hip is None
+        and torch.cuda.get_device_capability(device) < (8, 0)
+    ):
         return f"{torch.cuda.get_device_name(device)} is older than sm_80"
     try:
         served = triton.runtime.driver.active.get_active_torch_device().type
     except Exception as error:
         return f"triton has no driver here: {error}"
-    return None if served == device.type else f"triton serves {served} here, the tensors are on {device.type}"
+    if served == device.type:
+        return None
+    return f"triton serves {served} here, the tensors are on {device.type}"
 
 
 @functools.cache
 def processors(device: torch.device) -> int:
-    """How many programs run side by side on `device`; an H200's number for meta tensors, 2 in the interpreter."""
+    """How many programs run side by side on `device`; an H200's number for meta tensors, 2 in the
+    interpreter.
+    """
     if device.type == "meta":
         return H200_PROCESSORS
     if device.type == "cpu":
@@ -142,11 +175,17 @@ def processors(device: torch.device) -> int:
 
 
 def capability(device: torch.device) -> int:
-    """The compute capability of an NVIDIA GPU without its dot, else 0; of meta tensors that which is compiled for."""
+    """The compute capability of an NVIDIA GPU without its dot, else 0; of meta tensors that which
+    is compiled for.
+    """
     if device.type == "cuda" and torch.version.hip is None:
         major, minor = torch.cuda.get_device_capability(device)
         return 10 * major + minor
-    if device.type == "meta" and HAS_TRITON and (active := triton.runtime.driver._active) is not None:
+    if (
+        device.type == "meta"
+        and HAS_TRITON
+        and (active := triton.runtime.driver._active) is not None
+    ):
         target = active.get_current_target()
         return int(target.arch) if target.backend == "cuda" else 0
     return 0
@@ -168,13 +207,17 @@ def power_of_two(n: int) -> int:
 
 
 def as_rows(x: Tensor, width: int) -> Tensor:
-    """`x` [..., width] as [rows, width] with unit stride along the row; copies only where no view does it."""
+    """`x` [..., width] as [rows, width] with unit stride along the row; copies only where no view
+    does it.
+    """
     rows = x.reshape(-1, width) if x.numel() else x.new_empty((x.numel() // max(width, 1), width))
     return rows if rows.stride(-1) == 1 or width == 1 else rows.contiguous()
 
 
 def tile(width: int, elements: int = 4096, per_warp: int = 1024) -> tuple[int, int, int]:
-    """Rows, columns and warps of a tile of whole rows of `width`: about `elements` of them, `per_warp` to a warp."""
+    """Rows, columns and warps of a tile of whole rows of `width`: about `elements` of them,
+    `per_warp` to a warp.
+    """
     columns = power_of_two(width)
     rows = max(1, elements // columns)
     return rows, columns, min(32, max(4, rows * columns // per_warp))

@@ -1,11 +1,14 @@
-"""What a compiled kernel does, read from its instructions: how wide it reads and writes, and what keeps it busy.
+"""What a compiled kernel does, read from its instructions: how wide it reads and writes, and what
+keeps it busy.
 
-An estimate from instructions alone, for one tile: the body of the loops that touch global memory, or the whole
-kernel where no loop does. Issue cycles are those of the busiest unit of a multiprocessor, every instruction counted
-once with the throughput that the CUDA C++ Programming Guide gives its kind; branches that are not taken are counted,
-too, waiting is not. Memory cycles are the bytes of the tile's loads and stores over the copy rate; a second read of
-the same tile, marked volatile or evict-first, is taken to come from the cache. Where memory cycles are more, the
-kernel can be as fast as memory if enough of its programs run side by side; neither number says that it is.
+An estimate from instructions alone, for one tile: the body of the loops that touch global memory,
+or the whole kernel where no loop does. Issue cycles are those of the busiest unit of a
+multiprocessor, every instruction counted once with the throughput that the CUDA C++ Programming
+Guide gives its kind; branches that are not taken are counted, too, waiting is not. Memory cycles
+are the bytes of the tile's loads and stores over the copy rate; a second read of the same tile,
+marked volatile or evict-first, is taken to come from the cache. Where memory cycles are more, the
+kernel can be as fast as memory if enough of its programs run side by side; neither number says that
+it is.
 """
 
 from __future__ import annotations
@@ -17,8 +20,9 @@ from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 
-# Bytes that a multiprocessor moves in a cycle: sm_90 an H200's measured copy rate at 132 processors and 1.755 GHz,
-# sm_100 nine tenths of a B200's 8 TB/s at 148 and 1.85 GHz, sm_80 nine tenths of 2.04 TB/s at 108 and 1.41 GHz.
+# Bytes that a multiprocessor moves in a cycle: sm_90 an H200's measured copy rate at 132 processors
+# and 1.755 GHz, sm_100 nine tenths of a B200's 8 TB/s at 148 and 1.85 GHz, sm_80 nine tenths of
+# 2.04 TB/s at 108 and 1.41 GHz.
 BYTES_PER_CYCLE = {80: 12.0, 90: 18.6, 100: 26.3}
 
 INSTRUCTION = re.compile(r"^\s+/\*[0-9a-f]{4,}\*/\s+(?:@!?\w+\s+)?([A-Z][\w.]*)(.*)$")
@@ -27,12 +31,21 @@ ACCESS = re.compile(r"(?:LDG|STG|LDGSTS)\b")
 WIDTHS = {"U8": 8, "S8": 8, "U16": 16, "S16": 16, "64": 64, "128": 128, "256": 256}
 MATRIX = re.compile(r"HMMA|HGMMA|QGMMA|UTC\w*MMA|IMMA")
 
-# Lanes that a unit finishes in a cycle (CUDA C++ Programming Guide, "Arithmetic Instructions"): all that is issued;
-# sums and products of fp32, of which a pair on sm_100 is two; logic, comparison and sums of integers; products of
-# integers, which have a pipe of their own beside those, half of the fp32 lanes (Nsight Compute, "Pipelines": ALU,
-# FMAHeavy); special functions, of which conversions of a single number are one, as is the check before a division,
-# which waits for its result as they do; reductions of a warp; memory and shuffles, 128 bytes.
-LANES = {"issue": 128, "float": 128, "integer": 64, "product": 64, "special": 16, "reduction": 16, "memory": 32}
+# Lanes that a unit finishes in a cycle (CUDA C++ Programming Guide, "Arithmetic Instructions"): all
+# that is issued; sums and products of fp32, of which a pair on sm_100 is two; logic, comparison and
+# sums of integers; products of integers, which have a pipe of their own beside those, half of the
+# fp32 lanes (Nsight Compute, "Pipelines": ALU, FMAHeavy); special functions, of which conversions
+# of a single number are one, as is the check before a division, which waits for its result as they
+# do; reductions of a warp; memory and shuffles, 128 bytes.
+LANES = {
+    "issue": 128,
+    "float": 128,
+    "integer": 64,
+    "product": 64,
+    "special": 16,
+    "reduction": 16,
+    "memory": 32,
+}
 PAIR = re.compile(r"F(ADD|MUL|FMA)2\b")
 MATRICES = re.compile(r"(?:LD|ST)SM\.16\.MT?88(?:\.([24]))?$")
 UNITS = (
@@ -53,7 +66,9 @@ UNITS = (
 
 @dataclass(frozen=True)
 class Reading:
-    """Accesses of global memory by their bits a lane, and cycles of one tile, which are 0 for a matrix product."""
+    """Accesses of global memory by their bits a lane, and cycles of one tile, which are 0 for a
+    matrix product.
+    """
 
     accesses: dict[int, int]
     issue: int
@@ -65,25 +80,33 @@ def read(cubin: bytes, ttgir: str, warps: int, arch: int, tools: Path) -> Readin
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin)
         file.flush()
-        said = subprocess.run([str(tools / "nvdisasm"), "-c", file.name], check=True, capture_output=True, text=True)
+        said = subprocess.run(
+            [str(tools / "nvdisasm"), "-c", file.name], check=True, capture_output=True, text=True
+        )
     body = tile_of(said.stdout)
     accesses = Counter(bits for name, _ in body if (bits := _bits(name)))
     if any(MATRIX.match(name) for name, _ in body):
         return Reading(dict(sorted(accesses.items())), 0, 0)
     fresh, again, looped = tile_bytes(ttgir)
     asked = sum(bits // 8 * count for bits, count in accesses.items()) * 32 * warps
-    copies = asked / (fresh + again) if looped else 1.0  # ptxas writes a short loop out four or more times
+    # ptxas writes a short loop out four or more times
+    copies = asked / (fresh + again) if looped else 1.0
     copies = copies if copies > 2.5 else 1.0
-    issue, memory = _issue(body, warps) / copies, fresh / BYTES_PER_CYCLE[arch]
+    issue = _issue(body, warps) / copies
+    memory = fresh / BYTES_PER_CYCLE[arch]
     return Reading(dict(sorted(accesses.items())), round(issue), round(memory))
 
 
 def tile_of(listing: str) -> list[tuple[str, str]]:
-    """The instructions (name, operands) of the loops that touch global memory, or of the kernel if none does."""
+    """The instructions (name, operands) of the loops that touch global memory, or of the kernel if
+    none does.
+    """
     found: list[tuple[str, str]] = []
     labels: dict[str, int] = {}
     for line in listing.splitlines():
-        if line.startswith("$__internal"):  # division and roots of the numbers that the fast path leaves out
+        if line.startswith(
+            "$__internal"
+        ):  # division and roots of the numbers that the fast path leaves out
             break
         if label := LABEL.match(line):
             labels[label[1]] = len(found)
@@ -101,9 +124,13 @@ def tile_of(listing: str) -> list[tuple[str, str]]:
 
 
 def tile_bytes(ttgir: str) -> tuple[int, int, bool]:
-    """Bytes that a tile's loads and stores name, and those again; whether in loops, or in a kernel without any."""
-    fresh, again = Counter[bool](), Counter[bool]()
-    depth, loops = 0, list[int]()
+    """Bytes that a tile's loads and stores name, and those again; whether in loops, or in a kernel
+    without any.
+    """
+    fresh = Counter[bool]()
+    again = Counter[bool]()
+    depth = 0
+    loops = list[int]()
     for line in ttgir.splitlines():
         if "scf.for" in line or "scf.while" in line:
             loops.append(depth)
@@ -117,7 +144,10 @@ def tile_bytes(ttgir: str) -> tuple[int, int, bool]:
 
 
 def _again(line: str) -> bool:
-    return "isVolatile = true" in line or re.search(r"evict(ionP|ion_p)olicy = (2|evict_first)", line) is not None
+    return (
+        "isVolatile = true" in line
+        or re.search(r"evict(ionP|ion_p)olicy = (2|evict_first)", line) is not None
+    )
 
 
 def _named(line: str) -> int:

@@ -1,8 +1,9 @@
-"""Measures the variants of kernels on this device and notes the fastest: `python -m mtrain_kernels.tune`.
+"""Measures the variants of kernels on this device and notes the fastest: `python -m
+mtrain_kernels.tune`.
 
-The grouped products of a layer of experts, forward and backward, are measured with rows shared out evenly, fused
-attention with and without a window, and logits with their statistics kept and not. What is found goes into the file
-that `mtrain_kernels.tuning` reads; runs that begin later take it.
+The grouped products of a layer of experts, forward and backward, are measured with rows shared out
+evenly, fused attention with and without a window, and logits with their statistics kept and not.
+What is found goes into the file that `mtrain_kernels.tuning` reads; runs that begin later take it.
 """
 
 from __future__ import annotations
@@ -40,7 +41,9 @@ class Variant(Protocol):
 
 
 def products(rows: int, groups: int, hidden: int, ffn: int) -> list[tuple[str, int, int]]:
-    """The products of a layer of gated experts, both ways, and the gradients of weights: kind, n and k of each."""
+    """The products of a layer of gated experts, both ways, and the gradients of weights: kind, n
+    and k of each.
+    """
     up = 2 * ffn
     found = [("gated", ffn, hidden), ("rows", up, hidden), ("rows", hidden, ffn)]
     found += [("turned", hidden, up), ("turned", ffn, hidden)]
@@ -57,18 +60,25 @@ def measure(
     dtype: torch.dtype,
     seconds: Seconds,
 ) -> dict[str, str]:
-    """Measures all products of a layer and notes the fastest tiles in the file at `path`: product -> tile.
+    """Measures all products of a layer and notes the fastest tiles in the file at `path`: product
+    -> tile.
 
     A tile that the device cannot launch is left out.
     """
-    before, chosen = tuning.read(path), {}
+    before = tuning.read(path)
+    chosen = {}
     ends = (torch.arange(1, groups + 1, device=device) * (rows // groups)).int()
     try:
         for kind, n, k in products(rows, groups, hidden, ffn):
             x = torch.randn(rows, k, device=device, dtype=dtype)
-            kernel, shapes = f"grouped_gemm.{kind}", tiles.shape_class(x, rows, n, k, groups)
+            kernel = f"grouped_gemm.{kind}"
+            shapes = tiles.shape_class(x, rows, n, k, groups)
             taken = _times(
-                kernel, shapes, tiles.candidates(kind, x, descriptors=True), _call(kind, x, n, ends), seconds
+                kernel,
+                shapes,
+                tiles.candidates(kind, x, descriptors=True),
+                _call(kind, x, n, ends),
+                seconds,
             )
             fastest = tuning.fastest(taken)
             tuning.add(path, kernel, shapes, fastest)
@@ -88,21 +98,26 @@ def measure_attention(
     dtype: torch.dtype,
     seconds: Seconds,
 ) -> dict[str, str]:
-    """Measures causal attention, `widths` of a head and its values, without a window and with one of an eighth.
+    """Measures causal attention, `widths` of a head and its values, without a window and with one
+    of an eighth.
 
-    The two passes of the backward are measured together, while the tiles of one of them change. Notes the fastest in
-    the file at `path`: pass -> tile.
+    The two passes of the backward are measured together, while the tiles of one of them change.
+    Notes the fastest in the file at `path`: pass -> tile.
     """
-    before, chosen = tuning.read(path), {}
+    before = tuning.read(path)
+    chosen = {}
     size, value = widths
     shapes = ((heads, size), (kv_heads, size), (kv_heads, value))
     q, k, v = (torch.randn(1, n, tokens, width, device=device, dtype=dtype) for n, width in shapes)
     try:
         for seen in (Seen(right=0), Seen(tokens // 8, 0)):
-            calls, shape = _attention_calls(q, k, v, seen), attention_tiles.shape_class(q, v, seen.masks_left)
+            calls = _attention_calls(q, k, v, seen)
+            shape = attention_tiles.shape_class(q, v, seen.masks_left)
             for pass_, call in calls.items():
                 kernel = f"attention.{pass_}"
-                taken = _times(kernel, shape, attention_tiles.candidates(pass_, q, v), call, seconds)
+                taken = _times(
+                    kernel, shape, attention_tiles.candidates(pass_, q, v), call, seconds
+                )
                 chosen[f"{kernel} {shape}"] = tuning.fastest(taken)
                 tuning.add(path, kernel, shape, chosen[f"{kernel} {shape}"])
     finally:
@@ -111,15 +126,23 @@ def measure_attention(
 
 
 def measure_loss(
-    path: Path, device: torch.device, tokens: int, hidden: int, columns: int, dtype: torch.dtype, seconds: Seconds
+    path: Path,
+    device: torch.device,
+    tokens: int,
+    hidden: int,
+    columns: int,
+    dtype: torch.dtype,
+    seconds: Seconds,
 ) -> dict[str, str]:
-    """Measures who makes the logits of a chunk of `tokens` and their statistics, kept for gradients or not.
+    """Measures who makes the logits of a chunk of `tokens` and their statistics, kept for gradients
+    or not.
 
     See `linear_cross_entropy.tiles`. Notes the faster in the file at `path`: kernel -> way.
     """
     from mtrain_kernels.linear_cross_entropy.chunks import TritonChunks, chunk_rows
 
-    before, chosen = tuning.read(path), {}
+    before = tuning.read(path)
+    chosen = {}
     rows = chunk_rows(0, tokens, columns, device)
     x, weight = (torch.randn(n, hidden, device=device, dtype=dtype) for n in (rows, columns))
     labels = torch.randint(0, columns, (rows,), device=device)
@@ -127,7 +150,8 @@ def measure_loss(
     given = x, weight, labels, 0, Terms(columns), lambda tokens: logits
     try:
         for kept in (True, False):
-            kernel, shape = loss_tiles.kernel_of(kept), loss_tiles.shape_class(x, columns)
+            kernel = loss_tiles.kernel_of(kept)
+            shape = loss_tiles.shape_class(x, columns)
             call = partial(TritonChunks().open, *given, kept=kept, class_weights=None, ranked=False)
             taken = _times(kernel, shape, loss_tiles.candidates(x, kept), call, seconds)
             chosen[f"{kernel} {shape}"] = tuning.fastest(taken)
@@ -172,16 +196,25 @@ def _call(kind: str, x: torch.Tensor, n: int, ends: torch.Tensor) -> Callable[[]
 
 
 def _times(
-    kernel: str, shapes: str, candidates: Sequence[Variant], call: Callable[[], object], seconds: Seconds
+    kernel: str,
+    shapes: str,
+    candidates: Sequence[Variant],
+    call: Callable[[], object],
+    seconds: Seconds,
 ) -> dict[str, float]:
-    """How long a call takes with each tile that the device can launch. Raises what the last one did if none can."""
+    """How long a call takes with each tile that the device can launch.
+
+    Raises what the last one did if none can.
+    """
     taken: dict[str, float] = {}
     why: Exception | None = None
     for tile in candidates:
         tuning.use({kernel: {shapes: tile.name}})
         try:
             taken[tile.name] = seconds(call)
-        except Exception as error:  # one that wants more than the device has, which Triton says in many ways
+        except (
+            Exception
+        ) as error:  # one that wants more than the device has, which Triton says in many ways
             why = error
             log.warning("%s, tile %s: %s", kernel, tile.name, error)
     if why is not None and not taken:
@@ -211,13 +244,20 @@ def main(arguments: list[str] | None = None) -> int:
     def seconds(call: Callable[[], object]) -> float:
         return float(do_bench(call)) / 1e3
 
-    found = measure_loss(path, device, model.tokens, model.hidden, model.vocab, torch.bfloat16, seconds)
-    widths = (model.head_dim, 128 if model.head_dim == 192 else model.head_dim)  # of MLA values are narrower
+    found = measure_loss(
+        path, device, model.tokens, model.hidden, model.vocab, torch.bfloat16, seconds
+    )
+    # of MLA values are narrower
+    widths = (
+        model.head_dim,
+        128 if model.head_dim == 192 else model.head_dim,
+    )
     heads = (model.heads, model.kv_heads)
     found |= measure_attention(path, device, *heads, widths, model.tokens, torch.bfloat16, seconds)
     if experts := said.experts or model.experts:
         rows = said.rows or model.tokens * model.top_k
-        hidden, ffn = said.hidden or model.hidden, said.ffn or model.expert_ffn
+        hidden = said.hidden or model.hidden
+        ffn = said.ffn or model.expert_ffn
         found |= measure(path, device, rows, experts, hidden, ffn, torch.bfloat16, seconds)
     print(*(f"{what}: {tile}" for what, tile in found.items()), f"noted in {path}", sep="\n")
     return 0

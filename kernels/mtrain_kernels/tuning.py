@@ -1,8 +1,10 @@
-"""What was measured to be fastest on a device: a file for each, read by all, written by who measures.
+"""What was measured to be fastest on a device: a file for each, read by all, written by who
+measures.
 
-A kernel that has a table of variants asks `recorded` for the one to take. Nothing is measured while a model trains:
-`python -m mtrain_kernels.tune` measures, and writes the file. So a run takes the same variants in every step, and all
-its ranks do if they `use` what one of them read. `torch.use_deterministic_algorithms` turns the record off.
+A kernel that has a table of variants asks `recorded` for the one to take. Nothing is measured while
+a model trains: `python -m mtrain_kernels.tune` measures, and writes the file. So a run takes the
+same variants in every step, and all its ranks do if they `use` what one of them read.
+`torch.use_deterministic_algorithms` turns the record off.
 """
 
 from __future__ import annotations
@@ -23,30 +25,41 @@ _used: Record = {}
 
 
 def use(record: Record) -> None:
-    """Take the variants of a record from now on; of kernels and shapes that it does not have, the first ones."""
+    """Take the variants of a record from now on; of kernels and shapes that it does not have, the
+    first ones.
+    """
     global _used
     _used = {kernel: dict(shapes) for kernel, shapes in record.items()}
 
 
 def recorded(kernel: str, shapes: str) -> str | None:
-    """The variant to take for a class of shapes; None: nothing was measured, or everything has to be repeatable."""
+    """The variant to take for a class of shapes; None: nothing was measured, or everything has to
+    be repeatable.
+    """
     if torch.are_deterministic_algorithms_enabled():
         return None
     return _used.get(kernel, {}).get(shapes)
 
 
 def file_of(device: torch.device) -> Path:
-    """The file of measurements of a device with the installed Triton; `MTRAIN_KERNELS_CACHE` names another folder."""
+    """The file of measurements of a device with the installed Triton; `MTRAIN_KERNELS_CACHE` names
+    another folder.
+    """
     import triton
 
-    name = torch.get_device_module(device).get_device_name(device) if device.type != "cpu" else "cpu"
+    name = (
+        torch.get_device_module(device).get_device_name(device) if device.type != "cpu" else "cpu"
+    )
     folder = Path(os.environ.get(FOLDER) or Path.home() / ".cache" / "mtrain" / "kernels")
     plain = "".join(c if c.isalnum() else "-" for c in name)
     return folder / f"{plain}-triton-{triton.__version__}.json"
 
 
 def read(path: Path) -> Record:
-    """What a file holds; nothing where there is none. Raises `ValueError` where it is no such file."""
+    """What a file holds; nothing where there is none.
+
+    Raises `ValueError` where it is no such file.
+    """
     if not path.exists():
         return {}
     try:
@@ -54,7 +67,10 @@ def read(path: Path) -> Record:
     except json.JSONDecodeError as error:
         raise ValueError(f"{path} is not JSON: {error}") from None
     inner = list(found.values()) if isinstance(found, dict) else [None]
-    if not all(isinstance(shapes, dict) and all(isinstance(v, str) for v in shapes.values()) for shapes in inner):
+    if not all(
+        isinstance(shapes, dict) and all(isinstance(v, str) for v in shapes.values())
+        for shapes in inner
+    ):
         raise ValueError(f"{path} does not map kernels to shapes to variants")
     return found  # type: ignore[no-any-return]
 

@@ -1,4 +1,6 @@
-"""Without a GPU the kernels run in Triton's interpreter, and are compiled for GPUs in a process beside the tests."""
+"""Without a GPU the kernels run in Triton's interpreter, and are compiled for GPUs in a process
+beside the tests.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,9 @@ from typing import Any
 
 import pytest
 
-os.environ["OMP_NUM_THREADS"] = "1"  # must be said before torch is imported; threads cost more than these tensors
+os.environ["OMP_NUM_THREADS"] = (
+    "1"  # must be said before torch is imported; threads cost more than these tensors
+)
 import torch
 
 if not torch.cuda.is_available():
@@ -24,7 +28,9 @@ PACKAGES = HERE.parent
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Compilation is asked for last; of each product of sizes, formats and ways, every pair is tested."""
+    """Compilation is asked for last; of each product of sizes, formats and ways, every pair is
+    tested.
+    """
     items.sort(key=lambda item: item.path.name == "test_aot.py")
     for item in items:
         if HERE in item.path.parents:
@@ -46,7 +52,9 @@ def pytest_unconfigure(config: pytest.Config) -> None:
 
 @pytest.fixture(scope="session")
 def compilation(request: pytest.FixtureRequest) -> dict[str, Any]:
-    """Rows and faults of every kernel, compiled for the generations that are tested, in a process beside this one."""
+    """Rows and faults of every kernel, compiled for the generations that are tested, in a process
+    beside this one.
+    """
     stash = request.config.stash
     process = stash[COMPILATION] if COMPILATION in stash else _compile(_wanted(request.session))
     out, err = process.communicate()
@@ -56,7 +64,9 @@ def compilation(request: pytest.FixtureRequest) -> dict[str, Any]:
 
 
 def _wanted(session: pytest.Session) -> list[str]:
-    """The generations of GPUs that the tests ask for, as words for `aot`; once where no test asks for variants."""
+    """The generations of GPUs that the tests ask for, as words for `aot`; once where no test asks
+    for variants.
+    """
     asking = (item for item in session.items if "compilation" in getattr(item, "fixturenames", ()))
     asked = [item.callspec.params for item in asking if isinstance(item, pytest.Function)]
     archs = ",".join(sorted({str(params["arch"]) for params in asked}))
@@ -65,7 +75,12 @@ def _wanted(session: pytest.Session) -> list[str]:
 
 
 def _compile(words: list[str]) -> subprocess.Popen[str]:
-    environment = {**os.environ, "PYTHONPATH": f"{PACKAGES}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"}
+    environment = {
+        **os.environ,
+        "PYTHONPATH": f"{PACKAGES}{os.pathsep}{os.environ.get('PYTHONPATH', '')}",
+    }
     environment.pop("TRITON_INTERPRET", None)
     command = [sys.executable, "-m", "mtrain_kernels.aot", "--json", "--processes", "2", *words]
-    return subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    return subprocess.Popen(
+        command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )

@@ -1,4 +1,6 @@
-"""The activations' kernels against their definition: values, every gradient, strides, tails, seeded bugs."""
+"""The activations' kernels against their definition: values, every gradient, strides, tails, seeded
+bugs.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,9 @@ KERNELS = "mtrain_kernels.activation.triton"
 SHAPES = [(2,), (1, 6), (5, 34), (2, 3, 64), (0, 8), (2, 0), (130, 66), (2, 10000)]
 
 
-def inputs(shape: tuple[int, ...], dtype: torch.dtype = torch.float32, weighted: bool = False) -> dict[str, Any]:
+def inputs(
+    shape: tuple[int, ...], dtype: torch.dtype = torch.float32, weighted: bool = False
+) -> dict[str, Any]:
     torch.manual_seed(0)
     found = {"x": (3 * torch.randn(shape, device=DEVICE)).to(dtype).requires_grad_()}
     if weighted:
@@ -31,7 +35,11 @@ def inputs(shape: tuple[int, ...], dtype: torch.dtype = torch.float32, weighted:
 
 def compare(kind: str, found: dict[str, Any], **options: Any) -> None:
     options = {"kind": kind, "limit": 2.0, **options}
-    parity.check(partial(op.activation, impl="triton", **options), partial(reference.activation, **options), found)
+    parity.check(
+        partial(op.activation, impl="triton", **options),
+        partial(reference.activation, **options),
+        found,
+    )
 
 
 @pytest.mark.covering(1)
@@ -46,7 +54,8 @@ def test_value_and_gradients_are_those_of_the_definition(kind: str, dtype: torch
 def test_the_definition_is_that_of_the_papers() -> None:
     x = torch.randn(3, 10, dtype=torch.float64)
     gate, up = x.chunk(2, -1)
-    below, bounded = gate.clamp(max=0.5), up.clamp(-0.5, 0.5)
+    below = gate.clamp(max=0.5)
+    bounded = up.clamp(-0.5, 0.5)
     wanted = {
         "swiglu": gate / (1 + (-gate).exp()) * up,
         "geglu": gate * 0.5 * (1 + torch.erf(gate / 2**0.5)) * up,
@@ -55,7 +64,9 @@ def test_the_definition_is_that_of_the_papers() -> None:
         "squared_relu": x.clamp(min=0) ** 2,
     }
     for kind in reference.KINDS:
-        torch.testing.assert_close(reference.activation(x, kind, alpha=2.0, limit=0.5), wanted[kind])
+        torch.testing.assert_close(
+            reference.activation(x, kind, alpha=2.0, limit=0.5), wanted[kind]
+        )
     weight = torch.rand(3, dtype=torch.float64)
     weighted = reference.activation(x, "swiglu", weight=weight)
     torch.testing.assert_close(weighted, wanted["swiglu"] * weight[:, None])
@@ -71,7 +82,8 @@ def test_strides_do_not_matter(kind: str) -> None:
 @pytest.mark.parametrize("kind", reference.KINDS)
 def test_what_is_huge_or_no_number_is_treated_alike(kind: str) -> None:
     found = inputs((6, 40), weighted=True)
-    infinite = 1e18 if kind == "geglu" else float("inf")  # torch's gelu(inf) is inf or nan, by the place in a vector
+    # torch's gelu(inf) is inf or nan, by the place in a vector
+    infinite = 1e18 if kind == "geglu" else float("inf")
     with torch.no_grad():
         found["x"][:, 3] = torch.tensor([float("nan"), infinite, -infinite, 1e18, -1e18, 100.0])
         found["x"][:, 30] = torch.tensor([float("nan"), infinite, -infinite, 1e18, -1e18, -100.0])
@@ -79,7 +91,9 @@ def test_what_is_huge_or_no_number_is_treated_alike(kind: str) -> None:
 
 
 def test_the_edge_of_the_clamp_has_the_gradient_of_torch() -> None:
-    edge = torch.tensor([[2.0, -2.0, 2.0, -2.0, 2.0, -2.0], [2.0, 1.0, 3.0, 2.0, -2.0, -3.0]], device=DEVICE)
+    edge = torch.tensor(
+        [[2.0, -2.0, 2.0, -2.0, 2.0, -2.0], [2.0, 1.0, 3.0, 2.0, -2.0, -3.0]], device=DEVICE
+    )
     compare("swiglu_clamped", {"x": edge.requires_grad_()})
 
 
@@ -87,11 +101,19 @@ def test_the_edge_of_the_clamp_has_the_gradient_of_torch() -> None:
 @pytest.mark.parametrize(
     ("kind", "old", "new"),
     [
-        ("swiglu", "ceil_div(source.shape[0], rows), ceil_div", "source.shape[0] // rows, ceil_div"),
+        (
+            "swiglu",
+            "ceil_div(source.shape[0], rows), ceil_div",
+            "source.shape[0] // rows, ceil_div",
+        ),
         ("swiglu_clamped", "raw >= -limit", "raw >= -2 * limit"),
         ("swiglu", "ceil_div(width, columns))]", "width // columns)]"),
         ("swiglu", "ceil_div(source.shape[0], rows), stripes", "source.shape[0] // rows, stripes"),
-        ("swiglu", "tl.where(inside, dy * value, 0.0)", "tl.where(row < rows, dy * value + 1.0, 0.0)"),
+        (
+            "swiglu",
+            "tl.where(inside, dy * value, 0.0)",
+            "tl.where(row < rows, dy * value + 1.0, 0.0)",
+        ),
         ("swiglu", "1 + x * (1 - share)", "1 - x * (1 - share)"),
         ("swiglu", "dup = dy * weight * value", "dup = dy * value"),
         ("swiglu", "dweight += tl.sum", "dweight = tl.sum"),
@@ -114,8 +136,13 @@ def test_torch_accepts_the_registration() -> None:
         found = inputs((5, 18), weighted=weighted)
         arguments = (found["x"], found.get("weight"), kind, 1.0, 2.0)
         torch.library.opcheck(op._activation, arguments)
-        backward = tuple(a.detach() if isinstance(a, Tensor) else a for a in (op._activation(*arguments), *arguments))
-        torch.library.opcheck(op._activation_backward, backward, test_utils=("test_schema", "test_faketensor"))
+        backward = tuple(
+            a.detach() if isinstance(a, Tensor) else a
+            for a in (op._activation(*arguments), *arguments)
+        )
+        torch.library.opcheck(
+            op._activation_backward, backward, test_utils=("test_schema", "test_faketensor")
+        )
 
 
 def test_a_compiled_function_gives_the_same_gradient() -> None:
@@ -124,7 +151,9 @@ def test_a_compiled_function_gives_the_same_gradient() -> None:
 
     leaves = list(inputs((5, 18), weighted=True).values())
     plain = torch.autograd.grad(loss(*leaves), leaves)
-    compiled = torch.autograd.grad(torch.compile(loss, backend="aot_eager", fullgraph=True)(*leaves), leaves)
+    compiled = torch.autograd.grad(
+        torch.compile(loss, backend="aot_eager", fullgraph=True)(*leaves), leaves
+    )
     torch.testing.assert_close(compiled, plain)
 
 

@@ -1,4 +1,6 @@
-"""Every kernel compiles for three generations of GPUs without spilling; needs no GPU, only a process of its own."""
+"""Every kernel compiles for three generations of GPUs without spilling; needs no GPU, only a
+process of its own.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,8 @@ from mtrain_kernels.registry import ops
 
 
 @pytest.mark.parametrize(
-    ("arch", "variants"), [(90, False), *(pytest.param(arch, True, marks=pytest.mark.full) for arch in (80, 90, 100))]
+    ("arch", "variants"),
+    [(90, False), *(pytest.param(arch, True, marks=pytest.mark.full) for arch in (80, 90, 100))],
 )
 def test_every_kernel_compiles_for_every_target_without_spilling(
     compilation: dict[str, Any], arch: int, variants: bool
@@ -61,7 +64,12 @@ def test_what_got_worse_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(compiled, "RECORD", tmp_path / "compiled.json")
     compiled.RECORD.write_text(json.dumps({"3.9": {compiled.name_of(row): compiled.numbers(row)}}))
     assert compiled.worse([row], "3.9") == []
-    changes: list[dict[str, Any]] = [{"registers": 70}, {"spill_bytes": 4}, {"issue": 110}, {"variant": 1}]
+    changes: list[dict[str, Any]] = [
+        {"registers": 70},
+        {"spill_bytes": 4},
+        {"issue": 110},
+        {"variant": 1},
+    ]
     for change in (*changes, {"accesses": {"128": 4, "16": 4}}):
         assert len(compiled.worse([replace(row, **change)], "3.9")) == 1, change
     assert compiled.worse([replace(row, registers=70)], "3.10") == []
@@ -70,26 +78,56 @@ def test_what_got_worse_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
 def test_the_recorded_kernels_do_not_spill_and_are_in_the_readme() -> None:
     """And what streams reads no 16 bits a lane: 5% of the bytes are scalars of a row or a tile."""
     record = json.loads(compiled.RECORD.read_text())
-    shown = compiled.README.read_text().partition(compiled.MARKS[0])[2].partition(compiled.MARKS[1])[0]
+    shown = (
+        compiled.README.read_text().partition(compiled.MARKS[0])[2].partition(compiled.MARKS[1])[0]
+    )
     assert shown.count("\n") - 3 == sum(name.endswith("/sm_90") for name in record["3.9.0"])
-    streaming = ("activation", "cross_entropy", "linear_cross_entropy", "norm", "optimizer", "quantize", "softmax")
+    streaming = (
+        "activation",
+        "cross_entropy",
+        "linear_cross_entropy",
+        "norm",
+        "optimizer",
+        "quantize",
+        "softmax",
+    )
     for kernels in record.values():
         for name, numbers in kernels.items():
-            assert numbers["spilled"] <= (16 if "wide_backward" in name and name.endswith("sm_100") else 0), name
-            bound = 0.25 if "dequantize" in name else 0.05  # a byte of scale a block, loaded for each thread
-            assert numbers["narrow"] <= bound or not name.startswith(streaming), (name, numbers["narrow"])
+            assert numbers["spilled"] <= (
+                16 if "wide_backward" in name and name.endswith("sm_100") else 0
+            ), name
+            # a byte of scale a block, loaded for each thread
+            bound = 0.25 if "dequantize" in name else 0.05
+            assert numbers["narrow"] <= bound or not name.startswith(streaming), (
+                name,
+                numbers["narrow"],
+            )
 
 
 def test_a_tile_is_its_loop_over_memory() -> None:
-    lines = ["LDC R1, c[0x0]", "LDG.E.64 R2, [R1]", "@!P0 EXIT", "LDG.E.128 R4, [R2]", "MUFU.EX2 R4, R4"]
+    lines = [
+        "LDC R1, c[0x0]",
+        "LDG.E.64 R2, [R1]",
+        "@!P0 EXIT",
+        "LDG.E.128 R4, [R2]",
+        "MUFU.EX2 R4, R4",
+    ]
     lines += ["STG.E.128 [R2], R4", "@P0 BRA `(.L_x_1)", "EXIT", "BRA `(.L_x_2)"]
     text = [f"        /*{16 * i:04x}*/  {line} ;" for i, line in enumerate(lines)]
     text.insert(3, ".L_x_1:")
     text.insert(9, ".L_x_2:")
-    assert [name for name, _ in sass.tile_of("\n".join(text))] == ["LDG.E.128", "MUFU.EX2", "STG.E.128", "BRA"]
+    assert [name for name, _ in sass.tile_of("\n".join(text))] == [
+        "LDG.E.128",
+        "MUFU.EX2",
+        "STG.E.128",
+        "BRA",
+    ]
     assert len(sass.tile_of("\n".join(text).replace("x_1)", "x_9)"))) == 8
     ttgir = "%0 = tt.load %1 : !tt.ptr<i64> loc(#a)\nscf.for %i = %a to %b step %c : i32 {\n"
-    ttgir += "%2 = tt.load %3, %4 : tensor<2x8x!tt.ptr<bf16>, #b>\n%5 = tt.load %3 {isVolatile = true} : "
+    ttgir += (
+        "%2 = tt.load %3, %4 : tensor<2x8x!tt.ptr<bf16>, #b>\n%5 = tt.load %3 {isVolatile ="
+        " true} : "
+    )
     ttgir += "tensor<8x!tt.ptr<f32>, #b>\ntt.store %3, %2 : tensor<4x!tt.ptr<i8>, #b>\n}\n"
     assert sass.tile_bytes(ttgir) == (36, 32, True)
     assert sass.tile_bytes(ttgir.replace("scf.for", "scf.if")) == (44, 32, False)
@@ -99,7 +137,9 @@ def test_a_tile_is_its_loop_over_memory() -> None:
 
 
 def test_a_unit_is_as_busy_as_its_lanes_are_few() -> None:
-    """Cycles of 100 instructions of 4 warps: 100 to issue them, and more where a unit has fewer lanes."""
+    """Cycles of 100 instructions of 4 warps: 100 to issue them, and more where a unit has fewer
+    lanes.
+    """
     for name, cycles in (
         ("FFMA", 100),
         ("IADD3", 200),
@@ -129,7 +169,9 @@ def test_a_unit_is_as_busy_as_its_lanes_are_few() -> None:
 
 def test_rows_of_one_op_are_written_anew_and_the_others_stay() -> None:
     before, now = (
-        compiled.table([Row(op, "tiny", "kernel", 90, 4, registers, 0, 0, {128: 4}, 1, 2) for op in ops])
+        compiled.table(
+            [Row(op, "tiny", "kernel", 90, 4, registers, 0, 0, {128: 4}, 1, 2) for op in ops]
+        )
         for ops, registers in ((("norm", "rope", "softmax"), 60), (("rope",), 50))
     )
     lines = compiled.merged(before, now, ["rope"]).splitlines()

@@ -28,15 +28,42 @@ WAYS: dict[str, dict[str, Any]] = {
     "mask": {"mask": True},
     "sink": {"causal": True, "sink": True},
     "cap": {"causal": True, "softcap": 0.7},
-    "all of it": {"causal": True, "window": (5, 0), "sink": True, "softcap": 1.5, "cu_seqlens": EDGES, "scale": 1.0},
+    "all of it": {
+        "causal": True,
+        "window": (5, 0),
+        "sink": True,
+        "softcap": 1.5,
+        "cu_seqlens": EDGES,
+        "scale": 1.0,
+    },
 }
-H100 = Call("cuda", (9, 0), torch.bfloat16, 32, 8, 4096, 4096, 128, 128, (-1, 0), False, False, 0.0, 0.0, False)
+H100 = Call(
+    "cuda",
+    (9, 0),
+    torch.bfloat16,
+    32,
+    8,
+    4096,
+    4096,
+    128,
+    128,
+    (-1, 0),
+    False,
+    False,
+    0.0,
+    0.0,
+    False,
+)
 
 
-def inputs(way: str, dtype: torch.dtype = torch.float32, sizes: tuple[int, int] = (16, 16)) -> dict[str, Any]:
+def inputs(
+    way: str, dtype: torch.dtype = torch.float32, sizes: tuple[int, int] = (16, 16)
+) -> dict[str, Any]:
     torch.manual_seed(0)
     shapes = {"q": (1, 4, 12, sizes[0]), "k": (1, 2, 12, sizes[0]), "v": (1, 2, 12, sizes[1])}
-    found: dict[str, Any] = {n: torch.randn(s, device=DEVICE).to(dtype).requires_grad_() for n, s in shapes.items()}
+    found: dict[str, Any] = {
+        n: torch.randn(s, device=DEVICE).to(dtype).requires_grad_() for n, s in shapes.items()
+    }
     found |= WAYS[way]
     if "cu_seqlens" in found:
         found["cu_seqlens"] = torch.tensor(EDGES, dtype=torch.int32, device=DEVICE)
@@ -63,14 +90,21 @@ def definition(
 ) -> Tensor:
     """Scores written out, who sees whom in a loop over pairs."""
     s = q.shape[2]
-    owner = [0 if cu_seqlens is None else sum(i >= edge for edge in cu_seqlens.tolist()) for i in range(s)]
+    owner = [
+        0 if cu_seqlens is None else sum(i >= edge for edge in cu_seqlens.tolist())
+        for i in range(s)
+    ]
     left, right = (s if limit < 0 else limit for limit in window)
     pairs = [
-        [owner[i] == owner[j] and -left <= j - i <= right and not (causal and j > i) for j in range(s)]
+        [
+            owner[i] == owner[j] and -left <= j - i <= right and not (causal and j > i)
+            for j in range(s)
+        ]
         for i in range(s)
     ]
     seen = torch.tensor(pairs, device=q.device) if mask is None else mask
-    k, v = k.repeat_interleave(2, 1), v.repeat_interleave(2, 1)
+    k = k.repeat_interleave(2, 1)
+    v = v.repeat_interleave(2, 1)
     z = q @ k.mT * (q.shape[-1] ** -0.5 if scale is None else scale)
     z = softcap * (z / softcap).tanh() if softcap else z
     z = z.masked_fill(~seen, float("-inf"))
@@ -103,7 +137,9 @@ def test_strides_do_not_matter() -> None:
     found = inputs("packed")
     layouts = {n: dict(parity.layouts(found[n])) for n in ("q", "k", "v")}
     for name in layouts["q"]:
-        parity.check(op.attention, definition, found | {n: other[name] for n, other in layouts.items()})
+        parity.check(
+            op.attention, definition, found | {n: other[name] for n, other in layouts.items()}
+        )
 
 
 def test_the_choice_is_explained() -> None:
@@ -112,7 +148,9 @@ def test_the_choice_is_explained() -> None:
     assert "flash" in found.rejected
     assert all(reason for reason in found.rejected.values())
     assert str(found).startswith(f"attention by {found.chosen}: the first that can")
-    assert op.explain(**inputs("full"), impl="reference") == op.Explanation("reference", "named", {})
+    assert op.explain(**inputs("full"), impl="reference") == op.Explanation(
+        "reference", "named", {}
+    )
     assert op.explain(**inputs("cap")).chosen == "reference"
 
 
@@ -172,10 +210,16 @@ def test_the_rules_choose(call: Call, chosen: str, monkeypatch: pytest.MonkeyPat
     assert "not installed" in found.rejected["flash3"]
 
 
-def test_windows_and_packing_are_tritons_where_torch_does_not_know_them(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_windows_and_packing_are_tritons_where_torch_does_not_know_them(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(backends, "HAS_FLASH3", False)
     monkeypatch.setattr(backends, "HAS_VARLEN", False)
-    for call in (changed(window=(1024, 0)), changed(packed=True), changed(packed=True, dtype=torch.float16)):
+    for call in (
+        changed(window=(1024, 0)),
+        changed(packed=True),
+        changed(packed=True, dtype=torch.float16),
+    ):
         for there, chosen in ((True, "triton"), (False, "efficient")):
             monkeypatch.setattr(backends, "HAS_TRITON", there)
             assert op._decide.__wrapped__(call, "auto").chosen == chosen
@@ -183,7 +227,12 @@ def test_windows_and_packing_are_tritons_where_torch_does_not_know_them(monkeypa
 
 def test_flash3_is_first_where_it_is_installed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(backends, "HAS_FLASH3", True)
-    for call in (H100, changed(softcap=30.0), changed(packed=True, window=(512, 0)), changed(size=192)):
+    for call in (
+        H100,
+        changed(softcap=30.0),
+        changed(packed=True, window=(512, 0)),
+        changed(size=192),
+    ):
         assert op._decide.__wrapped__(call, "auto").chosen == "flash3"
     for call in (
         changed(capability=(10, 0)),
@@ -198,44 +247,101 @@ def rows_of(x: Tensor, cu_seqlens: Tensor, i: int) -> Tensor:
     return x[cu_seqlens[i] : cu_seqlens[i + 1]].transpose(0, 1)[None]
 
 
-def stand_in(q, k, v, cu_q, cu_k, max_q, max_k, *, scale=None, window_size=(-1, -1), enable_gqa=False, **options):
+def stand_in(
+    q,
+    k,
+    v,
+    cu_q,
+    cu_k,
+    max_q,
+    max_k,
+    *,
+    scale=None,
+    window_size=(-1, -1),
+    enable_gqa=False,
+    **options,
+):
     """An attention over packed rows with the signature of the libraries', from the definition."""
     assert max(cu_q.diff()) <= max_q
     assert max(cu_k.diff()) <= max_k
     assert v.shape[-1] == q.shape[-1]
     parts = []
     for i in range(len(cu_q) - 1):
-        q_part, k_part, v_part = rows_of(q, cu_q, i), rows_of(k, cu_k, i), rows_of(v, cu_k, i)
+        q_part = rows_of(q, cu_q, i)
+        k_part = rows_of(k, cu_k, i)
+        v_part = rows_of(v, cu_k, i)
         out = definition(q_part, k_part, v_part, window=window_size, scale=scale, **options)
         parts.append(out[0].transpose(0, 1))
     return torch.cat(parts)
 
 
-@pytest.mark.parametrize("way", ["causal", "window", "window to both sides", "packed", "packed, window"])
-def test_torchs_packed_attention_is_called_as_it_wants(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    "way", ["causal", "window", "window to both sides", "packed", "packed, window"]
+)
+def test_torchs_packed_attention_is_called_as_it_wants(
+    way: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     varlen = pytest.importorskip("torch.nn.attention.varlen")
     monkeypatch.setattr(varlen, "varlen_attn", stand_in)
     found = inputs(way, sizes=(16, 8))
-    call = op._call(*(found.get(n) for n in ("q", "k", "v")), found.get("causal", False), found.get("window"),
-                    None, None, 0.0, 0.0, found.get("cu_seqlens"))  # fmt: skip
+    call = op._call(
+        found.get("q"),
+        found.get("k"),
+        found.get("v"),
+        found.get("causal", False),
+        found.get("window"),
+        None,
+        None,
+        0.0,
+        0.0,
+        found.get("cu_seqlens"),
+    )
     out = backends.by_varlen(
-        found["q"], found["k"], found["v"], call, found.get("cu_seqlens"), found.get("max_seqlen"), found.get("scale")
+        found["q"],
+        found["k"],
+        found["v"],
+        call,
+        found.get("cu_seqlens"),
+        found.get("max_seqlen"),
+        found.get("scale"),
     )
     torch.testing.assert_close(out, definition(**found))
 
 
 @pytest.mark.parametrize("way", ["full", "causal", "window", "packed", "packed, window", "cap"])
 def test_flash3_is_called_as_it_wants(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    def varlen(q, k, v, cu_q, cu_k, *, max_seqlen_q, max_seqlen_k, softmax_scale, causal, window_size, softcap):
-        options = {"scale": softmax_scale, "window_size": window_size, "softcap": softcap, "causal": causal}
+    def varlen(
+        q,
+        k,
+        v,
+        cu_q,
+        cu_k,
+        *,
+        max_seqlen_q,
+        max_seqlen_k,
+        softmax_scale,
+        causal,
+        window_size,
+        softcap,
+    ):
+        options = {
+            "scale": softmax_scale,
+            "window_size": window_size,
+            "softcap": softcap,
+            "causal": causal,
+        }
         return stand_in(q, k, v, cu_q, cu_k, max_seqlen_q, max_seqlen_k, **options), None
 
     def dense(q, k, v, *, softmax_scale, causal, window_size, softcap):
         q, k, v = (x.transpose(1, 2) for x in (q, k, v))
-        return definition(q, k, v, causal, window_size, None, None, softcap, softmax_scale).transpose(1, 2)
+        return definition(
+            q, k, v, causal, window_size, None, None, softcap, softmax_scale
+        ).transpose(1, 2)
 
     library = ModuleType("flash_attn_interface")
-    library.flash_attn_func, library.flash_attn_varlen_func = dense, varlen  # type: ignore[attr-defined]
+    # type: ignore[attr-defined]
+    library.flash_attn_func = dense
+    library.flash_attn_varlen_func = varlen
     monkeypatch.setitem(sys.modules, "flash_attn_interface", library)
     monkeypatch.setitem(RULES, "flash3", lambda call: iter(()))
     op._decide.cache_clear()
@@ -259,11 +365,15 @@ def test_a_compiled_function_gives_the_same_gradient(way: str) -> None:
 
 def test_what_does_not_fit_is_refused() -> None:
     found = inputs("full")
-    mask, edges = torch.ones(12, 12, dtype=torch.bool, device=DEVICE), torch.tensor(EDGES, device=DEVICE)
+    mask = torch.ones(12, 12, dtype=torch.bool, device=DEVICE)
+    edges = torch.tensor(EDGES, device=DEVICE)
     for change, said in (
         ({"mask": mask, "window": (1, 1)}, "no window"),
         ({"mask": mask, "cu_seqlens": edges}, "no packed sequences"),
-        ({"k": found["k"][:, :, 1:], "v": found["v"][:, :, 1:], "window": (1, 1)}, "as many queries"),
+        (
+            {"k": found["k"][:, :, 1:], "v": found["v"][:, :, 1:], "window": (1, 1)},
+            "as many queries",
+        ),
         ({"cu_seqlens": edges.float()}, "integers as their edges"),
         ({"q": found["q"].half()}, "one dtype"),
         ({"sink": torch.zeros(3, device=DEVICE)}, "one logit for each head"),

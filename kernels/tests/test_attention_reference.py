@@ -14,19 +14,27 @@ from torch import Tensor
 TOLERANCE = {torch.float64: 1e-10, torch.float32: 2e-5, torch.bfloat16: 4e-2}
 
 
-def _by_hand(q: Tensor, k: Tensor, v: Tensor, seen: Tensor, scale: float, sink: Tensor | None = None) -> Tensor:
+def _by_hand(
+    q: Tensor, k: Tensor, v: Tensor, seen: Tensor, scale: float, sink: Tensor | None = None
+) -> Tensor:
     """One softmax per batch, head and query, over the keys it sees."""
-    q, k, v = q.double(), k.double(), v.double()
+    q = q.double()
+    k = k.double()
+    v = v.double()
     share = q.shape[1] // k.shape[1]
     rows = []
     for b in range(q.shape[0]):
         for n in range(q.shape[1]):
             for i in range(q.shape[2]):
                 keys = [j for j in range(k.shape[2]) if seen[i, j]]
-                logits = torch.stack([scale * (q[b, n, i] * k[b, n // share, j]).sum() for j in keys])
+                logits = torch.stack(
+                    [scale * (q[b, n, i] * k[b, n // share, j]).sum() for j in keys]
+                )
                 weights = logits.exp()
                 total = weights.sum() + (0 if sink is None else sink[n].double().exp())
-                rows.append(sum(w / total * v[b, n // share, j] for w, j in zip(weights, keys, strict=True)))
+                rows.append(
+                    sum(w / total * v[b, n // share, j] for w, j in zip(weights, keys, strict=True))
+                )
     return torch.stack(rows).view(*q.shape[:3], v.shape[3])
 
 
@@ -38,11 +46,14 @@ def _inputs(sizes: tuple[int, ...], dtype: torch.dtype) -> list[Tensor]:
 
 
 def _naive_visible(s: int, t: int, causal: bool, window: tuple[int, int]) -> Tensor:
-    """Written as the sentence: key j is seen unless it is ahead, too far behind or too far ahead."""
+    """Written as the sentence: key j is seen unless it is ahead, too far behind or too
+    far ahead.
+    """
     seen = torch.zeros(s, t, dtype=torch.bool)
     for i in range(s):
         for j in range(t):
-            behind, ahead = i - j, j - i
+            behind = i - j
+            ahead = j - i
             hidden = (causal and ahead > 0) or (0 <= window[0] < behind) or (0 <= window[1] < ahead)
             seen[i, j] = not hidden
     return seen
@@ -69,12 +80,18 @@ CASES: dict[str, tuple[tuple[int, ...], dict[str, Any]]] = {
 def test_value_and_gradients_are_those_of_the_loops(name: str, dtype: torch.dtype) -> None:
     sizes, case = CASES[name]
     q, k, v = _inputs(sizes, dtype)
-    causal, window = case.get("causal", False), case.get("window")
+    causal = case.get("causal", False)
+    window = case.get("window")
     scale = case.get("scale", 1 / math.sqrt(sizes[5]))
     sink = torch.linspace(-1, 2, sizes[1]).to(dtype).requires_grad_() if case.get("sink") else None
     s, t = sizes[3:5]
-    mask = None if window is None else visible(torch.arange(s), torch.arange(t), causal=causal, window=window)
-    out = attention(q, k, v, causal=causal and mask is None, mask=mask, sink=sink, scale=case.get("scale"))
+    if window is None:
+        mask = None
+    else:
+        mask = visible(torch.arange(s), torch.arange(t), causal=causal, window=window)
+    out = attention(
+        q, k, v, causal=causal and mask is None, mask=mask, sink=sink, scale=case.get("scale")
+    )
     expected = _by_hand(q, k, v, _naive_visible(s, t, causal, window or (-1, -1)), scale, sink)
     assert out.dtype == dtype
     leaves = [q, k, v, *([sink] if sink is not None else [])]
@@ -82,13 +99,17 @@ def test_value_and_gradients_are_those_of_the_loops(name: str, dtype: torch.dtyp
     found = torch.autograd.grad((out.double() * direction).sum(), leaves)
     wanted = torch.autograd.grad((expected * direction).sum(), leaves)
     for a, b in zip((out, *found), (expected, *wanted), strict=True):
-        torch.testing.assert_close(a.double(), b.double(), rtol=TOLERANCE[dtype], atol=4 * TOLERANCE[dtype])
+        torch.testing.assert_close(
+            a.double(), b.double(), rtol=TOLERANCE[dtype], atol=4 * TOLERANCE[dtype]
+        )
 
 
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("window", [(0, 0), (2, 0), (3, 2), (-1, 1), (2, -1), (-1, -1)])
 @pytest.mark.parametrize(("s", "t"), [(1, 1), (5, 5), (4, 9)])
-def test_who_sees_whom_is_what_the_loop_says(s: int, t: int, window: tuple[int, int], causal: bool) -> None:
+def test_who_sees_whom_is_what_the_loop_says(
+    s: int, t: int, window: tuple[int, int], causal: bool
+) -> None:
     found = visible(torch.arange(s), torch.arange(t), causal=causal, window=window)
     assert torch.equal(found, _naive_visible(s, t, causal, window))
 
@@ -100,7 +121,8 @@ def test_positions_may_come_in_any_order() -> None:
 
 
 def test_segments_do_not_see_each_other() -> None:
-    at, segments = torch.arange(4), torch.tensor([0, 0, 1, 1])
+    at = torch.arange(4)
+    segments = torch.tensor([0, 0, 1, 1])
     seen = visible(at, at, causal=True, q_segments=segments, k_segments=segments)
     assert seen.int().tolist() == [[1, 0, 0, 0], [1, 1, 0, 0], [0, 0, 1, 0], [0, 0, 1, 1]]
     with pytest.raises(ValueError, match="neither"):
@@ -121,18 +143,27 @@ def test_strides_and_an_empty_batch_do_not_matter() -> None:
         (((1, 2, 3, 4), (1, 2, 3, 5), (1, 2, 3, 4)), {}, "do not belong together"),
         (((1, 3, 3, 4), (1, 2, 3, 4), (1, 2, 3, 4)), {}, "no multiple"),
         (((1, 2, 3, 4), (1, 2, 5, 4), (1, 2, 5, 4)), {"causal": True}, "needs a mask"),
-        (((1, 2, 3, 4),) * 3, {"causal": True, "mask": torch.ones(3, 3, dtype=torch.bool)}, "not both"),
+        (
+            ((1, 2, 3, 4),) * 3,
+            {"causal": True, "mask": torch.ones(3, 3, dtype=torch.bool)},
+            "not both",
+        ),
     ],
 )
-def test_shapes_that_do_not_fit_are_refused(shapes: Any, arguments: dict[str, Any], said: str) -> None:
+def test_shapes_that_do_not_fit_are_refused(
+    shapes: Any, arguments: dict[str, Any], said: str
+) -> None:
     with pytest.raises(ValueError, match=said):
         attention(*(torch.zeros(s) for s in shapes), **arguments)
 
 
 @pytest.mark.parametrize("softcap", [0.0, 0.7])
 @pytest.mark.parametrize("scale", [None, 0.9])
-def test_attention_to_parts_of_the_keys_merges_to_attention_to_all(softcap: float, scale: float | None) -> None:
-    whole, parts = _inputs((2, 4, 2, 9, 9, 8, 5), torch.float64), _inputs((2, 4, 2, 9, 9, 8, 5), torch.float64)
+def test_attention_to_parts_of_the_keys_merges_to_attention_to_all(
+    softcap: float, scale: float | None
+) -> None:
+    whole = _inputs((2, 4, 2, 9, 9, 8, 5), torch.float64)
+    parts = _inputs((2, 4, 2, 9, 9, 8, 5), torch.float64)
     seen = visible(torch.arange(9), torch.arange(9), causal=True)
     options: dict[str, Any] = {"scale": scale, "softcap": softcap}
     expected = attention(*whole, mask=seen, **options)

@@ -1,4 +1,6 @@
-"""Attention of short sequences on a CPU against the definition in fp64, and as near to it as torch's fused kernel."""
+"""Attention of short sequences on a CPU against the definition in fp64, and as near to it as
+torch's fused kernel.
+"""
 
 from __future__ import annotations
 
@@ -27,13 +29,20 @@ def test_values_and_gradients_are_as_near_as_the_fused_kernels(
     assert short.fits(*inputs)
     d_out = torch.randn(b, n, s, e)
     exact = _run(
-        reference.attention, [x.double() for x in inputs], d_out.to(dtype).double(), causal=True, scale=scale
+        reference.attention,
+        [x.double() for x in inputs],
+        d_out.to(dtype).double(),
+        causal=True,
+        scale=scale,
     )
     fused = _run(reference.attention, inputs, d_out, causal=True, scale=scale)
     ours = _run(short.attention, inputs, d_out, scale=scale)
     for mine, theirs, right in zip(ours, fused, exact, strict=True):
         assert mine.dtype == theirs.dtype
-        allowed = max(2 * float((theirs.double() - right).norm()), 4 * torch.finfo(dtype).eps * float(right.norm()))
+        allowed = max(
+            2 * float((theirs.double() - right).norm()),
+            4 * torch.finfo(dtype).eps * float(right.norm()),
+        )
         assert float((mine.double() - right).norm()) <= allowed
 
 

@@ -1,4 +1,6 @@
-"""Fused attention of our own against its definition: features and pairs of them, widths of heads, parts of keys."""
+"""Fused attention of our own against its definition: features and pairs of them, widths of heads,
+parts of keys.
+"""
 
 from __future__ import annotations
 
@@ -47,8 +49,14 @@ def inputs(
     """Two query heads for each of keys, an odd length, and what the features say."""
     torch.manual_seed(0)
     heads = 2 * groups
-    shapes = {"q": (batch, heads, s, sizes[0]), "k": (batch, groups, s, sizes[0]), "v": (batch, groups, s, sizes[1])}
-    found: dict[str, Any] = {n: torch.randn(x, device=DEVICE).to(dtype).requires_grad_() for n, x in shapes.items()}
+    shapes = {
+        "q": (batch, heads, s, sizes[0]),
+        "k": (batch, groups, s, sizes[0]),
+        "v": (batch, groups, s, sizes[1]),
+    }
+    found: dict[str, Any] = {
+        n: torch.randn(x, device=DEVICE).to(dtype).requires_grad_() for n, x in shapes.items()
+    }
     found["causal"] = True
     for name in names:
         found |= FEATURES[name]
@@ -59,7 +67,8 @@ def inputs(
     return found
 
 
-ours, definition = partial(op.attention, impl="triton"), partial(op.attention, impl="reference")
+ours = partial(op.attention, impl="triton")
+definition = partial(op.attention, impl="reference")
 
 
 @pytest.mark.sampled
@@ -116,10 +125,21 @@ def test_strides_do_not_matter() -> None:
 
 
 def written_out(
-    q: Tensor, k: Tensor, v: Tensor, q_at: Tensor, k_at: Tensor, window: tuple[int, int], edges: Tensor | None
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    q_at: Tensor,
+    k_at: Tensor,
+    window: tuple[int, int],
+    edges: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
-    """The definition of a part: `partial_attention` through a mask of positions, in the dtype of its inputs."""
-    owners = [None if edges is None else torch.searchsorted(edges.long(), at, right=True) for at in (q_at, k_at)]
+    """The definition of a part: `partial_attention` through a mask of positions, in the dtype of
+    its inputs.
+    """
+    owners = [
+        None if edges is None else torch.searchsorted(edges.long(), at, right=True)
+        for at in (q_at, k_at)
+    ]
     mask = reference.visible(q_at, k_at, window=window, q_segments=owners[0], k_segments=owners[1])
     k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], 1) for x in (k, v))
     z = (q @ k.mT * q.shape[-1] ** -0.5).masked_fill(~mask, float("-inf"))
@@ -130,7 +150,8 @@ def written_out(
 @pytest.mark.parametrize("packed", [False, True])
 def test_a_part_of_the_keys_has_its_log_sum_exp_and_gradients_through_both(packed: bool) -> None:
     torch.manual_seed(0)
-    q_at = torch.cat([torch.arange(8, 20), torch.arange(60, 73)]).to(DEVICE)  # two chunks, as ranks of a ring hold
+    # two chunks, as ranks of a ring hold
+    q_at = torch.cat([torch.arange(8, 20), torch.arange(60, 73)]).to(DEVICE)
     k_at = torch.cat([torch.arange(0, 9), torch.arange(50, 70), torch.arange(90, 99)]).to(DEVICE)
     edges = torch.tensor([0, 12, 55, 80], device=DEVICE) if packed else None
     shapes = {"q": (1, 2, len(q_at), 16), "k": (1, 1, len(k_at), 16), "v": (1, 1, len(k_at), 8)}
@@ -148,7 +169,9 @@ def test_parts_merge_to_the_whole() -> None:
     q, k, v, sink = (found[n] for n in ("q", "k", "v", "sink"))
     at = torch.arange(41, device=DEVICE)
     halves = [
-        flash.partial_attention(q, k[:, :, part], v[:, :, part], seen=Seen(table=table(at, at[part], (-1, 0))))
+        flash.partial_attention(
+            q, k[:, :, part], v[:, :, part], seen=Seen(table=table(at, at[part], (-1, 0)))
+        )
         for part in (slice(0, 20), slice(20, 41))
     ]
     out, lse = parts.merge(*halves[0], *halves[1])
@@ -177,7 +200,9 @@ def test_the_same_call_gives_the_same_bits() -> None:
 @pytest.mark.full
 def test_a_seeded_bug_is_seen(module: str, old: str, new: str, names: tuple[str, ...]) -> None:
     if old == "- left":
-        old, new, names = "left - shift", "left - shift - 1", ("window",)
+        old = "left - shift"
+        new = "left - shift - 1"
+        names = ("window",)
     with parity.caught(f"mtrain_kernels.attention.{module}", old, new):
         parity.check(ours, definition, inputs(names))
 
@@ -187,9 +212,14 @@ def test_hidden_tiles_are_not_visited() -> None:
     found = inputs(("packed", "window"))
     with torch.no_grad():
         clean = ours(**found)
-        k, v = found["k"].clone(), found["v"].clone()
-        k[:, :, 33:], v[:, :, 33:] = float("nan"), float("nan")  # a document of its own behind the last edge
-        torch.testing.assert_close(ours(**found | {"k": k, "v": v})[:, :, :32], clean[:, :, :32], rtol=0, atol=0)
+        k = found["k"].clone()
+        v = found["v"].clone()
+        # a document of its own behind the last edge
+        k[:, :, 33:] = float("nan")
+        v[:, :, 33:] = float("nan")
+        torch.testing.assert_close(
+            ours(**found | {"k": k, "v": v})[:, :, :32], clean[:, :, :32], rtol=0, atol=0
+        )
 
 
 def test_fake_tensors_know_shapes_strides_and_gradients() -> None:
@@ -197,7 +227,9 @@ def test_fake_tensors_know_shapes_strides_and_gradients() -> None:
     q, k, v, sink = (found[n] for n in ("q", "k", "v", "sink"))
     for wide in (False, True):
         arguments = (q, k, v, sink, None, 3, 0, 0, 0.25, 0.0, wide)
-        torch.library.opcheck(torch.ops.mtrain.attention, arguments, test_utils=("test_schema", "test_faketensor"))
+        torch.library.opcheck(
+            torch.ops.mtrain.attention, arguments, test_utils=("test_schema", "test_faketensor")
+        )
     with torch.device("meta"):
         out = flash.attention(
             torch.empty(2, 4, 5, 16), torch.empty(2, 2, 5, 16), torch.empty(2, 2, 5, 8), seen=Seen()
@@ -205,13 +237,21 @@ def test_fake_tensors_know_shapes_strides_and_gradients() -> None:
     assert (out.shape, out.permute(2, 0, 1, 3).is_contiguous()) == ((2, 4, 5, 8), True)
 
 
-def test_a_head_is_cut_into_two_parts_and_what_was_measured_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_head_is_cut_into_two_parts_and_what_was_measured_is_taken(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     assert [Widths.of(d, e) for d, e in ((128, 128), (192, 128), (80, 80))] == [
-        *(Widths(128, 0, 128, True, True), Widths(128, 64, 128, True, True), Widths(64, 16, 128, True, False))
+        *(
+            Widths(128, 0, 128, True, True),
+            Widths(128, 64, 128, True, True),
+            Widths(64, 16, 128, True, False),
+        )
     ]
     q = torch.empty(1, 4, 4000, 128, dtype=torch.bfloat16, device="meta")
     monkeypatch.setitem(tiles.TABLES, ("keys", 128), (SMALL["keys"], Tile(32, 64)))
     assert tiles.tile_for("keys", q, q, True) == SMALL["keys"]
-    monkeypatch.setattr(tuning, "_used", {"attention.keys": {"bfloat16 d128 e128 s4096 window": "32x64 w4 s2"}})
+    monkeypatch.setattr(
+        tuning, "_used", {"attention.keys": {"bfloat16 d128 e128 s4096 window": "32x64 w4 s2"}}
+    )
     assert tiles.tile_for("keys", q, q, True) == Tile(32, 64)
     assert tiles.tile_for("keys", q, q, False) == SMALL["keys"]

@@ -1,4 +1,6 @@
-"""TransformerEngine for a machine without a network: parts, their checksums, and the commands that build it."""
+"""TransformerEngine for a machine without a network: parts, their checksums, and the commands that
+build it.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,10 @@ import pytest
 from packaging.requirements import Requirement
 
 ROOT = Path(__file__).resolve().parents[2]
-NAMES = ("transformer_engine-2.20.2-py3-none-any.whl", "transformer_engine_cu13-2.20.2-py3-none-manylinux.whl")
+NAMES = (
+    "transformer_engine-2.20.2-py3-none-any.whl",
+    "transformer_engine_cu13-2.20.2-py3-none-manylinux.whl",
+)
 SOURCE = "transformer_engine_torch-2.20.2.tar.gz"
 PYTHONS = ("3.11", "3.12", "3.13")
 RELEASES = ("2.8.0", "2.9.0", "2.11.0", "2.12.0", "2.20.2", "2.21.0")
@@ -32,7 +37,9 @@ def packages(tmp_path: Path) -> Path:
     folder = tmp_path / "packages"
     folder.mkdir()
     for i, name in enumerate((*NAMES, SOURCE, "wheel-0.45-py3-none-any.whl")):
-        (folder / name).write_bytes(bytes((7 * i + k) % 251 for k in range(100 * i + 33 * (i != 2))))
+        (folder / name).write_bytes(
+            bytes((7 * i + k) % 251 for k in range(100 * i + 33 * (i != 2)))
+        )
     return folder
 
 
@@ -40,7 +47,9 @@ def files(folder: Path) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in folder.iterdir()}
 
 
-def test_parts_are_small_and_make_the_same_files_again(te: ModuleType, packages: Path, tmp_path: Path) -> None:
+def test_parts_are_small_and_make_the_same_files_again(
+    te: ModuleType, packages: Path, tmp_path: Path
+) -> None:
     parts = te.split(sorted(packages.iterdir()), tmp_path / "parts", 100)
     assert max(part.stat().st_size for part in parts) == 100
     assert len({part.parent for part in parts}) == len(parts) == 1 + 2 + 2 + 4
@@ -49,7 +58,9 @@ def test_parts_are_small_and_make_the_same_files_again(te: ModuleType, packages:
     assert files(tmp_path / "joined") == files(packages)
 
 
-def test_parts_that_came_otherwise_or_not_at_all_are_named(te: ModuleType, packages: Path, tmp_path: Path) -> None:
+def test_parts_that_came_otherwise_or_not_at_all_are_named(
+    te: ModuleType, packages: Path, tmp_path: Path
+) -> None:
     parts = te.split(sorted(packages.iterdir()), tmp_path / "parts", 100)
     kept = parts[3].read_bytes()
     parts[3].write_bytes(kept[:-1] + bytes([kept[-1] ^ 1]))
@@ -65,7 +76,9 @@ def test_parts_that_came_otherwise_or_not_at_all_are_named(te: ModuleType, packa
         te.join(tmp_path / "parts", tmp_path / "joined")
 
 
-def test_the_build_asks_no_network_and_takes_headers_where_they_are(te: ModuleType, packages: Path) -> None:
+def test_the_build_asks_no_network_and_takes_headers_where_they_are(
+    te: ModuleType, packages: Path
+) -> None:
     tools, wheel, install = te.steps(packages, Path("site"), 16, nvidia_wheels=True)
     for step in (tools, wheel, install):
         assert {"--no-index", "--no-deps"} <= set(step.argv)
@@ -90,9 +103,15 @@ def test_packages_of_two_releases_are_refused(te: ModuleType, packages: Path) ->
 
 
 def test_a_wheel_that_was_not_built_is_named(
-    te: ModuleType, packages: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    te: ModuleType,
+    packages: Path,
+    tmp_path: Path,
+    capfd: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """The commands of the build run in their order, and what the last one needs of an earlier one is looked for."""
+    """The commands of the build run in their order, and what the last one needs of an earlier one
+    is looked for.
+    """
     ran = []
 
     def run(argv: list[str], env: dict[str, str]) -> object:
@@ -111,31 +130,50 @@ def test_a_wheel_that_was_not_built_is_named(
 
 def admitted(python: str, release: str) -> bool:
     """Return whether the extra `cuda` takes a release of TransformerEngine under a Python."""
-    listed = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]["cuda"]
+    listed = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"][
+        "optional-dependencies"
+    ]["cuda"]
     wanted = [Requirement(text) for text in listed]
-    counts = [each for each in wanted if each.marker is None or each.marker.evaluate({"python_version": python})]
+    counts = [
+        each
+        for each in wanted
+        if each.marker is None or each.marker.evaluate({"python_version": python})
+    ]
     return len(counts) == 1 and counts[0].specifier.contains(release)
 
 
 def test_the_newest_transformer_engine_is_taken_where_megatron_core_takes_it() -> None:
-    assert [admitted("3.11", release) for release in ("2.8.0", "2.9.0", "2.11.0", "2.12.0", "2.20.2")] == [
-        *(False, True, True, False, False)
+    assert [
+        admitted("3.11", release) for release in ("2.8.0", "2.9.0", "2.11.0", "2.12.0", "2.20.2")
+    ] == [*(False, True, True, False, False)]
+    assert [admitted("3.12", release) for release in RELEASES] == [
+        *(False, True, True, True, True, False)
     ]
-    assert [admitted("3.12", release) for release in RELEASES] == [*(False, True, True, True, True, False)]
 
 
 def test_no_release_is_admitted_that_megatron_core_itself_refuses() -> None:
     """megatron-core 0.16.1 names a range in an extra; 0.19.2 names TransformerEngine without one.
 
-    `constraints.txt` says which release of megatron-core comes with a Python, and so which Pythons have this one.
+    `constraints.txt` says which release of megatron-core comes with a Python, and so which Pythons
+    have this one.
     """
     installed = importlib.metadata.version("megatron-core")
-    lines = [Requirement(text) for text in (ROOT / "constraints.txt").read_text().splitlines() if "megatron" in text]
+    lines = [
+        Requirement(text)
+        for text in (ROOT / "constraints.txt").read_text().splitlines()
+        if "megatron" in text
+    ]
     wanted = [each.marker for each in lines if each.specifier.contains(installed)]
-    pythons = [each for each in PYTHONS if any(m is None or m.evaluate({"python_version": each}) for m in wanted)]
+    pythons = [
+        each
+        for each in PYTHONS
+        if any(m is None or m.evaluate({"python_version": each}) for m in wanted)
+    ]
     assert pythons, f"constraints.txt has no line with megatron-core {installed}"
     said = [Requirement(text) for text in importlib.metadata.requires("megatron-core") or ()]
     (own,) = [each.specifier for each in said if each.name == "transformer-engine"]
-    taken = [release for release in RELEASES if any(admitted(python, release) for python in pythons)]
+    taken = [
+        release for release in RELEASES if any(admitted(python, release) for python in pythons)
+    ]
     assert taken
     assert [release for release in taken if not own.contains(release)] == []

@@ -18,7 +18,10 @@ DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 
 
 def inputs(
-    sizes: tuple[int, ...] = (2, 3, 21, 4), dtype: torch.dtype = torch.float32, bias: bool = True, packed: bool = True
+    sizes: tuple[int, ...] = (2, 3, 21, 4),
+    dtype: torch.dtype = torch.float32,
+    bias: bool = True,
+    packed: bool = True,
 ) -> dict[str, Any]:
     torch.manual_seed(0)
     b, d, t, w = sizes
@@ -53,14 +56,20 @@ def test_the_definition_is_the_sum_written_out(activation: str, packed: bool) ->
             wanted[n, :, t] = bias + sum(weight[:, 3 - (t - u)] * x[n, :, u] for u in earlier)
     if activation == "silu":
         wanted = wanted / (1 + (-wanted).exp())
-    torch.testing.assert_close(reference.causal_conv1d(**found).double(), wanted, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(
+        reference.causal_conv1d(**found).double(), wanted, rtol=1e-5, atol=1e-5
+    )
 
 
 def test_packed_sequences_are_what_they_are_alone() -> None:
     found = inputs((1, 3, 10, 4), packed=False)
-    parts = [reference.causal_conv1d(**found | {"x": part}) for part in found["x"].split([4, 1, 5], -1)]
+    parts = [
+        reference.causal_conv1d(**found | {"x": part}) for part in found["x"].split([4, 1, 5], -1)
+    ]
     marks = torch.tensor([[7] * 4 + [3] + [9] * 5], device=DEVICE)
-    torch.testing.assert_close(reference.causal_conv1d(**found, segments=marks), torch.cat(parts, -1))
+    torch.testing.assert_close(
+        reference.causal_conv1d(**found, segments=marks), torch.cat(parts, -1)
+    )
 
 
 def test_the_gradient_of_the_definition_is_that_of_differences() -> None:
@@ -97,7 +106,8 @@ def test_strides_do_not_matter() -> None:
 def test_what_is_no_number_goes_no_further_than_the_taps_and_the_segment() -> None:
     found = inputs()
     with torch.no_grad():
-        found["x"][0, 1, 4], found["x"][1, 2, 9] = float("nan"), float("inf")
+        found["x"][0, 1, 4] = float("nan")
+        found["x"][1, 2, 9] = float("inf")
     compare(found)
 
 
@@ -120,7 +130,10 @@ def test_what_is_no_number_goes_no_further_than_the_taps_and_the_segment() -> No
         ("total += weights[ahead] * d", "total = weights[ahead] * d"),
         ("_tap(x, segments, 8 + e, j, SEG", "_tap(x, segments, 8 + e, 0, SEG"),
         ("partial.sum(0)", "partial[0]"),
-        ("(batch * ceil_div(channels, d) * ceil_div(times, t),)", "(batch * ceil_div(channels, d) * (times // t),)"),
+        (
+            "(batch * ceil_div(channels, d) * ceil_div(times, t),)",
+            "(batch * ceil_div(channels, d) * (times // t),)",
+        ),
     ],
 )
 def test_a_seeded_bug_is_caught(old: str, new: str) -> None:

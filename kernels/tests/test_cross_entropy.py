@@ -1,4 +1,6 @@
-"""Cross entropy against its definition, PyTorch's, and seeded bugs; the vocabulary whole and in parts."""
+"""Cross entropy against its definition, PyTorch's, and seeded bugs; the vocabulary whole and in
+parts.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,9 @@ TERMS = {"plain": {}, "all": {"label_smoothing": 0.1, "z_loss": 1e-2, "soft_cap"
 def inputs(tokens: int, vocab: int, dtype: torch.dtype, seed: int = 0) -> dict[str, Tensor]:
     generator = torch.Generator().manual_seed(seed)
     rising = torch.linspace(0, vocab**0.2, vocab)  # so that a later block holds the maximum
-    logits = (2 * torch.randn(tokens, vocab, generator=generator) + rising).to(dtype).requires_grad_()
+    logits = (
+        (2 * torch.randn(tokens, vocab, generator=generator) + rising).to(dtype).requires_grad_()
+    )
     labels = torch.randint(0, vocab, (tokens,), generator=generator)
     labels[1::4] = -100
     return {"logits": logits, "labels": labels}
@@ -49,7 +53,9 @@ def test_the_definition_is_that_of_pytorch(smoothing):
     given = inputs(6, 50, torch.float64)
     check(
         lambda **kw: defined(**kw, label_smoothing=smoothing),
-        lambda logits, labels: F.cross_entropy(logits, labels, reduction="none", label_smoothing=smoothing),
+        lambda logits, labels: F.cross_entropy(
+            logits, labels, reduction="none", label_smoothing=smoothing
+        ),
         given,
     )
 
@@ -62,13 +68,17 @@ def test_strides_do_not_matter():
 
 def test_leading_dimensions_are_kept():
     given = inputs(6, 9, torch.float32)
-    folded = op.cross_entropy(given["logits"].view(2, 3, 9), given["labels"].view(2, 3), impl="triton")
+    folded = op.cross_entropy(
+        given["logits"].view(2, 3, 9), given["labels"].view(2, 3), impl="triton"
+    )
     torch.testing.assert_close(folded.view(6), defined(**given))
 
 
 @pytest.mark.parametrize("impl", ["reference", "triton"])
 def test_logits_far_from_zero_have_a_loss(impl):
-    """As far below as above: an exponential of the distance from zero would overflow, or times 0 be no number."""
+    """As far below as above: an exponential of the distance from zero would overflow, or times 0 be
+    no number.
+    """
     given = inputs(2, 9000, torch.float32)
     with torch.no_grad():
         given["logits"][0] -= 300
@@ -112,7 +122,9 @@ def test_a_label_outside_the_vocabulary_makes_its_loss_nan(impl):
 @pytest.mark.parametrize("impl", ["reference", "triton"])
 def test_opcheck(impl):
     given = inputs(3, 40, torch.float32)
-    torch.library.opcheck(op._cross_entropy, (*given.values(), "", *Terms(40, 0.1, 1e-3, 5.0), impl))
+    torch.library.opcheck(
+        op._cross_entropy, (*given.values(), "", *Terms(40, 0.1, 1e-3, 5.0), impl)
+    )
 
 
 @pytest.mark.parametrize(
@@ -120,7 +132,10 @@ def test_opcheck(impl):
     [
         ('mask=column < columns, other=-float("inf")', "mask=column < columns, other=0.0"),
         ("exponentials *= exp2(most * LOG2E - shift)", "exponentials *= 1"),
-        ("tl.sum(exponentials * exp2(most * LOG2E - largest * LOG2E), axis=0)", "tl.sum(exponentials, axis=0)"),
+        (
+            "tl.sum(exponentials * exp2(most * LOG2E - largest * LOG2E), axis=0)",
+            "tl.sum(exponentials, axis=0)",
+        ),
         ("columns // COLUMNS * COLUMNS", "(columns - 1) // COLUMNS * 0"),
         ("tl.where(here, target, 0.0)", "target + 1e-3"),
         ("gradient -= smoothing_share * factor", "gradient -= smoothing_share * factor * 2"),
@@ -134,14 +149,20 @@ def test_opcheck(impl):
 def test_a_seeded_bug_is_noticed(old, new):
     with caught(MODULE, old, new):
         for terms in TERMS.values():
-            check(run("triton", **terms), lambda t=terms, **kw: defined(**kw, **t), inputs(3, 10000, torch.float32))
+            check(
+                run("triton", **terms),
+                lambda t=terms, **kw: defined(**kw, **t),
+                inputs(3, 10000, torch.float32),
+            )
 
 
 @pytest.mark.parametrize("impl", ["reference", "triton"])
 @pytest.mark.parametrize("terms", TERMS.values(), ids=TERMS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize(("vocab", "columns"), [(77, 128), (1, 9)])
-def test_columns_behind_the_vocabulary_have_no_probability_and_no_gradient(impl, terms, dtype, vocab, columns):
+def test_columns_behind_the_vocabulary_have_no_probability_and_no_gradient(
+    impl, terms, dtype, vocab, columns
+):
     given = inputs(5, columns, dtype)
     given["labels"] %= vocab
     given["labels"][1] = -100
@@ -155,7 +176,8 @@ def test_columns_behind_the_vocabulary_have_no_probability_and_no_gradient(impl,
     )
     losses = op.cross_entropy(**given, vocab_size=vocab, impl=impl)
     torch.testing.assert_close(
-        losses, F.cross_entropy(given["logits"].float()[:, :vocab], given["labels"], reduction="none")
+        losses,
+        F.cross_entropy(given["logits"].float()[:, :vocab], given["labels"], reduction="none"),
     )
 
 
@@ -163,15 +185,24 @@ def test_columns_behind_the_vocabulary_have_no_probability_and_no_gradient(impl,
 def test_a_label_in_the_padding_makes_its_loss_nan(impl):
     given = inputs(3, 10, torch.float32)
     given["labels"] = torch.tensor([7, 2, 9])
-    assert op.cross_entropy(**given, vocab_size=7, impl=impl).isnan().tolist() == [True, False, True]
+    assert op.cross_entropy(**given, vocab_size=7, impl=impl).isnan().tolist() == [
+        True,
+        False,
+        True,
+    ]
 
 
-def sharded(rank_inputs: dict[str, Tensor], impl: str, terms: dict[str, Any]) -> tuple[Tensor, Tensor]:
+def sharded(
+    rank_inputs: dict[str, Tensor], impl: str, terms: dict[str, Any]
+) -> tuple[Tensor, Tensor]:
     import torch.distributed as dist
 
-    rank, ranks = dist.get_rank(), dist.get_world_size()
+    rank = dist.get_rank()
+    ranks = dist.get_world_size()
     logits = rank_inputs["logits"].detach().chunk(ranks, dim=1)[rank].clone().requires_grad_()
-    losses = op.cross_entropy(logits, rank_inputs["labels"], group=dist.group.WORLD, impl=impl, **terms)
+    losses = op.cross_entropy(
+        logits, rank_inputs["labels"], group=dist.group.WORLD, impl=impl, **terms
+    )
     (losses * torch.arange(len(losses))).sum().backward()
     return losses.detach(), logits.grad
 
@@ -187,7 +218,9 @@ def sharded_padding(given: dict[str, Tensor], vocabs: list[int]) -> list[tuple[T
 
 @pytest.mark.dist
 def test_padding_lies_on_the_last_ranks_whole_and_in_part():
-    given, vocabs = inputs(7, 64, torch.float32), [63, 48, 33, 16, 1]  # of 4 parts of 16
+    # of 4 parts of 16
+    given = inputs(7, 64, torch.float32)
+    vocabs = [63, 48, 33, 16, 1]
     given["labels"][0] = 0
     given["labels"] = given["labels"].where(given["labels"] < 1, 0)
     found = iter(zip(*run_ranks(4, sharded_padding, given, vocabs), strict=True))
@@ -201,7 +234,9 @@ def test_padding_lies_on_the_last_ranks_whole_and_in_part():
                 parts = next(found)
                 for part, _ in parts:
                     torch.testing.assert_close(part, losses.detach(), rtol=1e-6, atol=1e-6)
-                torch.testing.assert_close(torch.cat([g for _, g in parts], 1), logits.grad, rtol=1e-6, atol=1e-6)
+                torch.testing.assert_close(
+                    torch.cat([g for _, g in parts], 1), logits.grad, rtol=1e-6, atol=1e-6
+                )
 
 
 @pytest.mark.dist
@@ -217,7 +252,9 @@ def test_a_vocabulary_in_two_parts_is_the_whole(terms):
     parts = run_ranks(2, sharded, given, "reference", terms)
     for part, _ in parts:
         torch.testing.assert_close(part, losses.detach(), rtol=1e-6, atol=1e-6)
-    torch.testing.assert_close(torch.cat([g for _, g in parts], 1), given["logits"].grad, rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(
+        torch.cat([g for _, g in parts], 1), given["logits"].grad, rtol=1e-6, atol=1e-6
+    )
 
 
 def test_what_does_not_fit_is_refused():

@@ -28,7 +28,9 @@ def test_a_table_is_made_once_and_those_met_longest_ago_go() -> None:
     assert tables.of("b", CPU, lambda: made(4)) == 4
 
 
-def test_what_a_graph_reads_stays_and_what_it_writes_is_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_a_graph_reads_stays_and_what_it_writes_is_its_own(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     kept: list[Tensor] = []
     monkeypatch.setattr(device_tables, "_READ_BY_GRAPHS", kept)
     tables = DeviceTables(1)
@@ -41,7 +43,9 @@ def test_what_a_graph_reads_stays_and_what_it_writes_is_its_own(monkeypatch: pyt
     gc.collect()
     assert before() is not None
     assert inside() is not None
-    assert tables.of("inside", CPU, lambda: made(5)) == 5, "the one of the graph is not written before it runs"
+    assert tables.of("inside", CPU, lambda: made(5)) == 5, (
+        "the one of the graph is not written before it runs"
+    )
     kept.clear()
     gc.collect()
     assert before() is None

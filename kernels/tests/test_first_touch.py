@@ -1,4 +1,6 @@
-"""A lease of a GPU, walked on a CPU: results as they come, going on, what dies, takes too long or does not fit."""
+"""A lease of a GPU, walked on a CPU: results as they come, going on, what dies, takes too long or
+does not fit.
+"""
 
 from __future__ import annotations
 
@@ -27,8 +29,17 @@ def touch(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
 
 def walk(folder: Path, *words: str) -> tuple[int, str]:
     """Exit code and output of a dry run."""
-    command = [sys.executable, str(BENCH / "first_touch.py"), "--dry-run", "--out", str(folder), *words]
-    done = subprocess.run(command, capture_output=True, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"})
+    command = [
+        sys.executable,
+        str(BENCH / "first_touch.py"),
+        "--dry-run",
+        "--out",
+        str(folder),
+        *words,
+    ]
+    done = subprocess.run(
+        command, capture_output=True, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"}
+    )
     return done.returncode, done.stdout + done.stderr
 
 
@@ -47,13 +58,19 @@ def test_a_walk_compares_and_measures_and_the_next_call_goes_on_behind_it(tmp_pa
     assert found["environment machine"]["result"]["versions"]["torch"]
     assert found["parity rms_norm tiny"]["result"]["triton"] == "as fp64"
     results = tmp_path / "results.jsonl"
-    before = [line for line in results.read_text().splitlines() if '"layer_norm tiny", ' not in line]
-    results.write_text("\n".join(before) + '\n{"stage": "parity", "unit": "layer_norm ti')  # cut off here
+    before = [
+        line for line in results.read_text().splitlines() if '"layer_norm tiny", ' not in line
+    ]
+    # cut off here
+    results.write_text("\n".join(before) + '\n{"stage": "parity", "unit": "layer_norm ti')
     code, said = walk(tmp_path, *some, "parity")
     assert code == 0, said
     after = results.read_text().splitlines()
     assert after[: len(before)] == before
-    assert [json.loads(line)["unit"] for line in after[len(before) + 1 :]] == ["plan", *["layer_norm tiny"] * 2]
+    assert [json.loads(line)["unit"] for line in after[len(before) + 1 :]] == [
+        "plan",
+        *["layer_norm tiny"] * 2,
+    ]
 
 
 @pytest.mark.full
@@ -65,7 +82,9 @@ def test_numbers_that_no_random_input_has_are_compared_and_a_wrong_function_is_n
 
     assert edges.functions("cpu") == {}
     right = edges.reference.encode
-    monkeypatch.setattr(edges.reference, "encode", lambda x, format: right(x.nan_to_num(nan=1.0), format))
+    monkeypatch.setattr(
+        edges.reference, "encode", lambda x, format: right(x.nan_to_num(nan=1.0), format)
+    )
     assert sorted(edges.functions("cpu")) == ["e4m3", "e5m2"]
     zero = edges.torch.zeros(1)
     assert edges._other(-zero, zero, 0.0)
@@ -75,10 +94,14 @@ def test_numbers_that_no_random_input_has_are_compared_and_a_wrong_function_is_n
 @pytest.mark.full
 @pytest.mark.timeout(1800)  # a bench of every op, all runs and two trainings, in the interpreter
 def test_all_ops_are_walked_on_a_cpu(tmp_path: Path) -> None:
-    code, said = walk(tmp_path, "--whole", "--stages", "environment,parity,train,profile,ops,autotune")
+    code, said = walk(
+        tmp_path, "--whole", "--stages", "environment,parity,train,profile,ops,autotune"
+    )
     assert code == 0, said
     found = ends(tmp_path)
-    assert all(any(end in line for end in ("result", "skipped", "units")) for line in found.values()), found
+    assert all(
+        any(end in line for end in ("result", "skipped", "units")) for line in found.values()
+    ), found
     assert len(found["train tiny bf16 triton"]["result"]["losses"]) == 3
     assert found["profile tiny bf16 triton"]["result"]["gaps"]
 
@@ -86,9 +109,12 @@ def test_all_ops_are_walked_on_a_cpu(tmp_path: Path) -> None:
 def test_a_stage_that_dies_or_is_too_slow_is_a_result_and_the_rest_goes_on(
     touch: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    results, tried = touch.Results(tmp_path), []
+    results = touch.Results(tmp_path)
+    tried = []
 
-    def start(stage: Any, results: Any, walk: Any, limit_s: float, worker: int, of: int) -> tuple[int | None, str]:
+    def start(
+        stage: Any, results: Any, walk: Any, limit_s: float, worker: int, of: int
+    ) -> tuple[int | None, str]:
         name = stage.name
         tried.append(name)
         results.add(name, "plan", units=["one", "two"])
@@ -111,7 +137,12 @@ def test_a_stage_that_dies_or_is_too_slow_is_a_result_and_the_rest_goes_on(
     assert found["parity one"]["error"] == "died with -11: Segmentation fault"
     assert found["ops two"]["error"] == "ran past the limit of its stage"
     assert found["train one"]["error"] == f"took longer than {touch.BY_NAME['train'].unit_s:g} s"
-    assert found["parity two"]["result"] == found["ops one"]["result"] == found["train two"]["result"] == 1
+    assert (
+        found["parity two"]["result"]
+        == found["ops one"]["result"]
+        == found["train two"]["result"]
+        == 1
+    )
     assert tried == ["parity", "parity", "ops", "train", "train"]
 
 
@@ -140,7 +171,9 @@ def test_what_does_not_fit_the_budget_is_a_result_and_the_next_call_does_it(
     assert not touch.drive(["parity", "ops"], results, touch.Walk(True), 5)
     found = ends(tmp_path)
     for unit in ("parity one", "parity two", "ops two"):
-        assert found[unit]["skipped"].startswith("did not fit: the stage ends when its share of the budget of 5 s")
+        assert found[unit]["skipped"].startswith(
+            "did not fit: the stage ends when its share of the budget of 5 s"
+        )
     assert results.done("parity") == set()
     assert not touch.drive(["parity"], results, touch.Walk(True), 5)
     assert results.done("parity") == {"one"}, "longer than two budgets is longer than all"
@@ -181,9 +214,14 @@ def test_no_run_is_tried_where_the_gate_is_shut(
         return 0, ""
 
     monkeypatch.setattr(touch, "_start", start)
-    touch.drive(["gate", "parity", "runs", "train", "host", "rivals"], results, touch.Walk(True), 400)
+    touch.drive(
+        ["gate", "parity", "runs", "train", "host", "rivals"], results, touch.Walk(True), 400
+    )
     assert sorted(set(tried)) == ["gate", "host", "parity", "rivals"]
-    assert ends(tmp_path)["runs stage"]["skipped"] == "launch.py does not start: Cannot re-initialize CUDA"
+    assert (
+        ends(tmp_path)["runs stage"]["skipped"]
+        == "launch.py does not start: Cannot re-initialize CUDA"
+    )
 
 
 def test_stages_begin_anew_and_the_others_are_kept(touch: ModuleType, tmp_path: Path) -> None:
@@ -233,13 +271,18 @@ def test_gaps_of_a_trace_are_where_nothing_ran(touch: ModuleType) -> None:
         event("host", 0, 99, "cpu_op"),
     ]
     found = stages.gaps_of(trace)
-    assert found["gaps"] == [{"us": 25, "behind": "b", "before": "c"}, {"us": 2, "behind": "c", "before": "a"}]
+    assert found["gaps"] == [
+        {"us": 25, "behind": "b", "before": "c"},
+        {"us": 2, "behind": "c", "before": "a"},
+    ]
     assert found["busy_share"] == round(33 / 60, 4)
     assert found["longest"][0] == {"us": 18, "name": "a"}
     assert stages.gaps_of(trace[-1:])["of"] == "operations of the host"
 
 
-def test_the_bench_notices_a_wrong_gradient(touch: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_bench_notices_a_wrong_gradient(
+    touch: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
     import run
     import torch
     from mtrain_kernels.registry import MODELS, ops
@@ -248,7 +291,10 @@ def test_the_bench_notices_a_wrong_gradient(touch: ModuleType, monkeypatch: pyte
     clock = run.Clock(torch.device("cpu"), 1, True)
     rates = run.ceilings(clock, torch.bfloat16, True)
     setting = run.Setting(clock, torch.bfloat16, rates, ["eager", "auto"])
-    assert [row.agrees for row in run.measure("norm", case, MODELS["tiny"], setting)] == [None, True]
+    assert [row.agrees for row in run.measure("norm", case, MODELS["tiny"], setting)] == [
+        None,
+        True,
+    ]
     made = case.make(MODELS["tiny"], torch.device("cpu"), torch.bfloat16)
     first = run._values_and_gradients(lambda: case.call(made, "auto"), made)
     wrong = [first[0], *(2 * x for x in first[1:])]
@@ -256,7 +302,9 @@ def test_the_bench_notices_a_wrong_gradient(touch: ModuleType, monkeypatch: pyte
     assert not run.agree(wrong, first)
 
 
-def test_what_liger_changes_in_the_process_is_measured_last(touch: ModuleType, tmp_path: Path) -> None:
+def test_what_liger_changes_in_the_process_is_measured_last(
+    touch: ModuleType, tmp_path: Path
+) -> None:
     import first_touch_train
 
     names = list(first_touch_train.rivals(touch.Walk(False), tmp_path))
@@ -273,7 +321,9 @@ def test_tiles_are_measured_for_models_of_experts_and_of_attention(
     asked: list[Any] = []
     monkeypatch.setattr(stages, "needs_device", lambda walk: None)
     for name in ("measure", "measure_attention", "measure_loss"):
-        monkeypatch.setattr(tune, name, lambda path, device, *sizes, seconds: asked.append(sizes[:4]) or {})
+        monkeypatch.setattr(
+            tune, name, lambda path, device, *sizes, seconds: asked.append(sizes[:4]) or {}
+        )
     assert not stages.autotune(touch.Walk(False, ("norm",)), tmp_path)
     for unit in stages.autotune(touch.Walk(False, ()), tmp_path).values():
         assert unit() == {}
@@ -309,9 +359,12 @@ def test_a_step_of_the_optimizer_is_compared_by_what_it_changes(
     from mtrain_kernels import parity
     from mtrain_kernels.registry import MODELS, ops
 
-    walk, seen = touch.Walk(True, ()), []
+    walk = touch.Walk(True, ())
+    seen = []
     near = parity.assert_near
-    monkeypatch.setattr(parity, "assert_near", lambda *given: seen.append(given[1].norm()) or near(*given))
+    monkeypatch.setattr(
+        parity, "assert_near", lambda *given: seen.append(given[1].norm()) or near(*given)
+    )
     for case in ops()["optimizer"].cases:
         said = stages._compare(walk, "optimizer", case, MODELS["tiny"])
         assert said["triton"] == "as the definition in its own format", said
@@ -328,7 +381,9 @@ def test_a_step_of_the_optimizer_is_compared_by_what_it_changes(
             assert said["wrong"] == ["triton"], (new, said)
 
 
-def test_a_kernel_that_cannot_run_on_a_gpu_is_wrong(touch: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_kernel_that_cannot_run_on_a_gpu_is_wrong(
+    touch: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
     import first_touch_ops as stages
     from mtrain_kernels.registry import MODELS, ops
 
@@ -343,7 +398,9 @@ def test_a_kernel_that_cannot_run_on_a_gpu_is_wrong(touch: ModuleType, monkeypat
         assert said.get("wrong") == wrong
 
 
-def test_what_cannot_be_compared_is_timed(touch: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_cannot_be_compared_is_timed(
+    touch: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
     import run
     import torch
     from mtrain_kernels.registry import MODELS, ops
@@ -352,7 +409,9 @@ def test_what_cannot_be_compared_is_timed(touch: ModuleType, monkeypatch: pytest
         raise RuntimeError("out of memory")
 
     clock = run.Clock(torch.device("cpu"), 1, True)
-    setting = run.Setting(clock, torch.bfloat16, run.ceilings(clock, torch.bfloat16, True), ["eager", "auto"])
+    setting = run.Setting(
+        clock, torch.bfloat16, run.ceilings(clock, torch.bfloat16, True), ["eager", "auto"]
+    )
     monkeypatch.setattr(run, "agree", refuse)
     _, auto = run.measure("norm", ops()["norm"].cases[0], MODELS["tiny"], setting)
     assert auto.note == "not compared: RuntimeError: out of memory"
@@ -360,7 +419,9 @@ def test_what_cannot_be_compared_is_timed(touch: ModuleType, monkeypatch: pytest
     assert auto.backward_s is not None
 
 
-def test_tensors_are_compared_to_their_end_in_pieces(touch: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tensors_are_compared_to_their_end_in_pieces(
+    touch: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
     import run
     import torch
 

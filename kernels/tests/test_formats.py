@@ -1,4 +1,6 @@
-"""What every op computes in half precision: the exact numbers, rounded at the end, however many rows there are."""
+"""What every op computes in half precision: the exact numbers, rounded at the end, however many
+rows there are.
+"""
 
 from __future__ import annotations
 
@@ -62,14 +64,19 @@ class Case(NamedTuple):
     impls: tuple[str, ...] = ("reference", "triton")
 
 
-def _of(op: Any, reference: Any, name: str, shapes: dict[str, tuple[int, ...]], **more: Any) -> Case:
+def _of(
+    op: Any, reference: Any, name: str, shapes: dict[str, tuple[int, ...]], **more: Any
+) -> Case:
     """A case of a function that op and reference have under one name; `options` go to both."""
-    options, fixed = more.pop("options", {}), more.pop("fixed", {})
+    options = more.pop("options", {})
+    fixed = more.pop("fixed", {})
 
     def call(impl: str, **kw: Any) -> Any:
         return getattr(op, name)(**kw, **fixed, **options, impl=impl)
 
-    return Case(call, lambda **kw: getattr(reference, name)(**kw, **fixed, **options), shapes, **more)
+    return Case(
+        call, lambda **kw: getattr(reference, name)(**kw, **fixed, **options), shapes, **more
+    )
 
 
 torch.manual_seed(7)
@@ -78,17 +85,27 @@ COPIES = torch.rand(ROWS, 8).topk(6).indices
 PLAN = permute_reference.plan(COPIES, 8)
 COUNTS = torch.tensor([1200, 0, 336])
 LABELS = torch.randint(0, 40, (ROWS,))
-X, W = (ROWS, 32), (32,)
+X = (ROWS, 32)
+W = (32,)
 SMALL = {"weight": 0.01}
-ZERO, EPS = {"eps": 1e-5, "zero_centered": True}, {"eps": 1e-5}
+ZERO = {"eps": 1e-5, "zero_centered": True}
+EPS = {"eps": 1e-5}
 HEADS = {"q": (1, 2, ROWS, 8), "k": (1, 1, ROWS, 8), "v": (1, 1, ROWS, 8)}
 TABLES = {"cos": ANGLES.cos(), "sin": ANGLES.sin()}
-SCAN = {"x": (1, ROWS, 2, 4), "dt": (1, ROWS, 2), "b": (1, ROWS, 1, 4), "c": (1, ROWS, 1, 4), "d": (2,)}
+SCAN = {
+    "x": (1, ROWS, 2, 4),
+    "dt": (1, ROWS, 2),
+    "b": (1, ROWS, 1, 4),
+    "c": (1, ROWS, 1, 4),
+    "d": (2,),
+}
 
 
 def _linear_loss(impl: str, **kw: Tensor) -> Tensor:
     share = torch.full((ROWS,), 1 / ROWS)
-    return linear_cross_entropy.linear_cross_entropy(**kw, labels=LABELS, token_weights=share, impl=impl)[0]
+    return linear_cross_entropy.linear_cross_entropy(
+        **kw, labels=LABELS, token_weights=share, impl=impl
+    )[0]
 
 
 def _linear_loss_defined(**kw: Tensor) -> Tensor:
@@ -103,13 +120,25 @@ CASES: dict[str, Case] = {
     "norm: rms_norm, zero-centered": _of(
         norm, norm_reference, "rms_norm", {"x": X, "weight": W}, options=ZERO, scale=SMALL
     ),
-    "norm: layer_norm": _of(norm, norm_reference, "layer_norm", {"x": X, "weight": W, "bias": W}, options=EPS),
+    "norm: layer_norm": _of(
+        norm, norm_reference, "layer_norm", {"x": X, "weight": W, "bias": W}, options=EPS
+    ),
     "norm: layer_norm, zero-centered": _of(
-        norm, norm_reference, "layer_norm", {"x": X, "weight": W, "bias": W}, options=ZERO, scale=SMALL
+        norm,
+        norm_reference,
+        "layer_norm",
+        {"x": X, "weight": W, "bias": W},
+        options=ZERO,
+        scale=SMALL,
     ),
     # the residual is rounded before it is normalised, and two gradients meet in it
     "norm: rms_norm_residual": _of(
-        norm, norm_reference, "rms_norm_residual", {"x": X, "residual": X, "weight": W}, options=EPS, roundings=3
+        norm,
+        norm_reference,
+        "rms_norm_residual",
+        {"x": X, "residual": X, "weight": W},
+        options=EPS,
+        roundings=3,
     ),
     "norm: layer_norm_residual": _of(
         norm,
@@ -120,7 +149,11 @@ CASES: dict[str, Case] = {
         roundings=3,
     ),
     "softmax: with a sink": _of(
-        softmax, softmax_reference, "softmax", {"x": (1, 2, ROWS // 2, 24), "sink": (2,)}, options={"scale": 0.3}
+        softmax,
+        softmax_reference,
+        "softmax",
+        {"x": (1, 2, ROWS // 2, 24), "sink": (2,)},
+        options={"scale": 0.3},
     ),
     **{
         f"activation: {kind}": _of(
@@ -135,12 +168,25 @@ CASES: dict[str, Case] = {
     },
     "rope": _of(rope, rope_reference, "rotate", {"x": (ROWS, 2, 12)}, fixed=TABLES),
     "rope: normalised heads": _of(
-        rope, rope_reference, "rotate", {"x": (ROWS, 2, 12), "weight": (12,)}, fixed=TABLES, options=EPS
+        rope,
+        rope_reference,
+        "rotate",
+        {"x": (ROWS, 2, 12), "weight": (12,)},
+        fixed=TABLES,
+        options=EPS,
     ),
     "rope: normalised heads, zero-centered": _of(
-        rope, rope_reference, "rotate", {"x": (ROWS, 2, 12), "weight": (12,)}, fixed=TABLES, options=ZERO, scale=SMALL
+        rope,
+        rope_reference,
+        "rotate",
+        {"x": (ROWS, 2, 12), "weight": (12,)},
+        fixed=TABLES,
+        options=ZERO,
+        scale=SMALL,
     ),
-    "moe_permute": _of(permute, permute_reference, "permute", {"x": (ROWS, 8)}, options={"plan": PLAN}),
+    "moe_permute": _of(
+        permute, permute_reference, "permute", {"x": (ROWS, 8)}, options={"plan": PLAN}
+    ),
     "moe_permute: back": _of(
         permute,
         permute_reference,
@@ -178,7 +224,9 @@ CASES: dict[str, Case] = {
         roundings=2,
         impls=("reference", "triton", "torch"),
     ),
-    "causal_conv1d": _of(conv, conv_reference, "causal_conv1d", {"x": (2, 4, ROWS), "weight": (4, 4), "bias": (4,)}),
+    "causal_conv1d": _of(
+        conv, conv_reference, "causal_conv1d", {"x": (2, 4, ROWS), "weight": (4, 4), "bias": (4,)}
+    ),
     "gated_delta_rule": _of(
         delta,
         delta_reference,
@@ -202,7 +250,12 @@ CASES: dict[str, Case] = {
         attention, attention_reference, "attention", {**HEADS, "sink": (2,)}, impls=("reference",)
     ),
     "attention: with a cap": _of(
-        attention, attention_reference, "attention", HEADS, options={"softcap": 5.0}, impls=("reference",)
+        attention,
+        attention_reference,
+        "attention",
+        HEADS,
+        options={"softcap": 5.0},
+        impls=("reference",),
     ),
     # fused kernels round probabilities, and the first queries, which see few keys, show it most
     "attention": _of(
@@ -251,17 +304,26 @@ CALLS = [
     (name, impl, dtype)
     for name, case in CASES.items()
     for impl in case.impls
-    for dtype in (HALF if impl == "reference" else HALF[:1])  # kernels have one path for both; bf16 is the coarser
+    for dtype in (
+        HALF if impl == "reference" else HALF[:1]
+    )  # kernels have one path for both; bf16 is the coarser
 ]
 
 
 @pytest.mark.covering(1)
 @pytest.mark.parametrize(("name", "impl", "dtype"), CALLS, ids=str)
-def test_half_precision_is_rounded_at_the_end_and_nowhere_before(name: str, impl: str, dtype: torch.dtype) -> None:
+def test_half_precision_is_rounded_at_the_end_and_nowhere_before(
+    name: str, impl: str, dtype: torch.dtype
+) -> None:
     if impl == "triton":
         pytest.importorskip("triton")
     case = CASES[name]
-    check_format(lambda **kw: case.call(impl, **kw), case.definition, _inputs(case, dtype), roundings=case.roundings)
+    check_format(
+        lambda **kw: case.call(impl, **kw),
+        case.definition,
+        _inputs(case, dtype),
+        roundings=case.roundings,
+    )
 
 
 def test_every_op_with_a_definition_in_half_precision_is_here() -> None:

@@ -1,4 +1,6 @@
-"""Experts in FP8: Triton's operands to the bit and products near the definition, that near fp32, seeded bugs."""
+"""Experts in FP8: Triton's operands to the bit and products near the definition, that near fp32,
+seeded bugs.
+"""
 
 from __future__ import annotations
 
@@ -19,24 +21,32 @@ from mtrain_kernels.fp8_grouped.op import grouped_fp8
 from mtrain_kernels.fp8_linear.op import Recipe, fp8_linear, weights_leave, weights_stay
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-PRODUCTS, QUANTIZE = "mtrain_kernels.fp8_grouped.triton", "mtrain_kernels.fp8_grouped.quantize_triton"
+PRODUCTS = "mtrain_kernels.fp8_grouped.triton"
+QUANTIZE = "mtrain_kernels.fp8_grouped.quantize_triton"
 RECIPES = [Recipe("tensorwise", backward="e5m2"), Recipe("blockwise")]
 COUNTS = [[1], [130, 0, 1, 3]]
 
 
 def inputs(
-    counts: list[int], n: int = 130, k: int = 150, rest: int = 2, dtype: torch.dtype = torch.bfloat16
+    counts: list[int],
+    n: int = 130,
+    k: int = 150,
+    rest: int = 2,
+    dtype: torch.dtype = torch.bfloat16,
 ) -> dict[str, Any]:
     torch.manual_seed(0)
     x = torch.randn(sum(counts) + rest, k, device=DEVICE) * torch.logspace(1, -1, k, device=DEVICE)
-    weight = torch.randn(len(counts), n, k, device=DEVICE) * torch.logspace(-1.5, 1, k, device=DEVICE)
+    weight = torch.randn(len(counts), n, k, device=DEVICE) * torch.logspace(
+        -1.5, 1, k, device=DEVICE
+    )
     found = {"x": x.to(dtype).requires_grad_(), "weight": weight.to(dtype).requires_grad_()}
     return found | {"counts": torch.tensor(counts, device=DEVICE)}
 
 
 def gated(counts: list[int], n: int = 40, k: int = 150) -> dict[str, Any]:
     found = inputs(counts, n, k)
-    halves = torch.randn(found["x"].shape[0], 2 * k, device=DEVICE) * 2**-6  # codes would be 0 without a scale
+    # codes would be 0 without a scale
+    halves = torch.randn(found["x"].shape[0], 2 * k, device=DEVICE) * 2**-6
     return found | {
         "x": halves.bfloat16().requires_grad_(),
         "share": torch.rand(len(halves), device=DEVICE).requires_grad_(),
@@ -49,11 +59,14 @@ def layer(impl: str, recipe: Recipe, swiglu: bool = False, **given: Any) -> Tens
 
 def operands(x: Tensor, counts: list[int], recipe: Recipe, impl: str, **more: Any) -> Any:
     ends = torch.tensor(counts, device=DEVICE).cumsum(0).int()
-    return products.quantize_rows(x, ends, recipe.forward, recipe.kind == "tensorwise", impl, **more)
+    return products.quantize_rows(
+        x, ends, recipe.forward, recipe.kind == "tensorwise", impl, **more
+    )
 
 
 def assert_same_operands(x: Tensor, counts: list[int], recipe: Recipe, **options: Any) -> None:
-    used, held = sum(-(-c // 128) for c in counts), sum(counts)
+    used = sum(-(-c // 128) for c in counts)
+    held = sum(counts)
     with parity.poisoned():
         ours = operands(x, counts, recipe, "triton", **options)
     right = operands(x, counts, recipe, "reference", **options)
@@ -61,7 +74,8 @@ def assert_same_operands(x: Tensor, counts: list[int], recipe: Recipe, **options
     wide = (slice(None), slice(128 * used)), (slice(None), slice(used))
     cuts += wide if recipe.kind == "blockwise" else (wide[0], slice(None))
     for name, cut in zip(("data", "scale", "transposed", "transposed_scale"), cuts, strict=True):
-        a, b = getattr(ours, name), getattr(right, name)
+        a = getattr(ours, name)
+        b = getattr(right, name)
         assert a.shape == b.shape
         assert torch.equal(a[cut].float(), b[cut].float()), name
 
@@ -85,39 +99,58 @@ def test_operands_are_those_of_the_definition_to_the_bit(counts: list[int], reci
 @pytest.mark.parametrize("counts", COUNTS)
 def test_value_and_gradients_are_those_of_the_definition(counts: list[int], recipe: Recipe) -> None:
     given = inputs(counts)
-    parity.check(partial(layer, "triton", recipe), partial(layer, "reference", recipe), given, upcast=False)
+    parity.check(
+        partial(layer, "triton", recipe), partial(layer, "reference", recipe), given, upcast=False
+    )
     given = gated(counts)
     ours, right = (partial(layer, impl, recipe, True) for impl in ("triton", "reference"))
-    parity.check(ours, right, given, upcast=False, tolerance=5e-2)  # half a bit of a gate tips some codes
+    # half a bit of a gate tips some codes
+    parity.check(ours, right, given, upcast=False, tolerance=5e-2)
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_all_three_products_are_off_by_what_eight_bits_leave(recipe: Recipe) -> None:
     given = inputs([70, 0, 9], 96, 256, 0, torch.float32)
-    leaves, step = [given["x"], given["weight"]], torch.randn(79, 96, device=DEVICE)
-    plain = torch.cat([x @ w.T for x, w in zip(given["x"].split([70, 0, 9]), given["weight"], strict=True)])
+    leaves = [given["x"], given["weight"]]
+    step = torch.randn(79, 96, device=DEVICE)
+    plain = torch.cat(
+        [x @ w.T for x, w in zip(given["x"].split([70, 0, 9]), given["weight"], strict=True)]
+    )
     ours = layer("reference", recipe, **given)
     pairs = [(ours, plain)]
-    pairs += zip(torch.autograd.grad(ours, leaves, step), torch.autograd.grad(plain, leaves, step), strict=True)
+    pairs += zip(
+        torch.autograd.grad(ours, leaves, step),
+        torch.autograd.grad(plain, leaves, step),
+        strict=True,
+    )
     errors = [float(((a - b).norm() / b.norm()).detach()) for a, b in pairs]
     assert all(0.005 < error < 0.09 for error in errors), errors  # see `test_fp8_linear`
 
 
 def test_one_group_in_blocks_is_the_dense_layer_to_the_bit() -> None:
-    given, recipe = inputs([150], rest=0), RECIPES[1]
+    given = inputs([150], rest=0)
+    recipe = RECIPES[1]
     ours = layer("reference", recipe, **given)
     dense = fp8_linear(given["x"], given["weight"][0], recipe, impl="reference")
     leaves = [given["x"], given["weight"]]
-    for a, b in zip(torch.autograd.grad(ours.sum(), leaves), torch.autograd.grad(dense.sum(), leaves), strict=True):
+    for a, b in zip(
+        torch.autograd.grad(ours.sum(), leaves),
+        torch.autograd.grad(dense.sum(), leaves),
+        strict=True,
+    ):
         assert torch.equal(a, b)
     assert torch.equal(ours, dense)
 
 
 @pytest.mark.parametrize("impl", ["reference", pytest.param("triton", marks=pytest.mark.full)])
 @pytest.mark.parametrize("recipe", RECIPES)
-def test_what_is_computed_again_is_the_same_to_the_bit_and_no_operand_is_kept(recipe: Recipe, impl: str) -> None:
+def test_what_is_computed_again_is_the_same_to_the_bit_and_no_operand_is_kept(
+    recipe: Recipe, impl: str
+) -> None:
     given = gated([130, 0, 1])
-    leaves, kept, found = [given[name] for name in ("x", "share", "weight")], {}, {}
+    leaves = [given[name] for name in ("x", "share", "weight")]
+    kept = {}
+    found = {}
     for again in (False, True):
         sizes: list[int] = []
 
@@ -127,17 +160,23 @@ def test_what_is_computed_again_is_the_same_to_the_bit_and_no_operand_is_kept(re
 
         with torch.autograd.graph.saved_tensors_hooks(note, lambda t: t):
             y = layer(impl, recipe, True, again=again, **given)
-        kept[again], found[again] = sum(sizes), [y, *torch.autograd.grad(y.sum(), leaves)]
+        kept[again] = sum(sizes)
+        found[again] = [y, *torch.autograd.grad(y.sum(), leaves)]
     assert all(torch.equal(a, b) for a, b in zip(found[False], found[True], strict=True))
     assert kept[False] - kept[True] == 150 * 128 * reference.blocks_of(given["x"].shape[0], 3)
 
 
 @pytest.mark.parametrize("impl", ["triton", "reference"])
-def test_gradients_are_added_to_buffers_and_weights_are_quantised_once_while_they_stay(impl: str) -> None:
-    given, recipe = inputs([3, 0, 5], 20, 36), RECIPES[0]
+def test_gradients_are_added_to_buffers_and_weights_are_quantised_once_while_they_stay(
+    impl: str,
+) -> None:
+    given = inputs([3, 0, 5], 20, 36)
+    recipe = RECIPES[0]
     whole = given.pop("weight").detach()
     weights = [w.clone().requires_grad_() for w in whole]
-    (wanted,) = torch.autograd.grad(layer(impl, recipe, **given, weight=whole.requires_grad_()).float().sum(), whole)
+    (wanted,) = torch.autograd.grad(
+        layer(impl, recipe, **given, weight=whole.requires_grad_()).float().sum(), whole
+    )
     buffers = [torch.full((20, 36), 2.0, device=DEVICE) for _ in weights]
     with weights_stay():
         for _ in range(2):
@@ -153,7 +192,8 @@ def test_gradients_are_added_to_buffers_and_weights_are_quantised_once_while_the
 @pytest.mark.parametrize("recipe", RECIPES[:2])
 def test_weights_that_are_freed_in_between_are_quantised_again_to_the_bit(recipe: Recipe) -> None:
     given = inputs([3, 0, 5], 20, 36)
-    weight, found = given["weight"], {}
+    weight = given["weight"]
+    found = {}
     for leaves, factor in ((False, 1), (True, 1), (True, 2)):
         before = weight.detach().clone()
         with weights_leave() if leaves else nullcontext():
@@ -180,7 +220,12 @@ def test_products_by_descriptors_are_those_by_pointers(monkeypatch: pytest.Monke
     monkeypatch.setattr(triton.Tile, "described", staticmethod(noted))
     given = inputs([70, 0, 3], 80, 96, rest=1)
     for recipe in RECIPES:
-        parity.check(partial(layer, "triton", recipe), partial(layer, "reference", recipe), given, upcast=False)
+        parity.check(
+            partial(layer, "triton", recipe),
+            partial(layer, "reference", recipe),
+            given,
+            upcast=False,
+        )
     assert made
 
 
@@ -188,18 +233,32 @@ def test_products_by_descriptors_are_those_by_pointers(monkeypatch: pytest.Monke
 def test_what_is_no_number_stays_in_its_row_and_group() -> None:
     found = inputs([3, 0, 4], 20, 36)
     with torch.no_grad():
-        found["x"][1, 5], found["x"][8, 0] = float("nan"), float("nan")
+        found["x"][1, 5] = float("nan")
+        found["x"][8, 0] = float("nan")
     for impl, recipe in itertools.product(("triton", "reference"), RECIPES):
         y = layer(impl, recipe, **found)
-        assert y.isnan().any(1).tolist() == [False, impl == "reference" or DEVICE == "cuda", *[False] * 7]
-        gradient = torch.autograd.grad(y[3:7].sum(), found["weight"])[0]  # the interpreter's FP8 has no NaN
+        assert y.isnan().any(1).tolist() == [
+            False,
+            impl == "reference" or DEVICE == "cuda",
+            *[False] * 7,
+        ]
+        # the interpreter's FP8 has no NaN
+        gradient = torch.autograd.grad(y[3:7].sum(), found["weight"])[0]
         assert gradient[2].isfinite().all()
         assert gradient[1].count_nonzero() == 0
 
 
 BUGS = [
-    (PRODUCTS, "(g * tl.cdiv(n, K) + c // K) * blocks + block", "(g * tl.cdiv(n, K) + c // K) * blocks"),
-    (PRODUCTS, "x_scale_ptr + r.to(tl.int64) * blocks + block", "x_scale_ptr + r.to(tl.int64) * blocks"),
+    (
+        PRODUCTS,
+        "(g * tl.cdiv(n, K) + c // K) * blocks + block",
+        "(g * tl.cdiv(n, K) + c // K) * blocks",
+    ),
+    (
+        PRODUCTS,
+        "x_scale_ptr + r.to(tl.int64) * blocks + block",
+        "x_scale_ptr + r.to(tl.int64) * blocks",
+    ),
     (PRODUCTS, "group == g - 1, upto", "group == g - 2, upto"),
     (PRODUCTS, "total += part", "total = part"),
     (PRODUCTS, "total += tl.load(to", "total = tl.load(to"),
@@ -211,11 +270,19 @@ BUGS = [
     ),
     (QUANTIZE, "upto <= block", "upto < block"),
     (QUANTIZE, "share[:, None]", "share[:, None] * 0.5"),
-    (QUANTIZE, "tl.atomic_max(amax_ptr + group, tl.max(greatest_finite(x, 1), 0), mask=group < GROUPS)", "pass"),
+    (
+        QUANTIZE,
+        "tl.atomic_max(amax_ptr + group, tl.max(greatest_finite(x, 1), 0), mask=group < GROUPS)",
+        "pass",
+    ),
     (QUANTIZE, "first + dealt(SIDE, RUN)", "first + tl.arange(0, SIDE)"),
     (QUANTIZE, "tl.trans(in_order(q, SIDE, RUN))", "tl.trans(q)"),
     (QUANTIZE, "groups(in_order(x, SIDE, RUN), True", "groups(x, True"),
-    (QUANTIZE, "column[:, None].to(tl.int64) * (blocks * SIDE)", "column[:, None].to(tl.int64) * blocks"),
+    (
+        QUANTIZE,
+        "column[:, None].to(tl.int64) * (blocks * SIDE)",
+        "column[:, None].to(tl.int64) * blocks",
+    ),
     (QUANTIZE, "(group * across + wide) * down + high", "(group * across + wide) * down"),
 ]
 
@@ -225,7 +292,9 @@ BUGS = [
 def test_a_seeded_bug_is_caught(module: str, old: str, new: str) -> None:
     with parity.caught(module, old, new):
         for recipe in RECIPES:
-            if "SIDE, RUN" in old:  # rows in another order than the definition's, in both operands, cancel
+            if (
+                "SIDE, RUN" in old
+            ):  # rows in another order than the definition's, in both operands, cancel
                 assert_same_operands(inputs([130, 0, 3])["x"], [130, 0, 3], recipe)
             given = gated([130, 0, 3], 130, 150)
             weights = [w.detach().requires_grad_() for w in given.pop("weight")]
@@ -233,8 +302,13 @@ def test_a_seeded_bug_is_caught(module: str, old: str, new: str) -> None:
             for impl in ("triton", "reference"):
                 buffers = [torch.full((130, 150), 2**-10, device=DEVICE) for _ in weights]
                 with parity.poisoned():
-                    y = layer(impl, recipe, True, **given, weight=weights, main_grads=lambda b=buffers: b)
-                    found[impl] = [y, *torch.autograd.grad(y.sum(), [given["x"], given["share"], *weights])[:2]]
+                    y = layer(
+                        impl, recipe, True, **given, weight=weights, main_grads=lambda b=buffers: b
+                    )
+                    found[impl] = [
+                        y,
+                        *torch.autograd.grad(y.sum(), [given["x"], given["share"], *weights])[:2],
+                    ]
                 found[impl] += buffers
             for a, b in zip(found["triton"], found["reference"], strict=True):
                 parity.assert_near("found", a, b.double(), 5e-2)
@@ -244,7 +318,8 @@ def test_a_seeded_bug_is_caught(module: str, old: str, new: str) -> None:
 def test_torch_accepts_the_registration_and_what_does_not_fit_is_refused() -> None:
     given = inputs([3, 0, 2], 8, 16)
     ends = given["counts"].cumsum(0).int()
-    x, weights = given["x"].detach(), [w.detach() for w in given["weight"]]
+    x = given["x"].detach()
+    weights = [w.detach() for w in given["weight"]]
     checks = ("test_schema", "test_faketensor")
     for impl in ("triton", "reference"):
         arguments = (x, None, ends, None, "e4m3", True, True, True, False, impl)

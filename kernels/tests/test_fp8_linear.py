@@ -1,4 +1,6 @@
-"""FP8 products and linear layers: Triton's against the definition, the definition against fp64, seeded bugs."""
+"""FP8 products and linear layers: Triton's against the definition, the definition against fp64,
+seeded bugs.
+"""
 
 from __future__ import annotations
 
@@ -28,16 +30,23 @@ def operands(m: int, n: int, k: int, kinds: tuple[str, str]) -> dict[str, Tensor
     torch.manual_seed(0)
     found = {}
     for name, rows, kind in (("a", m, kinds[0]), ("b", n, kinds[1])):
-        x = torch.randn(rows, k, device=DEVICE) * torch.logspace(-2, 2, rows, device=DEVICE)[:, None]
+        x = (
+            torch.randn(rows, k, device=DEVICE)
+            * torch.logspace(-2, 2, rows, device=DEVICE)[:, None]
+        )
         q = quantize_tensorwise(x, impl="reference") if kind == "one" else None
         q = quantize_blocks(x, layout=kind, impl="reference") if q is None else q
         found |= {name: q.data, f"{name}_scale": q.scale}
     return found
 
 
-@pytest.mark.parametrize("kinds", [("one", "one"), ("1x128", "128x128"), ("1x128", "1x128"), ("128x128", "1x128")])
+@pytest.mark.parametrize(
+    "kinds", [("one", "one"), ("1x128", "128x128"), ("1x128", "1x128"), ("128x128", "1x128")]
+)
 @pytest.mark.parametrize("sizes", SIZES)
-def test_products_are_those_of_what_operands_stand_for(sizes: tuple[int, int, int], kinds: tuple[str, str]) -> None:
+def test_products_are_those_of_what_operands_stand_for(
+    sizes: tuple[int, int, int], kinds: tuple[str, str]
+) -> None:
     given = operands(*sizes, kinds)
     if sizes == (1, 1, 1) and kinds[0] != kinds[1]:
         return
@@ -55,17 +64,25 @@ def layer(recipe: Recipe, impl: str, x: Tensor, weight: Tensor) -> Tensor:
 
 def inputs(m: int, n: int, k: int, dtype: torch.dtype = torch.bfloat16) -> dict[str, Tensor]:
     torch.manual_seed(0)
-    x, weight = torch.randn(2, m, k, device=DEVICE), torch.randn(n, k, device=DEVICE)
+    x = torch.randn(2, m, k, device=DEVICE)
+    weight = torch.randn(n, k, device=DEVICE)
     return {"x": x.to(dtype).requires_grad_(), "weight": weight.to(dtype).requires_grad_()}
 
 
 @pytest.mark.covering(1)
 @pytest.mark.parametrize("recipe", RECIPES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_value_and_gradients_are_those_of_the_definition(recipe: Recipe, dtype: torch.dtype) -> None:
+def test_value_and_gradients_are_those_of_the_definition(
+    recipe: Recipe, dtype: torch.dtype
+) -> None:
     for m, n, k in SIZES[1:]:
         given = inputs(m, n, k, dtype)
-        parity.check(partial(layer, recipe, "triton"), partial(layer, recipe, "reference"), given, upcast=False)
+        parity.check(
+            partial(layer, recipe, "triton"),
+            partial(layer, recipe, "reference"),
+            given,
+            upcast=False,
+        )
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
@@ -76,7 +93,11 @@ def test_all_three_products_are_off_by_what_eight_bits_leave(recipe: Recipe) -> 
     ours = layer(recipe, "reference", **given)
     plain = given["x"] @ given["weight"].T
     pairs = [(ours, plain)]
-    pairs += zip(torch.autograd.grad(ours, leaves, step), torch.autograd.grad(plain, leaves, step), strict=True)
+    pairs += zip(
+        torch.autograd.grad(ours, leaves, step),
+        torch.autograd.grad(plain, leaves, step),
+        strict=True,
+    )
     errors = [float(((a - b).norm() / b.norm()).detach()) for a, b in pairs]
     # e4m3 rounds by at most 2^-4, e5m2 by 2^-3; of a sum of random signs the mean error remains
     assert all(0.005 < error < 0.09 for error in errors), errors
@@ -86,7 +107,10 @@ def test_all_three_products_are_off_by_what_eight_bits_leave(recipe: Recipe) -> 
 @pytest.mark.parametrize(
     ("old", "new"),
     [
-        ("a_scale_ptr + rows // A_ROWS * a_blocks + block", "a_scale_ptr + rows // A_ROWS * a_blocks"),
+        (
+            "a_scale_ptr + rows // A_ROWS * a_blocks + block",
+            "a_scale_ptr + rows // A_ROWS * a_blocks",
+        ),
         ("columns // B_ROWS * b_blocks", "0 * columns // B_ROWS"),
         ("(at[None, :] < k)", "(at[None, :] < k - 1)"),
         ("total += part", "total = part"),
@@ -97,16 +121,22 @@ def test_a_seeded_bug_is_caught(old: str, new: str) -> None:
     given = operands(200, 300, 384, ("1x128", "128x128"))
     wanted = op.scaled_product(**given, dtype=torch.float32, impl="reference")
     with parity.caught(KERNELS, old, new), parity.poisoned():
-        parity.assert_near("y", op.scaled_product(**given, dtype=torch.float32, impl="triton"), wanted)
+        parity.assert_near(
+            "y", op.scaled_product(**given, dtype=torch.float32, impl="triton"), wanted
+        )
 
 
 def test_parts_that_share_their_greatest_value_multiply_as_the_whole() -> None:
-    recipe, given = RECIPES[0], inputs(8, 12, 32)
-    x, weight = given["x"].detach(), given["weight"].detach()
+    recipe = RECIPES[0]
+    given = inputs(8, 12, 32)
+    x = given["x"].detach()
+    weight = given["weight"].detach()
     whole = fp8_linear(x, weight, recipe, impl="reference")
 
     def parts(shares: Shares) -> Tensor:
-        return torch.cat([fp8_linear(x, w, recipe, shares=shares, impl="reference") for w in weight.chunk(2)], -1)
+        return torch.cat(
+            [fp8_linear(x, w, recipe, shares=shares, impl="reference") for w in weight.chunk(2)], -1
+        )
 
     amax = weight.float().abs().amax().view(1)
     assert torch.equal(parts(Shares(weight=lambda part: amax)), whole)
@@ -115,17 +145,23 @@ def test_parts_that_share_their_greatest_value_multiply_as_the_whole() -> None:
 
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_a_weight_that_is_freed_in_between_is_quantised_again_to_the_bit(recipe: Recipe) -> None:
-    given, found = inputs(64, 96, 256), {}
+    given = inputs(64, 96, 256)
+    found = {}
     for leaves, faulty in ((False, False), (True, False), (True, True)):
-        weight, held = given["weight"], list[int]()
+        weight = given["weight"]
+        held = list[int]()
 
         def pack(x: Tensor, weight: Tensor = weight, held: list[int] = held) -> Tensor:
             held += [x.numel()] * (x.data_ptr() != weight.data_ptr())
             return x
 
-        with op.weights_leave() if leaves else nullcontext(), torch.autograd.graph.saved_tensors_hooks(pack, _same):
+        with (
+            op.weights_leave() if leaves else nullcontext(),
+            torch.autograd.graph.saved_tensors_hooks(pack, _same),
+        ):
             y = layer(recipe, "reference", **given)
-            before, size = weight.detach().clone(), weight.untyped_storage().nbytes()
+            before = weight.detach().clone()
+            size = weight.untyped_storage().nbytes()
             if leaves:
                 weight.untyped_storage().resize_(0)
                 weight.untyped_storage().resize_(size)
@@ -165,7 +201,8 @@ def test_what_cublas_does_not_take_is_refused_where_it_is_named_and_else_goes_to
     taken: list[str] = []
     monkeypatch.setattr(op, "pick", lambda name, impl, *_: "torch")
     monkeypatch.setattr(op, "_product", lambda *given: taken.append(given[-1]))
-    plain, blocks = operands(16, 32, 48, ("one", "one")), operands(16, 32, 48, ("1x128", "1x128"))
+    plain = operands(16, 32, 48, ("one", "one"))
+    blocks = operands(16, 32, 48, ("1x128", "1x128"))
     both = plain | {name: plain[name].to(torch.float8_e5m2) for name in "ab"}
     for given, said in (
         (blocks, "one scale"),
@@ -188,7 +225,8 @@ def test_what_cublas_does_not_take_is_refused_where_it_is_named_and_else_goes_to
 def test_torch_accepts_the_registration_and_what_does_not_fit_is_refused() -> None:
     given: dict[str, Any] = operands(5, 6, 130, ("1x128", "128x128"))
     arguments = (*given.values(), torch.bfloat16, "triton")
-    torch.library.opcheck(op._product, arguments, test_utils="test_faketensor")  # others multiply what FP8 has not
+    # others multiply what FP8 has not
+    torch.library.opcheck(op._product, arguments, test_utils="test_faketensor")
     with pytest.raises(ValueError, match="must be"):
         op.scaled_product(given["a"], given["a_scale"], given["b"][:, :9], given["b_scale"])
     with pytest.raises(ValueError, match="belongs to no blocks"):

@@ -1,4 +1,6 @@
-"""The gated delta rule: both definitions against loops in numbers and each other, and the calls of the library."""
+"""The gated delta rule: both definitions against loops in numbers and each other, and the calls of
+the library.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +28,9 @@ WAYS: dict[str, dict[str, Any]] = {
 }
 
 
-def inputs(way: str, times: int = 13, dtype: torch.dtype = torch.float64, heads: int = 2) -> dict[str, Any]:
+def inputs(
+    way: str, times: int = 13, dtype: torch.dtype = torch.float64, heads: int = 2
+) -> dict[str, Any]:
     torch.manual_seed(0)
     shapes = {
         "q": (2, times, heads, 3),
@@ -35,11 +39,15 @@ def inputs(way: str, times: int = 13, dtype: torch.dtype = torch.float64, heads:
         "g": (2, times, 4),
         "beta": (2, times, 4),
     }
-    found: dict[str, Any] = {n: torch.randn(s, dtype=torch.float64).to(dtype) for n, s in shapes.items()}
+    found: dict[str, Any] = {
+        n: torch.randn(s, dtype=torch.float64).to(dtype) for n, s in shapes.items()
+    }
     found["k"] = found["k"] / 2
     found["g"], found["beta"] = -found["g"].abs(), found["beta"].sigmoid()
     for name, value in WAYS[way].items():
-        found[name] = torch.randn(value, dtype=torch.float64).to(dtype) if isinstance(value, tuple) else value
+        found[name] = (
+            torch.randn(value, dtype=torch.float64).to(dtype) if isinstance(value, tuple) else value
+        )
     for value in found.values():
         if isinstance(value, Tensor):
             value.requires_grad_()
@@ -60,15 +68,21 @@ def test_the_recurrence_is_what_plain_numbers_say(way: str) -> None:
             q, k = (list(given[name][n][t][h // 2]) for name in "qk")
             v, g, beta = (given[name][n][t][h] for name in ("v", "g", "beta"))
             if found.get("l2norm"):
-                q, k = ([x / math.sqrt(sum(y * y for y in row) + 1e-6) for x in row] for row in (q, k))
+                q, k = (
+                    [x / math.sqrt(sum(y * y for y in row) + 1e-6) for x in row] for row in (q, k)
+                )
             if "segments" in found and t and found["segments"][n, t] != found["segments"][n, t - 1]:
                 state = [[0.0] * 5 for _ in range(3)]
             state = [[math.exp(g) * x for x in row] for row in state]
             known = [sum(k[d] * state[d][e] for d in range(3)) for e in range(5)]
-            state = [[state[d][e] + beta * k[d] * (v[e] - known[e]) for e in range(5)] for d in range(3)]
+            state = [
+                [state[d][e] + beta * k[d] * (v[e] - known[e]) for e in range(5)] for d in range(3)
+            ]
             for e in range(5):
                 wanted = found.get("scale", 3**-0.5) * sum(q[d] * state[d][e] for d in range(3))
-                assert math.isclose(wanted, float(y.detach()[n, t, h, e]), rel_tol=1e-9, abs_tol=1e-9)
+                assert math.isclose(
+                    wanted, float(y.detach()[n, t, h, e]), rel_tol=1e-9, abs_tol=1e-9
+                )
         assert torch.allclose(torch.tensor(state, dtype=torch.float64), last[n, h])
 
 
@@ -83,23 +97,30 @@ def test_chunks_give_what_the_recurrence_gives_with_every_gradient(way: str, chu
 def test_a_chunk_that_forgets_what_it_has_written_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.linalg, "solve_triangular", lambda system, right, **_: right)
     with pytest.raises(AssertionError):
-        parity.check(reference.gated_delta_rule, reference.gated_delta_rule_sequential, inputs("plain"))
+        parity.check(
+            reference.gated_delta_rule, reference.gated_delta_rule_sequential, inputs("plain")
+        )
 
 
 @pytest.mark.parametrize(
     ("dtype", "tolerance"), [(torch.float32, 1e-4), (torch.float16, 2e-2), (torch.bfloat16, 8e-2)]
 )
 def test_lower_precision_stays_near(dtype: torch.dtype, tolerance: float) -> None:
-    # A state remembers many steps: what its inputs' rounding does to it is larger than one step of the dtype.
+    # A state remembers many steps: what its inputs' rounding does to it is larger than one step of
+    # the dtype.
     definition = reference.gated_delta_rule_sequential
-    parity.check(op.gated_delta_rule, definition, inputs("all of it", dtype=dtype), tolerance=tolerance)
+    parity.check(
+        op.gated_delta_rule, definition, inputs("all of it", dtype=dtype), tolerance=tolerance
+    )
 
 
 @pytest.mark.parametrize("heads", [1, 4])
 @pytest.mark.parametrize("times", [0, 1, 5])
 def test_times_and_heads_may_be_anything(times: int, heads: int) -> None:
     found = inputs("normed", times, heads=heads)
-    parity.check(partial(op.gated_delta_rule, chunk=4), reference.gated_delta_rule_sequential, found)
+    parity.check(
+        partial(op.gated_delta_rule, chunk=4), reference.gated_delta_rule_sequential, found
+    )
 
 
 def test_a_state_that_fades_fast_overflows_nowhere() -> None:
@@ -116,13 +137,15 @@ def test_packed_sequences_are_what_they_are_alone_and_a_state_is_gone_on_from() 
     found = inputs("normed")
     parts = ("q", "k", "v", "g", "beta")
     cut = [
-        {n: v[:, i:j] if n in parts else v for n, v in found.items()} for i, j in itertools.pairwise((0, 4, 5, 13))
+        {n: v[:, i:j] if n in parts else v for n, v in found.items()}
+        for i, j in itertools.pairwise((0, 4, 5, 13))
     ]
     alone = [reference.gated_delta_rule(**each, chunk=3)[0] for each in cut]
     marks = torch.tensor([[5] * 4 + [2] + [5] * 8]).expand(2, 13)
     packed = reference.gated_delta_rule(**found, segments=marks, chunk=3)[0]
     torch.testing.assert_close(packed, torch.cat(alone, 1))
-    state, ys = None, []
+    state = None
+    ys = []
     for each in cut:
         y, state = reference.gated_delta_rule(**each, state=state)
         ys.append(y)
@@ -133,7 +156,9 @@ def test_packed_sequences_are_what_they_are_alone_and_a_state_is_gone_on_from() 
 def test_the_backward_keeps_the_inputs_alone() -> None:
     kept: list[int] = []
     found = inputs("normed", times=128, dtype=torch.float32)
-    with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t.numel()) or t, lambda t: t):
+    with torch.autograd.graph.saved_tensors_hooks(
+        lambda t: kept.append(t.numel()) or t, lambda t: t
+    ):
         op.gated_delta_rule(**found)
     assert sorted(kept) == sorted(found[n].numel() for n in ("q", "k", "v", "g", "beta"))
 
@@ -147,7 +172,9 @@ def test_an_input_alone_has_the_gradient_that_it_has_among_all() -> None:
     wanted = torch.autograd.grad(outputs, [found[name] for name in names], steps)
     for name, gradient in zip(names, wanted, strict=True):
         alone = {n: x.detach() if n in names and n != name else x for n, x in found.items()}
-        torch.testing.assert_close(torch.autograd.grad(op.gated_delta_rule(**alone), found[name], steps)[0], gradient)
+        torch.testing.assert_close(
+            torch.autograd.grad(op.gated_delta_rule(**alone), found[name], steps)[0], gradient
+        )
 
 
 def fla_stand_in(
@@ -162,14 +189,20 @@ def fla_stand_in(
     out = []
     for number, (i, j) in enumerate(itertools.pairwise(cu_seqlens.tolist())):
         state = None if initial_state is None else initial_state[number][None]
-        out.append(reference.gated_delta_rule(*(x[:, i:j] for x in (q, k, v, g, beta)), state=state, **options))
+        out.append(
+            reference.gated_delta_rule(
+                *(x[:, i:j] for x in (q, k, v, g, beta)), state=state, **options
+            )
+        )
     ys, states = zip(*out, strict=True)
     return torch.cat(ys, 1), torch.cat(states)
 
 
 @pytest.mark.parametrize("edges", [False, True])
 @pytest.mark.parametrize("way", WAYS)
-def test_the_library_is_called_as_it_wants(way: str, edges: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_library_is_called_as_it_wants(
+    way: str, edges: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     found = inputs(way, dtype=torch.float32)
     more = {}
     if "segments" in found:
@@ -184,7 +217,9 @@ def test_the_library_is_called_as_it_wants(way: str, edges: bool, monkeypatch: p
     monkeypatch.setitem(sys.modules, "fla.ops.gated_delta_rule", module)
     monkeypatch.setattr(op, "pick", lambda name, impl, *rest: impl)
     wanted = reference.gated_delta_rule_sequential(**found)
-    torch.testing.assert_close(op.gated_delta_rule(**found, **more, impl="fla"), wanted, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(
+        op.gated_delta_rule(**found, **more, impl="fla"), wanted, rtol=1e-4, atol=1e-4
+    )
 
 
 def test_the_named_one_runs_or_says_why_not() -> None:
@@ -194,7 +229,9 @@ def test_the_named_one_runs_or_says_why_not() -> None:
     half = found["v"].half()
     assert "edges" in (op._call_obstacle(half, found["segments"]) or "")
     assert op._call_obstacle(half[:1], found["segments"][:1]) is None
-    assert "float32" in (op._call_obstacle(found["v"][:1], None) or ""), "fla asserts that it is none"
+    assert "float32" in (op._call_obstacle(found["v"][:1], None) or ""), (
+        "fla asserts that it is none"
+    )
 
 
 def test_what_does_not_fit_is_refused() -> None:

@@ -1,4 +1,6 @@
-"""The small runs of `first_touch.py`: the list, what its runs are held to, the time of the host, and the summary."""
+"""The small runs of `first_touch.py`: the list, what its runs are held to, the time of the host,
+and the summary.
+"""
 
 from __future__ import annotations
 
@@ -53,13 +55,17 @@ def program(tmp_path: Path) -> str:
     return str(path)
 
 
-def tried(runs: ModuleType, folder: Path, *commands: dict[str, Any], name: str = "one") -> dict[str, Any]:
+def tried(
+    runs: ModuleType, folder: Path, *commands: dict[str, Any], name: str = "one"
+) -> dict[str, Any]:
     """Try a run, and note its result where later runs look for it."""
     from first_touch_results import Results, Walk
 
     made = tuple(runs.Command(**{**each, "argv": tuple(each["argv"])}) for each in commands)
     results = Results(folder)
-    said = runs._tried(Walk(True), folder / "runs" / name, runs.Entry(name, "a test", made), results)
+    said = runs._tried(
+        Walk(True), folder / "runs" / name, runs.Entry(name, "a test", made), results
+    )
     results.add("runs", name, result=said)
     return dict(said)
 
@@ -75,28 +81,36 @@ def test_every_run_of_the_list_is_a_valid_configuration_and_says_why(runs: Modul
     assert sum(entry.dry for entry in listed) >= 2
     found = runs._valid()
     assert "wrong" not in found, found
-    assert found["valid"] > len(listed) // 2, "those that name a folder of a run before are not validated"
+    assert found["valid"] > len(listed) // 2, (
+        "those that name a folder of a run before are not validated"
+    )
 
 
 def test_a_list_that_says_what_nobody_reads_is_refused(runs: ModuleType, tmp_path: Path) -> None:
     path = tmp_path / "runs.yaml"
 
     def refused(*said: str) -> str:
-        path.write_text("common: [model=llama_tiny]\nruns:\n" + "".join(f"- {{{each}}}\n" for each in said))
+        path.write_text(
+            "common: [model=llama_tiny]\nruns:\n" + "".join(f"- {{{each}}}\n" for each in said)
+        )
         with pytest.raises(ValueError) as told:
             runs.entries(path)
         return str(told.value)
 
     assert "unknown keys of a run: holds" in refused("name: a, why: b, holds: {}")
     assert "two runs are called a" in refused("name: a, why: b", "name: a, why: b")
-    assert "which does not come before it" in refused("name: a, why: b, hold: {near: {run: c}}", "name: c, why: d")
+    assert "which does not come before it" in refused(
+        "name: a, why: b, hold: {near: {run: c}}", "name: c, why: d"
+    )
 
 
-def test_a_later_word_replaces_the_same_key_and_a_verb_has_its_own(runs: ModuleType, tmp_path: Path) -> None:
+def test_a_later_word_replaces_the_same_key_and_a_verb_has_its_own(
+    runs: ModuleType, tmp_path: Path
+) -> None:
     path = tmp_path / "runs.yaml"
     path.write_text(
-        "common: [model=llama_tiny, precision=bf16]\n"
-        "runs:\n- {name: a, why: b, argv: [model=gemma_tiny], then: [{argv: [prove, model=t5_tiny]}]}\n"
+        "common: [model=llama_tiny, precision=bf16]\nruns:\n- {name: a, why: b, argv:"
+        " [model=gemma_tiny], then: [{argv: [prove, model=t5_tiny]}]}\n"
     )
     first, second = runs.entries(path)[0].commands
     assert first.argv == ("model=gemma_tiny", "precision=bf16")
@@ -107,7 +121,9 @@ def test_a_later_word_replaces_the_same_key_and_a_verb_has_its_own(runs: ModuleT
 
 def test_what_must_hold_is_held(runs: ModuleType, program: str, tmp_path: Path) -> None:
     good = tried(
-        runs, tmp_path, command(program, [3.0, 2.5, 2.0], falls=True, metric="mfu", says="trained", last_step=3)
+        runs,
+        tmp_path,
+        command(program, [3.0, 2.5, 2.0], falls=True, metric="mfu", says="trained", last_step=3),
     )
     assert good["losses"] == [3.0, 2.5, 2.0]
     assert good["step_s"] == 0.1
@@ -125,19 +141,25 @@ def test_what_must_hold_is_held(runs: ModuleType, program: str, tmp_path: Path) 
             tried(runs, tmp_path, command(program, [2.0, 2.0, 2.0], **hold))
 
 
-def test_an_exit_code_is_told_with_the_last_line(runs: ModuleType, program: str, tmp_path: Path) -> None:
+def test_an_exit_code_is_told_with_the_last_line(
+    runs: ModuleType, program: str, tmp_path: Path
+) -> None:
     ends = {**command(program, [2.0], exit=3), "environment": {"ENDS_WITH": "3"}}
     assert tried(runs, tmp_path, ends)["last_step"] == 1
     with pytest.raises(RuntimeError, match="ended with 3, not 0: trained run alone"):
         tried(runs, tmp_path, {**ends, "hold": {}})
 
 
-def test_losses_are_compared_with_those_of_a_run_before(runs: ModuleType, program: str, tmp_path: Path) -> None:
+def test_losses_are_compared_with_those_of_a_run_before(
+    runs: ModuleType, program: str, tmp_path: Path
+) -> None:
     near = {"run": "first", "within": 1e-3}
     tried(runs, tmp_path, command(program, [3.0, 2.5, 2.0]), name="first")
     said = tried(runs, tmp_path, command(program, [3.0, 2.501, 2.0], near=near), name="second")
     assert said["differs"] == pytest.approx(4e-4)
-    resumed = tried(runs, tmp_path, command(program, [2.5, 2.0], "2", same_as={"run": "first"}), name="third")
+    resumed = tried(
+        runs, tmp_path, command(program, [2.5, 2.0], "2", same_as={"run": "first"}), name="third"
+    )
     assert resumed["differs"] == 0.0
     for losses, first in (([3.0, 2.51, 2.0], "1"), ([3.0, 2.5], "1"), ([2.5, 2.0], "3")):
         with pytest.raises(RuntimeError, match="losses differ from first's by"):
@@ -150,7 +172,11 @@ def test_a_run_is_killed_after_a_step_and_the_next_command_goes_on(
     runs: ModuleType, program: str, tmp_path: Path
 ) -> None:
     killed = {**command(program, [3.0, 2.0], "1", "--stay"), "kill_after_step": 2}
-    goes_on = {"program": program, "argv": ["{run}", "again", "[1.0, 0.5]", "3"], "hold": {"says": "trained again"}}
+    goes_on = {
+        "program": program,
+        "argv": ["{run}", "again", "[1.0, 0.5]", "3"],
+        "hold": {"says": "trained again"},
+    }
     said = tried(runs, tmp_path, killed, goes_on)
     assert said["seconds"] < 30
     assert (tmp_path / "runs" / "one" / "run" / "again").is_dir()
@@ -158,14 +184,22 @@ def test_a_run_is_killed_after_a_step_and_the_next_command_goes_on(
         tried(runs, tmp_path, {**killed, "argv": ["{home}", "run", "[3.0]"], "kill_after_step": 9})
 
 
-def test_a_run_that_is_asked_to_stop_ends_by_itself(runs: ModuleType, program: str, tmp_path: Path) -> None:
-    stopped = {**command(program, [3.0, 2.0], "1", "--stay", exit=-15), "kill_after_step": 2, "signal": "SIGTERM"}
+def test_a_run_that_is_asked_to_stop_ends_by_itself(
+    runs: ModuleType, program: str, tmp_path: Path
+) -> None:
+    stopped = {
+        **command(program, [3.0, 2.0], "1", "--stay", exit=-15),
+        "kill_after_step": 2,
+        "signal": "SIGTERM",
+    }
     assert tried(runs, tmp_path, stopped)["last_step"] == 2
     with pytest.raises(RuntimeError, match="ended with -15, not 75"):
         tried(runs, tmp_path, {**stopped, "hold": {"exit": 75}})
 
 
-def test_what_an_earlier_try_left_is_not_taken_for_this_one(runs: ModuleType, program: str, tmp_path: Path) -> None:
+def test_what_an_earlier_try_left_is_not_taken_for_this_one(
+    runs: ModuleType, program: str, tmp_path: Path
+) -> None:
     """A call that was cut off, or `--again`, leaves a run that has all steps already."""
     tried(runs, tmp_path, command(program, [3.0, 2.0], last_step=2))
     ends_at_once = {"program": program, "argv": ["{home}"], "hold": {"exit": 1, "last_step": 2}}
@@ -203,7 +237,9 @@ def test_a_command_has_the_tree_in_front_and_no_launcher_by_hand(
     assert {key for key in given if given[key] != os.environ.get(key)} == {"PYTHONPATH", "OTHER"}
 
 
-def test_a_run_that_needs_what_is_not_here_is_skipped_with_the_reason(runs: ModuleType, tmp_path: Path) -> None:
+def test_a_run_that_needs_what_is_not_here_is_skipped_with_the_reason(
+    runs: ModuleType, tmp_path: Path
+) -> None:
     from first_touch_device import Skipped
     from first_touch_results import Results, Walk
 
@@ -212,8 +248,13 @@ def test_a_run_that_needs_what_is_not_here_is_skipped_with_the_reason(runs: Modu
         ({"module": "a.b"}, "no module a.b"),
     ):
         with pytest.raises(Skipped, match=reason):
-            runs._tried(Walk(True), tmp_path, runs.Entry("one", "a test", (), needs), Results(tmp_path))
-    assert runs._missing(runs.Entry("one", "a test", (), {"key": "trainer.seed", "module": "mtrain"})) is None
+            runs._tried(
+                Walk(True), tmp_path, runs.Entry("one", "a test", (), needs), Results(tmp_path)
+            )
+    assert (
+        runs._missing(runs.Entry("one", "a test", (), {"key": "trainer.seed", "module": "mtrain"}))
+        is None
+    )
 
 
 def test_the_host_is_told_by_layer_forward_and_backward(runs: ModuleType) -> None:
@@ -248,13 +289,17 @@ def test_the_host_is_told_by_layer_forward_and_backward(runs: ModuleType) -> Non
     assert [said["of"] for said in found.values()] == [3, 3]
     assert total > 30
     traced, launched = host._launches(step, layers)
-    assert [(what, layer) for what, layer, *_ in traced] == [(what, layer) for what, layer, *_ in marks]
+    assert [(what, layer) for what, layer, *_ in traced] == [
+        (what, layer) for what, layer, *_ in marks
+    ]
     assert launched == 0
     timed = host._timed(step, layers, lambda: None)
     assert 0 < timed["us_of_a_layer"]["forward"] < 1e6 * timed["step_s"]
 
 
-def test_a_device_is_stalled_after_its_rank_has_joined(runs: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_device_is_stalled_after_its_rank_has_joined(
+    runs: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
     spec = importlib.util.spec_from_file_location("stalls", BENCH / "stall" / "sitecustomize.py")
     assert spec is not None
     assert spec.loader is not None
@@ -304,8 +349,12 @@ def test_functions_are_told_by_module_with_what_they_take_themselves(runs: Modul
     assert found[0]["module"] == "builtins"
     assert "sorted" in found[0]["function"]
     assert found[0]["us"] > found[-1]["us"]
-    assert any(row["module"] == "json.decoder" and row["function"].startswith("decode") for row in found)
-    assert host.module_of("/x/site-packages/torch/nn/modules/module.py") == "torch.nn.modules.module"
+    assert any(
+        row["module"] == "json.decoder" and row["function"].startswith("decode") for row in found
+    )
+    assert (
+        host.module_of("/x/site-packages/torch/nn/modules/module.py") == "torch.nn.modules.module"
+    )
     assert host.module_of("/tree/src/mtrain/train/__init__.py") == "mtrain.train"
 
 
@@ -323,12 +372,24 @@ def noted(folder: Path) -> Any:
     results.add("parity", "geglu llama3_8b", result=wrong)
     results.add("parity", "rms_norm llama3_8b", error="died with -11")
     results.add("runs", "mixtral", error="the loss does not fall")
-    memory = {"peak_bytes_by_rank": [98e9], "reserved_bytes_by_rank": [99e9, None], "driver_peak_bytes": 101e9}
+    memory = {
+        "peak_bytes_by_rank": [98e9],
+        "reserved_bytes_by_rank": [99e9, None],
+        "driver_peak_bytes": 101e9,
+    }
     run = folder / "runs" / "one"
     run.mkdir(parents=True)
     planned = {"peak_bytes": [90e9, 102e9], "reserved_bytes": [103e9], "driver_bytes": [104e9]}
-    (run / "plan.json").write_text(json.dumps({"planned": {"step_s": 0.49, "memory_by_stage": planned}}))
-    said = {"run": str(run), "tokens_per_s": 130.0, "step_s": 0.5, "command": "model=llama_tiny", **memory}
+    (run / "plan.json").write_text(
+        json.dumps({"planned": {"step_s": 0.49, "memory_by_stage": planned}})
+    )
+    said = {
+        "run": str(run),
+        "tokens_per_s": 130.0,
+        "step_s": 0.5,
+        "command": "model=llama_tiny",
+        **memory,
+    }
     results.add("train", "1b bf16 triton", result=said)
     results.add("rivals", "1b transformers", result={"tokens_per_s": 100.0})
     results.add("profile", "1b bf16 triton", result={"busy_share": 0.65})
@@ -346,7 +407,10 @@ def made(runs: ModuleType, tmp_path: Path) -> Path:
     import first_touch_summary
     from first_touch_results import Walk
 
-    assert first_touch_summary.write(noted(tmp_path / "out"), Walk(False), "python first_touch.py") == 3
+    assert (
+        first_touch_summary.write(noted(tmp_path / "out"), Walk(False), "python first_touch.py")
+        == 3
+    )
     return tmp_path / "out"
 
 
@@ -386,8 +450,12 @@ def test_a_summary_puts_each_figure_beside_plan_and_goal(made: Path) -> None:
     assert f"memory, 1b bf16 triton: {held}, driver, sampled 101.00 GB (planned 104.00 GB)" in page
 
 
-def test_memory_is_put_beside_the_part_of_the_plan_that_it_measures(runs: ModuleType, tmp_path: Path) -> None:
-    """The driver's figure has the context of the device, and the allocator's has what it holds beside tensors."""
+def test_memory_is_put_beside_the_part_of_the_plan_that_it_measures(
+    runs: ModuleType, tmp_path: Path
+) -> None:
+    """The driver's figure has the context of the device, and the allocator's has what it holds
+    beside tensors.
+    """
     from first_touch_results import Walk
     from first_touch_summary import planned_of
     from first_touch_train import SHAPES, words_of
@@ -397,7 +465,11 @@ def test_memory_is_put_beside_the_part_of_the_plan_that_it_measures(runs: Module
     from mtrain.plan import compare
 
     assert planned_of(tmp_path) is None
-    words = [*words_of(Walk(False), SHAPES["1b"], "bf16", "triton"), "cluster=h200", "cluster.devices_per_node=1"]
+    words = [
+        *words_of(Walk(False), SHAPES["1b"], "bf16", "triton"),
+        "cluster=h200",
+        "cluster.devices_per_node=1",
+    ]
     machine = Machine(cpu_cores=16, memory_bytes=1 << 37, gpus=1, triton=True)
     run = load(words, machine, {}, to_run=False).run
     (tmp_path / compare.PLAN).write_text(json.dumps({"planned": compare.planned(run)}))
@@ -423,7 +495,9 @@ def test_the_pages_say_what_the_newest_results_say(readme: ModuleType) -> None:
         assert readme.filled(text.replace(content, "other"), marker, content) == text
 
 
-def test_results_that_are_kept_change_what_the_pages_say(readme: ModuleType, made: Path, tmp_path: Path) -> None:
+def test_results_that_are_kept_change_what_the_pages_say(
+    readme: ModuleType, made: Path, tmp_path: Path
+) -> None:
     results = tmp_path / "gpu"
     shutil.copytree(readme.RESULTS, results)
     before = readme.newest(results)
@@ -450,25 +524,42 @@ def test_the_headline_is_a_few_lines_that_name_the_device_and_the_page_of_all_fi
     assert set(readme.MODELS) == set(SHAPES)
     summary = json.loads((made / "summary.json").read_text())
     said = readme.sections(made, summary)["README.md", "gpu"].split("\n")
-    begin = "On one NVIDIA H200 (2099-01-02, commit 01234567), 1 of 2 small runs and 1 of 3 comparisons of kernels"
-    assert said[0].replace(summary["date"], "2099-01-02") == f"{begin} with their definitions passed."
-    assert said[1] == "In bf16, mtrain trains Llama 3.2 1B at 130 tokens/s; transformers trains it at 100."
-    assert said[2] == "3 of 6 figures reach their goals. [docs/gpu.md](docs/gpu.md) has every figure."
+    begin = (
+        "On one NVIDIA H200 (2099-01-02, commit 01234567), 1 of 2 small runs and 1 of 3 comparisons"
+        " of kernels"
+    )
+    assert (
+        said[0].replace(summary["date"], "2099-01-02") == f"{begin} with their definitions passed."
+    )
+    assert (
+        said[1]
+        == "In bf16, mtrain trains Llama 3.2 1B at 130 tokens/s; transformers trains it at 100."
+    )
+    assert (
+        said[2] == "3 of 6 figures reach their goals. [docs/gpu.md](docs/gpu.md) has every figure."
+    )
     assert len(said) == 3
     for folder in readme.RESULTS.iterdir():
         kept = json.loads((folder / "summary.json").read_text())
         assert len(readme.sections(folder, kept)["README.md", "gpu"].split("\n")) <= 5
 
 
-def test_results_of_a_dry_run_or_of_an_unknown_commit_are_refused(readme: ModuleType, made: Path) -> None:
+def test_results_of_a_dry_run_or_of_an_unknown_commit_are_refused(
+    readme: ModuleType, made: Path
+) -> None:
     summary = json.loads((made / "summary.json").read_text())
-    for changed, why in (({"dry": True}, "of a dry run"), ({"commit": "unknown"}, "does not say the commit")):
+    for changed, why in (
+        ({"dry": True}, "of a dry run"),
+        ({"commit": "unknown"}, "does not say the commit"),
+    ):
         (made / "summary.json").write_text(json.dumps(summary | changed))
         with pytest.raises(ValueError, match=why):
             readme.add(made, made / "gpu")
 
 
-def test_results_of_the_first_card_are_kept_with_device_versions_and_commit(readme: ModuleType) -> None:
+def test_results_of_the_first_card_are_kept_with_device_versions_and_commit(
+    readme: ModuleType,
+) -> None:
     for folder in readme.RESULTS.iterdir():
         summary = json.loads((folder / "summary.json").read_text())
         assert folder.name == readme.folder_of(summary)

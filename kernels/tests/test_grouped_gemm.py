@@ -23,12 +23,21 @@ SMALL_TILES = ("return min(max(power_of_two(size), 16), most)", "return 16")
 
 
 def inputs(
-    counts: list[int], sizes: tuple[int, int] = (19, 37), dtype: torch.dtype = torch.float32, rest: int = 0
+    counts: list[int],
+    sizes: tuple[int, int] = (19, 37),
+    dtype: torch.dtype = torch.float32,
+    rest: int = 0,
 ) -> dict[str, Any]:
     """`sizes` are n and k; `rest` rows lie behind the last group."""
     torch.manual_seed(0)
-    shapes = {"x": (sum(counts) + rest, sizes[1]), "weight": (len(counts), *sizes), "bias": (len(counts), sizes[0])}
-    found: dict[str, Any] = {n: torch.randn(s, device=DEVICE).to(dtype).requires_grad_() for n, s in shapes.items()}
+    shapes = {
+        "x": (sum(counts) + rest, sizes[1]),
+        "weight": (len(counts), *sizes),
+        "bias": (len(counts), sizes[0]),
+    }
+    found: dict[str, Any] = {
+        n: torch.randn(s, device=DEVICE).to(dtype).requires_grad_() for n, s in shapes.items()
+    }
     return found | {"counts": torch.tensor(counts, device=DEVICE)}
 
 
@@ -39,21 +48,28 @@ def compare(found: dict[str, Any], impl: str = "triton") -> None:
 @contextmanager
 def small_tiles() -> Iterator[None]:
     """Tiles of 16 by 16, so that few rows are many tiles; kernels are made anew with them."""
-    with parity.mutated(TILES, *SMALL_TILES), parity.mutated(KERNELS, "CLEARED = 4096", "CLEARED = 16"):
+    with (
+        parity.mutated(TILES, *SMALL_TILES),
+        parity.mutated(KERNELS, "CLEARED = 4096", "CLEARED = 16"),
+    ):
         yield
 
 
 def test_the_definition_is_that_of_the_grouped_layer_and_zeros_behind_it() -> None:
     found = inputs([3, 0, 2], rest=2)
     y = reference.grouped_gemm(**found)
-    layer = reference.grouped_linear(found["x"][:5], list(found["weight"]), [3, 0, 2], list(found["bias"]))
+    layer = reference.grouped_linear(
+        found["x"][:5], list(found["weight"]), [3, 0, 2], list(found["bias"])
+    )
     assert torch.equal(y[:5], layer)
     assert y[5:].count_nonzero() == 0
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("counts", COUNTS)
-def test_values_and_gradients_are_those_of_the_definition(counts: list[int], dtype: torch.dtype) -> None:
+def test_values_and_gradients_are_those_of_the_definition(
+    counts: list[int], dtype: torch.dtype
+) -> None:
     compare(inputs(counts, dtype=dtype, rest=3))
     compare(inputs(counts, dtype=dtype) | {"bias": None})
 
@@ -88,7 +104,8 @@ def test_strides_do_not_matter() -> None:
 def test_what_is_no_number_stays_in_its_row_and_group() -> None:
     found = inputs([3, 0, 4], rest=2)
     with torch.no_grad():
-        found["x"][1, 5], found["x"][8, 0] = float("nan"), float("inf")
+        found["x"][1, 5] = float("nan")
+        found["x"][8, 0] = float("inf")
     y = op.grouped_gemm(**found, impl="triton")
     assert y.isnan().any(1).tolist() == [False, True, *[False] * 7]
     gradient = torch.autograd.grad(y[2:].sum(), found["weight"])[0]
@@ -105,10 +122,16 @@ def test_what_is_no_number_stays_in_its_row_and_group() -> None:
         ("at = tl.cast(group, tl.int64) * step", "at = tl.cast(0, tl.int64) * step"),
         ("(upto <= high)", "(upto < high)"),
         ("base = start - (upto - tiles) * R", "base = start - (upto - tiles - 1) * R"),
-        ("first = tl.minimum(tl.load(ends_ptr + GROUPS - 1), rows)", "first = tl.cast(rows, tl.int32)"),
+        (
+            "first = tl.minimum(tl.load(ends_ptr + GROUPS - 1), rows)",
+            "first = tl.cast(rows, tl.int32)",
+        ),
         ("for i in range(whole, end, R)", "for i in range(whole, end - 1, R)"),
         ("mask=(r < end)[:, None] & (column < k)", "mask=(r < rows)[:, None] & (column < k - 1)"),
-        ("start = tl.minimum(tl.load(ends_ptr + g - 1), rows)", "start = tl.minimum(tl.load(ends_ptr + g), rows)"),
+        (
+            "start = tl.minimum(tl.load(ends_ptr + g - 1), rows)",
+            "start = tl.minimum(tl.load(ends_ptr + g), rows)",
+        ),
         ("(1, places.shape[1])) if transposed", "(places.shape[1], 1)) if transposed"),
         ("total = dot(d_y, x, total, EXACT)", "total = dot(d_y, x, total * 0, EXACT)"),
         ("total = dot(x, w, total, EXACT)", "total = dot(x, w, total * 0, EXACT)"),
@@ -124,7 +147,10 @@ def test_torch_accepts_the_registration(implementation: str) -> None:
     found = inputs([3, 0, 2], (8, 16), torch.bfloat16, rest=3)
     ends = found["counts"].cumsum(0).int()
     torch.library.opcheck(
-        products._grouped, (found["x"], [found["weight"]], ends, implementation), rtol=1e-2, atol=1e-2
+        products._grouped,
+        (found["x"], [found["weight"]], ends, implementation),
+        rtol=1e-2,
+        atol=1e-2,
     )
 
 
@@ -169,12 +195,15 @@ def test_what_does_not_fit_is_refused() -> None:
 
 @pytest.mark.parametrize(
     ("impl", "dtype"),
-    [(c, d) for c in ("reference", "triton") for d in (torch.bfloat16, torch.float16)] + [("torch", torch.bfloat16)],
+    [(c, d) for c in ("reference", "triton") for d in (torch.bfloat16, torch.float16)]
+    + [("torch", torch.bfloat16)],
     ids=str,
 )
 def test_a_bias_adds_the_gradients_of_thousands_of_rows_up_in_fp32(impl, dtype):
     bias = torch.zeros(3, 8, dtype=dtype, requires_grad=True)
-    x, weight = torch.zeros(4104, 16, dtype=dtype), torch.zeros(3, 8, 16, dtype=dtype)
-    y = op.grouped_gemm(x, weight, torch.tensor([4096, 0, 3]), bias, impl=impl)  # five rows of nobody
+    x = torch.zeros(4104, 16, dtype=dtype)
+    weight = torch.zeros(3, 8, 16, dtype=dtype)
+    # five rows of nobody
+    y = op.grouped_gemm(x, weight, torch.tensor([4096, 0, 3]), bias, impl=impl)
     (found,) = torch.autograd.grad(y, bias, torch.ones_like(y))
     assert found.tolist() == [[4096.0] * 8, [0.0] * 8, [3.0] * 8]

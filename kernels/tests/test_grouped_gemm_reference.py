@@ -12,29 +12,43 @@ TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 4e-2}
 @pytest.mark.parametrize("dtype", TOLERANCE)
 @pytest.mark.parametrize("rows", [[1], [3, 0, 2], [0, 0], [7, 1, 5, 0]])
 @pytest.mark.parametrize("with_bias", [False, True])
-def test_value_and_gradients_are_those_of_the_sums(with_bias: bool, rows: list[int], dtype: torch.dtype) -> None:
+def test_value_and_gradients_are_those_of_the_sums(
+    with_bias: bool, rows: list[int], dtype: torch.dtype
+) -> None:
     torch.manual_seed(0)
-    inputs, outputs, groups = 5, 3, range(len(rows))
+    inputs = 5
+    outputs = 3
+    groups = range(len(rows))
     x = torch.randn(sum(rows), inputs, dtype=torch.float64).to(dtype).requires_grad_()
-    weights = [torch.randn(outputs, inputs, dtype=torch.float64).to(dtype).requires_grad_() for _ in groups]
+    weights = [
+        torch.randn(outputs, inputs, dtype=torch.float64).to(dtype).requires_grad_() for _ in groups
+    ]
     biases = [torch.randn(outputs, dtype=torch.float64).to(dtype).requires_grad_() for _ in groups]
     y = grouped_linear(x, weights, rows, biases if with_bias else None)
     owner = [g for g in groups for _ in range(rows[g])]
     expected = torch.zeros(sum(rows), outputs, dtype=torch.float64)
     for r, g in enumerate(owner):
-        expected[r] = (weights[g].double() * x[r].double()).sum(-1) + (biases[g].double() if with_bias else 0)
+        expected[r] = (weights[g].double() * x[r].double()).sum(-1) + (
+            biases[g].double() if with_bias else 0
+        )
     assert y.dtype == dtype
-    torch.testing.assert_close(y.double(), expected, rtol=TOLERANCE[dtype], atol=4 * TOLERANCE[dtype])
+    torch.testing.assert_close(
+        y.double(), expected, rtol=TOLERANCE[dtype], atol=4 * TOLERANCE[dtype]
+    )
     direction = torch.randn(y.shape, dtype=torch.float64)
     leaves = [x, *weights, *(biases if with_bias else [])]
     found = torch.autograd.grad((y.double() * direction).sum(), leaves)
     for g in groups:
         mine = [r for r, o in enumerate(owner) if o == g]
         wanted = direction[mine].T @ x.detach().double()[mine]
-        torch.testing.assert_close(found[1 + g].double(), wanted, rtol=TOLERANCE[dtype], atol=8 * TOLERANCE[dtype])
+        torch.testing.assert_close(
+            found[1 + g].double(), wanted, rtol=TOLERANCE[dtype], atol=8 * TOLERANCE[dtype]
+        )
     for r, g in enumerate(owner):
         wanted = direction[r] @ weights[g].detach().double()
-        torch.testing.assert_close(found[0][r].double(), wanted, rtol=TOLERANCE[dtype], atol=8 * TOLERANCE[dtype])
+        torch.testing.assert_close(
+            found[0][r].double(), wanted, rtol=TOLERANCE[dtype], atol=8 * TOLERANCE[dtype]
+        )
 
 
 def test_a_group_without_rows_still_gets_a_gradient() -> None:
@@ -44,7 +58,11 @@ def test_a_group_without_rows_still_gets_a_gradient() -> None:
     assert torch.equal(weights[1].grad, torch.zeros(2, 3))
 
 
-@pytest.mark.parametrize(("rows", "biases"), [([2, 1], None), ([4], None), ([2, 2], [torch.ones(2)])])
-def test_counts_that_do_not_fit_are_refused(rows: list[int], biases: list[torch.Tensor] | None) -> None:
+@pytest.mark.parametrize(
+    ("rows", "biases"), [([2, 1], None), ([4], None), ([2, 2], [torch.ones(2)])]
+)
+def test_counts_that_do_not_fit_are_refused(
+    rows: list[int], biases: list[torch.Tensor] | None
+) -> None:
     with pytest.raises(ValueError, match=r"rows|biases"):
         grouped_linear(torch.ones(4, 3), [torch.ones(2, 3)] * 2, rows, biases)

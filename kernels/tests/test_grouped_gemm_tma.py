@@ -1,4 +1,6 @@
-"""The grouped products by TMA descriptors, which sm_90 and later take, interpreted: no row, one, odd places."""
+"""The grouped products by TMA descriptors, which sm_90 and later take, interpreted: no row, one,
+odd places.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +32,9 @@ def by_descriptors(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
     monkeypatch.setattr(tiles, "capability", lambda device: 90)
     monkeypatch.setattr(tiles, "LEAST", 16)
     monkeypatch.setattr(
-        tiles, "TABLES", {name: (tiles.Tile(16, 16, 16, tma=True), tiles.Tile(16, 16, 16)) for name in tiles.TABLES}
+        tiles,
+        "TABLES",
+        {name: (tiles.Tile(16, 16, 16, tma=True), tiles.Tile(16, 16, 16)) for name in tiles.TABLES},
     )
     monkeypatch.setattr(tiles.Tile, "described", staticmethod(noted))
     return made
@@ -48,7 +52,9 @@ def compare(found: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("counts", [[0, 0], [1], [0, 1], [17, 0, 2]])
-def test_values_and_gradients_are_those_of_the_definition(counts: list[int], by_descriptors: list[bool]) -> None:
+def test_values_and_gradients_are_those_of_the_definition(
+    counts: list[int], by_descriptors: list[bool]
+) -> None:
     compare(inputs(counts))
     compare(inputs(counts, rest=1))
     assert by_descriptors
@@ -67,7 +73,8 @@ def test_one_row_may_be_part_of_a_wider_one() -> None:
     compare(found | {"x": row.requires_grad_()})
 
     def summed(x: Tensor, weight: Tensor, counts: Tensor, impl: str) -> Tensor:
-        return op.grouped_gemm(x, weight, counts, impl=impl).sum(0)  # its gradient has a stride of 0
+        # its gradient has a stride of 0
+        return op.grouped_gemm(x, weight, counts, impl=impl).sum(0)
 
     parity.check(partial(summed, impl="triton"), partial(summed, impl="reference"), found)
 
@@ -76,9 +83,12 @@ def test_one_row_may_be_part_of_a_wider_one() -> None:
 def test_a_gradient_may_begin_anywhere(rows: int) -> None:
     from mtrain_kernels.grouped_gemm import triton
 
-    x, ends = torch.randn(rows, SIZES[1]).half(), torch.tensor([0, rows], dtype=torch.int32)
+    x = torch.randn(rows, SIZES[1]).half()
+    ends = torch.tensor([0, rows], dtype=torch.int32)
     d_y = torch.randn(rows * SIZES[0] + 1).half()[1:].view(rows, SIZES[0])
     assert rows == 0 or d_y.data_ptr() % 16
     found = triton.weights_product(d_y, x, ends)
     assert found is not None
-    parity.assert_near("gradient", found, torch.stack([torch.zeros(SIZES), d_y.float().t() @ x.float()]))
+    parity.assert_near(
+        "gradient", found, torch.stack([torch.zeros(SIZES), d_y.float().t() @ x.float()])
+    )

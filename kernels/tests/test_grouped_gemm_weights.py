@@ -1,4 +1,6 @@
-"""The grouped product of weights that lie apart, with an activation inside, and gradients added to buffers."""
+"""The grouped product of weights that lie apart, with an activation inside, and gradients added to
+buffers.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,11 @@ from torch import Tensor
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 KERNELS = "mtrain_kernels.grouped_gemm.triton"
-TILES = ("mtrain_kernels.grouped_gemm.tiles", "return min(max(power_of_two(size), 16), most)", "return 16")
+TILES = (
+    "mtrain_kernels.grouped_gemm.tiles",
+    "return min(max(power_of_two(size), 16), most)",
+    "return 16",
+)
 COUNTS = [[5], [3, 0, 2], [0, 0], [40, 1, 17, 0], [0, 30, 9]]
 
 
@@ -26,17 +32,22 @@ def inputs(
     """`sizes` are n and k; `rest` rows lie behind the last group."""
     torch.manual_seed(0)
     shapes = {"x": (sum(counts) + rest, sizes[1]), "weight": (len(counts), *sizes)}
-    found: dict[str, Any] = {n: torch.randn(s, device=DEVICE).to(dtype).requires_grad_() for n, s in shapes.items()}
+    found: dict[str, Any] = {
+        n: torch.randn(s, device=DEVICE).to(dtype).requires_grad_() for n, s in shapes.items()
+    }
     return found | {"counts": torch.tensor(counts, device=DEVICE)}
 
 
 def apart(found: dict[str, Any], even: bool) -> dict[str, Any]:
-    """The same with a weight for each group, from the last to the first in memory, or without one step to all."""
+    """The same with a weight for each group, from the last to the first in memory, or without one
+    step to all.
+    """
     weights = found.pop("weight").detach()
     groups, n, k = weights.shape
     block = torch.zeros(2 * groups * n * k + 64, dtype=weights.dtype, device=DEVICE)
     starts = [
-        (groups - 1 - g) * n * k * (1 if even else 2) + (16 if g == 1 and not even else 0) for g in range(groups)
+        (groups - 1 - g) * n * k * (1 if even else 2) + (16 if g == 1 and not even else 0)
+        for g in range(groups)
     ]
     for g, start in enumerate(starts):
         found[f"w{g}"] = block[start : start + n * k].view(n, k)
@@ -45,7 +56,9 @@ def apart(found: dict[str, Any], even: bool) -> dict[str, Any]:
 
 
 def listing(function: Callable[..., Tensor], **more: Any) -> Callable[..., Tensor]:
-    """A function of a list of weights as one of w0, w1 and so on, which parity can differentiate."""
+    """A function of a list of weights as one of w0, w1 and so on, which parity can
+    differentiate.
+    """
 
     def called(x: Tensor, counts: Tensor, **rest: Any) -> Tensor:
         weights = [rest.pop(name) for name in sorted(n for n in rest if n[0] == "w")]
@@ -54,7 +67,9 @@ def listing(function: Callable[..., Tensor], **more: Any) -> Callable[..., Tenso
     return called
 
 
-def gated(x: Tensor, weight: Any, counts: Tensor, share: Tensor | None = None, kind: str = "swiglu") -> Tensor:
+def gated(
+    x: Tensor, weight: Any, counts: Tensor, share: Tensor | None = None, kind: str = "swiglu"
+) -> Tensor:
     return activation(reference.grouped_gemm(x, weight, counts), kind, weight=share)
 
 
@@ -80,7 +95,8 @@ def test_no_copy_of_a_list_of_weights_is_kept() -> None:
         own = {w.untyped_storage().data_ptr() for w in weights}
         return sum(size for at, size in found.items() if at not in own)
 
-    x, counts = torch.randn(5, 16), torch.tensor([3, 0, 2])
+    x = torch.randn(5, 16)
+    counts = torch.tensor([3, 0, 2])
     weights = [torch.randn(32, 16, requires_grad=True) for _ in range(3)]
     small = kept(weights)
     assert small < weights[0].nbytes
@@ -91,10 +107,14 @@ def test_no_copy_of_a_list_of_weights_is_kept() -> None:
 @pytest.mark.parametrize("kind", ["swiglu", "geglu", "geglu_tanh"])
 @pytest.mark.parametrize("counts", COUNTS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
-def test_an_activation_in_the_product_is_that_behind_it(counts: list[int], kind: str, dtype: torch.dtype) -> None:
+def test_an_activation_in_the_product_is_that_behind_it(
+    counts: list[int], kind: str, dtype: torch.dtype
+) -> None:
     found = inputs(counts, (38, 37), dtype)
-    ours, definition = partial(op.grouped_gated, kind=kind, impl="triton"), partial(gated, kind=kind)
-    rounded = {"tolerance": parity.TOLERANCE[dtype] * (1 if dtype == torch.float32 else 2)}  # in between, too
+    ours = partial(op.grouped_gated, kind=kind, impl="triton")
+    definition = partial(gated, kind=kind)
+    # in between, too
+    rounded = {"tolerance": parity.TOLERANCE[dtype] * (1 if dtype == torch.float32 else 2)}
     parity.check(ours, definition, found, **rounded)
     share = torch.rand(found["x"].shape[0], device=DEVICE).requires_grad_()
     listed = apart(found | {"share": share}, even=False)
@@ -116,13 +136,17 @@ def test_a_seeded_bug_of_the_gate_is_caught(old: str, new: str) -> None:
     found = inputs([17, 0, 2], (22, 19))
     share = torch.rand(found["x"].shape[0], device=DEVICE).requires_grad_()
     with parity.mutated(*TILES), parity.caught(KERNELS, old, new):
-        parity.check(partial(op.grouped_gated, kind="swiglu", impl="triton"), gated, found | {"share": share})
+        parity.check(
+            partial(op.grouped_gated, kind="swiglu", impl="triton"), gated, found | {"share": share}
+        )
 
 
 @pytest.mark.parametrize("impl", ["triton", "reference"])
 @pytest.mark.parametrize("with_gate", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_gradients_of_weights_are_added_to_buffers(dtype: torch.dtype, with_gate: bool, impl: str) -> None:
+def test_gradients_of_weights_are_added_to_buffers(
+    dtype: torch.dtype, with_gate: bool, impl: str
+) -> None:
     found = apart(inputs([17, 0, 5], (38, 37), dtype), even=True)
     weights = [found[f"w{g}"] for g in range(3)]
     before = [torch.randn(38, 37, device=DEVICE) for _ in weights]
@@ -144,14 +168,18 @@ def test_gradients_of_weights_are_added_to_buffers(dtype: torch.dtype, with_gate
     ("old", "new"),
     [
         ("total += tl.load(to, mask=inside", "total = tl.load(to, mask=inside"),
-        ("TABLE=places.table is not None,\n            ALIGNED", "TABLE=False,\n            ALIGNED"),
+        (
+            "TABLE=places.table is not None,\n            ALIGNED",
+            "TABLE=False,\n            ALIGNED",
+        ),
     ],
 )
 def test_a_seeded_bug_of_buffers_is_caught(old: str, new: str) -> None:
     weights = [torch.ones(8, 16, requires_grad=True) for _ in range(3)]
     block = torch.ones(1024)
     buffers = [block[at : at + 128].view(8, 16) for at in (512, 0, 256)]
-    x, counts = torch.ones(6, 16), torch.tensor([3, 1, 2])
+    x = torch.ones(6, 16)
+    counts = torch.tensor([3, 1, 2])
 
     def add() -> None:
         block.fill_(1.0)
@@ -166,15 +194,19 @@ def test_a_seeded_bug_of_buffers_is_caught(old: str, new: str) -> None:
 
 
 def test_a_buffer_with_strides_is_refused() -> None:
-    weights, buffer = [torch.ones(8, 16, requires_grad=True)], torch.ones(16, 8).t()
-    y = op.grouped_gemm(torch.ones(2, 16), weights, torch.tensor([2]), impl="triton", main_grads=lambda: [buffer])
+    weights = [torch.ones(8, 16, requires_grad=True)]
+    buffer = torch.ones(16, 8).t()
+    y = op.grouped_gemm(
+        torch.ones(2, 16), weights, torch.tensor([2]), impl="triton", main_grads=lambda: [buffer]
+    )
     with pytest.raises(ValueError, match="dense"):
         torch.autograd.grad(y.sum(), weights)
 
 
 @pytest.mark.parametrize("impl", ["reference", "triton"])
 def test_buffers_are_those_of_the_weights_and_of_frozen_ones_left_alone(impl: str) -> None:
-    x, counts = torch.ones(3, 16, requires_grad=True), torch.tensor([2, 1])
+    x = torch.ones(3, 16, requires_grad=True)
+    counts = torch.tensor([2, 1])
     weights = [torch.ones(8, 16, requires_grad=True) for _ in range(2)]
     buffers: list[torch.Tensor] = []
 
@@ -205,10 +237,14 @@ def test_frozen_weights_and_inputs_cost_no_product(monkeypatch: pytest.MonkeyPat
     for name in ("rows_product", "weights_product"):
         monkeypatch.setattr(kernels, name, noted(name))
     found = inputs([3, 2], (8, 16))
-    op.grouped_gemm(found["x"], found["weight"].detach(), found["counts"], impl="triton").sum().backward()
+    op.grouped_gemm(
+        found["x"], found["weight"].detach(), found["counts"], impl="triton"
+    ).sum().backward()
     assert made == ["rows_product", "rows_product"]
     made.clear()
-    op.grouped_gemm(found["x"].detach(), found["weight"], found["counts"], impl="triton").sum().backward()
+    op.grouped_gemm(
+        found["x"].detach(), found["weight"], found["counts"], impl="triton"
+    ).sum().backward()
     assert made == ["rows_product", "weights_product"]
 
 
@@ -221,7 +257,8 @@ def test_rows_of_nobody_alone_are_cleared() -> None:
 
 
 def test_a_list_of_unlike_weights_is_refused() -> None:
-    x, counts = torch.ones(2, 4), torch.tensor([1, 1])
+    x = torch.ones(2, 4)
+    counts = torch.tensor([1, 1])
     for weights in ([torch.ones(3, 4), torch.ones(2, 4)], [], [torch.ones(3, 4)] * 3):
         with pytest.raises(ValueError, match=r"alike|integers"):
             op.grouped_gemm(x, weights, counts)

@@ -1,4 +1,6 @@
-"""No operation's forward or backward waits for the device: on tensors without values there is nothing to wait for."""
+"""No operation's forward or backward waits for the device: on tensors without values there is
+nothing to wait for.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +36,14 @@ from torch.utils._pytree import tree_leaves
 
 aten = torch.ops.aten
 WAIT = {
-    *(aten._local_scalar_dense, aten.item, aten.is_nonzero, aten.nonzero, aten.masked_select, aten.equal),
+    *(
+        aten._local_scalar_dense,
+        aten.item,
+        aten.is_nonzero,
+        aten.nonzero,
+        aten.masked_select,
+        aten.equal,
+    ),
     *(aten._unique2, aten.unique_dim, aten.unique_consecutive, aten.bincount),
 }
 ALLOWED: dict[str, str] = {}
@@ -50,12 +59,18 @@ class _Raises(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         from_device = any(isinstance(t, Tensor) and t.is_meta for t in tree_leaves((args, kwargs)))
-        to_host = func.overloadpacket is aten._to_copy and torch.device(kwargs.get("device") or META).type == "cpu"
+        to_host = (
+            func.overloadpacket is aten._to_copy
+            and torch.device(kwargs.get("device") or META).type == "cpu"
+        )
         to_host |= func.overloadpacket is aten.copy_ and not args[0].is_meta
         counted = func is aten.repeat_interleave.Tensor and kwargs.get("output_size") is None
         if func.overloadpacket in (aten.index, aten.index_put, aten.index_put_):
-            one = func.overloadpacket is not aten.index and args[2].numel() == 1  # then the mask is filled
-            counted = not one and any(i is not None and i.dtype in (torch.bool, torch.uint8) for i in args[1])
+            # then the mask is filled
+            one = func.overloadpacket is not aten.index and args[2].numel() == 1
+            counted = not one and any(
+                i is not None and i.dtype in (torch.bool, torch.uint8) for i in args[1]
+            )
         if from_device and (func.overloadpacket in WAIT or to_host or counted):
             raise HostSync(f"{func} waits for the device")
         return func(*args, **kwargs)
@@ -71,7 +86,9 @@ def nothing_waits(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         yield
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="launches on a GPU are not those of the interpreter")
+@pytest.mark.skipif(
+    torch.cuda.is_available(), reason="launches on a GPU are not those of the interpreter"
+)
 @pytest.mark.parametrize("op", ops().values(), ids=lambda op: op.name)
 def test_no_operation_waits_for_the_device(op: Op, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("triton")
@@ -82,7 +99,11 @@ def test_no_operation_waits_for_the_device(op: Op, monkeypatch: pytest.MonkeyPat
             if not case.applies(MODELS["tiny"]) or case.name in ALLOWED:
                 continue
             inputs = case.make(MODELS["tiny"], META, torch.bfloat16)
-            outputs = [t for t in tree_leaves(case.call(inputs, impl)) if isinstance(t, Tensor) and t.requires_grad]
+            outputs = [
+                t
+                for t in tree_leaves(case.call(inputs, impl))
+                if isinstance(t, Tensor) and t.requires_grad
+            ]
             assert outputs or case.backward is None, case.name
             if outputs:
                 torch.autograd.backward(outputs, [torch.empty_like(t) for t in outputs])
@@ -99,7 +120,12 @@ def numbers(*shape: int, dtype: torch.dtype = torch.int64) -> Tensor:
 def losses() -> Iterator[Any]:
     given = leaf(40, 16), leaf(128, 16), numbers(40)
     classes = torch.empty(120, device=META)
-    more: dict[str, Any] = {"class_weights": classes, "vocab_size": 120, "z_loss": 1e-4, "label_smoothing": 0.1}
+    more: dict[str, Any] = {
+        "class_weights": classes,
+        "vocab_size": 120,
+        "z_loss": 1e-4,
+        "label_smoothing": 0.1,
+    }
     for gradient in (None, lambda weight, made, factor: made * factor):
         weights = torch.empty(40, device=META)
         yield linear_cross_entropy(
@@ -109,10 +135,15 @@ def losses() -> Iterator[Any]:
 
 
 def operands() -> Iterator[Any]:
-    x, weight, bias, one = leaf(40, 256), leaf(256), leaf(256), torch.empty(1, device=META)
+    x = leaf(40, 256)
+    weight = leaf(256)
+    bias = leaf(256)
+    one = torch.empty(1, device=META)
     for layout, multiplier in (("mx", None), (None, None), (None, one)):
         given = {"layout": layout, "multiplier": multiplier, "share": lambda most: most}
-        y, total, operand = norm_quantized(x, x, weight, bias, 1e-5, subtract_mean=True, impl="triton", **given)
+        y, total, operand = norm_quantized(
+            x, x, weight, bias, 1e-5, subtract_mean=True, impl="triton", **given
+        )
         operand.transposed(*operand.kept)
         yield y, total
     for layout in quantize.LAYOUTS:
@@ -126,7 +157,9 @@ def operands() -> Iterator[Any]:
 
 
 def linear_layers() -> Iterator[Any]:
-    x, weight, norm = leaf(40, 128), leaf(64, 128), leaf(128)
+    x = leaf(40, 128)
+    weight = leaf(64, 128)
+    norm = leaf(128)
     shares = Shares(*[lambda most: most] * 3)
     with weights_stay():
         for kind in ("tensorwise", "blockwise"):
@@ -134,7 +167,9 @@ def linear_layers() -> Iterator[Any]:
             y, _, operand = norm_quantized(
                 x, None, norm, None, 1e-5, subtract_mean=False, layout=recipe.layout, impl="triton"
             )
-            yield fp8_linear(y, weight, recipe, operand=operand, shares=shares, gradient=_kept, impl="triton")
+            yield fp8_linear(
+                y, weight, recipe, operand=operand, shares=shares, gradient=_kept, impl="triton"
+            )
 
 
 def _kept(weight: Tensor, made: Tensor) -> Tensor:
@@ -142,30 +177,50 @@ def _kept(weight: Tensor, made: Tensor) -> Tensor:
 
 
 def experts() -> Iterator[Any]:
-    counts, bias = numbers(8, dtype=torch.int32), torch.empty(8, device=META)
+    counts = numbers(8, dtype=torch.int32)
+    bias = torch.empty(8, device=META)
     heads = [leaf(32, 16) for _ in range(8)]
     buffers = [torch.empty(32, 16, device=META) for _ in heads]
     routes = {"score": "sigmoid", "expert_bias": bias, "groups": 4, "group_topk": 2}
-    for how, added in (({"capacity": 4, "pad_to": 16}, None), ({"blocks": 2, "rows": 96}, lambda: buffers)):
-        weights, chosen, _ = moe_router(leaf(40, 8, dtype=torch.float32), 2, **routes, impl="triton")
+    for how, added in (
+        ({"capacity": 4, "pad_to": 16}, None),
+        ({"blocks": 2, "rows": 96}, lambda: buffers),
+    ):
+        weights, chosen, _ = moe_router(
+            leaf(40, 8, dtype=torch.float32), 2, **routes, impl="triton"
+        )
         made = plan(chosen, 8, **how)
-        rows, shares = permute(leaf(40, 16), made, impl="triton"), row_weights(weights, made)
-        gated = grouped.grouped_gated(rows, heads, counts, "swiglu", shares, impl="triton", main_grads=added)
+        rows = permute(leaf(40, 16), made, impl="triton")
+        shares = row_weights(weights, made)
+        gated = grouped.grouped_gated(
+            rows, heads, counts, "swiglu", shares, impl="triton", main_grads=added
+        )
         back = grouped.grouped_gemm(gated, leaf(8, 16, 16), counts, leaf(8, 16), impl="triton")
-        yield unpermute(back, made, impl="triton"), grouped.rows_of(leaf(8, 16), counts, 96, impl="triton")
+        yield (
+            unpermute(back, made, impl="triton"),
+            grouped.rows_of(leaf(8, 16), counts, 96, impl="triton"),
+        )
 
 
 def sequences() -> Iterator[Any]:
-    marks, edges = numbers(1, 40), numbers(3, dtype=torch.int32)
-    q, k, v, gate = leaf(1, 40, 2, 16), leaf(1, 40, 2, 16), leaf(1, 40, 4, 16), leaf(1, 40, 4, dtype=torch.float32)
+    marks = numbers(1, 40)
+    edges = numbers(3, dtype=torch.int32)
+    q = leaf(1, 40, 2, 16)
+    k = leaf(1, 40, 2, 16)
+    v = leaf(1, 40, 4, 16)
+    gate = leaf(1, 40, 4, dtype=torch.float32)
     yield gated_delta_rule(q, k, v, gate, gate, l2norm=True, segments=marks, edges=edges, chunk=16)
     yield ssd(v, gate, leaf(4), k, q, d=leaf(4), segments=marks, chunk=16)
     yield causal_conv1d(leaf(1, 8, 40), leaf(8, 4), leaf(8), segments=marks, impl="triton")
     cos = torch.empty(40, 8, device=META)
     yield rope(q, k, cos, cos, positions=marks, q_weight=leaf(16), k_weight=leaf(16), impl="triton")
     seen = Seen(table=table(numbers(40), numbers(40), (8, 0), edges))
-    yield partial_attention(*(x.transpose(1, 2) for x in (q, k, k)), seen=seen, sink=leaf(2), softcap=5.0)
-    yield softmax(leaf(1, 2, 8, 8), mask=numbers(8, 8, dtype=torch.bool), sink=leaf(2), impl="triton")
+    yield partial_attention(
+        *(x.transpose(1, 2) for x in (q, k, k)), seen=seen, sink=leaf(2), softcap=5.0
+    )
+    yield softmax(
+        leaf(1, 2, 8, 8), mask=numbers(8, 8, dtype=torch.bool), sink=leaf(2), impl="triton"
+    )
 
 
 def optimizers() -> Iterator[Any]:
@@ -173,7 +228,11 @@ def optimizers() -> Iterator[Any]:
     for p in params:
         p.grad = torch.empty_like(p)
     eight: dict[str, Any] = {"exp_avg_dtype": torch.uint8, "exp_avg_sq_dtype": torch.uint8}
-    for how in ({"capturable": True}, eight | {"stochastic_rounding": True}, eight | {"master_weights": True}):
+    for how in (
+        {"capturable": True},
+        eight | {"stochastic_rounding": True},
+        eight | {"master_weights": True},
+    ):
         adam = FusedAdam(params, impl="triton", **how)
         adam.step()
         clip_grad_norm_([p.grad for p in params if p.grad is not None], 1.0, impl="triton")
@@ -188,10 +247,14 @@ def optimizers() -> Iterator[Any]:
 
 
 PATHS = (losses, operands, linear_layers, experts, sequences, optimizers)
-"""What training calls beside the cases that are measured: other arguments, gradients added to buffers, optimizers."""
+"""What training calls beside the cases that are measured: other arguments, gradients added to
+buffers, optimizers.
+"""
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="launches on a GPU are not those of the interpreter")
+@pytest.mark.skipif(
+    torch.cuda.is_available(), reason="launches on a GPU are not those of the interpreter"
+)
 @pytest.mark.parametrize("path", PATHS, ids=lambda path: path.__name__)
 def test_no_path_of_training_waits_for_the_device(
     path: Callable[[], Iterator[Any]], monkeypatch: pytest.MonkeyPatch
@@ -205,11 +268,16 @@ def test_no_path_of_training_waits_for_the_device(
 
 
 def test_bases_of_soap_wait_when_they_are_made_and_turned(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A decomposition of what is not finite raises on the host, and how many vectors are found is its number."""
+    """A decomposition of what is not finite raises on the host, and how many vectors are found is
+    its number.
+    """
     matrix = torch.nn.Parameter(leaf(8, 4, dtype=torch.float32))
     for done, frequency in ((0, 10), (10, 10)):
         matrix.grad = torch.empty_like(matrix)
-        soap = Soap([{"params": [matrix], "matrix": "whole", "step": done}], precondition_frequency=frequency)
+        soap = Soap(
+            [{"params": [matrix], "matrix": "whole", "step": done}],
+            precondition_frequency=frequency,
+        )
         soap.factors[id(matrix)] = new_factors(matrix.shape, 64, META)
         with pytest.raises(HostSync), nothing_waits(monkeypatch):
             soap.step()
@@ -227,7 +295,9 @@ def test_bases_of_soap_wait_when_they_are_made_and_turned(monkeypatch: pytest.Mo
         lambda x: x.cpu(),
         lambda x: x.repeat_interleave(x.long()),
         lambda x: x.long().bincount(),
-        lambda x: reference.grouped_gemm(x[:, None], torch.empty(2, 3, 1, device=META), x[:2].long()),
+        lambda x: reference.grouped_gemm(
+            x[:, None], torch.empty(2, 3, 1, device=META), x[:2].long()
+        ),
     ],
 )
 def test_what_waits_is_seen(wait: Any, monkeypatch: pytest.MonkeyPatch) -> None:

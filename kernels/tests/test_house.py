@@ -10,7 +10,13 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
 FILES = sorted((ROOT / "mtrain_kernels").rglob("*.py")) + sorted((ROOT / "bench").rglob("*.py"))
-STANDARD = {"torch", "triton", "numpy", "mtrain_kernels", *(path.stem for path in (ROOT / "bench").glob("*.py"))}
+STANDARD = {
+    "torch",
+    "triton",
+    "numpy",
+    "mtrain_kernels",
+    *(path.stem for path in (ROOT / "bench").glob("*.py")),
+}
 RIVALS = {
     "liger_kernel",
     "transformer_engine",
@@ -23,7 +29,9 @@ RIVALS = {
     "transformers",
     "yaml",
 }
-KERNEL_LINES, FUNCTION_LINES, FILE_LINES = 120, 60, 400
+KERNEL_LINES = 120
+FUNCTION_LINES = 60
+FILE_LINES = 400
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(ROOT)))
@@ -32,7 +40,12 @@ def test_a_file_stays_readable(path: Path) -> None:
     lines = len(path.read_text().splitlines())
     assert lines <= FILE_LINES, f"{path} has {lines} lines: cut it where its ideas part"
     assert ast.get_docstring(tree), f"{path} has no docstring"
-    assert path.stem not in ("utils", "helpers", "common", "manager"), f"{path}: a name says what is in the file"
+    assert path.stem not in (
+        "utils",
+        "helpers",
+        "common",
+        "manager",
+    ), f"{path}: a name says what is in the file"
     for node in ast.walk(tree):
         if isinstance(node, ast.FunctionDef | ast.ClassDef):
             kernel = any("jit" in ast.unparse(decorator) for decorator in node.decorator_list)
@@ -43,12 +56,16 @@ def test_a_file_stays_readable(path: Path) -> None:
                     f"{path}:{node.lineno}: {node.name} has {length} lines, {allowed} are readable"
                 )
             if node in tree.body and not node.name.startswith("_"):
-                assert ast.get_docstring(node), f"{path}:{node.lineno}: {node.name} has no docstring"
+                assert ast.get_docstring(node), (
+                    f"{path}:{node.lineno}: {node.name} has no docstring"
+                )
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(ROOT)))
 def test_the_package_stands_alone(path: Path) -> None:
-    """Rivals are imported only where they are called, so that nobody needs them; mtrain only by what measures it."""
+    """Rivals are imported only where they are called, so that nobody needs them; mtrain only by
+    what measures it.
+    """
     tree = ast.parse(path.read_text())
     for node in ast.walk(tree):
         modules = [name.name for name in node.names] if isinstance(node, ast.Import) else []
@@ -58,7 +75,8 @@ def test_the_package_stands_alone(path: Path) -> None:
             asked = module in RIVALS or (module == "mtrain" and path.parent.name == "bench")
             late = asked and node not in tree.body
             assert known or late, (
-                f"{path}:{node.lineno} imports {module}; the package needs torch, triton and numpy only"
+                f"{path}:{node.lineno} imports {module}; the package needs torch, triton and numpy"
+                " only"
             )
 
 
@@ -68,7 +86,10 @@ def test_triton_is_imported_where_kernels_are_and_nowhere_at_import_of_an_op() -
         if path.parent.name == "bench" or path.stem.endswith("triton") or path.stem == "runtime":
             continue
         for node in ast.parse(path.read_text()).body:
-            names = [name.name for name in node.names] if isinstance(node, ast.Import | ast.ImportFrom) else []
+            if isinstance(node, ast.Import | ast.ImportFrom):
+                names = [name.name for name in node.names]
+            else:
+                names = []
             names += [node.module or ""] if isinstance(node, ast.ImportFrom) else []
             assert not any("triton" in name.split(".") for name in names), (
                 f"{path}:{node.lineno}: import triton inside the function that launches"

@@ -38,9 +38,11 @@ def test_values_and_gradients_are_those_of_the_product(
     assert fits(x, weight)
     given = [x, weight, bias] if with_bias else [x, weight]
     exact = [t.detach().double().requires_grad_() for t in given]
-    y, right = linear(*given), F.linear(*exact)
+    y = linear(*given)
+    right = F.linear(*exact)
     dy = torch.randn(y.shape)
-    found, expected = torch.autograd.grad(y, given, dy), torch.autograd.grad(right, exact, dy.double())
+    found = torch.autograd.grad(y, given, dy)
+    expected = torch.autograd.grad(right, exact, dy.double())
     for mine, wanted in zip((y, *found), (right, *expected), strict=True):
         assert (mine.double() - wanted).norm() <= 1e-6 * wanted.norm()
 
@@ -48,13 +50,15 @@ def test_values_and_gradients_are_those_of_the_product(
 def test_operands_may_be_transposed_views(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "SMALLEST", 1)
     torch.manual_seed(0)
-    left, right = torch.randn(96, 80), torch.randn(96, 72)
+    left = torch.randn(96, 80)
+    right = torch.randn(96, 72)
     wanted = left.double().t() @ right.double()
     assert (product(left.t(), right.t()).double() - wanted).norm() <= 1e-6 * wanted.norm()
 
 
 def test_only_large_products_in_fp32_on_a_cpu_leave_torchs_way() -> None:
-    large, small = torch.zeros(512, 512), torch.zeros(8, 8)
+    large = torch.zeros(512, 512)
+    small = torch.zeros(8, 8)
     assert fits(large, large)
     assert not fits(small, small)
     assert not fits(large.bfloat16(), large.bfloat16())
@@ -73,7 +77,8 @@ def test_a_frozen_weight_gets_no_gradient(monkeypatch: pytest.MonkeyPatch) -> No
 def test_a_weight_gradient_is_added_to_what_is_there(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "SMALLEST", 1)
     torch.manual_seed(0)
-    dy, x = torch.randn(40, 24), torch.randn(40, 16)
+    dy = torch.randn(40, 24)
+    x = torch.randn(40, 16)
     wanted = torch.ones(24, 16).double() + dy.double().t() @ x.double()
     for library in ("blas", "onednn"):
         module.use(library)
@@ -82,7 +87,9 @@ def test_a_weight_gradient_is_added_to_what_is_there(monkeypatch: pytest.MonkeyP
             assert (into.double() - wanted).norm() <= 1e-6 * wanted.norm(), (library, into.stride())
 
 
-def test_the_library_is_the_one_whose_products_take_less_time(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_library_is_the_one_whose_products_take_less_time(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     module.use("blas")
     clock = {"now": 0.0}
     rates = {"blas": 1.0, "onednn": 3.0}
@@ -104,9 +111,14 @@ def test_the_library_is_the_one_whose_products_take_less_time(monkeypatch: pytes
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_gradients_of_half_precision_are_added_to_fp32_unrounded(dtype: torch.dtype) -> None:
     torch.manual_seed(0)
-    dy, x, into = torch.randn(33, 7).to(dtype), torch.randn(33, 11).to(dtype), torch.randn(7, 11)
+    dy = torch.randn(33, 7).to(dtype)
+    x = torch.randn(33, 11).to(dtype)
+    into = torch.randn(7, 11)
     wanted = into.double() + dy.double().t() @ x.double()
-    added, rounded = into.clone(), into + dy.t() @ x
+    added = into.clone()
+    rounded = into + dy.t() @ x
     add_weight_gradient(added, dy, x)
     assert (added.double() - wanted).norm() <= 1e-6 * wanted.norm()
-    assert (rounded.double() - wanted).norm() > 1e-4 * wanted.norm(), "rounding the product would pass, too"
+    assert (rounded.double() - wanted).norm() > 1e-4 * wanted.norm(), (
+        "rounding the product would pass, too"
+    )

@@ -1,4 +1,6 @@
-"""Linear layer and cross entropy in one: values, gradients, memory, speed, tensor and sequence parallelism."""
+"""Linear layer and cross entropy in one: values, gradients, memory, speed, tensor and sequence
+parallelism.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,9 @@ from tests.support.forked import run_ranks
 TERMS = {"plain": {}, "all": {"label_smoothing": 0.1, "z_loss": 1e-2, "soft_cap": 3.0}}
 
 
-def inputs(tokens: int, width: int, vocab: int, dtype: torch.dtype, weighted: bool = True) -> dict[str, Tensor]:
+def inputs(
+    tokens: int, width: int, vocab: int, dtype: torch.dtype, weighted: bool = True
+) -> dict[str, Tensor]:
     generator = torch.Generator().manual_seed(1)
     hidden = torch.randn(tokens, width, generator=generator).to(dtype)
     weight = (0.3 * torch.randn(vocab, width, generator=generator)).to(dtype)
@@ -37,18 +41,28 @@ def summed(impl: str, **options: Any) -> Any:
     return lambda **kw: op.linear_cross_entropy(**kw, impl=impl, **options)
 
 
-def defined(hidden: Tensor, weight: Tensor, labels: Tensor, token_weights: Tensor, **terms: Any) -> Any:
+def defined(
+    hidden: Tensor, weight: Tensor, labels: Tensor, token_weights: Tensor, **terms: Any
+) -> Any:
     classes = {name: terms.pop(name) for name in ("class_weights",) if name in terms}
-    held, class_weights = Terms(weight.shape[0], **terms), classes.get("class_weights")
-    total, losses = reference.linear_cross_entropy(hidden, weight, labels, token_weights, held, class_weights)
+    held = Terms(weight.shape[0], **terms)
+    class_weights = classes.get("class_weights")
+    total, losses = reference.linear_cross_entropy(
+        hidden, weight, labels, token_weights, held, class_weights
+    )
     lse = capped(hidden @ weight.T, held.soft_cap).logsumexp(1)
     return total, losses.detach(), (held.z_loss * lse.square()).where(labels != -100, 0).detach()
 
 
 def defined_tokens(
-    hidden: Tensor, weight: Tensor, labels: Tensor, class_weights: Tensor | None = None, **terms: Any
+    hidden: Tensor,
+    weight: Tensor,
+    labels: Tensor,
+    class_weights: Tensor | None = None,
+    **terms: Any,
 ) -> Tensor:
-    ones, held = hidden.new_ones(labels.shape), Terms(weight.shape[0], **terms)
+    ones = hidden.new_ones(labels.shape)
+    held = Terms(weight.shape[0], **terms)
     return reference.linear_cross_entropy(hidden, weight, labels, ones, held, class_weights)[1]
 
 
@@ -60,7 +74,12 @@ def test_values_and_gradients_are_those_of_the_definition(impl, terms, dtype, to
     # logits in half precision are rounded before the loss, which the definition in fp64 does not do
     tolerance = None if dtype == torch.float32 else 4 * torch.finfo(dtype).eps
     given = inputs(tokens, 24, 45, dtype)
-    check(summed(impl, chunk=chunk, **terms), lambda **kw: defined(**kw, **terms), given, tolerance=tolerance)
+    check(
+        summed(impl, chunk=chunk, **terms),
+        lambda **kw: defined(**kw, **terms),
+        given,
+        tolerance=tolerance,
+    )
     given.pop("token_weights")
     check(
         lambda **kw: op.token_cross_entropy(**kw, chunk=chunk, impl=impl, **terms),
@@ -74,14 +93,21 @@ def test_values_and_gradients_are_those_of_the_definition(impl, terms, dtype, to
 @pytest.mark.parametrize("terms", TERMS.values(), ids=TERMS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize(("vocab", "rows"), [(37, 48), (5, 7)])
-def test_rows_behind_the_vocabulary_take_no_part_and_get_no_gradient(impl, terms, dtype, vocab, rows):
+def test_rows_behind_the_vocabulary_take_no_part_and_get_no_gradient(
+    impl, terms, dtype, vocab, rows
+):
     tolerance = None if dtype == torch.float32 else 4 * torch.finfo(dtype).eps
     given = inputs(6, 24, rows, dtype)
     given["labels"] = given["labels"].where(given["labels"] < vocab, 0)
     with torch.no_grad():
         given["weight"][vocab:] = torch.inf
     found = summed(impl, chunk=4, vocab_size=vocab, **terms)
-    check(found, lambda weight, **kw: defined(weight=weight[:vocab], **kw, **terms), given, tolerance=tolerance)
+    check(
+        found,
+        lambda weight, **kw: defined(weight=weight[:vocab], **kw, **terms),
+        given,
+        tolerance=tolerance,
+    )
     given.pop("token_weights")
     check(
         lambda **kw: op.token_cross_entropy(**kw, chunk=4, impl=impl, vocab_size=vocab, **terms),
@@ -97,9 +123,13 @@ def test_padding_gives_torchs_cross_entropy_over_the_vocabulary():
     share = torch.full((64,), 1 / 64)
     total, *_ = op.linear_cross_entropy(**given, token_weights=share, vocab_size=257)
     found = torch.autograd.grad(total, [given["hidden"], given["weight"]])
-    wanted = torch.nn.functional.cross_entropy(given["hidden"] @ given["weight"][:257].T, given["labels"])
+    wanted = torch.nn.functional.cross_entropy(
+        given["hidden"] @ given["weight"][:257].T, given["labels"]
+    )
     torch.testing.assert_close(total, wanted, rtol=1e-6, atol=0)
-    torch.testing.assert_close(found, torch.autograd.grad(wanted, [given["hidden"], given["weight"]]))
+    torch.testing.assert_close(
+        found, torch.autograd.grad(wanted, [given["hidden"], given["weight"]])
+    )
     assert bool((found[1][257:] == 0).all())
 
 
@@ -115,14 +145,16 @@ def test_a_weight_gradient_is_as_exact_in_hundreds_of_parts_as_in_one(dtype):
     exact = given["weight"].detach().double().requires_grad_()
     wanted = gradient(lambda hidden, **kw: defined(hidden=hidden.double(), **kw), exact)
     one, *several = (
-        (gradient(summed("reference", chunk=n), given["weight"]) - wanted).norm() for n in (1024, 342, 256, 64, 4)
+        (gradient(summed("reference", chunk=n), given["weight"]) - wanted).norm()
+        for n in (1024, 342, 256, 64, 4)
     )
     assert max(several) < 1.6 * one  # each part is rounded, and the sum
 
 
 def test_fp64_in_the_reference():
     given = {
-        k: v.detach().double() if v.is_floating_point() else v for k, v in inputs(5, 8, 13, torch.float32).items()
+        k: v.detach().double() if v.is_floating_point() else v
+        for k, v in inputs(5, 8, 13, torch.float32).items()
     }
     given = {k: v.requires_grad_(v.is_floating_point()) for k, v in given.items()}
     check(summed("reference", chunk=2), defined, given)
@@ -131,7 +163,9 @@ def test_fp64_in_the_reference():
 def test_a_mask_of_zeros_and_ones_changes_no_bit_of_the_other_gradients():
     given = inputs(6, 16, 33, torch.bfloat16)
     mask = torch.tensor([1.0, 1, 0, 1, 0, 1])
-    total, *_ = op.linear_cross_entropy(given["hidden"], given["weight"], given["labels"], mask, chunk=6)
+    total, *_ = op.linear_cross_entropy(
+        given["hidden"], given["weight"], given["labels"], mask, chunk=6
+    )
     total.backward()
     kept = mask.bool()
     short, *_ = op.linear_cross_entropy(
@@ -218,19 +252,28 @@ def test_a_seeded_bug_is_noticed(old, new):
     with caught(module.__name__, old, new):
         variant = sys.modules[module.__name__]
         before = chunks.chunked, chunks.ReferenceChunks
-        chunks.chunked, chunks.ReferenceChunks = variant.chunked, variant.ReferenceChunks
+        chunks.chunked = variant.chunked
+        chunks.ReferenceChunks = variant.ReferenceChunks
         try:
             for terms in TERMS.values():
                 given = inputs(7, 8, 20, torch.float32)
-                check(summed("reference", chunk=3, **terms), lambda t=terms, **kw: defined(**kw, **t), given)
+                check(
+                    summed("reference", chunk=3, **terms),
+                    lambda t=terms, **kw: defined(**kw, **t),
+                    given,
+                )
         finally:
             chunks.chunked, chunks.ReferenceChunks = before
 
 
-def sharded(given: dict[str, Tensor], sequence_parallel: bool, terms: dict[str, Any], tokens: bool) -> Any:
+def sharded(
+    given: dict[str, Tensor], sequence_parallel: bool, terms: dict[str, Any], tokens: bool
+) -> Any:
     import torch.distributed as dist
 
-    rank, ranks, group = dist.get_rank(), dist.get_world_size(), dist.group.WORLD
+    rank = dist.get_rank()
+    ranks = dist.get_world_size()
+    group = dist.group.WORLD
     weight = given["weight"].detach().chunk(ranks)[rank].clone().requires_grad_()
     hidden = given["hidden"].detach()
     hidden = (hidden.chunk(ranks)[rank] if sequence_parallel else hidden).clone().requires_grad_()
@@ -252,9 +295,13 @@ def sharded(given: dict[str, Tensor], sequence_parallel: bool, terms: dict[str, 
 @pytest.mark.parametrize("sequence_parallel", [False, True], ids=["tp2", "tp2sp"])
 def test_a_vocabulary_in_two_parts_is_the_whole(sequence_parallel, tokens):
     given = inputs(8, 24, 46, torch.float32)
-    terms = TERMS["all"] | {"class_weights": torch.rand(46, generator=torch.Generator().manual_seed(2))}
+    terms = TERMS["all"] | {
+        "class_weights": torch.rand(46, generator=torch.Generator().manual_seed(2))
+    }
     given["token_weights"] = given["token_weights"].detach() * 1e3
-    with torch.no_grad():  # two columns, in either part, are the largest: the label is one or the other
+    with (
+        torch.no_grad()
+    ):  # two columns, in either part, are the largest: the label is one or the other
         given["weight"][30] = given["weight"][5]
         given["hidden"][:4] = 9 * given["weight"][5]
     given["labels"][:4] = torch.tensor([5, 30, 5, 7])
@@ -278,7 +325,9 @@ def test_a_vocabulary_in_two_parts_is_the_whole(sequence_parallel, tokens):
 
 def sharded_padding(given: dict[str, Tensor], vocabs: list[int]) -> list[Any]:
     return [
-        sharded(given, sequence_parallel, {"vocab_size": vocab, "impl": impl, **TERMS["all"]}, False)
+        sharded(
+            given, sequence_parallel, {"vocab_size": vocab, "impl": impl, **TERMS["all"]}, False
+        )
         for vocab in vocabs
         for impl in ("reference", "triton")
         for sequence_parallel in (False, True)
@@ -288,13 +337,17 @@ def sharded_padding(given: dict[str, Tensor], vocabs: list[int]) -> list[Any]:
 @pytest.mark.dist
 @pytest.mark.full
 def test_padding_lies_on_the_last_ranks_whole_and_in_part():
-    given, vocabs = inputs(8, 24, 48, torch.float32), [47, 36, 25, 1]  # of 4 parts of 12
+    # of 4 parts of 12
+    given = inputs(8, 24, 48, torch.float32)
+    vocabs = [47, 36, 25, 1]
     given["token_weights"] = given["token_weights"].detach() * 1e3
     given["labels"] = given["labels"].where(given["labels"] < 1, 0)
     found = iter(zip(*run_ranks(4, sharded_padding, given, vocabs), strict=True))
     for vocab in vocabs:
         leaves = [given[name].detach().clone().requires_grad_() for name in ("hidden", "weight")]
-        total, *_ = defined(leaves[0], leaves[1][:vocab], given["labels"], given["token_weights"], **TERMS["all"])
+        total, *_ = defined(
+            leaves[0], leaves[1][:vocab], given["labels"], given["token_weights"], **TERMS["all"]
+        )
         dhidden, dweight = torch.autograd.grad(total, leaves)
         for _ in ("reference", "triton"):
             for sequence_parallel in (False, True):
@@ -307,7 +360,8 @@ def test_padding_lies_on_the_last_ranks_whole_and_in_part():
 
 
 def test_a_gradient_of_the_weight_that_is_sent_somewhere_leaves_the_others_as_they_are():
-    given, sent = inputs(7, 24, 45, torch.float32), []
+    given = inputs(7, 24, 45, torch.float32)
+    sent = []
 
     def keep(weight: Tensor, dweight: Tensor, factor: Tensor) -> Tensor:
         sent.append(dweight * factor)
@@ -315,7 +369,9 @@ def test_a_gradient_of_the_weight_that_is_sent_somewhere_leaves_the_others_as_th
 
     leaves = [given[name] for name in ("hidden", "weight", "token_weights")]
     plain, apart = (
-        torch.autograd.grad(3 * op.linear_cross_entropy(**given, impl="reference", **more)[0], leaves)
+        torch.autograd.grad(
+            3 * op.linear_cross_entropy(**given, impl="reference", **more)[0], leaves
+        )
         for more in ({}, {"gradient": keep})
     )
     torch.testing.assert_close((apart[0], sent[0], apart[2]), plain)
@@ -350,9 +406,13 @@ print(peak(lambda: F.cross_entropy(F.linear(hidden, weight), labels)))
 
 
 @pytest.mark.full
-@pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="reads peak memory from Linux's /proc")
+@pytest.mark.skipif(
+    not Path("/proc/self/clear_refs").exists(), reason="reads peak memory from Linux's /proc"
+)
 def test_the_logits_are_never_held_whole():
-    tokens, width, vocab = 4096, 64, 16000
+    tokens = 4096
+    width = 64
+    vocab = 16000
     said = subprocess.run(
         [sys.executable, "-c", MEASURE, str(tokens), str(width), str(vocab)],
         check=True,
@@ -364,7 +424,8 @@ def test_the_logits_are_never_held_whole():
     gradients = 2 * (tokens + vocab) * width / 2**20
     assert plain > 2 * logits, said
     chunk = 6 * chunks.CHUNK_ELEMENTS["cpu"] / 2**20  # logits in bf16 and in fp32
-    assert fused < chunk + 2 * gradients + 40, said  # 40 MiB: what a first matrix product takes for itself
+    # 40 MiB: what a first matrix product takes for itself
+    assert fused < chunk + 2 * gradients + 40, said
     assert fused < plain / 2, said
 
 
@@ -378,7 +439,8 @@ def test_few_tokens_of_a_small_vocabulary_are_done_in_parts_on_a_cpu_too(tokens,
         return open_chunk(self, logits, *rest)
 
     monkeypatch.setattr(reference.ReferenceChunks, "__call__", seen)
-    hidden, weight = torch.randn(tokens, 8), torch.randn(50, 8)
+    hidden = torch.randn(tokens, 8)
+    weight = torch.randn(50, 8)
     labels = torch.zeros(tokens, dtype=torch.int64)
     op.linear_cross_entropy(hidden, weight, labels, torch.ones(tokens), impl="reference")
     assert sum(held) == tokens * 50

@@ -1,4 +1,6 @@
-"""Logits and their statistics from one kernel, classes with weights, and what is told apart of a loss."""
+"""Logits and their statistics from one kernel, classes with weights, and what is told apart of a
+loss.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,8 @@ MODULE = "mtrain_kernels.linear_cross_entropy.triton"
 @contextmanager
 def by_one_kernel() -> Iterator[None]:
     """Whether logits are kept or not; a tile so small that some tokens and columns have several."""
-    before, tiles.way_for = tiles.way_for, lambda *_: SMALL
+    before = tiles.way_for
+    tiles.way_for = lambda *_: SMALL
     try:
         yield
     finally:
@@ -42,12 +45,20 @@ def classes(vocab: int) -> Tensor:
 @pytest.mark.parametrize("terms", TERMS.values(), ids=TERMS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize(("tokens", "chunk"), [(19, 17), (1, None), (0, None)])
-def test_one_kernel_makes_values_and_gradients_of_the_definition(tokens, chunk, dtype, terms, weighed):
+def test_one_kernel_makes_values_and_gradients_of_the_definition(
+    tokens, chunk, dtype, terms, weighed
+):
     tolerance = None if dtype == torch.float32 else 4 * torch.finfo(dtype).eps
-    given, more = inputs(tokens, 24, 45, dtype), dict(terms)
+    given = inputs(tokens, 24, 45, dtype)
+    more = dict(terms)
     more |= {"class_weights": classes(45)} if weighed else {}
     with by_one_kernel():
-        check(summed("triton", chunk=chunk, **more), lambda **kw: defined(**kw, **more), given, tolerance=tolerance)
+        check(
+            summed("triton", chunk=chunk, **more),
+            lambda **kw: defined(**kw, **more),
+            given,
+            tolerance=tolerance,
+        )
         given.pop("token_weights")
         check(
             lambda **kw: op.token_cross_entropy(**kw, impl="triton", **more),
@@ -72,11 +83,17 @@ def test_statistics_of_a_part_of_the_columns_know_labels_before_and_behind_it(fi
     from mtrain_kernels.linear_cross_entropy import triton
 
     given = inputs(60, 8, 20, torch.float32, weighted=False)
-    labels, terms = torch.arange(60), Terms(60, 0.1, 0.0, 2.0)
-    hidden, weight = given["hidden"].detach(), given["weight"].detach()
+    labels = torch.arange(60)
+    terms = Terms(60, 0.1, 0.0, 2.0)
+    hidden = given["hidden"].detach()
+    weight = given["weight"].detach()
     more = {"class_weights": classes(60), "ranked": True}
-    found = triton.product_statistics(hidden, weight, labels, first, terms, SMALL, logits=None, **more)
-    torch.testing.assert_close(found, row_statistics(hidden @ weight.T, labels, first, terms, **more))
+    found = triton.product_statistics(
+        hidden, weight, labels, first, terms, SMALL, logits=None, **more
+    )
+    torch.testing.assert_close(
+        found, row_statistics(hidden @ weight.T, labels, first, terms, **more)
+    )
 
 
 def test_weights_of_classes_are_torchs() -> None:
@@ -85,9 +102,13 @@ def test_weights_of_classes_are_torchs() -> None:
     more = {"weight": classes(13), "label_smoothing": 0.1, "reduction": "sum"}
     wanted = F.cross_entropy(leaves[0] @ leaves[1].T, given["labels"], **more)
     given["token_weights"] = torch.ones(9)
-    found = op.linear_cross_entropy(**given, class_weights=more["weight"], label_smoothing=0.1).total
+    found = op.linear_cross_entropy(
+        **given, class_weights=more["weight"], label_smoothing=0.1
+    ).total
     torch.testing.assert_close(found, wanted)
-    torch.testing.assert_close(torch.autograd.grad(found, leaves), torch.autograd.grad(wanted, leaves))
+    torch.testing.assert_close(
+        torch.autograd.grad(found, leaves), torch.autograd.grad(wanted, leaves)
+    )
     with pytest.raises(ValueError, match="13 classes"):
         op.linear_cross_entropy(**given, class_weights=torch.ones(12))
 
@@ -95,21 +116,34 @@ def test_weights_of_classes_are_torchs() -> None:
 @pytest.mark.covering(1)
 @pytest.mark.parametrize("way", ["reference", "two passes", "one kernel"])
 @pytest.mark.parametrize("gradients", [True, False])
-def test_who_has_the_largest_logit_is_told_and_the_first_of_several_counts(way: str, gradients: bool) -> None:
-    """Ties in every part of the columns; padding has no part in it, and a cap makes nothing equal."""
+def test_who_has_the_largest_logit_is_told_and_the_first_of_several_counts(
+    way: str, gradients: bool
+) -> None:
+    """Ties in every part of the columns; padding has no part in it, and a cap makes
+    nothing equal.
+    """
     generator = torch.Generator().manual_seed(3)
     hidden = torch.randint(-2, 3, (24, 4), generator=generator).float()
     weight = torch.randint(-2, 3, (60, 4), generator=generator).float()
     logits = (hidden @ weight.T)[:, :53]
     best = logits.max(1)
     labels = best.indices.clone()
-    labels[::3] = logits.flip(1).max(1).indices.neg()[::3] + 52  # the last of those that are the largest
+    # the last of those that are the largest
+    labels[::3] = logits.flip(1).max(1).indices.neg()[::3] + 52
     labels[1::7] = -100
     wanted = (labels == best.indices).float()
     assert 0 < wanted.sum() < 20
-    assert bool((logits.gather(1, labels.clamp(min=0)[:, None])[:, 0] == best.values)[wanted == 0].any())
+    assert bool(
+        (logits.gather(1, labels.clamp(min=0)[:, None])[:, 0] == best.values)[wanted == 0].any()
+    )
     impl = "reference" if way == "reference" else "triton"
-    given = {"token_weights": torch.ones(24), "vocab_size": 53, "soft_cap": 0.1, "ranked": True, "z_loss": 0.25}
+    given = {
+        "token_weights": torch.ones(24),
+        "vocab_size": 53,
+        "soft_cap": 0.1,
+        "ranked": True,
+        "z_loss": 0.25,
+    }
     weight.requires_grad_(gradients)
     if way == "one kernel":
         with by_one_kernel():
@@ -119,7 +153,9 @@ def test_who_has_the_largest_logit_is_told_and_the_first_of_several_counts(way: 
     assert torch.equal(found.hits, wanted)
     lse = (0.1 * (logits / 0.1).tanh()).logsumexp(1)
     torch.testing.assert_close(found.z_losses, (0.25 * lse.square()).where(labels != -100, 0))
-    plain = op.linear_cross_entropy(hidden, weight, labels, impl=impl, **given | {"z_loss": 0.0, "ranked": False})
+    plain = op.linear_cross_entropy(
+        hidden, weight, labels, impl=impl, **given | {"z_loss": 0.0, "ranked": False}
+    )
     torch.testing.assert_close(found.losses - found.z_losses, plain.losses)
     assert plain.hits is None
 
@@ -139,7 +175,8 @@ def test_who_has_the_largest_logit_is_told_and_the_first_of_several_counts(way: 
 def test_a_seeded_bug_is_seen(old: str, new: str) -> None:
     tokens = 300 if "begin" in old else 40  # more tiles of tokens than are done together
     given = inputs(tokens, 24, 45, torch.float32) | {"token_weights": torch.ones(tokens)}
-    weight, hidden = given["weight"].detach(), given["hidden"].detach()
+    weight = given["weight"].detach()
+    hidden = given["hidden"].detach()
     wanted = ((hidden @ weight.T).argmax(1) == given["labels"]).float()
     with by_one_kernel(), caught(MODULE, old, new):
         found = op.linear_cross_entropy(**given, ranked=True, chunk=tokens, impl="triton")
@@ -147,7 +184,9 @@ def test_a_seeded_bug_is_seen(old: str, new: str) -> None:
         assert torch.equal(found.hits, wanted)
 
 
-def test_what_was_measured_is_taken_and_two_passes_are_first_where_logits_are_kept(monkeypatch) -> None:
+def test_what_was_measured_is_taken_and_two_passes_are_first_where_logits_are_kept(
+    monkeypatch,
+) -> None:
     hidden = torch.empty(10, 4096, dtype=torch.bfloat16, device="meta")
     assert tiles.way_for(hidden, 128256, True) is tiles.APART
     assert tiles.way_for(hidden, 128256, False) == tiles.TILES[0]

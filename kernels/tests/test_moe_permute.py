@@ -1,4 +1,6 @@
-"""The permutation of tokens by expert against lists of rows, and its kernels against the definition."""
+"""The permutation of tokens by expert against lists of rows, and its kernels against the
+definition.
+"""
 
 from __future__ import annotations
 
@@ -41,7 +43,8 @@ def by_hand(
 ) -> tuple[list[int], list[int]]:
     """Which copy each row holds, and how many rows each expert has, from lists."""
     flat = indices.flatten().tolist()
-    source, counts = [], []
+    source = []
+    counts = []
     for expert in range(experts):
         mine = [copy for copy, owner in enumerate(flat) if owner == expert][:capacity]
         mine += [-1] * (-len(mine) % pad_to)
@@ -63,14 +66,19 @@ def test_a_plan_is_what_the_lists_say(tokens: int, k: int, experts: int, way: st
     wanted = (source + [-1] * found.source.shape[0])[: found.source.shape[0]]
     assert found.source.tolist() == wanted
     assert found.counts.tolist() == counts
-    assert found.position.flatten().tolist() == [wanted.index(c) if c in wanted else -1 for c in range(tokens * k)]
+    assert found.position.flatten().tolist() == [
+        wanted.index(c) if c in wanted else -1 for c in range(tokens * k)
+    ]
 
 
 @pytest.mark.parametrize("room", [0, 3, 9, 40])
 @pytest.mark.parametrize("capacity", [None, 2])
 @pytest.mark.parametrize(("tokens", "k"), [(17, 3), (0, 2), (30, 2)])
-def test_blocks_of_experts_have_rows_of_their_own(tokens: int, k: int, capacity: int | None, room: int) -> None:
-    indices, blocks = impls(tokens, k, 6), 3
+def test_blocks_of_experts_have_rows_of_their_own(
+    tokens: int, k: int, capacity: int | None, room: int
+) -> None:
+    indices = impls(tokens, k, 6)
+    blocks = 3
     found = plan(indices, 6, rows=blocks * room, blocks=blocks, capacity=capacity)
     wanted: list[int] = []
     for block in range(blocks):
@@ -78,7 +86,9 @@ def test_blocks_of_experts_have_rows_of_their_own(tokens: int, k: int, capacity:
         wanted += (by_hand(owned, 2, capacity)[0] + [-1] * room)[:room]
     assert found.source.tolist() == wanted
     assert found.counts.tolist() == by_hand(indices, 6, capacity)[1]
-    assert found.position.flatten().tolist() == [wanted.index(c) if c in wanted else -1 for c in range(tokens * k)]
+    assert found.position.flatten().tolist() == [
+        wanted.index(c) if c in wanted else -1 for c in range(tokens * k)
+    ]
 
 
 def test_blocks_divide_experts_and_rows() -> None:
@@ -88,7 +98,9 @@ def test_blocks_divide_experts_and_rows() -> None:
     assert plan(impls(4, 2, 6), 6, blocks=3).source.shape == (3 * 8,)
 
 
-def inputs(way: str = "plain", dtype: torch.dtype = torch.float32, sizes: tuple[int, ...] = (17, 3, 7, 37)) -> Any:
+def inputs(
+    way: str = "plain", dtype: torch.dtype = torch.float32, sizes: tuple[int, ...] = (17, 3, 7, 37)
+) -> Any:
     tokens, k, experts, hidden = sizes
     made = plan(impls(tokens, k, experts), experts, **PLANS[way])
     x = torch.randn(tokens, hidden, device=DEVICE).to(dtype).requires_grad_()
@@ -111,7 +123,9 @@ def test_values_and_gradients_are_those_of_the_definition(way: str, dtype: torch
     compare(forth, back | {"weights": back["weights"].detach().to(dtype).requires_grad_()})
 
 
-@pytest.mark.parametrize("sizes", [(1, 1, 2, 1), (0, 2, 4, 8), (5, 2, 4, 0), (2, 2, 4, 9000), (200, 1, 3, 8)])
+@pytest.mark.parametrize(
+    "sizes", [(1, 1, 2, 1), (0, 2, 4, 8), (5, 2, 4, 0), (2, 2, 4, 9000), (200, 1, 3, 8)]
+)
 def test_sizes_may_be_anything(sizes: tuple[int, ...]) -> None:
     compare(*inputs("plain", sizes=sizes))
 
@@ -121,15 +135,19 @@ def test_strides_do_not_matter() -> None:
     layouts = [dict(parity.layouts(v)) for v in (forth["x"], back["rows"], back["weights"])]
     for name, x in layouts[0].items():
         compare(forth | {"x": x}, back | {"rows": layouts[1][name], "weights": layouts[2][name]})
-    turned = Plan(forth["plan"].position.T.contiguous().T, forth["plan"].source, forth["plan"].counts)
+    turned = Plan(
+        forth["plan"].position.T.contiguous().T, forth["plan"].source, forth["plan"].counts
+    )
     compare(forth | {"plan": turned}, back | {"plan": turned})
 
 
 def test_what_is_no_number_stays_with_its_token() -> None:
     forth, back = inputs()
     with torch.no_grad():
-        forth["x"][2, 5], forth["x"][4, 1] = float("nan"), float("inf")
-        back["rows"][3, 0], back["weights"][5, 0] = float("nan"), float("-inf")
+        forth["x"][2, 5] = float("nan")
+        forth["x"][4, 1] = float("inf")
+        back["rows"][3, 0] = float("nan")
+        back["weights"][5, 0] = float("-inf")
     compare(forth, back)
 
 
@@ -178,7 +196,9 @@ def test_torch_accepts_the_registration() -> None:
     forth, back = inputs()
     made = forth["plan"]
     torch.library.opcheck(op._permute, (forth["x"], made.position, made.source))
-    torch.library.opcheck(op._unpermute, (back["rows"], made.position, made.source, back["weights"]))
+    torch.library.opcheck(
+        op._unpermute, (back["rows"], made.position, made.source, back["weights"])
+    )
 
 
 def test_a_compiled_function_plans_permutes_and_returns() -> None:
@@ -191,7 +211,9 @@ def test_a_compiled_function_plans_permutes_and_returns() -> None:
     arguments = (forth["x"], impls(17, 3, 7), back["weights"])
     plain = torch.autograd.grad(loss(*arguments), [forth["x"], back["weights"]])
     compiled = torch.compile(loss, backend="aot_eager", fullgraph=True)
-    torch.testing.assert_close(torch.autograd.grad(compiled(*arguments), [forth["x"], back["weights"]]), plain)
+    torch.testing.assert_close(
+        torch.autograd.grad(compiled(*arguments), [forth["x"], back["weights"]]), plain
+    )
 
 
 def test_what_does_not_fit_is_refused() -> None:
@@ -228,5 +250,11 @@ def test_a_row_has_the_weight_of_its_copy(way: str) -> None:
         op.row_weights(back["weights"][:, 1:], back["plan"])
     if way == "nothing kept":  # then no gradient is wrong
         return
-    with parity.caught("mtrain_kernels.moe_permute.op", "return _taken(d_rows, ctx", "return _taken(d_rows * 2, ctx"):
-        parity.check(importlib.import_module("mtrain_kernels.moe_permute.op").row_weights, by_index, found)
+    with parity.caught(
+        "mtrain_kernels.moe_permute.op",
+        "return _taken(d_rows, ctx",
+        "return _taken(d_rows * 2, ctx",
+    ):
+        parity.check(
+            importlib.import_module("mtrain_kernels.moe_permute.op").row_weights, by_index, found
+        )

@@ -28,14 +28,24 @@ WAYS: dict[str, dict[str, Any]] = {
     "groups": {"topk": 5, **GROUPED},
     "groups with a bias": {"topk": 5, "scale": 2.5, "expert_bias": True, **GROUPED},
     "groups by their best expert": {"topk": 3, **GROUPED, "group_members": 1},
-    "groups of a softmax": {"topk": 6, "pre_softmax": True, "groups": 5, "group_topk": 3, "group_members": 3},
+    "groups of a softmax": {
+        "topk": 6,
+        "pre_softmax": True,
+        "groups": 5,
+        "group_topk": 3,
+        "group_members": 3,
+    },
     "groups of one expert": {"topk": 3, "groups": 20, "group_topk": 3, "group_members": 1},
 }
 
 
-def inputs(tokens: int, experts: int, way: str, dtype: torch.dtype = torch.float32) -> dict[str, Any]:
+def inputs(
+    tokens: int, experts: int, way: str, dtype: torch.dtype = torch.float32
+) -> dict[str, Any]:
     torch.manual_seed(0)
-    found: dict[str, Any] = {"logits": torch.randn(tokens, experts, device=DEVICE).to(dtype).requires_grad_()}
+    found: dict[str, Any] = {
+        "logits": torch.randn(tokens, experts, device=DEVICE).to(dtype).requires_grad_()
+    }
     found |= WAYS[way]
     if "expert_bias" in found:
         found["expert_bias"] = torch.linspace(0.1, -0.1, experts, device=DEVICE)
@@ -47,12 +57,24 @@ def compare(found: dict[str, Any], **options: Any) -> None:
 
 
 def by_hand(found: dict[str, Any]) -> tuple[list[list[int]], list[list[float]]]:
-    """Written as the sentence, one token after another, by sorting pairs of value and index in fp64."""
-    k, score, bias = found["topk"], found.get("score", "softmax"), found.get("expert_bias")
-    groups, members = found.get("groups", 1), found.get("group_members", 2)
-    chosen, weights = [], []
+    """Written as the sentence, one token after another, by sorting pairs of value and index in
+    fp64.
+    """
+    k = found["topk"]
+    score = found.get("score", "softmax")
+    bias = found.get("expert_bias")
+    groups = found.get("groups", 1)
+    members = found.get("group_members", 2)
+    chosen = []
+    weights = []
     for row in found["logits"].detach().double():
-        values = row.sigmoid() if score == "sigmoid" else row.softmax(0) if found.get("pre_softmax") else row
+        if score == "sigmoid":
+            values = row.sigmoid()
+        else:
+            if found.get("pre_softmax"):
+                values = row.softmax(0)
+            else:
+                values = row
         keys = (values if bias is None else values + bias.double()).tolist()
         size = len(keys) // groups
         worth = [sum(sorted(keys[g * size : (g + 1) * size])[-members:]) for g in range(groups)]
@@ -74,15 +96,21 @@ def test_the_definition_is_what_the_loop_over_tokens_says(way: str) -> None:
     weights, indices, counts = reference.moe_router(**found)
     chosen, wanted = by_hand(found)
     assert indices.tolist() == chosen
-    torch.testing.assert_close(weights.double(), torch.tensor(wanted, dtype=torch.float64), rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(
+        weights.double(), torch.tensor(wanted, dtype=torch.float64), rtol=1e-5, atol=1e-6
+    )
     assert counts.tolist() == [sum(e in row for row in chosen) for e in range(20)]
 
 
-@pytest.mark.parametrize("way", ["softmax", "softmax before, normalised", "sigmoid", "groups with a bias"])
+@pytest.mark.parametrize(
+    "way", ["softmax", "softmax before, normalised", "sigmoid", "groups with a bias"]
+)
 def test_the_gradient_of_the_definition_is_that_of_differences(way: str) -> None:
     found = inputs(3, 20, way)
     logits = found.pop("logits").detach().double().requires_grad_()
-    assert torch.autograd.gradcheck(lambda x: reference.moe_router(x, **found)[0], (logits,), atol=1e-6)
+    assert torch.autograd.gradcheck(
+        lambda x: reference.moe_router(x, **found)[0], (logits,), atol=1e-6
+    )
 
 
 @pytest.mark.parametrize("way", WAYS)
@@ -93,7 +121,8 @@ def test_weights_indices_counts_and_gradient_are_those_of_the_definition(way: st
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("way", ["softmax", "softmax before", "bias", "groups"])
 def test_half_logits_are_scored_in_fp32(way: str, dtype: torch.dtype) -> None:
-    # Compared with the definition at the same precision: equals, which half logits have, must not be told apart.
+    # Compared with the definition at the same precision: equals, which half logits have, must not
+    # be told apart.
     compare(inputs(33, 20, way, dtype), upcast=False)
 
 
@@ -126,7 +155,9 @@ def test_equals_go_to_the_lower_index(impl: str) -> None:
     assert indices.tolist() == [[0, 1, 2, 3], [0, 1, 2, 3], [5, 0, 1, 2]]
 
 
-@pytest.mark.parametrize("way", ["softmax", "softmax before", "sigmoid", "groups", "groups with a bias"])
+@pytest.mark.parametrize(
+    "way", ["softmax", "softmax before", "sigmoid", "groups", "groups with a bias"]
+)
 def test_what_is_no_number_is_chosen_first_and_shows(way: str) -> None:
     found = inputs(8, 20, way)
     with torch.no_grad():
@@ -159,7 +190,10 @@ def test_the_bias_gets_no_gradient_and_changes_no_weight() -> None:
     [
         ("mask=live, other=0.0).to", "mask=live & (expert < 19), other=0.0).to"),
         ("live = inside & (row[:, None] < tokens)", "live = inside & (row[:, None] < tokens - 1)"),
-        ("+ tl.load(bias_ptr + expert, mask=inside, other=0.0)", "+ 0 * tl.load(bias_ptr + expert, mask=inside)"),
+        (
+            "+ tl.load(bias_ptr + expert, mask=inside, other=0.0)",
+            "+ 0 * tl.load(bias_ptr + expert, mask=inside)",
+        ),
         ("static_range(MEMBERS)", "static_range(1)"),
         ("static_range(GROUP_TOPK)", "static_range(GROUPS)"),
         ("weight * scale, weights", "weight, weights"),

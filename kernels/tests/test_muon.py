@@ -18,30 +18,45 @@ def drawn(*shape: int, seed: int = 0) -> Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
 
 
-def moved(matrix: Tensor, kind: str = "whole", gradient: Tensor | None = None, **options: Any) -> Tensor:
+def moved(
+    matrix: Tensor, kind: str = "whole", gradient: Tensor | None = None, **options: Any
+) -> Tensor:
     """What one step of rate 1 adds to a matrix."""
     param = nn.Parameter(matrix.clone())
     param.grad = drawn(*matrix.shape, seed=1) if gradient is None else gradient
-    Muon([{"params": [param], "matrix": kind}], 1.0, impl="reference", **{**EXACT, **options}).step()
+    Muon(
+        [{"params": [param], "matrix": kind}], 1.0, impl="reference", **{**EXACT, **options}
+    ).step()
     return param.detach() - matrix
 
 
 @pytest.mark.parametrize(
     ("mode", "scale"),
-    [("spectral", 40**0.5), ("shape_scaling", (40 / 10) ** 0.5), ("unit_rms_norm", (40 / 10) ** 0.5)],
+    [
+        ("spectral", 40**0.5),
+        ("shape_scaling", (40 / 10) ** 0.5),
+        ("unit_rms_norm", (40 / 10) ** 0.5),
+    ],
 )
 def test_an_update_has_singular_values_near_one_times_the_scale(mode: str, scale: float) -> None:
-    values = torch.linalg.svdvals(moved(torch.zeros(40, 10), scale_mode=mode, extra_scale_factor=0.5)) / (scale * 0.5)
+    values = torch.linalg.svdvals(
+        moved(torch.zeros(40, 10), scale_mode=mode, extra_scale_factor=0.5)
+    ) / (scale * 0.5)
     assert 0.6 < values.min() < values.max() < 1.3
 
 
 def test_a_wide_matrix_is_scaled_by_its_own_shape() -> None:
-    sizes = {mode: moved(torch.zeros(10, 40), scale_mode=mode).norm() for mode in ("shape_scaling", "unit_rms_norm")}
+    sizes = {
+        mode: moved(torch.zeros(10, 40), scale_mode=mode).norm()
+        for mode in ("shape_scaling", "unit_rms_norm")
+    }
     assert sizes["unit_rms_norm"] / sizes["shape_scaling"] == pytest.approx(0.5, rel=1e-5)
 
 
 def test_momentum_is_an_average_that_nesterov_mixes_with_the_gradient() -> None:
-    start, first, second = drawn(6, 8), drawn(6, 8, seed=1), drawn(6, 8, seed=2)
+    start = drawn(6, 8)
+    first = drawn(6, 8, seed=1)
+    second = drawn(6, 8, seed=2)
     for nesterov in (False, True):
         param = nn.Parameter(start.clone())
         group = [{"params": [param], "matrix": "whole"}]
@@ -53,14 +68,17 @@ def test_momentum_is_an_average_that_nesterov_mixes_with_the_gradient() -> None:
         average = 0.1 * second + 0.9 * 0.1 * first
         torch.testing.assert_close(muon.state[param][MOMENTUM], average)
         used = 0.1 * second + 0.9 * average if nesterov else average
-        # an average of one gradient is that gradient, but for a factor that orthogonalising takes away
+        # an average of one gradient is that gradient, but for a factor that orthogonalising takes
+        # away
         torch.testing.assert_close(
             param.detach() - before, moved(torch.zeros(6, 8), gradient=used), rtol=1e-3, atol=1e-4
         )
 
 
 def test_queries_keys_and_values_are_three_matrices() -> None:
-    rows, groups, width = (4, 2, 2), 3, 10
+    rows = (4, 2, 2)
+    groups = 3
+    width = 10
     gradient = drawn(groups * sum(rows), width, seed=1)
     fused = moved(torch.zeros_like(gradient), "qkv", gradient, qkv_rows=rows)
     whole = moved(torch.zeros_like(gradient), "whole", gradient, qkv_rows=rows)
@@ -68,7 +86,9 @@ def test_queries_keys_and_values_are_three_matrices() -> None:
     found = fused.view(groups, sum(rows), width).split(rows, dim=1)
     for part, update in zip(parts, found, strict=True):
         alone = part.reshape(-1, width)
-        torch.testing.assert_close(update.reshape(-1, width), moved(torch.zeros_like(alone), gradient=alone))
+        torch.testing.assert_close(
+            update.reshape(-1, width), moved(torch.zeros_like(alone), gradient=alone)
+        )
     assert (fused - whole).norm() > 0.1 * whole.norm()
 
 
@@ -78,24 +98,36 @@ def test_a_group_may_have_rows_of_its_own() -> None:
     for of_all, own in (((2, 2, 2), {}), ((4, 2, 2), {"qkv_rows": (2, 2, 2)})):
         param = nn.Parameter(torch.zeros_like(gradient))
         param.grad = gradient
-        Muon([{"params": [param], "matrix": "qkv", **own}], 1.0, impl="reference", qkv_rows=of_all, **EXACT).step()
+        Muon(
+            [{"params": [param], "matrix": "qkv", **own}],
+            1.0,
+            impl="reference",
+            qkv_rows=of_all,
+            **EXACT,
+        ).step()
         ends.append(param.detach())
     assert torch.equal(*ends)
 
 
 def test_rows_in_another_order_are_updated_in_that_order() -> None:
-    gradient, order = drawn(12, 5, seed=1), torch.randperm(12, generator=torch.Generator().manual_seed(3))
+    gradient = drawn(12, 5, seed=1)
+    order = torch.randperm(12, generator=torch.Generator().manual_seed(3))
     zero = torch.zeros_like(gradient)
-    torch.testing.assert_close(moved(zero, gradient=gradient[order]), moved(zero, gradient=gradient)[order])
+    torch.testing.assert_close(
+        moved(zero, gradient=gradient[order]), moved(zero, gradient=gradient)[order]
+    )
 
 
 def test_weight_decay_pulls_by_the_rate_alone() -> None:
     matrix = drawn(6, 6)
-    torch.testing.assert_close(moved(matrix, weight_decay=0.25) - moved(matrix), -0.25 * matrix, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(
+        moved(matrix, weight_decay=0.25) - moved(matrix), -0.25 * matrix, rtol=1e-4, atol=1e-5
+    )
 
 
 def test_a_factor_of_all_gradients_is_taken_into_the_average() -> None:
-    param, gradient = nn.Parameter(torch.zeros(4, 4)), drawn(4, 4)
+    param = nn.Parameter(torch.zeros(4, 4))
+    gradient = drawn(4, 4)
     param.grad = gradient
     muon = Muon([{"params": [param], "matrix": "whole"}], impl="reference", **EXACT)
     muon.step(grad_scale=torch.tensor(0.5))
@@ -103,9 +135,14 @@ def test_a_factor_of_all_gradients_is_taken_into_the_average() -> None:
 
 
 def test_what_is_no_matrix_takes_adamw_and_a_state_comes_back() -> None:
-    def trained(cls: type[FusedAdam], steps: int, state: Any = None, at: list[Tensor] | None = None) -> Any:
+    def trained(
+        cls: type[FusedAdam], steps: int, state: Any = None, at: list[Tensor] | None = None
+    ) -> Any:
         params = [nn.Parameter(p.clone()) for p in at or [drawn(6, 4), drawn(7)]]
-        groups = [{"params": params[:1], "matrix": "whole" if cls is Muon else ""}, {"params": params[1:]}]
+        groups = [
+            {"params": params[:1], "matrix": "whole" if cls is Muon else ""},
+            {"params": params[1:]},
+        ]
         optimizer = cls(groups, 0.1, impl="reference")
         if state is not None:
             optimizer.load_state_dict(copy.deepcopy(state))

@@ -64,7 +64,9 @@ def test_singular_values_come_near_one_and_vectors_stay(impl: str) -> None:
 @pytest.mark.covering(1)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("shape", [(1, 1, 1), (2, 33, 70), (1, 66, 64), (2, 70, 7)])
-def test_a_symmetric_product_is_that_of_the_definition(shape: tuple[int, int, int], dtype: torch.dtype) -> None:
+def test_a_symmetric_product_is_that_of_the_definition(
+    shape: tuple[int, int, int], dtype: torch.dtype
+) -> None:
     with parity.mutated(KERNELS, *SMALL_TILES):
         compare(inputs(*shape, dtype))
         compare(inputs(*shape, dtype, added=False))
@@ -73,7 +75,9 @@ def test_a_symmetric_product_is_that_of_the_definition(shape: tuple[int, int, in
 @pytest.mark.parametrize("impl", ["reference", "triton"])
 def test_many_columns_are_added_up_in_fp32_and_rounded_once(impl: str) -> None:
     found = inputs(1, 8, 1536, torch.bfloat16, added=False)
-    parity.check_format(partial(op.symmetric_product, impl=impl), reference.symmetric_product, found)
+    parity.check_format(
+        partial(op.symmetric_product, impl=impl), reference.symmetric_product, found
+    )
 
 
 def test_a_product_is_symmetric_to_the_bit() -> None:

@@ -1,4 +1,6 @@
-"""The norms' kernels against their definition: values, every gradient, strides, tails, seeded bugs."""
+"""The norms' kernels against their definition: values, every gradient, strides, tails,
+seeded bugs.
+"""
 
 from __future__ import annotations
 
@@ -65,7 +67,8 @@ def test_strides_do_not_matter(name: str) -> None:
 
 
 def test_strides_of_gradients_do_not_matter() -> None:
-    x, weight = leaf(6, 5), leaf(5)
+    x = leaf(6, 5)
+    weight = leaf(5)
     for impl in ("triton", "reference"):
         op.rms_norm(x, weight, 1e-5, impl=impl).T[::2].sum().backward()
     x.grad, doubled = None, x.grad
@@ -77,7 +80,8 @@ def test_strides_of_gradients_do_not_matter() -> None:
 def test_what_is_no_number_stays_in_its_row(name: str) -> None:
     found = inputs(name, (6, 40))
     with torch.no_grad():
-        found["x"][1, 3], found["x"][4, 0] = float("nan"), float("inf")
+        found["x"][1, 3] = float("nan")
+        found["x"][4, 0] = float("inf")
     compare(name, found)
 
 
@@ -134,7 +138,9 @@ def test_a_residual_that_alone_is_used_gets_its_gradient() -> None:
 )
 def test_a_seeded_bug_is_caught(old: str, new: str) -> None:
     with parity.caught(KERNELS, old, new):
-        compare("layer_norm_residual", inputs("layer_norm_residual", (1100, 33)), zero_centered=True)
+        compare(
+            "layer_norm_residual", inputs("layer_norm_residual", (1100, 33)), zero_centered=True
+        )
 
 
 @pytest.mark.parametrize(
@@ -155,26 +161,40 @@ def test_a_seeded_bug_in_wide_rows_is_caught(old: str, new: str) -> None:
 @pytest.mark.parametrize("full", [False, True])
 def test_torch_accepts_the_registration(full: bool) -> None:
     found = inputs("layer_norm_residual" if full else "rms_norm", (5, 17))
-    arguments = (found["x"], found.get("residual"), found["weight"], found.get("bias"), 1e-5, False, full)
+    arguments = (
+        found["x"],
+        found.get("residual"),
+        found["weight"],
+        found.get("bias"),
+        1e-5,
+        False,
+        full,
+    )
     torch.library.opcheck(op._norm, arguments)
     _, total, mean, rstd = (t.detach() for t in op._norm(*arguments))
     x, dtotal = (total, total) if full else (found["x"].detach(), None)
     backward = (x, dtotal, x, found["weight"].detach(), mean, rstd, full, False, full)
-    torch.library.opcheck(op._norm_backward, backward, test_utils=("test_schema", "test_faketensor"))
+    torch.library.opcheck(
+        op._norm_backward, backward, test_utils=("test_schema", "test_faketensor")
+    )
 
 
 def test_a_compiled_function_gives_the_same_gradient() -> None:
     def loss(x: Tensor, weight: Tensor) -> Tensor:
         return op.rms_norm(x, weight, 1e-5, impl="triton").square().sum()
 
-    x, weight = leaf(5, 17), leaf(17)
+    x = leaf(5, 17)
+    weight = leaf(17)
     plain = torch.autograd.grad(loss(x, weight), [x, weight])
-    compiled = torch.autograd.grad(torch.compile(loss, backend="aot_eager", fullgraph=True)(x, weight), [x, weight])
+    compiled = torch.autograd.grad(
+        torch.compile(loss, backend="aot_eager", fullgraph=True)(x, weight), [x, weight]
+    )
     torch.testing.assert_close(compiled, plain)
 
 
 def test_meta_tensors_get_their_shapes() -> None:
-    x, weight = torch.empty(4, 6, device="meta", dtype=torch.bfloat16), torch.empty(6, device="meta")
+    x = torch.empty(4, 6, device="meta", dtype=torch.bfloat16)
+    weight = torch.empty(6, device="meta")
     normed, total = op.rms_norm_residual(x, x.float(), weight, 1e-5, impl="triton")
     assert (normed.shape, normed.dtype, total.dtype) == (x.shape, torch.bfloat16, torch.float32)
 
@@ -199,18 +219,25 @@ def test_what_does_not_fit_is_refused() -> None:
 @pytest.mark.parametrize("zero_centered", [False, True])
 def test_the_form_of_a_cpu_is_the_definition(zero_centered: bool, dtype: torch.dtype) -> None:
     for shape in ((1, 1), (5, 24), (3, 2, 40), (0, 8)):
-        found = {name: t.detach().cpu().requires_grad_() for name, t in inputs("rms_norm", shape, dtype).items()}
+        found = {
+            name: t.detach().cpu().requires_grad_()
+            for name, t in inputs("rms_norm", shape, dtype).items()
+        }
         assert cpu.fits(found["x"], found["weight"])
         options = {"eps": 0.1, "zero_centered": zero_centered}
         definition = partial(reference.rms_norm, **options)
         parity.check(partial(op.rms_norm, impl="reference", **options), definition, found)
         for _, x in parity.layouts(found["x"]):
-            parity.check(partial(op.rms_norm, impl="reference", **options), definition, found | {"x": x})
+            parity.check(
+                partial(op.rms_norm, impl="reference", **options), definition, found | {"x": x}
+            )
 
 
 @pytest.mark.parametrize("width", [40, 8200])
 def test_a_bias_in_fp32_beside_a_weight_in_half_has_its_gradient_unrounded(width: int) -> None:
-    x, bias, dy = leaf(3, width), leaf(width), leaf(3, width).detach()
+    x = leaf(3, width)
+    bias = leaf(width)
+    dy = leaf(3, width).detach()
     weight = leaf(width).detach().bfloat16().requires_grad_()
     (found,) = torch.autograd.grad(op.layer_norm(x, weight, bias, 1e-5, impl="triton"), bias, dy)
     wanted = dy.sum(0)
@@ -220,7 +247,8 @@ def test_a_bias_in_fp32_beside_a_weight_in_half_has_its_gradient_unrounded(width
 
 def test_rows_without_columns_have_gradients_without_elements() -> None:
     for shape in ((0,), (3, 0)):
-        x, weight = leaf(*shape), leaf(0)
+        x = leaf(*shape)
+        weight = leaf(0)
         op.rms_norm(x, weight, 1e-5).sum().backward()
         assert x.grad is not None
         assert x.grad.shape == shape

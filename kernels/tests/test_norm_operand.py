@@ -1,4 +1,6 @@
-"""Norms and SwiGLU that quantise for the linear layer behind: to the bit as if it were done behind them."""
+"""Norms and SwiGLU that quantise for the linear layer behind: to the bit as if it were done behind
+them.
+"""
 
 from __future__ import annotations
 
@@ -21,19 +23,27 @@ from mtrain_kernels.norm.operand import norm_quantized
 from mtrain_kernels.quantize.op import Operand, quantize_blocks, quantize_tensorwise
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-BLOCKS, TENSOR = Recipe("blockwise"), Recipe("tensorwise", backward="e5m2")
+BLOCKS = Recipe("blockwise")
+TENSOR = Recipe("tensorwise", backward="e5m2")
 SHAPES = [(1, 40), (3, 2, 136), (131, 300), (0, 16)]
 
 
-def inputs(shape: tuple[int, ...], full: bool, dtype: torch.dtype = torch.bfloat16) -> dict[str, Any]:
-    """Of a norm: `full` is LayerNorm of a sum, with a bias and a weight around zero, else it is RMSNorm."""
+def inputs(
+    shape: tuple[int, ...], full: bool, dtype: torch.dtype = torch.bfloat16
+) -> dict[str, Any]:
+    """Of a norm: `full` is LayerNorm of a sum, with a bias and a weight around zero, else it is
+    RMSNorm.
+    """
     torch.manual_seed(0)
 
     def leaf(*size: int) -> Tensor:
         return torch.randn(size, device=DEVICE).to(dtype).requires_grad_()
 
     width = shape[-1]
-    more = {"residual": leaf(*shape), "bias": leaf(width)} if full else {"residual": None, "bias": None}
+    if full:
+        more = {"residual": leaf(*shape), "bias": leaf(width)}
+    else:
+        more = {"residual": None, "bias": None}
     options = {"subtract_mean": full, "zero_centered": full, "eps": 1e-5}
     return {"x": leaf(*shape), "weight": leaf(width), **more, **options}
 
@@ -51,7 +61,9 @@ def bits(x: Tensor) -> Tensor:
     return x.detach().contiguous().flatten().view(torch.uint8)
 
 
-def assert_same(found: Operand, y: Tensor, layout: str | None, format: str, multiplier: Tensor | None = None) -> None:
+def assert_same(
+    found: Operand, y: Tensor, layout: str | None, format: str, multiplier: Tensor | None = None
+) -> None:
     options: dict[str, Any] = {"format": format, "transpose": True, "impl": "reference"}
     if layout is None:
         wanted = quantize_tensorwise(y, multiplier=multiplier, **options)
@@ -59,7 +71,10 @@ def assert_same(found: Operand, y: Tensor, layout: str | None, format: str, mult
         wanted = quantize_blocks(y, layout=layout, **options)
     again = found.transposed(*found.kept)
     both = zip(
-        (found.data, found.scale, *again), wanted[:4], ("data", "scale", "transposed", "its scale"), strict=True
+        (found.data, found.scale, *again),
+        wanted[:4],
+        ("data", "scale", "transposed", "its scale"),
+        strict=True,
     )
     for a, b, name in both:
         assert (a.dtype, a.shape) == (b.dtype, b.shape), name
@@ -81,10 +96,16 @@ for root in re.findall(r"= math.sqrt .* : ([^ ]*)", kernel.asm["ttgir"]):
 
 
 def test_what_is_written_and_what_is_quantised_are_divided_by_one_number() -> None:
-    """A tensor a compiler may make once for each layout, in another order of sums: on a card the bytes differed."""
+    """A tensor a compiler may make once for each layout, in another order of sums: on a card the
+    bytes differed.
+    """
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     done = subprocess.run(
-        [sys.executable, "-c", COMPILED], env=environment, capture_output=True, text=True, check=True
+        [sys.executable, "-c", COMPILED],
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=True,
     )
     assert done.stdout.split() == ["f32"]
 
@@ -93,7 +114,9 @@ def test_what_is_written_and_what_is_quantised_are_divided_by_one_number() -> No
 @pytest.mark.parametrize("impl", ["triton", "reference"])
 @pytest.mark.parametrize("full", [False, True])
 @pytest.mark.parametrize("shape", SHAPES)
-def test_an_operand_is_the_norm_quantised_to_the_bit(shape: tuple[int, ...], full: bool, impl: str) -> None:
+def test_an_operand_is_the_norm_quantised_to_the_bit(
+    shape: tuple[int, ...], full: bool, impl: str
+) -> None:
     given = inputs(shape, full)
     alone, total = plain(given, impl)
     for layout, format in (("1x128_power_of_two", "e4m3"), (None, "e5m2"), ("mx", "e4m3")):
@@ -119,10 +142,18 @@ def through(given: dict[str, Any], recipe: Recipe, prepared: bool) -> list[Tenso
     """Value and gradients of a norm and a linear layer behind it, and of the sum."""
     leaves = [t for t in given.values() if isinstance(t, Tensor)]
     torch.manual_seed(1)
-    weight = torch.randn(48, given["x"].shape[-1], device=DEVICE).to(given["x"].dtype).requires_grad_()
+    weight = (
+        torch.randn(48, given["x"].shape[-1], device=DEVICE).to(given["x"].dtype).requires_grad_()
+    )
     if prepared:
         y, total, made = norm_quantized(**given, layout=recipe.layout, impl="triton")
-        out = fp8_linear(torch.full_like(y, torch.nan).detach() * 0 + y, weight, recipe, operand=made, impl="triton")
+        out = fp8_linear(
+            torch.full_like(y, torch.nan).detach() * 0 + y,
+            weight,
+            recipe,
+            operand=made,
+            impl="triton",
+        )
     else:
         y, total = plain(given)  # type: ignore[assignment]
         out = fp8_linear(y, weight, recipe, impl="triton")
@@ -147,7 +178,9 @@ def test_behind_it_value_and_all_gradients_are_the_same_and_the_input_itself_is_
 @pytest.mark.covering(1)
 @pytest.mark.parametrize("recipe", [BLOCKS, TENSOR], ids=["blocks", "tensor"])
 @pytest.mark.parametrize("shape", [(3, 80), (5, 27, 300)])
-def test_swiglu_on_the_way_into_the_product_is_swiglu_before_it(shape: tuple[int, ...], recipe: Recipe) -> None:
+def test_swiglu_on_the_way_into_the_product_is_swiglu_before_it(
+    shape: tuple[int, ...], recipe: Recipe
+) -> None:
     torch.manual_seed(0)
     x = torch.randn(shape, device=DEVICE).bfloat16().requires_grad_()
     weight = torch.randn(48, shape[-1] // 2, device=DEVICE).bfloat16().requires_grad_()
@@ -162,7 +195,9 @@ def test_swiglu_on_the_way_into_the_product_is_swiglu_before_it(shape: tuple[int
         wanted = [apart, *torch.autograd.grad(apart, [x, weight], step)]
         assert all(torch.equal(bits(a), bits(b)) for a, b in zip(found, wanted, strict=True))
         with torch.no_grad():
-            assert torch.equal(bits(fp8_linear(x, weight, recipe, swiglu=impl, **options)), bits(apart))
+            assert torch.equal(
+                bits(fp8_linear(x, weight, recipe, swiglu=impl, **options)), bits(apart)
+            )
 
 
 def blocks() -> None:
@@ -177,9 +212,19 @@ def tensor() -> None:
 @pytest.mark.parametrize(
     ("module", "old", "new", "noticed_by"),
     [
-        ("triton", "y = tl.where(inside, y.to(tl.float32), 0.0)", "y = y.to(tl.float32) + 1", blocks),
+        (
+            "triton",
+            "y = tl.where(inside, y.to(tl.float32), 0.0)",
+            "y = y.to(tl.float32) + 1",
+            blocks,
+        ),
         ("triton", "cut * m[:, :, None]", "cut", blocks),
-        ("triton", "row[:, None] * groups + group, scale", "row[:, None] * groups + group, scale * 2", blocks),
+        (
+            "triton",
+            "row[:, None] * groups + group, scale",
+            "row[:, None] * groups + group, scale * 2",
+            blocks,
+        ),
         ("triton", "y *= tl.load(multiplier_ptr)", "pass", tensor),
         ("triton", "tl.max(tl.max(finite(y), 1), 0)", "tl.min(tl.min(finite(y), 1), 0)", tensor),
         ("operand_triton", "at, tl.trans(q), mask", "at, q, mask", blocks),

@@ -11,8 +11,11 @@ TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 2e-2}
 SHAPES = [(1,), (7,), (3, 1), (5, 17), (2, 3, 64), (0, 8), (2, 0, 8)]
 
 
-def _by_hand(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, centered: bool, rms: bool) -> Tensor:
-    x, w = x.double(), weight.double() + (1 if centered else 0)
+def _by_hand(
+    x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, centered: bool, rms: bool
+) -> Tensor:
+    x = x.double()
+    w = weight.double() + (1 if centered else 0)
     shifted = x if rms else x - x.sum(-1, keepdim=True) / x.shape[-1]
     y = shifted / ((shifted * shifted).sum(-1, keepdim=True) / x.shape[-1] + eps).sqrt() * w
     return y if bias is None else y + bias.double()
@@ -21,7 +24,10 @@ def _by_hand(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, centere
 def _inputs(shape: tuple[int, ...], dtype: torch.dtype) -> list[Tensor]:
     torch.manual_seed(0)
     width = shape[-1:]
-    return [torch.randn(s, dtype=torch.float64).to(dtype).requires_grad_() for s in (shape, width, width)]
+    return [
+        torch.randn(s, dtype=torch.float64).to(dtype).requires_grad_()
+        for s in (shape, width, width)
+    ]
 
 
 @pytest.mark.parametrize("dtype", TOLERANCE)
@@ -44,13 +50,18 @@ def test_value_and_gradients_are_those_of_the_formula(
     found = torch.autograd.grad((y.double() * direction).sum(), leaves)
     wanted = torch.autograd.grad((expected * direction).sum(), leaves)
     for a, b in zip((y, *found), (expected, *wanted), strict=True):
-        torch.testing.assert_close(a.double(), b.double(), rtol=TOLERANCE[dtype], atol=4 * TOLERANCE[dtype])
+        torch.testing.assert_close(
+            a.double(), b.double(), rtol=TOLERANCE[dtype], atol=4 * TOLERANCE[dtype]
+        )
 
 
 def test_strides_do_not_matter() -> None:
     torch.manual_seed(0)
-    x, weight = torch.randn(6, 4, 10).transpose(0, 1)[:, ::2, ::2], torch.randn(10)[::2]
-    torch.testing.assert_close(rms_norm(x, weight, 1e-5), rms_norm(x.contiguous(), weight.contiguous(), 1e-5))
+    x = torch.randn(6, 4, 10).transpose(0, 1)[:, ::2, ::2]
+    weight = torch.randn(10)[::2]
+    torch.testing.assert_close(
+        rms_norm(x, weight, 1e-5), rms_norm(x.contiguous(), weight.contiguous(), 1e-5)
+    )
 
 
 @pytest.mark.parametrize("weight", [torch.ones(3), torch.ones(4, 4), torch.ones(1)])

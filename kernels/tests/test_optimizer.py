@@ -1,4 +1,6 @@
-"""AdamW however its numbers are kept, norm and clipping, Newton-Schulz, and the optimizer for megatron-core."""
+"""AdamW however its numbers are kept, norm and clipping, Newton-Schulz, and the optimizer for
+megatron-core.
+"""
 
 from __future__ import annotations
 
@@ -33,16 +35,19 @@ def make(kind: str, sizes: tuple[int, ...] = SIZES, seed: int = 0) -> Lists:
     def random(scale: float) -> list[Tensor]:
         return [torch.randn(n, generator=generator) * scale for n in sizes]
 
-    values, grads = random(0.1), [g.to(g_dtype) for g in random(1e-2)]
+    values = random(0.1)
+    grads = [g.to(g_dtype) for g in random(1e-2)]
     moments = [random(1e-2), [v.square() for v in random(1e-2)]]
-    kept, scales = [], []
+    kept = []
+    scales = []
     for second, xs in enumerate(moments):
         stored = [rounding.store_moment(x, moment_dtype, bool(second)) for x in xs]
         kept.append([s[0].contiguous() for s in stored])
         scales.append([s[1] for s in stored] if moment_dtype == torch.uint8 else [])
     if master_dtype == torch.int16:
         halves = [rounding.split_master(v) for v in values]
-        params, masters = [h[0].clone() for h in halves], [h[1] for h in halves]
+        params = [h[0].clone() for h in halves]
+        masters = [h[1] for h in halves]
     else:
         params = [v.to(p_dtype) for v in values]
         masters = values if master_dtype else []
@@ -56,10 +61,16 @@ def step(lists: Lists, hyper: Hyper, impl: str, **options: Any) -> Lists:
 
 
 def assert_same(found: Lists, wanted: Lists) -> None:
-    """Equal to the last bits of fp32; what is kept in fewer bits is equal but where that tips a rounding."""
+    """Equal to the last bits of fp32; what is kept in fewer bits is equal but where that tips a
+    rounding.
+    """
     if found.masters and found.masters[0].dtype == torch.int16:
         found, wanted = (
-            lists._replace(masters=[rounding.join_master(*x) for x in zip(lists.params, lists.masters, strict=True)])
+            lists._replace(
+                masters=[
+                    rounding.join_master(*x) for x in zip(lists.params, lists.masters, strict=True)
+                ]
+            )
             for lists in (found, wanted)
         )
     for name, a, b in zip(Lists._fields, found, wanted, strict=True):
@@ -67,19 +78,27 @@ def assert_same(found: Lists, wanted: Lists) -> None:
             assert x.dtype == y.dtype
             if x.dtype == torch.float32:
                 atol = 3e-8 if name in ("params", "masters") else 1e-9
-                torch.testing.assert_close(x, y, rtol=2e-6, atol=atol, msg=lambda m, n=name: f"{n}: {m}")
+                torch.testing.assert_close(
+                    x, y, rtol=2e-6, atol=atol, msg=lambda m, n=name: f"{n}: {m}"
+                )
             elif x.numel():
-                bits = (t.view(torch.int16 if t.element_size() == 2 else torch.uint8).int() for t in (x, y))
+                bits = (
+                    t.view(torch.int16 if t.element_size() == 2 else torch.uint8).int()
+                    for t in (x, y)
+                )
                 apart = torch.sub(*bits).abs()
                 assert apart.max() <= 1, f"{name}: {apart.max()} steps apart"
-                assert (apart > 0).float().mean() < 0.02, f"{name}: {(apart > 0).float().mean()} differ"
+                assert (apart > 0).float().mean() < 0.02, (
+                    f"{name}: {(apart > 0).float().mean()} differ"
+                )
 
 
 @pytest.mark.parametrize("options", [{}, {"grad_scale": torch.tensor(0.3)}], ids=["", "scaled"])
 @pytest.mark.parametrize("decoupled", [True, False], ids=["adamw", "adam"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_kernel_is_the_definition(kind, decoupled, options):
-    lists, hyper = make(kind), HYPER._replace(decoupled=decoupled)
+    lists = make(kind)
+    hyper = HYPER._replace(decoupled=decoupled)
     assert_same(step(lists, hyper, "triton", **options), step(lists, hyper, "reference", **options))
 
 
@@ -88,9 +107,12 @@ def test_a_tensor_of_many_chunks_is_whole(kind, monkeypatch):
     from mtrain_kernels.optimizer import triton
 
     monkeypatch.setattr(triton, "CHUNK", triton.BLOCK)
-    lists, hyper = make(kind, (5000, 2 * triton.BLOCK)), HYPER._replace(stochastic=True)
+    lists = make(kind, (5000, 2 * triton.BLOCK))
+    hyper = HYPER._replace(stochastic=True)
     assert_same(step(lists, hyper, "triton"), step(lists, hyper, "reference"))
-    torch.testing.assert_close(op.grad_norm(lists.grads, impl="triton"), reference.grad_norm(lists.grads))
+    torch.testing.assert_close(
+        op.grad_norm(lists.grads, impl="triton"), reference.grad_norm(lists.grads)
+    )
 
 
 def test_not_a_number_stays_in_its_element():
@@ -113,18 +135,21 @@ def test_a_second_moment_beyond_fp32_leaves_the_weight_a_number():
 def test_stochastic_rounding_is_the_same_in_both_and_right_on_average():
     lists = make("bf16", (2500,))
     hyper = HYPER._replace(stochastic=True)
-    found, wanted = step(lists, hyper, "triton", streams=[5]), step(lists, hyper, "reference", streams=[5])
+    found = step(lists, hyper, "triton", streams=[5])
+    wanted = step(lists, hyper, "reference", streams=[5])
     assert_same(found, wanted)
     exact = lists._replace(params=[p.float() for p in lists.params])
-    mean = torch.stack([step(lists, hyper._replace(seed=s), "reference").params[0].float() for s in range(64)]).mean(
-        0
-    )
+    mean = torch.stack(
+        [step(lists, hyper._replace(seed=s), "reference").params[0].float() for s in range(64)]
+    ).mean(0)
     error = (mean - step(exact, HYPER, "reference").params[0]).abs() / mean.abs()
     assert error.mean() < 2**-9 / 4
 
 
 def test_random_numbers_depend_on_place_alone():
-    whole = step(make("bf16", (2500,)), HYPER._replace(stochastic=True), "triton", streams=[2]).params[0]
+    whole = step(
+        make("bf16", (2500,)), HYPER._replace(stochastic=True), "triton", streams=[2]
+    ).params[0]
     lists = make("bf16", (2500,))
     beside = make("bf16", (77,), seed=1)
     both = Lists(*(b + a for a, b in zip(lists, beside, strict=True)))
@@ -156,7 +181,9 @@ def test_a_master_comes_back_from_its_halves_to_the_bit():
     master = rounding._as_int32(bits).view(torch.float32)
     master = master[~master.isnan()]
     weight, remainder = rounding.split_master(master)
-    assert torch.equal(rounding.join_master(weight, remainder).view(torch.int32), master.view(torch.int32))
+    assert torch.equal(
+        rounding.join_master(weight, remainder).view(torch.int32), master.view(torch.int32)
+    )
     tie = (master.view(torch.int32) & 0xFFFF) == 0x8000
     assert torch.equal(weight[~tie], master.bfloat16()[~tie])
     assert rounding.split_master(torch.tensor([torch.nan]))[0].isnan().all()
@@ -171,13 +198,18 @@ def test_an_eight_bit_second_moment_above_zero_stays_above_zero():
 @pytest.mark.parametrize("impl", ["reference", "triton"])
 def test_norm_and_clipping_are_those_of_pytorch(impl):
     for dtype in (torch.float32, torch.bfloat16):
-        grads = [torch.randn(n, generator=torch.Generator().manual_seed(n)).to(dtype) for n in (3, 0, 5000)]
+        grads = [
+            torch.randn(n, generator=torch.Generator().manual_seed(n)).to(dtype)
+            for n in (3, 0, 5000)
+        ]
         params = [torch.nn.Parameter(torch.zeros_like(g)) for g in grads]
         for p, g in zip(params, grads, strict=True):
             p.grad = g.clone()
         wanted = torch.nn.utils.clip_grad_norm_(params, 2.0)
         found = op.clip_grad_norm_(grads, 2.0, impl=impl)
-        torch.testing.assert_close(found, wanted.float(), rtol=1e-2 if dtype == torch.bfloat16 else 1e-6, atol=0)
+        torch.testing.assert_close(
+            found, wanted.float(), rtol=1e-2 if dtype == torch.bfloat16 else 1e-6, atol=0
+        )
         for p, g in zip(params, grads, strict=True):
             torch.testing.assert_close(g, p.grad)
     assert op.grad_norm([]) == 0
@@ -204,7 +236,11 @@ def test_opcheck(impl):
         ("+ 0x8000) >> 16", ") >> 16", "remainder"),
         ("tl.maximum(code, 1)", "code + 1", "eight bits"),
         ("x = tl.sqrt_rn(x)", "x = x", "eight bits"),
-        ('if MASTER == "fp32":\n            tl.store', 'if MASTER == "none":\n            tl.store', "master"),
+        (
+            'if MASTER == "fp32":\n            tl.store',
+            'if MASTER == "none":\n            tl.store',
+            "master",
+        ),
         ("array(table_ptr, tensor, 3, 9", "array(table_ptr, tensor, 2, 9", "fp32"),
         ("squares += g * g", "squares += g", "norm"),
         ("g * tl.load(factor_ptr)", "g", "norm"),
@@ -239,10 +275,15 @@ def test_what_does_not_fit_is_refused():
 
 def model(dtype: torch.dtype = torch.float32) -> list[torch.nn.Parameter]:
     generator = torch.Generator().manual_seed(11)
-    return [torch.nn.Parameter(torch.randn(s, generator=generator).to(dtype)) for s in ((7, 5), (300,), (1,))]
+    return [
+        torch.nn.Parameter(torch.randn(s, generator=generator).to(dtype))
+        for s in ((7, 5), (300,), (1,))
+    ]
 
 
-def train(optimizer: Any, params: list[torch.nn.Parameter], steps: range, attribute: str = "grad") -> None:
+def train(
+    optimizer: Any, params: list[torch.nn.Parameter], steps: range, attribute: str = "grad"
+) -> None:
     for i in steps:
         for j, p in enumerate(params):
             generator = torch.Generator().manual_seed(100 * i + j)
@@ -254,7 +295,8 @@ def train(optimizer: Any, params: list[torch.nn.Parameter], steps: range, attrib
 @pytest.mark.parametrize("impl", ["reference", "triton"])
 @pytest.mark.parametrize("adamw", [True, False])
 def test_fused_adam_is_pytorchs(adamw, impl):
-    ours, theirs = model(), model()
+    ours = model()
+    theirs = model()
     settings = {"lr": 1e-2, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}
     train(FusedAdam(ours, adam_w_mode=adamw, impl=impl, **settings), ours, range(8))
     train((torch.optim.AdamW if adamw else torch.optim.Adam)(theirs, **settings), theirs, range(8))
@@ -273,7 +315,11 @@ STORED = {
         "exp_avg_dtype": torch.uint8,
         "exp_avg_sq_dtype": torch.uint8,
     },
-    "stochastic": {"stochastic_rounding": True, "exp_avg_dtype": torch.bfloat16, "exp_avg_sq_dtype": torch.bfloat16},
+    "stochastic": {
+        "stochastic_rounding": True,
+        "exp_avg_dtype": torch.bfloat16,
+        "exp_avg_sq_dtype": torch.bfloat16,
+    },
 }
 
 
@@ -281,7 +327,8 @@ STORED = {
 def test_a_resumed_run_is_the_same_to_the_bit(options):
     dtype = torch.float32 if not options else torch.bfloat16
     attribute = "decoupled_grad" if options.get("use_decoupled_grad") else "grad"
-    straight, resumed = model(dtype), model(dtype)
+    straight = model(dtype)
+    resumed = model(dtype)
     optimizer = FusedAdam(straight, lr=1e-2, **options)
     train(optimizer, straight, range(3), attribute)
     saved = copy.deepcopy(optimizer.state_dict())
@@ -297,29 +344,38 @@ def test_a_resumed_run_is_the_same_to_the_bit(options):
     assert second.param_groups[0]["step"] == 6
     for p, q in zip(resumed, straight, strict=True):
         assert torch.equal(p, q)
-    for a, b in zip(second.state_dict()["state"].values(), optimizer.state_dict()["state"].values(), strict=True):
+    for a, b in zip(
+        second.state_dict()["state"].values(), optimizer.state_dict()["state"].values(), strict=True
+    ):
         assert a.keys() == b.keys()
         assert all(torch.equal(a[k], b[k]) and a[k].dtype == b[k].dtype for k in a)
 
 
 def test_masters_whole_or_in_halves_train_the_same():
-    whole, halves = model(torch.bfloat16), model(torch.bfloat16)
+    whole = model(torch.bfloat16)
+    halves = model(torch.bfloat16)
     a = FusedAdam(whole, lr=1e-4, **PRECISE)
     b = FusedAdam(halves, lr=1e-4, **PRECISE, store_param_remainders=True)
     train(a, whole, range(5), "decoupled_grad")
     train(b, halves, range(5), "decoupled_grad")
     for p, q in zip(whole, halves, strict=True):
         assert b.state[q]["master_param"].dtype == torch.int16
-        assert torch.equal(a.get_unscaled_state(p, "master_param"), b.get_unscaled_state(q, "master_param"))
+        assert torch.equal(
+            a.get_unscaled_state(p, "master_param"), b.get_unscaled_state(q, "master_param")
+        )
 
 
 @pytest.mark.parametrize("options", STORED.values(), ids=STORED)
 def test_states_go_out_and_come_in_through_fp32(options):
-    """What a sharded checkpoint does: every state by name out in fp32, and into an optimizer that has none yet."""
+    """What a sharded checkpoint does: every state by name out in fp32, and into an optimizer that
+    has none yet.
+    """
     dtype = torch.float32 if not options else torch.bfloat16
     attribute = "decoupled_grad" if options.get("use_decoupled_grad") else "grad"
-    params, others = model(dtype), model(dtype)
-    first, second = FusedAdam(params, lr=1e-2, **options), FusedAdam(others, lr=1e-2, **options)
+    params = model(dtype)
+    others = model(dtype)
+    first = FusedAdam(params, lr=1e-2, **options)
+    second = FusedAdam(others, lr=1e-2, **options)
     train(first, params, range(3), attribute)
     for p, q in zip(params, others, strict=True):
         second.initialize_state(q)
@@ -336,7 +392,8 @@ def test_states_go_out_and_come_in_through_fp32(options):
 
 
 def test_the_state_of_pytorchs_adamw_is_understood_though_its_step_is_shared():
-    theirs, ours = model(), model()
+    theirs = model()
+    ours = model()
     optimizer = torch.optim.AdamW(theirs, lr=1e-2, weight_decay=0.1)
     train(optimizer, theirs, range(4))
     saved = copy.deepcopy(optimizer.state_dict())

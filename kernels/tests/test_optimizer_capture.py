@@ -14,7 +14,8 @@ from torch import Tensor
 
 @pytest.mark.parametrize("impl", ["triton", "reference"])
 def test_step_and_learning_rate_may_lie_on_the_device(impl):
-    lists, hyper = make("bf16", (300, 512)), HYPER._replace(stochastic=True)
+    lists = make("bf16", (300, 512))
+    hyper = HYPER._replace(stochastic=True)
     clock = torch.tensor((hyper.lr, hyper.step), dtype=torch.float64)
     other = hyper._replace(lr=5.0, step=77, bias1=0.5, bias2=0.5)
     assert_same(step(lists, other, impl, clock=clock), step(lists, hyper, "reference"))
@@ -42,6 +43,7 @@ def test_a_captured_step_follows_step_and_learning_rate(monkeypatch):
             optimizer.step()
         return p.detach(), optimizer.state_dict()["param_groups"][0]["step"]
 
-    plain, captured = train(False), train(True)
+    plain = train(False)
+    captured = train(True)
     assert torch.equal(plain[0], captured[0])
     assert plain[1] == captured[1] == 4

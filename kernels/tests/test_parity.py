@@ -40,7 +40,12 @@ def test_casts_round_to_nearest_even_over_all_bit_patterns(dtype: torch.dtype) -
 def test_poison_fills_what_is_allocated_and_goes_away() -> None:
     x = torch.ones(3)
     with parity.poisoned():
-        for empty in (torch.empty(5), torch.empty_like(x), x.new_empty(4), torch.empty_strided((2, 2), (2, 1))):
+        for empty in (
+            torch.empty(5),
+            torch.empty_like(x),
+            x.new_empty(4),
+            torch.empty_strided((2, 2), (2, 1)),
+        ):
             assert empty.isnan().all()
         assert (torch.empty(3, dtype=torch.int64) == torch.iinfo(torch.int64).max).all()
     assert not torch.are_deterministic_algorithms_enabled()
@@ -59,7 +64,8 @@ def test_a_tail_that_nobody_wrote_is_seen() -> None:
 
 def test_what_is_widened_late_or_added_up_in_half_precision_is_seen() -> None:
     torch.manual_seed(0)
-    x, w = torch.randn(1536, 8).bfloat16().requires_grad_(), (0.01 * torch.randn(8)).bfloat16().requires_grad_()
+    x = torch.randn(1536, 8).bfloat16().requires_grad_()
+    w = (0.01 * torch.randn(8)).bfloat16().requires_grad_()
 
     def wide(x: Tensor, w: Tensor) -> Tensor:
         inner = torch.promote_types(x.dtype, torch.float32)
@@ -85,7 +91,9 @@ def test_what_is_widened_late_or_added_up_in_half_precision_is_seen() -> None:
     with pytest.raises(AssertionError, match="gradient of w"):
         parity.check_format(lambda x, w: AddedUp.apply(x, w), lambda x, w: x + w, {"x": x, "w": w})
     with pytest.raises(AssertionError, match="output 0"):  # what broadcasts is not what is wanted
-        parity.check_format(lambda x, w: wide(x, w)[:1], lambda x, w: wide(x[:1].expand_as(x), w), {"x": x, "w": w})
+        parity.check_format(
+            lambda x, w: wide(x, w)[:1], lambda x, w: wide(x[:1].expand_as(x), w), {"x": x, "w": w}
+        )
     with pytest.raises(AssertionError, match="no input is in half precision"):
         parity.check_format(wide, wide, {"x": x.detach().float(), "w": w.detach().float()})
 
@@ -97,7 +105,9 @@ def test_a_wrong_gradient_and_a_wrong_shape_are_seen() -> None:
     with pytest.raises(AssertionError, match=r"shape \(3, 4\) instead of \(4, 3\)"):
         parity.check(lambda x: x.T, torch.clone, {"x": x})
     with pytest.raises(AssertionError, match="should be infinite"):
-        parity.check(lambda x: x.nan_to_num(), torch.clone, {"x": torch.tensor([float("inf"), 1.0])})
+        parity.check(
+            lambda x: x.nan_to_num(), torch.clone, {"x": torch.tensor([float("inf"), 1.0])}
+        )
     with pytest.raises(AssertionError, match="times the tolerance"):
         parity.check(lambda x: x * (1 + 1e-4), torch.clone, {"x": x})
     with pytest.raises(AssertionError, match="output 0"):
@@ -121,7 +131,10 @@ def test_rows_are_views_where_they_can_be() -> None:
 
 def test_a_mutant_must_differ_and_must_be_noticed() -> None:
     module = "mtrain_kernels.norm.triton"
-    with pytest.raises(AssertionError, match="no mutant"), parity.mutated(module, "no such line", ""):
+    with (
+        pytest.raises(AssertionError, match="no mutant"),
+        parity.mutated(module, "no such line", ""),
+    ):
         pass
     with (
         pytest.raises(AssertionError, match="nobody noticed"),

@@ -1,4 +1,6 @@
-"""Quantised formats: every bit of the kernels against the definition, and the definition against first principles."""
+"""Quantised formats: every bit of the kernels against the definition, and the definition against
+first principles.
+"""
 
 from __future__ import annotations
 
@@ -41,7 +43,10 @@ def assert_same_bits(found: Any, wanted: Any) -> None:
     for i, (a, b) in enumerate(zip(found, wanted, strict=True)):
         assert a.dtype == b.dtype, f"{i}: {a.dtype} instead of {b.dtype}"
         assert a.shape == b.shape, f"{i}: {tuple(a.shape)} instead of {tuple(b.shape)}"
-        a, b = (t.contiguous().view(torch.uint8 if t.element_size() == 1 else torch.int32) for t in (a, b))
+        a, b = (
+            t.contiguous().view(torch.uint8 if t.element_size() == 1 else torch.int32)
+            for t in (a, b)
+        )
         assert torch.equal(a, b), f"{i}: {int((a != b).sum())} of {a.numel()} differ"
 
 
@@ -52,7 +57,9 @@ def both(function: Any, *args: Any, **options: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    ("dtype", "format"), [(torch.float32, "e4m3"), (torch.float16, "e5m2"), (torch.bfloat16, "e4m3")], ids=str
+    ("dtype", "format"),
+    [(torch.float32, "e4m3"), (torch.float16, "e5m2"), (torch.bfloat16, "e4m3")],
+    ids=str,
 )
 @pytest.mark.parametrize("shape", SHAPES)
 def test_tensorwise_to_the_bit(shape, format, dtype):
@@ -62,14 +69,19 @@ def test_tensorwise_to_the_bit(shape, format, dtype):
     both(op.quantize_tensorwise, x, format=format, multiplier=torch.tensor([3.7]))
 
 
-@pytest.mark.parametrize(("layout", "format"), zip(LAYOUTS, itertools.cycle(["e4m3", "e5m2"]), strict=False))
+@pytest.mark.parametrize(
+    ("layout", "format"), zip(LAYOUTS, itertools.cycle(["e4m3", "e5m2"]), strict=False)
+)
 @pytest.mark.parametrize("shape", SHAPES)
 def test_blocks_to_the_bit(shape, layout, format):
     x = numbers(*shape, torch.bfloat16)
     both(op.quantize_blocks, x, format=format, layout=layout, transpose=True)
     found = op.quantize_blocks(x, format=format, layout=layout, impl="reference")
     dtype = torch.float32 if format == "e4m3" else torch.bfloat16
-    back = [op.dequantize_blocks(*found[:2], layout=layout, dtype=dtype, impl=c) for c in ("triton", "reference")]
+    back = [
+        op.dequantize_blocks(*found[:2], layout=layout, dtype=dtype, impl=c)
+        for c in ("triton", "reference")
+    ]
     torch.testing.assert_close(*back, rtol=0, atol=0, equal_nan=True)
 
 
@@ -85,7 +97,9 @@ def test_nvfp4_to_the_bit(shape, dtype):
 
 def test_nvfp4_goes_to_even_at_ties_and_to_the_nearest_beside_them():
     ties = torch.tensor([0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0])
-    near = torch.cat([ties, ties.nextafter(torch.tensor(0.0)), ties.nextafter(torch.tensor(9.0)), -ties])
+    near = torch.cat(
+        [ties, ties.nextafter(torch.tensor(0.0)), ties.nextafter(torch.tensor(9.0)), -ties]
+    )
     x = torch.zeros(1, 80)
     x[0, :64].view(4, 16)[:, :7] = near.view(4, 7)
     x[0, :64].view(4, 16)[:, 8] = 6.0  # multiplied by one,
@@ -101,7 +115,9 @@ def test_nvfp4_goes_to_even_at_ties_and_to_the_nearest_beside_them():
     ]
 
 
-@pytest.mark.parametrize("options", [{"layout": "1x128"}, {"layout": "mx"}, {"layout": "128x128"}, {}], ids=str)
+@pytest.mark.parametrize(
+    "options", [{"layout": "1x128"}, {"layout": "mx"}, {"layout": "128x128"}, {}], ids=str
+)
 def test_behind_swiglu_it_is_swiglu_then_quantise(options):
     x = torch.randn(37, 2 * 136, generator=torch.Generator().manual_seed(3)).bfloat16()
     gate, up = x.float().chunk(2, 1)
@@ -114,11 +130,15 @@ def test_behind_swiglu_it_is_swiglu_then_quantise(options):
 
 
 def assert_nearly_same(found: Any, wanted: Any) -> None:
-    """The same but for few elements, where another order of summation tips a rounding by one step."""
+    """The same but for few elements, where another order of summation tips a rounding
+    by one step.
+    """
     for a, b in zip(found, wanted, strict=True):
         assert (a.dtype, a.shape) == (b.dtype, b.shape)
         if a.element_size() == 1:
-            distance = (a.contiguous().view(torch.uint8).int() - b.contiguous().view(torch.uint8).int()).abs()
+            distance = (
+                a.contiguous().view(torch.uint8).int() - b.contiguous().view(torch.uint8).int()
+            ).abs()
             assert distance.max() <= 1
             assert (distance > 0).float().mean() < 0.03
         else:
@@ -143,7 +163,9 @@ def test_rounding_is_to_the_nearest_of_all_numbers_of_the_format(format):
         table = table[table <= greatest]
     table = table.double()
     middles = (table[1:] + table[:-1]) / 2
-    x = torch.cat([table, middles, middles * (1 + 2**-20), middles * (1 - 2**-20), torch.tensor([1e-40, 1e9])])
+    x = torch.cat(
+        [table, middles, middles * (1 + 2**-20), middles * (1 - 2**-20), torch.tensor([1e-40, 1e9])]
+    )
     x = torch.cat([x, -x]).float()
     distance = (x.double().abs()[:, None] - table).abs()
     nearest = distance == distance.amin(1, keepdim=True)
@@ -151,8 +173,11 @@ def test_rounding_is_to_the_nearest_of_all_numbers_of_the_format(format):
     code = torch.where(nearest.sum(1, keepdim=True) > 1, nearest & even, nearest).int().argmax(1)
     sign = 8 if dtype is None else 128
     code = (code + sign * torch.signbit(x)).to(torch.uint8)
-    encode = reference.encode_e2m1 if dtype is None else lambda v: reference.encode(v, format).view(torch.uint8)
-    assert torch.equal(encode(x), code)
+    if dtype is None:
+        encoded = reference.encode_e2m1(x)
+    else:
+        encoded = reference.encode(x, format).view(torch.uint8)
+    assert torch.equal(encoded, code)
     if dtype is not None:
         one = torch.ones(1)
         found = op.quantize_tensorwise(x, format=format, multiplier=one, impl="triton").data
@@ -172,7 +197,9 @@ def test_delayed_scaling_takes_the_greatest_of_the_window():
     history = torch.tensor([1.0, 4.0, 2.0])
     assert reference.delayed_multiplier(history, "e4m3").item() == 112
     assert reference.delayed_multiplier(history, "e4m3", margin=1).item() == 56
-    found = op.quantize_tensorwise(torch.tensor([[8.0, -3.0]]), multiplier=torch.tensor([112.0]), impl="triton")
+    found = op.quantize_tensorwise(
+        torch.tensor([[8.0, -3.0]]), multiplier=torch.tensor([112.0]), impl="triton"
+    )
     assert found.data.float().tolist() == [[448.0, -320.0]]  # 336 is a tie
     assert reference.push_amax_(history, found.amax).tolist() == [8.0, 1.0, 4.0]
 
@@ -182,9 +209,13 @@ def test_what_comes_back_is_near(scale):
     x = torch.randn(64, 256, generator=torch.Generator().manual_seed(5)) * scale
     for layout in LAYOUTS:
         q = op.quantize_blocks(x, layout=layout, impl="reference")
-        back = op.dequantize_blocks(q.data, q.scale, layout=layout, dtype=torch.float32, impl="reference")
+        back = op.dequantize_blocks(
+            q.data, q.scale, layout=layout, dtype=torch.float32, impl="reference"
+        )
         assert (back - x).double().norm() / x.double().norm() < 0.03
-    back = op.dequantize_nvfp4(*op.quantize_nvfp4(x, impl="reference"), dtype=torch.float32, impl="reference")
+    back = op.dequantize_nvfp4(
+        *op.quantize_nvfp4(x, impl="reference"), dtype=torch.float32, impl="reference"
+    )
     assert (back - x).double().norm() / x.double().norm() < 0.11
 
 
@@ -230,11 +261,31 @@ def ties() -> None:
         ("triton", "2.0 ** (1 - BIAS)", "2.0 ** (-4 - BIAS)", ties),
         ("triton", "> 0x600000", ">= 0x600000", lambda: powers_of_two()),
         ("triton", 'tl.where(magnitude < float("inf"), magnitude, 0.0)', "magnitude", tensorwise),
-        ("triton", "mask=inside, other=0.0", "mask=inside, other=9.0", lambda: test_strides_do_not_matter()),
+        (
+            "triton",
+            "mask=inside, other=0.0",
+            "mask=inside, other=9.0",
+            lambda: test_strides_do_not_matter(),
+        ),
         ("triton", "transposed_at, tl.trans(q), mask", "transposed_at, q, mask", square("128x128")),
-        ("triton", "tl.trans(in_order(q, SIDE, RUN)), mask", "in_order(q, SIDE, RUN), mask", tensorwise),
-        ("triton", "254 + EMAX - (bits >> 23) - above", "254 + EMAX - (bits >> 23)", square("1x128_power_of_two")),
-        ("triton", "tl.reshape(cut * m[:, :, None]", "tl.reshape(cut", square("1x128", shape=(3, 40))),
+        (
+            "triton",
+            "tl.trans(in_order(q, SIDE, RUN)), mask",
+            "in_order(q, SIDE, RUN), mask",
+            tensorwise,
+        ),
+        (
+            "triton",
+            "254 + EMAX - (bits >> 23) - above",
+            "254 + EMAX - (bits >> 23)",
+            square("1x128_power_of_two"),
+        ),
+        (
+            "triton",
+            "tl.reshape(cut * m[:, :, None]",
+            "tl.reshape(cut",
+            square("1x128", shape=(3, 40)),
+        ),
         (
             "triton",
             "tl.where(exponent == 0, 0x00400000, exponent << 23)",
@@ -245,11 +296,21 @@ def ties() -> None:
         ("triton", "cut * m[:, None, :]", "cut", square("mx", shape=(3, 40))),
         ("triton", "* tl.load(multiplier_ptr)", "* 1.0", tensorwise),
         ("nvfp4_triton", "_signed(low, first) |", "_signed(low, second) |", nvfp4),
-        ("nvfp4_triton", "near * 0.5 + (ROUND + 4.0)", "near * 0.5 + (ROUND + 5.0)", ties_of_four_bits),
+        (
+            "nvfp4_triton",
+            "near * 0.5 + (ROUND + 4.0)",
+            "near * 0.5 + (ROUND + 5.0)",
+            ties_of_four_bits,
+        ),
         ("nvfp4_triton", "pairs(right *", "pairs(left *", nvfp4),
         ("nvfp4_triton", "(1.0 / 6.0)", "(1.0 / 4.0)", nvfp4),
         ("nvfp4_triton", "both >> 4", "both & 15", nvfp4),
-        ("nvfp4_triton", "scale_ptr + row.to(tl.int64) * width", "scale_ptr + row.to(tl.int64) * 2", nvfp4),
+        (
+            "nvfp4_triton",
+            "scale_ptr + row.to(tl.int64) * width",
+            "scale_ptr + row.to(tl.int64) * 2",
+            nvfp4,
+        ),
     ],
 )
 def test_a_seeded_bug_is_noticed(module, old, new, noticed_by):
@@ -262,7 +323,10 @@ def test_powers_of_two_to_the_bit_where_they_turn(value):
     x = torch.full((2, 32), value)
     both(op.quantize_blocks, x, layout="mx")
     found = op.quantize_blocks(x, layout="mx", impl="reference")
-    back = [op.dequantize_blocks(*found[:2], layout="mx", dtype=x.dtype, impl=c) for c in ("triton", "reference")]
+    back = [
+        op.dequantize_blocks(*found[:2], layout="mx", dtype=x.dtype, impl=c)
+        for c in ("triton", "reference")
+    ]
     torch.testing.assert_close(*back, rtol=0, atol=0)
 
 
@@ -305,8 +369,16 @@ def test_what_does_not_fit_is_refused():
 def test_what_has_no_elements_keeps_its_rows_and_columns(impl):
     for shape, rows in (((3, 0), 3), ((2, 3, 0), 6), ((0, 8), 0)):
         x = torch.zeros(shape)
-        whole, blocks = (f(x, transpose=True, impl=impl) for f in (op.quantize_tensorwise, op.quantize_blocks))
+        whole, blocks = (
+            f(x, transpose=True, impl=impl) for f in (op.quantize_tensorwise, op.quantize_blocks)
+        )
         for found in (whole, blocks):
-            assert (found.data.shape, found.transposed.shape) == ((rows, shape[-1]), (shape[-1], rows))
-        assert op.dequantize_blocks(blocks.data, blocks.scale, layout="1x128", impl=impl).shape == (rows, shape[-1])
+            assert (found.data.shape, found.transposed.shape) == (
+                (rows, shape[-1]),
+                (shape[-1], rows),
+            )
+        assert op.dequantize_blocks(blocks.data, blocks.scale, layout="1x128", impl=impl).shape == (
+            rows,
+            shape[-1],
+        )
         assert op.quantize_nvfp4(x, impl=impl)[0].shape == (rows, shape[-1] // 2)

@@ -40,7 +40,8 @@ def _nearest(x: Fraction) -> Any:
 def test_a_quotient_is_rounded_once_where_the_divisor_stays(corrected: bool) -> None:
     source = triton.over.fn.__code__
     run = FunctionType(source, {"tl": _Exact, "INTERPRETED": False, "float": float})
-    draw, wrong = random.Random(0), 0
+    draw = random.Random(0)
+    wrong = 0
     for beta in (0.95, 0.999, 1 - 1e-6):
         for step in (1, 7, 400):
             by = np.float32((1 - beta**step) ** 0.5)
@@ -54,7 +55,9 @@ def test_a_quotient_is_rounded_once_where_the_divisor_stays(corrected: bool) -> 
 
 @pytest.mark.parametrize("corrected", [True, False])
 @pytest.mark.parametrize("ulps", [-1, 0, 1])
-def test_a_scale_is_rounded_once_however_the_reciprocal_is_rounded(ulps: int, corrected: bool) -> None:
+def test_a_scale_is_rounded_once_however_the_reciprocal_is_rounded(
+    ulps: int, corrected: bool
+) -> None:
     """`GREATEST / amax`, with the GPU's reciprocal, which is right to one last bit."""
 
     def reciprocal(y: Any) -> Any:
@@ -63,7 +66,8 @@ def test_a_scale_is_rounded_once_however_the_reciprocal_is_rounded(ulps: int, co
 
     source = runtime.quotient.fn.__code__
     run = FunctionType(source, {"tl": _Exact, "INTERPRETED": False, "reciprocal": reciprocal})
-    draw, wrong = random.Random(0), 0
+    draw = random.Random(0)
+    wrong = 0
     for greatest in (np.float32(448), np.float32(57344)):
         for _ in range(300):
             amax = np.float32(draw.uniform(1, 2) * 2.0 ** draw.randint(-100, 100))
@@ -74,12 +78,18 @@ def test_a_scale_is_rounded_once_however_the_reciprocal_is_rounded(ulps: int, co
 
 @pytest.mark.parametrize(("least", "right"), [(-121, True), (-124, False)])
 def test_a_quotient_gives_no_subnormal_number_to_the_reciprocal(least: int, right: bool) -> None:
-    """On a GPU that counts as 0: a scale would be infinite. The least divisor of a scale is 2^-119."""
+    """On a GPU that counts as 0: a scale would be infinite.
+
+    The least divisor of a scale is 2^-119.
+    """
 
     def reciprocal(y: Any) -> Any:
         return np.float32(1 / float(y)) if abs(y) >= 2.0**-126 else np.float32(np.inf)
 
-    run = FunctionType(runtime.quotient.fn.__code__, {"tl": _Finite, "INTERPRETED": False, "reciprocal": reciprocal})
+    run = FunctionType(
+        runtime.quotient.fn.__code__,
+        {"tl": _Finite, "INTERPRETED": False, "reciprocal": reciprocal},
+    )
     draw = random.Random(0)
     wrong = 0
     for _ in range(100):
@@ -99,4 +109,6 @@ class _Finite(_Exact):
     @staticmethod
     def fma(a: Any, b: Any, c: Any) -> Any:
         every = [float(x) for x in (a, b, c)]
-        return _Exact.fma(a, b, c) if np.isfinite(every).all() else np.float32(every[0] * every[1] + every[2])
+        if np.isfinite(every).all():
+            return _Exact.fma(a, b, c)
+        return np.float32(every[0] * every[1] + every[2])

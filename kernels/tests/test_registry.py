@@ -11,7 +11,17 @@ from pathlib import Path
 import pytest
 import torch
 from mtrain_kernels import limits, registry, runtime
-from mtrain_kernels.registry import MODELS, REFERENCE, Cost, Implementation, Model, Op, Unavailable, choose, ops
+from mtrain_kernels.registry import (
+    MODELS,
+    REFERENCE,
+    Cost,
+    Implementation,
+    Model,
+    Op,
+    Unavailable,
+    choose,
+    ops,
+)
 
 CPU = torch.device("cpu")
 PACKAGES = Path(__file__).resolve().parents[1]
@@ -19,7 +29,9 @@ PACKAGES = Path(__file__).resolve().parents[1]
 
 def op(obstacle: str | None) -> Op:
     other = Implementation("other", lambda device: obstacle)
-    return Op("an op", (), lambda model: None, implementations={"other": other, "reference": REFERENCE})
+    return Op(
+        "an op", (), lambda model: None, implementations={"other": other, "reference": REFERENCE}
+    )
 
 
 def test_a_named_implementation_runs_or_says_why_not() -> None:
@@ -32,14 +44,18 @@ def test_a_named_implementation_runs_or_says_why_not() -> None:
         choose(op(None), "others", CPU)
 
 
-def test_auto_takes_the_first_that_can_run_and_says_so_once(caplog: pytest.LogCaptureFixture) -> None:
+def test_auto_takes_the_first_that_can_run_and_says_so_once(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     registry._say_once.cache_clear()
     with caplog.at_level(logging.INFO, "mtrain_kernels"):
         for _ in range(3):
             assert choose(op("no such chip"), "auto", CPU) == ("reference", "other: no such chip")
         assert choose(op(None), "auto", CPU)[0] == "other"
         assert choose(op(None), "auto", CPU, "too wide")[0] == "reference"
-    assert [r.message for r in caplog.records].count("an op on cpu: reference (other: no such chip)") == 1
+    assert [r.message for r in caplog.records].count(
+        "an op on cpu: reference (other: no such chip)"
+    ) == 1
 
 
 def test_without_triton_the_reason_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -62,7 +78,9 @@ def test_every_folder_with_an_op_is_whole() -> None:
     for folder in folders:
         for name in ("__init__.py", "reference.py"):
             assert (folder / name).exists(), f"{folder.name} has no {name}: an op is five files"
-        assert (PACKAGES / f"tests/test_{folder.name}.py").exists(), f"{folder.name} has no parity test"
+        assert (PACKAGES / f"tests/test_{folder.name}.py").exists(), (
+            f"{folder.name} has no parity test"
+        )
     assert ops().keys() >= {folder.name for folder in folders}, "an op has the name of its folder"
 
 
@@ -81,7 +99,9 @@ def test_every_case_knows_its_cost_and_makes_its_inputs(model: Model) -> None:
 def test_the_readme_holds_the_table_of_limits() -> None:
     said = (PACKAGES / "README.md").read_text()
     inside = said.split("<!-- limits -->\n")[1].split("\n<!-- /limits -->")[0]
-    assert inside == limits.table(), "paste what `python -m mtrain_kernels.limits` prints into kernels/README.md"
+    assert inside == limits.table(), (
+        "paste what `python -m mtrain_kernels.limits` prints into kernels/README.md"
+    )
 
 
 def test_the_bench_measures_every_op(
@@ -93,7 +113,12 @@ def test_the_bench_measures_every_op(
     bench = importlib.util.module_from_spec(spec)
     monkeypatch.setitem(sys.modules, "bench_run", bench)
     spec.loader.exec_module(bench)
-    cases = {case.name for found in ops().values() for case in found.cases if case.applies(MODELS["tiny"])}
+    cases = {
+        case.name
+        for found in ops().values()
+        for case in found.cases
+        if case.applies(MODELS["tiny"])
+    }
     tiny = ["--device", "cpu", "--tiny", "--json", str(tmp_path / "bench.json")]
     report = bench.main([*tiny, "--contenders", "eager"])
     assert {row["case"] for row in report["rows"]} == cases
@@ -102,5 +127,7 @@ def test_the_bench_measures_every_op(
     assert {"device", "versions", "commit", "command", "ceilings"} <= report.keys()
     assert json.loads((tmp_path / "bench.json").read_text()) == report
     rows = bench.main(["norm", *tiny, "--contenders", "eager,triton"])["rows"]
-    assert all(row["agrees"] or "cannot run" in row["note"] for row in rows if row["contender"] == "triton")
+    assert all(
+        row["agrees"] or "cannot run" in row["note"] for row in rows if row["contender"] == "triton"
+    )
     assert "forward | backward" in capsys.readouterr().out

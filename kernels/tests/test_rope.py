@@ -1,4 +1,6 @@
-"""The rotary embedding's kernels against their definition: values, gradients, layouts, tails, seeded bugs."""
+"""The rotary embedding's kernels against their definition: values, gradients, layouts, tails,
+seeded bugs.
+"""
 
 from __future__ import annotations
 
@@ -18,19 +20,35 @@ from mtrain_kernels.rope import cpu, op, reference
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 KERNELS = "mtrain_kernels.rope.triton"
 # tokens and heads of x, width of a head, width that turns
-SHAPES = [((1, 1), 2, 2), ((7, 3), 10, 6), ((2, 5, 4), 16, 16), ((0, 4), 8, 8), ((3, 33, 5), 24, 8), ((2, 2), 5, 0)]
+SHAPES = [
+    ((1, 1), 2, 2),
+    ((7, 3), 10, 6),
+    ((2, 5, 4), 16, 16),
+    ((0, 4), 8, 8),
+    ((3, 33, 5), 24, 8),
+    ((2, 2), 5, 0),
+]
 
 
 def tables(length: int, turning: int) -> dict[str, Tensor]:
-    angles = torch.outer(torch.arange(length), 100.0 ** (-torch.arange(turning // 2) * 2 / max(turning, 1)))
+    angles = torch.outer(
+        torch.arange(length), 100.0 ** (-torch.arange(turning // 2) * 2 / max(turning, 1))
+    )
     return {"cos": angles.cos().to(DEVICE), "sin": angles.sin().to(DEVICE)}
 
 
 def inputs(
-    shape: tuple[int, ...], width: int, turning: int, dtype: torch.dtype = torch.float32, norm: bool = False
+    shape: tuple[int, ...],
+    width: int,
+    turning: int,
+    dtype: torch.dtype = torch.float32,
+    norm: bool = False,
 ) -> dict[str, Any]:
     torch.manual_seed(0)
-    found = {"x": torch.randn((*shape, width), device=DEVICE).to(dtype).requires_grad_(), **tables(50, turning)}
+    found = {
+        "x": torch.randn((*shape, width), device=DEVICE).to(dtype).requires_grad_(),
+        **tables(50, turning),
+    }
     if norm:
         found["weight"] = torch.randn(width, device=DEVICE).to(dtype).requires_grad_()
     return found
@@ -38,13 +56,17 @@ def inputs(
 
 def compare(found: dict[str, Any], **options: Any) -> None:
     options["eps"] = 0.1
-    parity.check(partial(op.rotate, impl="triton", **options), partial(reference.rotate, **options), found)
+    parity.check(
+        partial(op.rotate, impl="triton", **options), partial(reference.rotate, **options), found
+    )
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("norm", [False, True])
 @pytest.mark.parametrize("interleaved", [False, True])
-def test_value_and_gradients_are_those_of_the_definition(interleaved: bool, norm: bool, dtype: torch.dtype) -> None:
+def test_value_and_gradients_are_those_of_the_definition(
+    interleaved: bool, norm: bool, dtype: torch.dtype
+) -> None:
     for i, (shape, width, turning) in enumerate(SHAPES):
         found = inputs(shape, width, turning, dtype, norm)
         if i % 2:
@@ -66,10 +88,12 @@ def test_the_definition_is_a_turn_in_the_complex_plane() -> None:
 
 def test_queries_and_keys_are_turned_alike() -> None:
     found = inputs((9, 4), 16, 8)
-    q, k = found["x"], torch.randn(9, 2, 16, device=DEVICE)
+    q = found["x"]
+    k = torch.randn(9, 2, 16, device=DEVICE)
     weights = {"q_weight": torch.rand(16, device=DEVICE), "k_weight": torch.rand(16, device=DEVICE)}
     turned = [
-        f(q, k, found["cos"], found["sin"], **weights) for f in (partial(op.rope, impl="triton"), reference.rope)
+        f(q, k, found["cos"], found["sin"], **weights)
+        for f in (partial(op.rope, impl="triton"), reference.rope)
     ]
     torch.testing.assert_close(*turned)
 
@@ -87,7 +111,9 @@ def test_sequence_first_tensors_keep_their_layout() -> None:
 
 
 def test_one_row_of_positions_serves_the_batch() -> None:
-    found = inputs((3, 5, 2), 8, 8) | {"positions": torch.tensor([4, 0, 49, 7, 7], dtype=torch.int32, device=DEVICE)}
+    found = inputs((3, 5, 2), 8, 8) | {
+        "positions": torch.tensor([4, 0, 49, 7, 7], dtype=torch.int32, device=DEVICE)
+    }
     compare(found)
 
 
@@ -100,7 +126,9 @@ def test_what_is_no_number_stays_in_its_head() -> None:
     for norm in (False, True):
         found = inputs((6, 3), 12, 8, norm=norm)
         with torch.no_grad():
-            found["x"][1, 1, 3], found["x"][4, 0, 0], found["x"][5, 2, 11] = float("nan"), float("inf"), float("nan")
+            found["x"][1, 1, 3] = float("nan")
+            found["x"][4, 0, 0] = float("inf")
+            found["x"][5, 2, 11] = float("nan")
         compare(found)
 
 
@@ -120,7 +148,11 @@ def test_a_position_outside_of_the_table_gives_no_number() -> None:
         ("sin = -sin", "sin = sin", False),
         ("batch * x_batch + token", "0 * x_batch + token", False),
         ("forward_kernel[grid]", "forward_kernel[(grid[0], max(1, grid[1] - 1), grid[2])]", False),
-        ("mask=live & (column < width), other=0.0", "mask=live & (column < width), other=1.0", True),
+        (
+            "mask=live & (column < width), other=0.0",
+            "mask=live & (column < width), other=1.0",
+            True,
+        ),
         ("cast(rest, y_ptr", "cast(0 * rest, y_ptr", False),
         ("squares / width", "squares / (width + 9)", True),
         ("rstd * (da - a * along)", "rstd * da", True),
@@ -138,23 +170,45 @@ def test_a_seeded_bug_is_caught(old: str, new: str, norm: bool) -> None:
 
 def test_torch_accepts_the_registration() -> None:
     found = inputs((2, 5, 3), 10, 6, norm=True)
-    for weight, positions in ((None, None), (found["weight"], torch.arange(10, device=DEVICE).view(2, 5))):
-        arguments = (found["x"], weight, found["cos"], found["sin"], positions, False, 1e-6, False, False)
+    for weight, positions in (
+        (None, None),
+        (found["weight"], torch.arange(10, device=DEVICE).view(2, 5)),
+    ):
+        arguments = (
+            found["x"],
+            weight,
+            found["cos"],
+            found["sin"],
+            positions,
+            False,
+            1e-6,
+            False,
+            False,
+        )
         torch.library.opcheck(op._rope, arguments)
     x, weight, *rest = arguments[:-1]
     backward = (x.detach(), x.detach(), weight.detach(), *rest)
-    torch.library.opcheck(op._rope_norm_backward, backward, test_utils=("test_schema", "test_faketensor"))
+    torch.library.opcheck(
+        op._rope_norm_backward, backward, test_utils=("test_schema", "test_faketensor")
+    )
 
 
 def test_a_compiled_function_gives_the_same_gradient() -> None:
     found = inputs((5, 3), 10, 6, norm=True)
 
     def loss(x: Tensor, weight: Tensor) -> Tensor:
-        return op.rotate(x, found["cos"], found["sin"], weight=weight, impl="triton").square().mul(weight).sum()
+        return (
+            op.rotate(x, found["cos"], found["sin"], weight=weight, impl="triton")
+            .square()
+            .mul(weight)
+            .sum()
+        )
 
     leaves = [found["x"], found["weight"]]
     plain = torch.autograd.grad(loss(*leaves), leaves)
-    compiled = torch.autograd.grad(torch.compile(loss, backend="aot_eager", fullgraph=True)(*leaves), leaves)
+    compiled = torch.autograd.grad(
+        torch.compile(loss, backend="aot_eager", fullgraph=True)(*leaves), leaves
+    )
     torch.testing.assert_close(compiled, plain)
 
 
@@ -163,7 +217,8 @@ def meta(found: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 def test_what_does_not_fit_is_refused() -> None:
-    x, short = torch.ones(4, 2, 8), tables(3, 8)
+    x = torch.ones(4, 2, 8)
+    short = tables(3, 8)
     with pytest.raises(ValueError, match="end at position 3"):
         op.rotate(x, **short)
     with pytest.raises(ValueError, match="no tables"):

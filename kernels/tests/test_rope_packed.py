@@ -1,4 +1,6 @@
-"""Packed queries, keys and values against their definition: both orders, groups, tails, strides, seeded bugs."""
+"""Packed queries, keys and values against their definition: both orders, groups, tails, strides,
+seeded bugs.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,13 @@ from mtrain_kernels.rope import op, packed, reference
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 KERNELS = "mtrain_kernels.rope.packed_triton"
 # tokens, batch, heads, groups, width of a head, width that turns
-SHAPES = [(1, 1, 1, 1, 2, 2), (7, 2, 6, 3, 10, 6), (33, 1, 8, 1, 16, 16), (5, 3, 5, 5, 24, 8), (70, 2, 9, 3, 12, 12)]
+SHAPES = [
+    (1, 1, 1, 1, 2, 2),
+    (7, 2, 6, 3, 10, 6),
+    (33, 1, 8, 1, 16, 16),
+    (5, 3, 5, 5, 24, 8),
+    (70, 2, 9, 3, 12, 12),
+]
 
 
 def tables(length: int, turning: int) -> dict[str, torch.Tensor]:
@@ -59,14 +67,26 @@ def test_the_definition_is_that_of_queries_and_keys_apart() -> None:
     found, sizes = inputs((6, 2, 4, 2, 8, 6))
     weights = {"q_weight": found["q_weight"], "k_weight": found["k_weight"]}
     rows = found["qkv"].view(6, 2, 2, 4, 8)  # two groups of two queries, a key and a value
-    q, k, v = rows[..., :2, :].flatten(2, 3), rows[..., 2, :], rows[..., 3, :]
-    wanted = op.rope(q.transpose(0, 1), k.transpose(0, 1), found["cos"], found["sin"], **weights, impl="reference")
+    q = rows[..., :2, :].flatten(2, 3)
+    k = rows[..., 2, :]
+    v = rows[..., 3, :]
+    wanted = op.rope(
+        q.transpose(0, 1),
+        k.transpose(0, 1),
+        found["cos"],
+        found["sin"],
+        **weights,
+        impl="reference",
+    )
     got = packed.rotate_packed(**found, **sizes, impl="reference")
     torch.testing.assert_close(got[:2], tuple(x.transpose(0, 1) for x in wanted))
     assert torch.equal(got[2], v)
-    order = torch.tensor([0, 1, 4, 5, 2, 6, 3, 7], device=DEVICE)  # of heads in rows: all queries, keys, values
+    # of heads in rows: all queries, keys, values
+    order = torch.tensor([0, 1, 4, 5, 2, 6, 3, 7], device=DEVICE)
     sections = found["qkv"].view(6, 2, 8, 8)[:, :, order].flatten(2)
-    again = packed.rotate_packed(**{**found, "qkv": sections}, **sizes, grouped=False, impl="reference")
+    again = packed.rotate_packed(
+        **{**found, "qkv": sections}, **sizes, grouped=False, impl="reference"
+    )
     torch.testing.assert_close(again, got)
 
 
@@ -77,7 +97,9 @@ def test_strides_do_not_matter() -> None:
 
     def turned(impl: str, **given: Any) -> torch.Tensor:
         q, k, v = packed.rotate_packed(**given, **sizes, eps=0.1, impl=impl)
-        return (q.permute(1, 2, 0, 3)[:, :2] * k.permute(1, 2, 0, 3)).sum() + v.transpose(0, 1).square().sum()
+        return (q.permute(1, 2, 0, 3)[:, :2] * k.permute(1, 2, 0, 3)).sum() + v.transpose(
+            0, 1
+        ).square().sum()
 
     parity.check(partial(turned, "triton"), partial(turned, "reference"), found)
 
@@ -97,7 +119,9 @@ BUGS = {
 ALWAYS = ("weight_ptr = k_weight_ptr",)
 
 
-@pytest.mark.parametrize("old", [pytest.param(old, marks=() if old in ALWAYS else pytest.mark.full) for old in BUGS])
+@pytest.mark.parametrize(
+    "old", [pytest.param(old, marks=() if old in ALWAYS else pytest.mark.full) for old in BUGS]
+)
 def test_a_seeded_bug_is_caught(old: str) -> None:
     found, sizes = inputs((70, 2, 6, 3, 70, 60))
     with parity.caught(KERNELS, old, BUGS[old]):
@@ -107,7 +131,17 @@ def test_a_seeded_bug_is_caught(old: str) -> None:
 def test_torch_accepts_the_registration() -> None:
     found, sizes = inputs((5, 2, 4, 2, 10, 6))
     for weights in ((found["q_weight"], found["k_weight"]), (None, None)):
-        given = (found["qkv"], *weights, found["cos"], found["sin"], *sizes.values(), True, False, 1e-6, False)
+        given = (
+            found["qkv"],
+            *weights,
+            found["cos"],
+            found["sin"],
+            *sizes.values(),
+            True,
+            False,
+            1e-6,
+            False,
+        )
         torch.library.opcheck(packed._packed, given)
 
 
@@ -130,6 +164,8 @@ def test_a_tile_counts_what_does_not_turn(turning: int) -> None:
 
     for most in (triton.ELEMENTS, triton.BACKWARD_ELEMENTS):
         tiles = [packed_triton._tiles(4096, 1, 16, 2, 256, turning // 2, most)[2]]
-        tiles.append(triton._grid(torch.empty(1, 4096, 16, 256, device="meta"), turning // 2, most)[1])
+        tiles.append(
+            triton._grid(torch.empty(1, 4096, 16, 256, device="meta"), turning // 2, most)[1]
+        )
         for tile in tiles:
             assert tile["TOKENS"] * tile["HEADS"] * (2 * tile["HALF"] + tile["REST"]) <= most, tile

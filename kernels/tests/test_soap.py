@@ -10,8 +10,14 @@ from mtrain_kernels.optimizer.fused_adam import FusedAdam
 from mtrain_kernels.optimizer.soap import Soap
 from torch import Tensor, nn
 
-LR, BETA1, BETA2, SHAMPOO, EPS, DECAY = 0.1, 0.9, 0.95, 0.8, 1e-8, 0.01
-STEPS, EVERY = 8, 3
+LR = 0.1
+BETA1 = 0.9
+BETA2 = 0.95
+SHAMPOO = 0.8
+EPS = 1e-8
+DECAY = 0.01
+STEPS = 8
+EVERY = 3
 
 
 def gradients(rows: int, columns: int, steps: int = STEPS) -> list[Tensor]:
@@ -21,18 +27,23 @@ def gradients(rows: int, columns: int, steps: int = STEPS) -> list[Tensor]:
     def noise(*shape: int) -> Tensor:
         return torch.randn(*shape, generator=draw, dtype=torch.float64)
 
-    left, right = torch.linalg.qr(noise(rows, rows)).Q, torch.linalg.qr(noise(columns, columns)).Q
+    left = torch.linalg.qr(noise(rows, rows)).Q
+    right = torch.linalg.qr(noise(columns, columns)).Q
     tall, wide = (1.3 ** -torch.arange(n, dtype=torch.float64) for n in (rows, columns))
     return [left @ (tall[:, None] * noise(rows, columns) * wide) @ right.T for _ in range(steps)]
 
 
-def plain(weight: Tensor, grads: list[Tensor], sides: tuple[bool, bool] = (True, True)) -> tuple[Tensor, Tensor]:
-    """Algorithm 3 of arXiv 2409.11321 in fp64, and its second moment: the first step makes the bases alone."""
-    w, m, v = weight.double(), torch.zeros_like(weight.double()), torch.zeros_like(weight.double())
-    grams, bases = (
-        [torch.zeros(n, n, dtype=torch.float64) for n in w.shape],
-        [torch.eye(n, dtype=torch.float64) for n in w.shape],
-    )
+def plain(
+    weight: Tensor, grads: list[Tensor], sides: tuple[bool, bool] = (True, True)
+) -> tuple[Tensor, Tensor]:
+    """Algorithm 3 of arXiv 2409.11321 in fp64, and its second moment: the first step makes the
+    bases alone.
+    """
+    w = weight.double()
+    m = torch.zeros_like(weight.double())
+    v = torch.zeros_like(weight.double())
+    grams = [torch.zeros(n, n, dtype=torch.float64) for n in w.shape]
+    bases = [torch.eye(n, dtype=torch.float64) for n in w.shape]
     for t, g in enumerate(grads):
         if t:
             m = BETA1 * m + (1 - BETA1) * g
@@ -55,8 +66,19 @@ def plain(weight: Tensor, grads: list[Tensor], sides: tuple[bool, bool] = (True,
 
 def trained(weight: Tensor, grads: list[Tensor], **options: Any) -> tuple[Tensor, Tensor]:
     param = nn.Parameter(weight.clone())
-    keys = {"shampoo_beta": SHAMPOO, "precondition_frequency": EVERY, "betas": (BETA1, BETA2), "weight_decay": DECAY}
-    soap = Soap([{"params": [param], "matrix": "whole"}], LR, eps=EPS, impl="reference", **{**keys, **options})
+    keys = {
+        "shampoo_beta": SHAMPOO,
+        "precondition_frequency": EVERY,
+        "betas": (BETA1, BETA2),
+        "weight_decay": DECAY,
+    }
+    soap = Soap(
+        [{"params": [param], "matrix": "whole"}],
+        LR,
+        eps=EPS,
+        impl="reference",
+        **{**keys, **options},
+    )
     for grad in grads:
         param.grad = grad.float()
         soap.step()
@@ -67,7 +89,8 @@ def trained(weight: Tensor, grads: list[Tensor], **options: Any) -> tuple[Tensor
 def test_steps_are_those_of_the_paper(rows: int, columns: int) -> None:
     weight = torch.randn(rows, columns, generator=torch.Generator().manual_seed(1))
     grads = gradients(rows, columns)
-    found, expected = trained(weight, grads), plain(weight, grads)
+    found = trained(weight, grads)
+    expected = plain(weight, grads)
     assert _off(found[0] - weight, expected[0] - weight) < 1e-4
     assert _off(found[1], expected[1]) < 1e-4
     later = trained(weight, grads, precondition_frequency=EVERY + 1)[0]
@@ -84,17 +107,25 @@ def test_a_long_side_has_no_basis_and_two_leave_adam() -> None:
     one = plain(weight, grads, (False, True))
     assert _off(trained(weight, grads, max_precond_dim=8)[0] - weight, one[0] - weight) < 1e-4
     param = nn.Parameter(weight.clone())
-    adam = FusedAdam([param], LR, betas=(BETA1, BETA2), eps=EPS, weight_decay=DECAY, impl="reference")
+    adam = FusedAdam(
+        [param], LR, betas=(BETA1, BETA2), eps=EPS, weight_decay=DECAY, impl="reference"
+    )
     for grad in grads[1:]:
         param.grad = grad.float()
         adam.step()
-    torch.testing.assert_close(trained(weight, grads, max_precond_dim=3)[0], param.detach(), rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(
+        trained(weight, grads, max_precond_dim=3)[0], param.detach(), rtol=1e-4, atol=1e-5
+    )
 
 
 def test_rotating_rows_and_columns_of_gradients_rotates_the_update() -> None:
-    grads, draw = gradients(6, 6), torch.Generator().manual_seed(5)
-    left, right = (torch.linalg.qr(torch.randn(6, 6, generator=draw, dtype=torch.float64)).Q for _ in range(2))
-    zero, alone = torch.zeros(6, 6), {"weight_decay": 0.0}
+    grads = gradients(6, 6)
+    draw = torch.Generator().manual_seed(5)
+    left, right = (
+        torch.linalg.qr(torch.randn(6, 6, generator=draw, dtype=torch.float64)).Q for _ in range(2)
+    )
+    zero = torch.zeros(6, 6)
+    alone = {"weight_decay": 0.0}
     turned = trained(zero, [left @ grad @ right.T for grad in grads], **alone)[0].double()
     assert _off(left.T @ turned @ right, trained(zero, grads, **alone)[0].double()) < 1e-4
 
@@ -118,9 +149,15 @@ def test_a_gradient_of_nothing_begins_with_the_matrix_as_it_stands() -> None:
 
 
 def test_what_fp32_does_not_resolve_moves_no_basis() -> None:
-    """Two gradients that differ in their last digits, of few directions: a step behind them is the same."""
-    few, noise = gradients(8, 8, 1)[0][:, :3] @ gradients(8, 8, 1)[0][:3], gradients(8, 8, 2)
-    ends = [trained(torch.zeros(8, 8), [few + 1e-7 * noise[i], noise[0]], weight_decay=0.0)[0] for i in (0, 1)]
+    """Two gradients that differ in their last digits, of few directions: a step behind them is the
+    same.
+    """
+    few = gradients(8, 8, 1)[0][:, :3] @ gradients(8, 8, 1)[0][:3]
+    noise = gradients(8, 8, 2)
+    ends = [
+        trained(torch.zeros(8, 8), [few + 1e-7 * noise[i], noise[0]], weight_decay=0.0)[0]
+        for i in (0, 1)
+    ]
     assert _off(ends[0], ends[1].double()) < 1e-3
 
 

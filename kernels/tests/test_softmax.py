@@ -26,7 +26,9 @@ WAYS: dict[str, dict[str, Any]] = {
 }
 
 
-def inputs(way: str, shape: tuple[int, ...] = (2, 3, 5, 5), dtype: torch.dtype = torch.float32) -> dict[str, Any]:
+def inputs(
+    way: str, shape: tuple[int, ...] = (2, 3, 5, 5), dtype: torch.dtype = torch.float32
+) -> dict[str, Any]:
     torch.manual_seed(0)
     found = {"x": torch.randn(shape, device=DEVICE).to(dtype).requires_grad_()} | WAYS[way]
     if "mask" in found:
@@ -41,10 +43,13 @@ def compare(found: dict[str, Any]) -> None:
 
 
 def test_the_definition_is_torchs_softmax_with_one_key_more() -> None:
-    x, sink = torch.randn(2, 3, 4, 6, dtype=torch.float64), torch.randn(3, dtype=torch.float64)
+    x = torch.randn(2, 3, 4, 6, dtype=torch.float64)
+    sink = torch.randn(3, dtype=torch.float64)
     torch.testing.assert_close(reference.softmax(x, scale=0.5), (x * 0.5).softmax(-1))
     column = sink.view(1, 3, 1, 1).expand(2, 3, 4, 1)
-    torch.testing.assert_close(reference.softmax(x, sink=sink), torch.cat([x, column], -1).softmax(-1)[..., :-1])
+    torch.testing.assert_close(
+        reference.softmax(x, sink=sink), torch.cat([x, column], -1).softmax(-1)[..., :-1]
+    )
     mask = torch.rand(2, 1, 4, 6) < 0.5
     mask[..., 0] = True
     lower = torch.tensor([[j <= i + 2 for j in range(6)] for i in range(4)])
@@ -55,7 +60,9 @@ def test_the_definition_is_torchs_softmax_with_one_key_more() -> None:
 def test_the_gradient_of_the_definition_is_that_of_differences() -> None:
     x = torch.randn(1, 2, 3, 4, dtype=torch.float64, requires_grad=True)
     sink = torch.randn(2, dtype=torch.float64, requires_grad=True)
-    assert torch.autograd.gradcheck(lambda x, s: reference.softmax(x, scale=0.7, causal=True, sink=s), (x, sink))
+    assert torch.autograd.gradcheck(
+        lambda x, s: reference.softmax(x, scale=0.7, causal=True, sink=s), (x, sink)
+    )
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -100,14 +107,16 @@ def test_a_query_that_sees_nothing_gets_zeros(impl: str) -> None:
 def test_what_is_no_number_or_enormous_stays_in_its_row() -> None:
     found = inputs("sink", (1, 2, 6, 5))
     with torch.no_grad():
-        found["x"][0, 0, 1, 3], found["x"][0, 0, 2, 0], found["x"][0, 1, 3, 1] = (
-            float("nan"),
-            float("inf"),
-            float("-inf"),
-        )
-        found["x"][0, 1, 4], found["x"][0, 1, 5] = 1e30, -1e30
+        found["x"][0, 0, 1, 3] = float("nan")
+        found["x"][0, 0, 2, 0] = float("inf")
+        found["x"][0, 1, 3, 1] = float("-inf")
+        found["x"][0, 1, 4] = 1e30
+        found["x"][0, 1, 5] = -1e30
     parity.check(partial(op.softmax, impl="triton"), reference.softmax, found, upcast=False)
-    compare(inputs("sink") | {"sink": torch.tensor([1e4, -1e4, float("-inf")], device=DEVICE).requires_grad_()})
+    compare(
+        inputs("sink")
+        | {"sink": torch.tensor([1e4, -1e4, float("-inf")], device=DEVICE).requires_grad_()}
+    )
 
 
 @pytest.mark.sampled

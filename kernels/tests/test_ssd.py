@@ -1,4 +1,6 @@
-"""The scan: both definitions against loops in numbers, against each other, and the calls of the libraries."""
+"""The scan: both definitions against loops in numbers, against each other, and the calls of the
+libraries.
+"""
 
 from __future__ import annotations
 
@@ -23,11 +25,19 @@ WAYS: dict[str, dict[str, Any]] = {
     "bias and softplus": {"dt_bias": (4,), "dt_softplus": True},
     "state": {"state": (2, 4, 3, 5)},
     "segments": {"segments": True},
-    "all of it": {"d": (4,), "dt_bias": (4,), "dt_softplus": True, "state": (2, 4, 3, 5), "segments": True},
+    "all of it": {
+        "d": (4,),
+        "dt_bias": (4,),
+        "dt_softplus": True,
+        "state": (2, 4, 3, 5),
+        "segments": True,
+    },
 }
 
 
-def inputs(way: str, times: int = 13, dtype: torch.dtype = torch.float64, groups: int = 2) -> dict[str, Any]:
+def inputs(
+    way: str, times: int = 13, dtype: torch.dtype = torch.float64, groups: int = 2
+) -> dict[str, Any]:
     torch.manual_seed(0)
     shapes = {
         "x": (2, times, 4, 3),
@@ -36,10 +46,14 @@ def inputs(way: str, times: int = 13, dtype: torch.dtype = torch.float64, groups
         "b": (2, times, groups, 5),
         "c": (2, times, groups, 5),
     }
-    found: dict[str, Any] = {n: torch.randn(s, dtype=torch.float64).to(dtype) for n, s in shapes.items()}
+    found: dict[str, Any] = {
+        n: torch.randn(s, dtype=torch.float64).to(dtype) for n, s in shapes.items()
+    }
     found["dt"], found["a"] = found["dt"].abs(), -found["a"].abs()
     for name, value in WAYS[way].items():
-        found[name] = torch.randn(value, dtype=torch.float64).to(dtype) if isinstance(value, tuple) else value
+        found[name] = (
+            torch.randn(value, dtype=torch.float64).to(dtype) if isinstance(value, tuple) else value
+        )
     for value in found.values():
         if isinstance(value, Tensor):
             value.requires_grad_()
@@ -57,14 +71,26 @@ def test_the_recurrence_is_what_plain_numbers_say(way: str) -> None:
     for n in range(2):
         for h in range(4):
             for p in range(3):
-                state = [float(found["state"][n, h, p, s]) if "state" in found else 0.0 for s in range(5)]
+                state = [
+                    float(found["state"][n, h, p, s]) if "state" in found else 0.0 for s in range(5)
+                ]
                 for t in range(13):
-                    if "segments" in found and t and found["segments"][n, t] != found["segments"][n, t - 1]:
+                    if (
+                        "segments" in found
+                        and t
+                        and found["segments"][n, t] != found["segments"][n, t - 1]
+                    ):
                         state = [0.0] * 5
-                    step = float(dt[n, t, h]) + (float(found["dt_bias"][h]) if "dt_bias" in found else 0.0)
+                    step = float(dt[n, t, h]) + (
+                        float(found["dt_bias"][h]) if "dt_bias" in found else 0.0
+                    )
                     step = math.log1p(math.exp(step)) if found.get("dt_softplus") else step
-                    fade, value = math.exp(step * float(a[h])), step * float(x[n, t, h, p])
-                    state = [fade * s + value * float(w) for s, w in zip(state, b[n, t, h // 2], strict=True)]
+                    fade = math.exp(step * float(a[h]))
+                    value = step * float(x[n, t, h, p])
+                    state = [
+                        fade * s + value * float(w)
+                        for s, w in zip(state, b[n, t, h // 2], strict=True)
+                    ]
                     wanted = sum(s * float(r) for s, r in zip(state, c[n, t, h // 2], strict=True))
                     if "d" in found:
                         skip = found["d"][h] if found["d"].ndim == 1 else found["d"][h, p]
@@ -83,14 +109,21 @@ def test_chunks_give_what_the_recurrence_gives_with_every_gradient(way: str, chu
     ("dtype", "tolerance"), [(torch.float32, 1e-4), (torch.float16, 2e-2), (torch.bfloat16, 6e-2)]
 )
 def test_lower_precision_stays_near(dtype: torch.dtype, tolerance: float) -> None:
-    # A state remembers many steps: what its inputs' rounding does to it is larger than one step of the dtype.
-    parity.check(op.ssd, reference.ssd_sequential, inputs("all of it", dtype=dtype), tolerance=tolerance)
+    # A state remembers many steps: what its inputs' rounding does to it is larger than one step of
+    # the dtype.
+    parity.check(
+        op.ssd, reference.ssd_sequential, inputs("all of it", dtype=dtype), tolerance=tolerance
+    )
 
 
 @pytest.mark.parametrize("groups", [1, 4])
 @pytest.mark.parametrize("times", [0, 1, 5])
 def test_times_and_groups_may_be_anything(times: int, groups: int) -> None:
-    parity.check(partial(reference.ssd, chunk=4), reference.ssd_sequential, inputs("skip", times, groups=groups))
+    parity.check(
+        partial(reference.ssd, chunk=4),
+        reference.ssd_sequential,
+        inputs("skip", times, groups=groups),
+    )
 
 
 def test_a_state_that_fades_fast_overflows_nowhere() -> None:
@@ -107,26 +140,40 @@ def test_packed_sequences_are_what_they_are_alone() -> None:
     found = inputs("skip")
     edges = [0, 4, 5, 13]
     alone = [
-        reference.ssd(**{n: v[:, i:j] if n in ("x", "dt", "b", "c") else v for n, v in found.items()}, chunk=3)[0]
+        reference.ssd(
+            **{n: v[:, i:j] if n in ("x", "dt", "b", "c") else v for n, v in found.items()}, chunk=3
+        )[0]
         for i, j in itertools.pairwise(edges)
     ]
     marks = torch.tensor([[5] * 4 + [2] + [5] * 8]).expand(2, 13)
-    torch.testing.assert_close(reference.ssd(**found, segments=marks, chunk=3)[0], torch.cat(alone, 1))
+    torch.testing.assert_close(
+        reference.ssd(**found, segments=marks, chunk=3)[0], torch.cat(alone, 1)
+    )
 
 
 def mamba_stand_in(
-    x, dt, A, B, C, chunk_size, D=None, z=None, dt_bias=None, initial_states=None, seq_idx=None, dt_softplus=False,
+    x, dt, A, B, C, chunk_size, D=None, z=None, dt_bias=None, initial_states=None, seq_idx=None,
+    dt_softplus=False,
     dt_limit=(0.0, float("inf")), return_final_states=False,
 ):  # fmt: skip
     assert return_final_states
     assert seq_idx is None or (seq_idx.dtype == torch.int32 and int(seq_idx[:, 0].sum()) == 0)
-    options = {"d": D, "dt_bias": dt_bias, "dt_softplus": dt_softplus, "state": initial_states, "segments": seq_idx}
+    options = {
+        "d": D,
+        "dt_bias": dt_bias,
+        "dt_softplus": dt_softplus,
+        "state": initial_states,
+        "segments": seq_idx,
+    }
     return reference.ssd(x, dt, A, B, C, chunk=chunk_size, **options)
 
 
 def gla_stand_in(q, k, v, g, scale, initial_state, output_final_state):
     assert output_final_state
-    state = torch.zeros(*q.shape[:1], q.shape[2], q.shape[3], v.shape[3]) if initial_state is None else initial_state
+    if initial_state is None:
+        state = torch.zeros(*q.shape[:1], q.shape[2], q.shape[3], v.shape[3])
+    else:
+        state = initial_state
     out = []
     for t in range(q.shape[1]):
         state = g[:, t].exp()[..., None, None] * state + k[:, t, :, :, None] * v[:, t, :, None, :]
@@ -136,12 +183,16 @@ def gla_stand_in(q, k, v, g, scale, initial_state, output_final_state):
 
 @pytest.mark.parametrize("library", ["mamba_ssm", "fla"])
 @pytest.mark.parametrize("way", [w for w in WAYS if w != "all of it"])
-def test_a_library_is_called_as_it_wants(library: str, way: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_library_is_called_as_it_wants(
+    library: str, way: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     found = inputs(way, dtype=torch.float32)
     if library == "fla" and "segments" in found:
         return
     module = ModuleType("stand-in")
-    module.mamba_chunk_scan_combined, module.chunk_simple_gla = mamba_stand_in, gla_stand_in  # type: ignore
+    # type: ignore
+    module.mamba_chunk_scan_combined = mamba_stand_in
+    module.chunk_simple_gla = gla_stand_in
     for name in ("mamba_ssm", "mamba_ssm.ops", "mamba_ssm.ops.triton", "fla", "fla.ops"):
         monkeypatch.setitem(sys.modules, name, ModuleType(name))
     monkeypatch.setitem(sys.modules, "mamba_ssm.ops.triton.ssd_combined", module)
@@ -154,11 +205,16 @@ def test_a_library_is_called_as_it_wants(library: str, way: str, monkeypatch: py
 
 def test_the_named_one_runs_or_says_why_not() -> None:
     found = inputs("all of it", dtype=torch.float32)
-    with pytest.raises(Unavailable, match=r"mamba_ssm (is not installed|does not say|runs on CUDA)"):
+    with pytest.raises(
+        Unavailable, match=r"mamba_ssm (is not installed|does not say|runs on CUDA)"
+    ):
         op.ssd(**found, impl="mamba_ssm")
     with pytest.raises(Unavailable, match="fla"):
         op.ssd(**found, impl="fla")
-    assert op._call_obstacle("mamba_ssm", found["x"], 48, None, None) == "a chunk of 48 is no power of two"
+    assert (
+        op._call_obstacle("mamba_ssm", found["x"], 48, None, None)
+        == "a chunk of 48 is no power of two"
+    )
     assert "edges" in (op._call_obstacle("fla", found["x"], 64, None, found["segments"]) or "")
 
 

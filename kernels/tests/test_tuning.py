@@ -1,4 +1,6 @@
-"""Variants of kernels are what was measured, the same wherever the record is, and repeatable on request."""
+"""Variants of kernels are what was measured, the same wherever the record is, and repeatable on
+request.
+"""
 
 from __future__ import annotations
 
@@ -61,18 +63,26 @@ def test_descriptors_are_for_the_devices_that_have_them(monkeypatch: pytest.Monk
             found = tiles.candidates(product, X, descriptors=True)
             assert any(tile.tma for tile in found) == tma
             assert not any(tile.tma for tile in tiles.candidates(product, X, descriptors=False))
-            assert not any(tile.tma for tile in tiles.candidates(product, X[:, :3], descriptors=True))
-            assert not any(tile.tma for tile in tiles.candidates(product, X.float(), descriptors=True))
+            assert not any(
+                tile.tma for tile in tiles.candidates(product, X[:, :3], descriptors=True)
+            )
+            assert not any(
+                tile.tma for tile in tiles.candidates(product, X.float(), descriptors=True)
+            )
 
 
 def test_a_layer_is_measured_and_noted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(tuning.FOLDER, str(tmp_path))
     path = tuning.file_of(CPU)
     slow = itertools.count(1000, -50)  # each call is faster than the one before
-    found = tune.measure(path, CPU, 16, 2, 32, 24, torch.bfloat16, lambda call: (call(), float(next(slow)))[1])
+    found = tune.measure(
+        path, CPU, 16, 2, 32, 24, torch.bfloat16, lambda call: (call(), float(next(slow)))[1]
+    )
     assert len(found) == len(tune.products(16, 2, 32, 24))
     noted = tuning.read(path)
-    assert {f"{kernel} {shapes}": tile for kernel, own in noted.items() for shapes, tile in own.items()} == found
+    assert {
+        f"{kernel} {shapes}": tile for kernel, own in noted.items() for shapes, tile in own.items()
+    } == found
     for what, name in found.items():
         kind = what.partition(" ")[0].removeprefix("grouped_gemm.")
         assert name == tiles.candidates(kind, X, descriptors=False)[-1].name
@@ -80,14 +90,16 @@ def test_a_layer_is_measured_and_noted(tmp_path: Path, monkeypatch: pytest.Monke
 
 def test_attention_is_measured_with_and_without_a_window(tmp_path: Path) -> None:
     slow = itertools.count(1000, -50)
-    path, called = tmp_path / "record.json", []
+    path = tmp_path / "record.json"
+    called = []
 
     def seconds(call: Any) -> float:
         called.append(call)
         return float(next(slow))
 
     found = tune.measure_attention(path, CPU, 2, 1, (16, 8), 16, torch.bfloat16, seconds)
-    q, v = torch.empty(1, 2, 16, 16, dtype=torch.bfloat16), torch.empty(1, 1, 16, 8, dtype=torch.bfloat16)
+    q = torch.empty(1, 2, 16, 16, dtype=torch.bfloat16)
+    v = torch.empty(1, 1, 16, 8, dtype=torch.bfloat16)
     assert len(found) == 6
     for windowed in (False, True):
         for pass_ in ("forward", "queries", "keys"):
@@ -95,15 +107,23 @@ def test_attention_is_measured_with_and_without_a_window(tmp_path: Path) -> None
             what = f"attention.{pass_}", attention_tiles.shape_class(q, v, windowed)
             assert found[" ".join(what)] == tuning.read(path)[what[0]][what[1]] == tried[-1].name
     tuning.use(tuning.read(path))
-    assert attention_tiles.tile_for("keys", q, v, True).name == found["attention.keys bfloat16 d16 e8 s16 window"]
+    assert (
+        attention_tiles.tile_for("keys", q, v, True).name
+        == found["attention.keys bfloat16 d16 e8 s16 window"]
+    )
     called[0]()
 
 
-def test_who_makes_logits_is_measured_kept_or_not(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    slow, path = itertools.count(1000, -50), tmp_path / "record.json"
+def test_who_makes_logits_is_measured_kept_or_not(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    slow = itertools.count(1000, -50)
+    path = tmp_path / "record.json"
     for table in ("TILES", "EXACT"):
         monkeypatch.setattr(loss_tiles, table, (loss_tiles.Tile(16, 32, 16, 4, 1),))
-    found = tune.measure_loss(path, CPU, 20, 16, 60, torch.float32, lambda call: (call(), float(next(slow)))[1])
+    found = tune.measure_loss(
+        path, CPU, 20, 16, 60, torch.float32, lambda call: (call(), float(next(slow)))[1]
+    )
     assert found == {
         "linear_cross_entropy.kept float32 h16 v64": "16x32x16 w4 s1",
         "linear_cross_entropy.alone float32 h16 v64": "16x32x16 w4 s1",
@@ -113,7 +133,8 @@ def test_who_makes_logits_is_measured_kept_or_not(tmp_path: Path, monkeypatch: p
 
 
 def test_a_tile_that_does_not_launch_is_left_out(tmp_path: Path) -> None:
-    path, tried = tmp_path / "record.json", []
+    path = tmp_path / "record.json"
+    tried = []
     tuning.add(path, "other", "shapes", "variant")
 
     def seconds(call: Any) -> float:
@@ -122,12 +143,16 @@ def test_a_tile_that_does_not_launch_is_left_out(tmp_path: Path) -> None:
             raise RuntimeError("out of resource: shared memory")
         return 1.0
 
-    with pytest.raises(RuntimeError, match="out of resource"):  # of the third product no tile can be launched
+    with pytest.raises(
+        RuntimeError, match="out of resource"
+    ):  # of the third product no tile can be launched
         tune.measure(path, CPU, 16, 2, 32, 24, torch.bfloat16, seconds)
     assert tuning.recorded("other", "shapes") == "variant", "what counted before counts again"
     noted = tuning.read(path)
     assert set(noted) == {"other", "grouped_gemm.gated", "grouped_gemm.rows"}
-    assert set(noted["grouped_gemm.rows"].values()) == {tiles.candidates("rows", X, descriptors=False)[1].name}
+    assert set(noted["grouped_gemm.rows"].values()) == {
+        tiles.candidates("rows", X, descriptors=False)[1].name
+    }
 
 
 def test_the_first_of_those_that_are_about_as_fast_is_taken() -> None:

@@ -1,4 +1,6 @@
-"""`python -m mtrain` is the same command as `mtrain`, where scripts of an installation are not on PATH."""
+"""`python -m mtrain` is the same command as `mtrain`, where scripts of an installation are not on
+PATH.
+"""
 
 from mtrain.cli.main import main
 

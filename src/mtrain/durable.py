@@ -1,6 +1,8 @@
-"""Files that are on disk, and not in the kernel's memory alone, when a call returns, on file systems of every kind.
+"""Files that are on disk, and not in the kernel's memory alone, when a call returns, on file
+systems of every kind.
 
-Where a file system has no hard links, or cannot sync a folder, the code does without, and reports it once.
+Where a file system has no hard links, or cannot sync a folder, the code does without, and reports
+it once.
 """
 
 from __future__ import annotations
@@ -12,18 +14,29 @@ from pathlib import Path
 
 from mtrain.errors import BadEnvironment, CorruptData, MtrainError, warn
 
-NOT_SYNCED = {errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOTSUP, errno.EBADF, errno.EISDIR}
+NOT_SYNCED = {
+    errno.EINVAL,
+    errno.ENOSYS,
+    errno.EOPNOTSUPP,
+    errno.ENOTSUP,
+    errno.EBADF,
+    errno.EISDIR,
+}
 """The errors by which a file system says that it cannot sync a folder."""
 NO_LINKS = {errno.EPERM, errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOTSUP, errno.EMLINK, errno.EXDEV}
 """The errors by which a file system says that a file cannot have a second name."""
 REFUSED = {errno.EACCES, errno.EPERM, errno.EMFILE, errno.ENFILE, errno.ENOMEM}
-"""The errors of reading that are no damage: the machine refuses, and the file may be as it was written."""
+"""The errors of reading that are no damage: the machine refuses, and the file may be as it was
+written.
+"""
 
 _reported: set[str] = set()
 
 
 def report_once(what: str, text: str) -> None:
-    """Warn of `what` the file system lacks, once in a process and by rank 0 alone where there are ranks."""
+    """Warn of `what` the file system lacks, once in a process and by rank 0 alone where there are
+    ranks.
+    """
     if what not in _reported and os.environ.get("RANK", "0") == "0":
         warn(text)
     _reported.add(what)
@@ -43,8 +56,8 @@ def sync(path: Path) -> None:
             raise
         report_once(
             "sync of folders",
-            f"{path}: this file system cannot sync a folder ({error.strerror}); files are synced, but after a power "
-            "failure the newest may be missing from the folder",
+            f"{path}: this file system cannot sync a folder ({error.strerror}); files are synced,"
+            " but after a power failure the newest may be missing from the folder",
         )
     finally:
         os.close(descriptor)
@@ -67,16 +80,24 @@ def linked(source: Path, target: Path) -> bool:
     except OSError as error:
         if error.errno not in NO_LINKS:
             raise
-        report_once("hard links", f"{target.parent}: no hard links here ({error.strerror}); files are copied instead")
+        report_once(
+            "hard links",
+            f"{target.parent}: no hard links here ({error.strerror}); files are copied instead",
+        )
         return False
     return True
 
 
 def not_read(path: Path, error: OSError) -> MtrainError:
-    """Return the error to raise for a file that cannot be read: damage, unless the machine refuses this process."""
+    """Return the error to raise for a file that cannot be read: damage, unless the machine refuses
+    this process.
+    """
     if error.errno not in REFUSED:
         return CorruptData(f"{path} cannot be read: {error.strerror or error}")
     if error.errno in (errno.EACCES, errno.EPERM):
-        fix = "its owner allows it with `chmod -R g+rX FOLDER` (or o+rX); or run as the user who wrote it"
+        fix = (
+            "its owner allows it with `chmod -R g+rX FOLDER` (or o+rX); or run as the user who"
+            " wrote it"
+        )
         return BadEnvironment(f"{path} cannot be read: permission denied", f"  fix: {fix}")
     return BadEnvironment(f"{path} cannot be read: {error.strerror or error}")

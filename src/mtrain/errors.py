@@ -1,4 +1,6 @@
-"""What can go wrong, as data: problems of a configuration, and errors that carry the exit code they end with."""
+"""What can go wrong, as data: problems of a configuration, and errors that carry the exit code they
+end with.
+"""
 
 from __future__ import annotations
 
@@ -45,13 +47,18 @@ class Related:
 
     def render(self) -> str:
         """The key as `parallel.pp = 4 (command line)`."""
-        text, source = show(self.value), f" ({self.source})" if self.source else ""
-        return f"{self.path} = {text if len(text) <= MAX_SHOWN else f'{text[:MAX_SHOWN]}...'}{source}"
+        text = show(self.value)
+        source = f" ({self.source})" if self.source else ""
+        return (
+            f"{self.path} = {text if len(text) <= MAX_SHOWN else f'{text[:MAX_SHOWN]}...'}{source}"
+        )
 
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """One thing that is wrong with a configuration, complete enough to be corrected without reading code."""
+    """One thing that is wrong with a configuration, complete enough to be corrected without reading
+    code.
+    """
 
     code: str
     """Stable code such as `MT101`."""
@@ -75,7 +82,8 @@ class Problem:
         head = f"{self.severity}[{self.code}] {origin}"
         if self.path:
             text = show(self.value)
-            unread = self.value is None and self.code.startswith("MT00")  # the file was not read to its end
+            # the file was not read to its end
+            unread = self.value is None and self.code.startswith("MT00")
             shown = text if len(text) <= MAX_SHOWN else f"{text[:MAX_SHOWN]}..."
             head += f"{self.path}: " if unread else f"{self.path} = {shown}: "
         lines = [head + self.rule]
@@ -87,16 +95,24 @@ class Problem:
 
 
 def visible(text: str) -> str:
-    """`text` in one line that a terminal shows and does not obey: what cannot be printed becomes its code."""
+    """`text` in one line that a terminal shows and does not obey: what cannot be printed becomes
+    its code.
+    """
     return "".join(c if c.isprintable() else _code(ord(c)) for c in text)
 
 
 def _code(number: int) -> str:
-    return f"\\x{number:02x}" if number < 256 else f"\\u{number:04x}" if number < 1 << 16 else f"\\U{number:08x}"
+    if number < 256:
+        return f"\\x{number:02x}"
+    if number < 1 << 16:
+        return f"\\u{number:04x}"
+    return f"\\U{number:08x}"
 
 
 def in_a_line(text: str) -> str:
-    """`text` as one line, its line breaks and tabs as they are written in strings; `visible` does the rest."""
+    """`text` as one line, its line breaks and tabs as they are written in strings; `visible` does
+    the rest.
+    """
     return text.replace("\\", "\\\\").replace("\n", "\\n").replace("\t", "\\t").replace("\r", "\\r")
 
 
@@ -118,7 +134,9 @@ def warn(text: str) -> None:
 
 
 def say_page(text: str, *, error: bool = False) -> None:
-    """Prints a text whose line breaks are its own, as generated text or a file are; what else is in it is shown."""
+    """Prints a text whose line breaks are its own, as generated text or a file are; what else is in
+    it is shown.
+    """
     _put(printable(text.removesuffix("\n")), sys.stderr if error else sys.stdout)
 
 
@@ -133,7 +151,11 @@ def say_styled(*lines: Styled) -> None:
     out = []
     for line in lines:
         parts = ((visible(text), STYLES.get(style, "") if colours else "") for text, style in line)
-        out.append("".join(f"\x1b[{code}m{text}\x1b[0m" if code and text else text for text, code in parts).rstrip())
+        out.append(
+            "".join(
+                f"\x1b[{code}m{text}\x1b[0m" if code and text else text for text, code in parts
+            ).rstrip()
+        )
     _put("\n".join(out), sys.stdout)
 
 
@@ -171,7 +193,8 @@ def show(value: object) -> str:
 class MtrainError(Exception):
     """Base of every error that mtrain raises on purpose; `exit_code` is what the command ends with.
 
-    Its text is the lines that it is given, each as `visible` shows it: no name and no content of a file ends a line.
+    Its text is the lines that it is given, each as `visible` shows it: no name and no content of a
+    file ends a line.
     """
 
     exit_code = 1
@@ -183,7 +206,10 @@ class MtrainError(Exception):
 
 
 class ConfigError(MtrainError):
-    """The configuration cannot be run. Holds every problem found, not only the first; of too many the first ones."""
+    """The configuration cannot be run.
+
+    Holds every problem found, not only the first; of too many the first ones.
+    """
 
     exit_code = 2
 
@@ -193,7 +219,10 @@ class ConfigError(MtrainError):
         self.problems = tuple(problems)
         if len(self.problems) > MAX_PROBLEMS:
             rule = f"there are more than {MAX_PROBLEMS} problems, and the rest is not validated"
-            self.problems = (*self.problems[:MAX_PROBLEMS], Problem("MT005", "", None, rule, "correct these first"))
+            self.problems = (
+                *self.problems[:MAX_PROBLEMS],
+                Problem("MT005", "", None, rule, "correct these first"),
+            )
         super().__init__(*(line for p in self.problems for line in p.render().split("\n")))
 
 
@@ -216,12 +245,15 @@ class BadEnvironment(MtrainError):
 
 
 def of_the_place(error: BaseException) -> BadEnvironment | None:
-    """Return an error of the system as a sentence where the place is at fault: full, closed to this user, or failing.
+    """Return an error of the system as a sentence where the place is at fault: full, closed to this
+    user, or failing.
 
     Every error of writing standard output counts as one; None: the fault is elsewhere.
     """
     if isinstance(error, MemoryError):
-        return BadEnvironment("this process got no more memory", f"  fix: {OF_THE_PLACE[errno.ENOMEM]}")
+        return BadEnvironment(
+            "this process got no more memory", f"  fix: {OF_THE_PLACE[errno.ENOMEM]}"
+        )
     if not isinstance(error, OSError) or isinstance(error, BrokenPipeError):
         return None
     on_output = error.filename == STANDARD_OUTPUT

@@ -1,7 +1,9 @@
-"""Locks on files: those of the kernel, and on a file system that has none a file that names the owner.
+"""Locks on files: those of the kernel, and on a file system that has none a file that names the
+owner.
 
-An owner's file is created only where there is none, so only one of several processes gets it. The file of a process
-of this machine that has ended is taken over. Whether a process of another machine still runs cannot be seen from
+An owner's file is created only where there is none, so only one of several processes gets it. The
+file of a process of this machine that has ended is taken over. Whether a process of another machine
+still runs cannot be seen from
 here: the message names it, and a user who knows that it has ended removes the file.
 """
 
@@ -21,8 +23,9 @@ from pathlib import Path
 from mtrain.durable import report_once
 
 NO_LOCKS = {errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOTSUP, errno.EINVAL, errno.EBADF}
-"""The errors by which a file system says that it has no locks; EBADF comes from NFS for a folder, which cannot be
-opened for writing."""
+"""The errors by which a file system says that it has no locks; EBADF comes from NFS for a folder,
+which cannot be opened for writing.
+"""
 SUFFIX = ".owner"
 POLL_S = 0.2
 PATIENCE_S = 10.0
@@ -55,7 +58,9 @@ class Owner:
 
     @property
     def is_gone(self) -> bool:
-        """True where it has certainly ended; that of a process on another machine cannot be seen from here."""
+        """True where it has certainly ended; that of a process on another machine cannot be seen
+        from here.
+        """
         if self.host != platform.node():
             return False
         return self.boot != _boot() or _started(self.pid) != self.started
@@ -72,8 +77,13 @@ class Lock:
         self._pid = os.getpid()
 
     def release(self) -> None:
-        """Remove the owner's file, if there is one. A kernel's lock goes when its descriptor is closed."""
-        if self.file is not None and self._pid == os.getpid():  # not a process that was forked from the owner
+        """Remove the owner's file, if there is one.
+
+        A kernel's lock goes when its descriptor is closed.
+        """
+        if (
+            self.file is not None and self._pid == os.getpid()
+        ):  # not a process that was forked from the owner
             with suppress(OSError):
                 self.file.unlink()
             self.file = None
@@ -98,7 +108,8 @@ def lock(descriptor: int, path: Path, *, wait: bool = False) -> Lock:
 
 
 def share(descriptor: int, path: Path) -> bool:
-    """Lock `path` together with others that read it; False: this file system has no locks, and nobody is kept out.
+    """Lock `path` together with others that read it; False: this file system has no locks, and
+    nobody is kept out.
 
     Raises:
         Taken: a process has it for itself.
@@ -175,8 +186,8 @@ def _read(file: Path) -> Owner | None:
 def _taken_over(file: Path, gone: Owner) -> bool:
     """Remove the file of a process that has ended; False: another process does, or did.
 
-    Several may see that it has ended. Only one of them has the marker at a time, and looks again before it removes
-    the file, so none removes the file of the next owner.
+    Several may see that it has ended. Only one of them has the marker at a time, and looks again
+    before it removes the file, so none removes the file of the next owner.
     """
     marker = file.with_name(f"{file.name}.{gone.pid}-{gone.started}")
     try:
@@ -201,7 +212,9 @@ def _boot() -> str:
 
 
 def _started(pid: int) -> str:
-    """Return the start of a process of this machine; empty: there is no such process, or it has ended."""
+    """Return the start of a process of this machine; empty: there is no such process, or it has
+    ended.
+    """
     try:
         text = Path(f"/proc/{pid}/stat").read_text()
     except OSError:

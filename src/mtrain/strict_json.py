@@ -1,4 +1,6 @@
-"""JSON that every reader takes: RFC 8259 has no NaN and no infinities, Python writes them anyway."""
+"""JSON that every reader takes: RFC 8259 has no NaN and no infinities, Python writes
+them anyway.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +10,9 @@ from typing import Any
 
 
 def dumps(value: Any, **options: Any) -> str:
-    """`value` as JSON, null for every number that is not finite; `options` are those of `json.dumps`."""
+    """`value` as JSON, null for every number that is not finite; `options` are those of
+    `json.dumps`.
+    """
     return json.dumps(finite(value), allow_nan=False, **options)
 
 

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import re
 
-KIB, MIB, GIB = 1 << 10, 1 << 20, 1 << 30
+KIB = 1 << 10
+MIB = 1 << 20
+GIB = 1 << 30
 DAY = 24 * 3600
-FEW_DAYS, MANY_DAYS = 2, 10
+FEW_DAYS = 2
+MANY_DAYS = 10
 """From so many days on a duration is said in days: with a tenth, and without."""
 
 
@@ -19,7 +22,9 @@ def count(n: float) -> str:
 
 
 def short(n: float) -> str:
-    """A number to three digits with a decimal suffix and never a power of ten: 99660 -> '99.7k', 12.34 -> '12.3'."""
+    """A number to three digits with a decimal suffix and never a power of ten: 99660 -> '99.7k',
+    12.34 -> '12.3'.
+    """
     for size, suffix in ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "k"), (1.0, "")):
         if abs(n) >= 0.9995 * size:
             return _three_digits(n / size) + suffix
@@ -55,7 +60,9 @@ def seconds(t: float) -> str:
 def in_unit(size: int, unit: int) -> str:
     """A number of bytes in GiB or MiB."""
     number = size / unit
-    return "-" if not size else f"{number:.1f}" if abs(number) >= 10 else f"{number:.2f}"
+    if not size:
+        return "-"
+    return f"{number:.1f}" if abs(number) >= 10 else f"{number:.2f}"
 
 
 def duration(t: float) -> str:
@@ -64,6 +71,8 @@ def duration(t: float) -> str:
 
 
 def devices(number: int | None, cluster: str) -> str:
-    """So many devices of a cluster: 64 of 'h100' -> '64 x h100'; a number at the end of its name is left out."""
+    """So many devices of a cluster: 64 of 'h100' -> '64 x h100'; a number at the end of its name is
+    left out.
+    """
     kind = re.sub(r"(?<=.[a-z0-9])x\d+$", "", cluster)
     return f"{number} x {kind}"

@@ -1,4 +1,6 @@
-"""A launcher asks no driver: what it imports before ranks start knows neither torch nor a device."""
+"""A launcher asks no driver: what it imports before ranks start knows neither torch nor
+a device.
+"""
 
 from __future__ import annotations
 
@@ -13,11 +15,21 @@ import pytest
 from tests.architecture.test_laws import SOURCE, tree_of
 
 BEFORE_RANKS = ("launching", "cli", "config")
-KNOW_TORCH = ("torch", "megatron", "transformer_engine", "triton", "mtrain.devices", "mtrain.mcore", "mtrain.build")
+KNOW_TORCH = (
+    "torch",
+    "megatron",
+    "transformer_engine",
+    "triton",
+    "mtrain.devices",
+    "mtrain.mcore",
+    "mtrain.build",
+)
 
 
 def imported_at_once(path: Path) -> Iterator[str]:
-    """Modules that a file imports when it is imported, with those that are for type checkers left out."""
+    """Modules that a file imports when it is imported, with those that are for type checkers left
+    out.
+    """
     for node in tree_of(path).body:
         if isinstance(node, ast.Import):
             yield from (name.name for name in node.names)
@@ -31,7 +43,11 @@ def files() -> list[Path]:
 
 @pytest.mark.parametrize("path", files(), ids=lambda p: str(p.relative_to(SOURCE)))
 def test_a_launcher_imports_nothing_that_knows_torch(path: Path) -> None:
-    found = [m for m in imported_at_once(path) if any(m == k or m.startswith(f"{k}.") for k in KNOW_TORCH)]
+    found = [
+        m
+        for m in imported_at_once(path)
+        if any(m == k or m.startswith(f"{k}.") for k in KNOW_TORCH)
+    ]
     assert not found, f"{path} runs in the launcher, which imports no {', '.join(found)}"
 
 
@@ -40,16 +56,27 @@ def test_a_launcher_never_names_the_driver(path: Path) -> None:
     calls = [
         node.lineno
         for node in ast.walk(tree_of(path))
-        if isinstance(node, ast.Attribute) and node.attr == "cuda" and ast.unparse(node.value) == "torch"
+        if isinstance(node, ast.Attribute)
+        and node.attr == "cuda"
+        and ast.unparse(node.value) == "torch"
     ]
-    assert not calls, f"{path}:{calls[0]}: only devices/cuda.py knows torch.cuda, and ranks alone call it"
+    assert not calls, (
+        f"{path}:{calls[0]}: only devices/cuda.py knows torch.cuda, and ranks alone call it"
+    )
 
 
 def test_the_launcher_of_every_verb_is_loaded_without_torch() -> None:
     verbs = ("train", "resume", "prove", "rehearse", "generate", "evaluate", "multirun")
-    names = [*(f"mtrain.cli.{verb}" for verb in verbs), "mtrain.launching.local", "mtrain.launching.machine"]
+    names = [
+        *(f"mtrain.cli.{verb}" for verb in verbs),
+        "mtrain.launching.local",
+        "mtrain.launching.machine",
+    ]
     program = (
-        f"import sys, {', '.join(names)}; print([m for m in ('torch', 'megatron', 'numpy') if m in sys.modules])"
+        f"import sys, {', '.join(names)}; print([m for m in ('torch', 'megatron', 'numpy') if m in"
+        " sys.modules])"
     )
-    found = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    found = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=True
+    )
     assert found.stdout.strip() == "[]"

@@ -1,4 +1,6 @@
-"""README and pages of docs: their checks end as shown, every command and file in them exists, and no link is dead."""
+"""README and pages of docs: their checks end as shown, every command and file in them exists, and
+no link is dead.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,9 @@ from tests.walks import LEFT, walks
 README = (ROOT / "README.md").read_text()
 PAGES = {path.name: path for path in (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")))}
 PROSE = {name: path.read_text() for name, path in PAGES.items()}
-CONSOLES = re.findall(r"```console\n\$ python launch.py ?(.*)\n([^`]*)```", "\n".join(PROSE.values()))
+CONSOLES = re.findall(
+    r"```console\n\$ python launch.py ?(.*)\n([^`]*)```", "\n".join(PROSE.values())
+)
 VALIDATED = {words: shown for words, shown in CONSOLES if words.startswith("check")}
 MOST_LINES = 250
 
@@ -40,7 +44,10 @@ def test_the_readme_has_four_walks_whose_commands_are_all_run() -> None:
     assert said is not None
     for line in said.group(1).splitlines():
         if line.startswith("python "):
-            assert any(line in one.commands or any(c.startswith(line) for c in one.commands) for one in found), line
+            assert any(
+                line in one.commands or any(c.startswith(line) for c in one.commands)
+                for one in found
+            ), line
 
 
 @pytest.mark.parametrize("page", PAGES)

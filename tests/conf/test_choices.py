@@ -1,4 +1,6 @@
-"""Every file under conf/: composes, validates, is short, says when to pick it, and has the right numbers."""
+"""Every file under conf/: composes, validates, is short, says when to pick it, and has the right
+numbers.
+"""
 
 from __future__ import annotations
 
@@ -19,18 +21,30 @@ from tests.support.configs import LAPTOP, errors
 
 FILES = sorted(conf_dir().glob("*/*.yaml"))
 CHOICES = [
-    pytest.param(group, choice, marks=pytest.mark.full if group == "model" and i % 6 else (), id=f"{group}/{choice}")
+    pytest.param(
+        group,
+        choice,
+        marks=pytest.mark.full if group == "model" and i % 6 else (),
+        id=f"{group}/{choice}",
+    )
     for group in GROUPS
     for i, choice in enumerate(choices_of_group(group))
 ]
 
-# What the default layout, tp 2, refuses: 25 heads, biases of experts that are split, one group of states.
+# What the default layout, tp 2, refuses: 25 heads, biases of experts that are split, one group of
+# states.
 UNFIT_FOR_TP2 = {"gpt2_xl": ["parallel=single"]}
-UNFIT_FOR_TP2 |= {name: ["parallel.etp=1"] for name in ("gpt_oss_tiny", "gpt_oss_20b", "gpt_oss_120b")}
-UNFIT_FOR_TP2 |= {f"mamba2_{size}": ["parallel=single"] for size in ("130m", "370m", "780m", "1.3b", "2.7b")}
+UNFIT_FOR_TP2 |= {
+    name: ["parallel.etp=1"] for name in ("gpt_oss_tiny", "gpt_oss_20b", "gpt_oss_120b")
+}
+UNFIT_FOR_TP2 |= {
+    f"mamba2_{size}": ["parallel=single"] for size in ("130m", "370m", "780m", "1.3b", "2.7b")
+}
 UNFIT_FOR_TP2["mamba2_130m"].append("trainer.global_batch_size=1")
 UNFIT_FOR_TP2["mamba2_370m"].append("trainer.global_batch_size=1")
-UNFIT_FOR_TP2 |= {f"granite4_h_{size}": ["parallel=single"] for size in ("350m", "micro", "tiny", "small")}
+UNFIT_FOR_TP2 |= {
+    f"granite4_h_{size}": ["parallel=single"] for size in ("350m", "micro", "tiny", "small")
+}
 UNFIT_FOR_TP2["granite4_h_350m"].append("trainer.global_batch_size=1")
 UNFIT_FOR_TP2["image_text"] = ["model=llava_tiny"]
 
@@ -40,13 +54,21 @@ UNFIT_FOR_TP2["image_text"] = ["model=llava_tiny"]
 def test_every_choice_composes_and_sets_nothing_but_its_group(group: str, choice: str) -> None:
     composed = compose([f"{group}={choice}"])
     assert composed.choices[group] == choice
-    changed = {k.split(".")[0] for k, v in composed.origins.items() if v.startswith(f"conf/{group}/{choice}.yaml")}
+    changed = {
+        k.split(".")[0]
+        for k, v in composed.origins.items()
+        if v.startswith(f"conf/{group}/{choice}.yaml")
+    }
     assert changed == {group}
 
 
 @pytest.mark.parametrize(("group", "choice"), CHOICES)
-def test_every_choice_passes_check_alone_with_the_defaults_of_the_rest(group: str, choice: str) -> None:
-    """What a machine or a user still has to bring is a warning; a run is refused for it, and for nothing else."""
+def test_every_choice_passes_check_alone_with_the_defaults_of_the_rest(
+    group: str, choice: str
+) -> None:
+    """What a machine or a user still has to bring is a warning; a run is refused for it, and for
+    nothing else.
+    """
     lacking = {"MT301", "MT403", "MT407", "MT442", "MT327", "MT340", "MT341"}
     words = [f"{group}={choice}", *UNFIT_FOR_TP2.get(choice, ())]
     warned = {p.code for p in checked(words, LAPTOP, {}, to_run=False).warnings}
@@ -58,10 +80,19 @@ def test_every_choice_passes_check_alone_with_the_defaults_of_the_rest(group: st
     assert refused == warned & lacking
     if refused & {"MT403", "MT407", "MT442"}:
         there = Machine(64, 1 << 40, gpus=8, transformer_engine=True, triton=True)
-        checked([f"{group}={choice}", f"cluster={'b200x8' if choice in ('mxfp8', 'nvfp4') else 'h100x8'}"], there, {})
+        checked(
+            [
+                f"{group}={choice}",
+                f"cluster={'b200x8' if choice in ('mxfp8', 'nvfp4') else 'h100x8'}",
+            ],
+            there,
+            {},
+        )
 
 
-@pytest.mark.parametrize("words", ["kernels=te cluster=cpu", "precision=mxfp8 cluster.device=cpu", "kernels=nope"])
+@pytest.mark.parametrize(
+    "words", ["kernels=te cluster=cpu", "precision=mxfp8 cluster.device=cpu", "kernels=nope"]
+)
 def test_what_a_configuration_says_that_it_runs_on_must_have_the_rest(words: str) -> None:
     with pytest.raises(ConfigError):
         checked(words.split(), LAPTOP, {}, to_run=False)
@@ -77,7 +108,9 @@ def test_every_file_is_short_and_begins_with_when_to_pick_it(file: Path) -> None
 
 def test_the_root_holds_a_defaults_list_only_with_itself_first() -> None:
     values = load(conf_dir() / "config.yaml").values
-    assert set(values) == {"defaults"}, "values live in group files: with them here a recipe would lose"
+    assert set(values) == {"defaults"}, (
+        "values live in group files: with them here a recipe would lose"
+    )
     assert values["defaults"][0] == "_self_", "_self_ last would silently discard a recipe's values"
     assert [next(iter(entry)) for entry in values["defaults"][1:]] == list(GROUPS)
 
@@ -96,21 +129,43 @@ def test_the_traps_of_published_shapes_are_avoided() -> None:
     assert (qwen3.head_dim, qwen3.qk_layernorm, qwen3.tie_word_embeddings) == (128, True, True)
     assert qwen3.hidden_size // qwen3.num_attention_heads == 64
     llama32 = model("llama32_1b").model
-    assert (llama32.head_dim, llama32.tie_word_embeddings, llama32.rope_scaling_factor) == (64, True, 32.0)
+    assert (llama32.head_dim, llama32.tie_word_embeddings, llama32.rope_scaling_factor) == (
+        64,
+        True,
+        32.0,
+    )
     assert model("llama31_405b").model.layernorm_epsilon == 1e-5
     qwen25 = model("qwen25_7b").model
-    assert (qwen25.add_qkv_bias, qwen25.layernorm_epsilon, qwen25.num_attention_heads % 8) == (True, 1e-6, 4)
+    assert (qwen25.add_qkv_bias, qwen25.layernorm_epsilon, qwen25.num_attention_heads % 8) == (
+        True,
+        1e-6,
+        4,
+    )
     assert model("qwen25_72b").model.layernorm_epsilon == 1e-5
-    assert {model(name).model.rotary_base for name in ("qwen3_235b_a22b", "qwen3_30b_a3b", "qwen3_4b")} == {1e6}
-    assert (model("mixtral_8x22b").model.vocab_size, model("mixtral_8x7b").model.vocab_size) == (32768, 32000)
+    assert {
+        model(name).model.rotary_base for name in ("qwen3_235b_a22b", "qwen3_30b_a3b", "qwen3_4b")
+    } == {1e6}
+    assert (model("mixtral_8x22b").model.vocab_size, model("mixtral_8x7b").model.vocab_size) == (
+        32768,
+        32000,
+    )
     gpt3 = model("gpt3_175b").model
     assert (gpt3.position_embedding_type, gpt3.tie_word_embeddings) == ("learned_absolute", True)
     assert (gpt3.vocab_size, gpt3.padded_vocab_size) == (50257, 50304)
-    v2, v3 = model("deepseek_v2").model.moe, model("deepseek_v3").model.moe
+    v2 = model("deepseek_v2").model.moe
+    v3 = model("deepseek_v3").model.moe
     assert v2 is not None
     assert v3 is not None
-    assert (v2.router_topk_scaling_factor, v2.router_score_function, v2.first_dense_layers) == (16.0, "softmax", 1)
-    assert (v3.router_topk_scaling_factor, v3.router_score_function, v3.first_dense_layers) == (2.5, "sigmoid", 3)
+    assert (v2.router_topk_scaling_factor, v2.router_score_function, v2.first_dense_layers) == (
+        16.0,
+        "softmax",
+        1,
+    )
+    assert (v3.router_topk_scaling_factor, v3.router_score_function, v3.first_dense_layers) == (
+        2.5,
+        "sigmoid",
+        3,
+    )
 
 
 def test_the_default_run_has_five_million_parameters_on_two_ranks() -> None:
@@ -119,13 +174,17 @@ def test_the_default_run_has_five_million_parameters_on_two_ranks() -> None:
     assert (run.parallel.ranks, run.parallel.tp, run.parallel.auto) == (2, 2, False)
 
 
-@pytest.mark.parametrize("parallel", ["single", "parallel.ranks=2", "tp2", "pp2", "tp2pp2", "dp2", "tp2pp2dp2"])
+@pytest.mark.parametrize(
+    "parallel", ["single", "parallel.ranks=2", "tp2", "pp2", "tp2pp2", "dp2", "tp2pp2dp2"]
+)
 def test_layouts_of_a_laptop_pass_with_the_default_model(parallel: str) -> None:
     argument = parallel if "=" in parallel else f"parallel={parallel}"
     assert errors(compose([argument]).run) == []
 
 
-@pytest.mark.parametrize(("layout", "cluster"), [("tp4pp4", "h100x64"), ("tp8pp8", "h100x64"), ("tp4pp2", "h100x8")])
+@pytest.mark.parametrize(
+    ("layout", "cluster"), [("tp4pp4", "h100x64"), ("tp8pp8", "h100x64"), ("tp4pp2", "h100x8")]
+)
 def test_a_70b_model_can_be_checked_for_a_cluster_from_anywhere(layout: str, cluster: str) -> None:
     raw = compose(["model=llama3_70b", f"parallel={layout}", f"cluster={cluster}"]).run
     for machine in (LAPTOP, Machine(cpu_cores=8, memory_bytes=1 << 36, gpus=1)):
@@ -161,7 +220,13 @@ def test_a_cluster_of_accelerators_says_everything_of_its_devices_and_links() ->
         cluster = compose([f"cluster={choice}"]).run.cluster
         assert cluster.name == choice
         assert cluster.devices_per_node is not None
-        theirs = {"storage_gbps", "price_per_device_hour", "operation_us", "link_latency_us", "software"}
+        theirs = {
+            "storage_gbps",
+            "price_per_device_hour",
+            "operation_us",
+            "link_latency_us",
+            "software",
+        }
         missing = {name for name, value in cluster if value is None} - theirs
         assert missing <= ({"network_gbitps"} if cluster.nodes == 1 else set()), choice
         assert cluster.fast_link_devices is not None

@@ -1,8 +1,9 @@
-"""Every model that ships, against a stored copy of its public config.json, read as `recipe import` reads one.
+"""Every model that ships, against a stored copy of its public config.json, read as `recipe import`
+reads one.
 
-`public_configs.json` holds the facts of each file without names of tokens, of programs and of how weights are stored;
-the public copy, or the public code that holds its values, in which they were seen (`seen` is false where none was);
-and the exact number of parameters where that is known.
+`public_configs.json` holds the facts of each file without names of tokens, of programs and of how
+weights are stored; the public copy, or the public code that holds its values, in which they were
+seen (`seen` is false where none was); and the exact number of parameters where that is known.
 """
 
 from __future__ import annotations
@@ -57,13 +58,23 @@ SAID = re.compile(r"([\d.,]*\d)([BM]?) parameters(?! active)")
 
 Told = dict[str, tuple[Any, Any, str]]
 V2: Told = {
-    "init_method_std": (0.02, 0.006, "0.006 in arXiv 2405.04434, section 3.1.2; its appendix B says no other"),
+    "init_method_std": (
+        0.02,
+        0.006,
+        "0.006 in arXiv 2405.04434, section 3.1.2; its appendix B says no other",
+    ),
 }
 V3: Told = {
     "init_method_std": (0.02, 0.006, "0.006 in arXiv 2412.19437, section 4.2"),
-    "mtp_loss_scaling_factor": (None, 0.3, "no file says it; 0.3 at first in arXiv 2412.19437, section 4.2"),
+    "mtp_loss_scaling_factor": (
+        None,
+        0.3,
+        "no file says it; 0.3 at first in arXiv 2412.19437, section 4.2",
+    ),
 }
-DRAWN: Told = {"init_method_std": (0.1, 0.02, "the code that it was trained with draws so: state-spaces/mamba")}
+DRAWN: Told = {
+    "init_method_std": (0.1, 0.02, "the code that it was trained with draws so: state-spaces/mamba")
+}
 BALANCED = "0.9 of config.json is of no report; the weight of the default is trained with"
 UNDROPPED = "0.1 is of fine-tuning: T5 v1.1 was pre-trained without (its README)"
 T5: Told = dict.fromkeys(("attention_dropout", "hidden_dropout"), (0.1, 0.0, UNDROPPED))
@@ -71,25 +82,42 @@ TRAINED: dict[str, Told] = {
     **{name: T5 for name in CONFIGS if name.startswith("t5_v1_1")},
     **{name: DRAWN for name in CONFIGS if name.startswith("mamba2_")},
     "nemotron3_nano_30b_a3b": {
-        "moe.router_load_balancing_type": ("none", "seq_aux_loss", "no file says it; of its published training"),
+        "moe.router_load_balancing_type": (
+            "none",
+            "seq_aux_loss",
+            "no file says it; of its published training",
+        ),
         "moe.aux_loss_coeff": (0.0, 1e-4, "no file says it; of its published training"),
     },
-    "deepseek_v2": {**V2, "moe.aux_loss_coeff": (0.001, 0.003, "alpha_1 in arXiv 2405.04434, section 3.1.2")},
+    "deepseek_v2": {
+        **V2,
+        "moe.aux_loss_coeff": (0.001, 0.003, "alpha_1 in arXiv 2405.04434, section 3.1.2"),
+    },
     "deepseek_v2_lite": V2,
     "deepseek_v3": V3,
     "deepseek_v31": V3,
     "deepseek_v3_2": {
         **V3,
-        "dsa.indexer_use_sparse_loss": (False, True, "the longer stage of its training, by its report"),
+        "dsa.indexer_use_sparse_loss": (
+            False,
+            True,
+            "the longer stage of its training, by its report",
+        ),
     },
-    "glm45_air": {"mtp_loss_scaling_factor": (None, 0.3, "no file says it; 0.3 at first in arXiv 2508.06471")},
+    "glm45_air": {
+        "mtp_loss_scaling_factor": (None, 0.3, "no file says it; 0.3 at first in arXiv 2508.06471")
+    },
     "gpt_oss_20b": {"moe.aux_loss_coeff": (0.15, 0.01, BALANCED)},
     "gpt_oss_120b": {"moe.aux_loss_coeff": (0.1, 0.01, BALANCED)},
 }
 """Model -> key of its training alone -> what its config.json makes of it, what ships, and why."""
 NOTHING = {"no effect", "derived here"}
 """Why a key of a file may be left out of a model that computes the same."""
-ALONE = {"use_sliding_window": "turns on a window that no layer has: it is null, or begins behind the last layer"}
+ALONE = {
+    "use_sliding_window": (
+        "turns on a window that no layer has: it is null, or begins behind the last layer"
+    )
+}
 """Switches that say nothing without a second key -> why."""
 WHOLE = ("llama32_3b", "deepseek_v3")
 """Models whose every number and switch is changed, one at a time; of the others one each."""
@@ -112,9 +140,15 @@ def flat(values: Json, prefix: str = "") -> Iterator[tuple[str, Any]]:
 
 
 def told(model: ModelConfig) -> Json:
-    """Every key of `model` but those that no config.json can say; the width of a head whether it is said or not."""
+    """Every key of `model` but those that no config.json can say; the width of a head whether it is
+    said or not.
+    """
     dump = model.model_dump(exclude={"name", "published"})
-    return {key: value for key, value in flat({**dump, "kv_channels": model.head_dim}) if value is not None}
+    return {
+        key: value
+        for key, value in flat({**dump, "kv_channels": model.head_dim})
+        if value is not None
+    }
 
 
 def own(m: ModelConfig) -> int:
@@ -144,18 +178,27 @@ def apart(name: str, config: Json) -> list[str]:
         found = read(json.dumps(config))
     except ConfigError as error:
         return [str(error)]
-    left, right = told(found.run.model), told(shipped(name))
+    left = told(found.run.model)
+    right = told(shipped(name))
     known = {key: (there, here) for key, (there, here, _) in TRAINED.get(name, {}).items()}
     pairs = {key: (left.get(key), right.get(key)) for key in left.keys() | right.keys()}
-    out = [f"{key}: {pair}" for key, pair in pairs.items() if pair != known.get(key, (pair[0], pair[0]))]
+    out = [
+        f"{key}: {pair}"
+        for key, pair in pairs.items()
+        if pair != known.get(key, (pair[0], pair[0]))
+    ]
     return [*out, *(f"{u.flag}: {u.why}: {u.text}" for u in found.unplaced if u.why not in NOTHING)]
 
 
 def counting(config: Json) -> list[str]:
-    """The dotted keys of numbers and switches that say something of the model, by the account of the reader."""
+    """The dotted keys of numbers and switches that say something of the model, by the account of
+    the reader.
+    """
     idle = {u.flag for u in read(json.dumps(config)).unplaced if u.why == "no effect"}
     idle |= {*KINDS[kind_of(config)].reads.irrelevant, *ALONE}
-    return [key for key, value in flat(config) if key not in idle and isinstance(value, int | float)]
+    return [
+        key for key, value in flat(config) if key not in idle and isinstance(value, int | float)
+    ]
 
 
 def changed(config: Json, key: str) -> Json:
@@ -179,7 +222,9 @@ def test_every_model_has_a_public_config_or_is_ours() -> None:
 @pytest.mark.parametrize("name", CONFIGS)
 def test_a_model_is_that_of_its_public_config(name: str) -> None:
     assert apart(name, CONFIGS[name]) == []
-    assert same_model(read(json.dumps(CONFIGS[name])).run.model, shipped(name)) == [], "weights of the Hub do not fit"
+    assert same_model(read(json.dumps(CONFIGS[name])).run.model, shipped(name)) == [], (
+        "weights of the Hub do not fit"
+    )
 
 
 def test_what_differs_is_of_training_alone() -> None:
@@ -198,10 +243,13 @@ def test_another_fact_is_another_model(name: str) -> None:
 @pytest.mark.parametrize("name", CONFIGS)
 def test_a_model_has_the_published_number_of_parameters(name: str) -> None:
     """With the biases of routers, which are no parameters here."""
-    m, known = shipped(name), FACTS[name]
+    m = shipped(name)
+    known = FACTS[name]
     biases = 0
     if m.moe is not None and m.moe.router_enable_expert_bias:
-        layers = m.hybrid.pattern.count("E") if m.hybrid else m.num_layers - m.moe.first_dense_layers
+        layers = (
+            m.hybrid.pattern.count("E") if m.hybrid else m.num_layers - m.moe.first_dense_layers
+        )
         biases = m.moe.num_experts * layers
     rounded = pytest.approx(known.get("billions", 0.0) * 1e9, rel=1e-5)
     assert own(m) + biases == known.get("parameters", rounded)
@@ -213,18 +261,32 @@ def test_the_number_of_parameters_in_a_file_is_that_of_the_model(name: str) -> N
     for said, unit in SAID.findall(text):
         digits = said.replace(",", "")
         last = 10.0 ** -len(digits.partition(".")[2])
-        assert abs(own(shipped(name)) / {"B": 1e9, "M": 1e6, "": 1}[unit] - float(digits)) <= last / 2
+        assert (
+            abs(own(shipped(name)) / {"B": 1e9, "M": 1e6, "": 1}[unit] - float(digits)) <= last / 2
+        )
 
 
 @pytest.mark.parametrize("name", TABLES)
 def test_a_model_of_a_table_has_its_numbers(name: str) -> None:
-    """12 L h^2 + V h for each table of embeddings, and 13 L h + 2 h + S h for biases, norms and positions."""
-    known, m = TABLES[name], shipped(name)
+    """12 L h^2 + V h for each table of embeddings, and 13 L h + 2 h + S h for biases, norms and
+    positions.
+    """
+    known = TABLES[name]
+    m = shipped(name)
     table = known["table"]
     assert {key: getattr(m, key) for key in table} == table
     heads = (m.num_query_groups, m.kv_channels, m.hidden_size // m.num_attention_heads)
-    assert (*heads, m.gated, m.moe, m.mla) == (None, None, known.get("head", 128), False, None, None)
-    layers, h, embeddings = m.num_layers, m.hidden_size, 1 if m.tie_word_embeddings else 2
+    assert (*heads, m.gated, m.moe, m.mla) == (
+        None,
+        None,
+        known.get("head", 128),
+        False,
+        None,
+        None,
+    )
+    layers = m.num_layers
+    h = m.hidden_size
+    embeddings = 1 if m.tie_word_embeddings else 2
     products = 12 * layers * h * h + embeddings * m.padded_vocab_size * h
     assert products / 1e9 == pytest.approx(known["billions"], rel=1e-3)
     assert parameters(m) == products + 13 * layers * h + 2 * h + m.max_position_embeddings * h

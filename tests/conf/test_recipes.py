@@ -1,4 +1,6 @@
-"""Every shared recipe: validated as a stranger's would be, valid for its hardware, and a short delta."""
+"""Every shared recipe: validated as a stranger's would be, valid for its hardware, and a short
+delta.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,12 @@ NAMES = [file.relative_to(recipes_dir()).with_suffix("").as_posix() for file in 
 
 
 def test_the_recipes_of_the_mission_are_there() -> None:
-    assert {"llama/tiny_cpu", "llama3/8b_h100x8", "llama3/70b_h100x64", "mixtral/8x7b_h100x64"} <= set(NAMES)
+    assert {
+        "llama/tiny_cpu",
+        "llama3/8b_h100x8",
+        "llama3/70b_h100x64",
+        "mixtral/8x7b_h100x64",
+    } <= set(NAMES)
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -30,24 +37,42 @@ def test_a_recipe_passes_every_rule_without_a_warning(name: str) -> None:
 
 @pytest.mark.parametrize("file", RECIPES, ids=NAMES)
 def test_a_recipe_is_a_delta_of_at_most_twelve_lines_and_says_what_it_is(file: Path) -> None:
-    lines = [line for line in file.read_text().splitlines() if line.strip() and not line.startswith("#")]
+    lines = [
+        line for line in file.read_text().splitlines() if line.strip() and not line.startswith("#")
+    ]
     block = [i for i, line in enumerate(lines) if line == "recipe:"]
     end = next(i for i in range(block[0] + 1, len(lines)) if not lines[i].startswith(" "))
     assert len(lines) - (end - block[0]) <= 12
-    assert set(load(file).values["recipe"]) == {"title", "purpose", "hardware", "source", "verified"}
+    assert set(load(file).values["recipe"]) == {
+        "title",
+        "purpose",
+        "hardware",
+        "source",
+        "verified",
+    }
 
 
 def test_the_70b_recipe_is_the_published_one() -> None:
     run = resolve(compose(["recipe=llama3/70b_h100x64"]).run, LAPTOP)
-    p, t, o = run.parallel, run.trainer, run.optim
+    p = run.parallel
+    t = run.trainer
+    o = run.optim
     assert (p.tp, p.pp, p.sequence_parallel, p.ranks) == (4, 4, True, 64)
     assert (t.global_batch_size, t.micro_batch_size, run.data.seq_length) == (1024, 1, 4096)
-    assert (o.lr, o.schedule, o.warmup_iters, o.weight_decay, o.clip_grad) == (3e-4, "cosine", 2000, 0.1, 1.0)
+    assert (o.lr, o.schedule, o.warmup_iters, o.weight_decay, o.clip_grad) == (
+        3e-4,
+        "cosine",
+        2000,
+        0.1,
+        1.0,
+    )
     assert run.precision.dtype == "bf16"
 
 
 def test_the_laptop_recipe_is_the_default_run() -> None:
-    recipe, default = (checked(words, LAPTOP, {}).run for words in (["recipe=llama/tiny_cpu", "cluster=local"], []))
+    recipe, default = (
+        checked(words, LAPTOP, {}).run for words in (["recipe=llama/tiny_cpu", "cluster=local"], [])
+    )
     assert recipe.digest() == default.digest()
 
 

@@ -27,7 +27,8 @@ def _one_rank_runs(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict
 def _one_rank_once(_one_rank_runs: tuple[Path, dict[str, Path]]) -> Iterator[None]:
     """What `prove` compares with, a run on one rank, is trained once for all layouts of it.
 
-    Only in the tests beside this file: others that the same process runs fork commands, which would not share it.
+    Only in the tests beside this file: others that the same process runs fork commands, which would
+    not share it.
     """
     from mtrain.launching import jobs, local
 
@@ -37,7 +38,9 @@ def _one_rank_once(_one_rank_runs: tuple[Path, dict[str, Path]]) -> Iterator[Non
 
     def observe(run: RunConfig, folder: Path, **how: bool) -> None:
         key = f"{how} {run.model_dump_json()}"
-        if run.parallel.ranks != 1 or jobs.JOBS["observe"] is not unbroken:  # by a test that seeds a fault
+        if (
+            run.parallel.ranks != 1 or jobs.JOBS["observe"] is not unbroken
+        ):  # by a test that seeds a fault
             real(run, folder, **how)
             return
         if key not in known:

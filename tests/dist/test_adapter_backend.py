@@ -21,7 +21,9 @@ pytestmark = pytest.mark.dist
 def _train(degrees: dict[str, int], over: dict[str, Any]) -> tuple[float, dict[str, torch.Tensor]]:
     tiny.start_world(**degrees)
     cfg = tiny.config(
-        tensor_model_parallel_size=degrees.get("tp", 1), expert_model_parallel_size=degrees.get("ep", 1), **over
+        tensor_model_parallel_size=degrees.get("tp", 1),
+        expert_model_parallel_size=degrees.get("ep", 1),
+        **over,
     )
     model = tiny.model(cfg)
     loss = tiny.accumulate_gradients(model, cfg)
@@ -39,8 +41,12 @@ def _alone(over: str) -> tuple[float, dict[str, torch.Tensor]]:
     return found
 
 
-def _compare_whole_parameters(degrees: dict[str, int], over: dict[str, Any], many: dict[str, Any]) -> set[str]:
-    """Train on one rank and on two; compare losses and the gradients of parameters that are whole on every rank."""
+def _compare_whole_parameters(
+    degrees: dict[str, int], over: dict[str, Any], many: dict[str, Any]
+) -> set[str]:
+    """Train on one rank and on two; compare losses and the gradients of parameters that are whole
+    on every rank.
+    """
     loss, expected = _alone(json.dumps(over))
     compared = set()
     for rank_loss, found in run_ranks(2, _train, degrees, over | many):
@@ -53,7 +59,9 @@ def _compare_whole_parameters(degrees: dict[str, int], over: dict[str, Any], man
 
 
 @pytest.mark.parametrize("kind", ["RMSNorm", "LayerNorm"])
-def test_norms_under_tp2_with_sequence_parallelism_have_the_gradients_of_one_rank(kind: str) -> None:
+def test_norms_under_tp2_with_sequence_parallelism_have_the_gradients_of_one_rank(
+    kind: str,
+) -> None:
     over = {"normalization": kind, "layernorm_zero_centered_gamma": True}
     compared = _compare_whole_parameters({"tp": 2}, over, {"sequence_parallel": True})
     assert {"decoder.final_layernorm.weight", "decoder.layers.0.input_layernorm.weight"} <= compared
@@ -61,7 +69,9 @@ def test_norms_under_tp2_with_sequence_parallelism_have_the_gradients_of_one_ran
 
 @pytest.mark.parametrize("sequence_parallel", [pytest.param(False, marks=pytest.mark.full), True])
 def test_mla_under_tp2_has_the_gradients_of_one_rank(sequence_parallel: bool) -> None:
-    compared = _compare_whole_parameters({"tp": 2}, tiny.MLA, {"sequence_parallel": sequence_parallel})
+    compared = _compare_whole_parameters(
+        {"tp": 2}, tiny.MLA, {"sequence_parallel": sequence_parallel}
+    )
     assert "decoder.layers.0.self_attention.linear_kv_down_proj.weight" in compared
     assert "decoder.layers.0.self_attention.kv_layernorm.weight" in compared
 
@@ -70,15 +80,21 @@ def test_a_named_kernel_that_cannot_run_is_an_error_with_the_reason() -> None:
     from mtrain.mcore import backend
 
     choices = {**vars(tiny.REFERENCE), "attention": "te", "norm": "te"}
-    with pytest.raises(BadEnvironment, match=r"kernels\.norm, kernels\.attention = te.*transformer_engine"):
+    with pytest.raises(
+        BadEnvironment, match=r"kernels\.norm, kernels\.attention = te.*transformer_engine"
+    ):
         backend.provider(SimpleNamespace(**choices))
     with pytest.raises(ValueError, match=r"kernels\.linear = 'auto'"):
         backend.provider(SimpleNamespace(**{**vars(tiny.REFERENCE), "linear": "auto"}))
 
 
 @pytest.mark.parametrize("sequence_parallel", [pytest.param(False, marks=pytest.mark.full), True])
-def test_norms_of_queries_and_keys_under_tp2_have_the_gradients_of_one_rank(sequence_parallel: bool) -> None:
-    compared = _compare_whole_parameters({"tp": 2}, {"qk_layernorm": True}, {"sequence_parallel": sequence_parallel})
+def test_norms_of_queries_and_keys_under_tp2_have_the_gradients_of_one_rank(
+    sequence_parallel: bool,
+) -> None:
+    compared = _compare_whole_parameters(
+        {"tp": 2}, {"qk_layernorm": True}, {"sequence_parallel": sequence_parallel}
+    )
     assert "decoder.layers.0.self_attention.q_layernorm.weight" in compared
 
 
@@ -102,7 +118,9 @@ def _stock_mla() -> dict[str, torch.Tensor]:
 
 
 def test_the_stock_down_projection_of_mla_is_still_wrong_under_tp2() -> None:
-    """Why `DuplicatedLinear` is there; if this fails after an upgrade of megatron-core, it may go."""
+    """Why `DuplicatedLinear` is there; if this fails after an upgrade of megatron-core,
+    it may go.
+    """
     _, expected = _alone(json.dumps(tiny.MLA))
     name = "decoder.layers.0.self_attention.linear_kv_down_proj.weight"
     whole = torch.cat([gradients[name] for gradients in run_ranks(2, _stock_mla)])
@@ -153,7 +171,9 @@ def _moe_steps(grouped: bool, dtype: torch.dtype) -> list[float]:
     model = tiny.model(cfg, wrap=False)
     if cfg.bf16:
         model = api.Float16Module(cfg, model)
-    ddp = api.DistributedDataParallelConfig(grad_reduce_in_fp32=True, use_distributed_optimizer=True)
+    ddp = api.DistributedDataParallelConfig(
+        grad_reduce_in_fp32=True, use_distributed_optimizer=True
+    )
     model = api.DistributedDataParallel(cfg, ddp, model)
     optimizer = api.get_megatron_optimizer(
         api.OptimizerConfig(
@@ -180,7 +200,9 @@ def test_experts_on_two_ranks_learn_with_the_distributed_optimizer(dtype: torch.
         assert losses[-1] < losses[0] - 0.3, losses
 
 
-HEADS, GROUPS, LENGTH = 4, 2, 32
+HEADS = 4
+GROUPS = 2
+LENGTH = 32
 ATTENTION_CASES: dict[str, dict[str, Any]] = {
     "causal": {},
     "full": {"mask": "no_mask"},
@@ -202,14 +224,17 @@ CONTEXT_KINDS: dict[str, tuple[int, dict[str, Any]]] = {
 
 
 def _attend(cp: int, case: dict[str, Any]) -> list[torch.Tensor]:
-    """Output and gradients of q, k, v (and the sink), each at its place in the whole sequence, zero elsewhere."""
+    """Output and gradients of q, k, v (and the sink), each at its place in the whole sequence, zero
+    elsewhere.
+    """
     from mtrain.mcore import api
     from mtrain.mcore.attention import CoreAttention
     from mtrain.mcore.context import context_positions
 
     tiny.start_world(cp=cp, cp_sizes=case.get("hierarchical_context_parallel_sizes"))
     case = dict(case)
-    bounds, value_size = case.pop("cu_seqlens", None), case.pop("value_size", 8)
+    bounds = case.pop("cu_seqlens", None)
+    value_size = case.pop("value_size", 8)
     mask_type = api.AttnMaskType[case.pop("mask", "causal")]
     cfg = tiny.config(context_parallel_size=cp, **case)
     module = CoreAttention(cfg, 1, mask_type, "self", softmax_scale=0.4)
@@ -223,7 +248,9 @@ def _attend(cp: int, case: dict[str, Any]) -> list[torch.Tensor]:
     ]
     weight = torch.randn(LENGTH, *batch, HEADS * value_size, generator=draw)
     cu_seqlens = None if bounds is None else torch.tensor(bounds, dtype=torch.int32)
-    packed = bounds and api.PackedSeqParams(qkv_format="thd", cu_seqlens_q=cu_seqlens, cu_seqlens_kv=cu_seqlens)
+    packed = bounds and api.PackedSeqParams(
+        qkv_format="thd", cu_seqlens_q=cu_seqlens, cu_seqlens_kv=cu_seqlens
+    )
     rank = dist.get_rank() if cp > 1 else 0
     mine = context_positions(LENGTH, cp, cu_seqlens)[rank] if cp > 1 else torch.arange(LENGTH)
     local = [x[mine].requires_grad_() for x in whole]
@@ -255,7 +282,9 @@ def test_attention_under_context_parallelism_equals_one_rank(name: str, kind: st
     for what, whole, parts in zip(
         ("output", "q", "k", "v", "sink"), expected, zip(*ranks, strict=True), strict=False
     ):
-        torch.testing.assert_close(sum(parts), whole, atol=2e-6, rtol=1e-5, msg=lambda m, w=what: f"{w}: {m}")
+        torch.testing.assert_close(
+            sum(parts), whole, atol=2e-6, rtol=1e-5, msg=lambda m, w=what: f"{w}: {m}"
+        )
 
 
 def _packed_and_alone() -> tuple[torch.Tensor, torch.Tensor]:
@@ -266,7 +295,9 @@ def _packed_and_alone() -> tuple[torch.Tensor, torch.Tensor]:
     module = CoreAttention(tiny.config(), 1, api.AttnMaskType.causal, "self")
     q, k, v = (torch.randn(12, heads, 8) for heads in (HEADS, GROUPS, GROUPS))
     bounds = torch.tensor([0, 5, 12], dtype=torch.int32)
-    together = module(q, k, v, None, packed_seq_params=api.PackedSeqParams(qkv_format="thd", cu_seqlens_q=bounds))
+    together = module(
+        q, k, v, None, packed_seq_params=api.PackedSeqParams(qkv_format="thd", cu_seqlens_q=bounds)
+    )
     parts = [slice(0, 5), slice(5, 12)]
     alone = [module(q[p, None], k[p, None], v[p, None], None).squeeze(1) for p in parts]
     return together, torch.cat(alone)
@@ -282,10 +313,13 @@ def _default_path_calls() -> list[dict[str, Any]]:
     from mtrain.mcore.attention import CoreAttention
 
     tiny.start_world()
-    module, calls = CoreAttention(tiny.config(), 1, api.AttnMaskType.causal, "self"), []
+    module = CoreAttention(tiny.config(), 1, api.AttnMaskType.causal, "self")
+    calls = []
     original = torch.nn.functional.scaled_dot_product_attention
 
-    def record(q: Any, k: Any, v: Any, mask: Any, dropout_p: float, causal: bool, **kwargs: Any) -> Any:
+    def record(
+        q: Any, k: Any, v: Any, mask: Any, dropout_p: float, causal: bool, **kwargs: Any
+    ) -> Any:
         calls.append({"mask": mask, "causal": causal})
         return original(q, k, v, mask, dropout_p, causal, **kwargs)
 
@@ -314,5 +348,5 @@ def _dropout_twice() -> tuple[bool, bool]:
     return state_kept, torch.equal(both[0], both[1])
 
 
-def test_attention_dropout_differs_between_tensor_parallel_ranks_and_leaves_the_shared_state_alone() -> None:
+def test_attention_dropout_differs_between_tp_ranks() -> None:
     assert run_ranks(2, _dropout_twice) == [(True, False), (True, False)]

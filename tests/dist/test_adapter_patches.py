@@ -25,8 +25,14 @@ pytestmark = pytest.mark.dist
 
 @pytest.fixture(scope="module")
 def without(request: pytest.FixtureRequest) -> dict[str, str]:
-    """What each case gives without its patch, from one process that imports megatron-core and forks each."""
-    names = [item.callspec.params["name"] for item in request.session.items if "without" in item.fixturenames]  # type: ignore[attr-defined]
+    """What each case gives without its patch, from one process that imports megatron-core and forks
+    each.
+    """
+    names = [
+        item.callspec.params["name"]
+        for item in request.session.items
+        if "without" in item.fixturenames
+    ]  # type: ignore[attr-defined]
     done = subprocess.run(
         [sys.executable, "-m", "tests.support.patch_cases", *names],
         cwd=Path(__file__).parents[2],
@@ -73,7 +79,13 @@ def test_an_offloading_optimizer_takes_parameters_as_torchs_do() -> None:
         ):
             weight = torch.nn.Parameter(torch.ones(4))
             optimizer = api.HybridDeviceOptimizer(
-                form(weight), 1.0, torch.optim.SGD, torch.optim.SGD, pin_cpu_grads=False, pin_cpu_params=False, lr=0.5
+                form(weight),
+                1.0,
+                torch.optim.SGD,
+                torch.optim.SGD,
+                pin_cpu_grads=False,
+                pin_cpu_params=False,
+                lr=0.5,
             )
             weight.grad = torch.ones(4)
             optimizer.step()
@@ -91,5 +103,7 @@ def test_a_projection_stands_beside_that_of_model_optimizer() -> None:
     known = [multi_latent_attention.Linear]
     assert DuplicatedLinear in known
     theirs = importlib.import_module("megatron.core.post_training.modelopt.layers").Linear
-    assert theirs in known or engine.at_least(0, 19), "since 0.19 it is known beside TransformerEngine alone"
+    assert theirs in known or engine.at_least(0, 19), (
+        "since 0.19 it is known beside TransformerEngine alone"
+    )
     assert torch.nn.Linear not in known

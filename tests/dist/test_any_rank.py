@@ -25,7 +25,9 @@ BIG = Machine(cpu_cores=1 << 14, memory_bytes=1 << 60)
 
 
 Weight = tuple[str, tuple[int, ...], bool, bool, bool]
-"""Name, shape, whether another stage has it too, whether all data-parallel ranks do, and whether it is trained."""
+"""Name, shape, whether another stage has it too, whether all data-parallel ranks do, and whether it
+is trained.
+"""
 
 
 def trained(run: RunConfig) -> int:
@@ -35,7 +37,10 @@ def trained(run: RunConfig) -> int:
     return parameters(run.model) - family_of(run.model).frozen_parameters(run.model)
 
 
-RECIPES = sorted(file.relative_to(recipes_dir()).with_suffix("").as_posix() for file in recipes_dir().rglob("*.yaml"))
+RECIPES = sorted(
+    file.relative_to(recipes_dir()).with_suffix("").as_posix()
+    for file in recipes_dir().rglob("*.yaml")
+)
 ALWAYS = (
     "deepseek/v3_h100x1024",
     "gemma3/27b_h100x32",
@@ -46,7 +51,9 @@ ALWAYS = (
     "gpt_oss/20b_h100x16",
     "pythia/12b_h100x64",
 )
-"""Every axis, experts with and without tensor parallelism of their own, MLA, MTP and stages of unlike sizes."""
+"""Every axis, experts with and without tensor parallelism of their own, MLA, MTP and stages of
+unlike sizes.
+"""
 LARGE = [
     "model=llama31_405b",
     "parallel=tp8pp16cp2sp",
@@ -70,15 +77,24 @@ def _owned(run: RunConfig, ranks: Iterable[int]) -> dict[int, int]:
         with fake_world(run, rank) as world:
             found[rank] = 0
             for chunk in blank_model(run, world):
-                trained = {name for name, parameter in chunk.named_parameters() if parameter.requires_grad}
+                trained = {
+                    name for name, parameter in chunk.named_parameters() if parameter.requires_grad
+                }
                 assert all(parameter.is_meta for parameter in chunk.parameters())
-                specs = (spec for name, held in shard_specs_of(chunk).items() if name in trained for spec in held)
+                specs = (
+                    spec
+                    for name, held in shard_specs_of(chunk).items()
+                    if name in trained
+                    for spec in held
+                )
                 found[rank] += sum(spec.numel for spec in specs if spec.primary())
     return found
 
 
 def _first_holders(run: RunConfig) -> list[int]:
-    """Ranks that can be the first to hold anything: those with no data- or context-parallel sibling before them."""
+    """Ranks that can be the first to hold anything: those with no data- or context-parallel sibling
+    before them.
+    """
     grid = RankGrid.of(run)
     places = [grid.coords(rank) for rank in range(grid.world)]
     return [
@@ -97,7 +113,14 @@ def _kinds(run: RunConfig) -> list[tuple[tuple[object, ...], ...]]:
     dense = run.model.num_layers if run.model.moe is None else run.model.moe.first_dense_layers
     return [
         tuple(
-            (sum(i < dense for i in s.layers), len(s.layers), last in s.layers, s.embedding, s.mtp, s.loss)
+            (
+                sum(i < dense for i in s.layers),
+                len(s.layers),
+                last in s.layers,
+                s.embedding,
+                s.mtp,
+                s.loss,
+            )
             for s in held
         )
         for held in held_stages(run)
@@ -107,9 +130,12 @@ def _kinds(run: RunConfig) -> list[tuple[tuple[object, ...], ...]]:
 @pytest.mark.sampled
 @pytest.mark.parametrize("name", some(RECIPES, ALWAYS))
 def test_a_rank_of_each_kind_of_stage_owns_its_part_of_a_recipes_model(name: str) -> None:
-    """Times the ranks of its kind, that is every parameter once: first of their tensor-parallel group or not."""
+    """Times the ranks of its kind, that is every parameter once: first of their tensor-parallel
+    group or not.
+    """
     run = load([f"recipe={name}"], BIG, {}).run
-    grid, stages = RankGrid.of(run), _kinds(run)
+    grid = RankGrid.of(run)
+    stages = _kinds(run)
     kinds: dict[tuple[object, ...], list[int]] = {}
     for rank in _first_holders(run):
         at = grid.coords(rank)
@@ -120,17 +146,21 @@ def test_a_rank_of_each_kind_of_stage_owns_its_part_of_a_recipes_model(name: str
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("name", [name for name in RECIPES if not re.search("kimi|100x(1024|3072|6144)", name)])
+@pytest.mark.parametrize(
+    "name", [name for name in RECIPES if not re.search("kimi|100x(1024|3072|6144)", name)]
+)
 def test_the_ranks_of_a_recipe_own_every_parameter_once(name: str) -> None:
     run = load([f"recipe={name}"], BIG, {}).run
-    world, holders = RankGrid.of(run).world, _first_holders(run)
+    world = RankGrid.of(run).world
+    holders = _first_holders(run)
     if world <= 64:
         others = [rank for rank in range(world) if rank not in set(holders)]
         owned = run_alone(lambda: _owned(run, [*holders, *others[:: max(1, len(others) // 4)]]))
         assert sum(owned[rank] for rank in holders) == trained(run)
         assert all(owned[rank] == 0 for rank in set(owned) - set(holders))
         return
-    # Of a large world: one rank of each stage and tensor-parallel place, times the ranks that own as much.
+    # Of a large world: one rank of each stage and tensor-parallel place, times the ranks that own
+    # as much.
     grid = RankGrid.of(run)
     kinds: dict[tuple[object, ...], list[int]] = {}
     for rank in holders:
@@ -146,7 +176,8 @@ def _built(run: RunConfig) -> list[list[Weight]]:
     from mtrain.build.model import blank_model
     from mtrain.world.fake_world import fake_world
 
-    grid, out = RankGrid.of(run), []
+    grid = RankGrid.of(run)
+    out = []
     for stage in range(grid.pp):
         with fake_world(run, grid.rank_of(pp=stage)) as world:
             out.append(
@@ -163,7 +194,9 @@ def _built(run: RunConfig) -> list[list[Weight]]:
 
 
 def _as_saved(name: str) -> str:
-    """A weight's name as checkpoints of every release have it: 0.19 calls a layer that predicts otherwise itself."""
+    """A weight's name as checkpoints of every release have it: 0.19 calls a layer that predicts
+    otherwise itself.
+    """
     return name.replace(".mtp_model_layer.", ".transformer_layer.")
 
 
@@ -188,13 +221,20 @@ LAYOUTS = (
 )
 
 
-@pytest.mark.parametrize("words", some([*LAYOUTS, *(f"recipe={name}" for name in RECIPES)], LAYOUTS[:2]))
+@pytest.mark.parametrize(
+    "words", some([*LAYOUTS, *(f"recipe={name}" for name in RECIPES)], LAYOUTS[:2])
+)
 def test_the_plan_names_every_weight_of_a_stage_as_it_is_built(words: str) -> None:
     """In its order, with its shape on a rank, and with who shares it."""
-    run = load([*words.split(), *([] if words.startswith("recipe") else ["data=mock"])], BIG, {}).run
+    run = load(
+        [*words.split(), *([] if words.startswith("recipe") else ["data=mock"])], BIG, {}
+    ).run
     planned = [
         [
-            [(w.name, w.shape, w.shared, not w.expert, not w.frozen) for w in stage_weights(run, chunk)]
+            [
+                (w.name, w.shape, w.shared, not w.expert, not w.frozen)
+                for w in stage_weights(run, chunk)
+            ]
             for chunk in stage
         ]
         for stage in held_stages(run)
@@ -211,6 +251,8 @@ def test_ranks_of_a_world_of_8192_are_built_in_seconds() -> None:
     places = [grid.rank_of(tp=tp, pp=pp) for pp in (0, 7, 15) for tp in (0, 7)]
     owned = run_alone(lambda: _owned(run, [*places, 8191]))
     assert time.monotonic() - begin < patient(60)
-    first, middle, last = (owned[a] + 7 * owned[b] for a, b in zip(places[::2], places[1::2], strict=True))
+    first, middle, last = (
+        owned[a] + 7 * owned[b] for a, b in zip(places[::2], places[1::2], strict=True)
+    )
     assert first + 14 * middle + last == trained(run)
     assert owned[8191] == 0

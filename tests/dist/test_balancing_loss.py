@@ -1,4 +1,6 @@
-"""`model.moe.aux_loss_coeff` weighs the loss that its docstring defines, and an imported one that of transformers."""
+"""`model.moe.aux_loss_coeff` weighs the loss that its docstring defines, and an imported one that
+of transformers.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,9 @@ from mtrain.recipes.hf import import_config
 from tests.support.forked import run_ranks
 from tests.support.runs import tiny_run
 
-TOKENS, EXPERTS, TOPK = 64, 8, 2
+TOKENS = 64
+EXPERTS = 8
+TOPK = 2
 HF: dict[str, Any] = {
     "model_type": "mixtral",
     "hidden_size": 64,
@@ -32,7 +36,9 @@ HF: dict[str, Any] = {
 
 
 def gradient(run: RunConfig) -> Tensor:
-    """Of the balancing losses of all layers, whose routers all see the same logits, in a mean over tokens."""
+    """Of the balancing losses of all layers, whose routers all see the same logits, in a mean over
+    tokens.
+    """
 
     def job() -> Tensor:
         from mtrain.build.model import build_model
@@ -44,7 +50,9 @@ def gradient(run: RunConfig) -> Tensor:
             shared = logits()
             for router in (m for m in chunk.train().modules() if isinstance(m, api.TopKRouter)):
                 weights, _ = router.routing(shared[:, None])
-                (0 * weights.sum()).backward()  # what is left is the loss that rides along, times the tokens
+                (
+                    0 * weights.sum()
+                ).backward()  # what is left is the loss that rides along, times the tokens
             assert shared.grad is not None
             return shared.grad / TOKENS
 
@@ -68,13 +76,17 @@ def test_the_loss_of_a_layer_is_the_one_that_is_defined(kind: str) -> None:
     found = gradient(tiny_run(model={"num_layers": 3, "moe": moe}))
     wanted = logits()
     scores = wanted.softmax(-1)
-    shares = torch.bincount(scores.topk(TOPK).indices.flatten(), minlength=EXPERTS) / (TOKENS * TOPK)
+    shares = torch.bincount(scores.topk(TOPK).indices.flatten(), minlength=EXPERTS) / (
+        TOKENS * TOPK
+    )
     (3 * 0.5 * EXPERTS * (shares * scores.mean(0)).sum()).backward()
     torch.testing.assert_close(found, wanted.grad)
 
 
 @pytest.mark.parametrize("layers", [1, 4])
-def test_an_imported_coefficient_weighs_as_much_as_in_transformers(layers: int, tmp_path: Path) -> None:
+def test_an_imported_coefficient_weighs_as_much_as_in_transformers(
+    layers: int, tmp_path: Path
+) -> None:
     mixtral = pytest.importorskip("transformers.models.mixtral.modeling_mixtral")
     file = tmp_path / "config.json"
     file.write_text(json.dumps({**HF, "num_hidden_layers": layers}))

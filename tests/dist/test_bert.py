@@ -51,12 +51,20 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "pp2": {"ranks": 2, "pp": 2},
     "pp2vpp2": {"ranks": 2, "pp": 2, "vpp": 2},
     "tp2dp2 distributed optimizer": {"ranks": 4, "tp": 2, **ZERO},
-    "tp2, sequence parallel, recomputed": {"ranks": 2, "tp": 2, "sequence_parallel": True, "recompute": FULL},
+    "tp2, sequence parallel, recomputed": {
+        "ranks": 2,
+        "tp": 2,
+        "sequence_parallel": True,
+        "recompute": FULL,
+    },
     "dp2 fsdp2": {"ranks": 2, "fsdp": "fsdp2"},
     "dp2 megatron fsdp": {"ranks": 2, "fsdp": "megatron", "fsdp_sharding": "optim_grads_params"},
 }
 
-ALWAYS = {*(("bert", name) for name in list(LAYOUTS)[:2]), ("megatron", "tp2pp2, sequence parallel")}
+ALWAYS = {
+    *(("bert", name) for name in list(LAYOUTS)[:2]),
+    ("megatron", "tp2pp2, sequence parallel"),
+}
 PLACED = [
     pytest.param(kind, name, marks=() if (kind, name) in ALWAYS else pytest.mark.full)
     for kind in MODELS
@@ -77,7 +85,9 @@ Trained = tuple[list[tuple[float, float]], dict[str, torch.Tensor]]
 
 @pytest.fixture(scope="module")
 def alone(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Trained]:
-    """Losses and norms of one rank, and the weights behind them, by the kind of model; each is trained once."""
+    """Losses and norms of one rank, and the weights behind them, by the kind of model; each is
+    trained once.
+    """
     known: dict[str, Trained] = {}
 
     def of(kind: str) -> Trained:
@@ -109,7 +119,8 @@ def test_a_layout_computes_what_one_rank_does(
     assert many.keys() == expected_weights.keys()
     for key, weight in expected_weights.items():
         error = (many[key] - weight).norm() / weight.norm().clamp_min(1e-12)
-        # Adam divides by the root of a gradient's square: where a bias has next to none, rounding decides its sign.
+        # Adam divides by the root of a gradient's square: where a bias has next to none, rounding
+        # decides its sign.
         assert error < (1e-3 if "bias" in key else 2e-5), (key, float(error))
 
 
@@ -133,12 +144,20 @@ def test_who_makes_the_loss_changes_nothing_in_it(name: str) -> None:
 
 @pytest.mark.parametrize(
     ("key", "value"),
-    [("next_sentence", False), ("masked_share", 0.3), ("pad_token_id", 11), ("head_activation", "gelu_tanh")],
+    [
+        ("next_sentence", False),
+        ("masked_share", 0.3),
+        ("pad_token_id", 11),
+        ("head_activation", "gelu_tanh"),
+    ],
 )
 def test_a_key_of_the_section_moves_the_numbers(key: str, value: Any, one_rank: Any) -> None:
     changed = BertConfig(**{**IDS, key: value})
-    found = trained(bert_run(model={"bert": changed}), 2)  # a gradient that is left out may move the next step alone
-    assert found != one_rank[0][:2], "one rank's numbers are the same bit by bit where nothing moves them"
+    # a gradient that is left out may move the next step alone
+    found = trained(bert_run(model={"bert": changed}), 2)
+    assert found != one_rank[0][:2], (
+        "one rank's numbers are the same bit by bit where nothing moves them"
+    )
 
 
 def test_heads_start_near_a_uniform_guess_over_tokens_and_over_two_answers(one_rank: Any) -> None:
@@ -156,7 +175,9 @@ RESUMED: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("kind", ["bert", pytest.param("megatron", marks=pytest.mark.full)])
 @pytest.mark.parametrize("name", some(RESUMED, ["tp2, sequence parallel"]))
-def test_a_resumed_run_ends_bitwise_where_the_whole_one_does(name: str, kind: str, tmp_path: Path) -> None:
+def test_a_resumed_run_ends_bitwise_where_the_whole_one_does(
+    name: str, kind: str, tmp_path: Path
+) -> None:
     run = bert_run(kind, model={"hidden_dropout": 0.1, "attention_dropout": 0.1}, **RESUMED[name])
     ranks = run.parallel.ranks or 1
 
@@ -164,7 +185,9 @@ def test_a_resumed_run_ends_bitwise_where_the_whole_one_does(name: str, kind: st
         return train_steps(run, 3, save_to=tmp_path / "whole", save_after=1)
 
     def rest() -> list[tuple[float, float]]:
-        return train_steps(run, 2, save_to=tmp_path / "rest", load_from=tmp_path / "whole/step_00000001")
+        return train_steps(
+            run, 2, save_to=tmp_path / "rest", load_from=tmp_path / "whole/step_00000001"
+        )
 
     expected = run_ranks(ranks, whole)[0]
     assert run_ranks(ranks, rest)[0] == expected[1:]

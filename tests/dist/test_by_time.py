@@ -1,4 +1,6 @@
-"""What is done every so many minutes: rank 0 decides by its clock, all ranks do it together, no number changes."""
+"""What is done every so many minutes: rank 0 decides by its clock, all ranks do it together, no
+number changes.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,9 @@ Found = tuple[list[float], list[int], list[int]]
 
 
 def trained(folder: Path, ahead: bool, minutes: tuple[float | None, float | None]) -> list[Found]:
-    """What each of two ranks did in 8 steps, each of which takes a minute by the clock of rank 0, and by no other."""
+    """What each of two ranks did in 8 steps, each of which takes a minute by the clock of rank 0,
+    and by no other.
+    """
     run = of(ranks=2, trainer={"eval_iters": 1, "eval_interval": 0, "eval_minutes": minutes[1]})
     saving = {"save_interval": 0, "save_minutes": minutes[0], "keep": None, "save_final": False}
     run = run.model_copy(update={"checkpoint": run.checkpoint.model_copy(update=saving)})
@@ -47,7 +51,9 @@ def trained(folder: Path, ahead: bool, minutes: tuple[float | None, float | None
         quiet: Any = SimpleNamespace(note=lambda text: None)
         with assembled(run, stand_in(Counter()) if ahead else None) as parts:
             first = parts.world.is_rank0
-            parts.by_time = ByTime(run, lambda: 60.0 * parts.state.step if first else 1e9 * parts.state.step)
+            parts.by_time = ByTime(
+                run, lambda: 60.0 * parts.state.step if first else 1e9 * parts.state.step
+            )
             metrics = hooks.Metrics(folder)
             chain = [Listens(), Saves(folder / "checkpoints", quiet, {}), Evaluates(metrics, quiet)]
             trainer.Trainer(parts, chain).fit()
@@ -58,7 +64,9 @@ def trained(folder: Path, ahead: bool, minutes: tuple[float | None, float | None
 
 
 @pytest.mark.parametrize(
-    ("ahead", "saved", "evaluated"), [(False, [3, 6], [2, 4, 6, 8]), (True, [4, 8], [3, 6, 8])], ids=["told", "ahead"]
+    ("ahead", "saved", "evaluated"),
+    [(False, [3, 6], [2, 4, 6, 8]), (True, [4, 8], [3, 6, 8])],
+    ids=["told", "ahead"],
 )
 def test_ranks_save_and_evaluate_at_the_same_steps_and_learn_the_same(
     ahead: bool, saved: list[int], evaluated: list[int], tmp_path: Path

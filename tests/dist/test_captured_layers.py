@@ -1,4 +1,6 @@
-"""Layers in CUDA graphs of their own, captured and replayed by megatron-core: the same steps as without."""
+"""Layers in CUDA graphs of their own, captured and replayed by megatron-core: the same steps as
+without.
+"""
 
 from __future__ import annotations
 
@@ -16,14 +18,24 @@ from tests.support.runs import tiny_run, train_steps
 CASES: dict[str, tuple[dict[str, Any], tuple[str, ...], int]] = {
     "whole layers": ({}, (), 4),
     "attention alone": ({}, ("attn",), 0),
-    "MLPs alone, LayerNorm and biases": ({"normalization": "LayerNorm", "add_bias_linear": True}, ("mlp",), 0),
-    "a norm of queries and keys, post-norms": ({"qk_layernorm": True, "norm_placement": "pre_and_post"}, (), 4),
+    "MLPs alone, LayerNorm and biases": (
+        {"normalization": "LayerNorm", "add_bias_linear": True},
+        ("mlp",),
+        0,
+    ),
+    "a norm of queries and keys, post-norms": (
+        {"qk_layernorm": True, "norm_placement": "pre_and_post"},
+        (),
+        4,
+    ),
     "two predictions more": ({"mtp_num_layers": 2, "mtp_loss_scaling_factor": 0.3}, (), 6),
 }
 
 
 def _steps(run: RunConfig, together: bool = False) -> tuple[list[tuple[float, float]], int]:
-    """Losses and gradient norms of three steps, and how many sums norms made in the first of their forwards."""
+    """Losses and gradient norms of three steps, and how many sums norms made in the first of their
+    forwards.
+    """
 
     def job() -> tuple[list[tuple[float, float]], int]:
         from mtrain.mcore import residual
@@ -38,7 +50,8 @@ def _steps(run: RunConfig, together: bool = False) -> tuple[list[tuple[float, fl
 
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(residual.ResidualNorm, "forward", counted)
-            patch.setattr("mtrain.mcore.linear._adds_in_place", lambda x, weight: False)  # only on a CPU does it
+            # only on a CPU does it
+            patch.setattr("mtrain.mcore.linear._adds_in_place", lambda x, weight: False)
             if together:
                 for module in ("residual", "decoder_layer"):
                     patch.setattr(f"mtrain.mcore.{module}.one_graph", lambda config, layers: True)
@@ -61,13 +74,16 @@ def test_captured_layers_train_as_others(name: str) -> None:
     right, _ = _steps(tiny_run(model=model))
     graphs = {"cuda_graph_impl": "local", "cuda_graph_modules": modules or None}
     found, made = _steps(tiny_run(model=model, trainer=graphs))
-    assert found == [pytest.approx(step, rel=1e-5) for step in right]  # norms round sums of their own otherwise
+    # norms round sums of their own otherwise
+    assert found == [pytest.approx(step, rel=1e-5) for step in right]
     assert made == sums, "a sum made by the norm of another graph, or none by that of the same"
 
 
 def test_products_that_add_to_gradients_are_captured() -> None:
     run = tiny_run()
-    fused = run.model_copy(update={"kernels": run.kernels.model_copy(update={"gradient_accumulation_fusion": True})})
+    fused = run.model_copy(
+        update={"kernels": run.kernels.model_copy(update={"gradient_accumulation_fusion": True})}
+    )
     graphs = fused.trainer.model_copy(update={"cuda_graph_impl": "local"})
     found, _ = _steps(fused.model_copy(update={"trainer": graphs}))
     assert found == [pytest.approx(step, rel=1e-5) for step in _steps(run)[0]]

@@ -1,4 +1,6 @@
-"""Training on chats: one global batch in many splits, and what only the assistant's tokens can teach."""
+"""Training on chats: one global batch in many splits, and what only the assistant's tokens can
+teach.
+"""
 
 from __future__ import annotations
 
@@ -16,23 +18,29 @@ from tests.support.covering import some
 from tests.support.forked import run_ranks
 from tests.support.runs import tiny_run, train_steps, whole_tensors
 
-CHATS, LENGTH, VOCAB = 16, 64, 320
+CHATS = 16
+LENGTH = 64
+VOCAB = 320
 AVERAGES = ("token", "sample", "sequence")
 
 
 @pytest.fixture(scope="module")
 def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Sixteen chats of unlike lengths, and a tokenizer."""
-    home, dice = tmp_path_factory.mktemp("chats"), random.Random(5)
+    home = tmp_path_factory.mktemp("chats")
+    dice = random.Random(5)
     folder_of(home, "chatml")
-    said = [[str(dice.randrange(10)) * dice.randrange(1, 9) for _ in range(2)] for _ in range(CHATS)]
+    said = [
+        [str(dice.randrange(10)) * dice.randrange(1, 9) for _ in range(2)] for _ in range(CHATS)
+    ]
     chats_file(home / "chats.jsonl", [turns(*pair) for pair in said])
     return home
 
 
 def run_with(home: Path, average: str, windows: int | None = None, **more: Any) -> RunConfig:
     """A step over all chats of the file; keyword arguments are keys of `parallel`, or `micro`."""
-    batch, micro = windows or CHATS, more.pop("micro", 1)
+    batch = windows or CHATS
+    micro = more.pop("micro", 1)
     trainer = {"global_batch_size": batch, "micro_batch_size": micro, "loss_average": average}
     run = tiny_run(model={"vocab_size": VOCAB, **more.pop("model", {})}, trainer=trainer, **more)
     data = DataConfig(
@@ -68,8 +76,12 @@ def computed(run: RunConfig, folder: Path) -> tuple[float, dict[str, torch.Tenso
     return rows[0][0][0], whole_tensors(saved)
 
 
-def apart(one: tuple[float, dict[str, torch.Tensor]], other: tuple[float, dict[str, torch.Tensor]]) -> float:
-    """The largest relative difference: of the losses, and of each gradient beside the largest one."""
+def apart(
+    one: tuple[float, dict[str, torch.Tensor]], other: tuple[float, dict[str, torch.Tensor]]
+) -> float:
+    """The largest relative difference: of the losses, and of each gradient beside the
+    largest one.
+    """
     assert one[1].keys() == other[1].keys()
     largest = max(float(g.abs().max()) for g in one[1].values())
     off = max(float((one[1][key] - other[1][key]).abs().max()) for key in one[1]) / largest
@@ -84,7 +96,12 @@ SPLITS: dict[str, dict[str, Any]] = {
     "packed, dp2": {"packed": True, "ranks": 2},
     "packed, cp2": {"packed": True, "ranks": 2, "cp": 2, "cp_comm_type": "all_gather"},
     "packed, dynamic": {
-        **{"packed": True, "ranks": 2, "hybrid_context_parallel": True, "max_seqlen_per_dp_cp_rank": 32},
+        **{
+            "packed": True,
+            "ranks": 2,
+            "hybrid_context_parallel": True,
+            "max_seqlen_per_dp_cp_rank": 32,
+        },
         "cp_comm_type": "all_gather",
     },
     "cp2": {"ranks": 2, "cp": 2, "cp_comm_type": "all_gather"},
@@ -120,8 +137,11 @@ def test_a_global_batch_has_one_loss_and_gradient_in_any_split(
     assert apart(alone(average), found) < 1e-6
 
 
-def test_averages_are_unlike_and_each_is_what_it_says(home: Path, alone: Any, tmp_path: Path) -> None:
-    token, sample = alone("token")[0], alone("sample")[0]
+def test_averages_are_unlike_and_each_is_what_it_says(
+    home: Path, alone: Any, tmp_path: Path
+) -> None:
+    token = alone("token")[0]
+    sample = alone("sample")[0]
     sequence = computed(run_with(home, "sequence", windows_of(home)), tmp_path)[0]
     assert len({round(value, 5) for value in (token, sample, sequence)}) == 3
 
@@ -146,7 +166,9 @@ def test_an_average_of_each_micro_batch_by_itself_is_found(
 def test_losses_of_a_router_weigh_what_they_say_whatever_is_learned(
     home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What they add to a gradient depends on the tokens that are read, and not on those that are learned."""
+    """What they add to a gradient depends on the tokens that are read, and not on those that are
+    learned.
+    """
     from mtrain.train import step
 
     def added(average: str, loss_on: str, name: str, **parallel: Any) -> torch.Tensor:
@@ -161,13 +183,18 @@ def test_losses_of_a_router_weigh_what_they_say_whatever_is_learned(
             run = run_with(home, average, micro=4, model={"moe": moe}, **parallel)
             run = run.model_copy(update={"data": run.data.model_copy(update={"loss_on": loss_on})})
             gradients = computed(run, tmp_path / f"{name}-{coefficient}")[1]
-            found.append(torch.cat([g.flatten() for key, g in sorted(gradients.items()) if "router" in key]))
+            found.append(
+                torch.cat([g.flatten() for key, g in sorted(gradients.items()) if "router" in key])
+            )
         return found[1] - found[0]
 
     expected = added("token", "all", "all")
     scale = float(expected.abs().max())
     assert scale > 0
-    cases: list[tuple[str, str, dict[str, Any]]] = [("token", "assistant", {}), ("sample", "assistant", {})]
+    cases: list[tuple[str, str, dict[str, Any]]] = [
+        ("token", "assistant", {}),
+        ("sample", "assistant", {}),
+    ]
     cases.append(("sequence", "last", {"ranks": 2, "ep": 2}))
     for number, (average, loss_on, parallel) in enumerate(cases):
         off = float((added(average, loss_on, str(number), **parallel) - expected).abs().max())
@@ -182,14 +209,22 @@ def test_the_loss_of_an_indexer_weighs_what_it_says_whatever_is_learned(
 ) -> None:
     from mtrain.train import step
 
-    mla = {"q_lora_rank": 16, "kv_lora_rank": 16, "qk_head_dim": 16, "qk_pos_emb_head_dim": 8, "v_head_dim": 16}
+    mla = {
+        "q_lora_rank": 16,
+        "kv_lora_rank": 16,
+        "qk_head_dim": 16,
+        "qk_pos_emb_head_dim": 8,
+        "v_head_dim": 16,
+    }
     dsa = {"indexer_n_heads": 2, "indexer_head_dim": 16, "indexer_topk": 8}
 
     def taught(average: str, loss_on: str, name: str) -> torch.Tensor:
         run = run_with(home, average, micro=4, model={"mla": mla, "dsa": dsa})
         run = run.model_copy(update={"data": run.data.model_copy(update={"loss_on": loss_on})})
         gradients = computed(run, tmp_path / name)[1]
-        return torch.cat([g.flatten() for key, g in sorted(gradients.items()) if ".indexer." in key])
+        return torch.cat(
+            [g.flatten() for key, g in sorted(gradients.items()) if ".indexer." in key]
+        )
 
     expected = taught("token", "all", "all")
     scale = float(expected.abs().max())
@@ -205,21 +240,32 @@ LETTERS = "abcdef"
 
 
 def letters(count: int, seed: int) -> list[Any]:
-    """A user who says two letters, and twice a wrong answer; the assistant says the letter behind the first one."""
-    dice, out = random.Random(seed), []
+    """A user who says two letters, and twice a wrong answer; the assistant says the letter behind
+    the first one.
+    """
+    dice = random.Random(seed)
+    out = []
     for _ in range(count):
-        first, other, wrong = dice.choice(LETTERS), dice.choice(LETTERS), dice.choice(LETTERS)
+        first = dice.choice(LETTERS)
+        other = dice.choice(LETTERS)
+        wrong = dice.choice(LETTERS)
         right = LETTERS[(LETTERS.index(first) + 1) % len(LETTERS)]
         out.append(turns(f"{first}{other} is {wrong}", right))
     return out
 
 
 @pytest.mark.parametrize("packed", [False, pytest.param(True, marks=pytest.mark.full)])
-def test_a_task_that_only_the_answers_teach_is_learned(packed: bool, home: Path, tmp_path: Path) -> None:
+def test_a_task_that_only_the_answers_teach_is_learned(
+    packed: bool, home: Path, tmp_path: Path
+) -> None:
     chats_file(tmp_path / "chats.jsonl", letters(600, 0))
     run = run_with(home, "token", 8 if packed else None, micro=8 if packed else 16)
     steps = 200 if packed else 100  # with some initial weights, packed samples need more than 100
-    asked = {"path": str(tmp_path / "chats.jsonl"), "split": (0.9, 0.1, 0.0), "seq_length": 64 if packed else 24}
+    asked = {
+        "path": str(tmp_path / "chats.jsonl"),
+        "split": (0.9, 0.1, 0.0),
+        "seq_length": 64 if packed else 24,
+    }
     update = {
         "trainer": run.trainer.model_copy(update={"train_iters": steps, "eval_iters": 1}),
         "data": run.data.model_copy(update=asked),
@@ -243,4 +289,5 @@ def test_a_task_that_only_the_answers_teach_is_learned(packed: bool, home: Path,
 
     before, after = run_ranks(1, job)[0]
     assert before > 5.0
-    assert 0.0 < after < 0.2  # an answer by chance has 0.9 nats a token: 1.8 for its letter, none for its end
+    # an answer by chance has 0.9 nats a token: 1.8 for its letter, none for its end
+    assert 0.0 < after < 0.2

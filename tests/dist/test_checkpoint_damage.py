@@ -47,7 +47,8 @@ def test_any_flipped_bit_of_any_file_is_found(checkpoint: Path) -> None:
     for _ in range(60):
         file = dice.choice(files)
         original = file.read_bytes()
-        place, bit = dice.randrange(len(original)), dice.randrange(8)
+        place = dice.randrange(len(original))
+        bit = dice.randrange(8)
         damaged = bytearray(original)
         damaged[place] ^= 1 << bit
         file.write_bytes(bytes(damaged))
@@ -58,7 +59,9 @@ def test_any_flipped_bit_of_any_file_is_found(checkpoint: Path) -> None:
 
 
 @pytest.mark.parametrize("cut", [0, 1, 1000])
-@pytest.mark.parametrize("name", ["manifest.json", "rank_00000.safetensors", "rank_00001.safetensors", "run.yaml"])
+@pytest.mark.parametrize(
+    "name", ["manifest.json", "rank_00000.safetensors", "rank_00001.safetensors", "run.yaml"]
+)
 def test_a_cut_file_is_named(checkpoint: Path, name: str, cut: int) -> None:
     file = checkpoint / name
     content = file.read_bytes()
@@ -75,7 +78,8 @@ def test_a_missing_file_is_named(checkpoint: Path, name: str) -> None:
 
 
 def test_swapped_shards_are_found(checkpoint: Path) -> None:
-    a, b = checkpoint / "rank_00000.safetensors", checkpoint / "rank_00001.safetensors"
+    a = checkpoint / "rank_00000.safetensors"
+    b = checkpoint / "rank_00001.safetensors"
     content = a.read_bytes()
     a.write_bytes(b.read_bytes())
     b.write_bytes(content)
@@ -100,7 +104,11 @@ def test_a_missing_piece_is_not_filled_with_anything(checkpoint: Path) -> None:
 
     file = checkpoint / "manifest.json"
     manifest = json.loads(file.read_text())
-    key = next(k for k, v in manifest["tensors"].items() if k.startswith("optim/exp_avg/") and len(v["pieces"]) > 1)
+    key = next(
+        k
+        for k, v in manifest["tensors"].items()
+        if k.startswith("optim/exp_avg/") and len(v["pieces"]) > 1
+    )
     del manifest["tensors"][key]["pieces"][0]
     body = {k: v for k, v in manifest.items() if k != "sha256"}
     file.write_text(json.dumps(body | {"sha256": folder.digest(body)}))
@@ -133,7 +141,8 @@ def test_a_rank_hashes_only_what_it_reads_and_that_once(tmp_path: Path) -> None:
         from mtrain.train.assemble import assemble, splits_of
         from mtrain.world.init import joined
 
-        read, hashed = [], []
+        read = []
+        hashed = []
         real_read = hashes.Shard.read
         real_hash = hashes.hash_bytes
         real_file = hashes.hash_file
@@ -141,7 +150,9 @@ def test_a_rank_hashes_only_what_it_reads_and_that_once(tmp_path: Path) -> None:
             read.append((shard.path.name, name)),
             real_read(shard, name, start, stop),
         )[1]
-        hashes.hash_bytes = lambda data: (hashed.append(memoryview(data).nbytes), real_hash(data))[1]
+        hashes.hash_bytes = lambda data: (hashed.append(memoryview(data).nbytes), real_hash(data))[
+            1
+        ]
         hashes.hash_file = lambda path: (hashed.append(path.stat().st_size), real_file(path))[1]
         with joined(run) as world:
             parts = assemble(run, world, splits_of(run))
@@ -152,7 +163,8 @@ def test_a_rank_hashes_only_what_it_reads_and_that_once(tmp_path: Path) -> None:
         return read, first, sum(hashed)
 
     sizes = _sizes(checkpoint)
-    small_files = sum(p.stat().st_size for p in checkpoint.iterdir()) - sum(sizes.values())  # headers, run.yaml, ...
+    # headers, run.yaml, ...
+    small_files = sum(p.stat().st_size for p in checkpoint.iterdir()) - sum(sizes.values())
     for read, first, both in run_ranks(2, resume_and_sample):
         expected = sum(sizes[entry] for entry in set(read))
         assert expected <= first <= expected + small_files
@@ -177,14 +189,21 @@ def _as_format_1(checkpoint: Path) -> None:
         sha256 = hashlib.sha256(path.read_bytes()).hexdigest()
         manifest["files"][name] = {"bytes": path.stat().st_size, "sha256": sha256}
     old = {
-        k.removeprefix("model/").removeprefix("optim/").replace("/", "."): v for k, v in manifest["tensors"].items()
+        k.removeprefix("model/").removeprefix("optim/").replace("/", "."): v
+        for k, v in manifest["tensors"].items()
     }
     body = {k: v for k, v in manifest.items() if k != "sha256"} | {"format": 1, "tensors": old}
-    assert {"exp_avg.output_layer.weight", "exp_avg_sq.output_layer.weight", "output_layer.weight"} <= set(old)
+    assert {
+        "exp_avg.output_layer.weight",
+        "exp_avg_sq.output_layer.weight",
+        "output_layer.weight",
+    } <= set(old)
     (checkpoint / "manifest.json").write_text(json.dumps(body | {"sha256": folder.digest(body)}))
 
 
-def test_the_second_format_is_still_read_and_its_damage_found(saved: Path, checkpoint: Path) -> None:
+def test_the_second_format_is_still_read_and_its_damage_found(
+    saved: Path, checkpoint: Path
+) -> None:
     """A hash of each entry, without blocks."""
     import hashlib
 
@@ -199,11 +218,17 @@ def test_the_second_format_is_still_read_and_its_damage_found(saved: Path, check
         path = checkpoint / name
         with safe_open(path, framework="pt") as file:
             held = {entry: file.get_tensor(entry) for entry in file.keys()}  # noqa: SIM118
-        hashed = {entry: hashlib.sha256(tensor.numpy().tobytes()).hexdigest() for entry, tensor in held.items()}
+        hashed = {
+            entry: hashlib.sha256(tensor.numpy().tobytes()).hexdigest()
+            for entry, tensor in held.items()
+        }
         save_file(held, path, metadata={"sha256": json.dumps(hashed)})
         data = path.read_bytes()
         header = data[: 8 + int.from_bytes(data[:8], "little")]
-        manifest["files"][name] = {"bytes": len(data), "header_sha256": hashlib.sha256(header).hexdigest()}
+        manifest["files"][name] = {
+            "bytes": len(data),
+            "header_sha256": hashlib.sha256(header).hexdigest(),
+        }
     body = {k: v for k, v in manifest.items() if k != "sha256"} | {"format": 2}
     (checkpoint / "manifest.json").write_text(json.dumps(body | {"sha256": folder.digest(body)}))
     old = whole_tensors(checkpoint)
@@ -217,16 +242,21 @@ def test_the_second_format_is_still_read_and_its_damage_found(saved: Path, check
         Checkpoint.open(checkpoint)
 
 
-def test_the_first_format_is_still_read_and_its_damage_found(saved: Path, checkpoint: Path, tmp_path: Path) -> None:
+def test_the_first_format_is_still_read_and_its_damage_found(
+    saved: Path, checkpoint: Path, tmp_path: Path
+) -> None:
     from mtrain.ckpt.export import export, read
     from mtrain.ckpt.store import Checkpoint
 
     _as_format_1(checkpoint)
-    old, new = whole_tensors(checkpoint), whole_tensors(saved)
+    old = whole_tensors(checkpoint)
+    new = whole_tensors(saved)
     assert old.keys() == new.keys()
     assert all(torch.equal(old[key], tensor) for key, tensor in new.items())
     export(Checkpoint.open(checkpoint), tmp_path / "out")
-    assert {f"model/{name}" for name, _ in read(tmp_path / "out")} == {key for key in new if key.startswith("model/")}
+    assert {f"model/{name}" for name, _ in read(tmp_path / "out")} == {
+        key for key in new if key.startswith("model/")
+    }
     run = tiny_run(ranks=2, distributed_optimizer=True)
     run_ranks(2, lambda: train_steps(run, 1, load_from=checkpoint))
     shard = checkpoint / "rank_00001.safetensors"
@@ -237,14 +267,18 @@ def test_the_first_format_is_still_read_and_its_damage_found(saved: Path, checkp
         Checkpoint.open(checkpoint, verify=False).rank_tensors(1)
 
 
-def test_a_state_that_no_version_knew_is_not_exported_as_a_weight(checkpoint: Path, tmp_path: Path) -> None:
+def test_a_state_that_no_version_knew_is_not_exported_as_a_weight(
+    checkpoint: Path, tmp_path: Path
+) -> None:
     from mtrain.ckpt import folder
     from mtrain.ckpt.export import export
     from mtrain.ckpt.store import Checkpoint
 
     file = checkpoint / "manifest.json"
     manifest = json.loads(file.read_text())
-    manifest["tensors"] = {k.replace("exp_avg_sq", "second_order"): v for k, v in manifest["tensors"].items()}
+    manifest["tensors"] = {
+        k.replace("exp_avg_sq", "second_order"): v for k, v in manifest["tensors"].items()
+    }
     body = {k: v for k, v in manifest.items() if k != "sha256"}
     file.write_text(json.dumps(body | {"sha256": folder.digest(body)}))
     weights = sum(key.startswith("model/") for key in manifest["tensors"])
@@ -255,7 +289,8 @@ def test_nothing_of_a_checkpoint_is_left_to_the_cache_of_the_disk(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def job() -> tuple[list[str], list[str]]:
-        synced, entries = [], []
+        synced = []
+        entries = []
         real = os.fsync
 
         def noted(fd: int) -> None:
@@ -271,4 +306,10 @@ def test_nothing_of_a_checkpoint_is_left_to_the_cache_of_the_disk(
 
     synced, entries = run_ranks(1, job)[0]
     assert {"run.yaml", "manifest.json", "rank_00000.safetensors"} <= set(synced)
-    assert {"run.yaml", "manifest.json", "rank_00000.safetensors", "step_00000000", "checkpoints"} <= set(entries)
+    assert {
+        "run.yaml",
+        "manifest.json",
+        "rank_00000.safetensors",
+        "step_00000000",
+        "checkpoints",
+    } <= set(entries)

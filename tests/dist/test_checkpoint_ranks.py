@@ -25,7 +25,9 @@ from tests.support.patience import patient
 from tests.support.runs import tiny_run, train_steps
 
 
-def flat_shard(rank: int, size: int, whole: torch.Tensor, memory: torch.Tensor | None = None) -> Any:
+def flat_shard(
+    rank: int, size: int, whole: torch.Tensor, memory: torch.Tensor | None = None
+) -> Any:
     """The part of a matrix's state that one of `size` data-parallel ranks has."""
     from mtrain.mcore.sharding import TensorShard
 
@@ -42,7 +44,9 @@ def save_part(place: Any, root: Path, whole: torch.Tensor) -> Path:
     from mtrain.ckpt import store
 
     extra = {"rng/torch": torch.arange(4)}
-    return store.save(root, 1, [flat_shard(place.rank, place.size, whole)], extra, {}, "a: 1\n", place)
+    return store.save(
+        root, 1, [flat_shard(place.rank, place.size, whole)], extra, {}, "a: 1\n", place
+    )
 
 
 def saved_by(size: int, root: Path, whole: torch.Tensor) -> Path:
@@ -102,7 +106,9 @@ def test_of_many_ranks_one_looks_at_the_files_that_were_saved(
         assert (hook.saved_step, hook.path) == (3, tmp_path)
 
 
-def test_what_the_disk_refuses_one_rank_ends_the_save_of_all_and_leaves_nothing(tmp_path: Path) -> None:
+def test_what_the_disk_refuses_one_rank_ends_the_save_of_all_and_leaves_nothing(
+    tmp_path: Path,
+) -> None:
     from mtrain.ckpt import store
 
     whole = torch.arange(32.0).view(2, -1)
@@ -160,7 +166,9 @@ def test_a_rank_that_waits_in_a_meeting_is_not_the_one_that_others_wait_for(call
 
     thread = threading.Thread(target=late)
     thread.start()
-    assert (places[1].tell("") if call == "tell" else places[1].barrier()) == ("text" if call == "tell" else "")
+    assert (places[1].tell("") if call == "tell" else places[1].barrier()) == (
+        "text" if call == "tell" else ""
+    )
     thread.join()
     assert seen == [True]
     assert not stacks.is_waiting(stacks.main_frame())
@@ -169,7 +177,9 @@ def test_a_rank_that_waits_in_a_meeting_is_not_the_one_that_others_wait_for(call
 def test_a_store_holds_as_many_keys_after_many_meetings_as_after_one() -> None:
     places = meetings(2)
     sizes = []
-    text = os.urandom(5 << 20).hex()  # more than a store takes in one message, also when it is compressed
+    text = os.urandom(
+        5 << 20
+    ).hex()  # more than a store takes in one message, also when it is compressed
     for _ in range(4):
         told = on_ranks(2, lambda rank: places[rank].tell(text if rank == 0 else ""))
         assert told == [text, text]
@@ -188,7 +198,9 @@ def test_a_store_of_tcp_takes_a_large_manifest() -> None:
     assert on_ranks(2, lambda rank: places[rank].tell(text if rank == 0 else "")) == [text, text]
 
 
-def test_a_save_longer_than_every_timeout_of_the_run_shows_signs_of_life(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_save_longer_than_every_timeout_of_the_run_shows_signs_of_life(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     from mtrain.ckpt import meeting
     from mtrain.world.heartbeat import heartbeat
 
@@ -228,8 +240,13 @@ def test_a_rank_reads_its_share_whatever_the_data_parallel_size(
         own = torch.empty(flat_shard(rank, readers, whole).tensor.numel())
         Checkpoint.open(path, verify=False).load([flat_shard(rank, readers, whole, own)])
         assert torch.equal(own, flat_shard(rank, readers, whole).tensor)
-        ends = 2 * 1024 * (8 // readers + 2)  # blocks of pieces of which only some numbers are its own
-        assert own.nbytes <= sum(hashed) <= own.nbytes + headers + ends, (rank, sum(hashed), own.nbytes)
+        # blocks of pieces of which only some numbers are its own
+        ends = 2 * 1024 * (8 // readers + 2)
+        assert own.nbytes <= sum(hashed) <= own.nbytes + headers + ends, (
+            rank,
+            sum(hashed),
+            own.nbytes,
+        )
 
 
 def test_a_rank_that_reads_many_files_holds_a_few_of_them_open(
@@ -260,13 +277,25 @@ def test_any_box_is_put_together_from_any_pieces() -> None:
         pieces: list[Any] = []
         data: dict[str, torch.Tensor] = {}
         for number, (offset, size) in enumerate(cut_in_boxes(shape, dice)):
-            box = whole[tuple(slice(o, o + n) for o, n in zip(offset, size, strict=True))].reshape(-1).clone()
-            bounds = sorted({0, box.numel(), *(dice.randrange(box.numel() + 1) for _ in range(dice.randrange(3)))})
+            box = (
+                whole[tuple(slice(o, o + n) for o, n in zip(offset, size, strict=True))]
+                .reshape(-1)
+                .clone()
+            )
+            bounds = sorted(
+                {
+                    0,
+                    box.numel(),
+                    *(dice.randrange(box.numel() + 1) for _ in range(dice.randrange(3))),
+                }
+            )
             for lo, hi in pairwise(bounds):
                 name = f"{number}@{lo}"
                 flat = [lo, hi] if len(bounds) > 2 else None
                 data[name] = box[lo:hi]
-                pieces.append({"entry": name, "offset": list(offset), "shape": list(size), "flat": flat})
+                pieces.append(
+                    {"entry": name, "offset": list(offset), "shape": list(size), "flat": flat}
+                )
         lows = [dice.randrange(n) for n in shape]
         size = tuple(dice.randrange(1, n - lo + 1) for n, lo in zip(shape, lows, strict=True))
         wanted = whole[tuple(slice(o, o + n) for o, n in zip(lows, size, strict=True))].reshape(-1)
@@ -277,14 +306,18 @@ def test_any_box_is_put_together_from_any_pieces() -> None:
         dice.shuffle(pieces)
         for part in parts(region, pieces, dice.choice([1, 3, 100]), "it"):
             found = data[part.piece["entry"]][part.start : part.stop]
-            out.as_strided(part.shape, part.here, part.at).copy_(found.as_strided(part.shape, part.there))
+            out.as_strided(part.shape, part.here, part.at).copy_(
+                found.as_strided(part.shape, part.there)
+            )
         assert torch.equal(out, wanted[slice(*flat_range)] if flat_range else wanted)
         lacking = [p for p in pieces if int(out[0]) not in data[p["entry"]].tolist()]
         with pytest.raises(CorruptData, match="cover"):
             list(parts(region, lacking, 100, "it"))
 
 
-def cut_in_boxes(shape: tuple[int, ...], dice: random.Random) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
+def cut_in_boxes(
+    shape: tuple[int, ...], dice: random.Random
+) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
     """Offset and shape of boxes that make up a tensor."""
     axes = []
     for n in shape:
@@ -293,7 +326,9 @@ def cut_in_boxes(shape: tuple[int, ...], dice: random.Random) -> list[tuple[tupl
     return [(tuple(o for o, _ in box), tuple(n for _, n in box)) for box in product(*axes)]
 
 
-def test_files_of_checkpoints_and_exports_have_the_mode_that_the_umask_gives(tmp_path: Path) -> None:
+def test_files_of_checkpoints_and_exports_have_the_mode_that_the_umask_gives(
+    tmp_path: Path,
+) -> None:
     from mtrain.ckpt import store
     from mtrain.ckpt.export import export
     from mtrain.ckpt.store import Checkpoint
@@ -307,10 +342,14 @@ def test_files_of_checkpoints_and_exports_have_the_mode_that_the_umask_gives(tmp
     finally:
         os.umask(before)
     files = [tmp_path / "shard.safetensors", *checkpoint.iterdir(), *(tmp_path / "whole").iterdir()]
-    assert {path.name: oct(stat.S_IMODE(path.stat().st_mode)) for path in files} == {p.name: "0o664" for p in files}
+    assert {path.name: oct(stat.S_IMODE(path.stat().st_mode)) for path in files} == {
+        p.name: "0o664" for p in files
+    }
 
 
-@pytest.mark.parametrize("number", [errno.EPERM, errno.EOPNOTSUPP, errno.EIO], ids=errno.errorcode.get)
+@pytest.mark.parametrize(
+    "number", [errno.EPERM, errno.EOPNOTSUPP, errno.EIO], ids=errno.errorcode.get
+)
 def test_a_mode_that_cannot_be_set_is_reported_once_and_a_faulty_disk_is_an_error(
     number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -331,7 +370,9 @@ def test_a_mode_that_cannot_be_set_is_reported_once_and_a_faulty_disk_is_an_erro
     assert capsys.readouterr().err.count("cannot change the mode of a file") == 1
 
 
-def test_where_all_files_have_one_mode_none_is_set(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_where_all_files_have_one_mode_none_is_set(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     from mtrain.ckpt import shards
 
     def refuse(path: Any, mode: int) -> None:

@@ -1,4 +1,6 @@
-"""Where the tensors of a model lie in a checkpoint: as its family says it, and as megatron-core does."""
+"""Where the tensors of a model lie in a checkpoint: as its family says it, and as megatron-core
+does.
+"""
 
 from __future__ import annotations
 
@@ -11,17 +13,38 @@ from mtrain.convert.boxes import asked, declared
 from tests.support.configs import LAPTOP
 from tests.support.forked import run_alone
 
-TINY, LARGE = ([n for n in choices_of_group("model") if ("tiny" in n) == small] for small in (True, False))
+TINY, LARGE = (
+    [n for n in choices_of_group("model") if ("tiny" in n) == small] for small in (True, False)
+)
 OTHERS = (
     ("llama_tiny", "model.mtp_num_layers=2", "model.tie_word_embeddings=true"),
     ("mixtral_tiny", "model.qk_layernorm=true", "model.moe.router_enable_expert_bias=false"),
-    ("nemotron_h_tiny", "model.num_layers=4", "model.hybrid.pattern=MG*-", "model.linear_attention={}"),
     (
-        *("nemotron_h_tiny", "model.num_layers=4", "model.hybrid.pattern=M+-E", "model.mla={q_lora_rank:64}"),
-        *("model.qk_layernorm=true", "model.position_embedding_type=rope", "model.num_query_groups=null"),
+        "nemotron_h_tiny",
+        "model.num_layers=4",
+        "model.hybrid.pattern=MG*-",
+        "model.linear_attention={}",
+    ),
+    (
+        *(
+            "nemotron_h_tiny",
+            "model.num_layers=4",
+            "model.hybrid.pattern=M+-E",
+            "model.mla={q_lora_rank:64}",
+        ),
+        *(
+            "model.qk_layernorm=true",
+            "model.position_embedding_type=rope",
+            "model.num_query_groups=null",
+        ),
         "model.moe={num_experts:4,ffn_hidden_size:64}",
     ),
-    ("llama_tiny", "model.normalization=LayerNorm", "model.add_bias_linear=true", "model.norm_placement=post"),
+    (
+        "llama_tiny",
+        "model.normalization=LayerNorm",
+        "model.add_bias_linear=true",
+        "model.norm_placement=post",
+    ),
 )
 
 

@@ -1,4 +1,6 @@
-"""The tables that say what a key feeds are those that megatron-core's configurations are made of."""
+"""The tables that say what a key feeds are those that megatron-core's configurations
+are made of.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,11 @@ from mtrain.config.field_versions import is_there
 from mtrain.config.resolve import resolve
 from tests.support.configs import LAPTOP
 
-MLA = ["model.mla={kv_lora_rank: 32, rope_type: yarn}", "model.num_query_groups=null", "model.kv_channels=null"]
+MLA = [
+    "model.mla={kv_lora_rank: 32, rope_type: yarn}",
+    "model.num_query_groups=null",
+    "model.kv_channels=null",
+]
 ARGUMENTS = [[], ["model=mixtral_tiny"], MLA, ["optim=sgd", "precision=bf16", "parallel=pp2vpp2"]]
 
 
@@ -27,7 +33,10 @@ def owners() -> dict[str, tuple[Any, dict[str, Any]]]:
             api.DistributedDataParallelConfig,
             core_fields.DDP_FIELDS | core_fields.FSDP_FIELDS,
         ),
-        "TorchFullyShardedDataParallelConfig": (api.TorchFullyShardedDataParallelConfig, core_fields.WRAP_FIELDS),
+        "TorchFullyShardedDataParallelConfig": (
+            api.TorchFullyShardedDataParallelConfig,
+            core_fields.WRAP_FIELDS,
+        ),
         "OptimizerConfig": (
             api.OptimizerConfig,
             core_fields.OPTIMIZER_FIELDS
@@ -46,12 +55,15 @@ def test_the_built_configuration_holds_what_the_tables_say(argv: list[str]) -> N
     built = transformer_config(run, registry.get("cpu"))
     said = core_fields.transformer_values(run)
     for name, value in said.items():
-        # megatron-core puts its own default in place of some nulls, and parses the layout into an object
+        # megatron-core puts its own default in place of some nulls, and parses the layout into an
+        # object
         if value is not None and name not in MADE and name != "pipeline_model_parallel_layout":
             assert getattr(built, name) == value, name
     for name in MADE:
         assert getattr(built, name) is not None
-    assert type(built).__name__ == ("MLATransformerConfig" if run.model.mla else "TransformerConfig")
+    assert type(built).__name__ == (
+        "MLATransformerConfig" if run.model.mla else "TransformerConfig"
+    )
 
 
 def test_every_field_that_is_named_exists_in_megatron_core() -> None:

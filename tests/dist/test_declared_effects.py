@@ -1,4 +1,6 @@
-"""What a key is declared to change is what it changes: the digest of the weights after two steps says so."""
+"""What a key is declared to change is what it changes: the digest of the weights after two steps
+says so.
+"""
 
 from __future__ import annotations
 
@@ -24,21 +26,40 @@ from tests.support.commands import latest
 from tests.support.configs import LAPTOP
 from tests.support.forked import run_alone
 
-SMALL = "model=llama_tiny model.num_layers=1 model.hidden_size=64 model.ffn_hidden_size=128 model.vocab_size=700 "
-SMALL += (
-    "data=mock data.seq_length=32 data.tokenizer_vocab_size=400 precision.dtype=fp32 parallel=single cluster=local "
+SMALL = (
+    "model=llama_tiny model.num_layers=1 model.hidden_size=64 model.ffn_hidden_size=128"
+    " model.vocab_size=700 "
 )
-SMALL += "trainer.train_iters=4 trainer.global_batch_size=4 trainer.micro_batch_size=2 trainer.eval_iters=0 "
-SMALL += "trainer.eval_interval=null trainer.sample_tokens=0 optim.warmup_iters=0 optim.lr=0.01 optim.min_lr=0.001 "
+SMALL += (
+    "data=mock data.seq_length=32 data.tokenizer_vocab_size=400 precision.dtype=fp32"
+    " parallel=single cluster=local "
+)
+SMALL += (
+    "trainer.train_iters=4 trainer.global_batch_size=4 trainer.micro_batch_size=2"
+    " trainer.eval_iters=0 "
+)
+SMALL += (
+    "trainer.eval_interval=null trainer.sample_tokens=0 optim.warmup_iters=0 optim.lr=0.01"
+    " optim.min_lr=0.001 "
+)
 SMALL += "cluster.device=cpu kernels=reference"
-RUNTIME = [key for key in schema_keys() if effect_of(key) is Effect.RUNTIME and not key.startswith("recipe.")]
+RUNTIME = [
+    key
+    for key in schema_keys()
+    if effect_of(key) is Effect.RUNTIME and not key.startswith("recipe.")
+]
 CONTEXTS = {
     "tokens": "",
     "text": "data=text data.path=text data.cache_dir=cache",
-    "chats": "data=sft data.seq_length=160 data.path=chats.jsonl data.tokenizer=hf/tokenizer.json "
-    "data.cache_dir=cache",
+    "chats": (
+        "data=sft data.seq_length=160 data.path=chats.jsonl data.tokenizer=hf/tokenizer.json "
+        "data.cache_dir=cache"
+    ),
     "apart": "data=indexed data.path=a data.validation_blend=[c]",
-    "blend": "data=indexed data.blend=[a,b] data.blend_weights=[1,2] data.validation_blend=[c] data.test_blend=[c]",
+    "blend": (
+        "data=indexed data.blend=[a,b] data.blend_weights=[1,2] data.validation_blend=[c]"
+        " data.test_blend=[c]"
+    ),
 }
 GIVEN: dict[str, tuple[Any, ...]] = {
     "data.validation_weights": ((2.0,),),
@@ -63,30 +84,56 @@ MODELS = {
     "soap": "optim=soap",
     "sgd": "optim=sgd",
     "wsd": "optim.schedule=wsd optim.wsd_decay_iters=3",
-    "packed": "data=text data.path=text data.cache_dir=cache data.packed=true data.packed_by=first_fit",
+    "packed": (
+        "data=text data.path=text data.cache_dir=cache data.packed=true data.packed_by=first_fit"
+    ),
 }
 """More configurations, in which a key that changes numbers may have its effect."""
 UNSEEN = {
     "model.family model.max_position_embeddings": "other keys come with it, and a limit",
     "peft.target peft.init_from checkpoint.init_from": "names of what the test does not have",
-    "model.qk_layernorm_across_heads model.mtp_detach_heads model.mtp_use_repeated_layer": "needs others",
-    "precision.fp8_recipe precision.fp8_margin precision.fp8_amax_history_len precision.fp8_amax_compute_algo "
-    "precision.fp8_wgrad precision.fp8_dot_product_attention precision.fp8_multi_head_attention precision.fp4 "
-    "precision.tp_only_amax_red precision.fp4_recipe precision.fp8 optim.main_params_dtype "
-    "precision.num_layers_at_start_in_bf16 precision.num_layers_at_end_in_bf16 precision.grad_reduce_in_fp32 "
-    "parallel.ddp_reduce_scatter_with_fp32_accumulation": "formats of GPUs, or of 16 bits",
-    "precision.initial_loss_scale precision.loss_scale_window precision.min_loss_scale "
-    "precision.loss_scale_hysteresis optim.soap.shampoo_beta optim.soap.precondition_frequency "
-    "optim.muon.use_nesterov optim.muon.split_qkv": "later than in two steps, or null says the same",
+    "model.qk_layernorm_across_heads model.mtp_detach_heads model.mtp_use_repeated_layer": (
+        "needs others"
+    ),
+    (
+        "precision.fp8_recipe precision.fp8_margin precision.fp8_amax_history_len "
+        "precision.fp8_amax_compute_algo precision.fp8_wgrad precision.fp8_dot_product_attention "
+        "precision.fp8_multi_head_attention precision.fp4 precision.tp_only_amax_red "
+        "precision.fp4_recipe precision.fp8 optim.main_params_dtype "
+        "precision.num_layers_at_start_in_bf16 precision.num_layers_at_end_in_bf16 "
+        "precision.grad_reduce_in_fp32 parallel.ddp_reduce_scatter_with_fp32_accumulation"
+    ): ("formats of GPUs, or of 16 bits"),
+    (
+        "precision.initial_loss_scale precision.loss_scale_window precision.min_loss_scale "
+        "precision.loss_scale_hysteresis optim.soap.shampoo_beta optim.soap.precondition_frequency "
+        "optim.muon.use_nesterov optim.muon.split_qkv"
+    ): ("later than in two steps, or null says the same"),
     "optim.soap.tp_mode optim.muon.tp_mode": "over tensor-parallel ranks",
-    "data.fim.rate data.fim.spm_rate data.fim.ids data.blend_sizes data.blend_curriculum data.blend_max_epochs "
-    "data.suffixes data.limit_mib data.eod_mask_loss data.tokenizer_vocab_size model.no_rope_freq peft.dropout "
-    "data.long_documents data.packed_multiple data.packed_window data.split data.loss_on data.ignored_keys "
-    "optim.min_lr optim.skip_above_grad_norm trainer.rampup_batch_size trainer.batch_size_schedule "
-    "trainer.loss_average model.rotary_base_local model.window_attn_skip_freq": "lists, and values between others",
+    (
+        "data.fim.rate data.fim.spm_rate data.fim.ids data.blend_sizes data.blend_curriculum "
+        "data.blend_max_epochs data.suffixes data.limit_mib data.eod_mask_loss "
+        "data.tokenizer_vocab_size model.no_rope_freq peft.dropout data.long_documents "
+        "data.packed_multiple data.packed_window data.split data.loss_on data.ignored_keys "
+        "optim.min_lr optim.skip_above_grad_norm trainer.rampup_batch_size "
+        "trainer.batch_size_schedule trainer.loss_average model.rotary_base_local "
+        "model.window_attn_skip_freq"
+    ): ("lists, and values between others"),
 }
-"""Keys that change numbers, though not in the configurations above, or with a value that is guessed -> why."""
-SECTIONS = ["moe", "mla", "bert", "t5", "llava", "hybrid", "dsa", "mup", "rope_scaling", "linear_attention"]
+"""Keys that change numbers, though not in the configurations above, or with a value that is guessed
+-> why.
+"""
+SECTIONS = [
+    "moe",
+    "mla",
+    "bert",
+    "t5",
+    "llava",
+    "hybrid",
+    "dsa",
+    "mup",
+    "rope_scaling",
+    "linear_attention",
+]
 """Sections of a model that the plain one lacks; their keys are tested where their layers are."""
 NAMES = {
     "data.path": ("text", "more"),
@@ -108,9 +155,13 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     folder_of(home / "hf", "chatml")
     folder_of(home / "larger", "llama3")
     (home / "other.jinja").write_text(
-        CHATML.replace("[[", "").replace("]]", "").replace("message.role + '\\n'", "message.role + ': '")
+        CHATML.replace("[[", "")
+        .replace("]]", "")
+        .replace("message.role + '\\n'", "message.role + ': '")
     )
-    (home / "larger" / "tokenizer_config.json").write_text((home / "hf/tokenizer_config.json").read_text())
+    (home / "larger" / "tokenizer_config.json").write_text(
+        (home / "hf/tokenizer_config.json").read_text()
+    )
     chats = [turns(f"{i}+1?", "it is 0", "no", f"it is {i + 1}") for i in range(12)]
     for chat in chats:
         chat[1]["weight"] = 0
@@ -125,7 +176,8 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 
 def values_of(annotation: Any, now: Any) -> Iterator[Any]:
     """Other values that a type allows, as far as they can be guessed from it."""
-    origin, inside = get_origin(annotation), get_args(annotation)
+    origin = get_origin(annotation)
+    inside = get_args(annotation)
     if origin is Annotated:
         yield from values_of(inside[0], now)
     elif origin in (Union, types.UnionType):
@@ -202,7 +254,9 @@ def test_a_key_that_is_declared_to_change_no_weight_changes_none(key: str) -> No
     for context in CONTEXTS if key.startswith("data.") else ("tokens",):
         raw = raw_of(context)
         now = value_at(raw, key)
-        others = GIVEN.get(key) or [value for value in values_of(field.annotation, now) if value != now]
+        others = GIVEN.get(key) or [
+            value for value in values_of(field.annotation, now) if value != now
+        ]
         for value in list(others)[:3]:
             changed = accepted(raw, key, value)
             if changed is not None and changed != raw:
@@ -213,7 +267,9 @@ def _seen() -> list[str]:
     """Keys that are declared to change numbers, of sections that the configurations above have."""
     unseen = {key for keys in UNSEEN for key in keys.split()}
     absent = tuple(f"model.{name}." for name in SECTIONS)
-    found = [key for key in schema_keys() if effect_of(key) in (Effect.ARCHITECTURE, Effect.NUMERICS)]
+    found = [
+        key for key in schema_keys() if effect_of(key) in (Effect.ARCHITECTURE, Effect.NUMERICS)
+    ]
     return [key for key in found if key not in unseen and not key.startswith(absent)]
 
 
@@ -229,7 +285,9 @@ def test_a_key_that_is_declared_to_change_numbers_does(key: str) -> None:
             changed = None if value == now else accepted(raw, key, value)
             if changed is not None and digest(changed) != digest(raw):
                 return
-    raise AssertionError(f"{key} is declared to change {effect_of(key)}, and no value of it changed a weight")
+    raise AssertionError(
+        f"{key} is declared to change {effect_of(key)}, and no value of it changed a weight"
+    )
 
 
 def test_a_key_that_is_not_read_changes_what_is_learned() -> None:
@@ -239,7 +297,9 @@ def test_a_key_that_is_not_read_changes_what_is_learned() -> None:
 
 
 @pytest.mark.parametrize("key", NAMES)
-def test_a_key_that_names_what_is_read_changes_weights_by_what_lies_there(key: str, home: Path) -> None:
+def test_a_key_that_names_what_is_read_changes_weights_by_what_lies_there(
+    key: str, home: Path
+) -> None:
     assert effect_of(key) is Effect.CONTENTS
     context, other = NAMES[key]
     raw = raw_of(context)
@@ -247,4 +307,6 @@ def test_a_key_that_names_what_is_read_changes_weights_by_what_lies_there(key: s
     now = value_at(raw, key)
     if isinstance(now, str) and (home / now).is_dir():
         (home / "again").symlink_to(home / now)
-        assert digest(apply(raw, {key: "again"})) == digest(raw), "the same contents under another name"
+        assert digest(apply(raw, {key: "again"})) == digest(raw), (
+            "the same contents under another name"
+        )

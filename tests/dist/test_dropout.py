@@ -1,4 +1,6 @@
-"""Random numbers of a forward pass: which ranks draw the same, how good they are, and what they do to training."""
+"""Random numbers of a forward pass: which ranks draw the same, how good they are, and what they do
+to training.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,9 @@ from tests.support.runs import tiny_run, train_steps
 
 RATE = 0.25
 DROPS: dict[str, Any] = {"hidden_dropout": RATE, "attention_dropout": RATE}
-MOE = MoEConfig(num_experts=4, ffn_hidden_size=64, input_jitter_eps=0.1, router_force_load_balancing=True)
+MOE = MoEConfig(
+    num_experts=4, ffn_hidden_size=64, input_jitter_eps=0.1, router_force_load_balancing=True
+)
 SMALL = {"global_batch_size": 4, "micro_batch_size": 1}
 
 LAYOUTS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
@@ -35,22 +39,31 @@ Drawn = dict[str, list[torch.Tensor]]
 
 @contextmanager
 def recorded() -> Iterator[Drawn]:
-    """What is drawn inside, by kind and in order: masks of hidden states and of attention, noise of routers."""
+    """What is drawn inside, by kind and in order: masks of hidden states and of attention, noise of
+    routers.
+    """
     found: Drawn = {"hidden": [], "attention": [], "jitter": [], "balance": []}
-    dropout, attention = F.dropout, F.scaled_dot_product_attention
-    uniform, normal = torch.distributions.Uniform.rsample, torch.Tensor.normal_
+    dropout = F.dropout
+    attention = F.scaled_dot_product_attention
+    uniform = torch.distributions.Uniform.rsample
+    normal = torch.Tensor.normal_
 
-    def hidden(x: torch.Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> torch.Tensor:
+    def hidden(
+        x: torch.Tensor, p: float = 0.5, training: bool = True, inplace: bool = False
+    ) -> torch.Tensor:
         if not training or not p:
             return dropout(x, p, training, inplace)
         mask = dropout(torch.ones_like(x), p)
         found["hidden"].append(mask.detach() != 0)
         return x * mask
 
-    def attend(q: Any, k: Any, v: Any, mask: Any = None, p: float = 0.0, causal: bool = False, **more: Any) -> Any:
+    def attend(
+        q: Any, k: Any, v: Any, mask: Any = None, p: float = 0.0, causal: bool = False, **more: Any
+    ) -> Any:
         if p:
             state = torch.get_rng_state()
-            each = torch.eye(k.shape[-2], dtype=v.dtype).expand(*v.shape[:-2], -1, -1)  # the probabilities themselves
+            # the probabilities themselves
+            each = torch.eye(k.shape[-2], dtype=v.dtype).expand(*v.shape[:-2], -1, -1)
             kept = attention(q * 0, k, each, torch.zeros(k.shape[-2]), p, **more)
             found["attention"].append(kept.detach() != 0)
             torch.set_rng_state(state)
@@ -74,7 +87,9 @@ def recorded() -> Iterator[Drawn]:
 
 
 def drawn_in_a_step(run: Any) -> tuple[dict[str, int], dict[str, Any]]:
-    """This rank's place in the grid, and what it drew in its first step: by kind, a row for each drawing."""
+    """This rank's place in the grid, and what it drew in its first step: by kind, a row for each
+    drawing.
+    """
     from mtrain.train.assemble import assemble, splits_of
     from mtrain.train.step import train_step
     from mtrain.world.init import joined
@@ -83,7 +98,9 @@ def drawn_in_a_step(run: Any) -> tuple[dict[str, int], dict[str, Any]]:
         parts = assemble(run, world, splits_of(run))
         with recorded() as found:
             train_step(parts, stop_requested=False)
-    rows = {kind: [drawn.float().flatten()[:2048] for drawn in each] for kind, each in found.items()}
+    rows = {
+        kind: [drawn.float().flatten()[:2048] for drawn in each] for kind, each in found.items()
+    }
     return world.coords, {kind: torch.stack(each).numpy() for kind, each in rows.items() if each}
 
 
@@ -95,25 +112,36 @@ def test_ranks_draw_alike_exactly_where_they_hold_the_same_tensor(name: str) -> 
     ranks = run_ranks(run.parallel.ranks, drawn_in_a_step, run)
     whole = not run.parallel.sequence_parallel
     for kind in ("hidden", "attention", *(("jitter", "balance") if "moe" in model else ())):
-        distinct, named = [], []
+        distinct = []
+        named = []
         for rank, (at, drawn) in enumerate(ranks):
-            holders = [r for r, (there, _) in enumerate(ranks) if all(there[a] == at[a] for a in ("pp", "dp", "cp"))]
+            holders = [
+                r
+                for r, (there, _) in enumerate(ranks)
+                if all(there[a] == at[a] for a in ("pp", "dp", "cp"))
+            ]
             if kind == "hidden" and whole and holders[0] != rank:
-                assert (drawn[kind] == ranks[holders[0]][1][kind]).all(), f"{at}: a whole tensor has two masks"
+                assert (drawn[kind] == ranks[holders[0]][1][kind]).all(), (
+                    f"{at}: a whole tensor has two masks"
+                )
                 continue
             distinct.append(torch.from_numpy(drawn[kind]))
             named += [(at, i) for i in range(len(drawn[kind]))]
         every = torch.cat(distinct)
         likeness = (torch.corrcoef(every) * every.shape[1] ** 0.5).fill_diagonal_(0.0)
         worst = divmod(int(likeness.abs().argmax()), len(every))
-        assert likeness.abs().max() < 6, f"{kind}: {named[worst[0]]} and {named[worst[1]]} are drawn alike"
+        assert likeness.abs().max() < 6, (
+            f"{kind}: {named[worst[0]]} and {named[worst[1]]} are drawn alike"
+        )
         if kind in ("hidden", "attention"):
             spread = (RATE * (1 - RATE) / every.numel()) ** 0.5
             assert float(every.mean()) == pytest.approx(1 - RATE, abs=5 * spread)
 
 
 def losses(run: Any, steps: int, seeds: tuple[int, ...]) -> list[float]:
-    """The mean loss of the last four steps of a training, for each seed of the generators; all else is the same."""
+    """The mean loss of the last four steps of a training, for each seed of the generators; all else
+    is the same.
+    """
     from mtrain.train.assemble import assemble, splits_of
     from mtrain.train.step import train_step
     from mtrain.world.generators import seed_generators
@@ -124,7 +152,9 @@ def losses(run: Any, steps: int, seeds: tuple[int, ...]) -> list[float]:
         for seed in seeds:
             parts = assemble(run, world, splits_of(run))
             seed_generators(seed, world.coords)
-            ends.append(mean([train_step(parts, stop_requested=False).loss for _ in range(steps)][-4:]))
+            ends.append(
+                mean([train_step(parts, stop_requested=False).loss for _ in range(steps)][-4:])
+            )
     return ends
 
 
@@ -132,16 +162,22 @@ def losses(run: Any, steps: int, seeds: tuple[int, ...]) -> list[float]:
 def test_every_layout_learns_with_dropout_what_one_rank_learns_with_it() -> None:
     def trained(rate: float, seeds: tuple[int, ...], **parallel: Any) -> list[float]:
         model = {"hidden_dropout": rate, "attention_dropout": rate, "num_layers": 2}
-        run = tiny_run(model=model, trainer=SMALL, optim={"lr": 1e-2, "warmup_iters": 2}, **parallel)
+        run = tiny_run(
+            model=model, trainer=SMALL, optim={"lr": 1e-2, "warmup_iters": 2}, **parallel
+        )
         return run_ranks(run.parallel.ranks, losses, run, 16, seeds)[0]
 
     (without,), alone = trained(0.0, (1,)), trained(0.5, (1, 2, 3))
     effect = mean(alone) - without
-    assert effect > 4 * stdev(alone), "too small to tell a layout that drops nothing from one that drops"
+    assert effect > 4 * stdev(alone), (
+        "too small to tell a layout that drops nothing from one that drops"
+    )
     ring = {"ranks": 4, "tp": 2, "cp": 2, "cp_comm_type": "p2p", "sequence_parallel": True}
     for parallel in ({"ranks": 2, "pp": 2}, ring):
         (sharded,) = trained(0.5, (4,), **parallel)
-        assert sharded - without == pytest.approx(effect, rel=0.5), f"{parallel}: {sharded}, alone {alone}"
+        assert sharded - without == pytest.approx(effect, rel=0.5), (
+            f"{parallel}: {sharded}, alone {alone}"
+        )
 
 
 @pytest.mark.full
@@ -192,7 +228,8 @@ def test_generators_that_graphs_know_stay_and_go_on_where_they_were() -> None:
     def job() -> tuple[bool, bool, bool]:
         from mtrain.ckpt import state
 
-        known, held = torch.Generator().manual_seed(7), torch.zeros(3, dtype=torch.uint8)
+        known = torch.Generator().manual_seed(7)
+        held = torch.zeros(3, dtype=torch.uint8)
         tracker = _Tracker({"model-parallel-rng": known})
         state.mcore.get_cuda_rng_tracker = lambda: tracker
         kept = state.tracker_tensors()
@@ -202,6 +239,10 @@ def test_generators_that_graphs_know_stay_and_go_on_where_they_were() -> None:
         goes_on = torch.equal(torch.rand(4, generator=known), expected)
         tracker.states = {"model-parallel-rng": held}
         state.set_tracker(kept)
-        return same, goes_on, torch.equal(tracker.states["model-parallel-rng"], kept["model-parallel-rng"])
+        return (
+            same,
+            goes_on,
+            torch.equal(tracker.states["model-parallel-rng"], kept["model-parallel-rng"]),
+        )
 
     assert run_alone(job) == (True, True, True)

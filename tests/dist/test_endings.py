@@ -1,4 +1,6 @@
-"""How a run ends: what of it is on disk and how it is reported, whatever fails beside the training itself."""
+"""How a run ends: what of it is on disk and how it is reported, whatever fails beside the training
+itself.
+"""
 
 from __future__ import annotations
 
@@ -48,9 +50,16 @@ class End:
 
 
 def small(*, profiled: bool = False, **parallel: Any) -> RunConfig:
-    trainer = {"train_iters": STEPS, "eval_iters": 1, "eval_interval": 2, "profile_step": 2 if profiled else None}
+    trainer = {
+        "train_iters": STEPS,
+        "eval_iters": 1,
+        "eval_interval": 2,
+        "profile_step": 2 if profiled else None,
+    }
     run = tiny_run(trainer=trainer, optim={"warmup_iters": 1}, **parallel)
-    return run.model_copy(update={"log": run.log.model_copy(update={"progress": "plain", "interval": 1})})
+    return run.model_copy(
+        update={"log": run.log.model_copy(update={"progress": "plain", "interval": 1})}
+    )
 
 
 def train(run: RunConfig, home: Path, checkpoint: Path | None = None) -> End:
@@ -61,7 +70,8 @@ def train(run: RunConfig, home: Path, checkpoint: Path | None = None) -> End:
     from mtrain.train.assemble import train as train_rank
 
     home.mkdir(parents=True, exist_ok=True)
-    error, said = "", io.StringIO()
+    error = ""
+    said = io.StringIO()
     with redirect_stdout(said), redirect_stderr(said):
         try:
             train_rank(run, lambda _: Paths(home, checkpoint), lambda *_: None)
@@ -70,7 +80,9 @@ def train(run: RunConfig, home: Path, checkpoint: Path | None = None) -> End:
             print(f"{error}: {caught}")
             api.parallel_state.destroy_model_parallel()
     metrics = home / "metrics.jsonl"
-    lines = [json.loads(line) for line in metrics.read_text().splitlines()] if metrics.is_file() else []
+    lines = (
+        [json.loads(line) for line in metrics.read_text().splitlines()] if metrics.is_file() else []
+    )
     return End(
         error,
         [path.name for path in committed(home / "checkpoints")],
@@ -79,8 +91,12 @@ def train(run: RunConfig, home: Path, checkpoint: Path | None = None) -> End:
     )
 
 
-def broken(name: str, moment: str, error: Exception, rank: int | None = None) -> tuple[type, str, Any]:
-    """A hook, one of its moments, and what to put there so that it raises (on one rank, or on all)."""
+def broken(
+    name: str, moment: str, error: Exception, rank: int | None = None
+) -> tuple[type, str, Any]:
+    """A hook, one of its moments, and what to put there so that it raises (on one rank,
+    or on all).
+    """
     from mtrain.train import hooks, progress
 
     owner = progress.Progress if name == "Progress" else getattr(hooks, name)
@@ -96,7 +112,9 @@ def broken(name: str, moment: str, error: Exception, rank: int | None = None) ->
 
 @pytest.fixture(scope="module")
 def ends(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, str], End]:
-    """Runs of one rank in which all logs fail at a moment, or the evaluation does; all in one process."""
+    """Runs of one rank in which all logs fail at a moment, or the evaluation does; all in one
+    process.
+    """
     home = tmp_path_factory.mktemp("ends")
 
     def job() -> dict[tuple[str, str], End]:
@@ -107,7 +125,10 @@ def ends(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, str], End]
                 with pytest.MonkeyPatch.context() as patch:
                     for name in names:
                         patch.setattr(*broken(name, moment, full))
-                    end = train(small(profiled=names == LOGS and moment != "start"), home / f"{names[0]}-{moment}")
+                    end = train(
+                        small(profiled=names == LOGS and moment != "start"),
+                        home / f"{names[0]}-{moment}",
+                    )
                 found |= {(name, moment): end for name in names}
         return found
 
@@ -150,11 +171,17 @@ def test_a_run_in_which_nothing_fails_warns_of_nothing(ends: dict[tuple[str, str
 
 
 @pytest.mark.full
-def test_logs_that_fail_on_one_rank_leave_no_other_waiting(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_logs_that_fail_on_one_rank_leave_no_other_waiting(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     from mtrain.train import hooks
 
     monkeypatch.setattr(hooks, "PEAKS_S", 0.5)
-    for name, moment, rank in (("Metrics", "after_step", 0), ("Progress", "start", 1), ("Memory", "finish", 1)):
+    for name, moment, rank in (
+        ("Metrics", "after_step", 0),
+        ("Progress", "start", 1),
+        ("Memory", "finish", 1),
+    ):
         monkeypatch.setattr(*broken(name, moment, ValueError("seeded"), rank))
     ends = run_ranks(2, lambda: train(small(ranks=2, tp=2), tmp_path))
     assert [(end.error, end.steps) for end in ends] == [("", [f"step_{STEPS:08d}"])] * 2
@@ -170,7 +197,8 @@ def test_a_stop_leaves_out_the_last_evaluation_and_no_deletion_that_fails_ends_a
     from mtrain.ckpt import folder
     from mtrain.train import step
 
-    real, evaluated = step.run_schedule, []
+    real = step.run_schedule
+    evaluated = []
 
     def interrupted(parts: Any, batches: Any, *, forward_only: bool) -> Any:
         if forward_only and parts.state.step == STEPS:
@@ -185,7 +213,7 @@ def test_a_stop_leaves_out_the_last_evaluation_and_no_deletion_that_fails_ends_a
     monkeypatch.setattr(folder, "prune", busy)
     run = small()
     run = run.model_copy(update={"trainer": run.trainer.model_copy(update={"eval_iters": 5})})
-    (end, batches) = run_ranks(1, lambda: (train(run, tmp_path), len(evaluated)))[0]
+    end, batches = run_ranks(1, lambda: (train(run, tmp_path), len(evaluated)))[0]
     assert (end.error, end.steps, batches) == ("", [f"step_{STEPS:08d}"], 1), end.said
     assert "its last evaluation is left out" in end.said
     assert "final validation loss" not in end.said
@@ -203,7 +231,9 @@ def test_a_full_disk_under_the_metrics_is_said_once(
 
     metrics = Metrics(tmp_path)
     file = (tmp_path / "metrics.jsonl").open("a")
-    metrics.file = SimpleNamespace(write=file.write, flush=file.flush, fileno=file.fileno, close=full)  # type: ignore[assignment]
+    metrics.file = SimpleNamespace(
+        write=file.write, flush=file.flush, fileno=file.fileno, close=full
+    )  # type: ignore[assignment]
     setattr(metrics.file, failing_part, full)
     for step in range(3):
         metrics.evaluation(step, "valid", 1.0, 8, 256)
@@ -223,7 +253,11 @@ SAMPLED = (
     "trainer.global_batch_size=4",
     "log.name=run",
 )
-LEARNED = ("model.position_embedding_type=learned_absolute", "model.max_position_embeddings=33", "data.seq_length=33")
+LEARNED = (
+    "model.position_embedding_type=learned_absolute",
+    "model.max_position_embeddings=33",
+    "data.seq_length=33",
+)
 
 
 @pytest.fixture
@@ -238,7 +272,9 @@ def _finish(*argv: str, cwd: Path, patch: Callable[[], None] | None = None) -> t
 
 
 @pytest.mark.parametrize("layout", some(["tp2", "pp2"], ["pp2"]))
-def test_a_sample_is_no_longer_than_the_positions_and_a_finished_run_resumes(layout: str, home: Path) -> None:
+def test_a_sample_is_no_longer_than_the_positions_and_a_finished_run_resumes(
+    layout: str, home: Path
+) -> None:
     words = (*SAMPLED, *LEARNED, f"parallel={layout}", "trainer.sample_tokens=40")
     for argv in (words, ("resume", "runs/run")):
         code, said = _finish(*argv, cwd=home)
@@ -268,7 +304,9 @@ def _lose_the_tokenizer() -> None:
 
 
 @pytest.mark.parametrize("patch", [_fail_on_rank_one, _lose_the_tokenizer])
-def test_a_sample_that_fails_is_a_warning_and_the_run_ends_well(patch: Callable[[], None], home: Path) -> None:
+def test_a_sample_that_fails_is_a_warning_and_the_run_ends_well(
+    patch: Callable[[], None], home: Path
+) -> None:
     code, said = _finish(*SAMPLED, "parallel=tp2", cwd=home, patch=patch)
     assert code == 0, said
     assert said.count("warning: no text sample:") == 1, said
@@ -299,8 +337,11 @@ def test_any_damage_that_any_rank_reads_ends_all_ranks_before_a_step(tmp_path: P
     run = small(ranks=2, distributed_optimizer=True)
     run_ranks(2, lambda: train(run, tmp_path / "whole"))
     saved = tmp_path / "whole/checkpoints" / f"step_{STEPS:08d}"
-    longer = run.model_copy(update={"trainer": run.trainer.model_copy(update={"train_iters": STEPS + 1})})
-    dice, damaged = random.Random(0), []
+    longer = run.model_copy(
+        update={"trainer": run.trainer.model_copy(update={"train_iters": STEPS + 1})}
+    )
+    dice = random.Random(0)
+    damaged = []
     for i, name in enumerate(
         [*(["rank_00000.safetensors", "rank_00001.safetensors"] * 4), "run.yaml", "manifest.json"]
     ):
@@ -321,14 +362,23 @@ def test_any_damage_that_any_rank_reads_ends_all_ranks_before_a_step(tmp_path: P
 
 
 @pytest.mark.parametrize(
-    ("scale", "words"), [(None, "grad norm 4.300, update skipped"), (64.0, "update skipped at loss scale 64")]
+    ("scale", "words"),
+    [(None, "grad norm 4.300, update skipped"), (64.0, "update skipped at loss scale 64")],
 )
 def test_a_skipped_update_is_said_with_what_it_exceeded(scale: float | None, words: str) -> None:
     def line() -> str:
         import_engine()
         from mtrain.train.progress import Progress
 
-        said = {"step": 1, "batch_size": 8, "read": 10, "positions": 10, "grad_norm": 4.3, "loss": 2.0, "lr": 0.1}
+        said = {
+            "step": 1,
+            "batch_size": 8,
+            "read": 10,
+            "positions": 10,
+            "grad_norm": 4.3,
+            "loss": 2.0,
+            "lr": 0.1,
+        }
         times = {"seconds": {"step": 1.0}, "data_wait_share": 0.0}
         result = SimpleNamespace(**said, **times, updated=False, loss_scale=scale)
         return Progress(tiny_run(), speaks=False)._line(result)  # type: ignore[arg-type]
@@ -337,7 +387,7 @@ def test_a_skipped_update_is_said_with_what_it_exceeded(scale: float | None, wor
 
 
 def test_one_rank_writes_its_trace_and_it_is_compressed(tmp_path: Path) -> None:
-    (end, _) = run_ranks(2, lambda: train(small(ranks=2, tp=2, profiled=True), tmp_path))
+    end, _ = run_ranks(2, lambda: train(small(ranks=2, tp=2, profiled=True), tmp_path))
     assert end.error == "", end.said
     assert [path.name for path in tmp_path.glob("trace*")] == ["trace_rank0.json.gz"]
     trace = json.loads(gzip.decompress((tmp_path / "trace_rank0.json.gz").read_bytes()))
@@ -350,7 +400,9 @@ def test_memory_of_a_device_is_told_as_allocated_reserved_and_in_use(tmp_path: P
     stats = {"allocated_bytes": 1, "peak_bytes": 20, "reserved_bytes": 30}
     for used, found in ((40, {"driver_bytes_by_rank": [40]}), (None, {})):
         device = SimpleNamespace(memory_stats=lambda: stats, driver_bytes=lambda used=used: used)
-        world = SimpleNamespace(rank=0, size=1, is_rank0=True, device=device, store=dist.HashStore())
+        world = SimpleNamespace(
+            rank=0, size=1, is_rank0=True, device=device, store=dist.HashStore()
+        )
         Memory(tmp_path).finish(SimpleNamespace(world=world))  # type: ignore[arg-type]
         expected = {"peak_bytes_by_rank": [20], "reserved_bytes_by_rank": [30], **found}
         assert json.loads((tmp_path / "memory.json").read_text()) == expected

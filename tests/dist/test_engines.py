@@ -1,4 +1,5 @@
-"""One release of megatron-core goes on where another one stopped: the same losses, and checkpoints bit for bit.
+"""One release of megatron-core goes on where another one stopped: the same losses, and checkpoints
+bit for bit.
 
 `make engines` runs this on 0.19, beside the release that is installed.
 """
@@ -14,12 +15,21 @@ import pytest
 import torch
 
 from mtrain.config import engine
-from tests.support.engine_runs import CASES, IN_HALVES, SAVED, STEPS, in_other_release, resumed, trained
+from tests.support.engine_runs import (
+    CASES,
+    IN_HALVES,
+    SAVED,
+    STEPS,
+    in_other_release,
+    resumed,
+    trained,
+)
 from tests.support.runs import whole_tensors
 
 _INSTALLED = Path(sysconfig.get_path("purelib"))
 pytestmark = pytest.mark.skipif(
-    "MTRAIN_TWO_ENGINES" not in os.environ, reason="one megatron-core is expected here: `make engines` has two"
+    "MTRAIN_TWO_ENGINES" not in os.environ,
+    reason="one megatron-core is expected here: `make engines` has two",
 )
 TOLERANCE = 1e-6
 
@@ -29,7 +39,9 @@ def both(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any]
     """A folder with what each release left, the numbers of this one, and those of the other."""
     folder = engine.folder()
     assert folder is not None
-    assert _INSTALLED not in folder.parents, "PYTHONPATH has to hold another megatron-core than the installed one"
+    assert _INSTALLED not in folder.parents, (
+        "PYTHONPATH has to hold another megatron-core than the installed one"
+    )
     home = tmp_path_factory.mktemp("engines")
     here = {name: {"trained": trained(home / "here", name)} for name in CASES}
     answer = in_other_release(home)
@@ -53,13 +65,17 @@ def test_both_releases_have_the_losses_of_twenty_steps(name: str, both: Any) -> 
 
 
 @pytest.mark.parametrize("name", IN_HALVES)
-def test_a_hybrid_model_of_a_release_has_the_losses_of_a_gpt_of_the_other(name: str, both: Any) -> None:
+def test_a_hybrid_model_of_a_release_has_the_losses_of_a_gpt_of_the_other(
+    name: str, both: Any
+) -> None:
     home, here, there = both
     for left, right in ((here, there), (there, here)):
         assert _far(left[f"{name}, hybrid"]["trained"], right[name]["trained"]) < TOLERANCE
     step = f"step_{SAVED:08d}"
     for side in ("here", "there"):
-        one, other = (whole_tensors(home / side / case / step) for case in (name, f"{name}, hybrid"))
+        one, other = (
+            whole_tensors(home / side / case / step) for case in (name, f"{name}, hybrid")
+        )
         assert {key: (t.shape, t.dtype) for key, t in one.items()} == {
             key: (t.shape, t.dtype) for key, t in other.items()
         }
@@ -77,7 +93,8 @@ def test_each_goes_on_from_what_the_other_saved(name: str, both: Any) -> None:
 def test_what_the_other_saved_is_read_bit_for_bit(name: str, saved_by: str, both: Any) -> None:
     step = f"step_{SAVED:08d}"
     saved, again = (
-        whole_tensors(folder / name / step) for folder in (both[0] / saved_by, both[0] / saved_by / "again")
+        whole_tensors(folder / name / step)
+        for folder in (both[0] / saved_by, both[0] / saved_by / "again")
     )
     assert saved.keys() == again.keys()
     assert all(torch.equal(saved[key], value) for key, value in again.items())

@@ -1,4 +1,6 @@
-"""What a checkpoint is worth: the run's own validation loss, the same in any layout, and log-likelihoods of texts."""
+"""What a checkpoint is worth: the run's own validation loss, the same in any layout, and
+log-likelihoods of texts.
+"""
 
 from __future__ import annotations
 
@@ -60,7 +62,9 @@ def _measured(run: Any, limit: int | None) -> dict[str, Any]:
     tokenizer = prepare(run.data).tokenizer
     with joined(run) as world, torch.no_grad():
         splits = validation_of(run.data, run.model.vocab_size, run.trainer.seed, tokenizer)
-        return asdict(measured(run, world, build_model(run, world, wrap=False), splits, tokenizer, limit))
+        return asdict(
+            measured(run, world, build_model(run, world, wrap=False), splits, tokenizer, limit)
+        )
 
 
 def _own(run: Any) -> float:
@@ -84,11 +88,15 @@ def test_over_the_samples_of_the_run_it_is_the_runs_own_loss(data: DataConfig) -
     assert (found["samples"], found["tokens"]) == (samples, samples * 32)
     assert found["perplexity"] == pytest.approx(math.exp(found["loss"]))
     assert found["bits_per_token"] == pytest.approx(found["loss"] / math.log(2))
-    assert found["bits_per_byte"] == pytest.approx(found["bits_per_token"] * found["tokens"] / found["bytes"])
+    assert found["bits_per_byte"] == pytest.approx(
+        found["bits_per_token"] * found["tokens"] / found["bytes"]
+    )
 
 
 @pytest.mark.parametrize("name", some(LAYOUTS, ["tp2 sequence parallel", "cp2"]))
-def test_a_step_that_is_not_full_counts_each_sample_once_in_any_layout(name: str, data: DataConfig) -> None:
+def test_a_step_that_is_not_full_counts_each_sample_once_in_any_layout(
+    name: str, data: DataConfig
+) -> None:
     expected = run_ranks(1, _measured, _run(data), 11)[0]
     assert (expected["samples"], expected["tokens"]) == (11, 11 * 32)
     run = _run(data, **LAYOUTS[name])
@@ -99,7 +107,9 @@ def test_a_step_that_is_not_full_counts_each_sample_once_in_any_layout(name: str
 
 
 @pytest.mark.parametrize("name", some(LAYOUTS, ["cp2"]))
-def test_a_run_that_asks_for_more_than_the_split_has_measures_all_of_it(name: str, data: DataConfig) -> None:
+def test_a_run_that_asks_for_more_than_the_split_has_measures_all_of_it(
+    name: str, data: DataConfig
+) -> None:
     expected = run_ranks(1, _measured, _run(data), None)[0]
     run = _run(data, **LAYOUTS[name])
     more = {"eval_iters": expected["samples"] // run.trainer.batch + 2}
@@ -160,8 +170,11 @@ def _by_hand(run: Any) -> list[tuple[list[float], list[bool]]]:
     with joined(run) as world, torch.no_grad():
         chunk = build_model(run, world, wrap=False)[0].eval()
         for ids in SEQUENCES:
-            tokens, labels = torch.tensor([ids[:-1]]), torch.tensor(ids[1:])
-            logits = chunk(tokens, torch.arange(len(ids) - 1)[None], None)[0, :, : run.model.vocab_size]
+            tokens = torch.tensor([ids[:-1]])
+            labels = torch.tensor(ids[1:])
+            logits = chunk(tokens, torch.arange(len(ids) - 1)[None], None)[
+                0, :, : run.model.vocab_size
+            ]
             chosen = logits.log_softmax(-1).gather(1, labels[:, None]).squeeze(1)
             out.append((chosen.tolist(), (logits.argmax(-1) == labels).tolist()))
     return out

@@ -1,4 +1,6 @@
-"""Model families in layouts of their own: losses, norms, weights and parameter counts equal one rank's."""
+"""Model families in layouts of their own: losses, norms, weights and parameter counts equal one
+rank's.
+"""
 
 from pathlib import Path
 from typing import Any
@@ -13,7 +15,9 @@ from tests.support.forked import run_ranks
 from tests.support.runs import tiny_run, train_steps, whole_tensors
 
 STEPS = 3
-MOE = MoEConfig(num_experts=4, ffn_hidden_size=64, first_dense_layers=1, aux_loss_coeff=0.1, z_loss_coeff=0.01)
+MOE = MoEConfig(
+    num_experts=4, ffn_hidden_size=64, first_dense_layers=1, aux_loss_coeff=0.1, z_loss_coeff=0.01
+)
 BIASED = MoEConfig(
     num_experts=4,
     ffn_hidden_size=64,
@@ -22,7 +26,9 @@ BIASED = MoEConfig(
     router_enable_expert_bias=True,
     router_load_balancing_type="none",
 )
-LATENT = MLAConfig(q_lora_rank=32, kv_lora_rank=32, qk_head_dim=16, qk_pos_emb_head_dim=8, v_head_dim=16)
+LATENT = MLAConfig(
+    q_lora_rank=32, kv_lora_rank=32, qk_head_dim=16, qk_pos_emb_head_dim=8, v_head_dim=16
+)
 NEXT: dict[str, Any] = {
     "linear_attention": LinearAttentionConfig(
         freq=2, num_key_heads=4, num_value_heads=8, key_head_dim=8, value_head_dim=16
@@ -48,8 +54,17 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     ),
     "gemma 3 tied tp2pp2": (
         {
-            **{"qk_layernorm": True, "kv_channels": 16, "tie_word_embeddings": True, "activation": "geglu_tanh"},
-            **{"norm_placement": "pre_and_post", "layernorm_zero_centered_gamma": True, "scale_embedding": True},
+            **{
+                "qk_layernorm": True,
+                "kv_channels": 16,
+                "tie_word_embeddings": True,
+                "activation": "geglu_tanh",
+            },
+            **{
+                "norm_placement": "pre_and_post",
+                "layernorm_zero_centered_gamma": True,
+                "scale_embedding": True,
+            },
             **{"window_size": 8, "window_attn_skip_freq": 2, "rotary_base_local": 100.0},
             "attn_logit_softcapping": 1.0,
         },
@@ -70,11 +85,15 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         {**NEXT, "num_query_groups": 2, "moe": MOE},
         {"ranks": 4, "tp": 4, "sequence_parallel": True},
     ),
-    "mla tp2": ({"mla": LATENT, "num_query_groups": None, "qk_layernorm": True}, {"ranks": 2, "tp": 2}),
+    "mla tp2": (
+        {"mla": LATENT, "num_query_groups": None, "qk_layernorm": True},
+        {"ranks": 2, "tp": 2},
+    ),
 }
 REMEMBERS = 1
-"""A seed with which a head of each linear-attention layer remembers. With most seeds all four forget at once, and the
-gradients of their decays are rounding.
+"""A seed with which a head of each linear-attention layer remembers.
+
+With most seeds all four forget at once, and the gradients of their decays are rounding.
 """
 ALWAYS = ["moe tp2ep2 with whole experts", "qwen3 next tp2pp2"]
 
@@ -98,7 +117,8 @@ def test_a_family_trains_sharded_as_on_one_rank(name: str, tmp_path: Path) -> No
     assert one.keys() == many.keys()
     for key, weight in one.items():
         error = (many[key] - weight).norm() / weight.norm().clamp_min(1e-12)
-        # Adam divides by the root of a gradient's square: where a bias has next to none, rounding decides its sign.
+        # Adam divides by the root of a gradient's square: where a bias has next to none, rounding
+        # decides its sign.
         assert error < (1e-3 if "bias" in key else 2e-5), (key, float(error))
 
 

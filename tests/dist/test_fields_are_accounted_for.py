@@ -27,7 +27,9 @@ def declared() -> dict[str, set[str]]:
         return set(inspect.signature(kind.__init__).parameters) - {"self"}
 
     latent = fields(api.MLATransformerConfig) - fields(api.TransformerConfig)
-    spread = fields(api.TorchFullyShardedDataParallelConfig) - fields(api.DistributedDataParallelConfig)
+    spread = fields(api.TorchFullyShardedDataParallelConfig) - fields(
+        api.DistributedDataParallelConfig
+    )
     return {
         unmapped.TRANSFORMER: fields(api.TransformerConfig),
         unmapped.LATENT: latent,
@@ -69,14 +71,20 @@ def fed_fields() -> set[str]:
 @pytest.mark.parametrize("owner", unmapped.OWNERS)
 def test_every_field_is_fed_by_a_key_or_says_why_not_once(owner: str) -> None:
     with_key = {f for f in fed_fields() if f.startswith(f"{owner}.")}
-    reasons = {f for f in unmapped.UNMAPPED.keys() | unmapped.FIXED_IN_TABLES.keys() if f.startswith(f"{owner}.")}
+    reasons = {
+        f
+        for f in unmapped.UNMAPPED.keys() | unmapped.FIXED_IN_TABLES.keys()
+        if f.startswith(f"{owner}.")
+    }
     there = {f"{owner}.{name}" for name in declared()[owner]}
     assert not with_key & reasons, "a key feeds it now: take it out of config/unmapped.py"
     assert not there - with_key - reasons, (
         "new in megatron-core, or in no table: give it a key or a reason in unmapped.py"
     )
     expected = {f for f in with_key | reasons if is_there(f.partition(".")[2])}
-    assert not expected - there, "this release has no such field: say in field_versions.py which have it"
+    assert not expected - there, (
+        "this release has no such field: say in field_versions.py which have it"
+    )
 
 
 def test_a_field_of_other_releases_is_not_in_this_one() -> None:
@@ -89,10 +97,16 @@ def test_a_field_of_other_releases_is_not_in_this_one() -> None:
 def test_what_a_table_sets_without_a_key_says_why() -> None:
     set_anyway = set(tabled()) - fed_fields() - {f"{unmapped.LATENT}.multi_latent_attention"}
     assert set_anyway == set(unmapped.FIXED_IN_TABLES)
-    assert not unmapped.UNMAPPED.keys() & set(tabled()), "a table sets it: its reason stands in FIXED_IN_TABLES"
+    assert not unmapped.UNMAPPED.keys() & set(tabled()), (
+        "a table sets it: its reason stands in FIXED_IN_TABLES"
+    )
 
 
 def test_a_reason_is_given_once() -> None:
-    names = [f"{unmapped.TRANSFORMER}.{n}" for _, _, names in unmapped._TRANSFORMER for n in names.split()]
+    names = [
+        f"{unmapped.TRANSFORMER}.{n}"
+        for _, _, names in unmapped._TRANSFORMER
+        for n in names.split()
+    ]
     names += [f"{owner}.{n}" for owner, _, _, names in unmapped._OTHERS for n in names.split()]
     assert len(names) == len(set(names))

@@ -1,4 +1,6 @@
-"""A quantized format is in megatron-core's configuration, and its layers ask for the context that does it."""
+"""A quantized format is in megatron-core's configuration, and its layers ask for the context that
+does it.
+"""
 
 from __future__ import annotations
 
@@ -14,8 +16,20 @@ from tests.support.runs import tiny_run
 
 FORMATS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "delayed": (
-        {"fp8": "hybrid", "fp8_recipe": "delayed", "fp8_margin": 2, "fp8_amax_history_len": 16, "fp8_wgrad": False},
-        {"fp8": "hybrid", "fp8_recipe": "delayed", "fp8_margin": 2, "fp8_amax_history_len": 16, "fp8_wgrad": False},
+        {
+            "fp8": "hybrid",
+            "fp8_recipe": "delayed",
+            "fp8_margin": 2,
+            "fp8_amax_history_len": 16,
+            "fp8_wgrad": False,
+        },
+        {
+            "fp8": "hybrid",
+            "fp8_recipe": "delayed",
+            "fp8_margin": 2,
+            "fp8_amax_history_len": 16,
+            "fp8_wgrad": False,
+        },
     ),
     "tensorwise": (
         {"fp8": "e4m3", "num_layers_at_start_in_bf16": 1, "fp8_dot_product_attention": True},
@@ -29,14 +43,19 @@ FORMATS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         },
     ),
     "blockwise": ({"fp8": "e4m3", "fp8_recipe": "blockwise"}, {"fp8_recipe": "blockwise"}),
-    "mxfp8": ({"fp8": "e4m3", "fp8_recipe": "mxfp8"}, {"fp8_recipe": "mxfp8", "first_last_layers_bf16": False}),
+    "mxfp8": (
+        {"fp8": "e4m3", "fp8_recipe": "mxfp8"},
+        {"fp8_recipe": "mxfp8", "first_last_layers_bf16": False},
+    ),
     "nvfp4": ({"fp4": "e2m1"}, {"fp4": "e2m1", "fp4_recipe": "nvfp4", "fp8": None}),
     "none": ({}, {"fp8": None, "fp4": None, "first_last_layers_bf16": False}),
 }
 
 
 def _by_te() -> None:
-    """In a process of its own: FP8 is left to megatron-core, as where TransformerEngine multiplies."""
+    """In a process of its own: FP8 is left to megatron-core, as where TransformerEngine
+    multiplies.
+    """
     from mtrain.config import core_fields
     from mtrain.models.gpt import build
 
@@ -48,7 +67,9 @@ def _by_te() -> None:
 def test_the_engine_holds_the_recipe(name: str) -> None:
     keys, fields = FORMATS[name]
     run = tiny_run(dtype="bf16")
-    run = resolve(run.model_copy(update={"precision": PrecisionConfig(dtype="bf16", **keys)}), LAPTOP)
+    run = resolve(
+        run.model_copy(update={"precision": PrecisionConfig(dtype="bf16", **keys)}), LAPTOP
+    )
 
     def job() -> dict[str, Any]:
         from mtrain.build.transformer import transformer_config
@@ -63,11 +84,20 @@ def test_the_engine_holds_the_recipe(name: str) -> None:
 
 @pytest.mark.parametrize(
     ("name", "asked"),
-    [("delayed", [-1]), ("tensorwise", [0, 1, 2, 3]), ("mxfp8", [0, 1, 2, 3]), ("nvfp4", [0, 1, 2, 3]), ("none", [])],
+    [
+        ("delayed", [-1]),
+        ("tensorwise", [0, 1, 2, 3]),
+        ("mxfp8", [0, 1, 2, 3]),
+        ("nvfp4", [0, 1, 2, 3]),
+        ("none", []),
+    ],
 )
 def test_every_layer_asks_for_the_context_of_its_format(name: str, asked: list[int]) -> None:
     run = tiny_run(dtype="bf16")
-    run = resolve(run.model_copy(update={"precision": PrecisionConfig(dtype="bf16", **FORMATS[name][0])}), LAPTOP)
+    run = resolve(
+        run.model_copy(update={"precision": PrecisionConfig(dtype="bf16", **FORMATS[name][0])}),
+        LAPTOP,
+    )
 
     def job() -> list[int]:
         import torch
@@ -81,7 +111,9 @@ def test_every_layer_asks_for_the_context_of_its_format(name: str, asked: list[i
         for context in ("get_fp8_context", "get_fp4_context"):
             asks = getattr(transformer_block, context)
 
-            def noting(config: Any, layer: int = -1, is_init: bool = False, asks: Any = asks) -> Any:
+            def noting(
+                config: Any, layer: int = -1, is_init: bool = False, asks: Any = asks
+            ) -> Any:
                 if not is_init:
                     seen.append(layer)
                 return asks(config, layer, is_init)

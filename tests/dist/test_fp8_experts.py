@@ -1,4 +1,6 @@
-"""Experts in 8 bits without TransformerEngine: the same in every layout, near bf16, quantised where it has to be."""
+"""Experts in 8 bits without TransformerEngine: the same in every layout, near bf16, quantised where
+it has to be.
+"""
 
 from __future__ import annotations
 
@@ -25,20 +27,30 @@ PROVEN = {
     "tensor, tp2 ep2": f"{MOE} precision=fp8_tensorwise parallel=tp2ep2",
     "blocks, tp2 ep2": f"{MOE} precision=fp8_blockwise parallel=tp2ep2",
     "tensor, dp2 ep2": f"{MOE} precision=fp8_tensorwise parallel=dp parallel.ranks=2 parallel.ep=2",
-    "blocks, dp2 ep2, padded": f"{MOE} precision=fp8_blockwise parallel=dp parallel.ranks=2 parallel.ep=2 "
-    "model.moe.pad_alltoall=true",
+    "blocks, dp2 ep2, padded": (
+        f"{MOE} precision=fp8_blockwise parallel=dp parallel.ranks=2 parallel.ep=2 "
+        "model.moe.pad_alltoall=true"
+    ),
     "tensor, etp2": f"{MOE} precision=fp8_tensorwise parallel=tp2sp parallel.etp=2",
     "tensor, tp2 ep2 etp1": f"{MOE} precision=fp8_tensorwise parallel=tp2ep2sp parallel.etp=1",
     "blocks, cp2 ep2": f"{MOE} precision=fp8_blockwise parallel=cp2 parallel.ep=2",
-    "gathered": f"{MOE} precision=fp8_tensorwise parallel=dp parallel.ranks=2 parallel.ep=2 "
-    "model.moe.token_dispatcher_type=allgather",
-    "MLA, shared experts, pp2 ep2": "model=deepseek_tiny precision=fp8_blockwise parallel=pp2ep2 "
-    "model.mtp_num_layers=null model.mtp_loss_scaling_factor=null",
+    "gathered": (
+        f"{MOE} precision=fp8_tensorwise parallel=dp parallel.ranks=2 parallel.ep=2 "
+        "model.moe.token_dispatcher_type=allgather"
+    ),
+    "MLA, shared experts, pp2 ep2": (
+        "model=deepseek_tiny precision=fp8_blockwise parallel=pp2ep2 "
+        "model.mtp_num_layers=null model.mtp_loss_scaling_factor=null"
+    ),
     "sequences balanced, predicting, pp2": "model=glm45_tiny precision=fp8_tensorwise parallel=pp2",
     "biases": "model=gpt_oss_tiny precision=fp8_tensorwise parallel=ep2",
-    "all again, tp2": f"{MOE} precision=fp8_tensorwise parallel=tp2sp parallel.recompute.granularity=full",
-    "activations again": f"{MOE} precision=fp8_blockwise parallel=ep2 parallel.recompute.granularity=selective "
-    "parallel.recompute.modules=[moe_act]",
+    "all again, tp2": (
+        f"{MOE} precision=fp8_tensorwise parallel=tp2sp parallel.recompute.granularity=full"
+    ),
+    "activations again": (
+        f"{MOE} precision=fp8_blockwise parallel=ep2 parallel.recompute.granularity=selective "
+        "parallel.recompute.modules=[moe_act]"
+    ),
 }
 
 
@@ -55,12 +67,16 @@ def test_a_layout_is_proven_in_8_bits(name: str) -> None:
     assert all(row.equal for row in rows.values()), prove.table(list(rows.values()))
 
 
-def test_scales_that_depend_on_the_rows_that_come_together_are_not_proven(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_scales_that_depend_on_the_rows_that_come_together_are_not_proven(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     import_engine()
     from mtrain_kernels.quantize import reference
 
     exact = reference.multiplier
-    monkeypatch.setattr(reference, "multiplier", lambda amax, format, scale="fp32": exact(amax, format))
+    monkeypatch.setattr(
+        reference, "multiplier", lambda amax, format, scale="fp32": exact(amax, format)
+    )
     rows = _proven(PROVEN["tensor, dp2 ep2"])
     assert rows["gradient"].error > 2 * rows["gradient"].tolerance
 
@@ -74,7 +90,9 @@ def mixture(**parallel: Any) -> RunConfig:
 @pytest.mark.parametrize("recompute", [False, True])
 def test_weights_of_experts_are_quantised_once_a_step(recompute: bool) -> None:
     full = {"granularity": "full", "method": "uniform", "num_layers": 1}
-    run = apply(mixture(), {f"parallel.recompute.{key}": value for key, value in full.items() if recompute})
+    run = apply(
+        mixture(), {f"parallel.recompute.{key}": value for key, value in full.items() if recompute}
+    )
     micro = run.trainer.batch // run.trainer.micro
     assert micro > 1
 
@@ -91,15 +109,43 @@ def test_ten_steps_with_triton_are_near_those_of_the_emulation(precision: str) -
     from tests.support import interpreted
 
     base = [
-        *("data=mock", "data.seq_length=32", "trainer.train_iters=10", "trainer.global_batch_size=1", MOE),
-        *("trainer.micro_batch_size=1", "trainer.seed=2", "trainer.eval_iters=0", "trainer.eval_interval=0"),
+        *(
+            "data=mock",
+            "data.seq_length=32",
+            "trainer.train_iters=10",
+            "trainer.global_batch_size=1",
+            MOE,
+        ),
+        *(
+            "trainer.micro_batch_size=1",
+            "trainer.seed=2",
+            "trainer.eval_iters=0",
+            "trainer.eval_interval=0",
+        ),
         *("trainer.sample_tokens=0", "checkpoint.save_interval=0", "checkpoint.save_final=false"),
-        *("log.progress=none", "model.num_layers=1", "model.hidden_size=64", "model.ffn_hidden_size=64"),
-        *("model.vocab_size=128", "model.moe.ffn_hidden_size=64", "precision.num_layers_at_start_in_bf16=0"),
-        *("precision.num_layers_at_end_in_bf16=0", "parallel=tp2ep2sp", "parallel.etp=1", f"precision={precision}"),
+        *(
+            "log.progress=none",
+            "model.num_layers=1",
+            "model.hidden_size=64",
+            "model.ffn_hidden_size=64",
+        ),
+        *(
+            "model.vocab_size=128",
+            "model.moe.ffn_hidden_size=64",
+            "precision.num_layers_at_start_in_bf16=0",
+        ),
+        *(
+            "precision.num_layers_at_end_in_bf16=0",
+            "parallel=tp2ep2sp",
+            "parallel.etp=1",
+            f"precision={precision}",
+        ),
     ]
-    values = interpreted.trained({k: [*base, f"kernels={k}"] for k in ("reference", "triton")}, timeout_s=500)
-    ours, right = values["triton"], values["reference"]
+    values = interpreted.trained(
+        {k: [*base, f"kernels={k}"] for k in ("reference", "triton")}, timeout_s=500
+    )
+    ours = values["triton"]
+    right = values["reference"]
     assert len(ours) == len(right) == 20
     assert ours[:10] == pytest.approx(right[:10], rel=2e-3)
     assert ours != right, "not one bit differs, so Triton did nothing"
@@ -109,10 +155,18 @@ KEPT = {
     "in bf16": ("parallel=single", "precision=bf16"),
     "in 8 bits": ("parallel=single", "precision=fp8_tensorwise"),
     "shared experts, blocks": (
-        *("parallel=single", "precision=fp8_blockwise", "model.moe.shared_expert_intermediate_size=128"),
+        *(
+            "parallel=single",
+            "precision=fp8_blockwise",
+            "model.moe.shared_expert_intermediate_size=128",
+        ),
     ),
     "activations again": (
-        *("parallel=single", "precision=fp8_tensorwise", "parallel.recompute.granularity=selective"),
+        *(
+            "parallel=single",
+            "precision=fp8_tensorwise",
+            "parallel.recompute.granularity=selective",
+        ),
         *("parallel.recompute.modules=[moe_act]",),
     ),
 }
@@ -124,20 +178,28 @@ def test_as_much_is_kept_by_triton_as_planned() -> None:
     from tests.support import operands
 
     found = {
-        name: how["together"] for name, how in operands.both({name: [*words(name), MOE] for name in KEPT}).items()
+        name: how["together"]
+        for name, how in operands.both({name: [*words(name), MOE] for name in KEPT}).items()
     }
     off = {name: one["planned"] + one["copies"] - one["keeps"] for name, one in found.items()}
     for name, one in found.items():
         assert off[name] == pytest.approx(off["in bf16"], abs=0.02 * one["keeps"]), name
     again, kept = (found[name]["keeps"] for name in ("activations again", "in 8 bits"))
-    assert kept - again == pytest.approx(128 * ((128 * 2 + 127 * 4) // 128 * 128), abs=64)  # of the second layer
+    # of the second layer
+    assert kept - again == pytest.approx(128 * ((128 * 2 + 127 * 4) // 128 * 128), abs=64)
 
 
 def words(name: str) -> list[str]:
     """A layer of four experts, with what a case says."""
     said = {word.partition("=")[0] for word in KEPT[name]} | {"data.seq_length"}
     more = [word for word in SMALL if word.partition("=")[0] not in said]
-    return [*more, "data.seq_length=128", "model.moe.ffn_hidden_size=128", "model.moe.num_experts=4", *KEPT[name]]
+    return [
+        *more,
+        "data.seq_length=128",
+        "model.moe.ffn_hidden_size=128",
+        "model.moe.num_experts=4",
+        *KEPT[name],
+    ]
 
 
 @pytest.mark.full

@@ -1,4 +1,6 @@
-"""Training with products in 8 bits without TransformerEngine: near bf16, and the same in every layout."""
+"""Training with products in 8 bits without TransformerEngine: near bf16, and the same in every
+layout.
+"""
 
 from __future__ import annotations
 
@@ -21,11 +23,19 @@ from tests.support.engine import import_engine
 from tests.support.forked import run_ranks
 from tests.support.runs import tiny_run, train_steps, whole_tensors
 
-WIDE = {"hidden_size": 256, "ffn_hidden_size": 256, "num_layers": 2, "num_query_groups": 8, "vocab_size": 128}
+WIDE = {
+    "hidden_size": 256,
+    "ffn_hidden_size": 256,
+    "num_layers": 2,
+    "num_query_groups": 8,
+    "vocab_size": 128,
+}
 SP = {"ranks": 2, "tp": 2, "sequence_parallel": True}
 LATENT = "model.moe=null model.mtp_num_layers=null model.mtp_loss_scaling_factor=null"
 BOUND = 2.5e-3
-"""Relative error of the loss that DeepSeek-V3 stayed below against bf16 (arXiv:2412.19437, section 3.3)."""
+"""Relative error of the loss that DeepSeek-V3 stayed below against bf16 (arXiv:2412.19437, section
+3.3).
+"""
 
 
 def fp8(run: RunConfig, recipe: str, kind: str = "hybrid") -> RunConfig:
@@ -33,8 +43,11 @@ def fp8(run: RunConfig, recipe: str, kind: str = "hybrid") -> RunConfig:
     return apply(run, {"precision.fp8": kind, "precision.fp8_recipe": recipe})
 
 
-def counted(run: RunConfig, module: ModuleType, name: str, gone: str | None) -> tuple[list[tuple[float, float]], int]:
-    """Two steps, a job for `run_ranks`, and how often a function of `module` quantised a weight in them.
+def counted(
+    run: RunConfig, module: ModuleType, name: str, gone: str | None
+) -> tuple[list[tuple[float, float]], int]:
+    """Two steps, a job for `run_ranks`, and how often a function of `module` quantised a weight in
+    them.
 
     `gone` is a context of `mtrain.train.step` without which they are made.
     """
@@ -53,7 +66,9 @@ def counted(run: RunConfig, module: ModuleType, name: str, gone: str | None) -> 
 
 
 def assert_stays_near_bf16(model: dict[str, Any], recipe: str) -> None:
-    """Two hundred steps in 8 bits: the mean loss of every twenty is within `BOUND` of that in bf16."""
+    """Two hundred steps in 8 bits: the mean loss of every twenty is within `BOUND` of
+    that in bf16.
+    """
     steps = {"train_iters": 200, "global_batch_size": 4, "micro_batch_size": 4, "eval_iters": 0}
     run = tiny_run(dtype="bf16", model=model, trainer=steps)
     runs = run, fp8(run, recipe, "hybrid" if recipe == "tensorwise" else "e4m3")
@@ -66,7 +81,9 @@ def assert_stays_near_bf16(model: dict[str, Any], recipe: str) -> None:
     assert float(apart.max()) < BOUND, apart.tolist()
 
 
-def _trained(run: RunConfig, folder: Path, steps: int) -> tuple[list[tuple[float, float]], dict[str, Any]]:
+def _trained(
+    run: RunConfig, folder: Path, steps: int
+) -> tuple[list[tuple[float, float]], dict[str, Any]]:
     values = run_ranks(run.parallel.ranks, lambda: train_steps(run, steps, gradients_to=folder))[0]
     return values, whole_tensors(folder / "step_00000000")
 
@@ -81,14 +98,22 @@ PROVEN = {
     "blockwise, tp2cp2": "precision=fp8_blockwise parallel=tp2cp2sp",
     "MLA, tp2pp2": f"precision=fp8_tensorwise parallel=tp2pp2 model=deepseek_tiny {LATENT}",
     "packed, tp2pp2": "precision=fp8_tensorwise parallel=tp2pp2 data.packed=true",
-    "hybrid, tp2 sequence parallel": "precision=fp8_tensorwise parallel=tp2sp model=nemotron_h_tiny "
-    "model.hybrid.num_heads=32",
-    "FSDP2, tp2": "precision=fp8_tensorwise parallel=tp2dp2sp parallel.fsdp=fsdp2 "
-    "parallel.distributed_optimizer=false",
-    "MLA, FSDP of megatron-core": "precision=fp8_blockwise parallel=dp2 parallel.fsdp=megatron "
-    f"parallel.distributed_optimizer=false model=deepseek_tiny {LATENT}",
-    # with the default seed two ranks round one value to another code of eight bits than one rank, 2e-2 of a gradient
-    "predicting, tp2": "precision=fp8_tensorwise parallel=tp2 model.mtp_num_layers=1 trainer.seed=5",
+    "hybrid, tp2 sequence parallel": (
+        "precision=fp8_tensorwise parallel=tp2sp model=nemotron_h_tiny model.hybrid.num_heads=32"
+    ),
+    "FSDP2, tp2": (
+        "precision=fp8_tensorwise parallel=tp2dp2sp parallel.fsdp=fsdp2 "
+        "parallel.distributed_optimizer=false"
+    ),
+    "MLA, FSDP of megatron-core": (
+        "precision=fp8_blockwise parallel=dp2 parallel.fsdp=megatron "
+        f"parallel.distributed_optimizer=false model=deepseek_tiny {LATENT}"
+    ),
+    # with the default seed two ranks round one value to another code of eight bits than one rank,
+    # 2e-2 of a gradient
+    "predicting, tp2": (
+        "precision=fp8_tensorwise parallel=tp2 model.mtp_num_layers=1 trainer.seed=5"
+    ),
 }
 
 
@@ -139,11 +164,16 @@ def test_first_and_last_layers_may_stay_and_the_others_are_in_8_bits(
 def test_a_weight_is_quantised_once_a_step_and_no_bit_depends_on_it(recompute: bool) -> None:
     run = fp8(tiny_run(), "tensorwise")
     full = {"granularity": "full", "method": "uniform", "num_layers": 1}
-    run = apply(run, {f"parallel.recompute.{key}": value for key, value in full.items() if recompute})
+    run = apply(
+        run, {f"parallel.recompute.{key}": value for key, value in full.items() if recompute}
+    )
     micro = run.trainer.batch // run.trainer.micro
     assert micro > 1
 
-    once, again = (run_ranks(1, partial(counted, run, op, "quantized", gone))[0] for gone in (None, "weights_stay"))
+    once, again = (
+        run_ranks(1, partial(counted, run, op, "quantized", gone))[0]
+        for gone in (None, "weights_stay")
+    )
     assert once[0] == again[0]
     weights = 4 * run.model.num_layers
     assert once[1] == 2 * weights
@@ -182,7 +212,11 @@ def test_no_linear_layer_is_left_out_but_the_one_that_makes_logits(words: str) -
         with joined(run) as world:
             (chunk,) = build_model(run, world, wrap=False)
             kinds = ColumnLinear, RowLinear, DuplicatedLinear
-            ours = [(name, module) for name, module in chunk.named_modules() if isinstance(module, kinds)]
+            ours = [
+                (name, module)
+                for name, module in chunk.named_modules()
+                if isinstance(module, kinds)
+            ]
             assert len(ours) > 8
             return {name.removeprefix("module.") for name, layer in ours if layer.fp8 is None}
 

@@ -13,8 +13,9 @@ from tests.support.forked import run_ranks
 from tests.support.runs import train_steps, whole_tensors
 
 RATE = "model.moe.router_bias_update_rate"
-SCRIPT = """torchrun --nproc-per-node 2 pretrain_gpt.py --num-layers 4 --hidden-size 128 --num-attention-heads 8 \\
-  --seq-length 128 --max-position-embeddings 128 --micro-batch-size 1 --global-batch-size 8 --train-iters 10 \\
+SCRIPT = """torchrun --nproc-per-node 2 pretrain_gpt.py --num-layers 4 --hidden-size 128 \\
+  --num-attention-heads 8 --seq-length 128 --max-position-embeddings 128 --micro-batch-size 1 \\
+  --global-batch-size 8 --train-iters 10 \\
   --lr 1e-3 --vocab-size 512 --eval-iters 0 --num-experts 4 --moe-router-score-function sigmoid \\
   --moe-router-enable-expert-bias --moe-router-bias-update-rate 0 --swiglu
 """
@@ -24,7 +25,13 @@ SCRIPT = """torchrun --nproc-per-node 2 pretrain_gpt.py --num-layers 4 --hidden-
 def test_a_rate_of_0_freezes_biases_and_a_model_is_trained_beside_them(
     rate: str, moves: bool, tmp_path: Path
 ) -> None:
-    words = ["model=glm45_tiny", "parallel=single", "data=mock", "data.seq_length=32", f"{RATE}={rate}"]
+    words = [
+        "model=glm45_tiny",
+        "parallel=single",
+        "data=mock",
+        "data.seq_length=32",
+        f"{RATE}={rate}",
+    ]
     run = load(words).run
     batch = {"global_batch_size": 2, "micro_batch_size": 2, "train_iters": 20, "eval_iters": 0}
     run = run.model_copy(update={"trainer": run.trainer.model_copy(update=batch)})

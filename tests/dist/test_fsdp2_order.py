@@ -15,11 +15,15 @@ AGAIN = RecomputeConfig(granularity="full", method="uniform", num_layers=1)
 
 
 def _run(**parallel: Any) -> RunConfig:
-    return tiny_run(dtype="bf16", ranks=2, fsdp="fsdp2", trainer={"global_batch_size": 8}, **parallel)
+    return tiny_run(
+        dtype="bf16", ranks=2, fsdp="fsdp2", trainer={"global_batch_size": 8}, **parallel
+    )
 
 
 def _gradients(run: RunConfig) -> list[tuple[bool, str, bool]]:
-    """For each weight after two micro-batches: has it hooks, the dtype of its gradient, and has FSDP2 added to it."""
+    """For each weight after two micro-batches: has it hooks, the dtype of its gradient, and has
+    FSDP2 added to it.
+    """
     from mtrain.train.assemble import assemble, splits_of
     from mtrain.train.step import gradients
     from mtrain.world.init import joined
@@ -41,7 +45,9 @@ def test_gradients_of_micro_batches_are_added_up_in_fp32_without_hooks() -> None
 
 
 def _order(run: RunConfig) -> tuple[list[str], list[str]]:
-    """The gathers and computations of the layers in one micro-batch, in their order: forward, then backward."""
+    """The gathers and computations of the layers in one micro-batch, in their order: forward, then
+    backward.
+    """
     from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 
     from mtrain.mcore import api
@@ -63,7 +69,9 @@ def _order(run: RunConfig) -> tuple[list[str], list[str]]:
         patch.setattr(FSDPParamGroup, "unshard", gathered)
         layers = [m for m in parts.state.chunks[0].modules() if isinstance(m, api.TransformerLayer)]
         for number, layer in enumerate(layers):
-            layer.self_attention.register_forward_pre_hook(lambda *_, n=number: said.append(f"compute {n}"))
+            layer.self_attention.register_forward_pre_hook(
+                lambda *_, n=number: said.append(f"compute {n}")
+            )
         gradients(parts, parts.feed.take(0, 8))
     last = said.index("compute 3") + 1
     return said[:last], said[last:]
@@ -87,4 +95,6 @@ def test_the_next_layer_is_gathered_while_one_computes() -> None:
 def test_a_layer_that_is_run_again_gathers_none_that_has_been_used() -> None:
     for _, backward in run_ranks(2, _order, _run(recompute=AGAIN)):
         first = backward[: backward.index("compute 0") + 1]
-        assert sorted(word for word in first if word.startswith("gather")) == [f"gather {n}" for n in (0, 1, 2, 3)]
+        assert sorted(word for word in first if word.startswith("gather")) == [
+            f"gather {n}" for n in (0, 1, 2, 3)
+        ]

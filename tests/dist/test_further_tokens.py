@@ -1,4 +1,6 @@
-"""The loss of each further token is a mean over its own predictions, of which short documents have none."""
+"""The loss of each further token is a mean over its own predictions, of which short documents have
+none.
+"""
 
 from __future__ import annotations
 
@@ -14,20 +16,24 @@ from mtrain.config.run import RunConfig
 from tests.support.forked import run_ranks
 from tests.support.runs import tiny_run, whole_tensors
 
-LENGTH, LONG = 32, 2
+LENGTH = 32
+LONG = 2
 
 
 class Documents:
     """Two samples of one long document each, and behind them samples of documents of two tokens."""
 
     def __init__(self, end: int) -> None:
-        self.seq_length, self._end = LENGTH, end
+        self.seq_length = LENGTH
+        self._end = end
 
     def __len__(self) -> int:
         return 1 << 20
 
     def batch(self, numbers: Any) -> np.ndarray:
-        rows = np.stack([np.random.RandomState(int(number)).randint(20, 200, LENGTH + 1) for number in numbers])
+        rows = np.stack(
+            [np.random.RandomState(int(number)).randint(20, 200, LENGTH + 1) for number in numbers]
+        )
         rows[np.asarray(numbers) >= LONG, 1::2] = self._end
         return rows.astype(np.int64)
 
@@ -50,11 +56,15 @@ def gradient(run: RunConfig, folder: Path) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.parametrize("average", ["token", "sample"])
-def test_documents_of_two_tokens_change_nothing_for_layers_that_predict_further(average: str, tmp_path: Path) -> None:
+def test_documents_of_two_tokens_change_nothing_for_layers_that_predict_further(
+    average: str, tmp_path: Path
+) -> None:
     def of(samples: int) -> RunConfig:
         trainer = {"global_batch_size": samples, "micro_batch_size": 1, "loss_average": average}
         run = tiny_run(model={"mtp_num_layers": 2, "mtp_loss_scaling_factor": 0.3}, trainer=trainer)
-        return run.model_copy(update={"data": DataConfig(kind="mock", seq_length=LENGTH, packed=True)})
+        return run.model_copy(
+            update={"data": DataConfig(kind="mock", seq_length=LENGTH, packed=True)}
+        )
 
     def job() -> Any:
         return [gradient(of(samples), tmp_path / str(samples)) for samples in (LONG, LONG + 2)]

@@ -1,4 +1,6 @@
-"""Weight gradients that products add to the buffers of data parallelism: the same steps, and no rounding between."""
+"""Weight gradients that products add to the buffers of data parallelism: the same steps, and no
+rounding between.
+"""
 
 from __future__ import annotations
 
@@ -19,13 +21,21 @@ SP = {"ranks": 2, "tp": 2, "sequence_parallel": True}
 CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "one rank": ({}, {}),
     "tp2 sequence parallel, tied": ({"tie_word_embeddings": True}, SP),
-    "tp2, two predictions more": ({"mtp_num_layers": 2, "mtp_loss_scaling_factor": 0.3}, {"ranks": 2, "tp": 2}),
+    "tp2, two predictions more": (
+        {"mtp_num_layers": 2, "mtp_loss_scaling_factor": 0.3},
+        {"ranks": 2, "tp": 2},
+    ),
     "pp2, tied": ({"tie_word_embeddings": True}, {"ranks": 2, "pp": 2}),
-    "dp2 overlapped": ({}, {"ranks": 2, "distributed_optimizer": True, "overlap_grad_reduce": True}),
+    "dp2 overlapped": (
+        {},
+        {"ranks": 2, "distributed_optimizer": True, "overlap_grad_reduce": True},
+    ),
 }
 
 
-def _trained(run: RunConfig, folder: Path, steps: int = 3) -> tuple[list[tuple[float, float]], dict[str, Any]]:
+def _trained(
+    run: RunConfig, folder: Path, steps: int = 3
+) -> tuple[list[tuple[float, float]], dict[str, Any]]:
     values = run_ranks(run.parallel.ranks, lambda: train_steps(run, steps, gradients_to=folder))[0]
     return values, whole_tensors(folder / "step_00000000")
 
@@ -39,7 +49,8 @@ def _errors(found: Any, right: Any) -> dict[str, float]:
 def test_products_that_add_train_as_products_and_sums(name: str, tmp_path: Path) -> None:
     model, parallel = CASES[name]
     run = tiny_run(model=model, **parallel)
-    right, found = _trained(run, tmp_path / "apart"), _trained(apply(run, FUSED), tmp_path / "fused")
+    right = _trained(run, tmp_path / "apart")
+    found = _trained(apply(run, FUSED), tmp_path / "fused")
     assert max(_errors(found, right).values()) < 1e-5
     for (loss, norm), (wanted, wanted_norm) in zip(found[0], right[0], strict=True):
         assert loss == pytest.approx(wanted, rel=1e-6)
@@ -48,10 +59,13 @@ def test_products_that_add_train_as_products_and_sums(name: str, tmp_path: Path)
 
 def test_in_half_precision_what_is_added_was_not_rounded(tmp_path: Path) -> None:
     run = tiny_run(dtype="bf16", **SP)
-    right, found = _trained(run, tmp_path / "apart", 1), _trained(apply(run, FUSED), tmp_path / "fused", 1)
+    right = _trained(run, tmp_path / "apart", 1)
+    found = _trained(apply(run, FUSED), tmp_path / "fused", 1)
     errors = _errors(found, right)
     weights = [
-        key for key in errors if key.endswith(("linear_proj.weight", "linear_fc2.weight", "output_layer.weight"))
+        key
+        for key in errors
+        if key.endswith(("linear_proj.weight", "linear_fc2.weight", "output_layer.weight"))
     ]
     assert len(weights) == 3
     assert all(0 < errors[key] < 2e-2 for key in weights), {key: errors[key] for key in weights}
@@ -60,8 +74,11 @@ def test_in_half_precision_what_is_added_was_not_rounded(tmp_path: Path) -> None
     def whole(gradient: torch.Tensor) -> float:
         return float((gradient - gradient.bfloat16().float()).norm() / gradient.norm())
 
-    # of one micro-batch of 64 tokens: what was rounded once is exactly a number of bf16, what was not is none
+    # of one micro-batch of 64 tokens: what was rounded once is exactly a number of bf16, what was
+    # not is none
     alone = tiny_run(dtype="bf16", trainer={"global_batch_size": 2, "micro_batch_size": 2})
-    apart, fused = (_trained(r, tmp_path / n, 1)[1][key] for n, r in (("a", alone), ("b", apply(alone, FUSED))))
+    apart, fused = (
+        _trained(r, tmp_path / n, 1)[1][key] for n, r in (("a", alone), ("b", apply(alone, FUSED)))
+    )
     assert whole(apart) == 0
     assert whole(fused) > 1e-4

@@ -1,4 +1,6 @@
-"""Group-limited routing chooses the groups that the report on a model chooses, in the model that was built."""
+"""Group-limited routing chooses the groups that the report on a model chooses, in the model that
+was built.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,10 @@ from mtrain.config.model import MoEConfig
 from tests.support.forked import run_ranks
 from tests.support.runs import tiny_run
 
-GROUPS, CHOSEN, TOPK, EXPERTS = 4, 2, 4, 16
+GROUPS = 4
+CHOSEN = 2
+TOPK = 4
+EXPERTS = 16
 ROUTING: dict[str, Any] = {
     "num_experts": EXPERTS,
     "ffn_hidden_size": 32,
@@ -24,10 +29,16 @@ ROUTING: dict[str, Any] = {
 
 
 def published(logits: Tensor, best: int) -> list[set[int]]:
-    """Token by token, the experts chosen: by hand, as in the reports on DeepSeek-V2 (best 1) and V3 (best 2)."""
-    size, out = EXPERTS // GROUPS, []
+    """Token by token, the experts chosen: by hand, as in the reports on DeepSeek-V2 (best 1) and V3
+    (best 2).
+    """
+    size = EXPERTS // GROUPS
+    out = []
     for scores in logits.softmax(-1).tolist():
-        worth = [sum(sorted(scores[g * size : (g + 1) * size], reverse=True)[:best]) for g in range(GROUPS)]
+        worth = [
+            sum(sorted(scores[g * size : (g + 1) * size], reverse=True)[:best])
+            for g in range(GROUPS)
+        ]
         groups = sorted(range(GROUPS), key=lambda g: -worth[g])[:CHOSEN]
         members = [e for e in range(EXPERTS) if e // size in groups]
         out.append(set(sorted(members, key=lambda e: -scores[e])[:TOPK]))
@@ -44,10 +55,14 @@ def test_a_group_is_worth_as_many_of_its_scores_as_the_key_says(key: int | None,
         from mtrain.world.init import joined
 
         with joined(run) as world:
-            router = next(m for m in build_model(run, world)[0].modules() if isinstance(m, api.TopKRouter))
+            router = next(
+                m for m in build_model(run, world)[0].modules() if isinstance(m, api.TopKRouter)
+            )
             _, goes = router.routing(logits[:, None])
         return [set(row.nonzero().flatten().tolist()) for row in goes]
 
     logits = torch.randn(200, EXPERTS, generator=torch.Generator().manual_seed(1))
     assert run_ranks(1, routes)[0] == published(logits, best)
-    assert all(published(logits, best) != published(logits, other) for other in (1, 2, 3) if other != best)
+    assert all(
+        published(logits, best) != published(logits, other) for other in (1, 2, 3) if other != best
+    )

@@ -1,4 +1,6 @@
-"""megatron-core's process groups: as few communicators as ranks talk over, and none before it is used."""
+"""megatron-core's process groups: as few communicators as ranks talk over, and none before it is
+used.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,9 @@ def _groups(run: RunConfig) -> list[list[int]]:
     from mtrain.world.init import joined
 
     with joined(run):
-        return [dist.get_process_group_ranks(group) for group in dist.distributed_c10d._world.pg_map]
+        return [
+            dist.get_process_group_ranks(group) for group in dist.distributed_c10d._world.pg_map
+        ]
 
 
 def test_a_rank_alone_has_no_group_beside_the_world() -> None:
@@ -27,11 +31,15 @@ def test_a_rank_alone_has_no_group_beside_the_world() -> None:
 def test_all_groups_of_one_rank_are_one(layout: dict[str, int]) -> None:
     for rank, found in enumerate(run_ranks(2, _groups, tiny_run(ranks=2, **layout))):
         assert found.count([rank]) == 1
-        assert found.count([0, 1]) > 1, "groups over which ranks talk stay apart: their exchanges may overlap"
+        assert found.count([0, 1]) > 1, (
+            "groups over which ranks talk stay apart: their exchanges may overlap"
+        )
 
 
 def test_no_group_connects_before_it_is_used() -> None:
-    """With a bound world, torch connects every new group at once, and asks all ranks to take part."""
+    """With a bound world, torch connects every new group at once, and asks all ranks to
+    take part.
+    """
 
     def job() -> tuple[set[object], object]:
         from mtrain.devices.cpu import CPU

@@ -1,4 +1,6 @@
-"""Runs that no longer go on: who is behind is said, every rank leaves its stacks, and the run ends."""
+"""Runs that no longer go on: who is behind is said, every rank leaves its stacks, and
+the run ends.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +28,9 @@ FAULT = 5
 
 @dataclass(frozen=True)
 class Limits:
-    """The time limits of a run: as short as a machine allows on which a healthy rank must never reach them."""
+    """The time limits of a run: as short as a machine allows on which a healthy rank must never
+    reach them.
+    """
 
     soft_s: float
     hard_s: float
@@ -58,7 +62,8 @@ def holding(rank: int, forwards: int, hold: Callable[[], object]) -> Callable[[]
     def patch() -> None:
         from mtrain.train import step
 
-        real, done = step.forward_step, []
+        real = step.forward_step
+        done = []
 
         def held(batches: Iterator[object], model: object) -> object:
             done.append(None)
@@ -104,7 +109,9 @@ def test_a_sleeping_rank_is_named_twice_and_every_rank_leaves_its_stacks(
     for layout, sleeper in cases:
         (tmp_path / layout).mkdir()
         patch = holding(sleeper, 12, sleep)
-        started.append(Launched(*RUN, *limits.words, f"parallel={layout}", cwd=tmp_path / layout, patch=patch))
+        started.append(
+            Launched(*RUN, *limits.words, f"parallel={layout}", cwd=tmp_path / layout, patch=patch)
+        )
     everyone = []
     for run, (layout, _) in zip(started, cases, strict=True):
         wait_for(lambda layout=layout: len(metrics(tmp_path / layout / "runs/run")) > 0)  # type: ignore[misc]
@@ -112,12 +119,19 @@ def test_a_sleeping_rank_is_named_twice_and_every_rank_leaves_its_stacks(
     for run, (layout, sleeper), ranks in zip(started, cases, everyone, strict=True):
         wait_for(lambda run=run: "warning: no progress" in run.said)  # type: ignore[misc]
         said = end_of(run, ranks)
-        who = rf"rank {sleeper} \(.*, process {ranks[sleeper].pid}\) is behind, in step \d+, forward"
+        who = (
+            rf"rank {sleeper} \(.*, process {ranks[sleeper].pid}\) is behind, in step \d+, forward"
+        )
         named = rf"{who}, at test_hanging.py:\d+ in sleep"
         assert len(re.findall(rf"warning: no progress for [\d.]+ s .*{named}", said)) == 1, said
-        assert len(re.findall(rf"^rank \d: no progress for [\d.]+ s .*{named}", said, re.M)) == 1, said
+        assert len(re.findall(rf"^rank \d: no progress for [\d.]+ s .*{named}", said, re.M)) == 1, (
+            said
+        )
         assert "checkpoint.resume" not in said  # nothing was saved
-        lacks = r"it has not launched collective \d+ of TENSOR_MODEL_PARALLEL_GROUP, in which rank 0 waits"
+        lacks = (
+            r"it has not launched collective \d+ of TENSOR_MODEL_PARALLEL_GROUP, in which rank 0"
+            r" waits"
+        )
         assert bool(re.search(lacks, said)) == (layout == "tp2"), said
         home = tmp_path / layout
         assert "time.sleep(10_000)  # the line that holds everybody up" in stacks(home, sleeper)
@@ -125,8 +139,11 @@ def test_a_sleeping_rank_is_named_twice_and_every_rank_leaves_its_stacks(
         assert waiting in stacks(home, 1 - sleeper)
 
 
-def test_a_stopped_rank_is_named_by_the_others(tmp_path: Path, started: list[Launched], limits: Limits) -> None:
-    patient = replace(limits, soft_s=limits.hard_s, hard_s=2 * limits.hard_s)  # four ranks are slow to show signs
+def test_a_stopped_rank_is_named_by_the_others(
+    tmp_path: Path, started: list[Launched], limits: Limits
+) -> None:
+    # four ranks are slow to show signs
+    patient = replace(limits, soft_s=limits.hard_s, hard_s=2 * limits.hard_s)
     homes = [tmp_path / "0", tmp_path / "1"]
     for home in homes:
         home.mkdir()
@@ -135,13 +152,19 @@ def test_a_stopped_rank_is_named_by_the_others(tmp_path: Path, started: list[Lau
     for stopped, run in enumerate(started):
         wait_for(lambda stopped=stopped: len(metrics(homes[stopped] / "runs/run")) > 3)  # type: ignore[misc]
         ranks.append(run.ranks())
-        time.sleep(patient.soft_s / 5)  # until each rank has shown signs of life: it does so 20 times in soft_s
+        # until each rank has shown signs of life: it does so 20 times in soft_s
+        time.sleep(patient.soft_s / 5)
         ranks[stopped][stopped].send_signal(signal.SIGSTOP)
     for stopped, run in enumerate(started):
         said = end_of(run, ranks[stopped])
         assert run.seconds > patient.hard_s
-        assert len(re.findall(rf"warning: no progress .*: rank {stopped} .* no sign of life", said)) == 1, said
-        assert re.search(rf"rank {1 - stopped}: no progress .*: rank {stopped} .* no sign of life", said), said
+        assert (
+            len(re.findall(rf"warning: no progress .*: rank {stopped} .* no sign of life", said))
+            == 1
+        ), said
+        assert re.search(
+            rf"rank {1 - stopped}: no progress .*: rank {stopped} .* no sign of life", said
+        ), said
         assert stacks(homes[stopped], 1 - stopped)
 
 
@@ -151,7 +174,10 @@ def test_of_ranks_that_all_wait_the_one_that_lacks_a_collective_is_named(
     run = Launched(*RUN, *limits.words, "parallel=tp2", cwd=tmp_path, patch=holding(1, 4, listen))
     started.append(run)
     said = end_of(run, [])
-    named = r"rank 1 \(.*\) is behind, .*; it has not launched collective \d+ of TENSOR_MODEL_PARALLEL_GROUP"
+    named = (
+        r"rank 1 \(.*\) is behind, .*; it has not launched collective \d+ of"
+        r" TENSOR_MODEL_PARALLEL_GROUP"
+    )
     assert re.search(rf"rank \d: no progress .*{named}, in which rank 0 waits", said), said
 
 
@@ -169,7 +195,9 @@ def test_a_rank_that_holds_pythons_lock_leaves_its_stacks_too(
 
 
 @pytest.mark.full
-def test_the_ranks_of_another_launcher_end_as_well(tmp_path: Path, started: list[Launched], limits: Limits) -> None:
+def test_the_ranks_of_another_launcher_end_as_well(
+    tmp_path: Path, started: list[Launched], limits: Limits
+) -> None:
     words = (*RUN, *limits.words, "parallel=tp2")
     port = free_port()
     for rank in (0, 1):
@@ -192,7 +220,8 @@ def test_a_healthy_run_with_slow_steps_and_a_long_save_says_nothing_and_leaves_n
         from mtrain.train import trainer
         from mtrain.world.heartbeat import tick
 
-        step, merge = trainer.train_step, store._merge
+        step = trainer.train_step
+        merge = store._merge
 
         def slow_step(*args: object, **kwargs: object) -> object:
             time.sleep(limits.soft_s / 5)
@@ -204,9 +233,16 @@ def test_a_healthy_run_with_slow_steps_and_a_long_save_says_nothing_and_leaves_n
                 tick()
             return merge(*args)  # type: ignore[arg-type]
 
-        trainer.train_step, store._merge = slow_step, long_merge  # type: ignore[assignment]
+        # type: ignore[assignment]
+        trainer.train_step = slow_step
+        store._merge = long_merge
 
-    words = (*limits.words, "trainer.train_iters=8", "trainer.eval_iters=2", "trainer.eval_interval=4")
+    words = (
+        *limits.words,
+        "trainer.train_iters=8",
+        "trainer.eval_iters=2",
+        "trainer.eval_interval=4",
+    )
     run = Launched(*RUN, "parallel=tp2", *words, cwd=tmp_path, patch=slowly)
     started.append(run)
     assert run.wait() == 0, run.said
@@ -231,7 +267,9 @@ def test_a_disk_that_answers_no_call_for_longer_than_every_timeout_is_waited_for
 
         durable.sync = slow_sync
 
-    run = Launched(*RUN, *limits.words, "parallel=tp2", "trainer.train_iters=1", cwd=tmp_path, patch=slowly)
+    run = Launched(
+        *RUN, *limits.words, "parallel=tp2", "trainer.train_iters=1", cwd=tmp_path, patch=slowly
+    )
     started.append(run)
     assert run.wait() == 0, run.said
     assert run.seconds > limits.hard_s
@@ -248,17 +286,22 @@ def test_a_stall_that_passes_is_said_once_and_the_run_ends_well(
     assert run.wait() == 0, run.said
     assert run.said.count("warning: no progress") == 1
     assert re.search(
-        r"rank 1 .* it has not launched collective \d+ of TENSOR_MODEL_PARALLEL_GROUP, in which rank 0", run.said
+        r"rank 1 .* it has not launched collective \d+ of TENSOR_MODEL_PARALLEL_GROUP, in which"
+        r" rank 0",
+        run.said,
     )
     recorded = [
-        json.loads((tmp_path / f"runs/run/errors/flight_rank_0000{rank}.json").read_text()) for rank in (0, 1)
+        json.loads((tmp_path / f"runs/run/errors/flight_rank_0000{rank}.json").read_text())
+        for rank in (0, 1)
     ]
     last = [max(entry["collective_seq_id"] for entry in dump["entries"]) for dump in recorded]
     assert last[0] == last[1] + 1
 
 
 @pytest.mark.full
-def test_a_run_that_was_stopped_as_a_whole_goes_on(tmp_path: Path, started: list[Launched], limits: Limits) -> None:
+def test_a_run_that_was_stopped_as_a_whole_goes_on(
+    tmp_path: Path, started: list[Launched], limits: Limits
+) -> None:
     run = Launched(*RUN, *limits.words, "parallel=tp2", "log.progress=none", cwd=tmp_path)
     started.append(run)
     wait_for(lambda: len(metrics(tmp_path / "runs/run")) > 3)

@@ -55,23 +55,33 @@ def _ask(run: Any, file: Path, task: Path | None = None) -> Any:
         return [SimpleNamespace(args=args) for args in each]
 
     with joined(run) as world:
-        sampler, tokenizer = Sampler(run, world, build_model(run, world, wrap=False)), Tokenizer(file)
+        sampler = Sampler(run, world, build_model(run, world, wrap=False))
+        tokenizer = Tokenizer(file)
         model = Model(sampler, tokenizer, 3)
         if task is not None:
             return results(model, Questions((str(task),)))
-        pairs = model.loglikelihood(requests(("the cat", " sat on"), ("", "the mat"), ("the " * 40, "cat")))
+        pairs = model.loglikelihood(
+            requests(("the cat", " sat on"), ("", "the mat"), ("the " * 40, "cat"))
+        )
         long = TEXT * 5
         (rolling,) = model.loglikelihood_rolling(requests((long,)))
         texts = model.generate_until(
-            requests(("the ", {"until": ["\n"], "max_gen_toks": 5}), ("cat", {"until": "x", "max_gen_toks": 3}))
+            requests(
+                ("the ", {"until": ["\n"], "max_gen_toks": 5}),
+                ("cat", {"until": "x", "max_gen_toks": 3}),
+            )
         )
         ids = [tokenizer.eod or 0, *tokenizer.encode(long)]
         whole = score(sampler, [ids[i : i + 33] for i in range(0, len(ids) - 1, 32)])
-        before, after = tokenizer.encode("the cat"), tokenizer.encode(" sat on")
+        before = tokenizer.encode("the cat")
+        after = tokenizer.encode(" sat on")
         alone = score(sampler, [before + after])[0]
         return (
             (pairs, rolling, texts),
-            (sum(alone.log_probabilities[-len(after) :]), [sum(one.log_probabilities) for one in whole]),
+            (
+                sum(alone.log_probabilities[-len(after) :]),
+                [sum(one.log_probabilities) for one in whole],
+            ),
         )
 
 
@@ -79,11 +89,14 @@ def test_requests_are_answered_by_the_model_alike_in_any_layout(tokenizer: Path)
     (pairs, rolling, texts), (pair, windows) = run_ranks(1, _ask, tiny_run(), tokenizer)[0]
     assert pairs[0][0] == pytest.approx(pair, abs=1e-5)
     assert all(value < 0 for value, _ in pairs)
-    # the last window has the whole context before what is left, and so has more to go by than by hand
+    # the last window has the whole context before what is left, and so has more to go by than by
+    # hand
     assert rolling == pytest.approx(sum(windows), rel=1e-2)
     assert all(texts)
     for answers, _ in run_ranks(2, _ask, tiny_run(ranks=2, tp=2), tokenizer):
-        assert [value for value, _ in answers[0]] == pytest.approx([value for value, _ in pairs], abs=1e-4)
+        assert [value for value, _ in answers[0]] == pytest.approx(
+            [value for value, _ in pairs], abs=1e-4
+        )
         assert answers[1] == pytest.approx(rolling, rel=1e-5)
         assert answers[2] == texts
 

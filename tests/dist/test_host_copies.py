@@ -1,4 +1,6 @@
-"""What megatron-core takes to host memory outlives what it was taken from, also where the CPU is the device."""
+"""What megatron-core takes to host memory outlives what it was taken from, also where the CPU is
+the device.
+"""
 
 from __future__ import annotations
 
@@ -23,9 +25,11 @@ def test_weights_come_back_from_host_memory() -> None:
         buffer = _buffers()[0]
         for change in (0.0, 1.0):  # the second time into the memory that is there already
             buffer.param_data.add_(change)
-            before, at = buffer.param_data.clone(), buffer.param_data.data_ptr()
+            before = buffer.param_data.clone()
+            at = buffer.param_data.data_ptr()
             buffer.offload_to_cpu()
-            empty, apart = buffer.param_data.storage().size() == 0, buffer.param_data_cpu.data_ptr() != at
+            empty = buffer.param_data.storage().size() == 0
+            apart = buffer.param_data_cpu.data_ptr() != at
             buffer.reload_from_cpu()
         return empty, apart, torch.equal(buffer.param_data, before)
 
@@ -56,7 +60,8 @@ def test_an_optimizer_leaves_device_memory_and_comes_back() -> None:
         tiny.accumulate_gradients(model, cfg)
         optimizer.step()
         state = next(iter(optimizer.optimizer.state.values()))
-        before, held = state["exp_avg"], state["exp_avg"].clone()
+        before = state["exp_avg"]
+        held = state["exp_avg"].clone()
         optimizer.offload_to_cpu()
         before.zero_()  # what a device does with memory that nobody holds
         optimizer.restore_from_cpu()

@@ -40,7 +40,12 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "pp2 unlike stages": {"ranks": 2, "pp": 2, "layers_per_stage": (4, 2)},
     "pp2vpp3": {"ranks": 2, "pp": 2, "vpp": 3},
     "cp2": {"ranks": 2, "cp": 2},
-    "tp2cp2, sequence parallel, a group of two ranks": {"ranks": 4, "tp": 2, "cp": 2, "sequence_parallel": True},
+    "tp2cp2, sequence parallel, a group of two ranks": {
+        "ranks": 4,
+        "tp": 2,
+        "cp": 2,
+        "sequence_parallel": True,
+    },
     "cp2 ring": {"ranks": 2, "cp": 2, "cp_comm_type": "p2p"},
     "cp4, a group of four ranks": {"ranks": 4, "cp": 4},
     "dp2 fsdp2": {"ranks": 2, "fsdp": "fsdp2"},
@@ -60,7 +65,9 @@ def _train(run: RunConfig, folder: Path) -> list[tuple[float, float]]:
 
 
 @pytest.fixture(scope="module")
-def one_rank(tmp_path_factory: pytest.TempPathFactory) -> tuple[list[tuple[float, float]], dict[str, torch.Tensor]]:
+def one_rank(
+    tmp_path_factory: pytest.TempPathFactory,
+) -> tuple[list[tuple[float, float]], dict[str, torch.Tensor]]:
     """Losses and norms of one rank, and the weights behind them."""
     home = tmp_path_factory.mktemp("one")
     return run_ranks(1, _train, hybrid_run(), home)[0], whole_tensors(home / f"step_{STEPS:08d}")
@@ -77,7 +84,8 @@ def test_a_layout_computes_what_one_rank_does(name: str, one_rank: Any, tmp_path
     assert many.keys() == one_rank[1].keys()
     for key, weight in one_rank[1].items():
         error = (many[key] - weight).norm() / weight.norm().clamp_min(1e-12)
-        # Adam divides by the root of a gradient's square: where a bias has next to none, rounding decides its sign.
+        # Adam divides by the root of a gradient's square: where a bias has next to none, rounding
+        # decides its sign.
         assert error < (1e-3 if "bias" in key else 2e-5), (key, float(error))
 
 
@@ -122,7 +130,9 @@ def test_a_resumed_run_ends_bitwise_where_the_whole_one_does(tmp_path: Path) -> 
         return train_steps(run, 3, save_to=tmp_path / "whole", save_after=1)
 
     def rest() -> list[tuple[float, float]]:
-        return train_steps(run, 2, save_to=tmp_path / "rest", load_from=tmp_path / "whole/step_00000001")
+        return train_steps(
+            run, 2, save_to=tmp_path / "rest", load_from=tmp_path / "whole/step_00000001"
+        )
 
     expected = run_ranks(2, whole)[0]
     assert run_ranks(2, rest)[0] == expected[1:]
@@ -131,8 +141,8 @@ def test_a_resumed_run_ends_bitwise_where_the_whole_one_does(tmp_path: Path) -> 
 
 
 def _mixed(run: RunConfig, chunk: int) -> tuple[torch.Tensor, list[torch.Tensor]]:
-    """A job of one rank: what a mixer of the run makes of drawn input, and all gradients, by chunks of so many
-    tokens; 0: by the recurrence, one token after the other.
+    """A job of one rank: what a mixer of the run makes of drawn input, and all gradients, by chunks
+    of so many tokens; 0: by the recurrence, one token after the other.
     """
     from mtrain_kernels.ssd import reference
 
@@ -150,9 +160,13 @@ def _mixed(run: RunConfig, chunk: int) -> tuple[torch.Tensor, list[torch.Tensor]
             mixer.scan = mamba_mixer.Scan(mixer.scan.conv_kernel, chunk)
         else:
             mamba_mixer.ssd = one_by_one
-        drawn = torch.randn(30, 2, run.model.hidden_size, generator=torch.Generator().manual_seed(1))
+        drawn = torch.randn(
+            30, 2, run.model.hidden_size, generator=torch.Generator().manual_seed(1)
+        )
         out, _ = mixer(drawn.requires_grad_())
-        gradients = torch.autograd.grad(out.square().sum(), [drawn, mixer.dt_bias, mixer.A_log, mixer.D])
+        gradients = torch.autograd.grad(
+            out.square().sum(), [drawn, mixer.dt_bias, mixer.A_log, mixer.D]
+        )
         return out.detach(), list(gradients)
 
 

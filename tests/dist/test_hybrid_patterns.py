@@ -1,5 +1,6 @@
-"""Patterns with MLA, sparse attention and gated delta nets: layouts compute what one rank does, and what a decoder-
-only transformer of the same layers computes."""
+"""Patterns with MLA, sparse attention and gated delta nets: layouts compute what one rank does, and
+what a decoder- only transformer of the same layers computes.
+"""
 
 from __future__ import annotations
 
@@ -20,8 +21,12 @@ from tests.support.forked import run_ranks
 from tests.support.runs import train_steps, trained, whole_tensors
 
 NEMOTRON = "model=nemotron_h_tiny model.num_layers=6"
-DELTA = "model.linear_attention={num_key_heads:4,num_value_heads:8,key_head_dim:16,value_head_dim:16}"
-LATENT = "model.mla={q_lora_rank:32,kv_lora_rank:32,qk_head_dim:16,qk_pos_emb_head_dim:8,v_head_dim:16}"
+DELTA = (
+    "model.linear_attention={num_key_heads:4,num_value_heads:8,key_head_dim:16,value_head_dim:16}"
+)
+LATENT = (
+    "model.mla={q_lora_rank:32,kv_lora_rank:32,qk_head_dim:16,qk_pos_emb_head_dim:8,v_head_dim:16}"
+)
 EXPERTS = "model.moe={num_experts:4,ffn_hidden_size:64}"
 TURNED = "model.position_embedding_type=rope model.num_query_groups=null model.qk_layernorm=true"
 SPARSE = "model.dsa={indexer_n_heads:4,indexer_head_dim:16,indexer_topk:8}"
@@ -39,7 +44,9 @@ def hybrid(name: str, layout: str) -> RunConfig:
 
 
 def _train(run: RunConfig, home: Path) -> tuple[list[tuple[float, float]], int]:
-    """A job: two steps, a checkpoint behind them, and the parameters that this rank alone counts."""
+    """A job: two steps, a checkpoint behind them, and the parameters that this rank
+    alone counts.
+    """
     from mtrain.build.model import build_model
     from mtrain.mcore.sharding import model_shards
     from mtrain.world.init import joined
@@ -51,9 +58,12 @@ def _train(run: RunConfig, home: Path) -> tuple[list[tuple[float, float]], int]:
 
 
 @pytest.mark.parametrize("name", some(CASES, ["gated delta nets pp2"]))
-def test_a_layout_computes_what_one_rank_does_and_the_plan_counts_it(name: str, tmp_path: Path) -> None:
+def test_a_layout_computes_what_one_rank_does_and_the_plan_counts_it(
+    name: str, tmp_path: Path
+) -> None:
     model, layout = CASES[name]
-    one, run = hybrid(model, "single"), hybrid(model, layout)
+    one = hybrid(model, "single")
+    run = hybrid(model, layout)
     expected = run_ranks(1, _train, one, tmp_path / "one")
     found = run_ranks(run.parallel.ranks or 1, _train, run, tmp_path / "many")
     for here, there in zip(found[0][0], expected[0][0], strict=True):
@@ -62,7 +72,8 @@ def test_a_layout_computes_what_one_rank_does_and_the_plan_counts_it(name: str, 
     weights, many = (whole_tensors(tmp_path / side / "step_00000002") for side in ("one", "many"))
     assert weights.keys() == many.keys()
     for key, weight in weights.items():
-        # Adam divides by the root of a gradient's square: where there is next to none, rounding decides its sign.
+        # Adam divides by the root of a gradient's square: where there is next to none, rounding
+        # decides its sign.
         loose = 1e-2 if key.endswith(("bias", "A_log")) else 1e-4
         assert (many[key] - weight).norm() <= loose * weight.norm().clamp_min(1e-12), key
 
@@ -70,17 +81,22 @@ def test_a_layout_computes_what_one_rank_does_and_the_plan_counts_it(name: str, 
 OF_LAYERS = {
     "gated delta nets": "model=qwen3_next_tiny",
     "latent attention": DEEPSEEK,
-    "sparse attention": DEEPSEEK.replace("deepseek_tiny", "deepseek_v3_2_tiny model.dsa.indexer_topk=8"),
+    "sparse attention": DEEPSEEK.replace(
+        "deepseek_tiny", "deepseek_v3_2_tiny model.dsa.indexer_topk=8"
+    ),
 }
 
 
 def _logits(one: RunConfig, other: RunConfig) -> list[torch.Tensor]:
-    """A job of one rank: logits of a model, and of another one with its weights, then with one that is off."""
+    """A job of one rank: logits of a model, and of another one with its weights, then with one that
+    is off.
+    """
     from mtrain.build.model import build_model
     from mtrain.mcore.local_params import unwrap
     from mtrain.world.init import joined
 
-    tokens, places = torch.arange(32)[None] * 7 % one.model.vocab_size, torch.arange(32)[None]
+    tokens = torch.arange(32)[None] * 7 % one.model.vocab_size
+    places = torch.arange(32)[None]
 
     def logits(chunk: Any) -> torch.Tensor:
         with torch.no_grad():
@@ -88,7 +104,8 @@ def _logits(one: RunConfig, other: RunConfig) -> list[torch.Tensor]:
 
     with joined(one) as world:
         left, right = (unwrap(build_model(run, world, wrap=False)[0]) for run in (one, other))
-        own, names = dict(left.named_parameters()), dict(right.named_parameters())
+        own = dict(left.named_parameters())
+        names = dict(right.named_parameters())
         assert own.keys() == names.keys()
         for name, weight in own.items():
             names[name].data.copy_(weight.data)
@@ -104,7 +121,12 @@ def test_a_pattern_is_the_transformer_of_the_same_layers(name: str, tmp_path: Pa
     model = transformer.model
     section = {"pattern": pattern(model), "num_heads": 4, "num_groups": 2}
     moe = model.moe.model_copy(update={"first_dense_layers": 0}) if model.moe is not None else None
-    said = {**model.model_dump(), "family": "hybrid", "builder": "gpt", "num_layers": len(pattern(model))}
+    said = {
+        **model.model_dump(),
+        "family": "hybrid",
+        "builder": "gpt",
+        "num_layers": len(pattern(model)),
+    }
     kind = type(model).model_validate({**said, "hybrid": section, "moe": moe and moe.model_dump()})
     as_pattern = transformer.model_copy(update={"model": kind})
     expected, found, wrong = run_ranks(1, _logits, transformer, as_pattern)[0]
@@ -114,14 +136,18 @@ def test_a_pattern_is_the_transformer_of_the_same_layers(name: str, tmp_path: Pa
 
 OF_LATENT = {
     "adapters": "peft=lora peft.target=[qkv]",
-    "attention computed again": "parallel.recompute.granularity=selective parallel.recompute.modules=[core_attn]",
+    "attention computed again": (
+        "parallel.recompute.granularity=selective parallel.recompute.modules=[core_attn]"
+    ),
 }
 
 
 @pytest.mark.full
 @pytest.mark.parametrize("name", OF_LATENT)
 def test_latent_attention_of_a_hybrid_is_adapted_and_computed_again(name: str) -> None:
-    """`check` knows layers of latent attention for what they have: queries, keys and values, and a core."""
+    """`check` knows layers of latent attention for what they have: queries, keys and values, and a
+    core.
+    """
     words = f"{PATTERNS['latent attention']} {OF_LATENT[name]}"
     runs = [built_as("gpt", f"{words} parallel={layout}") for layout in ("single", "tp2sp")]
     one, many = (trained(run, 2) for run in runs)

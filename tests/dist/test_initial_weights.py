@@ -1,4 +1,6 @@
-"""Initial weights by element index: a rank draws its part of a tensor as it is in the whole one, and little else."""
+"""Initial weights by element index: a rank draws its part of a tensor as it is in the whole one,
+and little else.
+"""
 
 from __future__ import annotations
 
@@ -12,13 +14,19 @@ from tests.support.forked import run_ranks
 from tests.support.runs import tiny_run
 
 
-def _filled(shape: tuple[int, ...], offset: tuple[int, ...], size: tuple[int, ...], **more: Any) -> torch.Tensor:
+def _filled(
+    shape: tuple[int, ...], offset: tuple[int, ...], size: tuple[int, ...], **more: Any
+) -> torch.Tensor:
     from mtrain.build import philox, weights
     from mtrain.mcore.sharding import TensorShard
 
     start, stop = more.get("flat", (0, prod(size)))
     tensor = torch.full((stop - start,), torch.nan)
-    weights._fill(TensorShard("model/w", shape, offset, size, tensor, **more), lambda bits: philox.normal(bits), 7)
+    weights._fill(
+        TensorShard("model/w", shape, offset, size, tensor, **more),
+        lambda bits: philox.normal(bits),
+        7,
+    )
     return tensor
 
 
@@ -32,7 +40,10 @@ def _filled(shape: tuple[int, ...], offset: tuple[int, ...], size: tuple[int, ..
     ],
 )
 def test_a_shard_draws_its_part_of_the_whole_tensor(
-    shape: tuple[int, ...], offset: tuple[int, ...], size: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
+    shape: tuple[int, ...],
+    offset: tuple[int, ...],
+    size: tuple[int, ...],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     from mtrain.build import weights
 
@@ -62,7 +73,10 @@ def test_no_number_is_of_the_generator_of_a_device() -> None:
         from mtrain.world.init import joined
 
         def weights() -> dict[str, torch.Tensor]:
-            return {name: p.detach().clone() for name, p in build_model(run, world)[0].named_parameters()}
+            return {
+                name: p.detach().clone()
+                for name, p in build_model(run, world)[0].named_parameters()
+            }
 
         run = tiny_run()
         real = torch.Tensor.normal_

@@ -1,4 +1,6 @@
-"""Ranks that come together, or do not: who is absent, who came twice and what differs is named by all the others."""
+"""Ranks that come together, or do not: who is absent, who came twice and what differs is named by
+all the others.
+"""
 
 from __future__ import annotations
 
@@ -32,19 +34,29 @@ ENVIRONMENT = 3
 
 
 def soon() -> str:
-    """Return the word for a limit that ranks which start at once keep, and that a test can wait for."""
+    """Return the word for a limit that ranks which start at once keep, and that a test can wait
+    for.
+    """
     return f"trainer.join_timeout_s={patient(2)}"
 
 
 @pytest.fixture
 def start(tmp_path: Path) -> Iterator[Callable[..., Launched]]:
     """Starts a rank of `parallel=dp`; none outlives the test."""
-    port, started = free_port(), []
+    port = free_port()
+    started = []
 
-    def one(rank: int, size: int, *words: str, patch: Callable[[], None] | None = None, **more: str) -> Launched:
-        environment, said = as_rank(rank, size, port, **more), {word.partition("=")[0] for word in words}
+    def one(
+        rank: int, size: int, *words: str, patch: Callable[[], None] | None = None, **more: str
+    ) -> Launched:
+        environment = as_rank(rank, size, port, **more)
+        said = {word.partition("=")[0] for word in words}
         usual = [word for word in RUN if word.partition("=")[0] not in said]
-        started.append(Launched(*usual, "parallel=dp", *words, cwd=tmp_path, environment=environment, patch=patch))
+        started.append(
+            Launched(
+                *usual, "parallel=dp", *words, cwd=tmp_path, environment=environment, patch=patch
+            )
+        )
         return started[-1]
 
     yield one
@@ -56,9 +68,13 @@ def test_ranks_that_agree_train(start: Callable[..., Launched], tmp_path: Path) 
     ranks = [start(0, 2), start(1, 2)]
     assert [rank.wait() for rank in ranks] == [0, 0], ranks[0].said + ranks[1].said
     assert len(metrics(tmp_path / "runs/run")) == 2
-    records = [tmp_path / "runs/run" / name / "run.yaml" for name in ("", "checkpoints/step_00000002")]
+    records = [
+        tmp_path / "runs/run" / name / "run.yaml" for name in ("", "checkpoints/step_00000002")
+    ]
     began, saved = (read_run_file(record).kernels.cpu_matmul for record in records)
-    assert began == saved in ("blas", "onednn"), "a run goes on with the library of products that it began with"
+    assert began == saved in ("blas", "onednn"), (
+        "a run goes on with the library of products that it began with"
+    )
 
 
 def test_a_warning_is_printed_by_rank_0_alone(start: Callable[..., Launched]) -> None:
@@ -86,12 +102,16 @@ def test_a_machine_that_is_too_small_is_refused_by_its_first_rank_for_all(
     assert not (tmp_path / "runs").exists()
 
 
-def test_absent_ranks_are_named_with_those_that_came(start: Callable[..., Launched], tmp_path: Path) -> None:
+def test_absent_ranks_are_named_with_those_that_came(
+    start: Callable[..., Launched], tmp_path: Path
+) -> None:
     limit_s = patient(2)
     ranks = [start(rank, 4, f"trainer.join_timeout_s={limit_s}") for rank in (0, 2)]
     for rank in ranks:
         assert rank.wait() == ENVIRONMENT, rank.said
-        assert f"ranks 1 and 3 of 4 did not arrive within {limit_s} s; arrived: 0, 2 on" in rank.said
+        assert (
+            f"ranks 1 and 3 of 4 did not arrive within {limit_s} s; arrived: 0, 2 on" in rank.said
+        )
         assert f"trainer.join_timeout_s={10 * limit_s}" in rank.said
         assert "Traceback" not in rank.said
         assert rank.seconds > limit_s
@@ -111,10 +131,15 @@ def test_rank_0_may_be_absent_from_a_store_of_the_launchers(tmp_path: Path) -> N
 
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     words = (*RUN, "parallel=dp", soon())
-    ranks = [Launched(*words, cwd=tmp_path, environment=as_rank(r, 3, store.port, **AGENT)) for r in (1, 2)]
+    ranks = [
+        Launched(*words, cwd=tmp_path, environment=as_rank(r, 3, store.port, **AGENT))
+        for r in (1, 2)
+    ]
     for rank in ranks:
         assert rank.wait() == ENVIRONMENT
-        assert re.search(r"rank 0 of 3 did not arrive within \d+ s; arrived: 1, 2 on", rank.said), rank.said
+        assert re.search(r"rank 0 of 3 did not arrive within \d+ s; arrived: 1, 2 on", rank.said), (
+            rank.said
+        )
 
 
 AGENT = {"TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RESTART_COUNT": "0"}
@@ -127,14 +152,20 @@ def test_what_an_earlier_start_left_in_the_launchers_store_confuses_nobody(tmp_p
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
 
     def start(rank: int, size: int, name: str, restarts: str) -> Launched:
-        environment = as_rank(rank, size, store.port, **AGENT | {"TORCHELASTIC_RESTART_COUNT": restarts})
-        return Launched(*RUN, "parallel=dp", word, f"log.name={name}", cwd=tmp_path, environment=environment)
+        environment = as_rank(
+            rank, size, store.port, **AGENT | {"TORCHELASTIC_RESTART_COUNT": restarts}
+        )
+        return Launched(
+            *RUN, "parallel=dp", word, f"log.name={name}", cwd=tmp_path, environment=environment
+        )
 
     word = soon()
     for name, sizes, code in (("a", (2, 2), 0), ("b", (2,), ENVIRONMENT), ("c", (2, 2), 0)):
         # Machines count restarts differently: one that failed counts its own, the others do not.
         ranks = [start(rank, size, name, str(rank)) for rank, size in enumerate(sizes)]
-        assert [rank.wait() for rank in ranks] == [code] * len(ranks), ranks[0].said + ranks[-1].said
+        assert [rank.wait() for rank in ranks] == [code] * len(ranks), (
+            ranks[0].said + ranks[-1].said
+        )
 
 
 def test_keys_that_differ_are_named_with_both_values(start: Callable[..., Launched]) -> None:
@@ -167,7 +198,9 @@ def test_another_world_size_is_named_on_every_rank(start: Callable[..., Launched
         assert "4 on rank 1 (" in rank.said
 
 
-def test_a_rank_whose_configuration_is_refused_tells_the_others(start: Callable[..., Launched]) -> None:
+def test_a_rank_whose_configuration_is_refused_tells_the_others(
+    start: Callable[..., Launched],
+) -> None:
     ranks = [start(0, 2), start(1, 2, "optim.lr=-1")]
     assert [rank.wait() for rank in ranks] == [ENVIRONMENT, 2]
     assert "rank 1 (" in ranks[0].said
@@ -175,7 +208,9 @@ def test_a_rank_whose_configuration_is_refused_tells_the_others(start: Callable[
     assert "optim.lr" in ranks[0].said
 
 
-def test_a_refused_configuration_of_rank_0_reaches_the_others(start: Callable[..., Launched]) -> None:
+def test_a_refused_configuration_of_rank_0_reaches_the_others(
+    start: Callable[..., Launched],
+) -> None:
     ranks = [start(0, 2, "optim.lr=-1"), start(1, 2)]
     assert [rank.wait() for rank in ranks] == [2, ENVIRONMENT]
     assert "rank 0 (" in ranks[1].said
@@ -183,7 +218,9 @@ def test_a_refused_configuration_of_rank_0_reaches_the_others(start: Callable[..
 
 
 @pytest.mark.parametrize("twice", [0, pytest.param(1, marks=pytest.mark.full)])
-def test_a_rank_that_came_twice_is_named_with_both_processes(start: Callable[..., Launched], twice: int) -> None:
+def test_a_rank_that_came_twice_is_named_with_both_processes(
+    start: Callable[..., Launched], twice: int
+) -> None:
     word = soon()
     ranks = [start(rank, 3, word) for rank in (twice, twice, 1 - twice)]
     assert [rank.wait() for rank in ranks] == [ENVIRONMENT] * 3
@@ -202,7 +239,10 @@ def test_a_rank_that_comes_a_second_time_when_training_has_begun_ends_alone(
     second = start(twice, 2, "trainer.train_iters=100000", "log.progress=none", soon())
     assert second.wait() == ENVIRONMENT
     assert f"rank {1 - twice} of 2 did not arrive" in second.said
-    assert "note: ranks started on this store before; if they still run, RANK is given twice" in second.said
+    assert (
+        "note: ranks started on this store before; if they still run, RANK is given twice"
+        in second.said
+    )
     steps = len(metrics(tmp_path / "runs/run"))
     wait_for(lambda: len(metrics(tmp_path / "runs/run")) > steps + 2)
     assert "warning" not in ranks[0].said + ranks[1].said
@@ -228,7 +268,9 @@ def test_a_rank_that_still_imports_is_waited_for(start: Callable[..., Launched])
     assert [rank.wait() for rank in ranks] == [0, 0], ranks[0].said
 
 
-def test_a_rank_that_is_refused_while_it_imports_ends_at_once(start: Callable[..., Launched]) -> None:
+def test_a_rank_that_is_refused_while_it_imports_ends_at_once(
+    start: Callable[..., Launched],
+) -> None:
     def stuck() -> None:
         from mtrain import mcore
 

@@ -1,4 +1,6 @@
-"""Keys of GPUs alone: megatron-core takes what the rules let through, and refuses what they refuse of its limits."""
+"""Keys of GPUs alone: megatron-core takes what the rules let through, and refuses what they refuse
+of its limits.
+"""
 
 from __future__ import annotations
 
@@ -28,11 +30,15 @@ OFFLOAD = "parallel.activation_offload.modules"
 
 
 def _graphs(impl: str, *modules: str, **keys: Any) -> RunConfig:
-    return tiny_run(trainer={"cuda_graph_impl": impl, "cuda_graph_modules": modules or None}, **keys)
+    return tiny_run(
+        trainer={"cuda_graph_impl": impl, "cuda_graph_modules": modules or None}, **keys
+    )
 
 
 def _offload(*modules: str, fraction: float | None = None, **keys: Any) -> RunConfig:
-    return tiny_run(activation_offload=ActivationOffloadConfig(modules=modules, fraction=fraction), **keys)
+    return tiny_run(
+        activation_offload=ActivationOffloadConfig(modules=modules, fraction=fraction), **keys
+    )
 
 
 def _taken(runs: list[RunConfig]) -> list[dict[str, Any] | str]:
@@ -149,14 +155,22 @@ def test_a_part_of_the_activations_is_what_0_19_is_told() -> None:
     ],
 )
 def test_activations_that_cannot_wait_on_the_host_are_refused(words: str, code: str) -> None:
-    problems = [p for p in check(resolve(compose(words.split()).run, LAPTOP)) if p.severity == "error"]
+    problems = [
+        p for p in check(resolve(compose(words.split()).run, LAPTOP)) if p.severity == "error"
+    ]
     assert {p.code for p in problems} == ({code} if code else set())
     assert all(p.fix for p in problems)
 
 
 def test_flags_of_offloaded_activations_are_read_and_written() -> None:
-    model = "--num-layers 4 --hidden-size 72 --num-attention-heads 4 --seq-length 128 --micro-batch-size 1 --lr 1e-3"
-    data = "--vocab-size 1023 --tokenizer-type NullTokenizer --mock-data --train-iters 10 --global-batch-size 8"
+    model = (
+        "--num-layers 4 --hidden-size 72 --num-attention-heads 4 --seq-length 128"
+        " --micro-batch-size 1 --lr 1e-3"
+    )
+    data = (
+        "--vocab-size 1023 --tokenizer-type NullTokenizer --mock-data --train-iters 10"
+        " --global-batch-size 8"
+    )
     flags = "--fine-grained-activation-offloading --offload-modules core_attn attn_proj"
     start = "torchrun --nproc-per-node 1 pretrain_gpt.py"
     run = import_texts([(f"{start} {model} {data} {flags}\n", "run.sh")], "offload").run

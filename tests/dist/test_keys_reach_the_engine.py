@@ -1,7 +1,8 @@
-"""Keys of shape, routing and communication: each is in megatron-core's configuration, moves what it says, no more.
+"""Keys of shape, routing and communication: each is in megatron-core's configuration, moves what it
+says, no more.
 
-A key that changes the model changes the first step's loss or gradient, by the same amount on one rank and on several.
-A key that changes how ranks speak changes neither.
+A key that changes the model changes the first step's loss or gradient, by the same amount on one
+rank and on several. A key that changes how ranks speak changes neither.
 """
 
 from __future__ import annotations
@@ -18,7 +19,11 @@ from tests.support.covering import some
 from tests.support.forked import run_alone, run_ranks
 from tests.support.runs import tiny_run, train_steps, trained
 
-EXPERTS: dict[str, Any] = {"num_experts": 4, "ffn_hidden_size": 64, "shared_expert_intermediate_size": 64}
+EXPERTS: dict[str, Any] = {
+    "num_experts": 4,
+    "ffn_hidden_size": 64,
+    "shared_expert_intermediate_size": 64,
+}
 TP2 = {"ranks": 2, "tp": 2}
 SP2 = {**TP2, "sequence_parallel": True}
 EP2 = {"ranks": 2, "ep": 2}
@@ -61,7 +66,11 @@ def built(run: RunConfig) -> Any:
         from mtrain.devices import registry
 
         held = vars(transformer_config(run, registry.get("cpu")))
-        return {name: value for name, value in held.items() if isinstance(value, bool | int | float | str | list)}
+        return {
+            name: value
+            for name, value in held.items()
+            if isinstance(value, bool | int | float | str | list)
+        }
 
     return run_alone(job)
 
@@ -86,7 +95,8 @@ def test_a_key_of_the_model_moves_the_numbers_alike_in_every_layout(
     key: str, plain: list[tuple[float, float]]
 ) -> None:
     value, layout, fields = SHAPES[key]
-    alone, cut = tiny_run(model={key: value}), tiny_run(model={key: value}, **layout)
+    alone = tiny_run(model={key: value})
+    cut = tiny_run(model={key: value}, **layout)
     held = built(alone)
     assert {name: held[name] for name in fields} == fields
     found = steps(alone)
@@ -144,11 +154,24 @@ def test_weighing_what_goes_into_an_expert_is_another_model() -> None:
 
 
 def test_the_turns_that_are_stretched_reach_latent_attention() -> None:
-    latent: dict[str, Any] = {"kv_lora_rank": 32, "qk_head_dim": 16, "qk_pos_emb_head_dim": 16, "v_head_dim": 16}
-    yarn = {"rope_type": "yarn", "rotary_scaling_factor": 4.0, "original_max_position_embeddings": 16}
+    latent: dict[str, Any] = {
+        "kv_lora_rank": 32,
+        "qk_head_dim": 16,
+        "qk_pos_emb_head_dim": 16,
+        "v_head_dim": 16,
+    }
+    yarn = {
+        "rope_type": "yarn",
+        "rotary_scaling_factor": 4.0,
+        "original_max_position_embeddings": 16,
+    }
     values = {"mscale": 1.0, "mscale_all_dim": 0.0, "beta_fast": 32.0, "beta_slow": 1.0}
     usual, other = (
-        {"mla": MLAConfig(**{**latent, **yarn, **values, **more}), "num_query_groups": None, "init_method_std": 0.2}
+        {
+            "mla": MLAConfig(**{**latent, **yarn, **values, **more}),
+            "num_query_groups": None,
+            "init_method_std": 0.2,
+        }
         for more in ({}, {"beta_fast": 2.0, "beta_slow": 0.1})
     )
     found = steps(tiny_run(model=other))
@@ -188,7 +211,8 @@ def test_random_routing_reaches_the_router(key: str, experts: list[tuple[float, 
         (TURNS, "microbatch_group_size_per_vp_stage", 4),
         (TURNS, "overlap_p2p_comm_warmup_flush", True),
         pytest.param(
-            *(TP2, "recompute", RecomputeConfig(**FULL, distribute_saved_activations=True)), marks=pytest.mark.full
+            *(TP2, "recompute", RecomputeConfig(**FULL, distribute_saved_activations=True)),
+            marks=pytest.mark.full,
         ),
     ],
     ids=lambda v: v if isinstance(v, str) else "",
@@ -212,14 +236,19 @@ def buckets(run: RunConfig) -> list[int]:
 
         with joined(run) as world:
             (chunk,) = build_model(run, world)
-            return [bucket.grad_data.numel() for buffer in chunk.buffers for bucket in buffer.buckets]
+            return [
+                bucket.grad_data.numel() for buffer in chunk.buffers for bucket in buffer.buckets
+            ]
 
     sizes: list[int] = run_ranks(run.parallel.ranks or 1, job)[0]
     return sizes
 
 
-def test_buckets_have_the_size_that_is_asked_for_and_change_no_number(plain: list[tuple[float, float]]) -> None:
-    usual, small = tiny_run(**ZERO), tiny_run(**ZERO, ddp_bucket_size=20_000)
+def test_buckets_have_the_size_that_is_asked_for_and_change_no_number(
+    plain: list[tuple[float, float]],
+) -> None:
+    usual = tiny_run(**ZERO)
+    small = tiny_run(**ZERO, ddp_bucket_size=20_000)
     padded = tiny_run(**ZERO, ddp_pad_buckets_for_high_nccl_busbw=True)
     assert len(buckets(usual)) == 1
     assert len(buckets(small)) > 4
@@ -232,12 +261,15 @@ def test_buckets_have_the_size_that_is_asked_for_and_change_no_number(plain: lis
 def test_gradients_that_travel_in_half_are_added_up_in_full() -> None:
     layout = {**ZERO, "ranks": 4}
     half, full = (
-        tiny_run(dtype="bf16", **layout, ddp_reduce_scatter_with_fp32_accumulation=on) for on in (False, True)
+        tiny_run(dtype="bf16", **layout, ddp_reduce_scatter_with_fp32_accumulation=on)
+        for on in (False, True)
     )
     norms = []
     for run in (half, full, tiny_run(dtype="bf16", **layout)):
         less = run.precision.model_copy(update={"grad_reduce_in_fp32": False})
-        values = steps(run if run not in (half, full) else run.model_copy(update={"precision": less}))
+        values = steps(
+            run if run not in (half, full) else run.model_copy(update={"precision": less})
+        )
         norms.append(values[0][1])
     in_half, in_full, exact = norms
     assert in_half != in_full

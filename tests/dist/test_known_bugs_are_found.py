@@ -1,4 +1,6 @@
-"""Bugs that `engines --fixes` says are kept away by tests, each brought back: what is compared there finds it."""
+"""Bugs that `engines --fixes` says are kept away by tests, each brought back: what is compared
+there finds it.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,9 @@ SAYS = engine.at_least(0, 19)
 
 
 def scattered_without_a_gather() -> None:
-    """#5628: embeddings of images and texts are cut for sequence parallelism, a part of their gradient returns."""
+    """#5628: embeddings of images and texts are cut for sequence parallelism, a part of their
+    gradient returns.
+    """
     from megatron.core.parallel_state import get_tensor_model_parallel_group as group
 
     def cut(x: torch.Tensor) -> torch.Tensor:
@@ -37,14 +41,18 @@ def replicas_apart() -> None:
     from mtrain.mcore import api as mcore
 
     def mesh(device: torch.device, *, experts: bool) -> DeviceMesh:
-        part = mcore.parallel_state.get_data_parallel_group(with_context_parallel=True, partial_data_parallel=True)
+        part = mcore.parallel_state.get_data_parallel_group(
+            with_context_parallel=True, partial_data_parallel=True
+        )
         return DeviceMesh.from_group(part, device.type)
 
     replace("mtrain.mcore.fsdp2", "_mesh", mesh)
 
 
 def held_back_until_the_last() -> None:
-    """#6357: where optimizer state alone is sharded, gradients wait for a last micro-batch that nobody is told of."""
+    """#6357: where optimizer state alone is sharded, gradients wait for a last micro-batch that
+    nobody is told of.
+    """
     from mtrain.train import assemble
 
     real = assemble.configure_schedule_hooks
@@ -57,7 +65,9 @@ def held_back_until_the_last() -> None:
 
 
 def predictions_weighed_by_what_is_left() -> None:
-    """#3159: losses of predictions count for more where rolling leaves fewer tokens of a micro-batch."""
+    """#3159: losses of predictions count for more where rolling leaves fewer tokens of a
+    micro-batch.
+    """
     from mtrain.mcore.language_model import LanguageModel
 
     real = LanguageModel.sum_of_losses
@@ -75,9 +85,15 @@ def predictions_weighed_by_what_is_left() -> None:
 
 BUGS: dict[str, tuple[str, Callable[[], None]]] = {
     "#5628": ("model=llava_tiny parallel=tp2sp", scattered_without_a_gather),
-    "#3159": ("data.packed=true model.mtp_num_layers=1 parallel=pp2", predictions_weighed_by_what_is_left),
+    "#3159": (
+        "data.packed=true model.mtp_num_layers=1 parallel=pp2",
+        predictions_weighed_by_what_is_left,
+    ),
     "#4953": ("parallel=dp4 parallel.fsdp=fsdp2 parallel.hsdp_replicas=2", replicas_apart),
-    "#6357": ("parallel=dp2 parallel.fsdp=megatron parallel.fsdp_sharding=optim", held_back_until_the_last),
+    "#6357": (
+        "parallel=dp2 parallel.fsdp=megatron parallel.fsdp_sharding=optim",
+        held_back_until_the_last,
+    ),
 }
 """Row -> the layout that is proven, and what brings the bug back."""
 
@@ -94,9 +110,11 @@ def test_a_known_bug_is_found_by_the_comparison_that_keeps_it_away(row: str) -> 
 
 @pytest.mark.full
 def test_what_an_evaluation_gathered_is_found_where_it_counts_as_gathered_in_training() -> None:
-    """#3155, in a layout of `test_fully_sharded.py`: of all resets one is left out, of what the evaluation gathered.
+    """#3155, in a layout of `test_fully_sharded.py`: of all resets one is left out, of what the
+    evaluation gathered.
 
-    The step that follows reads what it would have gathered itself; its update does not reach the one behind that.
+    The step that follows reads what it would have gathered itself; its update does not reach the
+    one behind that.
     """
     from tests.dist.test_fully_sharded import LAYOUTS, _run, _use
 
@@ -104,14 +122,20 @@ def test_what_an_evaluation_gathered_is_found_where_it_counts_as_gathered_in_tra
     run = run.model_copy(update={"trainer": run.trainer.model_copy(update={"eval_iters": 2})})
 
     def faulty() -> tuple[Any, int]:
-        from megatron.core.distributed.fsdp.src.megatron_fsdp.param_and_grad_buffer import AllGatherPipeline
+        from megatron.core.distributed.fsdp.src.megatron_fsdp.param_and_grad_buffer import (
+            AllGatherPipeline,
+        )
 
         from mtrain.train import step
 
-        real, gathered, left_out = AllGatherPipeline.reset, step.gathered, list[bool]()
+        real = AllGatherPipeline.reset
+        gathered = step.gathered
+        left_out = list[bool]()
 
         def reset(self: Any, *args: Any, **more: Any) -> None:
-            if left_out == [False] and torch.is_grad_enabled():  # of the step behind; texts are written before it
+            if (
+                left_out == [False] and torch.is_grad_enabled()
+            ):  # of the step behind; texts are written before it
                 left_out.append(True)
             else:
                 real(self, *args, **more)
@@ -122,7 +146,8 @@ def test_what_an_evaluation_gathered_is_found_where_it_counts_as_gathered_in_tra
                 yield
             left_out.append(False)
 
-        step.gathered, AllGatherPipeline.reset = evaluated, reset
+        step.gathered = evaluated
+        AllGatherPipeline.reset = reset
         return _use(run), left_out.count(True)
 
     ranks = run.parallel.ranks or 1
@@ -151,9 +176,13 @@ def test_an_embedding_that_one_stage_takes_for_a_matrix_is_found() -> None:
     assert [loss for loss, _ in run_ranks(2, job)[1]] != expected
 
 
-@pytest.mark.parametrize("fault", [False, pytest.param(True, marks=pytest.mark.skipif(SAYS, reason="since 0.19"))])
+@pytest.mark.parametrize(
+    "fault", [False, pytest.param(True, marks=pytest.mark.skipif(SAYS, reason="since 0.19"))]
+)
 def test_every_norm_before_a_mixer_has_the_epsilon_of_the_model(fault: bool) -> None:
-    """#5750: megatron-core 0.16.1's layer does not say it, and a norm has that which its class begins with."""
+    """#5750: megatron-core 0.16.1's layer does not say it, and a norm has that which its class
+    begins with.
+    """
     from tests.dist.test_hybrid import hybrid_run
 
     run = hybrid_run(model={"layernorm_epsilon": 0.25})
@@ -165,10 +194,16 @@ def test_every_norm_before_a_mixer_has_the_epsilon_of_the_model(fault: bool) -> 
 
         if fault:
             real = hybrid_model.MambaLayerSubmodules
-            hybrid_model.MambaLayerSubmodules = lambda norm, **parts: real(norm=norm.module, **parts)
+            hybrid_model.MambaLayerSubmodules = lambda norm, **parts: real(
+                norm=norm.module, **parts
+            )
         with joined(run) as world:
             (chunk,) = assemble(run, world, splits_of(run)).state.chunks
-            return {float(layer.norm.eps) for layer in chunk.modules() if isinstance(layer, api.MambaLayer)}
+            return {
+                float(layer.norm.eps)
+                for layer in chunk.modules()
+                if isinstance(layer, api.MambaLayer)
+            }
 
     assert (run_ranks(1, job)[0] == {0.25}) is not fault
 
@@ -177,7 +212,9 @@ def test_the_balancing_loss_is_what_the_key_says_and_no_default() -> None:
     """#5694: a default of megatron-core's own says how experts are balanced."""
 
     def handed_over(coefficient: float, *, fault: bool = False) -> float:
-        run = tiny_run(model={"moe": MoEConfig(num_experts=4, ffn_hidden_size=64, aux_loss_coeff=coefficient)})
+        run = tiny_run(
+            model={"moe": MoEConfig(num_experts=4, ffn_hidden_size=64, aux_loss_coeff=coefficient)}
+        )
 
         def job() -> float:
             from mtrain.build.transformer import transformer_config

@@ -21,8 +21,11 @@ STEPS = 3
 
 
 def test_an_update_is_skipped_where_the_gradient_norm_is_too_large() -> None:
-    """The losses are those of weights that stay where they are; below the threshold nothing changes."""
-    still, all_skipped = ({"lr": 1e-30, "min_lr": 0.0}, {"skip_above_grad_norm": 1e-6})
+    """The losses are those of weights that stay where they are; below the threshold nothing
+    changes.
+    """
+    still = {"lr": 1e-30, "min_lr": 0.0}
+    all_skipped = {"skip_above_grad_norm": 1e-6}
     none_skipped: dict[str, float] = {"skip_above_grad_norm": 1e6}
 
     def losses(optim: dict[str, float]) -> list[float]:
@@ -37,7 +40,9 @@ def test_an_update_is_skipped_where_the_gradient_norm_is_too_large() -> None:
 
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize("loss", ["reference", "megatron"])
-def test_detached_predictions_leave_the_gradients_of_the_model_alone(loss: str, tied: bool, tmp_path: Path) -> None:
+def test_detached_predictions_leave_the_gradients_of_the_model_alone(
+    loss: str, tied: bool, tmp_path: Path
+) -> None:
     def gradients(name: str, **mtp: object) -> dict[str, torch.Tensor]:
         run = apply(tiny_run(model={"tie_word_embeddings": tied, **mtp}), {"kernels.loss": loss})
         run_ranks(1, lambda: train_steps(run, 1, gradients_to=tmp_path / name))
@@ -48,14 +53,22 @@ def test_detached_predictions_leave_the_gradients_of_the_model_alone(loss: str, 
     detached = gradients("detached", mtp_num_layers=1, mtp_detach_heads=True)
     together = gradients("together", mtp_num_layers=1)
     assert plain.keys() == detached.keys() == together.keys()
-    assert all(torch.allclose(plain[key], grad, rtol=1e-5, atol=1e-8) for key, grad in detached.items())
-    assert all(not torch.allclose(plain[key], grad, rtol=1e-3) for key, grad in together.items() if "layers" in key)
+    assert all(
+        torch.allclose(plain[key], grad, rtol=1e-5, atol=1e-8) for key, grad in detached.items()
+    )
+    assert all(
+        not torch.allclose(plain[key], grad, rtol=1e-3)
+        for key, grad in together.items()
+        if "layers" in key
+    )
     read = "model/embedding.word_embeddings.weight" if tied else "model/output_layer.weight"
     assert not torch.allclose(plain[read], together[read], rtol=1e-3)
 
 
 def test_layers_that_predict_are_computed_again_for_packed_samples(tmp_path: Path) -> None:
-    """Each of their calls runs twice then, and gradients are those of activations that were kept."""
+    """Each of their calls runs twice then, and gradients are those of activations that
+    were kept.
+    """
     found = {}
     for granularity in ("none", "full"):
         again = RecomputeConfig(granularity=granularity)  # type: ignore[arg-type]
@@ -78,7 +91,8 @@ def _counted(run: RunConfig, folder: Path) -> tuple[list[float], int]:
     """A step's loss and norm, its gradients, and how often a layer that predicts was called."""
     from megatron.core.transformer.multi_token_prediction import MultiTokenPredictionLayer as Layer
 
-    calls, real = [0], Layer._proj_and_transformer_layer
+    calls = [0]
+    real = Layer._proj_and_transformer_layer
 
     def counting(self: object, *args: object, **kwargs: object) -> object:
         calls[0] += 1

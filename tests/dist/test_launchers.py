@@ -1,4 +1,6 @@
-"""The same run through each entrance: forked, executed, as tasks of srun or torchrun; all end with the same bits."""
+"""The same run through each entrance: forked, executed, as tasks of srun or torchrun; all end with
+the same bits.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +33,11 @@ Start = Callable[[Path, int], list[Launched]]
 def ends(home: Path) -> dict[str, str]:
     """Hashes of what each rank saved at the end."""
     manifest = read_manifest(home / "runs/run/checkpoints/step_00000002", verify=True)
-    return {name: facts["header_sha256"] for name, facts in manifest["files"].items() if name.startswith("rank_")}
+    return {
+        name: facts["header_sha256"]
+        for name, facts in manifest["files"].items()
+        if name.startswith("rank_")
+    }
 
 
 def words(ranks: int) -> tuple[str, ...]:
@@ -56,7 +62,10 @@ def executed(home: Path, ranks: int) -> list[Launched]:
 def as_of_torchrun(home: Path, ranks: int) -> list[Launched]:
     """Ranks that a launcher such as torchrun started."""
     port = free_port()
-    return [Launched(*words(ranks), cwd=home, environment=as_rank(rank, ranks, port)) for rank in range(ranks)]
+    return [
+        Launched(*words(ranks), cwd=home, environment=as_rank(rank, ranks, port))
+        for rank in range(ranks)
+    ]
 
 
 def task(rank: int, size: int, port: int, **more: str) -> dict[str, str]:
@@ -97,7 +106,8 @@ def as_tasks(home: Path, ranks: int) -> list[Launched]:
     port = free_port()
     patch = _noting(home)
     return [
-        Launched(*words(ranks), cwd=home, environment=task(rank, ranks, port), patch=patch) for rank in range(ranks)
+        Launched(*words(ranks), cwd=home, environment=task(rank, ranks, port), patch=patch)
+        for rank in range(ranks)
     ]
 
 
@@ -217,7 +227,8 @@ def test_a_corpus_is_prepared_by_one_rank_before_the_ranks_join(tmp_path: Path) 
             if not join._joined:
                 preparing.touch()
                 wait_for(waiting.exists)
-                time.sleep(3.5)  # longer than a rank that is ready waits for one that shows no sign of life
+                # longer than a rank that is ready waits for one that shows no sign of life
+                time.sleep(3.5)
             with (tmp_path / "prepared").open("a") as file:
                 file.write(f"{os.environ['RANK']} {join._joined}\n")
             return real_prepare(*args, **kwargs)  # type: ignore[arg-type]
@@ -233,7 +244,9 @@ def test_a_corpus_is_prepared_by_one_rank_before_the_ranks_join(tmp_path: Path) 
 
     def start(rank: int) -> Launched:
         place = as_rank(rank, 2, port, LOCAL_RANK=str(rank), LOCAL_WORLD_SIZE="2")
-        return Launched(*words(2), "trainer.join_timeout_s=1", cwd=tmp_path, environment=place, patch=patch)
+        return Launched(
+            *words(2), "trainer.join_timeout_s=1", cwd=tmp_path, environment=place, patch=patch
+        )
 
     first = start(0)
     wait_for(preparing.exists)
@@ -245,7 +258,12 @@ def test_a_corpus_is_prepared_by_one_rank_before_the_ranks_join(tmp_path: Path) 
 
 @pytest.mark.parametrize("name", ["MTRAIN_CACHE", pytest.param("HOME", marks=pytest.mark.full)])
 def test_a_run_starts_where_no_cache_can_be_written(name: str, tmp_path: Path) -> None:
-    threads = {"OMP_NUM_THREADS": "2", "MTRAIN_CACHE": "", name: "/proc/none"}  # a pool does not survive a fork
+    # a pool does not survive a fork
+    threads = {
+        "OMP_NUM_THREADS": "2",
+        "MTRAIN_CACHE": "",
+        name: "/proc/none",
+    }
     finish([Launched(*words(1), cwd=tmp_path, environment=threads)])
 
 
@@ -256,11 +274,16 @@ def test_a_name_of_rank_0_that_nobody_knows_is_said(tmp_path: Path) -> None:
     assert "MASTER_ADDR=no-such-machine.invalid: " in rank.said
 
 
-def test_a_thousand_ranks_join_over_one_store_within_ten_seconds(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_thousand_ranks_join_over_one_store_within_ten_seconds(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     size = 1024
     server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     # Connections are torch's own matter: what counts is how much the ranks ask the store.
-    clients = [dist.TCPStore("127.0.0.1", server.port, is_master=False, wait_for_workers=False) for _ in range(8)]
+    clients = [
+        dist.TCPStore("127.0.0.1", server.port, is_master=False, wait_for_workers=False)
+        for _ in range(8)
+    ]
     monkeypatch.setattr(JoinAttempt, "_reach", lambda self: clients[self.env.rank % len(clients)])
     begun = time.process_time()  # of all ranks and the store, which are threads of this process
     attempts = []

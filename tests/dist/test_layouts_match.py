@@ -1,4 +1,6 @@
-"""The same numbers come out whatever the layout: losses, gradient norms and whole gradients equal one rank's."""
+"""The same numbers come out whatever the layout: losses, gradient norms and whole gradients equal
+one rank's.
+"""
 
 from pathlib import Path
 
@@ -32,7 +34,9 @@ LAYOUTS = {
 
 
 @pytest.fixture(scope="module")
-def one_rank(tmp_path_factory: pytest.TempPathFactory) -> tuple[list[tuple[float, float]], dict[str, torch.Tensor]]:
+def one_rank(
+    tmp_path_factory: pytest.TempPathFactory,
+) -> tuple[list[tuple[float, float]], dict[str, torch.Tensor]]:
     """What one rank computes."""
     folder = tmp_path_factory.mktemp("one")
     values = run_ranks(1, _job, tiny_run(), folder)[0]
@@ -46,32 +50,44 @@ def _job(run: object, folder: Path, flip: int | None = None) -> list[tuple[float
 def _largest_errors(
     values: list[tuple[float, float]], gradients: dict[str, torch.Tensor], one_rank: tuple
 ) -> tuple[float, float, float]:
-    """Largest relative error of losses, of gradient norms, and of any parameter's gradient at step 0."""
+    """Largest relative error of losses, of gradient norms, and of any parameter's gradient at step
+    0.
+    """
     expected_values, expected = one_rank
     assert gradients.keys() == expected.keys()
     losses, norms = (
-        max(abs(a[i] - b[i]) / abs(b[i]) for a, b in zip(values, expected_values, strict=True)) for i in (0, 1)
+        max(abs(a[i] - b[i]) / abs(b[i]) for a, b in zip(values, expected_values, strict=True))
+        for i in (0, 1)
     )
     worst = max(float((gradients[k] - g).norm() / g.norm()) for k, g in expected.items())
     return losses, norms, worst
 
 
 @pytest.mark.parametrize(
-    "name", some(LAYOUTS, ("tp2pp2", "tp2 sequence parallel", "dp2 overlapped", "cp2", "tp2cp2", "pp2vpp2"))
+    "name",
+    some(
+        LAYOUTS, ("tp2pp2", "tp2 sequence parallel", "dp2 overlapped", "cp2", "tp2cp2", "pp2vpp2")
+    ),
 )
 def test_a_layout_trains_as_one_rank_does(name: str, one_rank: tuple, tmp_path: Path) -> None:
     run = tiny_run(**LAYOUTS[name])
     values = run_ranks(run.parallel.ranks, _job, run, tmp_path)
     assert all(v == values[0] for v in values), "ranks report different numbers"
-    losses, norms, worst = _largest_errors(values[0], whole_tensors(tmp_path / "step_00000000"), one_rank)
+    losses, norms, worst = _largest_errors(
+        values[0], whole_tensors(tmp_path / "step_00000000"), one_rank
+    )
     assert max(losses, norms, worst) < TOLERANCE, (losses, norms, worst)
 
 
 @pytest.mark.parametrize("name", ["dp2", "tp2", "pp2"])
-def test_a_flipped_gradient_on_one_rank_is_caught(name: str, one_rank: tuple, tmp_path: Path) -> None:
+def test_a_flipped_gradient_on_one_rank_is_caught(
+    name: str, one_rank: tuple, tmp_path: Path
+) -> None:
     run = tiny_run(**LAYOUTS[name])
     values = run_ranks(2, _job, run, tmp_path, 1)
-    losses, _, worst = _largest_errors(values[0], whole_tensors(tmp_path / "step_00000000"), one_rank)
+    losses, _, worst = _largest_errors(
+        values[0], whole_tensors(tmp_path / "step_00000000"), one_rank
+    )
     assert losses > TOLERANCE
     assert worst > 0.1
 
@@ -81,7 +97,11 @@ def test_weights_start_equal_in_every_layout_and_follow_the_seed(tmp_path: Path)
         train_steps(run, 0, save_to=folder)  # type: ignore[arg-type]
 
     tied = {"tie_word_embeddings": True}
-    for name, kwargs in {"one": {}, "tp2pp2": {"ranks": 4, "tp": 2, "pp": 2}, "pp4": {"ranks": 4, "pp": 4}}.items():
+    for name, kwargs in {
+        "one": {},
+        "tp2pp2": {"ranks": 4, "tp": 2, "pp": 2},
+        "pp4": {"ranks": 4, "pp": 4},
+    }.items():
         run_ranks(kwargs.get("ranks", 1), job, tiny_run(model=tied, **kwargs), tmp_path / name)
     run_ranks(1, job, tiny_run(model=tied, trainer={"seed": 7}), tmp_path / "seed")
     one, *others = (whole_tensors(tmp_path / n / "step_00000000") for n in ("one", "tp2pp2", "pp4"))
@@ -90,5 +110,6 @@ def test_weights_start_equal_in_every_layout_and_follow_the_seed(tmp_path: Path)
         assert all(torch.equal(other[k], v) for k, v in one.items())
     seeded = whole_tensors(tmp_path / "seed" / "step_00000000")
     assert not torch.equal(
-        seeded["model/embedding.word_embeddings.weight"], one["model/embedding.word_embeddings.weight"]
+        seeded["model/embedding.word_embeddings.weight"],
+        one["model/embedding.word_embeddings.weight"],
     )

@@ -1,4 +1,6 @@
-"""Lion through its specification: against its definition in plain torch, sharded, resumed, and counted."""
+"""Lion through its specification: against its definition in plain torch, sharded, resumed, and
+counted.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,10 @@ from mtrain.plan.count import parameters, state_bytes
 from tests.support.forked import run_ranks
 from tests.support.runs import tiny_run, train_steps, whole_tensors
 
-STEPS, BETA1, BETA2, DECAY = 4, 0.9, 0.99, 0.1
+STEPS = 4
+BETA1 = 0.9
+BETA2 = 0.99
+DECAY = 0.1
 FSDP = {"ranks": 2, "fsdp": "megatron", "fsdp_sharding": "optim_grads_params"}
 LION = {"name": "lion", "lr": 1e-3, "beta1": BETA1, "beta2": BETA2, "weight_decay": DECAY}
 
@@ -23,7 +28,9 @@ def _run(**keys: Any) -> Any:
 
 
 def _against_the_definition() -> float:
-    """The largest difference of a weight after some steps from weights that are updated here, as the paper says."""
+    """The largest difference of a weight after some steps from weights that are updated here, as
+    the paper says.
+    """
     from mtrain.mcore.optimizer_state import inner_optimizers
     from mtrain.train.assemble import assemble, splits_of
     from mtrain.train.step import train_step
@@ -40,7 +47,9 @@ def _against_the_definition() -> float:
 
         def step(*args: Any, **kwargs: Any) -> Any:
             for p, group in groups:
-                w, m, g = weights[p], momenta[p], p.grad.float()
+                w = weights[p]
+                m = momenta[p]
+                g = p.grad.float()
                 c = BETA1 * m + (1 - BETA1) * g
                 w -= group["lr"] * (torch.sign(c) + group["weight_decay"] * w)
                 momenta[p] = BETA2 * m + (1 - BETA2) * g
@@ -55,7 +64,8 @@ def _against_the_definition() -> float:
 
 
 def test_an_update_is_that_of_the_paper() -> None:
-    assert run_ranks(1, _against_the_definition)[0] < 1e-6  # a step is 2e-4 and more: one wrong sign would show
+    # a step is 2e-4 and more: one wrong sign would show
+    assert run_ranks(1, _against_the_definition)[0] < 1e-6
 
 
 @pytest.mark.parametrize(
@@ -68,7 +78,8 @@ def test_an_update_is_that_of_the_paper() -> None:
     ],
 )
 def test_two_ranks_train_as_one_does(layout: dict[str, Any]) -> None:
-    expected, found = run_ranks(1, train_steps, _run(), 8)[0], run_ranks(2, train_steps, _run(**layout), 8)
+    expected = run_ranks(1, train_steps, _run(), 8)[0]
+    found = run_ranks(2, train_steps, _run(**layout), 8)
     assert all(values == found[0] for values in found)
     for (loss, norm), (wanted, wanted_norm) in zip(found[0], expected, strict=True):
         assert loss == pytest.approx(wanted, rel=1e-5)
@@ -77,13 +88,17 @@ def test_two_ranks_train_as_one_does(layout: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize(
     ("dtype", "layout"),
-    [pytest.param("fp32", FSDP, marks=pytest.mark.full), ("bf16", {"ranks": 2, "distributed_optimizer": True})],
+    [
+        pytest.param("fp32", FSDP, marks=pytest.mark.full),
+        ("bf16", {"ranks": 2, "distributed_optimizer": True}),
+    ],
     ids=["fsdp", "bf16"],
 )
 def test_a_resume_changes_no_bit_and_another_layout_goes_on(
     dtype: str, layout: dict[str, Any], tmp_path: Path
 ) -> None:
-    run, other = _run(dtype=dtype, **layout), _run(ranks=2, tp=2, dtype=dtype)
+    run = _run(dtype=dtype, **layout)
+    other = _run(ranks=2, tp=2, dtype=dtype)
     whole = run_ranks(2, lambda: train_steps(run, 4, save_to=tmp_path / "whole", save_after=2))[0]
     point = tmp_path / "whole/step_00000002"
     rest = run_ranks(2, lambda: train_steps(run, 2, save_to=tmp_path / "rest", load_from=point))[0]
@@ -94,12 +109,14 @@ def test_a_resume_changes_no_bit_and_another_layout_goes_on(
     states = {key.split("/")[1] for key in last if key.startswith("optim/")}
     assert states == {"exp_avg"} | ({"main_weight"} if dtype == "bf16" else set())
     run_ranks(2, lambda: train_steps(other, 0, save_to=tmp_path / "other", load_from=point))
-    left, right = whole_tensors(point), whole_tensors(tmp_path / "other/step_00000002")
+    left = whole_tensors(point)
+    right = whole_tensors(tmp_path / "other/step_00000002")
     assert left.keys() == right.keys()
     assert all(torch.equal(left[key], right[key]) for key in left)
 
 
 def test_the_plan_counts_one_state_tensor() -> None:
-    lion, adamw = _run(), tiny_run()
+    lion = _run()
+    adamw = tiny_run()
     assert list(OPTIMIZERS["lion"].states(lion)) == ["exp_avg"]
     assert state_bytes(adamw) - state_bytes(lion) == 4 * parameters(lion.model)

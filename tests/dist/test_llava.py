@@ -1,4 +1,6 @@
-"""LLaVA in training: images of a folder, frozen parts, resumes, and layouts that compute what one rank computes."""
+"""LLaVA in training: images of a folder, frozen parts, resumes, and layouts that compute what one
+rank computes.
+"""
 
 from __future__ import annotations
 
@@ -28,14 +30,21 @@ OWN: dict[str, Any] = {
     "vision_heads": 4,
     "image_token_id": 511,
 }
-SEQUENCE, BATCH = 24, 8
+SEQUENCE = 24
+BATCH = 8
 PARTS = {"vision": "model/vision.", "projector": "model/projector."}
 
 
-def run_with(freeze: tuple[str, ...] = (), data: DataConfig | None = None, **more: Any) -> RunConfig:
-    """A tiny LLaVA on synthetic images, or on those of `data`; keyword arguments are keys of `parallel`."""
+def run_with(
+    freeze: tuple[str, ...] = (), data: DataConfig | None = None, **more: Any
+) -> RunConfig:
+    """A tiny LLaVA on synthetic images, or on those of `data`; keyword arguments are keys of
+    `parallel`.
+    """
     model = {"family": "llava", "vocab_size": 512, "llava": {**OWN, "freeze": freeze}}
-    run = tiny_run(model=model, optim={"lr": 3e-3}, trainer={"micro_batch_size": 4, "train_iters": 100}, **more)
+    run = tiny_run(
+        model=model, optim={"lr": 3e-3}, trainer={"micro_batch_size": 4, "train_iters": 100}, **more
+    )
     given = data or DataConfig(kind="mock", seq_length=SEQUENCE)
     return run.model_copy(update={"data": given})
 
@@ -72,7 +81,9 @@ def test_captions_are_learned_with_a_frozen_tower_and_a_resume_goes_on_bitwise(
     rows = run_ranks(1, whole)[0]
     assert rows[-1][0] < 0.25 * rows[0][0]
     before = tmp_path / "whole/step_00000060"
-    again = run_ranks(1, lambda: train_steps(run, 40, save_to=tmp_path / "again", load_from=before))[0]
+    again = run_ranks(
+        1, lambda: train_steps(run, 40, save_to=tmp_path / "again", load_from=before)
+    )[0]
     assert again == rows[60:]
     first, last = (whole_tensors(tmp_path / name / "step_00000100") for name in ("whole", "again"))
     assert first.keys() == last.keys()
@@ -80,9 +91,12 @@ def test_captions_are_learned_with_a_frozen_tower_and_a_resume_goes_on_bitwise(
 
 
 @pytest.mark.parametrize(
-    "freeze", some(["vision", "vision,language", "projector", "language"], ["vision,language", "projector"])
+    "freeze",
+    some(["vision", "vision,language", "projector", "language"], ["vision,language", "projector"]),
 )
-def test_what_is_frozen_stays_bitwise_and_has_no_state_and_the_rest_moves(freeze: str, tmp_path: Path) -> None:
+def test_what_is_frozen_stays_bitwise_and_has_no_state_and_the_rest_moves(
+    freeze: str, tmp_path: Path
+) -> None:
     frozen = tuple(freeze.split(","))
     run = run_with(frozen, ranks=2, tp=2)
     run_ranks(2, lambda: train_steps(run, 3, save_to=tmp_path, save_after=0))
@@ -135,7 +149,11 @@ def compared(words: str) -> list[Any]:
     """Rows of `prove` for a tiny LLaVA with these words."""
     argv = ["model=llava_tiny", *words.split()]
     full = load(argv).run
-    return [row for dtype in prove.formats(full) for row in prove.compared(prove.shrunk(full, argv, 2, dtype))]
+    return [
+        row
+        for dtype in prove.formats(full)
+        for row in prove.compared(prove.shrunk(full, argv, 2, dtype))
+    ]
 
 
 @pytest.mark.parametrize("name", some(LAYOUTS, ["tp2 sequence parallel", "pp2, projector alone"]))

@@ -1,4 +1,6 @@
-"""z-loss and token accuracy beside the loss: what plain torch makes of all logits, in every layout, by whoever."""
+"""z-loss and token accuracy beside the loss: what plain torch makes of all logits, in every layout,
+by whoever.
+"""
 
 from __future__ import annotations
 
@@ -37,7 +39,9 @@ def _run(model: dict[str, Any] | None = None, **parallel: Any) -> RunConfig:
     return apply(run, {"trainer.z_loss_coeff": 0.05, "log.token_accuracy": True})
 
 
-def _recorded(run: RunConfig, before: Callable[[], None] = lambda: None) -> Callable[[], list[dict[str, float]]]:
+def _recorded(
+    run: RunConfig, before: Callable[[], None] = lambda: None
+) -> Callable[[], list[dict[str, float]]]:
     """What the trainer logs of some steps."""
 
     def job() -> list[dict[str, float]]:
@@ -49,7 +53,9 @@ def _recorded(run: RunConfig, before: Callable[[], None] = lambda: None) -> Call
         before()
         with joined(run) as world:
             parts = assemble(run, world, splits_of(run))
-            lines = [step_record(parts, train_step(parts, stop_requested=False)) for _ in range(STEPS)]
+            lines = [
+                step_record(parts, train_step(parts, stop_requested=False)) for _ in range(STEPS)
+            ]
             return [{key: line[key] for key in KEYS if key in line} for line in lines]
 
     return job
@@ -64,7 +70,9 @@ def _by_definition() -> None:
     ) -> torch.Tensor:
         logits, _ = self.output_layer(hidden)
         x = logits.float()[..., : self.loss_vocab_size].transpose(0, 1)
-        losses = F.cross_entropy(x.flatten(0, 1), labels.flatten(), reduction="none").view(labels.shape)
+        losses = F.cross_entropy(x.flatten(0, 1), labels.flatten(), reduction="none").view(
+            labels.shape
+        )
         if told is not None:  # a further prediction
             return (losses * mask).sum()
         z = self.told.z_loss * x.logsumexp(-1).square()
@@ -77,7 +85,8 @@ def _by_definition() -> None:
 def _near(found: list[dict[str, float]], wanted: list[dict[str, float]]) -> None:
     for one, other in zip(found, wanted, strict=True):
         assert one == {
-            key: pytest.approx(value, rel=1e-5 if key == "grad_norm" else 1e-6) for key, value in other.items()
+            key: pytest.approx(value, rel=1e-5 if key == "grad_norm" else 1e-6)
+            for key, value in other.items()
         }
 
 
@@ -107,7 +116,9 @@ def test_nothing_is_told_apart_unless_it_is_asked_for() -> None:
 def test_logits_are_ranked_before_a_cap_makes_equals_of_them() -> None:
     run = _run(model=FEW | {"final_logit_softcapping": 0.01})
     capped = run_ranks(1, _recorded(run, _by_definition))[0][0]["token_accuracy"]
-    parts, whole = (_alone(apply(run, {"kernels.loss": loss}))[0] for loss in ("reference", "megatron"))
+    parts, whole = (
+        _alone(apply(run, {"kernels.loss": loss}))[0] for loss in ("reference", "megatron")
+    )
     assert parts["token_accuracy"] == whole["token_accuracy"] != capped
 
 

@@ -1,4 +1,6 @@
-"""Megatron-LM's own order: token for token the samples of megatron-core's GPTDataset and BlendedDataset."""
+"""Megatron-LM's own order: token for token the samples of megatron-core's GPTDataset and
+BlendedDataset.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,10 @@ from tests.unit.test_megatron_order import SEQ, VOCAB, config, corpus
 class Tokenizer:
     """What megatron-core's datasets ask of a tokenizer."""
 
-    vocab_size, eod, pad, unique_identifiers = VOCAB, 0, -1, {"class": "none"}
+    vocab_size = VOCAB
+    eod = 0
+    pad = -1
+    unique_identifiers = {"class": "none"}
 
 
 def theirs(
@@ -31,10 +36,15 @@ def theirs(
     per_split: list[Any] | None = None,
 ) -> list[np.ndarray | None]:
     """The text of the first samples of each split of megatron-core: int64 [n, SEQ + 1]."""
-    from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
+    from megatron.core.datasets.blended_megatron_dataset_builder import (
+        BlendedMegatronDatasetBuilder,
+    )
     from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig
 
-    source = {"blend": (paths, weights), "split": split} if per_split is None else {"blend_per_split": per_split}
+    if per_split is None:
+        source = {"blend": (paths, weights), "split": split}
+    else:
+        source = {"blend_per_split": per_split}
     made = GPTDatasetConfig(
         random_seed=seed,
         sequence_length=SEQ,
@@ -58,14 +68,19 @@ def theirs(
     return out
 
 
-def compare(data: DataConfig, asked: tuple[int, int, int], expected: list[np.ndarray | None], seed: int = 7) -> int:
+def compare(
+    data: DataConfig, asked: tuple[int, int, int], expected: list[np.ndarray | None], seed: int = 7
+) -> int:
     """How many samples were compared."""
-    splits, compared = open_splits(data, VOCAB, seed, prepare(data), (), asked), 0
+    splits = open_splits(data, VOCAB, seed, prepare(data), (), asked)
+    compared = 0
     for name, wanted in zip(("train", "validation", "test"), expected, strict=True):
         if wanted is None:
             continue
         found = getattr(splits, name).batch(np.arange(len(wanted)))
-        assert (found == wanted).all(), f"{name}: sample {int((found != wanted).any(axis=1).argmax())} is another"
+        assert (found == wanted).all(), (
+            f"{name}: sample {int((found != wanted).any(axis=1).argmax())} is another"
+        )
         compared += len(wanted)
     return compared
 
@@ -77,26 +92,40 @@ def ours(paths: list[str], asked: tuple[int, int, int], **more: Any) -> Megatron
     return found
 
 
-FEW, MANY = 1, 6
+FEW = 1
+MANY = 6
 
 
 @pytest.mark.parametrize("times", [FEW, pytest.param(MANY, marks=pytest.mark.full)])
 def test_samples_are_those_of_megatron_core(tmp_path: Path, times: int) -> None:
-    big, small = corpus(tmp_path / "big", 1500 * times, 1), corpus(tmp_path / "small", 300, 2)
-    more = [corpus(tmp_path / name, n, i) for i, (name, n) in enumerate({"x": 800, "y": 2000, "z": 150}.items())]
+    big = corpus(tmp_path / "big", 1500 * times, 1)
+    small = corpus(tmp_path / "small", 300, 2)
+    more = [
+        corpus(tmp_path / name, n, i)
+        for i, (name, n) in enumerate({"x": 800, "y": 2000, "z": 150}.items())
+    ]
     cache = {"cache_dir": str(tmp_path)}
 
     def job() -> int:
         compared = 0
         # one epoch, a few, many; the last epoch for itself and with the others
-        cases = [(big, (1300 * times, 100, 20)), (small, (100, 20, 2)), (small, (560, 60, 9)), (small, (1111, 9, 5))]
+        cases = [
+            (big, (1300 * times, 100, 20)),
+            (small, (100, 20, 2)),
+            (small, (560, 60, 9)),
+            (small, (1111, 9, 5)),
+        ]
         for path, asked in cases:
             compared += compare(config([path], **cache), asked, theirs([path], asked))
         one = config([small], blend=[small], **cache)
         compared += compare(one, (560, 20, 3), theirs([small], (560, 20, 3)))
         one = config([small], blend=[small], blend_weights=[2.0], **cache)
         compared += compare(one, (560, 20, 3), theirs([small], (560, 20, 3), [2.0]))
-        blends = (([0.3, 0.6, 0.1], (420 * times, 60, 10)), ([5.0, 1.0, 1.0], (300, 7, 3)), (None, (900, 40, 5)))
+        blends = (
+            ([0.3, 0.6, 0.1], (420 * times, 60, 10)),
+            ([5.0, 1.0, 1.0], (300, 7, 3)),
+            (None, (900, 40, 5)),
+        )
         for weights, asked in blends:
             data = config(more, blend_weights=weights, **cache)
             compared += compare(data, asked, theirs(more, asked, weights))

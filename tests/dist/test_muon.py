@@ -1,4 +1,6 @@
-"""Muon trains in every layout as on one rank, and its state is saved, cut otherwise and gone on from."""
+"""Muon trains in every layout as on one rank, and its state is saved, cut otherwise and gone on
+from.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +27,12 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "pp2 tied": {"ranks": 2, "pp": 2, "model": {"tie_word_embeddings": True}},
     "ep2": {"ranks": 2, "ep": 2, **EXPERTS},
     "dp2 sharded": {"ranks": 2, "distributed_optimizer": True},
-    "dp2 tp2 sharded": {"ranks": 4, "tp": 2, "distributed_optimizer": True, "model": {"num_layers": 3}},
+    "dp2 tp2 sharded": {
+        "ranks": 4,
+        "tp": 2,
+        "distributed_optimizer": True,
+        "model": {"num_layers": 3},
+    },
     "dp4 ep2 sharded": {"ranks": 4, "ep": 2, "distributed_optimizer": True, **EXPERTS},
     "tp2 etp1": {"ranks": 2, "tp": 2, "etp": 1, "sequence_parallel": True, **EXPERTS},
 }
@@ -38,8 +45,10 @@ def _run(optim: dict[str, Any] | None = None, **keys: Any) -> Any:
 @pytest.mark.parametrize("name", some(LAYOUTS, ["dp2 tp2 sharded"]))
 def test_a_layout_trains_as_one_rank_does(name: str) -> None:
     keys = LAYOUTS[name]
-    one, many = _run(model=keys.get("model")), _run(**keys)
-    expected, found = trained(one, STEPS), trained(many, STEPS)
+    one = _run(model=keys.get("model"))
+    many = _run(**keys)
+    expected = trained(one, STEPS)
+    found = trained(many, STEPS)
     for (loss, norm), (wanted, wanted_norm) in zip(found, expected, strict=True):
         assert loss == pytest.approx(wanted, rel=1e-6)
         assert norm == pytest.approx(wanted_norm, rel=1e-5)
@@ -47,7 +56,9 @@ def test_a_layout_trains_as_one_rank_does(name: str) -> None:
 
 @pytest.mark.full
 def test_blocks_are_orthogonalised_alone_where_that_is_asked_for() -> None:
-    whole, blocks = (_run({"muon": {"tp_mode": mode}}, ranks=2, tp=2) for mode in ("duplicated", "blockwise"))
+    whole, blocks = (
+        _run({"muon": {"tp_mode": mode}}, ranks=2, tp=2) for mode in ("duplicated", "blockwise")
+    )
     a, b = (trained(run, 3)[-1][0] for run in (whole, blocks))
     assert 1e-6 < abs(a - b) / b < 1e-2
 
@@ -62,7 +73,8 @@ RESUMED: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("name", some(RESUMED, ["bf16, sharded"]))
 def test_a_resume_changes_no_bit_and_another_layout_goes_on(name: str, tmp_path: Path) -> None:
     keys = RESUMED[name]
-    run, other = _run(ranks=2, **keys), _run(ranks=2, pp=2, dtype=keys["dtype"])
+    run = _run(ranks=2, **keys)
+    other = _run(ranks=2, pp=2, dtype=keys["dtype"])
     whole = run_ranks(2, lambda: train_steps(run, 4, save_to=tmp_path / "whole"))[0]
     first = run_ranks(2, lambda: train_steps(run, 2, save_to=tmp_path / "first"))[0]
     point = tmp_path / "first/step_00000002"
@@ -72,7 +84,10 @@ def test_a_resume_changes_no_bit_and_another_layout_goes_on(name: str, tmp_path:
     assert left.keys() == right.keys()
     assert all(torch.equal(left[key], right[key]) for key in left)
     run_ranks(2, lambda: train_steps(other, 0, save_to=tmp_path / "other", load_from=point))
-    left, right = (whole_tensors(folder / "step_00000002") for folder in (tmp_path / "first", tmp_path / "other"))
+    left, right = (
+        whole_tensors(folder / "step_00000002")
+        for folder in (tmp_path / "first", tmp_path / "other")
+    )
     assert left.keys() == right.keys()
     assert all(torch.equal(left[key], right[key]) for key in left)
 
@@ -85,7 +100,9 @@ def test_a_matrix_in_two_parts_has_one_owner_and_ranks_own_about_as_much() -> No
         from mtrain.world.init import joined
 
         with joined(run) as world:
-            muon = assemble(run, world, splits_of(run)).state.optimizer.chained_optimizers[0].optimizer
+            muon = (
+                assemble(run, world, splits_of(run)).state.optimizer.chained_optimizers[0].optimizer
+            )
             return [
                 [m.owner, m.pieces, m.param.numel() * min(m.param.shape), m.param.numel()]
                 for group in muon._spread
@@ -94,14 +111,20 @@ def test_a_matrix_in_two_parts_has_one_owner_and_ranks_own_about_as_much() -> No
 
     found, other = run_ranks(2, spread)
     assert found == other
-    assert all(sum(end - start for _, start, end in pieces) == numel for _, pieces, _, numel in found)
+    assert all(
+        sum(end - start for _, start, end in pieces) == numel for _, pieces, _, numel in found
+    )
     assert any(len(pieces) == 2 for _, pieces, *_ in found)
     work = [sum(cost for owner, _, cost, _ in found if owner == rank) for rank in (0, 1)]
     assert max(work) < 1.5 * min(work)
 
 
 @pytest.mark.parametrize(
-    "name", some({n: LAYOUTS[n] for n in ("dp2 tp2 sharded", "dp4 ep2 sharded", "tp2 etp1")}, ["dp2 tp2 sharded"])
+    "name",
+    some(
+        {n: LAYOUTS[n] for n in ("dp2 tp2 sharded", "dp4 ep2 sharded", "tp2 etp1")},
+        ["dp2 tp2 sharded"],
+    ),
 )
 def test_each_rank_multiplies_what_the_plan_says(name: str) -> None:
     run = _run(**LAYOUTS[name])
@@ -132,18 +155,28 @@ def test_each_rank_multiplies_what_the_plan_says(name: str) -> None:
         return found
 
     groups = zip(*run_ranks(run.parallel.ranks or 1, counted), strict=True)
-    assert sum(map(max, groups)) == _planned(run), "ranks wait for each other behind each group of parameters"
+    assert sum(map(max, groups)) == _planned(run), (
+        "ranks wait for each other behind each group of parameters"
+    )
 
 
 def _planned(run: Any) -> int:
     """FLOPs of the most that a rank has of each group of parameters."""
-    grid, steps, total = RankGrid.of(run), run.optim.muon.num_ns_steps, 0
-    every, how = matrices_of(run, held_stages(run)[0]), update_of(run)
+    grid = RankGrid.of(run)
+    steps = run.optim.muon.num_ns_steps
+    total = 0
+    every = matrices_of(run, held_stages(run)[0])
+    how = update_of(run)
     assert how is not None
     for kind in {(one.expert, len(one.parts)) for one in every}:
         of = {one: number for one, number in every.items() if (one.expert, len(one.parts)) == kind}
-        ranks = (grid.edp if kind[0] else grid.dp) if run.parallel.distributed_optimizer else 1
-        total += max(sum(n * _flops(one, steps) for one, n in owned) for owned in shared_out(of, ranks, how))
+        if run.parallel.distributed_optimizer:
+            ranks = grid.edp if kind[0] else grid.dp
+        else:
+            ranks = 1
+        total += max(
+            sum(n * _flops(one, steps) for one, n in owned) for owned in shared_out(of, ranks, how)
+        )
     return total
 
 
@@ -153,7 +186,9 @@ def _flops(matrix: Matrix, steps: int) -> int:
 
 
 def test_matrices_have_momentum_and_the_rest_moments_at_a_rate_of_its_own() -> None:
-    run = _run({"muon": {"adamw_lr": 1e-4}}, model={"tie_word_embeddings": False, "qk_layernorm": True})
+    run = _run(
+        {"muon": {"adamw_lr": 1e-4}}, model={"tie_word_embeddings": False, "qk_layernorm": True}
+    )
 
     def groups() -> dict[str, list[Any]]:
         from mtrain.train.assemble import assemble, splits_of
@@ -166,7 +201,11 @@ def test_matrices_have_momentum_and_the_rest_moments_at_a_rate_of_its_own() -> N
             names = {p: n for chunk in parts.state.chunks for n, p in chunk.named_parameters()}
             inner = parts.state.optimizer.chained_optimizers[0].optimizer
             return {
-                names[p].removeprefix("module."): [sorted(inner.state[p]), group["lr"], group["weight_decay"]]
+                names[p].removeprefix("module."): [
+                    sorted(inner.state[p]),
+                    group["lr"],
+                    group["weight_decay"],
+                ]
                 for group in inner.param_groups
                 for p in group["params"]
             }
@@ -174,7 +213,9 @@ def test_matrices_have_momentum_and_the_rest_moments_at_a_rate_of_its_own() -> N
     found = run_ranks(1, groups)[0]
     rate = found["decoder.layers.0.mlp.linear_fc1.weight"][1]
     for name, (state, lr, decay) in found.items():
-        matrix = name.endswith(("linear_qkv.weight", "linear_proj.weight", "fc1.weight", "fc2.weight"))
+        matrix = name.endswith(
+            ("linear_qkv.weight", "linear_proj.weight", "fc1.weight", "fc2.weight")
+        )
         assert state == (["momentum_buffer"] if matrix else ["exp_avg", "exp_avg_sq"]), name
         assert lr == pytest.approx(rate if matrix else rate / 10), name
         assert decay == (0.0 if "norm" in name else 0.1), name

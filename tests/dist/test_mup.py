@@ -22,7 +22,12 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "tp2 tied": {"ranks": 2, "tp": 2, "model": TIED},
     "pp2 with a prediction more": {"ranks": 2, "pp": 2, "model": {"mtp_num_layers": 1}},
     "dp2 sharded, lion": {"ranks": 2, "distributed_optimizer": True, "optim": {"name": "lion"}},
-    "tp2 of sequences, sgd": {"ranks": 2, "tp": 2, "sequence_parallel": True, "optim": {"name": "sgd"}},
+    "tp2 of sequences, sgd": {
+        "ranks": 2,
+        "tp": 2,
+        "sequence_parallel": True,
+        "optim": {"name": "sgd"},
+    },
     "fsdp2": {"ranks": 2, "fsdp": "fsdp2"},
     "megatron's fsdp": {"ranks": 2, "fsdp": "megatron", "fsdp_sharding": "optim_grads_params"},
     "dp2 in bf16": {"ranks": 2, "dtype": "bf16", "distributed_optimizer": True},
@@ -56,7 +61,9 @@ def _movement(run: RunConfig) -> float:
         with joined(run) as world:
             parts = assemble(run, world, splits_of(run))
             (chunk,) = parts.state.chunks
-            tokens = torch.randint(run.model.vocab_size, (8, 16), generator=torch.Generator().manual_seed(0))
+            tokens = torch.randint(
+                run.model.vocab_size, (8, 16), generator=torch.Generator().manual_seed(0)
+            )
             seen = []
             for made in range(4):
                 if made:
@@ -73,11 +80,19 @@ def test_logits_move_alike_at_every_width_and_not_without() -> None:
     optim = {"lr": 2e-2, "warmup_iters": 0, "schedule": "constant", "clip_grad": None}
 
     def movement(width: int, **mup: Any) -> float:
-        shape = {"num_layers": 2, "hidden_size": width, "ffn_hidden_size": 2 * width, "num_query_groups": None}
-        return _movement(tiny_run(model={**shape, "num_attention_heads": width // 16, **mup}, optim=optim))
+        shape = {
+            "num_layers": 2,
+            "hidden_size": width,
+            "ffn_hidden_size": 2 * width,
+            "num_query_groups": None,
+        }
+        return _movement(
+            tiny_run(model={**shape, "num_attention_heads": width // 16, **mup}, optim=optim)
+        )
 
     by_width = {"mup": MupConfig(base_hidden_size=64)}
-    narrow, wide = movement(64, **by_width), movement(256, **by_width)
+    narrow = movement(64, **by_width)
+    wide = movement(256, **by_width)
     assert 0.6 < wide / narrow < 1.6
     assert movement(256) / movement(64) > 3, "the check finds rates that do not follow the width"
 
@@ -94,7 +109,8 @@ def test_factors_are_those_of_megatron_core(name: str) -> None:
         from mtrain.build.transformer import transformer_config
         from mtrain.devices import registry
 
-        m, ours = run.model, transformer_config(run, registry.get("cpu"))
+        m = run.model
+        ours = transformer_config(run, registry.get("cpu"))
         assert m.mup is not None
         theirs: Any = TransformerConfig(
             num_layers=m.num_layers,
@@ -105,17 +121,29 @@ def test_factors_are_those_of_megatron_core(name: str) -> None:
             mup_base_hidden_size=m.mup.base_hidden_size,
             mup_base_head_dim=m.mup.base_head_dim,
         )
-        stds = [getattr(theirs, f"{what}init_method").keywords["std"] for what in ("", "output_layer_", "embedding_")]
-        own = [ours.init_method.std, ours.output_layer_init_method.std, ours.embedding_init_method.std]
+        stds = [
+            getattr(theirs, f"{what}init_method").keywords["std"]
+            for what in ("", "output_layer_", "embedding_")
+        ]
+        own = [
+            ours.init_method.std,
+            ours.output_layer_init_method.std,
+            ours.embedding_init_method.std,
+        ]
         o = run.optim
         config = OptimizerConfig(lr=o.lr, min_lr=o.min_lr, adam_eps=o.eps)
         core_name = "adam" if o.name == "adamw" else o.name
         return (
             [*own, ours.softmax_scale, m.mup.logit_mult(m.hidden_size)],
             [*stds, theirs.softmax_scale, theirs.mup_output_mult],
-            [dict(each) for each in get_mup_config_overrides(config, m.width_mult, core_name).values()],
+            [
+                dict(each)
+                for each in get_mup_config_overrides(config, m.width_mult, core_name).values()
+            ],
         )
 
     ours, theirs, overrides = run_alone(job)
     assert ours == pytest.approx(theirs, rel=1e-12)
-    assert [dict(group.settings) for group in mup_groups(run)] == [pytest.approx(each) for each in overrides]
+    assert [dict(group.settings) for group in mup_groups(run)] == [
+        pytest.approx(each) for each in overrides
+    ]

@@ -1,4 +1,6 @@
-"""`model.activation` names one function: an MLP computes it with megatron-core's fusions and without them."""
+"""`model.activation` names one function: an MLP computes it with megatron-core's fusions and
+without them.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +32,9 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
 
 
 def _mlp_is_off_by(run: RunConfig) -> float:
-    """How far megatron-core's MLP of a run is from its formula, with portable layers whatever `kernels` says."""
+    """How far megatron-core's MLP of a run is from its formula, with portable layers whatever
+    `kernels` says.
+    """
     from megatron.core.transformer.mlp import MLP, MLPSubmodules
 
     from mtrain.build.transformer import transformer_config
@@ -63,7 +67,9 @@ def _mlp_is_off_by(run: RunConfig) -> float:
 
 
 def _experts_are_off_by(run: RunConfig) -> float:
-    """The same for megatron-core's grouped experts, one of which gets no rows, in a world that was joined."""
+    """The same for megatron-core's grouped experts, one of which gets no rows, in a world that was
+    joined.
+    """
     from megatron.core.process_groups_config import ProcessGroupCollection
     from megatron.core.transformer.mlp import MLPSubmodules
     from megatron.core.transformer.moe.experts import TEGroupedMLP
@@ -80,16 +86,21 @@ def _experts_are_off_by(run: RunConfig) -> float:
     )
     for parameter in experts.parameters():
         torch.nn.init.normal_(parameter, std=0.3)
-    x, shares, rows = torch.randn(9, run.model.hidden_size), torch.rand(9), torch.tensor([5, 0, 4])
+    x = torch.randn(9, run.model.hidden_size)
+    shares = torch.rand(9)
+    rows = torch.tensor([5, 0, 4])
     found = experts(x, rows, shares)[0].double()
     weights = {name: value.double() for name, value in experts.named_parameters()}
-    act, right = ACTIVATIONS[run.model.activation], []
+    act = ACTIVATIONS[run.model.activation]
+    right = []
     for e, (part, share) in enumerate(
         zip(x.double().split([5, 0, 4]), shares.double().split([5, 0, 4]), strict=True)
     ):
         inner = part @ weights[f"linear_fc1.weight{e}"].T + weights.get(f"linear_fc1.bias{e}", 0.0)
         gate, up = inner.chunk(2, -1) if run.model.gated else (inner, 1.0)
-        y = act(gate) * up @ weights[f"linear_fc2.weight{e}"].T + weights.get(f"linear_fc2.bias{e}", 0.0)
+        y = act(gate) * up @ weights[f"linear_fc2.weight{e}"].T + weights.get(
+            f"linear_fc2.bias{e}", 0.0
+        )
         right.append(share[:, None] * y)
     return float((found - torch.cat(right)).norm() / torch.cat(right).norm())
 
@@ -98,7 +109,10 @@ def _experts_are_off_by(run: RunConfig) -> float:
 def test_experts_compute_the_activation_that_is_named_fused_or_not(linear: str) -> None:
     moe = MoEConfig(num_experts=3, ffn_hidden_size=64)
     runs = [
-        apply(tiny_run(model={"activation": kind, "add_bias_linear": bias, "moe": moe}), {"kernels.linear": linear})
+        apply(
+            tiny_run(model={"activation": kind, "add_bias_linear": bias, "moe": moe}),
+            {"kernels.linear": linear},
+        )
         for kind in ACTIVATIONS
         for bias in (False, True)
     ]
@@ -110,28 +124,46 @@ def test_experts_compute_the_activation_that_is_named_fused_or_not(linear: str) 
             return [_experts_are_off_by(run) for run in runs]
 
     found = run_ranks(1, errors)[0]
-    wrong = {(r.model.activation, r.model.add_bias_linear): e for r, e in zip(runs, found, strict=True) if e > 1e-5}
+    wrong = {
+        (r.model.activation, r.model.add_bias_linear): e
+        for r, e in zip(runs, found, strict=True)
+        if e > 1e-5
+    }
     assert not wrong
 
 
 @pytest.mark.parametrize("linear", ["reference", "te"])
 def test_an_mlp_computes_the_activation_that_is_named_fused_or_not(linear: str) -> None:
-    """`te` only chooses the fusions here: they are megatron-core's own functions, which run anywhere."""
+    """`te` only chooses the fusions here: they are megatron-core's own functions, which run
+    anywhere.
+    """
     assert set(ACTIVATIONS) == set(choices_of("model.activation") or ())
     runs = [
-        apply(tiny_run(model={"activation": kind, "add_bias_linear": bias}), {"kernels.linear": linear})
+        apply(
+            tiny_run(model={"activation": kind, "add_bias_linear": bias}),
+            {"kernels.linear": linear},
+        )
         for kind in ACTIVATIONS
         for bias in (False, True)
     ]
     found = run_ranks(1, lambda: [_mlp_is_off_by(run) for run in runs])[0]
-    wrong = {(r.model.activation, r.model.add_bias_linear): e for r, e in zip(runs, found, strict=True) if e > 1e-5}
+    wrong = {
+        (r.model.activation, r.model.add_bias_linear): e
+        for r, e in zip(runs, found, strict=True)
+        if e > 1e-5
+    }
     assert not wrong
 
 
 def test_a_triton_activation_is_the_one_that_is_named() -> None:
-    """The layer in TransformerEngine's place knows the activation by the function in the configuration."""
+    """The layer in TransformerEngine's place knows the activation by the function in the
+    configuration.
+    """
     gated = ("swiglu", "geglu", "geglu_tanh")
-    runs = [apply(tiny_run(model={"activation": kind}), {"kernels.activation": "triton"}) for kind in gated]
+    runs = [
+        apply(tiny_run(model={"activation": kind}), {"kernels.activation": "triton"})
+        for kind in gated
+    ]
 
     def kinds() -> list[str]:
         from mtrain.build.transformer import transformer_config
@@ -146,6 +178,10 @@ def test_a_triton_activation_is_the_one_that_is_named() -> None:
 @pytest.mark.parametrize("kind", ["gelu", "gelu_tanh", "geglu", "geglu_tanh"])
 def test_experts_have_no_fused_gelu(kind: str) -> None:
     """megatron-core's grouped experts refuse it when they run."""
-    model = {"activation": kind, "add_bias_linear": True, "moe": MoEConfig(num_experts=4, ffn_hidden_size=64)}
+    model = {
+        "activation": kind,
+        "add_bias_linear": True,
+        "moe": MoEConfig(num_experts=4, ffn_hidden_size=64),
+    }
     values = transformer_values(apply(tiny_run(model=model), {"kernels.linear": "te"}))
     assert (values["bias_activation_fusion"], values["activation_func"]) == (False, kind)

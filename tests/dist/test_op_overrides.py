@@ -1,4 +1,6 @@
-"""Kernels in the place of megatron-core's operations: the same numbers, in every layout that they meet."""
+"""Kernels in the place of megatron-core's operations: the same numbers, in every layout that they
+meet.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,8 @@ from tests.support.runs import tiny_run, train_steps, whole_tensors
 
 TP2 = {"ranks": 2, "tp": 2}
 SP = {**TP2, "sequence_parallel": True}
-TIED, MTP = {"tie_word_embeddings": True}, {"mtp_num_layers": 2, "mtp_loss_scaling_factor": 0.3}
+TIED = {"tie_word_embeddings": True}
+MTP = {"mtp_num_layers": 2, "mtp_loss_scaling_factor": 0.3}
 LAYOUTS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "one rank": ({}, {}),
     "one rank, tied": (TIED, {}),
@@ -34,10 +37,18 @@ LAYOUTS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "pp2, tied": (TIED, {"ranks": 2, "pp": 2}),
     "cp2, two predictions more": (MTP, {"ranks": 2, "cp": 2}),
     "fsdp2": ({}, {"ranks": 2, "fsdp": "fsdp2"}),
-    "megatron's fsdp, tied": (TIED, {"ranks": 2, "fsdp": "megatron", "fsdp_sharding": "optim_grads_params"}),
+    "megatron's fsdp, tied": (
+        TIED,
+        {"ranks": 2, "fsdp": "megatron", "fsdp_sharding": "optim_grads_params"},
+    ),
     "dp2 overlapped": (
         {},
-        {"ranks": 2, "distributed_optimizer": True, "overlap_grad_reduce": True, "overlap_param_gather": True},
+        {
+            "ranks": 2,
+            "distributed_optimizer": True,
+            "overlap_grad_reduce": True,
+            "overlap_param_gather": True,
+        },
     ),
 }
 
@@ -73,7 +84,9 @@ def _with_megatrons_losses() -> None:
 
     from mtrain.mcore.language_model import LanguageModel
 
-    def postprocess(self: Any, *args: Any, labels: Any = None, loss_mask: Any = None, **context: Any) -> Any:
+    def postprocess(
+        self: Any, *args: Any, labels: Any = None, loss_mask: Any = None, **context: Any
+    ) -> Any:
         losses = GPTModel._postprocess(self, *args, labels=labels, loss_mask=loss_mask, **context)
         return (losses * loss_mask).sum() if self.post_process else losses
 
@@ -81,7 +94,9 @@ def _with_megatrons_losses() -> None:
 
 
 def _by_the_count_of_the_main_loss() -> None:
-    """Divides the losses of MTP layers by what the main loss is divided by, as megatron-core 0.16.1 does."""
+    """Divides the losses of MTP layers by what the main loss is divided by, as megatron-core 0.16.1
+    does.
+    """
     from mtrain.mcore import language_model
 
     language_model.FURTHER_LOSS_SHARES = "an attribute that no configuration has"
@@ -95,7 +110,9 @@ def test_the_loss_in_parts_trains_as_megatrons_from_all_logits(name: str, tmp_pa
     whole = _trained(all_logits, tmp_path / "whole")
     _agree(_trained(run, tmp_path / "parts"), whole, 1e-6)
     if "mtp_num_layers" in model:
-        if engine.at_least(0, 19):  # it divides the losses of MTP layers by the tokens of a micro-batch
+        if engine.at_least(
+            0, 19
+        ):  # it divides the losses of MTP layers by the tokens of a micro-batch
             return
         whole = _trained(all_logits, tmp_path / "main count", before=_by_the_count_of_the_main_loss)
     _agree(whole, _trained(all_logits, tmp_path / "megatron", before=_with_megatrons_losses), 1e-6)
@@ -110,7 +127,9 @@ def test_the_loss_over_a_vocabulary_on_two_ranks_is_that_of_one(name: str, tmp_p
     assert (cut[1][key] - alone[1][key]).norm() <= 1e-6 * alone[1][key].norm()
 
 
-@pytest.mark.parametrize("name", some(["one rank", "tp2", "tp2 sequence parallel"], ["tp2 sequence parallel"]))
+@pytest.mark.parametrize(
+    "name", some(["one rank", "tp2", "tp2 sequence parallel"], ["tp2 sequence parallel"])
+)
 def test_products_of_either_library_train_as_megatrons(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -149,9 +168,13 @@ class _Largest(TorchDispatchMode):
 
 
 @pytest.mark.parametrize("loss", ["reference", "megatron"])
-def test_all_logits_are_held_by_megatrons_loss_alone(loss: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_all_logits_are_held_by_megatrons_loss_alone(
+    loss: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setitem(chunks.CHUNK_ELEMENTS, "cpu", 1 << 16)  # 128 tokens of 512 at a time
-    run = tiny_run(model={"vocab_size": 512}, trainer={"global_batch_size": 32, "micro_batch_size": 32})
+    run = tiny_run(
+        model={"vocab_size": 512}, trainer={"global_batch_size": 32, "micro_batch_size": 32}
+    )
     run = apply(run, {"kernels.loss": loss})
 
     def most() -> int:
@@ -161,14 +184,26 @@ def test_all_logits_are_held_by_megatrons_loss_alone(loss: str, monkeypatch: pyt
 
     logits = run.trainer.micro * run.data.seq_length * run.model.padded_vocab_size
     held = run_ranks(1, most)[0]
-    assert held >= logits if loss == "megatron" else held <= logits / 2, f"{held} elements; logits are {logits}"
+    assert held >= logits if loss == "megatron" else held <= logits / 2, (
+        f"{held} elements; logits are {logits}"
+    )
 
 
 SMALL = (
     *("data=mock", "data.seq_length=16", "trainer.train_iters=4", "trainer.global_batch_size=2"),
-    *("trainer.micro_batch_size=2", "trainer.eval_iters=0", "trainer.eval_interval=0", "trainer.sample_tokens=0"),
+    *(
+        "trainer.micro_batch_size=2",
+        "trainer.eval_iters=0",
+        "trainer.eval_interval=0",
+        "trainer.sample_tokens=0",
+    ),
     *("checkpoint.save_interval=0", "checkpoint.save_final=false", "log.progress=none"),
-    *("model.num_layers=1", "model.hidden_size=64", "model.ffn_hidden_size=64", "model.vocab_size=128"),
+    *(
+        "model.num_layers=1",
+        "model.hidden_size=64",
+        "model.ffn_hidden_size=64",
+        "model.vocab_size=128",
+    ),
 )
 MIXTRAL = ("model=mixtral_tiny", "model.moe.ffn_hidden_size=32")
 DEEPSEEK = ("model=deepseek_tiny", "model.moe.first_dense_layers=0", "model.moe.ffn_hidden_size=32")
@@ -182,34 +217,61 @@ INTERPRETED = {
 
 @pytest.mark.parametrize("name", some(INTERPRETED, ["one rank"]))
 def test_steps_with_triton_are_steps_of_the_reference(name: str) -> None:
-    values = interpreted.trained({k: [*INTERPRETED[name], *SMALL, f"kernels={k}"] for k in ("reference", "triton")})
-    ours, right = values["triton"], values["reference"]
+    values = interpreted.trained(
+        {k: [*INTERPRETED[name], *SMALL, f"kernels={k}"] for k in ("reference", "triton")}
+    )
+    ours = values["triton"]
+    right = values["reference"]
     assert len(ours) == len(right) == 8
     assert ours == pytest.approx(right, abs=1e-4)
     assert ours != right, "not one bit differs, so Triton did nothing"
 
 
-OVERLAPPED = "parallel=dp parallel.ranks=2 parallel.distributed_optimizer=true parallel.overlap_grad_reduce=true"
+OVERLAPPED = (
+    "parallel=dp parallel.ranks=2 parallel.distributed_optimizer=true"
+    " parallel.overlap_grad_reduce=true"
+)
 
 
 @pytest.mark.full
 @pytest.mark.parametrize("precision", ["bf16", "fp8_blockwise"])
 def test_experts_wait_for_weights_that_are_gathered_while_others_compute(precision: str) -> None:
     words = (*MIXTRAL, *OVERLAPPED.split(), *SMALL, "kernels=triton", f"precision={precision}")
-    few = ("parallel.ddp_bucket_size=1000", "trainer.micro_batch_size=1")  # a bucket for each weight
-    gathers = {how: [*words, *few, f"parallel.overlap_param_gather={how}"] for how in ("true", "false")}
+    # a bucket for each weight
+    few = (
+        "parallel.ddp_bucket_size=1000",
+        "trainer.micro_batch_size=1",
+    )
+    gathers = {
+        how: [*words, *few, f"parallel.overlap_param_gather={how}"] for how in ("true", "false")
+    }
     values = interpreted.trained(gathers)
     assert values["true"] == values["false"]
 
 
 ATTENTION = {
-    "sinks, windows, packed": ("model=gpt_oss_tiny", "model.kv_channels=16", "data.packed=true", "parallel=single"),
+    "sinks, windows, packed": (
+        "model=gpt_oss_tiny",
+        "model.kv_channels=16",
+        "data.packed=true",
+        "parallel=single",
+    ),
     "caps": (
-        *("model=gemma2_9b", "model.num_attention_heads=4", "model.num_query_groups=2", "model.kv_channels=24"),
+        *(
+            "model=gemma2_9b",
+            "model.num_attention_heads=4",
+            "model.num_query_groups=2",
+            "model.kv_channels=24",
+        ),
         "parallel=single",
     ),
     "windows in a ring": ("model=gemma_tiny", "parallel=cp2", "parallel.cp_comm_type=p2p"),
-    "sinks in a ring": ("model=gpt_oss_tiny", "model.kv_channels=16", "parallel=cp2", "parallel.cp_comm_type=p2p"),
+    "sinks in a ring": (
+        "model=gpt_oss_tiny",
+        "model.kv_channels=16",
+        "parallel=cp2",
+        "parallel.cp_comm_type=p2p",
+    ),
     "sinks, keys gathered": ("model=gpt_oss_tiny", "model.kv_channels=16", "parallel=cp2"),
     "sinks, heads exchanged": ("model=gpt_oss_tiny", "parallel=cp2", "parallel.cp_comm_type=a2a"),
 }
@@ -225,9 +287,13 @@ ATTENDS = (
 @pytest.mark.full
 @pytest.mark.parametrize("name", ATTENTION)
 def test_ten_steps_with_fused_attention_are_steps_of_the_reference(name: str) -> None:
-    runs = {k: [*ATTENTION[name], *ATTENDS, "kernels=reference", f"kernels.attention={k}"] for k in KINDS}
+    runs = {
+        k: [*ATTENTION[name], *ATTENDS, "kernels=reference", f"kernels.attention={k}"]
+        for k in KINDS
+    }
     values = interpreted.trained(runs, timeout_s=500)
-    ours, right = values["triton"], values["reference"]
+    ours = values["triton"]
+    right = values["reference"]
     assert len(ours) == len(right) == 20
     assert ours == pytest.approx(right, rel=1e-4)
     assert ours != right, "not one bit differs, so Triton did nothing"

@@ -1,4 +1,6 @@
-"""`check` says yes exactly where the model builds and makes a step: a sample of what `make oracle` tries."""
+"""`check` says yes exactly where the model builds and makes a step: a sample of what `make oracle`
+tries.
+"""
 
 from __future__ import annotations
 
@@ -40,9 +42,19 @@ def test_the_codes_of_the_policy_exist_and_each_has_a_reason() -> None:
 
 def test_every_key_that_a_step_depends_on_is_drawn() -> None:
     drawn = keys()
-    assert all(len(values) > 1 for values in drawn.values()), [k for k, v in drawn.items() if len(v) < 2]
+    assert all(len(values) > 1 for values in drawn.values()), [
+        k for k, v in drawn.items() if len(v) < 2
+    ]
     sections = {key.rpartition(".")[0] for key in drawn}
-    assert {"model", "model.moe", "model.mla", "parallel", "parallel.recompute", "precision", "optim"} <= sections
+    assert {
+        "model",
+        "model.moe",
+        "model.mla",
+        "parallel",
+        "parallel.recompute",
+        "precision",
+        "optim",
+    } <= sections
 
 
 def test_the_same_seed_draws_the_same_configurations() -> None:
@@ -53,8 +65,14 @@ def test_the_same_seed_draws_the_same_configurations() -> None:
 
 @pytest.mark.parametrize("fault", ["loss", "build"])
 def test_what_does_not_train_is_seen(fault: str) -> None:
-    alone = (d for d in cases(50, SEED) if d.raw.parallel.ranks in (None, 1) and d.raw.parallel.tp == 1)
-    drawn = next(d for d in alone if (d.raw.optim.name, d.raw.optim.schedule_counts) == ("adamw", "updates"))
+    alone = (
+        d for d in cases(50, SEED) if d.raw.parallel.ranks in (None, 1) and d.raw.parallel.tp == 1
+    )
+    drawn = next(
+        d for d in alone if (d.raw.optim.name, d.raw.optim.schedule_counts) == ("adamw", "updates")
+    )
     change = {"loss": {"optim": {"lr": 1e38}}, "build": {"model": {"num_query_groups": 3}}}[fault]
-    raw = drawn.raw.model_copy(update={k: getattr(drawn.raw, k).model_copy(update=v) for k, v in change.items()})
+    raw = drawn.raw.model_copy(
+        update={k: getattr(drawn.raw, k).model_copy(update=v) for k, v in change.items()}
+    )
     assert validated(Drawn(raw)).fault

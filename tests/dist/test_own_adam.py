@@ -1,4 +1,6 @@
-"""Our Adam behind megatron-core's optimizers: it resumes, and trains with state in low precision as with fp32."""
+"""Our Adam behind megatron-core's optimizers: it resumes, and trains with state in low precision as
+with fp32.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,11 @@ from tests.support.runs import tiny_run, trained
 
 STEPS = 60
 RATE = {"lr": 4e-3}
-LOW_PRECISION = {"exp_avg_dtype": "bf16", "exp_avg_sq_dtype": "bf16", "store_param_remainders": True}
+LOW_PRECISION = {
+    "exp_avg_dtype": "bf16",
+    "exp_avg_sq_dtype": "bf16",
+    "store_param_remainders": True,
+}
 SMALLEST = {
     "model": {
         "num_layers": 2,
@@ -46,10 +52,14 @@ def fp32_main_weights() -> list[float]:
 @pytest.mark.parametrize(
     "layout", [pytest.param({"ranks": 2}, id="dp2"), pytest.param({"ranks": 2, "tp": 2}, id="tp2")]
 )
-def test_low_precision_trains_as_fp32_main_weights_do(layout: dict[str, int], fp32_main_weights: list[float]) -> None:
+def test_low_precision_trains_as_fp32_main_weights_do(
+    layout: dict[str, int], fp32_main_weights: list[float]
+) -> None:
     losses = _losses(STEPS, **SMALLEST, **layout, optim={**LOW_PRECISION, **RATE})
     errors = [abs(a - b) / b for a, b in zip(losses, fp32_main_weights, strict=True)]
-    assert fp32_main_weights[-1] < 0.75 * fp32_main_weights[0], "nothing was learnt, so nothing is compared"
+    assert fp32_main_weights[-1] < 0.75 * fp32_main_weights[0], (
+        "nothing was learnt, so nothing is compared"
+    )
     assert max(errors) < 1e-3, max(errors)
     assert losses != fp32_main_weights
 
@@ -69,7 +79,10 @@ LAYOUTS: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 def test_a_layout_trains_as_one_rank_does(name: str, dtype: str) -> None:
     keys = dict(LAYOUTS[name])
-    few = {"dtype": "bf16", "distributed_optimizer": True, "optim": LOW_PRECISION} if dtype == "bf16" else {}
+    if dtype == "bf16":
+        few = {"dtype": "bf16", "distributed_optimizer": True, "optim": LOW_PRECISION}
+    else:
+        few = {}
     model = {"model": keys.pop("model")} if "model" in keys else {}
     one = tiny_run(kernel="reference", **model, **few)
     many = tiny_run(kernel="reference", **{**keys, **model, **few})
@@ -98,7 +111,9 @@ def _resumes_by_megatron_cores_state(run: Any) -> bool:
         cfg = tiny.config(bf16=True, params_dtype=torch.bfloat16, pipeline_dtype=torch.bfloat16)
         torch.manual_seed(7)
         wrapped = api.Float16Module(cfg, tiny.model(cfg, wrap=False))
-        ddp = api.DistributedDataParallelConfig(grad_reduce_in_fp32=True, use_distributed_optimizer=True)
+        ddp = api.DistributedDataParallelConfig(
+            grad_reduce_in_fp32=True, use_distributed_optimizer=True
+        )
         model = api.DistributedDataParallel(cfg, ddp, wrapped)
         optimizer = api.get_megatron_optimizer(config, [model]).chained_optimizers[0]
 
@@ -112,7 +127,8 @@ def _resumes_by_megatron_cores_state(run: Any) -> bool:
     model, optimizer, step = trainee()
     for _ in range(3):
         step()
-    weights, state = _copy(model.state_dict()), _copy(optimizer.state_dict())
+    weights = _copy(model.state_dict())
+    state = _copy(optimizer.state_dict())
     state["param_state"] = _copy(optimizer.get_parameter_state_dp_zero(use_gloo_comm=False))
     state["param_state_sharding_type"] = "dp_zero_gather_scatter"
     for _ in range(5):

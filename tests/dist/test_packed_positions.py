@@ -1,4 +1,6 @@
-"""Queries and keys normed and turned as they are unpacked: the same steps as norm, rotation and way apart."""
+"""Queries and keys normed and turned as they are unpacked: the same steps as norm, rotation and way
+apart.
+"""
 
 from __future__ import annotations
 
@@ -19,9 +21,18 @@ SP = {"ranks": 2, "tp": 2, "sequence_parallel": True}
 CASES: dict[str, tuple[dict[str, Any], dict[str, Any], bool]] = {
     "no norms": ({}, {}, True),
     "norms, tp2 sequence parallel": (QWEN, SP, True),
-    "neighbours turn, half of a head": ({"rotary_interleaved": True, "rotary_percent": 0.5}, {}, True),
+    "neighbours turn, half of a head": (
+        {"rotary_interleaved": True, "rotary_percent": 0.5},
+        {},
+        True,
+    ),
     "zero-centered norms, positions of windows apart": (
-        {**QWEN, "layernorm_zero_centered_gamma": True, "window_size": 8, "window_attn_skip_freq": 2}
+        {
+            **QWEN,
+            "layernorm_zero_centered_gamma": True,
+            "window_size": 8,
+            "window_attn_skip_freq": 2,
+        }
         | {"rotary_base_local": 100.0},
         {},
         True,
@@ -29,7 +40,12 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any], bool]] = {
     "cp2": (QWEN, {"ranks": 2, "cp": 2}, True),
     "dp2 overlapped": (
         QWEN,
-        {"ranks": 2, "distributed_optimizer": True, "overlap_grad_reduce": True, "overlap_param_gather": True},
+        {
+            "ranks": 2,
+            "distributed_optimizer": True,
+            "overlap_grad_reduce": True,
+            "overlap_param_gather": True,
+        },
         True,
     ),
     "layers computed again": (
@@ -60,13 +76,17 @@ def _trained(run: RunConfig, folder: Path) -> tuple[list[tuple[float, float]], d
 
 
 def _apart(found: Any, right: Any) -> float:
-    pairs = [(a, b) for x, y in zip(found[0], right[0], strict=True) for a, b in zip(x, y, strict=True)]
+    pairs = [
+        (a, b) for x, y in zip(found[0], right[0], strict=True) for a, b in zip(x, y, strict=True)
+    ]
     assert found[1].keys() == right[1].keys()
     worst = max(float((found[1][key] - g).norm() / g.norm()) for key, g in right[1].items())
     return max(worst, *(abs(a - b) / abs(b) for a, b in pairs))
 
 
-@pytest.mark.parametrize("name", some(CASES, ["norms, tp2 sequence parallel", "neighbours turn, half of a head"]))
+@pytest.mark.parametrize(
+    "name", some(CASES, ["norms, tp2 sequence parallel", "neighbours turn, half of a head"])
+)
 def test_what_is_made_on_the_way_out_trains_as_what_is_made_after_it(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -80,7 +100,9 @@ def test_what_is_made_on_the_way_out_trains_as_what_is_made_after_it(
     assert _apart(found, right) < 1e-5
 
 
-def test_turning_by_half_the_angle_is_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_turning_by_half_the_angle_is_noticed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     right = _trained(tiny_run(), tmp_path / "apart")
     monkeypatch.setattr("mtrain.models.gpt.build.positions_apart", lambda run: None)
     whole = op.rotate_packed

@@ -1,4 +1,6 @@
-"""Packed samples compute what their documents do one at a time, losses and gradients; faults are found."""
+"""Packed samples compute what their documents do one at a time, losses and gradients; faults are
+found.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,9 @@ from tests.support.runs import tiny_run, train_steps
 if TYPE_CHECKING:
     from mtrain.train.prove import Row
 
-MIXTRAL, DEEPSEEK, GEMMA = "model=mixtral_tiny", "model=deepseek_tiny", "model=gemma_tiny"
+MIXTRAL = "model=mixtral_tiny"
+DEEPSEEK = "model=deepseek_tiny"
+GEMMA = "model=gemma_tiny"
 LEARNED = "model.position_embedding_type=learned_absolute"
 PACKED = "data.packed=true"
 WHOLE = "data.packed_by=first_fit"
@@ -30,7 +34,9 @@ STEPS = 2
 LAYOUTS = {
     "one rank": "",
     "dp4": "parallel=dp4",
-    "dp2 distributed optimizer": "parallel=dp2 parallel.distributed_optimizer=true parallel.overlap_grad_reduce=true",
+    "dp2 distributed optimizer": (
+        "parallel=dp2 parallel.distributed_optimizer=true parallel.overlap_grad_reduce=true"
+    ),
     "tp2": "parallel=tp2",
     "tp2 sequence parallel": "parallel=tp2sp",
     "pp2": "parallel=pp2",
@@ -40,28 +46,41 @@ LAYOUTS = {
     "cp2 all-gather": "parallel=cp2 parallel.cp_comm_type=all_gather",
     "cp2 ring": "parallel=cp2 parallel.cp_comm_type=p2p",
     "cp2 all-to-all": "parallel=cp2 parallel.cp_comm_type=a2a",
-    "cp4 hierarchical": "parallel=cp4 parallel.cp_comm_type=a2a+p2p parallel.hierarchical_cp_sizes=[2,2]",
+    "cp4 hierarchical": (
+        "parallel=cp4 parallel.cp_comm_type=a2a+p2p parallel.hierarchical_cp_sizes=[2,2]"
+    ),
     "tp2cp2 ring": "parallel=tp2cp2sp parallel.cp_comm_type=p2p",
     "pp2cp2": "parallel=pp2cp2",
     "cp2dp2": "parallel=cp2 parallel.ranks=4",
     "padded to four tokens": "parallel=pp2 data.packed_multiple=4",
     "learned positions, pp2": f"parallel=pp2 {LEARNED}",
     "learned positions, cp2": f"parallel=cp2 {LEARNED}",
-    "a window and sinks, tp2cp2": "parallel=tp2cp2 model.window_size=8 model.softmax_type=learnable",
+    "a window and sinks, tp2cp2": (
+        "parallel=tp2cp2 model.window_size=8 model.softmax_type=learnable"
+    ),
     "Gemma's windows and bases, pp2": f"{GEMMA} parallel=pp2",
     "ep2": f"{MIXTRAL} parallel=ep2",
     "tp2ep2": f"{MIXTRAL} parallel=tp2ep2etp1sp",
-    "a small DeepSeek-V3, tp2pp2ep2": f"{DEEPSEEK} parallel=tp2pp2ep2etp1sp "
-    "model.moe.router_load_balancing_type=aux_loss",
+    "a small DeepSeek-V3, tp2pp2ep2": (
+        f"{DEEPSEEK} parallel=tp2pp2ep2etp1sp model.moe.router_load_balancing_type=aux_loss"
+    ),
     "MTP, pp2cp2": "parallel=pp2cp2 model.mtp_num_layers=1",
-    "recomputed": "parallel=tp2 parallel.recompute.granularity=full parallel.recompute.method=block",
+    "recomputed": (
+        "parallel=tp2 parallel.recompute.granularity=full parallel.recompute.method=block"
+    ),
     "dealt out by work, dp2": "parallel=dp2 data.packing_scheduler=dp_balanced",
     "dynamic context": "parallel=dp4 parallel.hybrid_context_parallel=true",
-    "dynamic context, ring": "parallel=tp2dp2sp parallel.hybrid_context_parallel=true parallel.cp_comm_type=p2p",
-    "Gemma with caps, cp2 all-to-all": f"{GEMMA} parallel=cp2 parallel.cp_comm_type=a2a "
-    "model.attn_logit_softcapping=0.5 model.final_logit_softcapping=2",
+    "dynamic context, ring": (
+        "parallel=tp2dp2sp parallel.hybrid_context_parallel=true parallel.cp_comm_type=p2p"
+    ),
+    "Gemma with caps, cp2 all-to-all": (
+        f"{GEMMA} parallel=cp2 parallel.cp_comm_type=a2a "
+        "model.attn_logit_softcapping=0.5 model.final_logit_softcapping=2"
+    ),
     "a hybrid, tp2cp2": "model=nemotron_h_tiny parallel=tp2cp2sp",
-    "a hybrid, recomputed": "model=nemotron_h_tiny parallel=pp2 parallel.recompute.granularity=full",
+    "a hybrid, recomputed": (
+        "model=nemotron_h_tiny parallel=pp2 parallel.recompute.granularity=full"
+    ),
     "fsdp2": "parallel=dp2 parallel.fsdp=fsdp2",
 }
 
@@ -82,7 +101,15 @@ def test_a_packed_layout_is_proven(name: str) -> None:
 
 
 FITTED = [
-    *("one rank", "dp4", "dp2 distributed optimizer", "tp2 sequence parallel", "pp4", "pp2vpp2", "cp2 ring"),
+    *(
+        "one rank",
+        "dp4",
+        "dp2 distributed optimizer",
+        "tp2 sequence parallel",
+        "pp4",
+        "pp2vpp2",
+        "cp2 ring",
+    ),
     *(
         "cp2 all-gather",
         "cp4 hierarchical",
@@ -120,7 +147,9 @@ SPLITS: dict[str, tuple[int, dict[str, Any]]] = {
 
 
 @pytest.mark.parametrize("name", some(SPLITS, ["dp2cp2, 2 each"]))
-def test_one_global_batch_has_one_loss_and_one_gradient_in_any_split(name: str, tmp_path: Path) -> None:
+def test_one_global_batch_has_one_loss_and_one_gradient_in_any_split(
+    name: str, tmp_path: Path
+) -> None:
     micro, layout = SPLITS[name]
     homes = tmp_path / "one", tmp_path / "many"
     for home in homes:
@@ -137,7 +166,9 @@ def test_one_global_batch_has_one_loss_and_one_gradient_in_any_split(name: str, 
 def _packed(micro: int, layout: dict[str, Any]) -> RunConfig:
     of_data = {key: value for key, value in layout.items() if key == "packing_scheduler"}
     degrees = {key: value for key, value in layout.items() if key not in of_data}
-    run = tiny_run(trainer={"train_iters": 1, "micro_batch_size": micro}, optim={"warmup_iters": 0}, **degrees)
+    run = tiny_run(
+        trainer={"train_iters": 1, "micro_batch_size": micro}, optim={"warmup_iters": 0}, **degrees
+    )
     packed = {"packed": True, "packed_multiple": 8, "seq_length": 64, **of_data}
     return resolve(run.model_copy(update={"data": run.data.model_copy(update=packed)}), LAPTOP)
 

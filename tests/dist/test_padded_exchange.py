@@ -1,4 +1,6 @@
-"""Expert-parallel ranks that send each other as many rows in every step compute what exact exchanges compute."""
+"""Expert-parallel ranks that send each other as many rows in every step compute what exact
+exchanges compute.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,12 @@ EP2: dict[str, Any] = {"ranks": 2, "ep": 2}
 BOTH: dict[str, Any] = {"ranks": 4, "tp": 2, "ep": 2, "etp": 2, "sequence_parallel": True}
 AGAIN = {"recompute": RecomputeConfig(granularity="full", method="uniform", num_layers=1)}
 MOE_AGAIN = {"recompute": RecomputeConfig(granularity="selective", modules=("moe",))}
-GROUPS = {"num_experts": 8, "router_num_groups": 4, "router_group_topk": 2, "router_score_function": "sigmoid"}
+GROUPS = {
+    "num_experts": 8,
+    "router_num_groups": 4,
+    "router_group_topk": 2,
+    "router_score_function": "sigmoid",
+}
 SHARED = {"shared_expert_intermediate_size": 32, "shared_expert_overlap": True}
 CASES: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = {
     "ep2": ({}, EP2, {}),
@@ -30,13 +37,19 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = {
     "predictions": ({}, EP2, {"mtp_num_layers": 1}),
     "computed again": ({"alltoall_capacity_factor": 1.9}, {**EP2, **AGAIN}, {}),
     "experts computed again": ({}, {**EP2, **MOE_AGAIN}, {}),
-    "weighed inputs": ({"router_topk": 1, "apply_probs_on_input": True, "router_pre_softmax": True}, EP2, {}),
+    "weighed inputs": (
+        {"router_topk": 1, "apply_probs_on_input": True, "router_pre_softmax": True},
+        EP2,
+        {},
+    ),
 }
 
 
 def run_of(name: str, **more: Any) -> RunConfig:
     moe, parallel, model = CASES[name]
-    experts = MoEConfig(**{"num_experts": 4, "ffn_hidden_size": 32, "pad_alltoall": True, **moe, **more})
+    experts = MoEConfig(
+        **{"num_experts": 4, "ffn_hidden_size": 32, "pad_alltoall": True, **moe, **more}
+    )
     return tiny_run(model={"num_layers": 2, "moe": experts, **model}, **parallel)
 
 
@@ -76,13 +89,16 @@ def test_more_rows_than_a_factor_has_room_for_end_the_run_and_not_what_is_evalua
     run = run_of("ep2", alltoall_capacity_factor=0.5)
 
     def evaluated() -> list[set[bool]]:
-        """A job: whether rows of an evaluation were padded, outside of graphs and where schedules are captured."""
+        """A job: whether rows of an evaluation were padded, outside of graphs and where schedules
+        are captured.
+        """
         from mtrain.mcore.dispatch import SparseDispatcher as Dispatcher
         from mtrain.train.assemble import assemble, splits_of
         from mtrain.train.step import evaluate
         from mtrain.world.init import joined
 
-        padded, made = [set[bool](), set[bool]()], Dispatcher._owners
+        padded = [set[bool](), set[bool]()]
+        made = Dispatcher._owners
 
         def owners(self: Any, rows: int) -> Any:
             padded[self.one_graph].add(rows > int(self._chunks.sum()))
@@ -99,7 +115,9 @@ def test_more_rows_than_a_factor_has_room_for_end_the_run_and_not_what_is_evalua
         return padded
 
     def without_autograd() -> None:
-        """A job: the forward of a step in training as TransformerEngine's checkpoint first runs it."""
+        """A job: the forward of a step in training as TransformerEngine's checkpoint
+        first runs it.
+        """
         import torch
 
         from mtrain.mcore.dispatch import SparseDispatcher as Dispatcher
@@ -109,13 +127,18 @@ def test_more_rows_than_a_factor_has_room_for_end_the_run_and_not_what_is_evalua
         train_steps(run, 1)
 
     for job, given in ((train_steps, (run, 1)), (without_autograd, ())):
-        with pytest.raises(RankFailed, match=r"more rows than model\.moe\.alltoall_capacity_factor allows"):
+        with pytest.raises(
+            RankFailed, match=r"more rows than model\.moe\.alltoall_capacity_factor allows"
+        ):
             run_ranks(2, job, *given)
     assert run_ranks(2, evaluated)[0] == [{False}, {True}]
 
 
 @pytest.mark.parametrize(
-    ("topk", "local", "factor", "rows"), [(2, 8, None, 200), (8, 2, None, 200), (8, 2, 1.0, 200), (2, 8, 1.25, 32)]
+    ("topk", "local", "factor", "rows"),
+    [(2, 8, None, 200), (8, 2, None, 200), (8, 2, 1.0, 200), (2, 8, 1.25, 32)],
 )
-def test_a_rank_has_room_for_all_or_for_a_share(topk: int, local: int, factor: float | None, rows: int) -> None:
+def test_a_rank_has_room_for_all_or_for_a_share(
+    topk: int, local: int, factor: float | None, rows: int
+) -> None:
     assert room_of(100, topk, local, 8 if topk == 2 else 4, factor) == rows

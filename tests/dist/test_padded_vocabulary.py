@@ -1,4 +1,6 @@
-"""Ids that only pad the embedding: outside of every loss, or inside as in Megatron-LM, in every layout."""
+"""Ids that only pad the embedding: outside of every loss, or inside as in Megatron-LM, in every
+layout.
+"""
 
 from __future__ import annotations
 
@@ -76,9 +78,9 @@ def test_ranks_with_nothing_but_padding_train_as_one_rank_does(loss: str, tmp_pa
     for layout in ({}, {"ranks": 4, "tp": 4, "sequence_parallel": True}):
         run = apply(tiny_run(model=model, **layout), {"kernels.loss": loss})
         folder = tmp_path / str(run.parallel.tp)
-        values = run_ranks(run.parallel.ranks or 1, lambda run=run, to=folder: train_steps(run, 2, gradients_to=to))[
-            0
-        ]
+        values = run_ranks(
+            run.parallel.ranks or 1, lambda run=run, to=folder: train_steps(run, 2, gradients_to=to)
+        )[0]
         ends.append((values, whole_tensors(folder / "step_00000000")))
     (right, one), (found, four) = ends
     for value, wanted in zip(found, right, strict=True):

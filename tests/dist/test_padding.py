@@ -1,4 +1,6 @@
-"""Losses beside that of the next token are averages over tokens, however a batch is padded or split."""
+"""Losses beside that of the next token are averages over tokens, however a batch is padded or
+split.
+"""
 
 from __future__ import annotations
 
@@ -19,32 +21,53 @@ from tests.support.covering import some
 from tests.support.forked import run_ranks
 from tests.support.runs import tiny_run, train_steps, whole_tensors
 
-CHATS, VOCAB, LENGTH = 8, 320, 64
+CHATS = 8
+VOCAB = 320
+LENGTH = 64
 FURTHER = {"mtp_num_layers": 2, "mtp_loss_scaling_factor": 1.0}
 
 
 @pytest.fixture(scope="module")
 def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Chats of unlike lengths, some with a single learned token, and a tokenizer."""
-    home, dice = tmp_path_factory.mktemp("padding"), random.Random(5)
+    home = tmp_path_factory.mktemp("padding")
+    dice = random.Random(5)
     folder_of(home, "chatml")
-    said = [[str(dice.randrange(10)) * dice.randrange(1, 9) for _ in range(2)] for _ in range(CHATS)]
+    said = [
+        [str(dice.randrange(10)) * dice.randrange(1, 9) for _ in range(2)] for _ in range(CHATS)
+    ]
     chats_file(home / "chats.jsonl", [turns(*pair) for pair in said])
     return home
 
 
 def moe(**more: Any) -> MoEConfig:
-    own = {"num_experts": 4, "router_topk": 2, "ffn_hidden_size": 32, "aux_loss_coeff": 1.0, "z_loss_coeff": 0.1}
+    own = {
+        "num_experts": 4,
+        "router_topk": 2,
+        "ffn_hidden_size": 32,
+        "aux_loss_coeff": 1.0,
+        "z_loss_coeff": 0.1,
+    }
     return MoEConfig(**{**own, **more})
 
 
-def run_with(home: Path, *, length: int = LENGTH, average: str = "token", micro: int = 1, **more: Any) -> RunConfig:
-    """A step over all chats; `experts` are keys of `model.moe`, `model` those of `model`, the rest of `parallel`."""
+def run_with(
+    home: Path, *, length: int = LENGTH, average: str = "token", micro: int = 1, **more: Any
+) -> RunConfig:
+    """A step over all chats; `experts` are keys of `model.moe`, `model` those of `model`, the rest
+    of `parallel`.
+    """
     trainer = {"global_batch_size": CHATS, "micro_batch_size": micro, "loss_average": average}
-    model = {"vocab_size": VOCAB, "max_position_embeddings": 256, "moe": moe(**more.pop("experts", {}))}
+    model = {
+        "vocab_size": VOCAB,
+        "max_position_embeddings": 256,
+        "moe": moe(**more.pop("experts", {})),
+    }
     if named := more.pop("named", ""):
         model = dict(
-            load([named, "cluster=cpu", "parallel=single", f"model.vocab_size={VOCAB}", "data=mock"]).run.model
+            load(
+                [named, "cluster=cpu", "parallel=single", f"model.vocab_size={VOCAB}", "data=mock"]
+            ).run.model
         )
     run = tiny_run(model={**model, **more.pop("model", {})}, trainer=trainer, **more)
     data = DataConfig(
@@ -77,8 +100,18 @@ def apart(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> float
     return max(float((one[key] - other[key]).abs().max()) for key in one) / largest
 
 
-MIXER: dict[str, Any] = {"num_heads": 8, "head_dim": 16, "state_dim": 16, "num_groups": 2, "chunk_size": 16}
-BIAS = {"router_enable_expert_bias": True, "router_score_function": "sigmoid", "router_bias_update_rate": 1.0}
+MIXER: dict[str, Any] = {
+    "num_heads": 8,
+    "head_dim": 16,
+    "state_dim": 16,
+    "num_groups": 2,
+    "chunk_size": 16,
+}
+BIAS = {
+    "router_enable_expert_bias": True,
+    "router_score_function": "sigmoid",
+    "router_bias_update_rate": 1.0,
+}
 KINDS: dict[str, dict[str, Any]] = {
     "balanced": {},
     "by sequence": {"experts": {"router_load_balancing_type": "seq_aux_loss"}},
@@ -86,20 +119,36 @@ KINDS: dict[str, dict[str, Any]] = {
     "further tokens": {"model": FURTHER},
     "of samples": {"average": "sample", "model": FURTHER},
     "capacity": {"experts": {"expert_capacity_factor": 1.0}},
-    "capacity by position": {"experts": {"expert_capacity_factor": 0.75, "token_drop_policy": "position"}},
-    "padded to a capacity": {"experts": {"expert_capacity_factor": 1.0, "pad_expert_input_to_capacity": True}},
-    "sinkhorn": {"experts": {"router_load_balancing_type": "sinkhorn", "aux_loss_coeff": 0.0, "router_topk": 1}},
+    "capacity by position": {
+        "experts": {"expert_capacity_factor": 0.75, "token_drop_policy": "position"}
+    },
+    "padded to a capacity": {
+        "experts": {"expert_capacity_factor": 1.0, "pad_expert_input_to_capacity": True}
+    },
+    "sinkhorn": {
+        "experts": {
+            "router_load_balancing_type": "sinkhorn",
+            "aux_loss_coeff": 0.0,
+            "router_topk": 1,
+        }
+    },
     "by lists": {"experts": {**BIAS, "pad_alltoall": True}},
     "latent and sparse attention": {"named": "model=deepseek_v3_2_tiny"},
     "hybrid": {"model": {"family": "hybrid", "hybrid": HybridConfig(pattern="ME*E", **MIXER)}},
-    "recomputed": {"model": FURTHER, "recompute": {"granularity": "full", "method": "uniform", "num_layers": 1}},
+    "recomputed": {
+        "model": FURTHER,
+        "recompute": {"granularity": "full", "method": "uniform", "num_layers": 1},
+    },
 }
 
 
 @pytest.mark.parametrize("name", some(KINDS, ["by sequence", "padded to a capacity", "recomputed"]))
-def test_longer_samples_of_the_same_chats_have_the_same_gradient(name: str, home: Path, tmp_path: Path) -> None:
+def test_longer_samples_of_the_same_chats_have_the_same_gradient(
+    name: str, home: Path, tmp_path: Path
+) -> None:
     one, other = (
-        gradient(run_with(home, length=length, **KINDS[name]), tmp_path / str(length)) for length in (64, 192)
+        gradient(run_with(home, length=length, **KINDS[name]), tmp_path / str(length))
+        for length in (64, 192)
     )
     assert apart(one, other) < 1e-6
 
@@ -123,14 +172,20 @@ LAYOUTS: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("average", some(["token", "sample"], ["sample"]))
 @pytest.mark.parametrize("name", some(LAYOUTS, ["cp2", "pp2vpp2"]))
-def test_any_layout_has_the_same_gradient(name: str, average: str, home: Path, tmp_path: Path) -> None:
+def test_any_layout_has_the_same_gradient(
+    name: str, average: str, home: Path, tmp_path: Path
+) -> None:
     more: dict[str, Any] = {"experts": SEQUENCES, "model": FURTHER, "average": average}
     one = gradient(run_with(home, **more), tmp_path / "one")
     assert apart(one, gradient(run_with(home, **more, **LAYOUTS[name]), tmp_path / "other")) < 1e-6
 
 
-def _last_router(run: RunConfig, folder: Path) -> tuple[torch.Tensor, list[torch.Tensor], torch.Tensor]:
-    """A job: the gradient of the last layer's router, its logits in each micro-batch, and its weight."""
+def _last_router(
+    run: RunConfig, folder: Path
+) -> tuple[torch.Tensor, list[torch.Tensor], torch.Tensor]:
+    """A job: the gradient of the last layer's router, its logits in each micro-batch, and its
+    weight.
+    """
     from mtrain.mcore import api
     from mtrain.mcore.local_params import unwrap
     from mtrain.train.assemble import assemble, splits_of
@@ -156,7 +211,9 @@ def _last_router(run: RunConfig, folder: Path) -> tuple[torch.Tensor, list[torch
         record_gradients(parts, folder)
         train_step(parts, stop_requested=False)
     (saved,) = folder.glob("step_*")
-    found = [g for key, g in sorted(whole_tensors(saved).items()) if key.endswith("router.weight")][-1]
+    found = [g for key, g in sorted(whole_tensors(saved).items()) if key.endswith("router.weight")][
+        -1
+    ]
     there = [rows.t() >= 0 for rows in windows.split(run.trainer.micro)]
     if run.data.packed:  # one row of all samples
         there = [rows.t().reshape(-1, 1) for rows in there]
@@ -170,15 +227,30 @@ def _data(kind: str, home: Path) -> DataConfig:
         (home / "text").mkdir(exist_ok=True)
         for i in range(200):
             (home / f"text/{i}.txt").write_text(f"{i} " * (1 + i % 5))
-        own = {"kind": "text", "path": str(home / "text"), "suffixes": [".txt"], "tokenizer_vocab_size": 300}
+        own = {
+            "kind": "text",
+            "path": str(home / "text"),
+            "suffixes": [".txt"],
+            "tokenizer_vocab_size": 300,
+        }
         return DataConfig.model_validate(
-            {**own, "cache_dir": str(home / "cache"), "seq_length": LENGTH, "eod_mask_loss": True, "packed": False}
+            {
+                **own,
+                "cache_dir": str(home / "cache"),
+                "seq_length": LENGTH,
+                "eod_mask_loss": True,
+                "packed": False,
+            }
         )
     return DataConfig(kind="mock", seq_length=LENGTH, packed=True, packed_by=kind)  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("kind", some(["chats", "first_fit", "stream", "masked ends"], ["chats", "masked ends"]))
-def test_the_loss_of_a_layer_is_that_of_transformers_over_its_tokens(kind: str, home: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "kind", some(["chats", "first_fit", "stream", "masked ends"], ["chats", "masked ends"])
+)
+def test_the_loss_of_a_layer_is_that_of_transformers_over_its_tokens(
+    kind: str, home: Path, tmp_path: Path
+) -> None:
     mixtral = pytest.importorskip("transformers.models.mixtral.modeling_mixtral")
 
     def of(coefficient: float) -> RunConfig:
@@ -187,7 +259,9 @@ def test_the_loss_of_a_layer_is_that_of_transformers_over_its_tokens(kind: str, 
         return run.model_copy(update={"data": _data(kind, home)})
 
     def job() -> Any:
-        return [_last_router(of(coefficient), tmp_path / str(coefficient)) for coefficient in (1.0, 0.0)]
+        return [
+            _last_router(of(coefficient), tmp_path / str(coefficient)) for coefficient in (1.0, 0.0)
+        ]
 
     (with_losses, seen, weight), (without, _, _) = run_ranks(1, job)[0]
     weight.requires_grad_()

@@ -1,4 +1,6 @@
-"""LoRA and DoRA in training: what is frozen stays, what is saved goes on bitwise, and layouts compute the same."""
+"""LoRA and DoRA in training: what is frozen stays, what is saved goes on bitwise, and layouts
+compute the same.
+"""
 
 from __future__ import annotations
 
@@ -23,9 +25,15 @@ from tests.support.runs import tiny_run, train_steps, whole_tensors
 LAYERS = ("linear_qkv", "linear_proj", "linear_fc1", "linear_fc2")
 
 
-def run_with(kind: str = "lora", *, moe: bool = False, dropout: float = 0.0, **more: Any) -> RunConfig:
-    """A tiny model with adapters of rank 4 on all layers; keyword arguments are those of `tiny_run`."""
-    model: dict[str, Any] = {"moe": MoEConfig(num_experts=4, router_topk=2, ffn_hidden_size=32)} if moe else {}
+def run_with(
+    kind: str = "lora", *, moe: bool = False, dropout: float = 0.0, **more: Any
+) -> RunConfig:
+    """A tiny model with adapters of rank 4 on all layers; keyword arguments are those of
+    `tiny_run`.
+    """
+    model: dict[str, Any] = (
+        {"moe": MoEConfig(num_experts=4, router_topk=2, ffn_hidden_size=32)} if moe else {}
+    )
     run = tiny_run(model=model, optim={"lr": 3e-3}, **more)
     peft = PeftConfig(kind=kind, r=4, alpha=8.0, dropout=dropout)  # type: ignore[arg-type]
     return resolve(run.model_copy(update={"peft": peft}), Machine(cpu_cores=1, memory_bytes=0))
@@ -33,7 +41,10 @@ def run_with(kind: str = "lora", *, moe: bool = False, dropout: float = 0.0, **m
 
 RUNS: dict[str, tuple[dict[str, Any], int]] = {
     "lora": ({}, 1),
-    "dora, tp2, sequence parallel": ({"kind": "dora", "ranks": 2, "tp": 2, "sequence_parallel": True}, 2),
+    "dora, tp2, sequence parallel": (
+        {"kind": "dora", "ranks": 2, "tp": 2, "sequence_parallel": True},
+        2,
+    ),
     "bf16, sharded state": ({"dtype": "bf16", "ranks": 2, "distributed_optimizer": True}, 2),
     "dropout, tp2": ({"dropout": 0.3, "ranks": 2, "tp": 2}, 2),
     "experts, ep2": ({"moe": True, "ranks": 2, "ep": 2}, 2),
@@ -46,7 +57,8 @@ def test_what_is_frozen_stays_bitwise_state_is_the_adapters_alone_and_a_resume_g
     name: str, tmp_path: Path
 ) -> None:
     given, ranks = RUNS[name]
-    run, plain = run_with(**given), run_with(**given).model_copy(update={"peft": PeftConfig()})
+    run = run_with(**given)
+    plain = run_with(**given).model_copy(update={"peft": PeftConfig()})
     rows = run_ranks(ranks, lambda: train_steps(run, 4, save_to=tmp_path / "a", save_after=2))[0]
     run_ranks(ranks, lambda: train_steps(plain, 0, save_to=tmp_path / "plain"))
     begun = whole_tensors(tmp_path / "plain/step_00000000")
@@ -57,12 +69,16 @@ def test_what_is_frozen_stays_bitwise_state_is_the_adapters_alone_and_a_resume_g
     assert all(torch.equal(begun[key], tensors[key]) for key in weights)
     assert all(any(f"{layer}.lora_b" in key for key in adapters) for layer in LAYERS)
     assert all(bool(tensors[key].any()) for key in adapters), "every adapter has moved"
-    assert {key.split("/", 2)[2] for key in tensors if key.startswith("optim/")} == {k[6:] for k in adapters}
+    assert {key.split("/", 2)[2] for key in tensors if key.startswith("optim/")} == {
+        k[6:] for k in adapters
+    }
     assert rows[-1][0] < rows[0][0]
     for rank in range(ranks):
         files = [folder / f"frozen_{rank:05d}.safetensors" for folder in (middle, ended)]
         assert files[0].stat().st_ino == files[1].stat().st_ino, "frozen weights are on disk once"
-    again = run_ranks(ranks, lambda: train_steps(run, 2, save_to=tmp_path / "b", load_from=middle))[0]
+    again = run_ranks(ranks, lambda: train_steps(run, 2, save_to=tmp_path / "b", load_from=middle))[
+        0
+    ]
     assert again == rows[2:]
     last = whole_tensors(tmp_path / "b/step_00000004")
     assert last.keys() == tensors.keys()
@@ -71,7 +87,9 @@ def test_what_is_frozen_stays_bitwise_state_is_the_adapters_alone_and_a_resume_g
 
 @pytest.mark.full
 def test_biases_that_balance_routers_are_frozen_too(tmp_path: Path) -> None:
-    run = load(["model=glm45_tiny", "peft=lora", "parallel=single", "data=mock", "data.seq_length=32"]).run
+    run = load(
+        ["model=glm45_tiny", "peft=lora", "parallel=single", "data=mock", "data.seq_length=32"]
+    ).run
     batch = {"global_batch_size": 4, "micro_batch_size": 2, "train_iters": 20, "eval_iters": 0}
     run = run.model_copy(update={"trainer": run.trainer.model_copy(update=batch)})
     run_ranks(1, lambda: train_steps(run, 2, save_to=tmp_path, save_after=0))
@@ -85,10 +103,14 @@ LAYOUTS = {
     "tp2, sequence parallel": "model=llama_tiny peft=lora parallel=tp2sp",
     "tp2, dora": "model=llama_tiny peft=dora parallel=tp2",
     "pp2": "model=llama_tiny peft=lora parallel=pp2",
-    "pp2, tied embeddings": "model=llama_tiny peft=lora parallel=pp2 model.tie_word_embeddings=true",
+    "pp2, tied embeddings": (
+        "model=llama_tiny peft=lora parallel=pp2 model.tie_word_embeddings=true"
+    ),
     "pp2vpp2": "model=llama_tiny peft=lora parallel=pp2vpp2",
     "cp2": "model=llama_tiny peft=lora parallel=cp2",
-    "more ranks than key heads, dora": "model=llama_tiny model.num_query_groups=2 peft=dora parallel=tp4sp",
+    "more ranks than key heads, dora": (
+        "model=llama_tiny model.num_query_groups=2 peft=dora parallel=tp4sp"
+    ),
     "recomputed": "model=llama_tiny peft=lora parallel=tp2sp parallel.recompute.granularity=full",
     "ep2": "model=mixtral_tiny peft=lora parallel=ep2",
     "experts over tp2": "model=mixtral_tiny peft=lora parallel=tp2",
@@ -97,11 +119,17 @@ LAYOUTS = {
     "mla": "model=deepseek_tiny peft=lora parallel=tp2sp",
     "shared experts": "model=glm45_tiny peft=lora parallel=tp2ep2etp1sp",
     "a hybrid": "model=nemotron_h_tiny peft=lora parallel=tp2sp",
-    "a hybrid, recomputed, cp2": "model=nemotron_h_tiny peft=lora parallel=cp2 parallel.recompute.granularity=full",
-    "a hybrid, dora": "model=nemotron_h_tiny peft=dora parallel=pp2tp2 "
-    "peft.target=[qkv,proj,fc1,fc2,in_proj,out_proj]",
-    "overlapped": "model=llama_tiny peft=lora parallel=tp2dp2 parallel.distributed_optimizer=true "
-    "parallel.overlap_grad_reduce=true parallel.overlap_param_gather=true precision=bf16",
+    "a hybrid, recomputed, cp2": (
+        "model=nemotron_h_tiny peft=lora parallel=cp2 parallel.recompute.granularity=full"
+    ),
+    "a hybrid, dora": (
+        "model=nemotron_h_tiny peft=dora parallel=pp2tp2 "
+        "peft.target=[qkv,proj,fc1,fc2,in_proj,out_proj]"
+    ),
+    "overlapped": (
+        "model=llama_tiny peft=lora parallel=tp2dp2 parallel.distributed_optimizer=true "
+        "parallel.overlap_grad_reduce=true parallel.overlap_param_gather=true precision=bf16"
+    ),
 }
 
 
@@ -109,7 +137,11 @@ def compared(words: str) -> list[Any]:
     """Rows of `prove` for a model with these words."""
     argv = words.split()
     full = load(argv).run
-    return [row for dtype in prove.formats(full) for row in prove.compared(prove.shrunk(full, argv, 4, dtype))]
+    return [
+        row
+        for dtype in prove.formats(full)
+        for row in prove.compared(prove.shrunk(full, argv, 4, dtype))
+    ]
 
 
 @pytest.mark.parametrize("name", some(LAYOUTS, ["tp2, sequence parallel", "ep2"]))
@@ -127,9 +159,11 @@ COUNTED = {
     "mtp, shared experts, a dense layer": "model=glm45_tiny peft=lora",
     "without gates": "model=pythia_tiny peft=dora",
     "a hybrid": "model=nemotron_h_tiny peft=dora peft.target=[qkv,proj,fc1,fc2,in_proj,out_proj]",
-    "a hybrid with mla": "model=nemotron_h_tiny peft=lora peft.target=[qkv] model.num_layers=3 "
-    "model.hybrid.pattern=M+- model.mla={q_lora_rank:32} model.position_embedding_type=rope "
-    "model.num_query_groups=null",
+    "a hybrid with mla": (
+        "model=nemotron_h_tiny peft=lora peft.target=[qkv] model.num_layers=3 "
+        "model.hybrid.pattern=M+- model.mla={q_lora_rank:32} model.position_embedding_type=rope "
+        "model.num_query_groups=null"
+    ),
 }
 
 
@@ -146,9 +180,20 @@ def test_the_plan_counts_the_adapters_that_are_built(name: str) -> None:
 
     assert run_alone(built) == adapter_parameters(run)
     trained = sum(adapter_parameters(run))
-    plain = load([*(word for word in COUNTED[name].split() if not word.startswith("peft")), "parallel=single"]).run
-    assert state_bytes(run) == state_bytes(plain) - 12 * parameters(run.model) + 16 * trained, "fp32: 4 + 4 + 8"
-    assert 0.6 * flops_of_token(plain) < flops_of_token(run) < 0.8 * flops_of_token(plain) + 6 * trained
+    plain = load(
+        [
+            *(word for word in COUNTED[name].split() if not word.startswith("peft")),
+            "parallel=single",
+        ]
+    ).run
+    assert state_bytes(run) == state_bytes(plain) - 12 * parameters(run.model) + 16 * trained, (
+        "fp32: 4 + 4 + 8"
+    )
+    assert (
+        0.6 * flops_of_token(plain)
+        < flops_of_token(run)
+        < 0.8 * flops_of_token(plain) + 6 * trained
+    )
 
 
 @pytest.mark.full
@@ -156,7 +201,10 @@ def test_the_plan_counts_the_adapters_that_are_built(name: str) -> None:
     ("name", "words"),
     [
         ("copy_to_tensor_model_parallel_region", "model=llama_tiny peft=lora parallel=tp2"),
-        ("all_gather_last_dim_from_tensor_parallel_region", "model=mixtral_tiny peft=lora parallel=tp1ep1etp2"),
+        (
+            "all_gather_last_dim_from_tensor_parallel_region",
+            "model=mixtral_tiny peft=lora parallel=tp1ep1etp2",
+        ),
     ],
 )
 def test_a_gradient_that_is_not_summed_over_ranks_is_found(
@@ -171,7 +219,8 @@ def test_a_gradient_that_is_not_summed_over_ranks_is_found(
 
         @staticmethod
         def forward(ctx: Any, x: torch.Tensor, group: Any) -> torch.Tensor:
-            ctx.width, ctx.rank = x.shape[-1], group.rank()
+            ctx.width = x.shape[-1]
+            ctx.rank = group.rank()
             return real(x, group=group).clone()
 
         @staticmethod

@@ -10,7 +10,8 @@ from tests.support.alive import alive
 from tests.support.covering import some
 from tests.support.forked import run_ranks
 
-FSDP2, MEGATRON = "parallel.fsdp=fsdp2", "parallel.fsdp=megatron"
+FSDP2 = "parallel.fsdp=fsdp2"
+MEGATRON = "parallel.fsdp=megatron"
 WIDE = {
     "fsdp2": f"parallel=dp2 {FSDP2} {SHORT}",
     "fsdp2 bf16": f"parallel=dp2 {FSDP2} {SHORT} precision=bf16",
@@ -24,7 +25,9 @@ WIDE = {
     "megatron bf16": f"parallel=dp2 {MEGATRON} {SHORT} precision=bf16",
     "offload": f"parallel=dp2 optim.cpu_offload=1.0 {SHORT} precision=bf16",
     "offload half": f"parallel=dp2 optim.cpu_offload=0.5 {SHORT} precision=bf16",
-    "dynamic context": f"parallel=dp4 parallel.hybrid_context_parallel=true data.packed=true {SHORT}",
+    "dynamic context": (
+        f"parallel=dp4 parallel.hybrid_context_parallel=true data.packed=true {SHORT}"
+    ),
 }
 
 

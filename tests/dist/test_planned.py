@@ -17,8 +17,12 @@ from tests.unit.test_plan_compare import PLAN, RUN, lines
 FIRST, SECOND = PLAN["memory_by_stage"]["peak_bytes"]
 
 
-def followed(folder: Path, share: float, memory: float, steps: int = 24, *, first: bool = True) -> tuple[Any, ...]:
-    """The notes of a run whose steps take so much of what was planned, and what a line of its metrics has beside."""
+def followed(
+    folder: Path, share: float, memory: float, steps: int = 24, *, first: bool = True
+) -> tuple[Any, ...]:
+    """The notes of a run whose steps take so much of what was planned, and what a line of its
+    metrics has beside.
+    """
     from mtrain.train.planned import Planned
 
     notes: list[str] = []
@@ -47,7 +51,9 @@ def followed(folder: Path, share: float, memory: float, steps: int = 24, *, firs
         (1.0, 1.5, 24, "this run is not what was planned: memory of stage 0 "),
     ],
 )
-def test_a_run_says_once_what_is_off(tmp_path: Path, share: float, memory: float, steps: int, said: str) -> None:
+def test_a_run_says_once_what_is_off(
+    tmp_path: Path, share: float, memory: float, steps: int, said: str
+) -> None:
     (tmp_path / "memory.json").write_text(
         json.dumps({"peak_bytes_by_rank": [round(FIRST * memory)] * 4 + [SECOND] * 4})
     )
@@ -67,7 +73,9 @@ def test_memory_of_other_stages_and_the_checkpoint_are_compared_at_the_end(tmp_p
     saved = tmp_path / "checkpoints" / "step_00000024"
     saved.mkdir(parents=True)
     (saved / "manifest.json").write_text("{}")
-    (tmp_path / "memory.json").write_text(json.dumps({"peak_bytes_by_rank": [FIRST] * 7 + [round(SECOND * 1.2)]}))
+    (tmp_path / "memory.json").write_text(
+        json.dumps({"peak_bytes_by_rank": [FIRST] * 7 + [round(SECOND * 1.2)]})
+    )
     (_, off), _ = followed(tmp_path, 1.0, 1.0)
     assert "memory of stage 1 " in off
     assert "checkpoint 2 B, planned " in off
@@ -90,9 +98,19 @@ def test_a_step_in_eight_bits_says_its_mfu_of_both_peaks() -> None:
     from mtrain.train.hooks import step_record
 
     for precision, of in (("bf16", 989), ("fp8_tensorwise", 1979)):
-        words = ["model=llama3_8b", "parallel=pp2", "cluster=h100x8", "data=mock", f"precision={precision}"]
-        parts: Any = SimpleNamespace(run=resolve(compose(words).run, LAPTOP), world=SimpleNamespace(size=8))
-        seen = dict.fromkeys(("step", "loss", "grad_norm", "lr", "tokens", "batch_size", "consumed_samples"), 1)
+        words = [
+            "model=llama3_8b",
+            "parallel=pp2",
+            "cluster=h100x8",
+            "data=mock",
+            f"precision={precision}",
+        ]
+        parts: Any = SimpleNamespace(
+            run=resolve(compose(words).run, LAPTOP), world=SimpleNamespace(size=8)
+        )
+        seen = dict.fromkeys(
+            ("step", "loss", "grad_norm", "lr", "tokens", "batch_size", "consumed_samples"), 1
+        )
         more = {
             "flops": 1e15,
             "full_flops": 2e15,
@@ -105,4 +123,6 @@ def test_a_step_in_eight_bits_says_its_mfu_of_both_peaks() -> None:
         result: Any = SimpleNamespace(**seen, **more)
         record = step_record(parts, result)
         assert record["mfu"] == pytest.approx(record["tflops_per_rank"] / of)
-        assert record.get("mfu_bf16") == (None if of == 989 else pytest.approx(record["tflops_per_rank"] / 989))
+        assert record.get("mfu_bf16") == (
+            None if of == 989 else pytest.approx(record["tflops_per_rank"] / 989)
+        )

@@ -1,4 +1,6 @@
-"""Samples on their way to the step: what stages need of them, and that reading ahead changes no bit."""
+"""Samples on their way to the step: what stages need of them, and that reading ahead changes no
+bit.
+"""
 
 from __future__ import annotations
 
@@ -37,7 +39,8 @@ def read_by_ranks(run: RunConfig, steps: int) -> tuple[list[tuple[float, float]]
     from mtrain.train.step import train_step
     from mtrain.world.init import joined
 
-    read, real = [], MockSamples.batch
+    read = []
+    real = MockSamples.batch
 
     def counted(self: MockSamples, numbers: Any) -> Any:
         read.append(len(numbers))
@@ -55,9 +58,15 @@ def read_by_ranks(run: RunConfig, steps: int) -> tuple[list[tuple[float, float]]
 
 @pytest.mark.parametrize("packed", [False, True])
 def test_stages_in_between_read_no_tokens_and_learn_where_documents_begin(packed: bool) -> None:
-    run = of(tiny_run(ranks=4, pp=4, trainer={"train_iters": 2}, optim={"warmup_iters": 1}), packed=packed)
+    run = of(
+        tiny_run(ranks=4, pp=4, trainer={"train_iters": 2}, optim={"warmup_iters": 1}),
+        packed=packed,
+    )
     alone = run_ranks(
-        1, train_steps, of(tiny_run(ranks=1, trainer={"train_iters": 2}, optim={"warmup_iters": 1}), packed=packed), 2
+        1,
+        train_steps,
+        of(tiny_run(ranks=1, trainer={"train_iters": 2}, optim={"warmup_iters": 1}), packed=packed),
+        2,
     )[0]
     found = run_ranks(4, read_by_ranks, run, 2)
     middle = frozenset({"cu_seqlens", "documents"} if packed else ())
@@ -112,34 +121,46 @@ def reading(fault: Callable[[], object], rank: int = 1, sample: int = 40) -> Cal
 
 
 def corrupt() -> None:
-    raise CorruptData("corpus.bin: offset 7: token id -1 in document 3; the vocabulary has ids 0 to 299")
+    raise CorruptData(
+        "corpus.bin: offset 7: token id -1 in document 3; the vocabulary has ids 0 to 299"
+    )
 
 
 def hang() -> None:
     time.sleep(10_000)  # the disk that does not answer
 
 
-def test_what_a_read_fails_with_ends_the_run_as_it_does_in_the_step(tmp_path: Path, started: list[Launched]) -> None:
+def test_what_a_read_fails_with_ends_the_run_as_it_does_in_the_step(
+    tmp_path: Path, started: list[Launched]
+) -> None:
     started.append(run := Launched(*RUN, cwd=tmp_path, patch=reading(corrupt)))
     assert run.wait() == 4, run.said
     assert "rank 1: corpus.bin: offset 7" in run.said
     assert "Traceback" not in run.said
-    assert metrics(tmp_path / "runs/run")[-1]["samples"] == 40, "what was read before it is trained on"
+    assert metrics(tmp_path / "runs/run")[-1]["samples"] == 40, (
+        "what was read before it is trained on"
+    )
 
 
 @pytest.mark.full
-def test_a_read_that_hangs_is_named_with_where_its_thread_is(tmp_path: Path, started: list[Launched]) -> None:
+def test_a_read_that_hangs_is_named_with_where_its_thread_is(
+    tmp_path: Path, started: list[Launched]
+) -> None:
     words = (f"trainer.soft_timeout_s={patient(2)}", f"trainer.timeout_s={patient(4)}")
     started.append(run := Launched(*RUN, *words, cwd=tmp_path, patch=reading(hang)))
     assert run.wait() == 5, run.said
-    assert re.search(r"rank 1 .* is behind, in step 6, data, at ahead.py:\d+ in take", run.said), run.said
+    assert re.search(r"rank 1 .* is behind, in step 6, data, at ahead.py:\d+ in take", run.said), (
+        run.said
+    )
     stacks = (tmp_path / "runs/run/errors/stacks_rank_00001.txt").read_text()
     assert "data ahead, most recent call last" in stacks
     assert "# the disk that does not answer" in stacks
 
 
 @pytest.mark.full
-def test_a_stop_while_samples_are_read_ahead_ends_the_run_at_once(tmp_path: Path, started: list[Launched]) -> None:
+def test_a_stop_while_samples_are_read_ahead_ends_the_run_at_once(
+    tmp_path: Path, started: list[Launched]
+) -> None:
     slow = reading(lambda: time.sleep(0.3), rank=0, sample=0)
     started.append(run := Launched(*RUN, "data.prefetch=8", cwd=tmp_path, patch=slow))
     wait_for(lambda: len(metrics(tmp_path / "runs/run")) > 3)
@@ -170,10 +191,17 @@ def test_memory_is_pinned_once_and_written_by_the_thread_on_the_device_of_its_ra
         copied.append(number := len(copied))
         return SimpleNamespace(synchronize=lambda: note(f"step {number} is read"))
 
-    facts = {"pin_memory": True, "set_index": lambda rank: note(f"device {rank}"), "pinned": pinned, "event": event}
+    facts = {
+        "pin_memory": True,
+        "set_index": lambda rank: note(f"device {rank}"),
+        "pinned": pinned,
+        "event": event,
+    }
     device: Any = SimpleNamespace(**facts)
     grid = SimpleNamespace(cp=1)
-    world: Any = SimpleNamespace(device=device, local_rank=3, grid=grid, torch_device=torch.device("cpu"))
+    world: Any = SimpleNamespace(
+        device=device, local_rank=3, grid=grid, torch_device=torch.device("cpu")
+    )
     data = GlobalBatches(MockSamples(8, 1, 50), 4, 2, 0, 1)
     ring = Ring.of(device, 1)
     feed = Feed(data, world, None, lambda place: (sum(place), 4), 1, ring)
@@ -185,7 +213,9 @@ def test_memory_is_pinned_once_and_written_by_the_thread_on_the_device_of_its_ra
     assert {thread for _, thread in done} == {"data ahead"}
     words = [word for word, _ in done]
     assert words[0] == "device 3"
-    assert words.count("pinned") == 3, "the step that is taken, the next, and one whose copy is under way"
+    assert words.count("pinned") == 3, (
+        "the step that is taken, the next, and one whose copy is under way"
+    )
     waits = [word for word in words if word.endswith("is read")]
     assert waits[:4] == [f"step {n} is read" for n in range(4)]
     assert len(copied) == 7
@@ -202,11 +232,20 @@ def test_a_ring_grows_with_a_step_and_keeps_what_is_no_tensor() -> None:
 
     ring = Ring.of(SimpleNamespace(pin_memory=True, pinned=pinned), 0)  # type: ignore[arg-type]
     assert ring is not None
-    small = {"a": torch.arange(5), "b": torch.ones(3, 2).bfloat16().t(), "c": torch.zeros(0), "documents": (1, 2)}
+    small = {
+        "a": torch.arange(5),
+        "b": torch.ones(3, 2).bfloat16().t(),
+        "c": torch.zeros(0),
+        "documents": (1, 2),
+    }
     large = {"a": torch.arange(3000)}
     for batch in (small, small, large, small, large):
         (placed,), _ = ring.put([batch])
         assert placed["documents"] == (1, 2) if "documents" in batch else len(placed) == 1
-        assert all(torch.equal(placed[key], value) for key, value in batch.items() if isinstance(value, torch.Tensor))
+        assert all(
+            torch.equal(placed[key], value)
+            for key, value in batch.items()
+            if isinstance(value, torch.Tensor)
+        )
     assert sizes == [4096, 4096, 32768]
     assert Ring.of(SimpleNamespace(pin_memory=False), 1) is None  # type: ignore[arg-type]

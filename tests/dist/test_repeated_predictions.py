@@ -1,4 +1,6 @@
-"""One MTP layer in the place of several: the same numbers in every layout, and the gradients of all its uses."""
+"""One MTP layer in the place of several: the same numbers in every layout, and the gradients of all
+its uses.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,11 @@ EXPERTS = MoEConfig(num_experts=4, ffn_hidden_size=64)
 LAYOUTS: dict[str, dict[str, Any]] = {
     "tp2": {"ranks": 2, "tp": 2},
     "pp2": {"ranks": 2, "pp": 2},
-    "dp2 sharded, tied": {"ranks": 2, "distributed_optimizer": True, "model": {"tie_word_embeddings": True}},
+    "dp2 sharded, tied": {
+        "ranks": 2,
+        "distributed_optimizer": True,
+        "model": {"tie_word_embeddings": True},
+    },
     "ep2": {"ranks": 2, "ep": 2, "model": {"moe": EXPERTS}},
     "fsdp2": {"ranks": 2, "fsdp": "fsdp2"},
 }
@@ -29,7 +35,8 @@ LAYOUTS: dict[str, dict[str, Any]] = {
 def test_a_layout_trains_as_one_rank_does(name: str) -> None:
     layout = dict(LAYOUTS[name])
     model = {**TWICE, **layout.pop("model", {})}
-    found, expected = trained(tiny_run(model=model, **layout), STEPS), trained(tiny_run(model=model), STEPS)
+    found = trained(tiny_run(model=model, **layout), STEPS)
+    expected = trained(tiny_run(model=model), STEPS)
     for (loss, norm), (wanted, wanted_norm) in zip(found, expected, strict=True):
         assert loss == pytest.approx(wanted, rel=1e-6)
         assert norm == pytest.approx(wanted_norm, rel=1e-5)
@@ -63,7 +70,10 @@ def test_a_layer_learns_from_each_of_its_uses() -> None:
     assert count == parameters(tiny_run(model=TWICE).model)
     assert not any("mtp.layers.1." in name for name in once)
     for name, gradient in once.items():
-        both = apart[name] + apart[name.replace("layers.0.", "layers.1.")] if "mtp." in name else apart[name]
+        if "mtp." in name:
+            both = apart[name] + apart[name.replace("layers.0.", "layers.1.")]
+        else:
+            both = apart[name]
         torch.testing.assert_close(gradient, both, rtol=1e-4, atol=1e-6)
     first = next(name for name in once if "mtp.layers.0.eh_proj" in name)
     assert not torch.allclose(once[first], apart[first], rtol=1e-3), "the second use is not in it"

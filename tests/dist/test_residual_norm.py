@@ -25,7 +25,8 @@ MEGATRON_BERT = {
 }
 SELECTIVE = {"recompute": {"granularity": "selective", "modules": ["layernorm"]}}
 FULL = {"recompute": {"granularity": "full", "method": "uniform", "num_layers": 2}}
-# Model, layout, and how many of the sums of a forward of its four layers norms make, on the first rank.
+# Model, layout, and how many of the sums of a forward of its four layers norms make, on the first
+# rank.
 CASES: dict[str, tuple[dict[str, Any], dict[str, Any], int]] = {
     "one rank": ({}, {}, 8),
     "tp2 sequence parallel, post-norms as Gemma's": (GEMMA, SP, 8),
@@ -34,10 +35,19 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any], int]] = {
     "norms computed again": ({}, SELECTIVE, 1),
     "layers computed again": ({}, FULL, 4),
     "side by side": ({"parallel_residual": True}, {}, 4),
-    "post-norms alone, as OLMo 2: the last norm of all reads a sum": ({"norm_placement": "post"}, {}, 1),
+    "post-norms alone, as OLMo 2: the last norm of all reads a sum": (
+        {"norm_placement": "post"},
+        {},
+        1,
+    ),
     "dp2 overlapped": (
         {},
-        {"ranks": 2, "distributed_optimizer": True, "overlap_grad_reduce": True, "overlap_param_gather": True},
+        {
+            "ranks": 2,
+            "distributed_optimizer": True,
+            "overlap_grad_reduce": True,
+            "overlap_param_gather": True,
+        },
         8,
     ),
     "Megatron's BERT": (MEGATRON_BERT, {}, 8),
@@ -46,7 +56,9 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any], int]] = {
 }
 
 
-def _trained(run: RunConfig, folder: Path, steps: int) -> tuple[list[tuple[float, float]], dict[str, Any], int]:
+def _trained(
+    run: RunConfig, folder: Path, steps: int
+) -> tuple[list[tuple[float, float]], dict[str, Any], int]:
     def job() -> tuple[list[tuple[float, float]], int]:
         from mtrain.mcore import residual
 
@@ -68,7 +80,9 @@ def _trained(run: RunConfig, folder: Path, steps: int) -> tuple[list[tuple[float
 
 def _apart(found: Any, right: Any) -> float:
     """The largest relative difference of losses, gradient norms and gradients."""
-    pairs = [(a, b) for x, y in zip(found[0], right[0], strict=True) for a, b in zip(x, y, strict=True)]
+    pairs = [
+        (a, b) for x, y in zip(found[0], right[0], strict=True) for a, b in zip(x, y, strict=True)
+    ]
     assert found[1].keys() == right[1].keys()
     worst = max(float((found[1][key] - g).norm() / g.norm()) for key, g in right[1].items())
     return max(worst, *(abs(a - b) / abs(b) for a, b in pairs))
@@ -76,7 +90,9 @@ def _apart(found: Any, right: Any) -> float:
 
 @pytest.mark.sampled
 @pytest.mark.parametrize("name", some(CASES, [[*CASES][1], "norms computed again", "side by side"]))
-def test_sums_made_by_norms_train_as_sums_apart(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_sums_made_by_norms_train_as_sums_apart(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     model, parallel, sums = CASES[name]
     run = tiny_run(model=model, **parallel)
     right = _trained(run, tmp_path / "apart", 3)
@@ -98,8 +114,12 @@ def test_a_sum_that_loses_the_gradient_of_the_stream_is_noticed(
     right = _trained(tiny_run(), tmp_path / "apart", 1)
     monkeypatch.setattr("mtrain.models.gpt.build.sums_apart", lambda run: None)
 
-    def lost(x: torch.Tensor, stream: torch.Tensor, weight: torch.Tensor, eps: float, **options: Any) -> Any:
-        normed, total = reference.rms_norm_residual(x, stream, weight, eps, zero_centered=options["zero_centered"])
+    def lost(
+        x: torch.Tensor, stream: torch.Tensor, weight: torch.Tensor, eps: float, **options: Any
+    ) -> Any:
+        normed, total = reference.rms_norm_residual(
+            x, stream, weight, eps, zero_centered=options["zero_centered"]
+        )
         return normed, total.detach() + 0 * x
 
     monkeypatch.setattr(residual, "rms_norm_residual", lost)

@@ -1,4 +1,6 @@
-"""Attention over a ring of ranks: a block is computed while the next one is under way, tables are made once."""
+"""Attention over a ring of ranks: a block is computed while the next one is under way, tables are
+made once.
+"""
 
 from __future__ import annotations
 
@@ -122,7 +124,9 @@ def test_a_block_is_computed_while_the_next_is_under_way() -> None:
 
 
 def _builds(packed: bool) -> list[tuple[int, int]]:
-    """Count, in each of three micro-batches of three layers, how often positions and edges were worked out."""
+    """Count, in each of three micro-batches of three layers, how often positions and edges were
+    worked out.
+    """
     from mtrain.mcore import api, context
 
     modules = _modules(2, {"cp_comm_type": "p2p"}, layers=3)
@@ -156,7 +160,9 @@ def _builds(packed: bool) -> list[tuple[int, int]]:
     return found
 
 
-@pytest.mark.parametrize(("packed", "first", "later"), [(True, (1, 4), (1, 4)), (False, (1, 0), (0, 0))])
+@pytest.mark.parametrize(
+    ("packed", "first", "later"), [(True, (1, 4), (1, 4)), (False, (1, 0), (0, 0))]
+)
 def test_tables_are_made_once_for_the_layers_of_a_micro_batch(
     packed: bool, first: tuple[int, int], later: tuple[int, int]
 ) -> None:

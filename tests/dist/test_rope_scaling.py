@@ -1,4 +1,6 @@
-"""Rotary positions for longer sequences: every kind moves the numbers, alike in every layout and kernel."""
+"""Rotary positions for longer sequences: every kind moves the numbers, alike in every layout and
+kernel.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,12 @@ YARN: dict[str, Any] = {"beta_fast": 8.0, "beta_slow": 1.0, "truncate": False}
 KINDS: dict[str, dict[str, Any]] = {
     "llama3": {**WHOLE, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 2.0},
     "yarn": {**WHOLE, **YARN, "factor": 4.0},
-    "longrope": {**WHOLE, "factor": 4.0, "short_factor": (1.0,) * 4, "long_factor": (1.0, 1.5, 3.0, 9.0)},
+    "longrope": {
+        **WHOLE,
+        "factor": 4.0,
+        "short_factor": (1.0,) * 4,
+        "long_factor": (1.0, 1.5, 3.0, 9.0),
+    },
     "dynamic": {"factor": 4.0},
 }
 LAYOUTS: dict[str, dict[str, Any]] = {
@@ -56,6 +63,11 @@ def test_packed_documents_and_the_last_stage_have_them_too() -> None:
     found = trained(apply(run, packed), 2)
     for layout in ({"pp": 2}, {"cp": 2}):
         words = {f"parallel.{key}": value for key, value in {**layout, "ranks": 2}.items()}
-        more = {"cluster.devices_per_node": 2} | ({"data.packed_multiple": 4} if "cp" in layout else {})
-        alone = found if "cp" not in layout else trained(apply(run, packed | {"data.packed_multiple": 4}), 2)
+        more = {"cluster.devices_per_node": 2} | (
+            {"data.packed_multiple": 4} if "cp" in layout else {}
+        )
+        if "cp" not in layout:
+            alone = found
+        else:
+            alone = trained(apply(run, packed | {"data.packed_multiple": 4}), 2)
         assert _same(trained(apply(run, packed | words | more), 2), alone)

@@ -1,4 +1,6 @@
-"""Steps that the host launches ahead of the device: it waits for nothing between two readings, and numbers stay."""
+"""Steps that the host launches ahead of the device: it waits for nothing between two readings, and
+numbers stay.
+"""
 
 from __future__ import annotations
 
@@ -43,7 +45,9 @@ class Asked(TorchDispatchMode):
         torch.tensor = self.tensor
 
     def _tensor_of(self, data: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
-        """Make a tensor of numbers, each of which may be asked of a device where no mode sees it."""
+        """Make a tensor of numbers, each of which may be asked of a device where no
+        mode sees it.
+        """
         items = data if isinstance(data, (list, tuple)) else [data]
         self.count += sum(isinstance(item, torch.Tensor) for item in items)
         return self.tensor(data, *args, **kwargs)
@@ -56,7 +60,8 @@ class Asked(TorchDispatchMode):
 def stand_in(counts: Counter[str]) -> Any:
     """Return the CPU as a device that works behind the host, and counts what it is asked.
 
-    As on CUDA, the time between two events is known only once the host has waited for one that is no earlier.
+    As on CUDA, the time between two events is known only once the host has waited for one that is
+    no earlier.
     """
     from mtrain.devices import cpu_namespace
     from mtrain.devices.cpu import CPU
@@ -86,7 +91,12 @@ def stand_in(counts: Counter[str]) -> Any:
 
     namespace = SimpleNamespace(**{**vars(cpu_namespace), "Event": Event})
     return dataclasses.replace(
-        CPU, namespace=namespace, runs_ahead=True, pin_memory=True, pinned=pinned, synchronize=synchronize
+        CPU,
+        namespace=namespace,
+        runs_ahead=True,
+        pin_memory=True,
+        pinned=pinned,
+        synchronize=synchronize,
     )
 
 
@@ -109,8 +119,12 @@ def of(*, packed: bool = False, **more: Any) -> RunConfig:
     return run.model_copy(update={"log": log, "data": data})
 
 
-def trained(run: RunConfig, ahead: bool) -> tuple[list[Any], list[tuple[int, int]], Counter[str], list[torch.Tensor]]:
-    """Train; return what each step did, the step at which it was told, questions to the device, the weights."""
+def trained(
+    run: RunConfig, ahead: bool
+) -> tuple[list[Any], list[tuple[int, int]], Counter[str], list[torch.Tensor]]:
+    """Train; return what each step did, the step at which it was told, questions to the device, the
+    weights.
+    """
     from mtrain.train.trainer import Hook, Trainer
 
     counts: Counter[str] = Counter()
@@ -120,7 +134,9 @@ def trained(run: RunConfig, ahead: bool) -> tuple[list[Any], list[tuple[int, int
 
     class Listens(Hook):
         def after_step(self, parts: Any, result: Any) -> None:
-            results.append((result.step, result.loss, result.grad_norm, result.tokens, result.consumed_samples))
+            results.append(
+                (result.step, result.loss, result.grad_norm, result.tokens, result.consumed_samples)
+            )
             told.append((result.step, parts.state.step))
             assert result.seconds["step"] >= result.seconds["forward_backward"] > 0
 
@@ -181,7 +197,9 @@ def test_a_number_that_is_none_ends_the_run_before_anything_of_it_is_saved(tmp_p
     from mtrain.ckpt.folder import committed
 
     run = of()
-    run = run.model_copy(update={"checkpoint": run.checkpoint.model_copy(update={"save_interval": 3})})
+    run = run.model_copy(
+        update={"checkpoint": run.checkpoint.model_copy(update={"save_interval": 3})}
+    )
 
     def job() -> tuple[str, list[int], list[str]]:
         from mtrain.train import hooks, trainer
@@ -206,7 +224,11 @@ def test_a_number_that_is_none_ends_the_run_before_anything_of_it_is_saved(tmp_p
             try:
                 trainer.Trainer(parts, [Listens(), hooks.Checkpoints(tmp_path, quiet, {})]).fit()
             except Exception as error:
-                return f"{type(error).__name__}: {error}", told, [path.name for path in committed(tmp_path)]
+                return (
+                    f"{type(error).__name__}: {error}",
+                    told,
+                    [path.name for path in committed(tmp_path)],
+                )
         return "", told, []
 
     error, told, saved = run_ranks(1, job)[0]
@@ -243,7 +265,9 @@ def test_steps_that_are_told_at_once_have_one_evaluation_and_none_of_a_bad_one(
             except Exception as caught:
                 error = f"{type(caught).__name__}: {caught}"
         lines = lines_of(tmp_path / "metrics.jsonl")
-        return error, [(line["step"], sorted({"loss", "valid_loss"} & line.keys())) for line in lines]
+        return error, [
+            (line["step"], sorted({"loss", "valid_loss"} & line.keys())) for line in lines
+        ]
 
     steps = {step: (step, ["loss"]) for step in range(1, STEPS + 1)}
     evaluations = {step: (step, ["valid_loss"]) for step in (3, 6, 8)}
@@ -299,8 +323,12 @@ def test_a_stop_that_one_rank_is_asked_for_ends_all_of_them_a_step_later() -> No
         assert told == [1, 2, 3, 4, 5, 6]
 
 
-@pytest.mark.parametrize(("ranks", "bounds"), [(1, [0, 3, 10, 11, 24]), (2, [0, 4, 16, 24]), (2, [0, 24])])
-def test_packed_tokens_are_turned_as_megatron_core_turns_them(ranks: int, bounds: list[int]) -> None:
+@pytest.mark.parametrize(
+    ("ranks", "bounds"), [(1, [0, 3, 10, 11, 24]), (2, [0, 4, 16, 24]), (2, [0, 24])]
+)
+def test_packed_tokens_are_turned_as_megatron_core_turns_them(
+    ranks: int, bounds: list[int]
+) -> None:
     from megatron.core.models.common.embeddings import rope_utils
 
     from mtrain.mcore.ahead import rotated
@@ -338,4 +366,9 @@ def test_waiting_is_debugged_inside_of_steps_alone_once_kernels_are_compiled() -
 
     launched = ["error", "default"]
     told = [f"told {step}" for step in range(1, STEPS + 1)]
-    assert run_ranks(1, job)[0] == [*launched, *told[:INTERVAL], *launched * INTERVAL, *told[INTERVAL:]]
+    assert run_ranks(1, job)[0] == [
+        *launched,
+        *told[:INTERVAL],
+        *launched * INTERVAL,
+        *told[INTERVAL:],
+    ]

@@ -16,7 +16,10 @@ from mtrain.errors import TrainingError
 from tests.support.forked import run_ranks
 from tests.support.runs import tiny_run, train_steps
 
-LR, MIN, WARMUP, STEPS = 1.0, 0.1, 4, 20
+LR = 1.0
+MIN = 0.1
+WARMUP = 4
+STEPS = 20
 RATE = 1e-3
 
 
@@ -24,7 +27,10 @@ def rates(**optim: Any) -> list[float]:
     """Rates of the updates 1 to STEPS."""
     from mtrain.build.optim import build_schedule
 
-    run = tiny_run(optim={"lr": LR, "min_lr": MIN, "warmup_iters": WARMUP, **optim}, trainer={"train_iters": STEPS})
+    run = tiny_run(
+        optim={"lr": LR, "min_lr": MIN, "warmup_iters": WARMUP, **optim},
+        trainer={"train_iters": STEPS},
+    )
     optimizer = SimpleNamespace(param_groups=[{"lr": 0.0, "weight_decay": 0.0}])
     schedule = build_schedule(run, optimizer)
     found = []
@@ -51,7 +57,9 @@ FORMULAS = {
 def test_a_schedule_warms_up_and_follows_its_formula(name: str) -> None:
     found = rates(schedule=name)
     assert found[:WARMUP] == pytest.approx([LR * step / WARMUP for step in range(1, WARMUP + 1)])
-    assert found[WARMUP:] == pytest.approx([FORMULAS[name](step) for step in range(WARMUP + 1, STEPS + 1)])
+    assert found[WARMUP:] == pytest.approx(
+        [FORMULAS[name](step) for step in range(WARMUP + 1, STEPS + 1)]
+    )
 
 
 def test_wsd_stays_and_then_decays() -> None:
@@ -77,7 +85,9 @@ def half(steps: int, counts: str = "updates", **precision: Any) -> RunConfig:
 def fitted(
     run: RunConfig, checkpoint: Path | None = None, folder: Path | None = None
 ) -> tuple[list[tuple[bool, float]], str]:
-    """Whether each update was made and at which rate, and the fault that ended the run; metrics go to `folder`."""
+    """Whether each update was made and at which rate, and the fault that ended the run; metrics go
+    to `folder`.
+    """
     from mtrain.ckpt import state as ckpt_state
     from mtrain.ckpt.store import Checkpoint
     from mtrain.train.assemble import assemble, splits_of
@@ -112,11 +122,14 @@ def strictly(text: str) -> Any:
     return json.loads(text, parse_constant=refuse)
 
 
-@pytest.mark.parametrize(("counts", "first"), [("updates", 1), ("past_updates", 0), ("steps", None)])
+@pytest.mark.parametrize(
+    ("counts", "first"), [("updates", 1), ("past_updates", 0), ("steps", None)]
+)
 def test_updates_that_fp16_skips_are_counted_as_asked(counts: str, first: int | None) -> None:
     steps, fault = run_ranks(1, fitted, half(10, counts, initial_loss_scale=2.0**20))[0]
     assert fault == "", "a loss scale that still falls is no fault"
-    updated, rates = [made for made, _ in steps], [rate * 50 / RATE for _, rate in steps]
+    updated = [made for made, _ in steps]
+    rates = [rate * 50 / RATE for _, rate in steps]
     assert updated[0] is False
     assert updated[-2:] == [True, True]
     past = [sum(updated[:i]) for i in range(10)]
@@ -143,9 +156,8 @@ def test_metrics_of_updates_that_were_skipped_are_json_also_after_a_resume(tmp_p
     run = half(3, initial_loss_scale=2.0**40)
     file = tmp_path / "metrics.jsonl"
     run_ranks(1, lambda: train_steps(run, 1, save_to=tmp_path))
-    file.write_text(
-        '{"step": 1, "loss": 5.0, "grad_norm": NaN, "tokens_per_s": Infinity}\n'
-    )  # as it was once written
+    # as it was once written
+    file.write_text('{"step": 1, "loss": 5.0, "grad_norm": NaN, "tokens_per_s": Infinity}\n')
     run_ranks(1, fitted, run, tmp_path / "step_00000001", tmp_path)
     lines = [strictly(line) for line in file.read_text().splitlines()]
     assert [line["step"] for line in lines] == [1, 2, 3]

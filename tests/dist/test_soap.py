@@ -1,4 +1,6 @@
-"""SOAP makes the same of the same gradients in every layout, and its state is saved, cut otherwise and read back."""
+"""SOAP makes the same of the same gradients in every layout, and its state is saved, cut otherwise
+and read back.
+"""
 
 from __future__ import annotations
 
@@ -36,7 +38,11 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "pp2 tied": {"ranks": 2, "pp": 2, "model": {"tie_word_embeddings": True, "num_layers": 2}},
     "ep2 sharded": {"ranks": 2, "ep": 2, "distributed_optimizer": True, **EXPERTS},
     "tp2 etp1": {"ranks": 2, "tp": 2, "etp": 1, "sequence_parallel": True, **EXPERTS},
-    "tp4 with two key/value heads": {"ranks": 4, "tp": 4, "model": {"num_query_groups": 2, "num_layers": 2}},
+    "tp4 with two key/value heads": {
+        "ranks": 4,
+        "tp": 4,
+        "model": {"num_query_groups": 2, "num_layers": 2},
+    },
 }
 
 
@@ -52,7 +58,10 @@ def _mix(optimizer: Any) -> None:
 
 
 def _made(run: Any, folder: Path, *, fault: bool = False) -> dict[str, torch.Tensor]:
-    run_ranks(run.parallel.ranks or 1, lambda: train_on_given(run, folder, STEPS, spoil=_mix if fault else None))
+    run_ranks(
+        run.parallel.ranks or 1,
+        lambda: train_on_given(run, folder, STEPS, spoil=_mix if fault else None),
+    )
     return whole_tensors(folder / f"step_{STEPS:08d}")
 
 
@@ -73,19 +82,28 @@ def _alone(keys: dict[str, Any], home: Path) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.parametrize("name", some(LAYOUTS, ["dp2 tp2 sharded"]))
-def test_the_same_gradients_make_the_same_bits_in_every_layout(name: str, home: Path, tmp_path: Path) -> None:
-    expected, found = _alone(LAYOUTS[name], home), _made(_run(**LAYOUTS[name]), tmp_path)
+def test_the_same_gradients_make_the_same_bits_in_every_layout(
+    name: str, home: Path, tmp_path: Path
+) -> None:
+    expected = _alone(LAYOUTS[name], home)
+    found = _made(_run(**LAYOUTS[name]), tmp_path)
     assert expected.keys() == found.keys()
-    assert {key.split("/")[1] for key in found if key.startswith("optim/")} >= {"gram_rows", "basis_columns"}
+    assert {key.split("/")[1] for key in found if key.startswith("optim/")} >= {
+        "gram_rows",
+        "basis_columns",
+    }
     assert [key for key in expected if not torch.equal(expected[key], found[key])] == []
     run = _run(**LAYOUTS[name])
-    assert checkpoint_bytes(run, stage_memories(run)) == sum(tensor.nbytes for tensor in found.values())
+    assert checkpoint_bytes(run, stage_memories(run)) == sum(
+        tensor.nbytes for tensor in found.values()
+    )
 
 
 @pytest.mark.full
 def test_rows_that_stand_in_the_order_of_ranks_are_found(home: Path, tmp_path: Path) -> None:
     keys = LAYOUTS["dp2 tp2 sharded"]
-    expected, wrong = _alone(keys, home), _made(_run(**keys), tmp_path, fault=True)
+    expected = _alone(keys, home)
+    wrong = _made(_run(**keys), tmp_path, fault=True)
     assert any("linear_fc1" in key for key in wrong if not torch.equal(expected[key], wrong[key]))
 
 
@@ -93,15 +111,20 @@ def test_rows_that_stand_in_the_order_of_ranks_are_found(home: Path, tmp_path: P
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_a_layout_trains_as_one_rank_does(name: str) -> None:
     keys = LAYOUTS[name]
-    expected, found = trained(_run(model=keys.get("model")), 3), trained(_run(**keys), 3)
+    expected = trained(_run(model=keys.get("model")), 3)
+    found = trained(_run(**keys), 3)
     for (loss, norm), (wanted, wanted_norm) in zip(found, expected, strict=True):
         assert loss == pytest.approx(wanted, rel=1e-5)
         assert norm == pytest.approx(wanted_norm, rel=1e-3)
 
 
 @pytest.mark.full
-def test_blocks_are_rotated_alone_where_that_is_asked_for_and_belong_to_their_layout(tmp_path: Path) -> None:
-    whole, blocks = (_run({"tp_mode": mode}, **LAYOUTS["tp2"]) for mode in ("duplicated", "blockwise"))
+def test_blocks_are_rotated_alone_where_that_is_asked_for_and_belong_to_their_layout(
+    tmp_path: Path,
+) -> None:
+    whole, blocks = (
+        _run({"tp_mode": mode}, **LAYOUTS["tp2"]) for mode in ("duplicated", "blockwise")
+    )
     a, b = (trained(run, 3)[-1][0] for run in (whole, blocks))
     assert 1e-6 < abs(a - b) / b < 1e-1
     run_ranks(2, lambda: train_steps(blocks, 2, save_to=tmp_path))
@@ -119,7 +142,9 @@ def _as_it_stands() -> None:
     real = soap._turned
 
     def turned(factors: Any, matrix: torch.Tensor, *, back: bool = False) -> torch.Tensor:
-        return matrix if back and torch.distributed.get_rank() == 1 else real(factors, matrix, back=back)
+        if back and torch.distributed.get_rank() == 1:
+            return matrix
+        return real(factors, matrix, back=back)
 
     replace("mtrain_kernels.optimizer.soap", "_turned", turned)
 
@@ -130,7 +155,9 @@ def test_prove_says_so_of_a_layout_and_finds_an_owner_that_errs(fault: bool) -> 
     argv = ["optim=soap", "parallel=dp2", "parallel.distributed_optimizer=true"]
     with seeded(_as_it_stands) if fault else nullcontext():
         rows = prove.compared(prove.shrunk(load(argv).run, argv, 4, "fp32"))
-    assert [row.what for row in rows if not row.equal] == (["loss", "weight"] if fault else []), prove.table(rows)
+    assert [row.what for row in rows if not row.equal] == (["loss", "weight"] if fault else []), (
+        prove.table(rows)
+    )
 
 
 RESUMED: dict[str, dict[str, Any]] = {
@@ -143,9 +170,12 @@ RESUMED: dict[str, dict[str, Any]] = {
 @pytest.mark.full
 @pytest.mark.parametrize("name", RESUMED)
 def test_a_resume_changes_no_bit_and_another_layout_goes_on(name: str, tmp_path: Path) -> None:
-    """Saved behind the first step, which made bases, and gone on from over the step that follows them."""
+    """Saved behind the first step, which made bases, and gone on from over the step that follows
+    them.
+    """
     keys = RESUMED[name]
-    run, other = _run(**keys), _run(**{**keys, "ranks": 1, "tp": 1, "distributed_optimizer": False})
+    run = _run(**keys)
+    other = _run(**{**keys, "ranks": 1, "tp": 1, "distributed_optimizer": False})
     whole = run_ranks(2, lambda: train_steps(run, 4, save_to=tmp_path / "whole", save_after=1))[0]
     point = tmp_path / "whole/step_00000001"
     rest = run_ranks(2, lambda: train_steps(run, 3, save_to=tmp_path / "rest", load_from=point))[0]
@@ -156,7 +186,8 @@ def test_a_resume_changes_no_bit_and_another_layout_goes_on(name: str, tmp_path:
 
 
 def _same(one: Path, other: Path) -> None:
-    left, right = whole_tensors(one), whole_tensors(other)
+    left = whole_tensors(one)
+    right = whole_tensors(other)
     assert left.keys() == right.keys()
     assert all(torch.equal(left[key], right[key]) for key in left)
 
@@ -193,8 +224,12 @@ def test_each_rank_keeps_and_multiplies_what_the_plan_says(name: str) -> None:
             for _ in range(3):
                 counted.append([])
                 train_step(parts, stop_requested=False)
-            tensors = [t for leaf in leaves for _, of, _, _ in leaf.optimizer.owned() for t in of.values()]
-            state = [t for leaf in leaves for of in leaf.optimizer.state.values() for t in of.values()]
+            tensors = [
+                t for leaf in leaves for _, of, _, _ in leaf.optimizer.owned() for t in of.values()
+            ]
+            state = [
+                t for leaf in leaves for of in leaf.optimizer.state.values() for t in of.values()
+            ]
             return sum(t.nbytes for t in (*tensors, *state)), [[sum(step)] for step in counted]
 
     found = run_ranks(run.parallel.ranks or 1, measured)
@@ -208,16 +243,25 @@ def test_each_rank_keeps_and_multiplies_what_the_plan_says(name: str) -> None:
 
 
 def _planned(run: Any) -> Any:
-    """Multiplications and additions of products of the rank that has the most; with new bases, or without."""
-    grid, how = RankGrid.of(run), update_of(run)
+    """Multiplications and additions of products of the rank that has the most; with new bases, or
+    without.
+    """
+    grid = RankGrid.of(run)
+    how = update_of(run)
     every = matrices_of(run, held_stages(run)[0])
 
     def flops(new: bool) -> int:
         total = 0
         for expert in (False, True):
             of = {one: number for one, number in every.items() if one.expert == expert}
-            ranks = (grid.edp if expert else grid.dp) if run.parallel.distributed_optimizer else 1
-            total += max(sum(n * _of(one.parts[0], new) for one, n in owned) for owned in shared_out(of, ranks, how))
+            if run.parallel.distributed_optimizer:
+                ranks = grid.edp if expert else grid.dp
+            else:
+                ranks = 1
+            total += max(
+                sum(n * _of(one.parts[0], new) for one, n in owned)
+                for owned in shared_out(of, ranks, how)
+            )
         return total
 
     def _of(shape: tuple[int, int], new: bool) -> int:

@@ -1,4 +1,6 @@
-"""Bounded logits: transformers' formula in every implementation of the loss, and the same numbers in every layout."""
+"""Bounded logits: transformers' formula in every implementation of the loss, and the same numbers
+in every layout.
+"""
 
 from __future__ import annotations
 
@@ -16,9 +18,15 @@ from tests.support.covering import some
 from tests.support.forked import run_ranks
 from tests.support.runs import tiny_run, train_steps, whole_tensors
 
-CAP, VOCAB = 2.0, 257  # logits of this model go beyond, and its vocabulary has padding
+# logits of this model go beyond, and its vocabulary has padding
+CAP = 2.0
+VOCAB = 257
 LOSSES = ("reference", "megatron")
-MODEL: dict[str, Any] = {"vocab_size": VOCAB, "init_method_std": 0.2, "final_logit_softcapping": CAP}
+MODEL: dict[str, Any] = {
+    "vocab_size": VOCAB,
+    "init_method_std": 0.2,
+    "final_logit_softcapping": CAP,
+}
 MTP = {"mtp_num_layers": 1, "mtp_loss_scaling_factor": 0.5}
 
 
@@ -30,7 +38,12 @@ def _of_transformers(hidden: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
     from transformers import Gemma2Config, Gemma2ForCausalLM
     from transformers.modeling_outputs import BaseModelOutputWithPast
 
-    sizes = {"hidden_size": weight.shape[1], "num_hidden_layers": 1, "intermediate_size": 8, "head_dim": 4}
+    sizes = {
+        "hidden_size": weight.shape[1],
+        "num_hidden_layers": 1,
+        "intermediate_size": 8,
+        "head_dim": 4,
+    }
     heads = {"num_attention_heads": 1, "num_key_value_heads": 1, "tie_word_embeddings": False}
     theirs = Gemma2ForCausalLM(
         Gemma2Config(vocab_size=len(weight), final_logit_softcapping=CAP, **sizes, **heads)
@@ -64,8 +77,17 @@ def test_logits_and_loss_are_those_of_transformers(loss: str) -> None:
             wanted = F.cross_entropy(right.flatten(0, 1), labels.flatten(), reduction="sum")
             (gradient,) = torch.autograd.grad(wanted, theirs)
             free = (hidden[-1] @ weight.T).abs().max()
-            apart = (logits[..., :VOCAB] - right).abs().max(), (mine[:VOCAB] - gradient).norm() / gradient.norm()
-            return float(found), float(wanted), *map(float, apart), float(right.abs().max()), float(free)
+            apart = (
+                (logits[..., :VOCAB] - right).abs().max(),
+                (mine[:VOCAB] - gradient).norm() / gradient.norm(),
+            )
+            return (
+                float(found),
+                float(wanted),
+                *map(float, apart),
+                float(right.abs().max()),
+                float(free),
+            )
 
     found, wanted, logits, gradient, largest, free = run_ranks(1, job)[0]
     assert found == pytest.approx(wanted, rel=1e-6)
@@ -89,7 +111,9 @@ def test_ranks_train_bounded_logits_as_one_rank_does(loss: str, tmp_path: Path) 
         "pp2": {"ranks": 2, "pp": 2},
     }
     ends = {
-        name: _trained(apply(tiny_run(model=MODEL | MTP, **layout), {"kernels.loss": loss}), tmp_path / name)
+        name: _trained(
+            apply(tiny_run(model=MODEL | MTP, **layout), {"kernels.loss": loss}), tmp_path / name
+        )
         for name, layout in layouts.items()
     }
     values, gradients = ends.pop("one")

@@ -1,4 +1,6 @@
-"""Experts that are routed to by lists compute what megatron-core computes by maps, wherever tokens go."""
+"""Experts that are routed to by lists compute what megatron-core computes by maps, wherever tokens
+go.
+"""
 
 from __future__ import annotations
 
@@ -20,8 +22,17 @@ from tests.support.runs import tiny_run, train_steps
 TP2 = {"ranks": 2, "tp": 2, "sequence_parallel": True}
 EP2 = {"ranks": 2, "ep": 2}
 BOTH = {"ranks": 4, "tp": 2, "ep": 2, "etp": 2, "sequence_parallel": True}
-GROUPS = {"num_experts": 8, "router_num_groups": 4, "router_group_topk": 2, "router_score_function": "sigmoid"}
-BIAS = {"router_enable_expert_bias": True, "router_topk_scaling_factor": 2.5, "router_load_balancing_type": "none"}
+GROUPS = {
+    "num_experts": 8,
+    "router_num_groups": 4,
+    "router_group_topk": 2,
+    "router_score_function": "sigmoid",
+}
+BIAS = {
+    "router_enable_expert_bias": True,
+    "router_topk_scaling_factor": 2.5,
+    "router_load_balancing_type": "none",
+}
 SHARED = {"shared_expert_intermediate_size": 32, "shared_expert_overlap": True}
 CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "one rank": ({"z_loss_coeff": 0.01}, {}),
@@ -35,7 +46,10 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "one expert a rank": ({"num_experts": 2}, EP2),
     "tp2 ep2 etp2": ({}, BOTH),
     "gathered, tp2 ep2 etp2": ({"token_dispatcher_type": "allgather"}, BOTH),
-    "weighed inputs": ({"router_topk": 1, "apply_probs_on_input": True, "router_pre_softmax": True}, {}),
+    "weighed inputs": (
+        {"router_topk": 1, "apply_probs_on_input": True, "router_pre_softmax": True},
+        {},
+    ),
 }
 ALWAYS = ["one rank, sequences balanced", "groups and bias, ep2", "tp2 ep2 etp2", "gathered, ep2"]
 
@@ -90,7 +104,9 @@ def _gradients(ep: int, kind: str, lists: bool, fault: str) -> dict[str, Tensor]
     type_ = "allgather" if kind == "allgather" else "alltoall"
     cfg = tiny.config(**{**tiny.MOE, "moe_token_dispatcher_type": type_}, moe_grouped_gemm=True)
     cfg.expert_model_parallel_size = ep
-    cfg.sparse_experts = api.Sparse("reference", "reference", padded=kind == "padded") if lists else None
+    cfg.sparse_experts = (
+        api.Sparse("reference", "reference", padded=kind == "padded") if lists else None
+    )
     if fault:
         right = dispatch.row_weights
         dispatch.row_weights = lambda weights, plan: right(weights.flip(0), plan)
@@ -118,7 +134,9 @@ def test_a_rank_whose_experts_get_nothing_takes_part(kind: str) -> None:
 
 
 def test_weights_have_the_names_and_the_bits_that_they_have_without_kernels() -> None:
-    run = tiny_run(model={"num_layers": 1, "moe": MoEConfig(num_experts=4, ffn_hidden_size=32)}, **EP2)
+    run = tiny_run(
+        model={"num_layers": 1, "moe": MoEConfig(num_experts=4, ffn_hidden_size=32)}, **EP2
+    )
 
     def shards(word: str) -> dict[str, Any]:
         from mtrain.build.model import build_model
@@ -129,11 +147,19 @@ def test_weights_have_the_names_and_the_bits_that_they_have_without_kernels() ->
         other = run.model_copy(update={"kernels": run.kernels.model_copy(update=words)})
         with joined(other) as world:
             chunks = build_model(other, world)
-            (kind,) = {type(m).__name__ for m in chunks[0].modules() if type(m).__name__.endswith("Experts")} or {""}
-            held = {(s.key, s.offset): (s.global_shape, s.tensor.clone()) for s in model_shards(chunks)}
+            (kind,) = {
+                type(m).__name__
+                for m in chunks[0].modules()
+                if type(m).__name__.endswith("Experts")
+            } or {""}
+            held = {
+                (s.key, s.offset): (s.global_shape, s.tensor.clone()) for s in model_shards(chunks)
+            }
         return {"kind": kind, "held": held}
 
-    for ours, plain in zip(run_ranks(2, shards, "triton"), run_ranks(2, shards, "reference"), strict=True):
+    for ours, plain in zip(
+        run_ranks(2, shards, "triton"), run_ranks(2, shards, "reference"), strict=True
+    ):
         assert (ours["kind"], plain["kind"]) == ("GroupedExperts", "")
         assert ours["held"].keys() == plain["held"].keys()
         for key, (shape, tensor) in ours["held"].items():
@@ -142,11 +168,17 @@ def test_weights_have_the_names_and_the_bits_that_they_have_without_kernels() ->
 
 
 SMALL = (
-    *("data=mock", "data.seq_length=32", "trainer.global_batch_size=4", "trainer.micro_batch_size=2"),
+    *(
+        "data=mock",
+        "data.seq_length=32",
+        "trainer.global_batch_size=4",
+        "trainer.micro_batch_size=2",
+    ),
     *("model.num_layers=2", "model.vocab_size=128"),
 )
 MIXTRAL = ("model=mixtral_tiny", *SMALL)
-PADDED, FACTOR = "model.moe.pad_alltoall=true", "model.moe.alltoall_capacity_factor=1.5"
+PADDED = "model.moe.pad_alltoall=true"
+FACTOR = "model.moe.alltoall_capacity_factor=1.5"
 MORE = ("model.moe.shared_expert_intermediate_size=64", "model.moe.shared_expert_overlap=true")
 FULL = "parallel.recompute.granularity=full"
 HYBRID = ("model.hybrid.pattern=*E", "+model.moe={num_experts: 4, ffn_hidden_size: 32}")
@@ -156,7 +188,12 @@ STEPS = {
     "experts": ["kernels=triton", "parallel=single", *MIXTRAL],
     "groups": ["kernels=triton", "parallel=single", "model=deepseek_tiny", *SMALL],
     "experts, tp2": ["kernels=triton", "parallel=tp2sp", *MIXTRAL],
-    "experts, gathered": ["kernels=triton", "parallel=ep2", "model.moe.token_dispatcher_type=allgather", *MIXTRAL],
+    "experts, gathered": [
+        "kernels=triton",
+        "parallel=ep2",
+        "model.moe.token_dispatcher_type=allgather",
+        *MIXTRAL,
+    ],
     "experts, exchanged": ["kernels=triton", "parallel=tp2ep2sp", *MIXTRAL],
     "experts, padded": ["kernels=triton", "parallel=tp2ep2sp", *MIXTRAL, PADDED, *MORE],
     "padded by a factor, again": ["kernels=triton", "parallel=ep2", *MIXTRAL, PADDED, FACTOR, FULL],
@@ -166,28 +203,51 @@ STEPS = {
     "maps": ["kernels=reference", "parallel=single", *MIXTRAL],
 }
 WAITS = {"experts, exchanged": {"rows that are exchanged": 2}}
-"""What waits for the device and why: an exchange has to know how many rows go where, once in each of two layers."""
+"""What waits for the device and why: an exchange has to know how many rows go where, once in each
+of two layers.
+"""
 
 
 NORM = "aten._local_scalar_dense.default clip_grads.py get_grad_norm_fp32"
-"""megatron-core brings the gradient's norm to the host, that of experts which other ranks hold one by itself."""
+"""megatron-core brings the gradient's norm to the host, that of experts which other ranks hold one
+by itself.
+"""
 
 
 @pytest.mark.full
 def test_a_step_waits_for_the_device_where_it_is_said() -> None:
     found = synchronised.waits(STEPS)
     norms = {name: waits.pop(NORM, 0) for name, waits in found.items()}
-    assert norms == {name: 2 if any("ep2" in word for word in words) else 1 for name, words in STEPS.items()}
+    assert norms == {
+        name: 2 if any("ep2" in word for word in words) else 1 for name, words in STEPS.items()
+    }
     waiting = sum(found.pop("maps").values())
-    assert (waiting >= 4) != engine.at_least(0, 19), "megatron-core's maps wait until 0.19, and this test sees it"
+    assert (waiting >= 4) != engine.at_least(0, 19), (
+        "megatron-core's maps wait until 0.19, and this test sees it"
+    )
     assert found == {name: WAITS.get(name, {}) for name in found}
 
 
 TRAINED = (
     *("data=mock", "data.seq_length=16", "trainer.train_iters=10", "trainer.global_batch_size=4"),
-    *("trainer.micro_batch_size=2", "trainer.eval_iters=0", "trainer.eval_interval=0", "trainer.sample_tokens=0"),
-    *("checkpoint.save_interval=0", "checkpoint.save_final=false", "log.progress=none", "model=mixtral_tiny"),
-    *("model.num_layers=1", "model.hidden_size=64", "model.moe.ffn_hidden_size=32", "model.vocab_size=128"),
+    *(
+        "trainer.micro_batch_size=2",
+        "trainer.eval_iters=0",
+        "trainer.eval_interval=0",
+        "trainer.sample_tokens=0",
+    ),
+    *(
+        "checkpoint.save_interval=0",
+        "checkpoint.save_final=false",
+        "log.progress=none",
+        "model=mixtral_tiny",
+    ),
+    *(
+        "model.num_layers=1",
+        "model.hidden_size=64",
+        "model.moe.ffn_hidden_size=32",
+        "model.vocab_size=128",
+    ),
     *("model.moe.num_experts=4", "parallel=tp2ep2sp"),
 )
 
@@ -197,7 +257,8 @@ def test_ten_steps_with_triton_on_tp2_ep2_are_steps_of_the_reference() -> None:
     kinds = {k: [*TRAINED, f"kernels={k}"] for k in ("reference", "triton")}
     padded = {f"{k}, padded": [*words, PADDED] for k, words in kinds.items()}
     values = interpreted.trained(kinds | padded, timeout_s=500)
-    ours, right = values["triton"], values["reference"]
+    ours = values["triton"]
+    right = values["reference"]
     assert len(ours) == len(right) == 20
     assert ours == pytest.approx(right, rel=1e-4)
     assert ours != right, "not one bit differs, so Triton did nothing"

@@ -1,4 +1,6 @@
-"""Runs that are asked to stop: from anywhere in the loop they save, and a resumed run misses nothing."""
+"""Runs that are asked to stop: from anywhere in the loop they save, and a resumed run misses
+nothing.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,9 @@ from tests.dist.test_endings import End, small, train
 from tests.support.forked import run_ranks
 
 ASKED = {"start": (0, 0), "step": (3, 2), "evaluation": (2, 1), "save": (4, 2)}
-"""When one rank is asked to stop: the step that is saved, and the batches of the evaluation of step 2 until then."""
+"""When one rank is asked to stop: the step that is saved, and the batches of the evaluation of step
+2 until then.
+"""
 
 
 def _run() -> RunConfig:
@@ -43,12 +47,18 @@ def test_a_stop_from_anywhere_saves_and_a_resumed_run_misses_nothing(tmp_path: P
         evaluated: list[int] = []
         moment = ""
 
-        def asking(real: Callable[..., Any], name: str, at: int | None = None) -> Callable[..., Any]:
+        def asking(
+            real: Callable[..., Any], name: str, at: int | None = None
+        ) -> Callable[..., Any]:
             def asked(*args: Any, **kwargs: Any) -> Any:
                 own = "evaluation" if kwargs.get("forward_only") else name
                 if own == "evaluation":
                     evaluated.append(args[0].state.step)
-                if moment == own and dist.get_rank() == 1 and (at is None or args[0].state.step == at):
+                if (
+                    moment == own
+                    and dist.get_rank() == 1
+                    and (at is None or args[0].state.step == at)
+                ):
                     signal.raise_signal(signal.SIGUSR1)
                 return real(*args, **kwargs)
 
@@ -70,7 +80,10 @@ def test_a_stop_from_anywhere_saves_and_a_resumed_run_misses_nothing(tmp_path: P
     for ends in run_ranks(2, job):
         for name, (at, batches) in ASKED.items():
             end, count = ends[name]
-            assert (end.error, end.steps, count) == ("Preempted", [f"step_{at:08d}"], batches), (name, end.said)
+            assert (end.error, end.steps, count) == ("Preempted", [f"step_{at:08d}"], batches), (
+                name,
+                end.said,
+            )
             end, _ = ends[f"{name}, resumed"]
             assert (end.error, end.lines) == ("", 5), (name, end.said)
             assert _numbers(tmp_path / name) == _numbers(tmp_path / "whole"), name
@@ -78,4 +91,7 @@ def test_a_stop_from_anywhere_saves_and_a_resumed_run_misses_nothing(tmp_path: P
 
 def _numbers(home: Path) -> list[tuple[float | None, ...]]:
     lines = map(json.loads, (home / "metrics.jsonl").read_text().splitlines())
-    return [tuple(line.get(key) for key in ("step", "loss", "valid_loss", "grad_norm", "samples")) for line in lines]
+    return [
+        tuple(line.get(key) for key in ("step", "loss", "valid_loss", "grad_norm", "samples"))
+        for line in lines
+    ]

@@ -1,4 +1,6 @@
-"""Gradients of many rows that meet in one are added up in fp32, whatever the format of the weights."""
+"""Gradients of many rows that meet in one are added up in fp32, whatever the format of
+the weights.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +37,9 @@ def test_an_embedding_adds_the_gradients_of_one_id_up_in_fp32(dtype: str, name: 
             for ids in (torch.full((2, TOKENS // 2), 7), torch.full((2, TOKENS // 2), 299)):
                 rows = embedding.word_embeddings(ids)
                 part = embedding.word_embeddings.weight
-                found.append(torch.autograd.grad(rows, part, torch.ones_like(rows))[0].float().sum(1) / 64)
+                found.append(
+                    torch.autograd.grad(rows, part, torch.ones_like(rows))[0].float().sum(1) / 64
+                )
             if model:
                 rows = embedding.position_embeddings(torch.full((TOKENS,), 3))
                 part = embedding.position_embeddings.weight

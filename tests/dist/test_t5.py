@@ -1,4 +1,6 @@
-"""T5: the same losses and weights in every layout, bitwise resumes, and initial weights as in the paper."""
+"""T5: the same losses and weights in every layout, bitwise resumes, and initial weights as in the
+paper.
+"""
 
 from __future__ import annotations
 
@@ -41,15 +43,22 @@ LAYOUTS: dict[str, dict[str, Any]] = {
 STEPS = 3
 
 
-def run_of(model: dict[str, Any] | None = None, trainer: dict[str, Any] | None = None, **layout: Any) -> RunConfig:
+def run_of(
+    model: dict[str, Any] | None = None, trainer: dict[str, Any] | None = None, **layout: Any
+) -> RunConfig:
     made = tiny_run(model={**MODEL, **(model or {})}, trainer=trainer, **layout)
     return resolve(made, Machine(cpu_cores=1, memory_bytes=0))
 
 
-@pytest.mark.parametrize("model", [{}, pytest.param(GATED, marks=pytest.mark.full)], ids=["relu", "gated"])
-@pytest.mark.parametrize("name", some(LAYOUTS, ["tp2 sequence parallel", "dp2 distributed optimizer"]))
+@pytest.mark.parametrize(
+    "model", [{}, pytest.param(GATED, marks=pytest.mark.full)], ids=["relu", "gated"]
+)
+@pytest.mark.parametrize(
+    "name", some(LAYOUTS, ["tp2 sequence parallel", "dp2 distributed optimizer"])
+)
 def test_a_layout_has_the_losses_and_norms_of_one_rank(name: str, model: dict[str, Any]) -> None:
-    expected, found = trained(run_of(model), STEPS), trained(run_of(model, **LAYOUTS[name]), STEPS)
+    expected = trained(run_of(model), STEPS)
+    found = trained(run_of(model, **LAYOUTS[name]), STEPS)
     torch.testing.assert_close(torch.tensor(found), torch.tensor(expected), rtol=2e-5, atol=0.0)
     assert expected[0][0] != expected[1][0]
 
@@ -68,7 +77,9 @@ def test_a_gradient_that_one_rank_has_wrong_is_seen() -> None:
     [
         RecomputeConfig(granularity="full", method="uniform", num_layers=1),
         pytest.param(RecomputeConfig(granularity="selective"), marks=pytest.mark.full),
-        pytest.param(RecomputeConfig(granularity="selective", modules=("mlp",)), marks=pytest.mark.full),
+        pytest.param(
+            RecomputeConfig(granularity="selective", modules=("mlp",)), marks=pytest.mark.full
+        ),
     ],
     ids=["full", "attention", "MLPs"],
 )
@@ -78,19 +89,26 @@ def test_recomputation_changes_no_bit(recompute: RecomputeConfig) -> None:
 
 
 def test_a_resumed_run_is_bitwise_the_uninterrupted_one(tmp_path: Path) -> None:
-    run = run_of({"hidden_dropout": 0.1, "attention_dropout": 0.1}, **LAYOUTS["tp2 sequence parallel"])
+    run = run_of(
+        {"hidden_dropout": 0.1, "attention_dropout": 0.1}, **LAYOUTS["tp2 sequence parallel"]
+    )
     whole = run_ranks(2, lambda: train_steps(run, 4, save_to=tmp_path, save_after=2))[0]
     rest = run_ranks(2, lambda: train_steps(run, 2, load_from=tmp_path / "step_00000002"))[0]
     assert rest == whole[2:]
 
 
 @pytest.mark.parametrize("sequence_parallel", [pytest.param(False, marks=pytest.mark.full), True])
-def test_what_tensor_parallel_ranks_both_hold_stays_the_same_under_dropout(sequence_parallel: bool) -> None:
+def test_what_tensor_parallel_ranks_both_hold_stays_the_same_under_dropout(
+    sequence_parallel: bool,
+) -> None:
     drops = {"hidden_dropout": 0.3, "attention_dropout": 0.3}
     run = run_of(drops, ranks=2, tp=2, sequence_parallel=sequence_parallel)
 
     one, other = run_ranks(2, held_alike, run)
-    tables = {f"{stack}_relative_pos_emb.relative_attention_bias.weight" for stack in ("encoder", "decoder")}
+    tables = {
+        f"{stack}_relative_pos_emb.relative_attention_bias.weight"
+        for stack in ("encoder", "decoder")
+    }
     assert tables | {"encoder.final_layernorm.weight"} <= one.keys()
     assert one == other
 
@@ -110,8 +128,13 @@ def _measured(run: RunConfig) -> dict[str, Any]:
 
 def test_an_evaluation_is_the_same_in_any_layout() -> None:
     keys = {"trainer": {"eval_iters": 2}}
-    one, two = (run_ranks(n, _measured, run_of(**keys, **layout))[0] for n, layout in ((1, {}), (2, LAYOUTS["tp2"])))
-    assert one["tokens"] == two["tokens"] == 12 * 8, "5 tokens, 2 sentinels and an end of each sample"
+    one, two = (
+        run_ranks(n, _measured, run_of(**keys, **layout))[0]
+        for n, layout in ((1, {}), (2, LAYOUTS["tp2"]))
+    )
+    assert one["tokens"] == two["tokens"] == 12 * 8, (
+        "5 tokens, 2 sentinels and an end of each sample"
+    )
     assert two["loss"] == pytest.approx(one["loss"], rel=1e-6)
 
 
@@ -122,11 +145,22 @@ def _deviations(run: RunConfig) -> dict[str, float]:
     with joined(run) as world:
         (chunk,) = build_model(run, world, wrap=False)
         named = {name: parameter.detach() for name, parameter in chunk.named_parameters()}
-    queries, keys, values = named["encoder.layers.0.self_attention.linear_qkv.weight"].view(4, 3, 12, -1).unbind(1)
+    queries, keys, values = (
+        named["encoder.layers.0.self_attention.linear_qkv.weight"].view(4, 3, 12, -1).unbind(1)
+    )
     found = {"queries": queries, "keys": keys, "values": values}
-    for name in ("embedding.word_embeddings", "decoder.layers.2.cross_attention.linear_q", "output_layer"):
+    for name in (
+        "embedding.word_embeddings",
+        "decoder.layers.2.cross_attention.linear_q",
+        "output_layer",
+    ):
         found[name] = named[f"{name}.weight"]
-    for name in ("self_attention.linear_proj", "mlp.linear_fc1", "mlp.linear_fc2", "cross_attention.linear_kv"):
+    for name in (
+        "self_attention.linear_proj",
+        "mlp.linear_fc1",
+        "mlp.linear_fc2",
+        "cross_attention.linear_kv",
+    ):
         found[name] = named[f"decoder.layers.1.{name}.weight"]
     return {name: float(weight.std()) for name, weight in found.items()}
 

@@ -15,7 +15,9 @@ AGAIN = "parallel=tp2sp model.num_layers=2 precision=bf16 parallel.recompute.gra
 def test_what_is_computed_again_is_gone_behind_its_layer() -> None:
     """Behind each micro-batch there is as much as behind the one before it: no storage stays."""
     run = planned(f"{AGAIN} parallel.recompute.modules=[layernorm]")
-    run = run.model_copy(update={"trainer": run.trainer.model_copy(update={"global_batch_size": 8})})
+    run = run.model_copy(
+        update={"trainer": run.trainer.model_copy(update={"global_batch_size": 8})}
+    )
 
     def job() -> list[int]:
         from mtrain.train import trace
@@ -32,7 +34,9 @@ def test_what_is_computed_again_is_gone_behind_its_layer() -> None:
 
 
 def test_two_traces_of_one_process_are_alike() -> None:
-    """With experts, of other numbers of layers: what the first one gathered of losses is not in the second."""
+    """With experts, of other numbers of layers: what the first one gathered of losses is not in the
+    second.
+    """
     run = planned("model=mixtral_tiny parallel=ep2 model.num_layers=2 precision=bf16")
     other = planned("model=mixtral_tiny parallel=single model.num_layers=3")
 
@@ -46,7 +50,9 @@ def test_two_traces_of_one_process_are_alike() -> None:
 
 
 def test_what_was_sent_stays_where_sends_overlap() -> None:
-    """With virtual stages a send may still be reading it; the plan counts it and the trace sees it."""
+    """With virtual stages a send may still be reading it; the plan counts it and the
+    trace sees it.
+    """
     run = planned("parallel=pp2vpp2 model.num_layers=8")
     stage = stage_memories(run)[0]
     sent = stage.parts["communication"]
@@ -56,7 +62,9 @@ def test_what_was_sent_stays_where_sends_overlap() -> None:
 
 
 def test_a_product_and_its_view_are_one_storage() -> None:
-    """`_unsafe_view` has no alias in its schema, and is one; what is asked for again is as the first time."""
+    """`_unsafe_view` has no alias in its schema, and is one; what is asked for again is as the
+    first time.
+    """
     import torch
 
     from mtrain.train.recorder import Recorder

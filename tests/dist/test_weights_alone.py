@@ -1,4 +1,6 @@
-"""A new run that begins with the weights of another one: what its optimizer updates is made of them."""
+"""A new run that begins with the weights of another one: what its optimizer updates is made of
+them.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,12 @@ KINDS: dict[str, dict[str, Any]] = {
     "bf16, sharded state": {"dtype": "bf16", "distributed_optimizer": True},
     "bf16, on two ranks": {"dtype": "bf16", "distributed_optimizer": True, "ranks": 2},
     "bf16, state in host memory": {"dtype": "bf16", "optim": {"cpu_offload": 1.0}},
-    "bf16, fsdp": {"dtype": "bf16", "ranks": 2, "fsdp": "megatron", "fsdp_sharding": "optim_grads_params"},
+    "bf16, fsdp": {
+        "dtype": "bf16",
+        "ranks": 2,
+        "fsdp": "megatron",
+        "fsdp_sharding": "optim_grads_params",
+    },
     "bf16, fsdp2": {"dtype": "bf16", "ranks": 2, "fsdp": "fsdp2"},
     "fp16": {"dtype": "fp16"},
     "fp32": {"dtype": "fp32"},
@@ -25,7 +32,9 @@ KINDS: dict[str, dict[str, Any]] = {
 
 
 def begun(run: Any, weights: Path, folder: Path) -> None:
-    """A job for `run_ranks`: the state of a new run with the weights of a checkpoint, before a step and after."""
+    """A job for `run_ranks`: the state of a new run with the weights of a checkpoint, before a step
+    and after.
+    """
     from mtrain.ckpt import state as ckpt_state
     from mtrain.ckpt.store import Checkpoint
     from mtrain.train.assemble import assemble, splits_of
@@ -41,7 +50,9 @@ def begun(run: Any, weights: Path, folder: Path) -> None:
 
 
 @pytest.mark.parametrize("name", some(KINDS, ["bf16, sharded state"]))
-def test_what_is_updated_is_made_of_the_weights_that_a_run_begins_with(name: str, tmp_path: Path) -> None:
+def test_what_is_updated_is_made_of_the_weights_that_a_run_begins_with(
+    name: str, tmp_path: Path
+) -> None:
     run = tiny_run(**KINDS[name])
     other = run.model_copy(update={"trainer": run.trainer.model_copy(update={"seed": 77})})
     ranks = run.parallel.ranks or 1

@@ -1,4 +1,6 @@
-"""Training on whole documents of `.bin/.idx`: a global batch computes in any split what its documents do alone."""
+"""Training on whole documents of `.bin/.idx`: a global batch computes in any split what its
+documents do alone.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,8 @@ from tests.dist.test_chats import apart, computed
 from tests.support.covering import some
 from tests.support.runs import tiny_run
 
-S, VOCAB = 64, 300
+S = 64
+VOCAB = 300
 LENGTHS = [30, 34, 0, 64, 65, 1, 40, 20, 7, 150, 2, 3, 28]
 """Some as long as a sample, some longer, and some of which nothing is learned."""
 
@@ -26,12 +29,17 @@ LENGTHS = [30, 34, 0, 64, 65, 1, 40, 20, 7, 150, 2, 3, 28]
 def prefix(tmp_path_factory: pytest.TempPathFactory) -> Path:
     home = tmp_path_factory.mktemp("documents")
     with IndexedWriter(home / "corpus", np.dtype("<u2")) as writer:
-        writer.add(np.random.default_rng(1).integers(0, VOCAB, sum(LENGTHS)), np.array(LENGTHS, np.int64))
+        writer.add(
+            np.random.default_rng(1).integers(0, VOCAB, sum(LENGTHS)), np.array(LENGTHS, np.int64)
+        )
     return home / "corpus"
 
 
 def run_with(prefix: Path, window: int, average: str = "token", **more: Any) -> RunConfig:
-    """A step over all documents; with `window` 1 each is alone in a sample. The others are keys of `parallel`."""
+    """A step over all documents; with `window` 1 each is alone in a sample.
+
+    The others are keys of `parallel`.
+    """
     data = DataConfig(
         kind="indexed",
         path=str(prefix),
@@ -44,7 +52,11 @@ def run_with(prefix: Path, window: int, average: str = "token", **more: Any) -> 
         packed_multiple=4,
     )
     samples = len(open_splits(data, VOCAB, 1, prepare(data, lambda note: None), ("train",)).train)
-    trainer = {"global_batch_size": samples, "micro_batch_size": more.pop("micro", 1), "loss_average": average}
+    trainer = {
+        "global_batch_size": samples,
+        "micro_batch_size": more.pop("micro", 1),
+        "loss_average": average,
+    }
     return tiny_run(trainer=trainer, **more).model_copy(update={"data": data})
 
 
@@ -72,7 +84,9 @@ def alone(prefix: Path, tmp_path_factory: pytest.TempPathFactory) -> Any:
 
     def of(average: str) -> tuple[float, dict[str, torch.Tensor]]:
         if average not in known:
-            known[average] = computed(run_with(prefix, 1, average), tmp_path_factory.mktemp("alone"))
+            known[average] = computed(
+                run_with(prefix, 1, average), tmp_path_factory.mktemp("alone")
+            )
         return known[average]
 
     return of
@@ -98,7 +112,10 @@ def test_a_document_that_sees_another_is_found(
     def merged(*args: Any, **more: Any) -> Any:
         batch = real(*args, **more)
         bounds = batch["cu_seqlens"]
-        return {**batch, "cu_seqlens": torch.cat([bounds[:1], bounds[2:]]) if len(bounds) > 2 else bounds}
+        return {
+            **batch,
+            "cu_seqlens": torch.cat([bounds[:1], bounds[2:]]) if len(bounds) > 2 else bounds,
+        }
 
     monkeypatch.setattr(chat_batch, "batch_of", merged)
     assert apart(alone("token"), computed(run_with(prefix, 2048), tmp_path)) > 1e-4

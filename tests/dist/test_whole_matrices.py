@@ -1,4 +1,6 @@
-"""Under the distributed optimizer updates are those of whole matrices at every rank: no layer-wise one is needed."""
+"""Under the distributed optimizer updates are those of whole matrices at every rank: no layer-wise
+one is needed.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +33,9 @@ def _turned(optimizer: Any) -> None:
 @pytest.mark.full
 @pytest.mark.parametrize("name", ["muon", "lion"])
 def test_updates_of_sharded_state_are_those_of_whole_matrices(name: str, tmp_path: Path) -> None:
-    whole, sharded = (_made(name, tmp_path / str(on), ranks=2, distributed_optimizer=on) for on in (False, True))
+    whole, sharded = (
+        _made(name, tmp_path / str(on), ranks=2, distributed_optimizer=on) for on in (False, True)
+    )
     assert whole.keys() == sharded.keys()
     for key, tensor in whole.items():
         # matrices of one shape are multiplied together, and a rank that owns some of them has fewer
@@ -39,4 +43,6 @@ def test_updates_of_sharded_state_are_those_of_whole_matrices(name: str, tmp_pat
         torch.testing.assert_close(sharded[key], tensor, **exact)
     if name == "muon":
         wrong = _made(name, tmp_path / "wrong", ranks=2, distributed_optimizer=True, spoil=_turned)
-        assert any(not torch.allclose(wrong[key], tensor, rtol=1e-3) for key, tensor in whole.items())
+        assert any(
+            not torch.allclose(wrong[key], tensor, rtol=1e-3) for key, tensor in whole.items()
+        )

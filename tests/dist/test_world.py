@@ -1,4 +1,6 @@
-"""Joining: process groups equal the grid for every kind of layout, and a world that differs is refused."""
+"""Joining: process groups equal the grid for every kind of layout, and a world that differs is
+refused.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +35,9 @@ def _join(run: object) -> dict[str, int]:
 def test_megatron_groups_are_those_of_the_grid(degrees: dict[str, int]) -> None:
     run = tiny_run(**degrees)
     grid = RankGrid.of(run)
-    assert run_ranks(run.parallel.ranks, _join, run) == [grid.coords(rank) for rank in range(grid.world)]
+    assert run_ranks(run.parallel.ranks, _join, run) == [
+        grid.coords(rank) for rank in range(grid.world)
+    ]
 
 
 def test_a_grid_that_numbers_ranks_otherwise_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -66,7 +70,9 @@ def test_a_rank_with_another_configuration_is_named() -> None:
         odd = {"seed": 7} if dist.get_rank() == 1 else {}
         _join(tiny_run(ranks=2, trainer=odd))
 
-    with pytest.raises(RankFailed, match=r"ranks \[1\] differ from rank 0 in version or configuration"):
+    with pytest.raises(
+        RankFailed, match=r"ranks \[1\] differ from rank 0 in version or configuration"
+    ):
         run_ranks(2, join)
 
 

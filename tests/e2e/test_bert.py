@@ -1,4 +1,6 @@
-"""A tiny BERT on the standard library, as a shell sees it: it learns, resumes, is evaluated, and writes no text."""
+"""A tiny BERT on the standard library, as a shell sees it: it learns, resumes, is evaluated, and
+writes no text.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +37,9 @@ def test_it_learns_resumes_bitwise_is_evaluated_and_does_not_write(tmp_path: Pat
     again = mtrain("resume", "runs/run", cwd=tmp_path)
     assert again.returncode == 0, again.stdout + again.stderr
     later = [line for line in metrics(run) if "grad_norm" in line][50:]
-    assert [(x["loss"], x["grad_norm"]) for x in later] == [(x["loss"], x["grad_norm"]) for x in steps[50:]]
+    assert [(x["loss"], x["grad_norm"]) for x in later] == [
+        (x["loss"], x["grad_norm"]) for x in steps[50:]
+    ]
     verified = mtrain("convert", "verify", "runs/run", "kept", cwd=tmp_path)
     assert verified.returncode == 0, verified.stdout
     found = mtrain("evaluate", "runs/run", "limit=16", "--json", cwd=tmp_path)

@@ -47,11 +47,12 @@ def test_check_prints_what_would_run() -> None:
 )
 def test_no_judgement_imports_torch(argv: list[str]) -> None:
     code = (
-        "import sys\nfrom mtrain.cli.main import main\n"
-        f"main(['check', *{argv!r}])\n"
-        "print(sorted(m for m in ('torch', 'megatron', 'numpy', 'typer', 'rich') if m in sys.modules))\n"
+        f"import sys\nfrom mtrain.cli.main import main\nmain(['check', *{argv!r}])\nprint(sorted(m"
+        " for m in ('torch', 'megatron', 'numpy', 'typer', 'rich') if m in sys.modules))\n"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=patient(60))
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=patient(60)
+    )
     assert done.stdout.splitlines()[-1] == "[]"
 
 
@@ -69,7 +70,11 @@ def test_a_validation_takes_under_a_second_and_a_sixth_of_importing_the_engine()
 
 def test_errors_go_to_stderr_all_at_once_without_a_traceback() -> None:
     done = mtrain(
-        "check", "parallel=tp3pp3", "trainer.global_batch_size=15", "trainer.micro_batch_size=4", "optim.min_lr=1.0"
+        "check",
+        "parallel=tp3pp3",
+        "trainer.global_batch_size=15",
+        "trainer.micro_batch_size=4",
+        "optim.min_lr=1.0",
     )
     assert (done.returncode, done.stdout) == (2, "")
     for piece in ("MT101", "MT107", "MT130", "MT421", "command line", "fix: parallel.tp=2"):
@@ -89,7 +94,16 @@ def test_json_is_for_machines_in_both_verdicts() -> None:
     done = mtrain("check", "--json", "parallel=tp3", "model.hiden_size=2")
     bad = json.loads(done.stdout)
     assert (done.returncode, done.stderr, bad["ok"]) == (2, "", False)
-    assert set(bad["problems"][0]) == {"code", "path", "value", "source", "rule", "fix", "severity", "related"}
+    assert set(bad["problems"][0]) == {
+        "code",
+        "path",
+        "value",
+        "source",
+        "rule",
+        "fix",
+        "severity",
+        "related",
+    }
     assert bad["problems"][0]["path"] == "model.hiden_size"
 
 
@@ -108,7 +122,9 @@ def test_show_resolved_is_a_file_that_runs_the_same(tmp_path: Path) -> None:
     assert "#" not in bare.stdout.replace("a: #b", "")
     file = tmp_path / "my.yaml"
     file.write_text(bare.stdout)
-    digests = [json.loads(mtrain("check", "--json", *a).stdout)["digest"] for a in (argv, [f"run={file}"])]
+    digests = [
+        json.loads(mtrain("check", "--json", *a).stdout)["digest"] for a in (argv, [f"run={file}"])
+    ]
     assert digests[0] == digests[1]
 
 
@@ -153,7 +169,9 @@ def test_streams_that_are_closed_change_no_exit_code() -> None:
 
 def test_a_reader_that_goes_away_leaves_no_traceback() -> None:
     command = f"{sys.executable} {ROOT / 'launch.py'} show | head -1"
-    done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, timeout=patient(60))
+    done = subprocess.run(
+        ["bash", "-c", command], capture_output=True, text=True, timeout=patient(60)
+    )
     assert "Traceback" not in done.stderr
 
 

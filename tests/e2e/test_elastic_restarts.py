@@ -1,4 +1,6 @@
-"""One command that a launcher gives again and again: it begins a run, and goes on with it after each restart."""
+"""One command that a launcher gives again and again: it begins a run, and goes on with it after
+each restart.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +35,14 @@ def _ranks(agent: int) -> list[psutil.Process]:
 def test_a_rank_that_is_stopped_is_replaced_and_the_run_goes_on(
     ranks: int, name: tuple[str, ...], number: signal.Signals, tmp_path: Path
 ) -> None:
-    program = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
+    program = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node",
+        str(ranks),
+    ]
     words = latest(*WORDS, f"parallel=tp{ranks}", *name)
     command = [*program, "--max-restarts", "1", str(ROOT / "launch.py"), *words]
     output = tmp_path / "output"
@@ -50,7 +59,9 @@ def test_a_rank_that_is_stopped_is_replaced_and_the_run_goes_on(
         os.kill(_ranks(agent.pid)[-1].pid, number)
         assert agent.wait(120) == 0, output.read_text()[-4000:]
     finally:
-        for child in psutil.Process(agent.pid).children(recursive=True) if agent.poll() is None else []:
+        for child in (
+            psutil.Process(agent.pid).children(recursive=True) if agent.poll() is None else []
+        ):
             child.kill()
         agent.kill()
     assert "resumed from" in output.read_text()

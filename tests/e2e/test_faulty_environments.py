@@ -1,4 +1,6 @@
-"""Faults of the environment: the run ends with 3, says what is wrong and what to do, and starts nothing."""
+"""Faults of the environment: the run ends with 3, says what is wrong and what to do, and starts
+nothing.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,11 @@ def limited(kind: int, number: int) -> Callable[[], None]:
 
 
 CASES: dict[str, tuple[dict[str, str], Callable[[], None] | None, str]] = {
-    "interface": ({"GLOO_SOCKET_IFNAME": "bogus0"}, None, "GLOO_SOCKET_IFNAME names the interface 'bogus0'"),
+    "interface": (
+        {"GLOO_SOCKET_IFNAME": "bogus0"},
+        None,
+        "GLOO_SOCKET_IFNAME names the interface 'bogus0'",
+    ),
     "debug": ({"TORCH_DISTRIBUTED_DEBUG": "bogus"}, None, "TORCH_DISTRIBUTED_DEBUG='bogus'"),
     "files": ({}, limited(resource.RLIMIT_NOFILE, 24), "ulimit -n 1024"),
     "transport": ({"GLOO_DEVICE_TRANSPORT": "pigeon"}, None, "GLOO_DEVICE_TRANSPORT='pigeon'"),
@@ -38,7 +44,8 @@ def test_a_fault_of_the_environment_ends_a_run_before_it_starts(name: str, tmp_p
     assert run.wait() == BadEnvironment.exit_code, run.said
     assert said in run.said
     assert not any(
-        word in run.said for word in ("Traceback", "enforce", "unexpected", "checkpoint.resume", "run folder")
+        word in run.said
+        for word in ("Traceback", "enforce", "unexpected", "checkpoint.resume", "run folder")
     )
     assert not (tmp_path / "runs").exists()
 
@@ -53,9 +60,13 @@ def test_too_little_address_space_is_said_before_torch_is_imported(tmp_path: Pat
     assert "Traceback" not in done.stderr
 
 
-def test_show_says_which_environment_each_rank_gets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_show_says_which_environment_each_rank_gets(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("MKL_NUM_THREADS", "7")
-    shown = mtrain("show", *WORDS, cwd=tmp_path).stdout.partition("# environment of each rank:\n")[2]
+    shown = mtrain("show", *WORDS, cwd=tmp_path).stdout.partition("# environment of each rank:\n")[
+        2
+    ]
     assert [line.split()[1].split("=")[0] for line in shown.splitlines()] == [
         "OMP_NUM_THREADS",
         "MKL_NUM_THREADS",
@@ -64,7 +75,10 @@ def test_show_says_which_environment_each_rank_gets(tmp_path: Path, monkeypatch:
     ]
     assert "MKL_NUM_THREADS=7" in shown
     assert "set by you; " in shown
-    whole, bare = (mtrain("show", *more, *WORDS, cwd=tmp_path).stdout for more in (("--json",), ("--resolved",)))
+    whole, bare = (
+        mtrain("show", *more, *WORDS, cwd=tmp_path).stdout
+        for more in (("--json",), ("--resolved",))
+    )
     assert '"MKL_NUM_THREADS": {"value": "7"' in whole
     assert "MKL_NUM_THREADS" not in bare
 

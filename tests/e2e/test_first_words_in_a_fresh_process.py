@@ -1,4 +1,6 @@
-"""Commands of a first day, each in a process of its own: faults that people met, and the answers they get now."""
+"""Commands of a first day, each in a process of its own: faults that people met, and the answers
+they get now.
+"""
 
 from __future__ import annotations
 
@@ -14,20 +16,36 @@ from tests.support.commands import mtrain
 from tests.unit.test_start_from_weights import MIXTRAL
 
 ANSWERS: dict[str, tuple[str, int, tuple[str, ...]]] = {
-    "the data decides the weights": ("explain data.path", 0, ("contents: the weights that come out",)),
-    "so does a chat template": ("explain data.chat_template", 0, ("contents: the weights that come out",)),
+    "the data decides the weights": (
+        "explain data.path",
+        0,
+        ("contents: the weights that come out",),
+    ),
+    "so does a chat template": (
+        "explain data.chat_template",
+        0,
+        ("contents: the weights that come out",),
+    ),
     "fine-tuning has a rate of its own": (
         "explain optim.lr trainer=sft data=sft model=llama31_8b cluster=h100x8",
         0,
         ("value     5e-06", "resolved from Tulu 3"),
     ),
-    "a path with an equals sign": ("check checkpoint.init_from=/c/epoch=3", 2, ("""init_from="/c/epoch=3\"""",)),
+    "a path with an equals sign": (
+        "check checkpoint.init_from=/c/epoch=3",
+        2,
+        ("""init_from="/c/epoch=3\"""",),
+    ),
     "a name that is a number": ("check log.name=1.10", 2, ("""'log.name="1.10"'""",)),
     "the version": ("version", 0, ("mtrain 0.",)),
     "the version behind a verb": ("check --version", 0, ("mtrain 0.",)),
     "help": ("help", 0, ("usage: python launch.py [VERB]", "verbs\n")),
     "help behind a verb": ("check -h", 0, ("usage: python launch.py check",)),
-    "a bracket that is not closed": ("-m optim.lr=range(1", 2, ("1 opening and 0 closing brackets",)),
+    "a bracket that is not closed": (
+        "-m optim.lr=range(1",
+        2,
+        ("1 opening and 0 closing brackets",),
+    ),
     "a range that counts the wrong way": ("-m trainer.seed=range(10,1)", 2, ("range(10,1,-1)",)),
     "a stage with less than nothing": (
         "check parallel=pp2 parallel.layers_per_stage=[5,-1]",
@@ -37,8 +55,16 @@ ANSWERS: dict[str, tuple[str, int, tuple[str, ...]]] = {
     "the beginning of a name": ("check model=llama3", 2, ("fix: model=llama3_8b or",)),
     "what was changed": ("show --changed optim.lr=1e-3", 0, ("optim.lr=0.001  # command line\n",)),
     "a name on the hub": ("recipe import org/a-model", 2, ("hf download org/a-model config.json",)),
-    "a trillion parameters": ("check recipe=gpt/1t_a100x3072", 0, ("1.01T parameters", "ranks   3072")),
-    "340 billion parameters": ("check recipe=nemotron/4_340b_h100x6144", 0, ("341.03B parameters", "ranks   6144")),
+    "a trillion parameters": (
+        "check recipe=gpt/1t_a100x3072",
+        0,
+        ("1.01T parameters", "ranks   3072"),
+    ),
+    "340 billion parameters": (
+        "check recipe=nemotron/4_340b_h100x6144",
+        0,
+        ("341.03B parameters", "ranks   6144"),
+    ),
     "a weak scaling": (
         "plan --scale 8,16 --weak model=gpt_1.7b cluster=a100",
         0,
@@ -85,7 +111,11 @@ def test_a_sample_has_what_fits(tmp_path: Path) -> None:
 
 
 def test_kinds_of_layers_that_mixtral_does_not_read_leave_its_window(tmp_path: Path) -> None:
-    values: dict[str, Any] = {**MIXTRAL, "sliding_window": 16, "layer_types": ["full_attention"] * 3}
+    values: dict[str, Any] = {
+        **MIXTRAL,
+        "sliding_window": 16,
+        "layer_types": ["full_attention"] * 3,
+    }
     (tmp_path / "config.json").write_text(json.dumps(values))
     done = mtrain("recipe", "import", ".", cwd=tmp_path)
     assert done.returncode == 0, done.stderr

@@ -14,19 +14,34 @@ from mtrain.data.indexed import IndexedWriter
 from tests.support.commands import mtrain
 
 FLAGS = (
-    "--num-layers 4 --hidden-size 128 --num-attention-heads 8 --seq-length 128 --max-position-embeddings 128 "
-    "--micro-batch-size 1 --global-batch-size 8 --train-iters 10 --lr 1e-3 --vocab-size 512 --eval-iters 0"
+    "--num-layers 4 --hidden-size 128 --num-attention-heads 8 --seq-length 128"
+    " --max-position-embeddings 128 --micro-batch-size 1 --global-batch-size 8 --train-iters 10"
+    " --lr 1e-3 --vocab-size 512 --eval-iters 0"
 )
 MOCK = "--tokenizer-type NullTokenizer --mock-data"
 START = f"torchrun --nproc-per-node 2 pretrain_gpt.py {FLAGS}"
 MIXTRAL = {
     **{"model_type": "mixtral", "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2},
-    **{"num_attention_heads": 4, "num_key_value_heads": 2, "num_local_experts": 4, "num_experts_per_tok": 2},
-    **{"vocab_size": 320, "max_position_embeddings": 128, "rms_norm_eps": 1e-5, "tie_word_embeddings": False},
+    **{
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "num_local_experts": 4,
+        "num_experts_per_tok": 2,
+    },
+    **{
+        "vocab_size": 320,
+        "max_position_embeddings": 128,
+        "rms_norm_eps": 1e-5,
+        "tie_word_embeddings": False,
+    },
     **{"sliding_window": 16, "layer_types": ["full_attention", "sliding_attention"]},
 }
 TOKENIZER = json.dumps(
-    {"version": "1.0", "added_tokens": [], "model": {"type": "WordLevel", "vocab": {"a": 0}, "unk_token": "a"}}
+    {
+        "version": "1.0",
+        "added_tokens": [],
+        "model": {"type": "WordLevel", "vocab": {"a": 0}, "unk_token": "a"},
+    }
 )
 TEMPLATE = json.dumps({"chat_template": "{% for m in messages %}{{ m.content }}{% endfor %}"})
 
@@ -48,21 +63,34 @@ def script(*lines: str) -> dict[str, str]:
 
 
 MEETS: dict[str, Met] = {
-    "8: a path to data decides what is learned": Met("explain data.path", ("contents",), 0, ("runtime",)),
+    "8: a path to data decides what is learned": Met(
+        "explain data.path", ("contents",), 0, ("runtime",)
+    ),
     "10: a class that does not read kinds of layers has windows in all": Met(
-        "recipe import config.json", (r"window_size: 16",), 0, (r"global_attention_every|window_layers",)
+        "recipe import config.json",
+        (r"window_size: 16",),
+        0,
+        (r"global_attention_every|window_layers",),
     ),
     "19: a model that learns from chats has a rate of fine-tuning": Met(
-        "show trainer=sft data=sft data.path=chats.jsonl data.tokenizer=t.json model=llama3_8b parallel=tp4",
+        "show trainer=sft data=sft data.path=chats.jsonl data.tokenizer=t.json model=llama3_8b"
+        " parallel=tp4",
         (r"^  lr: \de-0[56] ", r"fine_tuning: true"),
         0,
         files={"chats.jsonl": "{}\n", "t.json": TOKENIZER, "tokenizer_config.json": TEMPLATE},
     ),
     "22: a name like a number stays a name": Met(
-        "check recipe=a.yaml", (r'log\.name="1\.10"',), 2, ("=1.1$",), {"a.yaml": "log: {name: 1.10}\n"}
+        "check recipe=a.yaml",
+        (r'log\.name="1\.10"',),
+        2,
+        ("=1.1$",),
+        {"a.yaml": "log: {name: 1.10}\n"},
     ),
     "22: a path with = is put into quotes": Met(
-        "check checkpoint.init_from=/c/epoch=3", (r'checkpoint\.init_from="/c/epoch=3"',), 2, ("null",)
+        "check checkpoint.init_from=/c/epoch=3",
+        (r'checkpoint\.init_from="/c/epoch=3"',),
+        2,
+        ("null",),
     ),
     "22: a template that is not there is no reason for other data": Met(
         "check data=sft data.path=chats.jsonl data.tokenizer=t.json data.chat_template=no.jinja",
@@ -74,21 +102,38 @@ MEETS: dict[str, Met] = {
     "23: the version": Met("version", (r"^mtrain \d",), 0),
     "23: the page": Met("help", ("^usage: ",), 0),
     "23: the page of a verb": Met("generate -h", ("^usage: .* generate RUN",), 0),
-    "24: a range that is not closed": Met("-m optim.lr=range(1", (r"MT010.*optim\.lr", r"range\(START,STOP"), 2),
-    "24: a range that counts the wrong way": Met("-m trainer.seed=range(10,1)", (r"range\(10,1,-1\)",), 2),
+    "24: a range that is not closed": Met(
+        "-m optim.lr=range(1", (r"MT010.*optim\.lr", r"range\(START,STOP"), 2
+    ),
+    "24: a range that counts the wrong way": Met(
+        "-m trainer.seed=range(10,1)", (r"range\(10,1,-1\)",), 2
+    ),
     "24: a comma with nothing behind it": Met("-m optim.lr=1e-3,", (r"fix: optim\.lr=1e-3\n",), 2),
     "24: a stage of fewer layers than none": Met(
         "check model=llama_tiny parallel=pp2 parallel.layers_per_stage=[5,-1]",
         (r"MT142", "-1 layers", r"fix: parallel\.layers_per_stage=\[3,1\]"),
     ),
-    "27: the smallest model of a name is first": Met("check model=llama3", ("fix: model=llama3_8b",), 2),
-    "27: what was changed": Met("show --changed optim.lr=0.5", (r"^optim\.lr=0\.5  # command line$",), 0),
-    "27: a folder of a model": Met(
-        "recipe import theirs", (r"num_layers: 2",), 0, files={"theirs/config.json": json.dumps(MIXTRAL)}
+    "27: the smallest model of a name is first": Met(
+        "check model=llama3", ("fix: model=llama3_8b",), 2
     ),
-    "27: a name on the hub": Met("convert import Org/Model runs/x", ("fix: hf download Org/Model",), 2),
-    "30: Nemotron-4 has the parameters of its report": Met("plan model=nemotron4_340b --json", (r"34\d{10}\b",), 0),
-    "31: weak scaling": Met("plan --scale 8,16 --weak model=llama3_8b cluster=h100x8", ("MFU|mfu", r"\b16\b"), 0),
+    "27: what was changed": Met(
+        "show --changed optim.lr=0.5", (r"^optim\.lr=0\.5  # command line$",), 0
+    ),
+    "27: a folder of a model": Met(
+        "recipe import theirs",
+        (r"num_layers: 2",),
+        0,
+        files={"theirs/config.json": json.dumps(MIXTRAL)},
+    ),
+    "27: a name on the hub": Met(
+        "convert import Org/Model runs/x", ("fix: hf download Org/Model",), 2
+    ),
+    "30: Nemotron-4 has the parameters of its report": Met(
+        "plan model=nemotron4_340b --json", (r"34\d{10}\b",), 0
+    ),
+    "31: weak scaling": Met(
+        "plan --scale 8,16 --weak model=llama3_8b cluster=h100x8", ("MFU|mfu", r"\b16\b"), 0
+    ),
     "import_arithmetic_commands": Met(
         "recipe import t.sh",
         (r"parallel\.tp = \?\?\?", r"\(\(TP\*=2\)\)"),
@@ -126,7 +171,10 @@ MEETS: dict[str, Met] = {
         (r"optim\.weight_decay = \?\?\?", r"precision\.dtype = \?\?\?", r"\$\{ALL\[@\]:0:4\}"),
         2,
         ("verified: composes", "MT011"),
-        script("ALL=(--weight-decay 0.3 --clip-grad 0.5 --swiglu --bf16)", f'{START} {MOCK} "${{ALL[@]:0:4}}"'),
+        script(
+            "ALL=(--weight-decay 0.3 --clip-grad 0.5 --swiglu --bf16)",
+            f'{START} {MOCK} "${{ALL[@]:0:4}}"',
+        ),
     ),
 }
 
@@ -159,7 +207,13 @@ def corpora(tmp_path: Path) -> Path:
 
 @pytest.mark.parametrize("order", ["keyed", "megatron"])
 def test_a_blend_with_a_share_of_a_real_one_is_accepted(order: str, corpora: Path) -> None:
-    words = ["data=indexed", "data.blend=[a,b]", f"data.order={order}", "data.seq_length=16", "data.split=[1,0,0]"]
+    words = [
+        "data=indexed",
+        "data.blend=[a,b]",
+        f"data.order={order}",
+        "data.seq_length=16",
+        "data.split=[1,0,0]",
+    ]
     words += ["trainer.eval_iters=0", "trainer.sample_tokens=0"]
     assert mtrain("check", *words, "data.blend_weights=[5600000,1]", cwd=corpora).returncode == 0
     done = mtrain("check", *words, "data.blend_weights=[1,0]", cwd=corpora)

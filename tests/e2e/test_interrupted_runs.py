@@ -1,4 +1,6 @@
-"""Runs that are killed or stopped: who is named, what is left behind, and where the resumed run ends."""
+"""Runs that are killed or stopped: who is named, what is left behind, and where the resumed run
+ends.
+"""
 
 from __future__ import annotations
 
@@ -21,8 +23,14 @@ from tests.support.patience import patient
 
 pytestmark = pytest.mark.e2e
 
-STEPS, INTERVAL = 40, 8
-RUN = (*SMALL, f"trainer.train_iters={STEPS}", f"checkpoint.save_interval={INTERVAL}", "log.name=run")
+STEPS = 40
+INTERVAL = 8
+RUN = (
+    *SMALL,
+    f"trainer.train_iters={STEPS}",
+    f"checkpoint.save_interval={INTERVAL}",
+    "log.name=run",
+)
 
 
 @pytest.fixture(scope="module")
@@ -35,15 +43,24 @@ def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def _shards(run: Path) -> dict[str, str]:
-    """Hashes of what each rank saved after the last step: weights, moments and random generators."""
+    """Hashes of what each rank saved after the last step: weights, moments and random
+    generators.
+    """
     manifest = json.loads((run / f"checkpoints/step_{STEPS:08d}/manifest.json").read_text())
-    files = {name: facts["header_sha256"] for name, facts in manifest["files"].items() if name.startswith("rank_")}
+    files = {
+        name: facts["header_sha256"]
+        for name, facts in manifest["files"].items()
+        if name.startswith("rank_")
+    }
     state = {k: v for k, v in manifest["state"].items() if k != "digest"}
     return files | {"state": json.dumps(state, sort_keys=True)}
 
 
 def _losses(run: Path) -> list[tuple[object, ...]]:
-    return [tuple(line[k] for k in ("step", "loss", "grad_norm", "lr", "samples")) for line in metrics(run)]
+    return [
+        tuple(line[k] for k in ("step", "loss", "grad_norm", "lr", "samples"))
+        for line in metrics(run)
+    ]
 
 
 def _end(process: Launched, ranks: list[psutil.Process]) -> str:
@@ -52,12 +69,15 @@ def _end(process: Launched, ranks: list[psutil.Process]) -> str:
     return process.said
 
 
-@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.full) for seed in range(1, 4))])
+@pytest.mark.parametrize(
+    "seed", [0, *(pytest.param(seed, marks=pytest.mark.full) for seed in range(1, 4))]
+)
 def test_a_killed_rank_is_named_and_the_resumed_run_ends_bitwise_equal(
     seed: int, uninterrupted: Path, tmp_path: Path
 ) -> None:
     dice = random.Random(seed)
-    victim, when = dice.randrange(2), dice.randrange(0, STEPS - 12)
+    victim = dice.randrange(2)
+    when = dice.randrange(0, STEPS - 12)
     run = tmp_path / "runs/run"
     process = Launched(*RUN, cwd=tmp_path)
     wait_for(lambda: len(metrics(run)) > when or process.poll() is not None)
@@ -76,7 +96,9 @@ def test_a_killed_rank_is_named_and_the_resumed_run_ends_bitwise_equal(
     assert _shards(run) == _shards(uninterrupted)
 
 
-def test_a_stop_saves_and_says_so_and_the_verb_resume_goes_on(uninterrupted: Path, tmp_path: Path) -> None:
+def test_a_stop_saves_and_says_so_and_the_verb_resume_goes_on(
+    uninterrupted: Path, tmp_path: Path
+) -> None:
     process = Launched(*RUN, cwd=tmp_path)
     run = tmp_path / "runs/run"
     wait_for(lambda: len(metrics(run)) > 10 or process.poll() is not None)
@@ -98,7 +120,12 @@ def test_a_stop_saves_and_says_so_and_the_verb_resume_goes_on(uninterrupted: Pat
 def test_a_second_stop_ends_at_once_and_leaves_the_checkpoints(tmp_path: Path) -> None:
     process = Launched(*RUN, "trainer.train_iters=100000", cwd=tmp_path)
     run = tmp_path / "runs/run"
-    wait_for(lambda: (run / f"checkpoints/step_{INTERVAL:08d}/manifest.json").exists() or process.poll() is not None)
+    wait_for(
+        lambda: (
+            (run / f"checkpoints/step_{INTERVAL:08d}/manifest.json").exists()
+            or process.poll() is not None
+        )
+    )
     ranks = process.ranks()
     for _ in range(2):
         os.kill(process.pid, signal.SIGTERM)
@@ -118,8 +145,12 @@ def test_no_rank_outlives_a_killed_launcher(tmp_path: Path) -> None:
 
 
 @pytest.mark.full
-def test_a_run_killed_before_its_first_checkpoint_starts_again(uninterrupted: Path, tmp_path: Path) -> None:
-    words = [w for w in RUN if not w.startswith("checkpoint.save_interval")] + ["checkpoint.save_interval=1000"]
+def test_a_run_killed_before_its_first_checkpoint_starts_again(
+    uninterrupted: Path, tmp_path: Path
+) -> None:
+    words = [w for w in RUN if not w.startswith("checkpoint.save_interval")] + [
+        "checkpoint.save_interval=1000"
+    ]
     process = Launched(*words, cwd=tmp_path)
     run = tmp_path / "runs/run"
     wait_for(lambda: len(metrics(run)) > 3 or process.poll() is not None)
@@ -130,7 +161,9 @@ def test_a_run_killed_before_its_first_checkpoint_starts_again(uninterrupted: Pa
     assert _losses(run) == _losses(uninterrupted)
 
 
-def test_a_rank_that_raises_is_named_with_its_error_although_its_peer_dies_too(tmp_path: Path) -> None:
+def test_a_rank_that_raises_is_named_with_its_error_although_its_peer_dies_too(
+    tmp_path: Path,
+) -> None:
     def with_a_fault() -> None:
         from mtrain.train import step, trainer
 
@@ -160,5 +193,11 @@ def test_a_checkpoint_that_does_not_fit_is_said_and_the_one_before_stays(tmp_pat
     assert "Traceback" not in run.said
     left = sorted(p.name for p in (tmp_path / "runs/run/checkpoints").iterdir())
     assert left == ["step_00000004", "step_00000008"]
-    again = mtrain("resume", "runs/run", "trainer.train_iters=12", "checkpoint.accept_changes=true", cwd=tmp_path)
+    again = mtrain(
+        "resume",
+        "runs/run",
+        "trainer.train_iters=12",
+        "checkpoint.accept_changes=true",
+        cwd=tmp_path,
+    )
     assert again.returncode == 0, again.stderr

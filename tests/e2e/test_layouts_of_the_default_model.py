@@ -11,7 +11,13 @@ from tests.support.covering import some
 from tests.support.launched import mtrain
 
 pytestmark = pytest.mark.e2e
-WORDS = ("trainer.train_iters=10", "trainer.global_batch_size=4", "data.seq_length=64", "checkpoint=off", "data=mock")
+WORDS = (
+    "trainer.train_iters=10",
+    "trainer.global_batch_size=4",
+    "data.seq_length=64",
+    "checkpoint=off",
+    "data=mock",
+)
 QUIET = ("trainer.eval_iters=0", "trainer.sample_tokens=0", "log.name=run", "optim.warmup_iters=2")
 
 
@@ -34,8 +40,10 @@ def test_a_layout_prints_the_losses_of_one_rank(
     values = _values(tmp_path, layout)
     assert len(one_rank) == 10
     assert one_rank[-1][0] < one_rank[0][0]
-    for step, ((loss, norm), (one_loss, one_norm)) in enumerate(zip(values, one_rank, strict=True), 1):
+    for step, ((loss, norm), (one_loss, one_norm)) in enumerate(
+        zip(values, one_rank, strict=True), 1
+    ):
         assert loss == pytest.approx(one_loss, rel=1e-5), step
-        # Later norms are of gradients at weights that rounding has moved: Adam turns a gradient that is next to
-        # nothing into a whole step whose sign the order of a sum decides.
+        # Later norms are of gradients at weights that rounding has moved: Adam turns a gradient
+        # that is next to nothing into a whole step whose sign the order of a sum decides.
         assert norm == pytest.approx(one_norm, rel=1e-5 if step == 1 else 2e-4), step

@@ -1,4 +1,6 @@
-"""A finished run is made longer from the command line, with the same bits as one that was as long from the start."""
+"""A finished run is made longer from the command line, with the same bits as one that was as long
+from the start.
+"""
 
 from __future__ import annotations
 
@@ -9,18 +11,28 @@ import pytest
 
 from tests.support.commands import SMALL, metrics, mtrain
 
-RUN = (*SMALL, "parallel=single", "trainer.global_batch_size=2", "optim.lr=1e-2", "optim.warmup_iters=0")
+RUN = (
+    *SMALL,
+    "parallel=single",
+    "trainer.global_batch_size=2",
+    "optim.lr=1e-2",
+    "optim.warmup_iters=0",
+)
 
 
 @pytest.mark.full
 def test_constant_rates_go_on_as_if_the_run_had_been_as_long(tmp_path: Path) -> None:
     constant = (*RUN, "optim.schedule=constant")
-    assert mtrain("log.name=short", *constant, "trainer.train_iters=2", cwd=tmp_path).returncode == 0
+    assert (
+        mtrain("log.name=short", *constant, "trainer.train_iters=2", cwd=tmp_path).returncode == 0
+    )
     longer = mtrain("resume", "runs/short", "trainer.train_iters=3", cwd=tmp_path)
     assert longer.returncode == 0, longer.stderr
     assert mtrain("log.name=long", *constant, "trainer.train_iters=3", cwd=tmp_path).returncode == 0
     step = "checkpoints/step_00000003/rank_00000.safetensors"
-    assert (tmp_path / "runs/short" / step).read_bytes() == (tmp_path / "runs/long" / step).read_bytes()
+    assert (tmp_path / "runs/short" / step).read_bytes() == (
+        tmp_path / "runs/long" / step
+    ).read_bytes()
 
 
 @pytest.mark.full
@@ -28,11 +40,20 @@ def test_a_cosine_that_is_made_longer_is_told_and_accepted(tmp_path: Path) -> No
     assert mtrain("log.name=cosine", *RUN, "trainer.train_iters=2", cwd=tmp_path).returncode == 0
     refused = mtrain("resume", "runs/cosine", "trainer.train_iters=4", cwd=tmp_path)
     assert refused.returncode == 2
-    assert "would go from 0.001 at step 2 to 0.00232 at step 3 and 0.001 at step 4" in refused.stderr
+    assert (
+        "would go from 0.001 at step 2 to 0.00232 at step 3 and 0.001 at step 4" in refused.stderr
+    )
     assert "fix: checkpoint.accept_changes=true" in refused.stderr
-    words = ("trainer.train_iters=4", "checkpoint.accept_changes=true")  # as the page of resume says it
+    # as the page of resume says it
+    words = (
+        "trainer.train_iters=4",
+        "checkpoint.accept_changes=true",
+    )
     assert mtrain("resume", "runs/cosine", *words, cwd=tmp_path).returncode == 0
-    assert [f"{line['lr']:.3g}" for line in metrics(tmp_path / "runs/cosine")][2:] == ["0.00232", "0.001"]
+    assert [f"{line['lr']:.3g}" for line in metrics(tmp_path / "runs/cosine")][2:] == [
+        "0.00232",
+        "0.001",
+    ]
 
 
 @pytest.mark.full
@@ -41,7 +62,9 @@ def test_a_first_run_ends_with_commands_that_run(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     following = done.stdout.partition("\nnext:\n")[2].splitlines()
     assert len(following) == 6
-    commands = [line.strip().removeprefix("python launch.py ").partition("  ")[0] for line in following]
+    commands = [
+        line.strip().removeprefix("python launch.py ").partition("  ")[0] for line in following
+    ]
     for words in commands:
         if words.startswith(("generate", "check", "plan", "help")):
             done = mtrain(*shlex.split(words), cwd=tmp_path)

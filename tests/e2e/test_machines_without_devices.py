@@ -14,7 +14,9 @@ from tests.support.patience import patient
 
 pytestmark = pytest.mark.e2e
 VERBS = {"": 3, "prove": 3, "rehearse": 3, "check": 2, "plan": 2, "show": 2}
-"""Verb -> the exit code of a configuration that names GPUs, where there are none and it does not say how many."""
+"""Verb -> the exit code of a configuration that names GPUs, where there are none and it does not
+say how many.
+"""
 
 
 def ended(home: Path, *words: str, **variables: str) -> subprocess.CompletedProcess[str]:
@@ -42,10 +44,15 @@ def test_only_what_is_run_is_refused_by_the_machine(verb: str, tmp_path: Path) -
 
 
 @pytest.mark.parametrize("visible", ["", "0,0", "GPU-none", "0,GPU-none"])
-def test_a_mistake_in_the_variable_is_refused_before_anything_starts(visible: str, tmp_path: Path) -> None:
+def test_a_mistake_in_the_variable_is_refused_before_anything_starts(
+    visible: str, tmp_path: Path
+) -> None:
     paths = f"{site(tmp_path / 'site')}:{ROOT}:{ROOT / 'src'}:{ROOT / 'kernels'}"
     variables = {"PYTHONPATH": paths, "CUDA_VISIBLE_DEVICES": visible}
     done = ended(tmp_path, *SMALL, "cluster.device=cuda", "parallel=single", **variables)
     assert done.returncode == 3, done.stderr
     assert "[MT052] CUDA_VISIBLE_DEVICES" in done.stderr
-    assert "fix: unset CUDA_VISIBLE_DEVICES, or list each GPU once: CUDA_VISIBLE_DEVICES=0,1" in done.stderr
+    assert (
+        "fix: unset CUDA_VISIBLE_DEVICES, or list each GPU once: CUDA_VISIBLE_DEVICES=0,1"
+        in done.stderr
+    )

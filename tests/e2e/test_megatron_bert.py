@@ -10,9 +10,10 @@ from tests.support.launched import mtrain
 
 pytestmark = pytest.mark.e2e
 SCRIPT = (
-    "torchrun --nproc-per-node 8 pretrain_bert.py --num-layers 24 --hidden-size 1024 --num-attention-heads 16 "
-    "--seq-length 512 --max-position-embeddings 512 --micro-batch-size 4 --global-batch-size 32 --lr 1e-4 "
-    "--train-iters 100 --tokenizer-type BertWordPieceCase --mock-data --bf16\n"
+    "torchrun --nproc-per-node 8 pretrain_bert.py --num-layers 24 --hidden-size 1024"
+    " --num-attention-heads 16 --seq-length 512 --max-position-embeddings 512 --micro-batch-size 4"
+    " --global-batch-size 32 --lr 1e-4 --train-iters 100 --tokenizer-type BertWordPieceCase"
+    " --mock-data --bf16\n"
 )
 
 

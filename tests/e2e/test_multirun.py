@@ -20,7 +20,12 @@ TINY = (*SMALL, "parallel=single", "checkpoint=off", "log=quiet")
 
 
 def test_a_failing_run_stops_no_other_and_its_code_is_the_exit_code(tmp_path: Path) -> None:
-    words = ["trainer.train_iters=3", "trainer.eval_iters=1", "optim.lr=1e-3,1e-2", "parallel=single,tp3"]
+    words = [
+        "trainer.train_iters=3",
+        "trainer.eval_iters=1",
+        "optim.lr=1e-3,1e-2",
+        "parallel=single,tp3",
+    ]
     done = mtrain("-m", *TINY, *words, "log.name=s", "--json", cwd=tmp_path, timeout_s=240)
     rows = json.loads(done.stdout[done.stdout.index("[\n") :])
     assert done.returncode == 2
@@ -54,7 +59,9 @@ def test_a_stop_ends_the_run_and_the_sweep_with_what_there_is(name: str, tmp_pat
 
 @pytest.mark.full
 def test_torch_is_imported_once_for_all_runs(tmp_path: Path) -> None:
-    """An import hook writes down each process that looks for torch; runs are forked from the one that has."""
+    """An import hook writes down each process that looks for torch; runs are forked from the one
+    that has.
+    """
     code = (
         "import os, sys\n"
         "class Watch:\n"
@@ -65,10 +72,20 @@ def test_torch_is_imported_once_for_all_runs(tmp_path: Path) -> None:
         "from mtrain.cli.main import main\n"
         "sys.exit(main(sys.argv[1:]))\n"
     )
-    words = ["-m", *latest(*TINY, "trainer.train_iters=1", "trainer.eval_iters=0", "trainer.seed=1,2", "log.name=s")]
+    words = [
+        "-m",
+        *latest(
+            *TINY, "trainer.train_iters=1", "trainer.eval_iters=0", "trainer.seed=1,2", "log.name=s"
+        ),
+    ]
     command = [sys.executable, "-c", code, *words]
     done = subprocess.run(
-        command, cwd=tmp_path, env=environment(), capture_output=True, text=True, timeout=patient(240)
+        command,
+        cwd=tmp_path,
+        env=environment(),
+        capture_output=True,
+        text=True,
+        timeout=patient(240),
     )
     assert done.returncode == 0, done.stderr
     assert len((tmp_path / "imports.txt").read_text().splitlines()) == 1

@@ -1,4 +1,6 @@
-"""The command where something of its place is missing: room, an installation, a driver that is new enough."""
+"""The command where something of its place is missing: room, an installation, a driver that is new
+enough.
+"""
 
 from __future__ import annotations
 
@@ -31,9 +33,15 @@ metadata.Distribution.from_name = classmethod(from_name)
 
 def test_a_full_standard_output_is_said() -> None:
     with open("/dev/full", "w") as full:
-        done = subprocess.run(command("check"), stdout=full, stderr=subprocess.PIPE, text=True, timeout=patient(60))
+        done = subprocess.run(
+            command("check"), stdout=full, stderr=subprocess.PIPE, text=True, timeout=patient(60)
+        )
     assert done.returncode == 3
-    assert done.stderr == "standard output: No space left on device\n  fix: free some space, or use another place\n"
+    assert (
+        done.stderr
+        == "standard output: No space left on device\n  fix: free some space, or use another"
+        " place\n"
+    )
 
 
 def test_the_package_is_a_command() -> None:
@@ -51,7 +59,12 @@ def test_a_source_tree_trains_without_being_installed(tmp_path: Path) -> None:
     (tmp_path / "site").mkdir()
     (tmp_path / "site/sitecustomize.py").write_text(UNINSTALLED)
     paths = f"{tmp_path / 'site'}:{ROOT / 'src'}:{ROOT / 'kernels'}"
-    words = ["parallel=single", "cluster=cpu", "kernels.cpu_matmul=blas", "checkpoint.save_final=false"]
+    words = [
+        "parallel=single",
+        "cluster=cpu",
+        "kernels.cpu_matmul=blas",
+        "checkpoint.save_final=false",
+    ]
     done = subprocess.run(
         command(*SMALL, *words, "trainer.train_iters=1", "log.name=bare"),
         env={**environment(), "PYTHONPATH": paths, "OMP_NUM_THREADS": "1"},
@@ -86,5 +99,7 @@ def test_gpus_that_cannot_be_used_are_refused_before_anything_starts(tmp_path: P
         "[MT053] GPU 0 (NVIDIA H200) has 1.0 MiB of 140.4",
     ):
         assert piece in done.stderr
-    assert "[MT054]" in done.stderr or "[MT055]" in done.stderr, "torch of this machine is newer, or for no CUDA"
+    assert "[MT054]" in done.stderr or "[MT055]" in done.stderr, (
+        "torch of this machine is newer, or for no CUDA"
+    )
     assert not (tmp_path / "runs").exists()

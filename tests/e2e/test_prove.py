@@ -31,7 +31,9 @@ def test_a_layout_is_proven(layout: str, tmp_path: Path) -> None:
     assert "proven" in done.stdout
     assert "shrunk to" in done.stdout
     dropped = [word.replace("=", ": ") + " -> 0.0" for word in words if "dropout" in word]
-    assert all(change in done.stdout for change in dropped), "what is compared without dropout says so"
+    assert all(change in done.stdout for change in dropped), (
+        "what is compared without dropout says so"
+    )
     assert list(tmp_path.iterdir()) == []
 
 
@@ -61,8 +63,12 @@ FAULTS = {
 }
 
 
-@pytest.mark.parametrize("name", some(FAULTS, ["norms of sequence-parallel ranks that are not summed"]))
-def test_a_wrong_layout_is_not_proven_and_the_difference_is_named(name: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "name", some(FAULTS, ["norms of sequence-parallel ranks that are not summed"])
+)
+def test_a_wrong_layout_is_not_proven_and_the_difference_is_named(
+    name: str, tmp_path: Path
+) -> None:
     words, fault, kind, module = FAULTS[name]
 
     def seed_fault() -> None:
@@ -86,7 +92,9 @@ def test_a_wrong_layout_is_not_proven_and_the_difference_is_named(name: str, tmp
 
     done = Launched("prove", *words, cwd=tmp_path, patch=seed_fault)
     assert done.wait() == 5, done.said
-    assert any(line.startswith(kind) and "<- differs" in line for line in done.said.splitlines()), done.said
+    assert any(line.startswith(kind) and "<- differs" in line for line in done.said.splitlines()), (
+        done.said
+    )
     assert "NOT equal" in done.said
     assert re.search(rf"^where: {module}", done.said, re.MULTILINE), done.said
 

@@ -1,4 +1,6 @@
-"""Ranks started by hand, as any launcher would start them: each ends soon, and says what is wrong with the others."""
+"""Ranks started by hand, as any launcher would start them: each ends soon, and says what is wrong
+with the others.
+"""
 
 from __future__ import annotations
 
@@ -38,7 +40,9 @@ def test_an_absent_rank_is_named_five_seconds_after_this_one_is_ready(tmp_path: 
     assert time.monotonic() - begun > 5
 
 
-def test_two_ranks_that_differ_name_the_key_and_end_before_they_have_imported_everything(tmp_path: Path) -> None:
+def test_two_ranks_that_differ_name_the_key_and_end_before_they_have_imported_everything(
+    tmp_path: Path,
+) -> None:
     port = free_port()
     processes = [started(0, port, cwd=tmp_path), started(1, port, "trainer.seed=7", cwd=tmp_path)]
     for rank, process in enumerate(processes):

@@ -1,4 +1,6 @@
-"""On a device that does not survive a fork, the launcher makes no call of its driver and ranks are executed."""
+"""On a device that does not survive a fork, the launcher makes no call of its driver and ranks are
+executed.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,13 @@ from tests.support.commands import ROOT, SMALL, latest
 from tests.support.patience import patient
 
 DRIVER = ROOT / "tests/support/driver"
-ON_GPUS = ("cluster.device=cuda", "precision=fp32", "kernels=reference", "trainer.train_iters=2", "log.name=run")
+ON_GPUS = (
+    "cluster.device=cuda",
+    "precision=fp32",
+    "kernels=reference",
+    "trainer.train_iters=2",
+    "log.name=run",
+)
 ALONE = ("parallel=single", "parallel.ranks=1", "cluster.devices_per_node=1")
 """One rank, whatever devices are here."""
 
@@ -27,11 +35,18 @@ class OnDriver:
         self.gpus = gpus
 
     def __call__(self, *words: str, code: int = 0) -> str:
-        """Run a command; returns what it said. No process of it may use the driver but a rank of its own."""
+        """Run a command; returns what it said.
+
+        No process of it may use the driver but a rank of its own.
+        """
         self.log.write_text("")
         path = os.pathsep.join([str(DRIVER), str(ROOT / "src"), str(ROOT / "kernels"), str(ROOT)])
         environment = {
-            **{k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "MASTER_PORT")},
+            **{
+                k: v
+                for k, v in os.environ.items()
+                if k not in ("RANK", "WORLD_SIZE", "MASTER_PORT")
+            },
             "PYTHONPATH": path,
             "DRIVER_LOG": str(self.log),
             "DRIVER_GPUS": str(self.gpus),
@@ -39,7 +54,12 @@ class OnDriver:
         }
         command = [sys.executable, str(ROOT / "launch.py"), *latest(*words)]
         with subprocess.Popen(
-            command, cwd=self.home, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+            command,
+            cwd=self.home,
+            env=environment,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
         ) as process:
             said, _ = process.communicate(timeout=patient(240))
         assert process.returncode == code, said
@@ -51,7 +71,9 @@ class OnDriver:
         return {int(line.split()[0]) for line in self.log.read_text().splitlines()}
 
     def assert_ranks_alone_used_it(self, ranks: int) -> None:
-        """The launcher made no call, and as many processes as ranks made some, none of which had refused to work."""
+        """The launcher made no call, and as many processes as ranks made some, none of which had
+        refused to work.
+        """
         assert self.launcher not in self.users()
         assert len(self.users()) == ranks
 
@@ -60,7 +82,9 @@ class OnDriver:
 def trained(tmp_path_factory: pytest.TempPathFactory) -> OnDriver:
     """A run on the stand-in; `prove` has two ranks."""
     command = OnDriver(tmp_path_factory.mktemp("driver"))
-    said = command(*SMALL, *ON_GPUS, *ALONE, "data=stdlib", "model.vocab_size=4096", "data.limit_mib=1")
+    said = command(
+        *SMALL, *ON_GPUS, *ALONE, "data=stdlib", "model.vocab_size=4096", "data.limit_mib=1"
+    )
     assert "step 2/2" in said
     return command
 
@@ -70,7 +94,9 @@ def test_train_asks_no_driver_before_its_ranks_are_there(trained: OnDriver) -> N
 
 
 def test_resume_asks_no_driver(trained: OnDriver) -> None:
-    said = trained("resume", "runs/run", "trainer.train_iters=3", "checkpoint.accept_changes=true", *ALONE)
+    said = trained(
+        "resume", "runs/run", "trainer.train_iters=3", "checkpoint.accept_changes=true", *ALONE
+    )
     assert "resumed from" in said
     assert "step 3/3" in said
     trained.assert_ranks_alone_used_it(1)

@@ -1,4 +1,6 @@
-"""A model keeps its tokenizer: text is tokenized with it, another is refused, and an export ships it."""
+"""A model keeps its tokenizer: text is tokenized with it, another is refused, and an export ships
+it.
+"""
 
 from __future__ import annotations
 
@@ -16,17 +18,26 @@ from tests.support.commands import mtrain as fresh
 from tests.support.forked import run_alone
 from tests.support.launched import mtrain
 
-STEP = "trainer.train_iters=1 trainer.global_batch_size=1 trainer.micro_batch_size=1 data.seq_length=64 "
+STEP = (
+    "trainer.train_iters=1 trainer.global_batch_size=1 trainer.micro_batch_size=1"
+    " data.seq_length=64 "
+)
 STEP += (
-    "trainer.eval_iters=0 trainer.eval_interval=null trainer.sample_tokens=0 data.split=[1,0,0] data.cache_dir=cache "
+    "trainer.eval_iters=0 trainer.eval_interval=null trainer.sample_tokens=0 data.split=[1,0,0]"
+    " data.cache_dir=cache "
 )
 STEP += "optim.warmup_iters=0 log.progress=none"
-TINY = "model=llama_tiny model.num_layers=1 model.hidden_size=64 model.ffn_hidden_size=128 model.vocab_size=400"
+TINY = (
+    "model=llama_tiny model.num_layers=1 model.hidden_size=64 model.ffn_hidden_size=128"
+    " model.vocab_size=400"
+)
 
 
 @pytest.fixture(scope="module")
 def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with a Hugging Face folder `hf`, the run `mine` that was imported from it, texts and chats."""
+    """A folder with a Hugging Face folder `hf`, the run `mine` that was imported from it, texts and
+    chats.
+    """
     home = tmp_path_factory.mktemp("kept")
     folder_of(home / "hf", "chatml")
     folder_of(home / "other", "llama3")
@@ -35,8 +46,15 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
     def save() -> None:
         from transformers import LlamaConfig, LlamaForCausalLM
 
-        shape = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 1, "num_attention_heads": 4}
-        config = LlamaConfig(**shape, vocab_size=size, max_position_embeddings=128, tie_word_embeddings=False)
+        shape = {
+            "hidden_size": 64,
+            "intermediate_size": 128,
+            "num_hidden_layers": 1,
+            "num_attention_heads": 4,
+        }
+        config = LlamaConfig(
+            **shape, vocab_size=size, max_position_embeddings=128, tie_word_embeddings=False
+        )
         LlamaForCausalLM(config).save_pretrained(home / "hf")
 
     run_alone(save)
@@ -72,7 +90,11 @@ def test_an_imported_model_reads_text_with_its_own_tokenizer_in_a_fresh_process(
     kept = (home / run / "tokenizer.json").read_bytes()
     done = fresh("resume", run, "data=text", "data.path=text", *STEP.split(), cwd=home)
     assert done.returncode == 0, done.stderr
-    assert (home / run / "tokenizer.json").read_bytes() == kept == (home / "hf/tokenizer.json").read_bytes()
+    assert (
+        (home / run / "tokenizer.json").read_bytes()
+        == kept
+        == (home / "hf/tokenizer.json").read_bytes()
+    )
     assert tokens_of_text(home).tolist() == expected(home)
 
 
@@ -80,16 +102,29 @@ def test_an_imported_model_reads_text_with_its_own_tokenizer_in_a_fresh_process(
 def test_weights_that_a_run_begins_with_bring_their_tokenizer(home: Path) -> None:
     for source, name in (("hf", "of-folder"), (copied(home, "source"), "of-run")):
         shutil.rmtree(home / "cache", ignore_errors=True)
-        words = ["run=runs/mine/run.yaml", "data=text", "data.path=text", f"checkpoint.init_from={source}"]
+        words = [
+            "run=runs/mine/run.yaml",
+            "data=text",
+            "data.path=text",
+            f"checkpoint.init_from={source}",
+        ]
         done = mtrain(*words, f"log.name={name}", *STEP.split(), cwd=home)
         assert done.returncode == 0, done.stderr
         assert tokens_of_text(home).tolist() == expected(home)
         assert (home / "runs" / name / "tokenizer_config.json").is_file()
 
 
-@pytest.mark.parametrize("where", ["resume runs/mine", "check run=runs/mine/run.yaml checkpoint.init_from=hf"])
+@pytest.mark.parametrize(
+    "where", ["resume runs/mine", "check run=runs/mine/run.yaml checkpoint.init_from=hf"]
+)
 def test_another_tokenizer_is_refused_by_name(where: str, home: Path) -> None:
-    words = [*where.split(), "data=text", "data.path=text", "data.tokenizer=other/tokenizer.json", *STEP.split()]
+    words = [
+        *where.split(),
+        "data=text",
+        "data.path=text",
+        "data.tokenizer=other/tokenizer.json",
+        *STEP.split(),
+    ]
     done = mtrain(*words, cwd=home)
     assert done.returncode == 2
     assert "MT345" in done.stderr
@@ -97,13 +132,27 @@ def test_another_tokenizer_is_refused_by_name(where: str, home: Path) -> None:
     own = "hf" if "checkpoint.init_from=hf" in words else "runs/mine"
     assert f"fix: data.tokenizer={own}/tokenizer.json" in done.stderr
     shutil.copy(home / "hf/tokenizer.json", home / "same.json")
-    words = ["check", "run=runs/mine/run.yaml", "checkpoint.init_from=hf", "data=text", "data.path=text"]
+    words = [
+        "check",
+        "run=runs/mine/run.yaml",
+        "checkpoint.init_from=hf",
+        "data=text",
+        "data.path=text",
+    ]
     assert mtrain(*words, "data.tokenizer=same.json", *STEP.split(), cwd=home).returncode == 0
 
 
 @pytest.mark.parametrize("begun", ["auto", "latest"])
-def test_a_run_that_begins_or_goes_on_reads_text_with_the_tokenizer_of_its_weights(begun: str, home: Path) -> None:
-    words = ["run=runs/mine/run.yaml", "checkpoint.init_from=hf", "data=text", "data.path=text", *STEP.split()]
+def test_a_run_that_begins_or_goes_on_reads_text_with_the_tokenizer_of_its_weights(
+    begun: str, home: Path
+) -> None:
+    words = [
+        "run=runs/mine/run.yaml",
+        "checkpoint.init_from=hf",
+        "data=text",
+        "data.path=text",
+        *STEP.split(),
+    ]
     words += [f"checkpoint.resume={begun}", "log.name=new", "checkpoint.accept_changes=true"]
     refused = mtrain("check", *words[:-1], "data.tokenizer=other/tokenizer.json", cwd=home)
     assert refused.returncode == 2
@@ -117,9 +166,20 @@ def test_a_run_that_begins_or_goes_on_reads_text_with_the_tokenizer_of_its_weigh
 
 def test_a_corpus_of_another_tokenizer_is_refused_by_name(home: Path) -> None:
     for name in ("hf", "other"):
-        words = ("text/a.txt", f"out={name}-corpus", f"tokenizer={name}/tokenizer.json", "workers=1")
+        words = (
+            "text/a.txt",
+            f"out={name}-corpus",
+            f"tokenizer={name}/tokenizer.json",
+            "workers=1",
+        )
         assert mtrain("data", "tokenize", *words, cwd=home).returncode == 0
-    words_ = ["check", "run=runs/mine/run.yaml", "checkpoint.init_from=hf", "data=indexed", *STEP.split()]
+    words_ = [
+        "check",
+        "run=runs/mine/run.yaml",
+        "checkpoint.init_from=hf",
+        "data=indexed",
+        *STEP.split(),
+    ]
     assert mtrain(*words_, "data.path=hf-corpus", cwd=home).returncode == 0
     done = mtrain(*words_, "data.path=other-corpus", "model.vocab_size=400", cwd=home)
     assert done.returncode == 2
@@ -130,13 +190,21 @@ def test_a_tokenizer_that_is_not_read_is_not_replaced_by_a_new_one(home: Path) -
     for name in ("tokenizer.model", "tekken.json", "tiktoken.model"):
         pieces = shutil.copytree(home / "hf", home / "pieces", dirs_exist_ok=True)
         (pieces / "tokenizer.json").rename(pieces / name)
-        words = ["check", "run=runs/mine/run.yaml", "checkpoint.init_from=pieces", "data=text", "data.path=text"]
+        words = [
+            "check",
+            "run=runs/mine/run.yaml",
+            "checkpoint.init_from=pieces",
+            "data=text",
+            "data.path=text",
+        ]
         done = mtrain(*words, *STEP.split(), cwd=home)
         assert done.returncode == 2
         assert f"pieces/{name}, which is not read" in done.stderr
         shutil.rmtree(home / "runs/pieces", ignore_errors=True)
         assert mtrain("convert", "import", "pieces", "runs/pieces", cwd=home).returncode == 0
-        done = mtrain("resume", "runs/pieces", "data=text", "data.path=text", *STEP.split(), cwd=home)
+        done = mtrain(
+            "resume", "runs/pieces", "data=text", "data.path=text", *STEP.split(), cwd=home
+        )
         assert done.returncode == 2
         assert f"{name}, which is not read" in done.stderr
         shutil.rmtree(pieces)
@@ -149,28 +217,49 @@ def loaded(folder: Path) -> dict[str, object]:
         from transformers import AutoTokenizer
 
         tokenizer = AutoTokenizer.from_pretrained(folder)
-        chat = tokenizer.apply_chat_template(turns("2+2?", "four"), tokenize=False) if tokenizer.chat_template else ""
+        if tokenizer.chat_template:
+            chat = tokenizer.apply_chat_template(turns("2+2?", "four"), tokenize=False)
+        else:
+            chat = ""
         names = {name: getattr(tokenizer, name) for name in ("eos_token", "bos_token", "pad_token")}
-        return {**names, "chat": chat, "ids": tokenizer("a cat <|im_end|>", add_special_tokens=False).input_ids}
+        return {
+            **names,
+            "chat": chat,
+            "ids": tokenizer("a cat <|im_end|>", add_special_tokens=False).input_ids,
+        }
 
     found: dict[str, object] = run_alone(read)
     return found
 
 
-def test_an_export_has_the_template_and_the_tokens_that_the_run_was_trained_with(home: Path) -> None:
+def test_an_export_has_the_template_and_the_tokens_that_the_run_was_trained_with(
+    home: Path,
+) -> None:
     template = home / "mine.jinja"
     template.write_text(CHATML.replace("[[", "").replace("]]", "").replace("<tool_call>", "<call>"))
     settings = json.loads((home / "hf/tokenizer_config.json").read_text())
     tokens = home / "tokens"
-    shutil.copytree(home / "hf", tokens, ignore=shutil.ignore_patterns("*.safetensors", "config.json"))
-    (tokens / "tokenizer_config.json").write_text(json.dumps({**settings, "pad_token": "<|endoftext|>"}))
-    words = [*TINY.split(), "data=sft", "data.path=chats.jsonl", "data.tokenizer=tokens/tokenizer.json"]
-    done = mtrain(*words, f"data.chat_template={template}", "log.name=chat", *STEP.split(), cwd=home)
+    shutil.copytree(
+        home / "hf", tokens, ignore=shutil.ignore_patterns("*.safetensors", "config.json")
+    )
+    (tokens / "tokenizer_config.json").write_text(
+        json.dumps({**settings, "pad_token": "<|endoftext|>"})
+    )
+    words = [
+        *TINY.split(),
+        "data=sft",
+        "data.path=chats.jsonl",
+        "data.tokenizer=tokens/tokenizer.json",
+    ]
+    done = mtrain(
+        *words, f"data.chat_template={template}", "log.name=chat", *STEP.split(), cwd=home
+    )
     assert done.returncode == 0, done.stderr
     done = mtrain("convert", "export", "runs/chat", "exported", cwd=home)
     assert done.returncode == 0, done.stderr
     assert (home / "exported/chat_template.jinja").read_text() == template.read_text()
-    found, there = loaded(home / "exported"), loaded(tokens)
+    found = loaded(home / "exported")
+    there = loaded(tokens)
     assert (found["eos_token"], found["pad_token"]) == ("<|im_end|>", "<|endoftext|>")
     assert (found["chat"], found["ids"]) == (there["chat"], there["ids"])
     for name in ("config.json", "generation_config.json"):
@@ -181,7 +270,9 @@ def test_an_export_has_the_template_and_the_tokens_that_the_run_was_trained_with
 
 
 @pytest.mark.full
-def test_an_imported_model_learns_chats_and_is_exported_with_all_that_it_came_with(home: Path) -> None:
+def test_an_imported_model_learns_chats_and_is_exported_with_all_that_it_came_with(
+    home: Path,
+) -> None:
     run = copied(home, "chats")
     done = mtrain("resume", run, "data=sft", "data.path=chats.jsonl", *STEP.split(), cwd=home)
     assert done.returncode == 0, done.stderr
@@ -192,7 +283,13 @@ def test_an_imported_model_learns_chats_and_is_exported_with_all_that_it_came_wi
 
 @pytest.mark.full
 def test_an_export_of_a_run_on_text_says_which_token_ends_a_text(home: Path) -> None:
-    words = [*TINY.split(), "data=text", "data.path=text", "data.tokenizer_vocab_size=300", "log.name=bpe"]
+    words = [
+        *TINY.split(),
+        "data=text",
+        "data.path=text",
+        "data.tokenizer_vocab_size=300",
+        "log.name=bpe",
+    ]
     assert mtrain(*words, *STEP.split(), cwd=home).returncode == 0
     assert mtrain("convert", "export", "runs/bpe", "exported-bpe", cwd=home).returncode == 0
     assert loaded(home / "exported-bpe")["eos_token"] == "<|endoftext|>"
@@ -205,7 +302,9 @@ def test_no_tokenizer_is_trained_for_weights_that_came_without_one(size: int, ho
     (bare / "tokenizer.json").unlink()
     config = json.loads((bare / "config.json").read_text())
     (bare / "config.json").write_text(json.dumps({**config, "vocab_size": size}))
-    done = fresh("check", f"checkpoint.init_from={bare.name}", "data=text", "data.path=text", cwd=home)
+    done = fresh(
+        "check", f"checkpoint.init_from={bare.name}", "data=text", "data.path=text", cwd=home
+    )
     assert done.returncode == 2
     assert f"{bare.name} has weights and no tokenizer.json" in done.stderr
     assert "fix: data.tokenizer=PATH of the model's tokenizer.json" in done.stderr

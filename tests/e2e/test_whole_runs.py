@@ -28,7 +28,9 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
     names = ["alpha", "beta", "gamma", "delta", "return", "import", "self", "print"]
     (home / "corpus").mkdir()
     for i in range(40):
-        lines = [" ".join(dice.choices(names, k=8)) + f" = {dice.randrange(100)}" for _ in range(60)]
+        lines = [
+            " ".join(dice.choices(names, k=8)) + f" = {dice.randrange(100)}" for _ in range(60)
+        ]
         (home / f"corpus/file{i}.txt").write_text("\n".join(lines))
     return home
 
@@ -80,7 +82,9 @@ def test_a_run_leaves_what_it_promises(trained: Path) -> None:
     }
 
 
-def test_text_is_generated_in_another_layout_and_from_elsewhere_without_the_corpus(trained: Path) -> None:
+def test_text_is_generated_in_another_layout_and_from_elsewhere_without_the_corpus(
+    trained: Path,
+) -> None:
     hidden = (trained.parent.parent / "corpus").rename(trained.parent.parent / "moved")
     try:
         words = ["generate", str(trained), "prompt=alpha", "tokens=6", "temperature=0"]
@@ -93,12 +97,20 @@ def test_text_is_generated_in_another_layout_and_from_elsewhere_without_the_corp
     assert same.stdout.startswith("alpha")
 
 
-def test_prompts_of_a_file_and_a_chat_are_answered_for_a_machine(trained: Path, tmp_path: Path) -> None:
+def test_prompts_of_a_file_and_a_chat_are_answered_for_a_machine(
+    trained: Path, tmp_path: Path
+) -> None:
     prompts = tmp_path / "prompts.jsonl"
-    lines = ['"alpha beta"', '{"prompt": "alpha"}', '{"messages": [{"role": "user", "content": "alpha"}]}']
+    lines = [
+        '"alpha beta"',
+        '{"prompt": "alpha"}',
+        '{"messages": [{"role": "user", "content": "alpha"}]}',
+    ]
     prompts.write_text("\n".join(lines))
     settings = trained / "tokenizer_config.json"
-    settings.write_text(json.dumps({"chat_template": "{% for m in messages %}{{ m.content }}{% endfor %}"}))
+    settings.write_text(
+        json.dumps({"chat_template": "{% for m in messages %}{{ m.content }}{% endfor %}"})
+    )
     words = ["generate", str(trained), "tokens=6", "temperature=0", "--json"]
     try:
         done = mtrain(*words, f"prompts={prompts}", cwd=Path("/"))
@@ -112,7 +124,9 @@ def test_prompts_of_a_file_and_a_chat_are_answered_for_a_machine(trained: Path, 
     assert said["tokens"] == sum(text["tokens"] for text in texts) > 0
     assert said["tokens_per_s"] > 0
     assert said["no_cache"] is None
-    alone = mtrain(*words, "prompt=alpha", f"stop={texts[1]['text'][2:4]}", "cache=false", cwd=Path("/"))
+    alone = mtrain(
+        *words, "prompt=alpha", f"stop={texts[1]['text'][2:4]}", "cache=false", cwd=Path("/")
+    )
     (text,) = json.loads(alone.stdout)["texts"]
     assert texts[1]["text"].startswith(text["text"])
     assert text["ended"] == "stop"
@@ -121,7 +135,9 @@ def test_prompts_of_a_file_and_a_chat_are_answered_for_a_machine(trained: Path, 
 def test_a_run_is_evaluated_as_it_evaluated_itself(trained: Path) -> None:
     own = [line["valid_loss"] for line in metrics(trained) if "valid_loss" in line][-1]
     for words in ([], ["parallel=tp2"]):
-        done = mtrain("evaluate", str(trained), "limit=16", "--json", *words, cwd=trained.parent.parent)
+        done = mtrain(
+            "evaluate", str(trained), "limit=16", "--json", *words, cwd=trained.parent.parent
+        )
         assert done.returncode == 0, done.stderr
         found = json.loads(done.stdout)
         assert found["loss"] == pytest.approx(own, rel=1e-6)
@@ -130,16 +146,24 @@ def test_a_run_is_evaluated_as_it_evaluated_itself(trained: Path) -> None:
 
 
 def test_wrong_words_end_in_one_answer_with_every_problem(trained: Path) -> None:
-    done = mtrain("generate", str(trained), "top_p=2", "prompts=nowhere.txt", "temperatur=1", cwd=trained)
+    done = mtrain(
+        "generate", str(trained), "top_p=2", "prompts=nowhere.txt", "temperatur=1", cwd=trained
+    )
     assert (done.returncode, done.stdout) == (2, "")
-    for said in ("top_p = 2: must be a number above 0, and at most 1", "fix: temperature=1", "2 problems"):
+    for said in (
+        "top_p = 2: must be a number above 0, and at most 1",
+        "fix: temperature=1",
+        "2 problems",
+    ):
         assert said in done.stderr
     both = mtrain("generate", str(trained), "prompt=a", "prompts=b", cwd=trained)
     assert both.returncode == 2
     assert "prompt and prompts are both said" in both.stderr
     missing = mtrain("generate", str(trained), "chat=true", "prompt=hello", cwd=trained)
     assert missing.returncode == 2
-    assert "has no chat_template.jinja and no chat_template in tokenizer_config.json" in missing.stderr
+    assert (
+        "has no chat_template.jinja and no chat_template in tokenizer_config.json" in missing.stderr
+    )
 
 
 def test_a_run_goes_on_from_another_directory_and_in_another_layout(trained: Path) -> None:
@@ -189,7 +213,13 @@ def test_a_damaged_checkpoint_ends_4_and_names_the_file(trained: Path, tmp_path:
     content = bytearray(shard.read_bytes())
     content[-100] ^= 4
     shard.write_bytes(bytes(content))
-    done = mtrain("resume", str(copy), "trainer.train_iters=14", "checkpoint.accept_changes=true", cwd=tmp_path)
+    done = mtrain(
+        "resume",
+        str(copy),
+        "trainer.train_iters=14",
+        "checkpoint.accept_changes=true",
+        cwd=tmp_path,
+    )
     assert done.returncode == 4, done.stderr
     assert "rank_00001.safetensors" in done.stderr
     assert "Traceback" not in done.stderr
@@ -198,7 +228,9 @@ def test_a_damaged_checkpoint_ends_4_and_names_the_file(trained: Path, tmp_path:
 @pytest.mark.full
 def test_a_reader_that_goes_away_stops_no_training(tmp_path: Path) -> None:
     words = [*command(*SMALL, "trainer.train_iters=6", "log.name=run")]
-    first = subprocess.Popen(words, stdout=subprocess.PIPE, cwd=tmp_path, env=environment(), text=True)
+    first = subprocess.Popen(
+        words, stdout=subprocess.PIPE, cwd=tmp_path, env=environment(), text=True
+    )
     assert first.stdout is not None
     first.stdout.readline()
     first.stdout.close()
@@ -214,7 +246,8 @@ def test_a_stop_that_reaches_one_rank_only_stops_the_run_and_says_so(tmp_path: P
     assert list((tmp_path / "runs/run/checkpoints").glob("step_*/manifest.json"))
 
 
-@pytest.mark.full  # three processes import; tests/dist starts ranks by torchrun's environment without it
+# three processes import; tests/dist starts ranks by torchrun's environment without it
+@pytest.mark.full
 def test_torchrun_starts_the_same_run(tmp_path: Path) -> None:
     import sys
 
@@ -231,5 +264,7 @@ def test_torchrun_starts_the_same_run(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     here = mtrain(*words, "log.name=local", cwd=tmp_path)
     assert here.returncode == 0, here.stderr
-    losses = [[line["loss"] for line in metrics(tmp_path / "runs" / name)] for name in ("run", "local")]
+    losses = [
+        [line["loss"] for line in metrics(tmp_path / "runs" / name)] for name in ("run", "local")
+    ]
     assert losses[0] == losses[1]

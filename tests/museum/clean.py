@@ -1,4 +1,6 @@
-"""Clean layouts drawn at random: `prove` must say of none of them that it computes something else."""
+"""Clean layouts drawn at random: `prove` must say of none of them that it computes
+something else.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,10 @@ MORE = (
     "",
     "",
     "parallel.distributed_optimizer=true",
-    "parallel.distributed_optimizer=true parallel.overlap_grad_reduce=true parallel.overlap_param_gather=true",
+    (
+        "parallel.distributed_optimizer=true parallel.overlap_grad_reduce=true"
+        " parallel.overlap_param_gather=true"
+    ),
     "data.packed=true",
     "precision=bf16",
     "parallel.recompute.granularity=full parallel.recompute.method=block",
@@ -40,7 +45,8 @@ COMMUNICATIONS = ("p2p", "a2a", "all_gather")
 
 def drawn(count: int, seed: int) -> list[str]:
     """So many command lines whose layouts keep every rule, the same for the same seed."""
-    draw, found = random.Random(seed), []
+    draw = random.Random(seed)
+    found = []
     while len(found) < count:
         words = _one(draw)
         argv = words.split()
@@ -60,7 +66,8 @@ def _one(draw: random.Random) -> str:
         size = draw.choice((2, 2, 2, 4))
         needs = ranks * (1 if axis == "ep" and "tp" in degrees else size)
         if needs <= MOST_RANKS:
-            degrees[axis], ranks = size, needs
+            degrees[axis] = size
+            ranks = needs
     layout = "".join(f"{axis}{size}" for axis, size in degrees.items())
     if degrees.get("tp") and ("ep" in degrees or draw.random() < 0.5):
         layout += "sp"

@@ -67,7 +67,9 @@ def seeded(fault: Callable[[], None]) -> Iterator[None]:
 
 
 def show(exhibit: Exhibit) -> Verdict:
-    """Prove the layout of an exhibit, as `python launch.py prove` does, on ranks that all have its bug."""
+    """Prove the layout of an exhibit, as `python launch.py prove` does, on ranks that all have its
+    bug.
+    """
     begun = time.monotonic()
     with seeded(exhibit.fault):
         found, module, said = judged(exhibit.layout)
@@ -76,7 +78,9 @@ def show(exhibit: Exhibit) -> Verdict:
 
 
 def judged(words: str) -> tuple[bool, str, str]:
-    """Whether a layout is not what one rank computes, the module that is named, and what is said of it."""
+    """Whether a layout is not what one rank computes, the module that is named, and what is said of
+    it.
+    """
     argv = words.split()
     full = load(argv).run
     for dtype in prove.formats(full):
@@ -88,7 +92,9 @@ def judged(words: str) -> tuple[bool, str, str]:
             where = prove.located(small)
         except TrainingError as refused:
             return True, "refused", str(refused).strip().splitlines()[-1]
-        worst = max((row for row in rows if not row.equal), key=lambda row: row.error / row.tolerance)
+        worst = max(
+            (row for row in rows if not row.equal), key=lambda row: row.error / row.tolerance
+        )
         summary = f"{worst.what} off by {worst.error:.1e}; "
         return True, where.module if where else "", summary + prove.in_words(where)
     if prove.draws(full):
@@ -104,7 +110,9 @@ def replace(module: str, name: str, value: Any) -> None:
 
 
 def wrap(module: str, name: str, change: Callable[..., Any]) -> None:
-    """Put `change` around a function or a method: it is called with the real one before the arguments."""
+    """Put `change` around a function or a method: it is called with the real one before the
+    arguments.
+    """
     real = getattr(owner(module), name)
 
     def changed(*args: Any, **more: Any) -> Any:

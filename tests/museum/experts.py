@@ -28,7 +28,9 @@ def router_not_summed() -> None:
 
 def experts_divided_by_ep() -> None:
     """Gradients of experts are divided by the expert-parallel ranks."""
-    scaled("expert_parallel_bucket_groups", lambda: 1 / ranks().get_expert_model_parallel_world_size())
+    scaled(
+        "expert_parallel_bucket_groups", lambda: 1 / ranks().get_expert_model_parallel_world_size()
+    )
 
 
 def norm_without_experts() -> None:
@@ -36,7 +38,9 @@ def norm_without_experts() -> None:
 
     def keeps(real: Any, param: Any, tp_group: Any = None) -> bool:
         expert = not getattr(param, "allreduce", True)
-        return bool(real(param, tp_group)) and (not expert or ranks().get_tensor_model_parallel_rank() == 0)
+        return bool(real(param, tp_group)) and (
+            not expert or ranks().get_tensor_model_parallel_rank() == 0
+        )
 
     wrap(f"{CORE}tensor_parallel", "param_is_not_tensor_parallel_duplicate", keeps)
 

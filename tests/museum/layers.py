@@ -1,4 +1,6 @@
-"""Bugs of what layers compute where they are sharded: positions, heads, sequences, experts, stages."""
+"""Bugs of what layers compute where they are sharded: positions, heads, sequences,
+experts, stages.
+"""
 
 from __future__ import annotations
 
@@ -124,7 +126,8 @@ def other_heads_left_out() -> None:
 
     def made(real: Any, self: Any, *args: Any, **more: Any) -> None:
         real(self, *args, **more)
-        self._summed, self.gives_partial_gradients = 0, False
+        self._summed = 0
+        self.gives_partial_gradients = False
 
     wrap("mtrain.mcore.layers:DuplicatedLinear", "__init__", made)
 
@@ -155,7 +158,9 @@ def gradient_of_stage_scaled() -> None:
 def rolled_within_rank() -> None:
     """Labels of multi-token prediction are rolled within a rank's part of the sequence."""
 
-    def roll(real: Any, tensor: Any, shifts: int = -1, dims: int = -1, cp_group: Any = None, **more: Any) -> Any:
+    def roll(
+        real: Any, tensor: Any, shifts: int = -1, dims: int = -1, cp_group: Any = None, **more: Any
+    ) -> Any:
         return real(tensor, shifts=shifts, dims=dims, cp_group=None, **more)
 
     for module in (f"{CORE}transformer.multi_token_prediction", "mtrain.mcore.language_model"):
@@ -167,10 +172,18 @@ def probabilities_of_first_choice() -> None:
 
     def dispatch(real: Any, self: Any, hidden: Any, routing_map: Any, probs: torch.Tensor) -> Any:
         if self.ep_size > 1:
-            probs = routing_map.to(probs.dtype) * probs.sum(-1, keepdim=True) / self.config.moe_router_topk
+            probs = (
+                routing_map.to(probs.dtype)
+                * probs.sum(-1, keepdim=True)
+                / self.config.moe_router_topk
+            )
         return real(self, hidden, routing_map, probs)
 
-    wrap(f"{CORE}transformer.moe.token_dispatcher:MoEAlltoAllTokenDispatcher", "dispatch_preprocess", dispatch)
+    wrap(
+        f"{CORE}transformer.moe.token_dispatcher:MoEAlltoAllTokenDispatcher",
+        "dispatch_preprocess",
+        dispatch,
+    )
 
 
 def vocabulary_of_rank() -> None:

@@ -18,13 +18,16 @@ def merged(bounds: torch.Tensor) -> torch.Tensor:
     return bounds if len(bounds) < 3 else torch.cat([bounds[:1], bounds[2:]])
 
 
-def _boundaries(change: Callable[[torch.Tensor], torch.Tensor | None], wrong: Callable[[], bool]) -> None:
+def _boundaries(
+    change: Callable[[torch.Tensor], torch.Tensor | None], wrong: Callable[[], bool]
+) -> None:
     wrap(
         "mtrain.train.step",
         "packed_params",
         lambda real, bounds: real(change(bounds) if bounds is not None and wrong() else bounds),
     )
-    # The host knows the longest document from the bounds of the data: here it is that of the changed ones.
+    # The host knows the longest document from the bounds of the data: here it is that of the
+    # changed ones.
     wrap(
         "mtrain.train.step",
         "documents_of",

@@ -44,7 +44,9 @@ def moments_of_other_rank() -> None:
 
         for inner in inner_optimizers(state.optimizer):
             for kept in inner.state.values():
-                kept["exp_avg_sq"].copy_(kept["exp_avg_sq"].flatten().roll(1).view_as(kept["exp_avg_sq"]))
+                kept["exp_avg_sq"].copy_(
+                    kept["exp_avg_sq"].flatten().roll(1).view_as(kept["exp_avg_sq"])
+                )
         return done
 
     wrap("mtrain.ckpt.state", "load", load)
@@ -86,7 +88,8 @@ def stale_gather() -> None:
 
     def sync(real: Any, self: Any, *args: Any, **more: Any) -> Any:
         kept = [bucket.param_data.clone() for bucket in self.buckets]
-        rank, size = dist.get_rank(), dist.get_world_size()
+        rank = dist.get_rank()
+        size = dist.get_world_size()
         done = real(self, *args, **{**more, "force_sync": True})
         for bucket, before in zip(self.buckets, kept, strict=True):
             share = before.numel() // size
@@ -96,7 +99,11 @@ def stale_gather() -> None:
                 bucket.param_data[rank * share : (rank + 1) * share] = own
         return done
 
-    wrap(f"{CORE}distributed.param_and_grad_buffer:_ParamAndGradBucketGroup", "start_param_sync", sync)
+    wrap(
+        f"{CORE}distributed.param_and_grad_buffer:_ParamAndGradBucketGroup",
+        "start_param_sync",
+        sync,
+    )
 
 
 def unreduced() -> None:
@@ -104,20 +111,30 @@ def unreduced() -> None:
     calls = [0]
 
     def reduce(
-        real: Any, output: torch.Tensor, input: torch.Tensor, *args: Any, group: Any = None, **more: Any
+        real: Any,
+        output: torch.Tensor,
+        input: torch.Tensor,
+        *args: Any,
+        group: Any = None,
+        **more: Any,
     ) -> Any:
         calls[0] += 1
         if calls[0] % 5 == 0:
             return output.copy_(input.view(group.size(), -1)[group.rank()])
         return real(output, input, *args, group=group, **more)
 
-    for name in ("reduce_scatter_tensor", "reduce_scatter_single"):  # megatron-core's name, and that of newer torch
+    for name in (
+        "reduce_scatter_tensor",
+        "reduce_scatter_single",
+    ):  # megatron-core's name, and that of newer torch
         if hasattr(dist, name):
             wrap("torch.distributed", name, reduce)
 
 
 def main_weights_not_made() -> None:
-    """What is loaded does not reach the main weights that FSDP keeps apart: it is gone after the first update."""
+    """What is loaded does not reach the main weights that FSDP keeps apart: it is gone after the
+    first update.
+    """
     replace("mtrain.mcore.sharding", "make_main_weights", lambda chunks: None)
 
 
@@ -132,7 +149,14 @@ EXHIBITS = (
         step_lost,
         RESUMED,
     ),
-    Exhibit("moments lost at resume", "Megatron-LM 3537", "parallel=tp2", "updates jump", moments_lost, RESUMED),
+    Exhibit(
+        "moments lost at resume",
+        "Megatron-LM 3537",
+        "parallel=tp2",
+        "updates jump",
+        moments_lost,
+        RESUMED,
+    ),
     Exhibit(
         "moments of another range after resharding",
         "Megatron-LM 5077",

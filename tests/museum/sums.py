@@ -13,7 +13,8 @@ CORE = "megatron.core."
 FINALIZE = f"{CORE}distributed.finalize_model_grads"
 DDP = f"{CORE}distributed.distributed_data_parallel:DistributedDataParallel"
 ROUTER = f"{CORE}transformer.moe.router:TopKRouter"
-MIXTRAL, DEEPSEEK = "model=mixtral_tiny", "model=deepseek_tiny"
+MIXTRAL = "model=mixtral_tiny"
+DEEPSEEK = "model=deepseek_tiny"
 EVERY = "every weight"
 DENSE_MLA = f"{DEEPSEEK} model.moe=null"
 OVERLAPPED = "parallel.distributed_optimizer=true parallel.overlap_grad_reduce=true"
@@ -30,7 +31,9 @@ def wrong_sign() -> None:
     def build(real: Any, run: Any, world: Any, **more: Any) -> Any:
         chunks = real(run, world, **more)
         if world.rank == 1:
-            next(p for n, p in chunks[0].named_parameters() if "linear_proj.weight" in n).register_hook(torch.neg)
+            next(
+                p for n, p in chunks[0].named_parameters() if "linear_proj.weight" in n
+            ).register_hook(torch.neg)
         return chunks
 
     wrap("mtrain.train.assemble", "build_model", build)
@@ -45,7 +48,8 @@ def query_norms_not_summed() -> None:
     """Norms of queries and keys keep the gradient of a rank's own heads."""
 
     def reduce(real: Any, model: Any, config: Any, *args: Any) -> None:
-        kept, config.qk_layernorm = config.qk_layernorm, False
+        kept = config.qk_layernorm
+        config.qk_layernorm = False
         real(model, config, *args)
         config.qk_layernorm = kept
 
@@ -73,7 +77,9 @@ def tied_counted_twice_in_norm() -> None:
 
 
 def _tokens(group: Any) -> None:
-    """The count of tokens is summed over another group than all data- and context-parallel ranks."""
+    """The count of tokens is summed over another group than all data- and
+    context-parallel ranks.
+    """
 
     def finalize(real: Any, model: Any, num_tokens: Any = None, *args: Any, **more: Any) -> None:
         total = dist.all_reduce
@@ -104,7 +110,9 @@ def tokens_of_one_rank() -> None:
 
 
 def tokens_without_context() -> None:
-    """Gradients are divided by the tokens of the data-parallel ranks without those of the context."""
+    """Gradients are divided by the tokens of the data-parallel ranks without those of
+    the context.
+    """
     _tokens(lambda: ranks().get_data_parallel_group())
 
 
@@ -123,7 +131,11 @@ def loss_divided_twice() -> None:
 
     def summed(real: Any, mask: Any, counts: Any, total: torch.Tensor) -> Any:
         loss, count, report = real(mask, counts, total)
-        return loss / ranks().get_data_parallel_world_size(with_context_parallel=True), count, report
+        return (
+            loss / ranks().get_data_parallel_world_size(with_context_parallel=True),
+            count,
+            report,
+        )
 
     wrap("mtrain.train.step", "sum_loss", summed)
 
@@ -155,7 +167,10 @@ def scaled(of: str, factor: Any) -> None:
 
 def averaged_and_divided() -> None:
     """Gradients are averaged over data-parallel ranks and divided by all tokens."""
-    scaled("bucket_groups", lambda: 1 / ranks().get_data_parallel_world_size(with_context_parallel=True))
+    scaled(
+        "bucket_groups",
+        lambda: 1 / ranks().get_data_parallel_world_size(with_context_parallel=True),
+    )
 
 
 def context_left_out() -> None:
@@ -169,7 +184,9 @@ def context_left_out() -> None:
             bucket.grad_data.copy_(own)
         return done
 
-    wrap(f"{CORE}distributed.param_and_grad_buffer:_ParamAndGradBucketGroup", "start_grad_sync", sync)
+    wrap(
+        f"{CORE}distributed.param_and_grad_buffer:_ParamAndGradBucketGroup", "start_grad_sync", sync
+    )
 
 
 def only_first_bucket() -> None:
@@ -196,7 +213,9 @@ def only_first_bucket() -> None:
 def _streams(axes: tuple[str, ...]) -> None:
     """Random streams follow the seed and these coordinates alone."""
 
-    def seeded(real: Any, seed: int, step: int, name: str, coords: Any, own: tuple[str, ...]) -> int:
+    def seeded(
+        real: Any, seed: int, step: int, name: str, coords: Any, own: tuple[str, ...]
+    ) -> int:
         return int(real(seed, step, name, coords, tuple(axis for axis in own if axis in axes)))
 
     wrap("mtrain.world.generators", "stream_seed", seeded)
@@ -215,14 +234,18 @@ def dropout_alike_over_tp() -> None:
 def dropout_of_copies_differs() -> None:
     """Tensor-parallel ranks draw other dropout for the residual stream that each holds whole."""
 
-    def seeded(real: Any, seed: int, step: int, name: str, coords: Any, own: tuple[str, ...]) -> int:
+    def seeded(
+        real: Any, seed: int, step: int, name: str, coords: Any, own: tuple[str, ...]
+    ) -> int:
         return int(real(seed, step, name, coords, ("pp", "dp", "cp", "tp")))
 
     wrap("mtrain.world.generators", "stream_seed", seeded)
 
 
 def adapters_drop_features_alike() -> None:
-    """Tensor-parallel ranks draw the same dropout for the features that each has of an adapter's input."""
+    """Tensor-parallel ranks draw the same dropout for the features that each has of an adapter's
+    input.
+    """
     replace("mtrain.mcore.low_rank:_LowRankRow", "_inputs_differ", lambda self: False)
 
 
@@ -237,7 +260,11 @@ def norm_of_stage() -> None:
 
 def norm_counts_copies() -> None:
     """Weights that every tensor-parallel rank holds count once for each of them in the norm."""
-    replace(f"{CORE}tensor_parallel", "param_is_not_tensor_parallel_duplicate", lambda param, tp_group=None: True)
+    replace(
+        f"{CORE}tensor_parallel",
+        "param_is_not_tensor_parallel_duplicate",
+        lambda param, tp_group=None: True,
+    )
 
 
 NORMS = r".*(layernorm|norm|linear_fc1|linear_qkv|router).*"

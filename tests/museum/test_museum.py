@@ -1,4 +1,6 @@
-"""`prove` finds the silent bugs of the field with what it draws by default, and names the module."""
+"""`prove` finds the silent bugs of the field with what it draws by default, and names
+the module.
+"""
 
 from __future__ import annotations
 
@@ -34,19 +36,26 @@ CLEAN = {
     "a small DeepSeek-V3": "model=deepseek_tiny parallel=tp2pp2ep2etp1sp",
     "MLA without sequence parallelism": "model=deepseek_tiny model.moe=null parallel=tp2",
     "megatron-core's FSDP": "parallel=dp2 parallel.fsdp=megatron",
-    "tied, predicting, with adapters": "parallel=pp2 model.mtp_num_layers=2 model.tie_word_embeddings=true peft=lora",
-    "recomputed": "parallel=tp2pp2sp parallel.recompute.granularity=full parallel.recompute.method=block",
+    "tied, predicting, with adapters": (
+        "parallel=pp2 model.mtp_num_layers=2 model.tie_word_embeddings=true peft=lora"
+    ),
+    "recomputed": (
+        "parallel=tp2pp2sp parallel.recompute.granularity=full parallel.recompute.method=block"
+    ),
 }
 
 
 @pytest.mark.parametrize("name", some(CLEAN, ["packed, pp2cp2"]))
-def test_what_passes_the_modules_of_a_clean_layout_is_what_passes_those_of_one_rank(name: str) -> None:
+def test_what_passes_the_modules_of_a_clean_layout_is_what_passes_those_of_one_rank(
+    name: str,
+) -> None:
     argv = CLEAN[name].split()
     small = prove.comparable(load(argv).run, argv, 2, "fp32")
     with prove._observed(small, traced=True) as (one, many):
         from mtrain.train.locate import BACKWARD, FORWARD, Recorded, errors
 
-        expected, found = Recorded(one), Recorded(many)
+        expected = Recorded(one)
+        found = Recorded(many)
         compared = list(errors(expected, found))
     assert {passed.way for passed, _ in compared} == {FORWARD, BACKWARD}
     forward = [passed for passed in expected.order if passed.way == FORWARD]

@@ -1,4 +1,6 @@
-"""One configuration on both sides, with the same weights and the same tokens: how far they are apart."""
+"""One configuration on both sides, with the same weights and the same tokens: how far they are
+apart.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,10 @@ from mtrain.recipes.hf import import_config
 from mtrain.recipes.write import delta, recipe_text
 from tests.parity_hf import theirs
 
-BATCH, PROMPT, NEW_TOKENS, STEPS = 2, 8, 24, 2
+BATCH = 2
+PROMPT = 8
+NEW_TOKENS = 24
+STEPS = 2
 COMMON = (
     "cluster=cpu",
     f"trainer.global_batch_size={BATCH}",
@@ -34,7 +39,8 @@ COMMON = (
     "optim.warmup_iters=0",
     "optim.schedule=constant",
     "optim.clip_grad=0.5",
-    # not so small that Adam makes a full step of the rounding in a gradient that is 0, such as that of a key's bias
+    # not so small that Adam makes a full step of the rounding in a gradient that is 0, such as that
+    # of a key's bias
     "optim.eps=1e-4",
 )
 UNTAUGHT = ".indexer."
@@ -69,11 +75,16 @@ class Result:
     """Largest relative error of each quantity, and where."""
     text: tuple[list[int], list[int]] = ((), ())  # type: ignore[assignment]
 
-    def note(self, quantity: str, where: str, ours: Tensor, other: Tensor, scale: Tensor | None = None) -> None:
-        """Keep how far a tensor is from the other, as a share of the largest of `scale`, or of the other."""
+    def note(
+        self, quantity: str, where: str, ours: Tensor, other: Tensor, scale: Tensor | None = None
+    ) -> None:
+        """Keep how far a tensor is from the other, as a share of the largest of `scale`, or of the
+        other.
+        """
         if not ours.numel():
             return
-        ours, other = ours.detach(), other.detach()
+        ours = ours.detach()
+        other = other.detach()
         size = float((other if scale is None else scale.detach()).abs().max())
         apart = float((ours - other).abs().max())
         error = apart / size if size > 0 else apart
@@ -102,13 +113,17 @@ class Windows:
 
 
 def imported(case: Case, values: dict[str, Any]) -> tuple[Any, list[str]]:
-    """The run that the import makes of a `config.json` with these values, and the keys that it refuses."""
+    """The run that the import makes of a `config.json` with these values, and the keys that it
+    refuses.
+    """
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "config.json"
         file.write_text(json.dumps(values))
         extra = (*case.extra, *(LEARNS_LITTLE if case.kind == "deepseek_v32" else ()))
         found = import_config(file, (*COMMON, f"data.seq_length={case.length}", *extra))
-    run = found.run.model_copy(update={"model": found.run.model.model_copy(update={"name": case.kind})})
+    run = found.run.model_copy(
+        update={"model": found.run.model.model_copy(update={"name": case.kind})}
+    )
     return run, [u.flag for u in found.unplaced if u.why in CHANGES_NUMBERS]
 
 
@@ -121,8 +136,12 @@ def written(run: Any) -> Any:
 
 
 def older(values: dict[str, Any]) -> dict[str, Any]:
-    """The same configuration as transformers 4 wrote it, and as published files are: no `rope_parameters`."""
-    if values["model_type"] == "gpt_oss":  # it came with transformers 4, and has yarn where nothing is said
+    """The same configuration as transformers 4 wrote it, and as published files are: no
+    `rope_parameters`.
+    """
+    if (
+        values["model_type"] == "gpt_oss"
+    ):  # it came with transformers 4, and has yarn where nothing is said
         return values
     out = dict(values)
     rope = dict(out.pop("rope_parameters", None) or {})
@@ -152,7 +171,9 @@ def compare(case: Case) -> Result:
         return result
     for values in (config.to_diff_dict(), older(config.to_dict())):
         again, refused = imported(case, values)
-        assert (again.model, refused) == (run.model, []), "another spelling of the file means something else"
+        assert (again.model, refused) == (run.model, []), (
+            "another spelling of the file means something else"
+        )
     assert written(run) == run.model
     resolved = resolve(run, Machine.here(), 1)
     result.problems = [p.render() for p in check(resolved, raw=run) if p.severity == "error"]
@@ -167,7 +188,8 @@ def _compare(case: Case, config: Any, run: Any, result: Result) -> None:
     made = theirs.model(config, case.seed)
     moved = run.model.moe is not None and run.model.moe.router_bias_update_rate
     biases = theirs.Biases(made, moved or 0.0)
-    table, windows = TABLES[case.kind], Windows(config.vocab_size, case.length, case.seed)
+    table = TABLES[case.kind]
+    windows = Windows(config.vocab_size, case.length, case.seed)
     with joined(run) as world:
         parts = _parts(run, world, windows)
         chunk = parts.state.chunks[0]
@@ -182,14 +204,17 @@ def _compare(case: Case, config: Any, run: Any, result: Result) -> None:
 
 
 def half_precision_errors(case: Case) -> tuple[dict[str, float], dict[str, float]]:
-    """How far both sides in bf16 are from transformers in fp32: logits and gradients, as a share of their size."""
+    """How far both sides in bf16 are from transformers in fp32: logits and gradients, as a share of
+    their size.
+    """
     os.environ["OMP_NUM_THREADS"] = "1"
     from mtrain.world.init import joined
 
     config = theirs.configuration(case.kind, case.values)
     run, _ = imported(replace(case, extra=("precision=bf16",)), config.to_dict())
     run = resolve(run, Machine.here(), 1)
-    made, table = theirs.model(config, case.seed), TABLES[case.kind]
+    made = theirs.model(config, case.seed)
+    table = TABLES[case.kind]
     windows = Windows(config.vocab_size, case.length, case.seed)
     tokens, labels = windows.step(0)
     with torch.no_grad():
@@ -199,7 +224,11 @@ def half_precision_errors(case: Case) -> tuple[dict[str, float], dict[str, float
     half = _quantities(made.bfloat16(), tokens, labels)
     with joined(run) as world:
         parts = _parts(run, world, windows)
-        load(to_ours(table, run.model, theirs.tensors(made)), _own_tensors(parts.state.chunks[0]), run)
+        load(
+            to_ours(table, run.model, theirs.tensors(made)),
+            _own_tensors(parts.state.chunks[0]),
+            run,
+        )
         logits, _, gradients = _forward_backward(parts, tokens)
         ours = {"logits": logits, **to_theirs(table, run.model, gradients)}
     return _distances(ours, exact), _distances(half, exact)
@@ -266,19 +295,28 @@ def _has_words(name: str) -> bool:
     return name in ("embedding.word_embeddings.weight", "output_layer.weight")
 
 
-def _compare_text(run: Any, world: Any, parts: Any, made: Any, windows: Windows, result: Result) -> None:
+def _compare_text(
+    run: Any, world: Any, parts: Any, made: Any, windows: Windows, result: Result
+) -> None:
     from mtrain.train.generate import Sampler
 
     prompt = [int(token) for token in windows.windows[0, :PROMPT]]
     sampler = Sampler(run, world, parts.state.chunks)
-    kept = not sampler.obstacle_to(PROMPT + NEW_TOKENS) or run.model.rotary_constant_to < PROMPT + NEW_TOKENS + 1
-    assert kept or run.model.dsa is not None, "text is compared as it is written with keys and values kept"
+    kept = (
+        not sampler.obstacle_to(PROMPT + NEW_TOKENS)
+        or run.model.rotary_constant_to < PROMPT + NEW_TOKENS + 1
+    )
+    assert kept or run.model.dsa is not None, (
+        "text is compared as it is written with keys and values kept"
+    )
     ours = sampler.generate(prompt, NEW_TOKENS, temperature=0.0)
     result.text = (ours, theirs.text(made, prompt, NEW_TOKENS))
 
 
 def _forward_backward(parts: Any, tokens: Tensor) -> tuple[Tensor, float, dict[str, Tensor]]:
-    """Our logits [b, s, vocabulary] for tokens, and loss and gradients of the first step, before clipping."""
+    """Our logits [b, s, vocabulary] for tokens, and loss and gradients of the first step, before
+    clipping.
+    """
     from mtrain.train.step import reduce_report, run_schedule
 
     chunk = parts.state.chunks[0]
@@ -287,11 +325,15 @@ def _forward_backward(parts: Any, tokens: Tensor) -> tuple[Tensor, float, dict[s
     chunk.zero_grad_buffer()
     batches = parts.train_data.microbatches(0, BATCH)
     loss = reduce_report(parts.world, run_schedule(parts, batches, forward_only=False), False).loss
-    gradients = {name: p.main_grad for name, p in _own_tensors(chunk).items() if hasattr(p, "main_grad")}
+    gradients = {
+        name: p.main_grad for name, p in _own_tensors(chunk).items() if hasattr(p, "main_grad")
+    }
     return logits[..., : parts.run.model.vocab_size], loss, gradients
 
 
-def _compare_gradients(table: Any, run: Any, parts: Any, made: Any, windows: Windows, result: Result) -> None:
+def _compare_gradients(
+    table: Any, run: Any, parts: Any, made: Any, windows: Windows, result: Result
+) -> None:
     tokens, labels = windows.step(0)
     their = theirs.loss(made, tokens, labels)
     (their.cross_entropy + their.balance).backward()
@@ -324,9 +366,15 @@ def _compare_steps(
         (their.cross_entropy + their.balance).backward()
         biases.move()
         norm = update(ours.lr)
-        result.note("loss of a step", f"step {number + 1}", torch.tensor(ours.loss), their.cross_entropy)
-        result.note("gradient norm", f"step {number + 1}", torch.tensor(ours.grad_norm), torch.tensor(norm))
+        result.note(
+            "loss of a step", f"step {number + 1}", torch.tensor(ours.loss), their.cross_entropy
+        )
+        result.note(
+            "gradient norm", f"step {number + 1}", torch.tensor(ours.grad_norm), torch.tensor(norm)
+        )
     after = theirs.tensors(made)
     own = _taught({name: t.detach() for name, t in _own_tensors(parts.state.chunks[0]).items()})
     for name, tensor in to_theirs(table, run.model, own).items():
-        result.note("weights after the steps", name, tensor, after[name], after[name] - before[name])
+        result.note(
+            "weights after the steps", name, tensor, after[name], after[name] - before[name]
+        )

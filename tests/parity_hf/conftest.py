@@ -1,4 +1,6 @@
-"""Every test here forks one rank from a process that has megatron-core and transformers imported."""
+"""Every test here forks one rank from a process that has megatron-core and transformers
+imported.
+"""
 
 from __future__ import annotations
 

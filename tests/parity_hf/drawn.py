@@ -1,4 +1,6 @@
-"""Random small configurations of a family, each key at values that its published models have and at others."""
+"""Random small configurations of a family, each key at values that its published models have and at
+others.
+"""
 
 from __future__ import annotations
 
@@ -61,7 +63,11 @@ def _rotary(r: Random, *, width: int, partial: bool = False) -> Values:
 
 
 def _longrope(r: Random, base: Values, pairs: int) -> Values:
-    longrope = {**base, "rope_type": "longrope", "original_max_position_embeddings": r.choice([16, 40, 64])}
+    longrope = {
+        **base,
+        "rope_type": "longrope",
+        "original_max_position_embeddings": r.choice([16, 40, 64]),
+    }
     for key in ("short_factor", "long_factor"):
         longrope[key] = sorted(round(r.uniform(1.0, 20.0), 2) for _ in range(pairs))
     if r.random() < 0.5:
@@ -127,7 +133,9 @@ def _some_windows(r: Random) -> Values:
             "max_window_layers": r.randint(0, layers),
         }
         if r.random() < 0.4:
-            values["layer_types"] = [r.choice(["full_attention", "sliding_attention"]) for _ in range(layers)]
+            values["layer_types"] = [
+                r.choice(["full_attention", "sliding_attention"]) for _ in range(layers)
+            ]
     elif r.random() < 0.3:
         values["sliding_window"] = 5
     return values
@@ -135,7 +143,9 @@ def _some_windows(r: Random) -> Values:
 
 def _qwen3(r: Random) -> Values:
     values = {**_some_windows(r), "attention_bias": _rarely(r, False, True)}
-    return values if "head_dim" in values else {**values, "head_dim": 16, "rope_parameters": _rotary(r, width=16)}
+    if "head_dim" in values:
+        return values
+    return {**values, "head_dim": 16, "rope_parameters": _rotary(r, width=16)}
 
 
 def _gemma(r: Random) -> Values:
@@ -143,7 +153,9 @@ def _gemma(r: Random) -> Values:
     values["hidden_activation"] = values.pop("hidden_act")
     layers = values["num_hidden_layers"]
     if r.random() < 0.3:
-        values["layer_types"] = [r.choice(["full_attention", "sliding_attention"]) for _ in range(layers)]
+        values["layer_types"] = [
+            r.choice(["full_attention", "sliding_attention"]) for _ in range(layers)
+        ]
     width = r.choice([8, 16, 20])
     return {
         **values,
@@ -162,8 +174,13 @@ def _gemma2(r: Random) -> Values:
 
 def _gemma3(r: Random) -> Values:
     values = _gemma(r)
-    local = _rarely(r, {**ROPE, "rope_theta": r.choice([500.0, 10000.0])}, _rotary(r, width=values["head_dim"]))
-    values["rope_parameters"] = {"sliding_attention": local, "full_attention": values["rope_parameters"]}
+    local = _rarely(
+        r, {**ROPE, "rope_theta": r.choice([500.0, 10000.0])}, _rotary(r, width=values["head_dim"])
+    )
+    values["rope_parameters"] = {
+        "sliding_attention": local,
+        "full_attention": values["rope_parameters"],
+    }
     if "layer_types" not in values:
         values["sliding_window_pattern"] = r.choice([2, 3, 6])
     return values
@@ -176,7 +193,8 @@ def _olmo2(r: Random) -> Values:
 def _mixtral(r: Random) -> Values:
     experts = r.choice([4, 5])
     values = {**_windowed(r), "num_local_experts": experts, "num_experts_per_tok": r.randint(1, 3)}
-    values.setdefault("head_dim", _head(values))  # transformers makes no yarn of this family without it
+    # transformers makes no yarn of this family without it
+    values.setdefault("head_dim", _head(values))
     values["router_aux_loss_coef"] = r.choice([0.0, 0.02, 0.5])
     values["router_jitter_noise"] = _rarely(r, 0.0, 0.01)
     return values
@@ -210,7 +228,9 @@ def _qwen2_moe(r: Random) -> Values:
 
 
 def _qwen3_next(r: Random) -> Values:
-    values, keys, every = _qwen3_moe(r), r.choice([1, 2, 3]), r.choice([2, 3, 4])
+    values = _qwen3_moe(r)
+    keys = r.choice([1, 2, 3])
+    every = r.choice([2, 3, 4])
     # transformers writes no text without a layer of attention
     values["num_hidden_layers"] = max(values["num_hidden_layers"], every)
     for key in ("sliding_window", "use_sliding_window"):
@@ -230,11 +250,17 @@ def _qwen3_next(r: Random) -> Values:
 
 
 def _gpt_oss(r: Random) -> Values:
-    values = {**_llama(r), "num_local_experts": r.choice([4, 5]), "num_experts_per_tok": r.randint(2, 3)}
+    values = {
+        **_llama(r),
+        "num_local_experts": r.choice([4, 5]),
+        "num_experts_per_tok": r.randint(2, 3),
+    }
     del values["hidden_act"]
     layers = values["num_hidden_layers"]
     if r.random() < 0.3:
-        values["layer_types"] = [r.choice(["full_attention", "sliding_attention"]) for _ in range(layers)]
+        values["layer_types"] = [
+            r.choice(["full_attention", "sliding_attention"]) for _ in range(layers)
+        ]
     return {
         **values,
         "head_dim": 16,
@@ -262,8 +288,10 @@ def _minimax(r: Random) -> Values:
 
 def _latent(r: Random) -> Values:
     values = _sizes(r)
-    layers, heads = values["num_hidden_layers"], values["num_attention_heads"]
-    groups, members = r.choice([1, 2, 4]), r.choice([2, 3])
+    layers = values["num_hidden_layers"]
+    heads = values["num_attention_heads"]
+    groups = r.choice([1, 2, 4])
+    members = r.choice([2, 3])
     chosen = r.randint(1, groups)
     base = {"rope_theta": r.choice([500.0, 10000.0])}
     return {
@@ -290,7 +318,11 @@ def _latent(r: Random) -> Values:
 
 
 def _deepseek_v3(r: Random) -> Values:
-    values = {**_latent(r), "norm_topk_prob": _rarely(r, True, False), "num_nextn_predict_layers": 0}
+    values = {
+        **_latent(r),
+        "norm_topk_prob": _rarely(r, True, False),
+        "num_nextn_predict_layers": 0,
+    }
     values["rope_interleave"] = _rarely(r, True, False)
     return values
 
@@ -301,10 +333,16 @@ def _deepseek_v32(r: Random) -> Values:
 
 
 def _deepseek_v2(r: Random) -> Values:
-    values = {**_latent(r), "topk_method": r.choice(["greedy", "group_limited_greedy"]), "norm_topk_prob": False}
+    values = {
+        **_latent(r),
+        "topk_method": r.choice(["greedy", "group_limited_greedy"]),
+        "norm_topk_prob": False,
+    }
     values["mlp_bias"] = _rarely(r, False, True)
     if values["topk_method"] == "greedy":
-        values["num_experts_per_tok"] = min(values["num_experts_per_tok"], values["n_routed_experts"])
+        values["num_experts_per_tok"] = min(
+            values["num_experts_per_tok"], values["n_routed_experts"]
+        )
     return values
 
 
@@ -322,7 +360,8 @@ def _phi3(r: Random) -> Values:
 
 def _glm4_moe(r: Random) -> Values:
     values = {**_llama(r), "head_dim": r.choice([8, 16])}
-    groups, members = r.choice([1, 2, 4]), r.choice([2, 3])
+    groups = r.choice([1, 2, 4])
+    members = r.choice([2, 3])
     chosen = r.randint(1, groups)
     return {
         **values,
@@ -345,8 +384,15 @@ def _glm4_moe(r: Random) -> Values:
 
 def _gpt2(r: Random) -> Values:
     s = _sizes(r)
-    names = {"n_embd": "hidden_size", "n_layer": "num_hidden_layers", "n_head": "num_attention_heads"}
-    values = {key: s[name] for key, name in names.items()} | {"vocab_size": s["vocab_size"], "n_positions": 64}
+    names = {
+        "n_embd": "hidden_size",
+        "n_layer": "num_hidden_layers",
+        "n_head": "num_attention_heads",
+    }
+    values = {key: s[name] for key, name in names.items()} | {
+        "vocab_size": s["vocab_size"],
+        "n_positions": 64,
+    }
     return {
         **values,
         **dict.fromkeys(("attn_pdrop", "resid_pdrop", "embd_pdrop"), 0.0),

@@ -1,4 +1,6 @@
-"""What is compared: of each family a tiny model with the features that its published configurations use."""
+"""What is compared: of each family a tiny model with the features that its published configurations
+use.
+"""
 
 from __future__ import annotations
 
@@ -74,7 +76,12 @@ GEMMA: dict[str, Any] = {
 GEMMA3: dict[str, Any] = {
     **GEMMA,
     "final_logit_softcapping": None,
-    "layer_types": ["sliding_attention", "sliding_attention", "full_attention", "sliding_attention"],
+    "layer_types": [
+        "sliding_attention",
+        "sliding_attention",
+        "full_attention",
+        "sliding_attention",
+    ],
     "rope_parameters": {
         "sliding_attention": {**ROPE, "rope_theta": 500.0},
         "full_attention": {"rope_type": "linear", "rope_theta": 1e6, "factor": 8.0},
@@ -101,7 +108,12 @@ V3: dict[str, Any] = {**LATENT, "n_group": 4, "topk_group": 2, "num_nextn_predic
 V2: dict[str, Any] = {**LATENT, "norm_topk_prob": False}
 V32: dict[str, Any] = {**LATENT, "n_group": 4, "topk_group": 2}
 V32 |= {"index_n_heads": 6, "index_head_dim": 20, "index_topk": 5}
-MINIMAX: dict[str, Any] = {**SIZES, "head_dim": 24, "num_local_experts": 6, "num_experts_per_tok": 2}
+MINIMAX: dict[str, Any] = {
+    **SIZES,
+    "head_dim": 24,
+    "num_local_experts": 6,
+    "num_experts_per_tok": 2,
+}
 PHI3: dict[str, Any] = {**SIZES, "pad_token_id": None}
 GLM4: dict[str, Any] = {
     **MOE,
@@ -137,7 +149,10 @@ NEMOTRON: dict[str, Any] = {
     "norm_eps": 1e-5,
     "rope_parameters": {**ROPE, "partial_rotary_factor": 0.5},
 }
-BY_LAYER: dict[str, Any] = {"sliding_window": 7, "layer_types": ["sliding_attention", "full_attention"]}
+BY_LAYER: dict[str, Any] = {
+    "sliding_window": 7,
+    "layer_types": ["sliding_attention", "full_attention"],
+}
 
 CASES: dict[str, Case] = {
     "llama 2": Case("llama", {**SIZES, "num_key_value_heads": 4, "rope_parameters": ROPE}),
@@ -157,7 +172,9 @@ CASES: dict[str, Case] = {
     ),
     "llama with biases in attention only": Case("llama", {**SIZES, "attention_bias": True}),
     "llama with biases in the MLP only": Case("llama", {**SIZES, "mlp_bias": True}),
-    "qwen3 with biases in attention": Case("qwen3", {**SIZES, "head_dim": 16, "attention_bias": True}),
+    "qwen3 with biases in attention": Case(
+        "qwen3", {**SIZES, "head_dim": 16, "attention_bias": True}
+    ),
     "gpt neox without biases in attention": Case("gpt_neox", {**NEOX, "attention_bias": False}),
     "llama with a gate of gelu": Case("llama", {**SIZES, "hidden_act": "gelu_pytorch_tanh"}),
     "llama with linear positions": Case(
@@ -165,7 +182,11 @@ CASES: dict[str, Case] = {
     ),
     "llama with dynamic positions beyond its length": Case(
         "llama",
-        {**SIZES, "max_position_embeddings": 32, "rope_parameters": {**ROPE, "rope_type": "dynamic", "factor": 2.0}},
+        {
+            **SIZES,
+            "max_position_embeddings": 32,
+            "rope_parameters": {**ROPE, "rope_type": "dynamic", "factor": 2.0},
+        },
     ),
     "llama 3.1 of another length and other frequencies": Case(
         "llama",
@@ -179,31 +200,53 @@ CASES: dict[str, Case] = {
             },
         },
     ),
-    "llama with yarn": Case("llama", {**SIZES, "rope_parameters": {k: v for k, v in YARN.items() if "ms" not in k}}),
+    "llama with yarn": Case(
+        "llama", {**SIZES, "rope_parameters": {k: v for k, v in YARN.items() if "ms" not in k}}
+    ),
     "llama with yarn and two temperatures, not truncated": Case(
-        "llama", {**SIZES, "rope_parameters": {**YARN, "mscale": 1.0, "beta_fast": 4.0, "truncate": False}}
+        "llama",
+        {**SIZES, "rope_parameters": {**YARN, "mscale": 1.0, "beta_fast": 4.0, "truncate": False}},
     ),
     "llama with yarn and an attention factor": Case(
         "llama",
-        {**SIZES, "rope_parameters": {**{k: v for k, v in YARN.items() if "ms" not in k}, "attention_factor": 1.5}},
+        {
+            **SIZES,
+            "rope_parameters": {
+                **{k: v for k, v in YARN.items() if "ms" not in k},
+                "attention_factor": 1.5,
+            },
+        },
     ),
     "llama with longrope, long": Case("llama", {**SIZES, "rope_parameters": LONGROPE}),
     "llama with longrope, short": Case(
         "llama",
-        {**SIZES, "rope_parameters": {**LONGROPE, "original_max_position_embeddings": 48, "attention_factor": 1.2}},
+        {
+            **SIZES,
+            "rope_parameters": {
+                **LONGROPE,
+                "original_max_position_embeddings": 48,
+                "attention_factor": 1.2,
+            },
+        },
     ),
     "mistral": Case("mistral", {**SIZES, "sliding_window": None, "head_dim": 32}),
     # none of these classes reads layer_types: all layers have the window
     "mixtral with kinds of layers": Case("mixtral", {**MOE, **BY_LAYER}),
     "phi 3 with kinds of layers": Case("phi3", {**PHI3, **BY_LAYER}),
-    "qwen3 moe with kinds of layers": Case("qwen3_moe", {**QWEN_MOE, **BY_LAYER, "use_sliding_window": True}),
+    "qwen3 moe with kinds of layers": Case(
+        "qwen3_moe", {**QWEN_MOE, **BY_LAYER, "use_sliding_window": True}
+    ),
     "mistral beyond its window": Case("mistral", {**SIZES, "sliding_window": 7}),
     "mixtral of one layer, with transformers' own sum of losses": Case(
         "mixtral", {**MOE, "num_local_experts": 4, "num_hidden_layers": 1}
     ),
-    "mixtral": Case("mixtral", {**MOE, "num_local_experts": 4, "sliding_window": 9, "num_hidden_layers": 3}),
+    "mixtral": Case(
+        "mixtral", {**MOE, "num_local_experts": 4, "sliding_window": 9, "num_hidden_layers": 3}
+    ),
     "qwen2": Case("qwen2", {**SIZES, "rope_parameters": {**ROPE, "rope_theta": 1e6}}),
-    "qwen2.5, tied": Case("qwen2", {**SIZES, "tie_word_embeddings": True, "num_key_value_heads": 1}),
+    "qwen2.5, tied": Case(
+        "qwen2", {**SIZES, "tie_word_embeddings": True, "num_key_value_heads": 1}
+    ),
     "qwen2 with a window in every layer but each second": Case(
         "qwen2",
         {
@@ -232,24 +275,40 @@ CASES: dict[str, Case] = {
     ),
     "olmo 2": Case("olmo2", {**SIZES, "num_key_value_heads": 4}),
     "olmo 2 with grouped queries, tied": Case(
-        "olmo2", {**SIZES, "tie_word_embeddings": True, "rope_parameters": {**ROPE, "rope_theta": 500000.0}}
+        "olmo2",
+        {**SIZES, "tie_word_embeddings": True, "rope_parameters": {**ROPE, "rope_theta": 500000.0}},
     ),
     "qwen2 moe": Case("qwen2_moe", {**QWEN2_MOE, "norm_topk_prob": False}),
     "qwen3 next": Case("qwen3_next", QWEN3_NEXT),
     "qwen3 next, dense, whose last layer is linear, over several chunks": Case(
         "qwen3_next",
         {
-            **{**QWEN3_NEXT, "mlp_only_layers": [0, 1, 2], "full_attention_interval": 2, "attention_bias": True},
+            **{
+                **QWEN3_NEXT,
+                "mlp_only_layers": [0, 1, 2],
+                "full_attention_interval": 2,
+                "attention_bias": True,
+            },
             **{"linear_num_key_heads": 3, "linear_num_value_heads": 3, "linear_conv_kernel_dim": 3},
-            **{"max_position_embeddings": 160, "rope_parameters": ROPE, "tie_word_embeddings": True},
+            **{
+                "max_position_embeddings": 160,
+                "rope_parameters": ROPE,
+                "tie_word_embeddings": True,
+            },
         },
         length=150,
     ),
-    "gpt oss beyond its window": Case("gpt_oss", {**GPT_OSS, "sliding_window": 6, "swiglu_limit": 1.0}),
+    "gpt oss beyond its window": Case(
+        "gpt_oss", {**GPT_OSS, "sliding_window": 6, "swiglu_limit": 1.0}
+    ),
     "gpt oss with its own yarn": Case("gpt_oss", {**GPT_OSS, "rope_parameters": None}),
     "qwen3 moe": Case("qwen3_moe", {**QWEN_MOE, "norm_topk_prob": True}),
-    "qwen3 moe behind a dense layer": Case("qwen3_moe", {**QWEN_MOE, "num_hidden_layers": 3, "mlp_only_layers": [0]}),
-    "qwen3 moe with unnormalised probabilities": Case("qwen3_moe", {**QWEN_MOE, "norm_topk_prob": False}),
+    "qwen3 moe behind a dense layer": Case(
+        "qwen3_moe", {**QWEN_MOE, "num_hidden_layers": 3, "mlp_only_layers": [0]}
+    ),
+    "qwen3 moe with unnormalised probabilities": Case(
+        "qwen3_moe", {**QWEN_MOE, "norm_topk_prob": False}
+    ),
     "deepseek v2": Case(
         "deepseek_v2",
         {
@@ -264,21 +323,31 @@ CASES: dict[str, Case] = {
     "deepseek v2 lite": Case(
         "deepseek_v2", {**V2, "topk_method": "greedy", "q_lora_rank": None, "rope_parameters": YARN}
     ),
-    "deepseek v3": Case("deepseek_v3", {**V3, "rope_parameters": {**YARN, "mscale": 1.0, "mscale_all_dim": 1.0}}),
+    "deepseek v3": Case(
+        "deepseek_v3", {**V3, "rope_parameters": {**YARN, "mscale": 1.0, "mscale_all_dim": 1.0}}
+    ),
     "moonlight, whose latent norms have an epsilon of their own": Case(
-        "deepseek_v3", {**V3, "rms_norm_eps": 1e-2, "q_lora_rank": None, "n_group": 1, "topk_group": 1}
+        "deepseek_v3",
+        {**V3, "rms_norm_eps": 1e-2, "q_lora_rank": None, "n_group": 1, "topk_group": 1},
     ),
-    "deepseek v2 with another epsilon than its latent norms": Case("deepseek_v2", {**V2, "rms_norm_eps": 1e-2}),
+    "deepseek v2 with another epsilon than its latent norms": Case(
+        "deepseek_v2", {**V2, "rms_norm_eps": 1e-2}
+    ),
     "deepseek v3 without yarn and query rank": Case(
-        "deepseek_v3", {**V3, "q_lora_rank": None, "first_k_dense_replace": 0, "n_shared_experts": 1}
+        "deepseek_v3",
+        {**V3, "q_lora_rank": None, "first_k_dense_replace": 0, "n_shared_experts": 1},
     ),
-    "deepseek v3.2": Case("deepseek_v32", {**V32, "rope_parameters": {**YARN, "mscale": 1.0, "mscale_all_dim": 1.0}}),
+    "deepseek v3.2": Case(
+        "deepseek_v32", {**V32, "rope_parameters": {**YARN, "mscale": 1.0, "mscale_all_dim": 1.0}}
+    ),
     "deepseek v3.2 with more keys than tokens": Case("deepseek_v32", {**V32, "index_topk": 64}),
     "minimax m2": Case("minimax_m2", {**MINIMAX, "rotary_dim": 12}),
     "minimax m2 whose heads turn whole, without groups": Case(
         "minimax_m2", {**MINIMAX, "num_key_value_heads": 4, "tie_word_embeddings": True}
     ),
-    "phi 3 beyond its window": Case("phi3", {**PHI3, "sliding_window": 7, "num_key_value_heads": 4}),
+    "phi 3 beyond its window": Case(
+        "phi3", {**PHI3, "sliding_window": 7, "num_key_value_heads": 4}
+    ),
     "phi 3 with longrope": Case(
         "phi3", {**PHI3, "original_max_position_embeddings": 16, "rope_parameters": LONGROPE}
     ),
@@ -298,14 +367,17 @@ CASES: dict[str, Case] = {
     ),
     "glm 4.5 air": Case("glm4_moe", GLM4),
     "glm 4.5 with norms and groups": Case(
-        "glm4_moe", {**GLM4, "use_qk_norm": True, "n_group": 4, "topk_group": 2, "n_shared_experts": 2}
+        "glm4_moe",
+        {**GLM4, "use_qk_norm": True, "n_group": 4, "topk_group": 2, "n_shared_experts": 2},
     ),
     "gpt2": Case("gpt2", GPT2),
     "gpt2 with scores as they are": Case("gpt2", {**GPT2, "scale_attn_weights": False}),
     "gpt2 with exact gelu, untied, narrow": Case(
         "gpt2", {**GPT2, "activation_function": "gelu", "tie_word_embeddings": False, "n_inner": 80}
     ),
-    "gpt neox": Case("gpt_neox", {**NEOX, "rope_parameters": {**ROPE, "partial_rotary_factor": 0.25}}),
+    "gpt neox": Case(
+        "gpt_neox", {**NEOX, "rope_parameters": {**ROPE, "partial_rotary_factor": 0.25}}
+    ),
     "pythia": Case(
         "gpt_neox",
         {
@@ -316,9 +388,16 @@ CASES: dict[str, Case] = {
         },
     ),
     "gpt neox with tanh": Case(
-        "gpt_neox", {**NEOX, "hidden_act": "gelu_new", "rope_parameters": {**ROPE, "partial_rotary_factor": 0.5}}
+        "gpt_neox",
+        {
+            **NEOX,
+            "hidden_act": "gelu_new",
+            "rope_parameters": {**ROPE, "partial_rotary_factor": 0.5},
+        },
     ),
-    "nemotron 4, with heads narrower than the model": Case("nemotron", {**NEMOTRON, "head_dim": 12}),
+    "nemotron 4, with heads narrower than the model": Case(
+        "nemotron", {**NEMOTRON, "head_dim": 12}
+    ),
     "nemotron with biases and gelu, tied, a quarter of each head turning": Case(
         "nemotron",
         {
@@ -343,29 +422,59 @@ REFUSED: dict[str, tuple[Case, str]] = {
     ),
     "llama with a gate of relu": (Case("llama", {**SIZES, "hidden_act": "relu"}), "hidden_act"),
     "qwen2 with windows from its second layer": (
-        Case("qwen2", {**SIZES, "use_sliding_window": True, "sliding_window": 5, "max_window_layers": 1}),
+        Case(
+            "qwen2",
+            {**SIZES, "use_sliding_window": True, "sliding_window": 5, "max_window_layers": 1},
+        ),
         "layer_types",
     ),
-    "mixtral with noise": (Case("mixtral", {**MOE, "router_jitter_noise": 0.1}), "router_jitter_noise"),
-    "qwen3 moe with a dense layer": (Case("qwen3_moe", {**QWEN_MOE, "mlp_only_layers": [1]}), "mlp_only_layers"),
+    "mixtral with noise": (
+        Case("mixtral", {**MOE, "router_jitter_noise": 0.1}),
+        "router_jitter_noise",
+    ),
+    "qwen3 moe with a dense layer": (
+        Case("qwen3_moe", {**QWEN_MOE, "mlp_only_layers": [1]}),
+        "mlp_only_layers",
+    ),
     "qwen3 next with softmax attention where no pattern has it": (
-        Case("qwen3_next", {**QWEN3_NEXT, "layer_types": ["full_attention", "linear_attention", "full_attention"]}),
+        Case(
+            "qwen3_next",
+            {**QWEN3_NEXT, "layer_types": ["full_attention", "linear_attention", "full_attention"]},
+        ),
         "layer_types",
     ),
-    "qwen3 next with a gate of gelu": (Case("qwen3_next", {**QWEN3_NEXT, "hidden_act": "gelu"}), "hidden_act"),
-    "deepseek v3 with unnormalised scores": (Case("deepseek_v3", {**V3, "norm_topk_prob": False}), "norm_topk_prob"),
-    "deepseek v3 with one expert": (Case("deepseek_v3", {**V3, "num_experts_per_tok": 1}), "num_experts_per_tok"),
-    "deepseek v3 with rotary halves": (Case("deepseek_v3", {**V3, "rope_interleave": False}), "rope_interleave"),
+    "qwen3 next with a gate of gelu": (
+        Case("qwen3_next", {**QWEN3_NEXT, "hidden_act": "gelu"}),
+        "hidden_act",
+    ),
+    "deepseek v3 with unnormalised scores": (
+        Case("deepseek_v3", {**V3, "norm_topk_prob": False}),
+        "norm_topk_prob",
+    ),
+    "deepseek v3 with one expert": (
+        Case("deepseek_v3", {**V3, "num_experts_per_tok": 1}),
+        "num_experts_per_tok",
+    ),
+    "deepseek v3 with rotary halves": (
+        Case("deepseek_v3", {**V3, "rope_interleave": False}),
+        "rope_interleave",
+    ),
     "deepseek v3.2 whose dense layer is in the middle": (
         Case("deepseek_v32", {**V32, "mlp_layer_types": ["sparse", "dense", "sparse"]}),
         "mlp_layer_types",
     ),
-    "deepseek v3 with biases": (Case("deepseek_v3", {**V3, "attention_bias": True}), "attention_bias"),
+    "deepseek v3 with biases": (
+        Case("deepseek_v3", {**V3, "attention_bias": True}),
+        "attention_bias",
+    ),
     "deepseek v3 with an attention factor": (
         Case("deepseek_v3", {**V3, "rope_parameters": {**YARN, "attention_factor": 0.5}}),
         "rope_parameters",
     ),
-    "gemma 2 with biases in attention": (Case("gemma2", {**GEMMA, "attention_bias": True}), "attention_bias"),
+    "gemma 2 with biases in attention": (
+        Case("gemma2", {**GEMMA, "attention_bias": True}),
+        "attention_bias",
+    ),
     "gemma 2 that looks ahead": (
         Case("gemma2", {**GEMMA, "use_bidirectional_attention": True}),
         "use_bidirectional_attention",
@@ -376,7 +485,11 @@ REFUSED: dict[str, tuple[Case, str]] = {
             {
                 **GEMMA3,
                 "rope_parameters": {
-                    "sliding_attention": {"rope_type": "linear", "rope_theta": 500.0, "factor": 2.0},
+                    "sliding_attention": {
+                        "rope_type": "linear",
+                        "rope_theta": 500.0,
+                        "factor": 2.0,
+                    },
                     "full_attention": ROPE,
                 },
             },
@@ -384,19 +497,36 @@ REFUSED: dict[str, tuple[Case, str]] = {
         "rope_parameters",
     ),
     "gemma 3 whose first layer alone slides": (
-        Case("gemma3_text", {**GEMMA3, "layer_types": ["sliding_attention", *["full_attention"] * 3]}),
+        Case(
+            "gemma3_text", {**GEMMA3, "layer_types": ["sliding_attention", *["full_attention"] * 3]}
+        ),
         "layer_types",
     ),
     "olmo 2 with biases": (Case("olmo2", {**SIZES, "attention_bias": True}), "attention_bias"),
-    "minimax m2 with one expert": (Case("minimax_m2", {**MINIMAX, "num_experts_per_tok": 1}), "num_experts_per_tok"),
-    "minimax m2 with noise": (Case("minimax_m2", {**MINIMAX, "router_jitter_noise": 0.1}), "router_jitter_noise"),
+    "minimax m2 with one expert": (
+        Case("minimax_m2", {**MINIMAX, "num_experts_per_tok": 1}),
+        "num_experts_per_tok",
+    ),
+    "minimax m2 with noise": (
+        Case("minimax_m2", {**MINIMAX, "router_jitter_noise": 0.1}),
+        "router_jitter_noise",
+    ),
     "phi 3 with dropout of residuals": (Case("phi3", {**PHI3, "resid_pdrop": 0.1}), "resid_pdrop"),
-    "glm 4.5 with unnormalised scores": (Case("glm4_moe", {**GLM4, "norm_topk_prob": False}), "norm_topk_prob"),
+    "glm 4.5 with unnormalised scores": (
+        Case("glm4_moe", {**GLM4, "norm_topk_prob": False}),
+        "norm_topk_prob",
+    ),
     "gpt2 with scores by the layer": (
         Case("gpt2", {**GPT2, "scale_attn_by_inverse_layer_idx": True}),
         "scale_attn_by_inverse_layer_idx",
     ),
-    "nemotron without a gate of silu": (Case("nemotron", {**NEMOTRON, "hidden_act": "silu"}), "hidden_act"),
-    "gpt2 with relu": (Case("gpt2", {**GPT2, "activation_function": "relu"}), "activation_function"),
+    "nemotron without a gate of silu": (
+        Case("nemotron", {**NEMOTRON, "hidden_act": "silu"}),
+        "hidden_act",
+    ),
+    "gpt2 with relu": (
+        Case("gpt2", {**GPT2, "activation_function": "relu"}),
+        "activation_function",
+    ),
 }
 """Models that ours cannot be, and the key that the import must name."""

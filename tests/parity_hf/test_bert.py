@@ -1,4 +1,6 @@
-"""BERT and Megatron's beside transformers': logits, losses, gradients and steps in layouts; files in and out."""
+"""BERT and Megatron's beside transformers': logits, losses, gradients and steps in layouts; files
+in and out.
+"""
 
 from __future__ import annotations
 
@@ -32,11 +34,13 @@ SHAPE = {
     "hidden_dropout_prob": 0.0,
     "attention_probs_dropout_prob": 0.0,
 }
-SAMPLES, LENGTH, STEPS = 4, 34, 2
+SAMPLES = 4
+LENGTH = 34
+STEPS = 2
 WORDS = (
-    f"data=mock data.seq_length={LENGTH} trainer.global_batch_size={SAMPLES} optim.lr=1e-2 optim.warmup_iters=0 "
-    "optim.schedule=constant optim.clip_grad=0.5 optim.eps=1e-4 optim.weight_decay=0.1 trainer.eval_iters=0 "
-    "cluster=cpu kernels=reference"
+    f"data=mock data.seq_length={LENGTH} trainer.global_batch_size={SAMPLES} optim.lr=1e-2"
+    " optim.warmup_iters=0 optim.schedule=constant optim.clip_grad=0.5 optim.eps=1e-4"
+    " optim.weight_decay=0.1 trainer.eval_iters=0 cluster=cpu kernels=reference"
 )
 LAYOUTS = {
     "single": (1, "parallel=single trainer.micro_batch_size=4"),
@@ -44,9 +48,17 @@ LAYOUTS = {
     "pp2": (2, "parallel=pp2 trainer.micro_batch_size=2"),
     "tp2": (2, "parallel=tp2 trainer.micro_batch_size=4"),
     "tp2pp2": (4, "parallel=tp2pp2 trainer.micro_batch_size=1"),
-    "dp2, distributed optimizer": (2, "parallel=dp2 parallel.distributed_optimizer=true trainer.micro_batch_size=1"),
+    "dp2, distributed optimizer": (
+        2,
+        "parallel=dp2 parallel.distributed_optimizer=true trainer.micro_batch_size=1",
+    ),
 }
-KINDS = ("BertForPreTraining", "BertForMaskedLM", "MegatronBertForPreTraining", "MegatronBertForMaskedLM")
+KINDS = (
+    "BertForPreTraining",
+    "BertForMaskedLM",
+    "MegatronBertForPreTraining",
+    "MegatronBertForMaskedLM",
+)
 ALWAYS = {("BertForPreTraining", "tp2sp"), ("MegatronBertForPreTraining", "tp2sp")}
 CASES = [
     pytest.param(kind, layout, marks=() if (kind, layout) in ALWAYS else pytest.mark.full)
@@ -61,7 +73,9 @@ def _family(kind: str) -> str:
 
 
 def _model(kind: str) -> Any:
-    """A model of transformers whose every weight has an effect; Megatron's has the tanh form of gelu."""
+    """A model of transformers whose every weight has an effect; Megatron's has the tanh form of
+    gelu.
+    """
     import transformers
 
     shape = {**SHAPE, "hidden_act": "gelu_new"} if _family(kind) == "MegatronBert" else SHAPE
@@ -72,7 +86,9 @@ def _model(kind: str) -> Any:
         for name, parameter in made.named_parameters():
             noise = torch.randn(parameter.shape, generator=draw)
             scale = 1.0 if name.endswith(("LayerNorm.weight", ".ln.weight")) else 0.0
-            parameter.copy_(noise / parameter.shape[-1] ** 0.5 if parameter.ndim > 1 else 0.2 * noise + scale)
+            parameter.copy_(
+                noise / parameter.shape[-1] ** 0.5 if parameter.ndim > 1 else 0.2 * noise + scale
+            )
     return made
 
 
@@ -99,8 +115,8 @@ def _loaded(run: Path, layout: str = "single") -> Any:
 
 
 def _ours(layout: str, run: Path, out: Path) -> list[tuple[float, float]]:
-    """Losses and norms of two steps in a layout from imported weights; `out` gets the weights before and behind them,
-    the first gradient and, on one rank, the logits.
+    """Losses and norms of two steps in a layout from imported weights; `out` gets the weights
+    before and behind them, the first gradient and, on one rank, the logits.
     """
     os.environ["OMP_NUM_THREADS"] = "1"
     from mtrain.ckpt import state
@@ -140,16 +156,32 @@ def _batches(run: Path) -> list[dict[str, Tensor]]:
 
 
 def _theirs(kind: str, run: Path) -> dict[str, Any]:
-    """Logits, losses, norms, the first gradient, and the weights before and behind the steps, by transformers."""
-    made, o = _model(kind), _loaded(run).optim
+    """Logits, losses, norms, the first gradient, and the weights before and behind the steps, by
+    transformers.
+    """
+    made = _model(kind)
+    o = _loaded(run).optim
     named = dict(made.named_parameters())
-    matrices, others = ([p for p in named.values() if (p.ndim > 1) == many] for many in (True, False))
-    groups = [{"params": matrices, "weight_decay": o.weight_decay}, {"params": others, "weight_decay": 0.0}]
+    matrices, others = (
+        [p for p in named.values() if (p.ndim > 1) == many] for many in (True, False)
+    )
+    groups = [
+        {"params": matrices, "weight_decay": o.weight_decay},
+        {"params": others, "weight_decay": 0.0},
+    ]
     adam = torch.optim.AdamW(groups, lr=o.lr, betas=(o.beta1, o.beta2), eps=o.eps)
-    out: dict[str, Any] = {"losses": [], "norms": [], "before": {k: p.detach().clone() for k, p in named.items()}}
+    out: dict[str, Any] = {
+        "losses": [],
+        "norms": [],
+        "before": {k: p.detach().clone() for k, p in named.items()},
+    }
     for batch in _batches(run):
         labels = torch.where(batch["loss_mask"] > 0, batch["labels"], -100)
-        given = {"input_ids": batch["tokens"], "token_type_ids": batch["token_types"], "labels": labels}
+        given = {
+            "input_ids": batch["tokens"],
+            "token_type_ids": batch["token_types"],
+            "labels": labels,
+        }
         if "next_sentence" in batch:
             given["next_sentence_label"] = batch["next_sentence"]
         found = made(**given)
@@ -165,7 +197,9 @@ def _theirs(kind: str, run: Path) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def sides(tmp_path_factory: pytest.TempPathFactory) -> Sides:
-    """Our run folder with transformers' weights, and what transformers computes; made once for each class."""
+    """Our run folder with transformers' weights, and what transformers computes; made once for each
+    class.
+    """
     known: dict[str, tuple[Path, dict[str, Any]]] = {}
 
     def of(kind: str) -> tuple[Path, dict[str, Any]]:
@@ -182,7 +216,8 @@ def _as_theirs(checkpoint: Path, run: Path) -> dict[str, Tensor]:
     """The weights, or gradients, that a checkpoint holds, by their names."""
     from mtrain.train.prove import whole_tensors
 
-    model, out = _loaded(run).model, {}
+    model = _loaded(run).model
+    out = {}
     for key, tensor in whole_tensors(checkpoint).items():
         name = key.removeprefix("model/")
         if name != key and ".layers." in name:  # all layers are one tensor in a checkpoint
@@ -196,11 +231,12 @@ def _as_theirs(checkpoint: Path, run: Path) -> dict[str, Tensor]:
 def _apart(
     ours: dict[str, Tensor], theirs: dict[str, Tensor], scale: dict[str, Tensor], floor: float
 ) -> tuple[float, str]:
-    """The largest difference of a tensor as a share of the largest of its `scale`, which is at least the share
-    `floor` of the largest of all, and where it is.
+    """The largest difference of a tensor as a share of the largest of its `scale`, which is at
+    least the share `floor` of the largest of all, and where it is.
     """
     assert ours.keys() == theirs.keys()
-    least = floor * max(float(t.abs().max()) for t in scale.values())  # a key's bias has no effect: rounding alone
+    # a key's bias has no effect: rounding alone
+    least = floor * max(float(t.abs().max()) for t in scale.values())
     sizes = {name: max(float(scale[name].abs().max()), least) for name in scale}
     errors = {name: float((ours[name] - t).abs().max()) / sizes[name] for name, t in theirs.items()}
     worst = max(errors, key=lambda name: errors[name])
@@ -208,21 +244,29 @@ def _apart(
 
 
 @pytest.mark.parametrize(("kind", "layout"), CASES)
-def test_two_steps_are_those_of_transformers(kind: str, layout: str, sides: Sides, tmp_path: Path) -> None:
+def test_two_steps_are_those_of_transformers(
+    kind: str, layout: str, sides: Sides, tmp_path: Path
+) -> None:
     run, theirs = sides(kind)
     ranks, _ = LAYOUTS[layout]
     found = run_ranks(ranks, _ours, layout, run, tmp_path)[0]
-    for (loss, norm), their_loss, their_norm in zip(found, theirs["losses"], theirs["norms"], strict=True):
+    for (loss, norm), their_loss, their_norm in zip(
+        found, theirs["losses"], theirs["norms"], strict=True
+    ):
         assert loss == pytest.approx(their_loss, rel=1e-5)
         assert norm == pytest.approx(their_norm, rel=1e-5)
     if ranks == 1:
         logits = torch.load(tmp_path / "logits.pt")
-        assert float((logits - theirs["logits"]).abs().max()) <= 1e-5 * float(theirs["logits"].abs().max())
+        assert float((logits - theirs["logits"]).abs().max()) <= 1e-5 * float(
+            theirs["logits"].abs().max()
+        )
     gradients = _as_theirs(tmp_path / "gradients/step_00000000", run)
     error, where = _apart(gradients, theirs["gradients"], theirs["gradients"], 1e-2)
     assert error <= 1e-5, where
     moved = {name: after - theirs["before"][name] for name, after in theirs["weights"].items()}
-    error, where = _apart(_as_theirs(tmp_path / f"step_{STEPS:08d}", run), theirs["weights"], moved, 1.0)
+    error, where = _apart(
+        _as_theirs(tmp_path / f"step_{STEPS:08d}", run), theirs["weights"], moved, 1.0
+    )
     assert error <= 1e-4, where
     assert _convert("export", tmp_path / "step_00000000", tmp_path / "again") == 0
     assert _bytes(tmp_path / "again") == _bytes(run.parent / "theirs")
@@ -247,7 +291,9 @@ COPIED = {"weight": "bert.embeddings.word_embeddings.weight", "bias": "cls.predi
 
 
 def _as_published(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """As older files are: norms under other names, both heads, tied tensors twice, and a table of positions."""
+    """As older files are: norms under other names, both heads, tied tensors twice, and a table of
+    positions.
+    """
     words = {"LayerNorm.weight": "LayerNorm.gamma", "LayerNorm.bias": "LayerNorm.beta"}
     out = {}
     for name, tensor in tensors.items():
@@ -262,7 +308,9 @@ def _as_published(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     return out | {"bert.embeddings.position_ids": torch.arange(37).unsqueeze(0)}
 
 
-def test_published_files_with_old_names_are_read_and_heads_that_are_not_wanted_left_out(tmp_path: Path) -> None:
+def test_published_files_with_old_names_are_read_and_heads_that_are_not_wanted_left_out(
+    tmp_path: Path,
+) -> None:
     plain = _saved("BertForMaskedLM", tmp_path / "plain")
     old = _renamed(_saved("BertForMaskedLM", tmp_path / "old"), _as_published)
     assert _convert("import", old, tmp_path / "run", "model.bert.next_sentence=false") == 0
@@ -271,7 +319,9 @@ def test_published_files_with_old_names_are_read_and_heads_that_are_not_wanted_l
 
 
 @pytest.mark.full
-def test_a_file_with_both_heads_is_imported_with_them_whatever_its_config_says(tmp_path: Path) -> None:
+def test_a_file_with_both_heads_is_imported_with_them_whatever_its_config_says(
+    tmp_path: Path,
+) -> None:
     from mtrain.cli.setup import load
 
     whole = _saved("BertForPreTraining", tmp_path / "whole")
@@ -282,7 +332,9 @@ def test_a_file_with_both_heads_is_imported_with_them_whatever_its_config_says(t
     assert load([f"run={tmp_path / 'run/run.yaml'}"]).run.model.bert.next_sentence
     assert _convert("export", tmp_path / "run", tmp_path / "again") == 0
     assert _bytes(tmp_path / "again") == _bytes(whole)
-    assert json.loads((tmp_path / "again/config.json").read_text())["architectures"] == ["BertForPreTraining"]
+    assert json.loads((tmp_path / "again/config.json").read_text())["architectures"] == [
+        "BertForPreTraining"
+    ]
 
 
 def test_a_file_without_a_head_has_none_whatever_its_config_says(tmp_path: Path) -> None:
@@ -303,7 +355,9 @@ def test_a_file_without_a_head_has_none_whatever_its_config_says(tmp_path: Path)
 
 
 @pytest.mark.parametrize("wanted", ["true", pytest.param("false", marks=pytest.mark.full)])
-def test_a_run_begins_with_the_heads_that_it_has_of_those_of_a_published_file(wanted: str, tmp_path: Path) -> None:
+def test_a_run_begins_with_the_heads_that_it_has_of_those_of_a_published_file(
+    wanted: str, tmp_path: Path
+) -> None:
     from mtrain.ckpt.folder import read_manifest
     from mtrain.config.resolve import Machine, resolve
     from mtrain.convert.hugging_face import configuration, take
@@ -328,7 +382,9 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("key", REFUSED)
-def test_what_is_not_built_is_refused_by_name(key: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_what_is_not_built_is_refused_by_name(
+    key: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
     folder = tmp_path / "theirs"
     folder.mkdir()
     shape = {**SHAPE, "model_type": "bert", "architectures": ["BertForMaskedLM"], key: REFUSED[key]}
@@ -350,7 +406,8 @@ def test_a_random_shape_goes_in_and_out_or_is_refused(seed: int, tmp_path: Path)
     import transformers
 
     dice = random.Random(seed)
-    heads, vocab = dice.choice([1, 2, 3, 5]), dice.choice([7, 97, 128, 331, 1000])
+    heads = dice.choice([1, 2, 3, 5])
+    vocab = dice.choice([7, 97, 128, 331, 1000])
     shape = {
         "vocab_size": vocab,
         "hidden_size": heads * dice.choice([2, 6, 16]),

@@ -33,9 +33,10 @@ HF = {
     "tie_word_embeddings": False,
 }
 OURS = (
-    "model=llama_tiny model.num_layers=2 model.hidden_size=32 model.ffn_hidden_size=48 model.num_attention_heads=4 "
-    "model.num_query_groups=2 model.kv_channels=null model.vocab_size=640 model.max_position_embeddings=128 "
-    "model.rotary_base=10000 model.layernorm_epsilon=1e-5 model.tie_word_embeddings=false"
+    "model=llama_tiny model.num_layers=2 model.hidden_size=32 model.ffn_hidden_size=48"
+    " model.num_attention_heads=4 model.num_query_groups=2 model.kv_channels=null"
+    " model.vocab_size=640 model.max_position_embeddings=128 model.rotary_base=10000"
+    " model.layernorm_epsilon=1e-5 model.tie_word_embeddings=false"
 )
 
 
@@ -62,11 +63,17 @@ def loaded(home: Path) -> tuple[Any, Any]:
 
 
 def theirs_of_transformers(home: Path, learn_all: bool) -> float:
-    """The loss of transformers, whose labels are -100 for what the mask of its chat template leaves out."""
+    """The loss of transformers, whose labels are -100 for what the mask of its chat template leaves
+    out.
+    """
     model, tokenizer = loaded(home)
-    rows = [tokenizer.apply_chat_template(c, return_dict=True, return_assistant_tokens_mask=True) for c in CHATS]
+    rows = [
+        tokenizer.apply_chat_template(c, return_dict=True, return_assistant_tokens_mask=True)
+        for c in CHATS
+    ]
     longest = max(len(row["input_ids"]) for row in rows)
-    ids, labels = torch.zeros(len(rows), longest, dtype=torch.int64), torch.full((len(rows), longest), -100)
+    ids = torch.zeros(len(rows), longest, dtype=torch.int64)
+    labels = torch.full((len(rows), longest), -100)
     for i, row in enumerate(rows):
         known = torch.tensor(row["input_ids"])
         ids[i, : len(known)] = known
@@ -95,13 +102,20 @@ def theirs_of_trl(home: Path, learn_all: bool) -> float:
         gradient_checkpointing=False,
         dataset_kwargs={"skip_prepare_dataset": True},
     )
-    made = [tokenizer.apply_chat_template(c, return_dict=True, return_assistant_tokens_mask=True) for c in CHATS]
+    made = [
+        tokenizer.apply_chat_template(c, return_dict=True, return_assistant_tokens_mask=True)
+        for c in CHATS
+    ]
     columns = []
     for row in made:
-        known = [i if learn_all or m else -100 for i, m in zip(row["input_ids"], row["assistant_masks"], strict=True)]
+        known = [
+            i if learn_all or m else -100
+            for i, m in zip(row["input_ids"], row["assistant_masks"], strict=True)
+        ]
         columns.append({"input_ids": row["input_ids"], "labels": known})
     table = InMemoryTable(pyarrow.Table.from_pylist(columns))
-    rows = Dataset(table, fingerprint="chats")  # the function that makes one knows not every release of pyarrow
+    # the function that makes one knows not every release of pyarrow
+    rows = Dataset(table, fingerprint="chats")
     trainer = SFTTrainer(model=model, args=asked, train_dataset=rows, processing_class=tokenizer)
     (batch,) = trainer.get_train_dataloader()
     with torch.no_grad():
@@ -118,13 +132,25 @@ def test_the_first_step_of_a_fine_tuning_has_their_loss(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     words = (
-        f"trainer=sft data=sft data.path={home}/chats.jsonl checkpoint.init_from={home}/hf data.cache_dir={home}/c"
+        f"trainer=sft data=sft data.path={home}/chats.jsonl checkpoint.init_from={home}/hf"
+        f" data.cache_dir={home}/c"
     )
     more = (
-        f"data.loss_on={'all' if learn_all else 'assistant'} data.split=[1,0,0] data.seq_length=128 parallel=single"
+        f"data.loss_on={'all' if learn_all else 'assistant'} data.split=[1,0,0] data.seq_length=128"
+        " parallel=single"
     )
-    steps = "trainer.train_iters=1 trainer.global_batch_size=4 trainer.eval_iters=0 trainer.eval_interval=0"
-    argv = [*OURS.split(), *words.split(), *more.split(), *steps.split(), "log.name=run", "log.progress=none"]
+    steps = (
+        "trainer.train_iters=1 trainer.global_batch_size=4 trainer.eval_iters=0"
+        " trainer.eval_interval=0"
+    )
+    argv = [
+        *OURS.split(),
+        *words.split(),
+        *more.split(),
+        *steps.split(),
+        "log.name=run",
+        "log.progress=none",
+    ]
     assert run_alone(lambda: main(argv)) == 0
     ours = json.loads((tmp_path / "runs/run/metrics.jsonl").read_text().splitlines()[0])["loss"]
     their = run_alone(lambda: THEIRS[whose](home, learn_all))

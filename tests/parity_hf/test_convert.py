@@ -1,4 +1,6 @@
-"""Weights of Hugging Face folders: in, through any layout, and out again, byte by byte; a wrong table is found."""
+"""Weights of Hugging Face folders: in, through any layout, and out again, byte by byte; a wrong
+table is found.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +31,12 @@ from tests.support.forked import RankFailed, run_alone, run_ranks
 
 DRAWN = int(os.environ.get("PARITY_CASES", "1"))
 """Random configurations of each family."""
-ALWAYS = ("gpt oss beyond its window", "deepseek v3", "gpt2", "nemotron 4, with heads narrower than the model")
+ALWAYS = (
+    "gpt oss beyond its window",
+    "deepseek v3",
+    "gpt2",
+    "nemotron 4, with heads narrower than the model",
+)
 LAYOUTS = {
     "llama 3.2, tied": ("parallel=tp2pp2", 4),
     "qwen3": ("parallel=pp2dp2 parallel.distributed_optimizer=true", 4),
@@ -69,8 +76,12 @@ def data_of(folder: Path) -> dict[str, bytes]:
 
 
 @pytest.mark.parametrize("name", some(CASES, ALWAYS))
-def test_an_export_returns_the_bytes_that_were_imported_and_both_compute_the_same(name: str, tmp_path: Path) -> None:
-    theirs_, run, again = saved(name, tmp_path / "theirs"), tmp_path / "run", tmp_path / "again"
+def test_an_export_returns_the_bytes_that_were_imported_and_both_compute_the_same(
+    name: str, tmp_path: Path
+) -> None:
+    theirs_ = saved(name, tmp_path / "theirs")
+    run = tmp_path / "run"
+    again = tmp_path / "again"
     assert command("import", theirs_, run) == 0
     assert command("export", run, again) == 0
     assert data_of(again) == data_of(theirs_)
@@ -79,7 +90,9 @@ def test_an_export_returns_the_bytes_that_were_imported_and_both_compute_the_sam
         found = certificate["logits"]
         assert found["largest_error"] <= 1e-5 * max(1.0, found["largest_logit"]), found
         held = certificate["source" if folder == run else "target"]
-        used = [name for step in certificate["steps"] for name in step["theirs"]] + list(certificate["copies"])
+        used = [name for step in certificate["steps"] for name in step["theirs"]] + list(
+            certificate["copies"]
+        )
         assert sorted(used) == sorted(held), "every tensor of theirs has one place"
     assert command("verify", theirs_, run) == 0
 
@@ -122,7 +135,9 @@ def test_a_random_model_goes_in_and_out_or_is_refused(kind: str, seed: int, tmp_
     case = draw(kind, seed)
 
     def save() -> None:
-        theirs.model(theirs.configuration(case.kind, case.values), seed).save_pretrained(tmp_path / "theirs")
+        theirs.model(theirs.configuration(case.kind, case.values), seed).save_pretrained(
+            tmp_path / "theirs"
+        )
 
     run_alone(save)
     code = command("import", tmp_path / "theirs", tmp_path / "run")
@@ -141,7 +156,10 @@ def _saved_in(layout: str, run: Path, into: Path) -> None:
     from mtrain.train.assemble import assemble, splits_of
     from mtrain.world.init import joined
 
-    words = "data=mock data.seq_length=16 trainer.global_batch_size=8 trainer.micro_batch_size=1 optim.warmup_iters=0"
+    words = (
+        "data=mock data.seq_length=16 trainer.global_batch_size=8 trainer.micro_batch_size=1"
+        " optim.warmup_iters=0"
+    )
     found = load([f"run={run / 'run.yaml'}", *words.split(), *layout.split()]).run
     with joined(found) as world:
         parts = assemble(found, world, splits_of(found))
@@ -152,7 +170,8 @@ def _saved_in(layout: str, run: Path, into: Path) -> None:
 @pytest.mark.parametrize("name", some(LAYOUTS, ["qwen2 moe"]))
 def test_weights_go_through_a_layout_and_come_out_as_they_were(name: str, tmp_path: Path) -> None:
     layout, ranks = LAYOUTS[name]
-    theirs_, run = saved(name, tmp_path / "theirs"), tmp_path / "run"
+    theirs_ = saved(name, tmp_path / "theirs")
+    run = tmp_path / "run"
     assert command("import", theirs_, run) == 0
     run_ranks(ranks, _saved_in, layout, run, tmp_path / "saved")
     assert command("export", tmp_path / "saved/step_00000000", tmp_path / "again") == 0
@@ -163,17 +182,25 @@ def _changed(change: Callable[[Entry], Entry | None]) -> Callable[[Table], Table
     def apply(table: Table) -> Table:
         layer = [change(entry) for entry in table.layer]
         dense = [change(entry) for entry in table.dense]
-        return replace(table, layer=tuple(e for e in layer if e), dense=tuple(e for e in dense if e))
+        return replace(
+            table, layer=tuple(e for e in layer if e), dense=tuple(e for e in dense if e)
+        )
 
     return apply
 
 
 _SWAPPED = Operation(
-    "up over gate", lambda t, m: GATE_UP.to_ours(t[::-1], m), lambda t, m: GATE_UP.to_theirs(t, m)[::-1]
+    "up over gate",
+    lambda t, m: GATE_UP.to_ours(t[::-1], m),
+    lambda t, m: GATE_UP.to_theirs(t, m)[::-1],
 )
 MUTATIONS: dict[str, Callable[[Entry], Entry | None]] = {
-    "a transposed weight": lambda e: replace(e, operation=TRANSPOSED) if "linear_proj.weight" in e.ours else e,
-    "gate and up swapped": lambda e: replace(e, operation=_SWAPPED) if e.operation is GATE_UP else e,
+    "a transposed weight": lambda e: (
+        replace(e, operation=TRANSPOSED) if "linear_proj.weight" in e.ours else e
+    ),
+    "gate and up swapped": lambda e: (
+        replace(e, operation=_SWAPPED) if e.operation is GATE_UP else e
+    ),
     "two norms swapped": lambda e: replace(
         e,
         ours=e.ours.translate(str.maketrans({}))
@@ -182,16 +209,22 @@ MUTATIONS: dict[str, Callable[[Entry], Entry | None]] = {
         .replace("other", "pre_mlp_layernorm"),
     ),
     "a weight that nobody takes": lambda e: None if "linear_proj.weight" in e.ours else e,
-    "a bias that is not there": lambda e: replace(e, theirs=(f"{e.theirs[0]}.more",)) if "fc2" in e.ours else e,
+    "a bias that is not there": lambda e: (
+        replace(e, theirs=(f"{e.theirs[0]}.more",)) if "fc2" in e.ours else e
+    ),
 }
 
 
 @pytest.mark.parametrize("name", MUTATIONS)
-def test_a_mutated_table_is_found(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_mutated_table_is_found(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     theirs_ = saved("llama 2", tmp_path / "theirs")
     tables = hf_files.files
     monkeypatch.setattr(
-        hf_files, "files", lambda kind, model: tuple(map(_changed(MUTATIONS[name]), tables(kind, model)))
+        hf_files,
+        "files",
+        lambda kind, model: tuple(map(_changed(MUTATIONS[name]), tables(kind, model))),
     )
     with pytest.raises(RankFailed, match="exit code 4"):
         run_alone(lambda: _must(main(["convert", "import", str(theirs_), str(tmp_path / "run")])))
@@ -209,7 +242,12 @@ def test_a_layer_more_or_less_is_named(tmp_path: Path) -> None:
     theirs_ = saved("llama 2", tmp_path / "theirs")
     names = set(open_folder(theirs_).tensors)
     with pytest.raises(CorruptData, match=r"nothing of ours is made of model\.layers\.2\.x"):
-        match(hf_files.files("llama", None), _model(theirs_), _ours(theirs_), names | {"model.layers.2.x"})
+        match(
+            hf_files.files("llama", None),
+            _model(theirs_),
+            _ours(theirs_),
+            names | {"model.layers.2.x"},
+        )
     lacking = names - {"model.layers.1.mlp.down_proj.weight"}
     with pytest.raises(CorruptData, match=r"model\.layers\.1\.mlp\.down_proj\.weight is missing"):
         match(hf_files.files("llama", None), _model(theirs_), _ours(theirs_), lacking)
@@ -294,7 +332,7 @@ def test_the_same_means_every_bit() -> None:
     from mtrain.convert.compare import compare
 
     def said(a: torch.Tensor, b: torch.Tensor) -> str:
-        ((row,), only) = compare(_Held(a), _Held(b))
+        (row,), only = compare(_Held(a), _Held(b))
         assert only == []
         return "the same" if row.equal else row.said
 
@@ -309,15 +347,25 @@ def test_the_same_means_every_bit() -> None:
 
 
 def _add_mtp(folder: Path, *, other_embedding: bool) -> None:
-    """One MTP layer behind the others, as DeepSeek-V3's files have it: transformers neither writes nor reads it."""
+    """One MTP layer behind the others, as DeepSeek-V3's files have it: transformers neither writes
+    nor reads it.
+    """
     from safetensors.torch import load_file, save_file
 
     config = json.loads((folder / "config.json").read_text())
-    layers, width = config["num_hidden_layers"], config["hidden_size"]
+    layers = config["num_hidden_layers"]
+    width = config["hidden_size"]
     held = load_file(folder / "model.safetensors")
-    last, new = f"model.layers.{layers - 1}.", f"model.layers.{layers}."
-    held |= {name.replace(last, new): torch.randn_like(t) for name, t in held.items() if name.startswith(last)}
-    held |= {f"{new}{name}.weight": torch.randn(width) for name in ("enorm", "hnorm", "shared_head.norm")}
+    last = f"model.layers.{layers - 1}."
+    new = f"model.layers.{layers}."
+    held |= {
+        name.replace(last, new): torch.randn_like(t)
+        for name, t in held.items()
+        if name.startswith(last)
+    }
+    held |= {
+        f"{new}{name}.weight": torch.randn(width) for name in ("enorm", "hnorm", "shared_head.norm")
+    }
     held[f"{new}eh_proj.weight"] = torch.randn(width, 2 * width)
     held[f"{new}embed_tokens.weight"] = held["model.embed_tokens.weight"].clone() + other_embedding
     held[f"{new}shared_head.head.weight"] = held["lm_head.weight"].clone()
@@ -325,9 +373,12 @@ def _add_mtp(folder: Path, *, other_embedding: bool) -> None:
     (folder / "config.json").write_text(json.dumps({**config, "num_nextn_predict_layers": 1}))
 
 
-@pytest.mark.parametrize("name", ["deepseek v3", pytest.param("glm 4.5 air", marks=pytest.mark.full)])
+@pytest.mark.parametrize(
+    "name", ["deepseek v3", pytest.param("glm 4.5 air", marks=pytest.mark.full)]
+)
 def test_layers_that_predict_further_go_in_and_out(name: str, tmp_path: Path) -> None:
-    theirs_, run = saved(name, tmp_path / "theirs"), tmp_path / "run"
+    theirs_ = saved(name, tmp_path / "theirs")
+    run = tmp_path / "run"
     _add_mtp(theirs_, other_embedding=False)
     assert command("import", theirs_, run) == 0
     assert command("export", run, tmp_path / "again") == 0
@@ -340,9 +391,15 @@ def test_layers_that_predict_further_go_in_and_out(name: str, tmp_path: Path) ->
     assert not (tmp_path / "refused").exists()
 
 
-def test_a_resumed_import_trains_from_the_weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    theirs_, run = saved("qwen3, tied", tmp_path / "theirs"), tmp_path / "run"
-    words = "data=mock data.seq_length=16 trainer.train_iters=2 trainer.global_batch_size=4 log.progress=none"
+def test_a_resumed_import_trains_from_the_weights(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    theirs_ = saved("qwen3, tied", tmp_path / "theirs")
+    run = tmp_path / "run"
+    words = (
+        "data=mock data.seq_length=16 trainer.train_iters=2 trainer.global_batch_size=4"
+        " log.progress=none"
+    )
     assert command("import", theirs_, run, *words.split()) == 0
     monkeypatch.chdir(tmp_path)
 
@@ -353,8 +410,14 @@ def test_a_resumed_import_trains_from_the_weights(tmp_path: Path, monkeypatch: p
 
     again = f"run={run / 'run.yaml'}"
     resumed = loss(run, "resume", str(run))
-    assert loss(tmp_path / "runs/more", again, "log.name=more", f"checkpoint.init_from={theirs_}") == resumed
-    assert loss(tmp_path / "runs/third", again, "log.name=third", f"checkpoint.init_from={run}") < resumed
+    assert (
+        loss(tmp_path / "runs/more", again, "log.name=more", f"checkpoint.init_from={theirs_}")
+        == resumed
+    )
+    assert (
+        loss(tmp_path / "runs/third", again, "log.name=third", f"checkpoint.init_from={run}")
+        < resumed
+    )
     assert loss(tmp_path / "runs/drawn", again, "log.name=drawn") != resumed
 
 
@@ -378,7 +441,9 @@ def test_a_conversion_that_is_killed_leaves_nothing_or_the_whole(tmp_path: Path)
         if out.exists():
             assert command("verify", theirs_, out) == 0
             assert (out / "conversion.json").is_file()
-        assert command("import", theirs_, tmp_path / f"again{number}") == 0, "what was left is in nobody's way"
+        assert command("import", theirs_, tmp_path / f"again{number}") == 0, (
+            "what was left is in nobody's way"
+        )
 
 
 def test_a_head_that_repeats_tied_embeddings_is_counted_and_another_one_is_refused(
@@ -386,7 +451,8 @@ def test_a_head_that_repeats_tied_embeddings_is_counted_and_another_one_is_refus
 ) -> None:
     from safetensors.torch import load_file, save_file
 
-    source, run = saved("llama 3.2, tied", tmp_path / "theirs"), tmp_path / "run"
+    source = saved("llama 3.2, tied", tmp_path / "theirs")
+    run = tmp_path / "run"
     held = load_file(source / "model.safetensors")
     held["lm_head.weight"] = held["model.embed_tokens.weight"].clone()
     save_file(held, source / "model.safetensors", {"format": "pt"})

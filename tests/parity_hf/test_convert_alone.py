@@ -21,7 +21,9 @@ VERBS = {
     "export, megatron": "export --megatron {run} {new}",
     "import": "import {base} {new} peft=dora peft.r=4",
     "import of adapters": "import {base} {new} peft=lora peft.r=4 peft.init_from={adapters}",
-    "import, megatron": "import --megatron {megatron} {new} recipe={recipe} peft=lora peft.r=4 data=mock",
+    "import, megatron": (
+        "import --megatron {megatron} {new} recipe={recipe} peft=lora peft.r=4 data=mock"
+    ),
     "inspect of a run": "inspect {run}",
     "inspect of adapters": "inspect {adapters}",
     "verify with a folder": "verify {run} {merged}",
@@ -57,7 +59,14 @@ def test_a_verb_of_convert_works_on_adapters_as_the_first_of_a_process(
     if any(f"{{{name}}}" in words for name in ("merged", "adapters", "megatron")):
         request.getfixturevalue("exported")
     if "{recipe}" in words:
-        done = mtrain("recipe", "import", str(places["base"] / "config.json"), "-o", "model.yaml", cwd=tmp_path)
+        done = mtrain(
+            "recipe",
+            "import",
+            str(places["base"] / "config.json"),
+            "-o",
+            "model.yaml",
+            cwd=tmp_path,
+        )
         assert done.returncode == 0, done.stderr
     known = {**places, "new": tmp_path / "new", "recipe": tmp_path / "model.yaml"}
     done = mtrain("convert", *words.format(**known).split(), cwd=tmp_path)
@@ -65,4 +74,8 @@ def test_a_verb_of_convert_works_on_adapters_as_the_first_of_a_process(
     if "{new}" in words:
         assert (tmp_path / "new").is_dir()
     else:
-        assert "lora_a" in done.stdout or "lora_A" in done.stdout or "the same, bit by bit" in done.stdout
+        assert (
+            "lora_a" in done.stdout
+            or "lora_A" in done.stdout
+            or "the same, bit by bit" in done.stdout
+        )

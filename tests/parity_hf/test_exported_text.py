@@ -20,7 +20,9 @@ PROMPTS = ("alpha beta", "return")
 
 
 def _corpus(folder: Path) -> None:
-    """Lines in which one word always follows another, so that a little training makes texts that go on."""
+    """Lines in which one word always follows another, so that a little training makes texts that go
+    on.
+    """
     names = ["alpha", "beta", "gamma", "delta", "return", "import", "self", "print"]
     folder.mkdir()
     for i in range(20):
@@ -31,7 +33,8 @@ def _corpus(folder: Path) -> None:
 def _written_by_transformers(folder: Path) -> list[str]:
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    model, tokenizer = AutoModelForCausalLM.from_pretrained(folder), AutoTokenizer.from_pretrained(folder)
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    tokenizer = AutoTokenizer.from_pretrained(folder)
     texts = []
     for prompt in PROMPTS:
         ids = tokenizer(prompt, return_tensors="pt", add_special_tokens=False).input_ids
@@ -45,7 +48,12 @@ def _written_by_transformers(folder: Path) -> list[str]:
 def test_transformers_writes_what_generate_writes(name: str, tmp_path: Path) -> None:
     _corpus(tmp_path / "corpus")
     words = [word for word in SMALL if not word.startswith(("data=", "model.vocab", "parallel="))]
-    words += ["data=text", "data.path=corpus", "data.seq_length=64", "data.tokenizer_vocab_size=400"]
+    words += [
+        "data=text",
+        "data.path=corpus",
+        "data.seq_length=64",
+        "data.tokenizer_vocab_size=400",
+    ]
     words += [
         "model.vocab_size=401",
         "data.cache_dir=cache",
@@ -63,4 +71,6 @@ def test_transformers_writes_what_generate_writes(name: str, tmp_path: Path) -> 
     ours = [text["text"] for text in json.loads(done.stdout)["texts"]]
     assert run_alone(lambda: _written_by_transformers(tmp_path / "theirs")) == ours
     assert len(set(ours)) == len(PROMPTS)
-    assert all(len(set(text.split())) > 3 for text in ours), "texts that repeat themselves show little"
+    assert all(len(set(text.split())) > 3 for text in ours), (
+        "texts that repeat themselves show little"
+    )

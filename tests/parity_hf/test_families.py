@@ -1,4 +1,6 @@
-"""Our models beside Hugging Face's: what the import makes of a config.json computes what transformers computes."""
+"""Our models beside Hugging Face's: what the import makes of a config.json computes what
+transformers computes.
+"""
 
 from __future__ import annotations
 
@@ -26,10 +28,19 @@ TOLERANCES = {
     "weights after the steps": 1e-3,  # of the update: Adam divides what is small by what is small
 }
 ROUNDING = {"qwen3_next": 10.0}
-"""Times the tolerances: the gated delta rule is rounded to fp32 by transformers in any dtype. Beside it in fp64 the
-outputs of a head are 1.2e-6 off in chunks, theirs as ours, and 2.1e-6 once they are normed, because the first ones
-are small; by theirs without chunks 1.7e-6. In fp64 ours are 3e-15 off: nothing but rounding differs."""
-NEEDED = {"num_hidden_layers", "hidden_size", "intermediate_size", "num_attention_heads", "vocab_size"}
+"""Times the tolerances: the gated delta rule is rounded to fp32 by transformers in any dtype.
+
+Beside it in fp64 the outputs of a head are 1.2e-6 off in chunks, theirs as ours, and 2.1e-6 once
+they are normed, because the first ones are small; by theirs without chunks 1.7e-6. In fp64 ours are
+3e-15 off: nothing but rounding differs.
+"""
+NEEDED = {
+    "num_hidden_layers",
+    "hidden_size",
+    "intermediate_size",
+    "num_attention_heads",
+    "vocab_size",
+}
 NEEDED |= {"max_position_embeddings", "n_layer", "n_embd", "n_head", "n_positions"}
 """Without one of these a file is refused."""
 DRAWN = int(os.environ.get("PARITY_CASES", "1"))
@@ -40,7 +51,9 @@ def assert_agrees(result: Result, rounding: float = 1.0) -> None:
     assert not result.refused
     assert not result.problems
     assert result.errors.keys() | {"gradient of padding"} == TOLERANCES.keys()
-    apart = {q: found for q, found in result.errors.items() if not found[0] <= rounding * TOLERANCES[q]}
+    apart = {
+        q: found for q, found in result.errors.items() if not found[0] <= rounding * TOLERANCES[q]
+    }
     assert not apart
     ours, expected = result.text
     assert ours == expected
@@ -70,7 +83,9 @@ def test_a_family_computes_what_transformers_computes(name: str) -> None:
 def test_the_plan_counts_the_parameters_of_transformers(name: str) -> None:
     config = theirs.configuration(CASES[name].kind, CASES[name].values)
     m = imported(CASES[name], config.to_dict())[0].model
-    padding = (m.padded_vocab_size - m.vocab_size) * m.hidden_size * (1 if m.tie_word_embeddings else 2)
+    padding = (
+        (m.padded_vocab_size - m.vocab_size) * m.hidden_size * (1 if m.tie_word_embeddings else 2)
+    )
     assert parameters(m) - padding == sum(p.numel() for p in theirs.model(config, 0).parameters())
 
 
@@ -81,7 +96,11 @@ def test_a_random_configuration_agrees_or_the_import_names_the_key(kind: str, se
     case = draw(kind, seed)
     result = run_ranks(1, compare, case)[0]
     if result.refused:
-        said = {*case.values, "layer_types"}  # transformers makes layer_types of the keys of windows
+        # transformers makes layer_types of the keys of windows
+        said = {
+            *case.values,
+            "layer_types",
+        }
         assert {key.partition(".")[0] for key in result.refused} <= said
     elif result.problems:
         assert all(" model." in problem for problem in result.problems)
@@ -123,7 +142,16 @@ def test_every_family_has_a_case_and_random_configurations() -> None:
 
 
 def test_a_wrong_weight_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The proof can fail: each quantity sees a norm's weight that one of both has a little larger."""
+    """The proof can fail: each quantity sees a norm's weight that one of both has a
+    little larger.
+    """
     result: Result = run_ranks(1, compare, replace(CASES["llama 3.1"], flaw=1e-3))[0]
     seen = {q for q, (error, _) in result.errors.items() if error > TOLERANCES[q]}
-    assert seen >= {"logits", "loss", "gradient", "loss of a step", "gradient norm", "weights after the steps"}
+    assert seen >= {
+        "logits",
+        "loss",
+        "gradient",
+        "loss of a step",
+        "gradient norm",
+        "weights after the steps",
+    }

@@ -1,4 +1,6 @@
-"""Folders that others wrote: kimi_k2, no MTP layers, text models beside images; and kinds of exports."""
+"""Folders that others wrote: kimi_k2, no MTP layers, text models beside images; and kinds of
+exports.
+"""
 
 from __future__ import annotations
 
@@ -39,7 +41,9 @@ def logits(folder: Path) -> dict[str, Any]:
 
 @pytest.mark.full
 def test_a_folder_of_kimi_k2_goes_in_and_out_as_the_deepseek_v3_that_it_is(tmp_path: Path) -> None:
-    source, run, out = saved("deepseek v3", tmp_path / "theirs"), tmp_path / "run", tmp_path / "out"
+    source = saved("deepseek v3", tmp_path / "theirs")
+    run = tmp_path / "run"
+    out = tmp_path / "out"
     config = json.loads((source / "config.json").read_text())
     config["model_type"] = "kimi_k2"
     (source / "config.json").write_text(json.dumps(config))
@@ -57,8 +61,12 @@ def test_a_folder_of_kimi_k2_goes_in_and_out_as_the_deepseek_v3_that_it_is(tmp_p
 def test_mtp_layers_are_those_that_the_weights_have(
     kind: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    case = "deepseek v3" if kind == "deepseek v3" else next(name for name in CASES if CASES[name].kind == "glm4_moe")
-    source, run = saved(case, tmp_path / "theirs", num_nextn_predict_layers=1), tmp_path / "run"
+    if kind == "deepseek v3":
+        case = "deepseek v3"
+    else:
+        case = next(name for name in CASES if CASES[name].kind == "glm4_moe")
+    source = saved(case, tmp_path / "theirs", num_nextn_predict_layers=1)
+    run = tmp_path / "run"
     assert json.loads((source / "config.json").read_text())["num_nextn_predict_layers"] == 1
     assert command("import", source, run) == 0
     assert "model.mtp_num_layers=null" in capfd.readouterr().out
@@ -71,18 +79,26 @@ def test_mtp_layers_are_those_that_the_weights_have(
 
 @pytest.mark.full
 def test_tensors_without_a_number_are_no_weights(tmp_path: Path) -> None:
-    source, run = saved("deepseek v3", tmp_path / "theirs", n_shared_experts=0), tmp_path / "run"
+    source = saved("deepseek v3", tmp_path / "theirs", n_shared_experts=0)
+    run = tmp_path / "run"
     assert any(data == b"" for data in data_of(source).values())
     assert command("import", source, run) == 0
     assert command("export", run, tmp_path / "out") == 0
-    assert data_of(tmp_path / "out") == {name: data for name, data in data_of(source).items() if data}
+    assert data_of(tmp_path / "out") == {
+        name: data for name, data in data_of(source).items() if data
+    }
 
 
 def images(folder: Path) -> None:
     """Save a Gemma 3 that reads images."""
     from transformers import Gemma3Config, Gemma3ForConditionalGeneration
 
-    vision = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 2}
+    vision = {
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+    }
     vision |= {"image_size": 28, "patch_size": 14}
     config = Gemma3Config(
         text_config=dict(GEMMA3), vision_config=vision, mm_tokens_per_image=4, image_token_index=130
@@ -95,7 +111,9 @@ def images(folder: Path) -> None:
 
 
 def as_in_memory(folder: Path) -> None:
-    """Put the names into a folder that the class has for its parameters: others than `save_pretrained` writes."""
+    """Put the names into a folder that the class has for its parameters: others than
+    `save_pretrained` writes.
+    """
     from safetensors.torch import load_file, save_file
 
     held = load_file(folder / "model.safetensors")
@@ -110,7 +128,9 @@ def as_in_memory(folder: Path) -> None:
 def test_of_a_gemma_3_with_images_the_text_model_is_taken(
     published: bool, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    source, run, out = tmp_path / "theirs", tmp_path / "run", tmp_path / "out"
+    source = tmp_path / "theirs"
+    run = tmp_path / "run"
+    out = tmp_path / "out"
     run_alone(lambda: images(source))
     if not published:
         as_in_memory(source)
@@ -128,7 +148,9 @@ def test_of_a_gemma_3_with_images_the_text_model_is_taken(
     assert not [name for name in data_of(out) if "vision" in name]
 
 
-def test_what_is_kept_of_other_kinds_is_written_as_the_kind_that_is_computed(tmp_path: Path) -> None:
+def test_what_is_kept_of_other_kinds_is_written_as_the_kind_that_is_computed(
+    tmp_path: Path,
+) -> None:
     from mtrain.cli import convert
 
     for kind, written, values in (
@@ -166,16 +188,27 @@ def test_a_kind_that_is_read_is_written_when_it_is_asked_for(name: str, tmp_path
     found = read(tmp_path, kind, values)
     assert differing(found) == []
     model = resolve(found.run, LAPTOP).model
-    again = read(tmp_path, kind, {k: v for k, v in config_json(model, "float32", kind).items() if k != "model_type"})
+    again = read(
+        tmp_path,
+        kind,
+        {k: v for k, v in config_json(model, "float32", kind).items() if k != "model_type"},
+    )
     assert same_model(resolve(again.run, LAPTOP).model, model) == []
 
 
-# Megatron-LM's BERT has a head that bends otherwise than its layers, which no class of transformers has.
-TINY = [name for name in choices_of_group("model") if name.endswith("_tiny") and name != "megatron_bert_tiny"]
+# Megatron-LM's BERT has a head that bends otherwise than its layers, which no class of transformers
+# has.
+TINY = [
+    name
+    for name in choices_of_group("model")
+    if name.endswith("_tiny") and name != "megatron_bert_tiny"
+]
 
 
 @pytest.mark.parametrize("name", some(TINY, ["phi3_tiny"]))
-def test_transformers_builds_what_an_export_of_a_small_model_says(name: str, tmp_path: Path) -> None:
+def test_transformers_builds_what_an_export_of_a_small_model_says(
+    name: str, tmp_path: Path
+) -> None:
     import transformers
 
     model = resolve(compose([f"model={name}"]).run, LAPTOP).model

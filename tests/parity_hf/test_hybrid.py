@@ -1,5 +1,5 @@
-"""Mamba-2, Nemotron-H and Granite 4 beside transformers': logits, losses, gradients and steps, on one rank and
-sharded; files in and out.
+"""Mamba-2, Nemotron-H and Granite 4 beside transformers': logits, losses, gradients and steps, on
+one rank and sharded; files in and out.
 """
 
 from __future__ import annotations
@@ -96,11 +96,13 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
 }
-SAMPLES, LENGTH, STEPS = 4, 30, 2
+SAMPLES = 4
+LENGTH = 30
+STEPS = 2
 WORDS = (
-    f"data=mock data.seq_length={LENGTH} trainer.global_batch_size={SAMPLES} optim.lr=1e-2 optim.warmup_iters=0 "
-    "optim.schedule=constant optim.clip_grad=0.5 optim.eps=1e-3 optim.weight_decay=0.1 trainer.eval_iters=0 "
-    "cluster=cpu kernels=reference"
+    f"data=mock data.seq_length={LENGTH} trainer.global_batch_size={SAMPLES} optim.lr=1e-2"
+    " optim.warmup_iters=0 optim.schedule=constant optim.clip_grad=0.5 optim.eps=1e-3"
+    " optim.weight_decay=0.1 trainer.eval_iters=0 cluster=cpu kernels=reference"
 )
 LAYOUTS = {
     "single": (1, "parallel=single trainer.micro_batch_size=4"),
@@ -126,19 +128,27 @@ def _model(name: str) -> Any:
 
     kind, values = KINDS[name]
     plain = {"attn_implementation": "eager", "experts_implementation": "eager"}
-    made = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **values), **plain).float().train()
+    made = (
+        AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **values), **plain)
+        .float()
+        .train()
+    )
     draw = torch.Generator().manual_seed(0)
     with torch.no_grad():
         for name, tensor in _tensors(made).items():
             noise = torch.randn(tensor.shape, generator=draw)
             scale = 1.0 if "norm" in name or name.endswith(".D") else 0.0
-            tensor.copy_(noise / tensor.shape[-1] ** 0.5 if tensor.ndim > 1 else 0.2 * noise + scale)
+            tensor.copy_(
+                noise / tensor.shape[-1] ** 0.5 if tensor.ndim > 1 else 0.2 * noise + scale
+            )
     return made
 
 
 def _tensors(made: Any) -> dict[str, Tensor]:
     saved = made.state_dict().keys()
-    return dict(made.named_parameters()) | {name: b for name, b in made.named_buffers() if name in saved}
+    return dict(made.named_parameters()) | {
+        name: b for name, b in made.named_buffers() if name in saved
+    }
 
 
 def saved(name: str, folder: Path) -> Path:
@@ -166,8 +176,9 @@ def _loaded(run: Path, layout: str = "single", *more: str) -> Any:
 
 
 def _ours(layout: str, run: Path, out: Path, flaw: float, *more: str) -> list[tuple[float, float]]:
-    """Losses and norms of two steps in a layout from imported weights; `out` gets the weights before and behind them,
-    the first gradient and, on one rank, the logits. `flaw` is added to a weight before; `more` are keys of the run.
+    """Losses and norms of two steps in a layout from imported weights; `out` gets the weights
+    before and behind them, the first gradient and, on one rank, the logits. `flaw` is added to a
+    weight before; `more` are keys of the run.
     """
     os.environ["OMP_NUM_THREADS"] = "1"
     from mtrain.ckpt import state
@@ -209,16 +220,29 @@ def _batches(run: Path) -> list[dict[str, Tensor]]:
 
 
 def _theirs(name: str, run: Path) -> dict[str, Any]:
-    """Logits, losses, norms, the first gradient, and the weights before and behind the steps, by transformers."""
-    made, found = _model(name), _loaded(run)
-    o, named = found.optim, dict(made.named_parameters())
+    """Logits, losses, norms, the first gradient, and the weights before and behind the steps, by
+    transformers.
+    """
+    made = _model(name)
+    found = _loaded(run)
+    o = found.optim
+    named = dict(made.named_parameters())
     moved = found.model.moe.router_bias_update_rate if found.model.moe is not None else None
     biases = Biases(made, moved or 0.0)
-    matrices, others = ([p for p in named.values() if (p.ndim > 1) == many] for many in (True, False))
-    groups = [{"params": matrices, "weight_decay": o.weight_decay}, {"params": others, "weight_decay": 0.0}]
+    matrices, others = (
+        [p for p in named.values() if (p.ndim > 1) == many] for many in (True, False)
+    )
+    groups = [
+        {"params": matrices, "weight_decay": o.weight_decay},
+        {"params": others, "weight_decay": 0.0},
+    ]
     adam = torch.optim.AdamW(groups, lr=o.lr, betas=(o.beta1, o.beta2), eps=o.eps)
     every = _tensors(made)
-    out: dict[str, Any] = {"losses": [], "norms": [], "before": {k: t.detach().clone() for k, t in every.items()}}
+    out: dict[str, Any] = {
+        "losses": [],
+        "norms": [],
+        "before": {k: t.detach().clone() for k, t in every.items()},
+    }
     for batch in _batches(run):
         logits = made(input_ids=batch["tokens"]).logits
         loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), batch["labels"].flatten())
@@ -235,7 +259,9 @@ def _theirs(name: str, run: Path) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def sides(tmp_path_factory: pytest.TempPathFactory) -> Sides:
-    """Our run folder with transformers' weights, and what transformers computes; made once for each class."""
+    """Our run folder with transformers' weights, and what transformers computes; made once for each
+    class.
+    """
     known: dict[str, tuple[Path, dict[str, Any]]] = {}
 
     def of(name: str) -> tuple[Path, dict[str, Any]]:
@@ -248,19 +274,26 @@ def sides(tmp_path_factory: pytest.TempPathFactory) -> Sides:
     return of
 
 
-def _as_theirs(name: str, checkpoint: Path, run: Path, layers: dict[str, Tensor]) -> dict[str, Tensor]:
+def _as_theirs(
+    name: str, checkpoint: Path, run: Path, layers: dict[str, Tensor]
+) -> dict[str, Tensor]:
     """The weights, or gradients, that a checkpoint holds, by the names of `layers`."""
     from mtrain.models.hybrid import HYBRID
     from mtrain.train.prove import whole_tensors
 
     model = _loaded(run).model
-    keys = {key.removeprefix("model/"): t for key, t in whole_tensors(checkpoint).items() if key.startswith("model/")}
+    keys = {
+        key.removeprefix("model/"): t
+        for key, t in whole_tensors(checkpoint).items()
+        if key.startswith("model/")
+    }
     out = {}
     for step in hf.LAYERS[KINDS[name][0]].entries(model):
         for ours in step.ours:
             key = HYBRID.saved_as(model, ours)
             expert = re.search(r"\.experts\.experts\.(\d+)\.", key)
-            key = key.replace(f".{expert[1]}.linear", ".linear") if expert else key  # all experts are one tensor
+            # all experts are one tensor
+            key = key.replace(f".{expert[1]}.linear", ".linear") if expert else key
             if key in keys:
                 out[ours] = keys[key][int(expert[1])] if expert else keys[key]
     found = to_theirs(hf.LAYERS[KINDS[name][0]], model, out)
@@ -270,8 +303,8 @@ def _as_theirs(name: str, checkpoint: Path, run: Path, layers: dict[str, Tensor]
 def _apart(
     ours: dict[str, Tensor], theirs: dict[str, Tensor], scale: dict[str, Tensor], floor: float
 ) -> tuple[float, str]:
-    """The largest difference of a tensor as a share of the largest of its `scale`, which is at least the share
-    `floor` of the largest of all, and where it is.
+    """The largest difference of a tensor as a share of the largest of its `scale`, which is at
+    least the share `floor` of the largest of all, and where it is.
     """
     assert ours.keys() == theirs.keys()
     least = floor * max(float(t.abs().max()) for t in scale.values())
@@ -294,7 +327,10 @@ def _differences(
         errors[what] = max(apart), ""
     if ranks == 1:
         logits = torch.load(out / "logits.pt")
-        errors["logits"] = float((logits - theirs["logits"]).abs().max() / theirs["logits"].abs().max()), ""
+        errors["logits"] = (
+            float((logits - theirs["logits"]).abs().max() / theirs["logits"].abs().max()),
+            "",
+        )
     gradients = _as_theirs(name, out / "gradients/step_00000000", run, theirs["gradients"])
     errors["gradients"] = _apart(gradients, theirs["gradients"], theirs["gradients"], 1e-2)
     moved = {name: after - theirs["before"][name] for name, after in theirs["weights"].items()}
@@ -308,7 +344,9 @@ LIMITS = {"losses": 1e-5, "norms": 1e-5, "logits": 1e-5, "gradients": 1e-5, "wei
 
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize(("name", "layout"), CASES)
-def test_two_steps_are_those_of_transformers(name: str, layout: str, sides: Sides, tmp_path: Path) -> None:
+def test_two_steps_are_those_of_transformers(
+    name: str, layout: str, sides: Sides, tmp_path: Path
+) -> None:
     errors = _differences(name, layout, sides, tmp_path)
     assert {what: found for what, found in errors.items() if found[0] > LIMITS[what]} == {}
     assert convert("export", tmp_path / "step_00000000", tmp_path / "again") == 0
@@ -321,7 +359,12 @@ def test_a_time_step_that_is_another_one_is_seen(sides: Sides, tmp_path: Path) -
     assert errors["gradients"][0] > 3 * LIMITS["gradients"]
 
 
-FACTORS = ("hybrid.residual_multiplier", "hybrid.embedding_multiplier", "hybrid.logits_scaling", "softmax_scale")
+FACTORS = (
+    "hybrid.residual_multiplier",
+    "hybrid.embedding_multiplier",
+    "hybrid.logits_scaling",
+    "softmax_scale",
+)
 
 
 @pytest.mark.full
@@ -342,7 +385,9 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("key", REFUSED)
-def test_what_is_not_built_is_refused_by_name(key: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_what_is_not_built_is_refused_by_name(
+    key: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
     from mtrain.convert.hugging_face import configuration
     from mtrain.errors import ConfigError
 

@@ -14,12 +14,20 @@ from tests.support.covering import some
 from tests.support.forked import run_alone, run_ranks
 
 EVERY = "peft.target=[qkv,proj,fc1,fc2,in_proj,out_proj,experts]"
-ADAPTED = {"nemotron h": "peft=dora", "granite experts": f"peft=lora {EVERY}", "mamba 2": "peft=lora"}
+ADAPTED = {
+    "nemotron h": "peft=dora",
+    "granite experts": f"peft=lora {EVERY}",
+    "mamba 2": "peft=lora",
+}
 
 
 @pytest.mark.parametrize("name", some(ADAPTED, []))
-def test_adapters_of_mixers_attention_and_mlps_go_to_peft_and_come_back(name: str, tmp_path: Path) -> None:
-    base, run, merged, alone, again = (tmp_path / part for part in ("base", "run", "merged", "alone", "again"))
+def test_adapters_of_mixers_attention_and_mlps_go_to_peft_and_come_back(
+    name: str, tmp_path: Path
+) -> None:
+    base, run, merged, alone, again = (
+        tmp_path / part for part in ("base", "run", "merged", "alone", "again")
+    )
     saved(name, base)
     given = [*ADAPTED[name].split(), "peft.r=4", "peft.alpha=10.5"]
     assert convert("import", base, run, *given) == 0
@@ -39,7 +47,9 @@ def test_adapters_of_mixers_attention_and_mlps_go_to_peft_and_come_back(name: st
     def tensors(folder: Path) -> dict[str, Tensor]:
         from mtrain.train.prove import whole_tensors
 
-        return {key: tensor for key, tensor in whole_tensors(folder).items() if key.startswith("model/")}
+        return {
+            key: tensor for key, tensor in whole_tensors(folder).items() if key.startswith("model/")
+        }
 
     first, second = (
         run_alone(lambda at=at: tensors(at))
@@ -52,7 +62,8 @@ def test_adapters_of_mixers_attention_and_mlps_go_to_peft_and_come_back(name: st
 
 @pytest.mark.full
 def test_what_peft_refuses_is_merged_or_nothing(tmp_path: Path) -> None:
-    run, given = tmp_path / "run", ("peft=lora", "peft.target=[out_proj]")
+    run = tmp_path / "run"
+    given = ("peft=lora", "peft.target=[out_proj]")
     assert convert("import", saved("mamba 2", tmp_path / "base"), run, *given) == 0
     run_ranks(1, lambda: trained(run))
     assert convert("export", run, tmp_path / "alone", "peft=0.19") == 2

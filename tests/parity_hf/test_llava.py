@@ -1,4 +1,6 @@
-"""LLaVA beside transformers' LlavaForConditionalGeneration: logits, losses, every gradient, folders in and out."""
+"""LLaVA beside transformers' LlavaForConditionalGeneration: logits, losses, every gradient, folders
+in and out.
+"""
 
 from __future__ import annotations
 
@@ -56,39 +58,62 @@ class Case:
 
     def values(self) -> dict[str, Any]:
         """Of `config.json`."""
-        text, vision = {**TEXT, **self.text}, {**VISION, **self.vision}
+        text = {**TEXT, **self.text}
+        vision = {**VISION, **self.vision}
         return {"image_token_index": 97, **self.both, "text_config": text, "vision_config": vision}
 
 
 CASES = {
     "one and two images": Case(),
     "no image in one of two": Case(images=(0, 1)),
-    "features of the last layer, tied": Case({"tie_word_embeddings": True}, both={"vision_feature_layer": -1}),
-    "features of the first layer": Case(vision={"num_attention_heads": 3}, both={"vision_feature_layer": 1}),
+    "features of the last layer, tied": Case(
+        {"tie_word_embeddings": True}, both={"vision_feature_layer": -1}
+    ),
+    "features of the first layer": Case(
+        vision={"num_attention_heads": 3}, both={"vision_feature_layer": 1}
+    ),
     "other activations, no bias": Case(
         vision={"hidden_act": "gelu", "layer_norm_eps": 1e-6},
         both={"projector_hidden_act": "gelu_pytorch_tanh", "multimodal_projector_bias": False},
     ),
     "a wide tower of many patches": Case(
         {"num_key_value_heads": 6, "head_dim": 16, "attention_bias": True},
-        {"hidden_size": 64, "num_attention_heads": 4, "num_hidden_layers": 5, "image_size": 20, "patch_size": 4},
+        {
+            "hidden_size": 64,
+            "num_attention_heads": 4,
+            "num_hidden_layers": 5,
+            "image_size": 20,
+            "patch_size": 4,
+        },
         {"vision_feature_layer": -3, "image_token_index": 3},
         (1, 1),
     ),
 }
 REFUSED = {
     "features of several layers": ({"vision_feature_layer": [-2, -1]}, "vision_feature_layer"),
-    "the class token kept": ({"vision_feature_select_strategy": "full"}, "vision_feature_select_strategy"),
+    "the class token kept": (
+        {"vision_feature_select_strategy": "full"},
+        "vision_feature_select_strategy",
+    ),
     "another activation": ({"projector_hidden_act": "relu"}, "projector_hidden_act"),
-    "another tower": ({"vision_config": {**VISION, "model_type": "siglip_vision_model"}}, "vision_config"),
+    "another tower": (
+        {"vision_config": {**VISION, "model_type": "siglip_vision_model"}},
+        "vision_config",
+    ),
     "another language model": ({"text_config": {**TEXT, "model_type": "mistral"}}, "text_config"),
     "channels": ({"vision_config": {**VISION, "num_channels": 1}}, "vision_config.num_channels"),
     "dropout in the tower": (
         {"vision_config": {**VISION, "attention_dropout": 0.1}},
         "vision_config.attention_dropout",
     ),
-    "a key of the first LLaVA's own files": ({"mm_vision_select_layer": -2}, "mm_vision_select_layer"),
-    "a key of text that is not known": ({"text_config": {**TEXT, "strange": 1}}, "text_config.strange"),
+    "a key of the first LLaVA's own files": (
+        {"mm_vision_select_layer": -2},
+        "mm_vision_select_layer",
+    ),
+    "a key of text that is not known": (
+        {"text_config": {**TEXT, "strange": 1}},
+        "text_config.strange",
+    ),
 }
 
 
@@ -109,7 +134,9 @@ def their_model(values: dict[str, Any], seed: int = 0) -> Any:
     """transformers' model, with weights that no part of it leaves without an effect."""
     from transformers import LlavaForConditionalGeneration
 
-    made = LlavaForConditionalGeneration._from_config(configuration(values), attn_implementation="eager").float()
+    made = LlavaForConditionalGeneration._from_config(
+        configuration(values), attn_implementation="eager"
+    ).float()
     draw = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for name, tensor in made.named_parameters():
@@ -124,7 +151,12 @@ def run_of(values: dict[str, Any]) -> Any:
     """The resolved run that a `config.json` with these values is."""
     from mtrain.config.resolve import Machine, resolve
 
-    extra = ("cluster=cpu", "data.seq_length=40", "trainer.global_batch_size=2", "trainer.micro_batch_size=2")
+    extra = (
+        "cluster=cpu",
+        "data.seq_length=40",
+        "trainer.global_batch_size=2",
+        "trainer.micro_batch_size=2",
+    )
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "config.json"
         file.write_text(json.dumps(values))
@@ -135,15 +167,24 @@ def run_of(values: dict[str, Any]) -> Any:
 
 def drawn_batch(run: Any, case: Case, seed: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Tokens [2, 40] with image tokens at places of their own, images, labels and their mask."""
-    own, draw = run.model.llava, torch.Generator().manual_seed(seed)
-    length, rows = 40, []
+    own = run.model.llava
+    draw = torch.Generator().manual_seed(seed)
+    length = 40
+    rows = []
     for images in case.images:
-        text = torch.randint(0, run.model.vocab_size - 1, (length - images * own.image_tokens,), generator=draw)
+        text = torch.randint(
+            0, run.model.vocab_size - 1, (length - images * own.image_tokens,), generator=draw
+        )
         text += (text >= own.image_token_id).long()
         parts = [text]
         for place in sorted(random.Random(seed).sample(range(len(text)), images), reverse=True):
             first = parts.pop(0)
-            parts = [first[:place], torch.full((own.image_tokens,), own.image_token_id), first[place:], *parts]
+            parts = [
+                first[:place],
+                torch.full((own.image_tokens,), own.image_token_id),
+                first[place:],
+                *parts,
+            ]
         rows.append(torch.cat(parts))
     tokens = torch.stack(rows)
     pixels = torch.randn(sum(case.images), 3, own.image_size, own.image_size, generator=draw)
@@ -161,10 +202,13 @@ def errors(case: Case, seed: int = 0, flaw: float = 0.0) -> dict[str, float]:
     from mtrain.world.init import joined
 
     values = configuration(case.values()).to_dict()
-    run, made = run_of(values), their_model(case.values(), seed)
+    run = run_of(values)
+    made = their_model(case.values(), seed)
     tokens, pixels, labels, mask = drawn_batch(run, case, seed)
     out = made(input_ids=tokens, pixel_values=pixels)
-    each = torch.nn.functional.cross_entropy(out.logits.flatten(0, 1), labels.flatten(), reduction="none")
+    each = torch.nn.functional.cross_entropy(
+        out.logits.flatten(0, 1), labels.flatten(), reduction="none"
+    )
     loss = (each * mask.flatten()).sum()
     loss.backward()
     theirs = {name: p.grad for name, p in made.named_parameters() if p.grad is not None}
@@ -187,7 +231,8 @@ def errors(case: Case, seed: int = 0, flaw: float = 0.0) -> dict[str, float]:
         ours = to_theirs(table, run.model, gradients)
     assert ours.keys() == theirs.keys()
     largest = torch.stack([g.abs().max() for g in theirs.values()]).max()
-    # a bias of keys moves all scores of a query alike: its gradient is 0 but for rounding, without a scale of its own
+    # a bias of keys moves all scores of a query alike: its gradient is 0 but for rounding, without
+    # a scale of its own
     scales = {n: largest if n.endswith("k_proj.bias") else g.abs().max() for n, g in theirs.items()}
     worst = max(float((ours[n] - g).abs().max() / scales[n]) for n, g in theirs.items())
     return {
@@ -197,7 +242,9 @@ def errors(case: Case, seed: int = 0, flaw: float = 0.0) -> dict[str, float]:
     }
 
 
-@pytest.mark.parametrize("name", some(CASES, ["one and two images", "a wide tower of many patches"]))
+@pytest.mark.parametrize(
+    "name", some(CASES, ["one and two images", "a wide tower of many patches"])
+)
 def test_it_computes_what_transformers_computes(name: str) -> None:
     found = run_ranks(1, errors, CASES[name])[0]
     assert max(found.values()) < 1e-5, found
@@ -218,22 +265,35 @@ def test_a_fault_in_the_tower_is_seen() -> None:
 @pytest.mark.parametrize("name", CASES)
 def test_the_plan_counts_the_parameters_of_transformers(name: str) -> None:
     m = run_of(configuration(CASES[name].values()).to_dict()).model
-    padding = (m.padded_vocab_size - m.vocab_size) * m.hidden_size * (1 if m.tie_word_embeddings else 2)
-    assert parameters(m) - padding == sum(p.numel() for p in their_model(CASES[name].values()).parameters())
+    padding = (
+        (m.padded_vocab_size - m.vocab_size) * m.hidden_size * (1 if m.tie_word_embeddings else 2)
+    )
+    assert parameters(m) - padding == sum(
+        p.numel() for p in their_model(CASES[name].values()).parameters()
+    )
 
 
 @pytest.mark.parametrize("name", CASES)
 def test_a_written_config_says_the_same_model_to_transformers(name: str) -> None:
     values = configuration(CASES[name].values())
     written = config_json(run_of(values.to_dict()).model, "float32")
-    again = configuration({k: v for k, v in written.items() if k not in ("model_type", "architectures")})
-    assert again.to_dict()["vision_config"] | {"projection_dim": 0} == values.to_dict()["vision_config"] | {
-        "projection_dim": 0
-    }
-    for key in ("image_token_id", "vision_feature_layer", "projector_hidden_act", "multimodal_projector_bias"):
+    again = configuration(
+        {k: v for k, v in written.items() if k not in ("model_type", "architectures")}
+    )
+    assert again.to_dict()["vision_config"] | {"projection_dim": 0} == values.to_dict()[
+        "vision_config"
+    ] | {"projection_dim": 0}
+    for key in (
+        "image_token_id",
+        "vision_feature_layer",
+        "projector_hidden_act",
+        "multimodal_projector_bias",
+    ):
         assert getattr(again, key) == getattr(values, key)
     names = {"name": "written"}
-    first, second = (run_of(one.to_dict()).model.model_copy(update=names) for one in (values, again))
+    first, second = (
+        run_of(one.to_dict()).model.model_copy(update=names) for one in (values, again)
+    )
     assert first == second
 
 
@@ -250,14 +310,42 @@ def test_what_is_another_model_is_refused_by_its_key(name: str, tmp_path: Path) 
 def test_the_published_config_json_is_the_shipped_model(tmp_path: Path) -> None:
     from mtrain.recipes.hf_write import shipped
 
-    text = {"model_type": "llama", "max_position_embeddings": 4096, "rms_norm_eps": 1e-05, "vocab_size": 32064}
-    vision = {"model_type": "clip_vision_model", "hidden_size": 1024, "image_size": 336, "intermediate_size": 4096}
-    vision |= {"num_attention_heads": 16, "num_hidden_layers": 24, "patch_size": 14, "projection_dim": 768}
-    values = {"model_type": "llava", "ignore_index": -100, "image_token_index": 32000, "pad_token_id": 32001}
+    text = {
+        "model_type": "llama",
+        "max_position_embeddings": 4096,
+        "rms_norm_eps": 1e-05,
+        "vocab_size": 32064,
+    }
+    vision = {
+        "model_type": "clip_vision_model",
+        "hidden_size": 1024,
+        "image_size": 336,
+        "intermediate_size": 4096,
+    }
+    vision |= {
+        "num_attention_heads": 16,
+        "num_hidden_layers": 24,
+        "patch_size": 14,
+        "projection_dim": 768,
+    }
+    values = {
+        "model_type": "llava",
+        "ignore_index": -100,
+        "image_token_index": 32000,
+        "pad_token_id": 32001,
+    }
     values |= {"projector_hidden_act": "gelu", "vision_feature_layer": -2, "vocab_size": 32064}
-    values |= {"vision_feature_select_strategy": "default", "torch_dtype": "float16", "tie_word_embeddings": False}
+    values |= {
+        "vision_feature_select_strategy": "default",
+        "torch_dtype": "float16",
+        "tie_word_embeddings": False,
+    }
     file = tmp_path / "config.json"
-    file.write_text(json.dumps({**values, "text_config": text, "vision_config": {**vision, "vocab_size": 32000}}))
+    file.write_text(
+        json.dumps(
+            {**values, "text_config": text, "vision_config": {**vision, "vocab_size": 32000}}
+        )
+    )
     found = import_config(file)
     assert differing(found) == []
     assert shipped(found.run.model) == "llava15_7b"
@@ -274,7 +362,10 @@ def saved(folder: Path, naming: str) -> Path:
         file = folder / "model.safetensors"
         tensors = load_file(file)
         if naming == "version 4":
-            tensors = {name.replace("vision_tower.", "vision_tower.vision_model."): t for name, t in tensors.items()}
+            tensors = {
+                name.replace("vision_tower.", "vision_tower.vision_model."): t
+                for name, t in tensors.items()
+            }
             tensors["vision_tower.vision_model.embeddings.position_ids"] = torch.arange(10)[None]
         else:
             tensors = {name: t.detach().contiguous() for name, t in made.named_parameters()}
@@ -294,8 +385,12 @@ def command(*words: object) -> int:
 
 
 @pytest.mark.parametrize("naming", some(["today", "version 4", "in memory"], ["today"]))
-def test_an_export_returns_what_was_imported_and_transformers_reads_it(naming: str, tmp_path: Path) -> None:
-    theirs, run, again = saved(tmp_path / "theirs", naming), tmp_path / "run", tmp_path / "again"
+def test_an_export_returns_what_was_imported_and_transformers_reads_it(
+    naming: str, tmp_path: Path
+) -> None:
+    theirs = saved(tmp_path / "theirs", naming)
+    run = tmp_path / "run"
+    again = tmp_path / "again"
     assert command("import", theirs, run) == 0
     assert command("export", run, again) == 0
 
@@ -309,18 +404,29 @@ def test_an_export_returns_what_was_imported_and_transformers_reads_it(naming: s
 
     run_alone(check)
     if naming == "today":
-        a, b = tensors_of(theirs), tensors_of(again)
+        a = tensors_of(theirs)
+        b = tensors_of(again)
         assert a.keys() == b.keys()
         assert all(torch.equal(a[name], b[name]) for name in a)
 
 
-@pytest.mark.parametrize("words", some(["layer_norm", "mlp.fc", "self_attn.k_proj"], ["layer_norm"]))
-def test_a_mutated_table_of_the_tower_is_found(words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two tensors of the same shape taken for each other: what is imported computes something else of an image."""
+@pytest.mark.parametrize(
+    "words", some(["layer_norm", "mlp.fc", "self_attn.k_proj"], ["layer_norm"])
+)
+def test_a_mutated_table_of_the_tower_is_found(
+    words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two tensors of the same shape taken for each other: what is imported computes something else
+    of an image.
+    """
     from mtrain.models.llava import hf
 
-    theirs, real = saved(tmp_path / "theirs", "today"), hf.files
-    swaps = {"layer_norm": ("layer_norm1.", "layer_norm2."), "mlp.fc": ("layers.0.mlp", "layers.1.mlp")}
+    theirs = saved(tmp_path / "theirs", "today")
+    real = hf.files
+    swaps = {
+        "layer_norm": ("layer_norm1.", "layer_norm2."),
+        "mlp.fc": ("layers.0.mlp", "layers.1.mlp"),
+    }
     first, second = swaps.get(words, ("k_proj", "v_proj"))
 
     def swapped(name: str) -> str:
@@ -347,11 +453,13 @@ def _saved_in(layout: str, run: Path, into: Path) -> None:
 
 @pytest.mark.parametrize("layout", some(["tp2sp", "pp2"], ["tp2sp"]))
 def test_weights_go_through_a_layout_and_come_out_as_they_were(layout: str, tmp_path: Path) -> None:
-    theirs, run = saved(tmp_path / "theirs", "today"), tmp_path / "run"
+    theirs = saved(tmp_path / "theirs", "today")
+    run = tmp_path / "run"
     assert command("import", theirs, run) == 0
     run_ranks(2, _saved_in, f"parallel={layout}", run, tmp_path / "saved")
     assert command("export", tmp_path / "saved/step_00000000", tmp_path / "again") == 0
-    a, b = tensors_of(theirs), tensors_of(tmp_path / "again")
+    a = tensors_of(theirs)
+    b = tensors_of(tmp_path / "again")
     assert a.keys() == b.keys()
     assert all(torch.equal(a[name], b[name]) for name in a)
 
@@ -365,6 +473,8 @@ def test_an_image_is_what_transformers_makes_of_it(size: tuple[int, int], tmp_pa
 
     noise = np.random.default_rng(0).integers(0, 255, (*size, 3), np.uint8)
     Image.fromarray(noise).save(tmp_path / "noise.png")
-    processor = clip.CLIPImageProcessorPil(size={"shortest_edge": 56}, crop_size={"height": 56, "width": 56})
+    processor = clip.CLIPImageProcessorPil(
+        size={"shortest_edge": 56}, crop_size={"height": 56, "width": 56}
+    )
     theirs = processor(Image.open(tmp_path / "noise.png"), return_tensors="np")["pixel_values"][0]
     np.testing.assert_allclose(load(tmp_path / "noise.png", 56), theirs, atol=1e-5)

@@ -1,4 +1,6 @@
-"""A checkpoint for Megatron-LM whose arguments say another network is refused by name, and its own comes back."""
+"""A checkpoint for Megatron-LM whose arguments say another network is refused by name, and its own
+comes back.
+"""
 
 from __future__ import annotations
 
@@ -14,22 +16,43 @@ from tests.support.commands import mtrain
 from tests.support.forked import run_alone
 
 CHANGED: dict[str, tuple[dict[str, Any], str]] = {
-    "rope scaling": ({"use_rope_scaling": True, "rope_scaling_factor": 8.0}, "model.rope_scaling_factor=8"),
+    "rope scaling": (
+        {"use_rope_scaling": True, "rope_scaling_factor": 8.0},
+        "model.rope_scaling_factor=8",
+    ),
     "activation": ({"swiglu": False, "quick_geglu": True}, "model.activation=quick_geglu"),
     "window": ({"window_size": [15, 0]}, "model.window_size=16"),
-    "a part that is not there": ({"apply_residual_connection_post_layernorm": True}, "the network has no such part"),
+    "a part that is not there": (
+        {"apply_residual_connection_post_layernorm": True},
+        "the network has no such part",
+    ),
 }
 
 
 @pytest.mark.full
 def test_arguments_of_another_network_are_refused(tmp_path: Path) -> None:
-    source, run, there = saved("llama 3", tmp_path / "theirs"), tmp_path / "run", tmp_path / "megatron"
-    recipe, common = tmp_path / "model.yaml", there / "release/common.pt"
+    source = saved("llama 3", tmp_path / "theirs")
+    run = tmp_path / "run"
+    there = tmp_path / "megatron"
+    recipe = tmp_path / "model.yaml"
+    common = there / "release/common.pt"
     assert command("import", source, run) == 0
     assert command("export", "--megatron", run, there) == 0
-    assert run_alone(lambda: main(["recipe", "import", str(source / "config.json"), "-o", str(recipe)])) == 0
+    assert (
+        run_alone(
+            lambda: main(["recipe", "import", str(source / "config.json"), "-o", str(recipe)])
+        )
+        == 0
+    )
     kept = torch.load(common, weights_only=False)  # which this test wrote
-    words = ("convert", "import", "--megatron", str(there), str(tmp_path / "back"), f"recipe={recipe}")
+    words = (
+        "convert",
+        "import",
+        "--megatron",
+        str(there),
+        str(tmp_path / "back"),
+        f"recipe={recipe}",
+    )
     for changed, said in CHANGED.values():
         for name, value in changed.items():
             setattr(kept["args"], name, value)

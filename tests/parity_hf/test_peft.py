@@ -1,4 +1,6 @@
-"""LoRA and DoRA beside `peft` over transformers: the same loss, gradients of adapters, and two steps."""
+"""LoRA and DoRA beside `peft` over transformers: the same loss, gradients of adapters, and two
+steps.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,11 @@ ALL = "[qkv,proj,fc1,fc2,experts]"
 PEFT: dict[str, tuple[str, str, dict[str, Any]]] = {
     "llama": ("llama 3", f"peft=lora peft.target={ALL}", {}),
     "llama, dora": ("llama 3", "peft=dora", {"use_dora": True}),
-    "llama, one key head, attention alone": ("llama 3.2, tied", "peft=lora peft.target=[qkv,proj]", {}),
+    "llama, one key head, attention alone": (
+        "llama 3.2, tied",
+        "peft=lora peft.target=[qkv,proj]",
+        {},
+    ),
     "llama with biases, dora": (
         "llama with heads wider than the model, and biases",
         "peft=dora",
@@ -34,7 +40,8 @@ PEFT: dict[str, tuple[str, str, dict[str, Any]]] = {
     "deepseek v3": ("deepseek v3", "peft=lora", {}),
     "deepseek v2, dora": ("deepseek v2", "peft=dora peft.target=[qkv,proj]", {"use_dora": True}),
 }
-RANK, ALPHA = 4, 12.0
+RANK = 4
+ALPHA = 12.0
 TOLERANCE = 1e-4
 
 
@@ -45,7 +52,11 @@ def adapters(chunk: Any, value: Any) -> dict[str, Any]:
     own = compare._own_tensors(chunk)
     found = {name: names_beside(name) for name in own}
     return {
-        name: Whole(value(own[n.a]), value(own[n.b]), value(own[n.magnitude]) if n.magnitude in own else None)
+        name: Whole(
+            value(own[n.a]),
+            value(own[n.b]),
+            value(own[n.magnitude]) if n.magnitude in own else None,
+        )
         for name, n in found.items()
         if n is not None and n.a in own
     }
@@ -73,7 +84,9 @@ def with_peft(made: Any, given: Any, options: dict[str, Any]) -> Any:
 def named(model: Any, value: Any) -> dict[str, Tensor]:
     """`value` of what `peft` trains, by the names that it saves them under."""
     return {
-        name.replace(".default", "").replace("lora_magnitude_vector.weight", "lora_magnitude_vector"): value(p)
+        name.replace(".default", "").replace(
+            "lora_magnitude_vector.weight", "lora_magnitude_vector"
+        ): value(p)
         for name, p in model.named_parameters()
         if p.requires_grad
     }
@@ -90,16 +103,25 @@ def compared(name: str, flaw: float = 0.0) -> compare.Result:
     from mtrain.world.init import joined
 
     kind, words, options = PEFT[name]
-    case = replace(CASES[kind], extra=(*CASES[kind].extra, *words.split(), f"peft.r={RANK}", f"peft.alpha={ALPHA}"))
+    case = replace(
+        CASES[kind],
+        extra=(*CASES[kind].extra, *words.split(), f"peft.r={RANK}", f"peft.alpha={ALPHA}"),
+    )
     config = theirs.configuration(case.kind, case.values)
     run, _ = compare.imported(case, config.to_dict())
     run = resolve(run, Machine.here(), 1)
-    made, table, result = theirs.model(config, case.seed), TABLES[case.kind], compare.Result()
+    made = theirs.model(config, case.seed)
+    table = TABLES[case.kind]
+    result = compare.Result()
     windows = compare.Windows(config.vocab_size, case.length, case.seed)
     with joined(run) as world:
         parts = compare._parts(run, world, windows)
         chunk = parts.state.chunks[0]
-        base = {k: t for k, t in compare._own_tensors(chunk).items() if "lora_" not in k and "magnitude" not in k}
+        base = {
+            k: t
+            for k, t in compare._own_tensors(chunk).items()
+            if "lora_" not in k and "magnitude" not in k
+        }
         compare.load(to_ours(table, run.model, theirs.tensors(made)), base, run)
         low_rank.start_magnitudes(parts.state.chunks)
         draw = torch.Generator().manual_seed(3)
@@ -118,7 +140,9 @@ def compared(name: str, flaw: float = 0.0) -> compare.Result:
         result.note("logits", "", logits, their.logits)
         result.note("loss", "", torch.tensor(loss), their.cross_entropy)
         gradients = named(model, lambda p: p.grad.clone())
-        for key, tensor in to_peft(table, run.model, adapters(chunk, lambda t: t.main_grad)).tensors.items():
+        for key, tensor in to_peft(
+            table, run.model, adapters(chunk, lambda t: t.main_grad)
+        ).tensors.items():
             result.note("gradient", key, tensor, gradients[key])
         model.zero_grad()
         before = named(model, lambda p: p.detach().clone())
@@ -129,9 +153,13 @@ def compared(name: str, flaw: float = 0.0) -> compare.Result:
             (their.cross_entropy + their.balance).backward()
             norm = update(ours.lr)
             result.note("loss of a step", str(number), torch.tensor(ours.loss), their.cross_entropy)
-            result.note("gradient norm", str(number), torch.tensor(ours.grad_norm), torch.tensor(norm))
+            result.note(
+                "gradient norm", str(number), torch.tensor(ours.grad_norm), torch.tensor(norm)
+            )
         after = named(model, lambda p: p.detach())
-        for key, tensor in to_peft(table, run.model, adapters(chunk, lambda t: t.detach())).tensors.items():
+        for key, tensor in to_peft(
+            table, run.model, adapters(chunk, lambda t: t.detach())
+        ).tensors.items():
             result.note("adapters after the steps", key, tensor, after[key])
             result.note("their update", key, tensor, after[key], after[key] - before[key])
     return result
@@ -143,7 +171,9 @@ def test_training_an_adapter_is_what_peft_does_with_transformers(name: str) -> N
     assert len(result.errors) == 7
     # Adam divides what is small by what is small
     allowed = {"their update": 10 * TOLERANCE}
-    assert {what: e for what, e in result.errors.items() if not e[0] <= allowed.get(what, TOLERANCE)} == {}
+    assert {
+        what: e for what, e in result.errors.items() if not e[0] <= allowed.get(what, TOLERANCE)
+    } == {}
 
 
 FOLDERS: dict[str, tuple[str, str]] = {
@@ -159,7 +189,9 @@ FOLDERS: dict[str, tuple[str, str]] = {
 
 
 def trained(run_folder: Path) -> None:
-    """A job for one rank: a checkpoint of step 1 of an imported run, with adapters of which none is 0."""
+    """A job for one rank: a checkpoint of step 1 of an imported run, with adapters of which none is
+    0.
+    """
     from mtrain.ckpt import state as ckpt_state
     from mtrain.ckpt.store import Checkpoint
     from mtrain.config.run_file import read_run_file
@@ -168,7 +200,9 @@ def trained(run_folder: Path) -> None:
     run = read_run_file(run_folder / "run.yaml")
     with joined(run) as world:
         parts = compare._parts(run, world, compare.Windows(run.model.vocab_size, 16, 0))
-        ckpt_state.load_weights(Checkpoint.open(run_folder / "checkpoints/step_00000000"), parts.state)
+        ckpt_state.load_weights(
+            Checkpoint.open(run_folder / "checkpoints/step_00000000"), parts.state
+        )
         draw = torch.Generator().manual_seed(5)
         for key, tensor in compare._own_tensors(parts.state.chunks[0]).items():
             if "lora_b" in key or "magnitude" in key:
@@ -226,11 +260,14 @@ def test_exported_adapters_and_the_merged_model_compute_what_the_run_does_and_co
     run_ranks(1, lambda: trained(run))
     assert command("export", run, merged) == 0
     found = json.loads((merged / "conversion.json").read_text())["logits"]
-    assert found["largest_error"] <= 1e-5 * max(1.0, found["largest_logit"]), "merged, and with adapters beside"
+    assert found["largest_error"] <= 1e-5 * max(1.0, found["largest_logit"]), (
+        "merged, and with adapters beside"
+    )
     assert command("export", run, alone, f"peft={version}") == 0
 
     def apart() -> tuple[float, float]:
-        whole, plain = logits_of(merged, None), logits_of(base, None)
+        whole = logits_of(merged, None)
+        plain = logits_of(base, None)
         if version == "0.18":
             from transformers import AutoModelForCausalLM
 
@@ -262,18 +299,27 @@ def test_exported_adapters_and_the_merged_model_compute_what_the_run_does_and_co
 
 
 @pytest.mark.full
-def test_an_export_is_rounded_once_and_before_the_first_step_it_is_the_model_itself(tmp_path: Path) -> None:
+def test_an_export_is_rounded_once_and_before_the_first_step_it_is_the_model_itself(
+    tmp_path: Path,
+) -> None:
     from safetensors.torch import load_file
 
-    base, run = tmp_path / "base", tmp_path / "run"
+    base = tmp_path / "base"
+    run = tmp_path / "run"
     saved("llama 3", base)
     assert command("import", base, run, "peft=lora", "peft.r=4") == 0
     assert command("export", run, tmp_path / "start") == 0
-    theirs_, ours = (load_file(folder / "model.safetensors") for folder in (base, tmp_path / "start"))
+    theirs_, ours = (
+        load_file(folder / "model.safetensors") for folder in (base, tmp_path / "start")
+    )
     assert ours.keys() == theirs_.keys()
     assert all(torch.equal(ours[name], theirs_[name]) for name in ours)
     run_ranks(1, lambda: trained(run))
-    for out, words in {"whole": (), "half": ("dtype=bf16",), "beside": ("peft=0.19", "dtype=bf16")}.items():
+    for out, words in {
+        "whole": (),
+        "half": ("dtype=bf16",),
+        "beside": ("peft=0.19", "dtype=bf16"),
+    }.items():
         assert command("export", run, tmp_path / out, *words) == 0
     whole, half = (load_file(tmp_path / out / "model.safetensors") for out in ("whole", "half"))
     assert all(torch.equal(whole[name].bfloat16(), half[name]) for name in whole)
@@ -284,11 +330,16 @@ def test_an_export_is_rounded_once_and_before_the_first_step_it_is_the_model_its
 @pytest.mark.full
 def test_adapters_that_are_a_thousandth_apart_are_found() -> None:
     (result,) = run_ranks(1, compared, "llama", 1e-3)
-    assert {what for what, error in result.errors.items() if error[0] > TOLERANCE} >= {"logits", "gradient"}
+    assert {what for what, error in result.errors.items() if error[0] > TOLERANCE} >= {
+        "logits",
+        "gradient",
+    }
 
 
 @pytest.mark.full
-def test_adapters_of_queries_and_values_alone_are_read_and_keys_stay_as_they_are(tmp_path: Path) -> None:
+def test_adapters_of_queries_and_values_alone_are_read_and_keys_stay_as_they_are(
+    tmp_path: Path,
+) -> None:
     base, alone, run = (tmp_path / part for part in ("base", "alone", "run"))
     saved("llama 3", base)
 
@@ -297,15 +348,24 @@ def test_adapters_of_queries_and_values_alone_are_read_and_keys_stay_as_they_are
         from transformers import AutoModelForCausalLM
 
         targets = {"target_modules": ["q_proj", "v_proj"], "init_lora_weights": False}
-        model = get_peft_model(AutoModelForCausalLM.from_pretrained(base), LoraConfig(r=4, lora_alpha=8, **targets))
+        model = get_peft_model(
+            AutoModelForCausalLM.from_pretrained(base), LoraConfig(r=4, lora_alpha=8, **targets)
+        )
         model.save_pretrained(alone)
 
     run_alone(made)
-    batch = ("trainer.global_batch_size=2", "trainer.micro_batch_size=2", "data=mock", "data.seq_length=16")
+    batch = (
+        "trainer.global_batch_size=2",
+        "trainer.micro_batch_size=2",
+        "data=mock",
+        "data.seq_length=16",
+    )
     words = (*batch, "peft=lora", "peft.r=4", "peft.alpha=8.0", "peft.target=[qkv]")
     assert command("import", base, run, *words, f"peft.init_from={alone}") == 0
     assert command("export", run, tmp_path / "merged") == 0
-    apart = run_alone(lambda: float((logits_of(base, alone) - logits_of(tmp_path / "merged", None)).abs().max()))
+    apart = run_alone(
+        lambda: float((logits_of(base, alone) - logits_of(tmp_path / "merged", None)).abs().max())
+    )
     assert apart < 1e-4
 
     def stepped() -> dict[str, Tensor]:
@@ -321,7 +381,9 @@ def test_adapters_of_queries_and_values_alone_are_read_and_keys_stay_as_they_are
             ckpt_state.load_weights(Checkpoint.open(run / "checkpoints/step_00000000"), parts.state)
             train_step(parts, stop_requested=False)
             own = compare._own_tensors(parts.state.chunks[0])
-            return {name: tensor.detach().clone() for name, tensor in own.items() if "layers.0" in name}
+            return {
+                name: tensor.detach().clone() for name, tensor in own.items() if "layers.0" in name
+            }
 
     (after,) = run_ranks(1, stepped)
     of_keys = after["decoder.layers.0.self_attention.linear_qkv.lora_a"][4:8]

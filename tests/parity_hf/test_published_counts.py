@@ -1,4 +1,6 @@
-"""Shipped models have as many parameters as transformers builds of their public config.json, without weights."""
+"""Shipped models have as many parameters as transformers builds of their public config.json,
+without weights.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,9 @@ from mtrain.plan.count import parameters
 from mtrain.recipes.write import section
 from tests.support.forked import run_alone
 
-FACTS: dict[str, Any] = json.loads((Path(__file__).parents[1] / "conf/public_configs.json").read_text())
+FACTS: dict[str, Any] = json.loads(
+    (Path(__file__).parents[1] / "conf/public_configs.json").read_text()
+)
 MODELS = ("bert_345m", "nemotron4_340b")
 """Those whose vocabulary needs no padding here."""
 
@@ -23,9 +27,13 @@ def _built(config: dict[str, Any]) -> int:
     import transformers
 
     (name,) = config["architectures"]
-    values = {key: value for key, value in config.items() if key not in ("architectures", "model_type")}
+    values = {
+        key: value for key, value in config.items() if key not in ("architectures", "model_type")
+    }
     with torch.device("meta"):
-        made = getattr(transformers, name)(transformers.AutoConfig.for_model(config["model_type"], **values))
+        made = getattr(transformers, name)(
+            transformers.AutoConfig.for_model(config["model_type"], **values)
+        )
     return sum(parameter.numel() for parameter in made.parameters())
 
 
@@ -33,7 +41,11 @@ def _built(config: dict[str, Any]) -> int:
 def test_a_shipped_model_has_the_parameters_that_transformers_builds(name: str) -> None:
     model: Any = section("model", name)
     assert model.padded_vocab_size == model.vocab_size
-    assert parameters(model) == run_alone(lambda: _built(FACTS[name]["config"])) == FACTS[name]["parameters"]
+    assert (
+        parameters(model)
+        == run_alone(lambda: _built(FACTS[name]["config"]))
+        == FACTS[name]["parameters"]
+    )
 
 
 def test_nemotron_4_has_the_embeddings_and_the_rest_of_its_report() -> None:

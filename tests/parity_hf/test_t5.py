@@ -1,4 +1,6 @@
-"""T5 beside Hugging Face's T5ForConditionalGeneration: logits, loss, gradients, steps of AdamW, and folders."""
+"""T5 beside Hugging Face's T5ForConditionalGeneration: logits, loss, gradients, steps of AdamW, and
+folders.
+"""
 
 from __future__ import annotations
 
@@ -39,7 +41,11 @@ CASES: dict[str, dict[str, Any]] = {
         "relative_attention_max_distance": 20,
         "layer_norm_epsilon": 1e-5,
     },
-    "tied and not scaled": {"tie_word_embeddings": False, "kept_tied": True, "num_decoder_layers": None},
+    "tied and not scaled": {
+        "tie_word_embeddings": False,
+        "kept_tied": True,
+        "num_decoder_layers": None,
+    },
     "other activations, few buckets": {
         "feed_forward_proj": "gated-silu",
         "relative_attention_num_buckets": 7,
@@ -48,7 +54,11 @@ CASES: dict[str, dict[str, Any]] = {
         "d_kv": 12,
         "num_decoder_layers": 4,
     },
-    "a vocabulary of whole blocks": {"vocab_size": 256, "feed_forward_proj": "gelu", "num_layers": 1},
+    "a vocabulary of whole blocks": {
+        "vocab_size": 256,
+        "feed_forward_proj": "gelu",
+        "num_layers": 1,
+    },
 }
 ALWAYS = ["v1.0: relu, tied, scaled", "v1.1: gated gelu, untied"]
 TOLERANCES = {
@@ -59,11 +69,13 @@ TOLERANCES = {
     "gradient norm": 1e-5,
     "weights after the steps": 1e-3,  # of the update
 }
-TOKENS, BATCH, STEPS = 40, 2, 2
+TOKENS = 40
+BATCH = 2
+STEPS = 2
 WORDS = (
-    "cluster=cpu data=mock trainer.eval_iters=0 optim.lr=1e-2 optim.warmup_iters=0 optim.schedule=constant "
-    f"optim.clip_grad=0.5 optim.eps=1e-4 data.seq_length={TOKENS} trainer.global_batch_size={BATCH} "
-    f"trainer.micro_batch_size={BATCH}"
+    "cluster=cpu data=mock trainer.eval_iters=0 optim.lr=1e-2 optim.warmup_iters=0"
+    f" optim.schedule=constant optim.clip_grad=0.5 optim.eps=1e-4 data.seq_length={TOKENS}"
+    f" trainer.global_batch_size={BATCH} trainer.micro_batch_size={BATCH}"
 ).split()
 
 
@@ -87,7 +99,9 @@ def _made(name: str, seed: int = 0, **more: Any) -> Any:
     made = T5ForConditionalGeneration(config).float().train()
     if not (config.scale_decoder_outputs or kept_tied):
         made.lm_head.weight = torch.nn.Parameter(made.lm_head.weight.detach().clone())
-        made._tied_weights_keys = {k: v for k, v in made._tied_weights_keys.items() if k != "lm_head.weight"}
+        made._tied_weights_keys = {
+            k: v for k, v in made._tied_weights_keys.items() if k != "lm_head.weight"
+        }
         made.all_tied_weights_keys.pop("lm_head.weight", None)
     draw = torch.Generator().manual_seed(seed)
     with torch.no_grad():
@@ -106,7 +120,9 @@ class Apart:
 
     errors: dict[str, tuple[float, str]]
 
-    def note(self, quantity: str, where: str, ours: Tensor, other: Tensor, scale: Tensor | None = None) -> None:
+    def note(
+        self, quantity: str, where: str, ours: Tensor, other: Tensor, scale: Tensor | None = None
+    ) -> None:
         size = float((other if scale is None else scale).detach().abs().max())
         apart = float((ours.detach() - other.detach()).abs().max()) / (size or 1.0)
         apart = math.inf if math.isnan(apart) else apart
@@ -114,7 +130,9 @@ class Apart:
             self.errors[quantity] = (apart, where)
 
 
-def compare(folder: Path, name: str, layout: str = "", flaw: float = 0.0) -> dict[str, tuple[float, str]]:
+def compare(
+    folder: Path, name: str, layout: str = "", flaw: float = 0.0
+) -> dict[str, tuple[float, str]]:
     """Both models of a folder on the batches of ours; a job for the ranks of a layout."""
     os.environ["OMP_NUM_THREADS"] = "1"
     from mtrain.ckpt import state
@@ -125,13 +143,15 @@ def compare(folder: Path, name: str, layout: str = "", flaw: float = 0.0) -> dic
     from mtrain.world.init import joined
 
     run = load([f"run={folder / 'run' / 'run.yaml'}", *WORDS, *layout.split()]).run
-    made, found = _made(name), Apart({})
+    made = _made(name)
+    found = Apart({})
     with torch.no_grad():
         made.encoder.final_layer_norm.weight *= 1 + flaw
     with joined(run) as world:
         parts = assemble(run, world, splits_of(run))
         state.load_weights(Checkpoint.open(folder / "run/checkpoints/step_00000000"), parts.state)
-        chunk, batches = parts.state.chunks[0], parts.train_data
+        chunk = parts.state.chunks[0]
+        batches = parts.train_data
         if world.size == 1:
             _compare_gradients(run, parts, made, found)
         chunk.zero_grad_buffer()
@@ -144,7 +164,9 @@ def compare(folder: Path, name: str, layout: str = "", flaw: float = 0.0) -> dic
             their.backward()
             norm = update(ours.lr)
             found.note("loss of a step", str(number), torch.tensor(ours.loss), their)
-            found.note("gradient norm", str(number), torch.tensor(ours.grad_norm), torch.tensor(norm))
+            found.note(
+                "gradient norm", str(number), torch.tensor(ours.grad_norm), torch.tensor(norm)
+            )
         if world.size == 1:
             after = _as_theirs(run, {n: t.detach() for n, t in _own(chunk).items()})
             for key, parameter in made.named_parameters():
@@ -154,9 +176,14 @@ def compare(folder: Path, name: str, layout: str = "", flaw: float = 0.0) -> dic
 
 
 def _optimizer(made: Any, o: Any) -> Any:
-    """A step of AdamW with clipping at a rate, as a function that gives the norm; norms alone do not decay."""
+    """A step of AdamW with clipping at a rate, as a function that gives the norm; norms alone do
+    not decay.
+    """
     groups = [
-        {"params": [p for p in made.parameters() if (p.ndim > 1) == decays], "weight_decay": decays * o.weight_decay}
+        {
+            "params": [p for p in made.parameters() if (p.ndim > 1) == decays],
+            "weight_decay": decays * o.weight_decay,
+        }
         for decays in (True, False)
     ]
     adam = torch.optim.AdamW(groups, betas=(o.beta1, o.beta2), eps=o.eps)
@@ -199,7 +226,9 @@ def _compare_gradients(run: Any, parts: Any, made: Any, found: Apart) -> None:
     assert (~batch["encoder_mask"]).any(), "padding is compared, too"
     with torch.no_grad():
         own = {k: batch[k] for k in ("encoder_tokens", "encoder_mask")}
-        logits = chunk(batch["tokens"], batch["position_ids"], None, **own)[..., : run.model.vocab_size]
+        logits = chunk(batch["tokens"], batch["position_ids"], None, **own)[
+            ..., : run.model.vocab_size
+        ]
     chunk.zero_grad_buffer()
     loss = reduce_report(parts.world, run_schedule(parts, [batch], forward_only=False), False).loss
     their_logits, their_loss = _their_loss(made, batch)
@@ -226,7 +255,9 @@ def command(*words: object) -> int:
 def test_t5_computes_what_transformers_computes_and_folders_come_out_as_they_went_in(
     name: str, tmp_path: Path
 ) -> None:
-    source, run, again = saved(name, tmp_path / "theirs"), tmp_path / "run", tmp_path / "again"
+    source = saved(name, tmp_path / "theirs")
+    run = tmp_path / "run"
+    again = tmp_path / "again"
     assert command("import", source, run) == 0
     assert command("export", run, again) == 0
     assert data_of(again) == data_of(source)
@@ -237,7 +268,9 @@ def test_t5_computes_what_transformers_computes_and_folders_come_out_as_they_wen
     assert errors.keys() == TOLERANCES.keys()
     assert not _beyond(errors)
     if name == ALWAYS[0]:
-        assert _beyond(run_ranks(1, compare, tmp_path, name, "", 1e-3)[0]) == TOLERANCES.keys(), "a flaw is seen"
+        assert _beyond(run_ranks(1, compare, tmp_path, name, "", 1e-3)[0]) == TOLERANCES.keys(), (
+            "a flaw is seen"
+        )
         for errors in run_ranks(2, compare, tmp_path, name, "parallel=tp2sp"):
             assert errors.keys() == {"loss of a step", "gradient norm"}
             assert not _beyond(errors)
@@ -252,7 +285,9 @@ def test_the_plan_counts_the_parameters_and_the_products_of_transformers(tmp_pat
     made = _made(name)
     model, _ = _read(tmp_path, **made.config.to_dict())
     assert parameters(model) == sum(p.numel() for p in made.parameters())
-    read, written = torch.zeros(1, 64).long(), torch.zeros(1, 16).long()  # of 64 tokens 58 and 14 are needed
+    # of 64 tokens 58 and 14 are needed
+    read = torch.zeros(1, 64).long()
+    written = torch.zeros(1, 16).long()
     with FlopCounterMode(display=False) as counted, torch.no_grad():
         made(input_ids=read, decoder_input_ids=written)
     assert flops_per_token(model, 64, causal=False) * 64 == 3 * counted.get_total_flops()
@@ -260,7 +295,9 @@ def test_the_plan_counts_the_parameters_and_the_products_of_transformers(tmp_pat
 
 
 def _beyond(errors: dict[str, tuple[float, str]]) -> set[str]:
-    return {quantity for quantity, (error, _) in errors.items() if not error <= TOLERANCES[quantity]}
+    return {
+        quantity for quantity, (error, _) in errors.items() if not error <= TOLERANCES[quantity]
+    }
 
 
 @pytest.mark.full
@@ -282,14 +319,18 @@ def _must(code: int) -> None:
 
 
 @pytest.mark.full
-def test_a_file_with_copies_of_the_embedding_is_read_and_one_whose_copy_is_another_is_not(tmp_path: Path) -> None:
+def test_a_file_with_copies_of_the_embedding_is_read_and_one_whose_copy_is_another_is_not(
+    tmp_path: Path,
+) -> None:
     from safetensors.torch import load_file, save_file
 
     source = saved(ALWAYS[0], tmp_path / "theirs")
     held = load_file(source / "model.safetensors")
     names = ("encoder.embed_tokens.weight", "decoder.embed_tokens.weight", "lm_head.weight")
     held |= {name: held["shared.weight"].clone() for name in names}
-    held["decoder.block.0.layer.1.EncDecAttention.relative_attention_bias.weight"] = torch.zeros(32, 4)
+    held["decoder.block.0.layer.1.EncDecAttention.relative_attention_bias.weight"] = torch.zeros(
+        32, 4
+    )
     save_file(held, source / "model.safetensors", {"format": "pt"})
     assert command("import", source, tmp_path / "run") == 0
     held["decoder.embed_tokens.weight"][3, 3] += 1
@@ -298,7 +339,9 @@ def test_a_file_with_copies_of_the_embedding_is_read_and_one_whose_copy_is_anoth
 
 
 def _read(tmp_path: Path, **values: Any) -> tuple[Any, list[str]]:
-    """The model of a `config.json`, and the keys of it that change the numbers and are not taken over."""
+    """The model of a `config.json`, and the keys of it that change the numbers and are not taken
+    over.
+    """
     from mtrain.recipes.hf import import_config
     from mtrain.recipes.hf_write import differing
 
@@ -320,7 +363,9 @@ def _read(tmp_path: Path, **values: Any) -> tuple[Any, list[str]]:
         ({"attention_biases": True}, "attention_biases"),
     ],
 )
-def test_what_is_another_model_is_refused_by_its_key(values: dict[str, Any], key: str, tmp_path: Path) -> None:
+def test_what_is_another_model_is_refused_by_its_key(
+    values: dict[str, Any], key: str, tmp_path: Path
+) -> None:
     assert _read(tmp_path, **values)[1] == [key]
 
 
@@ -350,7 +395,9 @@ def _made_by(values: dict[str, Any]) -> bool:
 
 
 @pytest.mark.parametrize("seed", [pytest.param(s, marks=pytest.mark.full) for s in range(6)])
-def test_a_random_t5_agrees_with_transformers(seed: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_random_t5_agrees_with_transformers(
+    seed: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     draw = random.Random(seed)
     monkeypatch.setitem(
         CASES,
@@ -363,14 +410,18 @@ def test_a_random_t5_agrees_with_transformers(seed: int, tmp_path: Path, monkeyp
             "d_ff": draw.randint(16, 90),
             "num_layers": draw.randint(1, 4),
             "num_decoder_layers": draw.choice([None, 1, 2, 4]),
-            "feed_forward_proj": draw.choice(["relu", "gelu_new", "gated-gelu", "gated-silu", "relu2"]),
+            "feed_forward_proj": draw.choice(
+                ["relu", "gelu_new", "gated-gelu", "gated-silu", "relu2"]
+            ),
             "relative_attention_num_buckets": draw.randint(4, 40),
             "relative_attention_max_distance": draw.randint(21, 200),
             "tie_word_embeddings": draw.choice([True, False]),
             "kept_tied": draw.choice([True, False]),
         },
     )
-    source, run, again = saved("drawn", tmp_path / "theirs"), tmp_path / "run", tmp_path / "again"
+    source = saved("drawn", tmp_path / "theirs")
+    run = tmp_path / "run"
+    again = tmp_path / "again"
     assert command("import", source, run) == 0
     assert command("export", run, again) == 0
     assert data_of(again) == data_of(source)

@@ -1,4 +1,6 @@
-"""Hugging Face's side of a comparison: its model with drawn weights, losses, optimizer steps and text."""
+"""Hugging Face's side of a comparison: its model with drawn weights, losses, optimizer steps and
+text.
+"""
 
 from __future__ import annotations
 
@@ -15,12 +17,15 @@ from torch import Tensor
 from mtrain.models.gpt.hf import TABLES
 
 GREEDY = {"do_sample": False, "eos_token_id": None, "pad_token_id": 0, "bos_token_id": None}
-# keys of a cache keep the rotary frequencies of the length that they were made for, in dynamic scaling and longrope
+# keys of a cache keep the rotary frequencies of the length that they were made for, in dynamic
+# scaling and longrope
 GREEDY["use_cache"] = False
 
 
 def import_models() -> None:
-    """Import the families' modules, which transformers otherwise leaves until they are asked for."""
+    """Import the families' modules, which transformers otherwise leaves until they are
+    asked for.
+    """
     for kind in TABLES:
         module = kind.removesuffix("_text")  # Gemma 3's has the model of images too
         importlib.import_module(f"transformers.models.{module}.modeling_{module}")
@@ -39,15 +44,21 @@ def model(config: Any, seed: int) -> Any:
 
     plain = {"attn_implementation": "eager", "experts_implementation": "eager"}
     made = AutoModelForCausalLM.from_config(config, **plain).float().train()
-    made.get_input_embeddings().padding_idx = None  # that id has a gradient too: nothing here is padding
+    made.get_input_embeddings().padding_idx = (
+        None  # that id has a gradient too: nothing here is padding
+    )
     # a norm's weight is its distance from 1
-    from_1 = config.model_type.startswith(("gemma", "qwen3_next")) or config.model_type == "nemotron"
+    from_1 = (
+        config.model_type.startswith(("gemma", "qwen3_next")) or config.model_type == "nemotron"
+    )
     draw = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for name, tensor in tensors(made).items():
             noise = torch.randn(tensor.shape, generator=draw)
             if tensor.ndim > 1:  # products keep the size of what they take
-                transposed = config.model_type == "gpt2" or (config.model_type == "gpt_oss" and tensor.ndim > 2)
+                transposed = config.model_type == "gpt2" or (
+                    config.model_type == "gpt_oss" and tensor.ndim > 2
+                )
                 tensor.copy_(noise / tensor.shape[-2 if transposed else -1] ** 0.5)
             else:
                 kept_from_1 = from_1 and "linear_attn." not in name
@@ -75,21 +86,29 @@ class Loss:
 def loss(made: Any, tokens: Tensor, labels: Tensor) -> Loss:
     """Logits [b, s, vocabulary], their mean loss in nats, and the router's.
 
-    transformers multiplies the load of an expert in all layers by its probability in all layers; megatron-core does
-    so in each layer, as the papers do. So their function is asked once for each layer here, and their own sum is
-    the same wherever one layer has experts.
+    transformers multiplies the load of an expert in all layers by its probability in all layers;
+    megatron-core does so in each layer, as the papers do. So their function is asked once for each
+    layer here, and their own sum is the same wherever one layer has experts.
     """
-    config, kind = made.config, made.config.model_type
+    config = made.config
+    kind = made.config.model_type
     routed = kind in BALANCED and any("experts" in name for name, _ in made.named_modules())
     out = made(input_ids=tokens, output_router_logits=True) if routed else made(input_ids=tokens)
-    each = made.loss_function(logits=out.logits, labels=labels, shift_labels=labels, vocab_size=config.vocab_size)
+    each = made.loss_function(
+        logits=out.logits, labels=labels, shift_labels=labels, vocab_size=config.vocab_size
+    )
     balance = torch.zeros(())
     if routed:
         function = importlib.import_module(type(made).__module__).load_balancing_loss_func
-        layers = [function((one,), config.num_experts, config.num_experts_per_tok) for one in out.router_logits]
+        layers = [
+            function((one,), config.num_experts, config.num_experts_per_tok)
+            for one in out.router_logits
+        ]
         balance = config.router_aux_loss_coef * torch.stack(layers).mean()
         if len(layers) == 1:
-            whole = made(input_ids=tokens, labels=labels, shift_labels=labels, output_router_logits=True).loss
+            whole = made(
+                input_ids=tokens, labels=labels, shift_labels=labels, output_router_logits=True
+            ).loss
             torch.testing.assert_close(whole, each + balance, rtol=1e-6, atol=0.0)
     return Loss(out.logits, each, balance)
 
@@ -99,12 +118,18 @@ BALANCED = ("mixtral", "qwen2_moe", "qwen3_moe", "qwen3_next", "gpt_oss")
 
 
 def optimizer(made: Any, o: Any) -> Callable[[float], float]:
-    """A step of AdamW with clipping at a rate, as a function that gives the norm; `o` is the `optim` section."""
+    """A step of AdamW with clipping at a rate, as a function that gives the norm; `o` is the
+    `optim` section.
+    """
     named = dict(made.named_parameters())
     parameters = list(named.values())
-    kept = [p for name, p in named.items() if p.ndim == 1 or "bias" in name]  # gpt_oss stacks its experts' biases
+    # gpt_oss stacks its experts' biases
+    kept = [p for name, p in named.items() if p.ndim == 1 or "bias" in name]
     decayed = [p for name, p in named.items() if p.ndim > 1 and "bias" not in name]
-    groups = [{"params": decayed, "weight_decay": o.weight_decay}, {"params": kept, "weight_decay": 0.0}]
+    groups = [
+        {"params": decayed, "weight_decay": o.weight_decay},
+        {"params": kept, "weight_decay": 0.0},
+    ]
     adam = torch.optim.AdamW(groups, betas=(o.beta1, o.beta2), eps=o.eps)
 
     def step(rate: float) -> float:
@@ -119,9 +144,11 @@ def optimizer(made: Any, o: Any) -> Callable[[float], float]:
 
 
 class Biases:
-    """The biases that balance the routers of DeepSeek-V3 and MiniMax-M2: transformers holds them, and moves none.
+    """The biases that balance the routers of DeepSeek-V3 and MiniMax-M2: transformers holds them,
+    and moves none.
 
-    After each step that of an expert with less than the mean load goes up by `rate`, that of one with more goes down.
+    After each step that of an expert with less than the mean load goes up by `rate`, that of one
+    with more goes down.
     """
 
     def __init__(self, made: Any, rate: float) -> None:
@@ -129,7 +156,9 @@ class Biases:
         self.routers = [m for m in made.modules() if hasattr(m, "e_score_correction_bias")]
         self.loads: dict[Any, Tensor] = {}
         for router in self.routers:  # MiniMax-M2's are beside the part that chooses
-            getattr(router, "gate", router).register_forward_hook(functools.partial(self._count, router))
+            getattr(router, "gate", router).register_forward_hook(
+                functools.partial(self._count, router)
+            )
 
     def _count(self, router: Any, _: Any, __: Any, output: tuple[Tensor, ...]) -> None:
         experts = router.e_score_correction_bias.numel()
@@ -148,7 +177,9 @@ def text(made: Any, prompt: list[int], tokens: int) -> list[int]:
     for name, value in GREEDY.items():
         setattr(made.generation_config, name, value)
     out = made.generate(
-        torch.tensor([prompt]), attention_mask=torch.ones(1, len(prompt)).long(), max_new_tokens=tokens
+        torch.tensor([prompt]),
+        attention_mask=torch.ones(1, len(prompt)).long(),
+        max_new_tokens=tokens,
     )
     made.train()
     return [int(token) for token in out[0]]

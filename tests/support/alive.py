@@ -1,4 +1,6 @@
-"""Every storage that is alive during a real step: a job for `run_ranks` that counts the most bytes."""
+"""Every storage that is alive during a real step: a job for `run_ranks` that counts the
+most bytes.
+"""
 
 from __future__ import annotations
 
@@ -18,11 +20,18 @@ from torch.utils._pytree import tree_leaves
 
 from mtrain.config.run import RunConfig
 
-COLLECTIVE = ("reduce_scatter_tensor", "reduce_scatter_single", "all_gather_into_tensor", "all_reduce")
+COLLECTIVE = (
+    "reduce_scatter_tensor",
+    "reduce_scatter_single",
+    "all_gather_into_tensor",
+    "all_reduce",
+)
 
 
 class Alive(TorchDispatchMode):
-    """Counts storages from their first operation on; not what a collective needs inside of itself."""
+    """Counts storages from their first operation on; not what a collective needs inside
+    of itself.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -39,7 +48,8 @@ class Alive(TorchDispatchMode):
         return out
 
     def _see(self, storage: Any) -> None:
-        key, size = storage._cdata, storage.nbytes()
+        key = storage._cdata
+        size = storage.nbytes()
         before, seen = self.live.get(key) or (0, weakref.ref(storage, partial(self._gone, key)))
         self.live[key] = size, seen
         self.now += size - before
@@ -74,7 +84,9 @@ class Alive(TorchDispatchMode):
                 with _disable_current_modes():
                     manager.__exit__(None, None, None)
 
-            stack.enter_context(mock.patch.object(param_and_grad_buffer, "_coalescing_manager", together))
+            stack.enter_context(
+                mock.patch.object(param_and_grad_buffer, "_coalescing_manager", together)
+            )
             yield
 
 

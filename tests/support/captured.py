@@ -26,12 +26,15 @@ class Graph:
 
     @torch.no_grad()
     def replay(self) -> None:
-        """Do the operations again; each result goes where the first one lies, which is where views of it look.
+        """Do the operations again; each result goes where the first one lies, which is where views
+        of it look.
 
         A device does it behind autograd's back, so no version of a tensor is counted here, either.
         """
         for op, args, kwargs, before in self.calls:
-            args, kwargs, first = tree_map_only(torch.Tensor, lambda t: t.data, (args, kwargs, before))
+            args, kwargs, first = tree_map_only(
+                torch.Tensor, lambda t: t.data, (args, kwargs, before)
+            )
             now = op(*args, **kwargs)
             for old, new in zip(tree_leaves(first), tree_leaves(now), strict=True):
                 if isinstance(old, torch.Tensor) and old.data_ptr() != new.data_ptr():
@@ -49,8 +52,14 @@ class _Recorder(TorchDispatchMode):
         kwargs = kwargs or {}
         if op._schema.is_mutable:
             written = [a for a, at in zip(args, op._schema.arguments, strict=False) if at.is_write]
-            written += [kwargs[at.name] for at in op._schema.arguments if at.is_write and at.name in kwargs]
-            self.changed += [(t.data, t.data.clone()) for t in tree_leaves(written) if isinstance(t, torch.Tensor)]
+            written += [
+                kwargs[at.name] for at in op._schema.arguments if at.is_write and at.name in kwargs
+            ]
+            self.changed += [
+                (t.data, t.data.clone())
+                for t in tree_leaves(written)
+                if isinstance(t, torch.Tensor)
+            ]
         result = op(*args, **kwargs)
         self.graph.calls.append((op, args, kwargs, result))
         return result
@@ -58,7 +67,9 @@ class _Recorder(TorchDispatchMode):
 
 @contextlib.contextmanager
 def graph(graph: Graph, *_: Any, **__: Any) -> Iterator[None]:
-    """Capture, as `torch.cuda.graph` does: when it ends, nothing has been written to what was there before."""
+    """Capture, as `torch.cuda.graph` does: when it ends, nothing has been written to what was there
+    before.
+    """
     with _Recorder(graph) as recorder:
         yield
     for tensor, before in reversed(recorder.changed):
@@ -73,12 +84,20 @@ def let_capture(patch: pytest.MonkeyPatch) -> None:
     namespace = ModuleType("namespace")
     vars(namespace).update(vars(cpu_namespace))
     more: dict[str, Any] = {"CUDAGraph": Graph, "graph": graph, "graph_pool_handle": lambda: 0}
-    more |= {"default_generators": [torch.default_generator], "get_device_capability": lambda *_: (9, 0)}
-    more |= {"memory_stats": lambda *_: {f"{kind}_bytes.all.current": 0 for kind in ("allocated", "reserved")}}
+    more |= {
+        "default_generators": [torch.default_generator],
+        "get_device_capability": lambda *_: (9, 0),
+    }
+    more |= {
+        "memory_stats": lambda *_: {
+            f"{kind}_bytes.all.current": 0 for kind in ("allocated", "reserved")
+        }
+    }
     vars(namespace).update(more)
     patch.setitem(vars(cuda_graphs), "__device_namespace__", namespace)
     patch.setattr(cuda_graphs, "_ensure_generator_state_is_cudagraph_safe", lambda state: state)
-    # no graph holds a CPU's generator: plain ones draw, of which megatron-core is told that they do for graphs
+    # no graph holds a CPU's generator: plain ones draw, of which megatron-core is told that they do
+    # for graphs
     patch.setattr("mtrain.world.init.tracker_of", lambda run: {})
     plain = random.get_cuda_rng_tracker
 
@@ -87,4 +106,6 @@ def let_capture(patch: pytest.MonkeyPatch) -> None:
 
     patch.setattr(cuda_graphs, "get_cuda_rng_tracker", tracker)
     if hasattr(cuda_graphs, "alloc_tensor_from_graph_mempool"):  # since 0.19
-        patch.setattr(cuda_graphs, "alloc_tensor_from_graph_mempool", lambda meta: meta.zeros_like())
+        patch.setattr(
+            cuda_graphs, "alloc_tensor_from_graph_mempool", lambda meta: meta.zeros_like()
+        )

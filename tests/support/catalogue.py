@@ -1,4 +1,6 @@
-"""The catalogue of bad input: what a user writes, and what `check` must say of it. Data; the tests are elsewhere.
+"""The catalogue of bad input: what a user writes, and what `check` must say of it.
+
+Data; the tests are elsewhere.
 
 Numbers 1 to 94 are those of the catalogue that was collected from today's training systems.
 """
@@ -45,7 +47,9 @@ class Row:
         return f"{self.number} {' '.join(self.words)}"[:70]
 
 
-def bad(number: int, words: str, code: str, path: str, *says: str, origin: str = "command line") -> Row:
+def bad(
+    number: int, words: str, code: str, path: str, *says: str, origin: str = "command line"
+) -> Row:
     """A command line that is refused."""
     return Row(number, tuple(words.split()), code, path, says, origin=origin)
 
@@ -78,7 +82,14 @@ HEADS = "model.num_query_groups=null model.kv_channels=16"
 MIXTRAL = "model=mixtral_tiny parallel=single"
 DEFAULT = "default"
 ROWS: tuple[Row, ...] = (
-    bad(1, f"model.num_attention_heads=3 {HEADS} parallel=tp2", "MT101", "parallel.tp", "3 attention heads", "1, 3"),
+    bad(
+        1,
+        f"model.num_attention_heads=3 {HEADS} parallel=tp2",
+        "MT101",
+        "parallel.tp",
+        "3 attention heads",
+        "1, 3",
+    ),
     bad(
         2,
         "model.num_attention_heads=12 model.num_query_groups=3 model.kv_channels=16 parallel=tp2",
@@ -87,7 +98,15 @@ ROWS: tuple[Row, ...] = (
         "tp 2",
         "3 query groups",
     ),
-    bad(3, "model.num_query_groups=3 parallel=single", "MT202", "model.num_query_groups", "3", "8", "1, 2, 4, 8"),
+    bad(
+        3,
+        "model.num_query_groups=3 parallel=single",
+        "MT202",
+        "model.num_query_groups",
+        "3",
+        "8",
+        "1, 2, 4, 8",
+    ),
     bad(
         4,
         "model.hidden_size=66 model.num_attention_heads=4 parallel=single",
@@ -95,13 +114,42 @@ ROWS: tuple[Row, ...] = (
         "model.hidden_size",
         "66 / 4 heads = 16.5",
     ),
-    bad(5, "model.ffn_hidden_size=255 parallel=tp2", "MT103", "model.ffn_hidden_size", "255", "tp 2", "254, 256"),
+    bad(
+        5,
+        "model.ffn_hidden_size=255 parallel=tp2",
+        "MT103",
+        "model.ffn_hidden_size",
+        "255",
+        "tp 2",
+        "254, 256",
+    ),
     fine(6, "model.vocab_size=129 parallel=tp2 data=mock data.seq_length=64"),
-    bad(7, "model.num_layers=3 parallel=pp2", "MT107", "parallel.pp", "3 layers", "2 stages", "1, 3"),
-    bad(8, "model.num_layers=1 parallel=pp2", "MT106", "parallel.pp", "1 layer on 2 stages", "empty"),
-    bad(9, "parallel=single parallel.vpp=2", "MT109", "parallel.vpp", "2 virtual stages", "pp is 1"),
-    bad(10, "model.num_layers=6 parallel=pp2vpp2", "MT108", "parallel.vpp", "3 layers", "2 virtual", "1, 3"),
-    bad(11, "parallel=tp2pp2 parallel.ranks=6", "MT112", "parallel.ranks", "6 ranks", "tp 2 * pp 2 * cp 1 = 4"),
+    bad(
+        7, "model.num_layers=3 parallel=pp2", "MT107", "parallel.pp", "3 layers", "2 stages", "1, 3"
+    ),
+    bad(
+        8, "model.num_layers=1 parallel=pp2", "MT106", "parallel.pp", "1 layer on 2 stages", "empty"
+    ),
+    bad(
+        9, "parallel=single parallel.vpp=2", "MT109", "parallel.vpp", "2 virtual stages", "pp is 1"
+    ),
+    bad(
+        10,
+        "model.num_layers=6 parallel=pp2vpp2",
+        "MT108",
+        "parallel.vpp",
+        "3 layers",
+        "2 virtual",
+        "1, 3",
+    ),
+    bad(
+        11,
+        "parallel=tp2pp2 parallel.ranks=6",
+        "MT112",
+        "parallel.ranks",
+        "6 ranks",
+        "tp 2 * pp 2 * cp 1 = 4",
+    ),
     bad(
         12,
         "parallel=single parallel.sequence_parallel=true",
@@ -113,10 +161,31 @@ ROWS: tuple[Row, ...] = (
     bad(13, "parallel=tp2sp kernels.norm=te", "MT403", "kernels.norm", "cuda", "cpu"),
     fine(14, "parallel=cp2"),
     bad(14, "parallel=cp2 kernels.attention=te", "MT403", "kernels.attention", "cuda", "cpu"),
-    bad(15, "parallel=cp2 data.seq_length=15", "MT117", "data.seq_length", "15", "2 * cp 2 = 4", "16, 12"),
+    bad(
+        15,
+        "parallel=cp2 data.seq_length=15",
+        "MT117",
+        "data.seq_length",
+        "15",
+        "2 * cp 2 = 4",
+        "16, 12",
+    ),
     bad(16, "parallel=ep2", "MT120", "parallel.ep", "ep 2", "dense"),
-    bad(17, "model=mixtral_tiny model.moe.num_experts=3 parallel=ep2", "MT122", "parallel.ep", "3 experts", "ep 2"),
-    bad(18, f"{MIXTRAL} model.moe.num_experts=2 model.moe.router_topk=4", "MT220", "model.moe.router_topk", "4 of 2"),
+    bad(
+        17,
+        "model=mixtral_tiny model.moe.num_experts=3 parallel=ep2",
+        "MT122",
+        "parallel.ep",
+        "3 experts",
+        "ep 2",
+    ),
+    bad(
+        18,
+        f"{MIXTRAL} model.moe.num_experts=2 model.moe.router_topk=4",
+        "MT220",
+        "model.moe.router_topk",
+        "4 of 2",
+    ),
     bad(19, f"{MIXTRAL} model.moe.num_experts=0", "MT014", "model.moe.num_experts", "at least 1"),
     bad(20, f"{MIXTRAL} model.moe.num_experts=-1", "MT014", "model.moe.num_experts", "at least 1"),
     bad(21, "precision.bf16=true", "MT012", "precision.bf16", "precision.dtype=bf16"),
@@ -131,7 +200,9 @@ ROWS: tuple[Row, ...] = (
         origin="conf/precision/fp8_delayed.yaml:4",
     ),
     bad(22, "precision=fp8", "MT011", "precision", "choices", "fp8_tensorwise"),
-    bad(23, "precision=fp8_tensorwise precision.fp8=e4m4", "MT014", "precision.fp8", "e4m3, hybrid"),
+    bad(
+        23, "precision=fp8_tensorwise precision.fp8=e4m4", "MT014", "precision.fp8", "e4m3, hybrid"
+    ),
     bad(24, "model.hiden_size=256", "MT012", "model.hiden_size", "no such key"),
     recipe(
         24,
@@ -166,9 +237,23 @@ ROWS: tuple[Row, ...] = (
     bad(40, "model.position_embedding_type=rpoe", "MT014", "model.position_embedding_type", "rope"),
     bad(41, "model.rotary_base=0", "MT014", "model.rotary_base", "more than 1"),
     bad(42, "model.rotary_percent=1.7", "MT014", "model.rotary_percent", "at most 1"),
-    bad(43, "model.kv_channels=15", "MT203", "model.rotary_percent", "15 channels", "even", origin=DEFAULT),
+    bad(
+        43,
+        "model.kv_channels=15",
+        "MT203",
+        "model.rotary_percent",
+        "15 channels",
+        "even",
+        origin=DEFAULT,
+    ),
     bad(46, "model.vocab_size=0", "MT014", "model.vocab_size", "at least 1"),
-    bad(47, "parallel.recompute.granularity=Full", "MT014", "parallel.recompute.granularity", "selective, full"),
+    bad(
+        47,
+        "parallel.recompute.granularity=Full",
+        "MT014",
+        "parallel.recompute.granularity",
+        "selective, full",
+    ),
     fine(48, "parallel.recompute.granularity=full"),
     bad(
         49,
@@ -178,9 +263,17 @@ ROWS: tuple[Row, ...] = (
         "99 layers",
         "more than 4",
     ),
-    bad(50, "precision.pipeline_dtype=bf16", "MT012", "precision.pipeline_dtype", "follows from precision.dtype"),
+    bad(
+        50,
+        "precision.pipeline_dtype=bf16",
+        "MT012",
+        "precision.pipeline_dtype",
+        "follows from precision.dtype",
+    ),
     fine(51, "model.tie_word_embeddings=true parallel=pp2"),
-    bad(52, "model.bias_activation_fusion=true", "MT012", "model.bias_activation_fusion", "kernels"),
+    bad(
+        52, "model.bias_activation_fusion=true", "MT012", "model.bias_activation_fusion", "kernels"
+    ),
     bad(
         53,
         f"{MIXTRAL} model.moe.router_load_balancing_type=aux_los",
@@ -198,7 +291,13 @@ ROWS: tuple[Row, ...] = (
     bad(55, "model.window_size=-1", "MT014", "model.window_size", "at least 2"),
     bad(56, "parallel.tp=0", "MT014", "parallel.tp", "at least 1"),
     bad(57, "parallel.tp=-1", "MT014", "parallel.tp", "at least 1"),
-    bad(58, "parallel=cp2 parallel.cp_comm_type=p2pp", "MT014", "parallel.cp_comm_type", "all_gather, p2p"),
+    bad(
+        58,
+        "parallel=cp2 parallel.cp_comm_type=p2pp",
+        "MT014",
+        "parallel.cp_comm_type",
+        "all_gather, p2p",
+    ),
     bad(
         59,
         "parallel=single trainer.global_batch_size=15 trainer.micro_batch_size=2",
@@ -228,12 +327,30 @@ ROWS: tuple[Row, ...] = (
     bad(62, "trainer.micro_batch_size=-4", "MT014", "trainer.micro_batch_size", "at least 1"),
     bad(63, "trainer.rampup_batch_size=[16,8]", "MT014", "trainer.rampup_batch_size", "3 values"),
     bad(
-        63, "parallel=single trainer.rampup_batch_size=[3,2,100]", "MT137", "trainer.rampup_batch_size", "from 3", "8"
+        63,
+        "parallel=single trainer.rampup_batch_size=[3,2,100]",
+        "MT137",
+        "trainer.rampup_batch_size",
+        "from 3",
+        "8",
     ),
     bad(64, "optim.lr=1e-3 optim.min_lr=0.1", "MT421", "optim.min_lr", "0.1", "0.001"),
-    bad(65, "trainer.train_iters=50 optim.warmup_iters=100", "MT422", "optim.warmup_iters", "100 steps", "step 50"),
+    bad(
+        65,
+        "trainer.train_iters=50 optim.warmup_iters=100",
+        "MT422",
+        "optim.warmup_iters",
+        "100 steps",
+        "step 50",
+    ),
     bad(66, "optim.schedule=wsd", "MT424", "optim.wsd_decay_iters", "final decay", origin=DEFAULT),
-    bad(67, "trainer.train_iters=10 trainer.train_samples=1000", "MT012", "trainer.train_samples", "train_iters"),
+    bad(
+        67,
+        "trainer.train_iters=10 trainer.train_samples=1000",
+        "MT012",
+        "trainer.train_samples",
+        "train_iters",
+    ),
     bad(68, "optim.weight_decay=-0.1", "MT014", "optim.weight_decay", "at least 0"),
     bad(68, "optim.end_weight_decay=0.01", "MT012", "optim.end_weight_decay", "optim.weight_decay"),
     odd(69, "optim.lr=3", "MT427", "optim.lr", "rate of 3", "1e-5 to 1e-2"),
@@ -262,7 +379,15 @@ ROWS: tuple[Row, ...] = (
     ),
     bad(76, "data.blend=[a,b]", "MT150", "data.blend", "data.kind=indexed"),
     bad(77, "data.tokenizer_vocab_size=5000", "MT310", "data.tokenizer_vocab_size", "4999", "4096"),
-    odd(78, "data.tokenizer_vocab_size=400", "MT311", "data.tokenizer_vocab_size", "400", "4096", "90%"),
+    odd(
+        78,
+        "data.tokenizer_vocab_size=400",
+        "MT311",
+        "data.tokenizer_vocab_size",
+        "400",
+        "4096",
+        "90%",
+    ),
     bad(83, "checkpoint.save_interval=-1", "MT014", "checkpoint.save_interval", "at least 0"),
     bad(
         85,
@@ -284,12 +409,27 @@ ROWS: tuple[Row, ...] = (
     bad(90, "model.hiden_size=1", "MT012", "model.hiden_size", "no such key"),
     bad(90, "+model.hidden_size=512", "MT010", "", "is set already"),
     bad(91, "optim.lr=1e-3,2e-3", "MT010", "optim.lr", "sweep"),
-    Row(91, ("trainer.sample_prompt=it's a, b",), "MT010", "trainer.sample_prompt", ("cannot be read",)),
+    Row(
+        91,
+        ("trainer.sample_prompt=it's a, b",),
+        "MT010",
+        "trainer.sample_prompt",
+        ("cannot be read",),
+    ),
     bad(92, "optim.lr=${optim.lr}", "MT007", "optim.lr", "optim.lr -> optim.lr"),
     bad(92, "optim.lr=${nothing.here}", "MT007", "optim.lr", "nothing.here"),
-    odd(93, "parallel=dp64 trainer.global_batch_size=64", "MT111", "parallel.ranks", "64 processes", "2 CPU cores"),
+    odd(
+        93,
+        "parallel=dp64 trainer.global_batch_size=64",
+        "MT111",
+        "parallel.ranks",
+        "64 processes",
+        "2 CPU cores",
+    ),
 )
-"""Everything that a configuration shows by itself; what data, checkpoints or machines show is tested at preflight."""
+"""Everything that a configuration shows by itself; what data, checkpoints or machines show is
+tested at preflight.
+"""
 
 
 @cache

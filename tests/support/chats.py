@@ -79,7 +79,13 @@ TEMPLATES = {
 """Kind -> its template, with `[[` and `]]` around what the model says."""
 SPECIAL = {
     "chatml": ["<|endoftext|>", "<|im_start|>", "<|im_end|>"],
-    "llama3": ["<|begin_of_text|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>", "<|end_of_text|>"],
+    "llama3": [
+        "<|begin_of_text|>",
+        "<|start_header_id|>",
+        "<|end_header_id|>",
+        "<|eot_id|>",
+        "<|end_of_text|>",
+    ],
     "mistral": ["<unk>", "<s>", "</s>"],
     "gemma": ["<pad>", "<bos>", "<eos>", "<start_of_turn>", "<end_of_turn>"],
     "zephyr": ["<unk>", "<s>", "</s>"],
@@ -93,7 +99,12 @@ NAMED: dict[str, dict[str, str]] = {
     "zephyr": {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"},
     "qwen": {"eos_token": "<|im_end|>"},
 }
-TEXTS = ["You are kind. What is it?", "It is a cat, naïvely said: 12 + 30 = 42.", "def f(x):\n    return x", "日本 ☃"]
+TEXTS = [
+    "You are kind. What is it?",
+    "It is a cat, naïvely said: 12 + 30 = 42.",
+    "def f(x):\n    return x",
+    "日本 ☃",
+]
 
 
 def template_of(kind: str, *, marked: bool) -> str:
@@ -103,17 +114,27 @@ def template_of(kind: str, *, marked: bool) -> str:
 
 
 def tokenizer_of(kind: str) -> Tokenizer:
-    """Byte-level BPE, or BPE on ▁ with bytes as in sentencepiece, with the special tokens of a kind."""
+    """Byte-level BPE, or BPE on ▁ with bytes as in sentencepiece, with the special tokens of a
+    kind.
+    """
     if kind in ("mistral", "zephyr", "gemma"):
         made = Tokenizer(models.BPE(byte_fallback=True, unk_token=SPECIAL[kind][0], fuse_unk=True))
-        made.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
+        made.normalizer = normalizers.Sequence(
+            [normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")]
+        )
         made.decoder = decoders.Sequence(
-            [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+            [
+                decoders.Replace("▁", " "),
+                decoders.ByteFallback(),
+                decoders.Fuse(),
+                decoders.Strip(" ", 1, 0),
+            ]
         )
         made.pre_tokenizer = pre_tokenizers.Split(Regex("▁+[^▁]*"), "isolated")
         special = [*SPECIAL[kind], *(f"<0x{i:02X}>" for i in range(256))]
     else:
-        made, special = Tokenizer(models.BPE()), SPECIAL[kind]
+        made = Tokenizer(models.BPE())
+        special = SPECIAL[kind]
         made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
         made.decoder = decoders.ByteLevel()
     alphabet = pre_tokenizers.ByteLevel.alphabet() if special is SPECIAL[kind] else []
@@ -148,5 +169,7 @@ def turns(*said: str, system: str | None = None) -> list[dict[str, Any]]:
 def chats_file(path: Path, chats: Iterable[Any]) -> Path:
     """A JSON Lines file of chats: lists of messages, or whole objects."""
     rows = [one if isinstance(one, dict) else {"messages": one} for one in chats]
-    path.write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows), encoding="utf-8")
+    path.write_text(
+        "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows), encoding="utf-8"
+    )
     return path

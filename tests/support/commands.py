@@ -30,9 +30,15 @@ SMALL = (
 
 
 def latest(*argv: str) -> list[str]:
-    """A command line of which a key that is set twice is set to the later value: a test's words over a base."""
+    """A command line of which a key that is set twice is set to the later value: a test's words
+    over a base.
+    """
     last = {word.partition("=")[0]: index for index, word in enumerate(argv)}
-    return [word for index, word in enumerate(argv) if "=" not in word or last[word.partition("=")[0]] == index]
+    return [
+        word
+        for index, word in enumerate(argv)
+        if "=" not in word or last[word.partition("=")[0]] == index
+    ]
 
 
 def command(*argv: str) -> list[str]:
@@ -42,13 +48,22 @@ def command(*argv: str) -> list[str]:
 
 def environment() -> dict[str, str]:
     """This process's environment without what a launcher of ranks would set."""
-    return {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_PORT")}
+    return {
+        k: v
+        for k, v in os.environ.items()
+        if k not in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_PORT")
+    }
 
 
 def mtrain(*argv: str, cwd: Path, timeout_s: float = 120) -> subprocess.CompletedProcess[str]:
     """Run a command to its end."""
     return subprocess.run(
-        command(*argv), capture_output=True, text=True, timeout=patient(timeout_s), env=environment(), cwd=cwd
+        command(*argv),
+        capture_output=True,
+        text=True,
+        timeout=patient(timeout_s),
+        env=environment(),
+        cwd=cwd,
     )
 
 
@@ -57,7 +72,11 @@ def metrics(folder: Path) -> list[dict[str, Any]]:
     path = folder / "metrics.jsonl"
     if not path.exists():
         return []
-    return [json.loads(line) for line in path.read_text().splitlines(keepends=True) if line.endswith("\n")]
+    return [
+        json.loads(line)
+        for line in path.read_text().splitlines(keepends=True)
+        if line.endswith("\n")
+    ]
 
 
 def wait_for(condition: Callable[[], bool], timeout_s: float = 60) -> None:

@@ -1,4 +1,6 @@
-"""Configurations for tests of the rules: a small valid run, changed by dotted keys, without reading any file."""
+"""Configurations for tests of the rules: a small valid run, changed by dotted keys, without reading
+any file.
+"""
 
 from __future__ import annotations
 
@@ -56,7 +58,9 @@ def within_a_second() -> Iterator[None]:
 
 def tiny(**changes: Any) -> RunConfig:
     """The small run with dotted keys changed; `__` stands for the dot."""
-    return apply(RunConfig.model_validate(TINY), {k.replace("__", "."): v for k, v in changes.items()})
+    return apply(
+        RunConfig.model_validate(TINY), {k.replace("__", "."): v for k, v in changes.items()}
+    )
 
 
 def refusals(*words: str) -> list[Problem]:

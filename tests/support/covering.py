@@ -10,9 +10,13 @@ import pytest
 
 def some(table: Iterable[str], always: Iterable[str]) -> list[Any]:
     """The names of a table as parameters: `full` outside of `always`."""
-    names, kept = list(table), set(always)
+    names = list(table)
+    kept = set(always)
     assert kept <= set(names), f"no such cases: {sorted(kept - set(names))}"
-    return [pytest.param(name, id=name, marks=() if name in kept else pytest.mark.full) for name in names]
+    return [
+        pytest.param(name, id=name, marks=() if name in kept else pytest.mark.full)
+        for name in names
+    ]
 
 
 def some_recipes(names: Iterable[str]) -> list[Any]:
@@ -24,7 +28,9 @@ def some_recipes(names: Iterable[str]) -> list[Any]:
 
 
 def cover(features: Sequence[frozenset[Hashable]]) -> list[int]:
-    """Indices of cases that together have every feature: again and again the one with most new ones."""
+    """Indices of cases that together have every feature: again and again the one with most new
+    ones.
+    """
     missing: set[Hashable] = set().union(*features)
     chosen: list[int] = []
     while missing:

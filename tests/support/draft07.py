@@ -1,4 +1,6 @@
-"""The part of JSON Schema draft-07 that our schemas use, as a validator: for machines without `jsonschema`."""
+"""The part of JSON Schema draft-07 that our schemas use, as a validator: for machines without
+`jsonschema`.
+"""
 
 from __future__ import annotations
 
@@ -7,8 +9,10 @@ from collections.abc import Iterator
 from typing import Any
 
 _WORDS = """
-    $schema $comment $ref definitions description default type enum const properties required additionalProperties
-    patternProperties propertyNames minProperties maxProperties items additionalItems minItems maxItems minimum
+    $schema $comment $ref definitions description default type enum const properties required
+    additionalProperties
+    patternProperties propertyNames minProperties maxProperties items additionalItems minItems
+    maxItems minimum
     maximum exclusiveMinimum exclusiveMaximum minLength maxLength pattern anyOf allOf
 """
 KNOWN = frozenset(_WORDS.split())
@@ -67,7 +71,9 @@ def errors(value: Any, schema: Any, root: Any | None = None, path: str = "") -> 
 
 def _simple(value: Any, schema: dict[str, Any], path: str) -> Iterator[str]:
     kind = schema.get("type")
-    if kind is not None and (not isinstance(value, TYPES[kind]) or (isinstance(value, bool) and kind != "boolean")):
+    if kind is not None and (
+        not isinstance(value, TYPES[kind]) or (isinstance(value, bool) and kind != "boolean")
+    ):
         yield f"{path}: {value!r} is no {kind}"
         return
     if "enum" in schema and value not in schema["enum"]:
@@ -90,7 +96,11 @@ def _object(value: dict[str, Any], schema: dict[str, Any], root: Any, path: str)
         out.append(f"{path}: {len(value)} keys")
     for name, item in value.items():
         inner = [schema["properties"][name]] if name in schema.get("properties", {}) else []
-        inner += [part for pattern, part in schema.get("patternProperties", {}).items() if re.search(pattern, name)]
+        inner += [
+            part
+            for pattern, part in schema.get("patternProperties", {}).items()
+            if re.search(pattern, name)
+        ]
         if not inner and "additionalProperties" in schema:
             inner = [schema["additionalProperties"]]
         out += [e for part in inner for e in errors(item, part, root, f"{path}.{name}")]

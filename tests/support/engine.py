@@ -8,7 +8,11 @@ import importlib
 from collections.abc import Iterable
 
 OF_FAMILIES = (
-    *(f"models.{family}.{part}" for family in ("gpt", "bert", "t5", "llava") for part in ("build", "form")),
+    *(
+        f"models.{family}.{part}"
+        for family in ("gpt", "bert", "t5", "llava")
+        for part in ("build", "form")
+    ),
     *("models.hybrid.build", "data.chat_batch"),
 )
 """What a rank imports once it knows its model."""

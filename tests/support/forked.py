@@ -25,18 +25,24 @@ _FORK = multiprocessing.get_context("fork")
 
 
 class RankFailed(AssertionError):
-    """A rank raised, died or was late; the message holds the rank and, where it raised, its traceback."""
+    """A rank raised, died or was late; the message holds the rank and, where it raised, its
+    traceback.
+    """
 
 
-def run_ranks(world_size: int, fn: Callable[..., Any], *args: Any, timeout_s: float = 120.0) -> list[Any]:
-    """Fork `world_size` ranks, call `fn(*args)` on each inside a gloo world, return the values by rank.
+def run_ranks(
+    world_size: int, fn: Callable[..., Any], *args: Any, timeout_s: float = 120.0
+) -> list[Any]:
+    """Fork `world_size` ranks, call `fn(*args)` on each inside a gloo world, return the values by
+    rank.
 
-    Ranks are forked from this process: install the adapter first (every rank then has it at no cost) and
-    do no multi-threaded tensor work before. `fn` finds its rank with `torch.distributed.get_rank()`; it may
-    be a closure, its return value must pickle. Each rank computes with one thread. No rank outlives the call.
+    Ranks are forked from this process: install the adapter first (every rank then has it at no
+    cost) and do no multi-threaded tensor work before. `fn` finds its rank with
+    `torch.distributed.get_rank()`; it may be a closure, its return value must pickle. Each rank
+    computes with one thread. No rank outlives the call.
 
-    Raises `RankFailed` with the traceback of the first rank that failed, or with the names of the ranks that
-    had not returned after `timeout_s` seconds of a machine that does nothing else.
+    Raises `RankFailed` with the traceback of the first rank that failed, or with the names of the
+    ranks that had not returned after `timeout_s` seconds of a machine that does nothing else.
     """
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     limit_s = patient(timeout_s)
@@ -44,7 +50,11 @@ def run_ranks(world_size: int, fn: Callable[..., Any], *args: Any, timeout_s: fl
         store = str(Path(folder) / "store")
         pipes = [_FORK.Pipe(duplex=False) for _ in range(world_size)]
         ranks = [
-            _FORK.Process(target=_serve, args=(r, world_size, store, pipes[r][1], limit_s, fn, args), daemon=True)
+            _FORK.Process(
+                target=_serve,
+                args=(r, world_size, store, pipes[r][1], limit_s, fn, args),
+                daemon=True,
+            )
             for r in range(world_size)
         ]
         try:
@@ -61,7 +71,8 @@ def run_ranks(world_size: int, fn: Callable[..., Any], *args: Any, timeout_s: fl
 
 
 def run_alone(fn: Callable[[], Any], timeout_s: float = 120.0) -> Any:
-    """`fn()` in a forked process of its own, where torch.distributed is not in use; its value must pickle.
+    """`fn()` in a forked process of its own, where torch.distributed is not in use; its value must
+    pickle.
 
     Raises `RankFailed` as `run_ranks` does.
     """
@@ -77,14 +88,18 @@ def run_alone(fn: Callable[[], Any], timeout_s: float = 120.0) -> Any:
 
 
 def run_without_privileges(fn: Callable[[], Any]) -> Any:
-    """`fn()` in a forked process that is bound by the permissions of files, also where the tests run as root.
+    """`fn()` in a forked process that is bound by the permissions of files, also where the tests
+    run as root.
 
     Raises `RankFailed` as `run_ranks` does.
     """
 
     def bound() -> Any:
-        if os.geteuid() == 0:  # the version of capset(2) with 64 capabilities, this process, none of any set
-            header, nothing = struct.pack("=Ii", 0x20080522, 0), bytes(24)
+        if (
+            os.geteuid() == 0
+        ):  # the version of capset(2) with 64 capabilities, this process, none of any set
+            header = struct.pack("=Ii", 0x20080522, 0)
+            nothing = bytes(24)
             if ctypes.CDLL(None, use_errno=True).capset(header, nothing):
                 raise OSError(ctypes.get_errno(), "capset")
         return fn()
@@ -113,7 +128,9 @@ def _serve(
     args: Any,
 ) -> None:
     torch.set_num_threads(1)
-    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world_size), OMP_NUM_THREADS="1")
+    os.environ.update(
+        RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world_size), OMP_NUM_THREADS="1"
+    )
     try:
         dist.init_process_group(
             "gloo",

@@ -1,7 +1,9 @@
-"""Seeded nonsense and malice against `check`: a configuration or problems come out, and nothing else happens.
+"""Seeded nonsense and malice against `check`: a configuration or problems come out, and nothing
+else happens.
 
-`python -m tests.support.fuzz` validates 10,000 mutated recipes and 500 hostile inputs; an audit hook notices
-every file that is written, socket, process, foreign import and code object; and a sample through the command.
+`python -m tests.support.fuzz` validates 10,000 mutated recipes and 500 hostile inputs; an audit
+hook notices every file that is written, socket, process, foreign import and code object; and a
+sample through the command.
 """
 
 from __future__ import annotations
@@ -39,7 +41,18 @@ FORBIDDEN = re.compile(
     r"|pickle\.find_class|ftplib.*|urllib.*|smtplib.*|webbrowser.*|tempfile.*|builtins\.input)\Z"
 )
 WRITING = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND
-KNOWN = ("mtrain", "hydra", "omegaconf", "antlr4", "pydantic", "yaml", "_yaml", "encodings", "importlib", "tests")
+KNOWN = (
+    "mtrain",
+    "hydra",
+    "omegaconf",
+    "antlr4",
+    "pydantic",
+    "yaml",
+    "_yaml",
+    "encodings",
+    "importlib",
+    "tests",
+)
 
 
 @dataclass
@@ -57,13 +70,19 @@ class Canary:
     @staticmethod
     def _forbids(event: str, args: tuple[Any, ...]) -> bool:
         if event == "open":
-            mode, flags = args[1], args[2]
-            return bool(set(mode or "") & set("wax+")) if isinstance(mode, str) else bool(flags & WRITING)
+            mode = args[1]
+            flags = args[2]
+            if isinstance(mode, str):
+                return bool(set(mode or "") & set("wax+"))
+            return bool(flags & WRITING)
         if event == "import":
             top = str(args[0]).partition(".")[0]
-            return top not in sys.modules and top not in KNOWN and top not in sys.stdlib_module_names
+            return (
+                top not in sys.modules and top not in KNOWN and top not in sys.stdlib_module_names
+            )
         if event in ("exec", "compile", "marshal.loads"):
-            # To import a module does all three, and the standard library compiles the classes that it makes.
+            # To import a module does all three, and the standard library compiles the classes that
+            # it makes.
             frame: Any = sys._getframe(2)
             while frame is not None and frame.f_globals.get("__name__", "") != "tests.support.fuzz":
                 if frame.f_code.co_filename.startswith(("<frozen importlib", sys.base_prefix)):
@@ -79,7 +98,8 @@ class Canary:
         Raises:
             AssertionError: at the end, where it fired.
         """
-        self.armed, self.fired = True, ()
+        self.armed = True
+        self.fired = ()
         try:
             yield
         finally:
@@ -95,25 +115,30 @@ def validated(words: Sequence[str]) -> list[Problem]:
     """What `check` says of a command line, warnings left out.
 
     Raises:
-        AssertionError: it took long, let the canary fire, gave a secret away, or refused without saying where.
+        AssertionError: it took long, let the canary fire, gave a secret away, or refused without
+            saying where.
     """
     problems: list[Problem] = []
     with CANARY.watching(), within_a_second():
         try:
             said = str(load(words, LAPTOP, {}).run.to_dict())
         except (ConfigError, TooFewDevices) as error:
-            problems, said = list(error.problems), str(error)
+            problems = list(error.problems)
+            said = str(error)
             assert problems, "refused without a problem"
     assert SECRET[1] not in said
     for problem in problems:
         assert problem.rule
-        assert problem.path or re.search(r":\d+\Z", problem.source) or problem.code in WHOLE, problem
+        assert problem.path or re.search(r":\d+\Z", problem.source) or problem.code in WHOLE, (
+            problem
+        )
         assert problem.render().isprintable() or "\n" in problem.render()
     return problems
 
 
 WHOLE = ("MT001", "MT002", "MT003", "MT005", "MT010")
-"""Codes of what has neither a key nor a line: a file as a whole, an argument that the rule repeats."""
+"""Codes of what has neither a key nor a line: a file as a whole, an argument that the rule repeats.
+"""
 
 
 def texts() -> list[str]:
@@ -128,14 +153,18 @@ def texts() -> list[str]:
 
 def mutations(count: int, seed: int, file: Path) -> Counter[str]:
     """Validates `count` mutated recipes; how often each code came."""
-    rng, originals, codes = random.Random(seed), texts(), Counter[str]()
+    rng = random.Random(seed)
+    originals = texts()
+    codes = Counter[str]()
     for index in range(count):
         data = mutated(rng.choice(originals), rng)
         file.write_bytes(data)
         try:
             found = validated([f"{rng.choice(('recipe', 'recipe', 'run'))}={file}"])
         except BaseException as error:
-            raise AssertionError(f"seed {seed}, mutation {index}: {error!r}\n{data[:2000]!r}") from error
+            raise AssertionError(
+                f"seed {seed}, mutation {index}: {error!r}\n{data[:2000]!r}"
+            ) from error
         codes.update({problem.code for problem in found} or {"accepted"})
     return codes
 
@@ -150,19 +179,24 @@ def attacks(count: int, seed: int, file: Path) -> Counter[str]:
             found = validated(words)
             assert found or not attack.must_fail, "was accepted"
         except BaseException as error:
-            raise AssertionError(f"seed {seed}: {words} {attack.data[:2000]!r}: {error!r}") from error
+            raise AssertionError(
+                f"seed {seed}: {words} {attack.data[:2000]!r}: {error!r}"
+            ) from error
         codes.update({problem.code for problem in found} or {"accepted"})
     return codes
 
 
 def through_the_command(count: int, seed: int, folder: Path) -> None:
     """A sample as a user starts it: exit code 0 or 2, no traceback, and nothing left behind."""
-    rng, originals = random.Random(seed), texts()
+    rng = random.Random(seed)
+    originals = texts()
     for index in range(count):
         (folder / "r.yaml").write_bytes(mutated(rng.choice(originals), rng))
         before = sorted(folder.iterdir())
         command = [sys.executable, str(ROOT / "launch.py"), "check", "recipe=r.yaml"]
-        done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=patient(60))
+        done = subprocess.run(
+            command, cwd=folder, capture_output=True, text=True, timeout=patient(60)
+        )
         assert done.returncode in (0, 2), (index, done.stderr)
         assert "Traceback" not in done.stderr + done.stdout, (index, done.stderr)
         assert sorted(folder.iterdir()) == before
@@ -175,7 +209,11 @@ def warm() -> None:
         ["optim.lr=[1]", "model.hiden_size=[a,{b: c}]", "cluster.device=tpu"],
         ["recipe=llama/tiny_cpu"],
         ["parallel.auto=true", "cluster=h100"],  # the search imports the plan, and numpy
-        ["recipe=llama/tiny_cpu", "cluster=a100", "parallel=tp2"],  # what this machine lacks is for launching to say
+        [
+            "recipe=llama/tiny_cpu",
+            "cluster=a100",
+            "parallel=tp2",
+        ],  # what this machine lacks is for launching to say
         [],
     ):
         try:
@@ -196,8 +234,14 @@ def main(argv: list[str] | None = None) -> int:
     with tempfile.TemporaryDirectory() as home:
         began = time.monotonic()
         for what, found in (
-            (f"{args.recipes} mutated recipes", mutations(args.recipes, args.seed, Path(home) / "r.yaml")),
-            (f"{args.hostile} hostile inputs", attacks(args.hostile, args.seed, Path(home) / "r.yaml")),
+            (
+                f"{args.recipes} mutated recipes",
+                mutations(args.recipes, args.seed, Path(home) / "r.yaml"),
+            ),
+            (
+                f"{args.hostile} hostile inputs",
+                attacks(args.hostile, args.seed, Path(home) / "r.yaml"),
+            ),
         ):
             print(f"{what}: {dict(found.most_common())}")
         (Path(home) / "r.yaml").unlink()

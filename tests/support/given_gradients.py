@@ -1,4 +1,6 @@
-"""Steps whose gradients do not depend on the layout: what an optimizer makes of them can be compared to the bit."""
+"""Steps whose gradients do not depend on the layout: what an optimizer makes of them can be
+compared to the bit.
+"""
 
 from __future__ import annotations
 
@@ -11,8 +13,11 @@ import torch
 from mtrain.config.run import RunConfig
 
 
-def train_on_given(run: RunConfig, folder: Path, steps: int, *, spoil: Callable[[Any], None] | None = None) -> None:
-    """A job for `run_ranks`: steps whose gradients are numbers by weight, place and step alone, and a checkpoint.
+def train_on_given(
+    run: RunConfig, folder: Path, steps: int, *, spoil: Callable[[Any], None] | None = None
+) -> None:
+    """A job for `run_ranks`: steps whose gradients are numbers by weight, place and step alone, and
+    a checkpoint.
 
     `spoil` changes the optimizer of rank 1 before each update: a fault for tests to find.
     """
@@ -30,9 +35,16 @@ def train_on_given(run: RunConfig, folder: Path, steps: int, *, spoil: Callable[
         def given() -> Any:
             for shard in sharding.gradient_shards(parts.state.chunks, optimizer):
                 seed = sum(map(ord, shard.key)) + parts.state.step
-                whole = torch.randn(shard.global_shape, generator=torch.Generator().manual_seed(seed))
-                box = whole[tuple(slice(o, o + n) for o, n in zip(shard.offset, shard.shape, strict=True))]
-                flat = box.reshape(-1) if shard.flat is None else box.reshape(-1)[shard.flat[0] : shard.flat[1]]
+                whole = torch.randn(
+                    shard.global_shape, generator=torch.Generator().manual_seed(seed)
+                )
+                box = whole[
+                    tuple(slice(o, o + n) for o, n in zip(shard.offset, shard.shape, strict=True))
+                ]
+                if shard.flat is None:
+                    flat = box.reshape(-1)
+                else:
+                    flat = box.reshape(-1)[shard.flat[0] : shard.flat[1]]
                 shard.tensor.copy_(flat.view(shard.tensor.shape))
             if spoil is not None and world.rank == 1:
                 spoil(optimizer)

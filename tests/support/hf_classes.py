@@ -1,7 +1,8 @@
-"""What the classes of transformers do with the keys of a `config.json`, read from their source without running it.
+"""What the classes of transformers do with the keys of a `config.json`, read from their source
+without running it.
 
-`python -m tests.support.hf_classes` writes `src/mtrain/recipes/hf_classes.json`, which the importer uses; a test
-makes it again and compares.
+`python -m tests.support.hf_classes` writes `src/mtrain/recipes/hf_classes.json`, which the importer
+uses; a test makes it again and compares.
 """
 
 from __future__ import annotations
@@ -21,11 +22,20 @@ TABLE = Path(__file__).resolve().parents[2] / "src/mtrain/recipes/hf_classes.jso
 INSIDE = ("clip_vision_model", "ministral")
 """Kinds that stand inside of another one's file, or that a file is read as."""
 OF_EVERY = (
-    *("tie_word_embeddings", "initializer_range", "max_position_embeddings", "head_dim", "rope_parameters"),
+    *(
+        "tie_word_embeddings",
+        "initializer_range",
+        "max_position_embeddings",
+        "head_dim",
+        "rope_parameters",
+    ),
     *("rope_scaling", "rope_theta", "partial_rotary_factor", "original_max_position_embeddings"),
 )
 """Keys that transformers reads of any model, outside of its own files."""
-WINDOW = {"create_sliding_window_causal_mask": "sliding_window", "create_chunked_causal_mask": "attention_chunk_size"}
+WINDOW = {
+    "create_sliding_window_causal_mask": "sliding_window",
+    "create_chunked_causal_mask": "attention_chunk_size",
+}
 """Functions that make masks -> the key that they read of the configuration that they are given."""
 
 
@@ -53,17 +63,27 @@ def _classes() -> dict[str, tuple[Path, ast.ClassDef]]:
 
 def _constant(node: ast.ClassDef, name: str) -> Any:
     for item in node.body:
-        if isinstance(item, ast.Assign) and isinstance(item.targets[0], ast.Name) and item.targets[0].id == name:
+        if (
+            isinstance(item, ast.Assign)
+            and isinstance(item.targets[0], ast.Name)
+            and item.targets[0].id == name
+        ):
             return ast.literal_eval(item.value)
     return None
 
 
 def _class_of(kind: str) -> tuple[Path, list[ast.ClassDef]]:
-    """The file of the configuration class of a kind, and the class with those that it is made of, the last first."""
-    found = [(path, node) for path, node in _classes().values() if _constant(node, "model_type") == kind]
+    """The file of the configuration class of a kind, and the class with those that it is made of,
+    the last first.
+    """
+    found = [
+        (path, node) for path, node in _classes().values() if _constant(node, "model_type") == kind
+    ]
     ((path, node),) = found
     line = [node]
-    while bases := [base.id for base in line[-1].bases if isinstance(base, ast.Name) and base.id in _classes()]:
+    while bases := [
+        base.id for base in line[-1].bases if isinstance(base, ast.Name) and base.id in _classes()
+    ]:
         line.append(_classes()[bases[0]][1])
     return path, line[::-1]
 
@@ -90,12 +110,17 @@ def _filled_in(line: list[ast.ClassDef]) -> set[str]:
     for function in _methods(line):
         for node in ast.walk(function):
             if isinstance(node, ast.If) and (name := _tested(node.test)):
-                assigned = [t for item in node.body if isinstance(item, ast.Assign) for t in item.targets]
+                assigned = [
+                    t for item in node.body if isinstance(item, ast.Assign) for t in item.targets
+                ]
                 out |= {name} & {t.attr for t in assigned if isinstance(t, ast.Attribute)}
             if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Attribute):
-                name, value = node.targets[0].attr, node.value
+                name = node.targets[0].attr
+                value = node.value
                 tested = isinstance(value, ast.IfExp) and _tested(value.test) == name
-                either = isinstance(value, ast.BoolOp) and ast.unparse(value.values[0]) == f"self.{name}"
+                either = (
+                    isinstance(value, ast.BoolOp) and ast.unparse(value.values[0]) == f"self.{name}"
+                )
                 out |= {name} if tested or either else set()
     return out
 
@@ -107,16 +132,26 @@ def _tested(test: ast.expr) -> str:
 
 
 def _read(trees: Sequence[ast.AST], owners: tuple[str, ...]) -> set[str]:
-    """Attributes of configurations that code reads, and keys that it takes out of the words it is given."""
+    """Attributes of configurations that code reads, and keys that it takes out of the words it is
+    given.
+    """
     out: set[object] = set()
     for tree in trees:
         for node in ast.walk(tree):
             if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Load):
                 owner = ast.unparse(node.value).rpartition(".")[2]
                 out |= {node.attr} if owner in owners else set()
-            if isinstance(node, ast.Call) and len(node.args) > 1 and ast.unparse(node.func) in ("getattr", "hasattr"):
+            if (
+                isinstance(node, ast.Call)
+                and len(node.args) > 1
+                and ast.unparse(node.func) in ("getattr", "hasattr")
+            ):
                 out |= {node.args[1].value} if isinstance(node.args[1], ast.Constant) else set()
-            if isinstance(node, ast.Call) and node.args and ast.unparse(node.func) in ("kwargs.get", "kwargs.pop"):
+            if (
+                isinstance(node, ast.Call)
+                and node.args
+                and ast.unparse(node.func) in ("kwargs.get", "kwargs.pop")
+            ):
                 out |= {node.args[0].value} if isinstance(node.args[0], ast.Constant) else set()
             if isinstance(node, ast.Name) and node.id in WINDOW:
                 out.add(WINDOW[node.id])
@@ -124,9 +159,20 @@ def _read(trees: Sequence[ast.AST], owners: tuple[str, ...]) -> set[str]:
 
 
 def _computed(line: list[ast.ClassDef]) -> set[str]:
-    """What a class computes as true or false, and a file may say as well: it is set behind what was computed."""
-    assigned = (node for function in _methods(line) for node in ast.walk(function) if isinstance(node, ast.Assign))
-    return {n.targets[0].attr for n in assigned if isinstance(n.value, ast.Compare) and _is_own(n.targets[0])}  # type: ignore[attr-defined]
+    """What a class computes as true or false, and a file may say as well: it is set behind what was
+    computed.
+    """
+    assigned = (
+        node
+        for function in _methods(line)
+        for node in ast.walk(function)
+        if isinstance(node, ast.Assign)
+    )
+    return {
+        n.targets[0].attr  # type: ignore[attr-defined]
+        for n in assigned
+        if isinstance(n.value, ast.Compare) and _is_own(n.targets[0])
+    }
 
 
 def _is_own(node: ast.expr) -> bool:
@@ -153,15 +199,25 @@ def _null(field: ast.AnnAssign, filled: bool) -> str:
 
 
 def of_kind(kind: str) -> dict[str, Any]:
-    """What the classes of a kind read, and what they take null for; keys that any class declares, and its own."""
+    """What the classes of a kind read, and what they take null for; keys that any class declares,
+    and its own.
+    """
     path, line = _class_of(kind)
     files = sorted(path.parent.glob("modeling_*.py"))
     trees = [ast.parse(file.read_text()) for file in files]
-    fields, filled, computed = _fields(line), _filled_in(line), _computed(line)
-    read = _read(trees, ("config", "text_config", "vision_config")) | _read([*_methods(line)], ("self",))
+    fields = _fields(line)
+    filled = _filled_in(line)
+    computed = _computed(line)
+    read = _read(trees, ("config", "text_config", "vision_config")) | _read(
+        [*_methods(line)], ("self",)
+    )
     read |= {name for tree in trees for name in _defaults(tree)} | {*OF_EVERY}
-    aliases = {key: of for node in line for key, of in (_constant(node, "attribute_map") or {}).items()}
-    read |= {aliases[name] for name in read & aliases.keys()} | {key for key, of in aliases.items() if of in read}
+    aliases = {
+        key: of for node in line for key, of in (_constant(node, "attribute_map") or {}).items()
+    }
+    read |= {aliases[name] for name in read & aliases.keys()} | {
+        key for key, of in aliases.items() if of in read
+    }
     null: dict[str, list[str]] = {"false": sorted(computed - fields.keys())}
     for name, field in fields.items():
         null.setdefault(_null(field, name in filled), []).append(name)
@@ -182,7 +238,10 @@ def table() -> dict[str, Any]:
     """What stands in the file."""
     import transformers
 
-    return {"transformers": transformers.__version__, "kinds": {kind: of_kind(kind) for kind in (*KINDS, *INSIDE)}}
+    return {
+        "transformers": transformers.__version__,
+        "kinds": {kind: of_kind(kind) for kind in (*KINDS, *INSIDE)},
+    }
 
 
 def text() -> str:

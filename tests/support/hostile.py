@@ -51,10 +51,30 @@ TARGETS = (
         "mtrain.cli.main.main",
     ),
 )
-RESERVED = ("_target_", "_partial_", "_args_", "_recursive_", "_convert_", "_name_", "_call_", "__class__", "_self_")
+RESERVED = (
+    "_target_",
+    "_partial_",
+    "_args_",
+    "_recursive_",
+    "_convert_",
+    "_name_",
+    "_call_",
+    "__class__",
+    "_self_",
+)
 TAGS = (
-    *("!!python/object/apply:os.system ['id']", "!!python/object/new:os.system ['id']", "!!python/name:os.system ''"),
-    *("!!python/module:os ''", "!!python/object:os.system {}", "!!python/tuple [1]", "!!binary aWQ=", "!!set {a, b}"),
+    *(
+        "!!python/object/apply:os.system ['id']",
+        "!!python/object/new:os.system ['id']",
+        "!!python/name:os.system ''",
+    ),
+    *(
+        "!!python/module:os ''",
+        "!!python/object:os.system {}",
+        "!!python/tuple [1]",
+        "!!binary aWQ=",
+        "!!set {a, b}",
+    ),
     *(
         "!!omap [a: 1]",
         "!!timestamp 2001-01-01",
@@ -65,7 +85,13 @@ TAGS = (
     ),
 )
 RESOLVERS = (
-    *("oc.env:CANARY", "oc.env:CANARY,x", "oc.decode:'${oc.env:CANARY}'", "oc.create:{a: 1}", "oc.select:optim.lr"),
+    *(
+        "oc.env:CANARY",
+        "oc.env:CANARY,x",
+        "oc.decode:'${oc.env:CANARY}'",
+        "oc.create:{a: 1}",
+        "oc.select:optim.lr",
+    ),
     *(
         "oc.dict.keys:optim",
         "oc.dict.values:optim",
@@ -132,8 +158,16 @@ WORDS = (
     ),
 )
 HYDRA = (
-    *("hydra: {run: {dir: /tmp/x}}", "hydra: {searchpath: ['file:///tmp']}", "hydra: {sweep: {dir: x}}"),
-    *("hydra: {launcher: {_target_: os.system}}", "hydra: {callbacks: {x: {_target_: os.system}}}", "hydra: null"),
+    *(
+        "hydra: {run: {dir: /tmp/x}}",
+        "hydra: {searchpath: ['file:///tmp']}",
+        "hydra: {sweep: {dir: x}}",
+    ),
+    *(
+        "hydra: {launcher: {_target_: os.system}}",
+        "hydra: {callbacks: {x: {_target_: os.system}}}",
+        "hydra: null",
+    ),
     *(
         "hydra: {job_logging: {version: 1}}",
         "hydra: {job: {chdir: true}}",
@@ -185,19 +219,25 @@ def _in_files() -> Iterator[Attack]:
     sections = ("", "optim", "model", "model.moe", "trainer", "parallel.recompute")
     for (index, target), reserved in product(enumerate(TARGETS), RESERVED[:2]):
         yield _file(
-            _nested(sections[index % len(sections)], f"{reserved}: {target}"), base=("recipe", "run")[index % 2]
+            _nested(sections[index % len(sections)], f"{reserved}: {target}"),
+            base=("recipe", "run")[index % 2],
         )
     for section, reserved in product(sections, RESERVED[2:]):
         yield _file(_nested(section, f"{reserved}: [1]"))
     for section, tag in product(("optim.lr", "model.name", "data.path", "recipe.title"), TAGS):
         yield _file(_nested(section.rpartition(".")[0], f"{section.rpartition('.')[2]}: {tag}"))
-    for key, resolver in product(("optim.lr", "data.path", "log.name", "trainer.sample_prompt"), RESOLVERS):
+    for key, resolver in product(
+        ("optim.lr", "data.path", "log.name", "trainer.sample_prompt"), RESOLVERS
+    ):
         yield _file(_nested(key.rpartition(".")[0], f'{key.rpartition(".")[2]}: "${{{resolver}}}"'))
     for line, base in product(HYDRA, ("recipe", "run")):
         yield _file(f"optim: {{lr: 1e-3}}\n{line}\n", base=base)
     for word in WORDS:
         quoted = "".join(f"\\x{ord(c):02x}" for c in word)
-        yield _file(f'trainer:\n  sample_prompt: "{quoted}"\nrecipe:\n  title: "{quoted}"\n', must_fail=False)
+        yield _file(
+            f'trainer:\n  sample_prompt: "{quoted}"\nrecipe:\n  title: "{quoted}"\n',
+            must_fail=False,
+        )
         yield _file(f'log:\n  name: "{quoted}"\n')
     for path in PATHS:
         yield _file(f"data:\n  path: '{path}'\n", must_fail=False)
@@ -219,14 +259,24 @@ def _on_command_lines() -> Iterator[Attack]:
         yield Attack((f"{word}=1",))
         yield Attack((word,))
     yield from (Attack((f"{group}={{_target_: os.system}}",)) for group in GROUPS)
-    yield from (Attack((f"hydra.{key}=x",)) for key in ("run.dir", "searchpath", "launcher", "callbacks.x._target_"))
-    yield from (Attack((f"{sign}{group}=1",)) for sign in ("+", "++", "+++", "+~") for group in GROUPS)
-    yield from (Attack((f"{sign}hydra.{key}=1",)) for sign in ("+", "++", "~") for key in ("run.dir", "searchpath"))
+    yield from (
+        Attack((f"hydra.{key}=x",))
+        for key in ("run.dir", "searchpath", "launcher", "callbacks.x._target_")
+    )
+    yield from (
+        Attack((f"{sign}{group}=1",)) for sign in ("+", "++", "+++", "+~") for group in GROUPS
+    )
+    yield from (
+        Attack((f"{sign}hydra.{key}=1",))
+        for sign in ("+", "++", "~")
+        for key in ("run.dir", "searchpath")
+    )
 
 
 def _nested(section: str, line: str) -> str:
     """YAML with a line inside a section, beside a key that is fine."""
-    out, depth = "", 0
+    out = ""
+    depth = 0
     for name in section.split(".") if section else ():
         out += f"{'  ' * depth}{name}:\n"
         depth += 1

@@ -1,4 +1,6 @@
-"""Checkpoints of megatron-core that somebody else made: pickles that run code, metadata that lies, links."""
+"""Checkpoints of megatron-core that somebody else made: pickles that run code, metadata that lies,
+links.
+"""
 
 from __future__ import annotations
 
@@ -31,13 +33,21 @@ _METADATA = "torch.distributed.checkpoint.metadata"
 
 
 def write_good(folder: Path) -> Path:
-    """A checkpoint of two tensors and an object, and a tracker beside it; the folder of its iteration."""
+    """A checkpoint of two tensors and an object, and a tracker beside it; the folder of its
+    iteration.
+    """
     path = folder / "iter_0000100"
-    state = {NAME: torch.arange(8.0), OTHER: torch.ones(4, 8, dtype=torch.bfloat16), "rng_state": {"seed": 3}}
+    state = {
+        NAME: torch.arange(8.0),
+        OTHER: torch.ones(4, 8, dtype=torch.bfloat16),
+        "rng_state": {"seed": 3},
+    }
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # that torch.distributed is not in use
         dcp.save(state, storage_writer=dcp.FileSystemWriter(path, thread_count=1), no_dist=True)
-    (path / "metadata.json").write_text('{"sharded_backend": "torch_dist", "sharded_backend_version": 1}')
+    (path / "metadata.json").write_text(
+        '{"sharded_backend": "torch_dist", "sharded_backend_version": 1}'
+    )
     (folder / "latest_checkpointed_iteration.txt").write_text("100")
     return path
 
@@ -59,7 +69,9 @@ def _top(key: bytes) -> bytes:
 
 
 def pickles(canary: Path) -> dict[str, bytes]:
-    """What may stand in place of `.metadata`: none of it is read, and none of it makes the file `canary`."""
+    """What may stand in place of `.metadata`: none of it is read, and none of it makes the file
+    `canary`.
+    """
     touch = text(f"touch {canary}")
     python = text(f"open({str(canary)!r}, 'w')")
     out = {
@@ -100,14 +112,19 @@ def pickles(canary: Path) -> dict[str, bytes]:
     inner = calls("os", "system", touch)[2:-1]
     admitted = f"c{_METADATA}\nMetadata\n".encode()
     stack = b"\x80\x04\x8c\x02os\x94\x8c\x06system\x94"
-    shared = b"\x80\x04)\x94" + b"".join(b"h" + bytes([i]) + b"h" + bytes([i]) + b"\x86\x94" for i in range(200))
+    shared = b"\x80\x04)\x94" + b"".join(
+        b"h" + bytes([i]) + b"h" + bytes([i]) + b"\x86\x94" for i in range(200)
+    )
     doubled = b")\x940" + b"".join(b"h%ch%c\x86\x940" % (i, i) for i in range(60)) + b"h\x3c"
     out |= {
         "a name from the stack": stack + b"\x93" + touch + b"\x85R.",
         "a name from the memo": stack + b"00h\x00h\x01\x93" + touch + b"\x85R.",
         "a name of bytes": b"\x80\x04C\x02osC\x06system\x93.",
         "a name of a tuple": b"\x80\x04)" + text("system") + b"\x93.",
-        "a dotted name": b"\x80\x04" + text(_METADATA) + text("Metadata.__init__.__globals__") + b"\x93.",
+        "a dotted name": b"\x80\x04"
+        + text(_METADATA)
+        + text("Metadata.__init__.__globals__")
+        + b"\x93.",
         "a name of many letters": b"\x80\x04" + text("x" * 10_000) + text("y") + b"\x93.",
         "a name with a line": b"\x80\x04" + text("os\n\x1b[2J") + text("system") + b"\x93.",
         "code as an argument": b"\x80\x04" + admitted + b"(" + inner + b"tR.",
@@ -172,7 +189,9 @@ def _chunks(*boxes: tuple[tuple[int, ...], tuple[int, ...]]) -> Callable[[Metada
     """The tensor has these chunks, stored where its one chunk was, a part for each."""
 
     def change(meta: Metadata) -> None:
-        _tensor(meta).chunks = [ChunkStorageMetadata(torch.Size(o), torch.Size(s)) for o, s in boxes]
+        _tensor(meta).chunks = [
+            ChunkStorageMetadata(torch.Size(o), torch.Size(s)) for o, s in boxes
+        ]
         info = meta.storage_data.pop(MetadataIndex(OTHER, (0, 0)))
         share = info.length // len(boxes)
         for number, (offset, _) in enumerate(boxes):
@@ -263,7 +282,9 @@ METADATA: dict[str, Callable[[Metadata], None]] = {
     "no number format": _set(properties=None),
     "a number format that is text": _set(properties="float32"),
     "complex numbers": _set(properties=_NO),
-    "twice as wide numbers": lambda m: _chunks(((0, 0), (4, 8000)))(m) or _set(size=torch.Size([4, 8000]))(m),
+    "twice as wide numbers": lambda m: (
+        _chunks(((0, 0), (4, 8000)))(m) or _set(size=torch.Size([4, 8000]))(m)
+    ),
     "no chunks": _set(chunks=[]),
     "chunks that are a number": _set(chunks=3),
     "a chunk that is a text": _set(chunks=["a"]),
@@ -325,7 +346,9 @@ FOLDERS: dict[str, Callable[[Path], object]] = {
     "metadata that is a folder": lambda p: _folder(p / ".metadata"),
     "metadata of a terabyte": _grow,
     "half of the metadata": lambda p: _cut(p, ".metadata", 500),
-    "metadata but for its end": lambda p: _cut(p, ".metadata", (p / ".metadata").stat().st_size - 1),
+    "metadata but for its end": lambda p: _cut(
+        p, ".metadata", (p / ".metadata").stat().st_size - 1
+    ),
     "no metadata": lambda p: (p / ".metadata").unlink(),
     "data behind a link": lambda p: _link(p, FILE),
     "data that is a pipe": lambda p: _pipe(p, FILE),
@@ -337,7 +360,9 @@ FOLDERS: dict[str, Callable[[Path], object]] = {
     "a tracker without a number": _tracker(b""),
     "a tracker of bytes": _tracker(b"\xff\xfe\x00"),
     "a tracker of many digits": _tracker(b"9" * 60),
-    "a tracker of gigabytes": lambda p: _cut(p.parent, "latest_checkpointed_iteration.txt", 1 << 40),
+    "a tracker of gigabytes": lambda p: _cut(
+        p.parent, "latest_checkpointed_iteration.txt", 1 << 40
+    ),
     "a tracker of an iteration that is not there": _tracker(b"101"),
     "a tracker of a release that is not there": _tracker(b"release"),
     "a folder behind a link": lambda p: _link(p.parent / ".", p.name),
@@ -382,7 +407,15 @@ def tensor_pickle(
     def numbers(values: tuple[int, ...]) -> bytes:
         return b"(" + b"".join(map(number, values)) + b"t"
 
-    storage = b"(" + text("storage") + f"ctorch\n{kind}\n".encode() + text(key) + text("cpu") + number(held) + b"tQ"
+    storage = (
+        b"("
+        + text("storage")
+        + f"ctorch\n{kind}\n".encode()
+        + text(key)
+        + text("cpu")
+        + number(held)
+        + b"tQ"
+    )
     body = storage + number(first) + numbers(shape) + numbers(strides) + b"\x89" + _HOOKS
     return b"\x80\x02ctorch._utils\n_rebuild_tensor_v2\n(" + body + b"tR."
 
@@ -404,7 +437,9 @@ def items(canary: Path) -> dict[str, bytes]:
         "a bare pickle": calls("os", "system", touch),
         "code for a storage": item(tensor_pickle().replace(b"BFloat16Storage", b"os.system")),
         "code for hooks": item(
-            tensor_pickle().replace(b"ccollections\nOrderedDict\n)R", calls("os", "system", touch)[2:-1])
+            tensor_pickle().replace(
+                b"ccollections\nOrderedDict\n)R", calls("os", "system", touch)[2:-1]
+            )
         ),
         "another number format": item(tensor_pickle(kind="FloatStorage"), bytes(128)),
         "a storage that is not known": item(tensor_pickle(kind="ComplexFloatStorage"), bytes(256)),

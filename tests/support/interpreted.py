@@ -1,7 +1,9 @@
-"""Command lines whose Triton kernels run in the interpreter: a program, `python -m tests.support.interpreted`.
+"""Command lines whose Triton kernels run in the interpreter: a program, `python -m
+tests.support.interpreted`.
 
-Triton decides whether to interpret when it is imported, so this is a process of its own. It reads JSON, names and the
-words of each command line, and prints losses and gradient norms of every step of each.
+Triton decides whether to interpret when it is imported, so this is a process of its own. It reads
+JSON, names and the words of each command line, and prints losses and gradient norms of every step
+of each.
 """
 
 from __future__ import annotations
@@ -19,7 +21,8 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 def trained(runs: dict[str, list[str]], timeout_s: float = 200) -> dict[str, list[float]]:
-    """Losses of all steps, then gradient norms, of every run by its name; a run is the words behind `mtrain`.
+    """Losses of all steps, then gradient norms, of every run by its name; a run is the words behind
+    `mtrain`.
 
     Raises `AssertionError` with what a run printed if it did not end well.
     """

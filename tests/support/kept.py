@@ -1,4 +1,6 @@
-"""What autograd keeps between a forward and its backward: a job for `run_ranks` that measures it."""
+"""What autograd keeps between a forward and its backward: a job for `run_ranks` that
+measures it.
+"""
 
 from __future__ import annotations
 
@@ -15,12 +17,16 @@ from mtrain.config.run import RunConfig
 class Kept:
     """Counts the storages that saved tensors hold, each once, without those that were there before.
 
-    What FSDP gathers gives weights memory of their own for a while, and is a part of its own in the plan: `gathered`
-    says which these are at this moment.
+    What FSDP gathers gives weights memory of their own for a while, and is a part of its own in the
+    plan: `gathered` says which these are at this moment.
     """
 
-    def __init__(self, known: set[int], gathered: Callable[[], set[int]] = set, *, lines: bool = False) -> None:
-        self.known, self.gathered, self.lines = known, gathered, lines
+    def __init__(
+        self, known: set[int], gathered: Callable[[], set[int]] = set, *, lines: bool = False
+    ) -> None:
+        self.known = known
+        self.gathered = gathered
+        self.lines = lines
         self.live: dict[int, list[Any]] = {}
         self.most = 0
 
@@ -44,7 +50,9 @@ class _Saved:
 
     def __init__(self, kept: Kept, tensor: torch.Tensor) -> None:
         storage = tensor.untyped_storage()
-        self.tensor, self.kept, self.key = tensor.detach(), kept, storage._cdata
+        self.tensor = tensor.detach()
+        self.kept = kept
+        self.key = storage._cdata
         known = not storage.nbytes() or storage.data_ptr() in kept.known
         if known or (self.key not in kept.live and storage.data_ptr() in kept.gathered()):
             self.key = 0
@@ -62,7 +70,11 @@ class _Saved:
 
 def _line() -> str:
     frames = [f for f in traceback.extract_stack() if "kept.py" not in f.filename]
-    own = [f for f in frames if "/torch/nn/modules" not in f.filename and "torch/autograd" not in f.filename]
+    own = [
+        f
+        for f in frames
+        if "/torch/nn/modules" not in f.filename and "torch/autograd" not in f.filename
+    ]
     return " < ".join(f"{f.filename.rsplit('/', 1)[-1]}:{f.lineno}" for f in reversed(own[-5:]))
 
 
@@ -82,17 +94,23 @@ def _held(parts: Any) -> set[int]:
 
 def _gathered(parts: Any) -> Callable[[], set[int]]:
     """Where the memory of the weights that modules have begins, at the moment of a call."""
-    modules = [module for chunk in parts.state.chunks for module in chunk.modules() if module._parameters]
+    modules = [
+        module for chunk in parts.state.chunks for module in chunk.modules() if module._parameters
+    ]
 
     def found() -> set[int]:
         own = (p for module in modules for p in module._parameters.values() if p is not None)
-        return {p.untyped_storage().data_ptr() for p in own if not hasattr(p, "_local_tensor")} - {0}
+        return {p.untyped_storage().data_ptr() for p in own if not hasattr(p, "_local_tensor")} - {
+            0
+        }
 
     return found
 
 
 def measured(run: RunConfig, *, lines: bool = False) -> dict[str, Any]:
-    """A job of one rank: one step's forward and backward, and the most that was kept after any forward."""
+    """A job of one rank: one step's forward and backward, and the most that was kept after any
+    forward.
+    """
     from mtrain.mcore import linear
     from mtrain.train import step as steps
     from mtrain.train.assemble import assemble, splits_of
@@ -105,8 +123,11 @@ def measured(run: RunConfig, *, lines: bool = False) -> dict[str, Any]:
         kept = Kept(_held(parts), gathered, lines=lines)
         after: list[int] = []
         best: list[Any] = []
-        real, real_add = steps.forward_step, linear._add_in_place
-        plain = (p for c in parts.state.chunks for p in c.parameters() if not hasattr(p, "_local_tensor"))
+        real = steps.forward_step
+        real_add = linear._add_in_place
+        plain = (
+            p for c in parts.state.chunks for p in c.parameters() if not hasattr(p, "_local_tensor")
+        )
         weights = {p.data_ptr(): p for p in plain}
 
         def forward_step(iterator: Any, model: Any) -> Any:
@@ -116,26 +137,41 @@ def measured(run: RunConfig, *, lines: bool = False) -> dict[str, Any]:
                 best[:] = kept.table()
             return output, loss
 
-        def add_in_place(weight: Any, dy: Any, x: Any) -> Any:  # what comes back from a hook has lost its attributes
+        def add_in_place(
+            weight: Any, dy: Any, x: Any
+        ) -> Any:  # what comes back from a hook has lost its attributes
             return real_add(weights[weight.data_ptr()], dy, x)
 
-        steps.forward_step, linear._add_in_place = forward_step, add_in_place
+        steps.forward_step = forward_step
+        linear._add_in_place = add_in_place
         try:
             read = parts.train_data.microbatches(0, run.trainer.batch)
             batches = [to_device(cast(steps.Batch, b), world) for b in read]
             with torch.autograd.graph.saved_tensors_hooks(kept.pack, lambda saved: saved.tensor):
                 steps.gradients(parts, batches)
         finally:
-            steps.forward_step, linear._add_in_place = real, real_add
+            steps.forward_step = real
+            linear._add_in_place = real_add
         sizes = {
-            "weights": sum(p.numel() * p.element_size() for c in parts.state.chunks for p in c.parameters()),
+            "weights": sum(
+                p.numel() * p.element_size() for c in parts.state.chunks for p in c.parameters()
+            ),
             "numbers": sum(p.numel() for c in parts.state.chunks for p in c.parameters()),
         }
-        return {"after": after, "kept": max(after), "most": kept.most, "rank": world.rank, **sizes, "table": best}
+        return {
+            "after": after,
+            "kept": max(after),
+            "most": kept.most,
+            "rank": world.rank,
+            **sizes,
+            "table": best,
+        }
 
 
 def held(run: RunConfig) -> dict[str, Any]:
-    """A job of one rank: bytes of weights, gradients and optimizer state after a step, each storage once."""
+    """A job of one rank: bytes of weights, gradients and optimizer state after a step, each storage
+    once.
+    """
     from mtrain.train.assemble import assemble, splits_of
     from mtrain.train.step import train_step
     from mtrain.world.init import joined
@@ -150,7 +186,9 @@ def held(run: RunConfig) -> dict[str, Any]:
             "numbers": sum(p.numel() for p in weights),
             "weights": own,
             "gradients": _bytes(gradients, set()),
-            "optimizer": _bytes(_states(parts.state.optimizer), {p.untyped_storage().data_ptr() for p in weights}),
+            "optimizer": _bytes(
+                _states(parts.state.optimizer), {p.untyped_storage().data_ptr() for p in weights}
+            ),
             "data_rank": world.coords["cp"] + world.grid.cp * world.coords["dp"],
         }
 
@@ -167,7 +205,11 @@ def _states(optimizer: Any) -> list[torch.Tensor]:
         for group in part.optimizer.param_groups:
             found += [p for p in group["params"] if p.numel()]
         for state in part.optimizer.state.values():
-            found += [t for name, t in state.items() if isinstance(t, torch.Tensor) and name != "step" and t.numel()]
+            found += [
+                t
+                for name, t in state.items()
+                if isinstance(t, torch.Tensor) and name != "step" and t.numel()
+            ]
         for scales in getattr(part.optimizer, "_scales", {}).values():
             found += scales.values()
         for factors in getattr(part.optimizer, "factors", {}).values():  # of soap

@@ -1,4 +1,6 @@
-"""The command line in processes of their own, forked from the test's process so that nothing is imported again."""
+"""The command line in processes of their own, forked from the test's process so that nothing is
+imported again.
+"""
 
 from __future__ import annotations
 
@@ -31,9 +33,11 @@ def free_port() -> int:
 
 
 class Launched:
-    """A process that runs `mtrain ARGV` in the folder `cwd`, after `patch`; what it prints goes to a file there.
+    """A process that runs `mtrain ARGV` in the folder `cwd`, after `patch`; what it prints goes to
+    a file there.
 
-    It is the command as a shell starts it, without the seconds of imports: those are made once, in this process.
+    It is the command as a shell starts it, without the seconds of imports: those are made once, in
+    this process.
     """
 
     def __init__(
@@ -76,7 +80,9 @@ class Launched:
         os.environ.update({"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", **environment})
         for number, path in ((1, self.output), (2, self.errors)):
             os.dup2(os.open(path, os.O_WRONLY | os.O_APPEND), number)
-        sys.stdout, sys.stderr = (os.fdopen(number, "w", buffering=1, closefd=False) for number in (1, 2))
+        sys.stdout, sys.stderr = (
+            os.fdopen(number, "w", buffering=1, closefd=False) for number in (1, 2)
+        )
 
     @property
     def said(self) -> str:
@@ -84,7 +90,9 @@ class Launched:
         return self.output.read_text()
 
     def ranks(self) -> list[psutil.Process]:
-        """The rank processes that it forked, by rank; none before all are there or after they have ended."""
+        """The rank processes that it forked, by rank; none before all are there or after they have
+        ended.
+        """
         return sorted(psutil.Process(self.pid).children(), key=lambda child: child.pid)
 
     def poll(self) -> int | None:
@@ -124,4 +132,10 @@ def mtrain(*argv: str, cwd: Path, timeout_s: float = 120) -> subprocess.Complete
 
 def as_rank(rank: int, size: int, port: int, **more: str) -> dict[str, str]:
     """The environment of one rank on this machine as a launcher sets it."""
-    return {"RANK": str(rank), "WORLD_SIZE": str(size), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), **more}
+    return {
+        "RANK": str(rank),
+        "WORLD_SIZE": str(size),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+        **more,
+    }

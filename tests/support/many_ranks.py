@@ -1,4 +1,6 @@
-"""Many ranks of one checkpoint as threads of this process, and the calls of the file system that they make."""
+"""Many ranks of one checkpoint as threads of this process, and the calls of the file system that
+they make.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,19 @@ import torch.distributed as dist
 
 from tests.support.patience import patient
 
-METADATA = ("stat", "lstat", "scandir", "listdir", "mkdir", "rmdir", "unlink", "rename", "replace", "link", "chmod")
+METADATA = (
+    "stat",
+    "lstat",
+    "scandir",
+    "listdir",
+    "mkdir",
+    "rmdir",
+    "unlink",
+    "rename",
+    "replace",
+    "link",
+    "chmod",
+)
 
 
 @contextmanager
@@ -47,7 +61,9 @@ def metadata_calls() -> Iterator[Counter[str]]:
 
 
 def on_ranks(size: int, work: Callable[[int], Any]) -> list[Any]:
-    """Call `work` on each of many ranks, which are threads of this process; returns values, or errors, by rank."""
+    """Call `work` on each of many ranks, which are threads of this process; returns values, or
+    errors, by rank.
+    """
     values: list[Any] = [None] * size
 
     def one(rank: int) -> None:
@@ -87,7 +103,9 @@ class Turns:
 
 @dataclass
 class InTurn:
-    """The place of a rank that runs until it waits for the others, and then lets the next one run."""
+    """The place of a rank that runs until it waits for the others, and then lets the
+    next one run.
+    """
 
     turns: Turns
     rank: int
@@ -114,7 +132,9 @@ class InTurn:
 
 
 def in_turn(size: int, work: Callable[[Any], Any]) -> list[Any]:
-    """Call `work` on each of many ranks, of which one runs at a time; returns the values, or errors, by rank."""
+    """Call `work` on each of many ranks, of which one runs at a time; returns the values, or
+    errors, by rank.
+    """
     turns = Turns(size)
 
     def one(rank: int) -> Any:

@@ -1,4 +1,6 @@
-"""Plain models of megatron-core, saved and loaded by megatron-core itself: the judge of conversions."""
+"""Plain models of megatron-core, saved and loaded by megatron-core itself: the judge of
+conversions.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,10 @@ from tests.support.forked import run_ranks
 Metadata = dict[str, Any] | None
 SIZES: dict[str, Any] = {"num_layers": 2, "hidden_size": 32, "num_attention_heads": 4}
 IDS = 300
-WORDS = "model.num_layers=2 model.hidden_size=32 model.num_attention_heads=4 model.vocab_size=300 data=mock"
+WORDS = (
+    "model.num_layers=2 model.hidden_size=32 model.num_attention_heads=4 model.vocab_size=300"
+    " data=mock"
+)
 
 
 @dataclass(frozen=True)
@@ -33,28 +38,49 @@ class Case:
     layer: Mapping[str, Any] = field(default_factory=dict)
     """What its layer specification is asked for."""
     renamed: Mapping[str, str] = field(default_factory=dict)
-    """Begins of names of a layer's weights -> what they are saved as: TransformerEngine's layers fuse norms."""
+    """Begins of names of a layer's weights -> what they are saved as: TransformerEngine's layers
+    fuse norms.
+    """
 
 
 GATED = {
-    **{"gated_linear_unit": True, "activation_func": torch.nn.functional.silu, "add_bias_linear": False},
+    **{
+        "gated_linear_unit": True,
+        "activation_func": torch.nn.functional.silu,
+        "add_bias_linear": False,
+    },
     **{"normalization": "RMSNorm", "ffn_hidden_size": 48},
 }
 LLAMA = f"model=llama_tiny {WORDS} model.ffn_hidden_size=48 model.num_query_groups=2"
-MIXTRAL = f"model=mixtral_tiny {WORDS} model.ffn_hidden_size=48 model.num_query_groups=2 model.moe.ffn_hidden_size=48"
+MIXTRAL = (
+    f"model=mixtral_tiny {WORDS} model.ffn_hidden_size=48 model.num_query_groups=2"
+    " model.moe.ffn_hidden_size=48"
+)
 LATENT = (
-    f"model=llama_tiny {WORDS} model.ffn_hidden_size=48 model.num_query_groups=null model.qk_layernorm=true "
+    f"model=llama_tiny {WORDS} model.ffn_hidden_size=48 model.num_query_groups=null"
+    " model.qk_layernorm=true "
     "+model.mla={q_lora_rank:24,kv_lora_rank:16,qk_head_dim:8,qk_pos_emb_head_dim:8,v_head_dim:8}"
 )
 MIXTRAL_CONFIG = {
     **GATED,
-    **{"num_query_groups": 2, "num_moe_experts": 4, "moe_ffn_hidden_size": 48, "moe_router_topk": 2},
+    **{
+        "num_query_groups": 2,
+        "num_moe_experts": 4,
+        "moe_ffn_hidden_size": 48,
+        "moe_router_topk": 2,
+    },
 }
 LATENT_LAYER = {"multi_latent_attention": True, "qk_layernorm": True}
 LATENT_CONFIG = {
     **GATED,
     **{"multi_latent_attention": True, "qk_layernorm": True, "rope_type": "rope"},
-    **{"q_lora_rank": 24, "kv_lora_rank": 16, "qk_head_dim": 8, "qk_pos_emb_head_dim": 8, "v_head_dim": 8},
+    **{
+        "q_lora_rank": 24,
+        "kv_lora_rank": 16,
+        "qk_head_dim": 8,
+        "qk_pos_emb_head_dim": 8,
+        "v_head_dim": 8,
+    },
 }
 
 
@@ -65,7 +91,10 @@ def _gelu(x: torch.Tensor) -> torch.Tensor:
 CASES = {
     "grouped queries, gated": Case(LLAMA, {**GATED, "num_query_groups": 2}),
     "tied, another padding": Case(
-        f"{LLAMA} model.tie_word_embeddings=true", {**GATED, "num_query_groups": 2}, tied=True, rows=512
+        f"{LLAMA} model.tie_word_embeddings=true",
+        {**GATED, "num_query_groups": 2},
+        tied=True,
+        rows=512,
     ),
     "untied, less padding": Case(LLAMA, {**GATED, "num_query_groups": 2}, rows=304),
     "layer norms, biases": Case(
@@ -96,7 +125,9 @@ CASES = {
 
 
 def build(case: Case, seed: int) -> Any:
-    """A `GPTModel` with random weights, norms too, on one rank, or on all ranks with tensor parallelism."""
+    """A `GPTModel` with random weights, norms too, on one rank, or on all ranks with tensor
+    parallelism.
+    """
     from megatron.core import parallel_state
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
     from megatron.core.models.gpt.gpt_model import GPTModel
@@ -108,15 +139,23 @@ def build(case: Case, seed: int) -> Any:
         model_parallel_cuda_manual_seed(1)
     kind = MLATransformerConfig if case.config.get("multi_latent_attention") else TransformerConfig
     ranks = dist.get_world_size()
-    config = kind(**SIZES, **case.config, use_cpu_initialization=True, tensor_model_parallel_size=ranks)
+    config = kind(
+        **SIZES, **case.config, use_cpu_initialization=True, tensor_model_parallel_size=ranks
+    )
     spec = get_gpt_layer_local_spec(
-        num_experts=case.experts, moe_grouped_gemm=False, normalization=config.normalization, **case.layer
+        num_experts=case.experts,
+        moe_grouped_gemm=False,
+        normalization=config.normalization,
+        **case.layer,
     )
     if case.layer:  # its own attention does not know the widths of MLA, and has no weights
         from megatron.core.transformer.identity_op import IdentityOp
 
         spec.submodules.self_attention.submodules.core_attention = IdentityOp
-    spec.submodules.sharded_state_dict_keys_map = {**spec.submodules.sharded_state_dict_keys_map, **case.renamed}
+    spec.submodules.sharded_state_dict_keys_map = {
+        **spec.submodules.sharded_state_dict_keys_map,
+        **case.renamed,
+    }
     learned = "gpt2" in case.words
     model = GPTModel(
         config=config,
@@ -144,7 +183,8 @@ def save(model: Any, folder: Path, metadata: Metadata = None) -> None:
     from megatron.core import dist_checkpointing
     from megatron.core.dist_checkpointing.strategies import filesystem_async
 
-    filesystem_async._results_queue = queue.Queue()  # of this process: a manager's takes seconds to start
+    # of this process: a manager's takes seconds to start
+    filesystem_async._results_queue = queue.Queue()
     multiprocessing.current_process()._config["daemon"] = False  # type: ignore[attr-defined]  # it forks writers
     folder.mkdir(parents=True, exist_ok=True)
     dist_checkpointing.save({**state_of(model, metadata), **_beside_weights()}, str(folder))
@@ -161,7 +201,9 @@ def _beside_weights() -> dict[str, Any]:
     return {
         "args": Namespace(rotary_base=10000, add_bias_linear=None, data_path=["a"], hidden_size=32),
         "iteration": 100,
-        "moments": ShardedTensor.from_rank_offsets(kept, moments, (0, dist.get_rank(), dist.get_world_size())),
+        "moments": ShardedTensor.from_rank_offsets(
+            kept, moments, (0, dist.get_rank(), dist.get_world_size())
+        ),
         "generators": ShardedObject("rng_state", {"seed": 3}, place[1], place[0]),
     }
 
@@ -172,7 +214,9 @@ def load(model: Any, folder: Path, metadata: Metadata = None) -> set[str]:
     from megatron.core.dist_checkpointing.validation import StrictHandling
 
     every = StrictHandling.RETURN_ALL
-    loaded, unknown, lacking = dist_checkpointing.load(state_of(model, metadata), str(folder), strict=every)
+    loaded, unknown, lacking = dist_checkpointing.load(
+        state_of(model, metadata), str(folder), strict=every
+    )
     assert not lacking, lacking
     model.load_state_dict({k: v for k, v in loaded.items() if k in model.state_dict()})
     return set(unknown)

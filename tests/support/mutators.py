@@ -25,9 +25,42 @@ VALUES = (
         "-.inf",
         ".nan",
     ),
-    *("9" * 30, "9" * 400, "9" * 5000, "0x10", "0o17", "1_000", "12:30:45", "2001-01-01", "'2'", '"2"', "two", "é"),
-    *("[]", "[1, 2]", "[[1]]", "[null]", "{}", "{a: 1}", "{a: {b: {c: 1}}}", "[1, [2, {a: b}]]", "x" * 300, "- 1"),
-    *("${optim.lr}", "${oc.env:CANARY}", "${${a}}", "${", "${a.b", "}", "${nothing}", "${trainer.train_iters}"),
+    *(
+        "9" * 30,
+        "9" * 400,
+        "9" * 5000,
+        "0x10",
+        "0o17",
+        "1_000",
+        "12:30:45",
+        "2001-01-01",
+        "'2'",
+        '"2"',
+        "two",
+        "é",
+    ),
+    *(
+        "[]",
+        "[1, 2]",
+        "[[1]]",
+        "[null]",
+        "{}",
+        "{a: 1}",
+        "{a: {b: {c: 1}}}",
+        "[1, [2, {a: b}]]",
+        "x" * 300,
+        "- 1",
+    ),
+    *(
+        "${optim.lr}",
+        "${oc.env:CANARY}",
+        "${${a}}",
+        "${",
+        "${a.b",
+        "}",
+        "${nothing}",
+        "${trainer.train_iters}",
+    ),
     *(
         "../../etc/passwd",
         "/etc/shadow",
@@ -39,7 +72,21 @@ VALUES = (
         "a|b",
         "&& id",
     ),
-    *("!!python/name:os.system", "!!int '2'", "!local x", "&a 1", "*a", "|", ">-", "'", '"', "@x", "%x", "<<", "? a"),
+    *(
+        "!!python/name:os.system",
+        "!!int '2'",
+        "!local x",
+        "&a 1",
+        "*a",
+        "|",
+        ">-",
+        "'",
+        '"',
+        "@x",
+        "%x",
+        "<<",
+        "? a",
+    ),
     *(
         "\\x1b[31m",
         '"\\e[31m"',
@@ -61,7 +108,19 @@ LINES = (
         "hydra: {searchpath: [file:///tmp]}",
         "defaults: [/hydra/x]",
     ),
-    *("# @package _global_", "<<: *a", "---", "...", "%YAML 1.1", "!!map", "? x", ": y", "- z", "\tq: 1", "  q: 1"),
+    *(
+        "# @package _global_",
+        "<<: *a",
+        "---",
+        "...",
+        "%YAML 1.1",
+        "!!map",
+        "? x",
+        ": y",
+        "- z",
+        "\tq: 1",
+        "  q: 1",
+    ),
     *(
         "q: &a [1, 2]",
         "q: *a",
@@ -139,7 +198,9 @@ def _drop_line(text: str, rng: random.Random) -> str:
 
 
 def _indent(text: str, rng: random.Random) -> str:
-    return _line(text, rng, lambda line: rng.choice((" ", "  ", "\t", "")) + line.lstrip() if line else " ")
+    return _line(
+        text, rng, lambda line: rng.choice((" ", "  ", "\t", "")) + line.lstrip() if line else " "
+    )
 
 
 def _cut(text: str, rng: random.Random) -> str:
@@ -154,13 +215,27 @@ def _swap(text: str, rng: random.Random) -> str:
 
 def _root(text: str, rng: random.Random) -> str:
     return rng.choice(
-        ("- " + text, "[" + text + "]", "'" + text, "2\n", "null\n", "", "text\n", f"{text}---\n{text}")
+        (
+            "- " + text,
+            "[" + text + "]",
+            "'" + text,
+            "2\n",
+            "null\n",
+            "",
+            "text\n",
+            f"{text}---\n{text}",
+        )
     )
 
 
 def _ends(text: str, rng: random.Random) -> str:
     return rng.choice(
-        (text.replace("\n", "\r\n"), text.replace("\n", "\r"), "\ufeff" + text, text.replace("  ", "\t"))
+        (
+            text.replace("\n", "\r\n"),
+            text.replace("\n", "\r"),
+            "\ufeff" + text,
+            text.replace("  ", "\t"),
+        )
     )
 
 
@@ -176,7 +251,18 @@ def _splice(text: str, rng: random.Random) -> str:
 
 
 MUTATORS: tuple[Mutator, ...] = (
-    *(_typo, _typo, _value, _value, _value, _insert_line, _insert_line, _repeat_line, _drop_line, _indent),
+    *(
+        _typo,
+        _typo,
+        _value,
+        _value,
+        _value,
+        _insert_line,
+        _insert_line,
+        _repeat_line,
+        _drop_line,
+        _indent,
+    ),
     *(_cut, _swap, _root, _ends, _bomb, _splice),
 )
 

@@ -1,7 +1,8 @@
-"""A library of NVIDIA's driver that is no driver: what `libnvidia-ml.so.1` says, by C's calling convention.
+"""A library of NVIDIA's driver that is no driver: what `libnvidia-ml.so.1` says, by C's calling
+convention.
 
-Its functions are Python's, behind pointers of C. Whoever calls them by ctypes passes the same bytes as to the real
-library, and no test needs a compiler.
+Its functions are Python's, behind pointers of C. Whoever calls them by ctypes passes the same bytes
+as to the real library, and no test needs a compiler.
 """
 
 from __future__ import annotations
@@ -69,7 +70,8 @@ def _exported(name: str, *kinds: Any) -> Callable[[Callable[..., int]], Callable
 class Library:
     """The library, loaded: two H200, the second of them partitioned where FAKE_MIG is set.
 
-    FAKE_NO_DRIVER, FAKE_CUDA, FAKE_NAME, FAKE_USED_MIB and FAKE_PID in the environment change what it says.
+    FAKE_NO_DRIVER, FAKE_CUDA, FAKE_NAME, FAKE_USED_MIB and FAKE_PID in the environment change what
+    it says.
     """
 
     def __init__(self) -> None:
@@ -89,12 +91,15 @@ class Library:
 
         pointer = CFUNCTYPE(c_int, *kinds)(call)
         self.kept.append(pointer)
-        # Without the kinds of arguments, ctypes passes them as it does to a function of a library that it has loaded.
+        # Without the kinds of arguments, ctypes passes them as it does to a function of a library
+        # that it has loaded.
         return CFUNCTYPE(c_int)(ctypes.cast(pointer, c_void_p).value or 0)
 
 
 def site(folder: Path) -> Path:
-    """Make a folder for PYTHONPATH; a Python with it loads this library in place of the driver's."""
+    """Make a folder for PYTHONPATH; a Python with it loads this library in place of the
+    driver's.
+    """
     folder.mkdir()
     (folder / "sitecustomize.py").write_text(SITE)
     return folder

@@ -1,7 +1,9 @@
-"""Steps in FP8 whose norms and SwiGLU quantise for linear layers, and the same steps with all of that done apart.
+"""Steps in FP8 whose norms and SwiGLU quantise for linear layers, and the same steps with all of
+that done apart.
 
-A program, `python -m tests.support.operands`, because Triton decides whether to interpret when it is imported. It
-reads JSON, names and the words of each command line and whether there is a fault, and prints what `both` says.
+A program, `python -m tests.support.operands`, because Triton decides whether to interpret when it
+is imported. It reads JSON, names and the words of each command line and whether there is a fault,
+and prints what `both` says.
 """
 
 from __future__ import annotations
@@ -23,10 +25,13 @@ CALLS = ("quantize_tensorwise", "quantize_blocks")
 """What quantises for a linear layer, within it."""
 
 
-def both(runs: dict[str, list[str]], *, fault: bool = False, timeout_s: float = 300) -> dict[str, dict[str, Any]]:
-    """Of every run, `together` and `apart`: losses and norms of all `steps`, what the first rank `calls` how often in
-    the first forward, and the bytes that its autograd `keeps`; and what the plan says of these, and of `copies`.
-    With a `fault` norms take the scale of this rank's part of a tensor for that of the whole.
+def both(
+    runs: dict[str, list[str]], *, fault: bool = False, timeout_s: float = 300
+) -> dict[str, dict[str, Any]]:
+    """Of every run, `together` and `apart`: losses and norms of all `steps`, what the first rank
+    `calls` how often in the first forward, and the bytes that its autograd `keeps`; and what the
+    plan says of these, and of `copies`. With a `fault` norms take the scale of this rank's part of
+    a tensor for that of the whole.
 
     Raises `AssertionError` with what was printed if a run did not end well.
     """
@@ -64,10 +69,12 @@ def _main() -> None:
     from mtrain.models.hybrid import build as hybrid
     from mtrain.models.llava import build as llava
 
-    big, found = Machine(cpu_cores=64, memory_bytes=1 << 40, triton=True, triton_interpreted=True), {}
+    big = Machine(cpu_cores=64, memory_bytes=1 << 40, triton=True, triton_interpreted=True)
+    found = {}
     runs, fault = json.load(sys.stdin)
     for name, words in runs.items():
-        run, found[name] = load(words, big, {}).run, dict[str, Any]()
+        run = load(words, big, {}).run
+        found[name] = dict[str, Any]()
         for how in ("together", "apart"):
             why = rank.operands_apart if how == "together" else lambda run: "the test says so"
             with ExitStack() as stack:
@@ -75,7 +82,8 @@ def _main() -> None:
                     stack.enter_context(mock.patch.object(module, "operands_apart", why))
                 if fault:
                     stack.enter_context(mock.patch.object(norms, "greatest", return_value=None))
-                ranks, made = run.parallel.ranks or 1, Counter[str]()
+                ranks = run.parallel.ranks or 1
+                made = Counter[str]()
 
                 def job(run: Any = run, made: Counter[str] = made) -> tuple[Any, dict[str, int]]:
                     with _counted(made):
@@ -85,7 +93,8 @@ def _main() -> None:
                 kept = run_ranks(ranks, lambda run=run: measured(run))[0]
                 planned = stage_memories(run)[0]
             keeps = {"keeps": kept["kept"], "planned": planned.in_flight[0]}
-            keeps["copies"] = planned.parts["low_precision"] // 2  # of weights, of which autograd holds one
+            # of weights, of which autograd holds one
+            keeps["copies"] = planned.parts["low_precision"] // 2
             found[name][how] = {"steps": steps, "calls": calls, **keeps}
     print(json.dumps(found))
 

@@ -1,8 +1,9 @@
 """The oracle: `check` says yes exactly where the model builds and makes a step of training.
 
-`python -m tests.support.oracle --cases 500 --seed 1` draws configurations, asks `check`, then builds and trains each
-in spite of what was said, on really sharded ranks. A yes that does not train, or a no that trains, is a defect;
-but for the rules of POLICY, which refuse what would train and be wrong or in vain.
+`python -m tests.support.oracle --cases 500 --seed 1` draws configurations, asks `check`, then
+builds and trains each in spite of what was said, on really sharded ranks. A yes that does not
+train, or a no that trains, is a defect; but for the rules of POLICY, which refuse what would train
+and be wrong or in vain.
 """
 
 from __future__ import annotations
@@ -36,35 +37,64 @@ ERROR = re.compile(r"[\w.]+(Error|Exception|Input|Environment|rank)\b")
 UNUSED_KEY = "a key that is set and has no effect: somebody believes that it does something"
 POLICY: dict[str, str] = {
     **dict.fromkeys(
-        ("MT118", "MT121", "MT150", "MT162", "MT168", "MT205", "MT206", "MT208", "MT209", "MT210"), UNUSED_KEY
+        ("MT118", "MT121", "MT150", "MT162", "MT168", "MT205", "MT206", "MT208", "MT209", "MT210"),
+        UNUSED_KEY,
     ),
     **dict.fromkeys(("MT225", "MT405", "MT406", "MT441", "MT442", "MT464", "MT465"), UNUSED_KEY),
     **dict.fromkeys(("MT221", "MT232", "MT264", "MT267", "MT423"), UNUSED_KEY),
-    "MT045": "the release of megatron-core that is loaded does not have it, and would train as if nobody had asked",
+    "MT045": (
+        "the release of megatron-core that is loaded does not have it, and would train as if nobody"
+        " had asked"
+    ),
     "MT136": "two ramps are written, and only one can be meant",
     "MT137": "a ramp that never reaches its batch: the one step that is tried does not come so far",
-    "MT138": "a later size of the ramp does not divide: the one step that is tried does not come so far",
+    "MT138": (
+        "a later size of the ramp does not divide: the one step that is tried does not come so far"
+    ),
     "MT260": "rotary positions would be scaled twice, and only one scale can be meant",
     "MT355": "without the tokens that mark them, prefix, suffix and middle are not moved",
-    "MT407": "the process that tries may have an interpreter of Triton on; the machine that is validated has none",
+    "MT407": (
+        "the process that tries may have an interpreter of Triton on; the machine that is validated"
+        " has none"
+    ),
     "MT141": "the cut into stages is written twice, and only one can be meant",
     "MT207": "MLA turns its heads by rope whatever the key says",
     "MT163": "gradients are there in time or not, as it happens: some steps end without numbers",
-    "MT171": "more layers than a stage has: whoever wrote it counts layers otherwise than the pipeline does",
-    "MT463": "low precision would be kept of some weights and 32 of others, and nobody said of which",
+    "MT171": (
+        "more layers than a stage has: whoever wrote it counts layers otherwise than the pipeline"
+        " does"
+    ),
+    "MT463": (
+        "low precision would be kept of some weights and 32 of others, and nobody said of which"
+    ),
     "MT201": "the width of a head would be rounded down, and nobody said so",
-    "MT203": "an odd number of channels that rotate: megatron-core turns one more than was written, or none at all",
-    "MT248": "a family is built as it was published: what it does not have would train, and be something else",
+    "MT203": (
+        "an odd number of channels that rotate: megatron-core turns one more than was written, or"
+        " none at all"
+    ),
+    "MT248": (
+        "a family is built as it was published: what it does not have would train, and be something"
+        " else"
+    ),
     "MT249": UNUSED_KEY,
     "MT251": "text of one token trains, and there is nothing beside it to learn from",
-    **dict.fromkeys(("MT444", "MT445"), "a GPU multiplies blocks of 16; what stands for it on a CPU takes any width"),
-    "MT268": "megatron-core's releases count layers of multi-token prediction differently: a window, or none",
+    **dict.fromkeys(
+        ("MT444", "MT445"),
+        "a GPU multiplies blocks of 16; what stands for it on a CPU takes any width",
+    ),
+    "MT268": (
+        "megatron-core's releases count layers of multi-token prediction differently: a window, or"
+        " none"
+    ),
     "MT174": "no CPU copies activations elsewhere: it would train as if nobody had asked",
     "MT446": "no layer would be left in the format that was named",
     "MT215": "one expert-parallel rank exchanges nothing; with two, the same keys would be refused",
     "MT461": "another implementation would update some of the weights, and one was named for all",
     "MT250": "two special tokens with one id train, and mean two things",
-    "MT204": "positions that the model was not made for: it trains, and what it learns there is not what was meant",
+    "MT204": (
+        "positions that the model was not made for: it trains, and what it learns there is not what"
+        " was meant"
+    ),
 }
 """Code -> why it refuses what would make a step."""
 
@@ -93,13 +123,17 @@ def validated(drawn: Drawn, timeout_s: float = 60.0) -> Validated:
     """Asks `check` and tries; needs the adapter installed in this process."""
     run = resolve(apply(drawn.raw, {"trainer.join_timeout_s": timeout_s}), LAPTOP)
     found = [problem.code for problem in (*errors(drawn.raw), *kernels.problems(run, LAPTOP, {}))]
-    if state_bytes(run) > MEMORY * (run.parallel.ranks or 1):  # a warning of `check`, for which a run is refused
+    if state_bytes(run) > MEMORY * (
+        run.parallel.ranks or 1
+    ):  # a warning of `check`, for which a run is refused
         found.append("MT140")
     return Validated(drawn, tuple(dict.fromkeys(found)), attempt(run, timeout_s))
 
 
 def attempt(run: RunConfig, timeout_s: float = 60.0) -> str:
-    """Builds a resolved run on forked ranks and makes a step; what went wrong, empty where nothing did."""
+    """Builds a resolved run on forked ranks and makes a step; what went wrong, empty where nothing
+    did.
+    """
     from tests.support.forked import RankFailed, run_ranks
 
     try:
@@ -127,7 +161,10 @@ def _step(run: RunConfig) -> str:
         ):  # the first loss scales are meant to overflow
             if not result.updated:
                 result = train_step(parts, stop_requested=False)
-        finite = {"loss": math.isfinite(result.loss), "gradient norm": math.isfinite(result.grad_norm)}
+        finite = {
+            "loss": math.isfinite(result.loss),
+            "gradient norm": math.isfinite(result.grad_norm),
+        }
         weights: list[Any] = [p for chunk in parts.state.chunks for p in chunk.parameters()]
         local = [p.to_local() if hasattr(p, "to_local") else p for p in weights]
         finite["weights"] = all(bool(torch.isfinite(p).all()) for p in local)
@@ -147,11 +184,15 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--cases", type=int, default=500)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--from", type=int, default=0, dest="first", help="the first case that is tried")
+    parser.add_argument(
+        "--from", type=int, default=0, dest="first", help="the first case that is tried"
+    )
     parser.add_argument("--all", action="store_true", help="print agreements too")
     args = parser.parse_args(argv)
     import_engine()
-    began, found, reasons = time.monotonic(), Counter[str](), Counter[str]()
+    began = time.monotonic()
+    found = Counter[str]()
+    reasons = Counter[str]()
     for index, drawn in enumerate(cases(args.cases, args.seed)):
         if index < args.first:
             continue
@@ -160,9 +201,14 @@ def main(argv: list[str] | None = None) -> int:
         found["accepted" if not case.codes else "refused"] += 1
         reasons.update(case.codes)
         if args.all or case.report.startswith("too"):
-            print(f"[{index}] {case.report} {','.join(case.codes)} {drawn.words}\n    {case.fault}", flush=True)
+            print(
+                f"[{index}] {case.report} {','.join(case.codes)} {drawn.words}\n    {case.fault}",
+                flush=True,
+            )
     seconds = time.monotonic() - began
-    print(f"seed {args.seed}: {dict(found)} in {seconds:.0f} s; codes: {dict(reasons.most_common())}")
+    print(
+        f"seed {args.seed}: {dict(found)} in {seconds:.0f} s; codes: {dict(reasons.most_common())}"
+    )
     return 1 if found["too strict"] + found["too lax"] else 0
 
 

@@ -1,7 +1,7 @@
 """Random small configurations near the border between what can be trained and what cannot.
 
-Values come from the schema, so a new key is drawn as soon as it is there; only keys whose value decides how large or
-how slow a model is have a table here.
+Values come from the schema, so a new key is drawn as soon as it is there; only keys whose value
+decides how large or how slow a model is have a table here.
 """
 
 from __future__ import annotations
@@ -39,7 +39,12 @@ BASE: dict[str, Any] = {
     "cluster": {"device": "cpu"},
 }
 MOE: dict[str, Any] = {"num_experts": 4, "router_topk": 2, "ffn_hidden_size": 24}
-MLA: dict[str, Any] = {"kv_lora_rank": 8, "qk_head_dim": 8, "qk_pos_emb_head_dim": 4, "v_head_dim": 8}
+MLA: dict[str, Any] = {
+    "kv_lora_rank": 8,
+    "qk_head_dim": 8,
+    "qk_pos_emb_head_dim": 4,
+    "v_head_dim": 8,
+}
 LONGROPE: dict[str, Any] = {
     **{"rope_type": "longrope", "factor": 4.0, "original_max_position_embeddings": 16},
     **{"short_factor": (1.0, 1.1, 1.2, 1.3), "long_factor": (1.0, 2.0, 4.0, 8.0)},
@@ -47,7 +52,11 @@ LONGROPE: dict[str, Any] = {
 OWN: dict[str, Any] = {"mask_token_id": 99}
 BERT: dict[str, Any] = {
     **{"model.family": "bert", "model.bert": OWN, "model.num_query_groups": None},
-    **{"model.normalization": "LayerNorm", "model.norm_placement": "post_residual", "model.activation": "gelu"},
+    **{
+        "model.normalization": "LayerNorm",
+        "model.norm_placement": "post_residual",
+        "model.activation": "gelu",
+    },
     **{"model.add_bias_linear": True, "model.tie_word_embeddings": True},
     "model.position_embedding_type": "learned_absolute",
 }
@@ -58,9 +67,19 @@ FAMILIES: tuple[dict[str, Any], ...] = (
     {"model.moe": {**MOE, "router_load_balancing_type": "sinkhorn", "aux_loss_coeff": 0.0}},
     {"model.moe": {**MOE, "num_experts": 8, "router_num_groups": 4, "router_group_topk": 2}},
     {"model.mla": MLA, "model.num_query_groups": None},
-    {"model.mla": {**MLA, "rope_type": "yarn", "q_lora_rank": 8}, "model.num_query_groups": None, "model.moe": MOE},
+    {
+        "model.mla": {**MLA, "rope_type": "yarn", "q_lora_rank": 8},
+        "model.num_query_groups": None,
+        "model.moe": MOE,
+    },
     {"model.normalization": "LayerNorm", "model.activation": "gelu", "model.add_bias_linear": True},
-    {"model.rope_scaling": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16}},
+    {
+        "model.rope_scaling": {
+            "rope_type": "yarn",
+            "factor": 4.0,
+            "original_max_position_embeddings": 16,
+        }
+    },
     {"model.rope_scaling": LONGROPE},
     BERT,
 )
@@ -75,8 +94,28 @@ SIZES: dict[str, tuple[Any, ...]] = {
     "parallel.hsdp_replicas": (1, 2, 3),
     "parallel.hierarchical_cp_sizes": (None, (2, 2), (1, 4), (4, 2)),
     "parallel.max_seqlen_per_dp_cp_rank": (None, 1, 8, 16, 1 << 40),
-    "parallel.pipeline_layout": (None, "Et|tL", "Ett|ttL", "E|tt|L", "Et||tL", "Ett|tL", "EtmL|t", "Et|t|t|tL", ""),
-    "parallel.layers_per_stage": (None, (1, 1), (1, 3), (2, 2), (4,), (0, 2), (1, 1, 1, 1), (-1, 3), ()),
+    "parallel.pipeline_layout": (
+        None,
+        "Et|tL",
+        "Ett|ttL",
+        "E|tt|L",
+        "Et||tL",
+        "Ett|tL",
+        "EtmL|t",
+        "Et|t|t|tL",
+        "",
+    ),
+    "parallel.layers_per_stage": (
+        None,
+        (1, 1),
+        (1, 3),
+        (2, 2),
+        (4,),
+        (0, 2),
+        (1, 1, 1, 1),
+        (-1, 3),
+        (),
+    ),
     "model.num_layers": (1, 2, 2, 3, 4, 6),
     "model.hidden_size": (1, 31, 32, 48, 64),
     "model.ffn_hidden_size": (1, 47, 48, 64),
@@ -113,12 +152,33 @@ SIZES: dict[str, tuple[Any, ...]] = {
     "trainer.global_batch_size": (1, 2, 3, 4, 8, 8, 12, 16),
     "trainer.micro_batch_size": (None, None, 1, 2, 3, 4),
     "trainer.train_iters": (1, 2, 4, 100, 10**12),
-    "trainer.rampup_batch_size": (None, (4, 4, 100), (2, 2, 1), (3, 2, 50), (8, 8, 10), (16, 4, 10)),
-    "trainer.batch_size_schedule": (None, ((4, 100), (8, 200)), ((3, 100),), ((8, 1),), ((16, 10), (2, 10))),
+    "trainer.rampup_batch_size": (
+        None,
+        (4, 4, 100),
+        (2, 2, 1),
+        (3, 2, 50),
+        (8, 8, 10),
+        (16, 4, 10),
+    ),
+    "trainer.batch_size_schedule": (
+        None,
+        ((4, 100), (8, 200)),
+        ((3, 100),),
+        ((8, 1),),
+        ((16, 10), (2, 10)),
+    ),
     "optim.lr": (1e-5, 1e-3, 0.5),
 }
 LEFT_ALONE = (
-    *("log.", "checkpoint.", "cluster.", "recipe.", "trainer.eval", "trainer.sample", "trainer.profile_"),
+    *(
+        "log.",
+        "checkpoint.",
+        "cluster.",
+        "recipe.",
+        "trainer.eval",
+        "trainer.sample",
+        "trainer.profile_",
+    ),
     *("trainer.seed", "trainer.join_timeout_s", "trainer.soft_timeout_s", "trainer.timeout_s"),
     *(
         "model.name",
@@ -143,7 +203,18 @@ LEFT_ALONE = (
     *("data.split", "data.blend"),
 )
 """What no step depends on, or what must stay as it is for a step to be made here."""
-AXES = ("tp", "pp", "vpp", "cp", "ep", "etp", "ranks", "sequence_parallel", "distributed_optimizer", "fsdp")
+AXES = (
+    "tp",
+    "pp",
+    "vpp",
+    "cp",
+    "ep",
+    "etp",
+    "ranks",
+    "sequence_parallel",
+    "distributed_optimizer",
+    "fsdp",
+)
 
 
 @dataclass(frozen=True)
@@ -154,34 +225,59 @@ class Drawn:
 
     @property
     def words(self) -> str:
-        """What differs from the base, in the words of overrides; `moe`, `mla`, `bert` stand for its sections."""
+        """What differs from the base, in the words of overrides; `moe`, `mla`, `bert` stand for its
+        sections.
+        """
         m = self.raw.model
-        sections = {"model.moe": m.moe and MOE, "model.mla": m.mla and MLA, "model.bert": m.bert and OWN}
+        sections = {
+            "model.moe": m.moe and MOE,
+            "model.mla": m.mla and MLA,
+            "model.bert": m.bert and OWN,
+        }
         base = apply(RunConfig.model_validate(BASE), sections).flat()
         there = [name.removeprefix("model.") for name, section in sections.items() if section]
-        changed = [f"{k}={show(v)}".replace(" ", "") for k, v in self.raw.flat().items() if base.get(k) != v]
+        changed = [
+            f"{k}={show(v)}".replace(" ", "")
+            for k, v in self.raw.flat().items()
+            if base.get(k) != v
+        ]
         return " ".join([*there, *changed])
 
 
 def keys() -> dict[str, tuple[Any, ...]]:
-    """Every key that is drawn, with its values; those of a section that may be null apply where it is there."""
+    """Every key that is drawn, with its values; those of a section that may be null apply where it
+    is there.
+    """
     fields = {k: f for k, f in schema_keys().items() if not k.startswith(LEFT_ALONE)}
-    return {key: SIZES.get(key) or tuple(dict.fromkeys(values_of(field))) for key, field in fields.items()}
+    return {
+        key: SIZES.get(key) or tuple(dict.fromkeys(values_of(field)))
+        for key, field in fields.items()
+    }
 
 
 def values_of(field: FieldInfo) -> Iterator[Any]:
     """Values of a field at its edges, by its type alone; none where no type is known."""
     bounds: dict[str, Any] = {}
     for item in field.metadata:
-        bounds |= {n: getattr(item, n) for n in ("ge", "gt", "le", "lt") if getattr(item, n, None) is not None}
+        bounds |= {
+            n: getattr(item, n)
+            for n in ("ge", "gt", "le", "lt")
+            if getattr(item, n, None) is not None
+        }
     yield from _of(field.annotation, bounds)
 
 
 def _of(annotation: Any, bounds: dict[str, Any]) -> Iterator[Any]:
-    origin, inside = get_origin(annotation), get_args(annotation)
+    origin = get_origin(annotation)
+    inside = get_args(annotation)
     if origin is Annotated:
         parts = [part for item in inside[1:] for part in (item, *getattr(item, "metadata", ()))]
-        more = {n: getattr(p, n) for p in parts for n in ("ge", "gt", "le", "lt") if getattr(p, n, None) is not None}
+        more = {
+            n: getattr(p, n)
+            for p in parts
+            for n in ("ge", "gt", "le", "lt")
+            if getattr(p, n, None) is not None
+        }
         yield from _of(inside[0], {**bounds, **more})
     elif origin in (Union, types.UnionType):
         for part in inside:
@@ -199,7 +295,8 @@ def _of(annotation: Any, bounds: dict[str, Any]) -> Iterator[Any]:
         low = bounds.get("ge", bounds.get("gt", -1) + 1)
         yield from (n for n in (low, low + 1, 3, 10, 10**9) if low <= n <= bounds.get("le", n))
     elif annotation is float:
-        low, high = bounds.get("ge", bounds.get("gt", 0)), bounds.get("le", bounds.get("lt", 1e9))
+        low = bounds.get("ge", bounds.get("gt", 0))
+        high = bounds.get("le", bounds.get("lt", 1e9))
         inner = [low + (high - low) * share for share in (1e-9, 0.1, 0.5)] + [1e-6, 0.01, 0.3, 1.0]
         yield from (v for v in inner if low < v < high)
         yield from ([low] if "ge" in bounds else [])
@@ -207,8 +304,8 @@ def _of(annotation: Any, bounds: dict[str, Any]) -> Iterator[Any]:
 
 
 def draw(rng: random.Random, max_ranks: int) -> Drawn:
-    """One configuration of at most `max_ranks` ranks that the schema accepts: half are valid as far as `check` says,
-    the others are a valid one with one or two keys changed to anything.
+    """One configuration of at most `max_ranks` ranks that the schema accepts: half are valid as far
+    as `check` says, the others are a valid one with one or two keys changed to anything.
     """
     table = keys()
     while True:
@@ -217,7 +314,8 @@ def draw(rng: random.Random, max_ranks: int) -> Drawn:
             continue
         for _ in range(rng.choice((0, 1, 2, 4))):
             raw = _changed(raw, rng, table)
-        raw = _quiet(raw) if rng.random() < 0.8 else raw  # else that one rule would speak in most refusals
+        # else that one rule would speak in most refusals
+        raw = _quiet(raw) if rng.random() < 0.8 else raw
         ranks = _ranks(raw)
         if ranks is not None and ranks <= max_ranks:
             return Drawn(raw)
@@ -226,8 +324,12 @@ def draw(rng: random.Random, max_ranks: int) -> Drawn:
 def _scattered(rng: random.Random, table: dict[str, tuple[Any, ...]], max_ranks: int) -> RunConfig:
     raw = apply(RunConfig.model_validate(BASE), rng.choice(FAMILIES))
     layout = [f"parallel.{axis}" for axis in AXES]
-    for key in [*rng.sample(layout, rng.randint(1, 6)), *rng.sample(sorted(table), rng.randint(2, 10))]:
-        before, raw = raw, _with(raw, key, rng.choice(table[key]))
+    for key in [
+        *rng.sample(layout, rng.randint(1, 6)),
+        *rng.sample(sorted(table), rng.randint(2, 10)),
+    ]:
+        before = raw
+        raw = _with(raw, key, rng.choice(table[key]))
         if (_ranks(raw) or 1) > max_ranks:
             raw = before
     return raw

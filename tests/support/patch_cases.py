@@ -1,7 +1,8 @@
 """Shows each defect of megatron-core that `mtrain.mcore.patches` lists.
 
-Run as a module it prints, as JSON, what each case that is named gave without its patch. It imports megatron.core once
-and forks from there, before any patch is applied, a process for each case, which leaves out one patch.
+Run as a module it prints, as JSON, what each case that is named gave without its patch. It imports
+megatron.core once and forks from there, before any patch is applied, a process for each case, which
+leaves out one patch.
 """
 
 from __future__ import annotations
@@ -33,7 +34,11 @@ from tests.support.forked import RankFailed, run_alone, run_ranks
 from tests.support.runs import tiny_run, train_steps
 
 FINE = "fine"
-LOW_PRECISION = {"store_param_remainders": True, "exp_avg_dtype": "bf16", "exp_avg_sq_dtype": "bf16"}
+LOW_PRECISION = {
+    "store_param_remainders": True,
+    "exp_avg_dtype": "bf16",
+    "exp_avg_sq_dtype": "bf16",
+}
 MEGATRON: dict[str, Any] = {"fsdp": "megatron", "fsdp_sharding": "optim_grads_params"}
 
 
@@ -42,7 +47,9 @@ class Case:
     """What shows one defect."""
 
     run: Callable[[], str]
-    """Runs on every rank with the adapter installed, with or without its patch; FINE, or what is wrong. May raise."""
+    """Runs on every rank with the adapter installed, with or without its patch; FINE, or what is
+    wrong. May raise.
+    """
     symptom: str
     """Regular expression of what is found without the patch."""
     ranks: int = 1
@@ -60,7 +67,8 @@ def _query_norm() -> str:
 
     tiny.start_world(tp=2)
     cfg = tiny.config(tensor_model_parallel_size=2, **tiny.MLA)
-    model, before = tiny.model(cfg), {}
+    model = tiny.model(cfg)
+    before = {}
 
     def remember_and_finalize(chunks: Any, *args: Any, **kwargs: Any) -> None:
         before.update(tiny.gradients(model))
@@ -80,7 +88,9 @@ def _moe_loss_tokens() -> str:
         "moe_aux_loss_coeff": 0.01,
         "moe_z_loss_coeff": 1.0,
     }
-    cfg = tiny.config(tensor_model_parallel_size=2, sequence_parallel=True, calculate_per_token_loss=True, **moe)
+    cfg = tiny.config(
+        tensor_model_parallel_size=2, sequence_parallel=True, calculate_per_token_loss=True, **moe
+    )
     cfg.router_loss_share = 0.75
     router = tiny.model(cfg, wrap=False).decoder.layers[0].mlp.router
     loss: Any = torch.ones((), requires_grad=True)
@@ -100,7 +110,11 @@ def _sequence_loss() -> str:
     """Whether the balancing loss weighs as much as it does with one sequence after the other."""
     tiny.start_world()
     moe = {**tiny.MOE, "moe_router_load_balancing_type": "seq_aux_loss", "moe_aux_loss_coeff": 1.0}
-    router = tiny.model(tiny.config(calculate_per_token_loss=True, **moe), wrap=False).decoder.layers[0].mlp.router
+    router = (
+        tiny.model(tiny.config(calculate_per_token_loss=True, **moe), wrap=False)
+        .decoder.layers[0]
+        .mlp.router
+    )
     hidden = torch.randn(tiny.TOKENS, tiny.BATCH, 32, generator=torch.Generator().manual_seed(3))
     norms = []
     for pieces in (hidden.split(1, dim=1), (hidden,)):
@@ -136,7 +150,10 @@ def _recomputed_padding() -> str:
     tiny.start_world()
     moe = {**tiny.MOE, "moe_router_load_balancing_type": "aux_loss", "moe_aux_loss_coeff": 1.0}
     found = []
-    for again in ({}, {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}):
+    for again in (
+        {},
+        {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1},
+    ):
         model = tiny.model(tiny.config(**moe, **again), wrap=False)
         tiny.redraw_matrices(model)
         tokens, positions, labels = tiny.batch()
@@ -144,18 +161,29 @@ def _recomputed_padding() -> str:
             loss = model(tokens, positions, None, labels=labels)
         loss.sum().backward()
         found.append({name: parameter.grad for name, parameter in model.named_parameters()})
-    return FINE if all(torch.equal(found[0][name], found[1][name]) for name in found[0]) else "other gradients"
+    if all(torch.equal(found[0][name], found[1][name]) for name in found[0]):
+        return FINE
+    return "other gradients"
 
 
 def _expert_gradients() -> str:
     tiny.start_world(tp=2, etp=1)
-    cfg = tiny.config(tensor_model_parallel_size=2, expert_tensor_parallel_size=1, sequence_parallel=True, **tiny.MOE)
+    cfg = tiny.config(
+        tensor_model_parallel_size=2,
+        expert_tensor_parallel_size=1,
+        sequence_parallel=True,
+        **tiny.MOE,
+    )
     model = tiny.model(cfg)
     tiny.accumulate_gradients(model, cfg)
-    own = torch.cat([g.flatten() for name, g in tiny.gradients(model).items() if ".experts." in name])
+    own = torch.cat(
+        [g.flatten() for name, g in tiny.gradients(model).items() if ".experts." in name]
+    )
     both = [torch.empty_like(own) for _ in range(2)]
     torch.distributed.all_gather(both, own)
-    return FINE if torch.equal(*both) else "ranks that hold the same experts have different gradients"
+    return (
+        FINE if torch.equal(*both) else "ranks that hold the same experts have different gradients"
+    )
 
 
 def _expert_norm() -> str:
@@ -163,8 +191,14 @@ def _expert_norm() -> str:
     from mtrain.mcore import api
 
     tiny.start_world(tp=2, ep=2, etp=1)
-    degrees = {"tensor_model_parallel_size": 2, "expert_model_parallel_size": 2, "expert_tensor_parallel_size": 1}
-    cfg = tiny.config(**degrees, sequence_parallel=True, add_bias_linear=True, moe_grouped_gemm=True, **tiny.MOE)
+    degrees = {
+        "tensor_model_parallel_size": 2,
+        "expert_model_parallel_size": 2,
+        "expert_tensor_parallel_size": 1,
+    }
+    cfg = tiny.config(
+        **degrees, sequence_parallel=True, add_bias_linear=True, moe_grouped_gemm=True, **tiny.MOE
+    )
     model = tiny.model(cfg)
     for name, parameter in model.named_parameters():
         if ".experts." in name and "bias" in name:  # as TransformerEngine's layers leave them
@@ -174,7 +208,9 @@ def _expert_norm() -> str:
     optimizer.prepare_grads()
     squares = torch.zeros(2, dtype=torch.float64)
     for parameter in model.parameters():
-        sharded = getattr(parameter, "tensor_model_parallel", False) or not getattr(parameter, "allreduce", True)
+        sharded = getattr(parameter, "tensor_model_parallel", False) or not getattr(
+            parameter, "allreduce", True
+        )
         squares[int(sharded)] += parameter.main_grad.double().square().sum()
     torch.distributed.all_reduce(squares)
     expected = (squares[0] / 2 + squares[1]).sqrt().item()
@@ -186,7 +222,8 @@ def _predicting_and_tied() -> str:
     from mtrain.mcore import api, backend
 
     tiny.start_world(pp=2)
-    cfg, last = tiny.config(mtp_num_layers=1, pipeline_model_parallel_size=2), torch.distributed.get_rank() == 1
+    cfg = tiny.config(mtp_num_layers=1, pipeline_model_parallel_size=2)
+    last = torch.distributed.get_rank() == 1
     provider = backend.provider(tiny.REFERENCE)
     gpt = api.GPTModel(
         config=cfg,
@@ -212,7 +249,9 @@ def _generating_with_predictions() -> str:
     output.remove()
     if len(calls) > 1:
         return "logits of further tokens are made"
-    return FINE if logits.shape == (tiny.BATCH, tiny.TOKENS, tiny.VOCAB) else f"logits {tuple(logits.shape)}"
+    if logits.shape == (tiny.BATCH, tiny.TOKENS, tiny.VOCAB):
+        return FINE
+    return f"logits {tuple(logits.shape)}"
 
 
 def _names_of_predictions() -> str:
@@ -220,7 +259,11 @@ def _names_of_predictions() -> str:
     cfg = tiny.config(mtp_num_layers=1)
     model = tiny.model(cfg)
     tiny.accumulate_gradients(model, cfg)
-    names = [tiny.whole_name(name) for name, _ in model.named_parameters() if ".mlp." in name and "mtp." in name]
+    names = [
+        tiny.whole_name(name)
+        for name, _ in model.named_parameters()
+        if ".mlp." in name and "mtp." in name
+    ]
     return FINE if all(".transformer_layer." in name for name in names) else names[0]
 
 
@@ -230,21 +273,29 @@ def _reduce() -> str:
     tiny.start_world(tp=2)
     whole = torch.ones(3, 4)
     found = api.tensor_parallel.reduce_from_tensor_model_parallel_region(whole[:, ::2])
-    return FINE if torch.equal(found, torch.full((3, 2), 2.0)) else f"sum over two ranks of 1 is {found[0, 0]:g}"
+    if torch.equal(found, torch.full((3, 2), 2.0)):
+        return FINE
+    return f"sum over two ranks of 1 is {found[0, 0]:g}"
 
 
 def _uneven_splits() -> str:
     from mtrain.mcore import api
 
     tiny.start_world(tp=2)
-    rank, group, sizes = torch.distributed.get_rank(), api.parallel_state.get_tensor_model_parallel_group(), [1, 3]
+    rank = torch.distributed.get_rank()
+    group = api.parallel_state.get_tensor_model_parallel_group()
+    sizes = [1, 3]
     own: Any = torch.full((sizes[rank], 2), float(rank + 1), requires_grad=True)
     gathered = api.gather_from_sequence_parallel_region(own, group=group, output_split_sizes=sizes)
     (gathered * torch.arange(1.0, 5.0)[:, None]).sum().backward()
     expected = torch.tensor([1.0, 2.0, 2.0, 2.0])
     weights = [[1.0], [2.0, 3.0, 4.0]][rank]
-    right = torch.equal(gathered[:, 0], expected) and own.grad[:, 0].tolist() == [2 * w for w in weights]
-    return FINE if right else f"gathered {gathered[:, 0].tolist()}, gradient {own.grad[:, 0].tolist()}"
+    right = torch.equal(gathered[:, 0], expected) and own.grad[:, 0].tolist() == [
+        2 * w for w in weights
+    ]
+    return (
+        FINE if right else f"gathered {gathered[:, 0].tolist()}, gradient {own.grad[:, 0].tolist()}"
+    )
 
 
 def _gathered_pieces() -> str:
@@ -261,7 +312,8 @@ def _host_weights() -> str:
     from mtrain.mcore import api
 
     tiny.start_world()
-    drawn, after = [], []
+    drawn = []
+    after = []
     for seed in (1, 2):
         torch.manual_seed(42)
         api.model_parallel_cuda_manual_seed(seed)
@@ -274,7 +326,9 @@ def _host_weights() -> str:
     if not all(torch.equal(weight, expected) for weight in drawn):
         return "weights of the host follow the seed of the device"
     torch.manual_seed(1)
-    return FINE if after[0] == torch.rand(1).item() != after[1] else "the device's numbers are others than its seed's"
+    if after[0] == torch.rand(1).item() != after[1]:
+        return FINE
+    return "the device's numbers are others than its seed's"
 
 
 def _division() -> str:
@@ -283,10 +337,13 @@ def _division() -> str:
     from mtrain.mcore import api
 
     tiny.start_world()
-    config, gradient = api.DistributedDataParallelConfig(gradient_reduce_div_fusion=True), torch.ones(3)
+    config = api.DistributedDataParallelConfig(gradient_reduce_div_fusion=True)
+    gradient = torch.ones(3)
     op = param_and_grad_buffer.gradient_reduce_preprocessing(gradient, 0.5, config)
     torch.distributed.all_reduce(gradient, op=op)
-    return FINE if gradient.tolist() == [1.0] * 3 else f"sum over two ranks of a half is {gradient.tolist()}"
+    if gradient.tolist() == [1.0] * 3:
+        return FINE
+    return f"sum over two ranks of a half is {gradient.tolist()}"
 
 
 def _gradient_norm() -> str:
@@ -294,15 +351,21 @@ def _gradient_norm() -> str:
 
     tiny.start_world()
     gradient = torch.randn(1 << 22, generator=torch.Generator().manual_seed(0)) * 1e-3
-    found = get_grad_norm_fp32([gradient, gradient], grad_stats_parallel_group=torch.distributed.group.WORLD)
+    found = get_grad_norm_fp32(
+        [gradient, gradient], grad_stats_parallel_group=torch.distributed.group.WORLD
+    )
     error = abs(found / (gradient.double().norm().item() * 2**0.5) - 1)
-    return FINE if error < 1e-6 else f"off by {'more' if error > 1e-5 else 'less'} than 1e-5"
+    if error < 1e-6:
+        return FINE
+    return f"off by {'more' if error > 1e-5 else 'less'} than 1e-5"
 
 
 def _optimizer(model: Any) -> Any:
     from mtrain.mcore import api
 
-    config = api.OptimizerConfig(optimizer="adam", lr=1e-2, clip_grad=1.0, use_distributed_optimizer=True)
+    config = api.OptimizerConfig(
+        optimizer="adam", lr=1e-2, clip_grad=1.0, use_distributed_optimizer=True
+    )
     return api.get_megatron_optimizer(config, [model]).chained_optimizers[0]
 
 
@@ -335,7 +398,8 @@ def _resume() -> str:
     model, optimizer, step = _trainee()
     for _ in range(3):
         step()
-    weights, state = _copy(model.state_dict()), _copy(optimizer.state_dict())
+    weights = _copy(model.state_dict())
+    state = _copy(optimizer.state_dict())
     state["param_state"] = _copy(optimizer.get_parameter_state_dp_zero(use_gloo_comm=False))
     state["param_state_sharding_type"] = "dp_zero_gather_scatter"
     for _ in range(3):
@@ -345,7 +409,9 @@ def _resume() -> str:
     resumed_optimizer.load_state_dict(state)
     for _ in range(3):
         resumed_step()
-    equal = all(torch.equal(a, b) for a, b in zip(model.parameters(), resumed.parameters(), strict=True))
+    equal = all(
+        torch.equal(a, b) for a, b in zip(model.parameters(), resumed.parameters(), strict=True)
+    )
     return FINE if equal else "weights differ three steps after the resume"
 
 
@@ -360,16 +426,23 @@ def _recomputed_bias() -> str:
 
 
 def _short_groups() -> str:
-    """Whether three layers that are computed again two and one give the gradients of three that are kept."""
+    """Whether three layers that are computed again two and one give the gradients of three that are
+    kept.
+    """
     tiny.start_world()
     found = []
-    for again in ({}, {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 2}):
+    for again in (
+        {},
+        {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 2},
+    ):
         cfg = tiny.config(num_layers=3, **again)
         model = tiny.model(cfg)
         tiny.redraw_matrices(model)
         tiny.accumulate_gradients(model, cfg)
         found.append(tiny.gradients(model))
-    return FINE if all(torch.equal(found[0][name], found[1][name]) for name in found[0]) else "other gradients"
+    if all(torch.equal(found[0][name], found[1][name]) for name in found[0]):
+        return FINE
+    return "other gradients"
 
 
 def _refilled_outputs() -> str:
@@ -379,10 +452,13 @@ def _refilled_outputs() -> str:
 
 
 def _trains_as_without(optim: dict[str, Any] | None = None, **parallel: Any) -> str:
-    """Whether mtrain's own run with these keys of `parallel` and `optim` has the losses and norms of a plain one."""
+    """Whether mtrain's own run with these keys of `parallel` and `optim` has the losses and norms
+    of a plain one.
+    """
     # it is installed already, with the patches of this case
     mcore.install = lambda device: None  # type: ignore[assignment,misc]
-    dtype, model = parallel.pop("dtype", "fp32"), parallel.pop("model", {})
+    dtype = parallel.pop("dtype", "fp32")
+    model = parallel.pop("model", {})
     axes: dict[str, Any] = {key: parallel[key] for key in ("ranks", "pp", "tp") if key in parallel}
     runs = [
         tiny_run(model={"num_layers": 2, **model}, dtype=dtype, optim=changes, **keys)
@@ -390,7 +466,10 @@ def _trains_as_without(optim: dict[str, Any] | None = None, **parallel: Any) -> 
     ]
     if dtype == "fp16":
         runs = [
-            r.model_copy(update={"precision": PrecisionConfig(dtype="fp16", initial_loss_scale=16.0)}) for r in runs
+            r.model_copy(
+                update={"precision": PrecisionConfig(dtype="fp16", initial_loss_scale=16.0)}
+            )
+            for r in runs
         ]
     try:
         (expected, norm), (loss, found) = (train_steps(run, 2)[-1] for run in runs)
@@ -436,12 +515,17 @@ def _rng_remark() -> str:
 CASES: dict[str, Case] = {
     "router-gemm": Case(lambda: _train(**tiny.MOE), "NameError: name 'te_general_gemm'"),
     "mla-flag": Case(lambda: _train(**tiny.MLA), "TypeError: isinstance"),
-    "mla-down-projection": Case(lambda: _train(**tiny.MLA), "ValueError: Unsupported linear_q_down_proj"),
+    "mla-down-projection": Case(
+        lambda: _train(**tiny.MLA), "ValueError: Unsupported linear_q_down_proj"
+    ),
     "mla-query-projection": Case(
-        lambda: _train(**tiny.MLA | {"q_lora_rank": None}), "RuntimeError: qk_layernorm requires TransformerEngine"
+        lambda: _train(**tiny.MLA | {"q_lora_rank": None}),
+        "RuntimeError: qk_layernorm requires TransformerEngine",
     ),
     "mla-query-norm": Case(_query_norm, "gradient times 2.000", ranks=2),
-    "moe-loss-tokens": Case(_moe_loss_tokens, "(6|12) of 12 tokens, z-loss gradient (0.5|1)$", ranks=2),
+    "moe-loss-tokens": Case(
+        _moe_loss_tokens, "(6|12) of 12 tokens, z-loss gradient (0.5|1)$", ranks=2
+    ),
     "sequence-loss-batch": Case(_sequence_loss, "gradient times 0.500"),
     "routed-padding": Case(_routed_padding, "8 positions of padding are weighed"),
     "expert-gradients": Case(_expert_gradients, "have different gradients", ranks=2),
@@ -453,7 +537,8 @@ CASES: dict[str, Case] = {
     ),
     "mtp-tied-output": Case(_predicting_and_tied, "AssertionError: dict_keys", ranks=2),
     "mtp-without-labels": Case(
-        _generating_with_predictions, "AttributeError: 'NoneType' object has no attribute|logits of further tokens"
+        _generating_with_predictions,
+        "AttributeError: 'NoneType' object has no attribute|logits of further tokens",
     ),
     "mtp-names": Case(_names_of_predictions, r"mtp\.layers\.0\.mtp_model_layer"),
     "reduce-result": Case(_reduce, "sum over two ranks of 1 is 1", ranks=2),
@@ -471,33 +556,52 @@ CASES: dict[str, Case] = {
         "TypeError: '>=' not supported between instances of 'NoneType'",
     ),
     "checkpoint-without-fp8": Case(
-        lambda: _train(recompute_granularity="selective", recompute_modules=["core_attn", "layernorm", "mlp"]),
+        lambda: _train(
+            recompute_granularity="selective", recompute_modules=["core_attn", "layernorm", "mlp"]
+        ),
         "NameError: name 'FP8GlobalStateManager'",
     ),
-    "recomputed-bias": Case(_recomputed_bias, "mlp.linear_fc2.bias became an output of its own recomputation"),
+    "recomputed-bias": Case(
+        _recomputed_bias, "mlp.linear_fc2.bias became an output of its own recomputation"
+    ),
     "recomputed-padding": Case(_recomputed_padding, "other gradients|Error"),
     "captured-inputs": Case(_captured_inputs, "norm .* instead of"),
     "short-groups": Case(_short_groups, "IndexError: index 3 is out of range"),
     "refilled-outputs": Case(_refilled_outputs, "RuntimeError: Ninja is required"),
     "offloaded-shards": Case(
-        lambda: _trains_as_without({"cpu_offload": 0.5}, distributed_optimizer=True), "non-leaf Tensor"
+        lambda: _trains_as_without({"cpu_offload": 0.5}, distributed_optimizer=True),
+        "non-leaf Tensor",
     ),
-    "offloaded-main-weights": Case(lambda: _trains_as_without({"cpu_offload": 0.5}, dtype="bf16"), "KeyError"),
-    "offloaded-copies": Case(lambda: _trains_as_without({"cpu_offload": 1.0}), "loss .* instead of"),
+    "offloaded-main-weights": Case(
+        lambda: _trains_as_without({"cpu_offload": 0.5}, dtype="bf16"), "KeyError"
+    ),
+    "offloaded-copies": Case(
+        lambda: _trains_as_without({"cpu_offload": 1.0}), "loss .* instead of"
+    ),
     "norm-groups": Case(
-        lambda: _trains_as_without(ranks=2, fsdp="fsdp2", hsdp_replicas=2), "RuntimeError: .*mesh_dim", ranks=2
+        lambda: _trains_as_without(ranks=2, fsdp="fsdp2", hsdp_replicas=2),
+        "RuntimeError: .*mesh_dim",
+        ranks=2,
     ),
-    "fsdp-te-linear": Case(lambda: _trains_as_without(ranks=2, tp=2, **MEGATRON), "TypeError: isinstance", ranks=2),
+    "fsdp-te-linear": Case(
+        lambda: _trains_as_without(ranks=2, tp=2, **MEGATRON), "TypeError: isinstance", ranks=2
+    ),
     "fsdp-optim-replicas": Case(
-        lambda: _trains_as_without(ranks=2, hsdp_replicas=2, fsdp="megatron", fsdp_sharding="optim"),
+        lambda: _trains_as_without(
+            ranks=2, hsdp_replicas=2, fsdp="megatron", fsdp_sharding="optim"
+        ),
         "norm .* instead of",
         ranks=2,
     ),
     "fsdp-lone-rank": Case(lambda: _trains_as_without(**MEGATRON), "norm .* instead of"),
     "fsdp-division": Case(_division, "RuntimeError|ReduceOp|PREMUL", ranks=2),
-    "fsdp-meshes": Case(lambda: _trains_as_without(ranks=2, pp=2, **MEGATRON), "Shape mismatch", ranks=2),
+    "fsdp-meshes": Case(
+        lambda: _trains_as_without(ranks=2, pp=2, **MEGATRON), "Shape mismatch", ranks=2
+    ),
     "fsdp-checks": Case(
-        lambda: _trains_as_without(ranks=4, tp=2, pp=2, layers_per_stage=(1, 3), model={"num_layers": 4}, **MEGATRON),
+        lambda: _trains_as_without(
+            ranks=4, tp=2, pp=2, layers_per_stage=(1, 3), model={"num_layers": 4}, **MEGATRON
+        ),
         "TypeError|RankFailed|had not returned",
         ranks=4,
     ),
@@ -507,10 +611,14 @@ CASES: dict[str, Case] = {
         ranks=4,
     ),
     "fsdp-unscaling": Case(
-        lambda: _trains_as_without(ranks=2, dtype="fp16", **MEGATRON), "AttributeError: 'NoneType'", ranks=2
+        lambda: _trains_as_without(ranks=2, dtype="fp16", **MEGATRON),
+        "AttributeError: 'NoneType'",
+        ranks=2,
     ),
     "torch-norm": Case(_default_norm, "AssertionError: sequence parallel not supported", ranks=2),
-    "gated-delta-without-fla": Case(lambda: _train(**tiny_linear.SIZES), "ImportError: FLA is not installed"),
+    "gated-delta-without-fla": Case(
+        lambda: _train(**tiny_linear.SIZES), "ImportError: FLA is not installed"
+    ),
     "gated-delta-norm": Case(tiny_linear.output_norm, "the gradient of one rank's heads", ranks=2),
     "rng-remark": Case(_rng_remark, "CPU RNG state changed"),
 }
@@ -534,9 +642,19 @@ def main() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         import_core(registry.get("cpu"))
-        # imported before the forks to spare each of them the time; binds nothing that a patch replaces
-        modules = [f"megatron.core.{m}" for m in ("models.gpt", "distributed", "optimizer", "pipeline_parallel")]
-        for module in (*modules, "mtrain.config.load", "mtrain.data", "tokenizers", "safetensors.torch"):
+        # imported before the forks to spare each of them the time; binds nothing that a patch
+        # replaces
+        modules = [
+            f"megatron.core.{m}"
+            for m in ("models.gpt", "distributed", "optimizer", "pipeline_parallel")
+        ]
+        for module in (
+            *modules,
+            "mtrain.config.load",
+            "mtrain.data",
+            "tokenizers",
+            "safetensors.torch",
+        ):
             importlib.import_module(module)
         ops()
     print(json.dumps({name: run_alone(partial(_without, name)) for name in sys.argv[1:]}))

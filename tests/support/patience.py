@@ -1,4 +1,6 @@
-"""Time limits that follow the load of the machine: a test waits ten times as long for a tenth of a core."""
+"""Time limits that follow the load of the machine: a test waits ten times as long for a tenth of a
+core.
+"""
 
 from __future__ import annotations
 
@@ -14,12 +16,16 @@ DEFAULT_S = 300
 
 
 def slowness() -> float:
-    """Return how many times longer than alone a process may take: the load of the last minute, by core."""
+    """Return how many times longer than alone a process may take: the load of the last minute, by
+    core.
+    """
     return max(1.0, os.getloadavg()[0] / (os.cpu_count() or 1))
 
 
 def patient(seconds: float) -> int:
-    """Return the limit in seconds for what may take `seconds` on a machine that does nothing else."""
+    """Return the limit in seconds for what may take `seconds` on a machine that does
+    nothing else.
+    """
     return math.ceil(seconds * slowness())
 
 
@@ -34,5 +40,7 @@ def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
 
 def hypotheses_take_their_time() -> None:
     """Let examples of hypothesis be as slow as the machine makes them."""
-    settings.register_profile("patient", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+    settings.register_profile(
+        "patient", deadline=None, suppress_health_check=[HealthCheck.too_slow]
+    )
     settings.load_profile("patient")

@@ -46,7 +46,8 @@ def tiny_run(
 
     `kernel` is `kernels.optimizer`.
     """
-    degrees, optimizer = ParallelConfig(**{"ranks": 1, **parallel}), OptimConfig(**{**SCHEDULE, **(optim or {})})
+    degrees = ParallelConfig(**{"ranks": 1, **parallel})
+    optimizer = OptimConfig(**{**SCHEDULE, **(optim or {})})
     batch = {"train_iters": 20, "global_batch_size": 8, "micro_batch_size": 2, "eval_iters": 0}
     run = RunConfig(
         model=ModelConfig(**{**TINY, **(model or {})}),
@@ -59,7 +60,9 @@ def tiny_run(
         trainer=TrainerConfig(**{**batch, **(trainer or {})}),
     )
     if kernel is None and update_obstacle("torch", run) is not None:
-        run = run.model_copy(update={"kernels": run.kernels.model_copy(update={"optimizer": "reference"})})
+        run = run.model_copy(
+            update={"kernels": run.kernels.model_copy(update={"optimizer": "reference"})}
+        )
     section = OPTIMIZERS[optimizer.name].section
     return run if section is None else resolve(run, Machine(cpu_cores=1, memory_bytes=0))
 
@@ -76,9 +79,10 @@ def train_steps(
 ) -> list[tuple[float, float]]:
     """Loss and gradient norm of each step, as a job for `run_ranks`.
 
-    `save_to` gets a checkpoint after the last step, and one after `save_after` of them; `load_from` is resumed from
-    before the first; `gradients_to` gets the whole gradient of the first step before clipping; `flip_gradient_on` is
-    a rank that negates one of its gradients in every step: a fault for tests to find.
+    `save_to` gets a checkpoint after the last step, and one after `save_after` of them; `load_from`
+    is resumed from before the first; `gradients_to` gets the whole gradient of the first step
+    before clipping; `flip_gradient_on` is a rank that negates one of its gradients in every step: a
+    fault for tests to find.
     """
     from mtrain.ckpt import state as ckpt_state
     from mtrain.ckpt.store import Checkpoint
@@ -110,7 +114,9 @@ _TRAINED: dict[tuple[str, int], list[tuple[float, float]]] = {}
 
 
 def trained(run: RunConfig, steps: int) -> list[tuple[float, float]]:
-    """Loss and gradient norm of each step of `run` on ranks of its own; trained once for all tests of a process."""
+    """Loss and gradient norm of each step of `run` on ranks of its own; trained once for all tests
+    of a process.
+    """
     key = run.model_dump_json(), steps
     if key not in _TRAINED:
         values = run_ranks(run.parallel.ranks or 1, train_steps, run, steps)
@@ -120,10 +126,14 @@ def trained(run: RunConfig, steps: int) -> list[tuple[float, float]]:
 
 
 class Uninterrupted:
-    """Runs that are saved after `first` of `steps` steps and at their end; each is trained once for several tests."""
+    """Runs that are saved after `first` of `steps` steps and at their end; each is trained once for
+    several tests.
+    """
 
     def __init__(self, home: Path, first: int, steps: int) -> None:
-        self.home, self.first, self.steps = home, first, steps
+        self.home = home
+        self.first = first
+        self.steps = steps
         self._known: dict[str, tuple[list[tuple[float, float]], Path, Path]] = {}
 
     def __call__(self, name: str, run: RunConfig) -> tuple[list[tuple[float, float]], Path, Path]:
@@ -136,7 +146,11 @@ class Uninterrupted:
 
             values = run_ranks(run.parallel.ranks or 1, job)
             assert all(v == values[0] for v in values), "ranks report different numbers"
-            self._known[name] = values[0], folder / f"step_{self.first:08d}", folder / f"step_{self.steps:08d}"
+            self._known[name] = (
+                values[0],
+                folder / f"step_{self.first:08d}",
+                folder / f"step_{self.steps:08d}",
+            )
         return self._known[name]
 
 
@@ -167,7 +181,9 @@ def rank_tensors(checkpoint: Path) -> list[dict[str, torch.Tensor]]:
 
 
 def held_alike(run: RunConfig) -> dict[str, float]:
-    """A job of one rank: two steps, then the sum of each parameter that all tensor-parallel ranks hold whole."""
+    """A job of one rank: two steps, then the sum of each parameter that all tensor-parallel ranks
+    hold whole.
+    """
     from mtrain.mcore.local_params import unwrap
     from mtrain.train.assemble import assemble, splits_of
     from mtrain.train.step import train_step

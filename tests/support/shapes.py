@@ -1,4 +1,7 @@
-"""Makes a folder of images with captions: coloured shapes. `python -m tests.support.shapes FOLDER [COUNT]`."""
+"""Makes a folder of images with captions: coloured shapes.
+
+`python -m tests.support.shapes FOLDER [COUNT]`.
+"""
 
 from __future__ import annotations
 
@@ -7,18 +10,29 @@ import random
 import sys
 from pathlib import Path
 
-COLOURS = {"red": (220, 30, 30), "green": (30, 180, 60), "blue": (40, 60, 220), "yellow": (230, 210, 40)}
+COLOURS = {
+    "red": (220, 30, 30),
+    "green": (30, 180, 60),
+    "blue": (40, 60, 220),
+    "yellow": (230, 210, 40),
+}
 SHAPES = ("square", "circle", "bar")
 
 
-def folder_of_shapes(folder: Path, count: int = 64, seed: int = 0, *, conversations: bool = False) -> Path:
-    """A folder with `count` images of 32 to 48 pixels and `shapes.jsonl`, a function of the seed; returns it."""
+def folder_of_shapes(
+    folder: Path, count: int = 64, seed: int = 0, *, conversations: bool = False
+) -> Path:
+    """A folder with `count` images of 32 to 48 pixels and `shapes.jsonl`, a function of the seed;
+    returns it.
+    """
     from PIL import Image, ImageDraw
 
-    draw, lines = random.Random(seed), []
+    draw = random.Random(seed)
+    lines = []
     (folder / "images").mkdir(parents=True)
     for number in range(count):
-        colour, shape = draw.choice(sorted(COLOURS)), draw.choice(SHAPES)
+        colour = draw.choice(sorted(COLOURS))
+        shape = draw.choice(SHAPES)
         size = (draw.randint(32, 48), draw.randint(32, 48))
         image = Image.new("RGB", size, (245, 245, 245))
         pen, (w, h) = ImageDraw.Draw(image), size
@@ -28,7 +42,10 @@ def folder_of_shapes(folder: Path, count: int = 64, seed: int = 0, *, conversati
         image.save(folder / name)
         said = f"a {colour} {shape}"
         if conversations:
-            turns = [{"from": "human", "value": "<image>\nWhat is it?"}, {"from": "gpt", "value": said}]
+            turns = [
+                {"from": "human", "value": "<image>\nWhat is it?"},
+                {"from": "gpt", "value": said},
+            ]
             lines.append({"image": name, "conversations": turns})
         else:
             lines.append({"image": name, "text": f"This is {said}."})

@@ -1,4 +1,6 @@
-"""Configurations made by hypothesis from the schema alone: a new key is drawn as soon as it is there."""
+"""Configurations made by hypothesis from the schema alone: a new key is drawn as soon as it is
+there.
+"""
 
 from __future__ import annotations
 
@@ -14,13 +16,17 @@ from mtrain.config.rules import apply
 from mtrain.config.run import RunConfig
 
 SPECIAL: dict[str, st.SearchStrategy[Any]] = {
-    "parallel.pipeline_layout": st.sampled_from([None, "Et|tL", "Et*3|(tt|)*2tL", "Ettt|ttt|t|tmL"]),
+    "parallel.pipeline_layout": st.sampled_from(
+        [None, "Et|tL", "Et*3|(tt|)*2tL", "Ettt|ttt|t|tmL"]
+    ),
     "model.family": st.just("gpt"),
     "cluster.device": st.sampled_from(["cpu", "cuda", "auto"]),
 }
 LIMITS = ("ge", "gt", "le", "lt", "pattern")
 WORDS = st.from_regex(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,11}", fullmatch=True)
-PATHS = st.text(alphabet="abcXYZ019 _-./'\"$\\#=&|;~{}*é", min_size=1, max_size=12).filter(lambda t: t.strip() == t)
+PATHS = st.text(alphabet="abcXYZ019 _-./'\"$\\#=&|;~{}*é", min_size=1, max_size=12).filter(
+    lambda t: t.strip() == t
+)
 
 
 def runs() -> st.SearchStrategy[RunConfig]:
@@ -37,7 +43,11 @@ def _quiet(run: RunConfig) -> RunConfig:
 
 def _section(section: type[BaseModel], prefix: str) -> st.SearchStrategy[dict[str, Any]]:
     return st.fixed_dictionaries(
-        {name: _field(info, f"{prefix}{name}") for name, info in section.model_fields.items() if name != "recipe"}
+        {
+            name: _field(info, f"{prefix}{name}")
+            for name, info in section.model_fields.items()
+            if name != "recipe"
+        }
     )
 
 
@@ -55,7 +65,8 @@ def _has(item: Any, name: str) -> bool:
 
 
 def _of(annotation: Any, path: str, bounds: dict[str, Any]) -> st.SearchStrategy[Any]:
-    origin, inside = get_origin(annotation), get_args(annotation)
+    origin = get_origin(annotation)
+    inside = get_args(annotation)
     if origin is Annotated:
         more = {n: getattr(i, n) for i in _flat(inside[1:]) for n in LIMITS if _has(i, n)}
         return _of(inside[0], path, bounds | more)
@@ -67,7 +78,9 @@ def _of(annotation: Any, path: str, bounds: dict[str, Any]) -> st.SearchStrategy
         return st.dictionaries(_of(inside[0], path, {}), _of(inside[1], path, {}), max_size=3)
     if origin is tuple:
         parts = [_of(part, path, {}) for part in inside if part is not Ellipsis]
-        return st.lists(parts[0], min_size=1, max_size=4) if Ellipsis in inside else st.tuples(*parts).map(list)
+        if Ellipsis in inside:
+            return st.lists(parts[0], min_size=1, max_size=4)
+        return st.tuples(*parts).map(list)
     return _plain(annotation, path, bounds)
 
 
@@ -86,7 +99,8 @@ def _plain(annotation: Any, path: str, bounds: dict[str, Any]) -> st.SearchStrat
         low = bounds.get("ge", bounds.get("gt", -1) + 1)
         return st.integers(low, min(bounds.get("le", low + 300), bounds.get("lt", low + 301) - 1))
     if annotation is float:
-        low, high = bounds.get("ge", bounds.get("gt", 0)), bounds.get("le", bounds.get("lt", 1000))
+        low = bounds.get("ge", bounds.get("gt", 0))
+        high = bounds.get("le", bounds.get("lt", 1000))
         open_ends: dict[str, Any] = {"exclude_min": "gt" in bounds, "exclude_max": "lt" in bounds}
         return st.floats(low, high, allow_subnormal=False, **open_ends)
     assert annotation is str, f"{path}: {annotation} is not drawn yet; say how"

@@ -1,8 +1,9 @@
 """Where a step waits for the device: a program, `python -m tests.support.synchronised`.
 
-It reads JSON, names and the words of each command line, and prints for each the calls that a GPU would be waited for,
-with how often they are made. The step is the program that trains, on tensors that have shapes alone; Triton's kernels
-are in the interpreter so that they may be named, and are not run.
+It reads JSON, names and the words of each command line, and prints for each the calls that a GPU
+would be waited for, with how often they are made. The step is the program that trains, on tensors
+that have shapes alone; Triton's kernels are in the interpreter so that they may be named, and are
+not run.
 """
 
 from __future__ import annotations
@@ -25,7 +26,8 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 def waits(runs: dict[str, list[str]], timeout_s: float = 200) -> dict[str, dict[str, int]]:
-    """What waits in rank 0's first step of every run, by its name: `operation file function` -> how often.
+    """What waits in rank 0's first step of every run, by its name: `operation file function` -> how
+    often.
 
     A process whose Triton interprets already forks what traces itself.
 
@@ -67,13 +69,16 @@ def _waits(runs: dict[str, list[str]]) -> dict[str, dict[str, int]]:
         begin(dispatcher, counts)
         dispatcher._splits = _Evenly(dispatcher), None
 
-    big, found = Machine(cpu_cores=64, memory_bytes=1 << 40, triton=True, triton_interpreted=True), {}
+    big = Machine(cpu_cores=64, memory_bytes=1 << 40, triton=True, triton_interpreted=True)
+    found = {}
     for name, words in runs.items():
         with (
             mock.patch.object(trace, "portable", lambda run: run),
             mock.patch.object(trace, "Recorder", _watching()),
             mock.patch.object(SparseDispatcher, "_begin_splits", begun),
-            mock.patch.object(recorder, "OPDEFS", {}),  # shapes of our operations are asked, and kernels not run
+            mock.patch.object(
+                recorder, "OPDEFS", {}
+            ),  # shapes of our operations are asked, and kernels not run
         ):
             _Evenly.met = 0
             watched: Any = trace.trace(load(words, big, {}).run, 0).recorder
@@ -84,12 +89,15 @@ def _waits(runs: dict[str, list[str]]) -> dict[str, dict[str, int]]:
 
 
 class _Evenly:
-    """Numbers of rows that nobody knows, where the host waits for them: as if all ranks got as many."""
+    """Numbers of rows that nobody knows, where the host waits for them: as if all ranks got as
+    many.
+    """
 
     met = 0
 
     def __init__(self, dispatcher: Any) -> None:
-        rows, ep = dispatcher._sent.source.shape[0], dispatcher.ep_size
+        rows = dispatcher._sent.source.shape[0]
+        ep = dispatcher.ep_size
         self.numbers = [rows // ep] * 2 * ep + [rows] * dispatcher.tp_size
 
     def tolist(self) -> list[int]:
@@ -105,9 +113,19 @@ def _watching() -> type:
     from mtrain.train.recorder import Recorder
 
     aten = torch.ops.aten
-    always = {aten._local_scalar_dense.default, aten.is_nonzero.default, aten.nonzero.default, aten.equal.default}
+    always = {
+        aten._local_scalar_dense.default,
+        aten.is_nonzero.default,
+        aten.nonzero.default,
+        aten.equal.default,
+    }
     always |= {aten.masked_select.default, aten._unique2.default, aten.bincount.default}
-    indexing = {aten.index.Tensor, aten.index_put.default, aten.index_put_.default, aten._index_put_impl_.default}
+    indexing = {
+        aten.index.Tensor,
+        aten.index_put.default,
+        aten.index_put_.default,
+        aten._index_put_impl_.default,
+    }
 
     class Watching(Recorder):
         """Notes what would wait for the device in a step."""
@@ -116,14 +134,20 @@ def _watching() -> type:
             super().__init__()
             self.found = Counter[str]()
 
-        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        def __torch_dispatch__(
+            self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+        ) -> Any:
             tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, FakeTensor)]
             waits = func in always or (
                 func is aten.repeat_interleave.Tensor and not (kwargs or {}).get("output_size")
             )
-            if func in indexing:  # by a mask the places are counted first, unless one number is put there
+            if (
+                func in indexing
+            ):  # by a mask the places are counted first, unless one number is put there
                 one = func is not aten.index.Tensor and args[2].numel() == 1
-                waits = not one and any(i is not None and i.dtype in (torch.bool, torch.uint8) for i in args[1])
+                waits = not one and any(
+                    i is not None and i.dtype in (torch.bool, torch.uint8) for i in args[1]
+                )
             if waits and tensors and self._place().phase in ("forward", "backward", "optimizer"):
                 self.found[f"{func} {_caller()}"] += 1
             return super().__torch_dispatch__(func, types, args, kwargs)
@@ -133,8 +157,16 @@ def _watching() -> type:
 
 def _caller() -> str:
     """File and function of the innermost frame of mtrain's or megatron-core's."""
-    frames = [f for f in traceback.extract_stack() if "/mtrain" in f.filename or "/megatron/" in f.filename]
-    frames = [f for f in frames if not f.filename.endswith(("recorder.py", "synchronised.py", "shapes.py"))]
+    frames = [
+        f
+        for f in traceback.extract_stack()
+        if "/mtrain" in f.filename or "/megatron/" in f.filename
+    ]
+    frames = [
+        f
+        for f in frames
+        if not f.filename.endswith(("recorder.py", "synchronised.py", "shapes.py"))
+    ]
     return f"{Path(frames[-1].filename).name} {frames[-1].name}" if frames else "autograd"
 
 

@@ -1,4 +1,6 @@
-"""A model small enough to train in a test, on megatron-core's own objects; needs the megatron adapter."""
+"""A model small enough to train in a test, on megatron-core's own objects; needs the megatron
+adapter.
+"""
 
 from __future__ import annotations
 
@@ -10,9 +12,15 @@ from typing import Any
 
 import torch
 
-VOCAB, TOKENS, BATCH = 64, 16, 2
+VOCAB = 64
+TOKENS = 16
+BATCH = 2
 REFERENCE = SimpleNamespace(
-    norm="reference", attention="reference", linear="reference", activation="reference", experts="reference"
+    norm="reference",
+    attention="reference",
+    linear="reference",
+    activation="reference",
+    experts="reference",
 )
 MLA: dict[str, Any] = {
     "multi_latent_attention": True,
@@ -35,9 +43,16 @@ MOE: dict[str, Any] = {
 
 
 def start_world(
-    tp: int = 1, cp: int = 1, ep: int = 1, pp: int = 1, etp: int | None = None, cp_sizes: list[int] | None = None
+    tp: int = 1,
+    cp: int = 1,
+    ep: int = 1,
+    pp: int = 1,
+    etp: int | None = None,
+    cp_sizes: list[int] | None = None,
 ) -> None:
-    """Process groups of these degrees and megatron-core's random state, on an initialised torch.distributed."""
+    """Process groups of these degrees and megatron-core's random state, on an initialised
+    torch.distributed.
+    """
     from mtrain.mcore import api
 
     api.parallel_state.initialize_model_parallel(
@@ -84,8 +99,12 @@ def config(**over: Any) -> Any:
     return api.TransformerConfig(**values)
 
 
-def model(cfg: Any, spec: Any = None, *, wrap: bool = True, distributed_optimizer: bool = False) -> Any:
-    """A GPTModel of one stage with the portable backend (or `spec`); in DistributedDataParallel if `wrap`."""
+def model(
+    cfg: Any, spec: Any = None, *, wrap: bool = True, distributed_optimizer: bool = False
+) -> Any:
+    """A GPTModel of one stage with the portable backend (or `spec`); in DistributedDataParallel if
+    `wrap`.
+    """
     from mtrain.mcore import api, backend
 
     provider = backend.provider(REFERENCE)
@@ -100,19 +119,25 @@ def model(cfg: Any, spec: Any = None, *, wrap: bool = True, distributed_optimize
     )
     if not wrap:
         return gpt
-    ddp = api.DistributedDataParallelConfig(grad_reduce_in_fp32=True, use_distributed_optimizer=distributed_optimizer)
+    ddp = api.DistributedDataParallelConfig(
+        grad_reduce_in_fp32=True, use_distributed_optimizer=distributed_optimizer
+    )
     return api.DistributedDataParallel(cfg, ddp, gpt)
 
 
 def batch(seed: int = 0) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Tokens, positions and labels [BATCH, TOKENS]."""
-    drawn = torch.randint(0, VOCAB, (BATCH, TOKENS + 1), generator=torch.Generator().manual_seed(seed))
+    drawn = torch.randint(
+        0, VOCAB, (BATCH, TOKENS + 1), generator=torch.Generator().manual_seed(seed)
+    )
     positions = torch.arange(TOKENS).expand(BATCH, TOKENS).contiguous()
     return drawn[:, :-1].contiguous(), positions, drawn[:, 1:].contiguous()
 
 
 def accumulate_gradients(chunk: Any, cfg: Any, finalize: Any = None) -> float:
-    """One forward and backward over `batch()` by megatron-core's schedule, gradients finalised; the mean loss."""
+    """One forward and backward over `batch()` by megatron-core's schedule, gradients finalised; the
+    mean loss.
+    """
     from mtrain.mcore import api
 
     def forward_step(data: Any, module: Any) -> Any:
@@ -149,7 +174,9 @@ def redraw_matrices(chunk: Any) -> None:
 
 
 def whole_name(name: str) -> str:
-    """A parameter's name without wrappers and with experts counted over all ranks, grouped or not."""
+    """A parameter's name without wrappers and with experts counted over all ranks,
+    grouped or not.
+    """
     from mtrain.mcore import api
 
     name = name.removeprefix("module.")

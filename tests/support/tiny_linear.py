@@ -1,4 +1,6 @@
-"""A gated delta net small enough for a test, and what shows that its norm has the gradient of all heads."""
+"""A gated delta net small enough for a test, and what shows that its norm has the gradient of all
+heads.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +27,8 @@ def output_norm() -> str:
 
     tiny.start_world(tp=2)
     cfg = tiny.config(tensor_model_parallel_size=2, **SIZES)
-    model, before = tiny.model(cfg), {}
+    model = tiny.model(cfg)
+    before = {}
 
     def remember_and_finalize(chunks: Any, *args: Any, **kwargs: Any) -> None:
         before.update(tiny.gradients(model))

@@ -1,4 +1,6 @@
-"""Small tokenizers of every kind, documents, and the corpus that megatron-core's builder makes of them."""
+"""Small tokenizers of every kind, documents, and the corpus that megatron-core's builder makes of
+them.
+"""
 
 from __future__ import annotations
 
@@ -39,7 +41,9 @@ def documents(many: int, seed: int = 0) -> list[str]:
 
 def jsonl(path: Path, texts: Sequence[Any], key: str = "text") -> Path:
     """Write a record a line."""
-    path.write_text("".join(json.dumps({key: text, "id": i}) + "\n" for i, text in enumerate(texts)))
+    path.write_text(
+        "".join(json.dumps({key: text, "id": i}) + "\n" for i, text in enumerate(texts))
+    )
     return path
 
 
@@ -64,7 +68,14 @@ def gpt2(folder: Path) -> Path:
 
 def bert(folder: Path) -> Path:
     """`vocab.txt`."""
-    letters = sorted({letter for text in TEXTS for letter in text.lower() if letter.isalnum() or letter in ".,;'!"})
+    letters = sorted(
+        {
+            letter
+            for text in TEXTS
+            for letter in text.lower()
+            if letter.isalnum() or letter in ".,;'!"
+        }
+    )
     words = ["the", "quick", "brown", "fox", "##ing", "over", "lazy", "dog", "is", "name"]
     tokens = [
         "[PAD]",
@@ -100,14 +111,35 @@ def sentencepiece(folder: Path) -> Path:
 
 def tiktoken(folder: Path) -> Path:
     """A vocabulary of tiktoken: bytes, and a few longer tokens."""
-    longer = (b"th", b"the", b" the", b"in", b"ing", b" a", b"qu", b"ck", b"fo", b"fox", b"  ", b"\n\n")
+    longer = (
+        b"th",
+        b"the",
+        b" the",
+        b"in",
+        b"ing",
+        b" a",
+        b"qu",
+        b"ck",
+        b"fo",
+        b"fox",
+        b"  ",
+        b"\n\n",
+    )
     tokens = [*(bytes([i]) for i in range(256)), *longer]
     path = folder / "small.tiktoken"
-    path.write_text("".join(f"{base64.b64encode(token).decode()} {i}\n" for i, token in enumerate(tokens)))
+    path.write_text(
+        "".join(f"{base64.b64encode(token).decode()} {i}\n" for i, token in enumerate(tokens))
+    )
     return path
 
 
-MAKERS = {"bpe": bpe, "gpt2": gpt2, "bert": bert, "sentencepiece": sentencepiece, "tiktoken": tiktoken}
+MAKERS = {
+    "bpe": bpe,
+    "gpt2": gpt2,
+    "bert": bert,
+    "sentencepiece": sentencepiece,
+    "tiktoken": tiktoken,
+}
 
 
 def ids_of(kind: str, path: Path) -> Any:
@@ -123,7 +155,9 @@ def ids_of(kind: str, path: Path) -> Any:
         fast = transformers.GPT2TokenizerFast(  # type: ignore[attr-defined]
             vocab=str(path / "vocab.json"), merges=str(path / "merges.txt")
         )
-        return (lambda text: fast.convert_tokens_to_ids(fast.tokenize(text))), fast.convert_tokens_to_ids(EOD)
+        return (
+            lambda text: fast.convert_tokens_to_ids(fast.tokenize(text))
+        ), fast.convert_tokens_to_ids(EOD)
     if kind == "bert":
         import transformers
 
@@ -139,15 +173,22 @@ def ids_of(kind: str, path: Path) -> Any:
     lines = [line.split() for line in path.read_text().splitlines()]
     ranks = {base64.b64decode(token): int(rank) for token, rank in lines}
     pattern = (
-        r"""'(?i:[sdmt]|ll|ve|re)|[^\r\n\p{L}\p{N}]?+\p{L}++|\p{N}{1,3}+| ?[^\s\p{L}\p{N}]++[\r\n]*+|\s++$|"""
+        r"""'(?i:[sdmt]|ll|ve|re)|[^\r\n\p{L}\p{N}]?+\p{L}++|\p{N}{1,3}+|"""
+        r""" ?[^\s\p{L}\p{N}]++[\r\n]*+|\s++$|"""
         r"""\s*[\r\n]|\s+(?!\S)|\s"""
     )
-    encoding = Encoding("small", pat_str=pattern, mergeable_ranks=ranks, special_tokens={EOD: len(ranks)})
+    encoding = Encoding(
+        "small", pat_str=pattern, mergeable_ranks=ranks, special_tokens={EOD: len(ranks)}
+    )
     return (lambda text: encoding.encode(text, allowed_special="all")), len(ranks)
 
 
-def with_builder(prefix: Path, texts: Sequence[Any], encode: Any, eod: int | None, dtype: Any) -> None:
-    """What Megatron-LM's preprocess_data.py does with each document, and megatron-core's builder."""
+def with_builder(
+    prefix: Path, texts: Sequence[Any], encode: Any, eod: int | None, dtype: Any
+) -> None:
+    """What Megatron-LM's preprocess_data.py does with each document, and
+    megatron-core's builder.
+    """
     from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
 
     builder = IndexedDatasetBuilder(f"{prefix}.bin", dtype=dtype)
@@ -167,4 +208,7 @@ def with_builder(prefix: Path, texts: Sequence[Any], encode: Any, eod: int | Non
 
 def same_files(one: Path, other: Path) -> bool:
     """Whether `.bin` and `.idx` of two prefixes are the same bytes."""
-    return all(Path(f"{one}{end}").read_bytes() == Path(f"{other}{end}").read_bytes() for end in (".bin", ".idx"))
+    return all(
+        Path(f"{one}{end}").read_bytes() == Path(f"{other}{end}").read_bytes()
+        for end in (".bin", ".idx")
+    )

@@ -1,4 +1,6 @@
-"""Folders of `peft` that are not what they should be: each is refused with a sentence, and nothing else happens."""
+"""Folders of `peft` that are not what they should be: each is refused with a sentence, and nothing
+else happens.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +34,9 @@ def refused(folder: Path, **more: Any) -> str:
     try:
         _refuse_others(folder, read_config(folder), PEFT)
     except ConfigError as error:
-        return str(error) if all(problem.fix for problem in error.problems) else "a problem without a fix"
+        if all(problem.fix for problem in error.problems):
+            return str(error)
+        return "a problem without a fix"
     return ""
 
 
@@ -56,7 +60,9 @@ def refused(folder: Path, **more: Any) -> str:
     ],
     ids=lambda more: "-".join(more),
 )
-def test_adapters_that_compute_something_else_are_refused(more: dict[str, Any], tmp_path: Path) -> None:
+def test_adapters_that_compute_something_else_are_refused(
+    more: dict[str, Any], tmp_path: Path
+) -> None:
     assert refused(tmp_path) == ""
     assert refused(tmp_path, rank_pattern={"q_proj": 8}, alpha_pattern={"q_proj": 16}) == ""
     assert "MT521" in refused(tmp_path, **more)
@@ -84,7 +90,14 @@ def test_a_value_of_any_depth_is_refused_in_a_sentence(tmp_path: Path) -> None:
 def test_versions_say_how_adapters_of_experts_lie() -> None:
     from mtrain.convert.adapter_folder import _is_swapped
 
-    swapped = {None: True, "0.17.1": True, "0.18.1": True, "0.19.0": False, "0.21.2.dev0@main": False, "1.0": False}
+    swapped = {
+        None: True,
+        "0.17.1": True,
+        "0.18.1": True,
+        "0.19.0": False,
+        "0.21.2.dev0@main": False,
+        "1.0": False,
+    }
     assert {version: _is_swapped({"peft_version": version}) for version in swapped} == swapped
     assert all(_is_swapped({"peft_version": odd}) for odd in ("x", {}, "²", "", "."))
 
@@ -94,7 +107,9 @@ def test_adapters_are_not_left_out_where_the_weights_are_those_of_megatron_core(
 ) -> None:
     (tmp_path / "adapter_config.json").write_text(json.dumps(PLAIN))
     words = ["model=llama_tiny", "peft=lora", f"peft.init_from={tmp_path}"]
-    assert main(["convert", "import", "--megatron", str(tmp_path), str(tmp_path / "run"), *words]) == 2
+    assert (
+        main(["convert", "import", "--megatron", str(tmp_path), str(tmp_path / "run"), *words]) == 2
+    )
     assert "MT521" in capsys.readouterr().err
 
 
@@ -102,8 +117,18 @@ def test_adapters_are_not_left_out_where_the_weights_are_those_of_megatron_core(
 def test_a_process_of_its_own_compares_adapters_with_the_model(tmp_path: Path) -> None:
     from mtrain.convert.tensor_file import Writer
 
-    llama = {"model_type": "llama", "hidden_size": 8, "intermediate_size": 8, "num_attention_heads": 2}
-    llama |= {"num_hidden_layers": 1, "vocab_size": 32, "max_position_embeddings": 16, "rms_norm_eps": 1e-5}
+    llama = {
+        "model_type": "llama",
+        "hidden_size": 8,
+        "intermediate_size": 8,
+        "num_attention_heads": 2,
+    }
+    llama |= {
+        "num_hidden_layers": 1,
+        "vocab_size": 32,
+        "max_position_embeddings": 16,
+        "rms_norm_eps": 1e-5,
+    }
     for file, body in (("config.json", llama), ("adapter_config.json", PLAIN)):
         (tmp_path / file).write_text(json.dumps(body))
     for file in ("model.safetensors", "adapter_model.safetensors"):
@@ -112,7 +137,9 @@ def test_a_process_of_its_own_compares_adapters_with_the_model(tmp_path: Path) -
             writer.close({"format": "pt"})
     words = ("peft=lora", "peft.r=4", "peft.alpha=8", f"peft.init_from={tmp_path}")
     done = mtrain("convert", "import", str(tmp_path), "run", *words, cwd=tmp_path)
-    assert (done.returncode, "does not fit the adapters of this run" in done.stderr) == (4, True), done.stderr
+    assert (done.returncode, "does not fit the adapters of this run" in done.stderr) == (4, True), (
+        done.stderr
+    )
     assert not (tmp_path / "run").exists()
 
 
@@ -123,8 +150,11 @@ def test_no_damaged_folder_is_read_and_none_raises_anything_else(tmp_path: Path)
     from mtrain.convert.tensor_file import Writer
     from tests.support.forked import run_alone
 
-    run = load(["model=llama_tiny", "parallel=single", "peft=lora", "peft.r=4", "peft.alpha=8.0"]).run
-    config, weights = tmp_path / "adapter_config.json", tmp_path / "adapter_model.safetensors"
+    run = load(
+        ["model=llama_tiny", "parallel=single", "peft=lora", "peft.r=4", "peft.alpha=8.0"]
+    ).run
+    config = tmp_path / "adapter_config.json"
+    weights = tmp_path / "adapter_model.safetensors"
     config.write_text(json.dumps(PLAIN))
     key = "base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight"
     with Writer(weights, [key]) as writer:
@@ -133,7 +163,8 @@ def test_no_damaged_folder_is_read_and_none_raises_anything_else(tmp_path: Path)
     good = {config: config.read_bytes(), weights: weights.read_bytes()}
 
     def job() -> list[str]:
-        draw, out = random.Random(1), []
+        draw = random.Random(1)
+        out = []
         for _ in range(60):
             file = draw.choice([config, weights])
             data = bytearray(good[file])

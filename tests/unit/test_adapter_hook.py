@@ -1,4 +1,6 @@
-"""The import hook: what is rewritten, what is not, and that neither torch nor a traceback notices."""
+"""The import hook: what is rewritten, what is not, and that neither torch nor a
+traceback notices.
+"""
 
 from __future__ import annotations
 
@@ -41,7 +43,11 @@ def _rewritten(source: str, device: Any = CPU) -> str:
 @pytest.mark.parametrize(
     ("source", "on_cpu", "on_musa"),
     [
-        ("torch.cuda.synchronize()", "__device_namespace__.synchronize()", "__device_namespace__.synchronize()"),
+        (
+            "torch.cuda.synchronize()",
+            "__device_namespace__.synchronize()",
+            "__device_namespace__.synchronize()",
+        ),
         ("a.cuda(1)", "__device_adapter__.move(a, 1)", "__device_adapter__.move(a, 1)"),
         ("a.is_cuda", "a.is_cpu", "a.is_musa"),
         ("f(device='cuda')", "f(device='cpu')", "f(device='musa')"),
@@ -63,13 +69,21 @@ def _rewritten(source: str, device: Any = CPU) -> str:
         ),
         ("a.to(device='cpu')", "__device_adapter__.to_host(a, device='cpu')", "a.to(device='cpu')"),
         ("a.to('cuda')", "a.to('cpu')", "a.to('musa')"),
-        ("from torch.cuda import A as B", "B = __device_adapter__.pick('A')", "B = __device_adapter__.pick('A')"),
+        (
+            "from torch.cuda import A as B",
+            "B = __device_adapter__.pick('A')",
+            "B = __device_adapter__.pick('A')",
+        ),
         (
             "from torch.cuda.nvtx import a, b",
             "a = __device_adapter__.pick('nvtx.a')\nb = __device_adapter__.pick('nvtx.b')",
             "a = __device_adapter__.pick('nvtx.a')\nb = __device_adapter__.pick('nvtx.b')",
         ),
-        ("import torch.cuda.nvtx as n", "n = __device_adapter__.pick('nvtx')", "n = __device_adapter__.pick('nvtx')"),
+        (
+            "import torch.cuda.nvtx as n",
+            "n = __device_adapter__.pick('nvtx')",
+            "n = __device_adapter__.pick('nvtx')",
+        ),
     ],
 )
 def test_each_way_to_say_cuda_is_rewritten(source: str, on_cpu: str, on_musa: str) -> None:
@@ -98,7 +112,8 @@ def test_other_words_stay(source: str) -> None:
 
 
 def test_the_adapter_moves_indexes_and_picks() -> None:
-    adapter, elsewhere = hook._Adapter(CPU), hook._Adapter(ELSEWHERE)
+    adapter = hook._Adapter(CPU)
+    elsewhere = hook._Adapter(ELSEWHERE)
     tensor = torch.zeros(2)
     assert adapter.move(tensor, CPU.namespace.current_device(), non_blocking=True) is tensor
     assert adapter.indexed(CPU.namespace.current_device()) == "cpu"
@@ -165,27 +180,33 @@ def test_the_rewrites_of_the_tested_releases_are_counted() -> None:
 
 def _run(code: str, **env: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, check=False, env={**os.environ, **env}
+        [sys.executable, "-c", code],
+        capture_output=True,
+        text=True,
+        check=False,
+        env={**os.environ, **env},
     )
 
 
-OPEN = "from mtrain.devices import registry; import mtrain.mcore as m; m.install(registry.get('cpu'))\n"
+OPEN = (
+    "from mtrain.devices import registry; import mtrain.mcore as m;"
+    " m.install(registry.get('cpu'))\n"
+)
 
 
 @pytest.mark.full
 def test_an_adapter_installed_twice_leaves_torch_alone_and_tracebacks_true(tmp_path: Path) -> None:
-    code = OPEN + (
-        "import sys, traceback, linecache, torch\n"
-        "m.install(registry.get('cpu'))\n"
-        "assert torch.cuda.__name__ == 'torch.cuda' and 'megatron' not in torch.cuda.current_device.__module__\n"
-        "assert not any(n.startswith('transformer_engine') for n in sys.modules)\n"
-        "assert m.rewrites()['megatron.core.tensor_parallel.random']['import'] == 2\n"
-        "from mtrain.mcore import api\n"
-        "try: api.get_cuda_rng_tracker().fork('no such state').__enter__()\n"
-        "except Exception as e: last = traceback.extract_tb(e.__traceback__)[-1]\n"
-        "assert 'is not added' in linecache.getline(last.filename, last.lineno), last\n"
-        "try: m.install(registry.get('cpu'), without=('mla-flag',))\n"
-        "except RuntimeError as e: print(e)\n"
+    code = (
+        OPEN + "import sys, traceback, linecache, torch\nm.install(registry.get('cpu'))\nassert"
+        " torch.cuda.__name__ == 'torch.cuda' and 'megatron' not in"
+        " torch.cuda.current_device.__module__\nassert not any(n.startswith('transformer_engine')"
+        " for n in sys.modules)\nassert"
+        " m.rewrites()['megatron.core.tensor_parallel.random']['import'] == 2\nfrom mtrain.mcore"
+        " import api\ntry: api.get_cuda_rng_tracker().fork('no such state').__enter__()\nexcept"
+        " Exception as e: last = traceback.extract_tb(e.__traceback__)[-1]\nassert 'is not added'"
+        " in linecache.getline(last.filename, last.lineno), last\ntry:"
+        " m.install(registry.get('cpu'), without=('mla-flag',))\nexcept RuntimeError as e:"
+        " print(e)\n"
     )
     for _ in range(2):  # the second time from the code cache
         done = _run(code, MTRAIN_CACHE=str(tmp_path))
@@ -200,16 +221,14 @@ def test_an_adapter_installed_twice_leaves_torch_alone_and_tracebacks_true(tmp_p
 @pytest.mark.full
 def test_a_third_device_gets_megatron_bound_to_its_own_namespace() -> None:
     code = (
-        "import dataclasses, types\n"
-        "from mtrain.devices import registry, cpu_namespace\n"
-        "import mtrain.mcore as m\n"
-        "asked = []\n"
-        "namespace = types.SimpleNamespace(**vars(cpu_namespace))\n"
-        "namespace.current_device = lambda: asked.append('current_device') or cpu_namespace.current_device()\n"
-        "m.install(dataclasses.replace(registry.get('cpu'), name='toy', namespace=namespace))\n"
-        "from megatron.core.utils import GlobalMemoryBuffer\n"
-        "GlobalMemoryBuffer().get_tensor((2, 2), __import__('torch').float32, 'x')\n"
-        "assert asked and m.require_installed().name == 'toy'\n"
+        "import dataclasses, types\nfrom mtrain.devices import registry, cpu_namespace\nimport"
+        " mtrain.mcore as m\nasked = []\nnamespace ="
+        " types.SimpleNamespace(**vars(cpu_namespace))\nnamespace.current_device = lambda:"
+        " asked.append('current_device') or"
+        " cpu_namespace.current_device()\nm.install(dataclasses.replace(registry.get('cpu'),"
+        " name='toy', namespace=namespace))\nfrom megatron.core.utils import"
+        " GlobalMemoryBuffer\nGlobalMemoryBuffer().get_tensor((2, 2), __import__('torch').float32,"
+        " 'x')\nassert asked and m.require_installed().name == 'toy'\n"
     )
     done = _run(code)
     assert done.returncode == 0, done.stderr
@@ -219,8 +238,14 @@ def test_a_third_device_gets_megatron_bound_to_its_own_namespace() -> None:
     ("code", "said"),
     [
         ("import mtrain.mcore.api", r"call mtrain\.mcore\.install\(device\) first"),
-        ("import mtrain.mcore as m; m.require_installed()", r"call mtrain\.mcore\.install\(device\) first"),
-        ("import sys; sys.modules['megatron.core'] = sys\n" + OPEN, "was imported before mtrain.mcore.install"),
+        (
+            "import mtrain.mcore as m; m.require_installed()",
+            r"call mtrain\.mcore\.install\(device\) first",
+        ),
+        (
+            "import sys; sys.modules['megatron.core'] = sys\n" + OPEN,
+            "was imported before mtrain.mcore.install",
+        ),
         (
             "import mtrain.mcore as m; m.engine.release = lambda: (0, 17, 0)\n" + OPEN,
             r"is 0\.17\.0; .*checked against 0\.16\.1 and 0\.19\.2 only",
@@ -238,7 +263,9 @@ def test_an_unknown_fix_cannot_be_left_out() -> None:
         apply_patches(CPU, frozenset({"nothing"}))
 
 
-def test_code_that_nobody_loaded_for_long_is_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_code_that_nobody_loaded_for_long_is_removed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("MTRAIN_CACHE", str(tmp_path))
     code = compile("1", "x.py", "exec")
     for name in ("old", "loaded"):
@@ -280,7 +307,8 @@ from mtrain.devices.cpu import CPU
 mcore.install(CPU)
 importlib.import_module("mtrain.train.assemble")
 importlib.import_module("mtrain.models.gpt.build")
-for folder in (engine.folder(), "elsewhere"):  # as where a package was just installed, and is compiled
+# as after the installation of a package that is being compiled
+for folder in (engine.folder(), "elsewhere"):
     compile("'\\\\-'", f"{folder}/escapes.py", "exec")
 """
 
@@ -298,4 +326,6 @@ def test_importing_the_engine_says_nothing_that_a_user_cannot_change(tmp_path: P
     assert done.returncode == 0, done.stderr
     said = [line for line in done.stderr.splitlines() if "Warning" in line]
     assert [line for line in said if "megatron" in line] == []
-    assert any(line.startswith("elsewhere/escapes.py") for line in said), "of others it is still said"
+    assert any(line.startswith("elsewhere/escapes.py") for line in said), (
+        "of others it is still said"
+    )

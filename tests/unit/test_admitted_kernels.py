@@ -1,4 +1,6 @@
-"""Triton's kernels that `auto` takes: those that a committed result admits on a generation, and no others."""
+"""Triton's kernels that `auto` takes: those that a committed result admits on a generation, and no
+others.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +32,9 @@ def record(monkeypatch: pytest.MonkeyPatch) -> dict[int, dict[str, Any]]:
 
 
 def _run(words: str, machine: Machine = GPU) -> RunConfig:
-    command = "model=mixtral_8x7b parallel=single cluster.devices_per_node=1 data=mock parallel.ranks=1"
+    command = (
+        "model=mixtral_8x7b parallel=single cluster.devices_per_node=1 data=mock parallel.ranks=1"
+    )
     return resolve(compose(f"{command} {words}".split()).run, machine)
 
 
@@ -53,11 +57,15 @@ def test_where_kernels_have_run_they_are_taken() -> None:
 def test_a_generation_without_results_runs_what_others_have_tested() -> None:
     run = _run("cluster=b200")
     assert "triton" not in _words(run).values()
-    assert (run.kernels.norm, run.kernels.attention, run.kernels.optimizer) == ("reference", "torch", "torch")
+    assert (run.kernels.norm, run.kernels.attention, run.kernels.optimizer) == (
+        "reference",
+        "torch",
+        "torch",
+    )
     why = kernels.reasons(run, GPU)
     assert (
-        "no triton: Triton's kernels of norm have not run on sm_100 yet; kernels.norm=triton takes them anyway"
-        in why["norm"]
+        "no triton: Triton's kernels of norm have not run on sm_100 yet; kernels.norm=triton takes"
+        " them anyway" in why["norm"]
     )
     assert "cross_entropy and linear_cross_entropy have not run" in why["loss"]
     assert _run("cluster=b200", WITH_TE).kernels.norm == "te"
@@ -80,7 +88,9 @@ def test_what_is_named_runs_all_the_same() -> None:
     assert (words["norm"], words["loss"]) == ("triton", "triton")
 
 
-@pytest.mark.parametrize(("words", "needs"), [("", ("grouped_gemm",)), ("precision=fp8_blockwise", ("fp8_grouped",))])
+@pytest.mark.parametrize(
+    ("words", "needs"), [("", ("grouped_gemm",)), ("precision=fp8_blockwise", ("fp8_grouped",))]
+)
 def test_an_operation_needs_each_of_its_kernels(
     words: str, needs: tuple[str, ...], record: dict[int, dict[str, Any]]
 ) -> None:
@@ -92,7 +102,12 @@ def test_an_operation_needs_each_of_its_kernels(
 
 
 def _results(**more: Any) -> dict[str, Any]:
-    made = {"date": "2027-01-02", "commit": "abc", "device": {"name": "a card", "sm": 100}, "parity": {}}
+    made = {
+        "date": "2027-01-02",
+        "commit": "abc",
+        "device": {"name": "a card", "sm": 100},
+        "parity": {},
+    }
     return made | more
 
 
@@ -100,7 +115,11 @@ def test_an_op_is_admitted_by_what_passed() -> None:
     parity = {
         "norm": {"passed": 3, "failed": 0, "failures": []},
         "rope": {"passed": 3, "failed": 1, "failures": [{"unit": "rope tiny", "why": "far off"}]},
-        "edges": {"passed": 0, "failed": 1, "failures": [{"unit": "edges of operands", "why": "a byte"}]},
+        "edges": {
+            "passed": 0,
+            "failed": 1,
+            "failures": [{"unit": "edges of operands", "why": "a byte"}],
+        },
         "quantize": {"passed": 3, "failed": 0, "failures": []},
         "nobody's": {"passed": 3, "failed": 0, "failures": []},
     }
@@ -110,9 +129,15 @@ def test_an_op_is_admitted_by_what_passed() -> None:
 
 def test_later_results_count_and_decisions_are_recorded() -> None:
     failed = {
-        "norm": {"passed": 0, "failed": 1, "failures": [{"unit": "rms_norm_residual_fp8 llama3_8b", "why": ""}]}
+        "norm": {
+            "passed": 0,
+            "failed": 1,
+            "failures": [{"unit": "rms_norm_residual_fp8 llama3_8b", "why": ""}],
+        }
     }
-    first = _results(date="2026-11-26", commit="84aa4de2", parity=failed | {"rope": {"passed": 1, "failed": 0}})
+    first = _results(
+        date="2026-11-26", commit="84aa4de2", parity=failed | {"rope": {"passed": 1, "failed": 0}}
+    )
     found = admitted.gathered([first], ["norm", "rope"])["100"]
     assert list(found) == ["norm", "rope"]
     assert list(found["norm"]["decided"]) == ["rms_norm_residual_fp8 llama3_8b"]
@@ -136,9 +161,14 @@ def test_the_record_is_what_the_committed_results_admit() -> None:
 
 def test_a_plan_made_elsewhere_says_who_does_what_no_result_admits() -> None:
     laptop = Machine(cpu_cores=2, memory_bytes=1 << 34)
-    assert _words(_run("cluster=b200", laptop)) == dict.fromkeys(_words(_run("cluster=h100", laptop)))
+    assert _words(_run("cluster=b200", laptop)) == dict.fromkeys(
+        _words(_run("cluster=h100", laptop))
+    )
     assert not any("committed results" in note for note in notes(_run("cluster=h100", laptop)))
     (said,) = (note for note in notes(_run("cluster=b200", laptop)) if "committed results" in note)
-    assert "on sm_100 others do rope, moe_router, moe_permute, loss, optimizer, unless kernels.rope=triton" in said
+    assert (
+        "on sm_100 others do rope, moe_router, moe_permute, loss, optimizer, unless"
+        " kernels.rope=triton" in said
+    )
     named = notes(_run("cluster=b200 kernels=triton", laptop))
     assert not any("committed results" in note for note in named)

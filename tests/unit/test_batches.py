@@ -1,4 +1,6 @@
-"""Steps that grow: which sizes there are, when, and that every sample is read once whatever they are."""
+"""Steps that grow: which sizes there are, when, and that every sample is read once whatever they
+are.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +11,15 @@ import numpy as np
 import pytest
 from hypothesis import given
 
-from mtrain.config.batches import Stage, counted, linear, samples_of, size_after, stages, steps_within
+from mtrain.config.batches import (
+    Stage,
+    counted,
+    linear,
+    samples_of,
+    size_after,
+    stages,
+    steps_within,
+)
 from mtrain.config.resolve import resolve
 from mtrain.data.batch import GlobalBatches
 from tests.support.configs import LAPTOP, tiny
@@ -33,9 +43,9 @@ def walked(plan: tuple[Stage, ...], steps: int) -> list[int]:
     return sizes
 
 
-RAMPS = st.tuples(st.integers(1, 6), st.integers(1, 5), st.integers(1, 12), st.integers(1, 300)).map(
-    lambda r: linear((r[0], r[1], r[3]), r[0] + r[1] * r[2])
-)
+RAMPS = st.tuples(
+    st.integers(1, 6), st.integers(1, 5), st.integers(1, 12), st.integers(1, 300)
+).map(lambda r: linear((r[0], r[1], r[3]), r[0] + r[1] * r[2]))
 
 
 @given(plan=RAMPS, steps=st.integers(0, 120))
@@ -53,7 +63,8 @@ def test_every_sample_is_read_once_and_in_order_whatever_the_sizes(
 ) -> None:
     plan = tuple(Stage(stage.first, stage.size * dp) for stage in plan)
     ranks = [GlobalBatches(Nothing(), plan[-1].size, 1, rank, dp) for rank in range(dp)]
-    read, consumed = [], 0
+    read = []
+    consumed = 0
     for size in walked(plan, steps):
         step = np.concatenate([r.numbers(consumed, size).ravel() for r in ranks])
         read += sorted(step.tolist())

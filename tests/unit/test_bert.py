@@ -24,16 +24,30 @@ from mtrain.models.bert.form import form
 from mtrain.plan.count import parameters
 from tests.support.configs import LAPTOP, errors
 
-MASK, CLS, SEP, VOCAB, LENGTH = 397, 398, 399, 400, 64
+MASK = 397
+CLS = 398
+SEP = 399
+VOCAB = 400
+LENGTH = 64
 IDS = {"mask_token_id": MASK, "cls_token_id": CLS, "sep_token_id": SEP}
 
 
-def _batches(part: str = "train", *, seed: int = 1, micro: int = 4, batch: int = 4, **bert: Any) -> Any:
+def _batches(
+    part: str = "train", *, seed: int = 1, micro: int = 4, batch: int = 4, **bert: Any
+) -> Any:
     """The steps of one rank over synthetic tokens of which none is a special one."""
     run = compose(
-        ["model=bert_tiny", "data=mock", f"data.seq_length={LENGTH}", f"trainer.seed={seed}", "parallel=single"]
+        [
+            "model=bert_tiny",
+            "data=mock",
+            f"data.seq_length={LENGTH}",
+            f"trainer.seed={seed}",
+            "parallel=single",
+        ]
     ).run
-    model = run.model.model_copy(update={"vocab_size": VOCAB, "bert": BertConfig(**{**IDS, **bert})})
+    model = run.model.model_copy(
+        update={"vocab_size": VOCAB, "bert": BertConfig(**{**IDS, **bert})}
+    )
     run = run.model_copy(update={"model": model})
     splits = open_splits(run.data, MASK, seed, prepare(run.data))
     made = form(run, splits, part)
@@ -49,8 +63,11 @@ def test_a_share_of_each_sample_is_chosen_and_most_of_it_masked() -> None:
     b = _whole(_batches(batch=400, micro=400))
     chosen = b["loss_mask"] == 1
     assert (chosen.sum(1) == round(0.15 * LENGTH)).all()
-    assert not (chosen & torch.isin(b["labels"], torch.tensor([CLS, SEP]))).any(), "special tokens are not predicted"
-    read, meant = b["tokens"][chosen], b["labels"][chosen]
+    assert not (chosen & torch.isin(b["labels"], torch.tensor([CLS, SEP]))).any(), (
+        "special tokens are not predicted"
+    )
+    read = b["tokens"][chosen]
+    meant = b["labels"][chosen]
     assert float((read == MASK).float().mean()) == pytest.approx(0.8, abs=0.03)
     assert float((read == meant).float().mean()) == pytest.approx(0.1, abs=0.03)
     assert (b["tokens"] == b["labels"])[~chosen].all()
@@ -59,12 +76,16 @@ def test_a_share_of_each_sample_is_chosen_and_most_of_it_masked() -> None:
 
 
 def test_a_pair_is_two_halves_of_which_the_second_may_be_anothers() -> None:
-    pairs, alone = _whole(_batches(batch=200, micro=50)), _whole(_batches(batch=200, micro=50, next_sentence=False))
-    text, apart = pairs["labels"], pairs["next_sentence"]
+    pairs = _whole(_batches(batch=200, micro=50))
+    alone = _whole(_batches(batch=200, micro=50, next_sentence=False))
+    text = pairs["labels"]
+    apart = pairs["next_sentence"]
     assert 60 < int(apart.sum()) < 140
     assert (text[:, 0] == CLS).all()
     first = LENGTH - 3 - (LENGTH - 3) // 2
-    assert ((text == SEP).nonzero()[:, 1].reshape(-1, 2) == torch.tensor([first + 1, LENGTH - 1])).all()
+    assert (
+        (text == SEP).nonzero()[:, 1].reshape(-1, 2) == torch.tensor([first + 1, LENGTH - 1])
+    ).all()
     assert (pairs["token_types"] == (torch.arange(LENGTH) >= first + 2).long()).all()
     whole = alone["labels"]
     assert (text[:, 1 : first + 1] == whole[:, 1 : first + 1]).all()
@@ -88,12 +109,17 @@ def test_the_second_half_of_a_pair_that_is_apart_is_another_samples_of_the_same_
     """Other epochs are cut elsewhere: a sample of one may hold what follows in another."""
     run = compose(["model=bert_tiny", "data=mock", f"data.seq_length={LENGTH}"]).run
     run = run.model_copy(
-        update={"model": run.model.model_copy(update={"vocab_size": VOCAB, "bert": BertConfig(**IDS)})}
+        update={
+            "model": run.model.model_copy(update={"vocab_size": VOCAB, "bert": BertConfig(**IDS)})
+        }
     )
-    numbers, source = np.arange(300, 360), _Numbered()
+    numbers = np.arange(300, 360)
+    source = _Numbered()
     made: Any = form(run, SimpleNamespace(train=source, masked_eod=None), "train")  # type: ignore[arg-type]
     batch = made(torch.from_numpy(source.batch(numbers)), numbers)
-    first, second, apart = batch["labels"][:, 1], batch["labels"][:, -2], batch["next_sentence"].bool()
+    first = batch["labels"][:, 1]
+    second = batch["labels"][:, -2]
+    apart = batch["next_sentence"].bool()
     assert apart.any()
     assert (first // 3 == second // 3).all()
     assert ((first != second) == apart).all()
@@ -104,7 +130,9 @@ def test_what_is_drawn_depends_on_seed_split_and_sample_alone() -> None:
     for again in (_batches(batch=8, micro=2), _batches(batch=8, micro=1)):
         assert all(torch.equal(value, whole[key]) for key, value in _whole(again).items())
     later = _whole(_batches(batch=4, micro=4), first=4)
-    assert all(torch.equal(value, whole[key][4:]) for key, value in later.items()), "a resumed run goes on with them"
+    assert all(torch.equal(value, whole[key][4:]) for key, value in later.items()), (
+        "a resumed run goes on with them"
+    )
     for other in (_batches(batch=8, micro=8, seed=2), _batches("validation", batch=8, micro=8)):
         assert not torch.equal(_whole(other)["loss_mask"], whole["loss_mask"])
     assert not torch.equal(whole["loss_mask"][0, 1:30], whole["loss_mask"][1, 1:30])
@@ -120,7 +148,9 @@ def test_ids_that_are_never_chosen_leave_fewer() -> None:
     assert found["loss_mask"].sum(1).tolist() == [0, 1]
 
 
-@pytest.mark.parametrize(("name", "published"), [("bert_base", 110_106_428), ("bert_large", 336_226_108)])
+@pytest.mark.parametrize(
+    ("name", "published"), [("bert_base", 110_106_428), ("bert_large", 336_226_108)]
+)
 def test_the_published_count_has_no_padding(name: str, published: int) -> None:
     m = compose([f"model={name}"]).run.model
     assert parameters(m) - (m.padded_vocab_size - m.vocab_size) * (m.hidden_size + 1) == published
@@ -143,7 +173,12 @@ ODD: dict[str, Any] = {
     "model.num_query_groups": 4,
     "model.kv_channels": 64,
     "model.moe": {"num_experts": 4, "ffn_hidden_size": 64},
-    "model.mla": {"kv_lora_rank": 32, "qk_head_dim": 16, "qk_pos_emb_head_dim": 8, "v_head_dim": 16},
+    "model.mla": {
+        "kv_lora_rank": 32,
+        "qk_head_dim": 16,
+        "qk_pos_emb_head_dim": 8,
+        "v_head_dim": 16,
+    },
     "model.mtp_num_layers": 1,
     "model.rope_scaling": {"rope_type": "yarn", "factor": 4.0},
     "model.rope_scaling_factor": 8.0,
@@ -180,18 +215,38 @@ def test_what_bert_does_not_have_is_refused(key: str) -> None:
     ("words", "code", "fix"),
     [
         ("model=bert_tiny model.window_size=16", "MT248", "model.window_size=null"),
-        ("model=bert_tiny model.norm_placement=post", "MT248", "model.norm_placement=post_residual or"),
+        (
+            "model=bert_tiny model.norm_placement=post",
+            "MT248",
+            "model.norm_placement=post_residual or",
+        ),
         ("model=bert_tiny parallel=cp2", "MT248", "parallel.cp=1"),
         ("model=bert_tiny data.packed=true", "MT248", "data.packed=false"),
-        ("model.norm_placement=post_residual", "MT248", "model.norm_placement=pre or model.norm_placement=post"),
-        ("model=llava_tiny model.norm_placement=post_residual", "MT248", "model.norm_placement=pre or"),
+        (
+            "model.norm_placement=post_residual",
+            "MT248",
+            "model.norm_placement=pre or model.norm_placement=post",
+        ),
+        (
+            "model=llava_tiny model.norm_placement=post_residual",
+            "MT248",
+            "model.norm_placement=pre or",
+        ),
         ("model.bert={}", "MT249", "model.bert=null"),
         ("model=bert_tiny model.bert=null", "MT246", "model.bert={...}, or model.family=gpt"),
         ("model=bert_tiny model.bert.mask_token_id=4099", "MT250", "model.bert.mask_token_id=4098"),
         ("model=bert_tiny model.bert.sep_token_id=4096", "MT250", "model.bert.sep_token_id=4097"),
         ("model=bert_tiny data.seq_length=6", "MT251", "data.seq_length=32"),
-        ("model=bert_base data=stdlib model.bert.next_sentence=false", "MT253", "model.bert.mask_token_id=30521"),
-        ("model=bert_tiny data.tokenizer_vocab_size=4098", "MT253", "data.tokenizer_vocab_size=4096"),
+        (
+            "model=bert_base data=stdlib model.bert.next_sentence=false",
+            "MT253",
+            "model.bert.mask_token_id=30521",
+        ),
+        (
+            "model=bert_tiny data.tokenizer_vocab_size=4098",
+            "MT253",
+            "data.tokenizer_vocab_size=4096",
+        ),
         ("model=bert_tiny model.bert.type_vocab_size=1", "MT252", "model.bert.type_vocab_size=2"),
     ],
 )
@@ -204,7 +259,9 @@ def test_a_fix_is_offered(words: str, code: str, fix: str) -> None:
     assert found[code].fix.startswith(fix), found[code].fix
 
 
-def test_a_section_of_another_family_is_told_to_machines_and_people(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_section_of_another_family_is_told_to_machines_and_people(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     assert main(["check", "--json", "model.bert={}"]) == 2
     (problem,) = json.loads(capsys.readouterr().out)["problems"]
     assert problem["value"] == BertConfig().model_dump()

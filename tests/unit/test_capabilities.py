@@ -1,4 +1,6 @@
-"""What only some releases of megatron-core can do: refused where it is not, explained, and listed."""
+"""What only some releases of megatron-core can do: refused where it is not, explained,
+and listed.
+"""
 
 from __future__ import annotations
 
@@ -24,14 +26,19 @@ OFFLOADED = "cluster=h100 parallel.activation_offload.modules=[core_attn]"
 ASKED = {
     "optim.skip_above_grad_norm": "optim.skip_above_grad_norm=10",
     "model.mtp_detach_heads": "model.mtp_num_layers=1 model.mtp_detach_heads=true",
-    "data.packed and model.mtp_num_layers and parallel.recompute.granularity=full and "
-    "parallel.recompute.method=uniform": "data=mock data.packed=true model.mtp_num_layers=1 "
-    "parallel.recompute.granularity=full",
+    (
+        "data.packed and model.mtp_num_layers and parallel.recompute.granularity=full "
+        "and parallel.recompute.method=uniform"
+    ): ("data=mock data.packed=true model.mtp_num_layers=1 parallel.recompute.granularity=full"),
     "parallel.activation_offload.fraction": f"{OFFLOADED} parallel.activation_offload.fraction=0.5",
-    "parallel.activation_offload.delta_bytes_across_stages": f"{OFFLOADED} parallel=pp2 cluster.devices_per_node=2 "
-    "parallel.activation_offload.delta_bytes_across_stages=1048576",
-    "model.moe.flex_dispatcher_backend=ncclep": "model=mixtral_tiny cluster=h100 parallel=ep2 "
-    "model.moe.token_dispatcher_type=flex model.moe.flex_dispatcher_backend=ncclep",
+    "parallel.activation_offload.delta_bytes_across_stages": (
+        f"{OFFLOADED} parallel=pp2 cluster.devices_per_node=2 "
+        "parallel.activation_offload.delta_bytes_across_stages=1048576"
+    ),
+    "model.moe.flex_dispatcher_backend=ncclep": (
+        "model=mixtral_tiny cluster=h100 parallel=ep2 "
+        "model.moe.token_dispatcher_type=flex model.moe.flex_dispatcher_backend=ncclep"
+    ),
 }
 """Row -> a command line that asks for it."""
 ROWS = pytest.mark.parametrize("row", CAPABILITIES, ids=lambda row: row.when)
@@ -53,11 +60,17 @@ def test_it_is_refused_by_the_releases_that_cannot_and_by_no_other(
     row: Capability, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     able = {release: release in row.versions for release in engine.SUPPORTED}
-    assert set(able.values()) == {True, False}, "a row is for one of the releases that are supported"
+    assert set(able.values()) == {
+        True,
+        False,
+    }, "a row is for one of the releases that are supported"
     for release, is_able in able.items():
         _here(monkeypatch, release)
         assert ("MT045" in _codes(ASKED[row.when])) is not is_able
-        without = [f"{key}={'null' if value is None else str(value).lower()}" for key, value in row.without.items()]
+        without = [
+            f"{key}={'null' if value is None else str(value).lower()}"
+            for key, value in row.without.items()
+        ]
         assert "MT045" not in _codes(" ".join([*ASKED[row.when].split(), *without]))
     _here(monkeypatch, None)
     assert "MT045" not in _codes(ASKED[row.when])
@@ -81,7 +94,9 @@ def test_explain_says_which_release_has_it_and_which_is_here(
     ]
 
 
-def test_engines_lists_every_row(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_engines_lists_every_row(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     for release, here in (((0, 16, 1), False), ((0, 19, 2), True)):
         _here(monkeypatch, release)
         assert main(["engines", "--json"]) == 0

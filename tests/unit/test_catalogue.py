@@ -1,4 +1,6 @@
-"""The catalogue of bad input: each is refused with key, value, origin, numbers, and a fix that makes it valid."""
+"""The catalogue of bad input: each is refused with key, value, origin, numbers, and a fix that
+makes it valid.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +32,9 @@ CUT = ("delete", "write", "keep one", "leave it out", "indent", "- override")
 
 
 def fixed(words: list[str], problem: Problem, file: Path) -> list[str]:
-    """The command line with the first fix of a problem applied; a line that no setting can correct is cut."""
+    """The command line with the first fix of a problem applied; a line that no setting can correct
+    is cut.
+    """
     first = problem.fix.split(" or ")[0]
     if first == SWEPT:
         return list(jobs(words)[0].argv)
@@ -40,7 +44,9 @@ def fixed(words: list[str], problem: Problem, file: Path) -> list[str]:
     if first == NOTHING and problem.source == COMMAND_LINE:
         words = [word for word in words if word.partition("=")[0] != problem.path]
     added = [] if first.startswith(CUT) else shlex.split(first)
-    for key in (word.partition("=")[0] for word in added):  # a setting takes the place of those that say it
+    for key in (
+        word.partition("=")[0] for word in added
+    ):  # a setting takes the place of those that say it
         words = [word for word in words if not _says(word.partition("=")[0], key)]
     again = {(p.code, p.path, p.source) for p in validated([*words, *added])}
     if (problem.code, problem.path, problem.source) in again and file.stat().st_size:
@@ -63,12 +69,20 @@ def is_for_a_person(problem: Problem) -> bool:
 
 def _says(path: str, key: str) -> bool:
     """Whether to set `path`, no group, is to set `key` as well or a part of it."""
-    return path == key or ("." in path and f"{key}.".startswith(f"{path}.")) or path.startswith(f"{key}.")
+    return (
+        path == key
+        or ("." in path and f"{key}.".startswith(f"{path}."))
+        or path.startswith(f"{key}.")
+    )
 
 
 @pytest.mark.sampled
-@pytest.mark.parametrize("row", [row for row in (*ROWS, *MORE) if row.code], ids=lambda row: row.name)
-def test_a_bad_input_is_named_with_numbers_and_mended_by_its_first_fix(row: Row, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "row", [row for row in (*ROWS, *MORE) if row.code], ids=lambda row: row.name
+)
+def test_a_bad_input_is_named_with_numbers_and_mended_by_its_first_fix(
+    row: Row, tmp_path: Path
+) -> None:
     file = tmp_path / "mine.yaml"
     file.write_bytes(row.text.encode("utf-8", "surrogateescape"))
     words = [word.replace("{file}", str(file)) for word in row.words]
@@ -79,7 +93,9 @@ def test_a_bad_input_is_named_with_numbers_and_mended_by_its_first_fix(row: Row,
     assert problem.severity == row.severity
     assert problem.source == (f"{file}:{row.line}" if row.line else row.origin)
     assert all(piece in problem.rule for piece in row.says), problem.rule
-    if not problem.fix:  # nothing takes the place of a path or a list that somebody wrote, or of a word for a number
+    if (
+        not problem.fix
+    ):  # nothing takes the place of a path or a list that somebody wrote, or of a word for a number
         assert is_content(whole(problem.path)) or problem.code in WRONG_VALUES
         return
     for _ in range(len(problems) + 2):  # a line that is cut may leave half of what it began
@@ -90,13 +106,19 @@ def test_a_bad_input_is_named_with_numbers_and_mended_by_its_first_fix(row: Row,
     assert not problems or is_for_a_person(problems[0]), problems
 
 
-@pytest.mark.parametrize("row", [row for row in (*ROWS, *HARMLESS) if not row.code], ids=lambda row: row.name)
+@pytest.mark.parametrize(
+    "row", [row for row in (*ROWS, *HARMLESS) if not row.code], ids=lambda row: row.name
+)
 def test_what_works_here_is_not_refused(row: Row, tmp_path: Path) -> None:
     (tmp_path / "mine.yaml").write_text(row.text)
-    assert validated([word.replace("{file}", str(tmp_path / "mine.yaml")) for word in row.words]) == []
+    assert (
+        validated([word.replace("{file}", str(tmp_path / "mine.yaml")) for word in row.words]) == []
+    )
 
 
-def test_a_vocabulary_that_does_not_divide_is_padded_and_that_is_said(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_vocabulary_that_does_not_divide_is_padded_and_that_is_said(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     assert main(["check", *next(row.words for row in ROWS if row.number == 6)]) == 0
     assert "vocabulary 129 padded to 256" in capsys.readouterr().out
 
@@ -109,9 +131,18 @@ def test_a_value_that_a_terminal_would_obey_is_shown_and_not_sent(tmp_path: Path
 
 
 def test_a_recipe_with_a_misspelt_key_is_judged_on_the_rest(tmp_path: Path) -> None:
-    (tmp_path / "mine.yaml").write_text("parallel:\n  tp: 3\noptim:\n  learning_rate: 1e-3\n  lr: fast\n")
-    found = {(p.code, p.path): p.source.rpartition(":")[2] for p in validated([f"recipe={tmp_path / 'mine.yaml'}"])}
-    expected = {("MT012", "optim.learning_rate"): "4", ("MT013", "optim.lr"): "5", ("MT101", "parallel.tp"): "2"}
+    (tmp_path / "mine.yaml").write_text(
+        "parallel:\n  tp: 3\noptim:\n  learning_rate: 1e-3\n  lr: fast\n"
+    )
+    found = {
+        (p.code, p.path): p.source.rpartition(":")[2]
+        for p in validated([f"recipe={tmp_path / 'mine.yaml'}"])
+    }
+    expected = {
+        ("MT012", "optim.learning_rate"): "4",
+        ("MT013", "optim.lr"): "5",
+        ("MT101", "parallel.tp"): "2",
+    }
     assert expected.items() <= found.items()
 
 

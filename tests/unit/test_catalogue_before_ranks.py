@@ -1,4 +1,6 @@
-"""Rows of the catalogue that only data, a checkpoint or the machine can show: refused before any process group."""
+"""Rows of the catalogue that only data, a checkpoint or the machine can show: refused before any
+process group.
+"""
 
 from __future__ import annotations
 
@@ -38,7 +40,8 @@ def indexed(home: Path, tokens: np.ndarray, **changes: object) -> RunConfig:
     with IndexedWriter(home / "tokens", np.dtype("<i4")) as writer:
         writer.add(tokens, np.full(10, len(tokens) // 10))
     return resolve(
-        tiny(data__kind="indexed", data__path=str(home / "tokens"), data__seq_length=16, **changes), LAPTOP
+        tiny(data__kind="indexed", data__path=str(home / "tokens"), data__seq_length=16, **changes),
+        LAPTOP,
     )
 
 
@@ -56,13 +59,21 @@ def begun(home: Path, **changes: object) -> RunConfig:
     draft = home / "a/checkpoints/draft"
     draft.mkdir(parents=True)
     (draft / "run.yaml").write_text((home / "a/run.yaml").read_text())
-    commit(draft, draft.with_name("step_00000001"), {"step": 1, "files": {}, "tensors": {}, "state": {}})
+    commit(
+        draft,
+        draft.with_name("step_00000001"),
+        {"step": 1, "files": {}, "tensors": {}, "state": {}},
+    )
     (home / "a/metrics.jsonl").write_text('{"step": 1}\n')
     return run
 
 
 def resumed(home: Path, **changes: object) -> None:
-    folder.plan(resolve(tiny(log__runs_dir=str(home), checkpoint__resume=str(home / "a"), **changes), LAPTOP))
+    folder.plan(
+        resolve(
+            tiny(log__runs_dir=str(home), checkpoint__resume=str(home / "a"), **changes), LAPTOP
+        )
+    )
 
 
 def refused(kind: type[MtrainError], *words: str) -> pytest.RaisesExc[MtrainError]:  # type: ignore[name-defined]
@@ -101,7 +112,12 @@ def _masking_the_end_of_documents_that_nobody_knows(home: Path) -> None:
 def _a_checkpoint_of_another_model(home: Path) -> None:
     begun(home)
     with refused(
-        ConfigError, "MT503", "model.num_layers = 2", "has 4", "fix: model.num_layers=4", "model.hidden_size"
+        ConfigError,
+        "MT503",
+        "model.num_layers = 2",
+        "has 4",
+        "fix: model.num_layers=4",
+        "model.hidden_size",
     ):
         resumed(home, model__num_layers=2, model__hidden_size=128)
 
@@ -133,7 +149,9 @@ def _another_batch_on_resume(home: Path) -> None:
 def _a_folder_that_holds_a_run(home: Path) -> None:
     begun(home)
     run = resolve(tiny(log__runs_dir=str(home), log__name="a"), LAPTOP)
-    assert [p.code for p in errors(run)] == []  # `check` warns, see test_rules_catalogue; training refuses
+    assert [
+        p.code for p in errors(run)
+    ] == []  # `check` warns, see test_rules_catalogue; training refuses
     with refused(ConfigError, "MT501", "exists already", "log.name=a-2"):
         folder.plan(run)
 
@@ -154,7 +172,10 @@ def _more_ranks_than_a_machine_may_start(home: Path) -> None:
 
 @row(93)
 def _gpus_that_are_not_here(home: Path) -> None:
-    run = resolve(tiny(cluster__device="cuda", cluster__devices_per_node=8, trainer__global_batch_size=32), LAPTOP)
+    run = resolve(
+        tiny(cluster__device="cuda", cluster__devices_per_node=8, trainer__global_batch_size=32),
+        LAPTOP,
+    )
     with refused(BadEnvironment, "needs 8 GPUs", "here: 0"):
         preflight.check(run, [], LAPTOP)
 
@@ -174,9 +195,15 @@ def _more_machines_than_this_command_starts(home: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "refuses", [f for number in sorted(BEFORE_RANKS) for f in BEFORE_RANKS[number]], ids=lambda f: f.__name__
+    "refuses",
+    [f for number in sorted(BEFORE_RANKS) for f in BEFORE_RANKS[number]],
+    ids=lambda f: f.__name__,
 )
-def test_it_is_refused_before_any_rank(refuses: Row, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_it_is_refused_before_any_rank(
+    refuses: Row, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(socket.socket, "listen", lambda *_: pytest.fail("a rank's socket was opened"))
+    monkeypatch.setattr(
+        socket.socket, "listen", lambda *_: pytest.fail("a rank's socket was opened")
+    )
     refuses(tmp_path)

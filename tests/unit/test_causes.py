@@ -1,4 +1,6 @@
-"""Causes of failure: a consequence is told from a cause, and a fault of the environment from one of the training."""
+"""Causes of failure: a consequence is told from a cause, and a fault of the environment from one of
+the training.
+"""
 
 from __future__ import annotations
 
@@ -20,44 +22,75 @@ from mtrain.launching import worker
 from mtrain.launching.supervise import Supervisor
 
 REMOTE = (
-    "NCCL error in: /pytorch/torch/csrc/distributed/c10d/ProcessGroupNCCL.cpp:3763, remote process exited or "
-    "there was a network error, NCCL version 2.28.8\nncclRemoteError: A call failed possibly due to a "
-    "network error or a remote process exiting prematurely.\nLast error:\nNET/OFI Request completed with error."
+    "NCCL error in: /pytorch/torch/csrc/distributed/c10d/ProcessGroupNCCL.cpp:3763, remote process"
+    " exited or there was a network error, NCCL version 2.28.8\nncclRemoteError: A call failed"
+    " possibly due to a network error or a remote process exiting prematurely.\nLast"
+    " error:\nNET/OFI Request completed with error."
 )
-INTERNAL = "internal error, NCCL version 2.14.3\nncclInternalError: Internal check failed.\nLast error:\n"
+INTERNAL = (
+    "internal error, NCCL version 2.14.3\nncclInternalError: Internal check failed.\nLast error:\n"
+)
 SYSTEM = (
-    "unhandled system error (run with NCCL_DEBUG=INFO for details), NCCL version 2.27.7\nncclSystemError: System "
-    "call (e.g. socket, malloc) or external library call failed or device error.\nLast error:\n"
+    "unhandled system error (run with NCCL_DEBUG=INFO for details), NCCL version"
+    " 2.27.7\nncclSystemError: System call (e.g. socket, malloc) or external library call failed or"
+    " device error.\nLast error:\n"
 )
 TIMED_OUT = (
-    "[Rank 3] Watchdog caught collective operation timeout: WorkNCCL(SeqNum=266392, OpType=ALLGATHER, NumelIn=1, "
-    "NumelOut=4, Timeout(ms)=1800000) ran for 1803169 milliseconds before timing out."
+    "[Rank 3] Watchdog caught collective operation timeout: WorkNCCL(SeqNum=266392,"
+    " OpType=ALLGATHER, NumelIn=1, NumelOut=4, Timeout(ms)=1800000) ran for 1803169 milliseconds"
+    " before timing out."
 )
 CONSEQUENCES = {
-    "gloo": "[../third_party/gloo/gloo/transport/tcp/pair.cc:547] Connection closed by peer [127.0.0.1]:4711",
-    "the store": "Failed to recv, got 0 bytes. Connection was likely closed. Did the remote server shutdown?",
+    "gloo": (
+        "[../third_party/gloo/gloo/transport/tcp/pair.cc:547] Connection closed by peer"
+        " [127.0.0.1]:4711"
+    ),
+    "the store": (
+        "Failed to recv, got 0 bytes. Connection was likely closed. Did the remote server shutdown?"
+    ),
     "a key of the store": "wait timeout after 60000ms, keys: /default_pg/0//cpu//1",
     "ncclRemoteError": REMOTE,
     "an internal error": f"{INTERNAL}Net : Connection closed by remote peer node1<50260>",
-    "InfiniBand": f"{INTERNAL}NET/IB : Got completion from peer 10.0.0.2<39138> with error 12, opcode 0",
-    "a system error": f"{SYSTEM}socketProgress: Connection closed by remote peer node1.cluster<43236>",
-    "a reset": f"{SYSTEM}socketProgressOpt: Call to recv from 172.16.0.1<33759> failed : Connection reset by peer",
-    "a timeout": f"[PG ID 0 Rank 3] Process group watchdog thread terminated with exception: {TIMED_OUT}",
-    "an abort": f"NCCL communicator was aborted on rank 3. Original reason for failure was: {TIMED_OUT}",
+    "InfiniBand": (
+        f"{INTERNAL}NET/IB : Got completion from peer 10.0.0.2<39138> with error 12, opcode 0"
+    ),
+    "a system error": (
+        f"{SYSTEM}socketProgress: Connection closed by remote peer node1.cluster<43236>"
+    ),
+    "a reset": (
+        f"{SYSTEM}socketProgressOpt: Call to recv from 172.16.0.1<33759> failed : Connection reset"
+        " by peer"
+    ),
+    "a timeout": (
+        f"[PG ID 0 Rank 3] Process group watchdog thread terminated with exception: {TIMED_OUT}"
+    ),
+    "an abort": (
+        f"NCCL communicator was aborted on rank 3. Original reason for failure was: {TIMED_OUT}"
+    ),
     "blocking": "[Rank 0] Work WorkNCCL(SeqNum=5, OpType=ALLREDUCE) timed out in blocking wait.",
-    "the first connection": "[3] is setting up NCCL communicator and retrieving ncclUniqueId from [0] via c10d "
-    "key-value store by key '0', but store->get('0') got error: Socket Timeout. This may indicate a possible "
-    "application crash on rank 0 or a network set up issue.",
+    "the first connection": (
+        "[3] is setting up NCCL communicator and retrieving ncclUniqueId from [0] via c10d"
+        " key-value store by key '0', but store->get('0') got error: Socket Timeout. This may"
+        " indicate a possible application crash on rank 0 or a network set up issue."
+    ),
 }
 CAUSES = {
     "a device": "CUDA error: an illegal memory access was encountered",
-    "a device that NCCL asks": "NCCL error in: ProcessGroupNCCL.cpp:3690, unhandled cuda error (run with "
-    "NCCL_DEBUG=INFO for details), NCCL version 2.27.7\nncclUnhandledCudaError: Call to CUDA function failed.\n"
-    "Last error:\nCuda failure 2 'out of memory'",
-    "a device behind an abort": "NCCL communicator was aborted on rank 1. Original reason for failure was: CUDA "
-    "error: device-side assert triggered",
-    "memory": "CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of 79.11 GiB",
-    "a bug": "The size of tensor a (4) must match the size of tensor b (8) at non-singleton dimension 0",
+    "a device that NCCL asks": (
+        "NCCL error in: ProcessGroupNCCL.cpp:3690, unhandled cuda error (run with NCCL_DEBUG=INFO"
+        " for details), NCCL version 2.27.7\nncclUnhandledCudaError: Call to CUDA function"
+        " failed.\nLast error:\nCuda failure 2 'out of memory'"
+    ),
+    "a device behind an abort": (
+        "NCCL communicator was aborted on rank 1. Original reason for failure was: CUDA "
+        "error: device-side assert triggered"
+    ),
+    "memory": (
+        "CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of 79.11 GiB"
+    ),
+    "a bug": (
+        "The size of tensor a (4) must match the size of tensor b (8) at non-singleton dimension 0"
+    ),
 }
 
 
@@ -72,7 +105,8 @@ def test_an_error_of_a_ranks_own_is_none(name: str) -> None:
 
 
 NAMELESS = (
-    "The IPv6 network addresses of (head, 29500) cannot be retrieved (gai error: -2 - Name or service not known)."
+    "The IPv6 network addresses of (head, 29500) cannot be retrieved (gai error: -2 - Name or"
+    " service not known)."
 )
 GLOO = "[enforce fail at /gloo/transport/tcp/"
 
@@ -80,15 +114,25 @@ GLOO = "[enforce fail at /gloo/transport/tcp/"
 @pytest.mark.parametrize(
     ("error", "said"),
     [
-        (RuntimeError(f"{GLOO}device.cc:84] ifa != nullptr. Unable to find address for: bogus0"), "interface bogus0"),
-        (RuntimeError(f"{GLOO}loop.cc:105] fd_ != -1. -1 vs -1. epoll_create: Too many open files"), "ulimit -n"),
+        (
+            RuntimeError(f"{GLOO}device.cc:84] ifa != nullptr. Unable to find address for: bogus0"),
+            "interface bogus0",
+        ),
+        (
+            RuntimeError(
+                f"{GLOO}loop.cc:105] fd_ != -1. -1 vs -1. epoll_create: Too many open files"
+            ),
+            "ulimit -n",
+        ),
         (OSError(errno.EMFILE, "Too many open files", "x.bin"), "ulimit -n"),
         (OSError(errno.ENOMEM, "Cannot allocate memory"), "Cannot allocate memory"),
         (RuntimeError("can't start new thread"), "no more threads"),
         (socket.gaierror(-2, "Name or service not known"), "MASTER_ADDR"),
         (RuntimeError(NAMELESS), "MASTER_ADDR"),
         (
-            RuntimeError(f"{SYSTEM}Error while creating shared memory segment /dev/shm/nccl-x (size 9637888)"),
+            RuntimeError(
+                f"{SYSTEM}Error while creating shared memory segment /dev/shm/nccl-x (size 9637888)"
+            ),
             "/dev/shm",
         ),
         (
@@ -97,9 +141,15 @@ GLOO = "[enforce fail at /gloo/transport/tcp/"
         ),
     ],
 )
-def test_a_fault_of_the_environment_is_one_with_something_to_do(error: Exception, said: str) -> None:
+def test_a_fault_of_the_environment_is_one_with_something_to_do(
+    error: Exception, said: str
+) -> None:
     body = worker.describe(error)
-    assert (body["exit_code"], body["expected"], body["peer_lost"]) == (BadEnvironment.exit_code, True, False)
+    assert (body["exit_code"], body["expected"], body["peer_lost"]) == (
+        BadEnvironment.exit_code,
+        True,
+        False,
+    )
     assert said in body["message"]
     assert "fix: " in body["message"]
     assert "enforce" not in body["message"]
@@ -109,8 +159,12 @@ def test_a_fault_of_the_environment_is_one_with_something_to_do(error: Exception
 @pytest.mark.parametrize(
     "error",
     [
-        BlockingIOError(errno.EAGAIN, "Resource temporarily unavailable"),  # a lock that another process holds
-        RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 5767168 bytes"),
+        BlockingIOError(
+            errno.EAGAIN, "Resource temporarily unavailable"
+        ),  # a lock that another process holds
+        RuntimeError(
+            "DefaultCPUAllocator: can't allocate memory: you tried to allocate 5767168 bytes"
+        ),
         FileNotFoundError(errno.ENOENT, "No such file or directory", "x"),
     ],
 )
@@ -120,7 +174,9 @@ def test_what_only_sounds_like_the_environment_is_not(error: Exception) -> None:
 
 
 def ended(tmp_path: Path, *ends: Callable[[Path, int], Any], advice: str = "") -> MtrainError:
-    """Start a rank for each of `ends`, 0.05 s after the one before; returns the error that the supervisor raises."""
+    """Start a rank for each of `ends`, 0.05 s after the one before; returns the error that the
+    supervisor raises.
+    """
     errors = tmp_path / "errors"
     supervisor = Supervisor(errors, advice)
 
@@ -156,7 +212,9 @@ def fails(text: str) -> Callable[[Path, int], None]:
 
 
 def test_a_rank_that_torch_aborts_is_no_cause_where_another_failed(tmp_path: Path) -> None:
-    assert "rank 1 failed first: RuntimeError: the cause" in str(ended(tmp_path, aborts, fails("the cause")))
+    assert "rank 1 failed first: RuntimeError: the cause" in str(
+        ended(tmp_path, aborts, fails("the cause"))
+    )
 
 
 def test_of_an_aborted_and_a_killed_rank_the_killed_one_is_the_cause(tmp_path: Path) -> None:
@@ -176,5 +234,7 @@ def test_only_a_run_that_has_saved_is_told_to_go_on(saved: bool, tmp_path: Path)
     error = ended(tmp_path, fails("a bug"), advice="go on with it")
     assert isinstance(error, TrainingError)
     assert ("go on with it" in str(error)) == saved
-    stopped = ended(tmp_path, lambda errors, rank: os._exit(Preempted.exit_code), advice="go on with it")
+    stopped = ended(
+        tmp_path, lambda errors, rank: os._exit(Preempted.exit_code), advice="go on with it"
+    )
     assert str(stopped) == ("stopped on request; go on with it" if saved else "stopped on request")

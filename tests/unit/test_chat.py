@@ -12,8 +12,11 @@ from mtrain.data.chat import ChatFormat
 from mtrain.errors import ConfigError, CorruptData
 
 CHATML = """{%- for message in messages %}
-    {%- if message.role == 'system' and not loop.first %}{{ raise_exception('system comes first') }}{% endif %}
-    {{- '<|im_start|>' + message['role'] + '\\n' + message['content'] | trim + '<|im_end|>' + '\\n' }}
+    {%- if message.role == 'system' and not loop.first %}
+        {{- raise_exception('system comes first') }}
+    {%- endif %}
+    {{- '<|im_start|>' + message['role'] + '\\n' }}
+    {{- message['content'] | trim + '<|im_end|>' + '\\n' }}
 {%- endfor %}
 {%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}{% endif %}"""
 TAGGED = """{{ bos_token }}{% set ns = namespace(n=0) %}{% for m in messages %}
@@ -31,7 +34,11 @@ MESSAGES = [
     {"role": "assistant", "content": "hello"},
     {"role": "user", "content": "and?"},
 ]
-SETTINGS = {"bos_token": "<s>", "eos_token": {"content": "</s>", "special": True}, "model_max_length": 10**30}
+SETTINGS = {
+    "bos_token": "<s>",
+    "eos_token": {"content": "</s>", "special": True},
+    "model_max_length": 10**30,
+}
 
 
 def _format(folder: Path, template: object) -> ChatFormat:
@@ -44,11 +51,15 @@ def test_a_chat_is_rendered_as_transformers_renders_it(template: str, tmp_path: 
     from transformers.utils.chat_template_utils import render_jinja_template
 
     special = {"bos_token": "<s>", "eos_token": "</s>"}
-    (expected,), _ = render_jinja_template([MESSAGES], chat_template=template, add_generation_prompt=True, **special)
+    (expected,), _ = render_jinja_template(
+        [MESSAGES], chat_template=template, add_generation_prompt=True, **special
+    )
     assert _format(tmp_path, template).render(MESSAGES) == expected
 
 
-def test_the_template_of_its_own_file_comes_first_and_of_several_the_default(tmp_path: Path) -> None:
+def test_the_template_of_its_own_file_comes_first_and_of_several_the_default(
+    tmp_path: Path,
+) -> None:
     several = [{"name": "tools", "template": "T"}, {"name": "default", "template": "D"}]
     form = _format(tmp_path, several)
     assert form.render(MESSAGES) == "D"

@@ -1,4 +1,6 @@
-"""Chats by the templates of tokenizers: ids and masks are those of transformers, or it is refused."""
+"""Chats by the templates of tokenizers: ids and masks are those of transformers, or it
+is refused.
+"""
 
 from __future__ import annotations
 
@@ -41,7 +43,9 @@ def theirs(folders: dict[tuple[str, bool], Path]) -> dict[str, Any]:
     """The tokenizers of transformers."""
     from transformers import PreTrainedTokenizerFast
 
-    return {kind: PreTrainedTokenizerFast.from_pretrained(folders[kind, True]) for kind in TEMPLATES}
+    return {
+        kind: PreTrainedTokenizerFast.from_pretrained(folders[kind, True]) for kind in TEMPLATES
+    }
 
 
 def ours(folder: Path, made: Chat, loss_on: str = "assistant") -> Encoded:
@@ -54,11 +58,19 @@ def test_ids_and_masks_are_those_of_transformers(
 ) -> None:
     for messages in CHATS.values():
         for given in (messages, [*SYSTEM, *messages]) if kind != "gemma" else (messages,):
-            their = theirs[kind].apply_chat_template(given, return_dict=True, return_assistant_tokens_mask=True)
-            for marked in (True, False):  # without marks, turns are found between the texts of the first messages
+            their = theirs[kind].apply_chat_template(
+                given, return_dict=True, return_assistant_tokens_mask=True
+            )
+            for marked in (
+                True,
+                False,
+            ):  # without marks, turns are found between the texts of the first messages
                 found = ours(folders[kind, marked], chat({"messages": given}))
                 assert found.ids.tolist() == their["input_ids"], (given, marked)
-                assert found.learned.astype(int).tolist() == their["assistant_masks"], (given, marked)
+                assert found.learned.astype(int).tolist() == their["assistant_masks"], (
+                    given,
+                    marked,
+                )
 
 
 @pytest.mark.parametrize("marked", [True, False])
@@ -78,7 +90,10 @@ def test_tools_calls_and_answers_of_tools_are_written_as_transformers_does(
         messages, tools=tools, return_dict=True, return_assistant_tokens_mask=True
     )
     found = ours(folders["chatml", marked], chat({"messages": messages, "tools": tools}))
-    assert (found.ids.tolist(), found.learned.astype(int).tolist()) == (their["input_ids"], their["assistant_masks"])
+    assert (found.ids.tolist(), found.learned.astype(int).tolist()) == (
+        their["input_ids"],
+        their["assistant_masks"],
+    )
     assert "<tool_call>" in theirs["chatml"].decode(found.ids[found.learned])
 
 
@@ -104,7 +119,11 @@ def test_sharegpt_is_the_same_chat(folders: dict[tuple[str, bool], Path]) -> Non
     ]
     said += [("observation", "3"), ("gpt", "3")]
     tools = '[{"type": "function", "function": {"name": "add"}}]'
-    given = {"conversations": [{"from": who, "value": text} for who, text in said], "system": "S", "tools": tools}
+    given = {
+        "conversations": [{"from": who, "value": text} for who, text in said],
+        "system": "S",
+        "tools": tools,
+    }
     call = {"type": "function", "function": {"name": "add", "arguments": {}}}
     openai = [
         *turns("What?", "It.", "1 + 2", system="S"),
@@ -112,30 +131,39 @@ def test_sharegpt_is_the_same_chat(folders: dict[tuple[str, bool], Path]) -> Non
         {"role": "tool", "content": "3"},
         {"role": "assistant", "content": "3"},
     ]
-    one, other = chat(given), chat({"messages": openai, "tools": [{"type": "function", "function": {"name": "add"}}]})
+    one = chat(given)
+    other = chat({"messages": openai, "tools": [{"type": "function", "function": {"name": "add"}}]})
     assert one == other
     assert ours(folders["chatml", True], one).learned.any()
 
 
 NO_PROOF = {
     "tools before the last question": (
-        "{% for m in messages %}{% if loop.last %}[TOOLS]{% endif %}{{ m.role }}: {{ m.content }}{{ eos_token }}"
-        "{% endfor %}",
+        (
+            "{% for m in messages %}{% if loop.last %}[TOOLS]{% endif %}{{ m.role }}: {{ m.content"
+            " }}{{ eos_token }}{% endfor %}"
+        ),
         "writes the first 2 messages otherwise",
     ),
     "thoughts that are left out of earlier turns": (
-        "{% for m in messages %}{{ m.role }}:{% if loop.last and m.role == 'assistant' %}<think></think>{% endif %}"
-        "{{ m.content }}\n{% endfor %}",
+        (
+            "{% for m in messages %}{{ m.role }}:{% if loop.last and m.role == 'assistant'"
+            " %}<think></think>{% endif %}{{ m.content }}\n{% endfor %}"
+        ),
         "writes the first 2 messages otherwise",
     ),
     "an answer that begins otherwise than it is asked for": (
-        "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
-        "{% if add_generation_prompt %}assistant: <think>\n{% endif %}",
+        (
+            "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
+            "{% if add_generation_prompt %}assistant: <think>\n{% endif %}"
+        ),
         "writes the beginning of message 2 otherwise",
     ),
     "a template that refuses a part of a chat": (
-        "{% if messages | length < 4 %}{{ raise_exception('too short') }}{% endif %}"
-        "{% for m in messages %}{{ m.content }}{% endfor %}",
+        (
+            "{% if messages | length < 4 %}{{ raise_exception('too short') }}{% endif %}"
+            "{% for m in messages %}{{ m.content }}{% endfor %}"
+        ),
         "too short",
     ),
     "nothing is marked": (
@@ -143,8 +171,10 @@ NO_PROOF = {
         "no token of it is learned",
     ),
     "marks inside of a block that is kept": (
-        "{% set x %}{% generation %}{{ messages[1].content }}{% endgeneration %}{% endset %}"
-        "{{ messages[0].content }}{{ x }}",
+        (
+            "{% set x %}{% generation %}{{ messages[1].content }}{% endgeneration %}{% endset %}"
+            "{{ messages[0].content }}{{ x }}"
+        ),
         "inside of a macro or a set block",
     ),
 }
@@ -172,7 +202,9 @@ def test_a_mask_that_is_one_token_off_is_found(
 
     monkeypatch.setattr(chat_marks, "_end", lambda text, start, ends: len(text))
     given = turns("What is it?", "It is a cat.")
-    their = theirs["chatml"].apply_chat_template(given, return_dict=True, return_assistant_tokens_mask=True)
+    their = theirs["chatml"].apply_chat_template(
+        given, return_dict=True, return_assistant_tokens_mask=True
+    )
     found = ours(folders["chatml", False], chat({"messages": given}))
     assert found.learned.astype(int).tolist() != their["assistant_masks"]
 

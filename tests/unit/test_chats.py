@@ -27,21 +27,34 @@ from tests.support.configs import errors, tiny
 from tests.support.covering import some
 from tests.support.forked import run_alone
 
-VOCAB, LENGTH = 400, 96
+VOCAB = 400
+LENGTH = 96
 
 
 @pytest.fixture(scope="module")
 def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    home, dice = tmp_path_factory.mktemp("chats"), random.Random(0)
+    home = tmp_path_factory.mktemp("chats")
+    dice = random.Random(0)
     folder_of(home, "chatml", marked=True)
-    said = [[str(dice.randrange(10)) * dice.randrange(1, 12) for _ in range(dice.choice((2, 4)))] for _ in range(60)]
+    said = [
+        [str(dice.randrange(10)) * dice.randrange(1, 12) for _ in range(dice.choice((2, 4)))]
+        for _ in range(60)
+    ]
     chats_file(home / "chats.jsonl", [turns(*one) for one in said])
     return home
 
 
 def data_of(home: Path, **more: Any) -> DataConfig:
-    given: dict[str, Any] = {"kind": "sft", "path": str(home / "chats.jsonl"), "cache_dir": str(home / "cache")}
-    given |= {"tokenizer": str(home / "tokenizer.json"), "seq_length": LENGTH, "split": (0.8, 0.1, 0.1)}
+    given: dict[str, Any] = {
+        "kind": "sft",
+        "path": str(home / "chats.jsonl"),
+        "cache_dir": str(home / "cache"),
+    }
+    given |= {
+        "tokenizer": str(home / "tokenizer.json"),
+        "seq_length": LENGTH,
+        "split": (0.8, 0.1, 0.1),
+    }
     return DataConfig(**{**given, **more})
 
 
@@ -62,15 +75,33 @@ REFUSED = {
     "a list of texts": ({"messages": ["a", "b"]}, "message 1 of messages is no object"),
     "no role": ({"messages": [{"content": "a"}]}, "message 1 of messages has no role"),
     "a strange role": ({"messages": [{"role": "root", "content": "a"}]}, "has no role"),
-    "no content": ({"messages": [{"role": "user"}, *turns("a", "b")[1:]]}, "message 1 .*content is no text"),
+    "no content": (
+        {"messages": [{"role": "user"}, *turns("a", "b")[1:]]},
+        "message 1 .*content is no text",
+    ),
     "a number": ({"messages": [{"role": "user", "content": 3}]}, "content is no text"),
-    "an image": ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "'image_url'"),
-    "an unknown speaker": ({"conversations": [{"from": "me", "value": "a"}]}, "its from is none of"),
+    "an image": (
+        {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]},
+        "'image_url'",
+    ),
+    "an unknown speaker": (
+        {"conversations": [{"from": "me", "value": "a"}]},
+        "its from is none of",
+    ),
     "no value": ({"conversations": [{"from": "human"}]}, "no value"),
     "no answer": ({"messages": turns("a")}, "the assistant says nothing"),
-    "the assistant first": ({"messages": turns("a", "b")[1:]}, "message 1 is of assistant; .*out of order"),
-    "two questions": ({"messages": [*turns("a"), *turns("b", "c")]}, "message 2 is of user; after user"),
-    "two answers": ({"messages": [*turns("a", "b"), *turns("b", "c")[1:]]}, "message 3 is of assistant"),
+    "the assistant first": (
+        {"messages": turns("a", "b")[1:]},
+        "message 1 is of assistant; .*out of order",
+    ),
+    "two questions": (
+        {"messages": [*turns("a"), *turns("b", "c")]},
+        "message 2 is of user; after user",
+    ),
+    "two answers": (
+        {"messages": [*turns("a", "b"), *turns("b", "c")[1:]]},
+        "message 3 is of assistant",
+    ),
     "a system later": (
         {"messages": [*turns("a", "b"), {"role": "system", "content": "s"}]},
         "message 3 is of system",
@@ -80,11 +111,22 @@ REFUSED = {
         "message 2 is of tool",
     ),
     "tools that are none": ({"messages": turns("a", "b"), "tools": {"a": 1}}, "tools is no list"),
-    "tools that are no JSON": ({"messages": turns("a", "b"), "tools": "["}, "tools is a text that is no JSON"),
+    "tools that are no JSON": (
+        {"messages": turns("a", "b"), "tools": "["},
+        "tools is a text that is no JSON",
+    ),
     "a system that is none": ({"messages": turns("a", "b"), "system": 5}, "system is no text"),
-    "two systems": ({"messages": turns("a", "b", system="x"), "system": "y"}, "one of them would be lost"),
+    "two systems": (
+        {"messages": turns("a", "b", system="x"), "system": "y"},
+        "one of them would be lost",
+    ),
     "a call that is none": (
-        {"conversations": [{"from": "human", "value": "a"}, {"from": "function_call", "value": "b"}]},
+        {
+            "conversations": [
+                {"from": "human", "value": "a"},
+                {"from": "function_call", "value": "b"},
+            ]
+        },
         "JSON of a name",
     ),
 }
@@ -99,7 +141,15 @@ def test_what_is_no_chat_says_why(name: str) -> None:
 
 @pytest.mark.parametrize(
     "line",
-    [b"{", b'{"a": NaN}', b'{"a": 1e999}', b"\xff", b'{"a": "\\ud800"}', b"[" * 100_000, '{"a": 1}'.encode("utf-16")],
+    [
+        b"{",
+        b'{"a": NaN}',
+        b'{"a": 1e999}',
+        b"\xff",
+        b'{"a": "\\ud800"}',
+        b"[" * 100_000,
+        '{"a": 1}'.encode("utf-16"),
+    ],
 )
 def test_a_line_that_is_no_json_is_told_from_one_that_is_no_chat(line: bytes) -> None:
     with pytest.raises(NoJson):
@@ -108,7 +158,11 @@ def test_a_line_that_is_no_json_is_told_from_one_that_is_no_chat(line: bytes) ->
 
 def test_of_a_pair_what_both_begin_with_is_not_learned(home: Path, tmp_path: Path) -> None:
     forms = [
-        {"prompt": turns("What is it?"), "chosen": turns("a", "It is")[1:], "rejected": turns("a", "no")[1:]},
+        {
+            "prompt": turns("What is it?"),
+            "chosen": turns("a", "It is")[1:],
+            "rejected": turns("a", "no")[1:],
+        },
         {"chosen": turns("What is it?", "It is"), "rejected": turns("What is it?", "no")},
         {"prompt": "What is it?", "chosen": "It is", "rejected": "no"},
         {
@@ -125,7 +179,8 @@ def test_of_a_pair_what_both_begin_with_is_not_learned(home: Path, tmp_path: Pat
     assert isinstance(samples, PairSamples)
     from mtrain.data.text import Tokenizer
 
-    tokenizer, found = Tokenizer(home / "tokenizer.json"), set()
+    tokenizer = Tokenizer(home / "tokenizer.json")
+    found = set()
     for number in range(len(samples)):
         both = [tokenizer.decode(s.tokens[s.learned].tolist()) for s in samples.pair(number)]
         found.add(tuple(both))
@@ -142,7 +197,13 @@ def test_a_system_beside_messages_stands_in_front_of_chats_and_of_both_answers_o
     assert said({"messages": whole, "system": "be kind"}).messages == whole
     assert said({"messages": whole, "system": ""}).messages == whole
     for form in ({"prompt": "a", "chosen": "b"}, {"chosen": whole[1:]}):
-        both = pair({"rejected": "no" if "prompt" in form else turns("a", "no"), "system": "be kind", **form})
+        both = pair(
+            {
+                "rejected": "no" if "prompt" in form else turns("a", "no"),
+                "system": "be kind",
+                **form,
+            }
+        )
         assert both[0].messages == whole
         assert [one.begin for one in both] == [2, 2]
         assert both[1].messages[0] == whole[0]
@@ -154,22 +215,31 @@ def test_the_middle_of_a_chat_is_not_moved() -> None:
     assert ("MT344", "data.fim.rate") in {(p.code, p.path) for p in found}
 
 
-def test_lines_that_are_no_json_are_left_out_and_named_up_to_a_limit(home: Path, tmp_path: Path) -> None:
+def test_lines_that_are_no_json_are_left_out_and_named_up_to_a_limit(
+    home: Path, tmp_path: Path
+) -> None:
     lines = [json.dumps({"messages": turns("a", "b")}).encode() for _ in range(6)]
     lines[2:2] = [b"{bad", b"", b'{"a": \xff}']
     (tmp_path / "chats.jsonl").write_bytes(b"\n".join(lines))
     splits = opened(home, path=str(tmp_path / "chats.jsonl"))
     assert splits.corpus.meta["documents"] == 6
     assert "2 lines of chats.jsonl are no JSON" in splits.remarks()[-1]
-    rows = [json.loads(line) for line in (splits.corpus.prefix.parent / "rejects.jsonl").read_text().splitlines()]
+    rows = [
+        json.loads(line)
+        for line in (splits.corpus.prefix.parent / "rejects.jsonl").read_text().splitlines()
+    ]
     assert [row["line"] for row in rows] == [3, 5]
     with pytest.raises(CorruptData, match=r"chats\.jsonl:5: no JSON.*data.bad_lines is 1"):
         opened(home, path=str(tmp_path / "chats.jsonl"), bad_lines=1)
 
 
 @pytest.mark.parametrize("line", [{"messages": turns("a")}, {"text": "a"}])
-def test_a_chat_that_cannot_be_learned_is_refused_with_its_line(line: Any, home: Path, tmp_path: Path) -> None:
-    path = chats_file(tmp_path / "chats.jsonl", [turns("a", "b"), turns("a", "b"), line, turns("a", "b")])
+def test_a_chat_that_cannot_be_learned_is_refused_with_its_line(
+    line: Any, home: Path, tmp_path: Path
+) -> None:
+    path = chats_file(
+        tmp_path / "chats.jsonl", [turns("a", "b"), turns("a", "b"), line, turns("a", "b")]
+    )
     with pytest.raises(CorruptData, match=r"chats\.jsonl:3: "):
         opened(home, path=str(path))
     assert not list((home / "cache").glob(".building-*"))
@@ -181,9 +251,17 @@ def test_a_chat_is_cut_and_one_with_nothing_left_to_learn_is_left_out_and_both_a
     given = [turns("a", "b"), turns("x" * 200, "b"), turns("a", "y" * 200), turns("a", "b")]
     path = chats_file(tmp_path / "chats.jsonl", given)
     splits = opened(home, path=str(path), split=(1.0, 0.0, 0.0))
-    assert splits.train.describe() == {"documents": 3, "tokens": 23 + 96 + 23, "cut": 2, "left_out": 1, "samples": 3}
+    assert splits.train.describe() == {
+        "documents": 3,
+        "tokens": 23 + 96 + 23,
+        "cut": 2,
+        "left_out": 1,
+        "samples": 3,
+    }
     assert "2 chats of train are cut at data.seq_length 96; 1 of them" in splits.remarks()[1]
-    with pytest.raises(ConfigError, match=r"= 20: .*of the 4 .* none has anything to learn in its first 20"):
+    with pytest.raises(
+        ConfigError, match=r"= 20: .*of the 4 .* none has anything to learn in its first 20"
+    ):
         opened(home, path=str(path), split=(1.0, 0.0, 0.0), seq_length=20)
     with pytest.raises(ConfigError, match=r"split = .*: the train split has none of the 4 chats"):
         opened(home, path=str(path), split=(0.0, 1.0, 0.0))
@@ -196,23 +274,35 @@ def test_samples_depend_on_seed_and_number_alone_and_every_chat_comes_once_in_an
     first, again, other = (opened(home, seed, packed=packed).train for seed in (1, 1, 2))
     count = len(first)
     assert (count < 48) == packed
-    epochs = [[s.sample(n + e * count).documents for n in range(count)] for s in (first, other) for e in (0, 1)]
-    assert all(sorted(d for documents in epoch for d in documents) == list(range(48)) for epoch in epochs)
+    epochs = [
+        [s.sample(n + e * count).documents for n in range(count)]
+        for s in (first, other)
+        for e in (0, 1)
+    ]
+    assert all(
+        sorted(d for documents in epoch for d in documents) == list(range(48)) for epoch in epochs
+    )
     assert len({tuple(epoch) for epoch in epochs}) == 4
     numbers = [7, 3, 2 * count + 7]
     assert (first.batch(numbers) == again.batch(numbers)).all()
 
 
 def test_packed_chats_are_the_same_chats_apart(home: Path) -> None:
-    alone, packed = (opened(home, packed=p, packed_multiple=4 if p else None).train for p in (False, True))
+    alone, packed = (
+        opened(home, packed=p, packed_multiple=4 if p else None).train for p in (False, True)
+    )
     assert isinstance(packed, ChatSamples)
     whole = {}
     for n in range(len(alone)):
         sample = alone.sample(n)
-        whole[sample.documents[0]] = [sample.tokens[sample.tokens != NOTHING], np.flatnonzero(sample.learned)]
+        whole[sample.documents[0]] = [
+            sample.tokens[sample.tokens != NOTHING],
+            np.flatnonzero(sample.learned),
+        ]
     form = of_chats(packed)
     for n in range(len(packed)):
-        sample, batch = packed.sample(n), form(torch.from_numpy(packed.batch([n])), np.array([n]))
+        sample = packed.sample(n)
+        batch = form(torch.from_numpy(packed.batch([n])), np.array([n]))
         bounds = batch["cu_seqlens"].tolist()
         assert bounds[-1] == LENGTH
         assert all(start % 4 == 0 for start in bounds)
@@ -245,7 +335,8 @@ def test_first_fit_is_first_fit() -> None:
 
 
 def test_a_file_is_written_once_and_another_one_is_told_from_it(home: Path, tmp_path: Path) -> None:
-    path, notes = chats_file(tmp_path / "chats.jsonl", [turns("a", "b")] * 9), list[str]()
+    path = chats_file(tmp_path / "chats.jsonl", [turns("a", "b")] * 9)
+    notes = list[str]()
     first = opened(home, notes=notes, path=str(path)).describe()
     again = opened(home, notes=notes, path=str(path)).describe()
     assert (len(notes), first) == (1, again)
@@ -259,7 +350,9 @@ def test_a_file_is_written_once_and_another_one_is_told_from_it(home: Path, tmp_
             same_data(again, other)
 
 
-def test_a_prepared_file_that_was_altered_is_refused_or_made_again(home: Path, tmp_path: Path) -> None:
+def test_a_prepared_file_that_was_altered_is_refused_or_made_again(
+    home: Path, tmp_path: Path
+) -> None:
     path = chats_file(tmp_path / "chats.jsonl", [turns("a", "b")] * 9)
     corpus = opened(home, path=str(path)).corpus
     folder = corpus.prefix.parent
@@ -277,7 +370,8 @@ def test_a_prepared_file_that_was_altered_is_refused_or_made_again(home: Path, t
 def test_a_loss_is_averaged_over_what_is_named(average: str, packed: bool) -> None:
     """By the definition: the mean over units of the mean over their predictions that count."""
     dice = np.random.default_rng(3)
-    losses, mask = dice.random((4, 12)), dice.random((4, 12)) < 0.5
+    losses = dice.random((4, 12))
+    mask = dice.random((4, 12)) < 0.5
     mask[2] = False
     bounds = [0, 5, 12, 24, 30, 36, 40, 48]
     units = {
@@ -286,12 +380,16 @@ def test_a_loss_is_averaged_over_what_is_named(average: str, packed: bool) -> No
         "sample": [list(range(a, b)) for a, b in pairwise(bounds)],
     }
     chosen = units["sequence" if average == "sample" and not packed else average]
-    flat, known = losses.ravel(), mask.ravel()
+    flat = losses.ravel()
+    known = mask.ravel()
     means = [flat[unit][known[unit]].mean() for unit in chosen if known[unit].any()]
     shape = (1, 48) if packed else (4, 12)
     nothing = torch.zeros(shape, dtype=torch.int64)
     batch = MicroBatch(
-        tokens=nothing, labels=nothing, loss_mask=torch.from_numpy(mask).float().view(shape), position_ids=nothing
+        tokens=nothing,
+        labels=nothing,
+        loss_mask=torch.from_numpy(mask).float().view(shape),
+        position_ids=nothing,
     )
     if packed:
         batch["cu_seqlens"] = torch.tensor(bounds, dtype=torch.int32)
@@ -317,7 +415,9 @@ def test_a_template_that_would_take_everything_is_ended_and_named(
 ) -> None:
     monkeypatch.setattr(chat_writers, "SECONDS", 1)
     (tmp_path / "t.jinja").write_text(FOREVER[name])
-    with pytest.raises(CorruptData, match=r"chats\.jsonl:1: "):  # it would take longer than a test may
+    with pytest.raises(
+        CorruptData, match=r"chats\.jsonl:1: "
+    ):  # it would take longer than a test may
         opened(home, chat_template=str(tmp_path / "t.jinja"), loss_on="all")
 
 
@@ -331,7 +431,10 @@ def test_chats_are_written_under_a_limit_of_processor_time_too(home: Path, tmp_p
     assert run_alone(job) == 1
 
 
-GOOD = json.dumps({"messages": turns("What is it?", "It is a cat ☃", "and?", "12", system="S")}, ensure_ascii=False)
+GOOD = json.dumps(
+    {"messages": turns("What is it?", "It is a cat ☃", "and?", "12", system="S")},
+    ensure_ascii=False,
+)
 PIECES = [
     *(
         "{{ ''.__class__ }}",
@@ -355,8 +458,17 @@ PIECES = [
         "{% break %}",
         "\0",
     ),
-    *("{{ ('%s' * 9) % (1,) }}", "{{ strftime_now(3) }}", "{{ messages | tojson(indent='x') }}", "{{ nothing.x }}"),
-    *("{% for m in messages %}{{ m.content }}{% endfor %}", "{% extends 'x' %}", "{{ '{}'.format(m.__class__) }}"),
+    *(
+        "{{ ('%s' * 9) % (1,) }}",
+        "{{ strftime_now(3) }}",
+        "{{ messages | tojson(indent='x') }}",
+        "{{ nothing.x }}",
+    ),
+    *(
+        "{% for m in messages %}{{ m.content }}{% endfor %}",
+        "{% extends 'x' %}",
+        "{{ '{}'.format(m.__class__) }}",
+    ),
 ]
 
 
@@ -373,7 +485,8 @@ def test_hostile_lines_and_templates_end_in_an_error_that_names_the_file(
         dice = random.Random(seed)
         folder = tmp_path / "in"
         folder.mkdir(exist_ok=True)
-        line, template = bytearray(GOOD.encode()), template_of("chatml", marked=bool(seed % 3))
+        line = bytearray(GOOD.encode())
+        template = template_of("chatml", marked=bool(seed % 3))
         if seed % 2:
             for _ in range(dice.randrange(1, 6)):
                 at = dice.randrange(len(line))
@@ -385,7 +498,11 @@ def test_hostile_lines_and_templates_end_in_an_error_that_names_the_file(
             template = template[:at] + dice.choice(PIECES) + template[at + dice.randrange(9) :]
         (folder / "chats.jsonl").write_bytes(b"\n".join([line, GOOD.encode(), line]))
         (folder / "t.jinja").write_text(template)
-        given = {"path": str(folder / "chats.jsonl"), "chat_template": str(folder / "t.jinja"), "bad_lines": seed % 4}
+        given = {
+            "path": str(folder / "chats.jsonl"),
+            "chat_template": str(folder / "t.jinja"),
+            "bad_lines": seed % 4,
+        }
         told = _told(home, cache_dir=f"{folder}/cache", split=(1.0, 0.0, 0.0), **given)
         assert "Traceback" not in told
         assert not told or str(folder) in told or "data.split" in told

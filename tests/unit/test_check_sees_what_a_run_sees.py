@@ -25,7 +25,11 @@ from tests.support.configs import LAPTOP
 from tests.support.forked import run_without_privileges
 
 VOCAB = {"a": 0, "b": 1, "<|endoftext|>": 2}
-TOKENIZER = {"version": "1.0", "model": {"type": "BPE", "vocab": VOCAB, "merges": []}, "added_tokens": []}
+TOKENIZER = {
+    "version": "1.0",
+    "model": {"type": "BPE", "vocab": VOCAB, "merges": []},
+    "added_tokens": [],
+}
 ODD_MODELS: tuple[dict[str, Any], ...] = (
     {"type": "other"},
     {"vocab": [["a", 0.0]]},
@@ -72,21 +76,29 @@ DAMAGE: dict[str, Callable[[Path], None]] = {
     "dtype": lambda p: patched(p.with_suffix(".idx"), 17, b"\x06"),
     "another dtype": lambda p: patched(p.with_suffix(".idx"), 17, b"\x04"),
     "sequences": lambda p: patched(p.with_suffix(".idx"), 18, struct.pack("<Q", 1 << 60)),
-    "documents": lambda p: patched(p.with_suffix(".idx"), HEADER.size + 12 * 40 + 8 * 40, struct.pack("<q", 39)),
+    "documents": lambda p: patched(
+        p.with_suffix(".idx"), HEADER.size + 12 * 40 + 8 * 40, struct.pack("<q", 39)
+    ),
     "pointer": _pointer_of_the_last,
-    "pointers": lambda p: patched(p.with_suffix(".idx"), HEADER.size + 4 * 40, struct.pack("<40q", *([-4] * 39), 7)),
+    "pointers": lambda p: patched(
+        p.with_suffix(".idx"), HEADER.size + 4 * 40, struct.pack("<40q", *([-4] * 39), 7)
+    ),
     "indices": lambda p: patched(
         p.with_suffix(".idx"), HEADER.size + 12 * 40 + 8, struct.pack("<39q", *[1 << 60] * 39)
     ),
     "cut index": lambda p: os.truncate(p.with_suffix(".idx"), 200),
     "short index": lambda p: os.truncate(p.with_suffix(".idx"), 5),
     "cut tokens": lambda p: os.truncate(p.with_suffix(".bin"), 200),
-    "more tokens": lambda p: p.with_suffix(".bin").write_bytes(p.with_suffix(".bin").read_bytes() + b"xx"),
+    "more tokens": lambda p: p.with_suffix(".bin").write_bytes(
+        p.with_suffix(".bin").read_bytes() + b"xx"
+    ),
 }
 
 
 @pytest.mark.parametrize("name", DAMAGE)
-def test_token_files_that_do_not_add_up_are_refused_as_when_they_are_opened(name: str, tmp_path: Path) -> None:
+def test_token_files_that_do_not_add_up_are_refused_as_when_they_are_opened(
+    name: str, tmp_path: Path
+) -> None:
     prefix = corpus(tmp_path / "tokens")
     words = ["data.kind=indexed", f"data.path={prefix}", "data.seq_length=64"]
     load(words, LAPTOP, {})
@@ -98,7 +110,9 @@ def test_token_files_that_do_not_add_up_are_refused_as_when_they_are_opened(name
     assert error.exit_code == CorruptData.exit_code
 
 
-@pytest.mark.parametrize("shares", [(0.96, 0.03, 0.01), (0.5, 0.5, 0.0), (1.0, 0.0, 0.0), (0.2, 0.1, 0.7)])
+@pytest.mark.parametrize(
+    "shares", [(0.96, 0.03, 0.01), (0.5, 0.5, 0.0), (1.0, 0.0, 0.0), (0.2, 0.1, 0.7)]
+)
 @pytest.mark.parametrize("seq_length", [64, 101, 900, 3000, 5000])
 def test_a_split_without_a_sample_is_refused_by_both_or_by_none(
     shares: tuple[float, float, float], seq_length: int, tmp_path: Path
@@ -108,7 +122,11 @@ def test_a_split_without_a_sample_is_refused_by_both_or_by_none(
     assert split_documents(TokenFiles(prefix), shares) == split_documents(whole, shares)
     words = [
         *("data.kind=indexed", f"data.path={prefix}", f"data.seq_length={seq_length}"),
-        *(f"data.split=[{','.join(map(str, shares))}]", "model.max_position_embeddings=5000", "parallel=single"),
+        *(
+            f"data.split=[{','.join(map(str, shares))}]",
+            "model.max_position_embeddings=5000",
+            "parallel=single",
+        ),
         *(() if shares[1] else ("trainer.eval_iters=0", "trainer.eval_interval=0")),
     ]
     need = ("train", "validation") if shares[1] else ("train",)
@@ -116,7 +134,8 @@ def test_a_split_without_a_sample_is_refused_by_both_or_by_none(
         run = load(words, LAPTOP, {}).run
         said = set()
     except ConfigError as error:
-        run, said = None, {p.code for p in error.problems if p.severity == "error"}
+        run = None
+        said = {p.code for p in error.problems if p.severity == "error"}
     data = run.data if run is not None else None
     if run is None:
         plain = load(["data=mock", "data.seq_length=64", "parallel=single"], LAPTOP, {}).run.data
@@ -131,7 +150,9 @@ def test_a_split_without_a_sample_is_refused_by_both_or_by_none(
     assert said == opened
 
 
-def test_token_ids_outside_the_vocabulary_are_refused_with_the_size_that_has_them(tmp_path: Path) -> None:
+def test_token_ids_outside_the_vocabulary_are_refused_with_the_size_that_has_them(
+    tmp_path: Path,
+) -> None:
     prefix = corpus(tmp_path / "tokens", largest=5000)
     words = ["data.kind=indexed", f"data.path={prefix}", "data.seq_length=64"]
     (problem,) = errors(words)
@@ -143,15 +164,35 @@ def test_token_ids_outside_the_vocabulary_are_refused_with_the_size_that_has_the
 @pytest.mark.parametrize(
     "text",
     [
-        *(b"", b"{", b"[]", b"{}", b'{"model": {}}', b'{"model": {"vocab": 3}}', b"\xff\xfe", b"[" * 100_000),
+        *(
+            b"",
+            b"{",
+            b"[]",
+            b"{}",
+            b'{"model": {}}',
+            b'{"model": {"vocab": 3}}',
+            b"\xff\xfe",
+            b"[" * 100_000,
+        ),
         b'{"x": NaN, ' + json.dumps(TOKENIZER).encode()[1:],
-        *(json.dumps({**TOKENIZER, "model": {**TOKENIZER["model"], **odd}}).encode() for odd in ODD_MODELS),
+        *(
+            json.dumps({**TOKENIZER, "model": {**TOKENIZER["model"], **odd}}).encode()
+            for odd in ODD_MODELS
+        ),
     ],
     ids=range(9 + len(ODD_MODELS)),
 )
-def test_a_file_that_is_no_tokenizer_is_refused_as_when_it_is_opened(text: bytes, tmp_path: Path) -> None:
-    prefix, path = corpus(tmp_path / "tokens"), tmp_path / "tokenizer.json"
-    words = ["data.kind=indexed", f"data.path={prefix}", "data.seq_length=64", f"data.tokenizer={path}"]
+def test_a_file_that_is_no_tokenizer_is_refused_as_when_it_is_opened(
+    text: bytes, tmp_path: Path
+) -> None:
+    prefix = corpus(tmp_path / "tokens")
+    path = tmp_path / "tokenizer.json"
+    words = [
+        "data.kind=indexed",
+        f"data.path={prefix}",
+        "data.seq_length=64",
+        f"data.tokenizer={path}",
+    ]
     path.write_text(json.dumps(TOKENIZER))
     load(words, LAPTOP, {})
     path.write_bytes(text)
@@ -167,18 +208,27 @@ def test_what_a_tokenizer_says_of_itself_is_what_the_library_says(tmp_path: Path
     for end in ({}, {"<|endoftext|>": 2}, {"</s>": 3}):
         model = {"type": "BPE", "vocab": {"a": 0, "b": 1, **end}, "merges": []}
         path.write_text(json.dumps({**TOKENIZER, "model": model, "added_tokens": added}))
-        facts, library = tokenizer_facts(path), Tokenizer(path)
+        facts = tokenizer_facts(path)
+        library = Tokenizer(path)
         assert facts is not None
         assert (facts.vocab_size, facts.eod) == (library.vocab_size, library.eod)
 
 
 def test_the_end_of_documents_must_be_known_where_it_is_used(tmp_path: Path) -> None:
-    prefix, path = corpus(tmp_path / "tokens"), tmp_path / "tokenizer.json"
-    words = ["data.kind=indexed", f"data.path={prefix}", "data.seq_length=64", "data.eod_mask_loss=true"]
+    prefix = corpus(tmp_path / "tokens")
+    path = tmp_path / "tokenizer.json"
+    words = [
+        "data.kind=indexed",
+        f"data.path={prefix}",
+        "data.seq_length=64",
+        "data.eod_mask_loss=true",
+    ]
     assert [p.code for p in errors(words)] == ["MT608"]
     path.write_text(json.dumps(TOKENIZER))
     load([*words, f"data.tokenizer={path}"], LAPTOP, {})
-    path.write_text(json.dumps({**TOKENIZER, "model": {"type": "BPE", "vocab": {"a": 5000}, "merges": []}}))
+    path.write_text(
+        json.dumps({**TOKENIZER, "model": {"type": "BPE", "vocab": {"a": 5000}, "merges": []}})
+    )
     assert {p.code for p in errors([*words, f"data.tokenizer={path}"])} == {"MT607", "MT608"}
     moved = [*words[:-1], "data.fim.rate=0.5", "data.fim.ids=[10,11,12]"]
     assert [(p.code, p.path) for p in errors(moved)] == [("MT608", "data.fim.rate")]
@@ -220,10 +270,14 @@ def _links(folder: Path) -> dict[str, str]:
     }
 
 
-def test_paths_that_cannot_be_used_are_refused_before_torch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_paths_that_cannot_be_used_are_refused_before_torch(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     cases = _links(tmp_path)
     monkeypatch.chdir(tmp_path)
-    assert {words: {p.code for p in errors(words.split())} for words in cases} == {w: {c} for w, c in cases.items()}
+    assert {words: {p.code for p in errors(words.split())} for words in cases} == {
+        w: {c} for w, c in cases.items()
+    }
 
 
 @pytest.mark.parametrize(
@@ -246,7 +300,9 @@ def test_a_misspelt_word_to_resume_by_is_told_from_a_folder_that_is_not_there(
     assert problem.fix.split(" or ")[0] == (f"checkpoint.resume={meant}" if meant else "")
 
 
-def test_a_run_that_is_there_is_nearer_than_a_word(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_that_is_there_is_nearer_than_a_word(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (tmp_path / "latest2").mkdir()
     (tmp_path / "latest2/run.yaml").write_text("")
     monkeypatch.chdir(tmp_path)
@@ -272,12 +328,19 @@ def test_check_says_what_going_on_from_a_run_would_refuse(tmp_path: Path) -> Non
 
 
 def test_check_compares_the_corpus_with_that_of_the_checkpoint(tmp_path: Path) -> None:
-    prefix, tokenizer = corpus(tmp_path / "tokens"), tmp_path / "tokenizer.json"
+    prefix = corpus(tmp_path / "tokens")
+    tokenizer = tmp_path / "tokenizer.json"
     tokenizer.write_text(json.dumps(TOKENIZER))
-    words = ["data.kind=indexed", f"data.path={prefix}", "data.seq_length=64", f"data.tokenizer={tokenizer}"]
+    words = [
+        "data.kind=indexed",
+        f"data.path={prefix}",
+        "data.seq_length=64",
+        f"data.tokenizer={tokenizer}",
+    ]
     words += ["parallel=single", f"log.runs_dir={tmp_path}/runs"]
     run = load(words, LAPTOP, {}).run
-    draft, saved = tmp_path / "draft", tmp_path / "runs/a/checkpoints/step_00000001"
+    draft = tmp_path / "draft"
+    saved = tmp_path / "runs/a/checkpoints/step_00000001"
     draft.mkdir()
     saved.parent.mkdir(parents=True)
     for file in (draft / "run.yaml", saved.parent.parent / "run.yaml"):

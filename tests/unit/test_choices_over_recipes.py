@@ -86,7 +86,9 @@ def test_what_only_another_kind_of_data_reads_is_not_to_be_said_again(recipe: Pa
 
 
 @pytest.mark.parametrize("group", GROUPS)
-def test_a_key_of_the_command_line_is_over_the_choice_and_is_not_lost(group: str, recipe: Path) -> None:
+def test_a_key_of_the_command_line_is_over_the_choice_and_is_not_lost(
+    group: str, recipe: Path
+) -> None:
     key, value = VALUES[group]
     text = str(value).lower()
     composed = compose(["recipe=mine.yaml", f"{group}.{key}={text}", f"{group}={CHOICES[group]}"])
@@ -94,8 +96,17 @@ def test_a_key_of_the_command_line_is_over_the_choice_and_is_not_lost(group: str
     assert not any(f"{group}.{key}=" in warning.rule for warning in composed.warnings)
 
 
-def test_a_recipe_of_indexed_data_learns_from_chats_that_the_command_line_names(recipe: Path) -> None:
-    words = ("recipe=mine.yaml", "trainer=sft", "data=sft", "data.path=chats.jsonl", "parallel=tp2", "cluster=cpu")
+def test_a_recipe_of_indexed_data_learns_from_chats_that_the_command_line_names(
+    recipe: Path,
+) -> None:
+    words = (
+        "recipe=mine.yaml",
+        "trainer=sft",
+        "data=sft",
+        "data.path=chats.jsonl",
+        "parallel=tp2",
+        "cluster=cpu",
+    )
     found = mtrain("check", *words, cwd=recipe)
     assert "MT340" in found.stderr  # a file of chats is missing, not an .idx
     assert "MT306" not in found.stderr
@@ -103,19 +114,29 @@ def test_a_recipe_of_indexed_data_learns_from_chats_that_the_command_line_names(
 
 
 def test_over_a_run_file_the_values_that_a_choice_drops_are_named(recipe: Path) -> None:
-    Path("run.yaml").write_text(run_yaml(compose(["data=text", "data.path=docs", "optim.lr=0.3"]).run))
+    Path("run.yaml").write_text(
+        run_yaml(compose(["data=text", "data.path=docs", "optim.lr=0.3"]).run)
+    )
     composed = compose(["run=run.yaml", "data=sft"])
-    assert (composed.run.data.kind, composed.run.data.path, composed.run.optim.lr) == ("sft", None, 0.3)
+    assert (composed.run.data.kind, composed.run.data.path, composed.run.optim.lr) == (
+        "sft",
+        None,
+        0.3,
+    )
     (warning,) = composed.warnings
     assert "run.yaml" in warning.rule
     assert "data.path=docs" in warning.rule
 
 
 FILES = {
-    "trainer/everything.yaml": "# @package _global_\ndefaults: [override /data: sft]\n"
-    "trainer: {train_iters: 7}\noptim: {lr: 0.5}\n",
+    "trainer/everything.yaml": (
+        "# @package _global_\ndefaults: [override /data: sft]\n"
+        "trainer: {train_iters: 7}\noptim: {lr: 0.5}\n"
+    ),
     "trainer/beside.yaml": "defaults: [/data/sft@_global_.data, _self_]\ntrain_iters: 7\n",
-    "experiment/chats.yaml": "# @package _global_\ndefaults: [override /data: sft]\noptim: {lr: 0.5}\n",
+    "experiment/chats.yaml": (
+        "# @package _global_\ndefaults: [override /data: sft]\noptim: {lr: 0.5}\n"
+    ),
     "optim/slow.yaml": "defaults: [adamw, _self_]\nlr: 0.5\n",
 }
 
@@ -160,13 +181,24 @@ def test_a_choice_that_brings_others_replaces_them_in_a_run_file(folder: Path) -
 
 
 def test_a_choice_that_is_a_file_is_named_as_it_was_written(recipe: Path) -> None:
-    (recipe / "lay.yaml").write_text("# @package _global_\nparallel: {tp: 4}\ntrainer: {global_batch_size: 8}\n")
+    (recipe / "lay.yaml").write_text(
+        "# @package _global_\nparallel: {tp: 4}\ntrainer: {global_batch_size: 8}\n"
+    )
     composed = compose(["recipe=mine.yaml", "parallel=./lay.yaml"])
-    assert {(warning.path, warning.value) for warning in composed.warnings} == {("parallel", "./lay.yaml")}
+    assert {(warning.path, warning.value) for warning in composed.warnings} == {
+        ("parallel", "./lay.yaml")
+    }
 
 
 def test_every_run_of_a_sweep_replaces_the_group_of_the_recipe(recipe: Path) -> None:
-    words = ("data=mock,stdlib", "cluster=cpu", "parallel=tp2", "peft=none", "model=llama_tiny", "precision=fp32")
+    words = (
+        "data=mock,stdlib",
+        "cluster=cpu",
+        "parallel=tp2",
+        "peft=none",
+        "model=llama_tiny",
+        "precision=fp32",
+    )
     found = mtrain("check", "-m", "recipe=mine.yaml", *words, cwd=recipe)
     assert "2 of 2 pass" in found.stdout, found.stdout + found.stderr
     assert found.stdout.count("dropped: data.") == 2

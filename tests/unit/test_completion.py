@@ -57,7 +57,10 @@ def test_a_group_offers_its_choices_and_its_keys(group: str) -> None:
         ("mtrain recipe show llama/", ["llama/tiny_cpu", "llama/tiny_cpu_lora"]),
         ("mtrain recipe diff llama/tiny_cpu mixtral/8x7", ["mixtral/8x7b_h100x64"]),
         ("mtrain recipe new x.yaml model=mixtral_t", ["model=mixtral_tiny"]),
-        ("mtrain explain model.moe.router_top", ["model.moe.router_topk", "model.moe.router_topk_scaling_factor"]),
+        (
+            "mtrain explain model.moe.router_top",
+            ["model.moe.router_topk", "model.moe.router_topk_scaling_factor"],
+        ),
         ("mtrain explain kern", ["kernels", "kernels."]),
         ("mtrain explain mt101", ["mt101"]),
         ("mtrain completion ", sorted(SHELLS)),
@@ -77,7 +80,9 @@ def test_every_subverb_and_every_schema_is_offered() -> None:
     assert candidates("mtrain schema ") == sorted(KINDS)
 
 
-def test_runs_are_offered_where_a_run_is_wanted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_runs_are_offered_where_a_run_is_wanted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (tmp_path / "runs/first").mkdir(parents=True)
     (tmp_path / "runs/first/run.yaml").write_text("")
     (tmp_path / "runs/other").mkdir()
@@ -85,7 +90,9 @@ def test_runs_are_offered_where_a_run_is_wanted(tmp_path: Path, monkeypatch: pyt
     assert candidates("mtrain resume ") == ["runs/first"]
     assert candidates("mtrain export ") == ["runs/first"]
     assert candidates("mtrain export runs/first ") == []
-    assert {"prompt=", "tokens=", "temperature=", "model="} <= set(candidates("mtrain generate runs/first "))
+    assert {"prompt=", "tokens=", "temperature=", "model="} <= set(
+        candidates("mtrain generate runs/first ")
+    )
     assert candidates("mtrain show run=") == ["run=runs/first/run.yaml"]
     assert "runs/first" in candidates("mtrain recipe diff ")
 
@@ -93,29 +100,45 @@ def test_runs_are_offered_where_a_run_is_wanted(tmp_path: Path, monkeypatch: pyt
 @pytest.mark.parametrize(
     "line", ["mtrain \x00", "mtrain " + "a" * 100_000, "mtrain 'unclosed", "mtrain \ud800", "é ="]
 )
-def test_nonsense_is_answered_with_nothing_and_no_error(line: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_nonsense_is_answered_with_nothing_and_no_error(
+    line: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert main(["__complete", line]) == 0
     assert capsys.readouterr().err == ""
 
 
-@pytest.mark.parametrize("line", ["mtrain ", "mtrain model=ll", "mtrain optim.", "mtrain explain MT"])
+@pytest.mark.parametrize(
+    "line", ["mtrain ", "mtrain model=ll", "mtrain optim.", "mtrain explain MT"]
+)
 def test_an_answer_takes_less_than_half_a_second_and_no_torch(line: str) -> None:
     took = []
     for _ in range(4):
         before = os.times()
         done = subprocess.run(
-            command("__complete", line), capture_output=True, text=True, timeout=patient(60), env=environment()
+            command("__complete", line),
+            capture_output=True,
+            text=True,
+            timeout=patient(60),
+            env=environment(),
         )
-        after = os.times()  # of the processor, so that a busy machine is not taken for a slow answer
-        took.append(after.children_user + after.children_system - before.children_user - before.children_system)
+        # of the processor, so that a busy machine is not taken for a slow answer
+        after = os.times()
+        took.append(
+            after.children_user
+            + after.children_system
+            - before.children_user
+            - before.children_system
+        )
         assert done.stdout
     assert min(took) < 0.5, took
     code = (
-        "import sys\nfrom mtrain.cli.main import main\n"
-        f"main(['__complete', {line!r}])\n"
-        "print(sorted(m for m in ('torch', 'megatron', 'numpy', 'hydra', 'typer') if m in sys.modules))\n"
+        "import sys\nfrom mtrain.cli.main import main\nmain(['__complete',"
+        f" {line!r}])\nprint(sorted(m for m in ('torch', 'megatron', 'numpy', 'hydra', 'typer') if"
+        " m in sys.modules))\n"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=patient(60))
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=patient(60)
+    )
     assert done.stdout.splitlines()[-1] == "[]"
 
 
@@ -165,7 +188,9 @@ def test_a_real_bash_completes_with_the_script(line: str, reply: list[str], tmp_
         ("python setup.py reci", []),
     ],
 )
-def test_bash_completes_the_launch_file_of_mtrain_and_no_other(line: str, reply: list[str], tmp_path: Path) -> None:
+def test_bash_completes_the_launch_file_of_mtrain_and_no_other(
+    line: str, reply: list[str], tmp_path: Path
+) -> None:
     (tmp_path / "completion.bash").write_text(SCRIPTS["bash"])
     (tmp_path / "launch.py").write_text((ROOT / "launch.py").read_text())
     (tmp_path / "other").mkdir()
@@ -217,12 +242,16 @@ def test_a_real_fish_completes_with_the_script(line: str, reply: list[str], tmp_
 def test_the_script_of_a_shell_is_well_formed(shell: str) -> None:
     if shutil.which(shell) is None:
         pytest.skip(f"{shell} is not installed")
-    done = subprocess.run([shell, "-n"], input=SCRIPTS[shell], capture_output=True, text=True, timeout=patient(20))
+    done = subprocess.run(
+        [shell, "-n"], input=SCRIPTS[shell], capture_output=True, text=True, timeout=patient(20)
+    )
     assert (done.returncode, done.stderr) == (0, "")
 
 
 @pytest.mark.parametrize("shell", SHELLS)
-def test_every_shell_has_a_script_that_calls_back(shell: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_every_shell_has_a_script_that_calls_back(
+    shell: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert main(["completion", shell]) == 0
     script = capsys.readouterr().out
     assert script == SCRIPTS[shell]

@@ -34,8 +34,8 @@ def only(*argv: str) -> Problem:
 def recipe(tmp_path: Path) -> Path:
     file = tmp_path / "mine.yaml"
     file.write_text(
-        "recipe: {title: t}\ndefaults:\n  - override /model: llama32_1b\n  - override /precision: bf16\n"
-        "optim:\n  lr: 3e-4\n  min_lr: 1e-5\nmodel:\n  num_layers: 6\n"
+        "recipe: {title: t}\ndefaults:\n  - override /model: llama32_1b\n  - override /precision:"
+        " bf16\noptim:\n  lr: 3e-4\n  min_lr: 1e-5\nmodel:\n  num_layers: 6\n"
     )
     return file
 
@@ -54,7 +54,10 @@ def line_of(file: Path, text: str) -> int:
 def test_a_group_file_is_over_the_default_and_names_its_line() -> None:
     composed = compose([])
     file = paths.conf_dir() / "model/llama_tiny.yaml"
-    assert composed.origins["model.hidden_size"] == f"conf/model/llama_tiny.yaml:{line_of(file, 'hidden_size: 256')}"
+    assert (
+        composed.origins["model.hidden_size"]
+        == f"conf/model/llama_tiny.yaml:{line_of(file, 'hidden_size: 256')}"
+    )
     assert composed.origins["trainer.seed"] == "default"
     layout = compose(["parallel=tp4"])
     assert (layout.run.parallel.tp, layout.origins["parallel.tp"]) == (4, "command line")
@@ -78,7 +81,9 @@ def test_the_command_line_is_over_a_recipe_for_choices_and_values(recipe: Path) 
     assert composed.origins["optim.lr"] == composed.origins["model.num_layers"] == "command line"
 
 
-def test_a_model_chosen_on_the_command_line_replaces_what_a_recipe_says_of_its_model(recipe: Path) -> None:
+def test_a_model_chosen_on_the_command_line_replaces_what_a_recipe_says_of_its_model(
+    recipe: Path,
+) -> None:
     composed = compose([f"recipe={recipe}", "model=llama_tiny"])
     assert (composed.run.model.name, composed.run.model.num_layers) == ("llama_tiny", 4)
     assert composed.run.optim.lr == 3e-4
@@ -133,7 +138,9 @@ def test_what_lies_beside_or_over_a_choice_is_not_said_twice(argv: list[str]) ->
     compose(argv)
 
 
-@pytest.mark.parametrize("text", ["", "\n\n", "# nothing\n", "null\n", "~", "{}", "---\n", "--- # nothing\n...\n"])
+@pytest.mark.parametrize(
+    "text", ["", "\n\n", "# nothing\n", "null\n", "~", "{}", "---\n", "--- # nothing\n...\n"]
+)
 @pytest.mark.parametrize("base", ["recipe", "run"])
 def test_a_file_that_says_nothing_is_refused(tmp_path: Path, text: str, base: str) -> None:
     (tmp_path / "nothing.yaml").write_text(text)
@@ -168,7 +175,9 @@ def test_nested_defaults_of_a_group_file_compose_with_their_own_lines(
 
     conf = tmp_path / "conf"
     shutil.copytree(paths.conf_dir(), conf)
-    (conf / "model/wide.yaml").write_text("defaults:\n  - llama_tiny\n  - _self_\n\nhidden_size: 512\n")
+    (conf / "model/wide.yaml").write_text(
+        "defaults:\n  - llama_tiny\n  - _self_\n\nhidden_size: 512\n"
+    )
     monkeypatch.setattr(paths, "conf_dir", lambda: conf)
     composed = compose(["model=wide"])
     assert (composed.run.model.hidden_size, composed.run.model.num_layers) == (512, 4)
@@ -176,7 +185,9 @@ def test_nested_defaults_of_a_group_file_compose_with_their_own_lines(
     assert composed.origins["model.num_layers"] == "conf/model/llama_tiny.yaml:3"
 
 
-def test_a_broken_group_file_is_a_problem_with_its_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_broken_group_file_is_a_problem_with_its_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     import shutil
 
     conf = tmp_path / "conf"
@@ -256,7 +267,9 @@ def test_a_comma_in_a_value_is_mended_by_brackets_or_quotes() -> None:
 @pytest.mark.parametrize(
     ("choice", "near"), [("llma3_8b", "llama3_8b"), ("llama3-8b", "llama3_8b"), ("qwen", "qwen")]
 )
-def test_an_unknown_choice_is_answered_by_near_ones_and_by_what_lists_all(choice: str, near: str) -> None:
+def test_an_unknown_choice_is_answered_by_near_ones_and_by_what_lists_all(
+    choice: str, near: str
+) -> None:
     problem = only(f"model={choice}")
     assert problem.code == "MT011"
     assert near in problem.fix.split(" or ")[0]
@@ -323,7 +336,9 @@ def test_the_table_of_foreign_names_points_to_keys_that_exist() -> None:
         ("optim.clip_grad=0", "MT014", "optim.clip_grad=1.0"),
     ],
 )
-def test_a_value_the_schema_refuses_comes_with_what_it_takes(argument: str, code: str, fix: str) -> None:
+def test_a_value_the_schema_refuses_comes_with_what_it_takes(
+    argument: str, code: str, fix: str
+) -> None:
     problem = only(argument)
     assert (problem.code, problem.fix) == (code, fix)
 
@@ -335,13 +350,17 @@ def test_a_section_that_is_begun_must_be_finished() -> None:
 
 
 def test_a_mapping_on_the_command_line_lies_over_a_section() -> None:
-    run = compose(["model.moe={num_experts: 4, ffn_hidden_size: 64}", "model.moe.router_topk=1"]).run
+    run = compose(
+        ["model.moe={num_experts: 4, ffn_hidden_size: 64}", "model.moe.router_topk=1"]
+    ).run
     assert run.model.moe is not None
     assert (run.model.moe.num_experts, run.model.moe.router_topk) == (4, 1)
 
 
 def test_a_key_under_a_plain_value_is_unknown() -> None:
-    assert [(p.code, p.path) for p in problems("model.num_layers.x=3")] == [("MT012", "model.num_layers.x")]
+    assert [(p.code, p.path) for p in problems("model.num_layers.x=3")] == [
+        ("MT012", "model.num_layers.x")
+    ]
 
 
 def test_a_reference_to_another_key_is_followed() -> None:
@@ -366,7 +385,14 @@ def test_any_other_interpolation_is_refused_once(argument: str, word: str) -> No
 
 
 def test_references_that_multiply_are_bounded() -> None:
-    keys = ["data.path", "data.tokenizer", "data.cache_dir", "log.runs_dir", "checkpoint.resume", "cluster.name"]
+    keys = [
+        "data.path",
+        "data.tokenizer",
+        "data.cache_dir",
+        "log.runs_dir",
+        "checkpoint.resume",
+        "cluster.name",
+    ]
     argv = [f"{a}='" + ("${" + b + "}") * 8 + "'" for a, b in itertools.pairwise(keys)]
     assert any("100 references" in p.rule for p in problems(*argv))
 
@@ -386,9 +412,18 @@ def _mapping(group: str, lines: Sequence[str]) -> str:
         f"log: {{name: '{'a' * 500_000}'}}\n"
         + _mapping("trainer", [f"k{i}: '{'${log.name}' * 30}'" for i in range(1200)]),
     ],
-    ids=["unknown groups", "unknown keys", "unknown words of a table", "items", "references", "large references"],
+    ids=[
+        "unknown groups",
+        "unknown keys",
+        "unknown words of a table",
+        "items",
+        "references",
+        "large references",
+    ],
 )
-def test_a_file_of_thousands_of_problems_is_judged_in_a_second_and_told_in_part(tmp_path: Path, text: str) -> None:
+def test_a_file_of_thousands_of_problems_is_judged_in_a_second_and_told_in_part(
+    tmp_path: Path, text: str
+) -> None:
     (tmp_path / "r.yaml").write_text(text)
     with within_a_second(), pytest.raises(ConfigError) as caught:
         load([f"recipe={tmp_path / 'r.yaml'}"])
@@ -416,7 +451,9 @@ def test_a_recipe_and_a_run_file_exclude_each_other(recipe: Path, run_file: Path
 
 
 def test_a_missing_run_file_names_the_near_ones(run_file: Path) -> None:
-    problem = next(p for p in problems(f"run={run_file.with_name('runn.yaml')}") if p.code == "MT002")
+    problem = next(
+        p for p in problems(f"run={run_file.with_name('runn.yaml')}") if p.code == "MT002"
+    )
     assert str(run_file) in problem.fix
 
 

@@ -31,14 +31,19 @@ def at(found: Loaded, key: str) -> tuple[Any, str]:
 
 def test_the_70b_on_64_gpus_is_trained_as_a_cluster_trains() -> None:
     found = loaded(f"model=llama3_70b parallel=tp4pp4 {H100X64}")
-    assert {key: at(found, key) for key in found.run.flat() if found.origins[key].startswith("resolved")} == {
+    assert {
+        key: at(found, key) for key in found.run.flat() if found.origins[key].startswith("resolved")
+    } == {
         "parallel.ranks": (64, "resolved from cluster h100: nodes 8 * devices_per_node 8"),
         "parallel.sequence_parallel": (True, "resolved from tp 4"),
         "parallel.distributed_optimizer": (True, "resolved from dp 4"),
         "parallel.overlap_grad_reduce": (True, "resolved from dp 4"),
         "parallel.overlap_param_gather": (True, "resolved from dp 4"),
         "precision.dtype": ("bf16", "resolved from cluster h100: bf16 on sm_90"),
-        "data.kind": ("mock", "resolved from llama3_70b: vocab_size 128256, and cluster.device cuda"),
+        "data.kind": (
+            "mock",
+            "resolved from llama3_70b: vocab_size 128256, and cluster.device cuda",
+        ),
         "data.seq_length": (8192, "resolved from llama3_70b: max_position_embeddings 8192"),
         "optim.lr": (1.5e-4, "resolved from llama3_70b: Llama 3 (arXiv 2407.21783), table 3"),
         "optim.min_lr": (1.5e-5, "resolved from optim.lr 0.00015: a tenth"),
@@ -59,7 +64,10 @@ def test_the_70b_on_64_gpus_is_trained_as_a_cluster_trains() -> None:
         "checkpoint.save_interval": (0, "resolved from checkpoint.save_minutes 30"),
         "checkpoint.save_minutes": (30.0, "resolved from cluster.device cuda"),
         "trainer.sample_tokens": (0, "resolved from data.kind mock"),
-        "kernels.loss_logits_mib": (512, "resolved from cluster h100: device_memory_gib 80, a 128th of it"),
+        "kernels.loss_logits_mib": (
+            512,
+            "resolved from cluster h100: device_memory_gib 80, a 128th of it",
+        ),
         "trainer.join_timeout_s": (240.0, "resolved from cluster h100: nodes 8"),
     }
     assert [p.code for p in found.warnings] == ["MT322", "MT146"], (
@@ -76,9 +84,18 @@ def test_mixtral_with_tp_and_ep_passes_as_written(cluster: str) -> None:
 def test_the_default_run_is_that_of_a_laptop() -> None:
     run = loaded("").run
     assert (run.precision.dtype, run.data.kind, run.data.seq_length) == ("fp32", "text", 256)
-    assert (run.optim.lr, run.trainer.global_batch_size, run.trainer.micro_batch_size) == (6e-3, 8, 8)
+    assert (run.optim.lr, run.trainer.global_batch_size, run.trainer.micro_batch_size) == (
+        6e-3,
+        8,
+        8,
+    )
     p = run.parallel
-    off = (p.sequence_parallel, p.distributed_optimizer, p.overlap_grad_reduce, p.overlap_param_gather)
+    off = (
+        p.sequence_parallel,
+        p.distributed_optimizer,
+        p.overlap_grad_reduce,
+        p.overlap_param_gather,
+    )
     assert off == (False,) * 4
 
 
@@ -107,14 +124,20 @@ def test_gpus_of_this_machine_are_trained_on_as_those_of_a_cluster() -> None:
 @pytest.mark.parametrize(
     ("words", "off"),
     [
-        ("parallel=tp4pp2", {"distributed_optimizer", "overlap_grad_reduce", "overlap_param_gather"}),
+        (
+            "parallel=tp4pp2",
+            {"distributed_optimizer", "overlap_grad_reduce", "overlap_param_gather"},
+        ),
         (
             "parallel=tp2 parallel.fsdp=fsdp2",
             {"distributed_optimizer", "overlap_grad_reduce", "overlap_param_gather"},
         ),
         ("parallel=tp2 optim=sgd", {"distributed_optimizer", "overlap_param_gather"}),
         ("parallel=tp2 optim=muon", set()),
-        ("parallel=tp2 parallel.overlap_grad_reduce=false", {"overlap_grad_reduce", "overlap_param_gather"}),
+        (
+            "parallel=tp2 parallel.overlap_grad_reduce=false",
+            {"overlap_grad_reduce", "overlap_param_gather"},
+        ),
         ("parallel=tp2cp2", set()),
         ("parallel=tp4cp2", set()),
         (
@@ -123,7 +146,9 @@ def test_gpus_of_this_machine_are_trained_on_as_those_of_a_cluster() -> None:
         ),
     ],
 )
-def test_what_data_parallel_ranks_share_is_off_where_something_forbids_it(words: str, off: set[str]) -> None:
+def test_what_data_parallel_ranks_share_is_off_where_something_forbids_it(
+    words: str, off: set[str]
+) -> None:
     run = resolve(compose(["model=llama3_8b", "cluster=h100", *words.split()]).run, LAPTOP)
     keys = ("distributed_optimizer", "overlap_grad_reduce", "overlap_param_gather")
     assert {key for key in keys if not getattr(run.parallel, key)} == off
@@ -144,8 +169,17 @@ def test_what_is_named_is_text_and_nothing_warns_of_data_that_was_chosen() -> No
 
 
 def test_a_value_that_is_said_is_never_changed_and_resolving_again_changes_nothing() -> None:
-    words = ["model=llama3_8b", "cluster=h100", "precision=fp32", "data=mock", "data.seq_length=512", "optim.lr=1"]
-    raw = compose([*words, "parallel.distributed_optimizer=false", "trainer.global_batch_size=64"]).run
+    words = [
+        "model=llama3_8b",
+        "cluster=h100",
+        "precision=fp32",
+        "data=mock",
+        "data.seq_length=512",
+        "optim.lr=1",
+    ]
+    raw = compose(
+        [*words, "parallel.distributed_optimizer=false", "trainer.global_batch_size=64"]
+    ).run
     why: dict[str, str] = {}
     run = resolve(raw, EIGHT_GPUS, why=why)
     said = {key: value for key, value in raw.flat().items() if value not in (None, "auto")}
@@ -153,31 +187,43 @@ def test_a_value_that_is_said_is_never_changed_and_resolving_again_changes_nothi
     assert not why.keys() & said.keys()
     again: dict[str, str] = {}
     assert resolve(run, LAPTOP, why=again) == run
-    assert not {key for key in again if run.flat()[key] is not None and not key.startswith("kernels.")}
+    assert not {
+        key for key in again if run.flat()[key] is not None and not key.startswith("kernels.")
+    }
 
 
 def test_every_value_that_is_filled_in_has_a_reason() -> None:
-    for words in ("", "model=deepseek_v3 parallel=tp2pp8ep64etp1 cluster=h100x1024", "cluster=h100 optim=muon"):
+    for words in (
+        "",
+        "model=deepseek_v3 parallel=tp2pp8ep64etp1 cluster=h100x1024",
+        "cluster=h100 optim=muon",
+    ):
         raw = compose(words.split()).run
         why: dict[str, str] = {}
         run = resolve(raw, LAPTOP, why=why)
-        before, after = raw.flat(), run.flat()
+        before = raw.flat()
+        after = run.flat()
         assert {key for key in after if before.get(key) != after[key]} <= why.keys()
-        assert all(text.startswith(("resolved from ", "resolved on this machine")) for text in why.values())
+        assert all(
+            text.startswith(("resolved from ", "resolved on this machine")) for text in why.values()
+        )
 
 
 def test_a_run_file_of_an_earlier_version_still_loads(tmp_path: Any) -> None:
     values = resolve(tiny(), LAPTOP).to_dict()
     del values["model"]["published"]  # a key that is younger than the file
     file = tmp_path / "run.yaml"
-    file.write_text(str(values).replace("None", "null").replace("True", "true").replace("False", "false"))
+    file.write_text(
+        str(values).replace("None", "null").replace("True", "true").replace("False", "false")
+    )
     assert read_run_file(file) == resolve(tiny(), LAPTOP)
 
 
 @pytest.mark.parametrize("name", [name for name in choices_of_group("model") if "tiny" not in name])
 def test_rate_and_batch_of_a_model_are_those_of_the_gpt3_of_its_size(name: str) -> None:
     model = compose([f"model={name}"]).run.model
-    size, near = active_parameters(model), nearest_gpt3(model)
+    size = active_parameters(model)
+    near = nearest_gpt3(model)
     assert 0.25 < near.parameters / size < 4 or near.name in ("125M", "175B")
 
 
@@ -188,7 +234,9 @@ def test_lion_takes_a_tenth_of_the_rate_of_adamw() -> None:
 
 def test_micro_batches_on_gpus_have_at_most_8192_tokens() -> None:
     def micro(words: str) -> int | None:
-        return loaded(f"model=llama2_7b cluster=h100 parallel=tp2 data=mock {words}").run.trainer.micro_batch_size
+        return loaded(
+            f"model=llama2_7b cluster=h100 parallel=tp2 data=mock {words}"
+        ).run.trainer.micro_batch_size
 
     assert [micro(f"data.seq_length={n}") for n in (512, 2048, 4096)] == [8, 4, 2]
 

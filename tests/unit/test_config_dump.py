@@ -18,7 +18,9 @@ from mtrain.config.run_file import read_run_file
 from tests.support.configs import LAPTOP, MOE, tiny
 
 # `${` is the one thing a string of a configuration cannot hold: it is a reference or it is refused.
-TEXT = st.text(st.characters(exclude_categories=["Cs"]), max_size=30).filter(lambda s: "${" not in s)
+TEXT = st.text(st.characters(exclude_categories=["Cs"]), max_size=30).filter(
+    lambda s: "${" not in s
+)
 
 
 @given(prompt=TEXT, suffix=TEXT)
@@ -34,11 +36,18 @@ def test_any_text_survives_the_file(prompt: str, suffix: str) -> None:
     "word", ["no", "1e-5", "null", "~", "true", "0x1F", "12:30", "", " a", "a: b", "#x", "- x", "1"]
 )
 def test_words_that_yaml_could_take_for_something_else_stay_text(word: str) -> None:
-    assert parse(run_yaml(tiny(trainer__sample_prompt=word)), "f").values["trainer"]["sample_prompt"] == word
+    assert (
+        parse(run_yaml(tiny(trainer__sample_prompt=word)), "f").values["trainer"]["sample_prompt"]
+        == word
+    )
 
 
-@pytest.mark.parametrize("changes", [{}, {"model__moe": MOE}, {"cluster__peak_tflops": {"bf16": 989.0}}])
-def test_a_resolved_run_reads_back_equal_with_the_same_digest(tmp_path: Path, changes: dict[str, object]) -> None:
+@pytest.mark.parametrize(
+    "changes", [{}, {"model__moe": MOE}, {"cluster__peak_tflops": {"bf16": 989.0}}]
+)
+def test_a_resolved_run_reads_back_equal_with_the_same_digest(
+    tmp_path: Path, changes: dict[str, object]
+) -> None:
     run = resolve(tiny(**changes), LAPTOP)
     file = tmp_path / "run.yaml"
     file.write_text(run_yaml(run))

@@ -1,4 +1,6 @@
-"""Files that a user names: regular ones of bounded size, and of strangers only what says that it is one of ours."""
+"""Files that a user names: regular ones of bounded size, and of strangers only what says that it is
+one of ours.
+"""
 
 from __future__ import annotations
 
@@ -66,13 +68,18 @@ def test_what_is_no_regular_file_is_named_and_never_waited_for(
         assert f"did you mean {name}" not in err, "a fix is not what was refused"
 
 
-def test_a_config_json_that_is_a_pipe_is_named(odd: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_config_json_that_is_a_pipe_is_named(
+    odd: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert main(["recipe", "import", "pipe.json"]) == 2
     assert "is a named pipe" in capsys.readouterr().err
 
 
-def test_a_pipe_that_takes_the_place_of_a_file_is_not_waited_for(odd: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("mtrain.config.files.kind_of", lambda path: "")  # it was regular when it was asked
+def test_a_pipe_that_takes_the_place_of_a_file_is_not_waited_for(
+    odd: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # it was regular when it was asked
+    monkeypatch.setattr("mtrain.config.files.kind_of", lambda path: "")
     with pytest.raises(ConfigError, match="is a named pipe"):
         read_bytes(odd / "pipe.yaml", "pipe.yaml")
 
@@ -80,7 +87,10 @@ def test_a_pipe_that_takes_the_place_of_a_file_is_not_waited_for(odd: Path, monk
 def test_a_dash_is_standard_input_of_bounded_size(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    flags = b"--num-layers 2 --hidden-size 64 --num-attention-heads 4 --seq-length 8 --max-position-embeddings 8"
+    flags = (
+        b"--num-layers 2 --hidden-size 64 --num-attention-heads 4 --seq-length 8"
+        b" --max-position-embeddings 8"
+    )
     for data, code, word in (
         (flags + b" --vocab-size 9", 0, "num_layers: 2"),
         (b"#" * (MAX_BYTES + 1), 2, "MT005"),
@@ -91,12 +101,19 @@ def test_a_dash_is_standard_input_of_bounded_size(
         assert word in "".join(capsys.readouterr())
 
 
-@pytest.mark.parametrize("verb", [["check", "recipe={}"], ["check", "run={}"], ["recipe", "import", "{}"]], ids=str)
+@pytest.mark.parametrize(
+    "verb", [["check", "recipe={}"], ["check", "run={}"], ["recipe", "import", "{}"]], ids=str
+)
 @pytest.mark.parametrize("name", ["environ", "shadow", "id_rsa", "link.yaml"])
 def test_nothing_of_a_file_elsewhere_is_shown_unless_its_name_says_that_it_is_ours(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], verb: list[str], name: str
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    verb: list[str],
+    name: str,
 ) -> None:
-    elsewhere, here = tmp_path / "elsewhere", tmp_path / "here"
+    elsewhere = tmp_path / "elsewhere"
+    here = tmp_path / "here"
     elsewhere.mkdir()
     here.mkdir()
     monkeypatch.chdir(here)

@@ -1,4 +1,6 @@
-"""Seeded nonsense: every input ends in a configuration or in problems, never in a traceback, and never slowly."""
+"""Seeded nonsense: every input ends in a configuration or in problems, never in a traceback, and
+never slowly.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,17 @@ from mtrain.config.keys import schema_keys
 from tests.support.fuzz import CANARY, attacks, mutations, validated, warm
 from tests.support.hostile import kinds
 
-KEYS = [*schema_keys(), "model", "parallel", "recipe", "run", "hydra", "model.moe", "foo.bar", "model.moe.x.y"]
+KEYS = [
+    *schema_keys(),
+    "model",
+    "parallel",
+    "recipe",
+    "run",
+    "hydra",
+    "model.moe",
+    "foo.bar",
+    "model.moe.x.y",
+]
 VALUES = (
     "",
     "0",
@@ -49,7 +61,9 @@ VALUES = (
 def test_mutated_recipes_are_judged(tmp_path: Path) -> None:
     warm()
     found = mutations(60, seed=1, file=tmp_path / "r.yaml")
-    assert {"accepted", "MT003", "MT012", "MT013", "MT014"} <= found.keys(), "the mutations are all of one kind"
+    assert {"accepted", "MT003", "MT012", "MT013", "MT014"} <= found.keys(), (
+        "the mutations are all of one kind"
+    )
 
 
 def test_hostile_input_is_refused_and_does_nothing(tmp_path: Path) -> None:
@@ -78,4 +92,9 @@ def test_nonsense_on_the_command_line_is_judged() -> None:
     warm()
     for _ in range(50):
         signs = ("=", "=", "=", "", "==", "@a=", "/b=", ":")
-        validated([f"{rng.choice(KEYS)}{rng.choice(signs)}{rng.choice(VALUES)}" for _ in range(rng.randint(1, 3))])
+        validated(
+            [
+                f"{rng.choice(KEYS)}{rng.choice(signs)}{rng.choice(VALUES)}"
+                for _ in range(rng.randint(1, 3))
+            ]
+        )

@@ -49,7 +49,16 @@ def test_unquoted_words_mean_what_yaml_1_2_says(text: str, value: object) -> Non
 
 def test_every_key_and_list_item_has_its_line() -> None:
     document = parse("# head\na:\n  b: 1\n\n  c: {d: 2,\n      e: 3}\nf:\n  - x\n  - y\n", "f.yaml")
-    assert document.lines == {"a": 2, "a.b": 3, "a.c": 5, "a.c.d": 5, "a.c.e": 6, "f": 7, "f.0": 8, "f.1": 9}
+    assert document.lines == {
+        "a": 2,
+        "a.b": 3,
+        "a.c": 5,
+        "a.c.d": 5,
+        "a.c.e": 6,
+        "f": 7,
+        "f.0": 8,
+        "f.1": 9,
+    }
     assert document.where("a.c.zzz") == "f.yaml:5"
 
 
@@ -93,7 +102,11 @@ def test_aliases_within_the_limits_are_copies() -> None:
 
 
 @pytest.mark.parametrize(
-    "deep", ["[" * 40 + "]" * 40, "a: &x " + "[" * 20 + "1" + "]" * 20 + "\nb: " + "[" * 15 + "*x" + "]" * 15]
+    "deep",
+    [
+        "[" * 40 + "]" * 40,
+        "a: &x " + "[" * 20 + "1" + "]" * 20 + "\nb: " + "[" * 15 + "*x" + "]" * 15,
+    ],
 )
 def test_nesting_is_limited_with_aliases_expanded(deep: str) -> None:
     assert refusal(deep if deep.startswith("a:") else f"a: {deep}").code == "MT005"

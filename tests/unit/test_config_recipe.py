@@ -27,7 +27,11 @@ def validated(tmp_path: Path, text: str) -> list[Problem]:
     ("text", "code", "path"),
     [
         ("model:\n  _target_: os.system\n", "MT006", "model._target_"),
-        ("model: {moe: {_partial_: true, num_experts: 2, ffn_hidden_size: 2}}\n", "MT006", "model.moe._partial_"),
+        (
+            "model: {moe: {_partial_: true, num_experts: 2, ffn_hidden_size: 2}}\n",
+            "MT006",
+            "model.moe._partial_",
+        ),
         ("optim: {_args_: [touch x]}\n", "MT006", "optim._args_"),
         ("hydra: {run: {dir: /tmp/x}}\n", "MT006", "hydra"),
         ("hydra: {searchpath: ['file:///tmp']}\n", "MT006", "hydra"),
@@ -68,9 +72,13 @@ def test_a_recipe_that_is_more_than_data_is_refused_with_key_and_line(
     assert f"{tmp_path}/r.yaml:" in match[0].source
 
 
-def test_the_environment_never_leaks_into_a_message(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_environment_never_leaks_into_a_message(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("MTRAIN_CANARY", "s3cr3t-canary")
-    found = validated(tmp_path, "data: {path: '${oc.env:MTRAIN_CANARY}'}\nlog: {name: '${env:MTRAIN_CANARY}'}\n")
+    found = validated(
+        tmp_path, "data: {path: '${oc.env:MTRAIN_CANARY}'}\nlog: {name: '${env:MTRAIN_CANARY}'}\n"
+    )
     assert "s3cr3t-canary" not in "".join(p.render() for p in found)
 
 
@@ -81,29 +89,28 @@ def test_no_hostile_recipe_opens_a_process_or_a_socket(tmp_path: Path) -> None:
     hostile = tmp_path / "h.yaml"
     canary = tmp_path / "canary"
     hostile.write_text(
-        f"model:\n  _target_: os.system\n  _args_: ['touch {canary}']\n"
-        f"optim: {{_target_: subprocess.run, args: [touch, {canary}]}}\n"
-        f"data: {{path: '${{oc.env:HOME}}'}}\nhydra: {{callbacks: {{x: {{_target_: os.system}}}}}}\n"
+        f"model:\n  _target_: os.system\n  _args_: ['touch {canary}']\noptim: {{_target_:"
+        f" subprocess.run, args: [touch, {canary}]}}\ndata: {{path: '${{oc.env:HOME}}'}}\nhydra:"
+        " {callbacks: {x: {_target_: os.system}}}\n"
     )
     code = (
-        "import sys\n"
-        "bad = []\n"
-        "def hook(event, args):\n"
-        "    if event in ('os.system', 'subprocess.Popen', 'socket.connect', 'os.exec', 'os.posix_spawn'):\n"
-        "        bad.append(event)\n"
-        "sys.addaudithook(hook)\n"
-        "from mtrain.cli.main import main\n"
-        f"rc = main(['check', 'recipe={hostile}'])\n"
-        "print(rc, bad)\n"
+        "import sys\nbad = []\ndef hook(event, args):\n    if event in ('os.system',"
+        " 'subprocess.Popen', 'socket.connect', 'os.exec', 'os.posix_spawn'):\n       "
+        " bad.append(event)\nsys.addaudithook(hook)\nfrom mtrain.cli.main import main\nrc ="
+        f" main(['check', 'recipe={hostile}'])\nprint(rc, bad)\n"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=patient(60))
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=patient(60)
+    )
     assert done.stdout.strip() == "2 []", done.stderr
     assert "Traceback" not in done.stderr
     assert not canary.exists()
 
 
 def test_a_chosen_group_twice_names_both_lines(tmp_path: Path) -> None:
-    found = validated(tmp_path, "defaults:\n  - override /model: llama_tiny\n  - override /model: llama3_8b\n")
+    found = validated(
+        tmp_path, "defaults:\n  - override /model: llama_tiny\n  - override /model: llama3_8b\n"
+    )
     assert found[0].code == "MT004"
     assert found[0].source.endswith("r.yaml:3")
     assert "r.yaml:2" in found[0].rule
@@ -115,7 +122,9 @@ def test_a_shared_recipe_is_found_by_its_name_and_a_near_miss_is_named() -> None
         compose(["recipe=llama3/70b_h100x46"])
 
 
-def test_a_recipe_name_does_not_leave_the_folder_of_recipes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_recipe_name_does_not_leave_the_folder_of_recipes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
     relative = os.path.relpath(recipes_dir().parent / "conf/config", recipes_dir())
     with pytest.raises(ConfigError, match="nor such a shared recipe"):
@@ -140,11 +149,18 @@ WHOLE = {
 
 @pytest.mark.parametrize(
     "stated",
-    [{"num_layers": 8}, {"moe": {"num_experts": 4, "ffn_hidden_size": 64}}, {"name": "mine"}, {"hidden_dropout": 0.1}]
+    [
+        {"num_layers": 8},
+        {"moe": {"num_experts": 4, "ffn_hidden_size": 64}},
+        {"name": "mine"},
+        {"hidden_dropout": 0.1},
+    ]
     + [{k: v for k, v in WHOLE.items() if k != left} for left in WHOLE],
     ids=str,
 )
-def test_a_part_of_a_model_lists_what_it_lacks_and_both_ways_out(tmp_path: Path, stated: dict[str, object]) -> None:
+def test_a_part_of_a_model_lists_what_it_lacks_and_both_ways_out(
+    tmp_path: Path, stated: dict[str, object]
+) -> None:
     file = tmp_path / "r.yaml"
     file.write_text(json.dumps({"trainer": {"seed": 1}, "model": stated}))
     (problem,) = (p for p in validated(tmp_path, file.read_text()) if p.code == "MT018")
@@ -169,5 +185,10 @@ def test_a_whole_model_of_its_own_inherits_nothing(tmp_path: Path) -> None:
 
 
 def test_a_refused_key_of_a_whole_model_is_judged_with_the_rest(tmp_path: Path) -> None:
-    found = validated(tmp_path, json.dumps({"model": {**WHOLE, "hidden_size": "wide"}, "parallel": {"tpp": 2}}))
-    assert {(p.code, p.path) for p in found} == {("MT013", "model.hidden_size"), ("MT012", "parallel.tpp")}
+    found = validated(
+        tmp_path, json.dumps({"model": {**WHOLE, "hidden_size": "wide"}, "parallel": {"tpp": 2}})
+    )
+    assert {(p.code, p.path) for p in found} == {
+        ("MT013", "model.hidden_size"),
+        ("MT012", "parallel.tpp"),
+    }

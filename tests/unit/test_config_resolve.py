@@ -1,4 +1,6 @@
-"""Resolving: device, ranks and kernels from a configuration and a machine, without touching either."""
+"""Resolving: device, ranks and kernels from a configuration and a machine, without
+touching either.
+"""
 
 from __future__ import annotations
 
@@ -42,13 +44,19 @@ def test_auto_is_the_cpu_without_a_gpu_and_cuda_with_one() -> None:
         ({"tp": 3, "ep": 2, "etp": 1}, 6),
     ],
 )
-def test_a_cpu_runs_the_fewest_processes_that_fill_both_grids(parallel: dict[str, int], ranks: int) -> None:
+def test_a_cpu_runs_the_fewest_processes_that_fill_both_grids(
+    parallel: dict[str, int], ranks: int
+) -> None:
     run = resolve(tiny(**{f"parallel__{k}": v for k, v in parallel.items()}), LAPTOP)
     assert run.parallel.ranks == ranks
     assert run.cluster.devices_per_node is None
 
 
-@given(st.builds(dict, tp=st.integers(1, 6), pp=st.integers(1, 3), cp=st.integers(1, 4), ep=st.integers(1, 6)))
+@given(
+    st.builds(
+        dict, tp=st.integers(1, 6), pp=st.integers(1, 3), cp=st.integers(1, 4), ep=st.integers(1, 6)
+    )
+)
 @settings(max_examples=60, deadline=None)
 def test_the_world_on_a_cpu_is_legal_and_no_smaller_one_is(parallel: dict[str, int]) -> None:
     run = resolve(tiny(**{f"parallel__{k}": v for k, v in parallel.items()}), LAPTOP)
@@ -63,7 +71,10 @@ def test_the_world_on_a_cpu_is_legal_and_no_smaller_one_is(parallel: dict[str, i
 
 
 def test_a_named_cluster_is_used_whole() -> None:
-    run = resolve(tiny(cluster__device="cuda", cluster__nodes=8, cluster__devices_per_node=8, parallel__tp=4), LAPTOP)
+    run = resolve(
+        tiny(cluster__device="cuda", cluster__nodes=8, cluster__devices_per_node=8, parallel__tp=4),
+        LAPTOP,
+    )
     assert run.parallel.ranks == 64
 
 
@@ -86,10 +97,13 @@ def test_gpus_of_this_machine_are_all_used_unless_ranks_are_set() -> None:
     ],
     ids=str,
 )
-def test_the_smallest_world_has_room_for_every_copy_that_is_spread(layout: dict[str, int], ranks: int) -> None:
+def test_the_smallest_world_has_room_for_every_copy_that_is_spread(
+    layout: dict[str, int], ranks: int
+) -> None:
     p = tiny(**{f"parallel__{key}": value for key, value in layout.items()}).parallel
     assert smallest_world(p) == ranks
-    shared, alike = ranks // (p.tp * p.pp), ranks // (p.pp * p.ep * (p.etp or p.tp))
+    shared = ranks // (p.tp * p.pp)
+    alike = ranks // (p.pp * p.ep * (p.etp or p.tp))
     assert shared % p.hsdp_replicas == alike % p.hsdp_replicas == 0
     assert shared > p.hsdp_replicas
 
@@ -134,7 +148,11 @@ INTERPRETED = replace(LAPTOP, triton=True, triton_interpreted=True)
 
 
 def _words(run: RunConfig) -> dict[str, str]:
-    return {key: word for key, word in run.kernels if isinstance(word, str) and key not in ("default", "optimizer")}
+    return {
+        key: word
+        for key, word in run.kernels
+        if isinstance(word, str) and key not in ("default", "optimizer")
+    }
 
 
 def test_every_operation_of_the_model_and_no_other_gets_an_implementation() -> None:
@@ -158,12 +176,22 @@ def test_auto_takes_the_first_that_can_run() -> None:
     }
     plain = _words(resolve(tiny(model__moe=MOE, precision__dtype="bf16", cluster__sm=90), TRITON))
     assert (plain["norm"], plain["attention"], plain["linear"]) == ("triton", "torch", "reference")
-    assert (plain["experts"], plain["activation"], plain["moe_permute"]) == ("triton", "triton", "triton")
+    assert (plain["experts"], plain["activation"], plain["moe_permute"]) == (
+        "triton",
+        "triton",
+        "triton",
+    )
     bare = replace(TRITON, triton=False)
-    words = [_words(resolve(tiny(model__moe=MOE, precision__dtype=d), bare))["experts"] for d in ("bf16", "fp32")]
+    words = [
+        _words(resolve(tiny(model__moe=MOE, precision__dtype=d), bare))["experts"]
+        for d in ("bf16", "fp32")
+    ]
     assert words == ["torch", "reference"], "torch's product takes bf16 only"
-    assert _words(resolve(tiny(model__moe=MOE, precision__dtype="bf16", cluster__sm=100), bare))["experts"] == (
-        "reference"
+    assert (
+        _words(resolve(tiny(model__moe=MOE, precision__dtype="bf16", cluster__sm=100), bare))[
+            "experts"
+        ]
+        == "reference"
     ), "torch's product is wrong there for experts without tokens"
 
 
@@ -174,7 +202,11 @@ def test_auto_takes_the_first_that_can_run() -> None:
         ({"model__window_size": 8}, "torch", "triton"),
         ({"model__softmax_type": "learnable"}, "triton", "triton"),
         ({"model__attn_logit_softcapping": 50.0}, "triton", "triton"),
-        ({"model__attn_logit_softcapping": 50.0, "model__attention_dropout": 0.1}, "torch", "torch"),
+        (
+            {"model__attn_logit_softcapping": 50.0, "model__attention_dropout": 0.1},
+            "torch",
+            "torch",
+        ),
         ({"model__softmax_type": "learnable", "model__kv_channels": 264}, "torch", "torch"),
     ],
 )
@@ -185,7 +217,9 @@ def test_attention_is_tritons_where_torch_would_write_scores_out(
     assert resolve(run, TRITON).kernels.attention == auto
     assert resolve(tiny(**keys, kernels__default="triton"), TRITON).kernels.attention == triton
     assert resolve(run, replace(TRITON, triton=False)).kernels.attention == "torch"
-    assert ("torch's kernels know no" in reasons(resolve(run, TRITON), TRITON)["attention"]) == (auto == "triton")
+    assert ("torch's kernels know no" in reasons(resolve(run, TRITON), TRITON)["attention"]) == (
+        auto == "triton"
+    )
 
 
 def test_experts_are_routed_to_by_lists_where_kernels_do_it_and_nobody_needs_a_map() -> None:
@@ -212,7 +246,10 @@ def test_a_default_is_taken_by_operations_that_have_it_and_a_named_choice_stays(
         "reference",
     )
     assert resolve(tiny(kernels__norm="te"), LAPTOP).kernels.norm == "te"
-    assert _words(resolve(tiny(kernels__default="triton", kernels__loss="auto"), INTERPRETED))["loss"] == "reference"
+    assert (
+        _words(resolve(tiny(kernels__default="triton", kernels__loss="auto"), INTERPRETED))["loss"]
+        == "reference"
+    )
 
 
 def test_what_a_machine_without_gpus_cannot_know_stays_open() -> None:
@@ -222,9 +259,14 @@ def test_what_a_machine_without_gpus_cannot_know_stays_open() -> None:
 def test_the_reasons_say_what_speaks_against_each_one_before() -> None:
     why = reasons(resolve(tiny(kernels__norm="te", kernels__loss="megatron"), LAPTOP), LAPTOP)
     assert (why["norm"], why["loss"]) == ("named", "named")
-    assert why["linear"].startswith("no te: TransformerEngine runs on cuda, and the device is cpu; no triton: ")
+    assert why["linear"].startswith(
+        "no te: TransformerEngine runs on cuda, and the device is cpu; no triton: "
+    )
     assert "Triton is not installed" in why["rope"]
-    assert "TRITON_INTERPRET=1" in reasons(resolve(tiny(), LAPTOP), replace(LAPTOP, triton=True))["rope"]
+    assert (
+        "TRITON_INTERPRET=1"
+        in reasons(resolve(tiny(), LAPTOP), replace(LAPTOP, triton=True))["rope"]
+    )
     assert reasons(resolve(tiny(), GPUS), GPUS)["linear"] == "the first that can run"
 
 
@@ -232,10 +274,16 @@ def test_a_named_kernel_that_this_machine_cannot_run_says_what_to_set() -> None:
     machine = replace(LAPTOP, triton=True)
     run = resolve(tiny(kernels__default="triton"), machine)
     (problem,) = problems(run, machine, {"kernels.default": "command line"})
-    assert (problem.code, problem.path, problem.source) == ("MT407", "kernels.default", "command line")
+    assert (problem.code, problem.path, problem.source) == (
+        "MT407",
+        "kernels.default",
+        "command line",
+    )
     assert "only in its interpreter" in problem.rule
     assert "kernels.default=reference or TRITON_INTERPRET=1" in problem.fix
-    assert list(problems(resolve(tiny(kernels__default="triton"), INTERPRETED), INTERPRETED, {})) == []
+    assert (
+        list(problems(resolve(tiny(kernels__default="triton"), INTERPRETED), INTERPRETED, {})) == []
+    )
     (problem,) = problems(resolve(tiny(kernels__rope="triton"), LAPTOP), LAPTOP, {})
     assert (problem.path, problem.rule) == ("kernels.rope", "Triton is not installed")
     (problem,) = problems(resolve(tiny(kernels__norm="te"), TRITON), TRITON, {})
@@ -275,19 +323,36 @@ def files(root: Path, **texts: str) -> None:
         ({"cpu.max": "400000 100000", "memory.max": str(2 << 30)}, 4, 2),
         ({"cpu.max": "250000 100000"}, 3, None),
         ({"cpu.max": "20000 100000"}, 1, None),
-        ({"a/cpu.max": "200000 100000", "cpu.max": "800000 100000", "a/b/memory.max": str(1 << 30)}, 2, 1),
+        (
+            {
+                "a/cpu.max": "200000 100000",
+                "cpu.max": "800000 100000",
+                "a/b/memory.max": str(1 << 30),
+            },
+            2,
+            1,
+        ),
         ({"memory.max": str(1 << 30), "a/b/memory.max": str(3 << 30)}, 64, 1),
         ({"a/b/cpuset.cpus.effective": "0-2,9\n"}, 4, None),
     ],
 )
 def test_limits_of_the_control_group_are_those_of_the_machine(
-    texts: dict[str, str], cores: int, gib: int | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    texts: dict[str, str],
+    cores: int,
+    gib: int | None,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr("os.sched_getaffinity", lambda _: set(range(64)))
-    files(tmp_path, **{"proc/self/cgroup": "0::/a/b\n", **{f"sys/fs/cgroup/{k}": v for k, v in texts.items()}})
+    files(
+        tmp_path,
+        **{"proc/self/cgroup": "0::/a/b\n", **{f"sys/fs/cgroup/{k}": v for k, v in texts.items()}},
+    )
     machine = Machine.here({}, tmp_path)
     assert machine.cpu_cores == cores
-    assert machine.memory_bytes == (gib << 30 if gib else Machine.here({}, tmp_path / "none").memory_bytes)
+    assert machine.memory_bytes == (
+        gib << 30 if gib else Machine.here({}, tmp_path / "none").memory_bytes
+    )
 
 
 def test_limits_of_the_first_version_of_control_groups_count_too(
@@ -295,14 +360,18 @@ def test_limits_of_the_first_version_of_control_groups_count_too(
 ) -> None:
     monkeypatch.setattr("os.sched_getaffinity", lambda _: set(range(64)))
     groups = "12:cpuset:/docker/x\n5:memory:/docker/x\n4:cpu,cpuacct:/docker/x\n0::/docker/x\n"
-    cpu = "sys/fs/cgroup/cpu,cpuacct"  # in a container the group is at the top, whatever its path is outside
+    # in a container the group is at the top, whatever its path is outside
+    cpu = "sys/fs/cgroup/cpu,cpuacct"
     texts = {f"{cpu}/cpu.cfs_quota_us": "600000", f"{cpu}/cpu.cfs_period_us": "100000"}
     texts |= {"sys/fs/cgroup/memory/memory.limit_in_bytes": str(1 << 30)}
     texts |= {"sys/fs/cgroup/memory/docker/x/memory.limit_in_bytes": "9223372036854771712"}
     files(tmp_path, **{"proc/self/cgroup": groups}, **texts)
     machine = Machine.here({}, tmp_path)
     assert (machine.cpu_cores, machine.memory_bytes) == (6, 1 << 30)
-    files(tmp_path, **{f"{cpu}/cpu.cfs_quota_us": "-1", "sys/fs/cgroup/cpuset/docker/x/cpuset.cpus": "3"})
+    files(
+        tmp_path,
+        **{f"{cpu}/cpu.cfs_quota_us": "-1", "sys/fs/cgroup/cpuset/docker/x/cpuset.cpus": "3"},
+    )
     assert Machine.here({}, tmp_path).cpu_cores == 1
 
 
@@ -311,7 +380,8 @@ def test_gpus_of_amd_are_seen_and_used_by_a_torch_that_can(
     built_for_amd: bool, device: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     version = (
-        f"cuda: Optional[str] = None\nhip: Optional[str] = {chr(39) + '6.4' + chr(39) if built_for_amd else None}\n"
+        "cuda: Optional[str] = None\nhip: Optional[str] ="
+        f" {chr(39) + '6.4' + chr(39) if built_for_amd else None}\n"
     )
     files(tmp_path / "torch", **{"version.py": version})
     found = SimpleNamespace(submodule_search_locations=[str(tmp_path / "torch")])
@@ -326,7 +396,9 @@ def test_gpus_of_amd_are_seen_and_used_by_a_torch_that_can(
     assert resolve(tiny(), machine).cluster.device == device
     hidden = Machine.here({"HIP_VISIBLE_DEVICES": "1"}, tmp_path)
     assert hidden.gpus + hidden.unusable_gpus == 1
-    wanted = resolve(tiny(cluster__device="cuda", parallel__ranks=3, cluster__devices_per_node=3), machine)
+    wanted = resolve(
+        tiny(cluster__device="cuda", parallel__ranks=3, cluster__devices_per_node=3), machine
+    )
     with pytest.raises(BadEnvironment, match="here: 2" if built_for_amd else "2 of AMD"):
         preflight.check(wanted, [], machine)
 
@@ -341,7 +413,9 @@ def test_the_world_of_a_launcher_is_read_from_the_environment() -> None:
 
 def test_the_micro_batch_fits_the_share_of_a_rank_and_fills_the_pipeline() -> None:
     def size(**changes: Any) -> int | None:
-        return resolve(tiny(trainer__micro_batch_size=None, **changes), LAPTOP).trainer.micro_batch_size
+        return resolve(
+            tiny(trainer__micro_batch_size=None, **changes), LAPTOP
+        ).trainer.micro_batch_size
 
     assert size(trainer__global_batch_size=16) == 8
     assert size(trainer__global_batch_size=16, parallel__ranks=8) == 2
@@ -392,11 +466,17 @@ def _errors_on(words: str, machine: Machine) -> set[tuple[str, str]]:
 @pytest.mark.sampled
 @pytest.mark.parametrize("use", USES)
 @pytest.mark.parametrize(
-    "choice", ["kernels=auto", "kernels=te", "kernels=triton", "kernels.linear=te", "kernels.attention=te"]
+    "choice",
+    ["kernels=auto", "kernels=te", "kernels=triton", "kernels.linear=te", "kernels.attention=te"],
 )
-def test_a_machine_without_the_devices_refuses_nothing_that_the_cluster_runs(choice: str, use: str) -> None:
-    """A key that the cluster's machine resolves is not validated before; one that is named is, everywhere."""
-    there, elsewhere = _errors_on(f"{choice} {use}", THERE), _errors_on(f"{choice} {use}", ELSEWHERE)
+def test_a_machine_without_the_devices_refuses_nothing_that_the_cluster_runs(
+    choice: str, use: str
+) -> None:
+    """A key that the cluster's machine resolves is not validated before; one that is named is,
+    everywhere.
+    """
+    there = _errors_on(f"{choice} {use}", THERE)
+    elsewhere = _errors_on(f"{choice} {use}", ELSEWHERE)
     assert elsewhere <= there
     if choice == "kernels=te":
         assert elsewhere == there
@@ -421,7 +501,11 @@ def test_attention_with_bounded_logits_is_not_transformer_engines() -> None:
         found = load([*gemma, *words], THERE, {}).run
         assert (found.kernels.linear, found.kernels.attention) == ("te", "triton")
     assert "attn_logit_softcapping" in reasons(found, THERE)["attention"]
-    assert ("MT409", "kernels.attention") in _errors_on("model=gemma2_9b kernels.attention=te", THERE)
+    assert ("MT409", "kernels.attention") in _errors_on(
+        "model=gemma2_9b kernels.attention=te", THERE
+    )
     ours = "model=gemma2_9b model.attention_dropout=0.1 kernels.attention=triton"
     assert ("MT409", "kernels.attention") in _errors_on(ours, THERE)
-    assert load([*gemma, "model.attn_logit_softcapping=null"], THERE, {}).run.kernels.attention == "te"
+    assert (
+        load([*gemma, "model.attn_logit_softcapping=null"], THERE, {}).run.kernels.attention == "te"
+    )

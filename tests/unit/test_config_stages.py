@@ -47,16 +47,28 @@ def test_a_layout_that_cannot_be_is_refused_with_what_is_wrong(text: str, what: 
 def test_sizes_and_the_layout_that_spells_them_are_the_same_stages(sizes: list[int]) -> None:
     text = "|".join("t" * n for n in sizes)
     run = apply(
-        tiny(), {"model.num_layers": sum(sizes), "parallel.pp": len(sizes), "parallel.layers_per_stage": sizes}
+        tiny(),
+        {
+            "model.num_layers": sum(sizes),
+            "parallel.pp": len(sizes),
+            "parallel.layers_per_stage": sizes,
+        },
     )
     assert stages(run) == parse_pipeline_layout(f"E{text}L")
 
 
 def test_embedding_and_loss_take_the_place_of_a_layer() -> None:
-    keys = {f"parallel.account_for_{what}_in_pipeline_split": True for what in ("embedding", "loss")}
+    keys = {
+        f"parallel.account_for_{what}_in_pipeline_split": True for what in ("embedding", "loss")
+    }
     run = apply(tiny(), {"model.num_layers": 14, "parallel.pp": 4, "parallel.vpp": 2, **keys})
     assert [len(stage.layers) for stage in stages(run)] == [1, 2, 2, 2, 2, 2, 2, 1]
-    assert [[len(s.layers) for s in held] for held in held_stages(run)] == [[1, 2], [2, 2], [2, 2], [2, 1]]
+    assert [[len(s.layers) for s in held] for held in held_stages(run)] == [
+        [1, 2],
+        [2, 2],
+        [2, 2],
+        [2, 1],
+    ]
 
 
 def test_a_prediction_in_the_middle_shares_the_embedding_with_the_first_stage() -> None:

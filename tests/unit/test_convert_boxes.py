@@ -1,4 +1,6 @@
-"""Weights in and out by the places of tensors in a checkpoint; those places from the parts of a tensor."""
+"""Weights in and out by the places of tensors in a checkpoint; those places from the parts of a
+tensor.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,8 @@ from mtrain.errors import CorruptData
 from mtrain.models.table import GATE_UP, QKV, Entry, Table
 from tests.support.configs import LAPTOP
 
-FC1, FC2 = "decoder.layers.{i}.mlp.linear_fc1.weight", "decoder.layers.{i}.mlp.linear_fc2.weight"
+FC1 = "decoder.layers.{i}.mlp.linear_fc1.weight"
+FC2 = "decoder.layers.{i}.mlp.linear_fc2.weight"
 TABLE = Table((), (Entry(FC1, ("{i}.gate", "{i}.up"), GATE_UP), Entry(FC2, ("{i}.down",))))
 OTHER = Table((), (Entry(FC1, ("{i}.up", "{i}.gate"), GATE_UP), Entry("{i}.other", ("{i}.down",))))
 RUN = resolve(compose(["model=llama_tiny", "model.num_layers=2", "data=mock"]).run, LAPTOP)
@@ -46,7 +49,9 @@ class Spec(NamedTuple):
 
 def specs(name: str, shape: tuple[int, int], halves: int) -> tuple[Any, ...]:
     """A tensor of layer 0 or 1 as megatron-core describes it: in so many parts."""
-    key, layer, rows = name.replace(".0.", ".").replace(".1.", "."), int(".1." in name), shape[0] // halves
+    key = name.replace(".0.", ".").replace(".1.", ".")
+    layer = int(".1." in name)
+    rows = shape[0] // halves
     return tuple(
         Spec(key, (2, *shape), (layer, n * rows, 0), (1, rows, shape[1]), 1, n * rows * shape[1])
         for n in range(halves)
@@ -54,7 +59,9 @@ def specs(name: str, shape: tuple[int, int], halves: int) -> tuple[Any, ...]:
 
 
 def ours() -> dict[str, Box]:
-    given = [(FC1.replace("{i}", i), (6, 4), 2) for i in "01"] + [(FC2.replace("{i}", i), (4, 3), 1) for i in "01"]
+    given = [(FC1.replace("{i}", i), (6, 4), 2) for i in "01"] + [
+        (FC2.replace("{i}", i), (4, 3), 1) for i in "01"
+    ]
     return {name: box_of(name, shape, specs(name, shape, parts)) for name, shape, parts in given}
 
 
@@ -83,7 +90,8 @@ def bytes_of(folder: Path) -> dict[str, bytes]:
 
 
 def test_what_goes_in_comes_out(tmp_path: Path) -> None:
-    checkpoint, boxes = Saved.open(taken(tmp_path, TABLE)), ours()
+    checkpoint = Saved.open(taken(tmp_path, TABLE))
+    boxes = ours()
     expected = bytes_of(tmp_path / "theirs")
     moved, (first, second) = dict(boxes), (FC1.replace("{i}", i) for i in "01")
     moved[first], moved[second] = moved[second], moved[first]
@@ -106,12 +114,17 @@ def test_the_table_is_chosen_by_names(tmp_path: Path) -> None:
 
 
 def test_weights_of_another_shape_are_refused_and_leave_nothing(tmp_path: Path) -> None:
-    table = Table((), (Entry(FC1, ("{i}.gate", "{i}.up", "{i}.more"), QKV), Entry(FC2, ("{i}.down",))))
+    table = Table(
+        (), (Entry(FC1, ("{i}.gate", "{i}.up", "{i}.more"), QKV), Entry(FC2, ("{i}.down",)))
+    )
     with pytest.raises(
-        CorruptData, match=r"0\.gate \[3, 4\], 0\.up \[3, 4\], 0\.more \[4, 3\] do not make our decoder"
+        CorruptData,
+        match=r"0\.gate \[3, 4\], 0\.up \[3, 4\], 0\.more \[4, 3\] do not make our decoder",
     ):
         taken(tmp_path, table, more=(4, 3))
-    with pytest.raises(CorruptData, match=r"0\.down make a tensor of shape \[3, 4\], and our .* \[4, 3\]"):
+    with pytest.raises(
+        CorruptData, match=r"0\.down make a tensor of shape \[3, 4\], and our .* \[4, 3\]"
+    ):
         taken(tmp_path / "theirs", TABLE, down=(3, 4))
     for root in (tmp_path, tmp_path / "theirs"):
         assert list((root / "checkpoints").iterdir()) == []
@@ -127,9 +140,14 @@ def test_parts_that_are_no_box_are_refused() -> None:
 
 def test_nothing_that_writes_weights_imports_torch() -> None:
     names = ["boxes", "into", "out", "saved", "read", "hugging_face", "torch_dist_read"]
-    text = f"import sys, {', '.join(f'mtrain.convert.{name}' for name in names)}, mtrain.models.gpt.hf_files\n"
+    text = (
+        f"import sys, {', '.join(f'mtrain.convert.{name}' for name in names)},"
+        " mtrain.models.gpt.hf_files\n"
+    )
     text += "import mtrain.models.t5.hf, mtrain.models.llava.hf, mtrain.models.bert.hf\n"
     done = subprocess.run(
-        [sys.executable, "-c", text + "print('torch' in sys.modules)"], capture_output=True, text=True
+        [sys.executable, "-c", text + "print('torch' in sys.modules)"],
+        capture_output=True,
+        text=True,
     )
     assert done.stdout == "False\n", done.stderr

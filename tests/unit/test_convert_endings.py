@@ -1,4 +1,7 @@
-"""How a conversion ends that cannot go on: a full disk, another process, an error in a thread. Nothing stays."""
+"""How a conversion ends that cannot go on: a full disk, another process, an error in a thread.
+
+Nothing stays.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +31,9 @@ def test_a_full_disk_is_said_in_one_line_and_leaves_nothing(tmp_path: Path) -> N
             (draft / "weights").write_bytes(b"abc")
             raise FULL
 
-    with pytest.raises(BadEnvironment, match=r"out cannot be written \(.* free\): .*No space left") as caught:
+    with pytest.raises(
+        BadEnvironment, match=r"out cannot be written \(.* free\): .*No space left"
+    ) as caught:
         convert()
     assert "\n" not in str(caught.value)
     assert list(tmp_path.iterdir()) == []
@@ -37,7 +42,10 @@ def test_a_full_disk_is_said_in_one_line_and_leaves_nothing(tmp_path: Path) -> N
 def test_two_conversions_do_not_write_one_folder(tmp_path: Path) -> None:
     with drafted(tmp_path / "out", "importing") as draft:
         (draft / "weights").write_bytes(b"abc")
-        with pytest.raises(BadEnvironment, match="another process writes"), drafted(tmp_path / "out", "importing"):
+        with (
+            pytest.raises(BadEnvironment, match="another process writes"),
+            drafted(tmp_path / "out", "importing"),
+        ):
             pass
         assert (draft / "weights").read_bytes() == b"abc"
     assert (tmp_path / "out/weights").read_bytes() == b"abc"
@@ -54,7 +62,9 @@ def test_what_a_killed_conversion_left_is_removed(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("size", [3, 4096, 3 * 4096 + 5])
-def test_what_the_disk_refuses_is_not_lost(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, size: int) -> None:
+def test_what_the_disk_refuses_is_not_lost(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, size: int
+) -> None:
     monkeypatch.setattr(new_file, "BLOCK_BYTES", 4096)
     monkeypatch.setattr(os, "pwrite", fail)
 
@@ -72,9 +82,12 @@ def test_what_the_disk_refuses_is_not_lost(tmp_path: Path, monkeypatch: pytest.M
 def test_a_file_is_whole_wherever_its_blocks_end(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, size: int, refused: bool
 ) -> None:
-    """`refused`: the file system opens files past the page cache, and then does not write them so."""
+    """`refused`: the file system opens files past the page cache, and then does not
+    write them so.
+    """
     monkeypatch.setattr(new_file, "BLOCK_BYTES", 4096)
-    pwrite, data = os.pwrite, os.urandom(size)
+    pwrite = os.pwrite
+    data = os.urandom(size)
 
     def only_through_cache(file: int, block: memoryview, at: int) -> int:
         if fcntl.fcntl(file, fcntl.F_GETFL) & os.O_DIRECT:
@@ -86,9 +99,12 @@ def test_a_file_is_whole_wherever_its_blocks_end(
     names = [f"{number}-{'x' * 90}" for number in range(30)]  # their header is longer than a block
     with Writer(tmp_path / "x.safetensors", names) as writer:
         for number, name in enumerate(names):
-            writer.write(name, "U8", (size - size * number // 29,), memoryview(data)[size * number // 29 :])
+            writer.write(
+                name, "U8", (size - size * number // 29,), memoryview(data)[size * number // 29 :]
+            )
         writer.close({})
-    found, buffer = read_header(tmp_path / "x.safetensors"), bytearray(size)
+    found = read_header(tmp_path / "x.safetensors")
+    buffer = bytearray(size)
     for number, name in enumerate(names):
         start = size * number // 29
         found[name].read_into(memoryview(buffer)[start:])
@@ -97,7 +113,8 @@ def test_a_file_is_whole_wherever_its_blocks_end(
 
 def test_after_an_error_nothing_that_waits_is_begun(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ahead, "cpu_cores", lambda: 1)
-    gate, begun = threading.Event(), list[int]()
+    gate = threading.Event()
+    begun = list[int]()
 
     def work(number: int) -> None:
         begun.append(number)
@@ -115,7 +132,8 @@ def test_results_come_in_order_and_within_bounds_of_memory(monkeypatch: pytest.M
     monkeypatch.setattr(ahead, "AHEAD_BYTES", 100)
     monkeypatch.setattr(ahead, "cpu_cores", lambda: 4)
     sizes = [10, 500, 40, 40, 40, 300, 20, 70, 5, 90]
-    begun, taken = list[int](), list[int]()
+    begun = list[int]()
+    taken = list[int]()
 
     def work(number: int) -> int:
         begun.append(number)

@@ -1,4 +1,6 @@
-"""Files of weights that somebody else made: whatever is in them, an error that names the file, and nothing else."""
+"""Files of weights that somebody else made: whatever is in them, an error that names the file, and
+nothing else.
+"""
 
 from __future__ import annotations
 
@@ -48,7 +50,17 @@ def _headers() -> Iterator[tuple[str, bytes]]:
     yield "no header", struct.pack("<Q", 0)
     for length in (1 << 63, (1 << 64) - 1, 10**9, len(good) + 1000):
         yield f"length {length}", _file(good, length=length)
-    for text in (b"[]", b"null", b"1", b"{", b'{"a": ', b"\xff\xfe", b"{" * 5000, b"[" * 100_000, b'"' * 99):
+    for text in (
+        b"[]",
+        b"null",
+        b"1",
+        b"{",
+        b'{"a": ',
+        b"\xff\xfe",
+        b"{" * 5000,
+        b"[" * 100_000,
+        b'"' * 99,
+    ):
         yield f"text {text[:9]!r}", _file(text)
     yield "a name twice", _file(b'{"a": {}, "a": {}}')
     yield (
@@ -165,7 +177,9 @@ def test_an_index_that_is_no_json_is_refused(text: str, tmp_path: Path) -> None:
 
 def test_a_pickle_is_never_read(tmp_path: Path) -> None:
     mark = tmp_path / "ran"
-    (tmp_path / "pytorch_model.bin").write_bytes(b"cos\nsystem\n(S'touch " + str(mark).encode() + b"'\ntR.")
+    (tmp_path / "pytorch_model.bin").write_bytes(
+        b"cos\nsystem\n(S'touch " + str(mark).encode() + b"'\ntR."
+    )
     (tmp_path / "config.json").write_text("{}")
     with pytest.raises(CorruptData, match="is a pickle"):
         open_folder(tmp_path)
@@ -178,10 +192,19 @@ CONFIGS: dict[str, Any] = {
     "a type of code": {"model_type": "llama", "auto_map": {"AutoModel": "x--y.Z"}},
     "a type that is not known": {"model_type": "../../x"},
     "a list for a number": {"model_type": "llama", "hidden_size": [1], "num_hidden_layers": 2},
-    "a size of many digits": {"model_type": "llama", "hidden_size": 10**30, "num_hidden_layers": 10**30},
+    "a size of many digits": {
+        "model_type": "llama",
+        "hidden_size": 10**30,
+        "num_hidden_layers": 10**30,
+    },
     "a negative size": {"model_type": "llama", "hidden_size": -64, "num_hidden_layers": 2},
     "a petabyte": {
-        **{"model_type": "llama", "hidden_size": 10**6, "num_hidden_layers": 10**5, "intermediate_size": 10**6},
+        **{
+            "model_type": "llama",
+            "hidden_size": 10**6,
+            "num_hidden_layers": 10**5,
+            "intermediate_size": 10**6,
+        },
         **{"num_attention_heads": 10**4, "vocab_size": 10**6},
     },
 }
@@ -191,7 +214,8 @@ CONFIGS: dict[str, Any] = {
 def test_a_configuration_that_is_wrong_is_refused_and_nothing_is_written(
     name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    source, out = tmp_path / "source", tmp_path / "out"
+    source = tmp_path / "source"
+    out = tmp_path / "out"
     source.mkdir()
     (source / WEIGHTS).write_bytes(_file(json.dumps(GOOD).encode()))
     (source / "config.json").write_text(json.dumps(CONFIGS[name]))
@@ -237,7 +261,10 @@ def test_mxfp4_of_fewer_dimensions_is_refused(tmp_path: Path) -> None:
 
     from mtrain.convert.read import Reader
 
-    parts = {"w_blocks": torch.zeros(3, 16, dtype=torch.uint8), "w_scales": torch.zeros(3, dtype=torch.uint8)}
+    parts = {
+        "w_blocks": torch.zeros(3, 16, dtype=torch.uint8),
+        "w_scales": torch.zeros(3, dtype=torch.uint8),
+    }
     save_file(parts, tmp_path / WEIGHTS)
     with pytest.raises(CorruptData, match="do not fit together"):
         Reader(open_folder(tmp_path)).tensor("w")

@@ -1,4 +1,6 @@
-"""Folders of T5 that `convert export` writes: ids of its config, and the run that its logits are computed with."""
+"""Folders of T5 that `convert export` writes: ids of its config, and the run that its logits are
+computed with.
+"""
 
 from __future__ import annotations
 
@@ -16,10 +18,14 @@ from tests.support.configs import LAPTOP
 @pytest.fixture(scope="module")
 def run() -> RunConfig:
     """Samples shorter than those that null means on a CPU."""
-    return load(["model=t5_tiny", "data=mock", "data.seq_length=64", "parallel=single"], LAPTOP, {}).run
+    return load(
+        ["model=t5_tiny", "data=mock", "data.seq_length=64", "parallel=single"], LAPTOP, {}
+    ).run
 
 
-def test_an_exported_t5_begins_and_ends_with_the_ids_that_it_was_trained_with(run: RunConfig, tmp_path: Path) -> None:
+def test_an_exported_t5_begins_and_ends_with_the_ids_that_it_was_trained_with(
+    run: RunConfig, tmp_path: Path
+) -> None:
     kind, body = convert._config_of(run, tmp_path, None)
     assert (kind, body["bos_token_id"]) == ("t5", None)
     convert._write_companions(tmp_path, tmp_path / "home", body)
@@ -29,8 +35,14 @@ def test_an_exported_t5_begins_and_ends_with_the_ids_that_it_was_trained_with(ru
         assert ids == [4096, 4096, 4097], name
 
 
-def test_logits_are_computed_whatever_the_length_of_the_samples_and_wherever_runs_are(run: RunConfig) -> None:
+def test_logits_are_computed_whatever_the_length_of_the_samples_and_wherever_runs_are(
+    run: RunConfig,
+) -> None:
     elsewhere = run.log.model_copy(update={"runs_dir": "/elsewhere"})
     plain = convert._plain(run.model_copy(update={"log": elsewhere}), ["data.seq_length=null"])
     assert plain.model.t5 is not None
-    assert (plain.data.seq_length, plain.model.t5.encoder_length, plain.model.t5.decoder_length) == (256, 232, 56)
+    assert (
+        plain.data.seq_length,
+        plain.model.t5.encoder_length,
+        plain.model.t5.decoder_length,
+    ) == (256, 232, 56)

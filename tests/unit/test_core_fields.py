@@ -57,5 +57,7 @@ def test_stretched_positions_are_handed_on_only_where_they_are_asked_for() -> No
         for mla in ({"kv_lora_rank": 32}, MLA)
     )
     assert "mscale" not in plain
-    assert plain["q_lora_rank"] is None, "null is a value here, where megatron-core's default is 512"
+    assert plain["q_lora_rank"] is None, (
+        "null is a value here, where megatron-core's default is 512"
+    )
     assert yarn["mscale"] == 1.0

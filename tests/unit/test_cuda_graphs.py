@@ -18,14 +18,16 @@ from tests.support.configs import LAPTOP
 
 GPU = "cluster=h100 cluster.devices_per_node=1 parallel=single data=mock"
 LOCAL, TE, STEP = (
-    f"{GPU} trainer.cuda_graph_impl={word}" for word in ("local", "transformer_engine", "full_iteration")
+    f"{GPU} trainer.cuda_graph_impl={word}"
+    for word in ("local", "transformer_engine", "full_iteration")
 )
 EXPERTS = "model=mixtral_tiny"
 MAMBA = "model=nemotron_h_tiny model.num_layers=2 model.hybrid.pattern=MM"
 SCRIPT = (
-    "torchrun --nproc-per-node 1 pretrain_gpt.py --num-layers 4 --hidden-size 72 --num-attention-heads 4 "
-    "--seq-length 128 --micro-batch-size 1 --lr 1e-3 --vocab-size 1023 --tokenizer-type NullTokenizer --mock-data "
-    "--train-iters 10 --global-batch-size 8 --num-experts 4"
+    "torchrun --nproc-per-node 1 pretrain_gpt.py --num-layers 4 --hidden-size 72"
+    " --num-attention-heads 4 --seq-length 128 --micro-batch-size 1 --lr 1e-3 --vocab-size 1023"
+    " --tokenizer-type NullTokenizer --mock-data --train-iters 10 --global-batch-size 8"
+    " --num-experts 4"
 )
 PADDED = "model.moe.expert_capacity_factor=1.0 model.moe.pad_expert_input_to_capacity=true"
 
@@ -35,7 +37,11 @@ def _resolved(words: str, machine: Machine = LAPTOP) -> RunConfig:
 
 
 def _refused(words: str) -> set[tuple[str, str]]:
-    return {(problem.code, problem.path) for problem in check(_resolved(words)) if problem.severity == "error"}
+    return {
+        (problem.code, problem.path)
+        for problem in check(_resolved(words))
+        if problem.severity == "error"
+    }
 
 
 @pytest.mark.parametrize("release", engine.SUPPORTED)
@@ -44,12 +50,19 @@ def _refused(words: str) -> set[tuple[str, str]]:
     [
         (GPU, ("none", []), ("none", [])),
         (LOCAL, ("local", []), ("local", [])),
-        (f"{TE} trainer.cuda_graph_modules=[attn,mlp]", *[("transformer_engine", ["attn", "mlp"])] * 2),
+        (
+            f"{TE} trainer.cuda_graph_modules=[attn,mlp]",
+            *[("transformer_engine", ["attn", "mlp"])] * 2,
+        ),
         (STEP, ("local", ["full_iteration"]), ("full_iteration", [])),
     ],
 )
 def test_each_release_is_told_in_its_own_words(
-    words: str, old: tuple[Any, ...], new: tuple[Any, ...], release: Release, monkeypatch: pytest.MonkeyPatch
+    words: str,
+    old: tuple[Any, ...],
+    new: tuple[Any, ...],
+    release: Release,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     run = _resolved(words)
     monkeypatch.setattr(engine, "release", lambda: release)
@@ -81,22 +94,36 @@ BAD = (
         "MT412",
         "trainer.cuda_graph_modules",
     ),
-    (f"{LOCAL} {EXPERTS} trainer.cuda_graph_modules=[moe_preprocess]", "MT412", "trainer.cuda_graph_modules"),
+    (
+        f"{LOCAL} {EXPERTS} trainer.cuda_graph_modules=[moe_preprocess]",
+        "MT412",
+        "trainer.cuda_graph_modules",
+    ),
     (f"{STEP} {EXPERTS}", "MT413", "trainer.cuda_graph_impl"),
     (
-        f"{LOCAL} {EXPERTS} trainer.cuda_graph_modules=[moe_router,moe_preprocess] {PADDED.split()[0]}",
+        (
+            f"{LOCAL} {EXPERTS} trainer.cuda_graph_modules=[moe_router,moe_preprocess]"
+            f" {PADDED.split()[0]}"
+        ),
         *("MT414", "trainer.cuda_graph_modules"),
     ),
     (f"{LOCAL} parallel.recompute.granularity=full", "MT415", "parallel.recompute.granularity"),
     (
-        f"{STEP} parallel.recompute.granularity=selective model.attention_dropout=0.1 trainer.eval_iters=0",
+        (
+            f"{STEP} parallel.recompute.granularity=selective model.attention_dropout=0.1"
+            " trainer.eval_iters=0"
+        ),
         *("MT415", "parallel.recompute.granularity"),
     ),
     (f"{LOCAL} data.packed=true", "MT416", "data.packed"),
     (f"{LOCAL} trainer.rampup_batch_size=[8,8,64]", "MT416", "trainer.rampup_batch_size"),
     (f"{LOCAL} model.hidden_dropout=0.1", "MT416", "trainer.eval_iters"),
     (f"{STEP} precision=fp16", "MT416", "precision.dtype"),
-    (f"{LOCAL} {MAMBA} trainer.cuda_graph_modules=[attn,mamba]", "MT412", "trainer.cuda_graph_modules"),
+    (
+        f"{LOCAL} {MAMBA} trainer.cuda_graph_modules=[attn,mamba]",
+        "MT412",
+        "trainer.cuda_graph_modules",
+    ),
     (f"{LOCAL} {MAMBA} trainer.cuda_graph_modules=[mlp]", "MT412", "trainer.cuda_graph_modules"),
     (f"{LOCAL} model=t5_tiny", "MT416", "trainer.cuda_graph_impl"),
     (f"{STEP} {EXPERTS} {PADDED} trainer.loss_average=sample", "MT416", "trainer.cuda_graph_impl"),
@@ -124,7 +151,11 @@ def test_every_fix_of_a_refusal_was_tried() -> None:
 @pytest.mark.parametrize(
     ("flags", "impl", "modules"),
     [
-        ("--cuda-graph-impl transformer_engine --cuda-graph-scope attn moe_router", "transformer_engine", True),
+        (
+            "--cuda-graph-impl transformer_engine --cuda-graph-scope attn moe_router",
+            "transformer_engine",
+            True,
+        ),
         ("--external-cuda-graph --cuda-graph-modules attn,moe_router", "transformer_engine", True),
         ("--enable-cuda-graph --cuda-graph-scope full", "local", False),
         ("--cuda-graph-impl local --cuda-graph-scope full_iteration", "full_iteration", False),
@@ -148,5 +179,7 @@ def test_flags_of_every_release_are_read(flags: str, impl: str, modules: bool) -
     ("scope", "impl"), [("full_iteration", "transformer_engine"), ("atn", "none"), ("atn", "local")]
 )
 def test_a_scope_that_megatron_lm_refuses_is_listed(scope: str, impl: str) -> None:
-    found = import_texts([(f"{SCRIPT} --cuda-graph-impl {impl} --cuda-graph-scope {scope}\n", "run.sh")], "graphs")
+    found = import_texts(
+        [(f"{SCRIPT} --cuda-graph-impl {impl} --cuda-graph-scope {scope}\n", "run.sh")], "graphs"
+    )
     assert [u.flag for u in found.unplaced if scope in u.text] == ["--cuda-graph-scope"]

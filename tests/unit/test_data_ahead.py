@@ -1,4 +1,6 @@
-"""What a thread reads ahead is what would have been read; its errors come where they are due, and it ends."""
+"""What a thread reads ahead is what would have been read; its errors come where they are due, and
+it ends.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +37,17 @@ def eventually(condition: object) -> bool:
 @pytest.mark.parametrize("depth", [0, 1, 3])
 def test_values_are_those_of_their_keys_also_where_another_key_was_expected(depth: int) -> None:
     ahead = Ahead(lambda key: key * key, following, depth)
-    assert [ahead.take(key) for key in (0, 1, 2, 7, 8, 9, 3, 3, 4)] == [0, 1, 4, 49, 64, 81, 9, 9, 16]
+    assert [ahead.take(key) for key in (0, 1, 2, 7, 8, 9, 3, 3, 4)] == [
+        0,
+        1,
+        4,
+        49,
+        64,
+        81,
+        9,
+        9,
+        16,
+    ]
     ahead.close()
     assert threads() == 0
     assert ahead.take(5) == 25, "it begins anew"
@@ -83,7 +95,9 @@ def test_a_forgotten_reader_leaves_no_thread() -> None:
     assert eventually(lambda: threads() == 0)
 
 
-def test_a_read_that_does_not_come_back_does_not_hold_up_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_read_that_does_not_come_back_does_not_hold_up_the_end(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr("mtrain.data.ahead.CLOSING_S", 0.1)
     held = threading.Event()
     ahead = Ahead(lambda key: key if key < 1 else held.wait(), following, 2)

@@ -1,4 +1,6 @@
-"""Samples of a step dealt out by work: all of them once, alike on every rank, and equally much for each."""
+"""Samples of a step dealt out by work: all of them once, alike on every rank, and equally much for
+each.
+"""
 
 from __future__ import annotations
 
@@ -13,23 +15,32 @@ from mtrain.data.batch import GlobalBatches, Packing, next_token
 from mtrain.data.mock import MockSamples
 from tests.support.configs import LAPTOP
 
-END, LENGTH, SIZE = 7, 64, 32
+END = 7
+LENGTH = 64
+SIZE = 32
 
 
 def _ranks(micro: int, ranks: int, *, balanced: bool) -> list[GlobalBatches]:
     form = next_token(packing=Packing((END,)))
     source = MockSamples(LENGTH, 1, 20)
-    return [GlobalBatches(source, SIZE, micro, rank, ranks, form, balanced=balanced) for rank in range(ranks)]
+    return [
+        GlobalBatches(source, SIZE, micro, rank, ranks, form, balanced=balanced)
+        for rank in range(ranks)
+    ]
 
 
 def _works(micro: int, ranks: int, *, balanced: bool) -> np.ndarray:
     """What attention takes in [micro-batches, ranks]."""
     of_ranks = [one.microbatches(SIZE) for one in _ranks(micro, ranks, balanced=balanced)]
-    return np.array([[(b["cu_seqlens"].diff() ** 2).sum().item() for b in batches] for batches in of_ranks]).T
+    return np.array(
+        [[(b["cu_seqlens"].diff() ** 2).sum().item() for b in batches] for batches in of_ranks]
+    ).T
 
 
 @pytest.mark.parametrize(("micro", "ranks"), [(1, 4), (2, 4), (4, 2)])
-def test_each_sample_is_dealt_out_once_and_ranks_have_more_equal_work(micro: int, ranks: int) -> None:
+def test_each_sample_is_dealt_out_once_and_ranks_have_more_equal_work(
+    micro: int, ranks: int
+) -> None:
     numbers = [one.numbers(SIZE) for one in _ranks(micro, ranks, balanced=True)]
     assert sorted(np.concatenate(numbers, axis=None)) == list(range(SIZE, 2 * SIZE))
     assert all(one.shape == (SIZE // (micro * ranks), micro) for one in numbers)
@@ -58,7 +69,10 @@ def test_work_is_given_to_who_has_the_least() -> None:
 
 def test_the_key_is_of_packed_samples_that_stay_with_their_rank() -> None:
     key = "data.packing_scheduler=dp_balanced"
-    for words, code in ((f"parallel=dp2 data.packed=true {key}", ""), (f"parallel=dp2 {key}", "MT150")):
+    for words, code in (
+        (f"parallel=dp2 data.packed=true {key}", ""),
+        (f"parallel=dp2 {key}", "MT150"),
+    ):
         run = resolve(compose(["data=mock", *words.split()]).run, LAPTOP)
         problems = [p for p in check(run) if p.severity == "error"]
         assert {p.code for p in problems} == ({code} if code else set())

@@ -1,4 +1,6 @@
-"""A blend: shares that hold in every block, each part's samples without a gap, the same for any batch size."""
+"""A blend: shares that hold in every block, each part's samples without a gap, the same for any
+batch size.
+"""
 
 from __future__ import annotations
 
@@ -39,13 +41,16 @@ def corpus(prefix: Path, first: int, tokens: int) -> str:
 @pytest.fixture
 def prefixes(tmp_path: Path) -> list[str]:
     return [
-        corpus(tmp_path / name, i * STEP, n) for i, (name, n) in enumerate({"a": 4000, "b": 2000, "c": 800}.items())
+        corpus(tmp_path / name, i * STEP, n)
+        for i, (name, n) in enumerate({"a": 4000, "b": 2000, "c": 800}.items())
     ]
 
 
 def blend(prefixes: list[str], shares: list[float], seed: int = 1) -> Blend:
     sets = [IndexedDataset(prefix) for prefix in prefixes]
-    return Blend([Samples(d, range(d.num_documents), L, seed, True, 60_000) for d in sets], shares, seed)
+    return Blend(
+        [Samples(d, range(d.num_documents), L, seed, True, 60_000) for d in sets], shares, seed
+    )
 
 
 def config(prefixes: list[str], **more: object) -> DataConfig:
@@ -58,20 +63,25 @@ def config(prefixes: list[str], **more: object) -> DataConfig:
 def test_no_part_is_ever_a_sample_away_from_its_share(weights: list[float], blocks: int) -> None:
     shares = np.array(weights) / sum(weights)
     one = Stretch(0, 0, None, shares, np.zeros(len(weights), np.int64))
-    given_, then = one.given(blocks * one.block), one.given((blocks + 1) * one.block)
+    given_ = one.given(blocks * one.block)
+    then = one.given((blocks + 1) * one.block)
     assert given_.sum() == blocks * one.block
     assert (then - given_ >= 0).all()
     assert (np.abs(given_ - shares * blocks * one.block) <= 1 + 1e-6 * (1 + blocks)).all()
 
 
-def test_shares_hold_in_every_block_and_samples_of_a_part_come_one_after_another(prefixes: list[str]) -> None:
+def test_shares_hold_in_every_block_and_samples_of_a_part_come_one_after_another(
+    prefixes: list[str],
+) -> None:
     mixed = blend(prefixes, [6.0, 3.0, 1.0])
     part, index = mixed.places(range(5 * BLOCK))
     for start in range(0, 5 * BLOCK, BLOCK):
         counts = np.bincount(part[start : start + BLOCK], minlength=3)
         assert np.abs(counts - BLOCK * np.array([0.6, 0.3, 0.1])).max() < 2
     for i in range(3):
-        assert sorted(index[part == i]) == list(range((part == i).sum())), "each is given once, and none is left out"
+        assert sorted(index[part == i]) == list(range((part == i).sum())), (
+            "each is given once, and none is left out"
+        )
     assert len(set(part[:20])) > 1, "corpora are mixed within a block"
 
 
@@ -82,18 +92,24 @@ def test_a_sample_is_a_function_of_its_number_alone(prefixes: list[str]) -> None
     assert all((mixed.batch([n])[0] == row).all() for n, row in zip(numbers, together, strict=True))
     part, _ = mixed.places(numbers)
     assert (together // STEP == part[:, None]).all()
-    assert not (blend(prefixes, [1.0, 1.0, 1.0], seed=2).batch(range(50)) == mixed.batch(range(50))).all()
+    assert not (
+        blend(prefixes, [1.0, 1.0, 1.0], seed=2).batch(range(50)) == mixed.batch(range(50))
+    ).all()
 
 
 def test_micro_batches_are_the_same_samples_whatever_the_ranks(prefixes: list[str]) -> None:
     data = config(prefixes, blend_weights=[1.0, 2.0, 1.0])
     train = open_splits(data, 60_000, 5, prepare(data)).train
     one = [m["tokens"] for m in GlobalBatches(train, 16, 2, 0, 1).microbatches(32)]
-    ranks = [[m["tokens"] for m in GlobalBatches(train, 16, 2, r, 2).microbatches(32)] for r in (0, 1)]
+    ranks = [
+        [m["tokens"] for m in GlobalBatches(train, 16, 2, r, 2).microbatches(32)] for r in (0, 1)
+    ]
     assert all((one[2 * m + r] == ranks[r][m]).all() for m in range(4) for r in (0, 1))
 
 
-def test_splits_are_cut_from_each_corpus_and_weights_follow_from_tokens(prefixes: list[str]) -> None:
+def test_splits_are_cut_from_each_corpus_and_weights_follow_from_tokens(
+    prefixes: list[str],
+) -> None:
     data = config(prefixes)
     splits = open_splits(data, 60_000, 5, prepare(data), need=("train",))
     assert isinstance(splits.train, Blend)
@@ -104,11 +120,14 @@ def test_splits_are_cut_from_each_corpus_and_weights_follow_from_tokens(prefixes
 
 
 def test_another_order_of_corpora_is_other_data(prefixes: list[str]) -> None:
-    data, turned = config(prefixes), config(prefixes[::-1])
+    data = config(prefixes)
+    turned = config(prefixes[::-1])
     saved = open_splits(data, 60_000, 5, prepare(data), need=("train",)).describe()
     same_data(saved, open_splits(data, 60_000, 5, prepare(data), need=("train",)).describe())
     with pytest.raises(ConfigError, match="not the one"):
-        same_data(saved, open_splits(turned, 60_000, 5, prepare(turned), need=("train",)).describe())
+        same_data(
+            saved, open_splits(turned, 60_000, 5, prepare(turned), need=("train",)).describe()
+        )
 
 
 def test_a_part_that_is_too_small_is_named(tmp_path: Path, prefixes: list[str]) -> None:
@@ -133,9 +152,16 @@ def test_a_blend_that_cannot_be_is_refused_with_a_fix_that_works(
     def real(value: object) -> object:
         if isinstance(value, list):
             return [real(item) for item in value]
-        return prefixes[int(value[1])] + value[2:] if isinstance(value, str) and value[0] == "P" else value
+        if isinstance(value, str) and value[0] == "P":
+            return prefixes[int(value[1])] + value[2:]
+        return value
 
-    base = {"data.kind": "indexed", "data.blend": prefixes, "data.seq_length": 16, "model.vocab_size": 60_000}
+    base = {
+        "data.kind": "indexed",
+        "data.blend": prefixes,
+        "data.seq_length": 16,
+        "model.vocab_size": 60_000,
+    }
     base["trainer.eval_iters"] = 0
     raw = apply(tiny(), base)
     assert errors(raw) == []
@@ -146,7 +172,9 @@ def test_a_blend_that_cannot_be_is_refused_with_a_fix_that_works(
 
 
 @pytest.mark.parametrize("weights", [None, [0.7, 0.2, 0.1], [3.0, 1.0, 1.0]])
-def test_a_blend_has_its_flag_in_both_directions(weights: list[float] | None, prefixes: list[str]) -> None:
+def test_a_blend_has_its_flag_in_both_directions(
+    weights: list[float] | None, prefixes: list[str]
+) -> None:
     change = {"data.kind": "indexed", "data.blend": prefixes, "data.blend_weights": weights}
     text = export_script(apply(tiny(trainer__sample_tokens=0, parallel__ranks=1), change))
     back = import_texts([(text, "s.sh")], "s").run.data
@@ -166,7 +194,9 @@ def counts(mixed: Blend, numbers: range) -> np.ndarray:
 
 
 def gapless(mixed: Blend, samples: int) -> None:
-    """Every part gives its own samples 0, 1, 2, ..., each once, up to the end of the block of the last sample."""
+    """Every part gives its own samples 0, 1, 2, ..., each once, up to the end of the block of the
+    last sample.
+    """
     stretch = next(s for s in reversed(mixed.stretches) if s.first < samples)
     block = int(stretch.block_of(np.array([samples - 1 - stretch.first]))[0])
     part, index = mixed.places(range(stretch.first + stretch.bounds(block)[1]))
@@ -184,23 +214,36 @@ def test_sizes_are_given_exactly_and_are_shares_of_what_comes_after(prefixes: li
 
 
 def test_a_curriculum_has_its_weights_from_its_samples_on(prefixes: list[str]) -> None:
-    plan = [(0, [1.0, 1.0, 0.0]), (1500, [0.0, 0.2, 0.8]), (1510, [1.0, 0.0, 0.0]), (7000, [1.0, 2.0, 1.0])]
+    plan = [
+        (0, [1.0, 1.0, 0.0]),
+        (1500, [0.0, 0.2, 0.8]),
+        (1510, [1.0, 0.0, 0.0]),
+        (7000, [1.0, 2.0, 1.0]),
+    ]
     mixed = Blend(parts_of(prefixes), plan, 1)
     assert counts(mixed, range(1500)).tolist() == [750, 750, 0]
     assert counts(mixed, range(1500, 1510)).tolist() == [0, 2, 8]
     assert counts(mixed, range(1510, 7000)).tolist() == [5490, 0, 0]
-    assert np.abs(counts(mixed, range(7000, 7000 + 4 * BLOCK)) - BLOCK * np.array([1, 2, 1])).max() <= 1
+    assert (
+        np.abs(counts(mixed, range(7000, 7000 + 4 * BLOCK)) - BLOCK * np.array([1, 2, 1])).max()
+        <= 1
+    )
     gapless(mixed, 12_000)
     assert (mixed.batch([8000, 3])[1] == mixed.batch([3])[0]).all()
 
 
-def test_a_corpus_that_has_had_its_epochs_gives_no_more_and_the_others_keep_their_shares(prefixes: list[str]) -> None:
+def test_a_corpus_that_has_had_its_epochs_gives_no_more_and_the_others_keep_their_shares(
+    prefixes: list[str],
+) -> None:
     parts = parts_of(prefixes)
     most = [None, len(parts[1]) // 2, 3 * len(parts[2])]
     mixed = Blend(parts, [1.0, 1.0, 2.0], 1, most=most)
     assert mixed.total is None
     given_ = counts(mixed, range(5000))
-    assert [m - 2 <= n <= m for n, m in zip(given_[1:], (len(parts[1]) // 2, 3 * len(parts[2])), strict=True)]
+    assert [
+        m - 2 <= n <= m
+        for n, m in zip(given_[1:], (len(parts[1]) // 2, 3 * len(parts[2])), strict=True)
+    ]
     gapless(mixed, 5000)
     first = counts(mixed, range(100))
     assert first[2] > first[0] > 0 < first[1]
@@ -213,10 +256,14 @@ def test_when_every_corpus_has_had_its_epochs_the_data_ends(prefixes: list[str])
     assert mixed.total is not None
     assert sum(most) - 6 <= mixed.total <= sum(most)
     gapless(mixed, mixed.total)
-    with pytest.raises(ConfigError, match=r"has \d+ samples before every corpus has had its epochs"):
+    with pytest.raises(
+        ConfigError, match=r"has \d+ samples before every corpus has had its epochs"
+    ):
         mixed.batch([mixed.total])
     data = config(prefixes, blend_max_epochs=[1.0, 1.0, 1.0])
-    with pytest.raises(ConfigError, match=r"blend_max_epochs = \[1\.0, 1\.0, 1\.0\]: .* and 5000 are asked for"):
+    with pytest.raises(
+        ConfigError, match=r"blend_max_epochs = \[1\.0, 1\.0, 1\.0\]: .* and 5000 are asked for"
+    ):
         open_splits(data, 60_000, 5, prepare(data), ("train",), (5000, 1, 1))
     open_splits(data, 60_000, 5, prepare(data), ("train",), (500, 1, 1))
     with pytest.raises(ValidationError, match="less than or equal to 1000000"):
@@ -224,14 +271,19 @@ def test_when_every_corpus_has_had_its_epochs_the_data_ends(prefixes: list[str])
 
 
 @given(
-    st.lists(st.tuples(st.integers(1, 4000), st.lists(st.sampled_from([0, 1, 3, 50]), min_size=3, max_size=3))),
+    st.lists(
+        st.tuples(
+            st.integers(1, 4000), st.lists(st.sampled_from([0, 1, 3, 50]), min_size=3, max_size=3)
+        )
+    ),
     st.lists(st.none() | st.integers(1, 3000), min_size=3, max_size=3),
 )
 @settings(max_examples=15, deadline=None)
 def test_any_plan_gives_every_sample_of_a_part_once(
     later: list[tuple[int, list[int]]], most: list[int | None]
 ) -> None:
-    plan, at = [(0, [2.0, 1.0, 1.0])], 0
+    plan = [(0, [2.0, 1.0, 1.0])]
+    at = 0
     for length, weights in later:
         at += length
         if sum(weights):
@@ -246,7 +298,8 @@ def test_any_plan_gives_every_sample_of_a_part_once(
 
 def parts_without_tokens() -> list[Samples]:
     class Part:
-        seq_length, vocab_size = L, 60_000
+        seq_length = L
+        vocab_size = 60_000
 
         def __len__(self) -> int:
             return 1000
@@ -305,9 +358,16 @@ def test_a_plan_that_cannot_be_is_refused_with_a_fix_that_works(
     def real(value: object) -> object:
         if isinstance(value, list):
             return [real(item) for item in value]
-        return prefixes[int(value[1])] + value[2:] if isinstance(value, str) and value[0] == "P" else value
+        if isinstance(value, str) and value[0] == "P":
+            return prefixes[int(value[1])] + value[2:]
+        return value
 
-    base = {"data.kind": "indexed", "data.blend": prefixes[:3], "data.seq_length": 16, "model.vocab_size": 60_000}
+    base = {
+        "data.kind": "indexed",
+        "data.blend": prefixes[:3],
+        "data.seq_length": 16,
+        "model.vocab_size": 60_000,
+    }
     raw = apply(tiny(), {**base, "trainer.eval_iters": 0})
     assert errors(raw) == []
     raw = apply(raw, {key: real(value) for key, value in change.items()})
@@ -322,44 +382,66 @@ def test_corpora_of_splits_have_their_flags_in_both_directions(prefixes: list[st
     change |= {"data.validation_weights": [1.0, 2.0]}
     text = export_script(apply(tiny(trainer__sample_tokens=0, parallel__ranks=1), change))
     back = import_texts([(text, "s.sh")], "s").run.data
-    assert (back.path, list(back.validation_blend or ()), back.test_blend) == (prefixes[0], prefixes[1:], None)
+    assert (back.path, list(back.validation_blend or ()), back.test_blend) == (
+        prefixes[0],
+        prefixes[1:],
+        None,
+    )
     assert list(back.validation_weights or ()) == [1.0, 2.0]
     assert "--split" not in text
 
 
-SMALL_SHARES = [[5_600_000.0, 1.0], [1e12, 1.0, 1e6], [1.0, 1e-9, 1e-9, 2.0, 1e-7], [15.6e12 / 234] * 234 + [2.8e6]]
+SMALL_SHARES = [
+    [5_600_000.0, 1.0],
+    [1e12, 1.0, 1e6],
+    [1.0, 1e-9, 1e-9, 2.0, 1e-7],
+    [15.6e12 / 234] * 234 + [2.8e6],
+]
 
 
 @pytest.mark.parametrize("weights", SMALL_SHARES, ids=["1.8e-7", "1e-12", "several", "235 corpora"])
-def test_small_shares_are_given_over_a_long_run_and_no_sample_is_left_out(weights: list[float]) -> None:
+def test_small_shares_are_given_over_a_long_run_and_no_sample_is_left_out(
+    weights: list[float],
+) -> None:
     shares = np.array(weights) / sum(weights)
     one = Stretch(0, 0, None, shares, np.zeros(len(weights), np.int64))
     assert one.block == BLOCK, "a corpus of trillions is read in its own order"
     at = [0, BLOCK, 10**6, 10**6 + BLOCK, 10**9, 3 * 10**12]
     given_ = [one.given(samples) for samples in at]
     assert [int(counted.sum()) for counted in given_] == at
-    assert all((after >= before).all() for before, after in pairwise(given_)), "a part takes a sample back"
+    assert all((after >= before).all() for before, after in pairwise(given_)), (
+        "a part takes a sample back"
+    )
     apart = [
-        np.abs(n - shares * samples) / (9 + 1e-3 * shares * samples) for n, samples in zip(given_, at, strict=True)
+        np.abs(n - shares * samples) / (9 + 1e-3 * shares * samples)
+        for n, samples in zip(given_, at, strict=True)
     ]
     assert max(one.max() for one in apart) <= 1
 
 
-def test_a_blend_with_a_small_share_gives_each_corpus_its_samples_in_turn(prefixes: list[str]) -> None:
+def test_a_blend_with_a_small_share_gives_each_corpus_its_samples_in_turn(
+    prefixes: list[str],
+) -> None:
     mixed = blend(prefixes, [2.0, 1.0, 1e-7])
     gapless(mixed, 4 * BLOCK)
     middle = int(0.5 * 3 / 1e-7)
     part, index = mixed.places(range(middle - BLOCK, middle + BLOCK))
-    assert index[part == 2].tolist() == [0], "its first sample comes after half of the samples of one"
+    assert index[part == 2].tolist() == [0], (
+        "its first sample comes after half of the samples of one"
+    )
     assert mixed.describe()["dealt"] == "by halves"
     assert "dealt" not in blend(prefixes, [2.0, 1.0, 1e-5]).describe()
 
 
 @pytest.mark.parametrize("order", ["keyed", "megatron"])
-def test_a_corpus_with_a_weight_of_zero_is_as_if_it_were_not_named(order: str, prefixes: list[str]) -> None:
+def test_a_corpus_with_a_weight_of_zero_is_as_if_it_were_not_named(
+    order: str, prefixes: list[str]
+) -> None:
     with_it = config([*prefixes[:2], "/nowhere/corpus"], blend_weights=[2.0, 1.0, 0.0], order=order)
     without = config(prefixes[:2], blend_weights=[2.0, 1.0], order=order)
-    one, other = (open_splits(d, 60_000, 5, prepare(d), ("train",), (300, 1, 1)) for d in (with_it, without))
+    one, other = (
+        open_splits(d, 60_000, 5, prepare(d), ("train",), (300, 1, 1)) for d in (with_it, without)
+    )
     assert (one.train.batch(range(300)) == other.train.batch(range(300))).all()
     assert one.corpus.meta["fingerprint"] == other.corpus.meta["fingerprint"]
 
@@ -369,7 +451,12 @@ def test_check_takes_any_share_down_to_a_trillionth_and_reports_what_is_not_read
     order: str, prefixes: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
     names = ",".join(prefixes)
-    words = ["data=indexed", f"data.blend=[{names}]", "data.seq_length=16", "model.vocab_size=60000"]
+    words = [
+        "data=indexed",
+        f"data.blend=[{names}]",
+        "data.seq_length=16",
+        "model.vocab_size=60000",
+    ]
     words += [f"data.order={order}", "trainer.eval_iters=0", "trainer.sample_tokens=0"]
     words += ["data.split=[1,0,0]"]
 

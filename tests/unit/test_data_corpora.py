@@ -1,4 +1,6 @@
-"""Corpora that were made: no change is silent, what is derived of them is right, runs ask the manifest."""
+"""Corpora that were made: no change is silent, what is derived of them is right, runs ask the
+manifest.
+"""
 
 from __future__ import annotations
 
@@ -44,7 +46,8 @@ def mutations(rng: np.random.Generator) -> list[tuple[str, Callable[[bytes], byt
     """Ways to change a file, none of which leaves it as it is."""
 
     def flip(raw: bytes) -> bytes:
-        at, bit = int(rng.integers(len(raw))), 1 << int(rng.integers(8))
+        at = int(rng.integers(len(raw)))
+        bit = 1 << int(rng.integers(8))
         return raw[:at] + bytes([raw[at] ^ bit]) + raw[at + 1 :]
 
     def cut(raw: bytes) -> bytes:
@@ -59,20 +62,31 @@ def mutations(rng: np.random.Generator) -> list[tuple[str, Callable[[bytes], byt
 
     def swap(raw: bytes) -> bytes:
         a, b = sorted(int(i) for i in rng.integers(0, len(raw) - 8, 2))
-        return raw[:a] + raw[b : b + 4] + raw[a + 4 : b] + raw[a : a + 4] + raw[b + 4 :] if b >= a + 4 else flip(raw)
+        if b >= a + 4:
+            return raw[:a] + raw[b : b + 4] + raw[a + 4 : b] + raw[a : a + 4] + raw[b + 4 :]
+        return flip(raw)
 
     def twice(raw: bytes) -> bytes:
-        at, many = int(rng.integers(len(raw))), int(rng.integers(1, 9))
+        at = int(rng.integers(len(raw)))
+        many = int(rng.integers(1, 9))
         return raw[:at] + raw[at : at + many] + raw[at:]
 
-    return [("flip", flip), ("cut", cut), ("more", more), ("zeros", zeros), ("swap", swap), ("twice", twice)]
+    return [
+        ("flip", flip),
+        ("cut", cut),
+        ("more", more),
+        ("zeros", zeros),
+        ("swap", swap),
+        ("twice", twice),
+    ]
 
 
 @pytest.mark.parametrize("many", [60, pytest.param(2000, marks=pytest.mark.full)])
 def test_no_change_of_a_file_is_silent(
     made: Path, tmp_path: Path, many: int, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    rng, kept = np.random.default_rng(many), {end: (made / f"c{end}").read_bytes() for end in ENDS}
+    rng = np.random.default_rng(many)
+    kept = {end: (made / f"c{end}").read_bytes() for end in ENDS}
     ways = mutations(rng)
     for end, raw in kept.items():
         (tmp_path / f"c{end}").write_bytes(raw)
@@ -116,7 +130,13 @@ def test_a_manifest_that_was_written_anew_still_has_to_be_true(made: Path, tmp_p
         shutil.copy(made / f"c{end}", tmp_path / f"c{end}")
     held = read_manifest(made / "c")
     assert held is not None
-    for name, value in (("documents", 1), ("largest_id", 10), ("dtype", "int32"), ("tokens", 5), ("vocab_size", 20)):
+    for name, value in (
+        ("documents", 1),
+        ("largest_id", 10),
+        ("dtype", "int32"),
+        ("tokens", 5),
+        ("vocab_size", 20),
+    ):
         (tmp_path / "c.manifest.json").write_bytes(dump(held.body | {name: value}))
         assert data("verify", tmp_path / "c") == 4, name
 
@@ -135,7 +155,9 @@ HOSTILE: list[dict[str, Any]] = [
 ]
 
 
-@pytest.mark.parametrize("wrong", [HOSTILE[0], *(pytest.param(one, marks=pytest.mark.full) for one in HOSTILE[1:])])
+@pytest.mark.parametrize(
+    "wrong", [HOSTILE[0], *(pytest.param(one, marks=pytest.mark.full) for one in HOSTILE[1:])]
+)
 def test_a_manifest_of_other_kinds_of_values_is_refused_in_words(
     made: Path, tmp_path: Path, wrong: dict[str, Any], capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -159,7 +181,9 @@ def test_ids_that_a_tokenizer_does_not_have_are_said_in_words(
     assert "ids cannot be decoded" in capsys.readouterr().err
 
 
-def test_nothing_of_an_older_corpus_stays_beside_one_that_replaces_it(made: Path, tmp_path: Path) -> None:
+def test_nothing_of_an_older_corpus_stays_beside_one_that_replaces_it(
+    made: Path, tmp_path: Path
+) -> None:
     words = ("merge", made / "c", f"out={tmp_path / 'm'}")
     for end in (".rejects.jsonl", ".removed.jsonl"):
         (tmp_path / f"m{end}").write_text("{}\n")
@@ -171,7 +195,8 @@ def test_nothing_of_an_older_corpus_stays_beside_one_that_replaces_it(made: Path
 def test_a_corpus_of_others_gets_a_manifest_and_is_said_to_have_none_before(
     made: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    prefix, words = tmp_path / "c", ["data=indexed", f"data.path={tmp_path / 'c'}", "data.seq_length=16"]
+    prefix = tmp_path / "c"
+    words = ["data=indexed", f"data.path={tmp_path / 'c'}", "data.seq_length=16"]
     for end in ENDS[:2]:
         shutil.copy(made / f"c{end}", tmp_path / f"c{end}")
     assert main(["check", *words]) == 0
@@ -180,7 +205,8 @@ def test_a_corpus_of_others_gets_a_manifest_and_is_said_to_have_none_before(
     assert data("verify", prefix, "write=true", "vocab_size=20") == 4
     assert not prefix.with_name("c.manifest.json").exists()
     assert data("verify", prefix, "write=true", f"tokenizer={made / 'tokenizer.json'}") == 0
-    held, theirs = read_manifest(prefix), read_manifest(made / "c")
+    held = read_manifest(prefix)
+    theirs = read_manifest(made / "c")
     assert held is not None
     assert theirs is not None
     for name in ("documents", "sequences", "tokens", "largest_id", "vocab_size", "dtype", "files"):
@@ -193,7 +219,9 @@ def test_a_corpus_of_others_gets_a_manifest_and_is_said_to_have_none_before(
     raw[100] ^= 1
     (tmp_path / "c.bin").write_bytes(raw)
     assert data("verify", prefix) == 4
-    assert data("verify", prefix, "write=true") == 4, "a manifest that is there is not written again"
+    assert data("verify", prefix, "write=true") == 4, (
+        "a manifest that is there is not written again"
+    )
 
 
 def tokens(prefix: Path) -> list[list[int]]:
@@ -216,7 +244,9 @@ def test_split_and_merge_give_the_corpus_back(made: Path, tmp_path: Path) -> Non
     assert drawn[0] + drawn[1] != tokens(made / "c")
 
 
-def test_a_sample_has_no_document_twice_and_no_more_tokens_than_said(made: Path, tmp_path: Path) -> None:
+def test_a_sample_has_no_document_twice_and_no_more_tokens_than_said(
+    made: Path, tmp_path: Path
+) -> None:
     whole = tokens(made / "c")
     assert data("sample", made / "c", f"out={tmp_path / 'a'}", "tokens=1000") == 0
     found = tokens(tmp_path / "a")
@@ -235,7 +265,9 @@ def test_documents_that_are_there_twice_go(made: Path, tmp_path: Path) -> None:
     whole = tokens(made / "c")
     assert all(whole[row["document"]] == whole[row["repeats"]] for row in rows)
     assert len(rows) + len(found) == len(whole)
-    assert data("dedup", made / "c", f"out={tmp_path / 'b'}", "method=minhash", "threshold=0.7") == 0
+    assert (
+        data("dedup", made / "c", f"out={tmp_path / 'b'}", "method=minhash", "threshold=0.7") == 0
+    )
     near = [json.loads(line) for line in (tmp_path / "b.removed.jsonl").read_text().splitlines()]
     assert {"document": 220, "repeats": 30} in near
     assert len(rows) < len(near) < len(rows) + 40
@@ -265,7 +297,9 @@ def test_inspect_shows_text_with_boundaries_and_stats_the_counts(
     (row,) = json.loads(capsys.readouterr().out.splitlines()[-1])
     texts = [json.loads(line)["text"] for line in (made / "docs.jsonl").read_text().splitlines()]
     assert row["text_bytes"] == sum(len(text.encode()) for text in texts)
-    assert row["fertility"] == pytest.approx(row["tokens"] / sum(len(text.split()) for text in texts))
+    assert row["fertility"] == pytest.approx(
+        row["tokens"] / sum(len(text.split()) for text in texts)
+    )
 
 
 def test_a_trained_tokenizer_tokenizes(made: Path, tmp_path: Path) -> None:
@@ -275,7 +309,16 @@ def test_a_trained_tokenizer_tokenizes(made: Path, tmp_path: Path) -> None:
     assert data("train-tokenizer", *words) == 2, "it is there"
     held = json.loads(out.read_text())
     assert [token["content"] for token in held["added_tokens"]] == ["<eos>", "<x>"]
-    assert data("tokenize", made / "docs.jsonl", f"out={tmp_path / 'c'}", f"tokenizer={out}", "eod_token=<x>") == 0
+    assert (
+        data(
+            "tokenize",
+            made / "docs.jsonl",
+            f"out={tmp_path / 'c'}",
+            f"tokenizer={out}",
+            "eod_token=<x>",
+        )
+        == 0
+    )
     assert tokens(tmp_path / "c")[0][-1] == 1
 
 
@@ -290,7 +333,9 @@ def test_a_run_asks_the_manifest(made: Path, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="MT612"):
         open_splits(indexed(path=str(made / "c")), 399, 0, corpus)
     with pytest.raises(ConfigError, match=r"MT355.*id 0 ends documents"):
-        open_splits(indexed(path=str(made / "c"), fim={"rate": 0.5, "ids": (0, 1, 2)}), 400, 0, corpus)
+        open_splits(
+            indexed(path=str(made / "c"), fim={"rate": 0.5, "ids": (0, 1, 2)}), 400, 0, corpus
+        )
     (other := tmp_path / "other").mkdir()
     wrong = bpe(other, 300)
     with pytest.raises(ConfigError, match="MT620"):
@@ -298,7 +343,9 @@ def test_a_run_asks_the_manifest(made: Path, tmp_path: Path) -> None:
     for end in ENDS:
         shutil.copy(made / f"c{end}", tmp_path / f"c{end}")
     shutil.copy(made / "docs.jsonl", tmp_path / "c.bin")
-    write_index(tmp_path / "c.idx", np.array([(tmp_path / "c.bin").stat().st_size // 2]), np.dtype("uint16"))
+    write_index(
+        tmp_path / "c.idx", np.array([(tmp_path / "c.bin").stat().st_size // 2]), np.dtype("uint16")
+    )
     (tmp_path / "c.bin").write_bytes(
         (tmp_path / "c.bin").read_bytes()[: (tmp_path / "c.bin").stat().st_size // 2 * 2]
     )
@@ -306,8 +353,16 @@ def test_a_run_asks_the_manifest(made: Path, tmp_path: Path) -> None:
         prepare(indexed(path=str(tmp_path / "c")))
 
 
-def test_check_asks_the_manifest(made: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    words = ["check", "data=indexed", f"data.path={made / 'c'}", "data.seq_length=16", "trainer.sample_tokens=0"]
+def test_check_asks_the_manifest(
+    made: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = [
+        "check",
+        "data=indexed",
+        f"data.path={made / 'c'}",
+        "data.seq_length=16",
+        "trainer.sample_tokens=0",
+    ]
     assert main([*words, "data.packed=true", "data.eod_mask_loss=true"]) == 0, capsys.readouterr()
     with IndexedWriter(tmp_path / "bare", np.dtype(np.uint16)) as writer:  # without a manifest
         writer.add(np.ones(200, np.uint16))
@@ -335,7 +390,9 @@ def with_lengths(prefix: Path, lengths: list[int]) -> Path:
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_a_sample_has_the_tokens_asked_for_but_for_less_than_a_document(tmp_path: Path, seed: int) -> None:
+def test_a_sample_has_the_tokens_asked_for_but_for_less_than_a_document(
+    tmp_path: Path, seed: int
+) -> None:
     lengths = [12_000, 40_000, 3_000, 20_100, 39_900, 9_000, 700, 55_000]
     source = with_lengths(tmp_path / "c", lengths)
     for asked in (10_000, 60_000, 3_000):
@@ -352,14 +409,19 @@ def test_a_sample_has_the_tokens_asked_for_but_for_less_than_a_document(tmp_path
         assert 0 <= missing < min(left_out), "another document fits"
 
 
-def test_a_sample_says_truthfully_why_it_has_less(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_sample_says_truthfully_why_it_has_less(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     source = with_lengths(tmp_path / "c", [12_000, 40_000, 9_000])
     assert data("sample", source, f"out={tmp_path / 'a'}", "tokens=8999") == 2
-    assert "there are 3 documents with 61000 tokens, and the shortest has 9000" in capsys.readouterr().err
+    assert (
+        "there are 3 documents with 61000 tokens, and the shortest has 9000"
+        in capsys.readouterr().err
+    )
     assert data("sample", source, f"out={tmp_path / 'b'}", "tokens=10000") == 0
     assert (
-        "1000 tokens fewer than the 10000 that were asked for: the shortest document left out has 12000"
-        in capsys.readouterr().out
+        "1000 tokens fewer than the 10000 that were asked for: the shortest document left out has"
+        " 12000" in capsys.readouterr().out
     )
     assert data("sample", source, f"out={tmp_path / 'd'}", "documents=9") == 0
     assert "9 documents were asked for, and these are all" in capsys.readouterr().out

@@ -1,4 +1,6 @@
-"""Hostile documents, tokenizers and archives: said in words; nothing run, nothing written elsewhere."""
+"""Hostile documents, tokenizers and archives: said in words; nothing run, nothing written
+elsewhere.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +35,8 @@ def changed(raw: bytes, rng: np.random.Generator) -> bytes:
     for _ in range(int(rng.integers(1, 6))):
         if len(data) < 2:
             break
-        at, many = int(rng.integers(len(data))), int(rng.integers(1, 40))
+        at = int(rng.integers(len(data)))
+        many = int(rng.integers(1, 40))
         what = int(rng.integers(5))
         if what == 0:
             data[at : at + many] = rng.bytes(many)
@@ -145,7 +148,9 @@ def run(folder: Path, source: Path, tokenizer: Path, *words: str) -> int:
             *words,
         ]
     )
-    outside = {p: p.stat().st_mtime_ns for p in folder.rglob("*") if folder / "out" not in (p, *p.parents)}
+    outside = {
+        p: p.stat().st_mtime_ns for p in folder.rglob("*") if folder / "out" not in (p, *p.parents)
+    }
     assert outside == {p: t for p, t in before.items() if folder / "out" not in (p, *p.parents)}
     for path in (folder / "out").glob("o*"):
         if path.is_file():
@@ -207,14 +212,17 @@ def test_changed_tokenizers_are_refused_or_tokenize(
     (folder := place / "made").mkdir()
     made = MAKERS[kind](folder)
     file = made / "vocab.json" if made.is_dir() else made
-    raw, rng = file.read_bytes(), np.random.default_rng(many)
+    raw = file.read_bytes()
+    rng = np.random.default_rng(many)
     source = jsonl(place / "d.jsonl", documents(10))
     for i in range(many):
         file.write_bytes(changed(raw, rng))
         said_in_words(run(place, source, made, "eod=false"), capsys, (kind, i))
 
 
-def test_archives_write_nothing_and_follow_nothing(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_archives_write_nothing_and_follow_nothing(
+    place: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     for i, raw in enumerate(TARS):
         source = written(place / "d.tar", raw)
         code = run(place, source, place / "good/tokenizer.json", "key=txt")
@@ -226,16 +234,31 @@ def test_archives_write_nothing_and_follow_nothing(place: Path, capsys: pytest.C
     assert not Path("/tmp/mtrain-escaped.txt").exists()
 
 
-def test_lines_that_are_no_records_are_left_out(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_lines_that_are_no_records_are_left_out(
+    place: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     source = written(place / "d.jsonl", b"\n".join([*LINES, b'{"text": "good"}']))
     out = place / "out" / "o"
-    assert main(["data", "tokenize", str(source), f"out={out}", f"tokenizer={place / 'good/tokenizer.json'}"]) == 0
+    assert (
+        main(
+            [
+                "data",
+                "tokenize",
+                str(source),
+                f"out={out}",
+                f"tokenizer={place / 'good/tokenizer.json'}",
+            ]
+        )
+        == 0
+    )
     rows = [json.loads(line) for line in Path(f"{out}.rejects.jsonl").read_text().splitlines()]
     assert [row["line"] for row in rows] == [i + 1 for i in range(len(LINES))]
     assert json.loads(Path(f"{out}.manifest.json").read_text())["documents"] == 1
 
 
-def test_tokenizers_that_are_none_are_refused(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_tokenizers_that_are_none_are_refused(
+    place: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     source = jsonl(place / "d.jsonl", ["a b"])
     for name, raw in tokenizer_bodies():
         path = written(place / name, raw)
@@ -256,7 +279,8 @@ own = next(line for line in open("/proc/self/status") if line.startswith("VmHWM"
 print("KiB", max(int(own.split()[1]), resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss))
 raise SystemExit(code)
 """
-"""Prints the most memory that the command and its processes had; that of this process is not in it."""
+"""Prints the most memory that the command and its processes had; that of this process is not in it.
+"""
 
 
 @pytest.mark.full
@@ -271,10 +295,17 @@ def test_a_bomb_takes_no_memory(place: Path) -> None:
         for _ in range(600):
             file.write(b"x" * (1 << 20))
     for name in ("bomb.jsonl.gz", "bomb.tar.gz"):
-        words = [str(place / name), f"out={place / 'out/o'}", f"tokenizer={place / 'good/tokenizer.json'}"]
+        words = [
+            str(place / name),
+            f"out={place / 'out/o'}",
+            f"tokenizer={place / 'good/tokenizer.json'}",
+        ]
         more = ["workers=1", "max_document=8"]
         done = subprocess.run(
-            [sys.executable, "-c", BOMB, str(4 << 30), *words, *more], capture_output=True, text=True, check=False
+            [sys.executable, "-c", BOMB, str(4 << 30), *words, *more],
+            capture_output=True,
+            text=True,
+            check=False,
         )
         assert done.returncode in (2, 4), done.stderr
         assert "Traceback" not in done.stderr

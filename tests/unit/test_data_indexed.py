@@ -53,18 +53,24 @@ def resize(path: Path, size: int) -> None:
 def test_files_are_byte_identical_to_megatron_core(tmp_path: Path) -> None:
     theirs, ours = [[tmp_path / f"{who}{i}" for i in range(2)] for who in ("theirs", "ours")]
     arguments = [*map(str, theirs), *map(str, LENGTHS)]
-    subprocess.run([sys.executable, "-W", "ignore", "-c", MEGATRON, *arguments], check=True, timeout=patient(120))
+    subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", MEGATRON, *arguments],
+        check=True,
+        timeout=patient(120),
+    )
     for prefix, reference, dtype in zip(ours, theirs, ("<u2", "<i4"), strict=True):
         write(prefix, dtype)
         for suffix in (".bin", ".idx"):
-            assert Path(f"{prefix}{suffix}").read_bytes() == Path(f"{reference}{suffix}").read_bytes()
+            assert (
+                Path(f"{prefix}{suffix}").read_bytes() == Path(f"{reference}{suffix}").read_bytes()
+            )
 
 
 def test_the_index_is_what_the_format_says(tmp_path: Path) -> None:
     write(tmp_path / "a", "<u2", (2, 3))
-    assert (tmp_path / "a.idx").read_bytes() == b"MMIDIDX\0\0" + struct.pack("<QBQQ", 1, 8, 2, 3) + struct.pack(
-        "<2i2q3q", 2, 3, 0, 4, 0, 1, 2
-    )
+    assert (tmp_path / "a.idx").read_bytes() == b"MMIDIDX\0\0" + struct.pack(
+        "<QBQQ", 1, 8, 2, 3
+    ) + struct.pack("<2i2q3q", 2, 3, 0, 4, 0, 1, 2)
 
 
 def test_an_index_longer_than_one_chunk_is_right(tmp_path: Path) -> None:
@@ -110,7 +116,12 @@ def test_a_sequence_longer_than_an_int32_is_refused(tmp_path: Path) -> None:
 
 
 def test_the_dtype_is_megatrons_choice() -> None:
-    assert [token_dtype(v).name for v in (300, 65499, 65500, 128256)] == ["uint16", "uint16", "int32", "int32"]
+    assert [token_dtype(v).name for v in (300, 65499, 65500, 128256)] == [
+        "uint16",
+        "uint16",
+        "int32",
+        "int32",
+    ]
 
 
 I8 = struct.Struct("<q").pack
@@ -134,19 +145,37 @@ CASES: dict[str, tuple[Callable[[Path, Path], None], str]] = {
     "sequence count huge": (lambda i, b: poke(i, 25, b"\x7f"), "offset 18"),
     "document count": (lambda i, b: poke(i, 26, b"\6"), "6 document indices"),
     "multimodal": (lambda i, b: resize(i, -6), "multimodal"),
-    "negative length": (lambda i, b: poke(i, AT_LENGTHS + 8, I4(-9)), "offset 42: sequence 2 has length -9"),
+    "negative length": (
+        lambda i, b: poke(i, AT_LENGTHS + 8, I4(-9)),
+        "offset 42: sequence 2 has length -9",
+    ),
     "other length": (lambda i, b: poke(i, AT_LENGTHS + 8, I4(8)), "pointer of sequence 3"),
     "last length": (lambda i, b: poke(i, AT_LENGTHS + 20, I4(31)), "a.bin: 224 bytes, but"),
-    "first pointer": (lambda i, b: poke(i, AT_POINTERS, I8(4)), f"offset {AT_POINTERS}: pointer of sequence 0"),
+    "first pointer": (
+        lambda i, b: poke(i, AT_POINTERS, I8(4)),
+        f"offset {AT_POINTERS}: pointer of sequence 0",
+    ),
     "pointer": (
         lambda i, b: poke(i, AT_POINTERS + 16, I8(25)),
         f"offset {AT_POINTERS + 16}: pointer of sequence 2 is 25",
     ),
-    "negative pointer": (lambda i, b: poke(i, AT_POINTERS + 40, I8(-4)), "pointer of sequence 5 is -4"),
+    "negative pointer": (
+        lambda i, b: poke(i, AT_POINTERS + 40, I8(-4)),
+        "pointer of sequence 5 is -4",
+    ),
     "first document": (lambda i, b: poke(i, AT_DOCUMENTS, I8(1)), "from 1 to 6"),
-    "last document": (lambda i, b: poke(i, AT_DOCUMENTS + 48, I8(5)), "from 0 to 5, must be 0 to 6"),
-    "documents fall": (lambda i, b: poke(i, AT_DOCUMENTS + 16, I8(5)), "document index 3 is 3, less than 5"),
-    "bin cut by one byte": (lambda i, b: resize(b, 223), "a.bin: 223 bytes, but a.idx describes 224"),
+    "last document": (
+        lambda i, b: poke(i, AT_DOCUMENTS + 48, I8(5)),
+        "from 0 to 5, must be 0 to 6",
+    ),
+    "documents fall": (
+        lambda i, b: poke(i, AT_DOCUMENTS + 16, I8(5)),
+        "document index 3 is 3, less than 5",
+    ),
+    "bin cut by one byte": (
+        lambda i, b: resize(b, 223),
+        "a.bin: 223 bytes, but a.idx describes 224",
+    ),
     "bin cut by a token": (lambda i, b: resize(b, 220), "a.bin: 220 bytes"),
     "bin empty": (lambda i, b: resize(b, 0), "a.bin: 0 bytes"),
     "bin longer": (lambda i, b: resize(b, -4), "a.bin: 228 bytes"),
@@ -156,7 +185,9 @@ CASES: dict[str, tuple[Callable[[Path, Path], None], str]] = {
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_a_damaged_file_is_refused_at_open_naming_file_and_offset(tmp_path: Path, case: str) -> None:
+def test_a_damaged_file_is_refused_at_open_naming_file_and_offset(
+    tmp_path: Path, case: str
+) -> None:
     prefix = write(tmp_path / "a")
     damage, message = CASES[case]
     damage(tmp_path / "a.idx", tmp_path / "a.bin")
@@ -168,7 +199,9 @@ def test_a_damaged_file_is_refused_at_open_naming_file_and_offset(tmp_path: Path
 
 
 @pytest.mark.parametrize("code", [3, 8])
-def test_a_dtype_code_of_the_same_size_changes_no_id_that_fits_both(tmp_path: Path, code: int) -> None:
+def test_a_dtype_code_of_the_same_size_changes_no_id_that_fits_both(
+    tmp_path: Path, code: int
+) -> None:
     prefix = write(tmp_path / "a", "<u2")
     poke(tmp_path / "a.idx", 17, bytes([code]))
     assert IndexedDataset(prefix).tokens.tolist() == list(range(56))
@@ -193,7 +226,8 @@ def test_of_1500_mutations_of_the_index_each_is_refused_or_harmless(tmp_path: Pa
             dataset = IndexedDataset(prefix)
         except CorruptData:
             continue
-        # What passes holds the same sequences; only where one document ends and the next starts may have moved.
+        # What passes holds the same sequences; only where one document ends and the next starts may
+        # have moved.
         assert [dataset[i].tolist() for i in range(len(dataset))] == expected
         assert (np.diff(dataset.document_indices) >= 0).all()
         harmless += 1
@@ -209,17 +243,28 @@ def large(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("large")
 @pytest.mark.parametrize("what", ["length", "pointer", "document"])
-def test_of_a_large_index_parts_are_read_at_open_and_the_rest_as_the_run_goes_on(tmp_path: Path, what: str) -> None:
-    many, prefix = 700, tmp_path / "a"
+def test_of_a_large_index_parts_are_read_at_open_and_the_rest_as_the_run_goes_on(
+    tmp_path: Path, what: str
+) -> None:
+    many = 700
+    prefix = tmp_path / "a"
     write_index(tmp_path / "a.idx", np.full(many, 3), np.dtype("<u2"))
     (tmp_path / "a.bin").write_bytes(bytes(2 * 3 * many))
     whole = (tmp_path / "a.idx").read_bytes()
-    places = {"length": HEADER.size, "pointer": HEADER.size + 4 * many, "document": HEADER.size + 12 * many}
+    places = {
+        "length": HEADER.size,
+        "pointer": HEADER.size + 4 * many,
+        "document": HEADER.size + 12 * many,
+    }
     wide = 4 if what == "length" else 8
 
     def damaged(number: int, value: int) -> IndexedDataset:
         (tmp_path / "a.idx").write_bytes(whole)
-        poke(tmp_path / "a.idx", places[what] + wide * number, value.to_bytes(wide, "little", signed=True))
+        poke(
+            tmp_path / "a.idx",
+            places[what] + wide * number,
+            value.to_bytes(wide, "little", signed=True),
+        )
         return IndexedDataset(prefix, whole=False)
 
     for number in (0, 3, many // 2, many - 1):

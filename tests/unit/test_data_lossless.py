@@ -1,4 +1,6 @@
-"""Nothing of an input is lost without a word: what is cut off is refused, what is left out is named."""
+"""Nothing of an input is lost without a word: what is cut off is refused, what is left out is
+named.
+"""
 
 from __future__ import annotations
 
@@ -59,7 +61,8 @@ def members(*named: tuple[str, bytes], links: tuple[str, ...] = ()) -> bytes:
             tar.addfile(info, io.BytesIO(data))
         for name in links:
             info = tarfile.TarInfo(name)
-            info.type, info.linkname = tarfile.SYMTYPE, "/etc/passwd"
+            info.type = tarfile.SYMTYPE
+            info.linkname = "/etc/passwd"
             tar.addfile(info)
     return out.getvalue()
 
@@ -87,7 +90,13 @@ def test_an_input_that_is_cut_off_or_goes_on_behind_its_end_is_refused(
 
 
 def test_every_member_of_a_tar_is_a_document_or_named() -> None:
-    named = (("a.txt", b"one"), ("b.txt", b"two"), ("b.txt", b"three"), ("c.txt", b"four"), ("x/.txt", b"five"))
+    named = (
+        ("a.txt", b"one"),
+        ("b.txt", b"two"),
+        ("b.txt", b"three"),
+        ("c.txt", b"four"),
+        ("x/.txt", b"five"),
+    )
     packed(Path("d.tar"), members(*named, links=("l.txt", "m.json")))
     assert tokenize("d.tar", "out=o", "key=txt") == 0
     assert counts("o") == {"documents": 3, "rejected": 3}
@@ -107,7 +116,9 @@ def test_lines_are_counted_where_many_of_them_are_empty(name: str) -> None:
     assert counts("o") == {"documents": 301, "rejected": 1}
 
 
-@pytest.mark.parametrize("name", some(dict.fromkeys(["d.jsonl", "d.jsonl.gz", "d.jsonl.zst"]), ["d.jsonl.gz"]))
+@pytest.mark.parametrize(
+    "name", some(dict.fromkeys(["d.jsonl", "d.jsonl.gz", "d.jsonl.zst"]), ["d.jsonl.gz"])
+)
 def test_a_byte_order_mark_is_no_part_of_the_first_line(name: str) -> None:
     data = b"\xef\xbb\xbf" + TEXT
     made = {"gz": gzip.compress, "zst": as_zst}.get(name.rpartition(".")[2], bytes)(data)
@@ -212,15 +223,23 @@ def test_names_and_sizes_that_cannot_be_are_said_in_words(
 def test_a_tokenizer_is_trained_on_bytes_that_are_counted_and_names_lines(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    Path("d.jsonl").write_text('{"text": "日本"}\n' + "\n" * 9000 + '{"text": "\\ud800"}\n' + "no json\n")
-    assert main(["data", "train-tokenizer", "--json", "d.jsonl", "out=t.json", "vocab_size=300"]) == 0
+    Path("d.jsonl").write_text(
+        '{"text": "日本"}\n' + "\n" * 9000 + '{"text": "\\ud800"}\n' + "no json\n"
+    )
+    assert (
+        main(["data", "train-tokenizer", "--json", "d.jsonl", "out=t.json", "vocab_size=300"]) == 0
+    )
     assert json.loads(capsys.readouterr().out)["text"] == 6
     assert main(["data", "train-tokenizer", "d.jsonl", "out=u.json", "max_rejects=1"]) == 4
-    assert "2 records are left out so far; the last: d.jsonl:9003: no JSON" in capsys.readouterr().err
+    assert (
+        "2 records are left out so far; the last: d.jsonl:9003: no JSON" in capsys.readouterr().err
+    )
 
 
 @pytest.mark.parametrize("form", ["parquet", pytest.param("arrow", marks=pytest.mark.full)])
-def test_a_large_row_group_is_worked_on_in_pieces(form: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_large_row_group_is_worked_on_in_pieces(
+    form: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     import pyarrow as pa
     import pyarrow.parquet as pq
 

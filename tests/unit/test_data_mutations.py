@@ -1,8 +1,9 @@
-"""Mutations of `.bin/.idx` when they are opened for training: refused, or another corpus for every run that goes on.
+"""Mutations of `.bin/.idx` when they are opened for training: refused, or another corpus for every
+run that goes on.
 
-What is seen without a manifest: everything of an index but a document boundary that is moved, and every id outside of
-the vocabulary. A token that is changed into another one of the vocabulary is seen where a run goes on, of a large
-corpus in the blocks that its fingerprint reads.
+What is seen without a manifest: everything of an index but a document boundary that is moved, and
+every id outside of the vocabulary. A token that is changed into another one of the vocabulary is
+seen where a run goes on, of a large corpus in the blocks that its fingerprint reads.
 """
 
 from __future__ import annotations
@@ -21,8 +22,11 @@ VOCAB = 500
 
 
 def mutated(raw: bytes, random: np.random.Generator) -> bytes:
-    """One of the ways in which files are damaged: bits, bytes, runs of zeros, cuts, insertions, blocks exchanged."""
-    data, at = bytearray(raw), int(random.integers(len(raw)))
+    """One of the ways in which files are damaged: bits, bytes, runs of zeros, cuts, insertions,
+    blocks exchanged.
+    """
+    data = bytearray(raw)
+    at = int(random.integers(len(raw)))
     size = int(random.integers(1, 64))
     match int(random.integers(6)):
         case 0:
@@ -37,19 +41,25 @@ def mutated(raw: bytes, random: np.random.Generator) -> bytes:
             data[at:at] = random.bytes(size)
         case 5:
             other = int(random.integers(len(raw)))
-            data[at : at + size], data[other : other + size] = data[other : other + size], data[at : at + size]
+            data[at : at + size], data[other : other + size] = (
+                data[other : other + size],
+                data[at : at + size],
+            )
     return bytes(data)
 
 
 @pytest.mark.parametrize("count", [150, pytest.param(2000, marks=pytest.mark.full)])
 @pytest.mark.parametrize("order", ["keyed", pytest.param("megatron", marks=pytest.mark.full)])
 def test_no_mutation_is_silent(tmp_path: Path, count: int, order: str) -> None:
-    random, prefix = np.random.default_rng(count), tmp_path / "a"
+    random = np.random.default_rng(count)
+    prefix = tmp_path / "a"
     with IndexedWriter(prefix, np.dtype("<u2")) as writer:
         lengths = random.integers(0, 90, 200)
         writer.add(random.integers(0, VOCAB, int(lengths.sum())), lengths)
     files = {name: (tmp_path / name).read_bytes() for name in ("a.bin", "a.idx")}
-    data = DataConfig.model_validate({"kind": "indexed", "path": str(prefix), "seq_length": 64, "order": order})
+    data = DataConfig.model_validate(
+        {"kind": "indexed", "path": str(prefix), "seq_length": 64, "order": order}
+    )
 
     def opened() -> dict[str, object]:
         splits = open_splits(data, VOCAB, 1, prepare(data), asked=(300, 20, 5))
@@ -57,7 +67,10 @@ def test_no_mutation_is_silent(tmp_path: Path, count: int, order: str) -> None:
         splits.train.batch(range(100))
         return splits.describe()
 
-    saved, refused, other, same = opened(), 0, 0, 0
+    saved = opened()
+    refused = 0
+    other = 0
+    same = 0
     for trial in range(count):
         name = ("a.idx", "a.bin")[trial % 2]
         raw = mutated(files[name], random)

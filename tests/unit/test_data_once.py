@@ -13,14 +13,17 @@ from mtrain.data import Splits, open_splits, prepare
 from mtrain.data.batch import GlobalBatches
 from mtrain.data.indexed import IndexedWriter
 
-SEQ, VOCAB = 8, 60_000
+SEQ = 8
+VOCAB = 60_000
 PARTS = (60, 600)
 """Documents of each corpus; no token of them is there twice."""
 
 
 @pytest.fixture(scope="module")
 def prefixes(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
-    home, first, found = tmp_path_factory.mktemp("once"), 0, []
+    home = tmp_path_factory.mktemp("once")
+    first = 0
+    found = []
     for number, many in enumerate(PARTS):
         lengths = np.full(many, 20)
         with IndexedWriter(home / str(number), np.dtype("<u2")) as writer:
@@ -31,9 +34,16 @@ def prefixes(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
 
 
 def splits_of(tmp_path: Path, asked: int, **more: Any) -> Splits:
-    words = {"kind": "indexed", "seq_length": SEQ, "split": [0.5, 0.5, 0.0], "cache_dir": str(tmp_path)}
+    words = {
+        "kind": "indexed",
+        "seq_length": SEQ,
+        "split": [0.5, 0.5, 0.0],
+        "cache_dir": str(tmp_path),
+    }
     data = DataConfig.model_validate({**words, **more})
-    return open_splits(data, VOCAB, 7, prepare(data), ("train", "validation"), (100, 5 * asked, asked))
+    return open_splits(
+        data, VOCAB, 7, prepare(data), ("train", "validation"), (100, 5 * asked, asked)
+    )
 
 
 def counted(splits: Splits, asked: int, batch: int) -> list[int]:
@@ -68,6 +78,9 @@ def test_no_token_counts_twice_however_many_samples_are_asked_for(
     for asked in (3 * many, many // 4):
         found = counted(splits_of(tmp_path, asked, **source, **KINDS[kind]), asked, 7)
         assert len(set(found)) == len(found)
-        least = 0.9 * min(many, asked) * SEQ if kind != "blend in Megatron's order" else PARTS[0] * 10 * 0.9
+        if kind != "blend in Megatron's order":
+            least = 0.9 * min(many, asked) * SEQ
+        else:
+            least = PARTS[0] * 10 * 0.9
         assert len(found) >= least
         assert found == counted(splits_of(tmp_path, asked, **source, **KINDS[kind]), asked, 4)

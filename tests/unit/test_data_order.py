@@ -1,4 +1,6 @@
-"""Every order of samples is a function of their numbers: the same for any ranks, after any resume, none twice."""
+"""Every order of samples is a function of their numbers: the same for any ranks, after any resume,
+none twice.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,8 @@ from mtrain.data.fim import FillInTheMiddle
 from mtrain.data.indexed import IndexedWriter
 from tests.support.covering import some
 
-VOCAB, SEQ = 60_000, 16
+VOCAB = 60_000
+SEQ = 16
 KINDS: dict[str, dict[str, Any]] = {
     "one": {"path": "a"},
     "blend": {"blend": ["a", "b"]},
@@ -36,14 +39,21 @@ def folder(tmp_path: Path) -> Path:
 
 
 def source(folder: Path, kind: str) -> Any:
-    paths = {"path": lambda name: str(folder / name), "blend": lambda names: [str(folder / n) for n in names]}
+    paths = {
+        "path": lambda name: str(folder / name),
+        "blend": lambda names: [str(folder / n) for n in names],
+    }
     words = {key: paths.get(key, lambda value: value)(value) for key, value in KINDS[kind].items()}
-    data = DataConfig.model_validate({"kind": "indexed", "seq_length": SEQ, "split": [1.0, 0.0, 0.0], **words})
+    data = DataConfig.model_validate(
+        {"kind": "indexed", "seq_length": SEQ, "split": [1.0, 0.0, 0.0], **words}
+    )
     return open_splits(data, VOCAB, 3, prepare(data), ("train",), (4000, 0, 0)).train
 
 
 @pytest.mark.parametrize("kind", some(KINDS, ["one", "curriculum", "megatron blend"]))
-def test_a_step_reads_the_same_samples_on_any_ranks_and_after_a_resume_on_others(folder: Path, kind: str) -> None:
+def test_a_step_reads_the_same_samples_on_any_ranks_and_after_a_resume_on_others(
+    folder: Path, kind: str
+) -> None:
     def steps(dp: int, steps: range) -> np.ndarray:
         ranks = [GlobalBatches(source(folder, kind), 16, 2, rank, dp) for rank in range(dp)]
         out = []
@@ -73,8 +83,12 @@ def test_no_sample_comes_twice_in_an_epoch(folder: Path, kind: str) -> None:
 END = 0
 
 
-def middle(rate: float, spm: float, windows: np.ndarray, seed: int = 1, part: str = "train") -> np.ndarray:
-    return FillInTheMiddle(rate, spm, (101, 102, 103), (END,), seed, part)(windows, np.arange(len(windows)))
+def middle(
+    rate: float, spm: float, windows: np.ndarray, seed: int = 1, part: str = "train"
+) -> np.ndarray:
+    return FillInTheMiddle(rate, spm, (101, 102, 103), (END,), seed, part)(
+        windows, np.arange(len(windows))
+    )
 
 
 def test_the_middle_of_a_share_of_documents_is_read_behind_their_end() -> None:
@@ -91,19 +105,24 @@ def test_the_middle_of_a_share_of_documents_is_read_behind_their_end() -> None:
     for row, moved in zip(windows, out, strict=True):
         assert (moved[[20, 41]] == END).all(), "documents end where they did"
         for piece in (slice(0, 20), slice(21, 41), slice(42, 65)):
-            before, after = row[piece].tolist(), moved[piece].tolist()
+            before = row[piece].tolist()
+            after = moved[piece].tolist()
             if after == before:
                 kinds["none"] += 1
                 continue
-            suffix_at, middle_at = after.index(102), after.index(103)
+            suffix_at = after.index(102)
+            middle_at = after.index(103)
             assert after[0] == 101
             if suffix_at == 1:
                 kinds["SPM"] += 1
-                suffix, rest = after[2:middle_at], after[middle_at + 1 :]
+                suffix = after[2:middle_at]
+                rest = after[middle_at + 1 :]
                 assert rest + suffix == before[:-3]
             else:
                 kinds["PSM"] += 1
-                prefix, suffix, mid = after[1:suffix_at], after[suffix_at + 1 : middle_at], after[middle_at + 1 :]
+                prefix = after[1:suffix_at]
+                suffix = after[suffix_at + 1 : middle_at]
+                mid = after[middle_at + 1 :]
                 assert prefix + mid + suffix == before[:-3]
                 lengths.append(len(mid) / (len(before) - 3))
     assert kinds["none"] / 1200 == pytest.approx(0.4, abs=0.05)
@@ -116,7 +135,8 @@ def test_the_middle_of_a_share_of_documents_is_read_behind_their_end() -> None:
 
 
 def test_labels_follow_the_tokens_as_they_are_read(folder: Path) -> None:
-    train, marks = source(folder, "one"), FillInTheMiddle(1.0, 0.5, (50_001, 50_002, 50_003), (END,), 1, "train")
+    train = source(folder, "one")
+    marks = FillInTheMiddle(1.0, 0.5, (50_001, 50_002, 50_003), (END,), 1, "train")
     (batch,) = GlobalBatches(train, 4, 4, 0, 1, next_token(moved=marks)).microbatches(0)
     assert (batch["labels"][:, :-1] == batch["tokens"][:, 1:]).all()
     assert (batch["tokens"][:, 0] == 50_001).all()

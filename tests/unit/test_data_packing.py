@@ -19,7 +19,9 @@ def _windows(*rows: list[int]) -> torch.Tensor:
 
 
 def test_documents_start_at_zero_and_their_bounds_are_told() -> None:
-    batch = pack(_windows([1, 2, EOD, 3, 4, EOD, 5, 6, 7], [1, 1, 1, 1, 1, 1, 1, EOD, 2]), Packing((EOD,)))
+    batch = pack(
+        _windows([1, 2, EOD, 3, 4, EOD, 5, 6, 7], [1, 1, 1, 1, 1, 1, 1, EOD, 2]), Packing((EOD,))
+    )
     assert batch["tokens"].tolist() == [[1, 2, EOD, 3, 4, EOD, 5, 6, 1, 1, 1, 1, 1, 1, 1, EOD]]
     assert batch["cu_seqlens"].tolist() == [0, 3, 6, 8, 16]
     assert batch["position_ids"].tolist() == [[0, 1, 2, 0, 1, 2, 0, 1, 0, 1, 2, 3, 4, 5, 6, 7]]
@@ -43,7 +45,9 @@ def test_documents_are_padded_and_what_no_longer_fits_is_left_out() -> None:
     st.lists(st.lists(st.integers(1, EOD), min_size=17, max_size=17), min_size=1, max_size=3),
     st.sampled_from([1, 2, 4, 8]),
 )
-def test_every_counted_token_keeps_its_label_and_its_document(rows: list[list[int]], multiple: int) -> None:
+def test_every_counted_token_keeps_its_label_and_its_document(
+    rows: list[list[int]], multiple: int
+) -> None:
     batch = pack(torch.tensor(rows), Packing((EOD,), multiple))
     tokens, labels, mask = (batch[k][0].tolist() for k in ("tokens", "labels", "loss_mask"))
     bounds = batch["cu_seqlens"].tolist()
@@ -51,7 +55,9 @@ def test_every_counted_token_keeps_its_label_and_its_document(rows: list[list[in
     assert bounds[0] == 0
     assert bounds[-1] == len(tokens)
     assert all(b > a and (b - a) % multiple == 0 for a, b in itertools.pairwise(bounds))
-    assert {0, *range(16, len(tokens) + 1, 16)} <= set(bounds), "a sample's documents stay in its row"
+    assert {0, *range(16, len(tokens) + 1, 16)} <= set(bounds), (
+        "a sample's documents stay in its row"
+    )
     pairs = {(a, b) for row in rows for a, b in itertools.pairwise(row) if a != EOD}
     for start, stop in itertools.pairwise(bounds):
         inner = [i for i in range(start, stop) if mask[i]]

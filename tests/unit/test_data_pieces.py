@@ -1,4 +1,6 @@
-"""Pieces of texts that are encoded apart have the ids of the whole, for every tokenizer that is cut."""
+"""Pieces of texts that are encoded apart have the ids of the whole, for every tokenizer that is
+cut.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,22 @@ from tests.support.token_corpora import TEXTS, documents
 
 LETTERS = (
     *"aZ9'sStTdDlLmMrRvVeE \n\r\t.,;/!?(){}_-\"<|>@#",
-    *("  ", "\n\n", "\r\n", " \n", "'s", "'LL", "'ve", "<|x|>", "12345", "don't", "\x0b", "\x1c", "\x85", "\xa0"),
+    *(
+        "  ",
+        "\n\n",
+        "\r\n",
+        " \n",
+        "'s",
+        "'LL",
+        "'ve",
+        "<|x|>",
+        "12345",
+        "don't",
+        "\x0b",
+        "\x1c",
+        "\x85",
+        "\xa0",
+    ),
     *(
         "é",
         "É",
@@ -60,7 +77,9 @@ def trained(pattern: str | None, kind: str = "bpe", normalizer: Any = None) -> t
             split = [pre_tokenizers.Digits(individual_digits=True)]
         made.pre_tokenizer = pre_tokenizers.Sequence([*split, level]) if split else level
         alphabet = pre_tokenizers.ByteLevel.alphabet()
-        trainer = trainers.BpeTrainer(vocab_size=600, initial_alphabet=alphabet, show_progress=False)
+        trainer = trainers.BpeTrainer(
+            vocab_size=600, initial_alphabet=alphabet, show_progress=False
+        )
         made.decoder = decoders.ByteLevel()
         if normalizer is not None:
             made.normalizer = normalizer
@@ -71,7 +90,10 @@ def trained(pattern: str | None, kind: str = "bpe", normalizer: Any = None) -> t
 
 def random_texts(many: int, seed: int) -> list[str]:
     rng = np.random.default_rng(seed)
-    return ["".join(LETTERS[i] for i in rng.integers(0, len(LETTERS), rng.integers(0, 40))) for _ in range(many)]
+    return [
+        "".join(LETTERS[i] for i in rng.integers(0, len(LETTERS), rng.integers(0, 40)))
+        for _ in range(many)
+    ]
 
 
 CUT = {
@@ -89,7 +111,9 @@ CUT = {
 @pytest.mark.parametrize("many", [1500, pytest.param(20_000, marks=pytest.mark.full)])
 @pytest.mark.parametrize("plain", [False, pytest.param(True, marks=pytest.mark.full)])
 @pytest.mark.parametrize("kind", [Pieces, BulkPieces])
-def test_pieces_have_the_ids_of_the_whole_text(name: str, many: int, plain: bool, kind: type[Pieces]) -> None:
+def test_pieces_have_the_ids_of_the_whole_text(
+    name: str, many: int, plain: bool, kind: type[Pieces]
+) -> None:
     made = CUT[name]()
     made.encode_special_tokens = plain
     pieces = pieces_of(made, "H", plain, kind)
@@ -100,7 +124,9 @@ def test_pieces_have_the_ids_of_the_whole_text(name: str, many: int, plain: bool
         *random_texts(many // 2, 8),
         *(t for t in random_texts(many, 9) if t.isascii()),
     ]
-    whole = [array("H", made.encode(text, add_special_tokens=False).ids).tobytes() for text in texts]
+    whole = [
+        array("H", made.encode(text, add_special_tokens=False).ids).tobytes() for text in texts
+    ]
     for start in range(0, len(texts), 100):
         found = pieces.pack(texts[start : start + 100])
         for text, one, other in zip(texts[start:], found, whole[start:], strict=False):
@@ -120,7 +146,9 @@ def test_a_letter_of_any_kind_is_cut_as_the_library_cuts(name: str, kind: type[P
     ]
     texts = [f"a{c} b{c}\n c {c}{c} d' s{c}" for c in odd if not "\ud800" <= c <= "\udfff"]
     for text, packed in zip(texts, pieces.pack(texts), strict=True):
-        assert packed == array("H", made.encode(text, add_special_tokens=False).ids).tobytes(), repr(text)
+        assert packed == array("H", made.encode(text, add_special_tokens=False).ids).tobytes(), (
+            repr(text)
+        )
 
 
 def test_a_wrong_cut_would_be_seen(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -132,7 +160,9 @@ def test_a_wrong_cut_would_be_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     pieces = pieces_of(made, "H", False)
     assert pieces is not None
     texts = [";\nx", "é;\nx", *random_texts(500, 10)]
-    whole = [array("H", made.encode(text, add_special_tokens=False).ids).tobytes() for text in texts]
+    whole = [
+        array("H", made.encode(text, add_special_tokens=False).ids).tobytes() for text in texts
+    ]
     assert pieces.pack(texts) != whole
 
 
@@ -142,7 +172,10 @@ def test_a_wrong_cut_would_be_seen(monkeypatch: pytest.MonkeyPatch) -> None:
         pre_tokenizers.Metaspace(),
         pre_tokenizers.ByteLevel(add_prefix_space=True),
         pre_tokenizers.Sequence(
-            [pre_tokenizers.Split(Regex(r"\w+"), "isolated"), pre_tokenizers.ByteLevel(False, use_regex=False)]
+            [
+                pre_tokenizers.Split(Regex(r"\w+"), "isolated"),
+                pre_tokenizers.ByteLevel(False, use_regex=False),
+            ]
         ),
     ],
 )
@@ -166,8 +199,14 @@ def test_a_name_that_is_looked_for_behind_a_normalizer_is_not_cut() -> None:
 
 def test_llama_3_ends_documents_with_its_own_token(tmp_path: Path) -> None:
     file = tmp_path / "tokenizer.model"
-    file.write_text("".join(f"{base64.b64encode(b'%06x' % i).decode()} {i}\n" for i in range(128_000)))
+    file.write_text(
+        "".join(f"{base64.b64encode(b'%06x' % i).decode()} {i}\n" for i in range(128_000))
+    )
     spec = find_tokenizer(file, pattern="cl100k")
     assert spec.kind == "tiktoken"
     made = OfTiktoken(spec)
-    assert (made.eod, made.id_of("<|begin_of_text|>"), made.id_of("<|eot_id|>")) == (128_001, 128_000, 128_009)
+    assert (made.eod, made.id_of("<|begin_of_text|>"), made.id_of("<|eot_id|>")) == (
+        128_001,
+        128_000,
+        128_009,
+    )

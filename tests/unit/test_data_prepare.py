@@ -39,7 +39,11 @@ def folder(tmp_path: Path) -> Path:
 
 
 def config(folder: Path, **more: object) -> DataConfig:
-    values = {"path": str(folder), "cache_dir": str(folder.parent / "cache"), "tokenizer_vocab_size": 500}
+    values = {
+        "path": str(folder),
+        "cache_dir": str(folder.parent / "cache"),
+        "tokenizer_vocab_size": 500,
+    }
     return DataConfig(**{**values, "seq_length": 16, "split": (0.7, 0.2, 0.1), **more})
 
 
@@ -54,7 +58,8 @@ def test_every_document_comes_back_from_the_tokens(folder: Path) -> None:
     corpus = prepare(config(folder))
     assert corpus.prefix is not None
     assert corpus.tokenizer is not None
-    dataset, tokenizer = IndexedDataset(corpus.prefix), Tokenizer(corpus.tokenizer)
+    dataset = IndexedDataset(corpus.prefix)
+    tokenizer = Tokenizer(corpus.tokenizer)
     texts = dict(open_corpus(config(folder)))
     assert sorted(texts) == sorted(os.path.relpath(p, folder) for p in folder.rglob("*.txt"))
     assert dataset.num_documents == len(texts) == 30
@@ -67,12 +72,15 @@ def test_every_document_comes_back_from_the_tokens(folder: Path) -> None:
     assert tokenizer.eod == 0
     assert corpus.meta["text_bytes"] == sum(len(t.encode()) for t in texts.values())
     assert corpus.meta["tokens"] == dataset.num_tokens
-    assert corpus.meta["unigram_entropy_nats"] == pytest.approx(entropy_nats(np.bincount(dataset.tokens)))
+    assert corpus.meta["unigram_entropy_nats"] == pytest.approx(
+        entropy_nats(np.bincount(dataset.tokens))
+    )
     assert open_splits(config(folder), 512, 1, corpus).describe()["documents"] == 30
 
 
 def test_the_same_text_gives_the_same_bytes(folder: Path) -> None:
-    first, second = prepare(config(folder)), prepare(config(folder, cache_dir=str(folder.parent / "other")))
+    first = prepare(config(folder))
+    second = prepare(config(folder, cache_dir=str(folder.parent / "other")))
     assert first.meta["files"] == second.meta["files"]
 
 
@@ -135,7 +143,10 @@ def test_the_standard_library_is_found_without_its_tests() -> None:
     corpus = open_corpus(DataConfig())
     names = {file.name for file in corpus.files}
     assert {"os.py", "json/decoder.py", "pydoc_data/topics.py"} <= names
-    assert not any({"test", "tests", "site-packages", "__pycache__", "idle_test"} & set(n.split("/")) for n in names)
+    assert not any(
+        {"test", "tests", "site-packages", "__pycache__", "idle_test"} & set(n.split("/"))
+        for n in names
+    )
 
 
 def test_a_second_call_reads_no_document_and_a_changed_one_is_seen(
@@ -161,12 +172,16 @@ def test_a_file_written_a_moment_ago_is_not_known_by_its_time_alone(folder: Path
 @pytest.mark.parametrize(
     "change", [{"tokenizer_vocab_size": 400}, {"limit_mib": 0.02}, {"suffixes": (".txt",)}], ids=str
 )
-def test_what_changes_the_tokens_gets_a_folder_of_its_own(folder: Path, change: dict[str, object]) -> None:
+def test_what_changes_the_tokens_gets_a_folder_of_its_own(
+    folder: Path, change: dict[str, object]
+) -> None:
     (folder / "extra.md").write_text("more")
     assert prepare(config(folder)).prefix != prepare(config(folder, **change)).prefix
 
 
-@pytest.mark.parametrize("damage", ["cut tokens.bin", "no tokens.idx", "bad meta.json", "no meta.json"])
+@pytest.mark.parametrize(
+    "damage", ["cut tokens.bin", "no tokens.idx", "bad meta.json", "no meta.json"]
+)
 def test_a_damaged_cache_is_built_again_with_a_note(folder: Path, damage: str) -> None:
     first = prepare(config(folder))
     assert first.prefix is not None
@@ -201,7 +216,8 @@ import mtrain.data.tokenize as t
 from mtrain.data import bpe
 from mtrain.config.groups import DataConfig
 folder, where, mark = sys.argv[1], sys.argv[2], sys.argv[3]
-data = DataConfig(path=folder, cache_dir=os.path.dirname(folder) + "/cache", tokenizer_vocab_size=500,
+cache = os.path.dirname(folder) + "/cache"
+data = DataConfig(path=folder, cache_dir=cache, tokenizer_vocab_size=500,
                   seq_length=16, split=(0.7, 0.2, 0.1))
 def hang():
     open(mark, "w").close()
@@ -232,7 +248,9 @@ def start(folder: Path, where: str, mark: Path) -> subprocess.Popen[str]:
 
 
 @pytest.mark.parametrize("where", ["train", "encode", "rename"])
-def test_a_build_that_was_killed_is_never_taken_for_a_corpus(folder: Path, tmp_path: Path, where: str) -> None:
+def test_a_build_that_was_killed_is_never_taken_for_a_corpus(
+    folder: Path, tmp_path: Path, where: str
+) -> None:
     mark = tmp_path / "mark"
     with start(folder, where, mark) as process:
         deadline = time.monotonic() + patient(30)
@@ -241,7 +259,9 @@ def test_a_build_that_was_killed_is_never_taken_for_a_corpus(folder: Path, tmp_p
         process.send_signal(signal.SIGKILL)
     assert mark.exists()
     cache = tmp_path / "cache"
-    assert [p.name.startswith(".building-") for p in cache.iterdir() if p.is_dir() and p.name != "seen"] == [True]
+    assert [
+        p.name.startswith(".building-") for p in cache.iterdir() if p.is_dir() and p.name != "seen"
+    ] == [True]
     corpus = prepare(config(folder), pytest.fail)
     verify(corpus)
     assert not list(cache.glob(".building-*"))
@@ -259,7 +279,8 @@ FORKING = """
 import os, signal, sys
 from mtrain.config.groups import DataConfig
 from mtrain.data.tokenize import prepare
-first, second = (DataConfig(path=sys.argv[1], cache_dir=sys.argv[1] + "/../cache", tokenizer_vocab_size=size)
+cache = sys.argv[1] + "/../cache"
+first, second = (DataConfig(path=sys.argv[1], cache_dir=cache, tokenizer_vocab_size=size)
                  for size in (300, 400))
 prepare(first)
 if (pid := os.fork()) == 0:
@@ -273,11 +294,15 @@ print(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
 def test_a_process_that_has_tokenized_may_fork_another_that_does(folder: Path) -> None:
     more = {k: v for k, v in os.environ.items() if k != "TOKENIZERS_PARALLELISM"}
     arguments = [sys.executable, "-c", FORKING, str(folder)]
-    done = subprocess.run(arguments, capture_output=True, text=True, timeout=patient(60), env=more, check=True)
+    done = subprocess.run(
+        arguments, capture_output=True, text=True, timeout=patient(60), env=more, check=True
+    )
     assert done.stdout == "0\n", done.stderr
 
 
-def test_files_that_change_while_they_are_read_are_refused(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_files_that_change_while_they_are_read_are_refused(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     from mtrain.data import bpe
 
     train = bpe.train
@@ -296,7 +321,10 @@ def test_a_missing_path_names_the_nearest(folder: Path) -> None:
     assert (problem.path, problem.value) == ("data.path", str(folder.parent / "texs"))
     assert problem.rule.endswith("No such file or directory")
     assert problem.fix == f"data.path={folder}"
-    assert f"of this one {folder.parent} does" in refused(config(folder.parent / "no" / "such" / "folder")).fix
+    assert (
+        f"of this one {folder.parent} does"
+        in refused(config(folder.parent / "no" / "such" / "folder")).fix
+    )
 
 
 def test_a_folder_without_such_files_says_which_endings_it_has(folder: Path) -> None:
@@ -380,19 +408,24 @@ def test_a_corpus_in_a_cache_that_can_only_be_read_is_read(
 def test_given_files_report_every_problem_at_once(tmp_path: Path) -> None:
     with IndexedWriter(tmp_path / "wiki", np.dtype("<u2")) as writer:
         writer.add(np.arange(9))
-    data = DataConfig(kind="indexed", path=str(tmp_path / "wika"), tokenizer=str(tmp_path / "none.json"))
+    data = DataConfig(
+        kind="indexed", path=str(tmp_path / "wika"), tokenizer=str(tmp_path / "none.json")
+    )
     with pytest.raises(ConfigError) as caught:
         prepare(data)
     path, tokenizer = caught.value.problems
     assert path.fix == f"data.path={tmp_path / 'wiki'}"
     assert "wika.bin and wika.idx" in path.rule
     assert tokenizer.path == "data.tokenizer"
-    assert refused(data.model_copy(update={"path": f"{tmp_path}/wiki.bin", "tokenizer": None})).fix == (
-        f"data.path={tmp_path / 'wiki'}"
+    assert (
+        refused(data.model_copy(update={"path": f"{tmp_path}/wiki.bin", "tokenizer": None})).fix
+        == f"data.path={tmp_path / 'wiki'}"
     )
     assert refused(DataConfig(kind="indexed")).path == "data.path"
     (tmp_path / "wiki.bin").unlink()
-    assert "no file wiki.bin in" in refused(DataConfig(kind="indexed", path=f"{tmp_path}/wiki")).rule
+    assert (
+        "no file wiki.bin in" in refused(DataConfig(kind="indexed", path=f"{tmp_path}/wiki")).rule
+    )
 
 
 def test_given_files_are_told_apart_by_their_fingerprint(tmp_path: Path) -> None:
@@ -400,7 +433,9 @@ def test_given_files_are_told_apart_by_their_fingerprint(tmp_path: Path) -> None
     for value in (1, 2):
         with IndexedWriter(tmp_path / "a", np.dtype("<u2")) as writer:
             writer.add(np.full(5000, value))
-        prints.append(prepare(DataConfig(kind="indexed", path=str(tmp_path / "a"))).meta["fingerprint"])
+        prints.append(
+            prepare(DataConfig(kind="indexed", path=str(tmp_path / "a"))).meta["fingerprint"]
+        )
     assert prints[0] != prints[1]
 
 
@@ -413,14 +448,18 @@ def test_a_tokenizer_with_more_tokens_than_the_model_is_refused(folder: Path) ->
     ("content", "message"),
     [(b"{}", "no tokenizer.json"), (b"\xff", "offset 0: not UTF-8"), (b"[1", "no tokenizer.json")],
 )
-def test_a_file_that_is_no_tokenizer_is_refused(tmp_path: Path, content: bytes, message: str) -> None:
+def test_a_file_that_is_no_tokenizer_is_refused(
+    tmp_path: Path, content: bytes, message: str
+) -> None:
     path = tmp_path / "tokenizer.json"
     path.write_bytes(content)
     with pytest.raises(CorruptData, match=message):
         Tokenizer(path)
 
 
-def test_a_tokenizer_beyond_the_size_limit_is_not_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_tokenizer_beyond_the_size_limit_is_not_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     path = tmp_path / "tokenizer.json"
     path.write_bytes(b"{" + b" " * 2000)
     monkeypatch.setattr("mtrain.data.text.LIMIT_BYTES", 1000)
@@ -435,9 +474,9 @@ def test_a_missing_tokenizer_is_a_bad_input(tmp_path: Path) -> None:
 
 def test_preparing_does_not_import_torch(folder: Path) -> None:
     code = (
-        "import sys; from mtrain.config.groups import DataConfig; from mtrain.data import prepare, open_splits\n"
-        "data = DataConfig(kind='mock'); open_splits(data, 99, 1, prepare(data))\n"
-        "assert not {'torch', 'tokenizers'} & set(sys.modules)"
+        "import sys; from mtrain.config.groups import DataConfig; from mtrain.data import prepare,"
+        " open_splits\ndata = DataConfig(kind='mock'); open_splits(data, 99, 1,"
+        " prepare(data))\nassert not {'torch', 'tokenizers'} & set(sys.modules)"
     )
     subprocess.run([sys.executable, "-c", code], check=True, timeout=patient(60))
 
@@ -458,8 +497,11 @@ def shelf(folder: Path) -> Callable[..., Path]:
     return one
 
 
-def test_a_new_corpus_removes_those_that_are_unused_for_long(folder: Path, shelf: Callable[..., Path]) -> None:
-    old, young = shelf(1, cache.UNUSED_DAYS + 1), shelf(2, cache.UNUSED_DAYS - 1)
+def test_a_new_corpus_removes_those_that_are_unused_for_long(
+    folder: Path, shelf: Callable[..., Path]
+) -> None:
+    old = shelf(1, cache.UNUSED_DAYS + 1)
+    young = shelf(2, cache.UNUSED_DAYS - 1)
     foreign = shelf(3, cache.UNUSED_DAYS + 1)
     (foreign / "notes.txt").touch()
     note = folder.parent / "cache/seen/old"
@@ -482,18 +524,23 @@ def test_the_corpora_used_longest_ago_go_where_all_are_too_large(
     assert [place.exists() for place in places] == [False, False, True, True]
 
 
-def test_a_corpus_that_a_process_reads_is_never_removed(folder: Path, shelf: Callable[..., Path]) -> None:
+def test_a_corpus_that_a_process_reads_is_never_removed(
+    folder: Path, shelf: Callable[..., Path]
+) -> None:
     place = shelf(1, 0)
     reading = (
         "import sys, time; from pathlib import Path; from mtrain.data import cache\n"
         "assert cache.use(Path(sys.argv[1])); print(flush=True); time.sleep(10_000)"
     )
-    with subprocess.Popen([sys.executable, "-c", reading, str(place)], stdout=subprocess.PIPE) as process:
+    with subprocess.Popen(
+        [sys.executable, "-c", reading, str(place)], stdout=subprocess.PIPE
+    ) as process:
         assert process.stdout is not None
         process.stdout.readline()
         os.utime(place / ".used", (0, 0))
         assert cache.make_room(place.parent) == []
         process.kill()
     assert cache.make_room(place.parent) == [place]
-    assert cache.use(place.parent / "text-0000000000000001")  # nothing is noted of what is not there
+    # nothing is noted of what is not there
+    assert cache.use(place.parent / "text-0000000000000001")
     assert not place.exists()

@@ -1,4 +1,6 @@
-"""Corpora in an object store, fsspec's `memory://`: the samples of the same files on a disk, within a bound."""
+"""Corpora in an object store, fsspec's `memory://`: the samples of the same files on a disk, within
+a bound.
+"""
 
 from __future__ import annotations
 
@@ -18,13 +20,16 @@ from mtrain.data.indexed import IndexedWriter
 from mtrain.errors import BadEnvironment, ConfigError, CorruptData
 from tests.support.forked import run_alone
 
-VOCAB, SEQ = 60_000, 64
+VOCAB = 60_000
+SEQ = 64
 KIB = 1024
 
 
 @pytest.fixture
 def files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
-    """The store with the corpora a and b in it, which lie in `tmp_path` too; blocks are of 4 KiB."""
+    """The store with the corpora a and b in it, which lie in `tmp_path` too; blocks are
+    of 4 KiB.
+    """
     monkeypatch.setattr(remote, "BLOCK_BYTES", 4 * KIB)
     store = fsspec.filesystem("memory")
     random = np.random.default_rng(0)
@@ -38,7 +43,13 @@ def files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
 
 
 def config(folder: Path, path: str, **more: Any) -> DataConfig:
-    words = {"kind": "indexed", "path": path, "seq_length": SEQ, "cache_dir": str(folder / "cache"), **more}
+    words = {
+        "kind": "indexed",
+        "path": path,
+        "seq_length": SEQ,
+        "cache_dir": str(folder / "cache"),
+        **more,
+    }
     return DataConfig.model_validate(words)
 
 
@@ -49,7 +60,9 @@ def opened(data: DataConfig) -> Any:
 
 
 @pytest.mark.parametrize("order", ["keyed", "megatron"])
-def test_samples_are_those_of_the_same_files_on_a_disk(files: Any, tmp_path: Path, order: str) -> None:
+def test_samples_are_those_of_the_same_files_on_a_disk(
+    files: Any, tmp_path: Path, order: str
+) -> None:
     local = opened(config(tmp_path, str(tmp_path / "a"), order=order))
     far = opened(config(tmp_path, "memory://bucket/a", order=order))
     numbers = np.random.default_rng(1).integers(0, 3000, 200)
@@ -58,18 +71,30 @@ def test_samples_are_those_of_the_same_files_on_a_disk(files: Any, tmp_path: Pat
     assert far.unigram_entropy_nats == local.unigram_entropy_nats
     same_data(local.describe(), far.describe())
     again = opened(config(tmp_path, "memory://bucket/a", order=order)).train
-    assert run_alone(lambda: (again.batch(numbers) == local.train.batch(numbers)).all()), "in a forked process too"
+    assert run_alone(lambda: (again.batch(numbers) == local.train.batch(numbers)).all()), (
+        "in a forked process too"
+    )
 
 
 def test_a_blend_may_be_of_both_kinds_and_splits_of_either(files: Any, tmp_path: Path) -> None:
-    names = {"blend": [str(tmp_path / "a"), "memory://bucket/b"], "validation_blend": ["memory://bucket/a"]}
-    same = {"blend": [str(tmp_path / "a"), str(tmp_path / "b")], "validation_blend": [str(tmp_path / "a")]}
+    names = {
+        "blend": [str(tmp_path / "a"), "memory://bucket/b"],
+        "validation_blend": ["memory://bucket/a"],
+    }
+    same = {
+        "blend": [str(tmp_path / "a"), str(tmp_path / "b")],
+        "validation_blend": [str(tmp_path / "a")],
+    }
     far, local = (opened(config(tmp_path, None, **words)) for words in (names, same))  # type: ignore[arg-type]
     for part in ("train", "validation"):
-        assert (getattr(far, part).batch(range(300)) == getattr(local, part).batch(range(300))).all()
+        assert (
+            getattr(far, part).batch(range(300)) == getattr(local, part).batch(range(300))
+        ).all()
 
 
-def test_blocks_are_kept_within_the_bound(files: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_blocks_are_kept_within_the_bound(
+    files: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(remote, "HELD_BLOCKS", 2)
     data = config(tmp_path, "memory://bucket/a", remote_cache_gib=64 * KIB / 2**30)
     splits = opened(data)
@@ -82,7 +107,9 @@ def test_blocks_are_kept_within_the_bound(files: Any, tmp_path: Path, monkeypatc
     assert not list((tmp_path / "cache/remote").glob("*/blocks/.*")), "no draft is left"
 
 
-def test_what_was_fetched_is_not_fetched_again(files: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_was_fetched_is_not_fetched_again(
+    files: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     opened(config(tmp_path, "memory://bucket/a")).train.batch(range(700))
     asked: list[int] = []
     real = remote.Store.pieces
@@ -110,13 +137,18 @@ def test_the_manifest_of_a_corpus_is_asked_as_on_a_disk(files: Any, tmp_path: Pa
     assert prepare(config(tmp_path, "memory://bucket/m")).meta.get("eod") is None
     files.pipe_file("/bucket/m.manifest.json", dump(held.body | {"eod": 3}))
     assert prepare(config(tmp_path, "memory://bucket/m")).meta["eod"] == 3
-    for wrong in ({"largest_id": VOCAB}, {"files": held.body["files"] | {".idx": {"bytes": 1, "sha256": ""}}}):
+    for wrong in (
+        {"largest_id": VOCAB},
+        {"files": held.body["files"] | {".idx": {"bytes": 1, "sha256": ""}}},
+    ):
         files.pipe_file("/bucket/m.manifest.json", dump(held.body | wrong))
         with pytest.raises((ConfigError, CorruptData), match=r"manifest"):
             opened(config(tmp_path, "memory://bucket/m"))
 
 
-def test_what_is_wrong_is_said_without_secrets(files: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_wrong_is_said_without_secrets(
+    files: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def refused(kind: type[Exception], path: str) -> str:
         with pytest.raises(kind) as caught:
             opened(config(tmp_path, path)).train.batch(range(100))
@@ -128,7 +160,11 @@ def test_what_is_wrong_is_said_without_secrets(files: Any, tmp_path: Path, monke
     assert "credentials" in refused(ConfigError, "memory://bucket/a?sig=SECRET")
     assert "nosuch://" in refused(BadEnvironment, "nosuch://bucket/a")
     files.pipe_file("/bucket/c.bin", b"1234")
-    for head, said in ((b"", "a header alone"), (b"X" * 40, "offset 0"), (b"MMIDIDX\0\0" + bytes(100), "version 0")):
+    for head, said in (
+        (b"", "a header alone"),
+        (b"X" * 40, "offset 0"),
+        (b"MMIDIDX\0\0" + bytes(100), "version 0"),
+    ):
         files.pipe_file("/bucket/c.idx", head)
         assert said in refused(CorruptData, "memory://bucket/c")
         assert "memory://bucket/c.idx" in refused(CorruptData, "memory://bucket/c")
@@ -139,10 +175,14 @@ def test_what_is_wrong_is_said_without_secrets(files: Any, tmp_path: Path, monke
         raise OSError("https://bucket/a?X-Amz-Signature=SECRET")
 
     monkeypatch.setattr(type(files), "cat_ranges", fails)
-    assert "memory://bucket/a.bin cannot be read: OSError" in refused(BadEnvironment, "memory://bucket/a")
+    assert "memory://bucket/a.bin cannot be read: OSError" in refused(
+        BadEnvironment, "memory://bucket/a"
+    )
 
 
-def test_the_library_of_a_store_that_is_missing_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_library_of_a_store_that_is_missing_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setitem(__import__("sys").modules, "s3fs", None)
     with pytest.raises(BadEnvironment, match=r"(?s)s3://.*pip install 'mtrain\[fsspec\]'"):
         prepare(config(tmp_path, "s3://bucket/a"))

@@ -32,7 +32,9 @@ def dataset(tmp_path: Path) -> IndexedDataset:
     return corpus(tmp_path / "a", [50, 3, 100, 1, 200, 77, 300, 20, 40, 209])
 
 
-def samples(dataset: IndexedDataset, seed: int = 1, shuffle: bool = True, documents: range | None = None) -> Samples:
+def samples(
+    dataset: IndexedDataset, seed: int = 1, shuffle: bool = True, documents: range | None = None
+) -> Samples:
     return Samples(dataset, documents or range(dataset.num_documents), L, seed, shuffle, VOCAB)
 
 
@@ -99,7 +101,9 @@ def test_a_split_that_is_too_small_says_what_it_has_and_what_it_needs(tmp_path: 
 
 
 @pytest.mark.parametrize(("dtype", "bad"), [("<u2", 700), ("<i4", -1)])
-def test_an_id_outside_the_vocabulary_is_named_with_its_document(tmp_path: Path, dtype: str, bad: int) -> None:
+def test_an_id_outside_the_vocabulary_is_named_with_its_document(
+    tmp_path: Path, dtype: str, bad: int
+) -> None:
     tokens = np.zeros(64, np.int64)
     tokens[30] = bad
     with IndexedWriter(tmp_path / "a", np.dtype(dtype)) as writer:
@@ -130,9 +134,12 @@ def test_splits_follow_the_tokens_and_whole_documents(dataset: IndexedDataset) -
 
 @settings(max_examples=200, deadline=None)
 @given(st.lists(st.integers(0, 40), min_size=1, max_size=20), st.tuples(*[st.floats(0, 1)] * 3))
-def test_splits_are_a_partition_and_no_wanted_one_is_empty(lengths: list[int], shares: tuple[float, ...]) -> None:
+def test_splits_are_a_partition_and_no_wanted_one_is_empty(
+    lengths: list[int], shares: tuple[float, ...]
+) -> None:
     class Stub:
-        num_documents, num_tokens = len(lengths), sum(lengths)
+        num_documents = len(lengths)
+        num_tokens = sum(lengths)
 
         def document_start(self, document: int) -> int:
             return sum(lengths[:document])
@@ -147,7 +154,9 @@ def test_splits_are_a_partition_and_no_wanted_one_is_empty(lengths: list[int], s
 
 @pytest.mark.parametrize("dp", [1, 2, 3, 4, 6])
 @pytest.mark.parametrize("micro", [1, 2])
-def test_a_step_has_the_same_samples_for_any_data_parallel_size(dataset: IndexedDataset, dp: int, micro: int) -> None:
+def test_a_step_has_the_same_samples_for_any_data_parallel_size(
+    dataset: IndexedDataset, dp: int, micro: int
+) -> None:
     s = samples(dataset)
     ranks = [GlobalBatches(s, 24, micro, rank, dp) for rank in range(dp)]
     for consumed in (0, 24, 10**9):
@@ -158,7 +167,9 @@ def test_a_step_has_the_same_samples_for_any_data_parallel_size(dataset: Indexed
         assert both.ravel().tolist() == list(range(consumed, consumed + 24))
 
 
-def test_going_on_from_a_position_equals_never_having_stopped(dataset: IndexedDataset, tmp_path: Path) -> None:
+def test_going_on_from_a_position_equals_never_having_stopped(
+    dataset: IndexedDataset, tmp_path: Path
+) -> None:
     steps = len(samples(dataset)) // 4 + 9
     through = GlobalBatches(samples(dataset), 8, 2, 1, 2)
     expected = [through.microbatches(8 * step) for step in range(steps)]
@@ -191,16 +202,22 @@ def test_no_loss_after_an_end_of_document_when_it_is_masked(dataset: IndexedData
     assert batch["loss_mask"].tolist() == [[1, 1, 1, 0, 1, 1, 1, 1], [1] * 8]
 
 
-def test_a_global_batch_that_cannot_be_cut_evenly_is_refused_with_one_that_can(dataset: IndexedDataset) -> None:
+def test_a_global_batch_that_cannot_be_cut_evenly_is_refused_with_one_that_can(
+    dataset: IndexedDataset,
+) -> None:
     with pytest.raises(ConfigError) as caught:
         GlobalBatches(samples(dataset), 14, 2, 0, 3)
     (problem,) = caught.value.problems
-    assert (problem.path, problem.fix) == ("trainer.global_batch_size", "trainer.global_batch_size=12")
+    assert (problem.path, problem.fix) == (
+        "trainer.global_batch_size",
+        "trainer.global_batch_size=12",
+    )
     assert "2 * 3 = 6" in problem.rule
 
 
 def test_synthetic_tokens_depend_on_seed_and_number_alone_and_can_be_learnt() -> None:
-    a, b = MockSamples(32, 7, 5000), MockSamples(32, 7, 5000)
+    a = MockSamples(32, 7, 5000)
+    b = MockSamples(32, 7, 5000)
     assert (a.batch([3, 99, 10**12]) == b.batch([3, 99, 10**12])).all()
     assert (a.batch([99])[0] == b.batch([1, 99])[1]).all()
     assert (a.batch([0]) != MockSamples(32, 8, 5000).batch([0])).any()
@@ -227,8 +244,12 @@ def test_mock_splits_open_without_files() -> None:
     assert splits.describe()["kind"] == "mock"
 
 
-def test_a_share_that_is_not_needed_may_be_too_small(dataset: IndexedDataset, tmp_path: Path) -> None:
-    data = DataConfig(kind="indexed", path=str(tmp_path / "a"), seq_length=45, split=(0.9, 0.09, 0.01))
+def test_a_share_that_is_not_needed_may_be_too_small(
+    dataset: IndexedDataset, tmp_path: Path
+) -> None:
+    data = DataConfig(
+        kind="indexed", path=str(tmp_path / "a"), seq_length=45, split=(0.9, 0.09, 0.01)
+    )
     corpus_ = prepare(data)
     splits = open_splits(data, VOCAB, 1, corpus_, need=("train",))
     assert splits.validation is None
@@ -237,17 +258,25 @@ def test_a_share_that_is_not_needed_may_be_too_small(dataset: IndexedDataset, tm
         open_splits(data.model_copy(update={"split": (1.0, 0.0, 0.0)}), VOCAB, 1, corpus_)
 
 
-def test_the_unigram_entropy_of_given_files_comes_from_their_validation_split(tmp_path: Path) -> None:
+def test_the_unigram_entropy_of_given_files_comes_from_their_validation_split(
+    tmp_path: Path,
+) -> None:
     with IndexedWriter(tmp_path / "a", np.dtype("<u2")) as writer:
         for _ in range(10):
             writer.add(np.arange(100) % 4)
-    data = DataConfig(kind="indexed", path=str(tmp_path / "a"), seq_length=10, split=(0.5, 0.5, 0.0))
+    data = DataConfig(
+        kind="indexed", path=str(tmp_path / "a"), seq_length=10, split=(0.5, 0.5, 0.0)
+    )
     assert open_splits(data, 4, 1, prepare(data)).unigram_entropy_nats == pytest.approx(np.log(4))
     with pytest.raises(CorruptData, match="ids 0 to 3; the vocabulary has 0 to 2"):
         _ = open_splits(data, 3, 1, prepare(data)).unigram_entropy_nats
 
 
-def test_masking_without_a_known_end_of_document_is_refused(dataset: IndexedDataset, tmp_path: Path) -> None:
+def test_masking_without_a_known_end_of_document_is_refused(
+    dataset: IndexedDataset, tmp_path: Path
+) -> None:
     data = DataConfig(kind="indexed", path=str(tmp_path / "a"), seq_length=8, eod_mask_loss=True)
-    with pytest.raises(ConfigError, match=r"data.eod_mask_loss = true: no end-of-document token is known"):
+    with pytest.raises(
+        ConfigError, match=r"data.eod_mask_loss = true: no end-of-document token is known"
+    ):
         open_splits(data, VOCAB, 1, prepare(data), need=("train",))

@@ -1,4 +1,6 @@
-"""`data tokenize`: the bytes of megatron-core's builder, whatever the tokenizer, the format and the processes."""
+"""`data tokenize`: the bytes of megatron-core's builder, whatever the tokenizer, the format and the
+processes.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,16 @@ from mtrain.data.preprocess import build, journal, of_gigatoken, units
 from mtrain.data.preprocess.encoder import OtherIds
 from mtrain.data.preprocess.sentences import splitter
 from tests.support.covering import some
-from tests.support.token_corpora import MAKERS, TEXTS, bpe, documents, ids_of, jsonl, same_files, with_builder
+from tests.support.token_corpora import (
+    MAKERS,
+    TEXTS,
+    bpe,
+    documents,
+    ids_of,
+    jsonl,
+    same_files,
+    with_builder,
+)
 
 CASES = {
     f"{kind} {dtype} {'eod' if eod else 'bare'} {workers}": (kind, dtype, eod, workers)
@@ -67,11 +78,18 @@ def test_the_bytes_are_those_of_megatron_cores_builder(tmp_path: Path, case: str
     assert not (tmp_path / "ours.partial").exists()
 
 
-def test_a_list_is_of_sentences_and_the_bytes_are_the_builders(tmp_path: Path, tokenizer: Path) -> None:
+def test_a_list_is_of_sentences_and_the_bytes_are_the_builders(
+    tmp_path: Path, tokenizer: Path
+) -> None:
     texts: list[Any] = [["One.", "", "Two more."], [], ["", ""], "whole", ["end"]]
     encode, end = ids_of("bpe", tokenizer)
     with_builder(tmp_path / "theirs", texts, encode, end, np.uint16)
-    assert tokenize(jsonl(tmp_path / "d.jsonl", texts), f"out={tmp_path / 'o'}", f"tokenizer={tokenizer}") == 0
+    assert (
+        tokenize(
+            jsonl(tmp_path / "d.jsonl", texts), f"out={tmp_path / 'o'}", f"tokenizer={tokenizer}"
+        )
+        == 0
+    )
     assert same_files(tmp_path / "o", tmp_path / "theirs")
 
 
@@ -109,7 +127,9 @@ def as_parquet(path: Path, texts: list[str]) -> Path:
     import pyarrow as pa
     import pyarrow.parquet as pq
 
-    pq.write_table(pa.table({"id": list(range(len(texts))), "text": texts}), path, row_group_size=20)
+    pq.write_table(
+        pa.table({"id": list(range(len(texts))), "text": texts}), path, row_group_size=20
+    )
     return path
 
 
@@ -138,7 +158,10 @@ FORMATS: dict[str, tuple[Callable[[Path, list[str]], Path], list[str]]] = {
     "arrow stream": (lambda at, texts: as_arrow(at / "d.arrow", texts, stream=True), []),
     "arrow file": (lambda at, texts: as_arrow(at / "d.arrow", texts, stream=False), []),
     "tar": (lambda at, texts: packed(at / "d.tar", as_tar(texts)), ["key=txt"]),
-    "tar.gz": (lambda at, texts: packed(at / "d.tar.gz", gzip.compress(as_tar(texts))), ["key=json.caption"]),
+    "tar.gz": (
+        lambda at, texts: packed(at / "d.tar.gz", gzip.compress(as_tar(texts))),
+        ["key=json.caption"],
+    ),
     "text": (lambda at, texts: text_files(at / "texts", texts), []),
     "template": (lambda at, texts: packed(at / "d.jsonl", lines(texts)), ["template={text}"]),
 }
@@ -152,11 +175,15 @@ def test_every_format_gives_the_same_documents(tmp_path: Path, tokenizer: Path, 
     (tmp_path / "in").mkdir()
     assert tokenize(source, f"out={tmp_path / 'a'}", f"tokenizer={tokenizer}", "workers=1") == 0
     other = make(tmp_path / "in", texts)
-    assert tokenize(other, f"out={tmp_path / 'b'}", f"tokenizer={tokenizer}", "workers=2", *words) == 0
+    assert (
+        tokenize(other, f"out={tmp_path / 'b'}", f"tokenizer={tokenizer}", "workers=2", *words) == 0
+    )
     assert same_files(tmp_path / "a", tmp_path / "b")
 
 
-def test_a_folder_is_read_by_name_and_a_readme_in_it_is_no_document(tmp_path: Path, tokenizer: Path) -> None:
+def test_a_folder_is_read_by_name_and_a_readme_in_it_is_no_document(
+    tmp_path: Path, tokenizer: Path
+) -> None:
     (folder := tmp_path / "set").mkdir()
     for name in ("b.jsonl", "a.jsonl"):
         jsonl(folder / name, [name])
@@ -178,18 +205,22 @@ BAD = {
 }
 
 
-@pytest.mark.parametrize("compressed", [False, pytest.param(True, marks=pytest.mark.full)], ids=["plain", "gz"])
+@pytest.mark.parametrize(
+    "compressed", [False, pytest.param(True, marks=pytest.mark.full)], ids=["plain", "gz"]
+)
 def test_bad_lines_are_left_out_and_named_with_file_and_line(
     tmp_path: Path, tokenizer: Path, compressed: bool
 ) -> None:
     texts = documents(250, 3)
     good = lines(texts).splitlines()
-    mixed, left = list(good), [text for i, text in enumerate(texts) if i + 1 not in BAD]
+    mixed = list(good)
+    left = [text for i, text in enumerate(texts) if i + 1 not in BAD]
     for number, (line, _) in BAD.items():
         mixed[number - 1] = line
     data = b"\n".join(mixed) + b"\n"
     source = packed(
-        tmp_path / ("d.jsonl.gz" if compressed else "d.jsonl"), gzip.compress(data) if compressed else data
+        tmp_path / ("d.jsonl.gz" if compressed else "d.jsonl"),
+        gzip.compress(data) if compressed else data,
     )
     words = (f"tokenizer={tokenizer}", "workers=2")
     assert tokenize(source, f"out={tmp_path / 'o'}", *words) == 0
@@ -208,7 +239,8 @@ def test_lines_longer_than_a_document_may_be_are_left_out(tmp_path: Path, tokeni
     data = lines(["a"]) + b'{"text": "' + b"x" * (3 << 20) + b'"}\n' + lines(["b"])
     words = (f"tokenizer={tokenizer}", "max_document=1")
     for name, content in (("d.jsonl", data), ("e.jsonl.gz", gzip.compress(data))):
-        source, out = packed(tmp_path / name, content), tmp_path / name[0]
+        source = packed(tmp_path / name, content)
+        out = tmp_path / name[0]
         assert tokenize(source, f"out={out}", *words) == 0
         assert json.loads(Path(f"{out}.rejects.jsonl").read_text())["line"] == 2
         held = read_manifest(out)
@@ -236,7 +268,9 @@ def test_a_run_that_is_killed_anywhere_goes_on_to_the_same_bytes(
     source = jsonl(tmp_path / "d.jsonl", [text if i % 50 else 3 for i, text in enumerate(texts)])
     words = (source, f"tokenizer={tokenizer}", "workers=2")
     assert tokenize(*words, f"out={tmp_path / 'whole'}") == 0
-    rng, kills, out = np.random.default_rng(points), 0, tmp_path / "o"
+    rng = np.random.default_rng(points)
+    kills = 0
+    out = tmp_path / "o"
     ends = (".bin", ".idx", ".manifest.json", ".rejects.jsonl")
     monkeypatch.setattr(journal, "SYNC_S", 0.0)
     while kills < points:
@@ -244,7 +278,10 @@ def test_a_run_that_is_killed_anywhere_goes_on_to_the_same_bytes(
         kills += ended
         if not ended:
             for end in ends:
-                assert Path(f"{out}{end}").read_bytes() == Path(f"{tmp_path / 'whole'}{end}").read_bytes()
+                assert (
+                    Path(f"{out}{end}").read_bytes()
+                    == Path(f"{tmp_path / 'whole'}{end}").read_bytes()
+                )
                 Path(f"{out}{end}").unlink()
     if not Path(f"{out}.bin").exists() or Path(f"{out}.partial").exists():
         assert tokenize(*words, f"out={out}") == 0
@@ -316,7 +353,9 @@ def test_what_cannot_be_is_refused_with_a_fix(
     jsonl(tmp_path / "d.jsonl", ["a"])
     (tmp_path / "d.xyz").write_text("x")
     said = [word.partition("=")[0] for word in words]
-    more = [word for word in ("out=o", "tokenizer=tokenizer.json") if word.partition("=")[0] not in said]
+    more = [
+        word for word in ("out=o", "tokenizer=tokenizer.json") if word.partition("=")[0] not in said
+    ]
     assert tokenize(*words, *more) == 2
     err = capsys.readouterr().err
     assert f"[{code}]" in err
@@ -324,14 +363,19 @@ def test_what_cannot_be_is_refused_with_a_fix(
     assert {path.name for path in tmp_path.iterdir()} == {"d.jsonl", "d.xyz", "tokenizer.json"}
 
 
-def test_gigatoken_is_not_tried_where_names_of_special_tokens_are_text(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gigatoken_is_not_tried_where_names_of_special_tokens_are_text(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(of_gigatoken, "find_spec", lambda _: object())
     encoder: Any = SimpleNamespace(spec=SimpleNamespace(plain=True), file="tokenizer.json")
     assert of_gigatoken.fastest(encoder, "H", "{}") == (None, "")
 
 
 def test_gigatoken_with_other_ids_is_left_for_tokenizers_and_a_line_says_so(
-    tmp_path: Path, tokenizer: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+    tmp_path: Path,
+    tokenizer: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
 ) -> None:
     pytest.importorskip("gigatoken")
     source = jsonl(tmp_path / "docs.jsonl", [*documents(100), "the one with other ids"])
@@ -341,11 +385,16 @@ def test_gigatoken_with_other_ids_is_left_for_tokenizers_and_a_line_says_so(
     assert "by gigatoken" in capfd.readouterr().out
     assert same_files(tmp_path / "fast", tmp_path / "plain")
     pack = of_gigatoken.OfGigatoken.pack
-    for name, wrong in (("on-the-sample", of_gigatoken.SAMPLE[0]), ("later", "the one with other ids")):
+    for name, wrong in (
+        ("on-the-sample", of_gigatoken.SAMPLE[0]),
+        ("later", "the one with other ids"),
+    ):
 
         def other(self: Any, texts: Sequence[str], wrong: str = wrong) -> list[bytes]:
             if wrong in texts:
-                raise OtherIds("tokenizer.json: gigatoken gives other ids than tokenizers for a text")
+                raise OtherIds(
+                    "tokenizer.json: gigatoken gives other ids than tokenizers for a text"
+                )
             return pack(self, texts)
 
         monkeypatch.setattr(of_gigatoken.OfGigatoken, "pack", other)
@@ -357,16 +406,21 @@ def test_gigatoken_with_other_ids_is_left_for_tokenizers_and_a_line_says_so(
     assert tokenize(*words, f"out={tmp_path / 'named'}", "engine=gigatoken") == 4
 
 
-PROSE = "We met Dr. Smith at 5 p.m. in the old hall.\nDr. Smith was late again.  He said nothing. Why? Nobody asked! "
+PROSE = (
+    "We met Dr. Smith at 5 p.m. in the old hall.\nDr. Smith was late again.  He said nothing. Why?"
+    " Nobody asked! "
+)
 
 
 @pytest.fixture
 def punkt(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     """Data of Punkt for a language that nobody speaks, where nltk finds it."""
-    module, data = pytest.importorskip("nltk.tokenize.punkt"), pytest.importorskip("nltk.data")
+    module = pytest.importorskip("nltk.tokenize.punkt")
+    data = pytest.importorskip("nltk.data")
     from nltk.tabdata import TabEncoder
 
-    learned, tab = module.PunktParameters(), TabEncoder()
+    learned = module.PunktParameters()
+    tab = TabEncoder()
     learned.abbrev_types = {"dr", "p.m"}
     folder = tmp_path / "nltk_data" / "tokenizers" / "punkt_tab" / "nobodys"
     folder.mkdir(parents=True)
@@ -378,11 +432,14 @@ def punkt(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     return learned
 
 
-def test_documents_are_cut_into_the_sentences_of_punkt(tmp_path: Path, tokenizer: Path, punkt: Any) -> None:
+def test_documents_are_cut_into_the_sentences_of_punkt(
+    tmp_path: Path, tokenizer: Path, punkt: Any
+) -> None:
     from nltk.tokenize.punkt import PunktSentenceTokenizer
 
     texts = [PROSE, "", "One line", PROSE * 3]
-    source, words = jsonl(tmp_path / "d.jsonl", texts), [f"tokenizer={tokenizer}", "sentences=nobodys"]
+    source = jsonl(tmp_path / "d.jsonl", texts)
+    words = [f"tokenizer={tokenizer}", "sentences=nobodys"]
     cut = [PunktSentenceTokenizer(punkt).tokenize(text) for text in texts]
     assert len(cut[0]) == 5
     encode, end = ids_of("bpe", tokenizer)
@@ -398,7 +455,10 @@ def test_a_language_without_data_says_what_to_get(
     tmp_path: Path, tokenizer: Path, punkt: Any, capsys: pytest.CaptureFixture[str]
 ) -> None:
     source = jsonl(tmp_path / "d.jsonl", ["One. Two."])
-    assert tokenize(source, f"out={tmp_path / 'o'}", f"tokenizer={tokenizer}", "sentences=klingon") == 3
+    assert (
+        tokenize(source, f"out={tmp_path / 'o'}", f"tokenizer={tokenizer}", "sentences=klingon")
+        == 3
+    )
     assert "punkt_tab" in capsys.readouterr().err
 
 
@@ -406,7 +466,12 @@ def test_a_record_that_says_that_it_is_not_learned_is_left_out_and_reported(
     tmp_path: Path, tokenizer: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     rows: list[dict[str, Any]] = [{"text": f"document {i}"} for i in range(8)]
-    flags: dict[int, dict[str, Any]] = {1: {"weight": 0}, 3: {"train": False}, 5: {"loss": 0.0}, 6: {"loss_mask": 1}}
+    flags: dict[int, dict[str, Any]] = {
+        1: {"weight": 0},
+        3: {"train": False},
+        5: {"loss": 0.0},
+        6: {"loss_mask": 1},
+    }
     for at, flag in flags.items():
         rows[at] |= flag
     source = tmp_path / "d.jsonl"
@@ -426,9 +491,16 @@ def test_a_record_that_says_that_it_is_not_learned_is_left_out_and_reported(
     assert not (tmp_path / "all.rejects.jsonl").exists()
 
 
-@pytest.mark.parametrize(("key", "value", "workers"), [("loss", 2.31, 2), ("weight", 0.4, 1), ("train", "yes", 1)])
+@pytest.mark.parametrize(
+    ("key", "value", "workers"), [("loss", 2.31, 2), ("weight", 0.4, 1), ("train", "yes", 1)]
+)
 def test_a_column_that_says_something_else_ends_the_command_and_loses_no_document(
-    key: str, value: Any, workers: int, tmp_path: Path, tokenizer: Path, capsys: pytest.CaptureFixture[str]
+    key: str,
+    value: Any,
+    workers: int,
+    tmp_path: Path,
+    tokenizer: Path,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     rows: list[dict[str, Any]] = [{"text": f"document {i} " * 9, key: i % 2} for i in range(120)]
     rows[99][key] = value

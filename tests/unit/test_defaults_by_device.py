@@ -1,4 +1,6 @@
-"""Defaults follow the device: what a laptop takes never reaches a cluster, and fine-tuning has values of its own."""
+"""Defaults follow the device: what a laptop takes never reaches a cluster, and fine-tuning has
+values of its own.
+"""
 
 from __future__ import annotations
 
@@ -64,7 +66,10 @@ def test_a_laptop_trains_for_a_minute_with_two_processes() -> None:
         ("parallel=tp2pp2", {"parallel.tp": 2, "parallel.pp": 2}),
         ("trainer.train_iters=9", {"trainer.train_iters": 9, "optim.warmup_iters": 0}),
         ("trainer.eval_interval=7", {"trainer.eval_interval": 7, "trainer.eval_minutes": None}),
-        ("checkpoint.save_minutes=5", {"checkpoint.save_minutes": 5.0, "checkpoint.save_interval": 0}),
+        (
+            "checkpoint.save_minutes=5",
+            {"checkpoint.save_minutes": 5.0, "checkpoint.save_interval": 0},
+        ),
         ("checkpoint=off", {"checkpoint.save_minutes": None, "checkpoint.save_interval": 0}),
         ("trainer.eval_interval=0", {"trainer.eval_interval": 0, "trainer.eval_minutes": None}),
     ],
@@ -88,7 +93,9 @@ def test_a_model_that_fits_no_layout_is_refused_with_more_machines() -> None:
 def test_recipes_and_flags_for_a_cluster_have_no_value_of_a_laptop(tmp_path: Path) -> None:
     assert mtrain("recipe", "new", "my.yaml", *CLUSTER.split(), cwd=tmp_path).returncode == 0
     text = (tmp_path / "my.yaml").read_text()
-    assert not {"train_iters", "eval_interval", "save_interval", "tp2"} & set(text.replace(":", " ").split())
+    assert not {"train_iters", "eval_interval", "save_interval", "tp2"} & set(
+        text.replace(":", " ").split()
+    )
     flags = mtrain("recipe", "export", "--megatron", "recipe=my.yaml", cwd=tmp_path).stdout.split()
     said = {flag: flags[n + 1] for n, flag in enumerate(flags) if flag.startswith("--")}
     assert int(said["--train-iters"]) > 70_000
@@ -107,7 +114,8 @@ def test_the_length_of_a_run_is_said_in_one_line_with_its_source() -> None:
 
 def test_minutes_become_steps_by_the_predicted_time_or_a_usual_number() -> None:
     unknown = loaded(
-        "model=llama_tiny parallel=single cluster=h100x8 cluster.memory_gbps=null cluster.peak_tflops={}"
+        "model=llama_tiny parallel=single cluster=h100x8 cluster.memory_gbps=null"
+        " cluster.peak_tflops={}"
     )
     run = in_steps(unknown.run)
     assert (run.trainer.eval_interval, run.checkpoint.save_interval) == (1000, 1000)
@@ -140,7 +148,9 @@ def test_fine_tuning_has_published_rates_and_batches_by_size_and_adapter(
 def test_each_step_of_a_fine_tuning_learns(steps: int) -> None:
     run, _ = load_anyway(f"model=llama3_8b trainer=sft trainer.train_iters={steps} {NODE}")
     rates = [rate_of(run, step) for step in range(1, steps + 1)]
-    assert rates[-1] == pytest.approx(5e-6 / steps, rel=1e-5), "what is left of a rate that goes down to nothing"
+    assert rates[-1] == pytest.approx(5e-6 / steps, rel=1e-5), (
+        "what is left of a rate that goes down to nothing"
+    )
     assert max(rates) <= 5e-6
 
 
@@ -166,10 +176,15 @@ def load_anyway(words: str) -> tuple[Any, dict[str, str]]:
 def test_steps_are_two_epochs_of_the_chats_that_there_are(
     chats: int | None, batch: int, steps: int, tmp_path: Path
 ) -> None:
-    line = json.dumps({"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]})
+    line = json.dumps(
+        {"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}
+    )
     if chats is not None:
         (tmp_path / "chats.jsonl").write_text("\n".join([line] * chats))
-    words = f"model=llama3_8b data=sft data.path={tmp_path}/chats.jsonl cluster=h100 cluster.devices_per_node=1"
+    words = (
+        f"model=llama3_8b data=sft data.path={tmp_path}/chats.jsonl cluster=h100"
+        " cluster.devices_per_node=1"
+    )
     run, why = load_anyway(f"{words} parallel=single")
     assert (run.trainer.global_batch_size, run.trainer.train_iters) == (batch, steps)
     assert run.optim.warmup_iters == steps * 3 // 100
@@ -178,8 +193,14 @@ def test_steps_are_two_epochs_of_the_chats_that_there_are(
 
 def test_what_is_said_of_a_fine_tuning_holds() -> None:
     run, _ = load_anyway(
-        "trainer=sft optim.lr=1e-3 optim.min_lr=1e-4 trainer.train_iters=7 trainer.global_batch_size=3"
+        "trainer=sft optim.lr=1e-3 optim.min_lr=1e-4 trainer.train_iters=7"
+        " trainer.global_batch_size=3"
     )
-    assert (run.optim.lr, run.optim.min_lr, run.trainer.steps, run.trainer.batch) == (1e-3, 1e-4, 7, 3)
+    assert (run.optim.lr, run.optim.min_lr, run.trainer.steps, run.trainer.batch) == (
+        1e-3,
+        1e-4,
+        7,
+        3,
+    )
     plain, _ = load_anyway("trainer=sft trainer.fine_tuning=false")
     assert plain.optim.lr == 6e-3

@@ -1,4 +1,6 @@
-"""State that no device of a cluster holds is said before anything starts; so is what a device is validated by."""
+"""State that no device of a cluster holds is said before anything starts; so is what a device is
+validated by.
+"""
 
 from __future__ import annotations
 
@@ -17,21 +19,34 @@ BASE = ["data=mock", "trainer.global_batch_size=64", "trainer.sample_tokens=0"]
     ("words", "fix"),
     [
         (
-            "model=llama3_8b parallel=single cluster=h100x8 precision=bf16 parallel.distributed_optimizer=false "
-            "data.seq_length=2048",
+            (
+                "model=llama3_8b parallel=single cluster=h100x8 precision=bf16"
+                " parallel.distributed_optimizer=false data.seq_length=2048"
+            ),
             "parallel.distributed_optimizer=true",
         ),
-        ("model=llama3_70b parallel=tp8 cluster=h100x8 precision=bf16", "a cluster of more devices"),
         (
-            "model=llama3_8b parallel=dp cluster=h100x8 precision=bf16 data.seq_length=2048 "
-            "trainer.micro_batch_size=1",
+            "model=llama3_70b parallel=tp8 cluster=h100x8 precision=bf16",
+            "a cluster of more devices",
+        ),
+        (
+            (
+                "model=llama3_8b parallel=dp cluster=h100x8 precision=bf16 data.seq_length=2048 "
+                "trainer.micro_batch_size=1"
+            ),
             "",
         ),
-        ("model=llama3_8b parallel=dp cluster=h100x8 precision=bf16", "parallel.recompute.granularity=selective"),
         (
-            "model=llama3_8b parallel=single cluster=h100x8 precision=bf16 parallel.distributed_optimizer=false "
-            "data.seq_length=2048 trainer.micro_batch_size=1 optim.cpu_offload=1.0 "
-            "precision.grad_reduce_in_fp32=false",
+            "model=llama3_8b parallel=dp cluster=h100x8 precision=bf16",
+            "parallel.recompute.granularity=selective",
+        ),
+        (
+            (
+                "model=llama3_8b parallel=single cluster=h100x8 precision=bf16"
+                " parallel.distributed_optimizer=false data.seq_length=2048"
+                " trainer.micro_batch_size=1 optim.cpu_offload=1.0"
+                " precision.grad_reduce_in_fp32=false"
+            ),
             "",
         ),
         (
@@ -42,7 +57,9 @@ BASE = ["data=mock", "trainer.global_batch_size=64", "trainer.sample_tokens=0"]
 )
 def test_state_that_no_device_holds_is_a_warning_with_what_would_help(words: str, fix: str) -> None:
     found = [p for p in load([*BASE, *words.split()], LAPTOP, {}).warnings if p.code == "MT146"]
-    assert [p.fix.startswith(fix) and p.severity == "warning" for p in found] == ([True] if fix else [])
+    assert [p.fix.startswith(fix) and p.severity == "warning" for p in found] == (
+        [True] if fix else []
+    )
 
 
 def test_with_the_fix_the_whole_plan_fits() -> None:
@@ -53,7 +70,11 @@ def test_with_the_fix_the_whole_plan_fits() -> None:
 
 
 def test_the_verdict_shows_the_facts_that_a_run_is_judged_and_measured_by() -> None:
-    loaded = load([*BASE, "model=llama3_8b", "parallel=dp", "cluster=h100x8", "precision=fp8_tensorwise"], LAPTOP, {})
+    loaded = load(
+        [*BASE, "model=llama3_8b", "parallel=dp", "cluster=h100x8", "precision=fp8_tensorwise"],
+        LAPTOP,
+        {},
+    )
     text = summary(loaded)
     assert "bf16 with products in fp8 (tensorwise)" in text
     assert "device  sm_90, 80 GiB, MFU of 1979 TFLOP/s in fp8" in text

@@ -28,7 +28,8 @@ def test_the_cpu_is_always_available_and_measures_this_process() -> None:
 def test_random_state_of_the_cpu_is_restored() -> None:
     cpu = registry.get("cpu")
     cpu.seed(5)
-    state, first = cpu.rng_state(), torch.rand(3)
+    state = cpu.rng_state()
+    first = torch.rand(3)
     torch.rand(7)
     cpu.set_rng_state(state)
     assert torch.equal(torch.rand(3), first)
@@ -53,7 +54,9 @@ def test_a_missing_gpu_is_an_error_with_its_reason_and_auto_takes_the_cpu() -> N
 
 def _plug_in(monkeypatch: pytest.MonkeyPatch, value: str) -> None:
     entry = EntryPoint("toy", value, devices.GROUP)
-    monkeypatch.setattr(plug_ins, "entry_points", lambda group: [entry] if group == devices.GROUP else [])
+    monkeypatch.setattr(
+        plug_ins, "entry_points", lambda group: [entry] if group == devices.GROUP else []
+    )
 
 
 toy = dataclasses.replace(registry.get("cpu"), name="toy", available=lambda: "no toy is plugged in")
@@ -77,13 +80,16 @@ def test_a_broken_plug_in_is_named(monkeypatch: pytest.MonkeyPatch, value: str, 
 
 
 def test_finding_a_device_by_name_needs_no_torch_until_it_is_loaded() -> None:
-    code = "import sys, mtrain.devices.registry, mtrain.devices.base; sys.exit('torch' in sys.modules)"
+    code = (
+        "import sys, mtrain.devices.registry, mtrain.devices.base; sys.exit('torch' in sys.modules)"
+    )
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
 def test_the_stand_in_namespace_takes_calls_as_torch_cuda_does() -> None:
     ns = cpu_namespace
-    start, end = ns.Event(enable_timing=True), ns.Event(enable_timing=True)
+    start = ns.Event(enable_timing=True)
+    end = ns.Event(enable_timing=True)
     with ns.stream(ns.Stream()), ns.device(0), ns.nvtx.range("x"):
         start.record(ns.current_stream())
         ns.current_stream().wait_event(start)

@@ -1,4 +1,6 @@
-"""The environment of a rank: what is set and why, what the user has set, and what is wrong before any rank starts."""
+"""The environment of a rank: what is set and why, what the user has set, and what is wrong before
+any rank starts.
+"""
 
 from __future__ import annotations
 
@@ -52,8 +54,16 @@ def test_a_run_on_processors_gets_nothing_of_cuda() -> None:
         ({"trainer__cuda_graph_impl": "local"}, "PYTORCH_ALLOC_CONF", None),
         ({"trainer__deterministic": True}, "CUBLAS_WORKSPACE_CONFIG", ":4096:8"),
         ({"trainer__deterministic": True}, "NCCL_ALGO", "Ring"),
-        ({"trainer__deterministic": True, "kernels__norm": "te"}, "NVTE_ALLOW_NONDETERMINISTIC_ALGO", "0"),
-        ({"trainer__deterministic": True, "kernels__default": "reference"}, "NVTE_ALLOW_NONDETERMINISTIC_ALGO", None),
+        (
+            {"trainer__deterministic": True, "kernels__norm": "te"},
+            "NVTE_ALLOW_NONDETERMINISTIC_ALGO",
+            "0",
+        ),
+        (
+            {"trainer__deterministic": True, "kernels__default": "reference"},
+            "NVTE_ALLOW_NONDETERMINISTIC_ALGO",
+            None,
+        ),
         ({}, "NCCL_ALGO", None),
         ({"kernels__attention": "te"}, "NVTE_FLASH_ATTN", "1"),
         ({"kernels__attention": "triton"}, "NVTE_FLASH_ATTN", None),
@@ -68,7 +78,9 @@ def test_a_run_on_processors_gets_nothing_of_cuda() -> None:
         ({}, "TORCH_NCCL_AVOID_RECORD_STREAMS", None),
     ],
 )
-def test_a_variable_is_set_where_its_reason_holds(changes: dict[str, Any], name: str, value: str | None) -> None:
+def test_a_variable_is_set_where_its_reason_holds(
+    changes: dict[str, Any], name: str, value: str | None
+) -> None:
     assert values(on_cards(**changes)).get(name) == value
 
 
@@ -80,16 +92,27 @@ def test_the_recorder_writes_where_a_run_leaves_how_it_failed() -> None:
     assert found["TORCH_NCCL_DEBUG_INFO_PIPE_FILE"] != other["TORCH_NCCL_DEBUG_INFO_PIPE_FILE"]
 
 
-@pytest.mark.parametrize(("filesystem", "local"), [("nfs4", True), ("lustre", True), ("ext4", False), ("", False)])
-def test_kernels_are_cached_on_a_local_disk_where_the_home_folder_is_not(filesystem: str, local: bool) -> None:
+@pytest.mark.parametrize(
+    ("filesystem", "local"), [("nfs4", True), ("lustre", True), ("ext4", False), ("", False)]
+)
+def test_kernels_are_cached_on_a_local_disk_where_the_home_folder_is_not(
+    filesystem: str, local: bool
+) -> None:
     place = Place(cores=1, scratch=Path("/tmp/mtrain-7"), home_filesystem=filesystem)
-    assert values(on_cards(), place).get("TRITON_CACHE_DIR") == ("/tmp/mtrain-7/triton" if local else None)
+    assert values(on_cards(), place).get("TRITON_CACHE_DIR") == (
+        "/tmp/mtrain-7/triton" if local else None
+    )
 
 
 def test_the_filesystem_of_a_folder_is_that_of_the_nearest_mount(tmp_path: Path) -> None:
     mounts = tmp_path / "mounts"
-    mounts.write_text("/dev/a / ext4 rw 0 0\nserver:/home /home nfs4 rw 0 0\nlocal /home/my\\040disk xfs rw 0 0\n")
-    found = [filesystem_of(Path(path), mounts) for path in ("/tmp", "/home/me", "/homes", "/home/my disk/x")]
+    mounts.write_text(
+        "/dev/a / ext4 rw 0 0\nserver:/home /home nfs4 rw 0 0\nlocal /home/my\\040disk xfs rw 0 0\n"
+    )
+    found = [
+        filesystem_of(Path(path), mounts)
+        for path in ("/tmp", "/home/me", "/homes", "/home/my disk/x")
+    ]
     assert found == ["ext4", "nfs4", "ext4", "xfs"]
     assert filesystem_of(Path("/"), tmp_path / "none") == ""
 
@@ -115,16 +138,22 @@ def test_a_rank_verifies_what_its_run_cannot_do_without() -> None:
     ]
     apply(environment(run, HERE, environ), environ)
     assert verify(run, HERE, environ) == []
-    assert verify(run, HERE, {**environ, "NCCL_ALGO": "Tree", "CUDA_DEVICE_MAX_CONNECTIONS": "8"}) == []
+    assert (
+        verify(run, HERE, {**environ, "NCCL_ALGO": "Tree", "CUDA_DEVICE_MAX_CONNECTIONS": "8"})
+        == []
+    )
     (wrong,) = verify(run, HERE, {**environ, "NCCL_ALGO": "NVLS"})
     assert wrong.startswith("NCCL_ALGO='NVLS' in the environment must be Ring or Tree or ^NVLS or ")
 
 
-def test_a_run_is_refused_where_it_would_not_be_what_it_says(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_is_refused_where_it_would_not_be_what_it_says(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":0:0")
     run = on_cards(trainer__deterministic=True)
     with pytest.raises(
-        BadEnvironment, match="CUBLAS_WORKSPACE_CONFIG=':0:0' in the environment must be :4096:8 or :16:8"
+        BadEnvironment,
+        match="CUBLAS_WORKSPACE_CONFIG=':0:0' in the environment must be :4096:8 or :16:8",
     ):
         preflight.check(run, [], CARDS, ranks_here=1)
     with pytest.raises(BadEnvironment) as refused:
@@ -160,7 +189,9 @@ def interfaces(tmp_path: Path) -> Path:
         ("A_VARIABLE_OF_THE_USERS", "bogus", True),
     ],
 )
-def test_a_value_that_ends_a_run_on_processors_is_named(name: str, value: str, right: bool, interfaces: Path) -> None:
+def test_a_value_that_ends_a_run_on_processors_is_named(
+    name: str, value: str, right: bool, interfaces: Path
+) -> None:
     found = faults({name: value}, NO_LIMITS, 2, interfaces=interfaces)
     assert [text.split("=")[0].split()[0] for text in found] == ([] if right else [name])
 
@@ -179,10 +210,15 @@ def test_a_value_that_ends_a_run_on_processors_is_named(name: str, value: str, r
         ("^=eth0", True),
     ],
 )
-def test_interfaces_of_nccl_are_read_as_nccl_reads_them(value: str, right: bool, interfaces: Path) -> None:
-    found = faults({"NCCL_SOCKET_IFNAME": value}, NO_LIMITS, 2, on_host=False, interfaces=interfaces)
+def test_interfaces_of_nccl_are_read_as_nccl_reads_them(
+    value: str, right: bool, interfaces: Path
+) -> None:
+    found = faults(
+        {"NCCL_SOCKET_IFNAME": value}, NO_LIMITS, 2, on_host=False, interfaces=interfaces
+    )
     assert (not found) == right
-    assert not faults({"NCCL_SOCKET_IFNAME": value}, NO_LIMITS, 2, interfaces=interfaces)  # gloo does not read it
+    # gloo does not read it
+    assert not faults({"NCCL_SOCKET_IFNAME": value}, NO_LIMITS, 2, interfaces=interfaces)
 
 
 def test_a_value_that_ends_a_run_with_nccl_is_named_there_alone(interfaces: Path) -> None:
@@ -199,7 +235,9 @@ def test_a_value_that_ends_a_run_with_nccl_is_named_there_alone(interfaces: Path
         (Limits(files=1024, addresses=1 << 40, processes=100_000), None),
     ],
 )
-def test_a_limit_that_a_rank_cannot_start_in_is_named(limits: Limits, said: str | None, tmp_path: Path) -> None:
+def test_a_limit_that_a_rank_cannot_start_in_is_named(
+    limits: Limits, said: str | None, tmp_path: Path
+) -> None:
     found = faults({}, limits, 2, interfaces=tmp_path / "none")
     assert len(found) == (said is not None)
     assert said is None or said in found[0]
@@ -225,7 +263,9 @@ def test_a_rank_raises_its_own_limit_of_descriptors(
     soft: int, hard: int, raised: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     now = {resource.RLIMIT_NOFILE: (soft, hard)}
-    monkeypatch.setattr(resource, "getrlimit", lambda kind: now.get(kind, (resource.RLIM_INFINITY,) * 2))
+    monkeypatch.setattr(
+        resource, "getrlimit", lambda kind: now.get(kind, (resource.RLIM_INFINITY,) * 2)
+    )
     monkeypatch.setattr(resource, "setrlimit", now.__setitem__)
     raise_files(2048)
     assert now[resource.RLIMIT_NOFILE] == (raised, hard)

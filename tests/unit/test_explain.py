@@ -1,4 +1,6 @@
-"""`explain`: every key and every code can be asked about, and what it says is what the schema and the rules say."""
+"""`explain`: every key and every code can be asked about, and what it says is what the schema and
+the rules say.
+"""
 
 from __future__ import annotations
 
@@ -38,7 +40,9 @@ def explain(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch)
 
 @pytest.mark.sampled
 @pytest.mark.parametrize("code", codes())
-def test_every_code_says_what_it_means_when_it_fires_and_what_to_do(code: str, explain: Explain) -> None:
+def test_every_code_says_what_it_means_when_it_fires_and_what_to_do(
+    code: str, explain: Explain
+) -> None:
     facts = explain(code.lower())
     assert facts["code"] == code
     assert facts["about"]
@@ -65,13 +69,16 @@ def test_every_code_is_of_a_family() -> None:
 
 
 def test_a_code_of_a_rule_is_of_one_rule() -> None:
-    """Whoever has read what a code means meets no other rule under it; MT150 is every key without effect."""
+    """Whoever has read what a code means meets no other rule under it; MT150 is every key without
+    effect.
+    """
     rules = {code: {(rule.file, rule.name) for rule in rules_of(code)} for code in codes()}
+    # a key without effect; too few tokens, of text or indexed; no end of documents
     shared = {
         "MT150",
         "MT605",
         "MT608",
-    }  # a key without effect; too few tokens, of text or indexed; no end of documents
+    }
     assert {code for code, found in rules.items() if len(found) > 1} == shared
 
 
@@ -110,12 +117,18 @@ def test_a_section_that_was_taken_away_takes_its_keys(explain: Explain) -> None:
     facts = explain("model.moe.router_topk", "model=mixtral_tiny", "model.moe=null")
     assert facts["value"] == "(not there: its section is null)"
     assert facts["set_by"] == "command line"
-    assert [row["value"] for row in facts["chain"]] == ["2", "2", "(not there: its section is null)"]
+    assert [row["value"] for row in facts["chain"]] == [
+        "2",
+        "2",
+        "(not there: its section is null)",
+    ]
     assert explain("model.moe.router_topk", "model=mixtral_tiny")["value"] == "2"
 
 
 def test_a_mapping_is_shown_whole(explain: Explain) -> None:
-    assert explain("cluster.peak_tflops", "cluster=h100x8")["value"].startswith("{fp32: 67.0, tf32:")
+    assert explain("cluster.peak_tflops", "cluster=h100x8")["value"].startswith(
+        "{fp32: 67.0, tf32:"
+    )
 
 
 def test_a_key_names_the_field_the_flag_and_the_rules(explain: Explain) -> None:
@@ -145,7 +158,10 @@ def test_a_group_lists_its_keys(group: str, explain: Explain) -> None:
         ("parallel.sequence_parallel", "true or false, or null"),
         ("parallel.distributed_optimizer", "true or false, or null"),
         ("data.split", "a list of 3 values, each a number"),
-        ("parallel.layers_per_stage", "a list of any number of values, each a whole number, or null"),
+        (
+            "parallel.layers_per_stage",
+            "a list of any number of values, each a whole number, or null",
+        ),
         ("data.path", "text, or null"),
         ("nothing.at.all", ""),
     ],
@@ -164,7 +180,11 @@ def test_defaults_are_told_as_yaml() -> None:
 
 @pytest.mark.parametrize(
     ("word", "near"),
-    [("parallel.tensor", "explain"), ("tensor_model_parallel_size", "explain parallel.tp"), ("MT999", "explain MT")],
+    [
+        ("parallel.tensor", "explain"),
+        ("tensor_model_parallel_size", "explain parallel.tp"),
+        ("MT999", "explain MT"),
+    ],
 )
 def test_what_does_not_exist_is_answered_with_what_is_near(
     word: str, near: str, capsys: pytest.CaptureFixture[str]
@@ -176,7 +196,13 @@ def test_what_does_not_exist_is_answered_with_what_is_near(
 def test_the_page_and_the_contents_are_for_people(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["explain", "parallel.tp=4", "parallel=tp2"]) == 0
     page = capsys.readouterr().out
-    for words in ("Tensor parallel", "at least 1", "command line: 2", "MT101", "TransformerConfig."):
+    for words in (
+        "Tensor parallel",
+        "at least 1",
+        "command line: 2",
+        "MT101",
+        "TransformerConfig.",
+    ):
         assert words in page
     assert main(["explain"]) == 0
     contents = capsys.readouterr().out
@@ -194,21 +220,34 @@ def test_nothing_is_imported_to_explain() -> None:
         "main(['explain', 'MT609']); main(['explain', 'model.num_layers'])\n"
         "print(sorted(m for m in ('torch', 'megatron', 'numpy') if m in sys.modules))\n"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=patient(60))
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=patient(60)
+    )
     assert done.stdout.splitlines()[-1] == "[]", done.stderr
 
 
 @pytest.mark.parametrize(
     "key",
-    ["data.path", "data.blend", "data.tokenizer", "data.chat_template", "data.validation_blend", "checkpoint.resume"],
+    [
+        "data.path",
+        "data.blend",
+        "data.tokenizer",
+        "data.chat_template",
+        "data.validation_blend",
+        "checkpoint.resume",
+    ],
 )
-def test_a_key_that_names_what_is_learned_is_not_said_to_change_no_weight(key: str, explain: Explain) -> None:
+def test_a_key_that_names_what_is_learned_is_not_said_to_change_no_weight(
+    key: str, explain: Explain
+) -> None:
     assert explain(key)["changes"].startswith("contents: the weights that come out")
 
 
 def test_what_follows_from_a_key_is_told_beside_what_it_changes_itself(explain: Explain) -> None:
     assert explain("model.published.peak_lr", "model=llama3_8b")["decides"] == ["optim.lr"]
-    assert "precision.dtype" in explain("cluster.sm", "cluster=h100x8", "model=llama3_8b")["decides"]
+    assert (
+        "precision.dtype" in explain("cluster.sm", "cluster=h100x8", "model=llama3_8b")["decides"]
+    )
     assert explain("log.interval")["decides"] == []
 
 

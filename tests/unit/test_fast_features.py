@@ -48,7 +48,10 @@ PIECES += [
     "\u2581",
 ]
 PIECES += ["\u00a0", "<0x41>", "<s>", "##", "\r\n", "\U0001f600", "\u0130", "\x00"]
-CL100K = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|"
+CL100K = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}|"
+    r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|"
+)
 CL100K += r"\s+(?!\S)|\s+"
 LAST = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}
 SPACES = {"type": "Replace", "pattern": {"String": " "}, "content": "\u2581"}
@@ -57,19 +60,25 @@ FRONT = {"type": "Prepend", "prepend": "\u2581"}
 
 def texts(seed: int, count: int) -> list[str]:
     drawn = random.Random(seed)
-    return ["".join(drawn.choice(PIECES) for _ in range(drawn.randint(0, 14))) for _ in range(count)]
+    return [
+        "".join(drawn.choice(PIECES) for _ in range(drawn.randint(0, 14))) for _ in range(count)
+    ]
 
 
 @cache
 def trained(kind: str) -> str:
     """A small tokenizer.json: BPE on bytes, or that of sentencepiece with tokens of bytes."""
     if kind == "bytes":
-        made, special = Tokenizer(models.BPE()), ["<|endoftext|>"]
+        made = Tokenizer(models.BPE())
+        special = ["<|endoftext|>"]
         made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
         alphabet = pre_tokenizers.ByteLevel.alphabet()
     else:
-        made, alphabet = Tokenizer(models.BPE(byte_fallback=True, unk_token="<unk>", fuse_unk=True)), []
-        made.normalizer = normalizers.Sequence([normalizers.Prepend("\u2581"), normalizers.Replace(" ", "\u2581")])
+        made = Tokenizer(models.BPE(byte_fallback=True, unk_token="<unk>", fuse_unk=True))
+        alphabet = []
+        made.normalizer = normalizers.Sequence(
+            [normalizers.Prepend("\u2581"), normalizers.Replace(" ", "\u2581")]
+        )
         made.pre_tokenizer = pre_tokenizers.Split(Regex("\u2581+[^\u2581]*"), "isolated")
         special = ["<unk>", *(f"<0x{value:02X}>" for value in range(256))]
     trainer = trainers.BpeTrainer(
@@ -91,7 +100,11 @@ def body_of(kind: str) -> Body:
 
 def added(body: Body, content: str, **flags: bool) -> Body:
     ids = [*body["model"]["vocab"].values(), *(token["id"] for token in body["added_tokens"])]
-    token = {"id": body["model"]["vocab"].get(content, max(ids) + 1), "content": content, "special": True}
+    token = {
+        "id": body["model"]["vocab"].get(content, max(ids) + 1),
+        "content": content,
+        "special": True,
+    }
     flags = {**dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False), **flags}
     body["added_tokens"].append({**token, **flags})
     return body
@@ -107,7 +120,10 @@ CHANGES: dict[str, tuple[str, Callable[[Body], Any]]] = {
     "has lstrip": ("bytes", lambda b: added(b, "tool", lstrip=True)),
     "has rstrip": ("llama", lambda b: added(b, "tool", rstrip=True)),
     "are not of one kind": ("bytes", lambda b: (added(b, "ab"), added(b, "bc", special=False))),
-    "'abc' and 'b' share letters": ("bytes", lambda b: (added(b, "abc"), added(b, "b", normalized=True))),
+    "'abc' and 'b' share letters": (
+        "bytes",
+        lambda b: (added(b, "abc"), added(b, "b", normalized=True)),
+    ),
     "found in text that is normalized": ("llama", lambda b: added(b, "tool", normalized=True)),
     "an added token without letters": ("bytes", lambda b: added(b, "")),
     "a key regex, which is not known": ("bytes", lambda b: b["added_tokens"][0].update(regex=True)),
@@ -115,7 +131,10 @@ CHANGES: dict[str, tuple[str, Callable[[Body], Any]]] = {
     "has end_of_word_suffix": ("bytes", lambda b: b["model"].update(end_of_word_suffix="</w>")),
     "a key scores, which is not known": ("bytes", lambda b: b["model"].update(scores=[1])),
     "a letter for each byte": ("bytes", lambda b: b["model"]["vocab"].pop("\u0100")),
-    "not written in the letters of bytes": ("bytes", lambda b: b["model"]["vocab"].update({"\u65e5": 900})),
+    "not written in the letters of bytes": (
+        "bytes",
+        lambda b: b["model"]["vocab"].update({"\u65e5": 900}),
+    ),
     "its model is Unigram": ("bytes", lambda b: b["model"].update(type="Unigram")),
     "its normalizer is Lowercase": ("bytes", lambda b: b.update(normalizer={"type": "Lowercase"})),
     "does not end with ByteLevel": ("bytes", lambda b: b.update(pre_tokenizer=None)),
@@ -123,18 +142,29 @@ CHANGES: dict[str, tuple[str, Callable[[Body], Any]]] = {
     "or not where none does": ("bytes", lambda b: b["pre_tokenizer"].update(use_regex=False)),
     "cuts words where others do": (
         "bytes",
-        lambda b: b.update(pre_tokenizer=split("Isolated", invert=False, last={**LAST, "use_regex": True})),
+        lambda b: b.update(
+            pre_tokenizer=split("Isolated", invert=False, last={**LAST, "use_regex": True})
+        ),
     ),
-    "its pre-tokenizer has Split": ("bytes", lambda b: b.update(pre_tokenizer=split("Removed", invert=False))),
+    "its pre-tokenizer has Split": (
+        "bytes",
+        lambda b: b.update(pre_tokenizer=split("Removed", invert=False)),
+    ),
     "has Digits": (
         "bytes",
         lambda b: b.update(
-            pre_tokenizer={"type": "Sequence", "pretokenizers": [{"type": "Digits", "individual_digits": True}, LAST]}
+            pre_tokenizer={
+                "type": "Sequence",
+                "pretokenizers": [{"type": "Digits", "individual_digits": True}, LAST],
+            }
         ),
     ),
     "which stands for a byte": (
         "llama",
-        lambda b: (b["model"]["vocab"].update({"<0x": 900}), b["model"]["merges"].append(["<0x", "41>"])),
+        lambda b: (
+            b["model"]["vocab"].update({"<0x": 900}),
+            b["model"]["merges"].append(["<0x", "41>"]),
+        ),
     ),
     "a token for each byte": ("llama", lambda b: b["model"]["vocab"].pop("<0x00>")),
     "and has tokens of bytes": ("llama", lambda b: b["model"].update(ignore_merges=True)),
@@ -164,7 +194,9 @@ def test_a_whole_word_token_is_left_for_tokenizers_and_a_line_says_so(tmp_path: 
     pytest.importorskip("gigatoken")
     file = tmp_path / "tokenizer.json"
     file.write_text(json.dumps(added(body_of("bytes"), "tool", single_word=True, special=False)))
-    (tmp_path / "docs.jsonl").write_text('{"text": "a tool"}\n{"text": "tools of a toolbox retool"}\n')
+    (tmp_path / "docs.jsonl").write_text(
+        '{"text": "a tool"}\n{"text": "tools of a toolbox retool"}\n'
+    )
     words = ["data", "tokenize", "docs.jsonl", "--tokenizer", str(file), "eod=false", "workers=1"]
     fast = mtrain(*words, "--out", "fast", cwd=tmp_path)
     assert fast.returncode == 0, fast.stderr
@@ -172,7 +204,9 @@ def test_a_whole_word_token_is_left_for_tokenizers_and_a_line_says_so(tmp_path: 
     assert "its token 'tool' has single_word" in fast.stderr
     assert "by tokenizers" in fast.stdout
     ids = [
-        i for text in ("a tool", "tools of a toolbox retool") for i in Tokenizer.from_file(str(file)).encode(text).ids
+        i
+        for text in ("a tool", "tools of a toolbox retool")
+        for i in Tokenizer.from_file(str(file)).encode(text).ids
     ]
     assert (tmp_path / "fast.bin").read_bytes() == b"".join(i.to_bytes(2, "little") for i in ids)
     named = mtrain(*words, "--out", "named", "engine=gigatoken", cwd=tmp_path)
@@ -187,12 +221,17 @@ def drawn(count: int, first: int) -> Iterator[tuple[int, Body]]:
         body = copy.deepcopy(body_of(kind))
         for content in draw.sample(PIECES, draw.randint(0, 4)):
             if all(token["content"] != content for token in body["added_tokens"]):
-                rare = {name: draw.random() < 0.05 for name in ("single_word", "lstrip", "rstrip", "normalized")}
+                rare = {
+                    name: draw.random() < 0.05
+                    for name in ("single_word", "lstrip", "rstrip", "normalized")
+                }
                 added(body, content, special=draw.random() < 0.5, **rare)
         body["model"]["ignore_merges"] = draw.random() < 0.2
         if kind == "bytes":
             nfc = {"type": "NFC"}
-            body["normalizer"] = draw.choice([None, nfc, {"type": "Sequence", "normalizers": [nfc]}])
+            body["normalizer"] = draw.choice(
+                [None, nfc, {"type": "Sequence", "normalizers": [nfc]}]
+            )
             whole = {**LAST, "use_regex": True}
             cuts = [split("Isolated", invert=False), split("Removed", invert=True)]
             body["pre_tokenizer"] = draw.choice([whole, *cuts])
@@ -221,7 +260,9 @@ def test_gigatoken_has_the_ids_of_tokenizers_wherever_it_is_taken(first: int) ->
         if unsupported(body):
             continue
         some = texts(seed, 60)
-        ours = [one.ids for one in Tokenizer.from_str(text).encode_batch(some, add_special_tokens=False)]
+        ours = [
+            one.ids for one in Tokenizer.from_str(text).encode_batch(some, add_special_tokens=False)
+        ]
         theirs = gigatoken.Tokenizer.from_json(text).encode_batch(some, parallel=False).to_list()
         assert theirs == ours, f"seed {seed}"
         taken += 1

@@ -23,10 +23,16 @@ def test_the_committed_page_is_the_one_that_is_made(capsys: pytest.CaptureFixtur
 
 
 def test_every_key_has_one_row_with_what_it_may_be_and_means() -> None:
-    rows = [re.split(r"(?<!\\)\|", line) for line in page().splitlines() if re.match(r"\| `[a-z]+\.", line)]
+    rows = [
+        re.split(r"(?<!\\)\|", line)
+        for line in page().splitlines()
+        if re.match(r"\| `[a-z]+\.", line)
+    ]
     keys = [row[1].strip(" `") for row in rows]
     assert keys == [key for key in schema_keys() if not key.startswith("recipe.")]
-    assert all(len(row) == 7 and row[2].strip() and row[3].strip() and row[4].strip() for row in rows)
+    assert all(
+        len(row) == 7 and row[2].strip() and row[3].strip() and row[4].strip() for row in rows
+    )
 
 
 def test_a_key_of_experts_and_one_of_latent_attention_say_what_they_feed() -> None:

@@ -1,4 +1,6 @@
-"""File systems without locks, hard links or folders that can be synced, and machines without a /dev/shm."""
+"""File systems without locks, hard links or folders that can be synced, and machines without a
+/dev/shm.
+"""
 
 from __future__ import annotations
 
@@ -36,7 +38,9 @@ def _in_a_folder_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(durable, "_reported", set())
 
 
-def refusing(number: int, when: Callable[..., bool] = lambda *_: True, then: Any = None) -> Callable[..., Any]:
+def refusing(
+    number: int, when: Callable[..., bool] = lambda *_: True, then: Any = None
+) -> Callable[..., Any]:
     """A call of the system that gives an error."""
 
     def call(*words: Any, **more: Any) -> Any:
@@ -47,7 +51,9 @@ def refusing(number: int, when: Callable[..., bool] = lambda *_: True, then: Any
     return call
 
 
-@pytest.fixture(params=[errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL], ids=errno.errorcode.get)
+@pytest.fixture(
+    params=[errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL], ids=errno.errorcode.get
+)
 def without_locks(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fcntl, "flock", refusing(request.param))
 
@@ -64,7 +70,9 @@ def run_of(**changes: object) -> RunConfig:
 
 def of_a_process_that_ended() -> locks.Owner:
     with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as process:
-        return locks.Owner(locks.Owner.me().host, process.pid, locks.Owner.me().boot, locks._started(process.pid))
+        return locks.Owner(
+            locks.Owner.me().host, process.pid, locks.Owner.me().boot, locks._started(process.pid)
+        )
 
 
 def owned_by(owner: locks.Owner) -> Path:
@@ -76,8 +84,12 @@ def owned_by(owner: locks.Owner) -> Path:
 
 
 def tokenized(*words: str) -> int:
-    Path("d.jsonl").write_text("".join(json.dumps({"text": f"number {i}"}) + "\n" for i in range(40)))
-    return main(["data", "tokenize", "d.jsonl", f"tokenizer={bpe(Path('.'))}", "out=corpus", *words])
+    Path("d.jsonl").write_text(
+        "".join(json.dumps({"text": f"number {i}"}) + "\n" for i in range(40))
+    )
+    return main(
+        ["data", "tokenize", "d.jsonl", f"tokenizer={bpe(Path('.'))}", "out=corpus", *words]
+    )
 
 
 def test_a_run_without_locks_has_the_folder_that_was_planned_and_says_once_why(
@@ -116,7 +128,9 @@ def test_what_an_ended_process_owned_is_taken_over(monkeypatch: pytest.MonkeyPat
     assert not (home / ".lock.owner").exists()
 
 
-def test_the_file_of_whoever_took_over_first_is_always_there(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_file_of_whoever_took_over_first_is_always_there(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     gone = of_a_process_that_ended()
     file = owned_by(locks.Owner.me()) / ".lock.owner"
     real = locks._read
@@ -143,7 +157,9 @@ def test_one_process_at_a_time_takes_over() -> None:
     assert list(file.parent.iterdir()) == []
 
 
-def test_a_disk_that_is_full_leaves_no_owner_whom_nobody_knows(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_disk_that_is_full_leaves_no_owner_whom_nobody_knows(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(fcntl, "flock", refusing(errno.ENOLCK))
     monkeypatch.setattr(json, "dumps", refusing(errno.ENOSPC))
     with open("file", "w") as file, pytest.raises(OSError, match="No space left"):
@@ -160,7 +176,9 @@ def test_what_a_process_elsewhere_or_one_that_runs_owns_is_not_taken(
     owner = vars(locks.Owner.me()) | {"pid": parent, "started": locks._started(parent)} | change
     home = owned_by(locks.Owner(**owner))
     run = run_of(log__name="a")
-    with pytest.raises(ConfigError, match=rf"process {parent} on .*; if it is gone, remove .*\.lock\.owner"):
+    with pytest.raises(
+        ConfigError, match=rf"process {parent} on .*; if it is gone, remove .*\.lock\.owner"
+    ):
         folder.opened(run, folder.plan(run), []).__enter__()
     assert [path.name for path in home.parent.iterdir()] == ["a"]
 
@@ -184,7 +202,10 @@ def test_caches_drafts_and_corpora_are_made_without_locks(without_locks: None) -
     assert cache.made(home, read, make) == {}
     assert cache.make_room(home.parent) == []
     with drafted(Path("out"), "importing") as draft:
-        with pytest.raises(BadEnvironment, match="another process writes"), drafted(Path("out"), "importing"):
+        with (
+            pytest.raises(BadEnvironment, match="another process writes"),
+            drafted(Path("out"), "importing"),
+        ):
             pass
         (draft / "file").write_text("")
     assert [path.name for path in Path("out").iterdir()] == ["file"]
@@ -192,7 +213,9 @@ def test_caches_drafts_and_corpora_are_made_without_locks(without_locks: None) -
     assert not list(Path(".").rglob("*.owner"))
 
 
-def test_without_locks_no_corpus_is_removed_for_nobody_knows_who_reads_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_locks_no_corpus_is_removed_for_nobody_knows_who_reads_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     home = Path("cache/corpus-0123456789abcdef")
     home.mkdir(parents=True)
     for name in ("meta.json", *cache.FILES):
@@ -215,14 +238,18 @@ def test_files_are_kept_where_a_folder_cannot_be_synced(
     assert capsys.readouterr().err.count("cannot sync a folder") == 1
 
 
-def test_a_file_that_cannot_be_synced_is_an_error_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_file_that_cannot_be_synced_is_an_error_all_the_same(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     Path("file").write_text("")
     monkeypatch.setattr(os, "fsync", refusing(errno.EINVAL))
     with pytest.raises(OSError, match="Invalid argument"):
         durable.sync(Path("file"))
 
 
-@pytest.mark.parametrize("number", [errno.EPERM, errno.EOPNOTSUPP, errno.EXDEV], ids=errno.errorcode.get)
+@pytest.mark.parametrize(
+    "number", [errno.EPERM, errno.EOPNOTSUPP, errno.EXDEV], ids=errno.errorcode.get
+)
 def test_a_run_goes_on_without_hard_links_and_keeps_its_earlier_configuration(
     number: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -277,7 +304,9 @@ def test_text_is_tokenized_without_a_dev_shm(workers: int, monkeypatch: pytest.M
         ("convert inspect", "mine/model.safetensors.index.json"),
     ],
 )
-def test_what_may_not_be_read_is_said_and_is_a_matter_of_the_machine(verb: str, closed: str) -> None:
+def test_what_may_not_be_read_is_said_and_is_a_matter_of_the_machine(
+    verb: str, closed: str
+) -> None:
     checkpoint = "mine/checkpoints/step_00000001"
     of_a_run = ("mine/run.yaml", f"{checkpoint}/manifest.json")
     Path("mine" if closed.endswith("index.json") else checkpoint).mkdir(parents=True)

@@ -1,4 +1,6 @@
-"""A finding belongs to the keys that its rule read: what a refused key does not touch is said beside it."""
+"""A finding belongs to the keys that its rule read: what a refused key does not touch is said
+beside it.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,10 @@ from tests.support.configs import LAPTOP
     ("words", "codes"),
     [
         ("parallel.ep=0 trainer.train_iters=80 optim.warmup_iters=1000", {"MT014", "MT422"}),
-        ("optim.lr=-1 optim.warmup_iters=1000 parallel=tp3", {"MT014", "MT422", "MT101", "MT102", "MT103", "MT105"}),
+        (
+            "optim.lr=-1 optim.warmup_iters=1000 parallel=tp3",
+            {"MT014", "MT422", "MT101", "MT102", "MT103", "MT105"},
+        ),
         ("model.ffn_hidden_size=0 parallel=tp3", {"MT014", "MT101", "MT102", "MT105"}),
         ("kernels.loss=nope kernels.rope=triton", {"MT014", "MT407"}),
         ("kernels.norm=nope kernels.linear=te", {"MT014", "MT403"}),
@@ -35,7 +40,9 @@ from tests.support.configs import LAPTOP
         ("parallel=nope trainer.global_batch_size=7", {"MT011"}),
     ],
 )
-def test_what_a_refused_key_decides_is_left_out_and_the_rest_is_said(words: str, codes: set[str]) -> None:
+def test_what_a_refused_key_decides_is_left_out_and_the_rest_is_said(
+    words: str, codes: set[str]
+) -> None:
     assert {p.code for p in validated(words.split()) if p.severity == "error"} == codes
 
 
@@ -69,7 +76,9 @@ def test_only_rules_that_say_so_look_at_the_disk(monkeypatch: pytest.MonkeyPatch
                 list(rule(run))
 
 
-def test_trials_of_fixes_do_not_walk_a_folder_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_trials_of_fixes_do_not_walk_a_folder_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A folder without a text file, beside broken rules whose fixes are tried by the dozen."""
     (tmp_path / "a.dat").write_text("text")
     walks = []
@@ -94,23 +103,35 @@ def test_a_walk_through_a_folder_of_any_size_ends_soon(tmp_path: Path, files: in
         (tmp_path / f"deep/{number}.dat").touch()
     begun = time.process_time()
     found = {
-        p.code: p.severity for p in validated([f"data.path={tmp_path}", "data.suffixes=[.zzzz]", "parallel=tp3pp3"])
+        p.code: p.severity
+        for p in validated([f"data.path={tmp_path}", "data.suffixes=[.zzzz]", "parallel=tp3pp3"])
     }
     assert time.process_time() - begun < 1.0
-    assert (found.get("MT321"), found.get("MT305")) == (("warning", None) if files else (None, "error"))
+    assert (found.get("MT321"), found.get("MT305")) == (
+        ("warning", None) if files else (None, "error")
+    )
 
 
 def test_a_fix_of_one_rule_is_not_held_up_by_what_was_left_out() -> None:
     with pytest.raises(ConfigError) as caught:
         load(["parallel=nope", "model.num_query_groups=3", "optim.min_lr=1.0"], LAPTOP, {})
-    assert next(p.fix for p in caught.value.problems if p.code == "MT421").startswith("optim.min_lr=0.0006")
+    assert next(p.fix for p in caught.value.problems if p.code == "MT421").startswith(
+        "optim.min_lr=0.0006"
+    )
 
 
 def test_a_refused_key_is_reported_on_a_machine_with_a_gpu_too() -> None:
-    """Kernels are asked for what stands in their way, whose reading is watched within a reading that is watched."""
+    """Kernels are asked for what stands in their way, whose reading is watched within a reading
+    that is watched.
+    """
     machine = Machine(cpu_cores=16, memory_bytes=1 << 37, gpus=1, triton=True)
     with pytest.raises(ConfigError) as told:
-        load(["model=llama_tiny", "cluster=h200", "parallel.recompute=full"], machine, {}, to_run=False)
+        load(
+            ["model=llama_tiny", "cluster=h200", "parallel.recompute=full"],
+            machine,
+            {},
+            to_run=False,
+        )
     assert [problem.code for problem in told.value.problems] == ["MT013"]
 
 

@@ -1,4 +1,6 @@
-"""A file of chats is learned as chats where nobody says what it is, and is not learned as text in silence."""
+"""A file of chats is learned as chats where nobody says what it is, and is not learned as text in
+silence.
+"""
 
 from __future__ import annotations
 
@@ -14,8 +16,12 @@ from mtrain.errors import ConfigError
 from tests.support.configs import LAPTOP
 from tests.unit.test_start_from_weights import LLAMA, folder
 
-CHAT = {"messages": [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "yes " * 40}]}
-SHAREGPT = {"conversations": [{"from": "human", "value": "hi"}, {"from": "gpt", "value": "yes " * 40}]}
+CHAT = {
+    "messages": [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "yes " * 40}]
+}
+SHAREGPT = {
+    "conversations": [{"from": "human", "value": "hi"}, {"from": "gpt", "value": "yes " * 40}]
+}
 PAIR = {"prompt": "hi", "chosen": "yes " * 40, "rejected": "no"}
 TEXT = {"text": "messages " * 40}
 
@@ -46,7 +52,11 @@ def test_the_first_line_of_a_file_says_whether_it_holds_chats(
     record: object, name: str, begin: str, kind: str, tmp_path: Path
 ) -> None:
     hf = folder(tmp_path / "hf", LLAMA)
-    words = ["trainer=sft", f"data.path={lines(tmp_path / name, record, begin)}", f"checkpoint.init_from={hf}"]
+    words = [
+        "trainer=sft",
+        f"data.path={lines(tmp_path / name, record, begin)}",
+        f"checkpoint.init_from={hf}",
+    ]
     why: dict[str, str] = {}
     data = resolve(weights.composed(words).run, LAPTOP, why=why).data
     assert data.kind == kind
@@ -56,8 +66,12 @@ def test_the_first_line_of_a_file_says_whether_it_holds_chats(
         assert data.loss_on == "assistant"
 
 
-@pytest.mark.parametrize(("record", "fix"), [(CHAT, "data=sft"), (PAIR, "data=sft with"), (TEXT, "data tokenize")])
-def test_records_that_are_named_as_text_are_warned_of(record: object, fix: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("record", "fix"), [(CHAT, "data=sft"), (PAIR, "data=sft with"), (TEXT, "data tokenize")]
+)
+def test_records_that_are_named_as_text_are_warned_of(
+    record: object, fix: str, tmp_path: Path
+) -> None:
     found = loaded(f"data=text data.path={lines(tmp_path / 'a.jsonl', record)}")
     said = [problem for problem in found.warnings if problem.code == "MT346"]
     assert [problem.fix.startswith(fix) for problem in said] == [True]

@@ -23,14 +23,18 @@ ROWS = pytest.mark.parametrize("fix", FIXES, ids=lambda fix: fix.number)
 def test_what_became_of_it_names_what_there_is(fix: Fix) -> None:
     known = {patch.name: patch for patch in PATCHES}
     if fix.became == "patched":
-        assert fix.by in CASES, "a case of tests/dist/test_adapter_patches.py fails without the patch"
+        assert fix.by in CASES, (
+            "a case of tests/dist/test_adapter_patches.py fails without the patch"
+        )
         assert known[fix.by].upstream == (fix.number if fix.number.startswith("#") else "")
         assert (fix.is_in_0_19 is True) >= ((0, 19, 2) not in known[fix.by].versions)
     elif fix.became == "refused":
         assert fix.by in codes()
     elif fix.became == "kept by tests":
         assert (ROOT / fix.by).is_file()
-        assert fix.by != BROUGHT_BACK or fix.number in (ROOT / fix.by).read_text(), "it is brought back there"
+        assert fix.by != BROUGHT_BACK or fix.number in (ROOT / fix.by).read_text(), (
+            "it is brought back there"
+        )
     else:
         assert not fix.by
         assert fix.why
@@ -57,4 +61,6 @@ def test_engines_prints_every_row(capsys: pytest.CaptureFixture[str]) -> None:
     page = capsys.readouterr().out
     assert all(f"  {fix.number}: {fix.about}" in page for fix in FIXES)
     assert main(["engines", "--fixes", "--json"]) == 0
-    assert [row["number"] for row in json.loads(capsys.readouterr().out)] == [fix.number for fix in FIXES]
+    assert [row["number"] for row in json.loads(capsys.readouterr().out)] == [
+        fix.number for fix in FIXES
+    ]

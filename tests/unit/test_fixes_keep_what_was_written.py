@@ -1,4 +1,6 @@
-"""No fix throws away a path, a name, a text or a list that somebody wrote, and none names other data."""
+"""No fix throws away a path, a name, a text or a list that somebody wrote, and none names other
+data.
+"""
 
 from __future__ import annotations
 
@@ -62,8 +64,14 @@ def _first(*words: str) -> Problem:
         ("data.blend=[a,b]", "data=indexed"),
         ("data=indexed data.blend=[a,b] data.blend_weights=[1]", "a weight for each corpus"),
         ("data=indexed data.blend_weights=[1,2]", "leave it out"),
-        ("data=indexed data.path=x data.blend=[a,b]", "leave out data.path or leave out data.blend"),
-        ("data=indexed data.blend=[a,b] data.blend_weights=[1,1e-13]", "give b a larger weight, or 0"),
+        (
+            "data=indexed data.path=x data.blend=[a,b]",
+            "leave out data.path or leave out data.blend",
+        ),
+        (
+            "data=indexed data.blend=[a,b] data.blend_weights=[1,1e-13]",
+            "give b a larger weight, or 0",
+        ),
         ("data=indexed data.blend=[a,b] data.blend_weights=[1,-1]", ""),
         ("recipe=sft/llama_tiny_cpu data.path=chats.jsonl", "data=sft"),
         ("data=mock data.path=corpus/wiki.txt", "data=text"),
@@ -92,7 +100,9 @@ def test_what_is_offered_keeps_the_meaning_or_is_nothing(words: str, fix: str) -
     assert not NOT_KEPT.search(problem.fix), problem
 
 
-@pytest.mark.parametrize(("name", "fix"), [("1.10", "1.10"), ("3.0", "3.0"), ("1e-5", "1e-5"), ("0x10", "0x10")])
+@pytest.mark.parametrize(
+    ("name", "fix"), [("1.10", "1.10"), ("3.0", "3.0"), ("1e-5", "1e-5"), ("0x10", "0x10")]
+)
 def test_a_name_in_a_file_is_quoted_as_it_stands_there(name: str, fix: str) -> None:
     Path("mine.yaml").write_text(f"trainer: {{seed: 1}}\nlog:\n  name: {name}\n")
     problem = _first("recipe=mine.yaml")
@@ -152,7 +162,9 @@ def _changes(fix: str) -> list[dict[str, object]]:
     for text in fix.split(" or "):
         try:
             pairs = [word.partition("=") for word in shlex.split(text)]
-            out.append({key: parse_value(value) for key, equals, value in pairs if equals and "." in key})
+            out.append(
+                {key: parse_value(value) for key, equals, value in pairs if equals and "." in key}
+            )
         except ValueError:
             continue
     return out

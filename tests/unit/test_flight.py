@@ -1,4 +1,6 @@
-"""The flight recorder: what is read of torch's dumps, and who is blamed where every rank waits in the same line."""
+"""The flight recorder: what is read of torch's dumps, and who is blamed where every rank waits in
+the same line.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,13 @@ from mtrain.world.stall import UNKNOWN, Calls, Status, blame
 
 
 def entry(
-    name: str, number: int, state: str = "completed", *, started: bool = True, p2p: bool = False, by: str = "nccl"
+    name: str,
+    number: int,
+    state: str = "completed",
+    *,
+    started: bool = True,
+    p2p: bool = False,
+    by: str = "nccl",
 ) -> dict[str, Any]:
     """An entry as torch 2.13 and 2.11 write it, without sizes and types."""
     return {
@@ -40,7 +48,9 @@ def entry(
 
 
 def dump(*entries: dict[str, Any], version: str = "2.10", **status: tuple[int, int, int]) -> bytes:
-    """A dump in JSON; `status` by number of the group is what was enqueued, started and completed last."""
+    """A dump in JSON; `status` by number of the group is what was enqueued, started and completed
+    last.
+    """
     names = ("enqueued", "started", "completed")
     return json.dumps(
         {
@@ -49,7 +59,8 @@ def dump(*entries: dict[str, Any], version: str = "2.10", **status: tuple[int, i
             "pg_config": {"0": {"desc": "default_pg", "name": "0", "ranks": "[0, 1]"}},
             "pg_status": {
                 uid.removeprefix("of_"): {
-                    f"last_{name}_collective": str(number) for name, number in zip(names, numbers, strict=True)
+                    f"last_{name}_collective": str(number)
+                    for name, number in zip(names, numbers, strict=True)
                 }
                 for uid, numbers in status.items()
             },
@@ -84,7 +95,11 @@ def test_a_dump_without_entries_is_of_no_group() -> None:
 
 
 def test_a_status_that_counts_transfers_too_is_not_taken_for_one_of_collectives() -> None:
-    groups = [flight.Group(0, "0", "world", 7), flight.Group(4, "11", "pipeline", 2), flight.Group(9, "12", "tp", 0)]
+    groups = [
+        flight.Group(0, "0", "world", 7),
+        flight.Group(4, "11", "pipeline", 2),
+        flight.Group(9, "12", "tp", 0),
+    ]
     assert flight.of_status(dump(of_0=(7, -1, 6), of_4=(80, -1, 79)), groups) == {
         "0": Calls("world", 7, UNKNOWN, 6),
         "11": Calls("pipeline", 2, UNKNOWN, UNKNOWN),
@@ -92,10 +107,25 @@ def test_a_status_that_counts_transfers_too_is_not_taken_for_one_of_collectives(
     }
 
 
-def of_rank(rank: int, count: int = 5, *, waits: bool = True, **calls: tuple[int, int, int]) -> Status:
-    """A status of a rank that waits in the same line as all others; `calls`: launched, started, done by group."""
+def of_rank(
+    rank: int, count: int = 5, *, waits: bool = True, **calls: tuple[int, int, int]
+) -> Status:
+    """A status of a rank that waits in the same line as all others; `calls`: launched, started,
+    done by group.
+    """
     numbers = {name: Calls(name, *group) for name, group in calls.items()}
-    return Status(rank, "host", 100 + rank, 1, count, "step 7, backward", waits, "step.py:1 in f", 9.0, numbers)
+    return Status(
+        rank,
+        "host",
+        100 + rank,
+        1,
+        count,
+        "step 7, backward",
+        waits,
+        "step.py:1 in f",
+        9.0,
+        numbers,
+    )
 
 
 def said(*statuses: Status) -> str:
@@ -104,9 +134,14 @@ def said(*statuses: Status) -> str:
 
 
 def test_of_ranks_in_one_line_the_one_that_lacks_a_collective_is_blamed() -> None:
-    ranks = [of_rank(rank, dp=(8, UNKNOWN, 7) if rank != 2 else (7, UNKNOWN, 7)) for rank in range(4)]
+    ranks = [
+        of_rank(rank, dp=(8, UNKNOWN, 7) if rank != 2 else (7, UNKNOWN, 7)) for rank in range(4)
+    ]
     who = "rank 2 (host, process 102) is behind, in step 7, backward, at step.py:1 in f"
-    assert said(*ranks) == f"{who}; it has not launched collective 8 of dp, in which ranks 0, 1, 3 wait"
+    assert (
+        said(*ranks)
+        == f"{who}; it has not launched collective 8 of dp, in which ranks 0, 1, 3 wait"
+    )
     busy = [of_rank(s.rank, waits=False, dp=(s.calls["dp"].launched, -1, 7)) for s in ranks]
     assert said(*busy) == said(*ranks)  # a host that launches ahead waits in no line that is known
 
@@ -123,7 +158,9 @@ def test_a_rank_that_waits_itself_is_not_blamed_for_whom_it_holds_up() -> None:
 
 def test_a_rank_whose_own_collectives_have_ended_waits_for_nobody() -> None:
     ranks = [of_rank(0, dp=(8, UNKNOWN, 8)), of_rank(1, count=4, dp=(7, UNKNOWN, 7))]
-    assert said(*ranks).startswith("rank 1 (host, process 101) waits like all others, and is behind")
+    assert said(*ranks).startswith(
+        "rank 1 (host, process 101) waits like all others, and is behind"
+    )
 
 
 def test_a_device_that_has_not_begun_what_all_have_launched_is_blamed() -> None:
@@ -171,7 +208,9 @@ def test_every_wait_of_the_main_thread_is_noted_while_it_is_watched() -> None:
 
     seen = []
     real = Work.wait
-    Work.wait = lambda *_: seen.append((heartbeat.waits, stacks.is_waiting(None), stacks.place(stacks.main_frame())))  # type: ignore[assignment,method-assign]
+    Work.wait = lambda *_: seen.append(
+        (heartbeat.waits, stacks.is_waiting(None), stacks.place(stacks.main_frame()))
+    )  # type: ignore[assignment,method-assign]
     try:
         with waits.noted():
             Slow().wait()

@@ -1,4 +1,6 @@
-"""What a kernel does beside its operation, and what speaks against it, is said with the reasons of a run."""
+"""What a kernel does beside its operation, and what speaks against it, is said with the reasons of
+a run.
+"""
 
 from __future__ import annotations
 
@@ -27,13 +29,27 @@ def test_nothing_is_said_of_what_triton_does_not_do() -> None:
         ({"model.hidden_dropout": 0.1}, "norm", "hidden_dropout 0.1 lies between"),
         ({"parallel.fsdp": "fsdp2"}, "norm", "fsdp2 gathers a layer"),
         ({"data.packed": True}, "rope", "each document begin at 0"),
-        ({"model.qk_layernorm": True, "kernels.norm": "reference"}, "rope", "kernels.norm is reference"),
-        ({"model.qk_layernorm": True, "model.qk_layernorm_across_heads": True}, "rope", "not RMSNorm of each head"),
+        (
+            {"model.qk_layernorm": True, "kernels.norm": "reference"},
+            "rope",
+            "kernels.norm is reference",
+        ),
+        (
+            {"model.qk_layernorm": True, "model.qk_layernorm_across_heads": True},
+            "rope",
+            "not RMSNorm of each head",
+        ),
         ({"model.attention_output_gate": True}, "rope", "gates stand between queries and keys"),
         ({"model.hybrid": HYBRID}, "rope", "hybrids norm and turn apart"),
         ({"model.hybrid": HYBRID}, "norm", "hybrids make it apart"),
-        ({"parallel.ranks": 8, "parallel.tp": 8}, "rope", "num_query_groups 4 are fewer than parallel.tp 8"),
+        (
+            {"parallel.ranks": 8, "parallel.tp": 8},
+            "rope",
+            "num_query_groups 4 are fewer than parallel.tp 8",
+        ),
     ],
 )
-def test_a_fusion_or_the_reason_against_it_is_told(change: dict[str, Any], name: str, words: str) -> None:
+def test_a_fusion_or_the_reason_against_it_is_told(
+    change: dict[str, Any], name: str, words: str
+) -> None:
     assert words in fusions(apply(tiny_run(), {**TRITON, **change}))[name]

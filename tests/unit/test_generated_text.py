@@ -24,7 +24,14 @@ from mtrain.train.texts import continued, endings
 @pytest.mark.parametrize(
     "limits",
     [
-        *({"top_k": 5}, {"top_k": 1000}, {"top_p": 0.7}, {"top_p": 0.01}, {"min_p": 0.1}, {"min_p": 1.0}),
+        *(
+            {"top_k": 5},
+            {"top_k": 1000},
+            {"top_p": 0.7},
+            {"top_p": 0.01},
+            {"min_p": 0.1},
+            {"min_p": 1.0},
+        ),
         {"top_k": 20, "top_p": 0.8, "min_p": 0.05},
     ],
     ids=str,
@@ -44,12 +51,17 @@ def test_limits_keep_the_tokens_that_those_of_transformers_keep(limits: dict[str
     assert torch.equal(torch.stack([limited(row, Sampling(**limits)) for row in logits]), expected)
 
 
-def test_a_temperature_of_0_takes_the_most_likely_and_a_higher_one_draws_more_of_the_others() -> None:
+def test_a_temperature_of_0_takes_the_most_likely_and_a_higher_one_draws_more_of_the_others() -> (
+    None
+):
     logits = torch.tensor([0.0, 1.0, 3.0, 2.0])
     drawn = [0.0, 0.0]
     for i, temperature in enumerate((0.5, 5.0)):
         generator = torch.Generator().manual_seed(0)
-        drawn[i] = sum(draw(logits, Sampling(temperature=temperature), generator) == 2 for _ in range(500)) / 500
+        drawn[i] = (
+            sum(draw(logits, Sampling(temperature=temperature), generator) == 2 for _ in range(500))
+            / 500
+        )
     assert drawn[0] == pytest.approx(float(torch.softmax(logits / 0.5, -1)[2]), abs=0.06)
     assert drawn[1] == pytest.approx(float(torch.softmax(logits / 5, -1)[2]), abs=0.06)
     assert draw(logits, Sampling(temperature=0), torch.Generator()) == 2
@@ -72,7 +84,9 @@ class Scripted:
         self.script = {tuple(tokenizer.encode(prompt)): ids for prompt, ids in script.items()}
         self.rows: list[int] = []
 
-    def continued(self, prompts: list[list[int]], sampling: Sampling, *, ending: Any) -> list[Continuation]:
+    def continued(
+        self, prompts: list[list[int]], sampling: Sampling, *, ending: Any
+    ) -> list[Continuation]:
         self.rows.append(len(prompts))
         out = []
         for prompt in prompts:
@@ -86,7 +100,9 @@ class Scripted:
         return out
 
 
-def test_a_text_ends_before_what_stops_it_and_at_the_end_of_a_document(tokenizer: Tokenizer) -> None:
+def test_a_text_ends_before_what_stops_it_and_at_the_end_of_a_document(
+    tokenizer: Tokenizer,
+) -> None:
     script = {
         "the ": tokenizer.encode("cat sat on the mat"),
         "the mat. ": [*tokenizer.encode("über"), EOD, *tokenizer.encode("never")],
@@ -139,7 +155,11 @@ def test_a_wrong_word_is_a_problem_with_its_fix(word: str) -> None:
 
 
 def test_a_number_in_other_words_is_offered_as_that_number() -> None:
-    for word, meant in (("tokens=10k", "tokens=10000"), ("tokens=1,000", "tokens=1000"), ("top_p=0,5", "top_p=0.5")):
+    for word, meant in (
+        ("tokens=10k", "tokens=10000"),
+        ("tokens=1,000", "tokens=1000"),
+        ("top_p=0,5", "top_p=0.5"),
+    ):
         with pytest.raises(ConfigError) as refused:
             read_words([word], WORDS)
         assert [problem.fix for problem in refused.value.problems] == [meant]
@@ -148,8 +168,11 @@ def test_a_number_in_other_words_is_offered_as_that_number() -> None:
 def test_all_wrong_words_are_told_at_once_and_settings_are_left_alone() -> None:
     with pytest.raises(ConfigError) as refused:
         read_words([*WRONG, "tokens=1", "tokens=2"], WORDS)
-    assert len(refused.value.problems) == len(WRONG) + 3  # temperature, and tokens twice, are said again
-    values, others = read_words(["stop=a", 'stop=["b", "c"]', "data=mock", "parallel=tp2", "model.top=1"], WORDS)
+    # temperature, and tokens twice, are said again
+    assert len(refused.value.problems) == len(WRONG) + 3
+    values, others = read_words(
+        ["stop=a", 'stop=["b", "c"]', "data=mock", "parallel=tp2", "model.top=1"], WORDS
+    )
     assert values["stop"] == ["a", "b", "c"]
     assert values["tokens"] == 64
     assert others == ["data=mock", "parallel=tp2", "model.top=1"]
@@ -157,9 +180,12 @@ def test_all_wrong_words_are_told_at_once_and_settings_are_left_alone() -> None:
 
 def test_prompts_are_lines_of_text_or_of_json(tmp_path: Path) -> None:
     chat = [{"role": "user", "content": "hello"}]
-    plain, lines = tmp_path / "p.txt", tmp_path / "p.jsonl"
+    plain = tmp_path / "p.txt"
+    lines = tmp_path / "p.jsonl"
     plain.write_text('one\n\n  {"two": 2}\n')
-    lines.write_text("\n".join(json.dumps(x) for x in ("a\nb", {"prompt": "c"}, {"messages": chat}, chat)))
+    lines.write_text(
+        "\n".join(json.dumps(x) for x in ("a\nb", {"prompt": "c"}, {"messages": chat}, chat))
+    )
     assert read_prompts(plain) == ["one", '  {"two": 2}']
     assert read_prompts(lines) == ["a\nb", "c", chat, chat]
 
@@ -168,7 +194,11 @@ def test_prompts_are_lines_of_text_or_of_json(tmp_path: Path) -> None:
     ("name", "content", "code"),
     [
         *(("p.jsonl", b'"a"\n{"text": 1}\n', "MT003"), ("p.jsonl", b"plain\n", "MT003")),
-        *(("p.txt", b"\n \n", "MT002"), ("p.txt", b"\xff\xfe", "MT002"), ("gone.txt", None, "MT002")),
+        *(
+            ("p.txt", b"\n \n", "MT002"),
+            ("p.txt", b"\xff\xfe", "MT002"),
+            ("gone.txt", None, "MT002"),
+        ),
     ],
 )
 def test_a_file_of_prompts_that_cannot_be_read_says_why(
@@ -182,5 +212,7 @@ def test_a_file_of_prompts_that_cannot_be_read_says_why(
 
 
 def test_words_are_read_without_torch() -> None:
-    code = "import sys; import mtrain.cli.generate, mtrain.cli.words; sys.exit('torch' in sys.modules)"
+    code = (
+        "import sys; import mtrain.cli.generate, mtrain.cli.words; sys.exit('torch' in sys.modules)"
+    )
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

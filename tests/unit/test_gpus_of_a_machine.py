@@ -1,4 +1,6 @@
-"""The GPUs of a machine: what the driver says, what CUDA shows of them, and the file that describes their kind."""
+"""The GPUs of a machine: what the driver says, what CUDA shows of them, and the file that describes
+their kind.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,9 @@ MIB = 1 << 20
 H200 = "NVIDIA H200"
 
 
-def gpu(number: int, name: str = H200, free_mib: int = 143_000, processes: tuple[int, ...] = ()) -> Gpu:
+def gpu(
+    number: int, name: str = H200, free_mib: int = 143_000, processes: tuple[int, ...] = ()
+) -> Gpu:
     return Gpu(name, f"GPU-{number}{number}aa", 90, 143_771 * MIB, free_mib * MIB, processes)
 
 
@@ -32,12 +36,18 @@ def driver(*gpus: Gpu, cuda: tuple[int, int] = (13, 0)) -> Driver:
 
 
 def machine(found: Driver, visible: str | None = None, nowhere: Path = Path("/nowhere")) -> Machine:
-    return Machine.here({} if visible is None else {"CUDA_VISIBLE_DEVICES": visible}, nowhere, found)
+    return Machine.here(
+        {} if visible is None else {"CUDA_VISIBLE_DEVICES": visible}, nowhere, found
+    )
 
 
 FOUR = driver(*(gpu(number) for number in range(4)))
-INSTANCES = tuple(Gpu(f"{H200} MIG 1g.18gb", f"MIG-{n}{n}bb", 90, 16_384 * MIB, 16_000 * MIB) for n in range(2))
-PARTED = driver(gpu(0), Gpu(H200, "GPU-11aa", 90, 143_771 * MIB, instances=INSTANCES, partitioned=True))
+INSTANCES = tuple(
+    Gpu(f"{H200} MIG 1g.18gb", f"MIG-{n}{n}bb", 90, 16_384 * MIB, 16_000 * MIB) for n in range(2)
+)
+PARTED = driver(
+    gpu(0), Gpu(H200, "GPU-11aa", 90, 143_771 * MIB, instances=INSTANCES, partitioned=True)
+)
 
 
 def test_the_library_of_the_driver_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -77,14 +87,20 @@ def test_processes_are_read_however_many_there_are(monkeypatch: pytest.MonkeyPat
         ("-1", [], "begins with no GPU"),
         ("0,1,0", [], "names 0 twice, and CUDA then shows no GPU"),
         ("GPU-2,2", [], "names 2 twice"),
-        ("0,9,1", [0], "9 is no GPU of this machine, which has numbers 0 to 3: the list ends there"),
+        (
+            "0,9,1",
+            [0],
+            "9 is no GPU of this machine, which has numbers 0 to 3: the list ends there",
+        ),
         ("1,-1,2", [1], "-1 is no GPU"),
         ("GPU-7", [], "GPU-7 is no GPU"),
         ("GPU-", [], "GPU- is no GPU"),
         ("0,,1", [0], "an empty entry is no GPU"),
     ],
 )
-def test_a_list_of_devices_is_read_as_cuda_reads_it(visible: str | None, numbers: list[int], said: str) -> None:
+def test_a_list_of_devices_is_read_as_cuda_reads_it(
+    visible: str | None, numbers: list[int], said: str
+) -> None:
     here = machine(FOUR, visible)
     assert here.gpus == len(numbers)
     assert here.nvidia.gpus == tuple(FOUR.gpus[number] for number in numbers)
@@ -119,7 +135,12 @@ def test_a_gpu_below_windows_has_no_device_file_of_its_own(tmp_path: Path) -> No
 
 @pytest.mark.parametrize(
     ("visible", "names"),
-    [(None, ["MIG-00bb"]), ("0", ["GPU-00aa"]), ("1", ["MIG-00bb"]), ("MIG-11bb,MIG-00bb", ["MIG-11bb"])],
+    [
+        (None, ["MIG-00bb"]),
+        ("0", ["GPU-00aa"]),
+        ("1", ["MIG-00bb"]),
+        ("MIG-11bb,MIG-00bb", ["MIG-11bb"]),
+    ],
 )
 def test_of_a_partitioned_gpu_one_instance_is_shown(visible: str | None, names: list[str]) -> None:
     here = machine(PARTED, visible)
@@ -130,7 +151,14 @@ def test_of_a_partitioned_gpu_one_instance_is_shown(visible: str | None, names: 
 @pytest.mark.parametrize(
     ("environment", "gpus"),
     [
-        ({"SLURM_GPUS_PER_TASK": "1", "SLURM_LOCALID": "2", "SLURM_STEP_TASKS_PER_NODE": "4(x2),3"}, 4),
+        (
+            {
+                "SLURM_GPUS_PER_TASK": "1",
+                "SLURM_LOCALID": "2",
+                "SLURM_STEP_TASKS_PER_NODE": "4(x2),3",
+            },
+            4,
+        ),
         (
             {
                 "SLURM_NTASKS_PER_GPU": "1",
@@ -144,10 +172,14 @@ def test_of_a_partitioned_gpu_one_instance_is_shown(visible: str | None, names: 
         ({"SLURM_GPUS_PER_TASK": "1"}, 1),
     ],
 )
-def test_tasks_that_see_a_gpu_each_make_up_the_machine(environment: dict[str, str], gpus: int) -> None:
+def test_tasks_that_see_a_gpu_each_make_up_the_machine(
+    environment: dict[str, str], gpus: int
+) -> None:
     seen = {"CUDA_VISIBLE_DEVICES": "2"}
     assert Machine.here({**environment, **seen}, Path("/nowhere"), FOUR).gpus == gpus
-    assert Machine.here(environment, Path("/nowhere"), FOUR).gpus == 4, "a task that sees several is no such task"
+    assert Machine.here(environment, Path("/nowhere"), FOUR).gpus == 4, (
+        "a task that sees several is no such task"
+    )
 
 
 def local(found: Driver, *words: str, visible: str | None = None) -> Loaded:
@@ -164,7 +196,9 @@ def test_a_local_cluster_is_described_by_the_file_of_its_gpu() -> None:
     assert cluster.peak_tflops == filed["peak_tflops"]
     assert cluster.memory_gbps == filed["memory_gbps"]
     where = f"resolved on this machine: {H200}, conf/cluster/h200.yaml"
-    assert found.origins["cluster.peak_tflops.bf16"] == found.origins["cluster.memory_gbps"] == where
+    assert (
+        found.origins["cluster.peak_tflops.bf16"] == found.origins["cluster.memory_gbps"] == where
+    )
     assert found.origins["cluster.device_memory_gib"] == f"resolved on this machine: {H200}"
     assert f"{H200}, sm_90, 140.4 GiB, MFU of 989 TFLOP/s" in summary(found)
     assert resolve(found.run, LAPTOP) == found.run
@@ -183,7 +217,11 @@ def test_another_cluster_is_not_described_by_the_gpus_that_are_here() -> None:
 
 def test_a_gpu_without_a_file_keeps_what_its_driver_says() -> None:
     cluster = local(driver(gpu(0, "NVIDIA Z1"))).run.cluster
-    assert (cluster.driver_names, cluster.sm, cluster.device_memory_gib) == (("NVIDIA Z1",), 90, 140.4)
+    assert (cluster.driver_names, cluster.sm, cluster.device_memory_gib) == (
+        ("NVIDIA Z1",),
+        90,
+        140.4,
+    )
     assert cluster.peak_tflops == {}
 
 
@@ -193,9 +231,14 @@ def test_gpus_of_two_kinds_are_not_described() -> None:
     assert local(mixed, visible="1").run.cluster.memory_gbps == 3900.0
 
 
-def test_a_file_of_ones_own_describes_a_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_file_of_ones_own_describes_a_gpu(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (tmp_path / "cluster").mkdir()
-    own = "# Ours\ndefaults: [h100, _self_]\nname: z1\ndriver_names: [NVIDIA Z1]\npeak_tflops: {bf16: 7.0}\n"
+    own = (
+        "# Ours\ndefaults: [h100, _self_]\nname: z1\ndriver_names: [NVIDIA Z1]\npeak_tflops: {bf16:"
+        " 7.0}\n"
+    )
     (tmp_path / "cluster/z1.yaml").write_text(own)
     (tmp_path / "cluster/broken.yaml").write_text("driver_names: [NVIDIA Z1\n")
     monkeypatch.setenv("MTRAIN_CONF", str(tmp_path))
@@ -204,7 +247,9 @@ def test_a_file_of_ones_own_describes_a_gpu(tmp_path: Path, monkeypatch: pytest.
 
 
 def test_every_device_is_in_one_file() -> None:
-    files = {file.stem: read(file).values for file in sorted((conf_dir() / "cluster").glob("*.yaml"))}
+    files = {
+        file.stem: read(file).values for file in sorted((conf_dir() / "cluster").glob("*.yaml"))
+    }
     own = {stem: values for stem, values in files.items() if "peak_tflops" in values}
     names = [name for values in own.values() for name in values["driver_names"]]
     assert len(names) == len(set(names)) >= len(own) > 9
@@ -237,7 +282,10 @@ def test_everything_that_is_wrong_with_gpus_is_said_at_once() -> None:
         "fix: unset CUDA_VISIBLE_DEVICES, or list each GPU once: CUDA_VISIBLE_DEVICES=0",
         "[MT053] GPU 0 (NVIDIA H200) has 10.0 MiB of 140.4 GiB free, and process 1",
         "need at least",
-        "[MT054] driver 580.159.01 serves CUDA up to 12.2, and the installed torch is built for CUDA 13.0",
+        (
+            "[MT054] driver 580.159.01 serves CUDA up to 12.2, and the installed torch is built for"
+            " CUDA 13.0"
+        ),
     ):
         assert piece in text, text
 
@@ -252,12 +300,17 @@ def test_a_gpu_that_is_shared_is_a_warning(capsys: pytest.CaptureFixture[str]) -
     found = machine(driver(gpu(0, processes=(1, 99_999_999)), cuda=(13, 2)))
     preflight.check(resolve(tiny(**CUDA), found), [], found)
     said = capsys.readouterr().err
-    assert "warning: [MT053] GPU 0 (NVIDIA H200) has 139.6 GiB of 140.4 GiB free, and process 1" in said
+    assert (
+        "warning: [MT053] GPU 0 (NVIDIA H200) has 139.6 GiB of 140.4 GiB free, and process 1"
+        in said
+    )
     assert "and 1 more compute on it: the run will share it" in said
 
 
 @pytest.mark.usefixtures("built")
-def test_memory_that_a_step_is_planned_to_need_is_a_warning(capsys: pytest.CaptureFixture[str]) -> None:
+def test_memory_that_a_step_is_planned_to_need_is_a_warning(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     found = machine(driver(gpu(0, free_mib=600)))
     preflight.check(resolve(tiny(**CUDA), found), [], found)
     assert "has 600.0 MiB of 140.4 GiB free; a step is planned to need" in capsys.readouterr().err
@@ -269,10 +322,16 @@ def test_memory_that_a_step_is_planned_to_need_is_a_warning(capsys: pytest.Captu
     [
         (
             driver(gpu(0)),
-            "1 x NVIDIA H200, 140.4 GiB, driver 580.159.01 for CUDA 13.0; peaks and rates of conf/cluster",
+            (
+                "1 x NVIDIA H200, 140.4 GiB, driver 580.159.01 for CUDA 13.0; peaks and rates of"
+                " conf/cluster"
+            ),
         ),
         (driver(gpu(0, "NVIDIA Z1")), "write mine/cluster/box.yaml"),
-        (driver(gpu(0), gpu(1, "NVIDIA H100 NVL")), "of several kinds (NVIDIA H100 NVL, NVIDIA H200)"),
+        (
+            driver(gpu(0), gpu(1, "NVIDIA H100 NVL")),
+            "of several kinds (NVIDIA H100 NVL, NVIDIA H200)",
+        ),
     ],
 )
 def test_the_start_says_in_a_line_which_gpus_it_found(
@@ -285,12 +344,15 @@ def test_the_start_says_in_a_line_which_gpus_it_found(
 
 
 @pytest.mark.usefixtures("built")
-def test_gpus_of_another_kind_than_the_clusters_are_a_warning(capsys: pytest.CaptureFixture[str]) -> None:
+def test_gpus_of_another_kind_than_the_clusters_are_a_warning(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     here = machine(driver(*(gpu(number) for number in range(8))))
     run = load(["data=mock", "cluster=h100x8", "parallel=single"], here, {}, to_run=False).run
     preflight.check(run, [], here)
-    assert "[MT056] cluster h100x8 is of NVIDIA H100 80GB HBM3, and the GPUs here are NVIDIA H200" in (
-        capsys.readouterr().err
+    assert (
+        "[MT056] cluster h100x8 is of NVIDIA H100 80GB HBM3, and the GPUs here are NVIDIA H200"
+        in (capsys.readouterr().err)
     )
 
 
@@ -314,5 +376,8 @@ def test_what_works_here_is_what_preflight_accepts(memory_mib: int, works: list[
     with pytest.raises(BadEnvironment) as caught:
         preflight.check(load(words, here, {}, to_run=False).run, words, here)
     _, _, listed = str(caught.value).partition("what works here:\n")
-    lines = [line.split("   (")[0].strip().removeprefix("python launch.py").strip() for line in listed.splitlines()]
+    lines = [
+        line.split("   (")[0].strip().removeprefix("python launch.py").strip()
+        for line in listed.splitlines()
+    ]
     assert [line.split(" ")[0] for line in lines] == works

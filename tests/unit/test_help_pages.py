@@ -1,4 +1,6 @@
-"""Help: every verb has a page of its own, which names its flags and whose examples are read as they are written."""
+"""Help: every verb has a page of its own, which names its flags and whose examples are read as they
+are written.
+"""
 
 from __future__ import annotations
 
@@ -53,7 +55,10 @@ def test_help_prints_the_page_of_the_verb(
     assert ALL[verb].text in page
     for name in flags_of(verb[0], verb[1:]):
         assert re.search(rf"(^|\s){re.escape(name)}\b", page), name
-    assert all(f"  {program()}{'' if words == 'train' else ' ' + words}\n" in page for words, _ in ALL[verb].examples)
+    assert all(
+        f"  {program()}{'' if words == 'train' else ' ' + words}\n" in page
+        for words, _ in ALL[verb].examples
+    )
     assert max(map(len, page.splitlines())) <= 120
 
 
@@ -77,7 +82,9 @@ def test_an_example_is_read_as_it_is_written(verb: tuple[str, ...], words: str) 
     if "--calibrate" in call.flags:
         assert [word for word in call.arguments if "=" in word] == ["out=box.yaml"]
     elif call.verb in ("train", "check", "show", "plan", "prove", "rehearse"):
-        for job in [job.argv for job in jobs(arguments)] if "--multirun" in call.flags else [arguments]:
+        for job in (
+            [job.argv for job in jobs(arguments)] if "--multirun" in call.flags else [arguments]
+        ):
             compose(job)
     elif call.verb in ("resume", "generate", "evaluate", "export"):
         assert arguments[0] == "runs/NAME"
@@ -86,7 +93,9 @@ def test_an_example_is_read_as_it_is_written(verb: tuple[str, ...], words: str) 
         assert call.verb == "export" or not read_overrides(rest).problems
     elif call.verb == "recipe":
         assert arguments[0] in (verb[1:] or SUBVERBS)
-        options = read_options(arguments[1:], ("--megatron", "--resolved", "--capture"), {"-o": "--output"})
+        options = read_options(
+            arguments[1:], ("--megatron", "--resolved", "--capture"), {"-o": "--output"}
+        )
         compose([word for word in options.words if "=" in word])
         assert options.flags | options.values.keys() <= {*flags_of("recipe", arguments), "--output"}
     elif call.verb == "tune":
@@ -104,7 +113,9 @@ def test_an_example_is_read_as_it_is_written(verb: tuple[str, ...], words: str) 
 
 
 @pytest.mark.parametrize("group", GROUPS)
-def test_choices_lists_every_choice_of_a_group(group: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_choices_lists_every_choice_of_a_group(
+    group: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert main(["choices", group]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert [line.split()[0] for line in lines] == [group, *choices_of_group(group)]
@@ -121,19 +132,31 @@ def test_verbs_that_read_their_own_words_refuse_what_is_no_flag() -> None:
 @pytest.mark.parametrize(
     ("words", "said", "fix"),
     [
-        ("--compare runs/one", "--compare: a flag of plan, not of train", "plan --compare runs/one"),
+        (
+            "--compare runs/one",
+            "--compare: a flag of plan, not of train",
+            "plan --compare runs/one",
+        ),
         ("--calibrate", "--calibrate: a flag of plan, not of train", "plan --calibrate"),
         ("check --html x.html", "--html: a flag of plan, not of check", "plan --html x.html"),
         ("show --draw", "--draw: a flag of plan, not of show", "plan --draw"),
         ("rehearse --all", "--all: a flag of check, not of rehearse", "check --all"),
         ("--resolved choices", "--resolved: there is no such flag here", ""),
         ("plan --trace --html f.html", "--trace and --html: plan answers one", "plan --trace"),
-        ("plan --compare runs/one --draw", "--compare and --draw: plan answers one", "plan --compare"),
+        (
+            "plan --compare runs/one --draw",
+            "--compare and --draw: plan answers one",
+            "plan --compare",
+        ),
         ("plan --json --draw", "--draw and --json: plan answers one", "plan --draw"),
     ],
 )
 def test_a_flag_that_would_be_ignored_is_refused(
-    words: str, said: str, fix: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    words: str,
+    said: str,
+    fix: str,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     def started(*_: object, **__: object) -> int:
         raise AssertionError(f"`{words}` starts something")
@@ -147,13 +170,19 @@ def test_a_flag_that_would_be_ignored_is_refused(
 
 
 def test_a_flag_before_a_verb_is_one_of_it(capsys: pytest.CaptureFixture[str]) -> None:
-    assert parse(["--resolved", "recipe", "show", "r.yaml"]).arguments == ["show", "r.yaml", "--resolved"]
+    assert parse(["--resolved", "recipe", "show", "r.yaml"]).arguments == [
+        "show",
+        "r.yaml",
+        "--resolved",
+    ]
     assert parse(["--json", "recipe", "list"]).arguments == ["list", "--json"]
     assert main(["check", "--draw", "--help"]) == 0
     assert " check " in capsys.readouterr().out
 
 
-def test_hints_say_how_the_program_is_called_here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_hints_say_how_the_program_is_called_here(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     assert program() == "python launch.py"
     installed = tmp_path / "lib/python3.11/site-packages/mtrain"
     installed.mkdir(parents=True)
@@ -217,7 +246,9 @@ def test_every_layout_that_is_offered_is_one() -> None:
             parse_layout(word)
 
 
-def test_runs_checkpoints_and_locks_are_completed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_runs_checkpoints_and_locks_are_completed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     step = tmp_path / "runs/a/checkpoints/step_00000004"
     step.mkdir(parents=True)
     for file in (tmp_path / "runs/a/run.yaml", step / "manifest.json", tmp_path / "x.lock.yaml"):

@@ -1,4 +1,6 @@
-"""What transformers reads of a `config.json`, and what null is there: the table, and the importer that follows it."""
+"""What transformers reads of a `config.json`, and what null is there: the table, and the importer
+that follows it.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +31,9 @@ WINDOWS = ["sliding_attention", "full_attention"]
 WINDOW = {"sliding_window": 7, "layer_types": WINDOWS}
 
 
-def read(tmp_path: Path, kind: str, values: dict[str, Any]) -> tuple[Any, list[str], dict[str, str]]:
+def read(
+    tmp_path: Path, kind: str, values: dict[str, Any]
+) -> tuple[Any, list[str], dict[str, str]]:
     """The model that the import makes, what it refuses, and why each key was left out."""
     file = tmp_path / "config.json"
     file.write_text(json.dumps({"model_type": kind, **values}))
@@ -41,14 +45,20 @@ def test_the_table_is_that_of_the_source_of_transformers() -> None:
     version = json.loads(hf_classes.TABLE.read_text())["transformers"]
     if source.table()["transformers"] != version:
         pytest.skip(f"the table is of transformers {version}")
-    assert source.text() == hf_classes.TABLE.read_text(), "python -m tests.support.hf_classes writes it again"
+    assert source.text() == hf_classes.TABLE.read_text(), (
+        "python -m tests.support.hf_classes writes it again"
+    )
 
 
-def test_a_class_that_reads_another_key_makes_another_table(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_class_that_reads_another_key_makes_another_table(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     before = source.of_kind("mixtral")
     text = Path(source._class_of("mixtral")[0].parent / "modeling_mixtral.py").read_text()
     assert "layer_types" not in before["read"]
-    changed = text.replace("config.num_hidden_layers", "config.num_hidden_layers + len(config.layer_types)")
+    changed = text.replace(
+        "config.num_hidden_layers", "config.num_hidden_layers + len(config.layer_types)"
+    )
 
     def read_text(path: Path) -> str:
         return changed if path.name == "modeling_mixtral.py" else path.read_bytes().decode()
@@ -71,11 +81,15 @@ def test_kinds_of_layers_that_a_class_does_not_read_leave_windows_in_all_layers(
     model, refused, why = read(tmp_path, kind, values)
     assert (model.window_size, model.window_attn_skip_freq, refused) == (7, None, [])
     assert why["layer_types"] == "no effect"
-    plain, _, _ = read(tmp_path, kind, {key: value for key, value in values.items() if key != "layer_types"})
+    plain, _, _ = read(
+        tmp_path, kind, {key: value for key, value in values.items() if key != "layer_types"}
+    )
     assert model == plain
 
 
-def test_a_mistral_whose_layers_differ_is_read_as_the_class_that_auto_config_takes(tmp_path: Path) -> None:
+def test_a_mistral_whose_layers_differ_is_read_as_the_class_that_auto_config_takes(
+    tmp_path: Path,
+) -> None:
     for kind in ("mistral", "ministral"):
         model, refused, _ = read(tmp_path, kind, {**SIZES, **WINDOW})
         assert (model.window_size, model.window_attn_skip_freq, refused) == (7, 2, [])
@@ -115,10 +129,15 @@ def test_null_that_a_class_refuses_is_refused_by_name(tmp_path: Path) -> None:
     [
         ("deepseek_v3", {**V3, "sliding_window": 7, "final_logit_softcapping": 3.0}),
         ("gpt_neox", {**NEOX, "rope_theta": 7.0, "partial_rotary_factor": 0.5}),
-        ("llama", {**SIZES, "sliding_window": 7, "layer_types": WINDOWS, "final_logit_softcapping": 3.0}),
+        (
+            "llama",
+            {**SIZES, "sliding_window": 7, "layer_types": WINDOWS, "final_logit_softcapping": 3.0},
+        ),
     ],
 )
-def test_what_a_class_does_not_read_is_left_out_and_said(kind: str, values: dict[str, Any], tmp_path: Path) -> None:
+def test_what_a_class_does_not_read_is_left_out_and_said(
+    kind: str, values: dict[str, Any], tmp_path: Path
+) -> None:
     model, refused, why = read(tmp_path, kind, values)
     assert refused == []
     assert set(why.values()) >= {"no effect"}
@@ -127,7 +146,9 @@ def test_what_a_class_does_not_read_is_left_out_and_said(kind: str, values: dict
 
 
 def test_null_of_a_key_that_is_null_where_it_is_left_out_is_its_absence(tmp_path: Path) -> None:
-    values = {k: v for k, v in CASES["gpt oss beyond its window"].values.items() if k != "rope_parameters"}
+    values = {
+        k: v for k, v in CASES["gpt oss beyond its window"].values.items() if k != "rope_parameters"
+    }
     plain = read(tmp_path, "gpt_oss", values)[0]
     assert plain.rope_scaling.rope_type == "yarn"
     assert read(tmp_path, "gpt_oss", {**values, "rope_parameters": None})[0] == plain
@@ -137,7 +158,10 @@ def test_null_of_a_key_that_is_null_where_it_is_left_out_is_its_absence(tmp_path
 def test_null_is_all_of_a_head_even_where_a_width_is_said(tmp_path: Path) -> None:
     values = {**CASES["minimax m2"].values, "rotary_dim": 8}
     assert read(tmp_path, "minimax_m2", values)[0].rotary_percent == 8 / values["head_dim"]
-    assert read(tmp_path, "minimax_m2", {**values, "partial_rotary_factor": None})[0].rotary_percent == 1.0
+    assert (
+        read(tmp_path, "minimax_m2", {**values, "partial_rotary_factor": None})[0].rotary_percent
+        == 1.0
+    )
 
 
 def test_a_width_that_is_put_in_place_of_the_computed_one_is_refused(tmp_path: Path) -> None:
@@ -153,13 +177,17 @@ def test_of_one_group_of_experts_one_is_chosen(tmp_path: Path) -> None:
     assert "topk_group" in read(tmp_path, "deepseek_v3", {**values, "topk_group": 0})[1][0]
 
 
-def test_a_part_of_other_releases_is_refused_where_todays_class_does_not_read_it(tmp_path: Path) -> None:
+def test_a_part_of_other_releases_is_refused_where_todays_class_does_not_read_it(
+    tmp_path: Path,
+) -> None:
     for kind, values, key in (
         ("deepseek_v2", V2, "norm_topk_prob"),
         ("deepseek_v3", V3, "mlp_bias"),
         ("minimax_m2", CASES["minimax m2"].values, "shared_intermediate_size"),
     ):
-        assert read(tmp_path, kind, {**values, key: True})[1][0].startswith(f"{key} = true: changes the numbers")
+        assert read(tmp_path, kind, {**values, key: True})[1][0].startswith(
+            f"{key} = true: changes the numbers"
+        )
 
 
 def test_a_key_that_no_class_has_is_still_named(tmp_path: Path) -> None:

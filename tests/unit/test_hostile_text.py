@@ -1,4 +1,6 @@
-"""Text of files reaches a terminal as text: nothing in it moves a cursor, ends a line, or says ok in our name."""
+"""Text of files reaches a terminal as text: nothing in it moves a cursor, ends a line, or says ok
+in our name.
+"""
 
 from __future__ import annotations
 
@@ -27,14 +29,20 @@ HOSTILE = (
     "\x1b[2K\rok\nok FORGED\n  fix: FORGED\x00\x07\x7f\x85\x9b2J"
     "\u202eko\u200b\u2028ok FORGED\u2029\u2066\u00ad\ufeff\U000e0041"
 )
-RAW = re.compile("[^\\S \n]|[\x00-\x09\x0b-\x1f\x7f-\x9f\u00ad\u200b-\u200f\u2028-\u202e\u2060-\u206f\ufeff]")
+RAW = re.compile(
+    "[^\\S \n]|[\x00-\x09\x0b-\x1f\x7f-\x9f\u00ad\u200b-\u200f\u2028-\u202e\u2060-\u206f\ufeff]"
+)
 FORGED = re.compile(r"(?m)^(ok|  fix:|note:) ?FORGED")
 Shown = Callable[..., tuple[int, str]]
 
 
 @pytest.fixture
-def shown(capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Shown:
-    """Runs a command in an empty folder, and holds what it prints against what a terminal would obey."""
+def shown(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Shown:
+    """Runs a command in an empty folder, and holds what it prints against what a terminal would
+    obey.
+    """
     monkeypatch.chdir(tmp_path)
 
     def call(*argv: str) -> tuple[int, str]:
@@ -54,7 +62,9 @@ def _yaml(text: str) -> str:
 
 
 def _recipes() -> Iterator[tuple[str, str]]:
-    """Each string field of the schema with hostile text, and hostile text as a key, a choice, an entry of a list."""
+    """Each string field of the schema with hostile text, and hostile text as a key, a choice, an
+    entry of a list.
+    """
     bad = _yaml(HOSTILE)
     for path, field in schema_keys().items():
         if "str" in str(field.annotation):
@@ -70,7 +80,10 @@ def _recipes() -> Iterator[tuple[str, str]]:
     yield "choice", f"defaults: [override /model: {bad}]\n"
     yield "group", f"defaults: [{bad}: llama_tiny]\n"
     yield "entry", f"defaults: [{bad}]\n"
-    yield "reference", f"optim: {{lr: '${{x}}', name: {bad}}}\ndata: {{path: {_yaml('${' + HOSTILE + '}')}}}\n"
+    yield (
+        "reference",
+        f"optim: {{lr: '${{x}}', name: {bad}}}\ndata: {{path: {_yaml('${' + HOSTILE + '}')}}}\n",
+    )
     yield "table", f"cluster: {{peak_tflops: {{{bad}: 1}}}}\n"
     yield "tag", "optim: !<\x1b[2K> x\n"
     yield "raw", f"# {HOSTILE}\noptim: {{lr: 1e-3}}\n"
@@ -97,14 +110,20 @@ VERBS = (
 
 
 @pytest.mark.sampled
-@pytest.mark.parametrize(("kind", "text"), list(_recipes()), ids=lambda value: value if len(value) < 40 else "")
-def test_no_verb_prints_what_a_terminal_would_obey(shown: Shown, tmp_path: Path, kind: str, text: str) -> None:
+@pytest.mark.parametrize(
+    ("kind", "text"), list(_recipes()), ids=lambda value: value if len(value) < 40 else ""
+)
+def test_no_verb_prints_what_a_terminal_would_obey(
+    shown: Shown, tmp_path: Path, kind: str, text: str
+) -> None:
     (tmp_path / "r.yaml").write_text(text, newline="")
     for argv in VERBS:
         shown(*argv)
 
 
-def test_names_of_files_and_arguments_are_shown_and_not_obeyed(shown: Shown, tmp_path: Path) -> None:
+def test_names_of_files_and_arguments_are_shown_and_not_obeyed(
+    shown: Shown, tmp_path: Path
+) -> None:
     name = "x\x1b[2K\rok\nok FORGED\u202e"
     (tmp_path / f"{name}.yaml").write_text("optim: {lr: 1e-3, eps: 2.0e-8}\n")
     (tmp_path / f"{name}.sh").write_text("--num-layers 2\n")
@@ -135,7 +154,9 @@ def test_names_of_files_and_arguments_are_shown_and_not_obeyed(shown: Shown, tmp
         shown(*argv)
 
 
-def test_what_is_said_of_a_damaged_file_is_one_line_whatever_its_name_is(shown: Shown, tmp_path: Path) -> None:
+def test_what_is_said_of_a_damaged_file_is_one_line_whatever_its_name_is(
+    shown: Shown, tmp_path: Path
+) -> None:
     name = "run\nok FORGED\x1b[2J"
     (tmp_path / name).mkdir()
     (tmp_path / name / "manifest.json").write_text("{")
@@ -147,7 +168,9 @@ def test_what_is_said_of_a_damaged_file_is_one_line_whatever_its_name_is(shown: 
     assert str(BadEnvironment(name, "  fix: another")).splitlines()[1:] == ["  fix: another"]
 
 
-def test_a_script_that_is_exported_keeps_a_value_that_a_terminal_would_obey(shown: Shown, tmp_path: Path) -> None:
+def test_a_script_that_is_exported_keeps_a_value_that_a_terminal_would_obey(
+    shown: Shown, tmp_path: Path
+) -> None:
     value = "a'\\" + HOSTILE.replace("\0", "")
     (tmp_path / "r.yaml").write_text(f"data: {{kind: indexed, path: {_yaml(value)}}}\n")
     code, text = shown("recipe", "export", "--megatron", "r.yaml")
@@ -155,7 +178,9 @@ def test_a_script_that_is_exported_keeps_a_value_that_a_terminal_would_obey(show
     (tmp_path / "torchrun").write_text('#!/bin/sh\nprintf "%s\\n" "$@"\n')
     (tmp_path / "torchrun").chmod(0o755)
     (tmp_path / "script.sh").write_text(text)
-    told = subprocess.run(["bash", "script.sh"], env={"PATH": f"{tmp_path}:/bin:/usr/bin"}, capture_output=True)
+    told = subprocess.run(
+        ["bash", "script.sh"], env={"PATH": f"{tmp_path}:/bin:/usr/bin"}, capture_output=True
+    )
     assert f"\n{value}\n" in told.stdout.decode()
 
 
@@ -203,7 +228,8 @@ def _parsed(file: Path) -> dict[str, dict[str, object]]:
 def test_places_beneath_the_working_folder_and_those_of_a_run_itself_are_its_own(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    here, elsewhere = tmp_path / "here", tmp_path / "elsewhere"
+    here = tmp_path / "here"
+    elsewhere = tmp_path / "elsewhere"
     home = elsewhere / "runs/x"
     for folder in (here, home / "checkpoints/step_00000001", elsewhere / "cache"):
         folder.mkdir(parents=True)

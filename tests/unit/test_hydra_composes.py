@@ -1,4 +1,6 @@
-"""Random command lines compose to what Hydra alone makes of the same files, and every value names who set it."""
+"""Random command lines compose to what Hydra alone makes of the same files, and every value names
+who set it.
+"""
 
 from __future__ import annotations
 
@@ -40,15 +42,22 @@ VALUES = {
     "model.moe": ("{num_experts: 4, ffn_hidden_size: 64}",),
     "model.moe.router_topk": ("2",),
 }
-"""Keys with values in the grammar of a command line. Not all of these configurations make sense; all compose."""
+"""Keys with values in the grammar of a command line.
+
+Not all of these configurations make sense; all compose.
+"""
 
 
 def lines(seed: int) -> list[str]:
     """A random command line."""
     rng = random.Random(seed)
-    words = [f"{group}={rng.choice(choices_of_group(group))}" for group in GROUPS if rng.random() < 0.35]
+    words = [
+        f"{group}={rng.choice(choices_of_group(group))}" for group in GROUPS if rng.random() < 0.35
+    ]
     if rng.random() < 0.4:
-        words = [word for word in words if not word.startswith("parallel=")] + [f"parallel={rng.choice(LAYOUTS)}"]
+        words = [word for word in words if not word.startswith("parallel=")] + [
+            f"parallel={rng.choice(LAYOUTS)}"
+        ]
     keys = rng.sample(sorted(VALUES), rng.randint(0, 6))
     if "model.moe" in keys and "model.moe.router_topk" in keys:  # said twice
         keys.remove("model.moe")
@@ -62,17 +71,28 @@ def lines(seed: int) -> list[str]:
 
 @contextmanager
 def _stored(words: Sequence[str]) -> Iterator[list[str]]:
-    """The words for Hydra alone: layouts and the recipe are configurations of its store, and new keys are added."""
-    store, out = ConfigStore.instance(), []
+    """The words for Hydra alone: layouts and the recipe are configurations of its store, and new
+    keys are added.
+    """
+    store = ConfigStore.instance()
+    out = []
     texts = [word.partition("=")[2] for word in words if word.startswith("parallel=")]
     recipe = next((word.partition("=")[2] for word in words if word.startswith("recipe=")), None)
     known = yaml.safe_load((conf_dir() / "config.yaml").read_text())["defaults"]
-    texts += [entry["parallel"] for entry in known if isinstance(entry, dict) and "parallel" in entry]
+    texts += [
+        entry["parallel"] for entry in known if isinstance(entry, dict) and "parallel" in entry
+    ]
     if recipe is not None:
         said = OmegaConf.load(recipes_dir() / f"{recipe}.yaml")
-        texts += [str(v) for entry in said.get("defaults", []) for k, v in entry.items() if k.endswith("/parallel")]
+        texts += [
+            str(v)
+            for entry in said.get("defaults", [])
+            for k, v in entry.items()
+            if k.endswith("/parallel")
+        ]
         for group in {word.partition("=")[0] for word in words} & {*GROUPS}:
-            said.pop(group, None)  # a choice on the command line replaces what a recipe says of its group
+            # a choice on the command line replaces what a recipe says of its group
+            said.pop(group, None)
         store.store(group="recipe", name="this", node=said, package="_global_")
         out.append("+recipe=this")
     for text in texts:
@@ -112,7 +132,9 @@ def composed_by_us(words: Sequence[str], monkeypatch: pytest.MonkeyPatch) -> dic
 
 @pytest.mark.sampled
 @pytest.mark.parametrize("seed", range(CASES))
-def test_a_command_line_composes_as_hydra_alone_composes_it(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_command_line_composes_as_hydra_alone_composes_it(
+    seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     words = lines(seed)
     ours = composed_by_us(words, monkeypatch)
     assert ours == by_hydra_alone(words), words
@@ -120,9 +142,13 @@ def test_a_command_line_composes_as_hydra_alone_composes_it(seed: int, monkeypat
 
 @pytest.mark.parametrize("seed", range(CASES))
 def test_the_origin_of_every_value_says_it(seed: int) -> None:
-    """What the command line says is the command line's; else the named line of the named file has the value."""
+    """What the command line says is the command line's; else the named line of the named file has
+    the value.
+    """
     words = [
-        word for word in lines(seed) if not word.lstrip("+").startswith(("model.moe", "model.name", "data.split"))
+        word
+        for word in lines(seed)
+        if not word.lstrip("+").startswith(("model.moe", "model.name", "data.split"))
     ]
 
     try:
@@ -161,11 +187,18 @@ def test_the_files_of_plain_defaults_lists_are_those_that_hydra_finds() -> None:
     from mtrain.config.library import CONFIG, Library
 
     folder = conf_dir() / "cluster"
-    nested = [name for name in choices_of_group("cluster") if "defaults:" in (folder / f"{name}.yaml").read_text()]
+    nested = [
+        name
+        for name in choices_of_group("cluster")
+        if "defaults:" in (folder / f"{name}.yaml").read_text()
+    ]
     assert nested
     for name in nested:
         library = Library()
-        usual = [(CONFIG, ""), *((f"{g}/{c}", g) for g, c in {**default_choices()[0], "cluster": name}.items())]
+        usual = [
+            (CONFIG, ""),
+            *((f"{g}/{c}", g) for g, c in {**default_choices()[0], "cluster": name}.items()),
+        ]
         found, _ = layers.entries_of(library, usual, [f"cluster={name}"])
         wanted, known = defaults_list(library, CONFIG, [f"cluster={name}"])
         assert found == wanted

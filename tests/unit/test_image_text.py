@@ -34,8 +34,14 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def data_of(home: Path, **more: Any) -> DataConfig:
-    given: dict[str, Any] = {"path": str(home / "shapes"), "cache_dir": str(home / "cache"), "split": (0.5, 0.3, 0.2)}
-    return DataConfig(kind="image_text", seq_length=48, tokenizer_vocab_size=300, **{**given, **more})
+    given: dict[str, Any] = {
+        "path": str(home / "shapes"),
+        "cache_dir": str(home / "cache"),
+        "split": (0.5, 0.3, 0.2),
+    }
+    return DataConfig(
+        kind="image_text", seq_length=48, tokenizer_vocab_size=300, **{**given, **more}
+    )
 
 
 def samples(home: Path, seed: int = 1, **more: Any) -> ImageTextSamples:
@@ -53,8 +59,16 @@ def tokenizer_of(home: Path) -> Tokenizer:
 
 def test_what_is_learned_of_a_conversation_is_the_answer_and_its_end(home: Path) -> None:
     tokenizer = tokenizer_of(home)
-    turns = [("human", "What? <image>\nSay."), ("gpt", "A red bar."), ("human", "Sure?"), ("gpt", "Yes.")]
-    line = {"image": "a.png", "conversations": [{"from": who, "value": said} for who, said in turns]}
+    turns = [
+        ("human", "What? <image>\nSay."),
+        ("gpt", "A red bar."),
+        ("human", "Sure?"),
+        ("gpt", "Yes."),
+    ]
+    line = {
+        "image": "a.png",
+        "conversations": [{"from": who, "value": said} for who, said in turns],
+    }
     ids, learned = encoded(parse(json.dumps(line).encode()), tokenizer)
     assert ids.count(IMAGE) == 1
     answers = [i for i, known in zip(ids, learned, strict=True) if known]
@@ -95,7 +109,10 @@ def test_images_stand_where_the_text_says_or_in_front(
         ('{"text": "<image>"}', "1 times <image> for 0 images"),
         ('{"text": "  "}', "text is empty, or no string"),
         ('{"image": "a.png", "text": "half \\ud83d"}', r"\\ud83d is half of a surrogate pair"),
-        ('{"conversations": [{"from": "gpt", "value": "a"}, {"from": "human", "value": "b"}]}', "turn 1"),
+        (
+            '{"conversations": [{"from": "gpt", "value": "a"}, {"from": "human", "value": "b"}]}',
+            "turn 1",
+        ),
         ('{"conversations": [{"from": "human", "value": "a"}, {"from": "gpt"}]}', "turn 2"),
     ],
 )
@@ -104,7 +121,9 @@ def test_a_line_that_is_no_record_says_why(line: str, said: str) -> None:
         parse(line.encode())
 
 
-@pytest.mark.parametrize("name", ["/etc/hostname", "../shapes.jsonl", "images/../../x.png", "", "link/x.png"])
+@pytest.mark.parametrize(
+    "name", ["/etc/hostname", "../shapes.jsonl", "images/../../x.png", "", "link/x.png"]
+)
 def test_a_path_outside_of_the_folder_is_refused(name: str, tmp_path: Path) -> None:
     (tmp_path / "folder").mkdir()
     (tmp_path / "folder/link").symlink_to(tmp_path)
@@ -116,7 +135,9 @@ def _bomb(path: Path) -> None:
     """A PNG of a few bytes that says that it has 30,000 by 30,000 pixels."""
 
     def chunk(kind: bytes, body: bytes) -> bytes:
-        return struct.pack(">I", len(body)) + kind + body + struct.pack(">I", zlib.crc32(kind + body))
+        return (
+            struct.pack(">I", len(body)) + kind + body + struct.pack(">I", zlib.crc32(kind + body))
+        )
 
     head = struct.pack(">IIBBBBB", 30_000, 30_000, 8, 2, 0, 0, 0)
     body = chunk(b"IHDR", head) + chunk(b"IDAT", zlib.compress(b"\0" * 1000)) + chunk(b"IEND", b"")
@@ -165,11 +186,20 @@ def test_a_bad_image_is_told_with_its_line_and_name(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("line", "said"),
     [
-        ('{"image": "nowhere.png", "text": "a"}', r"shapes\.jsonl:21: 'nowhere.png': there is no such image"),
+        (
+            '{"image": "nowhere.png", "text": "a"}',
+            r"shapes\.jsonl:21: 'nowhere.png': there is no such image",
+        ),
         ('{"image": "../x.png", "text": "a"}', r":21: .*inside of its folder"),
         ("nonsense", r":21: not JSON"),
-        (json.dumps({"image": "a" * 300, "text": "a"}), r":21: 'aaa.*' cannot be looked at: File name too long"),
-        ('{"image": "round.png", "text": "a"}', r":21: 'round.png' cannot be looked at: Symlink loop"),
+        (
+            json.dumps({"image": "a" * 300, "text": "a"}),
+            r":21: 'aaa.*' cannot be looked at: File name too long",
+        ),
+        (
+            '{"image": "round.png", "text": "a"}',
+            r":21: 'round.png' cannot be looked at: Symlink loop",
+        ),
     ],
 )
 def test_records_are_looked_at_before_training(line: str, said: str, tmp_path: Path) -> None:
@@ -187,7 +217,9 @@ def test_a_text_of_which_a_tokenizer_leaves_nothing_is_padding(tmp_path: Path) -
     (folder / "shapes.jsonl").write_text('{"text": "aa"}\n' * 4)
     step = {"type": "Replace", "pattern": {"String": "a"}, "content": ""}
     model = {"type": "BPE", "vocab": {"b": 0}, "merges": []}
-    (tmp_path / "tokenizer.json").write_text(json.dumps({"version": "1.0", "normalizer": step, "model": model}))
+    (tmp_path / "tokenizer.json").write_text(
+        json.dumps({"version": "1.0", "normalizer": step, "model": model})
+    )
     train = samples(tmp_path, tokenizer=str(tmp_path / "tokenizer.json"))
     assert (train.batch([0]) == NOTHING).all()
 
@@ -206,10 +238,14 @@ def test_a_folder_that_is_called_as_a_file_of_records_is_none(tmp_path: Path) ->
     assert records_of(tmp_path / "shapes", "which") == (tmp_path / "shapes/shapes.jsonl", "")
 
 
-def test_a_file_of_records_that_cannot_be_read_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_file_of_records_that_cannot_be_read_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     folder_of_shapes(tmp_path / "shapes", 4)
     access = os.access
-    monkeypatch.setattr(os, "access", lambda path, mode: "jsonl" not in str(path) and access(path, mode))
+    monkeypatch.setattr(
+        os, "access", lambda path, mode: "jsonl" not in str(path) and access(path, mode)
+    )
     found, rule = records_of(tmp_path / "shapes", "which")
     assert (found, rule) == (None, "shapes.jsonl cannot be read: permission denied")
 
@@ -222,13 +258,21 @@ def test_an_image_is_resized_cut_and_normalised(tmp_path: Path) -> None:
     expected = (np.array([1.0, 128 / 255, 0.0]) - MEAN) / STD
     assert found.shape == (3, 20, 20)
     assert found.dtype == np.float32
-    np.testing.assert_allclose(found, np.broadcast_to(expected[:, None, None], found.shape), atol=1e-5)
+    np.testing.assert_allclose(
+        found, np.broadcast_to(expected[:, None, None], found.shape), atol=1e-5
+    )
 
 
-def test_samples_depend_on_seed_and_number_alone_and_every_record_comes_once_in_an_epoch(home: Path) -> None:
-    first, again, other = samples(home), samples(home), samples(home, seed=2)
+def test_samples_depend_on_seed_and_number_alone_and_every_record_comes_once_in_an_epoch(
+    home: Path,
+) -> None:
+    first = samples(home)
+    again = samples(home)
+    other = samples(home, seed=2)
     count = len(first)
-    epochs = [[s.record_of(n + e * count) for n in range(count)] for s in (first, other) for e in range(2)]
+    epochs = [
+        [s.record_of(n + e * count) for n in range(count)] for s in (first, other) for e in range(2)
+    ]
     assert all(sorted(epoch) == list(range(count)) for epoch in epochs)
     assert len({tuple(epoch) for epoch in epochs}) == 4
     numbers = np.array([7, 3, 2 * count + 7])
@@ -241,7 +285,9 @@ def test_every_split_with_a_share_has_a_record_where_there_are_enough(tmp_path: 
         folder_of_shapes(tmp_path / str(count) / "shapes", count)
         data = data_of(tmp_path / str(count), split=(0.98, 0.01, 0.01))
         splits = open_splits(data, 512, 1, prepare(data, lambda note: None))
-        assert [part and len(part) for part in (splits.train, splits.validation, splits.test)] == sizes
+        assert [
+            part and len(part) for part in (splits.train, splits.validation, splits.test)
+        ] == sizes
 
 
 def test_another_folder_is_told_from_the_one_before(home: Path, tmp_path: Path) -> None:
@@ -299,5 +345,7 @@ def test_an_image_behind_the_end_of_a_sample_is_told_with_its_line(tmp_path: Pat
     (folder / "shapes.jsonl").write_text((json.dumps(line) + "\n") * 4)
     train = samples(tmp_path)
     own = LlavaConfig(image_size=8, patch_size=4, image_token_id=500)
-    with pytest.raises(CorruptData, match=r"shapes\.jsonl:\d: its images take 4 tokens, .* data.seq_length 48"):
+    with pytest.raises(
+        CorruptData, match=r"shapes\.jsonl:\d: its images take 4 tokens, .* data.seq_length 48"
+    ):
         _of_records(own, train, torch.from_numpy(train.batch(np.array([0]))), np.array([0]))

@@ -1,4 +1,6 @@
-"""The schema for editors accepts what the loader accepts, refuses what it refuses, and documents every key."""
+"""The schema for editors accepts what the loader accepts, refuses what it refuses, and documents
+every key.
+"""
 
 from __future__ import annotations
 
@@ -37,7 +39,9 @@ def test_a_schema_is_of_draft_07(kind: str) -> None:
 
 
 @pytest.mark.sampled
-@pytest.mark.skipif(importlib.util.find_spec("jsonschema") is None, reason="jsonschema is not installed")
+@pytest.mark.skipif(
+    importlib.util.find_spec("jsonschema") is None, reason="jsonschema is not installed"
+)
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_schema_is_valid_by_the_book(kind: str) -> None:
     from jsonschema import Draft7Validator
@@ -127,7 +131,8 @@ def test_what_a_recipe_may_say_fits(text: str) -> None:
 
 
 def test_every_key_is_documented_in_the_schema() -> None:
-    run, recipe = json_schema("run"), json_schema("recipe")
+    run = json_schema("run")
+    recipe = json_schema("recipe")
     for schema in (run, recipe):
         for key in schema_keys():
             node = _at(schema, key)
@@ -146,7 +151,9 @@ def _at(schema: dict[str, Any], key: str) -> dict[str, Any]:
     return found
 
 
-def test_schemas_are_printed_and_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_schemas_are_printed_and_written(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert main(["schema", "model"]) == 0
     assert json.loads(capsys.readouterr().out) == json_schema("model")
     assert main(["schema", "-o", str(tmp_path / "s")]) == 0
@@ -172,4 +179,7 @@ def test_the_header_of_a_new_recipe_finds_the_schema_beside_it(
     first = (tmp_path / "mine.yaml").read_text().splitlines()[0]
     named = first.removeprefix("# yaml-language-server: $schema=")
     assert (tmp_path / named).is_file()
-    assert errors(load(tmp_path / "mine.yaml").values, json.loads((tmp_path / named).read_text())) == []
+    assert (
+        errors(load(tmp_path / "mine.yaml").values, json.loads((tmp_path / named).read_text()))
+        == []
+    )

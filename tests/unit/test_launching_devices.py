@@ -1,4 +1,6 @@
-"""Machines with too few GPUs refuse to run a configuration, which may still be looked at for another machine."""
+"""Machines with too few GPUs refuse to run a configuration, which may still be looked at for
+another machine.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,11 @@ OF_TORCHRUN = {"RANK": "0", "WORLD_SIZE": "4", "MASTER_PORT": "29500"}
 def machine(gpus: int, visible: str | None = None) -> Machine:
     """A machine with as many H200 as said, of which CUDA_VISIBLE_DEVICES may hide some."""
     seen = shown(
-        [Gpu("NVIDIA H200", f"GPU-{number}{number}aa", 90, 1 << 37, 1 << 37) for number in range(gpus)], visible
+        [
+            Gpu("NVIDIA H200", f"GPU-{number}{number}aa", 90, 1 << 37, 1 << 37)
+            for number in range(gpus)
+        ],
+        visible,
     )
     return Machine(cpu_cores=16, memory_bytes=1 << 36, gpus=seen.count, nvidia=seen)
 
@@ -56,7 +62,9 @@ def refused(here: Machine, *words: str, machines: int | None = None, **environme
         ),
     ],
 )
-def test_fewer_devices_than_ranks_are_a_fault_of_the_machine(gpus: int, words: tuple[str, ...], needs: str) -> None:
+def test_fewer_devices_than_ranks_are_a_fault_of_the_machine(
+    gpus: int, words: tuple[str, ...], needs: str
+) -> None:
     said = refused(machine(gpus), *words)
     assert f"[MT051] needs {needs}" in said
     assert "fix: " in said
@@ -71,7 +79,10 @@ def test_a_variable_that_hides_devices_is_named_beside_their_number(visible: str
     said = refused(machine(4, visible), CUDA, "parallel=tp2")
     assert "[MT051] needs 2 GPUs on this machine" in said
     assert "[MT052] CUDA_VISIBLE_DEVICES" in said
-    assert "fix: unset CUDA_VISIBLE_DEVICES, or list each GPU once: CUDA_VISIBLE_DEVICES=0,1,2,3" in said
+    assert (
+        "fix: unset CUDA_VISIBLE_DEVICES, or list each GPU once: CUDA_VISIBLE_DEVICES=0,1,2,3"
+        in said
+    )
 
 
 def test_other_errors_are_said_together_with_the_missing_device() -> None:
@@ -101,7 +112,9 @@ def test_a_layout_that_no_number_of_devices_corrects_is_a_fault_of_the_configura
 
 
 def test_ranks_of_a_launcher_are_counted_by_machine() -> None:
-    assert "[MT051] needs 4 GPUs on this machine; here: 2" in refused(machine(2), CUDA, machines=1, **OF_TORCHRUN)
+    assert "[MT051] needs 4 GPUs on this machine; here: 2" in refused(
+        machine(2), CUDA, machines=1, **OF_TORCHRUN
+    )
     with pytest.raises(ConfigError, match=r"cluster\.nodes=2"):
         load(["data=mock", CUDA], machine(2), OF_TORCHRUN, machines=2)
 

@@ -28,7 +28,9 @@ def run_of(**changes: object) -> RunConfig:
     return resolve(tiny(**changes), LAPTOP)
 
 
-def made(name: str | None, *steps: int, age_s: float = 0.0, launch: str | None = None, **changes: object) -> Path:
+def made(
+    name: str | None, *steps: int, age_s: float = 0.0, launch: str | None = None, **changes: object
+) -> Path:
     """A run folder as a run leaves it, with empty committed checkpoints."""
     run = run_of(log__name=name, **changes)
     with folder.opened(run, folder.plan(run, launch=launch), [], launch=launch) as owned:
@@ -38,7 +40,11 @@ def made(name: str | None, *steps: int, age_s: float = 0.0, launch: str | None =
         draft = home / "checkpoints/draft"
         draft.mkdir(parents=True)
         (draft / "run.yaml").write_text((home / "run.yaml").read_text())
-        commit(draft, draft.with_name(f"step_{step:08d}"), {"step": step, "files": {}, "tensors": {}, "state": {}})
+        commit(
+            draft,
+            draft.with_name(f"step_{step:08d}"),
+            {"step": step, "files": {}, "tensors": {}, "state": {}},
+        )
     stamp = (home / "run.yaml").stat().st_mtime - age_s
     os.utime(home / "run.yaml", (stamp, stamp))
     return home
@@ -59,7 +65,11 @@ def test_a_taken_name_is_refused_with_a_free_one() -> None:
 def test_a_folder_in_use_names_its_owner() -> None:
     run = run_of(log__name="a")
     chosen = folder.plan(run)
-    with folder.opened(run, chosen, []), pytest.raises(ConfigError) as caught, folder.opened(run, chosen, []):
+    with (
+        folder.opened(run, chosen, []),
+        pytest.raises(ConfigError) as caught,
+        folder.opened(run, chosen, []),
+    ):
         pass
     assert f"process {os.getpid()}" in caught.value.problems[0].rule
 
@@ -80,8 +90,12 @@ def test_a_folder_in_which_no_step_was_made_may_be_used_again() -> None:
         assert again.folder == Path("runs/a")
 
 
-@pytest.mark.parametrize(("old", "new"), [("hidden_size: ", "hidden_size: 1"), ("\nparallel:", "\nparalel:")])
-def test_a_checkpoint_whose_run_file_was_altered_is_damaged_and_no_other_model(old: str, new: str) -> None:
+@pytest.mark.parametrize(
+    ("old", "new"), [("hidden_size: ", "hidden_size: 1"), ("\nparallel:", "\nparalel:")]
+)
+def test_a_checkpoint_whose_run_file_was_altered_is_damaged_and_no_other_model(
+    old: str, new: str
+) -> None:
     file = made("a", 1) / "checkpoints/step_00000001/run.yaml"
     assert old in file.read_text()
     file.write_text(file.read_text().replace(old, new, 1))
@@ -99,7 +113,8 @@ def test_of_two_starts_at_once_with_one_name_one_is_refused() -> None:
 
 def test_of_two_starts_at_once_without_a_name_both_run() -> None:
     run = run_of()
-    first, second = folder.plan(run), folder.plan(run)
+    first = folder.plan(run)
+    second = folder.plan(run)
     with folder.opened(run, first, []) as a, folder.opened(run, second, []) as b:
         assert a.folder != b.folder
 
@@ -109,7 +124,10 @@ def test_an_older_checkpoint_takes_the_course_and_later_ones_are_set_aside() -> 
     run = run_of(checkpoint__resume=str(home / "checkpoints/step_00000005"))
     with folder.opened(run, folder.plan(run), []):
         pass
-    assert folder.plan(run_of(checkpoint__resume=str(home))).checkpoint == home / "checkpoints/step_00000005"
+    assert (
+        folder.plan(run_of(checkpoint__resume=str(home))).checkpoint
+        == home / "checkpoints/step_00000005"
+    )
 
 
 def test_a_checkpoint_without_its_manifest_is_neither_resumed_nor_passed_over_in_silence() -> None:
@@ -135,9 +153,14 @@ def test_a_foreign_run_file_is_passed_over() -> None:
 def test_another_precision_or_optimizer_cannot_be_continued() -> None:
     made("a", 5)
     problems = refusal(
-        run_of(log__name="a", checkpoint__resume="latest", precision__dtype="bf16", optim__name="sgd")
+        run_of(
+            log__name="a", checkpoint__resume="latest", precision__dtype="bf16", optim__name="sgd"
+        )
     ).problems
-    assert {(p.code, p.path) for p in problems} == {("MT503", "precision.dtype"), ("MT503", "optim.name")}
+    assert {(p.code, p.path) for p in problems} == {
+        ("MT503", "precision.dtype"),
+        ("MT503", "optim.name"),
+    }
 
 
 def test_latest_is_the_newest_run_of_this_configuration_not_of_another() -> None:
@@ -152,8 +175,9 @@ def test_a_half_written_checkpoint_is_not_the_latest() -> None:
     home = made("a", 5)
     (home / "checkpoints/.saving-step_00000010").mkdir()
     (home / "checkpoints/step_00000009").mkdir()
-    assert folder.plan(run_of(log__name="a", checkpoint__resume="latest")).checkpoint == home / (
-        "checkpoints/step_00000005"
+    assert (
+        folder.plan(run_of(log__name="a", checkpoint__resume="latest")).checkpoint
+        == home / "checkpoints/step_00000005"
     )
 
 
@@ -166,7 +190,12 @@ def test_a_run_that_died_before_its_first_checkpoint_starts_again_in_its_folder(
 def test_another_model_cannot_be_continued_and_every_key_is_named() -> None:
     made("a", 5)
     problems = refusal(
-        run_of(log__name="a", checkpoint__resume="latest", model__num_layers=8, model__ffn_hidden_size=512)
+        run_of(
+            log__name="a",
+            checkpoint__resume="latest",
+            model__num_layers=8,
+            model__ffn_hidden_size=512,
+        )
     ).problems
     assert [(p.code, p.path, p.fix) for p in problems] == [
         ("MT503", "model.num_layers", "model.num_layers=4"),
@@ -177,7 +206,9 @@ def test_another_model_cannot_be_continued_and_every_key_is_named() -> None:
 def test_adapters_that_are_scaled_otherwise_are_of_another_model() -> None:
     home = made("a", 5, peft__kind="lora")
     other = run_of(peft__kind="lora", peft__alpha=8.0, checkpoint__init_from=str(home))
-    assert [(p.code, p.path, p.fix) for p in refusal(other).problems] == [("MT503", "peft.alpha", "peft.alpha=32.0")]
+    assert [(p.code, p.path, p.fix) for p in refusal(other).problems] == [
+        ("MT503", "peft.alpha", "peft.alpha=32.0")
+    ]
 
 
 def test_what_a_run_reads_is_named_in_full_and_what_a_store_has_as_it_is() -> None:
@@ -190,7 +221,8 @@ def test_what_a_run_reads_is_named_in_full_and_what_a_store_has_as_it_is() -> No
         peft__init_from="adapters",
         checkpoint__init_from="weights",
     )
-    data, here = folder.anchored(run).data, os.getcwd()
+    data = folder.anchored(run).data
+    here = os.getcwd()
     assert data.blend == (f"{here}/a", "s3://bucket/b")
     assert data.validation_blend == (f"{here}/c",)
     assert (data.chat_template, data.path) == (f"{here}/t.jinja", None)
@@ -201,7 +233,9 @@ def test_what_a_run_reads_is_named_in_full_and_what_a_store_has_as_it_is() -> No
     assert folder.anchored(remote).data.path == "memory://corpus"
 
 
-def test_a_run_goes_on_and_writes_without_the_corpus_and_the_adapters_that_it_began_with(tmp_path: Path) -> None:
+def test_a_run_goes_on_and_writes_without_the_corpus_and_the_adapters_that_it_began_with(
+    tmp_path: Path,
+) -> None:
     from mtrain.cli.generate import WITHOUT_DATA
     from mtrain.cli.setup import load
 
@@ -219,17 +253,24 @@ def test_a_run_goes_on_and_writes_without_the_corpus_and_the_adapters_that_it_be
     assert load([f"run={file}", *WITHOUT_DATA]).run.data.kind == "mock"
     with pytest.raises(ConfigError, match="MT488"):
         load([f"run={file}", *WITHOUT_DATA[:-1]])
-    assert load([f"run={file}", *WITHOUT_DATA[:-1], "checkpoint.resume=latest"]).run.peft.init_from is not None
+    assert (
+        load([f"run={file}", *WITHOUT_DATA[:-1], "checkpoint.resume=latest"]).run.peft.init_from
+        is not None
+    )
 
 
 def test_a_key_that_changes_the_numbers_needs_a_word_and_is_recorded() -> None:
     made("a", 5)
-    problem = refusal(run_of(log__name="a", checkpoint__resume="latest", optim__lr=0.5, optim__min_lr=0.1)).problems[
-        0
-    ]
+    problem = refusal(
+        run_of(log__name="a", checkpoint__resume="latest", optim__lr=0.5, optim__min_lr=0.1)
+    ).problems[0]
     assert (problem.code, problem.path) == ("MT504", "optim.lr")
     accepted = run_of(
-        log__name="a", checkpoint__resume="latest", optim__lr=0.5, optim__min_lr=0.1, checkpoint__accept_changes=True
+        log__name="a",
+        checkpoint__resume="latest",
+        optim__lr=0.5,
+        optim__min_lr=0.1,
+        checkpoint__accept_changes=True,
     )
     assert "optim.lr: 0.0006 -> 0.5" in folder.plan(accepted).changes
 
@@ -264,7 +305,11 @@ def test_one_command_begins_a_run_and_after_a_restart_goes_on_with_it(name: str 
     assert (first.new, first.checkpoint) == (True, None)
     home = made(name, 2, 4, launch=TORCHRUN)
     again = folder.plan(run, launch=TORCHRUN)
-    assert (again.new, again.folder, again.checkpoint) == (False, home, home / "checkpoints/step_00000004")
+    assert (again.new, again.folder, again.checkpoint) == (
+        False,
+        home,
+        home / "checkpoints/step_00000004",
+    )
     with folder.opened(run, again, [], launch=TORCHRUN) as owned:
         assert owned.checkpoint == again.checkpoint
     assert json.loads((home / "env.json").read_text())["launch"] == TORCHRUN
@@ -309,7 +354,7 @@ def test_without_a_name_only_a_run_of_the_same_launch_and_configuration_goes_on(
     assert (found.folder, found.checkpoint) == (mine, mine / "checkpoints/step_00000008")
 
 
-def test_auto_by_hand_goes_on_with_the_newest_run_of_this_configuration_that_was_begun_by_hand() -> None:
+def test_auto_by_hand_resumes_the_newest_run_started_by_hand() -> None:
     run = run_of(checkpoint__resume="auto")
     assert folder.plan(run).new
     made("launched", 6, launch=SLURM)
@@ -324,7 +369,9 @@ def test_auto_does_not_take_a_folder_of_something_else_for_a_run() -> None:
     assert refusal(run_of(log__name="a", checkpoint__resume="auto")).problems[0].code == "MT501"
 
 
-def test_a_restart_waits_for_the_processes_that_it_replaces(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_restart_waits_for_the_processes_that_it_replaces(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     made("a", 4, launch=TORCHRUN)
     run = run_of(log__name="a")
     chosen = folder.plan(run, launch=TORCHRUN)
@@ -348,7 +395,9 @@ def test_the_word_of_a_resume_is_no_folder_and_is_offered() -> None:
     from mtrain.cli.complete import _values
     from mtrain.config.rules import check
 
-    assert [p.code for p in check(run_of(checkpoint__resume="auto")) if p.path == "checkpoint.resume"] == []
+    assert [
+        p.code for p in check(run_of(checkpoint__resume="auto")) if p.path == "checkpoint.resume"
+    ] == []
     assert _values("checkpoint.resume", [], "")[:3] == ["auto", "latest", "null"]
 
 

@@ -47,7 +47,9 @@ def test_a_library_that_was_named_is_taken(measured: list[str]) -> None:
     assert not measured
 
 
-def test_a_run_goes_on_with_the_library_that_it_began_with(measured: list[str], tmp_path: Path) -> None:
+def test_a_run_goes_on_with_the_library_that_it_began_with(
+    measured: list[str], tmp_path: Path
+) -> None:
     began = load(["kernels.cpu_matmul=blas"]).run
     (tmp_path / "run.yaml").write_text(run_yaml(began.recorded()))
     assert matmul.chosen(load([]).run, tmp_path).kernels.cpu_matmul == "blas"

@@ -1,4 +1,6 @@
-"""Processes that a launcher forks or executes: the signals that they heed, stops at any time, and their errors."""
+"""Processes that a launcher forks or executes: the signals that they heed, stops at any time, and
+their errors.
+"""
 
 from __future__ import annotations
 
@@ -55,7 +57,9 @@ def test_processes_of_a_launcher_end_by_sigterm_though_it_ignores_that() -> None
         assert [code_of(forked), code_of(executed)] == [0, 0]
 
 
-def test_an_error_of_a_forked_process_does_not_unwind_the_stack_of_its_parent(tmp_path: Path) -> None:
+def test_an_error_of_a_forked_process_does_not_unwind_the_stack_of_its_parent(
+    tmp_path: Path,
+) -> None:
     def fail() -> int:
         raise KeyboardInterrupt
 
@@ -68,7 +72,9 @@ def test_an_error_of_a_forked_process_does_not_unwind_the_stack_of_its_parent(tm
     assert not (tmp_path / "unwound").exists()
 
 
-def test_work_that_is_killed_while_it_writes_is_an_error_of_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_work_that_is_killed_while_it_writes_is_an_error_of_the_environment(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     def killed(*_: object) -> None:
         os.write(int(os.environ["WRITE_END"]), b'{"value": ')
         os.kill(os.getpid(), signal.SIGKILL)
@@ -107,7 +113,9 @@ def test_a_stop_that_comes_while_a_rank_is_started_reaches_it(tmp_path: Path) ->
 
 
 def _stopped_in(owner: object, name: str, monkeypatch: pytest.MonkeyPatch) -> Callable[[], bool]:
-    """Has a function ask this process to stop, twice, before it returns; tells whether it was called."""
+    """Has a function ask this process to stop, twice, before it returns; tells whether it was
+    called.
+    """
     real = getattr(owner, name)
     called: list[bool] = []
 
@@ -122,7 +130,9 @@ def _stopped_in(owner: object, name: str, monkeypatch: pytest.MonkeyPatch) -> Ca
     return lambda: bool(called)
 
 
-@pytest.mark.parametrize(("owner", "name"), [(tempfile, "mkdtemp"), (os, "rmdir")], ids=["made", "removed"])
+@pytest.mark.parametrize(
+    ("owner", "name"), [(tempfile, "mkdtemp"), (os, "rmdir")], ids=["made", "removed"]
+)
 def test_a_stop_while_a_temporary_folder_is_made_or_removed_leaves_none(
     owner: object, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -140,7 +150,9 @@ def test_a_handler_that_is_not_of_python_is_left_alone(monkeypatch: pytest.Monke
         pass
 
 
-def test_a_rank_of_several_machines_is_not_bound_to_this_one(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_rank_of_several_machines_is_not_bound_to_this_one(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     begun: list[dict[str, str]] = []
 
     def execute(command: list[str], environment: dict[str, str]) -> int:
@@ -156,7 +168,10 @@ def test_a_rank_of_several_machines_is_not_bound_to_this_one(monkeypatch: pytest
     assert [found["LOCAL_WORLD_SIZE"] for found in begun] == ["2", "2"]
     for found in begun:
         assert "GLOO_SOCKET_IFNAME" not in found, "lo does not lead to the other machine"
-        assert "OMP_NUM_THREADS" not in found or found["OMP_NUM_THREADS"] == os.environ["OMP_NUM_THREADS"]
+        assert (
+            "OMP_NUM_THREADS" not in found
+            or found["OMP_NUM_THREADS"] == os.environ["OMP_NUM_THREADS"]
+        )
         assert "TORCHELASTIC_RUN_ID" not in found
 
 
@@ -170,7 +185,12 @@ def test_the_second_machine_repeats_what_the_first_one_says_line_by_line() -> No
     del store
 
 
-def test_ranks_that_a_stop_ends_before_they_listen_are_preempted(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ranks_that_a_stop_ends_before_they_listen_are_preempted(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(machine, "execute", started)
     place = Launched("slurm", 0, 2, 0, 1, "first", 29500, "slurm 7", machines=2)
-    assert machine._start(place, [], resolve(tiny(parallel__ranks=2), LAPTOP), 2, None) == Preempted.exit_code
+    assert (
+        machine._start(place, [], resolve(tiny(parallel__ranks=2), LAPTOP), 2, None)
+        == Preempted.exit_code
+    )

@@ -24,9 +24,14 @@ from tests.support.configs import LAPTOP, tiny
 
 @pytest.mark.parametrize(
     "error",
-    [OSError(errno.EAGAIN, "Resource temporarily unavailable"), pytest.param(MemoryError(), marks=pytest.mark.full)],
+    [
+        OSError(errno.EAGAIN, "Resource temporarily unavailable"),
+        pytest.param(MemoryError(), marks=pytest.mark.full),
+    ],
 )
-def test_ranks_that_were_forked_are_ended_where_a_later_one_cannot_be(error: Exception, tmp_path: Path) -> None:
+def test_ranks_that_were_forked_are_ended_where_a_later_one_cannot_be(
+    error: Exception, tmp_path: Path
+) -> None:
     started: list[int] = []
 
     def fork(rank: int) -> int:
@@ -41,9 +46,10 @@ def test_ranks_that_were_forked_are_ended_where_a_later_one_cannot_be(error: Exc
         return pid
 
     before = signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGINT)
-    expected = (
-        (BadEnvironment, "rank 2 of 4 could not be started") if isinstance(error, OSError) else (MemoryError, None)
-    )
+    if isinstance(error, OSError):
+        expected = (BadEnvironment, "rank 2 of 4 could not be started")
+    else:
+        expected = (MemoryError, None)
     with pytest.raises(expected[0], match=expected[1]):
         Supervisor(tmp_path, "").start(fork, 4)
     assert len(started) == 2
@@ -104,11 +110,15 @@ def test_a_rank_refuses_an_environment_that_its_run_needs_otherwise(
     monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG", raising=False)
     run = resolve(tiny(cluster__device="cuda", trainer__deterministic=True), LAPTOP)
     start._describe(run, tmp_path, jobs.MASKS)
-    with pytest.raises(BadEnvironment, match="CUBLAS_WORKSPACE_CONFIG is not in the environment of this rank"):
+    with pytest.raises(
+        BadEnvironment, match="CUBLAS_WORKSPACE_CONFIG is not in the environment of this rank"
+    ):
         rank.perform(tmp_path, tmp_path / "errors", 0)
 
 
-def test_ranks_of_a_user_without_a_home_have_an_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ranks_of_a_user_without_a_home_have_an_environment(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     def unknown(uid: int) -> None:
         raise KeyError(uid)
 
@@ -133,6 +143,8 @@ def test_work_beside_a_process_with_threads_is_executed_and_returns_the_same() -
         over.set()
         thread.join()
     assert "mtrain.launching.beside" in command
-    missing = run.model_copy(update={"data": run.data.model_copy(update={"kind": "indexed", "path": "nowhere"})})
+    missing = run.model_copy(
+        update={"data": run.data.model_copy(update={"kind": "indexed", "path": "nowhere"})}
+    )
     with pytest.raises(MtrainError, match="nowhere"):
         beside.Beside("prepare", missing, checkpoint=None).result()

@@ -22,7 +22,9 @@ def grids(draw: st.DrawFn) -> RankGrid:
 
 @settings(max_examples=60, deadline=None)
 @given(grids(), st.data())
-def test_every_rank_is_in_exactly_one_group_of_each_kind(grid: RankGrid, data: st.DataObject) -> None:
+def test_every_rank_is_in_exactly_one_group_of_each_kind(
+    grid: RankGrid, data: st.DataObject
+) -> None:
     view = data.draw(st.sampled_from([("tp", "cp", "dp", "pp"), ("etp", "ep", "edp", "pp")]))
     axes = data.draw(st.lists(st.sampled_from(view), min_size=1, unique=True))
     groups = grid.groups(*axes)
@@ -68,7 +70,9 @@ def test_experts_are_numbered_inside_a_stage() -> None:
         ({"world": 2, "pp": 0}, "pp must be at least 1"),
     ],
 )
-def test_degrees_that_do_not_fit_are_refused_with_their_numbers(degrees: dict[str, int], numbers: str) -> None:
+def test_degrees_that_do_not_fit_are_refused_with_their_numbers(
+    degrees: dict[str, int], numbers: str
+) -> None:
     with pytest.raises(ValueError, match=numbers):
         RankGrid(**degrees)
 

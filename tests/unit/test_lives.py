@@ -8,21 +8,31 @@ from mtrain.models.lives import backward, backwards, forward, forwards
 
 def test_a_gradient_lives_from_who_reads_its_tensor_to_who_made_it() -> None:
     """x 1 -> linear -> 10 -> activation -> 100, and a sum with x, whose gradient is handed on."""
-    g, x, middle, wide, out = Graph(), Tensor(1), Tensor(10), Tensor(100), Tensor(1)
+    g = Graph()
+    x = Tensor(1)
+    middle = Tensor(10)
+    wide = Tensor(100)
+    out = Tensor(1)
     g.add("linear", [x], reads=[x], gives=[middle], works=5)
     g.add("activation", [middle], reads=[middle], gives=[wide])
     g.add("fold", [wide], reads=[wide], gives=[added := Tensor(1)])
     g.add("sum", reads=[x, added], gives=[out], passes=True)
     held, beside = zip(*((m.held, m.beside) for m in backward(g)), strict=True)
     assert held == (0, 0, -100, -110, -111)
-    assert beside == (1, 101, 111, 17, 1), "the sum's; and the fold's; and the activation's; the linear layer's; x's"
+    assert beside == (1, 101, 111, 17, 1), (
+        "the sum's; and the fold's; and the activation's; the linear layer's; x's"
+    )
     assert sum(backwards([g, g]).peak) == 101
     assert backwards([g, g]).end == -222
 
 
-def test_a_gradient_that_is_used_up_does_not_count_at_the_peak_but_where_somebody_holds_it() -> None:
+def test_a_gradient_that_is_used_up_does_not_count_at_the_peak_but_where_somebody_holds_it() -> (
+    None
+):
     def most(*, again: bool) -> int:
-        g, x, y = Graph(), Tensor(1), Tensor(10)
+        g = Graph()
+        x = Tensor(1)
+        y = Tensor(10)
         with g.recomputed("activation", x, when=again):
             g.add("activation", [], reads=[x], gives=[y], works=100, spent=True)
         g.add("loss", reads=[y])
@@ -33,7 +43,10 @@ def test_a_gradient_that_is_used_up_does_not_count_at_the_peak_but_where_somebod
 
 
 def test_a_forward_has_what_is_not_kept_until_it_was_read() -> None:
-    g, x, rows, out = Graph(), Tensor(1), Tensor(50), Tensor(10)
+    g = Graph()
+    x = Tensor(1)
+    rows = Tensor(50)
+    out = Tensor(10)
     g.add("permute", [x], gives=[rows])
     g.add("product", [out], reads=[rows], gives=[out], needs=7)
     assert forward(g) == 57, "the rows and what the product needs, beside what is kept"
@@ -43,7 +56,10 @@ def test_a_forward_has_what_is_not_kept_until_it_was_read() -> None:
 
 
 def test_what_is_computed_again_has_its_forward_once_more() -> None:
-    g, x, rows, out = Graph(), Tensor(1), Tensor(50), Tensor(10)
+    g = Graph()
+    x = Tensor(1)
+    rows = Tensor(50)
+    out = Tensor(10)
     with g.recomputed("layer", x):
         g.add("permute", reads=[x], gives=[rows])
         g.add("product", [kept := Tensor(20)], reads=[rows], gives=[out])
@@ -54,7 +70,9 @@ def test_what_is_computed_again_has_its_forward_once_more() -> None:
 
 
 def test_a_part_of_a_tensor_is_its_memory_with_a_gradient_of_its_own() -> None:
-    g, x, both = Graph(), Tensor(1), Tensor(30)
+    g = Graph()
+    x = Tensor(1)
+    both = Tensor(30)
     parts = [Tensor(20, of=both), Tensor(10, of=both)]
     g.add("linear", [x], reads=[x], gives=[both])
     g.add("split", reads=[both], gives=parts)

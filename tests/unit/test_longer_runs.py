@@ -1,4 +1,6 @@
-"""A run goes on longer where its learning rate so far is that of the longer run; else the new curve is told."""
+"""A run goes on longer where its learning rate so far is that of the longer run; else the new curve
+is told.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,8 @@ from tests.support.configs import tiny
 
 def _run(steps: int, **optim: Any) -> RunConfig:
     changes = {
-        f"optim__{key}": value for key, value in {"lr": 1e-2, "min_lr": 1e-3, "warmup_iters": 2, **optim}.items()
+        f"optim__{key}": value
+        for key, value in {"lr": 1e-2, "min_lr": 1e-3, "warmup_iters": 2, **optim}.items()
     }
     return tiny(trainer__train_iters=steps, **changes)
 
@@ -38,8 +41,11 @@ def test_rates_are_those_that_a_run_has_logged() -> None:
         ({"schedule": "inverse_sqrt"}, 10, True),
     ],
 )
-def test_steps_that_were_made_are_those_of_the_longer_run(optim: dict[str, Any], step: int, alike: bool) -> None:
-    short, long = _run(10, **optim), _run(20, **optim)
+def test_steps_that_were_made_are_those_of_the_longer_run(
+    optim: dict[str, Any], step: int, alike: bool
+) -> None:
+    short = _run(10, **optim)
+    long = _run(20, **optim)
     assert goes_on_alike(long, short, step) is alike
     same = all(rate(short, n) == pytest.approx(rate(long, n)) for n in range(1, step + 1))
     assert same is alike

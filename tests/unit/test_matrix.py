@@ -20,7 +20,10 @@ from mtrain.config.rules import findings
 from mtrain.recipes.write import section
 from tests.support.configs import LAPTOP
 
-RECIPES = [file.relative_to(recipes_dir()).with_suffix("").as_posix() for file in recipes_dir().rglob("*.yaml")]
+RECIPES = [
+    file.relative_to(recipes_dir()).with_suffix("").as_posix()
+    for file in recipes_dir().rglob("*.yaml")
+]
 
 
 def sample(**axes: list[str]) -> dict[tuple[str, ...], tuple[bool, str]]:
@@ -54,13 +57,19 @@ def test_every_shared_recipe_is_a_combination_that_can_launch(name: str) -> None
     assert recipe is not None
     assert not problems
     if recipe.choices.get("peft", "none") != "none":  # the table trains whole models
-        assert load([f"recipe={name}"], LAPTOP, {}, to_run=False).run.peft.kind == recipe.choices["peft"]
+        assert (
+            load([f"recipe={name}"], LAPTOP, {}, to_run=False).run.peft.kind
+            == recipe.choices["peft"]
+        )
         return
     nodes = recipe.values.get("cluster", {}).get("nodes")
     if nodes is not None:  # the table takes clusters as they are named
         assert load([f"recipe={name}"], LAPTOP, {}, to_run=False).run.cluster.nodes == nodes
         return
-    axes = {axis: [recipe.choices.get(axis, "llama_tiny" if axis == "model" else "fp32")] for axis in AXES}
+    axes = {
+        axis: [recipe.choices.get(axis, "llama_tiny" if axis == "model" else "fp32")]
+        for axis in AXES
+    }
     axes["parallel"] = [name]
     (report,) = sample(**axes).values()
     assert report == (True, "")
@@ -75,14 +84,18 @@ def test_the_axes_are_what_ships() -> None:
         recipe, _ = read_recipe(name)
         assert recipe is not None
         assert recipe.choices["parallel"] in axes["parallel"]
-        assert compose([f"recipe={name}"]).run.parallel == section("parallel", recipe.choices["parallel"])
+        assert compose([f"recipe={name}"]).run.parallel == section(
+            "parallel", recipe.choices["parallel"]
+        )
 
 
 def test_a_verdict_is_the_one_of_all_rules_together() -> None:
     axes = shipped()
-    base, random = compose(["data=mock"]).run, Random(7)
+    base = compose(["data=mock"]).run
+    random = Random(7)
     wanted = {axis: random.sample(axes[axis], 4) for axis in AXES}
-    wanted["model"][:2], wanted["parallel"][:2] = ["llama3_8b", "llama_tiny"], ["dp", "single"]
+    wanted["model"][:2] = ["llama3_8b", "llama_tiny"]
+    wanted["parallel"][:2] = ["dp", "single"]
     good = 0
     for v in validated(wanted, base, LAPTOP):
         chosen = {axis: part_of(axis, getattr(v, axis)) for axis in AXES}
@@ -97,14 +110,18 @@ def test_a_verdict_is_the_one_of_all_rules_together() -> None:
 
 
 @pytest.mark.full
-def test_the_whole_table_takes_little_and_explains_every_reason(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_whole_table_takes_little_and_explains_every_reason(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     start = time.process_time()
     assert main(["check", "--all", "--json"]) == 0
     seconds = time.process_time() - start
     rows = json.loads(capsys.readouterr().out)
     assert seconds / len(rows) < 200e-6
     axes = shipped()
-    assert len(rows) == len(axes["model"]) * len(axes["parallel"]) * len(axes["precision"]) * len(axes["cluster"])
+    assert len(rows) == len(axes["model"]) * len(axes["parallel"]) * len(axes["precision"]) * len(
+        axes["cluster"]
+    )
     assert all(row["ok"] or (row["code"] and row["rule"]) for row in rows)
     assert {row["model"] for row in rows if row["ok"]} >= set(axes["model"]) - _huge()
 
@@ -113,11 +130,23 @@ def _huge() -> set[str]:
     """Models whose state alone is larger than the largest cluster that ships."""
     from mtrain.plan.count import parameters
 
-    return {m for m in choices_of_group("model") if parameters(compose([f"model={m}"]).run.model) > 150e9}
+    return {
+        m
+        for m in choices_of_group("model")
+        if parameters(compose([f"model={m}"]).run.model) > 150e9
+    }
 
 
-def test_choices_narrow_the_table_and_overrides_hold_for_all(capsys: pytest.CaptureFixture[str]) -> None:
-    words = ["model=llama_tiny,llama3_8b", "parallel=tp2", "cluster=h100x8", "precision=bf16", "model.num_layers=3"]
+def test_choices_narrow_the_table_and_overrides_hold_for_all(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    words = [
+        "model=llama_tiny,llama3_8b",
+        "parallel=tp2",
+        "cluster=h100x8",
+        "precision=bf16",
+        "model.num_layers=3",
+    ]
     assert main(["check", "--all", *words]) == 0
     table = capsys.readouterr().out
     assert "2 of 2 combinations" in table
@@ -128,7 +157,9 @@ def test_choices_narrow_the_table_and_overrides_hold_for_all(capsys: pytest.Capt
     assert "such as llama_tiny tp3" in table
 
 
-@pytest.mark.parametrize("words", [["model=nope"], ["parallel=tp0"], ["recipe=llama/tiny_cpu"], ["optim.lr=fast"]])
+@pytest.mark.parametrize(
+    "words", [["model=nope"], ["parallel=tp0"], ["recipe=llama/tiny_cpu"], ["optim.lr=fast"]]
+)
 def test_what_cannot_be_composed_is_refused_before_the_table(
     words: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:

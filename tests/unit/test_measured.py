@@ -1,4 +1,6 @@
-"""All ranks take the variants of kernels that rank 0's file names, and a damaged file stops nobody."""
+"""All ranks take the variants of kernels that rank 0's file names, and a damaged file
+stops nobody.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,8 @@ class World:
     torch_device = "a GPU"
 
     def __init__(self, rank: int, said: str = "") -> None:
-        self.is_rank0, self.said = rank == 0, said
+        self.is_rank0 = rank == 0
+        self.said = said
 
     def tell(self, text: str) -> str:
         self.said = text if self.is_rank0 else self.said

@@ -1,4 +1,6 @@
-"""Arguments that a checkpoint of Megatron-LM keeps, beside the model that its weights are read as."""
+"""Arguments that a checkpoint of Megatron-LM keeps, beside the model that its weights
+are read as.
+"""
 
 from __future__ import annotations
 
@@ -28,10 +30,15 @@ def of_model(name: str, *words: str) -> RunConfig:
 
 
 def apart(run: RunConfig, **changed: Any) -> dict[str, Any]:
-    """What arguments of an export that were changed differ in: the value that they say, by our key."""
+    """What arguments of an export that were changed differ in: the value that they say,
+    by our key.
+    """
     from mtrain.convert.megatron_compared import differing
 
-    return {one.key or one.name: one.becomes for one in differing(megatron_args.arguments_of(run) | changed, run)}
+    return {
+        one.key or one.name: one.becomes
+        for one in differing(megatron_args.arguments_of(run) | changed, run)
+    }
 
 
 def is_megatron(name: str) -> bool:
@@ -40,7 +47,15 @@ def is_megatron(name: str) -> bool:
     return family_of(model).megatron_names and model.dsa is None and model.linear_attention is None
 
 
-TINY = ("llama_tiny", "mixtral_tiny", "deepseek_tiny", "gpt_oss_tiny", "glm45_tiny", "gpt2", "gemma_tiny")
+TINY = (
+    "llama_tiny",
+    "mixtral_tiny",
+    "deepseek_tiny",
+    "gpt_oss_tiny",
+    "glm45_tiny",
+    "gpt2",
+    "gemma_tiny",
+)
 
 
 @pytest.mark.parametrize("name", some(choices_of_group("model"), TINY))
@@ -55,17 +70,37 @@ CHANGED: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
         {"use_rope_scaling": True, "rope_scaling_factor": 8.0},
         {"model.rope_scaling_factor": 8.0},
     ),
-    "activation": ("llama_tiny", {"swiglu": False, "quick_geglu": True}, {"model.activation": "quick_geglu"}),
-    "no gate": ("llama_tiny", {"swiglu": False, "squared_relu": True}, {"model.activation": "squared_relu"}),
+    "activation": (
+        "llama_tiny",
+        {"swiglu": False, "quick_geglu": True},
+        {"model.activation": "quick_geglu"},
+    ),
+    "no gate": (
+        "llama_tiny",
+        {"swiglu": False, "squared_relu": True},
+        {"model.activation": "squared_relu"},
+    ),
     "window": ("llama_tiny", {"window_size": [15, 0]}, {"model.window_size": 16}),
     "window as a pair": ("llama_tiny", {"window_size": (15, 0)}, {"model.window_size": 16}),
     "window to both sides": ("llama_tiny", {"window_size": [15, 15]}, {"model.window_size": 16}),
-    "window to both sides of other widths": ("llama_tiny", {"window_size": (15, 5)}, {"model.window_size": 16}),
-    "window without an end to the right": ("llama_tiny", {"window_size": (15, -1)}, {"model.window_size": 16}),
+    "window to both sides of other widths": (
+        "llama_tiny",
+        {"window_size": (15, 5)},
+        {"model.window_size": 16},
+    ),
+    "window without an end to the right": (
+        "llama_tiny",
+        {"window_size": (15, -1)},
+        {"model.window_size": 16},
+    ),
     "window of one token": ("llama_tiny", {"window_size": (0, 0)}, {"window_size": None}),
     "window of a word": ("llama_tiny", {"window_size": "wide"}, {"window_size": None}),
     "interleaved": ("llama_tiny", {"rotary_interleaved": True}, {"model.rotary_interleaved": True}),
-    "layernorm 1p": ("llama_tiny", {"apply_layernorm_1p": True}, {"model.layernorm_zero_centered_gamma": True}),
+    "layernorm 1p": (
+        "llama_tiny",
+        {"apply_layernorm_1p": True},
+        {"model.layernorm_zero_centered_gamma": True},
+    ),
     "epsilon": ("llama_tiny", {"norm_epsilon": 1e-3}, {"model.layernorm_epsilon": 1e-3}),
     "norms of queries": ("llama_tiny", {"qk_l2_norm": True}, {"model.qk_l2_norm": True}),
     "share": ("llama_tiny", {"rotary_percent": 0.5}, {"model.rotary_percent": 0.5}),
@@ -77,15 +112,27 @@ CHANGED: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     ),
     "layers without positions": ("llama_tiny", {"no_rope_freq": 4}, {"model.no_rope_freq": 4}),
     "softmax": ("llama_tiny", {"softmax_type": "off-by-one"}, {"model.softmax_type": "off-by-one"}),
-    "clamp": ("llama_tiny", {"activation_func_clamp_value": 7.0}, {"model.activation_func_clamp_value": 7.0}),
-    "heads": ("llama_tiny", {"num_attention_heads": 4, "kv_channels": 64}, {"model.num_attention_heads": 4}),
+    "clamp": (
+        "llama_tiny",
+        {"activation_func_clamp_value": 7.0},
+        {"model.activation_func_clamp_value": 7.0},
+    ),
+    "heads": (
+        "llama_tiny",
+        {"num_attention_heads": 4, "kv_channels": 64},
+        {"model.num_attention_heads": 4},
+    ),
     "top-k": ("mixtral_tiny", {"moe_router_topk": 1}, {"model.moe.router_topk": 1}),
     "scores": (
         "mixtral_tiny",
         {"moe_router_score_function": "sigmoid"},
         {"model.moe.router_score_function": "sigmoid"},
     ),
-    "softmax before": ("mixtral_tiny", {"moe_router_pre_softmax": True}, {"model.moe.router_pre_softmax": True}),
+    "softmax before": (
+        "mixtral_tiny",
+        {"moe_router_pre_softmax": True},
+        {"model.moe.router_pre_softmax": True},
+    ),
     "factor of scores": (
         "mixtral_tiny",
         {"moe_router_topk_scaling_factor": 2.5},
@@ -101,8 +148,16 @@ CHANGED: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
         {"moe_router_load_balancing_type": "sinkhorn"},
         {"model.moe.router_load_balancing_type": "sinkhorn"},
     ),
-    "dense layers": ("mixtral_tiny", {"moe_layer_freq": [0, 1, 1, 1]}, {"model.moe.first_dense_layers": 1}),
-    "capacity": ("mixtral_tiny", {"moe_expert_capacity_factor": 1.0}, {"model.moe.expert_capacity_factor": 1.0}),
+    "dense layers": (
+        "mixtral_tiny",
+        {"moe_layer_freq": [0, 1, 1, 1]},
+        {"model.moe.first_dense_layers": 1},
+    ),
+    "capacity": (
+        "mixtral_tiny",
+        {"moe_expert_capacity_factor": 1.0},
+        {"model.moe.expert_capacity_factor": 1.0},
+    ),
     "no experts": ("mixtral_tiny", {"num_experts": None}, {"model.moe.num_experts": None}),
     "groups": ("deepseek_tiny", {"moe_router_group_topk": 1}, {"model.moe.router_group_topk": 1}),
     "yarn": ("deepseek_tiny", {"rope_type": "yarn"}, {"model.mla.rope_type": "yarn"}),
@@ -132,8 +187,17 @@ def test_an_argument_that_changes_the_numbers_is_named_with_its_key(name: str) -
     "changed",
     [
         {"hidden_dropout": 0.3, "attention_dropout": 0.3, "init_method_std": 0.5},
-        {"micro_batch_size": 7, "lr": 0.1, "apply_query_key_layer_scaling": True, "fp32_residual_connection": True},
-        {"relative_attention_num_buckets": 32, "mamba_state_dim": 128, "hybrid_attention_ratio": 0.0},
+        {
+            "micro_batch_size": 7,
+            "lr": 0.1,
+            "apply_query_key_layer_scaling": True,
+            "fp32_residual_connection": True,
+        },
+        {
+            "relative_attention_num_buckets": 32,
+            "mamba_state_dim": 128,
+            "hybrid_attention_ratio": 0.0,
+        },
         {"rope_scaling_factor": 8.0, "use_rope_scaling": False},
         {"use_rotary_position_embeddings": True},
         {"window_size": (-1, -1)},
@@ -156,13 +220,19 @@ IN_YARN: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     ),
     "fast": ({"yarn_beta_fast": 16.0}, {"model.rope_scaling.beta_fast": 16.0}),
     "slow": ({"yarn_beta_slow": 2.0}, {"model.rope_scaling.beta_slow": 2.0}),
-    "rounding": ({"yarn_correction_range_round_to_int": True}, {"model.rope_scaling.truncate": True}),
+    "rounding": (
+        {"yarn_correction_range_round_to_int": True},
+        {"model.rope_scaling.truncate": True},
+    ),
     "weights": (
         {"yarn_mscale": 0.7, "yarn_mscale_all_dim": 1.0},
         {"model.rope_scaling.mscale": 0.7, "model.rope_scaling.mscale_all_dim": 1.0},
     ),
     "no number": ({"yarn_beta_fast": "fast"}, {"yarn_beta_fast": None}),
-    "the same": ({"yarn_rotary_scaling_factor": 8, "yarn_mscale": 1.0, "yarn_mscale_all_dim": 0.0}, {}),
+    "the same": (
+        {"yarn_rotary_scaling_factor": 8, "yarn_mscale": 1.0, "yarn_mscale_all_dim": 0.0},
+        {},
+    ),
     "base": ({"rotary_base": 10000}, {"model.rotary_base": 10000.0}),
 }
 
@@ -236,7 +306,9 @@ def test_what_megatron_lm_has_no_argument_for_is_said_to_be_so() -> None:
     from mtrain.convert.megatron_compared import differing
 
     theirs: dict[str, Any] = {f"an_argument_of_theirs_{i}": None for i in range(250)}
-    (one,) = differing(theirs | {"num_layers": 4}, of_model("llama_tiny", "model.final_logit_softcapping=30"))[-1:]
+    (one,) = differing(
+        theirs | {"num_layers": 4}, of_model("llama_tiny", "model.final_logit_softcapping=30")
+    )[-1:]
     problem = _apart(one, Path("common.pt"), "")
     assert problem.rule == "common.pt was written by Megatron-LM, which has no argument for it"
     assert problem.fix == "model.final_logit_softcapping=null"
@@ -272,17 +344,26 @@ def test_sinkhorn_of_a_model_is_reported_where_others_balance_otherwise() -> Non
         ("128", None, "takes tokens"),
     ],
 )
-def test_a_window_is_what_causal_attention_sees_of_it(word: str, width: int | None, refused: str) -> None:
+def test_a_window_is_what_causal_attention_sees_of_it(
+    word: str, width: int | None, refused: str
+) -> None:
     a, said, _ = read_flags(["--window-size", word], None)
     assert said["model.window_size"] == width
-    assert [one.text.startswith(refused) for one in a.unplaced.values()] == ([True] if refused else [])
+    assert [one.text.startswith(refused) for one in a.unplaced.values()] == (
+        [True] if refused else []
+    )
 
 
 def test_every_flag_of_a_model_is_among_the_arguments_of_an_export() -> None:
     from mtrain.convert.megatron_compared import argument_of
 
     kept = megatron_args.arguments_of(of_model("llama_tiny"))
-    for flag in ("--rotary-interleaved", "--window-size", "--apply-layernorm-1p", "--moe-router-num-groups"):
+    for flag in (
+        "--rotary-interleaved",
+        "--window-size",
+        "--apply-layernorm-1p",
+        "--moe-router-num-groups",
+    ):
         assert argument_of(flag) in kept
         assert flag not in OTHERS
 

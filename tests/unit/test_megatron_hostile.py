@@ -1,4 +1,6 @@
-"""Checkpoints of megatron-core that somebody else made: an error in one line, and nothing else happens."""
+"""Checkpoints of megatron-core that somebody else made: an error in one line, and nothing else
+happens.
+"""
 
 from __future__ import annotations
 
@@ -67,13 +69,17 @@ def test_a_checkpoint_without_a_fault_is_read(good: Path) -> None:
     for path in (good, good.parent):
         reader = TorchDistReader(open_weights(path))
         assert torch.equal(as_tensor(reader.tensor(hostile.NAME), "F32"), torch.arange(8.0))
-        assert torch.equal(as_tensor(reader.tensor(hostile.OTHER), "BF16"), torch.ones(4, 8, dtype=torch.bfloat16))
+        assert torch.equal(
+            as_tensor(reader.tensor(hostile.OTHER), "BF16"), torch.ones(4, 8, dtype=torch.bfloat16)
+        )
         assert reader.names == {hostile.NAME, hostile.OTHER}
 
 
 @pytest.mark.usefixtures("measured")
 @pytest.mark.parametrize("name", hostile.pickles(NOWHERE))
-def test_a_pickle_is_refused_and_runs_nothing(name: str, copy: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_pickle_is_refused_and_runs_nothing(
+    name: str, copy: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     canary = copy.parent.parent / "ran"
     (copy / ".metadata").write_bytes(hostile.pickles(canary)[name])
     said = refused(copy, capsys)
@@ -85,21 +91,27 @@ def test_a_pickle_is_refused_and_runs_nothing(name: str, copy: Path, capsys: pyt
 
 @pytest.mark.usefixtures("measured")
 @pytest.mark.parametrize("name", hostile.METADATA)
-def test_metadata_that_lies_is_refused(name: str, copy: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_metadata_that_lies_is_refused(
+    name: str, copy: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     hostile.change_metadata(copy, hostile.METADATA[name])
     assert str(copy) in refused(copy, capsys)
 
 
 @pytest.mark.usefixtures("measured")
 @pytest.mark.parametrize("name", hostile.FOLDERS)
-def test_a_folder_that_leads_elsewhere_is_refused(name: str, copy: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_folder_that_leads_elsewhere_is_refused(
+    name: str, copy: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     hostile.FOLDERS[name](copy)
     assert str(copy.parent) in refused(copy.parent, capsys)
 
 
 @pytest.mark.usefixtures("measured")
 @pytest.mark.parametrize("name", hostile.items(NOWHERE))
-def test_bytes_that_are_no_tensor_are_refused(name: str, copy: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_bytes_that_are_no_tensor_are_refused(
+    name: str, copy: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     from mtrain.convert.megatron import open_weights
     from mtrain.convert.torch_dist_read import TorchDistReader
     from mtrain.errors import CorruptData
@@ -120,7 +132,8 @@ def test_a_directory_of_gigabytes_is_not_read(copy: Path) -> None:
     from mtrain.convert.torch_dist_read import TorchDistReader
     from mtrain.errors import CorruptData
 
-    size, end = 1 << 30, hostile.item(hostile.tensor_pickle())[-22:]
+    size = 1 << 30
+    end = hostile.item(hostile.tensor_pickle())[-22:]
     end = end[:12] + struct.pack("<II", size - 22, 0) + end[20:]
     hostile.put_item(copy, end)
     with (copy / "__1_0.distcp").open("rb+") as file:
@@ -132,7 +145,9 @@ def test_a_directory_of_gigabytes_is_not_read(copy: Path) -> None:
         TorchDistReader(open_weights(copy)).tensor(hostile.OTHER)
 
 
-def test_an_import_of_a_hostile_checkpoint_writes_nothing(copy: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_import_of_a_hostile_checkpoint_writes_nothing(
+    copy: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     canary = copy.parent.parent / "ran"
     (copy / ".metadata").write_bytes(hostile.calls("os", "system", hostile.text(f"touch {canary}")))
     out = copy.parent.parent / "run"
@@ -141,8 +156,12 @@ def test_an_import_of_a_hostile_checkpoint_writes_nothing(copy: Path, capsys: py
     assert sorted(p.name for p in copy.parent.parent.iterdir()) == [copy.parent.name]
 
 
-@pytest.mark.parametrize("name", ["calls os.system", "code as a state", "a text of exabytes", "nothing"])
-def test_arguments_beside_the_weights_run_nothing_and_are_only_a_hint(name: str, good: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "name", ["calls os.system", "code as a state", "a text of exabytes", "nothing"]
+)
+def test_arguments_beside_the_weights_run_nothing_and_are_only_a_hint(
+    name: str, good: Path, tmp_path: Path
+) -> None:
     import zipfile
 
     from mtrain.convert.megatron_args import read_arguments

@@ -17,7 +17,10 @@ ONE = {
     "decoder.layers.mlp.linear_fc2.weight": ((3,), "decoder.layers.3.mlp.linear_fc2.weight"),
     "decoder.layers.3.mlp.linear_fc2.weight": ((), "decoder.layers.3.mlp.linear_fc2.weight"),
     "model.decoder.layers.3.mlp.linear_fc2.weight": ((), "decoder.layers.3.mlp.linear_fc2.weight"),
-    "model.module.decoder.layers.3.mlp.linear_fc2.weight": ((), "decoder.layers.3.mlp.linear_fc2.weight"),
+    "model.module.decoder.layers.3.mlp.linear_fc2.weight": (
+        (),
+        "decoder.layers.3.mlp.linear_fc2.weight",
+    ),
     "decoder.layers.mlp.experts.experts.linear_fc1.weight": (
         (3, 5),
         "decoder.layers.3.mlp.experts.experts.5.linear_fc1.weight",
@@ -38,8 +41,14 @@ ONE = {
         (),
         "decoder.layers.3.mlp.experts.experts.5.linear_fc1.weight_v",
     ),
-    "decoder.layers.self_attention.linear_qkv.layer_norm_weight": ((0,), "decoder.layers.0.input_layernorm.weight"),
-    "decoder.layers.0.mlp.linear_fc1.layer_norm_bias": ((), "decoder.layers.0.pre_mlp_layernorm.bias"),
+    "decoder.layers.self_attention.linear_qkv.layer_norm_weight": (
+        (0,),
+        "decoder.layers.0.input_layernorm.weight",
+    ),
+    "decoder.layers.0.mlp.linear_fc1.layer_norm_bias": (
+        (),
+        "decoder.layers.0.pre_mlp_layernorm.bias",
+    ),
     "decoder.layers.0.self_attention.linear_q_up_proj.layer_norm_weight": (
         (),
         "decoder.layers.0.self_attention.q_layernorm.weight",
@@ -65,7 +74,10 @@ def test_a_weight_has_one_name(name: str) -> None:
     [
         "optimizer.state.exp_avg.decoder.layers.mlp.linear_fc1.weight",
         "chained_0.optimizer.state.fp32_param.output_layer.weight",
-        "optimizer.distributed.dp_group_idx_0.gbuf_idx_0.dtype_(torch.bfloat16, torch.float32).bucket_idx_0.param",
+        (
+            "optimizer.distributed.dp_group_idx_0.gbuf_idx_0.dtype_(torch.bfloat16,"
+            " torch.float32).bucket_idx_0.param"
+        ),
         "decoder.layers.self_attention.linear_qkv._extra_state",
         "model.decoder.final_layernorm._extra_state",
         "rng_state",
@@ -79,9 +91,15 @@ def test_what_is_beside_weights_is_none(name: str) -> None:
 BY_TE_AND_OWN = {
     ("llama_tiny", "0.input_layernorm"): ("self_attention.linear_qkv.layer_norm_weight",),
     ("llama_tiny", "0.pre_mlp_layernorm"): ("mlp.linear_fc1.layer_norm_weight",),
-    ("mixtral_tiny", "0.pre_mlp_layernorm"): ("pre_mlp_layernorm.weight", "mlp.linear_fc1.layer_norm_weight"),
+    ("mixtral_tiny", "0.pre_mlp_layernorm"): (
+        "pre_mlp_layernorm.weight",
+        "mlp.linear_fc1.layer_norm_weight",
+    ),
     ("deepseek_tiny", "0.input_layernorm"): ("input_layernorm.weight",),
-    ("deepseek_tiny", "0.pre_mlp_layernorm"): ("mlp.linear_fc1.layer_norm_weight", "pre_mlp_layernorm.weight"),
+    ("deepseek_tiny", "0.pre_mlp_layernorm"): (
+        "mlp.linear_fc1.layer_norm_weight",
+        "pre_mlp_layernorm.weight",
+    ),
     ("deepseek_tiny", "1.pre_mlp_layernorm"): ("pre_mlp_layernorm.weight",),
     ("deepseek_tiny", "1.self_attention.q_layernorm"): (
         "self_attention.linear_q_up_proj.layer_norm_weight",
@@ -107,16 +125,25 @@ def test_numbers_are_taken_out_and_put_back() -> None:
     apart, numbers = torch_dist.gathered(name, layers=False)
     assert (apart, numbers) == ("decoder.layers.3.mlp.experts.experts.linear_fc1.weight", (5,))
     assert torch_dist.one_name(apart, numbers) == name
-    assert torch_dist.gathered("mtp.layers.0.enorm.weight", layers=True) == ("mtp.layers.0.enorm.weight", ())
+    assert torch_dist.gathered("mtp.layers.0.enorm.weight", layers=True) == (
+        "mtp.layers.0.enorm.weight",
+        (),
+    )
 
 
 @pytest.mark.parametrize("family", ["bert", "t5", "llava"])
-def test_weights_of_other_families_are_neither_read_nor_written_so(family: str, tmp_path: Path) -> None:
+def test_weights_of_other_families_are_neither_read_nor_written_so(
+    family: str, tmp_path: Path
+) -> None:
     words = [f"model={family}_tiny", "data=mock"]
     (tmp_path / "run").mkdir()
     (tmp_path / "run/manifest.json").touch()
     (tmp_path / "run/run.yaml").write_text(run_yaml(load(words).run))
-    with pytest.raises(ConfigError, match=f"Megatron-LM has no model with the weights of the family {family}"):
+    with pytest.raises(
+        ConfigError, match=f"Megatron-LM has no model with the weights of the family {family}"
+    ):
         import_megatron([str(tmp_path), str(tmp_path / "new"), *words])
-    with pytest.raises(ConfigError, match=f"Megatron-LM has no model with the weights of the family {family}"):
+    with pytest.raises(
+        ConfigError, match=f"Megatron-LM has no model with the weights of the family {family}"
+    ):
         export_megatron([str(tmp_path / "run"), str(tmp_path / "new")])

@@ -1,4 +1,6 @@
-"""Megatron-LM's own order: made once, read from its caches, validated; `tests/dist` compares with megatron-core."""
+"""Megatron-LM's own order: made once, read from its caches, validated; `tests/dist` compares with
+megatron-core.
+"""
 
 from __future__ import annotations
 
@@ -36,7 +38,13 @@ def corpus(prefix: Path, sequences: int, seed: int, longest: int = 40) -> str:
 
 def config(paths: list[str], **more: Any) -> DataConfig:
     one = {"path": paths[0]} if len(paths) == 1 and "blend" not in more else {"blend": paths}
-    words = {"kind": "indexed", "seq_length": SEQ, "order": "megatron", "split": [0.8, 0.15, 0.05], **one}
+    words = {
+        "kind": "indexed",
+        "seq_length": SEQ,
+        "order": "megatron",
+        "split": [0.8, 0.15, 0.05],
+        **one,
+    }
     return DataConfig.model_validate({**words, **more})
 
 
@@ -44,7 +52,9 @@ def _no_space(*args: int) -> None:
     raise OSError(errno.ENOSPC, "No space left on device")
 
 
-def test_orders_of_many_numbers_are_made_once_and_mapped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_orders_of_many_numbers_are_made_once_and_mapped(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(orders, "SMALL", 100)
     data = config([corpus(tmp_path / "a", 3000, 1)], cache_dir=str(tmp_path / "cache"))
     memory = config([data.path], cache_dir="/dev/null/nowhere")  # type: ignore[list-item]
@@ -68,7 +78,9 @@ def test_orders_of_many_numbers_are_made_once_and_mapped(tmp_path: Path, monkeyp
     with monkeypatch.context() as patch:
         patch.setattr(os, "posix_fallocate", _no_space)
         assert (train(full).batch(numbers) == first.batch(numbers)).all()
-    assert not list((tmp_path / "full").glob("*order-*[0-9a-f]")), "a disk that is full holds none of it"
+    assert not list((tmp_path / "full").glob("*order-*[0-9a-f]")), (
+        "a disk that is full holds none of it"
+    )
     for folder in folders:  # damaged ones are made again
         (folder / "sequences.npy").unlink()  # it is mapped: what is written over it would be seen
         (folder / "sequences.npy").write_bytes(b"no array")
@@ -77,7 +89,8 @@ def test_orders_of_many_numbers_are_made_once_and_mapped(tmp_path: Path, monkeyp
 
 @pytest.mark.parametrize("name", ["document_index", "sample_index", "shuffle_index"])
 def test_a_cache_that_does_not_fit_or_hides_a_pickle_is_refused(tmp_path: Path, name: str) -> None:
-    prefix, folder = corpus(tmp_path / "a", 300, 1), tmp_path / "cache"
+    prefix = corpus(tmp_path / "a", 300, 1)
+    folder = tmp_path / "cache"
     folder.mkdir()
     data = config([prefix], megatron_cache=str(folder))
     ours = open_splits(config([prefix]), VOCAB, 7, prepare(data), (), (100, 9, 3)).train
@@ -95,9 +108,15 @@ def test_a_cache_that_does_not_fit_or_hides_a_pickle_is_refused(tmp_path: Path, 
     (folder / "00-GPTDataset-train-description.txt").write_text(json.dumps(said))
     places = np.zeros((len(ours) + 1, 2), np.int32)
     for i in range(len(places)):
-        at = np.searchsorted(np.cumsum(lengths := ours.dataset.lengths[ours._sequences]), i * SEQ, side="right")
+        at = np.searchsorted(
+            np.cumsum(lengths := ours.dataset.lengths[ours._sequences]), i * SEQ, side="right"
+        )
         places[i] = at, i * SEQ - int(lengths[:at].sum())
-    good = {"document_index": ours._sequences, "sample_index": places, "shuffle_index": ours._shuffled}
+    good = {
+        "document_index": ours._sequences,
+        "sample_index": places,
+        "shuffle_index": ours._shuffled,
+    }
 
     def write(**other: np.ndarray) -> None:
         for key, array in {**good, **other}.items():
@@ -120,7 +139,10 @@ def test_a_cache_that_does_not_fit_or_hides_a_pickle_is_refused(tmp_path: Path, 
         with pytest.raises(CorruptData, match=r"00-GPTDataset-train"):
             train()
     path = folder / f"00-GPTDataset-train-{name}.npy"
-    header = b"\x93NUMPY\x01\x00\x76\x00{'descr': '<i4', 'fortran_order': False, 'shape': (99999999999999,), }"
+    header = (
+        b"\x93NUMPY\x01\x00\x76\x00{'descr': '<i4', 'fortran_order': False, 'shape':"
+        b" (99999999999999,), }"
+    )
     for content in (b"", b"\x80\x04N.", path.read_bytes()[:70], header.ljust(127) + b"\n"):
         path.write_bytes(content)
         with pytest.raises(CorruptData, match=r"00-GPTDataset-train"):
@@ -143,11 +165,14 @@ class Bomb:
 
 @given(st.lists(st.floats(1e-3, 1), min_size=1, max_size=5), st.integers(0, 16))
 @settings(max_examples=2, deadline=None)
-def test_pieces_that_are_computed_side_by_side_are_those_of_one_sequence(weights: list[float], block: int) -> None:
+def test_pieces_that_are_computed_side_by_side_are_those_of_one_sequence(
+    weights: list[float], block: int
+) -> None:
     shares = normalized(weights)
     one = Greedy(shares)
     part, index = one.places(np.arange(block * BLOCK, block * BLOCK + 5))
-    wanted, count = [], np.zeros(len(shares))
+    wanted = []
+    count = np.zeros(len(shares))
     for i in range(block * BLOCK + 5):
         d = int((shares * max(i, 1) - count).argmax())
         wanted.append((d, int(count[d])))

@@ -1,4 +1,6 @@
-"""Families of models: what ships, how a plug-in is found, and that building and planning ask for it."""
+"""Families of models: what ships, how a plug-in is found, and that building and planning ask for
+it.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +31,9 @@ toy = dataclasses.replace(
     builder=f"{__name__}:toy_chunk",
     parameters=lambda model: 7,
     flops_per_token=lambda model, seq_length, *, causal=True: 42.0,
-    shrink=lambda model, p, *, layers, seq_length: GPT.shrink(model, p, layers=layers + 1, seq_length=seq_length),
+    shrink=lambda model, p, *, layers, seq_length: GPT.shrink(
+        model, p, layers=layers + 1, seq_length=seq_length
+    ),
 )
 mixture = dataclasses.replace(GPT, name="toy", section="moe")
 no_family = object()
@@ -42,7 +46,8 @@ def toy_chunk(run: Any, config: Any, stage: int | None) -> tuple[str, int, int |
 
 def _plug_in(monkeypatch: pytest.MonkeyPatch, value: str) -> list[str]:
     """Installs a family; returns the groups whose entry points are looked for from then on."""
-    entry, looked = EntryPoint("toy", value, registry.GROUP), list[str]()
+    entry = EntryPoint("toy", value, registry.GROUP)
+    looked = list[str]()
 
     def entry_points(group: str) -> list[EntryPoint]:
         looked.append(group)
@@ -64,11 +69,19 @@ def test_gpt_ships_and_is_the_default() -> None:
 
 def test_an_unknown_family_is_told_with_every_other_problem_and_where_it_was_set() -> None:
     with pytest.raises(ConfigError) as raised:
-        load(["model.family=gptt", "trainer.global_batch_size=7", "trainer.micro_batch_size=2"], LAPTOP, {})
+        load(
+            ["model.family=gptt", "trainer.global_batch_size=7", "trainer.micro_batch_size=2"],
+            LAPTOP,
+            {},
+        )
     found = {problem.path: problem for problem in raised.value.problems}
     assert len(found) == 2
     problem = found["model.family"]
-    assert (problem.code, problem.source, problem.fix) == ("MT245", "command line", "model.family=gpt")
+    assert (problem.code, problem.source, problem.fix) == (
+        "MT245",
+        "command line",
+        "model.family=gpt",
+    )
 
 
 def test_planning_asks_the_family_of_a_plug_in(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -81,7 +94,9 @@ def test_planning_asks_the_family_of_a_plug_in(monkeypatch: pytest.MonkeyPatch) 
     assert shrink(run, steps=2).model.num_layers == layers + 1
 
 
-def test_a_plug_in_is_looked_for_once_and_not_in_every_step(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_plug_in_is_looked_for_once_and_not_in_every_step(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     looked = _plug_in(monkeypatch, f"{__name__}:toy")
     run = tiny_run(model={"family": "toy"})
     for _ in range(3):
@@ -121,5 +136,7 @@ def test_a_family_without_its_own_section_is_refused(monkeypatch: pytest.MonkeyP
 
 
 def test_finding_a_family_needs_no_torch_until_it_is_built() -> None:
-    code = "import sys, mtrain.models.registry, mtrain.plan.shrink; sys.exit('torch' in sys.modules)"
+    code = (
+        "import sys, mtrain.models.registry, mtrain.plan.shrink; sys.exit('torch' in sys.modules)"
+    )
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

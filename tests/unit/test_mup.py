@@ -1,4 +1,6 @@
-"""muP and repeated predictions as keys: what they are refused beside, and how other formats say them."""
+"""muP and repeated predictions as keys: what they are refused beside, and how other formats say
+them.
+"""
 
 from __future__ import annotations
 
@@ -33,12 +35,16 @@ WIDER = "model.mup.base_hidden_size=128"
     ],
 )
 def test_what_is_not_known_by_width_is_refused(words: str, code: str) -> None:
-    problems = [p for p in check(resolve(compose(words.split()).run, LAPTOP)) if p.severity == "error"]
+    problems = [
+        p for p in check(resolve(compose(words.split()).run, LAPTOP)) if p.severity == "error"
+    ]
     assert {p.code for p in problems} == ({code} if code else set())
     assert all(p.fix for p in problems)
 
 
-@pytest.mark.parametrize("words", [WIDER, "model.mtp_num_layers=2 model.mtp_use_repeated_layer=true"])
+@pytest.mark.parametrize(
+    "words", [WIDER, "model.mtp_num_layers=2 model.mtp_use_repeated_layer=true"]
+)
 def test_a_config_json_that_would_mean_another_model_is_not_written(words: str) -> None:
     model = resolve(compose(words.split()).run, LAPTOP).model
     with pytest.raises(ConfigError) as refused:
@@ -54,18 +60,24 @@ def test_a_config_json_that_would_mean_another_model_is_not_written(words: str) 
             "--use-mup --mup-base-hidden-size 36 --mup-embedding-mult 2.5",
             MupConfig(base_hidden_size=36, embedding_mult=2.5),
         ),
-        ("--use-mup --mup-output-mult 1.0 --mup-attn-scale-power 0.5", MupConfig(attn_scale_power=0.5)),
+        (
+            "--use-mup --mup-output-mult 1.0 --mup-attn-scale-power 0.5",
+            MupConfig(attn_scale_power=0.5),
+        ),
         ("--mup-base-hidden-size 36", None),
     ],
 )
 def test_flags_of_mup_are_read_and_written(flags: str, expected: MupConfig | None) -> None:
     def read(words: str) -> Any:
-        return import_texts([(f"torchrun --nproc-per-node 1 pretrain_gpt.py {words}\n", "run.sh")], "mup").run
+        return import_texts(
+            [(f"torchrun --nproc-per-node 1 pretrain_gpt.py {words}\n", "run.sh")], "mup"
+        ).run
 
     run = read(
-        "--num-layers 4 --hidden-size 72 --num-attention-heads 4 --seq-length 128 --micro-batch-size 1 --lr 1e-3 "
-        "--vocab-size 1023 --tokenizer-type NullTokenizer --mock-data --train-iters 10 --global-batch-size 8 "
-        f"--mtp-num-layers 2 --mtp-use-repeated-layer {flags}"
+        "--num-layers 4 --hidden-size 72 --num-attention-heads 4 --seq-length 128"
+        " --micro-batch-size 1 --lr 1e-3 --vocab-size 1023 --tokenizer-type NullTokenizer"
+        " --mock-data --train-iters 10 --global-batch-size 8 --mtp-num-layers 2"
+        f" --mtp-use-repeated-layer {flags}"
     )
     assert run.model.mup == expected
     assert run.model.mtp_use_repeated_layer

@@ -1,4 +1,6 @@
-"""What is offered for a wrong input: the value that was meant, which the key takes, and never something made up."""
+"""What is offered for a wrong input: the value that was meant, which the key takes, and never
+something made up.
+"""
 
 from __future__ import annotations
 
@@ -113,7 +115,9 @@ FILES = {
     "checkpoint: {resume: /}\n": "checkpoint.resume=null",
     "log: {runs_dir: /proc/runs}\n": "log.runs_dir=runs",
     "optim: zzz\n": "write the keys of optim, or delete the line",
-    "defaults: [override /model: llama_tiny]\nmodel: {hidden_size: 1e300}\n": "model.hidden_size=256",
+    "defaults: [override /model: llama_tiny]\nmodel: {hidden_size: 1e300}\n": (
+        "model.hidden_size=256"
+    ),
     "model: {hidden_size: 1e300}\n": "model=llama_tiny",
     'parallel: {sequence_parallel: "True"}\n': "parallel.sequence_parallel=true",
     "trainer: {train_iters: 10k}\n": "trainer.train_iters=10000",
@@ -151,12 +155,17 @@ def validated(*argv: str) -> list[Problem]:
 
 
 def is_setting(fix: str) -> bool:
-    return all("=" in word and " " not in word.partition("=")[0] for word in shlex.split(fix.replace("`", "")))
+    return all(
+        "=" in word and " " not in word.partition("=")[0]
+        for word in shlex.split(fix.replace("`", ""))
+    )
 
 
 @pytest.mark.sampled
 @pytest.mark.parametrize(("argument", "fix"), COMMANDS.items())
-def test_what_is_offered_for_an_argument_is_what_was_meant_and_passes(argument: str, fix: str) -> None:
+def test_what_is_offered_for_an_argument_is_what_was_meant_and_passes(
+    argument: str, fix: str
+) -> None:
     (problem,) = validated(argument)
     assert problem.fix == fix
     for one in fix.split(" or ") if is_setting(fix.split(" or ")[0]) else ():
@@ -164,7 +173,9 @@ def test_what_is_offered_for_an_argument_is_what_was_meant_and_passes(argument: 
 
 
 @pytest.mark.parametrize(("text", "fix"), FILES.items())
-def test_what_is_offered_for_a_file_is_what_was_meant_and_passes(tmp_path: Path, text: str, fix: str) -> None:
+def test_what_is_offered_for_a_file_is_what_was_meant_and_passes(
+    tmp_path: Path, text: str, fix: str
+) -> None:
     (tmp_path / "r.yaml").write_text(text)
     problems = validated("recipe=r.yaml")
     assert problems[0].fix == fix
@@ -174,7 +185,8 @@ def test_what_is_offered_for_a_file_is_what_was_meant_and_passes(tmp_path: Path,
         first = (problems[0].code, problems[0].path)
         assert first not in [(p.code, p.path) for p in after if p.code != "MT012"]
     elif fix.startswith("write `"):
-        group, keys = text.partition(":")[0], re.findall("`([a-z_]+: [^`]+)`", fix)
+        group = text.partition(":")[0]
+        keys = re.findall("`([a-z_]+: [^`]+)`", fix)
         (tmp_path / "r.yaml").write_text(f"{group}: {{{', '.join(keys)}}}\n")
         assert validated("recipe=r.yaml") == []
 
@@ -207,9 +219,10 @@ def test_a_misspelt_verb_flag_or_word_is_named_as_it_was_meant(
 
 
 THEIRS = re.compile(
-    "mismatched|extraneous|token recognition|no viable|Could not|did not find|found (char|unknown|unexp)|"
-    "Input should|should (be|have)|pydantic|omegaconf|hydra|yaml\\.|LexerNoViable|mapping values|"
-    "not allowed in this|Extra inputs",
+    "mismatched|extraneous|token recognition|no viable|Could not|did not find|found"
+    " (char|unknown|unexp)|Input should|should"
+    " (be|have)|pydantic|omegaconf|hydra|yaml\\.|LexerNoViable|mapping values|not allowed in"
+    " this|Extra inputs",
     re.IGNORECASE,
 )
 WORDS = "(( )) [1 {a {a:1 a] 'x \"x ${ ${} $x a(b) range( x=y a,b) ! ^ ` \\ # a;b &"
@@ -217,7 +230,17 @@ TORN = [f"optim.lr={text}" for text in WORDS.split()]
 BROKEN = [
     *("a: [1", "a: &\n", "a: 'x", 'a: "\\q"', "\ta: 1", "a: @x", "a\nb: 1", "a: b: c", "{a: 1}}"),
     *("%YAML 3.0\n---\na: 1", "? ? a: 1", "a: >x"),
-    *("%FOO\na: 1", "a: |x\n b", "- a\nb: 1", "a: !<x y", "a: &x &y 1", "a: *", "a: ]", '"a" "b": 1', "a: \x01"),
+    *(
+        "%FOO\na: 1",
+        "a: |x\n b",
+        "- a\nb: 1",
+        "a: !<x y",
+        "a: &x &y 1",
+        "a: *",
+        "a: ]",
+        '"a" "b": 1',
+        "a: \x01",
+    ),
 ]
 
 

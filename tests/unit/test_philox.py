@@ -1,4 +1,6 @@
-"""Random numbers by element index: known answers, the same bits on any device, and a normal distribution."""
+"""Random numbers by element index: known answers, the same bits on any device, and a normal
+distribution.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,9 @@ ELSEWHERE: Any = SimpleNamespace(type="another device")
 def elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
     """A device that is not the host computes on the host."""
     real = Stream._elsewhere
-    monkeypatch.setattr(Stream, "_elsewhere", lambda self, starts, count, _: real(self, starts, count, CPU))
+    monkeypatch.setattr(
+        Stream, "_elsewhere", lambda self, starts, count, _: real(self, starts, count, CPU)
+    )
 
 
 def test_words_are_those_of_the_authors() -> None:
@@ -31,10 +35,13 @@ def test_words_are_those_of_the_authors() -> None:
 
 
 @pytest.mark.parametrize(
-    ("rows", "width", "span"), [((0, 3), 1000, (0, 1000)), ((5, 70), 96, (24, 48)), ((2, 40), 37, (5, 30))]
+    ("rows", "width", "span"),
+    [((0, 3), 1000, (0, 1000)), ((5, 70), 96, (24, 48)), ((2, 40), 37, (5, 30))],
 )
 @pytest.mark.usefixtures("elsewhere")
-def test_a_device_draws_the_bits_of_the_host(rows: tuple[int, int], width: int, span: tuple[int, int]) -> None:
+def test_a_device_draws_the_bits_of_the_host(
+    rows: tuple[int, int], width: int, span: tuple[int, int]
+) -> None:
     stream = Stream.of("weight")
     host, device = (stream.rows(*rows, width, span, where) for where in (None, ELSEWHERE))
     assert torch.equal(host, device)

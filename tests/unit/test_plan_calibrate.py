@@ -1,4 +1,6 @@
-"""Rates that are fitted on measured steps: known ones are found again, and bad files are refused in a line."""
+"""Rates that are fitted on measured steps: known ones are found again, and bad files are refused in
+a line.
+"""
 
 from __future__ import annotations
 
@@ -34,11 +36,36 @@ KNOWN = ClusterConfig(
 )
 ON = ["model=llama_tiny", "cluster=cpu", "data=mock"]
 SHAPES = [
-    ["parallel=tp2", "data.seq_length=256", "trainer.micro_batch_size=2", "trainer.global_batch_size=4"],
-    ["parallel=tp2", "data.seq_length=16", "trainer.micro_batch_size=1", "trainer.global_batch_size=4"],
-    ["parallel=tp2", "data.seq_length=1024", "trainer.micro_batch_size=1", "trainer.global_batch_size=2"],
-    ["parallel=pp2", "data.seq_length=256", "trainer.micro_batch_size=1", "trainer.global_batch_size=4"],
-    ["parallel=dp2", "data.seq_length=64", "trainer.micro_batch_size=1", "trainer.global_batch_size=4"],
+    [
+        "parallel=tp2",
+        "data.seq_length=256",
+        "trainer.micro_batch_size=2",
+        "trainer.global_batch_size=4",
+    ],
+    [
+        "parallel=tp2",
+        "data.seq_length=16",
+        "trainer.micro_batch_size=1",
+        "trainer.global_batch_size=4",
+    ],
+    [
+        "parallel=tp2",
+        "data.seq_length=1024",
+        "trainer.micro_batch_size=1",
+        "trainer.global_batch_size=2",
+    ],
+    [
+        "parallel=pp2",
+        "data.seq_length=256",
+        "trainer.micro_batch_size=1",
+        "trainer.global_batch_size=4",
+    ],
+    [
+        "parallel=dp2",
+        "data.seq_length=64",
+        "trainer.micro_batch_size=1",
+        "trainer.global_batch_size=4",
+    ],
 ]
 
 
@@ -53,7 +80,9 @@ def of_known(run: RunConfig) -> dict[str, float]:
 
 def rows(tmp_path: Path, shapes: list[list[str]] = SHAPES) -> Path:
     path = tmp_path / "rows.json"
-    path.write_text(json.dumps([{"overrides": [*ON, *words], **of_known(run_of(words))} for words in shapes]))
+    path.write_text(
+        json.dumps([{"overrides": [*ON, *words], **of_known(run_of(words))} for words in shapes])
+    )
     return path
 
 
@@ -67,9 +96,16 @@ def test_known_rates_are_found_again() -> None:
     assert max(map(abs, found.errors)) < 0.01
 
 
-def test_a_calibrated_cluster_gives_a_cpu_a_time(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_calibrated_cluster_gives_a_cpu_a_time(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     out = tmp_path / "box.yaml"
-    words = ["data.seq_length=128", "parallel=tp2", "model.num_layers=6", "trainer.global_batch_size=4"]
+    words = [
+        "data.seq_length=128",
+        "parallel=tp2",
+        "model.num_layers=6",
+        "trainer.global_batch_size=4",
+    ]
     assert main(["plan", *ON, *words]) == 0
     assert "not known without" in capsys.readouterr().out
     assert main(["plan", "--calibrate", str(rows(tmp_path)), f"out={out.with_suffix('')}"]) == 0
@@ -89,13 +125,18 @@ def test_a_run_folder_is_read_without_its_first_steps(tmp_path: Path) -> None:
         folder.mkdir()
         (folder / "run.yaml").write_text(run_yaml(run))
         slow = {"step_s": 50.0, "optimizer_s": 9.0}
-        lines = [{"step": n, **values} for n, values in enumerate([slow] * FIRST_STEPS + [of_known(run)] * 3, 1)]
+        lines = [
+            {"step": n, **values}
+            for n, values in enumerate([slow] * FIRST_STEPS + [of_known(run)] * 3, 1)
+        ]
         text = "".join(json.dumps(line) + "\n" for line in lines)
         (folder / "metrics.jsonl").write_text(text + '{"step": 7, "step_')  # a kill cut it off
         folders.append(str(folder))
     assert main(["plan", "--calibrate", *folders, f"out={tmp_path / 'a.yaml'}"]) == 0
     assert main(["plan", "--calibrate", str(rows(tmp_path)), f"out={tmp_path / 'b.yaml'}"]) == 0
-    assert (tmp_path / "a.yaml").read_text() == (tmp_path / "b.yaml").read_text().replace("name: b", "name: a")
+    assert (tmp_path / "a.yaml").read_text() == (tmp_path / "b.yaml").read_text().replace(
+        "name: b", "name: a"
+    )
 
 
 def test_steps_of_a_batch_that_grows_are_left_out(tmp_path: Path) -> None:
@@ -117,7 +158,11 @@ def test_nothing_is_written_over(tmp_path: Path, capsys: pytest.CaptureFixture[s
 
 
 ROW = {"overrides": [*ON, "parallel=tp2"], "step_s": 1.0}
-KERNELS = {"dtype": "bfloat16", "ceilings": {"gemm_flop_per_s": 6.6e14, "copy_bytes_per_s": 2.6e12}, "rows": []}
+KERNELS = {
+    "dtype": "bfloat16",
+    "ceilings": {"gemm_flop_per_s": 6.6e14, "copy_bytes_per_s": 2.6e12},
+    "rows": [],
+}
 BAD = {
     "no JSON": ("{", "is no JSON"),
     "no list": ('{"step_s": 1}', "no list"),
@@ -132,8 +177,14 @@ BAD = {
         json.dumps([ROW | {"overrides": [*ON[::2], "cluster=h100", "cluster.memory_gbps=null"]}]),
         "without cluster.memory_gbps",
     ),
-    "kernels without numbers": ('{"dtype": "float32", "ceilings": {}}', "gemm_flop_per_s have to be a number"),
-    "kernels of no format": ('{"dtype": ["float32"], "ceilings": {}}', "kernels need dtype, one of bfloat16"),
+    "kernels without numbers": (
+        '{"dtype": "float32", "ceilings": {}}',
+        "gemm_flop_per_s have to be a number",
+    ),
+    "kernels of no format": (
+        '{"dtype": ["float32"], "ceilings": {}}',
+        "kernels need dtype, one of bfloat16",
+    ),
     "ceilings that are none": ('{"dtype": "float32", "ceilings": 3}', "a mapping of rates"),
     "ceilings of infinity": (
         json.dumps(KERNELS | {"ceilings": {"gemm_flop_per_s": float("inf")}}),
@@ -143,9 +194,12 @@ BAD = {
 
 
 @pytest.mark.parametrize("name", BAD)
-def test_a_bad_file_is_one_clear_line(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_bad_file_is_one_clear_line(
+    name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     text, says = BAD[name]
-    path, out = tmp_path / "rows.json", tmp_path / "out.yaml"
+    path = tmp_path / "rows.json"
+    out = tmp_path / "out.yaml"
     path.write_text(text)
     assert main(["plan", "--calibrate", str(path), f"out={out}"]) == 2
     said = capsys.readouterr().err
@@ -161,23 +215,36 @@ def test_a_file_that_is_none_is_said(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     assert main(["plan", "--calibrate", word, f"out={tmp_path / 'a.yaml'}"]) == 2
-    assert main(["plan", "--calibrate", str(rows(tmp_path, SHAPES[:1])), f"out={word}"]) == 2 * (word[0] != "~")
+    assert main(["plan", "--calibrate", str(rows(tmp_path, SHAPES[:1])), f"out={word}"]) == 2 * (
+        word[0] != "~"
+    )
     assert "unexpected" not in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("words", [["out=a.yaml"], ["rows.json"], ["rows.json", "out="], ["none.json", "out=a.yaml"]])
-def test_what_is_missing_is_said(words: list[str], capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    assert main(["plan", "--calibrate", *(w.replace("a.yaml", str(tmp_path / "a.yaml")) for w in words)]) == 2
+@pytest.mark.parametrize(
+    "words", [["out=a.yaml"], ["rows.json"], ["rows.json", "out="], ["none.json", "out=a.yaml"]]
+)
+def test_what_is_missing_is_said(
+    words: list[str], capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    assert (
+        main(
+            ["plan", "--calibrate", *(w.replace("a.yaml", str(tmp_path / "a.yaml")) for w in words)]
+        )
+        == 2
+    )
     assert "error[MT0" in capsys.readouterr().err
 
 
 def test_kernels_say_what_a_gpu_reaches(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    path, out = tmp_path / "bench.json", tmp_path / "box.yaml"
+    path = tmp_path / "bench.json"
+    out = tmp_path / "box.yaml"
     path.write_text(json.dumps(KERNELS))
     assert main(["plan", "--calibrate", str(path), "cluster=h100", f"out={out}", "--json"]) == 0
     reached = json.loads(capsys.readouterr().out)["cluster"]["reached"]
     assert reached["memory"] == pytest.approx(2.6e12 / 3.35e12, rel=1e-3)
-    assert 6.6e14 / 989e12 < reached["products"] < 1.1 * 6.6e14 / 989e12  # tiles and depth lose the rest
+    # tiles and depth lose the rest
+    assert 6.6e14 / 989e12 < reached["products"] < 1.1 * 6.6e14 / 989e12
     words = ["model=llama3_8b", "data=mock", "parallel=dp8", "--json"]
     seconds = []
     for cluster in (f"cluster={out}", "cluster=h100"):
@@ -186,19 +253,31 @@ def test_kernels_say_what_a_gpu_reaches(tmp_path: Path, capsys: pytest.CaptureFi
     assert seconds[0] / seconds[1] == pytest.approx(shipped().memory / reached["memory"], rel=1e-6)
 
 
-def test_kernels_of_something_else_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    path, out = tmp_path / "bench.json", tmp_path / "box.yaml"
-    path.write_text(json.dumps(KERNELS | {"ceilings": {"gemm_flop_per_s": 3e10, "copy_bytes_per_s": 8e9}}))
+def test_kernels_of_something_else_are_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "bench.json"
+    out = tmp_path / "box.yaml"
+    path.write_text(
+        json.dumps(KERNELS | {"ceilings": {"gemm_flop_per_s": 3e10, "copy_bytes_per_s": 8e9}})
+    )
     assert main(["plan", "--calibrate", str(path), "cluster=h100", f"out={out}"]) == 2
     assert "ran on something else" in capsys.readouterr().err
     assert not out.exists()
 
 
 def test_runs_say_how_fast_a_gpu_is(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    words = ["model=llama3_8b", "data=mock", "parallel=dp8", "cluster=h100", "cluster.device_memory_gib=1000"]
+    words = [
+        "model=llama3_8b",
+        "data=mock",
+        "parallel=dp8",
+        "cluster=h100",
+        "cluster.device_memory_gib=1000",
+    ]
     run = load(words, environment={}, to_run=False).run
     rows = [{"overrides": words, "step_s": 1.25 * step_time(run).seconds}]
-    path, out = tmp_path / "rows.json", tmp_path / "box.yaml"
+    path = tmp_path / "rows.json"
+    out = tmp_path / "box.yaml"
     path.write_text(json.dumps(rows))
     assert main(["plan", "--calibrate", str(path), f"out={out}", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
@@ -220,8 +299,11 @@ ON_GPUS = ["model=llama3_8b", "data=mock", "parallel=dp8", "cluster.device_memor
 def test_runs_of_other_machines_or_of_no_machine_are_refused(
     rows: list[tuple[str, float]], says: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    path, out = tmp_path / "rows.json", tmp_path / "box.yaml"
-    path.write_text(json.dumps([{"overrides": [*ON_GPUS, f"cluster={on}"], "step_s": s} for on, s in rows]))
+    path = tmp_path / "rows.json"
+    out = tmp_path / "box.yaml"
+    path.write_text(
+        json.dumps([{"overrides": [*ON_GPUS, f"cluster={on}"], "step_s": s} for on, s in rows])
+    )
     assert main(["plan", "--calibrate", str(path), f"out={out}"]) == 2
     assert says in capsys.readouterr().err
     assert not out.exists()

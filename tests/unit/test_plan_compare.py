@@ -17,7 +17,9 @@ from mtrain.plan.compare import first_full, peaks_in, planned, rows
 from mtrain.plan.report import report
 from tests.support.configs import LAPTOP
 
-RUN: RunConfig = resolve(compose(["model=llama3_8b", "parallel=pp2", "cluster=h100x8", "data=mock"]).run, LAPTOP)
+RUN: RunConfig = resolve(
+    compose(["model=llama3_8b", "parallel=pp2", "cluster=h100x8", "data=mock"]).run, LAPTOP
+)
 PLAN: dict[str, Any] = planned(RUN) or {}
 
 
@@ -31,7 +33,9 @@ def lines(share: float) -> list[dict[str, Any]]:
 def test_each_part_is_compared() -> None:
     peaks = [PLAN["memory_by_stage"]["peak_bytes"][rank // 4] for rank in range(8)]
     peaks[6] = round(peaks[6] * 1.2)
-    found = rows(RUN, PLAN, lines(1.1), {"peak_bytes": [None, *peaks[1:]]}, PLAN["checkpoint_bytes"])
+    found = rows(
+        RUN, PLAN, lines(1.1), {"peak_bytes": [None, *peaks[1:]]}, PLAN["checkpoint_bytes"]
+    )
     off = {row.part: row.off for row in found}
     assert off["step"] == pytest.approx(0.1)
     assert off["optimizer"] == pytest.approx(0.1)
@@ -43,14 +47,22 @@ def test_each_part_is_compared() -> None:
 
 
 def test_each_kind_of_memory_stands_beside_its_part_of_the_plan(tmp_path: Path) -> None:
-    """Tensors have neither the context nor what the allocator holds beside them; the driver counts both."""
+    """Tensors have neither the context nor what the allocator holds beside them; the driver counts
+    both.
+    """
     stage = report(RUN)["memory"]["stages"][1]
     context = stage["parts"]["context"]
     reserve = stage["parts"]["reserve"]
     assert context > 0
     assert reserve > 0
-    own = {"peak_bytes": stage["peak"] - context - reserve, "reserved_bytes": stage["peak"] - context}
-    measured = {f"{key}_by_rank": [value] * 8 for key, value in (own | {"driver_bytes": stage["peak"]}).items()}
+    own = {
+        "peak_bytes": stage["peak"] - context - reserve,
+        "reserved_bytes": stage["peak"] - context,
+    }
+    measured = {
+        f"{key}_by_rank": [value] * 8
+        for key, value in (own | {"driver_bytes": stage["peak"]}).items()
+    }
     (tmp_path / "memory.json").write_text(json.dumps(measured))
     found = {row.part: row for row in rows(RUN, PLAN, [], peaks_in(tmp_path), None)}
     for name in ("memory", "reserved memory", "driver memory"):
@@ -82,7 +94,9 @@ def test_a_run_folder_is_compared(tmp_path: Path, capsys: pytest.CaptureFixture[
     capsys.readouterr()
 
 
-def test_steps_before_a_resume_are_of_another_layout(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_steps_before_a_resume_are_of_another_layout(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     (tmp_path / "run.yaml").write_text(run_yaml(RUN))
     made = [{**line, "step": n} for n, line in enumerate([*lines(5.0), *lines(1.0)], 1)]
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in made))
@@ -95,7 +109,9 @@ def test_steps_before_a_resume_are_of_another_layout(tmp_path: Path, capsys: pyt
     assert found[1] > 1
 
 
-def test_a_machine_of_unknown_rates_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_machine_of_unknown_rates_is_said(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     run = resolve(compose(["model=llama_tiny", "cluster=cpu", "data=mock"]).run, LAPTOP)
     (tmp_path / "run.yaml").write_text(run_yaml(run))
     assert main(["plan", "--compare", str(tmp_path)]) == 0
@@ -106,7 +122,12 @@ def test_a_machine_of_unknown_rates_is_said(tmp_path: Path, capsys: pytest.Captu
 
 HOSTILE = {
     "a deep line": ("metrics.jsonl", "[" * 100_000 + "\n", 0, ""),
-    "numbers that are none": ("metrics.jsonl", '{"step": 9, "step_s": NaN}\n{"step": 10, "step_s": true}\n', 0, ""),
+    "numbers that are none": (
+        "metrics.jsonl",
+        '{"step": 9, "step_s": NaN}\n{"step": 10, "step_s": true}\n',
+        0,
+        "",
+    ),
     "a huge number": ("metrics.jsonl", '{"step": 9, "step_s": 1' + "0" * 400 + "}\n", 0, ""),
     "deep peaks": ("memory.json", "[" * 100_000, 4, "cannot be read"),
     "peaks by name": ("memory.json", '{"peak_bytes_by_rank": {}}', 4, "no bytes"),
@@ -148,6 +169,9 @@ def test_steps_of_smaller_batches_are_not_compared() -> None:
     ramped = RUN.model_copy(update={"trainer": trainer})
     full = first_full(ramped)
     assert full > 1
-    made = [{"step": step, "step_s": PLAN["step_s"] * (0.5 if step < full else 1.0)} for step in range(1, full + 9)]
+    made = [
+        {"step": step, "step_s": PLAN["step_s"] * (0.5 if step < full else 1.0)}
+        for step in range(1, full + 9)
+    ]
     found = {row.part: row for row in rows(ramped, PLAN, made, {}, None)}
     assert found["step"].off == pytest.approx(0)

@@ -37,14 +37,20 @@ def test_qwen3_next_80b_has_the_parameters_of_transformers_default_configuration
 
 
 @pytest.mark.parametrize(("causal", "gflops"), [(True, 51.5), (False, 57.9)])
-def test_llama3_8b_costs_its_published_operations_at_8192_tokens(causal: bool, gflops: float) -> None:
-    assert count.flops_per_token(LLAMA3_8B, 8192, causal=causal) / 1e9 == pytest.approx(gflops, abs=0.06)
+def test_llama3_8b_costs_its_published_operations_at_8192_tokens(
+    causal: bool, gflops: float
+) -> None:
+    assert count.flops_per_token(LLAMA3_8B, 8192, causal=causal) / 1e9 == pytest.approx(
+        gflops, abs=0.06
+    )
 
 
 @pytest.mark.parametrize("words", ["model=gpt_oss_tiny model.mtp_num_layers=2", "model=glm45_tiny"])
 def test_the_parameters_of_a_model_are_those_of_its_weights(words: str) -> None:
     run = load([*words.split(), "parallel=single", "data=mock"], LAPTOP, {}).run
-    assert count.parameters(run.model) == sum(weight.numel for weight in stage_weights(run, held_stages(run)[0][0]))
+    assert count.parameters(run.model) == sum(
+        weight.numel for weight in stage_weights(run, held_stages(run)[0][0])
+    )
 
 
 def test_tying_saves_one_embedding_and_leaves_the_operations() -> None:
@@ -60,14 +66,20 @@ def test_fp32_state_is_sixteen_bytes_a_parameter_on_one_rank() -> None:
 
 def test_the_distributed_optimizer_keeps_moments_once() -> None:
     whole = RunConfig(model=LLAMA3_8B, parallel=ParallelConfig(ranks=4))
-    spread = RunConfig(model=LLAMA3_8B, parallel=ParallelConfig(ranks=4, distributed_optimizer=True))
-    assert count.state_bytes(whole) - count.state_bytes(spread) == 3 * 8 * count.parameters(LLAMA3_8B)
+    spread = RunConfig(
+        model=LLAMA3_8B, parallel=ParallelConfig(ranks=4, distributed_optimizer=True)
+    )
+    assert count.state_bytes(whole) - count.state_bytes(spread) == 3 * 8 * count.parameters(
+        LLAMA3_8B
+    )
 
 
 def test_low_precision_state_is_ten_bytes_a_parameter() -> None:
     optim = OptimConfig(exp_avg_dtype="bf16", exp_avg_sq_dtype="bf16", store_param_remainders=True)
     precision = PrecisionConfig(dtype="bf16", grad_reduce_in_fp32=False)
-    run = RunConfig(model=LLAMA3_8B, parallel=ParallelConfig(ranks=1), optim=optim, precision=precision)
+    run = RunConfig(
+        model=LLAMA3_8B, parallel=ParallelConfig(ranks=1), optim=optim, precision=precision
+    )
     assert count.state_bytes(run) == 10 * count.parameters(LLAMA3_8B)
 
 
@@ -89,35 +101,50 @@ def test_fsdp_keeps_everything_once() -> None:
 
 def test_interleaved_stages_take_turns() -> None:
     run = RunConfig(
-        model=LLAMA3_8B.model_copy(update={"num_layers": 8}), parallel=ParallelConfig(pp=2, vpp=2), data=DataConfig()
+        model=LLAMA3_8B.model_copy(update={"num_layers": 8}),
+        parallel=ParallelConfig(pp=2, vpp=2),
+        data=DataConfig(),
     )
     held = [[stage.layers for stage in stages] for stages in held_stages(run)]
     assert held == [[range(0, 2), range(4, 6)], [range(2, 4), range(6, 8)]]
 
 
-def test_a_frozen_language_model_saves_the_gradients_of_its_weights_and_nothing_of_attention() -> None:
+def test_a_frozen_language_model_saves_the_gradients_of_its_weights_and_nothing_of_attention() -> (
+    None
+):
     model = compose(["model=llava_tiny"]).run.model
     assert model.llava is not None
-    frozen = model.model_copy(update={"llava": model.llava.model_copy(update={"freeze": ("language",)})})
-    short, long = (count.flops_per_token(model, n) - count.flops_per_token(frozen, n) for n in (512, 1024))
+    frozen = model.model_copy(
+        update={"llava": model.llava.model_copy(update={"freeze": ("language",)})}
+    )
+    short, long = (
+        count.flops_per_token(model, n) - count.flops_per_token(frozen, n) for n in (512, 1024)
+    )
     assert short == pytest.approx(long)
     assert short > 0
 
 
 def test_sparse_attention_is_counted_by_its_chosen_keys_and_its_indexer() -> None:
     dense, sparse = (
-        compose([f"model={name}", "model.mtp_num_layers=null", "model.mtp_loss_scaling_factor=null"]).run.model
+        compose(
+            [f"model={name}", "model.mtp_num_layers=null", "model.mtp_loss_scaling_factor=null"]
+        ).run.model
         for name in ("deepseek_v3", "deepseek_v3_2")
     )
-    layers, matrices, norm = 61, 64 * 128 * 1536 + 7168 * (128 + 64), 2 * 128
+    layers = 61
+    matrices = 64 * 128 * 1536 + 7168 * (128 + 64)
+    norm = 2 * 128
     assert count.parameters(sparse) - count.parameters(dense) == layers * (matrices + norm)
-    pairs, widths = 8192 / 2, 128 * (192 + 128)
+    pairs = 8192 / 2
+    widths = 128 * (192 + 128)
     chosen = 2048 * (1 - 2048 / (2 * 8192))
     # what an indexer reads has no gradient: 4 for each of its weights that multiplies, and not 6
     indexer = 4 * matrices + 6 * norm + 6 * 64 * 128 * pairs
     found = count.flops_per_token(sparse, 8192) - count.flops_per_token(dense, 8192)
     assert found == pytest.approx(layers * (indexer - 6 * widths * (pairs - chosen)), rel=1e-9)
-    few = sparse.model_copy(update={"dsa": sparse.dsa and sparse.dsa.model_copy(update={"indexer_topk": 8192})})
+    few = sparse.model_copy(
+        update={"dsa": sparse.dsa and sparse.dsa.model_copy(update={"indexer_topk": 8192})}
+    )
     assert count.flops_per_token(few, 8192) == pytest.approx(
         count.flops_per_token(dense, 8192) + layers * indexer, rel=1e-9
     )

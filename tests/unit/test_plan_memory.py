@@ -1,4 +1,6 @@
-"""Sizes without end are refused with numbers, in a moment, and what is said of memory is a lower bound."""
+"""Sizes without end are refused with numbers, in a moment, and what is said of memory is a lower
+bound.
+"""
 
 from __future__ import annotations
 
@@ -29,15 +31,26 @@ def errors(words: str) -> list[Problem]:
         (f"{LONG.format(10**8)} cluster=h100x8 parallel=tp2", "MT147", "data.seq_length"),
         ("trainer.global_batch_size=1000000000000000000", "MT014", "trainer.global_batch_size"),
         ("trainer.global_batch_size=1000000000000", "MT147", "trainer.global_batch_size"),
-        ("trainer.global_batch_size=1000000000 cluster=h100x8", "MT147", "trainer.global_batch_size"),
+        (
+            "trainer.global_batch_size=1000000000 cluster=h100x8",
+            "MT147",
+            "trainer.global_batch_size",
+        ),
         ("trainer.rampup_batch_size=[8,8,100] trainer.global_batch_size=1000000000", "MT137", ""),
         ("trainer.batch_size_schedule=[[1000000000,100000]]", "MT147", "trainer.global_batch_size"),
         (
-            "trainer.micro_batch_size=1048576 trainer.global_batch_size=1048576 kernels.loss=megatron",
+            (
+                "trainer.micro_batch_size=1048576 trainer.global_batch_size=1048576"
+                " kernels.loss=megatron"
+            ),
             "MT147",
             "trainer.micro_batch_size",
         ),
-        ("model.hidden_size=1000000 model.num_layers=1000000 model.ffn_hidden_size=100000000", "MT149", ""),
+        (
+            "model.hidden_size=1000000 model.num_layers=1000000 model.ffn_hidden_size=100000000",
+            "MT149",
+            "",
+        ),
         ("model.hidden_size=134217728 model.num_layers=134217728", "MT149", "model.hidden_size"),
         ("model.num_layers=1000000000000", "MT014", "model.num_layers"),
         ("model.vocab_size=1000000000000000", "MT014", "model.vocab_size"),
@@ -46,14 +59,22 @@ def errors(words: str) -> list[Problem]:
         ("parallel.pp=1048576 parallel.tp=2 model.num_layers=1048577", "MT173", "parallel.ranks"),
         ("parallel.pp=1048576 parallel.layers_per_stage=[4]", "MT142", "parallel.layers_per_stage"),
         ("parallel.ranks=1000000000000", "MT014", "parallel.ranks"),
-        ("cluster.nodes=1000000 cluster.devices_per_node=1000000 cluster.device=cuda", "MT173", "parallel.ranks"),
+        (
+            "cluster.nodes=1000000 cluster.devices_per_node=1000000 cluster.device=cuda",
+            "MT173",
+            "parallel.ranks",
+        ),
         (
             "model=mixtral_tiny parallel.tp=2 parallel.ep=1000003 model.moe.num_experts=1000003",
             "MT173",
             "parallel.ranks",
         ),
         ("trainer.train_iters=1000000000000000000", "MT014", "trainer.train_iters"),
-        ("trainer.rampup_batch_size=[1,1,1000000000000000000]", "MT014", "trainer.rampup_batch_size.2"),
+        (
+            "trainer.rampup_batch_size=[1,1,1000000000000000000]",
+            "MT014",
+            "trainer.rampup_batch_size.2",
+        ),
     ],
 )
 def test_a_size_without_end_is_refused_with_numbers(words: str, code: str, path: str) -> None:
@@ -88,7 +109,12 @@ def test_a_sample_is_judged_by_the_machine_that_is_named() -> None:
 
 def test_a_model_for_other_machines_stays_a_warning_and_its_samples_are_not_blamed() -> None:
     found = validated(
-        ["model=llama31_405b", "parallel=tp8pp8sp", "parallel.layers_per_stage=null", "model.num_layers=128"]
+        [
+            "model=llama31_405b",
+            "parallel=tp8pp8sp",
+            "parallel.layers_per_stage=null",
+            "model.num_layers=128",
+        ]
     )
     assert {p.code for p in found if p.severity == "error"} == set()
     assert "MT140" in {p.code for p in found}
@@ -111,28 +137,38 @@ def test_less_is_kept_where_more_is_cut_or_computed_again() -> None:
 
 def test_logits_that_are_there_at_once_are_counted_and_follow_from_the_devices_memory() -> None:
     def run(cluster: str, *words: str) -> RunConfig:
-        return load(["model=llama3_8b", "parallel=single", f"cluster={cluster}", *words], LAPTOP, {}).run
+        return load(
+            ["model=llama3_8b", "parallel=single", f"cluster={cluster}", *words], LAPTOP, {}
+        ).run
 
     assert [run(name).kernels.loss_logits_mib for name in ("h100", "a100_40g", "h200", "cpu")] == [
         *(512, 256, 1024, None)
     ]
     assert run("h100", "kernels.loss=megatron").kernels.loss_logits_mib is None
-    few, many = (worst_stage(run("h100", f"kernels.loss_logits_mib={mib}")).parts["working"] for mib in (256, 2048))
+    few, many = (
+        worst_stage(run("h100", f"kernels.loss_logits_mib={mib}")).parts["working"]
+        for mib in (256, 2048)
+    )
     tokens = [mib * 2**20 // 2 // 128256 // 64 * 64 for mib in (256, 2048)]
-    summed = 128256 * 4096 * 4  # the gradient of a weight, in fp32 where it is added up of more than three parts
+    # the gradient of a weight, in fp32 where it is added up of more than three parts
+    summed = 128256 * 4096 * 4
     assert many - few == (min(tokens[1], 8192) - tokens[0]) * (128256 * 2 + 4096 * 4) - summed
 
 
 def test_a_decoder_that_is_deeper_than_its_encoder_is_planned() -> None:
     run = load(
-        ["recipe=t5/tiny_cpu", "model.t5.decoder_layers=6", "parallel=single"], Machine(64, 1 << 42), {}, to_run=False
+        ["recipe=t5/tiny_cpu", "model.t5.decoder_layers=6", "parallel=single"],
+        Machine(64, 1 << 42),
+        {},
+        to_run=False,
     ).run
     assert worst_stage(run).peak > 0
 
 
 def test_experts_are_quantised_all_at_once_where_weights_are_freed() -> None:
     words = (
-        "model=mixtral_8x7b cluster=h100x8 data=mock data.seq_length=2048 precision=fp8_blockwise parallel=single "
+        "model=mixtral_8x7b cluster=h100x8 data=mock data.seq_length=2048 precision=fp8_blockwise"
+        " parallel=single "
     )
     words += "parallel.fsdp=fsdp2 parallel.distributed_optimizer=false kernels=triton"
     run = load(words.split(), Machine(64, 1 << 42), {}, to_run=False).run

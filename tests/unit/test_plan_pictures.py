@@ -1,4 +1,6 @@
-"""The pictures of a plan: a schedule that could run, memory that is the plan's, a page that needs nothing else."""
+"""The pictures of a plan: a schedule that could run, memory that is the plan's, a page that needs
+nothing else.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +34,11 @@ SCHEDULES = {
     "1f1b": ("parallel=pp4", "trainer.global_batch_size=12"),
     "fewer than stages": ("parallel=pp4", "trainer.global_batch_size=2"),
     "interleaved": ("parallel=pp2", "parallel.vpp=2", "trainer.global_batch_size=8"),
-    "recompute": ("parallel=pp2", "trainer.global_batch_size=6", "parallel.recompute.granularity=full"),
+    "recompute": (
+        "parallel=pp2",
+        "trainer.global_batch_size=6",
+        "parallel.recompute.granularity=full",
+    ),
 }
 
 
@@ -43,7 +49,11 @@ def test_each_chunk_waits_for_the_one_before_it(words: tuple[str, ...]) -> None:
     line = timeline(stages, whole=True)
     assert line.micro == line.of == run.trainer.batch // run.parallel.dp
     last = len(stages) * run.parallel.vpp - 1
-    ends = {(b.forward, b.micro, b.chunk * len(stages) + b.stage): b for blocks in line.blocks for b in blocks}
+    ends = {
+        (b.forward, b.micro, b.chunk * len(stages) + b.stage): b
+        for blocks in line.blocks
+        for b in blocks
+    }
     assert len(ends) == 2 * line.micro * (last + 1)
     for (forward, micro, place), block in ends.items():
         before = (forward, micro, place - 1 if forward else place + 1)
@@ -58,7 +68,9 @@ def test_each_chunk_waits_for_the_one_before_it(words: tuple[str, ...]) -> None:
 def test_the_bubble_of_equal_stages_is_that_of_the_formula(pp: int, vpp: int, micro: int) -> None:
     run = run_of(f"parallel=pp{pp}", f"parallel.vpp={vpp}", f"trainer.global_batch_size={micro}")
     stages = [  # layers alone: no output layer that makes the last stage larger
-        type(stage)(run, stage.stage, stage.held, stage.states, tuple(chunk[1:-1] for chunk in stage.chunks))
+        type(stage)(
+            run, stage.stage, stage.held, stage.states, tuple(chunk[1:-1] for chunk in stage.chunks)
+        )
         for stage in stage_memories(run)
     ]
     for whole in (False, True):
@@ -105,7 +117,9 @@ class Reader(HTMLParser):
 
 def test_a_page_opens_without_a_network(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     page = tmp_path / "plan.html"
-    assert main(["plan", "recipe=deepseek/v3_h100x1024", "--html", str(page), "cluster.name=a.b"]) == 0
+    assert (
+        main(["plan", "recipe=deepseek/v3_h100x1024", "--html", str(page), "cluster.name=a.b"]) == 0
+    )
     text = page.read_text()
     reader = Reader()
     reader.feed(text)
@@ -113,7 +127,13 @@ def test_a_page_opens_without_a_network(tmp_path: Path, capsys: pytest.CaptureFi
     assert not reader.tags & {"script", "link", "img", "iframe", "object"}
     assert not reader.seen & {"src", "href", "xlink:href", "onclick", "onload"}
     assert not re.search(r"https?://|url\(|@import", text)
-    for said in ("Memory of a rank", "Memory over a step", "Pipeline schedule", "Ranks on machines", "Parameters"):
+    for said in (
+        "Memory of a rank",
+        "Memory over a step",
+        "Pipeline schedule",
+        "Ranks on machines",
+        "Parameters",
+    ):
         assert said in text
     assert text.count("<rect") > 1000
     assert main(["plan", f"--html={page}"]) == 2
@@ -129,13 +149,17 @@ def test_a_page_opens_without_a_network(tmp_path: Path, capsys: pytest.CaptureFi
 
 
 def test_numbers_on_blocks_can_be_read() -> None:
-    """On each colour with a contrast of 4 at least (WCAG 2.1, 1.4.3 asks 3 of large text and 4.5 of small)."""
+    """On each colour with a contrast of 4 at least (WCAG 2.1, 1.4.3 asks 3 of large text and 4.5 of
+    small).
+    """
 
     def light(colour: str) -> float:
         digits = colour.removeprefix("#")
         wide = digits if len(digits) == 6 else "".join(2 * digit for digit in digits)
         parts = [int(wide[at : at + 2], 16) / 255 for at in (0, 2, 4)]
-        red, green, blue = (v / 12.92 if v <= 0.04045 else ((v + 0.055) / 1.055) ** 2.4 for v in parts)
+        red, green, blue = (
+            v / 12.92 if v <= 0.04045 else ((v + 0.055) / 1.055) ** 2.4 for v in parts
+        )
         return 0.2126 * red + 0.7152 * green + 0.0722 * blue + 0.05
 
     for colours in (plan_page.FORWARD, plan_page.BACKWARD):
@@ -146,11 +170,18 @@ def test_numbers_on_blocks_can_be_read() -> None:
 
 def test_a_machine_of_many_devices_stays_in_its_picture(tmp_path: Path) -> None:
     page = tmp_path / "plan.html"
-    words = ["model=llama3_8b", "parallel=tp8pp16", "parallel.ranks=128", "cluster=cpu", "data=mock"]
+    words = [
+        "model=llama3_8b",
+        "parallel=tp8pp16",
+        "parallel.ranks=128",
+        "cluster=cpu",
+        "data=mock",
+    ]
     assert main(["plan", *words, "--html", str(page)]) == 0
     picture = page.read_text().partition("<h2>Ranks on machines</h2>")[2].partition("</svg>")[0]
     places = [
-        tuple(map(float, at)) for at in re.findall(r'<rect x="([\d.]+)" y="([\d.]+)" width="([\d.]+)"', picture)
+        tuple(map(float, at))
+        for at in re.findall(r'<rect x="([\d.]+)" y="([\d.]+)" width="([\d.]+)"', picture)
     ]
     assert len(places) == len({at[:2] for at in places}) == 128
     assert max(x + width for x, _, width in places) <= 1000
@@ -158,23 +189,31 @@ def test_a_machine_of_many_devices_stays_in_its_picture(tmp_path: Path) -> None:
     assert max(y + width for _, y, width in places) <= height
 
 
-def test_pictures_on_a_terminal(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_pictures_on_a_terminal(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("COLUMNS", "140")
     assert main(["plan", "recipe=llama3/70b_h100x64", "--draw"]) == 0
     lines = capsys.readouterr().out.splitlines()
-    schedule = lines[next(n for n, line in enumerate(lines) if line.startswith("pipeline schedule")) + 1 :][:4]
+    schedule = lines[
+        next(n for n, line in enumerate(lines) if line.startswith("pipeline schedule")) + 1 :
+    ][:4]
     assert [line.split()[:2] for line in schedule] == [["stage", str(n)] for n in range(4)]
     assert schedule[0].split()[2].startswith("0011223")
     assert schedule[3].split()[2].startswith("....")
     assert max(map(len, lines)) <= 140
 
 
-def test_bars_fit_a_narrow_terminal(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_bars_fit_a_narrow_terminal(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("COLUMNS", "60")
     assert main(["plan", "recipe=llama3/70b_h100x64", "--draw"]) == 0
     lines = capsys.readouterr().out.splitlines()
     bars = [
-        line for line in lines if line.startswith("  stage ") and "layers" not in line and "in flight" not in line
+        line
+        for line in lines
+        if line.startswith("  stage ") and "layers" not in line and "in flight" not in line
     ]
     assert len(bars) == 8
     assert max(map(len, bars)) <= 60
@@ -194,13 +233,23 @@ def test_the_first_micro_batches_of_a_long_step_are_drawn() -> None:
 
 
 def test_a_schedule_that_is_cut_ends_with_the_last_micro_batch(tmp_path: Path) -> None:
-    """It begins with the first, goes on as full as it was behind the break, and drains once, at the end."""
+    """It begins with the first, goes on as full as it was behind the break, and drains once, at the
+    end.
+    """
     page = tmp_path / "plan.html"
-    words = ["model=llama3_8b", "parallel=pp4", "cluster=h100x8", "data=mock", "trainer.global_batch_size=256"]
+    words = [
+        "model=llama3_8b",
+        "parallel=pp4",
+        "cluster=h100x8",
+        "data=mock",
+        "trainer.global_batch_size=256",
+    ]
     done = mtrain("plan", *words, "trainer.micro_batch_size=1", "--html", str(page), cwd=ROOT)
     assert done.returncode == 0, done.stderr
     picture = page.read_text().partition("<h2>Pipeline schedule</h2>")[2].partition("</svg>")[0]
-    numbers = {int(n) for n in re.findall(r"<title>(?:forward|backward) of micro-batch (\d+)", picture)}
+    numbers = {
+        int(n) for n in re.findall(r"<title>(?:forward|backward) of micro-batch (\d+)", picture)
+    }
     assert {0, 127} <= numbers
     assert max(numbers) == 127
     assert len(numbers) < 30
@@ -212,7 +261,13 @@ def test_a_schedule_that_is_cut_ends_with_the_last_micro_batch(tmp_path: Path) -
 
 def test_one_copy_of_a_model_has_all_its_experts(tmp_path: Path) -> None:
     page = tmp_path / "plan.html"
-    words = ["model=mixtral_8x7b", "parallel=pp2ep8", "cluster=h100x64", "data=mock", "data.seq_length=4096"]
+    words = [
+        "model=mixtral_8x7b",
+        "parallel=pp2ep8",
+        "cluster=h100x64",
+        "data=mock",
+        "data.seq_length=4096",
+    ]
     assert main(["plan", *words, "--html", str(page)]) == 0
     picture = page.read_text().partition("<h2>Ranks on machines</h2>")[2].partition("</svg>")[0]
     assert picture.count('stroke="currentColor"') == 16
@@ -220,7 +275,13 @@ def test_one_copy_of_a_model_has_all_its_experts(tmp_path: Path) -> None:
 
 def test_a_page_says_batch_and_length_and_no_text_of_it_is_scaled_down(tmp_path: Path) -> None:
     page = tmp_path / "plan.html"
-    words = ["model=llama3_8b", "parallel=pp2vpp4", "cluster=h100x8", "data=mock", "data.seq_length=4096"]
+    words = [
+        "model=llama3_8b",
+        "parallel=pp2vpp4",
+        "cluster=h100x8",
+        "data=mock",
+        "data.seq_length=4096",
+    ]
     assert main(["plan", *words, "trainer.global_batch_size=64", "--html", str(page)]) == 0
     text = page.read_text()
     assert "<b>64 samples</b>" in text
@@ -228,6 +289,9 @@ def test_a_page_says_batch_and_length_and_no_text_of_it_is_scaled_down(tmp_path:
     assert "@media (max-width: 900px) { .pic svg { width: 1000px; }" in text
     assert text.count("<svg") == text.count('<div class="pic"><svg') > 3
     picture = text.partition("<h2>Pipeline schedule</h2>")[2].partition("</svg>")[0]
-    blocks = [float(w) for w, said in re.findall(r'width="([\d.]+)" height="22.0"[^>]*><title>(\w+ of)', picture)]
+    blocks = [
+        float(w)
+        for w, said in re.findall(r'width="([\d.]+)" height="22.0"[^>]*><title>(\w+ of)', picture)
+    ]
     assert min(blocks) > 5
     assert "backward of chunk 3" in text

@@ -1,4 +1,6 @@
-"""The plan: what it counts adds up, it is made in a moment and without torch, and what does not fit is said."""
+"""The plan: what it counts adds up, it is made in a moment and without torch, and what does not fit
+is said.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,13 @@ from mtrain.models.lives import backwards
 from mtrain.models.rank import Rank
 from mtrain.models.registry import family_of
 from mtrain.plan import fits
-from mtrain.plan.count import adapter_parameters, flops_of_token, flops_per_token, parameters, state_bytes
+from mtrain.plan.count import (
+    adapter_parameters,
+    flops_of_token,
+    flops_per_token,
+    parameters,
+    state_bytes,
+)
 from mtrain.plan.fits import cheapest, over
 from mtrain.plan.rank import PARTS, StageMemory, stage_memories
 from mtrain.plan.report import report
@@ -31,7 +39,10 @@ from mtrain.units import GIB
 from tests.support.covering import some
 
 BIG = Machine(cpu_cores=1 << 14, memory_bytes=1 << 60)
-ON = "data=mock data.seq_length=512 cluster=h100x64 trainer.global_batch_size=256 trainer.micro_batch_size=1"
+ON = (
+    "data=mock data.seq_length=512 cluster=h100x64 trainer.global_batch_size=256"
+    " trainer.micro_batch_size=1"
+)
 
 
 def run_of(words: str) -> RunConfig:
@@ -43,17 +54,27 @@ NO_STAGES = {"t5"}
 """Families on one pipeline stage."""
 
 
-@pytest.mark.parametrize("name", some(sorted(set(MODELS)), ["gpt2", "deepseek_v2_lite", "t5_small"]))
+@pytest.mark.parametrize(
+    "name", some(sorted(set(MODELS)), ["gpt2", "deepseek_v2_lite", "t5_small"])
+)
 def test_the_weights_of_all_ranks_add_up_to_the_model(name: str) -> None:
-    """Whole and cut in two, by tensor and by pipeline, with the tables that two stages share once."""
+    """Whole and cut in two, by tensor and by pipeline, with the tables that two stages
+    share once.
+    """
+    # an image and text
     on = (
-        ON.replace("data.seq_length=512", "data.seq_length=1024") if name.startswith("llava") else ON
-    )  # an image and text
+        ON.replace("data.seq_length=512", "data.seq_length=1024")
+        if name.startswith("llava")
+        else ON
+    )
     words = f"model={name} {on}"
     model = run_of(f"{words} parallel=single").model
     split = "" if model.moe is None or model.add_bias_linear else "ep2"
     groups = model.hybrid.num_groups if model.hybrid else 2
-    tp = "tp2" if model.num_attention_heads % 2 == 0 == groups % 2 and not model.add_bias_linear else ""
+    if model.num_attention_heads % 2 == 0 == groups % 2 and not model.add_bias_linear:
+        tp = "tp2"
+    else:
+        tp = ""
     pp = "pp2" if model.family not in NO_STAGES and model.num_layers % 2 == 0 else ""
     for layout in ("single", f"{tp}{pp}{split}" or "single"):
         run = run_of(f"{words} parallel={layout}")
@@ -70,13 +91,23 @@ def test_the_bytes_of_all_ranks_are_those_that_the_state_has(words: str) -> None
     run = run_of(f"{words} {ON}")
     stages = stage_memories(run)
     each = sum(s.parts["weights"] + s.parts["gradients"] + s.parts["optimizer"] for s in stages)
-    assert each * (run.parallel.ranks or 1) / run.parallel.pp == pytest.approx(state_bytes(run), rel=1e-3)
+    assert each * (run.parallel.ranks or 1) / run.parallel.pp == pytest.approx(
+        state_bytes(run), rel=1e-3
+    )
 
 
-@pytest.mark.parametrize("name", some(
-    ["llama3_8b", "gpt3_175b", "mixtral_8x7b", "deepseek_v2_lite", "deepseek_v3", "bert_large", "qwen3_8b"],
-    ["llama3_8b", "deepseek_v2_lite", "bert_large"],
-))  # fmt: skip
+COUNTED = [
+    "llama3_8b",
+    "gpt3_175b",
+    "mixtral_8x7b",
+    "deepseek_v2_lite",
+    "deepseek_v3",
+    "bert_large",
+    "qwen3_8b",
+]
+
+
+@pytest.mark.parametrize("name", some(COUNTED, ["llama3_8b", "deepseek_v2_lite", "bert_large"]))
 def test_the_products_of_the_operations_are_those_of_a_token(name: str) -> None:
     run = run_of(f"model={name} parallel=single {ON}")
     (held,), rank = held_stages(run)[0], Rank.of(run)
@@ -96,7 +127,12 @@ def test_stages_keep_as_many_microbatches_as_wait_for_their_backward() -> None:
     assert most_in_flight(run, 0, [7], 2) == (14, [2])
     interleaved = run_of(f"model=llama3_8b parallel=pp4vpp2 {ON}")
     # 2 (pp - stage - 1) + (vpp - 1) pp forwards first, and one more
-    assert [sum(most_in_flight(interleaved, stage, [7, 7], 100)[1]) for stage in range(4)] == [11, 9, 7, 5]
+    assert [sum(most_in_flight(interleaved, stage, [7, 7], 100)[1]) for stage in range(4)] == [
+        11,
+        9,
+        7,
+        5,
+    ]
     for stage in range(4):
         done = list(turns(interleaved, stage, 8))
         assert len(done) == 2 * 2 * 8
@@ -110,14 +146,24 @@ def test_what_does_not_fit_is_said_with_a_change_with_which_it_fits() -> None:
     assert over(run_of(words), 80 * GIB) is not None
     better = run_of(f"{words} {problem.fix}")
     assert over(better, 80 * GIB) is None
-    assert not [p for p in load([*words.split(), *problem.fix.split()], BIG, {}).warnings if p.code == "MT146"]
+    assert not [
+        p
+        for p in load([*words.split(), *problem.fix.split()], BIG, {}).warnings
+        if p.code == "MT146"
+    ]
     hopeless = "model=llama3_70b parallel=single data=mock data.seq_length=128 cluster=h100x8"
     assert cheapest(run_of(hopeless), 80 * GIB) == ""
 
 
-def test_a_page_that_says_too_little_has_a_problem_with_a_fix(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The reserve of the allocator is in both; where nobody knows what a change needs, it is no fix."""
-    words = f"model=llama3_8b parallel=tp2 kernels.loss_logits_mib=256 {ON}".replace("=512", "=8192")
+def test_a_page_that_says_too_little_has_a_problem_with_a_fix(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The reserve of the allocator is in both; where nobody knows what a change needs, it is no
+    fix.
+    """
+    words = f"model=llama3_8b parallel=tp2 kernels.loss_logits_mib=256 {ON}".replace(
+        "=512", "=8192"
+    )
     found = report(run_of(words))["memory"]["stages"][0]
     holds = (found["peak"] - found["parts"]["reserve"] // 2) / GIB
     less = f"{words} cluster.device_memory_gib={holds}"
@@ -136,8 +182,16 @@ def test_a_page_that_says_too_little_has_a_problem_with_a_fix(monkeypatch: pytes
     assert cheapest(run_of(words), 80 * GIB) == ""
 
 
-FITS = ["gpt3/175b_h100x128", "llama3/70b_h100x8_lora", "llama3/8b_h100x8_fp8", "llama31/405b_h100x128"]
-RECIPES = sorted(file.relative_to(recipes_dir()).with_suffix("").as_posix() for file in recipes_dir().rglob("*.yaml"))
+FITS = [
+    "gpt3/175b_h100x128",
+    "llama3/70b_h100x8_lora",
+    "llama3/8b_h100x8_fp8",
+    "llama31/405b_h100x128",
+]
+RECIPES = sorted(
+    file.relative_to(recipes_dir()).with_suffix("").as_posix()
+    for file in recipes_dir().rglob("*.yaml")
+)
 
 
 @pytest.mark.parametrize("name", some(RECIPES, FITS))
@@ -155,18 +209,22 @@ def test_a_recipe_that_ships_fits_its_device(name: str) -> None:
 ])  # fmt: skip
 def test_adapters_are_all_that_has_gradients_and_states(words: str) -> None:
     run = run_of(f"{words} {ON}")
-    numbers, count = report(run)["parameters"], sum(adapter_parameters(run))
+    numbers = report(run)["parameters"]
+    count = sum(adapter_parameters(run))
     assert numbers["by_kind"]["adapters"] == count
     assert sum(numbers["by_kind"].values()) == numbers["total"] == count + parameters(run.model)
     stages = stage_memories(run)
     each = sum(s.parts["weights"] + s.parts["gradients"] + s.parts["optimizer"] for s in stages)
-    assert each * (run.parallel.ranks or 1) / run.parallel.pp == pytest.approx(state_bytes(run), rel=1e-2)
+    assert each * (run.parallel.ranks or 1) / run.parallel.pp == pytest.approx(
+        state_bytes(run), rel=1e-2
+    )
 
 
 def test_main_weights_stay_on_a_device_that_gives_its_moments_away() -> None:
     words = f"model=llama3_8b parallel=dp {ON}"
     plain, half, none = (
-        stage_memories(run_of(f"{words} optim.cpu_offload={share}"))[0].parts["optimizer"] for share in (0, 0.5, 1)
+        stage_memories(run_of(f"{words} optim.cpu_offload={share}"))[0].parts["optimizer"]
+        for share in (0, 0.5, 1)
     )
     assert half == pytest.approx(plain * 8 / 12, rel=1e-6)
     assert none == pytest.approx(plain * 4 / 12, rel=1e-6)
@@ -177,13 +235,19 @@ def test_main_weights_stay_on_a_device_that_gives_its_moments_away() -> None:
     ("fp8_tensorwise", "bf16 with products in fp8 (tensorwise)", {"fp8": 1979, "bf16": 989}),
 ])  # fmt: skip
 def test_a_plan_says_of_which_peak_its_mfu_is(
-    precision: str, formats: str, peaks: dict[str, int], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    precision: str,
+    formats: str,
+    peaks: dict[str, int],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
-    words, html = f"model=llama3_8b parallel=tp2 {ON} precision={precision}".split(), tmp_path / "plan.html"
+    words = f"model=llama3_8b parallel=tp2 {ON} precision={precision}".split()
+    html = tmp_path / "plan.html"
     assert plan.run(words, as_json=True) == 0
     found = json.loads(capsys.readouterr().out)
     assert found["formats"] == formats
-    by_peak, work = found["time"]["mfu_by_peak"], found["flops_per_token"]
+    by_peak = found["time"]["mfu_by_peak"]
+    work = found["flops_per_token"]
     assert {of["format"]: of["peak_tflops"] for of in by_peak} == peaks
     assert by_peak[0]["causal"] == found["time"]["mfu"]
     for of in by_peak:
@@ -198,7 +262,9 @@ def test_a_plan_says_of_which_peak_its_mfu_is(
             assert f" of {peak} TFLOP/s in {form}" in page
 
 
-def test_a_bidirectional_model_has_one_count_of_operations(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_bidirectional_model_has_one_count_of_operations(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     assert plan.run(f"model=bert_large parallel=single {ON}".split()) == 0
     text = capsys.readouterr().out
     assert "causal" not in text
@@ -206,27 +272,40 @@ def test_a_bidirectional_model_has_one_count_of_operations(capsys: pytest.Captur
 
 
 def test_packed_documents_attend_to_themselves_alone() -> None:
-    """As many pairs in one sequence of four samples as in four, and a fourth where documents are as short."""
-    words = f"model=llama3_8b parallel=single {ON}".replace("=512", "=4096").replace("size=1", "size=4")
+    """As many pairs in one sequence of four samples as in four, and a fourth where documents are as
+    short.
+    """
+    words = f"model=llama3_8b parallel=single {ON}".replace("=512", "=4096").replace(
+        "size=1", "size=4"
+    )
     alone, packed, short = (
-        run_of(f"{words} {more}") for more in ("", "data.packed=true", "data.packed=true data.document_tokens=1024")
+        run_of(f"{words} {more}")
+        for more in ("", "data.packed=true", "data.packed=true data.document_tokens=1024")
     )
     pairs = [step_work(run).stages[0].attends for run in (alone, packed, short)]
     flops = [sum(one.flops * number for one, number in each.items()) for each in pairs]
     assert flops[1] == flops[0] == 4 * flops[2]
     assert {one.rows for one in pairs[2]} == {1024}
-    between = step_work(run_of(f"{words} data.packed=true data.document_tokens=3000")).stages[0].attends
+    between = (
+        step_work(run_of(f"{words} data.packed=true data.document_tokens=3000")).stages[0].attends
+    )
     operations = sum(one.flops * number for one, number in between.items())
     assert operations == pytest.approx(flops[0] * 3000 / 4096, rel=1e-2)
     attention = [flops_of_token(run) - flops_of_token(alone) for run in (packed, short)]
     assert attention[0] == 0
     assert attention[1] == pytest.approx(-0.75 * 12 * 32 * 4096 * 4096 / 2)
-    said = [any("data.document_tokens" in note for note in report(run)["notes"]) for run in (alone, packed, short)]
+    said = [
+        any("data.document_tokens" in note for note in report(run)["notes"])
+        for run in (alone, packed, short)
+    ]
     assert said == [False, True, False]
 
 
 def test_what_is_made_again_comes_when_a_backward_needs_it() -> None:
-    g, first, second, x = Graph(), Tensor(100), Tensor(10), Tensor(1)
+    g = Graph()
+    first = Tensor(100)
+    second = Tensor(10)
+    x = Tensor(1)
     for tensor in (first, second):
         with g.recomputed("norm", x, discarded=True):
             g.add("norm", [Tensor(1000)])
@@ -246,14 +325,18 @@ def test_published_peaks_that_state_enough_are_met() -> None:
     assert done.stdout.count("leaves out") > 5
 
 
-def test_the_page_has_every_part_and_the_json_the_same_numbers(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_page_has_every_part_and_the_json_the_same_numbers(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     words = f"model=mixtral_8x7b parallel=tp2pp4ep4 {ON}".split()
     assert plan.run(words, as_json=True) == 0
     found = json.loads(capsys.readouterr().out)
     assert set(found["memory"]["stages"][0]["parts"]) == set(PARTS) == set(found["memory"]["how"])
     for stage in found["memory"]["stages"]:
         assert sum(stage["parts"].values()) == stage["peak"]
-    assert found["memory"]["peak"]["bytes"] == max(stage["peak"] for stage in found["memory"]["stages"])
+    assert found["memory"]["peak"]["bytes"] == max(
+        stage["peak"] for stage in found["memory"]["stages"]
+    )
     assert found["memory"]["headroom"] == 80 * GIB - found["memory"]["peak"]["bytes"]
     assert plan.run(words) == 0
     page = capsys.readouterr().out
@@ -263,14 +346,16 @@ def test_the_page_has_every_part_and_the_json_the_same_numbers(capsys: pytest.Ca
 
 def test_6144_devices_are_planned_in_a_second_without_torch() -> None:
     words = (
-        "model=llama31_405b parallel=tp8pp16vpp8 cluster=h100 cluster.nodes=768 model.num_layers=128 data=mock "
-        "trainer.global_batch_size=3072 trainer.micro_batch_size=1"
+        "model=llama31_405b parallel=tp8pp16vpp8 cluster=h100 cluster.nodes=768"
+        " model.num_layers=128 data=mock trainer.global_batch_size=3072 trainer.micro_batch_size=1"
     )
     code = (
         "import sys, time; from mtrain.cli import plan; plan.run(sys.argv[1:], as_json=True); "
         "print(time.process_time(), file=sys.stderr); sys.exit('torch' in sys.modules)"
     )
-    done = subprocess.run([sys.executable, "-c", code, *words.split()], capture_output=True, check=False)
+    done = subprocess.run(
+        [sys.executable, "-c", code, *words.split()], capture_output=True, check=False
+    )
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout)["ranks"] == 6144
     assert float(done.stderr.split()[-1]) < 1, "seconds of a core, with all that is imported"

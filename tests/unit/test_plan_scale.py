@@ -1,4 +1,6 @@
-"""How a run scales: the table of `plan --scale`, what of its lists is refused, and the published tables beside it."""
+"""How a run scales: the table of `plan --scale`, what of its lists is refused, and the published
+tables beside it.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,13 @@ from tests.support.commands import ROOT, mtrain
 sys.path.insert(0, str(ROOT / "benchmarks"))
 import plan_scale as published
 
-ONE_B = ("model=llama32_1b", "cluster=h100", "data=mock", "data.seq_length=4096", "trainer.global_batch_size=64")
+ONE_B = (
+    "model=llama32_1b",
+    "cluster=h100",
+    "data=mock",
+    "data.seq_length=4096",
+    "trainer.global_batch_size=64",
+)
 
 
 def test_a_strong_scaling_has_a_row_for_each_number_of_devices() -> None:
@@ -27,7 +35,9 @@ def test_a_strong_scaling_has_a_row_for_each_number_of_devices() -> None:
     for point in points:
         per_device = point["tokens_per_s"] / point["devices"]
         assert per_device == pytest.approx(point["tokens_per_s_per_device"])
-        assert point["efficiency"] == pytest.approx(per_device / points[0]["tokens_per_s_per_device"])
+        assert point["efficiency"] == pytest.approx(
+            per_device / points[0]["tokens_per_s_per_device"]
+        )
         assert point["step_s"] * point["tokens_per_s"] == pytest.approx(64 * 4096)
 
 
@@ -54,7 +64,10 @@ def test_a_weak_scaling_has_a_batch_and_may_have_a_model_for_each_number(
     capsys.readouterr()
     assert main(["plan", "--weak", "--scale", "8,16", *words]) == 0
     rows = [line.split() for line in capsys.readouterr().out.splitlines()[2:4]]
-    assert [row[:3] for row in rows] == [["8", "model=llama32_1b", "32"], ["16", "model=llama32_3b", "96"]]
+    assert [row[:3] for row in rows] == [
+        ["8", "model=llama32_1b", "32"],
+        ["16", "model=llama32_3b", "96"],
+    ]
 
 
 def test_a_number_on_which_nothing_fits_says_why(capsys: pytest.CaptureFixture[str]) -> None:
@@ -68,7 +81,10 @@ def test_a_number_on_which_nothing_fits_says_why(capsys: pytest.CaptureFixture[s
 
 
 WRONG = {
-    "no numbers": (["--scale", "8,x,-1"], ["x is no number of devices", "-1 is no number of devices"]),
+    "no numbers": (
+        ["--scale", "8,x,-1"],
+        ["x is no number of devices", "-1 is no number of devices"],
+    ),
     "falling": (["--scale", "16,8"], ["8 behind 16", "--scale 8,16"]),
     "dots": (["--scale", "8,12,...,64"], ["12 is no multiple of 8"]),
     "dots at the end": (["--scale", "8,16,..."], ["... stands between two numbers"]),
@@ -76,16 +92,24 @@ WRONG = {
         ["--scale", "8,12"],
         ["12 devices are no whole machines of h100, which have 8; nearest: 8 and 16"],
     ),
-    "several values": (["--scale", "8,16", "trainer.seed=1,2,3"], ["trainer.seed has 3 values, and --scale 2"]),
+    "several values": (
+        ["--scale", "8,16", "trainer.seed=1,2,3"],
+        ["trainer.seed has 3 values, and --scale 2"],
+    ),
     "batch": (["--scale", "8,12,16", "--weak"], ["12 devices"]),
     "weak alone": (["--weak"], ["says how --scale counts"]),
     "two answers": (["--scale", "8", "--trace"], ["--scale and --trace"]),
-    "all at once": (["--scale", "8,x", "trainer.seed=1,2", "trainer.tran_iters=3"], ["x is no", "tran_iters"]),
+    "all at once": (
+        ["--scale", "8,x", "trainer.seed=1,2", "trainer.tran_iters=3"],
+        ["x is no", "tran_iters"],
+    ),
 }
 
 
 @pytest.mark.parametrize("name", WRONG)
-def test_a_list_that_is_wrong_is_refused_in_words(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_list_that_is_wrong_is_refused_in_words(
+    name: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     words, said = WRONG[name]
     assert main(["plan", *words, *ONE_B]) == 2
     error = capsys.readouterr().err
@@ -98,7 +122,9 @@ def test_the_tables_of_the_documentation_are_those_of_the_results() -> None:
     text = published.DOCS.read_text()
     assert published.written(text, stored) == text
     assert [row["gpus"] for row in stored["strong"]] == [row["gpus"] for row in published.strong()]
-    assert [row["published"] for row in stored["weak"]] == [row["published"] for row in published.weak()]
+    assert [row["published"] for row in stored["weak"]] == [
+        row["published"] for row in published.weak()
+    ]
     assert "docs/scaling.md" in (ROOT / "README.md").read_text()
 
 
@@ -107,12 +133,16 @@ def test_a_row_of_the_documentation_is_what_is_predicted(name: str, place: int) 
     rows = {"strong": published.strong, "weak": published.weak}[name]()
     made = published.table(rows[place : place + 1], published.COMMON, is_weak=name == "weak")[0]
     stored = json.loads(published.RESULTS.read_text())[name][place]
-    assert made["as_published"]["error"] == pytest.approx(stored["as_published"]["error"], abs=0.005)
+    assert made["as_published"]["error"] == pytest.approx(
+        stored["as_published"]["error"], abs=0.005
+    )
     assert made["tune"]["tflops"] == pytest.approx(stored["tune"]["tflops"], rel=0.005)
 
 
 def test_the_published_figures_are_those_of_the_source() -> None:
-    """The text of the source states the ends of the strong scaling; its chart and table have one point in common."""
+    """The text of the source states the ends of the strong scaling; its chart and table have one
+    point in common.
+    """
     mfu = [row["published"] / published.PEAK for row in published.strong()]
     assert (round(mfu[0], 2), round(mfu[-1], 2)) == (0.47, 0.42)
     shared = [row["published"] for rows in (published.strong(), published.weak()) for row in rows

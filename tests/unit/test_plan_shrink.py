@@ -1,4 +1,6 @@
-"""Shrinking keeps what decides which code runs, and always gives a configuration that passes the rules."""
+"""Shrinking keeps what decides which code runs, and always gives a configuration that passes the
+rules.
+"""
 
 from __future__ import annotations
 
@@ -41,7 +43,9 @@ LAYOUTS = (
 
 
 def _pairs() -> list[Any]:
-    """Every model with every second layout, the next model with the others; `make test` takes an eighth of them."""
+    """Every model with every second layout, the next model with the others; `make test` takes an
+    eighth of them.
+    """
     pairs = itertools.product(enumerate(choices_of_group("model")), enumerate(LAYOUTS))
     return [
         pytest.param(model, layout, marks=pytest.mark.full if (i + j) % 16 else ())
@@ -52,7 +56,9 @@ def _pairs() -> list[Any]:
 
 @pytest.mark.sampled
 @pytest.mark.parametrize(("model", "layout"), _pairs())
-def test_every_model_in_every_layout_that_it_allows_shrinks_to_a_valid_run(model: str, layout: str) -> None:
+def test_every_model_in_every_layout_that_it_allows_shrinks_to_a_valid_run(
+    model: str, layout: str
+) -> None:
     words = [
         f"model={model}",
         f"parallel={layout}",
@@ -69,9 +75,19 @@ def test_every_model_in_every_layout_that_it_allows_shrinks_to_a_valid_run(model
     assert [p for p in check(alone(small)) if p.severity == "error"] == []
     for degree in ("tp", "pp", "vpp", "cp", "ep", "etp", "sequence_parallel"):
         assert getattr(small.parallel, degree) == getattr(full.parallel, degree)
-    kept = ("normalization", "activation", "add_bias_linear", "qk_layernorm", "tie_word_embeddings", "gated")
+    kept = (
+        "normalization",
+        "activation",
+        "add_bias_linear",
+        "qk_layernorm",
+        "tie_word_embeddings",
+        "gated",
+    )
     assert all(getattr(small.model, key) == getattr(full.model, key) for key in kept)
-    assert (small.model.moe is None, small.model.mla is None) == (full.model.moe is None, full.model.mla is None)
+    assert (small.model.moe is None, small.model.mla is None) == (
+        full.model.moe is None,
+        full.model.mla is None,
+    )
     assert parameters(small.model) < 5_000_000
     assert small.parallel.ranks is not None
     assert small.parallel.ranks <= 16
@@ -84,7 +100,16 @@ def test_at_least_half_of_the_models_allow_each_plain_layout() -> None:
         allowed = 0
         for model in models:
             try:
-                load([f"model={model}", f"parallel={layout}", "data=mock", "trainer.global_batch_size=64"], BIG, {})
+                load(
+                    [
+                        f"model={model}",
+                        f"parallel={layout}",
+                        "data=mock",
+                        "trainer.global_batch_size=64",
+                    ],
+                    BIG,
+                    {},
+                )
                 allowed += 1
             except ConfigError:
                 pass
@@ -100,8 +125,16 @@ def test_what_was_shrunk_is_told() -> None:
 
 ASKED = {
     "uneven sizes": ["parallel=pp2", "model.num_layers=7", "parallel.layers_per_stage=[4,3]"],
-    "a written layout": ["parallel=pp2vpp2", "model.num_layers=5", "parallel.pipeline_layout='Ett|tt|t|L'"],
-    "counted embedding": ["parallel=pp4", "model.num_layers=7", "parallel.account_for_loss_in_pipeline_split=true"],
+    "a written layout": [
+        "parallel=pp2vpp2",
+        "model.num_layers=5",
+        "parallel.pipeline_layout='Ett|tt|t|L'",
+    ],
+    "counted embedding": [
+        "parallel=pp4",
+        "model.num_layers=7",
+        "parallel.account_for_loss_in_pipeline_split=true",
+    ],
     "hierarchical context": [
         "parallel=cp4",
         "parallel.cp_comm_type=a2a+p2p",
@@ -136,15 +169,28 @@ def test_what_was_asked_for_stays_asked_for(name: str) -> None:
     assert all(value is not False for value in kept.values())
     if full.parallel.pipeline_layout or full.parallel.layers_per_stage:
         sizes = [[len(s.layers) for s in stages(run)] for run in (full, small)]
-        assert [n > min(sizes[0]) for n in sizes[0]] == [n > min(sizes[1]) for n in sizes[1]], "which stage is larger"
+        assert [n > min(sizes[0]) for n in sizes[0]] == [n > min(sizes[1]) for n in sizes[1]], (
+            "which stage is larger"
+        )
 
 
 READ: dict[str, dict[str, Any]] = {
     "a curriculum": {"blend": ["a", "b"], "blend_curriculum": [[0, [1.0, 0.0]], [5, [0.0, 1.0]]]},
-    "sizes and epochs": {"blend": ["a", "b"], "blend_sizes": [5, 6], "blend_max_epochs": [1.0, 2.0]},
-    "corpora of splits": {"path": "a", "validation_blend": ["b", "c"], "validation_weights": [1.0, 2.0]},
+    "sizes and epochs": {
+        "blend": ["a", "b"],
+        "blend_sizes": [5, 6],
+        "blend_max_epochs": [1.0, 2.0],
+    },
+    "corpora of splits": {
+        "path": "a",
+        "validation_blend": ["b", "c"],
+        "validation_weights": [1.0, 2.0],
+    },
     "Megatron's order": {"path": "a", "order": "megatron", "megatron_cache": "/nowhere"},
-    "fill in the middle": {"path": "a", "fim": {"rate": 0.5, "ids": [4001, 4002, 4003], "spm_rate": 0.1}},
+    "fill in the middle": {
+        "path": "a",
+        "fim": {"rate": 0.5, "ids": [4001, 4002, 4003], "spm_rate": 0.1},
+    },
     "packed": {"path": "a", "packed": True, "packed_multiple": 2},
 }
 
@@ -165,19 +211,39 @@ def test_every_recipe_shrinks_to_a_valid_run(recipe: str) -> None:
     small = shrink(full, steps=3)
     assert [p for p in check(small) if p.severity == "error"] == []
     assert [p for p in check(alone(small)) if p.severity == "error"] == []
-    groups = [run.parallel.microbatch_group_size_per_vp_stage == run.parallel.pp for run in (full, small)]
-    assert groups == [full.parallel.vpp > 1, small.parallel.vpp > 1], "as many micro-batches in turn as stages"
+    groups = [
+        run.parallel.microbatch_group_size_per_vp_stage == run.parallel.pp for run in (full, small)
+    ]
+    assert groups == [full.parallel.vpp > 1, small.parallel.vpp > 1], (
+        "as many micro-batches in turn as stages"
+    )
 
 
 @pytest.mark.parametrize(
     ("words", "group"),
     [
         (["parallel=pp8vpp2", "model.num_layers=16"], 4),
-        (["parallel=pp8vpp2", "model.num_layers=16", "parallel.microbatch_group_size_per_vp_stage=16"], 8),
-        (["parallel=tp2pp2vpp2", "model.num_layers=8", "parallel.microbatch_group_size_per_vp_stage=4"], None),
+        (
+            [
+                "parallel=pp8vpp2",
+                "model.num_layers=16",
+                "parallel.microbatch_group_size_per_vp_stage=16",
+            ],
+            8,
+        ),
+        (
+            [
+                "parallel=tp2pp2vpp2",
+                "model.num_layers=8",
+                "parallel.microbatch_group_size_per_vp_stage=4",
+            ],
+            None,
+        ),
     ],
 )
-def test_groups_of_micro_batches_follow_a_pipeline_that_is_halved(words: list[str], group: int | None) -> None:
+def test_groups_of_micro_batches_follow_a_pipeline_that_is_halved(
+    words: list[str], group: int | None
+) -> None:
     full = load([*words, *LONG], BIG, {}).run
     small = shrink(full, steps=3, max_ranks=full.parallel.model_ranks // 2 if group else 1)
     assert [p for p in check(small) if p.severity == "error"] == []
@@ -205,7 +271,9 @@ def test_a_layout_of_too_many_ranks_keeps_every_axis_and_says_which_were_halved(
         assert (f"parallel.{axis}: " in said) == (getattr(full.parallel, axis) != degree)
 
 
-@pytest.mark.parametrize("ramp", ["trainer.rampup_batch_size=[8,8,640]", "trainer.batch_size_schedule=[[8,99999]]"])
+@pytest.mark.parametrize(
+    "ramp", ["trainer.rampup_batch_size=[8,8,640]", "trainer.batch_size_schedule=[[8,99999]]"]
+)
 @pytest.mark.parametrize("layout", ["dp2", "pp2vpp2"])
 def test_a_run_that_grows_still_grows_when_it_is_shrunk(ramp: str, layout: str) -> None:
     words = [ramp, f"parallel={layout}", "data=mock", *LONG]
@@ -221,7 +289,9 @@ ZERO_BF16 = ["precision=bf16", "parallel.distributed_optimizer=true"]
 
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 @pytest.mark.parametrize(
-    "words", [["optim=adamw_bf16", *ZERO_BF16], ["optim=muon", "precision=bf16"], ["optim=adamw_offload"]], ids=str
+    "words",
+    [["optim=adamw_bf16", *ZERO_BF16], ["optim=muon", "precision=bf16"], ["optim=adamw_offload"]],
+    ids=str,
 )
 def test_every_optimizer_shrinks_to_what_can_be_compared(words: list[str], dtype: str) -> None:
     full = load([*words, "parallel=dp2", "data=mock", *LONG], BIG, {}).run
@@ -236,11 +306,17 @@ def test_every_optimizer_shrinks_to_what_can_be_compared(words: list[str], dtype
 def test_padding_of_the_vocabulary_is_kept(vocab: int, small: int) -> None:
     words = [f"model.vocab_size={vocab}", *LONG, "data=mock", "model.mask_padded_vocab=false"]
     shrunk = shrink(load(words, BIG, {}).run, steps=3).model
-    assert (shrunk.vocab_size, shrunk.padded_vocab_size, shrunk.mask_padded_vocab) == (small, 512, False)
+    assert (shrunk.vocab_size, shrunk.padded_vocab_size, shrunk.mask_padded_vocab) == (
+        small,
+        512,
+        False,
+    )
 
 
 def test_sequences_of_an_encoder_decoder_divide_by_a_degree_above_8() -> None:
-    full = load(["model=t5_11b", "parallel=tp16sp", "data=mock", "data.seq_length=1024"], BIG, {}).run
+    full = load(
+        ["model=t5_11b", "parallel=tp16sp", "data=mock", "data.seq_length=1024"], BIG, {}
+    ).run
     small = shrink(full, steps=3)
     assert (small.parallel.tp, small.parallel.sequence_parallel) == (16, True)
     assert [p for p in check(small) if p.severity == "error"] == []
@@ -248,10 +324,22 @@ def test_sequences_of_an_encoder_decoder_divide_by_a_degree_above_8() -> None:
 
 def test_triton_is_proven_itself_where_it_is_interpreted() -> None:
     machine = replace(BIG, triton=True, triton_interpreted=True)
-    words = ["kernels=triton", "parallel=tp2sp", "precision=fp8_tensorwise", "model.num_layers=4", "data=mock", *LONG]
+    words = [
+        "kernels=triton",
+        "parallel=tp2sp",
+        "precision=fp8_tensorwise",
+        "model.num_layers=4",
+        "data=mock",
+        *LONG,
+    ]
     full = load(words, machine, {}).run
-    portable, small = shrink(full, steps=3), shrink(full, steps=3, interpreted=True)
-    assert "triton" not in {portable.kernels.norm, portable.kernels.attention, portable.kernels.loss}
+    portable = shrink(full, steps=3)
+    small = shrink(full, steps=3, interpreted=True)
+    assert "triton" not in {
+        portable.kernels.norm,
+        portable.kernels.attention,
+        portable.kernels.loss,
+    }
     assert {small.kernels.norm, small.kernels.attention, small.kernels.loss} == {"triton"}
     assert small.kernels.linear == "reference"  # nothing is in 8 bits yet
     assert in_eight_bits(small, full, interpreted=True).kernels.linear == "triton"
@@ -261,16 +349,22 @@ def test_triton_is_proven_itself_where_it_is_interpreted() -> None:
 def test_sides_that_are_too_long_for_eigenbases_are_too_long_when_they_are_shrunk() -> None:
     words = "model=llama3_70b parallel=tp4pp4 cluster=h100 cluster.nodes=8 optim=soap"
     small = shrink(load(words.split()).run, steps=2)
-    how, sides = update_of(small), _sides(small)
+    how = update_of(small)
+    sides = _sides(small)
     assert isinstance(how, Rotated)
     within = {f"{name} {place}" for (name, place), length in sides.items() if length <= how.longest}
     assert within == {
-        "decoder.layers.self_attention.linear_proj.weight 0",  # hidden_size 8192; max_precond_dim is 10000
-        *("decoder.layers.self_attention.linear_qkv.weight 1", "decoder.layers.mlp.linear_fc1.weight 1"),
+        # hidden_size 8192; max_precond_dim is 10000
+        "decoder.layers.self_attention.linear_proj.weight 0",
+        *(
+            "decoder.layers.self_attention.linear_qkv.weight 1",
+            "decoder.layers.mlp.linear_fc1.weight 1",
+        ),
         "decoder.layers.mlp.linear_fc2.weight 0",
     }
     assert shrink(load(["optim=soap"]).run, steps=2).optim.soap.max_precond_dim == 10000
     words = "model=mixtral_8x7b parallel=ep4 cluster=h100 optim=soap data=mock"
-    small = shrink(load(words.split()).run, steps=2)  # its experts shrink to less than its hidden_size
+    # its experts shrink to less than its hidden_size
+    small = shrink(load(words.split()).run, steps=2)
     bases = [length <= small.optim.soap.max_precond_dim for length in _sides(small).values()]
     assert 2 * sum(bases) > len(bases)

@@ -1,4 +1,6 @@
-"""The time of muon's and of soap's update: products by hand, ranks that share them, and what is not a matrix."""
+"""The time of muon's and of soap's update: products by hand, ranks that share them, and what is not
+a matrix.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,9 @@ from mtrain.plan.time import step_time
 from mtrain.plan.weights import Matrix, matrices_of, shared_out
 
 BIG = Machine(cpu_cores=1 << 14, memory_bytes=1 << 60)
-LARGE = "model=llama3_70b cluster=h100x64 data=mock data.seq_length=4096 trainer.global_batch_size=256"
+LARGE = (
+    "model=llama3_70b cluster=h100x64 data=mock data.seq_length=4096 trainer.global_batch_size=256"
+)
 LARGE += " trainer.micro_batch_size=1"
 FREQUENCY = "optim.soap.precondition_frequency"
 
@@ -37,7 +41,10 @@ def muon_of(words: str, own: str = "") -> float:
 
 
 def test_products_take_what_their_operations_take_at_the_rate_of_large_ones() -> None:
-    h, up, down, keys = 8192, 2 * 28672, 28672, 1024
+    h = 8192
+    up = 2 * 28672
+    down = 28672
+    keys = 1024
 
     def of(short: int, long: int) -> int:
         return 5 * (4 * short**2 * long + 2 * short**3)
@@ -49,13 +56,20 @@ def test_products_take_what_their_operations_take_at_the_rate_of_large_ones() ->
 
 
 def test_data_parallel_ranks_share_matrices_and_tensor_parallel_ranks_do_not() -> None:
-    alone, shared = (muon_of(f"parallel=tp2pp8 parallel.distributed_optimizer={on}") for on in ("false", "true"))
+    alone, shared = (
+        muon_of(f"parallel=tp2pp8 parallel.distributed_optimizer={on}") for on in ("false", "true")
+    )
     assert 3.5 < alone / shared < 4.1, "four of them"
     halves = muon_of("parallel=tp2pp8 parallel.hsdp_replicas=2")
-    assert 1.7 < halves / shared < 2.1, "a replica has two of the four ranks, which share all matrices"
+    assert 1.7 < halves / shared < 2.1, (
+        "a replica has two of the four ranks, which share all matrices"
+    )
     two, eight = (muon_of(f"parallel=tp{tp}pp4") for tp in (2, 8))
     assert 3 < eight / two < 4.5, "as many layers, and a fourth of the data-parallel ranks"
-    whole, blocks = (muon_of("parallel=tp8pp4", f"optim.muon.tp_mode={mode}") for mode in ("duplicated", "blockwise"))
+    whole, blocks = (
+        muon_of("parallel=tp8pp4", f"optim.muon.tp_mode={mode}")
+        for mode in ("duplicated", "blockwise")
+    )
     assert whole > 4 * blocks
 
 
@@ -65,7 +79,9 @@ def test_steps_and_their_format_decide_the_time() -> None:
     assert muon_of("parallel=tp2pp8", "optim.muon.ns_dtype=fp32") > 5 * muon_of("parallel=tp2pp8")
     run = run_of(f"{LARGE} parallel=tp2pp8 optim=muon optim.muon.ns_dtype=fp32")
     bare = run.cluster.model_copy(update={"peak_tflops": {"bf16": 989.0}})
-    assert step_time(run.model_copy(update={"cluster": bare})).missing == ("cluster.peak_tflops.fp32",)
+    assert step_time(run.model_copy(update={"cluster": bare})).missing == (
+        "cluster.peak_tflops.fp32",
+    )
 
 
 def soap_of(words: str, own: str = "") -> float:
@@ -74,10 +90,18 @@ def soap_of(words: str, own: str = "") -> float:
 
 
 def test_rotations_take_what_their_operations_take_and_new_bases_their_share() -> None:
-    """In fp32: three turns and an average for each side of at most 10,000; the wider sides of MLPs have none."""
-    h, up, down, keys = 8192, 2 * 28672, 28672, 1024
+    """In fp32: three turns and an average for each side of at most 10,000; the wider sides of MLPs
+    have none.
+    """
+    h = 8192
+    up = 2 * 28672
+    down = 28672
+    keys = 1024
     layer = sum(
-        8 * r * c * n for r, c in ((h, h), (h + 2 * keys, h), (up, h), (h, down)) for n in (r, c) if n <= 10000
+        8 * r * c * n
+        for r, c in ((h, h), (h + 2 * keys, h), (up, h), (h, down))
+        for n in (r, c)
+        if n <= 10000
     )
     layout = "parallel=tp2pp8 parallel.distributed_optimizer=false"
     rarely, often = (soap_of(layout, f"{FREQUENCY}={n}") for n in (10**6, 5))
@@ -86,24 +110,35 @@ def test_rotations_take_what_their_operations_take_and_new_bases_their_share() -
     assert often > 1.05 * rarely
     assert soap_of(layout, "optim.soap.max_precond_dim=2000") < 0.2 * rarely
     shared = soap_of(
-        "parallel=tp2pp8 parallel.distributed_optimizer=true", "optim.soap.precondition_frequency=1000000"
+        "parallel=tp2pp8 parallel.distributed_optimizer=true",
+        "optim.soap.precondition_frequency=1000000",
     )
     assert 2 < rarely / shared < 4.1, "of four ranks, which send each other more than muon's"
 
 
 def test_tables_norms_and_other_optimizers_have_no_matrices() -> None:
-    run = run_of("model=llama3_8b cluster=h100x8 parallel=dp data=mock trainer.global_batch_size=8 optim=muon")
+    run = run_of(
+        "model=llama3_8b cluster=h100x8 parallel=dp data=mock trainer.global_batch_size=8"
+        " optim=muon"
+    )
     (held,) = held_stages(run)
     found = matrices_of(run, held)
     assert found == Counter(
         {
             Matrix((4096, 4096), ((4096, 4096),), expert=False, gathered=False): 32,
-            Matrix((6144, 4096), ((4096, 4096), (1024, 4096), (1024, 4096)), expert=False, gathered=False): 32,
+            Matrix(
+                (6144, 4096),
+                ((4096, 4096), (1024, 4096), (1024, 4096)),
+                expert=False,
+                gathered=False,
+            ): 32,
             Matrix((28672, 4096), ((28672, 4096),), expert=False, gathered=False): 32,
             Matrix((4096, 14336), ((4096, 14336),), expert=False, gathered=False): 32,
         }
     )
-    adamw = run_of("model=llama3_8b cluster=h100x8 parallel=dp data=mock trainer.global_batch_size=8")
+    adamw = run_of(
+        "model=llama3_8b cluster=h100x8 parallel=dp data=mock trainer.global_batch_size=8"
+    )
     assert not matrices_of(adamw, held)
 
 
@@ -112,7 +147,10 @@ def test_a_matrix_that_is_alone_is_not_shared() -> None:
     muon = OPTIMIZERS["muon"].whole_matrices
     assert muon is not None
     how = muon(run_of(f"{LARGE} parallel=tp2pp8 optim=muon"))
-    assert shared_out({large: 1, small: 3}, 4, how) == {frozenset({(large, 1)}), frozenset({(small, 1)})}
+    assert shared_out({large: 1, small: 3}, 4, how) == {
+        frozenset({(large, 1)}),
+        frozenset({(small, 1)}),
+    }
     assert shared_out({large: 5}, 4, how) == {frozenset({(large, 1)}), frozenset({(large, 2)})}
 
 
@@ -126,5 +164,7 @@ def test_a_plan_has_the_state_of_the_rank_that_keeps_the_most() -> None:
 
 def test_a_projection_with_a_bias_is_counted() -> None:
     words = "model=deepseek_tiny parallel=single model.moe=null data=mock"
-    with_biases, without = (run_of(f"{words} model.add_bias_linear={word}").model for word in ("true", "false"))
+    with_biases, without = (
+        run_of(f"{words} model.add_bias_linear={word}").model for word in ("true", "false")
+    )
     assert latent_attention(with_biases) - latent_attention(without) == with_biases.hidden_size

@@ -1,4 +1,6 @@
-"""What a step's time is made of: which products have weights, which weights travel and are updated, and by what."""
+"""What a step's time is made of: which products have weights, which weights travel and are updated,
+and by what.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,10 @@ from mtrain.plan.time.work import Linear, work_of
 from mtrain.plan.tune.costs import Costs
 
 BIG = Machine(cpu_cores=1 << 14, memory_bytes=1 << 60)
-SMALL = "model=llama32_1b cluster=h100x8 parallel=dp data=mock data.seq_length=4096 trainer.global_batch_size=16"
+SMALL = (
+    "model=llama32_1b cluster=h100x8 parallel=dp data=mock data.seq_length=4096"
+    " trainer.global_batch_size=16"
+)
 
 
 @cache
@@ -40,7 +45,9 @@ def test_a_frozen_weight_has_no_gradient_and_a_product_of_activations_two() -> N
         return kernels.linear_back(one)
 
     assert seconds("activations", 4096) == pytest.approx(2 * seconds("frozen", 4096))
-    assert seconds("weights", 4096) == seconds("activations", 4096), "sums in fp32 hide behind the product"
+    assert seconds("weights", 4096) == seconds("activations", 4096), (
+        "sums in fp32 hide behind the product"
+    )
     assert seconds("weights", 64) > 1.2 * seconds("activations", 64), "of few rows they do not"
 
 
@@ -48,11 +55,13 @@ def test_sums_of_gradients_move_what_their_format_has() -> None:
     """Of few rows, a product that adds up a gradient waits for memory."""
     few = SMALL.replace("4096", "64")
     wide, half = (
-        step_time(run_of(f"{few} precision.grad_reduce_in_fp32={on}")).parts["gemm"] for on in ("true", "false")
+        step_time(run_of(f"{few} precision.grad_reduce_in_fp32={on}")).parts["gemm"]
+        for on in ("true", "false")
     )
     assert 1.05 < wide / half < 2
     wide, half = (
-        step_time(run_of(f"{SMALL} precision.grad_reduce_in_fp32={on}")).parts["gemm"] for on in ("true", "false")
+        step_time(run_of(f"{SMALL} precision.grad_reduce_in_fp32={on}")).parts["gemm"]
+        for on in ("true", "false")
     )
     assert wide / half == pytest.approx(1, abs=0.01), "of many rows it does not"
 
@@ -76,9 +85,14 @@ def test_the_weights_that_are_updated_are_those_that_the_memory_counts(words: st
 
 
 def test_stages_with_other_layers_of_linear_attention_are_of_other_kinds() -> None:
-    words = "model=qwen3_next_80b_a3b cluster=h100x64 data=mock data.seq_length=4096 trainer.global_batch_size=256"
+    words = (
+        "model=qwen3_next_80b_a3b cluster=h100x64 data=mock data.seq_length=4096"
+        " trainer.global_batch_size=256"
+    )
     words += " trainer.micro_batch_size=1"
-    whole, cut = (step_work(run_of(f"{words} parallel={layout}")) for layout in ("pp8ep8", "pp8vpp6ep8"))
+    whole, cut = (
+        step_work(run_of(f"{words} parallel={layout}")) for layout in ("pp8ep8", "pp8vpp6ep8")
+    )
     attended = [sum(sum(stage.attends.values()) for stage in work.stages) for work in (whole, cut)]
     assert attended == [12, 12], "each fourth of 48 layers"
 
@@ -93,18 +107,27 @@ def parts_of(words: str) -> dict[str, float]:
     return dict(step_time(run_of(words)).parts)
 
 
-def test_gradients_that_all_ranks_add_up_are_sent_twice_as_often_as_those_that_are_sharded() -> None:
+def test_gradients_that_all_ranks_add_up_are_sent_twice_as_often_as_those_that_are_sharded() -> (
+    None
+):
     words = f"{SMALL} parallel.overlap_grad_reduce=false parallel.distributed_optimizer="
     sharded, whole = (parts_of(f"{words}{on}")["dp"] for on in ("true", "false"))
-    assert whole / sharded == pytest.approx((2 * 4) / (2 + 4), rel=0.01), "twice fp32, or bf16 and fp32"
+    assert whole / sharded == pytest.approx((2 * 4) / (2 + 4), rel=0.01), (
+        "twice fp32, or bf16 and fp32"
+    )
 
 
-FSDP = "model=llama32_1b cluster=h100 cluster.nodes=2 data=mock data.seq_length=4096 trainer.global_batch_size=64"
+FSDP = (
+    "model=llama32_1b cluster=h100 cluster.nodes=2 data=mock data.seq_length=4096"
+    " trainer.global_batch_size=64"
+)
 FSDP += " trainer.micro_batch_size=1 parallel=dp parallel.distributed_optimizer=false"
 
 
 def test_a_copy_in_each_domain_gathers_on_its_fast_links() -> None:
-    words = f"{FSDP.replace('nodes=2', 'nodes=16').replace('size=64', 'size=128')} parallel.fsdp=fsdp2"
+    words = (
+        f"{FSDP.replace('nodes=2', 'nodes=16').replace('size=64', 'size=128')} parallel.fsdp=fsdp2"
+    )
     one, many = (parts_of(f"{words} parallel.hsdp_replicas={n}") for n in (1, 16))
     assert many["dp"] < one["dp"]
     assert many["optimizer"] == pytest.approx(16 * one["optimizer"], rel=0.01)
@@ -119,15 +142,21 @@ def test_weights_that_fsdp_leaves_whole_are_gathered_once_a_step() -> None:
 
 
 def test_a_plan_and_a_search_count_an_optimizer_in_host_memory_alike() -> None:
-    words = "model=llama3_8b cluster=h100x8 parallel=tp2 data=mock data.seq_length=4096 trainer.global_batch_size=64"
-    here, there = run_of(words), run_of(f"{words} optim.cpu_offload=1.0")
+    words = (
+        "model=llama3_8b cluster=h100x8 parallel=tp2 data=mock data.seq_length=4096"
+        " trainer.global_batch_size=64"
+    )
+    here = run_of(words)
+    there = run_of(f"{words} optim.cpu_offload=1.0")
     step = step_time(there)
     assert step_time(here).parts["offload"] == 0
     assert step.parts["offload"] > 10 * step.parts["optimizer"]
     assert step.seconds == pytest.approx(step_time(here).seconds + step.parts["offload"])
     assert Costs(there).seconds(there) == pytest.approx(step.seconds, rel=0.01)
     bare = there.cluster.model_copy(update={"host_link_gbps": None})
-    assert step_time(there.model_copy(update={"cluster": bare})).missing == ("cluster.host_link_gbps",)
+    assert step_time(there.model_copy(update={"cluster": bare})).missing == (
+        "cluster.host_link_gbps",
+    )
 
 
 def test_frozen_weights_are_not_updated_in_host_memory() -> None:
@@ -146,9 +175,14 @@ def test_the_mfu_of_adapters_is_of_the_operations_that_the_page_says() -> None:
 
 
 def test_a_scan_is_a_few_launches_however_many_chunks_it_has() -> None:
-    words = "model=nemotron_nano_9b_v2 cluster=h100x8 parallel=tp4 data=mock trainer.global_batch_size=8"
+    words = (
+        "model=nemotron_nano_9b_v2 cluster=h100x8 parallel=tp4 data=mock"
+        " trainer.global_batch_size=8"
+    )
     words += " trainer.micro_batch_size=1 data.seq_length="
-    short, long = (step_work(run_of(f"{words}{length}")).stages[0].operations for length in (4096, 16384))
+    short, long = (
+        step_work(run_of(f"{words}{length}")).stages[0].operations for length in (4096, 16384)
+    )
     assert short == long
 
 
@@ -158,7 +192,10 @@ def test_a_short_inner_dimension_costs_faster_multiprocessors_more() -> None:
     def lost(cluster: str) -> float:
         device = device_of(run_of(SMALL.replace("h100x8", cluster)).cluster)
         kernels = Kernels(device, shipped(), "bf16", "bf16", "bf16", 2)
-        short, long = (Linear(Product(1 << 15, 1 << 13, k), low=False, grouped=False) for k in (1 << 9, 1 << 13))
+        short, long = (
+            Linear(Product(1 << 15, 1 << 13, k), low=False, grouped=False)
+            for k in (1 << 9, 1 << 13)
+        )
         return 16 * kernels.linear(short) / kernels.linear(long)
 
     assert 1.1 < lost("h100") < lost("b200") - 0.1
@@ -177,20 +214,29 @@ def test_what_was_measured_of_large_products_is_what_they_reach() -> None:
 
 def test_a_tensor_travels_behind_its_own_product_and_no_other() -> None:
     run = run_of(
-        "model=llama32_1b cluster=h100x8 parallel=tp8 data=mock data.seq_length=4096 trainer.global_batch_size=16"
+        "model=llama32_1b cluster=h100x8 parallel=tp8 data=mock data.seq_length=4096"
+        " trainer.global_batch_size=16"
     )
-    work, device = step_work(run), device_of(run.cluster)
+    work = step_work(run)
+    device = device_of(run.cluster)
     shown, hidden = (
-        priced(work, device, replace(shipped(), overlapped={**shipped().overlapped, "tp": share})).parts
+        priced(
+            work, device, replace(shipped(), overlapped={**shipped().overlapped, "tp": share})
+        ).parts
         for share in (0.0, 1.0)
     )
     assert 0 < shown["tp"] - hidden["tp"] < hidden["gemm"]
-    assert hidden["tp"] > 0.1 * shown["tp"], "on eight ranks, products are shorter than what they send"
+    assert hidden["tp"] > 0.1 * shown["tp"], (
+        "on eight ranks, products are shorter than what they send"
+    )
 
 
 @pytest.mark.parametrize("words", ["", " model.mtp_num_layers=1 model.mtp_loss_scaling_factor=0.3"])
 def test_a_search_has_each_layer_by_itself(words: str) -> None:
-    base = "model=deepseek_v2_lite model.num_layers=8 model.moe.first_dense_layers=2 parallel.ep=2 cluster=h100x8"
+    base = (
+        "model=deepseek_v2_lite model.num_layers=8 model.moe.first_dense_layers=2 parallel.ep=2"
+        " cluster=h100x8"
+    )
     run = run_of(f"{base} data=mock data.seq_length=4096 trainer.global_batch_size=64{words}")
     layers = np.diff(Costs(run).pieces(run).layers, axis=0)
     assert len(layers) == 8
@@ -200,8 +246,14 @@ def test_a_search_has_each_layer_by_itself(words: str) -> None:
 
 
 def test_layers_that_stay_in_bf16_take_its_time() -> None:
-    words = "model=llama3_8b cluster=h100x8 data=mock data.seq_length=4096 trainer.global_batch_size=64 parallel.tp=1"
-    some = "precision=fp8_blockwise precision.num_layers_at_start_in_bf16=16 precision.num_layers_at_end_in_bf16="
+    words = (
+        "model=llama3_8b cluster=h100x8 data=mock data.seq_length=4096 trainer.global_batch_size=64"
+        " parallel.tp=1"
+    )
+    some = (
+        "precision=fp8_blockwise precision.num_layers_at_start_in_bf16=16"
+        " precision.num_layers_at_end_in_bf16="
+    )
     low, less, none, wide = (
         step_time(run_of(f"{words} {said}")).seconds
         for said in ("precision=fp8_blockwise", f"{some}1", f"{some}15", "precision=bf16")
@@ -210,7 +262,10 @@ def test_layers_that_stay_in_bf16_take_its_time() -> None:
 
 
 def test_a_host_and_an_expert_without_a_row_have_no_whole_tiles() -> None:
-    cpu = "cluster=cpu data=mock cluster.peak_tflops.fp32=0.05 cluster.memory_gbps=8 cluster.operation_us=10"
+    cpu = (
+        "cluster=cpu data=mock cluster.peak_tflops.fp32=0.05 cluster.memory_gbps=8"
+        " cluster.operation_us=10"
+    )
     run = run_of(f"{cpu} parallel=single")
     kernels = Kernels(device_of(run.cluster), reached_by(run.cluster), "fp32", "fp32", "fp32", 4)
 
@@ -221,5 +276,11 @@ def test_a_host_and_an_expert_without_a_row_have_no_whole_tiles() -> None:
         return kernels.linear(one)
 
     assert seconds(129) == pytest.approx(seconds(127) * 129 / 127, rel=0.01)
-    few = "model=mixtral_tiny model.moe.num_experts=64 data.seq_length=8 trainer.global_batch_size=1 data=mock"
-    assert step_time(run_of(f"{few} parallel=single cluster=h100 cluster.devices_per_node=1")).seconds > 0
+    few = (
+        "model=mixtral_tiny model.moe.num_experts=64 data.seq_length=8 trainer.global_batch_size=1"
+        " data=mock"
+    )
+    assert (
+        step_time(run_of(f"{few} parallel=single cluster=h100 cluster.devices_per_node=1")).seconds
+        > 0
+    )

@@ -1,4 +1,6 @@
-"""Who wins where several set one key, for every pair of layers, and the line that is named is the one that set it."""
+"""Who wins where several set one key, for every pair of layers, and the line that is named is the
+one that set it.
+"""
 
 from __future__ import annotations
 
@@ -15,15 +17,25 @@ from mtrain.config.compose import compose
 from mtrain.config.dump import run_yaml
 from tests.support.covering import some
 
-VALUES = {"default": 0.11, "recipe": 0.12, "command": 0.13, "base": 0.01, "recipe value": 0.5, "command value": 0.6}
-"""What each layer sets optim.lr to; a base that a file stands on sets it a little lower than the file does."""
+VALUES = {
+    "default": 0.11,
+    "recipe": 0.12,
+    "command": 0.13,
+    "base": 0.01,
+    "recipe value": 0.5,
+    "command value": 0.6,
+}
+"""What each layer sets optim.lr to; a base that a file stands on sets it a little lower than the
+file does.
+"""
 KINDS = ("plain", "own", "nested", "both")
 """A group file that does not set the key; sets it; stands on one that does; and both."""
 
 
 def _files(folder: Path, chooser: str) -> None:
     """The four kinds of file for one chooser, with the key on a line of its own in each."""
-    own, base = VALUES[chooser], VALUES[chooser] - VALUES["base"]
+    own = VALUES[chooser]
+    base = VALUES[chooser] - VALUES["base"]
     nested = f"defaults:\n  - base_{chooser}\n  - _self_\n"
     texts = {
         f"base_{chooser}": f"# a base\n\nname: adamw\n\nlr: {base:.2f}\n",
@@ -74,35 +86,50 @@ def _expected(chosen: tuple[str, str], recipe: Path | None, command: bool) -> tu
 def test_of_every_pair_of_layers_the_higher_one_wins_and_its_line_is_named(
     kind: str, conf: Path, tmp_path: Path
 ) -> None:
-    """Lowest first: schema, what a group file stands on, the file itself, a recipe's values, the command line's.
+    """Lowest first: schema, what a group file stands on, the file itself, a recipe's values, the
+    command line's.
 
-    Which group file that is, the command line says before a recipe, and a recipe before `config.yaml`. A choice on
-    the command line takes the place of all that a recipe says of its group.
+    Which group file that is, the command line says before a recipe, and a recipe before
+    `config.yaml`. A choice on the command line takes the place of all that a recipe says of its
+    group.
     """
     _default(conf, kind)
-    for in_recipe, on_command in itertools.product((None, "plain", "own", "both"), (None, "plain", "own", "nested")):
+    for in_recipe, on_command in itertools.product(
+        (None, "plain", "own", "both"), (None, "plain", "own", "nested")
+    ):
         for recipe_value, command_value in itertools.product((False, True), repeat=2):
             recipe = tmp_path / "mine.yaml"
-            choice = (
-                f"  - override /optim: {in_recipe}_recipe\n" if in_recipe else "  - override /model: llama_tiny\n"
-            )
-            value = f"optim:\n\n  lr: {VALUES['recipe value']}\n" if recipe_value else "trainer:\n  seed: 1\n"
+            if in_recipe:
+                choice = f"  - override /optim: {in_recipe}_recipe\n"
+            else:
+                choice = "  - override /model: llama_tiny\n"
+            if recipe_value:
+                value = f"optim:\n\n  lr: {VALUES['recipe value']}\n"
+            else:
+                value = "trainer:\n  seed: 1\n"
             recipe.write_text(f"defaults:\n{choice}{value}")
             words = [f"recipe={recipe}"]
             words += [f"optim={on_command}_command"] if on_command else []
             words += [f"optim.lr={VALUES['command value']}"] if command_value else []
-            chosen = (
-                ("command", on_command) if on_command else ("recipe", in_recipe) if in_recipe else ("default", kind)
-            )
+            if on_command:
+                chosen = ("command", on_command)
+            else:
+                if in_recipe:
+                    chosen = ("recipe", in_recipe)
+                else:
+                    chosen = ("default", kind)
             composed = compose(words)
             found = composed.run.optim.lr, composed.origins["optim.lr"]
-            holds = recipe if recipe_value and not on_command else None  # a choice on the command line replaces it
+            # a choice on the command line replaces it
+            holds = recipe if recipe_value and not on_command else None
             assert found == _expected(chosen, holds, command_value), words
             replaced = bool(on_command) and recipe_value and not command_value
             assert [w.path for w in composed.warnings] == (["optim"] if replaced else []), words
 
 
-def test_over_a_run_file_lie_choices_that_replace_a_group_and_values(conf: Path, tmp_path: Path) -> None:
+def test_over_a_run_file_lie_choices_that_replace_a_group_and_values(
+    conf: Path, tmp_path: Path
+) -> None:
     file = tmp_path / "run.yaml"
     file.write_text(run_yaml(compose(["optim.lr=0.3"]).run))
     line = next(n for n, row in enumerate(file.read_text().splitlines(), 1) if row == "  lr: 0.3")
@@ -110,7 +137,9 @@ def test_over_a_run_file_lie_choices_that_replace_a_group_and_values(conf: Path,
         words = [f"run={file}"] + ([f"optim={kind}_command"] if kind else [])
         words += [f"optim.lr={VALUES['command value']}"] if command_value else []
         composed = compose(words)
-        expected = _expected(("command", kind), None, command_value) if kind else (0.3, f"{file}:{line}")
+        expected = (
+            _expected(("command", kind), None, command_value) if kind else (0.3, f"{file}:{line}")
+        )
         if kind is None and command_value:
             expected = VALUES["command value"], "command line"
         assert (composed.run.optim.lr, composed.origins["optim.lr"]) == expected, words
@@ -156,9 +185,12 @@ def test_the_line_of_a_key_is_right_in_any_style(text: str, line: int, tmp_path:
 
 
 def test_every_line_that_show_names_says_the_value_that_it_names() -> None:
-    """Of every key of every shared recipe that a file set, the file has the key's last word on that line."""
+    """Of every key of every shared recipe that a file set, the file has the key's last word on that
+    line.
+    """
     shared = [
-        p.relative_to(paths.recipes_dir()).with_suffix("").as_posix() for p in paths.recipes_dir().rglob("*.yaml")
+        p.relative_to(paths.recipes_dir()).with_suffix("").as_posix()
+        for p in paths.recipes_dir().rglob("*.yaml")
     ]
     texts: dict[str, list[str]] = {}
     seen = 0
@@ -168,10 +200,16 @@ def test_every_line_that_show_names_says_the_value_that_it_names() -> None:
             file, _, number = origin.rpartition(":")
             if not number.isdigit():
                 continue
-            root = paths.conf_dir().parent if file.startswith("conf/") else paths.recipes_dir().parent
+            root = (
+                paths.conf_dir().parent if file.startswith("conf/") else paths.recipes_dir().parent
+            )
             lines = texts.setdefault(file, (root / file).read_text().splitlines())
             said = lines[int(number) - 1]
             word = key.rpartition(".")[2]
-            assert f"{word}:" in said or ("parallel" in said and key.startswith("parallel.")), (key, origin, said)
+            assert f"{word}:" in said or ("parallel" in said and key.startswith("parallel.")), (
+                key,
+                origin,
+                said,
+            )
             seen += 1
     assert seen > 20 * len(shared)

@@ -21,7 +21,10 @@ from mtrain.data.indexed import IndexedWriter
 from tests.support.chats import chats_file, folder_of, turns
 from tests.support.configs import LAPTOP
 
-SMALL = "model.num_layers=2 model.vocab_size=400 data.seq_length=96 trainer.eval_iters=0 trainer.eval_interval=0"
+SMALL = (
+    "model.num_layers=2 model.vocab_size=400 data.seq_length=96 trainer.eval_iters=0"
+    " trainer.eval_interval=0"
+)
 EVIL = "<script>alert(1)</script>\x1b[31m\"'&amp;"
 
 
@@ -36,8 +39,14 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def shown(capsys: pytest.CaptureFixture[str], home: Path, *words: str) -> str:
-    named = [f"data.tokenizer={home}/tokenizer.json"] if any(w.startswith("data=sft") for w in words) else []
-    assert main(["data", "preview", *SMALL.split(), f"data.cache_dir={home}/cache", *named, *words]) == 0
+    if any(w.startswith("data=sft") for w in words):
+        named = [f"data.tokenizer={home}/tokenizer.json"]
+    else:
+        named = []
+    assert (
+        main(["data", "preview", *SMALL.split(), f"data.cache_dir={home}/cache", *named, *words])
+        == 0
+    )
     return capsys.readouterr().out
 
 
@@ -59,12 +68,20 @@ def test_tokens_positions_and_loss_of_chats_are_those_of_the_samples(
     assert "loss  2|<|im_end|>" in page
     assert "loss  5|<|im_end|>" in page
     assert "\x1b" not in page
-    weights = samples(capsys, home, *chats, "samples=1", "trainer.loss_average=sample")[0]["documents"][0]
+    weights = samples(capsys, home, *chats, "samples=1", "trainer.loss_average=sample")[0][
+        "documents"
+    ][0]
     assert sum(token["weight"] for token in weights) == pytest.approx(1.0)
 
 
 def test_both_answers_of_a_pair_are_shown(capsys: pytest.CaptureFixture[str], home: Path) -> None:
-    words = ("data=sft", "data.kind=preference", f"data.path={home}/pairs.jsonl", "data.split=[1,0,0]", "samples=1")
+    words = (
+        "data=sft",
+        "data.kind=preference",
+        f"data.path={home}/pairs.jsonl",
+        "data.split=[1,0,0]",
+        "samples=1",
+    )
     page = shown(capsys, home, *words)
     assert "sample 0 of train, chosen" in page
     assert "sample 0 of train, rejected" in page
@@ -93,12 +110,21 @@ def test_in_megatron_s_order_the_samples_are_those_of_a_run_of_as_many_steps(
 ) -> None:
     with IndexedWriter(home / "tokens", np.dtype("<u2")) as writer:
         writer.add(np.random.default_rng(0).integers(0, 400, 4000), np.full(40, 100))
-    words = ["data=indexed", f"data.path={home}/tokens", "data.split=[1,0,0]", "data.order=megatron"]
+    words = [
+        "data=indexed",
+        f"data.path={home}/tokens",
+        "data.split=[1,0,0]",
+        "data.order=megatron",
+    ]
     found = samples(capsys, home, *words, "samples=2")
     run = load([*SMALL.split(), *words], LAPTOP, {}).run
     assert asked(run)[0] > 3 * 4000 // 96, "of several epochs"
-    train = open_splits(run.data, 400, run.trainer.seed, prepare(run.data), ("train",), asked(run)).train
-    assert [[t["id"] for t in row["documents"][0]] for row in found] == train.batch(np.arange(2)).tolist()
+    train = open_splits(
+        run.data, 400, run.trainer.seed, prepare(run.data), ("train",), asked(run)
+    ).train
+    assert [[t["id"] for t in row["documents"][0]] for row in found] == train.batch(
+        np.arange(2)
+    ).tolist()
 
 
 class Page(HTMLParser):
@@ -106,7 +132,8 @@ class Page(HTMLParser):
 
     def __init__(self, page: str) -> None:
         super().__init__()
-        self.kinds, self.words = set[str](), list[str]()
+        self.kinds = set[str]()
+        self.words = list[str]()
         self.feed(page)
 
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
@@ -120,11 +147,30 @@ class Page(HTMLParser):
 def test_the_page_is_one_file_in_which_nothing_of_a_chat_is_markup(
     capsys: pytest.CaptureFixture[str], home: Path, tmp_path: Path
 ) -> None:
-    words = ("data=sft", f"data.path={home}/chats.jsonl", "data.split=[1,0,0]", "--html", str(tmp_path / "page.html"))
+    words = (
+        "data=sft",
+        f"data.path={home}/chats.jsonl",
+        "data.split=[1,0,0]",
+        "--html",
+        str(tmp_path / "page.html"),
+    )
     assert "3 samples: " in shown(capsys, home, *words)
     text = (tmp_path / "page.html").read_text()
     page = Page(text)
-    assert page.kinds <= {"html", "head", "meta", "title", "style", "body", "h1", "h2", "p", "span", "div", "br"}
+    assert page.kinds <= {
+        "html",
+        "head",
+        "meta",
+        "title",
+        "style",
+        "body",
+        "h1",
+        "h2",
+        "p",
+        "span",
+        "div",
+        "br",
+    }
     assert "alert" in "".join(page.words)
     assert "\x1b" not in text
     assert "default-src 'none'" in text
@@ -139,10 +185,13 @@ def test_positions_stand_in_the_margin_of_the_page_and_not_in_the_text(
     words = ("data=sft", f"data.path={file}", "data.split=[1,0,0]", "samples=1")
     shown(capsys, home, *words, "--html", str(tmp_path / "page.html"))
     rows = re.findall(
-        r'<div class="row"><span class="n" aria-hidden="true">(\d+)</span><span class="text">(.*?)</span></div>',
+        r'<div class="row"><span class="n" aria-hidden="true">(\d+)</span><span'
+        r' class="text">(.*?)</span></div>',
         (tmp_path / "page.html").read_text(),
     )
-    text = "".join(unescape(re.sub("<[^>]*>", "", inside)) for _, inside in rows if "of padding" not in inside)
+    text = "".join(
+        unescape(re.sub("<[^>]*>", "", inside)) for _, inside in rows if "of padding" not in inside
+    )
     assert said.replace("\n", "\\n").strip() in text
     tokens = samples(capsys, home, *words)[0]["documents"][0]
     firsts = [int(position) for position, _ in rows]

@@ -1,4 +1,6 @@
-"""`recipe import --capture`: the user's own script runs, what starts training is recorded, no more."""
+"""`recipe import --capture`: the user's own script runs, what starts training is
+recorded, no more.
+"""
 
 from __future__ import annotations
 
@@ -16,18 +18,24 @@ from mtrain.errors import ConfigError
 from tests.support.patience import patient
 
 ROOT = Path(__file__).resolve().parents[2]
-MODEL = "--num-layers 4 --hidden-size 128 --num-attention-heads 8 --seq-length 64 --vocab-size 512 --train-iters 5"
+MODEL = (
+    "--num-layers 4 --hidden-size 128 --num-attention-heads 8 --seq-length 64 --vocab-size 512"
+    " --train-iters 5"
+)
 SECRET = "c4n4ry-of-the-environment"
 
 
-def test_a_script_is_run_and_its_recipe_holds_what_bash_passes_and_no_secret(tmp_path: Path) -> None:
+def test_a_script_is_run_and_its_recipe_holds_what_bash_passes_and_no_secret(
+    tmp_path: Path,
+) -> None:
     (tmp_path / "blend.py").write_text("print('0.7 /d/a 0.3 /d/b')\n")
     (tmp_path / "train.sh").write_text(
-        'echo "started" > ran.txt\nTP=1; ((TP*=2))\nfor i in 0 1 2 3; do F+=$((i > 0)),; done\n'
-        f"MODEL=({MODEL} --num-experts 4 --lr 1e-3 --global-batch-size 8 --micro-batch-size 1)\n"
-        'MODEL+=(--moe-layer-freq "[${F%,}]" --tensor-model-parallel-size $TP --wandb-exp-name "$HF_TOKEN")\n'
-        "for rank in 0 1; do\n  /no/such/place/bin/torchrun --nnodes 2 --node_rank $rank --nproc-per-node 8 "
-        'pretrain_gpt.py "${MODEL[@]}" --data-path $(python3 blend.py) "$@" &\ndone\nwait\n'
+        'echo "started" > ran.txt\nTP=1; ((TP*=2))\nfor i in 0 1 2 3; do F+=$((i > 0)),;'
+        f" done\nMODEL=({MODEL} --num-experts 4 --lr 1e-3 --global-batch-size 8 --micro-batch-size"
+        ' 1)\nMODEL+=(--moe-layer-freq "[${F%,}]" --tensor-model-parallel-size $TP'
+        ' --wandb-exp-name "$HF_TOKEN")\nfor rank in 0 1; do\n  /no/such/place/bin/torchrun'
+        ' --nnodes 2 --node_rank $rank --nproc-per-node 8 pretrain_gpt.py "${MODEL[@]}"'
+        ' --data-path $(python3 blend.py) "$@" &\ndone\nwait\n'
     )
     before = (tmp_path / "train.sh").read_bytes()
     words = "recipe import --capture -o my.yaml -- bash train.sh --seed 7"
@@ -43,10 +51,21 @@ def test_a_script_is_run_and_its_recipe_holds_what_bash_passes_and_no_secret(tmp
     assert done.returncode == 0, done.stderr
     assert done.stderr.startswith("runs `bash train.sh --seed 7`: all that it does is done")
     text = (tmp_path / "my.yaml").read_text()
-    for line in ("first_dense_layers: 1", "blend: [/d/a, /d/b]", "seed: 7", "title: train with tp2 dp8", "nodes: 2"):
+    for line in (
+        "first_dense_layers: 1",
+        "blend: [/d/a, /d/b]",
+        "seed: 7",
+        "title: train with tp2 dp8",
+        "nodes: 2",
+    ):
         assert line in text, line
     assert SECRET not in text + done.stdout + done.stderr
-    assert {path.name for path in tmp_path.iterdir()} == {"train.sh", "blend.py", "ran.txt", "my.yaml"}
+    assert {path.name for path in tmp_path.iterdir()} == {
+        "train.sh",
+        "blend.py",
+        "ran.txt",
+        "my.yaml",
+    }
     assert (tmp_path / "train.sh").read_bytes() == before
 
 
@@ -54,23 +73,52 @@ def test_a_script_is_run_and_its_recipe_holds_what_bash_passes_and_no_secret(tmp
     "text",
     [
         f"exec python3 -m torch.distributed.launch --nproc_per_node 8 pretrain_gpt.py {MODEL}\n",
-        f"sbatch <<'EOF'\n#!/bin/bash\n#SBATCH -N 1 --gres=gpu:8\nsrun python pretrain_gpt.py {MODEL}\nEOF\n",
-        f"M='{MODEL}'\nexport M\nsrun -N1 --ntasks-per-node=8 bash -c 'python -u pretrain_gpt.py $M'\n",
+        (
+            "sbatch <<'EOF'\n#!/bin/bash\n#SBATCH -N 1 --gres=gpu:8\nsrun python pretrain_gpt.py"
+            f" {MODEL}\nEOF\n"
+        ),
+        (
+            f"M='{MODEL}'\nexport M\nsrun -N1 --ntasks-per-node=8 bash -c 'python -u"
+            " pretrain_gpt.py $M'\n"
+        ),
         f"PATH=/usr/bin:/bin\nmpirun -np 8 python pretrain_gpt.py {MODEL}\n",
-        f"nohup env X=1 {sys.executable} -m torch.distributed.run --nproc-per-node 8 pretrain_gpt.py {MODEL}\n",
+        (
+            f"nohup env X=1 {sys.executable} -m torch.distributed.run --nproc-per-node 8"
+            f" pretrain_gpt.py {MODEL}\n"
+        ),
         f"deepspeed --num_gpus 8 pretrain_gpt.py {MODEL} & wait\n",
         f'ssh node0 "cd /x && torchrun --nproc-per-node 8 pretrain_gpt.py {MODEL}"\n',
-        f"ray start --head\nray job submit -- torchrun --nproc-per-node 8 pretrain_gpt.py {MODEL}\nray stop\n",
+        (
+            "ray start --head\nray job submit -- torchrun --nproc-per-node 8 pretrain_gpt.py"
+            f" {MODEL}\nray stop\n"
+        ),
         f"mpiexec -n 8 python3 pretrain_gpt.py {MODEL}\n",
         f"accelerate launch --num_processes 8 pretrain_gpt.py {MODEL}\n",
     ],
-    ids=["exec", "sbatch", "srun", "mpirun", "interpreter", "deepspeed", "ssh", "ray", "mpiexec", "accelerate"],
+    ids=[
+        "exec",
+        "sbatch",
+        "srun",
+        "mpirun",
+        "interpreter",
+        "deepspeed",
+        "ssh",
+        "ray",
+        "mpiexec",
+        "accelerate",
+    ],
 )
-def test_each_way_to_start_training_is_recorded(text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_each_way_to_start_training_is_recorded(
+    text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "t.sh").write_text(text)
     found = capture(["bash", "t.sh"], ())
-    assert (found.run.model.hidden_size, found.run.cluster.devices_per_node, found.open) == (128, 8, {})
+    assert (found.run.model.hidden_size, found.run.cluster.devices_per_node, found.open) == (
+        128,
+        8,
+        {},
+    )
 
 
 @pytest.mark.parametrize(
@@ -80,15 +128,24 @@ def test_each_way_to_start_training_is_recorded(text: str, tmp_path: Path, monke
         "PYTHONPATH=/opt/Megatron-LM:$PYTHONPATH $VENV/bin/python RUN\n",
         'PYTHONPATH=/opt/Megatron-LM nohup "$VENV/bin/python" RUN &\nwait\n',
         "PYTHONPATH=/a PATH=venv/bin:$PATH exec python RUN\n",
-        "set -eu\nunset PYTHONPATH\nf() { export PATH=venv/bin:/usr/bin:/bin; exec python RUN; }\nf\n",
+        (
+            "set -eu\nunset PYTHONPATH\nf() { export PATH=venv/bin:/usr/bin:/bin; exec python RUN;"
+            " }\nf\n"
+        ),
         "export PYTHONPATH=/a PATH=venv/bin:$PATH\nexec python3.11 RUN\n",
-        "#!/bin/sh\nexport PATH=venv/bin:$PATH\nPYTHONPATH=/a\nexport PYTHONPATH\nexec python RUN\n",
+        (
+            "#!/bin/sh\nexport PATH=venv/bin:$PATH\nPYTHONPATH=/a\nexport PYTHONPATH\nexec python"
+            " RUN\n"
+        ),
         "env -i PATH=$PWD/venv/bin:/usr/bin:/bin python3 RUN\n",
         "env -u PYTHONPATH PATH=/usr/bin:/bin bash -c 'exec python3 RUN'\n",
         "/usr/bin/env -i $VENV/bin/python RUN\n",
         "export PATH=venv/bin:$PATH\nsh -c 'PATH=venv/bin:$PATH; PYTHONPATH=/a exec python RUN'\n",
         "/bin/sh -c 'PATH=venv/bin:$PATH; PYTHONPATH=/a exec python RUN'\n",
-        "trap 'N=$((N + 1))' DEBUG\nPYTHONPATH=/a\nexport PYTHONPATH\n$VENV/bin/python RUN --seed $N\n",
+        (
+            "trap 'N=$((N + 1))' DEBUG\nPYTHONPATH=/a\nexport PYTHONPATH\n$VENV/bin/python RUN"
+            " --seed $N\n"
+        ),
     ],
 )
 @pytest.mark.parametrize("starts", [["bash", "t.sh"], ["./t.sh"]], ids=["bash", "itself"])
@@ -113,11 +170,11 @@ def test_what_keeps_the_recorders_changes_nothing_that_a_script_sees(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "t.sh").write_text(
-        "set -u\n[[ x4 =~ x(.) ]]\nPATH=$PATH true\nS=${BASH_REMATCH[1]}\n"
-        "(exit 3)\nS=$S$?\ntrue $S\nS=$_\nfalse | true\nS=$S${PIPESTATUS[0]}\n"
-        "f() { local kept=yes; trap 'kept=no' RETURN; g; [ $kept = yes ] && S=${S}5; }\ng() { :; }\nf\n"
-        "set -- $(PYTHONPATH=/a env | grep -c '^PYTHONPATH=.*/a$')\ntrap - DEBUG\n"
-        f"python pretrain_gpt.py {MODEL} --seed $S$1\n"
+        "set -u\n[[ x4 =~ x(.) ]]\nPATH=$PATH true\nS=${BASH_REMATCH[1]}\n(exit 3)\nS=$S$?\ntrue"
+        " $S\nS=$_\nfalse | true\nS=$S${PIPESTATUS[0]}\nf() { local kept=yes; trap 'kept=no'"
+        " RETURN; g; [ $kept = yes ] && S=${S}5; }\ng() { :; }\nf\nset -- $(PYTHONPATH=/a env"
+        f" | grep -c '^PYTHONPATH=.*/a$')\ntrap - DEBUG\npython pretrain_gpt.py {MODEL} --seed"
+        " $S$1\n"
     )
     assert capture(["bash", "t.sh"], ()).run.trainer.seed == 43151
 
@@ -145,11 +202,14 @@ def test_a_script_that_starts_no_training_is_refused_in_words(
     assert "no-such-command cannot be started" in capsys.readouterr().err
 
 
-def test_other_programs_of_python_run_as_they_would(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_other_programs_of_python_run_as_they_would(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "make_seed.py").write_text("import sys\nprint(int(sys.argv[1]) + 1)\n")
     (tmp_path / "t.sh").write_text(
-        f"S=$(python make_seed.py $(python3 -c 'print(40)' 2>&1) 2>&1)\npython pretrain_gpt.py {MODEL} --seed $S\n"
+        "S=$(python make_seed.py $(python3 -c 'print(40)' 2>&1) 2>&1)\npython pretrain_gpt.py"
+        f" {MODEL} --seed $S\n"
     )
     assert capture(["bash", "t.sh"], ()).run.trainer.seed == 41
 
@@ -166,4 +226,7 @@ def test_a_folder_and_a_name_on_hugging_face_say_what_to_import(
     assert main(["recipe", "import", "job"]) == 2
     assert "recipe import job/other.sh or recipe import job/train.sh" in capsys.readouterr().err
     assert main(["recipe", "import", "meta-llama/Llama-3.1-8B"]) == 2
-    assert "hf download meta-llama/Llama-3.1-8B config.json --local-dir Llama-3.1-8B" in capsys.readouterr().err
+    assert (
+        "hf download meta-llama/Llama-3.1-8B config.json --local-dir Llama-3.1-8B"
+        in capsys.readouterr().err
+    )

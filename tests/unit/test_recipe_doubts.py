@@ -11,7 +11,10 @@ from mtrain.cli.recipe.capture import capture
 from mtrain.recipes.imported import WHOLE
 from mtrain.recipes.megatron import import_texts
 
-MODEL = "--num-layers 4 --hidden-size 128 --num-attention-heads 8 --seq-length 64 --vocab-size 512 --train-iters 5"
+MODEL = (
+    "--num-layers 4 --hidden-size 128 --num-attention-heads 8 --seq-length 64 --vocab-size 512"
+    " --train-iters 5"
+)
 RUN = f"torchrun --nproc-per-node 8 pretrain_gpt.py {MODEL}"
 
 
@@ -36,7 +39,10 @@ def test_which_of_several_commands_is_meant_is_left_open(text: str) -> None:
         "if [ $NODES = 1 ]; then\nRUN\nfi\n",
         "RUN\nRUN\n",
         "for RANK in 0 1; do AT --node-rank $RANK; done\n",
-        "AT --node_rank 0 --master-addr a --master_port=1\nAT --node_rank 1 --master-addr b --master_port=2\n",
+        (
+            "AT --node_rank 0 --master-addr a --master_port=1\nAT --node_rank 1 --master-addr b"
+            " --master_port=2\n"
+        ),
         "ssh node1 AT --node-rank=0\nssh node2 AT --node-rank=1\n",
         "python tools/count.py --seq-length 64\nRUN\n",
     ],
@@ -60,12 +66,16 @@ def test_a_flag_that_changes_the_numbers_and_is_not_taken_over_leaves_the_recipe
     (tmp_path / "t.sh").write_text(f"{RUN} --moe-router-dtype fp64 --num-experts 8\n")
     assert main(["recipe", "import", "t.sh"]) == 2
     shown = capsys.readouterr()
-    assert "--moe-router-dtype fp64 is not taken over, and changes the numbers: routers" in shown.err
+    assert (
+        "--moe-router-dtype fp64 is not taken over, and changes the numbers: routers" in shown.err
+    )
     assert 'verified: "???"' in shown.out
     assert main(["recipe", "import", "t.sh", "recipe.verified=the flags are read"]) == 0
 
 
-def test_capture_of_several_trainings_leaves_the_recipe_open(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_capture_of_several_trainings_leaves_the_recipe_open(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "t.sh").write_text(f"{RUN}\n{RUN} --tensor-model-parallel-size 2\n")
     found = capture(["bash", "t.sh"], ())

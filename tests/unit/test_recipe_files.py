@@ -31,7 +31,9 @@ from tests.support.covering import some_recipes
 from tests.support.patience import patient
 
 Run = Callable[..., tuple[int, str, str]]
-NAMES = sorted(f.relative_to(recipes_dir()).with_suffix("").as_posix() for f in recipes_dir().rglob("*.yaml"))
+NAMES = sorted(
+    f.relative_to(recipes_dir()).with_suffix("").as_posix() for f in recipes_dir().rglob("*.yaml")
+)
 
 
 @pytest.fixture
@@ -62,14 +64,22 @@ def test_the_list_has_every_shared_recipe_with_what_it_says(run: Run) -> None:
 
 
 def test_a_recipe_is_shown_as_it_is_written(run: Run) -> None:
-    assert run("recipe", "show", "llama/tiny_cpu")[1] == (recipes_dir() / "llama/tiny_cpu.yaml").read_text()
+    assert (
+        run("recipe", "show", "llama/tiny_cpu")[1]
+        == (recipes_dir() / "llama/tiny_cpu.yaml").read_text()
+    )
 
 
 @pytest.mark.sampled
 @pytest.mark.parametrize("name", some_recipes(NAMES))
-def test_a_resolved_recipe_is_one_file_that_runs_the_same(run: Run, name: str, tmp_path: Path) -> None:
+def test_a_resolved_recipe_is_one_file_that_runs_the_same(
+    run: Run, name: str, tmp_path: Path
+) -> None:
     (tmp_path / "whole.yaml").write_text(run("recipe", "show", name, "--resolved")[1])
-    digests = [json.loads(run("check", "--json", word)[1])["digest"] for word in (f"recipe={name}", "run=whole.yaml")]
+    digests = [
+        json.loads(run("check", "--json", word)[1])["digest"]
+        for word in (f"recipe={name}", "run=whole.yaml")
+    ]
     assert digests[0] == digests[1]
 
 
@@ -83,15 +93,39 @@ def test_a_hostile_file_is_refused_before_it_is_shown(run: Run, tmp_path: Path) 
     "argv",
     [
         [],
-        ["model=llama3_8b", "parallel=tp2sp", "optim.lr=3e-4", "cluster=h100x8", "data=mock", "precision=bf16"],
+        [
+            "model=llama3_8b",
+            "parallel=tp2sp",
+            "optim.lr=3e-4",
+            "cluster=h100x8",
+            "data=mock",
+            "precision=bf16",
+        ],
         ["recipe=llama3/70b_h100x64", "trainer.train_iters=5000", "optim.clip_grad=null"],
-        ["model=mixtral_tiny", "model.moe.num_experts=8", "parallel=ep2", "model.moe.z_loss_coeff=1e-3"],
-        ["parallel=tp2dp2", "data.split=[0.5,0.25,0.25]", 'trainer.sample_prompt="a: #b"', "checkpoint=off"],
-        ["model.qk_layernorm=true", "model.name=other", "parallel.recompute.granularity=full", "log=quiet"],
+        [
+            "model=mixtral_tiny",
+            "model.moe.num_experts=8",
+            "parallel=ep2",
+            "model.moe.z_loss_coeff=1e-3",
+        ],
+        [
+            "parallel=tp2dp2",
+            "data.split=[0.5,0.25,0.25]",
+            'trainer.sample_prompt="a: #b"',
+            "checkpoint=off",
+        ],
+        [
+            "model.qk_layernorm=true",
+            "model.name=other",
+            "parallel.recompute.granularity=full",
+            "log=quiet",
+        ],
     ],
     ids=lambda words: " ".join(words) or "default",
 )
-def test_a_new_recipe_says_its_command_line_in_twelve_lines(run: Run, argv: list[str], tmp_path: Path) -> None:
+def test_a_new_recipe_says_its_command_line_in_twelve_lines(
+    run: Run, argv: list[str], tmp_path: Path
+) -> None:
     assert run("recipe", "new", "mine", *argv)[0] == 0
     text = (tmp_path / "mine.yaml").read_text()
     assert text.startswith("# yaml-language-server: $schema=")
@@ -110,7 +144,9 @@ def test_a_new_recipe_says_its_command_line_in_twelve_lines(run: Run, argv: list
 def test_a_recipe_with_everything_set_still_takes_twelve_lines() -> None:
     from mtrain.config.rules import apply
 
-    wanted = compose(["model=mixtral_8x7b", "cluster=h100x64", "parallel=tp2sp", "precision=fp16", "optim=sgd"]).run
+    wanted = compose(
+        ["model=mixtral_8x7b", "cluster=h100x64", "parallel=tp2sp", "precision=fp16", "optim=sgd"]
+    ).run
     changes: dict[str, Any] = {
         "model.attention_dropout": 0.25,
         "parallel.overlap_grad_reduce": True,
@@ -136,14 +172,20 @@ def test_a_file_is_never_written_over(run: Run, tmp_path: Path) -> None:
     assert (tmp_path / "mine.yaml").read_text() == "precious\n"
 
 
-def test_data_that_another_machine_has_keeps_nothing_from_being_written(run: Run, tmp_path: Path) -> None:
+def test_data_that_another_machine_has_keeps_nothing_from_being_written(
+    run: Run, tmp_path: Path
+) -> None:
     words = [
         "data=indexed",
         "data.path=/cluster/tokens",
         "data.tokenizer=/cluster/tokenizer.json",
         "data.seq_length=64",
     ]
-    for argv in (["new", "mine", *words], ["lock", "llama/tiny_cpu", *words], ["export", "llama/tiny_cpu", *words]):
+    for argv in (
+        ["new", "mine", *words],
+        ["lock", "llama/tiny_cpu", *words],
+        ["export", "llama/tiny_cpu", *words],
+    ):
         code, out, err = run("recipe", *argv)
         assert code == 0, err
         assert "/cluster/tokens" in err
@@ -151,23 +193,33 @@ def test_data_that_another_machine_has_keeps_nothing_from_being_written(run: Run
     assert compose(["recipe=mine.yaml"]).run.data.path == "/cluster/tokens"
 
 
-def test_nothing_is_written_for_a_configuration_that_breaks_a_rule(run: Run, tmp_path: Path) -> None:
+def test_nothing_is_written_for_a_configuration_that_breaks_a_rule(
+    run: Run, tmp_path: Path
+) -> None:
     code, _, err = run("recipe", "new", "mine", "parallel=tp3")
     assert (code, list(tmp_path.iterdir())) == (2, [])
     assert "MT101" in err
 
 
 def test_the_nearest_choices_are_taken_and_the_rest_is_said() -> None:
-    wanted = compose(["model=llama3_8b", "parallel=tp4pp2sp", "cluster=h100x8", "data=mock", "optim.lr=1e-4"]).run
+    wanted = compose(
+        ["model=llama3_8b", "parallel=tp4pp2sp", "cluster=h100x8", "data=mock", "optim.lr=1e-4"]
+    ).run
     found = delta(wanted)
-    assert found.choices == {"model": "llama3_8b", "parallel": "tp4pp2sp", "data": "mock", "cluster": "h100x8"}
+    assert found.choices == {
+        "model": "llama3_8b",
+        "parallel": "tp4pp2sp",
+        "data": "mock",
+        "cluster": "h100x8",
+    }
     assert found.values == {"optim": {"lr": 1e-4}}
     assert delta(compose([]).run) == Delta()
 
 
 def test_differences_are_numbered_and_say_what_they_mean(run: Run, tmp_path: Path) -> None:
     (tmp_path / "a.yaml").write_text(
-        "defaults: [override /model: llama_tiny]\nmodel: {hidden_size: 512}\noptim: {lr: 1e-3}\nlog: {interval: 5}\n"
+        "defaults: [override /model: llama_tiny]\nmodel: {hidden_size: 512}\noptim: {lr:"
+        " 1e-3}\nlog: {interval: 5}\n"
     )
     (tmp_path / "b.yaml").write_text("optim: {lr: 2.0e-3}\nparallel: {overlap_grad_reduce: true}\n")
     code, out, _ = run("recipe", "diff", "a.yaml", "b.yaml")
@@ -198,8 +250,16 @@ def test_equal_things_of_different_kinds_are_equal(run: Run, tmp_path: Path) -> 
         assert run("recipe", "diff", "whole.yaml", other)[0] == 0
 
 
-def test_a_layout_that_is_left_to_the_plan_is_compared_as_what_it_is(run: Run, tmp_path: Path) -> None:
-    words = ["model=llama32_1b", "data=mock", "cluster=h100", "cluster.devices_per_node=2", "parallel=auto"]
+def test_a_layout_that_is_left_to_the_plan_is_compared_as_what_it_is(
+    run: Run, tmp_path: Path
+) -> None:
+    words = [
+        "model=llama32_1b",
+        "data=mock",
+        "cluster=h100",
+        "cluster.devices_per_node=2",
+        "parallel=auto",
+    ]
     defaults = ", ".join(f"override /{w.replace('=', ': ')}" for w in words if "." not in w)
     folder = tmp_path / "conf/recipes"
     folder.mkdir(parents=True)
@@ -217,7 +277,9 @@ def test_a_layout_that_is_left_to_the_plan_is_compared_as_what_it_is(run: Run, t
 
 
 def test_a_section_that_is_there_on_one_side_is_told_by_its_keys() -> None:
-    dense, experts = (resolve(compose([f"model={m}"]).run, LAPTOP) for m in ("llama_tiny", "mixtral_tiny"))
+    dense, experts = (
+        resolve(compose([f"model={m}"]).run, LAPTOP) for m in ("llama_tiny", "mixtral_tiny")
+    )
     found = {d.key: (d.left, d.right) for d in differences(dense, experts)}
     assert "model.moe" not in found
     assert found["model.moe.num_experts"] == ("(not there)", 4)
@@ -236,7 +298,8 @@ def test_what_cannot_be_compared_is_named(run: Run, word: str, tmp_path: Path) -
 def test_a_lock_runs_and_is_verified(run: Run, tmp_path: Path) -> None:
     assert run("recipe", "lock", "llama/tiny_cpu", "-o", "t.lock.yaml")[0] == 0
     digests = [
-        json.loads(run("check", "--json", w)[1])["digest"] for w in ("recipe=llama/tiny_cpu", "run=t.lock.yaml")
+        json.loads(run("check", "--json", w)[1])["digest"]
+        for w in ("recipe=llama/tiny_cpu", "run=t.lock.yaml")
     ]
     assert digests[0] == digests[1]
     text = (tmp_path / "t.lock.yaml").read_text()
@@ -265,14 +328,20 @@ def test_a_lock_knows_what_was_installed() -> None:
         ("\n# digest: ", "\n# digest: 0", 4, "digest"),
     ],
 )
-def test_what_is_not_as_it_was_is_said(run: Run, tmp_path: Path, old: str, new: str, code: int, what: str) -> None:
+def test_what_is_not_as_it_was_is_said(
+    run: Run, tmp_path: Path, old: str, new: str, code: int, what: str
+) -> None:
     run("recipe", "lock", "llama/tiny_cpu", "-o", "t.yaml")
     text = (tmp_path / "t.yaml").read_text()
     assert old in text
     (tmp_path / "t.yaml").write_text(text.replace(old, new, 1))
     found, out, _ = run("recipe", "verify", "t.yaml", "--json")
     answer = json.loads(out)
-    assert (found, answer["ok"], [d["name"] for d in answer["differences"]]) == (code, False, [what])
+    assert (found, answer["ok"], [d["name"] for d in answer["differences"]]) == (
+        code,
+        False,
+        [what],
+    )
 
 
 def test_a_file_of_an_older_version_is_told_by_the_keys_it_lacks(run: Run, tmp_path: Path) -> None:
@@ -280,11 +349,15 @@ def test_a_file_of_an_older_version_is_told_by_the_keys_it_lacks(run: Run, tmp_p
 
     run("recipe", "lock", "llama/tiny_cpu", "-o", "t.yaml")
     lines = (tmp_path / "t.yaml").read_text().splitlines(keepends=True)
-    body = "".join(line for line in lines if not line.startswith("#") and "sample_prompt" not in line)
+    body = "".join(
+        line for line in lines if not line.startswith("#") and "sample_prompt" not in line
+    )
     head = [line for line in lines if line.startswith("#")]
     content = hashlib.sha256(body.encode()).hexdigest()
     head = [f"# content: {content}\n" if "content" in line else line for line in head]
-    head = [f"# digest: {'0' * 64}\n".replace("0", "a") if "digest:" in line else line for line in head]
+    head = [
+        f"# digest: {'0' * 64}\n".replace("0", "a") if "digest:" in line else line for line in head
+    ]
     (tmp_path / "t.yaml").write_text("".join(head) + body)
     code, out, _ = run("recipe", "verify", "t.yaml")
     assert code == 3
@@ -297,7 +370,8 @@ def test_a_lock_is_verified_where_it_was_made_and_misses_gpus_only_where_there_w
     run("recipe", "lock", "llama3/70b_h100x64", "-o", "t.yaml")
     code, out, _ = run("recipe", "verify", "t.yaml")
     assert (code, out.startswith("verified")) == (0, True), out
-    text, gpus = (tmp_path / "t.yaml").read_text(), Machine.here().gpus
+    text = (tmp_path / "t.yaml").read_text()
+    gpus = Machine.here().gpus
     for had, expected in (("8", 3 if gpus < 8 else 0), ("0", 0)):
         (tmp_path / "t.yaml").write_text(text.replace(f"gpus: {gpus}}}", f"gpus: {had}}}", 1))
         code, out, _ = run("recipe", "verify", "t.yaml")
@@ -307,11 +381,14 @@ def test_a_lock_is_verified_where_it_was_made_and_misses_gpus_only_where_there_w
 def test_a_lock_whose_values_were_edited_does_not_run(run: Run, tmp_path: Path) -> None:
     run("recipe", "lock", "llama/tiny_cpu", "-o", "t.yaml")
     text = (tmp_path / "t.yaml").read_text()
-    assert run("check", "run=t.yaml", "trainer.seed=7")[0] == 0, "changes are given on the command line"
+    assert run("check", "run=t.yaml", "trainer.seed=7")[0] == 0, (
+        "changes are given on the command line"
+    )
     digest = next(line for line in text.splitlines() if line.startswith("# digest: "))
     body = text.replace("seed: 1234", "seed: 1235")
     resealed = body.replace(
-        re.findall("# content: (.*)", body)[0], content("".join(re.findall(r"(?m)^[^#\n].*\n", body)))
+        re.findall("# content: (.*)", body)[0],
+        content("".join(re.findall(r"(?m)^[^#\n].*\n", body))),
     )
     for changed, word in (
         (body, "content"),
@@ -337,7 +414,13 @@ def test_a_lock_knows_every_file_that_it_was_made_from(
     (tmp_path / "my.yaml").write_text("defaults: [override /optim: mine]\nlog: {interval: 3}\n")
     assert run("recipe", "lock", "my.yaml", "-o", "t.yaml")[0] == 0
     assert run("recipe", "verify", "t.yaml")[0] == 0
-    names = ("my.yaml", "conf/optim/mine.yaml", "conf/optim/adamw.yaml", "conf/data/auto.yaml", "conf/config.yaml")
+    names = (
+        "my.yaml",
+        "conf/optim/mine.yaml",
+        "conf/optim/adamw.yaml",
+        "conf/data/auto.yaml",
+        "conf/config.yaml",
+    )
     for name in names:
         file = tmp_path / name
         text = file.read_text()
@@ -346,7 +429,10 @@ def test_a_lock_knows_every_file_that_it_was_made_from(
         assert (code, out.startswith(f"source {name}: ")) == (4, True), out
         file.unlink()
         code, out, _ = run("recipe", "verify", "t.yaml")
-        assert (code, out.startswith(f"source {name}: ")) == (3, True), "a file that is not here is no other file"
+        assert (code, out.startswith(f"source {name}: ")) == (
+            3,
+            True,
+        ), "a file that is not here is no other file"
         file.write_text(text)
     assert run("recipe", "verify", "t.yaml")[0] == 0
     (folder / "optim/muon.yaml").write_text("name: muon\n")
@@ -389,13 +475,18 @@ def test_other_data_and_another_tokenizer_are_told_apart(run: Run, tmp_path: Pat
         ("# mtrain lock 1\n# digest: !!python/name:os.system x\n", "MT006"),
         (
             "# mtrain lock 1\n# a: &a [1,1,1,1,1,1,1,1,1,1]\n"
-            + "".join(f"# {chr(98 + i)}: &{chr(98 + i)} [{', '.join(['*' + chr(97 + i)] * 10)}]\n" for i in range(6)),
+            + "".join(
+                f"# {chr(98 + i)}: &{chr(98 + i)} [{', '.join(['*' + chr(97 + i)] * 10)}]\n"
+                for i in range(6)
+            ),
             "MT005",
         ),
         ("# mtrain lock 1\n# digest: a\n# digest: b\n", "MT004"),
     ],
 )
-def test_a_hostile_or_broken_lock_is_refused(run: Run, tmp_path: Path, head: str, code: str) -> None:
+def test_a_hostile_or_broken_lock_is_refused(
+    run: Run, tmp_path: Path, head: str, code: str
+) -> None:
     (tmp_path / "t.yaml").write_text(head + run_yaml(resolve(compose([]).run, LAPTOP)))
     found, out, err = run("recipe", "verify", "t.yaml")
     assert (found, out) == (2, "")
@@ -406,15 +497,21 @@ def test_no_lock_makes_us_read_a_file_that_is_none(run: Run, tmp_path: Path) -> 
     import os
 
     os.mkfifo(tmp_path / "t.json")
-    body = run_yaml(resolve(compose(["data=indexed", "data.path=/dev/zero", "data.tokenizer=t.json"]).run, LAPTOP))
+    body = run_yaml(
+        resolve(
+            compose(["data=indexed", "data.path=/dev/zero", "data.tokenizer=t.json"]).run, LAPTOP
+        )
+    )
     (tmp_path / "t.yaml").write_text(
-        "# mtrain lock 1\n# digest: a\n# content: a\n# versions: {}\n# device: {}\n# digests: {}\n# sources: []\n"
-        + body
+        "# mtrain lock 1\n# digest: a\n# content: a\n# versions: {}\n# device: {}\n# digests: {}\n#"
+        " sources: []\n" + body
     )
     assert run("recipe", "verify", "t.yaml")[0] == 4
 
 
-def test_names_stand_for_recipes_folders_and_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_names_stand_for_recipes_folders_and_files(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
     assert overrides_of(["llama/tiny_cpu", "optim.lr=1"]) == ["recipe=llama/tiny_cpu", "optim.lr=1"]
     (tmp_path / "empty").mkdir()
@@ -422,7 +519,9 @@ def test_names_stand_for_recipes_folders_and_files(tmp_path: Path, monkeypatch: 
         overrides_of(["empty"])
 
 
-@pytest.mark.parametrize("argv", [["recipe"], ["recipe", "--help"], ["recipe", "nope"], ["recipe", "list", "--nope"]])
+@pytest.mark.parametrize(
+    "argv", [["recipe"], ["recipe", "--help"], ["recipe", "nope"], ["recipe", "list", "--nope"]]
+)
 def test_the_verb_explains_itself(run: Run, argv: list[str]) -> None:
     code, out, err = run(*argv)
     assert code == (0 if "--help" in argv else 2)
@@ -445,7 +544,9 @@ FLAGS = "--num-layers 2 --hidden-size 64 --num-attention-heads 4 --vocab-size 9 
     ],
     ids=lambda words: words[0],
 )
-def test_no_subverb_imports_what_trains_and_none_takes_long(argv: list[str], tmp_path: Path) -> None:
+def test_no_subverb_imports_what_trains_and_none_takes_long(
+    argv: list[str], tmp_path: Path
+) -> None:
     import os
     import subprocess
     import sys
@@ -457,7 +558,11 @@ def test_no_subverb_imports_what_trains_and_none_takes_long(argv: list[str], tmp
     )
     before = os.times()
     done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, timeout=patient(60), cwd=tmp_path
+        [sys.executable, "-c", code],
+        capture_output=True,
+        text=True,
+        timeout=patient(60),
+        cwd=tmp_path,
     )
     after = os.times()
     assert done.stdout.splitlines()[-1] == f"{1 if argv[0] == 'diff' else 0} []", done.stderr

@@ -1,4 +1,6 @@
-"""Seeded nonsense in what is imported, compared and verified: an answer or problems, no traceback, never slow."""
+"""Seeded nonsense in what is imported, compared and verified: an answer or problems, no traceback,
+never slow.
+"""
 
 from __future__ import annotations
 
@@ -26,11 +28,66 @@ from tests.support.configs import LAPTOP
 from tests.unit.test_recipe_hf import DEEPSEEK, LLAMA3
 
 FOLDER = Path(__file__).resolve().parents[1] / "support/megatron_scripts"
-SCRIPTS, YAML = sorted(FOLDER.glob("*.sh")), sorted(FOLDER.glob("*.yaml"))
+SCRIPTS = sorted(FOLDER.glob("*.sh"))
+YAML = sorted(FOLDER.glob("*.yaml"))
 PIECES = (
-    *("$(", "${", "$((", "`", "'", '"', "\\", "\n", "#", "(", ")", "<<E", ";", "&&", "|", "=", "${A[@]}", "$A", "\0"),
-    *("then", "else", "elif", "case", "esac", "[[", "]]", "((", "))", "||", "{", "}", "!", ";;", "do", "done"),
-    *("-1", "0", "1e400", "nan", "9" * 40, "x" * 300, "é", "--", "--=", "[0]*9", "(((((", "*", "~", "if", "fi", "\t"),
+    *(
+        "$(",
+        "${",
+        "$((",
+        "`",
+        "'",
+        '"',
+        "\\",
+        "\n",
+        "#",
+        "(",
+        ")",
+        "<<E",
+        ";",
+        "&&",
+        "|",
+        "=",
+        "${A[@]}",
+        "$A",
+        "\0",
+    ),
+    *(
+        "then",
+        "else",
+        "elif",
+        "case",
+        "esac",
+        "[[",
+        "]]",
+        "((",
+        "))",
+        "||",
+        "{",
+        "}",
+        "!",
+        ";;",
+        "do",
+        "done",
+    ),
+    *(
+        "-1",
+        "0",
+        "1e400",
+        "nan",
+        "9" * 40,
+        "x" * 300,
+        "é",
+        "--",
+        "--=",
+        "[0]*9",
+        "(((((",
+        "*",
+        "~",
+        "if",
+        "fi",
+        "\t",
+    ),
 )
 
 
@@ -52,7 +109,8 @@ def mutated(text: str, rng: random.Random, pieces: tuple[str, ...]) -> str:
 
 
 def answered(work: Callable[[], object]) -> None:
-    start, rules = time.process_time(), ["answered"]
+    start = time.process_time()
+    rules = ["answered"]
     try:
         work()
     except ConfigError as error:
@@ -76,21 +134,27 @@ def test_a_mutated_script_is_imported_or_refused(seed: int, tmp_path: Path) -> N
             assert compose([f"recipe={tmp_path / 'r.yaml'}"]).run.digest() == run.digest()
 
     for _ in range(60 if seed else 12):
-        file.write_text(mutated(rng.choice(SCRIPTS).read_text(), rng, (*PIECES, *rng.sample(flags, 20))))
+        file.write_text(
+            mutated(rng.choice(SCRIPTS).read_text(), rng, (*PIECES, *rng.sample(flags, 20)))
+        )
         answered(work)
 
 
 def test_a_script_or_yaml_with_other_numbers_ends_with_a_report_or_problems(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The whole command: the report is made of a run that may break every rule, such as too few ranks."""
+    """The whole command: the report is made of a run that may break every rule, such as too few
+    ranks.
+    """
     rng = random.Random(11)
     codes = set()
     for _ in range(25):
         source = rng.choice([*SCRIPTS, *YAML, *YAML])
         words = re.split(r"(?<![\w.])([0-9]+)(?![\w.])", source.read_text())
         for index in rng.sample(range(1, len(words), 2), 4):
-            words[index] = rng.choice(("0", "1", "3", "7", "64", "1000", "-1", "1e3", "x", "0.5", "9" * 19))
+            words[index] = rng.choice(
+                ("0", "1", "3", "7", "64", "1000", "-1", "1e3", "x", "0.5", "9" * 19)
+            )
         file = tmp_path / f"x{source.suffix}"
         file.write_text("".join(words))
         start = time.process_time()
@@ -102,7 +166,19 @@ def test_a_script_or_yaml_with_other_numbers_ends_with_a_report_or_problems(
 def test_a_mutated_configuration_of_another_library_is_imported_or_refused(tmp_path: Path) -> None:
     rng = random.Random(5)
     file = tmp_path / "config.json"
-    values = ("null", "[]", "{}", "-1", '"x"', "true", "1e999", "NaN", '{"factor": "big"}', "[[[[", "9" * 50)
+    values = (
+        "null",
+        "[]",
+        "{}",
+        "-1",
+        '"x"',
+        "true",
+        "1e999",
+        "NaN",
+        '{"factor": "big"}',
+        "[[[[",
+        "9" * 50,
+    )
     for _ in range(150):
         text = json.dumps(rng.choice([LLAMA3, DEEPSEEK]))
         for _ in range(rng.randint(1, 4)):
@@ -117,19 +193,29 @@ def test_a_mutated_configuration_of_another_library_is_imported_or_refused(tmp_p
 def test_a_mutated_lock_is_read_or_refused(tmp_path: Path) -> None:
     rng = random.Random(7)
     file = tmp_path / "x.lock.yaml"
-    text = lock_text(resolve(compose([]).run, LAPTOP), {"data": "a"}, {"conf/config.yaml": "a"}, LAPTOP)
+    text = lock_text(
+        resolve(compose([]).run, LAPTOP), {"data": "a"}, {"conf/config.yaml": "a"}, LAPTOP
+    )
     for _ in range(150):
         file.write_text(
-            mutated(text, rng, (*PIECES, "!!python/name:os.system", "&a", "*a", "_target_", "${oc.env:HOME}"))
+            mutated(
+                text,
+                rng,
+                (*PIECES, "!!python/name:os.system", "&a", "*a", "_target_", "${oc.env:HOME}"),
+            )
         )
         answered(lambda: mismatches(read_lock(file), {}, {}, LAPTOP))
 
 
-def test_a_mutated_file_is_compared_or_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_mutated_file_is_compared_or_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     rng = random.Random(9)
     file = tmp_path / "x.yaml"
     text = "defaults:\n  - override /model: llama3_8b\noptim: {lr: 3e-4}\nmodel: {num_layers: 2}\n"
     for _ in range(100):
-        file.write_text(mutated(text, rng, (*PIECES, "_target_", "hydra", "${oc.env:HOME}", "null", "{}")))
+        file.write_text(
+            mutated(text, rng, (*PIECES, "_target_", "hydra", "${oc.env:HOME}", "null", "{}"))
+        )
         answered(lambda: diff([str(file), "llama/tiny_cpu"]))
     capsys.readouterr()

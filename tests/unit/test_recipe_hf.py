@@ -1,4 +1,6 @@
-"""`config.json` of published models as they are written, and what becomes of files that are more than that."""
+"""`config.json` of published models as they are written, and what becomes of files that are more
+than that.
+"""
 
 from __future__ import annotations
 
@@ -101,7 +103,9 @@ def test_a_window_as_wide_as_the_positions_is_none(tmp_path: Path) -> None:
         return found.run.model.window_size, [u.flag for u in found.unplaced if u.why == "no effect"]
 
     assert window(sliding_window=8191) == (8191, [])
-    assert window(sliding_window=8192) == window(sliding_window=262144) == (None, ["sliding_window"])
+    assert (
+        window(sliding_window=8192) == window(sliding_window=262144) == (None, ["sliding_window"])
+    )
     assert window(max_position_embeddings=1024) == (None, []), "no file says the 4,096 of the class"
     model = import_config(write(tmp_path, LLAMA3)).run.model
     wide, narrow = (model.model_copy(update={"window_size": width}) for width in (8192, 4096))
@@ -115,18 +119,29 @@ def test_a_window_as_wide_as_the_positions_is_none(tmp_path: Path) -> None:
     [
         ({"model_type": "bert", "vocab_size": 300, "hidden_dropout_prob": []}, "another type"),
         ({"model_type": "llava", "text_config": 5}, "text_config is no object"),
-        ({"model_type": "llava", "vision_config": [["hidden_size", 64]]}, "vision_config is no object"),
+        (
+            {"model_type": "llava", "vision_config": [["hidden_size", 64]]},
+            "vision_config is no object",
+        ),
         ({"model_type": "mamba2", "time_step_limit": []}, "out of range"),
         ({"model_type": "granitemoehybrid", "time_step_limit": {}}, "another type"),
         (
             {"model_type": "granitemoehybrid", "mamba_expand": "2", "hidden_size": 1 << 26},
             "mamba_expand is no number",
         ),
-        ({"model_type": "granitemoehybrid", "mamba_d_head": "64", "mamba_n_heads": 1 << 26}, "is no number"),
-        ({**DEEPSEEK, "n_shared_experts": "1", "moe_intermediate_size": 1 << 26}, "n_shared_experts is no number"),
+        (
+            {"model_type": "granitemoehybrid", "mamba_d_head": "64", "mamba_n_heads": 1 << 26},
+            "is no number",
+        ),
+        (
+            {**DEEPSEEK, "n_shared_experts": "1", "moe_intermediate_size": 1 << 26},
+            "n_shared_experts is no number",
+        ),
     ],
 )
-def test_a_value_of_another_type_is_refused(values: dict[str, Any], said: str, tmp_path: Path) -> None:
+def test_a_value_of_another_type_is_refused(
+    values: dict[str, Any], said: str, tmp_path: Path
+) -> None:
     with pytest.raises(ConfigError, match=said):
         import_config(write(tmp_path, values))
 
@@ -159,9 +174,21 @@ def test_deepseek_v3_has_its_parts_and_its_671_billion_parameters(tmp_path: Path
     m = found.run.model
     assert m.mla is not None
     assert m.moe is not None
-    assert (m.mla.rope_type, m.mla.rotary_scaling_factor, m.mla.mscale_all_dim) == ("yarn", 40.0, 1.0)
-    assert (m.moe.first_dense_layers, m.moe.shared_expert_intermediate_size, m.moe.router_num_groups) == (3, 2048, 8)
-    assert (m.moe.router_enable_expert_bias, m.moe.router_score_function, m.mtp_num_layers) == (True, "sigmoid", 1)
+    assert (m.mla.rope_type, m.mla.rotary_scaling_factor, m.mla.mscale_all_dim) == (
+        "yarn",
+        40.0,
+        1.0,
+    )
+    assert (
+        m.moe.first_dense_layers,
+        m.moe.shared_expert_intermediate_size,
+        m.moe.router_num_groups,
+    ) == (3, 2048, 8)
+    assert (m.moe.router_enable_expert_bias, m.moe.router_score_function, m.mtp_num_layers) == (
+        True,
+        "sigmoid",
+        1,
+    )
     assert m.qk_layernorm
     without = m.model_copy(update={"mtp_num_layers": None})
     assert parameters(without) / 1e9 == pytest.approx(671.03, rel=1e-3)
@@ -170,16 +197,37 @@ def test_deepseek_v3_has_its_parts_and_its_671_billion_parameters(tmp_path: Path
 
 @pytest.mark.parametrize(
     ("theirs", "ours"),
-    [(None, "gelu_tanh"), ("gelu_new", "gelu_tanh"), ("gelu_fast", "gelu_tanh"), ("gelu", "gelu"), ("relu", None)],
+    [
+        (None, "gelu_tanh"),
+        ("gelu_new", "gelu_tanh"),
+        ("gelu_fast", "gelu_tanh"),
+        ("gelu", "gelu"),
+        ("relu", None),
+    ],
 )
-def test_gpt2_names_the_form_of_its_gelu(theirs: str | None, ours: str | None, tmp_path: Path) -> None:
+def test_gpt2_names_the_form_of_its_gelu(
+    theirs: str | None, ours: str | None, tmp_path: Path
+) -> None:
     values: dict[str, Any] = {"model_type": "gpt2", "n_layer": 12, "n_embd": 768, "n_head": 12}
-    found = import_config(write(tmp_path, values | ({"activation_function": theirs} if theirs else {})))
+    found = import_config(
+        write(tmp_path, values | ({"activation_function": theirs} if theirs else {}))
+    )
     m = found.run.model
-    assert (m.ffn_hidden_size, m.vocab_size, m.tie_word_embeddings, m.add_bias_linear) == (3072, 50257, True, True)
+    assert (m.ffn_hidden_size, m.vocab_size, m.tie_word_embeddings, m.add_bias_linear) == (
+        3072,
+        50257,
+        True,
+        True,
+    )
     assert m.mask_padded_vocab, "there is no padding in the softmax of transformers"
-    assert (m.attention_dropout, m.hidden_dropout, m.position_embedding_type) == (0.1, 0.1, "learned_absolute")
-    assert [(u.flag, u.why) for u in found.unplaced] == ([] if ours else [("activation_function", "not supported")])
+    assert (m.attention_dropout, m.hidden_dropout, m.position_embedding_type) == (
+        0.1,
+        0.1,
+        "learned_absolute",
+    )
+    assert [(u.flag, u.why) for u in found.unplaced] == (
+        [] if ours else [("activation_function", "not supported")]
+    )
     assert ours in (None, m.activation)
 
 
@@ -206,10 +254,20 @@ def test_pythia_has_its_parallel_residual(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("names", "why"),
-    [(["LlamaForCausalLM"], "no effect"), (["EvilForCausalLM"], "not supported"), ([], "not supported")],
+    [
+        (["LlamaForCausalLM"], "no effect"),
+        (["EvilForCausalLM"], "not supported"),
+        ([], "not supported"),
+    ],
 )
-def test_code_beside_an_architecture_of_transformers_is_left_out(names: list[str], why: str, tmp_path: Path) -> None:
-    said = {**LLAMA3, "auto_map": {"AutoModelForCausalLM": "modeling.Theirs"}, "architectures": names}
+def test_code_beside_an_architecture_of_transformers_is_left_out(
+    names: list[str], why: str, tmp_path: Path
+) -> None:
+    said = {
+        **LLAMA3,
+        "auto_map": {"AutoModelForCausalLM": "modeling.Theirs"},
+        "architectures": names,
+    }
     found = import_config(write(tmp_path, said))
     assert [u.why for u in found.unplaced if u.flag == "auto_map"] == [why]
 
@@ -226,7 +284,9 @@ def test_code_beside_an_architecture_of_transformers_is_left_out(names: list[str
         ({"never_heard_of": 1}, "never_heard_of"),
     ],
 )
-def test_what_would_be_another_network_is_listed(change: dict[str, Any], flag: str, tmp_path: Path) -> None:
+def test_what_would_be_another_network_is_listed(
+    change: dict[str, Any], flag: str, tmp_path: Path
+) -> None:
     found = import_config(write(tmp_path, {**LLAMA3, **change}))
     assert flag in {u.flag for u in found.unplaced}
 
@@ -258,5 +318,11 @@ def test_what_is_no_configuration_is_refused(text: str, code: str, tmp_path: Pat
 
 
 def test_overrides_stand_above_the_file(tmp_path: Path) -> None:
-    found = import_config(write(tmp_path, LLAMA3), ["parallel=tp2", "model.num_layers=2", "precision=bf16"])
-    assert (found.run.parallel.tp, found.run.model.num_layers, found.run.precision.dtype) == (2, 2, "bf16")
+    found = import_config(
+        write(tmp_path, LLAMA3), ["parallel=tp2", "model.num_layers=2", "precision=bf16"]
+    )
+    assert (found.run.parallel.tp, found.run.model.num_layers, found.run.precision.dtype) == (
+        2,
+        2,
+        "bf16",
+    )

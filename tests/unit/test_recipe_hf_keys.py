@@ -1,4 +1,6 @@
-"""Every key of a `config.json` that transformers writes is used, irrelevant by name for a reason, or refused."""
+"""Every key of a `config.json` that transformers writes is used, irrelevant by name for a reason,
+or refused.
+"""
 
 from __future__ import annotations
 
@@ -26,11 +28,33 @@ SHAPE: dict[str, Any] = {
     "num_experts_per_tok": 2,
 }
 T5_SHAPE = ("d_model", "num_layers", "num_decoder_layers")
-MAMBA2 = {"num_hidden_layers": 4, "hidden_size": 64, "num_heads": 8, "head_dim": 16, "vocab_size": 300}
+MAMBA2 = {
+    "num_hidden_layers": 4,
+    "hidden_size": 64,
+    "num_heads": 8,
+    "head_dim": 16,
+    "vocab_size": 300,
+}
 GPT2 = {"n_layer": 4, "n_embd": 64, "n_head": 8, "vocab_size": 300}
 OTHER_SHAPES = {"gpt2": GPT2, "mamba2": MAMBA2}
-NESTED = {"rope_type", "rope_theta", "partial_rotary_factor", "factor", "attention_factor", "beta_fast", "beta_slow"}
-NESTED |= {"mscale", "mscale_all_dim", "truncate", "low_freq_factor", "high_freq_factor", "short_factor", "type"}
+NESTED = {
+    "rope_type",
+    "rope_theta",
+    "partial_rotary_factor",
+    "factor",
+    "attention_factor",
+    "beta_fast",
+    "beta_slow",
+}
+NESTED |= {
+    "mscale",
+    "mscale_all_dim",
+    "truncate",
+    "low_freq_factor",
+    "high_freq_factor",
+    "short_factor",
+    "type",
+}
 NESTED |= {"original_max_position_embeddings"}
 ROPE: list[dict[str, Any]] = [
     {"rope_type": "default", "rope_theta": 5000.0},
@@ -55,13 +79,17 @@ ROPE: list[dict[str, Any]] = [
 
 
 def defaults(kind: str) -> dict[str, Any]:
-    """Every key of a family: of a default configuration, annotated in its class, and read under another name."""
+    """Every key of a family: of a default configuration, annotated in its class, and read under
+    another name.
+    """
     of_class = transformers.CONFIG_MAPPING[kind]
     shape = OTHER_SHAPES.get(kind) or {k: v for k, v in SHAPE.items() if hasattr(of_class(), k)}
     values = json.loads(json.dumps(of_class(**shape).to_dict()))
     noted = {name for base in of_class.__mro__ for name in getattr(base, "__annotations__", {})}
     plans = {
-        name for name in noted if name.startswith(("_", "base_", "extra_")) or name.endswith(("_map", "_defaults"))
+        name
+        for name in noted
+        if name.startswith(("_", "base_", "extra_")) or name.endswith(("_map", "_defaults"))
     }
     return {**dict.fromkeys(noted - plans - of_class.attribute_map.keys()), **values}
 
@@ -83,7 +111,12 @@ def another(value: Any) -> Any:
     if isinstance(value, int | float):
         return value + 1
     if isinstance(value, list):
-        return [{"full_attention": "sliding_attention"}.get(value[0], "full_attention"), *value[1:]] if value else [0]
+        if value:
+            return [
+                {"full_attention": "sliding_attention"}.get(value[0], "full_attention"),
+                *value[1:],
+            ]
+        return [0]
     return "another" if isinstance(value, str) else 7
 
 
@@ -98,7 +131,9 @@ def account(folder: Path, base: dict[str, Any], changed: dict[str, Any], key: st
     if any("rotary positions of kind" in u.text for u in found.unplaced):
         return "listed, with all that is beside it"
     before = read(folder, base)
-    return "used, or listed" if (found.run, found.unplaced) != (before.run, before.unplaced) else None
+    return (
+        "used, or listed" if (found.run, found.unplaced) != (before.run, before.unplaced) else None
+    )
 
 
 @pytest.mark.sampled(9)
@@ -121,7 +156,9 @@ def test_no_key_of_a_class_of_transformers_is_dropped_in_silence(kind: str, tmp_
 @pytest.mark.covering(1)
 @pytest.mark.parametrize("rope", ROPE, ids=lambda r: r["rope_type"])
 @pytest.mark.parametrize("kind", ["llama", "gpt_neox", "deepseek_v3"])  # one of each reader of them
-def test_no_key_of_rotary_positions_is_dropped_in_silence(kind: str, rope: dict[str, Any], tmp_path: Path) -> None:
+def test_no_key_of_rotary_positions_is_dropped_in_silence(
+    kind: str, rope: dict[str, Any], tmp_path: Path
+) -> None:
     """In the words of transformers 5, and of 4: `rope_theta` outside of `rope_scaling`."""
     base = {**defaults(kind), "rope_parameters": rope}
     for key in sorted(NESTED | {"never_heard_of"}):
@@ -133,7 +170,9 @@ def test_no_key_of_rotary_positions_is_dropped_in_silence(kind: str, rope: dict[
         old = {k: v for k, v in base.items() if k != "rope_parameters"}
         scaling = {k: v for k, v in rope.items() if k != "rope_theta"}
         four = {**old, "rope_scaling": {**scaling, key: value}}
-        assert account(tmp_path, {**old, "rope_scaling": scaling}, four, "rope_scaling"), f"rope_scaling.{key}"
+        assert account(tmp_path, {**old, "rope_scaling": scaling}, four, "rope_scaling"), (
+            f"rope_scaling.{key}"
+        )
 
 
 @pytest.mark.sampled
@@ -155,17 +194,27 @@ def test_transformers_4_and_5_say_the_same(kind: str, rope: dict[str, Any], tmp_
 
 
 @pytest.mark.parametrize("rope", ROPE, ids=lambda r: r["rope_type"])
-def test_transformers_4_and_5_say_the_same_of_two_bases(rope: dict[str, Any], tmp_path: Path) -> None:
+def test_transformers_4_and_5_say_the_same_of_two_bases(
+    rope: dict[str, Any], tmp_path: Path
+) -> None:
     old = {k: v for k, v in defaults("gemma3_text").items() if k != "rope_parameters"}
-    local, others = {"rope_type": "default", "rope_theta": 700.0}, {**rope, "rope_theta": 5000.0}
-    five = read(tmp_path, {**old, "rope_parameters": {"sliding_attention": local, "full_attention": others}})
+    local = {"rope_type": "default", "rope_theta": 700.0}
+    others = {**rope, "rope_theta": 5000.0}
+    five = read(
+        tmp_path, {**old, "rope_parameters": {"sliding_attention": local, "full_attention": others}}
+    )
     scaling = {("type" if k == "rope_type" else k): v for k, v in rope.items() if k != "rope_theta"}
     four = {**old, "rope_theta": 5000.0, "rope_local_base_freq": 700.0, "rope_scaling": scaling}
     assert read(tmp_path, four).run == five.run
     assert (five.run.model.rotary_base, five.run.model.rotary_base_local) == (5000.0, 700.0)
     for odd in (
         {"rope_parameters": {**rope, "rope_theta": 5000.0}},
-        {"rope_parameters": {"sliding_attention": {**local, "factor": 2.0}, "full_attention": others}},
+        {
+            "rope_parameters": {
+                "sliding_attention": {**local, "factor": 2.0},
+                "full_attention": others,
+            }
+        },
         {"rope_parameters": {"full_attention": others}, "rope_scaling": scaling},
     ):
         assert "rope_parameters" in flags(read(tmp_path, {**old, **odd}))
@@ -175,7 +224,8 @@ def test_transformers_4_and_5_say_the_same_of_two_bases(rope: dict[str, Any], tm
 def test_a_key_that_is_left_out_is_the_default_of_the_class(kind: str, tmp_path: Path) -> None:
     whole = defaults(kind)
     shape = OTHER_SHAPES.get(kind) or {k: whole[k] for k in (*SHAPE, *T5_SHAPE) if k in whole}
-    found, wanted = read(tmp_path, {"model_type": kind, **shape}), read(tmp_path, whole)
+    found = read(tmp_path, {"model_type": kind, **shape})
+    wanted = read(tmp_path, whole)
     head = {"kv_channels": None}  # a width that the class computes, said or not
     assert found.run.model.model_copy(update=head) == wanted.run.model.model_copy(update=head)
     assert found.run.model.head_dim == wanted.run.model.head_dim
@@ -198,13 +248,25 @@ def test_another_name_of_a_key_is_the_key(kind: str, tmp_path: Path) -> None:
     ("kind", "change", "flag"),
     [
         ("llama", {"num_hidden_layer": 2}, "num_hidden_layer"),
-        ("llama", {"rope_parameters": {"rope_type": "proportional", "factor": 4.0}}, "rope_parameters"),
-        ("llama", {"rope_parameters": {"rope_type": "yarn", "factor": 4.0, "mscale": 2.0}}, "rope_parameters"),
+        (
+            "llama",
+            {"rope_parameters": {"rope_type": "proportional", "factor": 4.0}},
+            "rope_parameters",
+        ),
+        (
+            "llama",
+            {"rope_parameters": {"rope_type": "yarn", "factor": 4.0, "mscale": 2.0}},
+            "rope_parameters",
+        ),
         ("llama", {"original_max_position_embeddings": 64}, "original_max_position_embeddings"),
         ("llama", {"rope_parameters": {"rope_type": "default", "factr": 4.0}}, "rope_parameters"),
         ("llama", {"partial_rotary_factor": 0.5}, "partial_rotary_factor"),
         ("llama", {"rope_theta": 5.0, "rope_parameters": {"rope_theta": 6.0}}, "rope_theta"),
-        ("qwen2", {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 2}, "max_window_layers"),
+        (
+            "qwen2",
+            {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 2},
+            "max_window_layers",
+        ),
         ("qwen3", {"attention_bias": True, "mlp_bias": True}, "mlp_bias"),
         ("qwen3_moe", {"decoder_sparse_step": 2}, "decoder_sparse_step"),
         ("qwen3_moe", {"mlp_only_layers": [1]}, "mlp_only_layers"),
@@ -232,7 +294,9 @@ def test_another_name_of_a_key_is_the_key(kind: str, tmp_path: Path) -> None:
         ("glm4_moe", {"use_qk_norm": None}, "use_qk_norm"),
     ],
 )
-def test_what_is_not_computed_here_is_named(kind: str, change: dict[str, Any], flag: str, tmp_path: Path) -> None:
+def test_what_is_not_computed_here_is_named(
+    kind: str, change: dict[str, Any], flag: str, tmp_path: Path
+) -> None:
     found = read(tmp_path, {"model_type": kind, **(GPT2 if kind == "gpt2" else SHAPE), **change})
     why = {u.flag: (u.why, u.text) for u in found.unplaced}
     assert flag in why
@@ -255,28 +319,68 @@ def test_what_is_not_computed_here_is_named(kind: str, change: dict[str, Any], f
         ("llama", {"attention_bias": True, "mlp_bias": True}, {"add_bias_linear": True}),
         ("mixtral", {"rope_parameters": {"rope_theta": 7.0}}, {"rotary_base": 7.0}),
         ("mixtral", {"rope_parameters": {"rope_type": "default"}}, {"rotary_base": 1e6}),
-        ("gpt_neox", {"rope_parameters": {"rope_theta": 7.0, "partial_rotary_factor": 0.5}}, {"rotary_percent": 0.5}),
+        (
+            "gpt_neox",
+            {"rope_parameters": {"rope_theta": 7.0, "partial_rotary_factor": 0.5}},
+            {"rotary_percent": 0.5},
+        ),
         (
             "gemma2",
             {"hidden_activation": "gelu"},
             {"activation": "geglu", "softmax_scale": None, "window_size": 4096},
         ),
-        ("gemma2", {"query_pre_attn_scalar": 64}, {"softmax_scale": 0.125, "attn_logit_softcapping": 50.0}),
-        ("gemma2", {"attn_logit_softcapping": None}, {"attn_logit_softcapping": None, "window_attn_skip_freq": 2}),
-        ("gemma3_text", {"sliding_window_pattern": 3}, {"window_attn_skip_freq": 3, "rotary_base_local": 1e4}),
-        ("gemma3_text", {"sliding_window_pattern": 1}, {"window_size": None, "rotary_base_local": None}),
-        ("minimax_m2", {"rotary_dim": 32}, {"rotary_percent": 0.25, "rotary_base": 5e6, "moe.num_experts": 256}),
-        ("minimax_m2", {"rope_theta": 7.0}, {"rotary_percent": 1.0, "moe.router_load_balancing_type": "none"}),
-        ("olmo2", {"rms_norm_eps": 1e-6}, {"norm_placement": "post", "qk_layernorm_across_heads": True}),
+        (
+            "gemma2",
+            {"query_pre_attn_scalar": 64},
+            {"softmax_scale": 0.125, "attn_logit_softcapping": 50.0},
+        ),
+        (
+            "gemma2",
+            {"attn_logit_softcapping": None},
+            {"attn_logit_softcapping": None, "window_attn_skip_freq": 2},
+        ),
+        (
+            "gemma3_text",
+            {"sliding_window_pattern": 3},
+            {"window_attn_skip_freq": 3, "rotary_base_local": 1e4},
+        ),
+        (
+            "gemma3_text",
+            {"sliding_window_pattern": 1},
+            {"window_size": None, "rotary_base_local": None},
+        ),
+        (
+            "minimax_m2",
+            {"rotary_dim": 32},
+            {"rotary_percent": 0.25, "rotary_base": 5e6, "moe.num_experts": 256},
+        ),
+        (
+            "minimax_m2",
+            {"rope_theta": 7.0},
+            {"rotary_percent": 1.0, "moe.router_load_balancing_type": "none"},
+        ),
+        (
+            "olmo2",
+            {"rms_norm_eps": 1e-6},
+            {"norm_placement": "post", "qk_layernorm_across_heads": True},
+        ),
         ("mistral", {"sliding_window": 9}, {"window_size": 9, "window_attn_skip_freq": None}),
         ("mistral", {"sliding_window": None}, {"window_size": None}),
-        ("qwen2", {"use_sliding_window": True, "sliding_window": 9, "max_window_layers": 0}, {"window_size": 9}),
+        (
+            "qwen2",
+            {"use_sliding_window": True, "sliding_window": 9, "max_window_layers": 0},
+            {"window_size": 9},
+        ),
         (
             "gpt_oss",
             {"swiglu_limit": 5.0},
             {"window_size": 128, "window_attn_skip_freq": 2, "softmax_type": "learnable"},
         ),
-        ("gpt_oss", {"swiglu_limit": 5.0}, {"activation_func_clamp_value": 5.0, "glu_linear_offset": 1.0}),
+        (
+            "gpt_oss",
+            {"swiglu_limit": 5.0},
+            {"activation_func_clamp_value": 5.0, "glu_linear_offset": 1.0},
+        ),
         ("qwen3_moe", {"num_local_experts": 5}, {"moe.num_experts": 5}),
         ("qwen3_moe", {"num_experts": 5}, {"moe.num_experts": 5}),
         ("qwen3_moe", {"mlp_only_layers": [0, 1]}, {"moe.first_dense_layers": 2}),
@@ -284,10 +388,22 @@ def test_what_is_not_computed_here_is_named(kind: str, change: dict[str, Any], f
         (
             "deepseek_v2",
             {"topk_method": "group_limited_greedy", "n_group": 8, "topk_group": 3},
-            {"moe.router_group_score_topk": 1, "moe.router_num_groups": 8, "moe.router_group_topk": 3},
+            {
+                "moe.router_group_score_topk": 1,
+                "moe.router_num_groups": 8,
+                "moe.router_group_topk": 3,
+            },
         ),
-        ("deepseek_v2", {"topk_method": "greedy", "n_group": 1, "topk_group": 1}, {"moe.router_num_groups": None}),
-        ("deepseek_v3", {"topk_group": 2}, {"moe.router_group_score_topk": 2, "moe.router_group_topk": 2}),
+        (
+            "deepseek_v2",
+            {"topk_method": "greedy", "n_group": 1, "topk_group": 1},
+            {"moe.router_num_groups": None},
+        ),
+        (
+            "deepseek_v3",
+            {"topk_group": 2},
+            {"moe.router_group_score_topk": 2, "moe.router_group_topk": 2},
+        ),
         (
             "deepseek_v3",
             {
@@ -306,16 +422,31 @@ def test_what_is_not_computed_here_is_named(kind: str, change: dict[str, Any], f
                 "mla.mscale_all_dim": 0.0,
             },
         ),
-        ("deepseek_v3", {"rms_norm_eps": 1e-5}, {"mla.layernorm_epsilon": 1e-6, "layernorm_epsilon": 1e-5}),
+        (
+            "deepseek_v3",
+            {"rms_norm_eps": 1e-5},
+            {"mla.layernorm_epsilon": 1e-6, "layernorm_epsilon": 1e-5},
+        ),
         (
             "gpt_oss",
             {},
-            {"rope_scaling.rope_type": "yarn", "rope_scaling.factor": 32.0, "rope_scaling.truncate": False},
+            {
+                "rope_scaling.rope_type": "yarn",
+                "rope_scaling.factor": 32.0,
+                "rope_scaling.truncate": False,
+            },
         ),
         (
             "llama",
-            {"rope_scaling": {"rope_type": "yarn", "beta_fast": 0}, "original_max_position_embeddings": 16},
-            {"rope_scaling.factor": 128.0, "rope_scaling.beta_fast": None, "rope_scaling.attention_factor": None},
+            {
+                "rope_scaling": {"rope_type": "yarn", "beta_fast": 0},
+                "original_max_position_embeddings": 16,
+            },
+            {
+                "rope_scaling.factor": 128.0,
+                "rope_scaling.beta_fast": None,
+                "rope_scaling.attention_factor": None,
+            },
         ),
     ],
 )
@@ -328,7 +459,9 @@ def test_what_is_computed_here_comes_over(
     assert not flags(found) & change.keys() - {"topk_group", "n_group"} - ELSEWHERE.keys()
 
 
-def test_a_file_of_unknown_keys_and_one_of_endless_layers_are_read_in_no_time(tmp_path: Path) -> None:
+def test_a_file_of_unknown_keys_and_one_of_endless_layers_are_read_in_no_time(
+    tmp_path: Path,
+) -> None:
     started = time.process_time()
     many = {f"never_heard_of_{i}": i for i in range(9_000)}
     assert len(read(tmp_path, {"model_type": "qwen3_moe", **SHAPE, **many}).unplaced) >= 9_000
@@ -342,11 +475,16 @@ def test_a_file_of_unknown_keys_and_one_of_endless_layers_are_read_in_no_time(tm
     "odd",
     [
         {"model_type": "qwen3_moe", "decoder_sparse_step": 0},
-        {"model_type": "deepseek_v3", "rope_scaling": {"rope_type": "yarn", "original_max_position_embeddings": 0}},
+        {
+            "model_type": "deepseek_v3",
+            "rope_scaling": {"rope_type": "yarn", "original_max_position_embeddings": 0},
+        },
         {"model_type": "mixtral", "router_aux_loss_coef": 10**400},
     ],
 )
-def test_a_value_that_cannot_be_computed_with_is_refused(odd: dict[str, Any], tmp_path: Path) -> None:
+def test_a_value_that_cannot_be_computed_with_is_refused(
+    odd: dict[str, Any], tmp_path: Path
+) -> None:
     (tmp_path / "config.json").write_text(json.dumps({**SHAPE, **odd}))
     with pytest.raises(ConfigError, match="another type or size"):
         import_config(tmp_path / "config.json")
@@ -364,8 +502,12 @@ def test_a_value_that_cannot_be_computed_with_is_refused(odd: dict[str, Any], tm
 def test_a_scaling_of_positions_that_is_not_whole_is_said(
     rope: dict[str, Any], said: list[tuple[str, str]], tmp_path: Path
 ) -> None:
-    (tmp_path / "config.json").write_text(json.dumps({"model_type": "qwen2", **SHAPE, "rope_scaling": rope}))
+    (tmp_path / "config.json").write_text(
+        json.dumps({"model_type": "qwen2", **SHAPE, "rope_scaling": rope})
+    )
     found = import_config(tmp_path / "config.json")
     assert [(u.flag, u.why) for u in found.unplaced if u.flag == "rope_scaling"] == said
-    scaled = found.run.model.rope_scaling_factor or found.run.model.rotary_seq_len_interpolation_factor
+    scaled = (
+        found.run.model.rope_scaling_factor or found.run.model.rotary_seq_len_interpolation_factor
+    )
     assert (scaled is None) == ("factor" not in rope)

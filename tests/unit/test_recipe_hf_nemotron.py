@@ -1,4 +1,6 @@
-"""Published config.json of Nemotron and of Megatron's BERT, with keys that transformers does not read."""
+"""Published config.json of Nemotron and of Megatron's BERT, with keys that transformers does not
+read.
+"""
 
 from __future__ import annotations
 
@@ -13,17 +15,51 @@ from mtrain.recipes.hf_write import differing
 from mtrain.recipes.imported import Imported
 
 MINITRON: dict[str, Any] = {
-    **{"architectures": ["NemotronForCausalLM"], "model_type": "nemotron", "hidden_act": "relu2", "norm_eps": 1e-05},
-    **{"hidden_size": 3072, "intermediate_size": 9216, "num_hidden_layers": 32, "num_attention_heads": 24},
-    **{"num_key_value_heads": 8, "initializer_range": 0.0134, "max_position_embeddings": 4096, "rope_theta": 10000},
+    **{
+        "architectures": ["NemotronForCausalLM"],
+        "model_type": "nemotron",
+        "hidden_act": "relu2",
+        "norm_eps": 1e-05,
+    },
+    **{
+        "hidden_size": 3072,
+        "intermediate_size": 9216,
+        "num_hidden_layers": 32,
+        "num_attention_heads": 24,
+    },
+    **{
+        "num_key_value_heads": 8,
+        "initializer_range": 0.0134,
+        "max_position_embeddings": 4096,
+        "rope_theta": 10000,
+    },
     **{"tie_word_embeddings": False, "vocab_size": 256000},
 }
 """nvidia/Minitron-4B-Base without what its revisions differ in."""
 BIOMEGATRON: dict[str, Any] = {
-    **{"model_type": "megatron-bert", "vocab_size": 30592, "hidden_size": 1024, "num_hidden_layers": 24},
-    **{"num_attention_heads": 16, "hidden_act": "gelu_new", "intermediate_size": 4096, "initializer_range": 0.2},
-    **{"hidden_dropout_prob": 0.1, "attention_probs_dropout_prob": 0.1, "max_position_embeddings": 512},
-    **{"type_vocab_size": 2, "layer_norm_eps": 1e-12, "position_embedding_type": "absolute", "use_cache": False},
+    **{
+        "model_type": "megatron-bert",
+        "vocab_size": 30592,
+        "hidden_size": 1024,
+        "num_hidden_layers": 24,
+    },
+    **{
+        "num_attention_heads": 16,
+        "hidden_act": "gelu_new",
+        "intermediate_size": 4096,
+        "initializer_range": 0.2,
+    },
+    **{
+        "hidden_dropout_prob": 0.1,
+        "attention_probs_dropout_prob": 0.1,
+        "max_position_embeddings": 512,
+    },
+    **{
+        "type_vocab_size": 2,
+        "layer_norm_eps": 1e-12,
+        "position_embedding_type": "absolute",
+        "use_cache": False,
+    },
 }
 """EMBO/BioMegatron345mUncased."""
 
@@ -39,7 +75,11 @@ def read(values: dict[str, Any], folder: Path) -> Imported:
     ("more", "head", "idle"),
     [
         ({"partial_rotary_factor": 0.5, "head_dim": 128}, 128, set()),
-        ({"rope_percent": 0.5, "rope_scaling": None, "kv_channels": 64}, 128, {"rope_percent", "kv_channels"}),
+        (
+            {"rope_percent": 0.5, "rope_scaling": None, "kv_channels": 64},
+            128,
+            {"rope_percent", "kv_channels"},
+        ),
         (
             {"head_dim": 192, "rope_percentage": 0.25, "layer_norm_eps": 1e-3},
             192,
@@ -52,20 +92,40 @@ def test_keys_that_transformers_does_not_read_are_said_and_change_nothing(
 ) -> None:
     found = read({**MINITRON, **more}, tmp_path)
     m = found.run.model
-    assert (m.head_dim, m.rotary_percent, m.layernorm_epsilon, m.activation) == (head, 0.5, 1e-5, "squared_relu")
-    assert (m.layernorm_zero_centered_gamma, m.add_bias_linear, m.tie_word_embeddings) == (True, False, False)
+    assert (m.head_dim, m.rotary_percent, m.layernorm_epsilon, m.activation) == (
+        head,
+        0.5,
+        1e-5,
+        "squared_relu",
+    )
+    assert (m.layernorm_zero_centered_gamma, m.add_bias_linear, m.tie_word_embeddings) == (
+        True,
+        False,
+        False,
+    )
     assert {u.flag for u in found.unplaced if u.why == "no effect"} == idle
     assert differing(found) == []
 
 
-@pytest.mark.parametrize(("key", "value"), [("partial_rotary_factor", None), ("hidden_act", "silu")])
-def test_what_transformers_or_we_cannot_build_is_named(key: str, value: object, tmp_path: Path) -> None:
-    assert [said for said in differing(read({**MINITRON, key: value}, tmp_path)) if said.startswith(key)]
+@pytest.mark.parametrize(
+    ("key", "value"), [("partial_rotary_factor", None), ("hidden_act", "silu")]
+)
+def test_what_transformers_or_we_cannot_build_is_named(
+    key: str, value: object, tmp_path: Path
+) -> None:
+    assert [
+        said for said in differing(read({**MINITRON, key: value}, tmp_path)) if said.startswith(key)
+    ]
 
 
 def test_a_published_config_of_megatrons_bert_has_the_tanh_form_of_gelu(tmp_path: Path) -> None:
     found = read(BIOMEGATRON, tmp_path)
     m = found.run.model
-    assert (m.family, m.norm_placement, m.activation, m.vocab_size) == ("bert", "pre", "gelu_tanh", 30592)
+    assert (m.family, m.norm_placement, m.activation, m.vocab_size) == (
+        "bert",
+        "pre",
+        "gelu_tanh",
+        30592,
+    )
     assert differing(found) == []
     assert differing(read({**BIOMEGATRON, "architectures": ["MegatronBertForCausalLM"]}, tmp_path))

@@ -1,4 +1,6 @@
-"""Scripts of Megatron-LM's program for BERT become Megatron's BERT, and its command line comes back."""
+"""Scripts of Megatron-LM's program for BERT become Megatron's BERT, and its command line comes
+back.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,10 @@ from mtrain.recipes.imported import Imported
 from mtrain.recipes.megatron import export_script, import_texts
 from mtrain.recipes.megatron_yaml import import_yaml
 
-SIZES = "--num-layers 24 --hidden-size 1024 --num-attention-heads 16 --seq-length 512 --max-position-embeddings 512 "
+SIZES = (
+    "--num-layers 24 --hidden-size 1024 --num-attention-heads 16 --seq-length 512"
+    " --max-position-embeddings 512 "
+)
 TRAINED = "--micro-batch-size 4 --global-batch-size 32 --lr 1e-4 --train-iters 100 --bf16 "
 WORDS = "--tokenizer-type BertWordPieceCase --vocab-file bert-vocab.txt --mock-data "
 PROGRAM = "/opt/Megatron-LM/pretrain_bert.py"
@@ -25,14 +30,24 @@ def script(more: str = "", program: str = PROGRAM) -> Imported:
 
 
 def test_the_recipe_of_a_script_for_bert_is_megatrons_bert(tmp_path: Path) -> None:
-    (tmp_path / "bert.sh").write_text(f"torchrun --nproc-per-node 8 {PROGRAM} {SIZES}{TRAINED}{WORDS}\n")
+    (tmp_path / "bert.sh").write_text(
+        f"torchrun --nproc-per-node 8 {PROGRAM} {SIZES}{TRAINED}{WORDS}\n"
+    )
     recipe = tmp_path / "bert.yaml"
     assert main(["recipe", "import", str(tmp_path / "bert.sh"), "-o", str(recipe)]) == 0
     m = compose([f"recipe={recipe}"]).run.model
-    assert (m.family, m.norm_placement, m.normalization, m.tie_word_embeddings) == ("bert", "pre", "LayerNorm", True)
+    assert (m.family, m.norm_placement, m.normalization, m.tie_word_embeddings) == (
+        "bert",
+        "pre",
+        "LayerNorm",
+        True,
+    )
     assert m.bert is not None
     assert (m.padded_vocab_size, m.bert.next_sentence, m.bert.masked_share) == (29056, True, 0.15)
-    assert (m.activation, m.bert.head_activation) == ("gelu_tanh", "gelu"), "the fused gelu is of MLPs alone"
+    assert (m.activation, m.bert.head_activation) == (
+        "gelu_tanh",
+        "gelu",
+    ), "the fused gelu is of MLPs alone"
 
 
 @pytest.mark.parametrize(
@@ -52,16 +67,18 @@ def test_a_flag_of_the_program_is_a_key(more: str, key: str, value: object) -> N
 
 def test_shorter_samples_and_other_pairs_are_said() -> None:
     found = script("--short-seq-prob 0.1")
-    assert [u.flag for u in found.unplaced if "as long as data.seq_length" in u.text] == ["--short-seq-prob"]
+    assert [u.flag for u in found.unplaced if "as long as data.seq_length" in u.text] == [
+        "--short-seq-prob"
+    ]
     assert any("pairs of sentences" in note for note in found.notes)
 
 
 def test_a_window_of_a_bert_is_left_out_and_said() -> None:
     found = script("--window-size 63,63")
     assert found.run.model.window_size is None
-    assert [u.flag for u in found.unplaced if u.text.startswith("changes the numbers: tokens of BERT")] == [
-        "--window-size"
-    ]
+    assert [
+        u.flag for u in found.unplaced if u.text.startswith("changes the numbers: tokens of BERT")
+    ] == ["--window-size"]
 
 
 @pytest.mark.parametrize("program", ["my_train.py", "pretrain_bert_core.py"])
@@ -72,14 +89,25 @@ def test_a_program_of_another_name_is_taken_for_one_and_said(program: str) -> No
 
 
 def test_a_model_config_of_bert_is_read() -> None:
-    flags = "--num-layers: 24, --hidden-size: 1024, --num-attention-heads: 16, --seq-length: 512, --lr: 1.0e-4"
-    more = "--max-position-embeddings: 512, --micro-batch-size: 4, --global-batch-size: 32, --mock-data: true"
-    text = f"MODEL_ARGS: {{{flags}, {more}, --tokenizer-type: BertWordPieceLowerCase, --train-iters: 100}}\n"
+    flags = (
+        "--num-layers: 24, --hidden-size: 1024, --num-attention-heads: 16, --seq-length: 512, --lr:"
+        " 1.0e-4"
+    )
+    more = (
+        "--max-position-embeddings: 512, --micro-batch-size: 4, --global-batch-size: 32,"
+        " --mock-data: true"
+    )
+    text = (
+        f"MODEL_ARGS: {{{flags}, {more}, --tokenizer-type: BertWordPieceLowerCase, --train-iters:"
+        " 100}\n"
+    )
     m = import_yaml([(text, "test_cases/bert/bert_tp2/model_config.yaml")], "bert").run.model
     assert (m.family, m.norm_placement, m.vocab_size) == ("bert", "pre", 30522)
 
 
-@pytest.mark.parametrize("words", ["model=bert_345m", "model=megatron_bert_tiny model.bert.next_sentence=false"])
+@pytest.mark.parametrize(
+    "words", ["model=bert_345m", "model=megatron_bert_tiny model.bert.next_sentence=false"]
+)
 def test_a_command_line_that_is_written_reads_back_as_the_same_model(words: str) -> None:
     run = compose([*words.split(), "data=mock", "parallel=single", "data.seq_length=128"]).run
     text = export_script(run)
@@ -87,4 +115,7 @@ def test_a_command_line_that_is_written_reads_back_as_the_same_model(words: str)
     assert ("--bert-no-binary-head" in text) == ("false" in words)
     assert "decoder-only" not in text
     back = import_texts([(text, "back.sh")], "back").run.model
-    assert back.model_copy(update={"name": run.model.name, "published": run.model.published}) == run.model
+    assert (
+        back.model_copy(update={"name": run.model.name, "published": run.model.published})
+        == run.model
+    )

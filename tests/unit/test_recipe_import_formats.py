@@ -1,4 +1,6 @@
-"""Flags of number formats: what Megatron-LM means by leaving one out, and flags that it does not read."""
+"""Flags of number formats: what Megatron-LM means by leaving one out, and flags that it does not
+read.
+"""
 
 from __future__ import annotations
 
@@ -12,9 +14,9 @@ from mtrain.recipes.megatron import export_script, import_texts
 from tests.support.configs import LAPTOP
 
 BASE = (
-    "python pretrain_gpt.py --num-layers 4 --hidden-size 256 --num-attention-heads 8 --seq-length 128 --bf16 "
-    "--max-position-embeddings 128 --micro-batch-size 1 --global-batch-size 8 --train-iters 10 --lr 1e-3 "
-    "--tokenizer-type NullTokenizer --vocab-size 1023 --mock-data "
+    "python pretrain_gpt.py --num-layers 4 --hidden-size 256 --num-attention-heads 8 --seq-length"
+    " 128 --bf16 --max-position-embeddings 128 --micro-batch-size 1 --global-batch-size 8"
+    " --train-iters 10 --lr 1e-3 --tokenizer-type NullTokenizer --vocab-size 1023 --mock-data "
 )
 
 
@@ -29,15 +31,25 @@ def why(found: Imported) -> dict[str, str]:
 def test_the_format_alone_means_delayed_scales_of_the_last_step() -> None:
     p = imported("--fp8-format hybrid").run.precision
     assert (p.fp8, p.fp8_recipe, p.fp8_margin) == ("hybrid", "delayed", 0)
-    assert (p.fp8_amax_history_len, p.fp8_amax_compute_algo, p.fp8_wgrad) == (1, "most_recent", True)
+    assert (p.fp8_amax_history_len, p.fp8_amax_compute_algo, p.fp8_wgrad) == (
+        1,
+        "most_recent",
+        True,
+    )
 
 
 def test_a_recipe_leaves_the_flags_of_another_unread_and_says_so() -> None:
     found = imported(
-        "--fp8-format e4m3 --fp8-recipe blockwise --fp8-margin 2 --fp8-amax-history-len 1024 --no-fp8-wgrad"
+        "--fp8-format e4m3 --fp8-recipe blockwise --fp8-margin 2 --fp8-amax-history-len 1024"
+        " --no-fp8-wgrad"
     )
     p = found.run.precision
-    assert (p.fp8_recipe, p.fp8_margin, p.fp8_amax_history_len, p.fp8_wgrad) == ("blockwise", None, None, True)
+    assert (p.fp8_recipe, p.fp8_margin, p.fp8_amax_history_len, p.fp8_wgrad) == (
+        "blockwise",
+        None,
+        None,
+        True,
+    )
     unread = {"--fp8-margin", "--fp8-amax-history-len", "--no-fp8-wgrad"}
     assert {flag for flag, reason in why(found).items() if reason == "no effect"} >= unread
 
@@ -46,7 +58,9 @@ def test_the_ends_in_bf16_are_one_layer_each_unless_said() -> None:
     flags = "--fp8-format hybrid --fp8-recipe tensorwise --first-last-layers-bf16"
     p = imported(flags).run.precision
     assert (p.num_layers_at_start_in_bf16, p.num_layers_at_end_in_bf16) == (1, 1)
-    p = imported(f"{flags} --num-layers-at-start-in-bf16 0 --num-layers-at-end-in-bf16 2").run.precision
+    p = imported(
+        f"{flags} --num-layers-at-start-in-bf16 0 --num-layers-at-end-in-bf16 2"
+    ).run.precision
     assert (p.num_layers_at_start_in_bf16, p.num_layers_at_end_in_bf16) == (0, 2)
     found = imported("--num-layers-at-end-in-bf16 2")
     assert found.run.precision.num_layers_at_end_in_bf16 == 0
@@ -100,7 +114,9 @@ def test_layers_without_rotation_come_over_as_a_period() -> None:
 def test_the_fused_gelu_is_the_tanh_form_and_comes_back(flags: str, activation: str) -> None:
     found = imported(flags)
     assert found.run.model.activation == activation
-    assert why(found).get("--no-bias-gelu-fusion") == ("no effect" if "--swiglu --no" in flags else None)
+    assert why(found).get("--no-bias-gelu-fusion") == (
+        "no effect" if "--swiglu --no" in flags else None
+    )
     text = export_script(resolve(found.run, LAPTOP))
     assert import_texts([(text, "back")], "back").run.model.activation == activation
     assert "--openai-gelu" not in text  # megatron-core's models do not read it
@@ -116,7 +132,10 @@ def test_a_gelu_that_no_flag_says_is_exported_as_a_key(words: str) -> None:
 @pytest.mark.parametrize(("topk", "groups", "best"), [(8, 4, 2), (6, 3, 2), (6, 4, 1), (6, 2, 3)])
 def test_a_group_is_worth_what_megatron_takes_of_it(topk: int, groups: int, best: int) -> None:
     """Its sum is over router_topk // router_group_topk scores, whatever model it is."""
-    flags = f"--num-experts 64 --moe-router-topk {topk} --moe-router-num-groups 8 --moe-router-group-topk {groups} "
+    flags = (
+        f"--num-experts 64 --moe-router-topk {topk} --moe-router-num-groups 8"
+        f" --moe-router-group-topk {groups} "
+    )
     run = resolve(imported(flags + "--moe-router-pre-softmax --disable-bias-linear").run, LAPTOP)
     assert run.model.moe is not None
     assert run.model.moe.router_group_score_topk == best

@@ -1,4 +1,6 @@
-"""What is imported and what is not: programs of other models, YAML, tokenizers, launchers that are too small."""
+"""What is imported and what is not: programs of other models, YAML, tokenizers, launchers that are
+too small.
+"""
 
 from __future__ import annotations
 
@@ -18,11 +20,19 @@ from mtrain.recipes.vocabularies import ids_of
 from mtrain.recipes.write import delta, recipe_text
 
 SCRIPTS = Path(__file__).resolve().parents[1] / "support/megatron_scripts"
-MODEL = "--num-layers 4 --hidden-size 72 --num-attention-heads 4 --seq-length 128 --micro-batch-size 1 --lr 1e-3 "
-KNOWN = "--vocab-size 1023 --tokenizer-type NullTokenizer --mock-data --train-iters 10 --global-batch-size 8 "
+MODEL = (
+    "--num-layers 4 --hidden-size 72 --num-attention-heads 4 --seq-length 128 --micro-batch-size 1"
+    " --lr 1e-3 "
+)
+KNOWN = (
+    "--vocab-size 1023 --tokenizer-type NullTokenizer --mock-data --train-iters 10"
+    " --global-batch-size 8 "
+)
 
 
-def script(words: str, program: str = "pretrain_gpt.py", launcher: str = "torchrun --nproc-per-node 4") -> Imported:
+def script(
+    words: str, program: str = "pretrain_gpt.py", launcher: str = "torchrun --nproc-per-node 4"
+) -> Imported:
     return import_texts([(f"{launcher} {program} {MODEL} {words}\n", "train.sh")], "train")
 
 
@@ -45,7 +55,11 @@ def script(words: str, program: str = "pretrain_gpt.py", launcher: str = "torchr
         ("tasks/main.py", "", "evaluates"),
         ("tools/checkpoint/convert.py", "", "converts checkpoints"),
         ("pretrain_gpt.py", "--hybrid-override-pattern M-M*", "state-space"),
-        ("pretrain_gpt.py", "--spec megatron.core.models.mamba.mamba_layer_specs mamba_stack_spec", "state-space"),
+        (
+            "pretrain_gpt.py",
+            "--spec megatron.core.models.mamba.mamba_layer_specs mamba_stack_spec",
+            "state-space",
+        ),
         ("train.py", "--perform-rl-step --grpo-group-size 8", "reinforcement learning"),
         ("posttrain_gpt.py", "--stage dpo", "after pretraining"),
         ("posttrain_gpt.py", "", "after pretraining"),
@@ -54,13 +68,17 @@ def script(words: str, program: str = "pretrain_gpt.py", launcher: str = "torchr
         ("my_train.py", "--decoder-num-layers 12", "a T5"),
     ],
 )
-def test_a_program_that_trains_something_else_is_refused_by_name(program: str, flags: str, what: str) -> None:
+def test_a_program_that_trains_something_else_is_refused_by_name(
+    program: str, flags: str, what: str
+) -> None:
     with pytest.raises(ConfigError, match=what) as caught:
         script(f"{KNOWN} {flags}", program)
     assert {p.code for p in caught.value.problems} == {"MT706"}
 
 
-@pytest.mark.parametrize("program", ["pretrain_xyz.py", "code/finetune.py", "-m my.package.train_and_eval"])
+@pytest.mark.parametrize(
+    "program", ["pretrain_xyz.py", "code/finetune.py", "-m my.package.train_and_eval"]
+)
 def test_a_program_that_nobody_knows_is_taken_for_a_gpt_and_that_is_said(program: str) -> None:
     found = script(KNOWN, program)
     assert any("is taken for a program that trains a GPT" in note for note in found.notes)
@@ -83,10 +101,15 @@ def test_a_launcher_with_fewer_ranks_than_the_layout_is_imported_and_said(
     ranks: int, nodes: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     layout = "--tensor-model-parallel-size 8 --pipeline-model-parallel-size 4"
-    (tmp_path / "t.sh").write_text(f"torchrun --nproc-per-node {ranks} pretrain_gpt.py {MODEL} {KNOWN} {layout}\n")
+    (tmp_path / "t.sh").write_text(
+        f"torchrun --nproc-per-node {ranks} pretrain_gpt.py {MODEL} {KNOWN} {layout}\n"
+    )
     assert main(["recipe", "import", str(tmp_path / "t.sh"), "-o", str(tmp_path / "t.yaml")]) == 0
     report = capsys.readouterr().err
-    assert f"the script starts {ranks} processes, and its layout has at least tp 8 x cp 1 x pp 4 = 32" in report
+    assert (
+        f"the script starts {ranks} processes, and its layout has at least tp 8 x cp 1 x pp 4 = 32"
+        in report
+    )
     assert f"cluster.nodes={nodes}" in report
     assert "MT112" in (tmp_path / "t.yaml").read_text()
 
@@ -128,7 +151,9 @@ def test_unknown_flags_cost_a_moment_each() -> None:
         ("GPTSentencePieceTokenizer", "/x/llama-2-7b.model", None),
     ],
 )
-def test_the_size_of_a_known_tokenizer_is_known(kind: str, model: str | None, size: int | None) -> None:
+def test_the_size_of_a_known_tokenizer_is_known(
+    kind: str, model: str | None, size: int | None
+) -> None:
     found = ids_of(kind, model)
     assert (found[0] if found else None) == size
 
@@ -145,14 +170,16 @@ def test_the_size_of_a_known_tokenizer_is_known(kind: str, model: str | None, si
 )
 def test_it_is_padded_as_megatron_pads_it(model: str, divisible: int, tp: int, size: int) -> None:
     found = script(
-        f"--tokenizer-type HuggingFaceTokenizer --tokenizer-model {model} --tensor-model-parallel-size {tp} "
-        f"--make-vocab-size-divisible-by {divisible} --mock-data"
+        f"--tokenizer-type HuggingFaceTokenizer --tokenizer-model {model}"
+        f" --tensor-model-parallel-size {tp} --make-vocab-size-divisible-by {divisible} --mock-data"
     )
     assert found.run.model.vocab_size == size
     assert any(model in note and "is taken to have" in note for note in found.notes)
 
 
-def test_a_vocabulary_that_nobody_says_is_left_to_fill_in(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_vocabulary_that_nobody_says_is_left_to_fill_in(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     (tmp_path / "t.sh").write_text(
         f"torchrun --nproc-per-node 1 pretrain_gpt.py {MODEL} --mock-data --train-iters 5\n"
     )
@@ -171,10 +198,13 @@ def test_a_vocabulary_that_nobody_says_is_left_to_fill_in(tmp_path: Path, capsys
 
 def test_a_schedule_of_batch_sizes_comes_over_and_goes_back() -> None:
     flags = f'{KNOWN} --step-batch-size-schedule "0:4 8K:16 25600:32" --train-samples 1000'
-    trainer = script(flags.replace("--global-batch-size 8 ", "").replace("--train-iters 10 ", "")).run.trainer
+    trainer = script(
+        flags.replace("--global-batch-size 8 ", "").replace("--train-iters 10 ", "")
+    ).run.trainer
     assert trainer.batch_size_schedule == ((4, 7936), (16, 25600))  # whole samples of 128 tokens
     assert trainer.global_batch_size == 32
-    # 62 samples in 16 steps of 4, then 16 each from 64 to 208, then 24 steps of 32 and 24 samples left
+    # 62 samples in 16 steps of 4, then 16 each from 64 to 208, then 24 steps of 32 and 24 samples
+    # left
     assert trainer.train_iters == 16 + 9 + (1000 - 208) // 32
     for bad in ("500:4", "0:4 0:8", "0:x", "0:0", "", "0:4 8K"):
         with pytest.raises(ConfigError, match="step-batch-size-schedule"):
@@ -193,7 +223,9 @@ def test_a_schedule_of_batch_sizes_comes_over_and_goes_back() -> None:
         ("--recompute-activations", None),
     ],
 )
-def test_every_module_that_is_computed_again_is_kept(flags: str, modules: tuple[str, ...] | None) -> None:
+def test_every_module_that_is_computed_again_is_kept(
+    flags: str, modules: tuple[str, ...] | None
+) -> None:
     assert script(f"{KNOWN} --num-experts 4 {flags}").run.parallel.recompute.modules == modules
 
 
@@ -208,11 +240,23 @@ def test_a_layout_is_written_as_degrees_and_not_as_another_model() -> None:
 @pytest.mark.parametrize(
     ("name", "secret"),
     [
-        *((name, False) for name in ("--linear-num-key-heads", "--linear-key-head-dim", "--tokenizer-model")),
-        *((name, False) for name in ("--eod-token", "NUM_KEY_HEADS", "--moe-token-drop", "--image-token")),
+        *(
+            (name, False)
+            for name in ("--linear-num-key-heads", "--linear-key-head-dim", "--tokenizer-model")
+        ),
+        *(
+            (name, False)
+            for name in ("--eod-token", "NUM_KEY_HEADS", "--moe-token-drop", "--image-token")
+        ),
         *((name, False) for name in ("--token-shift", "--token-budget", "--reset-token-count")),
-        *((name, True) for name in ("--api-key", "HF_TOKEN", "--wandb-api-key", "WANDB_KEY", "TOKEN", "--key")),
-        *((name, True) for name in ("AWS_SECRET_ACCESS_KEY", "db.password", "--auth", "GITHUB_TOKEN_FIRST")),
+        *(
+            (name, True)
+            for name in ("--api-key", "HF_TOKEN", "--wandb-api-key", "WANDB_KEY", "TOKEN", "--key")
+        ),
+        *(
+            (name, True)
+            for name in ("AWS_SECRET_ACCESS_KEY", "db.password", "--auth", "GITHUB_TOKEN_FIRST")
+        ),
     ],
 )
 def test_a_key_of_attention_is_no_secret(name: str, secret: bool) -> None:
@@ -221,8 +265,8 @@ def test_a_key_of_attention_is_no_secret(name: str, secret: bool) -> None:
 
 def test_flags_under_a_condition_leave_their_keys_to_fill_in() -> None:
     text = (
-        'ARGS=(--bf16)\nif [ "$FP8" = 1 ]; then\n  ARGS+=(--fp8-format hybrid --wandb-project x)\nfi\n'
-        f'torchrun --nproc-per-node 1 pretrain_gpt.py {MODEL} {KNOWN} "${{ARGS[@]}}"\n'
+        'ARGS=(--bf16)\nif [ "$FP8" = 1 ]; then\n  ARGS+=(--fp8-format hybrid --wandb-project'
+        f' x)\nfi\ntorchrun --nproc-per-node 1 pretrain_gpt.py {MODEL} {KNOWN} "${{ARGS[@]}}"\n'
     )
     found = import_texts([(text, "t.sh")], "t")
     assert found.run.precision.dtype == "bf16"
@@ -235,8 +279,9 @@ def test_flags_under_a_condition_leave_their_keys_to_fill_in() -> None:
 
 def test_what_is_set_under_conditions_is_left_to_fill_in() -> None:
     text = (
-        "SIZE=$1\nif [ $SIZE = 1b ]; then\n  LAYERS=16\nelif [ $SIZE = 7b ]; then\n  LAYERS=32\nfi\n"
-        f"torchrun --nproc-per-node 1 pretrain_gpt.py {MODEL} {KNOWN} --num-layers $LAYERS\n"
+        "SIZE=$1\nif [ $SIZE = 1b ]; then\n  LAYERS=16\nelif [ $SIZE = 7b ]; then\n "
+        f" LAYERS=32\nfi\ntorchrun --nproc-per-node 1 pretrain_gpt.py {MODEL} {KNOWN} --num-layers"
+        " $LAYERS\n"
     )
     found = import_texts([(text, "t.sh")], "t")
     assert "if" not in found.open
@@ -247,7 +292,9 @@ def test_words_that_only_the_environment_sets_are_noted_and_others_leave_the_rec
     line = f"torchrun --nproc-per-node 1 pretrain_gpt.py {MODEL} {KNOWN} --bf16"
     found = import_texts([(f'{line} $EXTRA "$@"\n', "t.sh")], "t")
     assert not found.open
-    assert [note.partition(":")[2][:9] for note in found.notes if "flags that it may hold" in note] == [
+    assert [
+        note.partition(":")[2][:9] for note in found.notes if "flags that it may hold" in note
+    ] == [
         "1: $EXTRA",
         "1: $@ is ",
     ]
@@ -256,16 +303,29 @@ def test_words_that_only_the_environment_sets_are_noted_and_others_leave_the_rec
     assert "$(cat more)" in found.open["recipe.verified"]
     found = import_texts([(f"{line} --no-such-flag 3\n", "t.sh")], "t")
     assert "--no-such-flag" in found.open["recipe.verified"]
-    found = import_texts([(f"torchrun --nproc-per-node 1 pretrain_gpt.py {KNOWN} $(cat more)\n", "t.sh")], "t")
-    assert {"model.num_layers", "model.hidden_size", "model.max_position_embeddings"} <= set(found.open)
+    found = import_texts(
+        [(f"torchrun --nproc-per-node 1 pretrain_gpt.py {KNOWN} $(cat more)\n", "t.sh")], "t"
+    )
+    assert {"model.num_layers", "model.hidden_size", "model.max_position_embeddings"} <= set(
+        found.open
+    )
 
 
-@pytest.mark.parametrize("flags", ["--weight-decay 0.3 --bf16", "--fp16", "--weight-decay 0.3 --data-path x"])
+@pytest.mark.parametrize(
+    "flags", ["--weight-decay 0.3 --bf16", "--fp16", "--weight-decay 0.3 --data-path x"]
+)
 def test_a_part_of_an_array_leaves_open_whatever_it_may_hold(flags: str) -> None:
     given = KNOWN.replace("--mock-data", "") if "--data-path" in flags else KNOWN
-    text = f'ALL=({flags})\ntorchrun --nproc-per-node 1 pretrain_gpt.py {MODEL} {given} "${{ALL[@]:0:2}}"\n'
+    text = (
+        f"ALL=({flags})\ntorchrun --nproc-per-node 1 pretrain_gpt.py {MODEL} {given}"
+        ' "${ALL[@]:0:2}"\n'
+    )
     found = import_texts([(text, "t.sh")], "t")
-    keys = {"--weight-decay": "optim.weight_decay", "--bf16": "precision.dtype", "--fp16": "precision.dtype"}
+    keys = {
+        "--weight-decay": "optim.weight_decay",
+        "--bf16": "precision.dtype",
+        "--fp16": "precision.dtype",
+    }
     keys["--data-path"] = "data.path"
     assert {key for flag, key in keys.items() if flag in flags} <= set(found.open)
 
@@ -273,7 +333,9 @@ def test_a_part_of_an_array_leaves_open_whatever_it_may_hold(flags: str) -> None
 def test_an_incomplete_recipe_is_refused_until_it_is_filled_in(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    line = f"torchrun --nproc-per-node 1 pretrain_gpt.py {MODEL} {KNOWN} --lr $(cat lr) $(cat more)\n"
+    line = (
+        f"torchrun --nproc-per-node 1 pretrain_gpt.py {MODEL} {KNOWN} --lr $(cat lr) $(cat more)\n"
+    )
     (tmp_path / "t.sh").write_text(line)
     recipe = tmp_path / "t.yaml"
     assert main(["recipe", "import", str(tmp_path / "t.sh"), "-o", str(recipe)]) == 2
@@ -284,13 +346,24 @@ def test_an_incomplete_recipe_is_refused_until_it_is_filled_in(
     with pytest.raises(Rejected) as caught:
         compose([f"recipe={recipe}"])
     assert {p.path for p in caught.value.problems} == {"optim.lr", "recipe.verified"}
-    recipe.write_text(recipe.read_text().replace('verified: "???"', "verified: read").replace('lr: "???"', "lr: 0.1"))
+    recipe.write_text(
+        recipe.read_text()
+        .replace('verified: "???"', "verified: read")
+        .replace('lr: "???"', "lr: 0.1")
+    )
     assert compose([f"recipe={recipe}"]).run.optim.lr == 0.1
 
 
 def test_processes_are_counted_by_gpus_before_tasks() -> None:
     for head, nodes, per_node in (
-        ("#SBATCH --nodes=2\n#SBATCH --ntasks-per-node=1\n#SBATCH --gpus-per-node=8\nsrun python", 2, 8),
+        (
+            (
+                "#SBATCH --nodes=2\n#SBATCH --ntasks-per-node=1\n#SBATCH --gpus-per-node=8\nsrun"
+                " python"
+            ),
+            2,
+            8,
+        ),
         ("#SBATCH -N 2\n#SBATCH --gres=gpu:h100:4\n#SBATCH --ntasks-per-node=1\nsrun python", 2, 4),
         ("srun -N2 --ntasks-per-node=1 torchrun --nnodes 2 --nproc-per-node 8", 2, 8),
         ("srun --nodes 2 --ntasks 16 python", 2, 8),
@@ -303,7 +376,11 @@ def test_processes_are_counted_by_gpus_before_tasks() -> None:
     ):
         run = import_texts([(f"{head} pretrain_gpt.py {MODEL} {KNOWN}\n", "t.sh")], "t").run
         assert (run.cluster.nodes, run.cluster.devices_per_node) == (nodes, per_node), head
-    for head in ("mpirun -np 16 --hostfile h python", "jsrun -n 16 python", "deepspeed --hostfile h --num_gpus 8"):
+    for head in (
+        "mpirun -np 16 --hostfile h python",
+        "jsrun -n 16 python",
+        "deepspeed --hostfile h --num_gpus 8",
+    ):
         found = import_texts([(f"{head} pretrain_gpt.py {MODEL} {KNOWN}\n", "t.sh")], "t")
         assert "cluster.nodes" in found.open, head
 
@@ -364,11 +441,21 @@ def test_arguments_in_sections_are_read_by_their_names(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("activation", "gated", "lost"),
-    [("gelu", False, []), ("gelu", True, ["--gated-linear-unit"]), ("swiglu", True, []), ("swish", False, ["swish"])],
+    [
+        ("gelu", False, []),
+        ("gelu", True, ["--gated-linear-unit"]),
+        ("swiglu", True, []),
+        ("swish", False, ["swish"]),
+    ],
 )
-def test_a_gate_that_yaml_asks_for_is_not_lost_in_silence(activation: str, gated: bool, lost: list[str]) -> None:
+def test_a_gate_that_yaml_asks_for_is_not_lost_in_silence(
+    activation: str, gated: bool, lost: list[str]
+) -> None:
     sizes = "num_layers: 2, hidden_size: 64, num_attention_heads: 4"
-    text = f"language_model: {{{sizes}, activation_func: {activation}, gated_linear_unit: {str(gated).lower()}}}\n"
+    text = (
+        f"language_model: {{{sizes}, activation_func: {activation}, gated_linear_unit:"
+        f" {str(gated).lower()}}}\n"
+    )
     found = import_yaml([(f"{text}seq_length: 128\n", "x.yaml")], "x", ["model.vocab_size=1000"])
     words = [word for u in found.unplaced for word in (u.flag, u.value) if u.why == "not supported"]
     assert [word for word in words if word in ("--gated-linear-unit", "swish")] == lost
@@ -378,7 +465,10 @@ def test_a_gate_that_yaml_asks_for_is_not_lost_in_silence(activation: str, gated
     ("folder", "text"),
     [
         ("test_cases/t5/t5_220m", "MODEL_ARGS: {--num-layers: 2, --hidden-size: 64, --lr: 1}"),
-        ("test_cases/hybrid/hybrid_tp1", "MODEL_ARGS: {--num-layers: 2, --hidden-size: 64, --lr: 1}"),
+        (
+            "test_cases/hybrid/hybrid_tp1",
+            "MODEL_ARGS: {--num-layers: 2, --hidden-size: 64, --lr: 1}",
+        ),
         ("x", "MODEL_ARGS: {--num-layers: 2, --hidden-size: 64, --lr: 1, --is-hybrid-model: true}"),
         ("x", "MODE: inference\nMODEL_ARGS: {--num-layers: 2, --hidden-size: 64, --lr: 1}"),
     ],

@@ -1,4 +1,6 @@
-"""Training scripts as people write them: what their flags mean, by hand, against what the import makes of them."""
+"""Training scripts as people write them: what their flags mean, by hand, against what the import
+makes of them.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,8 @@ RUN = ("llama3_70b",)
 SCRIPTS = Path(__file__).resolve().parents[1] / "support/megatron_scripts"
 CLUSTER = Machine(cpu_cores=64, memory_bytes=1 << 40, gpus=8, transformer_engine=True)
 
-# What Megatron-LM's TransformerConfig would hold, by the script's flags and the defaults of its parser.
+# What Megatron-LM's TransformerConfig would hold, by the script's flags and the defaults of its
+# parser.
 LLAMA = {
     "normalization": "RMSNorm",
     "gated_linear_unit": True,
@@ -350,7 +353,9 @@ def imported(name: str) -> Imported:
 def test_a_script_means_what_its_flags_mean(name: str) -> None:
     run = resolve(imported(name).run, CLUSTER if name == "llama3_70b" else LAPTOP)
     values = transformer_values(run)
-    assert {field: values.get(field, "not there") for field in TRANSFORMER[name]} == TRANSFORMER[name]
+    assert {field: values.get(field, "not there") for field in TRANSFORMER[name]} == TRANSFORMER[
+        name
+    ]
     flat = run.flat()
     assert {key: flat.get(key, "not there") for key in OTHER[name]} == OTHER[name]
 
@@ -368,13 +373,25 @@ def test_every_flag_of_a_script_is_read_or_listed(name: str) -> None:
     noted = " ".join(found.notes)
     for word in text.replace("=", " ").split():
         flag = word.strip("\"'()\\")
-        if flag.startswith("--") and flag not in known_flags() and "SBATCH" not in text.split(flag)[0][-8:]:
+        if (
+            flag.startswith("--")
+            and flag not in known_flags()
+            and "SBATCH" not in text.split(flag)[0][-8:]
+        ):
             launcher = flag in LAUNCHER
             assert launcher or flag in listed or flag in noted, f"{flag} was lost"
 
 
 LAUNCHER = {
-    *("--nproc_per_node", "--nproc-per-node", "--nnodes", "--master_addr", "--node_rank", "--rdzv_id", "--label"),
+    *(
+        "--nproc_per_node",
+        "--nproc-per-node",
+        "--nnodes",
+        "--master_addr",
+        "--node_rank",
+        "--rdzv_id",
+        "--label",
+    ),
     *("--job-name", "--nodes", "--ntasks-per-node", "--output"),
 }
 
@@ -416,24 +433,40 @@ def test_a_vocabulary_is_taken_from_the_same_shape() -> None:
     shape = "--num-layers 96 --hidden-size 12288 --num-attention-heads 96 --seq-length 2048"
     found = import_texts([(f"torchrun pretrain_gpt.py {shape}", "x.sh")], "x")
     assert "the vocabulary of 50257 is that of model=gpt3_175b" in "".join(found.notes)
-    text = "torchrun pretrain_gpt.py --num-layers 3 --hidden-size 66 --num-attention-heads 2 --seq-length 8"
+    text = (
+        "torchrun pretrain_gpt.py --num-layers 3 --hidden-size 66 --num-attention-heads 2"
+        " --seq-length 8"
+    )
     assert import_texts([(text, "x.sh")], "x").open.keys() == {"model.vocab_size"}
     assert import_texts([(text, "x.sh")], "x", ["model.vocab_size=512"]).run.model.vocab_size == 512
 
 
-RATE = "optim.lr is not said; it is 0.0006, resolved from GPT-3 table 2.1 (arXiv 2005.14165): its 125M model"
+RATE = (
+    "optim.lr is not said; it is 0.0006, resolved from GPT-3 table 2.1 (arXiv 2005.14165): its 125M"
+    " model"
+)
 
 
 @pytest.mark.parametrize(
     ("launcher", "flags", "notes"),
     [
-        ("torchrun --nproc-per-node 8", "--vocab-size 512", [RATE, "it is 64, resolved from x: max_position_emb"]),
-        ("python", "--vocab-size 512", [RATE, "data.seq_length is not said; it is chosen where it runs"]),
+        (
+            "torchrun --nproc-per-node 8",
+            "--vocab-size 512",
+            [RATE, "it is 64, resolved from x: max_position_emb"],
+        ),
+        (
+            "python",
+            "--vocab-size 512",
+            [RATE, "data.seq_length is not said; it is chosen where it runs"],
+        ),
         ("python", "--seq-length 8", ["optim.lr is not said; it is chosen where it runs"]),
         ("python", "--seq-length 8 --lr 0.1", []),
     ],
 )
-def test_what_is_not_said_becomes_what_it_is_resolved_to(launcher: str, flags: str, notes: list[str]) -> None:
+def test_what_is_not_said_becomes_what_it_is_resolved_to(
+    launcher: str, flags: str, notes: list[str]
+) -> None:
     model = "--num-layers 3 --hidden-size 66 --num-attention-heads 2 --max-position-embeddings 64"
     flags = f"{model} --train-iters 9 --global-batch-size 8 {flags}"
     found = import_texts([(f"{launcher} pretrain_gpt.py {flags}", "x.sh")], "x")
@@ -452,22 +485,35 @@ def test_what_is_not_said_becomes_what_it_is_resolved_to(launcher: str, flags: s
         ("--vocab-size 500 --padded-vocab-size 640", 640, True),
     ],
 )
-def test_padding_stays_in_the_softmax_as_in_megatron_where_there_is_any(words: str, vocab: int, masked: bool) -> None:
+def test_padding_stays_in_the_softmax_as_in_megatron_where_there_is_any(
+    words: str, vocab: int, masked: bool
+) -> None:
     model = "--num-layers 2 --hidden-size 64 --num-attention-heads 2 --seq-length 8"
-    found = import_texts([(f"torchrun --nproc-per-node 2 pretrain_gpt.py {model} {words}", "x.sh")], "x")
+    found = import_texts(
+        [(f"torchrun --nproc-per-node 2 pretrain_gpt.py {model} {words}", "x.sh")], "x"
+    )
     assert (found.run.model.vocab_size, found.run.model.mask_padded_vocab) == (vocab, masked)
     assert any("padding in the softmax" in note for note in found.notes) is not masked
 
 
 def test_overrides_stand_above_the_script() -> None:
-    found = import_scripts([SCRIPTS / "mixtral_8x7b.sh"], ["cluster=h100x64", "optim.lr=5e-5", "parallel.ep=4"])
-    assert (found.run.cluster.name, found.run.optim.lr, found.run.parallel.ep) == ("h100x64", 5e-5, 4)
+    found = import_scripts(
+        [SCRIPTS / "mixtral_8x7b.sh"], ["cluster=h100x64", "optim.lr=5e-5", "parallel.ep=4"]
+    )
+    assert (found.run.cluster.name, found.run.optim.lr, found.run.parallel.ep) == (
+        "h100x64",
+        5e-5,
+        4,
+    )
 
 
 def test_a_script_that_others_source_is_given_first(tmp_path: Path) -> None:
-    (tmp_path / "model.sh").write_text("MODEL=(--num-layers 4 --hidden-size 64 --num-attention-heads 4)\n")
+    (tmp_path / "model.sh").write_text(
+        "MODEL=(--num-layers 4 --hidden-size 64 --num-attention-heads 4)\n"
+    )
     (tmp_path / "train.sh").write_text(
-        'source model.sh\ntorchrun --nproc-per-node 2 pretrain_gpt.py "${MODEL[@]}" --vocab-size 500 --seq-length 8\n'
+        'source model.sh\ntorchrun --nproc-per-node 2 pretrain_gpt.py "${MODEL[@]}" --vocab-size'
+        " 500 --seq-length 8\n"
     )
     found = import_scripts([tmp_path / "model.sh", tmp_path / "train.sh"])
     assert (found.run.model.num_layers, found.run.cluster.devices_per_node) == (4, 2)
@@ -483,10 +529,18 @@ def test_a_script_that_others_source_is_given_first(tmp_path: Path) -> None:
 
 def test_samples_are_counted_along_a_ramp() -> None:
     """100 samples in steps of 4, as many in steps of 8 and of 12, and 16 each after that."""
-    model = "--num-layers 2 --hidden-size 64 --num-attention-heads 4 --seq-length 32 --lr 1e-3 --vocab-size 300"
-    words = "--global-batch-size 16 --rampup-batch-size 4 4 300 --train-samples 1000 --lr-warmup-samples 40"
+    model = (
+        "--num-layers 2 --hidden-size 64 --num-attention-heads 4 --seq-length 32 --lr 1e-3"
+        " --vocab-size 300"
+    )
+    words = (
+        "--global-batch-size 16 --rampup-batch-size 4 4 300 --train-samples 1000"
+        " --lr-warmup-samples 40"
+    )
     flags = f"{model} {words}"
-    values = import_texts([(f"torchrun pretrain_gpt.py {flags} --micro-batch-size 1\n", "x.sh")], "x").run.flat()
+    values = import_texts(
+        [(f"torchrun pretrain_gpt.py {flags} --micro-batch-size 1\n", "x.sh")], "x"
+    ).run.flat()
     plan = linear((4, 4, 300), 16)
     assert values["trainer.rampup_batch_size"] == [4, 4, 300]
     assert values["optim.warmup_iters"] == 10

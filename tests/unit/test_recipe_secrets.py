@@ -12,8 +12,9 @@ from mtrain.recipes.secrets import Secrets, names_secret
 
 CANARY = "c4n4ry-9f8e7d"
 BASE = (
-    "torchrun --nproc-per-node 1 pretrain_gpt.py --num-layers 2 --hidden-size 64 --num-attention-heads 4 "
-    "--seq-length 8 --vocab-size 100 --train-iters 5 --lr 1e-3 --micro-batch-size 1 --mock-data "
+    "torchrun --nproc-per-node 1 pretrain_gpt.py --num-layers 2 --hidden-size 64"
+    " --num-attention-heads 4 --seq-length 8 --vocab-size 100 --train-iters 5 --lr 1e-3"
+    " --micro-batch-size 1 --mock-data "
 )
 LEAKS = {
     "exported": f"export WANDB_API_KEY={CANARY}\n{BASE} --wandb-exp-name $WANDB_API_KEY",
@@ -46,7 +47,16 @@ def test_no_output_holds_a_secret(
 ) -> None:
     script = tmp_path / "train.sh"
     script.write_text(LEAKS[name])
-    main(["recipe", "import", str(script), *(["--json"] if as_json else []), "-o", str(tmp_path / "out.yaml")])
+    main(
+        [
+            "recipe",
+            "import",
+            str(script),
+            *(["--json"] if as_json else []),
+            "-o",
+            str(tmp_path / "out.yaml"),
+        ]
+    )
     shown = capsys.readouterr()
     written = (tmp_path / "out.yaml").read_text() if (tmp_path / "out.yaml").exists() else ""
     assert CANARY not in shown.out + shown.err + written
@@ -54,7 +64,9 @@ def test_no_output_holds_a_secret(
 
 
 @pytest.mark.parametrize("secret", SHAPES)
-def test_a_token_is_known_by_its_shape(secret: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_token_is_known_by_its_shape(
+    secret: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     script = tmp_path / "train.sh"
     script.write_text(f"{BASE} --tensorboard-dir {secret} --data-path /x/{secret}\n")
     assert main(["recipe", "import", str(script)]) == 0
@@ -67,7 +79,9 @@ def test_a_login_in_an_address_is_hidden() -> None:
     assert Secrets({}).hide("s3://user:pa55@host/x") == "s3://***@host/x"
 
 
-def test_a_key_whose_value_holds_a_secret_stays_as_it_was(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_key_whose_value_holds_a_secret_stays_as_it_was(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     script = tmp_path / "train.sh"
     script.write_text(LEAKS["placed"].replace("--mock-data", ""))
     assert main(["recipe", "import", "--json", str(script)]) == 0
@@ -75,11 +89,15 @@ def test_a_key_whose_value_holds_a_secret_stays_as_it_was(tmp_path: Path, capsys
     assert [(u["flag"], u["why"]) for u in answer["unplaced"]] == [("--data-path", "secret")]
 
 
-@pytest.mark.parametrize("name", ["WANDB_API_KEY", "HF_TOKEN", "--hf-token", "db.password", "MY_SECRET", "--auth"])
+@pytest.mark.parametrize(
+    "name", ["WANDB_API_KEY", "HF_TOKEN", "--hf-token", "db.password", "MY_SECRET", "--auth"]
+)
 def test_names_of_secrets_are_known(name: str) -> None:
     assert names_secret(name)
 
 
-@pytest.mark.parametrize("name", ["TOKENIZER_MODEL", "--tokenizer-type", "KEYS", "MONKEY", "AUTHOR", "MASTER_PORT"])
+@pytest.mark.parametrize(
+    "name", ["TOKENIZER_MODEL", "--tokenizer-type", "KEYS", "MONKEY", "AUTHOR", "MASTER_PORT"]
+)
 def test_names_that_only_look_alike_are_not(name: str) -> None:
     assert not names_secret(name)

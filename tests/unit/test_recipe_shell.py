@@ -39,7 +39,9 @@ def test_what_only_running_could_tell_is_marked_and_never_guessed(text: str, wha
 def test_what_a_condition_or_a_loop_sets_is_not_known_behind_it_and_says_where() -> None:
     text = "A=1\nif [ -n $Q ]; then A=2; B=3; fi\nC=1\nfor i in 1 2; do C=5; done\nrun $A $B $C\n"
     words = read_script((text, "s.sh")).commands[-1].words[1:]
-    assert [(shown(word), gap.where) for word in words if isinstance(word, Unread) for gap in word.gaps] == [
+    assert [
+        (shown(word), gap.where) for word in words if isinstance(word, Unread) for gap in word.gaps
+    ] == [
         ("$A", "s.sh:2"),
         ("$B", "s.sh:2"),
         ("$C", "s.sh:4"),
@@ -57,10 +59,15 @@ def test_what_branches_add_to_a_list_is_known_as_a_list_that_may_be_added() -> N
 
 def test_a_command_in_a_condition_is_marked() -> None:
     commands = read_script(("if [ -f x ]; then run a; fi\ncd x && run b\n", "s.sh")).commands
-    assert [(c.words[1], c.conditional) for c in commands if c.words[0] == "run"] == [("a", True), ("b", False)]
+    assert [(c.words[1], c.conditional) for c in commands if c.words[0] == "run"] == [
+        ("a", True),
+        ("b", False),
+    ]
 
 
-@pytest.mark.parametrize("text", ["run 'a", 'run "a', "run ${a", "run $((1", "A=(1 2", "run `x", "run $(x"])
+@pytest.mark.parametrize(
+    "text", ["run 'a", 'run "a', "run ${a", "run $((1", "A=(1 2", "run `x", "run $(x"]
+)
 def test_text_that_does_not_close_is_refused_with_its_line(text: str) -> None:
     with pytest.raises(ConfigError, match="does not close") as caught:
         read_script((f"x\n{text}", "s.sh"))
@@ -92,30 +99,32 @@ def test_a_bomb_is_refused_or_read_in_a_moment(text: str) -> None:
 
 
 def test_a_hostile_script_starts_nothing_reads_nothing_and_writes_nothing(tmp_path: Path) -> None:
-    canary, secret = tmp_path / "canary", tmp_path / "secret"
+    canary = tmp_path / "canary"
+    secret = tmp_path / "secret"
     secret.write_text("s3cr3t-canary")
     script = tmp_path / "h.sh"
     script.write_text(
-        f"touch {canary}\nX=$(touch {canary}; cat {secret})\nY=`touch {canary}`\neval 'touch {canary}'\n"
-        f"source {secret}\n. {secret}\n"
-        f"torchrun --nproc-per-node 2 pretrain_gpt.py --num-layers 2 --hidden-size 64 --num-attention-heads 4 "
-        f"--seq-length 8 --vocab-size 100 --data-args-path {secret} --yaml-cfg {secret} --data-path $X "
-        f"--tokenizer-model '$(touch {canary})' --lr $(cat {secret}) > {canary} &\n"
+        f"touch {canary}\nX=$(touch {canary}; cat {secret})\nY=`touch {canary}`\neval 'touch"
+        f" {canary}'\nsource {secret}\n. {secret}\ntorchrun --nproc-per-node 2 pretrain_gpt.py"
+        " --num-layers 2 --hidden-size 64 --num-attention-heads 4 --seq-length 8 --vocab-size 100"
+        f" --data-args-path {secret} --yaml-cfg {secret} --data-path $X --tokenizer-model '$(touch"
+        f" {canary})' --lr $(cat {secret}) > {canary} &\n"
     )
     code = (
-        "import sys\nbad = []\n"
-        "def hook(event, args):\n"
-        "    if event in ('os.system', 'subprocess.Popen', 'socket.connect', 'os.exec', 'os.posix_spawn'):\n"
-        "        bad.append(event)\n"
-        f"    if event == 'open' and str(args[0]) in ({str(secret)!r}, {str(canary)!r}):\n"
-        "        bad.append(args[0])\n"
-        "sys.addaudithook(hook)\n"
-        "from mtrain.cli.main import main\n"
-        f"rc = main(['recipe', 'import', {str(script)!r}])\n"
-        "print('END', rc, bad, [m for m in ('torch', 'numpy', 'megatron') if m in sys.modules])\n"
+        "import sys\nbad = []\ndef hook(event, args):\n    if event in ('os.system',"
+        " 'subprocess.Popen', 'socket.connect', 'os.exec', 'os.posix_spawn'):\n       "
+        f" bad.append(event)\n    if event == 'open' and str(args[0]) in ({str(secret)!r},"
+        f" {str(canary)!r}):\n        bad.append(args[0])\nsys.addaudithook(hook)\nfrom"
+        " mtrain.cli.main import main\nrc = main(['recipe', 'import',"
+        f" {str(script)!r}])\nprint('END', rc, bad, [m for m in ('torch', 'numpy', 'megatron') if m"
+        " in sys.modules])\n"
     )
     done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, timeout=patient(60), cwd=tmp_path
+        [sys.executable, "-c", code],
+        capture_output=True,
+        text=True,
+        timeout=patient(60),
+        cwd=tmp_path,
     )
     assert done.stdout.splitlines()[-1] == "END 2 [] []", done.stderr
     assert "s3cr3t-canary" not in done.stdout + done.stderr

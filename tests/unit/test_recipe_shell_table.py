@@ -1,4 +1,5 @@
-"""Constructs of shell scripts: what bash passes to the program, against the static reader and against --capture.
+"""Constructs of shell scripts: what bash passes to the program, against the static reader and
+against --capture.
 
 The reader agrees with bash in every key, or names the key among those that are left to fill in.
 """
@@ -22,8 +23,10 @@ pytestmark = pytest.mark.skipif(shutil.which("bash") is None, reason="bash is no
 
 MODEL = "--num-layers 4 --hidden-size 128 --num-attention-heads 8 --vocab-size 512"
 RUN = f"torchrun --nproc-per-node 8 pretrain_gpt.py {MODEL}"
-TP, WD = "--tensor-model-parallel-size", "--weight-decay"
-# In the texts, RUN is the command above, TP and WD are the two flags; what is written last is what is not plain.
+TP = "--tensor-model-parallel-size"
+WD = "--weight-decay"
+# In the texts, RUN is the command above, TP and WD are the two flags; what is written last is what
+# is not plain.
 CONSTRUCTS = r"""
 A=2; RUN TP $A
 A=2; B=$A; RUN TP "${B}"
@@ -286,14 +289,23 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def truth(folder: Path) -> dict[str, list[list[str]]]:
-    """What bash passes to the program, by script: one list of words for each time that it is started."""
+    """What bash passes to the program, by script: one list of words for each time that it is
+    started.
+    """
     own = folder / "own"
     own.mkdir()
-    (own / "torchrun").write_text('#!/bin/sh\nprintf "%s\\0" "$NUMBER" torchrun "$@" "" "" >> "$CALLS"\n')
+    (own / "torchrun").write_text(
+        '#!/bin/sh\nprintf "%s\\0" "$NUMBER" torchrun "$@" "" "" >> "$CALLS"\n'
+    )
     (own / "torchrun").chmod(0o700)
     env = {"PATH": f"{own}:/usr/bin:/bin", "CALLS": str(folder / "calls"), "HOME": "/nowhere"}
     subprocess.run(
-        ["bash", "all.sh"], cwd=folder, env=env, timeout=patient(30), stdin=subprocess.DEVNULL, capture_output=True
+        ["bash", "all.sh"],
+        cwd=folder,
+        env=env,
+        timeout=patient(30),
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
     )
     (folder / "made.sh").write_text("A=2\n")
     out: dict[str, list[list[str]]] = {}
@@ -312,7 +324,8 @@ def test_a_construct_is_read_as_bash_reads_it_or_reported(
     folder: Path, truth: dict[str, list[list[str]]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(folder)
-    wrong, known = [], 0
+    wrong = []
+    known = 0
     for number, text in enumerate(SCRIPTS):
         name = f"{number:03}.sh"
         meant = truth.get(name, [])
@@ -330,9 +343,13 @@ def test_a_construct_is_read_as_bash_reads_it_or_reported(
         if found.doubt or WHOLE in left:
             continue
         true = [read_flags(words[words.index("pretrain_gpt.py") + 1 :], None)[1] for words in meant]
-        keep = [{k for k in {**keys, **one} if keys.get(k) != one.get(k)} - left.keys() for one in true]
+        keep = [
+            {k for k in {**keys, **one} if keys.get(k) != one.get(k)} - left.keys() for one in true
+        ]
         if all(keep):
-            wrong.append(f"{text}: {min(keep, key=len)} are not as bash has them, and nothing is said")
+            wrong.append(
+                f"{text}: {min(keep, key=len)} are not as bash has them, and nothing is said"
+            )
         known += not left
     assert not wrong, "\n".join(wrong)
     assert known > 50, "plain scripts are read whole"

@@ -1,4 +1,6 @@
-"""Keys of chats and records: what they say of the loss is honoured, and what nothing reads is refused by name."""
+"""Keys of chats and records: what they say of the loss is honoured, and what nothing reads is
+refused by name.
+"""
 
 from __future__ import annotations
 
@@ -17,9 +19,18 @@ from mtrain.errors import CorruptData
 from tests.support.chats import CHATML, chats_file, folder_of, template_of, turns
 from tests.support.commands import mtrain
 
-SMALL = "model.num_layers=2 model.vocab_size=700 data.seq_length=128 data.split=[1,0,0] trainer.eval_iters=0"
+SMALL = (
+    "model.num_layers=2 model.vocab_size=700 data.seq_length=128 data.split=[1,0,0]"
+    " trainer.eval_iters=0"
+)
 SMALL += " trainer.eval_interval=null samples=1"
-OFF = [{"weight": 0}, {"loss": False}, {"train": False}, {"loss_mask": 0}, {"weight": 0.0, "train": False}]
+OFF = [
+    {"weight": 0},
+    {"loss": False},
+    {"train": False},
+    {"loss_mask": 0},
+    {"weight": 0.0, "train": False},
+]
 Preview = Callable[..., tuple[int, str, str]]
 
 
@@ -38,7 +49,18 @@ def preview(home: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> P
     def call(chats: list[Any], *words: str, kind: str = "plain") -> tuple[int, str, str]:
         file = chats_file(tmp_path / "chats.jsonl", chats)
         named = [f"data.tokenizer={home}/{kind}/tokenizer.json", f"data.cache_dir={tmp_path}/cache"]
-        code = main(["data", "preview", "data=sft", f"data.path={file}", *named, *SMALL.split(), *words, "--json"])
+        code = main(
+            [
+                "data",
+                "preview",
+                "data=sft",
+                f"data.path={file}",
+                *named,
+                *SMALL.split(),
+                *words,
+                "--json",
+            ]
+        )
         said = capsys.readouterr()
         if code:
             return code, "", said.out + said.err
@@ -57,9 +79,16 @@ def corrected(**flags: Any) -> list[dict[str, Any]]:
     return found
 
 
-def test_an_answer_that_is_left_out_carries_no_loss_in_a_fresh_process(home: Path, tmp_path: Path) -> None:
+def test_an_answer_that_is_left_out_carries_no_loss_in_a_fresh_process(
+    home: Path, tmp_path: Path
+) -> None:
     file = chats_file(tmp_path / "chats.jsonl", [corrected(weight=0)])
-    words = ["data=sft", f"data.path={file}", f"data.tokenizer={home}/plain/tokenizer.json", *SMALL.split()]
+    words = [
+        "data=sft",
+        f"data.path={file}",
+        f"data.tokenizer={home}/plain/tokenizer.json",
+        *SMALL.split(),
+    ]
     done = mtrain("data", "preview", *words, f"data.cache_dir={tmp_path}/cache", cwd=tmp_path)
     learned = re.findall(r" loss  +(.*)", done.stdout)
     assert done.returncode == 0, done.stderr
@@ -69,7 +98,9 @@ def test_an_answer_that_is_left_out_carries_no_loss_in_a_fresh_process(home: Pat
 @pytest.mark.covering(1)
 @pytest.mark.parametrize("kind", ["plain", "marked"])
 @pytest.mark.parametrize("flags", OFF, ids=str)
-def test_an_answer_that_says_so_is_context_alone(flags: dict[str, Any], kind: str, preview: Preview) -> None:
+def test_an_answer_that_says_so_is_context_alone(
+    flags: dict[str, Any], kind: str, preview: Preview
+) -> None:
     code, learned, _ = preview([corrected(**flags)], kind=kind)
     assert (code, learned) == (0, "four<|im_end|>")
     last = turns("2+2?", "four", "and 3+3?", "WRONG")
@@ -91,7 +122,9 @@ def test_what_is_left_out_of_whole_chats_is_that_message_of_any_role(preview: Pr
     assert preview([asked])[1] == "four<|im_end|>", "a question is never learned, so it may say so"
 
 
-@pytest.mark.parametrize("flags", [{"weight": 1}, {"loss": True}, {"train": True, "loss_mask": 1}, {"weight": None}])
+@pytest.mark.parametrize(
+    "flags", [{"weight": 1}, {"loss": True}, {"train": True, "loss_mask": 1}, {"weight": None}]
+)
 def test_an_answer_that_says_that_it_is_learned_is(flags: dict[str, Any], preview: Preview) -> None:
     assert preview([corrected(**flags)])[1] == "WRONG<|im_end|>four<|im_end|>"
 
@@ -104,12 +137,21 @@ def test_an_answer_that_says_that_it_is_learned_is(flags: dict[str, Any], previe
         ([corrected(loss_mask=[0, 1])], (), "its loss_mask is"),
         ([corrected(weight=0, train=True)], (), "says both that it is learned and that it is not"),
         (
-            [[{"role": "user", "content": "q", "weight": 1}, {"role": "assistant", "content": "a"}]],
+            [
+                [
+                    {"role": "user", "content": "q", "weight": 1},
+                    {"role": "assistant", "content": "a"},
+                ]
+            ],
             (),
             "message 1, of u",
         ),
         ([corrected(weight=1)], ("data.loss_on=last",), "data.loss_on=last does not learn it"),
-        ([[*turns("q"), {"role": "assistant", "content": "a", "weight": 0}]], (), "is not learned: remove the line"),
+        (
+            [[*turns("q"), {"role": "assistant", "content": "a", "weight": 0}]],
+            (),
+            "is not learned: remove the line",
+        ),
         (
             [{"messages": turns("q", "a"), "weight": 0}],
             (),
@@ -119,11 +161,24 @@ def test_an_answer_that_says_that_it_is_learned_is(flags: dict[str, Any], previe
         ([corrected(wieght=0)], (), "message 2 of messages has an unknown key: wieght"),
         ([corrected(wieght=0)], (), "did you mean weight?"),
         ([corrected(masked=True)], (), "data.ignored_keys=[masked]"),
-        ([{"messages": turns("q", "a"), "functions": [{"name": "f"}]}], (), "an unknown key: functions"),
-        ([{"messages": turns("q", "a"), "completion": "b"}], (), "an unknown key: completion"),
-        ([{"messages": turns("q", "a"), "prompt": "another"}], (), "its prompt is none of its messages"),
         (
-            [[{"role": "user", "content": [{"type": "text", "text": "q", "weight": 0}]}, *turns("", "a")[1:]]],
+            [{"messages": turns("q", "a"), "functions": [{"name": "f"}]}],
+            (),
+            "an unknown key: functions",
+        ),
+        ([{"messages": turns("q", "a"), "completion": "b"}], (), "an unknown key: completion"),
+        (
+            [{"messages": turns("q", "a"), "prompt": "another"}],
+            (),
+            "its prompt is none of its messages",
+        ),
+        (
+            [
+                [
+                    {"role": "user", "content": [{"type": "text", "text": "q", "weight": 0}]},
+                    *turns("", "a")[1:],
+                ]
+            ],
             (),
             "a part of",
         ),
@@ -139,7 +194,15 @@ def test_what_cannot_be_honoured_is_refused_with_its_line(
 
 
 def test_names_and_places_are_no_unknown_keys_and_others_can_be_named(preview: Preview) -> None:
-    rows = [{"messages": turns("q", "a"), "id": 7, "source": "web", "metadata": {"weight": 0}, "strange": None}]
+    rows = [
+        {
+            "messages": turns("q", "a"),
+            "id": 7,
+            "source": "web",
+            "metadata": {"weight": 0},
+            "strange": None,
+        }
+    ]
     assert preview(rows)[:2] == (0, "a<|im_end|>")
     rows[0]["strange"] = 1
     assert preview(rows)[0] == 4
@@ -155,7 +218,9 @@ def test_a_key_of_a_message_that_the_template_reads_is_known() -> None:
         chat(values, Keys(template=CHATML))
     made = chat(values, Keys(template=CHATML + "{{ message['channel'] }}"))
     assert made.messages[1]["channel"] == "final"
-    assert not set(FLAGS) & chat({"messages": corrected(weight=0)}).messages[1].keys(), "templates see no flags"
+    assert not set(FLAGS) & chat({"messages": corrected(weight=0)}).messages[1].keys(), (
+        "templates see no flags"
+    )
 
 
 def test_arguments_that_are_json_text_are_written_as_objects_and_reported(preview: Preview) -> None:
@@ -177,7 +242,10 @@ def test_arguments_that_are_json_text_are_written_as_objects_and_reported(previe
 
 
 AS_TEXT = {
-    "written": "{{- '<tool_call>' }}{{- call.function.name }} {{ call.function.arguments }}{{- '</tool_call>' }}",
+    "written": (
+        "{{- '<tool_call>' }}{{- call.function.name }} {{ call.function.arguments }}{{-"
+        " '</tool_call>' }}"
+    ),
     "joined": "{{- '<tool_call>' + call['function']['arguments'] + '</tool_call>' }}",
     "trimmed": "{{- '<tool_call>' + (call.function.arguments | trim) + '</tool_call>' }}",
     "as it is": (
@@ -187,15 +255,23 @@ AS_TEXT = {
 }
 AS_OBJECT = {
     "to JSON": "{{- '<tool_call>' + call.function.arguments | tojson + '</tool_call>' }}",
-    "by key": "{%- for key, value in call.function.arguments.items() %}{{- key }}={{- value }};{%- endfor %}",
-    "a mapping": "{%- if call.function.arguments is mapping %}{{- call.function.arguments | tojson }}{%- endif %}",
+    "by key": (
+        "{%- for key, value in call.function.arguments.items() %}{{- key }}={{- value }};{%-"
+        " endfor %}"
+    ),
+    "a mapping": (
+        "{%- if call.function.arguments is mapping %}{{- call.function.arguments | tojson }}{%-"
+        " endif %}"
+    ),
 }
 WEATHER = '{"city":  "Paris", "now": true}'
 OLD_CALL = "{{- '<tool_call>' + call.function | tojson + '</tool_call>' }}"
 
 
 def calling(*arguments: Any) -> list[dict[str, Any]]:
-    calls = [{"type": "function", "function": {"name": "get", "arguments": one}} for one in arguments]
+    calls = [
+        {"type": "function", "function": {"name": "get", "arguments": one}} for one in arguments
+    ]
     return [*turns("2+2?"), {"role": "assistant", "content": "", "tool_calls": calls}]
 
 
@@ -208,7 +284,9 @@ def with_template(tmp_path: Path, text: str) -> str:
 def test_arguments_that_are_json_text_stay_text_where_the_template_writes_them_so(
     kind: str, preview: Preview, tmp_path: Path
 ) -> None:
-    template = with_template(tmp_path, template_of("chatml", marked=False).replace(OLD_CALL, AS_TEXT[kind]))
+    template = with_template(
+        tmp_path, template_of("chatml", marked=False).replace(OLD_CALL, AS_TEXT[kind])
+    )
     code, learned, said = preview([calling(WEATHER)], template)
     assert (code, "JSON text" in said) == (0, False), said
     assert WEATHER in learned
@@ -222,7 +300,9 @@ def test_arguments_that_are_json_text_stay_text_where_the_template_writes_them_s
 def test_arguments_that_are_json_text_are_parsed_where_the_template_wants_objects(
     kind: str, preview: Preview, tmp_path: Path
 ) -> None:
-    template = with_template(tmp_path, template_of("chatml", marked=False).replace(OLD_CALL, AS_OBJECT[kind]))
+    template = with_template(
+        tmp_path, template_of("chatml", marked=False).replace(OLD_CALL, AS_OBJECT[kind])
+    )
     for text in (WEATHER, "{}", ""):
         _, as_object, nothing = preview([calling(json.loads(text or "{}"))], template)
         code, as_text, said = preview([calling(text)], template)
@@ -238,13 +318,22 @@ def test_what_python_would_print_is_not_learned(preview: Preview, tmp_path: Path
     written = template_of("chatml", marked=False).replace(OLD_CALL, AS_TEXT["written"])
     code, _, said = preview([calling({"city": "Paris"})], with_template(tmp_path, written))
     assert code == 4
-    assert "chats.jsonl:1: message 2: the chat template writes the arguments of its call, an object" in said
+    assert (
+        "chats.jsonl:1: message 2: the chat template writes the arguments of its call, an object"
+        in said
+    )
     assert "make it JSON text" in said
-    parts = [{"role": "user", "content": [{"type": "text", "text": "2+2?"}]}, {"role": "assistant", "content": "4"}]
+    parts = [
+        {"role": "user", "content": [{"type": "text", "text": "2+2?"}]},
+        {"role": "assistant", "content": "4"},
+    ]
     plain = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
     code, _, said = preview([parts], with_template(tmp_path, plain))
     assert code == 4
-    assert "message 1: the chat template writes its content, a list of parts, as Python prints it" in said
+    assert (
+        "message 1: the chat template writes its content, a list of parts, as Python prints it"
+        in said
+    )
     quoted = turns("what is {'city': 'Paris'}?", "an object")
     assert preview([quoted], with_template(tmp_path, plain))[0] == 0, "it is what they said"
 
@@ -260,29 +349,44 @@ def test_calls_that_a_template_does_not_read_are_not_lost_silently() -> None:
 
 
 @pytest.mark.parametrize("key", ["reasoning_content", "reasoning", "thinking", "refusal"])
-def test_what_stands_beside_the_content_is_not_lost_silently(key: str, preview: Preview, tmp_path: Path) -> None:
+def test_what_stands_beside_the_content_is_not_lost_silently(
+    key: str, preview: Preview, tmp_path: Path
+) -> None:
     asked = turns("2+2?", "four")
     asked[1][key] = "two and two is four"
     code, _, said = preview([asked])
     assert code == 4
-    assert f"chats.jsonl:1: message 2 of messages: the chat template does not read its {key}" in said
+    assert (
+        f"chats.jsonl:1: message 2 of messages: the chat template does not read its {key}" in said
+    )
     assert f"data.ignored_keys=[{key}]" in said
     assert preview([asked], f"data.ignored_keys=[{key}]")[:2] == (0, "four<|im_end|>")
     for nothing in ("", None):
-        assert preview([[asked[0], asked[1] | {key: nothing, "name": "x"}]])[:2] == (0, "four<|im_end|>")
+        assert preview([[asked[0], asked[1] | {key: nothing, "name": "x"}]])[:2] == (
+            0,
+            "four<|im_end|>",
+        )
     reading = template_of("chatml", marked=False).replace(
         "{%- if message.content %}", f"{{{{- message.{key} or '' }}}}:{{%- if message.content %}}"
     )
-    assert preview([asked], with_template(tmp_path, reading))[1] == "two and two is four:four<|im_end|>"
+    assert (
+        preview([asked], with_template(tmp_path, reading))[1]
+        == "two and two is four:four<|im_end|>"
+    )
 
 
 @pytest.mark.parametrize("key", ["reasoning_content", "reasoning", "thinking"])
-def test_reasoning_is_read_under_any_of_its_names(key: str, preview: Preview, tmp_path: Path) -> None:
+def test_reasoning_is_read_under_any_of_its_names(
+    key: str, preview: Preview, tmp_path: Path
+) -> None:
     asked = turns("2+2?", "four", "sure?", "yes")
     asked[1][key] = "dropped"
     asked[3][key] = "kept"
     for name in ("reasoning_content", "reasoning", "thinking"):
-        of_last = f"{{%- if loop.last %}}{{{{- message['{name}'] }}}}:{{%- endif %}}{{%- if message.content %}}"
+        of_last = (
+            f"{{%- if loop.last %}}{{{{- message['{name}'] }}}}:{{%- endif %}}{{%- if"
+            " message.content %}"
+        )
         reading = template_of("chatml", marked=True).replace("{%- if message.content %}", of_last)
         code, learned, said = preview([asked], with_template(tmp_path, reading))
         assert (code, learned) == (0, "four<|im_end|>kept:yes<|im_end|>"), said
@@ -313,13 +417,20 @@ def test_records_of_images_have_flags_and_no_unknown_keys() -> None:
         said[1] |= more.pop("first", {})
         line = {"id": 1, "image": "a.png", "conversations": said, **more}
         return [
-            piece.text for piece in records.parse(json.dumps(line).encode()).pieces if getattr(piece, "learned", 0)
+            piece.text
+            for piece in records.parse(json.dumps(line).encode()).pieces
+            if getattr(piece, "learned", 0)
         ]
 
     more = ({"from": "human", "value": "again"}, {"from": "gpt", "value": "right"})
     assert parsed(*more) == [" WRONG", " right"]
     assert all(parsed(*more, first=flags) == [" right"] for flags in OFF)
-    for wrong in ({"first": {"weight": 0}}, {"weight": 0}, {"first": {"los": False}}, {"caption": "x"}):
+    for wrong in (
+        {"first": {"weight": 0}},
+        {"weight": 0},
+        {"first": {"los": False}},
+        {"caption": "x"},
+    ):
         with pytest.raises(CorruptData, match=r"remove the line|unknown key: (los|caption)"):
             parsed(**wrong)
     scored = {"text": "a", "weight": 2.5}

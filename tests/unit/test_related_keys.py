@@ -23,7 +23,9 @@ def problem(words: str, code: str) -> Problem:
     return next(p for p in found if p.code == code)
 
 
-def test_layers_and_stages_are_both_named_with_who_set_them(capsys: pytest.CaptureFixture[str]) -> None:
+def test_layers_and_stages_are_both_named_with_who_set_them(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     assert main(["check", "model.num_layers=81", "parallel=pp4"]) == 2
     text = capsys.readouterr().err
     assert "command line: parallel.pp = 4: 81 layers do not divide over 4 stages" in text
@@ -43,7 +45,11 @@ def test_what_nobody_is_known_to_have_set_has_no_empty_parentheses() -> None:
     [
         ("parallel=tp3", "MT101", {"model.num_attention_heads": "conf/model/llama_tiny.yaml"}),
         ("parallel=tp2cp2 data.seq_length=255", "MT117", {"parallel.cp": "command line"}),
-        ("data.seq_length=4096", "MT204", {"model.max_position_embeddings": "conf/model/llama_tiny.yaml"}),
+        (
+            "data.seq_length=4096",
+            "MT204",
+            {"model.max_position_embeddings": "conf/model/llama_tiny.yaml"},
+        ),
         (
             "trainer.global_batch_size=15 trainer.micro_batch_size=4",
             "MT130",
@@ -58,10 +64,22 @@ def test_what_nobody_is_known_to_have_set_has_no_empty_parentheses() -> None:
         ),
         ("optim.momentum=0.5", "MT150", {"optim.name": "conf/optim/adamw.yaml"}),
         ("data=mock trainer.sample_tokens=8", "MT312", {"data.kind": "conf/data/mock.yaml"}),
-        ("model=deepseek_tiny model.kv_channels=32", "MT209", {"model.mla.kv_lora_rank": "conf/model"}),
-        ("parallel=tp2 parallel.ranks=64 trainer.global_batch_size=64", "MT111", {"parallel.tp": "command line"}),
+        (
+            "model=deepseek_tiny model.kv_channels=32",
+            "MT209",
+            {"model.mla.kv_lora_rank": "conf/model"},
+        ),
+        (
+            "parallel=tp2 parallel.ranks=64 trainer.global_batch_size=64",
+            "MT111",
+            {"parallel.tp": "command line"},
+        ),
         ("model=llama3_70b parallel=tp2", "MT140", {"parallel.ranks": "resolved from tp 2"}),
-        ("model=llama3_70b cluster=h100x8 parallel=single", "MT146", {"model.name": "conf/model/llama3_70b.yaml"}),
+        (
+            "model=llama3_70b cluster=h100x8 parallel=single",
+            "MT146",
+            {"model.name": "conf/model/llama3_70b.yaml"},
+        ),
         (
             "data.seq_length=1000000 model.max_position_embeddings=1000000",
             "MT147",
@@ -75,7 +93,9 @@ def test_what_nobody_is_known_to_have_set_has_no_empty_parentheses() -> None:
         ),
     ],
 )
-def test_the_other_keys_of_a_rule_stand_below_it(words: str, code: str, keys: dict[str, str]) -> None:
+def test_the_other_keys_of_a_rule_stand_below_it(
+    words: str, code: str, keys: dict[str, str]
+) -> None:
     found = {key.path: key for key in problem(words, code).related}
     assert keys.keys() <= found.keys()
     assert not any(key.endswith(".") for key in found)
@@ -90,7 +110,9 @@ def test_a_related_key_is_one_that_the_rule_looked_at_and_never_the_one_it_is_ab
             keys = related(finding, run, reads, {})
             assert finding.path not in keys
             sections = {read for read in reads if read.endswith(".")}
-            assert all(k in {*reads, *finding.also} or any(k.startswith(s) for s in sections) for k in keys)
+            assert all(
+                k in {*reads, *finding.also} or any(k.startswith(s) for s in sections) for k in keys
+            )
             seen += len(keys)
     assert seen > 30
 

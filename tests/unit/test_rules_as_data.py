@@ -1,4 +1,6 @@
-"""A rule says true things of itself: its codes, the keys it reads, and an example that raises each code."""
+"""A rule says true things of itself: its codes, the keys it reads, and an example that raises each
+code.
+"""
 
 from __future__ import annotations
 
@@ -36,7 +38,11 @@ from tests.unit import test_rules_quantized as quantized
 
 SOURCE = Path(__file__).resolve().parents[2] / "src/mtrain"
 GPUS = Machine(cpu_cores=8, memory_bytes=1 << 40, gpus=4)
-CHANGES = [*(change for _, change in plain.BROKEN), *plain.FINE, *(change for *_, change in quantized.BROKEN)]
+CHANGES = [
+    *(change for _, change in plain.BROKEN),
+    *plain.FINE,
+    *(change for *_, change in quantized.BROKEN),
+]
 CHANGES.append({"trainer.global_batch_size": 1 << 20})  # a warning, whose rule reads the layout too
 LINEAR_BESIDE_EXPERTS = {"cluster.device": "cuda", "kernels.linear": "te", "model.moe": plain.MOE}
 LLAVA = {"model.family": "llava", "model.llava": {"image_token_id": 4000}, "data.kind": "mock"}
@@ -62,13 +68,20 @@ CHANGES.append({"model.family": "bert", "model.bert": {"pad_token_id": 0}, "data
 
 
 def literals(tree: ast.AST) -> Iterator[tuple[str, bool]]:
-    """Codes in a source, and whether each of them is declared there: the first argument of `Code`."""
+    """Codes in a source, and whether each of them is declared there: the first argument
+    of `Code`.
+    """
     declared = {
         node.args[0]
         for node in ast.walk(tree)
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "Code"
     }
-    compared = {inner for node in ast.walk(tree) if isinstance(node, ast.Compare) for inner in ast.walk(node)}
+    compared = {
+        inner
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Compare)
+        for inner in ast.walk(node)
+    }
     for function in (node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)):
         for node in (inner for statement in function.body for inner in ast.walk(statement)):
             if isinstance(node, ast.Constant) and node not in compared and _is_code(node.value):
@@ -79,17 +92,28 @@ def literals(tree: ast.AST) -> Iterator[tuple[str, bool]]:
 
 
 def _is_code(value: object) -> bool:
-    return isinstance(value, str) and len(value) == 5 and value.startswith("MT") and value[2:].isdigit()
+    return (
+        isinstance(value, str)
+        and len(value) == 5
+        and value.startswith("MT")
+        and value[2:].isdigit()
+    )
 
 
 @cache
 def in_source() -> tuple[list[str], set[str]]:
     """Codes that are declared, each as often as it is, and codes that are raised."""
-    found = [pair for file in SOURCE.rglob("*.py") for pair in literals(ast.parse(file.read_text()))]
-    return [code for code, declared in found if declared], {code for code, declared in found if not declared}
+    found = [
+        pair for file in SOURCE.rglob("*.py") for pair in literals(ast.parse(file.read_text()))
+    ]
+    return [code for code, declared in found if declared], {
+        code for code, declared in found if not declared
+    }
 
 
-def test_every_code_that_is_raised_is_declared_once_and_none_is_declared_that_is_not_raised() -> None:
+def test_every_code_that_is_raised_is_declared_once_and_none_is_declared_that_is_not_raised() -> (
+    None
+):
     declared, raised = in_source()
     assert sorted(set(declared)) == sorted(declared)
     assert set(declared) == raised - {"MT000"} == set(codes())
@@ -113,13 +137,19 @@ def test_every_rule_that_is_made_is_asked() -> None:
 
 def test_every_code_of_a_rule_has_an_example_or_a_reason() -> None:
     """That an example raises its code is tested with `explain`, which shows it."""
-    assert {code.code for rule in RULES for code in rule.codes if not code.example} == set(NO_EXAMPLE)
+    assert {code.code for rule in RULES for code in rule.codes if not code.example} == set(
+        NO_EXAMPLE
+    )
 
 
 @pytest.fixture(scope="module")
 def configurations(tmp_path_factory: pytest.TempPathFactory) -> list[RunConfig]:
-    """Those of the catalogues, random combinations of what they change, drawn ones, and some with files."""
-    out = [compose(row.words).run for row in (*ROWS, *MORE) if not row.text and _accepted(row.words)]
+    """Those of the catalogues, random combinations of what they change, drawn ones, and some with
+    files.
+    """
+    out = [
+        compose(row.words).run for row in (*ROWS, *MORE) if not row.text and _accepted(row.words)
+    ]
     out += [apply(tiny(), change) for change in CHANGES]
     random_ = random.Random(3)
     for _ in range(500):
@@ -129,7 +159,9 @@ def configurations(tmp_path_factory: pytest.TempPathFactory) -> list[RunConfig]:
         out += _applied(several)
     drawn(out)
     out += _with_files(tmp_path_factory.mktemp("files"))
-    out += _applied({"model.moe": PADDED, "parallel.ep": 2, "trainer.cuda_graph_impl": "full_iteration"})
+    out += _applied(
+        {"model.moe": PADDED, "parallel.ep": 2, "trainer.cuda_graph_impl": "full_iteration"}
+    )
     out += _applied({"parallel.activation_offload.modules": ["core_attn"], **LINEAR_BESIDE_EXPERTS})
     return [resolve(raw, machine) for raw, machine in zip(out, _machines(len(out)), strict=True)]
 
@@ -176,7 +208,9 @@ def _with_files(home: Path) -> list[RunConfig]:
         for _ in range(10):
             writer.add(np.zeros(1000, np.uint16))
     model = {"type": "BPE", "vocab": {"a": 0, "b": 1}, "merges": []}
-    (home / "tokenizer.json").write_text(json.dumps({"version": "1.0", "model": model, "added_tokens": []}))
+    (home / "tokenizer.json").write_text(
+        json.dumps({"version": "1.0", "model": model, "added_tokens": []})
+    )
     (home / "runs/mine").mkdir(parents=True)
     base = {"data.kind": "indexed", "data.path": str(home / "tokens"), "data.seq_length": 64}
     token = {"data.tokenizer": str(home / "tokenizer.json")}
@@ -192,12 +226,18 @@ def _with_files(home: Path) -> list[RunConfig]:
 
 
 def covered(key: str, reads: tuple[str, ...]) -> bool:
-    """Whether a key that was read is declared: itself, its section, or, where it is a section, a key of it."""
+    """Whether a key that was read is declared: itself, its section, or, where it is a section, a
+    key of it.
+    """
     key = key.removesuffix(".")
-    return key in GROUPS or any(key == r or key.startswith(f"{r}.") or r.startswith(f"{key}.") for r in reads)
+    return key in GROUPS or any(
+        key == r or key.startswith(f"{r}.") or r.startswith(f"{key}.") for r in reads
+    )
 
 
-def test_a_rule_reads_the_keys_that_it_declares_and_raises_its_codes(configurations: list[RunConfig]) -> None:
+def test_a_rule_reads_the_keys_that_it_declares_and_raises_its_codes(
+    configurations: list[RunConfig],
+) -> None:
     read: dict[tuple[str, str], set[str]] = defaultdict(set)
     for run in configurations:
         for asked in RULES:
@@ -207,11 +247,17 @@ def test_a_rule_reads_the_keys_that_it_declares_and_raises_its_codes(configurati
                 assert found.code in severities, asked.name
                 assert found.severity == severities[found.code] or found.code in SOFTER, found
             undeclared = {key for key in reads if not covered(key, asked.reads)}
-            assert not undeclared, f"{asked.file}: {asked.name} reads {sorted(undeclared)}: declare it in reads="
+            assert not undeclared, (
+                f"{asked.file}: {asked.name} reads {sorted(undeclared)}: declare it in reads="
+            )
             read[asked.file, asked.name] |= {key.removesuffix(".") for key in reads}
     for asked in RULES:
-        stale = {key for key in asked.reads if not covered(key, tuple(read[asked.file, asked.name]))}
-        assert asked.name == "has_an_effect" or not stale, f"{asked.file}: {asked.name} never reads {sorted(stale)}"
+        stale = {
+            key for key in asked.reads if not covered(key, tuple(read[asked.file, asked.name]))
+        }
+        assert asked.name == "has_an_effect" or not stale, (
+            f"{asked.file}: {asked.name} never reads {sorted(stale)}"
+        )
 
 
 def test_a_rule_that_reads_more_than_it_declares_is_seen() -> None:
@@ -224,7 +270,10 @@ def test_a_rule_that_reads_more_than_it_declares_is_seen() -> None:
 
     reads: set[str] = set()
     assert list(hidden(watched(resolve(apply(tiny(), {"model.moe": MOE}), LAPTOP), reads)))
-    assert {key for key in reads if not covered(key, hidden.reads)} == {"model.moe.", "model.moe.num_experts"}
+    assert {key for key in reads if not covered(key, hidden.reads)} == {
+        "model.moe.",
+        "model.moe.num_experts",
+    }
 
 
 def test_a_code_of_a_warning_makes_a_warning() -> None:
@@ -246,7 +295,9 @@ def test_without_a_summary_the_first_line_of_the_docstring_is_one() -> None:
         """
         yield from ()
 
-    assert named.codes[0].summary == "A rate of whole numbers is usually one whose exponent was lost."
+    assert (
+        named.codes[0].summary == "A rate of whole numbers is usually one whose exponent was lost."
+    )
     assert named.reads == ("optim.lr", "optim.name")
     assert named.reads_any("optim")
     assert not named.reads_any("optim.beta1", "precision")

@@ -13,7 +13,12 @@ from mtrain.config.rules import apply
 from mtrain.data.indexed import IndexedWriter, token_dtype
 from tests.support.configs import LAPTOP, MOE, errors, first_fix, tiny, validate
 
-MLA: dict[str, Any] = {"kv_lora_rank": 32, "qk_head_dim": 16, "qk_pos_emb_head_dim": 8, "v_head_dim": 16}
+MLA: dict[str, Any] = {
+    "kv_lora_rank": 32,
+    "qk_head_dim": 16,
+    "qk_pos_emb_head_dim": 8,
+    "v_head_dim": 16,
+}
 YARN = {"rope_type": "yarn", "factor": 4.0}
 DEEPSEEK = {**MOE, "num_experts": 8, "router_topk": 4, "router_score_function": "sigmoid"}
 INTERLEAVED: dict[str, Any] = {"parallel.pp": 2, "parallel.vpp": 2}
@@ -22,13 +27,23 @@ BROKEN: list[tuple[str, dict[str, Any]]] = [
     ("MT101", {"parallel.tp": 3}),
     (
         "MT102",
-        {"model.num_attention_heads": 12, "model.num_query_groups": 4, "model.kv_channels": 16, "parallel.tp": 3},
+        {
+            "model.num_attention_heads": 12,
+            "model.num_query_groups": 4,
+            "model.kv_channels": 16,
+            "parallel.tp": 3,
+        },
     ),
     ("MT103", {"model.ffn_hidden_size": 703, "parallel.tp": 2}),
     ("MT104", {"model.moe": {**MOE, "shared_expert_intermediate_size": 33}, "parallel.tp": 2}),
     (
         "MT105",
-        {"model.num_attention_heads": 6, "model.num_query_groups": 6, "model.kv_channels": 16, "parallel.tp": 3},
+        {
+            "model.num_attention_heads": 6,
+            "model.num_query_groups": 6,
+            "model.kv_channels": 16,
+            "parallel.tp": 3,
+        },
     ),
     ("MT106", {"parallel.pp": 8}),
     ("MT107", {"parallel.pp": 3}),
@@ -42,12 +57,23 @@ BROKEN: list[tuple[str, dict[str, Any]]] = [
     ("MT114", {"cluster.nodes": 2, "parallel.ranks": 3, "trainer.global_batch_size": 12}),
     ("MT115", {"parallel.sequence_parallel": True}),
     ("MT116", {"parallel.sequence_parallel": True, "parallel.tp": 2, "data.seq_length": 255}),
-    ("MT116", {"parallel.sequence_parallel": True, "parallel.tp": 4, "parallel.cp": 2, "data.seq_length": 252}),
+    (
+        "MT116",
+        {
+            "parallel.sequence_parallel": True,
+            "parallel.tp": 4,
+            "parallel.cp": 2,
+            "data.seq_length": 252,
+        },
+    ),
     ("MT117", {"parallel.cp": 2, "data.seq_length": 254}),
     ("MT118", {"parallel.overlap_param_gather": True}),
     ("MT118", {"parallel.overlap_param_gather": True, "parallel.distributed_optimizer": True}),
     ("MT135", {"trainer.soft_timeout_s": 700.0}),
-    ("MT136", {"trainer.rampup_batch_size": [8, 8, 100], "trainer.batch_size_schedule": [[8, 1000]]}),
+    (
+        "MT136",
+        {"trainer.rampup_batch_size": [8, 8, 100], "trainer.batch_size_schedule": [[8, 1000]]},
+    ),
     ("MT137", {"trainer.rampup_batch_size": [16, 4, 100]}),
     ("MT137", {"trainer.rampup_batch_size": [8, 3, 100]}),
     ("MT137", {"trainer.rampup_batch_size": [8, 4, 10000], "trainer.global_batch_size": 8008}),
@@ -57,7 +83,14 @@ BROKEN: list[tuple[str, dict[str, Any]]] = [
     ("MT138", {"trainer.rampup_batch_size": [2, 2, 100], "parallel.ranks": 4}),
     ("MT138", {"trainer.batch_size_schedule": [[3, 1000], [7, 2000]], "parallel.ranks": 2}),
     ("MT138", {**INTERLEAVED, "trainer.batch_size_schedule": [[4, 9000]]}),
-    ("MT141", {"parallel.pp": 2, "parallel.layers_per_stage": [2, 2], "parallel.pipeline_layout": "Ett|ttL"}),
+    (
+        "MT141",
+        {
+            "parallel.pp": 2,
+            "parallel.layers_per_stage": [2, 2],
+            "parallel.pipeline_layout": "Ett|ttL",
+        },
+    ),
     ("MT142", {"parallel.pp": 2, "parallel.layers_per_stage": [2, 3]}),
     ("MT142", {"parallel.pp": 2, "parallel.layers_per_stage": [4]}),
     ("MT142", {"parallel.pp": 2, "parallel.pipeline_layout": "Ettt|ttL"}),
@@ -66,10 +99,21 @@ BROKEN: list[tuple[str, dict[str, Any]]] = [
     ("MT142", {"parallel.pp": 2, "parallel.pipeline_layout": "Ett|(t)*99999tL"}),
     ("MT142", {"parallel.pp": 2, "parallel.pipeline_layout": "Ett|ttL", "model.mtp_num_layers": 1}),
     ("MT142", {"parallel.pp": 2, "parallel.account_for_loss_in_pipeline_split": True}),
-    ("MT143", {"parallel.pp": 4, "parallel.pipeline_layout": "Ett|tt||L", "trainer.global_batch_size": 32}),
+    (
+        "MT143",
+        {
+            "parallel.pp": 4,
+            "parallel.pipeline_layout": "Ett|tt||L",
+            "trainer.global_batch_size": 32,
+        },
+    ),
     (
         "MT144",
-        {"parallel.pp": 2, "model.mtp_num_layers": 1, "model.position_embedding_type": "learned_absolute"},
+        {
+            "parallel.pp": 2,
+            "model.mtp_num_layers": 1,
+            "model.position_embedding_type": "learned_absolute",
+        },
     ),
     ("MT150", {"parallel.recompute.modules": ["mlp"]}),
     ("MT150", {"parallel.recompute.granularity": "selective", "parallel.recompute.num_layers": 2}),
@@ -83,7 +127,10 @@ BROKEN: list[tuple[str, dict[str, Any]]] = [
     ("MT150", {"model.moe": {**MOE, "pad_expert_input_to_capacity": True}}),
     ("MT150", {"model.moe": {**MOE, "shared_expert_overlap": True}}),
     ("MT150", {"model.mla": {**MLA, "mscale": 0.7}, "model.num_query_groups": None}),
-    ("MT145", {"parallel.pp": 2, "parallel.vpp": 2, "parallel.microbatch_group_size_per_vp_stage": 8}),
+    (
+        "MT145",
+        {"parallel.pp": 2, "parallel.vpp": 2, "parallel.microbatch_group_size_per_vp_stage": 8},
+    ),
     (
         "MT145",
         {
@@ -97,23 +144,54 @@ BROKEN: list[tuple[str, dict[str, Any]]] = [
     ("MT150", {"parallel.overlap_p2p_comm_warmup_flush": True}),
     ("MT150", {"parallel.ddp_bucket_size": 1000}),
     ("MT150", {"parallel.ddp_pad_buckets_for_high_nccl_busbw": True}),
-    ("MT150", {"parallel.recompute.granularity": "full", "parallel.recompute.distribute_saved_activations": True}),
+    (
+        "MT150",
+        {
+            "parallel.recompute.granularity": "full",
+            "parallel.recompute.distribute_saved_activations": True,
+        },
+    ),
     ("MT150", {"model.activation": "gelu", "model.glu_linear_offset": 1.0}),
     ("MT150", {"model.activation": "gelu", "model.activation_func_clamp_value": 7.0}),
     ("MT150", {"model.position_embedding_type": "none", "model.no_rope_freq": 2}),
-    ("MT150", {"model.position_embedding_type": "none", "model.rotary_seq_len_interpolation_factor": 2.0}),
+    (
+        "MT150",
+        {"model.position_embedding_type": "none", "model.rotary_seq_len_interpolation_factor": 2.0},
+    ),
     ("MT150", {"model.mla": MLA, "model.num_query_groups": None, "model.softmax_scale": 1.0}),
     ("MT150", {"model.moe": {**MOE, "router_padding_for_quantization": True}}),
     ("MT150", {"model.moe": {**MOE, "shared_expert_gate": True}}),
     ("MT150", {"model.moe": {**MOE, "flex_dispatcher_backend": "deepep"}}),
     ("MT160", {"parallel.cp": 4, "parallel.cp_comm_type": "a2a+p2p"}),
-    ("MT160", {"parallel.cp": 4, "parallel.cp_comm_type": "a2a+p2p", "parallel.hierarchical_cp_sizes": [2, 4]}),
+    (
+        "MT160",
+        {
+            "parallel.cp": 4,
+            "parallel.cp_comm_type": "a2a+p2p",
+            "parallel.hierarchical_cp_sizes": [2, 4],
+        },
+    ),
     ("MT161", {"parallel.cp": 4, "parallel.cp_comm_type": "a2a", "model.num_query_groups": 2}),
-    ("MT162", {"parallel.fsdp": "fsdp2", "parallel.ranks": 2, "parallel.distributed_optimizer": True}),
-    ("MT164", {"parallel.fsdp": "megatron", "parallel.hsdp_replicas": 2, "model.moe": MOE, "parallel.ep": 2}),
+    (
+        "MT162",
+        {"parallel.fsdp": "fsdp2", "parallel.ranks": 2, "parallel.distributed_optimizer": True},
+    ),
+    (
+        "MT164",
+        {
+            "parallel.fsdp": "megatron",
+            "parallel.hsdp_replicas": 2,
+            "model.moe": MOE,
+            "parallel.ep": 2,
+        },
+    ),
     (
         "MT163",
-        {"parallel.fsdp": "megatron", "parallel.pp": 2, "model.moe": {**MOE, "shared_expert_intermediate_size": 64}},
+        {
+            "parallel.fsdp": "megatron",
+            "parallel.pp": 2,
+            "model.moe": {**MOE, "shared_expert_intermediate_size": 64},
+        },
     ),
     ("MT165", {"parallel.fsdp": "megatron", "parallel.ranks": 2, "optim.name": "sgd"}),
     ("MT167", {"parallel.fsdp": "fsdp2", "parallel.ranks": 4, "parallel.hsdp_replicas": 3}),
@@ -128,10 +206,21 @@ BROKEN: list[tuple[str, dict[str, Any]]] = [
             "parallel.ep": 4,
         },
     ),
-    ("MT168", {"parallel.recompute.granularity": "selective", "parallel.recompute.modules": ["moe"]}),
+    (
+        "MT168",
+        {"parallel.recompute.granularity": "selective", "parallel.recompute.modules": ["moe"]},
+    ),
     ("MT169", {"parallel.hybrid_context_parallel": True, "parallel.ranks": 2}),
     ("MT169", {"parallel.hybrid_context_parallel": True, "data.packed": True}),
-    ("MT169", {"parallel.hybrid_context_parallel": True, "data.packed": True, "parallel.ranks": 4, "parallel.pp": 2}),
+    (
+        "MT169",
+        {
+            "parallel.hybrid_context_parallel": True,
+            "data.packed": True,
+            "parallel.ranks": 4,
+            "parallel.pp": 2,
+        },
+    ),
     (
         "MT169",
         {
@@ -141,7 +230,15 @@ BROKEN: list[tuple[str, dict[str, Any]]] = [
             "parallel.cp_comm_type": "a2a",
         },
     ),
-    ("MT169", {"parallel.hybrid_context_parallel": True, "data.packed": True, "model.moe": MOE, "parallel.ranks": 2}),
+    (
+        "MT169",
+        {
+            "parallel.hybrid_context_parallel": True,
+            "data.packed": True,
+            "model.moe": MOE,
+            "parallel.ranks": 2,
+        },
+    ),
     (
         "MT170",
         {
@@ -152,12 +249,28 @@ BROKEN: list[tuple[str, dict[str, Any]]] = [
         },
     ),
     ("MT168", {"parallel.recompute.granularity": "selective", "parallel.recompute.modules": []}),
-    ("MT168", {"parallel.recompute.granularity": "selective", "parallel.recompute.modules": ["mlp", "mlp"]}),
+    (
+        "MT168",
+        {
+            "parallel.recompute.granularity": "selective",
+            "parallel.recompute.modules": ["mlp", "mlp"],
+        },
+    ),
     ("MT120", {"parallel.ep": 2}),
     ("MT121", {"parallel.etp": 2}),
     ("MT122", {"model.moe": MOE, "parallel.ep": 3, "trainer.global_batch_size": 12}),
-    ("MT123", {"model.moe": {**MOE, "ffn_hidden_size": 351}, "parallel.tp": 2, "parallel.sequence_parallel": True}),
-    ("MT124", {"model.moe": MOE, "parallel.ep": 2, "parallel.ranks": 3, "trainer.global_batch_size": 12}),
+    (
+        "MT123",
+        {
+            "model.moe": {**MOE, "ffn_hidden_size": 351},
+            "parallel.tp": 2,
+            "parallel.sequence_parallel": True,
+        },
+    ),
+    (
+        "MT124",
+        {"model.moe": MOE, "parallel.ep": 2, "parallel.ranks": 3, "trainer.global_batch_size": 12},
+    ),
     ("MT125", {"model.moe": MOE, "parallel.tp": 2, "parallel.sequence_parallel": False}),
     ("MT130", {"trainer.global_batch_size": 15}),
     ("MT130", {"trainer.global_batch_size": 2}),
@@ -174,7 +287,10 @@ BROKEN: list[tuple[str, dict[str, Any]]] = [
             }
         },
     ),
-    ("MT230", {"model.moe": {**MOE, "expert_capacity_factor": 1.0, "token_dispatcher_type": "allgather"}}),
+    (
+        "MT230",
+        {"model.moe": {**MOE, "expert_capacity_factor": 1.0, "token_dispatcher_type": "allgather"}},
+    ),
     (
         "MT232",
         {
@@ -199,10 +315,20 @@ BROKEN: list[tuple[str, dict[str, Any]]] = [
         },
     ),
     ("MT314", {"data.packed": True, "data.packed_multiple": 3, "parallel.cp": 2}),
-    ("MT315", {"data.packed": True, "model.moe": {**MOE, "router_load_balancing_type": "seq_aux_loss"}}),
+    (
+        "MT315",
+        {"data.packed": True, "model.moe": {**MOE, "router_load_balancing_type": "seq_aux_loss"}},
+    ),
     ("MT241", {"model.no_rope_freq": 2, "model.mtp_num_layers": 1}),
     ("MT217", {"precision.dtype": "fp16", "model.init_method_std": 5.0}),
-    ("MT404", {"kernels.gradient_accumulation_fusion": True, "parallel.fsdp": "fsdp2", "parallel.ranks": 2}),
+    (
+        "MT404",
+        {
+            "kernels.gradient_accumulation_fusion": True,
+            "parallel.fsdp": "fsdp2",
+            "parallel.ranks": 2,
+        },
+    ),
     ("MT428", {"optim.cpu_offload": 1.0, "parallel.fsdp": "fsdp2", "parallel.ranks": 2}),
     ("MT201", {"model.hidden_size": 250}),
     ("MT202", {"model.num_query_groups": 3}),
@@ -211,7 +337,11 @@ BROKEN: list[tuple[str, dict[str, Any]]] = [
     ("MT203", {"model.mla": {**MLA, "qk_pos_emb_head_dim": 7}, "model.num_query_groups": None}),
     (
         "MT203",
-        {"model.mla": {**MLA, "qk_pos_emb_head_dim": 6}, "model.rotary_percent": 0.5, "model.num_query_groups": None},
+        {
+            "model.mla": {**MLA, "qk_pos_emb_head_dim": 6},
+            "model.rotary_percent": 0.5,
+            "model.num_query_groups": None,
+        },
     ),
     ("MT204", {"data.seq_length": 2048}),
     ("MT204", {"data.seq_length": 2048, "model.position_embedding_type": "learned_absolute"}),
@@ -220,14 +350,37 @@ BROKEN: list[tuple[str, dict[str, Any]]] = [
     ("MT205", {"model.rope_scaling": YARN, "model.position_embedding_type": "none"}),
     ("MT206", {"model.rope_scaling": YARN, "model.mla": MLA, "model.num_query_groups": None}),
     ("MT260", {"model.rope_scaling": YARN, "model.rotary_seq_len_interpolation_factor": 2.0}),
-    ("MT261", {"model.rope_scaling": {"rope_type": "llama3", "factor": 8.0, "high_freq_factor": 1.0}}),
-    ("MT262", {"model.rope_scaling": {"rope_type": "longrope", "factor": 8.0, "short_factor": [1.0]}}),
-    ("MT263", {"model.rope_scaling": {"rope_type": "dynamic", "factor": 8.0}, "model.kv_channels": 2}),
+    (
+        "MT261",
+        {"model.rope_scaling": {"rope_type": "llama3", "factor": 8.0, "high_freq_factor": 1.0}},
+    ),
+    (
+        "MT262",
+        {"model.rope_scaling": {"rope_type": "longrope", "factor": 8.0, "short_factor": [1.0]}},
+    ),
+    (
+        "MT263",
+        {"model.rope_scaling": {"rope_type": "dynamic", "factor": 8.0}, "model.kv_channels": 2},
+    ),
     ("MT264", {"model.rope_scaling": {**YARN, "mscale_all_dim": 1.0}}),
-    ("MT264", {"model.rope_scaling": {**YARN, "mscale": 1.0, "mscale_all_dim": 1.0, "attention_factor": 1.0}}),
+    (
+        "MT264",
+        {
+            "model.rope_scaling": {
+                **YARN,
+                "mscale": 1.0,
+                "mscale_all_dim": 1.0,
+                "attention_factor": 1.0,
+            }
+        },
+    ),
     (
         "MT265",
-        {"model.rope_scaling": {"rope_type": "dynamic", "factor": 4.0}, "data.packed": True, "data.seq_length": 2048},
+        {
+            "model.rope_scaling": {"rope_type": "dynamic", "factor": 4.0},
+            "data.packed": True,
+            "data.seq_length": 2048,
+        },
     ),
     ("MT267", {"model.mla": {**MLA, "layernorm_epsilon": 1e-2}, "model.num_query_groups": None}),
     (
@@ -239,7 +392,10 @@ BROKEN: list[tuple[str, dict[str, Any]]] = [
             "kernels.norm": "te",
         },
     ),
-    ("MT207", {"model.mla": MLA, "model.position_embedding_type": "none", "model.num_query_groups": None}),
+    (
+        "MT207",
+        {"model.mla": MLA, "model.position_embedding_type": "none", "model.num_query_groups": None},
+    ),
     ("MT208", {"model.mla": MLA}),
     ("MT209", {"model.mla": MLA, "model.kv_channels": 16, "model.num_query_groups": None}),
     ("MT210", {"model.mla": MLA, "model.add_qkv_bias": True, "model.num_query_groups": None}),
@@ -268,16 +424,28 @@ BROKEN: list[tuple[str, dict[str, Any]]] = [
         "MT244",
         {
             "model.activation_func_clamp_value": 7.0,
-            "model.moe": {**MOE, "shared_expert_intermediate_size": 64, "shared_expert_overlap": True},
+            "model.moe": {
+                **MOE,
+                "shared_expert_intermediate_size": 64,
+                "shared_expert_overlap": True,
+            },
         },
     ),
     (
         "MT243",
-        {"model.name": "deepseek_v2", "model.moe": {**DEEPSEEK, "router_num_groups": 4, "router_group_topk": 2}},
+        {
+            "model.name": "deepseek_v2",
+            "model.moe": {**DEEPSEEK, "router_num_groups": 4, "router_group_topk": 2},
+        },
     ),
     (
         "MT229",
-        {"model.moe": MOE, "model.add_bias_linear": True, "parallel.tp": 2, "parallel.sequence_parallel": True},
+        {
+            "model.moe": MOE,
+            "model.add_bias_linear": True,
+            "parallel.tp": 2,
+            "parallel.sequence_parallel": True,
+        },
     ),
     ("MT212", {"model.qk_l2_norm": True, "model.qk_layernorm": True}),
     ("MT212", {"model.qk_l2_norm": True, "model.mla": MLA, "model.num_query_groups": None}),
@@ -299,7 +467,11 @@ BROKEN: list[tuple[str, dict[str, Any]]] = [
     (
         "MT238",
         {
-            "model.moe": {**MOE, "token_dispatcher_type": "allgather", "router_padding_for_quantization": True},
+            "model.moe": {
+                **MOE,
+                "token_dispatcher_type": "allgather",
+                "router_padding_for_quantization": True,
+            },
             "precision.dtype": "bf16",
             "precision.fp8": "hybrid",
             "cluster.device": "cuda",
@@ -326,7 +498,10 @@ BROKEN: list[tuple[str, dict[str, Any]]] = [
     ("MT303", {"data.kind": "mock", "data.limit_mib": 1.0}),
     ("MT304", {"data.kind": "mock", "data.tokenizer": "x"}),
     ("MT305", {"data.path": "/nowhere/at/all"}),
-    ("MT307", {"data.kind": "indexed", "data.path": "/nowhere", "data.tokenizer": "/nowhere/t.json"}),
+    (
+        "MT307",
+        {"data.kind": "indexed", "data.path": "/nowhere", "data.tokenizer": "/nowhere/t.json"},
+    ),
     ("MT308", {"data.split": [0.0, 1.0, 0.0]}),
     ("MT308", {"data.split": [0.0, 0.0, 0.0]}),
     ("MT309", {"data.split": [1.0, 0.0, 0.0]}),
@@ -339,10 +514,21 @@ BROKEN: list[tuple[str, dict[str, Any]]] = [
     ("MT150", {"optim.wsd_decay_style": "cosine"}),
     ("MT150", {"model.rotary_base": 5e5, "model.position_embedding_type": "none"}),
     ("MT171", {"parallel.recompute.granularity": "full", "parallel.recompute.num_layers": 5}),
-    ("MT171", {"parallel.recompute.granularity": "full", "parallel.recompute.num_layers": 3, "parallel.pp": 2}),
     (
         "MT171",
-        {"parallel.recompute.granularity": "full", "parallel.recompute.num_layers": 2, "model.mtp_num_layers": 1},
+        {
+            "parallel.recompute.granularity": "full",
+            "parallel.recompute.num_layers": 3,
+            "parallel.pp": 2,
+        },
+    ),
+    (
+        "MT171",
+        {
+            "parallel.recompute.granularity": "full",
+            "parallel.recompute.num_layers": 2,
+            "model.mtp_num_layers": 1,
+        },
     ),
     (
         "MT218",
@@ -350,10 +536,20 @@ BROKEN: list[tuple[str, dict[str, Any]]] = [
     ),
     (
         "MT214",
-        {"model.mla": {**MLA, "rope_type": "yarn"}, "model.num_query_groups": None, "parallel.cp": 3}
+        {
+            "model.mla": {**MLA, "rope_type": "yarn"},
+            "model.num_query_groups": None,
+            "parallel.cp": 3,
+        }
         | {"data.seq_length": 240},
     ),
-    ("MT240", {"model.moe": {**MOE, "shared_expert_intermediate_size": 64}, "model.add_bias_linear": True}),
+    (
+        "MT240",
+        {
+            "model.moe": {**MOE, "shared_expert_intermediate_size": 64},
+            "model.add_bias_linear": True,
+        },
+    ),
     ("MT403", {"kernels.attention": "te"}),
     ("MT403", {"kernels.default": "te"}),
     ("MT408", {"kernels.experts": "torch", "model.moe": MOE}),
@@ -379,14 +575,30 @@ BROKEN: list[tuple[str, dict[str, Any]]] = [
     ("MT464", {"optim.store_param_remainders": True}),
     ("MT464", {"optim.store_param_remainders": True, "precision.dtype": "bf16"}),
     ("MT464", {"optim.main_params_dtype": "bf16", "parallel.distributed_optimizer": True}),
-    ("MT465", {**ZERO_BF16, "optim.main_params_dtype": "bf16", "optim.store_param_remainders": True}),
+    (
+        "MT465",
+        {**ZERO_BF16, "optim.main_params_dtype": "bf16", "optim.store_param_remainders": True},
+    ),
     (
         "MT466",
-        {**ZERO_BF16, "optim.main_params_dtype": "bf16", "parallel.pp": 2, "model.tie_word_embeddings": True},
+        {
+            **ZERO_BF16,
+            "optim.main_params_dtype": "bf16",
+            "parallel.pp": 2,
+            "model.tie_word_embeddings": True,
+        },
     ),
     ("MT165", {"optim.name": "muon", "parallel.fsdp": "megatron", "parallel.ranks": 2}),
     ("MT462", {"optim.name": "muon", "kernels.optimizer": "torch"}),
-    ("MT467", {"optim.name": "muon", "optim.muon.momentum": 0.9, "parallel.fsdp": "fsdp2", "parallel.ranks": 2}),
+    (
+        "MT467",
+        {
+            "optim.name": "muon",
+            "optim.muon.momentum": 0.9,
+            "parallel.fsdp": "fsdp2",
+            "parallel.ranks": 2,
+        },
+    ),
     ("MT467", {"optim.name": "muon", "optim.cpu_offload": 0.5}),
     ("MT150", {"optim.muon.tp_mode": "blockwise"}),
     ("MT150", {"optim.name": "sgd", "optim.beta1": 0.8}),
@@ -410,9 +622,18 @@ FINE: list[dict[str, Any]] = [
     {"parallel.fsdp": "megatron", "parallel.hsdp_replicas": 2, "parallel.cp": 4},
     {"parallel.fsdp": "fsdp2", "precision.dtype": "fp16", **H100},
     {"optim.cpu_offload": 0.5, "optim.name": "sgd"},
-    {"model.moe": {**MOE, "token_dispatcher_type": "flex"}, "parallel.ep": 2, **H100, "cluster.devices_per_node": 2},
+    {
+        "model.moe": {**MOE, "token_dispatcher_type": "flex"},
+        "parallel.ep": 2,
+        **H100,
+        "cluster.devices_per_node": 2,
+    },
     {"model.moe": {**MOE, "pad_alltoall": True, "alltoall_capacity_factor": 1.5}, "parallel.ep": 2},
-    {"model.moe": {**MOE, "pad_alltoall": True}, **H100, "trainer.cuda_graph_impl": "full_iteration"},
+    {
+        "model.moe": {**MOE, "pad_alltoall": True},
+        **H100,
+        "trainer.cuda_graph_impl": "full_iteration",
+    },
     {"parallel.pp": 2, "parallel.vpp": 2, "parallel.microbatch_group_size_per_vp_stage": 4},
     {"model.no_rope_freq": 2, "model.qk_l2_norm": True, "model.softmax_scale": 0.1},
     {
@@ -425,7 +646,13 @@ FINE: list[dict[str, Any]] = [
     {"parallel.tp": 8},
     {"parallel.tp": 2, "parallel.pp": 2, "parallel.vpp": 2},
     {"parallel.tp": 2, "parallel.sequence_parallel": True, "model.moe": MOE, "parallel.ep": 2},
-    {"parallel.tp": 2, "parallel.sequence_parallel": True, "model.moe": MOE, "parallel.etp": 1, "parallel.ep": 2},
+    {
+        "parallel.tp": 2,
+        "parallel.sequence_parallel": True,
+        "model.moe": MOE,
+        "parallel.etp": 1,
+        "parallel.ep": 2,
+    },
     {"model.num_query_groups": 1, "parallel.tp": 4},
     {"model.kv_channels": 48, "model.hidden_size": 250},
     {"model.position_embedding_type": "none", "data.seq_length": 4096},
@@ -433,8 +660,20 @@ FINE: list[dict[str, Any]] = [
     {"model.mla": MLA, "model.num_query_groups": None, "parallel.tp": 2},
     {"model.moe": {**MOE, "router_topk": 1, "router_pre_softmax": True}},
     {"model.moe": {**MOE, "router_topk": 1, "router_score_function": "sigmoid"}},
-    {"model.moe": {**DEEPSEEK, "router_num_groups": 4, "router_group_topk": 2, "router_enable_expert_bias": True}},
-    {"model.ffn_hidden_size": 703, "model.moe": MOE, "parallel.tp": 2, "parallel.sequence_parallel": True},
+    {
+        "model.moe": {
+            **DEEPSEEK,
+            "router_num_groups": 4,
+            "router_group_topk": 2,
+            "router_enable_expert_bias": True,
+        }
+    },
+    {
+        "model.ffn_hidden_size": 703,
+        "model.moe": MOE,
+        "parallel.tp": 2,
+        "parallel.sequence_parallel": True,
+    },
     {"model.tie_word_embeddings": True, "parallel.pp": 4},
     {"data.kind": "mock", "data.split": [1.0, 0.0, 0.0], "trainer.eval_iters": 0},
     {"optim.schedule": "wsd", "optim.wsd_decay_iters": 10},
@@ -447,10 +686,19 @@ FINE: list[dict[str, Any]] = [
     {"optim.name": "muon", "optim.muon.momentum": 0.9, "parallel.tp": 2, "precision.dtype": "bf16"},
     {"trainer.rampup_batch_size": [4, 4, 100]},
     {"trainer.batch_size_schedule": [[8, 1000], [24, 5000], [12, 9000]]},
-    {"trainer.rampup_batch_size": [2, 2, 100], "trainer.micro_batch_size": None, "parallel.ranks": 2},
+    {
+        "trainer.rampup_batch_size": [2, 2, 100],
+        "trainer.micro_batch_size": None,
+        "parallel.ranks": 2,
+    },
     {**INTERLEAVED, "trainer.batch_size_schedule": [[8, 9000]], "trainer.micro_batch_size": None},
     {**ZERO_BF16, "optim.store_param_remainders": True, "optim.exp_avg_dtype": "bf16"},
-    {**ZERO_BF16, "optim.main_params_dtype": "bf16", "optim.exp_avg_sq_dtype": "fp8", "parallel.tp": 2},
+    {
+        **ZERO_BF16,
+        "optim.main_params_dtype": "bf16",
+        "optim.exp_avg_sq_dtype": "fp8",
+        "parallel.tp": 2,
+    },
     {"optim.exp_avg_dtype": "bf16", "kernels.optimizer": "reference"},
     {"checkpoint.resume": "latest"},
     {
@@ -458,13 +706,22 @@ FINE: list[dict[str, Any]] = [
         "parallel.overlap_grad_reduce": True,
         "parallel.overlap_param_gather": True,
     },
-    {"parallel.cp": 2, "parallel.tp": 2, "parallel.sequence_parallel": True, "data.seq_length": 4 * 15},
+    {
+        "parallel.cp": 2,
+        "parallel.tp": 2,
+        "parallel.sequence_parallel": True,
+        "data.seq_length": 4 * 15,
+    },
 ]
 
 
 @pytest.mark.sampled
-@pytest.mark.parametrize(("code", "change"), BROKEN, ids=lambda v: v if isinstance(v, str) else str(v)[:60])
-def test_a_broken_rule_is_named_with_its_value_and_a_fix_that_works(code: str, change: dict[str, Any]) -> None:
+@pytest.mark.parametrize(
+    ("code", "change"), BROKEN, ids=lambda v: v if isinstance(v, str) else str(v)[:60]
+)
+def test_a_broken_rule_is_named_with_its_value_and_a_fix_that_works(
+    code: str, change: dict[str, Any]
+) -> None:
     raw = apply(tiny(), change)
     found = [p for p in errors(raw) if p.code == code]
     assert found, errors(raw)
@@ -509,7 +766,9 @@ def test_fp16_loss_scales_are_ordered() -> None:
         ("MT435", {"checkpoint.save_interval": 1000, "checkpoint.save_final": False}),
     ],
 )
-def test_what_is_only_unusual_is_a_warning_and_blocks_nothing(code: str, change: dict[str, Any]) -> None:
+def test_what_is_only_unusual_is_a_warning_and_blocks_nothing(
+    code: str, change: dict[str, Any]
+) -> None:
     found = validate(apply(tiny(), change))
     assert [(p.code, p.severity) for p in found] == [(code, "warning")]
     assert found[0].fix
@@ -517,7 +776,12 @@ def test_what_is_only_unusual_is_a_warning_and_blocks_nothing(code: str, change:
 
 def test_numbers_are_in_the_rule() -> None:
     (problem,) = errors(
-        tiny(model__num_attention_heads=6, model__num_query_groups=2, model__kv_channels=16, parallel__tp=4)
+        tiny(
+            model__num_attention_heads=6,
+            model__num_query_groups=2,
+            model__kv_channels=16,
+            parallel__tp=4,
+        )
     )[:1]
     assert "6 attention heads do not divide by tp 4" in problem.rule
     assert "1, 2, 3, 6" in problem.rule
@@ -531,13 +795,19 @@ def test_the_nearest_batches_are_named() -> None:
 
 def test_all_rules_are_asked_at_once() -> None:
     raw = tiny(
-        parallel__tp=3, parallel__pp=3, optim__min_lr=1.0, kernels__attention="te", trainer__global_batch_size=15
+        parallel__tp=3,
+        parallel__pp=3,
+        optim__min_lr=1.0,
+        kernels__attention="te",
+        trainer__global_batch_size=15,
     )
     assert {"MT101", "MT107", "MT421", "MT403", "MT130"} <= {p.code for p in errors(raw)}
 
 
 def test_a_cluster_that_is_not_filled_names_both_numbers() -> None:
-    raw = tiny(cluster__device="cuda", cluster__nodes=8, cluster__devices_per_node=8, parallel__ranks=32)
+    raw = tiny(
+        cluster__device="cuda", cluster__nodes=8, cluster__devices_per_node=8, parallel__ranks=32
+    )
     problem = next(p for p in errors(raw) if p.code == "MT114")
     assert "32 ranks on 8 * 8 = 64 devices" in problem.rule
     assert problem.fix.startswith("parallel.ranks=null")
@@ -559,7 +829,9 @@ def test_a_missing_file_names_its_neighbours_and_the_neighbour_is_the_fix(tmp_pa
     assert problem.fix.startswith(f"data.path={tmp_path / 'corpus'}")
 
 
-def test_an_empty_folder_an_empty_file_and_a_folder_of_other_files_are_told_apart(tmp_path: Path) -> None:
+def test_an_empty_folder_an_empty_file_and_a_folder_of_other_files_are_told_apart(
+    tmp_path: Path,
+) -> None:
     (tmp_path / "e.txt").write_text("")
     assert "file is empty" in errors(tiny(data__path=str(tmp_path / "e.txt")))[0].rule
     (tmp_path / "empty").mkdir()

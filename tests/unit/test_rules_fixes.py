@@ -1,4 +1,6 @@
-"""For any configuration: applying the first fix again and again makes it valid, and never makes it worse."""
+"""For any configuration: applying the first fix again and again makes it valid, and never makes it
+worse.
+"""
 
 from __future__ import annotations
 
@@ -55,7 +57,9 @@ CHANGES = st.fixed_dictionaries(
         "trainer.micro_batch_size": st.integers(1, 5),
         "trainer.rampup_batch_size": st.none()
         | st.tuples(st.integers(1, 20), st.integers(1, 8), st.just(50)).map(list),
-        "trainer.batch_size_schedule": st.sampled_from([None, None, [[3, 500]], [[8, 900], [5, 700]]]),
+        "trainer.batch_size_schedule": st.sampled_from(
+            [None, None, [[3, 500]], [[8, 900], [5, 700]]]
+        ),
         "trainer.sample_tokens": st.sampled_from([0, 8]),
         "precision.dtype": st.sampled_from(["fp32", "bf16", "fp16"]),
         "optim.name": st.sampled_from(["adamw", "sgd", "muon"]),
@@ -89,12 +93,16 @@ def _fix_all(change: dict[str, Any], machine: Machine) -> None:
 
 @given(change=CHANGES, machine=st.sampled_from(MACHINES))
 @settings(FIXED, max_examples=40)
-def test_first_fixes_lead_to_a_valid_configuration(change: dict[str, Any], machine: Machine) -> None:
+def test_first_fixes_lead_to_a_valid_configuration(
+    change: dict[str, Any], machine: Machine
+) -> None:
     _fix_all(change, machine)
 
 
 @pytest.mark.full
 @given(change=CHANGES, machine=st.sampled_from(MACHINES))
 @settings(FIXED, max_examples=100)
-def test_first_fixes_lead_to_a_valid_configuration_often(change: dict[str, Any], machine: Machine) -> None:
+def test_first_fixes_lead_to_a_valid_configuration_often(
+    change: dict[str, Any], machine: Machine
+) -> None:
     _fix_all(change, machine)

@@ -19,7 +19,12 @@ B200 = {**H100, "cluster.sm": 100}
 TE = {"kernels.linear": "te"}
 FP8: dict[str, Any] = {"precision.dtype": "bf16", "precision.fp8": "hybrid", **H100}
 FP4: dict[str, Any] = {"precision.dtype": "bf16", "precision.fp4": "e2m1", **B200}
-DELAYED = {**FP8, "precision.fp8_recipe": "delayed", "checkpoint.save_final": False, "checkpoint.save_interval": 0}
+DELAYED = {
+    **FP8,
+    "precision.fp8_recipe": "delayed",
+    "checkpoint.save_final": False,
+    "checkpoint.save_interval": 0,
+}
 BROKEN: list[tuple[str, str, dict[str, Any]]] = [
     ("MT150", "a precision.fp8", {"precision.fp8_recipe": "delayed"}),
     ("MT150", "precision.fp8_recipe=delayed", {**FP8, "precision.fp8_margin": 1}),
@@ -32,7 +37,11 @@ BROKEN: list[tuple[str, str, dict[str, Any]]] = [
         "delayed or tensorwise",
         {**FP8, "precision.fp8_recipe": "blockwise", "precision.fp8_dot_product_attention": True},
     ),
-    ("MT150", "fp8_dot_product_attention=true", {**DELAYED, "precision.fp8_multi_head_attention": True}),
+    (
+        "MT150",
+        "fp8_dot_product_attention=true",
+        {**DELAYED, "precision.fp8_multi_head_attention": True},
+    ),
     ("MT150", "recipe is not delayed", {**DELAYED, "precision.num_layers_at_start_in_bf16": 1}),
     ("MT150", "a precision.fp4", {"precision.fp4_recipe": "nvfp4"}),
     ("MT440", "in 8 bits or in 4", {**FP4, "precision.fp8": "e4m3"}),
@@ -40,20 +49,32 @@ BROKEN: list[tuple[str, str, dict[str, Any]]] = [
     ("MT441", "precision.dtype is fp16", {**FP4, "precision.dtype": "fp16"}),
     ("MT442", "kernels.linear is reference", {**DELAYED, "kernels.linear": "reference"}),
     ("MT442", "kernels.experts is torch", {**FP8, "model.moe": MOE, "kernels.experts": "torch"}),
-    ("MT442", "kernels.experts is triton", {**FP8, **TE, "model.moe": MOE, "kernels.experts": "triton"}),
+    (
+        "MT442",
+        "kernels.experts is triton",
+        {**FP8, **TE, "model.moe": MOE, "kernels.experts": "triton"},
+    ),
     (
         "MT442",
         "kernels.linear is triton",
         {**FP8, "model.moe": MOE, "kernels.experts": "te", "kernels.linear": "triton"},
     ),
-    ("MT442", "kernels.experts is reference", {**DELAYED, "model.moe": MOE, "kernels.experts": "reference"}),
+    (
+        "MT442",
+        "kernels.experts is reference",
+        {**DELAYED, "model.moe": MOE, "kernels.experts": "reference"},
+    ),
     (
         "MT442",
         "kernels.attention is reference",
         {**FP8, "precision.fp8_dot_product_attention": True, "kernels.attention": "reference"},
     ),
     ("MT443", "needs sm_89 or newer, and the devices are sm_80", {**FP8, "cluster.sm": 80}),
-    ("MT443", "needs sm_90 or newer", {**FP8, "precision.fp8_recipe": "blockwise", "cluster.sm": 89}),
+    (
+        "MT443",
+        "needs sm_90 or newer",
+        {**FP8, "precision.fp8_recipe": "blockwise", "cluster.sm": 89},
+    ),
     ("MT443", "needs sm_100 or newer and below sm_120", {**FP8, "precision.fp8_recipe": "mxfp8"}),
     ("MT443", "below sm_120", {**FP8, "precision.fp8_recipe": "mxfp8", "cluster.sm": 120}),
     ("MT443", "nvfp4 recipe needs sm_100", {**FP4, "cluster.sm": 90}),
@@ -76,7 +97,11 @@ BROKEN: list[tuple[str, str, dict[str, Any]]] = [
     (
         "MT446",
         "leave none",
-        {**FP8, "precision.num_layers_at_start_in_bf16": 2, "precision.num_layers_at_end_in_bf16": 2},
+        {
+            **FP8,
+            "precision.num_layers_at_start_in_bf16": 2,
+            "precision.num_layers_at_end_in_bf16": 2,
+        },
     ),
     (
         "MT446",
@@ -101,7 +126,9 @@ BROKEN: list[tuple[str, str, dict[str, Any]]] = [
 
 
 @pytest.mark.parametrize(("code", "words", "change"), BROKEN, ids=lambda v: str(v)[:40])
-def test_what_a_recipe_lacks_is_said_with_a_fix_that_works(code: str, words: str, change: dict[str, Any]) -> None:
+def test_what_a_recipe_lacks_is_said_with_a_fix_that_works(
+    code: str, words: str, change: dict[str, Any]
+) -> None:
     raw = apply(tiny(), change)
     found = [p for p in errors(raw) if p.code == code and words in p.rule]
     assert found, errors(raw)
@@ -116,10 +143,18 @@ def test_what_a_recipe_lacks_is_said_with_a_fix_that_works(code: str, words: str
         FP8,
         FP4,
         DELAYED,
-        {**DELAYED, "precision.fp8_dot_product_attention": True, "precision.fp8_multi_head_attention": True},
+        {
+            **DELAYED,
+            "precision.fp8_dot_product_attention": True,
+            "precision.fp8_multi_head_attention": True,
+        },
         {**FP8, "precision.fp8_recipe": "blockwise"},
         {**FP8, **B200, "precision.fp8_recipe": "mxfp8"},
-        {**FP8, "precision.num_layers_at_start_in_bf16": 1, "precision.num_layers_at_end_in_bf16": 1},
+        {
+            **FP8,
+            "precision.num_layers_at_start_in_bf16": 1,
+            "precision.num_layers_at_end_in_bf16": 1,
+        },
         {**FP4, "precision.num_layers_at_end_in_bf16": 2},
         {**FP8, "cluster.sm": None},
         {**FP8, **TE},
@@ -134,7 +169,9 @@ def test_what_a_recipe_has_is_no_problem(change: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("choice", ["fp8_delayed", "mxfp8", "nvfp4"])
-def test_on_a_cpu_each_choice_says_in_one_line_what_it_needs_and_bf16_is_the_fix(choice: str) -> None:
+def test_on_a_cpu_each_choice_says_in_one_line_what_it_needs_and_bf16_is_the_fix(
+    choice: str,
+) -> None:
     raw = compose([f"precision={choice}", "cluster=cpu"]).run
     (problem,) = errors(raw)
     assert problem.code == "MT442"
@@ -149,12 +186,20 @@ def test_on_a_cpu_each_choice_says_in_one_line_what_it_needs_and_bf16_is_the_fix
 def test_products_of_ours_need_no_transformer_engine(choice: str, kernels: str) -> None:
     for cluster in ("cpu", "h100x8"):
         for model in ("llama_tiny", "mixtral_tiny"):
-            words = [f"precision={choice}", f"cluster={cluster}", f"kernels={kernels}", "data=mock", f"model={model}"]
+            words = [
+                f"precision={choice}",
+                f"cluster={cluster}",
+                f"kernels={kernels}",
+                "data=mock",
+                f"model={model}",
+            ]
             assert errors(compose(words).run) == []
 
 
 def test_experts_are_multiplied_by_who_multiplies_for_linear_layers() -> None:
-    machine = Machine(gpus=1, cpu_cores=8, memory_bytes=1 << 36, triton=True, transformer_engine=True)
+    machine = Machine(
+        gpus=1, cpu_cores=8, memory_bytes=1 << 36, triton=True, transformer_engine=True
+    )
     raw = apply(tiny(), {**FP8, "model.moe": MOE})
     for linear, experts in ((None, "te"), ("triton", "triton")):
         run = resolve(apply(raw, {"kernels.linear": linear}), machine)
@@ -176,7 +221,9 @@ def test_experts_are_multiplied_by_who_multiplies_for_linear_layers() -> None:
         ("fp8_tensorwise", "a100x8", {"MT443"}),
     ],
 )
-def test_a_cluster_has_the_recipes_of_its_generation(choice: str, cluster: str, codes: set[str]) -> None:
+def test_a_cluster_has_the_recipes_of_its_generation(
+    choice: str, cluster: str, codes: set[str]
+) -> None:
     words = ["model=llama3_8b", "parallel=dp", "data=mock", "trainer.global_batch_size=72"]
     raw = compose([*words, f"precision={choice}", f"cluster={cluster}"]).run
     assert {p.code for p in errors(raw)} == codes
@@ -192,7 +239,11 @@ def test_null_stands_for_the_recipe_that_is_shown() -> None:
     run = resolve(apply(tiny(), FP8), LAPTOP)
     assert run.precision.fp8_recipe == run.precision.quantized == "tensorwise"
     fields = transformer_values(resolve(apply(tiny(), DELAYED), LAPTOP))
-    assert (fields["fp8"], fields["fp8_recipe"], fields["fp8_amax_history_len"]) == ("hybrid", "delayed", 1024)
+    assert (fields["fp8"], fields["fp8_recipe"], fields["fp8_amax_history_len"]) == (
+        "hybrid",
+        "delayed",
+        1024,
+    )
 
 
 def test_a_rehearsal_on_a_cpu_multiplies_in_full() -> None:
@@ -204,4 +255,7 @@ def test_a_rehearsal_on_a_cpu_multiplies_in_full() -> None:
 def test_scales_that_no_checkpoint_has_are_a_warning() -> None:
     (problem,) = validate(apply(tiny(), {**DELAYED, "checkpoint.save_final": True}))
     assert (problem.code, problem.severity) == ("MT448", "warning")
-    assert validate(apply(tiny(), {**DELAYED, "checkpoint.save_final": True, **first_fix(problem)})) == []
+    assert (
+        validate(apply(tiny(), {**DELAYED, "checkpoint.save_final": True, **first_fix(problem)}))
+        == []
+    )

@@ -1,4 +1,6 @@
-"""What the schema says of keys in their annotations: one declaration, of which the tables are made."""
+"""What the schema says of keys in their annotations: one declaration, of which the
+tables are made.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,16 @@ from mtrain.config.condition import condition
 from mtrain.config.conditional import CONDITIONAL
 from mtrain.config.core_fields import feeds
 from mtrain.config.fields_page import fed
-from mtrain.config.keys import choices_of, field_of, flag_of, foreign, key_of, keys, schema_keys, when_of
+from mtrain.config.keys import (
+    choices_of,
+    field_of,
+    flag_of,
+    foreign,
+    key_of,
+    keys,
+    schema_keys,
+    when_of,
+)
 from mtrain.config.model import GATED
 from mtrain.config.near import accepts
 from mtrain.config.resolve import resolve
@@ -23,11 +34,16 @@ from mtrain.recipes.table import table
 from tests.support.configs import LAPTOP, tiny
 
 SCRIPT = """
---num-layers 4 --hidden-size 64 --num-attention-heads 4 --seq-length 64 --max-position-embeddings 64 --swiglu
---multi-latent-attention --kv-lora-rank 8 --rope-type yarn --mscale 2 --num-experts 4 --moe-router-topk 1
---moe-apply-probs-on-input --mtp-num-layers 1 --bf16 --fp8-format hybrid --fp8-recipe delayed --fp8-margin 3
---tensor-model-parallel-size 2 --pipeline-model-parallel-size 2 --num-layers-per-virtual-pipeline-stage 1
---micro-batch-size 1 --global-batch-size 8 --train-samples 800 --rampup-batch-size 4 4 80 --lr 0.001 --optimizer sgd
+--num-layers 4 --hidden-size 64 --num-attention-heads 4 --seq-length 64 --max-position-embeddings 64
+--swiglu
+--multi-latent-attention --kv-lora-rank 8 --rope-type yarn --mscale 2 --num-experts 4
+--moe-router-topk 1
+--moe-apply-probs-on-input --mtp-num-layers 1 --bf16 --fp8-format hybrid --fp8-recipe delayed
+--fp8-margin 3
+--tensor-model-parallel-size 2 --pipeline-model-parallel-size 2
+--num-layers-per-virtual-pipeline-stage 1
+--micro-batch-size 1 --global-batch-size 8 --train-samples 800 --rampup-batch-size 4 4 80 --lr 0.001
+--optimizer sgd
 --use-distributed-optimizer --overlap-grad-reduce --sequence-parallel --vocab-size 500 --mock-data
 """
 
@@ -37,7 +53,11 @@ def test_a_condition_names_keys_and_values_that_exist(path: str) -> None:
     for term in condition(key_of(path).when).terms:
         field = field_of(term.key)
         assert field is not None
-        words = [word for word in term.words if word not in ("null", "true", "false") and not word.isdigit()]
+        words = [
+            word
+            for word in term.words
+            if word not in ("null", "true", "false") and not word.isdigit()
+        ]
         assert not choices_of(term.key) or set(words) <= set(choices_of(term.key))
 
 
@@ -67,7 +87,10 @@ def test_no_flag_without_a_key_has_the_name_of_one() -> None:
 
 
 def test_the_order_in_which_flags_are_read_does_not_matter() -> None:
-    there, back = (read_all(Arguments(SCRIPT.split()), entries, {"ranks": 8}) for entries in (table(), table()[::-1]))
+    there, back = (
+        read_all(Arguments(SCRIPT.split()), entries, {"ranks": 8})
+        for entries in (table(), table()[::-1])
+    )
     assert there == back
     assert there["precision.fp8_margin"] == 3
     assert there["model.moe.apply_probs_on_input"] is True
@@ -94,7 +117,10 @@ def test_a_condition_is_checked_by_its_text(text: str, value: object, holds: boo
 
 def test_a_condition_reads_as_a_user_writes_it() -> None:
     text = "parallel.vpp>1 and optim.name=adamw|muon|sgd and model.window_size"
-    assert str(condition(text)) == "a parallel.vpp above 1 and optim.name=adamw, muon or sgd and a model.window_size"
+    assert (
+        str(condition(text))
+        == "a parallel.vpp above 1 and optim.name=adamw, muon or sgd and a model.window_size"
+    )
     with pytest.raises(ValueError, match="no condition"):
         condition("parallel.vpp < 2")
 
@@ -109,7 +135,9 @@ def test_a_key_waits_for_one_that_has_an_effect_itself() -> None:
 def test_the_condition_of_gated_units_names_every_activation_with_a_gate() -> None:
     field = field_of("model.activation")
     assert field is not None
-    assert set(GATED.partition("=")[2].split("|")) == {word for word in get_args(field.annotation) if "glu" in word}
+    assert set(GATED.partition("=")[2].split("|")) == {
+        word for word in get_args(field.annotation) if "glu" in word
+    }
 
 
 def test_a_key_of_the_schema_alone_is_everywhere() -> None:

@@ -1,4 +1,6 @@
-"""An indexer beside an independent definition of it in fp64: what it chooses, its loss, and its gradients."""
+"""An indexer beside an independent definition of it in fp64: what it chooses, its loss, and its
+gradients.
+"""
 
 from __future__ import annotations
 
@@ -13,11 +15,19 @@ from torch import Tensor
 from mtrain.mcore import sparse_index
 from mtrain.mcore.sparse_index import Index, Teacher, chosen, marks, taught
 
-S, B, H, D, N, E, TOPK = 11, 2, 8, 8, 4, 6, 4
+S = 11
+B = 2
+H = 8
+D = 8
+N = 4
+E = 6
+TOPK = 4
 
 
 def _hadamard(x: Tensor) -> Tensor:
-    """Products with Sylvester's matrix over the root of its size, as DeepSeek-V3.2's code turns queries and keys."""
+    """Products with Sylvester's matrix over the root of its size, as DeepSeek-V3.2's code turns
+    queries and keys.
+    """
     matrix = torch.ones(1, 1, dtype=x.dtype)
     while len(matrix) < x.shape[-1]:
         matrix = torch.cat([torch.cat([matrix, matrix], 1), torch.cat([matrix, -matrix], 1)])
@@ -26,21 +36,35 @@ def _hadamard(x: Tensor) -> Tensor:
 
 def _drawn() -> dict[str, Tensor]:
     torch.manual_seed(3)
-    sizes = {"q": (S, B, H, D), "k": (S, B, D), "w": (S, B, H), "query": (S, B, N, E), "key": (S, B, N, E)}
+    sizes = {
+        "q": (S, B, H, D),
+        "k": (S, B, D),
+        "w": (S, B, H),
+        "query": (S, B, N, E),
+        "key": (S, B, N, E),
+    }
     return {name: torch.randn(size, dtype=torch.float64) for name, size in sizes.items()}
 
 
 def _defined(x: dict[str, Tensor], *, sparse: bool) -> tuple[Tensor, Tensor]:
-    """Token by token: I = sum_h w_h ReLU(q_h k), the highest of those before, and sum_t KL(p_t || softmax I_t)."""
-    q, k = _hadamard(x["q"]), _hadamard(x["k"])
-    keys, loss = torch.zeros(B, S, S, dtype=torch.bool), torch.zeros((), dtype=torch.float64)
+    """Token by token: I = sum_h w_h ReLU(q_h k), the highest of those before, and sum_t KL(p_t ||
+    softmax I_t).
+    """
+    q = _hadamard(x["q"])
+    k = _hadamard(x["k"])
+    keys = torch.zeros(B, S, S, dtype=torch.bool)
+    loss = torch.zeros((), dtype=torch.float64)
     for b in range(B):
         for t in range(S):
-            scores = torch.stack([(x["w"][t, b] * (q[t, b] @ k[u, b]).clamp_min(0)).sum() for u in range(t + 1)])
+            scores = torch.stack(
+                [(x["w"][t, b] * (q[t, b] @ k[u, b]).clamp_min(0)).sum() for u in range(t + 1)]
+            )
             best = sorted(range(t + 1), key=lambda u: -float(scores[u].detach()))[:TOPK]
             keys[b, t, best] = True
             used = best if sparse else list(range(t + 1))
-            logits = torch.stack([x["query"][t, b, n] @ x["key"][used, b, n].T for n in range(N)]) / math.sqrt(E)
+            logits = torch.stack(
+                [x["query"][t, b, n] @ x["key"][used, b, n].T for n in range(N)]
+            ) / math.sqrt(E)
             p = logits.softmax(-1).sum(0)
             p = p / p.sum()
             loss = loss + (p * (p.log() - scores[used].log_softmax(0))).sum()
@@ -81,7 +105,9 @@ WRONG: dict[str, Any] = {
 def test_another_index_chooses_and_costs_otherwise(fault: str) -> None:
     x = _drawn()
     keys, loss = _defined(x, sparse=False)
-    found, value, _ = taught(WRONG[fault](Index(x["q"], x["k"], x["w"])), TOPK, _teacher(x, sparse=False))
+    found, value, _ = taught(
+        WRONG[fault](Index(x["q"], x["k"], x["w"])), TOPK, _teacher(x, sparse=False)
+    )
     assert not torch.equal(found, keys)
     assert abs(float(value - loss)) > 1e-2
 

@@ -68,11 +68,19 @@ def test_muon_takes_the_vision_towers_heads_apart_by_its_own_width() -> None:
     assert settings(f"vision.encoder.{layer}") == {"matrix": "qkv", "qkv_rows": own}
     assert settings(f"decoder.{layer}") == {"matrix": "qkv"}
     assert settings("decoder.layers.0.self_attention.linear_proj.weight") == {"matrix": "whole"}
-    assert settings("decoder_relative_pos_emb.relative_attention_bias.weight") == {}, "a table is looked up in"
+    assert settings("decoder_relative_pos_emb.relative_attention_bias.weight") == {}, (
+        "a table is looked up in"
+    )
 
 
 def test_a_word_of_a_format_is_one_of_the_table() -> None:
-    kinds = (formats.WeightFormat, formats.MainFormat, formats.MomentFormat, formats.ProductFormat, formats.Format)
+    kinds = (
+        formats.WeightFormat,
+        formats.MainFormat,
+        formats.MomentFormat,
+        formats.ProductFormat,
+        formats.Format,
+    )
     assert all(set(get_args(kind)) <= formats.FORMATS.keys() for kind in kinds)
     assert set(get_args(formats.Format)) == formats.FORMATS.keys()
 
@@ -83,7 +91,9 @@ no_facts = object()
 
 def _plug_in(monkeypatch: pytest.MonkeyPatch, value: str) -> None:
     entry = EntryPoint("toy", value, devices.FACTS_GROUP)
-    monkeypatch.setattr(plug_ins, "entry_points", lambda group: [entry] if group == devices.FACTS_GROUP else [])
+    monkeypatch.setattr(
+        plug_ins, "entry_points", lambda group: [entry] if group == devices.FACTS_GROUP else []
+    )
     devices._of_plug_in.cache_clear()
 
 
@@ -96,7 +106,9 @@ def test_a_plug_in_states_facts_by_an_entry_point(monkeypatch: pytest.MonkeyPatc
 @pytest.mark.parametrize(
     ("value", "said"), [("nowhere:x", "does not load"), (f"{__name__}:no_facts", "is no mtrain")]
 )
-def test_facts_that_are_none_are_named(value: str, said: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_facts_that_are_none_are_named(
+    value: str, said: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     _plug_in(monkeypatch, value)
     with pytest.raises(BadEnvironment, match=said):
         devices.facts_of("toy")

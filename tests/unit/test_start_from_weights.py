@@ -1,4 +1,6 @@
-"""Weights that a run begins with are of a model: it is the run's where none is chosen, and must be where one is."""
+"""Weights that a run begins with are of a model: it is the run's where none is chosen, and must be
+where one is.
+"""
 
 from __future__ import annotations
 
@@ -36,7 +38,13 @@ LLAMA: dict[str, Any] = {
 }
 ODD_HEADS = {**LLAMA, "num_attention_heads": 3, "num_key_value_heads": 1, "hidden_size": 96}
 QWEN = {**LLAMA, "model_type": "qwen3", "head_dim": 32, "rms_norm_eps": 1e-6}
-MIXTRAL = {**LLAMA, "model_type": "mixtral", "num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": None}
+MIXTRAL = {
+    **LLAMA,
+    "model_type": "mixtral",
+    "num_local_experts": 4,
+    "num_experts_per_tok": 2,
+    "sliding_window": None,
+}
 OPTIONS = "data=mock optim.lr=1e-4"
 
 
@@ -49,7 +57,9 @@ def folder(path: Path, config: dict[str, Any]) -> Path:
 
 
 @pytest.mark.parametrize("config", [LLAMA, QWEN, MIXTRAL], ids=lambda config: config["model_type"])
-def test_the_model_of_a_folder_is_the_model_where_none_is_chosen(config: dict[str, Any], tmp_path: Path) -> None:
+def test_the_model_of_a_folder_is_the_model_where_none_is_chosen(
+    config: dict[str, Any], tmp_path: Path
+) -> None:
     folder(tmp_path / "their.model", config)
     done = mtrain("show", "checkpoint.init_from=their.model", *OPTIONS.split(), cwd=tmp_path)
     assert done.returncode == 0, done.stderr
@@ -58,13 +68,22 @@ def test_the_model_of_a_folder_is_the_model_where_none_is_chosen(config: dict[st
         rows.setdefault(line.split(":")[0].strip(), line)  # the model comes first
     for key, theirs in (("num_layers", "num_hidden_layers"), ("vocab_size", "vocab_size")):
         value, _, origin = rows[key].partition("#")
-        assert (value.split()[1], origin.strip()) == (str(config[theirs]), "their.model/config.json")
-    assert rows["hidden_dropout"].endswith("# default"), "what their file does not say is not from it"
+        assert (value.split()[1], origin.strip()) == (
+            str(config[theirs]),
+            "their.model/config.json",
+        )
+    assert rows["hidden_dropout"].endswith("# default"), (
+        "what their file does not say is not from it"
+    )
 
 
-def test_chats_adapters_and_a_recipe_find_the_model_in_a_second_and_without_torch(tmp_path: Path) -> None:
+def test_chats_adapters_and_a_recipe_find_the_model_in_a_second_and_without_torch(
+    tmp_path: Path,
+) -> None:
     hf = folder(tmp_path / "hf", LLAMA)
-    (tmp_path / "r.yaml").write_text(f"checkpoint: {{init_from: {hf}}}\nmodel: {{attention_dropout: 0.5}}\n")
+    (tmp_path / "r.yaml").write_text(
+        f"checkpoint: {{init_from: {hf}}}\nmodel: {{attention_dropout: 0.5}}\n"
+    )
     for words in (
         f"{OPTIONS} checkpoint.init_from={hf}",
         f"{OPTIONS} checkpoint.init_from={hf} peft=lora trainer=sft",
@@ -73,13 +92,20 @@ def test_chats_adapters_and_a_recipe_find_the_model_in_a_second_and_without_torc
         with within_a_second():
             run = load(words.split(), LAPTOP, {}, to_run=False).run
         assert (run.model.num_layers, run.model.hidden_size, run.model.vocab_size) == (3, 64, 640)
-    assert run.model.attention_dropout == 0.5, "a recipe changes the model of the weights that it names"
+    assert run.model.attention_dropout == 0.5, (
+        "a recipe changes the model of the weights that it names"
+    )
     code = (
         "import sys; from mtrain.cli.main import main; main(sys.argv[1:]); "
         "sys.exit('torch' in sys.modules or 'megatron' in sys.modules)"
     )
     verb = ["check", f"checkpoint.init_from={hf}", *OPTIONS.split()]
-    assert subprocess.run([sys.executable, "-c", code, *verb], capture_output=True, check=False).returncode == 0
+    assert (
+        subprocess.run(
+            [sys.executable, "-c", code, *verb], capture_output=True, check=False
+        ).returncode
+        == 0
+    )
 
 
 def test_the_model_of_a_run_is_taken_from_its_run_file(tmp_path: Path) -> None:
@@ -94,12 +120,20 @@ def test_the_model_of_a_run_is_taken_from_its_run_file(tmp_path: Path) -> None:
     assert found.run.model.num_layers == 2
 
 
-def test_a_model_that_is_chosen_and_is_another_one_is_named_key_by_key_before_anything_starts(tmp_path: Path) -> None:
+def test_a_model_that_is_chosen_and_is_another_one_is_named_key_by_key_before_anything_starts(
+    tmp_path: Path,
+) -> None:
     folder(tmp_path / "hf", LLAMA)
     for verb in (["check"], []):
-        done = mtrain(*verb, "model=llama_tiny", "checkpoint.init_from=hf", *OPTIONS.split(), cwd=tmp_path)
+        done = mtrain(
+            *verb, "model=llama_tiny", "checkpoint.init_from=hf", *OPTIONS.split(), cwd=tmp_path
+        )
         assert done.returncode == 2
-        for key, here, there in (("num_layers", 4, 3), ("hidden_size", 256, 64), ("vocab_size", 4096, 640)):
+        for key, here, there in (
+            ("num_layers", 4, 3),
+            ("hidden_size", 256, 64),
+            ("vocab_size", 4096, 640),
+        ):
             line = next(row for row in done.stderr.splitlines() if f"model.{key} = {here}" in row)
             assert line.startswith("error[MT503] conf/model/llama_tiny.yaml:")
             assert line.endswith(f"there it is {there}")
@@ -107,12 +141,18 @@ def test_a_model_that_is_chosen_and_is_another_one_is_named_key_by_key_before_an
     assert not (tmp_path / "runs").exists()
 
 
-def test_a_key_beside_the_weights_that_they_do_not_have_is_refused_with_theirs(tmp_path: Path) -> None:
+def test_a_key_beside_the_weights_that_they_do_not_have_is_refused_with_theirs(
+    tmp_path: Path,
+) -> None:
     hf = folder(tmp_path / "hf", LLAMA)
     with pytest.raises(ConfigError) as caught:
         load([f"checkpoint.init_from={hf}", "model.num_layers=4", *OPTIONS.split()], LAPTOP, {})
     (problem,) = (p for p in caught.value.problems if p.severity == "error")
-    assert (problem.code, problem.path, problem.source) == ("MT503", "model.num_layers", "command line")
+    assert (problem.code, problem.path, problem.source) == (
+        "MT503",
+        "model.num_layers",
+        "command line",
+    )
     assert problem.fix == "model.num_layers=3"
     load([f"checkpoint.init_from={hf}", problem.fix, *OPTIONS.split()], LAPTOP, {})
 
@@ -120,8 +160,9 @@ def test_a_key_beside_the_weights_that_they_do_not_have_is_refused_with_theirs(t
 def test_a_model_that_is_chosen_and_is_the_same_passes(tmp_path: Path) -> None:
     hf = folder(tmp_path / "hf", LLAMA)
     words = (
-        "model=llama_tiny model.num_layers=3 model.hidden_size=64 model.ffn_hidden_size=96 model.num_query_groups=2 "
-        "model.num_attention_heads=4 model.vocab_size=640 model.max_position_embeddings=128"
+        "model=llama_tiny model.num_layers=3 model.hidden_size=64 model.ffn_hidden_size=96"
+        " model.num_query_groups=2 model.num_attention_heads=4 model.vocab_size=640"
+        " model.max_position_embeddings=128"
     )
     found = load([*words.split(), f"checkpoint.init_from={hf}", *OPTIONS.split()], LAPTOP, {})
     assert found.origins["model.normalization"].startswith("conf/model/llama_tiny.yaml:")
@@ -143,7 +184,10 @@ def test_a_folder_without_weights_is_refused_by_check(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("more", [[], ["model.attention_dropout=0.5", "peft=lora"]])
 def test_a_recipe_and_the_changes_name_the_weights_and_no_choice_of_model(
-    more: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    more: list[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     folder(tmp_path / "hf", LLAMA)
     monkeypatch.chdir(tmp_path)

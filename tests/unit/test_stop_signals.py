@@ -1,4 +1,6 @@
-"""Signals that ask a run to stop: noted where they are named, and left as they were where a process ignores them."""
+"""Signals that ask a run to stop: noted where they are named, and left as they were where a process
+ignores them.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,8 @@ def test_signals_that_are_named_are_noted_and_ignored_ones_stay_ignored() -> Non
         from mtrain.train.stopping import StopRequest
 
         signal.signal(signal.SIGHUP, signal.SIG_IGN)  # as under nohup
-        signal.signal(signal.SIGINT, signal.default_int_handler)  # which a shell ignores in its background
+        # which a shell ignores in its background
+        signal.signal(signal.SIGINT, signal.default_int_handler)
         noted = []
         for name in TrainerConfig().stop_signals:
             request = StopRequest()

@@ -28,17 +28,25 @@ def strictly(text: str) -> Any:
 
 @pytest.mark.parametrize("number", [float("nan"), float("inf"), -float("inf")])
 def test_a_number_that_is_not_finite_is_null_wherever_it_is(number: float) -> None:
-    text = strict_json.dumps({"a": number, "b": [1.5, (number, "NaN")], "c": {"d": {"e": number}}}, sort_keys=True)
+    text = strict_json.dumps(
+        {"a": number, "b": [1.5, (number, "NaN")], "c": {"d": {"e": number}}}, sort_keys=True
+    )
     assert strictly(text) == {"a": None, "b": [1.5, [None, "NaN"]], "c": {"d": {"e": None}}}
 
 
-@pytest.mark.parametrize("words", ["optim.lr=nan", "data.split=[nan,1,1]", "cluster.peak_tflops={bf16:inf}"])
-def test_check_tells_a_machine_of_numbers_that_are_none(words: str, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize(
+    "words", ["optim.lr=nan", "data.split=[nan,1,1]", "cluster.peak_tflops={bf16:inf}"]
+)
+def test_check_tells_a_machine_of_numbers_that_are_none(
+    words: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert main(["check", "--json", words]) == 2
     assert strictly(capsys.readouterr().out)["ok"] is False
 
 
-def test_a_reader_that_goes_away_ends_check_of_a_bad_run_too(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_reader_that_goes_away_ends_check_of_a_bad_run_too(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     class Gone(io.StringIO):
         def write(self, text: str) -> int:
             raise BrokenPipeError
@@ -49,8 +57,13 @@ def test_a_reader_that_goes_away_ends_check_of_a_bad_run_too(monkeypatch: pytest
 
 def test_the_table_of_a_sweep_reads_runs_whose_numbers_are_null(tmp_path: Path) -> None:
     (tmp_path / "a").mkdir()
-    lines = [{"step": 1, "loss": 2.0, "tokens_per_s": None}, {"step": 2, "loss": None, "tokens_per_s": 7.0}]
-    (tmp_path / "a/metrics.jsonl").write_text("".join(strict_json.dumps(line) + "\n" for line in lines))
+    lines = [
+        {"step": 1, "loss": 2.0, "tokens_per_s": None},
+        {"step": 2, "loss": None, "tokens_per_s": 7.0},
+    ]
+    (tmp_path / "a/metrics.jsonl").write_text(
+        "".join(strict_json.dumps(line) + "\n" for line in lines)
+    )
     row = _row(Job((), {"x": "1"}), "a", 5, compose([f"log.runs_dir={tmp_path}"]).run)
     assert (row.loss, row.tokens_per_s) == (None, 7.0)
     assert "-" in _table([row], 1)

@@ -1,4 +1,6 @@
-"""`-m`: Hydra's grammar of several values, against Hydra's own sweeper; bounded; validated one by one."""
+"""`-m`: Hydra's grammar of several values, against Hydra's own sweeper; bounded; validated one by
+one.
+"""
 
 from __future__ import annotations
 
@@ -47,19 +49,27 @@ def _values(words: list[str]) -> list[tuple[str, object]]:
 
 
 def test_groups_and_recipes_are_swept_as_well() -> None:
-    assert [job.argv for job in jobs(["parallel=tp2,pp2"])] == [("parallel=tp2",), ("parallel=pp2",)]
+    assert [job.argv for job in jobs(["parallel=tp2,pp2"])] == [
+        ("parallel=tp2",),
+        ("parallel=pp2",),
+    ]
     llamas = [name for name in choices_of_group("model") if name.startswith("llama3_")]
     assert [job.swept["model"] for job in jobs(["model=glob(llama3_*)"])] == llamas
     recipes = sorted(f"llama3/{file.stem}" for file in recipes_dir().glob("llama3/*.yaml"))
     assert [job.swept["recipe"] for job in jobs(["recipe=glob(llama3/*)"])] == recipes
-    assert [j.swept["optim.schedule"] for j in jobs(["optim.schedule=glob([c*,w*],exclude=cos*)"])] == [
+    assert [
+        j.swept["optim.schedule"] for j in jobs(["optim.schedule=glob([c*,w*],exclude=cos*)"])
+    ] == [
         "constant",
         "wsd",
     ]
 
 
 def test_each_run_composes_to_its_own_values() -> None:
-    runs = [compose(job.argv).run for job in jobs(["optim.lr=1e-3,2e-3", "parallel=tp2,single", "trainer.seed=7"])]
+    runs = [
+        compose(job.argv).run
+        for job in jobs(["optim.lr=1e-3,2e-3", "parallel=tp2,single", "trainer.seed=7"])
+    ]
     assert [(r.optim.lr, r.parallel.tp, r.trainer.seed) for r in runs] == [
         (1e-3, 2, 7),
         (1e-3, 1, 7),
@@ -71,7 +81,10 @@ def test_each_run_composes_to_its_own_values() -> None:
 def test_a_key_that_is_swept_and_said_again_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"said twice, as optim\.lr=1,2,3 and as optim\.lr=5"):
         jobs(["optim.lr=1,2,3", "optim.lr=5"])
-    assert [job.argv for job in jobs(["parallel=tp2,pp2", "parallel.cp=2"])][1] == ("parallel=pp2", "parallel.cp=2")
+    assert [job.argv for job in jobs(["parallel=tp2,pp2", "parallel.cp=2"])][1] == (
+        "parallel=pp2",
+        "parallel.cp=2",
+    )
 
 
 @pytest.mark.parametrize(
@@ -100,7 +113,9 @@ def test_a_sweep_without_end_or_without_a_run_is_refused_at_once(argv: list[str]
     assert time.process_time() - start < 5
 
 
-def test_every_combination_is_judged_and_the_worst_is_the_exit_code(capsys: pytest.CaptureFixture[str]) -> None:
+def test_every_combination_is_judged_and_the_worst_is_the_exit_code(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     assert main(["check", "-m", "--json", "parallel=tp2,tp3", "optim.lr=1e-3,1e-2"]) == 2
     rows = json.loads(capsys.readouterr().out)
     assert [row["ok"] for row in rows] == [True, True, False, False]
@@ -132,7 +147,8 @@ def test_a_rank_of_a_launcher_starts_no_sweep(
 
 
 @pytest.mark.parametrize(
-    ("codes", "code"), [([], 0), ([0, 0], 0), ([0, 75], 75), ([75, 2, 0], 2), ([5, 2, 3], 5), ([5, 130, 0], 130)]
+    ("codes", "code"),
+    [([], 0), ([0, 0], 0), ([0, 75], 75), ([75, 2, 0], 2), ([5, 2, 3], 5), ([5, 130, 0], 130)],
 )
 def test_the_worst_exit_code_is_told(codes: list[int], code: int) -> None:
     assert worst(codes) == code

@@ -76,7 +76,9 @@ def test_a_sweep_that_is_written_wrong_has_a_fix_that_runs(word: str, rule: str,
         ("model=glob(zzz*)", "no name is like zzz*", WORDS),
     ],
 )
-def test_where_nothing_was_meant_words_say_how_several_values_are_written(word: str, rule: str, fix: str) -> None:
+def test_where_nothing_was_meant_words_say_how_several_values_are_written(
+    word: str, rule: str, fix: str
+) -> None:
     problem = _refused(word)
     assert rule in problem.rule
     assert fix in problem.fix
@@ -101,7 +103,9 @@ def _problem(*words: str) -> Problem:
 def test_several_values_without_the_flag_are_answered_with_the_flag_alone(words: str) -> None:
     problem = _problem(*words.split())
     assert problem.code == "MT010"
-    assert problem.fix == "-m, with the same words", "neither the verb nor a word or a value may be lost"
+    assert problem.fix == "-m, with the same words", (
+        "neither the verb nor a word or a value may be lost"
+    )
 
 
 def test_the_flag_is_what_a_verb_takes(capsys: pytest.CaptureFixture[str]) -> None:
@@ -127,8 +131,16 @@ def test_a_range_ends_before_its_stop(values: str, expected: list[str]) -> None:
 @pytest.mark.parametrize(
     ("sizes", "rule", "fix"),
     [
-        ("[5,-1]", "stage 1 (counted from 0) would hold -1 layers", "parallel.layers_per_stage=[3,1]"),
-        ("[-2,6]", "stage 0 (counted from 0) would hold -2 layers", "parallel.layers_per_stage=[1,3]"),
+        (
+            "[5,-1]",
+            "stage 1 (counted from 0) would hold -1 layers",
+            "parallel.layers_per_stage=[3,1]",
+        ),
+        (
+            "[-2,6]",
+            "stage 0 (counted from 0) would hold -2 layers",
+            "parallel.layers_per_stage=[1,3]",
+        ),
         ("[1,5]", "6 layers in all, and the model has 4", "parallel.layers_per_stage=[1,3]"),
         ("[2,1]", "3 layers in all, and the model has 4", "parallel.layers_per_stage=[2,2]"),
         ("[1,1,1,1]", "4 sizes for pp 2", "parallel.pp=4"),
@@ -141,7 +153,9 @@ def test_a_range_ends_before_its_stop(values: str, expected: list[str]) -> None:
         ("[9223372036854775807,1]", "layers in all", "parallel.layers_per_stage=[3,1]"),
     ],
 )
-def test_sizes_of_stages_are_mended_to_the_nearest_that_fit(sizes: str, rule: str, fix: str) -> None:
+def test_sizes_of_stages_are_mended_to_the_nearest_that_fit(
+    sizes: str, rule: str, fix: str
+) -> None:
     problem = _problem("parallel=pp2", f"parallel.layers_per_stage={sizes}")
     assert rule in problem.rule
     assert problem.fix.split(" or ")[0] == fix

@@ -1,4 +1,6 @@
-"""Spans that T5 fills in: what encoder and decoder get of a sample, and that chance is of the sample alone."""
+"""Spans that T5 fills in: what encoder and decoder get of a sample, and that chance is of the
+sample alone.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,8 @@ from mtrain.config.t5 import T5Config, lengths, padded, spans
 from mtrain.errors import ConfigError
 from mtrain.models.t5.form import Spans
 
-TOKENS, FIRST = 64, 999
+TOKENS = 64
+FIRST = 999
 
 
 def made(part: str = "train", seed: int = 0, **keys: Any) -> Spans:
@@ -23,7 +26,9 @@ def made(part: str = "train", seed: int = 0, **keys: Any) -> Spans:
 
 
 def batch(form: Spans, numbers: list[int]) -> dict[str, torch.Tensor]:
-    windows = torch.from_numpy(np.random.default_rng(7).integers(0, 800, (len(numbers), TOKENS + 1)))
+    windows = torch.from_numpy(
+        np.random.default_rng(7).integers(0, 800, (len(numbers), TOKENS + 1))
+    )
     return {**form(windows, np.array(numbers)), "windows": windows}
 
 
@@ -48,7 +53,8 @@ def test_encoder_and_decoder_hold_the_sample_between_them() -> None:
     noise, parts = spans(T5Config(), TOKENS)
     assert (noise, parts) == (10, 3)
     for row in range(3):
-        source, target = found["encoder_tokens"][row].tolist(), found["labels"][row].tolist()
+        source = found["encoder_tokens"][row].tolist()
+        target = found["labels"][row].tolist()
         assert joined(source, target, 901) == found["windows"][row, :-1].tolist()
         assert [t for t in target if t > 901] == [FIRST - i for i in range(parts)]
         assert found["tokens"][row].tolist() == [900, *target[:-1]]
@@ -61,7 +67,8 @@ def test_encoder_and_decoder_hold_the_sample_between_them() -> None:
 
 def test_chance_is_a_function_of_seed_split_and_sample_number_alone() -> None:
     form = made()
-    several, alone = batch(form, [3, 4, 5]), form.noisy(4)
+    several = batch(form, [3, 4, 5])
+    alone = form.noisy(4)
     assert not torch.equal(several["encoder_tokens"][1], several["encoder_tokens"][0])
     assert np.array_equal(alone, made().noisy(4))
     others = [made(seed=1).noisy(4), made("validation").noisy(4), form.noisy(5)]
@@ -84,7 +91,9 @@ def test_every_token_is_left_out_about_as_often_as_the_density_says() -> None:
         ("data.seq_length=512 parallel.tp=16 model.num_attention_heads=16", False),
     ],
 )
-def test_what_tensor_parallel_ranks_share_are_the_sequences_of_encoder_and_decoder(words: str, on: bool) -> None:
+def test_what_tensor_parallel_ranks_share_are_the_sequences_of_encoder_and_decoder(
+    words: str, on: bool
+) -> None:
     given = ["model=t5_tiny", "data=mock", "cluster=h100x64", *words.split()]
     assert load(given, to_run=False).run.parallel.sequence_parallel is on
     said = [*given, "parallel.sequence_parallel=true"]

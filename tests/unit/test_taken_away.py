@@ -31,7 +31,9 @@ def test_verbs_that_take_the_name_of_a_recipe_take_keys_away(words: list[str]) -
     assert main(words) == 0
 
 
-def test_a_recipe_and_a_run_file_may_lie_at_home(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_recipe_and_a_run_file_may_lie_at_home(
+    here: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("HOME", str(here))
     Path("r.yaml").write_text("trainer: {seed: 3}\n")
     assert compose(["recipe=~/r.yaml"]).run.trainer.seed == 3
@@ -65,7 +67,11 @@ def test_a_value_behind_what_is_taken_away_is_the_one_that_goes() -> None:
 )
 def test_another_value_than_the_one_that_is_there_is_refused(word: str, said: str) -> None:
     (problem,) = refusals(word)
-    assert (problem.code, problem.source, problem.fix) == ("MT010", "command line", word.partition("=")[0])
+    assert (problem.code, problem.source, problem.fix) == (
+        "MT010",
+        "command line",
+        word.partition("=")[0],
+    )
     assert said in problem.rule
 
 
@@ -104,7 +110,10 @@ def test_a_place_that_only_the_file_of_a_choice_names_is_refused() -> None:
     Path("theirs.yaml").write_text("runs_dir: /tmp/elsewhere\n")
     (problem,) = refusals("log=./theirs.yaml")
     assert (problem.code, problem.source) == ("MT019", "theirs.yaml:1")
-    assert compose(["log=./theirs.yaml", "log.runs_dir=/tmp/elsewhere"]).run.log.runs_dir == "/tmp/elsewhere"
+    assert (
+        compose(["log=./theirs.yaml", "log.runs_dir=/tmp/elsewhere"]).run.log.runs_dir
+        == "/tmp/elsewhere"
+    )
 
 
 def test_a_recipe_writes_out_what_the_file_of_a_choice_says() -> None:
@@ -115,7 +124,12 @@ def test_a_recipe_writes_out_what_the_file_of_a_choice_says() -> None:
 
 
 @pytest.mark.parametrize("path", ["./ok.yaml", "'my ok.yaml'"])
-def test_the_table_takes_the_file_of_a_choice(path: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_table_takes_the_file_of_a_choice(
+    path: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     Path(path.strip("'")).write_text("defaults: [llama_tiny, _self_]\nname: my\nnum_layers: 2\n")
-    assert main(["check", "--all", f"model={path}", "parallel=tp2", "precision=fp32", "cluster=local"]) == 0
+    assert (
+        main(["check", "--all", f"model={path}", "parallel=tp2", "precision=fp32", "cluster=local"])
+        == 0
+    )
     assert "1 of 1 combinations can launch" in capsys.readouterr().out

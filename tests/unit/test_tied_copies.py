@@ -1,4 +1,6 @@
-"""Folders of tied models that hold the head as well: counted as a copy, in every family, and compared."""
+"""Folders of tied models that hold the head as well: counted as a copy, in every family, and
+compared.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""A `tokenizer.json` that somebody else made: an error that names the file, or text that is encoded as a whole."""
+"""A `tokenizer.json` that somebody else made: an error that names the file, or text that is encoded
+as a whole.
+"""
 
 from __future__ import annotations
 
@@ -19,11 +21,27 @@ MODEL: dict[str, Any] = {"type": "BPE", "vocab": {"a": 0, "b": 1, "ab": 2}, "mer
 GOOD: dict[str, Any] = {
     "version": "1.0",
     "added_tokens": [],
-    "pre_tokenizer": {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True},
-    "decoder": {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True},
+    "pre_tokenizer": {
+        "type": "ByteLevel",
+        "add_prefix_space": False,
+        "trim_offsets": True,
+        "use_regex": True,
+    },
+    "decoder": {
+        "type": "ByteLevel",
+        "add_prefix_space": False,
+        "trim_offsets": True,
+        "use_regex": True,
+    },
     "model": MODEL,
 }
-FLAGS = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False, "special": True}
+FLAGS = {
+    "single_word": False,
+    "lstrip": False,
+    "rstrip": False,
+    "normalized": False,
+    "special": True,
+}
 
 
 def _with(**changes: Any) -> str:
@@ -35,7 +53,9 @@ def _model(**changes: Any) -> str:
 
 
 def _charsmap(data: bytes) -> str:
-    return _with(normalizer={"type": "Precompiled", "precompiled_charsmap": base64.b64encode(data).decode()})
+    return _with(
+        normalizer={"type": "Precompiled", "precompiled_charsmap": base64.b64encode(data).decode()}
+    )
 
 
 def _steps(letters: int, times: int) -> str:
@@ -60,7 +80,9 @@ TEXTS = {
     "an id of gigabytes": _model(vocab={"a": 0, "b": (1 << 32) - 1}, merges=[]),
     "an id of many digits": _model(vocab={"a": 0}).replace('"a": 0', '"a": ' + "9" * 5000),
     "an id that is a fraction": _model(vocab={"a": 1.5}, merges=[]),
-    "an added id of gigabytes": _with(added_tokens=[{"id": (1 << 32) - 1, "content": "<x>", **FLAGS}]),
+    "an added id of gigabytes": _with(
+        added_tokens=[{"id": (1 << 32) - 1, "content": "<x>", **FLAGS}]
+    ),
     "a negative added id": _with(added_tokens=[{"id": -1, "content": "<x>", **FLAGS}]),
     "a merge of what is not there": _model(merges=[["x", "y"]]),
     "a merge of numbers": _model(merges=[[1, 2]]),
@@ -74,7 +96,9 @@ TEXTS = {
     "letters of gigabytes": _charsmap(b"\xff\xff\xff\xff"),
     "letters that are cut": _charsmap(b"\x00\x01\x00\x00abcd"),
     "letters that are no text": _charsmap(b"\x04\x00\x00\x00abcd\xff\xfe"),
-    "letters that are a number": _with(normalizer={"type": "Precompiled", "precompiled_charsmap": 3}),
+    "letters that are a number": _with(
+        normalizer={"type": "Precompiled", "precompiled_charsmap": 3}
+    ),
     "steps that make 10**18 letters of one": _steps(1000, 6),
     "steps that make 2**40 letters of one": _steps(2, 40),
     "an empty list of pieces": _with(model={"type": "Unigram", "unk_id": 0, "vocab": []}),
@@ -136,11 +160,20 @@ def test_a_file_that_is_no_tokenizer_is_refused(name: str, tmp_path: Path) -> No
                 "pad_token": "a",
             }
         },
-        {"truncation": {"direction": "Right", "max_length": 2, "strategy": "LongestFirst", "stride": 0}},
+        {
+            "truncation": {
+                "direction": "Right",
+                "max_length": 2,
+                "strategy": "LongestFirst",
+                "stride": 0,
+            }
+        },
     ],
     ids=["padded to a terabyte", "cut to two tokens"],
 )
-def test_a_text_is_encoded_as_a_whole_and_no_longer(changes: dict[str, Any], tmp_path: Path) -> None:
+def test_a_text_is_encoded_as_a_whole_and_no_longer(
+    changes: dict[str, Any], tmp_path: Path
+) -> None:
     (tmp_path / "tokenizer.json").write_text(_with(**changes))
     assert Tokenizer(tmp_path / "tokenizer.json").encode("abababb") == [2, 2, 2, 1]
 
@@ -151,12 +184,19 @@ def test_a_text_is_encoded_as_a_whole_and_no_longer(changes: dict[str, Any], tmp
         _model(unk_token="zz"),
         _with(model={"type": "WordLevel", "vocab": {"a": 0}, "unk_token": "zz"}),
         _with(
-            pre_tokenizer={"type": "Split", "pattern": {"Regex": "(a+)+$"}, "behavior": "Isolated", "invert": False}
+            pre_tokenizer={
+                "type": "Split",
+                "pattern": {"Regex": "(a+)+$"},
+                "behavior": "Isolated",
+                "invert": False,
+            }
         ),
     ],
     ids=["no unknown token", "no unknown word", "a pattern without end"],
 )
-def test_a_text_that_cannot_be_encoded_is_an_error_that_names_the_file(text: str, tmp_path: Path) -> None:
+def test_a_text_that_cannot_be_encoded_is_an_error_that_names_the_file(
+    text: str, tmp_path: Path
+) -> None:
     path = tmp_path / "tokenizer.json"
     path.write_text(text)
     for encode in (Tokenizer(path).encode, Tokenizer(path).encode_with_places):

@@ -1,4 +1,6 @@
-"""The search for a layout: it finds the best there is, keeps what is said, and its choice is written down."""
+"""The search for a layout: it finds the best there is, keeps what is said, and its choice is
+written down.
+"""
 
 from __future__ import annotations
 
@@ -43,11 +45,18 @@ from tests.support.patience import patient
 FEW = "model=llama32_1b cluster=h100 data.seq_length=4096"
 ONE_B = f"{FEW} cluster.devices_per_node=4 trainer.global_batch_size=16"
 H100 = ("cluster=h100", "precision=bf16", "optim=adamw")
-PLAIN = {"optim.cpu_offload": 0.0, "parallel.fsdp": "none", "parallel.cp": 1, "trainer.micro_batch_size": 1}
+PLAIN = {
+    "optim.cpu_offload": 0.0,
+    "parallel.fsdp": "none",
+    "parallel.cp": 1,
+    "trainer.micro_batch_size": 1,
+}
 
 
 @cache
-def found(words: str, said: tuple[tuple[str, Any], ...] = (), number: int = 3) -> tuple[Found, Task]:
+def found(
+    words: str, said: tuple[tuple[str, Any], ...] = (), number: int = 3
+) -> tuple[Found, Task]:
     return search(compose(words.split()).run, dict(said), LAPTOP, None, number)
 
 
@@ -75,11 +84,14 @@ def test_the_best_is_the_best_of_all(memory: float) -> None:
     assert [layout.seconds for layout in got.best] == sorted(layout.seconds for layout in got.best)
 
 
-def fitting(words: str, said: Mapping[str, Any]) -> Iterator[tuple[Costs, RunConfig, tuple[Change, ...]]]:
+def fitting(
+    words: str, said: Mapping[str, Any]
+) -> Iterator[tuple[Costs, RunConfig, tuple[Change, ...]]]:
     """Pipelines of a search, with all ways to compute again."""
     task = found(words, tuple(said.items()), 1)[1]
     run = task.resolve(task.raw)
-    space, costs = Space(run, dict(said), Costs(run).ends), Costs(run)
+    space = Space(run, dict(said), Costs(run).ends)
+    costs = Costs(run)
     runs = [run]
     for axis in ("shards", "context", "micro", "pipeline"):
         runs = [changed(one, more) for one in runs for more in space.options(axis, one)]
@@ -103,11 +115,14 @@ BOUNDED = {
 
 @pytest.mark.parametrize("name", BOUNDED)
 def test_no_layout_is_faster_than_its_bounds(name: str) -> None:
-    """Before its stages and its state are chosen; with a bound that is above them the best would be passed over."""
+    """Before its stages and its state are chosen; with a bound that is above them the best would be
+    passed over.
+    """
     words, said = BOUNDED[name]
     seen = 0
     for costs, run, ways in fitting(words, said):
-        p, first = run.parallel, costs.flow(run)
+        p = run.parallel
+        first = costs.flow(run)
         even = costs.even(run, p.pp)
         bound = even.seconds + even.micro * (p.pp - 1) / p.vpp
         sharded = [changed(run, {"parallel.fsdp": kind}) for kind in ("none", "fsdp2")]
@@ -125,10 +140,16 @@ def test_no_layout_is_faster_than_its_bounds(name: str) -> None:
 
 
 def test_a_bound_that_is_above_the_time_loses_layouts(monkeypatch: pytest.MonkeyPatch) -> None:
-    said = {**PLAIN, **BOUNDED["blocks"][1], "parallel.vpp": 1, "parallel.distributed_optimizer": True}
+    said = {
+        **PLAIN,
+        **BOUNDED["blocks"][1],
+        "parallel.vpp": 1,
+        "parallel.distributed_optimizer": True,
+    }
     best = found(ONE_B, tuple(said.items()))[0].best
     assert best[-1].words.startswith("pp2")
-    monkeypatch.setattr(Costs, "_without_blocks", Costs.pieces)  # as if every layer was computed again
+    # as if every layer was computed again
+    monkeypatch.setattr(Costs, "_without_blocks", Costs.pieces)
     wrong = search(compose(ONE_B.split()).run, said, LAPTOP, None, 3)[0].best
     assert wrong[-1].words.startswith("pp2")
     assert wrong[-1].seconds > 1.05 * best[-1].seconds
@@ -143,7 +164,9 @@ def test_a_search_is_the_same_again() -> None:
 def test_more_memory_is_never_slower() -> None:
     times = []
     for memory in (8.0, 12.0, 20.0, 80.0):
-        got, task = found(f"{ONE_B} cluster.device_memory_gib={memory}", (("trainer.micro_batch_size", 1),), 1)
+        got, task = found(
+            f"{ONE_B} cluster.device_memory_gib={memory}", (("trainer.micro_batch_size", 1),), 1
+        )
         times.append(got.best[0].seconds)
         assert got.best[0].memory.peak <= task.room()
     assert times == sorted(times, reverse=True)
@@ -157,10 +180,14 @@ def test_what_is_said_is_kept(capsys: pytest.CaptureFixture[str]) -> None:
     assert report["kept"] == {"parallel.tp": 2, "trainer.micro_batch_size": 2}
     assert all(layout["keys"]["parallel.tp"] == 2 for layout in report["layouts"])
     assert all(layout["keys"]["trainer.micro_batch_size"] == 2 for layout in report["layouts"])
-    assert [layout["seconds"] for layout in report["layouts"]] == sorted(row["seconds"] for row in report["layouts"])
+    assert [layout["seconds"] for layout in report["layouts"]] == sorted(
+        row["seconds"] for row in report["layouts"]
+    )
 
 
-def test_the_page_says_why_and_the_file_is_a_choice(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_page_says_why_and_the_file_is_a_choice(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     file = tmp_path / "mine.yaml"
     assert main(["tune", *ONE_B.split(), "--out", str(file)]) == 0
     out = capsys.readouterr().out
@@ -181,15 +208,26 @@ def test_a_file_that_cannot_be_written_is_refused_before_the_search(
     (tmp_path / "mine.yaml").write_text("")
     (tmp_path / "dangling.yaml").symlink_to("nowhere")
     names = {
-        **{"mine": "is there already", "dangling.yaml": "is there already", "mine.yaml/x": "Not a directory"},
-        **{"away/mine.yaml": "No such file or directory", f"{'x' * 300}.yaml": "File name too long"},
+        **{
+            "mine": "is there already",
+            "dangling.yaml": "is there already",
+            "mine.yaml/x": "Not a directory",
+        },
+        **{
+            "away/mine.yaml": "No such file or directory",
+            f"{'x' * 300}.yaml": "File name too long",
+        },
     }
     for name, why in names.items():
-        assert main(["tune", *ONE_B.split(), "--out", str(tmp_path / name)]) == (2 if "already" in why else 3)
+        assert main(["tune", *ONE_B.split(), "--out", str(tmp_path / name)]) == (
+            2 if "already" in why else 3
+        )
         assert why in capsys.readouterr().err
     monkeypatch.setattr("os.open", _refuses)  # a folder of somebody else
     assert main(["tune", *ONE_B.split(), "--out", str(tmp_path / "own")]) == 3
-    assert f"{tmp_path / 'own.yaml'} cannot be written: Permission denied" in capsys.readouterr().err
+    assert (
+        f"{tmp_path / 'own.yaml'} cannot be written: Permission denied" in capsys.readouterr().err
+    )
     assert sorted(file.name for file in tmp_path.iterdir()) == ["dangling.yaml", "mine.yaml"]
 
 
@@ -198,10 +236,15 @@ def _refuses(path: object, *_: object, **__: object) -> int:
 
 
 RECIPES = {
-    "recompute": "trainer: {micro_batch_size: 16}\nparallel: {recompute: {granularity: selective, modules: [mlp]}}\n",
+    "recompute": (
+        "trainer: {micro_batch_size: 16}\nparallel: {recompute: {granularity: selective, modules:"
+        " [mlp]}}\n"
+    ),
     "stages": "parallel: {pp: 2, layers_per_stage: [9, 7], overlap_grad_reduce: false}\n",
-    "ends": "parallel: {pp: 2, account_for_embedding_in_pipeline_split: true, "
-    "account_for_loss_in_pipeline_split: true, ranks: 4}\n",
+    "ends": (
+        "parallel: {pp: 2, account_for_embedding_in_pipeline_split: true, "
+        "account_for_loss_in_pipeline_split: true, ranks: 4}\n"
+    ),
     "layout": "parallel: {pp: 2, pipeline_layout: 'Et*8|t*8L'}\n",
 }
 
@@ -218,7 +261,9 @@ def test_what_is_printed_beside_a_recipe_is_what_was_tuned(
     assert main(["tune", *words, "--out", "mine.yaml"]) == 0
     lines = capsys.readouterr().out.splitlines()
     best = tuned(words)[0].best[0].run
-    typed = next(line for line in lines if line.startswith("the first: ")).partition("launch.py ")[2]
+    typed = next(line for line in lines if line.startswith("the first: ")).partition("launch.py ")[
+        2
+    ]
     taken = next(line for line in lines if line.startswith("wrote mine.yaml: ")).partition(": ")[2]
     for more in (shlex.split(typed), [*words, *shlex.split(taken)]):
         run = load(more, LAPTOP, {}, to_run=False).run
@@ -234,7 +279,9 @@ def test_neither_plan_nor_tune_imports_torch() -> None:
         f"codes = [main([verb, *{words!r}]) for verb in ('plan', 'tune')]\n"
         "print(codes, sorted(m for m in ('torch', 'megatron') if m in sys.modules))\n"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=patient(120))
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=patient(120)
+    )
     assert done.stdout.splitlines()[-1] == "[0, 0] []"
 
 
@@ -260,14 +307,19 @@ def test_auto_is_recorded_as_what_was_chosen(tmp_path: Path) -> None:
 
 
 def test_main_weights_of_an_offloaded_optimizer_stay_on_the_device() -> None:
-    """Else layouts that do not fit are planned one after the other; a state that FSDP shards is never offloaded."""
+    """Else layouts that do not fit are planned one after the other; a state that FSDP shards is
+    never offloaded.
+    """
     words = f"model=llama3_8b parallel=dp8 parallel.distributed_optimizer=true {' '.join(H100)}"
     here, away = (
-        load([*words.split(), f"optim.cpu_offload={part}"], LAPTOP, {}, to_run=False).run for part in (0.0, 1.0)
+        load([*words.split(), f"optim.cpu_offload={part}"], LAPTOP, {}, to_run=False).run
+        for part in (0.0, 1.0)
     )
     assert state_of(here).other - state_of(away).other == (4 + 4) / 8
     offered = list(Space(away, {}, (1.0, 1.0)).options("state", away))
-    assert {change["parallel.fsdp"] for change in offered if change["optim.cpu_offload"]} == {"none"}
+    assert {change["parallel.fsdp"] for change in offered if change["optim.cpu_offload"]} == {
+        "none"
+    }
 
 
 TABLES = {
@@ -275,14 +327,21 @@ TABLES = {
     "tied pp": "model=gemma_tiny parallel=pp2",
     "mtp": "model=glm45_tiny parallel=single",
     "several": "model=glm45_tiny parallel=pp2 model.mtp_num_layers=3",
-    "repeated": "model=glm45_tiny parallel=pp2 model.mtp_num_layers=3 model.mtp_use_repeated_layer=true",
+    "repeated": (
+        "model=glm45_tiny parallel=pp2 model.mtp_num_layers=3 model.mtp_use_repeated_layer=true"
+    ),
 }
 
 
 @pytest.mark.parametrize("name", TABLES)
 def test_the_search_counts_weights_that_are_used_twice_once(name: str) -> None:
-    """Else it takes layouts that fit for too large: an output layer with several losses, a table that is tied."""
-    words = f"{TABLES[name]} cluster=h100 data=mock trainer.global_batch_size=256 trainer.micro_batch_size=1"
+    """Else it takes layouts that fit for too large: an output layer with several losses, a table
+    that is tied.
+    """
+    words = (
+        f"{TABLES[name]} cluster=h100 data=mock trainer.global_batch_size=256"
+        " trainer.micro_batch_size=1"
+    )
     run = load(words.split(), LAPTOP, {}, to_run=False).run
     costs = Costs(run)
     counted = sum(costs._on_ranks(run, costs._held(run))[:, EXPERTS:].sum(1))
@@ -294,8 +353,10 @@ def test_the_search_counts_weights_that_are_used_twice_once(name: str) -> None:
 
 ADAPTED = {
     "llama": "model=llama3_8b parallel=tp2pp2 peft=lora",
-    "dora, several layers at once": "model=llama32_1b parallel=tp2 peft=dora parallel.recompute.granularity=full "
-    "parallel.recompute.num_layers=2",
+    "dora, several layers at once": (
+        "model=llama32_1b parallel=tp2 peft=dora parallel.recompute.granularity=full "
+        "parallel.recompute.num_layers=2"
+    ),
     "experts": "model=mixtral_8x7b parallel=ep4pp2 peft=lora",
     "hybrid": "model=nemotron_h_8b parallel=tp2 peft=lora peft.target=[qkv,in_proj,out_proj,fc1]",
 }
@@ -303,16 +364,24 @@ ADAPTED = {
 
 @pytest.mark.parametrize("name", ADAPTED)
 def test_the_search_counts_adapters_as_the_plan_does(name: str) -> None:
-    words = f"{ADAPTED[name]} cluster=h100 data=mock trainer.global_batch_size=256 trainer.micro_batch_size=1"
+    words = (
+        f"{ADAPTED[name]} cluster=h100 data=mock trainer.global_batch_size=256"
+        " trainer.micro_batch_size=1"
+    )
     run = load(words.split(), LAPTOP, {}, to_run=False).run
     costs = Costs(run)
     counted = costs._on_ranks(run, costs._held(run))[:, EXPERTS:FROZEN].sum()
     states = (rank_states(run, stage) for stage in range(run.parallel.pp))
-    assert counted == sum(weight.numel for state in states for weight in state.weights if not weight.frozen)
+    assert counted == sum(
+        weight.numel for state in states for weight in state.weights if not weight.frozen
+    )
 
 
 def test_where_nothing_fits_it_says_what_comes_near_and_what_helps() -> None:
-    words = "model=llama3_8b parallel=auto cluster=h100 cluster.devices_per_node=1 optim.cpu_offload=1.0"
+    words = (
+        "model=llama3_8b parallel=auto cluster=h100 cluster.devices_per_node=1"
+        " optim.cpu_offload=1.0"
+    )
     words += " data.seq_length=2048 cluster.device_memory_gib=40.0 trainer.global_batch_size=64"
     with pytest.raises(ConfigError) as error:
         load(words.split(), LAPTOP, {}, to_run=False)
@@ -331,11 +400,16 @@ def test_without_facts_of_the_devices_auto_is_the_plainest_and_tune_says_what_la
         tuned(["parallel.tp=1"])
     (problem,) = error.value.problems
     assert problem.code == "MT256"
-    assert "of 1 rank on local is not known without cluster.peak_tflops.fp32, cluster.memory_gbps" in problem.rule
+    assert (
+        "of 1 rank on local is not known without cluster.peak_tflops.fp32, cluster.memory_gbps"
+        in problem.rule
+    )
     assert "plan --calibrate RUN" in problem.fix
 
 
-def test_a_family_that_does_not_say_what_it_computes_has_the_plainest_layout(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_family_that_does_not_say_what_it_computes_has_the_plainest_layout(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     words = [*ONE_B.split(), "parallel.tp=2"]
     silent = replace(family_of(load(words, LAPTOP, {}, to_run=False).run.model), stage=None)
     for module in (choose, step):
@@ -345,15 +419,26 @@ def test_a_family_that_does_not_say_what_it_computes_has_the_plainest_layout(mon
     assert [problem.code for problem in error.value.problems] == ["MT254"]
     loaded = load([*words, "parallel=auto"], LAPTOP, {}, to_run=False)
     assert loaded.run.parallel.tp == 2
-    assert loaded.origins["parallel.auto"] == "the plainest layout: gpt does not say what its layers compute"
+    assert (
+        loaded.origins["parallel.auto"]
+        == "the plainest layout: gpt does not say what its layers compute"
+    )
     said = time_report(loaded.run, 0)
     assert not said["missing"]
     assert no_time(said) == "not known: the family gpt does not say what its layers compute"
 
 
 def test_a_batch_keeps_its_own_reason_beside_a_layout_that_was_chosen() -> None:
-    words = ["model=llama32_1b", "cluster=h100", "data.seq_length=4096", "cluster.devices_per_node=1"]
-    auto, said = (load([*words, f"parallel={way}"], LAPTOP, {}, to_run=False).origins for way in ("auto", "single"))
+    words = [
+        "model=llama32_1b",
+        "cluster=h100",
+        "data.seq_length=4096",
+        "cluster.devices_per_node=1",
+    ]
+    auto, said = (
+        load([*words, f"parallel={way}"], LAPTOP, {}, to_run=False).origins
+        for way in ("auto", "single")
+    )
     assert auto["trainer.global_batch_size"] == said["trainer.global_batch_size"]
     assert auto["parallel.auto"] == "answered by tune"
 
@@ -361,16 +446,26 @@ def test_a_batch_keeps_its_own_reason_beside_a_layout_that_was_chosen() -> None:
 def test_a_broken_rule_of_something_else_is_said_as_it_is() -> None:
     with pytest.raises(ConfigError) as error:
         load(
-            [*ONE_B.split(), "parallel=auto", "trainer.train_iters=80", "trainer.profile_step=1000"],
+            [
+                *ONE_B.split(),
+                "parallel=auto",
+                "trainer.train_iters=80",
+                "trainer.profile_step=1000",
+            ],
             LAPTOP,
             {},
             to_run=False,
         )
-    assert [problem.code for problem in error.value.problems if problem.severity == "error"] == ["MT134"]
+    assert [problem.code for problem in error.value.problems if problem.severity == "error"] == [
+        "MT134"
+    ]
 
 
 def test_a_rule_that_a_family_breaks_is_said_as_it_is_too() -> None:
-    words = "model=bert_large cluster=h100x8 parallel=auto data=mock data.packed=true trainer.global_batch_size=64"
+    words = (
+        "model=bert_large cluster=h100x8 parallel=auto data=mock data.packed=true"
+        " trainer.global_batch_size=64"
+    )
     with pytest.raises(ConfigError) as error:
         load(words.split(), LAPTOP, {}, to_run=False)
     (problem,) = [problem for problem in error.value.problems if problem.severity == "error"]
@@ -378,7 +473,9 @@ def test_a_rule_that_a_family_breaks_is_said_as_it_is_too() -> None:
     assert problem.fix == "data.packed=false"
 
 
-def test_machines_that_cannot_hold_the_weights_are_not_searched(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_machines_that_cannot_hold_the_weights_are_not_searched(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     searched: list[int] = []
 
     def seen(raw: RunConfig, said: Mapping[str, Any], *more: Any) -> tuple[Found, Task]:
@@ -386,7 +483,10 @@ def test_machines_that_cannot_hold_the_weights_are_not_searched(monkeypatch: pyt
         return search(raw, said, *more)
 
     monkeypatch.setattr(choose, "search", seen)
-    words = "model=llama3_8b parallel=auto parallel.tp=1 cluster=h100 cluster.devices_per_node=1 data=mock"
+    words = (
+        "model=llama3_8b parallel=auto parallel.tp=1 cluster=h100 cluster.devices_per_node=1"
+        " data=mock"
+    )
     words += " data.seq_length=1024 cluster.device_memory_gib=19.0 trainer.global_batch_size=64"
     with pytest.raises(ConfigError) as error:
         load(words.split(), LAPTOP, {}, to_run=False)
@@ -403,27 +503,51 @@ TASKS = {
     "6 devices, batch 6": f"{FEW} cluster.devices_per_node=6 trainer.global_batch_size=6",
     "little memory": f"{ONE_B} cluster.device_memory_gib=12.0",
     "odd batch": f"{FEW} trainer.global_batch_size=15 cluster.devices_per_node=1",
-    "long": "model=llama31_8b cluster=h100 cluster.nodes=2 data.seq_length=131072 trainer.global_batch_size=4",
+    "long": (
+        "model=llama31_8b cluster=h100 cluster.nodes=2 data.seq_length=131072"
+        " trainer.global_batch_size=4"
+    ),
     "fp8": f"{ONE_B} precision=fp8_tensorwise",
-    "126 layers": "model=llama31_405b cluster=h100 cluster.nodes=64 trainer.global_batch_size=512 data=mock",
-    "24 devices": "model=gpt_oss_20b cluster=h100 cluster.nodes=3 data.seq_length=4096 trainer.global_batch_size=96",
-    "experts": "model=mixtral_8x7b cluster=h100 cluster.nodes=4 data.seq_length=4096 trainer.global_batch_size=128",
-    "latent": "model=deepseek_v2_lite cluster=h100 data.seq_length=4096 trainer.global_batch_size=64",
+    "126 layers": (
+        "model=llama31_405b cluster=h100 cluster.nodes=64 trainer.global_batch_size=512 data=mock"
+    ),
+    "24 devices": (
+        "model=gpt_oss_20b cluster=h100 cluster.nodes=3 data.seq_length=4096"
+        " trainer.global_batch_size=96"
+    ),
+    "experts": (
+        "model=mixtral_8x7b cluster=h100 cluster.nodes=4 data.seq_length=4096"
+        " trainer.global_batch_size=128"
+    ),
+    "latent": (
+        "model=deepseek_v2_lite cluster=h100 data.seq_length=4096 trainer.global_batch_size=64"
+    ),
     "lora": f"{ONE_B} peft=lora",
     "muon": f"{ONE_B} optim=muon",
-    "bert": "model=bert_large cluster=h100 cluster.devices_per_node=4 trainer.global_batch_size=256 data=mock",
-    "t5": "model=t5_base cluster=h100 cluster.devices_per_node=4 trainer.global_batch_size=256 data=mock",
+    "bert": (
+        "model=bert_large cluster=h100 cluster.devices_per_node=4 trainer.global_batch_size=256"
+        " data=mock"
+    ),
+    "t5": (
+        "model=t5_base cluster=h100 cluster.devices_per_node=4 trainer.global_batch_size=256"
+        " data=mock"
+    ),
     "other device": "model=qwen3_8b cluster=a100 data.seq_length=4096 trainer.global_batch_size=64",
 }
 
 
 @pytest.mark.parametrize("name", some(TASKS, ["four devices", "lora"]))
-def test_every_layout_that_is_printed_is_kept_by_the_rules_and_planned_as_printed(name: str) -> None:
+def test_every_layout_that_is_printed_is_kept_by_the_rules_and_planned_as_printed(
+    name: str,
+) -> None:
     words = TASKS[name]
     got, task = tuned(words.split())
     for layout in got.best:
         loaded = load(
-            [*left_of(words.split()), *shlex.split(overrides(layout, task, words.split()))], LAPTOP, {}, to_run=False
+            [*left_of(words.split()), *shlex.split(overrides(layout, task, words.split()))],
+            LAPTOP,
+            {},
+            to_run=False,
         )
         assert not [problem for problem in loaded.warnings if problem.code == "MT146"]
         assert loaded.run.parallel == layout.run.parallel
@@ -438,8 +562,12 @@ def test_experts_are_sharded_over_the_ranks_that_have_the_same_ones() -> None:
     assert states.weight_bytes > 2 * experts, "each of 8 ranks has experts of its own"
 
 
-@pytest.mark.parametrize(("batch", "sizes"), [(15, [15, 5, 3, 1]), (16, [16, 8, 4, 2, 1]), (96, [16, 8, 4, 2, 1])])
-def test_a_micro_batch_divides_the_batch_and_holds_so_many_tokens(batch: int, sizes: list[int]) -> None:
+@pytest.mark.parametrize(
+    ("batch", "sizes"), [(15, [15, 5, 3, 1]), (16, [16, 8, 4, 2, 1]), (96, [16, 8, 4, 2, 1])]
+)
+def test_a_micro_batch_divides_the_batch_and_holds_so_many_tokens(
+    batch: int, sizes: list[int]
+) -> None:
     words = [*FEW.split(), "cluster.devices_per_node=2", f"trainer.global_batch_size={batch}"]
     run = load(words, LAPTOP, {}, to_run=False).run
     options = Space(run, {}).options("micro", run)

@@ -1,4 +1,6 @@
-"""What `tune` says of its list: families, the error of the model of time, and why a named layout is not the first."""
+"""What `tune` says of its list: families, the error of the model of time, and why a named layout is
+not the first.
+"""
 
 from __future__ import annotations
 
@@ -55,19 +57,24 @@ WHY_NOT: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 @pytest.mark.parametrize("name", WHY_NOT)
-def test_tune_says_why_a_named_layout_is_not_the_first(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_tune_says_why_a_named_layout_is_not_the_first(
+    name: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     named, expected = WHY_NOT[name]
     words = [*ONE_B, "cluster.device_memory_gib=24", "--why-not", named]
     assert main(["tune", *words]) == 0
     text = capsys.readouterr().out
     assert main(["tune", *words, "--json"]) == 0
     report = json.loads(capsys.readouterr().out)
-    mine, first = report["mine"], report["layouts"][0]
+    mine = report["mine"]
+    first = report["layouts"][0]
     assert {one["code"] for one in mine["broken"]} >= {*expected["broken"]}
     assert bool(mine["broken"]) == bool(expected["broken"])
     assert mine["fits"] is expected["fits"]
     if mine["fits"]:
-        assert mine["as_named"]["slower"] == pytest.approx(mine["as_named"]["seconds"] / first["seconds"] - 1)
+        assert mine["as_named"]["slower"] == pytest.approx(
+            mine["as_named"]["seconds"] / first["seconds"] - 1
+        )
         assert mine["as_named"]["peak_bytes"] <= mine["room_bytes"]
     elif not mine["broken"]:
         assert mine["as_named"]["peak_bytes"] > mine["room_bytes"]
@@ -75,7 +82,9 @@ def test_tune_says_why_a_named_layout_is_not_the_first(name: str, capsys: pytest
     assert f"\n{named}: " in text
 
 
-def test_what_is_kept_is_compared_with_the_fastest_without_it(capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_is_kept_is_compared_with_the_fastest_without_it(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     assert main(["tune", *ONE_B, "parallel=tp4", "--json"]) == 0
     report = json.loads(capsys.readouterr().out)
     free = report["without_kept"]
@@ -84,7 +93,9 @@ def test_what_is_kept_is_compared_with_the_fastest_without_it(capsys: pytest.Cap
     assert report["mine"] is None
 
 
-def test_the_layout_of_a_recipe_is_compared_with_the_first(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_layout_of_a_recipe_is_compared_with_the_first(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     assert main(["tune", "recipe=llama3/8b_h100x8", "--json"]) == 0
     mine = json.loads(capsys.readouterr().out)["mine"]
     assert mine["named"] == "recipe=llama3/8b_h100x8"

@@ -36,7 +36,15 @@ def test_a_plan_says_devices_days_and_hours_as_people_do() -> None:
 
 
 def test_short_numbers_have_three_digits_and_no_power_of_ten() -> None:
-    told = {0: "0", 0.5: "0.50", 9.996: "10.0", 999.6: "1.00k", 99_660: "99.7k", 999_960: "1.00M", 1.5e12: "1.50T"}
+    told = {
+        0: "0",
+        0.5: "0.50",
+        9.996: "10.0",
+        999.6: "1.00k",
+        99_660: "99.7k",
+        999_960: "1.00M",
+        1.5e12: "1.50T",
+    }
     assert {number: units.short(number) for number in told} == told
 
 
@@ -54,4 +62,6 @@ def test_a_cluster_is_counted_in_its_devices() -> None:
 def test_parts_of_the_time_are_of_less_time_not_less_of_what_is_counted() -> None:
     done = mtrain("tune", "model=llama32_1b", "cluster=h100x8", cwd=ROOT)
     assert "less time for " in done.stdout
-    assert not re.search(rf"\b(less|more) ({'|'.join(map(re.escape, PARTS.values()))})", done.stdout)
+    assert not re.search(
+        rf"\b(less|more) ({'|'.join(map(re.escape, PARTS.values()))})", done.stdout
+    )

@@ -1,4 +1,6 @@
-"""A folder of choices outside of the repository: it adds and shadows choices, and is named in three ways."""
+"""A folder of choices outside of the repository: it adds and shadows choices, and is named in three
+ways.
+"""
 
 from __future__ import annotations
 
@@ -17,13 +19,24 @@ from mtrain.config.paths import VARIABLE, config_dirs
 from mtrain.errors import ConfigError
 
 FILES = {
-    "model/small.yaml": "# Two layers\ndefaults:\n  - llama_tiny\n  - _self_\nname: small\nnum_layers: 2\n",
-    "model/mine/deep.yaml": "defaults:\n  - /model/llama_tiny@_here_\n  - _self_\nname: deep\nnum_layers: 6\n",
+    "model/small.yaml": (
+        "# Two layers\ndefaults:\n  - llama_tiny\n  - _self_\nname: small\nnum_layers: 2\n"
+    ),
+    "model/mine/deep.yaml": (
+        "defaults:\n  - /model/llama_tiny@_here_\n  - _self_\nname: deep\nnum_layers: 6\n"
+    ),
     "cluster/box.yaml": "name: box\ndevice: cpu\n",
     "optim/adamw.yaml": "name: adamw\nlr: 0.025\n",
-    "recipes/go.yaml": "defaults: [{override /model: small}, {override /cluster: box}]\ntrainer: {train_iters: 3}\n",
-    "recipes/team/deep.yaml": "defaults:\n  - override /model: mine/deep\ntrainer: {train_iters: 4}\n",
-    "experiment/fast.yaml": "# @package _global_\ndefaults:\n  - override /model: small\ntrainer: {train_iters: 5}\n",
+    "recipes/go.yaml": (
+        "defaults: [{override /model: small}, {override /cluster: box}]\ntrainer: {train_iters:"
+        " 3}\n"
+    ),
+    "recipes/team/deep.yaml": (
+        "defaults:\n  - override /model: mine/deep\ntrainer: {train_iters: 4}\n"
+    ),
+    "experiment/fast.yaml": (
+        "# @package _global_\ndefaults:\n  - override /model: small\ntrainer: {train_iters: 5}\n"
+    ),
 }
 
 
@@ -96,17 +109,26 @@ def test_the_flag_stands_anywhere_and_holds_for_one_command(
     assert "there is no such choice" in capsys.readouterr().err
 
 
-def test_a_sweep_and_a_list_know_the_folder(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["check", "-m", "--config-dir", str(folder), "model=small,mine/deep", "recipe=go"]) == 0
+def test_a_sweep_and_a_list_know_the_folder(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert (
+        main(["check", "-m", "--config-dir", str(folder), "model=small,mine/deep", "recipe=go"])
+        == 0
+    )
     assert "2 of 2 pass" in capsys.readouterr().out
     assert main(["choices", "model", "--config-dir", str(folder)]) == 0
     assert "small" in capsys.readouterr().out
     assert main(["recipe", "list", "--config-dir", str(folder)]) == 0
     assert "team/deep" in capsys.readouterr().out
-    assert "model=small" in candidates(f"mtrain --config-dir {shlex.quote(str(folder))} check model=sm")
+    assert "model=small" in candidates(
+        f"mtrain --config-dir {shlex.quote(str(folder))} check model=sm"
+    )
 
 
-def test_a_package_that_is_installed_names_a_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_package_that_is_installed_names_a_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     package = tmp_path / "their_package"
     for name, text in FILES.items():
         file = package / "conf" / name
@@ -144,7 +166,9 @@ def test_a_choice_may_be_the_path_of_a_file(text: str, tmp_path: Path) -> None:
         ("optim={folder}/cluster/box.yaml", "MT012", "there is no such key"),
     ],
 )
-def test_a_path_that_is_no_choice_of_the_group_is_refused(folder: Path, word: str, code: str, said: str) -> None:
+def test_a_path_that_is_no_choice_of_the_group_is_refused(
+    folder: Path, word: str, code: str, said: str
+) -> None:
     with pytest.raises(ConfigError) as caught:
         compose([word.format(folder=folder)])
     assert code in {p.code for p in caught.value.problems}
@@ -179,11 +203,15 @@ def test_what_is_taken_away_is_at_its_default_again() -> None:
         ("name: 1\nname: 2\n", "MT004", "written twice"),
     ],
 )
-def test_a_file_of_a_folder_is_data_and_says_so_with_its_line(named: Path, text: str, code: str, said: str) -> None:
+def test_a_file_of_a_folder_is_data_and_says_so_with_its_line(
+    named: Path, text: str, code: str, said: str
+) -> None:
     (named / "model/bad.yaml").write_text(text)
     with pytest.raises(ConfigError) as caught:
         compose(["model=bad"])
-    assert any(p.code == code and said in p.rule for p in caught.value.problems), caught.value.problems
+    assert any(p.code == code and said in p.rule for p in caught.value.problems), (
+        caught.value.problems
+    )
 
 
 def test_a_folder_that_is_not_there_is_named(capsys: pytest.CaptureFixture[str]) -> None:

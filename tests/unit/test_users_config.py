@@ -1,4 +1,6 @@
-"""A user's own `config.yaml`, and groups of their own: composed as Hydra does, refused with the line."""
+"""A user's own `config.yaml`, and groups of their own: composed as Hydra does, refused with the
+line.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +34,9 @@ Laid = Callable[[dict[str, str]], Path]
 
 @pytest.fixture
 def laid(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Laid:
-    """Puts files into a folder of choices that MTRAIN_CONF names; the working folder is beside it."""
+    """Puts files into a folder of choices that MTRAIN_CONF names; the working folder is
+    beside it.
+    """
 
     def lay(files: dict[str, str]) -> Path:
         for name, text in files.items():
@@ -67,7 +71,9 @@ def test_an_entry_of_the_defaults_that_is_none_is_named_with_its_line(
     text = CONFIG.replace("model: llama_tiny", entry)
     folder = laid({**FAST, "trainer/1.10.yaml": "train_iters: 7\n", "config.yaml": text})
     line = next(n for n, row in enumerate(text.splitlines(), 1) if row == f"  - {entry}")
-    line = text.splitlines().index("  - optim: adamw", line) + 1 if entry == "optim: adamw" else line
+    line = (
+        text.splitlines().index("  - optim: adamw", line) + 1 if entry == "optim: adamw" else line
+    )
     found = [p for p in refusals() if (p.code, p.source) == (code, f"{folder}/config.yaml:{line}")]
     assert found
     assert fix in found[0].fix
@@ -98,7 +104,9 @@ def test_a_choice_that_is_left_out_is_not_called_none(laid: Laid) -> None:
     assert "optim" not in compose([]).choices
 
 
-def test_a_model_that_the_defaults_leave_out_is_asked_for_with_one_that_there_is(laid: Laid) -> None:
+def test_a_model_that_the_defaults_leave_out_is_asked_for_with_one_that_there_is(
+    laid: Laid,
+) -> None:
     laid({"config.yaml": CONFIG.replace("  - model: llama_tiny\n", "")})
     Path("r.yaml").write_text("model: {num_layers: 3}\n")
     for words in ([], ["recipe=r.yaml"]):
@@ -120,13 +128,19 @@ def test_values_without_a_self_lie_over_the_choices_as_in_hydra(laid: Laid) -> N
 def test_a_file_beside_the_defaults_is_named_for_its_values(laid: Laid) -> None:
     folder = laid({"config.yaml": f"{CONFIG}  - base\n", "base.yaml": "trainer: {seed: 99}\n"})
     composed = compose([])
-    assert (composed.run.trainer.seed, composed.origins["trainer.seed"]) == (99, f"{folder}/base.yaml:1")
+    assert (composed.run.trainer.seed, composed.origins["trainer.seed"]) == (
+        99,
+        f"{folder}/base.yaml:1",
+    )
 
 
 @pytest.mark.parametrize(
-    ("word", "value"), [("~mygroup", None), ("~mygroup=fast", None), ("mygroup=slow", 700), ("mygroup=./x.yaml", 8)]
+    ("word", "value"),
+    [("~mygroup", None), ("~mygroup=fast", None), ("mygroup=slow", 700), ("mygroup=./x.yaml", 8)],
 )
-def test_a_group_that_the_defaults_choose_from_is_a_group(laid: Laid, word: str, value: int | None) -> None:
+def test_a_group_that_the_defaults_choose_from_is_a_group(
+    laid: Laid, word: str, value: int | None
+) -> None:
     laid(OWN)
     Path("x.yaml").write_text("# @package trainer\ntrain_iters: 8\n")
     assert compose([word]).run.trainer.train_iters == value
@@ -142,7 +156,10 @@ def test_a_choice_that_is_added_may_be_a_path(laid: Laid) -> None:
     laid(FAST)
     Path("x.yaml").write_text("# @package trainer\ntrain_iters: 8\n")
     composed = compose(["+mygroup=./x.yaml"])
-    assert (composed.run.trainer.train_iters, composed.origins["trainer.train_iters"]) == (8, "x.yaml:2")
+    assert (composed.run.trainer.train_iters, composed.origins["trainer.train_iters"]) == (
+        8,
+        "x.yaml:2",
+    )
 
 
 @pytest.mark.parametrize("word", ["+mygroup=fsat", "+mygroup=", "mygroup=fast"])
@@ -152,14 +169,20 @@ def test_what_corrects_a_choice_that_is_added_is_added_as_well(laid: Laid, word:
     assert compose(["+mygroup=fast"]).run.trainer.train_iters == 7
 
 
-@pytest.mark.parametrize(("word", "fix"), [("+mygroup=slow", "mygroup=slow"), ("~mygroup=slow", "~mygroup")])
-def test_a_sign_that_does_not_fit_a_group_of_the_defaults_is_corrected(laid: Laid, word: str, fix: str) -> None:
+@pytest.mark.parametrize(
+    ("word", "fix"), [("+mygroup=slow", "mygroup=slow"), ("~mygroup=slow", "~mygroup")]
+)
+def test_a_sign_that_does_not_fit_a_group_of_the_defaults_is_corrected(
+    laid: Laid, word: str, fix: str
+) -> None:
     laid(OWN)
     assert [problem.fix for problem in refusals(word)] == [fix]
     compose([fix])
 
 
-def test_the_choices_of_a_group_of_ones_own_are_listed(laid: Laid, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_choices_of_a_group_of_ones_own_are_listed(
+    laid: Laid, capsys: pytest.CaptureFixture[str]
+) -> None:
     laid(OWN)
     assert main(["choices", "mygroup", "--json"]) == 0
     assert [*json.loads(capsys.readouterr().out)["mygroup"]] == ["fast", "slow"]
@@ -214,7 +237,9 @@ def test_a_name_in_a_defaults_list_is_a_file_of_the_group(laid: Laid) -> None:
 def test_a_recipe_of_a_folder_that_is_refused_is_named_by_the_table(
     laid: Laid, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    folder = laid({"recipes/mine.yaml": "defaults: [_self_, {override /parallel: tp2}]\ntrainer: {seed: 1}\n"})
+    folder = laid(
+        {"recipes/mine.yaml": "defaults: [_self_, {override /parallel: tp2}]\ntrainer: {seed: 1}\n"}
+    )
     words = ["model=llama_tiny", "precision=fp32", "cluster=local"]
     assert main(["check", "--all", "parallel=tp2", *words]) == 0
     assert main(["check", "--all", *words]) == 2
@@ -225,7 +250,9 @@ def test_a_recipe_of_a_folder_that_is_refused_is_named_by_the_table(
 
 
 LAID = {
-    "config.yaml": f"{NO_OPTIM}  - mygroup: fast\n".replace("  - _self_\n", "") + "log: {name: mine}\n",
+    "config.yaml": (
+        f"{NO_OPTIM}  - mygroup: fast\n".replace("  - _self_\n", "") + "log: {name: mine}\n"
+    ),
     "trainer/top.yaml": "defaults: [sub/x@_here_, default, _self_]\nseed: 3\n",
     "trainer/sub/x.yaml": "train_iters: 5\neval_iters: 2\n",
     "trainer/sub/y.yaml": "defaults: [default, _self_]\nseed: 4\n",
@@ -235,8 +262,12 @@ LAID = {
 
 
 @pytest.mark.filterwarnings("ignore:In 'config'. Defaults list is missing")
-@pytest.mark.parametrize("words", [[], ["trainer=top"], ["trainer=sub/y", "log=default"], ["~mygroup"]], ids=str)
-def test_a_folder_composes_as_hydra_alone_composes_all_files_in_one(laid: Laid, words: list[str]) -> None:
+@pytest.mark.parametrize(
+    "words", [[], ["trainer=top"], ["trainer=sub/y", "log=default"], ["~mygroup"]], ids=str
+)
+def test_a_folder_composes_as_hydra_alone_composes_all_files_in_one(
+    laid: Laid, words: list[str]
+) -> None:
     for file in sorted(conf_dir().rglob("*.yaml")):
         laid({str(file.relative_to(conf_dir())): file.read_text()})
     folder = laid(LAID)

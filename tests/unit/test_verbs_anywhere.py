@@ -23,7 +23,9 @@ from tests.support.commands import mtrain
         "data=mock --json check",
     ],
 )
-def test_a_verb_is_found_behind_settings_and_flags(line: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_verb_is_found_behind_settings_and_flags(
+    line: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert main(line.split()) == 0
     out = capsys.readouterr().out
     assert "digest" in out
@@ -56,9 +58,13 @@ def test_the_version_is_asked_for_in_any_way(line: str, capsys: pytest.CaptureFi
         ("help data", "data"),
     ],
 )
-def test_a_page_is_asked_for_in_any_way(line: str, begin: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_page_is_asked_for_in_any_way(
+    line: str, begin: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert main(line.split()) == 0
-    assert capsys.readouterr().out.partition(".py ")[2].startswith(begin) or "usage: mtrain" in begin
+    assert (
+        capsys.readouterr().out.partition(".py ")[2].startswith(begin) or "usage: mtrain" in begin
+    )
 
 
 @pytest.mark.parametrize(
@@ -102,7 +108,10 @@ def test_settings_before_check_check_them_and_start_nothing(tmp_path: Path) -> N
         ("peft=lora convert import HERE out", "convert import HERE out peft=lora"),
         ("HERE convert export out dtype=bf16", "convert export HERE out dtype=bf16"),
         ("trainer.seed=1 recipe new zz.yaml", "recipe new zz.yaml trainer.seed=1"),
-        ("trainer.seed=1 recipe import HERE -o zz.yaml", "recipe import HERE -o zz.yaml trainer.seed=1"),
+        (
+            "trainer.seed=1 recipe import HERE -o zz.yaml",
+            "recipe import HERE -o zz.yaml trainer.seed=1",
+        ),
         ("trainer.seed=1 recipe import -- --seed 3", "recipe import trainer.seed=1 -- --seed 3"),
         ("HERE recipe show", "recipe show HERE"),
         ("-o HERE recipe import a.sh", "recipe import a.sh -o HERE"),
@@ -111,12 +120,19 @@ def test_settings_before_check_check_them_and_start_nothing(tmp_path: Path) -> N
 def test_the_folder_of_a_verb_is_found_beside_settings_that_stand_before_it(
     line: str, same: str, tmp_path: Path
 ) -> None:
-    words, expected = ([str(tmp_path) if word == "HERE" else word for word in each.split()] for each in (line, same))
+    words, expected = (
+        [str(tmp_path) if word == "HERE" else word for word in each.split()]
+        for each in (line, same)
+    )
     assert parse(words) == parse(expected)
 
 
-@pytest.mark.parametrize("line", ["nowhere resume", "HERE HERE resume", "HERE check", "chekc resume HERE"])
-def test_only_one_path_that_is_there_may_stand_before_a_verb_with_a_folder(line: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "line", ["nowhere resume", "HERE HERE resume", "HERE check", "chekc resume HERE"]
+)
+def test_only_one_path_that_is_there_may_stand_before_a_verb_with_a_folder(
+    line: str, tmp_path: Path
+) -> None:
     with pytest.raises(ConfigError, match="is neither a verb nor key=value"):
         parse([str(tmp_path) if word == "HERE" else word for word in line.split()])
 

@@ -1,4 +1,6 @@
-"""Whole documents side by side: nothing is lost, nothing is read twice, and any order is computed again the same."""
+"""Whole documents side by side: nothing is lost, nothing is read twice, and any order is computed
+again the same.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,12 @@ from mtrain.data.indexed import IndexedWriter, write_index
 from mtrain.errors import ConfigError, CorruptData
 
 S = 16
-WHOLE: dict[str, Any] = {"kind": "indexed", "packed": True, "packed_by": "first_fit", "seq_length": S}
+WHOLE: dict[str, Any] = {
+    "kind": "indexed",
+    "packed": True,
+    "packed_by": "first_fit",
+    "seq_length": S,
+}
 
 
 def corpus(home: Path, lengths: list[int], name: str = "corpus") -> Path:
@@ -46,17 +53,22 @@ def opened(prefix: Path, **more: Any) -> Splits:
 def learned(splits: Splits, numbers: range, micro: int = 1) -> Counter[tuple[int, int]]:
     """Each prediction that counts, by what is read and what is predicted."""
     source = splits.train
-    batches = GlobalBatches(source, len(numbers), micro, 0, 1, of_documents(source)).microbatches(numbers.start)  # type: ignore[arg-type]
+    batches = GlobalBatches(source, len(numbers), micro, 0, 1, of_documents(source)).microbatches(
+        numbers.start
+    )  # type: ignore[arg-type]
     found: Counter[tuple[int, int]] = Counter()
     for batch in batches:
         tokens, labels, mask = (batch[key][0].tolist() for key in ("tokens", "labels", "loss_mask"))  # type: ignore[literal-required]
         bounds = batch["cu_seqlens"].tolist()
-        places = [i - start for start, stop in itertools.pairwise(bounds) for i in range(start, stop)]
+        places = [
+            i - start for start, stop in itertools.pairwise(bounds) for i in range(start, stop)
+        ]
         assert batch["position_ids"][0].tolist() == places
         for i, counts in enumerate(mask):
             if counts:
                 found[tokens[i], labels[i]] += 1
-                first = tokens[i] - places[i]  # all of what it sees is of its own document, from a whole piece on
+                # all of what it sees is of its own document, from a whole piece on
+                first = tokens[i] - places[i]
                 assert tokens[i - places[i]] == first
     return found
 
@@ -69,7 +81,18 @@ def wanted(lengths: list[int]) -> Counter[tuple[int, int]]:
 
 HOSTILE = {
     "empty, and of one token": [0, 1, 0, 2, 1, 1, 3, 0],
-    "as long as a sample, and near it": [S - 1, S, S + 1, S + 2, 2 * S - 1, 2 * S, 2 * S + 1, 2 * S + 2, 1, 0],
+    "as long as a sample, and near it": [
+        S - 1,
+        S,
+        S + 1,
+        S + 2,
+        2 * S - 1,
+        2 * S,
+        2 * S + 1,
+        2 * S + 2,
+        1,
+        0,
+    ],
     "one": [2],
     "one much longer than a sample": [7 * S + 5],
     "pieces that leave one prediction": [S + 2, 2, S + 2, 2],
@@ -90,7 +113,11 @@ def test_each_token_but_the_first_of_a_document_is_predicted_once_in_an_epoch(
 
 
 @settings(max_examples=40, deadline=None)
-@given(st.lists(st.integers(0, 3 * S), min_size=1, max_size=60), st.sampled_from([1, 2, 8]), st.integers(1, 70))
+@given(
+    st.lists(st.integers(0, 3 * S), min_size=1, max_size=60),
+    st.sampled_from([1, 2, 8]),
+    st.integers(1, 70),
+)
 def test_documents_are_placed_as_first_fit_places_them_one_by_one(
     lengths: list[int], multiple: int, window: int
 ) -> None:
@@ -98,7 +125,9 @@ def test_documents_are_placed_as_first_fit_places_them_one_by_one(
     groups = -(-len(sizes) // window)
     padded = np.zeros(groups * window, np.int64)
     padded[: len(sizes)] = sizes
-    for row, found in zip(padded.reshape(groups, -1), first_fits(padded.reshape(groups, -1), S), strict=True):
+    for row, found in zip(
+        padded.reshape(groups, -1), first_fits(padded.reshape(groups, -1), S), strict=True
+    ):
         order, starts = first_fit(row, S)
         one_by_one = np.empty(window, np.int64)
         one_by_one[order] = np.repeat(np.arange(len(starts) - 1), np.diff(starts))
@@ -114,24 +143,40 @@ def prefix(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_counts_say_what_is_cut_left_out_and_padded(prefix: Path) -> None:
-    long, short = sum(n > S + 1 for n in LENGTHS), sum(n < 2 for n in LENGTHS)
+    long = sum(n > S + 1 for n in LENGTHS)
+    short = sum(n < 2 for n in LENGTHS)
     pieces = sum(-(-(n - 1) // S) for n in LENGTHS if n > S + 1)
     splits = opened(prefix)
     counts = splits.train.describe()
-    assert (counts["cut"], counts["pieces"], counts["dropped"], counts["short"]) == (long, pieces, 0, short)
+    assert (counts["cut"], counts["pieces"], counts["dropped"], counts["short"]) == (
+        long,
+        pieces,
+        0,
+        short,
+    )
     rows = splits.train.batch(np.arange(len(splits.train)))[:, :-1]
     assert counts["padding"] == (rows < 0).sum()
     full = f"{1 - counts['padding'] / rows.size:.2%} full"
-    assert [full in splits.remarks()[0], f"{long} documents of more than" in splits.remarks()[1]] == [True, True]
+    assert [
+        full in splits.remarks()[0],
+        f"{long} documents of more than" in splits.remarks()[1],
+    ] == [True, True]
     dropped = opened(prefix, long_documents="drop").train.describe()
-    assert (dropped["cut"], dropped["pieces"], dropped["dropped"], dropped["short"]) == (0, 0, long, short)
+    assert (dropped["cut"], dropped["pieces"], dropped["dropped"], dropped["short"]) == (
+        0,
+        0,
+        long,
+        short,
+    )
 
 
 def test_a_dropped_document_is_not_read_and_the_others_are(prefix: Path) -> None:
     splits = opened(prefix, long_documents="drop")
     ends = np.cumsum([0, *LENGTHS]).tolist()
     kept = [(a, b) for a, b in itertools.pairwise(ends) if b - a <= S + 1]
-    assert learned(splits, range(len(splits.train))) == Counter((t, t + 1) for a, b in kept for t in range(a, b - 1))
+    assert learned(splits, range(len(splits.train))) == Counter(
+        (t, t + 1) for a, b in kept for t in range(a, b - 1)
+    )
 
 
 def test_a_refused_document_is_named_with_its_length(prefix: Path) -> None:
@@ -145,14 +190,19 @@ def test_a_refused_document_is_named_with_its_length(prefix: Path) -> None:
 
 
 def test_nothing_to_learn_is_refused(tmp_path: Path) -> None:
-    for name, lengths, more in (("short", [1, 0, 1, 1], {}), ("long", [40, 1, 50], {"long_documents": "drop"})):
+    for name, lengths, more in (
+        ("short", [1, 0, 1, 1], {}),
+        ("long", [40, 1, 50], {"long_documents": "drop"}),
+    ):
         with pytest.raises(ConfigError) as error:
             opened(corpus(tmp_path, lengths, name), **more)
         assert [problem.code for problem in error.value.problems] == ["MT605"]
 
 
 @pytest.mark.parametrize("dp", [1, 2, 4])
-def test_a_step_has_the_same_samples_at_any_data_parallel_size_and_after_a_resume(dp: int, prefix: Path) -> None:
+def test_a_step_has_the_same_samples_at_any_data_parallel_size_and_after_a_resume(
+    dp: int, prefix: Path
+) -> None:
     def step(consumed: int, dp: int) -> list[list[int]]:
         source = opened(prefix).train
         ranks = [GlobalBatches(source, 8, 2, rank, dp, of_documents(source)) for rank in range(dp)]  # type: ignore[arg-type]
@@ -196,7 +246,9 @@ def test_parts_are_fitted_when_they_are_asked_for_and_lose_nothing(parts: Path) 
     assert (source.batch(numbers) == again.train.batch(numbers)).all()
 
 
-def test_a_part_is_kept_in_the_cache_and_read_again(parts: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_part_is_kept_in_the_cache_and_read_again(
+    parts: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     made: Any = opened(parts, packed_window=4).train
     every = np.arange(len(made))
     monkeypatch.setattr(document_fit.FittedDocuments, "_fill", None)
@@ -234,7 +286,8 @@ def test_an_id_outside_of_the_vocabulary_is_refused_with_its_place(prefix: Path)
 
 
 def test_documents_of_several_sequences_are_whole_and_empty_ones_are_none(tmp_path: Path) -> None:
-    lengths, documents = np.array([3, 4, 5, 6]), np.array([0, 0, 2, 2, 4, 4])
+    lengths = np.array([3, 4, 5, 6])
+    documents = np.array([0, 0, 2, 2, 4, 4])
     path = corpus(tmp_path, lengths.tolist())
     write_index(tmp_path / "corpus.idx", lengths, np.dtype("<i4"), documents)
     splits = opened(path)
@@ -245,11 +298,15 @@ def test_no_loss_counts_behind_a_masked_token(prefix: Path) -> None:
     source = opened(prefix).train
     numbers = np.arange(4)
     windows: Any = None
-    plain, masked = (of_documents(source, eod)(windows, numbers) for eod in (None, int(source.batch([0])[0, 0])))  # type: ignore[arg-type]
+    plain, masked = (
+        of_documents(source, eod)(windows, numbers) for eod in (None, int(source.batch([0])[0, 0]))
+    )  # type: ignore[arg-type]
     assert int(plain["loss_mask"].sum() - masked["loss_mask"].sum()) == 1
 
 
-@pytest.mark.parametrize(("what", "said"), [("pointer", "pointer of sequence 150 is"), ("document", "less than")])
+@pytest.mark.parametrize(
+    ("what", "said"), [("pointer", "pointer of sequence 150 is"), ("document", "less than")]
+)
 def test_a_large_index_is_looked_at_where_documents_are_fitted(
     what: str, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -257,10 +314,13 @@ def test_a_large_index_is_looked_at_where_documents_are_fitted(
 
     for name, value in (("LARGE", 10), ("PARTS", 2), ("PART", 4)):
         monkeypatch.setattr(index_check, name, value)
-    path, count = corpus(tmp_path, LENGTHS), len(LENGTHS)
+    path = corpus(tmp_path, LENGTHS)
+    count = len(LENGTHS)
     assert opened(path)
     index = bytearray((tmp_path / "corpus.idx").read_bytes())
-    at = index_check.HEADER.size + (4 * count + 8 * 150 if what == "pointer" else 12 * count + 8 * 150)
+    at = index_check.HEADER.size + (
+        4 * count + 8 * 150 if what == "pointer" else 12 * count + 8 * 150
+    )
     index[at : at + 8] = np.array([4], "<i8").tobytes()
     (tmp_path / "corpus.idx").write_bytes(index)
     with pytest.raises(CorruptData, match=said):

@@ -1,4 +1,6 @@
-"""What somebody meets in the first hour: near choices, what was changed, a summary of everything, the next steps."""
+"""What somebody meets in the first hour: near choices, what was changed, a summary of everything,
+the next steps.
+"""
 
 from __future__ import annotations
 
@@ -79,7 +81,10 @@ def test_only_what_was_changed_is_shown(capsys: pytest.CaptureFixture[str]) -> N
     assert rows["optim.schedule=cosine"] == "recipes/llama/tiny_cpu_lora.yaml:13"
     assert not any(row.startswith("trainer.") for row in rows)
     assert main(["show", "--changed", "--json", *words]) == 0
-    assert json.loads(capsys.readouterr().out)["optim.lr"] == {"value": 0.5, "source": "command line"}
+    assert json.loads(capsys.readouterr().out)["optim.lr"] == {
+        "value": 0.5,
+        "source": "command line",
+    }
 
 
 def test_a_table_of_everything_is_a_summary(
@@ -88,7 +93,9 @@ def test_a_table_of_everything_is_a_summary(
     from mtrain.cli import matrix
 
     def few(axes: dict[str, list[str]], *_: object) -> list[Report]:
-        rows = [Report(m, "single", "bf16", c, True) for m in axes["model"] for c in axes["cluster"]]
+        rows = [
+            Report(m, "single", "bf16", c, True) for m in axes["model"] for c in axes["cluster"]
+        ]
         return [*rows, Report("gpt2", "tp3", "bf16", "cpu", False, "MT101", "12 heads")]
 
     monkeypatch.setattr(matrix, "validated", few)

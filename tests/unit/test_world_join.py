@@ -1,4 +1,6 @@
-"""An attempt to join, on a store in this process: orders of events that real ranks rarely come in."""
+"""An attempt to join, on a store in this process: orders of events that real ranks
+rarely come in.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,15 @@ from mtrain.world import join
 from mtrain.world.join import PATIENCE, JoinAttempt
 from mtrain.world.rank_env import End, RankEnv
 from mtrain.world.rank_info import RankInfo, Refused
-from mtrain.world.rendezvous import DECIDING, IMPORT_FACTOR, LIFE_S, Beats, Coordinator, Offer, newest
+from mtrain.world.rendezvous import (
+    DECIDING,
+    IMPORT_FACTOR,
+    LIFE_S,
+    Beats,
+    Coordinator,
+    Offer,
+    newest,
+)
 from tests.support.patience import patient
 
 SIZE = 2
@@ -65,11 +75,15 @@ def called(root: dist.Store, offer: Offer | None = None) -> Coordinator:
 
 
 def test_a_rank_0_that_comes_as_late_as_its_store_is_waited_for() -> None:
-    """The store is served by rank 0: who has waited for it long has not waited for its offer yet."""
+    """The store is served by rank 0: who has waited for it long has not waited for its
+    offer yet.
+    """
     store = dist.HashStore()
 
     def late(attempt: Attempt) -> None:
-        attempt.begun_at -= 55.0  # of 60; rank 0 says a moment after it serves the store that it has come
+        attempt.begun_at -= (
+            55.0  # of 60; rank 0 says a moment after it serves the store that it has come
+        )
 
     attempt = Attempt(store, 1, before=late)
     assert comes_true(lambda: attempt.heard > 0)
@@ -81,7 +95,9 @@ def test_a_rank_0_that_comes_as_late_as_its_store_is_waited_for() -> None:
 
 
 def test_a_rank_0_that_has_decided_decides_no_longer() -> None:
-    """A launcher's store outlives a start: a rank 0 that came to the last one is not waited for in the next."""
+    """A launcher's store outlives a start: a rank 0 that came to the last one is not waited for in
+    the next.
+    """
     store = dist.HashStore()
     attempt = Attempt(store, 0)
     root = root_of(store)

@@ -1,4 +1,6 @@
-"""What is said of ranks that make no world, and who is blamed for a stall: pure functions of what ranks say."""
+"""What is said of ranks that make no world, and who is blamed for a stall: pure functions of what
+ranks say.
+"""
 
 from __future__ import annotations
 
@@ -38,7 +40,9 @@ def test_all_ranks_ready_and_alike_are_a_world() -> None:
 def test_absent_ranks_are_listed_with_the_machines_of_those_that_came() -> None:
     state = RendezvousState([info(rank, 8) for rank in (7, 0, 1, 2, 4, 6)])
     said = absence(state, 8, 5.0)
-    assert said.startswith("ranks 3 and 5 of 8 did not arrive within 5 s; arrived: 0, 1 on host0, 2 on host1, 4 on")
+    assert said.startswith(
+        "ranks 3 and 5 of 8 did not arrive within 5 s; arrived: 0, 1 on host0, 2 on host1, 4 on"
+    )
     assert "trainer.join_timeout_s=50" in said
 
 
@@ -50,18 +54,26 @@ def test_many_numbers_are_written_short() -> None:
 
 def test_keys_and_versions_that_differ_are_listed_with_both_values() -> None:
     configs = {"a": {"optim.lr": 0.1, "model.name": "m"}, "b": {"optim.lr": 0.2, "model.name": "m"}}
-    state = RendezvousState([info(0, 3, torch="2.1"), info(1, 3, digest="b", torch="2.1"), info(2, 3, torch="2.2")])
+    state = RendezvousState(
+        [info(0, 3, torch="2.1"), info(1, 3, digest="b", torch="2.1"), info(2, 3, torch="2.2")]
+    )
     said = faults(state, configs.get)
     assert said == [
-        "ranks [1] differ from rank 0 in version or configuration:\n"
-        "  optim.lr: 0.2 on rank 1 (host0, process 101), 0.1 on rank 0 (host0, process 100)",
-        "ranks [2] differ from rank 0 in version or configuration:\n"
-        "  torch: 2.2 on rank 2 (host1, process 102), 2.1 on rank 0 (host0, process 100)",
+        (
+            "ranks [1] differ from rank 0 in version or configuration:\n"
+            "  optim.lr: 0.2 on rank 1 (host0, process 101), 0.1 on rank 0 (host0, process 100)"
+        ),
+        (
+            "ranks [2] differ from rank 0 in version or configuration:\n"
+            "  torch: 2.2 on rank 2 (host1, process 102), 2.1 on rank 0 (host0, process 100)"
+        ),
     ]
 
 
 def test_the_minority_is_odd_and_an_unknown_configuration_is_told_by_its_digest() -> None:
-    state = RendezvousState([info(0, digest="b" * 64), *(info(rank, digest="a" * 64) for rank in (1, 2, 3))])
+    state = RendezvousState(
+        [info(0, digest="b" * 64), *(info(rank, digest="a" * 64) for rank in (1, 2, 3))]
+    )
     assert faults(state, nothing) == [
         "ranks [0] differ from rank 1 in version or configuration:\n"
         "  configuration: digest bbbbbbbbbbbb on rank 0 (host0, process 100), "
@@ -84,13 +96,16 @@ def test_two_tasks_that_were_given_one_gpu_are_named() -> None:
     state = RendezvousState([replace(info(rank), gpu=gpu) for rank, gpu in enumerate(given)])
     assert state.is_wrong()
     (said,) = faults(state, nothing)
-    assert said.startswith("ranks 0, 2 were given the same GPU, GPU-a of host0\n  fix: a GPU for each task")
+    assert said.startswith(
+        "ranks 0, 2 were given the same GPU, GPU-a of host0\n  fix: a GPU for each task"
+    )
     again = RendezvousState([replace(info(1), gpu="GPU-a")] * 2)
     assert not again.shared_gpus(), "that is a rank that came twice"
 
 
 @pytest.mark.parametrize(
-    ("launcher", "visible", "gpu"), [("slurm", "1", "GPU-1111-af"), ("slurm", "0,1", ""), ("", "1", "")]
+    ("launcher", "visible", "gpu"),
+    [("slurm", "1", "GPU-1111-af"), ("slurm", "0,1", ""), ("", "1", "")],
 )
 def test_a_task_that_sees_one_gpu_says_which(
     launcher: str, visible: str, gpu: str, monkeypatch: pytest.MonkeyPatch
@@ -100,36 +115,48 @@ def test_a_task_that_sees_one_gpu_says_which(
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
     run = tiny()
     run = run.model_copy(update={"cluster": run.cluster.model_copy(update={"device": "cuda"})})
-    env = RankEnv.here({"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "MASTER_PORT": "1", LAUNCHER: launcher})
+    env = RankEnv.here(
+        {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "MASTER_PORT": "1", LAUNCHER: launcher}
+    )
     assert join._lone_gpu(run, env) == gpu
 
 
 def test_a_rank_that_failed_is_not_compared() -> None:
     state = RendezvousState([info(0, 2), info(1, 2, digest="")], failed={1: "no disk"})
-    assert faults(state, nothing) == ["rank 1 (host0, process 101) ended before it was ready: no disk"]
+    assert faults(state, nothing) == [
+        "rank 1 (host0, process 101) ended before it was ready: no disk"
+    ]
 
 
 def test_ranks_that_are_not_ready_are_named() -> None:
     state = RendezvousState([info(0), info(1), info(2), info(3)], ready={0, 2})
     assert unreadiness(state, 60.0).startswith(
-        "rank 1 (host0, process 101), rank 3 (host1, process 103) arrived, but were not ready within 60 s"
+        "rank 1 (host0, process 101), rank 3 (host1, process 103) arrived, but were not ready"
+        " within 60 s"
     )
 
 
 def test_a_card_survives_its_text() -> None:
     assert RankInfo.of(info(3, torch="2").text()) == info(3, torch="2")
-    assert RankInfo.of(info(3).text().replace('"pid"', '"a_key_of_another_version": 1, "pid"')) == info(3)
+    assert RankInfo.of(
+        info(3).text().replace('"pid"', '"a_key_of_another_version": 1, "pid"')
+    ) == info(3)
 
 
 @pytest.mark.parametrize(
     ("environment", "said"),
     [
         ({"RANK": "x", "WORLD_SIZE": "2"}, "RANK is 'x'"),
-        ({"RANK": "2", "WORLD_SIZE": "2"}, "RANK is 2 and WORLD_SIZE is 2: ranks are numbered from 0 to 1"),
+        (
+            {"RANK": "2", "WORLD_SIZE": "2"},
+            "RANK is 2 and WORLD_SIZE is 2: ranks are numbered from 0 to 1",
+        ),
         ({"MASTER_PORT": "http"}, "MASTER_PORT is 'http'"),
     ],
 )
-def test_an_environment_that_makes_no_sense_is_refused(environment: dict[str, str], said: str) -> None:
+def test_an_environment_that_makes_no_sense_is_refused(
+    environment: dict[str, str], said: str
+) -> None:
     with pytest.raises(BadEnvironment, match=said):
         RankEnv.here(environment)
 
@@ -162,17 +189,24 @@ def test_a_rank_that_has_not_begun_is_blamed_first() -> None:
 
 def test_a_stage_that_waits_for_its_input_is_not_blamed_for_having_done_less() -> None:
     ranks = known(status(0, 6, waits=False), status(1, 5, waits=True), status(2, 4, waits=True))
-    assert blame(ranks, set(), 3) == "rank 0 (host, process 100) is behind, in step 7, forward, at x.py:1 in f"
+    assert (
+        blame(ranks, set(), 3)
+        == "rank 0 (host, process 100) is behind, in step 7, forward, at x.py:1 in f"
+    )
 
 
 def test_of_busy_ranks_the_ones_that_have_come_least_far_are_blamed() -> None:
     ranks = known(status(0, 6, waits=False), status(1, 5, waits=False), status(2, 5, waits=False))
-    assert blame(ranks, set(), 3).startswith("rank 1 (host, process 101), rank 2 (host, process 102) are behind")
+    assert blame(ranks, set(), 3).startswith(
+        "rank 1 (host, process 101), rank 2 (host, process 102) are behind"
+    )
 
 
 def test_where_all_wait_the_one_that_has_come_least_far_is_blamed() -> None:
     ranks = known(status(0, 6, waits=True), status(1, 5, waits=True))
-    assert blame(ranks, set(), 2).startswith("rank 1 (host, process 101) waits like all others, and is behind")
+    assert blame(ranks, set(), 2).startswith(
+        "rank 1 (host, process 101) waits like all others, and is behind"
+    )
     ranks = known(status(0, 5, waits=True), status(1, 5, waits=True))
     assert blame(ranks, set(), 2) == "every rank waits for the others, in step 7, forward"
 
@@ -203,11 +237,16 @@ def test_a_sleeping_thread_does_not_wait_for_others(tmp_path: Any) -> None:
 
 
 def test_a_beat_costs_less_than_a_microsecond() -> None:
-    assert min(timeit.repeat(lambda: heartbeat.begin_phase("forward"), number=10_000, repeat=20)) / 10_000 < 1e-6
+    assert (
+        min(timeit.repeat(lambda: heartbeat.begin_phase("forward"), number=10_000, repeat=20))
+        / 10_000
+        < 1e-6
+    )
 
 
 def test_a_beat_is_a_milestone_and_a_tick_is_none() -> None:
-    before, ticks = heartbeat.heartbeat.count, heartbeat.heartbeat.ticks
+    before = heartbeat.heartbeat.count
+    ticks = heartbeat.heartbeat.ticks
     heartbeat.begin_step(7)
     heartbeat.tick()
     assert (heartbeat.heartbeat.count, heartbeat.heartbeat.ticks, heartbeat.heartbeat.place) == (

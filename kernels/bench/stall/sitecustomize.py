@@ -1,7 +1,9 @@
-"""Stalls a rank's device in the middle of training; Python imports this when the folder is on PYTHONPATH.
+"""Stalls a rank's device in the middle of training; Python imports this when the folder is on
+PYTHONPATH.
 
-`FIRST_TOUCH_STALL_S` seconds after a rank has joined the others, its stream gets a kernel that takes longer than any
-run. The next collective waits for it: what a broken link or a peer that is gone looks like, on one card.
+`FIRST_TOUCH_STALL_S` seconds after a rank has joined the others, its stream gets a kernel that
+takes longer than any run. The next collective waits for it: what a broken link or a peer that is
+gone looks like, on one card.
 """
 
 from __future__ import annotations
@@ -29,4 +31,6 @@ def _stall(after_s: float) -> None:
 
 
 if "FIRST_TOUCH_STALL_S" in os.environ:
-    threading.Thread(target=_stall, args=(float(os.environ["FIRST_TOUCH_STALL_S"]),), daemon=True).start()
+    threading.Thread(
+        target=_stall, args=(float(os.environ["FIRST_TOUCH_STALL_S"]),), daemon=True
+    ).start()

@@ -22,13 +22,14 @@ def activation(
     limit: float = 7.0,
     impl: str = "auto",
 ) -> Tensor:
-    """The activation `kind` of `x` [..., f'], times `weight` [...] where given: [..., f] in x's dtype.
+    """The activation `kind` of `x` [..., f'], times `weight` [...] where given: [..., f] in x's
+    dtype.
 
-    `kind` is `swiglu`, `geglu`, `geglu_tanh`, `swiglu_clamped` (gate and up are the halves of the last axis,
-    f' = 2f; the last one knows `alpha` and `limit`) or `squared_relu` (f' = f); `reference.activation` has the
-    formulas. x and weight in fp32, fp16 or bf16 each, both get gradients. `impl` is `reference`, `triton` or
-    `auto`. Raises `ValueError` where kind or shapes do not fit, `Unavailable` where the named implementation cannot
-    run.
+    `kind` is `swiglu`, `geglu`, `geglu_tanh`, `swiglu_clamped` (gate and up are the halves of the
+    last axis, f' = 2f; the last one knows `alpha` and `limit`) or `squared_relu` (f' = f);
+    `reference.activation` has the formulas. x and weight in fp32, fp16 or bf16 each, both get
+    gradients. `impl` is `reference`, `triton` or `auto`. Raises `ValueError` where kind or shapes
+    do not fit, `Unavailable` where the named implementation cannot run.
     """
     reference.require(x, kind, weight)
     if weight is not None and weight.device != x.device:
@@ -39,14 +40,18 @@ def activation(
 
 
 def activation_gradient(dy: Tensor, x: Tensor, kind: str, *, impl: str = "auto") -> Tensor:
-    """The gradient of `x` [..., f'] from that of its activation, `dy` [..., f], where nobody kept a graph."""
+    """The gradient of `x` [..., f'] from that of its activation, `dy` [..., f], where nobody kept a
+    graph.
+    """
     return activation_gradients(dy, x, kind, impl=impl)[0]
 
 
 def activation_gradients(
     dy: Tensor, x: Tensor, kind: str, *, weight: Tensor | None = None, impl: str = "auto"
 ) -> tuple[Tensor, Tensor | None]:
-    """Those of `x` [..., f'] and of its `weight` [...], where it has one; see `activation_gradient`."""
+    """Those of `x` [..., f'] and of its `weight` [...], where it has one; see
+    `activation_gradient`.
+    """
     reference.require(x, kind, weight)
     if dy.shape != (*x.shape[:-1], x.shape[-1] // (2 if kind in reference.GATED else 1)):
         raise ValueError(f"dy {tuple(dy.shape)} is no gradient of the {kind} of x {tuple(x.shape)}")
@@ -74,7 +79,9 @@ def _activation(x: Tensor, weight: Tensor | None, kind: str, alpha: float, limit
 
 @_activation.register_fake
 def _(x, weight, kind, alpha, limit):
-    return x.new_empty((*x.shape[:-1], x.shape[-1] // 2 if kind in reference.GATED else x.shape[-1]))
+    return x.new_empty(
+        (*x.shape[:-1], x.shape[-1] // 2 if kind in reference.GATED else x.shape[-1])
+    )
 
 
 @torch.library.custom_op("mtrain::activation_backward", mutates_args=())
@@ -88,7 +95,9 @@ def _activation_backward(
 
 @_activation_backward.register_fake
 def _(dy, x, weight, kind, alpha, limit):
-    return x.new_empty(x.shape), x.new_empty(0) if weight is None else weight.new_empty(weight.shape)
+    return x.new_empty(x.shape), x.new_empty(0) if weight is None else weight.new_empty(
+        weight.shape
+    )
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
@@ -148,7 +157,9 @@ def _case(name: str, kind: str, experts: bool = False) -> Case:
 def _liger(inputs: dict[str, Any]) -> Any:
     from liger_kernel.transformers.functional import liger_swiglu
 
-    gate, up = (half.detach().contiguous().requires_grad_() for half in inputs["x"].chunk(2, dim=-1))
+    gate, up = (
+        half.detach().contiguous().requires_grad_() for half in inputs["x"].chunk(2, dim=-1)
+    )
     return lambda: liger_swiglu(gate, up)
 
 

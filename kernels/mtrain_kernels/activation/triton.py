@@ -1,4 +1,6 @@
-"""Gated and squared activations on a GPU: one pass over gate and up, everything in between stays in registers."""
+"""Gated and squared activations on a GPU: one pass over gate and up, everything in between stays in
+registers.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +36,8 @@ def _value_and_slope(x, alpha, limit, KIND: tl.constexpr):
         value = x * share
         slope = share + x * 0.3989422804014327 * tl.exp(-0.5 * x * x)
     else:
-        near = tl.where(x > 20.0, 20.0, tl.where(x < -20.0, -20.0, x))  # flat beyond; its cube would overflow
+        # flat beyond; its cube would overflow
+        near = tl.where(x > 20.0, 20.0, tl.where(x < -20.0, -20.0, x))
         share = sigmoid(1.5957691216057308 * (near + 0.044715 * near * near * near))
         value = x * share
         slope = share + x * share * (1 - share) * 1.5957691216057308 * (1 + 0.134145 * near * near)
@@ -72,7 +75,11 @@ def forward_kernel(
     at = x_ptr + row * x_stride + column
     y, _ = _value_and_slope(tl.load(at, mask=inside, other=0.0).to(tl.float32), alpha, limit, KIND)
     if GATE:
-        y *= _up(tl.load(at + width, mask=inside, other=0.0).to(tl.float32), limit, KIND == "swiglu_clamped")
+        y *= _up(
+            tl.load(at + width, mask=inside, other=0.0).to(tl.float32),
+            limit,
+            KIND == "swiglu_clamped",
+        )
     if WEIGHT:
         y *= tl.load(weight_ptr + row, mask=row < rows, other=0.0).to(tl.float32)
     tl.store(y_ptr + row * width + column, cast(y, y_ptr.dtype.element_ty), mask=inside)
@@ -97,7 +104,9 @@ def backward_kernel(
     GATE: tl.constexpr,
     WEIGHT: tl.constexpr,
 ):
-    """Gradients of a stripe of tiles; the grid has one column of programs where a weight needs the whole row."""
+    """Gradients of a stripe of tiles; the grid has one column of programs where a weight needs the
+    whole row.
+    """
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
     dx_stride = 2 * width if GATE else width
     weight = 1.0
@@ -136,7 +145,9 @@ def _tile(width: int) -> tuple[int, int]:
 
 
 def forward(x: Tensor, weight: Tensor | None, kind: str, alpha: float, limit: float) -> Tensor:
-    """Launches the forward kernel on `x` [..., f'] and `weight` [...]: the activation, contiguous."""
+    """Launches the forward kernel on `x` [..., f'] and `weight` [...]: the activation,
+    contiguous.
+    """
     gate = kind in GATED
     width = x.shape[-1] // 2 if gate else x.shape[-1]
     y = x.new_empty((*x.shape[:-1], width))
@@ -166,7 +177,9 @@ def forward(x: Tensor, weight: Tensor | None, kind: str, alpha: float, limit: fl
 def backward(
     dy: Tensor, x: Tensor, weight: Tensor | None, kind: str, alpha: float, limit: float
 ) -> tuple[Tensor, Tensor]:
-    """Launches the backward kernel: gradients of `x` and of `weight`, the second empty without a weight."""
+    """Launches the backward kernel: gradients of `x` and of `weight`, the second empty without a
+    weight.
+    """
     gate = kind in GATED
     width = dy.shape[-1]
     dx = x.new_empty(x.shape)
@@ -177,7 +190,8 @@ def backward(
     else:
         dweight = weight.new_zeros(weight.shape)
     if dy.numel():
-        source, grad = as_rows(x, x.shape[-1]), as_rows(dy, width)
+        source = as_rows(x, x.shape[-1])
+        grad = as_rows(dy, width)
         rows, columns = _tile(width)
         stripes = ceil_div(width, columns) if weight is None else 1
         with on_device_of(x):

@@ -22,7 +22,9 @@ HAS_FLASH3 = importlib.util.find_spec("flash_attn_interface") is not None
 
 
 def _has_windows() -> bool:
-    """Whether this torch has attention over packed sequences that knows windows and grouped queries."""
+    """Whether this torch has attention over packed sequences that knows windows and grouped
+    queries.
+    """
     if importlib.util.find_spec("torch.nn.attention.varlen") is None:
         return False
     from torch.nn.attention.varlen import varlen_attn
@@ -36,8 +38,9 @@ HAS_VARLEN = _has_windows()
 class Call(NamedTuple):
     """What a call of attention asks for, without its data; rules look at this alone.
 
-    `capability` is that of the GPU, (0, 0) elsewhere. `window` is (left, right), negative for no limit, with
-    causality written into it. `packed` says that sequences lie one behind the other in one row of the batch.
+    `capability` is that of the GPU, (0, 0) elsewhere. `window` is (left, right), negative for no
+    limit, with causality written into it. `packed` says that sequences lie one behind the other in
+    one row of the batch.
     """
 
     device: str
@@ -58,12 +61,16 @@ class Call(NamedTuple):
 
     @property
     def dense(self) -> bool:
-        """Whether every query sees all keys, or all up to its own: what kernels know without a mask."""
+        """Whether every query sees all keys, or all up to its own: what kernels know without a
+        mask.
+        """
         return not self.masked and not self.packed and self.window in ((-1, -1), (-1, 0))
 
     @property
     def plain(self) -> bool:
-        """Whether all fused kernels know it: nothing is hidden but what comes later, and scores are as they are."""
+        """Whether all fused kernels know it: nothing is hidden but what comes later, and scores are
+        as they are.
+        """
         return self.dense and not self.sink and not self.softcap
 
 
@@ -81,7 +88,9 @@ def describe(
     """The call that these tensors and settings make."""
     capability = torch.cuda.get_device_capability(q.device) if q.device.type == "cuda" else (0, 0)
     sizes = (q.shape[1], k.shape[1], q.shape[2], k.shape[2], q.shape[3], v.shape[3])
-    return Call(q.device.type, capability, q.dtype, *sizes, window, masked, sink, softcap, dropout_p, packed)
+    return Call(
+        q.device.type, capability, q.dtype, *sizes, window, masked, sink, softcap, dropout_p, packed
+    )
 
 
 def _common(call: Call, oldest: tuple[int, int], largest: int) -> Iterator[str]:
@@ -89,11 +98,17 @@ def _common(call: Call, oldest: tuple[int, int], largest: int) -> Iterator[str]:
     if call.device != "cuda":
         yield f"runs on CUDA only, the tensors are on {call.device}"
     elif call.capability < oldest:
-        yield f"needs sm_{oldest[0]}{oldest[1]} or newer, this is sm_{call.capability[0]}{call.capability[1]}"
+        yield (
+            f"needs sm_{oldest[0]}{oldest[1]} or newer, this is"
+            f" sm_{call.capability[0]}{call.capability[1]}"
+        )
     if call.dtype not in HALF:
         yield f"takes fp16 and bf16, not {call.dtype}"
     if call.size > largest or call.size % 8 or call.value_size > call.size:
-        yield f"takes heads of 8 to {largest} by 8, with values no wider, not {call.size} and {call.value_size}"
+        yield (
+            f"takes heads of 8 to {largest} by 8, with values no wider, not {call.size} and"
+            f" {call.value_size}"
+        )
     if call.masked:
         yield "takes no mask"
     if call.sink:
@@ -129,7 +144,9 @@ def _flash(call: Call) -> Iterator[str]:
     else:
         yield from _common(call, (8, 0), 256)
         if not call.dense and not HAS_VARLEN:
-            yield "this torch knows neither windows nor packed sequences (torch.nn.attention.varlen)"
+            yield (
+                "this torch knows neither windows nor packed sequences (torch.nn.attention.varlen)"
+            )
         if not call.dense and call.dropout_p:
             yield "knows no dropout with windows or packed sequences"
     if call.softcap:
@@ -182,7 +199,9 @@ RULES = {  # in the order in which `auto` tries them: the faster first, see the 
 
 
 def order(call: Call) -> list[str]:
-    """The backends as `auto` tries them: ours before the one of torch that needs a number for each pair it hides."""
+    """The backends as `auto` tries them: ours before the one of torch that needs a number for each
+    pair it hides.
+    """
     names = list(RULES)
     if call.plain:
         names.remove("triton")
@@ -208,14 +227,20 @@ SDPA = {
 }
 
 
-def seen(call: Call, mask: Tensor | None, cu_seqlens: Tensor | None, device: torch.device) -> Tensor | None:
-    """The boolean mask [s, t] (or `mask`) of a call for those who know no other way; None if all is seen."""
+def seen(
+    call: Call, mask: Tensor | None, cu_seqlens: Tensor | None, device: torch.device
+) -> Tensor | None:
+    """The boolean mask [s, t] (or `mask`) of a call for those who know no other way; None if all is
+    seen.
+    """
     if mask is not None or (call.window == (-1, -1) and not call.packed):
         return mask
     q_at, k_at = (torch.arange(n, device=device) for n in (call.queries, call.keys))
     q_owner = k_owner = None
     if cu_seqlens is not None:
-        q_owner, k_owner = (torch.searchsorted(cu_seqlens.to(at.dtype), at, right=True) for at in (q_at, k_at))
+        q_owner, k_owner = (
+            torch.searchsorted(cu_seqlens.to(at.dtype), at, right=True) for at in (q_at, k_at)
+        )
     return reference.visible(q_at, k_at, window=call.window, q_segments=q_owner, k_segments=k_owner)
 
 
@@ -229,10 +254,14 @@ def by_torch(
     sink: Tensor | None,
     scale: float | None,
 ) -> Tensor:
-    """Attention by one backend of torch's scaled_dot_product_attention; `mask` is what `seen` says."""
+    """Attention by one backend of torch's scaled_dot_product_attention; `mask` is what
+    `seen` says.
+    """
     causal = call.window == (-1, 0) and call.dense
     q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
-    if name == "efficient" and call.heads != call.kv_heads:  # it wants as many key heads as query heads
+    if (
+        name == "efficient" and call.heads != call.kv_heads
+    ):  # it wants as many key heads as query heads
         k, v = (x.repeat_interleave(call.heads // call.kv_heads, 1) for x in (k, v))
     with sdpa_kernel(SDPA[name]):
         return reference.attention(
@@ -248,25 +277,52 @@ def by_torch(
 
 
 def by_varlen(
-    q: Tensor, k: Tensor, v: Tensor, call: Call, cu_seqlens: Tensor | None, longest: int | None, scale: float | None
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    call: Call,
+    cu_seqlens: Tensor | None,
+    longest: int | None,
+    scale: float | None,
 ) -> Tensor:
     """Attention with windows or packed sequences by the flash attention in torch."""
     from torch.nn.attention.varlen import varlen_attn
 
     width = v.shape[-1]
     v = F.pad(v, (0, q.shape[-1] - width))
-    (q_rows, q_edges, q_longest), (k_rows, k_edges, k_longest) = (_flat(x, cu_seqlens, longest) for x in (q, k))
-    options: dict[str, Any] = {"scale": scale, "window_size": call.window, "enable_gqa": call.heads != call.kv_heads}
+    (q_rows, q_edges, q_longest), (k_rows, k_edges, k_longest) = (
+        _flat(x, cu_seqlens, longest) for x in (q, k)
+    )
+    options: dict[str, Any] = {
+        "scale": scale,
+        "window_size": call.window,
+        "enable_gqa": call.heads != call.kv_heads,
+    }
     out = varlen_attn(
-        q_rows, k_rows, _flat(v, cu_seqlens, longest)[0], q_edges, k_edges, q_longest, k_longest, **options
+        q_rows,
+        k_rows,
+        _flat(v, cu_seqlens, longest)[0],
+        q_edges,
+        k_edges,
+        q_longest,
+        k_longest,
+        **options,
     )
     return _unflat(out, q.shape[0])[..., :width]  # type: ignore[arg-type]
 
 
 def by_flash3(
-    q: Tensor, k: Tensor, v: Tensor, call: Call, cu_seqlens: Tensor | None, longest: int | None, scale: float | None
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    call: Call,
+    cu_seqlens: Tensor | None,
+    longest: int | None,
+    scale: float | None,
 ) -> Tensor:
-    """Attention by FlashAttention-3, whose versions return the output alone or with the logarithms of the sums."""
+    """Attention by FlashAttention-3, whose versions return the output alone or with the logarithms
+    of the sums.
+    """
     from flash_attn_interface import flash_attn_func, flash_attn_varlen_func
 
     width = v.shape[-1]
@@ -282,13 +338,17 @@ def by_flash3(
         out = out[0] if isinstance(out, tuple) else out
         return out.transpose(1, 2)[..., :width]
     rows, edges, most = zip(*(_flat(x, cu_seqlens, longest) for x in (q, k, v)), strict=True)
-    out = flash_attn_varlen_func(*rows, edges[0], edges[1], max_seqlen_q=most[0], max_seqlen_k=most[1], **options)
+    out = flash_attn_varlen_func(
+        *rows, edges[0], edges[1], max_seqlen_q=most[0], max_seqlen_k=most[1], **options
+    )
     out = out[0] if isinstance(out, tuple) else out
     return _unflat(out, q.shape[0])[..., :width]  # type: ignore[arg-type]
 
 
 def _flat(x: Tensor, cu_seqlens: Tensor | None, longest: int | None) -> tuple[Tensor, Tensor, int]:
-    """[b, n, s, d] as rows [b s, n, d], where each sequence begins and ends, and the longest one's length."""
+    """[b, n, s, d] as rows [b s, n, d], where each sequence begins and ends, and the longest one's
+    length.
+    """
     b, n, s, d = x.shape
     rows = x.transpose(1, 2).reshape(b * s, n, d)
     if cu_seqlens is None:

@@ -1,7 +1,8 @@
-"""Backward of fused attention: one pass over keys makes the gradient of queries, one over queries those of keys.
+"""Backward of fused attention: one pass over keys makes the gradient of queries, one over queries
+those of keys.
 
-Every sum has one owner and one order: there are no atomics, and the same call gives the same bits. Key heads that
-several query heads share are read where they lie, and add up what all of them give.
+Every sum has one owner and one order: there are no atomics, and the same call gives the same bits.
+Key heads that several query heads share are read where they lie, and add up what all of them give.
 """
 
 from __future__ import annotations
@@ -29,9 +30,11 @@ from mtrain_kernels.runtime import cast, ceil_div, dot, on_device_of
 
 @triton.jit
 def _queries_over_keys(
-    low, high, q, q2, d_out, lse, delta, d_q, d_q2, k_ptr, v_ptr, k_stride, v_stride, first, last, t, d, e, scale,
+    low, high, q, q2, d_out, lse, delta, d_q, d_q2, k_ptr, v_ptr, k_stride, v_stride, first, last,
+    t, d, e, scale,
     cap,
-    MASKED: tl.constexpr, CAPPED: tl.constexpr, EXACT: tl.constexpr, EVEN: tl.constexpr, EVEN_E: tl.constexpr,
+    MASKED: tl.constexpr, CAPPED: tl.constexpr, EXACT: tl.constexpr, EVEN: tl.constexpr,
+    EVEN_E: tl.constexpr,
     D: tl.constexpr, D2: tl.constexpr, E: tl.constexpr, N: tl.constexpr,
 ):  # fmt: skip
     """What key tiles in [low, high) add to the gradient of queries."""
@@ -63,20 +66,28 @@ def queries_kernel(
     q_batch, q_head, q_row, k_batch, k_head, k_row, v_batch, v_head, v_row, o_batch, o_head, o_row,
     d_batch, d_head, d_row, g_batch, g_head, g_row,
     heads, share, s, t, d, e, left, right, shift, scale, cap,
-    WITH_LSE: tl.constexpr, TABLE: tl.constexpr, LEFT: tl.constexpr, CAPPED: tl.constexpr, EXACT: tl.constexpr,
+    WITH_LSE: tl.constexpr, TABLE: tl.constexpr, LEFT: tl.constexpr, CAPPED: tl.constexpr,
+    EXACT: tl.constexpr,
     EVEN: tl.constexpr, EVEN_E: tl.constexpr, D: tl.constexpr, D2: tl.constexpr, E: tl.constexpr,
     M: tl.constexpr, N: tl.constexpr,
 ):  # fmt: skip
-    """The gradient of queries, and of each the part of its logits' gradients that they all share (`delta`)."""
+    """The gradient of queries, and of each the part of its logits' gradients that they all share
+    (`delta`).
+    """
     start = (tl.num_programs(0) - 1 - tl.program_id(0)) * M
-    b, h = tl.program_id(1) // heads, tl.program_id(1) % heads
-    b64, h64, g64 = b.to(tl.int64), h.to(tl.int64), (h // share).to(tl.int64)
+    b = tl.program_id(1) // heads
+    h = tl.program_id(1) % heads
+    b64 = b.to(tl.int64)
+    h64 = h.to(tl.int64)
+    g64 = (h // share).to(tl.int64)
     k_ptr += b64 * k_batch + g64 * k_head
     v_ptr += b64 * v_batch + g64 * v_head
     row = start + tl.arange(0, M)
     inside = row < s
     at = (b64 * heads + h64) * s + row
-    d_out = _rows(d_out_ptr + b64 * d_batch + h64 * d_head, start, d_row, s, e, M, 0, E, False, EVEN_E)
+    d_out = _rows(
+        d_out_ptr + b64 * d_batch + h64 * d_head, start, d_row, s, e, M, 0, E, False, EVEN_E
+    )
     out = _rows(out_ptr + b64 * o_batch + h64 * o_head, start, o_row, s, e, M, 0, E, False, EVEN_E)
     delta = tl.sum(out.to(tl.float32) * d_out.to(tl.float32), 1)
     if WITH_LSE:
@@ -95,15 +106,18 @@ def queries_kernel(
     low, begin, end, high = _phases(first, last, inside, t, N)
     if LEFT:
         d_q, d_q2 = _queries_over_keys(
-            low, begin, q, q2, d_out, lse, delta, d_q, d_q2, k_ptr, v_ptr, k_row, v_row, first, last, t, d, e, scale,
+            low, begin, q, q2, d_out, lse, delta, d_q, d_q2, k_ptr, v_ptr, k_row, v_row, first,
+            last, t, d, e, scale,
             cap, True, CAPPED, EXACT, EVEN, EVEN_E, D, D2, E, N,
         )  # fmt: skip
     d_q, d_q2 = _queries_over_keys(
-        begin, end, q, q2, d_out, lse, delta, d_q, d_q2, k_ptr, v_ptr, k_row, v_row, first, last, t, d, e, scale,
+        begin, end, q, q2, d_out, lse, delta, d_q, d_q2, k_ptr, v_ptr, k_row, v_row, first, last,
+        t, d, e, scale,
         cap, False, CAPPED, EXACT, EVEN, EVEN_E, D, D2, E, N,
     )  # fmt: skip
     d_q, d_q2 = _queries_over_keys(
-        end, high, q, q2, d_out, lse, delta, d_q, d_q2, k_ptr, v_ptr, k_row, v_row, first, last, t, d, e, scale,
+        end, high, q, q2, d_out, lse, delta, d_q, d_q2, k_ptr, v_ptr, k_row, v_row, first, last, t,
+        d, e, scale,
         cap, True, CAPPED, EXACT, EVEN, EVEN_E, D, D2, E, N,
     )  # fmt: skip
     d_q_ptr += b64 * g_batch + h64 * g_head
@@ -123,14 +137,18 @@ def keys_kernel(
     M: tl.constexpr, N: tl.constexpr,
 ):  # fmt: skip
     """The gradients of keys and values, over all query heads that share them."""
-    start, groups = tl.program_id(0) * N, heads // share
-    b, g = tl.program_id(1) // groups, tl.program_id(1) % groups
-    b64, g64 = b.to(tl.int64), g.to(tl.int64)
+    start = tl.program_id(0) * N
+    groups = heads // share
+    b = tl.program_id(1) // groups
+    g = tl.program_id(1) % groups
+    b64 = b.to(tl.int64)
+    g64 = g.to(tl.int64)
     k_ptr += b64 * k_batch + g64 * k_head
     k = _rows(k_ptr, start, k_row, t, d, N, 0, D, False, EVEN)
     v = _rows(v_ptr + b64 * v_batch + g64 * v_head, start, v_row, t, e, N, 0, E, False, EVEN_E)
     k2 = k
-    d_k, d_v = tl.zeros([N, D], tl.float32), tl.zeros([N, E], tl.float32)
+    d_k = tl.zeros([N, D], tl.float32)
+    d_v = tl.zeros([N, E], tl.float32)
     d_k2 = tl.zeros([N, 16], tl.float32)
     if D2 > 0:
         k2 = _rows(k_ptr, start, k_row, t, d, N, D, D2, False, EVEN)
@@ -146,8 +164,11 @@ def keys_kernel(
     d_out_ptr += b64 * d_batch + g64 * share * d_head
     lse_ptr += (b64 * heads + g64 * share) * s
     delta_ptr += (b64 * heads + g64 * share) * s
-    for step in range(share * tiles):  # all query heads in one loop, so that loads run ahead from one to the next
-        r, i = (step // tiles).to(tl.int64), low + step % tiles * M
+    for step in range(
+        share * tiles
+    ):  # all query heads in one loop, so that loads run ahead from one to the next
+        r = (step // tiles).to(tl.int64)
+        i = low + step % tiles * M
         query = i + tl.arange(0, M)
         q = _rows(q_ptr + r * q_head, i, q_row, s, d, M, 0, D, False, EVEN)
         d_out = _rows(d_out_ptr + r * d_head, i, d_row, s, e, M, 0, E, False, EVEN_E)
@@ -160,7 +181,9 @@ def keys_kernel(
         delta = tl.load(delta_ptr + r * s + query, mask=query < s, other=0.0)
         p = tl.exp2(z - lse[None, :])
         if (i < begin) | (i + M > end):
-            p = tl.where((query[None, :] >= first[:, None]) & (query[None, :] < last[:, None]), p, 0.0)
+            p = tl.where(
+                (query[None, :] >= first[:, None]) & (query[None, :] < last[:, None]), p, 0.0
+            )
         d_v = dot(cast(p, d_out.dtype), d_out, d_v, EXACT)
         d_z = p * (dot(v, tl.trans(d_out), None, EXACT) - delta[None, :])
         if CAPPED:
@@ -188,9 +211,14 @@ def backward(
     scale: float,
     softcap: float,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Gradients of queries, keys and values, and `delta` [b, n, s] in fp32, of which those of sinks are made."""
+    """Gradients of queries, keys and values, and `delta` [b, n, s] in fp32, of which those of sinks
+    are made.
+    """
     (b, n, s, d), (_, g, t, e) = q.shape, v.shape
-    d_q, d_k, d_v, delta = token_major(q, d), token_major(k, d), token_major(v, e), torch.empty_like(lse)
+    d_q = token_major(q, d)
+    d_k = token_major(k, d)
+    d_v = token_major(v, e)
+    delta = torch.empty_like(lse)
     q, k, v, d_out = map(dense_rows, (q, k, v, d_out.to(q.dtype)))
     numbers = (n, n // g, s, t, d, e, *seen.limits(s, t), scale, softcap)
     inputs = (*q.stride()[:3], *k.stride()[:3], *v.stride()[:3])
@@ -198,7 +226,18 @@ def backward(
         if d_q.numel():
             tile = tile_for("queries", q, v, seen.masks_left)
             queries_kernel[(ceil_div(s, tile.queries), b * n)](
-                *(q, k, v, seen.table, out, lse, d_out, None if d_lse is None else d_lse.contiguous(), d_q, delta),
+                *(
+                    q,
+                    k,
+                    v,
+                    seen.table,
+                    out,
+                    lse,
+                    d_out,
+                    None if d_lse is None else d_lse.contiguous(),
+                    d_q,
+                    delta,
+                ),
                 *(*inputs, *out.stride()[:3], *d_out.stride()[:3], *d_q.stride()[:3], *numbers),
                 WITH_LSE=d_lse is not None,
                 LEFT=seen.masks_left,

@@ -1,4 +1,6 @@
-"""Fused attention of our own, with gradients: windows, sinks, caps, packed sequences and parts of the keys."""
+"""Fused attention of our own, with gradients: windows, sinks, caps, packed sequences and parts of
+the keys.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,8 @@ def attention(
     scale: float | None = None,
     softcap: float = 0.0,
 ) -> Tensor:
-    """`op.attention` by the Triton kernels: queries [b, n, s, d] see of any number of keys what `seen` says.
+    """`op.attention` by the Triton kernels: queries [b, n, s, d] see of any number of keys what
+    `seen` says.
 
     The result [b, n, s, e] lies in memory as [s, b, n, e]. A query that sees nothing gets zeros.
     """
@@ -37,21 +40,40 @@ def partial_attention(
     scale: float | None = None,
     softcap: float = 0.0,
 ) -> tuple[Tensor, Tensor]:
-    """Attention of queries to these keys alone, of any number, and the logarithm of the softmax's denominator.
+    """Attention of queries to these keys alone, of any number, and the logarithm of the softmax's
+    denominator.
 
-    `q` [b, n, s, d], `k` [b, g, t, d], `v` [b, g, t, e] with n a multiple of g; which keys a query sees, `seen` says.
-    Returns the output [b, n, s, e] and the log-sum-exp [b, n, s], both fp32, with gradients through both, for
-    `partial.merge`; a query that sees nothing gets zeros and -1e30.
+    `q` [b, n, s, d], `k` [b, g, t, d], `v` [b, g, t, e] with n a multiple of g; which keys a query
+    sees, `seen` says. Returns the output [b, n, s, e] and the log-sum-exp [b, n, s], both fp32,
+    with gradients through both, for `partial.merge`; a query that sees nothing gets zeros and
+    -1e30.
     """
     return _run(q, k, v, sink, seen, scale, softcap, True)
 
 
 def _run(
-    q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None, seen: Seen, scale: float | None, softcap: float, wide: bool
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    sink: Tensor | None,
+    seen: Seen,
+    scale: float | None,
+    softcap: float,
+    wide: bool,
 ) -> tuple[Tensor, Tensor]:
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     found: tuple[Tensor, Tensor] = _attention(
-        q, k, v, sink, seen.table, seen.left, seen.right, seen.shift, float(scale), float(softcap), wide
+        q,
+        k,
+        v,
+        sink,
+        seen.table,
+        seen.left,
+        seen.right,
+        seen.shift,
+        float(scale),
+        float(softcap),
+        wide,
     )
     return found
 
@@ -110,7 +132,12 @@ def _attention_backward(
 
 @_attention_backward.register_fake
 def _(d_out, d_lse, q, k, v, out, lse, table, left, right, shift, scale, softcap):
-    return _like(q, q.shape[-1]), _like(k, k.shape[-1]), _like(v, v.shape[-1]), torch.empty_like(lse)
+    return (
+        _like(q, q.shape[-1]),
+        _like(k, k.shape[-1]),
+        _like(v, v.shape[-1]),
+        torch.empty_like(lse),
+    )
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:

@@ -23,7 +23,9 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Explanation:
-    """Which backend a call takes (`chosen`), why (`reason`), and what speaks against those before it (`rejected`)."""
+    """Which backend a call takes (`chosen`), why (`reason`), and what speaks against those before
+    it (`rejected`).
+    """
 
     chosen: str
     reason: str
@@ -50,18 +52,20 @@ def attention(
     max_seqlen: int | None = None,
     impl: str = "auto",
 ) -> Tensor:
-    """`softmax(scale * q k^T) v` over the keys that each query sees, by the backend that `impl` names or `auto`.
+    """`softmax(scale * q k^T) v` over the keys that each query sees, by the backend that `impl`
+    names or `auto`.
 
-    `q` [b, n, s, d], `k` [b, g, t, d], `v` [b, g, t, e] with n a multiple of g, `sink` [n], `softcap`, `scale` and
-    `mask` as in `reference.attention`; the result is [b, n, s, e]. `window` (left, right) hides keys more than left
-    before or right after the query, negative numbers nothing. `cu_seqlens` [m + 1] are the edges of m sequences that
-    lie one behind the other in a batch of one and do not see each other; `max_seqlen` is the longest one's length,
-    as a number on the host (without it kernels reckon with t). `causal`, `window` and packed sequences need s == t,
-    and `mask` stands alone.
+    `q` [b, n, s, d], `k` [b, g, t, d], `v` [b, g, t, e] with n a multiple of g, `sink` [n],
+    `softcap`, `scale` and `mask` as in `reference.attention`; the result is [b, n, s, e]. `window`
+    (left, right) hides keys more than left before or right after the query, negative numbers
+    nothing. `cu_seqlens` [m + 1] are the edges of m sequences that lie one behind the other in a
+    batch of one and do not see each other; `max_seqlen` is the longest one's length, as a number on
+    the host (without it kernels reckon with t). `causal`, `window` and packed sequences need s ==
+    t, and `mask` stands alone.
 
-    Raises `ValueError` where arguments do not fit, `Unavailable` where the named backend cannot run. `auto` takes
-    the first of flash3, cudnn, flash, triton, efficient, math and reference that can, and efficient before triton
-    where it needs no mask; `explain` says which and why.
+    Raises `ValueError` where arguments do not fit, `Unavailable` where the named backend cannot
+    run. `auto` takes the first of flash3, cudnn, flash, triton, efficient, math and reference that
+    can, and efficient before triton where it needs no mask; `explain` says which and why.
     """
     call = _call(q, k, v, causal, window, mask, sink, softcap, dropout_p, cu_seqlens)
     name = _backend(tuple(call), impl, _refusals(q, k, v, call))
@@ -74,14 +78,17 @@ def attention(
         return flash.attention(q, k, v, seen=seen, sink=sink, softcap=softcap, scale=scale)
     mask = backends.seen(call, mask, cu_seqlens, q.device)
     if name == "reference":
-        return reference.attention(q, k, v, mask=mask, sink=sink, scale=scale, softcap=softcap, dropout_p=dropout_p)
+        return reference.attention(
+            q, k, v, mask=mask, sink=sink, scale=scale, softcap=softcap, dropout_p=dropout_p
+        )
     return backends.by_torch(name, q, k, v, call, mask, sink, scale)
 
 
 def fuses_parts(q: Tensor, v: Tensor, *, dropout_p: float = 0.0, impl: str = "auto") -> bool:
     """Whether `flash` attends to parts of the keys, or of queries, for ranks that share a sequence.
 
-    That is where `impl` is `triton`, or `auto` may take it. Raises `Unavailable` where it is named and cannot run.
+    That is where `impl` is `triton`, or `auto` may take it. Raises `Unavailable` where it is named
+    and cannot run.
     """
     if impl not in ("auto", "triton"):
         return False
@@ -108,7 +115,8 @@ def explain(
     max_seqlen: int | None = None,
     impl: str = "auto",
 ) -> Explanation:
-    """Which backend `attention` takes for the same arguments, and the reason for each one it passes over.
+    """Which backend `attention` takes for the same arguments, and the reason for each one it passes
+    over.
 
     Raises what `attention` would raise.
     """
@@ -130,35 +138,56 @@ def _call(
 ) -> Call:
     reference.require_shapes(q, k, v, causal, mask)
     if window is not None and len(window) != 2:
-        raise ValueError(f"window {window} must be how many keys are seen to the left and to the right")
+        raise ValueError(
+            f"window {window} must be how many keys are seen to the left and to the right"
+        )
     left, right = (-1, -1) if window is None else (max(window[0], -1), max(window[1], -1))
     limits = (left, 0 if causal else right)
     if mask is not None and (limits != (-1, -1) or cu_seqlens is not None):
-        raise ValueError("a mask says all that is seen: give no window and no packed sequences beside it")
+        raise ValueError(
+            "a mask says all that is seen: give no window and no packed sequences beside it"
+        )
     if (limits != (-1, -1) or cu_seqlens is not None) and q.shape[2] != k.shape[2]:
         raise ValueError(
-            f"windows and packed sequences need as many queries as keys, not {q.shape[2]} and {k.shape[2]}"
+            f"windows and packed sequences need as many queries as keys, not {q.shape[2]} and"
+            f" {k.shape[2]}"
         )
-    if cu_seqlens is not None and (q.shape[0] != 1 or cu_seqlens.ndim != 1 or cu_seqlens.is_floating_point()):
-        raise ValueError(f"packed sequences need a batch of one, not {q.shape[0]}, and integers as their edges")
-    if any(other is not None and other.device != q.device for other in (k, v, mask, sink, cu_seqlens)):
+    if cu_seqlens is not None and (
+        q.shape[0] != 1 or cu_seqlens.ndim != 1 or cu_seqlens.is_floating_point()
+    ):
+        raise ValueError(
+            f"packed sequences need a batch of one, not {q.shape[0]}, and integers as their edges"
+        )
+    if any(
+        other is not None and other.device != q.device for other in (k, v, mask, sink, cu_seqlens)
+    ):
         raise ValueError(f"all tensors must be on {q.device}, as q")
     if q.dtype != k.dtype or q.dtype != v.dtype or not q.is_floating_point():
-        raise ValueError(f"q {q.dtype}, k {k.dtype} and v {v.dtype} must have one dtype, a floating one")
+        raise ValueError(
+            f"q {q.dtype}, k {k.dtype} and v {v.dtype} must have one dtype, a floating one"
+        )
     if sink is not None and sink.shape != q.shape[1:2]:
-        raise ValueError(f"sink {tuple(sink.shape)} must be ({q.shape[1]},), one logit for each head")
+        raise ValueError(
+            f"sink {tuple(sink.shape)} must be ({q.shape[1]},), one logit for each head"
+        )
     if not (softcap >= 0 and math.isfinite(softcap)):
         raise ValueError(f"softcap {softcap} must not be negative, infinite or no number")
     if not 0 <= dropout_p <= 1:
         raise ValueError(f"dropout_p {dropout_p} must lie in [0, 1]")
     packed = cu_seqlens is not None
-    return backends.describe(q, k, v, limits, mask is not None, sink is not None, softcap, dropout_p, packed)
+    return backends.describe(
+        q, k, v, limits, mask is not None, sink is not None, softcap, dropout_p, packed
+    )
 
 
 def _too_many(q: Tensor) -> tuple[str, ...]:
-    """What speaks against the Triton kernels for so many rows and heads: they are the second axis of a grid."""
+    """What speaks against the Triton kernels for so many rows and heads: they are the second axis
+    of a grid.
+    """
     heads = q.shape[0] * q.shape[1]
-    return (f"takes up to {GRID} heads in all rows of a batch, not {heads}",) if heads > GRID else ()
+    return (
+        (f"takes up to {GRID} heads in all rows of a batch, not {heads}",) if heads > GRID else ()
+    )
 
 
 def _refusals(q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[tuple[str, str], ...]:
@@ -167,10 +196,13 @@ def _refusals(q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[tuple[str, s
 
 
 def _torch_refusals(q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[tuple[str, str], ...]:
-    """What torch itself says against its fused kernels for these tensors, in a call that they know without a mask."""
+    """What torch itself says against its fused kernels for these tensors, in a call that they know
+    without a mask.
+    """
     if call.device != "cuda" or not call.dense or call.sink or torch.compiler.is_compiling():
         return ()
-    causal, grouped = call.window[1] == 0, call.heads != call.kv_heads
+    causal = call.window[1] == 0
+    grouped = call.heads != call.kv_heads
     params = torch.backends.cuda.SDPAParams(q, k, v, None, call.dropout_p, causal, grouped)
     found = []
     for name, takes in (
@@ -180,7 +212,9 @@ def _torch_refusals(q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[tuple[
         with warnings.catch_warnings(record=True) as said:
             warnings.simplefilter("always")
             if v.shape[-1] == q.shape[-1] and not takes(params, True):
-                found.append((name, "torch says: " + ("; ".join(str(w.message) for w in said) or "no")))
+                found.append(
+                    (name, "torch says: " + ("; ".join(str(w.message) for w in said) or "no"))
+                )
     return tuple(found)
 
 
@@ -191,9 +225,13 @@ def _backend(call: tuple[Any, ...], impl: str, refusals: tuple[tuple[str, str], 
 
 @functools.lru_cache(maxsize=1024)
 def _decide(call: Call, impl: str, refusals: tuple[tuple[str, str], ...] = ()) -> Explanation:
-    """The backend for a call, the same for the same call; said once in the log for each kind of call."""
+    """The backend for a call, the same for the same call; said once in the log for each kind of
+    call.
+    """
     if impl not in (*RULES, "auto"):
-        raise ValueError(f"attention has no backend {impl!r}; choose one of auto, {', '.join(RULES)}")
+        raise ValueError(
+            f"attention has no backend {impl!r}; choose one of auto, {', '.join(RULES)}"
+        )
     against = {name: list(RULES[name](call)) for name in backends.order(call)}
     for name, reason in refusals:
         against[name].append(reason)
@@ -202,7 +240,9 @@ def _decide(call: Call, impl: str, refusals: tuple[tuple[str, str], ...] = ()) -
         if reasons[impl]:
             raise Unavailable(f"attention: {impl} cannot run: {reasons[impl]}")
         return Explanation(impl, "named", {})
-    reasons = {name: reason or backends.unwanted(name, call) or "" for name, reason in reasons.items()}
+    reasons = {
+        name: reason or backends.unwanted(name, call) or "" for name, reason in reasons.items()
+    }
     chosen = next(name for name, reason in reasons.items() if not reason)
     before = list(reasons)[: list(reasons).index(chosen)]
     why = "the first that can, of " + ", ".join(reasons)
@@ -216,32 +256,47 @@ def _make(model: Model, device: torch.device, dtype: torch.dtype) -> dict[str, A
         shape = (1, heads, model.tokens, model.head_dim)
         return torch.randn(shape, device=device, dtype=dtype).requires_grad_()
 
-    return {"q": leaf(model.heads), "k": leaf(model.kv_heads), "v": leaf(model.kv_heads), "causal": True}
+    return {
+        "q": leaf(model.heads),
+        "k": leaf(model.kv_heads),
+        "v": leaf(model.kv_heads),
+        "causal": True,
+    }
 
 
 def _launch(model: Model) -> None:
     from mtrain_kernels.attention import backward_triton, triton
 
     def empty(heads: int, width: int) -> Tensor:
-        return triton.token_major(torch.empty(1, heads, model.tokens, 0, dtype=torch.bfloat16, device="meta"), width)
+        return triton.token_major(
+            torch.empty(1, heads, model.tokens, 0, dtype=torch.bfloat16, device="meta"), width
+        )
 
     edges = torch.empty(9, dtype=torch.int32, device="meta")
-    causal, packed = Seen(right=0), Seen.of(model.tokens, (-1, 0), edges)
-    n, g, d = model.heads, model.kv_heads, model.head_dim
+    causal = Seen(right=0)
+    packed = Seen.of(model.tokens, (-1, 0), edges)
+    n = model.heads
+    g = model.kv_heads
+    d = model.head_dim
     calls: list[tuple[int, int, Seen, bool, float]] = [(d, d, causal, False, 0.0)]
     if d == 192:  # MLA
         calls = [(d, 128, packed, False, 0.0)]
     elif d == 128:
         calls.append((64, 64, Seen(127, 0), True, 0.0))
     for d, e, seen, sinks, softcap in calls:
-        q, k, v, sink = empty(n, d), empty(g, d), empty(g, e), torch.empty(n, device="meta") if sinks else None
+        q = empty(n, d)
+        k = empty(g, d)
+        v = empty(g, e)
+        sink = torch.empty(n, device="meta") if sinks else None
         out, lse = triton.forward(q, k, v, sink, seen, d**-0.5, softcap, False)
         backward_triton.backward(out, None, q, k, v, out, lse, seen, d**-0.5, softcap)
 
 
 def _make_capped(model: Model, device: torch.device, dtype: torch.dtype) -> dict[str, Any]:
     """Windows, sinks and caps at once, in packed documents: what no kernel of torch's knows."""
-    edges = torch.tensor([0, model.tokens // 3, model.tokens // 2, model.tokens], dtype=torch.int32).to(device)
+    edges = torch.tensor(
+        [0, model.tokens // 3, model.tokens // 2, model.tokens], dtype=torch.int32
+    ).to(device)
     sink = torch.zeros(model.heads, device=device, dtype=dtype).requires_grad_()
     return _make(model, device, dtype) | {
         **{"window": (model.tokens // 4, 0), "softcap": 50.0, "sink": sink, "cu_seqlens": edges}
@@ -249,11 +304,14 @@ def _make_capped(model: Model, device: torch.device, dtype: torch.dtype) -> dict
 
 
 def _cost(products: float, passes: int) -> Any:
-    """So many of the two products of a forward pass, causal, and so many passes over q, k, v and the output."""
+    """So many of the two products of a forward pass, causal, and so many passes over q, k, v and
+    the output.
+    """
 
     def cost(m: Model) -> Cost:
         rows = 2 * m.heads + 2 * m.kv_heads
-        flops = int(products * m.heads * m.tokens**2 * m.head_dim)  # one product is 2 s t d, of which half is seen
+        # one product is 2 s t d, of which half is seen
+        flops = int(products * m.heads * m.tokens**2 * m.head_dim)
         return Cost(bytes=passes * 2 * m.tokens * m.head_dim * rows, flops=flops)
 
     return cost
@@ -263,7 +321,8 @@ def _capped_cost(products: float, passes: int) -> Any:
     """That of the pairs of `_make_capped` that are seen."""
 
     def cost(m: Model) -> Cost:
-        t, w = m.tokens, m.tokens // 4 + 1
+        t = m.tokens
+        w = m.tokens // 4 + 1
         lengths = (t // 3, t // 2 - t // 3, t - t // 2)
         pairs = sum(n * min(n, w) - min(n, w) * (min(n, w) - 1) // 2 for n in lengths)
         whole = _cost(products, passes)(m)
@@ -278,7 +337,21 @@ def _device_obstacle(name: str) -> Any:
     def obstacle(device: torch.device) -> str | None:
         capability = torch.cuda.get_device_capability(device) if device.type == "cuda" else (0, 0)
         plain = Call(
-            device.type, capability, torch.bfloat16, 1, 1, 1, 1, 64, 64, (-1, 0), False, False, 0.0, 0.0, False
+            device.type,
+            capability,
+            torch.bfloat16,
+            1,
+            1,
+            1,
+            1,
+            64,
+            64,
+            (-1, 0),
+            False,
+            False,
+            0.0,
+            0.0,
+            False,
         )
         return "; ".join(RULES[name](plain)) or None
 

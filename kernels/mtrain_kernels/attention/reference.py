@@ -1,4 +1,6 @@
-"""Definition of softmax attention, in plain torch; which key a query sees is a question of positions."""
+"""Definition of softmax attention, in plain torch; which key a query sees is a question of
+positions.
+"""
 
 from __future__ import annotations
 
@@ -21,23 +23,27 @@ def attention(
     softcap: float = 0.0,
     dropout_p: float = 0.0,
 ) -> Tensor:
-    """`softmax(scale * q k^T) v` over the keys that each query sees; `scale` is 1/sqrt(d) unless given.
+    """`softmax(scale * q k^T) v` over the keys that each query sees; `scale` is 1/sqrt(d) unless
+    given.
 
-    `q` [b, n, s, d], `k` [b, g, t, d], `v` [b, g, t, e] with n a multiple of g: query head i reads key head
-    i // (n/g). `causal` lets query i see keys 0..i and needs s == t; `mask` is boolean, broadcasts to
-    [b, n, s, t], True where a query sees a key, and replaces `causal`. `sink` [n] is the logit of one more key
-    per head whose value is zero. The result is [b, n, s, e]; a query that sees nothing gives zero with a sink
-    and is undefined without. A positive `softcap` c bends the scaled scores z to c tanh(z/c). Dropout acts on the
-    probabilities.
+    `q` [b, n, s, d], `k` [b, g, t, d], `v` [b, g, t, e] with n a multiple of g: query head i reads
+    key head i // (n/g). `causal` lets query i see keys 0..i and needs s == t; `mask` is boolean,
+    broadcasts to [b, n, s, t], True where a query sees a key, and replaces `causal`. `sink` [n] is
+    the logit of one more key per head whose value is zero. The result is [b, n, s, e]; a query that
+    sees nothing gives zero with a sink and is undefined without. A positive `softcap` c bends the
+    scaled scores z to c tanh(z/c). Dropout acts on the probabilities.
 
-    Raises `ValueError` where the shapes do not fit or both `causal` and `mask` are given. Source: Vaswani et al.
-    2017, arXiv:1706.03762; grouped queries: arXiv:2305.13245; sinks: arXiv:2309.17453; caps: arXiv:2408.00118.
+    Raises `ValueError` where the shapes do not fit or both `causal` and `mask` are given. Source:
+    Vaswani et al. 2017, arXiv:1706.03762; grouped queries: arXiv:2305.13245; sinks:
+    arXiv:2309.17453; caps: arXiv:2408.00118.
     """
     require_shapes(q, k, v, causal, mask)
     if softcap > 0:
         return _capped(q, k, v, causal, mask, sink, scale, softcap, dropout_p)
     width = v.shape[-1]
-    if width < q.shape[-1]:  # fused kernels know one head size; zero columns change nothing and are cut off again
+    if (
+        width < q.shape[-1]
+    ):  # fused kernels know one head size; zero columns change nothing and are cut off again
         v = F.pad(v, (0, q.shape[-1] - width))
     if sink is not None:
         k, v, mask, causal = _with_sink(q, k, v, causal, mask, sink)
@@ -58,9 +64,10 @@ def visible(
 ) -> Tensor:
     """The boolean mask [s, t] of which key position each query position sees.
 
-    Positions are integers [s] and [t] in any order. `causal`: no key after the query. `window` (left, right):
-    no key more than `left` before or `right` after the query; a negative number is no limit. Segments [s], [t]:
-    only keys of the query's own segment. Raises `ValueError` if only one of the segments is given.
+    Positions are integers [s] and [t] in any order. `causal`: no key after the query. `window`
+    (left, right): no key more than `left` before or `right` after the query; a negative number is
+    no limit. Segments [s], [t]: only keys of the query's own segment. Raises `ValueError` if only
+    one of the segments is given.
     """
     if (q_segments is None) != (k_segments is None):
         raise ValueError("segments are needed for queries and keys, or for neither")
@@ -81,7 +88,8 @@ def _with_sink(
     q: Tensor, k: Tensor, v: Tensor, causal: bool, mask: Tensor | None, sink: Tensor
 ) -> tuple[Tensor, Tensor, Tensor, bool]:
     """Keys, values and an additive mask with one zero key more, whose logit is `sink`."""
-    s, t = q.shape[2], k.shape[2]
+    s = q.shape[2]
+    t = k.shape[2]
     if causal:
         positions = torch.arange(s, device=q.device)
         mask = visible(positions, positions, causal=True)
@@ -109,7 +117,8 @@ def _capped(
     """Attention written out, since torch's own knows no caps."""
     wide = torch.float64 if q.dtype == torch.float64 else torch.float32
     share = q.shape[1] // k.shape[1]
-    k, v = k.to(wide).repeat_interleave(share, 1), v.to(wide).repeat_interleave(share, 1)
+    k = k.to(wide).repeat_interleave(share, 1)
+    v = v.to(wide).repeat_interleave(share, 1)
     z = q.to(wide) @ k.mT * (q.shape[-1] ** -0.5 if scale is None else scale)
     p = softmax(softcap * (z / softcap).tanh(), causal=causal, mask=mask, sink=sink)
     return (F.dropout(p, dropout_p) @ v).to(q.dtype)
@@ -120,10 +129,14 @@ def require_shapes(q: Tensor, k: Tensor, v: Tensor, causal: bool, mask: Tensor |
     if any(x.ndim != 4 for x in (q, k, v)):
         raise ValueError("q, k and v must be [batch, heads, tokens, head size]")
     if q.shape[0] != k.shape[0] or k.shape[:3] != v.shape[:3] or q.shape[3] != k.shape[3]:
-        raise ValueError(f"q {tuple(q.shape)}, k {tuple(k.shape)} and v {tuple(v.shape)} do not belong together")
+        raise ValueError(
+            f"q {tuple(q.shape)}, k {tuple(k.shape)} and v {tuple(v.shape)} do not belong together"
+        )
     if k.shape[1] == 0 or q.shape[1] % k.shape[1]:
         raise ValueError(f"{q.shape[1]} query heads are no multiple of {k.shape[1]} key heads")
     if causal and mask is not None:
         raise ValueError("give a causal mask as `mask`, or say `causal`, not both")
     if causal and q.shape[2] != k.shape[2]:
-        raise ValueError(f"causal attention of {q.shape[2]} queries over {k.shape[2]} keys needs a mask")
+        raise ValueError(
+            f"causal attention of {q.shape[2]} queries over {k.shape[2]} keys needs a mask"
+        )

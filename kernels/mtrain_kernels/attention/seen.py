@@ -1,4 +1,6 @@
-"""Which keys a query sees, as an interval of them: what fused attention visits, and nothing beside it."""
+"""Which keys a query sees, as an interval of them: what fused attention visits, and nothing beside
+it.
+"""
 
 from __future__ import annotations
 
@@ -12,8 +14,8 @@ from torch import Tensor
 class Seen:
     """Query i sees the keys [i + shift - left, i + shift + right]; a negative limit is none.
 
-    `table` [2 s + 2 t] int32 says it instead: the first key of each of s queries, the one behind its last, then the
-    first query that sees each of t keys and the one behind the last.
+    `table` [2 s + 2 t] int32 says it instead: the first key of each of s queries, the one behind
+    its last, then the first query that sees each of t keys and the one behind the last.
     """
 
     left: int = -1
@@ -33,7 +35,9 @@ class Seen:
 
     @classmethod
     def of(cls, tokens: int, window: tuple[int, int], cu_seqlens: Tensor | None) -> Seen:
-        """What as many queries as keys see: `window` is (left, right), `cu_seqlens` as in `table`."""
+        """What as many queries as keys see: `window` is (left, right), `cu_seqlens` as
+        in `table`.
+        """
         if cu_seqlens is None:
             return cls(*window)
         at = torch.arange(tokens, device=cu_seqlens.device)
@@ -42,17 +46,25 @@ class Seen:
     def limits(self, queries: int, keys: int) -> tuple[int, int, int]:
         """left, right and shift with numbers in the place of no limit."""
         none = queries + keys + abs(self.shift)
-        return (self.left if self.left >= 0 else none, self.right if self.right >= 0 else none, self.shift)
+        return (
+            self.left if self.left >= 0 else none,
+            self.right if self.right >= 0 else none,
+            self.shift,
+        )
 
 
-def table(q_at: Tensor, k_at: Tensor, window: tuple[int, int] = (-1, -1), cu_seqlens: Tensor | None = None) -> Tensor:
-    """The table of `Seen` for queries and keys at ascending positions [s] and [t] of a batch; int32 [2 s + 2 t].
+def table(
+    q_at: Tensor, k_at: Tensor, window: tuple[int, int] = (-1, -1), cu_seqlens: Tensor | None = None
+) -> Tensor:
+    """The table of `Seen` for queries and keys at ascending positions [s] and [t] of a batch; int32
+    [2 s + 2 t].
 
-    `window` (left, right) hides keys more than so many positions before or behind a query, negative numbers nothing.
-    `cu_seqlens` are the edges of sequences that do not see each other; what lies behind the last is one more. Nothing
-    waits for the device.
+    `window` (left, right) hides keys more than so many positions before or behind a query, negative
+    numbers nothing. `cu_seqlens` are the edges of sequences that do not see each other; what lies
+    behind the last is one more. Nothing waits for the device.
     """
-    q_at, k_at = q_at.long(), k_at.long()
+    q_at = q_at.long()
+    k_at = k_at.long()
     edges = None
     if cu_seqlens is not None:
         ends = torch.full((1,), torch.iinfo(torch.int32).max, dtype=torch.int64, device=q_at.device)
@@ -62,7 +74,9 @@ def table(q_at: Tensor, k_at: Tensor, window: tuple[int, int] = (-1, -1), cu_seq
     return torch.cat(both).to(torch.int32)
 
 
-def _interval(at: Tensor, others: Tensor, before: int, after: int, edges: Tensor | None) -> tuple[Tensor, Tensor]:
+def _interval(
+    at: Tensor, others: Tensor, before: int, after: int, edges: Tensor | None
+) -> tuple[Tensor, Tensor]:
     """Of each position the first of the others within reach, and the one behind the last."""
     first = at - before if before >= 0 else torch.full_like(at, torch.iinfo(torch.int32).min)
     last = at + after if after >= 0 else torch.full_like(at, torch.iinfo(torch.int32).max)

@@ -1,7 +1,8 @@
 """Causal attention of short sequences on a CPU in half precision, its scores written out.
 
-torch's fused kernel cuts a sequence into blocks and widens each operand again for each of them: for some hundred
-tokens that takes twice as long as batched products by oneDNN. Scores are fp32, as they are there.
+torch's fused kernel cuts a sequence into blocks and widens each operand again for each of them: for
+some hundred tokens that takes twice as long as batched products by oneDNN. Scores are fp32, as they
+are there.
 """
 
 from __future__ import annotations
@@ -16,17 +17,22 @@ MOST_SCORES = 1 << 23  # 32 MiB of them at a time; longer sequences are the fuse
 
 
 def fits(q: Tensor, k: Tensor, v: Tensor) -> bool:
-    """Whether causal attention of `q` [b, n, s, d] to `k` and `v` [b, g, s, d] is what this is made for."""
+    """Whether causal attention of `q` [b, n, s, d] to `k` and `v` [b, g, s, d] is what this is made
+    for.
+    """
     b, n, s, _ = q.shape
     half = q.dtype in (torch.bfloat16, torch.float16) and q.dtype == k.dtype == v.dtype
     return q.device.type == "cpu" and half and k.shape[2] == s and 0 < b * n * s * s <= MOST_SCORES
 
 
 def attention(q: Tensor, k: Tensor, v: Tensor, scale: float | None = None) -> Tensor:
-    """Causal `softmax(scale q k^T) v`: shapes and result as in `reference.attention`, no dropout, no sink."""
+    """Causal `softmax(scale q k^T) v`: shapes and result as in `reference.attention`, no dropout,
+    no sink.
+    """
     b, n, s, d = q.shape
     g = k.shape[1]
-    rows = q.reshape(b, g, n // g * s, d).flatten(0, 1)  # the heads that share keys lie behind each other
+    # the heads that share keys lie behind each other
+    rows = q.reshape(b, g, n // g * s, d).flatten(0, 1)
     scale = d**-0.5 if scale is None else scale
     out: Tensor = _Short.apply(rows, k.flatten(0, 1), v.flatten(0, 1), scale)
     return out.view(b, n, s, v.shape[-1])
@@ -35,7 +41,9 @@ def attention(q: Tensor, k: Tensor, v: Tensor, scale: float | None = None) -> Te
 class _Short(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
-        batch, rows, s = q.shape[0], q.shape[1], k.shape[1]
+        batch = q.shape[0]
+        rows = q.shape[1]
+        s = k.shape[1]
         later = torch.full((s, s), float("-inf")).triu_(1).repeat(rows // s, 1)
         scores = torch.baddbmm(later.expand(batch, rows, s), q.float(), k.float().mT, alpha=scale)
         p = torch.softmax(scores, -1, out=scores).to(q.dtype)
@@ -49,5 +57,9 @@ class _Short(torch.autograd.Function):
         q, k, v, p = ctx.saved_tensors
         d_out = d_out.contiguous()
         d_p = torch.bmm(d_out, v.mT).float()
-        d_scores = torch._softmax_backward_data(d_p, p.float(), -1, torch.float32).mul_(ctx.scale).to(q.dtype)
+        d_scores = (
+            torch._softmax_backward_data(d_p, p.float(), -1, torch.float32)
+            .mul_(ctx.scale)
+            .to(q.dtype)
+        )
         return torch.bmm(d_scores, k), torch.bmm(d_scores.mT, q), torch.bmm(p.mT, d_out), None

@@ -1,4 +1,6 @@
-"""How many queries and keys the kernels of fused attention take at once, and how a head's width is cut."""
+"""How many queries and keys the kernels of fused attention take at once, and how a head's width is
+cut.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,9 @@ WIDEST = 256  # of a head
 
 @dataclass(frozen=True)
 class Widths:
-    """Columns of a tile: of queries and keys in two parts, powers of two, and of values; 192 is 128 and 64."""
+    """Columns of a tile: of queries and keys in two parts, powers of two, and of values; 192 is 128
+    and 64.
+    """
 
     first: int
     second: int
@@ -26,10 +30,13 @@ class Widths:
 
     @classmethod
     def of(cls, size: int, value_size: int) -> Widths:
-        """Of heads of `size` with values of `value_size`; a tensor core takes no fewer than 16 columns."""
+        """Of heads of `size` with values of `value_size`; a tensor core takes no fewer than 16
+        columns.
+        """
         first = max(16, power_of_two(size + 1) // 2)
         rest = max(0, size - first)
-        second, value = (max(16, power_of_two(rest)) if rest else 0), max(16, power_of_two(value_size))
+        second = max(16, power_of_two(rest)) if rest else 0
+        value = max(16, power_of_two(value_size))
         return cls(first, second, value, first + second == size, value == value_size)
 
 
@@ -62,7 +69,8 @@ TABLES: dict[tuple[str, int], tuple[Tile, ...]] = {
     ("keys", 192): (Tile(32, 64, 8, 2), Tile(64, 32, 8, 1)),
     ("keys", 256): (Tile(64, 32, 8, 2), Tile(64, 32, 8, 1)),
 }
-"""Of each pass and width of a head the tiles that are tried; the first is taken where nothing was measured.
+"""Of each pass and width of a head the tiles that are tried; the first is taken where nothing was
+measured.
 
 `forward` and `queries`, which makes their gradient, walk over keys, `keys` over queries.
 """
@@ -98,7 +106,8 @@ def candidates(pass_: str, q: Tensor, v: Tensor) -> tuple[Tile, ...]:
 def tile_for(pass_: str, q: Tensor, v: Tensor, windowed: bool) -> Tile:
     """What was measured for this class of calls, or the first of the table.
 
-    The choice depends on the device, the dtype, the sizes and the recorded measurements alone, not on timing.
+    The choice depends on the device, the dtype, the sizes and the recorded measurements alone, not
+    on timing.
     """
     found = candidates(pass_, q, v)
     wanted = tuning.recorded(f"attention.{pass_}", shape_class(q, v, windowed))
@@ -106,6 +115,8 @@ def tile_for(pass_: str, q: Tensor, v: Tensor, windowed: bool) -> Tile:
 
 
 def shape_class(q: Tensor, v: Tensor, windowed: bool) -> str:
-    """What calls are tuned together: widths of a head exactly, queries by powers of two, with or without a window."""
+    """What calls are tuned together: widths of a head exactly, queries by powers of two, with or
+    without a window.
+    """
     sizes = f"d{q.shape[-1]} e{v.shape[-1]} s{power_of_two(q.shape[2])}"
     return f"{str(q.dtype).removeprefix('torch.')} {sizes}{' window' if windowed else ''}"

@@ -1,7 +1,9 @@
-"""Forward of fused attention: scores stay on the chip, key tiles that no query of a tile sees are not visited.
+"""Forward of fused attention: scores stay on the chip, key tiles that no query of a tile sees are
+not visited.
 
-What a query sees is an interval of keys: [i + shift - left, i + shift + right], or what a table says. So is what sees
-a key. A row of queries so has a run of key tiles that it sees whole, which need no mask, and few beside it.
+What a query sees is an interval of keys: [i + shift - left, i + shift + right], or what a table
+says. So is what sees a key. A row of queries so has a run of key tiles that it sees whole, which
+need no mask, and few beside it.
 """
 
 from __future__ import annotations
@@ -17,7 +19,8 @@ from mtrain_kernels.attention.seen import Seen
 from mtrain_kernels.attention.tiles import Tile, Widths, tile_for
 from mtrain_kernels.runtime import cast, ceil_div, dot, on_device_of
 
-HIDDEN = tl.constexpr(-1e30)  # log-sum-exp of a query that sees nothing; finite, for those who subtract it
+# log-sum-exp of a query that sees nothing; finite, for those who subtract it
+HIDDEN = tl.constexpr(-1e30)
 LOG2E = tl.constexpr(1.4426950408889634)
 LN2 = tl.constexpr(0.6931471805599453)
 SMALL = tl.constexpr(0.1)  # below it tanh is a polynomial; above, 1 - exp(-2x) has digits enough
@@ -35,7 +38,9 @@ def _tanh(x):
 
 @triton.jit
 def _logits(x, scale, cap, CAPPED: tl.constexpr):
-    """Logits of the products `x` in units of log 2, and of what a cap bends tanh: 1 - its square is the slope."""
+    """Logits of the products `x` in units of log 2, and of what a cap bends tanh: 1 - its square is
+    the slope.
+    """
     if CAPPED:
         bent = _tanh(x * (scale / cap))
         return bent * (cap * LOG2E), bent
@@ -44,11 +49,13 @@ def _logits(x, scale, cap, CAPPED: tl.constexpr):
 
 @triton.jit
 def _rows(
-    ptr, start, stride, rows, columns, R: tl.constexpr, AT: tl.constexpr, C: tl.constexpr, INSIDE: tl.constexpr,
+    ptr, start, stride, rows, columns, R: tl.constexpr, AT: tl.constexpr, C: tl.constexpr,
+    INSIDE: tl.constexpr,
     EVEN: tl.constexpr,
 ):  # fmt: skip
     """Rows from `start` on and columns from AT on of a matrix [rows, columns], zeros beyond."""
-    row, column = tl.arange(0, R), AT + tl.arange(0, C)
+    row = tl.arange(0, R)
+    column = AT + tl.arange(0, C)
     at = ptr + tl.cast(start, tl.int64) * stride + row[:, None] * stride + column[None, :]
     if INSIDE and EVEN:
         return tl.load(at)
@@ -58,15 +65,24 @@ def _rows(
 
 
 @triton.jit
-def _store(ptr, x, start, stride, rows, columns, R: tl.constexpr, AT: tl.constexpr, C: tl.constexpr):
-    row, column = tl.arange(0, R), AT + tl.arange(0, C)
+def _store(
+    ptr, x, start, stride, rows, columns, R: tl.constexpr, AT: tl.constexpr, C: tl.constexpr
+):
+    row = tl.arange(0, R)
+    column = AT + tl.arange(0, C)
     at = ptr + tl.cast(start, tl.int64) * stride + row[:, None] * stride + column[None, :]
-    tl.store(at, cast(x, ptr.dtype.element_ty), mask=(start + row < rows)[:, None] & (column < columns)[None, :])
+    tl.store(
+        at,
+        cast(x, ptr.dtype.element_ty),
+        mask=(start + row < rows)[:, None] & (column < columns)[None, :],
+    )
 
 
 @triton.jit
 def _interval(at, table_ptr, size, others, before, after, TABLE: tl.constexpr):
-    """Of each of [size] rows the first of `others` that it has to do with, and the one behind the last."""
+    """Of each of [size] rows the first of `others` that it has to do with, and the one behind the
+    last.
+    """
     inside = at < size
     if TABLE:
         first = tl.load(table_ptr + at, mask=inside, other=others)
@@ -79,7 +95,9 @@ def _interval(at, table_ptr, size, others, before, after, TABLE: tl.constexpr):
 
 @triton.jit
 def _phases(first, last, inside, others, T: tl.constexpr):
-    """Tiles of T of the others: from where on some are seen, from and to where all are, and to where some are."""
+    """Tiles of T of the others: from where on some are seen, from and to where all are, and to
+    where some are.
+    """
     low = tl.min(tl.where(inside, first, others), 0) // T * T
     high = tl.max(last, 0)
     begin = tl.cdiv(tl.max(tl.where(inside, first, 0), 0), T) * T
@@ -90,11 +108,15 @@ def _phases(first, last, inside, others, T: tl.constexpr):
 
 @triton.jit
 def _over_keys(
-    low, high, q, q2, total, top, acc, k_ptr, v_ptr, k_stride, v_stride, first, last, t, d, e, scale, cap,
-    MASKED: tl.constexpr, CAPPED: tl.constexpr, EXACT: tl.constexpr, EVEN: tl.constexpr, EVEN_E: tl.constexpr,
+    low, high, q, q2, total, top, acc, k_ptr, v_ptr, k_stride, v_stride, first, last, t, d, e,
+    scale, cap,
+    MASKED: tl.constexpr, CAPPED: tl.constexpr, EXACT: tl.constexpr, EVEN: tl.constexpr,
+    EVEN_E: tl.constexpr,
     D: tl.constexpr, D2: tl.constexpr, E: tl.constexpr, N: tl.constexpr,
 ):  # fmt: skip
-    """What key tiles in [low, high) add to the softmax of the queries `q`, whose second part `q2` has D2 columns."""
+    """What key tiles in [low, high) add to the softmax of the queries `q`, whose second part `q2`
+    has D2 columns.
+    """
     for j in range(low, high, N):
         k = _rows(k_ptr, j, k_stride, t, d, N, 0, D, not MASKED, EVEN)
         x = dot(q, tl.trans(k), None, EXACT)
@@ -104,7 +126,9 @@ def _over_keys(
         z, _ = _logits(x, scale, cap, CAPPED)
         if MASKED:
             key = j + tl.arange(0, N)
-            z = tl.where((key[None, :] >= first[:, None]) & (key[None, :] < last[:, None]), z, float("-inf"))
+            z = tl.where(
+                (key[None, :] >= first[:, None]) & (key[None, :] < last[:, None]), z, float("-inf")
+            )
         higher = tl.maximum(top, tl.max(z, 1))
         p = tl.exp2(z - higher[:, None])
         shrunk = tl.exp2(top - higher)
@@ -120,14 +144,20 @@ def forward_kernel(
     q_ptr, k_ptr, v_ptr, sink_ptr, table_ptr, out_ptr, lse_ptr,
     q_batch, q_head, q_row, k_batch, k_head, k_row, v_batch, v_head, v_row, o_batch, o_head, o_row,
     heads, share, s, t, d, e, left, right, shift, scale, cap,
-    SINK: tl.constexpr, TABLE: tl.constexpr, LEFT: tl.constexpr, CAPPED: tl.constexpr, EXACT: tl.constexpr,
+    SINK: tl.constexpr, TABLE: tl.constexpr, LEFT: tl.constexpr, CAPPED: tl.constexpr,
+    EXACT: tl.constexpr,
     EVEN: tl.constexpr, EVEN_E: tl.constexpr, D: tl.constexpr, D2: tl.constexpr, E: tl.constexpr,
     M: tl.constexpr, N: tl.constexpr,
 ):  # fmt: skip
     """out = softmax over the keys that a query sees, and the logarithm of its denominator."""
-    start = (tl.num_programs(0) - 1 - tl.program_id(0)) * M  # under a causal mask the last ones take longest
-    b, h = tl.program_id(1) // heads, tl.program_id(1) % heads
-    b64, h64, g64 = b.to(tl.int64), h.to(tl.int64), (h // share).to(tl.int64)
+    start = (
+        tl.num_programs(0) - 1 - tl.program_id(0)
+    ) * M  # under a causal mask the last ones take longest
+    b = tl.program_id(1) // heads
+    h = tl.program_id(1) % heads
+    b64 = b.to(tl.int64)
+    h64 = h.to(tl.int64)
+    g64 = (h // share).to(tl.int64)
     k_ptr += b64 * k_batch + g64 * k_head
     v_ptr += b64 * v_batch + g64 * v_head
     q_ptr += b64 * q_batch + h64 * q_head
@@ -148,15 +178,18 @@ def forward_kernel(
     acc = tl.zeros([M, E], tl.float32)
     if LEFT:
         total, top, acc = _over_keys(
-            low, begin, q, q2, total, top, acc, k_ptr, v_ptr, k_row, v_row, first, last, t, d, e, scale, cap,
+            low, begin, q, q2, total, top, acc, k_ptr, v_ptr, k_row, v_row, first, last, t, d, e,
+            scale, cap,
             True, CAPPED, EXACT, EVEN, EVEN_E, D, D2, E, N,
         )  # fmt: skip
     total, top, acc = _over_keys(
-        begin, end, q, q2, total, top, acc, k_ptr, v_ptr, k_row, v_row, first, last, t, d, e, scale, cap,
+        begin, end, q, q2, total, top, acc, k_ptr, v_ptr, k_row, v_row, first, last, t, d, e,
+        scale, cap,
         False, CAPPED, EXACT, EVEN, EVEN_E, D, D2, E, N,
     )  # fmt: skip
     total, top, acc = _over_keys(
-        end, high, q, q2, total, top, acc, k_ptr, v_ptr, k_row, v_row, first, last, t, d, e, scale, cap,
+        end, high, q, q2, total, top, acc, k_ptr, v_ptr, k_row, v_row, first, last, t, d, e, scale,
+        cap,
         True, CAPPED, EXACT, EVEN, EVEN_E, D, D2, E, N,
     )  # fmt: skip
     seen = total != 0  # not a number counts as seen
@@ -168,7 +201,9 @@ def forward_kernel(
 
 
 def token_major(like: Tensor, width: int, dtype: torch.dtype | None = None) -> Tensor:
-    """An empty [b, n, s, width] whose memory is [s, b, n, width]: what the layer behind attention reads as a view."""
+    """An empty [b, n, s, width] whose memory is [s, b, n, width]: what the layer behind attention
+    reads as a view.
+    """
     b, n, s, _ = like.shape
     return like.new_empty((s, b, n, width), dtype=dtype or like.dtype).permute(1, 2, 0, 3)
 
@@ -198,11 +233,19 @@ def constants(q: Tensor, v: Tensor, seen: Seen, softcap: float, tile: Tile) -> d
 
 
 def forward(
-    q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None, seen: Seen, scale: float, softcap: float, wide: bool
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    sink: Tensor | None,
+    seen: Seen,
+    scale: float,
+    softcap: float,
+    wide: bool,
 ) -> tuple[Tensor, Tensor]:
     """Output [b, n, s, e], fp32 if `wide`, and log-sum-exps [b, n, s] in fp32."""
     (b, n, s, d), (_, g, t, e) = q.shape, v.shape
-    out, lse = token_major(q, e, torch.float32 if wide else None), q.new_empty((b, n, s), dtype=torch.float32)
+    out = token_major(q, e, torch.float32 if wide else None)
+    lse = q.new_empty((b, n, s), dtype=torch.float32)
     if lse.numel() == 0:
         return out, lse
     q, k, v = map(dense_rows, (q, k, v))

@@ -25,9 +25,10 @@ def causal_conv1d(
 ) -> Tensor:
     """`act(bias + sum_j weight[:, w-1-j] x[..., t-j])`: each channel over its own last w times.
 
-    Arguments and result are those of `reference.causal_conv1d`: `x` [b, d, t], `weight` [d, w], `bias` [d], each in
-    fp32, fp16 or bf16, `segments` [b, t] integers. `impl` is `reference`, `triton` or `auto`. Raises `ValueError`
-    where shapes or names do not fit, `Unavailable` where the named implementation cannot run.
+    Arguments and result are those of `reference.causal_conv1d`: `x` [b, d, t], `weight` [d, w],
+    `bias` [d], each in fp32, fp16 or bf16, `segments` [b, t] integers. `impl` is `reference`,
+    `triton` or `auto`. Raises `ValueError` where shapes or names do not fit, `Unavailable` where
+    the named implementation cannot run.
     """
     reference.require_conv(x, weight, bias, activation, segments)
     if pick("causal_conv1d", impl, x.device, _obstacle(x, weight, bias)) == "reference":
@@ -43,7 +44,9 @@ def _obstacle(x: Tensor, weight: Tensor, bias: Tensor | None) -> str | None:
 
 
 @torch.library.custom_op("mtrain::causal_conv1d", mutates_args=())
-def _conv(x: Tensor, weight: Tensor, bias: Tensor | None, segments: Tensor | None, silu: bool) -> Tensor:
+def _conv(
+    x: Tensor, weight: Tensor, bias: Tensor | None, segments: Tensor | None, silu: bool
+) -> Tensor:
     from mtrain_kernels.causal_conv1d import triton
 
     return triton.forward(x, weight, bias, segments, silu)
@@ -65,7 +68,11 @@ def _conv_backward(
 
 @_conv_backward.register_fake
 def _(d_y, x, weight, bias, segments, silu):
-    return x.new_empty(x.shape), weight.new_empty(weight.shape), x.new_empty(x.shape[1], dtype=torch.float32)
+    return (
+        x.new_empty(x.shape),
+        weight.new_empty(weight.shape),
+        x.new_empty(x.shape[1], dtype=torch.float32),
+    )
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
@@ -83,7 +90,8 @@ _conv.register_autograd(_differentiate, setup_context=_save)
 
 
 def _channels(model: Model) -> int:
-    return 2 * model.hidden + 2 * 8 * 128  # x, b and c of a Mamba-2 layer: twice the width, 8 groups of 128 states
+    # x, b and c of a Mamba-2 layer: twice the width, 8 groups of 128 states
+    return 2 * model.hidden + 2 * 8 * 128
 
 
 def _make(model: Model, device: torch.device, dtype: torch.dtype) -> dict[str, Any]:
@@ -102,7 +110,9 @@ def _moves(tensors: int) -> Any:
 def _library(inputs: dict[str, Any]) -> Any:
     from causal_conv1d import causal_conv1d_fn
 
-    return lambda: causal_conv1d_fn(inputs["x"], inputs["weight"], inputs["bias"], activation="silu")
+    return lambda: causal_conv1d_fn(
+        inputs["x"], inputs["weight"], inputs["bias"], activation="silu"
+    )
 
 
 def _launch(model: Model) -> None:

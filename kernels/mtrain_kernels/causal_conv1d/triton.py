@@ -1,4 +1,6 @@
-"""Kernels of the causal convolution: a thread reads runs of eight times, and taps are registers of two runs."""
+"""Kernels of the causal convolution: a thread reads runs of eight times, and taps are registers of
+two runs.
+"""
 
 # Triton's tuples grow in loops that it unrolls.
 # mypy: disable-error-code="assignment,misc"
@@ -19,7 +21,9 @@ ELEMENTS = 2048  # values in a tile, half of it in the backward, which holds thr
 
 @triton.jit
 def _runs(x, D: tl.constexpr, R: tl.constexpr):
-    """Eight tensors [D, R]: the first of each run of eight in `x` [D, 8 R], the second, and so on."""
+    """Eight tensors [D, R]: the first of each run of eight in `x` [D, 8 R], the second,
+    and so on.
+    """
     even, odd = tl.split(tl.reshape(x, (D, R, 4, 2)))
     even_low, even_high = tl.split(tl.reshape(even, (D, R, 2, 2)))
     odd_low, odd_high = tl.split(tl.reshape(odd, (D, R, 2, 2)))
@@ -55,7 +59,9 @@ def _tap(x, segments, at: tl.constexpr, j: tl.constexpr, SEGMENTED: tl.constexpr
 
 
 @triton.jit
-def _sum(x, segments, weights, bias, at: tl.constexpr, WIDTH: tl.constexpr, SEGMENTED: tl.constexpr):
+def _sum(
+    x, segments, weights, bias, at: tl.constexpr, WIDTH: tl.constexpr, SEGMENTED: tl.constexpr
+):
     """What comes out at place `at` before the activation."""
     z = bias + weights[0] * _tap(x, segments, at, 0, SEGMENTED)
     for j in tl.static_range(1, WIDTH):
@@ -72,8 +78,11 @@ def _slope(z):
 
 @triton.jit
 def _tile_of(times, channels, D: tl.constexpr, T: tl.constexpr):
-    """This program's sequence, block of times, channels [D, 1], first of their rows, and times [1, T]."""
-    blocks_t, blocks_d = tl.cdiv(times, T), tl.cdiv(channels, D)
+    """This program's sequence, block of times, channels [D, 1], first of their rows, and times [1,
+    T].
+    """
+    blocks_t = tl.cdiv(times, T)
+    blocks_d = tl.cdiv(channels, D)
     pid = tl.program_id(0)
     batch = (pid // (blocks_t * blocks_d)).to(tl.int64)
     channel = (pid // blocks_t % blocks_d) * D + tl.arange(0, D)[:, None]
@@ -86,7 +95,9 @@ def _parameters(weight_ptr, bias_ptr, channel, live, WIDTH: tl.constexpr, BIAS: 
     """The weights of the taps, the latest first, and the bias, each [D, 1]."""
     weights = ()
     for j in tl.static_range(WIDTH):
-        w = tl.load(weight_ptr + channel * WIDTH + (WIDTH - 1 - j), mask=live, other=0.0).to(tl.float32)
+        w = tl.load(weight_ptr + channel * WIDTH + (WIDTH - 1 - j), mask=live, other=0.0).to(
+            tl.float32
+        )
         weights = weights + (w,)  # noqa: RUF005 - Triton unpacks no tuple here
     bias = tl.zeros_like(weights[0])
     if BIAS:
@@ -110,7 +121,9 @@ def conv_kernel(
     D: tl.constexpr,
     T: tl.constexpr,
 ):
-    """D channels and T times of one sequence; a thread takes its runs from the run before and its own."""
+    """D channels and T times of one sequence; a thread takes its runs from the run before and its
+    own.
+    """
     R: tl.constexpr = T // 8
     batch, _, channel, row, time = _tile_of(times, channels, D, T)
     live = channel < channels
@@ -128,7 +141,11 @@ def conv_kernel(
         if SILU:
             z = z * sigmoid(z)
         y = y + (z,)  # noqa: RUF005
-    tl.store(y_ptr + row + time, cast(_joined(y, D, R), y_ptr.dtype.element_ty), mask=live & (time < times))
+    tl.store(
+        y_ptr + row + time,
+        cast(_joined(y, D, R), y_ptr.dtype.element_ty),
+        mask=live & (time < times),
+    )
 
 
 @triton.jit
@@ -149,9 +166,11 @@ def conv_backward_kernel(
     D: tl.constexpr,
     T: tl.constexpr,
 ):
-    """Gradient of x, and the tile's share of the gradients of weight and bias: partial[tile, channel, WIDTH + 1].
+    """Gradient of x, and the tile's share of the gradients of weight and bias: partial[tile,
+    channel, WIDTH + 1].
 
-    What came out before the activation is computed again rather than stored, for the run and what follows it.
+    What came out before the activation is computed again rather than stored, for the run and what
+    follows it.
     """
     R: tl.constexpr = T // 8
     batch, block, channel, row, time = _tile_of(times, channels, D, T)
@@ -197,7 +216,11 @@ def conv_backward_kernel(
                 d = tl.where(segments[8 + e] == segments[8 + e + ahead], d, 0.0)
             total += weights[ahead] * d
         d_x = d_x + (total,)  # noqa: RUF005
-    tl.store(d_x_ptr + row + time, cast(_joined(d_x, D, R), d_x_ptr.dtype.element_ty), mask=live & (time < times))
+    tl.store(
+        d_x_ptr + row + time,
+        cast(_joined(d_x, D, R), d_x_ptr.dtype.element_ty),
+        mask=live & (time < times),
+    )
 
 
 def _tile(times: int, elements: int) -> tuple[int, int]:
@@ -205,9 +228,13 @@ def _tile(times: int, elements: int) -> tuple[int, int]:
     return max(1, min(elements // t, 64)), t
 
 
-def forward(x: Tensor, weight: Tensor, bias: Tensor | None, segments: Tensor | None, silu: bool) -> Tensor:
+def forward(
+    x: Tensor, weight: Tensor, bias: Tensor | None, segments: Tensor | None, silu: bool
+) -> Tensor:
     """The convolution of `x` [b, d, t] with `weight` [d, w]."""
-    x, weight, bias, segments = (None if v is None else v.contiguous() for v in (x, weight, bias, segments))  # type: ignore[assignment]
+    x, weight, bias, segments = (
+        None if v is None else v.contiguous() for v in (x, weight, bias, segments)
+    )  # type: ignore[assignment]
     batch, channels, times = x.shape
     y = torch.empty_like(x)
     if x.numel() == 0:
@@ -238,7 +265,9 @@ def backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of x, weight and bias, that of the bias in fp32 and also where there is none."""
     d_y = d_y.contiguous()
-    x, weight, bias, segments = (None if v is None else v.contiguous() for v in (x, weight, bias, segments))  # type: ignore[assignment]
+    x, weight, bias, segments = (
+        None if v is None else v.contiguous() for v in (x, weight, bias, segments)
+    )  # type: ignore[assignment]
     batch, channels, times = x.shape
     width = weight.shape[1]
     d_x = torch.empty_like(x)

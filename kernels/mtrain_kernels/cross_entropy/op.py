@@ -1,4 +1,6 @@
-"""Cross entropy over logits whose vocabulary may be split over ranks: contract, gradients, registration."""
+"""Cross entropy over logits whose vocabulary may be split over ranks: contract, gradients,
+registration.
+"""
 
 from __future__ import annotations
 
@@ -28,19 +30,25 @@ def cross_entropy(
     group: dist.ProcessGroup | None = None,
     impl: str = "auto",
 ) -> Tensor:
-    """The loss of each token, with the vocabulary on one rank or in equal parts over the ranks of `group`.
+    """The loss of each token, with the vocabulary on one rank or in equal parts over the ranks of
+    `group`.
 
-    `logits` [..., v_local], in fp32, fp16, bf16 (or fp64 in the reference), `labels` [...] int64 over the whole
-    vocabulary, the same on every rank; the result is [...] in fp32 and the same on every rank, which its gradient
-    must be too. Columns from `vocab_size` on are padding, on whatever rank they lie: they have no probability, and
-    their gradient is 0. With `x = soft_cap tanh(logits / soft_cap)` and `lse` the log-sum-exp of x, the loss is
-    `lse - (1 - label_smoothing) x_label - label_smoothing mean(x) + z_loss lse^2`, or 0 where the label is
-    `ignore_index`; any other label outside the vocabulary makes it NaN. Raises `ValueError` where shapes, dtypes
-    or numbers do not fit, `Unavailable` where the named implementation cannot run.
+    `logits` [..., v_local], in fp32, fp16, bf16 (or fp64 in the reference), `labels` [...] int64
+    over the whole vocabulary, the same on every rank; the result is [...] in fp32 and the same on
+    every rank, which its gradient must be too. Columns from `vocab_size` on are padding, on
+    whatever rank they lie: they have no probability, and their gradient is 0. With `x = soft_cap
+    tanh(logits / soft_cap)` and `lse` the log-sum-exp of x, the loss is `lse - (1 -
+    label_smoothing) x_label - label_smoothing mean(x) + z_loss lse^2`, or 0 where the label is
+    `ignore_index`; any other label outside the vocabulary makes it NaN. Raises `ValueError` where
+    shapes, dtypes or numbers do not fit, `Unavailable` where the named implementation cannot run.
     """
     columns = logits.shape[-1] * size_of(group)
     terms = Terms(
-        columns if vocab_size is None else vocab_size, label_smoothing, z_loss, soft_cap or 0.0, ignore_index
+        columns if vocab_size is None else vocab_size,
+        label_smoothing,
+        z_loss,
+        soft_cap or 0.0,
+        ignore_index,
     )
     _require(logits, labels)
     reference.valid_terms(terms, columns)
@@ -57,7 +65,9 @@ def obstacle(*tensors: Tensor) -> str | None:
 
 
 def mark_foreign(statistics: Tensor, labels: Tensor, terms: Terms) -> Tensor:
-    """The statistics, in place, with NaN for tokens whose label is neither in the vocabulary nor to be ignored."""
+    """The statistics, in place, with NaN for tokens whose label is neither in the vocabulary nor to
+    be ignored.
+    """
     foreign = ((labels < 0) | (labels >= terms.vocab)) & (labels != terms.ignore_index)
     statistics[0].masked_fill_(foreign, torch.nan)
     return statistics
@@ -65,9 +75,13 @@ def mark_foreign(statistics: Tensor, labels: Tensor, terms: Terms) -> Tensor:
 
 def _require(logits: Tensor, labels: Tensor) -> None:
     if logits.ndim == 0 or logits.shape[:-1] != labels.shape or logits.shape[-1] == 0:
-        raise ValueError(f"labels {tuple(labels.shape)} must be one for each row of logits {tuple(logits.shape)}")
+        raise ValueError(
+            f"labels {tuple(labels.shape)} must be one for each row of logits {tuple(logits.shape)}"
+        )
     if labels.dtype != torch.int64 or not logits.dtype.is_floating_point:
-        raise ValueError(f"labels must be int64 and logits floating point, not {labels.dtype} and {logits.dtype}")
+        raise ValueError(
+            f"labels must be int64 and logits floating point, not {labels.dtype} and {logits.dtype}"
+        )
     if labels.device != logits.device:
         raise ValueError(f"logits are on {logits.device}, labels on {labels.device}")
 
@@ -121,7 +135,8 @@ def _cross_entropy_backward(
     terms = Terms(vocab, label_smoothing, z_loss, soft_cap, ignore_index)
     first = Vocabulary(group).rank * logits.shape[1]
     real = reference.real_columns(logits.shape[1], first, terms)
-    padding, logits = logits.shape[1] - real, logits[:, :real]
+    padding = logits.shape[1] - real
+    logits = logits[:, :real]
     if backend == "reference":
         gradient = reference.logits_gradient(logits, labels, lse, dlosses, first, terms)
         return torch.nn.functional.pad(gradient, (0, padding)) if padding else gradient.contiguous()
@@ -136,7 +151,19 @@ def _cross_entropy_backward(
 
 
 @_cross_entropy_backward.register_fake
-def _(dlosses, logits, labels, lse, group, vocab, label_smoothing, z_loss, soft_cap, ignore_index, backend):
+def _(
+    dlosses,
+    logits,
+    labels,
+    lse,
+    group,
+    vocab,
+    label_smoothing,
+    z_loss,
+    soft_cap,
+    ignore_index,
+    backend,
+):
     return logits.new_empty(logits.shape)
 
 
@@ -163,14 +190,18 @@ def _launch(model: Model) -> None:
     logits = torch.empty((1024, model.vocab), dtype=torch.bfloat16, device="meta")
     labels = torch.empty(1024, dtype=torch.int64, device="meta")
     lse = torch.empty(1024, dtype=torch.float32, device="meta")
-    terms = Terms(model.vocab, 0.1, 1e-4, 30.0)  # everything at once; linear_cross_entropy launches what is usual
+    # everything at once; linear_cross_entropy launches what is usual
+    terms = Terms(model.vocab, 0.1, 1e-4, 30.0)
     triton.row_statistics(logits, labels, 0, terms)
     triton.logits_gradient(logits, labels, lse, lse, 0, terms, logits)
 
 
 def _make(model: Model, device: torch.device, dtype: torch.dtype) -> dict[str, Any]:
     logits = torch.randn((model.tokens, model.vocab), device=device, dtype=dtype).requires_grad_()
-    return {"logits": logits, "labels": torch.randint(0, model.vocab, (model.tokens,), device=device)}
+    return {
+        "logits": logits,
+        "labels": torch.randint(0, model.vocab, (model.tokens,), device=device),
+    }
 
 
 def _liger(inputs: dict[str, Any]) -> Any:
@@ -180,7 +211,9 @@ def _liger(inputs: dict[str, Any]) -> Any:
 
 
 def _torch(inputs: dict[str, Any]) -> Any:
-    return lambda: torch.nn.functional.cross_entropy(inputs["logits"], inputs["labels"], reduction="none")
+    return lambda: torch.nn.functional.cross_entropy(
+        inputs["logits"], inputs["labels"], reduction="none"
+    )
 
 
 OPS = (

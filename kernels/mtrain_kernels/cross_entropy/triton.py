@@ -1,4 +1,6 @@
-"""Cross entropy on a GPU: one pass over a row for its statistics, one for the gradient, in place if wanted."""
+"""Cross entropy on a GPU: one pass over a row for its statistics, one for the gradient, in place if
+wanted.
+"""
 
 from __future__ import annotations
 
@@ -13,23 +15,26 @@ from mtrain_kernels.runtime import INTERPRETED, cast, ceil_div, exp2, on_device_
 COLUMNS = 8192  # of a row in the registers of one program
 LOG2E = tl.constexpr(1.4426950408889634)
 RECIPROCALS = tl.constexpr(  # of four numbers between 1 and 2^31, by one of their product
-    "{ .reg .f32 a, b, r; mul.rn.f32 a, $4, $5; mul.rn.f32 b, $6, $7; mul.rn.f32 r, a, b; rcp.approx.ftz.f32 r, r;"
-    " mul.rn.f32 b, r, b; mul.rn.f32 a, r, a;"
-    " mul.rn.f32 $0, b, $5; mul.rn.f32 $1, b, $4; mul.rn.f32 $2, a, $7; mul.rn.f32 $3, a, $6; }"
+    "{ .reg .f32 a, b, r; mul.rn.f32 a, $4, $5; mul.rn.f32 b, $6, $7; mul.rn.f32 r, a, b;"
+    " rcp.approx.ftz.f32 r, r; mul.rn.f32 b, r, b; mul.rn.f32 a, r, a; mul.rn.f32 $0, b, $5;"
+    " mul.rn.f32 $1, b, $4; mul.rn.f32 $2, a, $7; mul.rn.f32 $3, a, $6; }"
 )
 
 
 @triton.jit
 def bend(x, slope, SHARED: tl.constexpr):
-    """1 / (1 + 2^(slope x)): the tanh of x / c is 1 - 2 bend for a `slope` of 2 log2(e) / c, to 1e-6 of one.
+    """1 / (1 + 2^(slope x)): the tanh of x / c is 1 - 2 bend for a `slope` of 2 log2(e) / c, to
+    1e-6 of one.
 
-    With `SHARED` four neighbours share a division, and become not a number together: for logits of one row, of which
-    each thread has four (a block of 128 columns and more).
+    With `SHARED` four neighbours share a division, and become not a number together: for logits of
+    one row, of which each thread has four (a block of 128 columns and more).
     """
     above = 1.0 + exp2(tl.minimum(x * slope, 30.0, propagate_nan=tl.PropagateNan.ALL))
     if INTERPRETED or not SHARED:
         return reciprocal(above)
-    return tl.inline_asm_elementwise(RECIPROCALS, "=&f,=&f,=&f,=&f,f,f,f,f", [above], tl.float32, True, 4)
+    return tl.inline_asm_elementwise(
+        RECIPROCALS, "=&f,=&f,=&f,=&f,f,f,f,f", [above], tl.float32, True, 4
+    )
 
 
 @triton.jit
@@ -38,7 +43,9 @@ def _columns(
     COLUMNS: tl.constexpr, WHOLE: tl.constexpr,
     SMOOTHED: tl.constexpr, WEIGHED: tl.constexpr, CAPPED: tl.constexpr, RANKED: tl.constexpr,
 ):  # fmt: skip
-    """Adds a block of columns to what each eighth of it, which one thread holds, knows of those before."""
+    """Adds a block of columns to what each eighth of it, which one thread holds, knows of those
+    before.
+    """
     column = start + tl.arange(0, COLUMNS // 8)[:, None] * 8 + tl.arange(0, 8)[None, :]
     if WHOLE:
         x = tl.load(logits_ptr + column).to(tl.float32)
@@ -78,7 +85,9 @@ def statistics_kernel(
     COLUMNS: tl.constexpr,
     SMOOTHED: tl.constexpr, WEIGHED: tl.constexpr, CAPPED: tl.constexpr, RANKED: tl.constexpr,
 ):  # fmt: skip
-    """One row per program: a running maximum and sum of exponentials of each thread, brought together at the end."""
+    """One row per program: a running maximum and sum of exponentials of each thread, brought
+    together at the end.
+    """
     row = tl.program_id(0).to(tl.int64)
     logits_ptr += row * stride
     if WEIGHED:
@@ -86,16 +95,19 @@ def statistics_kernel(
     exponentials = tl.zeros((COLUMNS // 8,), tl.float32)
     total = tl.zeros((COLUMNS // 8,), tl.float32)
     most = tl.full((COLUMNS // 8,), -float("inf"), tl.float32)
-    top, at = most, tl.zeros((COLUMNS // 8,), tl.int32) + columns
+    top = most
+    at = tl.zeros((COLUMNS // 8,), tl.int32) + columns
     whole = columns // COLUMNS * COLUMNS
     for start in range(0, whole, COLUMNS):
         most, exponentials, total, top, at = _columns(
-            logits_ptr, class_weights_ptr, start, columns, soft_cap, most, exponentials, total, top, at,
+            logits_ptr, class_weights_ptr, start, columns, soft_cap, most, exponentials, total,
+            top, at,
             COLUMNS, True, SMOOTHED, WEIGHED, CAPPED, RANKED,
         )  # fmt: skip
     if whole < columns:
         most, exponentials, total, top, at = _columns(
-            logits_ptr, class_weights_ptr, whole, columns, soft_cap, most, exponentials, total, top, at,
+            logits_ptr, class_weights_ptr, whole, columns, soft_cap, most, exponentials, total,
+            top, at,
             COLUMNS, False, SMOOTHED, WEIGHED, CAPPED, RANKED,
         )  # fmt: skip
     label = tl.load(labels_ptr + row) - first
@@ -114,16 +126,23 @@ def statistics_kernel(
         x = tl.load(logits_ptr + column, mask=column < columns, other=-float("inf")).to(tl.float32)
         place = tl.min(tl.where(x == best, column, columns), axis=0)
         tl.store(out_ptr + 3 * rows + row, best)
-        tl.store(out_ptr + 4 * rows + row, tl.where(label >= columns, -1.0, tl.where(label == place, 1.0, 0.0)))
+        tl.store(
+            out_ptr + 4 * rows + row,
+            tl.where(label >= columns, -1.0, tl.where(label == place, 1.0, 0.0)),
+        )
 
 
 @triton.jit
 def gradient_kernel(
     logits_ptr, labels_ptr, lse_ptr, factor_ptr, share_ptr, hit_ptr, class_weights_ptr, out_ptr,
     columns, stride, out_stride, first, ignore_index, smoothing, smoothing_share, z_loss, soft_cap,
-    COLUMNS: tl.constexpr, SMOOTHED: tl.constexpr, CAPPED: tl.constexpr, Z_LOSS: tl.constexpr, WEIGHED: tl.constexpr,
+    COLUMNS: tl.constexpr, SMOOTHED: tl.constexpr, CAPPED: tl.constexpr, Z_LOSS: tl.constexpr,
+    WEIGHED: tl.constexpr,
 ):  # fmt: skip
-    """A part of one row per program; `out_ptr` may be `logits_ptr`. Ignored rows become zeros, whatever they hold."""
+    """A part of one row per program; `out_ptr` may be `logits_ptr`.
+
+    Ignored rows become zeros, whatever they hold.
+    """
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     inside = column < columns
@@ -131,9 +150,11 @@ def gradient_kernel(
     lse = tl.load(lse_ptr + row)
     factor = tl.load(factor_ptr + row)
     x = tl.load(logits_ptr + row * stride + column, mask=inside, other=0.0).to(tl.float32)
-    share, hit = 1.0, 1.0 - smoothing
+    share = 1.0
+    hit = 1.0 - smoothing
     if WEIGHED:
-        share, hit = tl.load(share_ptr + row), tl.load(hit_ptr + row)
+        share = tl.load(share_ptr + row)
+        hit = tl.load(hit_ptr + row)
     elif Z_LOSS:  # not always, as 0 times an infinite log-sum-exp is not a number
         share = 1.0 + 2.0 * z_loss * lse
     if CAPPED:
@@ -147,12 +168,15 @@ def gradient_kernel(
     elif SMOOTHED:
         gradient -= smoothing_share * factor
     beside = label - first
-    place = tl.where((beside >= 0) & (beside < columns), beside, -1).to(tl.int32)  # compared with every column
+    # compared with every column
+    place = tl.where((beside >= 0) & (beside < columns), beside, -1).to(tl.int32)
     gradient = tl.where(column == place, gradient - hit * factor, gradient)
     if CAPPED:
         gradient *= bent - bent * bent
     gradient = tl.where(label == ignore_index, 0.0, gradient)
-    tl.store(out_ptr + row * out_stride + column, cast(gradient, out_ptr.dtype.element_ty), mask=inside)
+    tl.store(
+        out_ptr + row * out_stride + column, cast(gradient, out_ptr.dtype.element_ty), mask=inside
+    )
 
 
 def row_statistics(
@@ -164,7 +188,9 @@ def row_statistics(
     class_weights: Tensor | None = None,
     ranked: bool = False,
 ) -> Tensor:
-    """Launches the statistics kernel; arguments and result as in the reference, `logits` with unit column stride."""
+    """Launches the statistics kernel; arguments and result as in the reference, `logits` with unit
+    column stride.
+    """
     rows, columns = logits.shape
     out = logits.new_empty((5 if ranked else 3, rows), dtype=torch.float32)
     if rows:
@@ -200,7 +226,9 @@ def logits_gradient(
     out: Tensor,
     class_weights: Tensor | None = None,
 ) -> Tensor:
-    """Launches the gradient kernel and returns `out`, which may be `logits`; the rest as in the reference."""
+    """Launches the gradient kernel and returns `out`, which may be `logits`; the rest as in the
+    reference.
+    """
     rows, columns = logits.shape
     share = hit = None
     if class_weights is not None:

@@ -1,4 +1,6 @@
-"""A vocabulary split over the ranks of a torch.distributed group: the part held here, and sums over all parts."""
+"""A vocabulary split over the ranks of a torch.distributed group: the part held here, and sums over
+all parts.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +11,8 @@ from torch.distributed.distributed_c10d import _resolve_process_group
 
 
 class Vocabulary:
-    """The ranks that hold equal, consecutive parts of the vocabulary; `group` is a group's name, "" for one rank.
+    """The ranks that hold equal, consecutive parts of the vocabulary; `group` is a group's name, ""
+    for one rank.
 
     Ops carry the name because an operator's schema knows strings and no groups.
     """
@@ -20,10 +23,11 @@ class Vocabulary:
         self.ranks = self.group.size() if self.group is not None else 1
 
     def merge(self, statistics: Tensor) -> Tensor:
-        """`row_statistics` [3 or 5, t] of every part -> those of the whole vocabulary, in place: two all-reduces.
+        """`row_statistics` [3 or 5, t] of every part -> those of the whole vocabulary, in place:
+        two all-reduces.
 
-        Where there are five, the last is then 1 where the label has the largest logit (the first of several), else
-        it is not.
+        Where there are five, the last is then 1 where the label has the largest logit (the first of
+        several), else it is not.
         """
         if self.ranks == 1:
             return statistics
@@ -40,7 +44,9 @@ class Vocabulary:
         return statistics
 
     def first_of_all(self, places: Tensor) -> Tensor:
-        """`first_place` [2, t] of every part -> whether the label has the largest logit [t]: two all-reduces."""
+        """`first_place` [2, t] of every part -> whether the label has the largest logit [t]: two
+        all-reduces.
+        """
         if self.ranks == 1:
             return places[1] == 1
         highest = places[0].clone()

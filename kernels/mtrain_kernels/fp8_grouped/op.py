@@ -49,22 +49,26 @@ def grouped_fp8(
     main_grads: MainGrads | None = None,
     impl: str = "auto",
 ) -> Tensor:
-    """`y_r = W_g x_r` for the group g of row r with gradients, all three products in FP8 and added up in fp32.
+    """`y_r = W_g x_r` for the group g of row r with gradients, all three products in FP8 and added
+    up in fp32.
 
-    `x` [r, k], `weight`, `counts` [g] and `main_grads` are those of `grouped_gemm`, and so is the result [r, n]. Each
-    group has scales of its own, powers of two: see `fp8_grouped.reference`. With `swiglu`, the implementation of that
-    activation, x is [r, 2 k], gate and up side by side, and the activation, times `share` [r], is made on the way
-    into FP8. What is kept of x is its operand, transposed; with `again` that is made in the backward, of gate and up.
+    `x` [r, k], `weight`, `counts` [g] and `main_grads` are those of `grouped_gemm`, and so is the
+    result [r, n]. Each group has scales of its own, powers of two: see `fp8_grouped.reference`.
+    With `swiglu`, the implementation of that activation, x is [r, 2 k], gate and up side by side,
+    and the activation, times `share` [r], is made on the way into FP8. What is kept of x is its
+    operand, transposed; with `again` that is made in the backward, of gate and up.
 
-    `impl` is `reference`, `triton` or `auto`. Raises `ValueError` for an unknown recipe and where shapes do not fit,
-    `Unavailable` where the named implementation cannot run.
+    `impl` is `reference`, `triton` or `auto`. Raises `ValueError` for an unknown recipe and where
+    shapes do not fit, `Unavailable` where the named implementation cannot run.
     """
     if recipe.kind not in ("tensorwise", "blockwise"):
         raise ValueError(f"no recipe {recipe.kind!r}; choose tensorwise or blockwise")
     if swiglu is None and (share is not None or again):
         raise ValueError("share and again are of the activation, which swiglu names")
     if share is not None and share.shape != x.shape[:1]:
-        raise ValueError(f"share {tuple(share.shape)} must be one number for each row of x {tuple(x.shape)}")
+        raise ValueError(
+            f"share {tuple(share.shape)} must be one number for each row of x {tuple(x.shape)}"
+        )
     if x.ndim != 2 or (swiglu is not None and x.shape[1] % 2):
         raise ValueError(f"x {tuple(x.shape)} must be [rows, k], or gate and up side by side")
     require_grouped(x[:, : x.shape[1] // 2] if swiglu else x, weight, counts, None)
@@ -92,19 +96,27 @@ class _Grouped(torch.autograd.Function):
         ctx: Any, x: Tensor, share: Tensor | None, ends: Tensor, options: _Options, *weights: Tensor
     ) -> Tensor:
         need_x, need_share = ctx.needs_input_grad[:2]
-        need_weight = options.learns and any(ctx.needs_input_grad[4:])  # which says yes without gradients, too
-        activated, backend = options.swiglu is not None, options.backend
+        # which says yes without gradients, too
+        need_weight = options.learns and any(ctx.needs_input_grad[4:])
+        activated = options.swiglu is not None
+        backend = options.backend
         given: dict[str, Any] = {"share": share, "swiglu": activated}
         turned = need_weight and not options.again
-        a = quantize_rows(x, ends, options.recipe.forward, options.one, backend, transposed=turned, **given)
+        a = quantize_rows(
+            x, ends, options.recipe.forward, options.one, backend, transposed=turned, **given
+        )
         b = _of_weights(weights, options)
-        gates = x if activated and (need_x or need_share or (need_weight and options.again)) else None
+        gates = (
+            x if activated and (need_x or need_share or (need_weight and options.again)) else None
+        )
         kept = (a.transposed, a.transposed_scale) if turned else (None, None)
         amax = a.amax if need_weight and options.again else None
         ctx.leaves = weights_are_leaving()
         w = (None, None) if ctx.leaves else (b.transposed, b.transposed_scale)
         ctx.save_for_backward(ends, *w, gates, share, *kept, amax, *(weights if ctx.leaves else ()))
-        ctx.options, ctx.dtype, ctx.rows = options, x.dtype, x.shape[0]
+        ctx.options = options
+        ctx.dtype = x.dtype
+        ctx.rows = x.shape[0]
         ctx.weights = len(weights), weights[0].shape, weights[0].dtype
         return rows_product(a.data, a.scale, b.data, b.scale, ends, x.dtype, backend)
 
@@ -115,22 +127,35 @@ class _Grouped(torch.autograd.Function):
         options: _Options = ctx.options
         need_x, need_share = ctx.needs_input_grad[:2]
         need_weight = any(ctx.needs_input_grad[4:])
-        recipe, one, backend = options.recipe, options.one, options.backend
+        recipe = options.recipe
+        one = options.one
+        backend = options.backend
         inputs = need_x or need_share
         if inputs and ctx.leaves:
             again = _of_weights(weights, options)
-            w, w_scale = again.transposed, again.transposed_scale
-        d = quantize_rows(dy, ends, recipe.backward, one, backend, straight=inputs, transposed=need_weight)
+            w = again.transposed
+            w_scale = again.transposed_scale
+        d = quantize_rows(
+            dy, ends, recipe.backward, one, backend, straight=inputs, transposed=need_weight
+        )
         dx = rows_product(d.data, d.scale, w, w_scale, ends, ctx.dtype, backend) if inputs else None
         dshare = None
         if dx is not None and options.swiglu is not None:
-            dx, dshare = activation_gradients(dx, gates, "swiglu", weight=share, impl=options.swiglu)
+            dx, dshare = activation_gradients(
+                dx, gates, "swiglu", weight=share, impl=options.swiglu
+            )
         if not need_weight:
             return dx, dshare, None, None, *[None] * ctx.weights[0]
         if options.again:
-            given: dict[str, Any] = {"share": share, "swiglu": True, "amax": amax, "straight": False}
+            given: dict[str, Any] = {
+                "share": share,
+                "swiglu": True,
+                "amax": amax,
+                "straight": False,
+            }
             made = quantize_rows(gates, ends, recipe.forward, one, backend, **given)
-            x, x_scale = made.transposed, made.transposed_scale
+            x = made.transposed
+            x_scale = made.transposed_scale
         operands = d.transposed, d.transposed_scale, x, x_scale, ends, ctx.rows
         return dx, dshare, None, None, *_weight_gradients(operands, ctx.weights, options)
 
@@ -138,7 +163,9 @@ class _Grouped(torch.autograd.Function):
 def _weight_gradients(
     operands: tuple[Any, ...], weights: tuple[int, torch.Size, torch.dtype], options: _Options
 ) -> Sequence[Tensor]:
-    """Those of so many weights of a shape and a dtype; or memory that nobody wrote, where they go to buffers."""
+    """Those of so many weights of a shape and a dtype; or memory that nobody wrote, where they go
+    to buffers.
+    """
     number, shape, dtype = weights
     if options.main_grads is not None:
         add_weights_product(*operands, list(options.main_grads()), options.backend)
@@ -150,17 +177,24 @@ def _weight_gradients(
 def _launch(model: Model) -> None:
     from mtrain_kernels.fp8_grouped import quantize_triton, triton
 
-    rows, n, groups = model.tokens * model.top_k, model.expert_ffn, model.experts
+    rows = model.tokens * model.top_k
+    n = model.expert_ffn
+    groups = model.experts
     x = torch.empty(rows, model.hidden, dtype=torch.bfloat16, device="meta")
     h = torch.empty(rows, 2 * n, dtype=torch.bfloat16, device="meta")
     weight = torch.empty(groups, n, model.hidden, dtype=torch.bfloat16, device="meta")
     ends = torch.empty(groups, dtype=torch.int32, device="meta")
-    share, into = torch.empty(rows, device="meta"), [torch.empty(n, model.hidden, device="meta")] * groups
+    share = torch.empty(rows, device="meta")
+    into = [torch.empty(n, model.hidden, device="meta")] * groups
     for one in (False, True):
         w, w_scale, _, _ = quantize_triton.quantize_weights([weight], "e4m3", one)
         d = quantize_triton.quantize_rows(h, share, ends, None, "e4m3", one, True, True, True)
-        a = quantize_triton.quantize_rows(x, None, ends, None, "e5m2" if one else "e4m3", one, True, True, False)
-        codes, weights, left, right = (part.view(torch.float8_e4m3fn) for part in (a[0], w, d[2], a[2]))
+        a = quantize_triton.quantize_rows(
+            x, None, ends, None, "e5m2" if one else "e4m3", one, True, True, False
+        )
+        codes, weights, left, right = (
+            part.view(torch.float8_e4m3fn) for part in (a[0], w, d[2], a[2])
+        )
         left_scale, right_scale = (part[1 if one else 3] for part in (d, a))
         triton.rows_product(codes, a[1], weights, w_scale, ends, torch.bfloat16)
         triton.weights_product(left, left_scale, right, right_scale, ends, rows, into)
@@ -170,13 +204,17 @@ def _make(model: Model, device: torch.device, dtype: torch.dtype) -> dict[str, A
     rows = model.tokens * model.top_k
     counts = torch.full((model.experts,), rows // model.experts, dtype=torch.int32, device=device)
     x = torch.randn(rows, model.hidden, device=device, dtype=dtype)
-    weight = torch.randn(model.experts, 2 * model.expert_ffn, model.hidden, device=device, dtype=dtype) * 0.02
+    weight = (
+        torch.randn(model.experts, 2 * model.expert_ffn, model.hidden, device=device, dtype=dtype)
+        * 0.02
+    )
     return {"x": x.requires_grad_(), "weight": weight.requires_grad_(), "counts": counts}
 
 
 def _made_activated(model: Model, device: torch.device, dtype: torch.dtype) -> dict[str, Any]:
     found = _make(model, device, dtype)
-    rows, width = model.tokens * model.top_k, model.expert_ffn
+    rows = model.tokens * model.top_k
+    width = model.expert_ffn
     weight = torch.randn(model.experts, model.hidden, width, device=device, dtype=dtype) * 0.02
     x = torch.randn(rows, 2 * width, device=device, dtype=dtype).requires_grad_()
     share = torch.rand(rows, device=device).requires_grad_()
@@ -185,8 +223,11 @@ def _made_activated(model: Model, device: torch.device, dtype: torch.dtype) -> d
 
 def _cost(products: int, activated: bool) -> Callable[[Model], Cost]:
     def cost(m: Model) -> Cost:
-        rows, width = m.tokens * m.top_k, m.expert_ffn * (1 if activated else 2)
-        moved = 2 * (rows * ((2 * width if activated else width) + m.hidden) + m.experts * width * m.hidden)
+        rows = m.tokens * m.top_k
+        width = m.expert_ffn * (1 if activated else 2)
+        moved = 2 * (
+            rows * ((2 * width if activated else width) + m.hidden) + m.experts * width * m.hidden
+        )
         return Cost(bytes=products * moved, flops=products * 2 * rows * width * m.hidden)
 
     return cost
@@ -199,11 +240,14 @@ def _case(name: str, kind: str, activated: bool = False) -> Case:
         return grouped_fp8(**inputs, recipe=recipe, swiglu=impl if activated else None, impl=impl)
 
     def checked(inputs: dict[str, Any], impl: str) -> Tensor:
-        """Bytes in which value and gradients are not those of the activation first and then the product."""
+        """Bytes in which value and gradients are not those of the activation first and then the
+        product.
+        """
         rest = {key: inputs[key] for key in ("weight", "counts")}
         first = activation(inputs["x"], "swiglu", weight=inputs["share"], impl=impl)
         ends = call(inputs, impl), grouped_fp8(first, **rest, recipe=recipe, impl=impl)
-        step, leaves = torch.ones_like(ends[0]), [inputs[key] for key in ("x", "share", "weight")]
+        step = torch.ones_like(ends[0])
+        leaves = [inputs[key] for key in ("x", "share", "weight")]
         both = zip(*([end, *torch.autograd.grad(end, leaves, step)] for end in ends), strict=True)
         return torch.stack([(a != b).sum() for a, b in both])
 
@@ -229,7 +273,9 @@ OPS = (
         launch=_launch,
         aot_models=("qwen3_30b_a3b",),
         implementations={
-            "triton": Implementation("triton", lambda device: TRITON.obstacle(device) or too_old(device)),
+            "triton": Implementation(
+                "triton", lambda device: TRITON.obstacle(device) or too_old(device)
+            ),
             "reference": REFERENCE,
         },
         oldest=89,

@@ -1,4 +1,6 @@
-"""The registered steps of a grouped product in FP8: operands of rows and of weights, and both kinds of product."""
+"""The registered steps of a grouped product in FP8: operands of rows and of weights, and both kinds
+of product.
+"""
 
 from __future__ import annotations
 
@@ -15,10 +17,11 @@ from mtrain_kernels.runtime import as_rows, ceil_div
 
 
 class Grouped(NamedTuple):
-    """Rows or weights of groups in FP8, as they lie and transposed, each empty where it is not wanted.
+    """Rows or weights of groups in FP8, as they lie and transposed, each empty where it is not
+    wanted.
 
-    Of rows `data` [r, k] and `transposed` [k, 128 b] with b blocks; of weights [g, n, k] and [g, k, n]. With one
-    scale for a group's these are [g] in both; `amax` [g] is what they were made of.
+    Of rows `data` [r, k] and `transposed` [k, 128 b] with b blocks; of weights [g, n, k] and [g, k,
+    n]. With one scale for a group's these are [g] in both; `amax` [g] is what they were made of.
     """
 
     data: Tensor
@@ -49,7 +52,9 @@ def quantize_rows(
 
 
 def quantize_weights(weights: Sequence[Tensor], format: str, one: bool, backend: str) -> Grouped:
-    """`weights`, one [n, k] for each group, or all in one [g, n, k]; see `reference.quantize_weights`."""
+    """`weights`, one [n, k] for each group, or all in one [g, n, k]; see
+    `reference.quantize_weights`.
+    """
     found = _weights([w.detach() for w in weights], format, one, backend)
     return _typed((*found, found[1].new_empty(0)), format, one, None)
 
@@ -58,7 +63,9 @@ def _typed(found: Sequence[Tensor], format: str, one: bool, amax: Tensor | None)
     data, scale, turned, turned_scale, made = found
     dtype = FORMATS[format].dtype
     again = scale if one else turned_scale
-    return Grouped(data.view(dtype), scale, turned.view(dtype), again, made if amax is None else amax)  # type: ignore[arg-type]
+    assert dtype is not None
+    amax = made if amax is None else amax
+    return Grouped(data.view(dtype), scale, turned.view(dtype), again, amax)
 
 
 @torch.library.custom_op("mtrain::fp8_grouped_rows", mutates_args=())
@@ -75,25 +82,38 @@ def _rows(
     backend: str,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     if backend == "reference":
-        q, scale, turned, turned_scale, found = reference.quantize_rows(x, share, ends, amax, format, one, swiglu)
+        q, scale, turned, turned_scale, found = reference.quantize_rows(
+            x, share, ends, amax, format, one, swiglu
+        )
         nothing = scale.new_empty((0, 0))
-        turned_scale = scale.new_empty(0) if one else turned_scale if transposed else nothing
+        if one:
+            turned_scale = scale.new_empty(0)
+        else:
+            turned_scale = turned_scale if transposed else nothing
         wanted = q.view(torch.uint8) if straight else nothing.to(torch.uint8)
         turned = turned.view(torch.uint8) if transposed else nothing.to(torch.uint8)
         found = found if amax is None else scale.new_empty(0)  # no two results may share memory
         return wanted, scale if one or straight else nothing.clone(), turned, turned_scale, found
     from mtrain_kernels.fp8_grouped import quantize_triton
 
-    return quantize_triton.quantize_rows(x, share, ends, amax, format, one, straight, transposed, swiglu)
+    return quantize_triton.quantize_rows(
+        x, share, ends, amax, format, one, straight, transposed, swiglu
+    )
 
 
 @_rows.register_fake
 def _(x, share, ends, amax, format, one, straight, transposed, swiglu, backend):
-    rows, width, count = x.shape[0], x.shape[1] // (1 + swiglu), ends.shape[0]
-    blocks, code, scale = blocks_of(rows, count), torch.uint8, torch.float32
+    rows = x.shape[0]
+    width = x.shape[1] // (1 + swiglu)
+    count = ends.shape[0]
+    blocks = blocks_of(rows, count)
+    code = torch.uint8
+    scale = torch.float32
     return (
         x.new_empty((rows, width) if straight else (0, 0), dtype=code),
-        x.new_empty(count if one else (rows, ceil_div(width, BLOCK)) if straight else (0, 0), dtype=scale),
+        x.new_empty(
+            count if one else (rows, ceil_div(width, BLOCK)) if straight else (0, 0), dtype=scale
+        ),
         x.new_empty((width, blocks * BLOCK) if transposed else (0, 0), dtype=code),
         x.new_empty(0 if one else (width, blocks) if transposed else (0, 0), dtype=scale),
         x.new_empty(count if one and amax is None else 0, dtype=scale),
@@ -118,7 +138,8 @@ def _weights(
 def _(weights, format, one, backend):
     like, (n, k) = weights[0], weights[0].shape[-2:]
     count = like.shape[0] if like.ndim == 3 else len(weights)
-    down, across = ceil_div(n, BLOCK), ceil_div(k, BLOCK)
+    down = ceil_div(n, BLOCK)
+    across = ceil_div(k, BLOCK)
     return (
         like.new_empty((count, n, k), dtype=torch.uint8),
         like.new_empty((count,) if one else (count, down, across), dtype=torch.float32),
@@ -129,9 +150,17 @@ def _(weights, format, one, backend):
 
 @torch.library.custom_op("mtrain::fp8_grouped_product", mutates_args=())
 def rows_product(
-    x: Tensor, x_scale: Tensor, w: Tensor, w_scale: Tensor, ends: Tensor, dtype: torch.dtype, backend: str
+    x: Tensor,
+    x_scale: Tensor,
+    w: Tensor,
+    w_scale: Tensor,
+    ends: Tensor,
+    dtype: torch.dtype,
+    backend: str,
 ) -> Tensor:
-    """`y_r = W_g x_r` [r, n] of operands in FP8, in `dtype`; rows behind the last group's give zeros."""
+    """`y_r = W_g x_r` [r, n] of operands in FP8, in `dtype`; rows behind the last group's give
+    zeros.
+    """
     if backend == "reference":
         return reference.rows_product(x, x_scale, w, w_scale, ends, dtype)
     from mtrain_kernels.fp8_grouped import triton
@@ -155,7 +184,9 @@ def weights_product(
     dtype: torch.dtype,
     backend: str,
 ) -> Tensor:
-    """The gradient [g, n, k] of weights from transposed operands `d` [n, 128 b] and `x` [k, 128 b] of `rows` rows."""
+    """The gradient [g, n, k] of weights from transposed operands `d` [n, 128 b] and `x` [k, 128 b]
+    of `rows` rows.
+    """
     if backend == "reference":
         return reference.weights_product(d, d_scale, x, x_scale, ends.clamp(max=rows)).to(dtype)
     from mtrain_kernels.fp8_grouped import triton
@@ -181,7 +212,9 @@ def add_weights_product(
     into: Sequence[Tensor],
     backend: str,
 ) -> None:
-    """Adds the gradients to `into`, a dense [n, k] for each group; raises `ValueError` where one is not dense."""
+    """Adds the gradients to `into`, a dense [n, k] for each group; raises `ValueError` where one is
+    not dense.
+    """
     if any(not buffer.is_contiguous() for buffer in into):
         raise ValueError("gradients are added to dense buffers")
     if backend == "reference":

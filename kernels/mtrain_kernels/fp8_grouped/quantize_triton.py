@@ -1,7 +1,7 @@
 """Quantisation of experts' rows and weights on a GPU: each read once and written both ways.
 
-A program has 128 x 128 elements of one group, whose rows begin a block of the transposed result: no program of a
-group knows of another, and the host knows no group's length.
+A program has 128 x 128 elements of one group, whose rows begin a block of the transposed result: no
+program of a group knows of another, and the host knows no group's length.
 """
 
 from __future__ import annotations
@@ -24,19 +24,27 @@ from mtrain_kernels.runtime import ceil_div, on_device_of, power_of_two, rounded
 
 @triton.jit
 def _rows_of_block(ends_ptr, rows, SIDE: tl.constexpr, GROUPS: tl.constexpr, G: tl.constexpr):
-    """Of a block its group, its first row and the end of its group; a block of nobody ends before it begins."""
+    """Of a block its group, its first row and the end of its group; a block of nobody ends before
+    it begins.
+    """
     base, ends, upto, _ = _bounds(ends_ptr, rows, SIDE, GROUPS, G)
     block = tl.program_id(0)
     group = tl.sum((upto <= block).to(tl.int32), 0)
     here = tl.arange(0, G) == group
-    return group, tl.sum(tl.where(here, base, 0), 0) + block * SIDE, tl.sum(tl.where(here, ends, 0), 0)
+    return (
+        group,
+        tl.sum(tl.where(here, base, 0), 0) + block * SIDE,
+        tl.sum(tl.where(here, ends, 0), 0),
+    )
 
 
 @triton.jit
 def _rows_tile(
     x_ptr, share_ptr, row, column, end, columns, stride, SWIGLU: tl.constexpr, SHARED: tl.constexpr
 ):  # fmt: skip
-    """A tile in fp32, of the activation times the rows' shares where they have some, rounded as `activation` does."""
+    """A tile in fp32, of the activation times the rows' shares where they have some, rounded as
+    `activation` does.
+    """
     if not SHARED:
         x = load_tile(x_ptr, row, column, end, columns, stride, SWIGLU)
     else:
@@ -51,36 +59,55 @@ def _rows_tile(
 
 @triton.jit
 def rows_amax_kernel(
-    x_ptr, share_ptr, ends_ptr, amax_ptr, rows, columns, stride, GROUPS: tl.constexpr, G: tl.constexpr,
+    x_ptr, share_ptr, ends_ptr, amax_ptr, rows, columns, stride, GROUPS: tl.constexpr,
+    G: tl.constexpr,
     SWIGLU: tl.constexpr, SHARED: tl.constexpr, SIDE: tl.constexpr,
 ):  # fmt: skip
-    """The greatest finite absolute value of each group's rows; the order of tiles changes no bit of it."""
+    """The greatest finite absolute value of each group's rows; the order of tiles changes no bit of
+    it.
+    """
     group, first, end = _rows_of_block(ends_ptr, rows, SIDE, GROUPS, G)
-    row, column = first + tl.arange(0, SIDE), tl.program_id(1) * SIDE + tl.arange(0, SIDE)
+    row = first + tl.arange(0, SIDE)
+    column = tl.program_id(1) * SIDE + tl.arange(0, SIDE)
     x = _rows_tile(x_ptr, share_ptr, row, column, end, columns, stride, SWIGLU, SHARED)
     tl.atomic_max(amax_ptr + group, tl.max(greatest_finite(x, 1), 0), mask=group < GROUPS)
 
 
 @triton.jit
 def quantize_rows_kernel(
-    x_ptr, share_ptr, ends_ptr, amax_ptr, q_ptr, scale_ptr, turned_ptr, turned_scale_ptr, rows, columns, stride,
-    blocks, GROUPS: tl.constexpr, G: tl.constexpr, ONE: tl.constexpr, STRAIGHT: tl.constexpr, TURNED: tl.constexpr,
-    SWIGLU: tl.constexpr, SHARED: tl.constexpr, MANTISSA: tl.constexpr, BIAS: tl.constexpr, GREATEST: tl.constexpr,
+    x_ptr, share_ptr, ends_ptr, amax_ptr, q_ptr, scale_ptr, turned_ptr, turned_scale_ptr, rows,
+    columns, stride,
+    blocks, GROUPS: tl.constexpr, G: tl.constexpr, ONE: tl.constexpr, STRAIGHT: tl.constexpr,
+    TURNED: tl.constexpr,
+    SWIGLU: tl.constexpr, SHARED: tl.constexpr, MANTISSA: tl.constexpr, BIAS: tl.constexpr,
+    GREATEST: tl.constexpr,
     SIDE: tl.constexpr,
 ):  # fmt: skip
-    """A tile of one group's rows: as they lie, and transposed into a block of their own, zeros behind them."""
+    """A tile of one group's rows: as they lie, and transposed into a block of their own, zeros
+    behind them.
+    """
     EMAX: tl.constexpr = 8 if MANTISSA == 3 else 15
-    RUN: tl.constexpr = (4 if ONE else 8) if TURNED else 1
-    WIDE: tl.constexpr = 8 if TURNED else 16  # bytes written at once: 16 would be 16 columns to reduce
+    if TURNED:
+        RUN: tl.constexpr = 4 if ONE else 8
+    else:
+        RUN: tl.constexpr = 1  # type: ignore[no-redef]
+    # bytes written at once: 16 would be 16 columns to reduce
+    WIDE: tl.constexpr = 8 if TURNED else 16
     group, first, end = _rows_of_block(ends_ptr, rows, SIDE, GROUPS, G)
-    row, column = first + dealt(SIDE, RUN), tl.program_id(1) * SIDE + tl.arange(0, SIDE)
+    row = first + dealt(SIDE, RUN)
+    column = tl.program_id(1) * SIDE + tl.arange(0, SIDE)
     inside = (row[:, None] < end) & (column[None, :] < columns)
     q_at = q_ptr + row[:, None].to(tl.int64) * columns + tl.max_contiguous(column, WIDE)[None, :]
     place = tl.program_id(0) * SIDE + tl.max_contiguous(tl.arange(0, SIDE), WIDE)
     turned_at = turned_ptr + column[:, None].to(tl.int64) * (blocks * SIDE) + place[None, :]
     x = _rows_tile(x_ptr, share_ptr, row, column, end, columns, stride, SWIGLU, SHARED)
     if ONE:
-        m, _ = scales(tl.load(amax_ptr + group, mask=group < GROUPS, other=0.0), GREATEST, EMAX, "power_of_two")
+        m, _ = scales(
+            tl.load(amax_ptr + group, mask=group < GROUPS, other=0.0),
+            GREATEST,
+            EMAX,
+            "power_of_two",
+        )
         q = encode(x * m, MANTISSA, BIAS, GREATEST)
         if (tl.program_id(0) == 0) & (tl.program_id(1) == 0):
             every = tl.arange(0, G)
@@ -98,7 +125,9 @@ def quantize_rows_kernel(
             at = scale_ptr + row[:, None] * tl.cdiv(columns, SIDE) + tl.program_id(1)
             tl.store(at, scale, mask=(row < end)[:, None])
         if TURNED:
-            q, scale = groups(in_order(x, SIDE, RUN), True, SIDE, SIDE, MANTISSA, BIAS, GREATEST, "power_of_two")
+            q, scale = groups(
+                in_order(x, SIDE, RUN), True, SIDE, SIDE, MANTISSA, BIAS, GREATEST, "power_of_two"
+            )
             tl.store(turned_at, tl.trans(q), mask=column[:, None] < columns)
             at = turned_scale_ptr + column[None, :] * blocks + tl.program_id(0)
             tl.store(at, scale, mask=(column < columns)[None, :])
@@ -106,30 +135,40 @@ def quantize_rows_kernel(
 
 @triton.jit
 def weights_amax_kernel(
-    w_ptr, offsets_ptr, amax_ptr, n, k, step, TABLE: tl.constexpr, ALIGNED: tl.constexpr, SIDE: tl.constexpr
+    w_ptr, offsets_ptr, amax_ptr, n, k, step, TABLE: tl.constexpr, ALIGNED: tl.constexpr,
+    SIDE: tl.constexpr
 ):  # fmt: skip
     """The greatest finite absolute value of each group's weight."""
     down = tl.cdiv(n, SIDE)
     group = tl.program_id(0) // down
     row = tl.program_id(0) % down * SIDE + tl.arange(0, SIDE)
     column = tl.program_id(1) * SIDE + tl.arange(0, SIDE)
-    x = load_tile(w_ptr + _place(offsets_ptr, step, group, TABLE, ALIGNED), row, column, n, k, k, False)
+    x = load_tile(
+        w_ptr + _place(offsets_ptr, step, group, TABLE, ALIGNED), row, column, n, k, k, False
+    )
     tl.atomic_max(amax_ptr + group, tl.max(greatest_finite(x, 1), 0))
 
 
 @triton.jit
 def quantize_weights_kernel(
-    w_ptr, offsets_ptr, amax_ptr, q_ptr, scale_ptr, turned_ptr, turned_scale_ptr, n, k, step, ONE: tl.constexpr,
+    w_ptr, offsets_ptr, amax_ptr, q_ptr, scale_ptr, turned_ptr, turned_scale_ptr, n, k, step,
+    ONE: tl.constexpr,
     TABLE: tl.constexpr, ALIGNED: tl.constexpr, MANTISSA: tl.constexpr, BIAS: tl.constexpr,
     GREATEST: tl.constexpr, SIDE: tl.constexpr,
 ):  # fmt: skip
     """A tile of one group's weight, both ways: with its own scale, or that of the whole weight."""
     EMAX: tl.constexpr = 8 if MANTISSA == 3 else 15
-    down, across = tl.cdiv(n, SIDE), tl.cdiv(k, SIDE)
-    group, high, wide = tl.program_id(0) // down, tl.program_id(0) % down, tl.program_id(1)
-    row, column = high * SIDE + tl.arange(0, SIDE), wide * SIDE + tl.arange(0, SIDE)
+    down = tl.cdiv(n, SIDE)
+    across = tl.cdiv(k, SIDE)
+    group = tl.program_id(0) // down
+    high = tl.program_id(0) % down
+    wide = tl.program_id(1)
+    row = high * SIDE + tl.arange(0, SIDE)
+    column = wide * SIDE + tl.arange(0, SIDE)
     inside = (row[:, None] < n) & (column[None, :] < k)
-    x = load_tile(w_ptr + _place(offsets_ptr, step, group, TABLE, ALIGNED), row, column, n, k, k, False)
+    x = load_tile(
+        w_ptr + _place(offsets_ptr, step, group, TABLE, ALIGNED), row, column, n, k, k, False
+    )
     amax = tl.load(amax_ptr + group) if ONE else tl.max(greatest_finite(x, 1), 0)
     m, scale = scales(amax, GREATEST, EMAX, "power_of_two")
     q = encode(x * m, MANTISSA, BIAS, GREATEST)
@@ -145,37 +184,51 @@ def quantize_weights_kernel(
 
 
 def quantize_rows(
-    x: Tensor, share: Tensor | None, ends: Tensor, amax: Tensor | None, format: str, one: bool, straight: bool,
+    x: Tensor, share: Tensor | None, ends: Tensor, amax: Tensor | None, format: str, one: bool,
+    straight: bool,
     turned: bool, swiglu: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """The reference's results as bytes, those that are wanted: `straight`, and `turned`."""
-    rows, width, count = x.shape[0], x.shape[1] // (1 + swiglu), ends.shape[0]
-    blocks, mantissa = blocks_of(rows, count), FORMATS[format]
+    rows = x.shape[0]
+    width = x.shape[1] // (1 + swiglu)
+    count = ends.shape[0]
+    blocks = blocks_of(rows, count)
+    mantissa = FORMATS[format]
     q = x.new_empty((rows, width) if straight else (0, 0), dtype=torch.uint8)
     t = x.new_empty((width, blocks * BLOCK) if turned else (0, 0), dtype=torch.uint8)
     wide = ceil_div(width, BLOCK)
     scale = x.new_empty(count if one else (rows, wide) if straight else (0, 0), dtype=torch.float32)
     t_scale = x.new_empty(0 if one else (width, blocks) if turned else (0, 0), dtype=torch.float32)
-    found = x.new_zeros(count if one else 0, dtype=torch.float32) if amax is None else amax
+    if amax is None:
+        found = x.new_zeros(count if one else 0, dtype=torch.float32)
+    else:
+        found = amax
     constants = {"GROUPS": count, "G": power_of_two(count), "SIDE": BLOCK, "SWIGLU": swiglu}
     constants |= {"SHARED": share is not None}
     grid = (blocks, max(1, wide))
     with on_device_of(x):
         if one and amax is None and x.numel():
-            rows_amax_kernel[grid](x, share, ends, found, rows, width, x.stride(0), **constants, num_warps=8)
+            rows_amax_kernel[grid](
+                x, share, ends, found, rows, width, x.stride(0), **constants, num_warps=8
+            )
         quantize_rows_kernel[grid](
             *(x, share, ends, found, q, scale, t, t_scale, rows, width, x.stride(0), blocks),
-            **constants, ONE=one, STRAIGHT=straight, TURNED=turned, MANTISSA=mantissa.mantissa, BIAS=mantissa.bias,
+            **constants, ONE=one, STRAIGHT=straight, TURNED=turned, MANTISSA=mantissa.mantissa,
+            BIAS=mantissa.bias,
             GREATEST=mantissa.greatest, num_warps=16 if one else 8,
         )  # fmt: skip
     return q, scale, t, t_scale, found if amax is None else x.new_empty(0, dtype=torch.float32)
 
 
-def quantize_weights(weights: Sequence[Tensor], format: str, one: bool) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def quantize_weights(
+    weights: Sequence[Tensor], format: str, one: bool
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """The reference's results as bytes, of weights that are read where they lie."""
-    places, like = Places.of(weights), weights[0]
+    places = Places.of(weights)
+    like = weights[0]
     (n, k), count, chosen = places.shape, places.groups, FORMATS[format]
-    down, across = ceil_div(n, BLOCK), ceil_div(k, BLOCK)
+    down = ceil_div(n, BLOCK)
+    across = ceil_div(k, BLOCK)
     q, t = (like.new_empty((count, *shape), dtype=torch.uint8) for shape in ((n, k), (k, n)))
     shapes = ((count,), (0,)) if one else ((count, down, across), (count, across, down))
     scale, t_scale = (like.new_empty(shape, dtype=torch.float32) for shape in shapes)
@@ -190,7 +243,8 @@ def quantize_weights(weights: Sequence[Tensor], format: str, one: bool) -> tuple
                 )
             quantize_weights_kernel[grid](
                 *(places.base, places.table, amax, q, scale, t, t_scale, n, k, places.step),
-                **constants, ONE=one, MANTISSA=chosen.mantissa, BIAS=chosen.bias, GREATEST=chosen.greatest,
+                **constants, ONE=one, MANTISSA=chosen.mantissa, BIAS=chosen.bias,
+                GREATEST=chosen.greatest,
                 num_warps=16 if one else 8,
             )  # fmt: skip
     return q, scale, t, t_scale

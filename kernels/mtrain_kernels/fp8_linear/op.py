@@ -14,8 +14,24 @@ from torch.autograd.function import once_differentiable
 from mtrain_kernels.activation.op import activation, activation_gradient
 from mtrain_kernels.fp8_linear import reference
 from mtrain_kernels.quantize import reference as formats
-from mtrain_kernels.quantize.op import Operand, Quantized, amax, quantize_blocks, quantize_tensorwise
-from mtrain_kernels.registry import REFERENCE, TRITON, Case, Cost, Implementation, Model, Op, Unavailable, pick
+from mtrain_kernels.quantize.op import (
+    Operand,
+    Quantized,
+    amax,
+    quantize_blocks,
+    quantize_tensorwise,
+)
+from mtrain_kernels.registry import (
+    REFERENCE,
+    TRITON,
+    Case,
+    Cost,
+    Implementation,
+    Model,
+    Op,
+    Unavailable,
+    pick,
+)
 
 Gradient = Callable[[Tensor, Tensor], Tensor]
 Share = Callable[[Tensor], Tensor]
@@ -23,10 +39,12 @@ Made = TypeVar("Made")
 
 
 class Recipe(NamedTuple):
-    """What has a scale, `tensorwise` or `blockwise` (128 elements of a row, 128 x 128 of a weight), and the formats.
+    """What has a scale, `tensorwise` or `blockwise` (128 elements of a row, 128 x 128 of a weight),
+    and the formats.
 
-    Scales are made of what they are for, as TransformerEngine's current and block scaling; those of blocks are powers
-    of two. `forward` is the format of inputs and weights, `backward` of gradients of outputs: e4m3 or e5m2.
+    Scales are made of what they are for, as TransformerEngine's current and block scaling; those of
+    blocks are powers of two. `forward` is the format of inputs and weights, `backward` of gradients
+    of outputs: e4m3 or e5m2.
     """
 
     kind: str
@@ -40,7 +58,9 @@ class Recipe(NamedTuple):
 
 
 class Shares(NamedTuple):
-    """Of tensors that are parts of one over several ranks: makes the greatest value [1] that of the whole."""
+    """Of tensors that are parts of one over several ranks: makes the greatest value [1] that of the
+    whole.
+    """
 
     x: Share | None = None
     weight: Share | None = None
@@ -55,12 +75,15 @@ _leave = False
 
 @contextmanager
 def weights_stay() -> Iterator[None]:
-    """While it is open no weight changes: each is quantised when it is first used, and kept both ways until the end.
+    """While it is open no weight changes: each is quantised when it is first used, and kept both
+    ways until the end.
 
-    That is one byte of an element for each of two directions, for all micro-batches and recomputations of a step.
+    That is one byte of an element for each of two directions, for all micro-batches and
+    recomputations of a step.
     """
     global _kept
-    before, _kept = _kept, {}
+    before = _kept
+    _kept = {}
     try:
         yield
     finally:
@@ -69,12 +92,15 @@ def weights_stay() -> Iterator[None]:
 
 @contextmanager
 def weights_leave() -> Iterator[None]:
-    """While it is open weights may be freed between a forward and its backward, and are there again in that.
+    """While it is open weights may be freed between a forward and its backward, and are there again
+    in that.
 
-    Then they are quantised once more, transposed, in the backward, and until then nothing of them is kept.
+    Then they are quantised once more, transposed, in the backward, and until then nothing of them
+    is kept.
     """
     global _leave
-    before, _leave = _leave, True
+    before = _leave
+    _leave = True
     try:
         yield
     finally:
@@ -92,22 +118,31 @@ def fp8_linear(
     swiglu: str | None = None,
     impl: str = "auto",
 ) -> Tensor:
-    """`x weight^T` with gradients, all three products in FP8 and added up in fp32; `x` [..., k], `weight` [n, k].
+    """`x weight^T` with gradients, all three products in FP8 and added up in fp32; `x` [..., k],
+    `weight` [n, k].
 
-    With an `operand`, which x was made into where x was made, x itself is not read. With `swiglu`, the implementation
-    of that activation, x is [..., 2 k], gate and up side by side, and the activation is made on the way into FP8.
+    With an `operand`, which x was made into where x was made, x itself is not read. With `swiglu`,
+    the implementation of that activation, x is [..., 2 k], gate and up side by side, and the
+    activation is made on the way into FP8.
 
-    The result [..., n] has the format of x. `gradient(weight, dweight)` makes what autograd gets, of the gradient
-    [n, k] in fp32; None: that is rounded to the format of the weight. `impl` is `reference`, `triton`, `torch`
-    (cuBLAS, tensorwise on sm_89 and newer, all sizes by 16) or `auto`. Raises `ValueError` for an unknown recipe,
-    `Unavailable` where the named implementation cannot run, in the backward if that is where it cannot.
+    The result [..., n] has the format of x. `gradient(weight, dweight)` makes what autograd gets,
+    of the gradient [n, k] in fp32; None: that is rounded to the format of the weight. `impl` is
+    `reference`, `triton`, `torch` (cuBLAS, tensorwise on sm_89 and newer, all sizes by 16) or
+    `auto`. Raises `ValueError` for an unknown recipe, `Unavailable` where the named implementation
+    cannot run, in the backward if that is where it cannot.
     """
     if recipe.kind not in ("tensorwise", "blockwise"):
         raise ValueError(f"no recipe {recipe.kind!r}; choose tensorwise or blockwise")
     if x.ndim == 0 or weight.ndim != 2 or x.shape[-1] != weight.shape[1] * (2 if swiglu else 1):
         halves = ", twice as wide for gate and up" if swiglu else ""
-        raise ValueError(f"x {tuple(x.shape)} and weight {tuple(weight.shape)} must be [..., k]{halves} and [n, k]")
-    rows = x.reshape(-1, x.shape[-1]) if x.numel() else x.new_empty((math.prod(x.shape[:-1]), x.shape[-1]))
+        raise ValueError(
+            f"x {tuple(x.shape)} and weight {tuple(weight.shape)} must be [..., k]{halves} and"
+            " [n, k]"
+        )
+    if x.numel():
+        rows = x.reshape(-1, x.shape[-1])
+    else:
+        rows = x.new_empty((math.prod(x.shape[:-1]), x.shape[-1]))
     if torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad):
         y: Tensor = _Linear.apply(rows, weight, recipe, shares, gradient, operand, swiglu, impl)
     else:
@@ -128,7 +163,9 @@ def quantized(
     weight: bool = False,
     swiglu: bool = False,
 ) -> Quantized:
-    """`x` [m, k] as a recipe says; `share` is the way from a part's greatest value to that of the whole."""
+    """`x` [m, k] as a recipe says; `share` is the way from a part's greatest value to that of the
+    whole.
+    """
     options: dict[str, Any] = {"format": format, "transpose": transpose, "swiglu": swiglu}
     options["impl"] = "auto" if impl == "torch" else impl
     if recipe.kind == "tensorwise":
@@ -136,25 +173,35 @@ def quantized(
         if share is not None:
             given = formats.multiplier(share(amax(x, swiglu=swiglu, impl=options["impl"])), format)
         return quantize_tensorwise(x, multiplier=given, **options)
-    return quantize_blocks(x, layout="128x128_power_of_two" if weight else str(recipe.layout), **options)
+    return quantize_blocks(
+        x, layout="128x128_power_of_two" if weight else str(recipe.layout), **options
+    )
 
 
 def _input(
     x: Tensor, recipe: Recipe, share: Share | None, transpose: bool, swiglu: str | None, impl: str
 ) -> Quantized:
-    return quantized(x, recipe, recipe.forward, share, transpose, swiglu or impl, swiglu=swiglu is not None)
+    return quantized(
+        x, recipe, recipe.forward, share, transpose, swiglu or impl, swiglu=swiglu is not None
+    )
 
 
-def _weight(weight: Tensor, recipe: Recipe, share: Share | None, transpose: bool, impl: str) -> Quantized:
+def _weight(
+    weight: Tensor, recipe: Recipe, share: Share | None, transpose: bool, impl: str
+) -> Quantized:
     """The weight as a recipe says, made once while `weights_stay`."""
     both = transpose or _kept is not None
     return while_weights_stay(
-        weight, recipe, lambda: quantized(weight, recipe, recipe.forward, share, both, impl, weight=True)
+        weight,
+        recipe,
+        lambda: quantized(weight, recipe, recipe.forward, share, both, impl, weight=True),
     )
 
 
 def while_weights_stay(weight: Tensor, recipe: Recipe, make: Callable[[], Made]) -> Made:
-    """What `make` gives for a weight, or for several of which this is the first: made once while `weights_stay`."""
+    """What `make` gives for a weight, or for several of which this is the first: made once while
+    `weights_stay`.
+    """
     if _kept is None:
         return make()
     key = id(weight), recipe
@@ -185,16 +232,21 @@ class _Linear(torch.autograd.Function):
         need_x, need_weight = ctx.needs_input_grad[:2]
         a: Operand | Quantized
         if operand is not None:
-            a, kept, ctx.transposed = operand, operand.kept, operand.transposed
+            a = operand
+            kept = operand.kept
+            ctx.transposed = operand.transposed
         else:
             a = _input(x, recipe, shares.x, need_weight, swiglu, impl)
-            kept, ctx.transposed = (a.transposed, a.transposed_scale), _as_kept
+            kept = (a.transposed, a.transposed_scale)
+            ctx.transposed = _as_kept
         b = _weight(weight, recipe, shares.weight, need_x and not _leave, impl)
-        ctx.leaves, w = _leave, (None, None) if _leave else (b.transposed, b.transposed_scale)
+        ctx.leaves = _leave
+        w = (None, None) if _leave else (b.transposed, b.transposed_scale)
         gates = x if swiglu and need_x else None
         ctx.save_for_backward(weight, *w, gates, *(kept if need_weight else ()))
         ctx.options = recipe, shares, gradient, impl
-        ctx.dtype, ctx.swiglu = x.dtype, swiglu
+        ctx.dtype = x.dtype
+        ctx.swiglu = swiglu
         return scaled_product(a.data, a.scale, b.data, b.scale, dtype=x.dtype, impl=impl)
 
     @staticmethod
@@ -206,15 +258,21 @@ class _Linear(torch.autograd.Function):
         d = quantized(dy, recipe, recipe.backward, shares.dy, need_weight, impl)
         if need_x and ctx.leaves:
             again = _weight(weight, recipe, shares.weight, True, impl)
-            w, w_scale = again.transposed, again.transposed_scale
-        dx = scaled_product(d.data, d.scale, w, w_scale, dtype=ctx.dtype, impl=impl) if need_x else None
+            w = again.transposed
+            w_scale = again.transposed_scale
+        if need_x:
+            dx = scaled_product(d.data, d.scale, w, w_scale, dtype=ctx.dtype, impl=impl)
+        else:
+            dx = None
         if dx is not None and gates is not None:
             dx = activation_gradient(dx, gates, "swiglu", impl=ctx.swiglu)
         if not need_weight:
             return dx, *[None] * 7
         wide = torch.float32 if gradient is not None else weight.dtype
         x, x_scale = ctx.transposed(*kept)
-        dweight = scaled_product(d.transposed, d.transposed_scale, x, x_scale, dtype=wide, impl=impl)
+        dweight = scaled_product(
+            d.transposed, d.transposed_scale, x, x_scale, dtype=wide, impl=impl
+        )
         return dx, dweight if gradient is None else gradient(weight, dweight), *[None] * 6
 
 
@@ -223,17 +281,28 @@ def _as_kept(*both: Tensor) -> tuple[Tensor, ...]:
 
 
 def scaled_product(
-    a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, *, dtype: torch.dtype = torch.bfloat16, impl: str = "auto"
+    a: Tensor,
+    a_scale: Tensor,
+    b: Tensor,
+    b_scale: Tensor,
+    *,
+    dtype: torch.dtype = torch.bfloat16,
+    impl: str = "auto",
 ) -> Tensor:
-    """`(a_scale a) (b_scale b)^T` [m, n] in `dtype`, added up in fp32, without gradients; see `reference`.
+    """`(a_scale a) (b_scale b)^T` [m, n] in `dtype`, added up in fp32, without gradients; see
+    `reference`.
 
-    `a` [m, k] and `b` [n, k] in e4m3 or e5m2, scales in fp32. Raises `ValueError` where they do not fit.
+    `a` [m, k] and `b` [n, k] in e4m3 or e5m2, scales in fp32. Raises `ValueError` where they do not
+    fit.
     """
     if a.ndim != 2 or b.ndim != 2 or a.shape[1] != b.shape[1]:
         raise ValueError(f"a {tuple(a.shape)} and b {tuple(b.shape)} must be [m, k] and [n, k]")
     for name, data, scale in (("a", a, a_scale), ("b", b, b_scale)):
         if data.dtype not in EIGHT_BITS or scale.dtype != torch.float32:
-            raise ValueError(f"{name} must be e4m3 or e5m2 with scales in fp32, not {data.dtype} with {scale.dtype}")
+            raise ValueError(
+                f"{name} must be e4m3 or e5m2 with scales in fp32, not {data.dtype} with"
+                f" {scale.dtype}"
+            )
     if not dtype.is_floating_point:
         raise ValueError(f"dtype {dtype} must be floating point")
     kinds = reference.rows_of(a, a_scale), reference.rows_of(b, b_scale)
@@ -242,7 +311,9 @@ def scaled_product(
         if impl == "torch":
             raise Unavailable(f"fp8_linear: torch cannot run: {why}")
         backend = _instead(a.device)
-    return _product(a.contiguous(), a_scale.contiguous(), b.contiguous(), b_scale.contiguous(), dtype, backend)
+    return _product(
+        a.contiguous(), a_scale.contiguous(), b.contiguous(), b_scale.contiguous(), dtype, backend
+    )
 
 
 def _refused(a: Tensor, b: Tensor, blocks: bool) -> str | None:
@@ -251,7 +322,9 @@ def _refused(a: Tensor, b: Tensor, blocks: bool) -> str | None:
         return "cuBLAS takes one scale for all of an operand"
     if a.shape[1] % 16 or b.shape[0] % 16:
         return f"cuBLAS takes widths by 16, not {a.shape[1]} and {b.shape[0]}"
-    return "cuBLAS takes no two operands in e5m2" if a.dtype == b.dtype == torch.float8_e5m2 else None
+    return (
+        "cuBLAS takes no two operands in e5m2" if a.dtype == b.dtype == torch.float8_e5m2 else None
+    )
 
 
 @torch.compiler.assume_constant_result
@@ -261,7 +334,9 @@ def _instead(device: torch.device) -> str:
 
 
 @torch.library.custom_op("mtrain::scaled_product", mutates_args=())
-def _product(a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, dtype: torch.dtype, backend: str) -> Tensor:
+def _product(
+    a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, dtype: torch.dtype, backend: str
+) -> Tensor:
     if backend == "torch":
         return torch._scaled_mm(a, b.t(), a_scale.view(()), b_scale.view(()), out_dtype=dtype)
     if backend == "reference":
@@ -278,7 +353,11 @@ def _(a, a_scale, b, b_scale, dtype, backend):
 
 def too_old(device: torch.device) -> str | None:
     """Why products of FP8 cannot run on a device, or None."""
-    if device.type == "cuda" and torch.version.hip is None and torch.cuda.get_device_capability(device) < (8, 9):
+    if (
+        device.type == "cuda"
+        and torch.version.hip is None
+        and torch.cuda.get_device_capability(device) < (8, 9)
+    ):
         return f"{torch.cuda.get_device_name(device)} is older than sm_89"
     return None
 
@@ -290,42 +369,65 @@ def _cublas(device: torch.device) -> str | None:
 def _launch(model: Model) -> None:
     from mtrain_kernels.fp8_linear import triton
 
-    k, n = model.hidden, model.ffn
-    a, b = (torch.empty((m, k), dtype=torch.float8_e4m3fn, device="meta") for m in (model.tokens, n))
+    k = model.hidden
+    n = model.ffn
+    a, b = (
+        torch.empty((m, k), dtype=torch.float8_e4m3fn, device="meta") for m in (model.tokens, n)
+    )
     one = torch.empty(1, dtype=torch.float32, device="meta")
-    rows, other = (torch.empty((m, -(-k // 128)), dtype=torch.float32, device="meta") for m in (model.tokens, n))
+    rows, other = (
+        torch.empty((m, -(-k // 128)), dtype=torch.float32, device="meta")
+        for m in (model.tokens, n)
+    )
     triton.scaled_product(a, one, b, one, torch.bfloat16)
     triton.scaled_product(a, rows, b, other[: -(-n // 128)], torch.bfloat16)
     triton.scaled_product(a, rows, b, other, torch.float32)
 
 
 def _case(name: str, kind: str, swiglu: bool = False) -> Case:
-    recipe, halves = Recipe(kind), 1 + swiglu
+    recipe = Recipe(kind)
+    halves = 1 + swiglu
 
     def make(model: Model, device: torch.device, dtype: torch.dtype) -> dict[str, Any]:
-        x = torch.randn((model.tokens, halves * model.hidden), device=device, dtype=dtype).requires_grad_()
-        weight = (torch.randn((model.ffn, model.hidden), device=device) * 0.02).to(dtype).requires_grad_()
+        x = torch.randn(
+            (model.tokens, halves * model.hidden), device=device, dtype=dtype
+        ).requires_grad_()
+        weight = (
+            (torch.randn((model.ffn, model.hidden), device=device) * 0.02)
+            .to(dtype)
+            .requires_grad_()
+        )
         return {"x": x, "weight": weight}
 
     def cost(products: int) -> Callable[[Model], Cost]:
         def of(model: Model) -> Cost:
             elements = model.tokens * (halves * model.hidden + model.ffn) + model.hidden * model.ffn
-            return Cost(bytes=2 * products * elements, flops=2 * products * model.tokens * model.hidden * model.ffn)
+            return Cost(
+                bytes=2 * products * elements,
+                flops=2 * products * model.tokens * model.hidden * model.ffn,
+            )
 
         return of
 
     def call(inputs: dict[str, Any], impl: str) -> Tensor:
-        return fp8_linear(**inputs, recipe=recipe, swiglu=_activated_by(impl) if swiglu else None, impl=impl)
+        return fp8_linear(
+            **inputs, recipe=recipe, swiglu=_activated_by(impl) if swiglu else None, impl=impl
+        )
 
     def checked(inputs: dict[str, Any], impl: str) -> Tensor:
-        """Bytes in which value and gradients are not those of the activation first and then the product."""
+        """Bytes in which value and gradients are not those of the activation first and then the
+        product.
+        """
         first = activation(inputs["x"], "swiglu", impl=_activated_by(impl))
         ends = call(inputs, impl), fp8_linear(first, inputs["weight"], recipe, impl=impl)
-        step, leaves = torch.ones_like(ends[0]), [inputs["x"], inputs["weight"]]
+        step = torch.ones_like(ends[0])
+        leaves = [inputs["x"], inputs["weight"]]
         both = zip(*([end, *torch.autograd.grad(end, leaves, step)] for end in ends), strict=True)
         return torch.stack([(a != b).sum() for a, b in both])
 
-    return Case(name, make, call, forward=cost(1), backward=cost(2), checked=checked if swiglu else None)
+    return Case(
+        name, make, call, forward=cost(1), backward=cost(2), checked=checked if swiglu else None
+    )
 
 
 def _activated_by(impl: str) -> str:
@@ -343,7 +445,9 @@ OPS = (
         launch=_launch,
         implementations={
             "torch": Implementation("torch", _cublas),
-            "triton": Implementation("triton", lambda device: TRITON.obstacle(device) or too_old(device)),
+            "triton": Implementation(
+                "triton", lambda device: TRITON.obstacle(device) or too_old(device)
+            ),
             "reference": REFERENCE,
         },
         oldest=89,

@@ -1,4 +1,6 @@
-"""Definition of a product of operands in FP8, in plain torch: what they stand for is multiplied in fp32."""
+"""Definition of a product of operands in FP8, in plain torch: what they stand for is multiplied in
+fp32.
+"""
 
 from __future__ import annotations
 
@@ -10,10 +12,14 @@ from mtrain_kernels.runtime import ceil_div
 BLOCK = 128
 
 
-def scaled_product(a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, dtype: torch.dtype) -> Tensor:
-    """`(a_scale a) (b_scale b)^T` [m, n] in `dtype`, added up in fp32: `a` [m, k] and `b` [n, k] in FP8.
+def scaled_product(
+    a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, dtype: torch.dtype
+) -> Tensor:
+    """`(a_scale a) (b_scale b)^T` [m, n] in `dtype`, added up in fp32: `a` [m, k] and `b` [n, k] in
+    FP8.
 
-    A scale is [1], or one for each 128 elements of a row [m, ceil(k / 128)], or of 128 rows and as many columns.
+    A scale is [1], or one for each 128 elements of a row [m, ceil(k / 128)], or of 128 rows and as
+    many columns.
     """
     return (decoded(a, a_scale) @ decoded(b, b_scale).T).to(dtype)
 
@@ -29,7 +35,10 @@ def decoded(x: Tensor, scale: Tensor) -> Tensor:
 
 
 def rows_of(x: Tensor, scale: Tensor) -> int:
-    """How many rows of `x` [m, k] share a scale, 1 or 128; 0 where one is for all. Raises `ValueError` else."""
+    """How many rows of `x` [m, k] share a scale, 1 or 128; 0 where one is for all.
+
+    Raises `ValueError` else.
+    """
     if scale.ndim == 1 and scale.numel() == 1:
         return 0
     columns = ceil_div(x.shape[1], BLOCK)

@@ -1,6 +1,8 @@
-"""A product of operands in FP8 on a GPU: tensor cores add up 128 products, fp32 registers the scaled sums of them.
+"""A product of operands in FP8 on a GPU: tensor cores add up 128 products, fp32 registers the
+scaled sums of them.
 
-Sums of tensor cores keep 14 bits in FP8 on sm_90, which a long sum would lose (DeepSeek-V3, arXiv:2412.19437, 3.3.2).
+Sums of tensor cores keep 14 bits in FP8 on sm_90, which a long sum would lose (DeepSeek-V3,
+arXiv:2412.19437, 3.3.2).
 """
 
 from __future__ import annotations
@@ -23,9 +25,14 @@ def scaled_product_kernel(
     A_ROWS: tl.constexpr, B_ROWS: tl.constexpr, TILE: tl.constexpr, ACROSS: tl.constexpr,
     GROUP: tl.constexpr,
 ):  # fmt: skip
-    """A tile of the product; `ROWS` of an operand share a scale for each 128 columns, 0: one is for all."""
-    program, down, across = tl.program_id(0), tl.cdiv(m, TILE), tl.cdiv(n, ACROSS)
-    group, inside = program // (GROUP * across), program % (GROUP * across)
+    """A tile of the product; `ROWS` of an operand share a scale for each 128 columns, 0: one is for
+    all.
+    """
+    program = tl.program_id(0)
+    down = tl.cdiv(m, TILE)
+    across = tl.cdiv(n, ACROSS)
+    group = program // (GROUP * across)
+    inside = program % (GROUP * across)
     size = tl.minimum(down - group * GROUP, GROUP)
     rows = (group * GROUP + inside % size) * TILE + tl.arange(0, TILE)
     columns = inside // size * ACROSS + tl.arange(0, ACROSS)
@@ -48,29 +55,43 @@ def scaled_product_kernel(
         else:
             part = tl.dot(a, b)
         if A_ROWS > 0:
-            part *= tl.load(a_scale_ptr + rows // A_ROWS * a_blocks + block, mask=rows < m, other=0.0)[:, None]
+            part *= tl.load(
+                a_scale_ptr + rows // A_ROWS * a_blocks + block, mask=rows < m, other=0.0
+            )[:, None]
         if B_ROWS > 0:
-            part *= tl.load(b_scale_ptr + columns // B_ROWS * b_blocks + block, mask=columns < n, other=0.0)[None, :]
+            part *= tl.load(
+                b_scale_ptr + columns // B_ROWS * b_blocks + block, mask=columns < n, other=0.0
+            )[None, :]
         total += part
     if A_ROWS == 0:
         total *= tl.load(a_scale_ptr)
     if B_ROWS == 0:
         total *= tl.load(b_scale_ptr)
     to = y_ptr + rows[:, None].to(tl.int64) * n + columns[None, :]
-    tl.store(to, cast(total, y_ptr.dtype.element_ty), mask=(rows[:, None] < m) & (columns[None, :] < n))
+    tl.store(
+        to, cast(total, y_ptr.dtype.element_ty), mask=(rows[:, None] < m) & (columns[None, :] < n)
+    )
 
 
-def scaled_product(a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, dtype: torch.dtype) -> Tensor:
-    """Launches the kernel on `a` [m, k] and `b` [n, k] with unit strides along k; see `reference.scaled_product`."""
+def scaled_product(
+    a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, dtype: torch.dtype
+) -> Tensor:
+    """Launches the kernel on `a` [m, k] and `b` [n, k] with unit strides along k; see
+    `reference.scaled_product`.
+    """
     (m, k), n = a.shape, b.shape[0]
     y = a.new_empty((m, n), dtype=dtype)
     if y.numel():
-        a_rows, b_rows = rows_of(a, a_scale), rows_of(b, b_scale)
+        a_rows = rows_of(a, a_scale)
+        b_rows = rows_of(b, b_scale)
         across = TILE // 2 if a_rows == b_rows == 1 else TILE  # scales of both take registers
-        blocks = [scale.stride(0) if rows else 0 for rows, scale in ((a_rows, a_scale), (b_rows, b_scale))]
+        blocks = [
+            scale.stride(0) if rows else 0 for rows, scale in ((a_rows, a_scale), (b_rows, b_scale))
+        ]
         with on_device_of(a):
             scaled_product_kernel[(ceil_div(m, TILE) * ceil_div(n, across),)](
                 a, a_scale, b, b_scale, y, m, n, k, a.stride(0), b.stride(0), *blocks,
-                A_ROWS=a_rows, B_ROWS=b_rows, TILE=TILE, ACROSS=across, GROUP=GROUP, num_warps=8, num_stages=3,
+                A_ROWS=a_rows, B_ROWS=b_rows, TILE=TILE, ACROSS=across, GROUP=GROUP, num_warps=8,
+                num_stages=3,
             )  # fmt: skip
     return y

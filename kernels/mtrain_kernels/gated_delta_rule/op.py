@@ -1,4 +1,6 @@
-"""The gated delta rule: contract, gradients that keep the inputs alone, and the library that has kernels for it."""
+"""The gated delta rule: contract, gradients that keep the inputs alone, and the library that has
+kernels for it.
+"""
 
 from __future__ import annotations
 
@@ -29,15 +31,17 @@ def gated_delta_rule(
     chunk: int = 64,
     impl: str = "auto",
 ) -> tuple[Tensor, Tensor]:
-    """The recurrence `S = exp(g_i) S`, `S_i = S + beta_i k_i (v_i - k_i^T S)^T`, `y_i = scale S_i^T q_i`.
+    """The recurrence `S = exp(g_i) S`, `S_i = S + beta_i k_i (v_i - k_i^T S)^T`, `y_i = scale S_i^T
+    q_i`.
 
-    Arguments and results are those of `reference.gated_delta_rule`: `q` and `k` [n, t, h, d], `v` [n, t, w, e], `g`
-    and `beta` [n, t, w], `state` [n, w, d, e], `segments` [n, t]; y has v's shape and dtype, the last state is fp32.
-    `edges` may say of one row of `segments` where its runs begin, none empty, and that the last ends at t: integers
-    that are worked out otherwise for fla, which waits for the device. The same tensor in all layers is best.
-    `impl` is `fla` (a library, on CUDA), `reference`, which computes chunks of `chunk` times and keeps nothing but
-    its inputs for the backward, or `auto`. Raises `ValueError` where the shapes do not fit, `Unavailable` where the
-    named one cannot run.
+    Arguments and results are those of `reference.gated_delta_rule`: `q` and `k` [n, t, h, d], `v`
+    [n, t, w, e], `g` and `beta` [n, t, w], `state` [n, w, d, e], `segments` [n, t]; y has v's shape
+    and dtype, the last state is fp32. `edges` may say of one row of `segments` where its runs
+    begin, none empty, and that the last ends at t: integers that are worked out otherwise for fla,
+    which waits for the device. The same tensor in all layers is best. `impl` is `fla` (a library,
+    on CUDA), `reference`, which computes chunks of `chunk` times and keeps nothing but its inputs
+    for the backward, or `auto`. Raises `ValueError` where the shapes do not fit, `Unavailable`
+    where the named one cannot run.
     """
     reference.require_gated_delta_rule(q, k, v, g, beta, state, segments)
     if edges is not None and (segments is None or edges.ndim != 1 or edges.is_floating_point()):
@@ -48,13 +52,17 @@ def gated_delta_rule(
         return by_fla(q, k, v, g, beta, l2norm=l2norm, scale=scale, state=state, edges=edges)
     options: dict[str, Any] = {"l2norm": l2norm, "scale": scale, "chunk": chunk}
     if not v.shape[1]:  # the last state is the first one
-        return reference.gated_delta_rule(q, k, v, g, beta, state=state, segments=segments, **options)
+        return reference.gated_delta_rule(
+            q, k, v, g, beta, state=state, segments=segments, **options
+        )
     found: tuple[Tensor, Tensor] = _Chunked.apply(q, k, v, g, beta, state, segments, options)
     return found
 
 
 class _Chunked(torch.autograd.Function):
-    """`reference.gated_delta_rule`, computed once more in the backward: autograd would keep every chunk's squares."""
+    """`reference.gated_delta_rule`, computed once more in the backward: autograd would keep every
+    chunk's squares.
+    """
 
     @staticmethod
     def forward(ctx: Any, *given: Any) -> tuple[Tensor, Tensor]:
@@ -69,14 +77,19 @@ class _Chunked(torch.autograd.Function):
         *inputs, segments = ctx.saved_tensors
         needed = ctx.needs_input_grad[: len(inputs)]
         leaves = [
-            None if x is None else x.detach().requires_grad_(wanted) for x, wanted in zip(inputs, needed, strict=True)
+            None if x is None else x.detach().requires_grad_(wanted)
+            for x, wanted in zip(inputs, needed, strict=True)
         ]
         with torch.enable_grad():
-            out = reference.gated_delta_rule(*leaves[:-1], state=leaves[-1], segments=segments, **ctx.options)  # type: ignore[arg-type]
+            out = reference.gated_delta_rule(
+                *leaves[:-1],  # type: ignore[arg-type]
+                state=leaves[-1],
+                segments=segments,
+                **ctx.options,
+            )
             wanted = [x for x in leaves if x is not None and x.requires_grad]
-            ends = [
-                (x, d) for x, d in zip(out, (d_y, d_state), strict=True) if x.requires_grad
-            ]  # a state knows no query
+            # a state knows no query
+            ends = [(x, d) for x, d in zip(out, (d_y, d_state), strict=True) if x.requires_grad]
             found = iter(torch.autograd.grad([x for x, _ in ends], wanted, [d for _, d in ends]))
         made = (next(found) if x is not None and x.requires_grad else None for x in leaves)
         return (*made, None, None)
@@ -94,7 +107,9 @@ def _call_obstacle(v: Tensor, segments: Tensor | None) -> str | None:
 def _library_obstacle(device: torch.device) -> str | None:
     if importlib.util.find_spec("fla") is None:
         return "fla (flash-linear-attention) is not installed"
-    return None if device.type == "cuda" else f"fla runs on CUDA only, the tensors are on {device.type}"
+    if device.type == "cuda":
+        return None
+    return f"fla runs on CUDA only, the tensors are on {device.type}"
 
 
 def by_fla(
@@ -109,9 +124,11 @@ def by_fla(
     state: Tensor | None,
     edges: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
-    """The rule by fla, with a query and a key for each head of v; of packed sequences it is told the edges.
+    """The rule by fla, with a query and a key for each head of v; of packed sequences it is told
+    the edges.
 
-    Its states are one for each sequence: a first one belongs to the first of them, and the last is that of the last.
+    Its states are one for each sequence: a first one belongs to the first of them, and the last is
+    that of the last.
     """
     from fla.ops.gated_delta_rule import chunk_gated_delta_rule
 
@@ -141,7 +158,10 @@ def _edges(segments: Tensor) -> Tensor:
     return torch.cat([torch.zeros_like(ends), begins, ends])
 
 
-HEAD, KEY_HEADS, VALUE_HEADS = 128, 16, 32  # of Qwen3-Next, whose hidden size is 2048
+# of Qwen3-Next, whose hidden size is 2048
+HEAD = 128
+KEY_HEADS = 16
+VALUE_HEADS = 32
 
 
 def _heads(model: Model) -> tuple[int, int]:

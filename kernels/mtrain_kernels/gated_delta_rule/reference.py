@@ -1,4 +1,6 @@
-"""Definition of the gated delta rule, in plain torch: one time after another, and by chunks; both are the same."""
+"""Definition of the gated delta rule, in plain torch: one time after another, and by chunks; both
+are the same.
+"""
 
 from __future__ import annotations
 
@@ -21,14 +23,16 @@ def gated_delta_rule_sequential(
     state: Tensor | None = None,
     segments: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """The recurrence `S = exp(g_i) S`, `S_i = S + beta_i k_i (v_i - k_i^T S)^T`, `y_i = scale S_i^T q_i`.
+    """The recurrence `S = exp(g_i) S`, `S_i = S + beta_i k_i (v_i - k_i^T S)^T`, `y_i = scale S_i^T
+    q_i`.
 
-    `q` and `k` [n, t, h, d], `v` [n, t, w, e] with w a multiple of h: head i of v has query and key i // (w/h). `g`
-    [n, t, w] is the logarithm of the decay, `beta` [n, t, w] how much of a value is written. With `l2norm` queries
-    and keys are first divided by their length; `scale` is 1 / sqrt(d) unless given. `state` [n, w, d, e] is what
-    comes before (zeros). `segments` [n, t] are integers: the state starts again from zeros where they change.
-    Returns y [n, t, w, e] in v's dtype and the last state [n, w, d, e] in fp32 (fp64 for fp64 v); half input is
-    computed in fp32. Raises `ValueError` where the shapes do not fit.
+    `q` and `k` [n, t, h, d], `v` [n, t, w, e] with w a multiple of h: head i of v has query and key
+    i // (w/h). `g` [n, t, w] is the logarithm of the decay, `beta` [n, t, w] how much of a value is
+    written. With `l2norm` queries and keys are first divided by their length; `scale` is 1 /
+    sqrt(d) unless given. `state` [n, w, d, e] is what comes before (zeros). `segments` [n, t] are
+    integers: the state starts again from zeros where they change. Returns y [n, t, w, e] in v's
+    dtype and the last state [n, w, d, e] in fp32 (fp64 for fp64 v); half input is computed in fp32.
+    Raises `ValueError` where the shapes do not fit.
     Source: Yang, Kautz and Hatamizadeh 2024, arXiv:2412.06464, equation 10.
     """
     q, k, vw, g, beta, s = _prepare(q, k, v, g, beta, l2norm, scale, state, segments)
@@ -57,11 +61,13 @@ def gated_delta_rule(
     segments: Tensor | None = None,
     chunk: int = 64,
 ) -> tuple[Tensor, Tensor]:
-    """What `gated_delta_rule_sequential` defines, by products of matrices over chunks of `chunk` times.
+    """What `gated_delta_rule_sequential` defines, by products of matrices over chunks of `chunk`
+    times.
 
-    Inside a chunk every time corrects what the earlier ones have written: a triangular system, solved for all chunks
-    at once. What lies before a chunk comes through its state. Raises `ValueError` where shapes do not fit or `chunk`
-    is not positive. Source: Yang, Kautz and Hatamizadeh 2024, arXiv:2412.06464, section 3.3.
+    Inside a chunk every time corrects what the earlier ones have written: a triangular system,
+    solved for all chunks at once. What lies before a chunk comes through its state. Raises
+    `ValueError` where shapes do not fit or `chunk` is not positive. Source: Yang, Kautz and
+    Hatamizadeh 2024, arXiv:2412.06464, section 3.3.
     """
     if chunk < 1:
         raise ValueError(f"chunk {chunk} must be positive")
@@ -70,11 +76,15 @@ def gated_delta_rule(
     q, k, vw, g, beta = (_chunks(x, chunk) for x in (q, k, vw, g, beta))
     total = g.cumsum(-1)
     seen, into, behind = _decays(total, _marks(segments, times, chunk))
-    written = torch.eye(chunk, dtype=s.dtype, device=s.device) + (beta[..., None] * (k @ k.mT) * seen.tril(-1))
+    written = torch.eye(chunk, dtype=s.dtype, device=s.device) + (
+        beta[..., None] * (k @ k.mT) * seen.tril(-1)
+    )
     system = {"upper": False, "unitriangular": True}
     new = torch.linalg.solve_triangular(written, beta[..., None] * vw, **system)
     read = torch.linalg.solve_triangular(written, (beta * into)[..., None] * k, **system)
-    scores, asked, kept = (q @ k.mT) * seen, q * into[..., None], k * behind[..., None]
+    scores = (q @ k.mT) * seen
+    asked = q * into[..., None]
+    kept = k * behind[..., None]
     ys = []
     for i in range(vw.shape[2]):
         corrected = new[:, :, i] - read[:, :, i] @ s
@@ -85,7 +95,9 @@ def gated_delta_rule(
 
 
 def _chunks(x: Tensor, chunk: int) -> Tensor:
-    """[n, w, t, ...] as [n, w, t / chunk, chunk, ...], with zeros behind the last time: they change no state."""
+    """[n, w, t, ...] as [n, w, t / chunk, chunk, ...], with zeros behind the last time: they change
+    no state.
+    """
     missing = -x.shape[2] % chunk
     if missing:
         x = torch.cat([x, x.new_zeros(*x.shape[:2], missing, *x.shape[3:])], 2)
@@ -93,7 +105,9 @@ def _chunks(x: Tensor, chunk: int) -> Tensor:
 
 
 def _marks(segments: Tensor | None, times: int, chunk: int) -> Tensor | None:
-    """Segments [n, 1, t / chunk, chunk], counted from 0 in each row; the last goes on behind the last time."""
+    """Segments [n, 1, t / chunk, chunk], counted from 0 in each row; the last goes on behind the
+    last time.
+    """
     if segments is None or not times:
         return None
     changed = torch.zeros_like(segments, dtype=torch.int32)
@@ -104,18 +118,20 @@ def _marks(segments: Tensor | None, times: int, chunk: int) -> Tensor | None:
 
 
 def _decays(total: Tensor, marks: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
-    """Of sums of log decays [..., l] in each chunk: decays between two times of it, from what lies before it to each
-    time, and from each time to its end; 0 from one segment to another.
+    """Of sums of log decays [..., l] in each chunk: decays between two times of it, from what lies
+    before it to each time, and from each time to its end; 0 from one segment to another.
     """
     length = total.shape[-1]
     seen = torch.ones(length, length, dtype=torch.bool, device=total.device).tril()
-    into, behind = total, total[..., -1:] - total
+    into = total
+    behind = total[..., -1:] - total
     if marks is not None:
         seen = seen & (marks[..., :, None] == marks[..., None, :])
         before = torch.cat([marks[:, :, :1, :1], marks[:, :, :-1, -1:]], 2)
         into = into.masked_fill(marks != before, float("-inf"))
         behind = behind.masked_fill(marks != marks[..., -1:], float("-inf"))
-    # Masked before the exponential: an entry above the diagonal would overflow, and its gradient would be NaN.
+    # Masked before the exponential: an entry above the diagonal would overflow, and its gradient
+    # would be NaN.
     between = (total[..., :, None] - total[..., None, :]).masked_fill(~seen, float("-inf"))
     return between.exp(), into.exp(), behind.exp()
 
@@ -131,7 +147,9 @@ def _prepare(
     state: Tensor | None,
     segments: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Checked inputs in the dtype of the computation, heads before times, queries scaled, and the first state."""
+    """Checked inputs in the dtype of the computation, heads before times, queries scaled, and the
+    first state.
+    """
     require_gated_delta_rule(q, k, v, g, beta, state, segments)
     wide = torch.float64 if v.dtype == torch.float64 else torch.float32
     n, _, heads, d = q.shape
@@ -147,11 +165,19 @@ def _prepare(
 
 
 def require_gated_delta_rule(
-    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tensor | None, segments: Tensor | None
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    state: Tensor | None,
+    segments: Tensor | None,
 ) -> None:
     """Raise `ValueError` unless the arguments of `gated_delta_rule` belong together."""
     if q.ndim != 4 or q.shape != k.shape:
-        raise ValueError(f"q {tuple(q.shape)} and k {tuple(k.shape)} must both be [batch, times, heads, size]")
+        raise ValueError(
+            f"q {tuple(q.shape)} and k {tuple(k.shape)} must both be [batch, times, heads, size]"
+        )
     n, t, h, d = q.shape
     if v.ndim != 4 or v.shape[:2] != (n, t):
         raise ValueError(f"v {tuple(v.shape)} must be [{n}, {t}, heads, size]")
@@ -161,7 +187,9 @@ def require_gated_delta_rule(
     for name, value in (("g", g), ("beta", beta)):
         if value.shape != (n, t, w):
             raise ValueError(f"{name} {tuple(value.shape)} must be {(n, t, w)}")
-    if any(other is not None and other.device != v.device for other in (q, k, g, beta, state, segments)):
+    if any(
+        other is not None and other.device != v.device for other in (q, k, g, beta, state, segments)
+    ):
         raise ValueError(f"all tensors must be on {v.device}, as v")
     if state is not None and state.shape != (n, w, d, e):
         raise ValueError(f"state {tuple(state.shape)} must be {(n, w, d, e)}")

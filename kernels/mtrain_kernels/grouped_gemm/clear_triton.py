@@ -20,5 +20,7 @@ def clear_behind(y: Tensor, ends: Tensor) -> Tensor:
     """`y` [r, n], dense, with zeros in the rows behind the last group, and nothing else written."""
     if y.numel():
         with on_device_of(y):
-            clear_kernel[(processors(y.device),)](y, ends, *y.shape, GROUPS=ends.shape[0], SIZE=CLEARED, num_warps=4)
+            clear_kernel[(processors(y.device),)](
+                y, ends, *y.shape, GROUPS=ends.shape[0], SIZE=CLEARED, num_warps=4
+            )
     return y

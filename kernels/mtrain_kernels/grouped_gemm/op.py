@@ -1,4 +1,6 @@
-"""The grouped product of rows and their groups' weights: contract, gradients, registration, choice."""
+"""The grouped product of rows and their groups' weights: contract, gradients,
+registration, choice.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,17 @@ from torch import Tensor
 from mtrain_kernels.activation.op import _activation_backward, activation
 from mtrain_kernels.grouped_gemm import reference
 from mtrain_kernels.grouped_gemm.products import _add_dw, _bias_rows, _gated, _grouped, _grouped_dx
-from mtrain_kernels.registry import REFERENCE, TRITON, Case, Cost, Implementation, Model, Op, choose, pick
+from mtrain_kernels.registry import (
+    REFERENCE,
+    TRITON,
+    Case,
+    Cost,
+    Implementation,
+    Model,
+    Op,
+    choose,
+    pick,
+)
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 FUSED = ("swiglu", "geglu", "geglu_tanh")  # activations that the kernel knows
@@ -29,19 +41,22 @@ def grouped_gemm(
     impl: str = "auto",
     main_grads: MainGrads | None = None,
 ) -> Tensor:
-    """`y_r = W_g x_r + b_g` for the group g of row r; groups are neighbours, and `counts` says how long each is.
+    """`y_r = W_g x_r + b_g` for the group g of row r; groups are neighbours, and `counts` says how
+    long each is.
 
-    `x` [r, k], `weight` [g, n, k] or a list of g [n, k], which are read where they lie, `bias` [g, n], of one dtype
-    (fp32, fp16 or bf16; products are summed in fp32), `counts` [g] integers on the same device, which the host never
-    waits for. The result is [r, n] in x's dtype; rows behind the last group's give zeros and get gradient zero.
+    `x` [r, k], `weight` [g, n, k] or a list of g [n, k], which are read where they lie, `bias` [g,
+    n], of one dtype (fp32, fp16 or bf16; products are summed in fp32), `counts` [g] integers on the
+    same device, which the host never waits for. The result is [r, n] in x's dtype; rows behind the
+    last group's give zeros and get gradient zero.
 
-    `main_grads()` is called in the backward and gives the buffers [n, k], one for each of a list of weights, that
-    their gradients are added to there and then; autograd gets memory that nobody wrote, as with megatron-core's
-    gradient_accumulation_fusion.
+    `main_grads()` is called in the backward and gives the buffers [n, k], one for each of a list of
+    weights, that their gradients are added to there and then; autograd gets memory that nobody
+    wrote, as with megatron-core's gradient_accumulation_fusion.
 
-    `impl` is `reference`, `triton`, `torch` (its grouped product: bf16, rows of a multiple of 16 bytes, which copies
-    a list of weights, and is wrong for groups without rows on sm_100, pytorch issue 172439; never chosen by `auto`)
-    or `auto`. Raises `ValueError` where shapes do not fit, `Unavailable` where the named one cannot run.
+    `impl` is `reference`, `triton`, `torch` (its grouped product: bf16, rows of a multiple of 16
+    bytes, which copies a list of weights, and is wrong for groups without rows on sm_100, pytorch
+    issue 172439; never chosen by `auto`) or `auto`. Raises `ValueError` where shapes do not fit,
+    `Unavailable` where the named one cannot run.
     """
     reference.require_grouped(x, weight, counts, bias)
     _require_list(weight, main_grads)
@@ -49,13 +64,22 @@ def grouped_gemm(
     if name == "reference" and main_grads is None:
         return reference.grouped_gemm(x, weight, counts, bias)
     if name == "reference":
-        y = _added(x, weight, counts, reference.grouped_gemm(x, _detached(weight), counts), name, main_grads)
+        y = _added(
+            x,
+            weight,
+            counts,
+            reference.grouped_gemm(x, _detached(weight), counts),
+            name,
+            main_grads,
+        )
         return y if bias is None else y + reference.bias_rows(bias, counts, x.shape[0])
     ends = counts.cumsum(0).to(torch.int32)
     if main_grads is None:
         y = _grouped(x, _listed(weight), ends, name)
     else:
-        y = _added(x, weight, ends, _grouped(x.detach(), _detached(weight), ends, name), name, main_grads)
+        y = _added(
+            x, weight, ends, _grouped(x.detach(), _detached(weight), ends, name), name, main_grads
+        )
     return y if bias is None else y + _bias_rows(bias, ends, x.shape[0], name)
 
 
@@ -69,20 +93,25 @@ def grouped_gated(
     impl: str = "auto",
     main_grads: MainGrads | None = None,
 ) -> Tensor:
-    """`activation(grouped_gemm(x, weight, counts), kind, weight=share)` in one kernel: [r, n / 2] in x's dtype.
+    """`activation(grouped_gemm(x, weight, counts), kind, weight=share)` in one kernel: [r, n / 2]
+    in x's dtype.
 
-    `kind` is `swiglu`, `geglu` or `geglu_tanh`; `share` [r] weighs rows and gets a gradient. The product is kept for
-    the backward, rounded as it would be between the two. `impl` is `reference`, `triton` or `auto`; the rest is as
-    in `grouped_gemm`.
+    `kind` is `swiglu`, `geglu` or `geglu_tanh`; `share` [r] weighs rows and gets a gradient. The
+    product is kept for the backward, rounded as it would be between the two. `impl` is `reference`,
+    `triton` or `auto`; the rest is as in `grouped_gemm`.
     """
     reference.require_grouped(x, weight, counts, None)
     _require_list(weight, main_grads)
     if kind not in FUSED:
         raise ValueError(f"{kind!r} is none of {', '.join(FUSED)}")
     if _listed(weight)[0].shape[-2] % 2:
-        raise ValueError(f"weight {tuple(_listed(weight)[0].shape)} must hold as many rows of gates as of ups")
+        raise ValueError(
+            f"weight {tuple(_listed(weight)[0].shape)} must hold as many rows of gates as of ups"
+        )
     if share is not None and share.shape != x.shape[:1]:
-        raise ValueError(f"share {tuple(share.shape)} must be one number for each row of x {tuple(x.shape)}")
+        raise ValueError(
+            f"share {tuple(share.shape)} must be one number for each row of x {tuple(x.shape)}"
+        )
     if pick("grouped_gemm", impl, x.device, _triton_obstacle(x)) != "triton":
         y = grouped_gemm(x, weight, counts, impl="reference", main_grads=main_grads)
         return activation(y, kind, weight=share, impl="reference")
@@ -95,7 +124,9 @@ def grouped_gated(
 
 
 def rows_of(bias: Tensor, counts: Tensor, rows: int, *, impl: str = "auto") -> Tensor:
-    """The row of `bias` [g, n] of each of `rows` rows' group, zeros behind the last group: [rows, n]."""
+    """The row of `bias` [g, n] of each of `rows` rows' group, zeros behind the last group: [rows,
+    n].
+    """
     name = pick("grouped_gemm", impl, bias.device, _triton_obstacle(bias))
     if name == "reference":
         return reference.bias_rows(bias, counts, rows)
@@ -117,7 +148,9 @@ def _detached(weight: Weights) -> list[Tensor]:
 
 @torch.compiler.assume_constant_result
 def _pick(impl: str, device: torch.device, triton: str | None, library: str | None) -> str:
-    """The implementation to take; `triton` and `library` say why it or torch's cannot take this input."""
+    """The implementation to take; `triton` and `library` say why it or torch's cannot take this
+    input.
+    """
     return choose(OPS[0], impl, device, library if impl == "torch" else triton)[0]
 
 
@@ -130,7 +163,9 @@ def _torch_obstacle(x: Tensor, weight: Weights) -> str | None:
     if x.dtype != torch.bfloat16:
         return f"torch's grouped product takes bfloat16, not {x.dtype}"
     if n % 8 or k % 8:
-        return f"torch's grouped product needs rows of a multiple of 16 bytes, not {(n, k)} elements"
+        return (
+            f"torch's grouped product needs rows of a multiple of 16 bytes, not {(n, k)} elements"
+        )
     return None
 
 
@@ -139,10 +174,17 @@ class _Added(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, ends: Tensor, y: Tensor, name: str, buffers: MainGrads, *weights: Tensor
+        ctx: Any,
+        x: Tensor,
+        ends: Tensor,
+        y: Tensor,
+        name: str,
+        buffers: MainGrads,
+        *weights: Tensor,
     ) -> Tensor:
         ctx.save_for_backward(x, ends, *weights)
-        ctx.name, ctx.buffers = name, buffers
+        ctx.name = name
+        ctx.buffers = buffers
         return y.view_as(y)
 
     @staticmethod
@@ -159,7 +201,9 @@ class _Added(torch.autograd.Function):
         return d_x, None, None, None, None, *(torch.empty_like(w) for w in weights)
 
 
-def _added(x: Tensor, weight: Weights, ends: Tensor, y: Tensor, name: str, buffers: MainGrads | None) -> Tensor:
+def _added(
+    x: Tensor, weight: Weights, ends: Tensor, y: Tensor, name: str, buffers: MainGrads | None
+) -> Tensor:
     return _Added.apply(x, ends, y.detach(), name, buffers, *_listed(weight))  # type: ignore[no-any-return]
 
 
@@ -183,15 +227,20 @@ def _make(model: Model, device: torch.device, dtype: torch.dtype) -> dict[str, A
     rows = model.tokens * model.top_k
     counts = torch.full((model.experts,), rows // model.experts, dtype=torch.int32, device=device)
     x = torch.randn(rows, model.hidden, device=device, dtype=dtype)
-    weight = torch.randn(model.experts, 2 * model.expert_ffn, model.hidden, device=device, dtype=dtype)
+    weight = torch.randn(
+        model.experts, 2 * model.expert_ffn, model.hidden, device=device, dtype=dtype
+    )
     return {"x": x.requires_grad_(), "weight": weight.requires_grad_(), "counts": counts}
 
 
 def _cost(products: int) -> Any:
-    """So many products of rows with the gate and up projections of all experts, each operand moved once."""
+    """So many products of rows with the gate and up projections of all experts, each operand moved
+    once.
+    """
 
     def cost(m: Model) -> Cost:
-        rows, n = m.tokens * m.top_k, 2 * m.expert_ffn
+        rows = m.tokens * m.top_k
+        n = 2 * m.expert_ffn
         moved = 2 * (rows * (m.hidden + n) + m.experts * n * m.hidden)
         return Cost(bytes=products * moved, flops=products * 2 * rows * n * m.hidden)
 
@@ -201,7 +250,8 @@ def _cost(products: int) -> Any:
 def _launch(model: Model) -> None:
     from mtrain_kernels.grouped_gemm import clear_triton, triton
 
-    rows, n = model.tokens * model.top_k, 2 * model.expert_ffn
+    rows = model.tokens * model.top_k
+    n = 2 * model.expert_ffn
     x = torch.empty(rows, model.hidden, dtype=torch.bfloat16, device="meta")
     weight = torch.empty(model.experts, n, model.hidden, dtype=torch.bfloat16, device="meta")
     ends = torch.empty(model.experts, dtype=torch.int32, device="meta")
@@ -225,11 +275,17 @@ OPS = (
                 forward=_cost(1),
                 backward=_cost(2),
                 applies=lambda m: m.experts > 0,
-                rivals={"torch._grouped_mm": lambda inputs: lambda: grouped_gemm(**inputs, impl="torch")},
+                rivals={
+                    "torch._grouped_mm": lambda inputs: lambda: grouped_gemm(**inputs, impl="torch")
+                },
             ),
         ),
         launch=_launch,
         aot_models=("qwen3_30b_a3b",),
-        implementations={"triton": TRITON, "reference": REFERENCE, "torch": Implementation("torch", lambda d: None)},
+        implementations={
+            "triton": TRITON,
+            "reference": REFERENCE,
+            "torch": Implementation("torch", lambda d: None),
+        },
     ),
 )

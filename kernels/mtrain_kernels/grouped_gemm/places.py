@@ -1,4 +1,6 @@
-"""Where the tensors of all groups lie in memory, so that one kernel reads them without a copy behind each other."""
+"""Where the tensors of all groups lie in memory, so that one kernel reads them without a copy
+behind each other.
+"""
 
 from __future__ import annotations
 
@@ -12,18 +14,25 @@ from torch import Tensor
 from mtrain_kernels.device_tables import DeviceTables
 
 _TABLES = DeviceTables(4096)
-"""Of each uneven set of tensors its distances. Weights that are gathered anew lie elsewhere in every step."""
+"""Of each uneven set of tensors its distances.
+
+Weights that are gathered anew lie elsewhere in every step.
+"""
 
 
 @dataclass(frozen=True)
 class Places:
-    """Of groups' dense tensors [n, k]: the first one, and how many elements behind it each begins."""
+    """Of groups' dense tensors [n, k]: the first one, and how many elements behind it
+    each begins.
+    """
 
     tensors: tuple[Tensor, ...]
     shape: tuple[int, int]
     groups: int
     step: int
-    """From one to the next, in elements; negative where they lie downward, as in megatron-core's buffers."""
+    """From one to the next, in elements; negative where they lie downward, as in megatron-core's
+    buffers.
+    """
     table: Tensor | None
     """The distance of each from the first, int64 [g], where one step does not lead to all."""
     aligned: bool
@@ -46,7 +55,12 @@ class Places:
         aligned = not any(d % 16 for d in distances)
         n, k = first.shape
         return cls(
-            dense, (n, k), len(dense), step if even else 0, None if even else _table(first, distances), aligned
+            dense,
+            (n, k),
+            len(dense),
+            step if even else 0,
+            None if even else _table(first, distances),
+            aligned,
         )
 
     @property
@@ -56,10 +70,16 @@ class Places:
 
     @property
     def even(self) -> bool:
-        """Whether one descriptor leads to all: steps of whole 16 bytes, up- or downward, and none within a tensor."""
+        """Whether one descriptor leads to all: steps of whole 16 bytes, up- or downward, and none
+        within a tensor.
+        """
         n, k = self.shape
         bytes_ = self.base.element_size()
-        fits = (self.groups == 1 or abs(self.step) >= n * k) and self.step * bytes_ % 16 == 0 and k * bytes_ % 16 == 0
+        fits = (
+            (self.groups == 1 or abs(self.step) >= n * k)
+            and self.step * bytes_ % 16 == 0
+            and k * bytes_ % 16 == 0
+        )
         lowest = self.tensors[-1] if self.step < 0 else self.base
         return self.table is None and fits and (lowest.is_meta or lowest.data_ptr() % 16 == 0)
 
@@ -72,7 +92,8 @@ class Places:
 
 
 def _distances(tensors: tuple[Tensor, ...]) -> tuple[int, ...]:
-    size, begin = tensors[0].element_size(), tensors[0].data_ptr()
+    size = tensors[0].element_size()
+    begin = tensors[0].data_ptr()
     return tuple((t.data_ptr() - begin) // size for t in tensors)
 
 

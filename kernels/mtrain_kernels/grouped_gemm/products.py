@@ -1,4 +1,6 @@
-"""The registered products of rows with their groups' weights, forward and backward; `op` says what they take."""
+"""The registered products of rows with their groups' weights, forward and backward; `op` says what
+they take.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,9 @@ from mtrain_kernels.runtime import triton_obstacle
 @torch.library.custom_op("mtrain::grouped_gemm", mutates_args=())
 def _grouped(x: Tensor, weights: Sequence[Tensor], ends: Tensor, implementation: str) -> Tensor:
     if implementation == "torch":
-        return _cleared(torch._grouped_mm(_dense(x), _stacked(weights).transpose(1, 2), offs=ends), ends)
+        return _cleared(
+            torch._grouped_mm(_dense(x), _stacked(weights).transpose(1, 2), offs=ends), ends
+        )
     from mtrain_kernels.grouped_gemm import triton
 
     return triton.rows_product(x, weights, ends)
@@ -29,7 +33,9 @@ def _(x, weights, ends, implementation):
 
 
 @torch.library.custom_op("mtrain::grouped_gemm_dx", mutates_args=())
-def _grouped_dx(d_y: Tensor, weights: Sequence[Tensor], ends: Tensor, implementation: str) -> Tensor:
+def _grouped_dx(
+    d_y: Tensor, weights: Sequence[Tensor], ends: Tensor, implementation: str
+) -> Tensor:
     if implementation == "torch":
         return _cleared(torch._grouped_mm(_dense(d_y), _stacked(weights), offs=ends), ends)
     from mtrain_kernels.grouped_gemm import triton
@@ -59,11 +65,16 @@ def _(d_y, x, ends, implementation):
 
 
 @torch.library.custom_op("mtrain::grouped_gemm_add_dw", mutates_args=("into",))
-def _add_dw(d_y: Tensor, x: Tensor, ends: Tensor, into: Sequence[Tensor], implementation: str) -> None:
+def _add_dw(
+    d_y: Tensor, x: Tensor, ends: Tensor, into: Sequence[Tensor], implementation: str
+) -> None:
     shape = (d_y.shape[1], x.shape[1])
     if len(into) != len(ends) or any(not b.is_contiguous() or b.shape != shape for b in into):
         found = [(tuple(b.shape), b.stride()) for b in into]
-        raise ValueError(f"gradients of {len(ends)} weights {shape} are added to so many dense buffers, not {found}")
+        raise ValueError(
+            f"gradients of {len(ends)} weights {shape} are added to so many dense buffers, not"
+            f" {found}"
+        )
     if implementation == "triton":
         from mtrain_kernels.grouped_gemm import triton
 
@@ -86,12 +97,16 @@ def _(d_y, x, ends, into, implementation):
 
 
 def _dense(x: Tensor) -> Tensor:
-    """`x` in dense rows: `contiguous` leaves the stride of a single row as it is, and torch's product refuses it."""
+    """`x` in dense rows: `contiguous` leaves the stride of a single row as it is, and torch's
+    product refuses it.
+    """
     return x.contiguous().view(-1).view(x.shape)
 
 
 def _stacked(weights: Sequence[Tensor]) -> Tensor:
-    """[g, n, k] of weights: a view where they lie one behind the other, else a copy, as torch's product wants it."""
+    """[g, n, k] of weights: a view where they lie one behind the other, else a copy, as torch's
+    product wants it.
+    """
     if weights[0].ndim == 3:
         return _dense(weights[0])
     places = Places.of(weights)
@@ -107,7 +122,9 @@ def _stacked(weights: Sequence[Tensor]) -> Tensor:
 
 
 def _cleared(y: Tensor, ends: Tensor) -> Tensor:
-    """`y` with zeros behind the last group, where torch's product leaves what the memory held; the rest stays."""
+    """`y` with zeros behind the last group, where torch's product leaves what the memory held; the
+    rest stays.
+    """
     if triton_obstacle(y.device) is None:
         from mtrain_kernels.grouped_gemm import clear_triton
 
@@ -123,7 +140,9 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     ctx.save_for_backward(x, ends, *weights)
 
 
-def _gradients(ctx: Any, d_y: Tensor, implementation: str) -> tuple[Tensor | None, list[Tensor] | list[None]]:
+def _gradients(
+    ctx: Any, d_y: Tensor, implementation: str
+) -> tuple[Tensor | None, list[Tensor] | list[None]]:
     """Of x and of the weights, as far as they are asked for."""
     x, ends, *rest = ctx.saved_tensors
     weights = rest[: len(ctx.needs_input_grad[1])]
@@ -175,8 +194,11 @@ _gated.register_autograd(_differentiate_gated, setup_context=_save_gated)
 @torch.library.custom_op("mtrain::grouped_bias", mutates_args=())
 def _bias_rows(bias: Tensor, ends: Tensor, rows: int, implementation: str) -> Tensor:
     """The bias of each of `rows` rows' group, zeros behind the last group."""
-    owner = torch.searchsorted(ends, torch.arange(rows, device=bias.device, dtype=torch.int32), right=True)
-    return torch.cat([bias, bias.new_zeros(1, bias.shape[1])])[owner]  # the last row is that of nobody
+    owner = torch.searchsorted(
+        ends, torch.arange(rows, device=bias.device, dtype=torch.int32), right=True
+    )
+    # the last row is that of nobody
+    return torch.cat([bias, bias.new_zeros(1, bias.shape[1])])[owner]
 
 
 @_bias_rows.register_fake
@@ -186,8 +208,11 @@ def _(bias, ends, rows, implementation):
 
 @torch.library.custom_op("mtrain::grouped_bias_backward", mutates_args=())
 def _bias_rows_backward(d_y: Tensor, ends: Tensor, implementation: str) -> Tensor:
-    """A bias is the weight of an input that is always 1: its gradient is a grouped product too, summed in fp32."""
-    ones = d_y.new_ones(d_y.shape[0], 16 // d_y.element_size())  # rows of 16 bytes, as torch's product wants them
+    """A bias is the weight of an input that is always 1: its gradient is a grouped product too,
+    summed in fp32.
+    """
+    # rows of 16 bytes, as torch's product wants them
+    ones = d_y.new_ones(d_y.shape[0], 16 // d_y.element_size())
     return _grouped_dw(d_y.contiguous(), ones, ends, implementation)[..., 0].contiguous()
 
 

@@ -1,4 +1,6 @@
-"""How large the tiles of a grouped product are: a small table, of which what was measured to be fastest is taken."""
+"""How large the tiles of a grouped product are: a small table, of which what was measured to be
+fastest is taken.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,9 @@ from mtrain_kernels.runtime import capability, power_of_two
 
 @dataclass(frozen=True)
 class Tile:
-    """Sides of a tile, and how many warps and stages work on it; `tma`: operands come by TMA descriptors (sm_90)."""
+    """Sides of a tile, and how many warps and stages work on it; `tma`: operands come by TMA
+    descriptors (sm_90).
+    """
 
     rows: int
     n: int
@@ -26,7 +30,10 @@ class Tile:
     @property
     def name(self) -> str:
         """What it is called in a record."""
-        return f"{self.rows}x{self.n}x{self.k} w{self.warps} s{self.stages}{' tma' if self.tma else ''}"
+        return (
+            f"{self.rows}x{self.n}x{self.k} w{self.warps}"
+            f" s{self.stages}{' tma' if self.tma else ''}"
+        )
 
     def descriptor(self, x: Tensor, block: list[int]) -> Any:
         """A TMA descriptor of a dense matrix, also of one row, whose stride may be any."""
@@ -63,27 +70,39 @@ TABLES = {
         Tile(32, 128, 128),
     ),
 }
-"""Of each product the tiles that are tried; the first one that can run is taken where nothing was measured.
+"""Of each product the tiles that are tried; the first one that can run is taken where nothing was
+measured.
 
-`rows` multiplies with weights, `turned` with transposed ones, `gated` makes an activation, `weights` a gradient.
+`rows` multiplies with weights, `turned` with transposed ones, `gated` makes an activation,
+`weights` a gradient.
 """
 
 LEAST = 64  # sizes from which descriptors are worth their while
-EXACT = {"rows": Tile(64, 64, 32), "turned": Tile(64, 64, 32), "gated": Tile(64, 32, 32), "weights": Tile(32, 64, 64)}
+EXACT = {
+    "rows": Tile(64, 64, 32),
+    "turned": Tile(64, 64, 32),
+    "gated": Tile(64, 32, 32),
+    "weights": Tile(32, 64, 64),
+}
 """fp32 without tensor cores."""
 
 
 def candidates(product: str, x: Tensor, descriptors: bool) -> list[Tile]:
-    """The tiles of the table that can run on `x`; `descriptors`: whether TMA may read what lies beside it."""
+    """The tiles of the table that can run on `x`; `descriptors`: whether TMA may read what lies
+    beside it.
+    """
     tma = descriptors and capability(x.device) >= 90 and x.shape[-1] * x.element_size() % 16 == 0
     found = [tile for tile in TABLES[product] if tma or not tile.tma]
     return found if x.dtype != torch.float32 else [EXACT[product]]
 
 
-def tile_for(product: str, x: Tensor, rows: int, n: int, k: int, groups: int, descriptors: bool) -> Tile:
+def tile_for(
+    product: str, x: Tensor, rows: int, n: int, k: int, groups: int, descriptors: bool
+) -> Tile:
     """The tile of a product of `TABLES`: what was measured for this class of shapes, or the first.
 
-    The choice depends on the device, the dtype, the sizes and the recorded measurements alone, not on timing.
+    The choice depends on the device, the dtype, the sizes and the recorded measurements alone, not
+    on timing.
     """
     descriptors = descriptors and min(n, k) >= LEAST and (x.is_meta or x.data_ptr() % 16 == 0)
     found = candidates(product, x, descriptors)
@@ -96,8 +115,12 @@ def tile_for(product: str, x: Tensor, rows: int, n: int, k: int, groups: int, de
 
 
 def shape_class(x: Tensor, rows: int, n: int, k: int, groups: int) -> str:
-    """What shapes are tuned together: sizes of the layer exactly, rows of a group by powers of two."""
-    return f"{str(x.dtype).removeprefix('torch.')} n{n} k{k} g{groups} r{power_of_two(rows // groups)}"
+    """What shapes are tuned together: sizes of the layer exactly, rows of a group by
+    powers of two.
+    """
+    return (
+        f"{str(x.dtype).removeprefix('torch.')} n{n} k{k} g{groups} r{power_of_two(rows // groups)}"
+    )
 
 
 def _side(size: int, most: int) -> int:

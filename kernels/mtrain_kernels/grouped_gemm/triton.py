@@ -19,13 +19,16 @@ CLEARED = 4096  # elements of rows of nobody that a program clears at once
 
 @triton.jit
 def _bounds(ends_ptr, rows, R: tl.constexpr, GROUPS: tl.constexpr, G: tl.constexpr):
-    """Of each group where tile 0 of all would begin, its last row, and the tiles of R rows up to its end.
+    """Of each group where tile 0 of all would begin, its last row, and the tiles of R rows up to
+    its end.
 
     [G] each, and how many tiles there are in all.
     """
     group = tl.arange(0, G)
     end = tl.minimum(tl.load(ends_ptr + group, mask=group < GROUPS, other=0), rows)
-    start = tl.minimum(tl.load(ends_ptr + group - 1, mask=(group > 0) & (group < GROUPS), other=0), rows)
+    start = tl.minimum(
+        tl.load(ends_ptr + group - 1, mask=(group > 0) & (group < GROUPS), other=0), rows
+    )
     tiles = (tl.maximum(end - start, 0) + R - 1) // R
     upto = tl.cumsum(tiles, 0)
     base = start - (upto - tiles) * R
@@ -44,11 +47,15 @@ def _place(offsets_ptr, step, group, TABLE: tl.constexpr, ALIGNED: tl.constexpr)
 
 @triton.jit
 def _tile(
-    tile, tiles_n, base, ends, upto, offsets_ptr, step, R: tl.constexpr, N: tl.constexpr, G: tl.constexpr,
+    tile, tiles_n, base, ends, upto, offsets_ptr, step, R: tl.constexpr, N: tl.constexpr,
+    G: tl.constexpr,
     GROUPS: tl.constexpr, TABLE: tl.constexpr, ALIGNED: tl.constexpr, DOWNWARD: tl.constexpr,
 ):  # fmt: skip
-    """Of a tile: first row, end of its group, first column, all rows and columns, where its weight is, and which."""
-    high, c = tile // tiles_n, tile % tiles_n * N
+    """Of a tile: first row, end of its group, first column, all rows and columns, where its weight
+    is, and which.
+    """
+    high = tile // tiles_n
+    c = tile % tiles_n * N
     group = tl.sum((upto <= high).to(tl.int32), 0)
     here = tl.arange(0, G) == group
     first = tl.sum(tl.where(here, base, 0), 0) + high * R
@@ -96,7 +103,12 @@ def _w_tile(
         mask = (column < n)[None, :]
         if not EVEN:
             mask = mask & (inner < k)[:, None]
-        at = w + place + column.to(tl.int64)[None, :] * stride_n + inner.to(tl.int64)[:, None] * stride_k
+        at = (
+            w
+            + place
+            + column.to(tl.int64)[None, :] * stride_n
+            + inner.to(tl.int64)[:, None] * stride_k
+        )
         tile = tl.load(at, mask=mask, other=0.0)
     return tile
 
@@ -128,24 +140,58 @@ def rows_kernel(
     K: tl.constexpr,
     CLEARED: tl.constexpr,
 ):
-    """y[r] = x[r] w[g]^T for the group g of each row: forward, and with other strides the gradient of x.
+    """y[r] = x[r] w[g]^T for the group g of each row: forward, and with other strides the gradient
+    of x.
 
-    Each program finds the group of its tile among the bounds of all; rows behind the last group get zeros.
+    Each program finds the group of its tile among the bounds of all; rows behind the last group get
+    zeros.
     """
     base, ends, upto, high_tiles = _bounds(ends_ptr, rows, R, GROUPS, G)
     tiles_n = tl.cdiv(n, N)
     for tile in range(tl.program_id(0), high_tiles * tiles_n, tl.num_programs(0)):
         first, end, c, r, column, place, at = _tile(
-            tile, tiles_n, base, ends, upto, offsets_ptr, step, R, N, G, GROUPS, TABLE, ALIGNED, DOWNWARD
+            tile,
+            tiles_n,
+            base,
+            ends,
+            upto,
+            offsets_ptr,
+            step,
+            R,
+            N,
+            G,
+            GROUPS,
+            TABLE,
+            ALIGNED,
+            DOWNWARD,
         )
         total = tl.zeros([R, N], tl.float32)
         for i in range(0, k, K):
             inner = i + tl.arange(0, K)
             x = _x_tile(x_ptr, r, inner, first, i, end, k, TMA, EVEN)
-            w = _w_tile(w_ptr, place, at, c, column, inner, i, n, k, stride_n, stride_k, N, K, TMA, TURNED, EVEN)
+            w = _w_tile(
+                w_ptr,
+                place,
+                at,
+                c,
+                column,
+                inner,
+                i,
+                n,
+                k,
+                stride_n,
+                stride_k,
+                N,
+                K,
+                TMA,
+                TURNED,
+                EVEN,
+            )
             total = dot(x, w, total, EXACT)
         to = y_ptr + r.to(tl.int64)[:, None] * n + column[None, :]
-        tl.store(to, cast(total, y_ptr.dtype.element_ty), mask=(r < end)[:, None] & (column < n)[None, :])
+        tl.store(
+            to, cast(total, y_ptr.dtype.element_ty), mask=(r < end)[:, None] & (column < n)[None, :]
+        )
     _clear(y_ptr, ends_ptr, rows, n, GROUPS, CLEARED)
 
 
@@ -185,19 +231,53 @@ def gated_kernel(
     tiles_n = tl.cdiv(width, N)
     for tile in range(tl.program_id(0), high_tiles * tiles_n, tl.num_programs(0)):
         first, end, c, r, column, place, at = _tile(
-            tile, tiles_n, base, ends, upto, offsets_ptr, step, R, N, G, GROUPS, TABLE, ALIGNED, DOWNWARD
+            tile,
+            tiles_n,
+            base,
+            ends,
+            upto,
+            offsets_ptr,
+            step,
+            R,
+            N,
+            G,
+            GROUPS,
+            TABLE,
+            ALIGNED,
+            DOWNWARD,
         )
-        gate, up = tl.zeros([R, N], tl.float32), tl.zeros([R, N], tl.float32)
+        gate = tl.zeros([R, N], tl.float32)
+        up = tl.zeros([R, N], tl.float32)
         for i in range(0, k, K):
             inner = i + tl.arange(0, K)
             x = _x_tile(x_ptr, r, inner, first, i, end, k, TMA, EVEN)
-            w = _w_tile(w_ptr, place, at, c, column, inner, i, width, k, k, 1, N, K, TMA, False, EVEN)
+            w = _w_tile(
+                w_ptr, place, at, c, column, inner, i, width, k, k, 1, N, K, TMA, False, EVEN
+            )
             gate = dot(x, w, gate, EXACT)
             lower = place + tl.cast(width, tl.int64) * k
-            w = _w_tile(w_ptr, lower, at, width + c, column, inner, i, width, k, k, 1, N, K, TMA, False, EVEN)
+            w = _w_tile(
+                w_ptr,
+                lower,
+                at,
+                width + c,
+                column,
+                inner,
+                i,
+                width,
+                k,
+                k,
+                1,
+                N,
+                K,
+                TMA,
+                False,
+                EVEN,
+            )
             up = dot(x, w, up, EXACT)
         inside = (r < end)[:, None] & (column < width)[None, :]
-        gate, up = cast(gate, h_ptr.dtype.element_ty), cast(up, h_ptr.dtype.element_ty)
+        gate = cast(gate, h_ptr.dtype.element_ty)
+        up = cast(up, h_ptr.dtype.element_ty)
         to = h_ptr + r.to(tl.int64)[:, None] * (2 * width) + column[None, :]
         tl.store(to, gate, mask=inside)
         tl.store(to + width, up, mask=inside)
@@ -232,16 +312,21 @@ def weights_kernel(
     K: tl.constexpr,
     R: tl.constexpr,
 ):
-    """d_w[g] = d_y[rows of g]^T x[rows of g], or that much more with ADD; a group without rows gets zeros."""
-    tiles_n, tiles_k = tl.cdiv(n, N), tl.cdiv(k, K)
+    """d_w[g] = d_y[rows of g]^T x[rows of g], or that much more with ADD; a group without rows gets
+    zeros.
+    """
+    tiles_n = tl.cdiv(n, N)
+    tiles_k = tl.cdiv(k, K)
     for tile in range(tl.program_id(0), GROUPS * tiles_n * tiles_k, tl.num_programs(0)):
         g = tile // (tiles_n * tiles_k)
         start = 0
         if g > 0:
             start = tl.minimum(tl.load(ends_ptr + g - 1), rows)
         end = tl.minimum(tl.load(ends_ptr + g), rows)
-        c, b = tile // tiles_k % tiles_n * N, tile % tiles_k * K
-        row, column = c + tl.arange(0, N), b + tl.arange(0, K)
+        c = tile // tiles_k % tiles_n * N
+        b = tile % tiles_k * K
+        row = c + tl.arange(0, N)
+        column = b + tl.arange(0, K)
         total = tl.zeros([N, K], tl.float32)
         whole = start
         if TMA:  # tiles that hold rows of this group alone
@@ -285,21 +370,32 @@ def _constants(places: Places, groups: int, tile: Tile, k: int) -> dict[str, obj
     }
 
 
-def rows_product(x: Tensor, weights: Sequence[Tensor], ends: Tensor, transposed: bool = False) -> Tensor:
-    """`x` [r, k] times each row's own weight [n, k]^T, or `x` [r, n] times the weight if `transposed`.
+def rows_product(
+    x: Tensor, weights: Sequence[Tensor], ends: Tensor, transposed: bool = False
+) -> Tensor:
+    """`x` [r, k] times each row's own weight [n, k]^T, or `x` [r, n] times the weight if
+    `transposed`.
 
-    `weights` is one [n, k] for each group, or all in one [g, n, k]; `ends` [g] int32 says behind which row each
-    group ends.
+    `weights` is one [n, k] for each group, or all in one [g, n, k]; `ends` [g] int32 says behind
+    which row each group ends.
     """
-    places, x, ends = Places.of(weights), x.contiguous(), ends.contiguous()
+    places = Places.of(weights)
+    x = x.contiguous()
+    ends = ends.contiguous()
     (rows, k), groups = x.shape, ends.shape[0]
-    n, strides = (places.shape[1], (1, places.shape[1])) if transposed else (places.shape[0], (places.shape[1], 1))
+    if transposed:
+        n, strides = (places.shape[1], (1, places.shape[1]))
+    else:
+        n, strides = (places.shape[0], (places.shape[1], 1))
     y = x.new_empty(rows, n)
     if y.numel() == 0:
         return y
-    tile = tile_for("turned" if transposed else "rows", x, rows, n, k, groups, descriptors=places.even)
+    tile = tile_for(
+        "turned" if transposed else "rows", x, rows, n, k, groups, descriptors=places.even
+    )
     most = (ceil_div(rows, tile.rows) + groups) * ceil_div(n, tile.n)
-    source, kept = (x, places.base)
+    source = x
+    kept = places.base
     if tile.tma:
         source = tile.descriptor(x, [tile.rows, tile.k])
         kept = places.descriptor(tile, [1, tile.k, tile.n] if transposed else [1, tile.n, tile.k])
@@ -317,20 +413,26 @@ def rows_product(x: Tensor, weights: Sequence[Tensor], ends: Tensor, transposed:
 def gated_product(
     x: Tensor, weights: Sequence[Tensor], ends: Tensor, share: Tensor | None, kind: str
 ) -> tuple[Tensor, Tensor]:
-    """The activation `kind` [r, n / 2] of `rows_product` [r, n], times `share` [r], and that product.
+    """The activation `kind` [r, n / 2] of `rows_product` [r, n], times `share` [r], and that
+    product.
 
     The upper half of a weight [n, k] makes gates, the lower what they gate.
     """
-    places, x, ends = Places.of(weights), x.contiguous(), ends.contiguous()
+    places = Places.of(weights)
+    x = x.contiguous()
+    ends = ends.contiguous()
     (rows, k), groups, n = x.shape, ends.shape[0], places.shape[0]
-    h, y = x.new_empty(rows, n), x.new_empty(rows, n // 2)
+    h = x.new_empty(rows, n)
+    y = x.new_empty(rows, n // 2)
     if y.numel() == 0:
         return y, h
     tile = tile_for("gated", x, rows, n // 2, k, groups, descriptors=places.even)
     most = (ceil_div(rows, tile.rows) + groups) * ceil_div(n // 2, tile.n)
-    source, kept = (x, places.base)
+    source = x
+    kept = places.base
     if tile.tma:
-        source, kept = tile.descriptor(x, [tile.rows, tile.k]), places.descriptor(tile, [1, tile.n, tile.k])
+        source = tile.descriptor(x, [tile.rows, tile.k])
+        kept = places.descriptor(tile, [1, tile.n, tile.k])
     with on_device_of(x):
         gated_kernel[(min(most, processors(x.device)),)](
             *(source, kept, places.table, ends, None if share is None else share.contiguous()),
@@ -344,12 +446,17 @@ def gated_product(
     return y, h
 
 
-def weights_product(d_y: Tensor, x: Tensor, ends: Tensor, into: Sequence[Tensor] | None = None) -> Tensor | None:
-    """The gradient [g, n, k] of the weights, from `d_y` [r, n] and `x` [r, k]; or it is added to `into`.
+def weights_product(
+    d_y: Tensor, x: Tensor, ends: Tensor, into: Sequence[Tensor] | None = None
+) -> Tensor | None:
+    """The gradient [g, n, k] of the weights, from `d_y` [r, n] and `x` [r, k]; or it is added to
+    `into`.
 
     `into` is one dense [n, k] for each group, of any float type.
     """
-    d_y, x, ends = d_y.contiguous(), x.contiguous(), ends.contiguous()
+    d_y = d_y.contiguous()
+    x = x.contiguous()
+    ends = ends.contiguous()
     (rows, n), k, groups = d_y.shape, x.shape[1], ends.shape[0]
     d_w = x.new_empty(groups, n, k) if into is None else None
     places = Places.of([d_w] if d_w is not None else into or ())
@@ -358,9 +465,11 @@ def weights_product(d_y: Tensor, x: Tensor, ends: Tensor, into: Sequence[Tensor]
     tma = rows > 0 and n % 8 == 0 and (d_y.is_meta or d_y.data_ptr() % 16 == 0)
     tile = tile_for("weights", x, rows, n, k, groups, descriptors=tma)
     most = groups * ceil_div(n, tile.n) * ceil_div(k, tile.k)
-    left, right = (d_y, x)
+    left = d_y
+    right = x
     if tile.tma:
-        left, right = tile.descriptor(d_y, [tile.rows, tile.n]), tile.descriptor(x, [tile.rows, tile.k])
+        left = tile.descriptor(d_y, [tile.rows, tile.n])
+        right = tile.descriptor(x, [tile.rows, tile.k])
     with on_device_of(x):
         weights_kernel[(min(most, processors(x.device)),)](
             *(left, right, ends, places.base, places.table, rows, n, k, places.step),

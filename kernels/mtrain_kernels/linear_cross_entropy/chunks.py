@@ -9,19 +9,31 @@ from mtrain_kernels.cross_entropy.reference import Terms
 from mtrain_kernels.cross_entropy.vocabulary import Vocabulary
 from mtrain_kernels.linear import product
 from mtrain_kernels.linear_cross_entropy import tiles
-from mtrain_kernels.linear_cross_entropy.reference import Finish, Gradients, ReferenceChunks, Room, chunked
+from mtrain_kernels.linear_cross_entropy.reference import (
+    Finish,
+    Gradients,
+    ReferenceChunks,
+    Room,
+    chunked,
+)
 from mtrain_kernels.runtime import ceil_div
 
-CHUNK_ELEMENTS = {"cpu": 1 << 22}  # logits alive at a time: 16 MiB in fp32 suit caches and stay in the heap
-GPU_CHUNK_ELEMENTS = 1 << 27  # 256 MiB in bf16: matrix products of 1,024 tokens at a vocabulary of 128 thousand
-LONGER = 8  # times as many tokens where logits are not written: five numbers a tile of 128 columns are less
+# logits alive at a time: 16 MiB in fp32 suit caches and stay in the heap
+CHUNK_ELEMENTS = {"cpu": 1 << 22}
+# 256 MiB in bf16: matrix products of 1,024 tokens at a vocabulary of 128 thousand
+GPU_CHUNK_ELEMENTS = 1 << 27
+# times as many tokens where logits are not written: five numbers a tile of 128 columns are less
+LONGER = 8
 
 
-def chunk_rows(chunk: int, tokens: int, columns: int, device: torch.device, elements: int = 0) -> int:
-    """How many tokens are done at a time: `chunk`, or for 0 a multiple of 64 that keeps to the elements allowed.
+def chunk_rows(
+    chunk: int, tokens: int, columns: int, device: torch.device, elements: int = 0
+) -> int:
+    """How many tokens are done at a time: `chunk`, or for 0 a multiple of 64 that keeps to the
+    elements allowed.
 
-    `elements` are the logits of a chunk, 0: 2^27, or 2^22 on a CPU. There it is at most half of the tokens, so that
-    few tokens, too, never have all their logits at once.
+    `elements` are the logits of a chunk, 0: 2^27, or 2^22 on a CPU. There it is at most half of the
+    tokens, so that few tokens, too, never have all their logits at once.
     """
     if chunk:
         return chunk
@@ -31,7 +43,9 @@ def chunk_rows(chunk: int, tokens: int, columns: int, device: torch.device, elem
 
 
 class TritonChunks:
-    """Opens chunks by kernels: logits by cuBLAS with a pass behind them, or with their statistics by one kernel."""
+    """Opens chunks by kernels: logits by cuBLAS with a pass behind them, or with their statistics
+    by one kernel.
+    """
 
     def open(
         self,
@@ -55,15 +69,21 @@ class TritonChunks:
         if isinstance(way, tiles.Tile):
             hidden, weight = (x if x.stride(1) == 1 else x.contiguous() for x in (hidden, weight))
             given = hidden, weight, labels, first, terms, way
-            statistics = triton.product_statistics(*given, logits=logits, class_weights=class_weights, ranked=ranked)
+            statistics = triton.product_statistics(
+                *given, logits=logits, class_weights=class_weights, ranked=ranked
+            )
         else:
             assert logits is not None
             logits = product(hidden, weight, out=logits)
-            statistics = rows.row_statistics(logits, labels, first, terms, class_weights=class_weights, ranked=ranked)
+            statistics = rows.row_statistics(
+                logits, labels, first, terms, class_weights=class_weights, ranked=ranked
+            )
 
         def finish(lse: Tensor, factors: Tensor) -> Tensor:
             assert logits is not None, "logits that were not kept have no gradient"
-            return rows.logits_gradient(logits, labels, lse, factors, first, terms, logits, class_weights)
+            return rows.logits_gradient(
+                logits, labels, lse, factors, first, terms, logits, class_weights
+            )
 
         return statistics, finish
 
@@ -85,7 +105,9 @@ def run(
     wide: bool,
     backend: str,
 ) -> Gradients:
-    """`reference.chunked` by a backend for a rank of `group`, whose gradients of hidden states are added up."""
+    """`reference.chunked` by a backend for a rank of `group`, whose gradients of hidden states are
+    added up.
+    """
     vocabulary = Vocabulary(group)
     rows = chunk_rows(chunk, labels.shape[0], weight.shape[0], hidden.device, logits)
     if not (chunk or need_hidden or need_weight or backend == "reference") and isinstance(
@@ -108,6 +130,9 @@ def run(
         wide=wide,
     )
     if need_hidden:
-        dhidden = vocabulary.scatter_sum(found.hidden) if sequence_parallel else vocabulary.sum(found.hidden)
+        if sequence_parallel:
+            dhidden = vocabulary.scatter_sum(found.hidden)
+        else:
+            dhidden = vocabulary.sum(found.hidden)
         found = found._replace(hidden=dhidden)
     return found

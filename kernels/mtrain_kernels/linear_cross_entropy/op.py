@@ -23,8 +23,9 @@ from mtrain_kernels.runtime import ceil_div
 class Losses(NamedTuple):
     """What `linear_cross_entropy` gives; all but the sum are for reading, without gradients.
 
-    `total` is the weighted sum of `losses` [t], and `z_losses` [t] are the part of these that is z-loss. `hits` [t]
-    are 1 where the label counts and has the largest logit, the first one of several; None unless `ranked`. In fp32.
+    `total` is the weighted sum of `losses` [t], and `z_losses` [t] are the part of these that is
+    z-loss. `hits` [t] are 1 where the label counts and has the largest logit, the first one of
+    several; None unless `ranked`. In fp32.
     """
 
     total: Tensor
@@ -53,38 +54,54 @@ def linear_cross_entropy(
     gradient: WeightGradient | None = None,
     impl: str = "auto",
 ) -> Losses:
-    """The sum of `token_weights_i loss_i` and the losses of the logits `hidden weight^T`, which are never held whole.
+    """The sum of `token_weights_i loss_i` and the losses of the logits `hidden weight^T`, which are
+    never held whole.
 
-    The weights of the tokens (a mask, or a mask divided by its count) are known before the backward, so that the
-    forward makes the gradients with three matrix products, and the backward only multiplies them by the gradient
-    of the sum: exactly once, as another call raises `RuntimeError`. Where the factor of each token is known only in
-    the backward, use `token_cross_entropy`.
+    The weights of the tokens (a mask, or a mask divided by its count) are known before the
+    backward, so that the forward makes the gradients with three matrix products, and the backward
+    only multiplies them by the gradient of the sum: exactly once, as another call raises
+    `RuntimeError`. Where the factor of each token is known only in the backward, use
+    `token_cross_entropy`.
 
-    `hidden` [t, h], `weight` [v_local, h] in the same dtype, `labels` [t] int64, `token_weights` [t] fp32; all of the
-    result is the same on every rank of `group`, over which the vocabulary is split in equal parts. The gradient of
-    `hidden` is summed over the ranks. With `sequence_parallel` `hidden` is this rank's [t / ranks, h], gathered here,
-    and its gradient this rank's part. `chunk` is how many tokens are done at a time, by default as many as make
-    `logits` logits (2^27, or 2^22 on a CPU). The gradient of a weight in half precision is added up over more than
-    three chunks in fp32, at 4 bytes an element until it is rounded: what is off is less than two roundings of the
-    sum, however many chunks there are. `gradient(weight, dweight, factor)` makes what autograd gets as the weight's
-    gradient of one in fp32 and the scalar that it is to be multiplied by: it may add both to where those are kept.
-    `class_weights` [vocab_size] weigh classes, as in torch's cross entropy; the sum is not divided by them. `ranked`
-    asks for `hits`.
-    The loss and the remaining arguments, also the errors raised, are those of `cross_entropy`; rows of the weight
-    from `vocab_size` on are padding, take no part, and have a gradient of 0.
+    `hidden` [t, h], `weight` [v_local, h] in the same dtype, `labels` [t] int64, `token_weights`
+    [t] fp32; all of the result is the same on every rank of `group`, over which the vocabulary is
+    split in equal parts. The gradient of `hidden` is summed over the ranks. With
+    `sequence_parallel` `hidden` is this rank's [t / ranks, h], gathered here, and its gradient this
+    rank's part. `chunk` is how many tokens are done at a time, by default as many as make `logits`
+    logits (2^27, or 2^22 on a CPU). The gradient of a weight in half precision is added up over
+    more than three chunks in fp32, at 4 bytes an element until it is rounded: what is off is less
+    than two roundings of the sum, however many chunks there are. `gradient(weight, dweight,
+    factor)` makes what autograd gets as the weight's gradient of one in fp32 and the scalar that it
+    is to be multiplied by: it may add both to where those are kept. `class_weights` [vocab_size]
+    weigh classes, as in torch's cross entropy; the sum is not divided by them. `ranked` asks for
+    `hits`. The loss and the remaining arguments, also the errors raised, are those of
+    `cross_entropy`; rows of the weight from `vocab_size` on are padding, take no part, and have a
+    gradient of 0.
     """
     _require(hidden, weight, labels, size_of(group) if sequence_parallel else 1)
-    terms = _terms(vocab_size, weight.shape[0] * size_of(group), label_smoothing, z_loss, soft_cap, ignore_index)
+    terms = _terms(
+        vocab_size,
+        weight.shape[0] * size_of(group),
+        label_smoothing,
+        z_loss,
+        soft_cap,
+        ignore_index,
+    )
     if token_weights.shape != labels.shape or token_weights.device != hidden.device:
-        raise ValueError(f"token_weights {tuple(token_weights.shape)} must be one for each label, on {hidden.device}")
+        raise ValueError(
+            f"token_weights {tuple(token_weights.shape)} must be one for each label, on"
+            f" {hidden.device}"
+        )
     class_weights = _weights_of(class_weights, terms, hidden)
     _require_parts(chunk, logits)
     backend = pick("linear_cross_entropy", impl, hidden.device, obstacle(hidden, weight))
     accumulated = torch.float64 if hidden.dtype == torch.float64 else torch.float32
     grad = torch.is_grad_enabled()
     given = (
-        labels, token_weights.to(accumulated), class_weights, name_of(group), sequence_parallel, *terms,
-        chunk or 0, logits or 0, ranked, grad and hidden.requires_grad, grad and weight.requires_grad,
+        labels, token_weights.to(accumulated), class_weights, name_of(group), sequence_parallel,
+        *terms,
+        chunk or 0, logits or 0, ranked, grad and hidden.requires_grad,
+        grad and weight.requires_grad,
         not torch.compiler.is_compiling(), gradient is not None, backend,
     )  # fmt: skip
     if gradient is not None and grad and weight.requires_grad:
@@ -99,11 +116,14 @@ class _Given(torch.autograd.Function):
     """The same with the weight's gradient given to somebody, once."""
 
     @staticmethod
-    def forward(ctx: Any, hidden: Tensor, weight: Tensor, gradient: WeightGradient, *given: Any) -> Any:
+    def forward(
+        ctx: Any, hidden: Tensor, weight: Tensor, gradient: WeightGradient, *given: Any
+    ) -> Any:
         total, *for_reading, dhidden, dweight, scale = _linear_cross_entropy(hidden, weight, *given)
         losses = for_reading[0]
         ctx.mark_non_differentiable(*for_reading)
-        ctx.gradient, ctx.given = gradient, (weight, dhidden, dweight, scale)
+        ctx.gradient = gradient
+        ctx.given = (weight, dhidden, dweight, scale)
         ctx.save_for_backward(losses)
         return total, *for_reading
 
@@ -111,13 +131,22 @@ class _Given(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, dtotal: Tensor, *_: Tensor) -> tuple[Any, ...]:
         if ctx.given is None:
-            raise RuntimeError("linear_cross_entropy made its gradients once and has given them away")
+            raise RuntimeError(
+                "linear_cross_entropy made its gradients once and has given them away"
+            )
         (weight, dhidden, dweight, scale), ctx.given = ctx.given, None
         factor = dtotal * scale
         given = ctx.gradient(weight, dweight, factor)
         (losses,), wanted = ctx.saved_tensors, ctx.needs_input_grad
         d_tokens = losses * dtotal if wanted[4] else None
-        return (dhidden.mul_(factor) if wanted[0] else None, given, None, None, d_tokens, *[None] * 16)
+        return (
+            dhidden.mul_(factor) if wanted[0] else None,
+            given,
+            None,
+            None,
+            d_tokens,
+            *[None] * 16,
+        )
 
 
 def token_cross_entropy(
@@ -136,12 +165,21 @@ def token_cross_entropy(
     chunk: int | None = None,
     impl: str = "auto",
 ) -> Tensor:
-    """The loss of each token [t] in fp32, differentiable with any gradient per token; see `linear_cross_entropy`.
+    """The loss of each token [t] in fp32, differentiable with any gradient per token; see
+    `linear_cross_entropy`.
 
-    The backward makes the logits again, a chunk at a time: four matrix products in all instead of three.
+    The backward makes the logits again, a chunk at a time: four matrix products in all instead of
+    three.
     """
     _require(hidden, weight, labels, size_of(group) if sequence_parallel else 1)
-    terms = _terms(vocab_size, weight.shape[0] * size_of(group), label_smoothing, z_loss, soft_cap, ignore_index)
+    terms = _terms(
+        vocab_size,
+        weight.shape[0] * size_of(group),
+        label_smoothing,
+        z_loss,
+        soft_cap,
+        ignore_index,
+    )
     _require_parts(chunk, None)
     backend = pick("linear_cross_entropy", impl, hidden.device, obstacle(hidden, weight))
     return _token_cross_entropy(
@@ -158,9 +196,16 @@ def token_cross_entropy(
 
 
 def _terms(
-    vocab: int | None, columns: int, label_smoothing: float, z_loss: float, soft_cap: float | None, ignore_index: int
+    vocab: int | None,
+    columns: int,
+    label_smoothing: float,
+    z_loss: float,
+    soft_cap: float | None,
+    ignore_index: int,
 ) -> Terms:
-    terms = Terms(columns if vocab is None else vocab, label_smoothing, z_loss, soft_cap or 0.0, ignore_index)
+    terms = Terms(
+        columns if vocab is None else vocab, label_smoothing, z_loss, soft_cap or 0.0, ignore_index
+    )
     valid_terms(terms, columns)
     return terms
 
@@ -170,28 +215,43 @@ def _weights_of(class_weights: Tensor | None, terms: Terms, hidden: Tensor) -> T
         return None
     if class_weights.shape != (terms.vocab,) or class_weights.device != hidden.device:
         raise ValueError(
-            f"class_weights {tuple(class_weights.shape)} must be one for each of {terms.vocab} classes, "
-            f"on {hidden.device}"
+            f"class_weights {tuple(class_weights.shape)} must be one for each of {terms.vocab}"
+            f" classes, on {hidden.device}"
         )
     return class_weights.detach().to(torch.promote_types(hidden.dtype, torch.float32)).contiguous()
 
 
 def _require(hidden: Tensor, weight: Tensor, labels: Tensor, parts: int) -> None:
-    if hidden.ndim != 2 or weight.ndim != 2 or hidden.shape[1] != weight.shape[1] or weight.shape[0] == 0:
-        raise ValueError(f"hidden {tuple(hidden.shape)} and weight {tuple(weight.shape)} must be [t, h] and [v, h]")
+    if (
+        hidden.ndim != 2
+        or weight.ndim != 2
+        or hidden.shape[1] != weight.shape[1]
+        or weight.shape[0] == 0
+    ):
+        raise ValueError(
+            f"hidden {tuple(hidden.shape)} and weight {tuple(weight.shape)} must be [t, h] and"
+            " [v, h]"
+        )
     if hidden.dtype != weight.dtype or not hidden.dtype.is_floating_point:
-        raise ValueError(f"hidden is {hidden.dtype}, weight {weight.dtype}: they must have one floating dtype")
+        raise ValueError(
+            f"hidden is {hidden.dtype}, weight {weight.dtype}: they must have one floating dtype"
+        )
     if labels.shape != (hidden.shape[0] * parts,) or labels.dtype != torch.int64:
         raise ValueError(
-            f"labels {tuple(labels.shape)} {labels.dtype} must be int64 for the {hidden.shape[0]} x {parts} tokens"
+            f"labels {tuple(labels.shape)} {labels.dtype} must be int64 for the {hidden.shape[0]} x"
+            f" {parts} tokens"
         )
     if len({hidden.device, weight.device, labels.device}) > 1:
-        raise ValueError(f"hidden is on {hidden.device}, weight on {weight.device}, labels on {labels.device}")
+        raise ValueError(
+            f"hidden is on {hidden.device}, weight on {weight.device}, labels on {labels.device}"
+        )
 
 
 def _require_parts(chunk: int | None, logits: int | None) -> None:
     if (chunk or 0) < 0 or (logits or 0) < 0:
-        raise ValueError(f"chunk {chunk} and logits {logits} must be positive, or None for as many as suit")
+        raise ValueError(
+            f"chunk {chunk} and logits {logits} must be positive, or None for as many as suit"
+        )
 
 
 @torch.library.custom_op("mtrain::linear_cross_entropy", mutates_args=())
@@ -217,10 +277,13 @@ def _linear_cross_entropy(
     wide: bool,
     backend: str,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """`in_place` lets the backward multiply the gradients where they lie, which a traced graph could not express."""
+    """`in_place` lets the backward multiply the gradients where they lie, which a traced graph
+    could not express.
+    """
     terms = Terms(vocab, label_smoothing, z_loss, soft_cap, ignore_index)
     found = run(
-        hidden, weight, labels, token_weights, class_weights, group, sequence_parallel, terms, chunk, logits, ranked,
+        hidden, weight, labels, token_weights, class_weights, group, sequence_parallel, terms,
+        chunk, logits, ranked,
         need_hidden, need_weight, wide, backend,
     )  # fmt: skip
     return (found.losses * token_weights).sum(), *found
@@ -253,7 +316,10 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None
 
 def _differentiate(ctx: Any, dtotal: Tensor, *_: Tensor) -> tuple[Any, ...]:
     if ctx.spent:
-        raise RuntimeError("linear_cross_entropy made its gradients once and has given them away: no second backward")
+        raise RuntimeError(
+            "linear_cross_entropy made its gradients once and has given them away: no second"
+            " backward"
+        )
     ctx.spent = ctx.in_place
     losses, dhidden, dweight, scale = ctx.saved_tensors
     times = Tensor.mul_ if ctx.in_place else Tensor.mul
@@ -288,7 +354,8 @@ def _token_cross_entropy(
     terms = Terms(vocab, label_smoothing, z_loss, soft_cap, ignore_index)
     ones = _token_ones(hidden, labels)
     return run(
-        hidden, weight, labels, ones, class_weights, group, sequence_parallel, terms, chunk, 0, False, False, False,
+        hidden, weight, labels, ones, class_weights, group, sequence_parallel, terms, chunk, 0,
+        False, False, False,
         False, backend,
     ).losses  # fmt: skip
 
@@ -312,7 +379,8 @@ def _differentiate_tokens(ctx: Any, dlosses: Tensor) -> tuple[Any, ...]:
     *settings, backend = ctx.settings
     hidden, weight, labels, class_weights = ctx.saved_tensors
     *_, dhidden, dweight, scale = _linear_cross_entropy(
-        hidden, weight, labels, dlosses.contiguous(), class_weights, *settings, 0, False, need_hidden, need_weight,
+        hidden, weight, labels, dlosses.contiguous(), class_weights, *settings, 0, False,
+        need_hidden, need_weight,
         False, False, backend,
     )  # fmt: skip
     times = Tensor.mul if torch.compiler.is_compiling() else Tensor.mul_
@@ -345,18 +413,25 @@ def _launch(model: Model) -> None:
 
 def _make(model: Model, device: torch.device, dtype: torch.dtype) -> dict[str, Any]:
     return {
-        "hidden": torch.randn((model.tokens, model.hidden), device=device, dtype=dtype).requires_grad_(),
-        "weight": (torch.randn((model.vocab, model.hidden), device=device) * 0.02).to(dtype).requires_grad_(),
+        "hidden": (
+            torch.randn((model.tokens, model.hidden), device=device, dtype=dtype).requires_grad_()
+        ),
+        "weight": (
+            (torch.randn((model.vocab, model.hidden), device=device) * 0.02)
+            .to(dtype)
+            .requires_grad_()
+        ),
         "labels": torch.randint(0, model.vocab, (model.tokens,), device=device),
         "token_weights": torch.full((model.tokens,), 1 / model.tokens, device=device),
     }
 
 
 def _cost(model: Model) -> Cost:
-    weight, logits = model.vocab * model.hidden, model.tokens * model.vocab
+    weight = model.vocab * model.hidden
+    logits = model.tokens * model.vocab
     chunks = ceil_div(model.tokens, chunk_rows(0, model.tokens, model.vocab, torch.device("meta")))
-    # a chunk: logits written, read, read and replaced, read twice; weight read twice, its gradient added to, which
-    # is written, read, and added in fp32 where there are many chunks
+    # a chunk: logits written, read, read and replaced, read twice; weight read twice, its gradient
+    # added to, which is written, read, and added in fp32 where there are many chunks
     passes = 8 if chunks > MOST_PARTS else 4
     return Cost(bytes=2 * (6 * logits + passes * chunks * weight), flops=6 * model.tokens * weight)
 
@@ -364,12 +439,16 @@ def _cost(model: Model) -> Cost:
 def _liger(inputs: dict[str, Any]) -> Any:
     from liger_kernel.transformers.functional import liger_fused_linear_cross_entropy
 
-    return lambda: liger_fused_linear_cross_entropy(inputs["hidden"], inputs["weight"], inputs["labels"])
+    return lambda: liger_fused_linear_cross_entropy(
+        inputs["hidden"], inputs["weight"], inputs["labels"]
+    )
 
 
 def _torch(inputs: dict[str, Any]) -> Any:
     functional = torch.nn.functional
-    return lambda: functional.cross_entropy(functional.linear(inputs["hidden"], inputs["weight"]), inputs["labels"])
+    return lambda: functional.cross_entropy(
+        functional.linear(inputs["hidden"], inputs["weight"]), inputs["labels"]
+    )
 
 
 OPS = (

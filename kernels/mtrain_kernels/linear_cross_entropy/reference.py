@@ -1,7 +1,8 @@
-"""Definition of a linear layer and cross entropy, and the same in chunks of tokens with gradients made at once.
+"""Definition of a linear layer and cross entropy, and the same in chunks of tokens with gradients
+made at once.
 
-Per chunk there are three matrix products: the logits, their gradient times the weight, and their gradient times the
-hidden state. Only one chunk of logits is alive at a time.
+Per chunk there are three matrix products: the logits, their gradient times the weight, and their
+gradient times the hidden state. Only one chunk of logits is alive at a time.
 """
 
 from __future__ import annotations
@@ -30,8 +31,8 @@ from mtrain_kernels.cross_entropy.reference import (
 from mtrain_kernels.cross_entropy.vocabulary import Vocabulary
 from mtrain_kernels.linear import add_weight_gradient, product, zero_gradient
 
-# What turns the merged log-sum-exp and a factor per token into the gradient of a chunk of logits, which may be
-# overwritten; memory for the logits of so many tokens, allocated once.
+# What turns the merged log-sum-exp and a factor per token into the gradient of a chunk of logits,
+# which may be overwritten; memory for the logits of so many tokens, allocated once.
 Finish = Callable[[Tensor, Tensor], Tensor]
 Room = Callable[[int], Tensor]
 
@@ -52,14 +53,17 @@ class Chunks(Protocol):
         class_weights: Tensor | None,
         ranked: bool,
     ) -> tuple[Tensor, Finish]:
-        """The statistics [3 or 5, t] of `hidden` [t, h] times `weight` [v_local, h], and what makes their gradient.
+        """The statistics [3 or 5, t] of `hidden` [t, h] times `weight` [v_local, h], and what makes
+        their gradient.
 
-        Where the logits are not `kept`, nobody asks for a gradient. The rest is as in `row_statistics`.
+        Where the logits are not `kept`, nobody asks for a gradient. The rest is as in
+        `row_statistics`.
         """
 
 
-# A weight gradient in half precision is rounded with every chunk that is added to it. With so many chunks that leaves
-# no more than a sum in fp32, to which rounded shares are added, and which is rounded at the end.
+# A weight gradient in half precision is rounded with every chunk that is added to it. With so many
+# chunks that leaves no more than a sum in fp32, to which rounded shares are added, and which is
+# rounded at the end.
 MOST_PARTS = 3
 
 
@@ -71,20 +75,23 @@ def linear_cross_entropy(
     terms: Terms,
     class_weights: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """`sum_i token_weights_i loss_i` and the losses [t] of `hidden weight^T`, by autograd, with all logits at once.
+    """`sum_i token_weights_i loss_i` and the losses [t] of `hidden weight^T`, by autograd, with all
+    logits at once.
 
-    `hidden` [t, h], `weight` [v, h], `labels` [t] int64, `token_weights` [t]; see `cross_entropy` for the loss.
+    `hidden` [t, h], `weight` [v, h], `labels` [t] int64, `token_weights` [t]; see `cross_entropy`
+    for the loss.
     """
     losses = rows_reference.cross_entropy(F.linear(hidden, weight), labels, terms, class_weights)
     return (losses * token_weights).sum(), losses
 
 
 class Gradients(NamedTuple):
-    """What one pass over the chunks gives: losses [t], and gradients [t, h] and [v_local, h] up to a common factor.
+    """What one pass over the chunks gives: losses [t], and gradients [t, h] and [v_local, h] up to
+    a common factor.
 
-    The gradient of the weighted sum is `scale` times `hidden`, summed over the ranks, and `scale` times `weight`.
-    What was not asked for is empty. `z_losses` [t] are a part of the losses, `hits` [t] are 1 where the label has the
-    largest logit.
+    The gradient of the weighted sum is `scale` times `hidden`, summed over the ranks, and `scale`
+    times `weight`. What was not asked for is empty. `z_losses` [t] are a part of the losses, `hits`
+    [t] are 1 where the label has the largest logit.
     """
 
     losses: Tensor
@@ -111,33 +118,40 @@ def chunked(
     ranked: bool = False,
     wide: bool = False,
 ) -> Gradients:
-    """Losses and gradients of the weighted sum, `rows` tokens at a time; see `linear_cross_entropy` and `Gradients`.
+    """Losses and gradients of the weighted sum, `rows` tokens at a time; see `linear_cross_entropy`
+    and `Gradients`.
 
-    The weights of the tokens multiply hidden states and their gradients instead of the logits' gradient, divided
-    by the largest of them: masks of zeros and ones are exact, and nothing underflows in fp16. Rows of the weight
-    that are padding are left out of every product, and their gradient stays 0. `wide`: it is added up in fp32 and
-    left so. `ranked`: it is told whose label has the largest logit.
+    The weights of the tokens multiply hidden states and their gradients instead of the logits'
+    gradient, divided by the largest of them: masks of zeros and ones are exact, and nothing
+    underflows in fp16. Rows of the weight that are padding are left out of every product, and their
+    gradient stays 0. `wide`: it is added up in fp32 and left so. `ranked`: it is told whose label
+    has the largest logit.
     """
     scale = token_weights.abs().amax() if len(token_weights) else token_weights.new_zeros(())
     factors = (token_weights / scale.where(scale != 0, 1))[:, None]
     counted = (labels != terms.ignore_index).to(scale.dtype)
-    losses, z_losses = torch.empty_like(token_weights), torch.empty_like(token_weights)
+    losses = torch.empty_like(token_weights)
+    z_losses = torch.empty_like(token_weights)
     hits = token_weights.new_empty(len(labels) if ranked else 0)
     dhidden = hidden.new_empty(hidden.shape if need_hidden else (0, hidden.shape[1]))
     many = wide or len(labels) > MOST_PARTS * rows
     kept = torch.promote_types(weight.dtype, torch.float32) if many else weight.dtype
     dweight = zero_gradient(weight if need_weight else weight[:0], kept, min(rows, len(labels)))
     first = vocabulary.rank * weight.shape[0]
-    padded, weight = weight.shape[0], weight[: real_columns(weight.shape[0], first, terms)]
+    padded = weight.shape[0]
+    weight = weight[: real_columns(weight.shape[0], first, terms)]
     in_place = hidden.device.type == "cpu" and hidden.dtype in (torch.float32, torch.float64)
-    width = weight.shape[0] if in_place else padded  # aligned rows multiply faster; a softmax in place wants none
+    # aligned rows multiply faster; a softmax in place wants none
+    width = weight.shape[0] if in_place else padded
     room = _room(hidden, min(rows, len(labels)), width, weight.shape[0])
     real = dweight[: weight.shape[0]]
     for start in range(0, len(labels), rows):
         part = slice(start, start + rows)
         given = hidden[part], weight, labels[part], first, terms, room
         kept_logits = need_hidden or need_weight
-        statistics, finish = chunks.open(*given, kept=kept_logits, class_weights=class_weights, ranked=ranked)
+        statistics, finish = chunks.open(
+            *given, kept=kept_logits, class_weights=class_weights, ranked=ranked
+        )
         statistics = mark_foreign(vocabulary.merge(statistics), labels[part], terms)
         losses[part], z_losses[part] = token_losses(statistics, labels[part], terms, class_weights)
         if ranked:
@@ -151,7 +165,12 @@ def chunked(
             weighted = (hidden[part] * factors[part]).to(hidden.dtype)
             add_weight_gradient(real, dlogits, weighted)
     return Gradients(
-        losses, z_losses, hits, dhidden, (dweight if wide else dweight.to(weight.dtype)).contiguous(), scale
+        losses,
+        z_losses,
+        hits,
+        dhidden,
+        (dweight if wide else dweight.to(weight.dtype)).contiguous(),
+        scale,
     )
 
 
@@ -167,7 +186,9 @@ def _room(hidden: Tensor, tokens: int, width: int, columns: int) -> Room:
 
 
 class ReferenceChunks:
-    """Opens chunks of logits in plain torch; the fp32 copy of a chunk is allocated once, for a CPU's sake."""
+    """Opens chunks of logits in plain torch; the fp32 copy of a chunk is allocated once, for a
+    CPU's sake.
+    """
 
     def __init__(self) -> None:
         self._space: Tensor | None = None
@@ -186,7 +207,14 @@ class ReferenceChunks:
         ranked: bool,
     ) -> tuple[Tensor, Finish]:
         """See `Chunks`."""
-        return self(product(hidden, weight, out=room(len(labels))), labels, first, terms, class_weights, ranked)
+        return self(
+            product(hidden, weight, out=room(len(labels))),
+            labels,
+            first,
+            terms,
+            class_weights,
+            ranked,
+        )
 
     def __call__(
         self,
@@ -206,7 +234,10 @@ class ReferenceChunks:
         x = capped(self._widened(logits), terms.soft_cap)
         here, column = local_labels(labels, first, x.shape[1])
         target = x.gather(1, column[:, None])[:, 0].where(here, 0)
-        total = weighed_sum(x, first, class_weights) if terms.label_smoothing else torch.zeros_like(target)
+        if terms.label_smoothing:
+            total = weighed_sum(x, first, class_weights)
+        else:
+            total = torch.zeros_like(target)
         slope = 1 - (x / terms.soft_cap).square() if terms.soft_cap else None
         gradient = torch.softmax(x, 1, out=x)
         local = highest - gradient.amax(1).log()
@@ -222,7 +253,8 @@ class ReferenceChunks:
             gradient.scatter_add_(1, column[:, None], -hit[:, None].to(gradient.dtype))
             if slope is not None:
                 gradient.mul_(slope)
-            gradient.index_fill_(0, (labels == terms.ignore_index).nonzero()[:, 0], 0)  # even where it is NaN
+            # even where it is NaN
+            gradient.index_fill_(0, (labels == terms.ignore_index).nonzero()[:, 0], 0)
             return logits.copy_(gradient)
 
         return torch.cat([torch.stack([local, target, total]), *place]), finish

@@ -1,12 +1,14 @@
-"""Who makes the logits of a chunk and what is known of its rows: cuBLAS and a pass behind it, or one kernel.
+"""Who makes the logits of a chunk and what is known of its rows: cuBLAS and a pass behind it, or
+one kernel.
 
-Counted for an H200 at 8,192 tokens of a vocabulary V = 128,256 and hidden states of 4,096 in bf16: a product takes
-10.9 ms, and the pass of statistics reads 2.1 GB in 0.49 ms, in which multiprocessors issue about as long as memory
-moves. One kernel saves the reading, not the issuing, unless another tile is multiplied meanwhile: it is faster only
-where its product is within 4% of cuBLAS'. Without writing logits it saves 0.98 ms, 9% of that product, but gradients
-would need them a second time, which is 10.9 ms more. So logits are written once where gradients follow, by cuBLAS
-unless this kernel was measured to be faster; where none follow, nothing is written, and a chunk needs hardly any
-memory.
+Counted for an H200 at 8,192 tokens of a vocabulary V = 128,256 and hidden states of 4,096 in bf16:
+a product takes 10.9 ms, and the pass of statistics reads 2.1 GB in 0.49 ms, in which
+multiprocessors issue about as long as memory moves. One kernel saves the reading, not the issuing,
+unless another tile is multiplied meanwhile: it is faster only where its product is within 4% of
+cuBLAS'. Without writing logits it saves 0.98 ms, 9% of that product, but gradients would need them
+a second time, which is 10.9 ms more. So logits are written once where gradients follow, by cuBLAS
+unless this kernel was measured to be faster; where none follow, nothing is written, and a chunk
+needs hardly any memory.
 """
 
 from __future__ import annotations
@@ -52,8 +54,9 @@ EXACT = (Tile(32, 64, 32, 4, 2),)
 
 
 def candidates(hidden: Tensor, kept: bool) -> tuple[Tile | Apart, ...]:
-    """The ways for hidden states of this dtype and device, whether logits are kept or not; the first one is taken
-    where nothing was measured."""
+    """The ways for hidden states of this dtype and device, whether logits are kept or not; the
+    first one is taken where nothing was measured.
+    """
     if hidden.dtype == torch.float32:
         return (APART, *EXACT)
     tiles = OLDER if 0 < capability(hidden.device) < 90 else TILES
@@ -63,7 +66,8 @@ def candidates(hidden: Tensor, kept: bool) -> tuple[Tile | Apart, ...]:
 def way_for(hidden: Tensor, columns: int, kept: bool) -> Tile | Apart:
     """What was measured for this class of calls, or the first of the table.
 
-    The choice depends on the device, the dtype, the sizes and the recorded measurements alone, not on timing.
+    The choice depends on the device, the dtype, the sizes and the recorded measurements alone, not
+    on timing.
     """
     found = candidates(hidden, kept)
     wanted = tuning.recorded(kernel_of(kept), shape_class(hidden, columns))

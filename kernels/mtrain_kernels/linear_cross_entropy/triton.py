@@ -1,4 +1,6 @@
-"""Logits and what is known of their rows from one kernel: each tile of the product leaves its statistics behind."""
+"""Logits and what is known of their rows from one kernel: each tile of the product leaves its
+statistics behind.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,9 @@ from mtrain_kernels.linear_cross_entropy.tiles import Tile
 from mtrain_kernels.runtime import cast, ceil_div, dot, on_device_of
 
 GROUP = 16
-"""Tiles of tokens that pass over the same columns one after the other: weights and hidden states stay in L2."""
+"""Tiles of tokens that pass over the same columns one after the other: weights and hidden states
+stay in L2.
+"""
 
 
 @triton.jit
@@ -30,16 +34,20 @@ def _place(GROUP: tl.constexpr, tall, wide):
 def product_kernel(
     x_ptr, weight_ptr, labels_ptr, class_weights_ptr, logits_ptr, out_ptr,
     rows, columns, k, x_stride, weight_stride, logits_stride, first, soft_cap,
-    KEPT: tl.constexpr, SMOOTHED: tl.constexpr, WEIGHED: tl.constexpr, CAPPED: tl.constexpr, RANKED: tl.constexpr,
-    EVEN: tl.constexpr, EXACT: tl.constexpr, M: tl.constexpr, N: tl.constexpr, K: tl.constexpr, GROUP: tl.constexpr,
+    KEPT: tl.constexpr, SMOOTHED: tl.constexpr, WEIGHED: tl.constexpr, CAPPED: tl.constexpr,
+    RANKED: tl.constexpr,
+    EVEN: tl.constexpr, EXACT: tl.constexpr, M: tl.constexpr, N: tl.constexpr, K: tl.constexpr,
+    GROUP: tl.constexpr,
 ):  # fmt: skip
     """A tile of logits, kept or not, and of each of its rows what `row_statistics` is made of.
 
-    Statistics are of the logits as they are rounded, kept or not. `out_ptr` is [3 or 5, tiles of columns, rows]:
-    log-sum-exp, logit of the label, sum, largest logit and its first column.
+    Statistics are of the logits as they are rounded, kept or not. `out_ptr` is [3 or 5, tiles of
+    columns, rows]: log-sum-exp, logit of the label, sum, largest logit and its first column.
     """
     down, across = _place(GROUP, tl.cdiv(rows, M), tl.cdiv(columns, N))
-    r, c, inner = down * M + tl.arange(0, M), across * N + tl.arange(0, N), tl.arange(0, K)
+    r = down * M + tl.arange(0, M)
+    c = across * N + tl.arange(0, N)
+    inner = tl.arange(0, K)
     left = x_ptr + r.to(tl.int64)[:, None] * x_stride + inner[None, :]
     right = weight_ptr + c.to(tl.int64)[None, :] * weight_stride + inner[:, None]
     x = tl.zeros((M, N), tl.float32)
@@ -69,7 +77,9 @@ def product_kernel(
         x = soft_cap - 2.0 * soft_cap * bend(x, 2.0 * LOG2E / soft_cap, False)
         x = tl.where(held, x, -float("inf"))
     label = tl.load(labels_ptr + r, mask=r < rows, other=-1) - first
-    target = (c[None, :] == label[:, None]) & held  # the label may be another rank's, and behind these columns
+    target = (
+        c[None, :] == label[:, None]
+    ) & held  # the label may be another rank's, and behind these columns
     tl.store(out + part, tl.sum(tl.where(target, x, 0.0), axis=1), mask=r < rows)
     if SMOOTHED:
         each = tl.where(held, x, 0.0)
@@ -93,31 +103,43 @@ def product_statistics(
     class_weights: Tensor | None = None,
     ranked: bool = False,
 ) -> Tensor:
-    """`row_statistics` of `hidden` [t, h] times `weight` [v_local, h], which is written to `logits` if there are any.
+    """`row_statistics` of `hidden` [t, h] times `weight` [v_local, h], which is written to `logits`
+    if there are any.
 
     Both operands have a unit stride along h, and `logits` [t, v_local] along the columns.
     """
     (rows, k), columns = hidden.shape, weight.shape[0]
     tiles = ceil_div(columns, tile.columns)
-    found = torch.empty((5 if ranked else 3, tiles, rows), dtype=torch.float32, device=hidden.device)
+    found = torch.empty(
+        (5 if ranked else 3, tiles, rows), dtype=torch.float32, device=hidden.device
+    )
     if rows and columns:
         with on_device_of(hidden):
             product_kernel[(ceil_div(rows, tile.tokens) * tiles,)](
                 hidden, weight, labels, class_weights, logits, found,
-                rows, columns, k, hidden.stride(0), weight.stride(0), 0 if logits is None else logits.stride(0),
+                rows, columns, k, hidden.stride(0), weight.stride(0),
+                0 if logits is None else logits.stride(0),
                 first, terms.soft_cap,
-                KEPT=logits is not None, SMOOTHED=terms.label_smoothing > 0, WEIGHED=class_weights is not None,
+                KEPT=logits is not None, SMOOTHED=terms.label_smoothing > 0,
+                WEIGHED=class_weights is not None,
                 CAPPED=terms.soft_cap > 0, RANKED=ranked, EVEN=k % tile.step == 0,
-                EXACT=hidden.dtype == torch.float32, M=tile.tokens, N=tile.columns, K=tile.step, GROUP=GROUP,
+                EXACT=hidden.dtype == torch.float32, M=tile.tokens, N=tile.columns, K=tile.step,
+                GROUP=GROUP,
                 num_warps=tile.warps, num_stages=tile.stages,
             )  # fmt: skip
     return _merged(found, labels - first, columns, terms.label_smoothing > 0)
 
 
 def _merged(found: Tensor, label: Tensor, columns: int, smoothed: bool) -> Tensor:
-    """Statistics of all columns of a rank from those of tiles of them; `label` [t] is counted from the first one."""
+    """Statistics of all columns of a rank from those of tiles of them; `label` [t] is counted from
+    the first one.
+    """
     target = found[1].sum(0)
-    parts = [found[0].logsumexp(0), target, found[2].sum(0) if smoothed else torch.zeros_like(target)]
+    parts = [
+        found[0].logsumexp(0),
+        target,
+        found[2].sum(0) if smoothed else torch.zeros_like(target),
+    ]
     if len(found) > 3:
         top = found[3].amax(0) if found.shape[1] else torch.full_like(parts[0], -torch.inf)
         place = found[4].where(found[3] == top, columns)

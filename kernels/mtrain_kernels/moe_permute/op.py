@@ -19,9 +19,9 @@ __all__ = ["OPS", "Plan", "permute", "plan", "row_weights", "unpermute"]
 def permute(x: Tensor, plan: Plan, *, impl: str = "auto") -> Tensor:
     """The rows [r, h] of tokens `x` [t, h] in the order of `plan`; rows that hold no copy are zero.
 
-    x is fp32, fp16 or bf16, and so is the result; the gradient sums a token's copies in fp32. `impl` is
-    `reference`, `triton` or `auto`. Raises `ValueError` where x and plan do not belong together, `Unavailable`
-    where the named implementation cannot run.
+    x is fp32, fp16 or bf16, and so is the result; the gradient sums a token's copies in fp32.
+    `impl` is `reference`, `triton` or `auto`. Raises `ValueError` where x and plan do not belong
+    together, `Unavailable` where the named implementation cannot run.
     """
     reference.require_permute(x, plan.position)
     if pick("moe_permute", impl, x.device, _obstacle(x)) == "reference":
@@ -29,11 +29,13 @@ def permute(x: Tensor, plan: Plan, *, impl: str = "auto") -> Tensor:
     return _permute(x, plan.position, plan.source)
 
 
-def unpermute(rows: Tensor, plan: Plan, weights: Tensor | None = None, *, impl: str = "auto") -> Tensor:
+def unpermute(
+    rows: Tensor, plan: Plan, weights: Tensor | None = None, *, impl: str = "auto"
+) -> Tensor:
     """Tokens [t, h] from `rows` [r, h]: the sum in fp32 of a token's copies, each times its weight.
 
-    The result has the dtype of the rows; `weights` [t, k] may have another and get their gradient in it. Dropped
-    copies add nothing and get none. The rest is as in `permute`.
+    The result has the dtype of the rows; `weights` [t, k] may have another and get their gradient
+    in it. Dropped copies add nothing and get none. The rest is as in `permute`.
     """
     reference.require_unpermute(rows, plan.position, plan.source, weights)
     if pick("moe_permute", impl, rows.device, _obstacle(rows, weights)) == "reference":
@@ -42,13 +44,17 @@ def unpermute(rows: Tensor, plan: Plan, weights: Tensor | None = None, *, impl: 
 
 
 def row_weights(weights: Tensor, plan: Plan) -> Tensor:
-    """The weight of each row [r] from those of copies `weights` [t, k]; zero in rows that hold no copy.
+    """The weight of each row [r] from those of copies `weights` [t, k]; zero in rows that hold no
+    copy.
 
-    Both directions gather, so that a gradient is not added up from several places. Raises `ValueError` where weights
-    and plan do not belong together.
+    Both directions gather, so that a gradient is not added up from several places. Raises
+    `ValueError` where weights and plan do not belong together.
     """
     if weights.shape != plan.position.shape:
-        raise ValueError(f"weights {tuple(weights.shape)} must be {tuple(plan.position.shape)}, one for each copy")
+        raise ValueError(
+            f"weights {tuple(weights.shape)} must be {tuple(plan.position.shape)}, one for each"
+            " copy"
+        )
     return _RowWeights.apply(weights, plan.position, plan.source)  # type: ignore[no-any-return]
 
 
@@ -99,7 +105,9 @@ def _(rows, position, source, weights):
 
 
 @torch.library.custom_op("mtrain::moe_unpermute_backward", mutates_args=())
-def _unpermute_backward(d_out: Tensor, rows: Tensor, source: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
+def _unpermute_backward(
+    d_out: Tensor, rows: Tensor, source: Tensor, weights: Tensor
+) -> tuple[Tensor, Tensor]:
     from mtrain_kernels.moe_permute import triton
 
     return triton.spread(d_out, source, weights.shape[1], weights, rows)  # type: ignore[return-value]
@@ -148,7 +156,9 @@ def _make_permute(model: Model, device: torch.device, dtype: torch.dtype) -> dic
 
 def _make_unpermute(model: Model, device: torch.device, dtype: torch.dtype) -> dict[str, Any]:
     made = plan(_copies(model, device), model.experts)
-    rows = torch.randn(made.source.shape[0], model.hidden, device=device, dtype=dtype).requires_grad_()
+    rows = torch.randn(
+        made.source.shape[0], model.hidden, device=device, dtype=dtype
+    ).requires_grad_()
     weights = torch.rand(model.tokens, model.top_k, device=device).requires_grad_()
     return {"rows": rows, "plan": made, "weights": weights}
 

@@ -11,10 +11,10 @@ from torch import Tensor
 class Plan(NamedTuple):
     """Where every copy of a token lies among rows sorted by expert.
 
-    `position` [t, k]: the row of token t's k-th copy, or -1 if it is dropped. `source` [r]: which copy, counted as
-    t * k + j, row r holds, or -1 for a row of padding. `counts` [e]: the rows of each expert, padding included.
-    Integers are int32. Rows of one expert are neighbours, in the order of their tokens; rows behind the last
-    expert's, of each block of them, belong to nobody.
+    `position` [t, k]: the row of token t's k-th copy, or -1 if it is dropped. `source` [r]: which
+    copy, counted as t * k + j, row r holds, or -1 for a row of padding. `counts` [e]: the rows of
+    each expert, padding included. Integers are int32. Rows of one expert are neighbours, in the
+    order of their tokens; rows behind the last expert's, of each block of them, belong to nobody.
     """
 
     position: Tensor
@@ -31,14 +31,16 @@ def plan(
     rows: int | None = None,
     blocks: int = 1,
 ) -> Plan:
-    """Sort copies of tokens by expert: `indices` [t, k] names the expert of each copy, a negative one drops it.
+    """Sort copies of tokens by expert: `indices` [t, k] names the expert of each copy, a negative
+    one drops it.
 
-    An expert keeps its first `capacity` copies and drops the others; its rows are padded to a multiple of `pad_to`
-    (grouped FP8 products need 16 or more). `rows` is the number of rows r; without it r is the most there can be,
-    so that nothing waits for the counts to reach the host. `blocks` equal runs of experts, as those of as many ranks,
-    have r / blocks rows each, whether they fill them or not. Nothing here depends on timing: same input, same plan.
-    Raises `ValueError` where the sizes do not fit; an index of `experts` or more is not looked for and is dropped,
-    and so is a copy for which a given `rows` has no room, though `counts` counts it.
+    An expert keeps its first `capacity` copies and drops the others; its rows are padded to a
+    multiple of `pad_to` (grouped FP8 products need 16 or more). `rows` is the number of rows r;
+    without it r is the most there can be, so that nothing waits for the counts to reach the host.
+    `blocks` equal runs of experts, as those of as many ranks, have r / blocks rows each, whether
+    they fill them or not. Nothing here depends on timing: same input, same plan. Raises
+    `ValueError` where the sizes do not fit; an index of `experts` or more is not looked for and is
+    dropped, and so is a copy for which a given `rows` has no room, though `counts` counts it.
     """
     require_plan(indices, experts, capacity, pad_to, rows, blocks)
     t, k = indices.shape
@@ -55,12 +57,15 @@ def plan(
     if blocks > 1:
         first = torch.arange(blocks, device=flat.device)[:, None] * (rows // blocks)
         starts = (starts.view(blocks, -1) - starts.view(blocks, -1)[:, :1] + first).view(-1)
-    beyond = torch.full((1,), rows, device=flat.device)  # where the dropped ones go, and are cut off
+    # where the dropped ones go, and are cut off
+    beyond = torch.full((1,), rows, device=flat.device)
     place = torch.arange(t * k, device=flat.device) - edges[by_expert]
     kept = place < torch.cat([held, torch.zeros_like(held[:1])])[by_expert]
     row = torch.where(kept, torch.cat([starts, beyond])[by_expert] + place, rows).clamp(max=rows)
     if blocks > 1:
-        row = torch.where(row // max(1, rows // blocks) == by_expert // (experts // blocks), row, rows)
+        row = torch.where(
+            row // max(1, rows // blocks) == by_expert // (experts // blocks), row, rows
+        )
     position = torch.empty_like(row).scatter(0, order, row)
     source = torch.full((rows + 1,), -1, device=flat.device).scatter(0, row, order)[:rows]
     position = torch.where(position < rows, position, -1).view(t, k)
@@ -68,7 +73,9 @@ def plan(
 
 
 def most_rows(copies: int, experts: int, capacity: int | None, pad_to: int) -> int:
-    """The most rows that `copies` of tokens can take with `experts` experts, whatever the router says."""
+    """The most rows that `copies` of tokens can take with `experts` experts, whatever the router
+    says.
+    """
     touched = min(experts, copies)  # an expert without a copy has no padding either
     most = copies + touched * (pad_to - 1)
     if capacity is not None:
@@ -77,10 +84,11 @@ def most_rows(copies: int, experts: int, capacity: int | None, pad_to: int) -> i
 
 
 def permute(x: Tensor, plan: Plan) -> Tensor:
-    """The rows [r, h] of tokens `x` [t, h] in the order of the plan; rows that hold no copy are zero.
+    """The rows [r, h] of tokens `x` [t, h] in the order of the plan; rows that hold no copy are
+    zero.
 
-    The result has x's dtype; its gradient adds the copies of a token up in fp32 for half input. Raises `ValueError`
-    where x and the plan do not belong together.
+    The result has x's dtype; its gradient adds the copies of a token up in fp32 for half input.
+    Raises `ValueError` where x and the plan do not belong together.
     """
     require_permute(x, plan.position)
     wide = torch.float64 if x.dtype == torch.float64 else torch.float32
@@ -88,14 +96,17 @@ def permute(x: Tensor, plan: Plan) -> Tensor:
 
 
 def unpermute(rows: Tensor, plan: Plan, weights: Tensor | None = None) -> Tensor:
-    """Tokens [t, h] from `rows` [r, h]: the sum of a token's copies, each times its weight of `weights` [t, k].
+    """Tokens [t, h] from `rows` [r, h]: the sum of a token's copies, each times its weight of
+    `weights` [t, k].
 
-    Summed in fp32 for half input and returned in the dtype of the rows; dropped copies add nothing, whatever their
-    weight. Raises `ValueError` where rows, weights and plan do not belong together.
+    Summed in fp32 for half input and returned in the dtype of the rows; dropped copies add nothing,
+    whatever their weight. Raises `ValueError` where rows, weights and plan do not belong together.
     """
     require_unpermute(rows, plan.position, plan.source, weights)
     wide = torch.float64 if rows.dtype == torch.float64 else torch.float32
-    copies = _rows(rows, plan.position.reshape(-1), 1).view(*plan.position.shape, rows.shape[1]).to(wide)
+    copies = (
+        _rows(rows, plan.position.reshape(-1), 1).view(*plan.position.shape, rows.shape[1]).to(wide)
+    )
     if weights is not None:
         kept = (plan.position >= 0)[..., None]
         copies = torch.where(kept, copies * weights.to(wide)[..., None], 0.0)
@@ -106,10 +117,24 @@ def require_plan(
     indices: Tensor, experts: int, capacity: int | None, pad_to: int, rows: int | None, blocks: int
 ) -> None:
     """Raise `ValueError` unless the arguments of `plan` belong together."""
-    if indices.ndim != 2 or indices.dtype not in (torch.int32, torch.int64) or indices.shape[1] == 0:
-        raise ValueError(f"indices must be integers [tokens, k >= 1], not {indices.dtype} {tuple(indices.shape)}")
-    if experts < 1 or pad_to < 1 or (capacity is not None and capacity < 0) or (rows is not None and rows < 0):
-        raise ValueError(f"experts {experts}, capacity {capacity}, pad_to {pad_to} and rows {rows} must be positive")
+    if (
+        indices.ndim != 2
+        or indices.dtype not in (torch.int32, torch.int64)
+        or indices.shape[1] == 0
+    ):
+        raise ValueError(
+            f"indices must be integers [tokens, k >= 1], not {indices.dtype} {tuple(indices.shape)}"
+        )
+    if (
+        experts < 1
+        or pad_to < 1
+        or (capacity is not None and capacity < 0)
+        or (rows is not None and rows < 0)
+    ):
+        raise ValueError(
+            f"experts {experts}, capacity {capacity}, pad_to {pad_to} and rows {rows} must be"
+            " positive"
+        )
     if blocks < 1 or experts % blocks or (rows or 0) % blocks:
         raise ValueError(f"{blocks} blocks do not divide experts {experts} and rows {rows}")
     if indices.numel() >= 2**31:
@@ -122,10 +147,14 @@ def require_permute(x: Tensor, position: Tensor) -> None:
         raise ValueError(f"x is on {x.device}, the plan on {position.device}")
     if x.ndim != 2 or x.shape[0] != position.shape[0] or not x.is_floating_point():
         found = f"x {x.dtype} {tuple(x.shape)}"
-        raise ValueError(f"{found} must be floating [{position.shape[0]}, h], the tokens of the plan")
+        raise ValueError(
+            f"{found} must be floating [{position.shape[0]}, h], the tokens of the plan"
+        )
 
 
-def require_unpermute(rows: Tensor, position: Tensor, source: Tensor, weights: Tensor | None) -> None:
+def require_unpermute(
+    rows: Tensor, position: Tensor, source: Tensor, weights: Tensor | None
+) -> None:
     """Raise `ValueError` unless rows, weights and a plan belong together."""
     if any(t is not None and t.device != position.device for t in (rows, weights)):
         raise ValueError(f"rows and weights must be on {position.device}, as the plan")
@@ -133,7 +162,9 @@ def require_unpermute(rows: Tensor, position: Tensor, source: Tensor, weights: T
         found = f"rows {rows.dtype} {tuple(rows.shape)}"
         raise ValueError(f"{found} must be floating [{source.shape[0]}, h], the rows of the plan")
     if weights is not None and weights.shape != position.shape:
-        raise ValueError(f"weights {tuple(weights.shape)} must be {tuple(position.shape)}, one for each copy")
+        raise ValueError(
+            f"weights {tuple(weights.shape)} must be {tuple(position.shape)}, one for each copy"
+        )
 
 
 def _rows(x: Tensor, source: Tensor, k: int) -> Tensor:

@@ -1,4 +1,6 @@
-"""Kernels of the permutation: both directions gather, so nothing is added twice and every run gives the same bits."""
+"""Kernels of the permutation: both directions gather, so nothing is added twice and every run gives
+the same bits.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +30,9 @@ def spread_kernel(
     R: tl.constexpr,
     H: tl.constexpr,
 ):
-    """Row r takes token source[r] // K, times its weight; DOT also multiplies it with row r of `results`."""
+    """Row r takes token source[r] // K, times its weight; DOT also multiplies it with row r of
+    `results`.
+    """
     row = tl.program_id(0).to(tl.int64) * R + tl.arange(0, R)
     source = tl.load(source_ptr + row, mask=row < rows, other=-1).to(tl.int64)
     held = source >= 0
@@ -40,15 +44,23 @@ def spread_kernel(
     for start in range(0, hidden, H):
         column = start + tl.arange(0, H)[None, :]
         inside = column < hidden
-        value = tl.load(tokens_ptr + token[:, None] * hidden + column, mask=inside & held[:, None], other=0.0)
+        value = tl.load(
+            tokens_ptr + token[:, None] * hidden + column, mask=inside & held[:, None], other=0.0
+        )
         value = value.to(tl.float32)
         at = row[:, None] * hidden + column
         if DOT:
-            result = tl.load(results_ptr + at, mask=inside & held[:, None], other=0.0).to(tl.float32)
+            result = tl.load(results_ptr + at, mask=inside & held[:, None], other=0.0).to(
+                tl.float32
+            )
             dot += tl.sum(value * result, 1)
         if WEIGHTED:
             value = tl.where(held[:, None], value * weight[:, None], 0.0)
-        tl.store(rows_ptr + at, cast(value, rows_ptr.dtype.element_ty), mask=inside & (row < rows)[:, None])
+        tl.store(
+            rows_ptr + at,
+            cast(value, rows_ptr.dtype.element_ty),
+            mask=inside & (row < rows)[:, None],
+        )
     if DOT:
         tl.store(d_weights_ptr + source, cast(dot, d_weights_ptr.dtype.element_ty), mask=held)
 
@@ -75,7 +87,9 @@ def combine_kernel(
         position = tl.load(position_ptr + token * K + j, mask=live, other=-1).to(tl.int64)
         kept = position >= 0
         inside = kept[:, None] & (column < hidden)
-        value = tl.load(rows_ptr + position[:, None] * hidden + column, mask=inside, other=0.0).to(tl.float32)
+        value = tl.load(rows_ptr + position[:, None] * hidden + column, mask=inside, other=0.0).to(
+            tl.float32
+        )
         if WEIGHTED:
             weight = tl.load(weights_ptr + token * K + j, mask=kept, other=0.0).to(tl.float32)
             value = value * weight[:, None]
@@ -93,16 +107,18 @@ def spread(
 ) -> tuple[Tensor, Tensor | None]:
     """Rows [r, h] of `tokens` [t, h], times `weights` [t, k] where given.
 
-    With `results` [r, h] also the dot product of every row's token with it, at the place of its weight, [t, k].
+    With `results` [r, h] also the dot product of every row's token with it, at the place of its
+    weight, [t, k].
     """
-    tokens, source = tokens.contiguous(), source.contiguous()
+    tokens = tokens.contiguous()
+    source = source.contiguous()
     weights = None if weights is None else weights.contiguous()
     results = None if results is None else results.contiguous()
-    count, hidden = source.shape[0], tokens.shape[1]
+    count = source.shape[0]
+    hidden = tokens.shape[1]
     rows = tokens.new_empty(count, hidden)
-    d_weights = (
-        None if results is None or weights is None else torch.zeros_like(weights)
-    )  # what is dropped has no row
+    # what is dropped has no row
+    d_weights = None if results is None or weights is None else torch.zeros_like(weights)
     if rows.numel() == 0:
         return rows, d_weights
     h = min(power_of_two(hidden), ELEMENTS)
@@ -129,7 +145,8 @@ def spread(
 
 def combine(rows: Tensor, position: Tensor, weights: Tensor | None = None) -> Tensor:
     """Tokens [t, h] from `rows` [r, h] by `position` [t, k], times `weights` [t, k] where given."""
-    rows, position = rows.contiguous(), position.contiguous()
+    rows = rows.contiguous()
+    position = position.contiguous()
     weights = None if weights is None else weights.contiguous()
     (tokens, k), hidden = position.shape, rows.shape[1]
     out = rows.new_empty(tokens, hidden)

@@ -28,12 +28,14 @@ def moe_router(
     group_members: int = 2,
     impl: str = "auto",
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The `topk` experts of every token, best first, their weights, and how many tokens each expert got.
+    """The `topk` experts of every token, best first, their weights, and how many tokens each expert
+    got.
 
-    Arguments and results are those of `reference.moe_router`: `logits` [t, e] in fp32, fp16 or bf16, weights
-    [t, topk] in their dtype, indices [t, topk] and counts [e] in int64. `impl` is `reference`, `triton` or
-    `auto`. Raises `ValueError` where sizes or names do not fit, `Unavailable` where the named implementation
-    cannot run. Sources: arXiv:1701.06538; DeepSeek-V3, arXiv:2412.19437, section 2.1.2.
+    Arguments and results are those of `reference.moe_router`: `logits` [t, e] in fp32, fp16 or
+    bf16, weights [t, topk] in their dtype, indices [t, topk] and counts [e] in int64. `impl` is
+    `reference`, `triton` or `auto`. Raises `ValueError` where sizes or names do not fit,
+    `Unavailable` where the named implementation cannot run. Sources: arXiv:1701.06538; DeepSeek-V3,
+    arXiv:2412.19437, section 2.1.2.
     """
     reference.require_router(logits, topk, score, expert_bias, groups, group_topk, group_members)
     if pick("moe_router", impl, logits.device, _obstacle(logits, expert_bias)) == "reference":
@@ -52,7 +54,9 @@ def moe_router(
     kind = "pre_softmax" if score == "softmax" and pre_softmax else score
     divide = reference.normalizes(normalize, score, topk)
     bias = None if expert_bias is None else expert_bias.detach()
-    return _router(logits, bias, topk, kind, divide, float(scale), groups, group_topk, group_members)
+    return _router(
+        logits, bias, topk, kind, divide, float(scale), groups, group_topk, group_members
+    )
 
 
 def _obstacle(logits: Tensor, bias: Tensor | None) -> str | None:
@@ -119,14 +123,18 @@ _router.register_autograd(_differentiate, setup_context=_save)
 
 
 def _settings(model: Model) -> dict[str, Any]:
-    """How the model routes: by groups with a bias as DeepSeek-V3 with its 256 experts, or by a plain softmax."""
+    """How the model routes: by groups with a bias as DeepSeek-V3 with its 256 experts, or by a
+    plain softmax.
+    """
     if model.experts == 256:
         return {"topk": model.top_k, "score": "sigmoid", "scale": 2.5, "groups": 8, "group_topk": 4}
     return {"topk": model.top_k}
 
 
 def _make(model: Model, device: torch.device, dtype: torch.dtype) -> dict[str, Any]:
-    inputs: dict[str, Any] = {"logits": torch.randn(model.tokens, model.experts, device=device).requires_grad_()}
+    inputs: dict[str, Any] = {
+        "logits": torch.randn(model.tokens, model.experts, device=device).requires_grad_()
+    }
     if model.experts == 256:
         inputs["expert_bias"] = torch.zeros(model.experts, device=device)
     return {**inputs, **_settings(model)}
@@ -137,7 +145,8 @@ def _launch(model: Model) -> None:
 
     logits = torch.empty(model.tokens, model.experts, device="meta")
     settings = _settings(model)
-    kind, divide = settings.get("score", "softmax"), "score" in settings
+    kind = settings.get("score", "softmax")
+    divide = "score" in settings
     limits = (settings.get("groups", 1), settings.get("group_topk", 1), 2)
     bias = logits[0] if divide else None
     weights, indices, _ = triton.forward(logits, bias, model.top_k, kind, divide, 1.0, *limits)

@@ -22,21 +22,25 @@ def moe_router(
     group_topk: int = 1,
     group_members: int = 2,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The `topk` experts of every token, best first, their weights, and how many tokens each expert got.
+    """The `topk` experts of every token, best first, their weights, and how many tokens each expert
+    got.
 
-    `logits` [t, e]. The scores are the sigmoid of the logits, their softmax over all experts (`pre_softmax`), or
-    the logits themselves, of which the chosen ones then go through a softmax. Experts are chosen by score plus
-    `expert_bias` [e]; the bias touches the choice alone. With `groups` > 1 the experts form that many equal runs,
-    each worth the sum of its `group_members` best, and only experts of the `group_topk` best groups are chosen.
-    Weights are the chosen scores, divided by their sum if `normalize` (None: for a sigmoid of several experts),
-    times `scale`.
+    `logits` [t, e]. The scores are the sigmoid of the logits, their softmax over all experts
+    (`pre_softmax`), or the logits themselves, of which the chosen ones then go through a softmax.
+    Experts are chosen by score plus `expert_bias` [e]; the bias touches the choice alone. With
+    `groups` > 1 the experts form that many equal runs, each worth the sum of its `group_members`
+    best, and only experts of the `group_topk` best groups are chosen. Weights are the chosen
+    scores, divided by their sum if `normalize` (None: for a sigmoid of several experts), times
+    `scale`.
 
-    Returns `weights` [t, topk] in the dtype of the logits, `indices` [t, topk] and `counts` [e], both int64. Half
-    input is scored in fp32. Equals go to the lower index; NaN counts as greater than every number, so that it
-    shows in the weights. Without bias and groups the logits choose, since scores are monotone in them: no rounding
-    of an exponential decides. Gradients reach the logits through the weights alone.
+    Returns `weights` [t, topk] in the dtype of the logits, `indices` [t, topk] and `counts` [e],
+    both int64. Half input is scored in fp32. Equals go to the lower index; NaN counts as greater
+    than every number, so that it shows in the weights. Without bias and groups the logits choose,
+    since scores are monotone in them: no rounding of an exponential decides. Gradients reach the
+    logits through the weights alone.
 
-    Raises `ValueError` where sizes or names do not fit. Sources: Shazeer et al. 2017, arXiv:1701.06538; groups and
+    Raises `ValueError` where sizes or names do not fit. Sources: Shazeer et al. 2017,
+    arXiv:1701.06538; groups and
     bias: DeepSeek-V3, arXiv:2412.19437, section 2.1.2.
     """
     require_router(logits, topk, score, expert_bias, groups, group_topk, group_members)
@@ -45,7 +49,9 @@ def moe_router(
         scores = x.sigmoid()
     else:
         scores = x.softmax(-1) if pre_softmax else x
-    indices = _choose(scores.detach(), x.detach(), topk, expert_bias, groups, group_topk, group_members)
+    indices = _choose(
+        scores.detach(), x.detach(), topk, expert_bias, groups, group_topk, group_members
+    )
     if score == "softmax" and pre_softmax:
         weights = scores.gather(-1, indices)
     else:
@@ -58,7 +64,9 @@ def moe_router(
 
 
 def normalizes(normalize: bool | None, score: str, topk: int) -> bool:
-    """Whether the weights are divided by their sum: as said, or by default for a sigmoid of several experts."""
+    """Whether the weights are divided by their sum: as said, or by default for a sigmoid of several
+    experts.
+    """
     return (score == "sigmoid" and topk > 1) if normalize is None else normalize
 
 
@@ -73,7 +81,9 @@ def require_router(
 ) -> None:
     """Raise `ValueError` unless the arguments of `moe_router` belong together."""
     if logits.ndim != 2 or not logits.is_floating_point():
-        raise ValueError(f"logits must be floating [tokens, experts], not {logits.dtype} {tuple(logits.shape)}")
+        raise ValueError(
+            f"logits must be floating [tokens, experts], not {logits.dtype} {tuple(logits.shape)}"
+        )
     experts = logits.shape[1]
     if score not in SCORES:
         raise ValueError(f"score {score!r} is none of {', '.join(SCORES)}")
@@ -83,9 +93,13 @@ def require_router(
         raise ValueError(f"group_topk {group_topk} must be 1 to groups {groups}")
     size = experts // groups
     if not 1 <= topk <= size * group_topk:
-        raise ValueError(f"topk {topk} must be 1 to {size * group_topk}, the experts of {group_topk} groups")
+        raise ValueError(
+            f"topk {topk} must be 1 to {size * group_topk}, the experts of {group_topk} groups"
+        )
     if groups > 1 and not 1 <= group_members <= size:
-        raise ValueError(f"group_members {group_members} must be 1 to {size}, the experts of a group")
+        raise ValueError(
+            f"group_members {group_members} must be 1 to {size}, the experts of a group"
+        )
     if expert_bias is not None and expert_bias.shape != (experts,):
         raise ValueError(f"expert_bias {tuple(expert_bias.shape)} must be ({experts},)")
     if expert_bias is not None and expert_bias.device != logits.device:
@@ -93,16 +107,25 @@ def require_router(
 
 
 def _choose(
-    scores: Tensor, x: Tensor, topk: int, bias: Tensor | None, groups: int, group_topk: int, members: int
+    scores: Tensor,
+    x: Tensor,
+    topk: int,
+    bias: Tensor | None,
+    groups: int,
+    group_topk: int,
+    members: int,
 ) -> Tensor:
-    """The chosen experts [t, topk], best first, by two stable sorts: by value, then the excluded to the end."""
+    """The chosen experts [t, topk], best first, by two stable sorts: by value, then the excluded to
+    the end.
+    """
     value = x if bias is None and groups == 1 else scores
     if bias is not None:
         value = value + bias.to(value.dtype)
     order = value.sort(dim=-1, descending=True, stable=True).indices
     if groups > 1:
         best = value.unflatten(-1, (groups, -1)).sort(dim=-1, descending=True).values[..., :members]
-        worth = sum(best.unbind(-1))  # one after another: the order of a sum must not decide between groups
+        # one after another: the order of a sum must not decide between groups
+        worth = sum(best.unbind(-1))
         taken = worth.sort(dim=-1, descending=True, stable=True).indices[..., :group_topk]
         open_ = torch.zeros_like(worth, dtype=torch.int8).scatter(-1, taken, 1)
         excluded = 1 - open_.repeat_interleave(scores.shape[1] // groups, -1).gather(-1, order)

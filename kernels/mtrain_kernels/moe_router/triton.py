@@ -1,4 +1,6 @@
-"""Kernels of the router: all experts of a few tokens at once; choice, weights and counts in one pass."""
+"""Kernels of the router: all experts of a few tokens at once; choice, weights and counts in one
+pass.
+"""
 
 from __future__ import annotations
 
@@ -9,14 +11,18 @@ from torch import Tensor
 
 from mtrain_kernels.runtime import cast, ceil_div, on_device_of, power_of_two, sigmoid
 
-LEAST = tl.constexpr(-0x80000000)  # the key of what must not be chosen, below that of minus infinity
+# the key of what must not be chosen, below that of minus infinity
+LEAST = tl.constexpr(-0x80000000)
 TINY = tl.constexpr(1e-20)
-ELEMENTS = 512  # scores that one program holds: a warp, so that what is greatest is found without shared memory
+# scores that one program holds: a warp, so that what is greatest is found without shared memory
+ELEMENTS = 512
 
 
 @triton.jit
 def _key(value, live):
-    """int32 in the order of the floats: NaN greatest, -0 like 0; what is not live is least of all."""
+    """int32 in the order of the floats: NaN greatest, -0 like 0; what is not live is
+    least of all.
+    """
     bits = tl.where(value == 0, 0.0, value).to(tl.int32, bitcast=True)
     key = tl.where(bits >= 0, bits, bits ^ 0x7FFFFFFF)
     key = tl.where(value == value, key, 0x7FFFFFFF)
@@ -25,7 +31,9 @@ def _key(value, live):
 
 @triton.jit
 def _scores(x, live, SCORE: tl.constexpr):
-    """The scores of logits [tokens, places], which for a softmax behind the choice are the logits."""
+    """The scores of logits [tokens, places], which for a softmax behind the choice are
+    the logits.
+    """
     if SCORE == "sigmoid":
         return sigmoid(x)
     if SCORE == "pre_softmax":
@@ -37,7 +45,9 @@ def _scores(x, live, SCORE: tl.constexpr):
 
 @triton.jit
 def _weights(score, chosen, SCORE: tl.constexpr, NORMALIZE: tl.constexpr):
-    """Weights before scaling, by place, and what they were divided by; zero where nothing is chosen."""
+    """Weights before scaling, by place, and what they were divided by; zero where nothing is
+    chosen.
+    """
     weight = tl.where(chosen, score, 0.0)
     if SCORE == "softmax":
         e = tl.exp(score - tl.max(tl.where(chosen, score, -float("inf")), 1)[:, None])
@@ -103,7 +113,9 @@ def route_kernel(
     G: tl.constexpr,
     S: tl.constexpr,
 ):
-    """Experts lie at places g * S + s of a [T, G * S] tile: padded by group, so that any size forms a tile."""
+    """Experts lie at places g * S + s of a [T, G * S] tile: padded by group, so that any size forms
+    a tile.
+    """
     row = tl.program_id(0) * T + tl.arange(0, T)[:, None].to(tl.int64)
     place = tl.arange(0, G * S)[None, :]
     expert = place // S * (EXPERTS // GROUPS) + place % S
@@ -151,7 +163,9 @@ def route_backward_kernel(
     T: tl.constexpr,
     E: tl.constexpr,
 ):
-    """Recomputes the scores: reading the logits again is cheaper than keeping what was made of them."""
+    """Recomputes the scores: reading the logits again is cheaper than keeping what was made of
+    them.
+    """
     row = tl.program_id(0) * T + tl.arange(0, T).to(tl.int64)
     expert = tl.arange(0, E)[None, :]
     inside = tl.broadcast_to(expert < EXPERTS, (T, E))
@@ -180,7 +194,11 @@ def route_backward_kernel(
         soft = weight * total[:, None]
         inner = tl.sum(tl.where(chosen, soft * d, 0.0), 1)
         d = tl.where(chosen, soft * (d - inner[:, None]), 0.0)
-    tl.store(d_logits_ptr + row[:, None] * EXPERTS + expert, cast(d, d_logits_ptr.dtype.element_ty), mask=live)
+    tl.store(
+        d_logits_ptr + row[:, None] * EXPERTS + expert,
+        cast(d, d_logits_ptr.dtype.element_ty),
+        mask=live,
+    )
 
 
 def forward(
@@ -203,7 +221,8 @@ def forward(
     counts = torch.zeros(experts, dtype=torch.int64, device=logits.device)
     if tokens == 0:
         return weights, indices, counts
-    g, s = power_of_two(groups), power_of_two(experts // groups)
+    g = power_of_two(groups)
+    s = power_of_two(experts // groups)
     t = max(1, ELEMENTS // (g * s))
     with on_device_of(logits):
         route_kernel[(ceil_div(tokens, t),)](
@@ -230,9 +249,12 @@ def forward(
     return weights, indices, counts
 
 
-def backward(d_weights: Tensor, logits: Tensor, indices: Tensor, score: str, normalize: bool, scale: float) -> Tensor:
+def backward(
+    d_weights: Tensor, logits: Tensor, indices: Tensor, score: str, normalize: bool, scale: float
+) -> Tensor:
     """The gradient of `logits` [t, e], given that of the weights [t, topk]."""
-    logits, d_weights = logits.contiguous(), d_weights.contiguous()
+    logits = logits.contiguous()
+    d_weights = d_weights.contiguous()
     tokens, experts = logits.shape
     d_logits = torch.empty_like(logits)
     if tokens == 0:

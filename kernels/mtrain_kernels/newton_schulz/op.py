@@ -14,20 +14,31 @@ DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 
 def newton_schulz(
-    gradient: Tensor, *, steps: int = 5, eps: float = 1e-7, dtype: torch.dtype = torch.bfloat16, impl: str = "auto"
+    gradient: Tensor,
+    *,
+    steps: int = 5,
+    eps: float = 1e-7,
+    dtype: torch.dtype = torch.bfloat16,
+    impl: str = "auto",
 ) -> Tensor:
-    """Each matrix [..., m, n] with its singular values near 1: what Muon adds to a weight; no gradients.
+    """Each matrix [..., m, n] with its singular values near 1: what Muon adds to a weight; no
+    gradients.
 
-    Worked out in `dtype`; two of three products of a step are symmetric, and `triton` makes half of them. Raises
-    `ValueError` for what is no matrix, `Unavailable` where the named implementation cannot run. See
-    `reference.newton_schulz`.
+    Worked out in `dtype`; two of three products of a step are symmetric, and `triton` makes half of
+    them. Raises `ValueError` for what is no matrix, `Unavailable` where the named implementation
+    cannot run. See `reference.newton_schulz`.
     """
     if gradient.dim() < 2:
         raise ValueError(f"newton_schulz takes matrices, not {tuple(gradient.shape)}")
     if not (gradient.is_floating_point() and dtype.is_floating_point) or steps < 0:
-        raise ValueError(f"newton_schulz takes floats and steps from 0, not {gradient.dtype}, {dtype}, {steps}")
+        raise ValueError(
+            f"newton_schulz takes floats and steps from 0, not {gradient.dtype}, {dtype}, {steps}"
+        )
     gradient = gradient.detach()
-    if pick("newton_schulz", impl, gradient.device, _obstacle(dtype)) == "reference" or not gradient.numel():
+    if (
+        pick("newton_schulz", impl, gradient.device, _obstacle(dtype)) == "reference"
+        or not gradient.numel()
+    ):
         return reference.newton_schulz(gradient, steps, eps, dtype)
     a, b, c = reference.QUINTIC
     x, tall = reference.normed(gradient.reshape(-1, *gradient.shape[-2:]), eps, dtype)
@@ -39,21 +50,28 @@ def newton_schulz(
 
 
 def symmetric_product(
-    x: Tensor, added: Tensor | None = None, *, alpha: float = 1.0, beta: float = 1.0, impl: str = "auto"
+    x: Tensor,
+    added: Tensor | None = None,
+    *,
+    alpha: float = 1.0,
+    beta: float = 1.0,
+    impl: str = "auto",
 ) -> Tensor:
     """`alpha X X^T + beta C`, with sums in fp32; no gradients; `added`, C, has to be symmetric.
 
-    Shapes and dtypes are those of `reference.symmetric_product`. Raises `ValueError` where they do not fit,
-    `Unavailable` where the named implementation cannot run.
+    Shapes and dtypes are those of `reference.symmetric_product`. Raises `ValueError` where they do
+    not fit, `Unavailable` where the named implementation cannot run.
     """
     square = (x.shape[0], x.shape[1], x.shape[1]) if x.dim() == 3 else None
     alike = added is None or (added.shape == square and added.dtype == x.dtype)
     if square is None or not x.is_floating_point() or not alike:
         other = "" if added is None else f" and {added.dtype} {tuple(added.shape)}"
         raise ValueError(
-            f"symmetric_product takes floats [b, m, k] and [b, m, m], not {x.dtype} {tuple(x.shape)}{other}"
+            f"symmetric_product takes floats [b, m, k] and [b, m, m], not {x.dtype}"
+            f" {tuple(x.shape)}{other}"
         )
-    x, added = x.detach(), None if added is None else added.detach()
+    x = x.detach()
+    added = None if added is None else added.detach()
     if pick("newton_schulz", impl, x.device, _obstacle(x.dtype)) == "reference":
         return reference.symmetric_product(x, added, alpha, beta)
     return _symmetric_product(x, added, float(alpha), float(beta))
@@ -76,11 +94,14 @@ def _(x, added, alpha, beta):
 
 
 def _make(model: Model, device: torch.device, dtype: torch.dtype) -> dict[str, Any]:
-    return {"x": torch.randn(1, model.hidden, model.ffn, device=device, dtype=dtype) * model.ffn**-0.5}
+    return {
+        "x": torch.randn(1, model.hidden, model.ffn, device=device, dtype=dtype) * model.ffn**-0.5
+    }
 
 
 def _cost(model: Model) -> Cost:
-    m, k = model.hidden, model.ffn
+    m = model.hidden
+    k = model.ffn
     return Cost(bytes=2 * (m * k + m * m), flops=m * (m + 1) * k)
 
 

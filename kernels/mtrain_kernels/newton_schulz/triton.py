@@ -1,4 +1,6 @@
-"""The product of matrices with their own transposes: tiles on and below the diagonal, and their mirror images."""
+"""The product of matrices with their own transposes: tiles on and below the diagonal, and their
+mirror images.
+"""
 
 from __future__ import annotations
 
@@ -17,9 +19,12 @@ STEP = 64
 
 @triton.jit
 def _lower(tile):
-    """Row and column of the tile with this number, where the tiles on and below the diagonal are counted by rows."""
+    """Row and column of the tile with this number, where the tiles on and below the diagonal are
+    counted by rows.
+    """
     row = ((tl.sqrt(8.0 * tile + 1.0) - 1.0) / 2.0).to(tl.int32)
-    row = tl.where((row + 1) * (row + 2) // 2 <= tile, row + 1, row)  # the root of a large number is rounded
+    # the root of a large number is rounded
+    row = tl.where((row + 1) * (row + 2) // 2 <= tile, row + 1, row)
     row = tl.where(row * (row + 1) // 2 > tile, row - 1, row)
     return row, tile - row * (row + 1) // 2
 
@@ -27,12 +32,16 @@ def _lower(tile):
 @triton.jit
 def symmetric_kernel(
     x_ptr, added_ptr, y_ptr, m, k, alpha, beta,
-    ADDED: tl.constexpr, EVEN: tl.constexpr, EXACT: tl.constexpr, TILE: tl.constexpr, STEP: tl.constexpr,
+    ADDED: tl.constexpr, EVEN: tl.constexpr, EXACT: tl.constexpr, TILE: tl.constexpr,
+    STEP: tl.constexpr,
 ):  # fmt: skip
-    """A tile of `alpha X X^T + beta C` of one matrix, and the same tile turned on the other side of the diagonal."""
+    """A tile of `alpha X X^T + beta C` of one matrix, and the same tile turned on the other side of
+    the diagonal.
+    """
     row, column = _lower(tl.program_id(0))
     matrix = tl.program_id(1).to(tl.int64)
-    r, c = row * TILE + tl.arange(0, TILE), column * TILE + tl.arange(0, TILE)
+    r = row * TILE + tl.arange(0, TILE)
+    c = column * TILE + tl.arange(0, TILE)
     inner = tl.arange(0, STEP)
     x_ptr += matrix * m * k
     left = x_ptr + r.to(tl.int64)[:, None] * k + inner[None, :]
@@ -65,7 +74,9 @@ def symmetric_kernel(
 
 
 def symmetric_product(x: Tensor, added: Tensor | None, alpha: float, beta: float) -> Tensor:
-    """Launches the kernel on `x` [b, m, k] and `added` [b, m, m] or None; see `reference.symmetric_product`."""
+    """Launches the kernel on `x` [b, m, k] and `added` [b, m, m] or None; see
+    `reference.symmetric_product`.
+    """
     x = x.contiguous()
     added = None if added is None else added.contiguous()
     b, m, k = x.shape

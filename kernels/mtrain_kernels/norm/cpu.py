@@ -1,4 +1,6 @@
-"""RMSNorm on a CPU: the definition with its gradient written out, in fewer passes over memory than autograd's."""
+"""RMSNorm on a CPU: the definition with its gradient written out, in fewer passes over memory than
+autograd's.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""RMSNorm and LayerNorm, with and without the addition of a residual: contract, gradients, registration."""
+"""RMSNorm and LayerNorm, with and without the addition of a residual: contract, gradients,
+registration.
+"""
 
 from __future__ import annotations
 
@@ -11,18 +13,22 @@ from mtrain_kernels.norm import cpu, reference
 from mtrain_kernels.registry import Case, Cost, Model, Op, pick
 from mtrain_kernels.runtime import ceil_div
 
-# A row lives in the registers of one program. Behind 16,384 columns the backward spills some: of 20,480 24 bytes a
-# thread on sm_90 and 80 on sm_100, of 32,768 more than 300.
+# A row lives in the registers of one program. Behind 16,384 columns the backward spills some: of
+# 20,480 24 bytes a thread on sm_90 and 80 on sm_100, of 32,768 more than 300.
 WIDEST = 20480
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 
-def rms_norm(x: Tensor, weight: Tensor, eps: float, *, zero_centered: bool = False, impl: str = "auto") -> Tensor:
-    """`x / sqrt(mean(x^2) + eps) * w` over the last axis, with `w = weight`, or `1 + weight` if zero-centered.
+def rms_norm(
+    x: Tensor, weight: Tensor, eps: float, *, zero_centered: bool = False, impl: str = "auto"
+) -> Tensor:
+    """`x / sqrt(mean(x^2) + eps) * w` over the last axis, with `w = weight`, or `1 + weight` if
+    zero-centered.
 
-    `x` [..., h], `weight` [h], in fp32, fp16 or bf16 each; the result has x's shape and dtype. `impl` is
-    `reference`, `triton` or `auto`. Raises `ValueError` where shapes do not fit, `Unavailable` where the named
-    implementation cannot run. Source: Zhang and Sennrich 2019, arXiv:1910.07467.
+    `x` [..., h], `weight` [h], in fp32, fp16 or bf16 each; the result has x's shape and dtype.
+    `impl` is `reference`, `triton` or `auto`. Raises `ValueError` where shapes do not fit,
+    `Unavailable` where the named implementation cannot run. Source: Zhang and Sennrich 2019,
+    arXiv:1910.07467.
     """
     require(x, weight, None, None)
     if pick("norm", impl, x.device, obstacle(x, weight)) == "reference":
@@ -32,12 +38,18 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, *, zero_centered: bool = Fal
 
 
 def rms_norm_residual(
-    x: Tensor, residual: Tensor, weight: Tensor, eps: float, *, zero_centered: bool = False, impl: str = "auto"
+    x: Tensor,
+    residual: Tensor,
+    weight: Tensor,
+    eps: float,
+    *,
+    zero_centered: bool = False,
+    impl: str = "auto",
 ) -> tuple[Tensor, Tensor]:
     """The new residual `x + residual`, and its `rms_norm`, as (normed, new residual).
 
-    `residual` has x's shape and may have another dtype, which the new residual keeps; the sum is rounded to it
-    before it is normalised. The rest is as in `rms_norm`.
+    `residual` has x's shape and may have another dtype, which the new residual keeps; the sum is
+    rounded to it before it is normalised. The rest is as in `rms_norm`.
     """
     require(x, weight, None, residual)
     if pick("norm", impl, x.device, obstacle(x, residual, weight)) == "reference":
@@ -54,10 +66,11 @@ def layer_norm(
     zero_centered: bool = False,
     impl: str = "auto",
 ) -> Tensor:
-    """`(x - mean(x)) / sqrt(var(x) + eps) * w + bias` over the last axis, with `w` as in `rms_norm`.
+    """`(x - mean(x)) / sqrt(var(x) + eps) * w + bias` over the last axis, with `w` as in
+    `rms_norm`.
 
-    `x` [..., h], `weight` [h], `bias` [h] or None; the variance is that of the population. The rest is as in
-    `rms_norm`. Source: Ba et al. 2016, arXiv:1607.06450.
+    `x` [..., h], `weight` [h], `bias` [h] or None; the variance is that of the population. The rest
+    is as in `rms_norm`. Source: Ba et al. 2016, arXiv:1607.06450.
     """
     require(x, weight, bias, None)
     if pick("norm", impl, x.device, obstacle(x, weight, bias)) == "reference":
@@ -75,27 +88,45 @@ def layer_norm_residual(
     zero_centered: bool = False,
     impl: str = "auto",
 ) -> tuple[Tensor, Tensor]:
-    """The new residual `x + residual`, and its `layer_norm`, as (normed, new residual); see `rms_norm_residual`."""
+    """The new residual `x + residual`, and its `layer_norm`, as (normed, new residual); see
+    `rms_norm_residual`.
+    """
     require(x, weight, bias, residual)
     if pick("norm", impl, x.device, obstacle(x, residual, weight, bias)) == "reference":
-        return reference.layer_norm_residual(x, residual, weight, bias, eps, zero_centered=zero_centered)
+        return reference.layer_norm_residual(
+            x, residual, weight, bias, eps, zero_centered=zero_centered
+        )
     return _norm(x, residual, weight, bias, eps, zero_centered, True)[:2]
 
 
 def require(x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None) -> None:
     """Raises `ValueError` where shapes do not fit, or something is no floating point."""
     if weight.ndim != 1 or x.ndim == 0 or x.shape[-1] != weight.shape[0]:
-        raise ValueError(f"weight {tuple(weight.shape)} must be the last axis of x {tuple(x.shape)}")
+        raise ValueError(
+            f"weight {tuple(weight.shape)} must be the last axis of x {tuple(x.shape)}"
+        )
     if bias is not None and bias.shape != weight.shape:
-        raise ValueError(f"bias {tuple(bias.shape)} and weight {tuple(weight.shape)} must have one shape")
+        raise ValueError(
+            f"bias {tuple(bias.shape)} and weight {tuple(weight.shape)} must have one shape"
+        )
     if residual is not None and residual.shape != x.shape:
-        raise ValueError(f"residual {tuple(residual.shape)} and x {tuple(x.shape)} must have one shape")
+        raise ValueError(
+            f"residual {tuple(residual.shape)} and x {tuple(x.shape)} must have one shape"
+        )
     for other in (weight, bias, residual):
         if other is not None and other.device != x.device:
-            raise ValueError(f"x is on {x.device}, but one of weight, bias and residual is on {other.device}")
-    wrong = {str(t.dtype) for t in (x, weight, bias, residual) if t is not None and not t.is_floating_point()}
+            raise ValueError(
+                f"x is on {x.device}, but one of weight, bias and residual is on {other.device}"
+            )
+    wrong = {
+        str(t.dtype)
+        for t in (x, weight, bias, residual)
+        if t is not None and not t.is_floating_point()
+    }
     if wrong:
-        raise ValueError(f"x, weight, bias and residual must be floating point, not {', '.join(sorted(wrong))}")
+        raise ValueError(
+            f"x, weight, bias and residual must be floating point, not {', '.join(sorted(wrong))}"
+        )
 
 
 def obstacle(x: Tensor, *others: Tensor | None) -> str | None:
@@ -146,7 +177,9 @@ def _norm_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     from mtrain_kernels.norm import triton
 
-    return triton.backward(dy, dtotal, x, weight, mean, rstd, has_bias, zero_centered, subtract_mean)
+    return triton.backward(
+        dy, dtotal, x, weight, mean, rstd, has_bias, zero_centered, subtract_mean
+    )
 
 
 @_norm_backward.register_fake
@@ -161,7 +194,9 @@ def save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
     _, total, mean, rstd = output
     ctx.mark_non_differentiable(mean, rstd)
     ctx.set_materialize_grads(False)
-    ctx.has_residual, ctx.has_bias, ctx.dtype = residual is not None, bias is not None, x.dtype
+    ctx.has_residual = residual is not None
+    ctx.has_bias = bias is not None
+    ctx.dtype = x.dtype
     ctx.bias_dtype = None if bias is None else bias.dtype
     ctx.save_for_backward(x if residual is None else total, weight, mean, rstd)
 
@@ -170,7 +205,15 @@ def differentiate(ctx: Any, dy: Tensor | None, dtotal: Tensor | None, *_: Any) -
     """Gradients of what `_norm` takes."""
     x, weight, mean, rstd = ctx.saved_tensors
     if dy is None:  # only the new residual was used
-        return dtotal.to(ctx.dtype) if dtotal is not None else None, dtotal, None, None, None, None, None
+        return (
+            dtotal.to(ctx.dtype) if dtotal is not None else None,
+            dtotal,
+            None,
+            None,
+            None,
+            None,
+            None,
+        )
     dtotal = dtotal if ctx.has_residual else None
     dx, dweight, dbias = _norm_backward(
         dy, dtotal, x, weight, mean, rstd, ctx.has_bias, ctx.zero_centered, ctx.subtract_mean
@@ -193,7 +236,8 @@ def _launch(model: Model) -> None:
     from mtrain_kernels.norm import operand_triton, triton
 
     x = torch.empty((model.tokens, model.hidden), dtype=torch.bfloat16, device="meta")
-    weight, layout = x[0], "1x128_power_of_two"
+    weight = x[0]
+    layout = "1x128_power_of_two"
     _, total, mean, rstd = triton.forward(x, x, weight, None, 1e-5, False, False)
     triton.backward(x, x, total, weight, mean, rstd, False, False, False)
     _, total, mean, rstd = triton.forward(x, x, weight, weight, 1e-5, True, True)
@@ -203,7 +247,9 @@ def _launch(model: Model) -> None:
     for multiplier, transpose in ((None, True), (amax, False), (amax, True)):
         bias = weight if multiplier is not None else None
         moments = mean if bias is not None else mean[:0]
-        operand_triton.codes(x, moments, rstd, weight, bias, multiplier, False, x.dtype, "e4m3", layout, transpose)
+        operand_triton.codes(
+            x, moments, rstd, weight, bias, multiplier, False, x.dtype, "e4m3", layout, transpose
+        )
 
 
 def _quantized(inputs: dict[str, Any], impl: str) -> Any:
@@ -215,13 +261,17 @@ def _quantized(inputs: dict[str, Any], impl: str) -> Any:
 
 
 def _quantized_and_checked(inputs: dict[str, Any], impl: str) -> tuple[Tensor, ...]:
-    """Norm and sum, and how many bytes of the operand, as it is and transposed, are not those of the norm."""
+    """Norm and sum, and how many bytes of the operand, as it is and transposed, are not those of
+    the norm.
+    """
     from mtrain_kernels.quantize.op import quantize_blocks
 
     y, total, operand = _quantized(inputs, impl)
     wanted = quantize_blocks(y, layout="1x128_power_of_two", transpose=True, impl=impl)
     made = operand.data, operand.scale, *operand.transposed(*operand.kept)
-    pairs = [(a.view(torch.uint8), b.view(torch.uint8)) for a, b in zip(made, wanted[:4], strict=True)]
+    pairs = [
+        (a.view(torch.uint8), b.view(torch.uint8)) for a, b in zip(made, wanted[:4], strict=True)
+    ]
     return y, total, torch.stack([(a != b).sum() for a, b in pairs])
 
 
@@ -249,7 +299,9 @@ def _liger(inputs: dict[str, Any]) -> Any:
     from liger_kernel.transformers.functional import liger_fused_add_rms_norm, liger_rms_norm
 
     if "residual" in inputs:
-        return lambda: liger_fused_add_rms_norm(inputs["x"], inputs["residual"], inputs["weight"], inputs["eps"])
+        return lambda: liger_fused_add_rms_norm(
+            inputs["x"], inputs["residual"], inputs["weight"], inputs["eps"]
+        )
     return lambda: liger_rms_norm(inputs["x"], inputs["weight"], inputs["eps"])
 
 
@@ -294,7 +346,9 @@ OPS = (
                 "rms_norm_residual_fp8",
                 _make(True, False),
                 _quantized,
-                forward=lambda model: Cost(bytes=(9 * model.hidden + 4 * ceil_div(model.hidden, 128)) * model.tokens),
+                forward=lambda model: Cost(
+                    bytes=(9 * model.hidden + 4 * ceil_div(model.hidden, 128)) * model.tokens
+                ),
                 backward=_moves(4),
                 checked=_quantized_and_checked,
             ),

@@ -1,8 +1,8 @@
 """Norms whose result leaves in FP8, too, for the linear layer behind: contract and gradients.
 
-The operand is made on the way out of the norm, to the bit what `quantize` would make of its result. Transposed, for
-the gradient of the linear layer's weight, it is made again in the backward from what the norm keeps: nothing is kept
-for it.
+The operand is made on the way out of the norm, to the bit what `quantize` would make of its result.
+Transposed, for the gradient of the linear layer's weight, it is made again in the backward from
+what the norm keeps: nothing is kept for it.
 """
 
 from __future__ import annotations
@@ -17,7 +17,12 @@ from torch import Tensor
 from mtrain_kernels.norm import op, reference
 from mtrain_kernels.quantize import reference as formats
 from mtrain_kernels.quantize.formats import FORMATS, LAYOUTS
-from mtrain_kernels.quantize.op import Operand, quantize_blocks, quantize_tensorwise, require_multiplier
+from mtrain_kernels.quantize.op import (
+    Operand,
+    quantize_blocks,
+    quantize_tensorwise,
+    require_multiplier,
+)
 from mtrain_kernels.registry import pick
 from mtrain_kernels.runtime import ceil_div
 
@@ -41,11 +46,11 @@ def norm_quantized(
 ) -> tuple[Tensor, Tensor, Operand]:
     """What was normed, the new residual (empty without `residual`), and the first as an `Operand`.
 
-    Inputs are those of `layer_norm_residual` (`subtract_mean`) or `rms_norm_residual`. Scales are those of a `layout`
-    of one row, or of the tensor where it is None: from the `multiplier` [1] of delayed scaling, else from its own
-    greatest value, which `share` makes that of the whole where `x` is a part. The operand's shape is [m, h], x's
-    leading axes being one. Raises `ValueError` where arguments do not fit, `Unavailable` where the named
-    implementation cannot run.
+    Inputs are those of `layer_norm_residual` (`subtract_mean`) or `rms_norm_residual`. Scales are
+    those of a `layout` of one row, or of the tensor where it is None: from the `multiplier` [1] of
+    delayed scaling, else from its own greatest value, which `share` makes that of the whole where
+    `x` is a part. The operand's shape is [m, h], x's leading axes being one. Raises `ValueError`
+    where arguments do not fit, `Unavailable` where the named implementation cannot run.
     """
     op.require(x, weight, bias, residual)
     if layout is not None and (layout not in LAYOUTS or LAYOUTS[layout].rows != 1):
@@ -54,13 +59,20 @@ def norm_quantized(
         raise ValueError(f"no format {format!r}; choose e4m3 or e5m2")
     if multiplier is not None:
         if layout is not None:
-            raise ValueError(f"a multiplier is of the whole tensor, and layout {layout!r} has scales of its own")
+            raise ValueError(
+                f"a multiplier is of the whole tensor, and layout {layout!r} has scales of its own"
+            )
         require_multiplier(multiplier, x)
     given = (x, residual, weight, bias, eps, zero_centered, subtract_mean)
     if pick("norm", impl, x.device, op.obstacle(x, residual, weight, bias)) == "reference":
         return _defined(*given, format, layout, share, multiplier)
-    how = "blocks" if layout is not None else "amax" if multiplier is None else "tensor"
-    y, total, mean, rstd, q, scale, amax = _norm_operand(*given, how, format, layout or "", multiplier)
+    if layout is not None:
+        how = "blocks"
+    else:
+        how = "amax" if multiplier is None else "tensor"
+    y, total, mean, rstd, q, scale, amax = _norm_operand(
+        *given, how, format, layout or "", multiplier
+    )
     # the weight itself: where it is freed in between, and gathered again, its memory may be another
     kept = (x if residual is None else total).detach(), mean, rstd, weight, bias
     options = (zero_centered, x.dtype, format, layout or "")
@@ -74,7 +86,12 @@ def norm_quantized(
     return (
         y,
         total,
-        Operand(_codes_in(format, q), 1 / multiplier, (*kept, multiplier), partial(_again, options=options)),
+        Operand(
+            _codes_in(format, q),
+            1 / multiplier,
+            (*kept, multiplier),
+            partial(_again, options=options),
+        ),
     )
 
 
@@ -118,16 +135,26 @@ def _defined(
     elif residual is None:
         y = reference.rms_norm(x, weight, eps, zero_centered=zero_centered)
     elif subtract_mean:
-        y, total = reference.layer_norm_residual(x, residual, weight, bias, eps, zero_centered=zero_centered)
+        y, total = reference.layer_norm_residual(
+            x, residual, weight, bias, eps, zero_centered=zero_centered
+        )
     else:
-        y, total = reference.rms_norm_residual(x, residual, weight, eps, zero_centered=zero_centered)
+        y, total = reference.rms_norm_residual(
+            x, residual, weight, eps, zero_centered=zero_centered
+        )
     if layout is not None:
         q = quantize_blocks(y, format=format, layout=layout, transpose=True, impl="reference")
     else:
         if multiplier is None and share is not None:
             multiplier = formats.multiplier(share(formats.finite_amax(y.detach()).view(1)), format)
-        q = quantize_tensorwise(y, format=format, multiplier=multiplier, transpose=True, impl="reference")
-    return y, total, Operand(q.data, q.scale, (q.transposed, q.transposed_scale), lambda *both: both)
+        q = quantize_tensorwise(
+            y, format=format, multiplier=multiplier, transpose=True, impl="reference"
+        )
+    return (
+        y,
+        total,
+        Operand(q.data, q.scale, (q.transposed, q.transposed_scale), lambda *both: both),
+    )
 
 
 @torch.library.custom_op("mtrain::norm_operand", mutates_args=())
@@ -151,14 +178,26 @@ def _norm_operand(
 
 
 @_norm_operand.register_fake
-def _(x, residual, weight, bias, eps, zero_centered, subtract_mean, operand, format, layout, multiplier):
+def _(
+    x,
+    residual,
+    weight,
+    bias,
+    eps,
+    zero_centered,
+    subtract_mean,
+    operand,
+    format,
+    layout,
+    multiplier,
+):
     width = x.shape[-1]
     rows = x.numel() // width if width else 0
     q = (rows, width) if operand in ("blocks", "tensor") else (0,)
-    scale, kind = (
-        ((0,), torch.float32) if operand != "blocks" else ((rows, -(-width // LAYOUTS[layout].columns)), None)
-    )
-    if kind is None:
+    scale: tuple[int, ...] = (0,)
+    kind = torch.float32
+    if operand == "blocks":
+        scale = (rows, -(-width // LAYOUTS[layout].columns))
         kind = torch.uint8 if LAYOUTS[layout].scale == "e8m0" else torch.float32
     return (
         x.new_empty(x.shape),
@@ -199,7 +238,19 @@ def _codes(
 ) -> tuple[Tensor, Tensor]:
     from mtrain_kernels.norm import operand_triton
 
-    given = (x, mean, rstd, weight, bias, multiplier, zero_centered, dtype, format, layout, transpose)
+    given = (
+        x,
+        mean,
+        rstd,
+        weight,
+        bias,
+        multiplier,
+        zero_centered,
+        dtype,
+        format,
+        layout,
+        transpose,
+    )
     return operand_triton.codes(*given)
 
 

@@ -1,4 +1,5 @@
-"""What a norm gave, made again tile by tile from what it kept, and quantised: with one scale, or transposed.
+"""What a norm gave, made again tile by tile from what it kept, and quantised: with one scale, or
+transposed.
 
 A program that holds whole rows sees too few of them for the blocks of a transposed operand.
 """
@@ -20,17 +21,23 @@ TYPES = {torch.float32: tl.float32, torch.float16: tl.float16, torch.bfloat16: t
 
 @triton.jit
 def operand_kernel(
-    x_ptr, weight_ptr, bias_ptr, mean_ptr, rstd_ptr, multiplier_ptr, q_ptr, scale_ptr, rows, width, stride,
-    BIAS: tl.constexpr, SUBTRACT_MEAN: tl.constexpr, ZERO_CENTERED: tl.constexpr, TYPE: tl.constexpr,
+    x_ptr, weight_ptr, bias_ptr, mean_ptr, rstd_ptr, multiplier_ptr, q_ptr, scale_ptr, rows, width,
+    stride,
+    BIAS: tl.constexpr, SUBTRACT_MEAN: tl.constexpr, ZERO_CENTERED: tl.constexpr,
+    TYPE: tl.constexpr,
     TRANSPOSE: tl.constexpr, GROUP: tl.constexpr, SCALE: tl.constexpr, MANTISSA: tl.constexpr,
     EXPONENT: tl.constexpr, GREATEST: tl.constexpr, SIDE: tl.constexpr,
 ):  # fmt: skip
-    """A tile with the tensor's multiplier, or with a scale for each `GROUP` of a column, as `norm` rounds it."""
+    """A tile with the tensor's multiplier, or with a scale for each `GROUP` of a column, as `norm`
+    rounds it.
+    """
     RUN: tl.constexpr = 8 if TRANSPOSE and GROUP > 0 else 1
     row = tl.program_id(0) * SIDE + dealt(SIDE, RUN)
     column = tl.program_id(1) * SIDE + tl.arange(0, SIDE)
     inside = (row[:, None] < rows) & (column[None, :] < width)
-    x = tl.load(x_ptr + row[:, None].to(tl.int64) * stride + column[None, :], mask=inside, other=0.0).to(tl.float32)
+    x = tl.load(
+        x_ptr + row[:, None].to(tl.int64) * stride + column[None, :], mask=inside, other=0.0
+    ).to(tl.float32)
     if SUBTRACT_MEAN:
         x = tl.where(inside, x - tl.load(mean_ptr + row, mask=row < rows, other=0.0)[:, None], 0.0)
     weight = tl.load(weight_ptr + column, mask=column < width, other=0.0).to(tl.float32)
@@ -55,7 +62,9 @@ def operand_kernel(
         group = tl.program_id(0) * (SIDE // GROUP) + tl.arange(0, SIDE // GROUP)
         count = tl.cdiv(rows, GROUP)
         kept = (column[None, :] < width) & (group[:, None] < count)
-        tl.store(scale_ptr + column[None, :].to(tl.int64) * count + group[:, None], scale, mask=kept)
+        tl.store(
+            scale_ptr + column[None, :].to(tl.int64) * count + group[:, None], scale, mask=kept
+        )
     if TRANSPOSE:
         if RUN > 1:
             row = tl.max_contiguous(row, RUN)
@@ -78,9 +87,11 @@ def codes(
     layout: str,
     transpose: bool,
 ) -> tuple[Tensor, Tensor]:
-    """Launches the kernel on what was normed, `x` [..., h]: bytes [m, h], or transposed [h, m], and their scales.
+    """Launches the kernel on what was normed, `x` [..., h]: bytes [m, h], or transposed [h, m], and
+    their scales.
 
-    With a `multiplier` [1] scales are empty; without, codes are transposed and scales [h, ceil(m / group)].
+    With a `multiplier` [1] scales are empty; without, codes are transposed and scales [h, ceil(m /
+    group)].
     """
     width = weight.shape[0]
     source = as_rows(x, width)
@@ -93,10 +104,12 @@ def codes(
     if x.numel():
         with on_device_of(x):
             operand_kernel[(ceil_div(rows, SIDE), ceil_div(width, SIDE))](
-                source, weight.contiguous(), None if bias is None else bias.contiguous(), mean, rstd, multiplier,
+                source, weight.contiguous(), None if bias is None else bias.contiguous(), mean,
+                rstd, multiplier,
                 q, scale, rows, width, source.stride(0),
                 BIAS=bias is not None, SUBTRACT_MEAN=mean.numel() > 0, ZERO_CENTERED=zero_centered,
-                TYPE=TYPES[dtype], TRANSPOSE=transpose, GROUP=group, SCALE=scale_kind, MANTISSA=mantissa,
+                TYPE=TYPES[dtype], TRANSPOSE=transpose, GROUP=group, SCALE=scale_kind,
+                MANTISSA=mantissa,
                 EXPONENT=exponent, GREATEST=greatest, SIDE=SIDE, num_warps=8,
             )  # fmt: skip
     return q, scale

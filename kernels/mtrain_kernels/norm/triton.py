@@ -1,4 +1,6 @@
-"""RMSNorm and LayerNorm on a GPU: each row is read once, held in registers in fp32, and written once."""
+"""RMSNorm and LayerNorm on a GPU: each row is read once, held in registers in fp32, and written
+once.
+"""
 
 # Triton's tuples grow in loops that it unrolls.
 # mypy: disable-error-code="assignment,misc"
@@ -22,9 +24,9 @@ PIECE = 4096  # columns at a time where there are more
 def _along(x, ROWS: tl.constexpr):
     """The sum of each row, the same number for all that follows of it.
 
-    Where y is written in one layout and its codes in another, Triton 3.6 makes the row and its sum in both. The two
-    sums, in two orders, differ in the last bit now and then, and what is quantised is then not what is written. The
-    sum of a single row is a scalar, which has no layout.
+    Where y is written in one layout and its codes in another, Triton 3.6 makes the row and its sum
+    in both. The two sums, in two orders, differ in the last bit now and then, and what is quantised
+    is then not what is written. The sum of a single row is a scalar, which has no layout.
     """
     along = tl.sum(x, axis=1)
     if ROWS == 1:
@@ -64,10 +66,12 @@ def forward_kernel(
     EXPONENT: tl.constexpr,
     GREATEST: tl.constexpr,
 ):
-    """One tile of whole rows; the sum is rounded before it is normalised, so that backward sees the same numbers.
+    """One tile of whole rows; the sum is rounded before it is normalised, so that backward sees the
+    same numbers.
 
-    What is stored leaves quantised, too, with a scale for each `GROUP` of a row (`OPERAND` "blocks") or the tensor's
-    multiplier ("tensor"), or its greatest absolute value alone does ("amax").
+    What is stored leaves quantised, too, with a scale for each `GROUP` of a row (`OPERAND`
+    "blocks") or the tensor's multiplier ("tensor"), or its greatest absolute value alone does
+    ("amax").
     """
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     column = tl.arange(0, COLUMNS)[None, :]
@@ -75,7 +79,9 @@ def forward_kernel(
     at = row[:, None] * width + column
     x = tl.load(x_ptr + row[:, None] * x_stride + column, mask=inside, other=0.0).to(tl.float32)
     if RESIDUAL:
-        x += tl.load(residual_ptr + row[:, None] * residual_stride + column, mask=inside, other=0.0).to(tl.float32)
+        x += tl.load(
+            residual_ptr + row[:, None] * residual_stride + column, mask=inside, other=0.0
+        ).to(tl.float32)
         total = cast(x, total_ptr.dtype.element_ty)
         tl.store(total_ptr + at, total, mask=inside)
         x = total.to(tl.float32)
@@ -97,7 +103,9 @@ def forward_kernel(
         y = tl.where(inside, y.to(tl.float32), 0.0)
         if OPERAND == "blocks":
             cut = tl.reshape(y, (ROWS, COLUMNS // GROUP, GROUP))
-            m, scale = scales(tl.max(finite(cut), axis=2), GREATEST, 8 if MANTISSA == 3 else 15, SCALE)
+            m, scale = scales(
+                tl.max(finite(cut), axis=2), GREATEST, 8 if MANTISSA == 3 else 15, SCALE
+            )
             y = tl.reshape(cut * m[:, :, None], (ROWS, COLUMNS))
             group = tl.arange(0, COLUMNS // GROUP)[None, :]
             groups = tl.cdiv(width, GROUP)
@@ -144,7 +152,8 @@ def _scale(weight_ptr, column, width, ZERO_CENTERED: tl.constexpr):
 
 @triton.jit
 def _store_dx(
-    dx_ptr, dtotal_ptr, row, column, inside, width, dtotal_stride, dy, normed, weight, rstd, along, middle,
+    dx_ptr, dtotal_ptr, row, column, inside, width, dtotal_stride, dy, normed, weight, rstd, along,
+    middle,
     DTOTAL: tl.constexpr, SUBTRACT_MEAN: tl.constexpr,
 ):  # fmt: skip
     dx = dy * weight - normed * along
@@ -152,7 +161,9 @@ def _store_dx(
         dx -= middle
     dx *= rstd
     if DTOTAL:
-        dx += tl.load(dtotal_ptr + row * dtotal_stride + column, mask=inside, other=0.0).to(tl.float32)
+        dx += tl.load(dtotal_ptr + row * dtotal_stride + column, mask=inside, other=0.0).to(
+            tl.float32
+        )
     tl.store(dx_ptr + row * width + column, cast(dx, dx_ptr.dtype.element_ty), mask=inside)
 
 
@@ -163,18 +174,21 @@ def backward_kernel(
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, DTOTAL: tl.constexpr, BIAS: tl.constexpr,
     SUBTRACT_MEAN: tl.constexpr, ZERO_CENTERED: tl.constexpr,
 ):  # fmt: skip
-    """Every program walks over tiles and leaves fp32 sums for the weight and the bias, which torch adds up.
+    """Every program walks over tiles and leaves fp32 sums for the weight and the bias, which torch
+    adds up.
 
     The next tile is on its way while one is worked on.
     """
-    program, step = tl.program_id(0), tl.num_programs(0) * ROWS
+    program = tl.program_id(0)
+    step = tl.num_programs(0) * ROWS
     column = tl.arange(0, COLUMNS)[None, :]
     weight = _scale(weight_ptr, column, width, ZERO_CENTERED)
     dweight = tl.zeros((ROWS, COLUMNS), tl.float32)
     dbias = tl.zeros((ROWS, COLUMNS), tl.float32)
     row = (program * ROWS + tl.arange(0, ROWS).to(tl.int64))[:, None]
     x, dy, mean, rstd = _load(
-        x_ptr, dy_ptr, mean_ptr, rstd_ptr, row, column, rows, width, x_stride, dy_stride, SUBTRACT_MEAN
+        x_ptr, dy_ptr, mean_ptr, rstd_ptr, row, column, rows, width, x_stride, dy_stride,
+        SUBTRACT_MEAN
     )  # fmt: skip
     for _ in range(program * ROWS, rows, step):
         inside = (row < rows) & (column < width)
@@ -182,7 +196,8 @@ def backward_kernel(
             x_ptr, dy_ptr, mean_ptr, rstd_ptr, row + step, column, rows, width, x_stride, dy_stride,
             SUBTRACT_MEAN,
         )  # fmt: skip
-        normed, dy = _normed(x, mean, rstd, inside, SUBTRACT_MEAN), dy.to(tl.float32)
+        normed = _normed(x, mean, rstd, inside, SUBTRACT_MEAN)
+        dy = dy.to(tl.float32)
         along = tl.sum(dy * weight * normed, axis=1, keep_dims=True) / width
         middle = along
         if SUBTRACT_MEAN:
@@ -191,14 +206,22 @@ def backward_kernel(
         if BIAS:
             dbias += dy
         _store_dx(
-            dx_ptr, dtotal_ptr, row, column, inside, width, dtotal_stride, dy, normed, weight, rstd, along, middle,
+            dx_ptr, dtotal_ptr, row, column, inside, width, dtotal_stride, dy, normed, weight,
+            rstd, along, middle,
             DTOTAL, SUBTRACT_MEAN,
         )  # fmt: skip
         row += step
-        x, dy, mean, rstd = next_x, next_dy, next_mean, next_rstd
-    tl.store(dweight_ptr + program * width + column, tl.sum(dweight, 0)[None, :], mask=column < width)
+        x = next_x
+        dy = next_dy
+        mean = next_mean
+        rstd = next_rstd
+    tl.store(
+        dweight_ptr + program * width + column, tl.sum(dweight, 0)[None, :], mask=column < width
+    )
     if BIAS:
-        tl.store(dbias_ptr + program * width + column, tl.sum(dbias, 0)[None, :], mask=column < width)
+        tl.store(
+            dbias_ptr + program * width + column, tl.sum(dbias, 0)[None, :], mask=column < width
+        )
 
 
 @triton.jit
@@ -208,7 +231,9 @@ def wide_backward_kernel(
     PIECE: tl.constexpr, PIECES: tl.constexpr, DTOTAL: tl.constexpr,
     SUBTRACT_MEAN: tl.constexpr, ZERO_CENTERED: tl.constexpr,
 ):  # fmt: skip
-    """As `backward_kernel`, a row at a time and in pieces; registers have no room for the sums of a bias, too."""
+    """As `backward_kernel`, a row at a time and in pieces; registers have no room for the sums of a
+    bias, too.
+    """
     program = tl.program_id(0)
     piece = tl.arange(0, PIECE)[None, :]
     dweight = ()
@@ -216,7 +241,8 @@ def wide_backward_kernel(
         dweight = dweight + (tl.zeros((1, PIECE), tl.float32),)  # noqa: RUF005 - Triton unpacks no tuple here
     for number in range(program, rows, tl.num_programs(0)):
         row = (number + tl.arange(0, 1).to(tl.int64))[:, None]
-        along, middle = tl.zeros((1, PIECE), tl.float32), tl.zeros((1, PIECE), tl.float32)
+        along = tl.zeros((1, PIECE), tl.float32)
+        middle = tl.zeros((1, PIECE), tl.float32)
         for i in tl.static_range(PIECES):
             column = i * PIECE + piece
             x, dy, mean, rstd = _load(
@@ -237,12 +263,13 @@ def wide_backward_kernel(
                 x_ptr, dy_ptr, mean_ptr, rstd_ptr, row, column, rows, width, x_stride, dy_stride,
                 SUBTRACT_MEAN,
             )  # fmt: skip
-            normed, dy = _normed(x, mean, rstd, column < width, SUBTRACT_MEAN), dy.to(tl.float32)
+            normed = _normed(x, mean, rstd, column < width, SUBTRACT_MEAN)
+            dy = dy.to(tl.float32)
             sums = sums + (dweight[i] + dy * normed,)  # noqa: RUF005
             weight = _scale(weight_ptr, column, width, ZERO_CENTERED)
             _store_dx(
-                dx_ptr, dtotal_ptr, row, column, column < width, width, dtotal_stride, dy, normed, weight, rstd,
-                along, middle, DTOTAL, SUBTRACT_MEAN,
+                dx_ptr, dtotal_ptr, row, column, column < width, width, dtotal_stride,
+                dy, normed, weight, rstd, along, middle, DTOTAL, SUBTRACT_MEAN,
             )  # fmt: skip
         dweight = sums
     for i in tl.static_range(PIECES):
@@ -263,11 +290,13 @@ def forward(
     layout: str = "",
     multiplier: Tensor | None = None,
 ) -> tuple[Tensor, ...]:
-    """Launches the forward kernel on `x` [..., h]: normed, new residual, mean and 1/std of each row [rows] in fp32.
+    """Launches the forward kernel on `x` [..., h]: normed, new residual, mean and 1/std of each row
+    [rows] in fp32.
 
-    The new residual is an empty tensor without `residual`, the mean one without `subtract_mean`. With an `operand`
-    there are three more: bytes of what is normed in `format` [rows, h], its scales (of "blocks" as `layout` says) and
-    its greatest absolute value [1] (of "amax" and "tensor", which has a `multiplier`); empty where there is none.
+    The new residual is an empty tensor without `residual`, the mean one without `subtract_mean`.
+    With an `operand` there are three more: bytes of what is normed in `format` [rows, h], its
+    scales (of "blocks" as `layout` says) and its greatest absolute value [1] (of "amax" and
+    "tensor", which has a `multiplier`); empty where there is none.
     """
     width = weight.shape[0]
     source = as_rows(x, width)
@@ -284,7 +313,9 @@ def forward(
     q = x.new_empty((rows, width) if operand in ("blocks", "tensor") else 0, dtype=torch.uint8)
     kind = torch.uint8 if scale_kind == "e8m0" else torch.float32
     scale = x.new_empty((rows, ceil_div(width, group)) if group else 0, dtype=kind)
-    partial = x.new_zeros(max(1, programs) if operand in ("amax", "tensor") else 0, dtype=torch.float32)
+    partial = x.new_zeros(
+        max(1, programs) if operand in ("amax", "tensor") else 0, dtype=torch.float32
+    )
     if programs:
         with on_device_of(x):
             forward_kernel[(programs,)](
@@ -292,12 +323,22 @@ def forward(
                 y, total, mean, rstd, multiplier, q, scale, partial,
                 rows, width, source.stride(0), 0 if addend is None else addend.stride(0), eps,
                 ROWS=tile_rows, COLUMNS=columns, RESIDUAL=addend is not None, BIAS=bias is not None,
-                SUBTRACT_MEAN=subtract_mean, ZERO_CENTERED=zero_centered, OPERAND=operand, GROUP=group,
-                SCALE=scale_kind, MANTISSA=mantissa, EXPONENT=exponent, GREATEST=greatest, num_warps=warps,
+                SUBTRACT_MEAN=subtract_mean, ZERO_CENTERED=zero_centered, OPERAND=operand,
+                GROUP=group,
+                SCALE=scale_kind, MANTISSA=mantissa, EXPONENT=exponent, GREATEST=greatest,
+                num_warps=warps,
             )  # fmt: skip
     if not operand:
         return y, total, mean, rstd
-    return y, total, mean, rstd, q, scale, partial.amax(0, keepdim=True) if partial.numel() else partial
+    return (
+        y,
+        total,
+        mean,
+        rstd,
+        q,
+        scale,
+        partial.amax(0, keepdim=True) if partial.numel() else partial,
+    )
 
 
 def backward(
@@ -311,13 +352,15 @@ def backward(
     zero_centered: bool,
     subtract_mean: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Launches the backward kernel: gradients of what was normalised (`x` [..., h]), of the weight and of the bias.
+    """Launches the backward kernel: gradients of what was normalised (`x` [..., h]), of the weight
+    and of the bias.
 
-    `dtotal` is the gradient that reached the new residual directly. The bias gradient is in fp32, and empty without
-    a bias.
+    `dtotal` is the gradient that reached the new residual directly. The bias gradient is in fp32,
+    and empty without a bias.
     """
     width = weight.shape[0]
-    source, grad = as_rows(x, width), as_rows(dy, width)
+    source = as_rows(x, width)
+    grad = as_rows(dy, width)
     through = None if dtotal is None else as_rows(dtotal, width)
     rows = source.shape[0]
     tile_rows, columns, warps = tile(width, per_warp=512)
@@ -326,15 +369,29 @@ def backward(
     dweight = x.new_empty((programs, width), dtype=torch.float32)
     dbias = x.new_empty((programs, width if has_bias else 0), dtype=torch.float32)
     operands = (grad, through, source, weight.contiguous(), mean, rstd, dx, dweight)
-    sizes = (rows, width, grad.stride(0), 0 if through is None else through.stride(0), source.stride(0))
-    settings = {"DTOTAL": through is not None, "SUBTRACT_MEAN": subtract_mean, "ZERO_CENTERED": zero_centered}
+    sizes = (
+        rows,
+        width,
+        grad.stride(0),
+        0 if through is None else through.stride(0),
+        source.stride(0),
+    )
+    settings = {
+        "DTOTAL": through is not None,
+        "SUBTRACT_MEAN": subtract_mean,
+        "ZERO_CENTERED": zero_centered,
+    }
     if programs:
         with on_device_of(x):
             if columns > WIDE:
                 pieces = {"PIECE": PIECE, "PIECES": ceil_div(width, PIECE)}
-                wide_backward_kernel[(programs,)](*operands, *sizes, **pieces, **settings, num_warps=16)
+                wide_backward_kernel[(programs,)](
+                    *operands, *sizes, **pieces, **settings, num_warps=16
+                )
                 dbias = grad.sum(0, keepdim=True, dtype=torch.float32) if has_bias else dbias
             else:
                 shape = {"ROWS": tile_rows, "COLUMNS": columns, "BIAS": has_bias}
-                backward_kernel[(programs,)](*operands, dbias, *sizes, **shape, **settings, num_warps=warps)
+                backward_kernel[(programs,)](
+                    *operands, dbias, *sizes, **shape, **settings, num_warps=warps
+                )
     return dx, dweight.sum(0).to(weight.dtype), dbias.sum(0)

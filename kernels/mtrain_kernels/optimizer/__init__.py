@@ -1,1 +1,3 @@
-"""AdamW over many tensors at once, gradient norm and clipping, and the orthogonalisation of Muon."""
+"""AdamW over many tensors at once, gradient norm and clipping, and the
+orthogonalisation of Muon.
+"""

@@ -1,4 +1,6 @@
-"""An optimizer with the interface of the fused Adam that megatron-core's distributed optimizer drives."""
+"""An optimizer with the interface of the fused Adam that megatron-core's distributed optimizer
+drives.
+"""
 
 from __future__ import annotations
 
@@ -10,23 +12,32 @@ from torch import Tensor
 
 from mtrain_kernels.optimizer.op import FLOATS, MOMENTS, adamw_
 from mtrain_kernels.optimizer.reference import Hyper, Lists
-from mtrain_kernels.optimizer.rounding import join_master, load_moment, scales_of, split_master, store_moment
+from mtrain_kernels.optimizer.rounding import (
+    join_master,
+    load_moment,
+    scales_of,
+    split_master,
+    store_moment,
+)
 
-MASTER, MOMENT_NAMES = "master_param", ("exp_avg", "exp_avg_sq")
+MASTER = "master_param"
+MOMENT_NAMES = ("exp_avg", "exp_avg_sq")
 
 
 class FusedAdam(torch.optim.Optimizer):
-    """Adam, or AdamW with `adam_w_mode`, on fp32, fp16 or bf16 parameters, a launch for each combination of dtypes.
+    """Adam, or AdamW with `adam_w_mode`, on fp32, fp16 or bf16 parameters, a launch for each
+    combination of dtypes.
 
-    Arguments and state are named as TransformerEngine and megatron-core name them. `exp_avg_dtype` and
-    `exp_avg_sq_dtype` are fp32, bf16 or uint8 (eight bits with a scale for 128 elements). `master_weights` keeps an
-    fp32 `master_param`, or with `store_param_remainders` the 16 bits of it that a bf16 parameter has not.
-    `use_decoupled_grad` reads `param.decoupled_grad`, which may have any dtype, instead of `param.grad`. Without
-    masters `stochastic_rounding` keeps bf16 weights and moments right on average, with numbers that depend on `seed`,
-    step, place of the parameter and element alone. The step count is an int in each parameter group, and never a
-    tensor that parameters could share. `capturable` reads step and learning rate from the device, so that a CUDA
-    graph of `step`, captured after a step without one, follows them: call `advance` before each replay. Parameters
-    must be contiguous. Raises `ValueError` for what does not fit.
+    Arguments and state are named as TransformerEngine and megatron-core name them. `exp_avg_dtype`
+    and `exp_avg_sq_dtype` are fp32, bf16 or uint8 (eight bits with a scale for 128 elements).
+    `master_weights` keeps an fp32 `master_param`, or with `store_param_remainders` the 16 bits of
+    it that a bf16 parameter has not. `use_decoupled_grad` reads `param.decoupled_grad`, which may
+    have any dtype, instead of `param.grad`. Without masters `stochastic_rounding` keeps bf16
+    weights and moments right on average, with numbers that depend on `seed`, step, place of the
+    parameter and element alone. The step count is an int in each parameter group, and never a
+    tensor that parameters could share. `capturable` reads step and learning rate from the device,
+    so that a CUDA graph of `step`, captured after a step without one, follows them: call `advance`
+    before each replay. Parameters must be contiguous. Raises `ValueError` for what does not fit.
     """
 
     def __init__(
@@ -53,37 +64,65 @@ class FusedAdam(torch.optim.Optimizer):
     ) -> None:
         if amsgrad or master_weight_dtype != torch.float32:
             raise ValueError(
-                f"amsgrad {amsgrad} and masters in {master_weight_dtype} are not offered: False and fp32 are"
+                f"amsgrad {amsgrad} and masters in {master_weight_dtype} are not offered: False and"
+                " fp32 are"
             )
         if exp_avg_dtype not in MOMENTS or exp_avg_sq_dtype not in MOMENTS:
-            raise ValueError(f"moments in {exp_avg_dtype} and {exp_avg_sq_dtype}: choose of {MOMENTS}")
+            raise ValueError(
+                f"moments in {exp_avg_dtype} and {exp_avg_sq_dtype}: choose of {MOMENTS}"
+            )
         if store_param_remainders and not master_weights:
-            raise ValueError("store_param_remainders keeps a part of masters: it needs master_weights")
-        if not (lr >= 0 and eps >= 0 and weight_decay >= 0 and all(0 <= beta < 1 for beta in betas)):
-            raise ValueError(f"lr {lr}, eps {eps}, weight_decay {weight_decay} or betas {betas} out of range")
+            raise ValueError(
+                "store_param_remainders keeps a part of masters: it needs master_weights"
+            )
+        if not (
+            lr >= 0 and eps >= 0 and weight_decay >= 0 and all(0 <= beta < 1 for beta in betas)
+        ):
+            raise ValueError(
+                f"lr {lr}, eps {eps}, weight_decay {weight_decay} or betas {betas} out of range"
+            )
         self.moment_dtypes = dict(zip(MOMENT_NAMES, (exp_avg_dtype, exp_avg_sq_dtype), strict=True))
-        self.master_weights, self.store_param_remainders = master_weights, store_param_remainders
-        self.use_decoupled_grad, self.adam_w_mode = use_decoupled_grad, adam_w_mode
-        self.stochastic_rounding, self.seed, self.impl = stochastic_rounding, seed, impl
+        self.master_weights = master_weights
+        self.store_param_remainders = store_param_remainders
+        self.use_decoupled_grad = use_decoupled_grad
+        self.adam_w_mode = adam_w_mode
+        self.stochastic_rounding = stochastic_rounding
+        self.seed = seed
+        self.impl = impl
         self.capturable = capturable
-        self._clocks: dict[int, Tensor] = {}  # of each group by its place: learning rate and step in fp64
+        self._clocks: dict[
+            int, Tensor
+        ] = {}  # of each group by its place: learning rate and step in fp64
         self._scales: dict[Tensor, dict[str, Tensor]] = {}
         defaults = {"lr": lr, "bias_correction": bias_correction, "betas": betas, "eps": eps}
         super().__init__(params, {**defaults, "weight_decay": weight_decay, "step": 0})
 
     def initialize_state(self, param: Tensor, store_param_remainders: bool | None = None) -> None:
-        """Makes the state of a parameter: zero moments, and the master that the parameter's value asks for."""
-        remainders = self.store_param_remainders if store_param_remainders is None else store_param_remainders
-        state, self._scales[param] = self.state[param], {}
+        """Makes the state of a parameter: zero moments, and the master that the parameter's value
+        asks for.
+        """
+        if store_param_remainders is None:
+            remainders = self.store_param_remainders
+        else:
+            remainders = store_param_remainders
+        state = self.state[param]
+        self._scales[param] = {}
         for name, dtype in self.moment_dtypes.items():
-            state[name] = torch.zeros_like(param, dtype=dtype, memory_format=torch.contiguous_format)
+            state[name] = torch.zeros_like(
+                param, dtype=dtype, memory_format=torch.contiguous_format
+            )
             self._add_scale(param, name)
         if self.master_weights:
             halved = remainders and param.dtype == torch.bfloat16
-            state[MASTER] = torch.zeros_like(param, dtype=torch.int16) if halved else param.detach().float().clone()
+            if halved:
+                state[MASTER] = torch.zeros_like(param, dtype=torch.int16)
+            else:
+                state[MASTER] = param.detach().float().clone()
 
     def get_unscaled_state(self, param: Tensor, state_name: str) -> Tensor:
-        """A moment or the whole master of a parameter in fp32, however it is kept; fp32 state is returned itself."""
+        """A moment or the whole master of a parameter in fp32, however it is kept; fp32 state is
+        returned itself.
+        """
         kept = self.state[param][state_name]
         if state_name == MASTER:
             return join_master(param.detach(), kept) if kept.dtype == torch.int16 else kept
@@ -92,16 +131,18 @@ class FusedAdam(torch.optim.Optimizer):
 
     @torch.no_grad()
     def set_scaled_state(self, param: Tensor, state_name: str, unscaled_state: Tensor) -> None:
-        """Stores a moment or a master in fp32 as it is kept; a remainder takes the parameter's own bits with it.
+        """Stores a moment or a master in fp32 as it is kept; a remainder takes the parameter's own
+        bits with it.
 
-        A master in int16 is taken as the remainder itself. What is no tensor is left alone: megatron-core passes its
-        own marks, such as `padding`, along with a parameter's tensors.
+        A master in int16 is taken as the remainder itself. What is no tensor is left alone:
+        megatron-core passes its own marks, such as `padding`, along with a parameter's tensors.
         """
         if not isinstance(unscaled_state, Tensor):
             return
         if state_name not in self.state[param]:
             self.initialize_state(param)
-        kept, value = self.state[param][state_name], unscaled_state.to(param.device).reshape(param.shape)
+        kept = self.state[param][state_name]
+        value = unscaled_state.to(param.device).reshape(param.shape)
         if state_name == MASTER and kept.dtype == torch.int16 and value.dtype != torch.int16:
             weight, remainder = split_master(value.float())
             param.copy_(weight)
@@ -109,14 +150,20 @@ class FusedAdam(torch.optim.Optimizer):
         elif state_name == MASTER or value.dtype == kept.dtype == torch.uint8:
             kept.copy_(value)
         else:
-            stored, scale = store_moment(value.reshape(-1).float(), kept.dtype, state_name == "exp_avg_sq")
+            stored, scale = store_moment(
+                value.reshape(-1).float(), kept.dtype, state_name == "exp_avg_sq"
+            )
             kept.view(-1).copy_(stored)
             if scale is not None:
                 self._scales[param][state_name] = scale
 
     @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None, grad_scale: Tensor | None = None) -> Any:
-        """One step on every parameter that has a gradient; `grad_scale` [] fp32 multiplies the gradients first."""
+    def step(
+        self, closure: Callable[[], Any] | None = None, grad_scale: Tensor | None = None
+    ) -> Any:
+        """One step on every parameter that has a gradient; `grad_scale` [] fp32 multiplies the
+        gradients first.
+        """
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -130,7 +177,9 @@ class FusedAdam(torch.optim.Optimizer):
         return loss
 
     def advance(self) -> None:
-        """Counts a step in each group, and writes it and the learning rate to the device if `capturable`."""
+        """Counts a step in each group, and writes it and the learning rate to the device if
+        `capturable`.
+        """
         for place, group in enumerate(self.param_groups):
             group["step"] = int(group["step"]) + 1
             if self.capturable and group["params"]:
@@ -156,13 +205,25 @@ class FusedAdam(torch.optim.Optimizer):
             grad = self._gradient(param)
             if grad is not None and param.numel():
                 master = self.state[param].get(MASTER)
-                kind = (param.device, param.dtype, grad.dtype, None if master is None else master.dtype)
+                kind = (
+                    param.device,
+                    param.dtype,
+                    grad.dtype,
+                    None if master is None else master.dtype,
+                )
                 buckets.setdefault(kind, []).append((number, param, grad))
         for bucket in buckets.values():
             streams, params, grads = zip(*bucket, strict=True)
             lists = self._lists(params, grads)
             clock = self._clock(group)
-            adamw_(lists, self._hyper(group), streams=streams, grad_scale=grad_scale, clock=clock, impl=self.impl)
+            adamw_(
+                lists,
+                self._hyper(group),
+                streams=streams,
+                grad_scale=grad_scale,
+                clock=clock,
+                impl=self.impl,
+            )
 
     def _gradient(self, param: Tensor) -> Tensor | None:
         return getattr(param, "decoupled_grad" if self.use_decoupled_grad else "grad", None)
@@ -180,20 +241,26 @@ class FusedAdam(torch.optim.Optimizer):
                     param.decoupled_grad.zero_()
 
     def state_dict(self) -> dict[str, Any]:
-        """The state as it is kept, scales as `<moment>_scale` beside their moments; see `load_state_dict`."""
+        """The state as it is kept, scales as `<moment>_scale` beside their moments; see
+        `load_state_dict`.
+        """
         packed = super().state_dict()
         order = [param for group in self.param_groups for param in group["params"]]
         for index, state in packed["state"].items():
             scales = self._scales.get(order[index], {})
-            packed["state"][index] = {**state, **{f"{name}_scale": scale for name, scale in scales.items()}}
+            packed["state"][index] = {
+                **state,
+                **{f"{name}_scale": scale for name, scale in scales.items()},
+            }
         return packed
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Takes a state to the bit where it is kept in this optimizer's dtypes, else converts it through fp32.
+        """Takes a state to the bit where it is kept in this optimizer's dtypes, else converts it
+        through fp32.
 
-        The state of torch.optim.AdamW is understood too: its step tensors become the int of each group. Raises
-        `ValueError` where groups or parameters do not match.
+        The state of torch.optim.AdamW is understood too: its step tensors become the int of each
+        group. Raises `ValueError` where groups or parameters do not match.
         """
         super().load_state_dict({**state_dict, "state": {}})
         self._scales.clear()
@@ -208,7 +275,8 @@ class FusedAdam(torch.optim.Optimizer):
             steps = {
                 int(state_dict["state"][i]["step"])
                 for i, param in zip(saved, params, strict=True)
-                if any(param is p for p in group["params"]) and "step" in state_dict["state"].get(i, {})
+                if any(param is p for p in group["params"])
+                and "step" in state_dict["state"].get(i, {})
             }
             if len(steps) > 1:
                 raise ValueError(f"parameters of one group are at different steps: {sorted(steps)}")
@@ -221,9 +289,13 @@ class FusedAdam(torch.optim.Optimizer):
                 continue
             value = saved[name].to(param.device)
             if value.numel() != param.numel():
-                raise ValueError(f"{name} {tuple(value.shape)} does not fit a parameter {tuple(param.shape)}")
+                raise ValueError(
+                    f"{name} {tuple(value.shape)} does not fit a parameter {tuple(param.shape)}"
+                )
             if name != MASTER and value.dtype == torch.uint8:
-                scale = saved.get(f"{name}_scale", torch.ones(scales_of(param.numel()))).to(param.device)
+                scale = saved.get(f"{name}_scale", torch.ones(scales_of(param.numel()))).to(
+                    param.device
+                )
                 if kept.dtype == torch.uint8:
                     self._scales[param][name].copy_(scale)
                 else:
@@ -239,14 +311,21 @@ class FusedAdam(torch.optim.Optimizer):
 
     def _lists(self, params: tuple[Tensor, ...], grads: tuple[Tensor, ...]) -> Lists:
         for param, grad in zip(params, grads, strict=True):
-            if param.dtype not in FLOATS or not param.is_contiguous() or grad.numel() != param.numel():
+            if (
+                param.dtype not in FLOATS
+                or not param.is_contiguous()
+                or grad.numel() != param.numel()
+            ):
                 raise ValueError(
-                    f"a parameter {tuple(param.shape)} {param.dtype} with a gradient {tuple(grad.shape)}"
+                    f"a parameter {tuple(param.shape)} {param.dtype} with a gradient"
+                    f" {tuple(grad.shape)}"
                 )
         for param in params:
             missing = {*MOMENT_NAMES, *([MASTER] * self.master_weights)} - self.state[param].keys()
             if missing:
-                raise RuntimeError(f"a parameter {tuple(param.shape)} was given a state without {sorted(missing)}")
+                raise RuntimeError(
+                    f"a parameter {tuple(param.shape)} was given a state without {sorted(missing)}"
+                )
         state = [self.state[param] for param in params]
         scales = [self._scales.get(param, {}) for param in params]
         return Lists(
@@ -256,7 +335,11 @@ class FusedAdam(torch.optim.Optimizer):
             [s["exp_avg_sq"] for s in state],
             [s[MASTER] for s in state] if self.master_weights else [],
             [s["exp_avg"] for s in scales] if self.moment_dtypes["exp_avg"] == torch.uint8 else [],
-            [s["exp_avg_sq"] for s in scales] if self.moment_dtypes["exp_avg_sq"] == torch.uint8 else [],
+            (
+                [s["exp_avg_sq"] for s in scales]
+                if self.moment_dtypes["exp_avg_sq"] == torch.uint8
+                else []
+            ),
         )
 
     def _hyper(self, group: dict[str, Any]) -> Hyper:

@@ -21,8 +21,9 @@ from mtrain_kernels.optimizer.rounding import (
 class Hyper(NamedTuple):
     """The numbers of a step; `bias1` and `bias2` are `1 - beta^step`, or 1 without bias correction.
 
-    `decoupled` is AdamW's weight decay, else the decay is added to the gradient. `stochastic` rounds what is kept in
-    bf16 without a master (weights, moments) stochastically, with `seed` and `step` as in `rounding.words`.
+    `decoupled` is AdamW's weight decay, else the decay is added to the gradient. `stochastic`
+    rounds what is kept in bf16 without a master (weights, moments) stochastically, with `seed` and
+    `step` as in `rounding.words`.
     """
 
     lr: float
@@ -39,10 +40,12 @@ class Hyper(NamedTuple):
 
 
 class Lists(NamedTuple):
-    """The tensors of a step, one of each for every parameter, all contiguous; a list that is not used is empty.
+    """The tensors of a step, one of each for every parameter, all contiguous; a list that is not
+    used is empty.
 
-    `params`, `grads` in fp32, fp16 or bf16; `exp_avgs`, `exp_avg_sqs` in fp32, bf16 or uint8 with their scales;
-    `masters` in fp32, or int16 remainders of bf16 parameters. Each list has one dtype.
+    `params`, `grads` in fp32, fp16 or bf16; `exp_avgs`, `exp_avg_sqs` in fp32, bf16 or uint8 with
+    their scales; `masters` in fp32, or int16 remainders of bf16 parameters. Each list has one
+    dtype.
     """
 
     params: Sequence[Tensor]
@@ -55,13 +58,18 @@ class Lists(NamedTuple):
 
 
 def adamw_(
-    lists: Lists, streams: Sequence[int], grad_scale: Tensor | None, clock: Tensor | None, hyper: Hyper
+    lists: Lists,
+    streams: Sequence[int],
+    grad_scale: Tensor | None,
+    clock: Tensor | None,
+    hyper: Hyper,
 ) -> None:
     """One step of Adam with weight decay in fp32, in place, whatever the tensors are kept in.
 
-    `g = grad grad_scale`; `m = beta1 m + (1 - beta1) g`; `v = beta2 v + (1 - beta2) g^2`; `p -= lr weight_decay p`;
-    `p = p - lr / bias1 m / (sqrt(v) / sqrt(bias2) + eps)`. `streams` name the parameters to the random numbers.
-    `clock` [2] fp64 holds learning rate and step, if given, and `hyper` says only whether biases are corrected.
+    `g = grad grad_scale`; `m = beta1 m + (1 - beta1) g`; `v = beta2 v + (1 - beta2) g^2`; `p -= lr
+    weight_decay p`; `p = p - lr / bias1 m / (sqrt(v) / sqrt(bias2) + eps)`. `streams` name the
+    parameters to the random numbers. `clock` [2] fp64 holds learning rate and step, if given, and
+    `hyper` says only whether biases are corrected.
     Source: Loshchilov and Hutter 2019, arXiv:1711.05101.
     """
     if clock is not None:
@@ -95,20 +103,28 @@ def at(clock: Tensor, hyper: Hyper) -> Hyper:
 
 
 def _read(lists: Lists) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
-    """Master, first and second moment of every parameter in fp32 [n]: the tensors themselves where they are fp32."""
+    """Master, first and second moment of every parameter in fp32 [n]: the tensors themselves where
+    they are fp32.
+    """
     count = len(lists.params)
     if lists.masters and lists.masters[0].dtype == torch.int16:
-        p = [join_master(w.view(-1), r.view(-1)) for w, r in zip(lists.params, lists.masters, strict=True)]
+        p = [
+            join_master(w.view(-1), r.view(-1))
+            for w, r in zip(lists.params, lists.masters, strict=True)
+        ]
     else:
         p = [x.view(-1).float() for x in (lists.masters or lists.params)]
     none: list[Tensor | None] = [None] * count
-    first, second = lists.exp_avg_scales or none, lists.exp_avg_sq_scales or none
+    first = lists.exp_avg_scales or none
+    second = lists.exp_avg_sq_scales or none
     m = [load_moment(x.view(-1), s, False) for x, s in zip(lists.exp_avgs, first, strict=True)]
     v = [load_moment(x.view(-1), s, True) for x, s in zip(lists.exp_avg_sqs, second, strict=True)]
     return p, m, v
 
 
-def _write(lists: Lists, values: tuple[list[Tensor], ...], streams: Sequence[int], hyper: Hyper) -> None:
+def _write(
+    lists: Lists, values: tuple[list[Tensor], ...], streams: Sequence[int], hyper: Hyper
+) -> None:
     for i, (p, m, v) in enumerate(zip(*values, strict=True)):
         random: tuple[Tensor | None, ...] = (None, None, None)
         if hyper.stochastic:
@@ -142,5 +158,7 @@ def grad_norm(grads: Sequence[Tensor]) -> Tensor:
 
 
 def clip_factor(norm: Tensor, max_norm: float) -> Tensor:
-    """What gradients of a `norm` are multiplied by so that it does not exceed `max_norm`; at most 1."""
+    """What gradients of a `norm` are multiplied by so that it does not exceed `max_norm`; at most
+    1.
+    """
     return (max_norm / (norm + 1e-6)).clamp(max=1.0)

@@ -1,4 +1,5 @@
-"""How the optimizer's numbers are stored in fewer bits: split masters, stochastic rounding, eight-bit moments.
+"""How the optimizer's numbers are stored in fewer bits: split masters, stochastic rounding,
+eight-bit moments.
 
 All of it in plain torch, as the definition that the kernels are held against.
 """
@@ -16,10 +17,12 @@ _LOW = 0xFFFFFFFF
 
 
 def split_master(master: Tensor) -> tuple[Tensor, Tensor]:
-    """fp32 -> the nearest bf16 weight and a signed 16-bit remainder: master bits = weight bits << 16 + remainder.
+    """fp32 -> the nearest bf16 weight and a signed 16-bit remainder: master bits = weight bits <<
+    16 + remainder.
 
-    A tie goes away from zero and not to the even weight: 2^32 masters share 2^16 weights with 2^16 remainders each,
-    and rounding to even would give an even weight one master too many. NaN loses its payload.
+    A tie goes away from zero and not to the even weight: 2^32 masters share 2^16 weights with 2^16
+    remainders each, and rounding to even would give an even weight one master too many. NaN loses
+    its payload.
     """
     bits = torch.where(master.isnan(), 0x7FC00000, master.view(torch.int32).long() & _LOW)
     upper = (bits + 0x8000) >> 16
@@ -33,35 +36,53 @@ def join_master(weight: Tensor, remainder: Tensor) -> Tensor:
     return _as_int32(bits & _LOW).view(torch.float32)
 
 
-def philox(seed: int, index: Tensor, stream: int, step: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Four 32-bit random words, in int64, for each `index` (int64) of the tensor `stream` at a `step`.
+def philox(
+    seed: int, index: Tensor, stream: int, step: int
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Four 32-bit random words, in int64, for each `index` (int64) of the tensor `stream` at a
+    `step`.
 
-    Philox4x32 with 10 rounds, the counter being (index low, index high, stream, step) and the key the 64-bit seed, so
-    that a number depends on its place and on nothing else. Source: Salmon et al. 2011, doi:10.1145/2063384.2063405.
+    Philox4x32 with 10 rounds, the counter being (index low, index high, stream, step) and the key
+    the 64-bit seed, so that a number depends on its place and on nothing else. Source: Salmon et
+    al. 2011, doi:10.1145/2063384.2063405.
     """
-    c0, c1 = index & _LOW, (index >> 32) & _LOW
-    c2, c3 = torch.full_like(c0, stream & _LOW), torch.full_like(c0, step & _LOW)
-    k0, k1 = seed & _LOW, (seed >> 32) & _LOW
+    c0 = index & _LOW
+    c1 = (index >> 32) & _LOW
+    c2 = torch.full_like(c0, stream & _LOW)
+    c3 = torch.full_like(c0, step & _LOW)
+    k0 = seed & _LOW
+    k1 = (seed >> 32) & _LOW
     for _ in range(10):
-        a, b = c0 * 0xD2511F53, c2 * 0xCD9E8D57  # wraps as it should: the 64 bits are all there
-        c0, c2 = ((b >> 32) & _LOW) ^ c1 ^ k0, ((a >> 32) & _LOW) ^ c3 ^ k1
-        c1, c3 = b & _LOW, a & _LOW
-        k0, k1 = (k0 + 0x9E3779B9) & _LOW, (k1 + 0xBB67AE85) & _LOW
+        # wraps as it should: the 64 bits are all there
+        a = c0 * 0xD2511F53
+        b = c2 * 0xCD9E8D57
+        c0 = ((b >> 32) & _LOW) ^ c1 ^ k0
+        c2 = ((a >> 32) & _LOW) ^ c3 ^ k1
+        c1 = b & _LOW
+        c3 = a & _LOW
+        k0 = (k0 + 0x9E3779B9) & _LOW
+        k1 = (k1 + 0xBB67AE85) & _LOW
     return c0, c1, c2, c3
 
 
-def words(seed: int, size: int, stream: int, step: int, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
+def words(
+    seed: int, size: int, stream: int, step: int, device: torch.device
+) -> tuple[Tensor, Tensor, Tensor]:
     """Three times 16 random bits, in int64, for each of `size` elements of a tensor.
 
     Elements 2 i and 2 i + 1 share the words of `philox` for i: the even one has their low halves.
     """
     found = philox(seed, torch.arange((size + 1) // 2, device=device), stream, step)[:3]
-    first, second, third = (torch.stack((word & 0xFFFF, word >> 16), 1).flatten()[:size] for word in found)
+    first, second, third = (
+        torch.stack((word & 0xFFFF, word >> 16), 1).flatten()[:size] for word in found
+    )
     return first, second, third
 
 
 def stochastic_bf16(x: Tensor, words: Tensor) -> Tensor:
-    """fp32 -> one of the two neighbours in bf16, by chance, right on average: 16 random bits are added."""
+    """fp32 -> one of the two neighbours in bf16, by chance, right on average: 16 random bits are
+    added.
+    """
     bits = (x.view(torch.int32).long() & _LOW) + words
     return _narrow(torch.where(x.isnan(), 0x7FC0, bits >> 16)).view(torch.bfloat16)
 
@@ -69,21 +90,26 @@ def stochastic_bf16(x: Tensor, words: Tensor) -> Tensor:
 def store_moment(
     x: Tensor, dtype: torch.dtype, second: bool, words: Tensor | None = None
 ) -> tuple[Tensor, Tensor | None]:
-    """A moment [n] in fp32 as it is kept, with its scales: fp32, bf16 (stochastic with `words`), or 8 bits for uint8.
+    """A moment [n] in fp32 as it is kept, with its scales: fp32, bf16 (stochastic with `words`), or
+    8 bits for uint8.
 
-    Eight bits are e4m3 with a power of two as the scale of 128 elements: storing again what was loaded changes
-    nothing. Of the second moment it is the square root, whose exponents spread half as wide, and what is above
-    zero stays above zero, so that no step is divided by nothing.
+    Eight bits are e4m3 with a power of two as the scale of 128 elements: storing again what was
+    loaded changes nothing. Of the second moment it is the square root, whose exponents spread half
+    as wide, and what is above zero stays above zero, so that no step is divided by nothing.
     """
     if dtype == torch.uint8:
         x = x.sqrt() if second else x
-        blocks = torch.nn.functional.pad(x, (0, -len(x) % MOMENT_BLOCK)).unflatten(0, (-1, MOMENT_BLOCK))
+        blocks = torch.nn.functional.pad(x, (0, -len(x) % MOMENT_BLOCK)).unflatten(
+            0, (-1, MOMENT_BLOCK)
+        )
         factor = multiplier(finite_amax(blocks, 1), "e4m3", "power_of_two")
         code = encode(blocks * factor[:, None], "e4m3").view(torch.uint8)
         if second:
             code = code.clamp(min=1).where(blocks > 0, code)
         return code.flatten()[: len(x)], 1 / factor
-    return (stochastic_bf16(x, words) if words is not None and dtype == torch.bfloat16 else x.to(dtype)), None
+    return (
+        stochastic_bf16(x, words) if words is not None and dtype == torch.bfloat16 else x.to(dtype)
+    ), None
 
 
 def load_moment(kept: Tensor, scale: Tensor | None, second: bool) -> Tensor:

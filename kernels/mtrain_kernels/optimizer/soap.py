@@ -11,14 +11,18 @@ from torch import Tensor
 from mtrain_kernels.optimizer.fused_adam import FusedAdam
 
 SIDES = ("rows", "columns")
-"""What of a matrix has factors: `gram_<side>`, an average of its products with itself, and `basis_<side>`."""
+"""What of a matrix has factors: `gram_<side>`, an average of its products with itself, and
+`basis_<side>`.
+"""
 Factors = dict[str, Tensor]
 RESOLVED = 1e-6
 """Smallest eigenvalue of a product, as a part of the largest, that fp32 tells from rounding."""
 
 
 def new_factors(shape: Sequence[int], largest: int, device: torch.device) -> Factors:
-    """Zero factors of a matrix [r, c]: two [r, r] and two [c, c] in fp32; a side longer than `largest` has none."""
+    """Zero factors of a matrix [r, c]: two [r, r] and two [c, c] in fp32; a side longer than
+    `largest` has none.
+    """
     lengths = {side: n for side, n in zip(SIDES, shape, strict=True) if n <= largest}
     every = ((f"{kind}_{side}", n) for side, n in lengths.items() for kind in ("gram", "basis"))
     return {name: torch.zeros(n, n, device=device) for name, n in every}
@@ -27,13 +31,15 @@ def new_factors(shape: Sequence[int], largest: int, device: torch.device) -> Fac
 class Soap(FusedAdam):
     """Adam in the eigenbasis of Shampoo's factors, for groups with `matrix`; AdamW for others.
 
-    Of a matrix G of gradients there are averages of G G^T and G^T G with decay `shampoo_beta`, and an orthonormal
-    basis of each: eigenvectors in the first step, and after every `precondition_frequency` of those that follow one
-    power iteration with a QR decomposition. The average `exp_avg` is kept as gradients are, and `exp_avg_sq` in the
-    bases, where Adam divides; a side of more than `max_precond_dim` has no basis. As with its authors, the first step
-    makes bases and moves no matrix, so that no gradient is rotated by what was made of it alone. The decay of weights
-    comes before the update. Matrices have no masters here: give fp32 parameters, and a gradient of each in every
-    step. All else is as in `FusedAdam`. Source: Vyas et al. 2024, arXiv 2409.11321.
+    Of a matrix G of gradients there are averages of G G^T and G^T G with decay `shampoo_beta`, and
+    an orthonormal basis of each: eigenvectors in the first step, and after every
+    `precondition_frequency` of those that follow one power iteration with a QR decomposition. The
+    average `exp_avg` is kept as gradients are, and `exp_avg_sq` in the bases, where Adam divides; a
+    side of more than `max_precond_dim` has no basis. As with its authors, the first step makes
+    bases and moves no matrix, so that no gradient is rotated by what was made of it alone. The
+    decay of weights comes before the update. Matrices have no masters here: give fp32 parameters,
+    and a gradient of each in every step. All else is as in `FusedAdam`. Source: Vyas et al. 2024,
+    arXiv 2409.11321.
     """
 
     def __init__(
@@ -48,12 +54,13 @@ class Soap(FusedAdam):
     ) -> None:
         if not 0 <= shampoo_beta < 1 or precondition_frequency < 1 or max_precond_dim < 1:
             raise ValueError(
-                f"shampoo_beta {shampoo_beta}, a frequency of {precondition_frequency} or sides up to "
-                f"{max_precond_dim} out of range"
+                f"shampoo_beta {shampoo_beta}, a frequency of {precondition_frequency} or sides up"
+                f" to {max_precond_dim} out of range"
             )
         if adam.get("capturable"):
             raise ValueError("capturable: the step of a matrix has its learning rate from the host")
-        self.shampoo_beta, self.precondition_frequency = shampoo_beta, precondition_frequency
+        self.shampoo_beta = shampoo_beta
+        self.precondition_frequency = precondition_frequency
         self.max_precond_dim = max_precond_dim
         self.factors: dict[int, Factors] = {}
         super().__init__(params, lr, **adam)
@@ -65,14 +72,20 @@ class Soap(FusedAdam):
         given: Callable[[Tensor], Tensor],
         taken: Callable[[Tensor, Tensor], None],
     ) -> None:
-        """Hands what `given` says of each matrix to `rotated`, and the results to `taken`; here they are whole."""
+        """Hands what `given` says of each matrix to `rotated`, and the results to `taken`; here
+        they are whole.
+        """
         for param in params:
             taken(param, self.rotated(group, param, given(param)))
 
     def rotated(self, group: dict[str, Any], param: Tensor, given: Tensor) -> Tensor:
-        """Update and second moment [2, r, c] of a whole matrix, of its gradient and both moments [3, r, c]."""
+        """Update and second moment [2, r, c] of a whole matrix, of its gradient and both moments
+        [3, r, c].
+        """
         if id(param) not in self.factors:
-            self.factors[id(param)] = new_factors(given.shape[1:], self.max_precond_dim, given.device)
+            self.factors[id(param)] = new_factors(
+                given.shape[1:], self.max_precond_dim, given.device
+            )
         factors, (grad, average, square) = self.factors[id(param)], given
         step = group["step"] - 1
         if not step:
@@ -80,7 +93,9 @@ class Soap(FusedAdam):
             self._begin(factors, grad)
             return torch.stack([torch.zeros_like(grad), square])
         beta1, beta2 = group["betas"]
-        bias1, bias2 = (1 - beta**step if group["bias_correction"] else 1.0 for beta in (beta1, beta2))
+        bias1, bias2 = (
+            1 - beta**step if group["bias_correction"] else 1.0 for beta in (beta1, beta2)
+        )
         square = square.lerp(_turned(factors, grad).square(), 1 - beta2)
         divided = _turned(factors, average) / bias1 / ((square / bias2).sqrt() + group["eps"])
         update = _turned(factors, divided, back=True)
@@ -99,7 +114,8 @@ class Soap(FusedAdam):
                 self.initialize_state(param)
 
         def given(param: Tensor) -> Tensor:
-            grad, state = self._gradient(param), self.state[param]
+            grad = self._gradient(param)
+            state = self.state[param]
             if grad is None:
                 raise ValueError(f"a matrix {tuple(param.shape)} without a gradient")
             grad = grad.detach().to(param.dtype).view_as(param)
@@ -124,8 +140,8 @@ class Soap(FusedAdam):
     def _begin(self, factors: Factors, grad: Tensor) -> None:
         """The eigenvectors of both products: singular vectors of the gradient.
 
-        What is not finite makes bases that are none, so that weights say so: a decomposition would raise here, in
-        the middle of a step.
+        What is not finite makes bases that are none, so that weights say so: a decomposition would
+        raise here, in the middle of a step.
         """
         sides = _of(factors)
         if sides and not bool(grad.isfinite().all()):
@@ -138,9 +154,12 @@ class Soap(FusedAdam):
                 factors[f"basis_{side}"].copy_(_orthonormal(vectors[side], values.square()))
 
     def _followed(self, factors: Factors, square: Tensor) -> Tensor:
-        """One power iteration of each basis, its vectors in the order of what they find, as the second moment's."""
+        """One power iteration of each basis, its vectors in the order of what they find, as the
+        second moment's.
+        """
         for side in _of(factors):
-            gram, basis = factors[f"gram_{side}"], factors[f"basis_{side}"]
+            gram = factors[f"gram_{side}"]
+            basis = factors[f"basis_{side}"]
             product = gram @ basis
             values, order = (basis * product).sum(0).sort(descending=True, stable=True)
             square = square.index_select(SIDES.index(side), order)
@@ -156,8 +175,9 @@ def _of(factors: Factors) -> list[str]:
 def _orthonormal(vectors: Tensor, values: Tensor) -> Tensor:
     """A basis [n, n] that begins with what [n, k] vectors span, the largest eigenvalue first.
 
-    Vectors whose eigenvalue is below `RESOLVED` of the largest are left out: in fp32 they are those of rounding. The
-    basis is completed by the reflections of the others, which last digits hardly move.
+    Vectors whose eigenvalue is below `RESOLVED` of the largest are left out: in fp32 they are those
+    of rounding. The basis is completed by the reflections of the others, which last digits hardly
+    move.
     """
     found = int((values > RESOLVED * values[0]).sum())
     if not found:

@@ -9,7 +9,8 @@ from torch import Tensor
 
 from mtrain_kernels.device_tables import DeviceTables
 
-_TABLES, _CHUNKS = DeviceTables(64), DeviceTables(64)
+_TABLES = DeviceTables(64)
+_CHUNKS = DeviceTables(64)
 
 
 def address(x: Tensor) -> int:
@@ -20,16 +21,22 @@ def address(x: Tensor) -> int:
 def tables(
     rows: Sequence[tuple[int, ...]], pointers: int, size_at: int, length: int, device: torch.device
 ) -> list[tuple[Tensor, Tensor, bool]]:
-    """(table, chunks of `length`, aligned) of the rows with elements, first those that are read 16 bytes at a time.
+    """(table, chunks of `length`, aligned) of the rows with elements, first those that are read 16
+    bytes at a time.
 
-    Those have their first `pointers` numbers and their size in multiples of 16; one odd tensor slows only its like.
+    Those have their first `pointers` numbers and their size in multiples of 16; one odd tensor
+    slows only its like.
     """
     parts: dict[bool, list[tuple[int, ...]]] = {True: [], False: []}
     for row in rows:
         if row[size_at]:
             parts[all(number % 16 == 0 for number in (*row[:pointers], row[size_at]))].append(row)
     return [
-        (_table(tuple(part), device), _chunks(tuple(row[size_at] for row in part), length, device), aligned)
+        (
+            _table(tuple(part), device),
+            _chunks(tuple(row[size_at] for row in part), length, device),
+            aligned,
+        )
         for aligned, part in parts.items()
         if part
     ]
@@ -41,7 +48,9 @@ def _table(rows: tuple[tuple[int, ...], ...], device: torch.device) -> Tensor:
 
 
 def _chunks(sizes: tuple[int, ...], length: int, device: torch.device) -> Tensor:
-    """(tensor, chunk) of every chunk of `length` of tensors of these sizes, as int32 on the device."""
+    """(tensor, chunk) of every chunk of `length` of tensors of these sizes, as int32 on
+    the device.
+    """
 
     def make() -> Tensor:
         chunks = [(i, c) for i, size in enumerate(sizes) for c in range(-(-size // length))]

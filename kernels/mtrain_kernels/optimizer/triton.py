@@ -1,4 +1,6 @@
-"""AdamW on a GPU: one launch over many tensors, found through a table of pointers and a table of chunks."""
+"""AdamW on a GPU: one launch over many tensors, found through a table of pointers and a table of
+chunks.
+"""
 
 from __future__ import annotations
 
@@ -27,16 +29,34 @@ TYPES = {
 
 
 @triton.jit
-def array(table_ptr, tensor, LIST: tl.constexpr, LISTS: tl.constexpr, TYPE: tl.constexpr, ALIGNED: tl.constexpr):
-    """The pointer to list `LIST` of a tensor, which may promise 16 bytes of alignment so that loads are wide."""
+def array(
+    table_ptr,
+    tensor,
+    LIST: tl.constexpr,
+    LISTS: tl.constexpr,
+    TYPE: tl.constexpr,
+    ALIGNED: tl.constexpr,
+):
+    """The pointer to list `LIST` of a tensor, which may promise 16 bytes of alignment so that loads
+    are wide.
+    """
     address = tl.load(table_ptr + tensor * LISTS + LIST)
     pointer = address.to(tl.pointer_type(TYPE))
     return tl.multiple_of(pointer, 16) if ALIGNED else pointer
 
 
 @triton.jit
-def chunk(table_ptr, chunks_ptr, SIZE: tl.constexpr, LISTS: tl.constexpr, ALIGNED: tl.constexpr, CHUNK: tl.constexpr):
-    """Tensor, first element and length of this program's chunk; a multiple of 16 where the tensors' sizes are."""
+def chunk(
+    table_ptr,
+    chunks_ptr,
+    SIZE: tl.constexpr,
+    LISTS: tl.constexpr,
+    ALIGNED: tl.constexpr,
+    CHUNK: tl.constexpr,
+):
+    """Tensor, first element and length of this program's chunk; a multiple of 16 where the tensors'
+    sizes are.
+    """
     tensor = tl.load(chunks_ptr + 2 * tl.program_id(0)).to(tl.int64)
     begin = tl.load(chunks_ptr + 2 * tl.program_id(0) + 1).to(tl.int64) * CHUNK
     size = tl.minimum(tl.load(table_ptr + tensor * LISTS + SIZE) - begin, CHUNK).to(tl.int32)
@@ -47,12 +67,17 @@ def chunk(table_ptr, chunks_ptr, SIZE: tl.constexpr, LISTS: tl.constexpr, ALIGNE
 
 @triton.jit
 def words(seed, first, stream, step, BLOCK: tl.constexpr):
-    """Three times 16 random bits for each of `BLOCK` elements from `first` on, as `rounding.words`."""
-    pair = first >> 1  # a multiple of half a block, so that its low 32 bits take the sum without a carry
+    """Three times 16 random bits for each of `BLOCK` elements from `first` on, as
+    `rounding.words`.
+    """
+    # a multiple of half a block, so that its low 32 bits take the sum without a carry
+    pair = first >> 1
     low = (pair & 0xFFFFFFFF).to(tl.uint32) + tl.arange(0, BLOCK // 2).to(tl.uint32)
     zero = low * 0
     high = zero + (pair >> 32).to(tl.uint32)
-    w0, w1, w2, _ = tl.philox(seed, low, high, zero + stream.to(tl.uint32), zero + step.to(tl.uint32))
+    w0, w1, w2, _ = tl.philox(
+        seed, low, high, zero + stream.to(tl.uint32), zero + step.to(tl.uint32)
+    )
     return halves(w0, BLOCK), halves(w1, BLOCK), halves(w2, BLOCK)
 
 
@@ -64,9 +89,11 @@ def halves(word, BLOCK: tl.constexpr):
 
 @triton.jit
 def stochastic(x, word):
-    """fp32 to bf16: 16 random bits are added before the low half of the bits is dropped; `x` is a sum or product.
+    """fp32 to bf16: 16 random bits are added before the low half of the bits is dropped; `x` is a
+    sum or product.
 
-    What a GPU works out is never a negative NaN (PTX ISA, `add`), so that a minimum keeps NaN from a carry.
+    What a GPU works out is never a negative NaN (PTX ISA, `add`), so that a minimum keeps NaN from
+    a carry.
     """
     bits = x.to(tl.int32, bitcast=True)
     bits = tl.where(x == x, bits, 0x7FC00000) if INTERPRETED else tl.minimum(bits, 0x7FC00000)
@@ -76,7 +103,14 @@ def stochastic(x, word):
 
 @triton.jit
 def load_moment(
-    ptr, scale_ptr, at, inside, SECOND: tl.constexpr, TYPE: tl.constexpr, BLOCK: tl.constexpr, SHARED: tl.constexpr
+    ptr,
+    scale_ptr,
+    at,
+    inside,
+    SECOND: tl.constexpr,
+    TYPE: tl.constexpr,
+    BLOCK: tl.constexpr,
+    SHARED: tl.constexpr,
 ):
     """A moment in fp32 from fp32, bf16 or eight bits with a scale for `SHARED` elements."""
     kept = tl.load(ptr + at, mask=inside, other=0)
@@ -84,7 +118,9 @@ def load_moment(
         block = tl.min(at, axis=0) // SHARED + tl.arange(0, BLOCK // SHARED)
         last = tl.max(tl.where(inside, at, 0), axis=0) // SHARED
         scale = tl.load(scale_ptr + block, mask=block <= last, other=0.0)
-        x = tl.reshape(tl.reshape(decode(kept, 3, 7), (BLOCK // SHARED, SHARED)) * scale[:, None], (BLOCK,))
+        x = tl.reshape(
+            tl.reshape(decode(kept, 3, 7), (BLOCK // SHARED, SHARED)) * scale[:, None], (BLOCK,)
+        )
         if SECOND:
             x = x * x
     else:
@@ -106,7 +142,9 @@ def store_moment(
     BLOCK: tl.constexpr,
     SHARED: tl.constexpr,
 ):
-    """A moment as it is kept; of the second one eight bits hold the root, and nothing above zero becomes zero."""
+    """A moment as it is kept; of the second one eight bits hold the root, and nothing above zero
+    becomes zero.
+    """
     if tl.uint8 == TYPE:
         if SECOND:
             x = tl.sqrt_rn(x)
@@ -127,7 +165,9 @@ def store_moment(
 
 @triton.jit
 def load_weight(p_ptr, master_ptr, at, inside, MASTER: tl.constexpr):
-    """The fp32 weight: the parameter, its fp32 master, or bf16 bits and a signed remainder put together."""
+    """The fp32 weight: the parameter, its fp32 master, or bf16 bits and a signed remainder put
+    together.
+    """
     if MASTER == "remainder":
         upper = tl.load(p_ptr + at, mask=inside, other=0.0).to(tl.int16, bitcast=True).to(tl.int32)
         bits = (upper << 16) + tl.load(master_ptr + at, mask=inside, other=0).to(tl.int32)
@@ -141,14 +181,26 @@ def load_weight(p_ptr, master_ptr, at, inside, MASTER: tl.constexpr):
 
 @triton.jit
 def store_weight(
-    p_ptr, master_ptr, at, inside, x, word, MASTER: tl.constexpr, P: tl.constexpr, STOCHASTIC: tl.constexpr
+    p_ptr,
+    master_ptr,
+    at,
+    inside,
+    x,
+    word,
+    MASTER: tl.constexpr,
+    P: tl.constexpr,
+    STOCHASTIC: tl.constexpr,
 ):
-    """The weight and what there is of a master; the remainder is of the nearest bf16, ties away from zero."""
+    """The weight and what there is of a master; the remainder is of the nearest bf16, ties away
+    from zero.
+    """
     if MASTER == "remainder":
         bits = tl.where(x == x, x.to(tl.int32, bitcast=True), 0x7FC00000)
         upper = (bits.to(tl.uint32, bitcast=True) + 0x8000) >> 16
         tl.store(p_ptr + at, upper.to(tl.uint16).to(tl.bfloat16, bitcast=True), mask=inside)
-        tl.store(master_ptr + at, (bits & 0xFFFF).to(tl.uint16).to(tl.int16, bitcast=True), mask=inside)
+        tl.store(
+            master_ptr + at, (bits & 0xFFFF).to(tl.uint16).to(tl.int16, bitcast=True), mask=inside
+        )
     elif STOCHASTIC and MASTER == "none" and tl.bfloat16 == P:
         tl.store(p_ptr + at, stochastic(x, word), mask=inside)
     else:
@@ -159,11 +211,13 @@ def store_weight(
 
 @triton.jit
 def over(x, by, inverse):
-    """`x / by` for the same `by` in all calls, rounded once, with `inverse` = 1 / by rounded once; x is not negative.
+    """`x / by` for the same `by` in all calls, rounded once, with `inverse` = 1 / by rounded once;
+    x is not negative.
 
-    The remainder of a quotient that is off by an ulp is exact in one operation, so that two corrections give the
-    nearest number (Markstein 1990, IBM Journal of Research and Development 34), in half the instructions of a
-    division by any number. The interpreter has no fused operation, and divides.
+    The remainder of a quotient that is off by an ulp is exact in one operation, so that two
+    corrections give the nearest number (Markstein 1990, IBM Journal of Research and Development
+    34), in half the instructions of a division by any number. The interpreter has no fused
+    operation, and divides.
     """
     if INTERPRETED:
         return tl.div_rn(x, tl.zeros_like(x) + by)
@@ -205,19 +259,27 @@ def adamw_kernel(
     CHUNK: tl.constexpr,
     SHARED: tl.constexpr,
 ):
-    """One chunk of one tensor per program. A table row: p, g, m, v, master, two lists of scales, size, stream.
+    """One chunk of one tensor per program.
 
-    With `CLOCKED` the numbers that change from step to step are read from the device, as in a captured graph.
+    A table row: p, g, m, v, master, two lists of scales, size, stream.
+
+    With `CLOCKED` the numbers that change from step to step are read from the device, as in a
+    captured graph.
     """
     tensor, begin, size = chunk(table_ptr, chunks_ptr, 7, 9, ALIGNED, CHUNK)
     if CLOCKED:
-        kept, lr_over_bias1 = tl.load(numbers_ptr), tl.load(numbers_ptr + 1)
-        root_bias2, step = tl.load(numbers_ptr + 2), tl.load(step_ptr).to(tl.int64)
+        kept = tl.load(numbers_ptr)
+        lr_over_bias1 = tl.load(numbers_ptr + 1)
+        root_bias2 = tl.load(numbers_ptr + 2)
+        step = tl.load(step_ptr).to(tl.int64)
     p_ptr = array(table_ptr, tensor, 0, 9, P, ALIGNED) + begin
     g_ptr = array(table_ptr, tensor, 1, 9, G, ALIGNED) + begin
     m_ptr = array(table_ptr, tensor, 2, 9, M, ALIGNED) + begin
     v_ptr = array(table_ptr, tensor, 3, 9, V, ALIGNED) + begin
-    master_ptr = array(table_ptr, tensor, 4, 9, tl.int16 if MASTER == "remainder" else tl.float32, ALIGNED) + begin
+    master_ptr = (
+        array(table_ptr, tensor, 4, 9, tl.int16 if MASTER == "remainder" else tl.float32, ALIGNED)
+        + begin
+    )
     m_scale_ptr = array(table_ptr, tensor, 5, 9, tl.float32, False) + begin // SHARED
     v_scale_ptr = array(table_ptr, tensor, 6, 9, tl.float32, False) + begin // SHARED
     stream = tl.load(table_ptr + tensor * 9 + 8)
@@ -242,7 +304,9 @@ def adamw_kernel(
         m = m * beta1 + rest1 * g
         v = v * beta2 + rest2 * (g * g)
         w -= lr_over_bias1 * tl.div_rn(m, over(tl.sqrt_rn(v), root_bias2, inverse) + eps)
-        w0, w1, w2 = at, at, at
+        w0 = at
+        w1 = at
+        w2 = at
         if STOCHASTIC:
             w0, w1, w2 = words(seed, begin + start, stream, step, BLOCK)
         store_weight(p_ptr, master_ptr, at, inside, w, w0, MASTER, P, STOCHASTIC)
@@ -277,7 +341,11 @@ def norm_kernel(
 
 
 def adamw_(
-    lists: Lists, streams: Sequence[int], grad_scale: Tensor | None, clock: Tensor | None, hyper: Hyper
+    lists: Lists,
+    streams: Sequence[int],
+    grad_scale: Tensor | None,
+    clock: Tensor | None,
+    hyper: Hyper,
 ) -> None:
     """Launches the kernel on all tensors that have elements; arguments as in the reference."""
     empty = [None] * len(lists.params)
@@ -288,7 +356,10 @@ def adamw_(
     ]
     p = lists.params[0]
     numbers = None if clock is None else device_numbers(clock, hyper)
-    master = {torch.int16: "remainder", torch.float32: "fp32"}[lists.masters[0].dtype] if lists.masters else "none"
+    if lists.masters:
+        master = {torch.int16: "remainder", torch.float32: "fp32"}[lists.masters[0].dtype]
+    else:
+        master = "none"
     for table, chunks, aligned in tables(rows, 5, 7, CHUNK, p.device):
         with on_device_of(p):
             adamw_kernel[(len(chunks),)](
@@ -326,11 +397,15 @@ def adamw_(
 
 
 def device_numbers(clock: Tensor, hyper: Hyper) -> Tensor:
-    """What the weight is multiplied by, `lr / bias1` and the root of `bias2`, from `clock` (lr, step) in fp64."""
+    """What the weight is multiplied by, `lr / bias1` and the root of `bias2`, from `clock` (lr,
+    step) in fp64.
+    """
     lr, step = clock
     beta1, beta2 = (torch.full_like(step, beta) for beta in (hyper.beta1, hyper.beta2))
     corrected = not hyper.bias1 == hyper.bias2 == 1
-    bias1, bias2 = (1 - beta**step if corrected else torch.ones_like(step) for beta in (beta1, beta2))
+    bias1, bias2 = (
+        1 - beta**step if corrected else torch.ones_like(step) for beta in (beta1, beta2)
+    )
     return torch.stack((1 - lr * hyper.weight_decay, lr / bias1, bias2.sqrt())).float()
 
 
@@ -353,9 +428,15 @@ def _tables_of(grads: Sequence[Tensor]) -> list[tuple[Tensor, Tensor, bool]]:
 
 
 def _gradients(
-    grads: Sequence[Tensor], table: Tensor, chunks: Tensor, aligned: bool, factor: Tensor | None = None
+    grads: Sequence[Tensor],
+    table: Tensor,
+    chunks: Tensor,
+    aligned: bool,
+    factor: Tensor | None = None,
 ) -> Tensor:
-    """Launches the norm kernel: the sum of squares of each chunk, or with a `factor` nothing of use."""
+    """Launches the norm kernel: the sum of squares of each chunk, or with a `factor` nothing of
+    use.
+    """
     partial = torch.empty(len(chunks), dtype=torch.float32, device=chunks.device)
     with on_device_of(grads[0]):
         norm_kernel[(len(chunks),)](

@@ -13,7 +13,8 @@ from mtrain_kernels.quantize.triton import SIDE, amax, decode, encode, greatest_
 from mtrain_kernels.runtime import INTERPRETED, cast, ceil_div, converts_fp4, on_device_of
 
 ROUND = tl.constexpr(1.5 * 2.0**23)  # a sum with it is a whole number, in the last bits
-CONVERT, PACK = tl.constexpr(PTX_ENCODE_E2M1), tl.constexpr(PTX_PACK)
+CONVERT = tl.constexpr(PTX_ENCODE_E2M1)
+PACK = tl.constexpr(PTX_PACK)
 DIVIDE = tl.constexpr(
     "{ .reg .f32 r, q, e; rcp.approx.ftz.f32 r, $2; mul.rz.f32 q, $1, r; neg.f32 e, q;"
     " fma.rn.f32 e, e, $2, $1; fma.rn.f32 $0, e, r, q; }"
@@ -22,39 +23,50 @@ DIVIDE = tl.constexpr(
 
 @triton.jit
 def pairs(y):
-    """Codes of `y` [a, 2 n] in e2m1, two a byte [a, n], the even one low: nearest, ties to even, saturating.
+    """Codes of `y` [a, 2 n] in e2m1, two a byte [a, n], the even one low: nearest, ties to even,
+    saturating.
 
-    The codes of numbers up to 2, 4 and 6 are 2 y, y + 2 and y / 2 + 4, whichever is least, rounded: so they stand in
-    the last bits of a sum with a power of two. NaN is the greatest number.
+    The codes of numbers up to 2, 4 and 6 are 2 y, y + 2 and y / 2 + 4, whichever is least, rounded:
+    so they stand in the last bits of a sum with a power of two. NaN is the greatest number.
     """
     SHAPE: tl.constexpr = (y.shape[0], y.shape[1] // 2, 2)
     if converts_fp4():
         low, high = tl.split(tl.reshape(y, SHAPE))
-        both = tl.inline_asm_elementwise(CONVERT, "=r,f,f,f,f,f,f,f,f", [low, high], tl.uint8, True, 4)
+        both = tl.inline_asm_elementwise(
+            CONVERT, "=r,f,f,f,f,f,f,f,f", [low, high], tl.uint8, True, 4
+        )
     else:
         near = tl.minimum(tl.abs(y), 6.0)
-        code = tl.minimum(near * 2.0 + ROUND, tl.minimum(near + (ROUND + 2.0), near * 0.5 + (ROUND + 4.0)))
+        code = tl.minimum(
+            near * 2.0 + ROUND, tl.minimum(near + (ROUND + 2.0), near * 0.5 + (ROUND + 4.0))
+        )
         low, high = tl.split(tl.reshape(code, SHAPE))
         first, second = tl.split(tl.reshape(y, SHAPE))
         if INTERPRETED:
             both = _signed(low, first) | (_signed(high, second) << 4)
         else:
             given = [low, high, first, second]
-            both = tl.inline_asm_elementwise(PACK, "=r,r,r,r,r,r,r,r,r,r,r,r,r,r,r,r,r", given, tl.uint8, True, 4)
+            both = tl.inline_asm_elementwise(
+                PACK, "=r,r,r,r,r,r,r,r,r,r,r,r,r,r,r,r,r", given, tl.uint8, True, 4
+            )
     return both
 
 
 @triton.jit
 def _signed(code, y):
     code = code.to(tl.int32, bitcast=True) & 7
-    return tl.where(y.to(tl.int32, bitcast=True) < 0, tl.where(y == y, code | 8, code), code).to(tl.uint8)
+    return tl.where(y.to(tl.int32, bitcast=True) < 0, tl.where(y == y, code | 8, code), code).to(
+        tl.uint8
+    )
 
 
 @triton.jit
 def nvfp4_kernel(x_ptr, top_ptr, packed_ptr, scale_ptr, rows, columns, stride, SIDE: tl.constexpr):
-    """A tile: scales of its blocks first rounded to e4m3, then the numbers multiplied by what they say.
+    """A tile: scales of its blocks first rounded to e4m3, then the numbers multiplied by what they
+    say.
 
-    A thread has both halves of a block, so that nothing is exchanged, and the next one the next block of a row.
+    A thread has both halves of a block, so that nothing is exchanged, and the next one the next
+    block of a row.
     """
     number = tl.arange(0, SIDE * SIDE // 16)
     row = tl.program_id(0) * SIDE + number // (SIDE // 16)
@@ -71,7 +83,9 @@ def nvfp4_kernel(x_ptr, top_ptr, packed_ptr, scale_ptr, rows, columns, stride, S
     m = tl.where(decoded > 0, over_scale(decoded * 0.0 + top, decoded), 0.0)
     code = tl.where(any_nan(left, right), 0x7F, code).to(tl.uint8)
     width = tl.cdiv(columns, 16)
-    tl.store(scale_ptr + row.to(tl.int64) * width + block, code, mask=(row < rows) & (block < width))
+    tl.store(
+        scale_ptr + row.to(tl.int64) * width + block, code, mask=(row < rows) & (block < width)
+    )
     pair = block[:, None] * 8 + tl.arange(0, 4)[None, :]
     at = packed_ptr + row.to(tl.int64)[:, None] * (columns // 2) + pair
     tl.store(at, pairs(left * m[:, None]), mask=live & (pair < columns // 2))
@@ -80,9 +94,11 @@ def nvfp4_kernel(x_ptr, top_ptr, packed_ptr, scale_ptr, rows, columns, stride, S
 
 @triton.jit
 def over_scale(a, b):
-    """`a / b` to the last bit, for `b` with four bits and less: so no nearer to a tie than 1/30 of the last bit.
+    """`a / b` to the last bit, for `b` with four bits and less: so no nearer to a tie than 1/30 of
+    the last bit.
 
-    A quotient that is off by some last bits, and never infinite, is corrected by its remainder, which is exact.
+    A quotient that is off by some last bits, and never infinite, is corrected by its remainder,
+    which is exact.
     """
     if INTERPRETED:
         return tl.div_rn(a, b)
@@ -104,7 +120,9 @@ def _maximum(a, b):
 
 
 @triton.jit
-def nvfp4_dequantize_kernel(packed_ptr, scale_ptr, tensor_scale_ptr, out_ptr, rows, columns, SIDE: tl.constexpr):
+def nvfp4_dequantize_kernel(
+    packed_ptr, scale_ptr, tensor_scale_ptr, out_ptr, rows, columns, SIDE: tl.constexpr
+):
     """A tile of numbers from pairs of codes."""
     row = tl.program_id(0) * SIDE + tl.arange(0, SIDE)[:, None]
     pair = tl.program_id(1) * (SIDE // 2) + tl.arange(0, SIDE // 2)[None, :]
@@ -119,7 +137,9 @@ def nvfp4_dequantize_kernel(packed_ptr, scale_ptr, tensor_scale_ptr, out_ptr, ro
 
 
 def quantize_nvfp4(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Launches the kernels for amax and NVFP4; `x` [m, n] with unit column stride and even n; see the reference."""
+    """Launches the kernels for amax and NVFP4; `x` [m, n] with unit column stride and even n; see
+    the reference.
+    """
     rows, columns = x.shape
     grid = (ceil_div(rows, SIDE), ceil_div(columns, SIDE))
     packed = x.new_empty((rows, columns // 2), dtype=torch.uint8)
@@ -127,13 +147,18 @@ def quantize_nvfp4(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     top = span(amax(x, False), NVFP4_SPAN)
     if x.numel():
         with on_device_of(x):
-            nvfp4_kernel[grid](x, top, packed, scale, rows, columns, x.stride(0), SIDE=SIDE, num_warps=16)
+            nvfp4_kernel[grid](
+                x, top, packed, scale, rows, columns, x.stride(0), SIDE=SIDE, num_warps=16
+            )
     return packed, scale, 1 / top
 
 
-def dequantize_nvfp4(packed: Tensor, block_scale: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
+def dequantize_nvfp4(
+    packed: Tensor, block_scale: Tensor, scale: Tensor, dtype: torch.dtype
+) -> Tensor:
     """Launches the kernel that turns NVFP4 codes back into numbers; see the reference."""
-    rows, columns = packed.shape[0], 2 * packed.shape[1]
+    rows = packed.shape[0]
+    columns = 2 * packed.shape[1]
     out = packed.new_empty((rows, columns), dtype=dtype)
     if packed.numel():
         with on_device_of(packed):

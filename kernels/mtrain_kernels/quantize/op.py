@@ -19,10 +19,12 @@ DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 
 class Quantized(NamedTuple):
-    """`data` [m, n] and `scale`; where wanted the `transposed` data [n, m] and its scale, else both empty.
+    """`data` [m, n] and `scale`; where wanted the `transposed` data [n, m] and its scale, else both
+    empty.
 
-    `amax` [1] fp32 is the greatest finite absolute value, where the whole tensor has one scale; else it is empty.
-    A number is `scale data`. For one scale `scale` is [1] fp32; for blocks [ceil(m / rows), ceil(n / columns)].
+    `amax` [1] fp32 is the greatest finite absolute value, where the whole tensor has one scale;
+    else it is empty. A number is `scale data`. For one scale `scale` is [1] fp32; for blocks
+    [ceil(m / rows), ceil(n / columns)].
     """
 
     data: Tensor
@@ -33,9 +35,11 @@ class Quantized(NamedTuple):
 
 
 class Operand(NamedTuple):
-    """The input [m, k] of linear layers in FP8, by who made the input: one scale, or one for each block of a row.
+    """The input [m, k] of linear layers in FP8, by who made the input: one scale, or one for each
+    block of a row.
 
-    `transposed(*kept)` gives the input transposed [k, m] and its scale, for the gradient of the weight.
+    `transposed(*kept)` gives the input transposed [k, m] and its scale, for the gradient of the
+    weight.
     """
 
     data: Tensor
@@ -53,18 +57,22 @@ def quantize_tensorwise(
     swiglu: bool = False,
     impl: str = "auto",
 ) -> Quantized:
-    """FP8 with one scale for the tensor: current scaling, or delayed scaling with the `multiplier` [1] fp32 given.
+    """FP8 with one scale for the tensor: current scaling, or delayed scaling with the `multiplier`
+    [1] fp32 given.
 
-    `x` [..., n] in fp32, fp16 or bf16, taken as [m, n]; `format` "e4m3" or "e5m2". With `swiglu` it is [..., 2 n],
-    and what is quantised is silu(gate) times up of the two halves, rounded to x's dtype. For delayed scaling see
-    `reference.delayed_multiplier` and `push_amax_`. Raises `ValueError` where arguments do not fit,
-    `Unavailable` where the named implementation cannot run. Definition: `quantize.reference`.
+    `x` [..., n] in fp32, fp16 or bf16, taken as [m, n]; `format` "e4m3" or "e5m2". With `swiglu` it
+    is [..., 2 n], and what is quantised is silu(gate) times up of the two halves, rounded to x's
+    dtype. For delayed scaling see `reference.delayed_multiplier` and `push_amax_`. Raises
+    `ValueError` where arguments do not fit, `Unavailable` where the named implementation cannot
+    run. Definition: `quantize.reference`.
     """
     rows = _rows(x, format, swiglu)
     if multiplier is not None:
         require_multiplier(multiplier, x)
     backend = pick("quantize", impl, x.device, _obstacle(rows))
-    data, scale, transposed, amax = _tensorwise(rows, multiplier, format, transpose, swiglu, backend)
+    data, scale, transposed, amax = _tensorwise(
+        rows, multiplier, format, transpose, swiglu, backend
+    )
     dtype = FORMATS[format].dtype
     again = scale.clone() if transpose else scale.new_empty(0)
     return Quantized(data.view(dtype), scale, transposed.view(dtype), again, amax)
@@ -79,40 +87,66 @@ def quantize_blocks(
     swiglu: bool = False,
     impl: str = "auto",
 ) -> Quantized:
-    """FP8 with a scale for each block: `layout` "1x128", "128x128", each with "_power_of_two", or "mx" (MXFP8).
+    """FP8 with a scale for each block: `layout` "1x128", "128x128", each with "_power_of_two", or
+    "mx" (MXFP8).
 
-    The transpose of a layout with one row is quantised anew along its own rows. `x`, `format`, `swiglu` and errors
-    are those of `quantize_tensorwise`.
+    The transpose of a layout with one row is quantised anew along its own rows. `x`, `format`,
+    `swiglu` and errors are those of `quantize_tensorwise`.
     """
     rows = _rows(x, format, swiglu)
     _require_layout(layout)
     backend = pick("quantize", impl, x.device, _obstacle(rows))
-    data, scale, transposed, transposed_scale = _blocks(rows, format, layout, transpose, swiglu, backend)
-    dtype, kind = FORMATS[format].dtype, _scale_dtype(layout)
+    data, scale, transposed, transposed_scale = _blocks(
+        rows, format, layout, transpose, swiglu, backend
+    )
+    dtype = FORMATS[format].dtype
+    kind = _scale_dtype(layout)
     return Quantized(
-        data.view(dtype), scale.view(kind), transposed.view(dtype), transposed_scale.view(kind), _empty(x)
+        data.view(dtype),
+        scale.view(kind),
+        transposed.view(dtype),
+        transposed_scale.view(kind),
+        _empty(x),
     )
 
 
 def dequantize_blocks(
-    data: Tensor, scale: Tensor, *, layout: str, dtype: torch.dtype = torch.bfloat16, impl: str = "auto"
+    data: Tensor,
+    scale: Tensor,
+    *,
+    layout: str,
+    dtype: torch.dtype = torch.bfloat16,
+    impl: str = "auto",
 ) -> Tensor:
-    """`scale data` [m, n] in `dtype` from what `quantize_blocks` gave; `ValueError` where shapes do not fit."""
+    """`scale data` [m, n] in `dtype` from what `quantize_blocks` gave; `ValueError` where shapes do
+    not fit.
+    """
     _require_layout(layout)
     rows, columns, _ = LAYOUTS[layout]
-    wanted = (ceil_div(data.shape[0], rows), ceil_div(data.shape[1], columns)) if data.ndim == 2 else None
+    if data.ndim == 2:
+        wanted = (ceil_div(data.shape[0], rows), ceil_div(data.shape[1], columns))
+    else:
+        wanted = None
     format = next((name for name, f in FORMATS.items() if f.dtype == data.dtype), None)
-    if scale.shape != wanted or scale.dtype != _scale_dtype(layout) or format is None or dtype not in DTYPES:
-        raise ValueError(f"{layout}: scale {tuple(scale.shape)} of {tuple(data.shape)} {data.dtype} to {dtype}")
+    if (
+        scale.shape != wanted
+        or scale.dtype != _scale_dtype(layout)
+        or format is None
+        or dtype not in DTYPES
+    ):
+        raise ValueError(
+            f"{layout}: scale {tuple(scale.shape)} of {tuple(data.shape)} {data.dtype} to {dtype}"
+        )
     backend = pick("quantize", impl, data.device, _obstacle(data))
     return _dequantize(_bytes(data), _bytes(scale), format, layout, dtype, backend)
 
 
 def quantize_nvfp4(x: Tensor, *, impl: str = "auto") -> tuple[Tensor, Tensor, Tensor]:
-    """NVFP4: codes [m, n / 2] uint8 (even columns in low halves), scales of blocks [m, ceil(n / 16)] e4m3, scale [1].
+    """NVFP4: codes [m, n / 2] uint8 (even columns in low halves), scales of blocks [m, ceil(n /
+    16)] e4m3, scale [1].
 
-    `x` [..., n] in fp32, fp16 or bf16, taken as [m, n], n even. Raises `ValueError` where it does not fit. A block
-    with a NaN has the scale NaN. Definition: `reference.quantize_nvfp4`.
+    `x` [..., n] in fp32, fp16 or bf16, taken as [m, n], n even. Raises `ValueError` where it does
+    not fit. A block with a NaN has the scale NaN. Definition: `reference.quantize_nvfp4`.
     """
     rows = _rows(x, "e4m3", False)
     if rows.shape[1] % 2:
@@ -122,28 +156,47 @@ def quantize_nvfp4(x: Tensor, *, impl: str = "auto") -> tuple[Tensor, Tensor, Te
 
 
 def dequantize_nvfp4(
-    packed: Tensor, block_scale: Tensor, scale: Tensor, *, dtype: torch.dtype = torch.bfloat16, impl: str = "auto"
+    packed: Tensor,
+    block_scale: Tensor,
+    scale: Tensor,
+    *,
+    dtype: torch.dtype = torch.bfloat16,
+    impl: str = "auto",
 ) -> Tensor:
-    """The numbers [m, n] in `dtype` from what `quantize_nvfp4` gave; raises `ValueError` where shapes do not fit."""
-    fits = packed.ndim == 2 and block_scale.shape == (packed.shape[0], ceil_div(2 * packed.shape[1], 16))
+    """The numbers [m, n] in `dtype` from what `quantize_nvfp4` gave; raises `ValueError` where
+    shapes do not fit.
+    """
+    fits = packed.ndim == 2 and block_scale.shape == (
+        packed.shape[0],
+        ceil_div(2 * packed.shape[1], 16),
+    )
     kinds = packed.dtype, block_scale.dtype, scale.dtype
-    fits = fits and scale.shape == (1,) and kinds == (torch.uint8, torch.float8_e4m3fn, torch.float32)
+    fits = (
+        fits and scale.shape == (1,) and kinds == (torch.uint8, torch.float8_e4m3fn, torch.float32)
+    )
     if not fits or dtype not in DTYPES:
         raise ValueError(
-            f"packed {tuple(packed.shape)} {packed.dtype}, scales {tuple(block_scale.shape)} {block_scale.dtype} and "
-            f"{tuple(scale.shape)} {scale.dtype} to {dtype}: quantize_nvfp4 gives uint8, e4m3 and fp32"
+            f"packed {tuple(packed.shape)} {packed.dtype}, scales {tuple(block_scale.shape)}"
+            f" {block_scale.dtype} and {tuple(scale.shape)} {scale.dtype} to {dtype}:"
+            " quantize_nvfp4 gives uint8, e4m3 and fp32"
         )
     backend = pick("quantize", impl, packed.device, _obstacle(packed))
     return _nvfp4_dequantize(packed.contiguous(), _bytes(block_scale), scale, dtype, backend)
 
 
 def swiglu_quantize(x: Tensor, **options: Any) -> Quantized:
-    """silu(gate) times up of `x` [..., 2 n], quantised; `quantize_blocks` if `layout` is given, else tensorwise."""
-    return (quantize_blocks if "layout" in options else quantize_tensorwise)(x, swiglu=True, **options)
+    """silu(gate) times up of `x` [..., 2 n], quantised; `quantize_blocks` if `layout` is given,
+    else tensorwise.
+    """
+    return (quantize_blocks if "layout" in options else quantize_tensorwise)(
+        x, swiglu=True, **options
+    )
 
 
 def amax(x: Tensor, *, swiglu: bool = False, impl: str = "auto") -> Tensor:
-    """The greatest finite absolute value [1] of `x` in fp32, or with `swiglu` of what is quantised then; else 0."""
+    """The greatest finite absolute value [1] of `x` in fp32, or with `swiglu` of what is quantised
+    then; else 0.
+    """
     rows = _rows(x, "e4m3", swiglu)
     return _amax(rows, swiglu, pick("quantize", impl, x.device, _obstacle(rows)))
 
@@ -157,7 +210,9 @@ def _scale_dtype(layout: str) -> torch.dtype:
 
 
 def _bytes(x: Tensor) -> Tensor:
-    """One-byte dtypes as uint8, in which the operators speak: FP8 knows little arithmetic, and old GPUs no FP8."""
+    """One-byte dtypes as uint8, in which the operators speak: FP8 knows little arithmetic, and old
+    GPUs no FP8.
+    """
     return x.contiguous().view(torch.uint8) if x.element_size() == 1 else x.contiguous()
 
 
@@ -174,18 +229,26 @@ def _rows(x: Tensor, format: str, swiglu: bool) -> Tensor:
     if swiglu and x.shape[-1] % 2:
         raise ValueError(f"gate and up are two halves of the last axis, x is {tuple(x.shape)}")
     x = x.detach()
-    return as_rows(x, x.shape[-1]) if x.numel() else x.new_empty((math.prod(x.shape[:-1]), x.shape[-1]))
+    if x.numel():
+        return as_rows(x, x.shape[-1])
+    return x.new_empty((math.prod(x.shape[:-1]), x.shape[-1]))
 
 
 def require_multiplier(multiplier: Tensor, x: Tensor) -> None:
     """Raises `ValueError` unless `multiplier` is one number in fp32 beside x."""
-    if multiplier.shape != (1,) or multiplier.dtype != torch.float32 or multiplier.device != x.device:
+    if (
+        multiplier.shape != (1,)
+        or multiplier.dtype != torch.float32
+        or multiplier.device != x.device
+    ):
         found = f"{tuple(multiplier.shape)} {multiplier.dtype} on {multiplier.device}"
         raise ValueError(f"multiplier must be [1] in fp32 on {x.device}, not {found}")
 
 
 def _obstacle(rows: Tensor) -> str | None:
-    """Why the kernels do not take rows [m, n], or None: tiles of columns are the second axis of their grid."""
+    """Why the kernels do not take rows [m, n], or None: tiles of columns are the second axis of
+    their grid.
+    """
     most = GRID * 128
     return f"rows of {rows.shape[1]} are longer than {most}" if rows.shape[1] > most else None
 
@@ -200,7 +263,9 @@ def _tensorwise(
     x: Tensor, multiplier: Tensor | None, format: str, transpose: bool, swiglu: bool, backend: str
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     if backend == "reference":
-        found = reference.quantize_tensorwise(_swiglu(x) if swiglu else x, multiplier, format, transpose)
+        found = reference.quantize_tensorwise(
+            _swiglu(x) if swiglu else x, multiplier, format, transpose
+        )
         return tuple(map(_bytes, found))  # type: ignore[return-value]
     from mtrain_kernels.quantize import triton
 
@@ -209,7 +274,8 @@ def _tensorwise(
 
 @_tensorwise.register_fake
 def _(x, multiplier, format, transpose, swiglu, backend):
-    rows, columns = x.shape[0], x.shape[1] // (1 + swiglu)
+    rows = x.shape[0]
+    columns = x.shape[1] // (1 + swiglu)
     return (
         x.new_empty((rows, columns), dtype=torch.uint8),
         x.new_empty(1, dtype=torch.float32),
@@ -232,7 +298,8 @@ def _blocks(
 
 @_blocks.register_fake
 def _(x, format, layout, transpose, swiglu, backend):
-    m, n = x.shape[0], x.shape[1] // (1 + swiglu)
+    m = x.shape[0]
+    n = x.shape[1] // (1 + swiglu)
     rows, columns, kind = LAYOUTS[layout]
     scale = torch.uint8 if kind == "e8m0" else torch.float32
     return (
@@ -244,10 +311,17 @@ def _(x, format, layout, transpose, swiglu, backend):
 
 
 @torch.library.custom_op("mtrain::dequantize_blocks", mutates_args=())
-def _dequantize(data: Tensor, scale: Tensor, format: str, layout: str, dtype: torch.dtype, backend: str) -> Tensor:
+def _dequantize(
+    data: Tensor, scale: Tensor, format: str, layout: str, dtype: torch.dtype, backend: str
+) -> Tensor:
     if backend == "reference":
         kind = _scale_dtype(layout)
-        return reference.dequantize_blocks(data.view(FORMATS[format].dtype), scale.view(kind), layout, dtype)  # type: ignore[arg-type]
+        return reference.dequantize_blocks(
+            data.view(FORMATS[format].dtype),  # type: ignore[arg-type]
+            scale.view(kind),
+            layout,
+            dtype,
+        )
     from mtrain_kernels.quantize import triton
 
     return triton.dequantize_blocks(data, scale, format, layout, dtype)
@@ -278,9 +352,13 @@ def _(x, backend):
 
 
 @torch.library.custom_op("mtrain::dequantize_nvfp4", mutates_args=())
-def _nvfp4_dequantize(packed: Tensor, block_scale: Tensor, scale: Tensor, dtype: torch.dtype, backend: str) -> Tensor:
+def _nvfp4_dequantize(
+    packed: Tensor, block_scale: Tensor, scale: Tensor, dtype: torch.dtype, backend: str
+) -> Tensor:
     if backend == "reference":
-        return reference.dequantize_nvfp4(packed, block_scale.view(torch.float8_e4m3fn), scale, dtype)
+        return reference.dequantize_nvfp4(
+            packed, block_scale.view(torch.float8_e4m3fn), scale, dtype
+        )
     from mtrain_kernels.quantize import nvfp4_triton
 
     return nvfp4_triton.dequantize_nvfp4(packed, block_scale, scale, dtype)
@@ -323,19 +401,43 @@ def _make(model: Model, device: torch.device, dtype: torch.dtype) -> dict[str, A
 
 def _case(name: str, call: Any, bytes_per_element: float, reads_twice: bool = False) -> Case:
     total = bytes_per_element + 2 * reads_twice
-    return Case(name, _make, call, forward=lambda model: Cost(bytes=int(total * model.tokens * model.hidden)))
+    return Case(
+        name,
+        _make,
+        call,
+        forward=lambda model: Cost(bytes=int(total * model.tokens * model.hidden)),
+    )
 
 
 OPS = (
     Op(
         "quantize",
         cases=(
-            _case("tensorwise", lambda i, c: quantize_tensorwise(**i, transpose=True, impl=c), 4, reads_twice=True),
+            _case(
+                "tensorwise",
+                lambda i, c: quantize_tensorwise(**i, transpose=True, impl=c),
+                4,
+                reads_twice=True,
+            ),
             _case("1x128", lambda i, c: quantize_blocks(**i, transpose=True, impl=c), 4 + 8 / 128),
-            _case("128x128", lambda i, c: quantize_blocks(**i, layout="128x128", transpose=True, impl=c), 4),
-            _case("mxfp8", lambda i, c: quantize_blocks(**i, layout="mx", transpose=True, impl=c), 4 + 2 / 32),
-            _case("nvfp4", lambda i, c: quantize_nvfp4(**i, impl=c), 2.5 + 1 / 16, reads_twice=True),
-            _case("swiglu_1x128", lambda i, c: swiglu_quantize(**i, layout="1x128", impl=c), 2.5 + 2 / 128),
+            _case(
+                "128x128",
+                lambda i, c: quantize_blocks(**i, layout="128x128", transpose=True, impl=c),
+                4,
+            ),
+            _case(
+                "mxfp8",
+                lambda i, c: quantize_blocks(**i, layout="mx", transpose=True, impl=c),
+                4 + 2 / 32,
+            ),
+            _case(
+                "nvfp4", lambda i, c: quantize_nvfp4(**i, impl=c), 2.5 + 1 / 16, reads_twice=True
+            ),
+            _case(
+                "swiglu_1x128",
+                lambda i, c: swiglu_quantize(**i, layout="1x128", impl=c),
+                2.5 + 2 / 128,
+            ),
         ),
         launch=_launch,
     ),

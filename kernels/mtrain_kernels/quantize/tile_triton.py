@@ -1,7 +1,8 @@
 """In which order the threads of a program take the rows of a tile that is written transposed.
 
-A thread reads 16 bytes or more of a row, and has rows that are far apart: written transposed, each byte would go
-through shared memory alone. With rows dealt so that a thread has neighbours, two or four bytes go together.
+A thread reads 16 bytes or more of a row, and has rows that are far apart: written transposed, each
+byte would go through shared memory alone. With rows dealt so that a thread has neighbours, two or
+four bytes go together.
 """
 
 from __future__ import annotations
@@ -12,7 +13,9 @@ import triton.language as tl
 
 @triton.jit
 def dealt(SIDE: tl.constexpr, RUN: tl.constexpr):
-    """Rows of a tile in the order in which threads take them, so that each has `RUN` that are neighbours."""
+    """Rows of a tile in the order in which threads take them, so that each has `RUN` that are
+    neighbours.
+    """
     at = tl.arange(0, SIDE)
     if RUN > 1:
         at = at % (SIDE // RUN) * RUN + at // (SIDE // RUN)

@@ -1,4 +1,6 @@
-"""Quantisation on a GPU: bits are the same on every target and in the interpreter, whoever rounds them."""
+"""Quantisation on a GPU: bits are the same on every target and in the interpreter, whoever rounds
+them.
+"""
 
 from __future__ import annotations
 
@@ -10,20 +12,35 @@ from torch import Tensor
 from mtrain_kernels.quantize import reference
 from mtrain_kernels.quantize.formats import FORMATS, LAYOUTS, PTX_DECODE, PTX_ENCODE
 from mtrain_kernels.quantize.tile_triton import dealt, in_order
-from mtrain_kernels.runtime import INTERPRETED, cast, ceil_div, converts_fp8, on_device_of, quotient, rounded, sigmoid
+from mtrain_kernels.runtime import (
+    INTERPRETED,
+    cast,
+    ceil_div,
+    converts_fp8,
+    on_device_of,
+    quotient,
+    rounded,
+    sigmoid,
+)
 
 SIDE = 128  # of a square tile
 GREATEST_MULTIPLIER = tl.constexpr(reference.GREATEST_MULTIPLIER)
-TO_E4M3, TO_E5M2 = tl.constexpr(PTX_ENCODE), tl.constexpr(PTX_ENCODE.replace("e4m3", "e5m2"))
-FROM_E4M3, FROM_E5M2 = tl.constexpr(PTX_DECODE), tl.constexpr(PTX_DECODE.replace("e4m3", "e5m2"))
+TO_E4M3 = tl.constexpr(PTX_ENCODE)
+TO_E5M2 = tl.constexpr(PTX_ENCODE.replace("e4m3", "e5m2"))
+FROM_E4M3 = tl.constexpr(PTX_DECODE)
+FROM_E5M2 = tl.constexpr(PTX_DECODE.replace("e4m3", "e5m2"))
 
 
 @triton.jit
 def encode(x, MANTISSA: tl.constexpr, BIAS: tl.constexpr, GREATEST: tl.constexpr):
-    """The code of fp32 `x` in uint8, by the GPU's own conversion where it has one, which gives the same bits."""
+    """The code of fp32 `x` in uint8, by the GPU's own conversion where it has one, which gives the
+    same bits.
+    """
     if converts_fp8():
         CONVERT: tl.constexpr = TO_E4M3 if MANTISSA == 3 else TO_E5M2
-        code = tl.inline_asm_elementwise(CONVERT, "=r,r,r,r,r", [x], dtype=tl.uint8, is_pure=True, pack=4)
+        code = tl.inline_asm_elementwise(
+            CONVERT, "=r,r,r,r,r", [x], dtype=tl.uint8, is_pure=True, pack=4
+        )
     else:
         code = encode_bits(x, MANTISSA, BIAS, GREATEST)
     return code
@@ -34,7 +51,9 @@ def decode(code, MANTISSA: tl.constexpr, BIAS: tl.constexpr):
     """The fp32 number of a code in uint8, by the GPU's own conversion where it has one."""
     if MANTISSA > 1 and converts_fp8():
         CONVERT: tl.constexpr = FROM_E4M3 if MANTISSA == 3 else FROM_E5M2
-        value = tl.inline_asm_elementwise(CONVERT, "=r,=r,=r,=r,r", [code], dtype=tl.float32, is_pure=True, pack=4)
+        value = tl.inline_asm_elementwise(
+            CONVERT, "=r,=r,=r,=r,r", [code], dtype=tl.float32, is_pure=True, pack=4
+        )
     else:
         value = decode_bits(code.to(tl.int32), MANTISSA, BIAS)
     return value
@@ -44,14 +63,17 @@ def decode(code, MANTISSA: tl.constexpr, BIAS: tl.constexpr):
 def encode_bits(x, MANTISSA: tl.constexpr, BIAS: tl.constexpr, GREATEST: tl.constexpr):
     """The code of fp32 `x` in uint8: nearest, ties to even, saturating; NaN is all ones.
 
-    Below the normal numbers, adding a power of two leaves the multiple of the smallest number in the last bits.
+    Below the normal numbers, adding a power of two leaves the multiple of the smallest number in
+    the last bits.
     """
     bits = x.to(tl.int32, bitcast=True)
     nan = x != x
     magnitude = tl.minimum(tl.abs(x), GREATEST)
     big = magnitude.to(tl.int32, bitcast=True)
     DROPPED: tl.constexpr = 23 - MANTISSA
-    normal = ((big + ((1 << (DROPPED - 1)) - 1) + ((big >> DROPPED) & 1)) >> DROPPED) - ((127 - BIAS) << MANTISSA)
+    normal = ((big + ((1 << (DROPPED - 1)) - 1) + ((big >> DROPPED) & 1)) >> DROPPED) - (
+        (127 - BIAS) << MANTISSA
+    )
     MAGIC: tl.constexpr = 2.0 ** (24 - BIAS - MANTISSA)
     tiny = (magnitude + MAGIC).to(tl.int32, bitcast=True) - ((24 - BIAS - MANTISSA + 127) << 23)
     code = tl.where(magnitude >= 2.0 ** (1 - BIAS), normal, tiny)
@@ -61,14 +83,18 @@ def encode_bits(x, MANTISSA: tl.constexpr, BIAS: tl.constexpr, GREATEST: tl.cons
 
 @triton.jit
 def decode_bits(code, MANTISSA: tl.constexpr, BIAS: tl.constexpr):
-    """The fp32 number of a code in int32; multiplying by a power of two makes subnormal codes normal."""
+    """The fp32 number of a code in int32; multiplying by a power of two makes subnormal codes
+    normal.
+    """
     SIGN: tl.constexpr = 1 << (3 if MANTISSA == 1 else 7)
     magnitude = code & (SIGN - 1)
     value = (magnitude << (23 - MANTISSA)).to(tl.float32, bitcast=True) * (2.0 ** (127 - BIAS))
     if MANTISSA == 3:
         value = tl.where(magnitude == 0x7F, float("nan"), value)
     if MANTISSA == 2:
-        value = tl.where(magnitude == 0x7C, float("inf"), tl.where(magnitude > 0x7C, float("nan"), value))
+        value = tl.where(
+            magnitude == 0x7C, float("inf"), tl.where(magnitude > 0x7C, float("nan"), value)
+        )
     return tl.where(code >= SIGN, -value, value)
 
 
@@ -83,7 +109,8 @@ def finite(x):
 def greatest_finite(x, axis: tl.constexpr):
     """The greatest finite absolute value along an axis, 0 where there is none.
 
-    On a GPU x + 0 x makes infinities not a number, which a maximum leaves out: two instructions and not three.
+    On a GPU x + 0 x makes infinities not a number, which a maximum leaves out: two instructions and
+    not three.
     """
     if INTERPRETED:
         return tl.max(finite(x), axis)
@@ -92,14 +119,18 @@ def greatest_finite(x, axis: tl.constexpr):
 
 @triton.jit
 def multiplier(amax, GREATEST: tl.constexpr):
-    """`GREATEST / amax`, at most 2^126, and 1 for an amax of 0; the division is exact to the last bit."""
+    """`GREATEST / amax`, at most 2^126, and 1 for an amax of 0; the division is exact to the last
+    bit.
+    """
     least = tl.maximum(amax, GREATEST / GREATEST_MULTIPLIER)
     return tl.where(amax > 0, quotient(amax * 0.0 + GREATEST, least), 1.0)
 
 
 @triton.jit
 def scales(amax, GREATEST: tl.constexpr, EMAX: tl.constexpr, SCALE: tl.constexpr):
-    """Multiplier in fp32, and the scale as it is stored: fp32, or for "e8m0" its exponent in uint8."""
+    """Multiplier in fp32, and the scale as it is stored: fp32, or for "e8m0" its
+    exponent in uint8.
+    """
     bits = amax.to(tl.int32, bitcast=True)
     above = tl.where((bits & 0x7FFFFF) > 0x600000, 1, 0)  # both formats end at 1.75 * 2^EMAX
     if SCALE == "e8m0":
@@ -119,7 +150,9 @@ def scales(amax, GREATEST: tl.constexpr, EMAX: tl.constexpr, SCALE: tl.constexpr
 
 @triton.jit
 def load_tile(x_ptr, row, column, rows, columns, stride, SWIGLU: tl.constexpr):
-    """A tile in fp32, 0 outside; with `SWIGLU` silu(gate) times up of the halves, rounded to the input's dtype."""
+    """A tile in fp32, 0 outside; with `SWIGLU` silu(gate) times up of the halves, rounded to the
+    input's dtype.
+    """
     inside = (row[:, None] < rows) & (column[None, :] < columns)
     at = x_ptr + row[:, None].to(tl.int64) * stride + column[None, :]
     x = tl.load(at, mask=inside, other=0.0).to(tl.float32)
@@ -135,7 +168,10 @@ def amax_kernel(x_ptr, out_ptr, rows, columns, stride, SWIGLU: tl.constexpr, SID
     row = tl.program_id(0) * SIDE + tl.arange(0, SIDE)
     column = tl.program_id(1) * SIDE + tl.arange(0, SIDE)
     x = load_tile(x_ptr, row, column, rows, columns, stride, SWIGLU)
-    tl.store(out_ptr + tl.program_id(0) * tl.num_programs(1) + tl.program_id(1), tl.max(greatest_finite(x, 1), 0))
+    tl.store(
+        out_ptr + tl.program_id(0) * tl.num_programs(1) + tl.program_id(1),
+        tl.max(greatest_finite(x, 1), 0),
+    )
 
 
 @triton.jit
@@ -155,19 +191,33 @@ def tensorwise_kernel(
     GREATEST: tl.constexpr,
     SIDE: tl.constexpr,
 ):
-    """A tile with the tensor's one multiplier, written twice where the transpose is wanted; its amax on the way."""
+    """A tile with the tensor's one multiplier, written twice where the transpose is wanted; its
+    amax on the way.
+    """
     RUN: tl.constexpr = 4 if TRANSPOSE else 1
-    WIDE: tl.constexpr = 8 if TRANSPOSE else 16  # bytes written at once: 16 would be 16 columns to reduce
+    # bytes written at once: 16 would be 16 columns to reduce
+    WIDE: tl.constexpr = 8 if TRANSPOSE else 16
     row = tl.program_id(0) * SIDE + dealt(SIDE, RUN)
     column = tl.program_id(1) * SIDE + tl.arange(0, SIDE)
     inside = (row[:, None] < rows) & (column[None, :] < columns)
     x = load_tile(x_ptr, row, column, rows, columns, stride, SWIGLU)
-    tl.store(amax_ptr + tl.program_id(0) * tl.num_programs(1) + tl.program_id(1), tl.max(greatest_finite(x, 1), 0))
+    tl.store(
+        amax_ptr + tl.program_id(0) * tl.num_programs(1) + tl.program_id(1),
+        tl.max(greatest_finite(x, 1), 0),
+    )
     q = encode(x * tl.load(multiplier_ptr), MANTISSA, BIAS, GREATEST)
-    tl.store(q_ptr + row[:, None].to(tl.int64) * columns + tl.max_contiguous(column, WIDE)[None, :], q, mask=inside)
+    tl.store(
+        q_ptr + row[:, None].to(tl.int64) * columns + tl.max_contiguous(column, WIDE)[None, :],
+        q,
+        mask=inside,
+    )
     if TRANSPOSE:
         row = tl.program_id(0) * SIDE + tl.arange(0, SIDE)
-        at = transposed_ptr + column[:, None].to(tl.int64) * rows + tl.max_contiguous(row, WIDE)[None, :]
+        at = (
+            transposed_ptr
+            + column[:, None].to(tl.int64) * rows
+            + tl.max_contiguous(row, WIDE)[None, :]
+        )
         inside = (column[:, None] < columns) & (row[None, :] < rows)
         tl.store(at, tl.trans(in_order(q, SIDE, RUN)), mask=inside)
 
@@ -183,7 +233,9 @@ def groups(
     GREATEST: tl.constexpr,
     SCALE: tl.constexpr,
 ):
-    """Codes of a tile in groups along its rows, or `DOWN` its columns, and the scale of each group."""
+    """Codes of a tile in groups along its rows, or `DOWN` its columns, and the scale of
+    each group.
+    """
     COUNT: tl.constexpr = SIDE // GROUP
     EMAX: tl.constexpr = 8 if MANTISSA == 3 else 15
     if DOWN:
@@ -217,11 +269,15 @@ def blocks_kernel(
     GREATEST: tl.constexpr,
     SIDE: tl.constexpr,
 ):
-    """A tile with a scale for all of it (`SQUARE`) or for each `GROUP` of a row, and, transposed, of a column."""
-    RUN: tl.constexpr = (4 if SQUARE or GROUP < SIDE else 8) if TRANSPOSE else 1
-    WIDE: tl.constexpr = (
-        8 if TRANSPOSE and not SQUARE else 16
-    )  # bytes written at once: 16 would be 16 columns to reduce
+    """A tile with a scale for all of it (`SQUARE`) or for each `GROUP` of a row, and, transposed,
+    of a column.
+    """
+    if TRANSPOSE:
+        RUN: tl.constexpr = 4 if SQUARE or GROUP < SIDE else 8
+    else:
+        RUN: tl.constexpr = 1  # type: ignore[no-redef]
+    # bytes written at once: 16 would be 16 columns to reduce
+    WIDE: tl.constexpr = 8 if TRANSPOSE and not SQUARE else 16
     row = tl.program_id(0) * SIDE + dealt(SIDE, RUN)
     column = tl.program_id(1) * SIDE + tl.arange(0, SIDE)
     inside = (row[:, None] < rows) & (column[None, :] < columns)
@@ -234,7 +290,10 @@ def blocks_kernel(
         tl.store(q_at, q, mask=inside)
         tl.store(scale_ptr + tl.program_id(0) * tl.num_programs(1) + tl.program_id(1), scale)
         if TRANSPOSE:
-            tl.store(transposed_scale_ptr + tl.program_id(1) * tl.num_programs(0) + tl.program_id(0), scale)
+            tl.store(
+                transposed_scale_ptr + tl.program_id(1) * tl.num_programs(0) + tl.program_id(0),
+                scale,
+            )
     else:
         GROUPS: tl.constexpr = SIDE // GROUP
         q, scale = groups(x, False, SIDE, GROUP, MANTISSA, BIAS, GREATEST, SCALE)
@@ -244,17 +303,27 @@ def blocks_kernel(
         kept = (row[:, None] < rows) & (group[None, :] < width)
         tl.store(scale_ptr + row[:, None] * width + group[None, :], scale, mask=kept)
         if TRANSPOSE:
-            q, scale = groups(in_order(x, SIDE, RUN), True, SIDE, GROUP, MANTISSA, BIAS, GREATEST, SCALE)
+            q, scale = groups(
+                in_order(x, SIDE, RUN), True, SIDE, GROUP, MANTISSA, BIAS, GREATEST, SCALE
+            )
             group = tl.program_id(0) * GROUPS + tl.arange(0, GROUPS)
             width = tl.cdiv(rows, GROUP)
             kept = (column[None, :] < columns) & (group[:, None] < width)
-            tl.store(transposed_scale_ptr + column[None, :] * width + group[:, None], scale, mask=kept)
+            tl.store(
+                transposed_scale_ptr + column[None, :] * width + group[:, None], scale, mask=kept
+            )
     if TRANSPOSE:
         if SQUARE:
             q = in_order(q, SIDE, RUN)
         row = tl.program_id(0) * SIDE + tl.arange(0, SIDE)
-        transposed_at = transposed_ptr + column[:, None].to(tl.int64) * rows + tl.max_contiguous(row, WIDE)[None, :]
-        tl.store(transposed_at, tl.trans(q), mask=(column[:, None] < columns) & (row[None, :] < rows))
+        transposed_at = (
+            transposed_ptr
+            + column[:, None].to(tl.int64) * rows
+            + tl.max_contiguous(row, WIDE)[None, :]
+        )
+        tl.store(
+            transposed_at, tl.trans(q), mask=(column[:, None] < columns) & (row[None, :] < rows)
+        )
 
 
 @triton.jit
@@ -289,23 +358,28 @@ def dequantize_kernel(
 
 def amax(x: Tensor, swiglu: bool) -> Tensor:
     """Launches the kernel for amax [1]; `x` as in `quantize_tensorwise`."""
-    rows, columns = x.shape[0], x.shape[1] // (1 + swiglu)
+    rows = x.shape[0]
+    columns = x.shape[1] // (1 + swiglu)
     grid = (ceil_div(rows, SIDE), ceil_div(columns, SIDE))
     partial = x.new_zeros(max(1, grid[0] * grid[1]), dtype=torch.float32)
     if x.numel():
         with on_device_of(x):
-            amax_kernel[grid](x, partial, rows, columns, x.stride(0), SWIGLU=swiglu, SIDE=SIDE, num_warps=8)
+            amax_kernel[grid](
+                x, partial, rows, columns, x.stride(0), SWIGLU=swiglu, SIDE=SIDE, num_warps=8
+            )
     return partial.amax(0, keepdim=True)
 
 
 def quantize_tensorwise(
     x: Tensor, m: Tensor | None, format: str, transpose: bool, swiglu: bool
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """The reference's results as bytes: launches the tensorwise kernel, after that for amax unless `m` [1] is given.
+    """The reference's results as bytes: launches the tensorwise kernel, after that for amax unless
+    `m` [1] is given.
 
     `x` [m, n] with unit column stride, or with `swiglu` [m, 2 n], gate and up side by side.
     """
-    rows, columns = x.shape[0], x.shape[1] // (1 + swiglu)
+    rows = x.shape[0]
+    columns = x.shape[1] // (1 + swiglu)
     mantissa, bias, greatest, _ = FORMATS[format]
     grid = (ceil_div(rows, SIDE), ceil_div(columns, SIDE))
     m = reference.multiplier(amax(x, swiglu), format) if m is None else m
@@ -337,12 +411,17 @@ def quantize_tensorwise(
 def quantize_blocks(
     x: Tensor, format: str, layout: str, transpose: bool, swiglu: bool
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """The reference's results as bytes: launches the kernel for blocks; `x` as in `quantize_tensorwise`."""
-    rows, columns = x.shape[0], x.shape[1] // (1 + swiglu)
+    """The reference's results as bytes: launches the kernel for blocks; `x` as in
+    `quantize_tensorwise`.
+    """
+    rows = x.shape[0]
+    columns = x.shape[1] // (1 + swiglu)
     mantissa, bias, greatest, _ = FORMATS[format]
     block_rows, group, scale_kind = LAYOUTS[layout]
     q = x.new_empty((rows, columns), dtype=torch.uint8)
-    scale = x.new_empty((ceil_div(rows, block_rows), ceil_div(columns, group)), dtype=scale_dtype(layout))
+    scale = x.new_empty(
+        (ceil_div(rows, block_rows), ceil_div(columns, group)), dtype=scale_dtype(layout)
+    )
     transposed = x.new_empty((columns, rows) if transpose else (0, 0), dtype=torch.uint8)
     other = (ceil_div(columns, block_rows), ceil_div(rows, group)) if transpose else (0, 0)
     transposed_scale = x.new_empty(other, dtype=scale.dtype)
@@ -371,7 +450,9 @@ def quantize_blocks(
     return q, scale, transposed, transposed_scale
 
 
-def dequantize_blocks(q: Tensor, scale: Tensor, format: str, layout: str, dtype: torch.dtype) -> Tensor:
+def dequantize_blocks(
+    q: Tensor, scale: Tensor, format: str, layout: str, dtype: torch.dtype
+) -> Tensor:
     """Launches the kernel that turns codes back into numbers; see the reference."""
     mantissa, bias, _, _ = FORMATS[format]
     out = q.new_empty(q.shape, dtype=dtype)

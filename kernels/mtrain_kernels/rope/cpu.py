@@ -1,4 +1,6 @@
-"""Rotation of halves in fp32 on a CPU: the definition with its gradient written out, without concatenations."""
+"""Rotation of halves in fp32 on a CPU: the definition with its gradient written out, without
+concatenations.
+"""
 
 from __future__ import annotations
 
@@ -9,12 +11,16 @@ from torch import Tensor
 
 
 def fits(x: Tensor, cos: Tensor) -> bool:
-    """Whether a rotation of whole heads `x` [..., s, n, d] by tables [s, d / 2] is what this is made for."""
+    """Whether a rotation of whole heads `x` [..., s, n, d] by tables [s, d / 2] is what this is
+    made for.
+    """
     return x.device.type == "cpu" and x.dtype == torch.float32 and 2 * cos.shape[-1] == x.shape[-1]
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """`reference.rotate` of `x` [..., s, n, d] by `cos` and `sin` [p, d / 2], p >= s: no weight, not interleaved."""
+    """`reference.rotate` of `x` [..., s, n, d] by `cos` and `sin` [p, d / 2], p >= s: no weight,
+    not interleaved.
+    """
     c, s = (t.float()[: x.shape[-3], None] for t in (cos, sin))
     y: Tensor = _Rotate.apply(x, torch.cat((c, c), -1), s)
     return y

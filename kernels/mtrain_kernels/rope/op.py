@@ -1,4 +1,6 @@
-"""Rotary position embedding with optional normalisation of each head: contract, gradients, registration."""
+"""Rotary position embedding with optional normalisation of each head: contract, gradients,
+registration.
+"""
 
 from __future__ import annotations
 
@@ -31,11 +33,14 @@ def rope(
 ) -> tuple[Tensor, Tensor]:
     """`rotate` on queries and on keys, each head RMS-normalised before where there are weights.
 
-    `q` [..., s, n, d] and `k` [..., s, g, d]; `q_weight` and `k_weight` [d], both or neither. See `rotate`.
+    `q` [..., s, n, d] and `k` [..., s, g, d]; `q_weight` and `k_weight` [d], both or neither. See
+    `rotate`.
     """
     options: dict[str, Any] = {"positions": positions, "interleaved": interleaved, "eps": eps}
     options |= {"zero_centered": zero_centered, "impl": impl}
-    return rotate(q, cos, sin, weight=q_weight, **options), rotate(k, cos, sin, weight=k_weight, **options)
+    return rotate(q, cos, sin, weight=q_weight, **options), rotate(
+        k, cos, sin, weight=k_weight, **options
+    )
 
 
 def rotate(
@@ -50,22 +55,31 @@ def rotate(
     zero_centered: bool = False,
     impl: str = "auto",
 ) -> Tensor:
-    """Turns pair i of the first r elements of each head by the angle of table entry i of the token's position.
+    """Turns pair i of the first r elements of each head by the angle of table entry i of the
+    token's position.
 
-    `x` [s, n, d] or [b, s, n, d] in any strides, which a dense x hands to the result; `cos` and `sin` [p, r/2];
-    `positions` int [s] or [b, s]; `weight` [d] normalises each head first; all as in `reference.rotate`, in fp32,
-    fp16 or bf16 each. x and weight get gradients, the tables do not. A position outside of the table is an error of
-    the reference and gives no number under triton. `impl` is `reference`, `triton` or `auto`. Raises `ValueError`
-    where shapes do not fit or a table wants a gradient, `Unavailable` where the named implementation cannot run.
+    `x` [s, n, d] or [b, s, n, d] in any strides, which a dense x hands to the result; `cos` and
+    `sin` [p, r/2]; `positions` int [s] or [b, s]; `weight` [d] normalises each head first; all as
+    in `reference.rotate`, in fp32, fp16 or bf16 each. x and weight get gradients, the tables do
+    not. A position outside of the table is an error of the reference and gives no number under
+    triton. `impl` is `reference`, `triton` or `auto`. Raises `ValueError` where shapes do not fit
+    or a table wants a gradient, `Unavailable` where the named implementation cannot run.
     """
     reference.require(x, cos, sin, positions, weight)
     if cos.requires_grad or sin.requires_grad:
         raise ValueError("the tables of cosines and sines get no gradient; detach them")
     for other in (cos, sin, positions, weight):
         if other is not None and other.device != x.device:
-            raise ValueError(f"x is on {x.device}, but a table, the positions or the weight on {other.device}")
+            raise ValueError(
+                f"x is on {x.device}, but a table, the positions or the weight on {other.device}"
+            )
     if pick("rope", impl, x.device, _obstacle(x, cos, sin, weight)) == "reference":
-        plain = positions is None and weight is None and not interleaved and not torch.compiler.is_compiling()
+        plain = (
+            positions is None
+            and weight is None
+            and not interleaved
+            and not torch.compiler.is_compiling()
+        )
         if plain and cpu.fits(x, cos):
             return cpu.rotate(x, cos, sin)
         return reference.rotate(
@@ -140,22 +154,32 @@ def _differentiate(ctx: Any, dy: Tensor) -> tuple[Any, ...]:
     x, weight, cos, sin, positions = ctx.saved_tensors
     interleaved, eps, zero_centered, backward = ctx.options
     if weight is None:
-        dx, dweight = _rope(dy, None, cos, sin, positions, interleaved, eps, zero_centered, not backward), None
+        dx = _rope(dy, None, cos, sin, positions, interleaved, eps, zero_centered, not backward)
+        dweight = None
     else:
-        dx, dweight = _rope_norm_backward(dy, x, weight, cos, sin, positions, interleaved, eps, zero_centered)
+        dx, dweight = _rope_norm_backward(
+            dy, x, weight, cos, sin, positions, interleaved, eps, zero_centered
+        )
     return dx, dweight, None, None, None, None, None, None, None
 
 
 _rope.register_autograd(_differentiate, setup_context=_save)
 
 
-PARTIAL = (16, 2, 256)  # heads, groups and width of Qwen3-Next's attention, of which a quarter turns
+# heads, groups and width of Qwen3-Next's attention, of which a quarter turns
+PARTIAL = (
+    16,
+    2,
+    256,
+)
 
 
 def _launch(model: Model) -> None:
     from mtrain_kernels.rope import packed_triton, triton
 
-    x = torch.empty((1, model.tokens, model.heads, model.head_dim), dtype=torch.bfloat16, device="meta")
+    x = torch.empty(
+        (1, model.tokens, model.heads, model.head_dim), dtype=torch.bfloat16, device="meta"
+    )
     table = torch.empty((model.tokens, model.rope_dim // 2), dtype=torch.float32, device="meta")
     positions = torch.empty((1, model.tokens), dtype=torch.int64, device="meta")
     triton.forward(x, None, table, table, positions, True, 0.0, False, False)
@@ -163,14 +187,21 @@ def _launch(model: Model) -> None:
         triton.forward(x, x[0, 0, 0], table, table, at, interleaved, 1e-6, False, False)
         triton.backward(x, x, x[0, 0, 0], table, table, at, interleaved, 1e-6, False)
     sizes = (model.heads, model.kv_heads, model.head_dim)
-    part, weight = table.new_empty(model.tokens, PARTIAL[2] // 8), x.new_empty(PARTIAL[2])
+    part = table.new_empty(model.tokens, PARTIAL[2] // 8)
+    weight = x.new_empty(PARTIAL[2])
     for (heads, groups, width), angles, w in (
         (sizes, table, None),
         (sizes, table, x[0, 0, 0]),
         (PARTIAL, part, weight),
     ):
         packed = x.new_empty(model.tokens, 1, (heads + 2 * groups) * width)
-        given = (w, w, angles, angles, packed_triton.Packing(heads, groups, True, False, 1e-6, False))
+        given = (
+            w,
+            w,
+            angles,
+            angles,
+            packed_triton.Packing(heads, groups, True, False, 1e-6, False),
+        )
         q, k, v = packed_triton.forward(packed, *given)
         packed_triton.backward(q, k, v, packed, *given)
     triton.backward(q[None, :, 0], q[None, :, 0], weight, part, part, None, False, 1e-6, False)
@@ -230,11 +261,19 @@ def _packed_case() -> Case:
     def make(model: Model, device: torch.device, dtype: torch.dtype) -> dict[str, Any]:
         row = (model.heads + 2 * model.kv_heads) * model.head_dim
         found = _CASES[0].make(model, device, dtype)
-        weights = [torch.randn(model.head_dim, device=device, dtype=dtype).requires_grad_() for _ in range(2)]
+        weights = [
+            torch.randn(model.head_dim, device=device, dtype=dtype).requires_grad_()
+            for _ in range(2)
+        ]
         given: dict[str, Any] = {
             "qkv": torch.randn((model.tokens, 1, row), device=device, dtype=dtype).requires_grad_()
         }
-        given |= {"cos": found["cos"], "sin": found["sin"], "heads": model.heads, "groups": model.kv_heads}
+        given |= {
+            "cos": found["cos"],
+            "sin": found["sin"],
+            "heads": model.heads,
+            "groups": model.kv_heads,
+        }
         return given | {"q_weight": weights[0], "k_weight": weights[1]}
 
     def call(inputs: dict[str, Any], impl: str) -> Any:

@@ -1,4 +1,6 @@
-"""Queries, keys and values out of one packed product, normed and turned on the way: contract and gradients."""
+"""Queries, keys and values out of one packed product, normed and turned on the way: contract and
+gradients.
+"""
 
 from __future__ import annotations
 
@@ -27,13 +29,15 @@ def rotate_packed(
     zero_centered: bool = False,
     impl: str = "auto",
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Queries [s, b, n, d], keys and values [s, b, g, d] of packed rows; queries and keys as `reference.rotate`.
+    """Queries [s, b, n, d], keys and values [s, b, g, d] of packed rows; queries and keys as
+    `reference.rotate`.
 
-    `qkv` [s, b, (n + 2 g) d], with `heads` n of queries and `groups` g of keys. `grouped`: a row is the queries of
-    one group, its key, its value, then the next group (Megatron); else all queries, all keys, all values (Hugging
-    Face). Token t is turned by entry t of the tables `cos` and `sin` [p, r/2], p >= s; `q_weight` and `k_weight` [d],
-    both or neither, normalise each head before. `qkv` and the weights get gradients. `impl` is `reference`, `triton`
-    or `auto`. Raises `ValueError` where shapes do not fit, `Unavailable` where the named implementation cannot run.
+    `qkv` [s, b, (n + 2 g) d], with `heads` n of queries and `groups` g of keys. `grouped`: a row is
+    the queries of one group, its key, its value, then the next group (Megatron); else all queries,
+    all keys, all values (Hugging Face). Token t is turned by entry t of the tables `cos` and `sin`
+    [p, r/2], p >= s; `q_weight` and `k_weight` [d], both or neither, normalise each head before.
+    `qkv` and the weights get gradients. `impl` is `reference`, `triton` or `auto`. Raises
+    `ValueError` where shapes do not fit, `Unavailable` where the named implementation cannot run.
     """
     reference.require_packed(qkv, cos, sin, heads, groups, q_weight, k_weight)
     if cos.requires_grad or sin.requires_grad:
@@ -42,12 +46,18 @@ def rotate_packed(
         if other is not None and other.device != qkv.device:
             raise ValueError(f"qkv is on {qkv.device}, but a table or a weight on {other.device}")
     width = qkv.shape[-1] // (heads + 2 * groups)
-    if pick("rope", impl, qkv.device, _obstacle(qkv[..., :width], cos, sin, q_weight, k_weight)) == "reference":
+    if (
+        pick("rope", impl, qkv.device, _obstacle(qkv[..., :width], cos, sin, q_weight, k_weight))
+        == "reference"
+    ):
         return reference.rotate_packed(
-            qkv, cos, sin, heads=heads, groups=groups, grouped=grouped, interleaved=interleaved, q_weight=q_weight,
+            qkv, cos, sin, heads=heads, groups=groups, grouped=grouped, interleaved=interleaved,
+            q_weight=q_weight,
             k_weight=k_weight, eps=eps, zero_centered=zero_centered,
         )  # fmt: skip
-    return _packed(qkv, q_weight, k_weight, cos, sin, heads, groups, grouped, interleaved, eps, zero_centered)
+    return _packed(
+        qkv, q_weight, k_weight, cos, sin, heads, groups, grouped, interleaved, eps, zero_centered
+    )
 
 
 @torch.library.custom_op("mtrain::rope_packed", mutates_args=())
@@ -97,13 +107,18 @@ def _packed_backward(
     from mtrain_kernels.rope import packed_triton
 
     how = packed_triton.Packing(heads, groups, grouped, interleaved, eps, zero_centered)
-    return packed_triton.backward(dq, dk, dv, dq if qkv is None else qkv, q_weight, k_weight, cos, sin, how)
+    return packed_triton.backward(
+        dq, dk, dv, dq if qkv is None else qkv, q_weight, k_weight, cos, sin, how
+    )
 
 
 @_packed_backward.register_fake
 def _(dq, dk, dv, qkv, q_weight, k_weight, cos, sin, heads, groups, *_):
     dqkv = dq.new_empty((*dq.shape[:2], (heads + 2 * groups) * dq.shape[3]))
-    return (dqkv, *(dq.new_empty(0) if w is None else w.new_empty(w.shape) for w in (q_weight, k_weight)))
+    return (
+        dqkv,
+        *(dq.new_empty(0) if w is None else w.new_empty(w.shape) for w in (q_weight, k_weight)),
+    )
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:

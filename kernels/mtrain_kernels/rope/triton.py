@@ -1,4 +1,6 @@
-"""Rotary position embedding on a GPU: a tile is some tokens with many heads, so that tables are read once a tile."""
+"""Rotary position embedding on a GPU: a tile is some tokens with many heads, so that tables are
+read once a tile.
+"""
 
 from __future__ import annotations
 
@@ -14,11 +16,22 @@ BACKWARD_ELEMENTS = 2048  # with more, four warps run out of registers
 
 
 @triton.jit
-def _load(x_ptr, at, live, half, TOKENS: tl.constexpr, HEADS: tl.constexpr, HALF: tl.constexpr, PAIRED: tl.constexpr):
+def _load(
+    x_ptr,
+    at,
+    live,
+    half,
+    TOKENS: tl.constexpr,
+    HEADS: tl.constexpr,
+    HALF: tl.constexpr,
+    PAIRED: tl.constexpr,
+):
     """First and second element of each pair in fp32, from heads that start at `at`."""
     if PAIRED:
         column = tl.arange(0, 2 * HALF)[None, None, :]
-        both = tl.load(x_ptr + at + column, mask=live & (column < 2 * half), other=0.0).to(tl.float32)
+        both = tl.load(x_ptr + at + column, mask=live & (column < 2 * half), other=0.0).to(
+            tl.float32
+        )
         first, second = tl.split(tl.reshape(both, (TOKENS, HEADS, HALF, 2)))
     else:
         column = tl.arange(0, HALF)[None, None, :]
@@ -60,7 +73,9 @@ def _load_rest(x_ptr, at, live, half, width, REST: tl.constexpr):
 def _store_rest(y_ptr, at, live, half, width, rest, REST: tl.constexpr):
     if REST > 0:
         column = tl.arange(0, REST)[None, None, :] + 2 * half
-        tl.store(y_ptr + at + column, cast(rest, y_ptr.dtype.element_ty), mask=live & (column < width))
+        tl.store(
+            y_ptr + at + column, cast(rest, y_ptr.dtype.element_ty), mask=live & (column < width)
+        )
 
 
 @triton.jit
@@ -81,20 +96,30 @@ def _rstd(a, b, rest, width, eps, REST: tl.constexpr):
 
 @triton.jit
 def _weights(
-    weight_ptr, half, width, HALF: tl.constexpr, REST: tl.constexpr, PAIRED: tl.constexpr, ZERO_CENTERED: tl.constexpr
+    weight_ptr,
+    half,
+    width,
+    HALF: tl.constexpr,
+    REST: tl.constexpr,
+    PAIRED: tl.constexpr,
+    ZERO_CENTERED: tl.constexpr,
 ):
     """What normed elements are multiplied by: first and second of each pair, and the rest."""
     origin = tl.zeros((1, 1, 1), tl.int64)
     wa, wb = _load(weight_ptr, origin, True, half, 1, 1, HALF, PAIRED)
     w = _load_rest(weight_ptr, origin, True, half, width, REST)
     if ZERO_CENTERED:
-        wa, wb, w = wa + 1.0, wb + 1.0, w + 1.0
+        wa = wa + 1.0
+        wb = wb + 1.0
+        w = w + 1.0
     return wa, wb, w
 
 
 @triton.jit
 def _through_norm(da, db, drest, a, b, rest, rstd, width, REST: tl.constexpr):
-    """Gradients of what was normed to `a`, `b` and `rest`, from those of what they were multiplied to."""
+    """Gradients of what was normed to `a`, `b` and `rest`, from those of what they were multiplied
+    to.
+    """
     along = _over_head(da * a + db * b, drest * rest, REST) / width
     return rstd * (da - a * along), rstd * (db - b * along), rstd * (drest - rest * along)
 
@@ -121,7 +146,9 @@ def _angles(
 ):  # fmt: skip
     """Cosines and sines [TOKENS, 1, HALF]; a position outside of the table gives no number."""
     if POSITIONS:
-        position = tl.load(positions_ptr + batch * batch_stride + token * token_stride, mask=live, other=0)
+        position = tl.load(
+            positions_ptr + batch * batch_stride + token * token_stride, mask=live, other=0
+        )
     else:
         position = token
     column = tl.arange(0, HALF)[None, None, :]
@@ -142,7 +169,9 @@ def forward_kernel(
     PAIRED: tl.constexpr, POSITIONS: tl.constexpr, NORM: tl.constexpr,
     ZERO_CENTERED: tl.constexpr, BACKWARD: tl.constexpr,
 ):  # fmt: skip
-    """One tile of tokens and heads; `BACKWARD` turns the other way, which is the gradient where nothing is normed."""
+    """One tile of tokens and heads; `BACKWARD` turns the other way, which is the gradient where
+    nothing is normed.
+    """
     batch = tl.program_id(2).to(tl.int64)
     token = (tl.program_id(0) * TOKENS + tl.arange(0, TOKENS).to(tl.int64))[:, None, None]
     head = (tl.program_id(1) * HEADS + tl.arange(0, HEADS).to(tl.int64))[None, :, None]
@@ -154,7 +183,9 @@ def forward_kernel(
     if NORM:
         rstd = _rstd(a, b, rest, width, eps, REST)
         wa, wb, w = _weights(weight_ptr, half, width, HALF, REST, PAIRED, ZERO_CENTERED)
-        a, b, rest = a * rstd * wa, b * rstd * wb, rest * rstd * w
+        a = a * rstd * wa
+        b = b * rstd * wb
+        rest = rest * rstd * w
     cos, sin = _angles(
         cos_ptr, sin_ptr, positions_ptr, batch, token, token < length, half, table,
         positions_batch, positions_token, HALF, POSITIONS,
@@ -174,14 +205,17 @@ def backward_kernel(
     TOKENS: tl.constexpr, HEADS: tl.constexpr, HALF: tl.constexpr, REST: tl.constexpr,
     PAIRED: tl.constexpr, POSITIONS: tl.constexpr, ZERO_CENTERED: tl.constexpr,
 ):  # fmt: skip
-    """Gradients of normed and turned heads; each program walks over tiles and leaves fp32 sums for the weight.
+    """Gradients of normed and turned heads; each program walks over tiles and leaves fp32 sums for
+    the weight.
 
-    The sums stay apart for each token and head of a tile until the end: only then do warps wait for each other.
+    The sums stay apart for each token and head of a tile until the end: only then do warps wait for
+    each other.
     """
     batch = tl.program_id(2).to(tl.int64)
     head = (tl.program_id(1) * HEADS + tl.arange(0, HEADS).to(tl.int64))[None, :, None]
     wa, wb, w = _weights(weight_ptr, half, width, HALF, REST, PAIRED, ZERO_CENTERED)
-    sum_a, sum_b = tl.zeros((TOKENS, HEADS, HALF), tl.float32), tl.zeros((TOKENS, HEADS, HALF), tl.float32)
+    sum_a = tl.zeros((TOKENS, HEADS, HALF), tl.float32)
+    sum_b = tl.zeros((TOKENS, HEADS, HALF), tl.float32)
     sum_rest = tl.zeros((TOKENS, HEADS, max(REST, 1)), tl.float32)
     for first in range(tl.program_id(0) * TOKENS, length, tl.num_programs(0) * TOKENS):
         token = (first + tl.arange(0, TOKENS).to(tl.int64))[:, None, None]
@@ -198,15 +232,20 @@ def backward_kernel(
         ya, yb = _load(dy_ptr, above, live, half, TOKENS, HEADS, HALF, PAIRED)
         drest = _load_rest(dy_ptr, above, live, half, width, REST)
         rstd = _rstd(a, b, rest, width, eps, REST)
-        a, b, rest = a * rstd, b * rstd, rest * rstd
-        da, db = ya * cos + yb * sin, yb * cos - ya * sin
+        a = a * rstd
+        b = b * rstd
+        rest = rest * rstd
+        da = ya * cos + yb * sin
+        db = yb * cos - ya * sin
         sum_a += da * a
         sum_b += db * b
         sum_rest += drest * rest
         da, db, drest = _through_norm(da * wa, db * wb, drest * w, a, b, rest, rstd, width, REST)
         _store(dx_ptr, to, live, half, da, db, TOKENS, HEADS, HALF, PAIRED)
         _store_rest(dx_ptr, to, live, half, width, drest, REST)
-    program = (tl.program_id(2) * tl.num_programs(0) + tl.program_id(0)) * tl.num_programs(1) + tl.program_id(1)
+    program = (tl.program_id(2) * tl.num_programs(0) + tl.program_id(0)) * tl.num_programs(
+        1
+    ) + tl.program_id(1)
     _store_sums(dweight_ptr, program, half, width, sum_a, sum_b, sum_rest, HALF, REST, PAIRED)
 
 
@@ -218,7 +257,9 @@ def head_sides(width: int, half: int) -> tuple[dict[str, int], int]:
 
 
 def _grid(x: Tensor, half: int, elements: int) -> tuple[tuple[int, int, int], dict[str, int]]:
-    """Tiles of x [b, s, n, d] along tokens and heads of each row of the batch, and the constants of a tile."""
+    """Tiles of x [b, s, n, d] along tokens and heads of each row of the batch, and the constants of
+    a tile.
+    """
     batch, length, heads, width = x.shape
     sides, each = head_sides(width, half)
     some_heads = min(power_of_two(heads), max(1, elements // each))
@@ -242,18 +283,24 @@ def forward(
     zero_centered: bool,
     backward: bool,
 ) -> Tensor:
-    """Launches the forward kernel on `x` [b, s, n, d] with tables [p, r/2] and positions [b, s]; keeps x's layout."""
+    """Launches the forward kernel on `x` [b, s, n, d] with tables [p, r/2] and positions [b, s];
+    keeps x's layout.
+    """
     y = torch.empty_like(x)
     if x.numel():
-        source, into = _unit(x), y if y.stride(-1) == 1 else y.new_empty(y.shape)
+        source = _unit(x)
+        into = y if y.stride(-1) == 1 else y.new_empty(y.shape)
         half = cos.shape[1]
         grid, tile = _grid(x, half, ELEMENTS)
         with on_device_of(x):
             forward_kernel[grid](
-                source, weight if weight is None else weight.contiguous(), cos.contiguous(), sin.contiguous(),
+                source, weight if weight is None else weight.contiguous(), cos.contiguous(),
+                sin.contiguous(),
                 positions, into, x.shape[1], x.shape[2], x.shape[3], half, cos.shape[0], eps,
-                *source.stride()[:3], *into.stride()[:3], *((0, 0) if positions is None else positions.stride()),
-                **tile, PAIRED=interleaved, POSITIONS=positions is not None, NORM=weight is not None,
+                *source.stride()[:3], *into.stride()[:3],
+                *((0, 0) if positions is None else positions.stride()),
+                **tile, PAIRED=interleaved, POSITIONS=positions is not None,
+                NORM=weight is not None,
                 ZERO_CENTERED=zero_centered, BACKWARD=backward, num_warps=4,
             )  # fmt: skip
         if into is not y:
@@ -272,22 +319,28 @@ def backward(
     eps: float,
     zero_centered: bool,
 ) -> tuple[Tensor, Tensor]:
-    """Launches the backward kernel of normed and turned heads: gradients of `x` [b, s, n, d] and of `weight` [d]."""
+    """Launches the backward kernel of normed and turned heads: gradients of `x` [b, s, n, d] and of
+    `weight` [d].
+    """
     dx = torch.empty_like(x)
     if not x.numel():
         return dx, torch.zeros_like(weight)
-    source, above, into = _unit(x), _unit(dy), dx if dx.stride(-1) == 1 else dx.new_empty(dx.shape)
+    source = _unit(x)
+    above = _unit(dy)
+    into = dx if dx.stride(-1) == 1 else dx.new_empty(dx.shape)
     half = cos.shape[1]
     (rows, columns, batch), tile = _grid(x, half, BACKWARD_ELEMENTS)
     grid = (min(rows, ceil_div(4 * processors(x.device), columns * batch)), columns, batch)
     dweight = x.new_empty((grid[0] * columns * batch, x.shape[-1]), dtype=torch.float32)
     with on_device_of(x):
         backward_kernel[grid](
-            above, source, weight.contiguous(), cos.contiguous(), sin.contiguous(), positions, into, dweight,
+            above, source, weight.contiguous(), cos.contiguous(), sin.contiguous(), positions,
+            into, dweight,
             x.shape[1], x.shape[2], x.shape[3], half, cos.shape[0], eps,
             *above.stride()[:3], *source.stride()[:3], *into.stride()[:3],
             *((0, 0) if positions is None else positions.stride()),
-            **tile, PAIRED=interleaved, POSITIONS=positions is not None, ZERO_CENTERED=zero_centered, num_warps=4,
+            **tile, PAIRED=interleaved, POSITIONS=positions is not None,
+            ZERO_CENTERED=zero_centered, num_warps=4,
         )  # fmt: skip
     if into is not dx:
         dx.copy_(into)

@@ -22,11 +22,13 @@ def softmax(
     sink: Tensor | None = None,
     impl: str = "auto",
 ) -> Tensor:
-    """`exp(scale x) / (exp(sink) + sum exp(scale x))` over the last axis, among the keys that each query sees.
+    """`exp(scale x) / (exp(sink) + sum exp(scale x))` over the last axis, among the keys that each
+    query sees.
 
-    Arguments and result are those of `reference.softmax`: `x` [b, n, s, t] in fp32, fp16 or bf16, `mask` boolean and
-    broadcastable to it, `sink` [n]; sums are kept in fp32. `impl` is `reference`, `triton` or `auto`. Raises
-    `ValueError` where the shapes do not fit, `Unavailable` where the named implementation cannot run.
+    Arguments and result are those of `reference.softmax`: `x` [b, n, s, t] in fp32, fp16 or bf16,
+    `mask` boolean and broadcastable to it, `sink` [n]; sums are kept in fp32. `impl` is
+    `reference`, `triton` or `auto`. Raises `ValueError` where the shapes do not fit, `Unavailable`
+    where the named implementation cannot run.
     """
     reference.require_softmax(x, mask, sink)
     if pick("softmax", impl, x.device, _obstacle(x, sink)) == "reference":
@@ -103,7 +105,9 @@ def _make(model: Model, device: torch.device, dtype: torch.dtype) -> dict[str, A
 
 
 def _moves(read: float, written: int) -> Any:
-    """Bytes of so many passes over the scores in BF16; a causal kernel reads half of them and writes all."""
+    """Bytes of so many passes over the scores in BF16; a causal kernel reads half of them and
+    writes all.
+    """
     return lambda m: Cost(bytes=int(2 * m.heads * _length(m) ** 2 * (read + written)))
 
 

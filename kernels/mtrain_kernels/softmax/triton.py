@@ -1,4 +1,6 @@
-"""Kernels of the softmax: a first pass over a row finds maximum and sum, a second one writes; all in fp32."""
+"""Kernels of the softmax: a first pass over a row finds maximum and sum, a second one writes; all
+in fp32.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,9 @@ ELEMENTS = 4096  # scores in a tile
 
 
 @triton.jit
-def _seen(query, key, mask_ptr, base, stride_s, stride_t, s, t, CAUSAL: tl.constexpr, MASKED: tl.constexpr):
+def _seen(
+    query, key, mask_ptr, base, stride_s, stride_t, s, t, CAUSAL: tl.constexpr, MASKED: tl.constexpr
+):
     """Which of the scores exist, and which of them are seen by their queries, [S, T].
 
     All that exist are read: a load that skips unseen keys would be as narrow as a score.
@@ -93,7 +97,9 @@ def softmax_kernel(
         key = start + tl.arange(0, T)
         p = tl.zeros([S, T], tl.float32)
         if start < edge:
-            inside, seen = _seen(query, key, mask_ptr, base, stride_s, stride_t, s, t, CAUSAL, MASKED)
+            inside, seen = _seen(
+                query, key, mask_ptr, base, stride_s, stride_t, s, t, CAUSAL, MASKED
+            )
             z = tl.load(x_ptr + row + key[None, :], mask=inside, other=0.0).to(tl.float32) * scale
             p = tl.where(seen, exp2((z - top[:, None]) * LOG2E) * share[:, None], 0.0)
         inside = (query[:, None] < s) & (key[None, :] < t)
@@ -124,7 +130,9 @@ def softmax_backward_kernel(
     S: tl.constexpr,
     T: tl.constexpr,
 ):
-    """From x again and not from y, whose rounding to half precision the difference of gradients would magnify."""
+    """From x again and not from y, whose rounding to half precision the difference of gradients
+    would magnify.
+    """
     blocks = tl.cdiv(s, S)
     head = tl.program_id(0) // blocks
     block = tl.program_id(0) % blocks
@@ -150,7 +158,9 @@ def softmax_backward_kernel(
         key = start + tl.arange(0, T)
         d = tl.zeros([S, T], tl.float32)
         if start < edge:
-            inside, seen = _seen(query, key, mask_ptr, base, stride_s, stride_t, s, t, CAUSAL, MASKED)
+            inside, seen = _seen(
+                query, key, mask_ptr, base, stride_s, stride_t, s, t, CAUSAL, MASKED
+            )
             z = tl.load(x_ptr + row + key[None, :], mask=inside, other=0.0).to(tl.float32) * scale
             d_y = tl.load(d_y_ptr + row + key[None, :], mask=inside, other=0.0).to(tl.float32)
             p = exp2((z - top[:, None]) * LOG2E) * share[:, None]
@@ -167,7 +177,9 @@ def _tile(s: int, t: int) -> tuple[int, int]:
 def forward(
     x: Tensor, scale: float, causal: bool, mask: Tensor | None, sink: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Probabilities of `x` [b, n, s, t]; what was subtracted and what was divided by, both fp32 [b, n, s]."""
+    """Probabilities of `x` [b, n, s, t]; what was subtracted and what was divided by, both fp32 [b,
+    n, s].
+    """
     x = x.contiguous()
     sink = None if sink is None else sink.contiguous()
     b, n, s, t = x.shape
@@ -211,8 +223,11 @@ def backward(
     mask: Tensor | None,
     sink: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
-    """Gradients of x and of the sink [n] (empty without one), given that of y and what `forward` kept."""
-    d_y, x = d_y.contiguous(), x.contiguous()
+    """Gradients of x and of the sink [n] (empty without one), given that of y and what `forward`
+    kept.
+    """
+    d_y = d_y.contiguous()
+    x = x.contiguous()
     sink = None if sink is None else sink.contiguous()
     b, n, s, t = x.shape
     d_x = torch.empty_like(x)
@@ -243,4 +258,6 @@ def backward(
             T=columns,
             num_warps=8,
         )
-    return d_x, x.new_empty(0) if d_sink is None or sink is None else d_sink.sum((0, 2)).to(sink.dtype)
+    return d_x, x.new_empty(0) if d_sink is None or sink is None else d_sink.sum((0, 2)).to(
+        sink.dtype
+    )

@@ -31,18 +31,26 @@ def ssd(
     chunk: int = 256,
     impl: str = "auto",
 ) -> tuple[Tensor, Tensor]:
-    """The scan `S_i = exp(dt_i a) S_(i-1) + dt_i x_i b_i^T`, `y_i = S_i c_i + d x_i`, and the last state.
+    """The scan `S_i = exp(dt_i a) S_(i-1) + dt_i x_i b_i^T`, `y_i = S_i c_i + d x_i`, and the last
+    state.
 
-    Arguments and results are those of `reference.ssd`: `x` [n, t, h, p], `dt` [n, t, h], `a` [h], `b` and `c`
-    [n, t, g, s], `d` [h] or [h, p], `dt_bias` [h], `state` [n, h, p, s], `segments` [n, t]; y has x's shape and
-    dtype, the state is fp32. Computed by chunks of `chunk` times. `impl` is `mamba_ssm` or `fla` (libraries, on
-    CUDA), `reference` or `auto`. Raises `ValueError` where the shapes do not fit, `Unavailable` where the named one
-    cannot run.
+    Arguments and results are those of `reference.ssd`: `x` [n, t, h, p], `dt` [n, t, h], `a` [h],
+    `b` and `c` [n, t, g, s], `d` [h] or [h, p], `dt_bias` [h], `state` [n, h, p, s], `segments` [n,
+    t]; y has x's shape and dtype, the state is fp32. Computed by chunks of `chunk` times. `impl` is
+    `mamba_ssm` or `fla` (libraries, on CUDA), `reference` or `auto`. Raises `ValueError` where the
+    shapes do not fit, `Unavailable` where the named one cannot run.
     """
     reference.require_ssd(x, dt, a, b, c, d, dt_bias, state, segments)
-    against = tuple(_call_obstacle(name, x, chunk, state, segments) for name in ("mamba_ssm", "fla"))
+    against = tuple(
+        _call_obstacle(name, x, chunk, state, segments) for name in ("mamba_ssm", "fla")
+    )
     name = _pick(impl, x.device, *against)
-    options: dict[str, Any] = {"d": d, "dt_bias": dt_bias, "dt_softplus": dt_softplus, "state": state}
+    options: dict[str, Any] = {
+        "d": d,
+        "dt_bias": dt_bias,
+        "dt_softplus": dt_softplus,
+        "state": state,
+    }
     if name == "mamba_ssm":
         return by_mamba_ssm(x, dt, a, b, c, segments=segments, chunk=chunk, **options)
     if name == "fla":
@@ -52,7 +60,9 @@ def ssd(
 
 @torch.compiler.assume_constant_result
 def _pick(impl: str, device: torch.device, mamba_ssm: str | None, fla: str | None) -> str:
-    """The implementation to take; the obstacles are those that this very call puts in the way of a library."""
+    """The implementation to take; the obstacles are those that this very call puts in the way of a
+    library.
+    """
     if impl == "auto":
         for name, obstacle in (("mamba_ssm", mamba_ssm), ("fla", fla)):
             if obstacle is None and OPS[0].implementations[name].available(device) is None:
@@ -61,7 +71,9 @@ def _pick(impl: str, device: torch.device, mamba_ssm: str | None, fla: str | Non
     return choose(OPS[0], impl, device, {"mamba_ssm": mamba_ssm, "fla": fla}.get(impl))[0]
 
 
-def _call_obstacle(name: str, x: Tensor, chunk: int, state: Tensor | None, segments: Tensor | None) -> str | None:
+def _call_obstacle(
+    name: str, x: Tensor, chunk: int, state: Tensor | None, segments: Tensor | None
+) -> str | None:
     """Why a library cannot take this call, whatever the device."""
     if x.dtype not in (*HALF, torch.float32):
         return f"{x.dtype} is none of fp32, fp16 and bf16"
@@ -77,7 +89,9 @@ def _call_obstacle(name: str, x: Tensor, chunk: int, state: Tensor | None, segme
 def _library_obstacle(module: str, device: torch.device) -> str | None:
     if importlib.util.find_spec(module) is None:
         return f"{module} is not installed"
-    return None if device.type == "cuda" else f"{module} runs on CUDA only, the tensors are on {device.type}"
+    if device.type == "cuda":
+        return None
+    return f"{module} runs on CUDA only, the tensors are on {device.type}"
 
 
 def by_mamba_ssm(
@@ -126,9 +140,11 @@ def by_fla(
     dt_softplus: bool,
     state: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
-    """The scan as the gated linear attention of fla: c asks, b is the key, dt x the value, dt a the gate.
+    """The scan as the gated linear attention of fla: c asks, b is the key, dt x the value, dt a the
+    gate.
 
-    fla keeps its state the other way round, [n, h, s, p], and knows no groups, so b and c are repeated.
+    fla keeps its state the other way round, [n, h, s, p], and knows no groups, so b and c are
+    repeated.
     """
     from fla.ops.simple_gla import chunk_simple_gla
 
@@ -149,11 +165,15 @@ def by_fla(
     return y, last.float().mT
 
 
-HEAD, GROUPS, STATE = 64, 8, 128  # of Mamba-2 layers as they are trained; heads are twice the width over HEAD
+# of Mamba-2 layers as they are trained; heads are twice the width over HEAD
+HEAD = 64
+GROUPS = 8
+STATE = 128
 
 
 def _make(model: Model, device: torch.device, dtype: torch.dtype) -> dict[str, Any]:
-    heads, groups = 2 * model.hidden // HEAD, min(GROUPS, 2 * model.hidden // HEAD)
+    heads = 2 * model.hidden // HEAD
+    groups = min(GROUPS, 2 * model.hidden // HEAD)
 
     def leaf(*shape: int) -> Tensor:
         return torch.randn(1, model.tokens, *shape, device=device, dtype=dtype).requires_grad_()
@@ -170,7 +190,9 @@ def _make(model: Model, device: torch.device, dtype: torch.dtype) -> dict[str, A
 
 
 def _cost(products: int, tensors: int, chunk: int = 256) -> Any:
-    """Bytes of x and y, b and c; products inside chunks (halved by causality) and with the states."""
+    """Bytes of x and y, b and c; products inside chunks (halved by causality) and with
+    the states.
+    """
 
     def cost(m: Model) -> Cost:
         heads = 2 * m.hidden // HEAD
@@ -195,7 +217,9 @@ OPS = (
         ),
         launch=lambda model: None,
         implementations={
-            "mamba_ssm": Implementation("mamba_ssm", functools.partial(_library_obstacle, "mamba_ssm")),
+            "mamba_ssm": Implementation(
+                "mamba_ssm", functools.partial(_library_obstacle, "mamba_ssm")
+            ),
             "fla": Implementation("fla", functools.partial(_library_obstacle, "fla")),
             "reference": REFERENCE,
         },

@@ -30,12 +30,15 @@ from mtrain.plan.rank import logits_at_once
 from mtrain.world.init import World
 
 
-def build_model(run: RunConfig, world: World, *, wrap: bool = True, drawn: bool = True) -> list[Any]:
-    """This rank's chunks of the model: one per virtual pipeline stage, with weights from `trainer.seed`.
+def build_model(
+    run: RunConfig, world: World, *, wrap: bool = True, drawn: bool = True
+) -> list[Any]:
+    """This rank's chunks of the model: one per virtual pipeline stage, with weights from
+    `trainer.seed`.
 
-    With `wrap`, each is inside megatron-core's DistributedDataParallel or what `parallel.fsdp` names; without, it can
-    only run forward. Weights that FSDP shards have no memory before that: a rank never holds all of them. Unless
-    they are `drawn`, weights have no values.
+    With `wrap`, each is inside megatron-core's DistributedDataParallel or what `parallel.fsdp`
+    names; without, it can only run forward. Weights that FSDP shards have no memory before that: a
+    rank never holds all of them. Unless they are `drawn`, weights have no values.
     """
     config = transformer_config(run, world.device)
     with weights.deferred() if wrap and _may_defer(run) else nullcontext():
@@ -46,7 +49,8 @@ def build_model(run: RunConfig, world: World, *, wrap: bool = True, drawn: bool 
     if run.precision.dtype != "fp32":
         chunks = [_half(config, chunk) for chunk in chunks]
     if wrap and run.parallel.fsdp != "none":
-        size = max(communication_elements(chunk) for chunk in chunks)  # the optimizer wants one for all
+        # the optimizer wants one for all
+        size = max(communication_elements(chunk) for chunk in chunks)
         chunks = [_fully_shard(run, config, chunk, world.torch_device, size) for chunk in chunks]
     if drawn:
         weights.initialize(chunks, run.trainer.seed)
@@ -59,8 +63,8 @@ def build_model(run: RunConfig, world: World, *, wrap: bool = True, drawn: bool 
 
 @contextmanager
 def _stream_of_gradients(run: RunConfig, device: Device) -> Iterator[None]:
-    """A stream of its own for a graph of whole steps: autograd adds gradients up on the stream on which
-    DistributedDataParallel was made, and the default stream may not take part in a capture.
+    """A stream of its own for a graph of whole steps: autograd adds gradients up on the stream on
+    which DistributedDataParallel was made, and the default stream may not take part in a capture.
     """
     if run.trainer.cuda_graph_impl != "full_iteration":
         yield
@@ -74,7 +78,9 @@ def _stream_of_gradients(run: RunConfig, device: Device) -> Iterator[None]:
 
 
 def _half(config: Any, chunk: Any) -> Any:
-    """The chunk in half precision, but for the routers' balancing biases, which a checkpoint holds in full."""
+    """The chunk in half precision, but for the routers' balancing biases, which a checkpoint holds
+    in full.
+    """
     wrapped = mcore.Float16Module(config, chunk)
     for router in (module for module in wrapped.modules() if isinstance(module, mcore.TopKRouter)):
         router._maintain_float32_expert_bias()
@@ -82,18 +88,24 @@ def _half(config: Any, chunk: Any) -> Any:
 
 
 def _may_defer(run: RunConfig) -> bool:
-    """Whether weights may stay without memory until FSDP shards them; stages add tied embeddings up before."""
+    """Whether weights may stay without memory until FSDP shards them; stages add tied embeddings up
+    before.
+    """
     tied_stages = run.parallel.pp > 1 and run.model.tie_word_embeddings
     return run.parallel.fsdp != "none" and not tied_stages
 
 
 def blank_model(run: RunConfig, world: World) -> list[Any]:
-    """This rank's chunks in a `fake_world` world: every layer and shape, no memory; portable layers."""
+    """This rank's chunks in a `fake_world` world: every layer and shape, no memory; portable
+    layers.
+    """
     words = {op.name: "reference" for op in OPERATIONS} | {"default": "reference"}
     off = {"gradient_accumulation_fusion": False, "cpu_matmul": None}
     kernels = run.kernels.model_copy(update={**words, **off})
     run = run.on_any_device()
-    run = run.model_copy(update={"kernels": kernels, "precision": run.precision.unquantized(run.precision.format)})
+    run = run.model_copy(
+        update={"kernels": kernels, "precision": run.precision.unquantized(run.precision.format)}
+    )
     return _chunks(run, transformer_config(run, world.device))
 
 
@@ -125,7 +137,8 @@ def adapter_of(peft: PeftConfig) -> low_rank.Adapter:
 
 def _wrap(run: RunConfig, config: Any, chunk: Any, *, first: bool) -> Any:
     ddp = mcore.DistributedDataParallelConfig(**values(DDP_FIELDS, run))
-    # Only the first chunk may wait for its buckets one by one; see DistributedDataParallel's own use in training.
+    # Only the first chunk may wait for its buckets one by one; see DistributedDataParallel's own
+    # use in training.
     return mcore.DistributedDataParallel(
         config, ddp, chunk, disable_bucketing=not first and not run.parallel.overlap_grad_reduce
     )

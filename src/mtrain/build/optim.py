@@ -17,10 +17,15 @@ from mtrain.mcore.optimizer_state import distribute, name_states
 
 
 def build_optimizer(run: RunConfig, chunks: list[Any]) -> Any:
-    """megatron-core's optimizer over this rank's chunks: distributed or not, mixed precision or not."""
-    spec, config = OPTIMIZERS[run.optim.name], optimizer_config(run)
+    """megatron-core's optimizer over this rank's chunks: distributed or not, mixed precision or
+    not.
+    """
+    spec = OPTIMIZERS[run.optim.name]
+    config = optimizer_config(run)
     overrides = mcore.get_standard_config_overrides(config)
-    overrides |= {_matching(group): dict(group.settings) for group in (*spec.groups(run), *mup_groups(run))}
+    overrides |= {
+        _matching(group): dict(group.settings) for group in (*spec.groups(run), *mup_groups(run))
+    }
     optimizer = mcore.get_megatron_optimizer(
         config, chunks, config_overrides=overrides, use_gloo_process_groups=False
     )
@@ -33,37 +38,50 @@ def build_optimizer(run: RunConfig, chunks: list[Any]) -> Any:
 
 
 def optimizer_config(run: RunConfig) -> Any:
-    """megatron-core's configuration of the optimizer; decides which class of this process it builds.
+    """megatron-core's configuration of the optimizer; decides which class of this process it
+    builds.
 
     Raises:
         ImportError: kernels.optimizer=te without TransformerEngine.
         ValueError: kernels.optimizer is not resolved.
     """
-    spec, word = OPTIMIZERS[run.optim.name], run.kernels.optimizer
-    fields = {**with_dtypes(values(OPTIMIZER_FIELDS, run)), **values(OWN_FIELDS.get(spec.name, {}), run)}
+    spec = OPTIMIZERS[run.optim.name]
+    word = run.kernels.optimizer
+    fields = {
+        **with_dtypes(values(OPTIMIZER_FIELDS, run)),
+        **values(OWN_FIELDS.get(spec.name, {}), run),
+    }
     if word in ("reference", "triton") and spec.build is not None:
         kind, arguments = spec.build(run)
         mcore.use_own(kind, **arguments)
         return mcore.OwnOptimizerConfig(**fields)
     use = {"te": mcore.use_te, "torch": mcore.use_torch}.get(word or "")
     if use is None:
-        raise ValueError(f"kernels.optimizer = {word!r} is not resolved, or does not update {spec.name}")
+        raise ValueError(
+            f"kernels.optimizer = {word!r} is not resolved, or does not update {spec.name}"
+        )
     use()
     return mcore.OptimizerConfig(**fields)
 
 
 def _matching(group: ParamGroup) -> Any:
     """megatron-core's name of a group of parameters."""
-    return mcore.ParamKey(with_name_predicate=mcore.ParamWithNamePredicate(name=group.name, fn=group.contains))
+    return mcore.ParamKey(
+        with_name_predicate=mcore.ParamWithNamePredicate(name=group.name, fn=group.contains)
+    )
 
 
 def _update_in_one_pass(optimizer: Any) -> None:
-    """Let torch's Adam update each weight in one pass over memory; megatron-core leaves it at a dozen on a CPU."""
+    """Let torch's Adam update each weight in one pass over memory; megatron-core leaves it at a
+    dozen on a CPU.
+    """
     if isinstance(optimizer, torch.optim.Adam):
         for group in optimizer.param_groups:
             group["fused"] = True
 
 
 def build_schedule(run: RunConfig, optimizer: Any) -> Any:
-    """The learning-rate schedule in steps; `step(1)` before an update sets the rate of that update."""
+    """The learning-rate schedule in steps; `step(1)` before an update sets the rate of
+    that update.
+    """
     return mcore.OptimizerParamScheduler(optimizer, **values(SCHEDULE_FIELDS, run))

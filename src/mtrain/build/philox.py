@@ -1,8 +1,10 @@
-"""Random numbers by element index: Philox4x64-10 (Salmon et al., Parallel random numbers: as easy as 1, 2, 3, 2011).
+"""Random numbers by element index: Philox4x64-10 (Salmon et al., Parallel random numbers: as easy
+as 1, 2, 3, 2011).
 
-Element i of a stream is half i % 2 of the 64-bit word i // 2, so any part of a tensor can be drawn alone.
-Every operation is exactly rounded or an integer's, so all devices make the same bits: a device's own normal numbers
-differ by the last bits of its logarithm and cosine. On the host numpy draws the words, elsewhere torch does.
+Element i of a stream is half i % 2 of the 64-bit word i // 2, so any part of a tensor can be drawn
+alone. Every operation is exactly rounded or an integer's, so all devices make the same bits: a
+device's own normal numbers differ by the last bits of its logarithm and cosine. On the host numpy
+draws the words, elsewhere torch does.
 """
 
 from __future__ import annotations
@@ -23,7 +25,9 @@ MULTIPLIERS = (0xD2E7470EE14C6C93, 0xCA5A826395121157)
 KEY_STEPS = (0x9E3779B97F4A7C15, 0xBB67AE8584CAA73B)
 LOW = 0xFFFFFFFF
 BITS = 8
-"""An octave of probabilities has 2^BITS cells, in each of which the quantile of the normal distribution is a line."""
+"""An octave of probabilities has 2^BITS cells, in each of which the quantile of the normal
+distribution is a line.
+"""
 REST = 23 - BITS
 """Bits of a float's fraction that say where in its cell a number lies."""
 LEAST = 0.5
@@ -44,9 +48,11 @@ class Stream:
         """The stream of a name."""
         return cls(int.from_bytes(hashlib.sha256(name.encode()).digest()[:16], "big"))
 
-    def rows(self, top: int, bottom: int, width: int, span: tuple[int, int], device: torch.device | None) -> Tensor:
-        """The bits of the elements of columns `span` of rows `top` to `bottom` of a matrix of `width` columns, on a
-        device, or, with None, on the host.
+    def rows(
+        self, top: int, bottom: int, width: int, span: tuple[int, int], device: torch.device | None
+    ) -> Tensor:
+        """The bits of the elements of columns `span` of rows `top` to `bottom` of a matrix of
+        `width` columns, on a device, or, with None, on the host.
 
         Returns:
             int32 [bottom - top, columns].
@@ -55,15 +61,21 @@ class Stream:
         if device is None:
             return self._on_host(top * width, bottom * width).view(-1, width)[:, left:right]
         if right - left == width:
-            return self._elsewhere(torch.tensor([top * width]), (bottom - top) * width, device).view(-1, width)
+            return self._elsewhere(
+                torch.tensor([top * width]), (bottom - top) * width, device
+            ).view(-1, width)
         return self._elsewhere(torch.arange(top, bottom) * width + left, right - left, device)
 
     def _on_host(self, start: int, stop: int) -> Tensor:
         first = start // PER_BLOCK
         last = -(-stop // PER_BLOCK)
         # numpy counts before it draws
-        drawn = np.random.Philox(key=self.key, counter=(first - 1) % 2**256).random_raw((last - first) * 4)
-        return torch.from_numpy(drawn.view(np.int32))[start - first * PER_BLOCK : stop - first * PER_BLOCK]
+        drawn = np.random.Philox(key=self.key, counter=(first - 1) % 2**256).random_raw(
+            (last - first) * 4
+        )
+        return torch.from_numpy(drawn.view(np.int32))[
+            start - first * PER_BLOCK : stop - first * PER_BLOCK
+        ]
 
     def _elsewhere(self, starts: Tensor, count: int, device: torch.device) -> Tensor:
         """`count` elements from each of `starts` (int64 [n], on the host): int32 [n, count]."""
@@ -74,10 +86,14 @@ class Stream:
         shifts = (starts % PER_BLOCK).unique()
         if len(shifts) == 1:
             return found[:, int(shifts) : int(shifts) + count]
-        return found.gather(1, (starts % PER_BLOCK).to(device).unsqueeze(1) + torch.arange(count, device=device))
+        return found.gather(
+            1, (starts % PER_BLOCK).to(device).unsqueeze(1) + torch.arange(count, device=device)
+        )
 
     def words(self, counters: Tensor) -> Tensor:
-        """The four words of each counter (int64 [n]) in int64 [n, 4], by torch's integers, which wrap around."""
+        """The four words of each counter (int64 [n]) in int64 [n, 4], by torch's integers, which
+        wrap around.
+        """
         x0 = counters
         x1 = x2 = x3 = torch.zeros_like(counters)
         keys = [self.key & (2**64 - 1), self.key >> 64]
@@ -118,7 +134,9 @@ def uniform(bits: Tensor) -> Tensor:
 
 
 def normal(bits: Tensor) -> Tensor:
-    """Normal numbers of mean 0 and standard deviation 1, float32: the quantiles of the 32 bits of each."""
+    """Normal numbers of mean 0 and standard deviation 1, float32: the quantiles of the 32 bits of
+    each.
+    """
     bits = bits.contiguous()
     # the last bit that a float has no room for is rounded, alike everywhere
     place = ((bits & 0x7FFFFFFF).float() + LEAST).view(torch.int32)
@@ -127,7 +145,9 @@ def normal(bits: Tensor) -> Tensor:
     inside = (place & ((1 << REST) - 1)).float()
     # two operations, so that no device makes one rounding of two
     moved = slopes.index_select(0, cell).view_as(inside) * inside
-    return torch.copysign(quantiles.index_select(0, cell).view_as(inside) + moved, bits.view(torch.float32))
+    return torch.copysign(
+        quantiles.index_select(0, cell).view_as(inside) + moved, bits.view(torch.float32)
+    )
 
 
 def _first_cell() -> int:
@@ -136,10 +156,11 @@ def _first_cell() -> int:
 
 @cache
 def edges() -> list[float]:
-    """The quantile at each edge of a cell, for probabilities from 2^-33 to a half; positive, as of the upper tail.
+    """The quantile at each edge of a cell, for probabilities from 2^-33 to a half; positive, as of
+    the upper tail.
 
-    They are rounded to float32 where they are used. None lies so near the middle between two floats that the last
-    bits of the C library's logarithm could decide which it becomes; a test says so.
+    They are rounded to float32 where they are used. None lies so near the middle between two floats
+    that the last bits of the C library's logarithm could decide which it becomes; a test says so.
     """
     last = int(np.float32(2**31).view(np.int32)) >> REST
     cells = np.arange(_first_cell(), last + 1, dtype=np.int32) << REST
@@ -155,11 +176,17 @@ def _tables(device: torch.device) -> tuple[Tensor, Tensor]:
 
 
 def digest(device: str) -> str:
-    """The SHA-256 of what streams give on a torch device, of whole and cut rows: `DIGEST` on each."""
+    """The SHA-256 of what streams give on a torch device, of whole and cut rows:
+    `DIGEST` on each.
+    """
     found = hashlib.sha256()
     probe = torch.empty(0, device=device)
     where = None if probe.is_cpu else probe.device
-    for top, bottom, width, span in ((0, 3, 1000, (0, 1000)), (5, 70, 96, (24, 48)), (2, 40, 37, (5, 30))):
+    for top, bottom, width, span in (
+        (0, 3, 1000, (0, 1000)),
+        (5, 70, 96, (24, 48)),
+        (2, 40, 37, (5, 30)),
+    ):
         bits = Stream.of(f"{width}").rows(top, bottom, width, span, where)
         for drawn in (normal(bits), uniform(bits), normal(bits).bfloat16().float()):
             found.update(drawn.cpu().numpy().tobytes())

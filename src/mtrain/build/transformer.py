@@ -43,7 +43,8 @@ MADE: dict[str, Callable[[Any], Any]] = {
 }
 """Fields that the tables name by a word or a number, and what makes the object of it."""
 
-# Fusions that are CUDA kernels, or that torch.compile would have to make first: off unless a table says otherwise.
+# Fusions that are CUDA kernels, or that torch.compile would have to make first: off unless a table
+# says otherwise.
 FUSIONS = (
     "masked_softmax_fusion",
     "apply_rope_fusion",
@@ -60,12 +61,14 @@ def transformer_config(run: RunConfig, device: Device) -> Any:
     values |= {"use_cpu_initialization": False, "perform_initialization": True}
     kind = mcore.TransformerConfig if run.model.mla is None else mcore.MLATransformerConfig
     config = kind(**values)
-    # megatron-core then asks a layer for the activation, and wrongly believes that it can only be TransformerEngine's
+    # megatron-core then asks a layer for the activation, and wrongly believes that it can only be
+    # TransformerEngine's
     config.use_te_activation_func = run.kernels.activation == "triton"
     config.parallel_residual = run.model.parallel_residual
     config.sparse_experts = None
     if run.model.moe is not None and routes_by_lists(run):
-        moe, words = run.model.moe, (str(run.kernels.moe_router), str(run.kernels.moe_permute))
+        moe = run.model.moe
+        words = (str(run.kernels.moe_router), str(run.kernels.moe_permute))
         config.sparse_experts = mcore.Sparse(
             *words,
             moe.group_score_topk,

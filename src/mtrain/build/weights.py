@@ -1,9 +1,10 @@
-"""Initial weights that do not depend on the layout: every element is a function of the seed, its tensor's name
-and its place in the whole tensor.
+"""Initial weights that do not depend on the layout: every element is a function of the seed, its
+tensor's name and its place in the whole tensor.
 
-megatron-core draws from a generator per rank, so another layout starts from other weights. Here its initialisers
-only mark a parameter with its distribution; afterwards each rank draws the elements that it holds, by their numbers
-in the whole tensor (`mtrain.build.philox`), and every device makes the same bits.
+megatron-core draws from a generator per rank, so another layout starts from other weights. Here its
+initialisers only mark a parameter with its distribution; afterwards each rank draws the elements
+that it holds, by their numbers in the whole tensor (`mtrain.build.philox`), and every device makes
+the same bits.
 """
 
 from __future__ import annotations
@@ -45,14 +46,20 @@ def deferred() -> Iterator[None]:
 
 @dataclass(frozen=True)
 class Normal:
-    """An initialiser for megatron-core that marks a parameter as normal with standard deviation `std`."""
+    """An initialiser for megatron-core that marks a parameter as normal with standard deviation
+    `std`.
+    """
 
     std: float
 
     def __call__(self, tensor: torch.Tensor) -> torch.Tensor:
         tensor.mtrain_init_std = self.std  # type: ignore[attr-defined]
-        if _deferred.get() and not isinstance(tensor, FakeTensor):  # which has no memory to begin with
-            empty = torch.nn.Parameter(torch.empty_like(tensor, device="meta"), requires_grad=tensor.requires_grad)
+        if _deferred.get() and not isinstance(
+            tensor, FakeTensor
+        ):  # which has no memory to begin with
+            empty = torch.nn.Parameter(
+                torch.empty_like(tensor, device="meta"), requires_grad=tensor.requires_grad
+            )
             vars(empty).update(vars(tensor))
             torch.utils.swap_tensors(tensor, empty)
         return tensor
@@ -61,13 +68,14 @@ class Normal:
 def initialize(chunks: list[Any], seed: int) -> None:
     """Fill every marked parameter of this rank's model chunks from `seed`.
 
-    `mtrain_init_scale` of a parameter gives a factor for each of its rows, from their numbers in the whole tensor;
-    `mtrain_init_bound` marks one as uniform between the bound and its negative, `mtrain_init_of_share` as a function
-    of what is uniform in [0, 1).
-    Unmarked parameters (norms, biases, router biases) keep the constants that their modules gave them.
+    `mtrain_init_scale` of a parameter gives a factor for each of its rows, from their numbers in
+    the whole tensor; `mtrain_init_bound` marks one as uniform between the bound and its negative,
+    `mtrain_init_of_share` as a function of what is uniform in [0, 1). Unmarked parameters (norms,
+    biases, router biases) keep the constants that their modules gave them.
 
     Raises:
-        RuntimeError: a matrix was neither marked nor constant, so its start would depend on the layout.
+        RuntimeError: a matrix was neither marked nor constant, so its start would depend on the
+            layout.
     """
     for shard in model_shards(chunks, trainable=True):
         assert shard.param is not None
@@ -79,8 +87,13 @@ def initialize(chunks: list[Any], seed: int) -> None:
             _fill(shard, partial(_uniform, bound), seed)
         elif of_share is not None:
             _fill(shard, partial(_of_share, of_share), seed)
-        elif len(shard.shape) - shard.lead > 1 and not (shard.tensor == shard.tensor.flatten()[0]).all():
-            raise RuntimeError(f"{shard.weight} was initialised by something that mtrain does not control")
+        elif (
+            len(shard.shape) - shard.lead > 1
+            and not (shard.tensor == shard.tensor.flatten()[0]).all()
+        ):
+            raise RuntimeError(
+                f"{shard.weight} was initialised by something that mtrain does not control"
+            )
     make_main_weights(chunks)
 
 
@@ -101,8 +114,11 @@ def _of_share(made: Callable[[torch.Tensor], torch.Tensor], bits: torch.Tensor) 
 def _fill(shard: TensorShard, draw: Callable[[torch.Tensor], torch.Tensor], seed: int) -> None:
     """Draw the rows of this shard, a block at a time, and keep what belongs to it."""
     # axes that count layers or experts are part of the name: they have one index each
-    lead, values = shard.lead, shard.tensor.view(-1)
-    shape, offset, size = shard.global_shape[lead:], shard.offset[lead:], shard.shape[lead:]
+    lead = shard.lead
+    values = shard.tensor.view(-1)
+    shape = shard.global_shape[lead:]
+    offset = shard.offset[lead:]
+    size = shard.shape[lead:]
     stream = Stream.of(f"{seed}/{shard.weight}/{'.'.join(map(str, shard.offset[:lead]))}")
     rows_scaled = getattr(shard.param, "mtrain_init_scale", None)
     start, stop = shard.flat or (0, prod(size))
@@ -120,7 +136,8 @@ def _fill(shard: TensorShard, draw: Callable[[torch.Tensor], torch.Tensor], seed
             drawn = drawn * rows_scaled(numbers).unsqueeze(1)
         part = drawn.reshape(-1)
         begin = top * row
-        lo, hi = max(start, begin), min(stop, begin + part.numel())
+        lo = max(start, begin)
+        hi = min(stop, begin + part.numel())
         values[lo - start : hi - start].copy_(part[lo - begin : hi - begin])
 
 
@@ -132,7 +149,9 @@ def _bits(
     rows: tuple[int, int],
     device: torch.device | None,
 ) -> torch.Tensor:
-    """Random bits of some rows of a part of a whole tensor, counted from the part's first: int32 [rows, elements]."""
+    """Random bits of some rows of a part of a whole tensor, counted from the part's first: int32
+    [rows, elements].
+    """
     top = offset[0] + rows[0]
     bottom = offset[0] + rows[1]
     width = prod(shape[1:])

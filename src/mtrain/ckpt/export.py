@@ -1,4 +1,6 @@
-"""The weights of a checkpoint as whole tensors: files that depend on no layout and on no optimizer."""
+"""The weights of a checkpoint as whole tensors: files that depend on no layout and on
+no optimizer.
+"""
 
 from __future__ import annotations
 
@@ -31,9 +33,13 @@ class Exported:
     files: tuple[Path, ...]
     tensors: int
     elements: int
-    """Numbers in all tensors: the parameters of the model, and a router's balancing biases where it has them."""
+    """Numbers in all tensors: the parameters of the model, and a router's balancing biases where it
+    has them.
+    """
     padding: str
-    """What became of the padding of the vocabulary, whose rows are in the tensors; empty where there is none."""
+    """What became of the padding of the vocabulary, whose rows are in the tensors; empty where
+    there is none.
+    """
 
 
 def weight_keys(checkpoint: Checkpoint) -> list[str]:
@@ -44,7 +50,8 @@ def weight_keys(checkpoint: Checkpoint) -> list[str]:
 
 def _merged(checkpoint: Checkpoint, key: str, run: RunConfig) -> torch.Tensor:
     """A whole weight, with its adapter where it has one."""
-    weight, names = checkpoint.whole(key), names_beside(key)
+    weight = checkpoint.whole(key)
+    names = names_beside(key)
     held = checkpoint.manifest["tensors"]
     if names is None or names.a not in held:
         return weight
@@ -55,10 +62,11 @@ def _merged(checkpoint: Checkpoint, key: str, run: RunConfig) -> torch.Tensor:
 def export(checkpoint: Checkpoint, out: Path, tokenizer: Path | None = None) -> Exported:
     """Write the weights of `checkpoint` to the new folder `out` as safetensors files and an index.
 
-    A tensor has its name in megatron-core and its whole shape; layers are counted over the whole model, experts are
-    the first axis of theirs, and tables of token ids have the padded vocabulary: the index says how many ids there
-    are, and whether padding was masked in the losses. Beside them: `run.yaml`, and the tokenizer if there is one. One
-    file is in memory at a time. Adapters are merged into their weights. The folder appears when everything is in it.
+    A tensor has its name in megatron-core and its whole shape; layers are counted over the whole
+    model, experts are the first axis of theirs, and tables of token ids have the padded vocabulary:
+    the index says how many ids there are, and whether padding was masked in the losses. Beside
+    them: `run.yaml`, and the tokenizer if there is one. One file is in memory at a time. Adapters
+    are merged into their weights. The folder appears when everything is in it.
 
     Raises:
         CorruptData: the checkpoint's pieces do not make up a tensor.
@@ -71,7 +79,9 @@ def export(checkpoint: Checkpoint, out: Path, tokenizer: Path | None = None) -> 
     draft.mkdir(parents=True)
     run = read_run_file(checkpoint.path / folder.RUN_FILE)
     entries: dict[str, Any] = checkpoint.manifest["tensors"]
-    groups = list(folder.by_file(weight_keys(checkpoint), lambda key: _nbytes(entries[key]), SHARD_BYTES))
+    groups = list(
+        folder.by_file(weight_keys(checkpoint), lambda key: _nbytes(entries[key]), SHARD_BYTES)
+    )
     placed: dict[str, str] = {}
     total_bytes = elements = 0
     for i, keys in enumerate(groups, 1):
@@ -82,12 +92,18 @@ def export(checkpoint: Checkpoint, out: Path, tokenizer: Path | None = None) -> 
         total_bytes += sum(t.numel() * t.element_size() for t in tensors.values())
         elements += sum(t.numel() for t in tensors.values())
     model = run.model
-    ids = {key: getattr(model, key) for key in ("vocab_size", "padded_vocab_size", "mask_padded_vocab")}
-    folder.write_json(draft / INDEX, {"metadata": {"total_size": total_bytes, **ids}, "weight_map": placed})
+    ids = {
+        key: getattr(model, key) for key in ("vocab_size", "padded_vocab_size", "mask_padded_vocab")
+    }
+    folder.write_json(
+        draft / INDEX, {"metadata": {"total_size": total_bytes, **ids}, "weight_map": placed}
+    )
     if run.peft.kind is None:
         shutil.copyfile(checkpoint.path / folder.RUN_FILE, draft / folder.RUN_FILE)
     else:
-        (draft / folder.RUN_FILE).write_text(run_yaml(run.model_copy(update={"peft": PeftConfig()})))
+        (draft / folder.RUN_FILE).write_text(
+            run_yaml(run.model_copy(update={"peft": PeftConfig()}))
+        )
     if tokenizer is not None:
         shutil.copyfile(tokenizer, draft / tokenizer.name)
     draft.rename(out)

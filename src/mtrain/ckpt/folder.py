@@ -1,15 +1,20 @@
-"""The folder of a checkpoint: names, manifest, commit by rename, and the checks of every file. Needs no torch.
+"""The folder of a checkpoint: names, manifest, commit by rename, and the checks of every file.
 
-A checkpoint is a folder `step_00000100` that appears by one rename after everything in it is on disk:
+Needs no torch.
 
-    manifest.json          what is in it: tensors and their pieces, sizes and hashes of the files, the trainer's state
-    run.yaml               the configuration that made it
-    rank_00000.safetensors the pieces that rank 0 saved, with a hash of every block of each
-    frozen_00000.safetensors those of them that no step changes, where adapters are trained: a link to the file of the
-                           checkpoint before, so that it is on disk once, and each checkpoint is whole by itself
+A checkpoint is a folder `step_00000100` that appears by one rename after everything in it is on
+disk:
 
-Tensors are named `model/<key>` and `optim/<state>/<key>`. In format 2 each piece had one hash. In format 1 each file
-had one, a weight was named by its bare key, and a state by its own name, a dot and the key. Both are still read.
+    manifest.json             tensors and their pieces, sizes and hashes of the files, and the
+                              trainer's state
+    run.yaml                  the configuration that made it
+    rank_00000.safetensors    the pieces that rank 0 saved, with a hash of every block of each
+    frozen_00000.safetensors  pieces that no step changes, when adapters are trained: a link to the
+                              file of the previous checkpoint, so that the disk holds it once
+
+Tensors are named `model/<key>` and `optim/<state>/<key>`. In format 2 each piece had one hash. In
+format 1 each file had one, a weight was named by its bare key, and a state by its own name, a dot
+and the key. Both are still read.
 """
 
 from __future__ import annotations
@@ -50,7 +55,8 @@ def by_file(items: Iterable[T], nbytes: Callable[[T], int], limit: int) -> Itera
         need = nbytes(item)
         if held and size + need > limit:
             yield held
-            held, size = [], 0
+            held = []
+            size = 0
         held.append(item)
         size += need
     yield held
@@ -74,7 +80,10 @@ def frozen_name(rank: int) -> str:
 def commit(draft: Path, final: Path, body: dict[str, Any]) -> None:
     """Write the manifest of a complete draft and give the folder its name."""
     run_file = draft / RUN_FILE
-    body["files"][RUN_FILE] = {"bytes": run_file.stat().st_size, "sha256": hashes.hash_file(run_file)}
+    body["files"][RUN_FILE] = {
+        "bytes": run_file.stat().st_size,
+        "sha256": hashes.hash_file(run_file),
+    }
     body = {"format": FORMAT, **body}
     write_json(draft / MANIFEST, body | {"sha256": digest(body)})
     durable.sync(draft)
@@ -114,7 +123,9 @@ def committed(root: Path) -> list[Path]:
 
 
 def sweep(root: Path) -> None:
-    """Remove what an interrupted save or deletion left, and put back what an interrupted replacement took away."""
+    """Remove what an interrupted save or deletion left, and put back what an interrupted
+    replacement took away.
+    """
     for path in root.glob(".replaced-step_*"):
         final = path.with_name(path.name.removeprefix(".replaced-"))
         if final.exists():
@@ -137,13 +148,15 @@ def prune(root: Path, keep: int | None) -> None:
 
 
 def read_manifest(path: Path, *, verify: bool) -> dict[str, Any]:
-    """The manifest of a checkpoint, whose files are all there in their sizes and whose `run.yaml` has its hash.
+    """The manifest of a checkpoint, whose files are all there in their sizes and whose `run.yaml`
+    has its hash.
 
-    With `verify`, every byte of every file has been compared with its hash. Without, whoever reads a shard compares
-    what it reads (`hashes`).
+    With `verify`, every byte of every file has been compared with its hash. Without, whoever reads
+    a shard compares what it reads (`hashes`).
 
     Raises:
-        CorruptData: no manifest, one that is cut or altered, or a file that is missing or altered, by name.
+        CorruptData: no manifest, one that is cut or altered, or a file that is missing or altered,
+            by name.
         BadEnvironment: a file may not be read.
     """
     file = path / MANIFEST
@@ -164,7 +177,9 @@ def read_manifest(path: Path, *, verify: bool) -> dict[str, Any]:
     for name, facts in manifest["files"].items():
         _check_file(path, name, facts, verify)
     if manifest["format"] == 1:
-        manifest["tensors"] = {name_of_format_1(key): entry for key, entry in manifest["tensors"].items()}
+        manifest["tensors"] = {
+            name_of_format_1(key): entry for key, entry in manifest["tensors"].items()
+        }
     return manifest
 
 
@@ -200,7 +215,9 @@ def _check_file(root: Path, name: str, facts: dict[str, Any], verify: bool) -> N
 
 def digest(body: dict[str, Any]) -> str:
     """Hex sha256 of the canonical JSON of `body`."""
-    return hashlib.sha256(strict_json.dumps(body, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
+    return hashlib.sha256(
+        strict_json.dumps(body, sort_keys=True, separators=(",", ":")).encode()
+    ).hexdigest()
 
 
 def write_json(path: Path, body: dict[str, Any]) -> None:

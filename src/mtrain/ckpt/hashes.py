@@ -1,9 +1,11 @@
-"""Hashes over everything in a checkpoint's files, each computed at most once in a process. Needs no torch.
+"""Hashes over everything in a checkpoint's files, each computed at most once in a process.
 
-A shard is a safetensors file. Its header holds the sha256 of every block of every entry, and the manifest holds the
-sha256 of the header. A reader of a part of an entry hashes the header and the blocks of that part, and no byte of the
-file is left uncovered. In files of format 2, and wherever a header does not say how long blocks are, an entry is one
-block.
+Needs no torch.
+
+A shard is a safetensors file. Its header holds the sha256 of every block of every entry, and the
+manifest holds the sha256 of the header. A reader of a part of an entry hashes the header and the
+blocks of that part, and no byte of the file is left uncovered. In files of format 2, and wherever a
+header does not say how long blocks are, an entry is one block.
 """
 
 from __future__ import annotations
@@ -32,16 +34,27 @@ MAX_HEADER_BYTES = 1 << 30
 ENTRY_HASHES = "sha256"
 """The key of the header's metadata in format 2: JSON of entry -> hex sha256 of all its bytes."""
 BLOCK_HASHES = "sha256_of_blocks"
-"""The key since format 3: JSON of `block_bytes` and `entries`, entry -> hex sha256 of its blocks behind each other.
+"""The key since format 3: JSON of `block_bytes` and `entries`, entry -> hex sha256 of its blocks
+behind each other.
 
-`whole`, entry -> hex sha256 of all its bytes, is there where the writer knew it: an export need not hash again then.
-It is the only key: safetensors writes several in any order, and the same state must make the same bytes.
+`whole`, entry -> hex sha256 of all its bytes, is there where the writer knew it: an export need not
+hash again then. It is the only key: safetensors writes several in any order, and the same state
+must make the same bytes.
 """
 HEX = 64
 MOST_OPEN = 4096
 """Files at a time where the system has no limit; else half of what it allows."""
 WIDTHS = {
-    **{"F64": 8, "F32": 4, "F16": 2, "BF16": 2, "F8_E4M3": 1, "F8_E5M2": 1, "F8_E8M0": 1, "BOOL": 1},
+    **{
+        "F64": 8,
+        "F32": 4,
+        "F16": 2,
+        "BF16": 2,
+        "F8_E4M3": 1,
+        "F8_E5M2": 1,
+        "F8_E8M0": 1,
+        "BOOL": 1,
+    },
     **{"I64": 8, "I32": 4, "I16": 2, "I8": 1, "U64": 8, "U32": 4, "U16": 2, "U8": 1},
 }
 """Number format -> bytes of one number."""
@@ -61,7 +74,9 @@ class Entry:
     """The offset of its bytes in the file."""
     nbytes: int
     hashes: str
-    """Hex sha256 of its blocks behind each other; empty in files that were written before there were any."""
+    """Hex sha256 of its blocks behind each other; empty in files that were written before there
+    were any.
+    """
     block_bytes: int
     whole: str = ""
     """Hex sha256 of all its bytes, where the writer knew it and there are several blocks."""
@@ -73,7 +88,9 @@ class Entry:
 
     def blocks(self, start: int, stop: int) -> range:
         """Numbers of the blocks that bytes [start, stop) lie in."""
-        return range(start // self.block_bytes, -(-stop // self.block_bytes)) if start < stop else range(0)
+        if start < stop:
+            return range(start // self.block_bytes, -(-stop // self.block_bytes))
+        return range(0)
 
 
 @dataclass(frozen=True)
@@ -100,7 +117,8 @@ _sound: dict[Identity, _Sound] = {}
 
 def hash_bytes(data: Any) -> str:
     """Hex sha256 of anything with bytes; notes progress while it works."""
-    whole, view = hashlib.sha256(), memoryview(data).cast("B")
+    whole = hashlib.sha256()
+    view = memoryview(data).cast("B")
     for start in range(0, len(view), HASHED_BYTES):
         whole.update(view[start : start + HASHED_BYTES])
         tick()
@@ -108,7 +126,9 @@ def hash_bytes(data: Any) -> str:
 
 
 def hash_blocks(data: Any) -> str:
-    """Hex sha256 of every block of an entry's bytes, behind each other; no bytes count as one empty block."""
+    """Hex sha256 of every block of an entry's bytes, behind each other; no bytes count as one empty
+    block.
+    """
     view = memoryview(data).cast("B")
     starts = range(0, max(1, len(view)), BLOCK_BYTES)
     return "".join(hash_bytes(view[start : start + BLOCK_BYTES]) for start in starts)
@@ -119,8 +139,12 @@ def room_for(nbytes: int) -> str:
     return "0" * HEX * max(1, -(-nbytes // BLOCK_BYTES))
 
 
-def metadata_of(hashed: Mapping[str, str], whole: Mapping[str, str] | None = None) -> dict[str, str]:
-    """Return the metadata of a shard: the hashes that `hash_blocks` made, and those of `whole` entries if known."""
+def metadata_of(
+    hashed: Mapping[str, str], whole: Mapping[str, str] | None = None
+) -> dict[str, str]:
+    """Return the metadata of a shard: the hashes that `hash_blocks` made, and those of `whole`
+    entries if known.
+    """
     body: dict[str, Any] = {"block_bytes": BLOCK_BYTES, "entries": dict(hashed)}
     if whole:
         body["whole"] = dict(whole)
@@ -156,7 +180,9 @@ def check_file(path: Path, sha256: str) -> None:
 
 
 class Shard:
-    """A shard that is open for reading. Its header was compared with nothing; `checked` compares it.
+    """A shard that is open for reading.
+
+    Its header was compared with nothing; `checked` compares it.
 
     Raises:
         CorruptData: it is no shard.
@@ -164,7 +190,9 @@ class Shard:
     """
 
     def __init__(self, path: Path, *, once: bool = False) -> None:
-        """Open a file; `once`: nobody reads its bytes soon again, so that the page cache need not keep them."""
+        """Open a file; `once`: nobody reads its bytes soon again, so that the page cache need not
+        keep them.
+        """
         self.path = path
         self._once = once
         self._file: int | None = None
@@ -200,7 +228,8 @@ class Shard:
         return self.header.entries[name]
 
     def read(self, name: str, start: int, stop: int) -> memoryview:
-        """Read bytes [start, stop) of an entry, and compare its blocks with their hashes unless that was done before.
+        """Read bytes [start, stop) of an entry, and compare its blocks with their hashes unless
+        that was done before.
 
         Raises:
             CorruptData: they differ, or cannot be read.
@@ -208,14 +237,24 @@ class Shard:
         entry = self.entry(name)
         known = _sound_of(self._status)
         if not 0 <= start <= stop <= entry.nbytes:
-            raise CorruptData(f"{self.path}: {name} has {entry.nbytes} bytes, and {stop} are asked for")
+            raise CorruptData(
+                f"{self.path}: {name} has {entry.nbytes} bytes, and {stop} are asked for"
+            )
         blocks = entry.blocks(start, stop)
-        if not entry.hashes or known.whole or all((name, block) in known.blocks for block in blocks):
+        if (
+            not entry.hashes
+            or known.whole
+            or all((name, block) in known.blocks for block in blocks)
+        ):
             return self._bytes(entry.at + start, stop - start)
         first = blocks.start * entry.block_bytes
-        found = self._bytes(entry.at + first, min(blocks.stop * entry.block_bytes, entry.nbytes) - first)
+        found = self._bytes(
+            entry.at + first, min(blocks.stop * entry.block_bytes, entry.nbytes) - first
+        )
         for block in blocks:
-            self._compare(name, entry, block, found[block * entry.block_bytes - first :][: entry.block_bytes])
+            self._compare(
+                name, entry, block, found[block * entry.block_bytes - first :][: entry.block_bytes]
+            )
         known.blocks.update((name, block) for block in blocks)
         return found[start - first : stop - first]
 
@@ -225,7 +264,10 @@ class Shard:
         Raises:
             CorruptData: one differs, or no hash covers it.
         """
-        if sum(entry.nbytes for entry in self.header.entries.values()) != self._status.st_size - self.header.data_at:
+        if (
+            sum(entry.nbytes for entry in self.header.entries.values())
+            != self._status.st_size - self.header.data_at
+        ):
             raise CorruptData(f"{self.path} is not what was written: it holds bytes of no entry")
         known = _sound_of(self._status)
         for name, entry in self.header.entries.items():
@@ -265,7 +307,10 @@ class Shard:
 
 
 class Files:
-    """The shards of a checkpoint by name. Each is opened when first asked for, and a limited number stay open."""
+    """The shards of a checkpoint by name.
+
+    Each is opened when first asked for, and a limited number stay open.
+    """
 
     def __init__(self, root: Path, facts: Mapping[str, Any], *, once: bool = False) -> None:
         """Take the files of a manifest; `once`: see `Shard`."""
@@ -298,7 +343,8 @@ class Files:
 
 
 def checked(path: Path, facts: Mapping[str, Any], *, once: bool = False) -> Shard:
-    """Open a shard and compare its header with the manifest's `facts` of the file; `once`: see `Shard`.
+    """Open a shard and compare its header with the manifest's `facts` of the file; `once`: see
+    `Shard`.
 
     A file of the first format is compared as a whole.
 
@@ -316,7 +362,9 @@ def checked(path: Path, facts: Mapping[str, Any], *, once: bool = False) -> Shar
 
 
 def wrote(path: Path) -> dict[str, Any]:
-    """Take a shard that this process has just written as sound; returns what a manifest says of the file."""
+    """Take a shard that this process has just written as sound; returns what a manifest says of the
+    file.
+    """
     shard = Shard(path)
     shard.take_as_sound()
     shard.close()
@@ -346,22 +394,32 @@ def _read_header(path: Path, file: int, size: int) -> Header:
         block_bytes = max(0, int(blocks.get("block_bytes", 0)))
         whole = blocks.get("whole", {})
         entries = {
-            name: _entry(e, data_at, str(hashes.get(name, "")), block_bytes, str(whole.get(name, "")))
+            name: _entry(
+                e, data_at, str(hashes.get(name, "")), block_bytes, str(whole.get(name, ""))
+            )
             for name, e in body.items()
         }
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise CorruptData(f"{path} is not what was written: its header cannot be read ({error})") from None
+        raise CorruptData(
+            f"{path} is not what was written: its header cannot be read ({error})"
+        ) from None
     for name, entry in entries.items():
         needed = len(entry.blocks(0, entry.nbytes)) or 1
         if entry.at + entry.nbytes > size or (entry.hashes and len(entry.hashes) != HEX * needed):
-            raise CorruptData(f"{path} is not what was written: its header does not describe {name}")
+            raise CorruptData(
+                f"{path} is not what was written: its header does not describe {name}"
+            )
     return Header(hash_bytes(first + text), data_at, entries)
 
 
-def _entry(found: Mapping[str, Any], data_at: int, hashes: str, block_bytes: int, whole: str) -> Entry:
+def _entry(
+    found: Mapping[str, Any], data_at: int, hashes: str, block_bytes: int, whole: str
+) -> Entry:
     start, stop = map(int, found["data_offsets"])
     shape = tuple(map(int, found["shape"]))
     nbytes = stop - start
     if start < 0 or min(shape, default=0) < 0 or nbytes != prod(shape) * WIDTHS[found["dtype"]]:
         raise ValueError("a tensor has another size than its shape")
-    return Entry(found["dtype"], shape, data_at + start, nbytes, hashes, block_bytes or max(1, nbytes), whole)
+    return Entry(
+        found["dtype"], shape, data_at + start, nbytes, hashes, block_bytes or max(1, nbytes), whole
+    )

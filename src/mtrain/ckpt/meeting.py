@@ -1,6 +1,7 @@
 """Ranks that wait for each other in a store: for minutes where a disk is slow, and from any thread.
 
-A barrier of the device's groups would end the run after their timeout, and hold the device meanwhile.
+A barrier of the device's groups would end the run after their timeout, and hold the device
+meanwhile.
 """
 
 from __future__ import annotations
@@ -19,7 +20,9 @@ from mtrain.world.heartbeat import tick, waiting
 SHORTEST_S = 0.001
 """The first pause between two questions to the store; each further one is twice as long."""
 LONGEST_S = 0.1
-"""The longest pause of up to 500 ranks; that of more grows with them, or they would keep the store busy."""
+"""The longest pause of up to 500 ranks; that of more grows with them, or they would keep the store
+busy.
+"""
 ALIVE_S = 0.25
 CHUNK_BYTES = 4 << 20
 """The most that is written at once: a store of torch takes messages of 8 MiB."""
@@ -30,8 +33,8 @@ ADVICE = "a disk that is slower needs a larger checkpoint.barrier_timeout_s"
 class Meeting:
     """The place where this rank meets the others, which call the same functions in the same order.
 
-    Keys are numbered by a counter in the store, so none is used twice. Rank 0 deletes the keys of a barrier once all
-    ranks have come to the next one.
+    Keys are numbered by a counter in the store, so none is used twice. Rank 0 deletes the keys of a
+    barrier once all ranks have come to the next one.
     """
 
     def __init__(self, store: Store, rank: int, size: int, timeout_s: float) -> None:
@@ -41,7 +44,8 @@ class Meeting:
         self.timeout_s = timeout_s
 
     def barrier(self, problem: str = "") -> str:
-        """Wait for all ranks, and return the first `problem` that one of them came with, the same on every rank.
+        """Wait for all ranks, and return the first `problem` that one of them came with, the same
+        on every rank.
 
         Raises:
             TrainingError: some ranks did not come in time.
@@ -51,7 +55,10 @@ class Meeting:
         if problem and self.store.add(f"{place}/problems", 1) == 1:
             self.store.set(f"{place}/problem", problem)
         if self.store.add(f"{place}/here", 1) == self.size:
-            found = self.store.get(f"{place}/problem") if self.store.add(f"{place}/problems", 0) else b""
+            if self.store.add(f"{place}/problems", 0):
+                found = self.store.get(f"{place}/problem")
+            else:
+                found = b""
             self.store.set(f"{place}/over", found.decode() or " ")
         self._await(f"{place}/over", "barrier", number)
         found = self.store.get(f"{place}/over")
@@ -77,7 +84,9 @@ class Meeting:
         else:
             self._await(f"{place}/told", "word", number)
             count = int(self.store.get(f"{place}/told"))
-            text = zlib.decompress(b"".join(self.store.get(f"{place}/{index}") for index in range(count))).decode()
+            text = zlib.decompress(
+                b"".join(self.store.get(f"{place}/{index}") for index in range(count))
+            ).decode()
         self.barrier()
         if self.rank == 0:
             for name in ("told", *map(str, range(len(chunks)))):
@@ -94,16 +103,23 @@ class Meeting:
         with _noted():
             while not self.store.check([key]):
                 if time.monotonic() > deadline:
-                    raise TrainingError(f"{self._missing(kind, number)} within {self.timeout_s:g} s; {ADVICE}")
+                    raise TrainingError(
+                        f"{self._missing(kind, number)} within {self.timeout_s:g} s; {ADVICE}"
+                    )
                 time.sleep(pause_s)
                 pause_s = min(2 * pause_s, longest_s)
 
     def _missing(self, kind: str, number: int) -> str:
-        late = [rank for rank in range(self.size) if self.store.add(f"{kind}/of/{rank}", 0) < number]
+        late = [
+            rank for rank in range(self.size) if self.store.add(f"{kind}/of/{rank}", 0) < number
+        ]
         if not late:
             return "the store did not answer"
         named = ", ".join(map(str, late[:MAX_NAMED])) + (", ..." if len(late) > MAX_NAMED else "")
-        return f"{'rank' if len(late) == 1 else 'ranks'} {named} did not come to where a checkpoint is saved or read"
+        return (
+            f"{'rank' if len(late) == 1 else 'ranks'} {named} did not come to where a checkpoint is"
+            " saved or read"
+        )
 
 
 def _noted() -> AbstractContextManager[None]:

@@ -1,7 +1,10 @@
-"""The elements of the pieces of a tensor that make up a box of it, for torch and numpy alike. Needs no torch.
+"""The elements of the pieces of a tensor that make up a box of it, for torch and numpy alike.
 
-Elements are counted in row-major order. Memory on both sides is a flat range of a box, so what a piece and the wanted
-box share falls into a few boxes, each with a stride for every axis on both sides.
+Needs no torch.
+
+Elements are counted in row-major order. Memory on both sides is a flat range of a box, so what a
+piece and the wanted box share falls into a few boxes, each with a stride for every axis on both
+sides.
 """
 
 from __future__ import annotations
@@ -15,13 +18,17 @@ from typing import Any
 from mtrain.errors import CorruptData
 
 Piece = dict[str, Any]
-"""As a manifest describes it: file, entry, offset and shape of a box, and its flat range where it is not whole."""
+"""As a manifest describes it: file, entry, offset and shape of a box, and its flat range where it
+is not whole.
+"""
 Numbers = tuple[int, ...]
 
 
 @dataclass(frozen=True)
 class Region:
-    """Elements of a tensor that lie behind each other in memory: a box, or the range `flat` of it."""
+    """Elements of a tensor that lie behind each other in memory: a box, or the range
+    `flat` of it.
+    """
 
     offset: Numbers
     shape: Numbers
@@ -52,7 +59,8 @@ class Part:
 
 
 def parts(wanted: Region, pieces: Iterable[Piece], limit: int, what: str) -> Iterator[Part]:
-    """Yield what to read of `pieces`, and where to put it, so that the memory of `wanted` is filled.
+    """Yield what to read of `pieces`, and where to put it, so that the memory of `wanted` is
+    filled.
 
     Args:
         wanted: the region to fill.
@@ -76,8 +84,12 @@ def parts(wanted: Region, pieces: Iterable[Piece], limit: int, what: str) -> Ite
         raise CorruptData(f"{what} cover {covered} of {wanted.size} elements of a box")
 
 
-def _meeting(wanted: Region, pieces: Iterable[Piece]) -> dict[tuple[Numbers, Numbers, Numbers], Piece]:
-    """The pieces that may share elements with `wanted`, by offset, shape and flat range; of many, few do."""
+def _meeting(
+    wanted: Region, pieces: Iterable[Piece]
+) -> dict[tuple[Numbers, Numbers, Numbers], Piece]:
+    """The pieces that may share elements with `wanted`, by offset, shape and flat range; of many,
+    few do.
+    """
     offset = list(wanted.offset)
     shape = list(wanted.shape)
     flat = wanted.flat
@@ -142,7 +154,9 @@ def _meet(a: Numbers, a_shape: Numbers, b: Iterable[int], b_shape: Iterable[int]
 
 def _shared(a: Region, b: Region) -> Region:
     lo = tuple(map(max, a.offset, b.offset))
-    ends = (min(x + n, y + m) for x, n, y, m in zip(a.offset, a.shape, b.offset, b.shape, strict=True))
+    ends = (
+        min(x + n, y + m) for x, n, y, m in zip(a.offset, a.shape, b.offset, b.shape, strict=True)
+    )
     return Region(lo, tuple(end - start for start, end in zip(lo, ends, strict=True)))
 
 

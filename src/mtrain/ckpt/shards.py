@@ -1,4 +1,6 @@
-"""Safetensors files as others may read them: written through the library, with the mode that the umask gives."""
+"""Safetensors files as others may read them: written through the library, with the mode that the
+umask gives.
+"""
 
 from __future__ import annotations
 
@@ -20,9 +22,10 @@ NO_MODES = {errno.EPERM, errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOTSUP}
 def write(path: Path, tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str]) -> None:
     """Write a safetensors file.
 
-    The library writes a temporary file that only this user may read, and renames it, whatever the umask says
-    (safetensors issue 782). So an empty file is created first, for the mode that the umask gives. Where that mode
-    cannot be set afterwards, the file is kept, and a warning says once that others may not be able to read it.
+    The library writes a temporary file that only this user may read, and renames it, whatever the
+    umask says (safetensors issue 782). So an empty file is created first, for the mode that the
+    umask gives. Where that mode cannot be set afterwards, the file is kept, and a warning says once
+    that others may not be able to read it.
 
     Raises:
         OSError, SafetensorError: the disk refuses.
@@ -42,6 +45,6 @@ def write(path: Path, tensors: Mapping[str, torch.Tensor], metadata: Mapping[str
             raise
         durable.report_once(
             "modes of files",
-            f"{path}: this file system cannot change the mode of a file ({error.strerror}); other users may not be "
-            "able to read it",
+            f"{path}: this file system cannot change the mode of a file ({error.strerror}); other"
+            " users may not be able to read it",
         )

@@ -1,4 +1,6 @@
-"""Everything of a training run that is not in the configuration: what is saved, and how it is put back."""
+"""Everything of a training run that is not in the configuration: what is saved, and how it is put
+back.
+"""
 
 from __future__ import annotations
 
@@ -47,10 +49,13 @@ class TrainState:
     """What no step changes, once it was saved."""
 
 
-def save(root: Path, run: RunConfig, world: World, state: TrainState, data_facts: dict[str, Any]) -> Path:
+def save(
+    root: Path, run: RunConfig, world: World, state: TrainState, data_facts: dict[str, Any]
+) -> Path:
     """Commit a checkpoint of `state` together with all ranks; see `store.save`."""
     begin_phase("save")
-    weights, still = sharding.model_shards(state.chunks), set()
+    weights = sharding.model_shards(state.chunks)
+    still = set()
     if run.peft.kind is not None:
         still = {id(s) for s in weights if s.param is not None and not s.param.requires_grad}
         state.frozen = state.frozen or store.Frozen([s for s in weights if id(s) in still])
@@ -70,14 +75,17 @@ def save(root: Path, run: RunConfig, world: World, state: TrainState, data_facts
     ranks = meeting_of(world, run)
     prune = partial(_prune, root, run.checkpoint.keep)
     with sharding.gathered(state.chunks):
-        rng, text = rng_tensors(world), run_yaml(run.recorded())
+        rng = rng_tensors(world)
+        text = run_yaml(run.recorded())
         path = store.save(root, state.step, shards, rng, facts, text, ranks, state.frozen, prune)
     begin_phase("after save")
     return path
 
 
 def meeting_of(world: World, run: RunConfig) -> Meeting:
-    """The place where the ranks of a world wait for each other while a checkpoint is saved or read."""
+    """The place where the ranks of a world wait for each other while a checkpoint is
+    saved or read.
+    """
     return Meeting(world.store, world.rank, world.size, run.checkpoint.barrier_timeout_s)
 
 
@@ -98,9 +106,10 @@ def load(checkpoint: store.Checkpoint, world: World, state: TrainState, *, seed:
     """Put a checkpoint's state back, in this world's layout.
 
     Returns:
-        Whether the generators were restored too. They belong to a layout: under another one they start from the
-        seed and the step, so dropout differs from the uninterrupted run while everything else goes on. So they do
-        where the checkpoint is of a version whose ranks all drew alike.
+        Whether the generators were restored too. They belong to a layout: under another one they
+        start from the seed and the step, so dropout differs from the uninterrupted run while
+        everything else goes on. So they do where the checkpoint is of a version whose ranks all
+        drew alike.
 
     Raises:
         CorruptData: a tensor is missing or has another shape.
@@ -115,7 +124,8 @@ def load(checkpoint: store.Checkpoint, world: World, state: TrainState, *, seed:
     facts = checkpoint.state
     optimizer_state.set_step(state.optimizer, facts["optimizer_step"])
     _set_loss_scale(state.optimizer, facts["loss_scale"])
-    state.step, state.consumed_samples = checkpoint.step, facts["consumed_samples"]
+    state.step = checkpoint.step
+    state.consumed_samples = facts["consumed_samples"]
     state.skipped_updates = facts.get("skipped_updates", 0)
     state.schedule.num_steps = facts["schedule_steps"]
     state.schedule.step(0)
@@ -128,16 +138,21 @@ def load(checkpoint: store.Checkpoint, world: World, state: TrainState, *, seed:
 
 def load_model(checkpoint: store.Checkpoint, chunks: list[Any]) -> None:
     """Put only the weights back. Adapters that the checkpoint has not keep what they begin with."""
-    held, shards = checkpoint.manifest["tensors"], sharding.model_shards(chunks)
+    held = checkpoint.manifest["tensors"]
+    shards = sharding.model_shards(chunks)
     begin = checkpoint.state.get("weights_only") or not any(map(is_adapter, held))
-    checkpoint.load(shard for shard in shards if shard.key in held or not (begin and is_adapter(shard.key)))
+    checkpoint.load(
+        shard for shard in shards if shard.key in held or not (begin and is_adapter(shard.key))
+    )
     if not any(map(is_adapter, held)):
         low_rank.start_magnitudes(chunks)
     sharding.refresh(chunks)
 
 
 def load_weights(checkpoint: store.Checkpoint, state: TrainState) -> None:
-    """Put only the weights back, where an optimizer has made copies of others: those are made again."""
+    """Put only the weights back, where an optimizer has made copies of others: those are made
+    again.
+    """
     load_model(checkpoint, state.chunks)
     renew(state)
 
@@ -155,12 +170,16 @@ def rng_tensors(world: World) -> dict[str, torch.Tensor]:
     tensors |= {f"rng/tracker/{name}": value for name, value in tracker_tensors().items()}
     kind, keys, position, has_gauss, cached = np.random.get_state()
     assert kind == "MT19937"
-    tensors["rng/numpy"] = torch.tensor([*(int(k) for k in keys), position, has_gauss], dtype=torch.int64)
+    tensors["rng/numpy"] = torch.tensor(
+        [*(int(k) for k in keys), position, has_gauss], dtype=torch.int64
+    )
     tensors["rng/numpy_gauss"] = torch.tensor([cached], dtype=torch.float64)
     version, internal, gauss = random.getstate()
     assert version == 3
     tensors["rng/python"] = torch.tensor(internal, dtype=torch.int64)
-    tensors["rng/python_gauss"] = torch.tensor([] if gauss is None else [gauss], dtype=torch.float64)
+    tensors["rng/python_gauss"] = torch.tensor(
+        [] if gauss is None else [gauss], dtype=torch.float64
+    )
     return tensors
 
 
@@ -171,7 +190,9 @@ def set_rng_tensors(world: World, tensors: dict[str, torch.Tensor]) -> None:
     set_tracker(states)
     numbers = tensors["rng/numpy"].tolist()
     cached = float(tensors["rng/numpy_gauss"][0])
-    np.random.set_state(("MT19937", np.array(numbers[:-2], dtype=np.uint32), numbers[-2], numbers[-1], cached))
+    np.random.set_state(
+        ("MT19937", np.array(numbers[:-2], dtype=np.uint32), numbers[-2], numbers[-1], cached)
+    )
     gauss = tensors["rng/python_gauss"].tolist()
     random.setstate((3, tuple(tensors["rng/python"].tolist()), gauss[0] if gauss else None))
     world.device.set_rng_state(tensors["rng/device"])
@@ -181,11 +202,15 @@ def set_rng_tensors(world: World, tensors: dict[str, torch.Tensor]) -> None:
 def tracker_tensors() -> dict[str, torch.Tensor]:
     """The state of each stream of megatron-core's tracker, as byte tensors."""
     states = mcore.get_cuda_rng_tracker().get_states()
-    return {name: s.get_state() if isinstance(s, torch.Generator) else s for name, s in states.items()}
+    return {
+        name: s.get_state() if isinstance(s, torch.Generator) else s for name, s in states.items()
+    }
 
 
 def set_tracker(states: dict[str, torch.Tensor]) -> None:
-    """Put the streams of megatron-core's tracker back; CUDA graphs know its generators, which stay the same ones."""
+    """Put the streams of megatron-core's tracker back; CUDA graphs know its generators, which stay
+    the same ones.
+    """
     tracker = mcore.get_cuda_rng_tracker()
     there = tracker.get_states()
     if not any(isinstance(value, torch.Generator) for value in there.values()):
@@ -197,7 +222,9 @@ def set_tracker(states: dict[str, torch.Tensor]) -> None:
 
 @contextmanager
 def generators_kept(world: World) -> Iterator[None]:
-    """Leave every generator of this rank as it was: what is drawn inside changes nothing that is drawn after."""
+    """Leave every generator of this rank as it was: what is drawn inside changes nothing that is
+    drawn after.
+    """
     kept = rng_tensors(world)
     try:
         yield
@@ -206,7 +233,9 @@ def generators_kept(world: World) -> Iterator[None]:
 
 
 def _agreed_step(world: World, step: int) -> int:
-    """The optimizer's step over all ranks; a rank that owns no shard of any parameter has none to tell."""
+    """The optimizer's step over all ranks; a rank that owns no shard of any parameter has none to
+    tell.
+    """
     value = torch.tensor([step], dtype=torch.int64, device=world.torch_device)
     dist.all_reduce(value, op=dist.ReduceOp.MAX)
     return int(value.item())
@@ -227,6 +256,7 @@ def _set_loss_scale(optimizer: Any, values: dict[str, float | None] | None) -> N
             own = scaler.state_dict()
             kept = {key: float("inf") if value is None else value for key, value in values.items()}
             as_kept = {
-                k: torch.full_like(v, kept[k]) if torch.is_tensor(v) else type(v)(kept[k]) for k, v in own.items()
+                k: torch.full_like(v, kept[k]) if torch.is_tensor(v) else type(v)(kept[k])
+                for k, v in own.items()
             }
             scaler.load_state_dict(as_kept)

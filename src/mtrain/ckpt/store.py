@@ -1,8 +1,8 @@
 """Checkpoints as safetensors shards under one JSON manifest, readable in any layout.
 
-A whole tensor is a set of pieces. A piece is a box (offset and shape in the whole tensor), or a flat range of a box
-where the distributed optimizer cut it. A rank that needs a box reads whichever pieces meet it, so the layout that
-reads need not be the layout that wrote.
+A whole tensor is a set of pieces. A piece is a box (offset and shape in the whole tensor), or a
+flat range of a box where the distributed optimizer cut it. A rank that needs a box reads whichever
+pieces meet it, so the layout that reads need not be the layout that wrote.
 """
 
 from __future__ import annotations
@@ -32,16 +32,34 @@ from mtrain.world.heartbeat import tick
 READ_BYTES = 16 << 20
 """The most that is read at once."""
 IN_TORCH = {
-    **{"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "BOOL": torch.bool},
-    **{"F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2, "F8_E8M0": torch.float8_e8m0fnu},
-    **{"I64": torch.int64, "I32": torch.int32, "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8},
+    **{
+        "F64": torch.float64,
+        "F32": torch.float32,
+        "F16": torch.float16,
+        "BF16": torch.bfloat16,
+        "BOOL": torch.bool,
+    },
+    **{
+        "F8_E4M3": torch.float8_e4m3fn,
+        "F8_E5M2": torch.float8_e5m2,
+        "F8_E8M0": torch.float8_e8m0fnu,
+    },
+    **{
+        "I64": torch.int64,
+        "I32": torch.int32,
+        "I16": torch.int16,
+        "I8": torch.int8,
+        "U8": torch.uint8,
+    },
 }
 """Number format as safetensors names it -> as torch does."""
 
 
 @dataclass
 class Frozen:
-    """This rank's tensors that no step changes: written once, and in every further checkpoint a link to the file."""
+    """This rank's tensors that no step changes: written once, and in every further checkpoint a
+    link to the file.
+    """
 
     shards: Iterable[TensorShard] = ()
     path: Path | None = None
@@ -63,18 +81,21 @@ def save(
 ) -> Path:
     """Write a checkpoint together with all other ranks and commit it.
 
-    `shards` are this rank's tensors, of which it saves the primary ones; `extra` are tensors of this rank alone (its
-    generators); `state` is the same on all ranks and goes into the manifest. `frozen` tensors are saved too, and
-    remembered for the next time. Until the rename at the end the folder has a name that no reader takes for a
-    checkpoint. Rank 0 calls `committed` after the rename, while the others wait.
+    `shards` are this rank's tensors, of which it saves the primary ones; `extra` are tensors of
+    this rank alone (its generators); `state` is the same on all ranks and goes into the manifest.
+    `frozen` tensors are saved too, and remembered for the next time. Until the rename at the end
+    the folder has a name that no reader takes for a checkpoint. Rank 0 calls `committed` after the
+    rename, while the others wait.
 
-    Each rank touches its own files alone; rank 0 touches those of all, once. The ranks meet in the store, so none of
-    them waits in a collective of the device for a slow disk.
+    Each rank touches its own files alone; rank 0 touches those of all, once. The ranks meet in the
+    store, so none of them waits in a collective of the device for a slow disk.
 
     Raises:
-        TrainingError: the disk is full or not writable, on all ranks; nothing that was committed before is touched.
+        TrainingError: the disk is full or not writable, on all ranks; nothing that was committed
+            before is touched.
     """
-    final, draft = root / folder.folder_name(step), folder.draft_of(root, step)
+    final = root / folder.folder_name(step)
+    draft = folder.draft_of(root, step)
 
     def write() -> None:
         written = [_write_shard(draft / folder.shard_name(ranks.rank), shards, extra)]
@@ -83,7 +104,11 @@ def save(
         folder.write_json(draft / f"rank_{ranks.rank:05d}.json", {"written": written})
 
     def commit() -> None:
-        folder.commit(draft, final, {"step": step, "ranks": ranks.size, "state": state, **_merge(draft, ranks.size)})
+        folder.commit(
+            draft,
+            final,
+            {"step": step, "ranks": ranks.size, "state": state, **_merge(draft, ranks.size)},
+        )
         committed()
 
     _together(ranks, draft, lambda: _begin(draft, run_yaml), alone=True)
@@ -101,8 +126,11 @@ def _begin(draft: Path, run_yaml: str) -> None:
     durable.write(draft / folder.RUN_FILE, run_yaml.encode())
 
 
-def _together(ranks: Meeting, draft: Path, work: Callable[[], None], *, alone: bool = False) -> None:
-    """Do the work, on rank 0 only with `alone`, and wait for all ranks; where the disk refuses one, all of them fail.
+def _together(
+    ranks: Meeting, draft: Path, work: Callable[[], None], *, alone: bool = False
+) -> None:
+    """Do the work, on rank 0 only with `alone`, and wait for all ranks; where the disk refuses one,
+    all of them fail.
 
     Raises:
         TrainingError: the disk refused some of the work, the same on every rank.
@@ -140,7 +168,9 @@ def _keep_frozen(draft: Path, frozen: Frozen, rank: int) -> dict[str, Any]:
     return frozen.index
 
 
-def _write_shard(path: Path, own: Iterable[TensorShard], extra: dict[str, torch.Tensor]) -> dict[str, Any]:
+def _write_shard(
+    path: Path, own: Iterable[TensorShard], extra: dict[str, torch.Tensor]
+) -> dict[str, Any]:
     tensors: dict[str, torch.Tensor] = {}
     pieces: list[dict[str, Any]] = []
     for shard in own:
@@ -163,7 +193,8 @@ def _write_shard(path: Path, own: Iterable[TensorShard], extra: dict[str, torch.
         )
     tensors |= {f"rank/{key}": value.cpu().contiguous() for key, value in extra.items()}
     hashed = {entry: hashes.hash_blocks(_bytes(tensor)) for entry, tensor in tensors.items()}
-    # Two shards may be the same memory (a tied weight): safetensors wants each entry to own its bytes.
+    # Two shards may be the same memory (a tied weight): safetensors wants each entry to own its
+    # bytes.
     shards.write(path, _unshared(tensors), hashes.metadata_of(hashed))
     durable.sync(path)
     return {"pieces": pieces, "file": {"name": path.name, **hashes.wrote(path)}}
@@ -192,11 +223,16 @@ def _merge(draft: Path, size: int) -> dict[str, Any]:
         path = draft / f"rank_{rank:05d}.json"
         written = json.loads(path.read_text())["written"]
         path.unlink()
-        files |= {i["file"]["name"]: {k: i["file"][k] for k in ("bytes", "header_sha256")} for i in written}
+        files |= {
+            i["file"]["name"]: {k: i["file"][k] for k in ("bytes", "header_sha256")}
+            for i in written
+        }
         for piece in (piece for index in written for piece in index["pieces"]):
             empty = {"shape": piece["global_shape"], "dtype": piece["dtype"], "pieces": []}
             entry = tensors.setdefault(piece["key"], empty)
-            entry["pieces"].append({k: piece[k] for k in ("file", "entry", "offset", "shape", "flat")})
+            entry["pieces"].append(
+                {k: piece[k] for k in ("file", "entry", "offset", "shape", "flat")}
+            )
     return {"tensors": tensors, "files": files}
 
 
@@ -207,7 +243,8 @@ class Checkpoint:
     path: Path
     manifest: dict[str, Any]
     patience_s: float = 0.0
-    """The time that a disk may take to answer while it is read, before the rank counts as hanging."""
+    """The time that a disk may take to answer while it is read, before the rank counts as hanging.
+    """
 
     @classmethod
     def open(cls, path: Path, *, verify: bool = True) -> Checkpoint:
@@ -216,14 +253,16 @@ class Checkpoint:
         Without, what is read later is compared then, and nothing else.
 
         Raises:
-            CorruptData: no manifest, one that is cut or altered, or a file that is missing or altered, by name.
+            CorruptData: no manifest, one that is cut or altered, or a file that is missing or
+                altered, by name.
             BadEnvironment: a file may not be read.
         """
         return cls(path, folder.read_manifest(path, verify=verify))
 
     @classmethod
     def open_together(cls, path: Path, ranks: Meeting) -> Checkpoint:
-        """Open it on every rank: rank 0 reads the manifest and looks for the files, and tells the others.
+        """Open it on every rank: rank 0 reads the manifest and looks for the files, and tells the
+        others.
 
         What is read later is compared with its hash then.
 
@@ -239,7 +278,10 @@ class Checkpoint:
                 told = {"refused": type(error).__name__, "lines": str(error).split("\n")}
         told = json.loads(ranks.tell(strict_json.dumps(told)))
         if "refused" in told:
-            kinds: dict[str, type[MtrainError]] = {"CorruptData": CorruptData, "BadEnvironment": BadEnvironment}
+            kinds: dict[str, type[MtrainError]] = {
+                "CorruptData": CorruptData,
+                "BadEnvironment": BadEnvironment,
+            }
             refused = kinds[told["refused"]](*told["lines"])
             refused.shared = True
             raise refused
@@ -263,7 +305,8 @@ class Checkpoint:
         """Fill every shard's memory from the pieces that meet it.
 
         Raises:
-            CorruptData: a tensor that is missing, of another shape, not covered by its pieces, or not as written.
+            CorruptData: a tensor that is missing, of another shape, not covered by its pieces, or
+                not as written.
         """
         with torch.no_grad(), alive(self.patience_s) if self.patience_s else nullcontext():
             for shard in shards:
@@ -284,16 +327,20 @@ class Checkpoint:
 
     def rank_tensors(self, rank: int) -> dict[str, torch.Tensor]:
         """The tensors that `rank` alone saved, empty if it saved none."""
-        name, reader = folder.shard_name(rank), self._reader
+        name = folder.shard_name(rank)
+        reader = self._reader
         if name not in self.manifest["files"]:
             return {}
-        entries = [entry for entry in reader.files[name].header.entries if entry.startswith("rank/")]
+        entries = [
+            entry for entry in reader.files[name].header.entries if entry.startswith("rank/")
+        ]
         return {entry.removeprefix("rank/"): reader.whole(name, entry) for entry in entries}
 
 
 class _Reader:
     def __init__(self, checkpoint: Checkpoint) -> None:
-        self.root, manifest = checkpoint.path, checkpoint.manifest
+        self.root = checkpoint.path
+        manifest = checkpoint.manifest
         self.tensors = manifest["tensors"]
         self.files = hashes.Files(self.root, manifest["files"])
 
@@ -302,24 +349,33 @@ class _Reader:
         if entry is None:
             raise CorruptData(f"{self.root} has no tensor {shard.key}")
         if tuple(entry["shape"]) != shard.global_shape:
-            raise CorruptData(f"{self.root}: {shard.key} has shape {entry['shape']}, not {list(shard.global_shape)}")
+            raise CorruptData(
+                f"{self.root}: {shard.key} has shape {entry['shape']}, not"
+                f" {list(shard.global_shape)}"
+            )
         wanted = Region(shard.offset, shard.shape, shard.flat)
         memory = torch.empty(wanted.size, dtype=shard.tensor.dtype)
         what = f"{self.root}: the pieces of {shard.key}"
         limit = READ_BYTES // shard.tensor.element_size()
         for part in parts(wanted, entry["pieces"], limit, what):
             tick()
-            found = self.elements(part.piece, part.start, part.stop).as_strided(part.shape, part.there)
+            found = self.elements(part.piece, part.start, part.stop).as_strided(
+                part.shape, part.there
+            )
             memory.as_strided(part.shape, part.here, part.at).copy_(found)
         shard.tensor.copy_(memory.view(shard.tensor.shape))
 
     def elements(self, piece: Mapping[str, Any], start: int, stop: int) -> torch.Tensor:
         """Read elements [start, stop) of a piece."""
         held = self.files[piece["file"]].entry(piece["entry"])
-        size = prod(piece["shape"]) if piece["flat"] is None else piece["flat"][1] - piece["flat"][0]
+        size = (
+            prod(piece["shape"]) if piece["flat"] is None else piece["flat"][1] - piece["flat"][0]
+        )
         if prod(held.shape) != size:
             where = f"{self.root / piece['file']}: {piece['entry']}"
-            raise CorruptData(f"{where} has shape {list(held.shape)}, and the manifest says {size} elements")
+            raise CorruptData(
+                f"{where} has shape {list(held.shape)}, and the manifest says {size} elements"
+            )
         return self._read(piece["file"], piece["entry"], start, stop)
 
     def whole(self, name: str, entry: str) -> torch.Tensor:
@@ -331,6 +387,8 @@ class _Reader:
         shard = self.files[name]
         dtype = IN_TORCH.get(shard.entry(entry).dtype)
         if dtype is None:
-            raise CorruptData(f"{shard.path}: {entry} has numbers of kind {shard.entry(entry).dtype}")
+            raise CorruptData(
+                f"{shard.path}: {entry} has numbers of kind {shard.entry(entry).dtype}"
+            )
         data = shard.read(entry, start * dtype.itemsize, stop * dtype.itemsize)
         return torch.frombuffer(data, dtype=dtype) if len(data) else torch.empty(0, dtype=dtype)

@@ -1,4 +1,6 @@
-"""`plan --calibrate`: the rates of a kind of machine from measured steps and kernels, as a choice of `cluster`."""
+"""`plan --calibrate`: the rates of a kind of machine from measured steps and kernels, as a choice
+of `cluster`.
+"""
 
 from __future__ import annotations
 
@@ -23,36 +25,55 @@ from mtrain.plan.time.calibrate import EXPECTED, Fit, fitted
 from mtrain.plan.time.device import missing
 from mtrain.units import duration
 
-USAGE = "plan --calibrate RUN_OR_FILE... out=FILE.yaml, with cluster=NAME where only kernels of a GPU were measured"
-SHARES, LEAST, MOST = ("products", "memory"), 0.02, 1.25
+USAGE = (
+    "plan --calibrate RUN_OR_FILE... out=FILE.yaml, with cluster=NAME where only kernels of a GPU"
+    " were measured"
+)
+SHARES = ("products", "memory")
+LEAST = 0.02
+MOST = 1.25
 """Shares of what a data sheet states, and within which bounds they can have been measured."""
 FARTHEST = 3
-"""Times that half of the steps may be longer or shorter than planned with the rates that are found."""
+"""Times that half of the steps may be longer or shorter than planned with the rates that are found.
+"""
 UNSAID = ("price_per_device_hour",)
 """Keys that no file of rates says."""
 
 
 def run(argv: Sequence[str], *, as_json: bool = False) -> int:
-    """Fits the rates of a machine on what run folders and files say, and writes them; returns the exit code.
+    """Fits the rates of a machine on what run folders and files say, and writes them; returns the
+    exit code.
 
     Raises:
         ConfigError: nothing is measured, on different machines, or the file is there already.
     """
-    given = [word for word in argv if "=" in word and word.partition("=")[0].partition(".")[0] in ("out", "cluster")]
+    given = [
+        word
+        for word in argv
+        if "=" in word and word.partition("=")[0].partition(".")[0] in ("out", "cluster")
+    ]
     outs = [word.removeprefix("out=") for word in given if word.startswith("out=")]
     words = [word for word in argv if word not in given]
     if not words or len(outs) != 1 or not outs[0]:
-        raise bad("calibrating needs run folders or files of what was measured, and out=FILE once", USAGE)
+        raise bad(
+            "calibrating needs run folders or files of what was measured, and out=FILE once", USAGE
+        )
     out = Path(expanduser(outs[0]))
     if "\0" in outs[0] or not out.name:
         raise bad("out names no file", "out=FILE.yaml", "MT704")
     if out.suffix not in YAML_ENDINGS and not out.exists():  # without one it would be no choice
         out = out.with_name(f"{out.name}.yaml")
     if out.exists() or out.is_symlink():
-        raise bad(f"{out} is there already; nothing is written over", "out=FILE with another name", "MT704")
+        raise bad(
+            f"{out} is there already; nothing is written over",
+            "out=FILE with another name",
+            "MT704",
+        )
     measured = found([Path(expanduser(word)) for word in words])
     best = _fitted(measured, [word for word in given if not word.startswith("out=")])
-    best = replace(best, cluster=best.cluster.model_copy(update={"name": _name(out), "software": _software()}))
+    best = replace(
+        best, cluster=best.cluster.model_copy(update={"name": _name(out), "software": _software()})
+    )
     _write(out, best, measured)
     say_page(_as_json(measured, best) if as_json else _page(measured, best, out))
     return 0
@@ -65,7 +86,8 @@ def _fitted(measured: Found, words: Sequence[str]) -> Fit:
     for name, value in (("device", _device), ("number format", _format)):
         if len(kinds := {value(run) for run in runs}) > 1:
             raise bad(
-                f"the runs differ in their {name}: {' and '.join(sorted(kinds))}", "runs of one kind of machine"
+                f"the runs differ in their {name}: {' and '.join(sorted(kinds))}",
+                "runs of one kind of machine",
             )
     _one_format(runs)
     start = runs[0].cluster if runs else _named(words)
@@ -76,13 +98,17 @@ def _fitted(measured: Found, words: Sequence[str]) -> Fit:
         raise bad(str(error), "runs of another model", "MT254") from None
     if runs and (off := median(abs(log(1 + error)) for error in best.errors)) > log(FARTHEST):
         rule = (
-            f"no rates explain the runs: with the best, a step is planned {exp(off):.3g} times too long or too short"
+            f"no rates explain the runs: with the best, a step is planned {exp(off):.3g} times too"
+            " long or too short"
         )
-        raise bad(rule, "seconds of whole steps, and the cluster that they were measured on", "MT254")
+        raise bad(
+            rule, "seconds of whole steps, and the cluster that they were measured on", "MT254"
+        )
     for name, share in best.cluster.reached.items():
         if name in SHARES and not LEAST <= share <= MOST:
             rule = (
-                f"{name}: the kernels reached {share:.2g} of what {start.name} states, so they ran on something else"
+                f"{name}: the kernels reached {share:.2g} of what {start.name} states, so they ran"
+                " on something else"
             )
             raise bad(rule, "the cluster that they were measured on", "MT254")
     return best
@@ -114,13 +140,18 @@ def _stated_enough(start: ClusterConfig, measured: Found) -> None:
         p = one.run.precision
         lacks += missing(start, (p.format, p.multiplies_in), one.run.parallel.ranks or 1)
     if lacks:
-        rule = f"what is reached on {start.name} cannot be said without {', '.join(dict.fromkeys(lacks))}"
+        rule = (
+            f"what is reached on {start.name} cannot be said without"
+            f" {', '.join(dict.fromkeys(lacks))}"
+        )
         raise bad(rule, "cluster=h100, or those keys from a data sheet in a cluster file", "MT254")
 
 
 def _device(run: RunConfig) -> str:
     c = run.cluster
-    return c.device if facts_of(c.device).on_host else f"{c.device} sm_{c.sm} with {c.memory_gbps} GB/s"
+    if facts_of(c.device).on_host:
+        return c.device
+    return f"{c.device} sm_{c.sm} with {c.memory_gbps} GB/s"
 
 
 def _format(run: RunConfig) -> str:
@@ -128,7 +159,9 @@ def _format(run: RunConfig) -> str:
 
 
 def _name(out: Path) -> str:
-    plain = "".join(c if c.isascii() and (c.isalnum() or c in "_.-") else "_" for c in out.stem).lstrip("_.-")
+    plain = "".join(
+        c if c.isascii() and (c.isalnum() or c in "_.-") else "_" for c in out.stem
+    ).lstrip("_.-")
     return plain[:100] or "calibrated"
 
 
@@ -151,11 +184,14 @@ def _write(out: Path, best: Fit, measured: Found) -> None:
         with out.open("x", encoding="utf-8") as file:
             file.write(head + "".join(lines))
     except OSError as error:
-        raise bad(f"{out} cannot be written: {error.strerror}", "out=FILE in another folder", "MT704") from None
+        raise bad(
+            f"{out} cannot be written: {error.strerror}", "out=FILE in another folder", "MT704"
+        ) from None
 
 
 def _counted(measured: Found) -> str:
-    runs, files = len(measured.runs), len(measured.kernels)
+    runs = len(measured.runs)
+    files = len(measured.kernels)
     words = [f"{runs} measured run{'s' * (runs > 1)}"] if runs else []
     words += [f"{files} file{'s' * (files > 1)} of kernels"] if files else []
     return " and ".join(words)
@@ -166,7 +202,11 @@ def _as_json(measured: Found, best: Fit) -> str:
         {"run": name, "step_s": one.step_s, "error": error}
         for (name, one), error in zip(measured.runs, best.errors, strict=True)
     ]
-    data = {"cluster": best.cluster.model_dump(mode="json"), "runs": rows, "kernels": len(measured.kernels)}
+    data = {
+        "cluster": best.cluster.model_dump(mode="json"),
+        "runs": rows,
+        "kernels": len(measured.kernels),
+    }
     return strict_json.dumps(data, indent=2)
 
 
@@ -177,7 +217,13 @@ def _page(measured: Found, best: Fit, out: Path) -> str:
         lines.append(f"{duration(one.step_s):>8}  {planned:>7}  {error:+7.1%}  {name}")
     if len(measured.runs) < len(EXPECTED) and facts_of(best.cluster.device).on_host:
         lines.append(
-            f"note: {_counted(measured)} for {len(EXPECTED)} rates: what they do not show is near what is usual"
+            f"note: {_counted(measured)} for {len(EXPECTED)} rates: what they do not show is near"
+            " what is usual"
         )
     lines += [f"reached: {name} {share:.3g}" for name, share in best.cluster.reached.items()]
-    return "\n".join([*lines, f"{out}: take it as cluster=./{out}" if not out.is_absolute() else f"cluster={out}"])
+    return "\n".join(
+        [
+            *lines,
+            f"{out}: take it as cluster=./{out}" if not out.is_absolute() else f"cluster={out}",
+        ]
+    )

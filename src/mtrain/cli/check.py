@@ -46,11 +46,13 @@ def run(argv: Sequence[str], *, as_json: bool = False) -> int:
 
 
 def _fits(run: RunConfig, checkpoint: Path) -> None:
-    """Reads a manifest of a usual size, and compares the sizes of the files that it names, and the data of the run.
+    """Reads a manifest of a usual size, and compares the sizes of the files that it names, and the
+    data of the run.
 
     Raises:
         CorruptData: the files are not what was written.
-        ConfigError: the checkpoint was trained on other `.bin/.idx` files, or with another tokenizer.
+        ConfigError: the checkpoint was trained on other `.bin/.idx` files, or with another
+            tokenizer.
     """
     from mtrain.ckpt.folder import read_manifest
 
@@ -67,8 +69,11 @@ def _fits(run: RunConfig, checkpoint: Path) -> None:
     from mtrain.cli.recipe.lock import digests
     from mtrain.data import same_data
 
-    saved, here = manifest["state"]["data"], digests(run)
-    if "data" in here and (run.data.tokenizer is None or "tokenizer" in here):  # else they are on another machine
+    saved = manifest["state"]["data"]
+    here = digests(run)
+    if "data" in here and (
+        run.data.tokenizer is None or "tokenizer" in here
+    ):  # else they are on another machine
         same_data(saved, {"fingerprint": here["data"], "tokenizer_sha256": here.get("tokenizer")})
 
 
@@ -79,7 +84,10 @@ def report(problems: Sequence[Problem], digest: str | None) -> dict[str, object]
     for problem in problems:
         row = {key: getattr(problem, key) for key in keys}
         rows.append({**row, "value": _finite(problem.value)})
-        related = [{"path": key.path, "value": _finite(key.value), "source": key.source} for key in problem.related]
+        related = [
+            {"path": key.path, "value": _finite(key.value), "source": key.source}
+            for key in problem.related
+        ]
         rows[-1]["related"] = related
     return {"ok": digest is not None, "problems": rows, "digest": digest}
 
@@ -91,7 +99,8 @@ def _finite(value: object) -> object:
 
 def _device(run: RunConfig) -> str:
     """What is known of a device that a run is validated, or measured, by."""
-    c, form = run.cluster, run.precision.multiplies_in
+    c = run.cluster
+    form = run.precision.multiplies_in
     words = [*(c.driver_names if c.name == LOCAL else ()), f"sm_{c.sm}"]
     words += [f"{c.device_memory_gib:g} GiB"] if c.device_memory_gib is not None else []
     words += [f"MFU of {c.peak_tflops[form]:g} TFLOP/s in {form}"] if form in c.peak_tflops else []
@@ -105,24 +114,50 @@ def summary(loaded: Loaded) -> str:
     run = loaded.run
     trained = sum(adapter_parameters(run))
     adapters = f" that are frozen, {run.peft.kind} adapters of {count(trained)}" if trained else ""
-    p, t, dp, formats = run.parallel, run.trainer, dp_of(run), run.precision.words
-    axes = {"tp": p.tp, "pp": p.pp, "vpp": p.vpp, "cp": p.cp, "ep": p.ep, "etp": p.etp or p.tp, "dp": dp}
-    shown = [f"{k} {v}" for k, v in axes.items() if (v > 1 and k != "etp") or k in ("tp", "pp", "dp")]
+    p = run.parallel
+    t = run.trainer
+    dp = dp_of(run)
+    formats = run.precision.words
+    axes = {
+        "tp": p.tp,
+        "pp": p.pp,
+        "vpp": p.vpp,
+        "cp": p.cp,
+        "ep": p.ep,
+        "etp": p.etp or p.tp,
+        "dp": dp,
+    }
+    shown = [
+        f"{k} {v}" for k, v in axes.items() if (v > 1 and k != "etp") or k in ("tp", "pp", "dp")
+    ]
     if run.model.moe is not None and p.etp not in (None, p.tp):
         shown.append(f"etp {p.etp}")
     flags = [name for name in ("sequence_parallel", "distributed_optimizer") if getattr(p, name)]
     micro = t.batch // (t.micro * dp)
-    tokens, sizes = t.batch * run.data.length, counted(stages(run), t.steps)
+    tokens = t.batch * run.data.length
+    sizes = counted(stages(run), t.steps)
     total = sum(number * size for number, size in sizes) * run.data.length
     grown = ", ".join(f"{number} steps of {size}" for number, size in sizes[:4])
     ramp = [("ramp", grown + (f", ... {sizes[-1][0]} of {sizes[-1][1]}" if len(sizes) > 4 else ""))]
     lines = [
-        ("model", f"{run.model.name}, {count(parameters(run.model))} parameters{adapters}, {formats}{_padding(run)}"),
+        (
+            "model",
+            (
+                f"{run.model.name}, {count(parameters(run.model))} parameters{adapters},"
+                f" {formats}{_padding(run)}"
+            ),
+        ),
         ("layout", ", ".join([*shown, *flags])),
-        ("ranks", f"{p.ranks} on {run.cluster.name} ({run.cluster.device}, {run.cluster.nodes} node(s))"),
+        (
+            "ranks",
+            f"{p.ranks} on {run.cluster.name} ({run.cluster.device}, {run.cluster.nodes} node(s))",
+        ),
         ("batch", f"{t.batch} samples = {micro} micro-batch(es) of {t.micro} on {dp} rank(s)"),
         *(ramp if len(stages(run)) > 1 else ()),
-        ("tokens", f"{count(tokens)} per step, {count(total)} in {t.steps} steps{length_in_words(loaded)}"),
+        (
+            "tokens",
+            f"{count(tokens)} per step, {count(total)} in {t.steps} steps{length_in_words(loaded)}",
+        ),
         ("kernels", kernels.summary(run)),
         ("data", f"{run.data.kind}, samples of {run.data.length} tokens{_spans(run)}"),
         *((("", bare),) if (bare := unwatched(run.data)) else ()),
@@ -141,11 +176,16 @@ def length_in_words(loaded: Loaded) -> str:
 
 
 def _spans(run: RunConfig) -> str:
-    """What encoder and decoder get of a sample, where there are two; what packed samples are filled with."""
-    t, d = run.model.t5, run.data
+    """What encoder and decoder get of a sample, where there are two; what packed samples are filled
+    with.
+    """
+    t = run.model.t5
+    d = run.data
     if d.packed and t is None:
         return " of whole documents" if d.whole_documents else ", packed"
-    return f": {t.encoder_length} for the encoder, {t.decoder_length} for the decoder" if t is not None else ""
+    if t is not None:
+        return f": {t.encoder_length} for the encoder, {t.decoder_length} for the decoder"
+    return ""
 
 
 def _padding(run: RunConfig) -> str:

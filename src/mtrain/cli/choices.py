@@ -24,8 +24,13 @@ def run(argv: list[str], *, debug: bool) -> int:
         if word not in groups:
             near = near_choice(word, groups) or ["model"]
             rule = f"there is no group {word}; groups: {', '.join(groups)}"
-            raise ConfigError([Problem("MT010", "", None, rule, f"choices {near[0]}", "command line")])
-    found = {group: {c: about(group, c) for c in choices_of_group(group)} for group in options.words or groups}
+            raise ConfigError(
+                [Problem("MT010", "", None, rule, f"choices {near[0]}", "command line")]
+            )
+    found = {
+        group: {c: about(group, c) for c in choices_of_group(group)}
+        for group in options.words or groups
+    }
     if options.as_json:
         say_page(strict_json.dumps(found, indent=2))
         return 0

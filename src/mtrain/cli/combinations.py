@@ -1,4 +1,6 @@
-"""Every model in every layout, number format and cluster: which can launch, and the first reason why not."""
+"""Every model in every layout, number format and cluster: which can launch, and the first reason
+why not.
+"""
 
 from __future__ import annotations
 
@@ -45,12 +47,17 @@ class Report:
     rule: str = ""
 
 
-def validated(axes: Mapping[str, Sequence[str]], base: RunConfig, machine: Machine) -> Iterator[Report]:
+def validated(
+    axes: Mapping[str, Sequence[str]], base: RunConfig, machine: Machine
+) -> Iterator[Report]:
     """The report of each combination, with the smallest batch that its layout can take.
 
-    What a model and a layout make of a number of machines is the same for every device and format: that is done once.
+    What a model and a layout make of a number of machines is the same for every device and format:
+    that is done once.
     """
-    parts: dict[tuple[str, str], Any] = {(axis, name): part_of(axis, name) for axis in AXES for name in axes[axis]}
+    parts: dict[tuple[str, str], Any] = {
+        (axis, name): part_of(axis, name) for axis in AXES for name in axes[axis]
+    }
     formats = {
         pair: _formats(base, parts["precision", pair[0]], parts["cluster", pair[1]], machine)
         for pair in itertools.product(axes["precision"], axes["cluster"])
@@ -62,7 +69,11 @@ def validated(axes: Mapping[str, Sequence[str]], base: RunConfig, machine: Machi
             cluster = parts["cluster", name]
             shape = (cluster.device, cluster.nodes, cluster.devices_per_node)
             if shape not in shaped:
-                sections = {"model": parts["model", model], "parallel": parts["parallel", layout], "cluster": cluster}
+                sections = {
+                    "model": parts["model", model],
+                    "parallel": parts["parallel", layout],
+                    "cluster": cluster,
+                }
                 raw = base.model_copy(update=sections)
                 if (layout, shape) not in ranks:
                     ranks[layout, shape] = resolve(raw, machine).parallel.ranks or 1
@@ -72,8 +83,14 @@ def validated(axes: Mapping[str, Sequence[str]], base: RunConfig, machine: Machi
 
 
 def part_of(axis: str, name: str) -> Any:
-    """The section of a choice; what is no layout but the name of a recipe is the layout of that recipe."""
-    if axis == "parallel" and name in recipe_names() and unknown_choice(axis, name, COMMAND_LINE) is not None:
+    """The section of a choice; what is no layout but the name of a recipe is the layout of that
+    recipe.
+    """
+    if (
+        axis == "parallel"
+        and name in recipe_names()
+        and unknown_choice(axis, name, COMMAND_LINE) is not None
+    ):
         return compose([f"recipe={name}"]).run.parallel
     return section(axis, name)
 
@@ -81,15 +98,20 @@ def part_of(axis: str, name: str) -> Any:
 def _formats(
     base: RunConfig, precision: PrecisionConfig, cluster: ClusterConfig, machine: Machine
 ) -> PrecisionConfig:
-    return resolve(base.model_copy(update={"precision": precision, "cluster": cluster}), machine).precision
+    return resolve(
+        base.model_copy(update={"precision": precision, "cluster": cluster}), machine
+    ).precision
 
 
 def _smallest_batch(raw: RunConfig, ranks: int, machine: Machine) -> RunConfig:
     """The run, resolved, with a micro-batch of one for every stage and data-parallel rank."""
     whole = raw.parallel.model_copy(update={"ranks": ranks})
     batch = dp_of(raw.model_copy(update={"parallel": whole})) * raw.parallel.pp
-    trainer = raw.trainer.model_copy(update={"global_batch_size": batch, "micro_batch_size": 1, **NO_RAMP})
-    said, data = raw.data.seq_length, raw.data
+    trainer = raw.trainer.model_copy(
+        update={"global_batch_size": batch, "micro_batch_size": 1, **NO_RAMP}
+    )
+    said = raw.data.seq_length
+    data = raw.data
     if said is not None:
         data = data.model_copy(update={"seq_length": min(said, raw.model.max_position_embeddings)})
     return resolve(raw.model_copy(update={"trainer": trainer, "data": data}), machine)
@@ -97,7 +119,9 @@ def _smallest_batch(raw: RunConfig, ranks: int, machine: Machine) -> RunConfig:
 
 FORMAT = ("precision", "cluster.sm")
 """What a combination has of a number format and of a generation of devices."""
-_OF_FORMATS = {of: [rule for rule in RULES if rule.reads_any(*FORMAT) is of] for of in (False, True)}
+_OF_FORMATS = {
+    of: [rule for rule in RULES if rule.reads_any(*FORMAT) is of] for of in (False, True)
+}
 
 
 def _first(run: RunConfig, *, of_formats: bool) -> Reason:
@@ -118,7 +142,9 @@ class _Shaped:
     by_format: dict[Any, Reason] = field(default_factory=dict)
     state: dict[Any, int] = field(default_factory=dict)
 
-    def reason(self, precision: PrecisionConfig, cluster: ClusterConfig, machine: Machine) -> Reason:
+    def reason(
+        self, precision: PrecisionConfig, cluster: ClusterConfig, machine: Machine
+    ) -> Reason:
         """The first reason against one format on one cluster."""
         if self.plain is None:
             self.plain = _first(self.run, of_formats=False)
@@ -135,10 +161,17 @@ class _Shaped:
         return self._memory(self.state[precision.dtype], cluster, machine)
 
     def _memory(self, state: int, cluster: ClusterConfig, machine: Machine) -> Reason:
-        need, here, where = state / (self.run.parallel.ranks or 1), (cluster.device_memory_gib or 0) * GIB, "a device"
+        need = state / (self.run.parallel.ranks or 1)
+        here = (cluster.device_memory_gib or 0) * GIB
+        where = "a device"
         if facts_of(self.run.cluster.device).on_host:
-            need, here, where = state, machine.memory_bytes, "the machine"
+            need = state
+            here = machine.memory_bytes
+            where = "the machine"
         if not here or need <= here:
             return FINE
-        rule = f"weights, gradients and optimizer state need at least {bytes_(need)}, and {where} has {bytes_(here)}"
+        rule = (
+            f"weights, gradients and optimizer state need at least {bytes_(need)}, and {where} has"
+            f" {bytes_(here)}"
+        )
         return MEMORY, rule

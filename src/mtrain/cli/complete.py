@@ -1,4 +1,7 @@
-"""What could stand where the cursor is: the answer to a shell that completes. Nothing heavy is imported for it."""
+"""What could stand where the cursor is: the answer to a shell that completes.
+
+Nothing heavy is imported for it.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +12,13 @@ from itertools import pairwise
 from pathlib import Path
 
 from mtrain.cli.verbs import FLAGS, VERBS
-from mtrain.config.paths import RESUME_WORDS, choices_of_group, config_dirs, group_names, recipe_names
+from mtrain.config.paths import (
+    RESUME_WORDS,
+    choices_of_group,
+    config_dirs,
+    group_names,
+    recipe_names,
+)
 from mtrain.errors import say
 
 NAMED = ("show", "diff", "lock", "export")
@@ -22,25 +31,35 @@ SHELLS = ("bash", "zsh", "fish")
 
 
 def run(argv: list[str], *, debug: bool) -> int:
-    """Prints a line for each candidate of the command line in `argv[0]`, up to the cursor; never an error."""
+    """Prints a line for each candidate of the command line in `argv[0]`, up to the cursor; never an
+    error.
+    """
     with suppress(Exception):
         say(*(word for word in candidates(argv[0] if argv else "") if word.isprintable()))
     return 0
 
 
 def candidates(line: str) -> list[str]:
-    """Everything that the last word of `line` could become; the first word is the command itself."""
+    """Everything that the last word of `line` could become; the first word is the
+    command itself.
+    """
     words = line.split()[1:]
     if line[-1:].isspace() or not words:
         words.append("")
     *before, current = words
     dirs = [after for flag, after in pairwise(before) if flag == "--config-dir"]
     with config_dirs(dirs):
-        return sorted(dict.fromkeys(word for word in _offered(before, current) if word.startswith(current)))
+        return sorted(
+            dict.fromkeys(word for word in _offered(before, current) if word.startswith(current))
+        )
 
 
 def _offered(before: list[str], current: str) -> Iterable[str]:
-    before = [word for flag, word in zip(["", *before], before, strict=False) if "--config-dir" not in (flag, word)]
+    before = [
+        word
+        for flag, word in zip(["", *before], before, strict=False)
+        if "--config-dir" not in (flag, word)
+    ]
     verb = next((word for word in before if not word.startswith("-")), "")
     if current.startswith("-"):
         from mtrain.cli.pages import PAGES, flags_of
@@ -77,7 +96,11 @@ def _own_words(verb: str) -> list[str]:
     """What a verb takes beside settings, as its page says it: `prompt=`."""
     from mtrain.cli.pages import PAGES
 
-    return [f"{name.partition('=')[0]}=" for name, _ in PAGES[verb].arguments if "=" in name and name[0].islower()]
+    return [
+        f"{name.partition('=')[0]}="
+        for name, _ in PAGES[verb].arguments
+        if "=" in name and name[0].islower()
+    ]
 
 
 def _recipe(before: list[str], current: str) -> Iterable[str]:
@@ -110,7 +133,12 @@ def _overrides(current: str) -> list[str]:
         return [f"{key}={value}" for value in _values(key, groups, begun)]
     if "." in current:
         return _keys()
-    return [*(f"{group}=" for group in groups), *(f"{group}." for group in groups), "recipe=", "run="]
+    return [
+        *(f"{group}=" for group in groups),
+        *(f"{group}." for group in groups),
+        "recipe=",
+        "run=",
+    ]
 
 
 def _keys() -> list[str]:
@@ -158,11 +186,19 @@ def _locks() -> list[str]:
 
 
 def _layouts(begun: str) -> list[str]:
-    """Layouts in one word that begin so: another axis with a usual degree behind those that are there."""
+    """Layouts in one word that begin so: another axis with a usual degree behind those that are
+    there.
+    """
     match = _LAYOUT.match(begun)
     if match is None:
         return []
-    there, axis = match[1], match[2]
+    there = match[1]
+    axis = match[2]
     used = _AXIS.findall(there)
-    more = [f"{name}{n}" for name in AXES if name not in used and name.startswith(axis) for n in (2, 4, 8)]
+    more = [
+        f"{name}{n}"
+        for name in AXES
+        if name not in used and name.startswith(axis)
+        for n in (2, 4, 8)
+    ]
     return [f"{there}{word}" for word in (*more, *(["sp"] if there else []))]

@@ -1,4 +1,6 @@
-"""`completion SHELL`: a script that lets a shell ask `mtrain __complete` what could stand at the cursor."""
+"""`completion SHELL`: a script that lets a shell ask `mtrain __complete` what could stand at the
+cursor.
+"""
 
 from __future__ import annotations
 

@@ -38,7 +38,10 @@ IDS = (*ENDS, "pad_token_id", "decoder_start_token_id")
 
 
 def run(argv: list[str], *, debug: bool, as_json: bool, megatron: bool = False) -> int:
-    """Runs a subverb; returns the exit code. With `megatron`, the other side is a checkpoint of megatron-core."""
+    """Runs a subverb; returns the exit code.
+
+    With `megatron`, the other side is a checkpoint of megatron-core.
+    """
     subverbs: dict[str, Callable[[list[str]], int]] = {
         "import": import_megatron if megatron else import_,
         "export": export_megatron if megatron else export,
@@ -47,11 +50,22 @@ def run(argv: list[str], *, debug: bool, as_json: bool, megatron: bool = False) 
     }
     if not argv or argv[0] not in subverbs:
         said = f"convert has no {argv[0]!r}" if argv else "convert needs to be told what to do"
-        raise ConfigError([Problem("MT002", "", None, f"{said}; there are {', '.join(subverbs)}", USAGE)])
+        raise ConfigError(
+            [Problem("MT002", "", None, f"{said}; there are {', '.join(subverbs)}", USAGE)]
+        )
     if megatron and argv[0] not in ("import", "export"):
         rule = f"--megatron belongs to import and export; {argv[0]} sees what a folder is"
         raise ConfigError(
-            [Problem("MT010", "", None, rule, f"convert {argv[0]}, without --megatron", "command line")]
+            [
+                Problem(
+                    "MT010",
+                    "",
+                    None,
+                    rule,
+                    f"convert {argv[0]}, without --megatron",
+                    "command line",
+                )
+            ]
         )
     return subverbs[argv[0]](argv[1:])
 
@@ -74,26 +88,40 @@ def import_(argv: list[str]) -> int:
         begun = run.peft.model_copy(update={"init_from": None})  # the checkpoint has them
         (draft / RUN_FILE).write_text(run_yaml(run.model_copy(update={"peft": begun})))
         kind, checkpoint, record, folder = take(run, source, draft)
-        found = _logits(run.model_copy(update={"peft": PeftConfig()}), checkpoint, source)  # theirs has no adapters
+        # theirs has no adapters
+        found = _logits(run.model_copy(update={"peft": PeftConfig()}), checkpoint, source)
         certificate.write(draft, "import", kind, record, found)
     size = f"{len(record.source)} tensors, {bytes_(folder.nbytes)}"
-    say(f"imported {source}: {kind}, {count(parameters(run.model))} parameters, {size}, into {out}{_said(found)}")
+    say(
+        f"imported {source}: {kind}, {count(parameters(run.model))} parameters, {size}, into"
+        f" {out}{_said(found)}"
+    )
     for line in said:
         say(line)
     return 0
 
 
 def export(argv: list[str]) -> int:
-    """`export RUN DIR [dtype=D] [model_type=T]`: a folder that transformers loads; `peft=V`: of adapters alone."""
+    """`export RUN DIR [dtype=D] [model_type=T]`: a folder that transformers loads; `peft=V`: of
+    adapters alone.
+    """
     target, rest = target_of(argv, "convert export", USAGE)
     paths = [word for word in rest if "=" not in word]
     options = dict(word.split("=", 1) for word in rest if "=" in word)
     unknown = sorted(options.keys() - {"dtype", "model_type", "peft"})
     if len(paths) != 1 or unknown:
         said = f"there is no option {unknown[0]}" if unknown else "export needs the folder to write"
-        raise ConfigError([Problem("MT002", "", None, said, f"{program()} convert export RUN HF_DIR [dtype=bf16]")])
-    dtype, version = read_dtype(options), _peft_version(options)
-    out, path = new_folder(Path(paths[0]).expanduser()), newest(target)
+        raise ConfigError(
+            [
+                Problem(
+                    "MT002", "", None, said, f"{program()} convert export RUN HF_DIR [dtype=bf16]"
+                )
+            ]
+        )
+    dtype = read_dtype(options)
+    version = _peft_version(options)
+    out = new_folder(Path(paths[0]).expanduser())
+    path = newest(target)
     from mtrain.convert import certificate
     from mtrain.convert.boxes import model_boxes
     from mtrain.convert.hugging_face import tables
@@ -101,9 +129,11 @@ def export(argv: list[str]) -> int:
     from mtrain.convert.saved import Saved
     from mtrain.convert.words import IN_TORCH
 
-    run, home = read_run_file(path / RUN_FILE), path.parent.parent if path.parent.name == CHECKPOINTS else path
+    run = read_run_file(path / RUN_FILE)
+    home = path.parent.parent if path.parent.name == CHECKPOINTS else path
     kind, body = _config_of(run, home, options.get("model_type"))
-    checkpoint, table = Saved.open(path), tables(kind, run.model)[0]
+    checkpoint = Saved.open(path)
+    table = tables(kind, run.model)[0]
     weights = Weights(checkpoint, run, table, model_boxes(run), dtype)
     if version is not None:
         return _export_adapters(weights, kind, out, version, home)
@@ -112,10 +142,15 @@ def export(argv: list[str]) -> int:
         stored = IN_TORCH[weights.dtype_of(weights.found.steps[0])]
         said = "dtype" if "dtype" in body else "torch_dtype"
         _write_companions(draft, home, {**body, said: stored})
-        found = _logits(run, path, draft) if dtype in (None, "F32") else {"left_out": "another format"}
+        found = (
+            _logits(run, path, draft) if dtype in (None, "F32") else {"left_out": "another format"}
+        )
         certificate.write(draft, "export", kind, record, found)
     size = sum(file.stat().st_size for file in out.iterdir())
-    say(f"exported {path}: {kind}, {len(record.target)} tensors, {bytes_(size)} in {out}{_said(found)}")
+    say(
+        f"exported {path}: {kind}, {len(record.target)} tensors, {bytes_(size)} in"
+        f" {out}{_said(found)}"
+    )
     return 0
 
 
@@ -125,7 +160,9 @@ def _peft_version(options: dict[str, str]) -> str | None:
     word = options.get("peft")
     if word is not None and word not in PEFT_VERSIONS:
         fix = " or ".join(f"peft={known}" for known in PEFT_VERSIONS)
-        raise ConfigError([Problem("MT003", "peft", word, "no form of peft that is written", fix, "command line")])
+        raise ConfigError(
+            [Problem("MT003", "peft", word, "no form of peft that is written", fix, "command line")]
+        )
     return PEFT_VERSIONS[word] if word is not None else None
 
 
@@ -137,17 +174,24 @@ def _export_adapters(weights: Any, kind: str, out: Path, version: str, home: Pat
     from mtrain.convert.tokenizer_files import keep_tokenizer
 
     with drafted(out, "exporting") as draft:
-        record = write_adapters(weights, layers(kind), draft, version, weights.run.checkpoint.init_from)
+        record = write_adapters(
+            weights, layers(kind), draft, version, weights.run.checkpoint.init_from
+        )
         keep_tokenizer(home, draft)
         certificate.write(draft, "export", kind, record, {"left_out": "adapters alone"})
     size = sum(file.stat().st_size for file in out.iterdir())
-    said = f"{len(record.target)} tensors of adapters, {bytes_(size)} in {out}, as peft {version} has them"
+    said = (
+        f"{len(record.target)} tensors of adapters, {bytes_(size)} in {out}, as peft {version} has"
+        " them"
+    )
     say(f"exported {weights.checkpoint.path}: {kind}, {said}")
     return 0
 
 
 def inspect(argv: list[str], *, as_json: bool) -> int:
-    """`inspect PATH`: names, shapes, formats and totals of a folder, a checkpoint or a file; reads no weight."""
+    """`inspect PATH`: names, shapes, formats and totals of a folder, a checkpoint or a file; reads
+    no weight.
+    """
     (path,) = given_paths(argv, 1, "inspect PATH")
     from mtrain.convert.inspect import held, totals
 
@@ -160,12 +204,17 @@ def inspect(argv: list[str], *, as_json: bool) -> int:
         say(f"{t.name:<{width}}  {t.dtype:<8} {'x'.join(map(str, t.shape)) or 'scalar'}")
     found = totals(tensors)
     formats = ", ".join(f"{n} in {dtype}" for dtype, n in found["formats"].items())
-    say(f"{found['tensors_total']} tensors, {count(found['numbers'])} numbers ({formats}), {bytes_(found['bytes'])}")
+    say(
+        f"{found['tensors_total']} tensors, {count(found['numbers'])} numbers ({formats}),"
+        f" {bytes_(found['bytes'])}"
+    )
     return 0
 
 
 def verify(argv: list[str], *, as_json: bool) -> int:
-    """`verify A B`: whether two folders or checkpoints hold the same weights; exit code 4 where they do not."""
+    """`verify A B`: whether two folders or checkpoints hold the same weights; exit code 4 where
+    they do not.
+    """
     paths = given_paths(argv, 2, "verify A B")
     from mtrain.convert.compare import compare
 
@@ -174,20 +223,27 @@ def verify(argv: list[str], *, as_json: bool) -> int:
     rows, only = compare(a, b, copies)
     apart = [row for row in rows if not row.equal]
     if as_json:
-        body = {"tensors": len(rows), "apart": [row._asdict() for row in apart], "only_in_one": only}
+        body = {
+            "tensors": len(rows),
+            "apart": [row._asdict() for row in apart],
+            "only_in_one": only,
+        }
         say(strict_json.dumps({**body, "equal": not apart and not only}))
     else:
         for row in apart[:20]:
             say(f"{row.name}: {row.said}")
         for name in only[:20]:
             say(f"{name}: only one of both has it")
-        verdict = "the same, bit by bit" if not apart and not only else f"{len(apart) + len(only)} differ"
+        verdict = (
+            "the same, bit by bit" if not apart and not only else f"{len(apart) + len(only)} differ"
+        )
         say(f"{len(rows)} tensors: {verdict}")
     return 4 if apart or only else 0
 
 
 def _run_of(config: Path, extra: list[str]) -> tuple[RunConfig, list[str]]:
-    """The resolved run that a `config.json` is with overrides; and what was left out or found out, in lines.
+    """The resolved run that a `config.json` is with overrides; and what was left out or found out,
+    in lines.
 
     Raises:
         ConfigError: see `configuration`; or a rule is broken.
@@ -207,7 +263,9 @@ def _run_of(config: Path, extra: list[str]) -> tuple[RunConfig, list[str]]:
 
 
 def _config_of(run: RunConfig, home: Path, kind: str | None) -> tuple[str, dict[str, Any]]:
-    """What an export's `config.json` says: what came with the weights, where the model is still the same."""
+    """What an export's `config.json` says: what came with the weights, where the model is still the
+    same.
+    """
     from mtrain.convert.hugging_face import KEPT
 
     kept = home / KEPT / "config.json"
@@ -216,7 +274,8 @@ def _config_of(run: RunConfig, home: Path, kind: str | None) -> tuple[str, dict[
         if not same_model(resolve(import_config(kept).run, Machine.here()).model, run.model):
             return _as_it_came(body, run)
     body = config_json(run.model, "float32", kind)
-    unsaid = [key for key in ENDS if key not in body]  # the end of T5's sequences is the model's own
+    # the end of T5's sequences is the model's own
+    unsaid = [key for key in ENDS if key not in body]
     from mtrain.convert.tokenizer_files import special_ids
 
     said = special_ids(home)
@@ -227,11 +286,15 @@ def _config_of(run: RunConfig, home: Path, kind: str | None) -> tuple[str, dict[
 
 
 def _as_it_came(body: dict[str, Any], run: RunConfig) -> tuple[str, dict[str, Any]]:
-    """The kind of a configuration that was kept, and what is written of it: the text model, nothing that names code,
-    which is not written beside it, or how weights were stored.
+    """The kind of a configuration that was kept, and what is written of it: the text model, nothing
+    that names code, which is not written beside it, or how weights were stored.
     """
     kind = kind_of(body)
-    out = {k: v for k, v in as_text(body).items() if k not in ("quantization_config", "dtype", "auto_map")}
+    out = {
+        k: v
+        for k, v in as_text(body).items()
+        if k not in ("quantization_config", "dtype", "auto_map")
+    }
     if kind != body["model_type"]:  # transformers knows the family by its own name alone
         out |= {"model_type": kind, "architectures": [KINDS[kind].architecture(run.model)]}
     return kind, out
@@ -268,31 +331,46 @@ def _logits(run: RunConfig, checkpoint: Path, folder: Path) -> dict[str, Any]:
     from mtrain.launching import local
     from mtrain.launching.beside import Beside
 
-    need, here = 3 * 4 * parameters(run.model), Machine.here().memory_bytes
+    need = 3 * 4 * parameters(run.model)
+    here = Machine.here().memory_bytes
     if not theirs.installed():
         return {"left_out": "transformers is not installed"}
     if need > here // 2:
         return {
-            "left_out": f"it needs about {bytes_(need)}, and half of this machine's memory is {bytes_(here // 2)}"
+            "left_out": (
+                f"it needs about {bytes_(need)}, and half of this machine's memory is"
+                f" {bytes_(here // 2)}"
+            )
         }
     tokens = min(TOKENS, run.model.max_position_embeddings)
     ids = [int(i) for i in np.random.default_rng(0).integers(0, run.model.vocab_size, tokens)]
-    words = ["parallel=single", "precision=fp32", "cluster.device=cpu", "kernels=reference", "data.seq_length=null"]
+    words = [
+        "parallel=single",
+        "precision=fp32",
+        "cluster.device=cpu",
+        "kernels=reference",
+        "data.seq_length=null",
+    ]
     with scratch_folder() as scratch:
         (scratch / RUN_FILE).write_text(run_yaml(_plain(run, words)))
         ours = scratch / "ours"
         other = scratch / "theirs"
         local.logits(_plain(run, words), checkpoint, ids, ours)
         try:
-            Beside("logits of transformers", run, folder=str(folder), ids=ids, out=str(other)).result()
+            Beside(
+                "logits of transformers", run, folder=str(folder), ids=ids, out=str(other)
+            ).result()
         except MtrainError as error:
             return {"left_out": f"transformers did not load the folder: {str(error)[:200]}"}
-        a, b = np.fromfile(ours, np.float32), np.fromfile(other, np.float32)
-    apart, largest = float(np.abs(a - b).max()), float(np.abs(b).max())
+        a = np.fromfile(ours, np.float32)
+        b = np.fromfile(other, np.float32)
+    apart = float(np.abs(a - b).max())
+    largest = float(np.abs(b).max())
     if not apart <= MOST_APART * largest:
         raise CorruptData(
-            f"our logits are {apart:.3g} from those of transformers, whose largest is {largest:.3g}: the weights do "
-            "not mean the same on both sides, and nothing was written"
+            f"our logits are {apart:.3g} from those of transformers, whose largest is"
+            f" {largest:.3g}: the weights do not mean the same on both sides, and nothing was"
+            " written"
         )
     tokens = len(b) // run.model.vocab_size
     return {"tokens": tokens, "largest_error": apart, "largest_logit": largest}
@@ -303,19 +381,31 @@ def _plain(run: RunConfig, words: list[str]) -> RunConfig:
     from mtrain.cli.generate import WITHOUT_DATA
 
     data = run.data.model_copy(update={"cache_dir": DataConfig().cache_dir})
-    run = run.model_copy(update={"log": LogConfig(), "checkpoint": CheckpointConfig(), "data": data})
+    run = run.model_copy(
+        update={"log": LogConfig(), "checkpoint": CheckpointConfig(), "data": data}
+    )
     with scratch_folder() as scratch:
         file = scratch / RUN_FILE
         file.write_text(run_yaml(run))
-        batch = ["trainer.global_batch_size=1", "trainer.micro_batch_size=1", "optim=adamw", "cluster=local"]
-        lengths = ["model.t5.encoder_length=null", "model.t5.decoder_length=null"] if run.model.t5 is not None else []
+        batch = [
+            "trainer.global_batch_size=1",
+            "trainer.micro_batch_size=1",
+            "optim=adamw",
+            "cluster=local",
+        ]
+        if run.model.t5 is not None:
+            lengths = ["model.t5.encoder_length=null", "model.t5.decoder_length=null"]
+        else:
+            lengths = []
         return load([f"run={quoted(file)}", *WITHOUT_DATA, *batch, *lengths, *words]).run
 
 
 def _said(found: dict[str, Any]) -> str:
     if "left_out" in found:
         return f"; logits not compared: {found['left_out']}"
-    return f"; logits within {found['largest_error']:.1e} of transformers' on {found['tokens']} tokens"
+    return (
+        f"; logits within {found['largest_error']:.1e} of transformers' on {found['tokens']} tokens"
+    )
 
 
 def _weights_at(path: Path, copies: dict[str, str]) -> Any:
@@ -332,13 +422,19 @@ def _weights_at(path: Path, copies: dict[str, str]) -> Any:
     if is_folder(path) and not (path / RUN_FILE).is_file():
         folder = open_folder(path)
         reader = Reader(folder)
-        with suppress(ConfigError):  # of a model that is not known here, names and numbers are compared
-            kind, model = kind_of(read_json(folder.config, str(path))), import_config(folder.config).run.model
+        with suppress(
+            ConfigError
+        ):  # of a model that is not known here, names and numbers are compared
+            kind = kind_of(read_json(folder.config, str(path)))
+            model = import_config(folder.config).run.model
             for table in tables(kind, model):
-                twice = held_twice(table, model).items()  # another table has other names for the same tensors
+                twice = held_twice(
+                    table, model
+                ).items()  # another table has other names for the same tensors
                 copies |= {name: of for name, of in twice if of in reader.names}
         return reader
-    checkpoint, run = newest(path), read_run_file(path / RUN_FILE)
+    checkpoint = newest(path)
+    run = read_run_file(path / RUN_FILE)
     home = checkpoint.parent.parent if checkpoint.parent.name == CHECKPOINTS else checkpoint
     kind, _ = _config_of(run, home, None)
     table = tables(kind, run.model)[0]

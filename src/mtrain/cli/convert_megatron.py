@@ -27,14 +27,18 @@ _SAY_A_MODEL = ("model", "recipe", "run")
 
 
 def import_megatron(argv: list[str]) -> int:
-    """`import --megatron DIR RUN [overrides]`: a run folder whose checkpoint of step 0 has the weights."""
+    """`import --megatron DIR RUN [overrides]`: a run folder whose checkpoint of step 0 has the
+    weights.
+    """
     source, out, extra = source_and_new(argv, IMPORT)
     from mtrain.convert import certificate
     from mtrain.convert.megatron import KIND, open_weights, take_megatron
     from mtrain.convert.megatron_args import COMMON, kept_in, read_arguments
     from mtrain.convert.megatron_compared import differing
 
-    if not any(word.partition("=")[0].partition(".")[0].lstrip("+") in _SAY_A_MODEL for word in extra):
+    if not any(
+        word.partition("=")[0].partition(".")[0].lstrip("+") in _SAY_A_MODEL for word in extra
+    ):
         rule = f"which model it is, {source} does not say as data; the command line has to"
         raise ConfigError([Problem("MT002", "model", None, rule, f"{program()} convert {IMPORT}")])
     whole = any(word.partition("=")[0] in ("recipe", "run") for word in extra)
@@ -53,7 +57,9 @@ def import_megatron(argv: list[str]) -> int:
     with drafted(out, "importing") as draft:
         (draft / RUN_FILE).write_text(run_yaml(run))
         _, record = take_megatron(run, opened, draft)
-        certificate.write(draft, "import", KIND, record, {"left_out": "there is nothing to compare with"})
+        certificate.write(
+            draft, "import", KIND, record, {"left_out": "there is nothing to compare with"}
+        )
     held = len(opened.tensors) - len({name.partition("[")[0] for name in record.source})
     more = held + opened.objects
     left = f"; {more} entries are no weights and were left out" if more else ""
@@ -67,7 +73,14 @@ def _apart(one: Apart, file: Path, without: str) -> Problem:
     """The problem of an argument that says another model."""
     rule = f"{file} says that the weights were trained with {one.name} {one.there}"
     if not one.key:
-        return Problem("MT503", "", None, f"{rule}, which {one.why}", without.removeprefix(", or "), "command line")
+        return Problem(
+            "MT503",
+            "",
+            None,
+            f"{rule}, which {one.why}",
+            without.removeprefix(", or "),
+            "command line",
+        )
     if one.why:
         rule = f"{file} was written by Megatron-LM, which {one.why}"
     fix = override(one.key, int(one.becomes) if _is_whole(one.becomes) else one.becomes)
@@ -79,7 +92,9 @@ def _is_whole(value: Any) -> bool:
 
 
 def export_megatron(argv: list[str]) -> int:
-    """`export --megatron RUN DIR [dtype=D] [layers=stacked|apart]`: a folder that Megatron-LM loads."""
+    """`export --megatron RUN DIR [dtype=D] [layers=stacked|apart]`: a folder that Megatron-LM
+    loads.
+    """
     usage = f"{program()} convert {EXPORT} [dtype=bf16] [layers=apart]"
     target, rest = target_of(argv, "convert export", usage)
     paths = [word for word in rest if "=" not in word]
@@ -92,9 +107,12 @@ def export_megatron(argv: list[str]) -> int:
 
     if options.get("layers", LAYOUTS[0]) not in LAYOUTS:
         fix = " or ".join(f"layers={word}" for word in LAYOUTS)
-        raise ConfigError([Problem("MT003", "layers", options["layers"], "is no layout of layers", fix)])
+        raise ConfigError(
+            [Problem("MT003", "layers", options["layers"], "is no layout of layers", fix)]
+        )
     dtype = read_dtype(options)
-    out, path = new_folder(Path(paths[0]).expanduser()), newest(target)
+    out = new_folder(Path(paths[0]).expanduser())
+    path = newest(target)
     run = read_run_file(path / RUN_FILE)
     _require_names(run)
     from mtrain.convert import certificate
@@ -102,32 +120,54 @@ def export_megatron(argv: list[str]) -> int:
 
     with drafted(out, "exporting") as draft:
         record = give_megatron(Saved.open(path), run, draft, dtype, options.get("layers"))
-        certificate.write(draft, "export", KIND, record, {"left_out": "there is nothing to compare with"})
+        certificate.write(
+            draft, "export", KIND, record, {"left_out": "there is nothing to compare with"}
+        )
     size = sum(file.stat().st_size for file in out.rglob("*") if file.is_file())
-    say(f"exported {path}: {len(record.source)} weights, {bytes_(size)} in {out}; Megatron-LM: --load {out}")
+    say(
+        f"exported {path}: {len(record.source)} weights, {bytes_(size)} in {out}; Megatron-LM:"
+        f" --load {out}"
+    )
     return 0
 
 
 def _require_names(run: RunConfig) -> None:
-    """Raises ConfigError where megatron-core's checkpoints call the weights of the run's family otherwise."""
+    """Raises ConfigError where megatron-core's checkpoints call the weights of the run's family
+    otherwise.
+    """
     family = run.model.family
     if not family_of(run.model).megatron_names:
         rule = f"Megatron-LM has no model with the weights of the family {family} as they are here"
         raise ConfigError(
-            [Problem("MT503", "model.family", family, rule, "convert import or export, without --megatron")]
+            [
+                Problem(
+                    "MT503",
+                    "model.family",
+                    family,
+                    rule,
+                    "convert import or export, without --megatron",
+                )
+            ]
         )
     if run.model.dsa is not None:
-        rule = "releases of Megatron-LM order the channels of an indexer differently, and no checkpoint says how"
+        rule = (
+            "releases of Megatron-LM order the channels of an indexer differently, and no"
+            " checkpoint says how"
+        )
         fix = "convert import or export, without --megatron"
         raise ConfigError([Problem("MT503", "model.dsa", None, rule, fix)])
     if run.model.linear_attention is not None:
-        rule = "Megatron-LM keeps norms of linear attention less 1 and projections in sections: neither is converted"
+        rule = (
+            "Megatron-LM keeps norms of linear attention less 1 and projections in sections:"
+            " neither is converted"
+        )
         fix = "convert import or export, without --megatron"
         raise ConfigError([Problem("MT503", "model.linear_attention", None, rule, fix)])
 
 
 def of_megatron(paths: list[Path]) -> list[Any]:
-    """The weights of two places of which at least one is a checkpoint of megatron-core; empty where none is.
+    """The weights of two places of which at least one is a checkpoint of megatron-core; empty where
+    none is.
 
     Raises:
         ConfigError: the other one is neither such a checkpoint nor a run.

@@ -1,4 +1,6 @@
-"""Paths that a conversion is given, and the folder that it writes: there when all is in it, or not at all."""
+"""Paths that a conversion is given, and the folder that it writes: there when all is in it, or not
+at all.
+"""
 
 from __future__ import annotations
 
@@ -53,7 +55,15 @@ def source_and_new(argv: list[str], usage: str) -> tuple[Path, Path, list[str]]:
     (source,) = given_paths(argv[:1], 1, usage)
     if len(argv) < 2 or "=" in argv[1]:
         raise ConfigError(
-            [Problem("MT002", "", None, "the folder to write is missing", f"{program()} convert {usage}")]
+            [
+                Problem(
+                    "MT002",
+                    "",
+                    None,
+                    "the folder to write is missing",
+                    f"{program()} convert {usage}",
+                )
+            ]
         )
     return source, new_folder(Path(argv[1]).expanduser()), argv[2:]
 
@@ -65,7 +75,9 @@ def new_folder(out: Path) -> Path:
         ConfigError: it is.
     """
     if out.exists():
-        raise ConfigError([Problem("MT507", "", None, f"{out} is there; a new folder is written", f"{out}-2")])
+        raise ConfigError(
+            [Problem("MT507", "", None, f"{out} is there; a new folder is written", f"{out}-2")]
+        )
     return out
 
 
@@ -84,7 +96,8 @@ def read_dtype(options: Mapping[str, str]) -> str | None:
 
 @contextmanager
 def drafted(out: Path, doing: str) -> Iterator[Path]:
-    """A folder beside `out` that gets its name when all is in it; what an interrupted conversion left is removed.
+    """A folder beside `out` that gets its name when all is in it; what an interrupted conversion
+    left is removed.
 
     Raises:
         BadEnvironment: it cannot be written, or another process writes it.
@@ -112,7 +125,9 @@ def drafted(out: Path, doing: str) -> Iterator[Path]:
 
 
 def _claim(draft: Path) -> tuple[int, locks.Lock]:
-    """Return a descriptor of an empty folder, and its lock: this process owns the folder while it holds both."""
+    """Return a descriptor of an empty folder, and its lock: this process owns the folder while it
+    holds both.
+    """
     while True:
         draft.mkdir(parents=True, exist_ok=True)
         descriptor = os.open(draft, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
@@ -121,7 +136,9 @@ def _claim(draft: Path) -> tuple[int, locks.Lock]:
             held = locks.lock(descriptor, draft)
             if os.path.exists(draft) and os.path.samestat(os.fstat(descriptor), os.stat(draft)):
                 for left in draft.iterdir():
-                    shutil.rmtree(left) if left.is_dir() and not left.is_symlink() else left.unlink()
+                    shutil.rmtree(
+                        left
+                    ) if left.is_dir() and not left.is_symlink() else left.unlink()
                 return descriptor, held
             held.release()  # who had it has renamed or removed it
             os.close(descriptor)

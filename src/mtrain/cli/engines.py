@@ -1,4 +1,6 @@
-"""`engines`: which megatron-core is here, which are supported, what only some have, and the patches that act."""
+"""`engines`: which megatron-core is here, which are supported, what only some have, and the patches
+that act.
+"""
 
 from __future__ import annotations
 
@@ -37,7 +39,9 @@ def _facts() -> dict[str, Any]:
     from mtrain.devices import registry
     from mtrain.mcore.patches import standing
 
-    found, folder, device = engine.release(), engine.folder(), registry.get("auto")
+    found = engine.release()
+    folder = engine.folder()
+    device = registry.get("auto")
     return {
         "installed": engine.words(found) if found else None,
         "folder": str(folder) if folder else None,
@@ -87,7 +91,8 @@ def _fixes_page(rows: list[dict[str, Any]]) -> str:
         those = [row for row in rows if row["became"] == became]
         lines += [f"{became}: {len(those)}"]
         for row in those:
-            by, since = f", {row['by']}" if row["by"] else "", "; 0.19.2 has the change" if row["is_in_0_19"] else ""
+            by = f", {row['by']}" if row["by"] else ""
+            since = "; 0.19.2 has the change" if row["is_in_0_19"] else ""
             lines.append(f"  {row['number']}: {row['about']}{by}{since}")
             place = f"{row['where']}: " if row["where"] else ""
             lines += [f"    {place}{row['why']}".rstrip(": ")] if place or row["why"] else []
@@ -107,7 +112,9 @@ def _keys_of_fields() -> dict[str, list[str]]:
 def _page(facts: dict[str, Any]) -> str:
     active = [row for row in facts["patches"] if row["is_active"]]
     kept = "" if facts["is_supported"] else ", which is none of the supported"
-    here = f"{facts['installed']}{kept}, in {facts['folder']}" if facts["folder"] else "not installed"
+    here = (
+        f"{facts['installed']}{kept}, in {facts['folder']}" if facts["folder"] else "not installed"
+    )
     lines = [
         f"megatron-core  {here}",
         f"supported      {', '.join(facts['supported'])}, and later ones of their series",
@@ -118,11 +125,23 @@ def _page(facts: dict[str, Any]) -> str:
         "fields of megatron-core that only some releases have, and the keys that feed them",
         *table(rows, left=3),
     ]
-    able = [(row["when"], row["versions"], "here" if row["is_here"] else "not here") for row in facts["capabilities"]]
+    able = [
+        (row["when"], row["versions"], "here" if row["is_here"] else "not here")
+        for row in facts["capabilities"]
+    ]
     lines += ["", "what only some releases can do", *table(able, left=3)]
-    lines += ["", f"patches of megatron-core: {len(active)} of {len(facts['patches'])} act, on {facts['device']}"]
+    lines += [
+        "",
+        (
+            f"patches of megatron-core: {len(active)} of {len(facts['patches'])} act, on"
+            f" {facts['device']}"
+        ),
+    ]
     for row in facts["patches"]:
         mended = f"; {row['upstream']} mends it" if row["upstream"] else ""
-        lines.append(f"  {row['name']}: {'not needed, ' + row['why_not'] if row['why_not'] else 'acts'}{mended}")
+        lines.append(
+            f"  {row['name']}:"
+            f" {'not needed, ' + row['why_not'] if row['why_not'] else 'acts'}{mended}"
+        )
         lines.append(f"    {row['where']}: {row['reason']}")
     return "\n".join(lines)

@@ -1,4 +1,6 @@
-"""`evaluate RUN`: how well a checkpoint predicts text, or answers the tasks of lm-evaluation-harness."""
+"""`evaluate RUN`: how well a checkpoint predicts text, or answers the tasks of
+lm-evaluation-harness.
+"""
 
 from __future__ import annotations
 
@@ -18,9 +20,15 @@ from mtrain.train.request import Questions
 USAGE = f"{program()} evaluate runs/<name> [limit=N] [tasks=NAME] [overrides]"
 WORDS = {
     "limit": Word(None, number(int, 1, 1e12), "a whole number of at least 1", "limit=100"),
-    "tasks": Word((), lambda text: [name for one in texts(text) for name in one.split(",")], many=True),
+    "tasks": Word(
+        (), lambda text: [name for one in texts(text) for name in one.split(",")], many=True
+    ),
     "shots": Word(
-        None, number(int, 0, 1000), "a whole number of at least 0", "shots=5", aka=("num_fewshot", "fewshot")
+        None,
+        number(int, 0, 1000),
+        "a whole number of at least 0",
+        "shots=5",
+        aka=("num_fewshot", "fewshot"),
     ),
     "batch": Word(8, number(int, 1, 4096), "a whole number from 1 to 4096", "batch=8"),
 }
@@ -39,12 +47,20 @@ def run(argv: list[str], *, debug: bool, as_json: bool = False) -> int:
     preflight.check(composed.run, said)
     if not tasks:
         home, checkpoint = checkpoint_of(target, USAGE)
-        local.evaluate(composed.run, checkpoint, _if_there(home / "tokenizer.json"), words["limit"], as_json)
+        local.evaluate(
+            composed.run, checkpoint, _if_there(home / "tokenizer.json"), words["limit"], as_json
+        )
         return 0
     must_write(composed.run)
     if find_spec("lm_eval") is None:
         rule = "tasks are those of lm-evaluation-harness, which is not installed"
-        raise ConfigError([Problem("MT510", "tasks", list(tasks), rule, "pip install 'mtrain[eval]'", COMMAND_LINE)])
+        raise ConfigError(
+            [
+                Problem(
+                    "MT510", "tasks", list(tasks), rule, "pip install 'mtrain[eval]'", COMMAND_LINE
+                )
+            ]
+        )
     questions = Questions(tasks, words["limit"], words["shots"], words["batch"])
     local.answer(composed.run, source_of(target, USAGE), questions, as_json)
     return 0

@@ -1,4 +1,6 @@
-"""`explain WORD`: what a key is, who set it and what it reaches; or what a problem's code means and what to do."""
+"""`explain WORD`: what a key is, who set it and what it reaches; or what a problem's code means and
+what to do.
+"""
 
 from __future__ import annotations
 
@@ -52,16 +54,22 @@ MAX_KEYS = 12
 
 
 def run(argv: list[str], *, debug: bool) -> int:
-    """Explains the first word, for the configuration that the others describe; returns the exit code.
+    """Explains the first word, for the configuration that the others describe; returns the exit
+    code.
 
     Raises:
         ConfigError: there is no such key and no such code, or the overrides are refused.
     """
     options = read_options(argv)
     if not options.words:
-        say_page(strict_json.dumps(_contents(), indent=2) if options.as_json else _contents_page(_contents()))
+        say_page(
+            strict_json.dumps(_contents(), indent=2)
+            if options.as_json
+            else _contents_page(_contents())
+        )
         return 0
-    word, rest = options.words[0].partition("=")[0], options.words[1:]
+    word = options.words[0].partition("=")[0]
+    rest = options.words[1:]
     if _CODE.match(word):
         facts = _code(word.upper())
     elif field_of(word) is None:
@@ -87,14 +95,21 @@ def _contents() -> dict[str, Any]:
 
     return {
         "groups": groups(),
-        "codes": {words: [code for code in codes() if code.startswith(begin)] for begin, words in FAMILIES.items()},
+        "codes": {
+            words: [code for code in codes() if code.startswith(begin)]
+            for begin, words in FAMILIES.items()
+        },
     }
 
 
 def _contents_page(found: Mapping[str, Any]) -> str:
     lines = [f"usage: {program()} {USAGE}", "", "groups"]
     lines += [f"  {group:<11} {words}" for group, words in found["groups"].items()]
-    lines += ["", "codes", *(f"  {words}: {' '.join(codes)}" for words, codes in found["codes"].items())]
+    lines += [
+        "",
+        "codes",
+        *(f"  {words}: {' '.join(codes)}" for words, codes in found["codes"].items()),
+    ]
     return "\n".join(lines)
 
 
@@ -106,8 +121,11 @@ def _code(code: str) -> dict[str, Any]:
         near = sorted(codes(), key=lambda known: (abs(int(known[2:]) - int(code[2:8])), known))[:8]
         rule = f"there is no such code; codes: {', '.join(near)}"
         raise ConfigError([Problem("MT010", "", None, rule, f"explain {near[0]}", "command line")])
-    known, rules = codes()[code], rules_of(code)
-    keys = list(dict.fromkeys(key for rule in rules for key in rule.reads if section_of(key) is None))
+    known = codes()[code]
+    rules = rules_of(code)
+    keys = list(
+        dict.fromkeys(key for rule in rules for key in rule.reads if section_of(key) is None)
+    )
     change = f"change {' or '.join(keys[:4])}; `{program()} check` shows values that were tried"
     found = _raised(known)
     says = [f"{p.path}: {p.rule}".removeprefix(": ") for p in found] or [known.says]
@@ -181,13 +199,17 @@ def _key(path: str, composed: Composed) -> dict[str, Any]:
 
 
 def _decided(path: str, made_from: Mapping[str, frozenset[str]]) -> list[str]:
-    """The keys that nobody set, that were filled in by looking at this one, and that change a number."""
+    """The keys that nobody set, that were filled in by looking at this one, and that change a
+    number.
+    """
     followers = [key for key, reads in made_from.items() if key != path and touches(reads, [path])]
     return [key for key in followers if effect_of(key) is not Effect.RUNTIME]
 
 
 def _changes(path: str, decided: Sequence[str]) -> str:
-    """Say what changing a key changes, and what it changes by the keys that it decides where that is graver."""
+    """Say what changing a key changes, and what it changes by the keys that it decides where that
+    is graver.
+    """
     own = effect_of(path)
     gravest = list(Effect).index
     through = min(map(effect_of, decided), key=gravest, default=own)
@@ -201,21 +223,30 @@ def _fed(path: str, run: RunConfig) -> list[str]:
     """What a key reaches; nothing where another key is written so that no model can be made."""
     with suppress(ValueError):
         found = feeds(_with_section(run, path)).get(path, [])
-        return [f"{name} ({FIELD_VERSIONS[name]})" if name in FIELD_VERSIONS else name for name in found]
+        return [
+            f"{name} ({FIELD_VERSIONS[name]})" if name in FIELD_VERSIONS else name for name in found
+        ]
     return []
 
 
-def _chain(path: str, composed: Composed, resolved: RunConfig, why: Mapping[str, str]) -> list[dict[str, Any]]:
+def _chain(
+    path: str, composed: Composed, resolved: RunConfig, why: Mapping[str, str]
+) -> list[dict[str, Any]]:
     """Who set a key, from the lowest to the one that holds."""
     out = [{"source": DEFAULT, "value": default_of(path)}]
     for setting in composed.history:
         if setting.path == path:
             out.append({"source": setting.source, "value": spell(setting.value)})
-        elif path.startswith(f"{setting.path}.") and setting.value is None:  # the section above was taken away
+        elif (
+            path.startswith(f"{setting.path}.") and setting.value is None
+        ):  # the section above was taken away
             out.append({"source": setting.source, "value": ABSENT})
         elif setting.path.startswith(f"{path}."):
             out.append(
-                {"source": setting.source, "value": f"{setting.path[len(path) + 1 :]}: {spell(setting.value)}"}
+                {
+                    "source": setting.source,
+                    "value": f"{setting.path[len(path) + 1 :]}: {spell(setting.value)}",
+                }
             )
     if path in why:
         out.append({"source": why[path], "value": _inside(resolved.to_dict(), path)})
@@ -246,7 +277,9 @@ def _page(facts: Mapping[str, Any]) -> str:
     """Facts as a page of plain text."""
     if "section" in facts:
         width = max(len(key) for key in facts["keys"])
-        return "\n".join([facts["means"], *(f"  {key:<{width}}  {text}" for key, text in facts["keys"].items())])
+        return "\n".join(
+            [facts["means"], *(f"  {key:<{width}}  {text}" for key, text in facts["keys"].items())]
+        )
     head = next(iter(facts.values()))
     lines = [head if "about" not in facts else f"{head} ({facts['about']})"]
     for name, value in list(facts.items())[1:]:

@@ -1,4 +1,6 @@
-"""`export RUN OUT`: the weights of a checkpoint as whole tensors, for whatever comes after training."""
+"""`export RUN OUT`: the weights of a checkpoint as whole tensors, for whatever comes after
+training.
+"""
 
 from __future__ import annotations
 
@@ -14,20 +16,27 @@ USAGE = f"{program()} export runs/<name> OUT_FOLDER"
 
 
 def run(argv: list[str], *, debug: bool) -> int:
-    """Write the newest checkpoint of a run, or the checkpoint named, to a new folder; returns the exit code."""
+    """Write the newest checkpoint of a run, or the checkpoint named, to a new folder; returns the
+    exit code.
+    """
     target, rest = target_of(argv, "export", USAGE)
     if len(rest) != 1 or "=" in rest[0]:
         raise ConfigError([Problem("MT002", "", None, "export needs the folder to write", USAGE)])
-    out, checkpoint = Path(rest[0]).expanduser(), newest(target)
+    out = Path(rest[0]).expanduser()
+    checkpoint = newest(target)
     if out.exists():
-        raise ConfigError([Problem("MT507", "", None, f"{out} is there; export writes a new folder", f"{out}-2")])
+        raise ConfigError(
+            [Problem("MT507", "", None, f"{out} is there; export writes a new folder", f"{out}-2")]
+        )
     from mtrain.launching.local import install_reader
 
     install_reader()  # the reader of checkpoints speaks of megatron-core's tensors
     from mtrain.ckpt.export import export
     from mtrain.ckpt.store import Checkpoint
 
-    tokenizer = (target.parent.parent if target.parent.name == CHECKPOINTS else target) / "tokenizer.json"
+    tokenizer = (
+        target.parent.parent if target.parent.name == CHECKPOINTS else target
+    ) / "tokenizer.json"
     done = export(Checkpoint.open(checkpoint), out, tokenizer if tokenizer.is_file() else None)
     size = sum(file.stat().st_size for file in done.files)
     padding = f"; {done.padding}" if done.padding else ""

@@ -26,7 +26,16 @@ USAGE = f"{program()} generate runs/<name> [prompt=TEXT] [tokens=N] [temperature
 _OF_SAMPLES = frozenset(
     f"data.{key}"
     for key in (
-        *("kind", "seq_length", "split", "packed", "packed_multiple", "eod_mask_loss", "prefetch", "cache_dir"),
+        *(
+            "kind",
+            "seq_length",
+            "split",
+            "packed",
+            "packed_multiple",
+            "eod_mask_loss",
+            "prefetch",
+            "cache_dir",
+        ),
         *("suffixes", "tokenizer_vocab_size", "remote_cache_gib"),
     )
 )
@@ -49,10 +58,22 @@ WORDS = {
     "prompt": Word(None, aka=("text", "input")),
     "prompts": Word(None, Path),
     "chat": Word(False, yes, "true or false", "chat=true"),
-    "tokens": Word(64, number(int, 0, 1e6), "a number of at least 0", "tokens=64", aka=("max_length", "n_predict")),
-    "temperature": Word(0.8, number(float, 0, 1e6), "a number of at least 0", "temperature=0.8", aka=("temp",)),
-    "top_k": Word(0, number(int, 0, 1e9), "a whole number of at least 0, which keeps all", "top_k=50"),
-    "top_p": Word(1.0, number(float, 0, 1, above=True), "a number above 0, and at most 1", "top_p=0.9"),
+    "tokens": Word(
+        64,
+        number(int, 0, 1e6),
+        "a number of at least 0",
+        "tokens=64",
+        aka=("max_length", "n_predict"),
+    ),
+    "temperature": Word(
+        0.8, number(float, 0, 1e6), "a number of at least 0", "temperature=0.8", aka=("temp",)
+    ),
+    "top_k": Word(
+        0, number(int, 0, 1e9), "a whole number of at least 0, which keeps all", "top_k=50"
+    ),
+    "top_p": Word(
+        1.0, number(float, 0, 1, above=True), "a number above 0, and at most 1", "top_p=0.9"
+    ),
     "min_p": Word(0.0, number(float, 0, 1), "a number from 0 to 1", "min_p=0.05"),
     "seed": Word(None, number(int, 0, 2**63 - 1), "a whole number of at least 0", "seed=1"),
     "stop": Word((), texts, "a text, or a JSON list of texts", 'stop="\\n\\n"', many=True),
@@ -65,7 +86,9 @@ LINES_OF_JSON = (".jsonl", ".json")
 
 
 def run(argv: list[str], *, debug: bool, as_json: bool = False) -> int:
-    """Print what the newest checkpoint of a run, or the checkpoint named, writes after each prompt."""
+    """Print what the newest checkpoint of a run, or the checkpoint named, writes after
+    each prompt.
+    """
     target, rest = target_of(argv, "generate", USAGE)
     words, overrides = read_words(rest, WORDS)
     source = source_of(target, USAGE)
@@ -80,10 +103,14 @@ def run(argv: list[str], *, debug: bool, as_json: bool = False) -> int:
 
 
 def must_write(run: RunConfig) -> None:
-    """Raises ConfigError for a model that continues no text, and a layout that splits a sequence over ranks."""
+    """Raises ConfigError for a model that continues no text, and a layout that splits a sequence
+    over ranks.
+    """
     if not family_of(run.model).writes:
         rule = f"a model of the family {run.model.family} does not continue texts"
-        raise ConfigError([Problem("MT247", "model.family", run.model.family, rule, "evaluate, for its loss")])
+        raise ConfigError(
+            [Problem("MT247", "model.family", run.model.family, rule, "evaluate, for its loss")]
+        )
     if run.parallel.cp > 1:
         rule = f"text is generated with whole sequences on a rank, and cp is {run.parallel.cp}"
         raise ConfigError([Problem("MT313", "parallel.cp", run.parallel.cp, rule, "parallel.cp=1")])
@@ -98,9 +125,19 @@ def source_of(target: Path, usage: str) -> local.Source:
     home, checkpoint = checkpoint_of(target, usage)
     tokenizer = home / "tokenizer.json"
     if not tokenizer.is_file():
-        rule = f"{home} has no tokenizer.json: its data has no tokenizer, so no text can be generated"
+        rule = (
+            f"{home} has no tokenizer.json: its data has no tokenizer, so no text can be generated"
+        )
         raise ConfigError(
-            [Problem("MT506", "", None, rule, "a run on data=stdlib, data=text or data.tokenizer=FILE")]
+            [
+                Problem(
+                    "MT506",
+                    "",
+                    None,
+                    rule,
+                    "a run on data=stdlib, data=text or data.tokenizer=FILE",
+                )
+            ]
         )
     return local.Source(checkpoint, tokenizer)
 
@@ -122,16 +159,23 @@ def checkpoint_of(target: Path, usage: str) -> tuple[Path, Path]:
 def _request(words: dict[str, Any], source: local.Source, as_json: bool) -> Request:
     if words["prompt"] is not None and words["prompts"] is not None:
         rule = "prompt and prompts are both said"
-        raise ConfigError([Problem("MT004", "prompt", words["prompt"], rule, "one of the two", COMMAND_LINE)])
+        raise ConfigError(
+            [Problem("MT004", "prompt", words["prompt"], rule, "one of the two", COMMAND_LINE)]
+        )
     plain = words["prompt"] if words["prompt"] is not None else PROMPT
     prompts = [plain] if words["prompts"] is None else read_prompts(words["prompts"])
-    chats = [one if isinstance(one, list) else [{"role": "user", "content": one}] for one in prompts]
+    chats = [
+        one if isinstance(one, list) else [{"role": "user", "content": one}] for one in prompts
+    ]
     is_chat = [words["chat"] or isinstance(one, list) for one in prompts]
     if any(is_chat):
         from mtrain.data.chat import ChatFormat
 
         form = ChatFormat(source.tokenizer.parent)
-        prompts = [form.render(c) if is_one else p for p, c, is_one in zip(prompts, chats, is_chat, strict=True)]
+        prompts = [
+            form.render(c) if is_one else p
+            for p, c, is_one in zip(prompts, chats, is_chat, strict=True)
+        ]
     names = ("tokens", "temperature", "top_k", "top_p", "min_p", "seed")
     return Request(
         prompts=tuple(prompts),
@@ -145,8 +189,8 @@ def _request(words: dict[str, Any], source: local.Source, as_json: bool) -> Requ
 
 
 def read_prompts(path: Path) -> list[Any]:
-    """The prompts of a file: each line is one, of a .jsonl a JSON string, an object with `prompt` or `messages`, or a
-    list of messages. A prompt is a text, or the messages of a chat.
+    """The prompts of a file: each line is one, of a .jsonl a JSON string, an object with `prompt`
+    or `messages`, or a list of messages. A prompt is a text, or the messages of a chat.
 
     Raises:
         ConfigError: the file cannot be read, or a line is none of this.
@@ -154,12 +198,22 @@ def read_prompts(path: Path) -> list[Any]:
     path = path.expanduser()
     try:
         kind = kind_of(path) or ("too large" if path.stat().st_size > MAX_BYTES else "")
-        lines = [] if kind else [line for line in path.read_bytes().decode().splitlines() if line.strip()]
+        if kind:
+            lines = []
+        else:
+            lines = [line for line in path.read_bytes().decode().splitlines() if line.strip()]
     except (OSError, ValueError) as error:
-        kind, lines = f"not readable: {getattr(error, 'strerror', None) or error}", []
+        kind = f"not readable: {getattr(error, 'strerror', None) or error}"
+        lines = []
     if not lines:
         rule = f"the file is {kind or 'empty'}"
-        raise ConfigError([Problem("MT002", "prompts", str(path), rule, "a file with a prompt a line", COMMAND_LINE)])
+        raise ConfigError(
+            [
+                Problem(
+                    "MT002", "prompts", str(path), rule, "a file with a prompt a line", COMMAND_LINE
+                )
+            ]
+        )
     if path.suffix not in LINES_OF_JSON:
         return list(lines)
     return [_from_json(line, f"{path}:{i}") for i, line in enumerate(lines, 1)]
@@ -174,10 +228,15 @@ def _from_json(line: str, where: str) -> Any:
         value = value.get("messages", value.get("prompt"))
     if isinstance(value, str) or _are_messages(value):
         return value
-    rule = 'must be a JSON string, {"prompt": TEXT} or {"messages": [{"role": ..., "content": ...}, ...]}'
+    rule = (
+        'must be a JSON string, {"prompt": TEXT} or {"messages": [{"role": ..., "content": ...},'
+        " ...]}"
+    )
     raise ConfigError([Problem("MT003", "prompts", line, rule, '"a prompt"', where)])
 
 
 def _are_messages(value: Any) -> bool:
     messages: Sequence[Any] = value if isinstance(value, list) else ()
-    return bool(messages) and all(isinstance(one, dict) and isinstance(one.get("role"), str) for one in messages)
+    return bool(messages) and all(
+        isinstance(one, dict) and isinstance(one.get("role"), str) for one in messages
+    )

@@ -47,7 +47,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _drop_output() -> None:
-    """Send standard output nowhere: the interpreter would write the rest of it at exit, and fail again."""
+    """Send standard output nowhere: the interpreter would write the rest of it at exit, and fail
+    again.
+    """
     sys.stdout = open(os.devnull, "w")  # noqa: SIM115
 
 
@@ -98,16 +100,22 @@ def _refused(error: Exception, arguments: Sequence[str]) -> int:
 
 
 def _gone() -> BadEnvironment | None:
-    """Return an error where the working folder was removed, which may be the cause of any other error."""
+    """Return an error where the working folder was removed, which may be the cause of any other
+    error.
+    """
     try:
         os.getcwd()
     except FileNotFoundError:
-        return BadEnvironment("the working folder is gone: it was removed", "  fix: cd into a folder that is there")
+        return BadEnvironment(
+            "the working folder is gone: it was removed", "  fix: cd into a folder that is there"
+        )
     return None
 
 
 def _open_closed_streams() -> None:
-    """Standard streams that were closed lead nowhere from now on: a file of the run would get their numbers."""
+    """Standard streams that were closed lead nowhere from now on: a file of the run would get their
+    numbers.
+    """
     for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
         if getattr(sys, name) is None:
             setattr(sys, name, open(os.devnull, mode))  # noqa: SIM115
@@ -143,7 +151,10 @@ def dispatch(call: Call) -> int:
         from mtrain.cli import show
 
         return show.run(
-            call.arguments, bare="--resolved" in call.flags, changed="--changed" in call.flags, as_json=as_json
+            call.arguments,
+            bare="--resolved" in call.flags,
+            changed="--changed" in call.flags,
+            as_json=as_json,
         )
     options = {"as_json": as_json} if call.verb in JSON_VERBS else {}
     if call.verb == "convert":
@@ -155,7 +166,9 @@ def dispatch(call: Call) -> int:
 
 
 def _one_answer(call: Call) -> None:
-    """Raises ConfigError where flags of `plan` ask for several things, of which one would be given."""
+    """Raises ConfigError where flags of `plan` ask for several things, of which one
+    would be given.
+    """
     asked = [flag for flag in ANSWERS if flag in call.flags or flag in call.values]
     if "--json" in call.flags and asked == ["--draw"]:
         asked.append("--json")
@@ -179,7 +192,8 @@ def _plan(call: Call, as_json: bool) -> int:
     with without_collecting():
         from mtrain.cli import plan
 
-        draw, html = "--draw" in call.flags, call.values.get("--html")
+        draw = "--draw" in call.flags
+        html = call.values.get("--html")
         return plan.run(call.arguments, as_json=as_json, draw=draw, html=html)
 
 
@@ -197,7 +211,9 @@ def _many(call: Call, as_json: bool) -> int:
         return multirun.check(call.arguments, as_json=as_json)
     if call.verb != "train":
         rule = f"-m: train and check take several values; {call.verb} takes one run"
-        raise ConfigError([Problem("MT010", "", None, rule, f"{call.verb}, without -m", "command line")])
+        raise ConfigError(
+            [Problem("MT010", "", None, rule, f"{call.verb}, without -m", "command line")]
+        )
     return multirun.train(call.arguments, main, debug="--debug" in call.flags, as_json=as_json)
 
 
@@ -236,13 +252,18 @@ def help_page() -> str:
         "examples",
         *(f"  {command(words)}\n      {text}" for words, text in examples),
         "",
-        "exit codes: 0 ok, 2 bad input, 3 environment, 4 damaged data, 5 training fault, 75 preempted and resumable",
+        (
+            "exit codes: 0 ok, 2 bad input, 3 environment, 4 damaged data, 5 training fault, 75"
+            " preempted and resumable"
+        ),
     ]
     return "\n".join(out)
 
 
 def _say(text: str) -> None:
-    """Prints on stderr; of the processes that a launcher such as torchrun started, only the first one does."""
+    """Prints on stderr; of the processes that a launcher such as torchrun started, only the first
+    one does.
+    """
     if _speaks():
         with suppress(OSError):
             say_page(text, error=True)

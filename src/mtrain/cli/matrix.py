@@ -1,4 +1,6 @@
-"""`check --all`: every model in every layout, number format and cluster that ships: which can launch, and why not."""
+"""`check --all`: every model in every layout, number format and cluster that ships: which can
+launch, and why not.
+"""
 
 from __future__ import annotations
 
@@ -23,10 +25,11 @@ WORDS = {"model": "models", "parallel": "layouts", "precision": "formats", "clus
 
 
 def run(argv: Sequence[str], *, as_json: bool = False) -> int:
-    """Validates every combination and prints a table, or of very many a summary; 0, whatever the reports.
+    """Validates every combination and prints a table, or of very many a summary; 0, whatever the
+    reports.
 
-    Choices in `argv`, also several of a group as in `model=glob(llama3*)`, narrow the table; other overrides hold for
-    every combination.
+    Choices in `argv`, also several of a group as in `model=glob(llama3*)`, narrow the table; other
+    overrides hold for every combination.
 
     Raises:
         ConfigError: a choice does not exist, or an override is refused.
@@ -34,12 +37,17 @@ def run(argv: Sequence[str], *, as_json: bool = False) -> int:
     axes, base = _asked(argv)
     reports = list(validated(axes, base, Machine.here()))
     text = _table if len(axes["model"]) * len(axes["parallel"]) <= MOST_ROWS else summary
-    say_page(strict_json.dumps([asdict(v) for v in reports], indent=1) if as_json else text(reports, axes))
+    say_page(
+        strict_json.dumps([asdict(v) for v in reports], indent=1)
+        if as_json
+        else text(reports, axes)
+    )
     return 0
 
 
 def shipped() -> dict[str, list[str]]:
-    """What there is of each axis, without a cluster that another one is, and the format that is one of the others.
+    """What there is of each axis, without a cluster that another one is, and the format that is one
+    of the others.
 
     Layouts are the files, and those that a shared recipe writes itself, under the recipe's name.
 
@@ -67,27 +75,40 @@ def _distinct(clusters: Sequence[str]) -> list[str]:
 
 def _asked(argv: Sequence[str]) -> tuple[dict[str, list[str]], RunConfig]:
     """The choices of each axis, and the rest of the configuration."""
-    axes, rest = shipped(), list[str]()
+    axes = shipped()
+    rest = list[str]()
     for argument in argv:
         group = argument.partition("=")[0]
         if group not in AXES:
             rest.append(argument)
             continue
-        axes[group] = [compose(job.argv).choices[group] for job in jobs([argument])]  # a name that is none is refused
+        # a name that is none is refused
+        axes[group] = [compose(job.argv).choices[group] for job in jobs([argument])]
     if any(word.startswith(("recipe=", "run=")) for word in rest):
-        rule = "--all takes the choices that ship, one by one; a recipe or a run file is one choice of all"
-        raise ConfigError([Problem("MT010", "", None, rule, "check, without --all", "command line")])
+        rule = (
+            "--all takes the choices that ship, one by one; a recipe or a run file is one choice"
+            " of all"
+        )
+        raise ConfigError(
+            [Problem("MT010", "", None, rule, "check, without --all", "command line")]
+        )
     return axes, compose(["data=mock", *rest]).run
 
 
 def summary(reports: Sequence[Report], axes: dict[str, list[str]]) -> str:
-    """How many combinations can launch, of each cluster, and how many cannot for each reason, with one of them."""
+    """How many combinations can launch, of each cluster, and how many cannot for each reason, with
+    one of them.
+    """
     lines = []
     for cluster in axes["cluster"]:
         of = [v for v in reports if v.cluster == cluster]
         lines.append((cluster, f"{sum(v.ok for v in of):>6} of {len(of)}"))
     width = max(len(name) for name, _ in lines)
-    out = ["can launch, by cluster", *(f"  {name:<{width}}  {text}" for name, text in lines), "cannot, by reason"]
+    out = [
+        "can launch, by cluster",
+        *(f"  {name:<{width}}  {text}" for name, text in lines),
+        "cannot, by reason",
+    ]
     wrong: dict[str, list[Report]] = {}
     for v in reports:
         if not v.ok:
@@ -97,18 +118,25 @@ def summary(reports: Sequence[Report], axes: dict[str, list[str]]) -> str:
     whole = ", ".join(f"{len(axes[axis])} {words}" for axis, words in WORDS.items())
     good = sum(v.ok for v in reports)
     out.append(f"{good} of {len(reports)} combinations can launch, of {whole}")
-    out.append("a row for each model and layout: fewer of them, as model=A,B parallel=tp2; every combination: --json")
+    out.append(
+        "a row for each model and layout: fewer of them, as model=A,B parallel=tp2; every"
+        " combination: --json"
+    )
     return "\n".join(out)
 
 
 def _table(reports: Sequence[Report], axes: dict[str, list[str]]) -> str:
-    """A row for each model and layout, a column for each cluster; a cell has the formats that work, or the reason."""
+    """A row for each model and layout, a column for each cluster; a cell has the formats that work,
+    or the reason.
+    """
     cells: dict[tuple[str, str, str], list[Report]] = {}
     for v in reports:
         cells.setdefault((v.model, v.parallel, v.cluster), []).append(v)
     rows = [("model", "layout", *axes["cluster"])]
     for model, layout in itertools.product(axes["model"], axes["parallel"]):
-        rows.append((model, layout, *(_cell(cells[model, layout, cluster]) for cluster in axes["cluster"])))
+        rows.append(
+            (model, layout, *(_cell(cells[model, layout, cluster]) for cluster in axes["cluster"]))
+        )
     widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
     lines = ["  ".join(map(str.ljust, row, widths)).rstrip() for row in rows]
     examples: dict[str, Report] = {}
@@ -118,7 +146,9 @@ def _table(reports: Sequence[Report], axes: dict[str, list[str]]) -> str:
     lines += ["", *(_example(code, examples[code]) for code in sorted(examples))]
     good = sum(v.ok for v in reports)
     formats = ", ".join(axes["precision"])
-    return "\n".join([*lines, f"{good} of {len(reports)} combinations can launch (ok: with {formats})"])
+    return "\n".join(
+        [*lines, f"{good} of {len(reports)} combinations can launch (ok: with {formats})"]
+    )
 
 
 def _cell(reports: Sequence[Report]) -> str:

@@ -1,4 +1,6 @@
-"""What `plan --calibrate` reads: run folders, files of measured rows, and results of kernels/bench/run.py."""
+"""What `plan --calibrate` reads: run folders, files of measured rows, and results of
+kernels/bench/run.py.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,8 @@ ROWS = '[{"overrides": ["model=llama_tiny"], "step_s": 0.2}]'
 FORMATS: dict[str, Format] = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}
 """Of torch -> of a cluster."""
 KERNELS = '{"dtype": "bfloat16", "ceilings": {"copy_bytes_per_s": 3e12, "gemm_flop_per_s": 7e14}}'
-SMALLEST, MOST = 1e-12, 1e21
+SMALLEST = 1e-12
+MOST = 1e21
 """Of any number that is measured: what lies outside was not measured."""
 CEILINGS = ("gemm_flop_per_s", "copy_bytes_per_s")
 
@@ -71,14 +74,17 @@ def _json(path: Path) -> Any:
 
 def _of_kernels(data: Mapping[str, Any], source: str) -> Rates:
     """The rates of a large product and of a copy."""
-    word, ceilings = data.get("dtype"), data["ceilings"]
+    word = data.get("dtype")
+    ceilings = data["ceilings"]
     form = FORMATS.get(word) if isinstance(word, str) else None
     if form is None:
         rule = f"kernels need dtype, one of {', '.join(FORMATS)}, and not {str(word)[:100]!r}"
         raise bad(rule, KERNELS, "MT001", source)
     if not isinstance(ceilings, dict):
         raise bad("kernels need ceilings, a mapping of rates", KERNELS, "MT001", source)
-    products, memory = (_above_0(ceilings.get(key), key, f'"{key}": 1e12', source) for key in CEILINGS)
+    products, memory = (
+        _above_0(ceilings.get(key), key, f'"{key}": 1e12', source) for key in CEILINGS
+    )
     return Rates(form, products, memory)
 
 
@@ -92,7 +98,12 @@ def _of_rows(rows: Any, path: Path) -> Iterator[tuple[str, Measured]]:
 def _of_row(row: Any, source: str) -> Measured:
     words = row.get("overrides") if isinstance(row, dict) else None
     if not isinstance(words, list) or not all(isinstance(word, str) for word in words):
-        raise bad("a row needs overrides, a list of words", '{"overrides": ["model=llama_tiny"]}', "MT001", source)
+        raise bad(
+            "a row needs overrides, a list of words",
+            '{"overrides": ["model=llama_tiny"]}',
+            "MT001",
+            source,
+        )
     step = _seconds(row.get("step_s"), source)
     update = _seconds(row["optimizer_s"], source) if row.get("optimizer_s") is not None else None
     return Measured(load(words, environment={}, to_run=False).run, step, update)
@@ -111,7 +122,8 @@ def _above_0(value: Any, what: str, fix: str, source: str) -> float:
 
 
 def _of_run(folder: Path) -> Measured:
-    path, run = folder / METRICS, read_run_file(folder / "run.yaml")
+    path = folder / METRICS
+    run = read_run_file(folder / "run.yaml")
     full = first_full(run)
     try:
         steps = [line for line in lines_of_run(folder) if "step_s" in line and line["step"] >= full]
@@ -121,7 +133,12 @@ def _of_run(folder: Path) -> Measured:
         of = f" from step {full} on, the first of the whole batch" if full > 1 else ""
         rule = f"has {len(steps)} steps{of}, and the first {FIRST_STEPS} are not counted"
         raise bad(rule, f"a run of more than {FIRST_STEPS} steps", "MT001", str(path))
-    warm, source = steps[FIRST_STEPS:], f"{path}: step "
+    warm = steps[FIRST_STEPS:]
+    source = f"{path}: step "
     seconds = median(_seconds(line["step_s"], f"{source}{line['step']}") for line in warm)
-    updates = [_seconds(v, f"{source}{line['step']}") for line in warm if (v := line.get("optimizer_s")) is not None]
+    updates = [
+        _seconds(v, f"{source}{line['step']}")
+        for line in warm
+        if (v := line.get("optimizer_s")) is not None
+    ]
     return Measured(run, seconds, median(updates) if len(updates) == len(warm) else None)

@@ -1,4 +1,6 @@
-"""`-m`: one run, or one validation, for each combination of the values that a command line gives for a key."""
+"""`-m`: one run, or one validation, for each combination of the values that a command line gives
+for a key.
+"""
 
 from __future__ import annotations
 
@@ -45,17 +47,20 @@ class Row:
 def train(argv: Sequence[str], main: Main, *, debug: bool, as_json: bool = False) -> int:
     """Trains every combination, one after the other, and prints a table; the worst exit code.
 
-    `main` runs one command line. A run that fails does not keep the others from running; an interrupt does, after the
-    run that it interrupted.
+    `main` runs one command line. A run that fails does not keep the others from running; an
+    interrupt does, after the run that it interrupted.
 
     Raises:
         ConfigError: the sweep cannot be read, or this is a rank of another launcher.
     """
     if world_size_of() is not None:
-        raise ConfigError("a sweep starts its own runs: leave torchrun out, or start each run with it")
+        raise ConfigError(
+            "a sweep starts its own runs: leave torchrun out, or start each run with it"
+        )
     wanted = jobs(argv)
     names = _names(wanted)
-    sweep, rows = _Sweep(main), list[Row]()
+    sweep = _Sweep(main)
+    rows = list[Row]()
     file: Path | None = None
     for index, (job, name) in enumerate(zip(wanted, names, strict=True)):
         if sweep.stopped:
@@ -71,7 +76,11 @@ def train(argv: Sequence[str], main: Main, *, debug: bool, as_json: bool = False
         if file is not None:
             _write(file, _table(rows, len(wanted)))
     code = worst([*(row.code for row in rows), *([sweep.stopped] if sweep.stopped else [])])
-    say_page(strict_json.dumps([vars(row) for row in rows], indent=2) if as_json else _table(rows, len(wanted)))
+    say_page(
+        strict_json.dumps([vars(row) for row in rows], indent=2)
+        if as_json
+        else _table(rows, len(wanted))
+    )
     if file is not None and file.is_file():
         say(f"table: {file}", error=as_json)
     return code
@@ -95,7 +104,9 @@ def check(argv: Sequence[str], *, as_json: bool = False) -> int:
         width = max(len(row["differs"]) for row in out)
         for row in out:
             broken = [p for p in row["problems"] if p["severity"] == "error"]
-            first = f"{broken[0]['code']} {broken[0]['path']}: {broken[0]['rule']}" if broken else "ok"
+            first = (
+                f"{broken[0]['code']} {broken[0]['path']}: {broken[0]['rule']}" if broken else "ok"
+            )
             more = f" (and {len(broken) - 1} more)" if len(broken) > 1 else ""
             say(f"{row['differs']:<{width}}  {first}{more}")
             for problem in row["problems"]:
@@ -107,13 +118,16 @@ def check(argv: Sequence[str], *, as_json: bool = False) -> int:
 
 def worst(codes: Sequence[int]) -> int:
     """The worst of some exit codes; 0 for none."""
-    return max(codes, key=lambda code: ORDER.index(code) if code in ORDER else len(ORDER), default=0)
+    return max(
+        codes, key=lambda code: ORDER.index(code) if code in ORDER else len(ORDER), default=0
+    )
 
 
 class _Sweep:
     """Runs commands one after the other until it is told to stop.
 
-    torch and megatron-core, whose import costs seconds of a core, are imported here, once, and runs are forked.
+    torch and megatron-core, whose import costs seconds of a core, are imported here, once, and runs
+    are forked.
     """
 
     def __init__(self, main: Main) -> None:
@@ -161,8 +175,11 @@ class _Sweep:
 
 
 def _command(main: Main, argv: Sequence[str], fresh: bool) -> int:
-    """Run a command in a forked process, as if it had been started by itself; return its exit code."""
-    signal.signal(signal.SIGINT, signal.default_int_handler)  # a terminal's Ctrl-C reaches the run as well
+    """Run a command in a forked process, as if it had been started by itself; return
+    its exit code.
+    """
+    # a terminal's Ctrl-C reaches the run as well
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     if fresh:
         command = start.python("mtrain", *argv)
         os.execve(command[0], command, start.importable(os.environ))
@@ -170,7 +187,9 @@ def _command(main: Main, argv: Sequence[str], fresh: bool) -> int:
 
 
 def _composed(words: Sequence[str]) -> RunConfig | None:
-    """The configuration of a run, resolved on this machine; None for one that is refused when it is started."""
+    """The configuration of a run, resolved on this machine; None for one that is refused when it is
+    started.
+    """
     try:
         machine = Machine.here()
         return resolve(settled(weights.composed(words), machine, None)[0].run, machine)
@@ -181,10 +200,15 @@ def _composed(words: Sequence[str]) -> RunConfig | None:
 def _file(folder: Path, wanted: Sequence[Job], names: Sequence[str]) -> Path:
     """A new file for the table, beside the run folders."""
     swept = "log.name" in wanted[0].swept
-    base = f"{time.strftime('%Y%m%d-%H%M%S')}-sweep" if swept else Path(names[0]).name.rpartition("-")[0]
-    file, number = folder / f"{base}.sweep.txt", 2
+    if swept:
+        base = f"{time.strftime('%Y%m%d-%H%M%S')}-sweep"
+    else:
+        base = Path(names[0]).name.rpartition("-")[0]
+    file = folder / f"{base}.sweep.txt"
+    number = 2
     while file.exists():
-        file, number = folder / f"{base}.sweep-{number}.txt", number + 1
+        file = folder / f"{base}.sweep-{number}.txt"
+        number = number + 1
     return file
 
 
@@ -203,7 +227,10 @@ def _names(wanted: Sequence[Job]) -> list[str]:
     width = len(str(len(wanted) - 1))
     names = []
     for index, job in enumerate(wanted):
-        given = next((word.partition("=")[2] for word in reversed(job.argv) if word.startswith("log.name=")), "")
+        given = next(
+            (word.partition("=")[2] for word in reversed(job.argv) if word.startswith("log.name=")),
+            "",
+        )
         if "log.name" in job.swept:
             names.append(job.swept["log.name"])
         else:
@@ -219,7 +246,9 @@ def _row(job: Job, name: str, code: int, run: RunConfig | None) -> Row:
     lines = lines_of(user_path(run.log.runs_dir) / name / METRICS)
     rates = [line["tokens_per_s"] for line in lines if line.get("tokens_per_s") is not None]
     row.loss = next((line["loss"] for line in reversed(lines) if "loss" in line), None)
-    row.validation = next((line["valid_loss"] for line in reversed(lines) if "valid_loss" in line), None)
+    row.validation = next(
+        (line["valid_loss"] for line in reversed(lines) if "valid_loss" in line), None
+    )
     row.tokens_per_s = statistics.median(rates[1:] or rates) if rates else None
     return row
 
@@ -231,12 +260,15 @@ def _table(rows: Sequence[Row], wanted: int) -> str:
     head = ("name", "what differs", "loss", "validation", "tokens/s", "exit")
     cells: list[tuple[str, ...]] = [head]
     for row in rows:
-        numbers = (f"{value:.4f}" if value is not None else "-" for value in (row.loss, row.validation))
+        numbers = (
+            f"{value:.4f}" if value is not None else "-" for value in (row.loss, row.validation)
+        )
         rate = count(row.tokens_per_s) if row.tokens_per_s is not None else "-"
         cells.append((row.name, row.differs, *numbers, rate, str(row.code)))
     widths = [max(len(line[column]) for line in cells) for column in range(len(head))]
     lines = [
-        "  ".join(f"{text:<{width}}" for text, width in zip(line, widths, strict=True)).rstrip() for line in cells
+        "  ".join(f"{text:<{width}}" for text, width in zip(line, widths, strict=True)).rstrip()
+        for line in cells
     ]
     failed = sum(row.code != 0 for row in rows)
     tail = f"{len(rows)} of {wanted} runs" + (f", {failed} failed" if failed else "")

@@ -27,7 +27,9 @@ class Options:
         return "--json" in self.flags
 
 
-def read_options(arguments: Sequence[str], flags: Sequence[str] = (), valued: Mapping[str, str] = {}) -> Options:
+def read_options(
+    arguments: Sequence[str], flags: Sequence[str] = (), valued: Mapping[str, str] = {}
+) -> Options:
     """Cuts a verb's arguments into words, flags and flags with a value; `--json` is one everywhere.
 
     `valued` gives each spelling of a flag with a value its long one.
@@ -54,7 +56,10 @@ def read_options(arguments: Sequence[str], flags: Sequence[str] = (), valued: Ma
             raise _bad(f"{word}: needs a value", f"{word} FILE")
         elif word.startswith("-") and word != "-" and not equals:
             near = difflib.get_close_matches(word, [*known, *valued], n=1, cutoff=0.5)
-            raise _bad(f"{word}: there is no such flag here; flags: {', '.join([*known, *valued])}", "".join(near))
+            raise _bad(
+                f"{word}: there is no such flag here; flags: {', '.join([*known, *valued])}",
+                "".join(near),
+            )
         else:
             out.words.append(word)
     return out

@@ -40,10 +40,16 @@ class Page:
         out = [f"usage: {program()} {self.usage}".rstrip(), "", self.text]
         for title, rows in (("arguments", self.arguments), ("flags", flags)):
             width = max((len(name) for name, _ in rows), default=0)
-            out += ["", title, *(f"  {name:<{width}}  {text}" for name, text in rows)] if rows else []
+            out += (
+                ["", title, *(f"  {name:<{width}}  {text}" for name, text in rows)] if rows else []
+            )
         if self.examples:
             out += ["", "examples"]
-            out += [line for words, text in self.examples for line in (f"  {command(words)}", f"      {text}")]
+            out += [
+                line
+                for words, text in self.examples
+                for line in (f"  {command(words)}", f"      {text}")
+            ]
         return "\n".join(out)
 
 

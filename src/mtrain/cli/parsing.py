@@ -42,7 +42,9 @@ def folders_named(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
     Raises:
         ConfigError: a folder is missing.
     """
-    named, rest, queue = list[str](), list[str](), list(arguments)
+    named = list[str]()
+    rest = list[str]()
+    queue = list(arguments)
     while queue:
         word = queue.pop(0)
         flag, equals, value = word.partition("=")
@@ -52,7 +54,9 @@ def folders_named(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
             named.append(value if equals else queue.pop(0))
         else:
             rule = f"{CONFIG_DIR}: needs a folder"
-            raise ConfigError([Problem("MT010", "", None, rule, f"{CONFIG_DIR} DIR", "command line")])
+            raise ConfigError(
+                [Problem("MT010", "", None, rule, f"{CONFIG_DIR} DIR", "command line")]
+            )
     return named, rest
 
 
@@ -62,7 +66,9 @@ def _values(arguments: Sequence[str]) -> tuple[dict[str, str], list[str]]:
     Raises:
         ConfigError: one has none.
     """
-    found, rest, queue = dict[str, str](), list[str](), list(arguments)
+    found = dict[str, str]()
+    rest = list[str]()
+    queue = list(arguments)
     while queue:
         word = queue.pop(0)
         flag, equals, value = word.partition("=")
@@ -72,7 +78,9 @@ def _values(arguments: Sequence[str]) -> tuple[dict[str, str], list[str]]:
             found[flag] = value or queue.pop(0)
         else:
             needs = f"{flag} {VALUED[flag]}"
-            raise ConfigError([Problem("MT010", "", None, f"{flag}: needs a value", needs, "command line")])
+            raise ConfigError(
+                [Problem("MT010", "", None, f"{flag}: needs a value", needs, "command line")]
+            )
     return found, rest
 
 
@@ -84,11 +92,17 @@ def parse(arguments: Sequence[str]) -> Call:
     """
     verb, place = _verb(arguments)
     before, after = _with_target(verb, arguments[: max(place, 0)], arguments[place + 1 :])
-    strays = [word for word, flag in zip(before, ["", *before], strict=False) if _is_bare(word) and flag[:1] != "-"]
+    strays = [
+        word
+        for word, flag in zip(before, ["", *before], strict=False)
+        if _is_bare(word) and flag[:1] != "-"
+    ]
     if verb in WORDS:
         of = after[:1]
         more = WORDS[verb] == "--help"
-        return Call(of[0], [], {"--help"}) if more and _is_verb(of) else Call("train", [], {WORDS[verb]}, False)
+        if more and _is_verb(of):
+            return Call(of[0], [], {"--help"})
+        return Call("train", [], {WORDS[verb]}, False)
     if verb in OWN_WORDS:
         if strays:
             raise ConfigError([_unknown_verb(strays[0])])
@@ -106,20 +120,31 @@ def parse(arguments: Sequence[str]) -> Call:
     return Call(verb or "train", paths_first, flags, bool(verb), values)
 
 
-def _with_target(verb: str, before: Sequence[str], after: Sequence[str]) -> tuple[list[str], list[str]]:
-    """The words before and behind a verb, with the one path that stands before a verb on paths moved to its place."""
-    of_a_flag = [flag[:1] == "-" and (flag in VALUED or flag not in FLAGS) for flag in ("", *before)]
+def _with_target(
+    verb: str, before: Sequence[str], after: Sequence[str]
+) -> tuple[list[str], list[str]]:
+    """The words before and behind a verb, with the one path that stands before a verb on paths
+    moved to its place.
+    """
+    of_a_flag = [
+        flag[:1] == "-" and (flag in VALUED or flag not in FLAGS) for flag in ("", *before)
+    ]
     bare = [place for place, word in enumerate(before) if _is_bare(word) and not of_a_flag[place]]
     moves = verb in TARGETED or (verb in SUBVERBED and any(map(_is_bare, after)))
     if not moves or len(bare) != 1 or not os.path.exists(os.path.expanduser(before[bare[0]])):
         return [*before], [*after]
-    subverb = next(place for place, word in enumerate(after) if _is_bare(word)) + 1 if verb in SUBVERBED else 0
+    if verb in SUBVERBED:
+        subverb = next(place for place, word in enumerate(after) if _is_bare(word)) + 1
+    else:
+        subverb = 0
     path = before[bare[0]]
     return [*before[: bare[0]], *before[bare[0] + 1 :]], [*after[:subverb], path, *after[subverb:]]
 
 
 def _own_words(verb: str, before: Sequence[str], after: Sequence[str]) -> Call:
-    """The call of a verb that reads its arguments itself, with what was written before the verb behind its paths."""
+    """The call of a verb that reads its arguments itself, with what was written before the verb
+    behind its paths.
+    """
     flags = {SHORT.get(a, a) for a in before} & {*FLAGS}
     moved = [a for a in before if a == "--json" or SHORT.get(a, a) not in OF_ALL]
     rest = [a for a in after if a != "--debug"]
@@ -161,15 +186,21 @@ def _of_another_verb(verb: str, flags: set[str], values: Mapping[str, str]) -> l
     for flag in strange:
         of = [each for each in PAGES if flag in flags_of(each)]
         if verb not in of:
-            fix = " or ".join(" ".join([each, flag, *([values[flag]] if flag in values else [])]) for each in of)
+            fix = " or ".join(
+                " ".join([each, flag, *([values[flag]] if flag in values else [])]) for each in of
+            )
             rule = f"{flag}: a flag of {' and '.join(of)}, not of {verb}"
             problems.append(Problem("MT010", "", None, rule, fix, "command line"))
     return problems
 
 
 def _without_unknown_flags(words: Sequence[str]) -> tuple[list[Problem], list[str]]:
-    """A problem for each word that begins as a flag and is none, and the words without them and their values."""
-    problems, rest, queue = list[Problem](), list[str](), list(words)
+    """A problem for each word that begins as a flag and is none, and the words without them and
+    their values.
+    """
+    problems = list[Problem]()
+    rest = list[str]()
+    queue = list(words)
     while queue and len(problems) <= MAX_PROBLEMS:
         word = queue.pop(0)
         if not word.startswith("-") or "=" in word:
@@ -184,7 +215,9 @@ def _without_unknown_flags(words: Sequence[str]) -> tuple[list[Problem], list[st
 
 
 def _setting_of(flag: str, value: str) -> str:
-    """What a flag of another system is called here, with its value; empty where nothing is known."""
+    """What a flag of another system is called here, with its value; empty where nothing
+    is known.
+    """
     from mtrain.config.grammar import parse_value
     from mtrain.config.keys import suggest
     from mtrain.config.near import NOTHING, suggestions

@@ -1,4 +1,6 @@
-"""`plan`: parameters, operations, memory and time of a configuration, counted in about a second without torch."""
+"""`plan`: parameters, operations, memory and time of a configuration, counted in about a second
+without torch.
+"""
 
 from __future__ import annotations
 
@@ -36,9 +38,11 @@ HEADS = {
 """Part of the memory -> head of its column."""
 
 
-def run(argv: Sequence[str], *, as_json: bool = False, draw: bool = False, html: str | None = None) -> int:
-    """Prints the plan of the configuration that `argv` describes, with pictures where `draw`; or writes the page
-    `html`. Returns the exit code.
+def run(
+    argv: Sequence[str], *, as_json: bool = False, draw: bool = False, html: str | None = None
+) -> int:
+    """Prints the plan of the configuration that `argv` describes, with pictures where `draw`; or
+    writes the page `html`. Returns the exit code.
 
     Raises:
         ConfigError: the configuration has errors, or the page cannot be written.
@@ -50,7 +54,8 @@ def run(argv: Sequence[str], *, as_json: bool = False, draw: bool = False, html:
     try:
         found = report(loaded.run)
     except ValueError as error:
-        family, fix = loaded.run.model.family, "a family that says so"
+        family = loaded.run.model.family
+        fix = "a family that says so"
         raise ConfigError([Problem("MT254", "model.family", family, str(error), fix)]) from None
     if as_json:
         say_page(strict_json.dumps(found, indent=2))
@@ -68,7 +73,11 @@ def new_page(path: Path) -> Path:
         ConfigError: there is something, or no folder to write it to.
     """
     if os.path.lexists(path):
-        raise _unwritten(path, f"{path} is there already; nothing is written over", "--html FILE with another name")
+        raise _unwritten(
+            path,
+            f"{path} is there already; nothing is written over",
+            "--html FILE with another name",
+        )
     if not path.parent.is_dir():
         raise _unwritten(path, f"{path.parent} is no folder", ELSEWHERE)
     return path
@@ -113,14 +122,22 @@ def _draw(loaded: Loaded, found: dict[str, Any], to: Path | None, *, beside: boo
 
 def page(loaded: Loaded, found: dict[str, Any]) -> str:
     """The plan as text."""
-    lines = [*_head(loaded, found), "", *_parameters(found["parameters"]), "", *_memory(found["memory"])]
+    lines = [
+        *_head(loaded, found),
+        "",
+        *_parameters(found["parameters"]),
+        "",
+        *_memory(found["memory"]),
+    ]
     lines += ["", *_time(found["time"], found["device_word"])]
     lines += ["", *(f"note: {note}" for note in found["notes"])] if found["notes"] else []
     return "\n".join([*(problem.render() for problem in loaded.warnings), *map(visible, lines)])
 
 
 def _head(loaded: Loaded, found: dict[str, Any]) -> Iterator[str]:
-    r, numbers, flops = loaded.run, found["parameters"], found["flops_per_token"]
+    r = loaded.run
+    numbers = found["parameters"]
+    flops = found["flops_per_token"]
     yield headline(found)
     active = "" if numbers["active"] == numbers["total"] else f", {count(numbers['active'])} active"
     frozen = f", {count(numbers['frozen'])} frozen" if numbers["frozen"] else ""
@@ -144,8 +161,17 @@ def _parameters(numbers: dict[str, Any]) -> list[str]:
     kinds = list(numbers["by_kind"])
     rows = [["stage", "layers", "a rank", *kinds]]
     for row in alike(numbers["by_stage"]):
-        rows.append([row["stage"], row["layers"], count(row["rank"]), *(_count(row.get(kind, 0)) for kind in kinds)])
-    rows.append(["all", "", count(numbers["total"]), *(_count(n) for n in numbers["by_kind"].values())])
+        rows.append(
+            [
+                row["stage"],
+                row["layers"],
+                count(row["rank"]),
+                *(_count(row.get(kind, 0)) for kind in kinds),
+            ]
+        )
+    rows.append(
+        ["all", "", count(numbers["total"]), *(_count(n) for n in numbers["by_kind"].values())]
+    )
     return ["parameters", *table(rows, left=2)]
 
 
@@ -158,7 +184,15 @@ def _memory(memory: dict[str, Any]) -> list[str]:
     parts = [part for part in HEADS if any(stage["parts"][part] for stage in stages)]
     holds = memory["device"]
     unit = GIB if peak_bytes(memory) >= 4 * GIB else MIB
-    rows = [["stage", "in flight", *(HEADS[part] for part in parts), "peak", *(["left"] if holds else [])]]
+    rows = [
+        [
+            "stage",
+            "in flight",
+            *(HEADS[part] for part in parts),
+            "peak",
+            *(["left"] if holds else []),
+        ]
+    ]
     for stage in stages:
         flying = _runs(stage["in_flight_by_chunk"])
         left = [in_unit(holds - stage["peak"], unit)] if holds else []
@@ -169,7 +203,10 @@ def _memory(memory: dict[str, Any]) -> list[str]:
     lines.append(f"  peak {bytes_(peak['bytes'])} on stage {peak['stage']}, {peak['where']}")
     if holds:
         left = memory["headroom"]
-        lines.append(f"  the device has {bytes_(holds)}: {bytes_(abs(left))} {'left' if left >= 0 else 'too little'}")
+        lines.append(
+            f"  the device has {bytes_(holds)}: {bytes_(abs(left))}"
+            f" {'left' if left >= 0 else 'too little'}"
+        )
     names = {HEADS[part]: memory["how"][part] for part in parts}
     width = max(map(len, names))
     return [*lines, *(f"  {name.ljust(width)}  {how}" for name, how in names.items())]
@@ -189,19 +226,27 @@ def _time(time: dict[str, Any], word: str) -> Iterator[str]:
     if time["step_s"] is None:
         yield f"time of a step: {no_time(time)}"
         return
-    step, whole = time["step_s"], time["run"]
+    step = time["step_s"]
+    whole = time["run"]
     yield f"time of a step, {duration(step)}"
     parts = {name: value for name, value in time["parts_s"].items() if value >= LEAST_SHARE * step}
-    rows = [[name, duration(value), f"{value / step:.1%}", time["how"][name]] for name, value in parts.items()]
+    rows = [
+        [name, duration(value), f"{value / step:.1%}", time["how"][name]]
+        for name, value in parts.items()
+    ]
     yield from table(rows, left=1, ragged=(3,))
-    rate, all_ranks = time["tokens_per_s_per_device"], time["tokens_per_s"]
+    rate = time["tokens_per_s_per_device"]
+    all_ranks = time["tokens_per_s"]
     yield f"  {count(rate)} tokens/s per {word}, {count(all_ranks)} in all"
     for of in time["mfu_by_peak"]:
         mfu = _conventions(f"{of['causal']:.1%}", f"{of['all_keys']:.1%}")
         yield f"  MFU {mfu}, of {of['peak_tflops']:g} TFLOP/s in {of['format']}"
     cost = "" if whole["cost"] is None else f", cost {whole['cost']:,.0f}"
     hours = f"{short(whole['device_hours'])} {word} hours"
-    yield f"  {whole['steps']} steps, {count(whole['tokens'])} tokens: {seconds(whole['seconds'])}, {hours}{cost}"
+    yield (
+        f"  {whole['steps']} steps, {count(whole['tokens'])} tokens: {seconds(whole['seconds'])},"
+        f" {hours}{cost}"
+    )
     if time["save_s"] is not None:
         yield f"  a checkpoint is written in {seconds(time['save_s'])}"
 

@@ -26,18 +26,34 @@ def run(folder: str, argv: Sequence[str], *, as_json: bool) -> int:
     home = Path(expanduser(folder))
     if argv:
         rule = f"--compare: a run is what it was; {argv[0]} changes nothing in it"
-        raise ConfigError([Problem("MT010", "", None, rule, f"{program()} plan --compare {folder}", "command line")])
+        raise ConfigError(
+            [
+                Problem(
+                    "MT010", "", None, rule, f"{program()} plan --compare {folder}", "command line"
+                )
+            ]
+        )
     try:
-        lacks = "" if (home / RUN_FILE).is_file() else f"has no {RUN_FILE}" if home.exists() else "does not exist"
+        if (home / RUN_FILE).is_file():
+            lacks = ""
+        else:
+            if home.exists():
+                lacks = f"has no {RUN_FILE}"
+            else:
+                lacks = "does not exist"
     except OSError as error:
         lacks = f"cannot be read: {error.strerror}"
     if lacks:
         fix = f"{program()} plan --compare RUN_FOLDER"
-        raise ConfigError([Problem("MT502", "", None, f"{home} {lacks}; --compare needs a run folder", fix)])
+        raise ConfigError(
+            [Problem("MT502", "", None, f"{home} {lacks}; --compare needs a run folder", fix)]
+        )
     made = read_run_file(home / RUN_FILE)
     found = compared(made, home)
     if as_json:
-        say_page(strict_json.dumps({"run": str(home), "parts": [row.data() for row in found]}, indent=2))
+        say_page(
+            strict_json.dumps({"run": str(home), "parts": [row.data() for row in found]}, indent=2)
+        )
     else:
         say_page("\n".join(_lines(made, found)))
     return 0
@@ -53,9 +69,12 @@ def compared(made: RunConfig, home: Path) -> list[Row]:
     plan = planned(made)
     if plan is None:
         rule = f"the family {made.model.family} does not say which weights a stage has"
-        raise ConfigError([Problem("MT254", "model.family", made.model.family, rule, "a family that says so")])
+        raise ConfigError(
+            [Problem("MT254", "model.family", made.model.family, rule, "a family that says so")]
+        )
     try:
-        lines, saved = lines_of_run(home), saved_in(home)
+        lines = lines_of_run(home)
+        saved = saved_in(home)
     except OSError as error:
         raise CorruptData(f"{home}: cannot be read: {error}") from None
     return rows(made, plan, lines, peaks_in(home), saved)
@@ -65,7 +84,9 @@ def _lines(made: RunConfig, found: Sequence[Row]) -> list[str]:
     cells = [["", "planned", "measured", "off", ""]]
     for row in found:
         say = duration if row.kind == "time" else bytes_
-        planned_, measured = ("-" if value is None else say(value) for value in (row.planned, row.measured))
+        planned_, measured = (
+            "-" if value is None else say(value) for value in (row.planned, row.measured)
+        )
         off = "-" if row.off is None else f"{row.off:+.1%}"
         cells.append([row.part, planned_, measured, off, "beyond its bound" if row.beyond else ""])
     widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
@@ -76,5 +97,15 @@ def _lines(made: RunConfig, found: Sequence[Row]) -> list[str]:
     if all(row.planned is None for row in found if row.kind == "time"):
         out.append(f"the time of a step is {no_time(time_report(made, 0))}")
     bounds = ", ".join(f"{kind} {bound:.0%}" for kind, bound in BOUNDS.items())
-    bounds += "; memory of a process has every library in it" if any(row.kind == "process" for row in found) else ""
-    return [*out, f"bounds: {bounds}; times are medians without the first steps, memory is that of the largest rank"]
+    bounds += (
+        "; memory of a process has every library in it"
+        if any(row.kind == "process" for row in found)
+        else ""
+    )
+    return [
+        *out,
+        (
+            f"bounds: {bounds}; times are medians without the first steps, memory is that of the"
+            " largest rank"
+        ),
+    ]

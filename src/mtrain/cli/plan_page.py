@@ -41,7 +41,8 @@ POLICY = "default-src 'none'; style-src 'unsafe-inline'"
 ROW = 26
 BREAK = 24.0
 """Of a schedule, where micro-batches are left out."""
-LEAST_BLOCK, MOST_WIDE = 18.0, 8000.0
+LEAST_BLOCK = 18.0
+MOST_WIDE = 8000.0
 """Of the shortest block of a schedule, so that its number can be read, and of the picture."""
 TICKS = 5
 """Of an axis of memory, at most."""
@@ -49,9 +50,18 @@ STAGES_DRAWN = 16
 """Stages whose memory over time is drawn; of more, the first and the last ones."""
 NODES_DRAWN = 12
 """Machines of a kind that are drawn; the others are alike."""
-SIDE, GAP = 15, 26
+SIDE = 15
+GAP = 26
 """Of a device and between machines, in a picture that is 1000 wide."""
-STANDING = ("context", "communication", "reserve", "weights", "gradients", "low_precision", "optimizer")
+STANDING = (
+    "context",
+    "communication",
+    "reserve",
+    "weights",
+    "gradients",
+    "low_precision",
+    "optimizer",
+)
 """Parts of the memory that do not change in a step, from below."""
 
 
@@ -59,7 +69,10 @@ def page_of(found: Mapping[str, Any], stages: Sequence[StageMemory], line: Timel
     """The page of a report, with its pictures; without `line` those over time are left out."""
     parts = [
         "<!doctype html>",
-        '<html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width">',
+        (
+            '<html lang="en"><head><meta charset="utf-8"><meta name="viewport"'
+            ' content="width=device-width">'
+        ),
         f'<meta http-equiv="Content-Security-Policy" content="{POLICY}">',
         f"<title>plan of {_text(found['model'])}</title><style>{STYLE}</style></head><body>",
         f"<h1>{_text(found['model'])}</h1><p>{_text(headline(found))}</p>",
@@ -80,8 +93,10 @@ def page_of(found: Mapping[str, Any], stages: Sequence[StageMemory], line: Timel
 
 
 def _cards(found: Mapping[str, Any]) -> str:
-    memory, numbers = found["memory"], found["parameters"]
-    batch, length = found["batch"], found["seq_length"]
+    memory = found["memory"]
+    numbers = found["parameters"]
+    batch = found["batch"]
+    length = found["seq_length"]
     cards = [
         ("parameters", count(numbers["total"]), ""),
         (f"batch, in micro-batches of {found['micro_batch']}", f"{batch} samples", ""),
@@ -90,7 +105,9 @@ def _cards(found: Mapping[str, Any]) -> str:
     ]
     if numbers["active"] != numbers["total"]:
         cards.append(("active for a token", count(numbers["active"]), ""))
-    cards.append((f"peak memory, stage {memory['peak']['stage']}", bytes_(memory["peak"]["bytes"]), ""))
+    cards.append(
+        (f"peak memory, stage {memory['peak']['stage']}", bytes_(memory["peak"]["bytes"]), "")
+    )
     if memory["headroom"] is not None:
         left = memory["headroom"]
         said = "left on a device" if left >= 0 else "too little on a device"
@@ -125,16 +142,22 @@ def _speed(time: Mapping[str, Any], word: str) -> list[tuple[str, str]]:
 def _memory(found: Mapping[str, Any]) -> list[str]:
     """A bar for each stage, of its parts, against the memory of a device."""
     memory = found["memory"]
-    rows, device = alike(memory["stages"]), memory["device"]
+    rows = alike(memory["stages"])
+    device = memory["device"]
     most = max([memory["peak"]["bytes"], device or 0]) * 1.02
     parts = [part for part in memory["how"] if any(row["parts"][part] for row in rows)]
-    svg, peaks = Svg(1000, ROW * len(rows) + 50), list[tuple[float, float, str]]()
+    svg = Svg(1000, ROW * len(rows) + 50)
+    peaks = list[tuple[float, float, str]]()
     for number, row in enumerate(rows):
-        y, at = 8.0 + number * ROW, 0.0
+        y = 8.0 + number * ROW
+        at = 0.0
         svg.text(0, y + 15, f"stage {row['stage']}")
         for part in parts:
             size = row["parts"][part]
-            title = f"stage {row['stage']}, {part.replace('_', ' ')}: {bytes_(size)}. {memory['how'][part]}"
+            title = (
+                f"stage {row['stage']}, {part.replace('_', ' ')}: {bytes_(size)}."
+                f" {memory['how'][part]}"
+            )
             svg.box(110 + 790 * at / most, y, 790 * size / most, ROW - 6, COLOURS[part], title)
             at += size
         peaks.append((116 + 790 * at / most, y + 15, bytes_(row["peak"])))
@@ -154,15 +177,21 @@ def _memory(found: Mapping[str, Any]) -> list[str]:
     ]
 
 
-def _over_time(found: Mapping[str, Any], stages: Sequence[StageMemory], line: Timeline) -> list[str]:
+def _over_time(
+    found: Mapping[str, Any], stages: Sequence[StageMemory], line: Timeline
+) -> list[str]:
     """For each stage its memory over the step: what stands, and on top what autograd keeps."""
-    device, peak = found["memory"]["device"], found["memory"]["peak"]["bytes"]
-    most, wide, high = max(peak, device or 0) * 1.05, 430, 96
+    device = found["memory"]["device"]
+    peak = found["memory"]["peak"]["bytes"]
+    most = max(peak, device or 0) * 1.05
+    wide = 430
+    high = 96
     shown = _ends(len(stages), STAGES_DRAWN)
     svg = Svg(1000, -(-len(shown) // 2) * (high + 34) + 4)
     for number, index in enumerate(shown):
         stage = stages[index]
-        x, y = 50 + number % 2 * 500, 22 + number // 2 * (high + 34)
+        x = 50 + number % 2 * 500
+        y = 22 + number // 2 * (high + 34)
         _area(svg, stage, line, (x, y, wide, high), most)
         for size, words in _ticks(most):
             level = y + high - high * size / most
@@ -171,17 +200,41 @@ def _over_time(found: Mapping[str, Any], stages: Sequence[StageMemory], line: Ti
         if line.cut is not None:
             svg.box(x + wide * line.cut / line.end - 3, y, 6, high, "Canvas", "what is left out")
         if device:
-            svg.line(x, y + high - high * device / most, x + wide, y + high - high * device / most, "#d1242f")
+            svg.line(
+                x,
+                y + high - high * device / most,
+                x + wide,
+                y + high - high * device / most,
+                "#d1242f",
+            )
         svg.text(x, y - 6, f"stage {stage.stage}: peak {bytes_(stage.peak)}")
     unit = GIB if peak >= 4 * GIB else MIB
     said = f"Each picture is {in_unit(round(most), unit)} {'GiB' if unit == GIB else 'MiB'} high"
     said += "; the red line is the memory of a device." if device else "."
     if line.cut is not None:
-        said += f" Of {line.of} micro-batches the begin and the end of the step are drawn, with a break between."
-    more = f" {len(stages) - len(shown)} stages between them are not drawn." if len(shown) < len(stages) else ""
-    colours = [("what autograd keeps", COLOURS["activations"]), ("at the peak, for a moment", COLOURS["working"])]
-    names = [(part.replace("_", " "), COLOURS[part]) for part in STANDING if any(s.parts[part] for s in stages)]
-    return ["<h2>Memory over a step</h2>", f"<p>{said}{more}</p>", legend([*names, *colours]), svg.markup()]
+        said += (
+            f" Of {line.of} micro-batches the begin and the end of the step are drawn, with a break"
+            " between."
+        )
+    if len(shown) < len(stages):
+        more = f" {len(stages) - len(shown)} stages between them are not drawn."
+    else:
+        more = ""
+    colours = [
+        ("what autograd keeps", COLOURS["activations"]),
+        ("at the peak, for a moment", COLOURS["working"]),
+    ]
+    names = [
+        (part.replace("_", " "), COLOURS[part])
+        for part in STANDING
+        if any(s.parts[part] for s in stages)
+    ]
+    return [
+        "<h2>Memory over a step</h2>",
+        f"<p>{said}{more}</p>",
+        legend([*names, *colours]),
+        svg.markup(),
+    ]
 
 
 def _ticks(most: float) -> Iterator[tuple[float, str]]:
@@ -193,7 +246,13 @@ def _ticks(most: float) -> Iterator[tuple[float, str]]:
         yield number * unit, f"{number} {name}"
 
 
-def _area(svg: Svg, stage: StageMemory, line: Timeline, box: tuple[float, float, float, float], most: float) -> None:
+def _area(
+    svg: Svg,
+    stage: StageMemory,
+    line: Timeline,
+    box: tuple[float, float, float, float],
+    most: float,
+) -> None:
     x, y, wide, high = box
     below = 0.0
     for part in STANDING:
@@ -207,29 +266,46 @@ def _area(svg: Svg, stage: StageMemory, line: Timeline, box: tuple[float, float,
             f"{part.replace('_', ' ')}: {bytes_(stage.parts[part])}",
         )
         below += size
-    points, blocks = kept_over_time(stage, line.blocks[stage.stage]), line.blocks[stage.stage]
-    scale, corners, before = wide / line.end, [], 0.0
+    points = kept_over_time(stage, line.blocks[stage.stage])
+    blocks = line.blocks[stage.stage]
+    scale = wide / line.end
+    corners = []
+    before = 0.0
     for time, size in points:
         corners += [(x + time * scale, y + high - below - before * high / most)]
         before = float(size)
         corners += [(x + time * scale, y + high - below - before * high / most)]
-    svg.area([(x, y + high - below), *corners, (x + wide, y + high - below)], COLOURS["activations"])
+    svg.area(
+        [(x, y + high - below), *corners, (x + wide, y + high - below)], COLOURS["activations"]
+    )
     moment = stage.parts["recompute"] + stage.parts["working"]
     held = max(size for _, size in points)
     at = next(time for time, size in points if size == held)
-    backward = next((block for block in blocks if not block.forward and block.begin >= at - 1e-9), blocks[-1])
+    backward = next(
+        (block for block in blocks if not block.forward and block.begin >= at - 1e-9), blocks[-1]
+    )
     top = y + high - below - (held + moment) * high / most
-    svg.box(x + backward.begin * scale, top, max(2.0, 4.0), moment * high / most, COLOURS["working"], "in a backward")
+    svg.box(
+        x + backward.begin * scale,
+        top,
+        max(2.0, 4.0),
+        moment * high / most,
+        COLOURS["working"],
+        "in a backward",
+    )
 
 
 def _schedule(line: Timeline) -> list[str]:
     """A row for each stage: its forwards and backwards, and between them the bubble."""
     rows = len(line.blocks)
     high = 26 if rows <= 16 else 12
-    left, gap = 64.0, 0.0 if line.cut is None else BREAK
+    left = 64.0
+    gap = 0.0 if line.cut is None else BREAK
     narrow = min(block.end - block.begin for blocks in line.blocks for block in blocks)
-    wide = min(MOST_WIDE, max(930.0, LEAST_BLOCK * line.end / narrow))  # wider than the page it is scrolled
-    svg, scale = Svg(wide + 70, rows * high + 30), (wide - gap) / line.end
+    # wider than the page it is scrolled
+    wide = min(MOST_WIDE, max(930.0, LEAST_BLOCK * line.end / narrow))
+    svg = Svg(wide + 70, rows * high + 30)
+    scale = (wide - gap) / line.end
     for stage, blocks in enumerate(line.blocks):
         y = 4 + stage * high
         svg.text(0, y + high / 2 + 4, f"stage {stage}")
@@ -241,17 +317,26 @@ def _schedule(line: Timeline) -> list[str]:
         svg.text(left + line.cut * scale + gap / 2, rows * high + 20, "left out", middle=True)
     drawn = "all micro-batches"
     if line.cut is not None:
-        drawn = f"the begin and the end of a step of {line.of} micro-batches: of those between, which do the same "
+        drawn = (
+            f"the begin and the end of a step of {line.of} micro-batches: of those between, which"
+            " do the same "
+        )
         drawn += f"again, {line.of - line.micro} are left out at the break"
     chunks = max(block.chunk for stage in line.blocks for block in stage)
-    said = " A deeper colour is a later chunk of the stage; the picture is scrolled sideways." if chunks else ""
+    if chunks:
+        said = " A deeper colour is a later chunk of the stage; the picture is scrolled sideways."
+    else:
+        said = ""
     key = [(f"{name}{f' of chunk {n}' if chunks else ''}{' and later' * (n == 3 < chunks)}", colours[n])
            for name, colours in (("forward", FORWARD), ("backward", BACKWARD))
            for n in range(min(chunks, 3) + 1)]  # fmt: skip
     return [
         "<h2>Pipeline schedule</h2>",
-        f"<p>{drawn[0].upper()}{drawn[1:]}; a backward takes as long as two forwards and what it computes again. In "
-        f"the whole step the busiest stage waits {share(line.bubble)} of the time.{said}</p>",
+        (
+            f"<p>{drawn[0].upper()}{drawn[1:]}; a backward takes as long as two forwards and what"
+            f" it computes again. In the whole step the busiest stage waits {share(line.bubble)} of"
+            f" the time.{said}</p>"
+        ),
         legend([*key, ("bubble", "#8884")]),
         svg.markup(),
     ]
@@ -260,25 +345,40 @@ def _schedule(line: Timeline) -> list[str]:
 FORWARD = ("#7aa3d4", "#5b86bd", "#4069a0", "#2c5084")
 BACKWARD = ("#93c7a0", "#6dab7c", "#478657", "#377247")
 NUMBERS = ("#10202f", "#10202f", "#fff", "#fff")
-"""Of the first chunks of a stage and later ones: colours of a block, and of what is written on it."""
+"""Of the first chunks of a stage and later ones: colours of a block, and of what is written on it.
+"""
 
 
-def _block(svg: Svg, line: Timeline, block: Block, box: tuple[float, float, float, float], gap: float) -> None:
-    """A forward or backward; behind the break it is moved to the right, and one across it has two parts."""
+def _block(
+    svg: Svg, line: Timeline, block: Block, box: tuple[float, float, float, float], gap: float
+) -> None:
+    """A forward or backward; behind the break it is moved to the right, and one across it has two
+    parts.
+    """
     left, y, high, scale = box
     colours = FORWARD if block.forward else BACKWARD
-    number, colour = line.number(block), colours[min(block.chunk, 3)]
+    number = line.number(block)
+    colour = colours[min(block.chunk, 3)]
     chunk = f", chunk {block.chunk}" if block.chunk else ""
     title = f"{'forward' if block.forward else 'backward'} of micro-batch {number}{chunk}"
     cut = line.end if line.cut is None else line.cut
-    for begin, end, shift in ((block.begin, min(block.end, cut), 0.0), (max(block.begin, cut), block.end, gap)):
+    for begin, end, shift in (
+        (block.begin, min(block.end, cut), 0.0),
+        (max(block.begin, cut), block.end, gap),
+    ):
         wide = (end - begin) * scale
         if wide <= 0:
             continue
         x = left + begin * scale + shift
         svg.box(x, y, max(0.4, wide - 0.6), high, colour, title)
         if wide > 7.5 * len(str(number)) and high > 12:
-            svg.text(x + wide / 2, y + high / 2 + 4, str(number), middle=True, colour=NUMBERS[min(block.chunk, 3)])
+            svg.text(
+                x + wide / 2,
+                y + high / 2 + 4,
+                str(number),
+                middle=True,
+                colour=NUMBERS[min(block.chunk, 3)],
+            )
 
 
 def _time(found: Mapping[str, Any]) -> list[str]:
@@ -286,8 +386,10 @@ def _time(found: Mapping[str, Any]) -> list[str]:
     time = found["time"]
     if time["step_s"] is None:
         return ["<h2>Time of a step</h2>", f"<p>It is {_text(no_time(time))}.</p>"]
-    parts, total = {name: value for name, value in time["parts_s"].items() if value}, time["step_s"]
-    svg, rows = Svg(1000, 44), []
+    parts = {name: value for name, value in time["parts_s"].items() if value}
+    total = time["step_s"]
+    svg = Svg(1000, 44)
+    rows = []
     svg.add(
         bar(
             0,
@@ -303,7 +405,10 @@ def _time(found: Mapping[str, Any]) -> list[str]:
     for name, value in parts.items():
         cells = (name, duration(value), share(value / total), time["how"][name])
         *numbers, how = map(_text, cells)
-        rows.append(f"<tr>{''.join(f'<td>{number}</td>' for number in numbers)}<td class=how>{how}</td></tr>")
+        rows.append(
+            f"<tr>{''.join(f'<td>{number}</td>' for number in numbers)}<td"
+            f" class=how>{how}</td></tr>"
+        )
     return [
         "<h2>Time of a step</h2>",
         f"<p>{total:.3f} s, of the slowest stage.</p>",
@@ -316,38 +421,53 @@ def _time(found: Mapping[str, Any]) -> list[str]:
 def _grid(stages: Sequence[StageMemory]) -> list[str]:
     """Machines as rows of devices, coloured by pipeline stage."""
     run = stages[0].run
-    grid, devices = RankGrid.of(run), run.cluster.devices_per_node or run.parallel.ranks or 1
+    grid = RankGrid.of(run)
+    devices = run.cluster.devices_per_node or run.parallel.ranks or 1
     groups = machines(grid, devices)
     columns = min(devices, (1000 - GAP) // SIDE)
-    svg, y = Svg(1000, 0), 18.0
+    svg = Svg(1000, 0)
+    y = 18.0
     for group in groups:
         y = _group(svg, grid, group, devices, columns, y)
     svg.height = y
-    names = [(f"stage {stage}", hue(stage, grid.pp)) for stage in range(grid.pp)] if grid.pp <= 16 else []
+    if grid.pp <= 16:
+        names = [(f"stage {stage}", hue(stage, grid.pp)) for stage in range(grid.pp)]
+    else:
+        names = []
     of = f"a row of {devices}" if columns == devices else f"{devices} in rows of {columns}"
     return [
         "<h2>Ranks on machines</h2>",
-        f"<p>{_text(str(grid))}: a square is a device, {of} a machine; the colour is its stage. "
-        f"Outlined: one copy of the model, {_copy_words(grid)}. A square under the pointer says its place.</p>",
+        (
+            f"<p>{_text(str(grid))}: a square is a device, {of} a machine; the colour is its stage."
+            f" Outlined: one copy of the model, {_copy_words(grid)}. A square under the pointer"
+            " says its place.</p>"
+        ),
         legend(names),
         svg.markup(),
     ]
 
 
 def _in_a_copy(grid: RankGrid, at: Mapping[str, int]) -> bool:
-    """Whether a rank is of the first whole copy: experts lie on ranks of several data-parallel indices."""
+    """Whether a rank is of the first whole copy: experts lie on ranks of several data-parallel
+    indices.
+    """
     return at["dp"] == 0 or (grid.sizes["ep"] > 1 and at["edp"] == 0)
 
 
 def _copy_words(grid: RankGrid) -> str:
-    return (
-        "the ranks with dp 0, and those with the first copy of each expert" if grid.ep > 1 else "the ranks with dp 0"
-    )
+    if grid.ep > 1:
+        return "the ranks with dp 0, and those with the first copy of each expert"
+    return "the ranks with dp 0"
 
 
-def _group(svg: Svg, grid: RankGrid, group: Machines, devices: int, columns: int, y: float) -> float:
-    """Draws machines of a kind from `y` on, the devices of each in rows of `columns`; returns where they end."""
-    per_row, high = max(1, 1000 // (SIDE * columns + GAP)), SIDE * -(-devices // columns) + 6
+def _group(
+    svg: Svg, grid: RankGrid, group: Machines, devices: int, columns: int, y: float
+) -> float:
+    """Draws machines of a kind from `y` on, the devices of each in rows of `columns`; returns where
+    they end.
+    """
+    per_row = max(1, 1000 // (SIDE * columns + GAP))
+    high = SIDE * -(-devices // columns) + 6
     drawn = min(group.number, NODES_DRAWN)
     last = group.first + group.number - 1
     name = f"machine {group.first}" if group.number == 1 else f"machines {group.first} to {last}"
@@ -356,13 +476,25 @@ def _group(svg: Svg, grid: RankGrid, group: Machines, devices: int, columns: int
     of = f"stage {held[0]}" if len(held) == 1 else f"stages {held[0]} to {held[-1]}"
     svg.text(0, y - 5, f"{name}{more}: {of}")
     for number in range(drawn):
-        left, top = number % per_row * (SIDE * columns + GAP), y + number // per_row * high
+        left = number % per_row * (SIDE * columns + GAP)
+        top = y + number // per_row * high
         for index, stage in enumerate(group.stages):
             rank = (group.first + number) * devices + index
             at = grid.coords(rank)
-            title = f"rank {rank}: " + ", ".join(f"{axis} {n}" for axis, n in at.items() if grid.sizes[axis] > 1)
-            x, down = left + index % columns * SIDE, top + index // columns * SIDE
-            svg.box(x, down, SIDE - 2, SIDE - 2, hue(stage, grid.pp), title, outline=_in_a_copy(grid, at))
+            title = f"rank {rank}: " + ", ".join(
+                f"{axis} {n}" for axis, n in at.items() if grid.sizes[axis] > 1
+            )
+            x = left + index % columns * SIDE
+            down = top + index // columns * SIDE
+            svg.box(
+                x,
+                down,
+                SIDE - 2,
+                SIDE - 2,
+                hue(stage, grid.pp),
+                title,
+                outline=_in_a_copy(grid, at),
+            )
     return y + -(-drawn // per_row) * high + 24
 
 
@@ -384,7 +516,10 @@ def _parameters(found: Mapping[str, Any]) -> list[str]:
     ]
     return [
         "<h2>Parameters</h2>",
-        f'<div class="pic"><table><tr>{head}</tr>{"".join(f"<tr>{row}</tr>" for row in rows)}</table></div>',
+        (
+            "<div"
+            f' class="pic"><table><tr>{head}</tr>{"".join(f"<tr>{row}</tr>" for row in rows)}</table></div>'
+        ),
     ]
 
 

@@ -1,4 +1,6 @@
-"""The pictures of `plan --draw` on a terminal: memory by stage, the pipeline's schedule, time by part, machines."""
+"""The pictures of `plan --draw` on a terminal: memory by stage, the pipeline's schedule, time by
+part, machines.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,9 @@ from mtrain.plan.report import alike
 from mtrain.plan.timeline import Timeline
 from mtrain.units import bytes_
 
-WIDTH, LEAST, BESIDE = 88, 24, 30
+WIDTH = 88
+LEAST = 24
+BESIDE = 30
 """Cells of a bar at most and at least, and what stands beside it."""
 LETTERS = {
     "context": "x",
@@ -33,7 +37,9 @@ LETTERS = {
 STAGES_DRAWN = 32
 
 
-def pictures(found: Mapping[str, Any], stages: Sequence[StageMemory], line: Timeline | None) -> list[Styled]:
+def pictures(
+    found: Mapping[str, Any], stages: Sequence[StageMemory], line: Timeline | None
+) -> list[Styled]:
     """All of them as lines; without `line` no schedule."""
     out: list[Styled] = [*_memory(found)]
     if line is not None:
@@ -55,27 +61,39 @@ def share(part: float) -> str:
 
 def _memory(found: Mapping[str, Any]) -> Iterator[Styled]:
     memory = found["memory"]
-    rows, device, width = alike(memory["stages"]), memory["device"], _width()
+    rows = alike(memory["stages"])
+    device = memory["device"]
+    width = _width()
     most = max(memory["peak"]["bytes"], device or 0)
     used = [part for part in LETTERS if any(row["parts"][part] for row in rows)]
     yield [("memory of a rank at its peak", "bold")]
     for row in rows:
-        bar, at = "", 0
+        bar = ""
+        at = 0
         for part in used:
             at += row["parts"][part]
             bar += LETTERS[part] * (round(width * at / most) - len(bar))
         free = "." * (round(width * (device or 0) / most) - len(bar))
         over = " too much" if device and row["peak"] > device else ""
-        yield [(f"  stage {row['stage']:<9} ", ""), (bar, ""), (free, "dim"), (f" {bytes_(row['peak'])}{over}", "")]
+        yield [
+            (f"  stage {row['stage']:<9} ", ""),
+            (bar, ""),
+            (free, "dim"),
+            (f" {bytes_(row['peak'])}{over}", ""),
+        ]
     names = ", ".join(f"{LETTERS[part]} {part.replace('_', ' ')}" for part in used)
     yield [(f"  {names}{f', . left of {bytes_(device)}' if device else ''}", "dim")]
 
 
 def _schedule(line: Timeline) -> Iterator[Styled]:
-    """A row for each stage; digits are forwards, letters backwards of the micro-batch of that number."""
+    """A row for each stage; digits are forwards, letters backwards of the micro-batch of that
+    number.
+    """
     drawn = "all micro-batches"
     if line.cut is not None:
-        drawn = f"begin and end of {line.of} micro-batches, {line.of - line.micro} left out at the |"
+        drawn = (
+            f"begin and end of {line.of} micro-batches, {line.of - line.micro} left out at the |"
+        )
     yield [
         (f"pipeline schedule, {drawn}", "bold"),
         (f"; the busiest stage waits {share(line.bubble)} of the step", ""),
@@ -88,7 +106,9 @@ def _schedule(line: Timeline) -> Iterator[Styled]:
             last = max(first + 1, round(width * block.end / line.end))
             number = line.number(block) % 10
             sign = "0123456789"[number] if block.forward else "abcdefghij"[number]
-            cells[first:last] = [(sign, "" if block.forward else "loss")] * (min(last, width) - first)
+            cells[first:last] = [(sign, "" if block.forward else "loss")] * (
+                min(last, width) - first
+            )
         if line.cut is not None:
             cells[round(width * line.cut / line.end)] = ("|", "bold")
         yield [(f"  stage {stage:<9} ", ""), *cells]
@@ -104,17 +124,28 @@ def _time(parts: Mapping[str, float]) -> Iterator[Styled]:
     for name, seconds in parts.items():
         if seconds:
             bar = "#" * max(1, round((_width() - wide) * seconds / total))
-            yield [(f"  {name.ljust(wide)}  {seconds * 1e3:>9.1f} ms {share(seconds / total):>6} ", ""), (bar, "")]
+            yield [
+                (
+                    f"  {name.ljust(wide)}  {seconds * 1e3:>9.1f} ms {share(seconds / total):>6} ",
+                    "",
+                ),
+                (bar, ""),
+            ]
 
 
 def _machines(stages: Sequence[StageMemory]) -> Iterator[Styled]:
     run = stages[0].run
-    grid, devices = RankGrid.of(run), run.cluster.devices_per_node or run.parallel.ranks or 1
+    grid = RankGrid.of(run)
+    devices = run.cluster.devices_per_node or run.parallel.ranks or 1
     yield [("ranks on machines", "bold"), (f", {devices} devices each, by pipeline stage", "")]
     for group in machines(grid, devices):
         last = group.first + group.number - 1
         name = f"{group.first}" if group.number == 1 else f"{group.first}-{last}"
         yield [(f"  {name:<9} ", ""), (" ".join(f"{stage:>2}" for stage in group.stages), "")]
-    here = [f"{axis} {size}" for axis, size in grid.sizes.items() if size > 1 and axis not in ("etp", "edp")]
+    here = [
+        f"{axis} {size}"
+        for axis, size in grid.sizes.items()
+        if size > 1 and axis not in ("etp", "edp")
+    ]
     order = ", ".join(here) or "one rank"
     yield [(f"  ranks count tp first, then cp, dp and pp: {order}", "dim")]

@@ -1,4 +1,6 @@
-"""`plan --scale COUNTS [--weak]`: tokens a second, MFU and efficiency over numbers of devices; without torch."""
+"""`plan --scale COUNTS [--weak]`: tokens a second, MFU and efficiency over numbers of devices;
+without torch.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +27,9 @@ from mtrain.units import GIB, duration, short
 if TYPE_CHECKING:
     from mtrain.cli.main import Call
 
-SCALE, WEAK, DOTS = "--scale", "--weak", "..."
+SCALE = "--scale"
+WEAK = "--weak"
+DOTS = "..."
 EXAMPLE = f"plan {SCALE} 96,192,{DOTS},4608"
 MOST = 64
 """Numbers of devices at most."""
@@ -51,7 +55,8 @@ def run(call: Call) -> int:
     """Prints the table, or draws it; the exit code.
 
     Raises:
-        ConfigError: with everything that is wrong with the list and the configuration; or nothing fits on any number.
+        ConfigError: with everything that is wrong with the list and the configuration; or nothing
+            fits on any number.
     """
     counts, problems = _counts(call)
     words, more = _zipped(call.arguments, counts)
@@ -70,7 +75,11 @@ def run(call: Call) -> int:
     if "--json" in call.flags:
         say_page(strict_json.dumps(report(found), indent=2))
     elif to is None:
-        say_page("\n".join(map(visible, [*page(found), *(_bars(found) if "--draw" in call.flags else ())])))
+        say_page(
+            "\n".join(
+                map(visible, [*page(found), *(_bars(found) if "--draw" in call.flags else ())])
+            )
+        )
     if to is not None:
         from mtrain.cli.plan import write_page
         from mtrain.cli.scale_page import page_of
@@ -106,13 +115,20 @@ def _counts(call: Call) -> tuple[list[int], list[Problem]]:
             problems.append(_bad(rule, f"{SCALE} {','.join(map(str, sorted(set(counts))))}"))
             break
     if len(counts) > MOST:
-        problems.append(_bad(f"{SCALE}: {len(counts)} numbers of devices; at most {MOST}", "fewer of them"))
+        problems.append(
+            _bad(f"{SCALE}: {len(counts)} numbers of devices; at most {MOST}", "fewer of them")
+        )
     return counts, problems
 
 
 def _dots(parts: Sequence[str], place: int, counts: list[int]) -> list[Problem]:
-    """Fills in the numbers for which `...` stands: the two before it go on by their ratio, up to the one behind."""
-    rule = f"{SCALE}: {DOTS} stands between two numbers, the second a multiple of the first, and the last"
+    """Fills in the numbers for which `...` stands: the two before it go on by their ratio, up to
+    the one behind.
+    """
+    rule = (
+        f"{SCALE}: {DOTS} stands between two numbers, the second a multiple of the first, and the"
+        " last"
+    )
     last = parts[place + 1] if place + 2 == len(parts) else ""
     if len(counts) < 2 or not last.isdigit() or not 0 < int(last) <= LARGEST:
         return [_bad(rule, EXAMPLE)]
@@ -133,10 +149,14 @@ def _rejected(arguments: Sequence[str]) -> list[Problem]:
     return []
 
 
-def _zipped(arguments: Sequence[str], counts: Sequence[int]) -> tuple[list[list[Any]], list[Problem]]:
-    """For each number of devices its words, and those of them that are swept: each number has a value of its own; and
-    the keys that have more or fewer values than there are numbers."""
-    problems, columns = list[Problem](), list[tuple[list[str], bool]]()
+def _zipped(
+    arguments: Sequence[str], counts: Sequence[int]
+) -> tuple[list[list[Any]], list[Problem]]:
+    """For each number of devices its words, and those of them that are swept: each number has a
+    value of its own; and the keys that have more or fewer values than there are numbers.
+    """
+    problems = list[Problem]()
+    columns = list[tuple[list[str], bool]]()
     for word in arguments:
         try:
             found = [job.argv[0] for job in jobs([word])]
@@ -144,13 +164,19 @@ def _zipped(arguments: Sequence[str], counts: Sequence[int]) -> tuple[list[list[
             problems += error.problems
             continue
         if len(found) not in (1, len(counts)):
-            key, number = word.partition("=")[0], len(counts)
+            key = word.partition("=")[0]
+            number = len(counts)
             rule = f"{key} has {len(found)} values, and {SCALE} {number} numbers of devices"
             problems.append(_bad(rule, f"one value of {key}, or {number}"))
         columns.append((found * len(counts) if len(found) == 1 else found, len(found) > 1))
-    rows = zip(*(values for values, _ in columns), strict=False) if columns else ([] for _ in counts)
+    rows = (
+        zip(*(values for values, _ in columns), strict=False) if columns else ([] for _ in counts)
+    )
     swept = [several for _, several in columns]
-    words = [[list(row), [word for word, several in zip(row, swept, strict=True) if several]] for row in rows]
+    words = [
+        [list(row), [word for word, several in zip(row, swept, strict=True) if several]]
+        for row in rows
+    ]
     return words, problems
 
 
@@ -158,18 +184,28 @@ def scaled(words: Sequence[Sequence[Any]], counts: Sequence[int], *, weak: bool)
     """The points of several numbers of devices.
 
     Raises:
-        ConfigError: a configuration cannot be composed, a number is no machines of its cluster, a batch is not whole.
+        ConfigError: a configuration cannot be composed, a number is no machines of its cluster, a
+            batch is not whole.
     """
-    asked, machine = _composed(words, counts), Machine.here()
+    asked = _composed(words, counts)
+    machine = Machine.here()
     first = asked[0]
     said = said_of(first.composed.run, first.composed.origins, command_line=True)
-    size = first.batch or resolve(cleared(on(first.composed.run, first.devices), said), machine, None).trainer.batch
+    size = (
+        first.batch
+        or resolve(
+            cleared(on(first.composed.run, first.devices), said), machine, None
+        ).trainer.batch
+    )
     sizes = [one.batch or size for one in asked]
     if any(one.batch is None for one in asked):
         grown = batches(size, counts, weak=weak)
         wrong = [str(number) for number, batch in zip(counts, grown, strict=True) if batch is None]
         if wrong:
-            rule = f"{WEAK}: a batch of {size} on {counts[0]} devices is no whole one on {', '.join(wrong)}"
+            rule = (
+                f"{WEAK}: a batch of {size} on {counts[0]} devices is no whole one on"
+                f" {', '.join(wrong)}"
+            )
             fix = f"{BATCH}={-(-size // counts[0]) * counts[0]}"
             raise ConfigError([Problem("MT010", BATCH, size, rule, fix, COMMAND_LINE)])
         sizes = [each or size for each in grown]
@@ -207,7 +243,12 @@ def _refuse(found: Scale) -> None:
     raise ConfigError(
         [
             Problem(
-                "MT257", "parallel.auto", True, one.why, "more devices, or devices with more memory", COMMAND_LINE
+                "MT257",
+                "parallel.auto",
+                True,
+                one.why,
+                "more devices, or devices with more memory",
+                COMMAND_LINE,
             )
             for one in found.points
         ]
@@ -251,7 +292,11 @@ def report(found: Scale) -> dict[str, Any]:
 
 
 def _data(found: Scale, one: Point) -> dict[str, Any]:
-    data: dict[str, Any] = {"devices": one.devices, "differs": one.differs, "global_batch_size": one.batch}
+    data: dict[str, Any] = {
+        "devices": one.devices,
+        "differs": one.differs,
+        "global_batch_size": one.batch,
+    }
     if one.layout is None:
         return {**data, "layout": None, "why": one.why}
     time = one.layout.time
@@ -277,18 +322,32 @@ def page(found: Scale) -> Iterator[str]:
     yield title(found)
     yield from table(cells(found), left=0, ragged=(len(cells(found)[0]) - 1,))
     run = first.layout.run
-    form, accuracy = run.precision.multiplies_in, accuracy_of(run.cluster)
+    form = run.precision.multiplies_in
+    accuracy = accuracy_of(run.cluster)
     peak = run.cluster.peak_tflops[form]
     yield f"MFU with causal attention, of {peak:g} TFLOP/s in {form}; in brackets with all keys"
-    yield f"efficiency: model FLOP/s of a device against those on {first.devices}; each layout is the first of tune"
+    yield (
+        f"efficiency: model FLOP/s of a device against those on {first.devices}; each layout is the"
+        " first of tune"
+    )
     if accuracy is not None:
         yield accuracy.words
 
 
 def cells(found: Scale) -> list[list[str]]:
     """The table, its head first."""
-    batch, differs = found.weak or len({one.batch for one in found.points}) > 1, any(p.differs for p in found.points)
-    head = ["devices", *["what"] * differs, *["batch"] * batch, "step", "tokens/s", "per device", "MFU", "efficiency"]
+    batch = found.weak or len({one.batch for one in found.points}) > 1
+    differs = any(p.differs for p in found.points)
+    head = [
+        "devices",
+        *["what"] * differs,
+        *["batch"] * batch,
+        "step",
+        "tokens/s",
+        "per device",
+        "MFU",
+        "efficiency",
+    ]
     rows = [[*head, "peak", "layout"]]
     for one in found.points:
         row = [str(one.devices), *[one.differs] * differs, *[str(one.batch)] * batch]
@@ -296,7 +355,11 @@ def cells(found: Scale) -> list[list[str]]:
             rows.append([*row, *["-"] * 6, f"none: {one.why}"])
             continue
         time = one.layout.time
-        row += [duration(one.layout.seconds), short(one.tokens_per_s), short(time.tokens_per_second_per_device)]
+        row += [
+            duration(one.layout.seconds),
+            short(one.tokens_per_s),
+            short(time.tokens_per_second_per_device),
+        ]
         row += [f"{time.mfu:.1%} ({time.mfu_all_keys:.1%})", f"{found.efficiency(one):.1%}"]
         rows.append([*row, f"{one.layout.memory.peak / GIB:.1f} GiB", one.layout.words])
     return rows

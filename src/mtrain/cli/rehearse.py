@@ -1,4 +1,6 @@
-"""`rehearse`: the layout of a run on this machine, from the first step over a checkpoint to a resumed end."""
+"""`rehearse`: the layout of a run on this machine, from the first step over a checkpoint to a
+resumed end.
+"""
 
 from __future__ import annotations
 
@@ -19,11 +21,14 @@ from mtrain.plan.count import parameters
 from mtrain.plan.shrink import differences
 from mtrain.units import count
 
-STEPS, SAVED = 6, 3
+STEPS = 6
+SAVED = 3
 
 
 def run(argv: list[str], *, debug: bool) -> int:
-    """Train what `argv` describes, shrunk; save, resume, and compare the two ends; returns the exit code."""
+    """Train what `argv` describes, shrunk; save, resume, and compare the two ends; returns the exit
+    code.
+    """
     loaded = load(argv)
     say_replaced(loaded)
     full = loaded.run
@@ -32,20 +37,31 @@ def run(argv: list[str], *, debug: bool) -> int:
     asked = "" if full.precision.quantized is None else f", in place of {full.precision.words}"
     device = "" if facts_of(small.cluster.device).on_host else f"{small.cluster.device} "
     say(f"{full.model.name}: {grid} on {grid.world} {device}ranks, {small.precision.words}{asked}")
-    say(f"shrunk to {count(parameters(small.model))} parameters: {'; '.join(differences(full, small))}")
+    say(
+        f"shrunk to {count(parameters(small.model))} parameters:"
+        f" {'; '.join(differences(full, small))}"
+    )
     with scratch_folder("mtrain-rehearse-") as scratch:
         whole = local.launch(_in(small, scratch, "whole"), argv) / CHECKPOINTS
         saved = whole / ckpt_folder.folder_name(SAVED)
-        resumed = local.launch(_in(small, scratch, "resumed", resume=str(saved)), argv) / CHECKPOINTS
+        resumed = (
+            local.launch(_in(small, scratch, "resumed", resume=str(saved)), argv) / CHECKPOINTS
+        )
         equal = _ends(whole) == _ends(resumed)
         exported = _export(whole, scratch / "exported")
     missing = parameters(small.model) - exported
     say(f"exported {count(exported)} parameters as whole tensors")
     if missing:
-        say(f"NOT equal: the model has {parameters(small.model)} parameters, {exported} were exported")
+        say(
+            f"NOT equal: the model has {parameters(small.model)} parameters, {exported} were"
+            " exported"
+        )
         return FAULT
     if equal:
-        say(f"rehearsed: {STEPS} steps; the run resumed from step {SAVED} ends bitwise where the whole one ends")
+        say(
+            f"rehearsed: {STEPS} steps; the run resumed from step {SAVED} ends bitwise where the"
+            " whole one ends"
+        )
     else:
         say(f"NOT equal: the run resumed from step {SAVED} ends elsewhere than the whole one")
     return 0 if equal else FAULT
@@ -58,20 +74,38 @@ def _export(checkpoints: Path, out: Path) -> int:
     from mtrain.ckpt.store import Checkpoint
 
     export(Checkpoint.open(checkpoints / ckpt_folder.folder_name(STEPS)), out)
-    return sum(tensor.numel() for key, tensor in read(out) if ".router." not in key or key.endswith(".weight"))
+    return sum(
+        tensor.numel()
+        for key, tensor in read(out)
+        if ".router." not in key or key.endswith(".weight")
+    )
 
 
 def _in(run: RunConfig, folder: Path, name: str, **checkpoint: Any) -> RunConfig:
-    saving = {"save_interval": SAVED, "save_minutes": None, "save_final": True, "keep": None, **checkpoint}
+    saving = {
+        "save_interval": SAVED,
+        "save_minutes": None,
+        "save_final": True,
+        "keep": None,
+        **checkpoint,
+    }
     return run.model_copy(
         update={
-            "log": run.log.model_copy(update={"runs_dir": str(folder), "name": name, "interval": 1}),
+            "log": run.log.model_copy(
+                update={"runs_dir": str(folder), "name": name, "interval": 1}
+            ),
             "checkpoint": run.checkpoint.model_copy(update=saving),
         }
     )
 
 
 def _ends(root: Path) -> dict[str, str]:
-    """Hashes of what every rank saved after the last step: weights, optimizer state, random generators."""
+    """Hashes of what every rank saved after the last step: weights, optimizer state, random
+    generators.
+    """
     manifest = ckpt_folder.read_manifest(root / ckpt_folder.folder_name(STEPS), verify=True)
-    return {name: facts["header_sha256"] for name, facts in manifest["files"].items() if name != ckpt_folder.RUN_FILE}
+    return {
+        name: facts["header_sha256"]
+        for name, facts in manifest["files"].items()
+        if name != ckpt_folder.RUN_FILE
+    }

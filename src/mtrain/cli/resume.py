@@ -14,15 +14,21 @@ USAGE = f"{program()} resume runs/<name> [overrides]"
 
 
 def run(argv: list[str], *, debug: bool) -> int:
-    """Train on with the configuration that the run folder holds; further arguments are overrides."""
+    """Train on with the configuration that the run folder holds; further arguments are
+    overrides.
+    """
     target, overrides = target_of(argv, "resume", USAGE)
     words = [f"run={run_file(target)}", f"checkpoint.resume={quoted(target)}"]
     return train.run([*words, *beneath(relaid(overrides), overrides)], debug=debug)
 
 
 def relaid(overrides: list[str]) -> list[str]:
-    """What another layout decides anew: the size of a micro-batch was resolved for the layout of the run."""
-    return ["trainer.micro_batch_size=null"] if any(word.startswith("parallel") for word in overrides) else []
+    """What another layout decides anew: the size of a micro-batch was resolved for the layout of
+    the run.
+    """
+    if any(word.startswith("parallel") for word in overrides):
+        return ["trainer.micro_batch_size=null"]
+    return []
 
 
 def beneath(words: Sequence[str], overrides: Sequence[str]) -> list[str]:
@@ -38,12 +44,22 @@ def target_of(argv: list[str], verb: str, usage: str) -> tuple[Path, list[str]]:
         ConfigError: no folder was given, or it is neither a run nor a checkpoint.
     """
     if not argv or "=" in argv[0]:
-        raise ConfigError([Problem("MT002", "", None, f"{verb} needs a run folder or a checkpoint folder", usage)])
+        raise ConfigError(
+            [Problem("MT002", "", None, f"{verb} needs a run folder or a checkpoint folder", usage)]
+        )
     target = Path(argv[0]).expanduser()
     if not (target / ckpt_folder.RUN_FILE).is_file():
         what = "does not exist" if not target.exists() else f"has no {ckpt_folder.RUN_FILE}"
         raise ConfigError(
-            [Problem("MT502", "", None, f"{target} {what}; {verb} needs a run or checkpoint folder", usage)]
+            [
+                Problem(
+                    "MT502",
+                    "",
+                    None,
+                    f"{target} {what}; {verb} needs a run or checkpoint folder",
+                    usage,
+                )
+            ]
         )
     return target, argv[1:]
 

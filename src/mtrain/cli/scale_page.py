@@ -1,4 +1,6 @@
-"""The page of `plan --scale --html`: the table, and tokens a second, MFU and efficiency as pictures."""
+"""The page of `plan --scale --html`: the table, and tokens a second, MFU and efficiency as
+pictures.
+"""
 
 from __future__ import annotations
 
@@ -14,21 +16,32 @@ from mtrain.errors import in_a_line, visible
 from mtrain.plan.scale import Point, Scale
 from mtrain.units import short
 
-LEFT, WIDE, HIGH, TOP = 90.0, 860.0, 240.0, 14.0
+LEFT = 90.0
+WIDE = 860.0
+HIGH = 240.0
+TOP = 14.0
 """Of the frame of a picture that is 1000 wide."""
-LINE, IDEAL = "#3b6ea5", "#888888"
+LINE = "#3b6ea5"
+IDEAL = "#888888"
 
 
-def page_of(found: Scale, title: str, cells: Sequence[Sequence[str]], report: Mapping[str, Any]) -> str:
+def page_of(
+    found: Scale, title: str, cells: Sequence[Sequence[str]], report: Mapping[str, Any]
+) -> str:
     """The page of a scale; `cells` are its table, the head first."""
     head, *rows = cells
     table = [f"<tr>{''.join(f'<th>{_text(cell)}</th>' for cell in head)}</tr>"]
     table += [f"<tr>{''.join(f'<td>{_text(cell)}</td>' for cell in row)}</tr>" for row in rows]
     error = report["error"]
-    off = "" if error is None else f" Predicted rates are off by {error['median']:.1%} in the median."
+    off = (
+        "" if error is None else f" Predicted rates are off by {error['median']:.1%} in the median."
+    )
     parts = [
         "<!doctype html>",
-        '<html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width">',
+        (
+            '<html lang="en"><head><meta charset="utf-8"><meta name="viewport"'
+            ' content="width=device-width">'
+        ),
         f'<meta http-equiv="Content-Security-Policy" content="{POLICY}">',
         f"<title>{_text(title)}</title><style>{STYLE}</style></head><body>",
         f"<h1>{_text(title)}</h1><p>Each row has the layout that tune chooses.{off}</p>",
@@ -47,8 +60,12 @@ def page_of(found: Scale, title: str, cells: Sequence[Sequence[str]], report: Ma
 
 def _places(found: Scale) -> dict[int, float]:
     """Of each number of devices its place from the left, by its logarithm."""
-    low, high = log(found.points[0].devices), log(found.points[-1].devices)
-    return {one.devices: LEFT + WIDE * (log(one.devices) - low) / ((high - low) or 1.0) for one in found.points}
+    low = log(found.points[0].devices)
+    high = log(found.points[-1].devices)
+    return {
+        one.devices: LEFT + WIDE * (log(one.devices) - low) / ((high - low) or 1.0)
+        for one in found.points
+    }
 
 
 def _frame(found: Scale) -> Svg:
@@ -61,18 +78,22 @@ def _frame(found: Scale) -> Svg:
 
 def _rates(found: Scale) -> str:
     """Both axes are logarithmic."""
-    first, places, svg = found.first, _places(found), _frame(found)
+    first = found.first
+    places = _places(found)
+    svg = _frame(found)
     assert first is not None
     fitting = [one for one in found.points if one.layout is not None]
     ideal = {one.devices: first.tokens_per_s * one.devices / first.devices for one in fitting}
     values = [*ideal.values(), *(one.tokens_per_s for one in fitting)]
-    low, high = log(min(values)), log(max(values))
+    low = log(min(values))
+    high = log(max(values))
 
     def y(value: float) -> float:
         return TOP + 10 + (HIGH - 20) * (1 - (log(value) - low) / ((high - low) or 1.0))
 
     for one, two in itertools.pairwise(fitting):
-        x, to_x = places[one.devices], places[two.devices]
+        x = places[one.devices]
+        to_x = places[two.devices]
         svg.line(x, y(ideal[one.devices]), to_x, y(ideal[two.devices]), IDEAL)
         svg.line(x, y(one.tokens_per_s), to_x, y(two.tokens_per_s), LINE)
     for one in fitting:
@@ -82,7 +103,8 @@ def _rates(found: Scale) -> str:
 
 def _shares(found: Scale, value: Callable[[Point], float]) -> str:
     """A share from 0 on."""
-    places, svg = _places(found), _frame(found)
+    places = _places(found)
+    svg = _frame(found)
     fitting = [one for one in found.points if one.layout is not None]
     most = max(1e-9, *(value(one) for one in fitting)) * 1.15
 

@@ -1,4 +1,6 @@
-"""`schema [run|recipe|GROUP] [-o DIR]`: JSON Schema for editors; `schema fields`: the table of keys and fields."""
+"""`schema [run|recipe|GROUP] [-o DIR]`: JSON Schema for editors; `schema fields`: the table of keys
+and fields.
+"""
 
 from __future__ import annotations
 
@@ -20,10 +22,12 @@ MAX_OLD_BYTES = 1 << 22
 
 
 def run(argv: list[str], *, debug: bool) -> int:
-    """Prints one schema, or writes those that are asked for (all, if none is named) into a folder; or the table.
+    """Prints one schema, or writes those that are asked for (all, if none is named) into a folder;
+    or the table.
 
     Raises:
-        ConfigError: there is no schema of that name, or a file in the way is no schema that was made so.
+        ConfigError: there is no schema of that name, or a file in the way is no schema that was
+            made so.
         BadEnvironment: the folder cannot be written.
     """
     options = read_options(argv, (), OUT)
@@ -34,7 +38,9 @@ def run(argv: list[str], *, debug: bool) -> int:
         if word not in KINDS:
             near = near_choice(word, KINDS) or ["recipe"]
             rule = f"there is no schema of {word}; schemas: {', '.join(KINDS)}; alone: {FIELDS}"
-            raise ConfigError([Problem("MT010", "", None, rule, f"schema {near[0]}", "command line")])
+            raise ConfigError(
+                [Problem("MT010", "", None, rule, f"schema {near[0]}", "command line")]
+            )
     folder = options.values.get("--output")
     if folder is None:
         say_page(strict_json.dumps(json_schema((options.words or ["run"])[0]), indent=2))
@@ -54,7 +60,9 @@ def _write(path: Path, text: str) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         if path.exists() and not _ours(path):
             rule = f"{path} is there already, and no schema that `{program()} schema` made"
-            raise ConfigError([Problem("MT704", "", None, rule, "-o another folder", "command line")])
+            raise ConfigError(
+                [Problem("MT704", "", None, rule, "-o another folder", "command line")]
+            )
         draft = path.with_name(f".{path.name}")
         draft.write_text(text, encoding="utf-8")
         os.replace(draft, path)

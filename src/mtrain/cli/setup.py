@@ -30,7 +30,9 @@ REPLACED = "MT020"
 NO_LAYOUT = "MT258"
 """Code of the error that no layout keeps all rules."""
 COUNTED_HERE = frozenset({"MT113", "MT114"})
-"""Codes of errors that may mean no more than too few devices here, where their number is that of this machine."""
+"""Codes of errors that may mean no more than too few devices here, where their number is that of
+this machine.
+"""
 
 
 @dataclass(frozen=True)
@@ -58,17 +60,22 @@ def load(
     machines: int | None = None,
     but: AbstractSet[str] = frozenset(),
 ) -> Loaded:
-    """Composes, resolves and validates; warnings are kept in `.warnings`. Problems with the codes of `but` are none.
+    """Composes, resolves and validates; warnings are kept in `.warnings`.
 
-    A configuration that is `to_run` has to run on this machine. One that is only looked at may be meant for another:
-    a device or an input that is not here is then a warning, unless the configuration says that it runs here.
-    `machines` is how many a launcher started processes on; None: as many as the cluster has.
+    Problems with the codes of `but` are none.
+
+    A configuration that is `to_run` has to run on this machine. One that is only looked at may be
+    meant for another: a device or an input that is not here is then a warning, unless the
+    configuration says that it runs here. `machines` is how many a launcher started processes on;
+    None: as many as the cluster has.
 
     Raises:
-        ConfigError: with every problem of the schema or, where the schema is satisfied, of the rules.
-        BadPlace: the configuration is `to_run`, and every problem is a folder that cannot be written.
-        BadEnvironment: the configuration is `to_run`, and a mistake in a variable hides the GPUs of this machine, or
-            the only problem is that it has too few.
+        ConfigError: with every problem of the schema or, where the schema is satisfied, of the
+            rules.
+        BadPlace: the configuration is `to_run`, and every problem is a folder that cannot be
+            written.
+        BadEnvironment: the configuration is `to_run`, and a mistake in a variable hides the GPUs of
+            this machine, or the only problem is that it has too few.
     """
     from mtrain.models import registry as families
     from mtrain.plan.memory import memory_problems
@@ -82,14 +89,19 @@ def load(
         if error.partial is not None:
             partial = _on_a_cpu(error.partial, machine, world_size)[0]
             found = with_fixes(found, partial.run, lambda r: resolve(r, machine, world_size))
-        raise ConfigError([*found, *also_wrong(error, machine, world_size), *error.warnings]) from None
+        raise ConfigError(
+            [*found, *also_wrong(error, machine, world_size), *error.warnings]
+        ) from None
     composed, why = settled(composed, machine, world_size)
     raw = composed.run
     run = resolve(raw, machine, world_size, why=why)
     if to_run:
         _refuse_hidden_gpus(raw, run, machine)
     origins = resolved_origins(composed, run, why)
-    problems = [*composed.warnings, *validate(composed, run, origins, machine, world_size, to_run=to_run)]
+    problems = [
+        *composed.warnings,
+        *validate(composed, run, origins, machine, world_size, to_run=to_run),
+    ]
     problems += families.problems(run.model, origins) or memory_problems(run, machine, origins)
     problems = [problem for problem in problems if problem.code not in but]
     errors = {problem.code for problem in problems if problem.severity == "error"}
@@ -98,18 +110,24 @@ def load(
         if to_run and errors <= _of_devices(raw, world_size):
             _refuse_too_few_devices(run, machine, machines or run.cluster.nodes, problems)
         raise _kind(errors, to_run)(problems)
-    return Loaded(run, origins, composed.choices, tuple(problems), composed.history, composed.files, raw)
+    return Loaded(
+        run, origins, composed.choices, tuple(problems), composed.history, composed.files, raw
+    )
 
 
 def say_replaced(composed: Composed) -> None:
-    """Print on standard error what choices of the command line replaced, for verbs that show no other warnings."""
+    """Print on standard error what choices of the command line replaced, for verbs that show no
+    other warnings.
+    """
     for problem in composed.warnings:
         if problem.code == REPLACED:
             say_page(problem.render(), error=True)
 
 
 def _kind(errors: AbstractSet[str], to_run: bool) -> type[ConfigError]:
-    """Return the error for problems with these codes: damage and places have exit codes of their own."""
+    """Return the error for problems with these codes: damage and places have exit codes of their
+    own.
+    """
     if errors <= DAMAGE:
         return CorruptInput
     if to_run and errors <= PLACES:
@@ -118,16 +136,23 @@ def _kind(errors: AbstractSet[str], to_run: bool) -> type[ConfigError]:
 
 
 def _refuse_hidden_gpus(raw: RunConfig, run: RunConfig, machine: Machine) -> None:
-    """Refuse to train on the CPU where a mistake in CUDA_VISIBLE_DEVICES hides the GPUs that `auto` would take.
+    """Refuse to train on the CPU where a mistake in CUDA_VISIBLE_DEVICES hides the GPUs that `auto`
+    would take.
 
     Raises:
         BadEnvironment: with the mistake.
     """
     seen = machine.nvidia
-    if raw.cluster.device != AUTO or not facts_of(run.cluster.device).on_host or seen.on_purpose or not seen.fault:
+    if (
+        raw.cluster.device != AUTO
+        or not facts_of(run.cluster.device).on_host
+        or seen.on_purpose
+        or not seen.fault
+    ):
         return
     raise BadEnvironment(
-        f"[MT052] {seen.fault}; this run would take the CPU", f"  fix: {seen.fix}; or cluster=cpu where that is meant"
+        f"[MT052] {seen.fault}; this run would take the CPU",
+        f"  fix: {seen.fix}; or cluster=cpu where that is meant",
     )
 
 
@@ -140,7 +165,9 @@ def _of_devices(raw: RunConfig, world_size: int | None) -> AbstractSet[str]:
     return COUNTED_HERE
 
 
-def _refuse_too_few_devices(run: RunConfig, machine: Machine, machines: int, problems: Sequence[Problem]) -> None:
+def _refuse_too_few_devices(
+    run: RunConfig, machine: Machine, machines: int, problems: Sequence[Problem]
+) -> None:
     """Refuse a machine with fewer devices than its share of the ranks.
 
     Raises:
@@ -153,8 +180,11 @@ def _refuse_too_few_devices(run: RunConfig, machine: Machine, machines: int, pro
         raise TooFewDevices(lines, problems)
 
 
-def settled(composed: Composed, machine: Machine, world_size: int | None) -> tuple[Composed, dict[str, str]]:
-    """The same with the layout that nobody named: of `tune` on GPUs, tensor parallel 2 on a CPU; and why it is so.
+def settled(
+    composed: Composed, machine: Machine, world_size: int | None
+) -> tuple[Composed, dict[str, str]]:
+    """The same with the layout that nobody named: of `tune` on GPUs, tensor parallel 2 on a CPU;
+    and why it is so.
 
     Raises:
         ConfigError: there is no such layout.
@@ -167,7 +197,9 @@ def settled(composed: Composed, machine: Machine, world_size: int | None) -> tup
     try:
         raw, why = chosen(composed.run, composed.origins, machine, world_size)
     except ConfigError as error:
-        if composed.run.parallel.auto or {problem.code for problem in error.problems} != {NO_LAYOUT}:
+        if composed.run.parallel.auto or {problem.code for problem in error.problems} != {
+            NO_LAYOUT
+        }:
             raise
         # nobody asked for a choice: the rule that no layout keeps says of itself what is wrong
         raw = cleared(composed.run, said_of(composed.run, composed.origins, command_line=False))
@@ -175,10 +207,15 @@ def settled(composed: Composed, machine: Machine, world_size: int | None) -> tup
     return replace(composed, run=raw), why
 
 
-def _on_a_cpu(composed: Composed, machine: Machine, world_size: int | None) -> tuple[Composed, dict[str, str]]:
+def _on_a_cpu(
+    composed: Composed, machine: Machine, world_size: int | None
+) -> tuple[Composed, dict[str, str]]:
     """The same with the layout that nobody named, where the run is one of a CPU."""
     raw = composed.run
-    if raw.parallel.auto is not None or not facts_of(resolve(raw, machine, world_size).cluster.device).on_host:
+    if (
+        raw.parallel.auto is not None
+        or not facts_of(resolve(raw, machine, world_size).cluster.device).on_host
+    ):
         return composed, {}
     raw, why = on_a_cpu(raw, composed.origins, machine, world_size)
     return replace(composed, run=raw), why
@@ -195,9 +232,14 @@ def validate(
 ) -> list[Problem]:
     """What the rules say of a resolved configuration, and what this machine does."""
     raw = composed.run
-    problems = check(run, origins, raw=raw, resolve=lambda r: resolve(r, machine, world_size), to_run=to_run)
+    problems = check(
+        run, origins, raw=raw, resolve=lambda r: resolve(r, machine, world_size), to_run=to_run
+    )
     elsewhere = not to_run and raw.cluster.device == "auto"
-    problems += (replace(p, severity="warning") if elsewhere else p for p in kernels.problems(run, machine, origins))
+    problems += (
+        replace(p, severity="warning") if elsewhere else p
+        for p in kernels.problems(run, machine, origins)
+    )
     problems += synthetic_tokens(raw, run, origins["data.kind"])
     problems += weights.problems(run, origins)
     return problems + list(machine_problems(composed.run, run, machine, world_size, origins))
@@ -206,8 +248,8 @@ def validate(
 def also_wrong(error: Rejected, machine: Machine, world_size: int | None) -> list[Problem]:
     """Broken rules of a configuration that the schema refused, between keys that it did not refuse.
 
-    A refused key has its default for the time being, so what was found by reading it, or a key that was made from
-    it, is left out.
+    A refused key has its default for the time being, so what was found by reading it, or a key that
+    was made from it, is left out.
     """
     if error.partial is None:
         return []
@@ -221,10 +263,16 @@ def also_wrong(error: Rejected, machine: Machine, world_size: int | None) -> lis
     def hidden(reads: AbstractSet[str]) -> bool:
         return touches(read_from(reads, made_from), refused)
 
-    found = check(run, origins, raw=raw, resolve=lambda r: resolve(r, machine, world_size), hidden=hidden)
+    found = check(
+        run, origins, raw=raw, resolve=lambda r: resolve(r, machine, world_size), hidden=hidden
+    )
     for key in kernels.KEYS:
         reads: set[str] = set()
-        found += [p for p in kernels.problems(watched(run, reads), machine, origins, [key]) if not hidden(reads)]
+        found += [
+            p
+            for p in kernels.problems(watched(run, reads), machine, origins, [key])
+            if not hidden(reads)
+        ]
     reads = set()
     seen = watched(raw, reads), watched(run, reads)
     found += [p for p in machine_problems(*seen, machine, world_size, origins) if not hidden(reads)]
@@ -232,7 +280,9 @@ def also_wrong(error: Rejected, machine: Machine, world_size: int | None) -> lis
 
 
 def resolved_origins(composed: Composed, run: RunConfig, why: Mapping[str, str]) -> dict[str, str]:
-    """Return the origins of `composed`; of a key, or a whole table, that was filled in, the origin is the reason."""
+    """Return the origins of `composed`; of a key, or a whole table, that was filled in, the origin
+    is the reason.
+    """
     return {key: _reason(key, why) or composed.origins.get(key, DEFAULT) for key in run.flat()}
 
 

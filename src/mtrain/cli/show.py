@@ -1,4 +1,6 @@
-"""`show`: the resolved configuration, each key with who set it, or the bare file that `run=FILE` reads."""
+"""`show`: the resolved configuration, each key with who set it, or the bare file that `run=FILE`
+reads.
+"""
 
 from __future__ import annotations
 
@@ -24,11 +26,14 @@ CHOSEN = "a choice"
 """The source of a choice that is not the default one."""
 
 
-def run(argv: Sequence[str], *, bare: bool = False, changed: bool = False, as_json: bool = False) -> int:
-    """Print the configuration, and the environment that each of its ranks gets; return the exit code.
+def run(
+    argv: Sequence[str], *, bare: bool = False, changed: bool = False, as_json: bool = False
+) -> int:
+    """Print the configuration, and the environment that each of its ranks gets; return the exit
+    code.
 
-    With `changed` only what differs from the defaults: choices, and keys that a recipe, a file or the command line
-    set.
+    With `changed` only what differs from the defaults: choices, and keys that a recipe, a file or
+    the command line set.
 
     Raises:
         ConfigError: the configuration has errors.
@@ -37,12 +42,20 @@ def run(argv: Sequence[str], *, bare: bool = False, changed: bool = False, as_js
     say_replaced(loaded)
     if changed:
         found = changes(loaded)
-        page = "\n".join(f"{override(key, value)}  # {visible(source)}" for key, (value, source) in found.items())
-        as_data = {key: {"value": value, "source": source} for key, (value, source) in found.items()}
+        page = "\n".join(
+            f"{override(key, value)}  # {visible(source)}" for key, (value, source) in found.items()
+        )
+        as_data = {
+            key: {"value": value, "source": source} for key, (value, source) in found.items()
+        }
         say_page(strict_json.dumps(as_data, indent=2) if as_json else page or "nothing is changed")
         return 0
     if as_json:
-        body = {"run": loaded.run.to_dict(), "origins": loaded.origins, "digest": loaded.run.digest()}
+        body = {
+            "run": loaded.run.to_dict(),
+            "origins": loaded.origins,
+            "digest": loaded.run.digest(),
+        }
         variables = {name: asdict(setting) for name, setting in _environment(loaded.run).items()}
         say_page(strict_json.dumps({**body, "environment": variables}))
     elif bare:
@@ -61,11 +74,21 @@ def changes(loaded: Composed) -> dict[str, tuple[Any, str]]:
     """
     usual = default_choices()[0]
     from_weights = {"model"} if weights.brought(loaded) is not None else set()
-    chosen = {g: (c, CHOSEN) for g, c in loaded.choices.items() if usual.get(g) != c and g not in from_weights}
-    files = tuple(f"{source}:" for source in loaded.files if source.startswith(("recipes/", f"{recipes_dir()}")))
+    chosen = {
+        g: (c, CHOSEN)
+        for g, c in loaded.choices.items()
+        if usual.get(g) != c and g not in from_weights
+    }
+    files = tuple(
+        f"{source}:"
+        for source in loaded.files
+        if source.startswith(("recipes/", f"{recipes_dir()}"))
+    )
     keys = loaded.run.flat()
     set_by = {key: loaded.origins[key] for key in keys if is_provided(loaded.origins[key])}
-    set_by |= {key: origin for key, origin in loaded.origins.items() if files and origin.startswith(files)}
+    set_by |= {
+        key: origin for key, origin in loaded.origins.items() if files and origin.startswith(files)
+    }
     return chosen | {key: (keys[key], set_by[key]) for key in keys if key in set_by}
 
 

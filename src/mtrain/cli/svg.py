@@ -22,14 +22,17 @@ COLOURS = {
 
 
 PAGE = 1000
-"""Of a picture that is as wide as its page; a wider one is scrolled, and none is made smaller than it can be read."""
+"""Of a picture that is as wide as its page; a wider one is scrolled, and none is made smaller than
+it can be read.
+"""
 
 
 class Svg:
     """A picture, in units that are no smaller than a pixel."""
 
     def __init__(self, width: float, height: float) -> None:
-        self.width, self.height = width, height
+        self.width = width
+        self.height = height
         self._parts: list[str] = []
 
     def add(self, parts: Iterable[str]) -> None:
@@ -37,28 +40,50 @@ class Svg:
         self._parts += parts
 
     def box(
-        self, x: float, y: float, wide: float, high: float, colour: str, title: str = "", *, outline: bool = False
+        self,
+        x: float,
+        y: float,
+        wide: float,
+        high: float,
+        colour: str,
+        title: str = "",
+        *,
+        outline: bool = False,
     ) -> None:
         """A rectangle; one of no size is left out."""
         if wide > 0 and high > 0:
             self._parts.append(_box(x, y, wide, high, colour, title, outline))
 
     def text(
-        self, x: float, y: float, text: str, *, middle: bool = False, colour: str = "", halo: bool = False
+        self,
+        x: float,
+        y: float,
+        text: str,
+        *,
+        middle: bool = False,
+        colour: str = "",
+        halo: bool = False,
     ) -> None:
         """A line of text from `x` on, or around it; with a `halo`, over what is drawn there."""
-        more = (' text-anchor="middle"' if middle else "") + (f' style="fill:{colour}"' if colour else "")
+        more = (' text-anchor="middle"' if middle else "") + (
+            f' style="fill:{colour}"' if colour else ""
+        )
         more += ' class="halo"' if halo else ""
         self._parts.append(f'<text x="{x:.1f}" y="{y:.1f}"{more}>{escape(text)}</text>')
 
     def line(self, x: float, y: float, to_x: float, to_y: float, colour: str) -> None:
         """A thin line."""
-        self._parts.append(f'<path d="M{x:.1f} {y:.1f}L{to_x:.1f} {to_y:.1f}" stroke="{colour}" stroke-width="1.5"/>')
+        self._parts.append(
+            f'<path d="M{x:.1f} {y:.1f}L{to_x:.1f} {to_y:.1f}" stroke="{colour}"'
+            ' stroke-width="1.5"/>'
+        )
 
     def rule(self, x: float, y: float, to_y: float, text: str) -> None:
         """A limit: a red line downwards, with its name below."""
         self.line(x, y, x, to_y, "#d1242f")
-        self._parts.append(f'<text x="{x:.1f}" y="{to_y + 14:.1f}" text-anchor="middle">{escape(text)}</text>')
+        self._parts.append(
+            f'<text x="{x:.1f}" y="{to_y + 14:.1f}" text-anchor="middle">{escape(text)}</text>'
+        )
 
     def area(self, corners: Sequence[tuple[float, float]], colour: str) -> None:
         """A polygon."""
@@ -73,16 +98,26 @@ class Svg:
         return f'<div class="pic"><svg {box}{wide} role="img">{inside}</svg></div>'
 
 
-def _box(x: float, y: float, wide: float, high: float, colour: str, title: str, outline: bool = False) -> str:
+def _box(
+    x: float, y: float, wide: float, high: float, colour: str, title: str, outline: bool = False
+) -> str:
     edge = ' stroke="currentColor" stroke-width="1.5"' if outline else ""
     said = f"<title>{escape(title)}</title>" if title else ""
-    return f'<rect x="{x:.1f}" y="{y:.1f}" width="{wide:.1f}" height="{high:.1f}" fill="{colour}"{edge}>{said}</rect>'
+    return (
+        f'<rect x="{x:.1f}" y="{y:.1f}" width="{wide:.1f}" height="{high:.1f}"'
+        f' fill="{colour}"{edge}>{said}</rect>'
+    )
 
 
-def bar(x: float, y: float, wide: float, high: float, parts: Iterable[tuple[float, str, str]]) -> list[str]:
-    """Boxes side by side, as wide as their shares: of each its number, its colour and the text under the pointer."""
+def bar(
+    x: float, y: float, wide: float, high: float, parts: Iterable[tuple[float, str, str]]
+) -> list[str]:
+    """Boxes side by side, as wide as their shares: of each its number, its colour and the text
+    under the pointer.
+    """
     parts = list(parts)
-    total, out = sum(number for number, _, _ in parts) or 1.0, list[str]()
+    total = sum(number for number, _, _ in parts) or 1.0
+    out = list[str]()
     for number, colour, title in parts:
         out.append(_box(x, y, wide * number / total, high, colour, title))
         x += wide * number / total
@@ -97,5 +132,7 @@ def hue(number: int, of: int) -> str:
 
 def legend(names: Iterable[tuple[str, str]]) -> str:
     """What colours stand for."""
-    made = (f'<span><i style="background:{colour}"></i>{escape(name)}</span>' for name, colour in names)
+    made = (
+        f'<span><i style="background:{colour}"></i>{escape(name)}</span>' for name, colour in names
+    )
     return f'<div class="key">{"".join(made)}</div>'

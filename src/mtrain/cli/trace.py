@@ -21,10 +21,13 @@ MOST_LINES = 16
 
 
 def run(argv: Sequence[str], *, as_json: bool = False) -> int:
-    """Traces the configuration that `argv` describes; the exit code. `rank=R` says which rank, the first otherwise.
+    """Traces the configuration that `argv` describes; the exit code.
+
+    `rank=R` says which rank, the first otherwise.
 
     Raises:
-        ConfigError: the configuration has errors, its layout has no such rank, or it cannot be traced.
+        ConfigError: the configuration has errors, its layout has no such rank, or it cannot be
+            traced.
     """
     words = [word for word in argv if word.startswith(RANK)]
     loaded = load([word for word in argv if not word.startswith(RANK)], to_run=False)
@@ -33,7 +36,11 @@ def run(argv: Sequence[str], *, as_json: bool = False) -> int:
     if as_json:
         say_page(strict_json.dumps(found, indent=1))
     else:
-        say_page("\n".join([*(problem.render() for problem in loaded.warnings), *map(visible, page(found))]))
+        say_page(
+            "\n".join(
+                [*(problem.render() for problem in loaded.warnings), *map(visible, page(found))]
+            )
+        )
     return 0
 
 
@@ -46,7 +53,9 @@ def _rank(words: Sequence[str], world: int) -> int:
 
 
 def _traced(run: RunConfig, rank: int) -> dict[str, Any]:
-    """Raises ConfigError where an operation needs values, or the family does not say what the plan beside it has."""
+    """Raises ConfigError where an operation needs values, or the family does not say what the plan
+    beside it has.
+    """
     from mtrain import mcore
     from mtrain.devices import registry
 
@@ -62,11 +71,15 @@ def _traced(run: RunConfig, rank: int) -> dict[str, Any]:
             raise
         first = (str(error).strip().splitlines() or [type(error).__name__])[0]
         rule = f"a step of it does not run on shapes alone: {first}"
-        raise ConfigError([Problem("MT255", "model.name", run.model.name, rule, "plan, without --trace")]) from error
+        raise ConfigError(
+            [Problem("MT255", "model.name", run.model.name, rule, "plan, without --trace")]
+        ) from error
 
 
 def _asks_for_values(error: RuntimeError) -> bool:
-    """Whether torch says that an operation does not run on shapes alone; another error is a defect, and stays one."""
+    """Whether torch says that an operation does not run on shapes alone; another error is a defect,
+    and stays one.
+    """
     from torch._subclasses import fake_tensor
 
     says_so = (
@@ -75,7 +88,8 @@ def _asks_for_values(error: RuntimeError) -> bool:
         fake_tensor.UnsupportedFakeTensorException,
         fake_tensor.UnsupportedOperatorException,
     )
-    of_meta = re.compile(r"\b(register_)?meta\b", re.IGNORECASE)  # the words of torch's dispatcher, and no "metadata"
+    # the words of torch's dispatcher, and no "metadata"
+    of_meta = re.compile(r"\b(register_)?meta\b", re.IGNORECASE)
     no_kernel = isinstance(error, NotImplementedError) and of_meta.search(str(error)) is not None
     return isinstance(error, says_so) or no_kernel
 
@@ -86,7 +100,8 @@ def _require_plan(run: RunConfig) -> None:
     try:
         stage_memories(run)
     except ValueError as error:
-        family, fix = run.model.family, "a family that says so"
+        family = run.model.family
+        fix = "a family that says so"
         raise ConfigError([Problem("MT254", "model.family", family, str(error), fix)]) from None
 
 
@@ -107,28 +122,46 @@ def page(found: dict[str, Any]) -> list[str]:
 
 
 def _head(found: dict[str, Any]) -> Iterator[str]:
-    layout = " ".join(f"{a}{n}" for a, n in found["layout"].items() if n > 1 and a not in ("etp", "edp"))
-    form, asked = found["format"], found["asked"]
+    layout = " ".join(
+        f"{a}{n}" for a, n in found["layout"].items() if n > 1 and a not in ("etp", "edp")
+    )
+    form = found["format"]
+    asked = found["asked"]
     form += f" in place of {asked}" if asked != form else ""
-    yield f"{found['model']}, {form}, {layout or 'one rank'}: a step of rank {found['rank']}, traced"
-    m, peak = found["microbatches"], found["peak"]
-    yield f"  micro-batches  {m['traced']} of the {m['of_a_step']} of a step: more change nothing at the peak"
+    yield (
+        f"{found['model']}, {form}, {layout or 'one rank'}: a step of rank {found['rank']}, traced"
+    )
+    m = found["microbatches"]
+    peak = found["peak"]
+    yield (
+        f"  micro-batches  {m['traced']} of the {m['of_a_step']} of a step: more change nothing at"
+        " the peak"
+    )
     times = sum(o["times"] for o in found["operations"])
     yield f"  operations     {count(found['flops'])} FLOP in {times} operations"
     where = f"in the {peak['phase']}" if peak["phase"] else "between forward and backward"
     micro = f" of micro-batch {peak['microbatch']}" if peak["microbatch"] >= 0 else ""
-    yield f"  peak           {bytes_(peak['bytes'])} {where}{micro}, {peak['module'] or 'outside of the model'}"
+    yield (
+        f"  peak           {bytes_(peak['bytes'])} {where}{micro},"
+        f" {peak['module'] or 'outside of the model'}"
+    )
     if found["host"]:
-        yield f"  host memory    {bytes_(found['host'])} beside it: offloaded weights, moments and gradients"
+        yield (
+            f"  host memory    {bytes_(found['host'])} beside it: offloaded weights, moments and"
+            " gradients"
+        )
 
 
 def _parts(found: dict[str, Any], unit: int) -> list[str]:
     from mtrain.train.trace_report import traced_parts
 
-    planned, traced = found["plan"]["parts"], traced_parts(found["peak"]["parts"])
+    planned = found["plan"]["parts"]
+    traced = traced_parts(found["peak"]["parts"])
     rows = [["", "trace", "plan", "plan is off by"]]
     for name, size in traced.items():
-        rows.append([name, in_unit(size, unit), in_unit(planned[name], unit), _percent(found, name)])
+        rows.append(
+            [name, in_unit(size, unit), in_unit(planned[name], unit), _percent(found, name)]
+        )
     both = in_unit(found["peak"]["bytes"], unit), in_unit(found["plan"]["bytes"], unit)
     rows.append(["peak", *both, _percent(found, "peak")])
     return [f"memory at the peak, {'GiB' if unit == GIB else 'MiB'}", *table(rows, left=1)]
@@ -165,7 +198,16 @@ def _operations(found: dict[str, Any]) -> list[str]:
     for one in found["operations"][:MOST_LINES]:
         shapes = " ".join("x".join(map(str, shape)) for shape in one["shapes"][:3])
         gflop = f"{one['flops'] / 1e9:.4g}"
-        rows.append([one["phase"], one["module"], one["op"].removeprefix("aten."), shapes, str(one["times"]), gflop])
+        rows.append(
+            [
+                one["phase"],
+                one["module"],
+                one["op"].removeprefix("aten."),
+                shapes,
+                str(one["times"]),
+                gflop,
+            ]
+        )
     return ["operations with the most FLOPs", *table(rows, left=4)]
 
 

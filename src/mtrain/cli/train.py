@@ -45,8 +45,14 @@ def next_steps(folder: Path) -> list[str]:
     steps = (
         ("data=text data.path=FOLDER", "train on text of your own"),
         (f'generate {folder} prompt="import"', "text from what was trained"),
-        (f"resume {folder} trainer.train_iters=400 checkpoint.accept_changes=true", "train it for longer"),
-        ("check model=llama3_8b cluster=h100x8", "validate a large model, without starting anything"),
+        (
+            f"resume {folder} trainer.train_iters=400 checkpoint.accept_changes=true",
+            "train it for longer",
+        ),
+        (
+            "check model=llama3_8b cluster=h100x8",
+            "validate a large model, without starting anything",
+        ),
         ("plan recipe=llama3/70b_h100x64", "its memory and time"),
         ("help", "everything else"),
     )
@@ -80,7 +86,8 @@ def _as_machine(argv: list[str], place: Launched) -> int:
 
 
 def _as_worker(argv: list[str], place: Launched, debug: bool) -> int:
-    """Train as a rank of another launcher; after a failure tell the others, and end the process at once.
+    """Train as a rank of another launcher; after a failure tell the others, and end the process at
+    once.
 
     Rank 0 composes and prints the warnings, and the first rank of each machine checks that machine.
     """
@@ -112,7 +119,9 @@ def _as_worker(argv: list[str], place: Launched, debug: bool) -> int:
 
 
 def _machine(place: Launched) -> Machine:
-    """Return this machine with the devices of all tasks on it, where a scheduler shows each task only its own."""
+    """Return this machine with the devices of all tasks on it, where a scheduler shows each task
+    only its own.
+    """
     machine = Machine.here()
     if place.launcher != "torchrun" and machine.gpus == 1 and place.local_size > 1:
         return replace(machine, gpus=place.local_size)

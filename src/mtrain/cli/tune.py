@@ -1,4 +1,6 @@
-"""`tune`: the fastest layouts of a model on a cluster by the plan, and the best of them as a file; without torch."""
+"""`tune`: the fastest layouts of a model on a cluster by the plan, and the best of them as a file;
+without torch.
+"""
 
 from __future__ import annotations
 
@@ -41,16 +43,25 @@ def run(argv: list[str], *, debug: bool) -> int:
     """Prints the best layouts of the configuration that `argv` describes; the exit code.
 
     Raises:
-        ConfigError: the configuration has errors, nothing fits, too little is known of the devices, or the file of
-            `--out` is there already.
+        ConfigError: the configuration has errors, nothing fits, too little is known of the devices,
+            or the file of `--out` is there already.
         BadEnvironment: that file cannot be written.
     """
     if argv and argv[-1] == WHY_NOT:
         fix = f"{WHY_NOT} tp8pp6, or {WHY_NOT} 'tp8pp6 trainer.micro_batch_size=2'"
-        raise ConfigError([Problem("MT010", "", None, f"{WHY_NOT}: needs a layout", fix, COMMAND_LINE)])
+        raise ConfigError(
+            [Problem("MT010", "", None, f"{WHY_NOT}: needs a layout", fix, COMMAND_LINE)]
+        )
     options = read_options(argv, valued={"--out": "--out", "-o": "--out", WHY_NOT: WHY_NOT})
-    words, out = overrides_of(options.words), options.values.get("--out")
-    path = None if out is None else Path(out) if out.endswith((".yaml", ".yml")) else Path(f"{out}.yaml")
+    words = overrides_of(options.words)
+    out = options.values.get("--out")
+    if out is None:
+        path = None
+    else:
+        if out.endswith((".yaml", ".yml")):
+            path = Path(out)
+        else:
+            path = Path(f"{out}.yaml")
     if path is not None:
         require_new(path)
     with without_collecting():
@@ -81,7 +92,10 @@ class Asked:
         free: dict[str, Any] | None = None
         if self.free is not None:
             free = {"layout": self.free.words, "seconds": self.free.seconds}
-            free |= {"slower": found.best[0].seconds / self.free.seconds - 1, "why": reason(found.best[0], self.free)}
+            free |= {
+                "slower": found.best[0].seconds / self.free.seconds - 1,
+                "why": reason(found.best[0], self.free),
+            }
         return {"mine": None if self.mine is None else self.mine.data(), "without_kept": free}
 
     def lines(self, found: Found) -> Iterator[str]:
@@ -94,14 +108,22 @@ class Asked:
             yield f"what is kept, against that: {reason(found.best[0], self.free)}"
 
 
-def _asked(words: Sequence[str], named: str | None, found: Found, task: Task) -> tuple[Mine | None, Layout | None]:
-    first, left = found.best[0], left_of(words)
+def _asked(
+    words: Sequence[str], named: str | None, found: Found, task: Task
+) -> tuple[Mine | None, Layout | None]:
+    first = found.best[0]
+    left = left_of(words)
     mine = mine_in(words, first, task) if named is None else mine_of(named, left, first, task)
     kept = [word for word in words if word not in left and word != "parallel=auto"]
     if not kept or not task.said:
         return mine, None
-    batch = [f"trainer.global_batch_size={first.run.trainer.batch}", f"parallel.ranks={first.run.parallel.ranks}"]
-    more = [word for word in batch if not any(one.startswith(word.partition("=")[0]) for one in left)]
+    batch = [
+        f"trainer.global_batch_size={first.run.trainer.batch}",
+        f"parallel.ranks={first.run.parallel.ranks}",
+    ]
+    more = [
+        word for word in batch if not any(one.startswith(word.partition("=")[0]) for one in left)
+    ]
     free = tuned([*left, *more])[0].best[0]
     return mine, free if free.words != first.words else None
 
@@ -112,7 +134,8 @@ def tuned(words: Sequence[str]) -> tuple[Found, Task]:
     Raises:
         ConfigError: there is none.
     """
-    machine, world_size = Machine.here(), world_size_of()
+    machine = Machine.here()
+    world_size = world_size_of()
     try:
         composed = weights.composed(words)
     except Rejected as error:
@@ -121,7 +144,9 @@ def tuned(words: Sequence[str]) -> tuple[Found, Task]:
     said = said_of(raw, composed.origins, command_line=True)
     found, task = search(raw, said, machine, world_size, BEST)
     if not found.best:
-        refuse(found, task, lambda more: search(changed(raw, more), said, machine, world_size, 1)[0])
+        refuse(
+            found, task, lambda more: search(changed(raw, more), said, machine, world_size, 1)[0]
+        )
         problems = check(task.resolve(cleared(raw, said)), composed.origins, raw=cleared(raw, said),
                          resolve=task.resolve, to_run=False)  # fmt: skip
         raise ConfigError(problems)
@@ -130,8 +155,10 @@ def tuned(words: Sequence[str]) -> tuple[Found, Task]:
 
 def report(found: Found, task: Task, words: Sequence[str]) -> dict[str, Any]:
     """What a machine reads."""
-    best, first = found.best, found.best[0]
-    run, accuracy = first.run, accuracy_of(first.run.cluster)
+    best = found.best
+    first = found.best[0]
+    run = first.run
+    accuracy = accuracy_of(first.run.cluster)
     return {
         "model": run.model.name,
         "cluster": run.cluster.name,
@@ -165,28 +192,49 @@ def report(found: Found, task: Task, words: Sequence[str]) -> dict[str, Any]:
 
 def page(found: Found, task: Task, words: Sequence[str]) -> Iterator[str]:
     """The same as text."""
-    first, accuracy = found.best[0], accuracy_of(found.best[0].run.cluster)
+    first = found.best[0]
+    accuracy = accuracy_of(found.best[0].run.cluster)
     run = first.run
     tokens = f"{run.trainer.batch} samples of {run.data.length} tokens"
-    yield f"{run.model.name}, {run.precision.words}, {tokens} on {devices(run.parallel.ranks, run.cluster.name)}"
+    yield (
+        f"{run.model.name}, {run.precision.words}, {tokens} on"
+        f" {devices(run.parallel.ranks, run.cluster.name)}"
+    )
     if task.said:
         yield f"kept: {' '.join(override(key, plain(value)) for key, value in task.said.items())}"
     rows = [("", "step", "tokens/s", "MFU", "peak", "left", "layout")]
     for number, layout in enumerate(found.best, 1):
         left = "-" if task.holds is None else f"{(task.holds - layout.memory.peak) / GIB:.1f} GiB"
-        cells = f"{layout.seconds:.4g} s", _rate(layout.time.tokens_per_second_per_device), f"{layout.time.mfu:.1%}"
+        cells = (
+            f"{layout.seconds:.4g} s",
+            _rate(layout.time.tokens_per_second_per_device),
+            f"{layout.time.mfu:.1%}",
+        )
         near = number > 1 and within(layout, first, accuracy)
-        rows.append((f"{'~' * near}{number}", *cells, f"{layout.memory.peak / GIB:.1f} GiB", left, layout.words))
+        rows.append(
+            (
+                f"{'~' * near}{number}",
+                *cells,
+                f"{layout.memory.peak / GIB:.1f} GiB",
+                left,
+                layout.words,
+            )
+        )
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)][:-1]
     for *texts, layout_words in rows:
         aligned = (text.rjust(width) for text, width in zip(texts, widths, strict=True))
         yield "  ".join([*aligned, layout_words]).rstrip()
     yield from ("", f" 1  {reason(first, first)}")
-    yield from (f"{number:2}  {reason(layout, first)}" for number, layout in enumerate(found.best[1:], 2))
+    yield from (
+        f"{number:2}  {reason(layout, first)}" for number, layout in enumerate(found.best[1:], 2)
+    )
     yield ""
     form = run.precision.multiplies_in
     yield from _told_apart(accuracy)
-    yield f"tokens/s of a device; MFU of {run.cluster.peak_tflops[form]:g} TFLOP/s in {form}, with causal attention"
+    yield (
+        f"tokens/s of a device; MFU of {run.cluster.peak_tflops[form]:g} TFLOP/s in {form}, with"
+        " causal attention"
+    )
     yield f"{found.looked_at} layouts and parts of them bounded, {found.planned} planned"
     command = [program(), *map(shlex.quote, left_of(words)), overrides(first, task, words)]
     yield f"the first: {' '.join(command)}"
@@ -212,14 +260,20 @@ def _rate(tokens: float) -> str:
 
 
 def overrides(layout: Layout, task: Task, words: Sequence[str]) -> str:
-    """A layout as a user types it behind what is left of `words`, whatever a recipe among them says of layouts."""
+    """A layout as a user types it behind what is left of `words`, whatever a recipe among them says
+    of layouts.
+    """
     told = _told(layout, task, _composed(words, PLAINEST))
-    return " ".join([f"parallel={PLAINEST}", *(override(key, plain(value)) for key, value in told.items())])
+    return " ".join(
+        [f"parallel={PLAINEST}", *(override(key, plain(value)) for key, value in told.items())]
+    )
 
 
 def left_of(words: Sequence[str]) -> list[str]:
     """`words` without those that say a layout."""
-    return [word for word in words if word.partition("=")[0].lstrip("+~") not in {"parallel", *KEYS}]
+    return [
+        word for word in words if word.partition("=")[0].lstrip("+~") not in {"parallel", *KEYS}
+    ]
 
 
 def _composed(words: Sequence[str], choice: str) -> RunConfig:
@@ -235,7 +289,9 @@ def _composed(words: Sequence[str], choice: str) -> RunConfig:
 
 
 def _told(layout: Layout, task: Task, before: RunConfig) -> dict[str, Any]:
-    """The keys that say it: those of a layout, but for what follows from others, and what `before` says otherwise."""
+    """The keys that say it: those of a layout, but for what follows from others, and what `before`
+    says otherwise.
+    """
     return {**_chosen(layout), **_other(layout, task, before)}
 
 
@@ -247,11 +303,15 @@ def _chosen(layout: Layout) -> dict[str, Any]:
 
 
 def _other(layout: Layout, task: Task, before: RunConfig) -> dict[str, Any]:
-    """Keys of the layout that `before` has otherwise; what it leaves open follows from others as it did here."""
-    wanted, found = changed(task.raw, layout.change), dict[str, Any]()
+    """Keys of the layout that `before` has otherwise; what it leaves open follows from others as it
+    did here.
+    """
+    wanted = changed(task.raw, layout.change)
+    found = dict[str, Any]()
     parallel = type(wanted.parallel).model_fields.keys() - {"recompute", "ranks"}
     for key in dict.fromkeys([*KEYS, *SPLIT, *sorted(f"parallel.{name}" for name in parallel)]):
-        value, old = value_at(wanted, key), value_at(before, key)
+        value = value_at(wanted, key)
+        old = value_at(before, key)
         if old != value and not (old is None and "overlap" in key):
             found[key] = value
     again = task.resolve(changed(before, found))
@@ -278,15 +338,20 @@ def choice(layout: Layout) -> str:
     run = layout.run
     lines = [
         "# @package _global_",
-        f"# {run.model.name} on {devices(run.parallel.ranks, run.cluster.name)}, {run.trainer.batch} samples of "
-        f"{run.data.length} tokens: {layout.words}.",
-        f"# Chosen by tune: by the plan {_rate(layout.time.tokens_per_second_per_device)} tokens/s a device, "
-        f"{layout.memory.peak / GIB:.1f} GiB.",
+        (
+            f"# {run.model.name} on {devices(run.parallel.ranks, run.cluster.name)},"
+            f" {run.trainer.batch} samples of {run.data.length} tokens: {layout.words}."
+        ),
+        (
+            f"# Chosen by tune: by the plan {_rate(layout.time.tokens_per_second_per_device)}"
+            f" tokens/s a device, {layout.memory.peak / GIB:.1f} GiB."
+        ),
     ]
     sections: dict[str, list[str]] = {}
     again: list[str] = []
     for key, value in _chosen(layout).items():
-        section, name = key.split(".")[0], key.rpartition(".")[2]
+        section = key.split(".")[0]
+        name = key.rpartition(".")[2]
         if "recompute" in key:
             again.append(f"    {name}: {spell(plain(value))}")
         else:

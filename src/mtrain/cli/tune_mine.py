@@ -1,4 +1,6 @@
-"""Why a layout that somebody names is not the first of `tune`: the rule it breaks, what it lacks, how slow it is."""
+"""Why a layout that somebody names is not the first of `tune`: the rule it breaks, what it lacks,
+how slow it is.
+"""
 
 from __future__ import annotations
 
@@ -43,7 +45,9 @@ class Mine:
     layout: Layout | None = None
     """None where a rule is broken."""
     completed: Layout | None = None
-    """The fastest that fits and is cut so, with the rest chosen; None: there is none, or it is `layout`."""
+    """The fastest that fits and is cut so, with the rest chosen; None: there is none, or it is
+    `layout`.
+    """
 
     @property
     def fits(self) -> bool:
@@ -54,7 +58,9 @@ class Mine:
         """As JSON has it."""
         found: dict[str, Any] = {
             "named": self.named,
-            "broken": [{"code": one.code, "path": one.path, "rule": one.rule} for one in self.broken],
+            "broken": [
+                {"code": one.code, "path": one.path, "rule": one.rule} for one in self.broken
+            ],
             "fits": self.fits,
             "room_bytes": None if self.room == float("inf") else round(self.room),
         }
@@ -70,21 +76,30 @@ class Mine:
         else:
             yield f"{self.named}: {self.layout.words}: {self._why(self.layout, accuracy)}"
         if self.completed is not None:
-            cut = " ".join(f"{key.partition('.')[2]} {value_at(self.completed.run, key)}" for key in FAMILY)
-            yield f"  the fastest with {cut}: {self.completed.words}: {self._why(self.completed, accuracy)}"
+            cut = " ".join(
+                f"{key.partition('.')[2]} {value_at(self.completed.run, key)}" for key in FAMILY
+            )
+            yield (
+                f"  the fastest with {cut}: {self.completed.words}:"
+                f" {self._why(self.completed, accuracy)}"
+            )
 
     def _why(self, layout: Layout, accuracy: Accuracy | None) -> str:
         memory = layout.memory
         if memory.peak > self.room:
             parts = sorted(memory.parts.items(), key=lambda part: -part[1])[:LARGEST]
             of = ", ".join(f"{name.replace('_', ' ')} {bytes_(size)}" for name, size in parts)
-            where = f"stage {memory.stage} needs {bytes_(memory.peak)} of the {bytes_(round(self.room))} that may be"
+            where = (
+                f"stage {memory.stage} needs {bytes_(memory.peak)} of the"
+                f" {bytes_(round(self.room))} that may be"
+            )
             return f"does not fit: {where} taken of a device: {of}"
         if layout.words == self.first.words:
             return "it is the first"
         slower = layout.seconds / self.first.seconds - 1
         near = accuracy is not None and abs(slower) <= accuracy.median
-        return f"{reason(layout, self.first)}{'; the model of time does not tell them apart' if near else ''}"
+        doubt = "; the model of time does not tell them apart" if near else ""
+        return f"{reason(layout, self.first)}{doubt}"
 
 
 def _data(layout: Layout, first: Layout) -> dict[str, Any]:
@@ -105,7 +120,9 @@ def named_words(text: str) -> list[str]:
 
 
 def mine(named: str, composed: Composed, first: Layout, task: Task) -> Mine:
-    """What there is to say of the layout of a composed run, whose batch and ranks are those of the search."""
+    """What there is to say of the layout of a composed run, whose batch and ranks are those of the
+    search.
+    """
     batch = {"trainer.global_batch_size": task.raw.trainer.global_batch_size}
     ranks = {} if composed.run.parallel.ranks else {"parallel.ranks": task.raw.parallel.ranks}
     raw = changed(composed.run, {**batch, **ranks, "parallel.auto": False})
@@ -115,7 +132,13 @@ def mine(named: str, composed: Composed, first: Layout, task: Task) -> Mine:
         return Mine(named, first, task.room(), broken)
     layout = Layout(run, {}, step_time(run), worst_stage(run))
     said = {key: value_at(run, key) for key in FAMILY}
-    found, _ = search(changed(raw, {"parallel.ranks": run.parallel.ranks}), said, Machine.here(), world_size_of(), 1)
+    found, _ = search(
+        changed(raw, {"parallel.ranks": run.parallel.ranks}),
+        said,
+        Machine.here(),
+        world_size_of(),
+        1,
+    )
     best = found.best[0] if found.best else None
     if best is not None and best.words == layout.words:
         best = None
@@ -140,6 +163,13 @@ def mine_in(words: Sequence[str], first: Layout, task: Task) -> Mine | None:
     if recipe is None:
         return None
     composed = compose(words)
-    origins = {key: composed.origins[key] for key in said_of(composed.run, composed.origins, command_line=False)}
-    theirs = {key for key, origin in origins.items() if origin != COMMAND_LINE and not origin.startswith(SHIPPED)}
+    origins = {
+        key: composed.origins[key]
+        for key in said_of(composed.run, composed.origins, command_line=False)
+    }
+    theirs = {
+        key
+        for key, origin in origins.items()
+        if origin != COMMAND_LINE and not origin.startswith(SHIPPED)
+    }
     return mine(recipe, composed, first, task) if theirs else None

@@ -1,4 +1,5 @@
-"""The weights that a new run begins with: their model where none is chosen, and whether they fit the one that is.
+"""The weights that a new run begins with: their model where none is chosen, and whether they fit
+the one that is.
 
 Reads configurations and headers of weights; torch is not imported.
 """
@@ -19,11 +20,14 @@ from mtrain.errors import ConfigError, Problem
 
 HF_CONFIG = "config.json"
 FROM_DATA = {"t5": ("encoder_length", "decoder_length")}
-"""Section of a model -> its keys that follow from the data of a run, and are no part of what weights are of."""
+"""Section of a model -> its keys that follow from the data of a run, and are no part of what
+weights are of.
+"""
 
 
 def composed(argv: Sequence[str]) -> Composed:
-    """Compose a command line; where it chooses no model, the model is that of `checkpoint.init_from`.
+    """Compose a command line; where it chooses no model, the model is that of
+    `checkpoint.init_from`.
 
     Raises:
         Rejected: with every problem that the schema found.
@@ -33,7 +37,8 @@ def composed(argv: Sequence[str]) -> Composed:
 
 
 def model_of(start: str) -> Document | None:
-    """Return what the folder of `checkpoint.init_from` says of its model, at the top level; None: it holds no model.
+    """Return what the folder of `checkpoint.init_from` says of its model, at the top level; None:
+    it holds no model.
 
     Raises:
         ConfigError: its configuration cannot be read, or is of a model that is not known here.
@@ -51,7 +56,8 @@ def model_of(start: str) -> Document | None:
 
 
 def brought(composed: Composed) -> ModelConfig | None:
-    """Return the model of the weights that a run begins with, where its own was taken from them; else None.
+    """Return the model of the weights that a run begins with, where its own was taken from them;
+    else None.
 
     Raises:
         ConfigError: the configuration of the weights cannot be read.
@@ -74,8 +80,14 @@ def _of_run(file: Path) -> Document:
     values = dict(document.values.get("model") or {})
     for section, keys in FROM_DATA.items():
         if isinstance(values.get(section), dict):
-            values[section] = {key: value for key, value in values[section].items() if key not in keys}
-    lines = {key.partition(".")[2]: line for key, line in document.lines.items() if key.startswith("model.")}
+            values[section] = {
+                key: value for key, value in values[section].items() if key not in keys
+            }
+    lines = {
+        key.partition(".")[2]: line
+        for key, line in document.lines.items()
+        if key.startswith("model.")
+    }
     return Document(values, lines, document.source, document.text)
 
 

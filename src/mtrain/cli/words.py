@@ -32,7 +32,9 @@ class Word:
     """It may be said several times, each a value or a JSON list of them."""
 
 
-def number(kind: type[int] | type[float], low: float, high: float, *, above: bool = False) -> Callable[[str], Any]:
+def number(
+    kind: type[int] | type[float], low: float, high: float, *, above: bool = False
+) -> Callable[[str], Any]:
     """A reader of numbers from `low` (`above`: greater than that) to `high`."""
 
     def read(text: str) -> Any:
@@ -60,7 +62,9 @@ def texts(text: str) -> list[str]:
 
 
 def _meant(name: str, known: Mapping[str, Word]) -> list[str]:
-    """The word that another one is nearly, is elsewhere, or has as a part: `max_new_tokens` is `tokens`."""
+    """The word that another one is nearly, is elsewhere, or has as a part: `max_new_tokens` is
+    `tokens`.
+    """
     parts = name.lower().replace("-", "_").split("_")
     near = [word for word, facts in known.items() if name.lower() in facts.aka]
     near = near or get_close_matches(name.lower(), known, n=1, cutoff=0.8)
@@ -68,7 +72,9 @@ def _meant(name: str, known: Mapping[str, Word]) -> list[str]:
 
 
 def _as_meant(name: str, value: str, word: Word) -> str:
-    """The word with the number that its value may stand for, as 10k does for 10000; empty: it stands for none."""
+    """The word with the number that its value may stand for, as 10k does for 10000; empty: it
+    stands for none.
+    """
     for reading in chain.from_iterable(readings(name, value)):
         if isinstance(reading, (int, float)) and not isinstance(reading, bool):
             with suppress(ValueError, KeyError):
@@ -81,10 +87,15 @@ def read_words(words: Sequence[str], known: Mapping[str, Word]) -> tuple[dict[st
     """The values of the `known` words, with their defaults, and the other words.
 
     Raises:
-        ConfigError: for every value that is wrong, word that is said twice, and word that is nearly one of them.
+        ConfigError: for every value that is wrong, word that is said twice, and word that is nearly
+            one of them.
     """
-    values = {name: list(word.default) if word.many else word.default for name, word in known.items()}
-    others, said, problems = list[str](), set[str](), list[Problem]()
+    values = {
+        name: list(word.default) if word.many else word.default for name, word in known.items()
+    }
+    others = list[str]()
+    said = set[str]()
+    problems = list[Problem]()
     for text in words:
         name, equals, value = text.partition("=")
         word = known.get(name)
@@ -92,18 +103,26 @@ def read_words(words: Sequence[str], known: Mapping[str, Word]) -> tuple[dict[st
             near = _meant(name, known) if equals and name not in GROUPS else []
             if near and "." not in name:
                 rule = f"there is no such word here; words: {', '.join(known)}"
-                problems.append(Problem("MT003", name, value, rule, f"{near[0]}={value}", COMMAND_LINE))
+                problems.append(
+                    Problem("MT003", name, value, rule, f"{near[0]}={value}", COMMAND_LINE)
+                )
             others.append(text)
             continue
         if name in said and not word.many:
-            problems.append(Problem("MT004", name, value, "is said twice", f"{name}={value}, once", COMMAND_LINE))
+            problems.append(
+                Problem(
+                    "MT004", name, value, "is said twice", f"{name}={value}, once", COMMAND_LINE
+                )
+            )
         said.add(name)
         try:
             found = word.read(value)
             values[name] = [*values[name], *found] if word.many else found
         except (ValueError, KeyError):
             fix = _as_meant(name, value, word) or word.example
-            problems.append(Problem("MT003", name, value, f"must be {word.rule}", fix, COMMAND_LINE))
+            problems.append(
+                Problem("MT003", name, value, f"must be {word.rule}", fix, COMMAND_LINE)
+            )
     if problems:
         raise ConfigError(problems)
     return values, others

@@ -1,1 +1,4 @@
-"""Layer 1: what a run is. Schemas, composition with the origin of every key, and the rules between keys."""
+"""Layer 1: what a run is.
+
+Schemas, composition with the origin of every key, and the rules between keys.
+"""

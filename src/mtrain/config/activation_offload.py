@@ -6,20 +6,24 @@ from pydantic import Field
 
 from mtrain.config.base import Effect, Flag, Key, NonNegativeInt, Section
 
-OffloadModule = Literal["attn_norm", "qkv_linear", "core_attn", "attn_proj", "mlp_norm", "expert_fc1", "moe_act"]
+OffloadModule = Literal[
+    "attn_norm", "qkv_linear", "core_attn", "attn_proj", "mlp_norm", "expert_fc1", "moe_act"
+]
 _THERE = "parallel.activation_offload.modules"
 
 
 class ActivationOffloadConfig(Section):
     """`parallel.activation_offload`: inputs of modules that wait for the backward in host memory.
 
-    On GPUs, with TransformerEngine's layers; composed, validated and handed to megatron-core, but run on no GPU yet.
+    On GPUs, with TransformerEngine's layers; composed, validated and handed to megatron-core, but
+    run on no GPU yet.
     """
 
-    modules: Annotated[tuple[OffloadModule, ...] | None, Key(effect=Effect.PARALLELISM, aka="offload_modules")] = (
-        Field(default=None, strict=False)
-    )
-    """Whose input is copied to the host in the forward, and back before its backward; null: none."""
+    modules: Annotated[
+        tuple[OffloadModule, ...] | None, Key(effect=Effect.PARALLELISM, aka="offload_modules")
+    ] = Field(default=None, strict=False)
+    """Whose input is copied to the host in the forward, and back before its backward; null: none.
+    """
     min_tensor_elements: Annotated[
         NonNegativeInt | None,
         Key(
@@ -55,4 +59,7 @@ class ActivationOffloadConfig(Section):
             unit="bytes",
         ),
     ] = None
-    """Bytes that each pipeline stage copies less than the one before it; null: 0. With megatron-core 0.19."""
+    """Bytes that each pipeline stage copies less than the one before it; null: 0.
+
+    With megatron-core 0.19.
+    """

@@ -1,7 +1,7 @@
 """The base of every schema, and what a schema says of a key beside its type and its text.
 
-Modules of schemas do without `from __future__ import annotations`: pydantic would evaluate the text of every
-annotation in every start.
+Modules of schemas do without `from __future__ import annotations`: pydantic would evaluate the text
+of every annotation in every start.
 """
 
 from __future__ import annotations
@@ -14,14 +14,19 @@ from pydantic import BaseModel, ConfigDict, Field
 
 
 class Effect(StrEnum):
-    """What changing a key changes, the gravest first. Used to validate a resume and to compare two recipes."""
+    """What changing a key changes, the gravest first.
+
+    Used to validate a resume and to compare two recipes.
+    """
 
     ARCHITECTURE = "architecture"
     """What the weights are: a checkpoint of the other value cannot be continued."""
     NUMERICS = "numerics"
     """The weights that come out."""
     CONTENTS = "contents"
-    """The weights that come out, by what lies at the place that it names: a resume compares that, not the name."""
+    """The weights that come out, by what lies at the place that it names: a resume compares that,
+    not the name.
+    """
     PARALLELISM = "parallelism"
     """How the work is sharded: the same numbers up to the order of summation."""
     RUNTIME = "runtime"
@@ -51,18 +56,22 @@ class Flag:
 
 @dataclass(frozen=True, eq=False, slots=True, kw_only=True)
 class Key:
-    """What a schema says of a key in its annotation: what it reaches, when, and what others call it.
+    """What a schema says of a key in its annotation: what it reaches, when, and what others call
+    it.
 
-    The tables of `core_fields`, `conditional`, `keys` and of `recipes` are derived from it. What must be computed
-    stands there as a function.
+    The tables of `core_fields`, `conditional`, `keys` and of `recipes` are derived from it. What
+    must be computed stands there as a function.
     """
 
     feeds: str = ""
-    """The fields of megatron-core that get its value as it is, by spaces: of TransformerConfig, or of `gpt.`, `mla.`,
-    `ddp.`, `wrap.`, `fsdp.`, `optimizer.`, `scheduler.`. Where a key with `when` is null, megatron-core's default
-    stays."""
+    """The fields of megatron-core that get its value as it is, by spaces: of TransformerConfig, or
+    of `gpt.`, `mla.`, `ddp.`, `wrap.`, `fsdp.`, `optimizer.`, `scheduler.`. Where a key with `when`
+    is null, megatron-core's default stays.
+    """
     when: str = ""
-    """What must hold for the key to have an effect, as `parallel.vpp>1 and parallel.fsdp=none`; see `condition`."""
+    """What must hold for the key to have an effect, as `parallel.vpp>1 and parallel.fsdp=none`; see
+    `condition`.
+    """
     null: Any = None
     """The value that null stands for where the key has an effect."""
     effect: Effect | None = None
@@ -107,7 +116,9 @@ PositiveFloat = Annotated[float, Field(gt=0)]
 Seconds = Annotated[float, Field(gt=0, le=10**8)]
 NonNegativeFloat = Annotated[float, Field(ge=0)]
 SquareWeight = Annotated[float, Field(ge=0, le=1000)]
-"""Weight of a loss of squares; those in use are 1e-4 to 1e-2, and from some thousands on fp16 has no gradient."""
+"""Weight of a loss of squares; those in use are 1e-4 to 1e-2, and from some thousands on fp16 has
+no gradient.
+"""
 Beta = Annotated[float, Field(ge=0, lt=1)]
 """Share of an average that each step leaves of it."""
 Probability = Annotated[float, Field(ge=0, lt=1)]

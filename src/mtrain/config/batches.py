@@ -19,7 +19,9 @@ class Stage(NamedTuple):
     """Steps of one size."""
 
     first: int
-    """Samples that are consumed when it begins; a step takes the size of the stage that it begins in."""
+    """Samples that are consumed when it begins; a step takes the size of the stage that it begins
+    in.
+    """
     size: int
     """Samples per step."""
 
@@ -29,7 +31,8 @@ def stages(run: RunConfig) -> tuple[Stage, ...]:
     t = run.trainer
     if t.rampup_batch_size is not None:
         return linear(t.rampup_batch_size, t.batch)
-    listed, begin = [], 0
+    listed = []
+    begin = 0
     for size, tokens in t.batch_size_schedule or ():
         listed.append(Stage(begin, size))
         begin = -(-tokens // run.data.length)
@@ -37,16 +40,18 @@ def stages(run: RunConfig) -> tuple[Stage, ...]:
 
 
 def linear(ramp: Sequence[int], last: int) -> tuple[Stage, ...]:
-    """Megatron-LM's ramp `(first size, increment, samples)` up to `last`; where it has no whole steps, `last` alone.
+    """Megatron-LM's ramp `(first size, increment, samples)` up to `last`; where it has no whole
+    steps, `last` alone.
 
-    The increments lie evenly in the samples. As there, a quotient of floating-point numbers decides which of them a
-    step is in, so that both make the same steps also where it is rounded.
+    The increments lie evenly in the samples. As there, a quotient of floating-point numbers decides
+    which of them a step is in, so that both make the same steps also where it is rounded.
     """
     first, increment, samples = ramp
     count, rest = divmod(last - first, increment)
     if rest or not 1 <= count <= MOST_STAGES:
         return (Stage(0, last),)
-    each, out = samples / count, [Stage(0, first)]
+    each = samples / count
+    out = [Stage(0, first)]
     for number in range(1, count + 1):
         begin = round(number * each)
         while begin and int((begin - 1) / each) >= number:
@@ -72,7 +77,8 @@ def counted(plan: Sequence[Stage], steps: int) -> list[tuple[int, int]]:
             here = min(steps, -(-max(0, plan[i + 1].first - consumed) // stage.size))
         if here:
             out.append((here, stage.size))
-        consumed, steps = consumed + here * stage.size, steps - here
+        consumed = consumed + here * stage.size
+        steps = steps - here
     return out
 
 
@@ -86,7 +92,8 @@ def steps_within(plan: Sequence[Stage], samples: int) -> int:
     steps = consumed = 0
     for number, size in counted(plan, samples):
         here = min(number, (samples - consumed) // size)
-        steps, consumed = steps + here, consumed + here * size
+        steps = steps + here
+        consumed = consumed + here * size
         if here < number:
             break
     return steps
@@ -96,4 +103,8 @@ def asked(run: RunConfig) -> tuple[int, int, int]:
     """Samples of train, validation and test that Megatron-LM asks of its data for such a run."""
     t = run.trainer
     evaluations = t.steps // t.eval_interval + 1 if t.eval_interval else 1
-    return samples_of(stages(run), t.steps), evaluations * t.eval_iters * t.batch, t.eval_iters * t.batch
+    return (
+        samples_of(stages(run), t.steps),
+        evaluations * t.eval_iters * t.batch,
+        t.eval_iters * t.batch,
+    )

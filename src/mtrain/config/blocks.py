@@ -1,4 +1,6 @@
-"""A decoder-only transformer as the pattern of a hybrid model: what `model.builder=hybrid` builds."""
+"""A decoder-only transformer as the pattern of a hybrid model: what
+`model.builder=hybrid` builds.
+"""
 
 from __future__ import annotations
 
@@ -6,13 +8,18 @@ from mtrain.config.hybrid import ATTENTION, DELTA, EXPERTS, LATENT, MLP, SPARSE
 from mtrain.config.model import ModelConfig
 
 OF_A_BLOCK = 2
-"""Letters of a pattern that are one layer of such a transformer: its attention, then its MLP or experts."""
+"""Letters of a pattern that are one layer of such a transformer: its attention, then its MLP or
+experts.
+"""
 
 
 def pattern(model: ModelConfig) -> str:
     """The letters of all layers."""
     dense = model.num_layers if model.moe is None else model.moe.first_dense_layers
-    softmax = ATTENTION if model.mla is None else LATENT if model.dsa is None else SPARSE
+    if model.mla is None:
+        softmax = ATTENTION
+    else:
+        softmax = LATENT if model.dsa is None else SPARSE
     return "".join(
         (DELTA if model.is_linear(index) else softmax) + (MLP if index < dense else EXPERTS)
         for index in range(model.num_layers)

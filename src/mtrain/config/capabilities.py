@@ -1,4 +1,5 @@
-"""What not every supported release of megatron-core can do: a key, one of its values, a family, an optimizer.
+"""What not every supported release of megatron-core can do: a key, one of its values, a family, an
+optimizer.
 
 One row each. A rule judges the rows, `explain KEY` shows those of a key, and `engines` lists all.
 """
@@ -22,7 +23,9 @@ class Capability:
 
     kind: Kind
     when: str
-    """The condition on a configuration that needs it, as `config.condition` reads it; its first key is the row's."""
+    """The condition on a configuration that needs it, as `config.condition` reads it; its first key
+    is the row's.
+    """
     about: str
     """What it is, as a clause."""
     versions: Versions
@@ -47,7 +50,8 @@ CAPABILITIES: tuple[Capability, ...] = (
     Capability(
         "key",
         "model.mtp_detach_heads",
-        "predictions of further tokens train their own layers alone, with a gradient norm of their own",
+        "predictions of further tokens train their own layers alone, with a gradient norm of"
+        " their own",
         SINCE_0_19,
         {"model.mtp_detach_heads": False},
     ),

@@ -12,7 +12,14 @@ from mtrain.config.layout_string import looks_like_layout, nearest_layout, parse
 from mtrain.config.load import load, package_of
 from mtrain.config.near import NOTHING, SWEPT, accepts, choice_fix, chooses, layouts_near
 from mtrain.config.origins import COMMAND_LINE
-from mtrain.config.paths import CHOICE, choices_of_group, find_config, listing, names_near, user_path
+from mtrain.config.paths import (
+    CHOICE,
+    choices_of_group,
+    find_config,
+    listing,
+    names_near,
+    user_path,
+)
 from mtrain.config.run import GROUPS
 from mtrain.errors import ConfigError, Problem
 
@@ -35,8 +42,16 @@ def check_choice(group: str, text: str, source: str) -> Problem | None:
     if text.startswith("{"):
         rule = "a group takes a choice; its keys are set one by one"
         return Problem("MT010", group, value, rule, _one_by_one(group, text) or NOTHING, source)
-    names = [name.strip().removesuffix(".yaml").removesuffix(".yml") for name in text.strip("[] ").split(",")]
-    if "," in text and source == COMMAND_LINE and not text.startswith("[") and all(_is_one(group, n) for n in names):
+    names = [
+        name.strip().removesuffix(".yaml").removesuffix(".yml")
+        for name in text.strip("[] ").split(",")
+    ]
+    if (
+        "," in text
+        and source == COMMAND_LINE
+        and not text.startswith("[")
+        and all(_is_one(group, n) for n in names)
+    ):
         rule = "a comma makes a sweep: -m trains or checks one run for each"
         return Problem("MT010", group, value, rule, SWEPT, source)
     first = next((name for name in names if name in choices_of_group(group)), names[0])
@@ -46,7 +61,10 @@ def check_choice(group: str, text: str, source: str) -> Problem | None:
     elif "," in text:
         rule = "a comma makes a sweep: -m trains or checks one run for each; without it, choose one"
     elif "/" in text or "\\" in text or text.startswith("."):
-        rule = f"a choice is a name under conf/{group}, as in mine or mine/small, or the path of a file: ./mine.yaml"
+        rule = (
+            f"a choice is a name under conf/{group}, as in mine or mine/small, or the path of a"
+            " file: ./mine.yaml"
+        )
     else:
         rule = "needs the name of a choice"
     return Problem("MT010", group, value, rule, fix, source)
@@ -54,15 +72,27 @@ def check_choice(group: str, text: str, source: str) -> Problem | None:
 
 def _is_one(group: str, name: str) -> bool:
     """Tell if a name is that of a choice, or a layout where those are chosen."""
-    return name in choices_of_group(group) or (group == "parallel" and bool(name) and layouts_near(name) == [name])
+    return name in choices_of_group(group) or (
+        group == "parallel" and bool(name) and layouts_near(name) == [name]
+    )
 
 
 def _path_problem(group: str, text: str, source: str) -> Problem | None:
     """What is wrong with a choice that is the path of a file."""
     name = Path(text).stem
     if source != COMMAND_LINE:
-        rule = "a path is for the command line: a recipe is one file, and names choices that others have as well"
-        return Problem("MT010", group, text, rule, f"delete it, and say {group}={text} on the command line", source)
+        rule = (
+            "a path is for the command line: a recipe is one file, and names choices that others"
+            " have as well"
+        )
+        return Problem(
+            "MT010",
+            group,
+            text,
+            rule,
+            f"delete it, and say {group}={text} on the command line",
+            source,
+        )
     path = user_path(text)
     if not os.path.isfile(path):
         files = [chooses(group, file) for file in names_near(path) if is_path(file)]
@@ -78,7 +108,9 @@ def _path_problem(group: str, text: str, source: str) -> Problem | None:
 
 
 def unknown_choice(group: str, choice: str, source: str) -> Problem | None:
-    """The problem of a choice that is neither a file of the group nor, of `parallel`, a layout; None where it is."""
+    """The problem of a choice that is neither a file of the group nor, of `parallel`, a layout;
+    None where it is.
+    """
     if find_config(f"{group}/{choice}") is not None:
         return None
     if group == "parallel":
@@ -96,7 +128,9 @@ def unknown_choice(group: str, choice: str, source: str) -> Problem | None:
 
 
 def _layout_fix(choice: str) -> str:
-    return " or ".join(f"parallel={word}" for word in layouts_near(choice)) or nearest_layout(choice)
+    return " or ".join(f"parallel={word}" for word in layouts_near(choice)) or nearest_layout(
+        choice
+    )
 
 
 def some_choice(group: str, text: str) -> str:
@@ -107,7 +141,9 @@ def some_choice(group: str, text: str) -> str:
 
 
 def _is_recipe(text: str) -> bool:
-    """Whether a file is there that has the parts of a recipe; a choice may have them where it says its package."""
+    """Whether a file is there that has the parts of a recipe; a choice may have them where it says
+    its package.
+    """
     try:
         document = load(user_path(text)) if os.path.isfile(user_path(text)) else None
     except ConfigError:
@@ -124,4 +160,6 @@ def _one_by_one(group: str, text: str) -> str:
         found = list(leaves(parse_value(text), group))
     except ValueError:
         return ""
-    return " ".join(override(*pair) for pair in found) if all(accepts(*pair) for pair in found) else ""
+    return (
+        " ".join(override(*pair) for pair in found) if all(accepts(*pair) for pair in found) else ""
+    )

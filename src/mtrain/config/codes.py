@@ -1,4 +1,6 @@
-"""What each code of a problem means and what to do: those of the rules, and a table of all others."""
+"""What each code of a problem means and what to do: those of the rules, and a table of
+all others.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +28,9 @@ FAMILIES = {
 """Begin of a code -> what codes of that kind are about."""
 
 OTHERS = (
-    Code("MT001", "An input was refused that has no code of its own.", "Read the sentence beside it."),
+    Code(
+        "MT001", "An input was refused that has no code of its own.", "Read the sentence beside it."
+    ),
     Code(
         "MT002",
         "A file, a folder or a recipe is not where its name says.",
@@ -70,7 +74,10 @@ OTHERS = (
         example="+optim.beta1=0.8",
     ),
     Code(
-        "MT011", "A group has no such choice.", "Take one of the choices that are listed.", example="model=lama_tiny"
+        "MT011",
+        "A group has no such choice.",
+        "Take one of the choices that are listed.",
+        example="model=lama_tiny",
     ),
     Code(
         "MT012",
@@ -106,23 +113,34 @@ OTHERS = (
         "MT017",
         "A recipe has a part that recipes do not have.",
         "Write choices as `- override /GROUP: CHOICE`.",
-        says="recipes do not nest; the `recipe:` block holds title, purpose, hardware, source, verified",
+        says=(
+            "recipes do not nest; the `recipe:` block holds title, purpose, hardware, source,"
+            " verified"
+        ),
     ),
     Code(
         "MT018",
         "A recipe describes a part of a model and names none that the rest is from.",
-        "State all keys of its architecture, or name the model it changes: `- override /model: NAME`.",
-        says="a model of its own that lacks vocab_size; a recipe states them all, or names the model that it changes",
+        "State all keys of its architecture, or name the model it changes: `- override /model:"
+        " NAME`.",
+        says=(
+            "a model of its own that lacks vocab_size; a recipe states them all, or names the model"
+            " that it changes"
+        ),
     ),
     Code(
         "MT019",
         "A recipe or a run file names a folder beyond the working folder that would be written to.",
         "Give the key on the command line, if you want it there.",
-        says="is beyond the working folder; that ../runs may be written there, only the command line says",
+        says=(
+            "is beyond the working folder; that ../runs may be written there, only the command line"
+            " says"
+        ),
     ),
     Code(
         "MT020",
-        "A group that is chosen on the command line replaces what the recipe or the run file says of it.",
+        "A group that is chosen on the command line replaces what the recipe or the run file says"
+        " of it.",
         "Say again on the command line what is to stay of the values that are named.",
         severity="warning",
         example="recipe=sft/llama_tiny_cpu data=mock",
@@ -149,7 +167,10 @@ OTHERS = (
         "MT053",
         "Another process holds memory of a GPU that the run needs.",
         "End that process, or leave its GPU out by CUDA_VISIBLE_DEVICES.",
-        says="GPU 0 (NVIDIA H200) has 3.1 GiB of 140.4 GiB free, and process 4711 (python) computes on it",
+        says=(
+            "GPU 0 (NVIDIA H200) has 3.1 GiB of 140.4 GiB free, and process 4711 (python) computes"
+            " on it"
+        ),
     ),
     Code(
         "MT054",
@@ -210,21 +231,27 @@ OTHERS = (
     ),
     Code(
         "MT254",
-        "The family of the model, which a plug-in adds, does not say which weights a stage has, or what it computes.",
+        "The family of the model, which a plug-in adds, does not say which weights a stage has, or"
+        " what it computes.",
         "Ask its author for `Family.weights` and `Family.stage`.",
         says="the family theirs does not say which weights a stage has",
     ),
     Code(
         "MT255",
-        "A step of this configuration cannot be traced: its program needs values that shapes do not give.",
+        "A step of this configuration cannot be traced: its program needs values that shapes do not"
+        " give.",
         "Leave out --trace: the plan counts it.",
         says="a step of it does not run on shapes alone",
     ),
     Code(
         "MT256",
-        "A layout is to be chosen by its time, and too little is known of the devices to say how long a step takes.",
+        "A layout is to be chosen by its time, and too little is known of the devices to say how"
+        " long a step takes.",
         "Name a cluster that states its devices, such as cluster=h100x8, or a layout.",
-        says="the layout is chosen by its time, which of 4 ranks on local is not known without cluster.memory_gbps",
+        says=(
+            "the layout is chosen by its time, which of 4 ranks on local is not known without"
+            " cluster.memory_gbps"
+        ),
     ),
     Code(
         "MT257",
@@ -236,7 +263,10 @@ OTHERS = (
         "MT258",
         "The layout is to be chosen, and none keeps all rules beside what is said.",
         "Say less of the layout, or make the batch a multiple of the number of devices.",
-        example="model=llama3_8b parallel=auto cluster=h100x8 trainer.global_batch_size=8 trainer.micro_batch_size=3",
+        example=(
+            "model=llama3_8b parallel=auto cluster=h100x8 trainer.global_batch_size=8"
+            " trainer.micro_batch_size=3"
+        ),
     ),
     Code(
         "MT407",
@@ -246,41 +276,52 @@ OTHERS = (
     ),
     Code(
         "MT146",
-        "What a step needs on a device, as `plan` counts it, is more than its memory. The text names the pipeline "
-        "stage and its three largest parts; what the allocator is assumed to hold in pieces is left out.",
-        "Take the change that is named, the cheapest with which it fits; or more tp, pp or ep, or more devices.",
+        "What a step needs on a device, as `plan` counts it, is more than its memory. The text"
+        " names the pipeline stage and its three largest parts; what the allocator is assumed to"
+        " hold in pieces is left out.",
+        "Take the change that is named, the cheapest with which it fits; or more tp, pp or ep, or"
+        " more devices.",
         severity="warning",
         example="model=llama3_70b cluster=h100x8 parallel=single",
     ),
     Code(
         "MT147",
-        "The activations of one sample, or the tokens of one step, are more than the memory of the device that is "
-        "named, or of this machine where none is. What is counted is what autograd keeps of one micro-batch.",
-        "Shorten data.seq_length, take a smaller batch, shard it (cp, dp), or name a larger machine.",
+        "The activations of one sample, or the tokens of one step, are more than the memory of the"
+        " device that is named, or of this machine where none is. What is counted is what autograd"
+        " keeps of one micro-batch.",
+        "Shorten data.seq_length, take a smaller batch, shard it (cp, dp), or name a larger"
+        " machine.",
         example="data.seq_length=1000000 model.max_position_embeddings=1000000",
     ),
     Code(
         "MT149",
         "The model is larger than the memory of any machine.",
-        "Look for a digit too many in model.hidden_size, model.num_layers, model.vocab_size and the experts.",
+        "Look for a digit too many in model.hidden_size, model.num_layers, model.vocab_size and the"
+        " experts.",
         example="model.hidden_size=1000000 model.num_layers=100000",
     ),
     Code(
         "MT322",
-        "Nobody named data, and the model is too large for the text that every machine has: tokens are synthetic.",
-        "Name your own: data=text data.path=FOLDER, or data=indexed data.path=PREFIX; else say data=mock.",
+        "Nobody named data, and the model is too large for the text that every machine has: tokens"
+        " are synthetic.",
+        "Name your own: data=text data.path=FOLDER, or data=indexed data.path=PREFIX; else say"
+        " data=mock.",
         severity="warning",
         example="model=llama3_8b",
     ),
     *OF_WORK,
 )
-"""Codes that no rule raises: of files, the command line, the schema, the machine, runs, data and imports."""
+"""Codes that no rule raises: of files, the command line, the schema, the machine, runs, data and
+imports.
+"""
 
 
 @cache
 def codes() -> dict[str, Code]:
     """Every code in order."""
-    known = {code.code: code for code in (*OTHERS, *(code for rule in RULES for code in rule.codes))}
+    known = {
+        code.code: code for code in (*OTHERS, *(code for rule in RULES for code in rule.codes))
+    }
     return dict(sorted(known.items()))
 
 

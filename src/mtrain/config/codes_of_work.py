@@ -34,7 +34,10 @@ OF_WORK = (
         "MT506",
         "A run has no tokenizer, so no text can be generated.",
         "Train on text, or set data.tokenizer.",
-        says="runs/mine has no tokenizer.json: its data has no tokenizer, so no text can be generated",
+        says=(
+            "runs/mine has no tokenizer.json: its data has no tokenizer, so no text can be"
+            " generated"
+        ),
     ),
     Code(
         "MT507",
@@ -51,7 +54,8 @@ OF_WORK = (
     Code(
         "MT509",
         "A chat cannot be written as the model reads it.",
-        "Put the tokenizer_config.json of the model beside its tokenizer.json, or give a prompt without chat=true.",
+        "Put the tokenizer_config.json of the model beside its tokenizer.json, or give a prompt"
+        " without chat=true.",
         says="runs/mine has no chat_template.jinja and no chat_template in tokenizer_config.json",
     ),
     Code(
@@ -90,7 +94,12 @@ OF_WORK = (
         "Name one that can.",
         says="tokenizer.json cannot be read: Permission denied",
     ),
-    Code("MT604", "The shares of the split are all zero.", "Give train a share.", says="all shares are zero"),
+    Code(
+        "MT604",
+        "The shares of the split are all zero.",
+        "Give train a share.",
+        says="all shares are zero",
+    ),
     Code(
         "MT606",
         "The global batch cannot be split into the micro-batches of all ranks.",
@@ -123,7 +132,8 @@ OF_WORK = (
     ),
     Code(
         "MT622",
-        "A corpus of this name is there, was begun with other settings, or is made by another process.",
+        "A corpus of this name is there, was begun with other settings, or is made by another"
+        " process.",
         "Name another out=, or say overwrite=true or fresh=true.",
         says="corpus.bin is there",
     ),
@@ -137,7 +147,10 @@ OF_WORK = (
         "MT624",
         "A key that should say whether a record is learned has a value that says something else.",
         "Say ignored_keys=KEY, or write 1 or 0.",
-        says="a record says with loss whether it is learned, by 1 or true and 0 or false, and this is neither",
+        says=(
+            "a record says with loss whether it is learned, by 1 or true and 0 or false, and this"
+            " is neither"
+        ),
     ),
     Code(
         "MT640",

@@ -1,7 +1,8 @@
 """argv -> one validated configuration, with who set each key.
 
-Precedence, lowest first: schema default, group file, recipe (or the run file, which is complete), command line. Hydra
-composes. Here everything is read before Hydra sees it, all that is wrong is collected, and origins are found.
+Precedence, lowest first: schema default, group file, recipe (or the run file, which is complete),
+command line. Hydra composes. Here everything is read before Hydra sees it, all that is wrong is
+collected, and origins are found.
 """
 
 from __future__ import annotations
@@ -37,7 +38,9 @@ from mtrain.config.validate import unknown_key, validate, whole
 from mtrain.config.written import KEYS, strays
 from mtrain.errors import ConfigError, Problem
 
-ARCHITECTURE = tuple(name for name, field in ModelConfig.model_fields.items() if field.is_required())
+ARCHITECTURE = tuple(
+    name for name, field in ModelConfig.model_fields.items() if field.is_required()
+)
 """What a model cannot be without: its keys that have no default of their own."""
 WEIGHTS = "weights.given"
 """The choice of `model` that weights bring along."""
@@ -49,7 +52,9 @@ class Composed:
 
     run: RunConfig
     origins: dict[str, str]
-    """Who set each leaf: `conf/model/llama3_8b.yaml:7`, a recipe's `file:line`, `command line`, `default`."""
+    """Who set each leaf: `conf/model/llama3_8b.yaml:7`, a recipe's `file:line`, `command line`,
+    `default`.
+    """
     choices: dict[str, str]
     """group -> choice; with a run file only the groups that the command line replaced."""
     warnings: tuple[Problem, ...] = ()
@@ -60,19 +65,28 @@ class Composed:
 
 
 class Rejected(ConfigError):
-    """What the schema refused; `partial` is the rest where it makes sense alone, to be validated as well."""
+    """What the schema refused; `partial` is the rest where it makes sense alone, to be validated as
+    well.
+    """
 
     def __init__(
-        self, problems: Sequence[Problem], partial: Composed | None, warnings: Sequence[Problem] = ()
+        self,
+        problems: Sequence[Problem],
+        partial: Composed | None,
+        warnings: Sequence[Problem] = (),
     ) -> None:
         super().__init__(problems)
-        self.partial, self.warnings = partial, tuple(warnings)
+        self.partial = partial
+        self.warnings = tuple(warnings)
 
 
-def compose(argv: Sequence[str], model_of: Callable[[str], Document | None] | None = None) -> Composed:
+def compose(
+    argv: Sequence[str], model_of: Callable[[str], Document | None] | None = None
+) -> Composed:
     """Composes group files, a recipe or run file, and overrides.
 
-    `model_of` returns what the folder of `checkpoint.init_from` says of its model, the model where none is chosen.
+    `model_of` returns what the folder of `checkpoint.init_from` says of its model, the model where
+    none is chosen.
 
     Raises:
         Rejected: with every problem that the schema found.
@@ -84,7 +98,9 @@ def compose(argv: Sequence[str], model_of: Callable[[str], Document | None] | No
 class _Composition:
     """One composition; collects problems as far as it can go."""
 
-    def __init__(self, overrides: Overrides, model_of: Callable[[str], Document | None] | None = None) -> None:
+    def __init__(
+        self, overrides: Overrides, model_of: Callable[[str], Document | None] | None = None
+    ) -> None:
         self.overrides = overrides
         self.model_of = model_of
         self.problems = list(overrides.problems)
@@ -104,7 +120,8 @@ class _Composition:
         """The recipe or run file, without what choices on the command line replace."""
 
     def finish(self) -> Composed:
-        recipe, base = self._recipe(), self._run_file()
+        recipe = self._recipe()
+        base = self._run_file()
         self._choose(recipe)
         self._replace(recipe, base)
         if base is None:
@@ -121,27 +138,40 @@ class _Composition:
         self.problems += self.library.problems + refused_values
         self.problems += resolve_references(values, origins.where)
         run, problems = validate(values, origins.where)
-        self.problems += [as_written(problem, self.library.documents.values()) for problem in problems]
+        self.problems += [
+            as_written(problem, self.library.documents.values()) for problem in problems
+        ]
         strayed = self._strayed(run, origins)
         self.problems += strayed
         if run is None or self.problems:
             found = distinct(self.problems)
             paths = [p.path for p in (found if run is None else strayed)]
             if own:  # what a refused key of it is validated with for the time being
-                of_files = [layer(self.library, f"model/{usual_choice('model')}", "model", self._chooser), *of_files]
-            rest = run if run and not strayed else self._without(values, origins, paths, of_files, layers)
+                of_files = [
+                    layer(self.library, f"model/{usual_choice('model')}", "model", self._chooser),
+                    *of_files,
+                ]
+            rest: RunConfig | None = run
+            if strayed or not run:
+                rest = self._without(values, origins, paths, of_files, layers)
             partial = self._result(rest, origins) if rest is not None else None
             raise Rejected(found, partial, self._warnings(None, origins))
         return self._result(run, origins, self._warnings(run, origins))
 
-    def _result(self, run: RunConfig, origins: Origins, warnings: tuple[Problem, ...] = ()) -> Composed:
+    def _result(
+        self, run: RunConfig, origins: Origins, warnings: tuple[Problem, ...] = ()
+    ) -> Composed:
         known = {key: origins.of(key) for key in run.flat()}
         files = dict(self.library.files)
-        return Composed(run, known, self.shown, warnings, history=tuple(origins.history), files=files)
+        return Composed(
+            run, known, self.shown, warnings, history=tuple(origins.history), files=files
+        )
 
     def _warnings(self, run: RunConfig | None, origins: Origins) -> tuple[Problem, ...]:
         """What choices on the command line replaced."""
-        return tuple(self.replaced.problems(self.overrides.values, run, origins.has) if self.replaced else ())
+        return tuple(
+            self.replaced.problems(self.overrides.values, run, origins.has) if self.replaced else ()
+        )
 
     def _recipe(self) -> Recipe | None:
         if self.overrides.recipe is None or self.overrides.run is not None:
@@ -166,9 +196,14 @@ class _Composition:
             return None
         values = {key: value for key, value in document.values.items() if key != "defaults"}
         if "defaults" in document.values:
-            rule = "a run file is complete and stands on no other file; what names choices is a recipe"
-            said, fix = document.values["defaults"], f"recipe={self.overrides.run}"
-            self.problems.append(Problem("MT017", "defaults", said, rule, fix, document.where("defaults")))
+            rule = (
+                "a run file is complete and stands on no other file; what names choices is a recipe"
+            )
+            said = document.values["defaults"]
+            fix = f"recipe={self.overrides.run}"
+            self.problems.append(
+                Problem("MT017", "defaults", said, rule, fix, document.where("defaults"))
+            )
         self.problems += reserved_keys(values, document)
         self.problems += refused(values, document.where)
         return document
@@ -180,14 +215,22 @@ class _Composition:
             for group, choice in choices.items():
                 source = lines.get(group, COMMAND_LINE)
                 if (name := self._named(group, choice, source)) is not None:
-                    self.chosen[group], self.shown[group], self.sources[group] = name, choice, source
+                    self.chosen[group] = name
+                    self.shown[group] = choice
+                    self.sources[group] = source
         for group, choice in self.overrides.added.items():
             if (name := self._named(group, choice, COMMAND_LINE)) is not None:
                 self.added[group] = name
 
     def _replace(self, recipe: Recipe | None, base: Document | None) -> None:
-        """Drops what the recipe or run file says of groups, and of keys, that choices on the command line set."""
-        chosen = {group: self.chosen[group] for group, source in self.sources.items() if source == COMMAND_LINE}
+        """Drops what the recipe or run file says of groups, and of keys, that choices on the
+        command line set.
+        """
+        chosen = {
+            group: self.chosen[group]
+            for group, source in self.sources.items()
+            if source == COMMAND_LINE
+        }
         if base is not None:
             self.replaced = Replaced(base, copy.deepcopy(base.values))
         elif recipe is not None:
@@ -196,7 +239,11 @@ class _Composition:
             return
         more = brought(self.library, self.defaults, chosen, self.added)
         rest = {group: choice for group, choice in self.chosen.items() if group not in more.choices}
-        self.chosen = {**more.choices, **rest}  # before the files that choose them: Hydra looks for them there
+        # before the files that choose them: Hydra looks for them there
+        self.chosen = {
+            **more.choices,
+            **rest,
+        }
         self.shown |= more.choices
         self.sources |= dict.fromkeys(more.choices, COMMAND_LINE)
         named = {group: self.shown[group] for group in chosen}
@@ -205,17 +252,24 @@ class _Composition:
             recipe.values = self.replaced.values
 
     def _take_model(self, recipe: Recipe | None) -> None:
-        """Chooses the model of the weights that the run begins with, where nothing else chooses or describes one."""
+        """Chooses the model of the weights that the run begins with, where nothing else chooses or
+        describes one.
+        """
         said = recipe.values if recipe is not None else {}
-        chosen = "model" in (*self.chosen, *self.overrides.deleted) or describes_a_model(said, ARCHITECTURE)
+        chosen = "model" in (*self.chosen, *self.overrides.deleted) or describes_a_model(
+            said, ARCHITECTURE
+        )
         if self.model_of is None or chosen:
             return
         file = f"checkpoint/{self.chosen.get('checkpoint') or self.defaults.get('checkpoint')}"
-        start = start_of(self.overrides.values, said, self.library.values(file) if self.library.has(file) else {})
+        start = start_of(
+            self.overrides.values, said, self.library.values(file) if self.library.has(file) else {}
+        )
         document = self.model_of(start) if start is not None else None
         if document is not None:
             self.library.give(f"model/{WEIGHTS}", document, document.values)
-            self.chosen["model"], self.sources["model"] = WEIGHTS, COMMAND_LINE
+            self.chosen["model"] = WEIGHTS
+            self.sources["model"] = COMMAND_LINE
             self.shown["model"] = document.source
 
     def _named(self, group: str, choice: str, source: str) -> str | None:
@@ -230,26 +284,35 @@ class _Composition:
         return key in GROUPS or key in self.usual
 
     def _is_whole_model(self, recipe: Recipe) -> bool:
-        """Whether a recipe that names no model describes one of its own, which then stands on no other.
+        """Whether a recipe that names no model describes one of its own, which then stands on no
+        other.
 
-        One that describes a part only is refused: the rest would be the default model's, and nobody said so.
+        One that describes a part only is refused: the rest would be the default model's, and nobody
+        said so.
         """
         stated = recipe.values.get("model")
         if not isinstance(stated, dict) or not stated:
             return False
-        said = {*stated, *(key.split(".")[1] for key in self.overrides.values if key.startswith("model."))}
+        said = {
+            *stated,
+            *(key.split(".")[1] for key in self.overrides.values if key.startswith("model.")),
+        }
         missing = [name for name in ARCHITECTURE if name not in said]
         if missing:
             default = usual_choice("model")
             rule = (
-                f"a model of its own that lacks {', '.join(missing)}; a recipe states them all, or names the model "
-                f"that it changes: `defaults: [override /model: {default}]`"
+                f"a model of its own that lacks {', '.join(missing)}; a recipe states them all, or"
+                f" names the model that it changes: `defaults: [override /model: {default}]`"
             )
             source = recipe.document.where("model")
-            self.problems.append(Problem("MT018", "model", stated, rule, f"model={default}", source))
+            self.problems.append(
+                Problem("MT018", "model", stated, rule, f"model={default}", source)
+            )
         return not missing
 
-    def _bases(self, recipe: Recipe | None, base: Document | None, own: bool) -> tuple[str, list[str]]:
+    def _bases(
+        self, recipe: Recipe | None, base: Document | None, own: bool
+    ) -> tuple[str, list[str]]:
         """The name of what Hydra begins with, and the arguments for it that choose."""
         deleted = self._deleted_groups()
         added = [quoted("+", *choice) for choice in self.added.items()]
@@ -257,12 +320,18 @@ class _Composition:
             gone = {*deleted, *self.chosen, "defaults"}
             self.library.give(RUN, base, {k: v for k, v in base.values.items() if k not in gone})
             return RUN, [quoted("+", *choice) for choice in self.chosen.items()] + added
-        words = [quoted("", *choice) for choice in self.chosen.items() if self.sources[choice[0]] == COMMAND_LINE]
+        words = [
+            quoted("", *choice)
+            for choice in self.chosen.items()
+            if self.sources[choice[0]] == COMMAND_LINE
+        ]
         for group in [*deleted, *(["model"] if own else [])]:
             if self.defaults.pop(group, None) is not None:
                 words.append(f"~{group}")
         if recipe is not None:
-            chosen = [{f"override /{g}": c} for g, c in recipe.choices.items() if self.chosen.get(g) == c]
+            chosen = [
+                {f"override /{g}": c} for g, c in recipe.choices.items() if self.chosen.get(g) == c
+            ]
             values = {**recipe.values, "defaults": chosen}
             self.library.give(RECIPE_FILE, recipe.document, values, "_global_")
             words.append(f"+{RECIPE}={RECIPE}")
@@ -270,12 +339,16 @@ class _Composition:
         return CONFIG, words + added
 
     def _deleted_groups(self) -> list[str]:
-        """The groups that the command line takes away, and with them what a recipe chooses from them."""
+        """The groups that the command line takes away, and with them what a recipe chooses from
+        them.
+        """
         deleted: list[str] = []
         for group, argument in self.overrides.deleted.items():
             if not self._is_group(group):
                 continue
-            choice = self.shown.get(group) or ("" if self.overrides.run else self.usual.get(group, ""))
+            choice = self.shown.get(group) or (
+                "" if self.overrides.run else self.usual.get(group, "")
+            )
             if self.overrides.only.get(group, choice) != choice:
                 rule = f"{argument}: the choice of {group} is {choice or 'none'}"
                 self.problems.append(Problem("MT010", "", None, rule, f"~{group}", COMMAND_LINE))
@@ -285,17 +358,27 @@ class _Composition:
                 chosen.pop(group, None)
         return deleted
 
-    def _layers(self, primary: str, words: list[str], recipe: bool) -> tuple[list[Layer], list[Layer]]:
-        """The layers beneath the command line, of rising precedence, and those of them that no recipe is.
+    def _layers(
+        self, primary: str, words: list[str], recipe: bool
+    ) -> tuple[list[Layer], list[Layer]]:
+        """The layers beneath the command line, of rising precedence, and those of them that no
+        recipe is.
 
         Raises:
             ConfigError: a file cannot be read as data, or the files do not compose.
         """
         usual = {**self.defaults, **self.chosen} if primary == CONFIG else self.chosen
-        wrong = [unknown_choice(g, c, self.default_sources[g]) for g, c in usual.items() if g not in self.chosen]
+        wrong = [
+            unknown_choice(g, c, self.default_sources[g])
+            for g, c in usual.items()
+            if g not in self.chosen
+        ]
         if found := [problem for problem in wrong if problem is not None]:
             raise ConfigError([*self.problems, *found])
-        entries = [(primary, ""), *((f"{group}/{choice}", group) for group, choice in usual.items())]
+        entries = [
+            (primary, ""),
+            *((f"{group}/{choice}", group) for group, choice in usual.items()),
+        ]
         entries += [(RECIPE_FILE, "")] if recipe else []
         try:
             entries, known = entries_of(self.library, entries, words)
@@ -305,7 +388,9 @@ class _Composition:
             raise ConfigError([*self.problems, *error.problems]) from None
         self.shown |= {g: c for g, c in known.items() if g in GROUPS and g not in self.chosen}
         layers = [layer(self.library, name, package, self._chooser) for name, package in entries]
-        of_files = [one for (name, _), one in zip(entries, layers, strict=True) if name != RECIPE_FILE]
+        of_files = [
+            one for (name, _), one in zip(entries, layers, strict=True) if name != RECIPE_FILE
+        ]
         return layers, of_files
 
     @property
@@ -321,10 +406,14 @@ class _Composition:
                 continue
             last = origins.last(key)
             if not origins.has(key):
-                rule, fix = f"{argument}: no file says {key}, so there is nothing to take away", "leave it out"
-            elif key in self.overrides.only and (last is None or last.value != self.overrides.only[key]):
+                rule = f"{argument}: no file says {key}, so there is nothing to take away"
+                fix = "leave it out"
+            elif key in self.overrides.only and (
+                last is None or last.value != self.overrides.only[key]
+            ):
                 said = spell(last.value) if last is not None else "a mapping"
-                rule, fix = f"{argument}: {key} is {said}, at {origins.where(key)}", f"~{key}"
+                rule = f"{argument}: {key} is {said}, at {origins.where(key)}"
+                fix = f"~{key}"
             else:
                 origins.drop(key)
                 gone.append(key)
@@ -333,16 +422,25 @@ class _Composition:
         return gone
 
     def _settings(self, origins: Origins) -> dict[str, Any]:
-        """Dotted key -> value, of those settings of the command line that can be laid over the rest."""
+        """Dotted key -> value, of those settings of the command line that can be laid over the
+        rest.
+        """
         o = self.overrides
         for key, argument in o.new.items():
             if origins.has(key) and not origins.is_null(key):
-                rule = f"{argument}: {key} is set already, at {origins.where(key)}; without the + it is replaced"
-                self.problems.append(Problem("MT010", "", None, rule, argument.lstrip("+"), COMMAND_LINE))
+                rule = (
+                    f"{argument}: {key} is set already, at {origins.where(key)}; without the + it"
+                    " is replaced"
+                )
+                self.problems.append(
+                    Problem("MT010", "", None, rule, argument.lstrip("+"), COMMAND_LINE)
+                )
         fine = {key: value for key, value in o.values.items() if not any(refused(value, str, key))}
         return {key: value for key, value in fine.items() if not is_under_a_value(key)}
 
-    def _composed(self, primary: str, words: Sequence[str], settings: Mapping[str, Any]) -> dict[str, Any]:
+    def _composed(
+        self, primary: str, words: Sequence[str], settings: Mapping[str, Any]
+    ) -> dict[str, Any]:
         try:
             values = composed(self.library, primary, words, settings)
         except NotComposed as error:
@@ -352,7 +450,9 @@ class _Composition:
         return {key: restored(value) for key, value in values.items()}
 
     def _note_settings(self, origins: Origins, values: dict[str, Any]) -> list[Problem]:
-        """Notes what the command line set; the problems of what Hydra was not given, which is put in its place."""
+        """Notes what the command line set; the problems of what Hydra was not given, which is put
+        in its place.
+        """
         problems: list[Problem] = []
         for path, value in self.overrides.values.items():
             wrong = list(refused(value, lambda _: COMMAND_LINE, path))
@@ -382,7 +482,9 @@ class _Composition:
         of_files: Sequence[Layer],
         layers: Sequence[Layer],
     ) -> RunConfig | None:
-        """The configuration with each refused key as it was beneath the one that set it, or at its default."""
+        """The configuration with each refused key as it was beneath the one that set it, or at its
+        default.
+        """
         for under in ((of_files, layers), ((), ())):
             tried = copy.deepcopy(dict(values))
             for path in map(whole, filter(None, paths)):

@@ -1,7 +1,7 @@
 """Conditions on other keys as data: `parallel.vpp>1 and parallel.fsdp=none`.
 
-A term is `KEY` (set, and not false), `KEY=WORD`, `KEY=WORD|WORD` or `KEY>NUMBER`. The same text is checked on a
-configuration and on flags that are being read, and is what a message says.
+A term is `KEY` (set, and not false), `KEY=WORD`, `KEY=WORD|WORD` or `KEY>NUMBER`. mtrain checks the
+same text on a configuration and on flags that it is reading, and prints it in messages.
 """
 
 from __future__ import annotations
@@ -24,7 +24,9 @@ class Term:
     above: int | None = None
 
     def holds(self, value: Any) -> bool:
-        """Whether it holds for the key's value; null is also what has not been decided to be true."""
+        """Whether it holds for the key's value; null is also what has not been decided
+        to be true.
+        """
         if self.above is not None:
             return value is not None and value > self.above
         if self.words == ("false",):
@@ -72,4 +74,6 @@ def _term(text: str) -> Term:
 
 
 def _spelled(value: Any) -> str:
-    return "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
+    if value is None:
+        return "null"
+    return str(value).lower() if isinstance(value, bool) else str(value)

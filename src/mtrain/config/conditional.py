@@ -1,6 +1,8 @@
-"""Keys that mean something only beside another: what they are by default then, and what they wait for.
+"""Keys that mean something only beside another: what they are by default then, and what they wait
+for.
 
-Most say so in the schema (`when` and `null` of their `Key`); here stand conditions and defaults that are computed.
+Most say so in the schema (`when` and `null` of their `Key`); here stand conditions and defaults
+that are computed.
 """
 
 from __future__ import annotations
@@ -23,7 +25,9 @@ from mtrain.config.run import RunConfig
 
 @dataclass(frozen=True)
 class Conditional:
-    """A key that is off, at its schema's default, unless `active` says that it reaches something."""
+    """A key that is off, at its schema's default, unless `active` says that it reaches
+    something.
+    """
 
     path: str
     active: Callable[[RunConfig], bool]
@@ -54,7 +58,9 @@ def _names(path: str) -> tuple[str, ...]:
 
 
 def _meant(run: RunConfig, path: str) -> Any:
-    """What a condition sees of a key: what null stands for, and the default of a key that has no effect itself."""
+    """What a condition sees of a key: what null stands for, and the default of a key that has no
+    effect itself.
+    """
     key = _BY_PATH.get(path)
     value = _inside(run, RESOLVED.get(path, path))
     if key is None:
@@ -65,7 +71,9 @@ def _meant(run: RunConfig, path: str) -> Any:
 
 
 def _context_exchange(run: RunConfig) -> str | None:
-    """TransformerEngine's attention has a ring; None where the machine that runs it will choose the attention."""
+    """TransformerEngine's attention has a ring; None where the machine that runs it will choose the
+    attention.
+    """
     attention = run.kernels.attention
     return {"te": "p2p", "auto": None, None: None}.get(attention, "all_gather")
 
@@ -79,14 +87,18 @@ def chunks_of_a_document(run: RunConfig) -> int:
 
 
 def takes_experts(run: RunConfig) -> bool:
-    """Whether there are experts, and adapters of this kind can be theirs: those of `peft` know neither of the two."""
+    """Whether there are experts, and adapters of this kind can be theirs: those of `peft` know
+    neither of the two.
+    """
     return run.model.moe is not None and run.peft.kind == "lora" and not run.peft.dropout
 
 
 def _adapted(run: RunConfig) -> tuple[str, ...]:
     """The kinds of layers that a model has, and its adapters take here and in `peft`."""
     without = {"out_proj"} if takes_experts(run) else {"out_proj", "experts"}
-    without |= {"in_proj"} if run.model.hybrid is None or MAMBA not in run.model.hybrid.pattern else set()
+    without |= (
+        {"in_proj"} if run.model.hybrid is None or MAMBA not in run.model.hybrid.pattern else set()
+    )
     return tuple(target for target in TARGETS if target not in without)
 
 
@@ -103,7 +115,9 @@ _COMPUTED: dict[str, tuple[Callable[[RunConfig], bool], str]] = {
         "parallel.cp above 1",
     ),
     "model.moe.router_padding_for_quantization": (
-        lambda r: r.precision.quantized is not None and r.kernels.experts not in ("triton", "reference"),
+        lambda r: (
+            r.precision.quantized is not None and r.kernels.experts not in ("triton", "reference")
+        ),
         "a precision.fp8 or precision.fp4, and kernels.experts=te",
     ),
     "trainer.sync_debug": (lambda r: not facts_of(r.cluster.device).on_host, "cluster.device=cuda"),
@@ -117,10 +131,18 @@ _DEFAULTS: dict[str, Callable[[RunConfig], Any]] = {
     "parallel.max_seqlen_per_dp_cp_rank": lambda r: max(1, r.data.length // r.parallel.dp),
     "data.packed_multiple": chunks_of_a_document,
     "parallel.microbatch_group_size_per_vp_stage": lambda r: r.parallel.pp,
-    **{f"optim.{name}.{key}": get for name, spec in OPTIMIZERS.items() for key, get in spec.defaults.items()},
+    **{
+        f"optim.{name}.{key}": get
+        for name, spec in OPTIMIZERS.items()
+        for key, get in spec.defaults.items()
+    },
     "peft.target": _adapted,
-    "model.rope_scaling.original_max_position_embeddings": lambda r: r.model.max_position_embeddings,
-    "model.moe.router_group_score_topk": lambda r: r.model.moe.group_score_topk if r.model.moe else None,
+    "model.rope_scaling.original_max_position_embeddings": lambda r: (
+        r.model.max_position_embeddings
+    ),
+    "model.moe.router_group_score_topk": lambda r: (
+        r.model.moe.group_score_topk if r.model.moe else None
+    ),
 }
 """What null means where that follows from other keys."""
 
@@ -145,8 +167,11 @@ def _check(holds: Callable[[Callable[[str], Any]], bool]) -> Callable[[RunConfig
 
 
 CONDITIONAL = tuple(_conditionals())
-"""All of them, in the order of the schema; `resolve` fills their defaults in, and a rule refuses one that is set and
-has no effect."""
+"""All of them, in the order of the schema; `resolve` fills their defaults in, and a rule refuses
+one that is set and has no effect.
+"""
 _BY_PATH = {key.path: key for key in CONDITIONAL}
-QUANTIZED = tuple(key for key in CONDITIONAL if key.path.removeprefix("precision.").startswith(LOW_PRECISION))
+QUANTIZED = tuple(
+    key for key in CONDITIONAL if key.path.removeprefix("precision.").startswith(LOW_PRECISION)
+)
 """Those of products in low precision."""

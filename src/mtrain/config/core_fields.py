@@ -1,10 +1,12 @@
-"""Which field of megatron-core each key feeds: the tables that `build` fills its configurations from.
+"""Which field of megatron-core each key feeds: the tables that `build` fills its configurations
+from.
 
-Most keys feed a field with their value as it is, and say so in the schema (`feeds` of their `Key`). Here stand the
-fields that are computed.
+Most keys feed a field with their value as it is, and say so in the schema (`feeds` of their `Key`).
+Here stand the fields that are computed.
 
-Values are plain: a dtype, an activation and an initialiser are named here and made in `build`. So nothing of torch is
-needed to say what a key reaches: `feeds` watches the tables read a configuration.
+Values are plain: a dtype, an activation and an initialiser are named here and made in `build`. So
+nothing of torch is needed to say what a key reaches: `feeds` watches the tables read a
+configuration.
 """
 
 from __future__ import annotations
@@ -50,12 +52,17 @@ def _fed(owner: str = "") -> dict[str, Get]:
 
 
 def _reader(path: str) -> Get:
-    """The value of a key; a list where the schema has a tuple, nothing where a key without effect is null."""
-    read, null = attrgetter(RESOLVED.get(path, path)), LEFT_OUT if when_of(path) else None
+    """The value of a key; a list where the schema has a tuple, nothing where a key without effect
+    is null.
+    """
+    read = attrgetter(RESOLVED.get(path, path))
+    null = LEFT_OUT if when_of(path) else None
 
     def get(run: RunConfig) -> Any:
         value = read(run)
-        return null if value is None else list(value) if isinstance(value, tuple) else value
+        if value is None:
+            return null
+        return list(value) if isinstance(value, tuple) else value
 
     return get
 
@@ -67,31 +74,41 @@ def _unless_none(word: str) -> str | None:
 def frees_sent(run: RunConfig) -> bool:
     """Whether what a stage has sent on is freed: it is needed no more but for its shape.
 
-    Where sends overlap, they may still be reading it (Megatron-LM #4047). What megatron-core's FSDP hands on is a
-    view, whose memory is not its own to free.
+    Where sends overlap, they may still be reading it (Megatron-LM #4047). What megatron-core's FSDP
+    hands on is a view, whose memory is not its own to free.
     """
     return run.parallel.pp > 1 and run.parallel.vpp == 1 and run.parallel.fsdp != "megatron"
 
 
 def _fuses_activation(run: RunConfig) -> bool:
-    """Whether megatron-core fuses the activation of the model: plain swiglu, and dense gelu_tanh with its bias."""
+    """Whether megatron-core fuses the activation of the model: plain swiglu, and dense gelu_tanh
+    with its bias.
+    """
     m = run.model
     plain = m.glu_linear_offset == 0 and m.activation_func_clamp_value is None
-    fused = m.activation == "swiglu" or (m.activation == "gelu_tanh" and m.add_bias_linear and m.moe is None)
+    fused = m.activation == "swiglu" or (
+        m.activation == "gelu_tanh" and m.add_bias_linear and m.moe is None
+    )
     return run.kernels.linear == "te" and plain and fused and run.kernels.activation != "triton"
 
 
 def _activation(run: RunConfig) -> str:
-    """The function's name; megatron-core asks for its fused gelu, which is the tanh form, by the exact one."""
+    """The function's name; megatron-core asks for its fused gelu, which is the tanh form, by the
+    exact one.
+    """
     fused_gelu = run.model.activation == "gelu_tanh" and _fuses_activation(run)
     return "gelu" if fused_gelu else run.model.activation
 
 
 def _output_init_std(run: RunConfig) -> float:
-    """Of what adds to the residual stream, smaller the more there is; where sums are normed, nothing piles up."""
+    """Of what adds to the residual stream, smaller the more there is; where sums are normed,
+    nothing piles up.
+    """
     m = run.model
     each = 1 if m.family == "hybrid" else 2  # a hybrid's layer is a mixer or an MLP
-    return _init_std(run) / (1.0 if m.norm_placement == "post_residual" else math.sqrt(each * m.num_layers))
+    return _init_std(run) / (
+        1.0 if m.norm_placement == "post_residual" else math.sqrt(each * m.num_layers)
+    )
 
 
 def _init_std(run: RunConfig) -> float:
@@ -105,7 +122,9 @@ def _one_graph(run: RunConfig) -> bool:
 
 def _graphs(run: RunConfig) -> str:
     """Until 0.16 a whole step is a scope of megatron-core's own graphs."""
-    return "local" if _one_graph(run) and is_there("cuda_graph_scope") else run.trainer.cuda_graph_impl
+    return (
+        "local" if _one_graph(run) and is_there("cuda_graph_scope") else run.trainer.cuda_graph_impl
+    )
 
 
 def _graph_modules(run: RunConfig) -> list[str]:
@@ -124,12 +143,18 @@ FIELDS: dict[str, Get] = {
     "activation_func": _activation,
     "init_method": _init_std,
     "softmax_scale": lambda r: r.model.attention_scale if r.model.mla is None else LEFT_OUT,
-    "embedding_init_method_std": lambda r: r.model.embedding_init_method_std or r.model.init_method_std,
+    "embedding_init_method_std": lambda r: (
+        r.model.embedding_init_method_std or r.model.init_method_std
+    ),
     "embedding_init_method": lambda r: r.model.embedding_init_method_std or r.model.init_method_std,
     "output_layer_init_method": _output_init_std,
-    "virtual_pipeline_model_parallel_size": lambda r: r.parallel.vpp if r.parallel.vpp > 1 else None,
+    "virtual_pipeline_model_parallel_size": lambda r: (
+        r.parallel.vpp if r.parallel.vpp > 1 else None
+    ),
     "expert_tensor_parallel_size": lambda r: r.parallel.etp or r.parallel.tp,
-    "pipeline_model_parallel_layout": lambda r: [s.words() for s in stages(r)] if uneven(r) else None,
+    "pipeline_model_parallel_layout": lambda r: (
+        [s.words() for s in stages(r)] if uneven(r) else None
+    ),
     "recompute_granularity": lambda r: _unless_none(r.parallel.recompute.granularity),
     # A window of n keys, the token's own included, reaches n - 1 to the left.
     "window_size": lambda r: (r.model.window_size - 1, 0) if r.model.window_size else None,
@@ -138,11 +163,13 @@ FIELDS: dict[str, Get] = {
     # megatron-core gives these to TransformerEngine alone; layers of ours are told apart.
     "fp8": lambda r: None if r.kernels.linear in ("triton", "reference") else r.precision.fp8,
     "first_last_layers_bf16": _some_layers_in_bf16,
-    # Interleaving between two stages is silently wrong with batched p2p: both neighbours are the same rank.
+    # Interleaving between two stages is silently wrong with batched p2p: both neighbours are the
+    # same rank.
     "overlap_p2p_comm": lambda r: r.parallel.vpp > 1,
     "batch_p2p_comm": lambda r: r.parallel.vpp == 1,
     "deallocate_pipeline_outputs": frees_sent,
-    # The loss is a mean over the tokens of the global batch, so that no layout weighs a sample differently.
+    # The loss is a mean over the tokens of the global batch, so that no layout weighs a sample
+    # differently.
     "calculate_per_token_loss": lambda r: True,
     "fine_grained_activation_offloading": lambda r: bool(r.parallel.activation_offload.modules),
     "offload_modules": lambda r: list(r.parallel.activation_offload.modules or ()),
@@ -175,7 +202,9 @@ def _layers_with_experts(run: RunConfig) -> list[int]:
 MOE_FIELDS: dict[str, Get] = {
     **_fed("moe."),
     "moe_layer_freq": _layers_with_experts,
-    "moe_aux_loss_coeff": lambda r: 0.0 if _moe(r).router_load_balancing_type == "none" else _moe(r).aux_loss_coeff,
+    "moe_aux_loss_coeff": lambda r: (
+        0.0 if _moe(r).router_load_balancing_type == "none" else _moe(r).aux_loss_coeff
+    ),
     "moe_router_dtype": lambda r: "fp32",
     "moe_grouped_gemm": lambda r: True,
 }
@@ -191,7 +220,9 @@ MLA_FIELDS: dict[str, Get] = {
 def _linear_layers(run: RunConfig) -> int | list[int]:
     m = run.model
     assert m.linear_attention is not None
-    return m.linear_attention.freq if m.hybrid is None else [int(m.is_linear(i)) for i in range(m.num_layers)]
+    if m.hybrid is None:
+        return m.linear_attention.freq
+    return [int(m.is_linear(i)) for i in range(m.num_layers)]
 
 
 LINEAR_FIELDS: dict[str, Get] = {
@@ -226,7 +257,8 @@ WRAP_FIELDS: dict[str, Get] = {
     # A NaN is found by the trainer, which can say which step; this check would only kill one rank.
     "check_for_nan_in_grad": lambda r: False,
 }
-"""Of whatever wraps the model for data parallelism; alone of TorchFullyShardedDataParallelConfig."""
+"""Of whatever wraps the model for data parallelism; alone of TorchFullyShardedDataParallelConfig.
+"""
 
 DDP_FIELDS: dict[str, Get] = {
     **WRAP_FIELDS,
@@ -257,12 +289,17 @@ OPTIMIZER_FIELDS: dict[str, Get] = {
     "grad_norm_skip_threshold": lambda r: r.optim.skip_above_grad_norm or float("inf"),
     "bf16": lambda r: r.precision.format == "bf16",
     "fp16": lambda r: r.precision.format == "fp16",
-    "use_distributed_optimizer": lambda r: r.parallel.distributed_optimizer or r.parallel.fsdp == "megatron",
+    "use_distributed_optimizer": lambda r: (
+        r.parallel.distributed_optimizer or r.parallel.fsdp == "megatron"
+    ),
     "optimizer_cpu_offload": lambda r: r.optim.cpu_offload > 0,
     "use_precision_aware_optimizer": lambda r: r.optim.holds_main_weights,
-    # An optimizer that holds the main weights reads gradients as they were reduced, any other an fp32 copy of them.
+    # An optimizer that holds the main weights reads gradients as they were reduced, any other an
+    # fp32 copy of them.
     "main_grads_dtype": lambda r: (
-        "fp32" if r.precision.grad_reduce_in_fp32 or not r.optim.holds_main_weights else r.precision.format
+        "fp32"
+        if r.precision.grad_reduce_in_fp32 or not r.optim.holds_main_weights
+        else r.precision.format
     ),
 }
 """Of OptimizerConfig; dtypes are words."""
@@ -304,11 +341,17 @@ def values(table: Table, run: RunConfig) -> dict[str, Any]:
 
     Fields that keep megatron-core's default are left out.
     """
-    return {name: value for name, get in table.items() if is_there(name) and (value := get(run)) is not LEFT_OUT}
+    return {
+        name: value
+        for name, get in table.items()
+        if is_there(name) and (value := get(run)) is not LEFT_OUT
+    }
 
 
 def transformer_values(run: RunConfig) -> dict[str, Any]:
-    """Every field of the TransformerConfig of a resolved configuration, or of its MLATransformerConfig."""
+    """Every field of the TransformerConfig of a resolved configuration, or of its
+    MLATransformerConfig.
+    """
     out = values(FIELDS, run)
     if run.model.moe is not None:
         out |= values(MOE_FIELDS, run)
@@ -325,7 +368,8 @@ def transformer_values(run: RunConfig) -> dict[str, Any]:
 
 
 def feeds(run: RunConfig) -> dict[str, list[str]]:
-    """Key -> the fields of megatron-core whose value it has a part in, as `TransformerConfig.hidden_size`.
+    """Key -> the fields of megatron-core whose value it has a part in, as
+    `TransformerConfig.hidden_size`.
 
     Fields of experts and of MLA are there only where the model has them.
     """

@@ -1,4 +1,5 @@
-"""What null stands for where model, device or layout decide it, each with the reason that `show` prints.
+"""What null stands for where model, device or layout decide it, each with the reason that `show`
+prints.
 
 Every function looks at the configuration alone, and fills in nothing that has a value.
 """
@@ -27,12 +28,15 @@ Filled = Mapping[str, tuple[Any, str]]
 """Dotted key -> its value, and the reason as it stands behind `resolved from`."""
 Step = Callable[[RunConfig], Filled]
 
-CPU_BATCH, CPU_LENGTH = 8, 256
+CPU_BATCH = 8
+CPU_LENGTH = 256
 """Samples of a step and tokens of a sample that a CPU trains in a second."""
 SMALL_TOKENIZER = 4096
 """Token ids that the text which every machine has is enough for."""
 LONGEST = 8192
-"""Tokens of a sample where the model could take more; longer ones are for a later phase of a training."""
+"""Tokens of a sample where the model could take more; longer ones are for a later phase of a
+training.
+"""
 FIRST_WITH_BF16 = 80
 """Generation of the first NVIDIA device that has bf16 (A100)."""
 
@@ -61,8 +65,11 @@ GPT3 = (
 
 
 def data_kind(run: RunConfig) -> Filled:
-    """Chats or text where some are named; what every machine has for a small vocabulary; else synthetic tokens."""
-    d, vocabulary = run.data, run.model.vocab_size
+    """Chats or text where some are named; what every machine has for a small vocabulary; else
+    synthetic tokens.
+    """
+    d = run.data
+    vocabulary = run.model.vocab_size
     if d.kind is not None:
         return {}
     if run.model.family == "llava":
@@ -76,13 +83,17 @@ def data_kind(run: RunConfig) -> Filled:
     small = vocabulary <= 2 * max(d.tokenizer_vocab_size, SMALL_TOKENIZER)
     kind = "text" if small and on_a_cpu(run) else "mock"
     return {
-        "data.kind": (kind, f"{run.model.name}: vocab_size {vocabulary}, and cluster.device {run.cluster.device}")
+        "data.kind": (
+            kind,
+            f"{run.model.name}: vocab_size {vocabulary}, and cluster.device {run.cluster.device}",
+        )
     }
 
 
 def tokenizer_of_chats(run: RunConfig) -> Filled:
     """Chats are written for the model whose weights a run begins with."""
-    d, key = run.data, "init_from"
+    d = run.data
+    key = "init_from"
     if run.checkpoint.resume is not None and run.checkpoint.resume not in RESUME_WORDS:
         key = "resume"
     source = getattr(run.checkpoint, key)
@@ -95,12 +106,17 @@ def tokenizer_of_chats(run: RunConfig) -> Filled:
 
 
 def number_format(run: RunConfig) -> Filled:
-    """bf16 on a device that has it, of NVIDIA's since sm_80; one of an unknown generation is taken to have it."""
-    p, c = run.precision, run.cluster
+    """bf16 on a device that has it, of NVIDIA's since sm_80; one of an unknown generation is taken
+    to have it.
+    """
+    p = run.precision
+    c = run.cluster
     if p.dtype is not None:
         return {}
     if p.quantized is not None:
-        return {"precision.dtype": ("bf16", f"the {p.quantized} recipe, which is one of models in bf16")}
+        return {
+            "precision.dtype": ("bf16", f"the {p.quantized} recipe, which is one of models in bf16")
+        }
     if c.sm is not None:
         has = c.sm >= FIRST_WITH_BF16
         return {
@@ -112,7 +128,9 @@ def number_format(run: RunConfig) -> Filled:
     if "bf16" in c.peak_tflops:
         return {"precision.dtype": ("bf16", f"cluster {c.name}: bf16 in cluster.peak_tflops")}
     if facts_of(c.device).cuda_kernels:
-        return {"precision.dtype": ("bf16", f"cluster.device {c.device}, whose cluster.sm is not known")}
+        return {
+            "precision.dtype": ("bf16", f"cluster.device {c.device}, whose cluster.sm is not known")
+        }
     return {"precision.dtype": ("fp32", f"cluster.device {c.device}")}
 
 
@@ -120,8 +138,11 @@ def sample_length(run: RunConfig) -> Filled:
     """The model's positions, at most 8,192 of them; on a CPU at most 256."""
     if run.data.seq_length is not None:
         return {}
-    most, positions = CPU_LENGTH if on_a_cpu(run) else LONGEST, run.model.max_position_embeddings
-    if run.model.family == "llava" and run.model.llava is not None:  # beside an image of each sample
+    most = CPU_LENGTH if on_a_cpu(run) else LONGEST
+    positions = run.model.max_position_embeddings
+    if (
+        run.model.family == "llava" and run.model.llava is not None
+    ):  # beside an image of each sample
         most += run.model.llava.image_tokens
     why = f"{run.model.name}: max_position_embeddings {positions}"
     if positions > most:
@@ -131,7 +152,8 @@ def sample_length(run: RunConfig) -> Filled:
 
 def span_lengths(run: RunConfig) -> Filled:
     """What an encoder-decoder reads and predicts of a sample, in multiples of 8."""
-    t, tokens = run.model.t5, run.data.length
+    t = run.model.t5
+    tokens = run.data.length
     if t is None:
         return {}
     (noise, parts), (read, written) = spans(t, tokens), lengths(t, tokens)
@@ -148,24 +170,30 @@ def span_lengths(run: RunConfig) -> Filled:
 
 def sequence_parallel(run: RunConfig) -> Filled:
     """On where tp shards layers, on a CPU only of experts, which train with tp only so."""
-    p, cut = run.parallel, run.parallel.tp * run.parallel.cp
+    p = run.parallel
+    cut = run.parallel.tp * run.parallel.cp
     if p.sequence_parallel is not None:
         return {}
     if p.tp == 1 or run.model.moe is not None:
-        on, why = p.tp > 1, f"tp {p.tp}" + (" and experts" if p.tp > 1 else "")
+        on = p.tp > 1
+        why = f"tp {p.tp}" + (" and experts" if p.tp > 1 else "")
     elif on_a_cpu(run):
-        on, why = False, "cluster.device cpu"
+        on = False
+        why = "cluster.device cpu"
     elif p.recompute.distribute_saved_activations:
-        on, why = False, "parallel.recompute.distribute_saved_activations true"
+        on = False
+        why = "parallel.recompute.distribute_saved_activations true"
     else:
-        t, sharded = run.model.t5, {"data.seq_length": run.data.length}
+        t = run.model.t5
+        sharded = {"data.seq_length": run.data.length}
         if t is not None:
             sharded = {
                 "model.t5.encoder_length": t.encoder_length or 0,
                 "model.t5.decoder_length": t.decoder_length or 0,
             }
         apart = [f"{key} {length}" for key, length in sharded.items() if length % cut]
-        on, why = not apart, f"tp {p.tp}"
+        on = not apart
+        why = f"tp {p.tp}"
         if apart:
             why = f"{apart[0]}, which tp {p.tp} * cp {p.cp} does not divide"
     return {"parallel.sequence_parallel": (on, why)}
@@ -177,7 +205,8 @@ def distributed_optimizer(run: RunConfig) -> Filled:
         return {}
     on, why = _replicated(run)
     if on and "distributed_optimizer" in OPTIMIZERS[run.optim.name].cannot:
-        on, why = False, f"optim.name {run.optim.name}"
+        on = False
+        why = f"optim.name {run.optim.name}"
     return {"parallel.distributed_optimizer": (on, why)}
 
 
@@ -188,7 +217,8 @@ def overlap_grad_reduce(run: RunConfig) -> Filled:
         return {}
     on, why = _replicated(run)
     if on and p.hybrid_context_parallel:
-        on, why = False, "parallel.hybrid_context_parallel true"
+        on = False
+        why = "parallel.hybrid_context_parallel true"
     return {"parallel.overlap_grad_reduce": (on, why)}
 
 
@@ -200,40 +230,56 @@ def overlap_param_gather(run: RunConfig) -> Filled:
     on, why = _replicated(run)
     for key in ("distributed_optimizer", "overlap_grad_reduce"):
         if on and not getattr(p, key):
-            on, why = False, f"parallel.{key} false"
+            on = False
+            why = f"parallel.{key} false"
     return {"parallel.overlap_param_gather": (on, why)}
 
 
 def learning_rate(run: RunConfig) -> Filled:
-    """That of the model's own training, or of the GPT-3 of the nearest size; for fine-tuning, a published one."""
+    """That of the model's own training, or of the GPT-3 of the nearest size; for fine-tuning, a
+    published one.
+    """
     if run.optim.lr is not None:
         return {}
-    known, near = run.model.published, nearest_gpt3(run.model)
-    rate, why = near.lr, f"{GPT3_TABLE}: its {near.name} model"
+    known = run.model.published
+    near = nearest_gpt3(run.model)
+    rate = near.lr
+    why = f"{GPT3_TABLE}: its {near.name} model"
     if run.trainer.fine_tuning:
         row = fine_tuning.published(run)
-        rate, why = row.lr, f"{row.source}: its {row.name} model" + (", adapters" if run.peft.kind else "")
+        rate = row.lr
+        why = f"{row.source}: its {row.name} model" + (", adapters" if run.peft.kind else "")
     elif known is not None and known.peak_lr is not None:
-        rate, why = known.peak_lr, f"{run.model.name}: {known.source}"
+        rate = known.peak_lr
+        why = f"{run.model.name}: {known.source}"
     share = OPTIMIZERS[run.optim.name].of_adamw_lr
     if share != 1:
-        rate, why = as_written(share * rate), f"{why}, times {share:g} for {run.optim.name}"
+        rate = as_written(share * rate)
+        why = f"{why}, times {share:g} for {run.optim.name}"
     return {"optim.lr": (rate, why)}
 
 
 def schedule(run: RunConfig) -> Filled:
-    """Return a warm-up of a twentieth of the steps and a final rate of a tenth; for fine-tuning a warm-up of 3% and
-    a rate that reaches zero only after the last step, so that a run of one step still learns.
+    """Return a warm-up of a twentieth of the steps and a final rate of a tenth; for fine-tuning a
+    warm-up of 3% and a rate that reaches zero only after the last step, so that a run of one step
+    still learns.
     """
-    o, tunes = run.optim, run.trainer.fine_tuning
+    o = run.optim
+    tunes = run.trainer.fine_tuning
     steps = o.decay_iters or run.trainer.steps
     filled: dict[str, tuple[Any, str]] = {}
     if o.warmup_iters is None:
         key = "trainer.train_iters" if o.decay_iters is None else "optim.decay_iters"
-        share = (steps * 3 // 100, f"3%, as {fine_tuning.TULU_3}") if tunes else (steps // 20, "a twentieth")
+        if tunes:
+            share = (steps * 3 // 100, f"3%, as {fine_tuning.TULU_3}")
+        else:
+            share = (steps // 20, "a twentieth")
         filled["optim.warmup_iters"] = (share[0], f"{key} {steps}: {share[1]}")
     if o.min_lr is None and tunes:
-        why = f"optim.lr {o.rate:g} of {steps} steps: to nothing behind the last, as {fine_tuning.TULU_3}"
+        why = (
+            f"optim.lr {o.rate:g} of {steps} steps: to nothing behind the last, as"
+            f" {fine_tuning.TULU_3}"
+        )
         filled["optim.min_lr"] = (as_written(o.rate / steps), why)
     elif o.min_lr is None:
         filled["optim.min_lr"] = (tenth(o.rate), f"optim.lr {o.rate:g}: a tenth")
@@ -251,30 +297,46 @@ def as_written(rate: float) -> float:
 
 
 def sample_tokens(run: RunConfig) -> Filled:
-    """Text is generated where there is a tokenizer, whole sequences on a rank, and a model that continues texts."""
+    """Text is generated where there is a tokenizer, whole sequences on a rank, and a model that
+    continues texts.
+    """
     if run.trainer.sample_tokens is not None:
         return {}
     if limited(run.model.family, "trainer.sample_tokens") is not None:
-        return {"trainer.sample_tokens": (0, f"model.family {run.model.family}, which continues no text")}
+        return {
+            "trainer.sample_tokens": (
+                0,
+                f"model.family {run.model.family}, which continues no text",
+            )
+        }
     if run.trainer.cuda_graph_impl != "none":
-        return {"trainer.sample_tokens": (0, f"trainer.cuda_graph_impl {run.trainer.cuda_graph_impl}")}
-    d, cp = run.data, run.parallel.cp
+        return {
+            "trainer.sample_tokens": (0, f"trainer.cuda_graph_impl {run.trainer.cuda_graph_impl}")
+        }
+    d = run.data
+    cp = run.parallel.cp
     tokenizer = d.kind == "text" or (d.kind == "indexed" and d.tokenizer is not None)
     why = f"parallel.cp {cp}" if tokenizer and cp > 1 else f"data.kind {d.kind}"
     return {"trainer.sample_tokens": (64 if tokenizer and cp == 1 else 0, why)}
 
 
 def batch(run: RunConfig) -> Filled:
-    """As the micro-batch that nobody set is chosen for the batch, one that somebody set is a part of it."""
-    t, p, known = run.trainer, run.parallel, run.model.published
+    """As the micro-batch that nobody set is chosen for the batch, one that somebody set is a part
+    of it.
+    """
+    t = run.trainer
+    p = run.parallel
+    known = run.model.published
     if t.global_batch_size is not None:
         return {}
     if on_a_cpu(run):
-        samples, why = CPU_BATCH, "cluster.device cpu"
+        samples = CPU_BATCH
+        why = "cluster.device cpu"
     elif t.fine_tuning:
         samples, why = fine_tuning.batch_of(run)
     elif known is not None and known.batch_tokens is not None:
-        samples, why = -(-known.batch_tokens // run.data.length), f"{run.model.name}: {known.source}"
+        samples = -(-known.batch_tokens // run.data.length)
+        why = f"{run.model.name}: {known.source}"
         why = f"{known.batch_tokens} tokens of {why}"
     else:
         near = nearest_gpt3(run.model)
@@ -282,12 +344,21 @@ def batch(run: RunConfig) -> Filled:
         why = f"{near.batch_tokens} tokens of {GPT3_TABLE}: its {near.name} model"
     step = t.micro * p.dp * (p.pp if p.vpp > 1 else 1)
     whole = -(-samples // step) * step
-    return {"trainer.global_batch_size": (whole, why + (f", in multiples of {step}" if whole > samples else ""))}
+    return {
+        "trainer.global_batch_size": (
+            whole,
+            why + (f", in multiples of {step}" if whole > samples else ""),
+        )
+    }
 
 
 def micro_batch(run: RunConfig) -> Filled:
-    """The largest that splits every step evenly and fills the pipeline; on GPUs of few tokens, which memory holds."""
-    t, p, dp = run.trainer, run.parallel, run.parallel.dp
+    """The largest that splits every step evenly and fills the pipeline; on GPUs of few tokens,
+    which memory holds.
+    """
+    t = run.trainer
+    p = run.parallel
+    dp = run.parallel.dp
     if t.micro_batch_size is not None:
         return {}
     sizes = [n for n in (8, 4, 2, 1) if n == 1 or on_a_cpu(run) or n * run.data.length <= LONGEST]
@@ -298,13 +369,21 @@ def micro_batch(run: RunConfig) -> Filled:
     filling = [size for size in even if min(shares) // size >= p.pp]
     size = filling[0] if filling else (even or [1])[-1]
     why = f"{t.batch} samples on dp {dp}, pp {p.pp}"
-    return {"trainer.micro_batch_size": (size, why if on_a_cpu(run) else f"{why}, of {run.data.length} tokens")}
+    return {
+        "trainer.micro_batch_size": (
+            size,
+            why if on_a_cpu(run) else f"{why}, of {run.data.length} tokens",
+        )
+    }
 
 
 def synthetic_tokens(raw: RunConfig, run: RunConfig, source: str) -> Iterator[Problem]:
     """A warning where a resolved run trains on synthetic tokens and nobody asked for them."""
     if raw.data.kind is None and run.data.kind == "mock":
-        rule = "the tokens are synthetic, and what is learnt from them is worth nothing: name data of your own"
+        rule = (
+            "the tokens are synthetic, and what is learnt from them is worth nothing: name data of"
+            " your own"
+        )
         named = "data=text data.path=FOLDER or data=indexed data.path=PREFIX"
         if run.model.family == "llava":
             named = "data=image_text data.path=FOLDER"
@@ -313,22 +392,35 @@ def synthetic_tokens(raw: RunConfig, run: RunConfig, source: str) -> Iterator[Pr
 
 
 def logits_at_once(run: RunConfig) -> Filled:
-    """A 128th of a device's memory, as a power of two: of more tokens at once there are fewer passes over weights."""
-    room, k = run.cluster.device_memory_gib, run.kernels
+    """A 128th of a device's memory, as a power of two: of more tokens at once there are fewer
+    passes over weights.
+    """
+    room = run.cluster.device_memory_gib
+    k = run.kernels
     if k.loss_logits_mib is not None or k.loss == "megatron" or room is None or on_a_cpu(run):
         return {}
     mib = 1 << max(8, int(room * 8).bit_length() - 1)
     return {
-        "kernels.loss_logits_mib": (mib, f"cluster {run.cluster.name}: device_memory_gib {room:g}, a 128th of it")
+        "kernels.loss_logits_mib": (
+            mib,
+            f"cluster {run.cluster.name}: device_memory_gib {room:g}, a 128th of it",
+        )
     }
 
 
 def join_timeout(run: RunConfig) -> Filled:
-    """Derive the wait for ranks from the number of machines that load the same libraries from one disk."""
+    """Derive the wait for ranks from the number of machines that load the same libraries from one
+    disk.
+    """
     nodes = run.cluster.nodes
     if run.trainer.join_timeout_s is not None:
         return {}
-    return {"trainer.join_timeout_s": (usual_join_timeout_s(nodes), f"cluster {run.cluster.name}: nodes {nodes}")}
+    return {
+        "trainer.join_timeout_s": (
+            usual_join_timeout_s(nodes),
+            f"cluster {run.cluster.name}: nodes {nodes}",
+        )
+    }
 
 
 def usual_join_timeout_s(nodes: int) -> float:
@@ -347,7 +439,9 @@ def nearest_gpt3(model: ModelConfig) -> Trained:
 
 
 def _replicated(run: RunConfig) -> tuple[bool, str]:
-    """Whether ranks on GPUs hold the same weights, so that work on them is shared; and why, or why not."""
+    """Whether ranks on GPUs hold the same weights, so that work on them is shared; and why, or why
+    not.
+    """
     p = run.parallel
     if on_a_cpu(run):
         return False, "cluster.device cpu"

@@ -1,4 +1,6 @@
-"""A key in words, from the schema alone: what it may be, its default, what it means beside others."""
+"""A key in words, from the schema alone: what it may be, its default, what it means
+beside others.
+"""
 
 from __future__ import annotations
 
@@ -16,20 +18,35 @@ from mtrain.config.keys import field_of, key_of, schema_keys
 from mtrain.config.run import GROUPS, RunConfig
 
 EFFECTS = {
-    Effect.ARCHITECTURE: "architecture: what the weights are; no checkpoint of another value can go on",
+    Effect.ARCHITECTURE: (
+        "architecture: what the weights are; no checkpoint of another value can go on"
+    ),
     Effect.NUMERICS: "numerics: the weights that come out",
-    Effect.CONTENTS: "contents: the weights that come out, by what lies there; a resume compares that, not the name",
-    Effect.PARALLELISM: "parallelism: how the work is sharded or how fast it is, and no number but its last digits",
+    Effect.CONTENTS: (
+        "contents: the weights that come out, by what lies there; a resume compares that, not the"
+        " name"
+    ),
+    Effect.PARALLELISM: (
+        "parallelism: how the work is sharded or how fast it is, and no number but its last digits"
+    ),
     Effect.RUNTIME: "runtime: no weight; names, places, limits, output",
 }
 """Effect -> what changing a key changes, in words."""
 
 _PLAIN = {int: "a whole number", float: "a number", str: "text", bool: "true or false"}
-_BOUNDS = {"ge": "at least", "gt": "more than", "le": "at most", "lt": "less than", "pattern": "matching"}
+_BOUNDS = {
+    "ge": "at least",
+    "gt": "more than",
+    "le": "at most",
+    "lt": "less than",
+    "pattern": "matching",
+}
 
 
 def type_of(path: str) -> str:
-    """What a key may be: `a whole number, at least 1, or null`; empty where there is no such key."""
+    """What a key may be: `a whole number, at least 1, or null`; empty where there is no
+    such key.
+    """
     field = field_of(path)
     if field is None:
         return ""
@@ -112,7 +129,8 @@ def _alternatives(annotation: Any) -> Iterator[Any]:
 
 
 def _words(annotation: Any) -> str:
-    origin, inside = get_origin(annotation), get_args(annotation)
+    origin = get_origin(annotation)
+    inside = get_args(annotation)
     if origin is Literal:
         return "one of " + ", ".join(map(str, inside))
     if origin is tuple:
@@ -120,7 +138,9 @@ def _words(annotation: Any) -> str:
         many = "any number of" if Ellipsis in inside else str(len(items))
         return f"a list of {many} values, each {items[0]}"
     if origin is dict:
-        return f"a mapping from {_words(inside[0]).removeprefix('one of ')} to {_split(inside[1])[1]}"
+        return (
+            f"a mapping from {_words(inside[0]).removeprefix('one of ')} to {_split(inside[1])[1]}"
+        )
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         return "a mapping of keys"
     return _PLAIN.get(annotation, getattr(annotation, "__name__", str(annotation)))

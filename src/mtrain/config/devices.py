@@ -1,4 +1,6 @@
-"""What a configuration needs to know of a device before torch is there: facts, by the name that a user writes."""
+"""What a configuration needs to know of a device before torch is there: facts, by the name that a
+user writes.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +12,9 @@ from mtrain.config import plug_ins
 GROUP = "mtrain.devices"
 """Entry points of device plug-ins (`mtrain.devices.base.Device`)."""
 FACTS_GROUP = "mtrain.device_facts"
-"""Entry points of their facts, under the same names: a `DeviceFacts` in a module that imports no torch."""
+"""Entry points of their facts, under the same names: a `DeviceFacts` in a module that imports no
+torch.
+"""
 AUTO = "auto"
 
 
@@ -20,11 +24,16 @@ class DeviceFacts:
 
     name: str
     on_host: bool = False
-    """Ranks are processes on the cores and in the memory of their machine, as many as a layout needs."""
+    """Ranks are processes on the cores and in the memory of their machine, as many as a layout
+    needs.
+    """
     counted: bool = False
     """`Machine.gpus` counts those of this machine, and `auto` takes them where there are enough."""
     cuda_kernels: bool = False
-    """What is written for CUDA runs on it: TransformerEngine, DeepEP, HybridEP. `cluster.sm` is about it."""
+    """What is written for CUDA runs on it: TransformerEngine, DeepEP, HybridEP.
+
+    `cluster.sm` is about it.
+    """
     triton: bool = False
     """Triton compiles for it."""
     torch_kernels: bool = False
@@ -32,11 +41,15 @@ class DeviceFacts:
     fused_adam: bool = False
     """torch's Adam updates a weight of it in one pass."""
     fork_safe: bool = False
-    """Ranks may be forked from a process that has imported torch; elsewhere each has an interpreter of its own."""
+    """Ranks may be forked from a process that has imported torch; elsewhere each has an interpreter
+    of its own.
+    """
 
 
 CPU = DeviceFacts(name="cpu", on_host=True, fused_adam=True, fork_safe=True)
-CUDA = DeviceFacts(name="cuda", counted=True, cuda_kernels=True, triton=True, torch_kernels=True, fused_adam=True)
+CUDA = DeviceFacts(
+    name="cuda", counted=True, cuda_kernels=True, triton=True, torch_kernels=True, fused_adam=True
+)
 SHIPPED = {facts.name: facts for facts in (CPU, CUDA)}
 
 
@@ -52,7 +65,9 @@ def facts_of(name: str) -> DeviceFacts:
 @cache
 def _of_plug_in(name: str) -> DeviceFacts:
     entry = plug_ins.found(FACTS_GROUP).get(name)
-    return DeviceFacts(name=name) if entry is None else plug_ins.load(entry, f"facts of device {name!r}", DeviceFacts)
+    if entry is None:
+        return DeviceFacts(name=name)
+    return plug_ins.load(entry, f"facts of device {name!r}", DeviceFacts)
 
 
 def names() -> list[str]:

@@ -1,7 +1,8 @@
-"""What the schema says of its keys: the text under each field, read from the source when somebody asks.
+"""What the schema says of its keys: the text under each field, read from the source when somebody
+asks.
 
-pydantic can read it while it makes a class (`use_attribute_docstrings`), by parsing the source of every section in
-every start; `check` never asks for a word of it.
+pydantic can read it while it makes a class (`use_attribute_docstrings`), by parsing the source of
+every section in every start; `check` never asks for a word of it.
 """
 
 from __future__ import annotations
@@ -26,7 +27,11 @@ def documented() -> type[RunConfig]:
     sections = list(dict.fromkeys(_sections(RunConfig)))
     for section in sections:
         of_module = _words(section.__module__)
-        words = {name: text for base in section.__mro__ for name, text in of_module.get(base.__name__, {}).items()}
+        words = {
+            name: text
+            for base in section.__mro__
+            for name, text in of_module.get(base.__name__, {}).items()
+        }
         for name, field in section.model_fields.items():
             field.description = words.get(name, field.description)
     for section in sections:  # inner ones first: the outer ones contain what they were built to

@@ -55,7 +55,9 @@ def _code(number: int) -> str:
 
 
 def override(key: str, value: Any) -> str:
-    """`key=value` as one word of a shell's command line that Hydra's grammar reads back to `value`."""
+    """`key=value` as one word of a shell's command line that Hydra's grammar reads back
+    to `value`.
+    """
     if not isinstance(value, str):
         word = f"{key}={_in_brackets(value)}"
         return word if _NO_QUOTES.match(word) else shlex.quote(word)

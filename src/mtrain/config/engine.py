@@ -1,6 +1,7 @@
 """Which megatron-core this process loads: its release, read from its files without importing it.
 
-The module that Python finds counts, not what pip's metadata say: a path in front of the installed one has its own.
+The module that Python finds counts, not what pip's metadata say: a path in front of the installed
+one has its own.
 """
 
 from __future__ import annotations
@@ -15,7 +16,9 @@ from pathlib import Path
 
 Release = tuple[int, int, int]
 SUPPORTED: tuple[Release, ...] = ((0, 16, 1), (0, 19, 2))
-"""The releases that adaptations and patches were checked against; later ones of their series pass for them."""
+"""The releases that adaptations and patches were checked against; later ones of their series pass
+for them.
+"""
 _NUMBER = re.compile(r"^(MAJOR|MINOR|PATCH)\s*=\s*(\d{1,6})\s*$", re.MULTILINE)
 _MAX_BYTES = 1 << 16
 
@@ -63,7 +66,9 @@ def folder() -> Path | None:
         else:  # what stands above it is found and not imported
             above = importlib.util.find_spec("megatron")
             places = above.submodule_search_locations if above is not None else None
-            spec = PathFinder.find_spec("megatron.core", list(places)) if places is not None else None
+            spec = (
+                PathFinder.find_spec("megatron.core", list(places)) if places is not None else None
+            )
     except (ImportError, AttributeError, ValueError):
         return None
     return Path(spec.origin).parent if spec is not None and spec.origin else None

@@ -1,7 +1,8 @@
-"""What a family of models that ships does not have: keys that must stay as they are for it, and its own section.
+"""What a family of models that ships does not have: keys that must stay as they are for it, and its
+own section.
 
-A family that reads no such key, or of which megatron-core or this system cannot do what the key says, names it here;
-a rule refuses another value.
+A family that reads no such key, or of which megatron-core or this system cannot do what the key
+says, names it here; a rule refuses another value.
 """
 
 from __future__ import annotations
@@ -25,32 +26,52 @@ class Only:
 
 _NO_ADAPTERS = "adapters are of decoder-only transformers"
 _WHOLE_MODEL = Only(
-    "peft.kind", (None,), _NO_ADAPTERS, tuple((f"peft.{key}", None) for key in ("r", "alpha", "target"))
+    "peft.kind",
+    (None,),
+    _NO_ADAPTERS,
+    tuple((f"peft.{key}", None) for key in ("r", "alpha", "target")),
 )
-SECTIONS = {"bert": "model.bert", "t5": "model.t5", "llava": "model.llava", "hybrid": "model.hybrid"}
+SECTIONS = {
+    "bert": "model.bert",
+    "t5": "model.t5",
+    "llava": "model.llava",
+    "hybrid": "model.hybrid",
+}
 """Family -> the section of its own keys, which no other shipped family may have."""
 
 _NO_NORMS_ON_SUMS = Only(
-    "model.norm_placement", ("pre", "post", "pre_and_post"), "norms on the sum are of the family bert"
+    "model.norm_placement",
+    ("pre", "post", "pre_and_post"),
+    "norms on the sum are of the family bert",
 )
 _NOT_BERT = "is no part of BERT"
 _BERT_MODEL = (
     Only(
         "model.norm_placement",
         ("post_residual", "pre"),
-        "BERT has its norms on the sum with the residual stream, and Megatron's BERT before attention and MLP",
+        "BERT has its norms on the sum with the residual stream, and Megatron's BERT before"
+        " attention and MLP",
     ),
     Only("model.normalization", ("LayerNorm",), "BERT's norms have a mean and a bias"),
     Only("model.activation", ("gelu", "gelu_tanh"), "BERT's MLP and its head have a gelu"),
-    Only("model.position_embedding_type", ("learned_absolute",), "BERT adds an embedding of each position"),
+    Only(
+        "model.position_embedding_type",
+        ("learned_absolute",),
+        "BERT adds an embedding of each position",
+    ),
     Only("model.add_bias_linear", (True,), "every linear layer of BERT has a bias"),
-    Only("model.tie_word_embeddings", (True,), "BERT's output layer shares the embedding's weights"),
+    Only(
+        "model.tie_word_embeddings", (True,), "BERT's output layer shares the embedding's weights"
+    ),
     *(
         Only(f"model.{key}", (off,), _NOT_BERT)
         for off, keys in (
             (
                 None,
-                "num_query_groups kv_channels moe mla mtp_num_layers rope_scaling rope_scaling_factor window_size",
+                (
+                    "num_query_groups kv_channels moe mla mtp_num_layers rope_scaling"
+                    " rope_scaling_factor window_size"
+                ),
             ),
             (None, "linear_attention mup"),
             (None, "softmax_scale attn_logit_softcapping final_logit_softcapping"),
@@ -64,15 +85,19 @@ _BERT_MODEL = (
 _WHOLE = "a token of an encoder sees those before and behind it, and samples are whole windows"
 _ENCODER_RUN = (
     _WHOLE_MODEL,
-    Only("parallel.cp", (1,), "the sequence of an encoder is not sharded over ranks: its first token is pooled"),
+    Only(
+        "parallel.cp",
+        (1,),
+        "the sequence of an encoder is not sharded over ranks: its first token is pooled",
+    ),
     Only("parallel.hybrid_context_parallel", (False,), _WHOLE),
     Only("data.packed", (False,), _WHOLE),
     Only("trainer.sample_tokens", (0,), "it continues no text"),
 )
 
 _STAGES = (
-    "megatron-core hands one tensor on from stage to stage, and every layer of a decoder needs that of the "
-    "encoder too"
+    "megatron-core hands one tensor on from stage to stage, and every layer of a decoder needs that"
+    " of the encoder too"
 )
 _NOT_T5 = "is no part of T5"
 _T5_MODEL = (
@@ -80,14 +105,28 @@ _T5_MODEL = (
     Only("model.norm_placement", ("pre",), "T5 has its norms before attention and MLP"),
     Only("model.position_embedding_type", ("relative",), "T5 has a bias of attention by distance"),
     Only("model.softmax_type", ("vanilla",), _NOT_T5),
-    Only("model.init_method_std", (0.02,), "model.t5.initializer_factor says how T5's weights are drawn"),
-    Only("model.embedding_init_method_std", (None,), "model.t5.initializer_factor says how T5's weights are drawn"),
+    Only(
+        "model.init_method_std",
+        (0.02,),
+        "model.t5.initializer_factor says how T5's weights are drawn",
+    ),
+    Only(
+        "model.embedding_init_method_std",
+        (None,),
+        "model.t5.initializer_factor says how T5's weights are drawn",
+    ),
     *(
         Only(f"model.{key}", (off,), _NOT_T5)
         for off, keys in (
             (False, "parallel_residual add_bias_linear add_qkv_bias add_proj_bias add_mlp_bias"),
             (False, "qk_layernorm qk_l2_norm scale_embedding"),
-            (None, "num_query_groups moe mla mtp_num_layers rope_scaling rope_scaling_factor window_size"),
+            (
+                None,
+                (
+                    "num_query_groups moe mla mtp_num_layers rope_scaling rope_scaling_factor"
+                    " window_size"
+                ),
+            ),
             (None, "linear_attention mup"),
             (False, "attention_output_gate"),
             (None, "attn_logit_softcapping final_logit_softcapping"),
@@ -104,7 +143,9 @@ _T5_RUN = (
     Only("parallel.cp", (1,), _WHOLE_PAIRS),
     Only("parallel.hybrid_context_parallel", (False,), _WHOLE_PAIRS),
     Only(
-        "parallel.recompute.method", ("uniform", None), "biases by distance are of all layers: all are computed again"
+        "parallel.recompute.method",
+        ("uniform", None),
+        "biases by distance are of all layers: all are computed again",
     ),
     Only("precision.fp8", (None,), _UNTRIED),
     Only("precision.fp4", (None,), _UNTRIED),
@@ -123,16 +164,22 @@ _LLAVA = (
     Only("model.linear_attention", (None,), f"{_LLAMA}, with softmax attention"),
     Only("model.mup", (None,), f"{_LLAMA}, and a vision tower has a width of its own"),
     Only("model.attention_output_gate", (False,), f"{_LLAMA}, whose attention has no gate"),
-    Only("model.mtp_num_layers", (None,), "MTP layers embed tokens by themselves, and know no images"),
-    Only("model.scale_embedding", (False,), f"{_LLAMA}; the scale would not be that of patch features"),
+    Only(
+        "model.mtp_num_layers", (None,), "MTP layers embed tokens by themselves, and know no images"
+    ),
+    Only(
+        "model.scale_embedding",
+        (False,),
+        f"{_LLAMA}; the scale would not be that of patch features",
+    ),
     Only("model.position_embedding_type", ("rope",), f"{_LLAMA}, whose positions are rotary"),
     Only("parallel.cp", (1,), _IMAGES),
     Only("parallel.hybrid_context_parallel", (False,), _IMAGES),
     Only(
         "parallel.fsdp",
         ("none",),
-        "weights that are not trained, such as those of layers behind the features, cannot be sharded by FSDP; "
-        "parallel.distributed_optimizer=true shards the state of the others",
+        "weights that are not trained, such as those of layers behind the features, cannot be"
+        " sharded by FSDP; parallel.distributed_optimizer=true shards the state of the others",
         (("parallel.fsdp_sharding", None),),
     ),
     Only("data.packed", (False,), "a sample is one text with its images, and is padded"),
@@ -140,7 +187,9 @@ _LLAVA = (
     Only("trainer.sample_tokens", (0,), "text about an image is not generated yet"),
 )
 _NOT_HYBRID = "is no part of a hybrid here: its layers are those of Nemotron-H and Granite 4"
-_STATES = "mixers exchange their heads among the ranks of parallel.cp, not among those of each document"
+_STATES = (
+    "mixers exchange their heads among the ranks of parallel.cp, not among those of each document"
+)
 _HYBRID = (
     Only("model.norm_placement", ("pre",), "each layer of a hybrid has its norm in front"),
     Only(
@@ -152,9 +201,21 @@ _HYBRID = (
     *(
         Only(f"model.{key}", (off,), _NOT_HYBRID)
         for off, keys in (
-            (False, "parallel_residual add_bias_linear add_qkv_bias add_proj_bias add_mlp_bias scale_embedding"),
+            (
+                False,
+                (
+                    "parallel_residual add_bias_linear add_qkv_bias add_proj_bias add_mlp_bias"
+                    " scale_embedding"
+                ),
+            ),
             (False, "qk_l2_norm rotary_interleaved"),
-            (None, "mtp_num_layers rope_scaling rope_scaling_factor no_rope_freq rotary_base_local window_size"),
+            (
+                None,
+                (
+                    "mtp_num_layers rope_scaling rope_scaling_factor no_rope_freq rotary_base_local"
+                    " window_size"
+                ),
+            ),
             (None, "mup"),
             (None, "attn_logit_softcapping final_logit_softcapping"),
         )
@@ -170,7 +231,11 @@ _HYBRID = (
 )
 _ONE_BY_ONE = "attention and MLP of a layer are built as layers of their own"
 BUILDER: tuple[Only, ...] = (
-    Only("model.parallel_residual", (False,), f"{_ONE_BY_ONE}, and the one reads what the other has added"),
+    Only(
+        "model.parallel_residual",
+        (False,),
+        f"{_ONE_BY_ONE}, and the one reads what the other has added",
+    ),
     Only(
         "model.mtp_num_layers",
         (None,),
@@ -183,7 +248,11 @@ BUILDER: tuple[Only, ...] = (
         f"{_ONE_BY_ONE}, and no two of them are computed again together",
         tuple(
             (f"parallel.recompute.{key}", off)
-            for key, off in (("method", None), ("num_layers", None), ("distribute_saved_activations", False))
+            for key, off in (
+                ("method", None),
+                ("num_layers", None),
+                ("distribute_saved_activations", False),
+            )
         ),
     ),
     Only(
@@ -212,12 +281,19 @@ SPARSE_ATTENTION: tuple[Only, ...] = (
     Only(
         "parallel.fsdp",
         ("none",),
-        "an indexer is not proven with FSDP's weights; parallel.distributed_optimizer=true shards the state",
+        "an indexer is not proven with FSDP's weights; parallel.distributed_optimizer=true shards"
+        " the state",
         (("parallel.fsdp_sharding", None), ("parallel.hsdp_replicas", 1)),
     ),
     Only("data.packed", (False,), f"{_ALL_PAIRS}, and knows no documents in it"),
-    Only("trainer.cuda_graph_impl", ("none",), "what an indexer chooses is not tried in CUDA graphs"),
-    Only("parallel.activation_offload.modules", (None,), "what an indexer keeps is not tried in host memory"),
+    Only(
+        "trainer.cuda_graph_impl", ("none",), "what an indexer chooses is not tried in CUDA graphs"
+    ),
+    Only(
+        "parallel.activation_offload.modules",
+        (None,),
+        "what an indexer keeps is not tried in host memory",
+    ),
     Only(
         "peft.kind",
         (None,),

@@ -1,4 +1,6 @@
-"""Which releases of megatron-core have a field that not all of them have; the tables set it on those alone."""
+"""Which releases of megatron-core have a field that not all of them have; the tables set it on
+those alone.
+"""
 
 from __future__ import annotations
 

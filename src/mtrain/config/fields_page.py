@@ -1,4 +1,6 @@
-"""The page of all keys and the fields of megatron-core that they feed, and of all fields without a key."""
+"""The page of all keys and the fields of megatron-core that they feed, and of all fields without a
+key.
+"""
 
 from __future__ import annotations
 
@@ -20,14 +22,17 @@ from mtrain.config.run import RunConfig
 
 HEAD = """# Keys and fields
 
-Made by `python launch.py schema fields > docs/fields.md`; a test compares. First every key with what it may be, its
-default, what it means and which fields of megatron-core its value has a part in; none: mtrain reads it itself.
-Then every field of megatron-core's configurations that no key feeds, and why.
+`python launch.py schema fields > docs/fields.md` generates this page, and a test compares it.
+The first table lists every key with its type, its default, its meaning and the fields of
+megatron-core that it feeds; mtrain itself reads keys that feed no field. The second table lists the
+fields of megatron-core that no key feeds, and why.
 """
 
 
 def fed() -> dict[str, list[str]]:
-    """Key -> the fields it feeds, for models with experts and linear attention, sparse MLA, and hybrids, together."""
+    """Key -> the fields it feeds, for models with experts and linear attention, sparse MLA, and
+    hybrids, together.
+    """
     experts = MoEConfig(num_experts=2, ffn_hidden_size=64)
     plain = ModelConfig.model_validate({**example_section(ModelConfig), "moe": experts})
     plain = plain.model_copy(update={"linear_attention": LinearAttentionConfig()})
@@ -45,7 +50,9 @@ def fed() -> dict[str, list[str]]:
 def _owned(field: str) -> str:
     """The field under the class that declares it: MLA's has all fields of the other, and more."""
     owner, _, name = field.partition(".")
-    inherited = owner == unmapped.LATENT and (name not in core_fields.MLA_FIELDS or name == "multi_latent_attention")
+    inherited = owner == unmapped.LATENT and (
+        name not in core_fields.MLA_FIELDS or name == "multi_latent_attention"
+    )
     return f"{unmapped.TRANSFORMER}.{name}" if inherited else field
 
 
@@ -73,8 +80,12 @@ def _fields() -> Iterator[str]:
     yield "## Fields without a key\n"
     yield "| field | why | |"
     yield "|---|---|---|"
-    rows = {name: ("fixed", text) for name, text in unmapped.FIXED_IN_TABLES.items()} | unmapped.UNMAPPED
-    for name in sorted(rows, key=lambda n: (unmapped.OWNERS.index(n.partition(".")[0]), rows[n], n)):
+    rows = {
+        name: ("fixed", text) for name, text in unmapped.FIXED_IN_TABLES.items()
+    } | unmapped.UNMAPPED
+    for name in sorted(
+        rows, key=lambda n: (unmapped.OWNERS.index(n.partition(".")[0]), rows[n], n)
+    ):
         why, text = rows[name]
         yield f"| {_named(name)} | {why} | {text} |"
 

@@ -1,6 +1,8 @@
-"""What lies on the disk, looked at within bounds: files that a user names, text of a corpus, and folders to write to.
+"""What lies on the disk, looked at within bounds: files that a user names, text of a corpus, and
+folders to write to.
 
-Pipes, sockets and devices are never opened, so nothing here waits for a writer or reads without an end.
+Pipes, sockets and devices are never opened, so nothing here waits for a writer or reads without an
+end.
 """
 
 from __future__ import annotations
@@ -29,13 +31,29 @@ _KINDS = (
     (stat.S_ISCHR, "a character device"),
     (stat.S_ISBLK, "a block device"),
 )
-MAX_ENTRIES, MAX_SECONDS = 20_000, 0.1
-SKIPPED_FOLDERS = frozenset(("site-packages", "dist-packages", "__pycache__", "test", "tests", "idle_test"))
+MAX_ENTRIES = 20_000
+MAX_SECONDS = 0.1
+SKIPPED_FOLDERS = frozenset(
+    ("site-packages", "dist-packages", "__pycache__", "test", "tests", "idle_test")
+)
 """Folders of a Python installation that are not the standard library, or are its tests."""
 PIECE = 16 << 10
-"""A corpus that is one file is cut at blank lines into documents of at least this many characters."""
+"""A corpus that is one file is cut at blank lines into documents of at least this many characters.
+"""
 PSEUDO = frozenset(
-    ("proc", "sysfs", "cgroup", "cgroup2", "devpts", "debugfs", "tracefs", "securityfs", "bpf", "pstore", "configfs")
+    (
+        "proc",
+        "sysfs",
+        "cgroup",
+        "cgroup2",
+        "devpts",
+        "debugfs",
+        "tracefs",
+        "securityfs",
+        "bpf",
+        "pstore",
+        "configfs",
+    )
 )
 """Kinds of file systems that hold no files of users."""
 LOOKED_AT = 1 << 16
@@ -43,7 +61,8 @@ LOOKED_AT = 1 << 16
 
 
 def kind_of(path: str | Path) -> str:
-    """What stands at a path where it is no regular file, such as `a named pipe`; empty for a regular file.
+    """What stands at a path where it is no regular file, such as `a named pipe`; empty for a
+    regular file.
 
     Raises:
         OSError: nothing is there, or it cannot be asked.
@@ -64,19 +83,23 @@ def _beginning(path: Path, limit: int) -> tuple[str, bytes]:
         return kind, b""
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC)
     with os.fdopen(descriptor, "rb") as file:
-        kind = _kind(os.fstat(descriptor).st_mode)  # another thing may stand there since it was asked
+        # another thing may stand there since it was asked
+        kind = _kind(os.fstat(descriptor).st_mode)
         return kind, b"" if kind else file.read(limit)
 
 
-def read_bytes(path: Path, source: str, limit: int = MAX_BYTES, endings: Sequence[str] = ()) -> bytes:
+def read_bytes(
+    path: Path, source: str, limit: int = MAX_BYTES, endings: Sequence[str] = ()
+) -> bytes:
     """What is in a regular file.
 
     Args:
         path: the file; a symbolic link is followed.
         source: how problems name it.
         limit: most bytes that are read.
-        endings: of the names that a file outside of the working folder may have; empty: any. What is wrong with a
-            file is shown with its lines, and a file of another kind may hold what nobody meant to be shown.
+        endings: of the names that a file outside of the working folder may have; empty: any. What
+            is wrong with a file is shown with its lines, and a file of another kind may hold what
+            nobody meant to be shown.
 
     Raises:
         ConfigError: missing, no regular file, unreadable, too large, or refused by its name.
@@ -92,7 +115,16 @@ def read_bytes(path: Path, source: str, limit: int = MAX_BYTES, endings: Sequenc
         raise ConfigError([_not_regular(path, source, kind)])
     if len(data) > limit:
         raise ConfigError(
-            [Problem("MT005", "", None, f"larger than the limit of {limit} bytes", "write less", source)]
+            [
+                Problem(
+                    "MT005",
+                    "",
+                    None,
+                    f"larger than the limit of {limit} bytes",
+                    "write less",
+                    source,
+                )
+            ]
         )
     return data
 
@@ -126,7 +158,16 @@ def _decoded(data: bytes, source: str) -> str:
         line = data.count(b"\n", 0, error.start) + 1
         rule = f"byte {data[error.start]:#04x} is not UTF-8; a configuration is UTF-8 text"
         raise ConfigError(
-            [Problem("MT003", "", None, rule, "delete it, or save the file as UTF-8", f"{source}:{line}")]
+            [
+                Problem(
+                    "MT003",
+                    "",
+                    None,
+                    rule,
+                    "delete it, or save the file as UTF-8",
+                    f"{source}:{line}",
+                )
+            ]
         ) from None
 
 
@@ -140,7 +181,9 @@ def missing(path: Path, source: str, error: OSError | ValueError) -> Problem:
 
 
 def _not_regular(path: Path, source: str, kind: str) -> Problem:
-    near = sorted(str(p) for p in path.glob("*.yaml"))[:3] if kind == "a folder" else files_near(path)
+    near = (
+        sorted(str(p) for p in path.glob("*.yaml"))[:3] if kind == "a folder" else files_near(path)
+    )
     fix = f"did you mean {', '.join(near)}?" if near else "name a file that is there"
     return Problem("MT002", "", None, f"is {kind}; a regular file is needed", fix, source)
 
@@ -151,12 +194,21 @@ def files_near(path: Path) -> list[str]:
 
 
 def _refuse_foreign(path: Path, source: str, endings: Sequence[str]) -> None:
-    """Refuses a file outside of the working folder, and not shipped, whose name has none of the `endings`."""
+    """Refuses a file outside of the working folder, and not shipped, whose name has none of the
+    `endings`.
+    """
     real = os.path.realpath(path)
     inside = (os.path.realpath(folder) for folder in (".", conf_dir(), recipes_dir()))
-    if not endings or real.endswith(tuple(endings)) or any(real.startswith(f"{f}/") for f in inside):  # never in /
+    if (
+        not endings
+        or real.endswith(tuple(endings))
+        or any(real.startswith(f"{f}/") for f in inside)
+    ):  # never in /
         return
-    rule = f"is outside of the working folder, and there only files ending in {', '.join(endings)} are read"
+    rule = (
+        f"is outside of the working folder, and there only files ending in {', '.join(endings)} are"
+        " read"
+    )
     fix = f"copy it to a file that ends in {endings[0]}, if it is a configuration"
     raise ConfigError([Problem("MT002", "", None, rule, fix, source)])
 
@@ -177,12 +229,16 @@ class Bound:
 
 
 def files_below(
-    root: Path, wanted: Callable[[str], bool], skip: frozenset[str] = frozenset(), bound: Bound | None = None
+    root: Path,
+    wanted: Callable[[str], bool],
+    skip: frozenset[str] = frozenset(),
+    bound: Bound | None = None,
 ) -> Iterator[Path]:
-    """Regular files below a folder whose names are `wanted`, in no order, as far as `bound` lets it go.
+    """Regular files below a folder whose names are `wanted`, in no order, as far as `bound` lets it
+    go.
 
-    Not those in hidden folders, in folders that are called as one to `skip`, or behind links to folders.
-    Raises OSError for a folder that cannot be read.
+    Not those in hidden folders, in folders that are called as one to `skip`, or behind links to
+    folders. Raises OSError for a folder that cannot be read.
     """
     waiting = [os.fspath(root)]
     while waiting:
@@ -216,7 +272,9 @@ def unreachable(path: Path, error: OSError | ValueError) -> str:
     if number == errno.ELOOP:
         return "a symbolic link leads back to itself"
     if number in (errno.ENOENT, errno.ENOTDIR):
-        return "a symbolic link leads nowhere" if os.path.islink(path) else "there is no such file or folder"
+        if os.path.islink(path):
+            return "a symbolic link leads nowhere"
+        return "there is no such file or folder"
     return f"cannot be read: {getattr(error, 'strerror', None) or error}"
 
 
@@ -235,12 +293,17 @@ def no_text(path: Path) -> str | None:
 
 
 def unwritable(path: Path) -> str | None:
-    """Why no folder can be made at a path, or written to where it is there; None where that works."""
+    """Why no folder can be made at a path, or written to where it is there; None where
+    that works.
+    """
     for place in (path, *path.parents):
         try:
             mode = os.stat(place).st_mode
         except (OSError, ValueError) as error:
-            if os.path.islink(place) or getattr(error, "errno", None) not in (errno.ENOENT, errno.ENOTDIR):
+            if os.path.islink(place) or getattr(error, "errno", None) not in (
+                errno.ENOENT,
+                errno.ENOTDIR,
+            ):
                 return f"{place}: {unreachable(place, error)}"
             continue
         if not stat.S_ISDIR(mode):
@@ -248,14 +311,17 @@ def unwritable(path: Path) -> str | None:
         if not os.access(place, os.W_OK | os.X_OK):
             read_only = os.statvfs(place).f_flag & os.ST_RDONLY
             return (
-                f"{place} cannot be written: {'its file system is read-only' if read_only else 'permission denied'}"
+                f"{place} cannot be written:"
+                f" {'its file system is read-only' if read_only else 'permission denied'}"
             )
         return f"{place} cannot be written: it is the kernel's" if _is_no_storage(place) else None
     return None
 
 
 def _is_no_storage(place: Path) -> bool:
-    """Whether a folder is the kernel's own, such as /proc, in which nobody makes folders (Linux)."""
+    """Whether a folder is the kernel's own, such as /proc, in which nobody makes
+    folders (Linux).
+    """
     try:
         mounts = [line.split(" ") for line in Path("/proc/self/mounts").read_text().splitlines()]
     except OSError:

@@ -1,4 +1,5 @@
-"""Defaults of fine-tuning: published rates and batches by the size of the model, and steps by the number of chats.
+"""Defaults of fine-tuning: published rates and batches by the size of the model, and steps by the
+number of chats.
 
 docs/defaults.md has the sources beside each other.
 """
@@ -21,11 +22,16 @@ CHATS = ("sft", "preference")
 EPOCHS = 2
 """Times that Tulu 3 reads its chats."""
 CHAT_TOKENS = 1024
-"""Tokens of a chat, where chats are packed and batches are counted in chats: Tulu 3's have 700 on average."""
+"""Tokens of a chat, where chats are packed and batches are counted in chats: Tulu 3's have 700 on
+average.
+"""
 LETTERS = 4
 """Bytes of a file of chats per token."""
-FEWEST_STEPS, SMALLEST_BATCH = 30, 8
-"""Steps that an epoch has, as LIMA's (arXiv 2305.11206), before the batch of a small file is halved; and how far."""
+FEWEST_STEPS = 30
+SMALLEST_BATCH = 8
+"""Steps that an epoch has, as LIMA's (arXiv 2305.11206), before the batch of a small file is
+halved; and how far.
+"""
 STEPS_UNSEEN = 500
 """Steps of a run whose chats cannot be counted here."""
 COUNTED_BYTES = 1 << 26
@@ -60,14 +66,19 @@ ADAPTERS = (
 
 
 def published(run: RunConfig) -> Tuned:
-    """Return the published fine-tuning of the nearest size, of adapters where the run trains adapters."""
+    """Return the published fine-tuning of the nearest size, of adapters where the run trains
+    adapters.
+    """
     return nearest(ADAPTERS if run.peft.kind is not None else ALL_WEIGHTS, run.model)
 
 
 def batch_of(run: RunConfig) -> tuple[int, str]:
-    """Return the samples of a step, and why: chats, or windows of packed chats that hold as many tokens."""
+    """Return the samples of a step, and why: chats, or windows of packed chats that hold as many
+    tokens.
+    """
     row = published(run)
-    samples, why = row.batch, f"{row.batch} chats of {row.source}: its {row.name} model"
+    samples = row.batch
+    why = f"{row.batch} chats of {row.source}: its {row.name} model"
     if run.data.packed:
         samples = ceil(row.batch * CHAT_TOKENS / run.data.length)
         why = f"{why}, {CHAT_TOKENS} tokens each"
@@ -76,7 +87,10 @@ def batch_of(run: RunConfig) -> tuple[int, str]:
     while held is not None and samples > SMALLEST_BATCH and held < FEWEST_STEPS * samples:
         samples = max(SMALLEST_BATCH, samples // 2)
     if samples < full:
-        why = f"{held} samples in data.path: {FEWEST_STEPS} steps an epoch, or {SMALLEST_BATCH} samples a step"
+        why = (
+            f"{held} samples in data.path: {FEWEST_STEPS} steps an epoch, or {SMALLEST_BATCH}"
+            " samples a step"
+        )
     return samples, why
 
 
@@ -84,12 +98,20 @@ def steps_of(run: RunConfig) -> tuple[int, str]:
     """Return the steps of a run whose batch is known, and why."""
     held = samples_of_an_epoch(run)
     if held is None:
-        return STEPS_UNSEEN, f"trainer.fine_tuning true, and data.kind {run.data.kind} has no chats to count here"
-    return max(1, ceil(EPOCHS * held / run.trainer.batch)), f"{EPOCHS} epochs of {held} samples, as {TULU_3}"
+        return (
+            STEPS_UNSEEN,
+            f"trainer.fine_tuning true, and data.kind {run.data.kind} has no chats to count here",
+        )
+    return (
+        max(1, ceil(EPOCHS * held / run.trainer.batch)),
+        f"{EPOCHS} epochs of {held} samples, as {TULU_3}",
+    )
 
 
 def samples_of_an_epoch(run: RunConfig) -> int | None:
-    """Return how many samples of training data.path holds; None where it has no chats, or is not here."""
+    """Return how many samples of training data.path holds; None where it has no chats, or is not
+    here.
+    """
     d = run.data
     if d.kind not in CHATS or d.path is None:
         return None
@@ -111,7 +133,9 @@ def samples_of_an_epoch(run: RunConfig) -> int | None:
 
 @cache
 def _count(file: Path, size: int, changed: int) -> int:
-    """Return the lines of a file that has something in them; a file that was changed is another one."""
+    """Return the lines of a file that has something in them; a file that was changed is another
+    one.
+    """
     lines = read = 0
     with file.open("rb") as stream:
         while read < COUNTED_BYTES and (block := stream.read(1 << 20)):

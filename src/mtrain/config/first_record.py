@@ -1,4 +1,6 @@
-"""Chats among files: told by the first line of a JSON Lines file, before anything of it is prepared."""
+"""Chats among files: told by the first line of a JSON Lines file, before anything of it is
+prepared.
+"""
 
 from __future__ import annotations
 
@@ -19,11 +21,15 @@ BLANK = b"\xef\xbb\xbf \t\r\n"
 
 
 def kind_of_chats(path: str | None) -> str | None:
-    """Return the kind of data that a file of chats is, by its first record: sft or preference; None: it is none."""
+    """Return the kind of data that a file of chats is, by its first record: sft or preference;
+    None: it is none.
+    """
     record = _record(path)
     if "chosen" in record and "rejected" in record:
         return "preference"
-    return "sft" if any(isinstance(record.get(key), list) for key in ("messages", "conversations")) else None
+    if any(isinstance(record.get(key), list) for key in ("messages", "conversations")):
+        return "sft"
+    return None
 
 
 def is_documents(path: str | None) -> bool:
@@ -34,7 +40,12 @@ def is_documents(path: str | None) -> bool:
 def _record(path: str | None) -> dict[str, Any]:
     """Return the first record of a JSON Lines file; empty where there is none."""
     file = user_path(path) if path else None
-    if file is None or not file.name.endswith(ENDING) or unreadable(file) is not None or not file.is_file():
+    if (
+        file is None
+        or not file.name.endswith(ENDING)
+        or unreadable(file) is not None
+        or not file.is_file()
+    ):
         return {}
     try:
         facts = os.stat(file)
@@ -45,7 +56,10 @@ def _record(path: str | None) -> dict[str, Any]:
 
 @cache
 def _first(file: Path, size: int, changed: int) -> dict[str, Any]:
-    """Return the first record; empty where it is no object. A file that was changed is another one."""
+    """Return the first record; empty where it is no object.
+
+    A file that was changed is another one.
+    """
     with file.open("rb") as stream:
         head = stream.readline(FIRST_BYTES)
         while head and not head.strip(BLANK) and stream.tell() < FIRST_BYTES:

@@ -22,7 +22,9 @@ class FormatFacts:
     """What is known of a number format."""
 
     torch: str
-    """The torch dtype of a tensor of it; formats of eight bits and less are bytes, with scales beside them."""
+    """The torch dtype of a tensor of it; formats of eight bits and less are bytes, with scales
+    beside them.
+    """
     bits: int
     largest: float
     """Its largest number; of eight bits that of e4m3."""

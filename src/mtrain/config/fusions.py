@@ -1,4 +1,6 @@
-"""Operations that are made together in one pass over memory, and what speaks against it in a resolved run."""
+"""Operations that are made together in one pass over memory, and what speaks against it in a
+resolved run.
+"""
 
 from __future__ import annotations
 
@@ -8,12 +10,15 @@ from mtrain.config.run import RunConfig
 
 
 def sums_apart(run: RunConfig) -> str | None:
-    """Why the sums of the residual stream are not made by the norms that read them, or None where they are."""
+    """Why the sums of the residual stream are not made by the norms that read them, or None where
+    they are.
+    """
     if run.kernels.norm != "triton":
         return f"kernels.norm is {run.kernels.norm}, and Triton's kernel makes the sum"
     if run.parallel.fsdp != "none":
         return (
-            f"parallel.fsdp {run.parallel.fsdp} gathers a layer when it is called, and its first norm would be early"
+            f"parallel.fsdp {run.parallel.fsdp} gathers a layer when it is called, and its first"
+            " norm would be early"
         )
     if run.model.hidden_dropout:
         return f"model.hidden_dropout {run.model.hidden_dropout:g} lies between output and sum"
@@ -23,31 +28,47 @@ def sums_apart(run: RunConfig) -> str | None:
 
 
 def operands_apart(run: RunConfig) -> str | None:
-    """Why norms and SwiGLU do not quantise for the linear layers behind them, or None where they do."""
-    k, m = run.kernels, run.model
+    """Why norms and SwiGLU do not quantise for the linear layers behind them, or None where they
+    do.
+    """
+    k = run.kernels
+    m = run.model
     if run.precision.quantized not in ("tensorwise", "blockwise") or k.linear != "triton":
-        return f"kernels.linear is {k.linear}, and products are in {run.precision.quantized or run.precision.dtype}"
+        return (
+            f"kernels.linear is {k.linear}, and products are in"
+            f" {run.precision.quantized or run.precision.dtype}"
+        )
     if k.norm != "triton":
         return f"kernels.norm is {k.norm}, and Triton's kernel quantises"
     return None if m.bert is None and m.t5 is None else "the layers of BERT and T5 quantise apart"
 
 
 def positions_apart(run: RunConfig) -> str | None:
-    """Why queries and keys are not normed and turned as they are unpacked, in one launch, or None where they are."""
-    m, k = run.model, run.kernels
+    """Why queries and keys are not normed and turned as they are unpacked, in one launch, or None
+    where they are.
+    """
+    m = run.model
+    k = run.kernels
     if m.mla is not None:
         return "the positions of model.mla are a part of a head that is made apart"
     if m.hybrid is not None:
         return "the layers of hybrids norm and turn apart"
     if m.attention_output_gate:
-        return "model.attention_output_gate: gates stand between queries and keys in the packed product"
+        return (
+            "model.attention_output_gate: gates stand between queries and keys in the packed"
+            " product"
+        )
     if k.rope != "triton" or m.position_embedding_type != "rope":
         return f"kernels.rope is {k.rope}, and Triton's kernel unpacks"
     if m.query_groups < run.parallel.tp:
-        return f"model.num_query_groups {m.query_groups} are fewer than parallel.tp {run.parallel.tp}"
+        return (
+            f"model.num_query_groups {m.query_groups} are fewer than parallel.tp {run.parallel.tp}"
+        )
     if run.data.packed:
         return "data.packed: the positions of each document begin at 0"
-    if m.qk_l2_norm or (m.qk_layernorm and (m.qk_layernorm_across_heads or m.normalization != "RMSNorm")):
+    if m.qk_l2_norm or (
+        m.qk_layernorm and (m.qk_layernorm_across_heads or m.normalization != "RMSNorm")
+    ):
         return "the norm of queries and keys is not RMSNorm of each head"
     if m.qk_layernorm and k.norm != "triton":
         return f"kernels.norm is {k.norm}, and the norms of queries and keys would be Triton's"

@@ -64,7 +64,10 @@ def _unreadable(text: str) -> str:
     if text.count("'") % 2 or text.count('"') % 2:
         return "a quote that is opened is not closed"
     if re.match(r"[A-Za-z_]+\(", text):
-        return "there is no such function of several values: choice(a,b), range(1,4), glob(word*), sort(b,a)"
+        return (
+            "there is no such function of several values: choice(a,b), range(1,4), glob(word*),"
+            " sort(b,a)"
+        )
     if "${" in text:
         return "a reference is ${group.key}"
     odd = next((c for c in text if not (c.isalnum() or c in " _/.-+:%@?*[]{},='\"$")), "")
@@ -73,7 +76,8 @@ def _unreadable(text: str) -> str:
 
 
 def sweep_values(text: str, names: Sequence[str], limit: int) -> list[str] | None:
-    """The values that `text` sweeps over, each as an override's value; None where it is one plain value.
+    """The values that `text` sweeps over, each as an override's value; None where it is one plain
+    value.
 
     `names` are what `glob(...)` chooses from.
 
@@ -91,7 +95,9 @@ def sweep_values(text: str, names: Sequence[str], limit: int) -> list[str] | Non
         if isinstance(sweep, Glob):
             return sweep.filter(list(names))
         if not override.is_discrete_sweep():
-            raise ValueError("only values that can be counted are swept: a,b or choice() or range() or glob()")
+            raise ValueError(
+                "only values that can be counted are swept: a,b or choice() or range() or glob()"
+            )
         if isinstance(sweep, RangeSweep):
             if _length(sweep) > limit:
                 raise ValueError(f"more than {limit} values")
@@ -112,8 +118,8 @@ def _length(sweep: Any) -> float:
 
 
 def _as_written(sweep: Any) -> None:
-    """Makes the bounds of a range with fractions the decimals that were written: 0.003 is then no part of
-    range(0.001,0.003,0.001), whatever a float makes of the sums.
+    """Makes the bounds of a range with fractions the decimals that were written: 0.003 is then no
+    part of range(0.001,0.003,0.001), whatever a float makes of the sums.
     """
     bounds = (sweep.start, sweep.stop, sweep.step)
     if not all(isinstance(bound, int) for bound in bounds):

@@ -1,7 +1,8 @@
-"""What this process may use of its machine: cores and memory within the limits of its control group, and GPUs.
+"""What this process may use of its machine: cores and memory within the limits of its control
+group, and GPUs.
 
-Everything is read from files under `/dev`, `/proc` and `/sys`, for which `root` stands for `/`; of NVIDIA's GPUs
-the driver's own library knows more (`config/nvml.py`).
+Everything is read from files under `/dev`, `/proc` and `/sys`, for which `root` stands for `/`; of
+NVIDIA's GPUs the driver's own library knows more (`config/nvml.py`).
 """
 
 from __future__ import annotations
@@ -27,7 +28,8 @@ AMD_VISIBLE = ("HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES")
 
 
 def cpu_cores(root: Path = ROOT) -> int:
-    """Cores that this process may run on, by its affinity and by the cpuset and the quota of its control group.
+    """Cores that this process may run on, by its affinity and by the cpuset and the quota of its
+    control group.
 
     A quota of part of a core counts as one more: 2.5 cores are 3.
     """
@@ -35,7 +37,9 @@ def cpu_cores(root: Path = ROOT) -> int:
         cores = len(os.sched_getaffinity(0))
     except AttributeError:  # not on every system
         cores = os.cpu_count() or 1
-    quotas = [math.ceil(quota) for folder in _groups("cpu", root) if (quota := _quota(folder)) is not None]
+    quotas = [
+        math.ceil(quota) for folder in _groups("cpu", root) if (quota := _quota(folder)) is not None
+    ]
     sets = [_listed(_text(folder / name)) for folder in _groups("cpuset", root) for name in _CPUSET]
     return max(1, min([cores, *quotas, *(count for count in sets if count)]))
 
@@ -55,11 +59,14 @@ _MEMORY = ("memory.max", "memory.limit_in_bytes")
 _CPUSET = ("cpuset.cpus.effective", "cpuset.cpus")
 
 
-def nvidia_gpus(environment: Mapping[str, str], root: Path = ROOT, driver: Driver | None = None) -> Seen:
-    """Return NVIDIA's GPUs that CUDA shows this process: those that CUDA_VISIBLE_DEVICES leaves of the driver's.
+def nvidia_gpus(
+    environment: Mapping[str, str], root: Path = ROOT, driver: Driver | None = None
+) -> Seen:
+    """Return NVIDIA's GPUs that CUDA shows this process: those that CUDA_VISIBLE_DEVICES leaves of
+    the driver's.
 
-    Without the driver's library they are counted by device files: `/dev/nvidia0` and on, or `/dev/dxg` of WSL2, which
-    stands for one GPU or several.
+    Without the driver's library they are counted by device files: `/dev/nvidia0` and on, or
+    `/dev/dxg` of WSL2, which stands for one GPU or several.
     """
     visible = environment.get("CUDA_VISIBLE_DEVICES")
     if driver is not None:
@@ -71,9 +78,11 @@ def nvidia_gpus(environment: Mapping[str, str], root: Path = ROOT, driver: Drive
 
 
 def tasks_here(environment: Mapping[str, str]) -> int:
-    """Return the number of tasks of this SLURM step on this machine where each is shown one GPU of its own, else 0.
+    """Return the number of tasks of this SLURM step on this machine where each is shown one GPU of
+    its own, else 0.
 
-    `--gpus-per-task=1` and `--ntasks-per-gpu=1` show each task one GPU. A process then counts one GPU for each task.
+    `--gpus-per-task=1` and `--ntasks-per-gpu=1` show each task one GPU. A process then counts one
+    GPU for each task.
     """
     alone = "1" in (environment.get("SLURM_GPUS_PER_TASK"), environment.get("SLURM_NTASKS_PER_GPU"))
     if not alone or "SLURM_LOCALID" not in environment:
@@ -84,7 +93,9 @@ def tasks_here(environment: Mapping[str, str]) -> int:
 
 
 def tasks_per_node(text: str) -> list[int]:
-    """Return the tasks of each node of a list of SLURM's, such as `4(x3),2`; empty where the text is no such list."""
+    """Return the tasks of each node of a list of SLURM's, such as `4(x3),2`; empty where the text
+    is no such list.
+    """
     counts: list[int] = []
     for word in text.split(","):
         match = re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", word)
@@ -95,8 +106,8 @@ def tasks_per_node(text: str) -> list[int]:
 
 
 def amd_gpus(environment: Mapping[str, str], root: Path = ROOT) -> int:
-    """AMD's GPUs that this process sees: nodes of the driver's topology with vector units, and what HIP's and CUDA's
-    variables leave of them. torch presents them as devices of type cuda.
+    """AMD's GPUs that this process sees: nodes of the driver's topology with vector units, and what
+    HIP's and CUDA's variables leave of them. torch presents them as devices of type cuda.
     """
     if not (root / "dev/kfd").exists():
         return 0
@@ -114,7 +125,8 @@ def torch_is_for_amd() -> bool:
 
 
 def cuda_of_torch() -> str | None:
-    """Return the CUDA that the installed torch was built for, such as 13.0; empty: for none; None: there is no torch.
+    """Return the CUDA that the installed torch was built for, such as 13.0; empty: for none; None:
+    there is no torch.
 
     torch is not imported.
     """
@@ -122,7 +134,9 @@ def cuda_of_torch() -> str | None:
 
 
 def _built_for(platform: str) -> str | None:
-    """Return the release of a platform in the installed torch's `version.py`; empty: torch is for another one."""
+    """Return the release of a platform in the installed torch's `version.py`; empty: torch is for
+    another one.
+    """
     spec = find_spec("torch")
     for place in (spec.submodule_search_locations or ()) if spec is not None else ():
         text = _text(Path(place) / "version.py")
@@ -132,7 +146,9 @@ def _built_for(platform: str) -> str | None:
 
 
 def _groups(controller: str, root: Path) -> Iterator[Path]:
-    """Folders of the control groups that this process is in, from its own to the root of all that it sees."""
+    """Folders of the control groups that this process is in, from its own to the root of all that
+    it sees.
+    """
     for line in _text(root / "proc/self/cgroup").splitlines():
         number, _, rest = line.partition(":")
         names, _, path = rest.partition(":")
@@ -140,7 +156,8 @@ def _groups(controller: str, root: Path) -> Iterator[Path]:
             top = root / GROUPS
         elif controller in names.split(","):
             top = next(
-                (root / GROUPS / n for n in (names, controller) if (root / GROUPS / n).is_dir()), root / GROUPS
+                (root / GROUPS / n for n in (names, controller) if (root / GROUPS / n).is_dir()),
+                root / GROUPS,
             )
         else:
             continue
@@ -156,7 +173,8 @@ def _quota(folder: Path) -> float | None:
     words = _text(folder / "cpu.max").split()  # version 2: "quota period" or "max period"
     if len(words) == 2 and all(word.isdigit() for word in words) and int(words[1]):
         return int(words[0]) / int(words[1])
-    quota, period = _number(folder / "cpu.cfs_quota_us"), _number(folder / "cpu.cfs_period_us")
+    quota = _number(folder / "cpu.cfs_quota_us")
+    period = _number(folder / "cpu.cfs_period_us")
     return quota / period if quota and period else None
 
 

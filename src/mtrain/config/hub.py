@@ -12,8 +12,9 @@ _FILES = (".json", ".jsonl", ".yaml", ".yml", ".safetensors", ".model", ".txt")
 
 
 def download_of(text: str, files: str = "") -> tuple[str, str] | None:
-    """Return the command that downloads `files` (all if that is empty) of the model that `text` may name on the hub,
-    and the folder where they are then. Return None for the path of a file, and where the path or its folder exists.
+    """Return the command that downloads `files` (all if that is empty) of the model that `text` may
+    name on the hub, and the folder where they are then. Return None for the path of a file, and
+    where the path or its folder exists.
     """
     if _NAME.fullmatch(text) is None or text.endswith(_FILES):
         return None

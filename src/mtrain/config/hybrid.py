@@ -1,4 +1,6 @@
-"""`model.hybrid`: what a decoder of Mamba-2 layers, attention and MLPs has beside the keys of every model."""
+"""`model.hybrid`: what a decoder of Mamba-2 layers, attention and MLPs has beside the keys of every
+model.
+"""
 
 from typing import Annotated
 
@@ -6,7 +8,13 @@ from pydantic import Field
 
 from mtrain.config.base import Effect, Key, NonNegativeFloat, PositiveFloat, Section, Width
 
-MAMBA, ATTENTION, LATENT, SPARSE, DELTA, MLP, EXPERTS = "M", "*", "+", "D", "G", "-", "E"
+MAMBA = "M"
+ATTENTION = "*"
+LATENT = "+"
+SPARSE = "D"
+DELTA = "G"
+MLP = "-"
+EXPERTS = "E"
 KINDS = {
     MAMBA: "Mamba-2",
     ATTENTION: "attention",
@@ -17,8 +25,14 @@ KINDS = {
     EXPERTS: "experts",
 }
 """Letter of a pattern -> the layer that it stands for."""
-DESCRIBED = {LATENT: ("mla",), SPARSE: ("mla", "dsa"), DELTA: ("linear_attention",), EXPERTS: ("moe",)}
-"""Letter -> the sections of `model` that describe its layers, where the keys of every model do not."""
+DESCRIBED = {
+    LATENT: ("mla",),
+    SPARSE: ("mla", "dsa"),
+    DELTA: ("linear_attention",),
+    EXPERTS: ("moe",),
+}
+"""Letter -> the sections of `model` that describe its layers, where the keys of every model do not.
+"""
 SOFTMAX = (ATTENTION, LATENT, SPARSE)
 """Letters of layers with softmax attention, of which a model has one kind."""
 ABSENT = {
@@ -29,40 +43,59 @@ ABSENT = {
 
 
 class HybridConfig(Section):
-    """`model.hybrid`: which layer is of which kind, and the sizes of Mamba-2 mixers (Dao and Gu 2024,
-    arXiv:2405.21060).
+    """`model.hybrid`: which layer is of which kind, and the sizes of Mamba-2 mixers (Dao and Gu
+    2024, arXiv:2405.21060).
 
-    Each layer is one norm and one of: a Mamba-2 mixer, attention, MLA, sparse attention, a gated delta net, an MLP,
-    experts.
+    Each layer is one norm and one of: a Mamba-2 mixer, attention, MLA, sparse attention, a gated
+    delta net, an MLP, experts.
     """
 
     pattern: Annotated[str, Field(min_length=1, max_length=4096), Key(hf="hybrid_override_pattern")]
-    """The kind of each layer, a letter for one: M Mamba-2, * attention, + MLA (of model.mla), D sparse attention (of
-    model.mla and model.dsa), G a gated delta net (of model.linear_attention), - MLP, E experts (of model.moe), as
-    M-M-M-M*-. Pipeline stages end where the layout says, anywhere in it."""
+    """The kind of each layer, a letter for one: M Mamba-2, * attention, + MLA (of model.mla), D
+    sparse attention (of model.mla and model.dsa), G a gated delta net (of model.linear_attention),
+    - MLP, E experts (of model.moe), as M-M-M-M*-. Pipeline stages end where the layout says,
+    anywhere in it.
+    """
     num_heads: Annotated[Width, Key(feeds="mamba_num_heads", hf="mamba_num_heads")]
     """Heads of a Mamba-2 mixer, each with a state of its own."""
-    head_dim: Annotated[Width, Key(feeds="mamba_head_dim", hf="mamba_head_dim", unit="channels")] = 64
+    head_dim: Annotated[
+        Width, Key(feeds="mamba_head_dim", hf="mamba_head_dim", unit="channels")
+    ] = 64
     """Width of such a head."""
-    state_dim: Annotated[Width, Key(feeds="mamba_state_dim", hf="ssm_state_size", aka="state_size d_state")] = 128
+    state_dim: Annotated[
+        Width, Key(feeds="mamba_state_dim", hf="ssm_state_size", aka="state_size d_state")
+    ] = 128
     """Numbers in the state of each of its channels."""
     num_groups: Annotated[Width, Key(feeds="mamba_num_groups", hf="n_groups", aka="ngroups")] = 8
-    """Groups of heads; those of a group share what is written into their states and read from them, and its channels
-    are normed together."""
+    """Groups of heads; those of a group share what is written into their states and read from them,
+    and its channels are normed together.
+    """
     conv_kernel: Annotated[Width, Key(hf="conv_kernel", aka="d_conv", unit="tokens")] = 4
     """Tokens that the convolution in front of the states sees, the present one included."""
-    time_step_min: Annotated[NonNegativeFloat, Key(effect=Effect.NUMERICS, hf="time_step_min")] = 0.0
+    time_step_min: Annotated[NonNegativeFloat, Key(effect=Effect.NUMERICS, hf="time_step_min")] = (
+        0.0
+    )
     """Lower bound of a time step, by which a state fades and is written to; 0: none."""
-    chunk_size: Annotated[Width, Key(effect=Effect.PARALLELISM, hf="chunk_size", unit="tokens")] = 128
-    """Tokens that are computed by one product of matrices; the states between them are carried on."""
-    embedding_multiplier: Annotated[PositiveFloat, Key(effect=Effect.NUMERICS, hf="embedding_multiplier")] = 1.0
+    chunk_size: Annotated[Width, Key(effect=Effect.PARALLELISM, hf="chunk_size", unit="tokens")] = (
+        128
+    )
+    """Tokens that are computed by one product of matrices; the states between them are carried on.
+    """
+    embedding_multiplier: Annotated[
+        PositiveFloat, Key(effect=Effect.NUMERICS, hf="embedding_multiplier")
+    ] = 1.0
     """Factor on the embeddings of tokens, rounded to the dtype of the weights (12 in Granite 4)."""
-    residual_multiplier: Annotated[PositiveFloat, Key(effect=Effect.NUMERICS, hf="residual_multiplier")] = 1.0
+    residual_multiplier: Annotated[
+        PositiveFloat, Key(effect=Effect.NUMERICS, hf="residual_multiplier")
+    ] = 1.0
     """Factor on what each layer adds to the residual stream (0.22 in Granite 4)."""
     logits_scaling: Annotated[PositiveFloat, Key(effect=Effect.NUMERICS, hf="logits_scaling")] = 1.0
-    """What logits are divided by: the output layer reads hidden states that are divided by it (8 in Granite 4 H
-    Micro)."""
+    """What logits are divided by: the output layer reads hidden states that are divided by it (8 in
+    Granite 4 H Micro).
+    """
 
     def kind(self, index: int) -> str:
-        """The letter of layer `index` (from 0); empty behind the end of a pattern that is too short."""
+        """The letter of layer `index` (from 0); empty behind the end of a pattern that is too
+        short.
+        """
         return self.pattern[index : index + 1]

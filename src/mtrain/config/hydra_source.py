@@ -1,8 +1,9 @@
-"""Hydra's Compose API over files that have been read and checked before: Hydra opens none of ours itself.
+"""Hydra's Compose API over files that have been read and checked before: Hydra opens none of ours
+itself.
 
-Hydra asks its sources of configurations for each name; the one here asks whoever composes. It is registered with
-Hydra as any plugin of that kind, and says nothing while nobody composes, so that another application of Hydra in the
-same process goes on as it is.
+Hydra asks its sources of configurations for each name; the one here asks whoever composes. It is
+registered with Hydra as any plugin of that kind, and says nothing while nobody composes, so that
+another application of Hydra in the same process goes on as it is.
 """
 
 from __future__ import annotations
@@ -36,12 +37,19 @@ _NOTES: dict[str, Any] = {
     "overrides": {"hydra": [], "task": []},
     "runtime": RuntimeConf(),
     "job": {
-        **{"name": "mtrain", "config_name": None, "override_dirname": None, "env_copy": [], "env_set": {}},
+        **{
+            "name": "mtrain",
+            "config_name": None,
+            "override_dirname": None,
+            "env_copy": [],
+            "env_set": {},
+        },
         "config": {"override_dirname": {"kv_sep": "=", "item_sep": ",", "exclude_keys": []}},
     },
 }
-"""What Hydra writes down of a composition, in place of its own configuration: no job runs by it, and to make all that
-it would read for one takes longer than to compose."""
+"""What Hydra writes down of a composition, in place of its own configuration: no job runs by it,
+and to make all that it would read for one takes longer than to compose.
+"""
 
 
 class NotComposed(Exception):
@@ -75,7 +83,9 @@ class Library(Protocol):
 
 MOST_MADE = 512
 _made: dict[tuple[str, tuple[str, ...], Hashable], Any] = {}
-"""What was composed in this process, by what it was made from: a sweep or a list of recipes asks again and again."""
+"""What was composed in this process, by what it was made from: a sweep or a list of recipes asks
+again and again.
+"""
 _composing: ContextVar[tuple[Library, str] | None] = ContextVar("composing", default=None)
 """The library that Hydra looks at, and the name of its primary configuration."""
 
@@ -92,7 +102,9 @@ class _Source(ConfigSource):
 
     def load_config(self, config_path: str) -> ConfigResult:
         if config_path == HYDRA:
-            return ConfigResult(self.provider, self.path, OmegaConf.create(_NOTES), {"package": None})
+            return ConfigResult(
+                self.provider, self.path, OmegaConf.create(_NOTES), {"package": None}
+            )
         library, primary = _now()
         part = library.part(config_path)
         assert part is not None, config_path
@@ -101,7 +113,9 @@ class _Source(ConfigSource):
             defaults = values.get("defaults", [])
             itself = [] if "_self_" in defaults else ["_self_"]
             values["defaults"] = [*defaults, *itself]
-        return ConfigResult(self.provider, self.path, OmegaConf.create(values), {"package": part.package})
+        return ConfigResult(
+            self.provider, self.path, OmegaConf.create(values), {"package": part.package}
+        )
 
     def is_group(self, config_path: str) -> bool:
         return _now()[0].is_group(config_path)
@@ -131,8 +145,11 @@ Plugins.instance().register(_Source)
 Plugins.instance().register(_SearchPath)
 
 
-def composed(library: Library, primary: str, arguments: Sequence[str], settings: Mapping[str, Any]) -> dict[str, Any]:
-    """The values that Hydra composes: plain mappings, lists and scalars, references as they are written.
+def composed(
+    library: Library, primary: str, arguments: Sequence[str], settings: Mapping[str, Any]
+) -> dict[str, Any]:
+    """The values that Hydra composes: plain mappings, lists and scalars, references as they are
+    written.
 
     Args:
         library: what there is to compose.
@@ -166,7 +183,8 @@ def quoted(sign: str, group: str, choice: str) -> str:
 def defaults_list(
     library: Library, primary: str, arguments: Sequence[str]
 ) -> tuple[list[tuple[str, str]], dict[str, str]]:
-    """The configurations that are composed, of rising precedence: their names, and the dotted keys that they fill.
+    """The configurations that are composed, of rising precedence: their names, and the dotted keys
+    that they fill.
 
     Beside it group -> choice.
 
@@ -176,8 +194,12 @@ def defaults_list(
     with _hydra(library, primary):
         loader = GlobalHydra.instance().config_loader()
         found = loader.compute_defaults_list(primary, list(arguments), RunMode.RUN)
-    entries = [(entry.config_path, entry.package or "") for entry in found.defaults if entry.config_path]
-    known = {str(group): str(choice) for group, choice in found.overrides.known_choices.items() if choice}
+    entries = [
+        (entry.config_path, entry.package or "") for entry in found.defaults if entry.config_path
+    ]
+    known = {
+        str(group): str(choice) for group, choice in found.overrides.known_choices.items() if choice
+    }
     return [(name, package) for name, package in entries if not name.startswith("hydra/")], known
 
 
@@ -185,7 +207,8 @@ def defaults_list(
 def _hydra(library: Library, primary: str) -> Iterator[None]:
     """Hydra, started over a library and put back as it was.
 
-    What another application has put into Hydra's store would be laid under ours of the same name: it is kept away.
+    What another application has put into Hydra's store would be laid under ours of the same name:
+    it is kept away.
     """
     token = _composing.set((library, primary))
     outer = GlobalHydra.instance().hydra
@@ -198,7 +221,13 @@ def _hydra(library: Library, primary: str) -> Iterator[None]:
             yield
     except RecursionError:
         raise NotComposed("a defaults list leads back to its own file") from None
-    except (HydraException, OmegaConfBaseException, ValueError, AttributeError, AssertionError) as error:
+    except (
+        HydraException,
+        OmegaConfBaseException,
+        ValueError,
+        AttributeError,
+        AssertionError,
+    ) as error:
         lost = getattr(error, "missing_cfg_file", None)
         if lost:
             missing = lost[0] if isinstance(lost, (list, tuple)) else lost
@@ -213,10 +242,12 @@ def _hydra(library: Library, primary: str) -> Iterator[None]:
 
 
 def not_composed(error: Exception, before: Sequence[Problem]) -> ConfigError:
-    """Return the error of group files that do not compose, after the problems that were found `before`."""
+    """Return the error of group files that do not compose, after the problems that were found
+    `before`.
+    """
     rule = f"the group files do not compose: {error}"
     fix = (
-        "write entries of defaults as `- NAME` of a file of the same group, as `- FOLDER/NAME@_here_` of one in a "
-        "folder of it, and `_self_` where its own keys come"
+        "write entries of defaults as `- NAME` of a file of the same group, as `-"
+        " FOLDER/NAME@_here_` of one in a folder of it, and `_self_` where its own keys come"
     )
     return ConfigError([*before, Problem("MT011", "", None, rule, fix, "conf")])

@@ -12,7 +12,10 @@ CACHE = "MTRAIN_CACHE"
 
 
 def version_of(package: str) -> str | None:
-    """Return a package's version, by its metadata; None: it has none. mtrain knows its own, also in a source tree."""
+    """Return a package's version, by its metadata; None: it has none.
+
+    mtrain knows its own, also in a source tree.
+    """
     if package == "mtrain":
         return mtrain.__version__
     try:

@@ -1,4 +1,6 @@
-"""What a text was meant to be: letters that look like others, numbers with units, words for true and for nothing."""
+"""What a text was meant to be: letters that look like others, numbers with units, words for true
+and for nothing.
+"""
 
 from __future__ import annotations
 
@@ -12,11 +14,18 @@ _CYRILLIC = dict(zip("аеорсухіјѕкмтвнгп", "aeopcyxijskmtbhrn", 
 _CAPITALS = dict(zip("АЕОРСУХІЈЅКМТВНΑΒΕΖΗΙΚΜΝΟΡΤΥΧ", "AEOPCYXIJSKMTBHABEZHIKMNOPTYX", strict=True))
 _GREEK = dict(zip("αεηικνορτυχ", "aenikvoptux", strict=True))
 _DASHES = dict.fromkeys("‐‑‒–—―−", "-")
-LOOKALIKES = str.maketrans({**_CYRILLIC, **_CAPITALS, **_GREEK, **_DASHES, "ı": "i", "’": "'", "“": '"', "”": '"'})
-"""Letters of other alphabets that look like ours (Unicode's confusables, those of whole words), and typeset signs."""
-TRUE, FALSE = ("true", "yes", "y", "on", "t", "1", "enabled"), ("false", "no", "n", "off", "f", "0", "disabled")
+LOOKALIKES = str.maketrans(
+    {**_CYRILLIC, **_CAPITALS, **_GREEK, **_DASHES, "ı": "i", "’": "'", "“": '"', "”": '"'}
+)
+"""Letters of other alphabets that look like ours (Unicode's confusables, those of whole words), and
+typeset signs.
+"""
+TRUE = ("true", "yes", "y", "on", "t", "1", "enabled")
+FALSE = ("false", "no", "n", "off", "f", "0", "disabled")
 NULL = ("null", "none", "nil", "~", "", "undefined")
-_NUMBER = re.compile(r"([-+]?)([0-9][0-9_, ]*(?:\.[0-9]*)?|\.[0-9]+)(?:[eE]([-+]?[0-9]{1,3}))?\s*([A-Za-z]*|%)\Z")
+_NUMBER = re.compile(
+    r"([-+]?)([0-9][0-9_, ]*(?:\.[0-9]*)?|\.[0-9]+)(?:[eE]([-+]?[0-9]{1,3}))?\s*([A-Za-z]*|%)\Z"
+)
 _TIMES = {"ms": "0.001", "s": "1", "sec": "1", "m": "60", "min": "60", "h": "3600", "d": "86400"}
 _SIZES = {"m": "0.0009765625", "g": "1", "t": "1024"}
 _COUNTS = {"k": "1e3", "m": "1e6", "g": "1e9", "b": "1e9", "t": "1e12", "%": "0.01"}
@@ -47,14 +56,18 @@ def as_name(value: Any) -> str:
 
 
 def readings(path: str, value: Any) -> Iterator[list[Any]]:
-    """Values of other types that `value` may have been meant as at the key `path`: likely ones before less likely."""
+    """Values of other types that `value` may have been meant as at the key `path`: likely ones
+    before less likely.
+    """
     if isinstance(value, list) and len(value) == 1:
         yield [value[0]]
     if isinstance(value, (bool, dict)) or value is None:
         return
     text = plain(str(value)).strip().strip("\"'").strip()
     word = text.lower()
-    yield [reading for words, reading in ((TRUE, True), (FALSE, False), (NULL, None)) if word in words]
+    yield [
+        reading for words, reading in ((TRUE, True), (FALSE, False), (NULL, None)) if word in words
+    ]
     numbers = list(_numbers(path, text))
     yield [kind for number in numbers for kind in _kinds(number)]
     yield [round(number) for number in numbers if abs(number) < 1 << 63]
@@ -64,7 +77,13 @@ def readings(path: str, value: Any) -> Iterator[list[Any]]:
     yield [str(value)]
     yield [[value]]
     yield [parts]
-    yield [[int(n) if n == n.to_integral_value() else float(n) for part in parts[:64] for n in _numbers(path, part)]]
+    yield [
+        [
+            int(n) if n == n.to_integral_value() else float(n)
+            for part in parts[:64]
+            for n in _numbers(path, part)
+        ]
+    ]
 
 
 def _kinds(number: Decimal) -> Iterator[Any]:

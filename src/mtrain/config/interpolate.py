@@ -10,8 +10,11 @@ from mtrain.config.keys import is_content
 from mtrain.config.near import at_default
 from mtrain.errors import MAX_PROBLEMS, Problem
 
-MAX_REFERENCES, MAX_UNFOLDED = 100, 1 << 20
-"""References behind one value, and characters and items that all references of a configuration stand for."""
+MAX_REFERENCES = 100
+MAX_UNFOLDED = 1 << 20
+"""References behind one value, and characters and items that all references of a configuration
+stand for.
+"""
 BY_HAND = "write the value itself, or delete the line"
 """What corrects a reference in a file: it is refused there, whatever lies over it."""
 
@@ -37,13 +40,21 @@ def refused(values: Any, where: Callable[[str], str], prefix: str = "") -> Itera
                 continue
             bodies = _REFERENCE.findall(text)
             if "${" in _REFERENCE.sub("", text) or not all(KEY.match(body) for body in bodies):
-                rule = "only a reference to another key is allowed, as in ${trainer.train_iters}; resolvers never run"
-                fix = at_default(path) if where(path) == "command line" and not is_content(path) else BY_HAND
+                rule = (
+                    "only a reference to another key is allowed, as in ${trainer.train_iters};"
+                    " resolvers never run"
+                )
+                if where(path) == "command line" and not is_content(path):
+                    fix = at_default(path)
+                else:
+                    fix = BY_HAND
                 yield Problem("MT007", path, value, rule, fix, where(path))
 
 
 def resolve_references(values: dict[str, Any], where: Callable[[str], str]) -> list[Problem]:
-    """Puts the value in place of each reference, in `values` itself; returns what could not be followed."""
+    """Puts the value in place of each reference, in `values` itself; returns what could not be
+    followed.
+    """
     table = dict(leaves(values))
     follower = _Follower(table)
     problems: list[Problem] = []
@@ -55,7 +66,9 @@ def resolve_references(values: dict[str, Any], where: Callable[[str], str]) -> l
         try:
             put(values, path, follower.begin(path, value))
         except ValueError as error:
-            problems.append(Problem("MT007", path, value, str(error), _of_reference(path), where(path)))
+            problems.append(
+                Problem("MT007", path, value, str(error), _of_reference(path), where(path))
+            )
     return problems
 
 
@@ -64,7 +77,8 @@ class _Follower:
 
     def __init__(self, table: dict[str, Any]) -> None:
         self.table = table
-        self.left, self.room = MAX_REFERENCES, MAX_UNFOLDED
+        self.left = MAX_REFERENCES
+        self.room = MAX_UNFOLDED
 
     def begin(self, path: str, value: Any) -> Any:
         """The value at `path` with what its references stand for.
@@ -101,7 +115,9 @@ class _Follower:
 
 
 def _of_reference(path: str) -> str:
-    """The default in place of a reference that leads nowhere, where the key takes no text of a user's own."""
+    """The default in place of a reference that leads nowhere, where the key takes no text of a
+    user's own.
+    """
     return ("" if is_content(path) else at_default(path)) or BY_HAND
 
 

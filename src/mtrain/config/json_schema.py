@@ -1,6 +1,8 @@
-"""The schema for editors: JSON Schema draft-07, which yaml-language-server reads, of a group, a recipe or a run file.
+"""The schema for editors: JSON Schema draft-07, which yaml-language-server reads, of a group, a
+recipe or a run file.
 
-Made from the pydantic schemas alone, so a new key is completed and documented in an editor as soon as it exists.
+Made from the pydantic schemas alone, so a new key is completed and documented in an editor as soon
+as it exists.
 """
 
 from __future__ import annotations
@@ -33,8 +35,8 @@ Json = dict[str, Any]
 def json_schema(kind: str) -> Json:
     """The draft-07 schema of `run`, `recipe` or a group.
 
-    A run file says every group; a recipe says any keys of any group, choices, and words about itself; a file of a
-    group says the keys of the group.
+    A run file says every group; a recipe says any keys of any group, choices, and words about
+    itself; a file of a group says the keys of the group.
 
     Raises:
         KeyError: there is no such kind.
@@ -63,8 +65,9 @@ def _lowered_schema(model: type[BaseModel]) -> Json:
 def _lowered(node: Any, *, named: bool = False) -> Any:
     """A part of a schema in the older draft.
 
-    `$ref` hides its neighbours there, so they go around it; a list of positions is `items`; a title that only
-    repeats the key's name is left out. `named` parts are mappings from names, not schemas.
+    `$ref` hides its neighbours there, so they go around it; a list of positions is `items`; a title
+    that only repeats the key's name is left out. `named` parts are mappings from names, not
+    schemas.
     """
     if isinstance(node, list):
         return [_lowered(item) for item in node]
@@ -99,7 +102,11 @@ def _recipe() -> Json:
     return {
         "type": "object",
         "additionalProperties": False,
-        "properties": {"recipe": {"$ref": "#/definitions/RecipeConfig"}, "defaults": _choices(), **_groups(whole)},
+        "properties": {
+            "recipe": {"$ref": "#/definitions/RecipeConfig"},
+            "defaults": _choices(),
+            **_groups(whole),
+        },
         "definitions": definitions,
     }
 
@@ -111,14 +118,18 @@ def _groups(whole: Mapping[str, Any]) -> Json:
 def _partial(section: Mapping[str, Any]) -> Json:
     """A section of which a file may say any part."""
     out = {key: value for key, value in section.items() if key != "required"}
-    out["properties"] = {name: _or_reference(part) for name, part in section.get("properties", {}).items()}
+    out["properties"] = {
+        name: _or_reference(part) for name, part in section.get("properties", {}).items()
+    }
     return out
 
 
 def _or_reference(part: Json) -> Json:
     """A value, or `${another.key}`; sections stay sections, and text may be anything already."""
     inner = [part, *part.get("anyOf", ()), *part.get("allOf", ())]
-    if any("$ref" in item or (item.get("type") == "string" and "enum" not in item) for item in inner):
+    if any(
+        "$ref" in item or (item.get("type") == "string" and "enum" not in item) for item in inner
+    ):
         return part
     words: Json = {key: part[key] for key in ("description", "default") if key in part}
     rest = {key: value for key, value in part.items() if key not in words}
@@ -132,7 +143,9 @@ def _choices() -> Json:
     for group in GROUPS:
         files: Json = {"enum": choices_of_group(group)}
         layout = {"type": "string", "pattern": LAYOUT, "description": GRAMMAR}
-        properties[f"override /{group}"] = {"anyOf": [files, layout]} if group == "parallel" else files
+        properties[f"override /{group}"] = (
+            {"anyOf": [files, layout]} if group == "parallel" else files
+        )
     entry = {
         "type": "object",
         "minProperties": 1,
@@ -141,4 +154,8 @@ def _choices() -> Json:
         "properties": properties,
         "patternProperties": {f"^override +({'|'.join(GROUPS)})$": {"type": "string"}},
     }
-    return {"type": "array", "items": entry, "description": "Which file of a group: `- override /model: llama3_8b`."}
+    return {
+        "type": "array",
+        "items": entry,
+        "description": "Which file of a group: `- override /model: llama3_8b`.",
+    }

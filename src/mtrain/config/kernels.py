@@ -1,4 +1,6 @@
-"""Which implementation of each operation runs where: what there is, what speaks against it, and what `auto` takes."""
+"""Which implementation of each operation runs where: what there is, what speaks against it, and
+what `auto` takes.
+"""
 
 from __future__ import annotations
 
@@ -69,9 +71,21 @@ OPERATIONS = (
         _activates,
         "model.activation swiglu, geglu, geglu_tanh or squared_relu, without offset and clamp",
     ),
-    Operation("experts", ("te", "triton", "torch", "reference"), lambda r: r.model.moe is not None, "a model.moe"),
-    Operation("moe_router", ("triton", "reference"), _routes, "a model.moe that is not balanced by sinkhorn"),
-    Operation("moe_permute", ("triton", "reference"), lambda r: r.model.moe is not None, "a model.moe"),
+    Operation(
+        "experts",
+        ("te", "triton", "torch", "reference"),
+        lambda r: r.model.moe is not None,
+        "a model.moe",
+    ),
+    Operation(
+        "moe_router",
+        ("triton", "reference"),
+        _routes,
+        "a model.moe that is not balanced by sinkhorn",
+    ),
+    Operation(
+        "moe_permute", ("triton", "reference"), lambda r: r.model.moe is not None, "a model.moe"
+    ),
     Operation("loss", ("triton", "reference", "megatron")),
     Operation("optimizer", ("triton", "te", "torch", "reference")),
 )
@@ -87,7 +101,9 @@ PARTS: dict[str, tuple[str, ...]] = {
 
 
 def parts_of(op: str, run: RunConfig) -> tuple[str, ...]:
-    """Return the ops of `mtrain_kernels` whose kernels run where Triton does an operation of this run."""
+    """Return the ops of `mtrain_kernels` whose kernels run where Triton does an operation of this
+    run.
+    """
     parts = PARTS.get(op, (op,))
     if op == "experts" and run.precision.quantized in OURS:
         parts += ("fp8_grouped", "quantize")
@@ -99,16 +115,21 @@ OURS = ("tensorwise", "blockwise")
 """Recipes of precision.fp8 that linear layers and experts of ours know."""
 WIDEST_HEAD = 256
 """Of Triton's attention, as in `mtrain_kernels.attention.tiles`."""
-NO_COUNTS = "TransformerEngine's experts want counts of rows on the host, where model.moe.pad_alltoall has none"
+NO_COUNTS = (
+    "TransformerEngine's experts want counts of rows on the host, where model.moe.pad_alltoall has"
+    " none"
+)
 
 
 def routes_by_lists(run: RunConfig) -> bool:
-    """Whether experts of a resolved run are routed to by lists of them, so that no layer waits for the device.
+    """Whether experts of a resolved run are routed to by lists of them, so that no layer waits for
+    the device.
 
-    That is where routing and permutation are by kernels, or `model.moe.pad_alltoall` asks for it, no token is
-    dropped, and nobody else needs a map.
+    That is where routing and permutation are by kernels, or `model.moe.pad_alltoall` asks for it,
+    no token is dropped, and nobody else needs a map.
     """
-    moe, k = run.model.moe, run.kernels
+    moe = run.model.moe
+    k = run.kernels
     if moe is None or k.experts == "te":
         return False
     if "moe_router" in (run.trainer.cuda_graph_modules or ()):
@@ -116,15 +137,22 @@ def routes_by_lists(run: RunConfig) -> bool:
     if (k.moe_router, k.moe_permute) != ("triton", "triton") and not moe.padded:
         return False
     dropless = moe.expert_capacity_factor is None and not moe.router_padding_for_quantization
-    return dropless and moe.token_dispatcher_type != "flex" and moe.router_load_balancing_type != "sinkhorn"
+    return (
+        dropless
+        and moe.token_dispatcher_type != "flex"
+        and moe.router_load_balancing_type != "sinkhorn"
+    )
 
 
 def stands_for(op: Operation, run: RunConfig, machine: Facts) -> str | None:
-    """What does an operation of the model that nobody named; None: it is named, or the machine that runs it decides.
+    """What does an operation of the model that nobody named; None: it is named, or the machine that
+    runs it decides.
 
     What `kernels.default` names is known everywhere; only what `auto` takes depends on the machine.
     """
-    word, default, device = getattr(run.kernels, op.name), run.kernels.default, run.cluster.device
+    word = getattr(run.kernels, op.name)
+    default = run.kernels.default
+    device = run.cluster.device
     if word not in (None, "auto") or not op.applies(run):
         return None
     if word is None and default in op.order and not lacks(op.name, default, run):
@@ -135,7 +163,8 @@ def stands_for(op: Operation, run: RunConfig, machine: Facts) -> str | None:
 def reasons(run: RunConfig, machine: Facts) -> dict[str, str]:
     """Why each operation of a resolved run is done by whom it is: key -> a sentence.
 
-    It tells what speaks against those that `auto` would have tried before, or that somebody named it.
+    It tells what speaks against those that `auto` would have tried before, or that somebody named
+    it.
     """
     out: dict[str, str] = {}
     for op in OPERATIONS:
@@ -150,7 +179,9 @@ def reasons(run: RunConfig, machine: Facts) -> dict[str, str]:
 
 
 def left_to_others(run: RunConfig, machine: Facts) -> list[str]:
-    """Return the operations that `auto` would do by Triton if its kernels had been run on this generation of GPUs."""
+    """Return the operations that `auto` would do by Triton if its kernels had been run on this
+    generation of GPUs.
+    """
     device = run.cluster.device
     if not facts_of(device).cuda_kernels:
         return []
@@ -167,20 +198,28 @@ def left_to_others(run: RunConfig, machine: Facts) -> list[str]:
 
 
 def summary(run: RunConfig) -> str:
-    """Implementation by implementation, the operations of a resolved run: `triton: rope, loss; te: norm`."""
+    """Implementation by implementation, the operations of a resolved run: `triton: rope, loss; te:
+    norm`.
+    """
     by_word: dict[str, list[str]] = {}
     for op in OPERATIONS:
         word = getattr(run.kernels, op.name)
         if op.applies(run):
             by_word.setdefault(word or "chosen where it runs", []).append(op.name)
-    return next(iter(by_word)) if len(by_word) == 1 else "; ".join(f"{w}: {', '.join(n)}" for w, n in by_word.items())
+    if len(by_word) == 1:
+        return next(iter(by_word))
+    return "; ".join(f"{w}: {', '.join(n)}" for w, n in by_word.items())
 
 
 def _auto(op: Operation, run: RunConfig, device: str, machine: Facts) -> tuple[str, dict[str, str]]:
-    """What `auto` takes, and what speaks against each one before it; the OPERATIONS before it are chosen."""
+    """What `auto` takes, and what speaks against each one before it; the OPERATIONS before it are
+    chosen.
+    """
     against: dict[str, str] = {}
     for word in op.order:
-        why = _unwanted(op.name, word, run, device, machine) or obstacle(op.name, word, run, device, machine)
+        why = _unwanted(op.name, word, run, device, machine) or obstacle(
+            op.name, word, run, device, machine
+        )
         if why is None:
             return word, against
         against[word] = why
@@ -199,8 +238,13 @@ def obstacle(op: str, word: str, run: RunConfig, device: str, machine: Facts) ->
         if not machine.triton and (facts.on_host or machine.gpus):
             return "Triton is not installed"
         if facts.on_host and not machine.triton_interpreted:
-            return "Triton runs on a GPU, and on a CPU only in its interpreter, with TRITON_INTERPRET=1"
-    return lacks(op, word, run) or (torch_experts_obstacle(run) if (op, word) == ("experts", "torch") else None)
+            return (
+                "Triton runs on a GPU, and on a CPU only in its interpreter, with"
+                " TRITON_INTERPRET=1"
+            )
+    return lacks(op, word, run) or (
+        torch_experts_obstacle(run) if (op, word) == ("experts", "torch") else None
+    )
 
 
 def lacks(op: str, word: str, run: RunConfig) -> str | None:
@@ -209,16 +253,25 @@ def lacks(op: str, word: str, run: RunConfig) -> str | None:
         return update_obstacle(word, run)
     if (op, word) == ("linear", "triton") and run.precision.quantized not in OURS:
         return (
-            "Triton multiplies for linear layers in precision.fp8, with precision.fp8_recipe tensorwise or blockwise"
+            "Triton multiplies for linear layers in precision.fp8, with precision.fp8_recipe"
+            " tensorwise or blockwise"
         )
     if op in ("linear", "experts") and word == "te" and run.peft.kind is not None:
-        return f"TransformerEngine's layers have no adapters, which peft.kind {run.peft.kind} asks for"
+        return (
+            f"TransformerEngine's layers have no adapters, which peft.kind {run.peft.kind} asks for"
+        )
     if (op, word) == ("attention", "te") and run.model.position_embedding_type == "relative":
-        return "TransformerEngine's attention is not asked for the biases of model.position_embedding_type relative"
+        return (
+            "TransformerEngine's attention is not asked for the biases of"
+            " model.position_embedding_type relative"
+        )
     if (op, word) == ("attention", "te") and run.model.attn_logit_softcapping is not None:
         return "TransformerEngine's attention knows no model.attn_logit_softcapping"
     if op == "attention" and word in ("te", "triton") and run.model.dsa is not None:
-        return f"attention by {word} takes no mask of each pair, in which model.dsa says what was chosen"
+        return (
+            f"attention by {word} takes no mask of each pair, in which model.dsa says what was"
+            " chosen"
+        )
     if (op, word) == ("attention", "triton"):
         return _fused_attention_lacks(run)
     if op == "experts" and run.model.moe is not None:
@@ -230,22 +283,36 @@ def _experts_lack(word: str, run: RunConfig) -> str | None:
     """What a run asks of experts that an implementation has not, or None."""
     if word == "te" and run.model.moe is not None and run.model.moe.padded:
         return NO_COUNTS
-    if word == "te" and run.precision.quantized in OURS and run.kernels.linear in ("triton", "reference"):
+    if (
+        word == "te"
+        and run.precision.quantized in OURS
+        and run.kernels.linear in ("triton", "reference")
+    ):
         return (
-            f"TransformerEngine's experts read precision.fp8 beside its linear layers, which are {run.kernels.linear}"
+            "TransformerEngine's experts read precision.fp8 beside its linear layers, which are"
+            f" {run.kernels.linear}"
         )
     if word == "torch" and run.precision.quantized is not None:
-        return f"torch's grouped product is in {run.precision.dtype}, and precision is {run.precision.quantized}"
+        return (
+            f"torch's grouped product is in {run.precision.dtype}, and precision is"
+            f" {run.precision.quantized}"
+        )
     return None
 
 
 def _experts_are_ours(run: RunConfig) -> str | None:
-    """Why experts in eight bits are not TransformerEngine's, whose linear layers they would be beside, or None."""
-    moe, word = run.model.moe, run.kernels.experts
+    """Why experts in eight bits are not TransformerEngine's, whose linear layers they would be
+    beside, or None.
+    """
+    moe = run.model.moe
+    word = run.kernels.experts
     if moe is None:
         return None
     if word in ("triton", "reference"):
-        return f"experts in precision.fp8 are beside linear layers of one kind, and kernels.experts is {word}"
+        return (
+            "experts in precision.fp8 are beside linear layers of one kind, and kernels.experts is"
+            f" {word}"
+        )
     return NO_COUNTS if word != "te" and moe.padded else None
 
 
@@ -255,11 +322,17 @@ def _fused_attention_lacks(run: RunConfig) -> str | None:
     if m.position_embedding_type == "relative":
         return "Triton's attention knows no biases of model.position_embedding_type relative"
     if m.attention_dropout:
-        return f"Triton's attention knows no dropout, and model.attention_dropout is {m.attention_dropout:g}"
+        return (
+            "Triton's attention knows no dropout, and model.attention_dropout is"
+            f" {m.attention_dropout:g}"
+        )
     latent = m.mla and max(m.mla.qk_head_dim + m.mla.qk_pos_emb_head_dim, m.mla.v_head_dim)
     width = latent or m.head_dim
     if width > WIDEST_HEAD:
-        return f"Triton's attention has heads of {WIDEST_HEAD} at most, and those of the model are {width} wide"
+        return (
+            f"Triton's attention has heads of {WIDEST_HEAD} at most, and those of the model are"
+            f" {width} wide"
+        )
     return None
 
 
@@ -272,10 +345,14 @@ def torch_experts_obstacle(run: RunConfig) -> str | None:
     """Why torch's grouped product does not take the experts of this model, or None."""
     if run.precision.dtype != "bf16":
         return f"torch's grouped product takes bf16, and precision.dtype is {run.precision.dtype}"
-    share = run.model.moe.ffn_hidden_size // (run.parallel.etp or run.parallel.tp) if run.model.moe else 8
+    if run.model.moe:
+        share = run.model.moe.ffn_hidden_size // (run.parallel.etp or run.parallel.tp)
+    else:
+        share = 8
     if run.model.hidden_size % 8 or share % 8:
         return (
-            f"torch's grouped product takes sizes by 8, and experts are {run.model.hidden_size} x {share} on a rank"
+            f"torch's grouped product takes sizes by 8, and experts are {run.model.hidden_size} x"
+            f" {share} on a rank"
         )
     return None
 
@@ -292,38 +369,65 @@ def _unwanted(op: str, word: str, run: RunConfig, device: str, machine: Facts) -
     """Why `auto` passes an implementation over that could run, or None."""
     facts = facts_of(device)
     if facts.on_host and word == "triton" and machine.triton_interpreted:
-        return "Triton's interpreter is for tests: it takes a millisecond for what a GPU does in a microsecond"
+        return (
+            "Triton's interpreter is for tests: it takes a millisecond for what a GPU does in a"
+            " microsecond"
+        )
     if op == "optimizer" and word == "torch":
         return None
     if facts.on_host and word == "torch":
-        return "the reference calls the same kernels of torch on a CPU" if op == "attention" else "measured on no CPU"
+        if op == "attention":
+            return "the reference calls the same kernels of torch on a CPU"
+        return "measured on no CPU"
     served = {"triton": facts.triton, "torch": facts.torch_kernels}.get(word, True)
     if not facts.on_host and not served:
         return f"nobody has said that it serves {device}"
     if op == "norm" and word == "te" and (why := te_norm_obstacle(run)):
         return why
-    if (op, word) == ("linear", "te") and run.precision.quantized in OURS and (why := _experts_are_ours(run)):
+    if (
+        (op, word) == ("linear", "te")
+        and run.precision.quantized in OURS
+        and (why := _experts_are_ours(run))
+    ):
         return why
     if (op, word) == ("experts", "torch") and (run.cluster.sm or 0) >= 100:
-        return "torch's grouped product is wrong for experts without tokens on sm_100 (pytorch issue 172439)"
+        return (
+            "torch's grouped product is wrong for experts without tokens on sm_100 (pytorch issue"
+            " 172439)"
+        )
     triton_could = obstacle(op, "triton", run, device, machine) is None and not _not_run(op, run)
     if (op, word) == ("attention", "torch") and triton_could:
-        what = "sinks" if run.model.softmax_type != "vanilla" else "caps" if run.model.attn_logit_softcapping else ""
-        return f"torch's kernels know no {what} of scores but as a number for each pair" if what else None
+        if run.model.softmax_type != "vanilla":
+            what = "sinks"
+        else:
+            if run.model.attn_logit_softcapping:
+                what = "caps"
+            else:
+                what = ""
+        if what:
+            return f"torch's kernels know no {what} of scores but as a number for each pair"
+        return None
     if op == "activation" and word == "triton" and run.kernels.linear == "te":
         return "megatron-core's fused activations go with TransformerEngine's layers"
     return _not_run(op, run) if word == "triton" and facts.cuda_kernels else None
 
 
 def _not_run(op: str, run: RunConfig) -> str | None:
-    """Return why `auto` leaves Triton's kernels out on a generation of GPUs that no result admits, or None."""
+    """Return why `auto` leaves Triton's kernels out on a generation of GPUs that no result admits,
+    or None.
+    """
     anyway = f"kernels.{op}=triton takes them anyway"
     if run.cluster.sm is None:
-        return f"auto takes Triton where it has run, and cluster.sm does not say which GPU this is; {anyway}"
+        return (
+            "auto takes Triton where it has run, and cluster.sm does not say which GPU this is;"
+            f" {anyway}"
+        )
     new = missing(run.cluster.sm, parts_of(op, run))
     if not new:
         return None
-    return f"Triton's kernels of {' and '.join(new)} have not run on sm_{run.cluster.sm} yet; {anyway}"
+    return (
+        f"Triton's kernels of {' and '.join(new)} have not run on sm_{run.cluster.sm} yet; {anyway}"
+    )
 
 
 KEYS = ("default", *(op.name for op in OPERATIONS))
@@ -333,13 +437,18 @@ KEYS = ("default", *(op.name for op in OPERATIONS))
 def problems(
     run: RunConfig, machine: Facts, origins: Mapping[str, str], keys: Sequence[str] = KEYS
 ) -> Iterator[Problem]:
-    """Named implementations of a resolved run that this machine cannot run (te on a wrong device is a rule's)."""
+    """Named implementations of a resolved run that this machine cannot run (te on a wrong device is
+    a rule's).
+    """
     for key in keys:
         yield from _problem(run, machine, origins, key)
 
 
-def _problem(run: RunConfig, machine: Facts, origins: Mapping[str, str], key: str) -> Iterator[Problem]:
-    word, device = getattr(run.kernels, key), run.cluster.device
+def _problem(
+    run: RunConfig, machine: Facts, origins: Mapping[str, str], key: str
+) -> Iterator[Problem]:
+    word = getattr(run.kernels, key)
+    device = run.cluster.device
     if word not in ("triton", "te") or (word == "te" and not facts_of(device).cuda_kernels):
         return
     if key != "default" and word == run.kernels.default:

@@ -26,8 +26,12 @@ DERIVED = {
     "dp": "the data-parallel size is derived: ranks / (tp * pp * cp); as a choice: parallel=tp2dp2",
     "data_parallel": "the data-parallel size is derived: ranks / (tp * pp * cp)",
     "num_microbatches": "micro-batches are derived: global_batch_size / (micro_batch_size * dp)",
-    "gradient_accumulation_steps": "micro-batches are derived: global_batch_size / (micro_batch_size * dp)",
-    "train_samples": "a run is as long as trainer.train_iters says: samples / trainer.global_batch_size",
+    "gradient_accumulation_steps": (
+        "micro-batches are derived: global_batch_size / (micro_batch_size * dp)"
+    ),
+    "train_samples": (
+        "a run is as long as trainer.train_iters says: samples / trainer.global_batch_size"
+    ),
     "betas": "two keys hold them: optim.beta1 and optim.beta2",
     "bf16": "the number format is one key: precision.dtype=bf16",
     "fp16": "the number format is one key: precision.dtype=fp16",
@@ -41,14 +45,22 @@ DERIVED = {
         ),
         "what is fused follows from the implementations that `kernels` names",
     ),
-    "bias_gelu_fusion": "the form of gelu is model.activation=gelu (exact) or gelu_tanh, and what is fused follows",
-    "fp8_param_gather": "weights are drawn, sharded and saved in precision.dtype; only products are in 8 bits",
+    "bias_gelu_fusion": (
+        "the form of gelu is model.activation=gelu (exact) or gelu_tanh, and what is fused follows"
+    ),
+    "fp8_param_gather": (
+        "weights are drawn, sharded and saved in precision.dtype; only products are in 8 bits"
+    ),
     "make_vocab_size_divisible_by": "the vocabulary is always padded to a multiple of 128",
 }
 """Names that have no key here, and why."""
 
 
-RESOLVED = {"precision.dtype": "precision.format", "data.seq_length": "data.length", "optim.lr": "optim.rate"}
+RESOLVED = {
+    "precision.dtype": "precision.format",
+    "data.seq_length": "data.length",
+    "optim.lr": "optim.rate",
+}
 """Keys that are null until they are resolved -> the property that has a value at any time."""
 MERGE = "<<"
 """YAML's key for a mapping that is merged into another one. It is not read."""
@@ -67,7 +79,9 @@ def section_in(annotation: Any) -> type[BaseModel] | None:
 @cache
 def schema_keys() -> dict[str, FieldInfo]:
     """Every leaf key by its dotted path, the recipe's words about itself included."""
-    return {path: field for path, field in _all_keys().items() if section_in(field.annotation) is None}
+    return {
+        path: field for path, field in _all_keys().items() if section_in(field.annotation) is None
+    }
 
 
 @cache
@@ -102,7 +116,9 @@ def keys() -> dict[str, Key]:
 
 
 def key_of(path: str) -> Key:
-    """What the schema says of the key at `path` in its annotation; nothing where it says nothing."""
+    """What the schema says of the key at `path` in its annotation; nothing where it
+    says nothing.
+    """
     return keys().get(path) or Key()
 
 
@@ -117,7 +133,9 @@ def effect_of(path: str) -> Effect:
 
 
 def when_of(path: str) -> str:
-    """The condition of a key, or of the section that it stands in; empty where it always has an effect."""
+    """The condition of a key, or of the section that it stands in; empty where it always has an
+    effect.
+    """
     while path and not key_of(path).when:
         path = path.rpartition(".")[0]
     return key_of(path).when
@@ -125,7 +143,9 @@ def when_of(path: str) -> str:
 
 @cache
 def foreign() -> dict[str, str]:
-    """Names of fields of megatron-core, of flags of Megatron-LM and of keys of Hugging Face -> the key here."""
+    """Names of fields of megatron-core, of flags of Megatron-LM and of keys of Hugging Face -> the
+    key here.
+    """
     own = {path.rpartition(".")[2] for path in schema_keys()}
     out: dict[str, str] = {}
     for path, key in keys().items():
@@ -155,8 +175,12 @@ def flag_of(path: str) -> Flag | None:
 
 
 def choices_of(path: str) -> tuple[str, ...]:
-    """The words that a key, an item of its list or a name in its table may be, where they are few; else empty."""
-    field = field_of(path) or (field_of(path.rpartition(".")[0]) if path.rpartition(".")[2].isdigit() else None)
+    """The words that a key, an item of its list or a name in its table may be, where they are few;
+    else empty.
+    """
+    field = field_of(path) or (
+        field_of(path.rpartition(".")[0]) if path.rpartition(".")[2].isdigit() else None
+    )
     return next(_words(field.annotation), ()) if field is not None else ()
 
 
@@ -168,12 +192,16 @@ def _words(annotation: Any) -> Iterator[tuple[str, ...]]:
 
 
 def suggest(path: str) -> tuple[list[str], str]:
-    """Keys that `path` may have meant, best first, and a sentence about it where there is something to say."""
+    """Keys that `path` may have meant, best first, and a sentence about it where there is something
+    to say.
+    """
     near, why = _suggested(path)
     return list(near), why
 
 
-@lru_cache(maxsize=1024)  # a problem asks for its keys and for its fix, and the search takes milliseconds
+@lru_cache(
+    maxsize=1024
+)  # a problem asks for its keys and for its fix, and the search takes milliseconds
 def _suggested(path: str) -> tuple[list[str], str]:
     import difflib
 
@@ -191,31 +219,44 @@ def _suggested(path: str) -> tuple[list[str], str]:
     if field is not None:
         why, text = UNMAPPED[field]
         return [], f"megatron-core's {field} has no key, it is {why}: {text}"
-    same_word = [key for key in every if key.rpartition(".")[2] == last and not key.startswith("recipe.")]
+    same_word = [
+        key for key in every if key.rpartition(".")[2] == last and not key.startswith("recipe.")
+    ]
     if same_word:
-        return sorted(same_word, key=lambda k: -difflib.SequenceMatcher(None, k, path).ratio())[:3], ""
+        return (
+            sorted(same_word, key=lambda k: -difflib.SequenceMatcher(None, k, path).ratio())[:3],
+            "",
+        )
     if "." not in path and (groups := difflib.get_close_matches(path, GROUPS, n=1, cutoff=0.6)):
         return groups, ""
     near = difflib.get_close_matches(path, every, n=3, cutoff=0.75)
     words = {key.rpartition(".")[2]: key for key in every}
     near += [words[w] for w in difflib.get_close_matches(last, list(words), n=2, cutoff=0.8)]
     if not near:
-        near += [foreign()[name] for name in difflib.get_close_matches(last, list(foreign()), n=1, cutoff=0.85)]
+        near += [
+            foreign()[name]
+            for name in difflib.get_close_matches(last, list(foreign()), n=1, cutoff=0.85)
+        ]
     return list(dict.fromkeys(near))[:3], ""
 
 
 def is_under_a_value(path: str) -> bool:
-    """Whether a dotted key goes on behind one that holds a plain value, as in `model.num_layers.x`."""
+    """Whether a dotted key goes on behind one that holds a plain value, as in
+    `model.num_layers.x`.
+    """
     names = path.split(".")
     above = [field_of(".".join(names[:i])) for i in range(1, len(names))]
     return any(
-        f is not None and section_in(f.annotation) is None and get_origin(f.annotation) is not dict for f in above
+        f is not None and section_in(f.annotation) is None and get_origin(f.annotation) is not dict
+        for f in above
     )
 
 
 @cache
 def is_content(key: str) -> bool:
-    """Whether a key takes text of the user's own, a list or a mapping: no number, no switch, no word of a few."""
+    """Whether a key takes text of the user's own, a list or a mapping: no number, no switch, no
+    word of a few.
+    """
     field = field_of(key)
     return field is not None and key not in PLUG_INS and _is_free(field.annotation)
 
@@ -224,4 +265,8 @@ def _is_free(annotation: Any) -> bool:
     origin = get_origin(annotation)
     if annotation in (str, dict, tuple) or origin in (dict, tuple, list):
         return True
-    return any(_is_free(inner) for inner in get_args(annotation) if not isinstance(inner, (str, int, float)))
+    return any(
+        _is_free(inner)
+        for inner in get_args(annotation)
+        if not isinstance(inner, (str, int, float))
+    )

@@ -29,14 +29,18 @@ class Known:
 
 
 def known(name: str) -> Known | None:
-    """Return the description of GPUs of a name, from the first folder of choices that has one; None: no file has."""
+    """Return the description of GPUs of a name, from the first folder of choices that has one;
+    None: no file has.
+    """
     return _known(name, tuple(folders()))
 
 
 @cache
 def _known(name: str, places: tuple[Path, ...]) -> Known | None:
     for file in _files(places):
-        with suppress(ConfigError, OSError, ValueError):  # a faulty file is reported to whoever chooses it
+        with suppress(
+            ConfigError, OSError, ValueError
+        ):  # a faulty file is reported to whoever chooses it
             if name not in file.read_text(encoding="utf-8"):
                 continue
             values = load.load(file).values
@@ -55,7 +59,9 @@ def _with_bases(values: dict[str, Any], most: int) -> dict[str, Any]:
     """Return the values of a file, over those of the files that its `defaults` name."""
     whole: dict[str, Any] = {}
     for base in values.get("defaults", ()):
-        file = find_config(f"{GROUP}/{base}") if isinstance(base, str) and base != "_self_" else None
+        file = (
+            find_config(f"{GROUP}/{base}") if isinstance(base, str) and base != "_self_" else None
+        )
         if file is not None and most:
             whole |= _with_bases(load.load(file).values, most - 1)
     return whole | {key: value for key, value in values.items() if key != "defaults"}

@@ -1,4 +1,6 @@
-"""The files that a configuration is composed of, in Hydra's order, each as a layer of values with their origins."""
+"""The files that a configuration is composed of, in Hydra's order, each as a layer of values with
+their origins.
+"""
 
 from __future__ import annotations
 
@@ -17,13 +19,15 @@ Entries = list[tuple[str, str]]
 """Names of configurations, each with the dotted key that it fills."""
 
 
-def entries_of(library: Library, usual: Entries, arguments: Sequence[str]) -> tuple[Entries, dict[str, str]]:
+def entries_of(
+    library: Library, usual: Entries, arguments: Sequence[str]
+) -> tuple[Entries, dict[str, str]]:
     """What is composed, of rising precedence, and group -> choice as far as files have changed it.
 
     Args:
         library: what there is.
-        usual: what is composed where no file has a defaults list, or a place for its values, of its own; the first
-            is the primary configuration.
+        usual: what is composed where no file has a defaults list, or a place for its values, of its
+            own; the first is the primary configuration.
         arguments: those that choose, for Hydra.
 
     Raises:
@@ -58,7 +62,8 @@ def _added(arguments: Sequence[str]) -> list[str]:
 
 
 def _expanded(library: Library, name: str, package: str, depth: int = 0) -> Entries:
-    """A file with those of its group that its defaults list names, which is all that most files have.
+    """A file with those of its group that its defaults list names, which is all that most files
+    have.
 
     Hydra makes the same list; to ask it takes as long as to compose once more.
 
@@ -71,13 +76,20 @@ def _expanded(library: Library, name: str, package: str, depth: int = 0) -> Entr
     document = library.document(name)
     entries = document.values.get("defaults", ["_self_"])
     if name == CONFIG:
-        named = {word for entry in entries for word in (entry if isinstance(entry, dict) else [entry])}
+        named = {
+            word for entry in entries for word in (entry if isinstance(entry, dict) else [entry])
+        }
         if {*document.values} != {"defaults"} or not named <= {*GROUPS, "_self_"}:
             raise _NotPlain
         return [(name, package)]
     words = isinstance(entries, list) and all(isinstance(entry, str) for entry in entries)
     words = words and all(entry == "_self_" or CHOICE.match(entry) for entry in entries)
-    if not words or entries.count("_self_") != 1 or package_of(document) is not None or depth > MAX_DEPTH:
+    if (
+        not words
+        or entries.count("_self_") != 1
+        or package_of(document) is not None
+        or depth > MAX_DEPTH
+    ):
         raise _NotPlain
     group, _, choice = name.partition("/")
     if any("/" in word for word in (choice, *entries)):
@@ -87,12 +99,18 @@ def _expanded(library: Library, name: str, package: str, depth: int = 0) -> Entr
         below = f"{group}/{entry}"
         if entry != "_self_" and not library.has(below):
             raise _NotPlain
-        out += [(name, package)] if entry == "_self_" else _expanded(library, below, package, depth + 1)
+        out += (
+            [(name, package)]
+            if entry == "_self_"
+            else _expanded(library, below, package, depth + 1)
+        )
     return out
 
 
 def stays_in_its_group(library: Library, group: str, choice: str) -> bool:
-    """Whether a choice is a file, or a layout, that fills its own group and nothing else; False where it is none."""
+    """Whether a choice is a file, or a layout, that fills its own group and nothing else; False
+    where it is none.
+    """
     try:
         _expanded(library, f"{group}/{choice}", group)
     except (_NotPlain, ConfigError):

@@ -21,7 +21,8 @@ def looks_like_layout(word: str) -> bool:
 def parse_layout(word: str) -> dict[str, Any]:
     """The values of the `parallel` group that `word` stands for.
 
-    `dp` becomes `ranks` = tp * pp * cp * dp, for the data-parallel size is derived and never written.
+    `dp` becomes `ranks` = tp * pp * cp * dp, for the data-parallel size is derived and never
+    written.
 
     Raises:
         ValueError: not a layout; says which part, and the grammar.
@@ -32,7 +33,9 @@ def parse_layout(word: str) -> dict[str, Any]:
         match = _TOKEN.match(word, position)
         if match is None:
             rest = word[position:]
-            what = "a degree has six digits at most" if rest[0].isdigit() else f"cannot read {rest!r}"
+            what = (
+                "a degree has six digits at most" if rest[0].isdigit() else f"cannot read {rest!r}"
+            )
             raise ValueError(f"{what}; {GRAMMAR}")
         axis = match.group(1) or "sp"
         degree = int(match.group(2) or 1)

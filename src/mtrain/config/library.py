@@ -1,7 +1,8 @@
-"""What Hydra composes from: the files of choices, layouts in a word, and the recipe or run file of a command line.
+"""What Hydra composes from: the files of choices, layouts in a word, and the recipe or run file of
+a command line.
 
-Every file is read here, within bounds, and what in it could make a loader do more than compose is taken out before
-Hydra sees it.
+Every file is read here, within bounds, and what in it could make a loader do more than compose is
+taken out before Hydra sees it.
 """
 
 from __future__ import annotations
@@ -22,12 +23,19 @@ from mtrain.config.run import GROUPS
 from mtrain.config.validate import MISSING
 from mtrain.errors import ConfigError, Problem
 
-CONFIG, RECIPE, RUN = "config", "recipe", "run"
-"""The names of the primary configuration, of the group that a recipe is the one choice of, and of a run file."""
+CONFIG = "config"
+RECIPE = "recipe"
+RUN = "run"
+"""The names of the primary configuration, of the group that a recipe is the one choice of, and of a
+run file.
+"""
 RECIPE_FILE = f"{RECIPE}/{RECIPE}"
 GIVEN = "given"
-_BEGIN, _DOLLAR = "\0", "\ue001"
-"""What hidden text begins with, which no argument of a command line has, and what stands for a $ in it."""
+_BEGIN = "\0"
+_DOLLAR = "\ue001"
+"""What hidden text begins with, which no argument of a command line has, and what stands for a $ in
+it.
+"""
 
 
 class Library:
@@ -43,8 +51,12 @@ class Library:
         self._paths: dict[str, Path] = {}
         self._written: dict[str, str] = {}
 
-    def give(self, name: str, document: Document, values: Mapping[str, Any], package: str | None = None) -> None:
-        """Adds a file under a name of its own: a recipe or a run file, and what of it is composed."""
+    def give(
+        self, name: str, document: Document, values: Mapping[str, Any], package: str | None = None
+    ) -> None:
+        """Adds a file under a name of its own: a recipe or a run file, and what of it
+        is composed.
+        """
         self.documents[name] = document
         self._given[name] = values, package
 
@@ -79,7 +91,8 @@ class Library:
             return None
 
     def part(self, name: str) -> Part | None:
-        """What Hydra is given for a name; a problem for everything in the file that it must not see.
+        """What Hydra is given for a name; a problem for everything in the file that it must not
+        see.
 
         Raises:
             ConfigError: the file cannot be read as data.
@@ -90,8 +103,13 @@ class Library:
             values, package = self._given[name]
         else:
             document = self.document(name)
-            values, package = document.values, package_of(document)
-        shown = {key: _hidden(inner) for key, inner in values.items() if _is_data(key) and key != "defaults"}
+            values = document.values
+            package = package_of(document)
+        shown = {
+            key: _hidden(inner)
+            for key, inner in values.items()
+            if _is_data(key) and key != "defaults"
+        }
         if name == CONFIG:
             shown["defaults"] = _with_every_group(values.get("defaults", []))
         elif "defaults" in values:
@@ -119,19 +137,31 @@ class Library:
 
     def sources(self) -> set[str]:
         """The files that a command line names by their paths, as problems show them."""
-        return {self.documents[name].source for name in (*self._given, *self._paths) if name in self.documents}
+        return {
+            self.documents[name].source
+            for name in (*self._given, *self._paths)
+            if name in self.documents
+        }
 
     def said(self) -> Hashable:
-        """The names and texts of all that was read, which with the arguments decide what is composed."""
+        """The names and texts of all that was read, which with the arguments decide what is
+        composed.
+        """
         given = {name: repr(values) for name, (values, _) in self._given.items()}
-        return tuple(sorted((name, document.text, given.get(name)) for name, document in self.documents.items()))
+        return tuple(
+            sorted(
+                (name, document.text, given.get(name)) for name, document in self.documents.items()
+            )
+        )
 
     def _file(self, name: str) -> Path | None:
         return self._paths.get(name) or paths.find_config(name)
 
 
 def _with_every_group(defaults: list[Any]) -> list[Any]:
-    """The defaults of `config.yaml`, with groups that it leaves out as groups without a choice: one can be made."""
+    """The defaults of `config.yaml`, with groups that it leaves out as groups without a choice: one
+    can be made.
+    """
     if any(isinstance(entry, str) and entry != "_self_" for entry in defaults):
         return defaults  # another file may choose
     named = {group for entry in defaults if isinstance(entry, dict) for group in entry}
@@ -139,7 +169,9 @@ def _with_every_group(defaults: list[Any]) -> list[Any]:
 
 
 def _hidden(value: Any) -> Any:
-    """A value as Hydra is given it: lists, which it replaces as a whole, and text that it would read as one text."""
+    """A value as Hydra is given it: lists, which it replaces as a whole, and text that it would
+    read as one text.
+    """
     if isinstance(value, dict):
         return {key: _hidden(inner) for key, inner in value.items() if _is_data(key)}
     if isinstance(value, list) or (isinstance(value, str) and _is_read(value)):
@@ -169,17 +201,39 @@ def _refusals(document: Document, group: str) -> list[Problem]:
     """What is wrong with a file of choices before it is composed with others."""
     values = {key: value for key, value in document.values.items() if key != "defaults"}
     cut = len(group) + 1 if group else 0
-    found = [*reserved_keys(values, document), *refused(values, lambda key: document.where(key[cut:]), group)]
+    found = [
+        *reserved_keys(values, document),
+        *refused(values, lambda key: document.where(key[cut:]), group),
+    ]
     defaults = document.values.get("defaults", [])
     for index, entry in enumerate(defaults if isinstance(defaults, list) else []):
-        words = [str(word) for pair in entry.items() for word in pair] if isinstance(entry, dict) else [str(entry)]
+        if isinstance(entry, dict):
+            words = [str(word) for pair in entry.items() for word in pair]
+        else:
+            words = [str(entry)]
         if any("hydra" in re.split(r"[/@: ]", word) or "${" in word for word in words):
-            rule = "an entry of defaults names a file of choices: neither a part of Hydra nor a reference"
-            found.append(Problem("MT006", "defaults", entry, rule, "delete it", document.where(f"defaults.{index}")))
+            rule = (
+                "an entry of defaults names a file of choices: neither a part of Hydra nor a"
+                " reference"
+            )
+            found.append(
+                Problem(
+                    "MT006",
+                    "defaults",
+                    entry,
+                    rule,
+                    "delete it",
+                    document.where(f"defaults.{index}"),
+                )
+            )
     package = package_of(document)
     if package is not None and package.split(".")[0] == "hydra":
         rule = "the package is refused: a configuration is data and configures no loader"
-        found.append(Problem("MT006", "", None, rule, "delete the line with @package", document.source))
-    if any(problem.code == "MT006" and problem.path == "defaults" for problem in found) or (found and package):
+        found.append(
+            Problem("MT006", "", None, rule, "delete the line with @package", document.source)
+        )
+    if any(problem.code == "MT006" and problem.path == "defaults" for problem in found) or (
+        found and package
+    ):
         raise ConfigError(found)
     return found

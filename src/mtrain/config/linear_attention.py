@@ -1,4 +1,7 @@
-"""`model.linear_attention`: layers that are gated delta nets. Keys carry megatron-core's names, without `linear_`."""
+"""`model.linear_attention`: layers that are gated delta nets.
+
+Keys carry megatron-core's names, without `linear_`.
+"""
 
 from typing import Annotated
 
@@ -8,28 +11,38 @@ from mtrain.config.base import MOST, Key, Section, Width
 
 
 class LinearAttentionConfig(Section):
-    """`model.linear_attention`: gated delta nets in place of attention, but in every n-th layer (Qwen3-Next), or
-    where the pattern of a hybrid has a G.
+    """`model.linear_attention`: gated delta nets in place of attention, but in every n-th layer
+    (Qwen3-Next), or where the pattern of a hybrid has a G.
 
-    Such a layer has a state of fixed size instead of keys and values: it fades, and each token corrects what it reads
-    of it (Yang et al. 2024, arXiv:2412.06464). Its convolution, its gate and its norm of values are SiLU, SiLU and
-    RMSNorm, whatever the rest of the model has.
+    Such a layer has a state of fixed size instead of keys and values: it fades, and each token
+    corrects what it reads of it (Yang et al. 2024, arXiv:2412.06464). Its convolution, its gate and
+    its norm of values are SiLU, SiLU and RMSNorm, whatever the rest of the model has.
     """
 
     freq: Annotated[
         Annotated[int, Field(ge=2, le=MOST)],
         Key(when="model.family=gpt", flag="--linear-attention-freq", hf="full_attention_interval"),
     ] = 4
-    """Every n-th layer has softmax attention, all others are gated delta nets. Of a hybrid, model.hybrid.pattern says
-    which layers they are."""
+    """Every n-th layer has softmax attention, all others are gated delta nets.
+
+    Of a hybrid, model.hybrid.pattern says which layers they are.
+    """
     num_key_heads: Annotated[
-        Width, Key(feeds="linear_num_key_heads", flag="--linear-num-key-heads", hf="linear_num_key_heads")
+        Width,
+        Key(feeds="linear_num_key_heads", flag="--linear-num-key-heads", hf="linear_num_key_heads"),
     ] = 16
     """Heads of queries and keys."""
     num_value_heads: Annotated[
-        Width, Key(feeds="linear_num_value_heads", flag="--linear-num-value-heads", hf="linear_num_value_heads")
+        Width,
+        Key(
+            feeds="linear_num_value_heads",
+            flag="--linear-num-value-heads",
+            hf="linear_num_value_heads",
+        ),
     ] = 32
-    """Heads of values, each with a state, a decay and a gate; several may share a head of queries and keys."""
+    """Heads of values, each with a state, a decay and a gate; several may share a head of queries
+    and keys.
+    """
     key_head_dim: Annotated[
         Width,
         Key(
@@ -59,7 +72,9 @@ class LinearAttentionConfig(Section):
             unit="tokens",
         ),
     ] = 4
-    """Tokens that the causal convolution of queries, keys and values reaches over, its own included."""
+    """Tokens that the causal convolution of queries, keys and values reaches over, its own
+    included.
+    """
 
     @property
     def key_channels(self) -> int:
@@ -73,8 +88,11 @@ class LinearAttentionConfig(Section):
 
     @property
     def sections(self) -> tuple[int, ...]:
-        """Rows of the input projection: queries, keys, values, gates, then a beta and a decay of each value head."""
-        k, v = self.key_channels, self.value_channels
+        """Rows of the input projection: queries, keys, values, gates, then a beta and a decay of
+        each value head.
+        """
+        k = self.key_channels
+        v = self.value_channels
         return (k, k, v, v, self.num_value_heads, self.num_value_heads)
 
     @property

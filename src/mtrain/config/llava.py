@@ -1,4 +1,6 @@
-"""`model.llava`: the vision tower and the projector of LLaVA; the language model is `model` itself."""
+"""`model.llava`: the vision tower and the projector of LLaVA; the language model is
+`model` itself.
+"""
 
 from typing import Annotated, Literal
 
@@ -10,8 +12,9 @@ Frozen = Literal["vision", "projector", "language"]
 
 
 class LlavaConfig(Section):
-    """`model.llava`: images for a language model (LLaVA-1.5): a CLIP vision transformer, whose patch features go
-    through a projector and stand in the text as the embeddings of image tokens."""
+    """`model.llava`: images for a language model (LLaVA-1.5): a CLIP vision transformer, whose
+    patch features go through a projector and stand in the text as the embeddings of image tokens.
+    """
 
     image_size: Annotated[Width, Key(unit="pixels")] = 336
     """Height and width of an image."""
@@ -30,17 +33,22 @@ class LlavaConfig(Section):
     vision_layernorm_epsilon: PositiveFloat = 1e-5
     """Added to the variance in its norms."""
     feature_layer: Annotated[int, Field(ge=-1000, le=1000)] = -2
-    """Hidden states of the tower that are its features: n behind layer n, -1 behind the last one, -2 behind the one
-    before it. Layers behind them, and the tower's last norm, are kept as they are and never trained."""
+    """Hidden states of the tower that are its features: n behind layer n, -1 behind the last one,
+    -2 behind the one before it. Layers behind them, and the tower's last norm, are kept as they are
+    and never trained.
+    """
     projector_activation: Literal["gelu", "gelu_tanh", "quick_gelu"] = "gelu"
     """Between the two layers of the projector."""
     projector_bias: bool = True
     """Biases in both."""
     image_token_id: NonNegativeInt = 32000
     """Token id in whose places patch features stand. It is never a label."""
-    freeze: Annotated[tuple[Frozen, ...], Key(effect=Effect.NUMERICS)] = Field(default=(), strict=False)
-    """Parts whose weights stay as they are, without gradient and optimizer state: [vision, language] where the
-    projector alone is trained (LLaVA's first stage), [vision] in its second."""
+    freeze: Annotated[tuple[Frozen, ...], Key(effect=Effect.NUMERICS)] = Field(
+        default=(), strict=False
+    )
+    """Parts whose weights stay as they are, without gradient and optimizer state: [vision,
+    language] where the projector alone is trained (LLaVA's first stage), [vision] in its second.
+    """
 
     @property
     def image_tokens(self) -> int:
@@ -50,7 +58,9 @@ class LlavaConfig(Section):
     @property
     def used_layers(self) -> int:
         """Layers of the vision tower in front of its features."""
-        return self.feature_layer if self.feature_layer >= 0 else self.vision_layers + 1 + self.feature_layer
+        if self.feature_layer >= 0:
+            return self.feature_layer
+        return self.vision_layers + 1 + self.feature_layer
 
     @property
     def unused_layers(self) -> int:

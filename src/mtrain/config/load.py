@@ -1,6 +1,8 @@
-"""YAML as data: a bounded reader that knows the line of every key and can neither build objects nor convert slyly.
+"""YAML as data: a bounded reader that knows the line of every key and can neither build objects nor
+convert slyly.
 
-Numbers and booleans follow YAML 1.2: `1e-5` is a float, `no` and `on` are strings, `12:30:45` is a string.
+Numbers and booleans follow YAML 1.2: `1e-5` is a float, `no` and `on` are strings, `12:30:45` is a
+string.
 """
 
 from __future__ import annotations
@@ -16,7 +18,10 @@ from mtrain.config.files import read_text
 from mtrain.config.paths import display
 from mtrain.errors import ConfigError, Problem
 
-MAX_DEPTH, MAX_NODES, MAX_KEYS, MAX_DIGITS = 32, 10_000, 2_000, 400
+MAX_DEPTH = 32
+MAX_NODES = 10_000
+MAX_KEYS = 2_000
+MAX_DIGITS = 400
 
 _LOADER: Any = getattr(yaml, "CBaseLoader", yaml.BaseLoader)
 """Reads text as it stands: the type of a scalar is ours to say."""
@@ -32,11 +37,15 @@ _WORDS: dict[str, Any] = {
     **dict.fromkeys((".inf", ".Inf", ".INF", "+.inf"), float("inf")),
     **dict.fromkeys(("-.inf", "-.Inf", "-.INF"), float("-inf")),
 }
-# Characters that change how text is shown without being seen: bidirectional controls, zero-width ones, line breaks
-# beside the newline, tags, the BOM.
-_SIGHTLESS = "\u00ad\u061c\u180e\u200b-\u200f\u2028-\u202e\u2060-\u206f\ufeff\ufff9-\ufffb\U000e0000-\U000e007f"
+# Characters that change how text is shown without being seen: bidirectional controls, zero-width
+# ones, line breaks beside the newline, tags, the BOM.
+_SIGHTLESS = (
+    "\u00ad\u061c\u180e\u200b-\u200f\u2028-\u202e\u2060-\u206f\ufeff\ufff9-\ufffb"
+    "\U000e0000-\U000e007f"
+)
 HIDDEN = re.compile(f"[{_SIGHTLESS}]")
-# Those, the characters that a terminal may obey, which YAML refuses by itself, and those that mark what is unknown.
+# Those, the characters that a terminal may obey, which YAML refuses by itself, and those that mark
+# what is unknown.
 UNSHOWN = re.compile(f"[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f\ue000\ue001{_SIGHTLESS}]")
 
 
@@ -91,7 +100,8 @@ def load(path: Path, source: str | None = None) -> Document:
     """Reads one file.
 
     Raises:
-        ConfigError: missing, unreadable, too large, not UTF-8, not YAML, or YAML that is more than data.
+        ConfigError: missing, unreadable, too large, not UTF-8, not YAML, or YAML that is more than
+            data.
     """
     source = source or display(path)
     return parse(read_text(path, source), source)
@@ -105,12 +115,15 @@ def filled(document: Document) -> Document:
     """
     if document.values:
         return document
-    fix = "write what differs from the defaults, as in `trainer: {train_iters: 100}`, or name no file"
+    fix = (
+        "write what differs from the defaults, as in `trainer: {train_iters: 100}`, or name no file"
+    )
     raise ConfigError([Problem("MT003", "", None, "the file says nothing", fix, document.source)])
 
 
 def refuse_hidden(text: str, source: str, pattern: re.Pattern[str] = HIDDEN) -> None:
-    """Refuses text with characters that change how it is shown without being seen, or others of a `pattern`.
+    """Refuses text with characters that change how it is shown without being seen, or others of a
+    `pattern`.
 
     Raises:
         ConfigError: with the line of the first one.
@@ -125,7 +138,8 @@ def refuse_hidden(text: str, source: str, pattern: re.Pattern[str] = HIDDEN) -> 
 def parse(text: str, source: str, *, foreign: bool = False) -> Document:
     """Reads YAML text whose top level is a mapping (or nothing).
 
-    With `foreign` it is another system's: keys may have dots, and the later of two that are the same counts.
+    With `foreign` it is another system's: keys may have dots, and the later of two that are the
+    same counts.
 
     Raises:
         ConfigError: with one problem, which names the line.
@@ -145,7 +159,8 @@ def parse(text: str, source: str, *, foreign: bool = False) -> Document:
 
 
 def bounded(text: str, source: str) -> None:
-    """Looks at YAML before any of it is built: how deep it is nested, how much it is, and that it has no tags.
+    """Looks at YAML before any of it is built: how deep it is nested, how much it is, and that it
+    has no tags.
 
     Raises:
         ConfigError: it is nested too deep, too much, more than one document, or has a tag.
@@ -154,7 +169,9 @@ def bounded(text: str, source: str) -> None:
     depth = nodes = documents = 0
     for event in yaml.parse(text, Loader=_LOADER):
         documents += isinstance(event, yaml.DocumentStartEvent)
-        depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
+        depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(
+            event, yaml.CollectionEndEvent
+        )
         nodes += isinstance(event, yaml.NodeEvent)
         tag = getattr(event, "tag", None)
         line = f"{source}:{event.start_mark.line + 1 if event.start_mark else 1}"
@@ -191,22 +208,36 @@ def _syntax(error: yaml.YAMLError, text: str, source: str) -> Problem:
     if mark is None and isinstance(position, int):
         line = text.encode()[:position].count(b"\n") + 1
     elif mark is None:
-        return Problem("MT003", "", None, f"not YAML: {_explained(said, '')}", "delete what is not YAML", source)
+        return Problem(
+            "MT003",
+            "",
+            None,
+            f"not YAML: {_explained(said, '')}",
+            "delete what is not YAML",
+            source,
+        )
     else:
         line = mark.line + 1
     lines = text.splitlines()
-    excerpt = lines[line - 1].replace("\t", "<TAB>")[:80] if line <= len(lines) else "the end of the file"
+    excerpt = (
+        lines[line - 1].replace("\t", "<TAB>")[:80] if line <= len(lines) else "the end of the file"
+    )
     fix = "indent with spaces" if "<TAB>" in excerpt else "delete the line, or write it as YAML"
     rule = f"not YAML: {_explained(said, excerpt)}, at: {excerpt.strip()}"
     return Problem("MT003", "", None, rule, fix, f"{source}:{line}")
 
 
 _EXPLAINED = {
-    "mapping values": "a second colon in one line, or an indentation unlike that of the lines beside it",
+    "mapping values": (
+        "a second colon in one line, or an indentation unlike that of the lines beside it"
+    ),
     "',' or": "a bracket that is opened is not closed, or a comma is missing",
     "cannot start": "a value cannot begin so; put it into quotes",
     "end of stream": "a quote that is opened is not closed",
-    "expected key": "an indentation unlike that of the lines beside it, a bracket too many, or text behind a quote",
+    "expected key": (
+        "an indentation unlike that of the lines beside it, a bracket too many, or text behind a"
+        " quote"
+    ),
     "document start": "there is more behind the end of the last bracket",
     "escape": "a backslash in double quotes with no meaning; take single quotes",
     "control characters": "a control character",
@@ -226,14 +257,18 @@ _EXPLAINED = {
 def _explained(said: str, excerpt: str) -> str:
     if "<TAB>" in excerpt:
         return "a tab; YAML is indented with spaces"
-    return next((text for words, text in _EXPLAINED.items() if words in said), "the text has no meaning here")
+    return next(
+        (text for words, text in _EXPLAINED.items() if words in said),
+        "the text has no meaning here",
+    )
 
 
 class _Reader:
     """Turns nodes into plain values, counting them and their depth with every alias expanded."""
 
     def __init__(self, source: str, foreign: bool) -> None:
-        self.source, self.foreign = source, foreign
+        self.source = source
+        self.foreign = foreign
         self.repeated: list[str] = []
         self.lines: dict[str, int] = {}
         self.texts: dict[str, str] = {}
@@ -256,7 +291,10 @@ class _Reader:
                 self.texts[path] = node.value
             return value
         if isinstance(node, yaml.SequenceNode):
-            return [self.item(inner, f"{path}.{i}" if path else str(i), depth) for i, inner in enumerate(node.value)]
+            return [
+                self.item(inner, f"{path}.{i}" if path else str(i), depth)
+                for i, inner in enumerate(node.value)
+            ]
         out: dict[str, Any] = {}
         lines: dict[str, int] = {}
         for key, inner in node.value:
@@ -269,9 +307,14 @@ class _Reader:
         self.lines[path] = node.start_mark.line + 1
         return self.value(node, path, depth + 1)
 
-    def key(self, node: yaml.Node, section: str, before: dict[str, Any], lines: dict[str, int]) -> str:
-        """The name of a key, noted with its line; `before` are the keys of its mapping so far, `lines` theirs."""
-        name, line = node.value, node.start_mark.line + 1
+    def key(
+        self, node: yaml.Node, section: str, before: dict[str, Any], lines: dict[str, int]
+    ) -> str:
+        """The name of a key, noted with its line; `before` are the keys of its mapping so far,
+        `lines` theirs.
+        """
+        name = node.value
+        line = node.start_mark.line + 1
         self.nodes += 1
         if not isinstance(node, yaml.ScalarNode):
             raise self.refuse("a key must be a plain word", node)
@@ -280,7 +323,9 @@ class _Reader:
             rule = f"the key {meant!r} is no word; a key is text"
             comma = isinstance(meant, int) and bool(before)  # {train_iters: 1,000}
             fix = "write numbers without commas" if comma else "delete it"
-            raise self.refuse(f"{rule}, and a number has no commas" if comma else rule, node, fix=fix)
+            raise self.refuse(
+                f"{rule}, and a number has no commas" if comma else rule, node, fix=fix
+            )
         path = f"{section}.{name}" if section else name
         if name in lines and self.foreign:
             self.repeated.append(path)
@@ -292,7 +337,9 @@ class _Reader:
             raise self.refuse("dots do not nest in a file", node, path, fix)
         self.keys += 1
         if self.keys > MAX_KEYS and not self.foreign:
-            raise self.refuse(f"more than {MAX_KEYS} keys with every alias expanded", node, code="MT005")
+            raise self.refuse(
+                f"more than {MAX_KEYS} keys with every alias expanded", node, code="MT005"
+            )
         lines[name] = self.lines[path] = line
         return str(name)
 
@@ -301,6 +348,11 @@ class _Reader:
         return f"{self.source}:{node.start_mark.line + 1}"
 
     def refuse(
-        self, rule: str, node: yaml.Node, path: str = "", fix: str = "delete it", code: str = "MT003"
+        self,
+        rule: str,
+        node: yaml.Node,
+        path: str = "",
+        fix: str = "delete it",
+        code: str = "MT003",
     ) -> ConfigError:
         return ConfigError([Problem(code, path, None, rule, fix, self.at(node))])

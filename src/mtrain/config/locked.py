@@ -1,7 +1,8 @@
-"""A lock file as it is read: a resolved configuration under comments that say what it was made from.
+"""A lock file as it is read: a resolved configuration under comments that say what it was made
+from.
 
-The comments are YAML behind their `# `, so the file is at the same time a run file. Whoever reads one checks that its
-values are still those that were locked.
+The comments are YAML behind their `# `, so the file is at the same time a run file. Whoever reads
+one checks that its values are still those that were locked.
 """
 
 from __future__ import annotations
@@ -21,7 +22,14 @@ from mtrain.config.validate import validate
 from mtrain.errors import ConfigError, Problem
 
 HEAD = "# mtrain lock 1"
-FACTS = {"digest": str, "content": str, "versions": dict, "device": dict, "digests": dict, "sources": list}
+FACTS = {
+    "digest": str,
+    "content": str,
+    "versions": dict,
+    "device": dict,
+    "digests": dict,
+    "sources": list,
+}
 """What a lock says beside its values, and of which kind each is."""
 
 
@@ -43,7 +51,9 @@ class Lock:
 
     @property
     def edited(self) -> tuple[str, str, str] | None:
-        """The fact that the values no longer agree with, as it was locked and as it is; None where all agree."""
+        """The fact that the values no longer agree with, as it was locked and as it is; None where
+        all agree.
+        """
         here = content(self.body)
         if here != self.facts["content"]:
             return "content", self.facts["content"], here
@@ -89,20 +99,26 @@ def parse_lock(text: str, source: str) -> Lock:
     body = "".join(lines[end:])
     document = parse(body, source)
     document.lines = {key: line + end for key, line in document.lines.items()}
-    problems = [*reserved_keys(document.values, document), *refused(document.values, document.where)]
+    problems = [
+        *reserved_keys(document.values, document),
+        *refused(document.values, document.where),
+    ]
     run, more = validate(document.values, document.where)
     if run is None or problems:
         raise ConfigError([*problems, *more])
     wrong = [key for key, kind in FACTS.items() if not isinstance(facts.get(key), kind)]
     if wrong:
         rule = f"the lock does not say {' and '.join(wrong)}"
-        raise ConfigError([Problem("MT705", "", None, rule, f"make it again: {program()} recipe lock", source)])
+        raise ConfigError(
+            [Problem("MT705", "", None, rule, f"make it again: {program()} recipe lock", source)]
+        )
     new = tuple(key for key in run.flat() if not _said(document.values, key))
     return Lock(run, body, facts, new)
 
 
 def edited(text: str, source: str) -> Problem | None:
-    """The problem of a lock whose values were changed since it was made; None for one that is whole, and for no lock.
+    """The problem of a lock whose values were changed since it was made; None for one that is
+    whole, and for no lock.
 
     Raises:
         ConfigError: as `parse_lock`.
@@ -111,8 +127,14 @@ def edited(text: str, source: str) -> Problem | None:
     if found is None:
         return None
     what, locked, here = found
-    rule = f"the lock was edited: the {what} of its values is {here[:12]}, and {locked[:12]} was locked"
-    fix = "give changes on the command line, or delete the lines above its values: then it is a plain run file"
+    rule = (
+        f"the lock was edited: the {what} of its values is {here[:12]}, and {locked[:12]} was"
+        " locked"
+    )
+    fix = (
+        "give changes on the command line, or delete the lines above its values: then it is a plain"
+        " run file"
+    )
     return Problem("MT705", "", None, rule, fix, source)
 
 

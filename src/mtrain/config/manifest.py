@@ -1,7 +1,10 @@
-"""The manifest beside `.bin/.idx`: what a corpus was made of, and the hashes of its files. Read without numpy.
+"""The manifest beside `.bin/.idx`: what a corpus was made of, and the hashes of its files.
 
-`PREFIX.manifest.json` is written by `data tokenize` and what changes a corpus. A digest over the rest of it, and a
-form in which every value is written in one way, make every changed byte of it known.
+Read without numpy.
+
+`PREFIX.manifest.json` is written by `data tokenize` and what changes a corpus. A digest over the
+rest of it, and a form in which every value is written in one way, make every changed byte of it
+known.
 """
 
 from __future__ import annotations
@@ -47,7 +50,9 @@ class Manifest:
 
     @property
     def tokenizer_sha256(self) -> str | None:
-        """Hash of the tokenizer.json that made the tokens; None: it was another kind of tokenizer."""
+        """Hash of the tokenizer.json that made the tokens; None: it was another kind of
+        tokenizer.
+        """
         tokenizer = self.body["tokenizer"]
         return tokenizer["sha256"] if tokenizer.get("kind") == "tokenizer.json" else None
 
@@ -62,7 +67,8 @@ class Manifest:
     def sizes_differ(self, prefix: Path, *, remote: bool = False) -> str:
         """Which file of the corpus has not the size that is said here; empty: none. Reads nothing.
 
-        Of a `remote` one, whose `.bin` lies elsewhere, the index is looked at: opening compares the two.
+        Of a `remote` one, whose `.bin` lies elsewhere, the index is looked at: opening compares the
+        two.
 
         Raises:
             OSError: a file is missing.
@@ -89,8 +95,16 @@ def unwatched(data: DataConfig) -> str:
     if data.kind != "indexed":
         return ""
     data = data.without_excluded()
-    named = (*(data.blend or (data.path,)), *(data.validation_blend or ()), *(data.test_blend or ()))
-    bare = [name for name in named if name and "://" not in name and not os.path.lexists(path_of(user_path(name)))]
+    named = (
+        *(data.blend or (data.path,)),
+        *(data.validation_blend or ()),
+        *(data.test_blend or ()),
+    )
+    bare = [
+        name
+        for name in named
+        if name and "://" not in name and not os.path.lexists(path_of(user_path(name)))
+    ]
     if not bare:
         return ""
     more = f" and {len(bare) - 1} more" if len(bare) > 1 else ""
@@ -137,8 +151,12 @@ def _wrong(body: dict[str, Any]) -> str:
     """What of a manifest is missing, or is none; empty: nothing."""
     if body.get("format") != FORMAT:
         return f"format {str(body.get('format'))[:20]} of the manifest; {FORMAT} is known"
-    missing = [name for name in COUNTS if not _is_count(body.get(name), -1 if name == "largest_id" else 0)]
-    files, tokenizer, inputs = body.get("files"), body.get("tokenizer"), body.get("inputs")
+    missing = [
+        name for name in COUNTS if not _is_count(body.get(name), -1 if name == "largest_id" else 0)
+    ]
+    files = body.get("files")
+    tokenizer = body.get("tokenizer")
+    inputs = body.get("inputs")
     if missing:
         return f"{missing[0]} is missing"
     if not isinstance(files, dict) or not all(_is_file(files.get(suffix)) for suffix in FILES):
@@ -147,7 +165,9 @@ def _wrong(body: dict[str, Any]) -> str:
         return "the tokenizer is missing"
     if not isinstance(inputs, list) or not all(map(_is_input, inputs)):
         return "the inputs are missing"
-    return "" if "eod" in body and (body["eod"] is None or _is_count(body["eod"])) else "eod is missing"
+    if "eod" in body and (body["eod"] is None or _is_count(body["eod"])):
+        return ""
+    return "eod is missing"
 
 
 def _is_count(held: Any, least: int = 0) -> bool:
@@ -155,7 +175,11 @@ def _is_count(held: Any, least: int = 0) -> bool:
 
 
 def _is_file(held: Any) -> bool:
-    return isinstance(held, dict) and _is_count(held.get("bytes")) and isinstance(held.get("sha256"), str)
+    return (
+        isinstance(held, dict)
+        and _is_count(held.get("bytes"))
+        and isinstance(held.get("sha256"), str)
+    )
 
 
 def _is_input(held: Any) -> bool:

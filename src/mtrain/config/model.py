@@ -41,13 +41,18 @@ class ModelConfig(Section):
     name: Annotated[str, Field(pattern=NAME, max_length=100), Key(effect=Effect.RUNTIME)] = "custom"
     """Name used in run folders and reports."""
     family: Annotated[str, Field(pattern=r"^[a-z][a-z0-9_]*$")] = "gpt"
-    """Who counts, shrinks and builds it: gpt, a decoder-only transformer, bert, an encoder that is trained on masked
-    tokens, t5, an encoder-decoder, whose num_layers are those of the encoder, llava, a decoder-only transformer that
-    reads images, hybrid, a decoder of Mamba-2 layers, attention and MLPs, or a family that a plug-in adds."""
-    builder: Annotated[Literal["gpt", "hybrid"], Key(when="model.family=gpt", effect=Effect.PARALLELISM)] = "gpt"
-    """The model of megatron-core that the layers are built into: gpt, its GPTModel, or hybrid, its HybridModel
-    (MambaModel before 0.19), in which attention and MLP are a layer each. Weights, their names and the numbers that
-    come out are the same."""
+    """Who counts, shrinks and builds it: gpt, a decoder-only transformer, bert, an encoder that is
+    trained on masked tokens, t5, an encoder-decoder, whose num_layers are those of the encoder,
+    llava, a decoder-only transformer that reads images, hybrid, a decoder of Mamba-2 layers,
+    attention and MLPs, or a family that a plug-in adds.
+    """
+    builder: Annotated[
+        Literal["gpt", "hybrid"], Key(when="model.family=gpt", effect=Effect.PARALLELISM)
+    ] = "gpt"
+    """The model of megatron-core that the layers are built into: gpt, its GPTModel, or hybrid, its
+    HybridModel (MambaModel before 0.19), in which attention and MLP are a layer each. Weights,
+    their names and the numbers that come out are the same.
+    """
     num_layers: Annotated[
         Width,
         Key(
@@ -59,10 +64,19 @@ class ModelConfig(Section):
     ]
     """Transformer layers."""
     hidden_size: Annotated[
-        Width, Key(feeds="hidden_size", flag="--hidden-size", hf="hidden_size n_embd", aka="d_model", unit="channels")
+        Width,
+        Key(
+            feeds="hidden_size",
+            flag="--hidden-size",
+            hf="hidden_size n_embd",
+            aka="d_model",
+            unit="channels",
+        ),
     ]
     """Width of the residual stream."""
-    ffn_hidden_size: Annotated[Width, Key(feeds="ffn_hidden_size", hf="intermediate_size", unit="channels")]
+    ffn_hidden_size: Annotated[
+        Width, Key(feeds="ffn_hidden_size", hf="intermediate_size", unit="channels")
+    ]
     """Width of the MLP (of each half for gated activations)."""
     num_attention_heads: Annotated[
         Width,
@@ -74,21 +88,28 @@ class ModelConfig(Section):
         ),
     ]
     """Query heads."""
-    num_query_groups: Annotated[Width | None, Key(hf="num_key_value_heads", aka="n_kv_heads")] = None
+    num_query_groups: Annotated[Width | None, Key(hf="num_key_value_heads", aka="n_kv_heads")] = (
+        None
+    )
     """Key/value heads (grouped-query attention); null: as many as query heads."""
     kv_channels: Annotated[Width | None, Key(hf="head_dim", unit="channels")] = None
     """Width of a head; null: hidden_size / num_attention_heads."""
     vocab_size: Annotated[Width, Key(hf="vocab_size", aka="padded_vocab_size", unit="token ids")]
     """Token ids; the embedding is padded up to a multiple of 128."""
     mask_padded_vocab: Annotated[bool, Key(effect=Effect.NUMERICS)] = True
-    """Ids that only pad the embedding have no probability: losses are over `vocab_size` ids, in training, evaluation
-    and MTP layers. false: over all rows of the embedding, as in Megatron-LM."""
+    """Ids that only pad the embedding have no probability: losses are over `vocab_size` ids, in
+    training, evaluation and MTP layers. false: over all rows of the embedding, as in Megatron-LM.
+    """
     max_position_embeddings: Annotated[
-        PositiveInt, Key(feeds="gpt.max_sequence_length", hf="max_position_embeddings n_positions", unit="tokens")
+        PositiveInt,
+        Key(
+            feeds="gpt.max_sequence_length", hf="max_position_embeddings n_positions", unit="tokens"
+        ),
     ]
     """Longest sequence that the positions are made for."""
     normalization: Annotated[
-        Literal["RMSNorm", "LayerNorm"], Key(feeds="normalization", flag=Flag("--normalization", absent="LayerNorm"))
+        Literal["RMSNorm", "LayerNorm"],
+        Key(feeds="normalization", flag=Flag("--normalization", absent="LayerNorm")),
     ] = "RMSNorm"
     """Norm of every layer."""
     layernorm_epsilon: Annotated[
@@ -106,18 +127,34 @@ class ModelConfig(Section):
     ] = False
     """A norm's weight is kept as its distance from 1, which half precision rounds less."""
     norm_placement: Literal["pre", "post", "pre_and_post", "post_residual"] = "pre"
-    """Where the norms of a layer are: before attention and MLP (pre), on what they add to the residual stream (post,
-    OLMo 2), both (Gemma), or on the sum with the residual stream (post_residual, BERT). One with pre is Megatron's:
-    no norm is on its embeddings, and one is behind its last layer."""
+    """Where the norms of a layer are: before attention and MLP (pre), on what they add to the
+    residual stream (post, OLMo 2), both (Gemma), or on the sum with the residual stream
+    (post_residual, BERT). One with pre is Megatron's: no norm is on its embeddings, and one is
+    behind its last layer.
+    """
     activation: Annotated[
-        Literal["swiglu", "geglu", "geglu_tanh", "quick_geglu", "gelu", "gelu_tanh", "relu", "squared_relu"],
+        Literal[
+            "swiglu",
+            "geglu",
+            "geglu_tanh",
+            "quick_geglu",
+            "gelu",
+            "gelu_tanh",
+            "relu",
+            "squared_relu",
+        ],
         Key(hf="hidden_act", aka="activation_func"),
     ] = "swiglu"
-    """MLP activation; those in glu are gated. gelu and geglu are exact, x Phi(x) by erf; gelu_tanh and geglu_tanh
-    their tanh approximation (GPT-2's, and Megatron-LM's fused bias-gelu); quick_geglu: x sigmoid(1.702 x) as the
-    gate. Whatever implements a layer computes the form that is named."""
+    """MLP activation; those in glu are gated.
+
+    gelu and geglu are exact, x Phi(x) by erf; gelu_tanh and geglu_tanh their tanh approximation
+    (GPT-2's, and Megatron-LM's fused bias-gelu); quick_geglu: x sigmoid(1.702 x) as the gate.
+    Whatever implements a layer computes the form that is named.
+    """
     glu_linear_offset: Annotated[
-        float, Field(ge=-10, le=10), Key(feeds="glu_linear_offset", when=GATED, effect=Effect.NUMERICS)
+        float,
+        Field(ge=-10, le=10),
+        Key(feeds="glu_linear_offset", when=GATED, effect=Effect.NUMERICS),
     ] = 0.0
     """Gated activations: added to the half that is gated (1 in GPT-OSS)."""
     activation_func_clamp_value: Annotated[
@@ -131,25 +168,37 @@ class ModelConfig(Section):
     ] = None
     """Gated activations: bound of both halves before the gate (7 in GPT-OSS); null: none."""
     parallel_residual: Annotated[bool, Key(hf="use_parallel_residual")] = False
-    """Attention and MLP of a layer read the same input, each behind its norm, and are added together (GPT-NeoX)."""
-    add_bias_linear: Annotated[bool, Key(feeds="add_bias_linear", flag=Flag("--disable-bias-linear", off=True))] = (
+    """Attention and MLP of a layer read the same input, each behind its norm, and are added
+    together (GPT-NeoX).
+    """
+    add_bias_linear: Annotated[
+        bool, Key(feeds="add_bias_linear", flag=Flag("--disable-bias-linear", off=True))
+    ] = False
+    """Biases in all linear layers."""
+    add_qkv_bias: Annotated[
+        bool, Key(feeds="add_qkv_bias", flag="--add-qkv-bias", hf="attention_bias")
+    ] = False
+    """Biases in the query/key/value projection only (Qwen2)."""
+    add_proj_bias: Annotated[bool, Key(when="model.add_bias_linear=false and model.mla=null")] = (
         False
     )
-    """Biases in all linear layers."""
-    add_qkv_bias: Annotated[bool, Key(feeds="add_qkv_bias", flag="--add-qkv-bias", hf="attention_bias")] = False
-    """Biases in the query/key/value projection only (Qwen2)."""
-    add_proj_bias: Annotated[bool, Key(when="model.add_bias_linear=false and model.mla=null")] = False
-    """A bias in the output projection of attention; with add_qkv_bias, attention alone has biases (Llama's
-    attention_bias)."""
-    add_mlp_bias: Annotated[bool, Key(when="model.add_bias_linear=false and model.moe=null", hf="mlp_bias")] = False
+    """A bias in the output projection of attention; with add_qkv_bias, attention alone has biases
+    (Llama's attention_bias).
+    """
+    add_mlp_bias: Annotated[
+        bool, Key(when="model.add_bias_linear=false and model.moe=null", hf="mlp_bias")
+    ] = False
     """Biases in the MLP."""
-    qk_layernorm: Annotated[bool, Key(feeds="qk_layernorm", flag="--qk-layernorm", aka="qk_norm")] = False
+    qk_layernorm: Annotated[
+        bool, Key(feeds="qk_layernorm", flag="--qk-layernorm", aka="qk_norm")
+    ] = False
     """Norm on queries and keys (Qwen3)."""
     qk_layernorm_across_heads: Annotated[
         bool, Key(when="model.qk_layernorm and model.mla=null and model.normalization=RMSNorm")
     ] = False
-    """qk_layernorm: one norm over the queries of all heads, and one over all keys (OLMo 2); false: a norm of each
-    head."""
+    """qk_layernorm: one norm over the queries of all heads, and one over all keys (OLMo 2); false:
+    a norm of each head.
+    """
     qk_l2_norm: Annotated[bool, Key(feeds="qk_l2_norm")] = False
     """Queries and keys are divided by the root of their mean square, without a weight (Llama 4)."""
     softmax_scale: Annotated[
@@ -162,7 +211,8 @@ class ModelConfig(Section):
     ] = None
     """Bound of the attention logits: x becomes c tanh(x / c) (50 in Gemma 2); null: none."""
     position_embedding_type: Annotated[
-        Literal["rope", "learned_absolute", "relative", "none"], Key(feeds="gpt.position_embedding_type")
+        Literal["rope", "learned_absolute", "relative", "none"],
+        Key(feeds="gpt.position_embedding_type"),
     ] = "rope"
     """How positions enter; relative: as a learned bias of attention by distance (T5)."""
     rotary_base: Annotated[
@@ -184,7 +234,9 @@ class ModelConfig(Section):
             hf="rope_local_base_freq",
         ),
     ] = None
-    """Base of layers with a window, whose positions are then not scaled (Gemma 3); null: as in all other layers."""
+    """Base of layers with a window, whose positions are then not scaled (Gemma 3); null: as in all
+    other layers.
+    """
     rotary_percent: Annotated[
         float,
         Field(gt=0, le=1),
@@ -197,11 +249,18 @@ class ModelConfig(Section):
     ] = 1.0
     """Share of a head that rotates."""
     rotary_interleaved: Annotated[
-        bool, Key(feeds="rotary_interleaved", when="model.position_embedding_type=rope", flag="--rotary-interleaved")
+        bool,
+        Key(
+            feeds="rotary_interleaved",
+            when="model.position_embedding_type=rope",
+            flag="--rotary-interleaved",
+        ),
     ] = False
     """Rotary pairs are neighbours (GPT-J) instead of halves of the head."""
     rope_scaling_factor: PositiveFloat | None = None
-    """Llama-3.1 frequency scaling (low 1, high 4, original 8192), as rope_scaling of llama3; null: off."""
+    """Llama-3.1 frequency scaling (low 1, high 4, original 8192), as rope_scaling of llama3; null:
+    off.
+    """
     rotary_seq_len_interpolation_factor: Annotated[
         PositiveFloat | None,
         Key(
@@ -211,7 +270,10 @@ class ModelConfig(Section):
             flag="--rotary-seq-len-interpolation-factor",
         ),
     ] = None
-    """Rotary positions are divided by this, also called linear scaling (Chen et al. 2023); null: by 1."""
+    """Rotary positions are divided by this, also called linear scaling (Chen et al.
+
+    2023); null: by 1.
+    """
     rope_scaling: RopeScalingConfig | None = None
     """Rotary frequencies for longer sequences: yarn, longrope and others; null: as they are."""
     no_rope_freq: Annotated[
@@ -222,7 +284,8 @@ class ModelConfig(Section):
     window_size: Annotated[
         Annotated[int, Field(ge=2, le=MOST)] | None, Key(effect=Effect.NUMERICS, unit="tokens")
     ] = None
-    """Sliding-window attention: a token sees this many keys, itself included; null: all before it."""
+    """Sliding-window attention: a token sees this many keys, itself included; null: all before it.
+    """
     window_attn_skip_freq: Annotated[
         Annotated[int, Field(ge=2, le=MOST)] | None,
         Key(
@@ -234,19 +297,25 @@ class ModelConfig(Section):
     ] = None
     """window_size: every n-th layer sees all keys; null: every layer has the window."""
     softmax_type: Annotated[
-        Literal["vanilla", "off-by-one", "learnable"], Key(feeds="softmax_type", flag="--softmax-type")
+        Literal["vanilla", "off-by-one", "learnable"],
+        Key(feeds="softmax_type", flag="--softmax-type"),
     ] = "vanilla"
-    """Attention sinks: what stands beside the keys in the softmax of each head; off-by-one: a logit of 0, learnable:
-    a weight."""
+    """Attention sinks: what stands beside the keys in the softmax of each head; off-by-one: a logit
+    of 0, learnable: a weight.
+    """
     attention_output_gate: Annotated[
-        bool, Key(feeds="attention_output_gate", when="model.mla=null", flag="--attention-output-gate")
+        bool,
+        Key(feeds="attention_output_gate", when="model.mla=null", flag="--attention-output-gate"),
     ] = False
-    """What attention gives is multiplied with the sigmoid of a gate, which a wider query projection makes
-    (Qwen3-Next)."""
-    mtp_num_layers: Annotated[Width | None, Key(feeds="mtp_num_layers", flag=Flag("--mtp-num-layers", none=(0,)))] = (
-        None
-    )
-    """Multi-token prediction (DeepSeek-V3): extra layers that each predict one token further; null: none."""
+    """What attention gives is multiplied with the sigmoid of a gate, which a wider query projection
+    makes (Qwen3-Next).
+    """
+    mtp_num_layers: Annotated[
+        Width | None, Key(feeds="mtp_num_layers", flag=Flag("--mtp-num-layers", none=(0,)))
+    ] = None
+    """Multi-token prediction (DeepSeek-V3): extra layers that each predict one token further; null:
+    none.
+    """
     mtp_loss_scaling_factor: Annotated[
         PositiveFloat | None,
         Key(
@@ -261,15 +330,22 @@ class ModelConfig(Section):
     mtp_detach_heads: Annotated[
         bool, Key(feeds="mtp_detach_heads", when="model.mtp_num_layers", effect=Effect.NUMERICS)
     ] = False
-    """mtp_num_layers: their loss trains their own layers alone, with a gradient norm of their own. In 0.19."""
-    mtp_use_repeated_layer: Annotated[bool, Key(when="model.mtp_num_layers>1", flag="--mtp-use-repeated-layer")] = (
-        False
-    )
-    """mtp_num_layers above 1: one layer is used so many times, each time on what it gave, with the same weights."""
+    """mtp_num_layers: their loss trains their own layers alone, with a gradient norm of their own.
+
+    In 0.19.
+    """
+    mtp_use_repeated_layer: Annotated[
+        bool, Key(when="model.mtp_num_layers>1", flag="--mtp-use-repeated-layer")
+    ] = False
+    """mtp_num_layers above 1: one layer is used so many times, each time on what it gave, with the
+    same weights.
+    """
     final_logit_softcapping: Annotated[
         PositiveFloat | None, Key(effect=Effect.NUMERICS, hf="final_logit_softcapping")
     ] = None
-    """Bound of the logits, in every loss and in generation: x becomes c tanh(x / c) (30 in Gemma 2); null: none."""
+    """Bound of the logits, in every loss and in generation: x becomes c tanh(x / c) (30 in Gemma
+    2); null: none.
+    """
     tie_word_embeddings: Annotated[
         bool,
         Key(
@@ -280,7 +356,9 @@ class ModelConfig(Section):
     ] = False
     """The output layer shares the embedding's weights."""
     scale_embedding: Annotated[bool, Key(effect=Effect.NUMERICS)] = False
-    """The embeddings of tokens are multiplied by sqrt(hidden_size), rounded to the dtype of the weights (Gemma)."""
+    """The embeddings of tokens are multiplied by sqrt(hidden_size), rounded to the dtype of the
+    weights (Gemma).
+    """
     attention_dropout: Annotated[
         Probability,
         Key(
@@ -292,26 +370,41 @@ class ModelConfig(Section):
     ] = 0.0
     """Dropout on attention probabilities."""
     hidden_dropout: Annotated[
-        Probability, Key(feeds="hidden_dropout", effect=Effect.NUMERICS, flag=Flag("--hidden-dropout", absent=0.1))
+        Probability,
+        Key(
+            feeds="hidden_dropout",
+            effect=Effect.NUMERICS,
+            flag=Flag("--hidden-dropout", absent=0.1),
+        ),
     ] = 0.0
     """Dropout on what each block adds to the residual stream."""
     init_method_std: Annotated[
         float,
         Field(gt=0, le=20),
-        Key(feeds="init_method_std", effect=Effect.NUMERICS, flag="--init-method-std", hf="initializer_range"),
+        Key(
+            feeds="init_method_std",
+            effect=Effect.NUMERICS,
+            flag="--init-method-std",
+            hf="initializer_range",
+        ),
     ] = 0.02
     """Standard deviation of initial weights; output projections are scaled by 1/sqrt(2 num_layers),
     except with norm_placement post_residual."""
     embedding_init_method_std: Annotated[
-        Annotated[float, Field(gt=0, le=10)] | None, Key(effect=Effect.NUMERICS, flag="--embedding-init-method-std")
+        Annotated[float, Field(gt=0, le=10)] | None,
+        Key(effect=Effect.NUMERICS, flag="--embedding-init-method-std"),
     ] = None
-    """Standard deviation of the initial embeddings, of tokens and learned positions; null: init_method_std."""
+    """Standard deviation of the initial embeddings, of tokens and learned positions; null:
+    init_method_std.
+    """
     moe: MoEConfig | None = None
     """Mixture of experts; null: dense."""
     mla: MLAConfig | None = None
     """Multi-head latent attention (MLA); null: standard attention."""
     dsa: SparseAttentionConfig | None = None
-    """Sparse attention over MLA (DSA): each query to the keys that an indexer chooses; null: to all."""
+    """Sparse attention over MLA (DSA): each query to the keys that an indexer chooses; null: to
+    all.
+    """
     mup: MupConfig | None = None
     """Rates, deviations and factors by width (muP); null: the usual ones."""
     linear_attention: LinearAttentionConfig | None = None
@@ -354,16 +447,25 @@ class ModelConfig(Section):
 
     @property
     def rotary_dim(self) -> int:
-        """Channels of a head that rotate; yarn of MLA turns all of the part that MLA has for positions."""
+        """Channels of a head that rotate; yarn of MLA turns all of the part that MLA has for
+        positions.
+        """
         width = self.head_dim if self.mla is None else self.mla.qk_pos_emb_head_dim
-        return width if self.mla is not None and self.mla.rope_type == "yarn" else int(width * self.rotary_percent)
+        if self.mla is not None and self.mla.rope_type == "yarn":
+            return width
+        return int(width * self.rotary_percent)
 
     @property
     def rotary_constant_to(self) -> float:
         """Tokens up to which rotary frequencies do not depend on the length of a sequence."""
-        if (scaling := self.rope_scaling) is None or scaling.rope_type not in ("dynamic", "longrope"):
+        if (scaling := self.rope_scaling) is None or scaling.rope_type not in (
+            "dynamic",
+            "longrope",
+        ):
             return math.inf
-        known = scaling.original_max_position_embeddings if scaling.rope_type == "longrope" else None
+        known = (
+            scaling.original_max_position_embeddings if scaling.rope_type == "longrope" else None
+        )
         return known or self.max_position_embeddings
 
     @property
@@ -393,7 +495,9 @@ class ModelConfig(Section):
 
     @property
     def padding_in_words(self) -> str:
-        """The ids that losses are over, and what becomes of padding; empty where the vocabulary has none."""
+        """The ids that losses are over, and what becomes of padding; empty where the vocabulary has
+        none.
+        """
         if self.padded_vocab_size == self.vocab_size:
             return ""
         kept = "masked" if self.mask_padded_vocab else "in the softmax"

@@ -1,4 +1,6 @@
-"""The tokenizer that a model has: that of the run or the Hugging Face folder whose weights a run goes on from."""
+"""The tokenizer that a model has: that of the run or the Hugging Face folder whose weights a run
+goes on from.
+"""
 
 from __future__ import annotations
 
@@ -10,18 +12,27 @@ from pathlib import Path
 from mtrain.config.paths import CHECKPOINTS, RESUME_WORDS, user_path
 from mtrain.config.run import RunConfig
 
-TOKENIZER, KEPT = "tokenizer.json", "hf"
+TOKENIZER = "tokenizer.json"
+KEPT = "hf"
 """The file of a folder, and the folder of a run with what came beside imported weights."""
 OTHERS = (
-    *("tokenizer.model", "vocab.json", "vocab.txt", "spiece.model", "sentencepiece.bpe.model", "tekken.json"),
+    *(
+        "tokenizer.model",
+        "vocab.json",
+        "vocab.txt",
+        "spiece.model",
+        "sentencepiece.bpe.model",
+        "tekken.json",
+    ),
     *("tiktoken.model", "qwen.tiktoken"),
 )
 """Files of tokenizers that are not read as those of a model."""
 
 
 def folder_of_the_model(run: RunConfig, checkpoint: Path | None = None) -> Path | None:
-    """The folder that the weights of a run come from: that of `checkpoint`, else what the configuration names by its
-    path; None: the weights are drawn. A run that `auto` or `latest` goes on with began with `checkpoint.init_from`.
+    """The folder that the weights of a run come from: that of `checkpoint`, else what the
+    configuration names by its path; None: the weights are drawn. A run that `auto` or `latest` goes
+    on with began with `checkpoint.init_from`.
     """
     resumed = run.checkpoint.resume
     named = run.checkpoint.init_from if resumed is None or resumed in RESUME_WORDS else resumed
@@ -44,13 +55,17 @@ def tokenizer_of(folder: Path) -> Path | None:
 
 
 def unread_tokenizer(folder: Path) -> Path | None:
-    """A file of a folder, or of what a run kept of one, that holds a tokenizer in a form that is not read here."""
+    """A file of a folder, or of what a run kept of one, that holds a tokenizer in a form that is
+    not read here.
+    """
     found = (place / name for place in (folder, folder / KEPT) for name in OTHERS)
     return next((file for file in found if os.path.isfile(file)), None)
 
 
 def is_from_elsewhere(folder: Path) -> bool:
-    """Return whether a folder holds weights trained elsewhere: a Hugging Face folder, or a run that imported one."""
+    """Return whether a folder holds weights trained elsewhere: a Hugging Face folder, or a run that
+    imported one.
+    """
     return any(os.path.isfile(folder / name) for name in ("config.json", "conversion.json"))
 
 

@@ -12,15 +12,23 @@ from mtrain.config.base import Effect, Flag, Key, PositiveFloat, Section, Width
 
 
 class MupConfig(Section):
-    """`model.mup`: what is tuned at one width holds at others (muP, Yang et al. 2022, arXiv 2203.03466).
+    """`model.mup`: what is tuned at one width holds at others (muP, Yang et al.
 
-    With m = hidden_size / base_hidden_size, matrices between embedding and output layer start with 1 / sqrt(m) of
-    their deviation, adamw and lion take 1 / m of the learning rate (and adamw of eps) for them, sgd m times the rate
-    for all others, and logits are divided by m. All widths of a layer have to grow with hidden_size.
+    2022, arXiv 2203.03466).
+
+    With m = hidden_size / base_hidden_size, matrices between embedding and output layer start with
+    1 / sqrt(m) of their deviation, adamw and lion take 1 / m of the learning rate (and adamw of
+    eps) for them, sgd m times the rate for all others, and logits are divided by m. All widths of a
+    layer have to grow with hidden_size.
     """
 
     base_hidden_size: Annotated[
-        Width | None, Key(flag=Flag("--mup-base-hidden-size", absent=None), effect=Effect.NUMERICS, unit="channels")
+        Width | None,
+        Key(
+            flag=Flag("--mup-base-hidden-size", absent=None),
+            effect=Effect.NUMERICS,
+            unit="channels",
+        ),
     ] = None
     """The width that learning rate and deviations were tuned at; null: model.hidden_size."""
     embedding_mult: Annotated[
@@ -30,11 +38,15 @@ class MupConfig(Section):
     output_mult: Annotated[
         PositiveFloat | None, Key(flag=Flag("--mup-output-mult", none=(1,)), effect=Effect.NUMERICS)
     ] = None
-    """Factor on logits, before model.final_logit_softcapping; null: base_hidden_size / hidden_size."""
+    """Factor on logits, before model.final_logit_softcapping; null: base_hidden_size / hidden_size.
+    """
     base_head_dim: Annotated[
-        PositiveFloat | None, Key(flag=Flag("--mup-base-head-dim"), effect=Effect.NUMERICS, unit="channels")
+        PositiveFloat | None,
+        Key(flag=Flag("--mup-base-head-dim"), effect=Effect.NUMERICS, unit="channels"),
     ] = None
-    """Attention logits are multiplied by its root too, so that heads of this width have the usual factor; null: 1."""
+    """Attention logits are multiplied by its root too, so that heads of this width have the usual
+    factor; null: 1.
+    """
     attn_scale_power: Annotated[
         float,
         Field(ge=0, le=4),

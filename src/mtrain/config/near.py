@@ -18,7 +18,14 @@ from mtrain.config.intended import as_key, is_nothing, plain, readings
 from mtrain.config.keys import field_of, opposites, suggest
 from mtrain.config.layout_string import parse_layout
 from mtrain.config.load import load, scalar
-from mtrain.config.paths import CHOICE, choices_of_group, conf_dir, find_config, program, recipe_names
+from mtrain.config.paths import (
+    CHOICE,
+    choices_of_group,
+    conf_dir,
+    find_config,
+    program,
+    recipe_names,
+)
 from mtrain.config.run import GROUPS
 from mtrain.errors import ConfigError, Problem
 
@@ -39,7 +46,9 @@ INSTEAD: dict[str, Callable[[Any], str]] = {
         for word, facts in FORMATS.items()
         if facts.flag is not None
     },
-    "betas": lambda value: f"optim.beta1={value[0]} optim.beta2={value[1]}" if _is_pair(value) else NOTHING,
+    "betas": lambda value: (
+        f"optim.beta1={value[0]} optim.beta2={value[1]}" if _is_pair(value) else NOTHING
+    ),
 }
 """Names that have no key of their own here, and the settings that do what they did."""
 CONVERTED: dict[str, Callable[[Any], Any]] = {
@@ -60,18 +69,26 @@ def accepts(path: str, value: Any) -> bool:
     from pydantic import ConfigDict, TypeAdapter, ValidationError
 
     field = field_of(path)
-    if field is None or (isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel)):
+    if field is None or (
+        isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel)
+    ):
         return False
-    annotation: Any = Annotated[(field.annotation, *field.metadata)] if field.metadata else field.annotation
+    annotation: Any = (
+        Annotated[(field.annotation, *field.metadata)] if field.metadata else field.annotation
+    )
     try:
-        TypeAdapter(annotation, config=ConfigDict(strict=True, allow_inf_nan=False)).validate_python(value)
+        TypeAdapter(
+            annotation, config=ConfigDict(strict=True, allow_inf_nan=False)
+        ).validate_python(value)
     except ValidationError:
         return False
     return True
 
 
 def taken(path: str, value: Any) -> list[Any]:
-    """What `value` may have been meant as, of what the key at `path` takes: the likeliest, and others as likely."""
+    """What `value` may have been meant as, of what the key at `path` takes: the likeliest, and
+    others as likely.
+    """
     for group in readings(path, value):
         out: list[Any] = []
         for reading in group:
@@ -85,18 +102,21 @@ def taken(path: str, value: Any) -> list[Any]:
 
 
 def suggestions(path: str, value: Any) -> list[str]:
-    """Overrides that an unknown key at `path` may have stood for, best first; each key takes its value.
+    """Overrides that an unknown key at `path` may have stood for, best first; each key takes its
+    value.
 
-    Where no near key takes the value, a page that says what the nearest takes; where none is near, to leave it out.
+    Where no near key takes the value, a page that says what the nearest takes; where none is near,
+    to leave it out.
     """
     last = as_key(path).rpartition(".")[2]
     near = suggest(path)[0]
     if not near:
         return [INSTEAD.get(last, lambda _: NOTHING)(value)]
     if near[0] in GROUPS:
-        choices = (
-            [value] if value in choices_of_group(near[0]) else near_choice(str(value), choices_of_group(near[0]))
-        )
+        if value in choices_of_group(near[0]):
+            choices = [value]
+        else:
+            choices = near_choice(str(value), choices_of_group(near[0]))
         return [f"{near[0]}={choice}" for choice in choices[:1]] or [NOTHING]
     known = _WORDS.get(str(value).lower(), value)
     with suppress(TypeError):
@@ -104,7 +124,10 @@ def suggestions(path: str, value: Any) -> list[str]:
         known = not known if last in opposites() and isinstance(known, bool) else known
     fitting = [override(key, known) for key in near if accepts(key, known)]
     fitting = fitting or [
-        override(key, reading) for key in near for reading in taken(key, known)[:1] if not isinstance(reading, str)
+        override(key, reading)
+        for key in near
+        for reading in taken(key, known)[:1]
+        if not isinstance(reading, str)
     ]
     if not fitting and is_nothing(known):
         fitting = [default for key in near if (default := at_default(key))][:1]
@@ -112,7 +135,11 @@ def suggestions(path: str, value: Any) -> list[str]:
 
 
 def _is_pair(value: Any) -> bool:
-    return isinstance(value, list) and len(value) == 2 and all(accepts("optim.beta1", v) for v in value)
+    return (
+        isinstance(value, list)
+        and len(value) == 2
+        and all(accepts("optim.beta1", v) for v in value)
+    )
 
 
 def at_default(path: str) -> str:
@@ -131,7 +158,9 @@ def is_number(value: Any) -> bool:
 
 
 def as_shipped(path: str) -> str:
-    """The override that sets a key to the value of its group's default choice; empty where that says nothing."""
+    """The override that sets a key to the value of its group's default choice; empty where that
+    says nothing.
+    """
     group, _, key = path.partition(".")
     choice = default_choices()[0].get(group, "")
     file = find_config(f"{group}/{choice}")
@@ -147,13 +176,16 @@ def near_choice(word: str, choices: Sequence[str]) -> list[str]:
     near = difflib.get_close_matches(word, choices, n=3, cutoff=0.5)
     letters = re.sub(r"[^a-z0-9]", "", word)
     same = [c for c in choices if re.sub(r"[^a-z0-9]", "", c.lower()) == letters]
-    begun = sorted((c for c in choices if len(word) > 2 and c.startswith(word)), key=lambda c: _by_size(c, word))
+    begun = sorted(
+        (c for c in choices if len(word) > 2 and c.startswith(word)),
+        key=lambda c: _by_size(c, word),
+    )
     return same or list(dict.fromkeys([*_of_another_size(word, choices), *begun, *near]))[:3]
 
 
 def _by_size(choice: str, begin: str) -> tuple[int, list[float]]:
-    """The order of choices that begin alike: those of the very name with a size behind it, other words behind it,
-    other names; and of each the smallest.
+    """The order of choices that begin alike: those of the very name with a size behind it, other
+    words behind it, other names; and of each the smallest.
     """
     rest = choice.removeprefix(begin)
     order = 2
@@ -174,7 +206,11 @@ def _of_another_size(word: str, choices: Sequence[str]) -> list[str]:
     away: dict[str, float] = {}
     for choice in choices if sizes else ():
         if _SIZE.sub("#", choice) == outside:
-            apart = [pair for pair in zip(sizes, _SIZE.findall(choice), strict=True) if pair[0] != pair[1]]
+            apart = [
+                pair
+                for pair in zip(sizes, _SIZE.findall(choice), strict=True)
+                if pair[0] != pair[1]
+            ]
             if len(apart) == 1:
                 away[choice] = _apart(*apart[0])
     return sorted(away, key=lambda choice: away[choice])
@@ -188,7 +224,9 @@ def _apart(one: tuple[str, str], other: tuple[str, str]) -> float:
 
 
 def layouts_near(word: str) -> list[str]:
-    """Layouts that a word may have meant: its letters in another case or with signs between, or a bare number."""
+    """Layouts that a word may have meant: its letters in another case or with signs between, or a
+    bare number.
+    """
     letters = re.sub(r"[^a-z0-9]", "", plain(word).lower())
     if letters.isdigit() and int(letters[:7]) > 0 and len(letters) < 7:
         return [f"{axis}{int(letters)}" for axis in ("tp", "pp", "dp")]
@@ -200,31 +238,48 @@ def layouts_near(word: str) -> list[str]:
 
 
 def spelled(group: str, value: object) -> str:
-    """The choice whose name without quotes is a value in YAML, as 1.10 is the number 1.1; else the value as text."""
+    """The choice whose name without quotes is a value in YAML, as 1.10 is the number 1.1; else the
+    value as text.
+    """
     return next((name for name in choices_of_group(group) if scalar(name) == value), str(value))
 
 
 def usual_choice(group: str) -> str:
-    """The default choice of a group; where there is none the first of its files, and empty where there is none."""
-    names, usual = choices_of_group(group), default_choices()[0].get(group, "")
+    """The default choice of a group; where there is none the first of its files, and empty where
+    there is none.
+    """
+    names = choices_of_group(group)
+    usual = default_choices()[0].get(group, "")
     return usual if usual in names or layouts_near(usual) == [usual] else next(iter(names), "")
 
 
 def with_choices(change: Mapping[str, Any]) -> str:
-    """The overrides of a change; a choice of a group in place of the key that says it and the rest of its group."""
-    chosen = {CHOOSING[key]: value for key, value in change.items() if key in CHOOSING and value not in NO_CHOICE}
-    others = [override(key, value) for key, value in change.items() if key.partition(".")[0] not in chosen]
+    """The overrides of a change; a choice of a group in place of the key that says it and the rest
+    of its group.
+    """
+    chosen = {
+        CHOOSING[key]: value
+        for key, value in change.items()
+        if key in CHOOSING and value not in NO_CHOICE
+    }
+    others = [
+        override(key, value) for key, value in change.items() if key.partition(".")[0] not in chosen
+    ]
     return " ".join([*(f"{group}={choice}" for group, choice in chosen.items()), *others])
 
 
 def chooses(group: str, choice: str) -> str:
-    """The argument that makes a choice; of a group that nothing chooses from so far it begins with a +."""
+    """The argument that makes a choice; of a group that nothing chooses from so far it begins with
+    a +.
+    """
     known = group in GROUPS or group in default_choices()[0]
     return f"{'' if known else '+'}{group}={choice}"
 
 
 def choice_fix(group: str, text: str) -> str:
-    """Overrides that a choice which is none may have meant, best first; the default one for a word like none."""
+    """Overrides that a choice which is none may have meant, best first; the default one for a word
+    like none.
+    """
     near = near_choice(text, choices_of_group(group))
     if group == "parallel":
         near = layouts_near(text) or near
@@ -232,12 +287,15 @@ def choice_fix(group: str, text: str) -> str:
     if is_nothing(text):
         near = [usual_choice(group)]
     return (
-        " or ".join(chooses(group, name) for name in near if name) or f"{program()} choices {group}, for all of them"
+        " or ".join(chooses(group, name) for name in near if name)
+        or f"{program()} choices {group}, for all of them"
     )
 
 
 def bare_word(word: str) -> list[str]:
-    """Settings that a word without a `=` may have meant: a choice, a layout, a recipe or a key with a colon."""
+    """Settings that a word without a `=` may have meant: a choice, a layout, a recipe or a key with
+    a colon.
+    """
     key, _, value = word.partition(":")
     path = as_key(key)
     if value and (field_of(path) is not None or path in GROUPS):
@@ -246,7 +304,12 @@ def bare_word(word: str) -> list[str]:
     recipe = word.removesuffix(".yaml")
     if recipe in names or (word.endswith((".yaml", ".yml")) and os.path.isfile(word)):
         return [f"recipe={recipe if recipe in names else word}"]
-    found = [f"{group}={name}" for group in GROUPS for name in choices_of_group(group) if name == plain(word).lower()]
+    found = [
+        f"{group}={name}"
+        for group in GROUPS
+        for name in choices_of_group(group)
+        if name == plain(word).lower()
+    ]
     if found or layouts_near(word):
         return found or [f"parallel={name}" for name in layouts_near(word)]
     if field_of(path) is not None and (default := at_default(path)):
@@ -272,10 +335,15 @@ def default_choices() -> tuple[dict[str, str], dict[str, str]]:
     entries = config.values.get("defaults", [])
     for index, entry in enumerate(entries if isinstance(entries, list) else [None]):
         source = config.where(f"defaults.{index}")
-        ((group, choice),) = entry.items() if isinstance(entry, dict) and len(entry) == 1 else [(entry, None)]
+        ((group, choice),) = (
+            entry.items() if isinstance(entry, dict) and len(entry) == 1 else [(entry, None)]
+        )
         if _is_name(group) and _is_name(choice) and group not in choices:
-            choices[group], sources[group] = choice, source
-        elif choice is not None or not (entry == "_self_" or _is_file(entry) or (_is_name(group) and entry != group)):
+            choices[group] = choice
+            sources[group] = source
+        elif choice is not None or not (
+            entry == "_self_" or _is_file(entry) or (_is_name(group) and entry != group)
+        ):
             problems.append(_no_default(entry, group, choice, source))
     if problems:
         raise ConfigError(problems)
@@ -293,10 +361,17 @@ def _is_name(word: object) -> TypeGuard[str]:
 
 def _no_default(entry: object, group: object, choice: object, source: str) -> Problem:
     """The problem of an entry of the defaults of `config.yaml` that is none."""
-    rule = "an entry of defaults is `GROUP: CHOICE`, with the name of one choice and once for each group, or `_self_`"
-    name, fix = str(group).rpartition(" ")[2].lstrip("/"), "delete it"
+    rule = (
+        "an entry of defaults is `GROUP: CHOICE`, with the name of one choice and once for each"
+        " group, or `_self_`"
+    )
+    name = str(group).rpartition(" ")[2].lstrip("/")
+    fix = "delete it"
     if name in GROUPS and name != group and _is_name(choice):
         fix = f"- {name}: {choice}"
     elif _is_name(group) and isinstance(choice, (int, float)):
-        fix = f"put the name of the choice into quotes, as in `- {group}: '{spelled(str(group), choice)}'`"
+        fix = (
+            f"put the name of the choice into quotes, as in `- {group}:"
+            f" '{spelled(str(group), choice)}'`"
+        )
     return Problem("MT017", "defaults", entry, rule, fix, source)

@@ -1,6 +1,8 @@
-"""NVIDIA's management library: the GPUs, the driver, how full their memory is, and the processes that use them.
+"""NVIDIA's management library: the GPUs, the driver, how full their memory is, and the processes
+that use them.
 
-It makes no CUDA context, so a process that has asked it may still fork, and ranks that start later find nothing used.
+It makes no CUDA context, so a process that has asked it may still fork, and ranks that start later
+find nothing used.
 """
 
 from __future__ import annotations
@@ -16,7 +18,8 @@ from typing import Any, TypeVar
 T = TypeVar("T")
 
 LIBRARIES = ("libnvidia-ml.so.1", "/usr/lib/wsl/lib/libnvidia-ml.so.1")
-"""The name for the loader's search path, and the place where the driver of Windows puts it in WSL2."""
+"""The name for the loader's search path, and the place where the driver of Windows puts it in WSL2.
+"""
 TEXT_BYTES = 96
 """Size of the library's longest texts: names and UUIDs."""
 USUAL_PROCESSES = 64
@@ -28,7 +31,9 @@ ENABLED = 1
 
 @dataclass(frozen=True)
 class Gpu:
-    """A GPU, or an instance of a partitioned one, as the driver describes it; 0 or empty: the driver does not say."""
+    """A GPU, or an instance of a partitioned one, as the driver describes it; 0 or empty: the
+    driver does not say.
+    """
 
     name: str
     uuid: str = ""
@@ -63,12 +68,19 @@ class _Memory(Structure):
 
 
 class _Process(Structure):
-    _fields_ = [("pid", c_uint), ("bytes", c_ulonglong), ("gpu_instance", c_uint), ("compute_instance", c_uint)]
+    _fields_ = [
+        ("pid", c_uint),
+        ("bytes", c_ulonglong),
+        ("gpu_instance", c_uint),
+        ("compute_instance", c_uint),
+    ]
 
 
 @cache
 def driver() -> Driver | None:
-    """Return the driver of this machine, which is asked once per process; None: no library answers."""
+    """Return the driver of this machine, which is asked once per process; None: no
+    library answers.
+    """
     for name in LIBRARIES:
         with suppress(OSError, Failed):
             return asked(ctypes.CDLL(name))
@@ -149,7 +161,8 @@ def _or(other: T, ask: Callable[[], T]) -> T:
 def _gpu(call: _Calls, handle: c_void_p, parent: Gpu | None = None) -> Gpu:
     memory = _or(_Memory(), lambda: _memory(call, handle))
     alone = Gpu(
-        name=_or("", lambda: call.text("nvmlDeviceGetName", handle)) or (parent.name if parent else ""),
+        name=_or("", lambda: call.text("nvmlDeviceGetName", handle))
+        or (parent.name if parent else ""),
         uuid=_or("", lambda: call.text("nvmlDeviceGetUUID", handle)),
         sm=parent.sm if parent else _or(0, lambda: _capability(call, handle)),
         memory_bytes=memory.total,

@@ -15,7 +15,9 @@ Feature = Literal["distributed_optimizer", "fsdp2", "megatron_fsdp", "cpu_offloa
 
 
 NO_MATRICES = ("embedding", "relative_attention_bias", "output_layer")
-"""In names of tables that are looked up in and of output layers, which are no maps from width to width."""
+"""In names of tables that are looked up in and of output layers, which are no maps from width to
+width.
+"""
 
 
 @dataclass(frozen=True)
@@ -57,7 +59,9 @@ class Rotated:
     """Matrices that an update rotates into the eigenbases of their factors."""
 
     matrices: Callable[[str, tuple[int, ...]], tuple[tuple[int, int], ...]]
-    """Rows and columns of a parameter with this name and shape; none of what is updated as it stands."""
+    """Rows and columns of a parameter with this name and shape; none of what is updated as it
+    stands.
+    """
     longest: int
     """Side that has factors."""
     frequency: int
@@ -84,24 +88,33 @@ class Rotated:
 
 @dataclass(frozen=True, kw_only=True)
 class Optimizer:
-    """The specification of an optimizer: one module of `mtrain.config.optimizers` holds it as `OPTIMIZER`."""
+    """The specification of an optimizer: one module of `mtrain.config.optimizers` holds it as
+    `OPTIMIZER`.
+    """
 
     name: str
     states: Callable[[Run], Mapping[str, str]]
-    """State tensors beside a weight and its main weight -> number format. Where parameters have different ones, the
-    smallest."""
+    """State tensors beside a weight and its main weight -> number format.
+
+    Where parameters have different ones, the smallest.
+    """
     states_by_name: Callable[[Run, str, int], Mapping[str, str]] | None = None
     """Those of a parameter with this name and so many axes, where not all have the same."""
     build: Callable[[Run], tuple[type, dict[str, Any]]] | None
-    """The torch class of `kernels.optimizer` reference and triton, and its arguments beside those that megatron-core
-    passes. What it needs of torch it imports itself. None: there is none, the update is torch's."""
+    """The torch class of `kernels.optimizer` reference and triton, and its arguments beside those
+    that megatron-core passes. What it needs of torch it imports itself. None: there is none, the
+    update is torch's.
+    """
     obstacle: Callable[[str, Run], str | None]
     """Why a word of `kernels.optimizer` cannot update it, or None."""
     keys: frozenset[str] = frozenset()
     """Those keys of `optim` that it reads and not every optimizer does."""
     section: type[Section] | None = None
-    """Its own keys: `optim.<name>`. Their `Key` says what null means, their flags, and which fields of
-    megatron-core's OptimizerConfig they feed."""
+    """Its own keys: `optim.<name>`.
+
+    Their `Key` says what null means, their flags, and which fields of megatron-core's
+    OptimizerConfig they feed.
+    """
     section_doc: str = ""
     defaults: Mapping[str, Callable[[Run], Any]] = field(default_factory=dict)
     """Key of the section -> what null means, where that follows from other keys."""
@@ -121,11 +134,15 @@ class Optimizer:
 
     def states_of(self, run: Run, name: str, axes: int) -> Mapping[str, str]:
         """State tensors of the parameter `name` of so many axes -> number format."""
-        return self.states(run) if self.states_by_name is None else self.states_by_name(run, name, axes)
+        if self.states_by_name is None:
+            return self.states(run)
+        return self.states_by_name(run, name, axes)
 
 
 def only(words: tuple[str, ...], name: str) -> Callable[[str, Run], str | None]:
-    """The obstacle of an optimizer that some words of `kernels.optimizer` can always update, and others never."""
+    """The obstacle of an optimizer that some words of `kernels.optimizer` can always update, and
+    others never.
+    """
 
     def obstacle(word: str, run: Run) -> str | None:
         return None if word in words else f"{word} has no {name}, but {' and '.join(words)} have"

@@ -1,4 +1,6 @@
-"""Who set each key: the layers of a configuration, laid over each other as Hydra lays their values."""
+"""Who set each key: the layers of a configuration, laid over each other as Hydra lays
+their values.
+"""
 
 from __future__ import annotations
 
@@ -42,7 +44,10 @@ class Origins:
                 self.put(path, value, layer.where(path))
 
     def put(self, path: str, value: Any, source: str) -> None:
-        """Notes who set the leaf at `path`. An empty mapping over a section changes nothing of it."""
+        """Notes who set the leaf at `path`.
+
+        An empty mapping over a section changes nothing of it.
+        """
         self.history.append(Setting(path, value, source))
         found, whole = self._found(path)
         if value != {} or not (whole and isinstance(found, dict)):
@@ -81,7 +86,9 @@ class Origins:
         return source.rpartition(":")[0] or source or DEFAULT
 
     def _found(self, path: str) -> tuple[Any, bool]:
-        """What stands at `path`, or in the nearest section above it that is there; whether it is `path` itself."""
+        """What stands at `path`, or in the nearest section above it that is there; whether it is
+        `path` itself.
+        """
         node: Any = self._tree
         for name in path.split(".") if path else ():
             if not isinstance(node, dict) or name not in node:

@@ -1,4 +1,7 @@
-"""The command line as data: choices, values, and which recipe or run file they stand on. The grammar is Hydra's."""
+"""The command line as data: choices, values, and which recipe or run file they stand on.
+
+The grammar is Hydra's.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +22,8 @@ from mtrain.config.paths import is_group
 from mtrain.config.run import GROUPS
 from mtrain.errors import MAX_PROBLEMS, MAX_SHOWN, Problem
 
-MAX_ARGUMENT, MAX_COMMAND = 4096, 1 << 14
+MAX_ARGUMENT = 4096
+MAX_COMMAND = 1 << 14
 """Characters of an argument, and of all of them."""
 
 
@@ -38,7 +42,9 @@ class Overrides:
     deleted: dict[str, str] = field(default_factory=dict)
     """`~key` or `~group`, which takes away what the files say: key or group -> the argument."""
     only: dict[str, Any] = field(default_factory=dict)
-    """`~key=value` or `~group=choice`, which takes away that alone: key or group -> value or choice."""
+    """`~key=value` or `~group=choice`, which takes away that alone: key or group -> value or
+    choice.
+    """
     recipe: str | None = None
     run: str | None = None
     problems: list[Problem] = field(default_factory=list)
@@ -49,7 +55,9 @@ class Overrides:
 
 
 def read_overrides(argv: Sequence[str]) -> Overrides:
-    """Reads every argument; what cannot be read becomes a problem and the rest is read, up to too many of them."""
+    """Reads every argument; what cannot be read becomes a problem and the rest is read, up to too
+    many of them.
+    """
     out = Overrides()
     if (size := sum(map(len, argv))) > MAX_COMMAND:
         rule = f"a command line of {size} characters, more than the limit of {MAX_COMMAND}"
@@ -62,13 +70,17 @@ def read_overrides(argv: Sequence[str]) -> Overrides:
         if len(out.problems) > MAX_PROBLEMS:
             break
     if out.recipe is not None and out.run is not None:
-        rule = "a run file is complete, a recipe is a change to the defaults: only one can be the base"
+        rule = (
+            "a run file is complete, a recipe is a change to the defaults: only one can be the base"
+        )
         out.problems.append(_bad("recipe", out.recipe, rule, "leave out recipe= or run="))
     return out
 
 
 def _note(argument: str, out: Overrides) -> Problem | None:
-    """Remembers what an argument that was read sets; the problem where another one sets it as well."""
+    """Remembers what an argument that was read sets; the problem where another one sets
+    it as well.
+    """
     key, _, text = argument.partition("=")
     key = key.lstrip("+~")
     chosen = key in (*GROUPS, *out.added, "recipe", "run")
@@ -77,10 +89,16 @@ def _note(argument: str, out: Overrides) -> Problem | None:
         paths = [path for path, _ in leaves(out.values[key], key)]
     for path in paths:
         sections = [path[:i] for i, letter in enumerate(path) if letter == "."]
-        first = next((out.said[p] for p in (path, *sections) if p in out.said), None) or out.above.get(path)
+        first = next(
+            (out.said[p] for p in (path, *sections) if p in out.said), None
+        ) or out.above.get(path)
         if first is not None:
-            rule = f"said twice, as {shortened(first)} and as {shortened(argument)}; one of them would be lost"
-            both = "keep one of them" if key in GROUPS else f"{first} or {argument}"  # a choice may not be there
+            rule = (
+                f"said twice, as {shortened(first)} and as {shortened(argument)}; one of them would"
+                " be lost"
+            )
+            # a choice may not be there
+            both = "keep one of them" if key in GROUPS else f"{first} or {argument}"
             return _bad(key, text, rule, first if first == argument else both, "MT004")
         out.said[path] = argument
         for section in sections:
@@ -99,15 +117,22 @@ def _bad(path: str, value: object, rule: str, fix: str, code: str = "MT010") -> 
 
 def _read(argument: str, out: Overrides) -> Problem | None:
     if len(argument) > MAX_ARGUMENT:
-        rule = f"an argument of {len(argument)} characters, more than the limit of {MAX_ARGUMENT}: {argument[:40]}..."
+        rule = (
+            f"an argument of {len(argument)} characters, more than the limit of {MAX_ARGUMENT}:"
+            f" {argument[:40]}..."
+        )
         return _bad("", None, rule, "put it into a recipe")
     if any(0xD800 <= ord(c) <= 0xDFFF or c == "\0" for c in argument):
-        return _bad("", None, f"{argument.encode('ascii', 'replace').decode()}: is not UTF-8 text", NOTHING)
+        return _bad(
+            "", None, f"{argument.encode('ascii', 'replace').decode()}: is not UTF-8 text", NOTHING
+        )
     key, equals, text = argument.partition("=")
     sign = re.match(r"[+~]*", argument).group()  # type: ignore[union-attr]
     key = key.removeprefix(sign)
     if sign not in ("", "+", "++", "~"):
-        return _bad("", None, f"{argument}: a setting begins with +, ++, ~ or its key", f"{key}={text}")
+        return _bad(
+            "", None, f"{argument}: a setting begins with +, ++, ~ or its key", f"{key}={text}"
+        )
     if sign == "~" and key:
         return _delete(argument, key, out)
     if not equals:
@@ -133,7 +158,10 @@ def _read(argument: str, out: Overrides) -> Problem | None:
 def _choose(sign: str, group: str, text: str, out: Overrides) -> Problem | None:
     """Reads `group=choice`; one that is chosen already is not added once more."""
     if sign:
-        rule = f"{sign}{group}={text}: every run has one choice of {group} already; without the {sign} it is replaced"
+        rule = (
+            f"{sign}{group}={text}: every run has one choice of {group} already; without the {sign}"
+            " it is replaced"
+        )
         return _bad(group, text, rule, some_choice(group, text))
     text = _unquoted(text)
     problem = check_choice(group, text, COMMAND_LINE)
@@ -153,24 +181,36 @@ def _own_group(sign: str, group: str, text: str, out: Overrides) -> Problem | No
     if sign == "+":
         out.added[group] = text
         return None
-    rule = f"{sign}{group}={text}: nothing chooses from {group} so far; a choice of it is added with one +"
+    rule = (
+        f"{sign}{group}={text}: nothing chooses from {group} so far; a choice of it is added with"
+        " one +"
+    )
     return _bad("", None, rule, f"+{group}={text}")
 
 
 def _delete(argument: str, key: str, out: Overrides) -> Problem | None:
-    """Reads `~key` or `~group`: what files say of it is taken away, and the schema's default holds."""
+    """Reads `~key` or `~group`: what files say of it is taken away, and the schema's
+    default holds.
+    """
     from mtrain.config.grammar import parse_value
 
     _, equals, text = argument.partition("=")
     if key in GROUPS or (KEY.match(key) and not key.startswith("hydra")):
         out.deleted[key] = argument
         try:
-            out.only |= {key: _unquoted(text) if is_group(key) else parse_value(text)} if equals else {}
+            out.only |= (
+                {key: _unquoted(text) if is_group(key) else parse_value(text)} if equals else {}
+            )
         except ValueError as error:
             return _bad("", None, f"{argument}: the value cannot be read: {error}", f"~{key}")
         return None
     near = suggest(key)[0]
-    return _bad("", None, f"{argument}: there is no such key to take away", f"~{near[0]}" if near else NOTHING)
+    return _bad(
+        "",
+        None,
+        f"{argument}: there is no such key to take away",
+        f"~{near[0]}" if near else NOTHING,
+    )
 
 
 def _unquoted(text: str) -> str:
@@ -207,18 +247,30 @@ def _no_equals(argument: str) -> Problem:
 def _odd_key(key: str, text: str) -> Problem:
     if key.startswith("--"):
         why = suggest(key)[1]
-        return _bad("", None, f"{key}: settings have no dashes; {why or 'write key=value'}", _meant(key, text))
+        return _bad(
+            "",
+            None,
+            f"{key}: settings have no dashes; {why or 'write key=value'}",
+            _meant(key, text),
+        )
     if "/" in key or "@" in key or ":" in key:
         group, _, name = key.partition("/")
         if group in GROUPS and "@" not in key and ":" not in key:
             rule = f"{key}: a folder inside a group is part of the choice's name"
             known = field_of(f"{group}.{name}") is not None
-            return _bad("", None, rule, f"{group}.{name}={text}" if known else f"{group}={name}/{text}")
-        dotted = re.sub(r"[/@:].*", "", key) if "@" in key else key.replace("/", ".").replace(":", ".")
+            return _bad(
+                "", None, rule, f"{group}.{name}={text}" if known else f"{group}={name}/{text}"
+            )
+        dotted = (
+            re.sub(r"[/@:].*", "", key) if "@" in key else key.replace("/", ".").replace(":", ".")
+        )
         fix = f"{dotted}={text}" if field_of(dotted) is not None else _meant(dotted, text)
         return _bad("", None, f"{key}: a key is words joined by dots; there are no packages", fix)
     odd = next((c for c in key if c != plain(c)), None)
-    what = f"; {odd} is U+{ord(odd):04X}, which only looks like {plain(odd)}" if odd is not None else ""
+    if odd is not None:
+        what = f"; {odd} is U+{ord(odd):04X}, which only looks like {plain(odd)}"
+    else:
+        what = ""
     return _bad("", None, f"{key!r}: a key is words joined by dots{what}", _meant(key, text))
 
 
@@ -246,7 +298,8 @@ def _read_value(key: str, text: str, out: Overrides) -> Problem | None:
     except Sweep:
         rule = "a comma or range makes a sweep: -m trains or checks one run for each value"
         if not (fix := _sweep_fix(key, text)):
-            rule, fix = unread.why_unread(key, text, rule), unread.meant(key, text, sweep=False)
+            rule = unread.why_unread(key, text, rule)
+            fix = unread.meant(key, text, sweep=False)
         return _bad(key, text, rule, fix)
     except ValueError as error:
         rule = f"cannot be read: {unread.why_unread(key, text, str(error))}"
@@ -255,12 +308,16 @@ def _read_value(key: str, text: str, out: Overrides) -> Problem | None:
 
 
 def _sweep_fix(key: str, text: str) -> str:
-    """Return what several values were meant as, or the flag that takes them all; empty: the key takes none."""
+    """Return what several values were meant as, or the flag that takes them all; empty: the key
+    takes none.
+    """
     found = field_of(key)
     if found is not None and "tuple" in str(found.annotation):
         return f"{key}=[{text}]"
     if found is not None and "str" in str(found.annotation):
         return override(key, text)
-    if (fraction := taken(key, text)) and re.match(r"[^(]*,", text):  # 0,001 where a comma marks the fraction
+    if (fraction := taken(key, text)) and re.match(
+        r"[^(]*,", text
+    ):  # 0,001 where a comma marks the fraction
         return override(key, fraction[0])
     return SWEPT if unread.values_of(key, text) else ""

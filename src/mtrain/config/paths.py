@@ -1,4 +1,6 @@
-"""Where the choices and the recipes lie: the shipped ones, and folders of a user that lie over them."""
+"""Where the choices and the recipes lie: the shipped ones, and folders of a user that lie over
+them.
+"""
 
 from __future__ import annotations
 
@@ -12,8 +14,12 @@ from pathlib import Path
 
 from mtrain.errors import ConfigError, Problem
 
-VARIABLE, ENTRY_POINTS, RECIPES = "MTRAIN_CONF", "mtrain.conf", "recipes"
-RUN_FILE, MANIFEST, CHECKPOINTS = "run.yaml", "manifest.json", "checkpoints"
+VARIABLE = "MTRAIN_CONF"
+ENTRY_POINTS = "mtrain.conf"
+RECIPES = "recipes"
+RUN_FILE = "run.yaml"
+MANIFEST = "manifest.json"
+CHECKPOINTS = "checkpoints"
 """What a run folder and a checkpoint folder have."""
 ENVIRONMENT = "env.json"
 """The file of a run folder that says where it runs, and what started it."""
@@ -37,42 +43,55 @@ def _folder(name: str, package: Path) -> Path:
 
 @cache
 def program() -> str:
-    """How this program is called here: `python launch.py` in a checkout, `mtrain` where it is installed."""
+    """How this program is called here: `python launch.py` in a checkout, `mtrain` where it is
+    installed.
+    """
     checkout = _PACKAGE.parent.name == "src" and (_PACKAGE.parents[1] / "launch.py").is_file()
     return "python launch.py" if checkout else "mtrain"
 
 
 def listing(names: Sequence[str], verb: str) -> str:
-    """Return names as words of a message: up to MOST_NAMES of them, or how many there are and what lists them."""
+    """Return names as words of a message: up to MOST_NAMES of them, or how many there are and what
+    lists them.
+    """
     if len(names) > MOST_NAMES:
         return f"{len(names)}, which `{program()} {verb}` lists"
     return ", ".join(names) or "none"
 
 
 def conf_dir() -> Path:
-    """The folder of group files: `conf/` of the checkout, else the copy inside the installed package."""
+    """The folder of group files: `conf/` of the checkout, else the copy inside the installed
+    package.
+    """
     return _folder("conf", _PACKAGE)
 
 
 def recipes_dir() -> Path:
-    """The folder of shared recipes: `recipes/` of the checkout, else the copy inside the installed package."""
+    """The folder of shared recipes: `recipes/` of the checkout, else the copy inside the installed
+    package.
+    """
     return _folder("recipes", _PACKAGE)
 
 
 def folders() -> list[Path]:
     """Every folder of choices, first the one that counts most.
 
-    Those of `--config-dir` and of the environment variable `MTRAIN_CONF` (several are parted as in `PATH`), those
-    that installed packages name by the entry point `mtrain.conf`, and the shipped one. Of two files for one choice
-    the first counts.
+    Those of `--config-dir` and of the environment variable `MTRAIN_CONF` (several are parted as in
+    `PATH`), those that installed packages name by the entry point `mtrain.conf`, and the shipped
+    one. Of two files for one choice the first counts.
     """
-    named = [Path(os.path.expanduser(text)) for text in os.environ.get(VARIABLE, "").split(os.pathsep) if text]
+    named = [
+        Path(os.path.expanduser(text))
+        for text in os.environ.get(VARIABLE, "").split(os.pathsep)
+        if text
+    ]
     return [*named, *_of_packages(), conf_dir()]
 
 
 @cache
 def _of_packages() -> tuple[Path, ...]:
-    """Folders that installed packages name: the entry point `mine = "my_package.conf"` is `conf/` in my_package.
+    """Folders that installed packages name: the entry point `mine = "my_package.conf"` is `conf/`
+    in my_package.
 
     No package is imported for it.
     """
@@ -83,7 +102,9 @@ def _of_packages() -> tuple[Path, ...]:
     for entry in sorted(entry_points(group=ENTRY_POINTS), key=lambda entry: entry.name):
         top, *rest = entry.value.split(".")
         spec = find_spec(top)
-        found += [Path(place, *rest) for place in (spec.submodule_search_locations or () if spec else ())]
+        found += [
+            Path(place, *rest) for place in (spec.submodule_search_locations or () if spec else ())
+        ]
     return tuple(found)
 
 
@@ -116,14 +137,21 @@ def check_folders() -> None:
     """
     missing = [folder for folder in folders() if not folder.is_dir()]
     if missing:
-        said = "the folder of choices that --config-dir, MTRAIN_CONF or an entry point mtrain.conf names"
+        said = (
+            "the folder of choices that --config-dir, MTRAIN_CONF or an entry point mtrain.conf"
+            " names"
+        )
         fix = "name a folder with a folder for each group, such as DIR/model/mine.yaml"
         what = [(f, "is no folder" if f.exists() else "is not there") for f in missing]
-        raise ConfigError([Problem("MT002", "", None, f"{said} {why}", fix, str(f)) for f, why in what])
+        raise ConfigError(
+            [Problem("MT002", "", None, f"{said} {why}", fix, str(f)) for f, why in what]
+        )
 
 
 def find_config(name: str) -> Path | None:
-    """The file of a choice, `model/llama3_8b` or `model/mine/small`, or of `config`; None where there is none."""
+    """The file of a choice, `model/llama3_8b` or `model/mine/small`, or of `config`; None where
+    there is none.
+    """
     if any(part in ("", ".", "..") for part in name.split("/")):
         return None
     files = (folder / f"{name}.yaml" for folder in folders())
@@ -140,16 +168,22 @@ def is_group(name: str) -> bool:
 def group_names() -> list[str]:
     """Every group that has a folder, a user's own included."""
     named = {place.name for folder in folders() for place in folder.iterdir() if place.is_dir()}
-    return sorted(name for name in named if name not in (RECIPES, "hydra") and not name.startswith((".", "_")))
+    return sorted(
+        name for name in named if name not in (RECIPES, "hydra") and not name.startswith((".", "_"))
+    )
 
 
 def choices_of_group(group: str) -> list[str]:
-    """The choices of a group that have a file; one in a folder of the group is called `folder/name`."""
+    """The choices of a group that have a file; one in a folder of the group is called
+    `folder/name`.
+    """
     return _names_below([folder / group for folder in folders()])
 
 
 def recipe_names() -> list[str]:
-    """The recipes that are called by a name: those of `recipes/` in a user's folder, and the shared ones."""
+    """The recipes that are called by a name: those of `recipes/` in a user's folder, and the shared
+    ones.
+    """
     return _names_below(_recipe_folders())
 
 
@@ -157,7 +191,9 @@ def find_recipe_file(name: str) -> Path | None:
     """The file of a recipe that is called by a name; None where there is none."""
     for folder in _recipe_folders():
         file = folder / f"{name.removesuffix('.yaml')}.yaml"
-        if os.path.isfile(file) and os.path.realpath(file).startswith(os.path.realpath(folder) + os.sep):
+        if os.path.isfile(file) and os.path.realpath(file).startswith(
+            os.path.realpath(folder) + os.sep
+        ):
             return file
     return None
 
@@ -169,7 +205,8 @@ def _recipe_folders() -> list[Path]:
 def _names_below(roots: list[Path]) -> list[str]:
     """Return the names of the YAML files below folders, without hidden files and folders.
 
-    A command needs many of these lists, some of a hundred files, and `Path.rglob` makes several objects of each file.
+    A command needs many of these lists, some of a hundred files, and `Path.rglob` makes several
+    objects of each file.
     """
     names: set[str] = set()
     for root in map(str, roots):
@@ -186,7 +223,9 @@ def _names_below(roots: list[Path]) -> list[str]:
 
 
 def display(path: Path) -> str:
-    """`path` as problems name it: of a checkout's shipped files from `conf/` or `recipes/` on, else as it is."""
+    """`path` as problems name it: of a checkout's shipped files from `conf/` or `recipes/` on, else
+    as it is.
+    """
     for root, name in ((conf_dir(), "conf"), (recipes_dir(), "recipes")):
         if path.is_relative_to(root) and root.name == name:
             return f"{name}/{path.relative_to(root).as_posix()}"
@@ -205,9 +244,11 @@ def user_path(text: str) -> Path:
 
 
 def names_near(path: Path, limit: int = 3) -> list[str]:
-    """Paths that are there and look like a missing one, best first: of its own folder, or of one with a similar name.
+    """Paths that are there and look like a missing one, best first: of its own folder, or of one
+    with a similar name.
 
-    A name is repaired at each level that is missing, so `corpuz/wiki.txt` is near `corpus/wiki.txt`.
+    A name is repaired at each level that is missing, so `corpuz/wiki.txt` is near
+    `corpus/wiki.txt`.
     """
     folder = path.parent
     if not os.path.isdir(folder) and folder != folder.parent:
@@ -228,6 +269,8 @@ def _named_like(folder: Path, name: str, limit: int) -> list[str]:
         return []
     stem = Path(name).stem
     near = difflib.get_close_matches(name, names, n=limit, cutoff=0.65)
-    near = [each for each in near if difflib.SequenceMatcher(None, stem, Path(each).stem).ratio() >= 0.6]
+    near = [
+        each for each in near if difflib.SequenceMatcher(None, stem, Path(each).stem).ratio() >= 0.6
+    ]
     same_stem = [each for each in names if Path(each).stem == name and each not in near]
     return [str(folder / each) for each in [*same_stem, *near][:limit]]

@@ -31,5 +31,7 @@ def load(entry: EntryPoint, what: str, kind: type[Kind]) -> Kind:
     except Exception as error:
         raise BadEnvironment(f"{what}: its plug-in {entry.value} does not load: {error}") from error
     if not isinstance(part, kind):
-        raise BadEnvironment(f"{what}: its plug-in {entry.value} is no {kind.__module__}.{kind.__qualname__}")
+        raise BadEnvironment(
+            f"{what}: its plug-in {entry.value} is no {kind.__module__}.{kind.__qualname__}"
+        )
     return part

@@ -31,7 +31,9 @@ def problem_of(
 ) -> Problem:
     """The problem `code` of the key `path`; `related` are the other keys that its rule is about."""
     others = tuple(Related(key, plain(value_at(run, key)), origins.get(key, "")) for key in related)
-    return Problem(code, path, plain(value_at(run, path)), rule, fix, origins.get(path, ""), severity, others)
+    return Problem(
+        code, path, plain(value_at(run, path)), rule, fix, origins.get(path, ""), severity, others
+    )
 
 
 def plain(value: Any) -> Any:

@@ -22,11 +22,15 @@ SYNTHETIC = "mock"
 
 
 def is_provided(origin: str) -> bool:
-    """Whether a user set a key: on the command line, or in a file that does not ship with mtrain."""
+    """Whether a user set a key: on the command line, or in a file that does not ship
+    with mtrain.
+    """
     return origin == COMMAND_LINE or (_FILE.match(origin) is not None and not is_shipped(origin))
 
 
-def discards(change: Mapping[str, Any], held: Mapping[str, Any], origins: Mapping[str, str]) -> bool:
+def discards(
+    change: Mapping[str, Any], held: Mapping[str, Any], origins: Mapping[str, str]
+) -> bool:
     """Whether a change throws away what somebody provided.
 
     Args:
@@ -34,18 +38,28 @@ def discards(change: Mapping[str, Any], held: Mapping[str, Any], origins: Mappin
         held: dotted key -> value, as it was set.
         origins: dotted key -> who set it.
     """
-    return any(_loses(key, held.get(key), value, origins.get(key, "")) for key, value in change.items())
+    return any(
+        _loses(key, held.get(key), value, origins.get(key, "")) for key, value in change.items()
+    )
 
 
 def forgets(change: Mapping[str, Any], held: Mapping[str, Any], origins: Mapping[str, str]) -> bool:
-    """Whether a change takes a value of any kind away that somebody provided, and sets null in its place."""
-    provided = (key for key in change if held.get(key) is not None and is_provided(origins.get(key, "")))
+    """Whether a change takes a value of any kind away that somebody provided, and sets null in its
+    place.
+    """
+    provided = (
+        key for key in change if held.get(key) is not None and is_provided(origins.get(key, ""))
+    )
     return any(change[key] is None for key in provided)
 
 
-def lost(change: Mapping[str, Any], held: Mapping[str, Any], origins: Mapping[str, str]) -> list[str]:
+def lost(
+    change: Mapping[str, Any], held: Mapping[str, Any], origins: Mapping[str, str]
+) -> list[str]:
     """Keys that somebody provided, and that a change sets to null or to their default."""
-    provided = [key for key in change if held.get(key) is not None and is_provided(origins.get(key, ""))]
+    provided = [
+        key for key in change if held.get(key) is not None and is_provided(origins.get(key, ""))
+    ]
     return [key for key in provided if key != "data.kind" and change[key] in (None, _default(key))]
 
 
@@ -60,14 +74,21 @@ def _loses(key: str, old: Any, new: Any, origin: str) -> bool:
     if old in (None, "", [], (), {}) or not is_provided(origin) or not is_content(key):
         return False
     default = _default(key)
-    if isinstance(old, (list, tuple)) and isinstance(new, (list, tuple)) and new and all(item in old for item in new):
+    if (
+        isinstance(old, (list, tuple))
+        and isinstance(new, (list, tuple))
+        and new
+        and all(item in old for item in new)
+    ):
         return False  # some of the same
     empty = new in (None, "", [], (), {}) or (new == default and new != old)
     return empty or (isinstance(old, str) and not isinstance(new, str))
 
 
 def as_written(problem: Problem, documents: Iterable[Document]) -> Problem:
-    """A problem of a number where text is to stand, with a fix that quotes it as the file has it: 1.10 is no 1.1."""
+    """A problem of a number where text is to stand, with a fix that quotes it as the file has it:
+    1.10 is no 1.1.
+    """
     if problem.code != "MT013" or "must be text" not in problem.rule:
         return problem
     source, _, line = problem.source.rpartition(":")
@@ -75,7 +96,11 @@ def as_written(problem: Problem, documents: Iterable[Document]) -> Problem:
     for document in documents:
         if document.source != source or not line.isdigit():
             continue
-        ends = [path for path, at in document.lines.items() if at == int(line) and f".{key}".endswith(f".{path}")]
+        ends = [
+            path
+            for path, at in document.lines.items()
+            if at == int(line) and f".{key}".endswith(f".{path}")
+        ]
         for path in ends:
             items = list(islice(_items_at(document, path), MAX_ITEMS + 1))
             value: Any = items if problem.path != key else document.texts.get(path)

@@ -8,7 +8,9 @@ from mtrain.config.base import PositiveFloat, PositiveInt, Section
 
 
 class PublishedConfig(Section):
-    """`model.published`: how the model was trained, for `optim.lr` and `trainer.global_batch_size` that are null."""
+    """`model.published`: how the model was trained, for `optim.lr` and `trainer.global_batch_size`
+    that are null.
+    """
 
     peak_lr: PositiveFloat | None = None
     """Largest learning rate; null: not published."""

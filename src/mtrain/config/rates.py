@@ -1,4 +1,6 @@
-"""The learning rate of a step, as megatron-core's OptimizerParamScheduler has it, and runs that are made longer."""
+"""The learning rate of a step, as megatron-core's OptimizerParamScheduler has it, and runs that are
+made longer.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,10 @@ def end_of_decay(run: RunConfig) -> int:
 def rate(run: RunConfig, step: int) -> float:
     """The learning rate of a step, counted from 1, of a resolved run."""
     o = run.optim
-    highest, lowest, warmup, end = o.lr or 0.0, o.min_lr or 0.0, o.warmup_iters or 0, end_of_decay(run)
+    highest = o.lr or 0.0
+    lowest = o.min_lr or 0.0
+    warmup = o.warmup_iters or 0
+    end = end_of_decay(run)
     counted = step - 1 if o.schedule_counts == "past_updates" else step
     if warmup > 0 and counted <= warmup:
         return highest * counted / warmup
@@ -33,13 +38,15 @@ def rate(run: RunConfig, step: int) -> float:
 
 def _share(run: RunConfig, step: int, steps: int) -> float:
     """What is left of the rate after some steps of the decay."""
-    o, part = run.optim, step / steps
+    o = run.optim
+    part = step / steps
     style: str = o.schedule
     if style == "wsd":
         last = o.wsd_decay_iters or 1
         if step <= steps - last:
             return 1.0
-        part, style = (step - steps + last) / last, o.wsd_decay_style
+        part = (step - steps + last) / last
+        style = o.wsd_decay_style
     shapes = {
         "linear": 1.0 - part,
         "cosine": 0.5 * (math.cos(math.pi * part) + 1.0),
@@ -50,9 +57,11 @@ def _share(run: RunConfig, step: int, steps: int) -> float:
 
 
 def goes_on_alike(run: RunConfig, other: RunConfig, step: int) -> bool:
-    """Whether the first `step` steps of `other` had the rates that they have in `run`, which differs in its length.
+    """Whether the first `step` steps of `other` had the rates that they have in `run`, which
+    differs in its length.
 
-    So it is where the schedule is constant, where the decay has not begun, and where it ends at the same step.
+    So it is where the schedule is constant, where the decay has not begun, and where it ends at the
+    same step.
     """
     ends = end_of_decay(other), end_of_decay(run)
     if run.optim.schedule == "constant" or ends[0] == ends[1]:
@@ -66,10 +75,13 @@ def goes_on_alike(run: RunConfig, other: RunConfig, step: int) -> bool:
 
 
 def new_curve(run: RunConfig, other: RunConfig, step: int) -> str:
-    """What becomes of the learning rate where a run that has made `step` steps is given another length, in words."""
-    end, last = end_of_decay(run), end_of_decay(other)
+    """What becomes of the learning rate where a run that has made `step` steps is given another
+    length, in words.
+    """
+    end = end_of_decay(run)
+    last = end_of_decay(other)
     return (
-        f"its {run.optim.schedule} decay would end at step {end} in place of {last}, and the learning rate would go "
-        f"from {rate(other, step):.3g} at step {step} to {rate(run, step + 1):.3g} at step {step + 1} and "
-        f"{rate(run, end):.3g} at step {end}"
+        f"its {run.optim.schedule} decay would end at step {end} in place of {last}, and the"
+        f" learning rate would go from {rate(other, step):.3g} at step {step} to"
+        f" {rate(run, step + 1):.3g} at step {step + 1} and {rate(run, end):.3g} at step {end}"
     )

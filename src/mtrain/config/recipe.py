@@ -1,4 +1,7 @@
-"""Recipes: one YAML file of choices and values that somebody else wrote. It is data and is validated before use."""
+"""Recipes: one YAML file of choices and values that somebody else wrote.
+
+It is data and is validated before use.
+"""
 
 from __future__ import annotations
 
@@ -16,11 +19,20 @@ from mtrain.config.files import YAML_ENDINGS, files_near
 from mtrain.config.interpolate import refused
 from mtrain.config.load import Document, filled, load
 from mtrain.config.near import default_choices, near_choice, spelled
-from mtrain.config.paths import MAX_NAMES, find_recipe_file, listing, program, recipe_names, user_path
+from mtrain.config.paths import (
+    MAX_NAMES,
+    find_recipe_file,
+    listing,
+    program,
+    recipe_names,
+    user_path,
+)
 from mtrain.config.run import GROUPS
 from mtrain.errors import ConfigError, Problem
 
-DEFAULTS_FORM = "an entry of defaults is `override /GROUP: CHOICE`, as in `- override /model: llama3_8b`"
+DEFAULTS_FORM = (
+    "an entry of defaults is `override /GROUP: CHOICE`, as in `- override /model: llama3_8b`"
+)
 
 
 @dataclass
@@ -42,7 +54,11 @@ def find_recipe(name: str) -> Path:
         ConfigError: there is none; with the names near it.
     """
     shared = find_recipe_file(name)
-    for path in (user_path(name), user_path(f"{name}.yaml"), *([shared] if shared is not None else [])):
+    for path in (
+        user_path(name),
+        user_path(f"{name}.yaml"),
+        *([shared] if shared is not None else []),
+    ):
         if os.path.isfile(path):
             return path
     if os.path.lexists(user_path(name)):
@@ -58,14 +74,22 @@ def find_recipe(name: str) -> Path:
 
 
 def _beside(path: Path, most: int = 3) -> list[str]:
-    """Files of YAML in the folder of a path where none is, whose names are at least half like its own."""
+    """Files of YAML in the folder of a path where none is, whose names are at least half like its
+    own.
+    """
     try:
         with os.scandir(path.parent) as entries:
-            names = [entry.name for entry in islice(entries, MAX_NAMES) if entry.name.endswith(YAML_ENDINGS)]
+            names = [
+                entry.name
+                for entry in islice(entries, MAX_NAMES)
+                if entry.name.endswith(YAML_ENDINGS)
+            ]
     except OSError:
         return []
     alike = {name: SequenceMatcher(None, path.stem, Path(name).stem).ratio() for name in names}
-    near = sorted((name for name in names if alike[name] >= 0.5), key=lambda name: (-alike[name], name))
+    near = sorted(
+        (name for name in names if alike[name] >= 0.5), key=lambda name: (-alike[name], name)
+    )
     return [os.path.normpath(path.parent / name) for name in near[:most]]
 
 
@@ -76,13 +100,19 @@ def read_recipe(name: str) -> tuple[Recipe | None, list[Problem]]:
         document = filled(load(path))
     except ConfigError as error:
         return None, list(error.problems)
-    recipe = Recipe(document, path, values={k: v for k, v in document.values.items() if k not in ("defaults", "run")})
+    recipe = Recipe(
+        document,
+        path,
+        values={k: v for k, v in document.values.items() if k not in ("defaults", "run")},
+    )
     problems = [*_reserved(document), *refused(recipe.values, document.where), *_defaults(recipe)]
     return recipe, problems
 
 
 def reserved_keys(values: Any, document: Document, prefix: str = "") -> Iterator[Problem]:
-    """A problem for every key that could make a loader run code: `_target_`, `hydra`, and the like."""
+    """A problem for every key that could make a loader run code: `_target_`, `hydra`,
+    and the like.
+    """
     if isinstance(values, list):
         for item in values:
             yield from reserved_keys(item, document, prefix)
@@ -105,7 +135,10 @@ def _reserved(document: Document) -> Iterator[Problem]:
         yield Problem("MT017", "run", values["run"], rule, "delete it", document.where("run"))
     block = values.get("recipe")
     if "recipe" in values and not isinstance(block, dict):
-        rule = "recipes do not nest; the `recipe:` block holds title, purpose, hardware, source, verified"
+        rule = (
+            "recipes do not nest; the `recipe:` block holds title, purpose, hardware, source,"
+            " verified"
+        )
         yield Problem("MT017", "recipe", block, rule, "delete it", document.where("recipe"))
 
 
@@ -114,7 +147,12 @@ def _defaults(recipe: Recipe) -> Iterator[Problem]:
     entries = document.values.get("defaults", [])
     if not isinstance(entries, list):
         yield Problem(
-            "MT017", "defaults", entries, f"must be a list; {DEFAULTS_FORM}", "delete it", document.where("defaults")
+            "MT017",
+            "defaults",
+            entries,
+            f"must be a list; {DEFAULTS_FORM}",
+            "delete it",
+            document.where("defaults"),
         )
         return
     groups = [*dict.fromkeys((*GROUPS, *default_choices()[0]))]
@@ -135,12 +173,21 @@ def _defaults(recipe: Recipe) -> Iterator[Problem]:
         problem = check_choice(group, str(choice), source)
         if (name := spelled(group, choice)) != str(choice):
             rule = f"in YAML {name} is text only in quotes"
-            yield Problem("MT017", "defaults", entry, rule, f"- override /{group}: '{name}'", source)
+            yield Problem(
+                "MT017", "defaults", entry, rule, f"- override /{group}: '{name}'", source
+            )
         elif problem is not None:
             yield problem
         elif group in recipe.choices:
             first = recipe.choice_lines[group]
-            yield Problem("MT004", group, choice, f"chosen twice, first at {first}", "keep one of them", source)
+            yield Problem(
+                "MT004",
+                group,
+                choice,
+                f"chosen twice, first at {first}",
+                "keep one of them",
+                source,
+            )
         else:
             recipe.choices[group] = str(choice)
             recipe.choice_lines[group] = source

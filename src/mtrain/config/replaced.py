@@ -31,7 +31,10 @@ class Brought:
 
 
 def brought(
-    library: Library, defaults: Mapping[str, str], chosen: Mapping[str, str], added: Mapping[str, str]
+    library: Library,
+    defaults: Mapping[str, str],
+    chosen: Mapping[str, str],
+    added: Mapping[str, str],
 ) -> Brought:
     """What choices bring to other groups: by their defaults lists, or by `# @package _global_`.
 
@@ -41,9 +44,13 @@ def brought(
         chosen: group -> the choice of the command line.
         added: the same of groups that only a user has.
     """
-    if not added and all(stays_in_its_group(library, group, choice) for group, choice in chosen.items()):
+    if not added and all(
+        stays_in_its_group(library, group, choice) for group, choice in chosen.items()
+    ):
         return Brought()
-    words = [f"{'' if group in defaults else '+'}{group}='{choice}'" for group, choice in chosen.items()]
+    words = [
+        f"{'' if group in defaults else '+'}{group}='{choice}'" for group, choice in chosen.items()
+    ]
     words += [f"+{group}='{choice}'" for group, choice in added.items()]
     without = [f"~{group}" for group in chosen if group in defaults]
     try:
@@ -52,10 +59,16 @@ def brought(
         new = [layer(library, *entry, COMMAND_LINE) for entry in entries if entry not in before]
     except (NotComposed, ConfigError):
         return Brought()  # the composition itself reports it
-    groups = {g: c for g, c in choices.items() if g in GROUPS and g not in chosen and usual.get(g) != c}
+    groups = {
+        g: c for g, c in choices.items() if g in GROUPS and g not in chosen and usual.get(g) != c
+    }
     own = {*chosen, *groups}
-    keys = [path for one in new for path, _ in leaves(one.values) if path.partition(".")[0] not in own]
-    chooser = " ".join(f"{group}={library.written(group, choice)}" for group, choice in {**chosen, **added}.items())
+    keys = [
+        path for one in new for path, _ in leaves(one.values) if path.partition(".")[0] not in own
+    ]
+    chooser = " ".join(
+        f"{group}={library.written(group, choice)}" for group, choice in {**chosen, **added}.items()
+    )
     return Brought(groups, dict.fromkeys(keys, chooser))
 
 
@@ -70,10 +83,15 @@ class Replaced:
     """Key -> the choice that replaces it, and its value in the file."""
 
     def replace(self, choices: Mapping[str, str], keys: Mapping[str, str]) -> None:
-        """Takes away the whole group of each choice, and single keys, each with the choice that sets it."""
+        """Takes away the whole group of each choice, and single keys, each with the choice that
+        sets it.
+        """
         for group, choice in choices.items():
             if isinstance(self.values.get(group), dict):
-                self.gone |= {path: (f"{group}={choice}", value) for path, value in leaves(self.values[group], group)}
+                self.gone |= {
+                    path: (f"{group}={choice}", value)
+                    for path, value in leaves(self.values[group], group)
+                }
                 self.values.pop(group)
         for key, choice in keys.items():
             found = dict(leaves(self.values))
@@ -84,7 +102,8 @@ class Replaced:
     def problems(
         self, said: Mapping[str, Any], run: RunConfig | None, is_set: Callable[[str], bool]
     ) -> Iterator[Problem]:
-        """A warning for each choice that replaced values, without those that the command line or the result has.
+        """A warning for each choice that replaced values, without those that the command line or
+        the result has.
 
         Args:
             said: dotted key -> value of the command line.
@@ -102,11 +121,16 @@ class Replaced:
             words = [override(key, value) for key, value in values.items()]
             more = f" and {len(words) - MOST_SHOWN} more" if len(words) > MOST_SHOWN else ""
             rule = (
-                f"a choice on the command line replaces what {self.document.source} says of its group; "
-                f"dropped: {' '.join(words[:MOST_SHOWN])}{more}"
+                f"a choice on the command line replaces what {self.document.source} says of its"
+                f" group; dropped: {' '.join(words[:MOST_SHOWN])}{more}"
             )
             group, _, name = choice.rpartition(" ")[2].partition("=")
-            other = {"data.path"} if "data.kind" in values else set()  # what one kind reads, another one does not
-            lost = [override(key, value) for key, value in values.items() if not is_set(key) and key not in other]
+            # what one kind reads, another one does not
+            other = {"data.path"} if "data.kind" in values else set()
+            lost = [
+                override(key, value)
+                for key, value in values.items()
+                if not is_set(key) and key not in other
+            ]
             fix = f"say again what is to stay, as in {lost[0]}" if lost else ""
             yield Problem("MT020", group, name, rule, fix, COMMAND_LINE, "warning")

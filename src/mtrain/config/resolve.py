@@ -1,4 +1,6 @@
-"""The one place where `auto` and null become values: device, ranks and kernels here, the rest in `defaults`."""
+"""The one place where `auto` and null become values: device, ranks and kernels here, the rest in
+`defaults`.
+"""
 
 from __future__ import annotations
 
@@ -65,7 +67,10 @@ class Machine:
 
     @classmethod
     def here(
-        cls, environment: Mapping[str, str] = os.environ, root: Path = hardware.ROOT, driver: Driver | None = None
+        cls,
+        environment: Mapping[str, str] = os.environ,
+        root: Path = hardware.ROOT,
+        driver: Driver | None = None,
     ) -> Machine:
         """Return this machine, as far as this process may use it.
 
@@ -81,9 +86,16 @@ class Machine:
         gpus = max(1, hardware.tasks_here(environment)) if seen.count == 1 else seen.count
         usable = amd if amd and not gpus and hardware.torch_is_for_amd() else 0
         engine = gpus > 0 and find_spec("transformer_engine") is not None
-        interpreted = environment.get("TRITON_INTERPRET", "").lower() in ("1", "true", "on", "yes", "y")
+        interpreted = environment.get("TRITON_INTERPRET", "").lower() in (
+            "1",
+            "true",
+            "on",
+            "yes",
+            "y",
+        )
         triton = find_spec("triton") is not None
-        cores, memory = hardware.cpu_cores(root), hardware.memory_bytes(root)
+        cores = hardware.cpu_cores(root)
+        memory = hardware.memory_bytes(root)
         return cls(cores, memory, gpus + usable, engine, triton, interpreted, amd - usable, seen)
 
 
@@ -107,10 +119,11 @@ def resolve(
 ) -> RunConfig:
     """The configuration with every `auto` and null that model, layout or machine decide filled in.
 
-    Never changes a key that has a value; resolving twice changes nothing. On a CPU devices_per_node stays null: a
-    layout has as many processes as it needs, and so has a run that goes on with another layout. `world_size` is
-    what a launcher started; it decides `parallel.ranks` where that is null. For each key that is filled in,
-    `made_from`, where it is given, gets the keys that were looked at for it, and `why` the reason in words.
+    Never changes a key that has a value; resolving twice changes nothing. On a CPU devices_per_node
+    stays null: a layout has as many processes as it needs, and so has a run that goes on with
+    another layout. `world_size` is what a launcher started; it decides `parallel.ranks` where that
+    is null. For each key that is filled in, `made_from`, where it is given, gets the keys that were
+    looked at for it, and `why` the reason in words.
     """
     steps: tuple[Step, ...] = (
         lambda r: _device(r, machine, world_size),
@@ -134,7 +147,9 @@ def resolve(
 
 
 def _read_before(path: str, made_from: dict[str, frozenset[str]]) -> None:
-    """Marks a key that is filled in now where others were made of it while it was null: not of what it is made of."""
+    """Marks a key that is filled in now where others were made of it while it was null: not of what
+    it is made of.
+    """
     for other, reads in made_from.items():
         if path in reads:
             made_from[other] = reads - {path} | {f"{path}."}
@@ -143,17 +158,28 @@ def _read_before(path: str, made_from: dict[str, frozenset[str]]) -> None:
 def _device(run: RunConfig, machine: Machine, world_size: int | None) -> Filled:
     if run.cluster.device != AUTO:
         return {}
-    needed, here = run.parallel.ranks or world_size or smallest_world(run.parallel), machine.gpus * run.cluster.nodes
-    counted = f"{machine.gpus} GPU{'' if machine.gpus == 1 else 's'}" if machine.gpus else "no GPU"
+    needed = run.parallel.ranks or world_size or smallest_world(run.parallel)
+    here = machine.gpus * run.cluster.nodes
+    if machine.gpus:
+        counted = f"{machine.gpus} GPU{'' if machine.gpus == 1 else 's'}"
+    else:
+        counted = "no GPU"
     fewer = f" for {needed} ranks" if 0 < here < needed else ""
     hidden = f"; {machine.nvidia.fault}" if machine.nvidia.fault else ""
-    return {"cluster.device": (CUDA.name if here >= needed else CPU.name, f"{HERE}: {counted}{fewer}{hidden}")}
+    return {
+        "cluster.device": (
+            CUDA.name if here >= needed else CPU.name,
+            f"{HERE}: {counted}{fewer}{hidden}",
+        )
+    }
 
 
 def _described(run: RunConfig, machine: Machine) -> Filled:
-    """Fill in the facts of a device that a cluster leaves out, from the GPUs of this machine if all are of one kind.
+    """Fill in the facts of a device that a cluster leaves out, from the GPUs of this machine if all
+    are of one kind.
 
-    The driver is believed first, then the file of `conf/cluster` whose `driver_names` have the name that it gives.
+    The driver is believed first, then the file of `conf/cluster` whose `driver_names` have the name
+    that it gives.
     """
     cluster = run.cluster
     gpu = machine.nvidia.kind
@@ -171,7 +197,9 @@ def _described(run: RunConfig, machine: Machine) -> Filled:
 
 
 def describes_this_machine(cluster: ClusterConfig) -> bool:
-    """Return whether a cluster leaves its devices to the machine: it is `local`, or it says nothing of a device."""
+    """Return whether a cluster leaves its devices to the machine: it is `local`, or it says nothing
+    of a device.
+    """
     if cluster.driver_names:
         return False
     said = (cluster.sm, cluster.device_memory_gib, cluster.memory_gbps, cluster.peak_tflops)
@@ -179,26 +207,37 @@ def describes_this_machine(cluster: ClusterConfig) -> bool:
 
 
 def _ranks(run: RunConfig, machine: Machine, world_size: int | None) -> Filled:
-    cluster, p = run.cluster, run.parallel
-    ranks, per_node = p.ranks or world_size, cluster.devices_per_node
+    cluster = run.cluster
+    p = run.parallel
+    ranks = p.ranks or world_size
+    per_node = cluster.devices_per_node
     here = machine.gpus if facts_of(cluster.device).counted else 0
     filled: dict[str, tuple[Any, str]] = {}
     if per_node is None and here:
         per_node = here if ranks is None else min(here, -(-ranks // cluster.nodes))
-        filled["cluster.devices_per_node"] = (per_node, f"{HERE}: {here} GPU{'' if here == 1 else 's'}")
+        filled["cluster.devices_per_node"] = (
+            per_node,
+            f"{HERE}: {here} GPU{'' if here == 1 else 's'}",
+        )
     if p.ranks is None and world_size:
         filled["parallel.ranks"] = (world_size, "WORLD_SIZE of the launcher")
     elif p.ranks is None and per_node:
         why = f"cluster {cluster.name}: nodes {cluster.nodes} * devices_per_node {per_node}"
         filled["parallel.ranks"] = (cluster.nodes * per_node, why)
     elif p.ranks is None:
-        degrees = " ".join(f"{axis} {n}" for axis in ("tp", "pp", "cp", "ep") if (n := getattr(p, axis)) > 1)
-        filled["parallel.ranks"] = (smallest_world(p), f"{degrees or 'tp 1 pp 1'}: the fewest ranks")
+        degrees = " ".join(
+            f"{axis} {n}" for axis in ("tp", "pp", "cp", "ep") if (n := getattr(p, axis)) > 1
+        )
+        filled["parallel.ranks"] = (
+            smallest_world(p),
+            f"{degrees or 'tp 1 pp 1'}: the fewest ranks",
+        )
     return filled
 
 
 def _kernel(op: Operation, machine: Machine, run: RunConfig) -> Filled:
-    word, default = stands_for(op, run, machine), run.kernels.default
+    word = stands_for(op, run, machine)
+    default = run.kernels.default
     why = f"kernels.default {default}" if word == default else f"{HERE}: kernels.default {default}"
     return {} if word is None else {f"kernels.{op.name}": (word, why)}
 
@@ -219,29 +258,56 @@ def _with(node: Any, path: list[str], value: Any) -> Any:
 def smallest_world(parallel: ParallelConfig) -> int:
     """The fewest ranks whose dense grid (tp pp cp) and expert grid (etp ep pp) are both whole.
 
-    With replicas (`hsdp_replicas`) both divide into as many equal parts, and a dense one is sharded over two ranks.
+    With replicas (`hsdp_replicas`) both divide into as many equal parts, and a dense one is sharded
+    over two ranks.
     """
-    replicas, dense = parallel.hsdp_replicas, parallel.tp * parallel.cp
+    replicas = parallel.hsdp_replicas
+    dense = parallel.tp * parallel.cp
     expert = (parallel.etp or parallel.tp) * parallel.ep
     if replicas > 1:
         copies = math.lcm(parallel.cp, replicas)
-        dense, expert = parallel.tp * copies * (2 if copies == replicas else 1), expert * replicas
+        dense = parallel.tp * copies * (2 if copies == replicas else 1)
+        expert = expert * replicas
     return parallel.pp * math.lcm(dense, expert)
 
 
 def machine_problems(
-    run: RunConfig, resolved: RunConfig, machine: Machine, world_size: int | None, origins: Mapping[str, str]
+    run: RunConfig,
+    resolved: RunConfig,
+    machine: Machine,
+    world_size: int | None,
+    origins: Mapping[str, str],
 ) -> Iterator[Problem]:
     """What is wrong between a configuration and the processes or cores that are here."""
-    asked, got = run.parallel.ranks, resolved.parallel.ranks
+    asked = run.parallel.ranks
+    got = resolved.parallel.ranks
     if world_size is not None and asked is not None and asked != world_size:
-        rule = f"the launcher started {world_size} processes (WORLD_SIZE), the configuration asks for {asked}"
-        yield problem_of(run, origins, "MT110", "parallel.ranks", rule, f"parallel.ranks={world_size}")
-    if facts_of(resolved.cluster.device).on_host and got is not None and got > 4 * machine.cpu_cores:
-        rule = f"{got} processes on {machine.cpu_cores} CPU cores will be slow, and may not fit in memory"
+        rule = (
+            f"the launcher started {world_size} processes (WORLD_SIZE), the configuration asks for"
+            f" {asked}"
+        )
+        yield problem_of(
+            run, origins, "MT110", "parallel.ranks", rule, f"parallel.ranks={world_size}"
+        )
+    if (
+        facts_of(resolved.cluster.device).on_host
+        and got is not None
+        and got > 4 * machine.cpu_cores
+    ):
+        rule = (
+            f"{got} processes on {machine.cpu_cores} CPU cores will be slow, and may not fit in"
+            " memory"
+        )
         if got > MAX_CPU_RANKS:
-            rule = f"{got} processes, and on a CPU at most {MAX_CPU_RANKS} are started: a run here is refused"
-        related = [f"parallel.{axis}" for axis in ("tp", "pp", "cp", "ep") if getattr(resolved.parallel, axis) > 1]
+            rule = (
+                f"{got} processes, and on a CPU at most {MAX_CPU_RANKS} are started: a run here is"
+                " refused"
+            )
+        related = [
+            f"parallel.{axis}"
+            for axis in ("tp", "pp", "cp", "ep")
+            if getattr(resolved.parallel, axis) > 1
+        ]
         yield problem_of(
             resolved,
             origins,

@@ -59,23 +59,43 @@ class RunConfig(Section):
 
     model: Annotated[ModelConfig, Key(effect=Effect.ARCHITECTURE)]
     peft: Annotated[PeftConfig, Key(effect=Effect.NUMERICS)] = Field(default_factory=PeftConfig)
-    parallel: Annotated[ParallelConfig, Key(effect=Effect.PARALLELISM)] = Field(default_factory=ParallelConfig)
-    precision: Annotated[PrecisionConfig, Key(effect=Effect.NUMERICS)] = Field(default_factory=PrecisionConfig)
+    parallel: Annotated[ParallelConfig, Key(effect=Effect.PARALLELISM)] = Field(
+        default_factory=ParallelConfig
+    )
+    precision: Annotated[PrecisionConfig, Key(effect=Effect.NUMERICS)] = Field(
+        default_factory=PrecisionConfig
+    )
     data: Annotated[DataConfig, Key(effect=Effect.NUMERICS)] = Field(default_factory=DataConfig)
     optim: Annotated[OptimConfig, Key(effect=Effect.NUMERICS)] = Field(default_factory=OptimConfig)
-    trainer: Annotated[TrainerConfig, Key(effect=Effect.NUMERICS)] = Field(default_factory=TrainerConfig)
-    kernels: Annotated[KernelsConfig, Key(effect=Effect.PARALLELISM)] = Field(default_factory=KernelsConfig)
-    checkpoint: Annotated[CheckpointConfig, Key(effect=Effect.RUNTIME)] = Field(default_factory=CheckpointConfig)
+    trainer: Annotated[TrainerConfig, Key(effect=Effect.NUMERICS)] = Field(
+        default_factory=TrainerConfig
+    )
+    kernels: Annotated[KernelsConfig, Key(effect=Effect.PARALLELISM)] = Field(
+        default_factory=KernelsConfig
+    )
+    checkpoint: Annotated[CheckpointConfig, Key(effect=Effect.RUNTIME)] = Field(
+        default_factory=CheckpointConfig
+    )
     log: Annotated[LogConfig, Key(effect=Effect.RUNTIME)] = Field(default_factory=LogConfig)
-    cluster: Annotated[ClusterConfig, Key(effect=Effect.RUNTIME)] = Field(default_factory=ClusterConfig)
+    cluster: Annotated[ClusterConfig, Key(effect=Effect.RUNTIME)] = Field(
+        default_factory=ClusterConfig
+    )
     recipe: RecipeConfig = Field(default_factory=RecipeConfig)
 
     def on_any_device(self) -> RunConfig:
-        """Without what a GPU alone does beside its kernels and changes no number: graphs, copies to host memory."""
-        graphs = {"cuda_graph_impl": "none", "cuda_graph_modules": None, "cuda_graph_warmup_steps": None}
+        """Without what a GPU alone does beside its kernels and changes no number: graphs, copies to
+        host memory.
+        """
+        graphs = {
+            "cuda_graph_impl": "none",
+            "cuda_graph_modules": None,
+            "cuda_graph_warmup_steps": None,
+        }
         update = {
             "trainer": self.trainer.model_copy(update=graphs),
-            "parallel": self.parallel.model_copy(update={"activation_offload": ActivationOffloadConfig()}),
+            "parallel": self.parallel.model_copy(
+                update={"activation_offload": ActivationOffloadConfig()}
+            ),
         }
         return self.model_copy(update=update)
 
@@ -103,6 +123,8 @@ class RunConfig(Section):
         return self.model_copy(update={"checkpoint": self.checkpoint.model_copy(update=choice)})
 
     def digest(self) -> str:
-        """sha256 of the canonical JSON of all keys but how to resume and the recipe's words about itself."""
+        """sha256 of the canonical JSON of all keys but how to resume and the recipe's words about
+        itself.
+        """
         text = json.dumps(self.recorded().flat(), sort_keys=True, separators=(",", ":"))
         return hashlib.sha256(text.encode()).hexdigest()

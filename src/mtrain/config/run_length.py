@@ -13,19 +13,23 @@ from mtrain.config.run import RunConfig
 from mtrain.config.sizes import visited_parameters
 from mtrain.units import count
 
-CPU_STEPS, CPU_INTERVAL = 80, 40
+CPU_STEPS = 80
+CPU_INTERVAL = 40
 """Steps of a minute on two cores with the default model, and of one half of it."""
 TOKENS_PER_PARAMETER = 20
 CHINCHILLA = "Chinchilla (arXiv 2203.15556)"
 MINUTES = 30.0
-"""From one checkpoint and evaluation to the next on GPUs: a failure then costs a quarter of an hour on average."""
+"""From one checkpoint and evaluation to the next on GPUs: a failure then costs a quarter of an hour
+on average.
+"""
 
 
 def is_fine_tuning(run: RunConfig) -> Mapping[str, tuple[Any, str]]:
     """Chats, and adapters of a frozen model, are trained as fine-tunings are."""
     if run.trainer.fine_tuning is not None:
         return {}
-    chats, adapters = run.data.kind in fine_tuning.CHATS, run.peft.kind is not None
+    chats = run.data.kind in fine_tuning.CHATS
+    adapters = run.peft.kind is not None
     if chats or adapters:
         why = f"data.kind {run.data.kind}" if chats else f"peft.kind {run.peft.kind}"
         return {"trainer.fine_tuning": (True, why)}
@@ -46,7 +50,10 @@ def train_iters(run: RunConfig) -> Mapping[str, tuple[Any, str]]:
     plan = stages(run)
     steps = steps_within(plan, samples)
     steps += samples_of(plan, steps) < samples
-    why = f"{TOKENS_PER_PARAMETER} tokens for each of {count(size)} parameters that a token visits: {CHINCHILLA}"
+    why = (
+        f"{TOKENS_PER_PARAMETER} tokens for each of {count(size)} parameters that a token visits:"
+        f" {CHINCHILLA}"
+    )
     return {"trainer.train_iters": (steps, why)}
 
 
@@ -55,7 +62,8 @@ def intervals(run: RunConfig) -> Mapping[str, tuple[Any, str]]:
     found: dict[str, tuple[Any, str]] = {}
     for section, name in (("trainer", "eval"), ("checkpoint", "save")):
         said = getattr(run, section)
-        steps, minutes = f"{section}.{name}_interval", f"{section}.{name}_minutes"
+        steps = f"{section}.{name}_interval"
+        minutes = f"{section}.{name}_minutes"
         by_time = getattr(said, f"{name}_minutes")
         if getattr(said, f"{name}_interval") is not None:
             continue

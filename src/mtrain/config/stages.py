@@ -8,10 +8,11 @@ from itertools import accumulate
 
 from mtrain.config.run import RunConfig
 
-MAX_STAGES, MAX_TEXT = 4096, 2000
+MAX_STAGES = 4096
+MAX_TEXT = 2000
 GRAMMAR = (
-    "a layout is one word for each stage with | between them: E embedding, t layer, m multi-token prediction, "
-    "L loss; x*3 and (tt|)*29 repeat, as in Et*3|(tt|)*29,m|L"
+    "a layout is one word for each stage with | between them: E embedding, t layer, m multi-token"
+    " prediction, L loss; x*3 and (tt|)*29 repeat, as in Et*3|(tt|)*29,m|L"
 )
 
 _REPEATED = (re.compile(r"\(([^()]*)\)\*([0-9]{1,4})"), re.compile(r"([EtmL|])\*([0-9]{1,4})"))
@@ -54,11 +55,16 @@ def parse_pipeline_layout(text: str) -> list[Stage]:
     whole = "".join(words)
     for letter, name in (("E", "embedding"), ("L", "loss")):
         if whole.count(letter) != 1:
-            raise ValueError(f"{letter} ({name}) stands {whole.count(letter)} times, and must stand once; {GRAMMAR}")
+            raise ValueError(
+                f"{letter} ({name}) stands {whole.count(letter)} times, and must stand once;"
+                f" {GRAMMAR}"
+            )
     if not words[0].startswith("E") or not words[-1].endswith("L"):
         raise ValueError("E must be the first of the first stage and L the last of the last")
     if "t" in whole[whole.find("m") :] and "m" in whole:
-        raise ValueError("a layer t stands behind an m: multi-token prediction follows the last layer")
+        raise ValueError(
+            "a layer t stands behind an m: multi-token prediction follows the last layer"
+        )
     if sum("m" in word for word in words) > 1:
         raise ValueError("all m must be in one stage")
     ends = list(accumulate(word.count("t") for word in words))
@@ -74,9 +80,13 @@ def _unrolled(text: str) -> str:
         raise ValueError(f"{len(text)} letters; at most {MAX_TEXT} are read")
     text = "".join(text.split()).replace(",", "")
     for pattern in _REPEATED:
-        size = len(pattern.sub("", text)) + sum(len(m[1]) * int(m[2]) for m in pattern.finditer(text))
+        size = len(pattern.sub("", text)) + sum(
+            len(m[1]) * int(m[2]) for m in pattern.finditer(text)
+        )
         if size > 20 * MAX_STAGES:
-            raise ValueError(f"repeats make {size} letters of it; at most {20 * MAX_STAGES} are read")
+            raise ValueError(
+                f"repeats make {size} letters of it; at most {20 * MAX_STAGES} are read"
+            )
         text = pattern.sub(lambda m: m[1] * int(m[2]), text)
     unknown = re.search(r"[^EtmL|]", text)
     if unknown:
@@ -92,15 +102,19 @@ def uneven(run: RunConfig) -> bool:
 
 
 def stages(run: RunConfig) -> list[Stage]:
-    """Every one of the pp * vpp stages in the order of the model; stage i is on pipeline rank i % pp.
+    """Every one of the pp * vpp stages in the order of the model; stage i is on pipeline rank i %
+    pp.
 
     Raises:
         ValueError: the keys that say so do not fit the model or each other.
     """
-    p, model = run.parallel, run.model
+    p = run.parallel
+    model = run.model
     blocks = p.pp * p.vpp
     if blocks > MAX_STAGES:
-        raise ValueError(f"pp {p.pp} * vpp {p.vpp} = {blocks} stages; at most {MAX_STAGES} can be unequal")
+        raise ValueError(
+            f"pp {p.pp} * vpp {p.vpp} = {blocks} stages; at most {MAX_STAGES} can be unequal"
+        )
     if p.pipeline_layout is not None:
         return _as_asked(run, parse_pipeline_layout(p.pipeline_layout), blocks)
     if p.layers_per_stage is not None:
@@ -109,7 +123,8 @@ def stages(run: RunConfig) -> list[Stage]:
             raise ValueError(f"{len(sizes)} sizes for pp {p.pp} * vpp {p.vpp} = {blocks} stages")
         if (least := min(sizes)) < 0:
             rule = (
-                f"stage {sizes.index(least)} (counted from 0) would hold {least} layers, and none holds fewer than 0"
+                f"stage {sizes.index(least)} (counted from 0) would hold {least} layers, and none"
+                " holds fewer than 0"
             )
             raise ValueError(rule)
         if sum(sizes) != model.num_layers:
@@ -118,7 +133,9 @@ def stages(run: RunConfig) -> list[Stage]:
         more = p.account_for_embedding_in_pipeline_split, p.account_for_loss_in_pipeline_split
         size, rest = divmod(model.num_layers + sum(more), blocks)
         if rest or size - sum(more if blocks == 1 else more[:1]) < 0:
-            raise ValueError(f"{model.num_layers + sum(more)} layers do not divide into {blocks} stages")
+            raise ValueError(
+                f"{model.num_layers + sum(more)} layers do not divide into {blocks} stages"
+            )
         sizes = [size] * blocks
         sizes[0] -= more[0]
         sizes[-1] -= more[1]
@@ -132,8 +149,10 @@ def stages(run: RunConfig) -> list[Stage]:
 
 
 def _as_asked(run: RunConfig, found: list[Stage], blocks: int) -> list[Stage]:
-    p, model = run.parallel, run.model
-    layers, mtp = sum(len(s.layers) for s in found), sum(s.mtp for s in found)
+    p = run.parallel
+    model = run.model
+    layers = sum(len(s.layers) for s in found)
+    mtp = sum(s.mtp for s in found)
     if len(found) != blocks:
         raise ValueError(f"{len(found)} stages are written, and pp {p.pp} * vpp {p.vpp} = {blocks}")
     if layers != model.num_layers:

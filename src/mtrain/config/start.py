@@ -1,4 +1,6 @@
-"""The folder of weights that a command line begins with, as it stands in values that are not composed yet."""
+"""The folder of weights that a command line begins with, as it stands in values that are not
+composed yet.
+"""
 
 from __future__ import annotations
 
@@ -16,8 +18,12 @@ def at(values: Mapping[str, Any], path: str) -> Any:
     return node
 
 
-def start_of(settings: Mapping[str, Any], recipe: Mapping[str, Any], choice: Mapping[str, Any]) -> str | None:
-    """The folder that the command line names, else the recipe, else the choice of `checkpoint`; None: none does."""
+def start_of(
+    settings: Mapping[str, Any], recipe: Mapping[str, Any], choice: Mapping[str, Any]
+) -> str | None:
+    """The folder that the command line names, else the recipe, else the choice of `checkpoint`;
+    None: none does.
+    """
     if KEY in settings:
         found = settings[KEY]
     else:

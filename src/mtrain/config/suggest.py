@@ -21,8 +21,8 @@ from mtrain.config.run import GROUPS, RunConfig
 from mtrain.errors import Problem
 
 PROPOSED = ("MT013", "MT014", "MT007")
-"""Codes whose fix is a value of ours, which must not even be unusual; others repeat the value that was written, or
-what is nearest to it.
+"""Codes whose fix is a value of ours, which must not even be unusual; others repeat the value that
+was written, or what is nearest to it.
 """
 KEPT = ("MT010", "MT012", "MT013")
 """Codes whose fix is what was written in other words, whatever it breaks beside the rest."""
@@ -31,11 +31,12 @@ KEPT = ("MT010", "MT012", "MT013")
 def with_fixes(
     problems: Sequence[Problem], partial: RunConfig, resolve: Callable[[RunConfig], RunConfig]
 ) -> list[Problem]:
-    """`problems` with fixes that break no rule; `partial` is the configuration with each refused key as it would be
-    if nobody had set it.
+    """`problems` with fixes that break no rule; `partial` is the configuration with each refused
+    key as it would be if nobody had set it.
 
-    A bound such as "at least 1" is allowed by the schema and may be useless beside the other keys: then the fix is
-    the value that the key had before it was set, unless that would throw away a text, a list or a path.
+    A bound such as "at least 1" is allowed by the schema and may be useless beside the other keys:
+    then the fix is the value that the key had before it was set, unless that would throw away a
+    text, a list or a path.
     """
     trial = _Trial(partial, resolve)
     return [
@@ -46,7 +47,10 @@ def with_fixes(
 
 def _with_fix(problem: Problem, trial: _Trial) -> Problem:
     keep = problem.code in KEPT or problem.rule.endswith(NEAREST)
-    fix = trial.best(problem.fix, problem.path, unusual=_is_meant(problem), keep=keep) if problem.fix else ""
+    if problem.fix:
+        fix = trial.best(problem.fix, problem.path, unusual=_is_meant(problem), keep=keep)
+    else:
+        fix = ""
     return replace(problem, fix=fix or trial.before_it(problem.path, problem.value))
 
 
@@ -59,15 +63,18 @@ class _Trial:
     """Tries settings of one key beside those that were not refused."""
 
     def __init__(self, partial: RunConfig, resolve: Callable[[RunConfig], RunConfig]) -> None:
-        self.partial, self.resolve = partial, resolve
-        self.held, self.answers = partial.flat(), Answers()
+        self.partial = partial
+        self.resolve = resolve
+        self.held = partial.flat()
+        self.answers = Answers()
         self.before = self._said(partial, unusual=False)
 
     def best(self, fix: str, path: str, *, unusual: bool, keep: bool) -> str:
         """Those alternatives of a fix that work; empty where the first does not.
 
-        What is to `keep` stays where the rest is broken already, for it may fit once that is corrected; else it comes
-        with the change of another key that lets it fit, where there is one.
+        What is to `keep` stays where the rest is broken already, for it may fit once that is
+        corrected; else it comes with the change of another key that lets it fit, where there is
+        one.
         """
         changes = [_change(text) for text in fix.split(" or ")]
         known = [change for change in changes if change is not None]
@@ -79,30 +86,49 @@ class _Trial:
         if known[0] not in good and keep and (together := self._with_another(*known[0])):
             return together
         of_layouts = bool(good) and isinstance(known[0][1], Layout)
-        if known[0] not in good and not of_layouts:  # another key that takes the value is no suggestion for this one
+        if (
+            known[0] not in good and not of_layouts
+        ):  # another key that takes the value is no suggestion for this one
             return fix if keep else ""
         return " or ".join(dict.fromkeys(_spelled(*change) for change in good))
 
     def before_it(self, path: str, value: object) -> str:
-        """The value that a key held before one that says nothing: a number out of any range, and no text or list.
+        """The value that a key held before one that says nothing: a number out of any range, and no
+        text or list.
 
         Null is no such value for a number: no minutes are not the usual minutes.
         """
         said = (isinstance(value, (str, list)) and len(value) > 0) or (
             is_number(value) and self.held.get(path) is None
         )
-        if said or path not in self.held or is_content(path) or not self._fits(path, self.held[path], unusual=True):
+        if (
+            said
+            or path not in self.held
+            or is_content(path)
+            or not self._fits(path, self.held[path], unusual=True)
+        ):
             return ""
         return override(path, self.held[path])
 
     def _with_another(self, key: str, value: Any) -> str:
-        """A setting together with the first change of other keys that lets it break no rule; empty: there is none."""
+        """A setting together with the first change of other keys that lets it break no rule; empty:
+        there is none.
+        """
         try:
             run = self.resolve(apply(self.partial, {key: value}))
         except (ValidationError, KeyError, TypeError):
             return ""
-        broken = [f for f in findings(run) if f.severity == "error" and (f.code, f.path) not in self.before]
-        changes = [{key: value, **change} for f in broken[:1] for change in f.fixes[:4] if key not in change]
+        broken = [
+            f
+            for f in findings(run)
+            if f.severity == "error" and (f.code, f.path) not in self.before
+        ]
+        changes = [
+            {key: value, **change}
+            for f in broken[:1]
+            for change in f.fixes[:4]
+            if key not in change
+        ]
         works = next((c for c in changes if self._all_fit(c)), {})
         return " ".join(override(*change) for change in works.items())
 
@@ -120,9 +146,15 @@ class _Trial:
             return False
 
     def _said(self, run: RunConfig, *, unusual: bool) -> set[tuple[str, str]]:
-        """What the rules say of a run; warnings, and inputs that lack, only where nothing `unusual` may be."""
+        """What the rules say of a run; warnings, and inputs that lack, only where nothing `unusual`
+        may be.
+        """
         found = findings(self.resolve(run), self.answers)
-        return {(f.code, f.path) for f in found if not unusual or (f.severity == "error" and f.lacks != "input")}
+        return {
+            (f.code, f.path)
+            for f in found
+            if not unusual or (f.severity == "error" and f.lacks != "input")
+        }
 
 
 @dataclass(frozen=True)

@@ -27,7 +27,9 @@ class Job:
     @property
     def differs(self) -> str:
         """What tells this run from the others."""
-        return " ".join(f"{key}={value}" for key, value in self.swept.items()) or "(nothing is swept)"
+        return (
+            " ".join(f"{key}={value}" for key, value in self.swept.items()) or "(nothing is swept)"
+        )
 
 
 def jobs(argv: Sequence[str]) -> list[Job]:
@@ -47,10 +49,14 @@ def jobs(argv: Sequence[str]) -> list[Job]:
             try:
                 values = _values(key, text)
             except ValueError as error:
-                rule, fix = why_unread(key, text, str(error)), meant(key, text, sweep=True)
+                rule = why_unread(key, text, str(error))
+                fix = meant(key, text, sweep=True)
                 problems.append(Problem("MT010", key, text, rule, fix, COMMAND_LINE))
         if equals and key in given:
-            rule = f"said twice, as {shortened(given[key])} and as {shortened(argument)}; one of them would be lost"
+            rule = (
+                f"said twice, as {shortened(given[key])} and as {shortened(argument)}; one of them"
+                " would be lost"
+            )
             problems.append(Problem("MT004", key, text, rule, "keep one of them", COMMAND_LINE))
         given[key] = argument
         swept += [key] if values != [text] else []
@@ -60,7 +66,9 @@ def jobs(argv: Sequence[str]) -> list[Job]:
     count = math.prod(len(values) for values in words.values())
     if count > MAX_RUNS:
         rule = f"{count} runs; a sweep makes at most {MAX_RUNS}"
-        raise ConfigError([Problem("MT010", "", None, rule, "sweep over fewer values", COMMAND_LINE)])
+        raise ConfigError(
+            [Problem("MT010", "", None, rule, "sweep over fewer values", COMMAND_LINE)]
+        )
     keys = list(words)
     return [
         Job(chosen, {key: chosen[keys.index(key)].partition("=")[2] for key in swept})
@@ -72,7 +80,8 @@ def _values(key: str, text: str) -> list[str]:
     """What a text stands for, each value as it is written.
 
     Raises:
-        ValueError: it is not in the grammar, stands for nothing, or is one list where values were meant.
+        ValueError: it is not in the grammar, stands for nothing, or is one list where values were
+            meant.
     """
     if not text and is_empty(key):
         raise ValueError("is empty")
@@ -82,5 +91,7 @@ def _values(key: str, text: str) -> list[str]:
     if found == []:
         raise ValueError("stands for nothing")
     if found is None and is_list_of_values(key, text):
-        raise ValueError("a list is one value; values of a sweep are parted by commas, without brackets")
+        raise ValueError(
+            "a list is one value; values of a sweep are parted by commas, without brackets"
+        )
     return found or [text]

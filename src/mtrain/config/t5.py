@@ -19,7 +19,10 @@ LENGTH_MULTIPLE = 8
 
 
 class T5Config(Section):
-    """`model.t5`: an encoder-decoder that learns to fill in spans (T5, Raffel et al. 2020, arXiv:1910.10683)."""
+    """`model.t5`: an encoder-decoder that learns to fill in spans (T5, Raffel et al.
+
+    2020, arXiv:1910.10683).
+    """
 
     decoder_layers: Annotated[Width | None, Key(hf="num_decoder_layers")] = None
     """Layers of the decoder; null: as many as model.num_layers, which are those of the encoder."""
@@ -28,34 +31,46 @@ class T5Config(Section):
     ] = 32
     """Groups of distances between two tokens that have a learned bias of their own in each head."""
     relative_attention_distance: Annotated[
-        PositiveInt, Key(effect=Effect.NUMERICS, hf="relative_attention_max_distance", unit="tokens")
+        PositiveInt,
+        Key(effect=Effect.NUMERICS, hf="relative_attention_max_distance", unit="tokens"),
     ] = 128
     """Distance from which on all tokens are in the last group."""
-    scale_logits: Annotated[bool, Key(when="model.tie_word_embeddings=true", effect=Effect.NUMERICS)] = True
-    """Tied embeddings: what the decoder gives is multiplied by 1 / sqrt(hidden_size) before the output layer."""
-    initializer_factor: Annotated[PositiveFloat, Key(effect=Effect.NUMERICS, hf="initializer_factor")] = 1.0
-    """Factor on the standard deviations of initial weights: 1 for embeddings, 1 / sqrt(inputs) for a layer, and for
-    queries 1 / sqrt(inputs * width of a head), since attention is not scaled."""
+    scale_logits: Annotated[
+        bool, Key(when="model.tie_word_embeddings=true", effect=Effect.NUMERICS)
+    ] = True
+    """Tied embeddings: what the decoder gives is multiplied by 1 / sqrt(hidden_size) before the
+    output layer.
+    """
+    initializer_factor: Annotated[
+        PositiveFloat, Key(effect=Effect.NUMERICS, hf="initializer_factor")
+    ] = 1.0
+    """Factor on the standard deviations of initial weights: 1 for embeddings, 1 / sqrt(inputs) for
+    a layer, and for queries 1 / sqrt(inputs * width of a head), since attention is not scaled.
+    """
     noise_density: Annotated[float, Field(gt=0, lt=1), Key(effect=Effect.NUMERICS)] = 0.15
     """Share of the tokens of a sample that the decoder has to find."""
-    mean_noise_span_length: Annotated[float, Field(ge=1, le=1 << 20), Key(effect=Effect.NUMERICS, unit="tokens")] = (
-        3.0
-    )
+    mean_noise_span_length: Annotated[
+        float, Field(ge=1, le=1 << 20), Key(effect=Effect.NUMERICS, unit="tokens")
+    ] = 3.0
     """Mean length of the spans that are left out."""
     sentinels: Annotated[PositiveInt, Key(effect=Effect.NUMERICS, unit="token ids")] = 100
     """Token ids that each stand for a span that was left out; they go down from first_sentinel."""
     first_sentinel: Annotated[NonNegativeInt | None, Key(effect=Effect.NUMERICS)] = None
     """Token id that stands for the first span; null: the last of the vocabulary."""
-    start_id: Annotated[NonNegativeInt, Key(effect=Effect.NUMERICS, hf="decoder_start_token_id")] = 0
+    start_id: Annotated[
+        NonNegativeInt, Key(effect=Effect.NUMERICS, hf="decoder_start_token_id")
+    ] = 0
     """Token id that the decoder begins with, and that fills sequences up."""
     end_id: Annotated[NonNegativeInt, Key(effect=Effect.NUMERICS, hf="eos_token_id")] = 1
     """Token id that ends the sequences of encoder and decoder."""
     encoder_length: Annotated[PositiveInt | None, Key(effect=Effect.NUMERICS, unit="tokens")] = None
-    """Tokens that the encoder reads of a sample, padding included; null: as many as the tokens that are left, a
-    sentinel for each span and an end need, in multiples of 8."""
+    """Tokens that the encoder reads of a sample, padding included; null: as many as the tokens that
+    are left, a sentinel for each span and an end need, in multiples of 8.
+    """
     decoder_length: Annotated[PositiveInt | None, Key(effect=Effect.NUMERICS, unit="tokens")] = None
-    """Tokens that the decoder predicts of a sample, padding included; null: as many as the tokens that were left out,
-    a sentinel for each span and an end need, in multiples of 8."""
+    """Tokens that the decoder predicts of a sample, padding included; null: as many as the tokens
+    that were left out, a sentinel for each span and an end need, in multiples of 8.
+    """
 
 
 def spans(t: T5Config, tokens: int) -> tuple[int, int]:

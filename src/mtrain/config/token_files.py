@@ -1,9 +1,10 @@
-"""What Megatron's `.bin/.idx` and a `tokenizer.json` say of themselves, read without numpy and without all of them.
+"""What Megatron's `.bin/.idx` and a `tokenizer.json` say of themselves, read without numpy and
+without all of them.
 
 `.idx`, little-endian: 9 bytes `MMIDIDX\\0\\0`, uint64 version 1, uint8 dtype code, uint64 number of
-sequences, uint64 number of document indices (documents + 1), int32 length of each sequence in tokens, int64
-pointer to each sequence in bytes, int64 document indices (a document is the sequences from one index to the
-next). `.bin` is the tokens of all sequences, nothing else.
+sequences, uint64 number of document indices (documents + 1), int32 length of each sequence in
+tokens, int64 pointer to each sequence in bytes, int64 document indices (a document is the sequences
+from one index to the next). `.bin` is the tokens of all sequences, nothing else.
 """
 
 from __future__ import annotations
@@ -73,7 +74,9 @@ def read_header(path: Path, head: bytes, size: int) -> Header:
         raise CorruptData(f"{path}: {size} bytes, a header alone has {HEADER.size}")
     magic, version, code, count, indices = HEADER.unpack(head[: HEADER.size])
     if magic != MAGIC:
-        raise CorruptData(f"{path}: offset 0: starts with {magic!r}, not with {MAGIC!r}: no Megatron index")
+        raise CorruptData(
+            f"{path}: offset 0: starts with {magic!r}, not with {MAGIC!r}: no Megatron index"
+        )
     if version != 1:
         raise CorruptData(f"{path}: offset 9: version {version}, only 1 is known")
     if code not in CODES:
@@ -81,11 +84,13 @@ def read_header(path: Path, head: bytes, size: int) -> Header:
         raise CorruptData(f"{path}: offset 17: dtype code {code} is not one of tokens ({known})")
     expected = HEADER.size + 12 * count + 8 * indices
     if size == expected + count and count:
-        raise CorruptData(f"{path}: a multimodal index (one mode byte per sequence); only text is read")
+        raise CorruptData(
+            f"{path}: a multimodal index (one mode byte per sequence); only text is read"
+        )
     if size != expected:
         raise CorruptData(
-            f"{path}: offset 18: {count} sequences and {indices} document indices need {expected} bytes, "
-            f"the file has {size}"
+            f"{path}: offset 18: {count} sequences and {indices} document indices need {expected}"
+            f" bytes, the file has {size}"
         )
     if indices < 1:
         raise CorruptData(f"{path}: offset 26: no document indices; even an empty corpus has one")
@@ -100,15 +105,18 @@ class Documents(Protocol):
     @property
     def num_tokens(self) -> int: ...
     def document_start(self, document: int) -> int:
-        """Place of a document's first token in the stream; of document `num_documents`, the stream's end."""
+        """Place of a document's first token in the stream; of document `num_documents`, the
+        stream's end.
+        """
         ...
 
 
 class TokenFiles:
     """A corpus of `.bin/.idx`, of which only the places that are asked for are read.
 
-    Raises CorruptData, with file and offset, where header, ends and sizes do not add up, and OSError for a file that
-    cannot be read. What lies between is looked at when the corpus is opened to train on it.
+    Raises CorruptData, with file and offset, where header, ends and sizes do not add up, and
+    OSError for a file that cannot be read. What lies between is looked at when the corpus is opened
+    to train on it.
     """
 
     def __init__(self, prefix: Path) -> None:
@@ -117,11 +125,12 @@ class TokenFiles:
         try:
             size = os.fstat(self._file.fileno()).st_size
             self.header = header = read_header(self.idx, self._file.read(HEADER.size), size)
-            first, last = self._document(0), self._document(header.indices - 1)
+            first = self._document(0)
+            last = self._document(header.indices - 1)
             if first != 0 or last != header.count:
                 raise CorruptData(
-                    f"{self.idx}: offset {header.documents_at}: document indices go from {first} to {last}, must be "
-                    f"0 to {header.count}"
+                    f"{self.idx}: offset {header.documents_at}: document indices go from {first} to"
+                    f" {last}, must be 0 to {header.count}"
                 )
             end = 0
             if header.count:
@@ -130,8 +139,8 @@ class TokenFiles:
             held = os.stat(self.bin).st_size
             if held != end:
                 raise CorruptData(
-                    f"{self.bin}: {held} bytes, but {self.idx.name} describes {end} ({end // header.item_bytes} "
-                    f"tokens of {header.item_bytes} bytes)"
+                    f"{self.bin}: {held} bytes, but {self.idx.name} describes {end}"
+                    f" ({end // header.item_bytes} tokens of {header.item_bytes} bytes)"
                 )
             self.num_tokens = end // header.item_bytes
         except BaseException:
@@ -144,18 +153,35 @@ class TokenFiles:
         return self.header.indices - 1
 
     def document_start(self, document: int) -> int:
-        """Place of a document's first token in the stream; of document `num_documents`, the stream's end."""
-        sequence, count = self._document(document), self.header.count
+        """Place of a document's first token in the stream; of document `num_documents`, the
+        stream's end.
+        """
+        sequence = self._document(document)
+        count = self.header.count
         if not 0 <= sequence <= count:
-            raise CorruptData(f"{self.idx}: document {document} begins at sequence {sequence}, and there are {count}")
-        start = self._pointer(sequence) if sequence < count else self.num_tokens * self.header.item_bytes
-        if start % self.header.item_bytes or not 0 <= start <= self.num_tokens * self.header.item_bytes:
-            raise CorruptData(f"{self.idx}: the pointer of sequence {sequence} is {start}, where no token begins")
+            raise CorruptData(
+                f"{self.idx}: document {document} begins at sequence {sequence}, and there are"
+                f" {count}"
+            )
+        if sequence < count:
+            start = self._pointer(sequence)
+        else:
+            start = self.num_tokens * self.header.item_bytes
+        if (
+            start % self.header.item_bytes
+            or not 0 <= start <= self.num_tokens * self.header.item_bytes
+        ):
+            raise CorruptData(
+                f"{self.idx}: the pointer of sequence {sequence} is {start}, where no token begins"
+            )
         return start // self.header.item_bytes
 
     def ids(self, start: int, count: int) -> tuple[int, int] | None:
-        """The smallest and the largest of `count` token ids from a place of the stream on; None: there are none."""
-        tokens, size = array(_LETTERS[self.header.code]), self.header.item_bytes
+        """The smallest and the largest of `count` token ids from a place of the stream on; None:
+        there are none.
+        """
+        tokens = array(_LETTERS[self.header.code])
+        size = self.header.item_bytes
         with open(self.bin, "rb") as file:
             file.seek(start * size)
             data = file.read(count * size)
@@ -176,17 +202,20 @@ class TokenFiles:
         size = struct.calcsize(form)
         data = os.pread(self._file.fileno(), size, offset) if offset >= 0 else b""
         if len(data) < size:
-            raise CorruptData(f"{self.idx}: an index in it leads to offset {offset}, where nothing is")
+            raise CorruptData(
+                f"{self.idx}: an index in it leads to offset {offset}, where nothing is"
+            )
         return struct.unpack(form, data)
 
 
 def split_documents(corpus: Documents, shares: Sequence[float]) -> list[range]:
-    """Cut the documents into consecutive ranges, one per share, as near to the shares of *tokens* as whole
-    documents allow; some share is above zero.
+    """Cut the documents into consecutive ranges, one per share, as near to the shares of *tokens*
+    as whole documents allow; some share is above zero.
 
     A share above zero gets a document at least, if there are enough.
     """
-    count, tokens = corpus.num_documents, corpus.num_tokens
+    count = corpus.num_documents
+    tokens = corpus.num_tokens
     total = float(sum(shares))
     bounds = [0]
     share = 0.0
@@ -194,7 +223,10 @@ def split_documents(corpus: Documents, shares: Sequence[float]) -> list[range]:
         share += part
         target = round(tokens * share / total)
         cut = bisect_left(range(count), target, key=corpus.document_start)
-        if cut > 0 and target - corpus.document_start(cut - 1) < corpus.document_start(cut) - target:
+        if (
+            cut > 0
+            and target - corpus.document_start(cut - 1) < corpus.document_start(cut) - target
+        ):
             cut -= 1
         bounds.append(max(cut, bounds[-1]))
     bounds.append(count)
@@ -225,7 +257,9 @@ def tokenizer_facts(path: Path) -> TokenizerFacts | None:
     """
     stamp = path.stat()
     if stamp.st_size > MAX_TOKENIZER:
-        raise CorruptData(f"{path}: {bytes_(stamp.st_size)}; a tokenizer may have {bytes_(MAX_TOKENIZER)}")
+        raise CorruptData(
+            f"{path}: {bytes_(stamp.st_size)}; a tokenizer may have {bytes_(MAX_TOKENIZER)}"
+        )
     if stamp.st_size > READ_TOKENIZER:
         return None
     return _facts(path, (stamp.st_size, stamp.st_mtime_ns, stamp.st_ctime_ns, stamp.st_ino))
@@ -237,7 +271,9 @@ def _facts(path: Path, stamp: tuple[int, ...]) -> TokenizerFacts:
     try:
         body = json.loads(path.read_bytes().decode(), parse_constant=_refuse)
     except UnicodeDecodeError as error:
-        raise CorruptData(f"{path}: offset {error.start}: not UTF-8, so no tokenizer.json") from error
+        raise CorruptData(
+            f"{path}: offset {error.start}: not UTF-8, so no tokenizer.json"
+        ) from error
     except (ValueError, RecursionError) as error:
         raise CorruptData(f"{path}: no tokenizer.json: {error}") from error
     try:
@@ -253,15 +289,24 @@ def _refuse(word: str) -> None:
 
 
 def _ids(body: Any) -> dict[str, int]:
-    """Token -> id of a model of BPE, WordPiece or WordLevel (a mapping) or Unigram (a list), and the added tokens.
+    """Token -> id of a model of BPE, WordPiece or WordLevel (a mapping) or Unigram (a list), and
+    the added tokens.
 
-    As in Hugging Face's tokenizers, an added token that the model does not have takes the next free id.
+    As in Hugging Face's tokenizers, an added token that the model does not have takes the next free
+    id.
     """
-    kind, vocab = body["model"].get("type"), body["model"]["vocab"]
-    if kind not in (*MAPPED, "Unigram", None) or (kind and isinstance(vocab, dict) != (kind in MAPPED)):
+    kind = body["model"].get("type")
+    vocab = body["model"]["vocab"]
+    if kind not in (*MAPPED, "Unigram", None) or (
+        kind and isinstance(vocab, dict) != (kind in MAPPED)
+    ):
         raise TypeError
-    ids = dict(vocab) if isinstance(vocab, dict) else {str(entry[0]): i for i, entry in enumerate(vocab)}
-    own, last = len(ids), -1
+    if isinstance(vocab, dict):
+        ids = dict(vocab)
+    else:
+        ids = {str(entry[0]): i for i, entry in enumerate(vocab)}
+    own = len(ids)
+    last = -1
     for token in body.get("added_tokens") or ():
         last = ids.setdefault(token["content"], last + 1 if last >= own else own)
     if not all(type(i) is int and 0 <= i < 1 << 32 for i in ids.values()):

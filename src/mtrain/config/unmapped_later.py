@@ -1,4 +1,6 @@
-"""Fields that megatron-core has had since 0.19 and that no key feeds, and why; `unmapped` has all others."""
+"""Fields that megatron-core has had since 0.19 and that no key feeds, and why; `unmapped` has all
+others.
+"""
 
 from __future__ import annotations
 
@@ -12,16 +14,20 @@ LATER: tuple[tuple[str, str, str, str], ...] = (
     (
         "TransformerConfig",
         "not offered",
-        "weights that are sharded once more and gathered layer by layer (GTP): with TransformerEngine alone, "
-        "experimental, and not known to the checkpoints here",
-        """tensor_parallel_num_weight_shards gtp_weight_remat_size expert_tensor_parallel_num_weight_shards
+        (
+            "weights that are sharded once more and gathered layer by layer (GTP): with"
+            " TransformerEngine alone, experimental, and not known to the checkpoints here"
+        ),
+        """tensor_parallel_num_weight_shards gtp_weight_remat_size
+        expert_tensor_parallel_num_weight_shards
         expert_gtp_weight_remat_size""",
     ),
     (
         "TransformerConfig",
         "derived",
         "model.mup is made here, the same in every release",
-        """use_mup mup_width_mult mup_base_hidden_size mup_embedding_mult mup_output_mult mup_base_head_dim
+        """use_mup mup_width_mult mup_base_hidden_size mup_embedding_mult mup_output_mult
+        mup_base_head_dim
         mup_attn_scale_power""",
     ),
     (
@@ -39,15 +45,19 @@ LATER: tuple[tuple[str, str, str, str], ...] = (
     (
         "TransformerConfig",
         "not offered",
-        "every layer of sparse attention chooses keys of its own, by products of torch, not kernels of TileLang "
-        "or cuDNN",
+        (
+            "every layer of sparse attention chooses keys of its own, by products of torch, not"
+            " kernels of TileLang or cuDNN"
+        ),
         "dsa_indexer_topk_freq dsa_indexer_skip_topk_offset dsa_kernel_backend",
     ),
     (
         "TransformerConfig",
         "fixed",
-        "the indexer is that of DeepSeek-V3.2, whose norm is in fp32 with 1e-6; an orthogonal transform of queries "
-        "and keys, which changes no product, is left out",
+        (
+            "the indexer is that of DeepSeek-V3.2, whose norm is in fp32 with 1e-6; an orthogonal"
+            " transform of queries and keys, which changes no product, is left out"
+        ),
         """dsa_indexer_rope_interleaved dsa_indexer_rotate_activation dsa_indexer_scoring_relu
         dsa_indexer_k_norm_epsilon dsa_indexer_k_norm_fp32""",
     ),
@@ -61,7 +71,8 @@ LATER: tuple[tuple[str, str, str, str], ...] = (
         "TransformerConfig",
         "not offered",
         "other forms of the same layers, which need TransformerEngine on GPUs",
-        """flash_attention_version fused_residual_rmsnorm use_transformer_engine_op_fuser fp8_output_proj
+        """flash_attention_version fused_residual_rmsnorm use_transformer_engine_op_fuser
+        fp8_output_proj
         use_grouped_gemm_for_shared_expert use_grouped_gemm_for_dense_mlp moe_single_grouped_weight
         moe_single_grouped_bias moe_shared_expert_glu_interleave_size moe_mlp_glu_interleave_size
         mlp_chunks_for_training""",
@@ -69,10 +80,16 @@ LATER: tuple[tuple[str, str, str, str], ...] = (
     (
         "TransformerConfig",
         "not offered",
-        "dispatchers of experts that need NVLink or InfiniBand between GPUs and libraries that are not on PyPI",
-        """moe_permute_fusion_into_hybridep moe_hybridep_pad_uneven_dispatch_inputs moe_flex_dispatcher_num_sms
-        moe_hybridep_num_blocks_permute moe_hybridep_num_blocks_unpermute moe_hybridep_num_sms_preprocessing
-        moe_ncclep_static_shape moe_ncclep_zero_copy moe_expert_rank_capacity_factor high_priority_a2a_comm_stream
+        (
+            "dispatchers of experts that need NVLink or InfiniBand between GPUs and libraries that"
+            " are not on PyPI"
+        ),
+        """moe_permute_fusion_into_hybridep moe_hybridep_pad_uneven_dispatch_inputs
+        moe_flex_dispatcher_num_sms
+        moe_hybridep_num_blocks_permute moe_hybridep_num_blocks_unpermute
+        moe_hybridep_num_sms_preprocessing
+        moe_ncclep_static_shape moe_ncclep_zero_copy moe_expert_rank_capacity_factor
+        high_priority_a2a_comm_stream
         overlap_dispatch_backward_with_experts_wgrad""",
     ),
     (
@@ -84,17 +101,23 @@ LATER: tuple[tuple[str, str, str, str], ...] = (
     (
         "TransformerConfig",
         "not offered",
-        "beside CUDA graphs, or of whole layers and pages; parallel.activation_offload names modules",
+        (
+            "beside CUDA graphs, or of whole layers and pages; parallel.activation_offload names"
+            " modules"
+        ),
         """cpu_offloading_retain_pinned_cpu_buffers delay_offload_until_cuda_graph
         fine_grained_offloading_max_inflight_offloads moe_paged_stash
-        moe_paged_stash_page_size moe_paged_stash_buffer_size_factor_cuda moe_paged_stash_buffer_size_factor_cpu""",
+        moe_paged_stash_page_size moe_paged_stash_buffer_size_factor_cuda
+        moe_paged_stash_buffer_size_factor_cpu""",
     ),
     (
         "TransformerConfig",
         "not offered",
         "for inference; text is generated by the training model itself",
-        """inference_cuda_graph_scope nccl_all_reduce_for_prefill inference_disable_triton_nvls_kernels
-        inference_grouped_gemm_backend inference_moe_disable_fused_quant_kernels inference_moe_token_dispatcher_type
+        """inference_cuda_graph_scope nccl_all_reduce_for_prefill
+        inference_disable_triton_nvls_kernels
+        inference_grouped_gemm_backend inference_moe_disable_fused_quant_kernels
+        inference_moe_token_dispatcher_type
         moe_pad_experts_for_cuda_graph_inference""",
     ),
     (
@@ -131,7 +154,8 @@ LATER: tuple[tuple[str, str, str, str], ...] = (
         "DistributedDataParallelConfig",
         "not offered",
         "buffers of NCCL, CUDA graphs and prefetching on GPUs, which nothing sets up yet",
-        """fsdp_db_use_persist_buf_on_alloc_fail fsdp_all_gather_in_start_param_sync megatron_fsdp_cuda_graph_mode
+        """fsdp_db_use_persist_buf_on_alloc_fail fsdp_all_gather_in_start_param_sync
+        megatron_fsdp_cuda_graph_mode
         megatron_fsdp_enable_fine_grained_param_gather megatron_fsdp_max_pool_double_buffer""",
     ),
     (
@@ -143,7 +167,10 @@ LATER: tuple[tuple[str, str, str, str], ...] = (
     (
         "OptimizerConfig",
         "not offered",
-        "megatron-core's own forms of Lion and muon: optim.lion and optim.muon are the same in every release",
+        (
+            "megatron-core's own forms of Lion and muon: optim.lion and optim.muon are the same in"
+            " every release"
+        ),
         """lion_beta1 lion_beta2
         adaptive_muon_moment2_method adaptive_muon_beta2 adaptive_muon_eps muon_coefficient_type
         muon_scalar_optimizer""",
@@ -151,8 +178,10 @@ LATER: tuple[tuple[str, str, str, str], ...] = (
     (
         "OptimizerConfig",
         "derived",
-        "with parallel.distributed_optimizer every matrix of optim.muon and optim.soap is whole at one data-parallel "
-        "rank for its update, and optim.lion is right on any shard",
+        (
+            "with parallel.distributed_optimizer every matrix of optim.muon and optim.soap is whole"
+            " at one data-parallel rank for its update, and optim.lion is right on any shard"
+        ),
         "use_layer_wise_distributed_optimizer",
     ),
     (

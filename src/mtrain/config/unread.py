@@ -1,4 +1,6 @@
-"""Values that the grammar of a command line does not read, or that stand for no run, and what they were meant as."""
+"""Values that the grammar of a command line does not read, or that stand for no run, and what they
+were meant as.
+"""
 
 from __future__ import annotations
 
@@ -47,12 +49,17 @@ def why_unread(key: str, text: str, said: str) -> str:
     if len(parts) > 1 and any(_call(part)[0] in FORMS for part in parts):
         return ALONE
     if name == "interval":
-        return "an interval has no end of values, and a sweep is made of some: choice(A,B) or range(START,STOP,STEP)"
+        return (
+            "an interval has no end of values, and a sweep is made of some: choice(A,B) or"
+            " range(START,STOP,STEP)"
+        )
     if name not in FORMS:
         return said
     form = f"write {FORMS[name]}"
     if text.count("(") != text.count(")"):
-        return f"{name} has {text.count('(')} opening and {text.count(')')} closing brackets; {form}"
+        return (
+            f"{name} has {text.count('(')} opening and {text.count(')')} closing brackets; {form}"
+        )
     if any("(" in part for part in inner):
         return ALONE
     if not any(inner):
@@ -64,7 +71,9 @@ def why_unread(key: str, text: str, said: str) -> str:
     if name == "glob":
         names = names_of(key)
         shown = ", ".join(names[:12]) + (f" and {len(names) - 12} more" if len(names) > 12 else "")
-        return f"no name is like {inner[0]}: {shown}" if names else f"glob chooses from names, and {key} has none"
+        if names:
+            return f"no name is like {inner[0]}: {shown}"
+        return f"glob chooses from names, and {key} has none"
     return said
 
 
@@ -79,16 +88,22 @@ def _why_no_range(parts: list[str], said: str) -> str:
         return "a range with a step of 0 never ends"
     if (stop - start) / step <= 0:
         way = "up" if step > 0 else "down"
-        return f"the range has no number: it counts {way} from {start:g} by {abs(step):g} and ends before {stop:g}"
+        return (
+            f"the range has no number: it counts {way} from {start:g} by {abs(step):g} and ends"
+            f" before {stop:g}"
+        )
     return said
 
 
 def meant(key: str, text: str, *, sweep: bool) -> str:
     """Overrides that a value may have been meant as, each tried against the grammar and the key.
 
-    With `sweep` they may stand for several values, and where none works words say how several are written.
+    With `sweep` they may stand for several values, and where none works words say how several are
+    written.
     """
-    found = (candidate for candidate in _candidates(key, text) if _works(key, candidate, sweep=sweep))
+    found = (
+        candidate for candidate in _candidates(key, text) if _works(key, candidate, sweep=sweep)
+    )
     fixes = [_written(key, candidate) for candidate in dict.fromkeys(found)]
     if not fixes and not text.strip():
         fixes = [NOTHING]
@@ -102,12 +117,15 @@ def _written(key: str, text: str) -> str:
 
 
 def _call(text: str) -> tuple[str, list[str]]:
-    """The name and the arguments of a function that stands alone, whatever its brackets; else nothing."""
+    """The name and the arguments of a function that stands alone, whatever its brackets; else
+    nothing.
+    """
     alone = [part for part in _parts(text) if part]
     call = _CALL.match(alone[0]) if len(alone) == 1 else None
     if call is None:
         return "", []
-    name, inner = call.group(1).lower(), call.group(2).rstrip()
+    name = call.group(1).lower()
+    inner = call.group(2).rstrip()
     for opening, closing in ("()", "[]"):
         while inner.endswith(closing) and inner.count(closing) > inner.count(opening):
             inner = inner[:-1].rstrip()
@@ -191,7 +209,7 @@ def _works(key: str, text: str, *, sweep: bool) -> bool:
         return False
     if values is not None and (not sweep or not values):
         return False
-    return all(_fits(key, value) for value in (values or [text]))
+    return all(_fits(key, value) for value in values or [text])
 
 
 def _fits(key: str, text: str) -> bool:
@@ -210,7 +228,9 @@ def _is_choice(key: str) -> bool:
 
 def _parts(text: str) -> list[str]:
     """A text parted by its commas, those within brackets or quotes aside."""
-    out, depth, quote = [""], 0, ""
+    out = [""]
+    depth = 0
+    quote = ""
     for letter in text:
         if letter == "," and depth <= 0 and not quote:
             out.append("")
@@ -224,8 +244,15 @@ def _parts(text: str) -> list[str]:
 
 
 def as_text(key: str, text: str, value: object) -> str | list[str] | None:
-    """A number, or a list with some, as it was written, where a key takes text or a list of texts; None elsewhere."""
-    if value is None or isinstance(value, (str, dict)) or field_of(key) is None or accepts(key, value):
+    """A number, or a list with some, as it was written, where a key takes text or a list of texts;
+    None elsewhere.
+    """
+    if (
+        value is None
+        or isinstance(value, (str, dict))
+        or field_of(key) is None
+        or accepts(key, value)
+    ):
         return None
     if not isinstance(value, list):
         return text if accepts(key, text) and not text.startswith("[") else None
@@ -235,7 +262,11 @@ def as_text(key: str, text: str, value: object) -> str | list[str] | None:
 
 def is_empty(key: str) -> bool:
     """Whether nothing behind the = of a key is no value of it."""
-    return _is_choice(key) or key in ("recipe", "run") or (field_of(key) is not None and not accepts(key, ""))
+    return (
+        _is_choice(key)
+        or key in ("recipe", "run")
+        or (field_of(key) is not None and not accepts(key, ""))
+    )
 
 
 def is_list_of_values(key: str, text: str) -> bool:

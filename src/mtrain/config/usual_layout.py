@@ -1,4 +1,6 @@
-"""The layout of a CPU where nobody names one: sharded, so that what runs on a laptop is what runs on a cluster."""
+"""The layout of a CPU where nobody names one: sharded, so that what runs on a laptop is what runs
+on a cluster.
+"""
 
 from __future__ import annotations
 
@@ -16,9 +18,11 @@ AUTO_LAYOUT = "parallel.auto"
 def on_a_cpu(
     raw: RunConfig, origins: Mapping[str, str], machine: Machine, world_size: int | None
 ) -> tuple[RunConfig, dict[str, str]]:
-    """`raw` on a CPU with the layout that `parallel.auto` null leaves open, and why: tensor parallel 2.
+    """`raw` on a CPU with the layout that `parallel.auto` null leaves open, and why: tensor
+    parallel 2.
 
-    One process where the number of processes, or the model, does not admit that; what is said of the layout is kept.
+    One process where the number of processes, or the model, does not admit that; what is said of
+    the layout is kept.
     """
     said = [axis for axis in ("tp", "fsdp") if origins.get(f"parallel.{axis}", DEFAULT) != DEFAULT]
     plain = _changed(raw, auto=False)

@@ -1,4 +1,6 @@
-"""pydantic's report in words: every error with key, value, origin, the rule in numbers and a fix."""
+"""pydantic's report in words: every error with key, value, origin, the rule in numbers
+and a fix.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,15 @@ from mtrain.config.base import MOST_RANKS
 from mtrain.config.dump import override, spell
 from mtrain.config.intended import as_key, as_name, is_nothing
 from mtrain.config.interpolate import leaves
-from mtrain.config.keys import MERGE, choices_of, field_of, is_content, schema_keys, section_in, suggest
+from mtrain.config.keys import (
+    MERGE,
+    choices_of,
+    field_of,
+    is_content,
+    schema_keys,
+    section_in,
+    suggest,
+)
 from mtrain.config.near import (
     FOREIGN_WORDS,
     NEAREST,
@@ -39,7 +49,10 @@ MISSING = "???"
 """What stands in a file for a value that it leaves to others, in Hydra's words."""
 OPEN = {
     "model.vocab_size": (
-        "the number of ids of the tokenizer, such as 32000 (Llama 2), 50257 (GPT-2) or 128256 (Llama 3)",
+        (
+            "the number of ids of the tokenizer, such as 32000 (Llama 2), 50257 (GPT-2) or 128256"
+            " (Llama 3)"
+        ),
         "model.vocab_size=32000",
     )
 }
@@ -66,22 +79,36 @@ _KINDS = {
 
 
 _PATTERNS = {
-    "^[A-Za-z0-9][A-Za-z0-9_.-]*$": "letters, digits, dots, - and _, and begin with a letter or a digit",
-    "^[A-Za-z0-9][A-Za-z0-9 _.-]*$": "letters, digits, spaces, dots, - and _, and begin with a letter or a digit",
+    "^[A-Za-z0-9][A-Za-z0-9_.-]*$": (
+        "letters, digits, dots, - and _, and begin with a letter or a digit"
+    ),
+    "^[A-Za-z0-9][A-Za-z0-9 _.-]*$": (
+        "letters, digits, spaces, dots, - and _, and begin with a letter or a digit"
+    ),
     "^[a-z][a-z0-9_]*$": "small letters, digits and _, and begin with a letter",
 }
 
 
 def validate(values: Mapping[str, Any], where: Where) -> tuple[RunConfig | None, list[Problem]]:
-    """Checks `values` against the schema; returns the configuration, or the problems, up to too many."""
+    """Checks `values` against the schema; returns the configuration, or the problems, up to too
+    many.
+    """
     known = dict(leaves(values))
-    wrong = [_huge(path, number, where) for path, value in known.items() for number in _huge_numbers(value)]
+    wrong = [
+        _huge(path, number, where)
+        for path, value in known.items()
+        for number in _huge_numbers(value)
+    ]
     wrong += [_open(path, known, where) for path, value in known.items() if value == MISSING]
     try:
         run = RunConfig.model_validate(values)
     except ValidationError as error:
         named = {problem.path for problem in wrong}
-        found = [e for e in error.errors(include_url=False) if whole(".".join(map(str, e["loc"]))) not in named]
+        found = [
+            e
+            for e in error.errors(include_url=False)
+            if whole(".".join(map(str, e["loc"]))) not in named
+        ]
         others = (problem for e in found for problem in _problems(e, where, known))
         return None, [*wrong, *islice(others, MAX_PROBLEMS + 1)]
     return (None, wrong) if wrong else (run, [])
@@ -93,7 +120,9 @@ def _huge_numbers(value: Any) -> list[int]:
 
 
 def _huge(path: str, number: int, where: Where) -> Problem:
-    """The problem of a number that no machine word holds; what is computed from it would not be either."""
+    """The problem of a number that no machine word holds; what is computed from it would not be
+    either.
+    """
     rule = f"has {len(str(abs(number)))} digits; whole numbers go up to {2**63 - 1}"
     return Problem("MT014", path, number, rule, _unset(path, number), where(path))
 
@@ -101,12 +130,18 @@ def _huge(path: str, number: int, where: Where) -> Problem:
 def _open(path: str, values: Mapping[str, Any], where: Where) -> Problem:
     """The problem of a value that a file leaves to another one, where none says it."""
     rule = f"{MISSING} stands for a value that is set over it, and nothing sets it"
-    return Problem("MT015", path, MISSING, rule, at_default(path) or _required(path, values), where(path))
+    return Problem(
+        "MT015", path, MISSING, rule, at_default(path) or _required(path, values), where(path)
+    )
 
 
-def _problems(error: Mapping[str, Any], where: Where, values: Mapping[str, Any]) -> Iterator[Problem]:
+def _problems(
+    error: Mapping[str, Any], where: Where, values: Mapping[str, Any]
+) -> Iterator[Problem]:
     path = ".".join(str(part) for part in error["loc"])
-    kind, value, context = error["type"], error["input"], error.get("ctx", {})
+    kind = error["type"]
+    value = error["input"]
+    context = error.get("ctx", {})
     if kind == "extra_forbidden":
         near, why = suggest(path) if isinstance(value, dict) and value else ([path], "")
         if not why and path not in GROUPS and all(_is_section(key) for key in near):
@@ -117,7 +152,14 @@ def _problems(error: Mapping[str, Any], where: Where, values: Mapping[str, Any])
     elif kind == "missing" and path.rpartition(".")[2].isdigit():
         yield _length(path, value, where)
     elif kind == "missing":
-        yield Problem("MT015", path, None, "is required and nothing sets it", _required(path, values), where(path))
+        yield Problem(
+            "MT015",
+            path,
+            None,
+            "is required and nothing sets it",
+            _required(path, values),
+            where(path),
+        )
     elif value is None and path in OPEN:
         yield unfilled(path, where(path))
     elif kind in _BOUNDS:
@@ -126,7 +168,12 @@ def _problems(error: Mapping[str, Any], where: Where, values: Mapping[str, Any])
         yield _literal(path, value, where, values)
     elif kind in _KINDS:
         yield _wrong_type(path, kind, value, where, values)
-    elif kind in ("missing_positional_argument", "unexpected_positional_argument", "too_long", "too_short"):
+    elif kind in (
+        "missing_positional_argument",
+        "unexpected_positional_argument",
+        "too_long",
+        "too_short",
+    ):
         yield _length(path, value, where)
     elif kind == "string_pattern_mismatch":
         pattern = str(context.get("pattern"))
@@ -142,9 +189,13 @@ def _problems(error: Mapping[str, Any], where: Where, values: Mapping[str, Any])
         )
     elif kind == "string_too_long":
         rule = f"has {len(value)} letters; at most {context['max_length']} are allowed"
-        yield Problem("MT014", path, value, rule, override(path, value[: context["max_length"]]), where(path))
+        yield Problem(
+            "MT014", path, value, rule, override(path, value[: context["max_length"]]), where(path)
+        )
     else:
-        yield Problem("MT014", path, value, "is not what the key takes", _unset(path, value), where(path))
+        yield Problem(
+            "MT014", path, value, "is not what the key takes", _unset(path, value), where(path)
+        )
 
 
 def _is_section(path: str) -> bool:
@@ -160,13 +211,21 @@ def unknown_key(path: str, value: Any, where: Where) -> Problem:
         why = "a mapping that is merged with << is not read: write its keys out"
     if not near and not why:
         section = dict.fromkeys(k.split(".")[1] for k in schema_keys() if k.startswith(f"{top}."))
-        why = f"keys of {top}: {', '.join(section)}" if top in GROUPS else f"groups: {', '.join(GROUPS)}"
+        if top in GROUPS:
+            why = f"keys of {top}: {', '.join(section)}"
+        else:
+            why = f"groups: {', '.join(GROUPS)}"
     rule = "there is no such key" + (f"; {why}" if why else "")
     return Problem("MT012", path, value, rule, " or ".join(suggestions(path, value)), where(path))
 
 
 def _bound(
-    path: str, kind: str, value: Any, context: Mapping[str, Any], where: Where, values: Mapping[str, Any]
+    path: str,
+    kind: str,
+    value: Any,
+    context: Mapping[str, Any],
+    where: Where,
+    values: Mapping[str, Any],
 ) -> Problem:
     name, words = _BOUNDS[kind]
     bound = context[name]
@@ -203,39 +262,58 @@ def _literal(path: str, value: Any, where: Where, values: Mapping[str, Any]) -> 
     return Problem("MT014", path, value, rule, fix, where(path))
 
 
-def _wrong_type(path: str, kind: str, value: Any, where: Where, values: Mapping[str, Any]) -> Problem:
+def _wrong_type(
+    path: str, kind: str, value: Any, where: Where, values: Mapping[str, Any]
+) -> Problem:
     rule = f"must be {_KINDS[kind]}, not {_kind(value)}"
     if path in GROUPS and isinstance(value, str):
         return _text_for_a_group(path, value, rule, where)
     if path in GROUPS:
-        return Problem("MT013", path, value, rule, f"write the keys of {path}, or delete the line", where(path))
-    fix = _converted(path, value) if field_of(path) is not None else _items(path, values, _item_as(kind))
+        return Problem(
+            "MT013", path, value, rule, f"write the keys of {path}, or delete the line", where(path)
+        )
+    if field_of(path) is not None:
+        fix = _converted(path, value)
+    else:
+        fix = _items(path, values, _item_as(kind))
     return Problem("MT013", path, value, rule, fix, where(path))
 
 
 def _text_for_a_group(group: str, text: str, rule: str, where: Where) -> Problem:
-    """The problem of a text where the keys of a group are to stand: `lr:1e-3` without the space, or a choice."""
+    """The problem of a text where the keys of a group are to stand: `lr:1e-3` without the space, or
+    a choice.
+    """
     pairs = re.findall(r"([A-Za-z_][A-Za-z0-9_-]*)\s*[:=]\s*(\S+)", text)
-    known = [(as_key(key), value) for key, value in pairs if field_of(f"{group}.{as_key(key)}") is not None]
+    known = [
+        (as_key(key), value)
+        for key, value in pairs
+        if field_of(f"{group}.{as_key(key)}") is not None
+    ]
     if known:
         lines = " and ".join(f"`{key}: {value}`" for key, value in known)
         rule += "; a key and its value are parted by a colon and a space"
         return Problem("MT013", group, text, rule, f"write {lines} under `{group}:`", where(group))
     rule += "; in a file a choice is made with `defaults: [override /GROUP: CHOICE]`"
     near = near_choice(text, choices_of_group(group))
-    fix = f"- override /{group}: {near[0]}" if near else f"write the keys of {group}, or delete the line"
+    if near:
+        fix = f"- override /{group}: {near[0]}"
+    else:
+        fix = f"write the keys of {group}, or delete the line"
     return Problem("MT013", group, text, rule, fix, where(group))
 
 
 def _converted(path: str, value: Any) -> str:
-    """What a value of another type may have meant, as overrides; the default where it says that there is none."""
+    """What a value of another type may have meant, as overrides; the default where it says that
+    there is none.
+    """
     meant = " or ".join(override(path, reading) for reading in taken(path, value)[:2])
     return meant or (at_default(path) if is_nothing(value) else _unset(path, value))
 
 
 def _unset(path: str, value: Any) -> str:
-    """The default in place of a value that says nothing; empty where it would throw away a text, a list or a path, or
-    say null, which means something else, for a number: 0 minutes are no default of minutes.
+    """The default in place of a value that says nothing; empty where it would throw away a text, a
+    list or a path, or say null, which means something else, for a number: 0 minutes are no default
+    of minutes.
     """
     if is_content(path) or (isinstance(value, (str, list)) and value):
         return ""
@@ -250,21 +328,27 @@ def _item_as(kind: str) -> Callable[[Any], Any]:
 
 
 def _items(path: str, values: Mapping[str, Any], meant: Callable[[Any], Any]) -> str:
-    """The list that an item at `path` stands in, its items as they were meant; empty where the key takes no such."""
+    """The list that an item at `path` stands in, its items as they were meant; empty where the key
+    takes no such.
+    """
     outer = whole(path)
     said = values.get(outer)
-    items = [meant(item) for item in said] if isinstance(said, list) and len(said) <= MAX_ITEMS else []
+    items = (
+        [meant(item) for item in said] if isinstance(said, list) and len(said) <= MAX_ITEMS else []
+    )
     return override(outer, items) if items and items != said and accepts(outer, items) else ""
 
 
 def _length(path: str, value: Any, where: Where) -> Problem:
     path = whole(path)
-    default, size = _default(path), _size(path)
+    default = _default(path)
+    size = _size(path)
     want = f"{size} values" if size else "at least one value"
     if isinstance(default, tuple):
         want += f", such as {spell(default)}"
     filled = [*value, *[0] * (size - len(value))] if isinstance(value, list) and size else []
-    fix = override(path, filled) if value and accepts(path, filled) else ""  # a share that is not said is none
+    # a share that is not said is none
+    fix = override(path, filled) if value and accepts(path, filled) else ""
     return Problem("MT014", path, value, f"must have {want}", fix, where(path))
 
 
@@ -277,7 +361,9 @@ def _size(path: str) -> int | None:
 
 
 def whole(path: str) -> str:
-    """The list that an item at `path` stands in, also where lists stand in it; any other path as it is."""
+    """The list that an item at `path` stands in, also where lists stand in it; any other path as it
+    is.
+    """
     while path.rpartition(".")[2].isdigit():
         path = path.rpartition(".")[0]
     return path
@@ -290,11 +376,17 @@ def unfilled(path: str, source: str) -> Problem:
 
 
 def _required(path: str, values: Mapping[str, Any]) -> str:
-    """A value for a key that must have one: that of another key of its name, or its whole section off."""
+    """A value for a key that must have one: that of another key of its name, or its whole section
+    off.
+    """
     if path in GROUPS:
         return choice_fix(path, "")
     section, _, last = path.rpartition(".")
-    same = [values[key] for key in schema_keys() if key.endswith(f".{last}") and key != path and key in values]
+    same = [
+        values[key]
+        for key in schema_keys()
+        if key.endswith(f".{last}") and key != path and key in values
+    ]
     fixes = [override(path, value) for value in same if accepts(path, value)]
     field = field_of(section)
     fixes += [f"{section}=null"] if field is not None and field.default is None else []
@@ -309,8 +401,21 @@ def _default(path: str) -> Any:
 
 
 def _kind(value: Any) -> str:
-    if value is None or isinstance(value, bool) or (isinstance(value, float) and not math.isfinite(value)):
+    if (
+        value is None
+        or isinstance(value, bool)
+        or (isinstance(value, float) and not math.isfinite(value))
+    ):
         return spell(value)
-    names = {int: "a number", float: "a number with a fraction", str: "text", list: "a list", dict: "a mapping"}
+    names = {
+        int: "a number",
+        float: "a number with a fraction",
+        str: "text",
+        list: "a list",
+        dict: "a mapping",
+    }
     text = spell(value)
-    return f"{names.get(type(value), type(value).__name__)} ({text[:60]}{'...' if len(text) > 60 else ''})"
+    return (
+        f"{names.get(type(value), type(value).__name__)}"
+        f" ({text[:60]}{'...' if len(text) > 60 else ''})"
+    )

@@ -1,7 +1,8 @@
-"""The GPUs that CUDA shows a process: CUDA_VISIBLE_DEVICES as CUDA reads it, and mistakes that CUDA passes over.
+"""The GPUs that CUDA shows a process: CUDA_VISIBLE_DEVICES as CUDA reads it, and mistakes that CUDA
+passes over.
 
-The list ends at the first entry that is no GPU, and a list that repeats an entry shows none at all. Of a partitioned
-GPU (MIG), CUDA shows a process one instance, and then nothing else.
+The list ends at the first entry that is no GPU, and a list that repeats an entry shows none at all.
+Of a partitioned GPU (MIG), CUDA shows a process one instance, and then nothing else.
 """
 
 from __future__ import annotations
@@ -39,7 +40,10 @@ class Seen:
 
 
 def shown(gpus: Sequence[Gpu], visible: str | None) -> Seen:
-    """Return those of a driver's GPUs that CUDA shows. `visible` is the variable; None: it is not set."""
+    """Return those of a driver's GPUs that CUDA shows.
+
+    `visible` is the variable; None: it is not set.
+    """
     if visible is None:
         known = [gpu for gpu in map(_device, gpus) if gpu is not None]
         return _seen(known, "", "", True)
@@ -49,7 +53,9 @@ def shown(gpus: Sequence[Gpu], visible: str | None) -> Seen:
 
 
 def counted(gpus: int, visible: str | None) -> Seen:
-    """Count the GPUs that CUDA shows of `gpus` whose number alone is known; every UUID counts as one of them."""
+    """Count the GPUs that CUDA shows of `gpus` whose number alone is known; every UUID counts as
+    one of them.
+    """
     if visible is None:
         return Seen(gpus)
     places, fault, on_purpose = _listed(visible, _Named([Gpu("")] * gpus, anonymous=True))
@@ -57,11 +63,16 @@ def counted(gpus: int, visible: str | None) -> Seen:
 
 
 def _seen(found: Sequence[Gpu], fault: str, fix: str, on_purpose: bool) -> Seen:
-    """Return the GPUs as `Seen`; where instances of partitioned GPUs are among them, CUDA shows the first alone."""
+    """Return the GPUs as `Seen`; where instances of partitioned GPUs are among them, CUDA shows the
+    first alone.
+    """
     instance = next((gpu for gpu in found if _is_instance(gpu)), None)
     gpus = tuple(found) if instance is None else (instance,)
     if len(gpus) < len(found) and not fault:
-        others = f"of {len(found)} GPUs and instances, CUDA shows a process one instance of a partitioned GPU (MIG)"
+        others = (
+            f"of {len(found)} GPUs and instances, CUDA shows a process one instance of a"
+            " partitioned GPU (MIG)"
+        )
         return Seen(len(gpus), gpus, others, "one rank, or GPUs that are not partitioned", True)
     return Seen(len(gpus), gpus, fault, fix, on_purpose)
 
@@ -71,7 +82,9 @@ def _is_instance(gpu: Gpu) -> bool:
 
 
 def _device(gpu: Gpu) -> Gpu | None:
-    """Return what CUDA shows of a GPU: the GPU itself, or the first instance of one that is partitioned."""
+    """Return what CUDA shows of a GPU: the GPU itself, or the first instance of one that is
+    partitioned.
+    """
     if not gpu.partitioned:
         return gpu
     return gpu.instances[0] if gpu.instances else None
@@ -95,7 +108,9 @@ class _Named:
         self.unknown: list[str] = []
 
     def place(self, entry: str) -> Place | None:
-        """Return the place that a number, a UUID or an unambiguous beginning of one names; None: it names none."""
+        """Return the place that a number, a UUID or an unambiguous beginning of one names; None: it
+        names none.
+        """
         number = re.match(r"\+?\d+", entry)
         if number:
             index = int(number[0])
@@ -112,7 +127,9 @@ class _Named:
 
 
 def _listed(text: str, named: _Named) -> tuple[list[Place], str, bool]:
-    """Return the places that the variable lists, what is wrong with it, and whether that was meant."""
+    """Return the places that the variable lists, what is wrong with it, and whether
+    that was meant.
+    """
     places: list[Place] = []
     entries = [entry.strip() for entry in text.split(",")]
     written = f"{VARIABLE}={text}"
@@ -125,7 +142,10 @@ def _listed(text: str, named: _Named) -> tuple[list[Place], str, bool]:
             fault = f"{written} names {entry} twice, and CUDA then shows no GPU"
             return [], fault if named.gpus else "", False
         if place is None:
-            which = f"{entry or 'an empty entry'} is no GPU of this machine, which has {_have(named.gpus)}"
+            which = (
+                f"{entry or 'an empty entry'} is no GPU of this machine, which has"
+                f" {_have(named.gpus)}"
+            )
             fault = f"{written}: {which}: the list ends there"
             return places, fault if named.gpus else "", False
         places.append(place)

@@ -10,9 +10,11 @@ from mtrain.config.run import RunConfig
 
 
 def watched(run: RunConfig, reads: set[str]) -> RunConfig:
-    """`run` as it is, for a function that only looks at keys: each key that it reads is added to `reads`.
+    """`run` as it is, for a function that only looks at keys: each key that it reads is added to
+    `reads`.
 
-    Keys are dotted; a section that is looked at itself, as in `model.moe is None`, ends in a dot where it is there.
+    Keys are dotted; a section that is looked at itself, as in `model.moe is None`, ends in a dot
+    where it is there.
     """
     return cast("RunConfig", _Watched(run, "", reads))
 
@@ -21,8 +23,12 @@ class _Watched:
     """Stands in front of one section, or of another that stands in front of it."""
 
     def __init__(self, section: Section | _Watched, path: str, reads: set[str]) -> None:
-        self._section, self._path, self._reads = section, path, reads
-        self._kind: type[Section] = section._kind if isinstance(section, _Watched) else type(section)
+        self._section = section
+        self._path = path
+        self._reads = reads
+        self._kind: type[Section] = (
+            section._kind if isinstance(section, _Watched) else type(section)
+        )
 
     def __getattr__(self, name: str) -> Any:
         kind = self._kind
@@ -31,7 +37,8 @@ class _Watched:
             if isinstance(made, property) and made.fget is not None:
                 return made.fget(self)
             return getattr(self._section, name)
-        value, path = getattr(self._section, name), f"{self._path}{name}"
+        value = getattr(self._section, name)
+        path = f"{self._path}{name}"
         if isinstance(value, Section | _Watched):
             self._reads.add(f"{path}.")
             return _Watched(value, f"{path}.", self._reads)
@@ -58,5 +65,7 @@ def touches(reads: Iterable[str], keys: Iterable[str]) -> bool:
     """Whether any of `reads` is one of `keys`, a part of one, or holds one."""
     wanted = tuple(keys)
     return any(
-        read == key or read.startswith(f"{key}.") or key.startswith(f"{read}.") for read in reads for key in wanted
+        read == key or read.startswith(f"{key}.") or key.startswith(f"{read}.")
+        for read in reads
+        for key in wanted
     )

@@ -1,4 +1,6 @@
-"""Where a run writes: a file that somebody else may have written decides it only beneath the working folder."""
+"""Where a run writes: a file that somebody else may have written decides it only beneath the
+working folder.
+"""
 
 from __future__ import annotations
 
@@ -13,12 +15,19 @@ from mtrain.config.paths import RESUME_WORDS, user_path
 from mtrain.config.run import RunConfig
 from mtrain.errors import Problem
 
-RUNS, CACHE, RESUME = "log.runs_dir", "data.cache_dir", "checkpoint.resume"
+RUNS = "log.runs_dir"
+CACHE = "data.cache_dir"
+RESUME = "checkpoint.resume"
 KEYS = {RUNS: "run folders", CACHE: "tokenized text", RESUME: "the run that goes on"}
 """Keys that decide where something is written, and what."""
 TAG_FILE = "CACHEDIR.TAG"
-TAG = "Signature: 8a477f597d28d172789f06886806bc55\n# Made by mtrain; what is in here can be made again.\n"
-"""What marks a folder of caches for programs that keep backups (bford.info/cachedir), and for us as one of ours."""
+TAG = (
+    "Signature: 8a477f597d28d172789f06886806bc55\n# Made by mtrain; what is in here can be made"
+    " again.\n"
+)
+"""What marks a folder of caches for programs that keep backups (bford.info/cachedir), and for us as
+one of ours.
+"""
 
 
 def strays(run: RunConfig, said: Mapping[str, str], base: Path | None) -> list[Problem]:
@@ -32,16 +41,29 @@ def strays(run: RunConfig, said: Mapping[str, str], base: Path | None) -> list[P
     values = run.flat()
     out = []
     for key in KEYS:
-        value, field = values[key], field_of(key)
-        if key not in said or value is None or field is None or value in (field.default, *RESUME_WORDS):
+        value = values[key]
+        field = field_of(key)
+        if (
+            key not in said
+            or value is None
+            or field is None
+            or value in (field.default, *RESUME_WORDS)
+        ):
             continue
         place = _real(value)
         if _beneath(place, _real(".")) or (key == CACHE and _is_ours(place)):
             continue
         if key == RUNS and base is not None and _beneath(_real(str(base)), place):
             continue
-        rule = f"is beyond the working folder; that {KEYS[key]} may be written there, only the command line says"
-        out.append(Problem("MT019", key, value, rule, f"{at_default(key)} or {override(key, value)}", said[key]))
+        rule = (
+            f"is beyond the working folder; that {KEYS[key]} may be written there, only the command"
+            " line says"
+        )
+        out.append(
+            Problem(
+                "MT019", key, value, rule, f"{at_default(key)} or {override(key, value)}", said[key]
+            )
+        )
     return out
 
 
@@ -60,6 +82,9 @@ def _beneath(place: str, folder: str) -> bool:
 def _is_ours(place: str) -> bool:
     """Whether a folder is a cache that mtrain made."""
     try:
-        return os.path.isfile(f"{place}/{TAG_FILE}") and (Path(place) / TAG_FILE).read_bytes()[:200] == TAG.encode()
+        return (
+            os.path.isfile(f"{place}/{TAG_FILE}")
+            and (Path(place) / TAG_FILE).read_bytes()[:200] == TAG.encode()
+        )
     except (OSError, ValueError):
         return False

@@ -36,10 +36,13 @@ MAX_CONFIG_BYTES = 16 << 20
 MOST_RANK = 1 << 40
 
 
-def write_adapters(weights: Weights, table: Table, out: Path, version: str, base: str | None) -> Record:
+def write_adapters(
+    weights: Weights, table: Table, out: Path, version: str, base: str | None
+) -> Record:
     """Write the adapters of a checkpoint into the folder `out`, in the form of a version of `peft`.
 
-    `table` has the names of transformers' layers; `base` is the folder of the model that they are for.
+    `table` has the names of transformers' layers; `base` is the folder of the model that they are
+    for.
 
     Raises:
         ConfigError: the run has no adapters, or `peft` has none of this kind.
@@ -50,16 +53,22 @@ def write_adapters(weights: Weights, table: Table, out: Path, version: str, base
     own = {name: adapter for name, adapter in held.items() if adapter is not None}
     if not own:
         rule = f"{weights.checkpoint.path} has no adapters"
-        raise ConfigError([Problem("MT521", "", None, rule, "convert export without peft=", "command line")])
+        raise ConfigError(
+            [Problem("MT521", "", None, rule, "convert export without peft=", "command line")]
+        )
     made = to_peft(table, weights.model, own, swapped=version == SWAPPED)
     peft = weights.run.peft
     if last := next((name for name in made.modules if name.endswith(NOT_ADAPTED)), None):
         rule = f"`peft` adapts no {last} of this kind of model: its kernels read the weight alone"
-        raise ConfigError([Problem("MT521", "", None, rule, "convert export without peft=: a merged model")])
+        raise ConfigError(
+            [Problem("MT521", "", None, rule, "convert export without peft=: a merged model")]
+        )
     if made.parameters and (peft.kind != "lora" or peft.dropout):
         asked = f"peft.kind={peft.kind}" if peft.kind != "lora" else "peft.dropout"
         rule = f"`peft` adapts {made.parameters[0]} as a parameter, which knows no {asked}"
-        raise ConfigError([Problem("MT521", "", None, rule, "convert export without peft=: a merged model")])
+        raise ConfigError(
+            [Problem("MT521", "", None, rule, "convert export without peft=: a merged model")]
+        )
     with Writer(out / TENSORS, made.tensors) as writer:
         for name, tensor in made.tensors.items():
             words, held_in = of_tensor(tensor)
@@ -100,7 +109,9 @@ def _config(peft: PeftConfig, made: Theirs, version: str, base: str | None) -> d
     }
 
 
-def read_adapters(folder: Path, run: RunConfig, table: Table) -> tuple[dict[str, Box], dict[str, Any]]:
+def read_adapters(
+    folder: Path, run: RunConfig, table: Table
+) -> tuple[dict[str, Box], dict[str, Any]]:
     """The adapters of a run, and what a folder of `peft` has for them, by our names.
 
     Raises:
@@ -111,14 +122,15 @@ def read_adapters(folder: Path, run: RunConfig, table: Table) -> tuple[dict[str,
     _refuse_others(folder, body, run.peft)
     if not (folder / TENSORS).is_file() and (folder / PICKLE).exists():
         raise CorruptData(
-            f"{folder / PICKLE} is a pickle, which can run code when it is read, and is never read here: have "
-            "whoever made it save safetensors (save_pretrained of peft does)"
+            f"{folder / PICKLE} is a pickle, which can run code when it is read, and is never read"
+            " here: have whoever made it save safetensors (save_pretrained of peft does)"
         )
     held = read_header(folder / TENSORS)
     odd = next((name for name, tensor in held.items() if tensor.dtype not in FLOATS), None)
     if odd is not None:
         raise CorruptData(
-            f"{folder / TENSORS}: {odd[:200]} has numbers of kind {held[odd].dtype}, which is no weight's"
+            f"{folder / TENSORS}: {odd[:200]} has numbers of kind {held[odd].dtype}, which is no"
+            " weight's"
         )
     adapters = adapter_boxes(run)
     shapes = {name: tensor.shape for name, tensor in (model_boxes(run) | adapters).items()}
@@ -127,7 +139,9 @@ def read_adapters(folder: Path, run: RunConfig, table: Table) -> tuple[dict[str,
         tensors = {name: as_tensor(load(tensor), tensor.dtype) for name, tensor in held.items()}
         found = from_peft(table, run.model, asked, tensors, swapped=_is_swapped(body))
     except Unlike as error:
-        raise CorruptData(f"{folder / TENSORS} does not fit the adapters of this run: {error}") from None
+        raise CorruptData(
+            f"{folder / TENSORS} does not fit the adapters of this run: {error}"
+        ) from None
     return adapters, dict(_named(found))
 
 
@@ -135,7 +149,9 @@ def _named(found: Mapping[str, Whole]) -> Iterator[tuple[str, Tensor]]:
     for weight, adapter in found.items():
         names = names_beside(weight)
         assert names is not None
-        yield from ((name, t.contiguous()) for name, t in zip(names, adapter, strict=True) if t is not None)
+        yield from (
+            (name, t.contiguous()) for name, t in zip(names, adapter, strict=True) if t is not None
+        )
 
 
 def read_config(folder: Path) -> dict[str, Any]:
@@ -155,14 +171,18 @@ def read_config(folder: Path) -> dict[str, Any]:
 
 
 def _is_swapped(body: Mapping[str, Any]) -> bool:
-    """Whether adapters of experts are in the form until 0.18; files of before 0.18 do not say their version."""
+    """Whether adapters of experts are in the form until 0.18; files of before 0.18 do not say their
+    version.
+    """
     said = str(body.get("peft_version") or "0.17").partition("@")[0].split(".")
     numbers = [int(word[:6]) if word.isdecimal() else 0 for word in [*said, "0", "0"][:2]]
     return numbers < [0, 19]
 
 
 def _refuse_others(folder: Path, body: Mapping[str, Any], peft: PeftConfig) -> None:
-    """Raise `ConfigError` for adapters that compute something else than those of a `peft` section."""
+    """Raise `ConfigError` for adapters that compute something else than those of a
+    `peft` section.
+    """
     wrong = [*_differing(body, peft), *_beyond(body, peft)]
     if wrong:
         source = str(folder / CONFIG)
@@ -174,12 +194,20 @@ def _refuse_others(folder: Path, body: Mapping[str, Any], peft: PeftConfig) -> N
 
 def _differing(body: Mapping[str, Any], peft: PeftConfig) -> Iterator[tuple[str, str, str]]:
     """Keys of both that do not say the same: ours, the sentence, what to do."""
-    dora, rank, alpha = peft.kind == "dora", body.get("r", 8), body.get("lora_alpha", 8)
+    dora = peft.kind == "dora"
+    rank = body.get("r", 8)
+    alpha = body.get("lora_alpha", 8)
     for key, theirs, ours, path, fix in (
         ("peft_type", body.get("peft_type"), "LORA", "peft.kind", "adapters of LoRA or DoRA"),
         ("r", rank, peft.r, "peft.r", f"peft.r={_shown(rank)}"),
         ("lora_alpha", alpha, peft.alpha, "peft.alpha", f"peft.alpha={_shown(alpha)}"),
-        ("use_dora", bool(body.get("use_dora")), dora, "peft.kind", "peft=lora" if dora else "peft=dora"),
+        (
+            "use_dora",
+            bool(body.get("use_dora")),
+            dora,
+            "peft.kind",
+            "peft=lora" if dora else "peft=dora",
+        ),
     ):
         if theirs != ours:
             yield path, f"its {key} is {_shown(theirs)}, and here it would be {_shown(ours)}", fix
@@ -193,17 +221,26 @@ def _beyond(body: Mapping[str, Any], peft: PeftConfig) -> Iterator[tuple[str, st
             yield "peft.kind", f"its {key} is {_shown(body[key])}, which is not known here", others
     start = body.get("init_lora_weights")
     if isinstance(start, str) and start not in ("gaussian", "eva", "orthogonal"):
-        rule = f"its init_lora_weights is {_shown(start)}, which has changed the model's own weights"
+        rule = (
+            f"its init_lora_weights is {_shown(start)}, which has changed the model's own weights"
+        )
         yield "peft.kind", rule, others
     ranks, alphas = (body.get(f"{name}_pattern") or {} for name in ("rank", "alpha"))
     if not isinstance(ranks, dict) or not isinstance(alphas, dict):
         yield "peft.r", "its rank_pattern and alpha_pattern are no objects", others
         return
     for key in sorted({*ranks, *alphas}):
-        rank, alpha = ranks.get(key, peft.r), alphas.get(key, peft.alpha)
-        sizes = [float(n) for n in (rank, alpha) if isinstance(n, int | float) and abs(n) < MOST_RANK]
+        rank = ranks.get(key, peft.r)
+        alpha = alphas.get(key, peft.alpha)
+        sizes = [
+            float(n) for n in (rank, alpha) if isinstance(n, int | float) and abs(n) < MOST_RANK
+        ]
         if len(sizes) < 2 or not isclose(sizes[1], sizes[0] * peft.scale):
-            yield "peft.alpha", f"its {key[:80]} has rank {_shown(rank)} and alpha {_shown(alpha)}", others
+            yield (
+                "peft.alpha",
+                f"its {key[:80]} has rank {_shown(rank)} and alpha {_shown(alpha)}",
+                others,
+            )
             return
 
 
@@ -216,7 +253,9 @@ def _shown(value: Any) -> str:
 _PLAIN: dict[str, tuple[Any, ...]] = {
     "bias": ("none",),
     **dict.fromkeys(("use_rslora", "lora_bias", "modules_to_save", "layer_replication"), ()),
-    **dict.fromkeys(("use_qalora", "use_bdlora", "arrow_config", "kasa_config", "velora_config"), ()),
+    **dict.fromkeys(
+        ("use_qalora", "use_bdlora", "arrow_config", "kasa_config", "velora_config"), ()
+    ),
     **dict.fromkeys(("alora_invocation_tokens", "trainable_token_indices"), ()),
 }
 """Keys of LoRA in `peft` -> what they may be beside nothing."""

@@ -1,12 +1,12 @@
 """Low-rank adapters by the names and in the shapes that `peft` has for them, out and in.
 
-A table of weights says which layers of transformers one of ours is. Rows of `lora_b` go the way that the rows of its
-weight go, so the same operation parts and joins them.
+A table of weights says which layers of transformers one of ours is. Rows of `lora_b` go the way
+that the rows of its weight go, so the same operation parts and joins them.
 
-`peft` keeps the adapters of experts, which transformers has in one parameter [experts, out, in], as one matrix each:
-`lora_A` [experts * r, in] with the ranks of one expert after another, `lora_B` [out, r * experts] with the experts of
-one rank after another. Until 0.18 it took the first axis of such a parameter for its inputs, so that A and B were
-each other's.
+`peft` keeps the adapters of experts, which transformers has in one parameter [experts, out, in], as
+one matrix each: `lora_A` [experts * r, in] with the ranks of one expert after another, `lora_B`
+[out, r * experts] with the experts of one rank after another. Until 0.18 it took the first axis of
+such a parameter for its inputs, so that A and B were each other's.
 """
 
 from __future__ import annotations
@@ -24,8 +24,9 @@ from mtrain.models.table import Step, Table
 PREFIX = "base_model.model."
 _TRANSPOSED = "transposed"
 _OF_EXPERTS = (".gate_proj", ".up_proj", ".down_proj")
-"""Where a model has experts, `peft` takes layers of these names for experts of transformers 4, and adapts no others;
-it adapts the weight of any layer."""
+"""Where a model has experts, `peft` takes layers of these names for experts of transformers 4, and
+adapts no others; it adapts the weight of any layer.
+"""
 
 
 @dataclass
@@ -45,14 +46,20 @@ class Theirs:
 
 
 def steps_of(table: Table, model: Any, held: Mapping[str, Any]) -> Iterator[tuple[Step, list[Any]]]:
-    """The steps of a table whose weights of ours have adapters in `held`, by the name of the weight, with those."""
+    """The steps of a table whose weights of ours have adapters in `held`, by the name of the
+    weight, with those.
+    """
     for step in table.entries(model):
         if all(name in held for name in step.ours):
             yield step, [held[name] for name in step.ours]
 
 
-def to_peft(table: Table, model: Any, held: Mapping[str, Whole], *, swapped: bool = False) -> Theirs:
-    """The adapters `held` of our weights, by the name of the weight, as `peft` has them; `swapped`: until 0.18."""
+def to_peft(
+    table: Table, model: Any, held: Mapping[str, Whole], *, swapped: bool = False
+) -> Theirs:
+    """The adapters `held` of our weights, by the name of the weight, as `peft` has them; `swapped`:
+    until 0.18.
+    """
     out = Theirs()
     for step, own in steps_of(table, model, held):
         if _is_one_layer(step):
@@ -73,7 +80,9 @@ def _is_one_layer(step: Step) -> bool:
 def _of_parts(own: Sequence[Whole]) -> Whole:
     """The adapters of the parts of a layer as one."""
     magnitudes = [one.magnitude for one in own if one.magnitude is not None]
-    return Whole(own[0].a, torch.cat([one.b for one in own]), torch.cat(magnitudes) if magnitudes else None)
+    return Whole(
+        own[0].a, torch.cat([one.b for one in own]), torch.cat(magnitudes) if magnitudes else None
+    )
 
 
 def _parts_of(own: Whole, step: Step, rows: Sequence[int]) -> dict[str, Whole]:
@@ -91,11 +100,16 @@ def _turned(rows: Tensor, step: Step, model: Any) -> list[Tensor]:
 
 
 def _layers_out(out: Theirs, step: Step, own: Whole, model: Any) -> None:
-    rank, parts = own.b.shape[-1], own.a.shape[0] // own.b.shape[-1]
+    rank = own.b.shape[-1]
+    parts = own.a.shape[0] // own.b.shape[-1]
     one_hot = one_hot_of(step.ours[0], own, model)
-    whole = len(step.theirs) == 1 and parts > 1  # one layer of theirs: all A of ours, and zeros in B
+    # one layer of theirs: all A of ours, and zeros in B
+    whole = len(step.theirs) == 1 and parts > 1
     b = _turned(spread(own.b, one_hot) if whole else own.b, step, model)
-    a = [own.a] if whole else own.a.split(rank) if parts == len(b) else [own.a] * len(b)
+    if whole:
+        a = [own.a]
+    else:
+        a = own.a.split(rank) if parts == len(b) else [own.a] * len(b)
     lengths = None if own.magnitude is None else _turned(own.magnitude.unsqueeze(-1), step, model)
     out.transposed |= _TRANSPOSED in step.operation.name
     for number, name in enumerate(step.theirs):
@@ -107,7 +121,9 @@ def _layers_out(out: Theirs, step: Step, own: Whole, model: Any) -> None:
         out.tensors[f"{PREFIX}{module}.lora_A.weight"] = a[number].contiguous()
         out.tensors[f"{PREFIX}{module}.lora_B.weight"] = b[number].contiguous()
         if lengths is not None:
-            out.tensors[f"{PREFIX}{module}.lora_magnitude_vector"] = lengths[number].reshape(-1).contiguous()
+            out.tensors[f"{PREFIX}{module}.lora_magnitude_vector"] = (
+                lengths[number].reshape(-1).contiguous()
+            )
         if whole:
             out.ranks[module] = parts * rank
 
@@ -127,7 +143,9 @@ def _experts_out(out: Theirs, step: Step, own: Sequence[Whole], model: Any, swap
 
 
 def _wrapper(name: str) -> str:
-    """Where `peft` keeps the adapter of a parameter of experts: it wraps the first one, then what came of it."""
+    """Where `peft` keeps the adapter of a parameter of experts: it wraps the first one, then what
+    came of it.
+    """
     module, _, parameter = name.rpartition(".")
     return f"{module}.base_layer" if "gate_up" in parameter else module
 
@@ -146,14 +164,21 @@ class Unlike(Exception):
 
 
 def from_peft(
-    table: Table, model: Any, wanted: Mapping[str, Shapes], given: Mapping[str, Tensor], *, swapped: bool
+    table: Table,
+    model: Any,
+    wanted: Mapping[str, Shapes],
+    given: Mapping[str, Tensor],
+    *,
+    swapped: bool,
 ) -> dict[str, Whole]:
-    """Our adapters, by the name of their weight, from tensors of `peft`; `swapped`: in the form until 0.18.
+    """Our adapters, by the name of their weight, from tensors of `peft`; `swapped`: in the form
+    until 0.18.
 
     Raises:
         Unlike: a tensor is missing, of another shape, or left over, by name.
     """
-    left, out = dict(given), dict[str, Whole]()
+    left = dict(given)
+    out = dict[str, Whole]()
     for step, shapes in steps_of(table, model, wanted):
         if _is_one_layer(step):
             rows = [one.b[0] for one in shapes]
@@ -164,7 +189,10 @@ def from_peft(
         else:
             out[step.ours[0]] = _layer_in(left, step, shapes[0], model)
     if left:
-        raise Unlike(f"there is no place for {', '.join(sorted(left)[:4])}{' and others' if len(left) > 4 else ''}")
+        raise Unlike(
+            "there is no place for"
+            f" {', '.join(sorted(left)[:4])}{' and others' if len(left) > 4 else ''}"
+        )
     if missing := wanted.keys() - out.keys():
         raise Unlike(f"nothing makes the adapter of {sorted(missing)[0]}")
     return out
@@ -180,8 +208,10 @@ def _taken(left: dict[str, Tensor], name: str, shape: tuple[int, ...]) -> Tensor
 
 
 def _layer_in(left: dict[str, Tensor], step: Step, shapes: Shapes, model: Any) -> Whole:
-    rank, inputs = shapes.b[1], shapes.a[1]
-    parts, at = shapes.a[0] // rank, [f"{PREFIX}{name.removesuffix('.weight')}" for name in step.theirs]
+    rank = shapes.b[1]
+    inputs = shapes.a[1]
+    parts = shapes.a[0] // rank
+    at = [f"{PREFIX}{name.removesuffix('.weight')}" for name in step.theirs]
     whole = len(at) == 1 and parts > 1
     if whole and left.get(f"{at[0]}.lora_A.weight", torch.empty(0)).shape[:1] == (parts * rank,):
         return _parted(left, step, shapes, model, at[0])
@@ -192,13 +222,20 @@ def _layer_in(left: dict[str, Tensor], step: Step, shapes: Shapes, model: Any) -
     b = [_taken(left, f"{n}.lora_B.weight", tuple(s)) for n, s in zip(at, rows, strict=True)]
     lengths = None
     if shapes.has_magnitude:
-        each = [_taken(left, f"{n}.lora_magnitude_vector", (s[0],)) for n, s in zip(at, rows, strict=True)]
+        each = [
+            _taken(left, f"{n}.lora_magnitude_vector", (s[0],))
+            for n, s in zip(at, rows, strict=True)
+        ]
         lengths = _joined([one.unsqueeze(-1) for one in each], step, model).reshape(-1)
     return Whole(torch.cat(a * parts if whole else a), _joined(b, step, model), lengths)
 
 
-def _fill_absent(left: dict[str, Tensor], at: Sequence[str], shapes: Shapes, step: Step, model: Any) -> None:
-    """Zeros for those of several layers that have no adapter: neither A nor B then ever has a gradient."""
+def _fill_absent(
+    left: dict[str, Tensor], at: Sequence[str], shapes: Shapes, step: Step, model: Any
+) -> None:
+    """Zeros for those of several layers that have no adapter: neither A nor B then ever has a
+    gradient.
+    """
     absent = [name for name in at if not any(key.startswith(f"{name}.lora_") for key in left)]
     if len(absent) == len(at) or shapes.has_magnitude:
         return
@@ -216,7 +253,9 @@ def _joined(rows: list[Tensor], step: Step, model: Any) -> Tensor:
 
 
 def _parted(left: dict[str, Tensor], step: Step, shapes: Shapes, model: Any, at: str) -> Whole:
-    """An adapter of one layer of theirs whose rows each use the A of one part of ours, as `to_peft` writes it."""
+    """An adapter of one layer of theirs whose rows each use the A of one part of ours, as `to_peft`
+    writes it.
+    """
     rank, (rows, _) = shapes.b[1], shapes.b
     a = _taken(left, f"{at}.lora_A.weight", shapes.a)
     joined = _joined([_taken(left, f"{at}.lora_B.weight", (rows, shapes.a[0]))], step, model)
@@ -224,20 +263,29 @@ def _parted(left: dict[str, Tensor], step: Step, shapes: Shapes, model: Any, at:
     assert one_hot is not None
     b = (joined.unflatten(-1, (-1, rank)) * one_hot.unsqueeze(-1)).sum(1)
     if not torch.equal(spread(b, one_hot), joined):
-        raise Unlike(f"{at}.lora_B.weight has rank {shapes.a[0]}, and adapters of rank {rank} are needed")
+        raise Unlike(
+            f"{at}.lora_B.weight has rank {shapes.a[0]}, and adapters of rank {rank} are needed"
+        )
     length = _taken(left, f"{at}.lora_magnitude_vector", (rows,)) if shapes.has_magnitude else None
-    return Whole(a, b, None if length is None else _joined([length.unsqueeze(-1)], step, model).reshape(-1))
+    return Whole(
+        a, b, None if length is None else _joined([length.unsqueeze(-1)], step, model).reshape(-1)
+    )
 
 
 def _experts_in(
     left: dict[str, Tensor], step: Step, shapes: Sequence[Shapes], model: Any, swapped: bool
 ) -> dict[str, Whole]:
     (name,), count, (rows, rank), inputs = step.theirs, len(shapes), shapes[0].b, shapes[0].a[1]
-    transposed, at = _TRANSPOSED in step.operation.name, f"{PREFIX}{_wrapper(name)}"
+    transposed = _TRANSPOSED in step.operation.name
+    at = f"{PREFIX}{_wrapper(name)}"
     turned = swapped and not transposed
     of_a, of_b = (rows, inputs) if turned else (inputs, rows)
     a = _taken(left, f"{at}.lora_A.weight", (count * rank, of_a)).unflatten(0, (count, rank))
-    b = _taken(left, f"{at}.lora_B.weight", (of_b, rank * count)).unflatten(1, (rank, count)).permute(2, 0, 1)
+    b = (
+        _taken(left, f"{at}.lora_B.weight", (of_b, rank * count))
+        .unflatten(1, (rank, count))
+        .permute(2, 0, 1)
+    )
     if turned:
         a, b = b.mT, a.mT
     own = step.operation.apply([b.mT if transposed else b], model, inward=True)
@@ -246,7 +294,9 @@ def _experts_in(
 
 
 def wanted(shapes: Mapping[str, tuple[int, ...]]) -> dict[str, Shapes]:
-    """The adapters of a model, by the names of their weights, from the shapes of its tensors by name."""
+    """The adapters of a model, by the names of their weights, from the shapes of its tensors by
+    name.
+    """
     out = {}
     for weight in shapes:
         names = names_beside(weight)

@@ -1,4 +1,6 @@
-"""Where each tensor of a model lies in a checkpoint: its family says it, without torch, or megatron-core does."""
+"""Where each tensor of a model lies in a checkpoint: its family says it, without torch, or
+megatron-core does.
+"""
 
 from __future__ import annotations
 
@@ -43,7 +45,10 @@ class Box:
 
 
 def adapt() -> None:
-    """What reads checkpoints speaks of megatron-core's tensors. One thread: processes are forked from this one."""
+    """What reads checkpoints speaks of megatron-core's tensors.
+
+    One thread: processes are forked from this one.
+    """
     import torch
 
     torch.set_num_threads(1)
@@ -68,9 +73,11 @@ def adapter_boxes(run: RunConfig) -> dict[str, Box]:
 def declared(run: RunConfig) -> dict[str, Box]:
     """Those of the model of a run, without adapters, from what its family says of its weights.
 
-    Layers that are alike lie in one tensor, counted along its first axis, and experts of a layer likewise.
+    Layers that are alike lie in one tensor, counted along its first axis, and experts of a layer
+    likewise.
     """
-    one, family = alone(_plain(run)), family_of(run.model)
+    one = alone(_plain(run))
+    family = family_of(run.model)
     assert family.weights is not None
     ((held,),) = held_stages(one)
     fused = (*family.weights(one.model, one.parallel, held), *family.buffers(one.model))
@@ -78,12 +85,15 @@ def declared(run: RunConfig) -> dict[str, Box]:
     places = {w.name: _place(one.model, family.saved_as(one.model, w.name)) for w in every}
     ends: dict[str, tuple[int, ...]] = {}
     for key, numbers in places.values():
-        ends[key] = tuple(max(n + 1, end) for n, end in zip(numbers, ends.get(key, numbers), strict=True))
+        ends[key] = tuple(
+            max(n + 1, end) for n, end in zip(numbers, ends.get(key, numbers), strict=True)
+        )
     return {w.name: _box(*places[w.name], ends, w.shape) for w in every}
 
 
 def asked(run: RunConfig) -> dict[str, Box]:
-    """Those of the model of a run with its adapters, as megatron-core's sharded state says; imports megatron-core.
+    """Those of the model of a run with its adapters, as megatron-core's sharded state says; imports
+    megatron-core.
 
     Raises:
         RuntimeError: torch.distributed is in use in this process.
@@ -94,17 +104,23 @@ def asked(run: RunConfig) -> dict[str, Box]:
     from mtrain.world.fake_world import fake_world
 
     one = alone(run)
-    named = one.model.model_copy(update={"builder": "gpt"})  # of its modules' names, which another builder has not
+    # of its modules' names, which another builder has not
+    named = one.model.model_copy(update={"builder": "gpt"})
     one = one.model_copy(update={"model": named})
     with fake_world(one, 0) as world:
         (chunk,) = blank_model(one, world)
         specs = shard_specs_of(chunk)
         shapes = {n: tuple(t.shape) for n, t in [*chunk.named_parameters(), *chunk.named_buffers()]}
-        return {part: box for name in specs for part, box in boxes_of(name, shapes[name], specs[name])}
+        return {
+            part: box for name in specs for part, box in boxes_of(name, shapes[name], specs[name])
+        }
 
 
-def boxes_of(name: str, shape: tuple[int, ...], specs: Sequence[ShardSpec]) -> Iterator[tuple[str, Box]]:
-    """A tensor's name and box; of one that lies in several of a checkpoint each part, `name.part` as there.
+def boxes_of(
+    name: str, shape: tuple[int, ...], specs: Sequence[ShardSpec]
+) -> Iterator[tuple[str, Box]]:
+    """A tensor's name and box; of one that lies in several of a checkpoint each part, `name.part`
+    as there.
 
     Raises:
         ValueError: as `box_of` does.
@@ -114,7 +130,8 @@ def boxes_of(name: str, shape: tuple[int, ...], specs: Sequence[ShardSpec]) -> I
         yield name, box_of(name, shape, specs)
         return
     for key, parts in keys.items():
-        inner, first = shape[1:], parts[0].first
+        inner = shape[1:]
+        first = parts[0].first
         rows = sum(part.numel for part in parts) // prod(inner)
         own = [replace(part, first=part.first - first) for part in parts]
         yield (part := f"{name}.{key.rpartition('.')[2]}"), box_of(part, (rows, *inner), own)
@@ -127,8 +144,10 @@ def box_of(name: str, shape: tuple[int, ...], specs: Sequence[ShardSpec]) -> Box
         ValueError: they lie in several tensors of a checkpoint, or apart from each other.
     """
     first = specs[0]
-    lead, row = first.lead, prod(shape[1:])
-    at, after = first.offset[lead] if shape else 0, 0
+    lead = first.lead
+    row = prod(shape[1:])
+    at = first.offset[lead] if shape else 0
+    after = 0
     for spec in specs:
         same = (spec.key, spec.lead, spec.global_shape, spec.offset[:lead]) == (
             first.key,
@@ -136,7 +155,10 @@ def box_of(name: str, shape: tuple[int, ...], specs: Sequence[ShardSpec]) -> Box
             first.global_shape,
             first.offset[:lead],
         )
-        inside = spec.offset[lead + 1 :] == first.offset[lead + 1 :] and spec.shape[lead + 1 :] == shape[1:]
+        inside = (
+            spec.offset[lead + 1 :] == first.offset[lead + 1 :]
+            and spec.shape[lead + 1 :] == shape[1:]
+        )
         follows = spec.first == after and (not shape or (spec.offset[lead] - at) * row == after)
         if not (same and inside and follows):
             raise ValueError(f"{name} is no single part of a checkpoint's tensor")
@@ -163,10 +185,14 @@ def _place(model: ModelConfig, name: str) -> tuple[str, tuple[int, ...]]:
 
 
 def _numbered(model: ModelConfig, name: str) -> bool:
-    """Whether layers are counted in the name of a weight: those of MTP, and of a decoder whose layers differ."""
+    """Whether layers are counted in the name of a weight: those of MTP, and of a decoder whose
+    layers differ.
+    """
     differ = model.moe is not None or model.linear_attention is not None or model.hybrid is not None
     return name.startswith("mtp.") or (differ and name.startswith("decoder."))
 
 
-def _box(key: str, numbers: tuple[int, ...], ends: Mapping[str, tuple[int, ...]], shape: tuple[int, ...]) -> Box:
+def _box(
+    key: str, numbers: tuple[int, ...], ends: Mapping[str, tuple[int, ...]], shape: tuple[int, ...]
+) -> Box:
     return Box(key, ends[key] + shape, numbers + (0,) * len(shape), len(numbers), shape)

@@ -1,4 +1,6 @@
-"""What a conversion leaves beside its result: each tensor of both sides, what was done with it, and its hash."""
+"""What a conversion leaves beside its result: each tensor of both sides, what was done with it, and
+its hash.
+"""
 
 from __future__ import annotations
 
@@ -37,16 +39,23 @@ class Record:
     def noted(self, reader: Any, found: Any) -> None:
         """Adds what a `Reader` has read, and the steps of a `Match`."""
         held = reader.folder.tensors
-        self.source |= {n: (held[n].dtype, held[n].shape, sha256) for n, sha256 in reader.hashes.items()}
+        self.source |= {
+            n: (held[n].dtype, held[n].shape, sha256) for n, sha256 in reader.hashes.items()
+        }
         for step in found.steps:
             words = [step.operation.name, *{reader.decoding(name) for name in step.theirs} - {""}]
             theirs = [part for name in step.theirs for part in reader.parts(name)]
-            self.steps.append({"theirs": theirs, "operation": ", ".join(reversed(words)), "ours": list(step.ours)})
-        self.copies, self.ignored = found.copies, found.ignored
+            self.steps.append(
+                {"theirs": theirs, "operation": ", ".join(reversed(words)), "ours": list(step.ours)}
+            )
+        self.copies = found.copies
+        self.ignored = found.ignored
 
 
 def write(path: Path, direction: str, kind: str, record: Record, logits: Mapping[str, Any]) -> None:
-    """Write `conversion.json` into the folder `path`; `logits` is what became of their comparison."""
+    """Write `conversion.json` into the folder `path`; `logits` is what became of their
+    comparison.
+    """
     body = {
         "format": FORMAT,
         "direction": direction,

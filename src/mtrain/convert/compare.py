@@ -36,7 +36,9 @@ class OfCheckpoint:
             CorruptData: the checkpoint cannot be read.
         """
         if name not in self._made:
-            self._made = {key: made.words for key, made in self.weights.of_step(self._step_of[name], None)}
+            self._made = {
+                key: made.words for key, made in self.weights.of_step(self._step_of[name], None)
+            }
         return self._made.pop(name)
 
 
@@ -48,18 +50,22 @@ class Row(NamedTuple):
     said: str = ""
 
 
-def compare(a: Held, b: Held, copies: Mapping[str, str] = MappingProxyType({})) -> tuple[list[Row], list[str]]:
+def compare(
+    a: Held, b: Held, copies: Mapping[str, str] = MappingProxyType({})
+) -> tuple[list[Row], list[str]]:
     """A row for each tensor that both have, and the names that one of them has alone.
 
-    `copies` are tensors that a place may have beside the one that each of them repeats: where it does, there is a row
-    for it, too.
+    `copies` are tensors that a place may have beside the one that each of them repeats: where it
+    does, there is a row for it, too.
 
     Raises:
         CorruptData: one cannot be read.
     """
-    rows, alone = list(_rows(a, b)), []
+    rows = list(_rows(a, b))
+    alone = []
     for name in sorted(a.names ^ b.names):
-        of, place = copies.get(name), a if name in a.names else b
+        of = copies.get(name)
+        place = a if name in a.names else b
         if of in place.names:
             found = difference(place, name, of)
             rows.append(Row(name, not found, found))
@@ -70,8 +76,10 @@ def compare(a: Held, b: Held, copies: Mapping[str, str] = MappingProxyType({})) 
 
 def _rows(a: Held, b: Held) -> Iterator[Row]:
     for name in sorted(a.names & b.names):
-        x, y = a.tensor(name), b.tensor(name)
-        of_x, of_y = a.dtype(name), b.dtype(name)
+        x = a.tensor(name)
+        y = b.tensor(name)
+        of_x = a.dtype(name)
+        of_y = b.dtype(name)
         if x.shape != y.shape:
             yield Row(name, False, f"shapes {list(x.shape)} and {list(y.shape)}")
         elif of_x == of_y and np.array_equal(x, y):

@@ -19,7 +19,8 @@ class Held(Protocol):
 
 
 def difference(source: Held, name: str, of: str) -> str:
-    """How two tensors of one place differ, in words; empty where they hold the same numbers, in whatever format.
+    """How two tensors of one place differ, in words; empty where they hold the same numbers, in
+    whatever format.
 
     Raises:
         CorruptData: one cannot be read.
@@ -28,12 +29,17 @@ def difference(source: Held, name: str, of: str) -> str:
 
 
 def apart(x: Words, of_x: str, y: Words, of_y: str) -> str:
-    """How tensors of the formats `of_x` and `of_y` differ, in words; empty where they hold the same numbers."""
+    """How tensors of the formats `of_x` and `of_y` differ, in words; empty where they hold the same
+    numbers.
+    """
     if x.shape != y.shape:
         return f"shapes {list(x.shape)} and {list(y.shape)}"
     if of_x == of_y and np.array_equal(x, y):
         return ""
-    wide = [as_tensor(np.ascontiguousarray(words), kind).double() for words, kind in ((x, of_x), (y, of_y))]
+    wide = [
+        as_tensor(np.ascontiguousarray(words), kind).double()
+        for words, kind in ((x, of_x), (y, of_y))
+    ]
     off = (wide[0] - wide[1]).abs()
     count = int((off != 0).sum())
     if count == 0 and of_x != of_y:

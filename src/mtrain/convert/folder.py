@@ -1,4 +1,7 @@
-"""A folder of weights in Hugging Face's form: which tensors its files hold. It is data; needs no torch."""
+"""A folder of weights in Hugging Face's form: which tensors its files hold.
+
+It is data; needs no torch.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +22,8 @@ WEIGHTS = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 ADAPTER_CONFIG = "adapter_config.json"
 ADAPTERS = "adapter_model.safetensors"
-SWAPPED, STRAIGHT = "0.18.1", "0.19.1"
+SWAPPED = "0.18.1"
+STRAIGHT = "0.19.1"
 """Versions of `peft` that stand for the two forms of experts' adapters."""
 PEFT_VERSIONS = {"0.19": STRAIGHT, "0.18": SWAPPED}
 """What a user writes -> the version that is written."""
@@ -76,8 +80,8 @@ def open_folder(path: Path) -> Folder:
     pickle = next((name for name in PICKLES if (path / name).exists()), None)
     if pickle is not None:
         raise CorruptData(
-            f"{path / pickle} is a pickle, which can run code when it is read, and is never read here: have whoever "
-            "made it save safetensors (save_pretrained of transformers does)"
+            f"{path / pickle} is a pickle, which can run code when it is read, and is never read"
+            " here: have whoever made it save safetensors (save_pretrained of transformers does)"
         )
     raise CorruptData(f"{path} has neither {INDEX} nor {WEIGHTS}")
 
@@ -96,7 +100,9 @@ def _weight_map(index: Path) -> dict[str, str]:
         raise CorruptData(f"{index}: weight_map is no object with names")
     for file in names.values():
         if not isinstance(file, str) or not _PLAIN.fullmatch(file):
-            raise CorruptData(f"{index}: {str(file)[:200]!r} is no plain name of a safetensors file")
+            raise CorruptData(
+                f"{index}: {str(file)[:200]!r} is no plain name of a safetensors file"
+            )
     return names
 
 
@@ -106,9 +112,13 @@ def _indexed(path: Path, names: dict[str, str]) -> dict[str, Tensor]:
         held = read_header(path / file)
         for name, tensor in held.items():
             if names.get(name) != file:
-                raise CorruptData(f"{path / file}: it holds {name[:200]}, and {INDEX} says otherwise")
+                raise CorruptData(
+                    f"{path / file}: it holds {name[:200]}, and {INDEX} says otherwise"
+                )
             out[name] = tensor
     missing = next((name for name in names if name not in out), None)
     if missing is not None:
-        raise CorruptData(f"{path / names[missing]} does not hold {missing[:200]}, which {INDEX} says")
+        raise CorruptData(
+            f"{path / names[missing]} does not hold {missing[:200]}, which {INDEX} says"
+        )
     return out

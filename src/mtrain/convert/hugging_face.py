@@ -37,8 +37,11 @@ PADDING = 1 << 24
 """Parameters that only pad the vocabulary of a small model."""
 
 
-def configuration(config: Path, extra: Sequence[str] = (), wanted: ModelConfig | None = None) -> tuple[str, Imported]:
-    """The kind of a `config.json`, and the run that it is with overrides; `wanted` is the model that it is to be.
+def configuration(
+    config: Path, extra: Sequence[str] = (), wanted: ModelConfig | None = None
+) -> tuple[str, Imported]:
+    """The kind of a `config.json`, and the run that it is with overrides; `wanted` is the model
+    that it is to be.
 
     Raises:
         ConfigError: the model would compute something else than transformers' does, key by key.
@@ -47,11 +50,15 @@ def configuration(config: Path, extra: Sequence[str] = (), wanted: ModelConfig |
     settled = family_of(found.run.model).settled
     if settled is not None:
         said = {word.partition("=")[0] for word in extra}
-        words = imported(settled)(found.run.model, open_folder(config.parent).tensors.keys(), wanted)
+        words = imported(settled)(
+            found.run.model, open_folder(config.parent).tensors.keys(), wanted
+        )
         words = [word for word in words if word.partition("=")[0] not in said]
         if words:
             found = import_config(config, (*extra, *words))
-            found.notes.append(f"the weights beside it are of a model with {' '.join(words)}, whatever it says")
+            found.notes.append(
+                f"the weights beside it are of a model with {' '.join(words)}, whatever it says"
+            )
     wrong = differing(found)
     if wrong:
         raise ConfigError([Problem("MT703", "", None, text, "", str(config)) for text in wrong])
@@ -65,7 +72,8 @@ def tables(kind: str, model: ModelConfig) -> tuple[Table, ...]:
 
 
 def layers(kind: str) -> Table:
-    """The table with the names of transformers' own layers of a `model_type`, which may not be those of files.
+    """The table with the names of transformers' own layers of a `model_type`, which may not be
+    those of files.
 
     Raises:
         ConfigError: it is of a family whose layers have no adapters.
@@ -75,7 +83,9 @@ def layers(kind: str) -> Table:
 
     known: dict[str, Table] = {**TABLES, **LAYERS}
     if kind not in known:
-        raise ConfigError([Problem("MT521", "", kind, "models of this kind have no adapters", "peft=none")])
+        raise ConfigError(
+            [Problem("MT521", "", kind, "models of this kind have no adapters", "peft=none")]
+        )
     return known[kind]
 
 
@@ -93,9 +103,14 @@ def fitting(run: RunConfig, source: Path) -> tuple[str, Folder]:
     if apart:
         raise ConfigError(_apart(run, there, [f"model.{key}" for key in apart], source))
     if run.model.mtp_held != there.model.mtp_held:
-        rule = f"the weights in {source} have {there.model.mtp_held} MTP layers, and the model {run.model.mtp_held}"
+        rule = (
+            f"the weights in {source} have {there.model.mtp_held} MTP layers, and the model"
+            f" {run.model.mtp_held}"
+        )
         fix = override("model.mtp_num_layers", there.model.mtp_num_layers)
-        raise ConfigError([Problem("MT503", "model.mtp_num_layers", run.model.mtp_num_layers, rule, fix)])
+        raise ConfigError(
+            [Problem("MT503", "model.mtp_num_layers", run.model.mtp_num_layers, rule, fix)]
+        )
     numbers = sum(prod(tensor.shape) for tensor in folder.tensors.values())
     if parameters(run.model) > MOST_TIMES * numbers + PADDING:
         described = f"{folder.config} describes {count(parameters(run.model))} parameters"
@@ -104,11 +119,17 @@ def fitting(run: RunConfig, source: Path) -> tuple[str, Folder]:
 
 
 def _apart(run: RunConfig, there: RunConfig, keys: list[str], source: Path) -> Iterator[Problem]:
-    """A problem for each key of the model that the weights have otherwise, but for those that follow from others."""
-    mine, values = run.flat(), there.flat()
+    """A problem for each key of the model that the weights have otherwise, but for those that
+    follow from others.
+    """
+    mine = run.flat()
+    values = there.flat()
     keys = [key for key in keys if mine.get(key) != values.get(key)] or keys
     known = shipped(there.model)
-    other = f"model={known}" if known else "leave the choice of model out, and it is that of the weights"
+    if known:
+        other = f"model={known}"
+    else:
+        other = "leave the choice of model out, and it is that of the weights"
     for key in keys:
         fix = override(key, values.get(key)) if len(keys) <= FEW else other
         rule = f"the weights in {source} are of another model: there it is {spell(values.get(key))}"
@@ -116,7 +137,8 @@ def _apart(run: RunConfig, there: RunConfig, keys: list[str], source: Path) -> I
 
 
 def take(run: RunConfig, source: Path, home: Path) -> tuple[str, Path, Record, Folder]:
-    """Import the weights of `source` into the run folder `home` as the checkpoint of step 0, and keep what is beside.
+    """Import the weights of `source` into the run folder `home` as the checkpoint of step 0, and
+    keep what is beside.
 
     Returns:
         The kind of model, the checkpoint, what was done, and the folder as it was read.
@@ -135,8 +157,11 @@ def take(run: RunConfig, source: Path, home: Path) -> tuple[str, Path, Record, F
         from mtrain.convert.adapter_folder import read_adapters
 
         adapters = read_adapters(Path(run.peft.init_from).expanduser(), run, layers(kind))
-    reader, given = Reader(folder), tables(kind, run.model)
-    checkpoint, record = import_weights(reader, given, run, home / CHECKPOINTS, model_boxes(run), adapters)
+    reader = Reader(folder)
+    given = tables(kind, run.model)
+    checkpoint, record = import_weights(
+        reader, given, run, home / CHECKPOINTS, model_boxes(run), adapters
+    )
     (home / KEPT).mkdir(exist_ok=True)
     for name in (CONFIG, *COMPANIONS):
         keep(source / name, home / KEPT / name)

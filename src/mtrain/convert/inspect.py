@@ -1,4 +1,6 @@
-"""Names, shapes and number formats of weights wherever they are: headers and manifests are read, without torch."""
+"""Names, shapes and number formats of weights wherever they are: headers and manifests are read,
+without torch.
+"""
 
 from __future__ import annotations
 
@@ -26,8 +28,8 @@ class Held(NamedTuple):
 
 
 def held(path: Path) -> list[Held]:
-    """The tensors of a safetensors file, of a folder of them or of adapters, of a checkpoint's model or of a
-    checkpoint of megatron-core with its optimizer, by name.
+    """The tensors of a safetensors file, of a folder of them or of adapters, of a checkpoint's
+    model or of a checkpoint of megatron-core with its optimizer, by name.
 
     Raises:
         CorruptData: it is none of these, or not what it says.
@@ -36,10 +38,20 @@ def held(path: Path) -> list[Held]:
         return [Held(t.name, t.dtype, t.shape) for _, t in sorted(read_header(path).items())]
     if (path / MANIFEST).is_file():
         tensors = read_manifest(path, verify=False)["tensors"]
-        found = ((key.removeprefix(MODEL), entry) for key, entry in sorted(tensors.items()) if key.startswith(MODEL))
-        return [Held(key, IN_SAFETENSORS.get(e["dtype"], e["dtype"]), tuple(e["shape"])) for key, e in found]
+        found = (
+            (key.removeprefix(MODEL), entry)
+            for key, entry in sorted(tensors.items())
+            if key.startswith(MODEL)
+        )
+        return [
+            Held(key, IN_SAFETENSORS.get(e["dtype"], e["dtype"]), tuple(e["shape"]))
+            for key, e in found
+        ]
     if is_torch_dist(path) and not is_folder(path):
-        return [Held(name, t.dtype, t.shape) for name, t in sorted(open_torch_dist(path, is_weight).tensors.items())]
+        return [
+            Held(name, t.dtype, t.shape)
+            for name, t in sorted(open_torch_dist(path, is_weight).tensors.items())
+        ]
     if (path / ADAPTERS).is_file() and not is_folder(path):
         return held(path / ADAPTERS)
     return [Held(t.name, t.dtype, t.shape) for _, t in sorted(open_folder(path).tensors.items())]

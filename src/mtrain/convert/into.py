@@ -1,4 +1,6 @@
-"""Weights of others into a checkpoint, tensor by tensor: never the whole model in memory, and without torch."""
+"""Weights of others into a checkpoint, tensor by tensor: never the whole model in memory, and
+without torch.
+"""
 
 from __future__ import annotations
 
@@ -75,7 +77,9 @@ class _Files:
         return self.made
 
     def _write_file(self, file: str, steps: list[Step]) -> None:
-        most = {name: hashes.room_for(self._most(step, name)) for step in steps for name in step.ours}
+        most = {
+            name: hashes.room_for(self._most(step, name)) for step in steps for name in step.ours
+        }
         with Writer(self.draft / file, most, _room(most)) as writer:
             hashed: dict[str, str] = {}
             whole: dict[str, str] = {}
@@ -92,18 +96,28 @@ class _Files:
 
     def _most(self, step: Step, name: str) -> int:
         """The most bytes that a tensor of ours has; some have rows that theirs lack."""
-        return max(self._nbytes(step), prod(self.ours[name].size) * BYTES[_dtype(self.source, step)])
+        return max(
+            self._nbytes(step), prod(self.ours[name].size) * BYTES[_dtype(self.source, step)]
+        )
 
     def _of_step(self, step: Step) -> list[tuple[Words, str, str, str]]:
-        """Return what a step makes, each with its number format, its hash and the hashes of its blocks."""
-        dtype, given = _dtype(self.source, step), [self.source.tensor(name) for name in step.theirs]
+        """Return what a step makes, each with its number format, its hash and the hashes of its
+        blocks.
+        """
+        dtype = _dtype(self.source, step)
+        given = [self.source.tensor(name) for name in step.theirs]
         try:
             made = step.operation.apply(given, self.model, inward=True)
         except (ValueError, IndexError) as error:
-            shapes = ", ".join(f"{name} {list(one.shape)}" for name, one in zip(step.theirs[:3], given, strict=False))
+            shapes = ", ".join(
+                f"{name} {list(one.shape)}"
+                for name, one in zip(step.theirs[:3], given, strict=False)
+            )
             said = f"{shapes} do not make our {step.ours[0]}: {error}"
             raise CorruptData(f"tensors have shapes of another model: {said}") from None
-        known = {id(one): self.source.hash_of(name) for name, one in zip(step.theirs, given, strict=True)}
+        known = {
+            id(one): self.source.hash_of(name) for name, one in zip(step.theirs, given, strict=True)
+        }
         whole = [(np.ascontiguousarray(one), known.get(id(one))) for one in made]
         return [(one, dtype, *_hashes(one, sha256)) for one, sha256 in whole]
 
@@ -116,15 +130,18 @@ def import_weights(
     ours: Mapping[str, Box],
     adapters: Adapters | None = None,
 ) -> tuple[Path, Record]:
-    """Write the weights of a folder as the checkpoint of step 0 under `root`, which commits it by a rename.
+    """Write the weights of a folder as the checkpoint of step 0 under `root`, which commits it by a
+    rename.
 
-    `ours` are the tensors of the run's model; `adapters` are written beside them. Peak memory is that of the tensors
-    of a few steps. The checkpoint holds no optimizer state: training from it begins at step 0.
+    `ours` are the tensors of the run's model; `adapters` are written beside them. Peak memory is
+    that of the tensors of a few steps. The checkpoint holds no optimizer state: training from it
+    begins at step 0.
 
     Raises:
         CorruptData: the folder's tensors are not those of the run's model, or cannot be read.
     """
-    draft, final = ckpt_folder.draft_of(root, 0), root / ckpt_folder.folder_name(0)
+    draft = ckpt_folder.draft_of(root, 0)
+    final = root / ckpt_folder.folder_name(0)
     draft.mkdir(parents=True)
     try:
         (draft / ckpt_folder.RUN_FILE).write_text(run_yaml(run.recorded()))
@@ -160,16 +177,30 @@ def _written(
         for name, one in beside.items():
             _note(tensors, record, name, one, adapters[0][name])
         made = made | beside
-    facts = {name: hashes.wrote(draft / name) for name in dict.fromkeys(one.file for one in made.values())}
+    facts = {
+        name: hashes.wrote(draft / name)
+        for name in dict.fromkeys(one.file for one in made.values())
+    }
     record.noted(source, found)
     state = {"weights_only": True}
-    return {"step": 0, "ranks": len(facts), "state": state, "tensors": tensors, "files": facts}, record
+    return {
+        "step": 0,
+        "ranks": len(facts),
+        "state": state,
+        "tensors": tensors,
+        "files": facts,
+    }, record
 
 
 def _write_adapters(draft: Path, number: int, adapters: Adapters) -> dict[str, _Made]:
     """Writes adapters into a file of their own."""
-    file, made = ckpt_folder.shard_name(number), dict[str, _Made]()
-    most = {name: hashes.room_for(tensor.nbytes) for name, tensor in adapters[1].items() if name in adapters[0]}
+    file = ckpt_folder.shard_name(number)
+    made = dict[str, _Made]()
+    most = {
+        name: hashes.room_for(tensor.nbytes)
+        for name, tensor in adapters[1].items()
+        if name in adapters[0]
+    }
     hashed: dict[str, str] = {}
     whole: dict[str, str] = {}
     with Writer(draft / file, adapters[0], _room(most)) as writer:
@@ -186,14 +217,23 @@ def _note(tensors: dict[str, Any], record: Record, name: str, made: _Made, box: 
     """Adds a tensor to those of the manifest, and to the record."""
     record.target[name] = (made.dtype, made.shape, made.sha256)
     empty = {"shape": list(box.global_shape), "dtype": IN_TORCH[made.dtype], "pieces": []}
-    place = {"file": made.file, "entry": name, "offset": list(box.offset), "shape": list(box.size), "flat": None}
+    place = {
+        "file": made.file,
+        "entry": name,
+        "offset": list(box.offset),
+        "shape": list(box.size),
+        "flat": None,
+    }
     tensors.setdefault(f"{ckpt_folder.MODEL}{box.key}", empty)["pieces"].append(place)
 
 
 def _dtype(source: Source, step: Step) -> str:
     kinds = {source.dtype(name) for name in step.theirs}
     if len(kinds) > 1:
-        raise CorruptData(f"{', '.join(step.theirs[:3])} have different number formats and make one tensor of ours")
+        raise CorruptData(
+            f"{', '.join(step.theirs[:3])} have different number formats and make one tensor of"
+            " ours"
+        )
     (dtype,) = kinds
     if dtype not in FLOATS:
         raise CorruptData(f"{step.theirs[0]} has numbers of kind {dtype}, which is no weight's")
@@ -201,7 +241,9 @@ def _dtype(source: Source, step: Step) -> str:
 
 
 def _room(most: Mapping[str, str]) -> int:
-    """Return the length of a header's metadata where the hashes of its entries are at most as long."""
+    """Return the length of a header's metadata where the hashes of its entries are at
+    most as long.
+    """
     return len(strict_json.dumps(hashes.metadata_of(most, dict.fromkeys(most, "0" * hashes.HEX))))
 
 
@@ -215,13 +257,16 @@ def _hashes(words: Words, sha256: str | None) -> tuple[str, str]:
 
 
 def _check_copies(source: Source, copies: dict[str, str]) -> None:
-    """Raises CorruptData for a tensor that does not hold the numbers of the one that it is to be."""
+    """Raises CorruptData for a tensor that does not hold the numbers of the one that it
+    is to be.
+    """
     for name, of in copies.items():
         apart = difference(source, name, of)
         if apart:
             raise CorruptData(
-                f"the configuration says that {name} and {of} are one tensor, and they are two: {apart}. Releases of "
-                "transformers take different ones of them",
-                f"where {name} is a weight of its own, say so (tie_word_embeddings: false in config.json, or "
-                "model.tie_word_embeddings=false); where it is out of date, leave it out of the folder",
+                f"the configuration says that {name} and {of} are one tensor, and they are two:"
+                f" {apart}. Releases of transformers take different ones of them",
+                f"where {name} is a weight of its own, say so (tie_word_embeddings: false in"
+                " config.json, or model.tie_word_embeddings=false); where it is out of date, leave"
+                " it out of the folder",
             )

@@ -1,4 +1,6 @@
-"""Which tensors of a folder make which of a model: each of both sides exactly once, or an error that names it."""
+"""Which tensors of a folder make which of a model: each of both sides exactly once, or an error
+that names it.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +30,9 @@ class Match:
     """Theirs that hold nothing of the model."""
 
 
-def match(tables: Iterable[Table], model: Any, ours: Collection[str], theirs: Collection[str]) -> Match:
+def match(
+    tables: Iterable[Table], model: Any, ours: Collection[str], theirs: Collection[str]
+) -> Match:
     """The steps by the table whose names are those of `theirs`.
 
     Raises:
@@ -38,7 +42,9 @@ def match(tables: Iterable[Table], model: Any, ours: Collection[str], theirs: Co
     best, wrong = min(found, key=lambda pair: len(pair[1]))
     if wrong:
         more = f" and {len(wrong) - NAMED} more" if len(wrong) > NAMED else ""
-        raise CorruptData(f"the weights are not those of this model: {'; '.join(wrong[:NAMED])}{more}")
+        raise CorruptData(
+            f"the weights are not those of this model: {'; '.join(wrong[:NAMED])}{more}"
+        )
     return best
 
 
@@ -52,11 +58,18 @@ def written(table: Table, model: Any, ours: Collection[str]) -> Match:
     used = Counter(name for step in steps for name in step.ours)
     left = [f"{name} is made {used[name]} times" for name in ours if used[name] != 1]
     if left:
-        raise CorruptData(f"the table of weights does not fit this model: {'; '.join(sorted(left)[:NAMED])}")
+        raise CorruptData(
+            f"the table of weights does not fit this model: {'; '.join(sorted(left)[:NAMED])}"
+        )
     made = {name for step in steps for name in step.theirs}
-    # a tied head is left out, as transformers does; the copies of an MTP layer are in published files
+    # a tied head is left out, as transformers does; the copies of an MTP layer are in published
+    # files
     heads = {copy.name for copy in table.copies if not copy.of_mtp}
-    copies = {name: of for name, of in held_twice(table, model).items() if of in made and name not in heads}
+    copies = {
+        name: of
+        for name, of in held_twice(table, model).items()
+        if of in made and name not in heads
+    }
     return Match(table, tuple(steps), copies)
 
 
@@ -65,7 +78,9 @@ def _match(table: Table, model: Any, ours: set[str], theirs: set[str]) -> tuple[
     entries = list(table.entries(model))
     needed = {n for step in entries if set(step.ours) & ours for n in step.theirs}
     # a tied head is the embedding once more, and no tensor of a head that our model lacks
-    copies = {k: of for k, of in held_twice(table, model).items() if k in theirs and k not in needed}
+    copies = {
+        k: of for k, of in held_twice(table, model).items() if k in theirs and k not in needed
+    }
     steps = [s for s in entries if set(s.ours) & ours or set(s.theirs) & theirs - copies.keys()]
     steps, copies = _without_originals(steps, copies, theirs)
     used_ours = Counter(n for step in steps for n in step.ours)
@@ -81,7 +96,9 @@ def _match(table: Table, model: Any, ours: set[str], theirs: set[str]) -> tuple[
 
 
 def held_twice(table: Table, model: Any) -> dict[str, str]:
-    """Copy -> the tensor that a step reads: the head of an MTP layer is that of the model, which may be a copy."""
+    """Copy -> the tensor that a step reads: the head of an MTP layer is that of the model, which
+    may be a copy.
+    """
     twice = table.held_twice(model)
     return {name: twice.get(of, of) for name, of in twice.items()}
 
@@ -89,7 +106,9 @@ def held_twice(table: Table, model: Any) -> dict[str, str]:
 def _without_originals(
     steps: list[Step], copies: dict[str, str], theirs: set[str]
 ) -> tuple[list[Step], dict[str, str]]:
-    """Steps that read a copy where the tensor that it is a copy of is not there, as transformers does."""
+    """Steps that read a copy where the tensor that it is a copy of is not there, as transformers
+    does.
+    """
     instead: dict[str, str] = {}
     for name, of in copies.items():
         if of not in theirs:

@@ -6,7 +6,9 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 _WHOLE = 200
-"""Arguments of which a checkpoint has more when Megatron-LM saved it: what is not among them was not there yet."""
+"""Arguments of which a checkpoint has more when Megatron-LM saved it: what is not among them was
+not there yet.
+"""
 NO_ARGUMENT = "has no argument for it"
 
 
@@ -21,7 +23,9 @@ class Apart(NamedTuple):
     becomes: Any
     """The value of the key that the argument says."""
     why: str = ""
-    """A clause about what cannot be taken over, or, beside a key, about Megatron-LM, which computes as `becomes`."""
+    """A clause about what cannot be taken over, or, beside a key, about Megatron-LM, which computes
+    as `becomes`.
+    """
 
 
 def is_whole(kept: Mapping[str, Any]) -> bool:

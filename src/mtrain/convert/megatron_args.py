@@ -1,6 +1,7 @@
 """What Megatron-LM calls the parts of a model in the arguments that it keeps in a checkpoint.
 
-Needs no torch: the arguments in `common.pt` are read as data, and no class that it names is more than its name.
+Needs no torch: the arguments in `common.pt` are read as data, and no class that it names is more
+than its name.
 """
 
 from __future__ import annotations
@@ -22,8 +23,20 @@ MAX_COMMON_BYTES = 64 << 20
 MOST_ITEMS = 1 << 14
 """Of a list among the arguments: one item for each layer."""
 _SAME_NAME = (
-    *("num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "max_position_embeddings"),
-    *("position_embedding_type", "add_bias_linear", "add_qkv_bias", "normalization", "padded_vocab_size"),
+    *(
+        "num_layers",
+        "hidden_size",
+        "ffn_hidden_size",
+        "num_attention_heads",
+        "max_position_embeddings",
+    ),
+    *(
+        "position_embedding_type",
+        "add_bias_linear",
+        "add_qkv_bias",
+        "normalization",
+        "padded_vocab_size",
+    ),
     *("rotary_base", "rotary_percent", "vocab_size", "qk_layernorm", "mtp_num_layers"),
 )
 
@@ -36,9 +49,11 @@ class _Every:
 
 
 def read_arguments(folder: Path, common: Chunk | None = None) -> dict[str, Any]:
-    """The plain values among the arguments that a checkpoint keeps; empty where it keeps none that can be read.
+    """The plain values among the arguments that a checkpoint keeps; empty where it keeps none that
+    can be read.
 
-    They are in `common.pt`, or since megatron-core 0.19 among the objects of the checkpoint: `common` says where.
+    They are in `common.pt`, or since megatron-core 0.19 among the objects of the checkpoint:
+    `common` says where.
     """
     try:
         data = _saved(folder, common)
@@ -50,7 +65,9 @@ def read_arguments(folder: Path, common: Chunk | None = None) -> dict[str, Any]:
     except Exception:  # of whatever zipfile makes of what it is given
         return {}
     kept = _texts(top[0] if isinstance(top, list) and top else top).get("args")
-    found = _texts(kept.state) if isinstance(kept, Record) and kept.name == "argparse.Namespace" else {}
+    found = (
+        _texts(kept.state) if isinstance(kept, Record) and kept.name == "argparse.Namespace" else {}
+    )
     return {name: value for name, value in found.items() if _is_plain(value)}
 
 
@@ -61,7 +78,9 @@ def _is_plain(value: Any) -> bool:
 
 
 def kept_in(folder: Path, common: Chunk | None = None) -> Path:
-    """The file that has a checkpoint's arguments: `common.pt` where there is one, as megatron-core reads it."""
+    """The file that has a checkpoint's arguments: `common.pt` where there is one, as megatron-core
+    reads it.
+    """
     return folder / COMMON if common is None or (folder / COMMON).exists() else common.path
 
 
@@ -75,7 +94,9 @@ def _saved(folder: Path, common: Chunk | None) -> bytes:
 
 
 def _texts(value: Any) -> dict[str, Any]:
-    return {key: of for key, of in value.pairs if isinstance(key, str)} if isinstance(value, Mapped) else {}
+    if isinstance(value, Mapped):
+        return {key: of for key, of in value.pairs if isinstance(key, str)}
+    return {}
 
 
 def arguments_of(run: RunConfig) -> dict[str, Any]:
@@ -97,7 +118,9 @@ def arguments_of(run: RunConfig) -> dict[str, Any]:
         "moe_ffn_hidden_size": moe.ffn_hidden_size if moe else None,
         "moe_router_topk": moe.router_topk if moe else None,
         "moe_grouped_gemm": moe is not None,
-        "moe_layer_freq": [int(i >= moe.first_dense_layers) for i in range(m.num_layers)] if moe else 1,
+        "moe_layer_freq": [int(i >= moe.first_dense_layers) for i in range(m.num_layers)]
+        if moe
+        else 1,
         "tensor_model_parallel_size": 1,
         "pipeline_model_parallel_size": 1,
         "no_save_optim": True,

@@ -1,8 +1,8 @@
 """Whether the arguments that Megatron-LM keeps in a checkpoint are those of a run's model.
 
-The table between flags and keys reads both: the arguments as the flags that set them, and the run as the flags that
-an export of its recipe has. What neither can say is compared by the field of megatron-core that a key feeds. Needs
-no torch.
+The table between flags and keys reads both: the arguments as the flags that set them, and the run
+as the flags that an export of its recipe has. What neither can say is compared by the field of
+megatron-core that a key feeds. Needs no torch.
 """
 
 from __future__ import annotations
@@ -32,22 +32,30 @@ _NEGATED = {
     "--no-bias-gelu-fusion": "bias_gelu_fusion",
     "--no-position-embedding": "add_position_embedding",
 }
-"""Switches that make an argument false -> its name; any other flag is called as the argument that it sets."""
+"""Switches that make an argument false -> its name; any other flag is called as the argument that
+it sets.
+"""
 _LEFT_OUT = ("vocab_size", "max_position_embeddings", "mask_padded_vocab", "mtp_use_repeated_layer")
 """Keys of which the weights say enough, or that change no number of a token."""
 _NO_SUCH_PART = "changes the numbers: the network has no such part here"
 _SAME_NUMBERS = ("--apply-query-key-layer-scaling", "--use-legacy-models")
-"""Of that group: scores are divided by the layer's number and multiplied with it again; another code of the same."""
+"""Of that group: scores are divided by the layer's number and multiplied with it again; another
+code of the same.
+"""
 _BALANCE = "model.moe.router_load_balancing_type"
 _SINKHORN = "sinkhorn"
-"""The balancing that weighs experts by other scores, in evaluation too; all others are of training alone."""
+"""The balancing that weighs experts by other scores, in evaluation too; all others are of training
+alone.
+"""
 
 
 @cache
 def _entries() -> tuple[Entry, ...]:
     """Those of the table that say a key of a model, and are compared."""
     left = {f"{_OF}{key}" for key in _LEFT_OUT}
-    return tuple(e for e in table() if e.flags and any(k.startswith(_OF) and k not in left for k in e.keys))
+    return tuple(
+        e for e in table() if e.flags and any(k.startswith(_OF) and k not in left for k in e.keys)
+    )
 
 
 def argument_of(flag: str) -> str:
@@ -63,7 +71,9 @@ def arguments_said(run: RunConfig) -> dict[str, Any]:
         if flag in _NEGATED:
             out[argument_of(flag)] = flag not in given
         else:
-            out[argument_of(flag)] = _value(list(map(shown, given[flag]))) if flag in given else None
+            out[argument_of(flag)] = (
+                _value(list(map(shown, given[flag]))) if flag in given else None
+            )
     return out
 
 
@@ -100,7 +110,9 @@ def _spelled(flag: str, value: Any) -> list[str]:
         return [str(value)]
     if flag == "--window-size":
         return [",".join(map(str, value))]
-    return ["+".join(f"[{item}]" for item in value)] if flag == "--moe-layer-freq" else [str(item) for item in value]
+    if flag == "--moe-layer-freq":
+        return ["+".join(f"[{item}]" for item in value)]
+    return [str(item) for item in value]
 
 
 def differing(kept: Mapping[str, Any], run: RunConfig) -> list[Apart]:
@@ -109,17 +121,26 @@ def differing(kept: Mapping[str, Any], run: RunConfig) -> list[Apart]:
         return []
     theirs, there, _ = read_flags(_words_kept(as_rope(kept)), None)
     _, here, _ = read_flags(_words_of(run), None)
-    ours, out, sections = arguments_said(run), list[Apart](), set[str]()
+    ours = arguments_said(run)
+    out = list[Apart]()
+    sections = set[str]()
     for entry in _entries():
         if not _is_said(entry, kept):
             continue
-        counts = any(_is_compared(key) and key != _BALANCE and _is_there(there, key) for key in entry.keys)
-        refused = [theirs.unplaced[flag] for flag in entry.flags if counts and flag in theirs.unplaced]
+        counts = any(
+            _is_compared(key) and key != _BALANCE and _is_there(there, key) for key in entry.keys
+        )
+        refused = [
+            theirs.unplaced[flag] for flag in entry.flags if counts and flag in theirs.unplaced
+        ]
         refused = [one for one in refused if one.why in ("not supported", "unreadable")]
         for one in refused:
-            out.append(Apart(argument_of(one.flag), kept[argument_of(one.flag)], "", None, None, one.text))
+            out.append(
+                Apart(argument_of(one.flag), kept[argument_of(one.flag)], "", None, None, one.text)
+            )
         for key in [key for key in entry.keys if _is_compared(key) and not refused]:
-            x, y = _effective(there, key), _effective(here, key)
+            x = _effective(there, key)
+            y = _effective(here, key)
             section = key.rpartition(".")[0]
             alone = section != "model" and (_has(there, section) != _has(here, section))
             if _same(key, x, y) or (alone and section in sections):
@@ -144,7 +165,9 @@ def _is_there(draft: Mapping[str, Any], key: str) -> bool:
 def _is_said(entry: Entry, kept: Mapping[str, Any]) -> bool:
     """Whether a checkpoint says what an entry reads: all of its arguments, or one that is set."""
     held = [
-        f for f in entry.flags if argument_of(f) in kept and (f not in _NEGATED or kept[argument_of(f)] is not None)
+        f
+        for f in entry.flags
+        if argument_of(f) in kept and (f not in _NEGATED or kept[argument_of(f)] is not None)
     ]
     is_set = any(kept[argument_of(flag)] not in (None, flag in _NEGATED) for flag in held)
     return bool(held) and (is_whole(kept) or len(held) == len(entry.flags) or is_set)
@@ -163,13 +186,21 @@ def _effective(draft: Mapping[str, Any], key: str) -> Any:
     """The value of a key, where null is a number that others give."""
     value = draft.get(key)
     heads = draft.get("model.num_attention_heads")
-    if value is None and key == "model.num_query_groups" and draft.get("model.mla.kv_lora_rank") is None:
+    if (
+        value is None
+        and key == "model.num_query_groups"
+        and draft.get("model.mla.kv_lora_rank") is None
+    ):
         return heads
     if value is None and key == "model.kv_channels" and heads and draft.get("model.hidden_size"):
         return draft["model.hidden_size"] // heads
     if value is None and key == "model.mla.layernorm_epsilon":
         return draft.get("model.layernorm_epsilon")
-    if value is None and key == "model.softmax_scale" and draft.get("model.mup.embedding_mult") is None:
+    if (
+        value is None
+        and key == "model.softmax_scale"
+        and draft.get("model.mup.embedding_mult") is None
+    ):
         width = _effective(draft, "model.kv_channels")
         return width**-0.5 if width else None
     if isinstance(value, int) and not isinstance(value, bool) and abs(value) < 1 << 53:
@@ -187,12 +218,14 @@ def _named(entry: Entry, kept: Mapping[str, Any], ours: Mapping[str, Any]) -> st
 def _unflagged() -> dict[str, str]:
     """Keys without a flag that change what a model computes -> the argument that says one.
 
-    That is the field of megatron-core which the key feeds; where it feeds none the key itself, in exports of ours.
+    That is the field of megatron-core which the key feeds; where it feeds none the key itself, in
+    exports of ours.
     """
     out = {}
     for key in schema_keys():
         changes = effect_of(key) in (Effect.ARCHITECTURE, Effect.NUMERICS)
-        of_model = key.startswith(_OF) and not key.startswith("model.rope_scaling.")  # which has arguments of its own
+        # which has arguments of its own
+        of_model = key.startswith(_OF) and not key.startswith("model.rope_scaling.")
         if of_model and changes and key not in flags_of() and _is_compared(key):
             out[key] = key_of(key).feeds or key.removeprefix(_OF)
     return out
@@ -201,11 +234,16 @@ def _unflagged() -> dict[str, str]:
 def unflagged_said(run: RunConfig) -> dict[str, Any]:
     """Return what has no flag in a run's model, each by the argument that says it in an export."""
     values = run.flat()
-    return {name: values[key] for key, name in _unflagged().items() if key in values} | scaling_said(run.model)
+    return {
+        name: values[key] for key, name in _unflagged().items() if key in values
+    } | scaling_said(run.model)
 
 
-def _without_flags(kept: Mapping[str, Any], draft: Mapping[str, Any], run: RunConfig) -> Iterator[Apart]:
-    """Keys without a flag, beside what a checkpoint says of them, or Megatron-LM computes without a word of it.
+def _without_flags(
+    kept: Mapping[str, Any], draft: Mapping[str, Any], run: RunConfig
+) -> Iterator[Apart]:
+    """Keys without a flag, beside what a checkpoint says of them, or Megatron-LM computes without a
+    word of it.
 
     `draft` are the keys that the flags say; a few of those follow from other flags.
     """
@@ -222,7 +260,9 @@ def _without_flags(kept: Mapping[str, Any], draft: Mapping[str, Any], run: RunCo
 
 
 def _meant(values: Mapping[str, Any], key: str) -> Any:
-    """The value of a key, where null is what the schema says that it stands for, or a number that others give."""
+    """The value of a key, where null is what the schema says that it stands for, or a number that
+    others give.
+    """
     value = _effective(values, key)
     null = key_of(key).null
     return float(null) if value is None and isinstance(null, int | float) else value

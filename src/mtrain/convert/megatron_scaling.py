@@ -1,8 +1,9 @@
-"""`model.rope_scaling` in the arguments of a checkpoint: yarn in Megatron-LM's own, every other kind in ours.
+"""`model.rope_scaling` in the arguments of a checkpoint: yarn in Megatron-LM's own, every other
+kind in ours.
 
-Megatron-LM calls yarn a kind of positions, whose numbers are arguments beside it. Some of them are those of MLA;
-forks have all of them with `yarn_` before the name. It has no other scaling of this kind: an export says those by
-our keys.
+Megatron-LM calls yarn a kind of positions, whose numbers are arguments beside it. Some of them are
+those of MLA; forks have all of them with `yarn_` before the name. It has no other scaling of this
+kind: an export says those by our keys.
 """
 
 from __future__ import annotations
@@ -28,9 +29,14 @@ _NUMBERS: dict[str, tuple[str, Any]] = {
     "truncate": ("yarn_correction_range_round_to_int", True),
 }
 """Key -> the argument of Megatron-LM, and what it is where it is not given."""
-_WEIGHTS: dict[str, tuple[str, Any]] = {"mscale": ("mscale", 1.0), "mscale_all_dim": ("mscale_all_dim", 0.0)}
+_WEIGHTS: dict[str, tuple[str, Any]] = {
+    "mscale": ("mscale", 1.0),
+    "mscale_all_dim": ("mscale_all_dim", 0.0),
+}
 """The same of the two that say together what cosines and sines are multiplied with."""
-_PREFIXED = {"rotary_scaling_factor": "yarn_rotary_scaling_factor"} | {name: f"yarn_{name}" for name in _WEIGHTS}
+_PREFIXED = {"rotary_scaling_factor": "yarn_rotary_scaling_factor"} | {
+    name: f"yarn_{name}" for name in _WEIGHTS
+}
 
 _MOST = 1e12
 """Every number of yarn is below it."""
@@ -71,12 +77,16 @@ def _weights(scaling: RopeScalingConfig, model: ModelConfig) -> dict[str, float]
         return {"mscale": scaling.mscale, "mscale_all_dim": scaling.mscale_all_dim}
     if scaling.attention_factor is None or scaling.factor <= 1:
         return dict(_WEIGHTS.values())
-    wanted = (scaling.attention(model.max_position_embeddings) - 1) / (0.1 * math.log(scaling.factor))
+    wanted = (scaling.attention(model.max_position_embeddings) - 1) / (
+        0.1 * math.log(scaling.factor)
+    )
     return {"mscale": wanted, "mscale_all_dim": 0.0}
 
 
 def scaling_apart(kept: Mapping[str, Any], run: RunConfig) -> Iterator[Apart]:
-    """In what a checkpoint's scaling of rotary frequencies is not a run's; MLA has a scaling of its own."""
+    """In what a checkpoint's scaling of rotary frequencies is not a run's; MLA has a scaling of its
+    own.
+    """
     ours = run.model.rope_scaling
     if run.model.mla is not None or kept.get("multi_latent_attention"):
         return
@@ -118,12 +128,16 @@ def _of_yarn(kept: Mapping[str, Any], model: ModelConfig) -> Iterator[Apart]:
 def _of_weights(
     kept: Mapping[str, Any], names: Mapping[str, str], theirs: Mapping[str, Any], model: ModelConfig
 ) -> Iterator[Apart]:
-    """In what the factor of cosines and sines differs, which both sides say in more than one way."""
+    """In what the factor of cosines and sines differs, which both sides say in more
+    than one way.
+    """
     ours = model.rope_scaling
     assert ours is not None
     factor = theirs.get("factor", ours.factor)
     scaled = ours.model_copy(update={"factor": factor})
-    if math.isclose(_attention(theirs, factor), scaled.attention(model.max_position_embeddings), rel_tol=1e-6):
+    if math.isclose(
+        _attention(theirs, factor), scaled.attention(model.max_position_embeddings), rel_tol=1e-6
+    ):
         return
     for key, value in _as_keys(theirs, factor).items():
         if value != getattr(ours, key):
@@ -177,7 +191,11 @@ def _of_others(kept: Mapping[str, Any], ours: RopeScalingConfig | None) -> Itera
         if here is not None:
             yield Apart(name, None, _KEY, here, None, "" if name in kept else NO_ARGUMENT)
         return
-    theirs = {key: kept[f"{_OURS}{key}"] for key in RopeScalingConfig.model_fields if f"{_OURS}{key}" in kept}
+    theirs = {
+        key: kept[f"{_OURS}{key}"]
+        for key in RopeScalingConfig.model_fields
+        if f"{_OURS}{key}" in kept
+    }
     if ours is None or here != there:
         yield Apart(name, there, _KEY, here, theirs)
         return

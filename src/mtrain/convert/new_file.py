@@ -1,6 +1,9 @@
-"""A new file that is written from front to back past the page cache, where the file system can. Needs no torch.
+"""A new file that is written from front to back past the page cache, where the file system can.
 
-Finding pages for gigabytes that nobody reads soon takes longer than writing them, and pushes out what others read.
+Needs no torch.
+
+Finding pages for gigabytes that nobody reads soon takes longer than writing them, and pushes out
+what others read.
 """
 
 from __future__ import annotations
@@ -43,12 +46,14 @@ class NewFile:
         while len(data):
             count = min(len(data), BLOCK_BYTES - self._held)
             self._blocks[0][self._held : self._held + count] = data[:count]
-            data, self._held = data[count:], self._held + count
+            data = data[count:]
+            self._held = self._held + count
             if self._held == BLOCK_BYTES:
                 self._writing.result()
                 self._writing = self._thread.submit(self._put, self._blocks[0], self._at)
                 self._blocks.rotate()
-                self._at, self._held = self._at + BLOCK_BYTES, 0
+                self._at = self._at + BLOCK_BYTES
+                self._held = 0
 
     def finish(self, head: bytes) -> None:
         """Write the first bytes, and wait until the file is on disk.
@@ -75,7 +80,8 @@ class NewFile:
                 if error.errno != errno.EINVAL or not self._past_cache(False):
                     raise
                 continue
-            data, at = data[count:], at + count
+            data = data[count:]
+            at = at + count
 
     def _past_cache(self, wanted: bool) -> bool:
         """Whether that was another way than before."""

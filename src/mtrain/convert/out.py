@@ -1,4 +1,6 @@
-"""A checkpoint's weights as a Hugging Face folder, tensor by tensor: never the whole model in memory."""
+"""A checkpoint's weights as a Hugging Face folder, tensor by tensor: never the whole model in
+memory.
+"""
 
 from __future__ import annotations
 
@@ -65,22 +67,30 @@ class Weights:
         ours: Mapping[str, Box],
         dtype: str | None = None,
     ) -> None:
-        """`ours`: where each tensor of the run's model lies in a checkpoint. `dtype`: what they are written in; None:
-        as the checkpoint has them. fp32 comes from main weights.
+        """`ours`: where each tensor of the run's model lies in a checkpoint.
+
+        `dtype`: what they are written in; None: as the checkpoint has them. fp32 comes from main
+        weights.
 
         Raises:
             CorruptData: the checkpoint lacks a weight of the model, or the table does not fit it.
         """
-        self.checkpoint, self.run, self.model, self.ours = checkpoint, run, run.model, ours
+        self.checkpoint = checkpoint
+        self.run = run
+        self.model = run.model
+        self.ours = ours
         self.dtype = dtype
         self.found: Match = written(table, run.model, self.ours)
         held = checkpoint.manifest["tensors"]
-        lacks = [box.key for box in self.ours.values() if f"{ckpt_folder.MODEL}{box.key}" not in held]
+        lacks = [
+            box.key for box in self.ours.values() if f"{ckpt_folder.MODEL}{box.key}" not in held
+        ]
         if lacks:
             raise CorruptData(f"{checkpoint.path} has no {', '.join(lacks[:8])}")
         adapters = adapter_boxes(run) if run.peft.kind is not None else {}
         begun = any(f"{ckpt_folder.MODEL}{box.key}" in held for box in adapters.values())
-        self.adapters = adapters if begun else {}  # weights that were imported have none before a step is made
+        # weights that were imported have none before a step is made
+        self.adapters = adapters if begun else {}
 
     def adapter_of(self, weight: str, record: Record | None = None) -> Whole | None:
         """The adapter of one of our weights, as tensors of torch; None: it has none."""
@@ -91,8 +101,15 @@ class Weights:
         names = self._adapter_names(weight)
         if not names:
             return None
-        found = {name: self._read(name, self.adapters[name], record) for name in names if name in self.adapters}
-        tensors = {name: as_tensor(np.ascontiguousarray(one.words), one.dtype) for name, one in found.items()}
+        found = {
+            name: self._read(name, self.adapters[name], record)
+            for name in names
+            if name in self.adapters
+        }
+        tensors = {
+            name: as_tensor(np.ascontiguousarray(one.words), one.dtype)
+            for name, one in found.items()
+        }
         return Whole(*(tensors.get(name) for name in names))  # type: ignore[arg-type]
 
     def _adapter_names(self, weight: str) -> tuple[str, ...]:
@@ -130,22 +147,29 @@ class Weights:
         words = [one.words for one in given]
         made = step.operation.apply(words, self.model, inward=False)
         if record is not None:
-            beside = [n for name in step.ours for n in self._adapter_names(name) if n in self.adapters]
+            beside = [
+                n for name in step.ours for n in self._adapter_names(name) if n in self.adapters
+            ]
             operation = f"merged, {step.operation.name}" if beside else step.operation.name
-            record.steps.append({"theirs": list(step.theirs), "operation": operation, "ours": [*step.ours, *beside]})
-        dtype, wanted = given[0].dtype, self.dtype_of(step)
+            record.steps.append(
+                {"theirs": list(step.theirs), "operation": operation, "ours": [*step.ours, *beside]}
+            )
+        dtype = given[0].dtype
+        wanted = self.dtype_of(step)
         for name, one in zip(step.theirs, made, strict=True):
             same = next((g.sha256 for g in given if g.words is one and dtype == wanted), "")
             yield name, Given(np.ascontiguousarray(converted(one, dtype, wanted)), wanted, same)
 
     def _own(self, name: str, record: Record | None) -> Given:
         """A whole tensor of ours, with its adapter."""
-        found, adapter = self._read(name, self.ours[name], record), self.adapter_of(name, record)
+        found = self._read(name, self.ours[name], record)
+        adapter = self.adapter_of(name, record)
         if adapter is None:
             return found
         from mtrain.mcore.merging import merged, one_hot_of
 
-        weight = as_tensor(converted(np.ascontiguousarray(found.words), found.dtype, "F32"), "F32")  # rounded once
+        # rounded once
+        weight = as_tensor(converted(np.ascontiguousarray(found.words), found.dtype, "F32"), "F32")
         one = merged(weight, adapter, one_hot_of(name, adapter, self.model), self.run.peft.scale)
         dtype = self.dtype or found.dtype
         return Given(converted(of_tensor(one)[0], "F32", dtype), dtype)
@@ -163,20 +187,28 @@ class Weights:
         return self.checkpoint.key(key, main=self.dtype == "F32")
 
     def _wanted(self, step: Step) -> str | None:
-        """What is asked for; not of the biases that balance routers: they are kept in full, and chosen by."""
+        """What is asked for; not of the biases that balance routers: they are kept in full, and
+        chosen by.
+        """
         return None if step.ours[0].endswith("expert_bias") else self.dtype
 
 
 def export_weights(weights: Weights, out: Path) -> Record:
-    """Write the safetensors files, and their index where there are several, into the folder `out`."""
+    """Write the safetensors files, and their index where there are several, into the
+    folder `out`.
+    """
     record = Record(copies=weights.found.copies)
     step_of = {name: step for step in weights.found.steps for name in step.theirs}
     todo = [(step, step.theirs, step.theirs) for step in weights.found.steps]
     todo += [(step_of[of], (of,), (name,)) for name, of in weights.found.copies.items()]
 
-    def made_of(one: tuple[Step, tuple[str, ...], tuple[str, ...]]) -> tuple[dict[str, Given], Record]:
+    def made_of(
+        one: tuple[Step, tuple[str, ...], tuple[str, ...]],
+    ) -> tuple[dict[str, Given], Record]:
         noted = Record()
-        return {name: made.hashed() for name, made in weights.of_step(one[0], noted) if name in one[1]}, noted
+        return {
+            name: made.hashed() for name, made in weights.of_step(one[0], noted) if name in one[1]
+        }, noted
 
     files = list(ckpt_folder.by_file(todo, lambda one: weights.nbytes(one[0]), FILE_BYTES))
     many = len(files) > 1
@@ -184,7 +216,9 @@ def export_weights(weights: Weights, out: Path) -> Record:
     for number, held in enumerate(files, 1):
         file = f"model-{number:05d}-of-{len(files):05d}.safetensors" if many else WEIGHTS
         with Writer(out / file, [name for _, _, names in held for name in names]) as writer:
-            for (_, made, names), (tensors, noted) in ahead(made_of, held, lambda one: weights.nbytes(one[0])):
+            for (_, made, names), (tensors, noted) in ahead(
+                made_of, held, lambda one: weights.nbytes(one[0])
+            ):
                 if made == names:
                     record.add(noted)
                 for key, name in zip(made, names, strict=True):

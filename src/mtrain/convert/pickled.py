@@ -1,7 +1,9 @@
-"""Pickles read as data: nothing in them is imported, called or built; what is not expected is refused by its name.
+"""Pickles read as data: nothing in them is imported, called or built; what is not expected is
+refused by its name.
 
-A pickle is a program for a small machine with a stack. This machine makes only texts, numbers, lists and records of
-what a pickle names. A name that the reader did not admit ends it. Needs no torch.
+A pickle is a program for a small machine with a stack. This machine makes only texts, numbers,
+lists and records of what a pickle names. A name that the reader did not admit ends it. Needs no
+torch.
 
 Source: the opcodes are those of Python's `pickletools`.
 """
@@ -27,7 +29,9 @@ PROTOCOLS = range(2, 6)
 
 @dataclass(frozen=True, slots=True)
 class Name:
-    """A class, function or constant that a pickle names, as `module.name`; it is nothing but this text."""
+    """A class, function or constant that a pickle names, as `module.name`; it is nothing but this
+    text.
+    """
 
     text: str
 
@@ -41,7 +45,9 @@ class Mapped:
 
 @dataclass(eq=False, slots=True)
 class Record:
-    """What would be the result of a call: of what, with which arguments, and which state it was to be given."""
+    """What would be the result of a call: of what, with which arguments, and which state it was to
+    be given.
+    """
 
     name: str
     arguments: tuple[Any, ...]
@@ -65,15 +71,18 @@ _MARK = _Mark()
 
 
 def read(data: bytes, admitted: Container[str], where: str) -> Any:
-    """What a pickle describes, in `Name`, `Mapped`, `Record`, `Reference`, lists, tuples, texts, bytes and numbers.
+    """What a pickle describes, in `Name`, `Mapped`, `Record`, `Reference`, lists, tuples, texts,
+    bytes and numbers.
 
     Args:
-        data: the whole pickle. Memory and time are at most proportional to its size, and bounded by `MAX_STEPS`.
+        data: the whole pickle. Memory and time are at most proportional to its size, and bounded by
+            `MAX_STEPS`.
         admitted: the names that it may hold.
         where: what the message of an error begins with.
 
     Raises:
-        CorruptData: no pickle, one that is cut, or one that names something else; nothing of it was run.
+        CorruptData: no pickle, one that is cut, or one that names something else; nothing of it was
+            run.
     """
     machine = _Machine(data, admitted, where)
     try:
@@ -87,7 +96,9 @@ class _Machine:
     """Reads one pickle."""
 
     def __init__(self, data: bytes, admitted: Container[str], where: str) -> None:
-        self.data, self.admitted, self.where = data, admitted, where
+        self.data = data
+        self.admitted = admitted
+        self.where = where
         self.at = 0
         self.stack: list[Any] = []
         self.memo: dict[int, Any] = {}
@@ -104,12 +115,21 @@ class _Machine:
                     raise self.refused("it is no pickle: it ends with something left over")
                 return self.stack[0]
             if len(self.stack) > MAX_HEIGHT:
-                raise self.refused(f"it is no checkpoint's: more than {MAX_HEIGHT} values wait in it")
+                raise self.refused(
+                    f"it is no checkpoint's: more than {MAX_HEIGHT} values wait in it"
+                )
         raise self.refused(f"it has more than {MAX_STEPS} steps")
 
     def some_steps(self) -> bool:
-        """The next steps; whether the last was the end. The most frequent ones are here, for their speed."""
-        data, stack, memo, table, at = self.data, self.stack, self.memo, _STEPS, self.at
+        """The next steps; whether the last was the end.
+
+        The most frequent ones are here, for their speed.
+        """
+        data = self.data
+        stack = self.stack
+        memo = self.memo
+        table = _STEPS
+        at = self.at
         for _ in range(_AT_ONCE):
             code = data[at]
             at += 1
@@ -137,14 +157,19 @@ class _Machine:
 
     def take(self, count: int) -> bytes:
         """The next `count` bytes."""
-        start, self.at = self.at, self.at + count
+        start = self.at
+        self.at = self.at + count
         if not 0 <= count <= len(self.data) - start:
-            raise self.refused(f"a part of it says that it has {count} bytes, and {len(self.data) - start} are left")
+            raise self.refused(
+                f"a part of it says that it has {count} bytes, and {len(self.data) - start} are"
+                " left"
+            )
         return self.data[start : self.at]
 
     def number(self, count: int) -> int:
         """The next `count` bytes as a number without sign."""
-        start, self.at = self.at, self.at + count
+        start = self.at
+        self.at = self.at + count
         data = self.data[start : self.at]
         if len(data) < count:
             raise self.refused("it is no pickle, or it is cut or altered")
@@ -155,12 +180,14 @@ class _Machine:
         stop = self.data.find(b"\n", self.at, self.at + 2 * MAX_SHOWN)
         if stop < 0:
             raise self.refused("it is no pickle, or it is cut or altered")
-        start, self.at = self.at, stop + 1
+        start = self.at
+        self.at = stop + 1
         return self.data[start:stop].decode()
 
     def marked(self) -> list[Any]:
         """What lies on the stack above the newest mark, taken off with it."""
-        stack, place = self.stack, len(self.stack) - 1
+        stack = self.stack
+        place = len(self.stack) - 1
         while stack[place] is not _MARK:
             if place == 0:
                 raise self.refused("it is no pickle: it ends a group that did not begin")
@@ -183,7 +210,9 @@ class _Machine:
         text = f"{module}.{name}"
         if text not in self.admitted:
             shown = text if len(text) <= MAX_SHOWN else f"{text[:MAX_SHOWN]}..."
-            raise self.refused(f"it names {shown}, which is no part of a checkpoint; nothing of it was run")
+            raise self.refused(
+                f"it names {shown}, which is no part of a checkpoint; nothing of it was run"
+            )
         return Name(text)
 
     def add(self, items: list[Any]) -> None:
@@ -203,14 +232,16 @@ class _Machine:
 
     def make(self) -> None:
         """A record of a call, in place of what is called and its arguments."""
-        arguments, called = self.pop(), self.pop()
+        arguments = self.pop()
+        called = self.pop()
         if not isinstance(called, Name) or not isinstance(arguments, tuple):
             raise self.refused("it calls something that is no admitted name")
         self.stack.append(Record(called.text, arguments))
 
     def build(self) -> None:
         """Gives the record on top its state."""
-        state, top = self.pop(), self.stack[-1]
+        state = self.pop()
+        top = self.stack[-1]
         if not isinstance(top, Record) or top.state is not None:
             raise self.refused("it gives a state to something that takes none")
         top.state = state
@@ -225,7 +256,10 @@ class _Machine:
         """Passes over the size of a frame, which has to be there."""
         size = self.number(8)
         if size > len(self.data) - self.at:
-            raise self.refused(f"a part of it says that it has {size} bytes, and {len(self.data) - self.at} are left")
+            raise self.refused(
+                f"a part of it says that it has {size} bytes, and {len(self.data) - self.at} are"
+                " left"
+            )
 
     def protocol(self) -> None:
         """Passes over the number of the protocol."""
@@ -267,12 +301,14 @@ def _global(m: _Machine) -> Name:
 
 
 def _stack_global(m: _Machine) -> Name:
-    name, module = m.pop(), m.pop()
+    name = m.pop()
+    module = m.pop()
     return m.named(module, name)
 
 
 def _item(m: _Machine) -> None:
-    value, key = m.pop(), m.pop()
+    value = m.pop()
+    key = m.pop()
     m.set_pairs([key, value])
 
 

@@ -1,4 +1,7 @@
-"""Files of a folder that somebody else made: opened only where they are plain files in it. Needs no torch."""
+"""Files of a folder that somebody else made: opened only where they are plain files in it.
+
+Needs no torch.
+"""
 
 from __future__ import annotations
 
@@ -40,7 +43,9 @@ def read_plain(path: Path, limit: int) -> bytes:
     with open_plain(path) as file:
         size = os.fstat(file.fileno()).st_size
         if size > limit:
-            raise CorruptData(f"{path} has {units.bytes_(size)}; at most {units.bytes_(limit)} are read")
+            raise CorruptData(
+                f"{path} has {units.bytes_(size)}; at most {units.bytes_(limit)} are read"
+            )
         data = bytearray()
         while piece := file.read(min(1 << 20, limit + 1 - len(data))):
             data += piece

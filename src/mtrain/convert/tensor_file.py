@@ -1,4 +1,6 @@
-"""Safetensors files: headers read without trust, and files written tensor by tensor. Needs no torch.
+"""Safetensors files: headers read without trust, and files written tensor by tensor.
+
+Needs no torch.
 
 Source: the format's specification, https://huggingface.co/docs/safetensors.
 """
@@ -21,7 +23,16 @@ from mtrain.durable import not_read
 from mtrain.errors import CorruptData
 
 BYTES = {
-    **{"F64": 8, "F32": 4, "F16": 2, "BF16": 2, "F8_E4M3": 1, "F8_E5M2": 1, "F8_E8M0": 1, "BOOL": 1},
+    **{
+        "F64": 8,
+        "F32": 4,
+        "F16": 2,
+        "BF16": 2,
+        "F8_E4M3": 1,
+        "F8_E5M2": 1,
+        "F8_E8M0": 1,
+        "BOOL": 1,
+    },
     **{"I64": 8, "I32": 4, "I16": 2, "I8": 1, "U64": 8, "U32": 4, "U16": 2, "U8": 1},
 }
 """Number format -> bytes of one number."""
@@ -90,7 +101,9 @@ def read_header(path: Path) -> dict[str, Tensor]:
             first = file.read(LENGTH_BYTES)
             length = int.from_bytes(first, "little")
             if len(first) < LENGTH_BYTES or length > min(size - LENGTH_BYTES, MAX_HEADER_BYTES):
-                raise CorruptData(f"{path}: no safetensors file: its header is cut or has {length} bytes")
+                raise CorruptData(
+                    f"{path}: no safetensors file: its header is cut or has {length} bytes"
+                )
             body = json.loads(file.read(length), object_pairs_hook=once)
     except OSError as error:
         raise not_read(path, error) from None
@@ -122,18 +135,25 @@ def _tensors(path: Path, body: Mapping[str, Any], data_at: int, size: int) -> di
         except (TypeError, KeyError, ValueError):
             raise CorruptData(f"{path}: {name[:200]} lacks dtype, shape or data_offsets") from None
         numbers = [*shape, start, stop] if isinstance(shape, list) else [None]
-        if not all(type(n) is int and 0 <= n <= size for n in numbers) or len(numbers) > MAX_DIMENSIONS + 2:
+        if (
+            not all(type(n) is int and 0 <= n <= size for n in numbers)
+            or len(numbers) > MAX_DIMENSIONS + 2
+        ):
             raise CorruptData(f"{path}: {name[:200]} has a shape or offsets that cannot be")
         if not isinstance(dtype, str) or dtype not in BYTES:
             raise CorruptData(f"{path}: {name[:200]} has numbers of kind {str(dtype)[:40]!r}")
         if prod(shape) * BYTES[dtype] != stop - start:
-            raise CorruptData(f"{path}: {name[:200]} of shape {shape} does not have {stop - start} bytes")
+            raise CorruptData(
+                f"{path}: {name[:200]} of shape {shape} does not have {stop - start} bytes"
+            )
         found.append((start, stop, Tensor(name, dtype, tuple(shape), path, data_at + start)))
     found.sort(key=lambda item: item[:2])
     at = 0
     for start, stop, tensor in found:
         if start != at:
-            raise CorruptData(f"{path}: the bytes of {tensor.name[:200]} do not follow those before it")
+            raise CorruptData(
+                f"{path}: the bytes of {tensor.name[:200]} do not follow those before it"
+            )
         at = stop
     if data_at + at != size:
         raise CorruptData(f"{path} has {size} bytes, and its header says {data_at + at}")
@@ -141,16 +161,20 @@ def _tensors(path: Path, body: Mapping[str, Any], data_at: int, size: int) -> di
 
 
 class Writer:
-    """A new safetensors file whose tensors are written one after the other, in the order in which they are named. Its
-    header follows at the end, into room that is left for it: shapes and hashes need not be known before.
+    """A new safetensors file whose tensors are written one after the other, in the order in which
+    they are named. Its header follows at the end, into room that is left for it: shapes and hashes
+    need not be known before.
     """
 
     def __init__(self, path: Path, names: Iterable[str], metadata_bytes: int = 256) -> None:
         """`metadata_bytes`: of the metadata at most, as JSON."""
-        self.path, self._names = path, deque(names)
+        self.path = path
+        self._names = deque(names)
         self._entries: dict[str, Any] = {}
         entries = sum(len(strict_json.dumps(name)) + MAX_ENTRY_BYTES for name in self._names)
-        self._data_at = LENGTH_BYTES + -(-(metadata_bytes + entries + MAX_ENTRY_BYTES) // ALIGNMENT) * ALIGNMENT
+        self._data_at = (
+            LENGTH_BYTES + -(-(metadata_bytes + entries + MAX_ENTRY_BYTES) // ALIGNMENT) * ALIGNMENT
+        )
         self._at = 0
         self._file = NewFile(path, self._data_at)
 
@@ -163,8 +187,13 @@ class Writer:
         if not self._names or name != self._names[0] or len(data) != prod(shape) * BYTES[dtype]:
             raise ValueError(f"{name} of {len(data)} bytes is not what follows in {self.path}")
         self._names.popleft()
-        start, self._at = self._at, self._at + len(data)
-        self._entries[name] = {"dtype": dtype, "shape": list(shape), "data_offsets": [start, self._at]}
+        start = self._at
+        self._at = self._at + len(data)
+        self._entries[name] = {
+            "dtype": dtype,
+            "shape": list(shape),
+            "data_offsets": [start, self._at],
+        }
         self._file.write(data)
 
     def close(self, metadata: Mapping[str, str]) -> None:
@@ -176,7 +205,9 @@ class Writer:
         """
         if self._names:
             raise ValueError(f"{self.path}: {self._names[0]} was not written")
-        text = strict_json.dumps({"__metadata__": dict(metadata), **self._entries}, separators=(",", ":")).encode()
+        text = strict_json.dumps(
+            {"__metadata__": dict(metadata), **self._entries}, separators=(",", ":")
+        ).encode()
         room = self._data_at - LENGTH_BYTES
         if len(text) > room:
             raise ValueError(f"{self.path}: the header has {len(text)} bytes, and room for {room}")

@@ -1,4 +1,6 @@
-"""The files of the tokenizer that an export ships: those of the tokenizer that the run was trained with."""
+"""The files of the tokenizer that an export ships: those of the tokenizer that the run was trained
+with.
+"""
 
 from __future__ import annotations
 
@@ -16,15 +18,22 @@ from mtrain.data.chat import SETTINGS_FILE, ChatFormat
 OF_TOKENIZERS = tuple(name for name in COMPANIONS if name != GENERATION)
 CLASS = "tokenizer_class"
 PLAIN = {CLASS: "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False}
-"""What a tokenizer_config.json says where there is none: the tokenizer.json is taken as it stands."""
+"""What a tokenizer_config.json says where there is none: the tokenizer.json is taken as it stands.
+"""
 
 
 def keep_tokenizer(home: Path, out: Path) -> None:
-    """Write the files of a run's tokenizer into the folder `out`: what came with imported weights, and over it what
-    the run was trained with. Of another tokenizer than the imported one, nothing of that is written.
+    """Write the files of a run's tokenizer into the folder `out`: what came with imported weights,
+    and over it what the run was trained with. Of another tokenizer than the imported one, nothing
+    of that is written.
     """
-    own, imported = home / TOKENIZER, home / KEPT
-    if not own.is_file() or not (imported / TOKENIZER).is_file() or _same(own, imported / TOKENIZER):
+    own = home / TOKENIZER
+    imported = home / KEPT
+    if (
+        not own.is_file()
+        or not (imported / TOKENIZER).is_file()
+        or _same(own, imported / TOKENIZER)
+    ):
         for name in OF_TOKENIZERS:
             keep(imported / name, out / name)
     for name in (TOKENIZER, *BESIDE):
@@ -38,7 +47,9 @@ def _same(one: Path, other: Path) -> bool:
 
 
 def _complete(out: Path) -> None:
-    """Say in tokenizer_config.json, where nothing says it, how the file is read and which token ends a text."""
+    """Say in tokenizer_config.json, where nothing says it, how the file is read and which token
+    ends a text.
+    """
     settings = ChatFormat(out).settings
     more = {key: value for key, value in PLAIN.items() if key not in settings}
     if "eos_token" not in settings and not (out / "special_tokens_map.json").is_file():
@@ -52,25 +63,31 @@ def _complete(out: Path) -> None:
 
 
 def special_ids(home: Path) -> dict[str, int]:
-    """`bos_token_id`, `eos_token_id` and `pad_token_id` by what the run's tokenizer says of its tokens; a name that
-    it does not say is left out.
+    """`bos_token_id`, `eos_token_id` and `pad_token_id` by what the run's tokenizer says of its
+    tokens; a name that it does not say is left out.
     """
     if not (home / TOKENIZER).is_file():
         return {}
     from mtrain.data.text import Tokenizer
 
-    tokenizer, settings = Tokenizer(home / TOKENIZER), ChatFormat(home)
+    tokenizer = Tokenizer(home / TOKENIZER)
+    settings = ChatFormat(home)
     found = {name: settings.special(f"{name}_token") for name in ("bos", "eos", "pad")}
-    ids = {f"{name}_token_id": tokenizer.id_of(token) for name, token in found.items() if token is not None}
+    ids = {
+        f"{name}_token_id": tokenizer.id_of(token)
+        for name, token in found.items()
+        if token is not None
+    }
     return {name: number for name, number in ids.items() if number is not None}
 
 
 def also_ending(home: Path, generation: Path) -> None:
-    """Let texts end with the token that the run's tokenizer says, beside those that a generation_config.json has:
-    a chat template that a run was trained with may end turns with a token of its own. What came with imported weights
-    stays as it is.
+    """Let texts end with the token that the run's tokenizer says, beside those that a
+    generation_config.json has: a chat template that a run was trained with may end turns with a
+    token of its own. What came with imported weights stays as it is.
     """
-    own, imported = home / SETTINGS_FILE, home / KEPT / SETTINGS_FILE
+    own = home / SETTINGS_FILE
+    imported = home / KEPT / SETTINGS_FILE
     if not own.is_file() or (imported.is_file() and _same(own, imported)):
         return
     end = special_ids(home).get("eos_token_id")

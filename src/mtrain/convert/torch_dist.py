@@ -1,8 +1,11 @@
-"""A checkpoint of megatron-core in its format `torch_dist`: which tensors its files hold. It is data; needs no torch.
+"""A checkpoint of megatron-core in its format `torch_dist`: which tensors its files hold.
 
-Such a folder is one of torch.distributed.checkpoint: `.metadata` is a pickle that says of every tensor its shape and
-its chunks, and where in which `.distcp` file the bytes of each chunk are. Nothing is unpickled (`pickled`), and all
-that the folder says of itself is compared with its files before any memory is taken.
+It is data; needs no torch.
+
+Such a folder is one of torch.distributed.checkpoint: `.metadata` is a pickle that says of every
+tensor its shape and its chunks, and where in which `.distcp` file the bytes of each chunk are.
+Nothing is unpickled (`pickled`), and all that the folder says of itself is compared with its files
+before any memory is taken.
 
 Source: the classes of `torch.distributed.checkpoint.metadata` and `.filesystem`, torch 2.13.
 """
@@ -48,11 +51,20 @@ _OLD = "torch.distributed._shard.sharded_tensor.metadata"
 ADMITTED = frozenset(
     [
         *_TOP,
-        *(f"{_TORCH}.metadata.{name}" for name in ("TensorStorageMetadata", "BytesStorageMetadata", "MetadataIndex")),
-        *(f"{_TORCH}.metadata.{name}" for name in ("ChunkStorageMetadata", "TensorProperties", "StorageMeta")),
+        *(
+            f"{_TORCH}.metadata.{name}"
+            for name in ("TensorStorageMetadata", "BytesStorageMetadata", "MetadataIndex")
+        ),
+        *(
+            f"{_TORCH}.metadata.{name}"
+            for name in ("ChunkStorageMetadata", "TensorProperties", "StorageMeta")
+        ),
         f"{_TORCH}.metadata._MEM_FORMAT_ENCODING",
         *(f"{_TORCH}.filesystem.{name}" for name in ("_StorageInfo", "_StoragePrefix")),
-        *(f"{_TORCH}.planner.{name}" for name in ("SavePlan", "WriteItem", "WriteItemType", "TensorWriteData")),
+        *(
+            f"{_TORCH}.planner.{name}"
+            for name in ("SavePlan", "WriteItem", "WriteItemType", "TensorWriteData")
+        ),
         *(f"{_OLD}.{name}" for name in ("TensorProperties", "MEM_FORMAT_ENCODING")),
         f"{_MEGATRON}.MCoreSavePlan",
         *(_SIZE, "torch.serialization._get_layout", "collections.OrderedDict"),
@@ -60,7 +72,9 @@ ADMITTED = frozenset(
         *DTYPES,
     ]
 )
-"""What `.metadata` may name: what it is made of, and the plan that megatron-core 0.14 and 0.15 keep beside it."""
+"""What `.metadata` may name: what it is made of, and the plan that megatron-core 0.14 and 0.15 keep
+beside it.
+"""
 
 
 _COMMON = "common_state/shard_0_1"
@@ -87,7 +101,9 @@ class Stored:
     dtype: str
     shape: tuple[int, ...]
     chunks: tuple[Chunk, ...]
-    """They cover it exactly; of tensors that are no weights they were not looked at, and are left out."""
+    """They cover it exactly; of tensors that are no weights they were not looked at, and are left
+    out.
+    """
 
     @property
     def nbytes(self) -> int:
@@ -97,7 +113,9 @@ class Stored:
 
 @dataclass(frozen=True)
 class TorchDist:
-    """A checkpoint: its tensors by name, and how many objects it has that are none and are never read."""
+    """A checkpoint: its tensors by name, and how many objects it has that are none and are never
+    read.
+    """
 
     path: Path
     tensors: dict[str, Stored] = field(default_factory=dict)
@@ -115,18 +133,22 @@ def open_torch_dist(path: Path, is_weight: Callable[[str], bool] = lambda name: 
     """The tensors that a checkpoint's metadata names, compared with its files.
 
     Args:
-        path: a folder such as `iter_0000100`, or the one that holds it with `latest_checkpointed_iteration.txt`.
-        is_weight: of which tensors chunks are wanted. Their files are there, hold as many bytes, and every number of
-            the tensor is in one chunk.
+        path: a folder such as `iter_0000100`, or the one that holds it with
+            `latest_checkpointed_iteration.txt`.
+        is_weight: of which tensors chunks are wanted. Their files are there, hold as many bytes,
+            and every number of the tensor is in one chunk.
 
     Raises:
-        CorruptData: no such checkpoint, or one whose metadata is not that of its files; nothing of it was run.
+        CorruptData: no such checkpoint, or one whose metadata is not that of its files; nothing of
+            it was run.
     """
     path = _newest(path)
     _check_backend(path)
     data = read_plain(path / METADATA, MAX_METADATA_BYTES)
     with without_collecting():
-        return _Reading(path, pickled.read(data, ADMITTED, str(path / METADATA))).checkpoint(is_weight)
+        return _Reading(path, pickled.read(data, ADMITTED, str(path / METADATA))).checkpoint(
+            is_weight
+        )
 
 
 def _newest(path: Path) -> Path:
@@ -134,7 +156,10 @@ def _newest(path: Path) -> Path:
     if (path / METADATA).exists() or (path / METADATA).is_symlink():
         return path
     if not (path / TRACKER).exists():
-        held = sorted(p.name for p in path.iterdir() if _FOLDER.fullmatch(p.name)) if path.is_dir() else []
+        if path.is_dir():
+            held = sorted(p.name for p in path.iterdir() if _FOLDER.fullmatch(p.name))
+        else:
+            held = []
         more = f"; it holds {', '.join(held[:4])}: name one of them" if held else ""
         raise CorruptData(f"{path} has neither {METADATA} nor {TRACKER}{more}")
     text = read_plain(path / TRACKER, 64).decode("utf-8", "replace").strip()
@@ -142,7 +167,9 @@ def _newest(path: Path) -> Path:
         raise CorruptData(f"{path / TRACKER} names no iteration: {text[:40]!r}")
     found = path / (RELEASE if text == RELEASE else f"iter_{int(text):07d}")
     if found.is_symlink():
-        raise CorruptData(f"{path / TRACKER} says {text}, and {found} is a link, and none is followed")
+        raise CorruptData(
+            f"{path / TRACKER} says {text}, and {found} is a link, and none is followed"
+        )
     if not (found / METADATA).exists():
         raise CorruptData(f"{path / TRACKER} says {text}, and {found} is no folder with {METADATA}")
     return found
@@ -157,19 +184,26 @@ def _check_backend(path: Path) -> None:
     except (ValueError, KeyError, TypeError, RecursionError):
         raise CorruptData(f"{path / BACKEND} does not say the backend of the checkpoint") from None
     if backend != "torch_dist":
-        raise CorruptData(f"{path / BACKEND}: the backend is {_shown(backend)}; only torch_dist is read")
+        raise CorruptData(
+            f"{path / BACKEND}: the backend is {_shown(backend)}; only torch_dist is read"
+        )
 
 
 def _shown(value: Any) -> str:
     """A text or a number; of anything else, which may unfold without end, its kind."""
-    return repr(value[:200]) if isinstance(value, str) else str(value) if type(value) is int else type(value).__name__
+    if isinstance(value, str):
+        return repr(value[:200])
+    if type(value) is int:
+        return str(value)
+    return type(value).__name__
 
 
 class _Reading:
     """Goes through what `.metadata` says."""
 
     def __init__(self, path: Path, top: Any) -> None:
-        self.path, self.top = path, top
+        self.path = path
+        self.top = top
         self.where = str(path / METADATA)
         self.sizes: dict[str, int] = {}
 
@@ -183,7 +217,8 @@ class _Reading:
         fields = self.fields(self.top)
         places = self.places(fields.get("storage_data"))
         self.check_apart(places)
-        out, objects = dict[str, Stored](), 0
+        out = dict[str, Stored]()
+        objects = 0
         for name, value in self.pairs(fields.get("state_dict_metadata"), "state_dict_metadata"):
             if not isinstance(name, str) or not 0 < len(name) <= MAX_NAME or name in out:
                 raise self.refused(f"a name is there twice, or is none: {_shown(name)}")
@@ -192,7 +227,9 @@ class _Reading:
             if value.name.endswith(".BytesStorageMetadata"):
                 objects += 1
             else:
-                out[name] = self.tensor(name, self.fields(value), places if is_weight(name) else None)
+                out[name] = self.tensor(
+                    name, self.fields(value), places if is_weight(name) else None
+                )
         kept = places.get((_COMMON, None))
         common = Chunk((), (), self.path / kept[0], *kept[1:]) if kept is not None else None
         return TorchDist(self.path, out, objects, common)
@@ -202,7 +239,9 @@ class _Reading:
         return dict(self.pairs(record.state, record.name.rpartition(".")[2], str))
 
     def pairs(self, value: Any, what: str, kind: type = object) -> Iterator[tuple[Any, Any]]:
-        if not isinstance(value, Mapped) or not all(isinstance(key, kind) for key, _ in value.pairs):
+        if not isinstance(value, Mapped) or not all(
+            isinstance(key, kind) for key, _ in value.pairs
+        ):
             raise self.refused(f"{what} is no dict of what it should hold")
         yield from value.pairs
 
@@ -210,7 +249,9 @@ class _Reading:
         """A `torch.Size`, or a plain list of sizes."""
         if isinstance(value, Record) and value.name == _SIZE and len(value.arguments) == 1:
             (value,) = value.arguments
-        if not isinstance(value, tuple | list) or not all(type(n) is int and 0 <= n < _LARGEST for n in value):
+        if not isinstance(value, tuple | list) or not all(
+            type(n) is int and 0 <= n < _LARGEST for n in value
+        ):
             raise self.refused(f"{what[:200]} has a shape or an offset that cannot be")
         if len(value) > MAX_DIMENSIONS:
             raise self.refused(f"{what[:200]} has {len(value)} dimensions")
@@ -230,8 +271,10 @@ class _Reading:
         """Name and offset of a chunk, and where it is."""
         if not isinstance(info, Record) or not key.name.endswith(".MetadataIndex"):
             raise self.refused("storage_data does not say where chunks are")
-        index, found = self.fields(key), self.fields(info)
-        name, offset = index.get("fqn"), index.get("offset")
+        index = self.fields(key)
+        found = self.fields(info)
+        name = index.get("fqn")
+        offset = index.get("offset")
         if not isinstance(name, str):
             raise self.refused("a chunk belongs to no tensor")
         place = (name, self.numbers(offset, name) if offset is not None else None)
@@ -240,9 +283,15 @@ class _Reading:
             raise self.refused(f"{_shown(file)} is no plain name of a .distcp file")
         if found.get("transform_descriptors"):
             raise self.refused(f"{name[:200]} is compressed or transformed, which is not read")
-        if not (type(start) is int and type(length) is int and 0 <= start < _LARGEST and 0 < length < _LARGEST):
+        if not (
+            type(start) is int
+            and type(length) is int
+            and 0 <= start < _LARGEST
+            and 0 < length < _LARGEST
+        ):
             raise self.refused(
-                f"{name[:200]} begins at byte {_shown(start)} and has {_shown(length)} bytes, which cannot be"
+                f"{name[:200]} begins at byte {_shown(start)} and has {_shown(length)} bytes, which"
+                " cannot be"
             )
         return place, (file, start, length)
 
@@ -254,9 +303,13 @@ class _Reading:
         for file, ranges in by_file.items():
             for (_, stop, one), (start, _, other) in pairwise(sorted(ranges)):
                 if start < stop:
-                    raise self.refused(f"{one[:200]} and {other[:200]} have bytes of {file} in common")
+                    raise self.refused(
+                        f"{one[:200]} and {other[:200]} have bytes of {file} in common"
+                    )
 
-    def tensor(self, name: str, fields: Mapping[str, Any], places: Mapping[Any, Any] | None) -> Stored:
+    def tensor(
+        self, name: str, fields: Mapping[str, Any], places: Mapping[Any, Any] | None
+    ) -> Stored:
         """A tensor; with `places`, its chunks."""
         kind = self.dtype(name, fields.get("properties"))
         shape = self.numbers(fields.get("size"), name)
@@ -283,31 +336,42 @@ class _Reading:
         fields = self.fields(value)
         offset, shape = (self.numbers(fields.get(word), name) for word in ("offsets", "sizes"))
         if (name, offset) not in places:
-            raise self.refused(f"it does not say where the chunk of {name[:200]} at {list(offset)} is")
+            raise self.refused(
+                f"it does not say where the chunk of {name[:200]} at {list(offset)} is"
+            )
         file, start, length = places[name, offset]
         if file not in self.sizes:
             with open_plain(self.path / file) as opened:
                 self.sizes[file] = opened.seek(0, 2)
         if start + length > self.sizes[file]:
-            end = f"{name[:200]} ends at byte {start + length} of {file}, which has {self.sizes[file]}"
+            end = (
+                f"{name[:200]} ends at byte {start + length} of {file}, which has"
+                f" {self.sizes[file]}"
+            )
             raise self.refused(end)
         if prod(shape) * width > length:
-            raise self.refused(f"a chunk of {name[:200]} has shape {list(shape)}, and {length} bytes")
+            raise self.refused(
+                f"a chunk of {name[:200]} has shape {list(shape)}, and {length} bytes"
+            )
         return Chunk(offset, shape, self.path / file, start, length)
 
     def check_covered(self, name: str, shape: tuple[int, ...], chunks: tuple[Chunk, ...]) -> None:
         """Every number of a tensor is in one chunk.
 
-        The corners of boxes, each with the sign of its place in its box, cancel but for the corners of the whole if
-        and only if the boxes fill the whole once.
+        The corners of boxes, each with the sign of its place in its box, cancel but for the corners
+        of the whole if and only if the boxes fill the whole once.
         """
         corners: dict[tuple[int, ...], int] = defaultdict(int)
         boxes = [((0,) * len(shape), shape, -1), *((c.offset, c.shape, 1) for c in chunks)]
         for offset, size, sign in boxes:
             if len(offset) != len(shape) or len(size) != len(shape) or 0 in size:
-                raise self.refused(f"{name[:200]} of shape {list(shape)} has a chunk of shape {list(size)}")
+                raise self.refused(
+                    f"{name[:200]} of shape {list(shape)} has a chunk of shape {list(size)}"
+                )
             for ends in product((0, 1), repeat=len(shape)):
                 corner = tuple(o + n * end for o, n, end in zip(offset, size, ends, strict=True))
                 corners[corner] += sign * (-1) ** sum(ends)
         if any(corners.values()):
-            raise self.refused(f"the chunks of {name[:200]} do not fill its shape {list(shape)} once")
+            raise self.refused(
+                f"the chunks of {name[:200]} do not fill its shape {list(shape)} once"
+            )

@@ -28,7 +28,9 @@ MOST_PARTS = 1 << 19
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """A tensor of a checkpoint, or of one that counts layers or experts along its first axes a place there."""
+    """A tensor of a checkpoint, or of one that counts layers or experts along its first axes a
+    place there.
+    """
 
     stored: Stored
     numbers: tuple[int, ...] = ()
@@ -50,7 +52,9 @@ class Part:
 
 
 class TorchDistReader:
-    """The weights of a checkpoint by their one name each; remembers a hash of everything that it read."""
+    """The weights of a checkpoint by their one name each; remembers a hash of everything that it
+    read.
+    """
 
     def __init__(self, source: TorchDist) -> None:
         """Takes what `open_torch_dist` gave.
@@ -74,12 +78,16 @@ class TorchDistReader:
 
     def _add(self, stored: Stored) -> None:
         if stored.dtype not in FORMATS:
-            raise CorruptData(f"{stored.name[:200]} has numbers of kind {stored.dtype}, which is no weight's")
+            raise CorruptData(
+                f"{stored.name[:200]} has numbers of kind {stored.dtype}, which is no weight's"
+            )
         axes = counted_axes(stored.name)
         counts = stored.shape[:axes]
         self._count += prod(counts)
         if len(counts) < axes or self._count > MOST_PARTS:
-            raise CorruptData(f"{stored.name[:200]} of shape {list(stored.shape)} does not count layers")
+            raise CorruptData(
+                f"{stored.name[:200]} of shape {list(stored.shape)} does not count layers"
+            )
         for numbers in product(*map(range, counts)):
             self._held[one_name(stored.name, numbers)].append((Part(stored, numbers),))
 
@@ -87,10 +95,15 @@ class TorchDistReader:
         for gate in [name for name in self._held if name.endswith(GATE)]:
             whole = gate.removesuffix(GATE)
             if f"{whole}{UP}" in self._held:
-                gates, ups = self._held.pop(gate), self._held.pop(f"{whole}{UP}")
+                gates = self._held.pop(gate)
+                ups = self._held.pop(f"{whole}{UP}")
                 if len(gates) != len(ups):
-                    raise CorruptData(f"{whole[:200]} has {len(gates)} gates, and {len(ups)} of what they gate")
-                self._held[whole] += [first + second for first, second in zip(gates, ups, strict=True)]
+                    raise CorruptData(
+                        f"{whole[:200]} has {len(gates)} gates, and {len(ups)} of what they gate"
+                    )
+                self._held[whole] += [
+                    first + second for first, second in zip(gates, ups, strict=True)
+                ]
 
     def parts(self, name: str) -> tuple[str, ...]:
         """What is read for a weight: of the checkpoint's tensors that hold it, all."""
@@ -103,7 +116,9 @@ class TorchDistReader:
     def shape(self, name: str) -> tuple[int, ...]:
         """Of what `tensor` gives."""
         first, *others = self._held[name][0]
-        return (first.shape[0] + others[0].shape[0], *first.shape[1:]) if others and first.shape else first.shape
+        if others and first.shape:
+            return (first.shape[0] + others[0].shape[0], *first.shape[1:])
+        return first.shape
 
     def nbytes(self, name: str) -> int:
         """Of what `tensor` gives."""
@@ -111,7 +126,9 @@ class TorchDistReader:
 
     def decoding(self, name: str) -> str:
         """How a weight is put together; empty: it is one tensor."""
-        words = ["gate over up"] * (len(self._held[name][0]) > 1) + ["held twice"] * (len(self._held[name]) > 1)
+        words = ["gate over up"] * (len(self._held[name][0]) > 1) + ["held twice"] * (
+            len(self._held[name]) > 1
+        )
         return ", ".join(words)
 
     def tensor(self, name: str) -> Words:
@@ -123,7 +140,9 @@ class TorchDistReader:
         found, *others = (self._whole(parts) for parts in self._held[name])
         for (part, *_), other in zip(self._held[name][1:], others, strict=True):
             if part.dtype != self.dtype(name) or not np.array_equal(found, other):
-                raise CorruptData(f"{part.name} and {self._held[name][0][0].name} are the same weight and differ")
+                raise CorruptData(
+                    f"{part.name} and {self._held[name][0][0].name} are the same weight and differ"
+                )
         return found
 
     def hash_of(self, name: str) -> str:
@@ -133,7 +152,9 @@ class TorchDistReader:
 
     def _whole(self, parts: tuple[Part, ...]) -> Words:
         """A weight of its one part, or of its gate and what is gated."""
-        if len(parts) > 1 and (not parts[0].shape or len({(part.dtype, part.shape[1:]) for part in parts}) > 1):
+        if len(parts) > 1 and (
+            not parts[0].shape or len({(part.dtype, part.shape[1:]) for part in parts}) > 1
+        ):
             raise CorruptData(f"{parts[0].name} and {parts[1].name} do not fit together")
         read = [self._read(part) for part in parts]
         return np.concatenate(read) if len(read) > 1 else read[0]
@@ -163,16 +184,25 @@ class TorchDistReader:
 
 
 def _copy(stored: Stored, chunk: Chunk, box: Words, offset: tuple[int, ...]) -> None:
-    """Fill what a chunk holds of `box`, which lies at `offset` in the tensor; no more of the chunk is read."""
+    """Fill what a chunk holds of `box`, which lies at `offset` in the tensor; no more of the chunk
+    is read.
+    """
     lows = [max(a, b) for a, b in zip(offset, chunk.offset, strict=True)]
-    highs = [min(a + n, b + m) for a, n, b, m in zip(offset, box.shape, chunk.offset, chunk.shape, strict=True)]
+    highs = [
+        min(a + n, b + m)
+        for a, n, b, m in zip(offset, box.shape, chunk.offset, chunk.shape, strict=True)
+    ]
     sizes = [high - low for low, high in zip(lows, highs, strict=True)]
     if any(size <= 0 for size in sizes):
         return
     numbers = numbers_of(stored, chunk)
-    first = sum((low - at) * step for low, at, step in zip(lows, chunk.offset, numbers.strides, strict=True))
+    first = sum(
+        (low - at) * step for low, at, step in zip(lows, chunk.offset, numbers.strides, strict=True)
+    )
     count = 1 + sum((size - 1) * step for size, step in zip(sizes, numbers.strides, strict=True))
-    place: Any = [slice(low - at, high - at) for low, high, at in zip(lows, highs, offset, strict=True)]
+    place: Any = [
+        slice(low - at, high - at) for low, high, at in zip(lows, highs, offset, strict=True)
+    ]
     here = box[(*place, ...)]
     flat = np.empty(count, box.dtype)
     with open_plain(chunk.path) as file:
@@ -180,8 +210,12 @@ def _copy(stored: Stored, chunk: Chunk, box: Words, offset: tuple[int, ...]) -> 
             file.seek(numbers.start + first * box.itemsize)
             _fill(file, buffer_of(flat), stored.name)
         except OSError as error:
-            raise CorruptData(f"{chunk.path}: {stored.name[:200]} cannot be read: {error.strerror}") from None
-    here[...] = np.lib.stride_tricks.as_strided(flat, sizes, [step * box.itemsize for step in numbers.strides])
+            raise CorruptData(
+                f"{chunk.path}: {stored.name[:200]} cannot be read: {error.strerror}"
+            ) from None
+    here[...] = np.lib.stride_tricks.as_strided(
+        flat, sizes, [step * box.itemsize for step in numbers.strides]
+    )
 
 
 def _fill(file: Any, buffer: memoryview, name: str) -> None:

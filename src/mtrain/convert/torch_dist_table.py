@@ -19,11 +19,15 @@ from mtrain.models.gpt.torch_dist import VOCABULARY, one_name
 from mtrain.models.table import SAME, Copy, Entry, Operation, Table, with_rows
 
 MOST_PADDING = 8192
-"""Rows of a table of token ids beyond the vocabulary: fewer, as 128 for each of 64 tensor-parallel ranks make."""
+"""Rows of a table of token ids beyond the vocabulary: fewer, as 128 for each of 64 tensor-parallel
+ranks make.
+"""
 
 
 def _rows(tensors: list[Any], model: Any) -> list[Any]:
-    """Rows up to those of our padded vocabulary, whatever theirs is padded to; unchanged where it is another's."""
+    """Rows up to those of our padded vocabulary, whatever theirs is padded to; unchanged where it
+    is another's.
+    """
     (table,), ids, rows = tensors, model.vocab_size, model.padded_vocab_size
     if not ids <= len(table) < ids + MOST_PADDING:
         return tensors
@@ -33,7 +37,10 @@ def _rows(tensors: list[Any], model: Any) -> list[Any]:
 
 
 PADDING = Operation("padded vocabulary", _rows, lambda tensors, model: tensors)
-"""Theirs is padded to a multiple of their own; ours to one of 128. Rows that both have are kept as they are."""
+"""Theirs is padded to a multiple of their own; ours to one of 128.
+
+Rows that both have are kept as they are.
+"""
 
 
 def torch_dist_name(box: Box) -> str:
@@ -42,7 +49,9 @@ def torch_dist_name(box: Box) -> str:
 
 
 def table_of(ours: Mapping[str, Box]) -> Table:
-    """The table of a model's weights; it is made of megatron-core's own names for our model (`ShardSpec`)."""
+    """The table of a model's weights; it is made of megatron-core's own names for our model
+    (`ShardSpec`).
+    """
     return Table(
         once=tuple(_entry(name, torch_dist_name(tensor)) for name, tensor in ours.items()),
         layer=(),
@@ -65,7 +74,11 @@ def check_shapes(reader: TorchDistReader, ours: Mapping[str, Box], ids: int) -> 
         if name not in reader.names:  # which `match` says
             continue
         shape = reader.shape(name)
-        padded = name in VOCABULARY and len(shape) == len(tensor.shape) and ids <= shape[0] < ids + MOST_PADDING
+        padded = (
+            name in VOCABULARY
+            and len(shape) == len(tensor.shape)
+            and ids <= shape[0] < ids + MOST_PADDING
+        )
         if shape != tensor.shape and not (padded and shape[1:] == tensor.shape[1:]):
             theirs = f"{reader.parts(name)[0]} makes a tensor of shape {list(shape)}"
             raise CorruptData(f"{theirs}, and our {own} has {list(tensor.shape)}")
@@ -91,7 +104,8 @@ class _Cut:
 
 
 def beside(reader: TorchDistReader, checkpoint: Saved, run: RunConfig) -> list[Held]:
-    """The weights of a checkpoint of megatron-core and those of one of ours, to be compared; padding is left out.
+    """The weights of a checkpoint of megatron-core and those of one of ours, to be compared;
+    padding is left out.
 
     Raises:
         CorruptData: the checkpoint of ours lacks a weight of the run's model.

@@ -1,7 +1,8 @@
-"""A checkpoint's weights as one of megatron-core's format `torch_dist`, a layer or an expert at a time.
+"""A checkpoint's weights as one of megatron-core's format `torch_dist`, a layer or an expert at a
+time.
 
-torch.distributed.checkpoint writes it: `FileSystemWriter` asks its planner for each tensor when it comes to it, so
-that the whole model is never in memory.
+torch.distributed.checkpoint writes it: `FileSystemWriter` asks its planner for each tensor when it
+comes to it, so that the whole model is never in memory.
 """
 
 from __future__ import annotations
@@ -18,8 +19,19 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import create_default_global_save_plan
-from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, MetadataIndex, TensorProperties
-from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, TensorWriteData, WriteItem, WriteItemType
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorProperties,
+)
+from torch.distributed.checkpoint.planner import (
+    SavePlan,
+    SavePlanner,
+    TensorWriteData,
+    WriteItem,
+    WriteItemType,
+)
 
 from mtrain.ckpt import folder as ckpt_folder
 from mtrain.ckpt.hashes import hash_bytes
@@ -39,7 +51,9 @@ VERSION = 3.0
 
 @dataclass(frozen=True)
 class _Piece:
-    """What is written of a step: a weight, or the place of it in the tensor of all layers or experts."""
+    """What is written of a step: a weight, or the place of it in the tensor of all layers or
+    experts.
+    """
 
     step: Step
     name: str
@@ -67,7 +81,9 @@ class _Planner(SavePlanner):
     record: Record
     by_place: dict[tuple[str, tuple[int, ...]], _Piece] = field(default_factory=dict)
 
-    def set_up_planner(self, state_dict: Any, storage_meta: Any = None, is_coordinator: bool = False) -> None:
+    def set_up_planner(
+        self, state_dict: Any, storage_meta: Any = None, is_coordinator: bool = False
+    ) -> None:
         self.by_place = {(piece.name, piece.offset): piece for piece in self.pieces}
 
     def create_local_plan(self) -> SavePlan:
@@ -75,7 +91,9 @@ class _Planner(SavePlanner):
         for piece in self.pieces:
             known = counts.setdefault(piece.name, [0] * len(piece.numbers))
             counts[piece.name] = [max(a, n + 1) for a, n in zip(known, piece.numbers, strict=True)]
-        states = dict.fromkeys(key for piece in self.pieces for key in _states(piece, counts[piece.name]))
+        states = dict.fromkeys(
+            key for piece in self.pieces for key in _states(piece, counts[piece.name])
+        )
         objects = [WriteItem(MetadataIndex(key), WriteItemType.BYTE_IO) for key in states]
         return SavePlan([*objects, *(_item(piece, counts[piece.name]) for piece in self.pieces)])
 
@@ -95,12 +113,18 @@ class _Planner(SavePlanner):
         ((_, made),) = self.weights.of_step(piece.step, None if piece.again else self.record)
         assert (made.words.shape, made.dtype) == (piece.shape, piece.dtype), piece.name
         place = f"{piece.name}{list(piece.numbers)}" if piece.numbers else piece.name
-        self.record.target[place] = (made.dtype, piece.shape, made.sha256 or hash_bytes(buffer_of(made.words)))
+        self.record.target[place] = (
+            made.dtype,
+            piece.shape,
+            made.sha256 or hash_bytes(buffer_of(made.words)),
+        )
         return as_tensor(made.words, made.dtype).view(piece.box)
 
 
 def _states(piece: _Piece, counts: list[int]) -> Iterator[str]:
-    """Keys of what megatron-core asks for beside a weight: the state of its module, which may be None."""
+    """Keys of what megatron-core asks for beside a weight: the state of its module, which may be
+    None.
+    """
     place, of = (".".join(map(str, numbers)) for numbers in (piece.numbers or (0,), counts or (1,)))
     for module in modules_with_state(piece.name):
         yield f"{module}._extra_state/shard_{place}_{of}"
@@ -110,7 +134,9 @@ def _item(piece: _Piece, counts: list[int]) -> WriteItem:
     properties = TensorProperties(dtype=getattr(torch, IN_TORCH[piece.dtype]))
     chunk = ChunkStorageMetadata(torch.Size(piece.offset), torch.Size(piece.box))
     data = TensorWriteData(chunk, properties, torch.Size((*counts, *piece.shape)))
-    return WriteItem(MetadataIndex(piece.name, chunk.offsets), WriteItemType.SHARD, tensor_data=data)
+    return WriteItem(
+        MetadataIndex(piece.name, chunk.offsets), WriteItemType.SHARD, tensor_data=data
+    )
 
 
 def _pieces(weights: Weights, model: ModelConfig, *, stacked: bool) -> Iterator[_Piece]:
@@ -119,19 +145,23 @@ def _pieces(weights: Weights, model: ModelConfig, *, stacked: bool) -> Iterator[
         (name,) = step.theirs
         for number, written in enumerate(names_written(name, model)):
             tensor, numbers = gathered(written, layers=stacked)
-            yield _Piece(step, tensor, numbers, made[name].shape, made[name].dtype, again=number > 0)
+            yield _Piece(
+                step, tensor, numbers, made[name].shape, made[name].dtype, again=number > 0
+            )
 
 
 def export_torch_dist(weights: Weights, run: RunConfig, out: Path, *, stacked: bool) -> Record:
     """Write the folder `release`, and the file that says so to Megatron-LM, into the folder `out`.
 
-    One file holds all weights. Peak memory is that of the largest weight: an embedding, or one layer's or expert's.
+    One file holds all weights. Peak memory is that of the largest weight: an embedding, or one
+    layer's or expert's.
 
     Args:
         weights: of the checkpoint, with the table of `table_of`.
         run: whose model it is.
         out: a folder that is there.
-        stacked: layers lie along the first axis of one tensor, as megatron-core has it where all layers are alike.
+        stacked: layers lie along the first axis of one tensor, as megatron-core has it where all
+            layers are alike.
 
     Raises:
         CorruptData: the checkpoint cannot be read.
@@ -143,7 +173,12 @@ def export_torch_dist(weights: Weights, run: RunConfig, out: Path, *, stacked: b
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # that torch.distributed is not in use
         try:
-            dcp.save({}, storage_writer=dcp.FileSystemWriter(folder, thread_count=1), planner=planner, no_dist=True)
+            dcp.save(
+                {},
+                storage_writer=dcp.FileSystemWriter(folder, thread_count=1),
+                planner=planner,
+                no_dist=True,
+            )
         except CheckpointException as error:  # around whatever was raised, also an interruption
             ((cause, _), *_) = error.failures.values()
             raise cause from None

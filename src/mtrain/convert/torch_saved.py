@@ -1,6 +1,9 @@
-"""A tensor as torch saves it: where in a file its numbers are. Nothing is unpickled; needs no torch.
+"""A tensor as torch saves it: where in a file its numbers are.
 
-It is a zip archive without compression: `data.pkl` says shape, strides and number format, `data/0` has the numbers.
+Nothing is unpickled; needs no torch.
+
+It is a zip archive without compression: `data.pkl` says shape, strides and number format, `data/0`
+has the numbers.
 
 Source: `torch.serialization`, torch 2.13, and the specification of zip (APPNOTE 6.3.10, 4.3.7).
 """
@@ -23,7 +26,9 @@ from mtrain.convert.torch_dist import DTYPES, Chunk, Stored
 from mtrain.errors import CorruptData
 
 MAX_PICKLE_BYTES = MAX_DIRECTORY_BYTES = 1 << 20
-"""Of what is read beside the numbers: of four or five entries, and of one tensor, a thousandth of it."""
+"""Of what is read beside the numbers: of four or five entries, and of one tensor, a thousandth of
+it.
+"""
 _LOCAL_HEADER = 30
 _ORDER = b"little"
 _STORAGES = {
@@ -39,13 +44,17 @@ _STORAGES = {
 _UNTYPED = "torch.storage.UntypedStorage"
 _TENSORS = ("torch._utils._rebuild_tensor_v2", "torch._utils._rebuild_tensor_v3")
 _PARAMETER = "torch._utils._rebuild_parameter"
-ADMITTED = frozenset([*_STORAGES, _UNTYPED, *_TENSORS, _PARAMETER, "collections.OrderedDict", *DTYPES])
+ADMITTED = frozenset(
+    [*_STORAGES, _UNTYPED, *_TENSORS, _PARAMETER, "collections.OrderedDict", *DTYPES]
+)
 """What the pickle of a tensor may name."""
 
 
 @dataclass(frozen=True, slots=True)
 class Numbers:
-    """Where the numbers of a chunk are: element `index` at `start` plus the sum of index times stride, in numbers."""
+    """Where the numbers of a chunk are: element `index` at `start` plus the sum of index times
+    stride, in numbers.
+    """
 
     path: Path
     start: int
@@ -54,23 +63,36 @@ class Numbers:
 
 
 def numbers_of(tensor: Stored, chunk: Chunk) -> Numbers:
-    """Where the numbers of a chunk are; its shape and number format are those that the metadata says.
+    """Where the numbers of a chunk are; its shape and number format are those that the metadata
+    says.
 
     Raises:
-        CorruptData: the bytes of the chunk are no tensor that torch saved, or another one; nothing of them was run.
+        CorruptData: the bytes of the chunk are no tensor that torch saved, or another one; nothing
+            of them was run.
     """
     where = f"{chunk.path}: the chunk of {tensor.name[:200]} at byte {chunk.start}"
     with open_plain(chunk.path) as file, _Window(file, chunk) as window:
         try:
             with zipfile.ZipFile(window) as archive:
                 return _find(archive, window, tensor, chunk, where)
-        except (zipfile.BadZipFile, ValueError, struct.error, EOFError, NotImplementedError, OverflowError) as error:
-            raise CorruptData(f"{where} is no tensor that torch saved: {str(error)[:100]}") from None
+        except (
+            zipfile.BadZipFile,
+            ValueError,
+            struct.error,
+            EOFError,
+            NotImplementedError,
+            OverflowError,
+        ) as error:
+            raise CorruptData(
+                f"{where} is no tensor that torch saved: {str(error)[:100]}"
+            ) from None
         except (OSError, RuntimeError, IndexError, TypeError, AttributeError):
             raise CorruptData(f"{where} is no tensor that torch saved") from None
 
 
-def _find(archive: zipfile.ZipFile, window: _Window, tensor: Stored, chunk: Chunk, where: str) -> Numbers:
+def _find(
+    archive: zipfile.ZipFile, window: _Window, tensor: Stored, chunk: Chunk, where: str
+) -> Numbers:
     entries = {info.filename.partition("/")[2]: info for info in archive.infolist()}
     if "byteorder" in entries:
         start, size = window.stored(entries["byteorder"], where)
@@ -87,7 +109,9 @@ def _find(archive: zipfile.ZipFile, window: _Window, tensor: Stored, chunk: Chun
     dtype, key, held, first, shape, strides = _described(made, where)
     if dtype != tensor.dtype or shape != chunk.shape:
         said = f"{tensor.dtype} of shape {list(chunk.shape)}"
-        raise CorruptData(f"{where} is {dtype} of shape {list(shape)[:16]}, and the metadata says {said}")
+        raise CorruptData(
+            f"{where} is {dtype} of shape {list(shape)[:16]}, and the metadata says {said}"
+        )
     if f"data/{key}" not in entries:
         raise CorruptData(f"{where} lacks its numbers")
     start, size = window.stored(entries[f"data/{key}"], where)
@@ -101,20 +125,30 @@ Described = tuple[str, str, int, int, tuple[int, ...], tuple[int, ...]]
 
 
 def _described(made: Any, where: str) -> Described:
-    """Number format, name and numbers of its storage, its first number in it, shape and strides of a saved tensor."""
+    """Number format, name and numbers of its storage, its first number in it, shape and strides of
+    a saved tensor.
+    """
     wrong = CorruptData(f"{where} is no tensor that torch saved")
     if not isinstance(made, Record) or made.name not in _TENSORS or len(made.arguments) < 4:
         raise wrong
     storage, first, shape, strides = made.arguments[:4]
-    if not isinstance(storage, Reference) or not isinstance(storage.value, tuple) or len(storage.value) != 5:
+    if (
+        not isinstance(storage, Reference)
+        or not isinstance(storage.value, tuple)
+        or len(storage.value) != 5
+    ):
         raise wrong
     word, kind, key, _, held = storage.value
     if word != "storage" or not isinstance(kind, Name) or not isinstance(key, str):
         raise wrong
     if isinstance(shape, Record) and len(shape.arguments) == 1:
         (shape,) = shape.arguments
-    sizes = [*shape, *strides] if isinstance(shape, tuple) and isinstance(strides, tuple) else [None]
-    if not all(type(n) is int and 0 <= n < 1 << 60 for n in (first, held, *sizes)) or len(shape) != len(strides):
+    sizes = (
+        [*shape, *strides] if isinstance(shape, tuple) and isinstance(strides, tuple) else [None]
+    )
+    if not all(type(n) is int and 0 <= n < 1 << 60 for n in (first, held, *sizes)) or len(
+        shape
+    ) != len(strides):
         raise wrong
     dtype = _STORAGES.get(kind.text)
     if kind.text == _UNTYPED and isinstance(made.arguments[-1], Name):
@@ -129,7 +163,9 @@ class _Window(io.RawIOBase):
     """The bytes of a chunk as a file of their own."""
 
     def __init__(self, file: BinaryIO, chunk: Chunk) -> None:
-        self.file, self.chunk, self.at = file, chunk, 0
+        self.file = file
+        self.chunk = chunk
+        self.at = 0
 
     def seekable(self) -> bool:
         return True
@@ -170,7 +206,11 @@ class _Window(io.RawIOBase):
 
     def stored(self, info: zipfile.ZipInfo, where: str) -> tuple[int, int]:
         """First byte and size of an entry, which is not compressed and lies inside."""
-        if info.compress_type != zipfile.ZIP_STORED or info.file_size != info.compress_size or info.flag_bits & 1:
+        if (
+            info.compress_type != zipfile.ZIP_STORED
+            or info.file_size != info.compress_size
+            or info.flag_bits & 1
+        ):
             raise CorruptData(f"{where} is compressed, which torch does not do")
         if not 0 <= info.header_offset <= self.chunk.length - _LOCAL_HEADER:
             raise CorruptData(f"{where} is no tensor that torch saved: an entry is outside of it")

@@ -1,4 +1,7 @@
-"""Numbers as words of their width. A conversion moves bits and need not know what they mean; so it needs no torch."""
+"""Numbers as words of their width.
+
+A conversion moves bits and need not know what they mean; so it needs no torch.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +18,12 @@ if TYPE_CHECKING:
 Words = np.ndarray[Any, np.dtype[Any]]
 IN_TORCH = {
     **{"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"},
-    **{"F8_E4M3": "float8_e4m3fn", "F8_E5M2": "float8_e5m2", "F8_E8M0": "float8_e8m0fnu", "BOOL": "bool"},
+    **{
+        "F8_E4M3": "float8_e4m3fn",
+        "F8_E5M2": "float8_e5m2",
+        "F8_E8M0": "float8_e8m0fnu",
+        "BOOL": "bool",
+    },
     **{"I64": "int64", "I32": "int32", "I16": "int16", "I8": "int8", "U8": "uint8"},
     **{"U64": "uint64", "U32": "uint32", "U16": "uint16"},
 }

@@ -26,15 +26,21 @@ class _Read(Generic[K, V]):
 
 
 class Ahead(Generic[K, V]):
-    """Reads what keys stand for, up to `depth` keys ahead of the one that is taken; 0: each when it is taken.
+    """Reads what keys stand for, up to `depth` keys ahead of the one that is taken; 0: each when it
+    is taken.
 
-    `read(key)` is a function of its key alone: a key that was not expected drops what was read ahead, and the values
-    stay the same. `following(key)` is the key that is taken next; None: there is none. An error of a read is raised
-    where its key is taken. Whoever forgets `close` leaves no thread either: it ends with this object.
+    `read(key)` is a function of its key alone: a key that was not expected drops what was read
+    ahead, and the values stay the same. `following(key)` is the key that is taken next; None: there
+    is none. An error of a read is raised where its key is taken. Whoever forgets `close` leaves no
+    thread either: it ends with this object.
     """
 
-    def __init__(self, read: Callable[[K], V], following: Callable[[K], K | None], depth: int) -> None:
-        self._read, self._following, self._depth = read, following, depth
+    def __init__(
+        self, read: Callable[[K], V], following: Callable[[K], K | None], depth: int
+    ) -> None:
+        self._read = read
+        self._following = following
+        self._depth = depth
         self._ahead: deque[_Read[K, V]] = deque()
         self._tasks: SimpleQueue[_Read[K, V] | None] = SimpleQueue()
         self._thread: threading.Thread | None = None
@@ -48,7 +54,8 @@ class Ahead(Generic[K, V]):
             return self._read(key)
         self.expect(key)
         current = self._ahead[0]
-        value, error = current.outcome.get()  # nothing of Python between here and the wait: stacks name this line
+        # nothing of Python between here and the wait: stacks name this line
+        value, error = current.outcome.get()
         self._ahead.popleft()
         if error is not None:
             raise error
@@ -70,7 +77,8 @@ class Ahead(Generic[K, V]):
         if self._thread is not None:
             self._tasks.put(None)
             self._thread.join(CLOSING_S)
-            self._thread, self._tasks = None, SimpleQueue()
+            self._thread = None
+            self._tasks = SimpleQueue()
 
     def _look_ahead(self) -> None:
         while len(self._ahead) < self._depth + 1:

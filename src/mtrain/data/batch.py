@@ -1,8 +1,9 @@
 """Micro-batches of one data-parallel rank, as torch tensors.
 
-Every rank reads the tokens that it needs for itself; nothing is broadcast. The memory maps of the ranks of a machine
-share the page cache, so the bytes are read once; which samples make a step is a pure function of the
-number of samples consumed, so that tensor-parallel ranks cannot disagree; and there is no collective that can hang.
+Every rank reads the tokens that it needs for itself; nothing is broadcast. The memory maps of the
+ranks of a machine share the page cache, so the bytes are read once; which samples make a step is a
+pure function of the number of samples consumed, so that tensor-parallel ranks cannot disagree; and
+there is no collective that can hang.
 """
 
 from __future__ import annotations
@@ -32,7 +33,8 @@ class Source(Protocol):
 
 
 class MicroBatch(TypedDict):
-    """What a forward step takes; tensors are [micro_batch_size, seq_length], packed ones [1, micro * seq_length].
+    """What a forward step takes; tensors are [micro_batch_size, seq_length], packed ones [1, micro
+    * seq_length].
 
     A family of models may add tensors of its own: its chunks are called with them by their names.
     """
@@ -48,10 +50,15 @@ class MicroBatch(TypedDict):
     cu_seqlens: NotRequired[torch.Tensor]
     """packed: int32 [documents + 1], where each document starts, and the end of the last."""
     loss_counts: NotRequired[torch.Tensor]
-    """float32: what each prediction adds to the count that the sum of losses is divided by; absent: `loss_mask`."""
+    """float32: what each prediction adds to the count that the sum of losses is divided by; absent:
+    `loss_mask`.
+    """
     padding: NotRequired[torch.Tensor]
-    """bool: True where there is no token. A token is what was read of the data, whether it is predicted from or not:
-    routers of experts, speed and model FLOPs count these alone. Absent: every position holds one."""
+    """bool: True where there is no token.
+
+    A token is what was read of the data, whether it is predicted from or not: routers of experts,
+    speed and model FLOPs count these alone. Absent: every position holds one.
+    """
 
 
 @dataclass(frozen=True)
@@ -65,18 +72,21 @@ class Packing:
 
 
 Form = Callable[[torch.Tensor, np.ndarray], MicroBatch]
-"""What is learned from samples: their micro-batch, from their tokens, int64 [n, seq_length + 1], and their global
-numbers, int64 [n]. A function of these alone, random numbers included, so that every rank and a resumed run make the
-same."""
+"""What is learned from samples: their micro-batch, from their tokens, int64 [n, seq_length + 1],
+and their global numbers, int64 [n]. A function of these alone, random numbers included, so that
+every rank and a resumed run make the same.
+"""
 
 
 def next_token(
-    masked_eod: int | None = None, packing: Packing | None = None, moved: FillInTheMiddle | None = None
+    masked_eod: int | None = None,
+    packing: Packing | None = None,
+    moved: FillInTheMiddle | None = None,
 ) -> Form:
     """Each token is predicted from those before it.
 
-    With `masked_eod` no loss counts for the prediction that follows this token. With `packing`, samples are packed
-    documents. `moved` says what of them is read in another order.
+    With `masked_eod` no loss counts for the prediction that follows this token. With `packing`,
+    samples are packed documents. `moved` says what of them is read in another order.
     """
 
     def form(windows: torch.Tensor, numbers: np.ndarray) -> MicroBatch:
@@ -84,9 +94,11 @@ def next_token(
             windows = torch.from_numpy(moved(windows.numpy(), numbers))
         if packing is not None:
             return pack(windows, packing)
-        # in numpy: the thread that reads ahead must not start threads of torch's beside those of the step
+        # in numpy: the thread that reads ahead must not start threads of torch's beside those of
+        # the step
         text = windows.numpy()
-        tokens, labels = np.ascontiguousarray(text[:, :-1]), np.ascontiguousarray(text[:, 1:])
+        tokens = np.ascontiguousarray(text[:, :-1])
+        labels = np.ascontiguousarray(text[:, 1:])
         mask = np.ones(tokens.shape, np.float32)
         if masked_eod is not None:
             mask[tokens == masked_eod] = 0.0
@@ -98,15 +110,17 @@ def next_token(
 
 
 class GlobalBatches:
-    """The share of one data-parallel rank in each step. A step is the samples [consumed, consumed + size), its size
-    the global one unless it is given.
+    """The share of one data-parallel rank in each step.
 
-    Micro-batch m of rank r takes the samples consumed + m * (micro * dp_size) + r * micro + j, so the samples
-    of a step are the same for any dp_size; `balanced` deals those out by the squares of the lengths of their packed
-    documents. `form` makes a micro-batch of them. With `limit` it is an evaluation: samples from that number on, and
-    those that were there before, only fill a step: no loss of theirs counts, and they are padding. `average` is
-    `trainer.loss_average`. `depths` is how many tokens behind the next one are predicted as well: see
-    `further_masks`. Raises ConfigError if the global batch cannot be cut evenly.
+    A step is the samples [consumed, consumed + size), its size the global one unless it is given.
+
+    Micro-batch m of rank r takes the samples consumed + m * (micro * dp_size) + r * micro + j, so
+    the samples of a step are the same for any dp_size; `balanced` deals those out by the squares of
+    the lengths of their packed documents. `form` makes a micro-batch of them. With `limit` it is an
+    evaluation: samples from that number on, and those that were there before, only fill a step: no
+    loss of theirs counts, and they are padding. `average` is `trainer.loss_average`. `depths` is
+    how many tokens behind the next one are predicted as well: see `further_masks`. Raises
+    ConfigError if the global batch cannot be cut evenly.
     """
 
     def __init__(
@@ -124,10 +138,18 @@ class GlobalBatches:
     ) -> None:
         stride = micro_batch_size * dp_size
         if global_batch_size % stride or not 0 <= dp_rank < dp_size:
-            rule = f"must be a multiple of micro_batch_size * dp = {micro_batch_size} * {dp_size} = {stride}"
+            rule = (
+                f"must be a multiple of micro_batch_size * dp = {micro_batch_size} * {dp_size} ="
+                f" {stride}"
+            )
             fix = f"trainer.global_batch_size={max(1, round(global_batch_size / stride)) * stride}"
-            raise ConfigError([Problem("MT606", "trainer.global_batch_size", global_batch_size, rule, fix)])
-        self.samples, self.form, self.limit, self.average = samples, form or next_token(), limit, average
+            raise ConfigError(
+                [Problem("MT606", "trainer.global_batch_size", global_batch_size, rule, fix)]
+            )
+        self.samples = samples
+        self.form = form or next_token()
+        self.limit = limit
+        self.average = average
         self.depths = depths
         self.counted = 0
         """Samples of an evaluation."""
@@ -136,8 +158,12 @@ class GlobalBatches:
             self.counted, end = first_once(samples, limit)
         self.steps = -(-end // global_batch_size)
         """Steps of an evaluation."""
-        self.global_batch_size, self.micro_batch_size = global_batch_size, micro_batch_size
-        self._rank, self._ranks, self._stride, self._balanced = dp_rank, dp_size, stride, balanced
+        self.global_batch_size = global_batch_size
+        self.micro_batch_size = micro_batch_size
+        self._rank = dp_rank
+        self._ranks = dp_size
+        self._stride = stride
+        self._balanced = balanced
 
     @property
     def pads(self) -> bool:
@@ -151,23 +177,36 @@ class GlobalBatches:
         """
         count, rest = divmod(size or self.global_batch_size, self._stride)
         if rest:
-            raise ValueError(f"a step of {size} samples is no multiple of {self._stride}, one micro-batch per rank")
+            raise ValueError(
+                f"a step of {size} samples is no multiple of {self._stride}, one micro-batch per"
+                " rank"
+            )
         places = np.arange(count * self._stride).reshape(count, self._ranks, -1)
         if self._balanced:
-            works = [self._work(consumed_samples + first) for first in range(0, places.size, self._stride)]
+            works = [
+                self._work(consumed_samples + first)
+                for first in range(0, places.size, self._stride)
+            ]
             places = by_work(np.concatenate(works), self.micro_batch_size, self._ranks)
         return consumed_samples + places[:, self._rank]
 
     def _work(self, first: int) -> np.ndarray:
-        """What attention of the samples from `first` on, one of each place of a micro-batch of all ranks, takes."""
+        """What attention of the samples from `first` on, one of each place of a micro-batch of all
+        ranks, takes.
+        """
         numbers = first + np.arange(self._stride, dtype=np.int64)
         windows = torch.from_numpy(self.samples.batch(numbers))
         rows = zip(windows.split(1), numbers[:, None], strict=True)
-        bounds = [self.form(tokens, number)["cu_seqlens"].numpy().astype(np.float64) for tokens, number in rows]
+        bounds = [
+            self.form(tokens, number)["cu_seqlens"].numpy().astype(np.float64)
+            for tokens, number in rows
+        ]
         return np.array([np.square(np.diff(ends)).sum() for ends in bounds])
 
     def microbatches(self, consumed_samples: int, size: int | None = None) -> list[MicroBatch]:
-        """The micro-batches of the step of `size` samples that starts after `consumed_samples` samples."""
+        """The micro-batches of the step of `size` samples that starts after `consumed_samples`
+        samples.
+        """
         numbers = self.numbers(consumed_samples, size)
         fills = self._fills(numbers) if self.pads else np.zeros(numbers.shape, np.bool_)
         numbers = np.where(fills, 0, numbers)  # behind the last sample there may be none to read
@@ -182,7 +221,9 @@ class GlobalBatches:
     def _fills(self, numbers: np.ndarray) -> np.ndarray:
         """Which samples of an evaluation do not count; bool, in the shape of their numbers."""
         assert self.limit is not None
-        return (numbers >= self.limit) | repeated(self.samples, numbers.ravel()).reshape(numbers.shape)
+        return (numbers >= self.limit) | repeated(self.samples, numbers.ravel()).reshape(
+            numbers.shape
+        )
 
     def _leave_out(self, batch: MicroBatch, part: torch.Tensor) -> None:
         """Make padding of the samples that are true in `part` [micro_batch_size].
@@ -201,15 +242,18 @@ class GlobalBatches:
 
 
 FURTHER = "further_masks"
-"""Of a micro-batch whose model predicts more than the next token: float32 [b, s, depths], the `loss_mask` of each
-depth, averaged for itself as `averaged` says, so that it adds up to the count of its losses."""
+"""Of a micro-batch whose model predicts more than the next token: float32 [b, s, depths], the
+`loss_mask` of each depth, averaged for itself as `averaged` says, so that it adds up to the count
+of its losses.
+"""
 
 
 def further_masks(batch: MicroBatch, depths: int, average: str, rows: int) -> torch.Tensor | None:
-    """`FURTHER` of a micro-batch of `rows` sequences that is not averaged yet; None: nothing more is predicted.
+    """`FURTHER` of a micro-batch of `rows` sequences that is not averaged yet; None: nothing more
+    is predicted.
 
-    From a position, depth d predicts what the position d behind it predicts, where that is in the same document, or
-    in the same row of what is not packed.
+    From a position, depth d predicts what the position d behind it predicts, where that is in the
+    same document, or in the same row of what is not packed.
     """
     if not depths:
         return None
@@ -224,23 +268,28 @@ def further_masks(batch: MicroBatch, depths: int, average: str, rows: int) -> to
     for depth in range(1, depths + 1):
         inside = torch.arange(len(flat)) + depth < end_of
         moved = torch.where(inside, flat.roll(-depth), 0.0).view_as(mask)
-        masks.append(averaged(cast(MicroBatch, {**batch, "loss_mask": moved}), average, rows)["loss_mask"])
+        masks.append(
+            averaged(cast(MicroBatch, {**batch, "loss_mask": moved}), average, rows)["loss_mask"]
+        )
     return torch.stack(masks, dim=-1)
 
 
 def averaged(batch: MicroBatch, average: str, rows: int) -> MicroBatch:
-    """A micro-batch of `rows` sequences whose losses are averaged over tokens, samples or sequences.
+    """A micro-batch of `rows` sequences whose losses are averaged over tokens, samples or
+    sequences.
 
-    The loss of a step is the sum over its predictions of loss_mask * loss, divided by the sum of loss_counts, both
-    over the whole global batch. `token`: each prediction that counts weighs 1 and adds 1 to the count. `sample`:
-    those of a sample, which is a document where documents are packed, weigh 1 together and add 1. `sequence`: the
-    same of a row. What has no prediction that counts adds nothing. A count is a whole number that stands at the first
-    prediction of its sample, so no layout that splits a sample over ranks changes it.
+    The loss of a step is the sum over its predictions of loss_mask * loss, divided by the sum of
+    loss_counts, both over the whole global batch. `token`: each prediction that counts weighs 1 and
+    adds 1 to the count. `sample`: those of a sample, which is a document where documents are
+    packed, weigh 1 together and add 1. `sequence`: the same of a row. What has no prediction that
+    counts adds nothing. A count is a whole number that stands at the first prediction of its
+    sample, so no layout that splits a sample over ranks changes it.
     """
     if average == "token":
         return batch
     mask = batch["loss_mask"]
-    flat, bounds = mask.flatten(), batch.get("cu_seqlens")
+    flat = mask.flatten()
+    bounds = batch.get("cu_seqlens")
     if average == "sample" and bounds is not None:
         lengths = bounds.diff().long()
     else:
@@ -261,9 +310,9 @@ def averaged(batch: MicroBatch, average: str, rows: int) -> MicroBatch:
 def pack(windows: torch.Tensor, packing: Packing) -> MicroBatch:
     """Samples as one row of documents that do not see each other.
 
-    `windows` is int64 [n, seq_length + 1]. Each document of a sample is padded at its end to a multiple of
-    `packing.multiple`, and what then no longer fits into the sample is left out. No loss counts for padding, nor
-    where a document ends: what follows is another's.
+    `windows` is int64 [n, seq_length + 1]. Each document of a sample is padded at its end to a
+    multiple of `packing.multiple`, and what then no longer fits into the sample is left out. No
+    loss counts for padding, nor where a document ends: what follows is another's.
     """
     length = windows.shape[1] - 1
     ending = torch.isin(windows, torch.tensor(packing.ends))
@@ -274,7 +323,9 @@ def pack(windows: torch.Tensor, packing: Packing) -> MicroBatch:
         row = torch.zeros((4, length), dtype=torch.int64)
         kept = place < length
         there = torch.ones(length, dtype=torch.int64)
-        row[:, place[kept]] = torch.stack([window[:-1], window[1:], (~ends[:-1]).long(), there])[:, kept]
+        row[:, place[kept]] = torch.stack([window[:-1], window[1:], (~ends[:-1]).long(), there])[
+            :, kept
+        ]
         starts += [len(rows) * length + start for start in begin]
         rows.append(row)
     tokens, labels, counted, read = torch.cat(rows, dim=1).unsqueeze(1)
@@ -292,10 +343,13 @@ def pack(windows: torch.Tensor, packing: Packing) -> MicroBatch:
 
 
 def _placed(ends: torch.Tensor, length: int, multiple: int) -> tuple[torch.Tensor, list[int]]:
-    """Where each token of a sample goes, and where each document that fits begins; `ends` [length] is boolean."""
+    """Where each token of a sample goes, and where each document that fits begins; `ends` [length]
+    is boolean.
+    """
     cuts = [0, *(ends.nonzero().flatten() + 1).tolist(), length]
     place = torch.arange(length)
-    begin, shift = [], 0
+    begin = []
+    shift = 0
     for start, stop in pairwise(cuts):
         if start == stop:
             continue

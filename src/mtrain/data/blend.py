@@ -1,4 +1,6 @@
-"""Several corpora as one: which of them gives sample number g, and which of its samples, is computed from g alone."""
+"""Several corpora as one: which of them gives sample number g, and which of its samples, is
+computed from g alone.
+"""
 
 from __future__ import annotations
 
@@ -17,17 +19,19 @@ from mtrain.errors import ConfigError, Problem
 BLOCK = 1024
 """Samples in which every part has its share, at least."""
 SMALL = 1e-6
-"""A smaller share would need a block of millions of samples: it is dealt out by `Halves` instead."""
+"""A smaller share would need a block of millions of samples: it is dealt out by `Halves` instead.
+"""
 Plan = Sequence[tuple[int, Sequence[float]]]
 """The shares of the parts, in any unit, from sample numbers on; the first is 0."""
 
 
 class Halves:
-    """Deals samples out by shares that may differ by any factor: half of the parts against the other half, and so on.
+    """Deals samples out by shares that may differ by any factor: half of the parts against the
+    other half, and so on.
 
-    The side with the smaller share gets its share of what both have, rounded, and the other side the rest. So the
-    samples of a part never become fewer, all of them add up, and a part is at most as many samples from its share as
-    there are halvings.
+    The side with the smaller share gets its share of what both have, rounded, and the other side
+    the rest. So the samples of a part never become fewer, all of them add up, and a part is at most
+    as many samples from its share as there are halvings.
     """
 
     def __init__(self, shares: np.ndarray) -> None:
@@ -37,11 +41,14 @@ class Halves:
         self.levels = self._cut(shares, 0, len(shares))
 
     def _cut(self, shares: np.ndarray, first: int, end: int) -> int:
-        """Note how the parts from `first` to `end` are cut; returns how often the most divided of them is."""
+        """Note how the parts from `first` to `end` are cut; returns how often the most divided of
+        them is.
+        """
         if end - first < 2:
             return 0
         middle = (first + end) // 2
-        left, right = math.fsum(shares[first:middle]), math.fsum(shares[middle:end])
+        left = math.fsum(shares[first:middle])
+        right = math.fsum(shares[middle:end])
         least = min(left, right) / (left + right) if left + right else 0.0
         self._cuts.append((first, middle, end, least, left <= right))
         return 1 + max(self._cut(shares, first, middle), self._cut(shares, middle, end))
@@ -80,8 +87,8 @@ class Stretch:
 
     @functools.cached_property
     def block(self) -> int:
-        """Samples that are mixed with one another, each part's share of them; the last of them may be up to twice as
-        many.
+        """Samples that are mixed with one another, each part's share of them; the last of them may
+        be up to twice as many.
         """
         if self.halves is not None:
             return BLOCK
@@ -100,7 +107,9 @@ class Stretch:
         return ends
 
     def given(self, samples: int) -> np.ndarray:
-        """How many of its first samples each part gives, int64 [parts]; at its end shares of whole ones are exact."""
+        """How many of its first samples each part gives, int64 [parts]; at its end shares of whole
+        ones are exact.
+        """
         if self.halves is not None:
             return self.halves.given(samples)
         half = 0.5 if samples == self.length else 0.0
@@ -122,12 +131,14 @@ class Stretch:
 class Blend:
     """Samples of several parts in given shares, with the interface of `Samples`.
 
-    Numbers are cut into blocks, in each of which the parts have their places in a keyed order. After any number of
-    blocks each part has given its share to within one sample, and its own samples 0, 1, 2, ... without a gap.
+    Numbers are cut into blocks, in each of which the parts have their places in a keyed order.
+    After any number of blocks each part has given its share to within one sample, and its own
+    samples 0, 1, 2, ... without a gap.
 
-    `shares` are those of the whole blend, or a plan of them over its samples. With `most`, a part that has given so
-    many samples (None: any number) gives no more, and the others keep their shares of the rest: `total` is then where
-    no part is left that has one, else None. Raises ConfigError where no part has a share.
+    `shares` are those of the whole blend, or a plan of them over its samples. With `most`, a part
+    that has given so many samples (None: any number) gives no more, and the others keep their
+    shares of the rest: `total` is then where no part is left that has one, else None. Raises
+    ConfigError where no part has a share.
     """
 
     def __init__(
@@ -138,10 +149,13 @@ class Blend:
         name: str = "train",
         most: Sequence[int | None] | None = None,
     ) -> None:
-        self.parts, self.seed, self.name = list(parts), seed, name
-        self.seq_length, self.vocab_size = parts[0].seq_length, parts[0].vocab_size
-        whole = [(0, shares)] if isinstance(shares[0], float | int) else shares
-        plan: list[tuple[int, np.ndarray]] = [(first, np.array(each, np.float64)) for first, each in whole]  # type: ignore[misc]
+        self.parts = list(parts)
+        self.seed = seed
+        self.name = name
+        self.seq_length = parts[0].seq_length
+        self.vocab_size = parts[0].vocab_size
+        whole: Any = [(0, shares)] if isinstance(shares[0], float | int) else shares
+        plan = [(int(first), np.array(each, np.float64)) for first, each in whole]
         if any(each.min() < 0 or not each.sum() > 0 for _, each in plan):
             raise ConfigError([nothing_to_read(name)])
         limits = np.array([np.inf if m is None else m for m in most or [None] * len(parts)])
@@ -167,10 +181,12 @@ class Blend:
         wanted = np.asarray(numbers, np.int64)
         if self.total is not None and len(wanted) and int(wanted.max()) >= self.total:
             raise ConfigError([used_up(self.name, int(wanted.max()) + 1, self.total)])
-        part, index = np.empty_like(wanted), np.empty_like(wanted)
+        part = np.empty_like(wanted)
+        index = np.empty_like(wanted)
         within = np.searchsorted(self._firsts, wanted, side="right") - 1
         for number in np.unique(within):
-            stretch, those = self.stretches[number], np.flatnonzero(within == number)
+            stretch = self.stretches[number]
+            those = np.flatnonzero(within == number)
             places = wanted[those] - stretch.first
             blocks = stretch.block_of(places)
             for block in np.unique(blocks):
@@ -179,7 +195,9 @@ class Blend:
                 part[those[rows]], index[those[rows]] = found
         return part, index
 
-    def _in_block(self, stretch: Stretch, block: int, places: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    def _in_block(
+        self, stretch: Stretch, block: int, places: np.ndarray
+    ) -> tuple[np.ndarray, np.ndarray]:
         begin, end = stretch.bounds(block)
         before = stretch.given(begin)
         ends = np.cumsum(stretch.given(end) - before)
@@ -200,17 +218,25 @@ class Blend:
         return out
 
     def describe(self) -> dict[str, Any]:
-        """Counts over all parts: documents, tokens, samples until as many are given as they have."""
+        """Counts over all parts: documents, tokens, samples until as many are given as
+        they have.
+        """
         counts = [part.describe() for part in self.parts]
         found = {key: sum(count[key] for count in counts) for key in counts[0]}
         small = any(stretch.halves is not None for stretch in self.stretches)
         return {**found, "dealt": "by halves"} if small else found
 
 
-def _stretches(plan: list[tuple[int, np.ndarray]], most: np.ndarray) -> tuple[list[Stretch], int | None]:
-    """What a plan and the most samples of each part make, and where no part with a share is left; None: nowhere."""
+def _stretches(
+    plan: list[tuple[int, np.ndarray]], most: np.ndarray
+) -> tuple[list[Stretch], int | None]:
+    """What a plan and the most samples of each part make, and where no part with a share is left;
+    None: nowhere.
+    """
     out: list[Stretch] = []
-    used, closed, at = np.zeros(len(most), np.int64), most < 1, 0
+    used = np.zeros(len(most), np.int64)
+    closed = most < 1
+    at = 0
     ends = [first for first, _ in plan[1:]] + [None]
     for (_, shares), end in zip(plan, ends, strict=True):
         while end is None or at < end:
@@ -224,7 +250,8 @@ def _stretches(plan: list[tuple[int, np.ndarray]], most: np.ndarray) -> tuple[li
                 return [*out, stretch], None
             if stretch.length:
                 out.append(stretch)
-                used, at = used + stretch.given(stretch.length), at + stretch.length
+                used = used + stretch.given(stretch.length)
+                at = at + stretch.length
             left = most - used
             closed |= left < 1 if stretch.length else (live > 0) & (left <= left[live > 0].min())
     raise AssertionError("the last stretch of a plan has no end")
@@ -236,10 +263,17 @@ def _until_used_up(stretch: Stretch, left: np.ndarray) -> Stretch:
     if np.isinf(left[live]).all():
         return stretch
     found = stretch
-    # a part gives less than one sample more than its share, and with halves one more for each of them
-    for less in (0.0, 0.5, *range(1, 2 + (stretch.halves.levels if stretch.halves is not None else 0))):
+    # a part gives less than one sample more than its share, and with halves one more for each of
+    # them
+    for less in (
+        0.0,
+        0.5,
+        *range(1, 2 + (stretch.halves.levels if stretch.halves is not None else 0)),
+    ):
         length = max(0, int(np.floor((left[live] - less) / stretch.shares[live]).min()))
-        found = replace(stretch, length=length if stretch.length is None else min(length, stretch.length))
+        found = replace(
+            stretch, length=length if stretch.length is None else min(length, stretch.length)
+        )
         if (found.given(found.length or 0) <= left).all():
             break
     return found
@@ -248,20 +282,30 @@ def _until_used_up(stretch: Stretch, left: np.ndarray) -> Stretch:
 def nothing_to_read(name: str) -> Problem:
     """All weights of a blend are zero."""
     rule = f"all weights of the {name} split are zero: no corpus is read"
-    return Problem("MT352", "data.blend_weights", None, rule, "data.blend_weights=null, or one above zero")
+    return Problem(
+        "MT352", "data.blend_weights", None, rule, "data.blend_weights=null, or one above zero"
+    )
 
 
 def used_up(name: str, wanted: int, total: int, most: Sequence[float] | None = None) -> Problem:
     """The most epochs of every corpus leave fewer samples than are asked for."""
-    rule = f"the {name} split has {total} samples before every corpus has had its epochs, and {wanted} are asked for"
+    rule = (
+        f"the {name} split has {total} samples before every corpus has had its epochs, and {wanted}"
+        " are asked for"
+    )
     fix = "fewer trainer.train_iters, or more data.blend_max_epochs"
     return Problem("MT640", "data.blend_max_epochs" if most else "", most, rule, fix)
 
 
 def read_once(name: str, wanted: int, total: int) -> Problem:
     """Without weights Megatron-LM reads each corpus of a blend once."""
-    rule = f"without weights Megatron's order has {total} samples of {name}, each once, and {wanted} are asked for"
-    return Problem("MT640", "data.blend_weights", None, rule, "data.blend_weights=[...], or data.order=keyed")
+    rule = (
+        f"without weights Megatron's order has {total} samples of {name}, each once, and {wanted}"
+        " are asked for"
+    )
+    return Problem(
+        "MT640", "data.blend_weights", None, rule, "data.blend_weights=[...], or data.order=keyed"
+    )
 
 
 def by_sizes(sizes: Sequence[int]) -> list[tuple[int, Sequence[float]]]:

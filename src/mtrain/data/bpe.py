@@ -1,4 +1,6 @@
-"""Trains a byte-level BPE on a corpus and encodes the corpus with it, in batches of bounded memory."""
+"""Trains a byte-level BPE on a corpus and encodes the corpus with it, in batches of
+bounded memory.
+"""
 
 from __future__ import annotations
 
@@ -15,12 +17,16 @@ from mtrain import units
 EOD_TOKEN = "<|endoftext|>"
 EOD = 0
 TRAIN_BYTES = 64 * units.MIB
-"""The BPE is trained on the first documents up to this size; as their order is shuffled, a fair sample."""
+"""The BPE is trained on the first documents up to this size; as their order is shuffled, a fair
+sample.
+"""
 BATCH_CHARS = 4 * units.MIB
 
 
 def train(texts: Iterable[str], vocab_size: int) -> tokenizers.Tokenizer:
-    """A byte-level BPE of at most `vocab_size` tokens (a small corpus gives fewer); id 0 ends a document."""
+    """A byte-level BPE of at most `vocab_size` tokens (a small corpus gives fewer); id 0 ends a
+    document.
+    """
     tokenizer = tokenizers.Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -57,8 +63,11 @@ class Encoded:
     """int64 [documents]"""
 
 
-def encode(tokenizer: tokenizers.Tokenizer, texts: Iterable[str], eod: int = EOD) -> Iterator[Encoded]:
-    """Encode documents in batches, each with `eod` at its end, over as many threads as RAYON_NUM_THREADS says.
+def encode(
+    tokenizer: tokenizers.Tokenizer, texts: Iterable[str], eod: int = EOD
+) -> Iterator[Encoded]:
+    """Encode documents in batches, each with `eod` at its end, over as many threads as
+    RAYON_NUM_THREADS says.
 
     A document that itself says `<|endoftext|>` does not end there: those characters are plain text.
     """
@@ -70,7 +79,8 @@ def encode(tokenizer: tokenizers.Tokenizer, texts: Iterable[str], eod: int = EOD
         size += len(text)
         if size >= BATCH_CHARS:
             yield _encode_batch(tokenizer, batch, eod)
-            batch, size = [], 0
+            batch = []
+            size = 0
     if batch:
         yield _encode_batch(tokenizer, batch, eod)
 

@@ -1,9 +1,11 @@
-"""Room in the folder of tokenized corpora: which of them are in use, and which go when another one is built.
+"""Room in the folder of tokenized corpora: which of them are in use, and which go when another one
+is built.
 
-A corpus goes that no run has used for `UNUSED_DAYS`. Where all of them have more than `LIMIT_BYTES`, those that were
-used longest ago go too, but for those of the last `RECENT_DAYS`. One that a running process reads never goes: the
-process holds a shared lock on the file `.used` of the corpus, whose time of change is that of the last use. On a file
-system without locks nobody can tell who reads, so none goes.
+A corpus goes that no run has used for `UNUSED_DAYS`. Where all of them have more than
+`LIMIT_BYTES`, those that were used longest ago go too, but for those of the last `RECENT_DAYS`. One
+that a running process reads never goes: the process holds a shared lock on the file `.used` of the
+corpus, whose time of change is that of the last use. On a file system without locks nobody can tell
+who reads, so none goes.
 """
 
 from __future__ import annotations
@@ -20,27 +22,40 @@ from typing import Any
 from mtrain import locks, units
 from mtrain.errors import BadEnvironment
 
-UNUSED_DAYS, RECENT_DAYS = 90, 1
+UNUSED_DAYS = 90
+RECENT_DAYS = 1
 LIMIT_BYTES = 100 * units.GIB
 USED = ".used"
 META = "meta.json"
 FILES = ("tokens.bin", "tokens.idx", "tokenizer.json")
 OF_CHATS = ("learned.bin", "chats.bin", "rejects.jsonl", "windows.bin")
 """What prepared chats have beside them."""
-ORDERS = ("sequences.npy", "starts.npy", "shuffled.npy", "fitted.npy", "long.npy", "pieces.npy", "counts.npy")
+ORDERS = (
+    "sequences.npy",
+    "starts.npy",
+    "shuffled.npy",
+    "fitted.npy",
+    "long.npy",
+    "pieces.npy",
+    "counts.npy",
+)
 """Files of an order of samples, which is kept as corpora are."""
 DAY_S = 86_400
 
 _held: dict[str, int] = {}
-"""Corpora that this process uses -> descriptor that holds the lock; processes forked from it hold it too."""
+"""Corpora that this process uses -> descriptor that holds the lock; processes forked from it hold
+it too.
+"""
 
 
 def use(folder: Path) -> bool:
-    """Use a corpus until this process and those forked from it end; False where it is being removed.
+    """Use a corpus until this process and those forked from it end; False where it is being
+    removed.
 
     In a folder that cannot be written nothing is noted: who can write there has to know who reads.
     """
-    name, path = os.path.abspath(folder), folder / USED
+    name = os.path.abspath(folder)
+    path = folder / USED
     try:
         if name in _held and not _is_open(_held[name], path):  # it was built again
             os.close(_held.pop(name))
@@ -71,8 +86,11 @@ def _shared(path: Path) -> int | None:
     return None
 
 
-def made(folder: Path, meta: Callable[[], dict[str, Any] | None], make: Callable[[Path], None]) -> dict[str, Any]:
-    """Use the folder of a cache, which `make` fills where `meta` finds that it is not complete; returns its meta.
+def made(
+    folder: Path, meta: Callable[[], dict[str, Any] | None], make: Callable[[Path], None]
+) -> dict[str, Any]:
+    """Use the folder of a cache, which `make` fills where `meta` finds that it is not complete;
+    returns its meta.
 
     One of several processes makes it, in a folder beside it that is renamed, and the others wait.
     """
@@ -105,8 +123,11 @@ def make_room(cache: Path) -> list[Path]:
 
     A folder with any other file in it is no corpus. Notes of source files that are as old go too.
     """
-    now, gone = time.time(), []
-    corpora = sorted((_last_use(folder), folder) for folder in cache.iterdir() if _is_corpus(folder))
+    now = time.time()
+    gone = []
+    corpora = sorted(
+        (_last_use(folder), folder) for folder in cache.iterdir() if _is_corpus(folder)
+    )
     sizes = {folder: sum(file.stat().st_size for file in folder.iterdir()) for _, folder in corpora}
     total = sum(sizes.values())
     for used, folder in corpora:
@@ -123,7 +144,11 @@ def make_room(cache: Path) -> list[Path]:
 
 
 def _is_corpus(folder: Path) -> bool:
-    if folder.is_symlink() or not folder.is_dir() or not re.fullmatch(r"[^.].*-[0-9a-f]{16}", folder.name):
+    if (
+        folder.is_symlink()
+        or not folder.is_dir()
+        or not re.fullmatch(r"[^.].*-[0-9a-f]{16}", folder.name)
+    ):
         return False
     names = set(os.listdir(folder))
     return META in names and names <= {META, USED, *FILES, *OF_CHATS, *ORDERS}

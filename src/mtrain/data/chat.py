@@ -16,7 +16,8 @@ from mtrain import strict_json
 from mtrain.config.files import kind_of
 from mtrain.errors import ConfigError, CorruptData, Problem
 
-SETTINGS_FILE, TEMPLATE_FILE = "tokenizer_config.json", "chat_template.jinja"
+SETTINGS_FILE = "tokenizer_config.json"
+TEMPLATE_FILE = "chat_template.jinja"
 FILES = (SETTINGS_FILE, TEMPLATE_FILE, "special_tokens_map.json", "added_tokens.json")
 """What may lie beside a tokenizer.json."""
 GENERATION = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
@@ -36,7 +37,9 @@ class Written:
 
     text: str
     marked: list[tuple[int, int]]
-    """Where the template marks what the model says with `{% generation %}`: begin and end of each part."""
+    """Where the template marks what the model says with `{% generation %}`: begin and end of each
+    part.
+    """
 
 
 class ChatFormat:
@@ -46,7 +49,8 @@ class ChatFormat:
     """
 
     def __init__(self, folder: Path, template_file: Path | None = None) -> None:
-        self.folder, self.template_file = folder, template_file
+        self.folder = folder
+        self.template_file = template_file
 
     @cached_property
     def settings(self) -> dict[str, Any]:
@@ -74,14 +78,20 @@ class ChatFormat:
 
     @cached_property
     def templates(self) -> dict[str, str]:
-        """The templates by name: `default` is written with, of a chat with tools `tool_use` where there is one."""
+        """The templates by name: `default` is written with, of a chat with tools `tool_use` where
+        there is one.
+        """
         if self.template_file is not None:
             found: Any = _text(self.template_file)
         else:
             found = _text(self.folder / TEMPLATE_FILE) or self.settings.get("chat_template")
         rows = found if isinstance(found, list) else [{"name": "default", "template": found}]
         named = {one.get("name"): one.get("template") for one in rows if isinstance(one, dict)}
-        return {name: text for name, text in named.items() if isinstance(name, str) and isinstance(text, str)}
+        return {
+            name: text
+            for name, text in named.items()
+            if isinstance(name, str) and isinstance(text, str)
+        }
 
     @property
     def template(self) -> str | None:
@@ -98,10 +108,14 @@ class ChatFormat:
         """The text of a chat up to where the model's answer begins.
 
         Raises:
-            ConfigError: there is no template, jinja2 is missing, or the template refuses the messages.
+            ConfigError: there is no template, jinja2 is missing, or the template refuses the
+                messages.
         """
         if self.template is None:
-            fix = f"prompt=TEXT without a chat, or {SETTINGS_FILE} of the model beside the tokenizer.json"
+            fix = (
+                f"prompt=TEXT without a chat, or {SETTINGS_FILE} of the model beside the"
+                " tokenizer.json"
+            )
             raise ConfigError([Problem("MT509", "", None, self.lacking, fix)])
         try:
             return self.write(messages, prompt=True).text
@@ -116,8 +130,11 @@ class ChatFormat:
             return f"{self.template_file}: there is no such file"
         return f"{self.folder} has no {TEMPLATE_FILE} and no chat_template in {SETTINGS_FILE}"
 
-    def write(self, messages: Sequence[Message], tools: Sequence[Any] | None = None, *, prompt: bool) -> Written:
-        """A chat as transformers' apply_chat_template writes it; `prompt`: up to where an answer begins.
+    def write(
+        self, messages: Sequence[Message], tools: Sequence[Any] | None = None, *, prompt: bool
+    ) -> Written:
+        """A chat as transformers' apply_chat_template writes it; `prompt`: up to where an answer
+        begins.
 
         Raises:
             CorruptData: the template refuses the messages, is none, or makes far too much of them.
@@ -131,14 +148,22 @@ class ChatFormat:
         try:
             if source not in self._compiled:
                 self._compiled[source] = environment.from_string(source)
-            pieces = self._compiled[source].generate(**given, add_generation_prompt=prompt, **self.special_tokens)
+            pieces = self._compiled[source].generate(
+                **given, add_generation_prompt=prompt, **self.special_tokens
+            )
             return marks.gathered(pieces)
         except Exception as error:  # templates are programs, and these are theirs
-            said = f"the chat template of {self.shown} ends with {type(error).__name__}: {str(error)[:500]}"
+            said = (
+                f"the chat template of {self.shown} ends with {type(error).__name__}:"
+                f" {str(error)[:500]}"
+            )
             raise CorruptData(said) from error
 
     def require_jinja(self) -> None:
-        """Raises ConfigError where jinja2 is missing or old. No template is compiled: that alone can take forever."""
+        """Raises ConfigError where jinja2 is missing or old.
+
+        No template is compiled: that alone can take forever.
+        """
         assert self._environment is not None
 
     def marks(self, *, with_tools: bool) -> bool:
@@ -159,7 +184,9 @@ def _plain(message: Message) -> dict[str, Any]:
     """A message without what is null, its reasoning under each name that templates read."""
     made = {key: value for key, value in message.items() if value is not None}
     reasoning = next((made[key] for key in REASONING if key in made), None)
-    return made if reasoning is None else {**dict.fromkeys(REASONING, reasoning), **made, REASONING[0]: reasoning}
+    if reasoning is None:
+        return made
+    return {**dict.fromkeys(REASONING, reasoning), **made, REASONING[0]: reasoning}
 
 
 def _text(path: Path) -> str | None:
@@ -187,7 +214,8 @@ def _environment() -> Any:
 
     class Namespace(jinja2.utils.Namespace):  # type: ignore[name-defined, misc]
         def __init__(*args: Any, **kwargs: Any) -> None:
-            self, values = args[0], dict(*args[1:], **kwargs)
+            self = args[0]
+            values = dict(*args[1:], **kwargs)
             for name in values:
                 Namespace._check(name)
             jinja2.utils.Namespace.__init__(self, values)
@@ -208,7 +236,9 @@ def _environment() -> Any:
         return strict_json.dumps(value, ensure_ascii=ensure_ascii, **options)
 
     environment = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[_generation_tag(), "jinja2.ext.loopcontrols"]
+        trim_blocks=True,
+        lstrip_blocks=True,
+        extensions=[_generation_tag(), "jinja2.ext.loopcontrols"],
     )
     environment.filters["tojson"] = tojson
     environment.globals |= {
@@ -242,7 +272,8 @@ def _generation_tag() -> Any:
 
         def __init__(self, environment: Any) -> None:
             super().__init__(environment)
-            self.length, self.found = 0, list[tuple[int, str]]()
+            self.length = 0
+            self.found = list[tuple[int, str]]()
 
         def parse(self, parser: Any) -> Any:
             line = next(parser.stream).lineno
@@ -257,7 +288,9 @@ def _generation_tag() -> Any:
 
         def gathered(self, pieces: Iterable[str]) -> Written:
             """The text of a template's pieces, and where it was marked on the way."""
-            self.length, self.found, kept = 0, [], []
+            self.length = 0
+            self.found = []
+            kept = []
             for piece in pieces:
                 kept.append(str(piece))
                 self.length += len(piece)
@@ -265,7 +298,10 @@ def _generation_tag() -> Any:
                     raise ValueError(f"more than {MAX_TEXT} letters")
             text = "".join(kept)
             if not all(text.startswith(said, start) for start, said in self.found):
-                raise ValueError("{% generation %} inside of a macro or a set block: where it stands is not known")
+                raise ValueError(
+                    "{% generation %} inside of a macro or a set block: where it stands is not"
+                    " known"
+                )
             return Written(text, [(start, start + len(said)) for start, said in self.found])
 
     return Generation

@@ -13,11 +13,14 @@ from mtrain.data.whole_documents import BlendOfDocuments, WholeDocuments
 def of_chats(source: ChatSamples) -> Form:
     """Each token that is learned is predicted from those before it in its chat.
 
-    Packed chats do not see each other, each from position 0, and what pads a sample is a document of its own.
+    Packed chats do not see each other, each from position 0, and what pads a sample is a document
+    of its own.
     """
 
     def form(windows: torch.Tensor, numbers: np.ndarray) -> MicroBatch:
-        return batch_of([source.sample(number) for number in numbers], packed=source.multiple is not None)
+        return batch_of(
+            [source.sample(number) for number in numbers], packed=source.multiple is not None
+        )
 
     return form
 
@@ -25,7 +28,8 @@ def of_chats(source: ChatSamples) -> Form:
 def of_documents(source: WholeDocuments | BlendOfDocuments, masked_eod: int | None = None) -> Form:
     """Each token of a document is predicted from those before it, which begin at position 0.
 
-    What pads a sample is a document of its own. No loss counts for the prediction that follows `masked_eod`.
+    What pads a sample is a document of its own. No loss counts for the prediction that follows
+    `masked_eod`.
     """
 
     def form(windows: torch.Tensor, numbers: np.ndarray) -> MicroBatch:

@@ -1,4 +1,6 @@
-"""Samples of prepared chats: one chat each, or a window of several; and pairs of a chosen and a rejected one."""
+"""Samples of prepared chats: one chat each, or a window of several; and pairs of a chosen and a
+rejected one.
+"""
 
 from __future__ import annotations
 
@@ -38,19 +40,27 @@ class Prepared:
     def __init__(self, corpus: Corpus, group: int = 1) -> None:
         assert corpus.prefix is not None
         folder = corpus.prefix.parent
-        self.corpus, self.group, self.dataset = corpus, group, IndexedDataset(corpus.prefix)
+        self.corpus = corpus
+        self.group = group
+        self.dataset = IndexedDataset(corpus.prefix)
         self.learned = _mapped(folder / LEARNED, np.uint8)
         self.table = _mapped(folder / TABLE, np.dtype("<i8"))
         counts = self.dataset.num_documents, self.dataset.num_tokens
-        if (len(self.table), len(self.learned)) != (counts[0] * COLUMNS, counts[1]) or counts[0] % group:
-            raise CorruptData(f"{folder}: {LEARNED} or {TABLE} is not of tokens.idx: remove the folder")
+        if (len(self.table), len(self.learned)) != (counts[0] * COLUMNS, counts[1]) or counts[
+            0
+        ] % group:
+            raise CorruptData(
+                f"{folder}: {LEARNED} or {TABLE} is not of tokens.idx: remove the folder"
+            )
         self.table = self.table.reshape(-1, COLUMNS)
 
     def __len__(self) -> int:
         return len(self.table) // self.group
 
     def learnable(self, length: int) -> np.ndarray:
-        """Whether each group has something to learn in the first `length` tokens of all its documents; bool [n]."""
+        """Whether each group has something to learn in the first `length` tokens of all its
+        documents; bool [n].
+        """
         return np.asarray((self.table[:, 1] < length).reshape(-1, self.group).all(axis=1))
 
     def sizes(self, chats: np.ndarray, length: int) -> np.ndarray:
@@ -62,9 +72,13 @@ class Prepared:
 
         Raises CorruptData for an id outside of the vocabulary.
         """
-        start, ids = self.dataset.document_start(number), self.dataset[number][:length].astype(np.int64)
+        start = self.dataset.document_start(number)
+        ids = self.dataset[number][:length].astype(np.int64)
         if len(ids) and not 0 <= int(ids.min()) <= int(ids.max()) < vocab_size:
-            said = f"token ids from {ids.min()} to {ids.max()}; the vocabulary has ids 0 to {vocab_size - 1}"
+            said = (
+                f"token ids from {ids.min()} to {ids.max()}; the vocabulary has ids 0 to"
+                f" {vocab_size - 1}"
+            )
             raise CorruptData(f"{self.place(number)}: {said}")
         known = self.learned[start : start + len(ids)] != 0
         known[:1] = False
@@ -86,7 +100,9 @@ def _mapped(path: Path, dtype: Any) -> np.ndarray:
 
 @dataclass(frozen=True)
 class Windows:
-    """Which documents stand together in a sample: those of `order` from one of `starts` to the next."""
+    """Which documents stand together in a sample: those of `order` from one of `starts` to the
+    next.
+    """
 
     order: np.ndarray
     starts: np.ndarray
@@ -107,16 +123,18 @@ class Sample:
     learned: np.ndarray
     """bool: whether the token is learned."""
     starts: tuple[int, ...]
-    """Where each of its documents begins; the last one is of padding, where there is some behind all others."""
+    """Where each of its documents begins; the last one is of padding, where there is some behind
+    all others.
+    """
     documents: tuple[int, ...]
 
 
 class ChatSamples:
     """The samples of a split; `len` is the number per epoch, and sample numbers go on from there.
 
-    In epoch e they come in an order that is drawn from the seed and e. A chat is cut at `seq_length` tokens; one of
-    which nothing is then left to learn is left out. With `multiple`, a sample is the chats of one of `windows`, each
-    padded to a multiple of so many tokens.
+    In epoch e they come in an order that is drawn from the seed and e. A chat is cut at
+    `seq_length` tokens; one of which nothing is then left to learn is left out. With `multiple`, a
+    sample is the chats of one of `windows`, each padded to a multiple of so many tokens.
     """
 
     def __init__(
@@ -130,8 +148,14 @@ class ChatSamples:
         counts: dict[str, int],
         multiple: int | None = None,
     ) -> None:
-        self.chats, self.windows, self.seq_length, self.name = chats, windows, seq_length, name
-        self.seed, self.vocab_size, self.multiple, self._counts = seed, vocab_size, multiple, counts
+        self.chats = chats
+        self.windows = windows
+        self.seq_length = seq_length
+        self.name = name
+        self.seed = seed
+        self.vocab_size = vocab_size
+        self.multiple = multiple
+        self._counts = counts
         self._order = functools.lru_cache(maxsize=4)(self._draw)
         self._sample = functools.lru_cache(maxsize=KEPT)(self._made)
 
@@ -151,12 +175,17 @@ class ChatSamples:
         return self._sample(self.window_of(number))
 
     def _made(self, window: int) -> Sample:
-        length, documents = self.seq_length, tuple(self.windows[window])
-        tokens, learned = np.full(length + 1, NOTHING, np.int64), np.zeros(length + 1, np.bool_)
-        starts, at, step = [], 0, self.multiple or 1
+        length = self.seq_length
+        documents = tuple(self.windows[window])
+        tokens = np.full(length + 1, NOTHING, np.int64)
+        learned = np.zeros(length + 1, np.bool_)
+        starts = []
+        at = 0
+        step = self.multiple or 1
         for number in documents:
             ids, known = self.chats.document(number, length, self.vocab_size)
-            tokens[at : at + len(ids)], learned[at : at + len(ids)] = ids, known
+            tokens[at : at + len(ids)] = ids
+            learned[at : at + len(ids)] = known
             starts.append(at)
             at += -(-len(ids) // step) * step
         if at < length and self.multiple is not None:
@@ -183,24 +212,37 @@ class PairSamples:
     """The pairs of a split in the order of an epoch, as `ChatSamples` has chats."""
 
     def __init__(
-        self, chats: Prepared, pairs: np.ndarray, seq_length: int, seed: int, vocab_size: int, name: str, counts: Any
+        self,
+        chats: Prepared,
+        pairs: np.ndarray,
+        seq_length: int,
+        seed: int,
+        vocab_size: int,
+        name: str,
+        counts: Any,
     ) -> None:
         # a pair is a window of one: its rejected chat stands behind the chosen one
         alone = Windows(2 * pairs, np.arange(len(pairs) + 1))
         self._chosen = ChatSamples(chats, alone, seq_length, seed, vocab_size, name, counts)
         rejected = Windows(2 * pairs + 1, alone.starts)
         self._rejected = ChatSamples(chats, rejected, seq_length, seed, vocab_size, name, counts)
-        self.seq_length, self.name = seq_length, name
+        self.seq_length = seq_length
+        self.name = name
 
     def __len__(self) -> int:
         return len(self._chosen)
 
     def pair(self, number: int) -> tuple[Sample, Sample]:
-        """The chosen and the rejected sample of a number. Of what both begin with nothing is learned."""
+        """The chosen and the rejected sample of a number.
+
+        Of what both begin with nothing is learned.
+        """
         return self._chosen.sample(number), self._rejected.sample(number)
 
     def batch(self, numbers: Sequence[int] | np.ndarray) -> np.ndarray:
-        """int64 [2 n, seq_length + 1]: the chosen and the rejected chat of each pair, `NOTHING` behind the end."""
+        """int64 [2 n, seq_length + 1]: the chosen and the rejected chat of each pair, `NOTHING`
+        behind the end.
+        """
         return np.stack([sample.tokens for number in numbers for sample in self.pair(number)])
 
     def learned(self, numbers: Sequence[int] | np.ndarray) -> np.ndarray:
@@ -221,20 +263,25 @@ def opened(
 ) -> dict[str, ChatSamples | PairSamples | None]:
     """The samples of each split: consecutive chats, a share above zero gets one at least.
 
-    Raises ConfigError where a split that is needed has nothing to learn, or the tokenizer has more ids than the
-    model.
+    Raises ConfigError where a split that is needed has nothing to learn, or the tokenizer has more
+    ids than the model.
     """
     held = corpus.meta["vocab_size"]
     if held > vocab_size:
         rule = f"the tokenizer of the chats has {held} tokens, the model {vocab_size}"
-        raise ConfigError([Problem("MT607", "model.vocab_size", vocab_size, rule, f"model.vocab_size={held}")])
+        raise ConfigError(
+            [Problem("MT607", "model.vocab_size", vocab_size, rule, f"model.vocab_size={held}")]
+        )
     chats = Prepared(corpus, 1 if data.kind == "sft" else 2)
-    learnable, problems = chats.learnable(data.length), []
+    learnable = chats.learnable(data.length)
+    problems = []
     out: dict[str, ChatSamples | PairSamples | None] = dict.fromkeys(SHARES)
     for name, part in zip(SHARES, split_records(len(chats), data.split), strict=True):
         kept = part.start + np.flatnonzero(learnable[part.start : part.stop])
         if len(kept):
-            out[name] = _samples(data, chats, part, kept, (vocab_size, seed if name == "train" else 0, name))
+            out[name] = _samples(
+                data, chats, part, kept, (vocab_size, seed if name == "train" else 0, name)
+            )
         elif name in need or name == "train":
             problems.append(_nothing(data, name, len(part), len(chats)))
     if problems:
@@ -245,7 +292,8 @@ def opened(
 def _nothing(data: DataConfig, name: str, held: int, total: int) -> Problem:
     """A split of `held` chats that is needed has no sample."""
     if not held:
-        rule, fix = f"the {name} split has none of the {total} chats", f"a larger share for {name}"
+        rule = f"the {name} split has none of the {total} chats"
+        fix = f"a larger share for {name}"
         return Problem("MT605", "data.split", list(data.split), rule, fix)
     rule = f"{data.path}: of the {held} chats of the {name} split none has anything to learn"
     rule += f" in its first {data.length} tokens"
@@ -257,7 +305,8 @@ def _samples(
 ) -> ChatSamples | PairSamples:
     vocab_size, seed, name = how
     documents = (chats.group * kept[:, None] + np.arange(chats.group)).ravel()
-    lengths, multiple = chats.dataset.lengths[chats.group * part.start : chats.group * part.stop], None
+    lengths = chats.dataset.lengths[chats.group * part.start : chats.group * part.stop]
+    multiple = None
     counts = {
         "documents": len(kept),
         "tokens": int(chats.sizes(documents, data.length).sum()),
@@ -273,7 +322,9 @@ def _samples(
     return ChatSamples(chats, windows, data.length, seed, vocab_size, name, counts, multiple)
 
 
-def _packed(data: DataConfig, chats: Prepared, documents: np.ndarray, multiple: int, part: range) -> Windows:
+def _packed(
+    data: DataConfig, chats: Prepared, documents: np.ndarray, multiple: int, part: range
+) -> Windows:
     """The windows that the chats of a split fill by first fit, from the cache or made now."""
     given = [chats.corpus.meta["fingerprint"], data.length, multiple, part.start, part.stop]
     digest = hashlib.sha256(strict_json.dumps(given).encode()).hexdigest()[:16]
@@ -297,7 +348,8 @@ def _packed(data: DataConfig, chats: Prepared, documents: np.ndarray, multiple: 
     with writing(folder.parent):
         found = cache.made(folder, meta, make)
     values = _mapped(folder / WINDOWS, np.dtype("<i8"))
-    order, starts = values[: found["chats"]], values[found["chats"] :]
+    order = values[: found["chats"]]
+    starts = values[found["chats"] :]
     if len(order) != len(documents) or len(starts) != found["windows"] + 1:
         raise CorruptData(f"{folder}: not of these chats: remove the folder")
     return Windows(documents[order], starts)

@@ -1,7 +1,8 @@
-"""Chats become tokens in processes of their own: a template is a stranger's program, which may not end.
+"""Chats become tokens in processes of their own: a template is a stranger's program, which may not
+end.
 
-Each has a bound on time and memory, and one that is ended leaves behind which chat it was at. What comes back is
-bytes of a fixed form: nothing in it is code.
+Each has a bound on time and memory, and one that is ended leaves behind which chat it was at. What
+comes back is bytes of a fixed form: nothing in it is code.
 """
 
 from __future__ import annotations
@@ -35,8 +36,9 @@ WORTH_A_PROCESS = 512
 """Chats for which another process is worth its start."""
 MOST_TOKENS = 1 << 26
 _HEAD = struct.Struct("<cI")
-"""What a part is, and how long: E (or P, where arguments of tools were parsed) and T are a chat's ids and which are
-learned, X and R its fault, N its end."""
+"""What a part is, and how long: E (or P, where arguments of tools were parsed) and T are a chat's
+ids and which are learned, X and R its fault, N its end.
+"""
 Work = Callable[[bytes], Sequence[Encoded]]
 
 
@@ -58,7 +60,9 @@ def written(lines: JsonLines, work: Work, most: int | None = None) -> Iterator[R
         CorruptData: it took too much time or memory for a line, which is named.
     """
     cores = len(os.sched_getaffinity(0))
-    count = max(1, min(cores, MOST_PROCESSES, len(lines) // WORTH_A_PROCESS, most or MOST_PROCESSES))
+    count = max(
+        1, min(cores, MOST_PROCESSES, len(lines) // WORTH_A_PROCESS, most or MOST_PROCESSES)
+    )
     writers: list[_Writer] = []
     try:
         for index in range(count):
@@ -76,17 +80,22 @@ class _Writer:
     """A process that writes every `count`-th batch of lines from batch `index` on."""
 
     def __init__(self, lines: JsonLines, work: Work, index: int, count: int) -> None:
-        self.lines, self._at = lines, mmap(-1, 8)
+        self.lines = lines
+        self._at = mmap(-1, 8)
         read_end, write_end = os.pipe()
         try:
             self.pid = os.fork()
         except OSError as error:
             os.close(read_end)
             os.close(write_end)
-            raise BadEnvironment(f"no process can be started beside this one: {error.strerror or error}") from None
+            raise BadEnvironment(
+                f"no process can be started beside this one: {error.strerror or error}"
+            ) from None
         if self.pid == 0:
             os.close(read_end)
-            _write_all(lines, work, range(index * BATCH, len(lines), count * BATCH), self._at, write_end)
+            _write_all(
+                lines, work, range(index * BATCH, len(lines), count * BATCH), self._at, write_end
+            )
         os.close(write_end)
         self.pipe: BinaryIO = os.fdopen(read_end, "rb")
 
@@ -117,7 +126,10 @@ class _Writer:
     def _died(self, number: int) -> MtrainError:
         place = self.lines.place(min(number, len(self.lines) - 1))
         took = f"more than {SECONDS} s or {MEMORY_BYTES // GIB} GiB"
-        return CorruptData(f"{place}: to write this chat takes {took}; another data.chat_template, or a shorter chat")
+        return CorruptData(
+            f"{place}: to write this chat takes {took}; another data.chat_template, or a shorter"
+            " chat"
+        )
 
     def end(self) -> None:
         """End the process, whatever it has come to."""
@@ -141,7 +153,9 @@ def _write_all(lines: JsonLines, work: Work, firsts: range, at: mmap, write_end:
                     at[:8] = number.to_bytes(8, "little")
                     result = _bounded(work, lines.line(number))
                     _send(pipe, result)
-                    if isinstance(result, Fault):  # it may be the end of all, and the next line may take long
+                    if isinstance(
+                        result, Fault
+                    ):  # it may be the end of all, and the next line may take long
                         pipe.flush()
                 pipe.flush()
         code = 0
@@ -152,7 +166,9 @@ def _write_all(lines: JsonLines, work: Work, firsts: range, at: mmap, write_end:
 
 
 def _bounded(work: Work, line: bytes) -> Result:
-    """What is made of a line within `SECONDS`; a product that cannot be interrupted ends the process a bit later."""
+    """What is made of a line within `SECONDS`; a product that cannot be interrupted ends the
+    process a bit later.
+    """
     _, hardest = resource.getrlimit(resource.RLIMIT_CPU)
     limit = int(time.process_time()) + 2 * SECONDS
     resource.setrlimit(resource.RLIMIT_CPU, (_within(limit, hardest), hardest))
@@ -175,9 +191,13 @@ def _send(pipe: BinaryIO, result: Result) -> None:
         pipe.write(_HEAD.pack(b"R" if result.is_no_json else b"X", len(body)) + body)
         return
     for one in result:
-        ids, learned = one.ids.astype("<i4").tobytes(), one.learned.tobytes()
+        ids = one.ids.astype("<i4").tobytes()
+        learned = one.learned.tobytes()
         pipe.write(
-            _HEAD.pack(b"P" if one.parsed else b"E", len(ids)) + ids + _HEAD.pack(b"T", len(learned)) + learned
+            _HEAD.pack(b"P" if one.parsed else b"E", len(ids))
+            + ids
+            + _HEAD.pack(b"T", len(learned))
+            + learned
         )
     pipe.write(_HEAD.pack(b"N", 0))
 

@@ -27,7 +27,8 @@ class SourceFile:
     name: str
     path: Path
     stamp: tuple[int, ...]
-    """Size, modification and change time in ns, inode: one differs when the file was written again."""
+    """Size, modification and change time in ns, inode: one differs when the file was written again.
+    """
 
 
 @dataclass
@@ -76,7 +77,8 @@ class TextCorpus:
             )
 
     def _read(self, file: SourceFile, limit_bytes: int | None) -> tuple[str, int]:
-        """The text of a file, of its first `limit_bytes` if there is a limit, and how many bytes it counts for.
+        """The text of a file, of its first `limit_bytes` if there is a limit, and how many bytes it
+        counts for.
 
         A file that is not UTF-8, as far as it is read, has none.
         """
@@ -99,13 +101,15 @@ class TextCorpus:
 
 
 def cut(text: str, piece: int = PIECE) -> Iterator[str]:
-    """Cut a text into documents at blank lines, else at line ends, else anywhere; joined, they are the text.
+    """Cut a text into documents at blank lines, else at line ends, else anywhere; joined, they are
+    the text.
 
     Each but the last has `piece` to 4 * `piece` characters.
     """
     at = 0
     while at < len(text):
-        first, last = at + piece, at + 4 * piece
+        first = at + piece
+        last = at + 4 * piece
         end = min(last, len(text))
         for stop in ("\n\n", "\n"):
             found = text.find(stop, first, end)
@@ -119,20 +123,29 @@ def cut(text: str, piece: int = PIECE) -> Iterator[str]:
 def open_corpus(data: DataConfig) -> TextCorpus:
     """List the files of a text corpus: nothing is read yet.
 
-    `data.path` null stands for the Python standard library found here: sources, texts and licences, no tests.
-    Raises ConfigError for a path that is missing, unreadable or has no file with these suffixes.
+    `data.path` null stands for the Python standard library found here: sources, texts and licences,
+    no tests. Raises ConfigError for a path that is missing, unreadable or has no file with these
+    suffixes.
     """
     limit = None if data.limit_mib is None else max(1, int(data.limit_mib * units.MIB))
     if data.path is None:
         root = Path(sysconfig.get_path("stdlib"))
-        name, shown = f"python{sys.version_info[0]}.{sys.version_info[1]}", f"null ({root})"
+        name = f"python{sys.version_info[0]}.{sys.version_info[1]}"
+        shown = f"null ({root})"
         if not root.is_dir():
-            raise _problem("null", f"the Python standard library is not a folder here: {root}", "data.path=FOLDER")
+            raise _problem(
+                "null",
+                f"the Python standard library is not a folder here: {root}",
+                "data.path=FOLDER",
+            )
         files = _walk(root, data.suffixes, shown, SKIPPED_FOLDERS, licences=True)
     elif not data.path:
-        raise _problem("", "an empty path", "data.path=FOLDER, or null for the Python standard library")
+        raise _problem(
+            "", "an empty path", "data.path=FOLDER, or null for the Python standard library"
+        )
     else:
-        root, shown = Path(os.path.expanduser(data.path)), data.path
+        root = Path(os.path.expanduser(data.path))
+        shown = data.path
         mode = _mode(root, shown)
         name = re.sub(r"[^A-Za-z0-9_.-]+", "-", root.resolve().name).strip(".-")[:40] or "corpus"
         if stat.S_ISREG(mode):
@@ -144,10 +157,13 @@ def open_corpus(data: DataConfig) -> TextCorpus:
     if not files:
         raise _problem(
             shown,
-            f"no file ends in any of {', '.join(data.suffixes) or '(no suffixes given)'}; {_endings(root)}",
+            f"no file ends in any of {', '.join(data.suffixes) or '(no suffixes given)'};"
+            f" {_endings(root)}",
             "data.suffixes=[.ending] that the folder has, or another data.path",
         )
-    return TextCorpus(name, tuple(sorted(files, key=lambda f: (_place(f.name), f.name))), limit, shown)
+    return TextCorpus(
+        name, tuple(sorted(files, key=lambda f: (_place(f.name), f.name))), limit, shown
+    )
 
 
 def _walk(
@@ -157,13 +173,17 @@ def _walk(
     skip: frozenset[str] = frozenset(),
     licences: bool = False,
 ) -> list[SourceFile]:
-    """Regular files below `root` with one of the suffixes; not those in hidden folders or behind links to folders."""
+    """Regular files below `root` with one of the suffixes; not those in hidden folders or behind
+    links to folders.
+    """
 
     def wanted(name: str) -> bool:
         return name.endswith(suffixes) or (licences and name.startswith("LICENSE"))
 
     try:
-        return [_source(os.path.relpath(path, root), path) for path in files_below(root, wanted, skip)]
+        return [
+            _source(os.path.relpath(path, root), path) for path in files_below(root, wanted, skip)
+        ]
     except OSError as error:
         raise _problem(
             shown,
@@ -192,13 +212,18 @@ def _mode(path: Path, shown: str) -> int:
 
 
 def near_paths(path: Path, names: list[str] | None = None) -> str:
-    """A fix for a path that is missing: the nearest names beside it, or the part of it that does exist."""
+    """A fix for a path that is missing: the nearest names beside it, or the part of it that does
+    exist.
+    """
     if not os.access(path.parent, os.R_OK | os.X_OK):
         there = next(p for p in (*path.absolute().parents, Path("/")) if os.path.isdir(p))
         return f"data.path= a path that exists; of this one {there} does"
     names = sorted(os.listdir(path.parent)) if names is None else names
     near = difflib.get_close_matches(path.name, names, n=3, cutoff=0.5) or names[:3]
-    return " or ".join(f"data.path={path.parent / n}" for n in near) or f"{path.parent} is empty: data.path=another"
+    return (
+        " or ".join(f"data.path={path.parent / n}" for n in near)
+        or f"{path.parent} is empty: data.path=another"
+    )
 
 
 def _endings(root: Path) -> str:
@@ -209,7 +234,9 @@ def _endings(root: Path) -> str:
             ending = os.path.splitext(name)[1] or "none"
             counts[ending] = counts.get(ending, 0) + 1
     most = sorted(counts.items(), key=lambda item: -item[1])[:4]
-    return "endings found: " + ", ".join(f"{e} ({n})" for e, n in most) if most else "the folder is empty"
+    if most:
+        return "endings found: " + ", ".join(f"{e} ({n})" for e, n in most)
+    return "the folder is empty"
 
 
 def _problem(value: str, rule: str, fix: str) -> ConfigError:

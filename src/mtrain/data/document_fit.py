@@ -1,7 +1,9 @@
-"""Which whole documents of a corpus stand together in a sample: first fit among some that follow each other.
+"""Which whole documents of a corpus stand together in a sample: first fit among some that follow
+each other.
 
-Where there are very many documents they are dealt out into parts, each with stretches of documents from the whole of
-the corpus, and a part is fitted when its first sample is asked for: so a corpus of any size is read at once.
+Where there are very many documents they are dealt out into parts, each with stretches of documents
+from the whole of the corpus, and a part is fitted when its first sample is asked for: so a corpus
+of any size is read at once.
 """
 
 from __future__ import annotations
@@ -29,10 +31,12 @@ PART = 1 << 20
 """Documents of a part, about."""
 STRETCH = 1 << 12
 """Documents of a stretch, at least."""
-KEPT_PARTS, THREADS = 4, 8
+KEPT_PARTS = 4
+THREADS = 8
 COUNTED = ("cut", "pieces", "dropped", "short", "padding")
-"""What `counts` has: documents that are cut, their pieces, those left out for their length or for having fewer than
-two tokens, and places of samples that hold no token."""
+"""What `counts` has: documents that are cut, their pieces, those left out for their length or for
+having fewer than two tokens, and places of samples that hold no token.
+"""
 
 
 @dataclass(frozen=True)
@@ -59,19 +63,28 @@ class Fit:
         return pieces
 
     def read(self, lengths: np.ndarray, pieces: np.ndarray) -> np.ndarray:
-        """How many tokens of the last piece of each document are read; the one behind a full sample is a label."""
-        return np.where(pieces > 0, np.minimum(lengths - (pieces - 1) * self.seq_length, self.seq_length), 0)
+        """How many tokens of the last piece of each document are read; the one behind a full sample
+        is a label.
+        """
+        return np.where(
+            pieces > 0, np.minimum(lengths - (pieces - 1) * self.seq_length, self.seq_length), 0
+        )
 
 
 class FittedDocuments:
-    """The documents of a range, fitted part by part; kept in `cache` where there are several parts, and a cache.
+    """The documents of a range, fitted part by part; kept in `cache` where there are several parts,
+    and a cache.
 
-    `dataset` is an `IndexedDataset`, or what has documents as one. Raises ConfigError where documents are longer than
-    a sample and that is refused, CorruptData for an index that does not add up.
+    `dataset` is an `IndexedDataset`, or what has documents as one. Raises ConfigError where
+    documents are longer than a sample and that is refused, CorruptData for an index that does not
+    add up.
     """
 
     def __init__(self, dataset: Any, documents: range, fit: Fit, cache: Path | None) -> None:
-        self.dataset, self.documents, self.fit, self._cache = dataset, documents, fit, cache
+        self.dataset = dataset
+        self.documents = documents
+        self.fit = fit
+        self._cache = cache
         self._step = fit.window * -(-STRETCH // fit.window)
         self.parts = max(1, min(len(documents) // PART, -(-len(documents) // self._step)))
         self._samples: dict[int, int] = {}
@@ -92,9 +105,10 @@ class FittedDocuments:
     def _part(self, part: int) -> Arrays:
         """The samples of a part.
 
-        `fitted`: documents, or last pieces of them, sample by sample, counted from the first of the range. `starts`:
-        where each sample begins in it, and the end. `long` and `pieces`: documents that have pieces before the last
-        one, and how many such pieces those before each of them have; and the end. `counts`: see `COUNTED`.
+        `fitted`: documents, or last pieces of them, sample by sample, counted from the first of the
+        range. `starts`: where each sample begins in it, and the end. `long` and `pieces`: documents
+        that have pieces before the last one, and how many such pieces those before each of them
+        have; and the end. `counts`: see `COUNTED`.
         """
         found = self._made(f"part {part}", lambda array: self._fill(self.stretches(part), array))
         self._samples[part] = len(found["starts"]) - 1 + int(found["pieces"][-1])
@@ -125,57 +139,84 @@ class FittedDocuments:
     def _made(self, what: str, fill: Any) -> Arrays:
         if self._cache is None or self.parts == 1:
             return made_once(Path(), 0, fill)
-        stamp, every = os.stat(self.dataset.idx), self.documents
+        stamp = os.stat(self.dataset.idx)
+        every = self.documents
         name = [str(self.dataset.idx.resolve()), stamp.st_size, stamp.st_mtime_ns]
         key = [what, self.parts, *astuple(self.fit), every.start, every.stop, *name]
         digest = hashlib.sha256(strict_json.dumps(key).encode()).hexdigest()[:16]
         return made_once(self._cache / f"documents-{digest}", SMALL + 1, fill)
 
     def _fill(self, stretches: list[range], array: Any) -> None:
-        """Fit some stretches of documents and fill the arrays; `array(name, dtype, length)` makes one."""
+        """Fit some stretches of documents and fill the arrays; `array(name, dtype, length)` makes
+        one.
+        """
         fit = self.fit
         numbers = np.concatenate([np.arange(stretch.start, stretch.stop) for stretch in stretches])
-        lengths = np.concatenate([np.diff(self.dataset.document_starts(stretch)) for stretch in stretches])
+        lengths = np.concatenate(
+            [np.diff(self.dataset.document_starts(stretch)) for stretch in stretches]
+        )
         pieces = fit.pieces(lengths)
-        tokens, taken = fit.read(lengths, pieces), pieces > 0
+        tokens = fit.read(lengths, pieces)
+        taken = pieces > 0
         window = _windows(-(-tokens // fit.multiple) * fit.multiple, fit)
         order = np.argsort(window, kind="stable")
         order = order[taken[order]]
         counts = np.bincount(window[taken])
-        counts, long = counts[counts > 0], np.flatnonzero(pieces > 1)
+        counts = counts[counts > 0]
+        long = np.flatnonzero(pieces > 1)
         numbers -= self.documents.start
         dtype = "<u4" if len(self.documents) < 1 << 32 else "<i8"
         array("fitted", dtype, len(order))[:] = numbers[order]
         array("long", "<i8", len(long))[:] = numbers[long]
         for name, many in (("starts", counts), ("pieces", pieces[long] - 1)):
             np.cumsum(many, out=array(name, "<i8", len(many) + 1)[1:])
-        dropped, short = ((lengths >= LEAST) & ~taken).sum(), (lengths < LEAST).sum()
+        dropped = ((lengths >= LEAST) & ~taken).sum()
+        short = (lengths < LEAST).sum()
         padding = len(counts) * fit.seq_length - tokens.sum()
-        array("counts", "<i8", len(COUNTED))[:] = [len(long), pieces[long].sum(), dropped, short, padding]
+        array("counts", "<i8", len(COUNTED))[:] = [
+            len(long),
+            pieces[long].sum(),
+            dropped,
+            short,
+            padding,
+        ]
 
     def _refuse_long(self) -> None:
         room = self.fit.seq_length + 1
         many, longest, which = (int(n) for n in self._made("longest", self._look)["counts"])
         if many:
-            rule = f"{self.dataset.idx}: {many} documents have more than the {room} tokens that data.seq_length "
+            rule = (
+                f"{self.dataset.idx}: {many} documents have more than the {room} tokens that"
+                " data.seq_length "
+            )
             rule += f"{room - 1} has room for; the longest, document {which}, has {longest}"
-            fix = f"data.long_documents=cut, data.long_documents=drop, or data.seq_length={longest - 1}"
+            fix = (
+                "data.long_documents=cut, data.long_documents=drop, or"
+                f" data.seq_length={longest - 1}"
+            )
             raise ConfigError([Problem("MT641", "data.long_documents", "refuse", rule, fix)])
 
     def _look(self, array: Any) -> None:
-        """How many documents are longer than a sample, the length of the longest, and which it is."""
-        many, longest, which = 0, 0, 0
+        """How many documents are longer than a sample, the length of the longest, and
+        which it is.
+        """
+        many = 0
+        longest = 0
+        which = 0
         for first in range(self.documents.start, self.documents.stop, PART):
             part = range(first, min(first + PART, self.documents.stop))
             lengths = np.diff(self.dataset.document_starts(part))
             many += int((lengths > self.fit.seq_length + 1).sum())
             if lengths.max() > longest:
-                longest, which = int(lengths.max()), first + int(lengths.argmax())
+                longest = int(lengths.max())
+                which = first + int(lengths.argmax())
         array("counts", "<i8", 3)[:] = many, longest, which
 
 
 def _windows(sizes: np.ndarray, fit: Fit) -> np.ndarray:
-    """The sample of each document of which so many places are taken; those of other windows have other numbers."""
+    """The sample of each document of which so many places are taken; those of other windows have
+    other numbers.
+    """
     groups = -(-len(sizes) // fit.window)
     padded = np.zeros(groups * min(fit.window, len(sizes)), np.int64)
     padded[: len(sizes)] = sizes

@@ -6,10 +6,11 @@ import numpy as np
 
 
 def first_fit(sizes: np.ndarray, capacity: int) -> tuple[np.ndarray, np.ndarray]:
-    """Which items each window holds: the items window by window, and where each window begins among them.
+    """Which items each window holds: the items window by window, and where each window begins among
+    them.
 
-    `sizes` int64 [n], each at most `capacity`; int64 [n] and int64 [windows + 1]. In n log n steps: a tree holds the
-    largest room of any window below each of its nodes.
+    `sizes` int64 [n], each at most `capacity`; int64 [n] and int64 [windows + 1]. In n log n steps:
+    a tree holds the largest room of any window below each of its nodes.
 
     Raises:
         ValueError: an item is larger than a window.
@@ -36,19 +37,25 @@ def first_fit(sizes: np.ndarray, capacity: int) -> tuple[np.ndarray, np.ndarray]
 
 
 def first_fits(sizes: np.ndarray, capacity: int) -> np.ndarray:
-    """The same for many groups of items side by side: the window, counted in its group, of each item.
+    """The same for many groups of items side by side: the window, counted in its group, of each
+    item.
 
-    `sizes` int [groups, n], each at most `capacity`; int64 of the same shape. An item of size 0 opens no window.
+    `sizes` int [groups, n], each at most `capacity`; int64 of the same shape. An item of size 0
+    opens no window.
     """
     groups, count = sizes.shape
     dtype = np.int16 if capacity <= np.iinfo(np.int16).max else np.int32
     room = np.full((groups, 16), capacity, dtype)
-    window, rows, opened = np.empty((count, groups), np.int64), np.arange(groups), 1
+    window = np.empty((count, groups), np.int64)
+    rows = np.arange(groups)
+    opened = 1
     for item, size in enumerate(np.ascontiguousarray(sizes.T, dtype)):
         found = (room[:, :opened] >= size[:, None]).argmax(1)
         room[rows, found] -= size
         window[item] = found
-        if int(found.max()) == opened - 1:  # one that is empty in all groups stays behind the others
+        if (
+            int(found.max()) == opened - 1
+        ):  # one that is empty in all groups stays behind the others
             opened += 1
             if opened > room.shape[1]:
                 room = np.concatenate([room, np.full_like(room, capacity)], axis=1)

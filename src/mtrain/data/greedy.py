@@ -1,9 +1,11 @@
-"""Which corpus of a blend gives each sample in Megatron's order: again and again the one that is furthest behind.
+"""Which corpus of a blend gives each sample in Megatron's order: again and again the one that is
+furthest behind.
 
-Sample i comes from the corpus d with the largest w_d * max(i, 1) - n_d, where n_d is how many it has given, and the
-lowest d of several. A sample depends on all before it, so that the counts n at regular places are computed once, as
-far as samples are asked for. Many places at a time: from wherever the counts are guessed, they soon become what they
-are in the whole sequence, and each piece is taken only where the one before it ends as it began.
+Sample i comes from the corpus d with the largest w_d * max(i, 1) - n_d, where n_d is how many it
+has given, and the lowest d of several. A sample depends on all before it, so that the counts n at
+regular places are computed once, as far as samples are asked for. Many places at a time: from
+wherever the counts are guessed, they soon become what they are in the whole sequence, and each
+piece is taken only where the one before it ends as it began.
 """
 
 from __future__ import annotations
@@ -18,7 +20,9 @@ LANES = 1024
 """Pieces that are computed side by side, at most."""
 FEWEST = 64
 LONGEST = 1 << 17
-"""Samples of a piece, at most; corpora with smaller shares than a few of it are computed piece after piece."""
+"""Samples of a piece, at most; corpora with smaller shares than a few of it are computed piece
+after piece.
+"""
 
 
 class Greedy:
@@ -35,7 +39,8 @@ class Greedy:
     def places(self, numbers: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """The corpus of each sample and its number there; two int64 [n]."""
         blocks, places = np.divmod(np.asarray(numbers, np.int64), BLOCK)
-        part, index = np.empty_like(places), np.empty_like(places)
+        part = np.empty_like(places)
+        index = np.empty_like(places)
         for block in np.unique(blocks):
             rows = blocks == block
             parts, indices = self._block(int(block))
@@ -72,7 +77,9 @@ class Greedy:
             self._lanes = max(1, min(LANES, 2 * kept))
 
     def _side_by_side(self, lanes: int) -> int:
-        """Compute so many pieces from the last place that is known on; how many of them were guessed right."""
+        """Compute so many pieces from the last place that is known on; how many of them were
+        guessed right.
+        """
         origin = (len(self._known) - 1) * BLOCK
         firsts = origin + self._piece * np.arange(lanes, dtype=np.int64)
         counts = np.empty((lanes, len(self.weights)), np.float64)
@@ -103,8 +110,11 @@ def _likely(weights: np.ndarray, samples: np.ndarray) -> np.ndarray:
 
 
 def _run(weights: np.ndarray, counts: np.ndarray, firsts: np.ndarray, steps: int) -> np.ndarray:
-    """Continue the rows of `counts` [n, corpora], in place, from samples `firsts` [n] on; picks int16 [steps, n]."""
-    rows, picks = np.arange(len(counts)), np.empty((steps, len(counts)), np.int16)
+    """Continue the rows of `counts` [n, corpora], in place, from samples `firsts` [n] on; picks
+    int16 [steps, n].
+    """
+    rows = np.arange(len(counts))
+    picks = np.empty((steps, len(counts)), np.int16)
     error = np.empty_like(counts)
     for step in range(steps):
         reached = np.maximum(firsts + step, 1).astype(np.float64)

@@ -1,7 +1,10 @@
-"""Texts with images from a folder: a JSON Lines file beside the images. Which record makes a sample is computed.
+"""Texts with images from a folder: a JSON Lines file beside the images.
 
-`prepare` looks at every record once, trains a tokenizer where none is given, and notes both in the cache. Samples
-are tokenized when they are read, and images decoded: each is a function of the files and the sample's number.
+Which record makes a sample is computed.
+
+`prepare` looks at every record once, trains a tokenizer where none is given, and notes both in the
+cache. Samples are tokenized when they are read, and images decoded: each is a function of the files
+and the sample's number.
 """
 
 from __future__ import annotations
@@ -33,7 +36,8 @@ if TYPE_CHECKING:  # it imports the library of tokenizers
     from mtrain.data.text import Tokenizer
 
 FORMAT = 2
-META, TOKENIZER = "meta.json", "tokenizer.json"
+META = "meta.json"
+TOKENIZER = "tokenizer.json"
 KEPT = 256
 """Records whose tokens are kept: those of a micro-batch are asked for more than once."""
 
@@ -45,14 +49,16 @@ class Records(JsonLines):
     """
 
     def __init__(self, path: str | None, ignored: Iterable[str] = ()) -> None:
-        found, rule = (
-            (None, "data.kind=image_text reads a folder") if path is None else records_of(user_path(path), WHICH)
-        )
+        if path is None:
+            found, rule = (None, "data.kind=image_text reads a folder")
+        else:
+            found, rule = records_of(user_path(path), WHICH)
         if found is None:
             fix = "data.path=FOLDER with images and a .jsonl file"
             raise ConfigError([Problem("MT614", "data.path", path, rule, fix)])
         super().__init__(found)
-        self.folder, self._ignored = found.parent, frozenset(ignored)
+        self.folder = found.parent
+        self._ignored = frozenset(ignored)
 
     def record(self, number: int) -> records.Record:
         """A record. Raises CorruptData, with its line, where it is none."""
@@ -61,16 +67,19 @@ class Records(JsonLines):
 
 
 def prepare(data: DataConfig, note: Callable[[str], None], tokenizer: Path | None = None) -> Corpus:
-    """Look at every record and image path of the folder once, and train a tokenizer where none is given.
+    """Look at every record and image path of the folder once, and train a tokenizer where none is
+    given.
 
-    Raises ConfigError for a folder or tokenizer that cannot be used, CorruptData for a record that is none or an
-    image that is not there, BadEnvironment where Pillow is missing or the cache cannot be written.
+    Raises ConfigError for a folder or tokenizer that cannot be used, CorruptData for a record that
+    is none or an image that is not there, BadEnvironment where Pillow is missing or the cache
+    cannot be written.
     """
     require_pillow()
     from mtrain.data.text import Tokenizer
 
     given = tokenizer or (user_path(data.tokenizer) if data.tokenizer else None)
-    found, loaded = Records(data.path, data.ignored_keys), Tokenizer(given) if given is not None else None
+    found = Records(data.path, data.ignored_keys)
+    loaded = Tokenizer(given) if given is not None else None
     stamp = os.stat(found.file)
     settings = {
         "format": FORMAT,
@@ -89,7 +98,8 @@ def prepare(data: DataConfig, note: Callable[[str], None], tokenizer: Path | Non
     with writing(folder.parent):
         meta = cache.made(folder, lambda: _known(folder), make)
     if loaded is None or given is None:
-        given, loaded = folder / TOKENIZER, Tokenizer(folder / TOKENIZER)
+        given = folder / TOKENIZER
+        loaded = Tokenizer(folder / TOKENIZER)
     sha256 = hashlib.sha256(given.read_bytes()).hexdigest()
     own = {"vocab_size": loaded.vocab_size, "eod": loaded.eod, "tokenizer_sha256": sha256}
     return Corpus(None, given, {**meta, **own})
@@ -105,7 +115,8 @@ def _known(folder: Path) -> dict[str, Any] | None:
 
 def _look_at(found: Records, data: DataConfig, folder: Path, *, train: bool) -> None:
     """Look at every record; leave what came out, and the tokenizer, in a folder."""
-    digest, images = hashlib.sha256(), 0
+    digest = hashlib.sha256()
+    images = 0
     for number in range(len(found)):
         line = found.line(number)
         record = found.record(number)
@@ -134,11 +145,14 @@ def _look_at(found: Records, data: DataConfig, folder: Path, *, train: bool) -> 
 
 def _texts(found: Records) -> Iterator[str]:
     for number in range(len(found)):
-        yield "".join(piece.text for piece in found.record(number).pieces if isinstance(piece, records.Span))
+        yield "".join(
+            piece.text for piece in found.record(number).pieces if isinstance(piece, records.Span)
+        )
 
 
 class ImageTextSamples:
-    """The samples of a range of records; `len` is the number per epoch, and sample numbers go on from there.
+    """The samples of a range of records; `len` is the number per epoch, and sample numbers go on
+    from there.
 
     In epoch e the records come in an order that is drawn from the seed and e.
     """
@@ -153,8 +167,13 @@ class ImageTextSamples:
         vocab_size: int,
         name: str,
     ) -> None:
-        self.found, self.part, self.seq_length, self.seed, self.name = found, part, seq_length, seed, name
-        self._tokenizer, self._vocab_size = tokenizer, vocab_size
+        self.found = found
+        self.part = part
+        self.seq_length = seq_length
+        self.seed = seed
+        self.name = name
+        self._tokenizer = tokenizer
+        self._vocab_size = vocab_size
         self._order = functools.lru_cache(maxsize=4)(self._draw)
         self._tokens = functools.lru_cache(maxsize=KEPT)(self._encode)
 
@@ -174,9 +193,12 @@ class ImageTextSamples:
         with self.found.named(record):
             ids, known = records.encoded(self.found.record(record), self._tokenizer)
             if max(ids, default=0) >= self._vocab_size:
-                raise CorruptData(f"token id {max(ids)}; the vocabulary has ids 0 to {self._vocab_size - 1}")
+                raise CorruptData(
+                    f"token id {max(ids)}; the vocabulary has ids 0 to {self._vocab_size - 1}"
+                )
         length = self.seq_length + 1
-        tokens, learned = np.full(length, records.NOTHING, np.int64), np.zeros(length, np.bool_)
+        tokens = np.full(length, records.NOTHING, np.int64)
+        learned = np.zeros(length, np.bool_)
         kept = min(length, len(ids))
         tokens[:kept], learned[:kept] = ids[:kept], known[:kept]
         return tokens, learned
@@ -222,23 +244,36 @@ def opened(
 ) -> dict[str, ImageTextSamples | None]:
     """The samples of each split: consecutive records, a share above zero gets one at least.
 
-    Raises ConfigError where a split that is needed gets none, or the tokenizer has more ids than the model.
+    Raises ConfigError where a split that is needed gets none, or the tokenizer has more ids than
+    the model.
     """
     held = corpus.meta["vocab_size"]
     if held > vocab_size:
         rule = f"the tokenizer of the corpus has {held} tokens, the model {vocab_size}"
-        raise ConfigError([Problem("MT607", "model.vocab_size", vocab_size, rule, f"model.vocab_size={held}")])
+        raise ConfigError(
+            [Problem("MT607", "model.vocab_size", vocab_size, rule, f"model.vocab_size={held}")]
+        )
     assert corpus.tokenizer is not None
     from mtrain.data.text import Tokenizer
 
-    found, tokenizer = Records(data.path, data.ignored_keys), Tokenizer(corpus.tokenizer)
+    found = Records(data.path, data.ignored_keys)
+    tokenizer = Tokenizer(corpus.tokenizer)
     out: dict[str, ImageTextSamples | None] = {}
     for name, part in zip(SHARES, split_records(len(found), data.split), strict=True):
         order = seed if name == "train" else 0
-        out[name] = (
-            ImageTextSamples(found, part, data.length, order, tokenizer, vocab_size, name) if len(part) else None
-        )
+        if len(part):
+            out[name] = ImageTextSamples(
+                found, part, data.length, order, tokenizer, vocab_size, name
+            )
+        else:
+            out[name] = None
         if out[name] is None and (name in need or name == "train"):
             rule = f"the {name} split has none of the {len(found)} records in {found.file}"
-            raise ConfigError([Problem("MT605", "data.split", list(data.split), rule, f"a larger share for {name}")])
+            raise ConfigError(
+                [
+                    Problem(
+                        "MT605", "data.split", list(data.split), rule, f"a larger share for {name}"
+                    )
+                ]
+            )
     return out

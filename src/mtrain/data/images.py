@@ -1,7 +1,9 @@
-"""Images as a vision tower reads them: decoded by Pillow, which is in the extra `images`, within bounds.
+"""Images as a vision tower reads them: decoded by Pillow, which is in the extra `images`, within
+bounds.
 
-The steps are those of CLIP: the shorter side is resized to the size of the model (bicubic), the middle is cut out,
-and each channel is normalised. Source: Radford et al. 2021, and the published preprocessor_config.json of LLaVA-1.5.
+The steps are those of CLIP: the shorter side is resized to the size of the model (bicubic), the
+middle is cut out, and each channel is normalised. Source: Radford et al. 2021, and the published
+preprocessor_config.json of LLaVA-1.5.
 """
 
 from __future__ import annotations
@@ -20,7 +22,9 @@ STD = (0.26862954, 0.26130258, 0.27577711)
 """Of the red, green and blue of CLIP's training images."""
 MAX_BYTES = 64 << 20
 MAX_PIXELS = 64_000_000
-"""A file of a few bytes may unfold into more than any memory; no camera makes so many pixels for a model of 336."""
+"""A file of a few bytes may unfold into more than any memory; no camera makes so many pixels for a
+model of 336.
+"""
 FORMATS = ("PNG", "JPEG", "WEBP", "BMP", "GIF", "PPM")
 """What is opened: formats of pictures, none that calls another program."""
 
@@ -51,7 +55,10 @@ def inside(folder: Path, name: str) -> Path:
         raise CorruptData(f"{name[:200]!r}: an image has a path inside of its folder")
     try:
         real = path.resolve()
-    except (OSError, RuntimeError) as error:  # pathlib's error of a link that leads back to itself is the latter
+    except (
+        OSError,
+        RuntimeError,
+    ) as error:  # pathlib's error of a link that leads back to itself is the latter
         raise CorruptData(f"{name[:200]!r} cannot be looked at: {error}") from None
     if not real.is_relative_to(folder.resolve()):
         raise CorruptData(f"{name[:200]!r} is a link that leads out of the folder")
@@ -71,11 +78,14 @@ def load(path: Path, size: int) -> np.ndarray:
         if held > MAX_BYTES:
             raise CorruptData(f"{bytes_(held)}; an image may have {bytes_(MAX_BYTES)}")
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # of what is odd in metadata; its own limit of pixels is above ours
+            # of what is odd in metadata; its own limit of pixels is above ours
+            warnings.simplefilter("ignore")
             with module.open(path, formats=FORMATS) as image:
                 width, height = image.size
                 if width * height > MAX_PIXELS or min(width, height) < 1:
-                    raise CorruptData(f"{width} x {height} pixels; an image may have {MAX_PIXELS} of them")
+                    raise CorruptData(
+                        f"{width} x {height} pixels; an image may have {MAX_PIXELS} of them"
+                    )
                 return _normalised(_cropped(image.convert("RGB"), size, module.Resampling.BICUBIC))
     except CorruptData as found:
         raise CorruptData(f"{path}: {found}") from None
@@ -92,12 +102,13 @@ def _cropped(image: Any, size: int, resample: Any) -> np.ndarray:
     wide, high = (size if side == short else int(size * side / short) for side in (width, height))
     if (wide, high) != (width, height):
         image = image.resize((wide, high), resample=resample, reducing_gap=None)
-    left, top = (wide - size) // 2, (high - size) // 2
+    left = (wide - size) // 2
+    top = (high - size) // 2
     return np.asarray(image.crop((left, top, left + size, top + size)))
 
 
 def _normalised(pixels: np.ndarray) -> np.ndarray:
-    scaled = (pixels.astype(np.float32) * np.float32(1 / 255) - np.array(MEAN, np.float32)) / np.array(
-        STD, np.float32
-    )
+    scaled = (
+        pixels.astype(np.float32) * np.float32(1 / 255) - np.array(MEAN, np.float32)
+    ) / np.array(STD, np.float32)
     return np.ascontiguousarray(scaled.transpose(2, 0, 1))

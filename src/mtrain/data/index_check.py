@@ -1,4 +1,5 @@
-"""Whether an `.idx` adds up: all of it, or of a large one the ends, parts in between, and the rest bit by bit.
+"""Whether an `.idx` adds up: all of it, or of a large one the ends, parts in between, and the rest
+bit by bit.
 
 What a run reads of an index of 1e8 documents is a few places, and the file has 2 GB.
 """
@@ -21,8 +22,11 @@ LONG = 1 << 23
 """Numbers of which a thread more is worth its while."""
 LARGE = 1 << 22
 """Sequences and documents up to which an index is read as a whole: it has 84 MB."""
-PARTS, PART = 32, 1 << 10
-"""How many parts of a larger one are read when it is opened, and the sequences and documents of each."""
+PARTS = 32
+PART = 1 << 10
+"""How many parts of a larger one are read when it is opened, and the sequences and documents of
+each.
+"""
 STEP = 1 << 18
 """Sequences and documents that are read of a larger one each time that the run goes on."""
 
@@ -31,23 +35,38 @@ class IndexCheck:
     """The check of an index. Raises CorruptData, naming file and offset."""
 
     def __init__(
-        self, path: Path, file: Mapped, arrays: tuple[np.ndarray, np.ndarray, np.ndarray], itemsize: int
+        self,
+        path: Path,
+        file: Mapped,
+        arrays: tuple[np.ndarray, np.ndarray, np.ndarray],
+        itemsize: int,
     ) -> None:
         """`arrays`: lengths, pointers and document indices, as they stand in the file."""
-        self._path, self._file, self._itemsize = path, file, itemsize
+        self._path = path
+        self._file = file
+        self._itemsize = itemsize
         self._lengths, self._pointers, self._documents = lengths, _, documents = arrays
         self._size = max(len(lengths), len(documents) - 1)
         self._next = 0
 
     def opened(self, *, whole: bool) -> int:
-        """Look at all of it, or at the ends and some parts where it is large; bytes that `.bin` is to have."""
+        """Look at all of it, or at the ends and some parts where it is large; bytes that `.bin` is
+        to have.
+        """
         if whole or self._size <= LARGE:
             self._look([range(self._size)])
             self._next = self._size
         else:
             last = self._size - PART
-            self._look([range(last * i // (PARTS - 1), last * i // (PARTS - 1) + PART) for i in range(PARTS)])
-        return int(self._pointers[-1]) + int(self._lengths[-1]) * self._itemsize if len(self._lengths) else 0
+            self._look(
+                [
+                    range(last * i // (PARTS - 1), last * i // (PARTS - 1) + PART)
+                    for i in range(PARTS)
+                ]
+            )
+        if len(self._lengths):
+            return int(self._pointers[-1]) + int(self._lengths[-1]) * self._itemsize
+        return 0
 
     def look_on(self) -> None:
         """Look at the next part of what was not looked at as a whole."""
@@ -65,22 +84,32 @@ class IndexCheck:
 
     def sequence(self, document: int) -> int:
         """The first sequence of a document."""
-        found, count = int(self._documents[document]), len(self._lengths)
+        found = int(self._documents[document])
+        count = len(self._lengths)
         if self._next < self._size:
             if not 0 <= found <= count:
                 said = f"document index {document} is {found}, and there are {count} sequences"
-                raise CorruptData(f"{self._path}: offset {HEADER.size + 12 * count + 8 * document}: {said}")
+                raise CorruptData(
+                    f"{self._path}: offset {HEADER.size + 12 * count + 8 * document}: {said}"
+                )
             if near := range(max(0, found - 1), min(found + 1, count)):
                 _check_pointers(self._path, self._lengths, self._pointers, self._itemsize, [near])
         return found
 
     def _look(self, parts: list[range]) -> None:
-        count, documents = len(self._lengths), len(self._documents) - 1
-        for at, size in ((HEADER.size, 4), (HEADER.size + 4 * count, 8), (HEADER.size + 12 * count, 8)):
+        count = len(self._lengths)
+        documents = len(self._documents) - 1
+        for at, size in (
+            (HEADER.size, 4),
+            (HEADER.size + 4 * count, 8),
+            (HEADER.size + 12 * count, 8),
+        ):
             for part in parts:
                 self._file.expect([at + size * part.start], size * len(part))
         if count:
-            _check_pointers(self._path, self._lengths, self._pointers, self._itemsize, _within(parts, count))
+            _check_pointers(
+                self._path, self._lengths, self._pointers, self._itemsize, _within(parts, count)
+            )
         _check_documents(self._path, self._documents, count, _within(parts, documents))
 
 
@@ -89,12 +118,16 @@ def _within(parts: list[range], count: int) -> list[range]:
     return [range(min(part.start, count), min(part.stop, count)) for part in parts]
 
 
-def _check_pointers(path: Path, lengths: np.ndarray, pointers: np.ndarray, itemsize: int, parts: list[range]) -> None:
+def _check_pointers(
+    path: Path, lengths: np.ndarray, pointers: np.ndarray, itemsize: int, parts: list[range]
+) -> None:
     """Refuse negative lengths and pointers that are not the running sum."""
 
     def wrong(first: int, stop: int) -> int | None:
         """The first sequence of some that is wrong, by itself or by where the next one begins."""
-        bytes_, steps, differ = np.empty(CHUNK, np.int64), np.empty(CHUNK, np.int64), np.empty(CHUNK, np.bool_)
+        bytes_ = np.empty(CHUNK, np.int64)
+        steps = np.empty(CHUNK, np.int64)
+        differ = np.empty(CHUNK, np.bool_)
         for at in range(first, stop, CHUNK):
             here = lengths[at : min(at + CHUNK, stop)]
             if here.min() < 0:
@@ -112,7 +145,9 @@ def _check_pointers(path: Path, lengths: np.ndarray, pointers: np.ndarray, items
         raise _wrong_pointer(path, lengths, pointers, itemsize, at)
 
 
-def _wrong_pointer(path: Path, lengths: np.ndarray, pointers: np.ndarray, itemsize: int, at: int) -> CorruptData:
+def _wrong_pointer(
+    path: Path, lengths: np.ndarray, pointers: np.ndarray, itemsize: int, at: int
+) -> CorruptData:
     """What is wrong with the first sequence from `at` on with which something is."""
     here = lengths[at : at + CHUNK].astype(np.int64)
     negative = np.flatnonzero(here < 0)[:1] + at
@@ -120,12 +155,15 @@ def _wrong_pointer(path: Path, lengths: np.ndarray, pointers: np.ndarray, itemsi
     jumps = np.flatnonzero(np.diff(begins) != here[: len(begins) - 1] * itemsize)[:1] + at + 1
     if len(negative) and not (len(jumps) and jumps[0] < negative[0]) and pointers[0] == 0:
         bad = int(negative[0])
-        return CorruptData(f"{path}: offset {HEADER.size + 4 * bad}: sequence {bad} has length {lengths[bad]}")
+        return CorruptData(
+            f"{path}: offset {HEADER.size + 4 * bad}: sequence {bad} has length {lengths[bad]}"
+        )
     bad = 0 if pointers[0] != 0 else int(jumps[0])
     end = 0 if bad == 0 else int(pointers[bad - 1]) + int(lengths[bad - 1]) * itemsize
     return CorruptData(
-        f"{path}: offset {HEADER.size + 4 * len(lengths) + 8 * bad}: pointer of sequence {bad} is {pointers[bad]}, "
-        f"the sequences before it end at {end} ({itemsize} bytes a token): wrong dtype code or a damaged index"
+        f"{path}: offset {HEADER.size + 4 * len(lengths) + 8 * bad}: pointer of sequence {bad} is"
+        f" {pointers[bad]}, the sequences before it end at {end} ({itemsize} bytes a token): wrong"
+        " dtype code or a damaged index"
     )
 
 
@@ -134,7 +172,8 @@ def _check_documents(path: Path, indices: np.ndarray, count: int, parts: list[ra
     offset = HEADER.size + 12 * count
     if indices[0] != 0 or indices[-1] != count:
         raise CorruptData(
-            f"{path}: offset {offset}: document indices go from {indices[0]} to {indices[-1]}, must be 0 to {count}"
+            f"{path}: offset {offset}: document indices go from {indices[0]} to {indices[-1]}, must"
+            f" be 0 to {count}"
         )
 
     def wrong(first: int, stop: int) -> int | None:
@@ -156,11 +195,15 @@ def _check_documents(path: Path, indices: np.ndarray, count: int, parts: list[ra
 
 
 def _first(wrong: Callable[[int, int], int | None], parts: list[range]) -> int | None:
-    """What `wrong` finds first in some ranges, looked through by several threads where one is long."""
+    """What `wrong` finds first in some ranges, looked through by several threads where
+    one is long.
+    """
     if len(parts) == 1:
         (part,) = parts
         threads = min(4, os.cpu_count() or 1, 1 + len(part) // LONG)
-        parts = [part[len(part) * i // threads : len(part) * (i + 1) // threads] for i in range(threads)]
+        parts = [
+            part[len(part) * i // threads : len(part) * (i + 1) // threads] for i in range(threads)
+        ]
         if threads > 1:
             with ThreadPoolExecutor(threads) as pool:
                 found = pool.map(lambda part: wrong(part.start, part.stop), parts)

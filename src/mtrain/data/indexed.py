@@ -1,4 +1,5 @@
-"""Megatron's `.bin/.idx` files: a reader that validates everything at open, and a vectorised writer.
+"""Megatron's `.bin/.idx` files: a reader that validates everything at open, and a vectorised
+writer.
 
 Their layout stands in `config/token_files.py`.
 """
@@ -38,9 +39,9 @@ def with_suffix(prefix: Path, suffix: str) -> Path:
 class IndexedDataset:
     """A token corpus in memory maps. Opening refuses an `.idx` that does not add up.
 
-    `tokens` is the stream of all documents, a flat array of `dtype`. Without `whole`, of an index of more than
-    `index_check.LARGE` sequences the ends and parts in between are read, and `look_on` reads the rest part by part.
-    Raises CorruptData, naming file and offset.
+    `tokens` is the stream of all documents, a flat array of `dtype`. Without `whole`, of an index
+    of more than `index_check.LARGE` sequences the ends and parts in between are read, and `look_on`
+    reads the rest part by part. Raises CorruptData, naming file and offset.
     """
 
     def __init__(self, prefix: str | Path, *, whole: bool = True) -> None:
@@ -52,7 +53,9 @@ class IndexedDataset:
             index.scatter()
         raw = index.bytes
         header = read_header(self.idx, raw[: HEADER.size].tobytes(), raw.nbytes)
-        self.dtype, count, index_count = DTYPES[header.code], header.count, header.indices
+        self.dtype = DTYPES[header.code]
+        count = header.count
+        index_count = header.indices
         self.lengths = np.frombuffer(raw, "<i4", count, HEADER.size)
         self.pointers = np.frombuffer(raw, "<i8", count, header.pointers_at)
         self.document_indices = np.frombuffer(raw, "<i8", index_count, header.documents_at)
@@ -61,7 +64,9 @@ class IndexedDataset:
         total = self._check.opened(whole=whole)
         far = is_mirrored(self.prefix)
         self._file = None if far else Mapped(with_suffix(self.prefix, ".bin"))
-        held: Any = RemoteTokens(self.prefix, self.dtype) if self._file is None else self._file.bytes
+        held: Any = (
+            RemoteTokens(self.prefix, self.dtype) if self._file is None else self._file.bytes
+        )
         if far:
             self.bin = f"{held.store.name}.bin"
         elif self._file is not None and not whole:
@@ -74,7 +79,10 @@ class IndexedDataset:
         self.tokens: Any = held if far else np.frombuffer(held, self.dtype)
 
     def look_on(self) -> None:
-        """Read a part more of an index that was not read as a whole. Raises CorruptData where it does not add up."""
+        """Read a part more of an index that was not read as a whole.
+
+        Raises CorruptData where it does not add up.
+        """
         self._check.look_on()
 
     @property
@@ -116,9 +124,13 @@ class IndexedDataset:
         return self.tokens[start : start + int(self.lengths[sequence])]
 
     def document_start(self, document: int) -> int:
-        """Place of a document's first token in the stream; of document `num_documents`, the stream's end."""
+        """Place of a document's first token in the stream; of document `num_documents`, the
+        stream's end.
+        """
         sequence = self._check.sequence(document)
-        return int(self.pointers[sequence]) // self.dtype.itemsize if sequence < len(self) else self.num_tokens
+        if sequence < len(self):
+            return int(self.pointers[sequence]) // self.dtype.itemsize
+        return self.num_tokens
 
     def document_starts(self, documents: range) -> np.ndarray:
         """The same for consecutive documents, and the end of the last; int64.
@@ -128,24 +140,34 @@ class IndexedDataset:
         self._check.look_at(documents)
         sequences = self.document_indices[documents.start : documents.stop + 1]
         starts = np.full(len(sequences), self.num_tokens, np.int64)
-        inside = int(np.searchsorted(sequences, len(self)))  # behind the last sequence there are empty documents
+        # behind the last sequence there are empty documents
+        inside = int(np.searchsorted(sequences, len(self)))
         np.floor_divide(self.pointers[sequences[:inside]], self.dtype.itemsize, out=starts[:inside])
         return starts
 
     def document_at(self, place: int) -> int:
         """Which document holds the token at `place` of the stream."""
-        sequence = int(np.searchsorted(self.pointers, place * self.dtype.itemsize, side="right")) - 1
+        sequence = (
+            int(np.searchsorted(self.pointers, place * self.dtype.itemsize, side="right")) - 1
+        )
         return int(np.searchsorted(self.document_indices, sequence, side="right")) - 1
 
 
-def write_index(path: Path, lengths: np.ndarray, dtype: np.dtype, document_indices: np.ndarray | None = None) -> None:
-    """Write an `.idx` for sequences of these `lengths`; no `document_indices`: each sequence is a document.
+def write_index(
+    path: Path, lengths: np.ndarray, dtype: np.dtype, document_indices: np.ndarray | None = None
+) -> None:
+    """Write an `.idx` for sequences of these `lengths`; no `document_indices`: each sequence is a
+    document.
 
-    Byte-identical to megatron-core's IndexedDatasetBuilder. Raises CorruptData for an impossible length.
+    Byte-identical to megatron-core's IndexedDatasetBuilder. Raises CorruptData for an impossible
+    length.
     """
-    count, dtype = len(lengths), np.dtype(dtype)
+    count = len(lengths)
+    dtype = np.dtype(dtype)
     if count and (int(lengths.min()) < 0 or int(lengths.max()) > np.iinfo(np.int32).max):
-        raise CorruptData(f"{path}: lengths {lengths.min()} to {lengths.max()}; an index holds 0 to 2^31 - 1")
+        raise CorruptData(
+            f"{path}: lengths {lengths.min()} to {lengths.max()}; an index holds 0 to 2^31 - 1"
+        )
     code = next(c for c, d in DTYPES.items() if d == dtype)
     index_count = count + 1 if document_indices is None else len(document_indices)
     short = np.ascontiguousarray(lengths, "<i4")
@@ -177,10 +199,13 @@ def _write(file: io.FileIO, data: bytes | np.ndarray) -> None:
 
 
 class IndexedWriter:
-    """Writes a corpus: `add` documents, `close` writes the index (leaving a `with` block closes)."""
+    """Writes a corpus: `add` documents, `close` writes the index (leaving a `with`
+    block closes).
+    """
 
     def __init__(self, prefix: str | Path, dtype: np.dtype) -> None:
-        self.prefix, self.dtype = Path(prefix), np.dtype(dtype)
+        self.prefix = Path(prefix)
+        self.dtype = np.dtype(dtype)
         self._limits = np.iinfo(self.dtype)
         self._lengths: list[np.ndarray] = []
         self._digest = hashlib.sha256()
@@ -194,9 +219,13 @@ class IndexedWriter:
         lengths = np.array([len(tokens)]) if lengths is None else np.asarray(lengths)
         if int(lengths.sum()) != len(tokens):
             raise ValueError(f"lengths add up to {lengths.sum()}, there are {len(tokens)} tokens")
-        if len(tokens) and not self._limits.min <= int(tokens.min()) <= int(tokens.max()) <= self._limits.max:
+        if (
+            len(tokens)
+            and not self._limits.min <= int(tokens.min()) <= int(tokens.max()) <= self._limits.max
+        ):
             raise CorruptData(
-                f"{self.prefix}: token ids {tokens.min()} to {tokens.max()} do not fit {self.dtype.name}"
+                f"{self.prefix}: token ids {tokens.min()} to {tokens.max()} do not fit"
+                f" {self.dtype.name}"
             )
         data = memoryview(np.ascontiguousarray(tokens, self.dtype)).cast("B")  # type: ignore[arg-type]
         self._digest.update(data)
@@ -220,7 +249,10 @@ class IndexedWriter:
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
     ) -> None:
         if kind is not None:
             self._file.close()

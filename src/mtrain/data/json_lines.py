@@ -13,16 +13,25 @@ from mtrain.errors import CorruptData
 
 
 class JsonLines:
-    """The lines of a file that hold something; `len` counts them. No line is read before it is asked for."""
+    """The lines of a file that hold something; `len` counts them.
+
+    No line is read before it is asked for.
+    """
 
     def __init__(self, file: Path) -> None:
         self.file = file
         with open(file, "rb") as opened:
             size = os.fstat(opened.fileno()).st_size
-            self._bytes: Any = mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_READ) if size else b""
-        starts, numbers, at, line = [], [], 0, 0
+            self._bytes: Any = (
+                mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_READ) if size else b""
+            )
+        starts = []
+        numbers = []
+        at = 0
+        line = 0
         while at < size:
-            end, line = self._bytes.find(b"\n", at), line + 1
+            end = self._bytes.find(b"\n", at)
+            line = line + 1
             end = size if end < 0 else end
             if self._bytes[at:end].strip():
                 starts.append(at)
@@ -54,7 +63,8 @@ class Named:
     """Puts the place of a record in front of what is wrong with it."""
 
     def __init__(self, owner: JsonLines, number: int) -> None:
-        self.owner, self.number = owner, number
+        self.owner = owner
+        self.number = number
 
     def __enter__(self) -> None:
         pass

@@ -15,7 +15,10 @@ AT_ONCE = 128 << 10
 
 
 class Mapped:
-    """The bytes of a file; an empty file has none. Raises CorruptData for one that cannot be read."""
+    """The bytes of a file; an empty file has none.
+
+    Raises CorruptData for one that cannot be read.
+    """
 
     def __init__(self, path: Path) -> None:
         self._map: mmap.mmap | None = None
@@ -25,11 +28,15 @@ class Mapped:
                 if path.stat().st_size:
                     self._map = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
         except (OSError, ValueError) as error:
-            raise CorruptData(f"{path}: cannot be read: {getattr(error, 'strerror', None) or error}") from error
+            raise CorruptData(
+                f"{path}: cannot be read: {getattr(error, 'strerror', None) or error}"
+            ) from error
         self.bytes = np.frombuffer(self._map or b"", np.uint8)
 
     def scatter(self) -> None:
-        """Places are read far from each other from now on: no megabytes around each, which disks are set to read."""
+        """Places are read far from each other from now on: no megabytes around each, which disks
+        are set to read.
+        """
         if self._map is not None and hasattr(mmap, "MADV_RANDOM"):
             self._map.madvise(mmap.MADV_RANDOM)
             self._scattered = True
@@ -39,6 +46,7 @@ class Mapped:
         if self._map is None or not self._scattered:
             return
         for start in starts:
-            first, stop = start - start % mmap.PAGESIZE, min(start + size, len(self.bytes))
+            first = start - start % mmap.PAGESIZE
+            stop = min(start + size, len(self.bytes))
             for at in range(first, stop, AT_ONCE):
                 self._map.madvise(mmap.MADV_WILLNEED, at, min(AT_ONCE, stop - at))

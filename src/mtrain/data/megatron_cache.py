@@ -1,7 +1,9 @@
-"""Orders that Megatron-LM left in its folder of caches (`--data-cache-path`): read, never written, never unpickled.
+"""Orders that Megatron-LM left in its folder of caches (`--data-cache-path`): read, never written,
+never unpickled.
 
-Beside three arrays there is a `description.txt`, JSON, that says what they are of. Its hash in their names holds the
-tokenizer too, which says nothing about an order; here they are found by what is said of the rest.
+Beside three arrays there is a `description.txt`, JSON, that says what they are of. Its hash in
+their names holds the tokenizer too, which says nothing about an order; here they are found by what
+is said of the rest.
 """
 
 from __future__ import annotations
@@ -67,11 +69,14 @@ def _near(said: Any, shares: tuple[float, float]) -> bool:
 
 
 def arrays_of(folder: Path, wanted: Wanted, sequences: int, samples: int) -> Arrays | None:
-    """`sequences` and `shuffled` as Megatron-LM wrote them; None where the folder has none of this split.
+    """`sequences` and `shuffled` as Megatron-LM wrote them; None where the folder has none of this
+    split.
 
     Raises CorruptData for files that do not hold so many sequences and samples.
     """
-    for number, path in enumerate(sorted(folder.glob(f"*-GPTDataset-{SPLITS[wanted.split]}{ENDING}"))):
+    for number, path in enumerate(
+        sorted(folder.glob(f"*-GPTDataset-{SPLITS[wanted.split]}{ENDING}"))
+    ):
         if number >= MAX_FILES:
             return None
         if wanted.is_said(_said(path)):
@@ -96,12 +101,16 @@ def _read(description: Path, sequences: int, samples: int) -> Arrays:
         try:
             arrays[name] = array = load(path)
         except OSError as error:
-            raise CorruptData(f"{path}: cannot be read: {error.strerror}; remove {description.name}") from error
-        expected = {"sequences": (sequences,), "places": (samples + 1, 2), "shuffled": (samples,)}[name]
+            raise CorruptData(
+                f"{path}: cannot be read: {error.strerror}; remove {description.name}"
+            ) from error
+        expected = {"sequences": (sequences,), "places": (samples + 1, 2), "shuffled": (samples,)}[
+            name
+        ]
         if array.shape != expected or array.dtype.kind not in "iu":
             raise CorruptData(
-                f"{path}: {array.dtype.name} {list(array.shape)}, and {list(expected)} are needed: it is of another "
-                f"corpus or split; remove it with {description.name}"
+                f"{path}: {array.dtype.name} {list(array.shape)}, and {list(expected)} are needed:"
+                f" it is of another corpus or split; remove it with {description.name}"
             )
     return arrays
 
@@ -111,17 +120,23 @@ def compare(arrays: Arrays, lengths: np.ndarray, seq_length: int, stride: int) -
 
     `starts` has the place in the stream of every `stride`th sequence.
     """
-    places, order, starts = arrays.pop("places"), arrays["sequences"], arrays["starts"]
+    places = arrays.pop("places")
+    order = arrays["sequences"]
+    starts = arrays["starts"]
     file = places.filename  # type: ignore[attr-defined]
-    for number in np.linspace(0, len(places) - 1, min(COMPARED, len(places))).astype(np.int64).tolist():
+    for number in (
+        np.linspace(0, len(places) - 1, min(COMPARED, len(places))).astype(np.int64).tolist()
+    ):
         entry, offset = (int(value) for value in places[number])
         if not 0 <= entry < len(order):
-            raise CorruptData(f"{file}: sample {number} begins in sequence {entry}, and there are {len(order)}")
+            raise CorruptData(
+                f"{file}: sample {number} begins in sequence {entry}, and there are {len(order)}"
+            )
         chunk = entry // stride
         before = int(lengths[order[chunk * stride : entry]].astype(np.int64).sum())
         found = int(starts[chunk]) + before + offset
         if found != number * seq_length:
             raise CorruptData(
-                f"{file}: sample {number} begins at token {found}, and at {number * seq_length} by the lengths of "
-                "the sequences: it is of another corpus; remove it"
+                f"{file}: sample {number} begins at token {found}, and at {number * seq_length} by"
+                " the lengths of the sequences: it is of another corpus; remove it"
             )

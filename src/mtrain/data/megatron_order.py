@@ -1,9 +1,10 @@
-"""Megatron-LM's own order of samples: those of megatron-core's GPTDataset and BlendedDataset, one for one.
+"""Megatron-LM's own order of samples: those of megatron-core's GPTDataset and BlendedDataset, one
+for one.
 
-The sequences of a split are shuffled, of all epochs together but perhaps the last, and laid end to end; sample j of
-that stream is the seq_length + 1 tokens from j * seq_length on; the samples are shuffled once more. Both shuffles
-are numpy's Mersenne Twister from the seed, so they are made once, in files of `data.cache_dir` that ranks map, and
-depend on how many samples a run asks for in all.
+The sequences of a split are shuffled, of all epochs together but perhaps the last, and laid end to
+end; sample j of that stream is the seq_length + 1 tokens from j * seq_length on; the samples are
+shuffled once more. Both shuffles are numpy's Mersenne Twister from the seed, so they are made once,
+in files of `data.cache_dir` that ranks map, and depend on how many samples a run asks for in all.
 """
 
 from __future__ import annotations
@@ -32,7 +33,9 @@ FINAL_EPOCH = 0.80
 SURPLUS = 0.005
 """What megatron-core makes more of each corpus of a blend than the blend is to give."""
 SURELY = 1 << 22
-"""Blends of so few samples are counted through when they are opened; of larger ones the surplus is enough."""
+"""Blends of so few samples are counted through when they are opened; of larger ones the surplus is
+enough.
+"""
 CHUNK = 1 << 20
 STRIDE = 1024
 """Sequences between two whose place in the stream is noted."""
@@ -60,7 +63,9 @@ class Shape:
         return self.together < self.samples
 
 
-def shape_of(dataset: IndexedDataset, sequences: range, seq_length: int, seed: int, asked: int | None) -> Shape:
+def shape_of(
+    dataset: IndexedDataset, sequences: range, seq_length: int, seed: int, asked: int | None
+) -> Shape:
     """The order of a split of which `asked` samples are needed; None: one epoch."""
     tokens = _start(dataset, sequences.stop) - _start(dataset, sequences.start)
     epochs = 1 if asked is None else max(1, -(-(asked * seq_length + 1) // tokens))
@@ -69,7 +74,9 @@ def shape_of(dataset: IndexedDataset, sequences: range, seq_length: int, seed: i
         before = ((epochs - 1) * tokens - 1) // seq_length
         if asked - before < int(FINAL_EPOCH * ((tokens - 1) // seq_length)):
             together = before
-    return Shape(sequences.start, len(sequences), tokens, seq_length, seed, epochs, samples, together)
+    return Shape(
+        sequences.start, len(sequences), tokens, seq_length, seed, epochs, samples, together
+    )
 
 
 def _start(dataset: IndexedDataset, sequence: int) -> int:
@@ -82,8 +89,9 @@ def _start(dataset: IndexedDataset, sequence: int) -> int:
 def write(shape: Shape, lengths: np.ndarray, array: Callable[[str, str, int], np.ndarray]) -> None:
     """Fill the arrays of an order; `array(name, dtype, length)` makes one that is a plain ndarray.
 
-    `sequences` int32: the sequences of all epochs in their order. `starts` int64: the place in the stream of every
-    1024th of them, and its end. `shuffled` uint32, or int64 where that is too small: the sample at each place.
+    `sequences` int32: the sequences of all epochs in their order. `starts` int64: the place in the
+    stream of every 1024th of them, and its end. `shuffled` uint32, or int64 where that is too
+    small: the sample at each place.
     """
     random = np.random.RandomState(shape.seed)
     order = array("sequences", "<i4", shape.epochs * shape.sequences)
@@ -104,25 +112,30 @@ def write(shape: Shape, lengths: np.ndarray, array: Callable[[str, str, int], np
     write_starts(order, lengths, array)
 
 
-def write_starts(order: np.ndarray, lengths: np.ndarray, array: Callable[[str, str, int], np.ndarray]) -> None:
+def write_starts(
+    order: np.ndarray, lengths: np.ndarray, array: Callable[[str, str, int], np.ndarray]
+) -> None:
     """Fill `starts` for the sequences in `order`."""
     starts = array("starts", "<i8", -(-len(order) // STRIDE) + 1)
-    end, at = 0, 0
+    end = 0
+    at = 0
     for first in range(0, len(order), CHUNK):
         sums = np.add.reduceat(
             lengths[order[first : first + CHUNK]].astype(np.int64),
             np.arange(0, min(CHUNK, len(order) - first), STRIDE),
         )
         starts[at : at + len(sums)] = end + np.cumsum(sums) - sums
-        end, at = end + int(sums.sum()), at + len(sums)
+        end = end + int(sums.sum())
+        at = at + len(sums)
     starts[at] = end
 
 
 class MegatronSamples(Samples):
-    """The samples of a range of sequences in Megatron's order; `len` is how many there are in all its epochs.
+    """The samples of a range of sequences in Megatron's order; `len` is how many there are in all
+    its epochs.
 
-    Raises ConfigError if the range is too small for one sample, CorruptData for a cache of Megatron's that does not
-    fit.
+    Raises ConfigError if the range is too small for one sample, CorruptData for a cache of
+    Megatron's that does not fit.
     """
 
     def __init__(
@@ -137,28 +150,46 @@ class MegatronSamples(Samples):
         cache: Path,
         theirs: megatron_cache.Theirs | None = None,
     ) -> None:
-        first, end = _start(dataset, sequences.start), _start(dataset, sequences.stop)
+        first = _start(dataset, sequences.start)
+        end = _start(dataset, sequences.stop)
         self._cache = cache
         self._take(dataset, sequences, first, end, seq_length, vocab_size, name)
         self.shape = shape = shape_of(dataset, sequences, seq_length, seed, asked)
         found = None
         if theirs is not None:
-            wanted = megatron_cache.Wanted(dataset.prefix, name, seed, seq_length, asked, theirs.shares)
-            found = megatron_cache.arrays_of(theirs.folder, wanted, shape.epochs * shape.sequences, shape.samples)
+            wanted = megatron_cache.Wanted(
+                dataset.prefix, name, seed, seq_length, asked, theirs.shares
+            )
+            found = megatron_cache.arrays_of(
+                theirs.folder, wanted, shape.epochs * shape.sequences, shape.samples
+            )
         arrays = _made(dataset, shape, cache) if found is None else _adopted(dataset, shape, found)
         self.from_cache = found is not None
-        self._sequences, self._starts, self._shuffled = (arrays[k] for k in ("sequences", "starts", "shuffled"))
+        self._sequences, self._starts, self._shuffled = (
+            arrays[k] for k in ("sequences", "starts", "shuffled")
+        )
         self._count = shape.samples
 
     def once(self) -> MegatronSamples:
-        """The samples of one epoch of the same sequences, in the order that Megatron-LM has where it asks for one."""
+        """The samples of one epoch of the same sequences, in the order that Megatron-LM has where
+        it asks for one.
+        """
         if self.shape.epochs == 1:
             return self
-        given = self.dataset, self.documents, self.seq_length, self.shape.seed, self.vocab_size, self.name
+        given = (
+            self.dataset,
+            self.documents,
+            self.seq_length,
+            self.shape.seed,
+            self.vocab_size,
+            self.name,
+        )
         return MegatronSamples(*given, None, self._cache)
 
     def batch(self, numbers: Sequence[int] | np.ndarray) -> np.ndarray:
-        """Tokens of the samples with these numbers; int64 [n, seq_length + 1]. After the last comes the first again.
+        """Tokens of the samples with these numbers; int64 [n, seq_length + 1].
+
+        After the last comes the first again.
 
         Raises CorruptData for an id outside the vocabulary.
         """
@@ -168,30 +199,43 @@ class MegatronSamples(Samples):
         if len(out) and (out.min() < 0 or out.max() >= self.vocab_size):
             row, column = np.argwhere((out < 0) | (out >= self.vocab_size))[0]
             number = int(numbers[row])
-            raise self._outside(int(self._tokens_of(number % self._count)[column]), f"{self.name} sample {number}")
+            raise self._outside(
+                int(self._tokens_of(number % self._count)[column]), f"{self.name} sample {number}"
+            )
         return out
 
     def _tokens_of(self, number: int) -> np.ndarray:
         """Place in the corpus of each token of a sample; int64 [seq_length + 1]."""
-        need, dataset = self.seq_length + 1, self.dataset
+        need = self.seq_length + 1
+        dataset = self.dataset
         place = int(self._shuffled[number]) * self.seq_length
         chunk = int(np.searchsorted(self._starts, place, side="right")) - 1
-        at, skipped = chunk * STRIDE, place - int(self._starts[chunk])
-        begins, counts, found = [], [], 0
+        at = chunk * STRIDE
+        skipped = place - int(self._starts[chunk])
+        begins = []
+        counts = []
+        found = 0
         while found < need and at < len(self._sequences):
             some = np.asarray(self._sequences[at : at + STRIDE])
             if int(some.min()) < 0 or int(some.max()) >= len(dataset):
-                raise CorruptData(f"{dataset.idx}: its order names sequences {some.min()} to {some.max()}")
+                raise CorruptData(
+                    f"{dataset.idx}: its order names sequences {some.min()} to {some.max()}"
+                )
             lengths = dataset.lengths[some].astype(np.int64)
             ends = np.cumsum(lengths)
-            # what of each lies behind the tokens that are skipped, and before the last one that is needed
+            # what of each lies behind the tokens that are skipped, and before the last one that is
+            # needed
             behind = np.clip(skipped - (ends - lengths), 0, lengths)
             used = np.clip(skipped + need - found - (ends - lengths), 0, lengths) - behind
             begins.append(dataset.pointers[some] // dataset.dtype.itemsize + behind)
             counts.append(used)
-            found, skipped, at = found + int(used.sum()), max(0, skipped - int(ends[-1])), at + STRIDE
+            found = found + int(used.sum())
+            skipped = max(0, skipped - int(ends[-1]))
+            at = at + STRIDE
         if found < need:
-            raise CorruptData(f"{dataset.idx}: its order ends {need - found} tokens before sample {number} does")
+            raise CorruptData(
+                f"{dataset.idx}: its order ends {need - found} tokens before sample {number} does"
+            )
         count = np.concatenate(counts)
         shift = np.concatenate(begins) - (np.cumsum(count) - count)
         return np.arange(need) + np.repeat(shift, count)
@@ -209,11 +253,16 @@ def _made(dataset: IndexedDataset, shape: Shape, cache: Path) -> Arrays:
     key = [*vars(shape).values(), str(dataset.idx.resolve()), stamp.st_size, stamp.st_mtime_ns]
     digest = hashlib.sha256(strict_json.dumps(key).encode()).hexdigest()[:16]
     size = shape.epochs * shape.sequences + shape.samples
-    return made_once(cache / f"order-{digest}", size, lambda array: write(shape, dataset.lengths, array))
+    return made_once(
+        cache / f"order-{digest}", size, lambda array: write(shape, dataset.lengths, array)
+    )
 
 
 def _adopted(dataset: IndexedDataset, shape: Shape, found: Arrays) -> Arrays:
-    """The arrays of an order that Megatron-LM made. Raises CorruptData for those of another corpus."""
+    """The arrays of an order that Megatron-LM made.
+
+    Raises CorruptData for those of another corpus.
+    """
     order = found["sequences"]
     for first in range(0, len(order), CHUNK):
         some = order[first : first + CHUNK]
@@ -237,10 +286,18 @@ def normalized(weights: Sequence[float]) -> np.ndarray:
 
 
 def cut(count: int, split: Sequence[float]) -> list[tuple[range, tuple[float, float]]]:
-    """The sequences of train, validation and test, rounded as megatron-core rounds them, and their shares."""
+    """The sequences of train, validation and test, rounded as megatron-core rounds them, and their
+    shares.
+    """
     ends = [0.0, *itertools.accumulate(normalized(split).tolist())]
     bounds = [round(end * float(count)) for end in ends]
-    return list(zip((range(a, b) for a, b in itertools.pairwise(bounds)), itertools.pairwise(ends), strict=True))
+    return list(
+        zip(
+            (range(a, b) for a, b in itertools.pairwise(bounds)),
+            itertools.pairwise(ends),
+            strict=True,
+        )
+    )
 
 
 Part = Callable[[int | None], MegatronSamples]
@@ -256,10 +313,20 @@ class MegatronBlend(Blend):
     parts: list[MegatronSamples]  # type: ignore[assignment]
 
     def __init__(
-        self, parts: Sequence[MegatronSamples], weights: np.ndarray, total: int, name: str, *, repeat: bool = False
+        self,
+        parts: Sequence[MegatronSamples],
+        weights: np.ndarray,
+        total: int,
+        name: str,
+        *,
+        repeat: bool = False,
     ) -> None:
-        self.parts, self.name, self.total, self.shares = list(parts), name, total, weights
-        self.seq_length, self.vocab_size = parts[0].seq_length, parts[0].vocab_size
+        self.parts = list(parts)
+        self.name = name
+        self.total = total
+        self.shares = weights
+        self.seq_length = parts[0].seq_length
+        self.vocab_size = parts[0].vocab_size
         self.stretches = []
         self._greedy = Greedy(weights)
         self._repeat = repeat
@@ -267,8 +334,8 @@ class MegatronBlend(Blend):
             self._suffice(self._greedy.given(total))
 
     def once(self, samples: int) -> MegatronBlend:
-        """Itself where each part has one epoch, and gives no more than its samples among the first `samples`; else
-        the blend of such parts, which then repeat.
+        """Itself where each part has one epoch, and gives no more than its samples among the first
+        `samples`; else the blend of such parts, which then repeat.
         """
         parts = [part.once() for part in self.parts]
         given = self._greedy.given(min(samples, self.total or samples))
@@ -278,7 +345,9 @@ class MegatronBlend(Blend):
         return MegatronBlend(parts, self.shares, self.total or samples, self.name, repeat=True)
 
     def places(self, numbers: Sequence[int] | np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """The part of each sample and its number there; after the last sample comes the first again."""
+        """The part of each sample and its number there; after the last sample comes the first
+        again.
+        """
         part, index = self._greedy.places(np.asarray(numbers, np.int64) % max(1, self.total or 1))
         counts = np.zeros(len(self.parts), np.int64)
         np.maximum.at(counts, part, index + 1)
@@ -286,19 +355,25 @@ class MegatronBlend(Blend):
         return part, index
 
     def _suffice(self, counts: np.ndarray) -> None:
-        """Raises ConfigError where a part is to give more samples than megatron-core makes of it."""
+        """Raises ConfigError where a part is to give more samples than megatron-core
+        makes of it.
+        """
         for part, count in zip(self.parts, counts.tolist(), strict=True):
             if count > len(part) and not self._repeat:
                 rule = (
-                    f"{count} samples of {part.dataset.prefix} are asked for, and Megatron's order makes {len(part)}"
+                    f"{count} samples of {part.dataset.prefix} are asked for, and Megatron's order"
+                    f" makes {len(part)}"
                 )
                 fix = "data.order=keyed, or other data.blend_weights"
                 raise ConfigError([Problem("MT640", "data.order", "megatron", rule, fix)])
 
 
-def blended(parts: Sequence[Part], weights: Sequence[float] | None, samples: int | None, name: str) -> MegatronBlend:
-    """The blend of corpora of which `samples` samples are asked for; None: of as many as there are in one epoch, in
-    which each corpus has as many as it has. So it is without `weights` too, up to `samples`.
+def blended(
+    parts: Sequence[Part], weights: Sequence[float] | None, samples: int | None, name: str
+) -> MegatronBlend:
+    """The blend of corpora of which `samples` samples are asked for; None: of as many as there are
+    in one epoch, in which each corpus has as many as it has. So it is without `weights` too, up to
+    `samples`.
     """
     if weights is None or samples is None:
         made = [part(None) for part in parts]
@@ -306,5 +381,7 @@ def blended(parts: Sequence[Part], weights: Sequence[float] | None, samples: int
         return MegatronBlend(made, normalized(sizes), min(samples or sum(sizes), sum(sizes)), name)
     shares = normalized(weights)
     target = [math.ceil(samples * share) for share in shares.tolist()]
-    made = [part(math.ceil(count * (1 + SURPLUS))) for part, count in zip(parts, target, strict=True)]
+    made = [
+        part(math.ceil(count * (1 + SURPLUS))) for part, count in zip(parts, target, strict=True)
+    ]
     return MegatronBlend(made, normalized(shares.tolist()), sum(target), name)

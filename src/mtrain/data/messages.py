@@ -1,9 +1,10 @@
-"""Chats of a JSON Lines file: the messages of a line, in the forms in use, with their roles in order.
+"""Chats of a JSON Lines file: the messages of a line, in the forms in use, with their roles in
+order.
 
-Forms: {"messages": [{"role": ..., "content": ...}, ...]} as OpenAI's API has it, with `tool_calls` and tools; and
-{"conversations": [{"from": "human", "value": ...}, ...]} of ShareGPT. Beside them stand `tools`, a list or a text of
-one, and `system`, a text.
-Pairs have `chosen` and `rejected` beside a `prompt`, or begin alike: https://huggingface.co/docs/trl/dataset_formats
+Forms: {"messages": [{"role": ..., "content": ...}, ...]} as OpenAI's API has it, with `tool_calls`
+and tools; and {"conversations": [{"from": "human", "value": ...}, ...]} of ShareGPT. Beside them
+stand `tools`, a list or a text of one, and `system`, a text. Pairs have `chosen` and `rejected`
+beside a `prompt`, or begin alike: https://huggingface.co/docs/trl/dataset_formats
 """
 
 from __future__ import annotations
@@ -52,8 +53,9 @@ BESIDE_CONTENT = {
     **{key: (key,) for key in ("tool_calls", "function_call", "refusal")},
     **dict.fromkeys(REASONING, REASONING),
 }
-"""Keys of a message that say something beside its content -> the keys under which a template may read it: one that
-reads none of them would lose it."""
+"""Keys of a message that say something beside its content -> the keys under which a template may
+read it: one that reads none of them would lose it.
+"""
 NO_KEYS = Keys()
 
 
@@ -72,7 +74,8 @@ class Chat:
     said: tuple[bool | None, ...] = ()
     """Whether each message says of itself that it is learned; None: it does not say."""
     objects: list[Message] | None = None
-    """The messages with objects for arguments of tools that are the text of JSON; None: none are."""
+    """The messages with objects for arguments of tools that are the text of JSON; None: none are.
+    """
 
     @property
     def turns(self) -> list[int]:
@@ -82,7 +85,9 @@ class Chat:
     @property
     def answers(self) -> list[int]:
         """The messages of the assistant that are not only the beginning of a pair."""
-        return [i for i, one in enumerate(self.messages) if i >= self.begin and one["role"] == ASSISTANT]
+        return [
+            i for i, one in enumerate(self.messages) if i >= self.begin and one["role"] == ASSISTANT
+        ]
 
     def learned(self, message: int) -> bool | None:
         """Whether a message says that it is learned; None: it does not say."""
@@ -106,7 +111,9 @@ def read(line: bytes) -> dict[str, Any]:
     try:
         text = line.decode().removeprefix("\ufeff")
         value = json.loads(text, parse_constant=_refuse)
-        json.dumps(value, ensure_ascii=False, allow_nan=False).encode()  # no half of a surrogate pair, no 1e999
+        json.dumps(
+            value, ensure_ascii=False, allow_nan=False
+        ).encode()  # no half of a surrogate pair, no 1e999
     except (ValueError, RecursionError) as error:
         raise NoJson(f"no JSON: {str(error)[:200]}") from None
     if _depth(value) > MAX_DEPTH:
@@ -120,17 +127,22 @@ def chat(values: dict[str, Any], keys: Keys = NO_KEYS) -> Chat:
     """The chat of an object.
 
     Raises:
-        CorruptData: it is none, has a key that is not known, its roles are out of order, or nothing in it is learned.
+        CorruptData: it is none, has a key that is not known, its roles are out of order, or nothing
+            in it is learned.
     """
     values = keys.kept(values)
     if ("messages" in values) == ("conversations" in values):
-        raise CorruptData("a chat has either messages (role, content) or conversations (from, value)")
+        raise CorruptData(
+            "a chat has either messages (role, content) or conversations (from, value)"
+        )
     keys.refuse_unknown(values, OF_A_CHAT, "the chat")
     require_learned(values, "the chat")
     found = _said(values, "messages" if "messages" in values else "conversations", keys)
     prompt = values.get("prompt")
     if prompt is not None and not any(one.get("content") == prompt for one in found):
-        raise CorruptData("its prompt is none of its messages, and would be lost: make it a message, or remove it")
+        raise CorruptData(
+            "its prompt is none of its messages, and would be lost: make it a message, or remove it"
+        )
     return _ordered(_made(_with_system(values, found), _tools(values.get("tools"), keys)))
 
 
@@ -154,17 +166,24 @@ def pair(values: dict[str, Any], keys: Keys = NO_KEYS) -> tuple[Chat, Chat]:
     elif values.get("prompt") is not None:
         begin = _said(values, "prompt", keys)
     chosen, rejected = (
-        _with_system(values, [*begin, *_answer(values, name, keys)]) for name in ("chosen", "rejected")
+        _with_system(values, [*begin, *_answer(values, name, keys)])
+        for name in ("chosen", "rejected")
     )
     same = next((i for i, (a, b) in enumerate(zip(chosen, rejected, strict=False)) if a != b), None)
     if same is None:
-        raise CorruptData("chosen and rejected are the same" if chosen == rejected else "one goes on where one ends")
+        raise CorruptData(
+            "chosen and rejected are the same"
+            if chosen == rejected
+            else "one goes on where one ends"
+        )
     tools = _tools(values.get("tools"), keys)
     return _ordered(_made(chosen, tools, same)), _ordered(_made(rejected, tools, same))
 
 
 def _made(found: list[Message], tools: list[Any] | None, begin: int = 0) -> Chat:
-    """The chat of messages, which keep what they say of themselves to here: no template reads that."""
+    """The chat of messages, which keep what they say of themselves to here: no template
+    reads that.
+    """
     said = tuple(learned(one, f"message {number}") for number, one in enumerate(found, 1))
     plain = [{key: value for key, value in one.items() if key not in FLAGS} for one in found]
     objects = [_with_objects(one, f"message {number}") for number, one in enumerate(plain, 1)]
@@ -175,7 +194,9 @@ def _answer(values: dict[str, Any], name: str, keys: Keys) -> list[Message]:
     given = values[name]
     if isinstance(given, str):
         return [{"role": ASSISTANT, "content": given}]
-    return _said({name: [given]}, name, keys) if isinstance(given, dict) else _said(values, name, keys)
+    return (
+        _said({name: [given]}, name, keys) if isinstance(given, dict) else _said(values, name, keys)
+    )
 
 
 def _said(values: dict[str, Any], name: str, keys: Keys) -> list[Message]:
@@ -183,7 +204,9 @@ def _said(values: dict[str, Any], name: str, keys: Keys) -> list[Message]:
     given = values[name]
     if not isinstance(given, list) or not given:
         raise CorruptData(f"{name} is no list of messages")
-    return [_message(one, f"message {number} of {name}", keys) for number, one in enumerate(given, 1)]
+    return [
+        _message(one, f"message {number} of {name}", keys) for number, one in enumerate(given, 1)
+    ]
 
 
 def _with_system(values: dict[str, Any], found: list[Message]) -> list[Message]:
@@ -196,7 +219,9 @@ def _with_system(values: dict[str, Any], found: list[Message]) -> list[Message]:
     if found[0]["role"] != "system":
         return [{"role": "system", "content": system}, *found]
     if found[0].get("content") != system:
-        raise CorruptData("system says something else than the message of the system: one of them would be lost")
+        raise CorruptData(
+            "system says something else than the message of the system: one of them would be lost"
+        )
     return found
 
 
@@ -206,13 +231,23 @@ def _message(given: Any, where: str, keys: Keys) -> Message:
     given = keys.kept(given)
     made = {key: value for key, value in given.items() if value is not None}
     if "from" in given and "role" not in given:
-        role, said = SPEAKERS.get(str(given["from"])), given.get("value")
+        role = SPEAKERS.get(str(given["from"]))
+        said = given.get("value")
         if role is None or not isinstance(said, str):
             speakers = ", ".join(SPEAKERS)
-            raise CorruptData(f"{where} has no value that is a text, or its from is none of {speakers}")
+            raise CorruptData(
+                f"{where} has no value that is a text, or its from is none of {speakers}"
+            )
         if "content" in made or (role == "function_call" and "tool_calls" in made):
-            raise CorruptData(f"{where} has a value, and beside it content or tool_calls: one of them would be lost")
-        made = {"role": role, "content": said, **{k: v for k, v in made.items() if k not in OF_A_TURN}}
+            raise CorruptData(
+                f"{where} has a value, and beside it content or tool_calls: one of them would be"
+                " lost"
+            )
+        made = {
+            "role": role,
+            "content": said,
+            **{k: v for k, v in made.items() if k not in OF_A_TURN},
+        }
         if role == "function_call":
             made |= {"role": ASSISTANT, "content": "", "tool_calls": _calls(said, where)}
     read = [key for key in made if keys.template_reads(key)]
@@ -227,14 +262,22 @@ def _refuse_lost(made: Message, where: str, keys: Keys) -> None:
     """Refuse what stands beside the content where the chat template does not read it."""
     for key, names in BESIDE_CONTENT.items():
         if made.get(key) and keys.template and not any(map(keys.template_reads, names)):
-            fix = f"data.chat_template=FILE that reads it, or data.ignored_keys=[{key}] to leave it out"
-            raise CorruptData(f"{where}: the chat template does not read its {key}, which would be lost; {fix}")
+            fix = (
+                f"data.chat_template=FILE that reads it, or data.ignored_keys=[{key}] to leave"
+                " it out"
+            )
+            raise CorruptData(
+                f"{where}: the chat template does not read its {key}, which would be lost; {fix}"
+            )
 
 
 def _with_content(made: Message, where: str, keys: Keys) -> Message:
     """A message in OpenAI's form whose content is text, or that calls a tool."""
-    content, calls = made.get("content"), made.get("tool_calls")
-    if calls is not None and not (isinstance(calls, list) and all(isinstance(one, dict) for one in calls)):
+    content = made.get("content")
+    calls = made.get("tool_calls")
+    if calls is not None and not (
+        isinstance(calls, list) and all(isinstance(one, dict) for one in calls)
+    ):
         raise CorruptData(f"{where}: tool_calls is no list of objects")
     if content is None and made["role"] == ASSISTANT and (calls or made.get("function_call")):
         return made
@@ -242,11 +285,15 @@ def _with_content(made: Message, where: str, keys: Keys) -> Message:
     for part in parts:
         kind = part.get("type", "text") if isinstance(part, dict) else "text"
         if kind != "text":
-            raise CorruptData(f"{where}: a part of its content is {str(kind)[:40]!r}, and text alone is read")
+            raise CorruptData(
+                f"{where}: a part of its content is {str(kind)[:40]!r}, and text alone is read"
+            )
         if not isinstance(part.get("text") if isinstance(part, dict) else part, str):
             raise CorruptData(f"{where}: its content is no text")
         if isinstance(part, dict):
-            keys.refuse_unknown(part, (*OF_A_PART, "cache_control"), f"a part of the content of {where}")
+            keys.refuse_unknown(
+                part, (*OF_A_PART, "cache_control"), f"a part of the content of {where}"
+            )
             require_learned(keys.kept(part), f"a part of the content of {where}")
     return made
 
@@ -297,13 +344,17 @@ def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _calls(said: str, where: str) -> list[Any]:
-    """The calls of ShareGPT's `function_call`: the text of an object with name and arguments, or of a list."""
+    """The calls of ShareGPT's `function_call`: the text of an object with name and arguments, or of
+    a list.
+    """
     try:
         value = json.loads(said)
     except (ValueError, RecursionError):
         value = None
     calls = value if isinstance(value, list) else [value]
-    if not calls or not all(isinstance(one, dict) and isinstance(one.get("name"), str) for one in calls):
+    if not calls or not all(
+        isinstance(one, dict) and isinstance(one.get("name"), str) for one in calls
+    ):
         raise CorruptData(f"{where}: a function_call is the JSON of a name and arguments")
     return [{"type": "function", "function": one} for one in calls]
 
@@ -319,7 +370,9 @@ def _tools(given: Any, keys: Keys) -> list[Any] | None:
     if not isinstance(given, list) or not all(isinstance(one, dict) for one in given):
         raise CorruptData("tools is no list of objects")
     if keys.template and "tools" not in keys.template:
-        raise CorruptData("the chat template does not read its tools, which would be lost: remove them")
+        raise CorruptData(
+            "the chat template does not read its tools, which would be lost: remove them"
+        )
     return given
 
 
@@ -329,23 +382,30 @@ def _ordered(made: Chat) -> Chat:
         if one["role"] not in AFTER[before]:
             after = f"after {before}" if before else "at the beginning"
             wanted = " or ".join(AFTER[before])
-            raise CorruptData(f"message {number} is of {one['role']}; {after} comes {wanted}: roles are out of order")
+            raise CorruptData(
+                f"message {number} is of {one['role']}; {after} comes {wanted}: roles are out of"
+                " order"
+            )
         before = one["role"]
     if not made.answers:
         raise CorruptData("the assistant says nothing in it, so there is nothing to learn")
     if not made.turns:
-        raise CorruptData("every message of the assistant says that it is not learned: remove the line")
+        raise CorruptData(
+            "every message of the assistant says that it is not learned: remove the line"
+        )
     return made
 
 
 def _depth(value: Any) -> int:
     """How many lists and objects stand inside each other."""
-    depth, level = 0, [value]
+    depth = 0
+    level = [value]
     while level:
         inner: list[Any] = []
         for one in level:
             inner += one.values() if isinstance(one, dict) else one if isinstance(one, list) else ()
-        level, depth = inner, depth + 1
+        level = inner
+        depth = depth + 1
     return depth - 1
 
 

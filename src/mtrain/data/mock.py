@@ -1,4 +1,6 @@
-"""Synthetic tokens that can be learnt: walks through a random graph, a function of seed and sample number."""
+"""Synthetic tokens that can be learnt: walks through a random graph, a function of seed and sample
+number.
+"""
 
 from __future__ import annotations
 
@@ -17,20 +19,32 @@ STATES = 256
 DOCUMENT_ENDS = tuple(range(16))
 """Tokens that end a document where samples are packed: one in sixteen."""
 LIKELIHOOD = (0.6, 0.25, 0.1, 0.05)
-"""How often the first, second, ... successor of a token follows it: an entropy of 1.03 nats a token."""
+"""How often the first, second, ...
+
+successor of a token follows it: an entropy of 1.03 nats a token.
+"""
 
 DOCUMENTS = 1 << 14
 """Made-up documents of a split, where they are read whole."""
 
 
 class MockSamples:
-    """Random walks with the interface of `Samples`; all splits walk through one graph, drawn from the seed."""
+    """Random walks with the interface of `Samples`; all splits walk through one graph, drawn from
+    the seed.
+    """
 
     def __init__(self, seq_length: int, seed: int, vocab_size: int, name: str = "train") -> None:
-        self.seq_length, self.seed, self.vocab_size, self.name = seq_length, seed, vocab_size, name
+        self.seq_length = seq_length
+        self.seed = seed
+        self.vocab_size = vocab_size
+        self.name = name
         self._states = min(vocab_size, STATES)
         words = keys(seed, 0, "mock graph", self._states * len(LIKELIHOOD))
-        self._next = (words % np.uint64(self._states)).astype(np.int64).reshape(self._states, len(LIKELIHOOD))
+        self._next = (
+            (words % np.uint64(self._states))
+            .astype(np.int64)
+            .reshape(self._states, len(LIKELIHOOD))
+        )
         self._salt = keys(seed, 0, f"mock {name}", 1)
         self._limits = (np.cumsum(LIKELIHOOD)[:-1] * 2.0**64).astype(np.uint64)
 
@@ -71,14 +85,17 @@ def last_of(vocab_size: int) -> int:
 class MockDocuments:
     """Documents of random walks, with what `WholeDocuments` asks of an `IndexedDataset`.
 
-    They have 2 to 2 * seq_length + 1 tokens, as many of 2 to 3 as of 32 to 63, so that some are longer than a sample.
+    They have 2 to 2 * seq_length + 1 tokens, as many of 2 to 3 as of 32 to 63, so that some are
+    longer than a sample.
     """
 
     idx = bin = prefix = "synthetic documents"
-    dtype, is_remote = np.dtype(np.int64), False
+    dtype = np.dtype(np.int64)
+    is_remote = False
 
     def __init__(self, seq_length: int, seed: int, vocab_size: int, name: str) -> None:
-        self._walks, self._end = MockSamples(seq_length, seed, vocab_size, name), last_of(vocab_size)
+        self._walks = MockSamples(seq_length, seed, vocab_size, name)
+        self._end = last_of(vocab_size)
         draws = (keys(seed, 0, f"mock lengths {name}", DOCUMENTS) >> np.uint64(11)) * 2.0**-53
         lengths = 1 + np.exp(draws * np.log(2.0 * seq_length)).astype(np.int64)
         self._starts = np.concatenate([[0], np.cumsum(lengths)])
@@ -106,7 +123,8 @@ class MockDocuments:
         """Tokens from one place of the stream to another one of the same document."""
         document = self.document_at(places.start)
         first, stop, end = (
-            x - self.document_start(document) for x in (places.start, places.stop, self._starts[document + 1])
+            x - self.document_start(document)
+            for x in (places.start, places.stop, self._starts[document + 1])
         )
         tokens = self._walks.batch([document], stop)[0] % self._end
         if stop == end:
@@ -116,6 +134,10 @@ class MockDocuments:
 
 def whole_documents(data: DataConfig, seed: int, vocab_size: int) -> dict[str, WholeDocuments]:
     """The splits, each of documents of its own, put side by side by first fit."""
-    fit, every = Fit.of(data), range(DOCUMENTS)
+    fit = Fit.of(data)
+    every = range(DOCUMENTS)
     made = {name: MockDocuments(data.length, seed, vocab_size, name) for name in SHARES}
-    return {name: WholeDocuments(held, every, fit, seed, vocab_size, name) for name, held in made.items()}
+    return {
+        name: WholeDocuments(held, every, fit, seed, vocab_size, name)
+        for name, held in made.items()
+    }

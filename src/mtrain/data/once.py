@@ -1,4 +1,5 @@
-"""Which samples of a split an evaluation looks at: training goes on behind the last one, and a measurement does not.
+"""Which samples of a split an evaluation looks at: training goes on behind the last one, and a
+measurement does not.
 
 Needs no torch.
 """
@@ -16,8 +17,8 @@ from mtrain.data.whole_documents import WholeDocuments
 def evaluated(source: Any, wanted: int) -> Any:
     """The samples of a split as an evaluation of `wanted` of them reads it.
 
-    It is the split itself, but in Megatron's order, which shuffles all epochs of a small split that the evaluations
-    of a run need together: there an evaluation reads one epoch.
+    It is the split itself, but in Megatron's order, which shuffles all epochs of a small split that
+    the evaluations of a run need together: there an evaluation reads one epoch.
     """
     if isinstance(source, MegatronSamples):
         return source.once() if source.shape.epochs > 1 else source
@@ -25,9 +26,11 @@ def evaluated(source: Any, wanted: int) -> Any:
 
 
 def repeated(source: Any, numbers: np.ndarray) -> np.ndarray:
-    """Which samples of a split, by their numbers int64 [n], are there under a smaller number, too; bool [n].
+    """Which samples of a split, by their numbers int64 [n], are there under a smaller number, too;
+    bool [n].
 
-    In Megatron's order a blend goes on when a corpus has given all that it has, whose samples then come again.
+    In Megatron's order a blend goes on when a corpus has given all that it has, whose samples then
+    come again.
     """
     if isinstance(source, WholeDocuments) and len(numbers) and source.reaches(int(numbers.max())):
         return np.zeros(len(numbers), np.bool_)  # the length of all is not known, and need not be
@@ -39,7 +42,9 @@ def repeated(source: Any, numbers: np.ndarray) -> np.ndarray:
 
 
 def first_once(source: Any, wanted: int) -> tuple[int, int]:
-    """How many of the first `wanted` samples of a split are no repetitions, and the number behind the last one."""
+    """How many of the first `wanted` samples of a split are no repetitions, and the number behind
+    the last one.
+    """
     if isinstance(source, WholeDocuments) and source.reaches(wanted - 1):
         return wanted, wanted
     most = min(wanted, len(source))

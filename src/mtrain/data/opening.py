@@ -1,4 +1,6 @@
-"""The samples of each split: of one corpus or a blend, of shares of them or corpora of its own, in either order."""
+"""The samples of each split: of one corpus or a blend, of shares of them or corpora of its own, in
+either order.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +33,8 @@ def opened(
 ) -> dict[str, Opened | None]:
     """Each split by its name; `problems` gets what is wrong with those that are needed.
 
-    `asked` is how many samples a run takes of each split, which Megatron's order depends on; None: one epoch.
+    `asked` is how many samples a run takes of each split, which Megatron's order depends on; None:
+    one epoch.
     """
     opener = _Opener(data, vocab_size, seed, corpus, asked)
     out: dict[str, Opened | None] = {}
@@ -47,9 +50,17 @@ def opened(
 
 class _Opener:
     def __init__(
-        self, data: DataConfig, vocab_size: int, seed: int, corpus: Corpus, asked: Sequence[int] | None
+        self,
+        data: DataConfig,
+        vocab_size: int,
+        seed: int,
+        corpus: Corpus,
+        asked: Sequence[int] | None,
     ) -> None:
-        self.data, self.vocab_size, self.seed, self.asked = data, vocab_size, seed, asked
+        self.data = data
+        self.vocab_size = vocab_size
+        self.seed = seed
+        self.asked = asked
         self.megatron = data.order == "megatron"
         self.blend = BlendOfDocuments if data.whole_documents else Blend
         self.own = {"validation": data.validation_blend, "test": data.test_blend}
@@ -65,34 +76,49 @@ class _Opener:
         if self.apart and source == "train" != name:
             raise ConfigError([_no_corpus(name)])
         datasets = self.datasets[source]
-        found = self._by_megatron(name, datasets, whole=self.apart) if self.megatron else self._keyed(name, datasets)
+        if self.megatron:
+            found = self._by_megatron(name, datasets, whole=self.apart)
+        else:
+            found = self._keyed(name, datasets)
         most = getattr(found, "total", None)
         if most is not None and name == "train" and self.asked and self.asked[0] > most:
             caps = self.data.blend_max_epochs
-            few = read_once(name, self.asked[0], most) if caps is None else used_up(name, self.asked[0], most, caps)
+            if caps is None:
+                few = read_once(name, self.asked[0], most)
+            else:
+                few = used_up(name, self.asked[0], most, caps)
             raise ConfigError([few])
         return found
 
     def _keyed(self, name: str, datasets: list[IndexedDataset]) -> Opened:
         """The split in the order that is computed sample by sample."""
         data = self.data
-        # Evaluations look at the first few samples: shuffled, they stand for the whole split, and with a seed
-        # of their own they are the same samples in every run.
+        # Evaluations look at the first few samples: shuffled, they stand for the whole split, and
+        # with a seed of their own they are the same samples in every run.
         order = self.seed if name == "train" else 0
         cuts = [
-            range(d.num_documents) if self.apart else split_documents(d, data.split)[SHARES.index(name)]
+            range(d.num_documents)
+            if self.apart
+            else split_documents(d, data.split)[SHARES.index(name)]
             for d in datasets
         ]
-        parts = [self._part(dataset, cut, order, name) for dataset, cut in zip(datasets, cuts, strict=True)]
+        parts = [
+            self._part(dataset, cut, order, name)
+            for dataset, cut in zip(datasets, cuts, strict=True)
+        ]
         if self._alone(name):
             return parts[0]
         sizes = [dataset.num_tokens for dataset in datasets]
         if name == "train":
             caps = data.blend_max_epochs
-            most = None if caps is None else [int(cap * len(p)) for cap, p in zip(caps, parts, strict=True)]
+            if caps is None:
+                most = None
+            else:
+                most = [int(cap * len(p)) for cap, p in zip(caps, parts, strict=True)]
             return self.blend(parts, self._plan(name) or sizes, order, name, most)
         shares = (self._weights(name) if self.own.get(name) else self._plan(name)) or sizes
-        return self.blend(parts, shares, order, name, [len(part) for part in parts])  # what is evaluated is read once
+        # what is evaluated is read once
+        return self.blend(parts, shares, order, name, [len(part) for part in parts])
 
     def _part(self, dataset: IndexedDataset, documents: range, seed: int, name: str) -> Samples:
         """The samples of a range of documents of one corpus."""
@@ -108,12 +134,15 @@ class _Opener:
         if data.blend_curriculum is not None:
             return data.blend_curriculum if name == "train" else data.blend_curriculum[-1][1]
         if data.blend_sizes is not None:
-            return by_sizes(data.blend_sizes) if name == "train" else [float(size) for size in data.blend_sizes]
+            if name == "train":
+                return by_sizes(data.blend_sizes)
+            return [float(size) for size in data.blend_sizes]
         return data.blend_weights
 
     def _by_megatron(self, name: str, datasets: list[IndexedDataset], *, whole: bool) -> Opened:
         """The split in Megatron-LM's order."""
-        data, asked = self.data, None if self.asked is None else self.asked[SHARES.index(name)]
+        data = self.data
+        asked = None if self.asked is None else self.asked[SHARES.index(name)]
         cache = user_path(data.cache_dir)
         folder = None if data.megatron_cache is None else user_path(data.megatron_cache)
 
@@ -121,9 +150,20 @@ class _Opener:
             sequences, shares = megatron_order.cut(len(dataset), data.split)[SHARES.index(name)]
             if whole:
                 sequences = range(len(dataset))
-            theirs = None if folder is None else Theirs(folder, None if whole else shares)
+            if folder is None:
+                theirs = None
+            else:
+                theirs = Theirs(folder, None if whole else shares)
             return megatron_order.MegatronSamples(
-                dataset, sequences, data.length, self.seed, self.vocab_size, name, count, cache, theirs
+                dataset,
+                sequences,
+                data.length,
+                self.seed,
+                self.vocab_size,
+                name,
+                count,
+                cache,
+                theirs,
             )
 
         if self._alone(name):
@@ -132,8 +172,11 @@ class _Opener:
         return megatron_order.blended(parts, self._weights(name), asked, name)
 
     def _alone(self, name: str) -> bool:
-        """Whether the split is of one corpus, without a blend; in Megatron's order where megatron-core has none."""
-        own, blend = self.own.get(name), self.data.blend
+        """Whether the split is of one corpus, without a blend; in Megatron's order where
+        megatron-core has none.
+        """
+        own = self.own.get(name)
+        blend = self.data.blend
         if own or blend is None:
             return not own or len(own) == 1
         return self.megatron and len(blend) == 1 and (self.apart or self.data.blend_weights is None)

@@ -1,4 +1,6 @@
-"""Orders of samples that cannot be computed one by one: made once, in files that every rank maps."""
+"""Orders of samples that cannot be computed one by one: made once, in files that every
+rank maps.
+"""
 
 from __future__ import annotations
 
@@ -23,13 +25,16 @@ Fill = Callable[[Callable[[str, str, int], np.ndarray]], None]
 
 
 def made_once(folder: Path, size: int, fill: Fill) -> Arrays:
-    """The arrays that `fill` makes, of about `size` numbers: from `folder` where they were made before.
+    """The arrays that `fill` makes, of about `size` numbers: from `folder` where they were made
+    before.
 
     Where the folder cannot be written they are made in memory.
     """
     if size > SMALL:
         with contextlib.suppress(OSError):
-            return cache.made(folder, lambda: _known(folder), lambda building: _write(building, fill))
+            return cache.made(
+                folder, lambda: _known(folder), lambda building: _write(building, fill)
+            )
     made: Arrays = {}
 
     def array(name: str, dtype: str, length: int) -> np.ndarray:
@@ -44,7 +49,11 @@ def _known(folder: Path) -> Arrays | None:
     """The arrays of a folder that is complete."""
     try:
         meta = json.loads((folder / META).read_text(encoding="utf-8"))
-        arrays = {name: load(folder / f"{name}.npy") for name in meta["arrays"] if f"{name}.npy" in cache.ORDERS}
+        arrays = {
+            name: load(folder / f"{name}.npy")
+            for name in meta["arrays"]
+            if f"{name}.npy" in cache.ORDERS
+        }
         shapes = [[name, array.dtype.str, len(array)] for name, array in arrays.items()]
     except (OSError, ValueError, KeyError, TypeError, CorruptData):
         return None
@@ -57,7 +66,9 @@ def _write(folder: Path, fill: Fill) -> None:
     def array(name: str, dtype: str, length: int) -> np.ndarray:
         path = folder / f"{name}.npy"
         made[name] = np.lib.format.open_memmap(path, mode="w+", dtype=dtype, shape=(length,))
-        with open(path, "r+b") as file:  # a full disk says so here, and not by SIGBUS where the map is written
+        with open(
+            path, "r+b"
+        ) as file:  # a full disk says so here, and not by SIGBUS where the map is written
             os.posix_fallocate(file.fileno(), 0, os.fstat(file.fileno()).st_size)
         return np.asarray(made[name])  # numpy shuffles plain arrays alone at full speed
 
@@ -75,7 +86,8 @@ def load(path: Path) -> np.ndarray:
     Raises CorruptData for a file that is none, or shorter than its header says.
     """
     try:
-        return np.lib.format.open_memmap(path, mode="r")  # refuses objects, which are what is pickled
+        # refuses objects, which are what is pickled
+        return np.lib.format.open_memmap(path, mode="r")
     except (ValueError, EOFError, OverflowError, SyntaxError, MemoryError) as error:
         reason = (str(error).splitlines() or [type(error).__name__])[0]
         raise CorruptData(f"{path}: no array of numbers in numpy's format: {reason}") from error

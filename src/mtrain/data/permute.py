@@ -1,4 +1,6 @@
-"""A pseudo-random order that is computed, not stored: each element of a permutation in constant time."""
+"""A pseudo-random order that is computed, not stored: each element of a permutation in constant
+time.
+"""
 
 from __future__ import annotations
 
@@ -12,22 +14,28 @@ ROUNDS = 8
 def keys(seed: int, epoch: int, purpose: str, count: int) -> np.ndarray:
     """`count` independent uint64 words that depend on seed, epoch and purpose alone."""
     text = f"mtrain order 1|{purpose}|{seed}|{epoch}"
-    return np.frombuffer(hashlib.shake_256(text.encode()).digest(8 * count), dtype="<u8").astype(np.uint64)
+    return np.frombuffer(hashlib.shake_256(text.encode()).digest(8 * count), dtype="<u8").astype(
+        np.uint64
+    )
 
 
 def mix64(x: np.ndarray) -> np.ndarray:
-    """Scatter the bits of uint64 words (the finaliser of splitmix64, a bijection); shape is kept."""
+    """Scatter the bits of uint64 words (the finaliser of splitmix64, a bijection);
+    shape is kept.
+    """
     x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     return x ^ (x >> np.uint64(31))
 
 
 class Permutation:
-    """A keyed bijection of [0, n): a Feistel network over the smallest even number of bits, cycle walking.
+    """A keyed bijection of [0, n): a Feistel network over the smallest even number of bits, cycle
+    walking.
 
-    The network permutes [0, 4^k) where 4^k is at least n; a value that lands at n or above goes through it
-    again until it lands below (Black and Rogaway, "Ciphers with arbitrary finite domains", 2002). At most
-    4 passes are expected, whatever n is, and nothing is stored but the round keys.
+    The network permutes [0, 4^k) where 4^k is at least n; a value that lands at n or above goes
+    through it again until it lands below (Black and Rogaway, "Ciphers with arbitrary finite
+    domains", 2002). At most 4 passes are expected, whatever n is, and nothing is stored but the
+    round keys.
     """
 
     def __init__(self, n: int, round_keys: np.ndarray) -> None:
@@ -41,7 +49,8 @@ class Permutation:
         self._drop = np.uint64(64 - half)
 
     def _network(self, x: np.ndarray) -> np.ndarray:
-        left, right = x >> self._half, x & self._mask
+        left = x >> self._half
+        right = x & self._mask
         for key in self._keys:
             left, right = right, left ^ (mix64(right ^ key) >> self._drop)
         return (left << self._half) | right

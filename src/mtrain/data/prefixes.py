@@ -13,13 +13,17 @@ from mtrain.data.indexed import with_suffix
 from mtrain.data.remote import is_remote, mirrored
 
 
-def prefixes_of(data: DataConfig, key: str, problem: Callable[[str, str, str, str], None]) -> tuple[Path, ...]:
+def prefixes_of(
+    data: DataConfig, key: str, problem: Callable[[str, str, str, str], None]
+) -> tuple[Path, ...]:
     """The corpora that a key names; `problem` is told of those whose files are not there."""
     named = getattr(data, key) or ()
     named = (named,) if isinstance(named, str) else named
-    cache, limit = Path(os.path.expanduser(data.cache_dir)), int(data.remote_cache_gib * units.GIB)
+    cache = Path(os.path.expanduser(data.cache_dir))
+    limit = int(data.remote_cache_gib * units.GIB)
     prefixes = tuple(
-        mirrored(name, key, cache, limit) if is_remote(name) else Path(os.path.expanduser(name)) for name in named
+        mirrored(name, key, cache, limit) if is_remote(name) else Path(os.path.expanduser(name))
+        for name in named
     )
     for name, prefix in zip(named, prefixes, strict=True):
         if is_remote(name):
@@ -30,7 +34,15 @@ def prefixes_of(data: DataConfig, key: str, problem: Callable[[str, str, str, st
             continue
         missing = [s for s in (".bin", ".idx") if not os.path.isfile(with_suffix(prefix, s))]
         if missing:
-            there = sorted(p.stem for p in prefix.parent.glob("*.idx")) if os.path.isdir(prefix.parent) else []
+            if os.path.isdir(prefix.parent):
+                there = sorted(p.stem for p in prefix.parent.glob("*.idx"))
+            else:
+                there = []
             missing_files = " and ".join(with_suffix(prefix, s).name for s in missing)
-            problem(key, name, f"no file {missing_files} in {prefix.parent}", near_paths(prefix, there or None))
+            problem(
+                key,
+                name,
+                f"no file {missing_files} in {prefix.parent}",
+                near_paths(prefix, there or None),
+            )
     return prefixes

@@ -1,8 +1,9 @@
 """Records of a JSON Lines file: a text and the images in it, as a list of pieces.
 
-A line is {"image": path, "text": text}, or {"image": path, "conversations": [{"from": "human", "value": text},
-{"from": "gpt", "value": text}, ...]}, LLaVA's own form. `image` may be a list, or be left out. `<image>` in a text is
-the place of an image; where a text has none, its images stand in front of it.
+A line is {"image": path, "text": text}, or {"image": path, "conversations": [{"from": "human",
+"value": text}, {"from": "gpt", "value": text}, ...]}, LLaVA's own form. `image` may be a list, or
+be left out. `<image>` in a text is the place of an image; where a text has none, its images stand
+in front of it.
 """
 
 from __future__ import annotations
@@ -20,7 +21,8 @@ if TYPE_CHECKING:  # it imports the library of tokenizers
     from mtrain.data.text import Tokenizer
 
 PLACE = "<image>"
-IMAGE, NOTHING = -1, -2
+IMAGE = -1
+NOTHING = -2
 """In place of a token id: an image, and padding behind the end of a text."""
 MAX_LINE = 4 << 20
 MAX_IMAGES = 256
@@ -71,15 +73,24 @@ def parse(line: bytes, ignored: frozenset[str] = frozenset()) -> Record:
     require_learned(values, "the record")
     images = values.get("image") or []
     images = [images] if isinstance(images, str) else images
-    if not isinstance(images, list) or not all(isinstance(i, str) for i in images) or len(images) > MAX_IMAGES:
+    if (
+        not isinstance(images, list)
+        or not all(isinstance(i, str) for i in images)
+        or len(images) > MAX_IMAGES
+    ):
         raise CorruptData(f"image is neither a path nor a list of at most {MAX_IMAGES} paths")
     if ("text" in values) == ("conversations" in values):
         raise CorruptData("it needs either text or conversations")
-    spans = _of_text(values["text"]) if "text" in values else _of_conversations(values["conversations"], keys)
+    if "text" in values:
+        spans = _of_text(values["text"])
+    else:
+        spans = _of_conversations(values["conversations"], keys)
     try:
         "".join((*images, *(span.text for span in spans if isinstance(span, Span)))).encode()
     except UnicodeEncodeError as error:
-        raise CorruptData(f"\\u{ord(error.object[error.start]):04x} is half of a surrogate pair") from None
+        raise CorruptData(
+            f"\\u{ord(error.object[error.start]):04x} is half of a surrogate pair"
+        ) from None
     places = sum(span.text.count(PLACE) for span in spans if isinstance(span, Span))
     if places == 0 and images:
         spans = [Span(PLACE * len(images), False), *spans]
@@ -95,7 +106,8 @@ def _of_text(text: Any) -> list[Span | object]:
 
 
 def _of_conversations(turns: Any, keys: Keys) -> list[Span | object]:
-    """Questions behind USER:, answers behind ASSISTANT:, as the published model is asked; answers are learned.
+    """Questions behind USER:, answers behind ASSISTANT:, as the published model is asked; answers
+    are learned.
 
     Its own training had a system prompt in front of the first question; there is none here.
     """
@@ -103,20 +115,29 @@ def _of_conversations(turns: Any, keys: Keys) -> list[Span | object]:
         raise CorruptData("conversations are no list of questions and answers")
     out: list[Span | object] = []
     for number, turn in enumerate(turns):
-        who, said = (turn.get("from"), turn.get("value")) if isinstance(turn, dict) else (None, None)
+        who, said = (
+            (turn.get("from"), turn.get("value")) if isinstance(turn, dict) else (None, None)
+        )
         wanted = ("human", "gpt")[number % 2]
         if SPEAKERS.get(str(who)) != wanted or not isinstance(said, str):
-            raise CorruptData(f"turn {number + 1} of conversations is not one of {wanted} with a value")
+            raise CorruptData(
+                f"turn {number + 1} of conversations is not one of {wanted} with a value"
+            )
         place = f"turn {number + 1} of conversations"
         turn = keys.kept(turn)
         keys.refuse_unknown(turn, OF_A_TURN, place)
         wish = learned(turn, place)
         if wish and wanted == "human":
-            raise CorruptData(f"{place}, a question, says that it is learned, and answers alone are")
+            raise CorruptData(
+                f"{place}, a question, says that it is learned, and answers alone are"
+            )
         if wanted == "human":
             out.append(Span(f"USER: {said.strip()} ASSISTANT:", False))
         else:
-            out += [Span(f" {said.strip()}", wish is not False), UNLEARNED_END if wish is False else END]
+            out += [
+                Span(f" {said.strip()}", wish is not False),
+                UNLEARNED_END if wish is False else END,
+            ]
     if not any(one is END for one in out):
         raise CorruptData("every answer says that it is not learned: remove the line")
     return out
@@ -154,14 +175,18 @@ def check_images(record: Record, folder: Any) -> None:
 def encoded(record: Record, tokenizer: Tokenizer) -> tuple[list[int], list[bool]]:
     """Token ids of a record, `IMAGE` in the place of an image, and whether each is learned.
 
-    Text between images is tokenized as a whole; a token that begins in front of an answer is none of it.
+    Text between images is tokenized as a whole; a token that begins in front of an answer is none
+    of it.
     """
     begin = tokenizer.beginning
-    ids, known = list(begin), [False] * len(begin)
+    ids = list(begin)
+    known = [False] * len(begin)
     run: list[Span] = []
 
     def flush() -> None:
-        text, ends, at = "".join(span.text for span in run), [], 0
+        text = "".join(span.text for span in run)
+        ends = []
+        at = 0
         for span in run:
             at += len(span.text)
             ends.append((at, span.learned))

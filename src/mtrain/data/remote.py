@@ -1,10 +1,11 @@
-"""Corpora in object stores (`s3://`, `gs://`, `hf://`) through fsspec: the index whole, tokens in blocks.
+"""Corpora in object stores (`s3://`, `gs://`, `hf://`) through fsspec: the index whole, tokens in
+blocks.
 
-A corpus becomes a folder of `data.cache_dir` that holds its `.idx`, its manifest if it has one, and in place of the
-`.bin` a small file that says where that is. Blocks of tokens are fetched when samples ask for them and kept beside
-it, all corpora together up to `data.remote_cache_gib`; those that were used longest ago go first. Ranks of a machine
-share them. Credentials come from where the store's own library looks for them, and never stand in a path or a
-message.
+A corpus becomes a folder of `data.cache_dir` that holds its `.idx`, its manifest if it has one, and
+in place of the `.bin` a small file that says where that is. Blocks of tokens are fetched when
+samples ask for them and kept beside it, all corpora together up to `data.remote_cache_gib`; those
+that were used longest ago go first. Ranks of a machine share them. Credentials come from where the
+store's own library looks for them, and never stand in a path or a message.
 """
 
 from __future__ import annotations
@@ -34,8 +35,8 @@ BLOCK_BYTES = 1 << 20
 HELD_BLOCKS = 64
 """Blocks that a process keeps in memory."""
 COUNTED_EVERY = 16
-"""After so many blocks that a process fetched it looks at what all of them take: other processes may write as many
-meanwhile.
+"""After so many blocks that a process fetched it looks at what all of them take: other processes
+may write as many meanwhile.
 """
 T = TypeVar("T")
 
@@ -53,19 +54,23 @@ def is_mirrored(prefix: Path) -> bool:
 def mirrored(name: str, key: str, cache: Path, limit_bytes: int) -> Path:
     """The prefix of a folder of `cache` that stands for a remote corpus.
 
-    Raises ConfigError for a name with credentials in it or without files behind it, BadEnvironment where the store or
-    its library is not there, CorruptData for an index that does not add up.
+    Raises ConfigError for a name with credentials in it or without files behind it, BadEnvironment
+    where the store or its library is not there, CorruptData for an index that does not add up.
     """
     if re.search(r"://[^/]*@|[?#]", name):
         shown = SCHEME.match(name)
         rule = "holds credentials or a query; a path is shown in logs"
         fix = "a path without them: the store's library finds credentials in the environment"
-        raise ConfigError([Problem("MT602", f"data.{key}", f"{shown and shown[1]}://...", rule, fix)])
+        raise ConfigError(
+            [Problem("MT602", f"data.{key}", f"{shown and shown[1]}://...", rule, fix)]
+        )
     store = Store(name)
     facts = {suffix: store.facts(suffix, key) for suffix in (".idx", ".bin")}
     facts |= store.manifest_facts()
     digest = hashlib.sha256(strict_json.dumps([name, facts]).encode()).hexdigest()[:16]
-    folder = cache / FOLDER / f"{re.sub(r'[^A-Za-z0-9._-]', '_', name.rpartition('/')[2])[:80]}-{digest}"
+    folder = (
+        cache / FOLDER / f"{re.sub(r'[^A-Za-z0-9._-]', '_', name.rpartition('/')[2])[:80]}-{digest}"
+    )
     prefix = folder / "tokens"
     with corpora.writing(cache):
         (cache / FOLDER).mkdir(parents=True, exist_ok=True)
@@ -78,20 +83,30 @@ def mirrored(name: str, key: str, cache: Path, limit_bytes: int) -> Path:
 
 def _note(folder: Path, said: dict[str, Any]) -> None:
     """Leave beside the index where the tokens are, unless that stands there."""
-    path, text = folder / f"tokens{SUFFIX}", strict_json.dumps(said) + "\n"
+    path = folder / f"tokens{SUFFIX}"
+    text = strict_json.dumps(said) + "\n"
     if not path.exists() or path.read_text(encoding="utf-8") != text:
         draft = folder / f".note-{os.getpid()}"
         draft.write_text(text, encoding="utf-8")
         draft.replace(path)
 
 
-def _fetch_index(store: Store, folder: Path, facts: dict[str, dict[str, Any]], limit_bytes: int) -> None:
+def _fetch_index(
+    store: Store, folder: Path, facts: dict[str, dict[str, Any]], limit_bytes: int
+) -> None:
     """Leave the index of a corpus in a folder."""
-    size, idx = facts[".idx"]["bytes"], Path(f"{store.name}.idx")
+    size = facts[".idx"]["bytes"]
+    idx = Path(f"{store.name}.idx")
     shown = f"{store.name}.idx"
     if size > limit_bytes:
         rule = f"{shown} has {units.bytes_(size)}, and the cache takes {units.bytes_(limit_bytes)}"
-        raise ConfigError([Problem("MT602", "data.remote_cache_gib", None, rule, "a larger data.remote_cache_gib")])
+        raise ConfigError(
+            [
+                Problem(
+                    "MT602", "data.remote_cache_gib", None, rule, "a larger data.remote_cache_gib"
+                )
+            ]
+        )
     try:
         read_header(idx, store.bytes_of(".idx", 0, min(size, HEADER.size)), size)
     except CorruptData as error:
@@ -104,7 +119,10 @@ def _fetch_index(store: Store, folder: Path, facts: dict[str, dict[str, Any]], l
     draft.replace(folder / "tokens.idx")
     if (said := facts.get(manifest.SUFFIX)) is not None:
         if said["bytes"] > manifest.MAX_BYTES:
-            has = f"{units.bytes_(said['bytes'])}; a manifest may have {units.bytes_(manifest.MAX_BYTES)}"
+            has = (
+                f"{units.bytes_(said['bytes'])}; a manifest may have"
+                f" {units.bytes_(manifest.MAX_BYTES)}"
+            )
             raise CorruptData(f"{store.name}{manifest.SUFFIX}: {has}")
         draft.write_bytes(store.bytes_of(manifest.SUFFIX, 0, said["bytes"]))
         draft.replace(manifest.path_of(folder / "tokens"))
@@ -134,14 +152,22 @@ class Store:
         return self._of_process[1]
 
     def facts(self, suffix: str, key: str) -> dict[str, Any]:
-        """Size of a file, and what the store says of its version. Raises ConfigError where it is not there."""
+        """Size of a file, and what the store says of its version.
+
+        Raises ConfigError where it is not there.
+        """
         path = self.name + suffix
         try:
             info = self._asked(lambda: self.files.info(path), path)
         except FileNotFoundError:
             rule = f"no file {path.rpartition('/')[2]} there"
-            raise ConfigError([Problem("MT602", f"data.{key}", self.name, rule, "another path")]) from None
-        version = next((str(info[k]) for k in ("ETag", "etag", "blob_id", "md5Hash", "mtime") if info.get(k)), "")
+            raise ConfigError(
+                [Problem("MT602", f"data.{key}", self.name, rule, "another path")]
+            ) from None
+        version = next(
+            (str(info[k]) for k in ("ETag", "etag", "blob_id", "md5Hash", "mtime") if info.get(k)),
+            "",
+        )
         return {"bytes": int(info.get("size") or 0), "version": version}
 
     def manifest_facts(self) -> dict[str, dict[str, Any]]:
@@ -150,14 +176,20 @@ class Store:
         def there() -> bool:
             try:
                 return bool(self.files.info(self.name + manifest.SUFFIX))
-            except (FileNotFoundError, PermissionError):  # who may not list files is refused those that are missing
+            except (
+                FileNotFoundError,
+                PermissionError,
+            ):  # who may not list files is refused those that are missing
                 return False
 
         found = self._asked(there, self.name + manifest.SUFFIX)
         return {manifest.SUFFIX: self.facts(manifest.SUFFIX, "path")} if found else {}
 
     def bytes_of(self, suffix: str, start: int, end: int) -> bytes:
-        """The bytes of a file from `start` to `end`. Raises BadEnvironment where they cannot be had."""
+        """The bytes of a file from `start` to `end`.
+
+        Raises BadEnvironment where they cannot be had.
+        """
         path = self.name + suffix
         data: bytes = self._asked(lambda: self.files.cat_file(path, start=start, end=end), path)
         return self._whole(data, path, start, end)
@@ -165,38 +197,54 @@ class Store:
     def pieces(self, suffix: str, ranges: list[tuple[int, int]]) -> list[bytes]:
         """Several ranges of a file, fetched side by side where the store can do that."""
         path = self.name + suffix
-        starts, ends = [start for start, _ in ranges], [end for _, end in ranges]
-        found = self._asked(lambda: self.files.cat_ranges([path] * len(ranges), starts, ends, on_error="raise"), path)
+        starts = [start for start, _ in ranges]
+        ends = [end for _, end in ranges]
+        found = self._asked(
+            lambda: self.files.cat_ranges([path] * len(ranges), starts, ends, on_error="raise"),
+            path,
+        )
         return [self._whole(data, path, *each) for data, each in zip(found, ranges, strict=True)]
 
     def _whole(self, data: Any, path: str, start: int, end: int) -> bytes:
         if not isinstance(data, bytes) or len(data) != end - start:
             held = len(data) if isinstance(data, bytes) else 0
-            raise CorruptData(f"{path}: offset {start}: {held} bytes came for {end - start}; was it replaced?")
+            raise CorruptData(
+                f"{path}: offset {start}: {held} bytes came for {end - start}; was it replaced?"
+            )
         return data
 
     def _asked(self, ask: Callable[[], T], path: str) -> T:
-        """What a store answers. Its errors may hold signed addresses, so that only their kind is shown."""
+        """What a store answers.
+
+        Its errors may hold signed addresses, so that only their kind is shown.
+        """
         try:
             return ask()
         except (FileNotFoundError, BadEnvironment):
             raise
         except Exception as error:
             said = f"{path} cannot be read: {type(error).__name__}"
-            fix = "  fix: the network, and the credentials that the store's library finds in the environment"
+            fix = (
+                "  fix: the network, and the credentials that the store's library finds in the"
+                " environment"
+            )
             raise BadEnvironment(said, fix) from None
 
 
 class RemoteTokens:
-    """The tokens of a remote corpus, as far as they are asked for like an array: one, a slice, or an array of places.
+    """The tokens of a remote corpus, as far as they are asked for like an array: one, a slice, or
+    an array of places.
 
     Raises BadEnvironment where a block cannot be fetched.
     """
 
     def __init__(self, prefix: Path, dtype: np.dtype) -> None:
         said = json.loads(prefix.with_name(prefix.name + SUFFIX).read_text(encoding="utf-8"))
-        self.dtype, self.nbytes, self.limit_bytes = dtype, int(said["bytes"]), int(said["limit"])
-        self.store, self.folder = Store(said["name"]), prefix.parent / "blocks"
+        self.dtype = dtype
+        self.nbytes = int(said["bytes"])
+        self.limit_bytes = int(said["limit"])
+        self.store = Store(said["name"])
+        self.folder = prefix.parent / "blocks"
         self._block = functools.lru_cache(maxsize=HELD_BLOCKS)(self._from_disk)
         self._fetched = 1 << 30
 
@@ -227,8 +275,17 @@ class RemoteTokens:
     def expect(self, starts: np.ndarray, length: int) -> None:
         """Have the blocks that hold these spans, fetched side by side."""
         size = self.dtype.itemsize
-        first, last = starts * size // BLOCK_BYTES, (starts + length - 1) * size // BLOCK_BYTES
-        self._have(sorted({b for a, z in zip(first.tolist(), last.tolist(), strict=True) for b in range(a, z + 1)}))
+        first = starts * size // BLOCK_BYTES
+        last = (starts + length - 1) * size // BLOCK_BYTES
+        self._have(
+            sorted(
+                {
+                    b
+                    for a, z in zip(first.tolist(), last.tolist(), strict=True)
+                    for b in range(a, z + 1)
+                }
+            )
+        )
 
     def _span(self, start: int, stop: int) -> np.ndarray:
         if stop == start:
@@ -260,7 +317,9 @@ class RemoteTokens:
             self._fetch(missing[first : first + some])
 
     def _fetch(self, blocks: list[int]) -> list[bytes]:
-        ranges = [(block * BLOCK_BYTES, block * BLOCK_BYTES + self._size(block)) for block in blocks]
+        ranges = [
+            (block * BLOCK_BYTES, block * BLOCK_BYTES + self._size(block)) for block in blocks
+        ]
         found = self.store.pieces(".bin", ranges)
         with contextlib.suppress(OSError):  # a full disk: the blocks are read from the store again
             if sum(map(len, found)) > self.limit_bytes // 2:
@@ -279,7 +338,9 @@ class RemoteTokens:
         return self.folder / f"{block:08d}"
 
     def _make_room(self, needed: int, count: int) -> None:
-        """Let the blocks of all corpora take no more than the limit, with what is about to be written."""
+        """Let the blocks of all corpora take no more than the limit, with what is about to be
+        written.
+        """
         self._fetched += count
         spare = min(COUNTED_EVERY * BLOCK_BYTES, self.limit_bytes // 4)
         if self._fetched * BLOCK_BYTES < spare:

@@ -1,10 +1,10 @@
 """GPT samples without an index: which tokens make sample number g is computed from g alone.
 
-The documents of a split are one stream of tokens. In epoch e it is cut into windows of seq_length + 1 tokens
-with a stride of seq_length (the last token of a window is the first of the next: it is predicted in one and
-read in the other), starting at a random offset below seq_length; the order of the windows is a keyed
-permutation. So opening costs nothing, whatever the size of the corpus and the number of epochs, and the
-position of a run is one integer: the number of samples consumed.
+The documents of a split are one stream of tokens. In epoch e it is cut into windows of seq_length +
+1 tokens with a stride of seq_length (the last token of a window is the first of the next: it is
+predicted in one and read in the other), starting at a random offset below seq_length; the order of
+the windows is a keyed permutation. So opening costs nothing, whatever the size of the corpus and
+the number of epochs, and the position of a run is one integer: the number of samples consumed.
 """
 
 from __future__ import annotations
@@ -27,14 +27,20 @@ SCANNED = 1 << 22  # tokens looked at in one go: they stay in the processor's ca
 
 
 def split_documents(dataset: IndexedDataset, shares: Sequence[float]) -> list[range]:
-    """Cut the documents into consecutive ranges, one per share, as near to the shares of *tokens* as whole
-    documents allow.
+    """Cut the documents into consecutive ranges, one per share, as near to the shares of *tokens*
+    as whole documents allow.
 
-    A share above zero gets a document at least, if there are enough. Raises ConfigError if no share is above
-    zero.
+    A share above zero gets a document at least, if there are enough. Raises ConfigError if no share
+    is above zero.
     """
     if sum(shares) <= 0:
-        raise ConfigError([Problem("MT604", "data.split", list(shares), "all shares are zero", "data.split=[1,0,0]")])
+        raise ConfigError(
+            [
+                Problem(
+                    "MT604", "data.split", list(shares), "all shares are zero", "data.split=[1,0,0]"
+                )
+            ]
+        )
     return token_files.split_documents(dataset, shares)
 
 
@@ -52,17 +58,19 @@ def split_records(count: int, shares: Sequence[float]) -> list[range]:
 
 
 def entropy_nats(counts: np.ndarray) -> float:
-    """Entropy in nats of the distribution of `counts`: the loss of the best model without context."""
+    """Entropy in nats of the distribution of `counts`: the loss of the best model
+    without context.
+    """
     share = counts[counts > 0] / max(1, int(counts.sum()))
     return float(-(share * np.log(share)).sum())
 
 
 class Samples:
-    """The samples of a range of documents; `len` is the number per epoch, and sample numbers go on from
-    there.
+    """The samples of a range of documents; `len` is the number per epoch, and sample numbers go on
+    from there.
 
-    Without `shuffle` the windows come in order, from the first token on. Raises ConfigError if the range is too
-    small for one window.
+    Without `shuffle` the windows come in order, from the first token on. Raises ConfigError if the
+    range is too small for one window.
     """
 
     def __init__(
@@ -75,10 +83,20 @@ class Samples:
         vocab_size: int,
         name: str = "train",
     ) -> None:
-        self.seed, self.shuffle = seed, shuffle
+        self.seed = seed
+        self.shuffle = shuffle
         first = dataset.document_start(documents.start)
-        self._take(dataset, documents, first, dataset.document_start(documents.stop), seq_length, vocab_size, name)
-        # One window's worth is kept free, so that the grid can be shifted by any offset below seq_length.
+        self._take(
+            dataset,
+            documents,
+            first,
+            dataset.document_start(documents.stop),
+            seq_length,
+            vocab_size,
+            name,
+        )
+        # One window's worth is kept free, so that the grid can be shifted by any offset below
+        # seq_length.
         spare = seq_length if shuffle else 1
         self._count = max(1, (self.num_tokens - spare) // seq_length)
         self._epoch = functools.lru_cache(maxsize=4)(self._draw)
@@ -94,26 +112,35 @@ class Samples:
         name: str,
         need: int | None = None,
     ) -> None:
-        """Take the tokens from `first` to `end` of a corpus, which are those of `documents`; at least `need`, None: a
-        sample and what follows it.
+        """Take the tokens from `first` to `end` of a corpus, which are those of `documents`; at
+        least `need`, None: a sample and what follows it.
         """
-        self.dataset, self.documents, self.seq_length = dataset, documents, seq_length
-        self.vocab_size, self.name, self.first, self.num_tokens = vocab_size, name, first, end - first
+        self.dataset = dataset
+        self.documents = documents
+        self.seq_length = seq_length
+        self.vocab_size = vocab_size
+        self.name = name
+        self.first = first
+        self.num_tokens = end - first
         need = seq_length + 1 if need is None else need
         if self.num_tokens < need:
             raise ConfigError([self._too_small(need)])
 
     def _too_small(self, need: int) -> Problem:
         if self.dataset.num_tokens >= 3 * need:
-            fix = f"a larger share for {self.name} in data.split ({', '.join(SHARES)}), or a smaller data.seq_length"
+            fix = (
+                f"a larger share for {self.name} in data.split ({', '.join(SHARES)}), or a smaller"
+                " data.seq_length"
+            )
         else:
             fix = "a larger corpus (data.path=...), or a smaller data.seq_length"
         return Problem(
             "MT605",
             "data.seq_length",
             self.seq_length,
-            f"the {self.name} split has {self.num_tokens} tokens in {len(self.documents)} documents, one sample "
-            f"needs {need} (the corpus: {self.dataset.num_tokens} tokens in {self.dataset.num_documents} documents)",
+            f"the {self.name} split has {self.num_tokens} tokens in {len(self.documents)}"
+            f" documents, one sample needs {need} (the corpus: {self.dataset.num_tokens} tokens in"
+            f" {self.dataset.num_documents} documents)",
             fix,
         )
 
@@ -140,8 +167,8 @@ class Samples:
     def batch(self, numbers: Sequence[int] | np.ndarray) -> np.ndarray:
         """Tokens of the samples with these numbers; int64 [n, seq_length + 1].
 
-        Sample g is place g % len(self) of epoch g // len(self). Raises CorruptData for an id outside the
-        vocabulary, and for an index that does not add up.
+        Sample g is place g % len(self) of epoch g // len(self). Raises CorruptData for an id
+        outside the vocabulary, and for an index that does not add up.
         """
         self.dataset.look_on()
         starts = self.starts(numbers)
@@ -153,15 +180,20 @@ class Samples:
             self._refuse(out, starts, numbers)
         return out
 
-    def _refuse(self, tokens: np.ndarray, starts: np.ndarray, numbers: Sequence[int] | np.ndarray) -> None:
+    def _refuse(
+        self, tokens: np.ndarray, starts: np.ndarray, numbers: Sequence[int] | np.ndarray
+    ) -> None:
         row, column = np.argwhere((tokens < 0) | (tokens >= self.vocab_size))[0]
-        raise self._outside(int(starts[row]) + int(column), f"{self.name} sample {int(numbers[row])}")
+        raise self._outside(
+            int(starts[row]) + int(column), f"{self.name} sample {int(numbers[row])}"
+        )
 
     def _outside(self, place: int, where: str) -> CorruptData:
         data = self.dataset
         return CorruptData(
-            f"{data.bin}: offset {place * data.dtype.itemsize}: token id {data.tokens[place]} in document "
-            f"{data.document_at(place)} ({where}); the vocabulary has ids 0 to {self.vocab_size - 1}"
+            f"{data.bin}: offset {place * data.dtype.itemsize}: token id {data.tokens[place]} in"
+            f" document {data.document_at(place)} ({where}); the vocabulary has ids 0 to"
+            f" {self.vocab_size - 1}"
         )
 
     def check_ids(self, limit: int) -> None:

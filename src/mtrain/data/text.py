@@ -34,18 +34,33 @@ class Tokenizer:
         try:
             if kind := kind_of(self.path):
                 fix = "data.tokenizer=PATH of a tokenizer.json"
-                raise ConfigError([Problem("MT603", "data.tokenizer", str(path), f"is {kind}", fix)])
+                raise ConfigError(
+                    [Problem("MT603", "data.tokenizer", str(path), f"is {kind}", fix)]
+                )
             size = self.path.stat().st_size
             if size > LIMIT_BYTES:
-                raise CorruptData(f"{path}: {units.bytes_(size)}; a tokenizer may have {units.bytes_(LIMIT_BYTES)}")
+                raise CorruptData(
+                    f"{path}: {units.bytes_(size)}; a tokenizer may have"
+                    f" {units.bytes_(LIMIT_BYTES)}"
+                )
             text = self.path.read_bytes().decode()
         except OSError as error:
             fix = "data.tokenizer=PATH of a tokenizer.json"
             raise ConfigError(
-                [Problem("MT603", "data.tokenizer", str(path), f"cannot be read: {error.strerror}", fix)]
+                [
+                    Problem(
+                        "MT603",
+                        "data.tokenizer",
+                        str(path),
+                        f"cannot be read: {error.strerror}",
+                        fix,
+                    )
+                ]
             ) from error
         except UnicodeDecodeError as error:
-            raise CorruptData(f"{path}: offset {error.start}: not UTF-8, so no tokenizer.json") from error
+            raise CorruptData(
+                f"{path}: offset {error.start}: not UTF-8, so no tokenizer.json"
+            ) from error
         check_tokenizer(self.path, text)
         with self._faults_named("no tokenizer.json"):
             self._tokenizer = tokenizers.Tokenizer.from_str(text)
@@ -55,7 +70,9 @@ class Tokenizer:
 
     @contextmanager
     def _faults_named(self, what: str) -> Iterator[None]:
-        """What the library raises, which is bare Exception or, where its own code fails, no Exception at all."""
+        """What the library raises, which is bare Exception or, where its own code fails, no
+        Exception at all.
+        """
         try:
             yield
         except BaseException as error:
@@ -84,10 +101,11 @@ class Tokenizer:
 
     @cached_property
     def byte_counts(self) -> np.ndarray:
-        """UTF-8 bytes of text that each token stands for, int64 [vocab_size]; special tokens have none.
+        """UTF-8 bytes of text that each token stands for, int64 [vocab_size]; special tokens have
+        none.
 
-        A token of a byte-level vocabulary has a letter for each byte, `<0x0A>` is one byte, and elsewhere a token is
-        its own text, with a space for each ▁.
+        A token of a byte-level vocabulary has a letter for each byte, `<0x0A>` is one byte, and
+        elsewhere a token is its own text, with a space for each ▁.
         """
         of_bytes = "ByteLevel" in str(json.loads(self._tokenizer.to_str())["decoder"])
         added = self._tokenizer.get_added_tokens_decoder()
@@ -98,33 +116,43 @@ class Tokenizer:
             elif of_bytes:
                 counts[number] = len(token)
             else:
-                counts[number] = 1 if BYTE.fullmatch(token) else len(token.replace("▁", " ").encode())
+                counts[number] = (
+                    1 if BYTE.fullmatch(token) else len(token.replace("▁", " ").encode())
+                )
         return counts
 
     def encode(self, text: str) -> list[int]:
         """Token ids of a text; no special tokens are added, and nothing is cut off or padded.
 
         Raises:
-            CorruptData: the tokenizer cannot encode it, as where its unknown token is not in its vocabulary.
+            CorruptData: the tokenizer cannot encode it, as where its unknown token is not in its
+                vocabulary.
         """
         with self._faults_named("a text cannot be encoded"):
             return self._tokenizer.encode(text, add_special_tokens=False).ids
 
     def encode_with_places(self, text: str) -> list[tuple[int, int]]:
-        """Each token id of a text with the character that it begins at; no special tokens are added.
+        """Each token id of a text with the character that it begins at; no special tokens are
+        added.
 
         Raises:
             CorruptData: as `encode`.
         """
         with self._faults_named("a text cannot be encoded"):
             found = self._tokenizer.encode(text, add_special_tokens=False)
-        return [(number, start) for number, (start, _) in zip(found.ids, found.offsets, strict=True)]
+        return [
+            (number, start) for number, (start, _) in zip(found.ids, found.offsets, strict=True)
+        ]
 
-    def encode_marked(self, text: str, parts: Sequence[tuple[int, int]]) -> tuple[list[int], list[bool]]:
-        """Token ids of a text, and which of them lie in its `parts`, each from a letter to the one behind its end.
+    def encode_marked(
+        self, text: str, parts: Sequence[tuple[int, int]]
+    ) -> tuple[list[int], list[bool]]:
+        """Token ids of a text, and which of them lie in its `parts`, each from a letter to the one
+        behind its end.
 
-        A part's tokens go from the one that has its first letter to the first one that has its last letter, as in
-        transformers; letters that no token has, such as spaces, are passed over. No special tokens are added.
+        A part's tokens go from the one that has its first letter to the first one that has its last
+        letter, as in transformers; letters that no token has, such as spaces, are passed over. No
+        special tokens are added.
 
         Raises:
             CorruptData: the tokenizer cannot encode it.
@@ -136,7 +164,9 @@ class Tokenizer:
         for part in parts:
             places = range(*part)
             first = next((at for i in places if (at := found.char_to_token(i)) is not None), None)
-            last = next((at for i in reversed(places) if (at := found.char_to_token(i)) is not None), None)
+            last = next(
+                (at for i in reversed(places) if (at := found.char_to_token(i)) is not None), None
+            )
             if first is not None and last is not None:
                 learned[first : last + 1] = [True] * (last + 1 - first)
         return ids, learned
@@ -144,10 +174,16 @@ class Tokenizer:
     @cached_property
     def special_texts(self) -> tuple[str, ...]:
         """The texts of the special tokens."""
-        return tuple(token.content for token in self._tokenizer.get_added_tokens_decoder().values() if token.special)
+        return tuple(
+            token.content
+            for token in self._tokenizer.get_added_tokens_decoder().values()
+            if token.special
+        )
 
     def text_of(self, number: int) -> str:
-        """What one token stands for, as a person reads it: its text, or its name where it is a part of a letter."""
+        """What one token stands for, as a person reads it: its text, or its name where it is a part
+        of a letter.
+        """
         with self._faults_named("an id cannot be decoded"):
             text = self._tokenizer.decode([number], skip_special_tokens=False)
             name = self._tokenizer.id_to_token(number)
@@ -167,8 +203,8 @@ class Tokenizer:
 
 
 def end_of(tokenizer: Tokenizer) -> int:
-    """Id of the token that ends a document: the `eos_token` of the tokenizer_config.json beside the file, else a name
-    in use, else BERT's separator.
+    """Id of the token that ends a document: the `eos_token` of the tokenizer_config.json beside the
+    file, else a name in use, else BERT's separator.
 
     Raises:
         ConfigError: there is none.
@@ -177,7 +213,10 @@ def end_of(tokenizer: Tokenizer) -> int:
     names = (settings.special("eos_token"), *EOD_NAMES, settings.special("sep_token"), "[SEP]")
     found = next((i for name in names if name and (i := tokenizer.id_of(name)) is not None), None)
     if found is None:
-        rule = f"{tokenizer.path} has no token that ends a document: none has a name in use ({', '.join(EOD_NAMES)})"
+        rule = (
+            f"{tokenizer.path} has no token that ends a document: none has a name in use"
+            f" ({', '.join(EOD_NAMES)})"
+        )
         fix = f'"eos_token" in a tokenizer_config.json beside {tokenizer.path}'
         raise ConfigError([Problem("MT608", "data.tokenizer", str(tokenizer.path), rule, fix)])
     return found

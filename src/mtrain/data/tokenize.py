@@ -1,9 +1,10 @@
 """Makes a corpus ready before training: tokenizes text once into a cache, checks given `.bin/.idx`.
 
-A cached corpus is a folder `<cache_dir>/<name>-<digest>/` of `tokens.bin`, `tokens.idx`, `tokenizer.json`,
-`meta.json`. It is built beside that place and renamed, with `meta.json` written last, so that a build that
-was killed is never taken for a corpus; a lock lets one of several processes build while the others wait. After a
-build corpora that nobody uses any more make room: see `cache`.
+A cached corpus is a folder `<cache_dir>/<name>-<digest>/` of `tokens.bin`, `tokens.idx`,
+`tokenizer.json`, `meta.json`. It is built beside that place and renamed, with `meta.json` written
+last, so that a build that was killed is never taken for a corpus; a lock lets one of several
+processes build while the others wait. After a build corpora that nobody uses any more make room:
+see `cache`.
 """
 
 from __future__ import annotations
@@ -38,7 +39,9 @@ from mtrain.errors import ConfigError, CorruptData, Problem, say
 
 FORMAT = 1
 SETTLED_NS = 2_000_000_000
-"""A file changed so shortly before it was read may be changed again within the same tick of its clock."""
+"""A file changed so shortly before it was read may be changed again within the same tick of its
+clock.
+"""
 
 
 @dataclass(frozen=True)
@@ -50,7 +53,9 @@ class Corpus:
     tokenizer: Path | None
     """A `tokenizer.json`; None: no text can be generated."""
     meta: dict[str, Any]
-    """What is known of it: documents, tokens, vocab_size, eod, unigram_entropy_nats, fingerprint, ..."""
+    """What is known of it: documents, tokens, vocab_size, eod, unigram_entropy_nats, fingerprint,
+    ...
+    """
     others: tuple[Path, ...] = ()
     """Prefixes of the corpora that are blended with the first."""
     template: Path | None = None
@@ -77,13 +82,17 @@ def _say(note: str) -> None:
     say(note, error=True)
 
 
-def prepare(data: DataConfig, note: Callable[[str], None] = _say, tokenizer: Path | None = None) -> Corpus:
-    """Make the corpus of a configuration ready and return it; a text corpus is tokenized at the first call, with the
-    `tokenizer.json` that is given, else that of the configuration, else one that is trained on it.
+def prepare(
+    data: DataConfig, note: Callable[[str], None] = _say, tokenizer: Path | None = None
+) -> Corpus:
+    """Make the corpus of a configuration ready and return it; a text corpus is tokenized at the
+    first call, with the `tokenizer.json` that is given, else that of the configuration, else one
+    that is trained on it.
 
-    Any number of processes may call it at once. Tokenizing starts threads; a process forked afterwards tokenizes
-    with one, and says so. Raises ConfigError for a path or corpus that cannot be used, CorruptData for
-    `.bin/.idx` that do not add up, BadEnvironment when the cache folder cannot be written.
+    Any number of processes may call it at once. Tokenizing starts threads; a process forked
+    afterwards tokenizes with one, and says so. Raises ConfigError for a path or corpus that cannot
+    be used, CorruptData for `.bin/.idx` that do not add up, BadEnvironment when the cache folder
+    cannot be written.
     """
     if data.kind == "mock":
         return Corpus(None, None, {"kind": "mock"})
@@ -93,7 +102,9 @@ def prepare(data: DataConfig, note: Callable[[str], None] = _say, tokenizer: Pat
 
 
 def verify(corpus: Corpus) -> None:
-    """Read every file of a cached text corpus again; raises CorruptData for one that is not as it was written."""
+    """Read every file of a cached text corpus again; raises CorruptData for one that is not as it
+    was written.
+    """
     if corpus.prefix is None:
         return
     for name, expected in corpus.meta.get("files", {}).items():
@@ -101,7 +112,10 @@ def verify(corpus: Corpus) -> None:
         with open(path, "rb") as file:
             found = hashlib.file_digest(file, "sha256").hexdigest()
         if found != expected["sha256"]:
-            raise CorruptData(f"{path}: sha256 is {found}, was written as {expected['sha256']}: remove {path.parent}")
+            raise CorruptData(
+                f"{path}: sha256 is {found}, was written as {expected['sha256']}: remove"
+                f" {path.parent}"
+            )
 
 
 def _given(data: DataConfig) -> Corpus:
@@ -113,8 +127,15 @@ def _given(data: DataConfig) -> Corpus:
 
     prefixes = prefixes_of(data, "blend" if data.blend else "path", problem)
     if not prefixes and not problems:
-        problem("path", None, "data.kind=indexed reads .bin/.idx files", "data.path=PREFIX of the two files")
-    of_splits = {name: prefixes_of(data, f"{name}_blend", problem) for name in ("validation", "test")}
+        problem(
+            "path",
+            None,
+            "data.kind=indexed reads .bin/.idx files",
+            "data.path=PREFIX of the two files",
+        )
+    of_splits = {
+        name: prefixes_of(data, f"{name}_blend", problem) for name in ("validation", "test")
+    }
     of_splits = {name: found for name, found in of_splits.items() if found}
     tokenizer = Path(os.path.expanduser(data.tokenizer)) if data.tokenizer else None
     if tokenizer is not None and not os.path.isfile(tokenizer):
@@ -133,15 +154,17 @@ def _given(data: DataConfig) -> Corpus:
         loaded = Tokenizer(tokenizer)
         meta |= {"vocab_size": loaded.vocab_size, "eod": meta.get("eod", loaded.eod)}
         meta["tokenizer_sha256"] = hashlib.sha256(tokenizer.read_bytes()).hexdigest()
-    return Corpus(prefixes[0], tokenizer, meta, prefixes[1:], of_splits=of_splits, datasets=datasets)
+    return Corpus(
+        prefixes[0], tokenizer, meta, prefixes[1:], of_splits=of_splits, datasets=datasets
+    )
 
 
 def told(prefixes: list[Path], tokenizer: Path | None) -> dict[str, Any]:
-    """What the manifests of corpora say that the run needs to know: the largest id of all, and the token that ends
-    documents and the hash of the tokenizer where all say the same.
+    """What the manifests of corpora say that the run needs to know: the largest id of all, and the
+    token that ends documents and the hash of the tokenizer where all say the same.
 
-    Raises CorruptData for a manifest that is not as it was written or is of other files, ConfigError where the
-    tokens are those of another tokenizer.
+    Raises CorruptData for a manifest that is not as it was written or is of other files,
+    ConfigError where the tokens are those of another tokenizer.
     """
     held = []
     for prefix in prefixes:
@@ -154,13 +177,19 @@ def told(prefixes: list[Path], tokenizer: Path | None) -> dict[str, Any]:
         for one in held:
             if one.tokenizer_sha256 not in (None, ours):
                 theirs = str(one.tokenizer_sha256)
-                rule = f"its sha256 is {ours[:12]}, and {one.path} says that {theirs[:12]} made the tokens"
+                rule = (
+                    f"its sha256 is {ours[:12]}, and {one.path} says that {theirs[:12]} made the"
+                    " tokens"
+                )
                 fix = "data.tokenizer=PATH of the tokenizer.json that made them"
                 raise ConfigError([Problem("MT620", "data.tokenizer", str(tokenizer), rule, fix)])
     if len(held) < len(prefixes):
         return {}
     out: dict[str, Any] = {"largest_id": max(one.count("largest_id") for one in held)}
-    for name, found in (("eod", {m.eod for m in held}), ("tokenizer_sha256", {m.tokenizer_sha256 for m in held})):
+    for name, found in (
+        ("eod", {m.eod for m in held}),
+        ("tokenizer_sha256", {m.tokenizer_sha256 for m in held}),
+    ):
         if len(found) == 1 and None not in found:
             out[name] = found.pop()
     return out
@@ -183,11 +212,15 @@ def joint_fingerprint(datasets: list[IndexedDataset]) -> str:
 
 
 def fingerprint(dataset: IndexedDataset, samples: int = 256, block: int = 4096) -> str:
-    """A short hash over sizes, the ends of the index and `samples` evenly spread blocks of the tokens.
+    """A short hash over sizes, the ends of the index and `samples` evenly spread blocks of the
+    tokens.
 
-    Tells one corpus from another in milliseconds, whatever the size; it does not find a single changed token.
+    Tells one corpus from another in milliseconds, whatever the size; it does not find a single
+    changed token.
     """
-    digest = hashlib.sha256(f"{len(dataset)}|{dataset.num_documents}|{dataset.num_tokens}|".encode())
+    digest = hashlib.sha256(
+        f"{len(dataset)}|{dataset.num_documents}|{dataset.num_tokens}|".encode()
+    )
     digest.update(dataset.dtype.str.encode())
     for array in (dataset.lengths, dataset.document_indices):
         digest.update(array[:block].tobytes() + array[-block:].tobytes())
@@ -211,10 +244,17 @@ def _cached(data: DataConfig, note: Callable[[str], None], tokenizer: Path | Non
     if tokenizer is not None:
         from mtrain.data.text import Tokenizer, end_of
 
-        given = {"tokenizer": hashlib.sha256(tokenizer.read_bytes()).hexdigest(), "eod": end_of(Tokenizer(tokenizer))}
+        given = {
+            "tokenizer": hashlib.sha256(tokenizer.read_bytes()).hexdigest(),
+            "eod": end_of(Tokenizer(tokenizer)),
+        }
     # The same files, unchanged, as some time before: then the digest of their contents is known.
     stamps = [[f.name, *f.stamp] for f in text.files]
-    seen = cache / "seen" / _hash({**settings, **given, "root": str(text.files[0].path), "files": stamps})
+    seen = (
+        cache
+        / "seen"
+        / _hash({**settings, **given, "root": str(text.files[0].path), "files": stamps})
+    )
     with contextlib.suppress(OSError, ValueError):
         folder = cache / f"{text.name}-{int(seen.read_text(encoding='ascii'), 16):016x}"
         if (corpus := _open(folder)) is not None:
@@ -245,7 +285,8 @@ def _made(
     tokenizer: Path | None,
 ) -> Corpus:
     """The corpus in a folder of the cache, built unless another process does that first."""
-    cache, built = folder.parent, False
+    cache = folder.parent
+    built = False
     with writing(cache):
         (cache / "seen").mkdir(parents=True, exist_ok=True)
         with contextlib.suppress(OSError):  # another user's, in a folder that several share
@@ -255,7 +296,8 @@ def _made(
             if corpus is None:
                 if folder.exists():
                     note(f"{folder}: damaged or not complete; it is built again")
-                corpus, built = _build(data, text, folder, contents, tokenizer), True
+                corpus = _build(data, text, folder, contents, tokenizer)
+                built = True
     if built:
         corpora.use(folder)
         with contextlib.suppress(OSError):
@@ -285,8 +327,8 @@ def _absorb(digest: Any, name: str, document: str) -> int:
 
 
 def _open(folder: Path) -> Corpus | None:
-    """The corpus in a folder, in use from now on; None unless it is complete and every file has the size it was
-    written with.
+    """The corpus in a folder, in use from now on; None unless it is complete and every file has the
+    size it was written with.
     """
     try:
         meta = json.loads((folder / "meta.json").read_text(encoding="utf-8"))
@@ -300,7 +342,9 @@ def _open(folder: Path) -> Corpus | None:
     return Corpus(folder / "tokens", folder / "tokenizer.json", meta)
 
 
-def _build(data: DataConfig, text: TextCorpus, folder: Path, contents: str, given: Path | None) -> Corpus:
+def _build(
+    data: DataConfig, text: TextCorpus, folder: Path, contents: str, given: Path | None
+) -> Corpus:
     """Tokenize into a folder beside `folder`, then rename. The caller holds the lock.
 
     `contents` is what the folder is named after: raises ConfigError if the text changed since.
@@ -313,7 +357,13 @@ def _build(data: DataConfig, text: TextCorpus, folder: Path, contents: str, give
         meta = _tokenize(data, text, building, given)
         if meta["contents"] != contents:
             rule = "files of the corpus changed while they were read"
-            raise ConfigError([Problem("MT601", "data.path", text.shown, rule, "run again when they are complete")])
+            raise ConfigError(
+                [
+                    Problem(
+                        "MT601", "data.path", text.shown, rule, "run again when they are complete"
+                    )
+                ]
+            )
         if folder.exists():
             shutil.rmtree(folder)
         building.rename(folder)
@@ -323,19 +373,27 @@ def _build(data: DataConfig, text: TextCorpus, folder: Path, contents: str, give
     return Corpus(folder / "tokens", folder / "tokenizer.json", meta)
 
 
-def _tokenize(data: DataConfig, text: TextCorpus, folder: Path, given: Path | None) -> dict[str, Any]:
-    """Train the tokenizer or take the one given, encode all documents, write everything; `meta.json` comes last."""
+def _tokenize(
+    data: DataConfig, text: TextCorpus, folder: Path, given: Path | None
+) -> dict[str, Any]:
+    """Train the tokenizer or take the one given, encode all documents, write everything;
+    `meta.json` comes last.
+    """
     from mtrain.data import bpe
     from mtrain.data.text import Tokenizer, end_of
 
     started = time.monotonic()
     if given is None:
-        tokenizer, eod = bpe.train((t for _, t in text), data.tokenizer_vocab_size), bpe.EOD
-        tokenizer_bytes, vocab_size = tokenizer.to_str().encode(), tokenizer.get_vocab_size()
+        tokenizer = bpe.train((t for _, t in text), data.tokenizer_vocab_size)
+        eod = bpe.EOD
+        tokenizer_bytes = tokenizer.to_str().encode()
+        vocab_size = tokenizer.get_vocab_size()
     else:
         loaded = Tokenizer(given)
-        tokenizer, eod = bpe.read(given), end_of(loaded)
-        tokenizer_bytes, vocab_size = given.read_bytes(), loaded.vocab_size
+        tokenizer = bpe.read(given)
+        eod = end_of(loaded)
+        tokenizer_bytes = given.read_bytes()
+        vocab_size = loaded.vocab_size
     trained = time.monotonic()
     durable.write(folder / "tokenizer.json", tokenizer_bytes)
     counts = np.zeros(vocab_size, np.int64)

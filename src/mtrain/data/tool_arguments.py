@@ -1,7 +1,7 @@
-"""Arguments of tools that a chat has as the text of JSON: some templates write that text, others an object.
+"""Tool arguments that a chat stores as JSON text: some templates want the text, others an object.
 
-A template that writes `arguments | tojson` would put a backslash before each quote of a text, and one that walks over
-`arguments.items()` ends with an error; one that writes `arguments`, or adds it to a text, wants the text.
+A template that writes `arguments | tojson` would escape each quote of a text, and one that iterates
+over `arguments.items()` would fail. One that writes `arguments`, or appends it, wants the text.
 """
 
 from __future__ import annotations
@@ -19,8 +19,9 @@ from mtrain.errors import CorruptData
 def settled(chat: Chat, form: ChatFormat) -> tuple[Chat, bool]:
     """A chat as a template is to be given it, and whether its arguments were parsed for that.
 
-    They stay the text that they are where the template writes them as they stand. That is seen from the chat written
-    once with arguments that stand nowhere else: its own may, and `{}` looks the same as a text and as an object.
+    They stay the text that they are where the template writes them as they stand. That is seen from
+    the chat written once with arguments that stand nowhere else: its own may, and `{}` looks the
+    same as a text and as an object.
     """
     if chat.objects is None:
         return chat, False
@@ -38,8 +39,8 @@ def settled(chat: Chat, form: ChatFormat) -> tuple[Chat, bool]:
 
 
 def probes(chat: Chat) -> tuple[list[dict[str, Any]], list[str]]:
-    """The messages of a chat with `{"NAME": "NAME"}` for each text of arguments, and these names, which stand nowhere
-    in it.
+    """The messages of a chat with `{"NAME": "NAME"}` for each text of arguments, and these names,
+    which stand nowhere in it.
     """
     said = strict_json.dumps([chat.messages, chat.tools], ensure_ascii=False)
     names = list[str]()
@@ -53,10 +54,12 @@ def probes(chat: Chat) -> tuple[list[dict[str, Any]], list[str]]:
 
 
 def refuse_what_python_prints(chat: Chat, text: str) -> None:
-    """Refuse a text in which a list or an object of the chat stands as Python prints it: nobody writes such answers.
+    """Refuse a text in which a list or an object of the chat stands as Python prints it: nobody
+    writes such answers.
 
     Raises:
-        CorruptData: the template wants one text for the content of a message, or JSON text for arguments.
+        CorruptData: the template wants one text for the content of a message, or JSON text for
+            arguments.
     """
     said = [one["content"] for one in chat.messages if isinstance(one.get("content"), str)]
     for number, message in enumerate(chat.messages, 1):
@@ -76,13 +79,17 @@ def refuse_what_python_prints(chat: Chat, text: str) -> None:
 
 
 def _is_printed(value: Any, text: str, said: list[str]) -> bool:
-    """Return whether a text contains the `str()` of a value more often than the messages themselves do."""
+    """Return whether a text contains the `str()` of a value more often than the messages themselves
+    do.
+    """
     printed = str(value)
     return text.count(printed) > sum(one.count(printed) for one in said)
 
 
 def _objects(message: dict[str, Any]) -> list[dict[str, Any]]:
-    """The objects that the calls of a message have as arguments, but empty ones, which are printed as JSON is."""
+    """The objects that the calls of a message have as arguments, but empty ones, which are printed
+    as JSON is.
+    """
     calls = [*(message.get("tool_calls") or ()), message.get("function_call")]
     inner = [one.get("function", one) for one in calls if isinstance(one, dict)]
     found = [one.get("arguments") for one in inner if isinstance(one, dict)]

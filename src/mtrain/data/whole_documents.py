@@ -1,11 +1,13 @@
 """Samples of whole documents of `.bin/.idx`, put side by side by first fit.
 
-Which documents stand together depends neither on seed nor epoch; the order in which their samples come does. In it
-the parts of `FittedDocuments` follow each other, and the samples of each are shuffled.
+Which documents stand together depends neither on seed nor epoch; the order in which their samples
+come does. In it the parts of `FittedDocuments` follow each other, and the samples of each are
+shuffled.
 
-A sample reads `seq_length` tokens and predicts as many, so a document of one token more fits. Of a longer one, the
-piece number k has the tokens from k * seq_length on: each but the last fills a sample and predicts the first token
-of the next one, and the last is put beside documents. So each token but the first of its document is predicted once.
+A sample reads `seq_length` tokens and predicts as many, so a document of one token more fits. Of a
+longer one, the piece number k has the tokens from k * seq_length on: each but the last fills a
+sample and predicts the first token of the next one, and the last is put beside documents. So each
+token but the first of its document is predicted once.
 """
 
 from __future__ import annotations
@@ -29,11 +31,11 @@ Place = tuple[int, int]
 
 
 class WholeDocuments(Samples):
-    """The samples of a range of documents, each read whole; `len` is the number per epoch, and sample numbers go on
-    from there.
+    """The samples of a range of documents, each read whole; `len` is the number per epoch, and
+    sample numbers go on from there.
 
-    `len` of several parts fits all of them. Raises ConfigError where no document of the range has two tokens, or none
-    is read, CorruptData for an index that does not add up.
+    `len` of several parts fits all of them. Raises ConfigError where no document of the range has
+    two tokens, or none is read, CorruptData for an index that does not add up.
     """
 
     def __init__(
@@ -46,8 +48,11 @@ class WholeDocuments(Samples):
         name: str,
         cache: Path | None = None,
     ) -> None:
-        self.seed, self.fit, self.multiple = seed, fit, fit.multiple
-        first, end = dataset.document_start(documents.start), dataset.document_start(documents.stop)
+        self.seed = seed
+        self.fit = fit
+        self.multiple = fit.multiple
+        first = dataset.document_start(documents.start)
+        end = dataset.document_start(documents.stop)
         self._take(dataset, documents, first, end, fit.seq_length, vocab_size, name, need=LEAST)
         self.fitted = FittedDocuments(dataset, documents, fit, cache)
         self._count = self.fitted.samples(0) if self.fitted.parts == 1 else 0
@@ -64,7 +69,8 @@ class WholeDocuments(Samples):
         return self._count
 
     def _none_is_read(self) -> Problem:
-        held, s = len(self.documents), self.seq_length
+        held = len(self.documents)
+        s = self.seq_length
         rule = f"the {self.name} split has {held} documents, of which none has {LEAST}"
         rule += f" to {s + 1} tokens" if self.fit.long == "drop" else " tokens or more"
         fix = f"a larger share for {self.name} in data.split, or a larger data.seq_length"
@@ -81,7 +87,10 @@ class WholeDocuments(Samples):
         return Permutation(self.fitted.samples(part), words)
 
     def find(self, number: int) -> Place:
-        """Where the sample of a number is. Of the first epoch, the parts before it are fitted alone."""
+        """Where the sample of a number is.
+
+        Of the first epoch, the parts before it are fitted alone.
+        """
         epoch, rest = divmod(int(number), self._count) if self._count else (0, int(number))
         for part in self._parts(epoch):
             held = self.fitted.samples(part)
@@ -92,19 +101,25 @@ class WholeDocuments(Samples):
         return self.find(number)
 
     def reaches(self, number: int) -> bool:
-        """Whether the sample of a number is in the first epoch. Only the parts up to it are fitted."""
+        """Whether the sample of a number is in the first epoch.
+
+        Only the parts up to it are fitted.
+        """
         self.find(number)
         return not self._count or number < self._count
 
     def sample(self, number: int) -> Sample:
         """The sample of a number.
 
-        Raises CorruptData for an id outside of the vocabulary, and for an index that does not add up.
+        Raises CorruptData for an id outside of the vocabulary, and for an index that does not add
+        up.
         """
         return self._sample(self.find(number))
 
     def read(self, place: Place) -> list[tuple[int, int, int]]:
-        """Documents of a sample, each with its first token that is read and the end of those, label included."""
+        """Documents of a sample, each with its first token that is read and the end of those, label
+        included.
+        """
         (part, row), s, base = place, self.seq_length, self.documents.start
         found = self.fitted.part(part)
         if (piece := row - (len(found["starts"]) - 1)) >= 0:
@@ -112,7 +127,11 @@ class WholeDocuments(Samples):
             first = (piece - int(found["pieces"][which])) * s
             return [(base + int(found["long"][which]), first, first + s + 1)]
         out = []
-        for document in found["fitted"][found["starts"][row] : found["starts"][row + 1]].astype(np.int64).tolist():
+        for document in (
+            found["fitted"][found["starts"][row] : found["starts"][row + 1]]
+            .astype(np.int64)
+            .tolist()
+        ):
             length = self._length(base + document)
             out.append((base + document, max(0, -(-(length - 1) // s) - 1) * s, length))
         return out
@@ -121,20 +140,30 @@ class WholeDocuments(Samples):
         return self.dataset.document_start(document + 1) - self.dataset.document_start(document)
 
     def _made(self, place: Place) -> Sample:
-        s, at = self.seq_length, 0
-        tokens, learned = np.full(s + 1, NOTHING, np.int64), np.zeros(s + 1, np.bool_)
-        starts, those = [], self.read(place)
+        s = self.seq_length
+        at = 0
+        tokens = np.full(s + 1, NOTHING, np.int64)
+        learned = np.zeros(s + 1, np.bool_)
+        starts = []
+        those = self.read(place)
         for document, first, stop in those:
-            start, count = self.dataset.document_start(document) + first, stop - first
+            start = self.dataset.document_start(document) + first
+            count = stop - first
             if not LEAST <= count <= s + 1 - at:
-                said = f"document {document} has other than the tokens that were put into samples before"
-                raise CorruptData(f"{self.dataset.idx}: {said}: write the index again, or empty data.cache_dir")
+                said = (
+                    f"document {document} has other than the tokens that were put into samples"
+                    " before"
+                )
+                raise CorruptData(
+                    f"{self.dataset.idx}: {said}: write the index again, or empty data.cache_dir"
+                )
             self.dataset.expect([start], count)
             ids = np.asarray(self.dataset.tokens[start : start + count]).astype(np.int64)
             if int(ids.min()) < 0 or int(ids.max()) >= self.vocab_size:
                 bad = int(np.argmax((ids < 0) | (ids >= self.vocab_size)))
                 raise self._outside(start + bad, f"a {self.name} sample")
-            tokens[at : at + count], learned[at + 1 : at + count] = ids, True
+            tokens[at : at + count] = ids
+            learned[at + 1 : at + count] = True
             starts.append(at)
             at += -(-min(count, s) // self.multiple) * self.multiple
         if at < s:
@@ -158,7 +187,9 @@ class WholeDocuments(Samples):
         return f"{self.dataset.prefix}: document{'s' * (len(said) > 1)} {', '.join(said)}"
 
     def describe(self) -> dict[str, int]:
-        """Counts: documents, tokens, and what `FittedDocuments.counts` says of those that are fitted."""
+        """Counts: documents, tokens, and what `FittedDocuments.counts` says of those that are
+        fitted.
+        """
         return {"documents": len(self.documents), "tokens": self.num_tokens, **self.fitted.counts()}
 
 
@@ -185,7 +216,8 @@ class BlendOfDocuments(Blend):
 
 def remarks_of(source: WholeDocuments | BlendOfDocuments) -> list[str]:
     """How full the samples of a split are, and what of its documents is cut or left out."""
-    counts, s = source.describe(), source.seq_length
+    counts = source.describe()
+    s = source.seq_length
     more = f"documents of more than data.seq_length + 1 = {s + 1} tokens"
     said = f"data: {counts['documents']} documents of {source.name}"
     some = counts["fitted"] < counts["documents"]

@@ -33,10 +33,10 @@ def _pinned(size: int) -> torch.Tensor:
 class Device:
     """A kind of device: facts and functions.
 
-    A third party publishes one under the entry point group `mtrain.devices`; neither mtrain nor megatron-core
-    is edited for it. See `mtrain.devices.cpu` for a complete example. Under the same name in the group
-    `mtrain.device_facts` are its `mtrain.config.devices.DeviceFacts`, by which a configuration is validated before
-    torch is there.
+    A third party publishes one under the entry point group `mtrain.devices`; neither mtrain nor
+    megatron-core is edited for it. See `mtrain.devices.cpu` for a complete example. Under the same
+    name in the group `mtrain.device_facts` are its `mtrain.config.devices.DeviceFacts`, by which a
+    configuration is validated before torch is there.
     """
 
     name: str
@@ -52,7 +52,9 @@ class Device:
     pin_memory: bool
     """Host memory can be pinned for copies to it."""
     runs_ahead: bool = True
-    """The host goes on while the device works; False: work is done when the call that gave it returns."""
+    """The host goes on while the device works; False: work is done when the call that gave it
+    returns.
+    """
 
     available: Callable[[], str | None]
     """None where it can be used, else the reason why not."""
@@ -65,8 +67,9 @@ class Device:
     synchronize: Callable[[], None]
     """Waits for the work that was given to the current device."""
     memory_stats: Callable[[], dict[str, int]]
-    """Bytes of this process: `allocated_bytes` now and `peak_bytes` since it started; where its allocator keeps
-    memory for later, also `reserved_bytes`, the most that it held."""
+    """Bytes of this process: `allocated_bytes` now and `peak_bytes` since it started; where its
+    allocator keeps memory for later, also `reserved_bytes`, the most that it held.
+    """
     seed: Callable[[int], None]
     """Seeds its default generator."""
     rng_state: Callable[[], torch.Tensor]
@@ -78,7 +81,9 @@ class Device:
     driver_bytes: Callable[[], int | None] = lambda: None
     """Memory of the current device that is in use, by whatever; None: nobody knows."""
     set_sync_debug: Callable[[str], None] = lambda mode: None
-    """Sets what happens where the host waits for the device from here on: `default` (nothing), `warn` or `error`."""
+    """Sets what happens where the host waits for the device from here on: `default` (nothing),
+    `warn` or `error`.
+    """
 
     def event(self) -> Event:
         """A moment behind all work that was given to the current device so far."""

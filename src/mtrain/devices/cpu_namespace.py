@@ -1,8 +1,9 @@
 """What megatron-core sees as `torch.cuda` on a CPU.
 
-Names and signatures are those of `torch.cuda` (torch 2.10 to 2.13), as far as megatron.core 0.16.1 touches
-them. Work on a CPU is synchronous, so streams and events order nothing; there is one generator, so the
-device's random state is torch's own, and the host's is put aside when the device is seeded.
+Names and signatures are those of `torch.cuda` (torch 2.10 to 2.13), as far as megatron.core 0.16.1
+touches them. Work on a CPU is synchronous, so streams and events order nothing; there is one
+generator, so the device's random state is torch's own, and the host's is put aside when the device
+is seeded.
 """
 
 from __future__ import annotations
@@ -126,14 +127,20 @@ class Event:
         """Nothing to wait for."""
 
     def elapsed_time(self, end: Event) -> float:
-        """Milliseconds from this event to `end`; raises `RuntimeError` where one was never recorded."""
+        """Milliseconds from this event to `end`; raises `RuntimeError` where one was never
+        recorded.
+        """
         if self._at_s is None or end._at_s is None:
-            raise RuntimeError("both events must be recorded before the time between them is asked for")
+            raise RuntimeError(
+                "both events must be recorded before the time between them is asked for"
+            )
         return (end._at_s - self._at_s) * 1e3
 
 
 class Stream(contextlib.AbstractContextManager["Stream"]):
-    """An order of work; on a CPU there is only the order of the program, so all streams are the same."""
+    """An order of work; on a CPU there is only the order of the program, so all streams are the
+    same.
+    """
 
     cuda_stream = 0
 
@@ -208,7 +215,9 @@ def get_rng_state_all() -> list[torch.Tensor]:
 
 
 _MARK = 1 << 63
-"""In the number that a state says it was seeded with (its first eight bytes): the device seeded it, not the host."""
+"""In the number that a state says it was seeded with (its first eight bytes): the device seeded it,
+not the host.
+"""
 _host: list[torch.Tensor] = []
 """Where the host's own random numbers went on when the device was seeded."""
 
@@ -218,7 +227,8 @@ def _is_hosts() -> bool:
 
 
 def manual_seed(seed: int) -> None:
-    """Seeds torch's default generator for the device, with the numbers that `torch.manual_seed` gives.
+    """Seeds torch's default generator for the device, with the numbers that `torch.manual_seed`
+    gives.
 
     The host's numbers, as a GPU would leave them, are kept for `host_random`.
     """
@@ -239,9 +249,11 @@ def initial_seed() -> int:
 
 @contextlib.contextmanager
 def host_random() -> Iterator[None]:
-    """Random numbers inside are the host's, whatever the device was seeded with; the device's go on afterwards.
+    """Random numbers inside are the host's, whatever the device was seeded with; the device's go on
+    afterwards.
 
-    megatron-core draws weights so with use_cpu_initialization: the same on ranks whose devices have other seeds.
+    megatron-core draws weights so with use_cpu_initialization: the same on ranks whose devices have
+    other seeds.
     """
     if _is_hosts() or not _host:
         yield
@@ -321,7 +333,9 @@ nvtx = SimpleNamespace(
     mark=lambda message: None,
     range=lambda message, *args, **kwargs: contextlib.nullcontext(),
 )
-amp = SimpleNamespace(custom_fwd=lambda fwd=None, **kwargs: fwd, custom_bwd=lambda bwd=None, **kwargs: bwd)
+amp = SimpleNamespace(
+    custom_fwd=lambda fwd=None, **kwargs: fwd, custom_bwd=lambda bwd=None, **kwargs: bwd
+)
 
 
 class CUDAGraph:

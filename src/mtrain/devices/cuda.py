@@ -1,4 +1,6 @@
-"""GPUs of NVIDIA, and of AMD, which torch presents under the same name; the only file with `torch.cuda`."""
+"""GPUs of NVIDIA, and of AMD, which torch presents under the same name; the only file with
+`torch.cuda`.
+"""
 
 from __future__ import annotations
 

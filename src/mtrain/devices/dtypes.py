@@ -18,4 +18,7 @@ def torch_dtype(word: str) -> torch.dtype:
 
 def with_dtypes(fields: Mapping[str, Any]) -> dict[str, Any]:
     """Fields of megatron-core, the words of those that are called dtypes made dtypes."""
-    return {k: torch_dtype(v) if k.endswith("_dtype") and v is not None else v for k, v in fields.items()}
+    return {
+        k: torch_dtype(v) if k.endswith("_dtype") and v is not None else v
+        for k, v in fields.items()
+    }

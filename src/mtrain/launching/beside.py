@@ -1,7 +1,9 @@
-"""Work in a process beside the launcher, which itself imports little, starts no threads and calls no driver.
+"""Work in a process beside the launcher, which itself imports little, starts no threads and calls
+no driver.
 
-The work has a name and arguments that JSON can hold. It can therefore be forked, which is quick, or executed, which
-is safe once the launcher has threads. Its result or its error comes back through a pipe.
+The work has a name and arguments that JSON can hold. It can therefore be forked, which is quick, or
+executed, which is safe once the launcher has threads. Its result or its error comes back through a
+pipe.
 """
 
 from __future__ import annotations
@@ -92,7 +94,10 @@ def _execute(name: str, run: RunConfig, arguments: dict[str, Any], write_end: in
     body = strict_json.dumps({"name": name, "run": run.model_dump_json(), "arguments": arguments})
     environment = {**importable(os.environ), PARENT: str(os.getpid())}
     given, giving = os.pipe()
-    with suppress(BrokenPipeError), os.fdopen(giving, "w") as pipe:  # a process that has ended reads nothing
+    with (
+        suppress(BrokenPipeError),
+        os.fdopen(giving, "w") as pipe,
+    ):  # a process that has ended reads nothing
         try:
             command = python("mtrain.launching.beside", str(given), str(write_end))
             pid = execute(command, environment, given, write_end)
@@ -177,7 +182,9 @@ DOING = {
 
 
 def main(words: list[str]) -> None:
-    """Do the work that stands in the descriptor `words[0]`, and report to `words[1]`; ends the process."""
+    """Do the work that stands in the descriptor `words[0]`, and report to `words[1]`; ends the
+    process.
+    """
     die_with(int(os.environ.pop(PARENT)))
     with os.fdopen(int(words[0])) as given:
         body = json.loads(given.read())

@@ -1,4 +1,6 @@
-"""The causes of errors: one may be the consequence of another rank's failure, or a fault of the environment."""
+"""The causes of errors: one may be the consequence of another rank's failure, or a fault of the
+environment.
+"""
 
 from __future__ import annotations
 
@@ -48,7 +50,9 @@ OWN = (
     "shared memory segment",
     "no space left on device",
 )
-"""Texts of a fault of this rank, whatever else the error says: NCCL repeats what the device or the disk reports."""
+"""Texts of a fault of this rank, whatever else the error says: NCCL repeats what the device or the
+disk reports.
+"""
 NO_DESCRIPTOR = re.compile(r"too many open files", re.IGNORECASE)
 NO_MEMORY = re.compile(
     r"cannot allocate memory|can't allocate memory|std::bad_alloc|not enough memory", re.IGNORECASE
@@ -60,7 +64,8 @@ NO_ADDRESS = re.compile(
     r"(?:unable to find address for|look up the IP address for interface):?\s*(\S*)", re.IGNORECASE
 )
 NO_HOST = re.compile(
-    r"name or service not known|nodename nor servname|temporary failure in name resolution|getaddrinfo|gai error|"
+    r"name or service not known|nodename nor servname|temporary failure in name"
+    r" resolution|getaddrinfo|gai error|"
     r"unable to resolve hostname|failed to look up the IP address for the hostname",
     re.IGNORECASE,
 )
@@ -80,7 +85,8 @@ def describe(error: BaseException) -> dict[str, Any]:
     A fault of the environment becomes a BadEnvironment.
     """
     if not isinstance(error, MtrainError):
-        # EAGAIN stands for a lock that another process holds, and for a process that cannot be started.
+        # EAGAIN stands for a lock that another process holds, and for a process that cannot be
+        # started.
         of_place = None if isinstance(error, BlockingIOError) else of_the_place(error)
         fault = of_environment(error) or of_place
         if fault is not None:
@@ -99,34 +105,56 @@ def describe(error: BaseException) -> dict[str, Any]:
 
 
 def of_environment(error: BaseException) -> BadEnvironment | None:
-    """Return the fault of the environment behind an error, with what to do; None: it is something else."""
+    """Return the fault of the environment behind an error, with what to do; None: it is something
+    else.
+    """
     text = str(error)
     number = error.errno if isinstance(error, OSError) else None
     if number in (errno.EMFILE, errno.ENFILE) or NO_DESCRIPTOR.search(text):
         files = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
         return _fault(
-            f"no more files can be opened: a process may have {files} (ulimit -n)", "ulimit -n 4096, or more"
+            f"no more files can be opened: a process may have {files} (ulimit -n)",
+            "ulimit -n 4096, or more",
         )
     addresses = resource.getrlimit(resource.RLIMIT_AS)[0]
-    if addresses != resource.RLIM_INFINITY and (isinstance(error, MemoryError) or NO_MEMORY.search(text)):
+    if addresses != resource.RLIM_INFINITY and (
+        isinstance(error, MemoryError) or NO_MEMORY.search(text)
+    ):
         kib = addresses // 1024
-        return _fault(f"the address space of a process is limited to {kib} KiB (ulimit -v)", "ulimit -v unlimited")
+        return _fault(
+            f"the address space of a process is limited to {kib} KiB (ulimit -v)",
+            "ulimit -v unlimited",
+        )
     if number == errno.ENOMEM:
-        return _fault(f"the system gives no more memory: {text}", "fewer ranks on this machine, or a larger limit")
-    if number is None and NO_THREAD.search(text):  # an OSError with this text may be about a lock that is held
-        return _fault("no more threads can be started", "ulimit -u 4096, or a higher limit of the container")
+        return _fault(
+            f"the system gives no more memory: {text}",
+            "fewer ranks on this machine, or a larger limit",
+        )
+    if number is None and NO_THREAD.search(
+        text
+    ):  # an OSError with this text may be about a lock that is held
+        return _fault(
+            "no more threads can be started", "ulimit -u 4096, or a higher limit of the container"
+        )
     if found := NO_ADDRESS.search(text):
         what = f"there is no network interface {found[1]} with an address"
         return _fault(what, "set GLOO_SOCKET_IFNAME to one that has, or unset it")
     if isinstance(error, socket.gaierror) or NO_HOST.search(text):
         what = text.strip().splitlines()[-1] if text.strip() else "its name is not known"
         return _fault(
-            f"a host is not found by its name: {what}", "MASTER_ADDR, and the names that this machine knows"
+            f"a host is not found by its name: {what}",
+            "MASTER_ADDR, and the names that this machine knows",
         )
     if NO_SHARED_MEMORY.search(text):
-        return _fault("there is no room in /dev/shm for NCCL", "a larger /dev/shm (docker: --shm-size or --ipc=host)")
+        return _fault(
+            "there is no room in /dev/shm for NCCL",
+            "a larger /dev/shm (docker: --shm-size or --ipc=host)",
+        )
     if found := BAD_VALUE.search(text):
-        return _fault(f"the environment variable {found[1]} has a value that torch cannot read", f"unset {found[1]}")
+        return _fault(
+            f"the environment variable {found[1]} has a value that torch cannot read",
+            f"unset {found[1]}",
+        )
     return None
 
 

@@ -13,7 +13,15 @@ from mtrain.config.run import RunConfig
 Differences = dict[str, tuple[object, object]]
 """Key -> its value there, and here."""
 PATHS = {
-    "data": ("path", "blend", "validation_blend", "test_blend", "megatron_cache", "tokenizer", "chat_template"),
+    "data": (
+        "path",
+        "blend",
+        "validation_blend",
+        "test_blend",
+        "megatron_cache",
+        "tokenizer",
+        "chat_template",
+    ),
     "peft": ("init_from",),
     "checkpoint": ("init_from",),
 }
@@ -25,7 +33,9 @@ def anchored(run: RunConfig) -> RunConfig:
     sections = {}
     for name, keys in PATHS.items():
         section = getattr(run, name)
-        sections[name] = section.model_copy(update={key: _absolute(getattr(section, key)) for key in keys})
+        sections[name] = section.model_copy(
+            update={key: _absolute(getattr(section, key)) for key in keys}
+        )
     return run.model_copy(update=sections)
 
 
@@ -37,13 +47,22 @@ def _absolute(path: Any) -> Any:
 
 
 def differences_of(run: RunConfig, other: RunConfig, *effects: Effect) -> Differences:
-    """Keys whose values differ, of the given effects (default: those that change the weights that come out)."""
+    """Keys whose values differ, of the given effects (default: those that change the weights that
+    come out).
+    """
     wanted = effects or (Effect.ARCHITECTURE, Effect.NUMERICS, Effect.CONTENTS, Effect.PARALLELISM)
-    mine, theirs = anchored(run).recorded().flat(), anchored(other).recorded().flat()
+    mine = anchored(run).recorded().flat()
+    theirs = anchored(other).recorded().flat()
     keys = [k for k in {**mine, **theirs} if effect_of(k) in wanted]
     return {k: (theirs.get(k), mine.get(k)) for k in keys if theirs.get(k) != mine.get(k)}
 
 
 def without_adapters(differences: Differences, other: RunConfig) -> Differences:
-    """Differences that count where adapters begin over the weights of `other`, which may have none."""
-    return {key: pair for key, pair in differences.items() if other.peft.kind or not key.startswith("peft.")}
+    """Differences that count where adapters begin over the weights of `other`, which
+    may have none.
+    """
+    return {
+        key: pair
+        for key, pair in differences.items()
+        if other.peft.kind or not key.startswith("peft.")
+    }

@@ -1,8 +1,10 @@
-"""The environment of a rank: every variable that a run needs or profits from, with its value and the reason.
+"""The environment of a rank: every variable that a run needs or profits from, with its value and
+the reason.
 
-Libraries read many of them only once, when they are imported or make their first context. The launcher therefore sets
-them before the interpreter of a rank starts, and the rank verifies them. A value that the user set wins and is
-reported; `verify` names those with which the run would be wrong.
+Libraries read many of them only once, when they are imported or make their first context. The
+launcher therefore sets them before the interpreter of a rank starts, and the rank verifies them. A
+value that the user set wins and is reported; `verify` names those with which the run would be
+wrong.
 """
 
 from __future__ import annotations
@@ -35,11 +37,14 @@ NETWORK = (
 )
 """Filesystems on which a cache of many small files is slow, and shared by machines that differ."""
 DATA_CENTER_BLACKWELL = 100
-"""The compute capability from which a device itself keeps the kernels of several queues in order."""
+"""The compute capability from which a device itself keeps the kernels of several queues in order.
+"""
 RECORDED = 2000
 """The number of collectives that the flight recorder holds, at some hundred bytes each."""
 MONITOR_SLACK_S = 120
-"""Seconds beyond trainer.timeout_s: process groups time out one minute later, and torch may write for another one."""
+"""Seconds beyond trainer.timeout_s: process groups time out one minute later, and torch may write
+for another one.
+"""
 LEAST_MONITOR_S = 480
 """torch's own timeout of its heartbeat."""
 ORDERED_ALGORITHMS = ("Ring", "Tree", "^NVLS", "CollnetDirect", "CollnetChain")
@@ -79,8 +84,12 @@ class Place:
     alone: bool = True
     """True where all ranks of the run are on this machine."""
     home_filesystem: str = ""
-    """The type of the filesystem that holds the home folder, as /proc/mounts names it; empty: not known."""
-    scratch: Path = field(default_factory=lambda: Path(tempfile.gettempdir()) / f"mtrain-{os.getuid()}")
+    """The type of the filesystem that holds the home folder, as /proc/mounts names it; empty: not
+    known.
+    """
+    scratch: Path = field(
+        default_factory=lambda: Path(tempfile.gettempdir()) / f"mtrain-{os.getuid()}"
+    )
     """A folder of this user on a local disk."""
     errors: Path | None = None
     """The folder in which failed ranks leave their records."""
@@ -95,9 +104,12 @@ class Place:
 def environment(run: RunConfig, place: Place, given: Mapping[str, str]) -> dict[str, Setting]:
     """Return every variable that mtrain sets for a rank of a resolved `run`, by name.
 
-    `given` is the environment of the user. Variables of CUDA are set only for a device that has CUDA.
+    `given` is the environment of the user. Variables of CUDA are set only for a device that has
+    CUDA.
     """
-    wanted = {name: (value, reason, allowed) for name, value, reason, allowed in _wanted(run, place)}
+    wanted = {
+        name: (value, reason, allowed) for name, value, reason, allowed in _wanted(run, place)
+    }
     settings = {}
     for name, (value, reason, allowed) in wanted.items():
         found = next((alias for alias in (name, *_ALIASES.get(name, ())) if alias in given), None)
@@ -115,24 +127,41 @@ def apply(settings: Mapping[str, Setting], environ: MutableMapping[str, str]) ->
 
 
 def conflicts(settings: Mapping[str, Setting]) -> list[str]:
-    """Return, for each variable with which the user would make the run another, what is wrong and what to do."""
+    """Return, for each variable with which the user would make the run another, what is wrong and
+    what to do.
+    """
     wrong = ((name, setting) for name, setting in settings.items() if not setting.is_right)
-    return [f"{name}={s.value!r} in the environment must be {s.needs}: {s.reason}; unset it" for name, s in wrong]
+    return [
+        f"{name}={s.value!r} in the environment must be {s.needs}: {s.reason}; unset it"
+        for name, s in wrong
+    ]
 
 
 def verify(run: RunConfig, place: Place, environ: Mapping[str, str]) -> list[str]:
-    """Return what is wrong with the environment of a rank that has started: conflicts, and missing variables."""
+    """Return what is wrong with the environment of a rank that has started: conflicts, and missing
+    variables.
+    """
     settings = environment(run, place, environ)
-    missing = ((name, setting) for name, setting in settings.items() if setting.allowed and not setting.by_user)
+    missing = (
+        (name, setting)
+        for name, setting in settings.items()
+        if setting.allowed and not setting.by_user
+    )
     return [
         *conflicts(settings),
-        *(f"{name} is not in the environment of this rank and must be {s.needs}: {s.reason}" for name, s in missing),
+        *(
+            f"{name} is not in the environment of this rank and must be {s.needs}: {s.reason}"
+            for name, s in missing
+        ),
     ]
 
 
 def lines(settings: Mapping[str, Setting]) -> Iterator[str]:
     """Yield the environment as lines: `NAME=value  reason`."""
-    width = min(60, max((len(name) + len(setting.value) + 1 for name, setting in settings.items()), default=0))
+    width = min(
+        60,
+        max((len(name) + len(setting.value) + 1 for name, setting in settings.items()), default=0),
+    )
     for name, setting in settings.items():
         who = "set by you; " if setting.by_user else ""
         wrong = "" if setting.is_right else f"must be {setting.needs}: "
@@ -146,7 +175,8 @@ def filesystem_of(path: Path, mounts: Path = Path("/proc/mounts")) -> str:
     except OSError:
         return ""
     inside = [row for row in rows if len(row) > 2 and path.is_relative_to(_unescaped(row[1]))]
-    return max(inside, key=lambda row: len(row[1]), default=["", "", ""])[2]  # the last mount at a place counts
+    # the last mount at a place counts
+    return max(inside, key=lambda row: len(row[1]), default=["", "", ""])[2]
 
 
 _ALIASES = {
@@ -159,17 +189,29 @@ Wanted = Iterator[tuple[str, str, str, tuple[str, ...]]]
 
 
 def _wanted(run: RunConfig, place: Place) -> Wanted:
-    """Yield the name, the value, the reason and the accepted values (empty: any) of each variable."""
+    """Yield the name, the value, the reason and the accepted values (empty: any) of
+    each variable.
+    """
     device = facts_of(run.cluster.device)
     threads = str(max(1, place.cores // max(1, place.ranks_here)))
-    share = f"{place.cores} cores for {place.ranks_here} rank{'s' if place.ranks_here > 1 else ''} of this machine"
+    share = (
+        f"{place.cores} cores for {place.ranks_here} rank{'s' if place.ranks_here > 1 else ''} of"
+        " this machine"
+    )
     yield "OMP_NUM_THREADS", threads, share, ()
     yield "MKL_NUM_THREADS", threads, share, ()
-    yield "TORCH_CPP_LOG_LEVEL", "ERROR", "torch would print a C++ stack whenever another rank ends", ()
+    yield (
+        "TORCH_CPP_LOG_LEVEL",
+        "ERROR",
+        "torch would print a C++ stack whenever another rank ends",
+        (),
+    )
     if device.on_host and place.alone:
         yield "GLOO_SOCKET_IFNAME", "lo", "all ranks are on this machine", ()
     if device.triton and place.home_filesystem in NETWORK:
-        reason = f"the home folder is on {place.home_filesystem}, and each machine compiles for itself"
+        reason = (
+            f"the home folder is on {place.home_filesystem}, and each machine compiles for itself"
+        )
         yield "TRITON_CACHE_DIR", str(place.scratch / "triton"), reason, ()
     if device.cuda_kernels:
         yield from _of_cuda(run)
@@ -183,13 +225,21 @@ def _of_cuda(run: RunConfig) -> Wanted:
     p = run.parallel
     if (p.tp > 1 or p.cp > 1) and p.fsdp == "none" and (sm is None or sm < DATA_CENTER_BLACKWELL):
         reason = (
-            "tensor and context parallelism overlap their exchanges only if kernels start in the order of their calls"
+            "tensor and context parallelism overlap their exchanges only if kernels start in the"
+            " order of their calls"
         )
         yield "CUDA_DEVICE_MAX_CONNECTIONS", "1", reason, ()
     if run.trainer.cuda_graph_impl == "none":  # with graphs, NCCL's registered buffers may move
-        yield "PYTORCH_ALLOC_CONF", "expandable_segments:True", "memory fragments less when sizes change", ()
+        yield (
+            "PYTORCH_ALLOC_CONF",
+            "expandable_segments:True",
+            "memory fragments less when sizes change",
+            (),
+        )
     if run.trainer.deterministic:
-        reason = "trainer.deterministic: cuBLAS sums in one order only with workspaces of a fixed size"
+        reason = (
+            "trainer.deterministic: cuBLAS sums in one order only with workspaces of a fixed size"
+        )
         yield "CUBLAS_WORKSPACE_CONFIG", ":4096:8", reason, (":4096:8", ":16:8")
 
 
@@ -197,18 +247,39 @@ def _of_transformer_engine(run: RunConfig) -> Wanted:
     kernels = run.kernels
     if kernels.attention == "te":
         for name in ("NVTE_FLASH_ATTN", "NVTE_FUSED_ATTN"):
-            yield name, "1", "kernels.attention=te: TransformerEngine chooses; megatron-core accepts nothing else", ()
-    if run.trainer.deterministic and "te" in (kernels.norm, kernels.attention, kernels.linear, kernels.experts):
-        reason = "trainer.deterministic: else TransformerEngine takes algorithms whose bits depend on timing"
+            yield (
+                name,
+                "1",
+                (
+                    "kernels.attention=te: TransformerEngine chooses; megatron-core accepts nothing"
+                    " else"
+                ),
+                (),
+            )
+    if run.trainer.deterministic and "te" in (
+        kernels.norm,
+        kernels.attention,
+        kernels.linear,
+        kernels.experts,
+    ):
+        reason = (
+            "trainer.deterministic: else TransformerEngine takes algorithms whose bits depend on"
+            " timing"
+        )
         yield "NVTE_ALLOW_NONDETERMINISTIC_ALGO", "0", reason, ("0",)
     if run.parallel.activation_offload.modules:
-        reason = "parallel.activation_offload: the newer offload of TransformerEngine copies weights too"
+        reason = (
+            "parallel.activation_offload: the newer offload of TransformerEngine copies weights too"
+        )
         yield "NVTE_CPU_OFFLOAD_V1", "1", reason, ("1",)
 
 
 def _of_nccl(run: RunConfig, place: Place) -> Wanted:
     if run.trainer.deterministic:
-        reason = "trainer.deterministic: NCCL chooses an algorithm by size, and some change the order of sums"
+        reason = (
+            "trainer.deterministic: NCCL chooses an algorithm by size, and some change the order of"
+            " sums"
+        )
         yield "NCCL_ALGO", "Ring", reason, ORDERED_ALGORITHMS
     reason = "the number of collectives that the flight recorder holds, for the report of a stall"
     yield "TORCH_FR_BUFFER_SIZE", str(RECORDED), reason, ()
@@ -219,10 +290,15 @@ def _of_nccl(run: RunConfig, place: Place) -> Wanted:
     yield "TORCH_FR_DUMP_TEMP_FILE", str(folder / "flight_rank_"), reason, ()
     token = hashlib.sha256(str(folder).encode()).hexdigest()[:12]
     pipe = str(place.scratch.parent / f"{place.scratch.name}-{token}-")
-    reason = "the pipes, up to the rank, by which torch is told in a stall to write the flight recorder"
+    reason = (
+        "the pipes, up to the rank, by which torch is told in a stall to write the flight recorder"
+    )
     yield "TORCH_NCCL_DEBUG_INFO_PIPE_FILE", pipe, reason, ()
     seconds = max(LEAST_MONITOR_S, math.ceil(run.trainer.timeout_s) + MONITOR_SLACK_S)
-    reason = "torch ends a process whose NCCL thread is stuck; trainer.timeout_s comes first and names the rank"
+    reason = (
+        "torch ends a process whose NCCL thread is stuck; trainer.timeout_s comes first and names"
+        " the rank"
+    )
     yield "TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC", str(seconds), reason, ()
 
 

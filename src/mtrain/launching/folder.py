@@ -1,4 +1,6 @@
-"""The run folder: its owner, the files written before the first rank starts, and the checkpoint to resume."""
+"""The run folder: its owner, the files written before the first rank starts, and the checkpoint to
+resume.
+"""
 
 from __future__ import annotations
 
@@ -44,14 +46,18 @@ PREAMBLE = (
     METRICS,
 )
 PACKAGES = ("mtrain", "torch", "pydantic", "hydra-core")
-"""Packages whose versions are recorded, beside megatron-core, whose version is that of the module that is loaded."""
+"""Packages whose versions are recorded, beside megatron-core, whose version is that of the module
+that is loaded.
+"""
 RESTART_S = 20.0
 """Seconds that a restarted run waits for the processes of the start before it to end."""
 
 
 @dataclass(frozen=True)
 class Plan:
-    """The folder that a run will write and the checkpoint that it goes on from; nothing is on disk yet."""
+    """The folder that a run will write and the checkpoint that it goes on from; nothing is on disk
+    yet.
+    """
 
     folder: Path
     checkpoint: Path | None = None
@@ -62,11 +68,15 @@ class Plan:
     notes: tuple[str, ...] = ()
     """Remarks on the choice, for the user."""
     weights: Path | None = None
-    """The checkpoint, or Hugging Face folder, from which a new run takes its weights and nothing else."""
+    """The checkpoint, or Hugging Face folder, from which a new run takes its weights and nothing
+    else.
+    """
 
 
 def resume_of(run: RunConfig, launch: str | None) -> str | None:
-    """Return the `checkpoint.resume` that applies to a run: null means auto where a `launch` may restart the run."""
+    """Return the `checkpoint.resume` that applies to a run: null means auto where a `launch` may
+    restart the run.
+    """
     if run.checkpoint.resume is None and launch is not None:
         return resume.AUTO
     return run.checkpoint.resume
@@ -75,21 +85,24 @@ def resume_of(run: RunConfig, launch: str | None) -> str | None:
 def plan(run: RunConfig, *, launch: str | None = None) -> Plan:
     """Decide the run folder, and what to resume from.
 
-    `launch` is the identity, such as "slurm 4711", of a launch that starts the run again after a failure; None: there
-    is no such launcher. A run does not go on in a named folder that another launch has begun, unless
-    `checkpoint.resume=auto` asks for it.
+    `launch` is the identity, such as "slurm 4711", of a launch that starts the run again after a
+    failure; None: there is no such launcher. A run does not go on in a named folder that another
+    launch has begun, unless `checkpoint.resume=auto` asks for it.
 
     Raises:
-        ConfigError: the folder is taken, there is nothing to resume from, or it was made by a configuration that
-            this one cannot continue.
-        CorruptData: what was named is a checkpoint that was never committed, or whose `run.yaml` was altered.
+        ConfigError: the folder is taken, there is nothing to resume from, or it was made by a
+            configuration that this one cannot continue.
+        CorruptData: what was named is a checkpoint that was never committed, or whose `run.yaml`
+            was altered.
         BadEnvironment: a folder may not be read.
     """
     try:
         return _plan(run, launch)
     except OSError as error:
         why = error.strerror or type(error).__name__
-        raise BadEnvironment(f"{error.filename or run.log.runs_dir} cannot be read: {why}") from None
+        raise BadEnvironment(
+            f"{error.filename or run.log.runs_dir} cannot be read: {why}"
+        ) from None
 
 
 def _plan(run: RunConfig, launch: str | None) -> Plan:
@@ -120,11 +133,13 @@ def _plan(run: RunConfig, launch: str | None) -> Plan:
 
 
 @contextmanager
-def opened(run: RunConfig, chosen: Plan, argv: list[str], *, launch: str | None = None) -> Iterator[Plan]:
+def opened(
+    run: RunConfig, chosen: Plan, argv: list[str], *, launch: str | None = None
+) -> Iterator[Plan]:
     """Make the run folder and own it until the end: no second run may write to it.
 
-    Yields the plan as it is once the folder is owned. Checkpoints later than the one that the run goes on from are
-    set aside. `launch` is recorded; see `plan`.
+    Yields the plan as it is once the folder is owned. Checkpoints later than the one that the run
+    goes on from are set aside. `launch` is recorded; see `plan`.
 
     Raises:
         ConfigError: another process owns it, or made it in the meantime.
@@ -151,7 +166,8 @@ def opened(run: RunConfig, chosen: Plan, argv: list[str], *, launch: str | None 
             _check_checkpoints(chosen.folder / CHECKPOINTS)
             ckpt_folder.sweep(chosen.folder / CHECKPOINTS)
         if not chosen.new:
-            chosen = plan(run, launch=launch)  # what was the newest may have changed before the folder was owned
+            # what was the newest may have changed before the folder was owned
+            chosen = plan(run, launch=launch)
         with _writing(chosen.folder):
             _set_aside(chosen)
             _describe(run, chosen, argv, launch)
@@ -167,7 +183,8 @@ def _writing(folder: Path) -> Iterator[None]:
     except OSError as error:
         why = error.strerror or type(error).__name__
         raise BadEnvironment(
-            f"the run folder {folder} cannot be written: {why}", "  fix: log.runs_dir=FOLDER that can be written"
+            f"the run folder {folder} cannot be written: {why}",
+            "  fix: log.runs_dir=FOLDER that can be written",
         ) from None
 
 
@@ -178,7 +195,8 @@ def _check_checkpoints(root: Path) -> None:
 
 
 def refuse_links(folder: Path) -> None:
-    """Refuse a run folder that is a symbolic link or holds one: what is written would land elsewhere.
+    """Refuse a run folder that is a symbolic link or holds one: what is written would land
+    elsewhere.
 
     Raises:
         ConfigError: with the link.
@@ -187,7 +205,10 @@ def refuse_links(folder: Path) -> None:
     link = next((entry for entry in entries if entry.is_symlink()), None)
     if link is None:
         return
-    rule = f"{link} is a symbolic link; a run folder neither is one nor holds one, for a run writes only into itself"
+    rule = (
+        f"{link} is a symbolic link; a run folder neither is one nor holds one, for a run writes"
+        " only into itself"
+    )
     free = f"log.name={_free_name(folder)}"
     if link == folder and os.path.isdir(folder):
         free = f"{override('checkpoint.resume', os.path.realpath(folder))}, or {free}"
@@ -207,7 +228,9 @@ class _Held:
 
 
 def _claim(folder: Path, patience_s: float) -> _Held | str:
-    """Own a folder, or return in words which process owns it, after waiting `patience_s` for that process to end."""
+    """Own a folder, or return in words which process owns it, after waiting `patience_s` for that
+    process to end.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / LOCK_FILE
     deadline = time.monotonic() + patience_s
@@ -237,7 +260,9 @@ def _owner(folder: Path) -> str:
 
 
 def _begun(folder: Path) -> bool:
-    """Whether a run made a step or saved anything in a folder; one that failed before may be used again."""
+    """Whether a run made a step or saved anything in a folder; one that failed before may be used
+    again.
+    """
     if not folder.exists():
         return False
     if not folder.is_dir():
@@ -248,7 +273,9 @@ def _begun(folder: Path) -> bool:
 
 
 def _set_aside(chosen: Plan) -> None:
-    """Take checkpoints behind the chosen one out of the way: the run takes another course from there."""
+    """Take checkpoints behind the chosen one out of the way: the run takes another course from
+    there.
+    """
     if chosen.checkpoint is None:
         return
     for later in ckpt_folder.committed(chosen.folder / CHECKPOINTS):
@@ -257,12 +284,17 @@ def _set_aside(chosen: Plan) -> None:
 
 
 def _describe(run: RunConfig, chosen: Plan, argv: list[str], launch: str | None) -> None:
-    """Write run.yaml, overrides.txt, env.json and plan.json; a resume keeps the earlier run.yaml under a number."""
-    folder, current = chosen.folder, chosen.folder / RUN_FILE
+    """Write run.yaml, overrides.txt, env.json and plan.json; a resume keeps the earlier run.yaml
+    under a number.
+    """
+    folder = chosen.folder
+    current = chosen.folder / RUN_FILE
     draft = folder / f".{RUN_FILE}"
     products = matmul.reason(run)
     why = kernels.reasons(run, Machine.here()) | ({"cpu_matmul": products} if products else {})
-    draft.write_text(run_yaml(anchored(run).recorded(), {f"kernels.{name}": text for name, text in why.items()}))
+    draft.write_text(
+        run_yaml(anchored(run).recorded(), {f"kernels.{name}": text for name, text in why.items()})
+    )
     durable.sync(draft)
     if current.exists() and not chosen.new:
         number = len(list(folder.glob("run.*.yaml"))) + 1
@@ -277,7 +309,8 @@ def _describe(run: RunConfig, chosen: Plan, argv: list[str], launch: str | None)
     }
     (folder / ENVIRONMENT).write_text(strict_json.dumps(facts, indent=1))
     (folder / PLAN).write_text(strict_json.dumps(_planned(run, chosen, why), indent=1))
-    (folder / PEAKS).unlink(missing_ok=True)  # of the processes before, whose layout may have been another
+    # of the processes before, whose layout may have been another
+    (folder / PEAKS).unlink(missing_ok=True)
 
 
 def _keep(file: Path, name: Path) -> None:
@@ -288,12 +321,15 @@ def _keep(file: Path, name: Path) -> None:
 
 
 def versions() -> dict[str, str | None]:
-    """Return the versions of the packages that a run is made of; None for a package without metadata."""
+    """Return the versions of the packages that a run is made of; None for a package without
+    metadata.
+    """
     return {name: version_of(name) for name in PACKAGES} | {"megatron-core": engine.version()}
 
 
 def _planned(run: RunConfig, chosen: Plan, why: dict[str, str]) -> dict[str, Any]:
-    grid, tokens = RankGrid.of(run), run.trainer.batch * run.data.length
+    grid = RankGrid.of(run)
+    tokens = run.trainer.batch * run.data.length
     return {
         "digest": run.digest(),
         "parameters": parameters(run.model),
@@ -305,7 +341,10 @@ def _planned(run: RunConfig, chosen: Plan, why: dict[str, str]) -> dict[str, Any
         "model_flops_per_step": flops_of_token(run) * tokens,
         "state_bytes": state_bytes(run),
         "planned": planned(run),
-        "kernels": {name: {"choice": getattr(run.kernels, name), "reason": text} for name, text in why.items()},
+        "kernels": {
+            name: {"choice": getattr(run.kernels, name), "reason": text}
+            for name, text in why.items()
+        },
         "resumed_from": str(chosen.checkpoint) if chosen.checkpoint else None,
         "changes": list(chosen.changes),
     }
@@ -337,4 +376,6 @@ def _free_name(folder: Path) -> str:
 
 
 def _occupied(folder: Path, what: str, fix: str) -> ConfigError:
-    return ConfigError([Problem("MT501", "log.name", folder.name, f"the run folder {folder} {what}", fix)])
+    return ConfigError(
+        [Problem("MT501", "log.name", folder.name, f"the run folder {folder} {what}", fix)]
+    )

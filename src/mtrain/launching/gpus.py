@@ -1,4 +1,6 @@
-"""Shortages of the GPUs of this machine for a run, from what their driver says before anything is started."""
+"""Shortages of the GPUs of this machine for a run, from what their driver says before anything is
+started.
+"""
 
 from __future__ import annotations
 
@@ -36,16 +38,20 @@ class Shortage:
 
 
 def shortages(run: RunConfig, machine: Machine, here: int, siblings: bool) -> Iterator[Shortage]:
-    """Yield everything that is wrong with the GPUs for a run that starts `here` ranks on this machine.
+    """Yield everything that is wrong with the GPUs for a run that starts `here` ranks on this
+    machine.
 
-    `siblings`: a launcher started other ranks beside this process, which may use their GPUs already.
+    `siblings`: a launcher started other ranks beside this process, which may use their GPUs
+        already.
     """
     if not facts_of(run.cluster.device).counted:
         return
     seen = machine.nvidia
     missing = machine.gpus < here
     if missing:
-        needs = f"needs {here} GPU{'' if here == 1 else 's'} on this machine; here: {number(machine)}"
+        needs = (
+            f"needs {here} GPU{'' if here == 1 else 's'} on this machine; here: {number(machine)}"
+        )
         yield Shortage(needs, _fewer(run, machine), "MT051")
     if seen.fault:
         yield Shortage(seen.fault, seen.fix, "MT052", warning=seen.on_purpose and not missing)
@@ -58,33 +64,42 @@ def number(machine: Machine) -> str:
     """Return the number of GPUs in words."""
     if not machine.unusable_gpus:
         return str(machine.gpus)
-    return f"{machine.gpus} (and {machine.unusable_gpus} of AMD, which the installed torch is not built for)"
+    return (
+        f"{machine.gpus} (and {machine.unusable_gpus} of AMD, which the installed torch is not"
+        " built for)"
+    )
 
 
 def described(run: RunConfig, machine: Machine) -> str:
-    """Return a line about the GPUs that `cluster=local` found and the source of its figures; empty: it found none."""
+    """Return a line about the GPUs that `cluster=local` found and the source of its figures; empty:
+    it found none.
+    """
     seen = machine.nvidia
     if run.cluster.name != LOCAL or not facts_of(run.cluster.device).counted or not seen.count:
         return ""
     if not seen.gpus:
         return (
-            f"this machine: {seen.count} NVIDIA GPUs by their device files; libnvidia-ml.so.1, the driver's library, "
-            "does not answer, so their kind is not known: no MFU and no planned time; name it with cluster=NAME"
+            f"this machine: {seen.count} NVIDIA GPUs by their device files; libnvidia-ml.so.1, the"
+            " driver's library, does not answer, so their kind is not known: no MFU and no planned"
+            " time; name it with cluster=NAME"
         )
     if seen.kind is None:
         names = sorted({gpu.name for gpu in seen.gpus})
         return (
-            f"this machine: GPUs of several kinds ({', '.join(names)}): no MFU and no planned time; show those of "
-            "one kind with CUDA_DEVICE_ORDER=PCI_BUS_ID and CUDA_VISIBLE_DEVICES"
+            f"this machine: GPUs of several kinds ({', '.join(names)}): no MFU and no planned time;"
+            " show those of one kind with CUDA_DEVICE_ORDER=PCI_BUS_ID and CUDA_VISIBLE_DEVICES"
         )
     found = known(seen.kind.name)
-    head = f"this machine: {seen.count} x {seen.kind.name}, {units.bytes_(seen.kind.memory_bytes)}{_driver(seen)}"
+    head = (
+        f"this machine: {seen.count} x {seen.kind.name},"
+        f" {units.bytes_(seen.kind.memory_bytes)}{_driver(seen)}"
+    )
     if found is not None:
         return f"{head}; peaks and rates of {found.source}"
     return (
-        f"{head}; no file of conf/cluster has this name, so there is no MFU and no planned time: write "
-        f"mine/cluster/box.yaml as conf/cluster/h100.yaml is, with the figures of its data sheet and `driver_names: "
-        f"[{seen.kind.name}]`, and start with --config-dir mine"
+        f"{head}; no file of conf/cluster has this name, so there is no MFU and no planned time:"
+        " write mine/cluster/box.yaml as conf/cluster/h100.yaml is, with the figures of its data"
+        f" sheet and `driver_names: [{seen.kind.name}]`, and start with --config-dir mine"
     )
 
 
@@ -98,7 +113,8 @@ def _driver(seen: Seen) -> str:
 def _fewer(run: RunConfig, machine: Machine) -> str:
     ranks = f"{machine.gpus} rank{'' if machine.gpus == 1 else 's'}"
     fits = f"a layout of {ranks}, more machines" if machine.gpus else "a machine with GPUs"
-    cpu = "cluster.device=cpu" if run.cluster.name == LOCAL else "cluster=cpu"  # the user wrote one of the two
+    # the user wrote one of the two
+    cpu = "cluster.device=cpu" if run.cluster.name == LOCAL else "cluster=cpu"
     return f"{fits}, or {cpu} for the cores of this one"
 
 
@@ -108,22 +124,28 @@ def _of_software(seen: Seen) -> Iterator[Shortage]:
     if seen.driver is None or not seen.driver.gpus or built is None:
         return
     if not built:
-        text = f"the installed torch is built without CUDA, and {_named(seen.driver.gpus[0])} needs it"
-        yield Shortage(text, "install a torch for CUDA (pytorch.org has the command), or cluster=cpu", "MT055")
+        text = (
+            f"the installed torch is built without CUDA, and {_named(seen.driver.gpus[0])} needs it"
+        )
+        yield Shortage(
+            text, "install a torch for CUDA (pytorch.org has the command), or cluster=cpu", "MT055"
+        )
         return
     served = seen.driver.cuda
     major = built.partition(".")[0]
     # within a major version an older driver serves newer releases of CUDA
     if served is not None and major.isdigit() and served[0] < int(major):
         text = (
-            f"driver {seen.driver.version} serves CUDA up to {served[0]}.{served[1]}, and the installed torch is "
-            f"built for CUDA {built}"
+            f"driver {seen.driver.version} serves CUDA up to {served[0]}.{served[1]}, and the"
+            f" installed torch is built for CUDA {built}"
         )
         yield Shortage(text, f"a driver for CUDA {major}, or a torch for CUDA {served[0]}", "MT054")
 
 
 def _of_memory(run: RunConfig, seen: Seen, here: int, siblings: bool) -> Iterator[Shortage]:
-    """Yield a shortage for each GPU whose memory others hold; a warning while the state of a rank fits beside it."""
+    """Yield a shortage for each GPU whose memory others hold; a warning while the state of a rank
+    fits beside it.
+    """
     ranks = run.parallel.ranks or 1
     least = 0 if run.optim.cpu_offload else state_bytes(run) // ranks
     step = over(run, 0)
@@ -137,11 +159,21 @@ def _of_memory(run: RunConfig, seen: Seen, here: int, siblings: bool) -> Iterato
         text = f"GPU {index} ({_named(gpu)}) has {free} of {whole} free{_held(others)}"
         fix = "end what holds it, or leave this GPU out by CUDA_VISIBLE_DEVICES"
         if least > gpu.free_bytes:
-            needs = f"; weights, gradients and optimizer state of a rank need at least {units.bytes_(least)}"
+            needs = (
+                "; weights, gradients and optimizer state of a rank need at least"
+                f" {units.bytes_(least)}"
+            )
             larger = least > gpu.memory_bytes
-            yield Shortage(text + needs, "more ranks, or a larger tp, pp or ep" if larger else fix, "MT053")
+            yield Shortage(
+                text + needs, "more ranks, or a larger tp, pp or ep" if larger else fix, "MT053"
+            )
         elif gpu.free_bytes < planned < gpu.memory_bytes:
-            yield Shortage(f"{text}; a step is planned to need {units.bytes_(planned)}", fix, "MT053", warning=True)
+            yield Shortage(
+                f"{text}; a step is planned to need {units.bytes_(planned)}",
+                fix,
+                "MT053",
+                warning=True,
+            )
         elif others:
             yield Shortage(f"{text}: the run will share it", fix, "MT053", warning=True)
 
@@ -151,7 +183,9 @@ def _held(processes: Sequence[int]) -> str:
     if not processes:
         return ""
     first = f", and process {processes[0]}{_command(processes[0])}"
-    return f"{first} and {len(processes) - 1} more compute on it" if len(processes) > 1 else f"{first} computes on it"
+    if len(processes) > 1:
+        return f"{first} and {len(processes) - 1} more compute on it"
+    return f"{first} computes on it"
 
 
 def _of_another_kind(run: RunConfig, seen: Seen) -> Iterator[Shortage]:
@@ -159,8 +193,13 @@ def _of_another_kind(run: RunConfig, seen: Seen) -> Iterator[Shortage]:
     names = run.cluster.driver_names
     others = sorted({gpu.name for gpu in seen.gpus} - {*names})
     if names and others:
-        text = f"cluster {run.cluster.name} is of {', '.join(names)}, and the GPUs here are {', '.join(others)}"
-        yield Shortage(f"{text}: plan and MFU are not theirs", "cluster=local", "MT056", warning=True)
+        text = (
+            f"cluster {run.cluster.name} is of {', '.join(names)}, and the GPUs here are"
+            f" {', '.join(others)}"
+        )
+        yield Shortage(
+            f"{text}: plan and MFU are not theirs", "cluster=local", "MT056", warning=True
+        )
 
 
 def _named(gpu: Gpu) -> str:
@@ -168,7 +207,9 @@ def _named(gpu: Gpu) -> str:
 
 
 def _is_sibling(pid: int) -> bool:
-    """Return whether a process has the same parent as this one, as the ranks of one launcher have."""
+    """Return whether a process has the same parent as this one, as the ranks of one
+    launcher have.
+    """
     return _field(pid, "PPid") in (str(os.getppid()), str(os.getpid())) or pid == os.getpid()
 
 

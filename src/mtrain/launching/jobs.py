@@ -22,7 +22,9 @@ class Job:
     arguments: Mapping[str, Any] = field(default_factory=dict)
 
     def perform(self, run: RunConfig, home: Path, end: End) -> None:
-        """Do the work on this rank; `home` is the folder of the run, and `end` ends a process that hangs."""
+        """Do the work on this rank; `home` is the folder of the run, and `end` ends a process that
+        hangs.
+        """
         JOBS[self.name](run, home, end, **self.arguments)
 
 
@@ -33,7 +35,9 @@ def train_job(run: RunConfig, checkpoint: Path | None, weights: Path | None) -> 
 
 
 def observe_job(*, by_document: bool, resumed: bool, traced: bool) -> Job:
-    """Return the job that trains a small run and leaves what `prove` compares; see `train.prove.observe`."""
+    """Return the job that trains a small run and leaves what `prove` compares; see
+    `train.prove.observe`.
+    """
     return Job("observe", {"by_document": by_document, "resumed": resumed, "traced": traced})
 
 
@@ -65,7 +69,12 @@ MASKS = Job("observe_masks")
 
 
 def _train(
-    run: RunConfig, home: Path, end: End, checkpoint: str | None, weights: str | None, accept_changes: bool
+    run: RunConfig,
+    home: Path,
+    end: End,
+    checkpoint: str | None,
+    weights: str | None,
+    accept_changes: bool,
 ) -> None:
     # run.yaml does not record this key, which is about a single start of the run.
     resumed = run.checkpoint.model_copy(update={"accept_changes": accept_changes})
@@ -92,7 +101,12 @@ def _observe_masks(run: RunConfig, home: Path, end: End) -> None:
 
 
 def _generate(
-    run: RunConfig, home: Path, end: End, checkpoint: str, tokenizer: str, request: Mapping[str, Any]
+    run: RunConfig,
+    home: Path,
+    end: End,
+    checkpoint: str,
+    tokenizer: str,
+    request: Mapping[str, Any],
 ) -> None:
     enter(run, end)
     from mtrain.train.write import write
@@ -103,7 +117,13 @@ def _generate(
 
 
 def _evaluate(
-    run: RunConfig, home: Path, end: End, checkpoint: str, tokenizer: str | None, limit: int | None, as_json: bool
+    run: RunConfig,
+    home: Path,
+    end: End,
+    checkpoint: str,
+    tokenizer: str | None,
+    limit: int | None,
+    as_json: bool,
 ) -> None:
     enter(run, end)
     from mtrain.train import evaluation
@@ -127,7 +147,9 @@ def _answer(
     harness.answer(run, Path(checkpoint), Path(tokenizer), asked, as_json)
 
 
-def _logits(run: RunConfig, home: Path, end: End, checkpoint: str, ids: list[int], out: str) -> None:
+def _logits(
+    run: RunConfig, home: Path, end: End, checkpoint: str, ids: list[int], out: str
+) -> None:
     enter(run, end)
     from mtrain.train import assemble
 
@@ -151,4 +173,6 @@ JOBS: dict[str, Callable[..., None]] = {
     "answer": _answer,
     "logits": _logits,
 }
-"""Name -> the work of a rank, given the run, its folder, the function that ends the process, and the arguments."""
+"""Name -> the work of a rank, given the run, its folder, the function that ends the process, and
+the arguments.
+"""

@@ -1,4 +1,6 @@
-"""Faults of the environment that a rank would meet in the middle of C++, found before any rank starts."""
+"""Faults of the environment that a rank would meet in the middle of C++, found before any rank
+starts.
+"""
 
 from __future__ import annotations
 
@@ -13,11 +15,17 @@ from mtrain import units
 
 INTERFACES = Path("/sys/class/net")
 FILES_PER_RANK = 100
-"""Descriptors that a rank needs beside one for each peer: data, the log, the store, the files of a checkpoint."""
+"""Descriptors that a rank needs beside one for each peer: data, the log, the store, the files of a
+checkpoint.
+"""
 THREADS_PER_RANK = 32
-"""The least number of threads of a rank: those of torch, of each process group, of the watchdog and of the data."""
+"""The least number of threads of a rank: those of torch, of each process group, of the watchdog and
+of the data.
+"""
 ADDRESSES_PER_RANK = 2 << 30
-"""Bytes of address space that the import of torch and megatron-core takes; most of them are never touched."""
+"""Bytes of address space that the import of torch and megatron-core takes; most of them are never
+touched.
+"""
 TRUE = ("1", "y", "yes", "t", "true")
 FALSE = ("0", "n", "no", "f", "false")
 
@@ -36,7 +44,10 @@ class Limits:
     def here(cls) -> Limits:
         """Return the limits of this process."""
         files = _limit(resource.getrlimit(resource.RLIMIT_NOFILE)[1])
-        soft = (_limit(resource.getrlimit(kind)[0]) for kind in (resource.RLIMIT_NPROC, resource.RLIMIT_AS))
+        soft = (
+            _limit(resource.getrlimit(kind)[0])
+            for kind in (resource.RLIMIT_NPROC, resource.RLIMIT_AS)
+        )
         return cls(files, *soft)
 
 
@@ -61,7 +72,8 @@ def faults(
     on_host: bool = True,
     interfaces: Path = INTERFACES,
 ) -> list[str]:
-    """Return each fault of the environment of `ranks` ranks on this machine, of `world` in all, with what to do.
+    """Return each fault of the environment of `ranks` ranks on this machine, of `world` in all,
+    with what to do.
 
     Ranks `on_host` talk over gloo, others over NCCL. Only faults that would end a run are named.
     """
@@ -72,7 +84,9 @@ def faults(
     return [*found, *_limits(limits, ranks, world or ranks)]
 
 
-def _variables(environ: Mapping[str, str], checks: Mapping[str, Callable[[str], str]]) -> Iterator[str]:
+def _variables(
+    environ: Mapping[str, str], checks: Mapping[str, Callable[[str], str]]
+) -> Iterator[str]:
     for name, check in checks.items():
         wrong = check(environ[name]) if environ.get(name) else ""
         if wrong:
@@ -84,25 +98,31 @@ def _interfaces(environ: Mapping[str, str], here: list[str], on_host: bool) -> I
     if on_host:
         for name in filter(None, environ.get("GLOO_SOCKET_IFNAME", "").split(",")):
             if name not in here:
-                yield f"GLOO_SOCKET_IFNAME names the interface {name!r}; {there}: set it to one of them, or unset it"
+                yield (
+                    f"GLOO_SOCKET_IFNAME names the interface {name!r}; {there}: set it to one of"
+                    " them, or unset it"
+                )
         return
     text = environ.get("NCCL_SOCKET_IFNAME", "")
     if text and not any(_nccl_takes(text, name) for name in here):
         yield (
-            f"NCCL_SOCKET_IFNAME={text!r} leaves no interface; {there}: name prefixes of theirs, =NAME for exactly "
-            "one, ^PREFIX for all but those, or unset it"
+            f"NCCL_SOCKET_IFNAME={text!r} leaves no interface; {there}: name prefixes of theirs,"
+            " =NAME for exactly one, ^PREFIX for all but those, or unset it"
         )
 
 
 def _nccl_takes(text: str, interface: str) -> bool:
     """Return whether NCCL_SOCKET_IFNAME admits an interface.
 
-    It lists prefixes with commas between them; `=` makes them whole names, and `^` excludes those that it lists.
+    It lists prefixes with commas between them; `=` makes them whole names, and `^` excludes those
+    that it lists.
     """
     inverted = text.startswith("^")
     exact = text.lstrip("^").startswith("=")
     words = [word for word in text.lstrip("^").lstrip("=").split(",") if word]
-    named = any(interface == word.split(":")[0] if exact else interface.startswith(word) for word in words)
+    named = any(
+        interface == word.split(":")[0] if exact else interface.startswith(word) for word in words
+    )
     return named != inverted
 
 
@@ -110,19 +130,19 @@ def _limits(limits: Limits, ranks: int, world: int) -> Iterator[str]:
     files = FILES_PER_RANK + world
     if limits.files is not None and limits.files < files:
         yield (
-            f"a process may have {limits.files} files open (ulimit -n), and a rank of {world} needs {files}: "
-            f"ulimit -n {max(1024, files)}"
+            f"a process may have {limits.files} files open (ulimit -n), and a rank of {world} needs"
+            f" {files}: ulimit -n {max(1024, files)}"
         )
     processes = ranks * THREADS_PER_RANK
     if limits.processes is not None and limits.processes < processes and os.geteuid() != 0:
         yield (
-            f"this user may have {limits.processes} processes and threads (ulimit -u), and {ranks} ranks need "
-            f"{processes}: ulimit -u {max(4096, processes)}"
+            f"this user may have {limits.processes} processes and threads (ulimit -u), and {ranks}"
+            f" ranks need {processes}: ulimit -u {max(4096, processes)}"
         )
     if limits.addresses is not None and limits.addresses < ADDRESSES_PER_RANK:
         yield (
-            f"a process may have {units.bytes_(limits.addresses)} of address space (ulimit -v), and torch needs "
-            f"{units.bytes_(ADDRESSES_PER_RANK)} to be imported: ulimit -v unlimited"
+            f"a process may have {units.bytes_(limits.addresses)} of address space (ulimit -v), and"
+            f" torch needs {units.bytes_(ADDRESSES_PER_RANK)} to be imported: ulimit -v unlimited"
         )
 
 
@@ -148,7 +168,9 @@ def _truth(text: str) -> str:
 
 
 def _insisted(text: str) -> str:
-    return "" if text == "1" else "megatron-core refuses anything but 1; unset it, and choose with kernels.attention"
+    if text == "1":
+        return ""
+    return "megatron-core refuses anything but 1; unset it, and choose with kernels.attention"
 
 
 _CHECKS: dict[str, Callable[[str], str]] = {
@@ -162,7 +184,9 @@ _CHECKS: dict[str, Callable[[str], str]] = {
     "NVTE_FLASH_ATTN": _insisted,
     "NVTE_FUSED_ATTN": _insisted,
 }
-"""Variable -> a function that returns what is wrong with a value on which torch, gloo or megatron-core end a run."""
+"""Variable -> a function that returns what is wrong with a value on which torch, gloo or
+megatron-core end a run.
+"""
 _TRUTHS_OF_NCCL = (
     "TORCH_NCCL_BLOCKING_WAIT",
     "TORCH_NCCL_DUMP_ON_TIMEOUT",

@@ -1,7 +1,9 @@
-"""Runs on this machine: each verb that needs ranks starts them here, in the environment that torchrun would set.
+"""Runs on this machine: each verb that needs ranks starts them here, in the environment that
+torchrun would set.
 
-Where the device allows it, this process imports torch and megatron-core once, which takes seconds, and ranks are
-forked from it. On other devices this process imports neither, and each rank is executed.
+Where the device allows it, this process imports torch and megatron-core once, which takes seconds,
+and ranks are forked from it. On other devices this process imports neither, and each rank is
+executed.
 """
 
 from __future__ import annotations
@@ -66,23 +68,32 @@ def launch(run: RunConfig, argv: list[str]) -> Path:
             Beside("import", run, source=str(owned.weights), home=str(owned.folder)).result()
             owned = replace(owned, weights=owned.folder / CHECKPOINTS / folder_name(0))
         job = jobs.train_job(run, owned.checkpoint, owned.weights)
-        run_ranks(folder.anchored(run), owned.folder, job, environment_of(run, owned.folder), ADVICE)
+        run_ranks(
+            folder.anchored(run), owned.folder, job, environment_of(run, owned.folder), ADVICE
+        )
     return owned.folder
 
 
 def observe(
-    run: RunConfig, home: Path, *, by_document: bool = False, resumed: bool = False, traced: bool = False
+    run: RunConfig,
+    home: Path,
+    *,
+    by_document: bool = False,
+    resumed: bool = False,
+    traced: bool = False,
 ) -> None:
     """Train a small run in local processes and leave in `home` what `train.prove.compare` reads.
 
-    `by_document`: packed samples one document at a time; `resumed`: over a checkpoint; `traced`: with what passes
-    each module; see `train.prove.observe`.
+    `by_document`: packed samples one document at a time; `resumed`: over a checkpoint; `traced`:
+    with what passes each module; see `train.prove.observe`.
     """
     _run(run, home, jobs.observe_job(by_document=by_document, resumed=resumed, traced=traced))
 
 
 def observe_masks(run: RunConfig, home: Path) -> None:
-    """Train one step in local processes and leave in `home` what `train.dropped.wrong_masks` reads."""
+    """Train one step in local processes and leave in `home` what
+    `train.dropped.wrong_masks` reads.
+    """
     _run(run, home, jobs.MASKS)
 
 
@@ -91,14 +102,20 @@ def generate(run: RunConfig, source: Source, request: Request) -> None:
     _in_scratch(run, jobs.generate_job(source.checkpoint, source.tokenizer, request))
 
 
-def evaluate(run: RunConfig, checkpoint: Path, tokenizer: Path | None, limit: int | None, as_json: bool) -> None:
-    """Print how well a checkpoint predicts the validation split of `run`'s data, in local processes of its layout."""
+def evaluate(
+    run: RunConfig, checkpoint: Path, tokenizer: Path | None, limit: int | None, as_json: bool
+) -> None:
+    """Print how well a checkpoint predicts the validation split of `run`'s data, in local processes
+    of its layout.
+    """
     Beside("validation", run, tokenizer=_text(tokenizer)).result()
     _in_scratch(run, jobs.evaluate_job(checkpoint, tokenizer, limit, as_json))
 
 
 def answer(run: RunConfig, source: Source, questions: Questions, as_json: bool) -> None:
-    """Print the results of a checkpoint in tasks of lm-evaluation-harness, in local processes of `run`'s layout."""
+    """Print the results of a checkpoint in tasks of lm-evaluation-harness, in local processes of
+    `run`'s layout.
+    """
     _in_scratch(run, jobs.answer_job(source.checkpoint, source.tokenizer, questions, as_json))
 
 
@@ -117,7 +134,8 @@ def say(run: RunConfig, text: str) -> None:
 
 
 def import_for(run: RunConfig) -> None:
-    """Import what every run on `run`'s device needs, before several of them are forked from this process.
+    """Import what every run on `run`'s device needs, before several of them are forked from this
+    process.
 
     The environment stays as it was: how many threads a run takes is its own.
     """
@@ -128,7 +146,9 @@ def import_for(run: RunConfig) -> None:
 
 
 def environment_of(run: RunConfig, home: Path | None = None) -> dict[str, str]:
-    """Return the environment of each rank of a local run in `home`, without the variables of its place."""
+    """Return the environment of each rank of a local run in `home`, without the variables of its
+    place.
+    """
     values = without_launcher(os.environ)
     errors = None if home is None else home.absolute() / ERRORS
     place = Place.here(run.parallel.ranks or 1, errors=errors)
@@ -137,7 +157,9 @@ def environment_of(run: RunConfig, home: Path | None = None) -> dict[str, str]:
 
 
 def warm(run: RunConfig) -> None:
-    """Import everything a rank needs where ranks are forked from this process, and nothing where they are not."""
+    """Import everything a rank needs where ranks are forked from this process, and nothing where
+    they are not.
+    """
     if not may_fork(run):
         return
     os.environ.update(environment_of(run))  # libraries read it when they are imported
@@ -149,7 +171,9 @@ def warm(run: RunConfig) -> None:
 
 
 def install_reader() -> None:
-    """Import what this process needs to read the files of ranks: for the CPU, whatever device the ranks had."""
+    """Import what this process needs to read the files of ranks: for the CPU, whatever device the
+    ranks had.
+    """
     from mtrain import mcore as adapter
     from mtrain.devices import registry
 
@@ -169,7 +193,10 @@ def _in_scratch(run: RunConfig, job: Job) -> None:
 
 
 def _with_products(run: RunConfig, checkpoint: Path | None = None) -> RunConfig:
-    """Return `run` with the library of its products. A child process measures it, for tensor work starts threads."""
+    """Return `run` with the library of its products.
+
+    A child process measures it, for tensor work starts threads.
+    """
     measured = None if matmul.is_known(run) else Beside("products", run).result()
     return matmul.chosen(run, checkpoint, measured)
 

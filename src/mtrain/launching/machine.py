@@ -1,7 +1,8 @@
-"""One process on each machine, as `srun --ntasks-per-node=1` starts it; it starts the ranks of its machine itself.
+"""One process on each machine, as `srun --ntasks-per-node=1` starts it; it starts the ranks of its
+machine itself.
 
-The process of the first machine composes the configuration and serves the store of all ranks; the others learn from
-the store how many ranks to start.
+The process of the first machine composes the configuration and serves the store of all ranks; the
+others learn from the store how many ranks to start.
 """
 
 from __future__ import annotations
@@ -39,12 +40,15 @@ FAREWELL_S = 5.0
 
 
 def launch(place: Launched, argv: list[str], compose: Callable[[int], RunConfig]) -> int:
-    """Start the ranks of this machine and watch them to the end; returns the exit code of the first that failed.
+    """Start the ranks of this machine and watch them to the end; returns the exit code of the first
+    that failed.
 
-    `compose`, given the number of machines, returns a configuration whose share this machine can run.
+    `compose`, given the number of machines, returns a configuration whose share this machine can
+    run.
 
     Raises:
-        MtrainError: there is no configuration that can be run, or the first machine does not answer.
+        MtrainError: there is no configuration that can be run, or the first machine does not
+            answer.
     """
     if place.rank:
         return _start(place, argv, None, _share(place), None)
@@ -74,8 +78,8 @@ def _divide(run: RunConfig, machines: int) -> None:
     ranks = run.parallel.ranks or 1
     if ranks % machines:
         raise BadEnvironment(
-            f"the layout has {ranks} ranks, and one process was started on each of {machines} machines: as many "
-            "ranks run on each",
+            f"the layout has {ranks} ranks, and one process was started on each of {machines}"
+            " machines: as many ranks run on each",
             f"  fix: a number of machines that divides {ranks}, or a task for each rank",
         )
 
@@ -83,12 +87,16 @@ def _divide(run: RunConfig, machines: int) -> None:
 def _serve(place: Launched, run: RunConfig | None, failure: MtrainError | None) -> TCPStore:
     from torch.distributed import TCPStore
 
-    told = {"ranks": run.parallel.ranks or 1 if run is not None else 0, "failure": str(failure or "")}
+    told = {
+        "ranks": run.parallel.ranks or 1 if run is not None else 0,
+        "failure": str(failure or ""),
+    }
     try:
         store = TCPStore(place.host, place.port, is_master=True, wait_for_workers=False)
     except (RuntimeError, OSError) as error:
         raise BadEnvironment(
-            f"port {place.port} of this machine cannot serve the ranks: {str(error).splitlines()[0]}",
+            f"port {place.port} of this machine cannot serve the ranks:"
+            f" {str(error).splitlines()[0]}",
             "  fix: MASTER_PORT=PORT, one that is free, on every machine",
         ) from None
     store.set(SHARE, strict_json.dumps(told))
@@ -119,8 +127,8 @@ def _share(place: Launched) -> int:
             time.sleep(0.2)
     else:
         raise BadEnvironment(
-            f"the process of the first machine, {place.host}:{place.port}, did not answer within {patience_s:g} s: "
-            f"{why}",
+            f"the process of the first machine, {place.host}:{place.port}, did not answer within"
+            f" {patience_s:g} s: {why}",
             "  fix: see whether it runs there; MASTER_ADDR and MASTER_PORT name another place",
         )
     if told["failure"]:
@@ -130,7 +138,9 @@ def _share(place: Launched) -> int:
     return ranks
 
 
-def _start(place: Launched, argv: list[str], run: RunConfig | None, ranks: int, store: TCPStore | None) -> int:
+def _start(
+    place: Launched, argv: list[str], run: RunConfig | None, ranks: int, store: TCPStore | None
+) -> int:
     here = ranks // place.size
     first = place.rank * here
     with scratch_folder() as scratch:

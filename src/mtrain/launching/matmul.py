@@ -1,4 +1,6 @@
-"""Which library makes the fp32 products of a CPU: measured once per machine, the same on all ranks."""
+"""Which library makes the fp32 products of a CPU: measured once per machine, the same
+on all ranks.
+"""
 
 from __future__ import annotations
 
@@ -22,12 +24,15 @@ _MEASURED: dict[str, Any] = {}
 """Results that this process or a child of it measured, whether or not the cache can be written."""
 
 
-def chosen(run: RunConfig, checkpoint: Path | None = None, measured: dict[str, Any] | None = None) -> RunConfig:
-    """Return `run` with `kernels.cpu_matmul` filled in where it is null: from the checkpoint, else the faster one.
+def chosen(
+    run: RunConfig, checkpoint: Path | None = None, measured: dict[str, Any] | None = None
+) -> RunConfig:
+    """Return `run` with `kernels.cpu_matmul` filled in where it is null: from the checkpoint, else
+    the faster one.
 
-    A run goes on with the library that it began with, so that it ends bitwise where it would have ended.
-    `measured` is what `measure` returned in another process, for a launcher that must not start threads. Where it is
-    None and the cache has nothing, this process measures.
+    A run goes on with the library that it began with, so that it ends bitwise where it would have
+    ended. `measured` is what `measure` returned in another process, for a launcher that must not
+    start threads. Where it is None and the cache has nothing, this process measures.
     """
     if run.kernels.cpu_matmul not in (None, "auto") or not _applies(run):
         return run
@@ -45,14 +50,18 @@ def reason(run: RunConfig) -> str | None:
     found = _known().get(_here(run), {})
     if found.get("library") != word:
         return "named, or taken from the checkpoint"
-    return f"measured on {processor()}: oneDNN's fp32 products have {found['onednn_over_blas']:.2f} of the BLAS' rate"
+    return (
+        f"measured on {processor()}: oneDNN's fp32 products have {found['onednn_over_blas']:.2f} of"
+        " the BLAS' rate"
+    )
 
 
 def measure(run: RunConfig) -> dict[str, Any]:
-    """Return `library` and `onednn_over_blas`, a ratio of rates: from the cache, or measured now by this process.
+    """Return `library` and `onednn_over_blas`, a ratio of rates: from the cache, or measured now by
+    this process.
 
-    The result is kept in the cache where that can be written. Measuring starts threads, so a process that is to fork
-    ranks leaves it to a child, and hands the result of that to `chosen`.
+    The result is kept in the cache where that can be written. Measuring starts threads, so a
+    process that is to fork ranks leaves it to a child, and hands the result of that to `chosen`.
     """
     known = _known()
     key = _here(run)
@@ -72,7 +81,9 @@ def measure(run: RunConfig) -> dict[str, Any]:
 
 def is_known(run: RunConfig) -> bool:
     """Return whether nothing has to be measured for `run`."""
-    return run.kernels.cpu_matmul not in (None, "auto") or not _applies(run) or _here(run) in _known()
+    return (
+        run.kernels.cpu_matmul not in (None, "auto") or not _applies(run) or _here(run) in _known()
+    )
 
 
 def processor() -> str:
@@ -90,7 +101,10 @@ def _applies(run: RunConfig) -> bool:
 
 
 def _here(run: RunConfig) -> str:
-    return f"{processor()}, {threads_per_rank(run.parallel.ranks or 1)} threads, torch {version_of('torch')}"
+    return (
+        f"{processor()}, {threads_per_rank(run.parallel.ranks or 1)} threads, torch"
+        f" {version_of('torch')}"
+    )
 
 
 def _file() -> Path | None:

@@ -33,12 +33,18 @@ MOST_REHEARSED = 16
 
 
 def check(
-    run: RunConfig, argv: Sequence[str], machine: Machine | None = None, *, ranks_here: int | None = None
+    run: RunConfig,
+    argv: Sequence[str],
+    machine: Machine | None = None,
+    *,
+    ranks_here: int | None = None,
 ) -> None:
-    """Compare what a run needs with what is here; `argv` is what the user wrote, for the commands that do work.
+    """Compare what a run needs with what is here; `argv` is what the user wrote, for the commands
+    that do work.
 
-    Where the run can start, warnings and the kind of GPU that `cluster=local` found are printed on stderr.
-    `ranks_here` is how many ranks another launcher started on this machine; None: all are to be started here.
+    Where the run can start, warnings and the kind of GPU that `cluster=local` found are printed on
+    stderr. `ranks_here` is how many ranks another launcher started on this machine; None: all are
+    to be started here.
 
     Raises:
         BadEnvironment: every shortage at once, and which commands work here.
@@ -61,16 +67,21 @@ def shortages(run: RunConfig, machine: Machine, ranks_here: int | None = None) -
     found: list[Shortage] = []
     here = min(grid.world, run.cluster.devices_per_node or 0) if ranks_here is None else ranks_here
     if importlib.util.find_spec("megatron") is None or importlib.util.find_spec("torch") is None:
-        found.append(Shortage("needs torch and megatron-core, which are not installed: pip install mtrain"))
+        found.append(
+            Shortage("needs torch and megatron-core, which are not installed: pip install mtrain")
+        )
     elif not engine.is_supported(engine.release() or (0, 0, 0)):
         lies = engine.folder()
-        there = f"not what is in {lies}" if lies else "and there is no module megatron.core: pip install mtrain"
+        if lies:
+            there = f"not what is in {lies}"
+        else:
+            there = "and there is no module megatron.core: pip install mtrain"
         found.append(Shortage(f"needs megatron-core {engine.supported_words()}, {there}"))
     if run.cluster.nodes > 1 and ranks_here is None:
         found.append(
             Shortage(
-                f"needs {run.cluster.nodes} machines ({run.cluster.name}); this command starts ranks on one: "
-                "start it on each machine with torchrun"
+                f"needs {run.cluster.nodes} machines ({run.cluster.name}); this command starts"
+                " ranks on one: start it on each machine with torchrun"
             )
         )
     found += gpus.shortages(run, machine, here, siblings=ranks_here is not None)
@@ -80,16 +91,19 @@ def shortages(run: RunConfig, machine: Machine, ranks_here: int | None = None) -
     return [*found, *map(Shortage, _faults(run, here or grid.world, grid.world))]
 
 
-def _cpu_shortages(run: RunConfig, grid: RankGrid, machine: Machine, ranks_here: int | None) -> list[str]:
+def _cpu_shortages(
+    run: RunConfig, grid: RankGrid, machine: Machine, ranks_here: int | None
+) -> list[str]:
     ranks = grid.world if ranks_here is None else ranks_here
     needed = bytes_here(run) * ranks // grid.world + ranks * activation_bytes(run)
     out = []
     if needed > machine.memory_bytes:
-        size, processes = units.count(parameters(run.model)), f"{ranks} rank{'s' if ranks > 1 else ''}"
+        size = units.count(parameters(run.model))
+        processes = f"{ranks} rank{'s' if ranks > 1 else ''}"
         out.append(
-            f"needs at least {units.bytes_(needed)} of memory for weights, gradients, optimizer state and "
-            f"activations of {size} parameters on {processes}; "
-            f"here: {units.bytes_(machine.memory_bytes)}"
+            f"needs at least {units.bytes_(needed)} of memory for weights, gradients, optimizer"
+            f" state and activations of {size} parameters on {processes}; here:"
+            f" {units.bytes_(machine.memory_bytes)}"
         )
     if ranks_here is None and grid.world > MAX_CPU_RANKS:
         out.append(f"needs {grid.world} processes; on a CPU at most {MAX_CPU_RANKS} are started")
@@ -97,10 +111,11 @@ def _cpu_shortages(run: RunConfig, grid: RankGrid, machine: Machine, ranks_here:
 
 
 def too_few_devices(run: RunConfig, machine: Machine, machines: int) -> list[str]:
-    """Return, as lines, what is wrong with the GPUs of this machine where it has too few; empty: it has enough.
+    """Return, as lines, what is wrong with the GPUs of this machine where it has too few; empty: it
+    has enough.
 
-    `run` may break the rules that count devices; its ranks, or the fewest that its layout needs, are to start on so
-    many `machines`.
+    `run` may break the rules that count devices; its ranks, or the fewest that its layout needs,
+    are to start on so many `machines`.
     """
     ranks = max(run.parallel.ranks or 1, smallest_world(run.parallel))
     here = -(-ranks // machines)
@@ -130,11 +145,17 @@ def _disk_shortages(run: RunConfig) -> list[str]:
     needed = parameters(run.model) * bytes_of(run.precision.format)
     if needed <= free:
         return []
-    return [f"needs more than {units.bytes_(needed)} of disk for a checkpoint; free at {place}: {units.bytes_(free)}"]
+    return [
+        f"needs more than {units.bytes_(needed)} of disk for a checkpoint; free at {place}:"
+        f" {units.bytes_(free)}"
+    ]
 
 
 def _refusal(run: RunConfig, machine: Machine, found: Sequence[Shortage]) -> list[str]:
-    seen = f"{machine.cpu_cores} cores, {units.bytes_(machine.memory_bytes)}, {gpus.number(machine)} GPUs"
+    seen = (
+        f"{machine.cpu_cores} cores, {units.bytes_(machine.memory_bytes)}, {gpus.number(machine)}"
+        " GPUs"
+    )
     return [
         f"{run.model.name} with {RankGrid.of(run)} cannot run here:",
         *(line for shortage in found for line in shortage.lines()),
@@ -142,7 +163,9 @@ def _refusal(run: RunConfig, machine: Machine, found: Sequence[Shortage]) -> lis
     ]
 
 
-def _working(run: RunConfig, machine: Machine, argv: Sequence[str]) -> Iterator[tuple[list[str], str]]:
+def _working(
+    run: RunConfig, machine: Machine, argv: Sequence[str]
+) -> Iterator[tuple[list[str], str]]:
     """Yield the commands that this machine can run, as words, each with what it does."""
     said = [shlex.join(argv)] if argv else []
     yield [program(), "check", *said], "validate this configuration without running it"
@@ -169,7 +192,9 @@ def _rehearsed(run: RunConfig, machine: Machine) -> RunConfig:
         ConfigError: nothing that keeps the rules is left of it.
     """
     dtype = "bf16" if run.precision.dtype == "bf16" else "fp32"
-    small = shrink(run, steps=1, dtype=dtype, max_ranks=MOST_REHEARSED, interpreted=machine.triton_interpreted)
+    small = shrink(
+        run, steps=1, dtype=dtype, max_ranks=MOST_REHEARSED, interpreted=machine.triton_interpreted
+    )
     _refuse(small, small, lambda r: r)
     if RankGrid.of(small).world > MOST_REHEARSED:
         raise ConfigError("more ranks than are rehearsed")
@@ -190,7 +215,11 @@ def _default(machine: Machine) -> RunConfig:
 
 
 def _refuse(run: RunConfig, raw: RunConfig, again: Callable[[RunConfig], RunConfig]) -> None:
-    problems = [problem for problem in rules.check(run, raw=raw, resolve=again) if problem.severity == "error"]
+    problems = [
+        problem
+        for problem in rules.check(run, raw=raw, resolve=again)
+        if problem.severity == "error"
+    ]
     if problems:
         raise ConfigError(problems)
 

@@ -1,6 +1,8 @@
-"""One rank of a run folder, in an interpreter of its own: `python -m mtrain.launching.rank RUN_FOLDER`.
+"""One rank of a run folder, in an interpreter of its own: `python -m mtrain.launching.rank
+RUN_FOLDER`.
 
-The environment says which rank it is. The configuration is read from `run.yaml`, and nothing is composed again.
+The environment says which rank it is. The configuration is read from `run.yaml`, and nothing is
+composed again.
 """
 
 from __future__ import annotations
@@ -25,18 +27,18 @@ def perform(home: Path, errors: Path, rank: int) -> None:
     """Do the job of the start file in `home` on this rank.
 
     Raises:
-        BadEnvironment: there is no start file, `run.yaml` is not the one that it was written for, or a variable that
-            the run needs is not set.
+        BadEnvironment: there is no start file, `run.yaml` is not the one that it was written for,
+            or a variable that the run needs is not set.
         MtrainError: what the job ends with.
     """
     job, digest = read_start(home)
     run = read_run_file(home / RUN_FILE)
     if run.digest() != digest:
         raise BadEnvironment(
-            f"{home / RUN_FILE} was changed after the run was started: its digest is {run.digest()[:12]}, and the "
-            f"launcher's was {digest[:12]}",
-            "  fix: leave run.yaml as it is while a run starts, and put the run folder where every machine reads "
-            "the same files",
+            f"{home / RUN_FILE} was changed after the run was started: its digest is"
+            f" {run.digest()[:12]}, and the launcher's was {digest[:12]}",
+            "  fix: leave run.yaml as it is while a run starts, and put the run folder where every"
+            " machine reads the same files",
         )
 
     wrong = verify(run, place_here(), os.environ)
@@ -50,7 +52,9 @@ def perform(home: Path, errors: Path, rank: int) -> None:
 
 
 def main(words: list[str]) -> None:
-    """Be the rank that the environment names, in the folder that `words` holds; ends the process."""
+    """Be the rank that the environment names, in the folder that `words` holds; ends
+    the process.
+    """
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the launcher forwards a stop as SIGTERM
     parent = os.environ.pop(PARENT, "")
     if parent.isdigit():
@@ -61,7 +65,9 @@ def main(words: list[str]) -> None:
     errors = home / ERRORS
     code = run_rank(lambda: perform(home, errors, rank), errors, rank)
     record = errors / record_name(rank)
-    if code and not parent and record.is_file():  # another launcher started this rank, and does not read the record
+    if (
+        code and not parent and record.is_file()
+    ):  # another launcher started this rank, and does not read the record
         say_page(f"rank {rank}: {json.loads(record.read_text())['message']}", error=True)
     leave(code)
 

@@ -21,10 +21,12 @@ AUTO = "auto"
 
 
 def same_start(run: RunConfig, launch: str | None, begun: Callable[[Path], bool]) -> Path | None:
-    """Return the run folder that the same command began before; None: it began none, so a new one is due.
+    """Return the run folder that the same command began before; None: it began none, so a new one
+    is due.
 
-    With `log.name` it is the folder of that name, if the same launch began it or `checkpoint.resume=auto` asks for
-    it. Without, it is the newest run of the same launch and configuration.
+    With `log.name` it is the folder of that name, if the same launch began it or
+    `checkpoint.resume=auto` asks for it. Without, it is the newest run of the same launch and
+    configuration.
     """
     root = Path(run.log.runs_dir).expanduser()
     if run.log.name is not None:
@@ -40,7 +42,9 @@ def same_start(run: RunConfig, launch: str | None, begun: Callable[[Path], bool]
 
 
 def launch_of(folder: Path) -> str | None:
-    """Return the launch that started the run of a folder, from its env.json; None: a user did, or it is not known."""
+    """Return the launch that started the run of a folder, from its env.json; None: a user did, or
+    it is not known.
+    """
     try:
         found = json.loads((folder / ENVIRONMENT).read_text())["launch"]
     except (OSError, ValueError, KeyError, TypeError):
@@ -56,7 +60,9 @@ def _is_same(run: RunConfig, folder: Path) -> bool:
 
 
 def _differs_nowhere(run: RunConfig, other: RunConfig) -> bool:
-    """Return whether two runs compute the same; a library of products that nobody named is that of `other`."""
+    """Return whether two runs compute the same; a library of products that nobody named is that of
+    `other`.
+    """
     if run.kernels.cpu_matmul in (None, "auto"):
         kernels = run.kernels.model_copy(update={"cpu_matmul": other.kernels.cpu_matmul})
         run = run.model_copy(update={"kernels": kernels})
@@ -64,9 +70,13 @@ def _differs_nowhere(run: RunConfig, other: RunConfig) -> bool:
 
 
 def latest(run: RunConfig, notes: list[str]) -> tuple[Path, Path | None]:
-    """Return the newest run of this configuration, else the newest whose checkpoints this model can continue."""
+    """Return the newest run of this configuration, else the newest whose checkpoints this model can
+    continue.
+    """
     root = Path(run.log.runs_dir).expanduser()
-    names = [root / run.log.name] if run.log.name else sorted(root.glob("*"), key=_age, reverse=True)
+    names = (
+        [root / run.log.name] if run.log.name else sorted(root.glob("*"), key=_age, reverse=True)
+    )
     runs: list[tuple[Path, RunConfig]] = []
     for folder in names:
         if folder.is_symlink():
@@ -75,12 +85,19 @@ def latest(run: RunConfig, notes: list[str]) -> tuple[Path, Path | None]:
             try:
                 runs.append((folder, read_run_file(folder / RUN_FILE)))
             except ConfigError:
-                notes.append(f"{folder / RUN_FILE} is no configuration of this version; passed over")
+                notes.append(
+                    f"{folder / RUN_FILE} is no configuration of this version; passed over"
+                )
     if not runs:
-        what = f"there is no run named {run.log.name} in {root}" if run.log.name else f"there is no run in {root}"
+        if run.log.name:
+            what = f"there is no run named {run.log.name} in {root}"
+        else:
+            what = f"there is no run in {root}"
         raise _nothing("latest", what)
     same = [folder for folder, other in runs if _differs_nowhere(run, other)]
-    alike = [folder for folder, other in runs if not differences_of(run, other, Effect.ARCHITECTURE)]
+    alike = [
+        folder for folder, other in runs if not differences_of(run, other, Effect.ARCHITECTURE)
+    ]
     if not (same or alike or run.log.name):
         raise _nothing("latest", f"no run in {root} has this model; the newest is {runs[0][0]}")
     candidates = same or alike or [runs[0][0]]
@@ -109,30 +126,44 @@ def named(run: RunConfig, notes: list[str]) -> tuple[Path | None, Path | None]:
         return path, newest(path, notes)
     if not path.exists():
         raise _nothing(given, f"{path} does not exist")
-    neither = f"{path} is neither a run folder (no {RUN_FILE}) nor a checkpoint (no {ckpt_folder.MANIFEST})"
+    neither = (
+        f"{path} is neither a run folder (no {RUN_FILE}) nor a checkpoint (no"
+        f" {ckpt_folder.MANIFEST})"
+    )
     raise _nothing(given, neither)
 
 
 def newest(folder: Path, notes: list[str]) -> Path | None:
-    """Return the newest committed checkpoint of a run; None: it stopped before the first, and starts again."""
+    """Return the newest committed checkpoint of a run; None: it stopped before the first, and
+    starts again.
+    """
     root = folder / CHECKPOINTS
     saved = ckpt_folder.committed(root)
-    broken = [p for p in ckpt_folder.folders(root) if p not in saved and (not saved or p.name > saved[-1].name)]
+    broken = [
+        p
+        for p in ckpt_folder.folders(root)
+        if p not in saved and (not saved or p.name > saved[-1].name)
+    ]
     if broken:
         after = f"going on from {saved[-1].name}" if saved else "starting again"
-        notes.append(f"{broken[-1]} has no {ckpt_folder.MANIFEST}, so it was not committed; {after}")
+        notes.append(
+            f"{broken[-1]} has no {ckpt_folder.MANIFEST}, so it was not committed; {after}"
+        )
     return saved[-1] if saved else None
 
 
 def weights_of(run: RunConfig) -> Path | None:
-    """Return the source of a new run's weights: the newest checkpoint of the named folder, or a Hugging Face folder.
+    """Return the source of a new run's weights: the newest checkpoint of the named folder, or a
+    Hugging Face folder.
 
     Raises:
         ConfigError: it has no checkpoint, or its model is another one.
     """
     start = run.checkpoint.init_from
     path = Path(start).expanduser() if start is not None else None
-    known = path is not None and any((path / name).is_file() for name in (RUN_FILE, ckpt_folder.MANIFEST))
+    known = path is not None and any(
+        (path / name).is_file() for name in (RUN_FILE, ckpt_folder.MANIFEST)
+    )
     if run.peft.init_from is not None and (path is None or known):
         raise _adapters_alone(run)
     if path is None or not known:
@@ -156,8 +187,14 @@ def weights_of(run: RunConfig) -> Path | None:
 
 
 def _adapters_left_out(found: Path, start: str | None) -> ConfigError:
-    rule = f"the weights in {found} have adapters, and peft.kind is null: what they have learned would be lost"
-    fix = f"peft=lora, or {program()} convert export {found} HF_DIR and checkpoint.init_from=HF_DIR, which is merged"
+    rule = (
+        f"the weights in {found} have adapters, and peft.kind is null: what they have learned would"
+        " be lost"
+    )
+    fix = (
+        f"peft=lora, or {program()} convert export {found} HF_DIR and checkpoint.init_from=HF_DIR,"
+        " which is merged"
+    )
     return ConfigError([Problem("MT503", "checkpoint.init_from", start, rule, fix)])
 
 
@@ -178,14 +215,17 @@ def changes_since(run: RunConfig, folder: Path, checkpoint: Path | None) -> tupl
     if not source.is_file():
         return ()
     other = read_run_file(source)
-    trained = checkpoint is None or not ckpt_folder.read_manifest(checkpoint, verify=False)["state"].get(
-        "weights_only"
-    )
+    trained = checkpoint is None or not ckpt_folder.read_manifest(checkpoint, verify=False)[
+        "state"
+    ].get("weights_only")
     differences = differences_of(run, other, *(Effect if trained else (Effect.ARCHITECTURE,)))
     if not trained:
         differences = without_adapters(differences, other)
     problems = []
-    step = int(ckpt_folder.read_manifest(checkpoint, verify=False)["step"]) if checkpoint is not None else 0
+    if checkpoint is not None:
+        step = int(ckpt_folder.read_manifest(checkpoint, verify=False)["step"])
+    else:
+        step = 0
     longer = run.trainer.steps > other.trainer.steps
     free = LENGTH if longer and goes_on_alike(run, other, step) else ()
     for key, (old, new) in differences.items():
@@ -193,15 +233,27 @@ def changes_since(run: RunConfig, folder: Path, checkpoint: Path | None) -> tupl
         where = f"{source} has {show(old)}"
         if effect is Effect.ARCHITECTURE:
             problems.append(
-                Problem("MT503", key, new, f"the checkpoint is of another model: {where}", f"{key}={show(old)}")
+                Problem(
+                    "MT503",
+                    key,
+                    new,
+                    f"the checkpoint is of another model: {where}",
+                    f"{key}={show(old)}",
+                )
             )
         elif key == LENGTH[0] and longer and key not in free and not run.checkpoint.accept_changes:
-            rule = f"the run has {old} steps, of which {step} are made: {new_curve(run, other, step)}"
+            rule = (
+                f"the run has {old} steps, of which {step} are made: {new_curve(run, other, step)}"
+            )
             fix = f"checkpoint.accept_changes=true to go on with that curve, or {key}={old}"
             problems.append(Problem("MT504", key, new, rule, fix))
         elif effect is Effect.NUMERICS and key not in free and not run.checkpoint.accept_changes:
-            fix = f"{key}={show(old)}, or checkpoint.accept_changes=true to go on with the new value"
-            problems.append(Problem("MT504", key, new, f"changes the numbers of the resumed run: {where}", fix))
+            fix = (
+                f"{key}={show(old)}, or checkpoint.accept_changes=true to go on with the new value"
+            )
+            problems.append(
+                Problem("MT504", key, new, f"changes the numbers of the resumed run: {where}", fix)
+            )
     if problems:
         raise ConfigError(problems)
     return tuple(f"{key}: {show(old)} -> {show(new)}" for key, (old, new) in differences.items())

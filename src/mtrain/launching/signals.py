@@ -1,4 +1,6 @@
-"""Signals that ask a run to stop, and how a launcher handles them before and after its ranks exist."""
+"""Signals that ask a run to stop, and how a launcher handles them before and after its
+ranks exist.
+"""
 
 from __future__ import annotations
 
@@ -14,17 +16,24 @@ from typing import Any
 from mtrain.errors import Preempted
 
 STOPS = frozenset({signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2})
-"""Ctrl-C, the end that a scheduler sends, a closed terminal, and the warnings of SLURM's `--signal`."""
+"""Ctrl-C, the end that a scheduler sends, a closed terminal, and the warnings of SLURM's
+`--signal`.
+"""
 
 
 class Stopped(KeyboardInterrupt):
-    """A request to stop while no rank can save anything: what the command has made is removed on the way out."""
+    """A request to stop while no rank can save anything: what the command has made is removed on
+    the way out.
+    """
 
     exit_code = Preempted.exit_code
 
 
 class _Postponed:
-    """Requests to stop that wait. A mask of signals would not do: a thread that has another mask would take them."""
+    """Requests to stop that wait.
+
+    A mask of signals would not do: a thread that has another mask would take them.
+    """
 
     def __init__(self) -> None:
         self.depth = 0
@@ -48,7 +57,8 @@ _postponed = _Postponed()
 
 @contextmanager
 def stoppable() -> Iterator[None]:
-    """Turn a request to stop into `Stopped`, so that temporary folders and processes go with the command.
+    """Turn a request to stop into `Stopped`, so that temporary folders and processes go with the
+    command.
 
     A signal that is ignored stays ignored, as under nohup. Ctrl-C stays a KeyboardInterrupt.
     """
@@ -74,7 +84,9 @@ def stoppable() -> Iterator[None]:
 
 @contextmanager
 def blocked() -> Iterator[None]:
-    """Block requests to stop in this thread, and in a process that it forks, until the block is over."""
+    """Block requests to stop in this thread, and in a process that it forks, until the block is
+    over.
+    """
     before = signal.pthread_sigmask(signal.SIG_BLOCK, STOPS)
     try:
         yield
@@ -101,23 +113,29 @@ def scratch_folder(prefix: str = "mtrain-") -> Iterator[Path]:
 
 
 def replace(handler: Any, numbers: frozenset[signal.Signals] = STOPS) -> dict[int, Any]:
-    """Install a handler for the signals that are not ignored; return the handlers before it, for `restore`."""
+    """Install a handler for the signals that are not ignored; return the handlers before it, for
+    `restore`.
+    """
     replaced: dict[int, Any] = {}
     for number in numbers:
         before = signal.getsignal(number)
-        # A shell ignores SIGINT in its background jobs, and a launcher there still forwards one that it is sent.
+        # A shell ignores SIGINT in its background jobs, and a launcher there still forwards one
+        # that it is sent.
         ours = before is not signal.SIG_IGN or number == signal.SIGINT
-        if ours and before is not None:  # a handler that was not installed from Python cannot be put back
+        if (
+            ours and before is not None
+        ):  # a handler that was not installed from Python cannot be put back
             replaced[number] = before
             signal.signal(number, handler)
     return replaced
 
 
 def forget() -> None:
-    """Give up the launcher's signal handlers in a process that was forked from it, so that signals end the process.
+    """Give up the launcher's signal handlers in a process that was forked from it, so that signals
+    end the process.
 
-    As after an exec, an ignored signal stays ignored, except SIGTERM, with which the launcher stops its processes.
-    Ctrl-C is for the launcher alone, which forwards it.
+    As after an exec, an ignored signal stays ignored, except SIGTERM, with which the launcher stops
+    its processes. Ctrl-C is for the launcher alone, which forwards it.
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     for number in STOPS - {signal.SIGINT}:

@@ -1,7 +1,8 @@
-"""The start of the processes of a local run: forked where the device allows it, executed everywhere else.
+"""The start of the processes of a local run: forked where the device allows it, executed everywhere
+else.
 
-The launching process never calls a driver: a driver that was called once does not work in a process that is forked
-afterwards, and it would hold memory of a device that belongs to the ranks.
+The launching process never calls a driver: a driver that was called once does not work in a process
+that is forked afterwards, and it would hold memory of a device that belongs to the ranks.
 """
 
 from __future__ import annotations
@@ -34,7 +35,9 @@ from mtrain.world.stacks import ERRORS
 HOST = "127.0.0.1"
 BACKLOG = 2048
 START_FILE = "start.json"
-"""The file beside `run.yaml` with the job of the ranks, and the digest of the configuration that it is for."""
+"""The file beside `run.yaml` with the job of the ranks, and the digest of the configuration that it
+is for.
+"""
 PARENT = "MTRAIN_LAUNCHER_PID"
 """The variable that holds the id of the launcher; a rank ends when that process ends."""
 OF_A_LAUNCHER = (
@@ -44,11 +47,13 @@ OF_A_LAUNCHER = (
 """Variables by which a launcher tells a process its rank and how to find the others."""
 
 
-def run_ranks(run: RunConfig, home: Path, job: Job, environment: Mapping[str, str], advice: str = "") -> None:
+def run_ranks(
+    run: RunConfig, home: Path, job: Job, environment: Mapping[str, str], advice: str = ""
+) -> None:
     """Start one process per rank, each with `job`, and watch them to the end.
 
-    Files that executed ranks read, and the records of failed ranks, go to `home`. `environment` is that of each rank
-    without its place; `advice` is added to the text of a failure.
+    Files that executed ranks read, and the records of failed ranks, go to `home`. `environment` is
+    that of each rank without its place; `advice` is added to the text of a failure.
 
     Raises:
         MtrainError: what the first failing rank ended with.
@@ -90,10 +95,12 @@ def may_fork(run: RunConfig) -> bool:
 
 
 def has_threads() -> bool:
-    """Return whether this process has threads for which a process forked from it would wait for ever.
+    """Return whether this process has threads for which a process forked from it would wait for
+    ever.
 
-    They are threads of Python, and the pool that torch starts with its first large product, unless it works with one
-    thread. The pool of numpy's BLAS survives a fork; it has at most one thread for each core.
+    They are threads of Python, and the pool that torch starts with its first large product, unless
+    it works with one thread. The pool of numpy's BLAS survives a fork; it has at most one thread
+    for each core.
     """
     python_threads = [t for t in threading.enumerate() if not isinstance(t, threading._DummyThread)]
     if len(python_threads) > 1:
@@ -109,8 +116,13 @@ def has_threads() -> bool:
     return native > max(2, cores)
 
 
-def placed(rank: int, size: int, host: str, port: int, first: int = 0, here: int | None = None) -> dict[str, str]:
-    """Return the variables of a rank. This machine has `here` ranks from number `first` on; None: it has them all."""
+def placed(
+    rank: int, size: int, host: str, port: int, first: int = 0, here: int | None = None
+) -> dict[str, str]:
+    """Return the variables of a rank.
+
+    This machine has `here` ranks from number `first` on; None: it has them all.
+    """
     return {
         "RANK": str(rank),
         "LOCAL_RANK": str(rank - first),
@@ -122,7 +134,9 @@ def placed(rank: int, size: int, host: str, port: int, first: int = 0, here: int
 
 
 def without_launcher(environment: Mapping[str, str]) -> dict[str, str]:
-    """Return an environment without the variables by which another launcher places a process and serves a store."""
+    """Return an environment without the variables by which another launcher places a process and
+    serves a store.
+    """
     return {
         name: value
         for name, value in environment.items()
@@ -131,20 +145,25 @@ def without_launcher(environment: Mapping[str, str]) -> dict[str, str]:
 
 
 def python(module: str, *words: str) -> list[str]:
-    """Return the command that runs a module in a new interpreter, which imports nothing from the working folder."""
+    """Return the command that runs a module in a new interpreter, which imports nothing from the
+    working folder.
+    """
     return [sys.executable, "-P", "-m", module, *words]
 
 
 def importable(environment: Mapping[str, str]) -> dict[str, str]:
-    """Return `environment` with a PYTHONPATH by which a new interpreter finds the modules that this one finds."""
+    """Return `environment` with a PYTHONPATH by which a new interpreter finds the modules that this
+    one finds.
+    """
     return {**environment, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
 
 
 def execute(command: list[str], environment: Mapping[str, str], *inherited: int) -> int:
     """Start a command that inherits some descriptors; return the process id.
 
-    The process leads a group of its own: a terminal's Ctrl-C reaches the launcher alone, which forwards it. Signals
-    that the launcher ignores, as SIGHUP under nohup, the process ignores too, except SIGTERM.
+    The process leads a group of its own: a terminal's Ctrl-C reaches the launcher alone, which
+    forwards it. Signals that the launcher ignores, as SIGHUP under nohup, the process ignores too,
+    except SIGTERM.
 
     Raises:
         OSError: no process can be started.
@@ -152,20 +171,25 @@ def execute(command: list[str], environment: Mapping[str, str], *inherited: int)
     for descriptor in inherited:
         os.set_inheritable(descriptor, True)
     try:
-        return os.posix_spawn(command[0], command, environment, setpgroup=0, setsigdef=[signal.SIGTERM])
+        return os.posix_spawn(
+            command[0], command, environment, setpgroup=0, setsigdef=[signal.SIGTERM]
+        )
     finally:
         for descriptor in inherited:
             os.set_inheritable(descriptor, False)
 
 
 def fork(work: Callable[[], int]) -> int:
-    """Fork a process that exits with what `work` returns, and ends when this process ends; return its id.
+    """Fork a process that exits with what `work` returns, and ends when this process ends; return
+    its id.
 
     Raises:
         OSError: no process can be started.
     """
     parent = os.getpid()
-    with signals.blocked():  # a signal that came before `forget` would run the launcher's handler, and be lost
+    with (
+        signals.blocked()
+    ):  # a signal that came before `forget` would run the launcher's handler, and be lost
         pid = os.fork()
         if pid == 0:
             signals.forget()
@@ -193,7 +217,8 @@ def read_start(home: Path) -> tuple[Job, str]:
     """Return the job of the ranks of a folder, and the digest of the configuration that it is for.
 
     Raises:
-        BadEnvironment: there is no start file: the folder is not shared by all machines, or no launcher made it.
+        BadEnvironment: there is no start file: the folder is not shared by all machines, or no
+            launcher made it.
     """
     path = home / START_FILE
     try:
@@ -202,7 +227,8 @@ def read_start(home: Path) -> tuple[Job, str]:
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise BadEnvironment(
             f"{path} cannot be read: {getattr(error, 'strerror', None) or error}",
-            "  fix: start runs with a launcher; the folder of a run lies where every machine of it can read it",
+            "  fix: start runs with a launcher; the folder of a run lies where every machine of it"
+            " can read it",
         ) from None
 
 
@@ -224,7 +250,12 @@ def _execute(home: Path, rank: int, environment: Mapping[str, str], listener: so
 
 
 def _fork(
-    run: RunConfig, home: Path, job: Job, rank: int, environment: Mapping[str, str], listener: socket.socket
+    run: RunConfig,
+    home: Path,
+    job: Job,
+    rank: int,
+    environment: Mapping[str, str],
+    listener: socket.socket,
 ) -> int:
     def work() -> int:
         os.environ.clear()
@@ -233,6 +264,8 @@ def _fork(
             os.environ[LISTEN_FD] = str(os.dup(listener.fileno()))
         listener.close()
         errors = home / ERRORS
-        return run_rank(lambda: job.perform(run, home, lambda error, _: end(error, errors, rank)), errors, rank)
+        return run_rank(
+            lambda: job.perform(run, home, lambda error, _: end(error, errors, rank)), errors, rank
+        )
 
     return fork(work)

@@ -47,16 +47,20 @@ class Supervisor:
     """Waits for the processes of ranks; forwards a stop; ends all when one fails."""
 
     def __init__(self, errors: Path, advice: str) -> None:
-        """`errors` is a folder of the run's; `advice` goes with a failure once that run has saved a checkpoint."""
+        """`errors` is a folder of the run's; `advice` goes with a failure once that run has saved a
+        checkpoint.
+        """
         self.ranks: dict[int, int] = {}
         """Process id -> rank, of those that still run."""
-        self.errors, self.advice = errors, advice
+        self.errors = errors
+        self.advice = advice
         self.ended: list[Ended] = []
         self.stops = 0
         self.previous: dict[int, Any] = {}
 
     def start(self, fork: Callable[[int], int], ranks: int) -> None:
-        """Start every rank; a stop that is asked in between reaches those that exist, and ends the others early.
+        """Start every rank; a stop that is asked in between reaches those that exist, and ends the
+        others early.
 
         Raises:
             BadEnvironment: a rank could not be started; those that were are ended.
@@ -74,7 +78,8 @@ class Supervisor:
                 raise
             raise BadEnvironment(
                 f"rank {rank} of {ranks} could not be started: {error.strerror or error}",
-                "  fix: fewer ranks, or a higher limit of processes (ulimit -u, or of the container)",
+                "  fix: fewer ranks, or a higher limit of processes (ulimit -u, or of the"
+                " container)",
             ) from None
 
     def wait(self) -> None:
@@ -97,7 +102,9 @@ class Supervisor:
         if self.stops > 1:
             raise KeyboardInterrupt
         stopped = any(e.code == Preempted.exit_code for e in self.ended)
-        if (stopped and not failed) or (self.stops and failed and all(self._stopped_early(e) for e in failed)):
+        if (stopped and not failed) or (
+            self.stops and failed and all(self._stopped_early(e) for e in failed)
+        ):
             raise Preempted(self._advised("stopped on request"))
         if failed:
             raise self._cause(failed)
@@ -106,7 +113,9 @@ class Supervisor:
         signals.restore(self.previous)
 
     def _stopped_early(self, ended: Ended) -> bool:
-        """Whether a rank ended because a stop came before it could listen, or because its peer did."""
+        """Whether a rank ended because a stop came before it could listen, or because
+        its peer did.
+        """
         record = self._record(ended.rank)
         return ended.signal == signal.SIGTERM or (record is not None and record["peer_lost"])
 
@@ -151,9 +160,11 @@ class Supervisor:
                 time.sleep(0.01)
 
     def _cause(self, failed: list[Ended]) -> MtrainError:
-        """The first failing rank: the earliest error of its own, or a process that was killed from outside.
+        """The first failing rank: the earliest error of its own, or a process that was killed from
+        outside.
 
-        torch aborts a process whose collective fails or does not end: a cause only where there is no other.
+        torch aborts a process whose collective fails or does not end: a cause only where there is
+        no other.
         """
         records = {e.rank: self._record(e.rank) for e in failed}
         own = [r for r in records.values() if r and not r["peer_lost"]]
@@ -167,7 +178,8 @@ class Supervisor:
                 text = f"rank {killed[0].rank} was ended by {name}"
                 if aborted:
                     text += (
-                        ", as torch does where a collective fails or a thread of its own does: see what it printed"
+                        ", as torch does where a collective fails or a thread of its own does: see"
+                        " what it printed"
                     )
                 return TrainingError(self._advised(text))
         seen = own or [r for r in records.values() if r]

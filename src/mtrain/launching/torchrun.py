@@ -1,6 +1,8 @@
-"""The part of one rank under another launcher: torchrun, srun, mpirun, or whatever sets their variables.
+"""The part of one rank under another launcher: torchrun, srun, mpirun, or whatever sets their
+variables.
 
-Rank 0 composes and validates the configuration and offers it over the store; the other ranks read it there.
+Rank 0 composes and validates the configuration and offers it over the store; the other ranks read
+it there.
 """
 
 from __future__ import annotations
@@ -28,15 +30,17 @@ from mtrain.world.rank_env import LAUNCHER
 SEEN_S = 30.0
 """Seconds until another machine of a shared filesystem has to see a file that rank 0 wrote."""
 RUN_GIVEN = "MTRAIN_RUN"
-"""The variable that names the file with the configuration, where the launcher of a machine composed it for rank 0."""
+"""The variable that names the file with the configuration, where the launcher of a machine composed
+it for rank 0.
+"""
 
 
 def here() -> launchers.Launched | None:
     """Return the place that a launcher gave this process, after setting torchrun's variables to it.
 
     Raises:
-        BadEnvironment: it is one of several processes that were not told how to find each other, or variables
-            contradict each other.
+        BadEnvironment: it is one of several processes that were not told how to find each other, or
+            variables contradict each other.
     """
     found = launchers.launched(os.environ)
     if found is not None and found.launcher != "torchrun" and not found.one_a_machine:
@@ -45,23 +49,29 @@ def here() -> launchers.Launched | None:
 
 
 def stray() -> str:
-    """Return a warning where only one of RANK and WORLD_SIZE is set, and is therefore unused; else an empty text.
+    """Return a warning where only one of RANK and WORLD_SIZE is set, and is therefore unused; else
+    an empty text.
 
-    A scheduler, or a user for a job, sets some of a launcher's variables: the run starts its own ranks then.
+    A scheduler, or a user for a job, sets some of a launcher's variables: the run starts its own
+    ranks then.
     """
     here = {name: os.environ[name] for name in ("RANK", "WORLD_SIZE") if os.environ.get(name)}
     if len(here) != 1 or here.get("WORLD_SIZE") == "1":
         return ""
     name = next(iter(here))
     other = "WORLD_SIZE" if name == "RANK" else "RANK"
-    return f"{name}={here[name]} is set and {other} is not: this process starts all ranks of its run itself"
+    return (
+        f"{name}={here[name]} is set and {other} is not: this process starts all ranks of its run"
+        " itself"
+    )
 
 
 def agreed(argv: Sequence[str], compose: Callable[[], RunConfig]) -> RunConfig:
-    """Return the configuration of all ranks: rank 0 alone composes it, and the others read its offer.
+    """Return the configuration of all ranks: rank 0 alone composes it, and the others read its
+    offer.
 
-    A rank that was called with other words, or with another number of ranks, composes for itself, so that the ranks
-    can name each difference.
+    A rank that was called with other words, or with another number of ranks, composes for itself,
+    so that the ranks can name each difference.
 
     Raises:
         MtrainError: the configuration is refused, or rank 0 says that its own is.
@@ -91,8 +101,8 @@ def agreed(argv: Sequence[str], compose: Callable[[], RunConfig]) -> RunConfig:
 def train(run: RunConfig, argv: list[str]) -> int:
     """Train as the rank that the environment names; return the exit code.
 
-    Rank 0 makes the run folder and tells the others. After a failure the process ends at once, so that no destructor
-    waits for a rank that is gone.
+    Rank 0 makes the run folder and tells the others. After a failure the process ends at once, so
+    that no destructor waits for a rank that is gone.
     """
     run = folder.anchored(run)
     enter(run, _end)
@@ -102,7 +112,9 @@ def train(run: RunConfig, argv: list[str]) -> int:
     from mtrain.world.join import working
 
     if is_first_here():
-        with working():  # a corpus is tokenized once per machine, while the others wait for this rank
+        with (
+            working()
+        ):  # a corpus is tokenized once per machine, while the others wait for this rank
             prepare(run, None)
     with ExitStack() as stack:
 
@@ -113,7 +125,9 @@ def train(run: RunConfig, argv: list[str]) -> int:
             body = json.loads(world.tell(told))
             if "kind" in body:
                 raise revive(body)
-            checkpoint, weights = (Path(body[key]) if body[key] else None for key in ("checkpoint", "weights"))
+            checkpoint, weights = (
+                Path(body[key]) if body[key] else None for key in ("checkpoint", "weights")
+            )
             home = Path(body["folder"])
             unseen = _unseen(home, body["digest"]) if is_first_here() else ""
             unseen = world.first_problem(unseen)
@@ -137,7 +151,9 @@ def train(run: RunConfig, argv: list[str]) -> int:
 
 
 def _join_timeout_s(argv: Sequence[str]) -> float:
-    """Return the seconds to wait for rank 0 while there is no configuration: from `argv`, else the default."""
+    """Return the seconds to wait for rank 0 while there is no configuration: from `argv`, else the
+    default.
+    """
     key = "trainer.join_timeout_s="
     said = next((word.removeprefix(key) for word in reversed(argv) if word.startswith(key)), "")
     try:
@@ -169,7 +185,9 @@ def _unseen(home: Path, digest: str) -> str:
 
 
 def _end(error: MtrainError, speaks: bool) -> None:
-    """End this process from any thread; one rank of each machine says why, past locks that may hold sys.stderr."""
+    """End this process from any thread; one rank of each machine says why, past locks that may hold
+    sys.stderr.
+    """
     if speaks or is_first_here():
         os.write(2, f"rank {rank()}: {error}\n".encode())
     os._exit(error.exit_code)
@@ -183,10 +201,14 @@ def tell_others(error: BaseException) -> bool:
 
 
 def is_for_this_rank(error: BaseException, *, known: bool) -> bool:
-    """Return whether this rank prints an error: one that all ranks know is printed by one rank of each machine."""
+    """Return whether this rank prints an error: one that all ranks know is printed by one rank of
+    each machine.
+    """
     from mtrain.world.rank_info import Refused
 
-    shared = known and (isinstance(error, ConfigError | BadEnvironment) or getattr(error, "shared", False))
+    shared = known and (
+        isinstance(error, ConfigError | BadEnvironment) or getattr(error, "shared", False)
+    )
     return not shared or is_first_here() or (isinstance(error, Refused) and error.speaks)
 
 
@@ -196,7 +218,9 @@ def is_first_here() -> bool:
 
 
 def ranks_here() -> int:
-    """Return the number of ranks that the launcher started on this machine; 1 where it does not say."""
+    """Return the number of ranks that the launcher started on this machine; 1 where it does not
+    say.
+    """
     text = os.environ.get("LOCAL_WORLD_SIZE", "")
     return max(1, int(text)) if text.isdigit() else 1
 
@@ -207,7 +231,9 @@ def _decide(run: RunConfig, argv: list[str], stack: ExitStack) -> str:
         if planned.weights is not None and not is_checkpoint(planned.weights):
             rule = "a Hugging Face folder is imported before the ranks of a launcher start"
             fix = f"{program()} convert import {planned.weights} RUN, and checkpoint.init_from=RUN"
-            raise ConfigError([Problem("MT436", "checkpoint.init_from", str(planned.weights), rule, fix)])
+            raise ConfigError(
+                [Problem("MT436", "checkpoint.init_from", str(planned.weights), rule, fix)]
+            )
         run = matmul.chosen(run, planned.checkpoint)
         launch = launchers.identity(os.environ)
         chosen = stack.enter_context(folder.opened(run, planned, argv, launch=launch))

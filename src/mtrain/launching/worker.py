@@ -31,7 +31,8 @@ from mtrain.world.rank_env import End, RankEnv
 
 
 def enter(run: RunConfig, end: End) -> None:
-    """Announce this rank to the others, then import megatron-core for the run's device, which takes seconds.
+    """Announce this rank to the others, then import megatron-core for the run's device, which takes
+    seconds.
 
     `end` ends the process if the others refuse it meanwhile.
 
@@ -50,7 +51,8 @@ def enter(run: RunConfig, end: End) -> None:
 
 
 def ready_environment(run: RunConfig) -> None:
-    """Set the variables that the launcher has not set, before a library that reads them is imported.
+    """Set the variables that the launcher has not set, before a library that reads them is
+    imported.
 
     Raises:
         BadEnvironment: a variable of the user makes the run another.
@@ -104,17 +106,24 @@ def record(error: BaseException, errors: Path, rank: int) -> None:
 
 
 def end(error: MtrainError, errors: Path, rank: int) -> None:
-    """End this process from any thread, leaving a record; its main thread may hang and hold locks of Python."""
+    """End this process from any thread, leaving a record; its main thread may hang and hold locks
+    of Python.
+    """
     record(error, errors, rank)
     os._exit(error.exit_code)
 
 
 def revive(body: dict[str, Any], prefix: str = "") -> MtrainError:
-    """Return the error that `describe` described; one that mtrain did not raise on purpose is a training fault."""
+    """Return the error that `describe` described; one that mtrain did not raise on purpose is a
+    training fault.
+    """
     if body["kind"] == "ConfigError":
         related = ([Related(**key) for key in p["related"]] for p in body["problems"])
         return ConfigError(
-            [Problem(**{**p, "related": tuple(keys)}) for p, keys in zip(body["problems"], related, strict=True)]
+            [
+                Problem(**{**p, "related": tuple(keys)})
+                for p, keys in zip(body["problems"], related, strict=True)
+            ]
         )
     kinds = {error.exit_code: error for error in (BadEnvironment, CorruptData, TrainingError)}
     return kinds.get(body["exit_code"], TrainingError)(*f"{prefix}{body['message']}".split("\n"))

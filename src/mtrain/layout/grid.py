@@ -1,4 +1,6 @@
-"""The rank grid: every process group of a layout as lists of ranks, for the dense and the expert view."""
+"""The rank grid: every process group of a layout as lists of ranks, for the dense and the expert
+view.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,8 @@ EXPERT_ORDER = ("etp", "ep", "edp", "pp")
 
 @dataclass(frozen=True)
 class RankGrid:
-    """Ranks of a layout, the first axis varying fastest: dense `tp cp dp pp`, expert `etp ep edp pp`.
+    """Ranks of a layout, the first axis varying fastest: dense `tp cp dp pp`, expert `etp ep edp
+    pp`.
 
     Both views number the same ranks; a pipeline stage holds the same ranks in both.
 
@@ -36,9 +39,14 @@ class RankGrid:
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be at least 1, not {getattr(self, name)}")
         if self.world % (self.tp * self.cp * self.pp):
-            raise ValueError(f"{self.world} ranks are no multiple of tp {self.tp} * cp {self.cp} * pp {self.pp}")
+            raise ValueError(
+                f"{self.world} ranks are no multiple of tp {self.tp} * cp {self.cp} * pp {self.pp}"
+            )
         if self.world % (self.etp * self.ep * self.pp):
-            raise ValueError(f"{self.world} ranks are no multiple of etp {self.etp} * ep {self.ep} * pp {self.pp}")
+            raise ValueError(
+                f"{self.world} ranks are no multiple of etp {self.etp} * ep {self.ep} * pp"
+                f" {self.pp}"
+            )
 
     @classmethod
     def of(cls, run: RunConfig) -> RankGrid:
@@ -89,7 +97,8 @@ class RankGrid:
         inside = [a for a in order if a in axes]
         outside = [a for a in order if a not in axes]
         return [
-            [base + offset for offset in self._offsets(inside, strides)] for base in self._offsets(outside, strides)
+            [base + offset for offset in self._offsets(inside, strides)]
+            for base in self._offsets(outside, strides)
         ]
 
     def group_of(self, rank: int, *axes: str) -> list[int]:
@@ -112,7 +121,9 @@ class RankGrid:
         return tp + self.tp * (cp + self.cp * (dp + self.dp * pp))
 
     def embedding_groups(self, stages: Sequence[int] = (0, -1)) -> list[list[int]]:
-        """Ranks that hold word embeddings: of each pipeline those at `stages`, by default the first and the last."""
+        """Ranks that hold word embeddings: of each pipeline those at `stages`, by default the first
+        and the last.
+        """
         return [sorted({ranks[stage] for stage in stages}) for ranks in self.groups("pp")]
 
     def _strides(self, order: Iterable[str]) -> dict[str, int]:

@@ -1,7 +1,7 @@
 """The adapter to megatron.core: install it once per process, then import `mtrain.mcore.api`.
 
-Nothing else in mtrain imports megatron. Installing adapts megatron-core to the device while it loads (not on
-CUDA), imports it and applies the patches of `mtrain.mcore.patches`.
+Nothing else in mtrain imports megatron. Installing adapts megatron-core to the device while it
+loads (not on CUDA), imports it and applies the patches of `mtrain.mcore.patches`.
 """
 
 from __future__ import annotations
@@ -29,30 +29,47 @@ _EXPECTED_WARNINGS = (
 _OF_THE_ENGINE = r"(.*[/\\])?megatron[./\\]core\b"
 """Its modules, as warnings name them: by a dotted name, or by the path of what is compiled."""
 _KNOWN_WARNINGS = (
-    (r"MimoModelConfig is experimental", UserWarning),  # of a module that 0.19.2 loads with every optimizer
-    # megatron-core 0.16.1 calls what torch 2.13 deprecates, and advises on streams where there are none
+    (
+        r"MimoModelConfig is experimental",
+        UserWarning,
+    ),  # of a module that 0.19.2 loads with every optimizer
+    # megatron-core 0.16.1 calls what torch 2.13 deprecates, and advises on streams where there are
+    # none
     (r"`torch\.distributed\.\w+` is deprecated", FutureWarning),
-    (r"When using (async grad allreduce|sequence parallelism) it is recommended to set the environment", UserWarning),
+    (
+        (
+            r"When using (async grad allreduce|sequence parallelism) it is recommended to set the"
+            r" environment"
+        ),
+        UserWarning,
+    ),
     (r"The \.grad attribute of a Tensor that is not a leaf", UserWarning),
-    # FSDP2 of an embedding that nobody changes in place; megatron-core's FSDP of a gather that a forward did not need
+    # FSDP2 of an embedding that nobody changes in place; megatron-core's FSDP of a gather that a
+    # forward did not need
     (r"FSDP2-wrapped module .* returned a view tensor", UserWarning),
     (r"There are still pending all-gather tasks", UserWarning),
 )
 
 
 def install(device: Device, *, without: Iterable[str] = ()) -> None:
-    """Import megatron.core for `device` with every patch but those named in `without` (which is for tests).
+    """Import megatron.core for `device` with every patch but those named in `without` (which is for
+    tests).
 
     A second call with the same arguments does nothing. Raises `BadEnvironment` where the installed
-    megatron-core is not supported, `NotInstalled` where megatron.core was already imported without the adapter,
-    `RuntimeError` where the adapter is installed for another device or with other patches.
+    megatron-core is not supported, `NotInstalled` where megatron.core was already imported without
+    the adapter, `RuntimeError` where the adapter is installed for another device or with other
+    patches.
     """
     left_out = frozenset(without)
     if installed.without is not None:
         if device is not installed.device or left_out != installed.without:
-            raise RuntimeError("the megatron adapter is already installed, for another device or with other patches")
+            raise RuntimeError(
+                "the megatron adapter is already installed, for another device or with other"
+                " patches"
+            )
         return
-    # of modules that are compiled here, or later, for the first time: 0.19.2 has one, and a user can change nothing
+    # of modules that are compiled here, or later, for the first time: 0.19.2 has one, and a user
+    # can change nothing
     warnings.filterwarnings("ignore", message="invalid escape sequence", module=_OF_THE_ENGINE)
     with warnings.catch_warnings():
         for message in _EXPECTED_WARNINGS:
@@ -85,7 +102,8 @@ def import_core(device: Device) -> None:
     if device.adapts_megatron:
         _adapt(device)
     importlib.import_module("megatron.core")
-    installed.device, installed.imported = device, True
+    installed.device = device
+    installed.imported = True
 
 
 def rewrites() -> dict[str, dict[str, int]]:
@@ -94,20 +112,25 @@ def rewrites() -> dict[str, dict[str, int]]:
 
 
 def _require_version() -> None:
-    found, wants = engine.release(), f"mtrain adapts, patches and was checked against {engine.supported_words()}"
+    found = engine.release()
+    wants = f"mtrain adapts, patches and was checked against {engine.supported_words()}"
     if engine.folder() is None:
         raise BadEnvironment(f"megatron-core is not installed; {wants}")
     if found is None or not engine.is_supported(found):
         said = "of no known release" if found is None else engine.words(found)
-        raise BadEnvironment(f"the megatron-core that Python finds, in {engine.folder()}, is {said}; {wants} only")
+        raise BadEnvironment(
+            f"the megatron-core that Python finds, in {engine.folder()}, is {said}; {wants} only"
+        )
 
 
 def _require_unloaded(device: Device) -> None:
-    loaded = sorted(m for m in list(sys.modules) if m == "megatron.core" or m.startswith("megatron.core."))
+    loaded = sorted(
+        m for m in list(sys.modules) if m == "megatron.core" or m.startswith("megatron.core.")
+    )
     if loaded:
         raise NotInstalled(
-            f"{loaded[0]} was imported before mtrain.mcore.install({device.name}) and is bound to CUDA now; "
-            "import megatron.core only through mtrain.mcore.api"
+            f"{loaded[0]} was imported before mtrain.mcore.install({device.name}) and is bound to"
+            " CUDA now; import megatron.core only through mtrain.mcore.api"
         )
 
 
@@ -115,5 +138,6 @@ def _adapt(device: Device) -> None:
     importlib.import_module("mtrain.mcore.hook").install(device)
     import torch
 
-    # jit_fuser compiles some thirty small functions at their first call: five seconds, for nothing on a CPU
+    # jit_fuser compiles some thirty small functions at their first call: five seconds, for nothing
+    # on a CPU
     torch.compiler.set_stance("force_eager")

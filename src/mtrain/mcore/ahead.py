@@ -1,8 +1,9 @@
-"""megatron-core's steps without a number that the host asks the device for, so that the host runs ahead of it.
+"""megatron-core's steps without a number that the host asks the device for, so that the host runs
+ahead of it.
 
-The norm of the gradient, the factor that clips it, the number of tokens of a step and where packed documents begin
-stay tensors. What decides by one of them on the host still may (a loss scale, `optim.skip_above_grad_norm`): it
-waits, as it would without this.
+The norm of the gradient, the factor that clips it, the number of tokens of a step and where packed
+documents begin stay tensors. What decides by one of them on the host still may (a loss scale,
+`optim.skip_above_grad_norm`): it waits, as it would without this.
 """
 
 from __future__ import annotations
@@ -28,7 +29,9 @@ _clip = clip_grads.clip_grad_by_total_norm_fp32
 
 
 def stay_on_device(config: Any) -> None:
-    """Let no step of models of a TransformerConfig ask for these numbers, in this process, from here on."""
+    """Let no step of models of a TransformerConfig ask for these numbers, in this process, from
+    here on.
+    """
     for module in (optimizer, layer_wise_optimizer):
         module.get_grad_norm_fp32 = norm
     optimizer.clip_grad_by_total_norm_fp32 = clip
@@ -59,12 +62,18 @@ def _length(grads: Sequence[Tensor]) -> Tensor:
     if not grads:
         return torch.zeros(1, device=require_installed().namespace.current_device())
     overflow = torch.zeros(1, dtype=torch.int, device=grads[0].device)
-    found, _ = clip_grads.multi_tensor_applier(clip_grads.l2_norm_impl, overflow, [list(grads)], False)
+    found, _ = clip_grads.multi_tensor_applier(
+        clip_grads.l2_norm_impl, overflow, [list(grads)], False
+    )
     return found.reshape(1)  # type: ignore[no-any-return]
 
 
-def clip(parameters: Any, max_norm: float, total_norm: Any, use_decoupled_grad: bool = False) -> None:
-    """`clip_grad_by_total_norm_fp32`: gradients times what clips them, or times 1, by a norm that is a tensor."""
+def clip(
+    parameters: Any, max_norm: float, total_norm: Any, use_decoupled_grad: bool = False
+) -> None:
+    """`clip_grad_by_total_norm_fp32`: gradients times what clips them, or times 1, by a norm that
+    is a tensor.
+    """
     if not isinstance(total_norm, Tensor):
         _clip(parameters, max_norm, total_norm, use_decoupled_grad)
         return
@@ -88,22 +97,30 @@ def finalize(model: Any, num_tokens: Tensor | None = None, *args: Any, **kwargs:
     else:
         pipeline = groups.pp
         data = groups.dp_cp
-    dist.broadcast(num_tokens, src=dist.get_global_rank(pipeline, pipeline.size() - 1), group=pipeline)
+    dist.broadcast(
+        num_tokens, src=dist.get_global_rank(pipeline, pipeline.size() - 1), group=pipeline
+    )
     dist.all_reduce(num_tokens, group=data)
     factor = 1.0 / num_tokens.clamp(min=1)
     for chunk in model:
         chunk.scale_gradients(factor)
 
 
-def rotated(t: Tensor, cu_seqlens: Tensor, freqs: Tensor, *args: Any, cp_group: Any = None, **kwargs: Any) -> Tensor:
-    """`_apply_rotary_pos_emb_thd`: packed tokens [t, heads, dim] turned by their places in their documents."""
+def rotated(
+    t: Tensor, cu_seqlens: Tensor, freqs: Tensor, *args: Any, cp_group: Any = None, **kwargs: Any
+) -> Tensor:
+    """`_apply_rotary_pos_emb_thd`: packed tokens [t, heads, dim] turned by their places in their
+    documents.
+    """
     angles = freqs.index_select(0, _places(cu_seqlens, len(t), cp_group))
     turned: Tensor = rope_utils._apply_rotary_pos_emb_bshd(t.unsqueeze(1), angles, *args, **kwargs)
     return turned.squeeze(1)
 
 
 def _places(cu_seqlens: Tensor, tokens: int, group: Any) -> Tensor:
-    """The place of each token of this rank in its document, made once for all layers: int64 [tokens]."""
+    """The place of each token of this rank in its document, made once for all layers: int64
+    [tokens].
+    """
     version, known = getattr(cu_seqlens, "mtrain_places", (None, None))
     if known is not None and version == cu_seqlens._version and len(known) == tokens:
         return known  # type: ignore[no-any-return]

@@ -1,5 +1,7 @@
 # ruff: noqa: E402, F401
-"""Every megatron-core name that mtrain uses, in one flat module; importable once the adapter is installed."""
+"""Every megatron-core name that mtrain uses, in one flat module; importable once the adapter is
+installed.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +29,9 @@ from megatron.core.distributed import (
     TorchFullyShardedDataParallelConfig,
     finalize_model_grads,
 )
-from megatron.core.distributed.fsdp.mcore_fsdp_adapter import FullyShardedDataParallel as MegatronFSDP
+from megatron.core.distributed.fsdp.mcore_fsdp_adapter import (
+    FullyShardedDataParallel as MegatronFSDP,
+)
 
 # Models and layers
 from megatron.core.fusions.fused_bias_geglu import quick_gelu
@@ -51,7 +55,10 @@ from megatron.core.optimizer import (
     get_standard_config_overrides,
 )
 from megatron.core.optimizer.cpu_offloading import HybridDeviceOptimizer
-from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler, get_canonical_lr_for_logging
+from megatron.core.optimizer_param_scheduler import (
+    OptimizerParamScheduler,
+    get_canonical_lr_for_logging,
+)
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.pipeline_parallel.hybrid_cp_schedule import BalancedCPScheduler
@@ -87,6 +94,11 @@ from mtrain.mcore.router import Sparse
 
 
 def get_batch_on_this_cp_rank(batch: dict[str, Any], cp_group: Any = None) -> Any:
-    """This rank's part of the sequences of a batch that is not packed, over context-parallel ranks or a group."""
-    new = {"is_hybrid_cp": False} if engine.at_least(0, 19) else {}  # to which no group means all ranks
-    return _part_of_context(batch, cp_group=cp_group or parallel_state.get_context_parallel_group(), **new)
+    """This rank's part of the sequences of a batch that is not packed, over context-parallel ranks
+    or a group.
+    """
+    # to which no group means all ranks
+    new = {"is_hybrid_cp": False} if engine.at_least(0, 19) else {}
+    return _part_of_context(
+        batch, cp_group=cp_group or parallel_state.get_context_parallel_group(), **new
+    )

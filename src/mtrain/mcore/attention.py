@@ -1,4 +1,6 @@
-"""Portable core attention: every mask and layout that megatron-core asks for, under context parallelism too."""
+"""Portable core attention: every mask and layout that megatron-core asks for, under context
+parallelism too.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,10 @@ from megatron.core.tensor_parallel import get_cuda_rng_tracker
 from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attributes
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.module import MegatronModule
-from megatron.core.transformer.utils import is_layer_window_attention, make_sharded_tensors_for_checkpoint
+from megatron.core.transformer.utils import (
+    is_layer_window_attention,
+    make_sharded_tensors_for_checkpoint,
+)
 from megatron.core.utils import divide
 from mtrain_kernels.attention import flash, op, reference, short
 from mtrain_kernels.attention.partial import merge, partial_attention, with_sink
@@ -26,7 +31,9 @@ _MASKED = (AttnMaskType.padding, AttnMaskType.padding_causal, AttnMaskType.arbit
 
 
 class _View(NamedTuple):
-    """The keys that the queries of this rank's block see under context parallelism, as one layer asks for them."""
+    """The keys that the queries of this rank's block see under context parallelism, as one layer
+    asks for them.
+    """
 
     places: Places
     here: int
@@ -51,9 +58,9 @@ class _View(NamedTuple):
 class CoreAttention(MegatronModule):
     """Softmax attention of this rank's heads: [s, b, n, d] queries to [s, b, n * e].
 
-    Under context parallelism the layer sees the whole sequence in the way that `cp_comm_type` says; see `Context`.
-    `impl` is that of the attention op; `auto` is the fastest backend that takes a call. A positive `softcap` bounds
-    the logits, as there.
+    Under context parallelism the layer sees the whole sequence in the way that `cp_comm_type` says;
+    see `Context`. `impl` is that of the attention op; `auto` is the fastest backend that takes a
+    call. A positive `softcap` bounds the logits, as there.
     """
 
     impl = "reference"
@@ -80,14 +87,20 @@ class CoreAttention(MegatronModule):
         sharded = config.context_parallel_size > 1
         self._kind = cp_comm_type or config.cp_comm_type
         self._context = Context(pg_collection.cp, self._kind) if sharded else None
-        self._mask_type, self._scale = attn_mask_type, softmax_scale
-        self._dropout_p = config.attention_dropout if attention_dropout is None else attention_dropout
-        windowed = is_layer_window_attention(config.window_size, config.window_attn_skip_freq, max(1, layer_number))
+        self._mask_type = attn_mask_type
+        self._scale = softmax_scale
+        self._dropout_p = (
+            config.attention_dropout if attention_dropout is None else attention_dropout
+        )
+        windowed = is_layer_window_attention(
+            config.window_size, config.window_attn_skip_freq, max(1, layer_number)
+        )
         self._window = tuple(config.window_size) if windowed else None
         self._make_sink()
 
     def _make_sink(self) -> None:
-        kind, heads = self.config.softmax_type, self.config.num_attention_heads
+        kind = self.config.softmax_type
+        heads = self.config.num_attention_heads
         if kind == "vanilla":
             self.softmax_offset = None
             return
@@ -96,7 +109,8 @@ class CoreAttention(MegatronModule):
             self.register_buffer("softmax_offset", zeros, persistent=False)
         elif kind == "learnable":
             self.softmax_offset = nn.Parameter(zeros)
-            # unlike megatron-core's own: without this the gradient norm counts the heads of the first rank only
+            # unlike megatron-core's own: without this the gradient norm counts the heads of the
+            # first rank only
             set_tensor_model_parallel_attributes(self.softmax_offset, True, 0, 1)
             if self.config.perform_initialization:
                 self.config.init_method(self.softmax_offset)
@@ -113,7 +127,9 @@ class CoreAttention(MegatronModule):
         attention_bias: Tensor | None = None,
         packed_seq_params: Any = None,
     ) -> Tensor:
-        """Attention of [s, b, n, d] (packed: [t, n, d]) queries; `attention_mask` is True where a key is hidden."""
+        """Attention of [s, b, n, d] (packed: [t, n, d]) queries; `attention_mask` is True where a
+        key is hidden.
+        """
         if attention_bias is not None:
             raise NotImplementedError("the reference attention takes no attention bias")
         packed = query.dim() == 3
@@ -149,7 +165,9 @@ class CoreAttention(MegatronModule):
         return out.squeeze(1) if packed else out
 
     def _context_of(self, packed_seq_params: Any) -> Context | None:
-        """The ranks that this sequence is sharded over: those of the run, or, with dynamic parallelism, its own."""
+        """The ranks that this sequence is sharded over: those of the run, or, with dynamic
+        parallelism, its own.
+        """
         group = getattr(packed_seq_params, "cp_group", None)
         return self._context if group is None else Context(group, self._kind)
 
@@ -168,8 +186,18 @@ class CoreAttention(MegatronModule):
             raise NotImplementedError("a padding mask is not sharded over context-parallel ranks")
         places = places_of(context, query.shape[0], cu_seqlens, query.device)
         here = context.block
-        fused = op.fuses_parts(query, value, dropout_p=self._dropout_p if self.training else 0.0, impl=self.impl)
-        view = _View(places, here, causal, self._window, cu_seqlens, fused, fused and context.inner is not None)
+        fused = op.fuses_parts(
+            query, value, dropout_p=self._dropout_p if self.training else 0.0, impl=self.impl
+        )
+        view = _View(
+            places,
+            here,
+            causal,
+            self._window,
+            cu_seqlens,
+            fused,
+            fused and context.inner is not None,
+        )
         if context.kind == "all_gather":
             key, value = context.gathered(key, value, places.sequence())
             if fused:
@@ -190,22 +218,32 @@ class CoreAttention(MegatronModule):
         return context.to_tokens(out.index_select(0, places.back(here)) if view.ordered else out)
 
     def _ring(
-        self, context: Context, query: Tensor, key: Tensor, value: Tensor, view: _View, sink: Tensor | None
+        self,
+        context: Context,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        view: _View,
+        sink: Tensor | None,
     ) -> Tensor:
-        """Attend to one block of keys after another; the next one arrives from the rank before meanwhile.
+        """Attend to one block of keys after another; the next one arrives from the rank before
+        meanwhile.
 
-        Every block is used, even one of which no key is seen: else a rank would miss a hand-over of gradients in
-        which its neighbours wait.
+        Every block is used, even one of which no key is seen: else a rank would miss a hand-over of
+        gradients in which its neighbours wait.
         """
         dropout_p = self._dropout_p if self.training else 0.0
         size = view.places.blocks.shape[0]
         here = context.block
         options: dict[str, Any] = {"scale": self._scale, "softcap": self.softcap}
-        q, both = query.permute(1, 2, 0, 3), torch.cat([key, value], dim=-1)
+        q = query.permute(1, 2, 0, 3)
+        both = torch.cat([key, value], dim=-1)
         out = lse = None
         for step in range(size):
             coming = context.pass_on(both) if step < size - 1 else None
-            k, v = (x.permute(1, 2, 0, 3) for x in both.split([key.shape[-1], value.shape[-1]], dim=-1))
+            k, v = (
+                x.permute(1, 2, 0, 3) for x in both.split([key.shape[-1], value.shape[-1]], dim=-1)
+            )
             there = (here - step) % size
             if view.fused:
                 part = flash.partial_attention(q, k, v, seen=view.seen(there), **options)
@@ -247,7 +285,8 @@ class CoreAttention(MegatronModule):
             elif self.impl == "reference":
                 out = reference.attention(q, k, v, **options)
             else:
-                impl = "auto" if mask is not None else self.impl  # no kernel that has a name here takes any mask
+                # no kernel that has a name here takes any mask
+                impl = "auto" if mask is not None else self.impl
                 out = op.attention(q, k, v, **options, **(limits or {}), impl=impl)
         return out.permute(2, 0, 1, 3).reshape(query.shape[0], query.shape[1], -1)
 
@@ -257,7 +296,9 @@ class CoreAttention(MegatronModule):
         """Attention to what a table of positions leaves to be seen, by our fused kernel."""
         q, k, v = (x.permute(1, 2, 0, 3) for x in (query, key, value))
         sink = self.softmax_offset if sink is None else sink
-        out = flash.attention(q, k, v, seen=seen, sink=sink, scale=self._scale, softcap=self.softcap)
+        out = flash.attention(
+            q, k, v, seen=seen, sink=sink, scale=self._scale, softcap=self.softcap
+        )
         return out.permute(2, 0, 1, 3).reshape(query.shape[0], query.shape[1], -1)
 
     def _random_state(self, dropout_p: float) -> AbstractContextManager[Any]:
@@ -267,7 +308,10 @@ class CoreAttention(MegatronModule):
         return get_cuda_rng_tracker().fork()
 
     def sharded_state_dict(
-        self, prefix: str = "", sharded_offsets: tuple[Any, ...] = (), metadata: dict[str, Any] | None = None
+        self,
+        prefix: str = "",
+        sharded_offsets: tuple[Any, ...] = (),
+        metadata: dict[str, Any] | None = None,
     ) -> dict[str, Any]:
         """The learnable sink, split by heads; else nothing."""
         return make_sharded_tensors_for_checkpoint(
@@ -281,12 +325,16 @@ class CoreAttention(MegatronModule):
 
 
 def _goes_on(query: Tensor, key: Tensor) -> bool:
-    """Whether several tokens follow those of a cache: megatron-core then says no mask, as is right for one alone."""
+    """Whether several tokens follow those of a cache: megatron-core then says no mask, as is right
+    for one alone.
+    """
     return 1 < query.shape[0] < key.shape[0]
 
 
 def _boundaries(packed_seq_params: Any) -> Tensor | None:
-    """Where packed sequences start and end in the batch, padding included; None if they are not packed."""
+    """Where packed sequences start and end in the batch, padding included; None if they are not
+    packed.
+    """
     if packed_seq_params is None or packed_seq_params.qkv_format != "thd":
         return None
     padded = packed_seq_params.cu_seqlens_q_padded

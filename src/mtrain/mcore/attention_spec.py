@@ -8,7 +8,10 @@ from typing import Any
 from megatron.core.ssm.gated_delta_net import GatedDeltaNetSubmodules
 from megatron.core.transformer.attention import SelfAttentionSubmodules
 from megatron.core.transformer.identity_op import IdentityOp
-from megatron.core.transformer.multi_latent_attention import MLASelfAttention, MLASelfAttentionSubmodules
+from megatron.core.transformer.multi_latent_attention import (
+    MLASelfAttention,
+    MLASelfAttentionSubmodules,
+)
 from megatron.core.transformer.torch_norm import L2Norm
 
 from mtrain.mcore import api
@@ -18,11 +21,14 @@ from mtrain.mcore.layers import KeyNorm, QueryNorm, chosen, with_bias, with_epsi
 
 
 def attention_spec(config: Any, provider: Any, *, linear: bool = False) -> Any:
-    """Attention of one layer: grouped-query, MLA (sparse where the configuration says so) or, with `linear`, a gated
-    delta net."""
+    """Attention of one layer: grouped-query, MLA (sparse where the configuration says so) or, with
+    `linear`, a gated delta net.
+    """
     if linear:
         return _gated_delta_net(config, provider)
-    return _mla(config, provider) if config.multi_latent_attention else _self_attention(config, provider)
+    if config.multi_latent_attention:
+        return _mla(config, provider)
+    return _self_attention(config, provider)
 
 
 def _self_attention(config: Any, provider: Any) -> Any:
@@ -42,7 +48,8 @@ def _self_attention(config: Any, provider: Any) -> Any:
 
 
 def _gated_delta_net(config: Any, provider: Any) -> Any:
-    attention, norm = provider.kernels["attention"], provider.kernels["norm"]
+    attention = provider.kernels["attention"]
+    norm = provider.kernels["norm"]
     return api.ModuleSpec(
         module=chosen(GatedDeltaNet, "reference" if attention == "reference" else "auto"),
         submodules=GatedDeltaNetSubmodules(
@@ -55,13 +62,18 @@ def _gated_delta_net(config: Any, provider: Any) -> Any:
 
 @functools.cache
 def _chosen(packed: str | None) -> type:
-    """Self-attention with `packed` as the implementation of what is made of packed products: a class for specs."""
+    """Self-attention with `packed` as the implementation of what is made of packed products: a
+    class for specs.
+    """
     names = {"__doc__": CachedSelfAttention.__doc__, "__module__": CachedSelfAttention.__module__}
-    return type(CachedSelfAttention.__name__, (CachedSelfAttention,), {"packed_impl": packed, **names})
+    return type(
+        CachedSelfAttention.__name__, (CachedSelfAttention,), {"packed_impl": packed, **names}
+    )
 
 
 def _mla(config: Any, provider: Any) -> Any:
-    norm, epsilon = _qk_norm(config, provider), getattr(config, "latent_layernorm_epsilon", None)
+    norm = _qk_norm(config, provider)
+    epsilon = getattr(config, "latent_layernorm_epsilon", None)
     if epsilon is not None and config.qk_layernorm:
         norm = with_epsilon(norm, epsilon)
     return api.ModuleSpec(
@@ -73,7 +85,9 @@ def _mla(config: Any, provider: Any) -> Any:
             linear_q_up_proj=provider.column_parallel_linear(),
             linear_kv_down_proj=provider.linear(),
             linear_kv_up_proj=provider.column_parallel_linear(),
-            core_attention=provider.core_attention(sparse=config.experimental_attention_variant == "dsa"),
+            core_attention=provider.core_attention(
+                sparse=config.experimental_attention_variant == "dsa"
+            ),
             linear_proj=provider.row_parallel_linear(),
             q_layernorm=IdentityOp if config.q_lora_rank is None else norm,
             kv_layernorm=norm,

@@ -1,6 +1,7 @@
 """Which layer implements what, and the specs that tell megatron-core.
 
-Every spec is built with the provider given explicitly; none of megatron-core's spec functions is rebound.
+Every spec is built with the provider given explicitly; none of megatron-core's spec functions is
+rebound.
 """
 
 from __future__ import annotations
@@ -59,7 +60,9 @@ class Parts:
     add_mlp_bias: bool = False
     linear_attention: Any = None
     attn_mask: str = "causal"
-    """Which keys a token sees, as megatron-core's AttnMaskType calls it; no key says so, the family does."""
+    """Which keys a token sees, as megatron-core's AttnMaskType calls it; no key says so, the family
+    does.
+    """
 
     @classmethod
     def of(cls, model: Any, *, attn_mask: str = "causal") -> Parts:
@@ -69,7 +72,9 @@ class Parts:
 
 
 class Provider(BackendSpecProvider):
-    """megatron-core's question "which class?" answered per operation: the portable layer, or TransformerEngine's."""
+    """megatron-core's question "which class?" answered per operation: the portable layer, or
+    TransformerEngine's.
+    """
 
     sparse = False
     """Whether experts are routed to by lists, as `config.sparse_experts` says."""
@@ -86,17 +91,24 @@ class Provider(BackendSpecProvider):
         operands: bool = False,
     ) -> None:
         self.kernels = kernels
-        self.norms_add, self.packed, self.fp8, self.operands = norms_add, packed, fp8, operands
+        self.norms_add = norms_add
+        self.packed = packed
+        self.fp8 = fp8
+        self.operands = operands
         self.parts = parts
         self._te = te
 
     @property
     def all_te(self) -> bool:
-        """Whether TransformerEngine implements every layer, so that its fused ones can stand for several."""
+        """Whether TransformerEngine implements every layer, so that its fused ones can stand for
+        several.
+        """
         if self.parts != Parts():  # its fused layers know none of them
             return False
         layers = [impl for operation, impl in self.kernels.items() if operation != "activation"]
-        return {"te"} == {impl for impl in layers if impl} and self.kernels["activation"] != "triton"
+        return {"te"} == {impl for impl in layers if impl} and self.kernels[
+            "activation"
+        ] != "triton"
 
     def _uses_te(self, operation: str) -> bool:
         return self.kernels[operation] == "te"
@@ -107,27 +119,42 @@ class Provider(BackendSpecProvider):
 
     def column_parallel_linear(self) -> type:
         """A linear layer split by output features."""
-        return self._te.column_parallel_linear() if self._uses_te("linear") else self._product(ColumnLinear)
+        if self._uses_te("linear"):
+            return self._te.column_parallel_linear()
+        return self._product(ColumnLinear)
 
     def row_parallel_linear(self) -> type:
         """A linear layer split by input features."""
-        return self._te.row_parallel_linear() if self._uses_te("linear") else self._product(RowLinear)
+        return (
+            self._te.row_parallel_linear() if self._uses_te("linear") else self._product(RowLinear)
+        )
 
     def _product(self, layer: type) -> type:
-        """A layer of ours with what it multiplies in: by the reference, or by the fastest that takes a product."""
+        """A layer of ours with what it multiplies in: by the reference, or by the fastest that
+        takes a product.
+        """
         impl = "reference" if self.kernels["linear"] == "reference" else "auto"
-        return layer if self.fp8 is None else chosen(layer, impl, fp8=self.fp8, takes_operands=self.operands)
+        if self.fp8 is None:
+            return layer
+        return chosen(layer, impl, fp8=self.fp8, takes_operands=self.operands)
 
     def fuse_layernorm_and_linear(self) -> bool:
-        """One module for a norm and the linear layer behind it: only where everything is TransformerEngine's."""
+        """One module for a norm and the linear layer behind it: only where everything is
+        TransformerEngine's.
+        """
         return self.all_te
 
     def column_parallel_layer_norm_linear(self) -> type | None:
         """That module, or None."""
         return self._te.column_parallel_layer_norm_linear() if self.all_te else None
 
-    def layer_norm(self, rms_norm: bool = False, for_qk: bool = False, has_residual: bool = False) -> type:
-        """A norm; which kind, the model's config says. Ours makes the sum before it where `norms_add`."""
+    def layer_norm(
+        self, rms_norm: bool = False, for_qk: bool = False, has_residual: bool = False
+    ) -> type:
+        """A norm; which kind, the model's config says.
+
+        Ours makes the sum before it where `norms_add`.
+        """
         if self._uses_te("norm"):
             return self._te.layer_norm(rms_norm, for_qk)  # type: ignore[no-any-return]
         return chosen(ResidualNorm if self.norms_add else Norm, self.kernels["norm"])
@@ -139,30 +166,48 @@ class Provider(BackendSpecProvider):
             return chosen(SparseAttention, BACKENDS.get(impl, impl))
         if self._uses_te("attention"):
             return self._te.core_attention()  # type: ignore[no-any-return]
-        return chosen(CoreAttention, BACKENDS.get(impl, impl), softcap=self.parts.attn_logit_softcapping or 0.0)
+        return chosen(
+            CoreAttention,
+            BACKENDS.get(impl, impl),
+            softcap=self.parts.attn_logit_softcapping or 0.0,
+        )
 
-    def grouped_mlp_modules(self, moe_use_grouped_gemm: bool, moe_use_legacy_grouped_gemm: bool = False) -> Any:
+    def grouped_mlp_modules(
+        self, moe_use_grouped_gemm: bool, moe_use_legacy_grouped_gemm: bool = False
+    ) -> Any:
         """Experts in one grouped call, or one after another; the legacy grouped MLP is never used.
 
         A class with its layers; since 0.19 what makes it of them.
         """
         if self._uses_te("experts"):
-            return self._te.grouped_mlp_modules(moe_use_grouped_gemm, *(() if _BUILDS_EXPERTS else (False,)))
+            return self._te.grouped_mlp_modules(
+                moe_use_grouped_gemm, *(() if _BUILDS_EXPERTS else (False,))
+            )
         kind, layers = self._experts(moe_use_grouped_gemm)
         return partial(kind, submodules=layers) if _BUILDS_EXPERTS else (kind, layers)
 
     def _experts(self, grouped: bool) -> tuple[type, Any]:
         if not grouped:
-            layers = MLPSubmodules(linear_fc1=self.column_parallel_linear(), linear_fc2=self.row_parallel_linear())
+            layers = MLPSubmodules(
+                linear_fc1=self.column_parallel_linear(), linear_fc2=self.row_parallel_linear()
+            )
             return SequentialMLP, layers
         more = {} if self.fp8 is None else {"fp8": self.fp8}
-        first, second = (chosen(c, self.kernels["experts"], **more) for c in (ColumnGroupedLinear, RowGroupedLinear))
+        first, second = (
+            chosen(c, self.kernels["experts"], **more)
+            for c in (ColumnGroupedLinear, RowGroupedLinear)
+        )
         activation = self.activation_func()
-        kind = TEGroupedMLP if self.kernels["experts"] == "reference" and not self.sparse else GroupedExperts
+        if self.kernels["experts"] == "reference" and not self.sparse:
+            kind = TEGroupedMLP
+        else:
+            kind = GroupedExperts
         return kind, MLPSubmodules(linear_fc1=first, linear_fc2=second, activation_func=activation)
 
     def activation_func(self) -> type | None:
-        """The layer between the two of an MLP, or None: megatron-core calls the config's function."""
+        """The layer between the two of an MLP, or None: megatron-core calls the
+        config's function.
+        """
         return Activation if self.kernels["activation"] == "triton" else None
 
 
@@ -175,25 +220,33 @@ def provider(
     fp8: Recipe | None = None,
     operands: bool = False,
 ) -> Provider:
-    """The provider for resolved implementations; operations that the model does not have may be None.
+    """The provider for resolved implementations; operations that the model does not have may be
+    None.
 
-    `norms_add`: norms make the sums of the residual stream that they read. `packed`: the implementation of the rotary
-    op that norms and turns queries and keys as they are unpacked. `fp8`: what linear layers and experts multiply in,
-    if they are ours; `operands`: norms and activations quantise for them.
+    `norms_add`: norms make the sums of the residual stream that they read. `packed`: the
+    implementation of the rotary op that norms and turns queries and keys as they are unpacked.
+    `fp8`: what linear layers and experts multiply in, if they are ours; `operands`: norms and
+    activations quantise for them.
 
-    Raises `BadEnvironment` where `te` is named but TransformerEngine does not import, `ValueError` for a word that
-    is no implementation, or one without the cap of `parts`.
+    Raises `BadEnvironment` where `te` is named but TransformerEngine does not import, `ValueError`
+    for a word that is no implementation, or one without the cap of `parts`.
     """
     impls = {operation: getattr(kernels, operation, None) for operation in _WORDS}
     for operation, impl in impls.items():
         if impl not in _WORDS[operation]:
             raise ValueError(
-                f"kernels.{operation} = {impl!r} is none of {', '.join(filter(None, _WORDS[operation]))}"
+                f"kernels.{operation} = {impl!r} is none of"
+                f" {', '.join(filter(None, _WORDS[operation]))}"
             )
     if impls["attention"] == "te" and parts.attn_logit_softcapping:
         raise ValueError("TransformerEngine's attention knows no cap of logits")
     named = [f"kernels.{operation}" for operation, impl in impls.items() if impl == "te"]
-    more: dict[str, Any] = {"norms_add": norms_add, "packed": packed, "fp8": fp8, "operands": operands}
+    more: dict[str, Any] = {
+        "norms_add": norms_add,
+        "packed": packed,
+        "fp8": fp8,
+        "operands": operands,
+    }
     return Provider(impls, _transformer_engine(named) if named else None, parts, **more)
 
 
@@ -213,42 +266,62 @@ def _transformer_engine(named: list[str]) -> Any:
         raise BadEnvironment(
             f"{', '.join(named)} = te, but TransformerEngine does not import here: {error}"
         ) from error
-    return importlib.import_module("megatron.core.extensions.transformer_engine_spec_provider").TESpecProvider()
+    return importlib.import_module(
+        "megatron.core.extensions.transformer_engine_spec_provider"
+    ).TESpecProvider()
 
 
-def layer_spec(config: Any, provider: Provider, *, vp_stage: int | None = None, pp_rank: int | None = None) -> Any:
-    """The decoder layers that this pipeline stage builds, dense or MoE as `config.moe_layer_freq` says.
+def layer_spec(
+    config: Any, provider: Provider, *, vp_stage: int | None = None, pp_rank: int | None = None
+) -> Any:
+    """The decoder layers that this pipeline stage builds, dense or MoE as `config.moe_layer_freq`
+    says.
 
     Goes to `GPTModel(transformer_layer_spec=...)`. Covers grouped-query attention and MLA.
     """
     kinds = list(zip(_moe_pattern(config), _linear_pattern(config), strict=True))
-    specs = {kind: one_layer_spec(config, provider, moe=kind[0], linear=kind[1]) for kind in set(kinds)}
+    specs = {
+        kind: one_layer_spec(config, provider, moe=kind[0], linear=kind[1]) for kind in set(kinds)
+    }
     if config.pipeline_model_parallel_layout is not None:
         built = config.pipeline_model_parallel_layout.get_layer_id_list(
             layer_type=LayerType.decoder, vp_stage=vp_stage, pp_rank=pp_rank
         )
     else:
         first = get_transformer_layer_offset(config, vp_stage=vp_stage, pp_rank=pp_rank)
-        built = range(first, first + get_num_layers_to_build(config, vp_stage=vp_stage, pp_rank=pp_rank))
+        built = range(
+            first, first + get_num_layers_to_build(config, vp_stage=vp_stage, pp_rank=pp_rank)
+        )
     # where each layer ends with a norm, none comes behind the last
-    last = None if provider.parts.norm_placement == "post_residual" else provider.layer_norm(is_rms(config))
-    return api.TransformerBlockSubmodules(layer_specs=[specs[kinds[i]] for i in built], layer_norm=last)
+    if provider.parts.norm_placement == "post_residual":
+        last = None
+    else:
+        last = provider.layer_norm(is_rms(config))
+    return api.TransformerBlockSubmodules(
+        layer_specs=[specs[kinds[i]] for i in built], layer_norm=last
+    )
 
 
-def mtp_spec(config: Any, provider: Provider, *, vp_stage: int | None = None, pp_rank: int | None = None) -> Any:
-    """The multi-token-prediction layers of this pipeline stage for `GPTModel(mtp_block_spec=...)`, or None."""
+def mtp_spec(
+    config: Any, provider: Provider, *, vp_stage: int | None = None, pp_rank: int | None = None
+) -> Any:
+    """The multi-token-prediction layers of this pipeline stage for `GPTModel(mtp_block_spec=...)`,
+    or None.
+    """
     if not config.mtp_num_layers:
         return None
     last = one_layer_spec(config, provider, moe=_moe_pattern(config)[-1])
-    block = api.TransformerBlockSubmodules(layer_specs=[last], layer_norm=provider.layer_norm(is_rms(config)))
+    block = api.TransformerBlockSubmodules(
+        layer_specs=[last], layer_norm=provider.layer_norm(is_rms(config))
+    )
     return api.get_gpt_mtp_block_spec_for_backend(
         config=config, spec=block, backend=provider, vp_stage=vp_stage, pp_rank=pp_rank
     )
 
 
 def one_layer_spec(config: Any, provider: Provider, *, moe: bool, linear: bool = False) -> Any:
-    """One transformer layer; `moe` tells whether its MLP is a mixture of experts, `linear` whether its attention is a
-    gated delta net.
+    """One transformer layer; `moe` tells whether its MLP is a mixture of experts, `linear` whether
+    its attention is a gated delta net.
     """
     spec = _one_after_the_other(config, provider, moe, linear)
     if getattr(config, "parallel_residual", False):
@@ -267,7 +340,8 @@ def _one_after_the_other(config: Any, provider: Provider, moe: bool, linear: boo
             qk_l2_norm=config.qk_l2_norm,
             use_te_activation_func=config.use_te_activation_func,
         )
-    norm, place = provider.layer_norm(is_rms(config)), provider.parts.norm_placement
+    norm = provider.layer_norm(is_rms(config))
+    place = provider.parts.norm_placement
     before = IdentityOp if place in ("post", "post_residual") else norm
     behind = IdentityOp if place == "pre" else norm
     attention = attention_spec(config, provider, linear=linear)
@@ -291,7 +365,9 @@ def _one_after_the_other(config: Any, provider: Provider, moe: bool, linear: boo
     if not config.multi_latent_attention:
         # weights are kept under the names of TransformerEngine's fused norm and linear layer
         layer.sharded_state_dict_keys_map = {
-            "input_layernorm.": f"self_attention.{'in_proj' if linear else 'linear_qkv'}.layer_norm_",
+            "input_layernorm.": (
+                f"self_attention.{'in_proj' if linear else 'linear_qkv'}.layer_norm_"
+            ),
             "pre_mlp_layernorm.": "mlp.linear_fc1.layer_norm_",
         }
     return api.ModuleSpec(module=DecoderLayer, submodules=layer)
@@ -318,7 +394,9 @@ def layers_of(mlp: Any) -> Any:
 
 
 def _moe_pattern(config: Any) -> list[bool]:
-    """Whether each of the model's layers is a mixture of experts; raises `ValueError` for a wrong list."""
+    """Whether each of the model's layers is a mixture of experts; raises `ValueError` for a wrong
+    list.
+    """
     if config.num_moe_experts is None:
         return [False] * config.num_layers
     every = config.moe_layer_freq
@@ -331,5 +409,8 @@ def _moe_pattern(config: Any) -> list[bool]:
 
 def _linear_pattern(config: Any) -> list[bool]:
     """Whether each of the model's layers is a gated delta net."""
-    every = config.linear_attention_freq if config.experimental_attention_variant == "gated_delta_net" else None
+    if config.experimental_attention_variant == "gated_delta_net":
+        every = config.linear_attention_freq
+    else:
+        every = None
     return [every is not None and (i + 1) % every != 0 for i in range(config.num_layers)]

@@ -1,7 +1,9 @@
-"""What routers of experts count, and their losses, over the tokens that are there: padding has no part in them.
+"""What routers of experts count, and their losses, over the tokens that are there: padding has no
+part in them.
 
-A step is divided once by its predictions (or samples), so a loss here is a sum over tokens: that of a micro-batch
-times its tokens. With `ROUTER_LOSS_SHARE` it ends as the average over all tokens of the step.
+A step is divided once by its predictions (or samples), so a loss here is a sum over tokens: that of
+a micro-batch times its tokens. With `ROUTER_LOSS_SHARE` it ends as the average over all tokens of
+the step.
 """
 
 from __future__ import annotations
@@ -15,11 +17,14 @@ from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler, get_ca
 from torch import Tensor
 
 ROUTER_LOSS_SHARE = "router_loss_share"
-"""Of a TransformerConfig: what the step is divided by, as a share of the tokens that routers see; by default all."""
+"""Of a TransformerConfig: what the step is divided by, as a share of the tokens that routers see;
+by default all.
+"""
 
 
 def counts_of(experts: Tensor, tokens: Tensor, number: int) -> Tensor:
-    """How many of the `tokens` [t], bool, chose each of `number` experts, int64 [number]; `experts` is [t, k].
+    """How many of the `tokens` [t], bool, chose each of `number` experts, int64 [number]; `experts`
+    is [t, k].
 
     Nothing waits for the device, as `bincount` would.
     """
@@ -29,7 +34,9 @@ def counts_of(experts: Tensor, tokens: Tensor, number: int) -> Tensor:
 
 
 def with_z_loss(router: Any, logits: Tensor, tokens: Tensor) -> Tensor:
-    """`logits` [t, e], whose backward adds the router's z-loss over those of `tokens` [t] that are true."""
+    """`logits` [t, e], whose backward adds the router's z-loss over those of `tokens` [t] that are
+    true.
+    """
     coefficient = router.config.moe_z_loss_coeff
     if coefficient is None or not router.training or not torch.is_grad_enabled():
         return logits
@@ -38,12 +45,18 @@ def with_z_loss(router: Any, logits: Tensor, tokens: Tensor) -> Tensor:
 
 
 def with_balancing_losses(
-    router: Any, weights: Tensor, logits: Tensor, tokens: Tensor, positions: int, experts: Tensor | None = None
+    router: Any,
+    weights: Tensor,
+    logits: Tensor,
+    tokens: Tensor,
+    positions: int,
+    experts: Tensor | None = None,
 ) -> Tensor:
-    """`weights`, whose backward adds the balancing losses of `logits` [t, e] over the `tokens` [t] that are true.
+    """`weights`, whose backward adds the balancing losses of `logits` [t, e] over the `tokens` [t]
+    that are true.
 
-    t are `positions` with every sample of the micro-batch beside each other. The experts that count are those with
-    the best scores, which may be given as `experts` [t, k].
+    t are `positions` with every sample of the micro-batch beside each other. The experts that count
+    are those with the best scores, which may be given as `experts` [t, k].
     """
     if not (router.training and torch.is_grad_enabled() and router.is_aux_loss_enabled()):
         return weights
@@ -66,10 +79,11 @@ def _scores(logits: Tensor, kind: str) -> Tensor:
 
 
 def _imbalance(router: Any, scores: Tensor, chosen: Tensor, tokens: Tensor, parts: int) -> Tensor:
-    """The sum over parts of a micro-batch of E sum_i f_i P_i times the tokens of the part; token t is of t % parts.
+    """The sum over parts of a micro-batch of E sum_i f_i P_i times the tokens of the part; token t
+    is of t % parts.
 
-    Tensor- and context-parallel ranks have other tokens of the same parts: f is over all of them, and each rank gives
-    its own tokens' part of P.
+    Tensor- and context-parallel ranks have other tokens of the same parts: f is over all of them,
+    and each rank gives its own tokens' part of P.
     """
     number = scores.shape[1]
     topk = chosen.shape[1]
@@ -87,18 +101,22 @@ def _attached(router: Any, onto: Tensor, loss: Tensor) -> Tensor:
     return MoEAuxLossAutoScaler.apply(onto, loss)  # type: ignore[no-any-return]
 
 
-def within_capacity(router: Any, weights: Tensor, chosen: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor]:
+def within_capacity(
+    router: Any, weights: Tensor, chosen: Tensor, tokens: Tensor
+) -> tuple[Tensor, Tensor]:
     """The weights and the map [t, e] of what experts with a capacity take of `chosen` [t, e].
 
-    It is that of the `tokens` [t] that are true. What is computed with one shape in every step has room for the
-    capacity of all positions.
+    It is that of the `tokens` [t] that are true. What is computed with one shape in every step has
+    room for the capacity of all positions.
     """
     config = router.config
     factor = config.moe_expert_capacity_factor
     number = weights.shape[1]
     capacity = torch.ceil(tokens.sum().double() * router.topk / number * factor)
     order = weights if config.moe_token_drop_policy == "probs" else chosen.to(weights.dtype)
-    place = order.detach().masked_fill(~chosen, -math.inf).argsort(dim=0, descending=True, stable=True)
+    place = (
+        order.detach().masked_fill(~chosen, -math.inf).argsort(dim=0, descending=True, stable=True)
+    )
     rank = place.argsort(dim=0)
     kept = chosen & (rank < capacity)
     weights = weights * kept

@@ -1,8 +1,9 @@
 """BERT of megatron-core's parts: its transformer layers, embeddings and output layer.
 
-Norms are where Devlin et al. (2018) have them, on the embeddings and on the sums of the residual stream, or where
-Shoeybi et al. (2019) and megatron-core's BertModel have them: before attention and MLP, with one behind the last
-layer and none on the embeddings. transformers has both, as Bert and as MegatronBert.
+Norms are where Devlin et al. (2018) have them, on the embeddings and on the sums of the residual
+stream, or where Shoeybi et al. (2019) and megatron-core's BertModel have them: before attention and
+MLP, with one behind the last layer and none on the embeddings. transformers has both, as Bert and
+as MegatronBert.
 """
 
 from __future__ import annotations
@@ -34,13 +35,15 @@ HEADS: dict[str, Callable[[Tensor], Tensor]] = {"gelu": F.gelu, "gelu_tanh": gel
 
 
 class BertEmbedding(LanguageModelEmbedding):
-    """The sum of the embeddings of tokens, positions and kinds of tokens, normed where there is a `norm`, and dropped
-    out.
+    """The sum of the embeddings of tokens, positions and kinds of tokens, normed where there is a
+    `norm`, and dropped out.
 
     Where `pad_token` stands, the embedding of tokens has no gradient (transformers' `padding_idx`).
     """
 
-    def __init__(self, *args: Any, norm: Callable[..., Any] | None, pad_token: int | None, **kwargs: Any) -> None:
+    def __init__(
+        self, *args: Any, norm: Callable[..., Any] | None, pad_token: int | None, **kwargs: Any
+    ) -> None:
         super().__init__(*args, **kwargs)
         add_in_fp32(self)
         self.tokentype_embeddings.__class__ = PositionEmbedding
@@ -50,13 +53,16 @@ class BertEmbedding(LanguageModelEmbedding):
             self.norm = norm(config=self.config, hidden_size=self.config.hidden_size, eps=epsilon)
         self._pad_token = pad_token
 
-    def forward(self, input_ids: Tensor, position_ids: Tensor, tokentype_ids: Tensor | None = None) -> Tensor:
+    def forward(
+        self, input_ids: Tensor, position_ids: Tensor, tokentype_ids: Tensor | None = None
+    ) -> Tensor:
         """Ids [b, s] to [s, b, h], or to this rank's [s / tp, b, h] under sequence parallelism."""
         kinds = torch.zeros_like(input_ids) if tokentype_ids is None else tokentype_ids
         words = self.word_embeddings(input_ids)
         if self._pad_token is not None:
             words = torch.where((input_ids == self._pad_token)[..., None], words.detach(), words)
-        places = self.position_embeddings(position_ids)  # in the order in which a parameter gather brings them
+        # in the order in which a parameter gather brings them
+        places = self.position_embeddings(position_ids)
         total = (words + self.tokentype_embeddings(kinds) + places).transpose(0, 1).contiguous()
         if not self.config.sequence_parallel:
             return self._finished(total)
@@ -70,15 +76,21 @@ class BertEmbedding(LanguageModelEmbedding):
 
 
 class MaskedTokenHead(MegatronModule):
-    """Hidden states [s, b, h] to those that the output layer reads: a linear layer, its activation, a norm."""
+    """Hidden states [s, b, h] to those that the output layer reads: a linear layer, its activation,
+    a norm.
+    """
 
     def __init__(self, config: Any, norm: Callable[..., Any], activation: str) -> None:
         super().__init__(config=config)
         self._activation = HEADS[activation]
         self.dense = _linear(config, config.hidden_size)
-        for parameter in self.dense.parameters():  # each tensor-parallel rank sees a part of the tokens
+        for (
+            parameter
+        ) in self.dense.parameters():  # each tensor-parallel rank sees a part of the tokens
             parameter.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
-        self.norm = norm(config=config, hidden_size=config.hidden_size, eps=config.layernorm_epsilon)
+        self.norm = norm(
+            config=config, hidden_size=config.hidden_size, eps=config.layernorm_epsilon
+        )
 
     def forward(self, hidden: Tensor) -> Tensor:
         """The same shape."""
@@ -88,9 +100,9 @@ class MaskedTokenHead(MegatronModule):
 class BertModel(SummedLosses, LanguageModule):
     """An encoder that gives the sum of its losses where there are labels, as `LanguageModel` does.
 
-    To each chosen token's loss times `loss_mask` is added, with `next_sentence`, the loss of each sample's pair of
-    sentences times the number of tokens that were chosen in it: over the tokens of a batch, whose samples all have as
-    many, that is the mean of the one and the mean of the other.
+    To each chosen token's loss times `loss_mask` is added, with `next_sentence`, the loss of each
+    sample's pair of sentences times the number of tokens that were chosen in it: over the tokens of
+    a batch, whose samples all have as many, that is the mean of the one and the mean of the other.
     """
 
     def __init__(
@@ -114,8 +126,11 @@ class BertModel(SummedLosses, LanguageModule):
     ) -> None:
         super().__init__(config=config)
         self.sum_losses_by(loss, loss_vocab_size)
-        self.pre_process, self.post_process, self.vp_stage = pre_process, post_process, vp_stage
-        self.model_type, self.share_embeddings_and_output_weights = ModelType.encoder_or_decoder, True
+        self.pre_process = pre_process
+        self.post_process = post_process
+        self.vp_stage = vp_stage
+        self.model_type = ModelType.encoder_or_decoder
+        self.share_embeddings_and_output_weights = True
         if pre_process:
             self.embedding = BertEmbedding(
                 config,
@@ -126,7 +141,11 @@ class BertModel(SummedLosses, LanguageModule):
                 pad_token=pad_token,
             )
         self.encoder = TransformerBlock(
-            config=config, spec=layers, pre_process=pre_process, post_process=post_process, vp_stage=vp_stage
+            config=config,
+            spec=layers,
+            pre_process=pre_process,
+            post_process=post_process,
+            vp_stage=vp_stage,
         )
         join_layers(self.encoder)
         self.pooler = self.next_sentence = None
@@ -143,13 +162,16 @@ class BertModel(SummedLosses, LanguageModule):
                 skip_weight_param_allocation=pre_process,
             )
             if next_sentence:
-                self.pooler, self.next_sentence = _linear(config, config.hidden_size), _linear(config, 2)
+                self.pooler = _linear(config, config.hidden_size)
+                self.next_sentence = _linear(config, 2)
         if pre_process or post_process:
             self.setup_embeddings_and_output_layer()
 
     def set_input_tensor(self, input_tensor: Any) -> None:
         """What the stage before sent, for megatron-core's schedules: a tensor, or a list of one."""
-        self.encoder.set_input_tensor(input_tensor[0] if isinstance(input_tensor, list) else input_tensor)
+        self.encoder.set_input_tensor(
+            input_tensor[0] if isinstance(input_tensor, list) else input_tensor
+        )
 
     def forward(
         self,
@@ -163,17 +185,22 @@ class BertModel(SummedLosses, LanguageModule):
         next_sentence: Tensor | None = None,
         packed_seq_params: Any = None,
     ) -> Tensor:
-        """The sum of losses of tokens [b, s], or without `labels` the logits [b, s, v / tp]; of a stage that is not
-        the last its hidden states [s, b, h].
+        """The sum of losses of tokens [b, s], or without `labels` the logits [b, s, v / tp]; of a
+        stage that is not the last its hidden states [s, b, h].
 
-        `token_types` [b, s] are 0 where nothing is said; `next_sentence` [b] is 1 where sentence B does not follow.
+        `token_types` [b, s] are 0 where nothing is said; `next_sentence` [b] is 1 where sentence B
+        does not follow.
 
         Raises:
             ValueError: packed documents, or a mask of attention.
         """
         if attention_mask is not None or packed_seq_params is not None:
-            raise ValueError("samples of BERT are whole windows: nothing in them is hidden or packed")
-        embedded = self.embedding(input_ids, position_ids, token_types) if self.pre_process else None
+            raise ValueError(
+                "samples of BERT are whole windows: nothing in them is hidden or packed"
+            )
+        embedded = (
+            self.embedding(input_ids, position_ids, token_types) if self.pre_process else None
+        )
         hidden = self.encoder(hidden_states=embedded, attention_mask=None)
         if not self.post_process:
             return hidden  # type: ignore[no-any-return]
@@ -184,13 +211,17 @@ class BertModel(SummedLosses, LanguageModule):
         mask = torch.ones_like(labels, dtype=torch.float32) if loss_mask is None else loss_mask
         total = self.sum_of_losses(said, labels, mask)
         if next_sentence is not None and self.next_sentence is not None:
-            losses = F.cross_entropy(self.next_sentence_logits(hidden), next_sentence, reduction="none")
+            losses = F.cross_entropy(
+                self.next_sentence_logits(hidden), next_sentence, reduction="none"
+            )
             more = (losses * mask.sum(dim=1)).sum()
             total = total + (F.pad(more[None], (0, 2)) if total.ndim else more)
         return total
 
     def next_sentence_logits(self, hidden: Tensor) -> Tensor:
-        """Of the encoder's [s, b, h], or this rank's part: fp32 [b, 2], from what is pooled of the first token."""
+        """Of the encoder's [s, b, h], or this rank's part: fp32 [b, 2], from what is pooled of the
+        first token.
+        """
         assert self.pooler is not None
         assert self.next_sentence is not None
         if self.config.sequence_parallel:

@@ -1,7 +1,8 @@
-"""A decoder-only transformer as a hybrid model of megatron-core: attention and MLP of a block are a layer each.
+"""A decoder-only transformer as a hybrid model of megatron-core: attention and MLP of a block are a
+layer each.
 
-Blocks are numbered as the layers of a GPTModel: what depends on the number (windows, positions, the losses of
-routers, formats, caches) is the same, and so is the name of every weight in a checkpoint.
+Blocks are numbered as the layers of a GPTModel: what depends on the number (windows, positions, the
+losses of routers, formats, caches) is the same, and so is the name of every weight in a checkpoint.
 """
 
 from __future__ import annotations
@@ -20,11 +21,19 @@ from mtrain.mcore import api
 from mtrain.mcore.attention_spec import is_rms
 from mtrain.mcore.backend import one_layer_spec
 from mtrain.mcore.decoder_layer import DecoderLayerSubmodules
-from mtrain.mcore.hybrid_model import HybridModel, PatternLayer, Stack, pattern_layers, stack_submodules
+from mtrain.mcore.hybrid_model import (
+    HybridModel,
+    PatternLayer,
+    Stack,
+    pattern_layers,
+    stack_submodules,
+)
 
 
 class BlockLayer(PatternLayer):
-    """The attention or the MLP of a block, with the number of the block; `whole` is the configuration of blocks."""
+    """The attention or the MLP of a block, with the number of the block; `whole` is the
+    configuration of blocks.
+    """
 
     def __init__(
         self,
@@ -49,13 +58,19 @@ class BlockLayer(PatternLayer):
 class BlockStack(Stack):
     """The stack of a hybrid model that says of its weights what the block of a GPTModel says."""
 
-    def __init__(self, config: Any, *args: Any, pg_collection: Any, vp_stage: int | None, **kwargs: Any) -> None:
+    def __init__(
+        self, config: Any, *args: Any, pg_collection: Any, vp_stage: int | None, **kwargs: Any
+    ) -> None:
         doubled = copy(config)  # 0.16.1 counts the letters of the pattern
         doubled.num_layers = OF_A_BLOCK * config.num_layers
         super().__init__(doubled, *args, pg_collection=pg_collection, **kwargs)
-        self.config, self.pg_collection, self.vp_stage = config, pg_collection, vp_stage
+        self.config = config
+        self.pg_collection = pg_collection
+        self.vp_stage = vp_stage
 
-    def sharded_state_dict(self, prefix: str = "", sharded_offsets: Any = (), metadata: Any = None) -> Any:
+    def sharded_state_dict(
+        self, prefix: str = "", sharded_offsets: Any = (), metadata: Any = None
+    ) -> Any:
         """As of the layers of a GPTModel, whichever of its weights each of ours has."""
         found = TransformerBlock.sharded_state_dict(self, prefix, sharded_offsets or (), metadata)
         apply_prefix_mapping(found, {f"{prefix}final_norm.": f"{prefix}final_layernorm."})
@@ -69,23 +84,37 @@ class BlockModel(HybridModel):
     """
 
     def __init__(
-        self, config: Any, spec: Any, *, rope_scaling: bool, rope_scaling_factor: float, **kwargs: Any
+        self,
+        config: Any,
+        spec: Any,
+        *,
+        rope_scaling: bool,
+        rope_scaling_factor: float,
+        **kwargs: Any,
     ) -> None:
         self.__dict__["_turned"] = rope_scaling_factor if rope_scaling else None
         super().__init__(config, spec, **kwargs)
 
     def complete(self, *args: Any, **features: Any) -> None:
-        """As `SummedLosses` does it; before that the rotary positions are what GPTModel makes of them."""
+        """As `SummedLosses` does it; before that the rotary positions are what GPTModel makes of
+        them.
+        """
         rotary = getattr(self, "rotary_pos_emb", None)
         if rotary is not None:
             rotary.rotary_interleaved = self.config.rotary_interleaved
             if self.__dict__["_turned"] is not None:
-                rotary.inv_freq = rotary._apply_scaling(rotary.inv_freq, factor=self.__dict__["_turned"])
+                rotary.inv_freq = rotary._apply_scaling(
+                    rotary.inv_freq, factor=self.__dict__["_turned"]
+                )
         super().complete(*args, **features)
 
 
-def block_spec(config: Any, provider: Any, pattern: str, layers: range, *, vp_stage: int | None) -> Any:
-    """The specification of the layers `layers` of `pattern`, two of which are one of `backend.layer_spec`."""
+def block_spec(
+    config: Any, provider: Any, pattern: str, layers: range, *, vp_stage: int | None
+) -> Any:
+    """The specification of the layers `layers` of `pattern`, two of which are one of
+    `backend.layer_spec`.
+    """
     parts = {}
     for kind in set(pattern):
         layer = one_layer_spec(config, provider, moe=kind == EXPERTS, linear=kind == DELTA)
@@ -100,4 +129,6 @@ def _half(whole: Any, *, attention: bool) -> DecoderLayerSubmodules:
     """The parts of a layer that are of its attention, or of its MLP."""
     named = {field.name: getattr(whole, field.name) for field in fields(whole)}
     shared = ("sharded_state_dict_keys_map", "norms_the_sum")
-    return DecoderLayerSubmodules(**{k: v for k, v in named.items() if k in shared or ("mlp" in k) != attention})
+    return DecoderLayerSubmodules(
+        **{k: v for k, v in named.items() if k in shared or ("mlp" in k) != attention}
+    )

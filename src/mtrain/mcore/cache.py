@@ -16,12 +16,13 @@ from mtrain.mcore.op_overrides import tables
 
 
 class Cache(StaticInferenceContext):
-    """The cache of `rows` sequences of at most `length` tokens, all of them read up to the same token.
+    """The cache of `rows` sequences of at most `length` tokens, all of them read up to the same
+    token.
 
-    Each attention layer keeps its keys and values in it: [length, rows, key heads of this rank, head size], MLA those
-    that it makes of the compressed ones. A layer of linear attention or of Mamba-2 keeps a state in
-    `states`, by its number and the tokens that were read. `last_only`: what is read has no padding, and the
-    logits are those of the last token alone.
+    Each attention layer keeps its keys and values in it: [length, rows, key heads of this rank,
+    head size], MLA those that it makes of the compressed ones. A layer of linear attention or of
+    Mamba-2 keeps a state in `states`, by its number and the tokens that were read. `last_only`:
+    what is read has no padding, and the logits are those of the last token alone.
     """
 
     def __init__(self, rows: int, length: int, *, last_only: bool) -> None:
@@ -35,15 +36,20 @@ class Cache(StaticInferenceContext):
         return self.sequence_len_offset
 
     def advance(self, tokens: int) -> None:
-        """Count tokens as read after all chunks of the model have seen them; what was padding is written over."""
+        """Count tokens as read after all chunks of the model have seen them; what was padding is
+        written over.
+        """
         self.increment_sequence_len_offset(tokens)
 
 
 class State:
-    """What a layer keeps of the tokens before: the last inputs of its convolution, and its state."""
+    """What a layer keeps of the tokens before: the last inputs of its convolution, and
+    its state.
+    """
 
     def __init__(self, tail: Tensor, state: Tensor) -> None:
-        self.tail, self.state = tail, state
+        self.tail = tail
+        self.state = state
 
     @classmethod
     def of(cls, context: Any, layer: int) -> State | None:
@@ -62,10 +68,12 @@ class State:
 
 
 class CachedSelfAttention(SelfAttention):
-    """megatron-core's self-attention with rotated keys in its cache: it would rotate all of them for every token.
+    """megatron-core's self-attention with rotated keys in its cache: it would rotate all of them
+    for every token.
 
-    With `packed_impl`, an implementation of the rotary op, training norms and turns queries and keys on their way out
-    of the packed product, in one launch; where documents are packed or a cache is read, it is megatron-core's way.
+    With `packed_impl`, an implementation of the rotary op, training norms and turns queries and
+    keys on their way out of the packed product, in one launch; where documents are packed or a
+    cache is read, it is megatron-core's way.
     """
 
     packed_impl: str | None = None
@@ -74,11 +82,14 @@ class CachedSelfAttention(SelfAttention):
     def forward(self, *args: Any, rotary_pos_emb: Any = None, **given: Any) -> Any:
         """As megatron-core's."""
         skipped = self.config.no_rope_freq and self.config.no_rope_freq[self.layer_number - 1]
-        elsewhere = given.get("inference_context") is not None or given.get("packed_seq_params") is not None
+        elsewhere = (
+            given.get("inference_context") is not None or given.get("packed_seq_params") is not None
+        )
         plain = isinstance(rotary_pos_emb, Tensor) and rotary_pos_emb.shape[1:3] == (1, 1)
         if self.packed_impl is None or skipped or elsewhere or not plain:
             return super().forward(*args, rotary_pos_emb=rotary_pos_emb, **given)
-        scale = attention._yarn_get_concentration_factor_from_config(self.config)  # `rotary` may have replaced it
+        # `rotary` may have replaced it
+        scale = attention._yarn_get_concentration_factor_from_config(self.config)
         self._turns = tables(rotary_pos_emb, self.config.rotary_interleaved, scale)
         try:
             return super().forward(*args, rotary_pos_emb=None, **given)
@@ -105,17 +116,29 @@ class CachedSelfAttention(SelfAttention):
         )
 
     def _adjust_key_value_for_inference(
-        self, context: Any, query: Tensor, key: Tensor, value: Tensor, rotary: Any, *others: Any, **named: Any
+        self,
+        context: Any,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        rotary: Any,
+        *others: Any,
+        **named: Any,
     ) -> Any:
         if context is not None and rotary is not None:
             at = slice(context.sequence_len_offset, context.sequence_len_offset + key.shape[0])
-            scale = attention._yarn_get_concentration_factor_from_config(self.config)  # `rotary` may have replaced it
+            # `rotary` may have replaced it
+            scale = attention._yarn_get_concentration_factor_from_config(self.config)
             query, key = (
-                apply_rotary_pos_emb(x, angles[at], self.config, mscale=scale, cp_group=self.pg_collection.cp)
+                apply_rotary_pos_emb(
+                    x, angles[at], self.config, mscale=scale, cp_group=self.pg_collection.cp
+                )
                 for x, angles in zip((query, key), rotary, strict=True)
             )
             rotary = None
-        return super()._adjust_key_value_for_inference(context, query, key, value, rotary, *others, **named)
+        return super()._adjust_key_value_for_inference(
+            context, query, key, value, rotary, *others, **named
+        )
 
 
 def obstacle(config: Any, core: str | None) -> str:
@@ -124,11 +147,17 @@ def obstacle(config: Any, core: str | None) -> str:
     `config` is megatron-core's, `core` the implementation of core attention.
     """
     if core == "te":
-        return "TransformerEngine's attention has no causal mask behind a cache; kernels.attention=torch has one"
+        return (
+            "TransformerEngine's attention has no causal mask behind a cache;"
+            " kernels.attention=torch has one"
+        )
     if config.apply_rope_fusion and config.multi_latent_attention:
         return "megatron-core's fused rotary embedding of MLA begins at the first position"
     if config.experimental_attention_variant == "dsa":
         return "keys of an indexer are not kept"
     if config.moe_expert_capacity_factor is not None:
-        return "which tokens an expert of limited capacity takes depends on all that are computed together"
+        return (
+            "which tokens an expert of limited capacity takes depends on all that are computed"
+            " together"
+        )
     return ""

@@ -1,8 +1,9 @@
 """CLIP's vision transformer and LLaVA's projector, over megatron-core's layers.
 
-megatron-core's own `CLIPViTModel` differs from what was published: it computes patches with a bias, needs
-TransformerEngine for its norms, has no way to the features of an inner layer, and a tensor-parallel rank of it draws
-its own class token. Its layers are what is used here: they know tensor parallelism, recomputation and checkpoints.
+megatron-core's own `CLIPViTModel` differs from what was published: it computes patches with a bias,
+needs TransformerEngine for its norms, has no way to the features of an inner layer, and a
+tensor-parallel rank of it draws its own class token. Its layers are what is used here: they know
+tensor parallelism, recomputation and checkpoints.
 """
 
 from __future__ import annotations
@@ -86,7 +87,9 @@ def vision_config(language: Any, own: LlavaConfig) -> Any:
 
 
 def projector_config(language: Any, own: LlavaConfig) -> Any:
-    """The TransformerConfig of the projector: both of its layers end in the language model's width."""
+    """The TransformerConfig of the projector: both of its layers end in the language
+    model's width.
+    """
     shape = {
         "ffn_hidden_size": language.hidden_size,
         "add_bias_linear": own.projector_bias,
@@ -112,7 +115,9 @@ def _layer_spec(provider: Provider) -> Any:
     layer = DecoderLayerSubmodules(
         input_layernorm=norm,
         self_attention=ModuleSpec(
-            module=SelfAttention, params={"attn_mask_type": AttnMaskType.no_mask}, submodules=attention
+            module=SelfAttention,
+            params={"attn_mask_type": AttnMaskType.no_mask},
+            submodules=attention,
         ),
         self_attn_bda=get_bias_dropout_add,
         pre_mlp_layernorm=norm,
@@ -123,26 +128,35 @@ def _layer_spec(provider: Provider) -> Any:
 
 
 def _mlp(provider: Provider) -> MLPSubmodules:
-    return MLPSubmodules(linear_fc1=provider.column_parallel_linear(), linear_fc2=provider.row_parallel_linear())
+    return MLPSubmodules(
+        linear_fc1=provider.column_parallel_linear(), linear_fc2=provider.row_parallel_linear()
+    )
 
 
 class VisionTower(MegatronModule):
-    """CLIP's vision transformer up to its features: patches of images [n, 3, size, size] to [patches, n, h].
+    """CLIP's vision transformer up to its features: patches of images [n, 3, size, size] to
+    [patches, n, h].
 
-    Layers behind the features, and the last norm, are parameters that nothing reads and nobody trains.
+    Layers behind the features, and the last norm, are parameters that nothing reads and nobody
+    trains.
     Source: Radford et al. 2021 (CLIP), and transformers' CLIPVisionModel.
     """
 
     def __init__(self, config: Any, provider: Provider, own: LlavaConfig) -> None:
         super().__init__(config=config)
-        h, patch, kind = own.vision_hidden_size, own.patch_size, config.params_dtype
-        self._own, self._grid = own, own.image_size // patch
+        h = own.vision_hidden_size
+        patch = own.patch_size
+        kind = config.params_dtype
+        self._own = own
+        self._grid = own.image_size // patch
         self.class_embedding = nn.Parameter(torch.zeros(h, dtype=kind))
         self.patch_embedding = nn.Parameter(torch.zeros(h, 3, patch, patch, dtype=kind))
         self.position_embedding = nn.Parameter(torch.zeros(own.image_tokens + 1, h, dtype=kind))
         for parameter in self.parameters():
             config.init_method(parameter)
-        norm = partial(provider.layer_norm(), config=config, hidden_size=h, eps=config.layernorm_epsilon)
+        norm = partial(
+            provider.layer_norm(), config=config, hidden_size=h, eps=config.layernorm_epsilon
+        )
         self.pre_layernorm = norm()
         self.encoder = _stack(config, provider, own.used_layers)
         if own.unused_layers:
@@ -152,17 +166,33 @@ class VisionTower(MegatronModule):
 
     def forward(self, images: Tensor) -> Tensor:
         """Features of every patch, row by row."""
-        x = self._patches(images.to(self.patch_embedding.dtype)) @ self.patch_embedding.flatten(1).t()
-        x = torch.cat([self.class_embedding.expand(len(x), 1, -1), x], dim=1) + self.position_embedding
+        x = (
+            self._patches(images.to(self.patch_embedding.dtype))
+            @ self.patch_embedding.flatten(1).t()
+        )
+        x = (
+            torch.cat([self.class_embedding.expand(len(x), 1, -1), x], dim=1)
+            + self.position_embedding
+        )
         x = self.pre_layernorm(x.transpose(0, 1).contiguous())
-        again = self.config.recompute_granularity == "full" and self.training and torch.is_grad_enabled()
+        again = (
+            self.config.recompute_granularity == "full"
+            and self.training
+            and torch.is_grad_enabled()
+        )
         for layer in self.encoder.layers:
-            x = tensor_parallel.checkpoint(partial(_run, layer), False, x) if again else _run(layer, x)
+            if again:
+                x = tensor_parallel.checkpoint(partial(_run, layer), False, x)
+            else:
+                x = _run(layer, x)
         return x[1:]
 
     def _patches(self, images: Tensor) -> Tensor:
-        """Images [n, 3, size, size] to [n, patches, 3 * patch * patch]; what is over at the edges is left out."""
-        g, p = self._grid, self._own.patch_size
+        """Images [n, 3, size, size] to [n, patches, 3 * patch * patch]; what is over at the edges
+        is left out.
+        """
+        g = self._grid
+        p = self._own.patch_size
         cut = images[..., : g * p, : g * p].unflatten(2, (g, p)).unflatten(4, (g, p))
         return cut.permute(0, 2, 4, 1, 3, 5).reshape(len(images), g * g, 3 * p * p)
 
@@ -177,11 +207,16 @@ def _run(layer: Any, x: Tensor) -> Tensor:
 
 
 class Projector(MLP):
-    """Two linear layers with an activation between: features [patches, n, vision h] to [patches, n, h]."""
+    """Two linear layers with an activation between: features [patches, n, vision h] to [patches, n,
+    h].
+    """
 
     def __init__(self, config: Any, provider: Provider, own: LlavaConfig) -> None:
         super().__init__(
-            config, _mlp(provider), input_size=own.vision_hidden_size, ffn_hidden_size=config.ffn_hidden_size
+            config,
+            _mlp(provider),
+            input_size=own.vision_hidden_size,
+            ffn_hidden_size=config.ffn_hidden_size,
         )
 
     def forward(self, features: Tensor) -> Tensor:

@@ -34,9 +34,11 @@ def folder() -> Path:
 
 
 def load(key: str) -> Entry | None:
-    """What was stored under `key`; None where there is nothing, or nothing that only this user can have written.
+    """What was stored under `key`; None where there is nothing, or nothing that only this user can
+    have written.
 
-    Code from a file is run, so the file and its folder must belong to this user and be closed to writing by others.
+    Code from a file is run, so the file and its folder must belong to this user and be closed to
+    writing by others.
     """
     try:
         if not _is_private(os.lstat(folder())):
@@ -87,4 +89,6 @@ def _prune() -> None:
 
 def _is_private(status: os.stat_result) -> bool:
     writable_by_others = status.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
-    return status.st_uid == os.getuid() and not writable_by_others and not stat.S_ISLNK(status.st_mode)
+    return (
+        status.st_uid == os.getuid() and not writable_by_others and not stat.S_ISLNK(status.st_mode)
+    )

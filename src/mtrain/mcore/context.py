@@ -1,4 +1,6 @@
-"""How attention sees a sequence that is sharded over ranks: rings, exchanges of sequence for heads, and both."""
+"""How attention sees a sequence that is sharded over ranks: rings, exchanges of sequence for heads,
+and both.
+"""
 
 from __future__ import annotations
 
@@ -12,15 +14,18 @@ from torch import Tensor
 
 
 class Context:
-    """The context-parallel ranks of one attention layer, by the way in which they talk (`parallel.cp_comm_type`).
+    """The context-parallel ranks of one attention layer, by the way in which they talk
+    (`parallel.cp_comm_type`).
 
-    `inner` ranks exchange the sequence for heads (all-to-all); `outer` ranks pass keys and values around a ring. With
-    `all_gather` every rank gathers all keys and values instead. A rank holds chunks r and 2c-1-r of the 2c chunks of
-    every sequence, the layout that megatron-core splits batches and rotary embeddings into.
+    `inner` ranks exchange the sequence for heads (all-to-all); `outer` ranks pass keys and values
+    around a ring. With `all_gather` every rank gathers all keys and values instead. A rank holds
+    chunks r and 2c-1-r of the 2c chunks of every sequence, the layout that megatron-core splits
+    batches and rotary embeddings into.
     """
 
     def __init__(self, group: Any, kind: str | None) -> None:
-        self.group, self.kind = group, kind or "all_gather"
+        self.group = group
+        self.kind = kind or "all_gather"
         self.inner = self.outer = None
         if self.kind == "a2a":
             self.inner = group
@@ -37,13 +42,16 @@ class Context:
         return self.inner.size() if self.inner else 1
 
     def head_slice(self, heads: int) -> slice:
-        """Which of this tensor-parallel rank's heads are here while the sequence is exchanged for them."""
+        """Which of this tensor-parallel rank's heads are here while the sequence is exchanged for
+        them.
+        """
         share = heads // self.inner_size
         first = (self.inner.rank() if self.inner else 0) * share
         return slice(first, first + share)
 
     def positions(self, tokens: int, cu_seqlens: Tensor | None, device: torch.device) -> Tensor:
-        """Places [outer ranks, tokens of a block] in the batch of what each ring rank holds after the exchange.
+        """Places [outer ranks, tokens of a block] in the batch of what each ring rank holds after
+        the exchange.
 
         `tokens` is what one rank holds before it.
         """
@@ -60,11 +68,17 @@ class Context:
         if self.inner is None:
             return x
         s, b, n, d = x.shape
-        parts = x.view(s, b, self.inner_size, n // self.inner_size, d).permute(2, 0, 1, 3, 4).contiguous()
+        parts = (
+            x.view(s, b, self.inner_size, n // self.inner_size, d)
+            .permute(2, 0, 1, 3, 4)
+            .contiguous()
+        )
         return all_to_all(self.inner, parts).flatten(0, 1)
 
     def to_tokens(self, x: Tensor) -> Tensor:
-        """[inner * s, b, w] of some heads back to [s, b, inner * w] of this rank's tokens and all heads."""
+        """[inner * s, b, w] of some heads back to [s, b, inner * w] of this rank's tokens and all
+        heads.
+        """
         if self.inner is None:
             return x
         _, b, w = x.shape
@@ -72,11 +86,15 @@ class Context:
         return parts.permute(1, 2, 0, 3).reshape(-1, b, self.inner_size * w)
 
     def pass_on(self, x: Tensor) -> Passing:
-        """Begin to send `x` to the next rank of the ring, and to receive what the rank before sends in this call."""
+        """Begin to send `x` to the next rank of the ring, and to receive what the rank before sends
+        in this call.
+        """
         return Passing(x, self.outer)
 
     def gathered(self, key: Tensor, value: Tensor, sequence: Tensor) -> tuple[Tensor, Tensor]:
-        """Gather the keys and values of all ranks, and put them in the order `sequence` [c * s]: [c * s, b, n, d]."""
+        """Gather the keys and values of all ranks, and put them in the order `sequence` [c * s]: [c
+        * s, b, n, d].
+        """
         both = torch.cat([key, value], dim=-1)  # one collective instead of two
         both = gather_from_sequence_parallel_region(both, group=self.group)
         both = both.index_select(0, sequence)
@@ -85,10 +103,12 @@ class Context:
 
 
 class Passing:
-    """A block on its way to the next rank while this one computes. Its gradient travels back the same way.
+    """A block on its way to the next rank while this one computes.
 
-    In the backward, `arrived` begins to send the gradient, and the call that gave the block waits for it. Meanwhile
-    the backward of what was computed between the two runs.
+    Its gradient travels back the same way.
+
+    In the backward, `arrived` begins to send the gradient, and the call that gave the block waits
+    for it. Meanwhile the backward of what was computed between the two runs.
     """
 
     def __init__(self, x: Tensor, group: Any) -> None:
@@ -103,7 +123,9 @@ class Passing:
 
 
 class _Give(torch.autograd.Function):
-    """Begins to send to the next rank of a ring and to receive from the one before; waits for the gradient."""
+    """Begins to send to the next rank of a ring and to receive from the one before; waits for the
+    gradient.
+    """
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, exchange: _Exchange) -> Tensor:
@@ -131,19 +153,25 @@ class _Take(torch.autograd.Function):
 
 
 class _Exchange:
-    """A message to one neighbour in a ring and one from the other; one such pair is under way at a time."""
+    """A message to one neighbour in a ring and one from the other; one such pair is under way at a
+    time.
+    """
 
     def __init__(self, group: Any) -> None:
         self.group = group
         self._under_way: tuple[list[Any], Tensor] | None = None
 
     def start(self, x: Tensor, step: int) -> Tensor:
-        """Send `x` to the rank that is `step` ranks on; returns the memory that is received into until `finish`."""
+        """Send `x` to the rank that is `step` ranks on; returns the memory that is received into
+        until `finish`.
+        """
         size = self.group.size()
         rank = self.group.rank()
         sent = x.contiguous()
         got = torch.empty_like(sent)
-        to, source = (dist.get_global_rank(self.group, (rank + way) % size) for way in (step, -step))
+        to, source = (
+            dist.get_global_rank(self.group, (rank + way) % size) for way in (step, -step)
+        )
         give = dist.P2POp(dist.isend, sent, to, self.group)
         take = dist.P2POp(dist.irecv, got, source, self.group)
         self._under_way = dist.batch_isend_irecv([give, take]), sent
@@ -163,24 +191,30 @@ def context_positions(
 ) -> Tensor:
     """Positions [ranks, tokens / ranks] that each context-parallel rank holds, in its order.
 
-    Every sequence (all `tokens`, or each between two entries of `cu_seqlens`) is split into 2 * ranks chunks of which
-    rank r holds r and 2 * ranks - 1 - r, so that each has as much causal work as the others. Nothing waits for a
-    device on which `cu_seqlens` lies.
-    Raises `ValueError` where all `tokens` cannot be split so; for packed sequences, also where they do not make up
-    `tokens`, `RuntimeError`, which a device raises later.
+    Every sequence (all `tokens`, or each between two entries of `cu_seqlens`) is split into 2 *
+    ranks chunks of which rank r holds r and 2 * ranks - 1 - r, so that each has as much causal work
+    as the others. Nothing waits for a device on which `cu_seqlens` lies. Raises `ValueError` where
+    all `tokens` cannot be split so; for packed sequences, also where they do not make up `tokens`,
+    `RuntimeError`, which a device raises later.
     """
     place = torch.arange(tokens // ranks, device=device)
     if cu_seqlens is None:
         if tokens % (2 * ranks):
-            raise ValueError(f"a sequence of {tokens} tokens is not split into {2 * ranks} equal chunks")
+            raise ValueError(
+                f"a sequence of {tokens} tokens is not split into {2 * ranks} equal chunks"
+            )
         ends = torch.arange(0, tokens + 1, tokens, device=device)
     else:
         ends = cu_seqlens.long()
         fits = (ends[-1] == tokens) & (ends.diff() % (2 * ranks) == 0).all()
-        torch._assert_async(fits, f"packed sequences do not make up {tokens} tokens in {2 * ranks} equal chunks each")
+        torch._assert_async(
+            fits,
+            f"packed sequences do not make up {tokens} tokens in {2 * ranks} equal chunks each",
+        )
         ends = ends.to(place.device, non_blocking=True)
     of = torch.searchsorted(ends // ranks, place, right=True) - 1
-    start, chunk = ends[of], (ends.diff() // (2 * ranks))[of]
+    start = ends[of]
+    chunk = (ends.diff() // (2 * ranks))[of]
     within = place - start // ranks
     rank = torch.arange(ranks, device=device)[:, None]
     return start + within + chunk * torch.where(within < chunk, rank, 2 * ranks - 2 - rank)

@@ -1,6 +1,7 @@
 """megatron-core's CUDA graphs of training: of whole steps, and of layers by TransformerEngine.
 
-Those of `trainer.cuda_graph_impl=local` are layers' own: megatron-core's schedules capture them after a step.
+Those of `trainer.cuda_graph_impl=local` are layers' own: megatron-core's schedules capture them
+after a step.
 """
 
 from __future__ import annotations
@@ -10,10 +11,11 @@ from typing import Any
 
 
 def whole_steps(schedule: Callable[..., Any], warmup_steps: int) -> Callable[..., Any]:
-    """`schedule` of keyword arguments, captured with its backward after so many calls and replayed from then on.
+    """`schedule` of keyword arguments, captured with its backward after so many calls and replayed
+    from then on.
 
-    What a micro-batch holds is copied to where the graph reads it; what is returned lies in the memory of the graph
-    until the next call. Calls with and without backward are two graphs.
+    What a micro-batch holds is copied to where the graph reads it; what is returned lies in the
+    memory of the graph until the next call. Calls with and without backward are two graphs.
     """
     from megatron.core.full_cuda_graph import FullCudaGraphWrapper
 
@@ -24,11 +26,17 @@ class CapturedLayers:
     """The layers of the chunks of a rank, captured by TransformerEngine."""
 
     def __init__(
-        self, chunks: list[Any], optimizer: Any, seq_length: int, micro_batch_size: int, micro_batches: int
+        self,
+        chunks: list[Any],
+        optimizer: Any,
+        seq_length: int,
+        micro_batch_size: int,
+        micro_batches: int,
     ) -> None:
         from megatron.core.transformer.cuda_graphs import TECudaGraphHelper
 
-        self.chunks, self.micro_batches = chunks, micro_batches
+        self.chunks = chunks
+        self.micro_batches = micro_batches
         self.graphs = TECudaGraphHelper(
             model=chunks,
             config=chunks[0].config,
@@ -40,8 +48,9 @@ class CapturedLayers:
     def capture(self, *, gathers: bool) -> None:
         """Capture them between two steps.
 
-        `gathers`: hooks of their modules gather weights before they are read; a graph cannot, so megatron-core calls
-        those hooks before it runs one. How many micro-batches a step has is known to megatron-core meanwhile.
+        `gathers`: hooks of their modules gather weights before they are read; a graph cannot, so
+        megatron-core calls those hooks before it runs one. How many micro-batches a step has is
+        known to megatron-core meanwhile.
         """
         from megatron.core import num_microbatches_calculator as calculator
 

@@ -8,15 +8,17 @@ from typing import Any
 import torch
 
 Update = Callable[[torch.Tensor, torch.Tensor, dict[str, torch.Tensor], dict[str, Any]], None]
-"""Changes a parameter and its state in place, of its gradient and its group: rate, decay, betas and the number of the
-step, from 1."""
+"""Changes a parameter and its state in place, of its gradient and its group: rate, decay, betas and
+the number of the step, from 1.
+"""
 
 
 class Elementwise(torch.optim.Optimizer):
-    """An optimizer of an update rule; right on any part of a parameter, as the distributed optimizer's shards are.
+    """An optimizer of an update rule; right on any part of a parameter, as the distributed
+    optimizer's shards are.
 
-    `states` names the state tensors of a parameter, of its shape and dtype and zero at first. The step count is an
-    int of each parameter group.
+    `states` names the state tensors of a parameter, of its shape and dtype and zero at first. The
+    step count is an int of each parameter group.
     """
 
     def __init__(
@@ -33,7 +35,8 @@ class Elementwise(torch.optim.Optimizer):
     ) -> None:
         if not adam_w_mode:
             raise ValueError("the decay is apart from the gradient: adam_w_mode is true")
-        self.update, self.states = update, states
+        self.update = update
+        self.states = states
         defaults = {"lr": lr, "weight_decay": weight_decay, "betas": betas, "eps": eps, "step": 0}
         super().__init__(params, defaults)
 

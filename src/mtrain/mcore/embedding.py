@@ -1,7 +1,7 @@
 """Embeddings whose gradient is added up in fp32, and that may be scaled.
 
-On a CPU torch adds the gradients of all tokens with one id up in the dtype of the weight: in bf16 a sum of ones stays
-at 256. On CUDA it adds in fp32 by itself.
+On a CPU torch adds the gradients of all tokens with one id up in the dtype of the weight: in bf16 a
+sum of ones stays at 256. On CUDA it adds in fp32 by itself.
 """
 
 from __future__ import annotations
@@ -18,7 +18,9 @@ from torch import Tensor, nn
 
 
 class _Lookup(torch.autograd.Function):
-    """Rows `ids` [...] of `weight` [v, h]; the gradient of a row is summed in fp32 and rounded once."""
+    """Rows `ids` [...] of `weight` [v, h]; the gradient of a row is summed in fp32 and rounded
+    once.
+    """
 
     @staticmethod
     def forward(ctx: Any, weight: Tensor, ids: Tensor) -> Tensor:
@@ -44,15 +46,20 @@ def _needs_lookup(weight: Tensor) -> bool:
 class WordEmbedding(VocabParallelEmbedding):
     """megatron-core's embedding of tokens, each tensor-parallel rank with a part of the vocabulary.
 
-    What it makes is multiplied by `scale`, rounded to the dtype of the weight (as in Gemma), where that is not None.
+    What it makes is multiplied by `scale`, rounded to the dtype of the weight (as in Gemma), where
+    that is not None.
     """
 
     scale: float | None = None
 
     def forward(self, input_: Tensor) -> Tensor:
-        """Ids [b, s] to [b, s, h], or to this rank's [s / tp, b, h] where it scatters to sequence parallelism."""
+        """Ids [b, s] to [b, s, h], or to this rank's [s / tp, b, h] where it scatters to sequence
+        parallelism.
+        """
         found = self._rows(input_)
-        return found if self.scale is None else found * torch.tensor(self.scale, dtype=self.weight.dtype).item()
+        if self.scale is None:
+            return found
+        return found * torch.tensor(self.scale, dtype=self.weight.dtype).item()
 
     def _rows(self, input_: Tensor) -> Tensor:
         if not _needs_lookup(self.weight):
@@ -62,7 +69,9 @@ class WordEmbedding(VocabParallelEmbedding):
         else:
             local = input_ - self.vocab_start_index
             elsewhere = (local < 0) | (local >= self.num_embeddings_per_partition)
-            out = _Lookup.apply(self.weight, local.masked_fill(elsewhere, 0)).masked_fill(elsewhere[..., None], 0)
+            out = _Lookup.apply(self.weight, local.masked_fill(elsewhere, 0)).masked_fill(
+                elsewhere[..., None], 0
+            )
         if self.reduce_scatter_embeddings:
             out = out.transpose(0, 1).contiguous()
             return reduce_scatter_to_sequence_parallel_region(out, group=self.tp_group)  # type: ignore[no-any-return]
@@ -74,11 +83,17 @@ class PositionEmbedding(nn.Embedding):
 
     def forward(self, input: Tensor) -> Tensor:
         """Ids [...] to [..., h]."""
-        return _Lookup.apply(self.weight, input) if _needs_lookup(self.weight) else super().forward(input)  # type: ignore[no-any-return]
+        return (
+            _Lookup.apply(self.weight, input)
+            if _needs_lookup(self.weight)
+            else super().forward(input)
+        )  # type: ignore[no-any-return]
 
 
 def add_in_fp32(embedding: Any, scale: float | None = None) -> None:
-    """Make both embeddings of a `LanguageModelEmbedding`, which names their classes itself, those of this module."""
+    """Make both embeddings of a `LanguageModelEmbedding`, which names their classes itself, those
+    of this module.
+    """
     embedding.word_embeddings.__class__ = WordEmbedding
     embedding.word_embeddings.scale = scale
     if embedding.add_position_embedding:

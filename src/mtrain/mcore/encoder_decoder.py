@@ -16,16 +16,22 @@ from mtrain.mcore import api
 from mtrain.mcore.backend import Provider
 from mtrain.mcore.embedding import add_in_fp32
 from mtrain.mcore.language_model import OutputLayer, SummedLosses
-from mtrain.mcore.relative_attention import RelativePositions, computed_again, decoder_layer, encoder_layer
+from mtrain.mcore.relative_attention import (
+    RelativePositions,
+    computed_again,
+    decoder_layer,
+    encoder_layer,
+)
 
 
 class EncoderDecoder(SummedLosses, T5Model):
-    """megatron-core's T5 on one pipeline stage, which gives the sum of its losses where there are labels.
+    """megatron-core's T5 on one pipeline stage, which gives the sum of its losses where there are
+    labels.
 
-    What megatron-core's has not: an output layer without bias, whose logits are of `logit_scale` times what the
-    decoder gives; biases by distance that are added up in fp32 and made for a rank's own heads alone; dropout behind
-    the final norms and inside of the MLPs; padding that is hidden from attention by one mask [b, t]; losses as
-    `SummedLosses` makes them.
+    What megatron-core's has not: an output layer without bias, whose logits are of `logit_scale`
+    times what the decoder gives; biases by distance that are added up in fp32 and made for a rank's
+    own heads alone; dropout behind the final norms and inside of the MLPs; padding that is hidden
+    from attention by one mask [b, t]; losses as `SummedLosses` makes them.
     """
 
     def __init__(
@@ -49,7 +55,10 @@ class EncoderDecoder(SummedLosses, T5Model):
         norm = provider.layer_norm(config.normalization == "RMSNorm")
         specs = (
             api.TransformerBlockSubmodules([layer(config, provider)] * count, layer_norm=norm)
-            for layer, count in ((encoder_layer, config.num_layers), (decoder_layer, decoder_layers))
+            for layer, count in (
+                (encoder_layer, config.num_layers),
+                (decoder_layer, decoder_layers),
+            )
         )
         super().__init__(
             decoder_config,
@@ -64,7 +73,9 @@ class EncoderDecoder(SummedLosses, T5Model):
         )
         self.sum_losses_by(loss, loss_vocab_size)
         self._logit_scale = logit_scale
-        selective = config.recompute_granularity == "selective" and "core_attn" in config.recompute_modules
+        selective = (
+            config.recompute_granularity == "selective" and "core_attn" in config.recompute_modules
+        )
         self._recomputes = selective or config.recompute_granularity == "full"
         add_in_fp32(self.embedding)
         for positions in (self.encoder_relative_pos_emb, self.decoder_relative_pos_emb):
@@ -96,28 +107,35 @@ class EncoderDecoder(SummedLosses, T5Model):
         encoder_mask: Tensor | None = None,
         packed_seq_params: Any = None,
     ) -> Tensor:
-        """The sum of the losses of `labels` [b, s], each times `loss_mask`, or the logits [b, s, vocabulary / tp].
+        """The sum of the losses of `labels` [b, s], each times `loss_mask`, or the logits [b, s,
+        vocabulary / tp].
 
-        `tokens` [b, s] are the decoder's. The encoder reads `encoder_tokens` [b, t], where `encoder_mask` [b, t] is
-        not False, or the decoder's where there are none. Positions follow from the order alone.
+        `tokens` [b, s] are the decoder's. The encoder reads `encoder_tokens` [b, t], where
+        `encoder_mask` [b, t] is not False, or the decoder's where there are none. Positions follow
+        from the order alone.
 
         Raises:
             ValueError: packed documents, or a mask of the decoder's.
         """
         if packed_seq_params is not None or attention_mask is not None:
             raise ValueError(
-                "an encoder-decoder knows no packed documents, and no mask but that of the encoder's tokens"
+                "an encoder-decoder knows no packed documents, and no mask but that of the"
+                " encoder's tokens"
             )
         encoder_tokens = tokens if encoder_tokens is None else encoder_tokens
         hidden = None if encoder_mask is None else ~encoder_mask[:, None, None, :]
         read, biases = self._read(encoder_tokens, self.encoder_relative_pos_emb, hidden)
-        context = self._dropped(self.encoder(hidden_states=read, attention_mask=None, attention_bias=biases))
+        context = self._dropped(
+            self.encoder(hidden_states=read, attention_mask=None, attention_bias=biases)
+        )
         read, biases = self._read(tokens, self.decoder_relative_pos_emb, None)
         given = {"attention_mask": None, "context": context, "context_mask": hidden}
         found = self.decoder(hidden_states=read, attention_bias=biases, **given)
         return self._output(self._dropped(found), labels, loss_mask)
 
-    def _read(self, tokens: Tensor, positions: RelativePositions, hidden: Tensor | None) -> tuple[Tensor, Tensor]:
+    def _read(
+        self, tokens: Tensor, positions: RelativePositions, hidden: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
         """What a stack reads, and the biases of its attention."""
         embedded = self.embedding(input_ids=tokens, position_ids=None)
         biases = positions.biases(tokens.shape[1], self.tp_group, hidden)
@@ -136,7 +154,10 @@ class EncoderDecoder(SummedLosses, T5Model):
         if self._logit_scale is not None:
             hidden = hidden * self._logit_scale
         if labels is None:
-            weight = self.shared_embedding_or_output_weight() if self.share_embeddings_and_output_weights else None
+            if self.share_embeddings_and_output_weights:
+                weight = self.shared_embedding_or_output_weight()
+            else:
+                weight = None
             return self.output_layer(hidden, weight)[0].transpose(0, 1).contiguous()  # type: ignore[no-any-return]
         mask = torch.ones_like(labels, dtype=torch.float32) if loss_mask is None else loss_mask
         return self.sum_of_losses(hidden, labels, mask)

@@ -1,4 +1,6 @@
-"""Experts whose counts of rows stay on the device: megatron-core's grouped MLP without a copy to the host."""
+"""Experts whose counts of rows stay on the device: megatron-core's grouped MLP without a copy to
+the host.
+"""
 
 from __future__ import annotations
 
@@ -19,18 +21,24 @@ class GroupedExperts(TEGroupedMLP):  # type: ignore[misc]
     """All experts of this rank on rows that are sorted by expert."""
 
     def forward(
-        self, permuted_local_hidden_states: Tensor, tokens_per_expert: Tensor, permuted_probs: Tensor, **_: Any
+        self,
+        permuted_local_hidden_states: Tensor,
+        tokens_per_expert: Tensor,
+        permuted_probs: Tensor,
+        **_: Any,
     ) -> tuple[Tensor, None]:
-        """`permuted_local_hidden_states` [r, h] with `permuted_probs` [r] to [r, h]; the names are megatron-core's.
+        """`permuted_local_hidden_states` [r, h] with `permuted_probs` [r] to [r, h]; the names are
+        megatron-core's.
 
-        `tokens_per_expert` [e] may be on the device, where it stays, or on the host; rows behind the last expert's
-        give zeros.
+        `tokens_per_expert` [e] may be on the device, where it stays, or on the host; rows behind
+        the last expert's give zeros.
         """
         x = permuted_local_hidden_states
         share: Tensor | None = permuted_probs
         counts = tokens_per_expert.to(x.device, non_blocking=True)
         if self.config.moe_apply_probs_on_input:
-            x, share = (permuted_probs[:, None] * x).to(x.dtype), None
+            x = (permuted_probs[:, None] * x).to(x.dtype)
+            share = None
         if self._quantises:
             h, _none = self.linear_fc1(x, counts)
             gate = Gate(self.activation_func.impl, share, self.activation_recompute)
@@ -78,7 +86,8 @@ class GroupedExperts(TEGroupedMLP):  # type: ignore[misc]
         if config.gated_linear_unit:
             gate, up = torch.chunk(h, 2, dim=-1)
             if (most := config.activation_func_clamp_value) is not None:
-                gate, up = gate.clamp(max=most), up.clamp(-most, most)
+                gate = gate.clamp(max=most)
+                up = up.clamp(-most, most)
             y = config.activation_func(gate) * (up + config.glu_linear_offset)
         else:
             y = config.activation_func(h)

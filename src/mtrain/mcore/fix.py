@@ -23,12 +23,18 @@ class Fix:
     where: str = ""
     """File under megatron/core and line in 0.16.1; empty for what is no code of megatron-core."""
     is_in_0_19: bool | None = None
-    """Whether 0.19.2's source has the change; None: its code was rewritten, and reading did not tell."""
+    """Whether 0.19.2's source has the change; None: its code was rewritten, and reading did not
+    tell.
+    """
 
 
-OWN_STORE = "no checkpoint of ours is written or read by megatron-core's optimizers: ckpt/state.py does it by weight"
+OWN_STORE = (
+    "no checkpoint of ours is written or read by megatron-core's optimizers: ckpt/state.py does it"
+    " by weight"
+)
 NOT_OFFERED = "no key feeds it: "
 LAYOUTS = "tests/dist/test_layouts_are_proven.py"
 FULLY_SHARDED = "tests/dist/test_fully_sharded.py"
 BROUGHT_BACK = "tests/dist/test_known_bugs_are_found.py"
-MOE, OPTIM = "transformer/moe", "optimizer/distrib_optimizer.py"
+MOE = "transformer/moe"
+OPTIM = "optimizer/distrib_optimizer.py"

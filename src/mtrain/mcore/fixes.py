@@ -1,7 +1,9 @@
-"""Known silent bugs of megatron-core 0.16.1 and of systems like this one, and what became of each here.
+"""Known silent bugs of megatron-core 0.16.1 and of systems like this one, and what became of each
+here.
 
-Those of megatron-core were looked up in the sources of 0.16.1 and 0.19.2. `engines --fixes` prints this table; a test
-checks every name in it, and that each patch of it has a case that fails without it.
+Those of megatron-core were looked up in the sources of 0.16.1 and 0.19.2. `engines --fixes` prints
+this table; a test checks every name in it, and that each patch of it has a case that fails without
+it.
 """
 
 from __future__ import annotations
@@ -40,7 +42,14 @@ FIXES: tuple[Fix, ...] = (
         "pipeline_parallel/schedules.py:1522",
         True,
     ),
-    Fix("#5077", "resharding of the optimizer's state", "out of reach", "", OWN_STORE, f"{OPTIM}:1280"),
+    Fix(
+        "#5077",
+        "resharding of the optimizer's state",
+        "out of reach",
+        "",
+        OWN_STORE,
+        f"{OPTIM}:1280",
+    ),
     Fix(
         "#4705",
         "learning rates of groups overwritten at load",
@@ -91,7 +100,8 @@ FIXES: tuple[Fix, ...] = (
         "predicting layers stand twice in a sharded state",
         "out of reach",
         "",
-        "names alone are read of it (mcore/shard_specs.py), and the second entry has the name of the first",
+        "names alone are read of it (mcore/shard_specs.py), and the second entry has the name of"
+        " the first",
         "transformer/multi_token_prediction.py:1150",
         True,
     ),
@@ -184,13 +194,22 @@ FIXES: tuple[Fix, ...] = (
         "tensor_parallel/random.py:508",
     ),
     Fix("#3569", "main weights are not loaded", "out of reach", "", OWN_STORE, f"{OPTIM}:940"),
-    Fix("#3537", "state that is no tensor is loaded as one", "out of reach", "", OWN_STORE, f"{OPTIM}:940", True),
+    Fix(
+        "#3537",
+        "state that is no tensor is loaded as one",
+        "out of reach",
+        "",
+        OWN_STORE,
+        f"{OPTIM}:940",
+        True,
+    ),
     Fix(
         "#4448",
         "a checkpoint is written of a step that the rerun machine rejected",
         "out of reach",
         "",
-        "no step runs under the rerun machine: check_for_nan_in_grad and check_for_large_grads are off",
+        "no step runs under the rerun machine: check_for_nan_in_grad and check_for_large_grads"
+        " are off",
         "rerun_state_machine.py:434",
         True,
     ),
@@ -243,7 +262,8 @@ FIXES: tuple[Fix, ...] = (
         "rotary positions of packed samples under context parallelism",
         "kept by tests",
         "tests/dist/test_packing_is_proven.py",
-        "0.16.1 takes the positions that 0.19.2 takes; layouts with cp are compared with one document at a time",
+        "0.16.1 takes the positions that 0.19.2 takes; layouts with cp are compared with one"
+        " document at a time",
         "models/common/embeddings/rope_utils.py:212",
         True,
     ),
@@ -279,9 +299,27 @@ FIXES: tuple[Fix, ...] = (
         "model.moe.aux_loss_coeff is a key whose value the table hands over in any case",
         "transformer/transformer_config.py:659",
     ),
-    Fix("#5956", "expert gradients divided by ep", "kept by tests", LAYOUTS, f"{_LOSS}; layouts with ep"),
-    Fix("#673", "a loss divided by a rank's tokens under cp", "kept by tests", LAYOUTS, f"{_LOSS}; layouts with cp"),
-    Fix("#1532", "predictions of further tokens not averaged", "kept by tests", LAYOUTS, f"{_LOSS}; a prediction"),
+    Fix(
+        "#5956",
+        "expert gradients divided by ep",
+        "kept by tests",
+        LAYOUTS,
+        f"{_LOSS}; layouts with ep",
+    ),
+    Fix(
+        "#673",
+        "a loss divided by a rank's tokens under cp",
+        "kept by tests",
+        LAYOUTS,
+        f"{_LOSS}; layouts with cp",
+    ),
+    Fix(
+        "#1532",
+        "predictions of further tokens not averaged",
+        "kept by tests",
+        LAYOUTS,
+        f"{_LOSS}; a prediction",
+    ),
     Fix(
         "NVIDIA-NeMo/Megatron-Bridge#2952",
         "packed samples without boundaries on stages in between",
@@ -296,10 +334,34 @@ FIXES: tuple[Fix, ...] = (
         LAYOUTS,
         _LOSS,
     ),
-    Fix("PrimeIntellect-ai/prime-rl#1960", "a loss averaged over dp ranks", "kept by tests", LAYOUTS, _LOSS),
-    Fix("PrimeIntellect-ai/prime-rl#1961", "a loss divided twice under cp", "kept by tests", LAYOUTS, _LOSS),
-    Fix("SkyRL#1420", "a loss divided by a rank's own tokens", "kept by tests", "tests/dist/test_chats.py", _LOSS),
-    Fix("tunix#1662", "accumulation divides by micro-batches", "kept by tests", "tests/dist/test_chats.py", _LOSS),
+    Fix(
+        "PrimeIntellect-ai/prime-rl#1960",
+        "a loss averaged over dp ranks",
+        "kept by tests",
+        LAYOUTS,
+        _LOSS,
+    ),
+    Fix(
+        "PrimeIntellect-ai/prime-rl#1961",
+        "a loss divided twice under cp",
+        "kept by tests",
+        LAYOUTS,
+        _LOSS,
+    ),
+    Fix(
+        "SkyRL#1420",
+        "a loss divided by a rank's own tokens",
+        "kept by tests",
+        "tests/dist/test_chats.py",
+        _LOSS,
+    ),
+    Fix(
+        "tunix#1662",
+        "accumulation divides by micro-batches",
+        "kept by tests",
+        "tests/dist/test_chats.py",
+        _LOSS,
+    ),
     Fix(
         "SkyRL#1403",
         "Adam counts from a stale step after a resume",

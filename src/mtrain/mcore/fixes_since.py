@@ -1,10 +1,13 @@
-"""More rows of the known bugs: what Megatron-LM mended since 0.16.1 beside what `mtrain.mcore.fixes` names."""
+"""More rows of the known bugs: what Megatron-LM mended since 0.16.1 beside what
+`mtrain.mcore.fixes` names.
+"""
 
 from __future__ import annotations
 
 from mtrain.mcore.fix import BROUGHT_BACK, MOE, NOT_OFFERED, OWN_STORE, Fix
 
-_FSDP, _ADAPTER = "distributed/fsdp/src/megatron_fsdp", "distributed/fsdp/mcore_fsdp_adapter.py"
+_FSDP = "distributed/fsdp/src/megatron_fsdp"
+_ADAPTER = "distributed/fsdp/mcore_fsdp_adapter.py"
 _MTP = "transformer/multi_token_prediction.py"
 
 SINCE: tuple[Fix, ...] = (
@@ -31,7 +34,8 @@ SINCE: tuple[Fix, ...] = (
         "Megatron-FSDP knows what is sharded over tp by names of weights",
         "patched",
         "fsdp-te-linear",
-        "without TransformerEngine it cannot ask at all; our checkpoints take shapes from mcore/shard_specs.py",
+        "without TransformerEngine it cannot ask at all; our checkpoints take shapes from"
+        " mcore/shard_specs.py",
         f"{_ADAPTER}:184",
         True,
     ),
@@ -40,7 +44,8 @@ SINCE: tuple[Fix, ...] = (
         "losses of predictions weigh less where rolling leaves fewer tokens",
         "kept by tests",
         BROUGHT_BACK,
-        "mcore/language_model.py makes them: sums over tokens in every layout and release, as 0.16.1 does it",
+        "mcore/language_model.py makes them: sums over tokens in every layout and release, as"
+        " 0.16.1 does it",
         "models/gpt/gpt_model.py:656",
         True,
     ),
@@ -49,7 +54,8 @@ SINCE: tuple[Fix, ...] = (
         "NaN where a micro-batch has no token to predict",
         "out of reach",
         "",
-        "a sum over tokens is divided once by those of the global batch, which calculate_per_token_loss says",
+        "a sum over tokens is divided once by those of the global batch, which"
+        " calculate_per_token_loss says",
         "models/gpt/gpt_model.py:660",
         True,
     ),
@@ -202,7 +208,8 @@ SINCE: tuple[Fix, ...] = (
         "Megatron-FSDP reduces gradients of each micro-batch where only optimizer state is sharded",
         "kept by tests",
         BROUGHT_BACK,
-        "train/assemble.py gives schedules no_sync where gradients are sharded alone; each sharding is compared",
+        "train/assemble.py gives schedules no_sync where gradients are sharded alone; each sharding"
+        " is compared",
         f"{_FSDP}/megatron_fsdp.py:662",
         False,
     ),
@@ -215,7 +222,15 @@ SINCE: tuple[Fix, ...] = (
         f"{_FSDP}/megatron_fsdp.py:466",
         True,
     ),
-    Fix("#2840", "Megatron-FSDP knows no replicas of experts", "refused", "MT164", "", f"{_ADAPTER}:248", True),
+    Fix(
+        "#2840",
+        "Megatron-FSDP knows no replicas of experts",
+        "refused",
+        "MT164",
+        "",
+        f"{_ADAPTER}:248",
+        True,
+    ),
     Fix(
         "#3510",
         "state of Megatron-FSDP's optimizer before its first step is not in a checkpoint",
@@ -347,7 +362,8 @@ SINCE: tuple[Fix, ...] = (
         "an output that is its input is freed with what is computed again",
         "out of reach",
         "",
-        "what is computed again by parts are norms, products and activations, whose outputs have memory of their own",
+        "what is computed again by parts are norms, products and activations, whose outputs have"
+        " memory of their own",
         "tensor_parallel/random.py:742",
         False,
     ),

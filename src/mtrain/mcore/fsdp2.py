@@ -17,25 +17,32 @@ LAYERS = (mcore.TransformerLayer, mcore.MambaLayer)
 
 
 class FullySharded(mcore.TorchFullyShardedDataParallel):
-    """A chunk whose weights, gradients and optimizer state are sharded over data-parallel ranks, layer by layer.
+    """A chunk whose weights, gradients and optimizer state are sharded over data-parallel ranks,
+    layer by layer.
 
     megatron-core's own constructor is not run, because it can do none of these:
 
-    - With the loss per token, gradients are summed over the ranks and divided by the tokens of the global batch.
-      FSDP2 takes the mean over the ranks by itself: without a divide factor of 1 every gradient is dp * cp times too
-      small (a norm of half with dp 2). And `scale_gradients` was empty: nothing divided by the tokens.
-    - Gradients are reduced and added up over micro-batches in fp32 where the run asks for that; FSDP2 alone adds them
-      up in the dtype of the weights. A weight's `main_grad` is its gradient from the start, and may be wider than the
-      weight: FSDP2 adds to it, and no hook runs beside it.
-    - While one layer computes, the next one is gathered, in the forward and the backward. Where whole layers are run
-      again in the backward, only the backward does so: their second forward would gather what has been used already.
-    - Replicas (HSDP) are a mesh of two dimensions, and experts that other ranks hold have a mesh of their own.
+    - With the loss per token, gradients are summed over the ranks and divided by the tokens of the
+      global batch. FSDP2 takes the mean over the ranks by itself: without a divide factor of 1
+      every gradient is dp * cp times too small (a norm of half with dp 2). And `scale_gradients`
+      was empty: nothing divided by the tokens.
+    - Gradients are reduced and added up over micro-batches in fp32 where the run asks for that;
+      FSDP2 alone adds them up in the dtype of the weights. A weight's `main_grad` is its gradient
+      from the start, and may be wider than the weight: FSDP2 adds to it, and no hook runs beside
+      it.
+    - While one layer computes, the next one is gathered, in the forward and the backward. Where
+      whole layers are run again in the backward, only the backward does so: their second forward
+      would gather what has been used already.
+    - Replicas (HSDP) are a mesh of two dimensions, and experts that other ranks hold have a mesh of
+      their own.
     - A tied embedding is not freed before the output layer has used it.
-    - Weights may still be without memory (on torch's meta device); they get it once they are sharded, so a rank never
-      holds more than its own part.
+    - Weights may still be without memory (on torch's meta device); they get it once they are
+      sharded, so a rank never holds more than its own part.
     """
 
-    def __init__(self, config: Any, ddp_config: Any, module: torch.nn.Module, device: torch.device) -> None:
+    def __init__(
+        self, config: Any, ddp_config: Any, module: torch.nn.Module, device: torch.device
+    ) -> None:
         super(mcore.TorchFullyShardedDataParallel, self).__init__(config=config, module=module)
         self.ddp_config = ddp_config
         attributes = {name: dict(vars(p)) for name, p in module.named_parameters()}
@@ -55,18 +62,23 @@ class FullySharded(mcore.TorchFullyShardedDataParallel):
         meshes = {experts: _mesh(device, experts=experts) for experts in (False, True)}
         previous = None
         for unit, experts in (*_units(self.module), (self.module, False)):
-            sharded = fully_shard(unit, mesh=meshes[experts], mp_policy=policy, reshard_after_forward=True)
+            sharded = fully_shard(
+                unit, mesh=meshes[experts], mp_policy=policy, reshard_after_forward=True
+            )
             sharded.set_gradient_divide_factor(1.0)
             sharded.set_force_sum_reduction_for_comms(True)
             if unit is not self.module and not experts:
-                # torch's own order is that of the forward, which a layer that is run again in the backward changes
+                # torch's own order is that of the forward, which a layer that is run again in the
+                # backward changes
                 sharded.set_modules_to_backward_prefetch([previous] if previous else [])
                 if previous and config.recompute_granularity != "full":
                     previous.set_modules_to_forward_prefetch([sharded])
                 previous = sharded
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
-        """Run the model, after giving the weights their gradients back, which optimizers take off them."""
+        """Run the model, after giving the weights their gradients back, which optimizers take off
+        them.
+        """
         if torch.is_grad_enabled():
             for param in self.module.parameters():
                 if param.requires_grad and param.grad is not param.main_grad:
@@ -88,12 +100,16 @@ class FullySharded(mcore.TorchFullyShardedDataParallel):
 
 
 def _units(model: torch.nn.Module) -> Iterator[tuple[torch.nn.Module, bool]]:
-    """What is gathered and freed at once, inner ones first, and whether it is of experts that other ranks hold."""
+    """What is gathered and freed at once, inner ones first, and whether it is of experts that other
+    ranks hold.
+    """
     tied = any(getattr(m, "share_embeddings_and_output_weights", False) for m in model.modules())
     for module in model.modules():
         if isinstance(module, LAYERS):
             experts = getattr(getattr(module, "mlp", None), "experts", None)
-            if experts is not None and not all(getattr(p, "allreduce", True) for p in experts.parameters()):
+            if experts is not None and not all(
+                getattr(p, "allreduce", True) for p in experts.parameters()
+            ):
                 yield experts, True
             yield module, False
         elif isinstance(module, mcore.LanguageModelEmbedding) and not tied:
@@ -113,4 +129,6 @@ def _mesh(device: torch.device, *, experts: bool) -> DeviceMesh:
         return DeviceMesh.from_group(whole, device.type)
     ranks = torch.tensor(dist.get_process_group_ranks(whole)).view(-1, part.size())
     between = ps.get_inter_distributed_optimizer_instance_group()
-    return DeviceMesh.from_group([between, part], device.type, mesh=ranks, mesh_dim_names=("replica", "part"))
+    return DeviceMesh.from_group(
+        [between, part], device.type, mesh=ranks, mesh_dim_names=("replica", "part")
+    )

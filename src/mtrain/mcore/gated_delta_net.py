@@ -1,4 +1,6 @@
-"""megatron-core's gated delta net with portable operations, packed samples, a cache, and weights of any layout."""
+"""megatron-core's gated delta net with portable operations, packed samples, a cache, and weights of
+any layout.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,9 @@ DECAYS = (1.0, 16.0)
 
 
 class OutputNorm(Norm):
-    """RMSNorm of each head whose weight is what it multiplies with, also where other norms keep it less 1."""
+    """RMSNorm of each head whose weight is what it multiplies with, also where other norms keep it
+    less 1.
+    """
 
     def __init__(self, config: Any, hidden_size: int, eps: float = 1e-5, **more: Any) -> None:
         super().__init__(config, hidden_size, eps, **more)
@@ -34,7 +38,8 @@ class OutputNorm(Norm):
 class GatedDeltaNet(_GatedDeltaNet):
     """Linear attention by the gated delta rule, of this tensor-parallel rank's heads.
 
-    `impl` is that of the convolution and of the rule: `reference`, or `auto` for the fastest that takes a call.
+    `impl` is that of the convolution and of the rule: `reference`, or `auto` for the fastest that
+    takes a call.
     Source: Yang, Kautz and Hatamizadeh 2024, arXiv:2412.06464.
     """
 
@@ -58,13 +63,16 @@ class GatedDeltaNet(_GatedDeltaNet):
         packed_seq_params: Any = None,
         **_: Any,
     ) -> tuple[Tensor, None]:
-        """Hidden states [s, b, h], or this rank's [s / tp, b, h] under sequence parallelism, to the same.
+        """Hidden states [s, b, h], or this rank's [s / tp, b, h] under sequence parallelism, to the
+        same.
 
-        Packed sequences begin with an empty state each. With a context the state behind what it has read is gone on
-        from, and kept there.
+        Packed sequences begin with an empty state each. With a context the state behind what it has
+        read is gone on from, and kept there.
         """
         projected = self.in_proj(hidden_states)[0].transpose(0, 1)
-        k, v, heads = self.qk_dim // self.tp_size, self.v_dim // self.tp_size, self.num_v_heads_local_tp
+        k = self.qk_dim // self.tp_size
+        v = self.v_dim // self.tp_size
+        heads = self.num_v_heads_local_tp
         qkv, gate, beta, alpha = projected.split([2 * k + v, v, heads, heads], -1)
         edges = _boundaries(packed_seq_params)
         marks = segments_of(edges, qkv.shape[1])
@@ -90,18 +98,25 @@ class GatedDeltaNet(_GatedDeltaNet):
         out, _bias = self.out_proj(y.to(qkv.dtype).flatten(2).transpose(0, 1).contiguous())
         return out, None
 
-    def _convolved(self, x: Tensor, marks: Tensor | None, before: State | None) -> tuple[Tensor, Tensor]:
+    def _convolved(
+        self, x: Tensor, marks: Tensor | None, before: State | None
+    ) -> tuple[Tensor, Tensor]:
         """`x` [b, d, s] convolved, and the inputs that those behind it reach back to."""
-        weight, times = self.conv1d.weight.squeeze(1), x.shape[-1]
+        weight = self.conv1d.weight.squeeze(1)
+        times = x.shape[-1]
         if before is not None:
             x = torch.cat([before.tail, x], -1)
         tail = F.pad(x, (weight.shape[-1] - 1, 0))[..., x.shape[-1] :]
         return causal_conv1d(x, weight, segments=marks, impl=self.impl)[..., -times:], tail
 
     def sharded_state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        """megatron-core's, but a weight of several sections is one tensor of them all, and not one of each."""
+        """megatron-core's, but a weight of several sections is one tensor of them all, and not one
+        of each.
+        """
         found: dict[str, Any] = super().sharded_state_dict(*args, **kwargs)
-        factories = {name: _joined(t) for name, t in found.items() if isinstance(t, ShardedTensorFactory)}
+        factories = {
+            name: _joined(t) for name, t in found.items() if isinstance(t, ShardedTensorFactory)
+        }
         return found | factories
 
 
@@ -126,12 +141,19 @@ def _joined(factory: ShardedTensorFactory) -> ShardedTensorFactory:
 def _behind_each_other(key: str, sections: Sequence[ShardedTensor]) -> list[ShardedTensor]:
     axis = sections[0].prepend_axis_num
     whole = sum(section.global_shape[axis] for section in sections)
-    out, begin = [], 0
+    out = []
+    begin = 0
     for section in sections:
-        shape, offset = list(section.global_shape), list(section.global_offset)
+        shape = list(section.global_shape)
+        offset = list(section.global_offset)
         offset[axis] += begin
-        begin, shape[axis] = begin + shape[axis], whole
-        places = {"global_shape": tuple(shape), "global_offset": tuple(offset), "axis_fragmentations": None}
+        begin = begin + shape[axis]
+        shape[axis] = whole
+        places = {
+            "global_shape": tuple(shape),
+            "global_offset": tuple(offset),
+            "axis_fragmentations": None,
+        }
         out.append(replace(section, key=key, **places))
     return out
 

@@ -1,4 +1,6 @@
-"""Linear layers of experts: one call for all experts of a rank, reading each weight where it lies."""
+"""Linear layers of experts: one call for all experts of a rank, reading each weight
+where it lies.
+"""
 
 from __future__ import annotations
 
@@ -36,15 +38,17 @@ class Gate(NamedTuple):
 class _GroupedLinear(nn.Module):
     """This rank's experts' layers of one kind, applied to the rows that were sent to each.
 
-    Named and called as TransformerEngine's grouped layers, so that megatron-core's `TEGroupedMLP` takes either, with
-    checkpoints that `SequentialMLP` reads. The token dispatcher does all communication, over expert-tensor
-    ranks too.
+    Named and called as TransformerEngine's grouped layers, so that megatron-core's `TEGroupedMLP`
+    takes either, with checkpoints that `SequentialMLP` reads. The token dispatcher does all
+    communication, over expert-tensor ranks too.
     """
 
     partition_dim: int
     impl = "reference"
     fp8: Recipe | None = None
-    """What the products are in, where that is FP8: each expert has scales of its own rows and weight."""
+    """What the products are in, where that is FP8: each expert has scales of its own rows and
+    weight.
+    """
 
     def __init__(
         self,
@@ -65,28 +69,39 @@ class _GroupedLinear(nn.Module):
         self._tp = self._groups.expt_tp
         ranks = self._tp.size()
         if bias and self.partition_dim == 1 and ranks > 1:
-            raise ValueError("a bias after a row-parallel expert layer would be added once per rank")
-        self._config, self._init_method = config, init_method
+            raise ValueError(
+                "a bias after a row-parallel expert layer would be added once per rank"
+            )
+        self._config = config
+        self._init_method = init_method
         self._whole = (output_size, input_size)
         shape = list(self._whole)
         shape[self.partition_dim] = divide(shape[self.partition_dim], ranks)
-        self.num_gemms, self._returns_bias = num_gemms, bias and skip_bias_add
+        self.num_gemms = num_gemms
+        self._returns_bias = bias and skip_bias_add
         self._adds_bias = bias and not skip_bias_add
         for i in range(num_gemms):
-            self.register_parameter(f"weight{i}", nn.Parameter(torch.empty(shape, dtype=config.params_dtype)))
+            self.register_parameter(
+                f"weight{i}", nn.Parameter(torch.empty(shape, dtype=config.params_dtype))
+            )
             if bias:
                 parameter = nn.Parameter(torch.zeros(shape[0], dtype=config.params_dtype))
-                # no two ranks that add up a gradient norm of experts hold the same one, whatever their tp rank
+                # no two ranks that add up a gradient norm of experts hold the same one, whatever
+                # their tp rank
                 set_tensor_model_parallel_attributes(parameter, True, 0, 1)
                 self.register_parameter(f"bias{i}", parameter)
         if not self.weight0.is_meta:
             self.reset_parameters()
-        as_dense = config.expert_model_parallel_size == 1 and ranks == config.tensor_model_parallel_size
+        as_dense = (
+            config.expert_model_parallel_size == 1 and ranks == config.tensor_model_parallel_size
+        )
         for parameter in self.parameters():
             parameter.allreduce = as_dense  # type: ignore[attr-defined]
 
     def reset_parameters(self) -> None:
-        """Draw the weights, as megatron-core's own layers do: from the whole weight if it is done on the CPU."""
+        """Draw the weights, as megatron-core's own layers do: from the whole weight if it is done
+        on the CPU.
+        """
         config = self._config
         for weight in self._each("weight"):
             if not config.perform_initialization:
@@ -103,23 +118,34 @@ class _GroupedLinear(nn.Module):
                     world_size=self._tp.size(),
                 )
             else:
-                _initialize_affine_weight_gpu(weight, self._init_method, self.partition_dim, is_expert=True)
+                _initialize_affine_weight_gpu(
+                    weight, self._init_method, self.partition_dim, is_expert=True
+                )
 
     def forward(
-        self, x: Tensor, rows: Sequence[int] | Tensor, *, behind: Gate | None = None, before: Gate | None = None
+        self,
+        x: Tensor,
+        rows: Sequence[int] | Tensor,
+        *,
+        behind: Gate | None = None,
+        before: Gate | None = None,
     ) -> tuple[Tensor, list[Tensor] | None]:
         """`x` [r, input] to [r, output]; the biases too, where the caller adds them.
 
-        `rows` says how many each expert has, on the host or in integers on the device, where they stay; with the
-        latter, rows behind the last expert's give zeros. An activation is made in the same kernels: `behind` the
-        product, [r, output / 2], where `may_gate`; `before` it, of x [r, 2 input] and on the way into FP8. It is an
-        argument, so that hooks of this module run: megatron-core's waits for weights that are being gathered.
+        `rows` says how many each expert has, on the host or in integers on the device, where they
+        stay; with the latter, rows behind the last expert's give zeros. An activation is made in
+        the same kernels: `behind` the product, [r, output / 2], where `may_gate`; `before` it, of x
+        [r, 2 input] and on the way into FP8. It is an argument, so that hooks of this module run:
+        megatron-core's waits for weights that are being gathered.
         """
         if behind is not None:
             return self._gated(x, torch.as_tensor(rows, device=x.device), behind), None
         biases = self._each("bias") if self._adds_bias else None
         if self.fp8 is not None:
-            gate = {} if before is None else {"swiglu": before.kind, "share": before.share, "again": before.again}
+            if before is None:
+                gate = {}
+            else:
+                gate = {"swiglu": before.kind, "share": before.share, "again": before.again}
             y = self._in_fp8(x, torch.as_tensor(rows, device=x.device), **gate)
         elif self.impl == "reference" and not isinstance(rows, Tensor):
             y = grouped_linear(x, self._each("weight"), rows, biases)
@@ -140,20 +166,33 @@ class _GroupedLinear(nn.Module):
 
     @property
     def may_gate(self) -> bool:
-        """Whether an activation may be made behind the product: the kernel knows no bias and no FP8."""
-        return self.fp8 is None and self.impl == "triton" and not self._adds_bias and not self._returns_bias
+        """Whether an activation may be made behind the product: the kernel knows no bias and no
+        FP8.
+        """
+        return (
+            self.fp8 is None
+            and self.impl == "triton"
+            and not self._adds_bias
+            and not self._returns_bias
+        )
 
     def _gated(self, x: Tensor, counts: Tensor, gate: Gate) -> Tensor:
         more: dict[str, Any] = {"impl": self.impl, "main_grads": self._main_grads()}
         return grouped_gated(x, self._each("weight"), counts, gate.kind, gate.share, **more)
 
     def _main_grads(self) -> Callable[[], list[Tensor]] | None:
-        """The buffers of megatron-core's data parallelism, where the kernel can add weight gradients to them at once.
+        """The buffers of megatron-core's data parallelism, where the kernel can add weight
+        gradients to them at once.
 
-        megatron-core's FSDP gathers such buffers when they are read, and a hook wants to see the gradient.
+        megatron-core's FSDP gathers such buffers when they are read, and a hook wants to see the
+        gradient.
         """
         weights = self._each("weight")
-        if self.impl != "triton" or not torch.is_grad_enabled() or not all(map(_has_buffer, weights)):
+        if (
+            self.impl != "triton"
+            or not torch.is_grad_enabled()
+            or not all(map(_has_buffer, weights))
+        ):
             return None
 
         def buffers() -> list[Tensor]:
@@ -167,11 +206,18 @@ class _GroupedLinear(nn.Module):
         """Nothing: weight gradients are made in the backward pass."""
 
     def sharded_state_dict(
-        self, prefix: str = "", sharded_offsets: tuple[Any, ...] = (), metadata: dict[str, Any] | None = None
+        self,
+        prefix: str = "",
+        sharded_offsets: tuple[Any, ...] = (),
+        metadata: dict[str, Any] | None = None,
     ) -> dict[str, Any]:
-        """Each expert's tensors at its place among all experts, under the keys of `SequentialMLP`."""
+        """Each expert's tensors at its place among all experts, under the keys of
+        `SequentialMLP`.
+        """
         axes = {"weight": self.partition_dim} | ({"bias": 0} if self.partition_dim == 0 else {})
-        return self.sharded_by_expert(("weight", "bias"), axes, prefix, sharded_offsets, metadata or {})
+        return self.sharded_by_expert(
+            ("weight", "bias"), axes, prefix, sharded_offsets, metadata or {}
+        )
 
     def sharded_by_expert(
         self,
@@ -181,7 +227,9 @@ class _GroupedLinear(nn.Module):
         sharded_offsets: tuple[Any, ...],
         metadata: dict[str, Any],
     ) -> dict[str, Any]:
-        """Those of its tensors with these names and an expert's number; `axes` are split over expert-tensor ranks."""
+        """Those of its tensors with these names and an expert's number; `axes` are split over
+        expert-tensor ranks.
+        """
         alone = metadata.get("singleton_local_shards", False)
         first = self._groups.ep.rank() * self.num_gemms
         result: dict[str, Any] = {}
@@ -201,7 +249,8 @@ class _GroupedLinear(nn.Module):
 
     def offsets_of_expert(self, i: int, sharded_offsets: tuple[Any, ...]) -> tuple[Any, ...]:
         """The place of this rank's expert `i` among all, behind what counts layers."""
-        first, experts = self._groups.ep.rank() * self.num_gemms, self._groups.ep.size() * self.num_gemms
+        first = self._groups.ep.rank() * self.num_gemms
+        experts = self._groups.ep.size() * self.num_gemms
         return (*sharded_offsets, (len(sharded_offsets), first + i, experts))
 
     def _each(self, name: str) -> list[Any]:
@@ -221,7 +270,11 @@ class RowGroupedLinear(_GroupedLinear):
 
 
 def _has_buffer(weight: Any) -> bool:
-    if not weight.requires_grad or not hasattr(weight, "grad_added_to_main_grad") or weight._backward_hooks:
+    if (
+        not weight.requires_grad
+        or not hasattr(weight, "grad_added_to_main_grad")
+        or weight._backward_hooks
+    ):
         return False
     apart = hasattr(weight, "__fsdp_param__") or getattr(weight, "zero_out_wgrad", False)
     return not apart and getattr(weight, "main_grad", None) is not None

@@ -1,6 +1,8 @@
-"""Loads megatron.core with `torch.cuda` replaced by a device's namespace; torch itself is never touched.
+"""Loads megatron.core with `torch.cuda` replaced by a device's namespace; torch itself is never
+touched.
 
-Sources are rewritten as syntax trees while they are imported, with their line numbers, so that tracebacks stay true:
+Sources are rewritten as syntax trees while they are imported, with their line numbers, so that
+tracebacks stay true:
 
 | source                                | becomes                                    |
 |---------------------------------------|--------------------------------------------|
@@ -13,8 +15,8 @@ Sources are rewritten as syntax trees while they are imported, with their line n
 | `pin_memory=...`, `x.pin_memory()`    | `False`, `x`, where the device cannot pin  |
 | `x.cpu()`, `x.to("cpu")`, `x.pin_memory()` | a copy of `x`, where the CPU is the device |
 
-A tensor that megatron-core takes to host memory is a copy for it, which outlives the original; so it is where both
-are the same memory. On CUDA this module is not used at all.
+A tensor that megatron-core takes to host memory is a copy for it, which outlives the original; so
+it is where both are the same memory. On CUDA this module is not used at all.
 """
 
 from __future__ import annotations
@@ -39,7 +41,8 @@ if TYPE_CHECKING:
     from mtrain.devices.base import Device
 
 PACKAGE = "megatron.core"
-_NAMESPACE, _ADAPTER = "__device_namespace__", "__device_adapter__"
+_NAMESPACE = "__device_namespace__"
+_ADAPTER = "__device_adapter__"
 _DEVICE_STRING = re.compile(r"cuda(:\d+)?")
 _TYPE_STRING = re.compile(r"torch\.cuda\.(\w+Tensor)")
 WORDS = (b"cuda", b"pin_memory", b"nccl", b".cpu(", b"'cpu'", b'"cpu"')
@@ -50,7 +53,9 @@ _rewrites: dict[str, Counter[str]] = {}
 
 
 def rewrites() -> dict[str, dict[str, int]]:
-    """How often each kind of rewrite was made, by module, in what was imported so far; empty on CUDA."""
+    """How often each kind of rewrite was made, by module, in what was imported so far; empty on
+    CUDA.
+    """
     return {module: dict(counts) for module, counts in sorted(_rewrites.items())}
 
 
@@ -60,7 +65,9 @@ def install(device: Device) -> None:
 
 
 def rewrite(source: bytes, path: str, device: Device) -> tuple[ast.Module, Counter[str]]:
-    """The syntax tree of `source` adapted to `device`, and how many rewrites of each kind that took."""
+    """The syntax tree of `source` adapted to `device`, and how many rewrites of each kind that
+    took.
+    """
     rewriter = _Rewriter(device)
     tree = ast.fix_missing_locations(rewriter.visit(ast.parse(source, path)))
     return tree, rewriter.counts
@@ -109,7 +116,11 @@ class _Rewriter(ast.NodeTransformer):
         if node.arg == "pin_memory" and not self.device.pin_memory:
             self.counts["pin_memory"] += 1
             node.value = ast.copy_location(ast.Constant(False), node.value)
-        elif node.arg == "backend" and isinstance(node.value, ast.Constant) and node.value.value == "nccl":
+        elif (
+            node.arg == "backend"
+            and isinstance(node.value, ast.Constant)
+            and node.value.value == "nccl"
+        ):
             self.counts["backend"] += 1
             node.value = ast.copy_location(ast.Constant(self.device.backend), node.value)
         return node
@@ -142,11 +153,13 @@ class _Rewriter(ast.NodeTransformer):
         self.counts["import"] += 1
         within = (node.module or "").removeprefix("torch.cuda").lstrip(".")
         return [
-            self._bind(alias.asname or alias.name, f"{within}.{alias.name}".lstrip("."), node) for alias in node.names
+            self._bind(alias.asname or alias.name, f"{within}.{alias.name}".lstrip("."), node)
+            for alias in node.names
         ]
 
     def visit_Import(self, node: ast.Import) -> Any:
-        kept, bound = [], []
+        kept = []
+        bound = []
         for alias in node.names:
             if alias.name.startswith("torch.cuda.") and alias.asname:
                 self.counts["import"] += 1
@@ -157,7 +170,9 @@ class _Rewriter(ast.NodeTransformer):
         return [*([node] if kept else []), *bound]
 
     def _adapter(self, name: str, at: ast.AST) -> ast.expr:
-        return ast.copy_location(ast.Attribute(ast.Name(_ADAPTER, ast.Load()), name, ast.Load()), at)
+        return ast.copy_location(
+            ast.Attribute(ast.Name(_ADAPTER, ast.Load()), name, ast.Load()), at
+        )
 
     def _bind(self, name: str, dotted: str, at: ast.stmt) -> ast.stmt:
         value = ast.Call(self._adapter("pick", at), [ast.Constant(dotted)], [])
@@ -170,7 +185,11 @@ def _is_torch(node: ast.expr) -> bool:
 
 def _is_to_host(node: ast.expr) -> bool:
     """Whether it is `x.cpu(...)`, or `x.to(...)` with the CPU written out."""
-    if not isinstance(node, ast.Call) or not isinstance(node.func, ast.Attribute) or _is_torch(node.func.value):
+    if (
+        not isinstance(node, ast.Call)
+        or not isinstance(node.func, ast.Attribute)
+        or _is_torch(node.func.value)
+    ):
         return False
     given = [*node.args, *(keyword.value for keyword in node.keywords if keyword.arg == "device")]
     return node.func.attr == "cpu" or (node.func.attr == "to" and any(map(_is_cpu, given)))
@@ -197,23 +216,31 @@ class _Adapter:
         return value if value.is_meta else value.to(target, non_blocking=non_blocking)
 
     def to_host(self, value: Any, *args: Any, **kwargs: Any) -> Any:
-        """`value.cpu()`, `value.to("cpu", ...)` or `value.pin_memory()`: memory of its own, but for a module's."""
+        """`value.cpu()`, `value.to("cpu", ...)` or `value.pin_memory()`: memory of its own, but for
+        a module's.
+        """
         if _is_module(value):
             return value.to(*(args or ("cpu",)), **kwargs)
         return value.to(*args, **kwargs, copy=True) if args or kwargs else value.clone()
 
     def indexed(self, index: int | str | torch.device) -> str:
-        """The device string of an index; a namespace may as well call a device by its torch.device."""
+        """The device string of an index; a namespace may as well call a device by its
+        torch.device.
+        """
         return f"{self._device.torch_type}:{index}" if isinstance(index, int) else str(index)
 
     def pick(self, dotted: str) -> Any:
-        """`from torch.cuda import dotted` out of the namespace; raises ImportError as that would."""
+        """`from torch.cuda import dotted` out of the namespace; raises ImportError as
+        that would.
+        """
         value = self._device.namespace
         for part in dotted.split("."):
             try:
                 value = getattr(value, part)
             except AttributeError:
-                raise ImportError(f"device {self._device.name!r} has no {dotted!r} in its namespace") from None
+                raise ImportError(
+                    f"device {self._device.name!r} has no {dotted!r} in its namespace"
+                ) from None
         return value
 
 

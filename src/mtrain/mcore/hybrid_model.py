@@ -1,4 +1,5 @@
-"""megatron-core's hybrid models, of Mamba-2 layers, attention, MLPs and experts in any order, one layer each.
+"""megatron-core's hybrid models, of Mamba-2 layers, attention, MLPs and experts in any order, one
+layer each.
 
 They are its HybridModel since 0.19, and its MambaModel before: `UNIFIED` says which.
 """
@@ -31,7 +32,9 @@ from mtrain.mcore.mamba_mixer import Mamba2Mixer, Mamba2MixerSubmodules, Scan
 from mtrain.mcore.operands import feed_norm
 
 UNIFIED = engine.at_least(0, 19)
-"""Whether the model is HybridModel, whose pattern says where stages end, and not MambaModel, which cuts evenly."""
+"""Whether the model is HybridModel, whose pattern says where stages end, and not MambaModel, which
+cuts evenly.
+"""
 
 if UNIFIED:
     from megatron.core.models.hybrid.hybrid_block import HybridStack as _CoreStack
@@ -54,9 +57,17 @@ class PatternLayer(DecoderLayer):
     """
 
     def __init__(
-        self, config: Any, submodules: Mapping[str, Any], layer_number: int, *, kinds: str, **more: Any
+        self,
+        config: Any,
+        submodules: Mapping[str, Any],
+        layer_number: int,
+        *,
+        kinds: str,
+        **more: Any,
     ) -> None:
-        super().__init__(config, submodules[kinds[layer_number - 1]], self.number(layer_number), **more)
+        super().__init__(
+            config, submodules[kinds[layer_number - 1]], self.number(layer_number), **more
+        )
 
     def number(self, layer_number: int) -> int:
         """That of a layer among the layers of the model, from its number in the stack."""
@@ -64,34 +75,48 @@ class PatternLayer(DecoderLayer):
 
 
 class Stack(_CoreStack):
-    """megatron-core's stack with the layers of any stage, and a final norm of any kind; its own is Transformer-
-    Engine's."""
+    """megatron-core's stack with the layers of any stage, and a final norm of any kind; its own is
+    Transformer- Engine's.
+    """
 
     def __init__(
-        self, config: Any, *args: Any, layers: range, norm: Any, logits_scaling: float = 1.0, **kwargs: Any
+        self,
+        config: Any,
+        *args: Any,
+        layers: range,
+        norm: Any,
+        logits_scaling: float = 1.0,
+        **kwargs: Any,
     ) -> None:
         self.__dict__["held"] = layers  # before there is a module that could have attributes
         super().__init__(config, *args, post_layer_norm=False, **kwargs)
         self.post_layer_norm = True
         if self.post_process:
-            self.final_norm = norm(config=config, hidden_size=config.hidden_size, eps=config.layernorm_epsilon)
+            self.final_norm = norm(
+                config=config, hidden_size=config.hidden_size, eps=config.layernorm_epsilon
+            )
         self._logits_scaling = logits_scaling
         for layer in self.layers:
             leave_in_bf16(layer)
             if isinstance(layer, MambaLayer):
                 feed_norm(layer.norm, layer.mixer.in_proj)
 
-    def forward(self, hidden_states: Any, attention_mask: Tensor | None = None, **given: Any) -> Tensor:
-        """Hidden states [s, b, h], or this rank's [s / tp, b, h] under sequence parallelism, to the same; what the
-        output layer reads is divided by `logits_scaling`, and so are the logits.
+    def forward(
+        self, hidden_states: Any, attention_mask: Tensor | None = None, **given: Any
+    ) -> Tensor:
+        """Hidden states [s, b, h], or this rank's [s / tp, b, h] under sequence parallelism, to the
+        same; what the output layer reads is divided by `logits_scaling`, and so are the logits.
 
-        Under sequence parallelism ranks have other tokens, and drop other ones, as in megatron-core's GPTModel.
+        Under sequence parallelism ranks have other tokens, and drop other ones, as in
+        megatron-core's GPTModel.
         """
         again = self.training and self.config.recompute_granularity == "full"
         whole = self._recomputed if again else super().forward
         with get_cuda_rng_tracker().fork() if self.config.sequence_parallel else nullcontext():
             out: Tensor = whole(hidden_states, attention_mask, **given)
-        return out / self._logits_scaling if self.post_process and self._logits_scaling != 1.0 else out
+        return (
+            out / self._logits_scaling if self.post_process and self._logits_scaling != 1.0 else out
+        )
 
     def _recomputed(
         self,
@@ -102,13 +127,16 @@ class Stack(_CoreStack):
         packed_seq_params: Any = None,
         **_: Any,
     ) -> Tensor:
-        """The forward of training, of whose layers the backward computes some again: in groups, or the first ones.
+        """The forward of training, of whose layers the backward computes some again: in groups, or
+        the first ones.
 
         0.16.1 has none, and that of 0.19 asks TransformerEngine for layers in 8 bits.
         """
         x: Tensor = hidden_states if self.pre_process else self.input_tensor
-        c, layers = self.config, list(self.layers)
-        uniform, size = c.recompute_method == "uniform", c.recompute_num_layers
+        c = self.config
+        layers = list(self.layers)
+        uniform = c.recompute_method == "uniform"
+        size = c.recompute_num_layers
         for start in range(0, len(layers), size if uniform else 1):
             group = layers[start : start + size] if uniform else layers[start : start + 1]
             run = partial(_one_after_the_other, group, attention_mask, packed_seq_params)
@@ -125,9 +153,15 @@ class Stack(_CoreStack):
 
 
 def _one_after_the_other(
-    layers: Sequence[Any], attention_mask: Tensor | None, packed: Any, x: Tensor, rotary: Tensor | None
+    layers: Sequence[Any],
+    attention_mask: Tensor | None,
+    packed: Any,
+    x: Tensor,
+    rotary: Tensor | None,
 ) -> Tensor:
-    """Layers of a stack on the residual stream; those with attention or an MLP give a context beside it."""
+    """Layers of a stack on the residual stream; those with attention or an MLP give a context
+    beside it.
+    """
     for layer in layers:
         given = {"rotary_pos_emb": rotary, "packed_seq_params": packed}
         found = layer(hidden_states=x, attention_mask=attention_mask, **given)
@@ -136,10 +170,11 @@ def _one_after_the_other(
 
 
 class HybridModel(SummedLosses, _CoreModel):
-    """A hybrid model that gives the sum of its losses where there are labels, as `LanguageModel` does.
+    """A hybrid model that gives the sum of its losses where there are labels, as `LanguageModel`
+    does.
 
-    `pattern` has a letter for each layer, `stages` the layers of each (virtual) stage; `features` are what
-    `complete` takes beside the loss.
+    `pattern` has a letter for each layer, `stages` the layers of each (virtual) stage; `features`
+    are what `complete` takes beside the loss.
     """
 
     def __init__(
@@ -163,7 +198,9 @@ class HybridModel(SummedLosses, _CoreModel):
 
     @property
     def vp_stage(self) -> int | None:
-        """The virtual stage, of which MambaModel knows nothing, but the class below it asks while it is made."""
+        """The virtual stage, of which MambaModel knows nothing, but the class below it asks while
+        it is made.
+        """
         found: int | None = self.__dict__["_vp_stage"]
         return found
 
@@ -181,8 +218,9 @@ class HybridModel(SummedLosses, _CoreModel):
         loss_mask: Tensor | None = None,
         **more: Any,
     ) -> Tensor:
-        """The sum of losses of tokens [b, s], or without `labels` the logits [b, s, v / tp]; of a stage that is not
-        the last its hidden states [s, b, h]."""
+        """The sum of losses of tokens [b, s], or without `labels` the logits [b, s, v / tp]; of a
+        stage that is not the last its hidden states [s, b, h].
+        """
         if labels is None or not self.post_process:
             return super().forward(input_ids, position_ids, attention_mask, **more)  # type: ignore[no-any-return]
         with _before_the_output_layer(self):
@@ -193,7 +231,9 @@ class HybridModel(SummedLosses, _CoreModel):
 
 @contextmanager
 def _before_the_output_layer(model: Any) -> Iterator[None]:
-    """Let megatron-core's forward end with the hidden states, as it does on a stage without output layer."""
+    """Let megatron-core's forward end with the hidden states, as it does on a stage without output
+    layer.
+    """
     model.post_process = False
     try:
         yield
@@ -202,7 +242,9 @@ def _before_the_output_layer(model: Any) -> Iterator[None]:
 
 
 def core_arguments(pattern: str, stages: Sequence[range], vp_stage: int | None) -> dict[str, Any]:
-    """What the model of this release is told of a pattern and of the layers of each (virtual) stage."""
+    """What the model of this release is told of a pattern and of the layers of each (virtual)
+    stage.
+    """
     if UNIFIED:
         cut = "|".join(pattern[held.start : held.stop] for held in stages)
         return {"hybrid_layer_pattern": cut, "vp_stage": vp_stage}
@@ -221,9 +263,12 @@ def stack_spec(
     residual_multiplier: float = 1.0,
     logits_scaling: float = 1.0,
 ) -> Any:
-    """The specification of the layers `layers` of a stage, with the implementations of a provider; what they add is
-    multiplied with `residual_multiplier`, and logits are divided by `logits_scaling`."""
-    norm, add = provider.layer_norm(config.normalization == "RMSNorm"), scaled_add(residual_multiplier)
+    """The specification of the layers `layers` of a stage, with the implementations of a provider;
+    what they add is multiplied with `residual_multiplier`, and logits are divided by
+    `logits_scaling`.
+    """
+    norm = provider.layer_norm(config.normalization == "RMSNorm")
+    add = scaled_add(residual_multiplier)
     kinds_of_attention = [kind for kind in (*SOFTMAX, DELTA) if kind in pattern]
     parts = {
         **{kind: _attention(config, provider, norm, add, kind) for kind in kinds_of_attention},
@@ -231,17 +276,22 @@ def stack_spec(
         EXPERTS: _layer("", **_mlp(config, provider, norm, add, config.num_moe_experts or 1)),
     }
     kinds = stack_submodules(
-        mamba_layer=_mamba_layer(config, provider, norm, add, scan) if MAMBA in pattern else IdentityOp,
+        mamba_layer=_mamba_layer(config, provider, norm, add, scan)
+        if MAMBA in pattern
+        else IdentityOp,
         **pattern_layers(PatternLayer, parts, pattern, layers, vp_stage=vp_stage),
     )
     return api.ModuleSpec(
-        module=Stack, params={"layers": layers, "norm": norm, "logits_scaling": logits_scaling}, submodules=kinds
+        module=Stack,
+        params={"layers": layers, "norm": norm, "logits_scaling": logits_scaling},
+        submodules=kinds,
     )
 
 
 def scaled_add(factor: float) -> Callable[..., Any]:
-    """megatron-core's sum of a layer's output, its bias and the residual stream, where output and bias are multiplied
-    with `factor` first."""
+    """megatron-core's sum of a layer's output, its bias and the residual stream, where output and
+    bias are multiplied with `factor` first.
+    """
     if factor == 1.0:
         return get_bias_dropout_add  # type: ignore[no-any-return]
 
@@ -258,11 +308,13 @@ def scaled_add(factor: float) -> Callable[..., Any]:
     return chosen
 
 
-def pattern_layers(kind: type, parts: Mapping[str, Any], pattern: str, layers: range, **more: Any) -> dict[str, Any]:
+def pattern_layers(
+    kind: type, parts: Mapping[str, Any], pattern: str, layers: range, **more: Any
+) -> dict[str, Any]:
     """The specification of every layer but Mamba-2's, for each that a stack of this release knows.
 
-    `kind` is a `PatternLayer`, which is told a letter of `pattern` for each number that the stack gives its layers:
-    0.16.1 counts those of a stage.
+    `kind` is a `PatternLayer`, which is told a letter of `pattern` for each number that the stack
+    gives its layers: 0.16.1 counts those of a stage.
     """
     letters = pattern if UNIFIED else pattern[layers.start : layers.stop]
     spec = api.ModuleSpec(module=kind, params={"kinds": letters, **more}, submodules=parts)
@@ -280,12 +332,18 @@ def _attention(config: Any, provider: Any, norm: Any, add: Any, kind: str) -> An
 
 
 def _mamba_layer(config: Any, provider: Any, norm: Any, add: Any, scan: Scan) -> Any:
-    linear = Mamba2MixerSubmodules(provider.column_parallel_linear(), provider.row_parallel_linear())
+    linear = Mamba2MixerSubmodules(
+        provider.column_parallel_linear(), provider.row_parallel_linear()
+    )
     impl = "reference" if provider.kernels["attention"] == "reference" else "auto"
     parts = MambaLayerSubmodules(
         # MambaModel's layer does not say the epsilon, and takes what a specification says
-        norm=norm if UNIFIED else api.ModuleSpec(module=norm, params={"eps": config.layernorm_epsilon}),
-        mixer=api.ModuleSpec(module=chosen(Mamba2Mixer, impl), params={"scan": scan}, submodules=linear),
+        norm=norm
+        if UNIFIED
+        else api.ModuleSpec(module=norm, params={"eps": config.layernorm_epsilon}),
+        mixer=api.ModuleSpec(
+            module=chosen(Mamba2Mixer, impl), params={"scan": scan}, submodules=linear
+        ),
         mamba_bda=add,
         sharded_state_dict_keys_map={"norm.": "mixer.in_proj.layer_norm_"},
     )
@@ -293,7 +351,9 @@ def _mamba_layer(config: Any, provider: Any, norm: Any, add: Any, scan: Scan) ->
 
 
 def _layer(fused: str, **parts: Any) -> DecoderLayerSubmodules:
-    """Parts of a layer with attention or an MLP alone; its norm is saved as if it were part of the layer `fused`."""
+    """Parts of a layer with attention or an MLP alone; its norm is saved as if it were part of the
+    layer `fused`.
+    """
     layer = DecoderLayerSubmodules(**parts)
     if fused:
         norm = next(name for name in parts if name.endswith("layernorm"))

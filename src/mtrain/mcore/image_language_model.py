@@ -1,8 +1,9 @@
 """A language model that reads images: their projected patches stand in the places of image tokens.
 
-Not megatron-core's `LLaVAModel`: that one lets every image token grow into many, on the GPU, so that lengths differ
-by sample and stage, and wraps a GPTModel whose loss holds all logits. Here a sample comes with one image token for
-each patch, as transformers expects it, and the language model is ours.
+Not megatron-core's `LLaVAModel`: that one lets every image token grow into many, on the GPU, so
+that lengths differ by sample and stage, and wraps a GPTModel whose loss holds all logits. Here a
+sample comes with one image token for each patch, as transformers expects it, and the language model
+is ours.
 """
 
 from __future__ import annotations
@@ -27,8 +28,11 @@ class ImageLanguageModel(LanguageModel):
     Of `own.freeze` the parameters have no gradient.
     """
 
-    def __init__(self, *args: Any, config: Any, provider: Provider, own: LlavaConfig, **kwargs: Any) -> None:
-        # images are put in before the sequence is scattered: which patches a rank's part needs depends on the tokens
+    def __init__(
+        self, *args: Any, config: Any, provider: Provider, own: LlavaConfig, **kwargs: Any
+    ) -> None:
+        # images are put in before the sequence is scattered: which patches a rank's part needs
+        # depends on the tokens
         super().__init__(*args, config=config, scatter_embedding_sequence_parallel=False, **kwargs)
         self._own = own
         language = list(self.parameters())
@@ -49,7 +53,8 @@ class ImageLanguageModel(LanguageModel):
         images: Tensor | None = None,
         **kwargs: Any,
     ) -> Tensor:
-        """As `LanguageModel`, for tokens [b, s] and `images` [n, 3, size, size], in the order of their tokens.
+        """As `LanguageModel`, for tokens [b, s] and `images` [n, 3, size, size], in the order of
+        their tokens.
 
         Raises:
             ValueError: there are not as many image tokens as patches.
@@ -68,14 +73,22 @@ class ImageLanguageModel(LanguageModel):
             return self._without_images(embeddings, images)
         features = self._features(images)
         place = tokens == self._own.image_token_id
-        if tokens.is_cpu and int(place.sum()) != len(features):  # elsewhere the form has counted them
-            raise ValueError(f"{int(place.sum())} image tokens for {len(features)} patches of {len(images)} images")
+        if tokens.is_cpu and int(place.sum()) != len(
+            features
+        ):  # elsewhere the form has counted them
+            raise ValueError(
+                f"{int(place.sum())} image tokens for {len(features)} patches of {len(images)}"
+                " images"
+            )
         rows = embeddings.transpose(0, 1)
         mixed = rows.masked_scatter(place.unsqueeze(-1), features.to(rows.dtype))
         return mixed.transpose(0, 1).contiguous()
 
     def _without_images(self, embeddings: Tensor, images: Tensor) -> Tensor:
-        """The same embeddings. Tower and projector get a gradient of 0: reductions wait for each of their weights."""
+        """The same embeddings.
+
+        Tower and projector get a gradient of 0: reductions wait for each of their weights.
+        """
         if not torch.is_grad_enabled() or {"vision", "projector"} <= set(self._own.freeze):
             return embeddings
         size = self._own.image_size

@@ -8,12 +8,16 @@ from mtrain.devices.base import Device
 
 
 class NotInstalled(RuntimeError):
-    """megatron.core was asked for before `install`, or was already loaded in a way that cannot be adapted."""
+    """megatron.core was asked for before `install`, or was already loaded in a way that cannot be
+    adapted.
+    """
 
 
 @dataclass(slots=True)
 class Installed:
-    """The device that megatron.core was adapted to, whether it is imported, and the patches that were left out."""
+    """The device that megatron.core was adapted to, whether it is imported, and the patches that
+    were left out.
+    """
 
     device: Device | None = None
     imported: bool = False
@@ -27,7 +31,7 @@ def require_installed() -> Device:
     """The device that the adapter was installed for; raises `NotInstalled` where it is not."""
     if installed.device is None or installed.without is None:
         raise NotInstalled(
-            "megatron.core cannot be used yet: call mtrain.mcore.install(device) first, before anything imports "
-            "megatron.core or mtrain.mcore.api"
+            "megatron.core cannot be used yet: call mtrain.mcore.install(device) first, before"
+            " anything imports megatron.core or mtrain.mcore.api"
         )
     return installed.device

@@ -1,7 +1,8 @@
-"""Portable layers for megatron-core's specs: plain torch, so they run wherever torch does, at any tensor parallelism.
+"""Portable layers for megatron-core's specs: plain torch, so they run wherever torch does, at any
+tensor parallelism.
 
-They stand where TransformerEngine's layers stand on a GPU. What they compute is defined in `mtrain_kernels`, whose
-kernels compute it where `chosen` says so.
+They stand where TransformerEngine's layers stand on a GPU. What they compute is defined in
+`mtrain_kernels`, whose kernels compute it where `chosen` says so.
 """
 
 from __future__ import annotations
@@ -31,7 +32,8 @@ Init = Callable[[Tensor], Any]
 
 @functools.cache
 def chosen(layer: type, impl: str, **options: Any) -> type:
-    """The layer computed by the implementation of its op that `impl` names: a class that specs can name.
+    """The layer computed by the implementation of its op that `impl` names: a class that specs can
+    name.
 
     `options` are other attributes of the class.
     """
@@ -40,10 +42,11 @@ def chosen(layer: type, impl: str, **options: Any) -> type:
 
 
 class Norm(nn.Module):
-    """RMSNorm or LayerNorm, as `config.normalization` says, over the last axis of [..., hidden_size].
+    """RMSNorm or LayerNorm, as `config.normalization` says, over the last axis of [...,
+    hidden_size].
 
-    Under sequence parallelism each tensor-parallel rank sees part of the tokens, so the parameters are marked
-    for the all-reduce of their gradients in megatron-core's `finalize_model_grads`.
+    Under sequence parallelism each tensor-parallel rank sees part of the tokens, so the parameters
+    are marked for the all-reduce of their gradients in megatron-core's `finalize_model_grads`.
     """
 
     impl = "reference"
@@ -53,7 +56,9 @@ class Norm(nn.Module):
     def __init__(self, config: Any, hidden_size: int, eps: float = 1e-5, **_: Any) -> None:
         super().__init__()
         if config.normalization not in ("RMSNorm", "LayerNorm"):
-            raise ValueError(f"normalization {config.normalization!r} is neither RMSNorm nor LayerNorm")
+            raise ValueError(
+                f"normalization {config.normalization!r} is neither RMSNorm nor LayerNorm"
+            )
         self.eps = eps
         self.zero_centered = config.layernorm_zero_centered_gamma
         self.weight = nn.Parameter(torch.empty(hidden_size, dtype=config.params_dtype))
@@ -72,52 +77,64 @@ class Norm(nn.Module):
             nn.init.zeros_(self.bias)
 
     def forward(self, x: Tensor | None) -> Tensor:
-        """The normalised input, in its shape and dtype; for None the weight, for a kernel that norms on its way.
+        """The normalised input, in its shape and dtype; for None the weight, for a kernel that
+        norms on its way.
 
         Who gathers a weight when its module is called does so then, too.
         """
         if x is None:
             return self.weight
-        # One gradient leaves this layer for x, as from a fused kernel. Several would be added to the residual's in
-        # another order than where the norm is computed again: recomputation changes no bit.
+        # One gradient leaves this layer for x, as from a fused kernel. Several would be added to
+        # the residual's in another order than where the norm is computed again: recomputation
+        # changes no bit.
         x = x.view_as(x)
         if self.feeds is not None:
             return normed(self, x, None)[0]
         if self._rms:
-            return rms_norm(x, self.weight, self.eps, zero_centered=self.zero_centered, impl=self.impl)
+            return rms_norm(
+                x, self.weight, self.eps, zero_centered=self.zero_centered, impl=self.impl
+            )
         options: dict[str, Any] = {"zero_centered": self.zero_centered, "impl": self.impl}
         return layer_norm(x, self.weight, self.bias, self.eps, **options)
 
 
 @functools.cache
 def with_epsilon(norm: type[Norm], epsilon: float) -> type[Norm]:
-    """The norm with an epsilon of its own, whatever megatron-core asks for: a class that specs can name."""
+    """The norm with an epsilon of its own, whatever megatron-core asks for: a class that specs can
+    name.
+    """
 
     class Own(norm):  # type: ignore[misc,valid-type]
         def __init__(self, config: Any, hidden_size: int, eps: float, **more: Any) -> None:
             super().__init__(config, hidden_size, epsilon, **more)
 
-    Own.__name__, Own.__doc__ = norm.__name__, norm.__doc__
+    Own.__name__ = norm.__name__
+    Own.__doc__ = norm.__doc__
     return Own
 
 
 @functools.cache
 def with_bias(linear: type) -> type:
-    """The linear layer with a bias, whatever megatron-core asks for: a class that specs can name."""
+    """The linear layer with a bias, whatever megatron-core asks for: a class that specs
+    can name.
+    """
 
     class Biased(linear):  # type: ignore[misc]
         def __init__(self, *args: Any, bias: bool = True, **more: Any) -> None:
             super().__init__(*args, bias=True, **more)
 
-    Biased.__name__, Biased.__doc__ = linear.__name__, linear.__doc__
+    Biased.__name__ = linear.__name__
+    Biased.__doc__ = linear.__doc__
     return Biased
 
 
 class _NormAcrossHeads(Norm):
-    """RMSNorm over all heads of queries or keys [s, b, n, d], of which a tensor-parallel rank has n.
+    """RMSNorm over all heads of queries or keys [s, b, n, d], of which a tensor-parallel rank has
+    n.
 
-    Every rank keeps the whole weight. It reads the part of its heads, so the gradients of the ranks are summed, as
-    megatron-core does for the norms of queries and keys. A key/value head may be on several ranks.
+    Every rank keeps the whole weight. It reads the part of its heads, so the gradients of the ranks
+    are summed, as megatron-core does for the norms of queries and keys. A key/value head may be on
+    several ranks.
     """
 
     heads_of: Callable[[Any], int]
@@ -165,7 +182,9 @@ def gelu_tanh(x: Tensor) -> Tensor:
 
 
 class Activation(MegatronModule):
-    """The activation between the two layers of an MLP or an expert, gated or not: one pass over its input."""
+    """The activation between the two layers of an MLP or an expert, gated or not: one pass over its
+    input.
+    """
 
     impl = "triton"
     left_to_linear = False
@@ -174,19 +193,25 @@ class Activation(MegatronModule):
 
     def __init__(self, config: Any) -> None:
         super().__init__(config=config)
-        self.kind = dict(self._GATED)[config.activation_func] if config.gated_linear_unit else "squared_relu"
+        if config.gated_linear_unit:
+            self.kind = dict(self._GATED)[config.activation_func]
+        else:
+            self.kind = "squared_relu"
 
     def forward(self, x: Tensor) -> Tensor:
-        """`x` [..., 2f] to [..., f] where it is gated, else [..., f] to [..., f]; or `x` itself, left to others."""
+        """`x` [..., 2f] to [..., f] where it is gated, else [..., f] to [..., f]; or `x` itself,
+        left to others.
+        """
         return x if self.left_to_linear else activation(x, self.kind, impl=self.impl)
 
 
 class DuplicatedLinear(nn.Module):
     """A linear layer whose whole weight is on every tensor-parallel rank: MLA's down projections.
 
-    megatron-core's own local layers split this weight and gather the output; the gather's backward then keeps
-    only this rank's part of the gradient of the key's position half, which all heads share (a relative error of
-    1e-3 at tp 2). Here the output is whole from the start and that half's gradient is summed over the ranks.
+    megatron-core's own local layers split this weight and gather the output; the gather's backward
+    then keeps only this rank's part of the gradient of the key's position half, which all heads
+    share (a relative error of 1e-3 at tp 2). Here the output is whole from the start and that
+    half's gradient is summed over the ranks.
     """
 
     fp8: Recipe | None = None
@@ -216,8 +241,11 @@ class DuplicatedLinear(nn.Module):
         position_size = config.qk_pos_emb_head_dim
         shares_keys = output_size == config.kv_lora_rank + position_size
         split = tp_group is not None and tp_group.size() > 1 and not config.sequence_parallel
-        self.config, self.input_size = config, input_size
-        self.tp_group = parallel_state.get_tensor_model_parallel_group() if tp_group is None else tp_group
+        self.config = config
+        self.input_size = input_size
+        self.tp_group = (
+            parallel_state.get_tensor_model_parallel_group() if tp_group is None else tp_group
+        )
         self.sequence_parallel = config.sequence_parallel
         self._summed = position_size if shares_keys and split else 0
         self.gives_partial_gradients = bool(self._summed)
@@ -230,7 +258,8 @@ class DuplicatedLinear(nn.Module):
         """`x` [..., input_size] to [..., output_size], and no bias."""
         y = self._product(x)
         if self._summed:
-            # the compressed half needs no sum: the up projection that reads it sums its own input's gradient
+            # the compressed half needs no sum: the up projection that reads it sums its own input's
+            # gradient
             compressed, position = y.split([y.shape[-1] - self._summed, self._summed], dim=-1)
             position = copy_to_tensor_model_parallel_region(position, group=self.tp_group)
             y = torch.cat([compressed, position], dim=-1)
@@ -242,5 +271,6 @@ class DuplicatedLinear(nn.Module):
             return linear(x, self.weight)
         context = [parallel_state.get_context_parallel_group()]
         tokens = greatest([*context, self.tp_group] if self.sequence_parallel else context)
-        operand, shares = taken(x) if self.takes_operands else None, Shares(tokens, None, tokens)
+        operand = taken(x) if self.takes_operands else None
+        shares = Shares(tokens, None, tokens)
         return fp8_linear(x, self.weight, self.fp8, shares=shares, operand=operand, impl=self.impl)

@@ -1,4 +1,6 @@
-"""What a rank keeps of each parameter between steps: all of it, or the part that FSDP leaves to it."""
+"""What a rank keeps of each parameter between steps: all of it, or the part that FSDP
+leaves to it.
+"""
 
 from __future__ import annotations
 
@@ -59,10 +61,13 @@ def _in_parameter(name: str, param: torch.nn.Parameter, specs: list[ShardSpec]) 
     weight = local(param)
     if not isinstance(param, DTensor):
         return LocalParam(name, param, param, specs, weight)
-    rows, dim = param.shape[0], param.device_mesh.ndim - 1
+    rows = param.shape[0]
+    dim = param.device_mesh.ndim - 1
     chunk_rows = -(-rows // param.device_mesh.size(dim))
     first = min(rows, chunk_rows * param.device_mesh.get_local_rank(dim))
-    return LocalParam(name, param, param, specs, weight, first * (param.numel() // rows), sharded=True)
+    return LocalParam(
+        name, param, param, specs, weight, first * (param.numel() // rows), sharded=True
+    )
 
 
 def _in_buffers(buffers: Any, specs: dict[str, list[ShardSpec]]) -> Iterator[LocalParam]:
@@ -73,5 +78,6 @@ def _in_buffers(buffers: Any, specs: dict[str, list[ShardSpec]]) -> Iterator[Loc
         item = weights.param_idx[param.orig_param]
         start, _ = weights.locate_item_in_global_item(item)
         own = name.removeprefix("module.")
-        memory, sharded = weights.get_item(item), weights.is_data_distributed
+        memory = weights.get_item(item)
+        sharded = weights.is_data_distributed
         yield LocalParam(own, param, param.orig_param, specs[own], memory, start, sharded)

@@ -1,11 +1,13 @@
 """Low-rank adapters of a frozen model's linear layers (LoRA, DoRA), in any layout.
 
-A layer with an adapter computes W x + s B A x. Where it is several of Hugging Face's layers in one (queries, keys and
-values; gate and up projection), each of them has an A of its own in `lora_a` [parts * r, in], and `lora_b` [out, r]
-has the rows of the weight, each of which is multiplied with the A of its part: what `peft` trains beside separate
-layers. `lora_b` is sharded as the rows of the weight are, `lora_a` as its columns.
+A layer with an adapter computes W x + s B A x. Where it is several of Hugging Face's layers in one
+(queries, keys and values; gate and up projection), each of them has an A of its own in `lora_a`
+[parts * r, in], and `lora_b` [out, r] has the rows of the weight, each of which is multiplied with
+the A of its part: what `peft` trains beside separate layers. `lora_b` is sharded as the rows of the
+weight are, `lora_a` as its columns.
 
-What crosses tensor-parallel ranks is A x, of rank r: it is gathered or reduced before it is multiplied with B.
+What crosses tensor-parallel ranks is A x, of rank r: it is gathered or reduced before it is
+multiplied with B.
 """
 
 from __future__ import annotations
@@ -57,17 +59,20 @@ class Adapter:
 
 @dataclass(frozen=True)
 class Parts:
-    """Of how many layers of Hugging Face's a layer is made, and, of several, which one each row of its weight is."""
+    """Of how many layers of Hugging Face's a layer is made, and, of several, which one each row of
+    its weight is.
+    """
 
     count: int
     of_row: Tensor
 
 
 def adapt(model: Any, adapter: Adapter, target: tuple[str, ...]) -> None:
-    """Freeze an unwrapped chunk of a model, and give its layers of the kinds in `target` adapters, those of MTP not.
+    """Freeze an unwrapped chunk of a model, and give its layers of the kinds in `target` adapters,
+    those of MTP not.
 
-    `lora_a` is marked with its distribution and has to be drawn, `lora_b` is 0, and magnitudes are what
-    `start_magnitudes` makes of the weights.
+    `lora_a` is marked with its distribution and has to be drawn, `lora_b` is 0, and magnitudes are
+    what `start_magnitudes` makes of the weights.
     """
     for parameter in model.parameters():
         parameter.requires_grad_(False)
@@ -87,7 +92,9 @@ def _make_adapted(layer: Any, adapter: Adapter, parts: Parts) -> None:
 
 @torch.no_grad()
 def start_magnitudes(chunks: list[Any]) -> None:
-    """Make magnitudes the norms of the rows of the weights as they are now; every tensor-parallel rank takes part."""
+    """Make magnitudes the norms of the rows of the weights as they are now; every tensor-parallel
+    rank takes part.
+    """
     for chunk in chunks:
         for layer in chunk.modules():
             if isinstance(layer, _LowRank) and layer.magnitude is not None:
@@ -95,7 +102,9 @@ def start_magnitudes(chunks: list[Any]) -> None:
 
 
 def _begin_gradient(module: Any, given: Any, output: Tensor) -> None:
-    """Ask for the gradient of embeddings: layers that are computed again have one only where their input has."""
+    """Ask for the gradient of embeddings: layers that are computed again have one only where their
+    input has.
+    """
     if torch.is_grad_enabled() and not output.requires_grad:
         output.requires_grad_()
 
@@ -128,7 +137,9 @@ def _parameter(like: Tensor, rows: int, columns: int | None = None) -> nn.Parame
 
 
 def _drawn(a: nn.Parameter, inputs: int) -> nn.Parameter:
-    """Marks `lora_a` with the distribution that `peft` draws it from: uniform, as torch's linear layers."""
+    """Marks `lora_a` with the distribution that `peft` draws it from: uniform, as torch's linear
+    layers.
+    """
     a.mtrain_init_bound = inputs**-0.5  # type: ignore[attr-defined]
     return a
 
@@ -146,8 +157,11 @@ class _LowRank:
 
     def make_adapter(self: Any, adapter: Adapter, parts: Parts) -> None:
         """Add the parameters."""
-        self.adapter, weight = adapter, self.weight
-        self.lora_a = _drawn(_parameter(weight, parts.count * adapter.rank, weight.shape[1]), self.input_size)
+        self.adapter = adapter
+        weight = self.weight
+        self.lora_a = _drawn(
+            _parameter(weight, parts.count * adapter.rank, weight.shape[1]), self.input_size
+        )
         self.lora_b = _parameter(weight, weight.shape[0], adapter.rank)
         self.magnitude = _parameter(weight, weight.shape[0]) if adapter.has_magnitude else None
         for name, parameter in self._own().items():
@@ -155,16 +169,22 @@ class _LowRank:
                 set_tensor_model_parallel_attributes(parameter, True, self.sharded[name], 1)
             else:  # under sequence parallelism, each rank has seen part of the tokens
                 parameter.sequence_parallel = self.sequence_parallel
-        one_hot = F.one_hot(parts.of_row, parts.count).bool().to(weight.device) if parts.count > 1 else None
+        if parts.count > 1:
+            one_hot = F.one_hot(parts.of_row, parts.count).bool().to(weight.device)
+        else:
+            one_hot = None
         self.register_buffer("one_hot", one_hot, persistent=False)
         self._halves = self.config.gated_linear_unit and parts.count == 2
 
     def row_norms(self: Any) -> Tensor:
         """Norms [rows] of the rows of W + s B A, in fp32."""
-        own, rows = spread(self.lora_b, self.one_hot), max(1, NORM_ELEMENTS // self.weight.shape[1])
+        own = spread(self.lora_b, self.one_hot)
+        rows = max(1, NORM_ELEMENTS // self.weight.shape[1])
         squares = torch.cat(
             [
-                torch.addmm(w.float(), b.float(), self.lora_a.float(), alpha=self.adapter.scale).square().sum(1)
+                torch.addmm(w.float(), b.float(), self.lora_a.float(), alpha=self.adapter.scale)
+                .square()
+                .sum(1)
                 for w, b in zip(self.weight.split(rows), own.split(rows), strict=True)
             ]
         )
@@ -173,7 +193,10 @@ class _LowRank:
         return squares.sqrt()
 
     def sharded_state_dict(
-        self: Any, prefix: str = "", sharded_offsets: tuple[Any, ...] = (), metadata: dict[str, Any] | None = None
+        self: Any,
+        prefix: str = "",
+        sharded_offsets: tuple[Any, ...] = (),
+        metadata: dict[str, Any] | None = None,
     ) -> dict[str, Any]:
         """That of the layer, and where its adapter lies."""
         metadata = metadata or {}
@@ -181,8 +204,12 @@ class _LowRank:
         if self.sharded:
             held: dict[str, Any] = super().sharded_state_dict(prefix, sharded_offsets, metadata)  # type: ignore[misc]
         else:  # a layer that ranks hold whole leaves it to megatron-core
-            held = make_sharded_tensors_for_checkpoint({"weight": self.weight}, prefix, {}, sharded_offsets, **groups)
-        held |= make_sharded_tensors_for_checkpoint(self._own(), prefix, self.sharded, sharded_offsets, **groups)
+            held = make_sharded_tensors_for_checkpoint(
+                {"weight": self.weight}, prefix, {}, sharded_offsets, **groups
+            )
+        held |= make_sharded_tensors_for_checkpoint(
+            self._own(), prefix, self.sharded, sharded_offsets, **groups
+        )
         for key in (f"{prefix}{name}" for name in (B, MAGNITUDE) if self._halves):
             if key in held:
                 held[key] = apply_swiglu_sharded_factory(held[key], sharded_offsets)
@@ -242,7 +269,9 @@ class _LowRankRow(_LowRank):
         return bool(self.tp_group.size() > 1)  # other features
 
     def forward(self: Any, input_: Tensor) -> Any:
-        """As the layer, [s, b, in / tp] to [s, b, out], or a part of the tokens under sequence parallelism."""
+        """As the layer, [s, b, in / tp] to [s, b, out], or a part of the tokens under sequence
+        parallelism.
+        """
         y, bias = super().forward(input_)  # type: ignore[misc]
         compressed = self._compressed(input_)
         if self.sequence_parallel:
@@ -269,8 +298,9 @@ class _LowRankWhole(_LowRank):
 class _LowRankExperts:
     """This rank's experts' layers of one kind, with an adapter of each.
 
-    No expert-tensor rank has all of an adapter: what is not split with the weight is split along the hidden size, and
-    gathered when it is needed, so that the sum over ranks of its gradient is that of a gather.
+    No expert-tensor rank has all of an adapter: what is not split with the weight is split along
+    the hidden size, and gathered when it is needed, so that the sum over ranks of its gradient is
+    that of a gather.
     """
 
     adapter: Adapter
@@ -279,10 +309,15 @@ class _LowRankExperts:
         """Add the parameters of each expert."""
         self.adapter, ranks = adapter, self._tp.size()
         rows, columns = self.weight0.shape
-        columns, rows = (columns // ranks, rows) if self.partition_dim == 0 else (columns, rows // ranks)
+        columns, rows = (
+            (columns // ranks, rows) if self.partition_dim == 0 else (columns, rows // ranks)
+        )
         for i in range(self.num_gemms):
             a = _drawn(_parameter(self.weight0, adapter.rank, columns), self._whole[1])
-            for name, axis, parameter in ((A, 1, a), (B, 0, _parameter(self.weight0, rows, adapter.rank))):
+            for name, axis, parameter in (
+                (A, 1, a),
+                (B, 0, _parameter(self.weight0, rows, adapter.rank)),
+            ):
                 set_tensor_model_parallel_attributes(parameter, True, axis, 1)
                 parameter.allreduce = self.weight0.allreduce  # type: ignore[attr-defined]
                 self.register_parameter(f"{name}{i}", parameter)
@@ -290,7 +325,8 @@ class _LowRankExperts:
     def forward(self: Any, x: Tensor, rows: Any) -> Any:
         """As the layer, [sum(rows), in] to [sum(rows), out]."""
         y, biases = super().forward(x, rows)  # type: ignore[misc]
-        a, b = self._each(A), self._each(B)
+        a = self._each(A)
+        b = self._each(B)
         if self._tp.size() > 1 and self.partition_dim == 0:
             a = self._gathered(torch.stack(a)).unbind()
         elif self._tp.size() > 1:
@@ -306,14 +342,20 @@ class _LowRankExperts:
         return grouped_gemm(x, weights, torch.as_tensor(rows, device=x.device), impl=self.impl)
 
     def sharded_state_dict(
-        self: Any, prefix: str = "", sharded_offsets: tuple[Any, ...] = (), metadata: dict[str, Any] | None = None
+        self: Any,
+        prefix: str = "",
+        sharded_offsets: tuple[Any, ...] = (),
+        metadata: dict[str, Any] | None = None,
     ) -> dict[str, Any]:
         """That of the layer, and where the adapters lie among those of all experts."""
         held: dict[str, Any] = super().sharded_state_dict(prefix, sharded_offsets, metadata)  # type: ignore[misc]
-        held |= self.sharded_by_expert((A, B), {A: 1, B: 0}, prefix, sharded_offsets, metadata or {})
+        held |= self.sharded_by_expert(
+            (A, B), {A: 1, B: 0}, prefix, sharded_offsets, metadata or {}
+        )
         if self.partition_dim == 0 and self._config.gated_linear_unit:
             for i in range(self.num_gemms):
-                key, offsets = f"{prefix}{B}{i}", self.offsets_of_expert(i, sharded_offsets)
+                key = f"{prefix}{B}{i}"
+                offsets = self.offsets_of_expert(i, sharded_offsets)
                 held[key] = apply_swiglu_sharded_factory(held[key], offsets)
         return held
 
@@ -331,4 +373,6 @@ def _with_adapter(layer: type) -> type:
         kind = _LowRankWhole
     else:
         kind = _LowRankColumn if issubclass(layer, ColumnLinear) else _LowRankRow
-    return type(layer.__name__, (kind, layer), {"__doc__": layer.__doc__, "__module__": layer.__module__})
+    return type(
+        layer.__name__, (kind, layer), {"__doc__": layer.__doc__, "__module__": layer.__module__}
+    )

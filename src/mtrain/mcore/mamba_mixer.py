@@ -1,8 +1,8 @@
 """The Mamba-2 mixer of megatron-core in plain torch and our kernels: it runs wherever torch does.
 
-Names of parameters, how tensor parallelism splits them and what checkpoints hold of them are those of
-`megatron.core.ssm.mamba_mixer`, which needs the CUDA kernels of mamba-ssm. Those of the scan are taken where
-`mtrain_kernels.ssd` finds them.
+Names of parameters, how tensor parallelism splits them and what checkpoints hold of them are those
+of `megatron.core.ssm.mamba_mixer`, which needs the CUDA kernels of mamba-ssm. Those of the scan are
+taken where `mtrain_kernels.ssd` finds them.
 """
 
 from __future__ import annotations
@@ -55,15 +55,18 @@ class Scan:
 
 
 class GatedNorm(MegatronModule):
-    """RMSNorm of `x * silu(gate)` [..., d], over each of `groups` equal parts of the channels apart.
+    """RMSNorm of `x * silu(gate)` [..., d], over each of `groups` equal parts of the channels
+    apart.
 
-    Each tensor-parallel rank has whole groups, so none sends anything. Source: Dao and Gu 2024, arXiv:2405.21060,
-    section 7.2.
+    Each tensor-parallel rank has whole groups, so none sends anything. Source: Dao and Gu 2024,
+    arXiv:2405.21060, section 7.2.
     """
 
     def __init__(self, config: Any, channels: int, groups: int, tp_group: Any) -> None:
         super().__init__(config)
-        self.eps, self.groups, self.tp_group = config.layernorm_epsilon, groups, tp_group
+        self.eps = config.layernorm_epsilon
+        self.groups = groups
+        self.tp_group = tp_group
         self.weight = nn.Parameter(torch.ones(channels, dtype=config.params_dtype))
         set_tensor_model_parallel_attributes(self.weight, True, 0, 1)
 
@@ -74,7 +77,9 @@ class GatedNorm(MegatronModule):
         parts = parts * torch.rsqrt(parts.square().mean(-1, keepdim=True) + self.eps)
         return (parts.flatten(-2) * self.weight.float()).to(gate.dtype)
 
-    def sharded_state_dict(self, prefix: str = "", sharded_offsets: Any = (), metadata: Any = None) -> Any:
+    def sharded_state_dict(
+        self, prefix: str = "", sharded_offsets: Any = (), metadata: Any = None
+    ) -> Any:
         """Split by channels."""
         metadata = ensure_metadata_has_dp_cp_group(metadata)
         return make_sharded_tensors_for_checkpoint(
@@ -98,11 +103,12 @@ class Mamba2MixerSubmodules:
 class Mamba2Mixer(MegatronModule):
     """[s, b, h] to [s, b, h], or this rank's [s / tp, b, h] of both under sequence parallelism.
 
-    One linear layer makes of each token a gate z, channels x, input B and output C of each group's state, and a time
-    step of each head. x, B and C go through a causal convolution of each channel, then the state of each head is
-    scanned (`mtrain_kernels.ssd`). Each tensor-parallel rank has whole groups with their heads; under context
-    parallelism, what is convolved and scanned is exchanged so that each rank has some heads of all tokens. `impl` is
-    that of the convolution and of the scan: `reference`, or `auto` for the fastest that takes a call.
+    One linear layer makes of each token a gate z, channels x, input B and output C of each group's
+    state, and a time step of each head. x, B and C go through a causal convolution of each channel,
+    then the state of each head is scanned (`mtrain_kernels.ssd`). Each tensor-parallel rank has
+    whole groups with their heads; under context parallelism, what is convolved and scanned is
+    exchanged so that each rank has some heads of all tokens. `impl` is that of the convolution and
+    of the scan: `reference`, or `auto` for the fastest that takes a call.
     """
 
     impl = "reference"
@@ -120,13 +126,22 @@ class Mamba2Mixer(MegatronModule):
         name: str | None = None,
     ) -> None:
         super().__init__(config)
-        self.layer_number, self.scan, self.tp_group = layer_number, scan, pg_collection.tp
-        self.head_dim, ranks = config.mamba_head_dim, pg_collection.tp.size()
-        self.heads, self.groups = (divide(n, ranks) for n in (config.mamba_num_heads, config.mamba_num_groups))
-        self.channels, self.states = self.heads * self.head_dim, self.groups * config.mamba_state_dim
+        self.layer_number = layer_number
+        self.scan = scan
+        self.tp_group = pg_collection.tp
+        self.head_dim = config.mamba_head_dim
+        ranks = pg_collection.tp.size()
+        self.heads, self.groups = (
+            divide(n, ranks) for n in (config.mamba_num_heads, config.mamba_num_groups)
+        )
+        self.channels = self.heads * self.head_dim
+        self.states = self.groups * config.mamba_state_dim
         sizes = {name: getattr(self, name) for name in ("heads", "channels", "groups", "states")}
-        self._exchange = HeadExchange(pg_collection.cp, **sizes) if pg_collection.cp.size() > 1 else None
-        dtype, mixed = config.params_dtype, self.channels + 2 * self.states
+        self._exchange = (
+            HeadExchange(pg_collection.cp, **sizes) if pg_collection.cp.size() > 1 else None
+        )
+        dtype = config.params_dtype
+        mixed = self.channels + 2 * self.states
         self.dt_bias = nn.Parameter(_blank(self.heads, dtype))
         self.A_log = nn.Parameter(_blank(self.heads, torch.float32))
         self.D = nn.Parameter(_blank(self.heads, torch.float32).fill_(1.0))
@@ -171,29 +186,44 @@ class Mamba2Mixer(MegatronModule):
             set_tensor_model_parallel_attributes(weight, True, 0, 1)
 
     def forward(
-        self, hidden_states: Tensor, inference_context: Any = None, *, packed_seq_params: Any = None, **_: Any
+        self,
+        hidden_states: Tensor,
+        inference_context: Any = None,
+        *,
+        packed_seq_params: Any = None,
+        **_: Any,
     ) -> tuple[Tensor, Tensor | None]:
-        """Of packed documents each begins with an empty state and an empty convolution. With a context the state
-        behind what it has read is gone on from, and kept there."""
+        """Of packed documents each begins with an empty state and an empty convolution.
+
+        With a context the state behind what it has read is gone on from, and kept there.
+        """
         mixed, _bias = self.in_proj(hidden_states)
-        z, xbc, dt = mixed.split([self.channels, self.channels + 2 * self.states, self.heads], dim=-1)
+        z, xbc, dt = mixed.split(
+            [self.channels, self.channels + 2 * self.states, self.heads], dim=-1
+        )
         if self._exchange is None:
             y = self._scanned(xbc, dt, _segments(packed_seq_params, mixed), inference_context)
         else:
             xbc, dt, places = self._exchange.to_heads(xbc, dt, _ends(packed_seq_params))
-            y = self._exchange.to_tokens(self._scanned(xbc, dt, _segments(packed_seq_params, xbc), None), places)
+            y = self._exchange.to_tokens(
+                self._scanned(xbc, dt, _segments(packed_seq_params, xbc), None), places
+            )
         out: tuple[Tensor, Tensor | None] = self.out_proj(self.norm(y, z))
         return out
 
     def _scanned(self, xbc: Tensor, dt: Tensor, marks: Tensor | None, context: Any) -> Tensor:
-        """Convolution and scan of [s, b, channels] and time steps [s, b, heads], of all heads of this rank or of its
-        part of them: [s, b, channels of heads]."""
+        """Convolution and scan of [s, b, channels] and time steps [s, b, heads], of all heads of
+        this rank or of its part of them: [s, b, channels of heads].
+        """
         own, (weight, bias, dt_bias, a_log, d) = self._exchange or self, self._weights()
         before = State.of(context, self.layer_number)
-        x, times = xbc.permute(1, 2, 0), xbc.shape[0]
+        x = xbc.permute(1, 2, 0)
+        times = xbc.shape[0]
         if before is not None:
             x = torch.cat([before.tail, x], -1)
-        mixed = causal_conv1d(x, weight, bias, segments=marks, impl=self.impl)[..., -times:].transpose(1, 2)
+        mixed = causal_conv1d(x, weight, bias, segments=marks, impl=self.impl)[
+            ..., -times:
+        ].transpose(1, 2)
         channels, b, c = mixed.split([own.channels, own.states, own.states], dim=-1)
         y, state = ssd(
             channels.unflatten(-1, (own.heads, -1)),
@@ -226,18 +256,26 @@ class Mamba2Mixer(MegatronModule):
         steps = F.softplus(dt.float() + bias.float())
         return steps.clamp(min=self.scan.least_step) if self.scan.least_step else steps
 
-    def sharded_state_dict(self, prefix: str = "", sharded_offsets: Any = (), metadata: Any = None) -> Any:
-        """As megatron-core has it: parts of a fused weight are tensors of their own, each split over tensor ranks."""
+    def sharded_state_dict(
+        self, prefix: str = "", sharded_offsets: Any = (), metadata: Any = None
+    ) -> Any:
+        """As megatron-core has it: parts of a fused weight are tensors of their own, each split
+        over tensor ranks.
+        """
         metadata = ensure_metadata_has_dp_cp_group(metadata)
         groups = {"tp_group": self.tp_group, "dp_cp_group": metadata["dp_cp_group"]}
         own: dict[str, Any] = {}
         self._save_to_state_dict(own, "", keep_vars=True)
-        out = make_sharded_tensors_for_checkpoint(own, prefix, dict.fromkeys(own, 0), sharded_offsets, **groups)
+        out = make_sharded_tensors_for_checkpoint(
+            own, prefix, dict.fromkeys(own, 0), sharded_offsets, **groups
+        )
         for name, module in self.named_children():
             if module is self.conv1d:
                 state = module.state_dict(prefix="", keep_vars=True)
                 axes = dict.fromkeys(state, 0)
-                out |= make_sharded_tensors_for_checkpoint(state, f"{prefix}{name}.", axes, sharded_offsets, **groups)
+                out |= make_sharded_tensors_for_checkpoint(
+                    state, f"{prefix}{name}.", axes, sharded_offsets, **groups
+                )
             else:
                 out |= sharded_state_dict_default(
                     module, f"{prefix}{name}.", sharded_offsets, metadata, tp_group=self.tp_group
@@ -245,9 +283,13 @@ class Mamba2Mixer(MegatronModule):
         fused: dict[str, tuple[tuple[int, ...], list[str]]] = {
             "in_proj.weight": (self.parts, ["z", "x", "B", "C", "dt"])
         }
-        own_adapter = [name for name in ("in_proj.lora_b", "in_proj.magnitude") if f"{prefix}{name}" in out]
+        own_adapter = [
+            name for name in ("in_proj.lora_b", "in_proj.magnitude") if f"{prefix}{name}" in out
+        ]
         fused |= dict.fromkeys(own_adapter, fused["in_proj.weight"])
-        fused |= {f"conv1d.{kind}": (self.parts[1:4], ["x", "B", "C"]) for kind in ("weight", "bias")}
+        fused |= {
+            f"conv1d.{kind}": (self.parts[1:4], ["x", "B", "C"]) for kind in ("weight", "bias")
+        }
         for name, (sizes, names) in fused.items():
             key = f"{prefix}{name}"
             out[key] = _split_tensor_factory(out[key], list(sizes), names, 0)
@@ -275,12 +317,16 @@ def _ends(packed: Any) -> Tensor | None:
     """Where packed samples begin and end, padding included; None where they are not packed."""
     if packed is None:
         return None
-    ends: Tensor = packed.cu_seqlens_q if packed.cu_seqlens_q_padded is None else packed.cu_seqlens_q_padded
+    ends: Tensor = (
+        packed.cu_seqlens_q if packed.cu_seqlens_q_padded is None else packed.cu_seqlens_q_padded
+    )
     return ends
 
 
 def _segments(packed: Any, mixed: Tensor) -> Tensor | None:
-    """The document [1, t] of each token of packed samples; what is behind the last is one of its own."""
+    """The document [1, t] of each token of packed samples; what is behind the last is one of its
+    own.
+    """
     ends = _ends(packed)
     if ends is None:
         return None

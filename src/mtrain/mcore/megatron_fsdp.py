@@ -14,16 +14,24 @@ from mtrain.mcore.fsdp2 import LAYERS
 
 
 class FullyShardedBuffers(mcore.MegatronFSDP):
-    """A chunk whose optimizer state, gradients and weights (or the first of these) are parts of flat buffers.
+    """A chunk whose optimizer state, gradients and weights (or the first of these) are parts of
+    flat buffers.
 
-    Parameters without memory (on torch's meta device) get it when their group is sharded, a layer at a time, so a
-    rank holds its own part and one layer at most.
+    Parameters without memory (on torch's meta device) get it when their group is sharded, a layer
+    at a time, so a rank holds its own part and one layer at most.
     """
 
-    def __init__(self, config: Any, ddp_config: Any, module: torch.nn.Module, device: torch.device) -> None:
-        deferred = [m for m in module.modules() if any(p.is_meta for p in m.parameters(recurse=False))]
+    def __init__(
+        self, config: Any, ddp_config: Any, module: torch.nn.Module, device: torch.device
+    ) -> None:
+        deferred = [
+            m for m in module.modules() if any(p.is_meta for p in m.parameters(recurse=False))
+        ]
         for owner in deferred:
-            before = {**dict(owner.named_parameters(recurse=False)), **dict(owner.named_buffers(recurse=False))}
+            before = {
+                **dict(owner.named_parameters(recurse=False)),
+                **dict(owner.named_buffers(recurse=False)),
+            }
             constants = {name: t.detach().clone() for name, t in before.items() if not t.is_meta}
             for name in constants.keys() & owner._parameters.keys():
                 _forget(owner._parameters[name])
@@ -34,7 +42,8 @@ class FullyShardedBuffers(mcore.MegatronFSDP):
         for owner in deferred:
             del owner.reset_parameters
         if ddp_config.data_parallel_sharding_strategy == "optim_grads_params":
-            # The forward gathers what it needs; what is gathered at the end of a step would be kept until then.
+            # The forward gathers what it needs; what is gathered at the end of a step would be kept
+            # until then.
             self.start_param_sync = lambda *_, **__: None
         if engine.at_least(
             0, 19
@@ -53,12 +62,21 @@ def communication_elements(model: torch.nn.Module) -> int:
 
 
 def flat_buffers(chunk: Any) -> Iterator[dict[str, list[torch.Tensor]]]:
-    """What megatron-core's FSDP keeps of each group of parameters of a chunk; nothing of another chunk."""
-    kept = {"weights": "model_weight_buffer", "gradients": "main_grad_buffer", "optimizer": "main_weight_buffer"}
+    """What megatron-core's FSDP keeps of each group of parameters of a chunk; nothing of another
+    chunk.
+    """
+    kept = {
+        "weights": "model_weight_buffer",
+        "gradients": "main_grad_buffer",
+        "optimizer": "main_weight_buffer",
+    }
     if isinstance(chunk, FullyShardedBuffers):
         for group in chunk.param_and_grad_buffer.parameter_groups:
             buffers = {part: getattr(group, name) for part, name in kept.items()}
-            yield {part: [b.data] if b is not None and b.data is not None else [] for part, b in buffers.items()}
+            yield {
+                part: [b.data] if b is not None and b.data is not None else []
+                for part, b in buffers.items()
+            }
 
 
 def _reset(reset: Callable[..., None], **_: Any) -> None:
@@ -67,14 +85,22 @@ def _reset(reset: Callable[..., None], **_: Any) -> None:
 
 
 def _forget(parameter: Any) -> None:
-    """Take a parameter's memory: megatron-core loses one that keeps its own beside a weight that has none."""
-    empty = torch.nn.Parameter(torch.empty_like(parameter, device="meta"), requires_grad=parameter.requires_grad)
+    """Take a parameter's memory: megatron-core loses one that keeps its own beside a weight that
+    has none.
+    """
+    empty = torch.nn.Parameter(
+        torch.empty_like(parameter, device="meta"), requires_grad=parameter.requires_grad
+    )
     vars(empty).update(vars(parameter))
     torch.utils.swap_tensors(parameter, empty)
 
 
-def _restore(module: torch.nn.Module, before: dict[str, torch.Tensor], constants: dict[str, torch.Tensor]) -> None:
-    """Give parameters and buffers that were just made anew the attributes and constants of those before."""
+def _restore(
+    module: torch.nn.Module, before: dict[str, torch.Tensor], constants: dict[str, torch.Tensor]
+) -> None:
+    """Give parameters and buffers that were just made anew the attributes and constants of those
+    before.
+    """
     for name, old in before.items():
         new = module._parameters.get(name, module._buffers.get(name))
         assert new is not None

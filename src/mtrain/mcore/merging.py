@@ -1,6 +1,8 @@
-"""Whole weights and their low-rank adapters: which belong together, and the one weight that they amount to.
+"""Whole weights and their low-rank adapters: which belong together, and the one weight that they
+amount to.
 
-Needs no megatron-core: what reads and converts checkpoints uses it before the adapter to megatron-core is installed.
+Needs no megatron-core: what reads and converts checkpoints uses it before the adapter to
+megatron-core is installed.
 """
 
 from __future__ import annotations
@@ -12,7 +14,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-A, B, MAGNITUDE = "lora_a", "lora_b", "magnitude"
+A = "lora_a"
+B = "lora_b"
+MAGNITUDE = "magnitude"
 LATENT = ("q_proj", "q_down_proj", "q_up_proj", "kv_down_proj", "kv_up_proj")
 """What MLA makes queries, keys and values with."""
 _KINDS = "|".join(("qkv", "proj", "fc1", "fc2", *LATENT))
@@ -31,7 +35,9 @@ class Names(NamedTuple):
 
 
 class Whole(NamedTuple):
-    """An adapter of a whole weight: `a` [..., parts * r, in], `b` [..., out, r], `magnitude` [..., out] or None."""
+    """An adapter of a whole weight: `a` [..., parts * r, in], `b` [..., out, r], `magnitude` [...,
+    out] or None.
+    """
 
     a: Tensor
     b: Tensor
@@ -51,25 +57,38 @@ def names_beside(weight: str) -> Names | None:
     found = _WEIGHT.fullmatch(weight)
     if found is None:
         return None
-    layer, expert, part = found["layer"], found["expert"], found["part"] or ""
-    return Names(f"{layer}.{A}{expert}", *(f"{layer}.{own}{expert}{part}" for own in (B, MAGNITUDE)))
+    layer = found["layer"]
+    expert = found["expert"]
+    part = found["part"] or ""
+    return Names(
+        f"{layer}.{A}{expert}", *(f"{layer}.{own}{expert}{part}" for own in (B, MAGNITUDE))
+    )
 
 
 def one_hot_of(weight: str, adapter: Whole, model: Any) -> Tensor | None:
-    """Which part each row of a whole weight is, [out, parts]; None: there is one. `model` is its section."""
+    """Which part each row of a whole weight is, [out, parts]; None: there is one.
+
+    `model` is its section.
+    """
     found = _WEIGHT.fullmatch(weight)
     assert found is not None
-    count, rows = adapter.a.shape[-2] // adapter.b.shape[-1], adapter.b.shape[-2]
+    count = adapter.a.shape[-2] // adapter.b.shape[-1]
+    rows = adapter.b.shape[-2]
     if count == 1:
         return None
     each = model.num_attention_heads // model.query_groups
-    parts = parts_of_qkv(0, rows, each, model.head_dim) if found["kind"] == "qkv" else parts_of_halves(rows)
+    if found["kind"] == "qkv":
+        parts = parts_of_qkv(0, rows, each, model.head_dim)
+    else:
+        parts = parts_of_halves(rows)
     return F.one_hot(parts, count).bool()
 
 
 @torch.no_grad()
 def merged(weight: Tensor, adapter: Whole, one_hot: Tensor | None, scale: float) -> Tensor:
-    """W + s B A in the format of `weight` [..., out, in]; rows that have a magnitude are scaled to it."""
+    """W + s B A in the format of `weight` [..., out, in]; rows that have a magnitude are scaled to
+    it.
+    """
     own = spread(adapter.b.float(), one_hot)
     whole = weight.float() + scale * (own @ adapter.a.float())
     if adapter.magnitude is not None:

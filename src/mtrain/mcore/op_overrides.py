@@ -1,7 +1,9 @@
-"""Operations that are functions in megatron-core, not layers: which of them a kernel of ours stands for.
+"""Operations that are functions in megatron-core, not layers: which of them a kernel of ours stands
+for.
 
-A layer is named by a spec (`mtrain.mcore.backend`). Rotary embedding, routing and the permutation of tokens are
-called by their names in megatron-core's modules. `override_operations` sets those, for all models of this process.
+A layer is named by a spec (`mtrain.mcore.backend`). Rotary embedding, routing and the permutation
+of tokens are called by their names in megatron-core's modules. `override_operations` sets those,
+for all models of this process.
 """
 
 from __future__ import annotations
@@ -27,7 +29,9 @@ from mtrain.mcore.linear import accumulate_in_products
 
 
 class Override(NamedTuple):
-    """A name of megatron-core's, what it stands for there, and what an implementation of ours puts in its place."""
+    """A name of megatron-core's, what it stands for there, and what an implementation of ours puts
+    in its place.
+    """
 
     module: Any
     name: str
@@ -46,11 +50,12 @@ def rotary(
     mla_rotary_interleaved: bool = False,
     impl: str,
 ) -> Tensor:
-    """Rotates the first r elements of the heads `t` [s, b, n, d] by the angles `freqs` [s, 1, 1, r].
+    """Rotates the first r elements of the heads `t` [s, b, n, d] by the angles `freqs` [s, 1, 1,
+    r].
 
-    MLA's pairs are neighbours (`multi_latent_attention`, since 0.19 `mla_rotary_interleaved`). megatron-core moves
-    them apart on the way, in queries and in keys; here they stay where they are: scores are sums over the elements,
-    in another order.
+    MLA's pairs are neighbours (`multi_latent_attention`, since 0.19 `mla_rotary_interleaved`).
+    megatron-core moves them apart on the way, in queries and in keys; here they stay where they
+    are: scores are sums over the elements, in another order.
     """
     cos, sin = tables(freqs, rotary_interleaved, mscale)
     neighbours = rotary_interleaved or bool(multi_latent_attention) or mla_rotary_interleaved
@@ -65,8 +70,12 @@ def tables(freqs: Tensor, interleaved: bool, scale: float) -> tuple[Tensor, Tens
     return angles.cos() * scale, angles.sin() * scale
 
 
-def rotary_on_cpu(t: Tensor, freqs: Tensor, *args: Any, original: Callable[..., Tensor], **options: Any) -> Tensor:
-    """megatron-core's rotation, or the same by `mtrain_kernels.rope.cpu` where that is made for it."""
+def rotary_on_cpu(
+    t: Tensor, freqs: Tensor, *args: Any, original: Callable[..., Tensor], **options: Any
+) -> Tensor:
+    """megatron-core's rotation, or the same by `mtrain_kernels.rope.cpu` where that is
+    made for it.
+    """
     plain = not any(args) and not any(value for name, value in options.items() if name != "mscale")
     if plain and t.is_cpu and t.dtype == torch.float32:
         return rotary(t, freqs, mscale=options.get("mscale", 1.0), impl="reference")
@@ -120,9 +129,11 @@ def permuted(
     *,
     impl: str,
 ) -> tuple[Any, ...]:
-    """Copies [r, h] of `tokens` [t, h] sorted by expert, their weights [r], and the plan that leads back.
+    """Copies [r, h] of `tokens` [t, h] sorted by expert, their weights [r], and the plan that leads
+    back.
 
-    Since 0.19 also where each expert's rows were padded and how many it then has: they are not padded.
+    Since 0.19 also where each expert's rows were padded and how many it then has: they are not
+    padded.
     """
     plan = plan_of(routing_map)
     weights = None if probs is None else probs.T.contiguous().masked_select(routing_map.bool().T)
@@ -142,21 +153,26 @@ def unpermuted(
     *,
     impl: str,
 ) -> Tensor:
-    """Tokens [t, h] from their copies: the sum of each token's, in fp32; weights were applied by the experts."""
+    """Tokens [t, h] from their copies: the sum of each token's, in fp32; weights were applied by
+    the experts.
+    """
     assert probs is None, "the weights of experts are applied before their outputs are added up"
     return unpermute_rows(permuted_tokens, sorted_indices, impl=impl)
 
 
 def plan_of(routing_map: Tensor) -> Plan:
-    """The plan of a map [t, e] that is true where a token goes: rows of one expert after another, tokens in order.
+    """The plan of a map [t, e] that is true where a token goes: rows of one expert after another,
+    tokens in order.
 
-    For routers that give maps: those that drop tokens, or are balanced by sinkhorn. A token has as many copies as the
-    busiest one, so the host learns that number from the device, and the number of rows with it.
+    For routers that give maps: those that drop tokens, or are balanced by sinkhorn. A token has as
+    many copies as the busiest one, so the host learns that number from the device, and the number
+    of rows with it.
     """
     goes = routing_map.bool()
     held = goes.sum(1)
     most, rows = torch.stack([held.max(), held.sum()]).tolist() if goes.shape[0] else (0, 0)
-    place = (goes.T.reshape(-1).cumsum(0) - 1).view(goes.shape[1], -1).T  # of a token's copy for an expert
+    # of a token's copy for an expert
+    place = (goes.T.reshape(-1).cumsum(0) - 1).view(goes.shape[1], -1).T
     token, expert = goes.nonzero(as_tuple=True)
     copy = (goes.cumsum(1) - 1)[token, expert]
     position = torch.full((goes.shape[0], max(most, 1)), -1, dtype=torch.int32, device=goes.device)
@@ -167,9 +183,18 @@ def plan_of(routing_map: Tensor) -> Plan:
 
 
 OVERRIDES: dict[str, tuple[Override, ...]] = {
-    "rope": (Override(rope_utils, "_apply_rotary_pos_emb_bshd", rope_utils._apply_rotary_pos_emb_bshd, rotary),),
+    "rope": (
+        Override(
+            rope_utils, "_apply_rotary_pos_emb_bshd", rope_utils._apply_rotary_pos_emb_bshd, rotary
+        ),
+    ),
     "moe_router": (
-        Override(router, "topk_routing_with_score_function", router.topk_routing_with_score_function, routed),
+        Override(
+            router,
+            "topk_routing_with_score_function",
+            router.topk_routing_with_score_function,
+            routed,
+        ),
     ),
     "moe_permute": (
         Override(token_dispatcher, "permute", token_dispatcher.permute, permuted),
@@ -180,11 +205,13 @@ OVERRIDES: dict[str, tuple[Override, ...]] = {
 
 
 def override_operations(kernels: Any, group_score_topk: int | None = None) -> None:
-    """Set the names of every operation to what `kernels` chose: megatron-core's own where that is `reference`.
+    """Set the names of every operation to what `kernels` chose: megatron-core's own where that is
+    `reference`.
 
-    With groups of experts, each worth its `group_score_topk` best scores, routing is ours also then: megatron-core's
-    own takes topk // group_topk of them, no other number for DeepSeek-V2 than for DeepSeek-V3. The library of
-    a CPU's products is set where it was chosen, and what adds weight gradients up where it was asked for.
+    With groups of experts, each worth its `group_score_topk` best scores, routing is ours also
+    then: megatron-core's own takes topk // group_topk of them, no other number for DeepSeek-V2 than
+    for DeepSeek-V3. The library of a CPU's products is set where it was chosen, and what adds
+    weight gradients up where it was asked for.
     """
     if kernels.cpu_matmul not in (None, "auto"):
         try:
@@ -200,9 +227,8 @@ def override_operations(kernels: Any, group_score_topk: int | None = None) -> No
             if override.ours is routed and group_score_topk:
                 ours = functools.partial(ours, group_score_topk=group_score_topk)
             elif impl == "reference":
-                ours = (
-                    functools.partial(rotary_on_cpu, original=override.original)
-                    if override.ours is rotary
-                    else override.original
-                )
+                if override.ours is rotary:
+                    ours = functools.partial(rotary_on_cpu, original=override.original)
+                else:
+                    ours = override.original
             setattr(override.module, override.name, ours)

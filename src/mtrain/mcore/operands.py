@@ -1,8 +1,9 @@
-"""Inputs of linear layers in FP8 that leave their norm or activation in FP8: no kernel of its own quantises them.
+"""Inputs of linear layers in FP8 that leave their norm or activation in FP8: no kernel of its own
+quantises them.
 
-A norm hands its operand over on the tensor that it gives, which holds the same numbers in full. Where that tensor
-does not reach the linear layer as it is, as when an MLP alone is computed again, the layer quantises it, to
-the same bits.
+A norm hands its operand over on the tensor that it gives, which holds the same numbers in full.
+Where that tensor does not reach the linear layer as it is, as when an MLP alone is computed again,
+the layer quantises it, to the same bits.
 """
 
 from __future__ import annotations
@@ -41,25 +42,33 @@ class Feeds(NamedTuple):
 def taken(x: Tensor) -> Operand | None:
     """What a norm made of its result `x`, if it did, for the next of the linear layers behind.
 
-    When all have taken it, who keeps `x` keeps no more. `x` may be a view of that result, row for row.
+    When all have taken it, who keeps `x` keeps no more. `x` may be a view of that result, row for
+    row.
     """
     whole = x._base
-    if whole is None or x.numel() != whole.numel() or x.shape[-1] != whole.shape[-1] or not x.is_contiguous():
+    if (
+        whole is None
+        or x.numel() != whole.numel()
+        or x.shape[-1] != whole.shape[-1]
+        or not x.is_contiguous()
+    ):
         whole = x
     waiting: list[Operand] = whole.__dict__.get("fp8_operands", [])
     return waiting.pop() if waiting else None
 
 
 def feed(layer: Any) -> None:
-    """Let the norms of a decoder layer, and the activation of its MLP, quantise for the linear layers behind them.
+    """Let the norms of a decoder layer, and the activation of its MLP, quantise for the linear
+    layers behind them.
 
-    That is where these take operands (`takes_operands`) and the kernels are Triton's. What a norm alone makes again
-    stays as it is.
+    That is where these take operands (`takes_operands`) and the kernels are Triton's. What a norm
+    alone makes again stays as it is.
     """
     attention = layer.self_attention
     if not layer.recompute_input_layernorm:
         feed_norm(
-            layer.input_layernorm, *(getattr(attention, name) for name in ATTENTION if hasattr(attention, name))
+            layer.input_layernorm,
+            *(getattr(attention, name) for name in ATTENTION if hasattr(attention, name)),
         )
     for norm, reader in LATENT.items():
         if hasattr(attention, reader):
@@ -70,11 +79,14 @@ def feed(layer: Any) -> None:
     last: Any = getattr(layer.mlp, "linear_fc2", None)
     swiglu = getattr(activation, "kind", None) == "swiglu" and activation.impl == "triton"
     if swiglu and _takes(last) and activation.config.use_te_activation_func:
-        activation.left_to_linear, last.swiglu = True, activation.impl
+        activation.left_to_linear = True
+        last.swiglu = activation.impl
 
 
 def feed_norm(norm: Any, *linears: Any) -> None:
-    """Let a norm quantise for all of the linear layers that read it, which are of one tensor-parallel group."""
+    """Let a norm quantise for all of the linear layers that read it, which are of one
+    tensor-parallel group.
+    """
     if hasattr(norm, "feeds") and norm.impl == "triton" and linears and all(map(_takes, linears)):
         first = linears[0]
         groups = [first.tp_group] if first.sequence_parallel else []
@@ -92,7 +104,10 @@ def normed(norm: Any, x: Tensor, residual: Tensor | None) -> tuple[Tensor, Tenso
     """
     recipe, groups, readers = norm.feeds
     share = greatest([*groups, parallel_state.get_context_parallel_group()])
-    more: dict[str, Any] = {"subtract_mean": norm.bias is not None, "zero_centered": norm.zero_centered}
+    more: dict[str, Any] = {
+        "subtract_mean": norm.bias is not None,
+        "zero_centered": norm.zero_centered,
+    }
     more |= {"format": recipe.forward, "layout": recipe.layout, "share": share, "impl": norm.impl}
     y, total, operand = norm_quantized(x, residual, norm.weight, norm.bias, norm.eps, **more)
     y.fp8_operands = [operand] * readers  # type: ignore[attr-defined]
@@ -100,7 +115,9 @@ def normed(norm: Any, x: Tensor, residual: Tensor | None) -> tuple[Tensor, Tenso
 
 
 def greatest(groups: list[Any]) -> Any:
-    """What makes the greatest value of a part that of all ranks of these groups, or None where each has one rank."""
+    """What makes the greatest value of a part that of all ranks of these groups, or None where each
+    has one rank.
+    """
     several = [group for group in groups if group.size() > 1]
     if not several:
         return None
@@ -122,16 +139,21 @@ def may_gather(operand: Operand | None, recipe: Recipe) -> bool:
 
 
 def gathered(x: Tensor, operand: Operand, group: Any) -> tuple[Tensor, Operand]:
-    """What stands for `x` [s / ranks, ...] of all ranks in a graph, without numbers, and the operand of all.
+    """What stands for `x` [s / ranks, ...] of all ranks in a graph, without numbers, and the
+    operand of all.
 
     Forward and backward send eight bits an element and the scales.
     """
     # of the operand itself nothing is held: what is kept for the backward is what the norm keeps
-    ranks, one, again = group.size(), operand.scale.ndim == 1, operand.transposed
+    ranks = group.size()
+    one = operand.scale.ndim == 1
+    again = operand.transposed
 
     def transposed(*kept: Tensor | None) -> tuple[Tensor, Tensor]:
         data, scale = again(*kept)
-        return _side_by_side(data, group, ranks), scale if one else _side_by_side(scale, group, ranks)
+        return _side_by_side(data, group, ranks), scale if one else _side_by_side(
+            scale, group, ranks
+        )
 
     scale = operand.scale if one else _all(operand.scale, group)
     whole = operand._replace(data=_all(operand.data, group), scale=scale, transposed=transposed)
@@ -153,7 +175,9 @@ def _side_by_side(x: Tensor, group: Any, ranks: int) -> Tensor:
 
 
 class _Whole(torch.autograd.Function):
-    """The place of a tensor of all ranks in a graph: each gets its part of the sum of their gradients."""
+    """The place of a tensor of all ranks in a graph: each gets its part of the sum of their
+    gradients.
+    """
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: Any) -> Tensor:

@@ -37,8 +37,12 @@ class StateShard:
 
         Each is the memory itself, or an fp32 copy of what is kept in pieces (see `store`).
         """
-        main, pieces = local(self.main), self._in_pieces()
-        if main.untyped_storage().data_ptr() != self.local_param.weight.untyped_storage().data_ptr():
+        main = local(self.main)
+        pieces = self._in_pieces()
+        if (
+            main.untyped_storage().data_ptr()
+            != self.local_param.weight.untyped_storage().data_ptr()
+        ):
             yield "main_weight", main
         for name, value in self.inner.state.get(self.updated, {}).items():
             if name in pieces:
@@ -54,7 +58,9 @@ class StateShard:
             self.inner.set_scaled_state(self.updated, kept_as, value.view_as(self.updated))  # type: ignore[attr-defined]
 
     def _in_pieces(self) -> list[str]:
-        """What ours keeps as a part of something or with scales: read and written through its methods."""
+        """What ours keeps as a part of something or with scales: read and written through its
+        methods.
+        """
         if not isinstance(self.inner, FusedAdam):
             return []
         state = self.inner.state.get(self.updated, {})
@@ -66,7 +72,8 @@ class StateShard:
             if not self.inner.state[self.updated]:
                 self.inner.initialize_state(self.updated)
             return
-        state, group = self.inner.state[self.updated], self.inner.param_groups[0]
+        state = self.inner.state[self.updated]
+        group = self.inner.param_groups[0]
         for name in self.inner.state_names:  # type: ignore[attr-defined]
             state.setdefault(name, torch.zeros_like(self.updated))
         if isinstance(self.inner, torch.optim.Adam):
@@ -75,15 +82,20 @@ class StateShard:
 
     def gradient(self) -> torch.Tensor:
         """The gradient of the range after the backward, 1-D."""
-        param, size = self.local_param.param, local(self.main).numel()
-        if hasattr(param, "orig_param"):  # megatron-core's FSDP: no gradient where this rank owns nothing
+        param = self.local_param.param
+        size = local(self.main).numel()
+        if hasattr(
+            param, "orig_param"
+        ):  # megatron-core's FSDP: no gradient where this rank owns nothing
             return local(param.grad) if param.grad is not None else torch.empty(0)
         start = self.start - self.local_param.start
         return local(param.main_grad)[start : start + size]  # type: ignore[attr-defined]
 
 
 def leaf_optimizers(optimizer: Any) -> list[Any]:
-    """megatron-core's optimizers without the chain around them, those that hold no parameter left out."""
+    """megatron-core's optimizers without the chain around them, those that hold no parameter left
+    out.
+    """
     leaves = getattr(optimizer, "chained_optimizers", [optimizer])
     return [leaf for leaf in leaves if leaf.optimizer is not None]
 
@@ -104,21 +116,27 @@ def offloading(optimizer: Any) -> list[Any]:
 
 
 def name_states(optimizer: Any, names: tuple[str, ...]) -> None:
-    """Say which state tensors the optimizers keep of a parameter: a checkpoint has them before the first update."""
+    """Say which state tensors the optimizers keep of a parameter: a checkpoint has them before the
+    first update.
+    """
     for inner in inner_optimizers(optimizer):
         inner.state_names = names  # type: ignore[attr-defined]
 
 
 def loss_scale(optimizer: Any) -> tuple[float, bool] | None:
-    """The factor on the loss that the next update is made with, and whether skipping it would lower the factor.
+    """The factor on the loss that the next update is made with, and whether skipping it would lower
+    the factor.
 
-    It would not at its floor, of a constant factor, or of an infinite one. None where there is no such factor.
+    It would not at its floor, of a constant factor, or of an infinite one. None where there is no
+    such factor.
     """
     for leaf in leaf_optimizers(optimizer):
         scaler = getattr(leaf, "grad_scaler", None)
         if scaler is not None:
             value = float(scaler.scale)
-            return value, math.isfinite(value) and value > float(getattr(scaler, "min_scale", value))
+            return value, math.isfinite(value) and value > float(
+                getattr(scaler, "min_scale", value)
+            )
     return None
 
 
@@ -126,9 +144,16 @@ def state_shards(chunks: list[Any], optimizer: Any) -> Iterator[StateShard]:
     """What every leaf optimizer keeps, parameter by parameter."""
     own = {k.param: k for chunk in chunks for k in local_params(chunk)}
     for leaf in leaf_optimizers(optimizer):
-        inner = {p: (sub, p) for sub in _subs(leaf) for group in sub.param_groups for p in group["params"]}
+        inner = {
+            p: (sub, p)
+            for sub in _subs(leaf)
+            for group in sub.param_groups
+            for p in group["params"]
+        }
         if isinstance(leaf.optimizer, mcore.HybridDeviceOptimizer):
-            inner = {leaf.optimizer.inner_param_to_orig_param[p]: found for p, found in inner.items()}
+            inner = {
+                leaf.optimizer.inner_param_to_orig_param[p]: found for p, found in inner.items()
+            }
         for param, main, start, sharded in _ranges(leaf, own):
             yield StateShard(own[param], main, start, sharded, *inner[main])
 
@@ -138,13 +163,19 @@ def distribute(chunks: list[Any], optimizer: Any) -> None:
     own = {k.param: k for chunk in chunks for k in local_params(chunk)}
     for leaf in leaf_optimizers(optimizer):
         if isinstance(leaf.optimizer, ParallelSoap):
-            leaf.optimizer.know({id(p): [s.shape[s.lead] for s in k.specs] for p, k in _known(leaf, own).items()})
-        if isinstance(leaf, mcore.DistributedOptimizer) and isinstance(leaf.optimizer, WholeMatrices):
+            leaf.optimizer.know(
+                {id(p): [s.shape[s.lead] for s in k.specs] for p, k in _known(leaf, own).items()}
+            )
+        if isinstance(leaf, mcore.DistributedOptimizer) and isinstance(
+            leaf.optimizer, WholeMatrices
+        ):
             leaf.optimizer.distribute(leaf)
 
 
 def factors(chunks: list[Any], optimizer: Any) -> Iterator[tuple[LocalParam, Owned, bool]]:
-    """What is kept of whole matrices on this rank, and whether other data-parallel ranks have those of others."""
+    """What is kept of whole matrices on this rank, and whether other data-parallel ranks have those
+    of others.
+    """
     own = {k.param: k for chunk in chunks for k in local_params(chunk)}
     for leaf in leaf_optimizers(optimizer):
         if isinstance(leaf.optimizer, ParallelSoap):
@@ -154,8 +185,9 @@ def factors(chunks: list[Any], optimizer: Any) -> Iterator[tuple[LocalParam, Own
 
 
 def _known(leaf: Any, own: dict[torch.nn.Parameter, LocalParam]) -> dict[torch.Tensor, LocalParam]:
-    """What this rank keeps of a parameter, by what an optimizer of whole matrices knows it as: that of the model, or
-    the main weight of a whole one."""
+    """What this rank keeps of a parameter, by what an optimizer of whole matrices knows it as: that
+    of the model, or the main weight of a whole one.
+    """
     if isinstance(leaf, mcore.DistributedOptimizer):
         return dict(own.items())
     return {main: own[param] for param, main, _, _ in _ranges(leaf, own)}
@@ -177,10 +209,17 @@ def get_step(optimizer: Any) -> int:
         RuntimeError: its parameters disagree, which one shared counter after a resume would cause.
     """
     inner = inner_optimizers(optimizer)
-    steps = {int(s["step"]) for o in inner for p, s in o.state.items() if "step" in s and local(p).numel()}
+    steps = {
+        int(s["step"])
+        for o in inner
+        for p, s in o.state.items()
+        if "step" in s and local(p).numel()
+    }
     steps |= {int(group["step"]) for o in inner for group in o.param_groups if "step" in group}
     if len(steps) > 1:
-        raise RuntimeError(f"the optimizer's parameters have made different numbers of updates: {sorted(steps)}")
+        raise RuntimeError(
+            f"the optimizer's parameters have made different numbers of updates: {sorted(steps)}"
+        )
     return steps.pop() if steps else 0
 
 
@@ -203,19 +242,28 @@ def _subs(leaf: Any) -> list[torch.optim.Optimizer]:
 def _ranges(
     leaf: Any, own: dict[torch.nn.Parameter, LocalParam]
 ) -> Iterator[tuple[torch.nn.Parameter, torch.Tensor, int, bool]]:
-    """Each parameter of a leaf, its main weights, where they start in it, and whether others own the rest."""
+    """Each parameter of a leaf, its main weights, where they start in it, and whether others own
+    the rest.
+    """
     groups = leaf.optimizer.param_groups
     if isinstance(leaf, mcore.DistributedOptimizer) and leaf.ddp_config.use_megatron_fsdp:
         for param in (p for group in groups for p in group["params"]):
             yield param, param, param.megatron_fsdp_slice.start, True
     elif isinstance(leaf, mcore.DistributedOptimizer):
         for param, (group, order) in leaf.model_param_group_index_map.items():
-            yield param, groups[group]["params"][order], leaf._get_model_param_range_map(param)["param"].start, True
+            yield (
+                param,
+                groups[group]["params"][order],
+                leaf._get_model_param_range_map(param)["param"].start,
+                True,
+            )
     else:
         pairs = [(p, p) for group in groups for p in group["params"]]
         if isinstance(leaf, mcore.Float16OptimizerWithFloat16Params):
             pairs = [(p, p) for group in leaf.fp32_from_fp32_groups for p in group]
-            for params, mains in zip(leaf.float16_groups, leaf.fp32_from_float16_groups, strict=True):
+            for params, mains in zip(
+                leaf.float16_groups, leaf.fp32_from_float16_groups, strict=True
+            ):
                 pairs += zip(params, mains, strict=True)
         for param, main in pairs:
             yield param, main, own[param].start, own[param].sharded

@@ -1,8 +1,10 @@
-"""Which positions of the micro-batch that is run hold no token, for whatever in a model counts tokens.
+"""Which positions of the micro-batch that is run hold no token, for whatever in a model counts
+tokens.
 
-megatron-core hands a mask to its layers, but not to those of multi-token prediction (0.16.1), nor this rank's part of
-it to pipeline stages in between. Here the mask is known while a micro-batch runs forward, and again where a part of
-its forward is computed once more in the backward, which may be that of another micro-batch.
+megatron-core hands a mask to its layers, but not to those of multi-token prediction (0.16.1), nor
+this rank's part of it to pipeline stages in between. Here the mask is known while a micro-batch
+runs forward, and again where a part of its forward is computed once more in the backward, which may
+be that of another micro-batch.
 """
 
 from __future__ import annotations
@@ -21,7 +23,8 @@ class _Known:
 
 @contextmanager
 def padding_is(padding: Tensor | None) -> Iterator[None]:
-    """Inside, `padding` [b, s], bool, says which positions of this rank's part of the context hold no token.
+    """Inside, `padding` [b, s], bool, says which positions of this rank's part of the context hold
+    no token.
 
     None: each of them holds one.
     """
@@ -34,10 +37,11 @@ def padding_is(padding: Tensor | None) -> Iterator[None]:
 
 
 def padding_of(positions: int, tp_group: Any) -> Tensor | None:
-    """Which of the tokens [positions, b] that a layer reads are none, bool in the same shape; None: all are tokens.
+    """Which of the tokens [positions, b] that a layer reads are none, bool in the same shape; None:
+    all are tokens.
 
-    A layer reads all positions of the context's part, or under sequence parallelism those of its tensor-parallel
-    rank, which are a run of them.
+    A layer reads all positions of the context's part, or under sequence parallelism those of its
+    tensor-parallel rank, which are a run of them.
     """
     if _Known.padding is None:
         return None

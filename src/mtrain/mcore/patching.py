@@ -1,4 +1,6 @@
-"""The patches of `mtrain.mcore.patches`: a function each, which changes megatron-core in this process."""
+"""The patches of `mtrain.mcore.patches`: a function each, which changes megatron-core in this
+process.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +32,9 @@ def mla_flag() -> None:
 
 
 def mla_down_projection() -> None:
-    """Let the portable projection, whose weight is whole on every rank, stand beside the one that is named."""
+    """Let the portable projection, whose weight is whole on every rank, stand beside the one that
+    is named.
+    """
     from mtrain.mcore.layers import DuplicatedLinear
 
     module = _core("transformer.multi_latent_attention")
@@ -38,7 +42,9 @@ def mla_down_projection() -> None:
 
 
 class _AnyOf:
-    """Equal to each of several classes and what is derived of them: megatron-core looks a class up in a list."""
+    """Equal to each of several classes and what is derived of them: megatron-core looks a class up
+    in a list.
+    """
 
     __hash__ = None  # type: ignore[assignment]
 
@@ -46,7 +52,9 @@ class _AnyOf:
         self.kinds = kinds
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, type) and any(issubclass(other, kind) for kind in self.kinds if kind is not None)
+        return isinstance(other, type) and any(
+            issubclass(other, kind) for kind in self.kinds if kind is not None
+        )
 
 
 def mla_query_projection() -> None:
@@ -56,7 +64,9 @@ def mla_query_projection() -> None:
 
     @functools.wraps(original)
     def projection(self: Any, module_spec: Any, module_name: str) -> Any:
-        return module_spec if module_name == "linear_q_proj" else original(self, module_spec, module_name)
+        if module_name == "linear_q_proj":
+            return module_spec
+        return original(self, module_spec, module_name)
 
     cls._mla_fused_linear_or_default = projection
 
@@ -89,10 +99,14 @@ def reduce_result() -> None:
 
 
 def moe_loss_tokens() -> None:
-    """Weigh balancing and z-losses with the tokens of all ranks that share them, and what a step is divided by."""
+    """Weigh balancing and z-losses with the tokens of all ranks that share them, and what a step is
+    divided by.
+    """
     cls = _core("transformer.moe.router").TopKRouter
-    attach, z_loss = cls.attach_and_log_load_balancing_loss, cls.apply_z_loss
-    counted = engine.at_least(0, 19)  # tokens of tensor- and context-parallel ranks are counted already
+    attach = cls.attach_and_log_load_balancing_loss
+    z_loss = cls.apply_z_loss
+    # tokens of tensor- and context-parallel ranks are counted already
+    counted = engine.at_least(0, 19)
 
     from mtrain.mcore.balance import ROUTER_LOSS_SHARE
 
@@ -101,17 +115,29 @@ def moe_loss_tokens() -> None:
         return group.size() * share / (router.tp_cp_group.size() if counted else 1)
 
     @functools.wraps(attach)
-    def attach_whole(self: Any, activation: Any, coeff: Any, loss: Any, name: str, group: Any, *args: Any, **kw: Any):  # type: ignore[no-untyped-def]
+    def attach_whole(
+        self: Any,
+        activation: Any,
+        coeff: Any,
+        loss: Any,
+        name: str,
+        group: Any,
+        *args: Any,
+        **kw: Any,
+    ) -> Any:
         if self.calculate_per_token_loss:
             local = kw.get("valid_token_count")
-            kw["valid_token_count"] = (activation.shape[0] if local is None else local) * tokens_of(self, group)
+            kw["valid_token_count"] = (activation.shape[0] if local is None else local) * tokens_of(
+                self, group
+            )
         return attach(self, activation, coeff, loss, name, group, *args, **kw)
 
     @functools.wraps(z_loss)
     def apply_z_loss(self: Any, logits: torch.Tensor, *args: Any, **kw: Any) -> Any:
         if not self.calculate_per_token_loss or self.config.moe_z_loss_coeff is None:
             return z_loss(self, logits, *args, **kw)
-        coefficient, group = self.config.moe_z_loss_coeff, self.tp_cp_group
+        coefficient = self.config.moe_z_loss_coeff
+        group = self.tp_cp_group
         self.config.moe_z_loss_coeff = coefficient * tokens_of(self, group)
         try:
             return z_loss(self, logits, *args, **kw)
@@ -128,7 +154,9 @@ def sequence_loss_batch() -> None:
     attach = cls.attach_and_log_load_balancing_loss
 
     @functools.wraps(attach)
-    def attach_whole(self: Any, activation: Any, coeff: Any, loss: Any, name: str, *args: Any, **kw: Any) -> Any:
+    def attach_whole(
+        self: Any, activation: Any, coeff: Any, loss: Any, name: str, *args: Any, **kw: Any
+    ) -> Any:
         if name == "seq_load_balancing_loss":
             kw["valid_token_count"] = activation.shape[0]
         return attach(self, activation, coeff, loss, name, *args, **kw)
@@ -144,7 +172,9 @@ def routed_padding() -> None:
     original = cls.routing
 
     @functools.wraps(original)
-    def routing(self: Any, logits: torch.Tensor, padding_mask: torch.Tensor | None = None, **more: Any) -> Any:
+    def routing(
+        self: Any, logits: torch.Tensor, padding_mask: torch.Tensor | None = None, **more: Any
+    ) -> Any:
         tokens = tokens_of(self, logits, padding_mask)
         if tokens is None:
             return original(self, logits, **more)
@@ -209,8 +239,12 @@ def mtp_names() -> None:
     @functools.wraps(original)
     def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
         original(self, *args, **kwargs)
-        parts = {name.replace("mtp_model_layer", "transformer_layer"): part for name, part in self._modules.items()}
-        self._modules.clear()  # and filled in the same order, which is that of weights in a checkpoint's buffers
+        parts = {
+            name.replace("mtp_model_layer", "transformer_layer"): part
+            for name, part in self._modules.items()
+        }
+        # and filled in the same order, which is that of weights in a checkpoint's buffers
+        self._modules.clear()
         self._modules.update(parts)
 
     cls.__init__ = __init__
@@ -219,11 +253,15 @@ def mtp_names() -> None:
 
 def uneven_splits() -> None:
     """Gather and scatter pieces of different sizes with collectives that gloo has."""
-    mappings, dist = _core("tensor_parallel.mappings"), torch.distributed
-    gather, scatter = mappings._gather_along_first_dim, mappings._reduce_scatter_along_first_dim
+    mappings = _core("tensor_parallel.mappings")
+    dist = torch.distributed
+    gather = mappings._gather_along_first_dim
+    scatter = mappings._reduce_scatter_along_first_dim
 
     @functools.wraps(gather)
-    def gather_uneven(input_: torch.Tensor, group: Any, output_split_sizes: Any = None, *args: Any, **kw: Any) -> Any:
+    def gather_uneven(
+        input_: torch.Tensor, group: Any, output_split_sizes: Any = None, *args: Any, **kw: Any
+    ) -> Any:
         if output_split_sizes is None or group.size() == 1:
             return gather(input_, group, output_split_sizes, *args, **kw)
         sizes = [int(size) for size in output_split_sizes]
@@ -234,19 +272,25 @@ def uneven_splits() -> None:
         return torch.cat([part[:size] for part, size in zip(parts, sizes, strict=True)])
 
     @functools.wraps(scatter)
-    def scatter_uneven(input_: torch.Tensor, group: Any, input_split_sizes: Any = None, *args: Any, **kw: Any) -> Any:
+    def scatter_uneven(
+        input_: torch.Tensor, group: Any, input_split_sizes: Any = None, *args: Any, **kw: Any
+    ) -> Any:
         if input_split_sizes is None or group.size() == 1:
             return scatter(input_, group, input_split_sizes, *args, **kw)
         total = input_.clone(memory_format=torch.contiguous_format)
         dist.all_reduce(total, group=group)
         return total.split([int(size) for size in input_split_sizes])[group.rank()].contiguous()
 
-    mappings._gather_along_first_dim, mappings._reduce_scatter_along_first_dim = gather_uneven, scatter_uneven
+    mappings._gather_along_first_dim = gather_uneven
+    mappings._reduce_scatter_along_first_dim = scatter_uneven
 
 
 def gathered_pieces() -> None:
-    """Gather what is not one-dimensional as its elements in a row, which is what is returned in any case."""
-    utils, parallel = _core("tensor_parallel.utils"), _core("tensor_parallel")
+    """Gather what is not one-dimensional as its elements in a row, which is what is returned in any
+    case.
+    """
+    utils = _core("tensor_parallel.utils")
+    parallel = _core("tensor_parallel")
     original = utils.gather_split_1d_tensor
 
     @functools.wraps(original)
@@ -274,9 +318,13 @@ def host_weights() -> None:
 
 
 def gradient_norm() -> None:
-    """Add squares up in fp32 over a few thousand elements, and these sums in fp64; ask the device for no number."""
+    """Add squares up in fp32 over a few thousand elements, and these sums in fp64; ask the device
+    for no number.
+    """
 
-    def l2_norm(chunk_size: int, flag: Any, lists: list[list[torch.Tensor]], per_tensor: bool, *_: Any) -> Any:
+    def l2_norm(
+        chunk_size: int, flag: Any, lists: list[list[torch.Tensor]], per_tensor: bool, *_: Any
+    ) -> Any:
         return norm_of_all([t for tensors in lists for t in tensors]).view(1), None
 
     _core("optimizer.clip_grads").l2_norm_impl = l2_norm
@@ -285,21 +333,26 @@ def gradient_norm() -> None:
 def norm_of_all(tensors: list[torch.Tensor], *, in_rows: bool | None = None) -> torch.Tensor:
     """The norm of tensors as one vector: fp32 [], on the device of the first.
 
-    `in_rows` by default on a CPU, whose norms of many elements are inexact; a GPU adds up as a tree, and takes many
-    tensors in one launch.
+    `in_rows` by default on a CPU, whose norms of many elements are inexact; a GPU adds up as a
+    tree, and takes many tensors in one launch.
     """
     device = tensors[0].device  # an update in host memory has some of each
     if in_rows if in_rows is not None else tensors[0].is_cpu:
         norms = [norm.to(device) for t in tensors for norm in _norms_of_rows(t.reshape(-1))]
     else:
-        norms = [norm.to(device)[None] for norm in torch._foreach_norm(tensors, 2.0, dtype=torch.float32)]
+        norms = [
+            norm.to(device)[None] for norm in torch._foreach_norm(tensors, 2.0, dtype=torch.float32)
+        ]
     return torch.linalg.vector_norm(torch.cat(norms).double()).float()
 
 
 def _norms_of_rows(flat: torch.Tensor, width: int = 4096) -> list[torch.Tensor]:
     whole = flat.numel() // width * width
-    rows, rest = flat[:whole].view(-1, width), flat[whole:]
-    return [torch.linalg.vector_norm(part, dim=-1, dtype=torch.float32) for part in (rows, rest[None])]
+    rows = flat[:whole].view(-1, width)
+    rest = flat[whole:]
+    return [
+        torch.linalg.vector_norm(part, dim=-1, dtype=torch.float32) for part in (rows, rest[None])
+    ]
 
 
 def _is_torch_adam(optimizer: Any) -> bool:
@@ -338,12 +391,15 @@ def optimizer_state_loading() -> None:
 
     @functools.wraps(original)
     @torch.no_grad()
-    def _set_main_param_and_optimizer_states(self: Any, model_param: Any, tensors: dict[str, Any]) -> Any:
+    def _set_main_param_and_optimizer_states(
+        self: Any, model_param: Any, tensors: dict[str, Any]
+    ) -> Any:
         if not _is_torch_adam(self.optimizer):
             return original(self, model_param, tensors)
         group, order = self.model_param_group_index_map[model_param]
         main = self.optimizer.param_groups[group]["params"][order]
-        # "step" is not among what is loaded per parameter, or is a placeholder there; load_state_dict sets it
+        # "step" is not among what is loaded per parameter, or is a placeholder there;
+        # load_state_dict sets it
         for name, state in {"param": main, **self.optimizer.state[main]}.items():
             if name != "step" and name in tensors:
                 state.copy_(tensors[name])

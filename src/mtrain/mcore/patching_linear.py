@@ -1,4 +1,6 @@
-"""Patches of linear and gated attention: a function each, which changes megatron-core in this process."""
+"""Patches of linear and gated attention: a function each, which changes megatron-core in this
+process.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,10 @@ def gated_delta_without_fla() -> None:
     if importlib.util.find_spec("fla") is not None:
         return
     parts = ("common", "gdn") if engine.at_least(0, 19) else ()
-    for module in [_core("ssm.gated_delta_net"), *(_core(f"ssm.gated_delta_net.{part}") for part in parts)]:
+    for module in [
+        _core("ssm.gated_delta_net"),
+        *(_core(f"ssm.gated_delta_net.{part}") for part in parts),
+    ]:
         module.HAVE_FLA = True
         module.l2norm = _l2norm
         module.chunk_gated_delta_rule = _rule
@@ -38,7 +43,9 @@ def _l2norm(x: Tensor) -> Tensor:
 
 
 def segments_of(cu_seqlens: Tensor | None, times: int) -> Tensor | None:
-    """Which of the sequences that begin and end at `cu_seqlens` each of `times` tokens belongs to, [1, times]."""
+    """Which of the sequences that begin and end at `cu_seqlens` each of `times` tokens belongs to,
+    [1, times].
+    """
     if cu_seqlens is None:
         return None
     at = torch.arange(times, device=cu_seqlens.device)
@@ -59,13 +66,22 @@ def _rule(
     from mtrain_kernels.gated_delta_rule.op import gated_delta_rule
 
     marks = segments_of(cu_seqlens, q.shape[1])
-    options: dict[str, Any] = {"l2norm": use_qk_l2norm_in_kernel, "state": initial_state, "segments": marks}
+    options: dict[str, Any] = {
+        "l2norm": use_qk_l2norm_in_kernel,
+        "state": initial_state,
+        "segments": marks,
+    }
     y, state = gated_delta_rule(q, k, v, g, beta, **options)
     return y, state if output_final_state else None
 
 
 def _convolution(
-    x: Tensor, weight: Tensor, bias: Tensor | None, activation: str, cu_seqlens: Tensor | None = None, **_: Any
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    activation: str,
+    cu_seqlens: Tensor | None = None,
+    **_: Any,
 ) -> tuple[Tensor, None]:
     from mtrain_kernels.causal_conv1d.op import causal_conv1d
 
@@ -75,25 +91,35 @@ def _convolution(
 
 
 class _Renamed:
-    """A chunk of a model whose output norms are called as norms of queries, of which every rank has some heads."""
+    """A chunk of a model whose output norms are called as norms of queries, of which every rank has
+    some heads.
+    """
 
     def __init__(self, chunk: Any) -> None:
-        self._chunk, self.ddp_config = chunk, chunk.ddp_config
+        self._chunk = chunk
+        self.ddp_config = chunk.ddp_config
 
     def named_parameters(self) -> Iterator[tuple[str, Any]]:
         """Those of the chunk."""
-        for name, parameter in _core("utils").get_attr_wrapped_model(self._chunk, "named_parameters")():
+        for name, parameter in _core("utils").get_attr_wrapped_model(
+            self._chunk, "named_parameters"
+        )():
             yield name.replace(".out_norm.", ".q_layernorm."), parameter
 
 
 def gated_delta_norm() -> None:
-    """Sum the gradients of output norms over tensor-parallel ranks, as those of norms of queries and keys."""
+    """Sum the gradients of output norms over tensor-parallel ranks, as those of norms of queries
+    and keys.
+    """
     module = _core("distributed.finalize_model_grads")
     original = module._allreduce_non_tensor_model_parallel_grads
 
     @functools.wraps(original)
     def summed(model: Any, config: Any, tp_group: Any = None) -> None:
-        if config.experimental_attention_variant == "gated_delta_net" and not config.sequence_parallel:
+        if (
+            config.experimental_attention_variant == "gated_delta_net"
+            and not config.sequence_parallel
+        ):
             model = [_Renamed(chunk) for chunk in model]
             config = SimpleNamespace(sequence_parallel=False, qk_layernorm=True)
         original(model, config, tp_group)

@@ -1,4 +1,6 @@
-"""Patches of what is computed again, or replayed: a function each, which changes megatron-core in this process."""
+"""Patches of what is computed again, or replayed: a function each, which changes megatron-core in
+this process.
+"""
 
 from __future__ import annotations
 
@@ -80,7 +82,9 @@ def short_groups() -> None:
 
     @functools.wraps(original)
     def _get_layer(self: Any, layer_number: int) -> Any:
-        return original(self, layer_number) if layer_number < len(self.layers) else _Behind(self.layers[-1])
+        if layer_number < len(self.layers):
+            return original(self, layer_number)
+        return _Behind(self.layers[-1])
 
     cls._get_layer = _get_layer
 
@@ -99,10 +103,14 @@ def captured_inputs() -> None:
 
 
 def refilled_outputs() -> None:
-    """Copy where no C++ is compiled: a CPU has no need of it, and other devices need a compiler and ninja."""
+    """Copy where no C++ is compiled: a CPU has no need of it, and other devices need a compiler and
+    ninja.
+    """
     from torch.utils import cpp_extension
 
-    if (installed.device is not None and installed.device.adapts_megatron) or not cpp_extension.is_ninja_available():
+    if (
+        installed.device is not None and installed.device.adapts_megatron
+    ) or not cpp_extension.is_ninja_available():
         _core("tensor_parallel.random")._get_share_storage = lambda: _refill
 
 

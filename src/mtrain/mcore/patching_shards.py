@@ -1,7 +1,7 @@
 """Patches of what shards or moves weights and optimizer state: FSDP, and offloading to host memory.
 
-Each function changes megatron-core in this process. The entries of offloading and FSDP stand below, the others in
-`mtrain.mcore.patches`.
+Each function changes megatron-core in this process. The entries of offloading and FSDP stand below,
+the others in `mtrain.mcore.patches`.
 """
 
 from __future__ import annotations
@@ -29,10 +29,13 @@ def offloaded_shards() -> None:
     @functools.wraps(original)
     def add_param_group(self: Any, param_group: dict[str, Any]) -> None:
         params = param_group["params"]
-        if not isinstance(params, torch.Tensor | list | tuple | set):  # read twice: here and by torch
+        if not isinstance(
+            params, torch.Tensor | list | tuple | set
+        ):  # read twice: here and by torch
             params = param_group["params"] = list(params)
         for given in [params] if isinstance(params, torch.Tensor) else params:
-            param = given[1] if isinstance(given, tuple) else given  # torch takes pairs with a name, too
+            # torch takes pairs with a name, too
+            param = given[1] if isinstance(given, tuple) else given
             if isinstance(param, torch.Tensor) and not param.is_leaf:
                 param.retain_grad()
         original(self, param_group)
@@ -48,7 +51,9 @@ def offloaded_main_weights() -> None:
     @functools.wraps(original)
     def __init__(self: Any, optimizer: Any, *args: Any, **kwargs: Any) -> None:
         original(self, optimizer, *args, **kwargs)
-        if isinstance(optimizer, _core("optimizer.cpu_offloading.hybrid_optimizer").HybridDeviceOptimizer):
+        if isinstance(
+            optimizer, _core("optimizer.cpu_offloading.hybrid_optimizer").HybridDeviceOptimizer
+        ):
             optimizer._init_sub_optimizers()
 
     cls.__init__ = __init__
@@ -81,7 +86,9 @@ def norm_groups() -> None:
             return None
         group = tensor.device_mesh.get_group(tensor.device_mesh.ndim - 1)
         ranks = torch.distributed.get_process_group_ranks
-        assert known is None or ranks(known) == ranks(group), "gradients of one norm are sharded over different ranks"
+        assert known is None or ranks(known) == ranks(group), (
+            "gradients of one norm are sharded over different ranks"
+        )
         return group
 
     _core("optimizer.clip_grads").get_data_parallel_group_if_dtensor = group_of
@@ -123,7 +130,9 @@ def fsdp_lone_rank() -> None:
             if buffer.gradient_scaling_factor is not None:
                 buffer.data.mul_(buffer.gradient_scaling_factor)
             if kw.get("outer_fsdp_group_grad_reduce"):
-                torch.distributed.all_reduce(buffer.data, group=self.buffer.dist_index.get_outer_fsdp_group())
+                torch.distributed.all_reduce(
+                    buffer.data, group=self.buffer.dist_index.get_outer_fsdp_group()
+                )
             self.bucket_grad_ready_params[bucket] = set()
         return True
 
@@ -144,7 +153,9 @@ def fsdp_division() -> None:
 
 
 def fsdp_checks() -> None:
-    """Validate what a weight is sharded into within its group, and compare it with no rank of another stage."""
+    """Validate what a weight is sharded into within its group, and compare it with no rank of
+    another stage.
+    """
     module = _core("distributed.fsdp.src.megatron_fsdp.param_and_grad_buffer")
     original = module.make_fsdp_dtensor
 
@@ -163,7 +174,8 @@ def fsdp_meshes() -> None:
     module = _core("distributed.fsdp.mcore_fsdp_adapter")
 
     def mesh(*groups: Any) -> torch.Tensor:
-        here, found = torch.distributed.get_rank(), torch.tensor([0])
+        here = torch.distributed.get_rank()
+        found = torch.tensor([0])
         for group in groups:
             steps = torch.tensor(torch.distributed.get_process_group_ranks(group)) - here
             found = found[..., None] + steps
@@ -176,14 +188,20 @@ def fsdp_meshes() -> None:
 def fsdp_tied_stages() -> None:
     """Sum this rank's parts of the gradient in place."""
     module = _core("distributed.finalize_model_grads")
-    original, unwrap = module._allreduce_embedding_grad, module.get_attr_wrapped_model
+    original = module._allreduce_embedding_grad
+    unwrap = module.get_attr_wrapped_model
 
     @functools.wraps(original)
-    def reduce(model: list[Any], embd_group: Any, pp_group: Any, weight_getter: Any, *args: Any, **kw: Any) -> None:
+    def reduce(
+        model: list[Any], embd_group: Any, pp_group: Any, weight_getter: Any, *args: Any, **kw: Any
+    ) -> None:
         if not model[0].ddp_config.use_megatron_fsdp:
             original(model, embd_group, pp_group, weight_getter, *args, **kw)
         elif embd_group is not None and embd_group.size() > 1:
-            weights = [weight_getter(unwrap(chunk, "pre_process", return_model_obj=True)) for chunk in model]
+            weights = [
+                weight_getter(unwrap(chunk, "pre_process", return_model_obj=True))
+                for chunk in model
+            ]
             for weight in weights:
                 if weight is not None and weight.grad is not None:
                     torch.distributed.all_reduce(weight.grad._local_tensor, group=embd_group)
@@ -207,14 +225,23 @@ def fsdp_unscaling() -> None:
 
 
 def expert_norm() -> None:
-    """Count what an expert holds whole once for each group that shares the expert, in main weights too."""
-    package, layers = _core("tensor_parallel"), _core("tensor_parallel.layers")
-    asked, copied = layers.param_is_not_tensor_parallel_duplicate, layers.copy_tensor_model_parallel_attributes
+    """Count what an expert holds whole once for each group that shares the expert, in main weights
+    too.
+    """
+    package = _core("tensor_parallel")
+    layers = _core("tensor_parallel.layers")
+    asked = layers.param_is_not_tensor_parallel_duplicate
+    copied = layers.copy_tensor_model_parallel_attributes
 
     @functools.wraps(asked)
     def is_no_duplicate(param: Any, tp_group: Any = None) -> bool:
         expert = not getattr(param, "allreduce", True)
-        return bool(asked(param, _core("parallel_state").get_expert_tensor_parallel_group() if expert else tp_group))
+        return bool(
+            asked(
+                param,
+                _core("parallel_state").get_expert_tensor_parallel_group() if expert else tp_group,
+            )
+        )
 
     @functools.wraps(copied)
     def copy_attributes(destination: Any, source: Any) -> None:
@@ -235,11 +262,13 @@ def gate_slices() -> None:
 
     @functools.wraps(original)
     def cut(self: Any, *args: Any, **kwargs: Any) -> Any:
-        found, groups = original(self, *args, **kwargs), self.config.num_query_groups
+        found = original(self, *args, **kwargs)
+        groups = self.config.num_query_groups
         if groups >= self.world_size or len(found) != 4:
             return found
         share = self.world_size // groups
-        size, at = self.num_attention_heads_per_partition // share, self.pg_collection.tp.rank() % share
+        size = self.num_attention_heads_per_partition // share
+        at = self.pg_collection.tp.rank() % share
         return *found[:3], found[3][:, :, at * size : (at + 1) * size]
 
     cls.get_query_key_value_tensors = cut
@@ -249,38 +278,41 @@ PATCHES: tuple[Patch, ...] = (
     Patch(
         "offloaded-shards",
         "optimizer/distrib_optimizer.py:603",
-        "The distributed optimizer's shards of fp32 weights are views, which the offloading optimizer does not take: "
-        "ValueError about a non-leaf tensor.",
+        "The distributed optimizer's shards of fp32 weights are views, which the offloading"
+        " optimizer does not take: ValueError about a non-leaf tensor.",
         "everywhere",
         offloaded_shards,
     ),
     Patch(
         "offloaded-main-weights",
         "optimizer/optimizer.py:676",
-        "Main weights replace 16-bit ones that an offloading optimizer has copied already: KeyError at an update.",
+        "Main weights replace 16-bit ones that an offloading optimizer has copied already: KeyError"
+        " at an update.",
         "everywhere",
         offloaded_main_weights,
     ),
     Patch(
         "offloaded-copies",
         "optimizer/cpu_offloading/hybrid_optimizer.py:287",
-        "A copy in host memory is known by its device; where the CPU is the device, none is, and weights that are "
-        "offloaded are silently never updated.",
+        "A copy in host memory is known by its device; where the CPU is the device, none is, and"
+        " weights that are offloaded are silently never updated.",
         "off CUDA",
         offloaded_copies,
     ),
     Patch(
         "norm-groups",
         "utils.py:1074",
-        "Asks the mesh of a gradient for its one group: RuntimeError where it has two dimensions (FSDP2's replicas). "
-        "And takes two groups of the same ranks (dense, expert) for different ones: AssertionError.",
+        "Asks the mesh of a gradient for its one group: RuntimeError where it has two dimensions"
+        " (FSDP2's replicas). And takes two groups of the same ranks (dense, expert) for different"
+        " ones: AssertionError.",
         "everywhere",
         norm_groups,
     ),
     Patch(
         "fsdp-te-linear",
         "distributed/fsdp/mcore_fsdp_adapter.py:184",
-        "Without TransformerEngine TELinear is a MagicMock: isinstance raises TypeError under tensor parallelism.",
+        "Without TransformerEngine TELinear is a MagicMock: isinstance raises TypeError under"
+        " tensor parallelism.",
         NO_TE,
         fsdp_te_linear,
         UNTIL_0_16,
@@ -289,16 +321,16 @@ PATCHES: tuple[Patch, ...] = (
     Patch(
         "fsdp-optim-replicas",
         "distributed/fsdp/src/megatron_fsdp/param_and_grad_buffer.py:2906",
-        "With only optimizer state sharded (optim), gradients are reduced within a replica and never between them: "
-        "each silently trains on samples of its own.",
+        "With only optimizer state sharded (optim), gradients are reduced within a replica and"
+        " never between them: each silently trains on samples of its own.",
         "everywhere",
         fsdp_optim_replicas,
     ),
     Patch(
         "fsdp-lone-rank",
         "distributed/fsdp/src/megatron_fsdp/param_and_grad_buffer.py:3263",
-        "In a group of one rank (ep = dp) the reduced gradient is added to itself: silently doubled, and those of "
-        "earlier micro-batches again at each later one.",
+        "In a group of one rank (ep = dp) the reduced gradient is added to itself: silently"
+        " doubled, and those of earlier micro-batches again at each later one.",
         "everywhere",
         fsdp_lone_rank,
         UNTIL_0_16,
@@ -306,36 +338,40 @@ PATCHES: tuple[Patch, ...] = (
     Patch(
         "fsdp-division",
         "distributed/fsdp/src/megatron_fsdp/param_and_grad_buffer.py:3771",
-        "By default gradients are divided within NCCL's sum, which gloo does not know: RuntimeError.",
+        "By default gradients are divided within NCCL's sum, which gloo does not know:"
+        " RuntimeError.",
         "off CUDA",
         fsdp_division,
     ),
     Patch(
         "fsdp-meshes",
         "distributed/fsdp/mcore_fsdp_adapter.py:369",
-        "Takes the data- and tensor-parallel ranks for the whole world: EinopsError with pipeline stages.",
+        "Takes the data- and tensor-parallel ranks for the whole world: EinopsError with pipeline"
+        " stages.",
         "everywhere",
         fsdp_meshes,
     ),
     Patch(
         "fsdp-checks",
         "distributed/fsdp/src/megatron_fsdp/param_and_grad_buffer.py:4128",
-        "Compares each sharded weight over the whole world: stages with unequal numbers of them fail or hang.",
+        "Compares each sharded weight over the whole world: stages with unequal numbers of them"
+        " fail or hang.",
         "everywhere",
         fsdp_checks,
     ),
     Patch(
         "fsdp-tied-stages",
         "distributed/finalize_model_grads.py:259",
-        "With megatron-core's FSDP the gradient of an embedding that two stages hold is set to this rank's part of "
-        "it: RuntimeError about its size. The sum in place is all that is needed.",
+        "With megatron-core's FSDP the gradient of an embedding that two stages hold is set to this"
+        " rank's part of it: RuntimeError about its size. The sum in place is all that is needed.",
         "everywhere",
         fsdp_tied_stages,
     ),
     Patch(
         "fsdp-unscaling",
         "optimizer/distrib_optimizer.py:2312",
-        "Unscales fp16's gradient of every weight, also where a rank owns no part of it: AttributeError of None.",
+        "Unscales fp16's gradient of every weight, also where a rank owns no part of it:"
+        " AttributeError of None.",
         "everywhere",
         fsdp_unscaling,
     ),

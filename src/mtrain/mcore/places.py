@@ -14,7 +14,9 @@ from torch import Tensor
 from mtrain.mcore.context import Context
 
 LENGTHS = 8
-"""The number of lengths whose places are kept: without packing, they are the same in every micro-batch."""
+"""The number of lengths whose places are kept: without packing, they are the same in every
+micro-batch.
+"""
 
 _kept: OrderedDict[Any, Places] = OrderedDict()
 
@@ -22,8 +24,8 @@ _kept: OrderedDict[Any, Places] = OrderedDict()
 class Places:
     """The positions [blocks, tokens of a block] of a batch, and what layers have derived from them.
 
-    Everything is made when a layer first asks for it. `blocks` are in the order in which ranks hold them; with
-    `ordered`, a layer asks for positions that ascend within each block.
+    Everything is made when a layer first asks for it. `blocks` are in the order in which ranks hold
+    them; with `ordered`, a layer asks for positions that ascend within each block.
     """
 
     def __init__(self, blocks: Tensor) -> None:
@@ -43,9 +45,18 @@ class Places:
         return self._once("sequence", lambda: torch.argsort(self.blocks.flatten()))  # type: ignore[no-any-return]
 
     def seen(
-        self, here: int, there: int | None, causal: bool, window: Any, cu_seqlens: Tensor | None, *, ordered: bool
+        self,
+        here: int,
+        there: int | None,
+        causal: bool,
+        window: Any,
+        cu_seqlens: Tensor | None,
+        *,
+        ordered: bool,
     ) -> Seen:
-        """Describe to kernels which keys of a block, or of all blocks (None), the queries of another see."""
+        """Describe to kernels which keys of a block, or of all blocks (None), the queries of
+        another see.
+        """
 
         def make() -> Seen:
             left, right = window or (-1, -1)
@@ -59,16 +70,22 @@ class Places:
     def mask(
         self, here: int, there: int | None, causal: bool, window: Any, cu_seqlens: Tensor | None
     ) -> Tensor | None:
-        """Return the same as a mask, True where a query sees a key; None where all keys are seen."""
+        """Return the same as a mask, True where a query sees a key; None where all keys
+        are seen.
+        """
         return self._once(  # type: ignore[no-any-return]
             ("mask", here, there, causal, window),
-            lambda: mask_of(self._positions(here), self._positions(there), causal, window, cu_seqlens),
+            lambda: mask_of(
+                self._positions(here), self._positions(there), causal, window, cu_seqlens
+            ),
         )
 
     def _positions(self, block: int | None, ordered: bool = False) -> Tensor:
         if block is None:
             return torch.arange(self.blocks.numel(), device=self.blocks.device)
-        return self.blocks[block].index_select(0, self.order(block)) if ordered else self.blocks[block]
+        return (
+            self.blocks[block].index_select(0, self.order(block)) if ordered else self.blocks[block]
+        )
 
     def _once(self, key: Any, make: Callable[[], Any]) -> Any:
         if key not in self._made:
@@ -76,10 +93,13 @@ class Places:
         return self._made[key]
 
 
-def places_of(context: Context, tokens: int, cu_seqlens: Tensor | None, device: torch.device) -> Places:
+def places_of(
+    context: Context, tokens: int, cu_seqlens: Tensor | None, device: torch.device
+) -> Places:
     """Return the places of a micro-batch of which a rank holds `tokens` before an exchange.
 
-    Those of packed sequences are kept with `cu_seqlens`, until other edges are written to its memory.
+    Those of packed sequences are kept with `cu_seqlens`, until other edges are written to its
+    memory.
     """
     key = (context.kind, context.group.size(), context.inner_size, tokens, device)
     if cu_seqlens is None:
@@ -98,8 +118,12 @@ def places_of(context: Context, tokens: int, cu_seqlens: Tensor | None, device: 
     return found
 
 
-def mask_of(q_at: Tensor, k_at: Tensor, causal: bool, window: Any, cu_seqlens: Tensor | None) -> Tensor | None:
-    """Return the mask [s, t] of the keys at positions [t] that queries at positions [s] see; None: they see all."""
+def mask_of(
+    q_at: Tensor, k_at: Tensor, causal: bool, window: Any, cu_seqlens: Tensor | None
+) -> Tensor | None:
+    """Return the mask [s, t] of the keys at positions [t] that queries at positions [s] see; None:
+    they see all.
+    """
     if not causal and cu_seqlens is None and window is None:
         return None
     segments: dict[str, Tensor] = {}

@@ -1,4 +1,6 @@
-"""Attention whose scores have a learned bias by distance, and the layers of an encoder-decoder around it."""
+"""Attention whose scores have a learned bias by distance, and the layers of an encoder-decoder
+around it.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +11,10 @@ from typing import Any
 import torch
 from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
 from megatron.core.models.common.embeddings.relative_pos_embedding import RelativePositionEmbedding
-from megatron.core.tensor_parallel import get_cuda_rng_tracker, scatter_to_tensor_model_parallel_region
+from megatron.core.tensor_parallel import (
+    get_cuda_rng_tracker,
+    scatter_to_tensor_model_parallel_region,
+)
 from megatron.core.transformer.attention import (
     CrossAttention,
     CrossAttentionSubmodules,
@@ -29,7 +34,8 @@ from mtrain.mcore.backend import Provider, layers_of
 
 
 class RelativePositions(RelativePositionEmbedding):
-    """megatron-core's biases of each head by distance; each tensor-parallel rank makes those of its own heads.
+    """megatron-core's biases of each head by distance; each tensor-parallel rank makes those of its
+    own heads.
 
     Every rank keeps the whole table [buckets, heads], and has the whole gradient of it.
     """
@@ -37,8 +43,8 @@ class RelativePositions(RelativePositionEmbedding):
     def biases(self, length: int, group: Any, hidden: Tensor | None = None) -> Tensor:
         """fp32 [b or 1, heads / tp, length, length], -inf where a query does not see a key.
 
-        No query of the decoder sees what is behind it, and none what `hidden` [b, 1, 1, length] is True for. The bias
-        of a distance is added up in fp32 over all pairs that have it.
+        No query of the decoder sees what is behind it, and none what `hidden` [b, 1, 1, length] is
+        True for. The bias of a distance is added up in fp32 over all pairs that have it.
         """
         table = self.relative_attention_bias.weight.float()
         if group.size() > 1:
@@ -57,7 +63,9 @@ class RelativePositions(RelativePositionEmbedding):
 
 
 class _WithBiases(torch.autograd.Function):
-    """What a stack reads, as it is; backward, when all of its layers are done, the gradient that `leaf` has got."""
+    """What a stack reads, as it is; backward, when all of its layers are done, the gradient that
+    `leaf` has got.
+    """
 
     @staticmethod
     def forward(ctx: Any, hidden: Tensor, biases: Tensor, leaf: Tensor) -> Tensor:
@@ -66,23 +74,27 @@ class _WithBiases(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, Tensor | None, None]:
-        gradient, ctx.leaf.grad = ctx.leaf.grad, None
+        gradient = ctx.leaf.grad
+        ctx.leaf.grad = None
         return dy, gradient, None
 
 
 def computed_again(hidden: Tensor, biases: Tensor) -> tuple[Tensor, Tensor]:
     """What a stack reads and its biases, for layers that all compute their attention again.
 
-    Each of them goes backward by itself, and would go on through what made the biases, which is there once. So they
-    get a leaf without a history, which has its whole gradient when what they read gets its own. Layers that are not
-    computed again add to a leaf later: they get the biases themselves.
+    Each of them goes backward by itself, and would go on through what made the biases, which is
+    there once. So they get a leaf without a history, which has its whole gradient when what they
+    read gets its own. Layers that are not computed again add to a leaf later: they get the biases
+    themselves.
     """
     leaf = biases.detach().requires_grad_()
     return _WithBiases.apply(hidden, biases, leaf), leaf
 
 
 class BiasedAttention(CoreAttention):
-    """Softmax attention in which what a query sees, and how much more of what, is a bias on the scores."""
+    """Softmax attention in which what a query sees, and how much more of what, is a bias on the
+    scores.
+    """
 
     def forward(
         self,
@@ -96,8 +108,8 @@ class BiasedAttention(CoreAttention):
     ) -> Tensor:
         """Attention of queries [s, b, n, d] to keys and values [t, b, n, d]: [s, b, n * d].
 
-        `attention_bias` [b or 1, n, s, t] is added to the scores. `attention_mask`, which broadcasts to that, is True
-        where a key is hidden; there is one of both at most.
+        `attention_bias` [b or 1, n, s, t] is added to the scores. `attention_mask`, which
+        broadcasts to that, is True where a key is hidden; there is one of both at most.
         """
         seen = None
         if attention_bias is not None:
@@ -113,18 +125,25 @@ class BiasedAttention(CoreAttention):
 
 
 def with_dropout(linear: type) -> type:
-    """The row-parallel linear layer with `config.hidden_dropout` on its input: a class that specs can name."""
+    """The row-parallel linear layer with `config.hidden_dropout` on its input: a class that specs
+    can name.
+    """
 
     class Dropped(linear):  # type: ignore[misc]
         def forward(self, input_: Tensor, *args: Any, **more: Any) -> Any:
             p = self.config.hidden_dropout if self.training else 0.0
             if p:
                 # under sequence parallelism the whole block runs in the tracker's state already
-                with nullcontext() if self.config.sequence_parallel else get_cuda_rng_tracker().fork():
+                with (
+                    nullcontext()
+                    if self.config.sequence_parallel
+                    else get_cuda_rng_tracker().fork()
+                ):
                     input_ = F.dropout(input_, p)
             return super().forward(input_, *args, **more)
 
-    Dropped.__name__, Dropped.__doc__ = linear.__name__, linear.__doc__
+    Dropped.__name__ = linear.__name__
+    Dropped.__doc__ = linear.__doc__
     return Dropped
 
 
@@ -149,7 +168,9 @@ def decoder_layer(config: Any, provider: Provider) -> Any:
     return _layer(config, provider, AttnMaskType.causal, (norm, cross))
 
 
-def _layer(config: Any, provider: Provider, mask: AttnMaskType, cross: tuple[Any, Any] | None) -> Any:
+def _layer(
+    config: Any, provider: Provider, mask: AttnMaskType, cross: tuple[Any, Any] | None
+) -> Any:
     norm = provider.layer_norm(config.normalization == "RMSNorm")
     add: Callable[..., Any] = get_bias_dropout_add
     attention = api.ModuleSpec(

@@ -1,4 +1,6 @@
-"""Rotary positions: frequencies for longer sequences, in fp32 as transformers computes them, and two bases."""
+"""Rotary positions: frequencies for longer sequences, in fp32 as transformers computes them, and
+two bases.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,9 @@ Frequencies = Callable[[int], Tensor]
 
 
 def frequencies(model: ModelConfig) -> Frequencies | None:
-    """The frequencies of `model.rope_scaling`, of which a resolved run knows every key; None: without scaling."""
+    """The frequencies of `model.rope_scaling`, of which a resolved run knows every key; None:
+    without scaling.
+    """
     if model.rope_scaling is None:
         return None
     return functools.partial(_KINDS[model.rope_scaling.rope_type], model, model.rope_scaling)
@@ -33,7 +37,9 @@ def _periods(model: ModelConfig, base: float | Tensor) -> Tensor:
 
 def _dynamic(model: ModelConfig, scaling: RopeScalingConfig, length: int) -> Tensor:
     """A larger base beyond the length of the model (bloc97 and emozilla 2023)."""
-    whole, factor, width = model.max_position_embeddings, scaling.factor, model.rotary_dim
+    whole = model.max_position_embeddings
+    factor = scaling.factor
+    width = model.rotary_dim
     longer = torch.tensor(max(length, whole))
     return 1.0 / _periods(
         model, model.rotary_base * (factor * longer / whole - (factor - 1)) ** (width / (width - 2))
@@ -41,8 +47,12 @@ def _dynamic(model: ModelConfig, scaling: RopeScalingConfig, length: int) -> Ten
 
 
 def _llama3(model: ModelConfig, scaling: RopeScalingConfig, length: int) -> Tensor:
-    """Slow frequencies are divided, fast ones stay, those in between are mixed of both (Llama 3.1)."""
-    low, high, before = scaling.low_freq_factor, scaling.high_freq_factor, scaling.original_max_position_embeddings
+    """Slow frequencies are divided, fast ones stay, those in between are mixed of both
+    (Llama 3.1).
+    """
+    low = scaling.low_freq_factor
+    high = scaling.high_freq_factor
+    before = scaling.original_max_position_embeddings
     assert low is not None
     assert high is not None
     assert before is not None
@@ -53,16 +63,25 @@ def _llama3(model: ModelConfig, scaling: RopeScalingConfig, length: int) -> Tens
 
 
 def _yarn(model: ModelConfig, scaling: RopeScalingConfig, length: int) -> Tensor:
-    """A ramp over the channels between frequencies that stay and those that are divided (Peng et al. 2023)."""
-    fast, slow, before = scaling.beta_fast, scaling.beta_slow, scaling.original_max_position_embeddings
+    """A ramp over the channels between frequencies that stay and those that are divided (Peng et
+    al. 2023).
+    """
+    fast = scaling.beta_fast
+    slow = scaling.beta_slow
+    before = scaling.original_max_position_embeddings
     assert fast is not None
     assert slow is not None
     assert before is not None
-    width, scale = model.rotary_dim, 2 * math.log(model.rotary_base)
-    first, last = (width * math.log(before / (turns * 2 * math.pi)) / scale for turns in (fast, slow))
+    width = model.rotary_dim
+    scale = 2 * math.log(model.rotary_base)
+    first, last = (
+        width * math.log(before / (turns * 2 * math.pi)) / scale for turns in (fast, slow)
+    )
     if scaling.truncate:
-        first, last = math.floor(first), math.ceil(last)
-    first, last = max(first, 0), min(last, width - 1)
+        first = math.floor(first)
+        last = math.ceil(last)
+    first = max(first, 0)
+    last = min(last, width - 1)
     if first == last:
         last += 0.001
     divided = ((torch.arange(width // 2, dtype=torch.float32) - first) / (last - first)).clamp(0, 1)
@@ -71,9 +90,15 @@ def _yarn(model: ModelConfig, scaling: RopeScalingConfig, length: int) -> Tensor
 
 
 def _longrope(model: ModelConfig, scaling: RopeScalingConfig, length: int) -> Tensor:
-    """A factor of each frequency, others in long sequences than in short ones (Ding et al. 2024)."""
+    """A factor of each frequency, others in long sequences than in short ones (Ding et al.
+
+    2024).
+    """
     assert scaling.original_max_position_embeddings is not None
-    factors = scaling.long_factor if length > scaling.original_max_position_embeddings else scaling.short_factor
+    if length > scaling.original_max_position_embeddings:
+        factors = scaling.long_factor
+    else:
+        factors = scaling.short_factor
     return 1.0 / (torch.tensor(factors) * _periods(model, model.rotary_base))
 
 
@@ -86,7 +111,9 @@ _KINDS: dict[str, Callable[[ModelConfig, RopeScalingConfig, int], Tensor]] = {
 
 
 class ScaledRotary(RotaryEmbedding):
-    """megatron-core's rotary embedding with frequencies of ours, which may depend on the length of the sequences."""
+    """megatron-core's rotary embedding with frequencies of ours, which may depend on the length of
+    the sequences.
+    """
 
     frequencies: Frequencies
 
@@ -94,7 +121,9 @@ class ScaledRotary(RotaryEmbedding):
         """Angles [tokens, rotary_dim / 2] of the tokens from `offset` on."""
         device = self.inv_freq.device
         turns = self.frequencies(max_seq_len + offset).to(device)
-        return torch.outer(torch.arange(offset, offset + max_seq_len, device=device, dtype=torch.float32), turns)
+        return torch.outer(
+            torch.arange(offset, offset + max_seq_len, device=device, dtype=torch.float32), turns
+        )
 
 
 def _attention_factor(config: Any) -> float:
@@ -104,14 +133,17 @@ def _attention_factor(config: Any) -> float:
 def multiply_turns(config: Any, factor: float) -> None:
     """Let attention of this configuration multiply cosines and sines with `factor`.
 
-    megatron-core asks a function for it that knows the fields of its own yarn alone; it is replaced.
+    megatron-core asks a function for it that knows the fields of its own yarn alone; it is
+    replaced.
     """
     config.rotary_attention_factor = factor
     attention._yarn_get_concentration_factor_from_config = _attention_factor
 
 
 class TwoBases(nn.Module):
-    """Angles of layers with a window, by `base` and not scaled, and those of all other layers: [2, s, 1, 1, r]."""
+    """Angles of layers with a window, by `base` and not scaled, and those of all other layers: [2,
+    s, 1, 1, r].
+    """
 
     def __init__(self, others: RotaryEmbedding, base: float) -> None:
         super().__init__()

@@ -1,4 +1,6 @@
-"""The router of experts as megatron-core's, which says for each token its experts, and never a map of all of them."""
+"""The router of experts as megatron-core's, which says for each token its experts, and never a map
+of all of them.
+"""
 
 from __future__ import annotations
 
@@ -14,11 +16,16 @@ from mtrain.mcore.balance import counts_of, with_balancing_losses, with_z_loss, 
 from mtrain.mcore.padding import padding_of
 
 LEARNS = "learns"
-"""Of a tensor of experts, whether a router in training chose them. Under a checkpoint autograd does not say so."""
+"""Of a tensor of experts, whether a router in training chose them.
+
+Under a checkpoint autograd does not say so.
+"""
 
 
 class Sparse(NamedTuple):
-    """How a model routes by lists of experts: `config.sparse_experts`; a config without it routes by maps."""
+    """How a model routes by lists of experts: `config.sparse_experts`; a config without it routes
+    by maps.
+    """
 
     router: str
     """The implementation of the choice, `triton` or `reference`."""
@@ -35,10 +42,13 @@ class Sparse(NamedTuple):
 
 
 class SparseRouter(TopKRouter):  # type: ignore[misc]
-    """megatron-core's router, whose results are weights [t, k] and the experts [t, k] that they belong to."""
+    """megatron-core's router, whose results are weights [t, k] and the experts [t, k] that they
+    belong to.
+    """
 
     def routing(self, logits: Tensor, padding_mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """Weights [t, k] and experts [t, k], int64, of `logits` [s, b, e]; losses of balance ride along.
+        """Weights [t, k] and experts [t, k], int64, of `logits` [s, b, e]; losses of balance ride
+        along.
 
         Padding has weights of 0 and -1 in place of experts.
         """
@@ -50,7 +60,10 @@ class SparseRouter(TopKRouter):  # type: ignore[misc]
         logits = with_z_loss(self, logits, there)
         groups: dict[str, Any] = {}
         if config.moe_router_group_topk:
-            groups = {"groups": config.moe_router_num_groups, "group_topk": config.moe_router_group_topk}
+            groups = {
+                "groups": config.moe_router_num_groups,
+                "group_topk": config.moe_router_group_topk,
+            }
             groups["group_members"] = config.sparse_experts.group_members
         bias = self.expert_bias if self.score_function == "sigmoid" else None
         weights, experts, counts = moe_router(
@@ -77,24 +90,29 @@ class SparseRouter(TopKRouter):  # type: ignore[misc]
 def tokens_of(router: Any, logits: Tensor, padding_mask: Tensor | None = None) -> Tensor | None:
     """Which of the positions of `logits` [s, b, e] are tokens: bool [s * b]; None: all are.
 
-    `padding_mask` [s, b] is megatron-core's; where it hands none over, what is known of the micro-batch is looked up.
+    `padding_mask` [s, b] is megatron-core's; where it hands none over, what is known of the
+    micro-batch is looked up.
     """
     padding = padding_of(logits.shape[0], router.tp_group) if padding_mask is None else padding_mask
     return None if padding is None else ~padding.reshape(-1)
 
 
 def count_choices(router: Any, counts: Tensor) -> None:
-    """Add how many tokens chose each expert to what its bias is moved by; not in an evaluation or a recomputation."""
+    """Add how many tokens chose each expert to what its bias is moved by; not in an evaluation or a
+    recomputation.
+    """
     if router.enable_expert_bias and torch.is_grad_enabled():
         with torch.no_grad():
             router.local_tokens_per_expert += counts
 
 
 def routing_of_tokens(router: Any, logits: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor]:
-    """`TopKRouter.routing` of `logits` [s, b, e] where some positions are padding, which has weights of 0.
+    """`TopKRouter.routing` of `logits` [s, b, e] where some positions are padding, which has
+    weights of 0.
 
-    `tokens` [s * b] says which are not. The results are weights and a map, both [s * b, e]. Where experts have a
-    capacity, padding goes to none; else it goes to all in turn, for dispatchers take each position to have as many.
+    `tokens` [s * b] says which are not. The results are weights and a map, both [s * b, e]. Where
+    experts have a capacity, padding goes to none; else it goes to all in turn, for dispatchers take
+    each position to have as many.
     """
     config = router.config
     positions = logits.shape[0]

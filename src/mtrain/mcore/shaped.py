@@ -25,9 +25,11 @@ from mtrain.config import engine
 
 @contextmanager
 def shaped() -> Iterator[None]:
-    """Routers choose experts in turn, so that all are chosen as often, and ranks tell each other of the same numbers.
+    """Routers choose experts in turn, so that all are chosen as often, and ranks tell each other of
+    the same numbers.
 
-    The choice is made of real numbers among tensors that have none, so that the sizes of what is sent are known.
+    The choice is made of real numbers among tensors that have none, so that the sizes of what is
+    sent are known.
     """
     real_routing = TopKRouter.routing
     real_gather = token_dispatcher.gather_from_sequence_parallel_region
@@ -36,7 +38,9 @@ def shaped() -> Iterator[None]:
     real_init = token_dispatcher.MoEAlltoAllTokenDispatcher.__init__
 
     def init(self: Any, *args: Any, **more: Any) -> None:
-        with _disable_current_modes():  # the order of chunks is made of numbers, and read as numbers
+        with (
+            _disable_current_modes()
+        ):  # the order of chunks is made of numbers, and read as numbers
             real_init(self, *args, **more)
 
     def routing(self: Any, logits: Tensor, *args: Any, **more: Any) -> tuple[Tensor, Tensor]:
@@ -53,7 +57,8 @@ def shaped() -> Iterator[None]:
             return real_shapes(self, schema)
 
     def free(out: Any, *args: Any) -> None:
-        # a loss has nothing to free, and would become another type of tensor; of several megatron-core frees each
+        # a loss has nothing to free, and would become another type of tensor; of several
+        # megatron-core frees each
         if not isinstance(out, Tensor) or out.numel() > 1:
             real_free(out, *args)
 
@@ -64,7 +69,9 @@ def shaped() -> Iterator[None]:
         mock.patch.object(token_dispatcher.MoEAlltoAllTokenDispatcher, "__init__", init),
         mock.patch.object(token_dispatcher, "gather_from_sequence_parallel_region", gather),
         mock.patch.object(schedules, "deallocate_output_tensor", free),
-        mock.patch.object(backends, "triton_obstacle", _unasked),  # of attention that nobody launches
+        mock.patch.object(
+            backends, "triton_obstacle", _unasked
+        ),  # of attention that nobody launches
         mock.patch.object(param_and_grad_buffer, "validate_uneven_dtensor", _unasked),
         mock.patch.object(param_and_grad_buffer, "update_uneven_dtensor_chunk_metadata", _unasked),
         mock.patch.object(ShardingPropagator, "_propagate_tensor_meta_non_cached", shapes),
@@ -77,14 +84,17 @@ def shaped() -> Iterator[None]:
 @contextmanager
 def _routed_by_shapes() -> Iterator[None]:
     """Sinkhorn's balancing ends, and rows that are padded to a capacity are counted."""
-    real_sinkhorn, real_preprocess = router.sinkhorn, token_dispatcher.MoEAlltoAllTokenDispatcher.preprocess
+    real_sinkhorn = router.sinkhorn
+    real_preprocess = token_dispatcher.MoEAlltoAllTokenDispatcher.preprocess
 
     def sinkhorn(cost: Tensor, *args: Any) -> Tensor:
         # it goes on until numbers change no more, which those of shapes alone never do
         return torch.exp(cost) if isinstance(cost, FakeTensor) else real_sinkhorn(cost, *args)
 
     def preprocess(self: Any, routing_map: Tensor) -> Tensor:
-        with _disable_current_modes() if self.drop_and_pad else nullcontext():  # made of a shape, read as numbers
+        with (
+            _disable_current_modes() if self.drop_and_pad else nullcontext()
+        ):  # made of a shape, read as numbers
             return real_preprocess(self, routing_map)
 
     with (
@@ -97,12 +107,18 @@ def _routed_by_shapes() -> Iterator[None]:
 def _tracked() -> dict[str, Any]:
     """Where losses of routers are written down; since 0.19 the function gives a copy of it."""
     if engine.at_least(0, 19):
-        return importlib.import_module("megatron.core.transformer.moe.moe_logging").get_moe_metrics_tracker()._metrics
+        return (
+            importlib.import_module("megatron.core.transformer.moe.moe_logging")
+            .get_moe_metrics_tracker()
+            ._metrics
+        )
     return get_moe_layer_wise_logging_tracker()  # type: ignore[no-any-return]
 
 
 def _unasked(tensor: Any) -> None:
-    """Where parts of other ranks begin, of parts that are not alike, or what is against Triton: nobody answers."""
+    """Where parts of other ranks begin, of parts that are not alike, or what is against Triton:
+    nobody answers.
+    """
 
 
 def _in_turn(tokens: int, experts: int, k: int, config: Any) -> Tensor:

@@ -1,6 +1,8 @@
-"""Where each parameter lies in the whole model, as megatron-core's sharded state dict says it of an unwrapped model.
+"""Where each parameter lies in the whole model, as megatron-core's sharded state dict says it of an
+unwrapped model.
 
-The answer is kept on the model: once its parameters are sharded over data-parallel ranks, nobody can say it any more.
+The answer is kept on the model: once its parameters are sharded over data-parallel ranks, nobody
+can say it any more.
 """
 
 from __future__ import annotations
@@ -39,17 +41,22 @@ class ShardSpec:
         return prod(self.shape)
 
     def primary(self, *, sharded: bool = False) -> bool:
-        """Whether this rank is the one that saves the part; with `sharded`, each rank of dp saves its own."""
+        """Whether this rank is the one that saves the part; with `sharded`, each rank of dp saves
+        its own.
+        """
         return not any(self.replica[:-1] if sharded else self.replica)
 
 
 def shard_specs_of(model: Any) -> dict[str, list[ShardSpec]]:
-    """The shard specs of every parameter and persistent buffer of an unwrapped model, by its name in the model.
+    """The shard specs of every parameter and persistent buffer of an unwrapped model, by its name
+    in the model.
 
-    A gated MLP's fused weight has two. Asked first before the model is sharded, later answered from memory.
+    A gated MLP's fused weight has two. Asked first before the model is sharded, later answered from
+    memory.
 
     Raises:
-        RuntimeError: a part that is not contiguous in its parameter, or a sharded tensor that is none.
+        RuntimeError: a part that is not contiguous in its parameter, or a sharded tensor that is
+            none.
     """
     if not hasattr(model, _REMEMBERED):
         setattr(model, _REMEMBERED, _describe(model))
@@ -59,7 +66,9 @@ def shard_specs_of(model: Any) -> dict[str, list[ShardSpec]]:
 
 def _describe(model: Any) -> dict[str, list[ShardSpec]]:
     names = {id(t): name for name, t in chain(model.named_parameters(), model.named_buffers())}
-    metadata = {"dp_cp_group": mcore.parallel_state.get_data_parallel_group(with_context_parallel=True)}
+    metadata = {
+        "dp_cp_group": mcore.parallel_state.get_data_parallel_group(with_context_parallel=True)
+    }
     out: dict[str, list[ShardSpec]] = {}
     for entry in _entries(model.sharded_state_dict(metadata=metadata)):
         name = names.get(id(entry.data))
@@ -71,14 +80,18 @@ def _describe(model: Any) -> dict[str, list[ShardSpec]]:
 
 
 def _entries(node: Any) -> Iterator[Any]:
-    """Sharded tensors and factories of a model's state; objects without tensor data are left out."""
+    """Sharded tensors and factories of a model's state; objects without tensor data are
+    left out.
+    """
     if isinstance(node, dict):
         for value in node.values():
             yield from _entries(value)
     elif isinstance(node, list | tuple):
         for value in node:
             yield from _entries(value)
-    elif isinstance(node, mcore.ShardedTensor | mcore.ShardedTensorFactory) and node.data is not None:
+    elif (
+        isinstance(node, mcore.ShardedTensor | mcore.ShardedTensorFactory) and node.data is not None
+    ):
         yield node
 
 

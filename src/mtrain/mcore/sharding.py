@@ -1,4 +1,5 @@
-"""Where each local tensor lies in the whole model: one list of shards for weights and optimizer state.
+"""Where each local tensor lies in the whole model: one list of shards for weights and optimizer
+state.
 
 Checkpoints, layout-independent initial weights and the comparison of layouts all speak of shards.
 """
@@ -23,7 +24,9 @@ class TensorShard:
     """A part of a whole tensor, and the local memory that holds it (or a flat part of it)."""
 
     key: str
-    """Name of the whole tensor, the same in every layout: `model/<weight>`, or `optim/<state>/<weight>`."""
+    """Name of the whole tensor, the same in every layout: `model/<weight>`, or
+    `optim/<state>/<weight>`.
+    """
     global_shape: tuple[int, ...]
     offset: tuple[int, ...]
     shape: tuple[int, ...]
@@ -47,10 +50,11 @@ class TensorShard:
 
 @contextmanager
 def gathered(chunks: list[Any]) -> Iterator[None]:
-    """No gather of weights under way, and all of them up to date: wherever weights are read outside a training step.
+    """No gather of weights under way, and all of them up to date: wherever weights are read outside
+    a training step.
 
-    With overlapped parameter gather, the weights of other ranks' shards are stale between an update and the next
-    forward.
+    With overlapped parameter gather, the weights of other ranks' shards are stale between an update
+    and the next forward.
     """
     overlapping = [c for c in chunks if getattr(c, "remove_forward_pre_hook_handles", None)]
     for chunk in overlapping:
@@ -62,7 +66,9 @@ def gathered(chunks: list[Any]) -> Iterator[None]:
 
 
 def refresh(chunks: list[Any], optimizer: Any = None) -> None:
-    """Bring what was made from the weights up to date, after they were written through their shards."""
+    """Bring what was made from the weights up to date, after they were written through their
+    shards.
+    """
     _forget_gathered(chunks)
     if optimizer is not None:
         refresh_copies(optimizer)
@@ -76,7 +82,9 @@ def make_main_weights(chunks: list[Any]) -> None:
 
 
 def model_shards(chunks: list[Any], *, trainable: bool = False) -> list[TensorShard]:
-    """Shards of all weights (and, unless `trainable`, persistent buffers) of this rank's model chunks."""
+    """Shards of all weights (and, unless `trainable`, persistent buffers) of this rank's model
+    chunks.
+    """
     shards = []
     for chunk in chunks:
         for own in local_params(chunk):
@@ -94,20 +102,28 @@ def optimizer_shards(chunks: list[Any], optimizer: Any) -> list[TensorShard]:
 
     States are `main_weight`, `exp_avg`, ... Where the optimizer works on a flat shard of a
     parameter (the distributed optimizer, FSDP), shards are flat parts of the parameter, and every
-    data-parallel rank saves its own. What an optimizer keeps in pieces is whole and in fp32 here, and a copy. What
-    comes with the first update, which fp16 may still be waiting for, is made: a checkpoint has all that is read back.
+    data-parallel rank saves its own. What an optimizer keeps in pieces is whole and in fp32 here,
+    and a copy. What comes with the first update, which fp16 may still be waiting for, is made: a
+    checkpoint has all that is read back.
     """
     states = list(state_shards(chunks, optimizer))
     for state in states:
         state.allocate()
-    shards = [shard for state in states for name, tensor in state.tensors() for shard in _state(state, name, tensor)]
+    shards = [
+        shard
+        for state in states
+        for name, tensor in state.tensors()
+        for shard in _state(state, name, tensor)
+    ]
     return shards + list(_factors(chunks, optimizer))
 
 
 def optimizer_shards_to_fill(chunks: list[Any], optimizer: Any) -> Iterator[TensorShard]:
-    """The same shards to be written one after the other, of state that is made where it comes with the first step.
+    """The same shards to be written one after the other, of state that is made where it comes with
+    the first step.
 
-    What is kept in pieces is taken apart again once its shards are written, when the next one is asked for.
+    What is kept in pieces is taken apart again once its shards are written, when the next one is
+    asked for.
     """
     for state in state_shards(chunks, optimizer):
         state.allocate()
@@ -122,13 +138,16 @@ def _state(state: StateShard, name: str, tensor: torch.Tensor) -> list[TensorSha
 
 
 def _factors(chunks: list[Any], optimizer: Any) -> Iterator[TensorShard]:
-    """What an optimizer keeps of whole matrices: a tensor [n, n] of each side, behind the axes that count layers and
-    experts, and one that counts blocks where those are matrices of their own."""
+    """What an optimizer keeps of whole matrices: a tensor [n, n] of each side, behind the axes that
+    count layers and experts, and one that counts blocks where those are matrices of their own.
+    """
     for own, found, sharded in factors(chunks, optimizer):
         spec = own.specs[0]
         lead = spec.lead + (found.block is not None)
         at, of = ((), ()) if found.block is None else ((found.block[0],), (found.block[1],))
-        primary = spec.primary(sharded=sharded) and not found.copy and not (sharded and _copy_index())
+        primary = (
+            spec.primary(sharded=sharded) and not found.copy and not (sharded and _copy_index())
+        )
         for name, tensor in found.factors.items():
             yield TensorShard(
                 key=f"optim/{name}/{spec.key}",
@@ -144,21 +163,29 @@ def _factors(chunks: list[Any], optimizer: Any) -> Iterator[TensorShard]:
 def gradient_shards(chunks: list[Any], optimizer: Any) -> list[TensorShard]:
     """Shards of the gradient that each parameter holds after the backward.
 
-    With the distributed optimizer a rank's gradient is whole only in the range that it owns: that is its shard.
+    With the distributed optimizer a rank's gradient is whole only in the range that it owns: that
+    is its shard.
     """
     shards = []
     for state in state_shards(chunks, optimizer):
-        shards += _pieces(state.local_param.specs, state.gradient(), state.start, sharded=state.sharded)
+        shards += _pieces(
+            state.local_param.specs, state.gradient(), state.start, sharded=state.sharded
+        )
     return shards
 
 
 @torch.no_grad()
 def _copy_to_main_weights(buffers: Any) -> None:
-    """Copy weights of megatron-core's FSDP to the main weights, where it keeps any apart; 0.19 has no such method."""
+    """Copy weights of megatron-core's FSDP to the main weights, where it keeps any apart; 0.19 has
+    no such method.
+    """
     for group in buffers.parameter_groups:
-        main, weights = group.main_weight_buffer, group.model_weight_buffer
+        main = group.main_weight_buffer
+        weights = group.model_weight_buffer
         if main is not None:
-            own = weights.get_shard_from_local_buffer() if main.is_data_distributed else weights.data
+            own = (
+                weights.get_shard_from_local_buffer() if main.is_data_distributed else weights.data
+            )
             main.data.copy_(own)
 
 
@@ -171,7 +198,9 @@ def _forget_gathered(chunks: list[Any]) -> None:
 
 def _copy_index() -> int:
     """Which of the copies that HSDP or the distributed optimizer keep this rank is part of."""
-    group = mcore.parallel_state.get_inter_distributed_optimizer_instance_group(check_initialized=False)
+    group = mcore.parallel_state.get_inter_distributed_optimizer_instance_group(
+        check_initialized=False
+    )
     return group.rank() if group is not None else 0
 
 
@@ -184,11 +213,14 @@ def _pieces(
     name: str = "",
     param: torch.nn.Parameter | None = None,
 ) -> list[TensorShard]:
-    """Shards of the 1-D `values`, which are elements [start, start + numel) of a parameter, on each of its specs."""
+    """Shards of the 1-D `values`, which are elements [start, start + numel) of a parameter, on each
+    of its specs.
+    """
     stop = start + values.numel()
     shards = []
     for spec in specs:
-        lo, hi = max(start, spec.first), min(stop, spec.first + spec.numel)
+        lo = max(start, spec.first)
+        hi = min(stop, spec.first + spec.numel)
         if lo >= hi:
             continue
         whole = hi - lo == spec.numel

@@ -1,4 +1,6 @@
-"""SOAP on weights that are sharded over tensor-parallel ranks, and whose state is over data-parallel ones."""
+"""SOAP on weights that are sharded over tensor-parallel ranks, and whose state is over
+data-parallel ones.
+"""
 
 from __future__ import annotations
 
@@ -24,14 +26,17 @@ class Owned(NamedTuple):
 
 
 class ParallelSoap(WholeMatrices, Soap):
-    """SOAP that rotates a matrix whole, wherever its parts lie, or blocks of it where `tp_mode` says so.
+    """SOAP that rotates a matrix whole, wherever its parts lie, or blocks of it where `tp_mode`
+    says so.
 
-    Both moments are sharded as the weight is. Factors are whole: under the distributed optimizer with the
-    data-parallel rank that a matrix belongs to, else with each, and with every tensor-parallel rank. Rows of a fused
-    weight stand in the order of the whole, so that moments and factors are those of every layout.
+    Both moments are sharded as the weight is. Factors are whole: under the distributed optimizer
+    with the data-parallel rank that a matrix belongs to, else with each, and with every
+    tensor-parallel rank. Rows of a fused weight stand in the order of the whole, so that moments
+    and factors are those of every layout.
     """
 
-    given, returned = 3, 2
+    given = 3
+    returned = 2
 
     def __init__(self, params: Any, *args: Any, tp_mode: str, work: Work, **kwargs: Any) -> None:
         WholeMatrices.__init__(self, tp_mode, work)

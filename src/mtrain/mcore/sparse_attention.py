@@ -1,8 +1,10 @@
-"""DeepSeek sparse attention behind the specification of MLA: core attention to the keys that an indexer chooses.
+"""DeepSeek sparse attention behind the specification of MLA: core attention to the keys that an
+indexer chooses.
 
-megatron-core's own module needs bf16 and a CUDA library in 0.16.1, where it neither follows the scale of the loss nor
-has the channels of published weights in order; 0.19's is built of TransformerEngine's layers. Names of weights are
-theirs. Their Hadamard transform of queries and keys is orthogonal and changes no product: it is for those in 8 bits.
+megatron-core's own module needs bf16 and a CUDA library in 0.16.1, where it neither follows the
+scale of the loss nor has the channels of published weights in order; 0.19's is built of
+TransformerEngine's layers. Names of weights are theirs. Their Hadamard transform of queries and
+keys is orthogonal and changes no product: it is for those in 8 bits.
 """
 
 from __future__ import annotations
@@ -27,7 +29,9 @@ EPSILON = 1e-6
 
 
 class Projection(nn.Module):
-    """A linear layer without bias, whole on every tensor-parallel rank, whose gradient is whole there too."""
+    """A linear layer without bias, whole on every tensor-parallel rank, whose gradient is whole
+    there too.
+    """
 
     def __init__(self, config: Any, inputs: int, outputs: int) -> None:
         super().__init__()
@@ -51,15 +55,20 @@ class KeyNorm(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """[..., width] to the same."""
         wide = torch.promote_types(x.dtype, torch.float32)
-        return F.layer_norm(x.to(wide), x.shape[-1:], self.weight.to(wide), self.bias.to(wide), EPSILON).to(x.dtype)
+        return F.layer_norm(
+            x.to(wide), x.shape[-1:], self.weight.to(wide), self.bias.to(wide), EPSILON
+        ).to(x.dtype)
 
 
 class Indexer(MegatronModule):
-    """Queries, keys and weights of scores, from what attention reads; the same on every tensor-parallel rank."""
+    """Queries, keys and weights of scores, from what attention reads; the same on every
+    tensor-parallel rank.
+    """
 
     def __init__(self, config: Any, *, cp_group: Any) -> None:
         super().__init__(config=config)
-        self.heads, self.width = config.dsa_indexer_n_heads, config.dsa_indexer_head_dim
+        self.heads = config.dsa_indexer_n_heads
+        self.width = config.dsa_indexer_head_dim
         self.rotary_pos_emb = _rotary(config, cp_group)
         latent = config.hidden_size if config.q_lora_rank is None else config.q_lora_rank
         self.linear_wq_b = Projection(config, latent, self.heads * self.width)
@@ -81,9 +90,18 @@ def _rotary(config: Any, cp_group: Any) -> Any:
     width = config.qk_pos_emb_head_dim
     if config.rope_type == "rope":
         return RotaryEmbedding(
-            width, rotary_percent=config.rotary_percent, rotary_base=config.rotary_base, cp_group=cp_group
+            width,
+            rotary_percent=config.rotary_percent,
+            rotary_base=config.rotary_base,
+            cp_group=cp_group,
         )
-    names = ("original_max_position_embeddings", "beta_fast", "beta_slow", "mscale", "mscale_all_dim")
+    names = (
+        "original_max_position_embeddings",
+        "beta_fast",
+        "beta_slow",
+        "mscale",
+        "mscale_all_dim",
+    )
     given = {name: getattr(config, name) for name in names}
     factor = config.rotary_scaling_factor
     return YarnRotaryEmbedding(
@@ -92,7 +110,9 @@ def _rotary(config: Any, cp_group: Any) -> Any:
 
 
 def _turned(x: Tensor, angles: Tensor, factor: float) -> Tensor:
-    """`x` [s, b, h, d] whose first channels are turned by `angles` [s, 1, 1, r], half against half, and scaled."""
+    """`x` [s, b, h, d] whose first channels are turned by `angles` [s, 1, 1, r], half against half,
+    and scaled.
+    """
     head, rest = x.split([angles.shape[-1], x.shape[-1] - angles.shape[-1]], dim=-1)
     cos, sin = ((turn * factor).to(x.dtype) for turn in (angles.cos(), angles.sin()))
     first, second = head.chunk(2, dim=-1)
@@ -100,14 +120,17 @@ def _turned(x: Tensor, angles: Tensor, factor: float) -> Tensor:
 
 
 class SparseAttention(CoreAttention):
-    """Softmax attention of this rank's heads to the keys that an indexer chooses, which it trains by the way.
+    """Softmax attention of this rank's heads to the keys that an indexer chooses, which it trains
+    by the way.
 
-    The indexer reads hidden states and latent queries without their history. The gradient of its loss is made in the
-    forward, multiplied with what the model's loss is (fp16).
+    The indexer reads hidden states and latent queries without their history. The gradient of its
+    loss is made in the forward, multiplied with what the model's loss is (fp16).
     """
 
     requires_dsa_inputs = True
-    """Since 0.19 MLA gives `x` and `qr` to what says so; before, where the configuration's variant is dsa."""
+    """Since 0.19 MLA gives `x` and `qr` to what says so; before, where the configuration's variant
+    is dsa.
+    """
 
     def __init__(self, config: Any, *args: Any, **kwargs: Any) -> None:
         super().__init__(config, *args, **kwargs)
@@ -126,18 +149,28 @@ class SparseAttention(CoreAttention):
         attention_bias: Tensor | None = None,
         packed_seq_params: Any = None,
     ) -> Tensor:
-        """Attention of queries [s, b, n, d] to [s, b, n * e]; `x` [s, b, h] and `qr` [s, b, r] are what MLA read, a
-        rank's part of the tokens under sequence parallelism. Every query sees the keys up to its own.
+        """Attention of queries [s, b, n, d] to [s, b, n * e]; `x` [s, b, h] and `qr` [s, b, r] are
+        what MLA read, a rank's part of the tokens under sequence parallelism. Every query sees the
+        keys up to its own.
 
         Raises:
             NotImplementedError: packed sequences, or queries that follow those of a cache.
         """
         if packed_seq_params is not None or query.shape[0] != key.shape[0]:
-            raise NotImplementedError("sparse attention takes whole sequences, each in a row of its own")
-        x, qr = x.detach(), qr.detach()
+            raise NotImplementedError(
+                "sparse attention takes whole sequences, each in a row of its own"
+            )
+        x = x.detach()
+        qr = qr.detach()
         if self.config.sequence_parallel:
-            x, qr = (gather_from_sequence_parallel_region(part, group=self._tp_group) for part in (x, qr))
-        learns = self.training and torch.is_grad_enabled() and self.indexer.linear_wk.weight.requires_grad
+            x, qr = (
+                gather_from_sequence_parallel_region(part, group=self._tp_group) for part in (x, qr)
+            )
+        learns = (
+            self.training
+            and torch.is_grad_enabled()
+            and self.indexer.linear_wk.weight.requires_grad
+        )
         topk = self.config.dsa_indexer_topk
         with torch.set_grad_enabled(learns):
             index = self.indexer(x, qr)
@@ -150,12 +183,16 @@ class SparseAttention(CoreAttention):
         padding = padding_of(query.shape[0], self._tp_group)
         learned = None if padding is None else ~padding.t()
         with torch.no_grad():
-            seen, _, gradient = taught(index, topk, teacher, factor=self._factor(query), learned=learned)
+            seen, _, gradient = taught(
+                index, topk, teacher, factor=self._factor(query), learned=learned
+            )
         out = self._attend(query, key, value, seen[:, None], causal=False)
         return _Teaches.apply(out, index.q, index.k, index.w, gradient)  # type: ignore[no-any-return]
 
     def _factor(self, like: Tensor) -> Tensor:
-        """On the indexer's loss, which adds up over all tokens, where a step may be divided by less."""
+        """On the indexer's loss, which adds up over all tokens, where a step may be divided by
+        less.
+        """
         share = getattr(self.config, ROUTER_LOSS_SHARE, 1.0)
         factor = self.config.dsa_indexer_loss_coeff * torch.as_tensor(share, device=like.device)
         scaled = self.config.grad_scale_func

@@ -1,4 +1,6 @@
-"""Which keys a query attends to, by an indexer's scores, and what trains the indexer (DeepSeek-V3.2, section 2.1)."""
+"""Which keys a query attends to, by an indexer's scores, and what trains the indexer
+(DeepSeek-V3.2, section 2.1).
+"""
 
 from __future__ import annotations
 
@@ -9,7 +11,9 @@ import torch
 from torch import Tensor
 
 MOST_SCORES = 1 << 24
-"""Scores of all heads that are held at once: queries are taken part by part, and no part's are kept."""
+"""Scores of all heads that are held at once: queries are taken part by part, and no part's are
+kept.
+"""
 
 
 @dataclass(frozen=True)
@@ -49,20 +53,32 @@ class Teacher:
     """Of a sum over this rank's heads, the mean over all heads."""
 
     def target(self, rows: slice, seen: Tensor) -> Tensor:
-        """How much all heads attend to each key that is `seen` [b, s, t], in the same shape; it sums to 1."""
+        """How much all heads attend to each key that is `seen` [b, s, t], in the same shape; it
+        sums to 1.
+        """
         wide = torch.promote_types(self.query.dtype, torch.float32)
-        logits = torch.einsum("sbnd,tbnd->bnst", self.query[rows].to(wide), self.key.to(wide)) * self.scale
+        logits = (
+            torch.einsum("sbnd,tbnd->bnst", self.query[rows].to(wide), self.key.to(wide))
+            * self.scale
+        )
         return self.mean(logits.masked_fill(~seen[:, None], -torch.inf).softmax(-1).sum(1))
 
 
 def chosen(scores: Tensor, visible: Tensor, topk: int) -> Tensor:
-    """Marks [b, s, t] of the keys with the `topk` highest scores [b, s, t] among those that are `visible` [s, t]."""
-    best = scores.masked_fill(~visible, -torch.inf).topk(min(topk, scores.shape[-1]), dim=-1).indices
+    """Marks [b, s, t] of the keys with the `topk` highest scores [b, s, t] among those that are
+    `visible` [s, t].
+    """
+    best = (
+        scores.masked_fill(~visible, -torch.inf).topk(min(topk, scores.shape[-1]), dim=-1).indices
+    )
     return torch.zeros_like(scores, dtype=torch.bool).scatter_(-1, best, value=True) & visible
 
 
-def divergence(target: Tensor, scores: Tensor, seen: Tensor, learned: Tensor | None = None) -> Tensor:
-    """The sum over queries of KL(target || softmax of the scores) among the keys that are `seen`, all [b, s, t].
+def divergence(
+    target: Tensor, scores: Tensor, seen: Tensor, learned: Tensor | None = None
+) -> Tensor:
+    """The sum over queries of KL(target || softmax of the scores) among the keys that are `seen`,
+    all [b, s, t].
 
     Over those queries that are true in `learned` [b, s]; None: all.
     """
@@ -76,21 +92,32 @@ def marks(index: Index, topk: int, heads: int = 1) -> Tensor:
 
     In the parts that `taught` takes for so many heads of attention, so that both choose alike.
     """
-    parts = [chosen(index.part(rows).scores(), visible, topk) for rows, visible in _parts(index, heads)]
+    parts = [
+        chosen(index.part(rows).scores(), visible, topk) for rows, visible in _parts(index, heads)
+    ]
     return torch.cat(parts, dim=1)
 
 
 def taught(
-    index: Index, topk: int, teacher: Teacher, *, factor: float | Tensor = 1.0, learned: Tensor | None = None
+    index: Index,
+    topk: int,
+    teacher: Teacher,
+    *,
+    factor: float | Tensor = 1.0,
+    learned: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Index]:
-    """`marks`, the loss of the index, and `factor` times its gradient with respect to queries, keys and weights.
+    """`marks`, the loss of the index, and `factor` times its gradient with respect to queries, keys
+    and weights.
 
     The loss is that of the queries that are true in `learned` [b, s]; None: all.
 
     They are made a part of the queries at a time, so that scores of pairs are never kept.
     """
-    found, loss = [], index.k.new_zeros((), dtype=torch.promote_types(index.k.dtype, torch.float32))
-    queries, weights, keys = [], [], torch.zeros_like(index.k, dtype=loss.dtype)
+    found = []
+    loss = index.k.new_zeros((), dtype=torch.promote_types(index.k.dtype, torch.float32))
+    queries = []
+    weights = []
+    keys = torch.zeros_like(index.k, dtype=loss.dtype)
     for rows, visible in _parts(index, teacher.query.shape[2]):
         with torch.enable_grad():
             part = index.part(rows)
@@ -112,7 +139,9 @@ def taught(
 
 
 def _parts(index: Index, heads: int) -> Iterator[tuple[slice, Tensor]]:
-    """Queries whose scores, of the indexer's heads or of `heads`, fit; and which keys they may see, [s, t]."""
+    """Queries whose scores, of the indexer's heads or of `heads`, fit; and which keys they may see,
+    [s, t].
+    """
     (s, b, h, _), t = index.q.shape, index.k.shape[0]
     size = max(1, MOST_SCORES // (b * max(h, heads) * t))
     at = torch.arange(t, device=index.k.device)

@@ -15,8 +15,11 @@ OF_MIXERS = ("mixer.in_proj", "mixer.out_proj")
 
 
 def parts_of(layer: str, run: RunConfig) -> int:
-    """Of how many layers a linear layer is made, each of which has an A of its own; 0: it has no adapter."""
-    own, peft = layer.rpartition(".")[2], run.peft
+    """Of how many layers a linear layer is made, each of which has an A of its own; 0: it has no
+    adapter.
+    """
+    own = layer.rpartition(".")[2]
+    peft = run.peft
     kind = own.removeprefix("linear_")
     if peft.kind is None or (kind == own and not layer.endswith(OF_MIXERS)):
         return 0
@@ -25,10 +28,14 @@ def parts_of(layer: str, run: RunConfig) -> int:
     return {"qkv": 3, "fc1": 2 if run.model.gated else 1}.get(kind, 1)
 
 
-def beside(g: Graph, r: Rank, layer: str, x: Tensor, sizes: tuple[int, int], rows: tuple[int, int, int]) -> None:
-    """The adapter of a linear layer from `sizes[0]` to `sizes[1]` features of this rank, if it has one.
+def beside(
+    g: Graph, r: Rank, layer: str, x: Tensor, sizes: tuple[int, int], rows: tuple[int, int, int]
+) -> None:
+    """The adapter of a linear layer from `sizes[0]` to `sizes[1]` features of this rank, if it has
+    one.
 
-    `rows` are the tokens that A x is made of, those that it is multiplied with B on, and those of the result.
+    `rows` are the tokens that A x is made of, those that it is multiplied with B on, and those of
+    the result.
     """
     parts = parts_of(layer, r.run) if r.adapted else 0
     if not parts:
@@ -42,18 +49,26 @@ def beside(g: Graph, r: Rank, layer: str, x: Tensor, sizes: tuple[int, int], row
     keeps.append(Tensor(rows[1] * width * a))
     if parts > 1:  # B as it multiplies all A at once
         keeps.append(Tensor(outputs * width * a))
-    if peft.kind == "dora":  # what is multiplied with the magnitudes, the magnitudes over the norms, and the norms
+    if (
+        peft.kind == "dora"
+    ):  # what is multiplied with the magnitudes, the magnitudes over the norms, and the norms
         keeps += [Tensor(rows[2] * outputs * a), Tensor(outputs * a), Tensor(outputs * FP32)]
     products = [Product(rows[0], width, inputs), Product(rows[1], outputs, width)]
     g.add(f"{layer}.adapter", keeps, products, reads=[x], works=2 * rows[1] * width * a)
 
 
-def beside_experts(g: Graph, r: Rank, layer: str, x: Tensor, rows: tuple[int, int], sizes: tuple[int, int]) -> None:
-    """The adapters of the experts of this rank: `rows[1]` of them with `rows[0]` rows each, if they have any."""
+def beside_experts(
+    g: Graph, r: Rank, layer: str, x: Tensor, rows: tuple[int, int], sizes: tuple[int, int]
+) -> None:
+    """The adapters of the experts of this rank: `rows[1]` of them with `rows[0]` rows each, if they
+    have any.
+    """
     if not r.adapted or "experts" not in (r.run.peft.target or ()):
         return
     each, local = rows
-    rank, a, etp = r.run.peft.r or 0, r.element, r.layout.etp or r.layout.tp
+    rank = r.run.peft.r or 0
+    a = r.element
+    etp = r.layout.etp or r.layout.tp
     keeps = [x, Tensor(each * local * rank * a)]
     if etp > 1:  # what expert-tensor ranks have parts of is gathered
         keeps.append(Tensor(local * rank * r.model.hidden_size * a))

@@ -9,7 +9,9 @@ from mtrain.models.graph import FP32, INDEX, MASK, Exchange, Graph, Product, Ten
 from mtrain.models.rank import Rank
 
 MOST_SCORES = 1 << 23
-"""As in `mtrain_kernels.attention.short`: so many scores are written out in half precision on a CPU."""
+"""As in `mtrain_kernels.attention.short`: so many scores are written out in half precision on a
+CPU.
+"""
 
 
 @dataclass(frozen=True)
@@ -51,10 +53,13 @@ def core_attention(g: Graph, r: Rank, h: Heads) -> Tensor:
         return _written_out(g, r, h)
 
 
-def _products(r: Rank, h: Heads, queries: int, keys: int, n: int, documents: float = 1.0) -> list[Product]:
+def _products(
+    r: Rank, h: Heads, queries: int, keys: int, n: int, documents: float = 1.0
+) -> list[Product]:
     """Of all queries and keys of a sequence, or of those of each of its documents."""
     each = round(r.samples * n * documents)
-    queries, keys = max(1, round(queries / documents)), max(1, round(keys / documents))
+    queries = max(1, round(queries / documents))
+    keys = max(1, round(keys / documents))
     return [Product(queries, keys, h.width, each), Product(queries, h.v_width, keys, each)]
 
 
@@ -62,41 +67,65 @@ def _fused(g: Graph, r: Rank, h: Heads) -> Tensor:
     """Kernels that hold no scores: operands, result and a number per query."""
     out = Tensor(r.tokens * h.n * h.v_width * r.element)
     numbers = Tensor(r.tokens * h.n * FP32)
-    k, v = h.k, h.v
+    k = h.k
+    v = h.v
     if r.layout.cp > 1 and r.layout.cp_comm_type == "all_gather":
         both = r.samples * r.whole * h.groups * (h.width + h.v_width)
         k = v = Tensor(both * r.element)
-    keeps, products = [h.q, k, v, out, numbers], _products(r, h, r.length, r.whole, h.n, r.documents)
+    keeps = [h.q, k, v, out, numbers]
+    products = _products(r, h, r.length, r.whole, h.n, r.documents)
     if h.chosen:
         keeps.append(Tensor(r.tokens * r.whole * r.element, constant=True))
     works = 0 if k is h.k else k.bytes  # gradients of the keys and values of all ranks
     more: dict[str, Any] = {"reads": h.operands, "gives": [out], "works": works}
-    g.add("core_attention", keeps, products, exchanges=_between_ranks(r, h), seen=seen(r, h), **more)
+    g.add(
+        "core_attention", keeps, products, exchanges=_between_ranks(r, h), seen=seen(r, h), **more
+    )
     return out
 
 
 def _fused_ring(g: Graph, r: Rank, h: Heads) -> Tensor:
-    """One block of keys after another by a kernel that holds no scores; results of parts are in fp32."""
+    """One block of keys after another by a kernel that holds no scores; results of parts are in
+    fp32.
+    """
     inner, steps = _around(r)
-    n, groups, s = h.n // inner, max(1, h.groups // inner), r.length * inner
-    rows, out, a = r.samples * n * s, r.samples * n * s * h.v_width * FP32, r.element
+    n = h.n // inner
+    groups = max(1, h.groups // inner)
+    s = r.length * inner
+    rows = r.samples * n * s
+    out = r.samples * n * s * h.v_width * FP32
+    a = r.element
     q = h.q if inner == 1 else Tensor(rows * h.width * a)
     results = [Tensor(out) for _ in range(steps)]
     numbers = [Tensor(rows * FP32) for _ in range(steps)]
-    products, exchanges, part = _products(r, h, s, s, n, r.documents), _between_ranks(r, h), seen(r, h)
+    products = _products(r, h, s, s, n, r.documents)
+    exchanges = _between_ranks(r, h)
+    part = seen(r, h)
     for i in range(steps):
         both = Tensor(r.samples * s * groups * (h.width + h.v_width) * a)
         table = Tensor(4 * s * FP32, constant=True)
         keeps = [q, both, results[i], numbers[i], table]
         # the gradient of the result in fp32, of what goes round, and of what it came as
-        more: dict[str, Any] = {"reads": h.operands if i == 0 else [], "works": out + 2 * both.bytes}
-        g.add("core_attention", keeps, products, exchanges=exchanges if i == 0 else [], seen=part, **more)
-    merged, sums = results[0], numbers[0]
+        more: dict[str, Any] = {
+            "reads": h.operands if i == 0 else [],
+            "works": out + 2 * both.bytes,
+        }
+        g.add(
+            "core_attention",
+            keeps,
+            products,
+            exchanges=exchanges if i == 0 else [],
+            seen=part,
+            **more,
+        )
+    merged = results[0]
+    sums = numbers[0]
     for i in range(1, steps):
         shares = [Tensor(rows * FP32) for _ in range(2)]
         total = Tensor(rows * FP32)
         g.add("core_attention.merge", [merged, results[i], sums, numbers[i], total, *shares])
-        merged, sums = Tensor(out), total
+        merged = Tensor(out)
+        sums = total
     if r.model.softmax_type != "vanilla":  # each head's sink joins when all parts are there
         g.add("core_attention.sink", [merged, Tensor(rows * FP32)])
     y = Tensor(r.tokens * h.n * h.v_width * a)
@@ -116,7 +145,8 @@ def seen(r: Rank, h: Heads) -> float:
     """Share of the pairs of queries and keys of a document that are not hidden."""
     if not h.causal or h.chosen:  # kernels that take any mask pass over none
         return 1.0
-    window, whole = r.model.window_size, r.whole / r.documents
+    window = r.model.window_size
+    whole = r.whole / r.documents
     if h.window and window is not None and window < whole:
         return window * (1 - window / (2 * whole)) / whole
     return 0.5
@@ -124,7 +154,9 @@ def seen(r: Rank, h: Heads) -> float:
 
 def _between_ranks(r: Rank, h: Heads) -> list[Exchange]:
     """What ranks of one sequence need of each other."""
-    cp, a, tokens = r.layout.cp, r.element, r.tokens
+    cp = r.layout.cp
+    a = r.element
+    tokens = r.tokens
     if cp == 1:
         return []
     keys = tokens * h.groups * (h.width + h.v_width) * a
@@ -137,52 +169,95 @@ def _between_ranks(r: Rank, h: Heads) -> list[Exchange]:
 
 
 def _written_out(g: Graph, r: Rank, h: Heads) -> Tensor:
-    """torch's own on a CPU: its fused kernel, or scores written out where that does not take a call."""
-    m, b, cp, a = r.model, r.samples, r.layout.cp, r.element
-    s, t, n, groups, q, k, v = r.length, r.whole, h.n, h.groups, h.q, h.k, h.v
+    """torch's own on a CPU: its fused kernel, or scores written out where that does not take a
+    call.
+    """
+    m = r.model
+    b = r.samples
+    cp = r.layout.cp
+    a = r.element
+    s = r.length
+    t = r.whole
+    n = h.n
+    groups = h.groups
+    q = h.q
+    k = h.k
+    v = h.v
     more: list[Tensor] = []
     if cp > 1 and r.layout.cp_comm_type == "a2a":
-        s, n, groups = t, n // cp, max(1, groups // cp)
-        q, k, v = (Tensor(b * t * x * a) for x in (n * h.width, groups * h.width, groups * h.v_width))
+        s = t
+        n = n // cp
+        groups = max(1, groups // cp)
+        q, k, v = (
+            Tensor(b * t * x * a) for x in (n * h.width, groups * h.width, groups * h.v_width)
+        )
     elif cp > 1:
         k = v = Tensor(b * t * groups * (h.width + h.v_width) * a)
         more = [Tensor(t * INDEX)]
-    sink, given = m.softmax_type != "vanilla", h.operands
+    sink = m.softmax_type != "vanilla"
+    given = h.operands
     masked = h.window or cp > 1 or r.run.data.packed or sink or h.chosen
     scores = b * n * s * t
     h = Heads(q, k, v, n, groups, h.width, h.v_width, h.window, h.causal, h.chosen)
-    products, works, needs = _products(r, h, s, t, n), 0, 0
+    products = _products(r, h, s, t, n)
+    works = 0
+    needs = 0
     if m.attn_logit_softcapping:
         keeps, out = _capped(r, h, s, t)
-        needs, works = scores * FP32, 3 * scores * FP32
+        needs = scores * FP32
+        works = 3 * scores * FP32
     elif m.attention_dropout or (m.softmax_type == "learnable" and not r.frozen):
         keeps, out = scores_in_fp32(r, h, s, t)
-        needs, works = scores * FP32, 2 * scores * FP32
+        needs = scores * FP32
+        works = 2 * scores * FP32
     elif not r.wide and h.causal and not masked and scores <= MOST_SCORES:
         out = Tensor(b * s * n * h.v_width * a)
         keeps = [q, k, v, Tensor(scores * a)]
-        needs, works = scores * FP32, 3 * scores * FP32  # shares, their gradients and those of the scores
+        # shares, their gradients and those of the scores
+        needs = scores * FP32
+        works = 3 * scores * FP32
     elif h.v_width > h.width:  # which torch's kernel does not take
         keeps, out = scores_in_fp32(r, h, s, t)
-        needs, works = scores * FP32, 3 * scores * FP32
+        needs = scores * FP32
+        works = 3 * scores * FP32
     else:
         keeps, out = _flash(r, h, s, masked)
     if cp > 1:  # what ranks of one sequence have of each other, and its gradients
         moved = sum(tensor.bytes for tensor in {h.q, h.k, h.v} - set(given))
-        needs, works = needs + moved, works + moved
-    y = Tensor(r.tokens * h.n * cp * h.v_width * a) if cp > 1 and r.layout.cp_comm_type == "a2a" else out
-    g.add("core_attention", [*keeps, *more], products, reads=given, gives=[y], needs=needs, works=works)
+        needs = needs + moved
+        works = works + moved
+    if cp > 1 and r.layout.cp_comm_type == "a2a":
+        y = Tensor(r.tokens * h.n * cp * h.v_width * a)
+    else:
+        y = out
+    g.add(
+        "core_attention",
+        [*keeps, *more],
+        products,
+        reads=given,
+        gives=[y],
+        needs=needs,
+        works=works,
+    )
     return y
 
 
 def _flash(r: Rank, h: Heads, s: int, masked: bool) -> tuple[list[Tensor], Tensor]:
     """torch's kernel for a CPU, which knows one width of heads and masks as numbers."""
-    b, a, padded, sink = r.samples, r.element, h.v_width < h.width, r.model.softmax_type != "vanilla"
-    out, keys = Tensor(b * s * h.n * h.width * a), r.whole + sink
-    k, v = h.k, Tensor(b * r.whole * h.groups * h.width * a) if padded else h.v
+    b = r.samples
+    a = r.element
+    padded = h.v_width < h.width
+    sink = r.model.softmax_type != "vanilla"
+    out = Tensor(b * s * h.n * h.width * a)
+    keys = r.whole + sink
+    k = h.k
+    v = Tensor(b * r.whole * h.groups * h.width * a) if padded else h.v
     if sink:  # a key more
         k, v = (Tensor(b * keys * h.groups * h.width * a) for _ in range(2))
-    mask = [Tensor(h.n * s * keys * FP32) if sink else Tensor(s * keys * a, constant=True)] if masked else []
+    if masked:
+        mask = [Tensor(h.n * s * keys * FP32) if sink else Tensor(s * keys * a, constant=True)]
+    else:
+        mask = []
     if h.chosen:
         mask = [Tensor(b * s * keys * a, constant=True)]
     keeps = [h.q, k, v, out, Tensor(b * h.n * s * FP32), *mask]
@@ -191,14 +266,21 @@ def _flash(r: Rank, h: Heads, s: int, masked: bool) -> tuple[list[Tensor], Tenso
 
 
 def scores_in_fp32(r: Rank, h: Heads, s: int, t: int) -> tuple[list[Tensor], Tensor]:
-    """Scores written out: what torch does with dropout on a CPU, with a sink, whose logit is learnt, and for values
-    that are wider than keys."""
-    b, m = r.samples, r.model
+    """Scores written out: what torch does with dropout on a CPU, with a sink, whose logit is
+    learnt, and for values that are wider than keys.
+    """
+    b = r.samples
+    m = r.model
     keys = t + (m.softmax_type != "vanilla")
     scores = b * h.n * s * keys * FP32
     viewed = r.wide and h.n == h.groups and keys == t
     v = h.v if viewed else Tensor(b * h.n * keys * h.v_width * FP32)
-    keeps = [Tensor(b * h.n * s * h.width * FP32), Tensor(b * h.n * keys * h.width * FP32), v, Tensor(scores)]
+    keeps = [
+        Tensor(b * h.n * s * h.width * FP32),
+        Tensor(b * h.n * keys * h.width * FP32),
+        v,
+        Tensor(scores),
+    ]
     if m.attention_dropout:
         keeps += [Tensor(scores), Tensor(scores)]
     return keeps, Tensor(b * s * h.n * h.v_width * r.element)
@@ -217,21 +299,36 @@ def _capped(r: Rank, h: Heads, s: int, t: int) -> tuple[list[Tensor], Tensor]:
 def _ring(g: Graph, r: Rank, h: Heads) -> Tensor:
     """One block of keys after another, written out, in fp32."""
     b, (inner, steps) = r.samples, _around(r)
-    n, s = h.n // inner, r.length * inner
-    rows, out = b * n * s, b * n * s * h.v_width
-    q = h.q if inner == 1 else Tensor(rows * h.width * FP32)  # what is in fp32 already is not copied at every step
+    n = h.n // inner
+    s = r.length * inner
+    rows = b * n * s
+    out = b * n * s * h.v_width
+    # what is in fp32 already is not copied at every step
+    q = h.q if inner == 1 else Tensor(rows * h.width * FP32)
     for step in range(steps):
         operands = [rows * h.width, b * n * s * h.width, out]
-        scores = [rows * s] * (3 if r.model.attn_logit_softcapping else 2)  # bent ones, exponentials and shares
+        # bent ones, exponentials and shares
+        scores = [rows * s] * (3 if r.model.attn_logit_softcapping else 2)
         sizes = [size * FP32 for size in (*operands[r.wide :], *scores, rows, rows)]
         sizes += [rows * s * (FP32 if r.host else MASK)] * bool(r.model.attention_dropout)
         keeps = [*[q] * r.wide, *map(Tensor, sizes), Tensor(s * s * MASK, constant=True)]
-        more: dict[str, Any] = {"reads": [] if step else h.operands, "works": (2 * rows * s + sum(operands)) * FP32}
+        more: dict[str, Any] = {
+            "reads": [] if step else h.operands,
+            "works": (2 * rows * s + sum(operands)) * FP32,
+        }
         g.add("core_attention", keeps, _products(r, h, s, s, n), needs=rows * s * FP32, **more)
     for _ in range(steps - 1):
-        g.add("core_attention.merge", [Tensor(size * FP32) for size in (out, out, *[rows] * 4)], works=2 * out * FP32)
+        g.add(
+            "core_attention.merge",
+            [Tensor(size * FP32) for size in (out, out, *[rows] * 4)],
+            works=2 * out * FP32,
+        )
     if r.model.softmax_type != "vanilla":  # each head's sink joins when all parts are there
-        g.add("core_attention.sink", [Tensor(size * FP32) for size in (out, rows, rows)], works=2 * out * FP32)
+        g.add(
+            "core_attention.sink",
+            [Tensor(size * FP32) for size in (out, rows, rows)],
+            works=2 * out * FP32,
+        )
     y = Tensor(r.tokens * h.n * h.v_width * r.element)
     g.add("core_attention.rounded", gives=[y], works=out * FP32)
     return y

@@ -16,10 +16,11 @@ from mtrain.models.rank import Rank
 from mtrain.models.weights import Weight
 
 BuildChunk = Callable[[RunConfig, Any, int | None], Any]
-"""This rank's chunk of a resolved run, from its TransformerConfig and its virtual pipeline stage (None: one chunk).
+"""This rank's chunk of a resolved run, from its TransformerConfig and its virtual pipeline stage
+(None: one chunk).
 
-A module that is called as megatron-core's GPTModel is, and with what the family's form adds to a micro-batch, by its
-names; it gives the sum of its losses where there are labels.
+A module that is called as megatron-core's GPTModel is, and with what the family's form adds to a
+micro-batch, by its names; it gives the sum of its losses where there are labels.
 """
 
 
@@ -33,54 +34,79 @@ class Flops(Protocol):
 class Shrink(Protocol):
     """The same model with so many layers, narrow enough for a laptop."""
 
-    def __call__(self, model: ModelConfig, p: ParallelConfig, *, layers: int, seq_length: int) -> ModelConfig:
-        """Layout `p` must still split it, and everything that decides which code runs stays as it was."""
+    def __call__(
+        self, model: ModelConfig, p: ParallelConfig, *, layers: int, seq_length: int
+    ) -> ModelConfig:
+        """Layout `p` must still split it, and everything that decides which code runs stays as it
+        was.
+        """
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Family:
-    """A kind of model: facts and functions. Nothing of it imports torch but the modules that are named as texts.
+    """A kind of model: facts and functions.
 
-    A third party publishes one under the entry point group `mtrain.models`; see `mtrain.models.gpt` for a complete
-    example.
+    Nothing of it imports torch but the modules that are named as texts.
+
+    A third party publishes one under the entry point group `mtrain.models`; see `mtrain.models.gpt`
+    for a complete example.
     """
 
     name: str
     """What a user writes as `model.family`."""
     section: str | None
-    """Section of `model` that holds keys of this family's own, which it cannot do without; None: it has none."""
+    """Section of `model` that holds keys of this family's own, which it cannot do without; None: it
+    has none.
+    """
     builder: str
     """Its `BuildChunk`, as `package.module:function`."""
     form: str = "mtrain.models.gpt.form:form"
-    """What it learns from samples: a function of (RunConfig, Splits, "train" or "validation") that gives a
-    `mtrain.data.batch.Form`, as `package.module:function`. By default the next token."""
+    """What it learns from samples: a function of (RunConfig, Splits, "train" or "validation") that
+    gives a `mtrain.data.batch.Form`, as `package.module:function`. By default the next token.
+    """
     files: str = "mtrain.models.gpt.hf_files:files"
-    """Its weights in folders of Hugging Face: a function of (`model_type`, the `model` section) that gives the tables
-    that a file may follow, the first of which is written; as `package.module:function`."""
+    """Its weights in folders of Hugging Face: a function of (`model_type`, the `model` section)
+    that gives the tables that a file may follow, the first of which is written; as
+    `package.module:function`.
+    """
     auto_class: str = "AutoModelForCausalLM"
-    """The class of transformers that loads such a folder and whose logits an import and an export compare with."""
+    """The class of transformers that loads such a folder and whose logits an import and an export
+    compare with.
+    """
     settled: str | None = None
-    """Overrides for what a `config.json` leaves open and its weights decide: a function of the `model` section that
-    was read, the names of the weights, and the `model` section that they are for, if there is one, as
-    `package.module:function`. None: nothing is left open."""
+    """Overrides for what a `config.json` leaves open and its weights decide: a function of the
+    `model` section that was read, the names of the weights, and the `model` section that they are
+    for, if there is one, as `package.module:function`. None: nothing is left open.
+    """
     probe: str = ""
-    """What that class and a chunk of ours read beside tokens, as `package.module:function`: of the `model` section
-    and ids it gives the ids with what else stands among them, our tensors and theirs by name. Empty: nothing."""
+    """What that class and a chunk of ours read beside tokens, as `package.module:function`: of the
+    `model` section and ids it gives the ids with what else stands among them, our tensors and
+    theirs by name. Empty: nothing.
+    """
     megatron_names: bool = False
-    """Whether checkpoints of megatron-core call its weights as those of a GPTModel: `convert --megatron`."""
+    """Whether checkpoints of megatron-core call its weights as those of a GPTModel: `convert
+    --megatron`.
+    """
     writes: bool = True
-    """Whether it continues a text, token by token: `generate`, the sample of a run, lm-evaluation-harness."""
+    """Whether it continues a text, token by token: `generate`, the sample of a run,
+    lm-evaluation-harness.
+    """
 
     reads_between: bool = True
-    """Whether its chunks read samples, beside where packed documents begin, on pipeline stages that neither embed
-    tokens nor make losses. If not, such stages read none."""
+    """Whether its chunks read samples, beside where packed documents begin, on pipeline stages that
+    neither embed tokens nor make losses. If not, such stages read none.
+    """
     predicts_all: bool = True
     """Whether each token of a sample is predicted, up to those that `data` says to leave out."""
     tokens_alone: Callable[[ModelConfig], bool] = lambda model: True
-    """Whether the loss is the cross entropy of tokens and nothing else, so that it has a perplexity."""
+    """Whether the loss is the cross entropy of tokens and nothing else, so that it has a
+    perplexity.
+    """
 
     parameters: Callable[[ModelConfig], int]
-    """Trainable parameters of the model as built, with the padded vocabulary; each shared weight once."""
+    """Trainable parameters of the model as built, with the padded vocabulary; each shared weight
+    once.
+    """
     active_parameters: Callable[[ModelConfig], int]
     """Those that one token visits."""
     expert_parameters: Callable[[ModelConfig], int]
@@ -88,23 +114,36 @@ class Family:
     flops_per_token: Flops
     shrink: Shrink
     fewest_layers: Callable[[ModelConfig], int] = lambda model: 2
-    """Layers of a model that is shrunk, so that there is one of every kind, where its stages are equal."""
+    """Layers of a model that is shrunk, so that there is one of every kind, where its stages are
+    equal.
+    """
     frozen_parameters: Callable[[ModelConfig], int] = lambda model: 0
-    """Those of `parameters` that are not trained: they have neither gradient nor optimizer state."""
+    """Those of `parameters` that are not trained: they have neither gradient nor optimizer state.
+    """
     weights: Callable[[ModelConfig, ParallelConfig, Stage], Iterable[Weight]] | None = None
-    """The weights of a (virtual) stage on one rank, in the order in which the builder makes them. None: nobody says,
-    and the plan divides `parameters` evenly."""
+    """The weights of a (virtual) stage on one rank, in the order in which the builder makes them.
+
+    None: nobody says, and the plan divides `parameters` evenly.
+    """
     buffers: Callable[[ModelConfig], Iterable[Weight]] = lambda model: ()
     """What checkpoints hold of the whole model beside `weights`."""
     saved_as: Callable[[ModelConfig, str], str] = lambda model, name: name
-    """What checkpoints call one of `weights` or `buffers` of the whole model, with all its numbers."""
+    """What checkpoints call one of `weights` or `buffers` of the whole model, with all its numbers.
+    """
     apart: Callable[[ModelConfig, Weight], Iterable[Weight]] = lambda model, weight: (weight,)
-    """What checkpoints hold one of `weights` of the whole model as, in the order of its rows: itself, or each part of
-    a fused one. Tables of other names speak of the parts."""
+    """What checkpoints hold one of `weights` of the whole model as, in the order of its rows:
+    itself, or each part of a fused one. Tables of other names speak of the parts.
+    """
     stage: Callable[[Rank, Stage], list[Graph]] | None = None
-    """What a (virtual) stage computes on one micro-batch: before its layers, each layer, behind them. None: nobody
-    says, and the plan counts no activations."""
+    """What a (virtual) stage computes on one micro-batch: before its layers, each layer, behind
+    them. None: nobody says, and the plan counts no activations.
+    """
     adapted: Callable[[Iterable[Weight], RunConfig], Iterable[Weight]] | None = None
     """`weights` frozen, with those of low-rank adapters among them. None: nobody says."""
-    adapter_parameters: Callable[[ModelConfig, PeftConfig], tuple[int, int]] = lambda model, peft: (0, 0)
-    """Those of low-rank adapters, which come on top: of layers that every token visits, and of routed experts."""
+    adapter_parameters: Callable[[ModelConfig, PeftConfig], tuple[int, int]] = lambda model, peft: (
+        0,
+        0,
+    )
+    """Those of low-rank adapters, which come on top: of layers that every token visits, and of
+    routed experts.
+    """

@@ -1,6 +1,8 @@
-"""What a part of a model computes on one rank: its operations in order, with their shapes and what autograd keeps.
+"""What a part of a model computes on one rank: its operations in order, with their shapes and what
+autograd keeps.
 
-A family describes its layers with it. Memory is counted from the tensors that are kept, products from the shapes.
+A family describes its layers with it. Memory is counted from the tensors that are kept, products
+from the shapes.
 """
 
 from __future__ import annotations
@@ -11,7 +13,9 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
-INDEX, FP32, MASK = 8, 4, 1
+INDEX = 8
+FP32 = 4
+MASK = 1
 """Bytes of a token id, of a number in fp32 and of a mark in a mask."""
 
 
@@ -27,7 +31,9 @@ class Tensor:
     of: Tensor | None = None
     """Whose memory it is a part of, with a gradient of its own."""
     quantized: bool = False
-    """What makes it quantises it for the linear layer behind, and makes it again for the gradient of its weight."""
+    """What makes it quantises it for the linear layer behind, and makes it again for the gradient
+    of its weight.
+    """
 
 
 class Product(NamedTuple):
@@ -49,16 +55,20 @@ class Exchange(NamedTuple):
 
     axis: Literal["tp", "cp", "ep", "etp"]
     kind: Literal["gather", "scatter", "reduce", "all_to_all", "ring"]
-    """Gather and reduce-scatter of a tensor, the sum of it on all ranks, parts that each rank has for each other, or
-    parts that go round."""
+    """Gather and reduce-scatter of a tensor, the sum of it on all ranks, parts that each rank has
+    for each other, or parts that go round.
+    """
     bytes: int
-    """Of the whole tensor; of what a rank has for others where all send to all; of what goes round."""
+    """Of the whole tensor; of what a rank has for others where all send to all; of what goes round.
+    """
     messages: int = 1
     """Copies of a row for as many ranks at most: of a token that several experts take."""
 
 
 Factors = Literal["weights", "frozen", "activations"]
-"""What products multiply activations with: weights, weights that have no gradient, or other activations."""
+"""What products multiply activations with: weights, weights that have no gradient, or other
+activations.
+"""
 
 
 class Op(NamedTuple):
@@ -76,7 +86,8 @@ class Op(NamedTuple):
     low: bool = False
     """Its products are in the low precision of the run, where that has one."""
     seen: float = 1.0
-    """Share of the pairs of queries and keys that a kernel computes which passes over hidden ones."""
+    """Share of the pairs of queries and keys that a kernel computes which passes over hidden ones.
+    """
     factors: Factors = "weights"
     """Of its products."""
     again: bool = False
@@ -88,7 +99,8 @@ class Op(NamedTuple):
     needs: int = 0
     """Bytes that its forward has beside what it reads, gives and keeps."""
     works: int = 0
-    """Bytes that its backward has beside what is kept and the gradients of what it reads and gives."""
+    """Bytes that its backward has beside what is kept and the gradients of what it reads and gives.
+    """
     passes: bool = False
     """Its backward hands on the gradient of what it gives, as of a sum."""
     spent: bool = False
@@ -104,7 +116,8 @@ class Block:
     gives: tuple[Tensor, ...] = ()
     """What is made again for those who used it."""
     when: int = 0
-    """Behind so many operations; a backward that has come there does those of the block once more."""
+    """Behind so many operations; a backward that has come there does those of the block once more.
+    """
 
 
 @dataclass
@@ -117,7 +130,9 @@ class Graph:
     """Blocks whose results are still used."""
     _again: bool = False
     own: list[Block] = field(default_factory=list)
-    """Blocks that operations do once more in their own backward, whether they stand in another block or not."""
+    """Blocks that operations do once more in their own backward, whether they stand in another
+    block or not.
+    """
 
     def add(
         self,
@@ -138,14 +153,25 @@ class Graph:
         spent: bool = False,
     ) -> None:
         """One operation more."""
-        keeps, products, exchanges = tuple(map(memory, keeps)), tuple(products), tuple(exchanges)
+        keeps = tuple(map(memory, keeps))
+        products = tuple(products)
+        exchanges = tuple(exchanges)
         op = Op(name, keeps, products, moved, exchanges, low, seen, factors, self._again)
         self.ops.append(
-            op._replace(reads=tuple(reads), gives=tuple(gives), needs=needs, works=works, passes=passes, spent=spent)
+            op._replace(
+                reads=tuple(reads),
+                gives=tuple(gives),
+                needs=needs,
+                works=works,
+                passes=passes,
+                spent=spent,
+            )
         )
 
     @contextmanager
-    def recomputed(self, name: str, *inputs: Tensor, when: bool = True, discarded: bool = False) -> Iterator[None]:
+    def recomputed(
+        self, name: str, *inputs: Tensor, when: bool = True, discarded: bool = False
+    ) -> Iterator[None]:
         """What is added inside is done once more in the backward, from `inputs`, which are kept.
 
         With `discarded`, `discard` says what of it is not kept for those who use it either.
@@ -154,7 +180,8 @@ class Graph:
             yield
             return
         self.add(name, inputs)
-        begin, self._again = len(self.ops), True
+        begin = len(self.ops)
+        self._again = True
         try:
             yield
         finally:
@@ -164,9 +191,13 @@ class Graph:
 
     @contextmanager
     def made_again(self, name: str, *inputs: Tensor) -> Iterator[None]:
-        """What is added inside is done once more in the backward of this one operation, which keeps its `inputs`."""
+        """What is added inside is done once more in the backward of this one operation, which keeps
+        its `inputs`.
+        """
         self.add(name, inputs)
-        begin, outer, self._again = len(self.ops), self._again, True
+        begin = len(self.ops)
+        outer = self._again
+        self._again = True
         try:
             yield
         finally:
@@ -174,11 +205,13 @@ class Graph:
         self.own.append(Block(begin, len(self.ops), when=len(self.ops)))
 
     def discard(self, *tensors: Tensor, when: bool = True) -> None:
-        """`tensors`, of the last block that is recomputed, have been used: a backward that comes here makes them
-        again."""
+        """`tensors`, of the last block that is recomputed, have been used: a backward that comes
+        here makes them again.
+        """
         if when and not self._again:
             block = self._used.pop()
-            block.gives, block.when = tuple(map(memory, tensors)), len(self.ops)
+            block.gives = tuple(map(memory, tensors))
+            block.when = len(self.ops)
 
     def kept(self) -> set[Tensor]:
         """What autograd keeps from the forward to the backward."""
@@ -201,7 +234,9 @@ def size(tensors: Iterable[Tensor]) -> int:
 
 
 def kept(graphs: Iterable[Graph]) -> int:
-    """Bytes that autograd keeps of several graphs; one that is there several times stands for as many layers."""
+    """Bytes that autograd keeps of several graphs; one that is there several times stands for as
+    many layers.
+    """
     numbers = Counter(map(id, graphs := list(graphs)))
     every = {id(graph): graph for graph in graphs}
     return sum(number * size(every[key].kept()) for key, number in numbers.items())

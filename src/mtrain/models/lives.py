@@ -1,7 +1,9 @@
-"""What is alive at each moment of a micro-batch's forward and backward, from the operations of its graphs.
+"""What is alive at each moment of a micro-batch's forward and backward, from the operations of its
+graphs.
 
-At an operation there is what autograd keeps, what was made again, the gradients of tensors between the operation that
-made them and those that read them, and what the operation itself needs for a moment.
+At an operation there is what autograd keeps, what was made again, the gradients of tensors between
+the operation that made them and those that read them, and what the operation itself needs for a
+moment.
 """
 
 from __future__ import annotations
@@ -89,13 +91,18 @@ def backward(g: Graph) -> Iterator[Moment]:
     for tensor, number in first.items():
         freed.setdefault(number, []).append(tensor)
     redone = {block.when: block for block in g.blocks}
-    ends, outputs = {block.end: block for block in g.blocks}, {block.begin: _outputs(g, block) for block in g.blocks}
-    gradients, held, given = Gradients(), 0, 0
+    ends = {block.end: block for block in g.blocks}
+    outputs = {block.begin: _outputs(g, block) for block in g.blocks}
+    gradients = Gradients()
+    held = 0
+    given = 0
     for number, op in reversed(list(enumerate(g.ops))):
         held += size(made.get(number + 1, ()))
         if number + 1 in redone:
             yield Moment(held, gradients.bytes + _forward(g, redone[number + 1], first.keys()))
-        if number + 1 in ends:  # who computes again has what it gave, and its gradients, until all of it is done
+        if (
+            number + 1 in ends
+        ):  # who computes again has what it gave, and its gradients, until all of it is done
             block = ends[number + 1]
             given = size(tensor for tensor in block.gives if tensor in first)
             for tensor in outputs[block.begin]:
@@ -112,8 +119,12 @@ def backward(g: Graph) -> Iterator[Moment]:
 
 
 def _lives(g: Graph) -> tuple[dict[Tensor, int], dict[int, set[Tensor]]]:
-    """Of each tensor the operation whose backward is the last that needs it; and what is made again, and where."""
-    kept, first, made = g.kept(), dict[Tensor, int](), dict[int, set[Tensor]]()
+    """Of each tensor the operation whose backward is the last that needs it; and what is made
+    again, and where.
+    """
+    kept = g.kept()
+    first = dict[Tensor, int]()
+    made = dict[int, set[Tensor]]()
     for number, op in reversed(list(enumerate(g.ops))):
         first |= dict.fromkeys(op.keeps, number)
     own = {number for block in g.own for number in range(block.begin, block.end)}
@@ -130,7 +141,9 @@ def _outputs(g: Graph, block: Block) -> list[Tensor]:
     inside = g.ops[block.begin : block.end]
     read = {tensor for op in inside for tensor in op.reads}
     behind = {tensor for op in g.ops[block.end :] for tensor in op.reads}
-    return [tensor for op in inside for tensor in op.gives if tensor in behind or tensor not in read]
+    return [
+        tensor for op in inside for tensor in op.gives if tensor in behind or tensor not in read
+    ]
 
 
 def forward(g: Graph) -> int:
@@ -139,11 +152,16 @@ def forward(g: Graph) -> int:
 
 
 def _forward(g: Graph, block: Block, kept: Collection[Tensor]) -> int:
-    """Of some operations: what is there for a moment, less what is kept of those that come after it."""
+    """Of some operations: what is there for a moment, less what is kept of those that come after
+    it.
+    """
     ops = g.ops[block.begin : block.end]
     last = {memory(t): number for number, op in enumerate(ops) for t in (*op.reads, *op.gives)}
     rest = {t: None for op in ops for t in op.keeps if t in kept}
-    behind, now, most, alive = size(rest), 0, 0, dict[int, int]()
+    behind = size(rest)
+    now = 0
+    most = 0
+    alive = dict[int, int]()
     for number, op in enumerate(ops):
         for tensor in op.gives:
             if tensor.of is None and tensor not in kept:
@@ -163,7 +181,8 @@ def rises(g: Graph) -> Rises:
     end = most = 0
     peak = Moment(0, 0)
     for moment in backward(g):
-        end, most = moment.held, max(most, moment.held)
+        end = moment.held
+        most = max(most, moment.held)
         peak = max(peak, moment, key=sum)
     return Rises(end, most, peak)
 
@@ -184,12 +203,15 @@ def backwards(graphs: Sequence[Graph]) -> Rises:
 
 
 def forwards(graphs: Sequence[Graph]) -> int:
-    """The most bytes, beside what is kept of all of them, that forwards come to, from the first graph to the last."""
+    """The most bytes, beside what is kept of all of them, that forwards come to, from the first
+    graph to the last.
+    """
     known: dict[int, tuple[int, int]] = {}
     behind = most = 0
     for graph in reversed(graphs):
         if id(graph) not in known:
             known[id(graph)] = forward(graph), size(graph.kept())
         highest, kept = known[id(graph)]
-        most, behind = max(most, highest - behind), behind + kept
+        most = max(most, highest - behind)
+        behind = behind + kept
     return most

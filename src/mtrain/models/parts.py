@@ -1,7 +1,9 @@
-"""Parts that families share: what norms, linear layers, activations, embeddings and losses compute and keep.
+"""Parts that families share: what norms, linear layers, activations, embeddings and losses compute
+and keep.
 
-What the plain torch kernels of a CPU keep is compared with what autograd saves (`tests/dist/test_plan_kept.py`). What
-TransformerEngine's, Triton's and torch's fused kernels keep follows from their sources.
+What the plain torch kernels of a CPU keep is compared with what autograd saves
+(`tests/dist/test_plan_kept.py`). What TransformerEngine's, Triton's and torch's fused kernels keep
+follows from their sources.
 """
 
 from __future__ import annotations
@@ -13,16 +15,22 @@ from mtrain.models.graph import FP32, INDEX, MASK, Exchange, Graph, Product, Ten
 from mtrain.models.rank import Rank
 
 WRITTEN_OUT = 3
-"""Times as many bytes as one kernel moves that an operation moves which is written out, one kernel after another."""
+"""Times as many bytes as one kernel moves that an operation moves which is written out, one kernel
+after another.
+"""
 FP8_ELEMENT = 1
-"""Bytes of an element that a linear layer keeps of its input where it multiplies in eight bits or fewer."""
+"""Bytes of an element that a linear layer keeps of its input where it multiplies in eight bits or
+fewer.
+"""
 
 
 def norm(g: Graph, r: Rank, name: str, x: Tensor, rows: int, width: int) -> Tensor:
     """A norm of `rows` rows; what it gives."""
-    y, statistics = Tensor(rows * width * r.element), Tensor(rows * FP32)
+    y = Tensor(rows * width * r.element)
+    statistics = Tensor(rows * FP32)
     moved = 2 * y.bytes
-    rms, m = r.model.normalization == "RMSNorm", r.model
+    rms = r.model.normalization == "RMSNorm"
+    m = r.model
     if r.words["norm"] != "reference":
         keeps = [x, statistics] if rms else [x, statistics, Tensor(rows * FP32)]
         g.add(name, keeps, moved=moved, reads=[x], gives=[y])
@@ -41,30 +49,46 @@ def norm(g: Graph, r: Rank, name: str, x: Tensor, rows: int, width: int) -> Tens
 
 
 def column(g: Graph, r: Rank, name: str, x: Tensor, inputs: int, outputs: int) -> Tensor:
-    """A linear layer whose `outputs` are those of this rank; `x` is a part of the tokens where those are split."""
+    """A linear layer whose `outputs` are those of this rank; `x` is a part of the tokens where
+    those are split.
+    """
     made = x.quantized and not r.cuts_blocks
     low = r.sends_quantized or made
     arrives = shared_by_tensor_ranks(r, r.tokens * inputs * r.element, "gather", low=low)
     keeps = [] if r.frozen or made else [_input(r, x, inputs)]
-    product, y = Product(r.tokens, outputs, inputs), Tensor(r.tokens * outputs * r.element)
-    whole = (r.tokens if r.layout.sequence_parallel else 0) * inputs * r.element  # of all tokens, and its gradient
+    product = Product(r.tokens, outputs, inputs)
+    y = Tensor(r.tokens * outputs * r.element)
+    # of all tokens, and its gradient
+    whole = (r.tokens if r.layout.sequence_parallel else 0) * inputs * r.element
     gathered = 0 if r.gathers_inputs or r.gathers_into_buffer else whole
     works = whole + (0 if r.frozen else gathered) + weight_bytes(r, product)
     more: dict[str, Any] = {"reads": [x], "gives": [y], "needs": gathered, "works": works}
-    g.add(name, keeps, [product], exchanges=arrives, low=r.multiplies_low, factors=r.factors, **more)
+    g.add(
+        name, keeps, [product], exchanges=arrives, low=r.multiplies_low, factors=r.factors, **more
+    )
     beside(g, r, name, x, (inputs, outputs), (r.split_tokens, r.tokens, r.tokens))
     return y
 
 
 def row(g: Graph, r: Rank, name: str, x: Tensor, inputs: int, outputs: int) -> Tensor:
-    """A linear layer whose `inputs` are those of this rank; it gives a part of the tokens where those are split."""
+    """A linear layer whose `inputs` are those of this rank; it gives a part of the tokens where
+    those are split.
+    """
     low = r.run.precision.quantized is not None
     kept = Tensor(r.tokens * inputs * FP8_ELEMENT) if low else x
-    leaves = shared_by_tensor_ranks(r, r.tokens * outputs * r.element, "scatter", low=r.sends_quantized)
+    leaves = shared_by_tensor_ranks(
+        r, r.tokens * outputs * r.element, "scatter", low=r.sends_quantized
+    )
     keeps = [] if r.frozen else [kept]
-    product, y = Product(r.tokens, outputs, inputs), Tensor(r.split_tokens * outputs * r.element)
+    product = Product(r.tokens, outputs, inputs)
+    y = Tensor(r.split_tokens * outputs * r.element)
     whole = (r.tokens if r.layout.sequence_parallel else 0) * outputs * r.element
-    more: dict[str, Any] = {"reads": [x], "gives": [y], "needs": whole, "works": whole + weight_bytes(r, product)}
+    more: dict[str, Any] = {
+        "reads": [x],
+        "gives": [y],
+        "needs": whole,
+        "works": whole + weight_bytes(r, product),
+    }
     g.add(name, keeps, [product], exchanges=leaves, low=r.multiplies_low, factors=r.factors, **more)
     beside(g, r, name, x, (inputs, outputs), (r.tokens, r.split_tokens, r.split_tokens))
     return y
@@ -75,7 +99,8 @@ def whole(g: Graph, r: Rank, name: str, x: Tensor, inputs: int, outputs: int) ->
     low = r.run.precision.quantized is not None and r.words["linear"] != "te"
     kept = Tensor(r.split_tokens * inputs * FP8_ELEMENT) if low else x
     keeps = [] if r.frozen or x.quantized else [kept]
-    product, y = Product(r.split_tokens, outputs, inputs), Tensor(r.split_tokens * outputs * r.element)
+    product = Product(r.split_tokens, outputs, inputs)
+    y = Tensor(r.split_tokens * outputs * r.element)
     more: dict[str, Any] = {"reads": [x], "gives": [y], "works": weight_bytes(r, product)}
     g.add(name, keeps, [product], low=r.multiplies_low, factors=r.factors, **more)
     beside(g, r, name, x, (inputs, outputs), (r.split_tokens,) * 3)
@@ -83,7 +108,9 @@ def whole(g: Graph, r: Rank, name: str, x: Tensor, inputs: int, outputs: int) ->
 
 
 def weight_bytes(r: Rank, product: Product) -> int:
-    """Of the gradient of a weight, or of a group's, before it is added to those of other micro-batches."""
+    """Of the gradient of a weight, or of a group's, before it is added to those of other
+    micro-batches.
+    """
     return 0 if r.frozen else product.n * product.k * r.element
 
 
@@ -100,7 +127,8 @@ def shared_by_tensor_ranks(
 ) -> list[Exchange]:
     """What comes before a column-parallel layer (gather), or behind a row-parallel one (scatter).
 
-    Without sequence parallelism both are one sum: behind the row in the forward, behind the column in the backward.
+    Without sequence parallelism both are one sum: behind the row in the forward, behind the column
+    in the backward.
     `low`: of a gather and the sum that goes back, the gather is in low precision.
     """
     if r.layout.tp == 1:
@@ -111,7 +139,9 @@ def shared_by_tensor_ranks(
 
 
 def _input(r: Rank, x: Tensor, width: int) -> Tensor:
-    if r.run.precision.quantized is not None:  # ours is quantised, and transposed, as it was gathered
+    if (
+        r.run.precision.quantized is not None
+    ):  # ours is quantised, and transposed, as it was gathered
         tokens = r.split_tokens if r.words["linear"] == "te" else r.tokens
         return Tensor(tokens * width * FP8_ELEMENT)
     return Tensor(r.tokens * width * r.element) if r.gathers_inputs else x
@@ -120,39 +150,54 @@ def _input(r: Rank, x: Tensor, width: int) -> Tensor:
 def activation(
     g: Graph, r: Rank, name: str, x: Tensor, elements: int, *, weighed: int = 0, offset: bool = True
 ) -> Tensor:
-    """What stands between the two layers of an MLP: `x`, with a gate of twice the `elements`, to so many.
+    """What stands between the two layers of an MLP: `x`, with a gate of twice the `elements`, to so
+    many.
 
-    Of experts, `weighed` rows are multiplied with their weights in the same place. Without `offset` none is added to
-    what a gate multiplies, where it is written out.
+    Of experts, `weighed` rows are multiplied with their weights in the same place. Without `offset`
+    none is added to what a gate multiplies, where it is written out.
     """
     size = elements * r.element
-    y, weights = Tensor(size), [Tensor(weighed * FP32)] if weighed else []
+    y = Tensor(size)
+    weights = [Tensor(weighed * FP32)] if weighed else []
     moved = x.bytes + size
     whole = r.words["activation"] == "triton" and r.by_lists  # ours, where it is told the weights
     if fused(r) or (weighed and whole):  # megatron-core's own: one pass, weights included
         g.add(name, [x, *weights], moved=moved, reads=[x], gives=[y])
         return y
-    product, more = Tensor(size), dict[str, Any]()
+    product = Tensor(size)
+    more = dict[str, Any]()
     if r.words["activation"] == "triton":
         g.add(name, [x], moved=moved, reads=[x], gives=[product])
     else:  # gradients of gate and up, before they stand beside each other
         more = {"works": 2 * size, "spent": True} if r.model.gated else {}
         keeps = _plain(r, x, size, product, offset)
         g.add(name, keeps, moved=WRITTEN_OUT * moved, reads=[x], gives=[product], **more)
-    if weighed:  # in fp32, as the weights are: the gradient of the result, of the product, and of weights by channel
+    # in fp32, as the weights are: the gradient of the result, of the product, and of weights by
+    # channel
+    if weighed:
         wide = elements * FP32
         needs, works = (0, wide) if r.wide else (wide, 3 * wide)
-        more = {"reads": [product], "gives": [y], "needs": needs, "works": works, "spent": not r.wide}
+        more = {
+            "reads": [product],
+            "gives": [y],
+            "needs": needs,
+            "works": works,
+            "spent": not r.wide,
+        }
         g.add(f"{name}.weighed", [product, *weights], moved=2 * size, **more)
         return y
     return product
 
 
 def fused(r: Rank) -> bool:
-    """Whether megatron-core's fused activation takes the model's, as `mtrain.config.core_fields` says."""
+    """Whether megatron-core's fused activation takes the model's, as `mtrain.config.core_fields`
+    says.
+    """
     m = r.model
     plain = m.glu_linear_offset == 0 and m.activation_func_clamp_value is None
-    swiglu = m.activation == "swiglu" or (m.activation == "gelu_tanh" and m.add_bias_linear and m.moe is None)
+    swiglu = m.activation == "swiglu" or (
+        m.activation == "gelu_tanh" and m.add_bias_linear and m.moe is None
+    )
     return r.words["linear"] == "te" and plain and swiglu and r.words["activation"] != "triton"
 
 
@@ -165,7 +210,10 @@ def _plain(r: Rank, x: Tensor, size: int, product: Tensor, offset: bool) -> list
     keeps = [x, Tensor(size)]  # the gate, and the half that it multiplies with its offset added
     keeps += [Tensor(size)] * offset
     if m.activation == "quick_geglu":  # x sigmoid(1.702 x) of what was clamped
-        keeps += [Tensor(size), *([Tensor(size)] if m.activation_func_clamp_value is not None else ())]
+        keeps += [
+            Tensor(size),
+            *([Tensor(size)] if m.activation_func_clamp_value is not None else ()),
+        ]
     return keeps
 
 
@@ -180,10 +228,13 @@ def embedding(g: Graph, r: Rank, *, tables: int = 0) -> Tensor:
     ids = [Tensor(r.tokens * INDEX) for _ in range(1 + tables)]
     outside = [Tensor(r.tokens * MASK)] if r.layout.tp > 1 else []
     size = r.split_tokens * r.model.hidden_size
-    y, whole = Tensor(size * r.element), r.tokens * r.model.hidden_size * r.element
+    y = Tensor(size * r.element)
+    whole = r.tokens * r.model.hidden_size * r.element
     g.add("embedding", [] if r.frozen else [*ids, *outside])
     works = 0 if r.frozen else m_rows(r) * r.model.hidden_size * r.element
-    g.add("embedding.rows", moved=2 * whole, exchanges=_summed(r), gives=[y], needs=whole, works=works)
+    g.add(
+        "embedding.rows", moved=2 * whole, exchanges=_summed(r), gives=[y], needs=whole, works=works
+    )
     if r.run.peft.kind is None:  # beside adapters it has no gradient
         dropout(g, r, "embedding.dropout", size, r.model.hidden_dropout)
     return y
@@ -199,9 +250,11 @@ def _summed(r: Rank) -> list[Exchange]:
 def loss(g: Graph, r: Rank, hidden: Tensor, *, columns: int = 0) -> None:
     """Output layer and cross entropy; `columns` more of the hidden state stand for a bias.
 
-    In parts, the gradients of hidden states and weight are made in the forward and kept, and no logits are.
+    In parts, the gradients of hidden states and weight are made in the forward and kept, and no
+    logits are.
     """
-    m, rows = r.model, m_rows(r)
+    m = r.model
+    rows = m_rows(r)
     width = m.hidden_size + columns
     products = [Product(r.tokens, rows, width)]
     arrives = shared_by_tensor_ranks(r, r.tokens * width * r.element, "gather")
@@ -210,14 +263,30 @@ def loss(g: Graph, r: Rank, hidden: Tensor, *, columns: int = 0) -> None:
         gradients += [] if r.frozen else [Tensor(rows * width * r.element)]
         moved = 3 * r.tokens * rows * r.element
         keeps = [Tensor(r.tokens * FP32), *gradients]
-        g.add("output_layer.loss", keeps, products, moved=moved, exchanges=arrives, factors=r.factors, reads=[hidden])
+        g.add(
+            "output_layer.loss",
+            keeps,
+            products,
+            moved=moved,
+            exchanges=arrives,
+            factors=r.factors,
+            reads=[hidden],
+        )
         return
     logits = Tensor(r.tokens * rows * FP32)
     marks = [Tensor(r.tokens * MASK), Tensor(r.tokens * INDEX), Tensor(r.tokens * FP32)]
     capped = [Tensor(r.tokens * rows * FP32)] if m.final_logit_softcapping is not None else []
     keeps = [*([] if r.frozen else [hidden]), *capped]
     works = 0 if r.frozen else rows * width * r.element
-    g.add("output_layer", keeps, products, exchanges=arrives, factors=r.factors, reads=[hidden], works=works)
+    g.add(
+        "output_layer",
+        keeps,
+        products,
+        exchanges=arrives,
+        factors=r.factors,
+        reads=[hidden],
+        works=works,
+    )
     g.add("loss", [logits, *marks], moved=3 * logits.bytes, reads=[logits])
 
 

@@ -1,4 +1,6 @@
-"""What one rank of a layout sees of a micro-batch: how many tokens, how wide, and by whose kernels."""
+"""What one rank of a layout sees of a micro-batch: how many tokens, how wide, and by
+whose kernels.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,9 @@ BLOCK = 128
 
 @dataclass(frozen=True)
 class Equipped:
-    """A machine with everything that runs on its device: where nobody knows better, `auto` chooses as there."""
+    """A machine with everything that runs on its device: where nobody knows better, `auto` chooses
+    as there.
+    """
 
     gpus: int = 1
     transformer_engine: bool = True
@@ -35,7 +39,9 @@ class Rank:
 
     run: RunConfig
     words: Mapping[str, str]
-    """Who does each operation; where the machine that runs it will choose, what is chosen where all is installed."""
+    """Who does each operation; where the machine that runs it will choose, what is chosen where all
+    is installed.
+    """
     host: bool
     """It computes on a CPU."""
     samples: int
@@ -49,11 +55,18 @@ class Rank:
 
     @classmethod
     def of(cls, run: RunConfig, words: Mapping[str, str] | None = None) -> Rank:
-        """A rank of a resolved run; `words` are those of a run that differs in nothing that decides them."""
-        p, micro = run.parallel, run.trainer.micro
+        """A rank of a resolved run; `words` are those of a run that differs in nothing that decides
+        them.
+        """
+        p = run.parallel
+        micro = run.trainer.micro
         words = words or _words(run)
-        samples, length = (1, micro * run.data.length) if run.data.packed else (micro, run.data.length)
-        if p.hybrid_context_parallel:  # documents come one by one, the longest of them over all data-parallel ranks
+        samples, length = (
+            (1, micro * run.data.length) if run.data.packed else (micro, run.data.length)
+        )
+        if (
+            p.hybrid_context_parallel
+        ):  # documents come one by one, the longest of them over all data-parallel ranks
             length = p.max_seqlen_per_dp_cp_rank or -(-run.data.length // p.dp)
         else:
             length //= p.cp
@@ -62,7 +75,9 @@ class Rank:
         return cls(run, words, on_host, samples, length, frozen=adapted, adapted=adapted)
 
     def at(self, index: int) -> Rank:
-        """As layer `index` of the model sees it, counted from 0: first and last ones may multiply in `dtype`."""
+        """As layer `index` of the model sees it, counted from 0: first and last ones may multiply
+        in `dtype`.
+        """
         p = self.run.precision
         if not p.leaves(index, self.model.num_layers):
             return self
@@ -100,12 +115,16 @@ class Rank:
 
     @property
     def positions(self) -> int:
-        """Tokens that a model's table of angles is made for: of a sequence or, in a packed one, of a document."""
+        """Tokens that a model's table of angles is made for: of a sequence or, in a packed one, of
+        a document.
+        """
         return self.run.data.seen_tokens if self.run.data.packed else self.whole
 
     @property
     def documents(self) -> float:
-        """Of a sequence, that do not see each other, in the mean; 1 where samples are not packed."""
+        """Of a sequence, that do not see each other, in the mean; 1 where samples are
+        not packed.
+        """
         return max(1.0, self.whole / self.run.data.seen_tokens) if self.run.data.packed else 1.0
 
     @cached_property
@@ -115,7 +134,9 @@ class Rank:
 
     @cached_property
     def split_tokens(self) -> int:
-        """Those of them that norms and the residual stream have here: a part under sequence parallelism."""
+        """Those of them that norms and the residual stream have here: a part under sequence
+        parallelism.
+        """
         return self.tokens // self.layout.tp if self.layout.sequence_parallel else self.tokens
 
     @property
@@ -132,24 +153,37 @@ class Rank:
     def gathers_inputs(self) -> bool:
         """Whether a linear layer keeps its input as it was gathered under sequence parallelism.
 
-        megatron-core's gathers it once more in the backward; the product that adds up fp32 gradients on a CPU does
-        not (`mtrain.mcore.linear`).
+        megatron-core's gathers it once more in the backward; the product that adds up fp32
+        gradients on a CPU does not (`mtrain.mcore.linear`).
         """
-        return bool(self.layout.sequence_parallel) and self.host and self.wide and self.layout.fsdp == "none"
+        return (
+            bool(self.layout.sequence_parallel)
+            and self.host
+            and self.wide
+            and self.layout.fsdp == "none"
+        )
 
     @property
     def gathers_into_buffer(self) -> bool:
-        """Whether inputs are gathered, in the forward and once more in the backward, into one buffer for all layers.
+        """Whether inputs are gathered, in the forward and once more in the backward, into one
+        buffer for all layers.
 
         That is megatron-core's own linear layer under sequence parallelism.
         """
         own = self.words["linear"] != "te" and self.run.precision.quantized is None
-        return bool(self.layout.sequence_parallel) and own and not self.gathers_inputs and not self.frozen
+        return (
+            bool(self.layout.sequence_parallel)
+            and own
+            and not self.gathers_inputs
+            and not self.frozen
+        )
 
     @cached_property
     def _chosen(self) -> RunConfig:
         """The run with the implementations that stand for `auto`."""
-        return self.run.model_copy(update={"kernels": self.run.kernels.model_copy(update=dict(self.words))})
+        return self.run.model_copy(
+            update={"kernels": self.run.kernels.model_copy(update=dict(self.words))}
+        )
 
     @cached_property
     def by_lists(self) -> bool:
@@ -168,7 +202,9 @@ class Rank:
 
     @property
     def cuts_blocks(self) -> bool:
-        """Whether under sequence parallelism a block of tokens is of two ranks: what they quantised is of no use."""
+        """Whether under sequence parallelism a block of tokens is of two ranks: what they quantised
+        is of no use.
+        """
         whole = self.layout.sequence_parallel and self.run.precision.quantized == "blockwise"
         return bool(whole and self.split_tokens % BLOCK)
 
@@ -184,7 +220,9 @@ class Rank:
 
 
 def _words(run: RunConfig) -> dict[str, str]:
-    """Who does each operation, one after the other: what is chosen may depend on those before it."""
+    """Who does each operation, one after the other: what is chosen may depend on those
+    before it.
+    """
     words: dict[str, str] = {}
     for op in OPERATIONS:
         word = getattr(run.kernels, op.name)

@@ -33,13 +33,16 @@ def names() -> tuple[str, ...]:
 def family_of(model: ModelConfig) -> Family:
     """The family that `model.family` names.
 
-    Raises `ConfigError` for a name that nothing provides, or without the section that the family needs;
-    `BadEnvironment` for a plug-in that does not load.
+    Raises `ConfigError` for a name that nothing provides, or without the section that the family
+    needs; `BadEnvironment` for a plug-in that does not load.
     """
     family = _SHIPPED.get(model.family) or _load(model.family)
     if family.section is not None and getattr(model, family.section, None) is None:
-        path, rule = f"model.{family.section}", f"the family {family.name} is described there"
-        raise ConfigError([Problem("MT246", path, None, rule, f"{path}={{...}}, or model.family={GPT.name}")])
+        path = f"model.{family.section}"
+        rule = f"the family {family.name} is described there"
+        raise ConfigError(
+            [Problem("MT246", path, None, rule, f"{path}={{...}}, or model.family={GPT.name}")]
+        )
     return family
 
 
@@ -48,7 +51,9 @@ def problems(model: ModelConfig, origins: Mapping[str, str]) -> list[Problem]:
     try:
         family_of(model)
     except ConfigError as error:
-        return [replace(problem, source=origins.get(problem.path, "")) for problem in error.problems]
+        return [
+            replace(problem, source=origins.get(problem.path, "")) for problem in error.problems
+        ]
     return []
 
 
@@ -58,8 +63,12 @@ def imported(name: str) -> Any:
     return getattr(import_module(module), function)
 
 
-def probed(model: ModelConfig, ids: Sequence[int]) -> tuple[list[int], dict[str, Any], dict[str, Any]]:
-    """Token ids to ask a model with, and what a chunk of ours and the model of transformers read beside them."""
+def probed(
+    model: ModelConfig, ids: Sequence[int]
+) -> tuple[list[int], dict[str, Any], dict[str, Any]]:
+    """Token ids to ask a model with, and what a chunk of ours and the model of transformers read
+    beside them.
+    """
     probe = family_of(model).probe
     asked: tuple[list[int], dict[str, Any], dict[str, Any]] = (list(ids), {}, {})
     return imported(probe)(model, ids) if probe else asked
@@ -77,4 +86,6 @@ def _unknown(name: str) -> Problem:
     known = names()
     near = difflib.get_close_matches(name, known, n=1)
     rule = f"there is no such family here; families: {', '.join(known)} (a plug-in adds one)"
-    return Problem("MT245", "model.family", name, rule, f"model.family={near[0] if near else GPT.name}")
+    return Problem(
+        "MT245", "model.family", name, rule, f"model.family={near[0] if near else GPT.name}"
+    )

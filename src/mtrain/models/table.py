@@ -1,7 +1,8 @@
-"""Which tensor of Hugging Face's models is which of ours: one table of a family for both directions.
+"""Which tensor of Hugging Face's models is which of ours: one table of a family for both
+directions.
 
-Every operation is a rearrangement, so weights, gradients and moments go through it alike, as torch's tensors or as
-numpy's arrays of words. Needs no torch.
+Every operation is a rearrangement, so weights, gradients and moments go through it alike, as
+torch's tensors or as numpy's arrays of words. Needs no torch.
 """
 
 from __future__ import annotations
@@ -18,7 +19,9 @@ Rearrange = Callable[[list[Any], Any], list[Any]]
 
 @dataclass(frozen=True)
 class Operation:
-    """How the tensors of one entry lie on either side; both functions also take the `model` section."""
+    """How the tensors of one entry lie on either side; both functions also take the `model`
+    section.
+    """
 
     name: str
     to_ours: Rearrange
@@ -30,8 +33,8 @@ class Operation:
 
 
 def library_of(tensors: list[Any]) -> Any:
-    """torch or numpy, which call alike what is needed of them here: conversions move bits that numpy holds as whole
-    numbers, tests and layouts move torch's tensors.
+    """torch or numpy, which call alike what is needed of them here: conversions move bits that
+    numpy holds as whole numbers, tests and layouts move torch's tensors.
     """
     return sys.modules[type(tensors[0]).__module__.partition(".")[0]]
 
@@ -64,8 +67,13 @@ def _unpadded(tensors: list[Any], model: Any) -> list[Any]:
 
 
 def _joined_qkv(tensors: list[Any], model: Any) -> list[Any]:
-    groups, rest = model.query_groups, tensors[0].shape[1:]
-    return [joined([t.reshape(groups, -1, model.head_dim, *rest) for t in tensors], 1).reshape(-1, *rest)]
+    groups = model.query_groups
+    rest = tensors[0].shape[1:]
+    return [
+        joined([t.reshape(groups, -1, model.head_dim, *rest) for t in tensors], 1).reshape(
+            -1, *rest
+        )
+    ]
 
 
 def _split_qkv(tensors: list[Any], model: Any) -> list[Any]:
@@ -85,14 +93,18 @@ def _joined_gated(tensors: list[Any], model: Any) -> list[Any]:
 
 def _split_gated(tensors: list[Any], model: Any) -> list[Any]:
     (fused,), rest = tensors, tensors[0].shape[1:]
-    each, groups, d = model.num_attention_heads // model.query_groups, model.query_groups, model.head_dim
+    each = model.num_attention_heads // model.query_groups
+    groups = model.query_groups
+    d = model.head_dim
     parts = fused.reshape(groups, 2 * each + 2, d, *rest)
     heads = library_of(tensors).stack([parts[:, :each], parts[:, each : 2 * each]], 2)
     return [part.reshape(-1, *rest) for part in (heads, parts[:, -2], parts[:, -1])]
 
 
 def _delta_rows(model: Any) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Of each head of queries and keys: rows of its query, key, values and gates, and of its betas and decays."""
+    """Of each head of queries and keys: rows of its query, key, values and gates, and of its betas
+    and decays.
+    """
     own = model.linear_attention
     share = own.num_value_heads // own.num_key_heads
     values = share * own.value_head_dim
@@ -121,9 +133,15 @@ def _split_delta(tensors: list[Any], model: Any) -> list[Any]:
 
 
 def _joined_rows(tensors: list[Any], model: Any) -> list[Any]:
-    ends = list(accumulate(n * model.head_dim for n in (model.num_attention_heads, *[model.query_groups] * 2)))
+    ends = list(
+        accumulate(
+            n * model.head_dim for n in (model.num_attention_heads, *[model.query_groups] * 2)
+        )
+    )
     if ends[-1] != len(tensors[0]):
-        raise ValueError(f"queries, keys and values have {ends[-1]} rows, and {len(tensors[0])} are there")
+        raise ValueError(
+            f"queries, keys and values have {ends[-1]} rows, and {len(tensors[0])} are there"
+        )
     return _joined_qkv([tensors[0][a:b] for a, b in pairwise([0, *ends])], model)
 
 
@@ -182,13 +200,17 @@ TRANSPOSED = Operation("transposed", _transposed, _transposed)
 VOCABULARY = Operation("padded vocabulary", _padded, _unpadded)
 """Ours has rows up to a multiple of 128."""
 QKV = Operation("joined by query group", _joined_qkv, _split_qkv)
-"""Theirs are queries, keys and values; ours holds, of each query group, its queries, its key and its value."""
+"""Theirs are queries, keys and values; ours holds, of each query group, its queries, its key and
+its value.
+"""
 GATED_QKV = Operation("joined by query group, with gates", _joined_gated, _split_gated)
-"""Theirs are queries, each head with its gate behind it, keys and values; ours holds, of each query group, its
-queries, their gates, its key and its value."""
+"""Theirs are queries, each head with its gate behind it, keys and values; ours holds, of each query
+group, its queries, their gates, its key and its value.
+"""
 DELTA = Operation("sections of heads", _joined_delta, _split_delta)
-"""Theirs are, head by head of the keys, its query, key, values and gates, and its betas and decays; ours has each
-kind of all heads behind the other."""
+"""Theirs are, head by head of the keys, its query, key, values and gates, and its betas and decays;
+ours has each kind of all heads behind the other.
+"""
 QKV_ROWS = Operation("rows joined by query group", _joined_rows, _split_rows)
 """Theirs is all queries, then all keys, then all values, in one tensor."""
 GATE_UP = Operation("gate over up", _concatenated, _halves)
@@ -209,7 +231,9 @@ class Step:
 
 @dataclass(frozen=True)
 class Copy:
-    """A tensor of theirs that holds what the tensor `of` does, where the embedding is tied, or in an MTP layer."""
+    """A tensor of theirs that holds what the tensor `of` does, where the embedding is tied, or in
+    an MTP layer.
+    """
 
     name: str
     of: str
@@ -228,7 +252,8 @@ class Entry:
 
     def steps(self, model: Any, **numbers: int) -> Iterator[Step]:
         """One, or one for each expert where both sides keep experts apart."""
-        ours, theirs = _numbered((self.ours,), numbers), _numbered(self.theirs, numbers)
+        ours = _numbered((self.ours,), numbers)
+        theirs = _numbered(self.theirs, numbers)
         experts = range(model.moe.num_experts) if "{e}" in self.ours else range(0)
         if any("{e}" in name for name in theirs):
             for e in experts:
@@ -246,9 +271,11 @@ def _numbered(names: tuple[str, ...], numbers: Mapping[str, int]) -> tuple[str, 
 
 @dataclass(frozen=True)
 class Table:
-    """The entries of a family: once, of each layer, of each layer of one kind, and of each MTP layer.
+    """The entries of a family: once, of each layer, of each layer of one kind, and of each MTP
+    layer.
 
-    In an entry of an MTP layer `{m}` counts those layers, and `{i}` goes on from the last of the others.
+    In an entry of an MTP layer `{m}` counts those layers, and `{i}` goes on from the last of the
+    others.
     """
 
     once: tuple[Entry, ...]
@@ -258,7 +285,9 @@ class Table:
     mtp: tuple[Entry, ...] = ()
     copies: tuple[Copy, ...] = ()
     ignored: tuple[str, ...] = ()
-    """Patterns of names that hold nothing of the model: tables that are computed from its configuration."""
+    """Patterns of names that hold nothing of the model: tables that are computed from its
+    configuration.
+    """
 
     def entries(self, model: Any) -> Iterator[Step]:
         """The entries of a model's every layer, with numbers for letters."""

@@ -1,4 +1,6 @@
-"""The weights of a stage on one rank, tensor by tensor, in the order in which the builder makes them."""
+"""The weights of a stage on one rank, tensor by tensor, in the order in which the builder makes
+them.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +12,18 @@ from typing import Literal
 from mtrain.config.model import ModelConfig
 from mtrain.config.parallel import ParallelConfig
 
-Kind = Literal["embedding", "attention", "mlp", "experts", "router", "norm", "output", "vision", "adapters", "mamba"]
+Kind = Literal[
+    "embedding",
+    "attention",
+    "mlp",
+    "experts",
+    "router",
+    "norm",
+    "output",
+    "vision",
+    "adapters",
+    "mamba",
+]
 
 
 @dataclass(frozen=True)
@@ -42,14 +55,18 @@ def norm(m: ModelConfig, name: str, width: int) -> Iterator[Weight]:
         yield Weight(f"{name}.bias", (width,), "norm", whole=True)
 
 
-def column(name: str, kind: Kind, outputs: int, inputs: int, tp: int, *, bias: bool = False) -> Iterator[Weight]:
+def column(
+    name: str, kind: Kind, outputs: int, inputs: int, tp: int, *, bias: bool = False
+) -> Iterator[Weight]:
     """A linear layer split by outputs."""
     yield Weight(f"{name}.weight", (outputs // tp, inputs), kind)
     if bias:
         yield Weight(f"{name}.bias", (outputs // tp,), kind)
 
 
-def row(name: str, kind: Kind, outputs: int, inputs: int, tp: int, *, bias: bool = False) -> Iterator[Weight]:
+def row(
+    name: str, kind: Kind, outputs: int, inputs: int, tp: int, *, bias: bool = False
+) -> Iterator[Weight]:
     """A linear layer split by inputs."""
     yield Weight(f"{name}.weight", (outputs, inputs // tp), kind)
     if bias:

@@ -18,7 +18,9 @@ from mtrain.config.run import RunConfig
 from mtrain.errors import ConfigError, CorruptData
 from mtrain.plan.report import report
 
-METRICS, PEAKS, PLAN = "metrics.jsonl", "memory.json", "plan.json"
+METRICS = "metrics.jsonl"
+PEAKS = "memory.json"
+PLAN = "plan.json"
 ALLOCATED = "peak_bytes"
 MEASURED = {ALLOCATED: "", "reserved_bytes": "reserved ", "driver_bytes": "driver "}
 """Memory of a device that is measured, and its name before `memory of stage`: the most that tensors
@@ -27,13 +29,17 @@ BESIDE = {ALLOCATED: ("context", "reserve"), "reserved_bytes": ("context",), "dr
 """Parts of the plan that are not in it."""
 FIRST_STEPS = 3
 """Steps of a process that measure how it begins: kernels are compiled, memory is asked for."""
-LONGEST, LARGEST, MOST_BYTES = 1 << 20, 1e18, 64 << 20
+LONGEST = 1 << 20
+LARGEST = 1e18
+MOST_BYTES = 64 << 20
 """Characters of a line; any number of a run; bytes of another file that a run wrote."""
 UPDATE = ("optimizer", "offload", "dp")
 """Parts of the time of a step in which weights are updated, as the trainer measures it."""
 BOUNDS = {"time": 0.15, "memory": 0.1, "size": 0.01}
-"""Kind of part -> how far off what was measured may be, as a share of what was planned. A process on a host has every
-library in its memory: none."""
+"""Kind of part -> how far off what was measured may be, as a share of what was planned.
+
+A process on a host has every library in its memory: none.
+"""
 
 
 @dataclass(frozen=True)
@@ -51,7 +57,9 @@ class Row:
     @property
     def off(self) -> float | None:
         """How much more was measured than planned, as a share of what was planned."""
-        return self.measured / self.planned - 1 if self.planned and self.measured is not None else None
+        return (
+            self.measured / self.planned - 1 if self.planned and self.measured is not None else None
+        )
 
     @property
     def beyond(self) -> bool:
@@ -64,7 +72,9 @@ class Row:
 
 
 def planned(run: RunConfig) -> dict[str, Any] | None:
-    """What of a plan can be measured, null where it is not known; None: the family does not say what it has."""
+    """What of a plan can be measured, null where it is not known; None: the family does not say
+    what it has.
+    """
     try:
         found = report(run)
     except ValueError:
@@ -79,7 +89,10 @@ def planned(run: RunConfig) -> dict[str, Any] | None:
         "optimizer_s": update if known else None,
         "peak_bytes_by_stage": [stage["peak"] for stage in found["memory"]["stages"]],
         "memory_by_stage": {
-            key: [stage["peak"] - sum(stage["parts"][part] for part in parts) for stage in found["memory"]["stages"]]
+            key: [
+                stage["peak"] - sum(stage["parts"][part] for part in parts)
+                for stage in found["memory"]["stages"]
+            ]
             for key, parts in BESIDE.items()
         },
         "checkpoint_bytes": found["checkpoint"]["bytes"],
@@ -98,7 +111,8 @@ def rows(
     Args:
         run: resolved.
         plan: of `planned`.
-        lines: of a metrics file; the first steps are left out where there are others, and those of smaller batches.
+        lines: of a metrics file; the first steps are left out where there are others, and those of
+            smaller batches.
         peaks: by what of `MEASURED` it is, bytes of each rank; None where a rank had none to give.
         saved: bytes of a checkpoint; None: there is none.
     """
@@ -109,12 +123,23 @@ def rows(
     for key in ("step_s", "forward_backward_s", "optimizer_s"):
         seen = [line[key] for line in steps if _number(line.get(key))]
         out.append(
-            Row(key.removesuffix("_s").replace("_", " and "), "time", plan[key], median(seen) if seen else None)
+            Row(
+                key.removesuffix("_s").replace("_", " and "),
+                "time",
+                plan[key],
+                median(seen) if seen else None,
+            )
         )
-    return [*out, *_memory(run, plan, peaks), Row("checkpoint", "size", plan["checkpoint_bytes"], saved)]
+    return [
+        *out,
+        *_memory(run, plan, peaks),
+        Row("checkpoint", "size", plan["checkpoint_bytes"], saved),
+    ]
 
 
-def _memory(run: RunConfig, plan: Mapping[str, Any], peaks: Mapping[str, Sequence[int | None]]) -> Iterator[Row]:
+def _memory(
+    run: RunConfig, plan: Mapping[str, Any], peaks: Mapping[str, Sequence[int | None]]
+) -> Iterator[Row]:
     """The most that the ranks of each stage took; on a host, all that a process has."""
     each = max(1, (run.parallel.ranks or 1) // run.parallel.pp)
     device = counts_memory(run)
@@ -128,7 +153,8 @@ def _memory(run: RunConfig, plan: Mapping[str, Any], peaks: Mapping[str, Sequenc
 
 
 def lines_of(path: Path) -> list[dict[str, Any]]:
-    """The readable lines of a metrics file: one that a kill cut off, or that is none of ours, is left out.
+    """The readable lines of a metrics file: one that a kill cut off, or that is none of ours, is
+    left out.
 
     Raises:
         OSError: it cannot be read.
@@ -142,13 +168,18 @@ def lines_of(path: Path) -> list[dict[str, Any]]:
                 line = json.loads(text)
             except (ValueError, RecursionError):
                 continue
-            if isinstance(line, dict) and isinstance(line.get("step"), int) and _number(line["step"]):
+            if (
+                isinstance(line, dict)
+                and isinstance(line.get("step"), int)
+                and _number(line["step"])
+            ):
                 lines.append(line)
     return lines
 
 
 def lines_of_run(home: Path) -> list[dict[str, Any]]:
-    """Those that a run wrote since it was resumed the last time: before, it may have had another layout.
+    """Those that a run wrote since it was resumed the last time: before, it may have had another
+    layout.
 
     Raises:
         OSError: the file cannot be read.
@@ -156,7 +187,13 @@ def lines_of_run(home: Path) -> list[dict[str, Any]]:
     try:
         resumed = json.loads(read_bytes(home / PLAN, PLAN, MOST_BYTES))["resumed_from"]
         begun = int(Path(resumed).name.rpartition("_")[2])
-    except (ConfigError, ValueError, TypeError, KeyError, RecursionError):  # it was not, or nothing says so
+    except (
+        ConfigError,
+        ValueError,
+        TypeError,
+        KeyError,
+        RecursionError,
+    ):  # it was not, or nothing says so
         begun = 0
     return [line for line in lines_of(home / METRICS) if line["step"] > begun]
 
@@ -178,7 +215,8 @@ def by_rank_of(key: str) -> str:
 
 
 def peaks_in(home: Path) -> dict[str, list[int | None]]:
-    """The memory of each rank that a run folder tells, by the keys of `MEASURED`; older runs have the first alone.
+    """The memory of each rank that a run folder tells, by the keys of `MEASURED`; older runs have
+    the first alone.
 
     Raises:
         CorruptData: it cannot be read.
@@ -194,7 +232,9 @@ def peaks_in(home: Path) -> dict[str, list[int | None]]:
         if ALLOCATED not in found:
             raise ValueError(f"it has no {by_rank_of(ALLOCATED)}")
         for peaks in found.values():
-            if not isinstance(peaks, list) or not all(peak is None or _is_size(peak) for peak in peaks):
+            if not isinstance(peaks, list) or not all(
+                peak is None or _is_size(peak) for peak in peaks
+            ):
                 raise ValueError("it has peaks that are no bytes")
     except (ValueError, TypeError, KeyError, RecursionError) as error:
         raise CorruptData(f"{path}: cannot be read: {str(error)[:200]}") from None
@@ -217,5 +257,7 @@ def first_full(run: RunConfig) -> int:
 
 
 def counts_memory(run: RunConfig) -> bool:
-    """Whether a measured peak is that of the device alone; on a host it is of a process, with every library in it."""
+    """Whether a measured peak is that of the device alone; on a host it is of a process, with every
+    library in it.
+    """
     return not facts_of(run.cluster.device).on_host

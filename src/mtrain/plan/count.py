@@ -1,4 +1,6 @@
-"""Parameters, floating-point operations and the least memory of a model, as its family counts them."""
+"""Parameters, floating-point operations and the least memory of a model, as its family
+counts them.
+"""
 
 from __future__ import annotations
 
@@ -10,12 +12,16 @@ from mtrain.models.registry import family_of
 
 
 def parameters(model: ModelConfig) -> int:
-    """Trainable parameters of the model as built, with the padded vocabulary; each shared weight once."""
+    """Trainable parameters of the model as built, with the padded vocabulary; each shared weight
+    once.
+    """
     return family_of(model).parameters(model)
 
 
 def active_parameters(model: ModelConfig) -> int:
-    """Parameters that one token visits: all of them for a dense model, the chosen experts for an MoE."""
+    """Parameters that one token visits: all of them for a dense model, the chosen experts for an
+    MoE.
+    """
     return family_of(model).active_parameters(model)
 
 
@@ -27,38 +33,48 @@ def expert_parameters(model: ModelConfig) -> int:
 def flops_per_token(model: ModelConfig, seq_length: int, *, causal: bool = True) -> float:
     """Model FLOPs of one token's forward and backward, without recomputation.
 
-    Attention of each token to half the sequence if `causal`, else to all of it (published figures use both).
+    Attention of each token to half the sequence if `causal`, else to all of it (published figures
+    use both).
     """
     return family_of(model).flops_per_token(model, seq_length, causal=causal)
 
 
 def adapter_parameters(run: RunConfig) -> tuple[int, int]:
-    """Parameters of the adapters of a run, of layers that every token visits and of routed experts; 0 without."""
+    """Parameters of the adapters of a run, of layers that every token visits and of routed experts;
+    0 without.
+    """
     return family_of(run.model).adapter_parameters(run.model, run.peft) if run.peft.kind else (0, 0)
 
 
 def flops_of_token(run: RunConfig, length: int | None = None, *, causal: bool = True) -> float:
-    """`flops_per_token` of what a run trains: frozen weights have no gradients, and adapters are on top.
+    """`flops_per_token` of what a run trains: frozen weights have no gradients, and adapters are on
+    top.
 
     Of a document of `length` tokens; None: of as many as plans take it to have.
     """
     model = run.model
-    whole = flops_per_token(model, run.data.seen_tokens if length is None else length, causal=causal)
+    whole = flops_per_token(
+        model, run.data.seen_tokens if length is None else length, causal=causal
+    )
     if run.peft.kind is None:
         return whole
     table = 0 if model.tie_word_embeddings else model.padded_vocab_size * model.hidden_size
     dense, experts = adapter_parameters(run)
-    visited = experts * model.moe.router_topk / model.moe.num_experts if model.moe is not None else 0.0
+    visited = (
+        experts * model.moe.router_topk / model.moe.num_experts if model.moe is not None else 0.0
+    )
     return whole - 2.0 * (active_parameters(model) - table) + 6.0 * (dense + visited)
 
 
 def state_bytes(run: RunConfig) -> int:
-    """Bytes of weights, gradients and optimizer state over all ranks, replicas counted; a lower bound of the memory.
+    """Bytes of weights, gradients and optimizer state over all ranks, replicas counted; a lower
+    bound of the memory.
 
-    fp32: 4 weights + 4 gradients + 8 moments; bf16 and fp16: 2 + 4 (2 if reduced in that format) + 4 main weights
-    + 8, and less where the optimizer keeps them in low precision. The distributed optimizer keeps main weights and
-    moments once instead of once per data-parallel rank, FSDP all of it; experts have as many copies as the expert
-    grid has data-parallel ranks. Of what is frozen there are weights alone.
+    fp32: 4 weights + 4 gradients + 8 moments; bf16 and fp16: 2 + 4 (2 if reduced in that format) +
+    4 main weights + 8, and less where the optimizer keeps them in low precision. The distributed
+    optimizer keeps main weights and moments once instead of once per data-parallel rank, FSDP all
+    of it; experts have as many copies as the expert grid has data-parallel ranks. Of what is frozen
+    there are weights alone.
     """
     p = run.parallel
     assert p.ranks is not None
@@ -66,8 +82,10 @@ def state_bytes(run: RunConfig) -> int:
     half = is_half(dtype)
     per_weight = bytes_of(dtype) + bytes_of("fp32" if run.precision.grad_reduce_in_fp32 else dtype)
     per_state = (_main_weight_bytes(run) if half else 0) + _moment_bytes(run)
-    experts, frozen = expert_parameters(run.model), family_of(run.model).frozen_parameters(run.model)
-    dense, adapters = parameters(run.model) - experts, adapter_parameters(run)
+    experts = expert_parameters(run.model)
+    frozen = family_of(run.model).frozen_parameters(run.model)
+    dense = parameters(run.model) - experts
+    adapters = adapter_parameters(run)
     trained = adapters if run.peft.kind else (dense - frozen, experts)
     total = 0
     for number, learning, ranks_of_a_copy in (
@@ -78,7 +96,9 @@ def state_bytes(run: RunConfig) -> int:
         copies = replicas if p.fsdp == "none" else 1
         still = number if run.peft.kind else number - learning
         total += still * bytes_of(dtype) * copies
-        total += learning * (per_weight * copies + per_state * (1 if p.distributed_optimizer else copies))
+        total += learning * (
+            per_weight * copies + per_state * (1 if p.distributed_optimizer else copies)
+        )
     return total
 
 

@@ -39,7 +39,9 @@ class Over:
 
 
 def over(run: RunConfig, holds: int) -> Over | None:
-    """The stage that needs the most, where that is more than a device `holds`; None: it fits, or nobody knows."""
+    """The stage that needs the most, where that is more than a device `holds`; None: it fits, or
+    nobody knows.
+    """
     worst = _worst(run)
     return worst if worst is not None and worst.needed > holds else None
 
@@ -56,15 +58,21 @@ def _worst(run: RunConfig) -> Over | None:
 
 
 def _is_small(run: RunConfig) -> bool:
-    m, p = run.model, run.parallel
+    m = run.model
+    p = run.parallel
     experts = 0 if m.moe is None else 2 * m.moe.num_experts // p.ep
     known = family_of(m).weights is not None
-    return known and m.num_layers * (20 + experts) <= MOST_TENSORS * p.pp and (p.pp * p.vpp) ** 2 <= MOST_TENSORS
+    return (
+        known
+        and m.num_layers * (20 + experts) <= MOST_TENSORS * p.pp
+        and (p.pp * p.vpp) ** 2 <= MOST_TENSORS
+    )
 
 
 def cheapest(run: RunConfig, holds: int) -> str:
-    """The first change, of those that cost little before those that cost much, with which the plan fits and no other
-    rule is broken; empty where there is none."""
+    """The first change, of those that cost little before those that cost much, with which the plan
+    fits and no other rule is broken; empty where there is none.
+    """
     for step in _changes(run):
         changed = apply(run, step)
         worst = _worst(changed)
@@ -81,14 +89,16 @@ def _changes(run: RunConfig) -> Iterator[Change]:
     """What may be changed, the cheapest first: each alone, then one after the other."""
     steps = list(_steps(run))
     yield from steps
-    steps = [step for step in steps if not step.get(MODULES)]  # the last one computes whole layers again
+    # the last one computes whole layers again
+    steps = [step for step in steps if not step.get(MODULES)]
     for number in range(2, len(steps) + 1):
         yield {key: value for step in steps[:number] for key, value in step.items()}
 
 
 def _steps(run: RunConfig) -> Iterator[Change]:
     """Keys that are set together, one change after the other."""
-    p, t = run.parallel, run.trainer
+    p = run.parallel
+    t = run.trainer
     plain = p.fsdp == "none" and not p.distributed_optimizer and p.dp * p.cp > 1
     if plain and "distributed_optimizer" not in OPTIMIZERS[run.optim.name].cannot:
         yield {"parallel.distributed_optimizer": True}
@@ -105,13 +115,21 @@ def _steps(run: RunConfig) -> Iterator[Change]:
 
 def _recomputed(run: RunConfig) -> Iterator[Change]:
     """What takes little time to compute again, then whole layers."""
-    again, m = run.parallel.recompute, run.model
+    again = run.parallel.recompute
+    m = run.model
     if again.granularity == "none":
-        modules = ["layernorm", *["moe_act"] * (m.moe is not None), *["mla_up_proj"] * (m.mla is not None)]
+        modules = [
+            "layernorm",
+            *["moe_act"] * (m.moe is not None),
+            *["mla_up_proj"] * (m.mla is not None),
+        ]
         yield {"parallel.recompute.granularity": "selective", MODULES: modules}
         more = [*(word for word in modules if word != "moe_act"), "mlp" if m.moe is None else "moe"]
         yield {"parallel.recompute.granularity": "selective", MODULES: more}
     if again.granularity != "full":
-        yield {"parallel.recompute.granularity": "full", **({MODULES: None} if again.modules else {})}
+        yield {
+            "parallel.recompute.granularity": "full",
+            **({MODULES: None} if again.modules else {}),
+        }
     elif again.method == "block":
         yield {"parallel.recompute.method": "uniform", "parallel.recompute.num_layers": 1}

@@ -1,9 +1,11 @@
 """Whether the memory that a configuration names holds its model, a sample and a batch.
 
-A sample or a batch that does not fit by itself is an error, and so is a model that no machine holds; both are lower
-bounds: what autograd keeps of one micro-batch, beside the state. Where the plan of a step is more than a device has,
-or the state of a model more than this machine, that is a warning: the one is made of parts that are reasoned, the
-other may be meant for another machine, and a run here is refused (`launching/preflight.py`).
+A sample or a batch that does not fit by itself is an error, and so is a model that no machine
+holds; both are lower
+bounds: what autograd keeps of one micro-batch, beside the state. Where the plan of a step is more
+than a device has, or the state of a model more than this machine, that is a warning: the one is
+made of parts that are reasoned, the other may be meant for another machine, and a run here is
+refused (`launching/preflight.py`).
 """
 
 from __future__ import annotations
@@ -27,44 +29,66 @@ from mtrain.plan.fits import cheapest, over
 from mtrain.units import GIB, bytes_, count
 
 MOST_PARAMETERS = 10**15
-"""The state of so many needs 16 PB, which no machine has; the largest models that were trained have a hundredth."""
+"""The state of so many needs 16 PB, which no machine has; the largest models that were trained have
+a hundredth.
+"""
 MOST_BYTES = 1 << 46
 """No single machine has more memory: 64 TiB."""
 RANK_BYTES = 300 << 20
 """Memory of a CPU rank beside the model: what a forked interpreter with torch comes to own."""
 TOKEN_BYTES = 28
-"""Of a token of a batch: itself, its label and its position in 8 bytes each, its weight in the loss in 4."""
+"""Of a token of a batch: itself, its label and its position in 8 bytes each, its weight in the loss
+in 4.
+"""
 
 
 def memory_problems(run: RunConfig, machine: Machine, origins: Mapping[str, str]) -> list[Problem]:
-    """What does not fit the devices that a resolved run names, or this machine where it runs on a CPU."""
+    """What does not fit the devices that a resolved run names, or this machine where it runs on a
+    CPU.
+    """
     if parameters(run.model) > MOST_PARAMETERS:
         rule = (
-            f"{count(parameters(run.model))} parameters, and {count(MOST_PARAMETERS)} are the most that are planned: "
-            "no machine holds their state"
+            f"{count(parameters(run.model))} parameters, and {count(MOST_PARAMETERS)} are the most"
+            " that are planned: no machine holds their state"
         )
         sizes = ("model.num_layers", "model.vocab_size", *_of_experts(run, "model.moe.num_experts"))
-        return [problem_of(run, origins, "MT149", "model.hidden_size", rule, "model=llama_tiny", related=sizes)]
+        return [
+            problem_of(
+                run, origins, "MT149", "model.hidden_size", rule, "model=llama_tiny", related=sizes
+            )
+        ]
     if facts_of(run.cluster.device).on_host:
         if run.cluster.nodes > 1 or not machine.memory_bytes:
             return []
-        return [*_state_here(run, machine, origins), *_sample_and_batch(run, _here(run, machine), origins)]
+        return [
+            *_state_here(run, machine, origins),
+            *_sample_and_batch(run, _here(run, machine), origins),
+        ]
     device = _device(run)
-    return [*_state_of_a_device(run, origins), *(_sample_and_batch(run, device, origins) if device else ())]
+    return [
+        *_state_of_a_device(run, origins),
+        *(_sample_and_batch(run, device, origins) if device else ()),
+    ]
 
 
 def bytes_here(run: RunConfig) -> int:
-    """The least that the processes of a run on this machine's CPU come to own, before any sample."""
+    """The least that the processes of a run on this machine's CPU come to own, before
+    any sample.
+    """
     return state_bytes(run) + (run.parallel.ranks or 1) * RANK_BYTES
 
 
 def activation_bytes(run: RunConfig) -> int:
-    """What a rank keeps of one micro-batch for its backward, in the mean over the pipeline stages."""
+    """What a rank keeps of one micro-batch for its backward, in the mean over the
+    pipeline stages.
+    """
     return sum(_kept(run)) // run.parallel.pp
 
 
 def _kept(run: RunConfig) -> list[int]:
-    """What autograd keeps of one micro-batch on a rank of each stage; nothing where nobody knows."""
+    """What autograd keeps of one micro-batch on a rank of each stage; nothing where
+    nobody knows.
+    """
     family = family_of(run.model)
     if family.stage is None:
         return [0]
@@ -88,16 +112,22 @@ class _Memory:
     samples: int
     """Samples of a step that are in it at once."""
     state: int
-    """Bytes of weights, gradients, optimizer state and processes in it; 0 where they alone are too many."""
+    """Bytes of weights, gradients, optimizer state and processes in it; 0 where they alone are too
+    many.
+    """
 
     def activations(self, run: RunConfig) -> int:
-        """Bytes kept of one micro-batch by its ranks: by one rank those of the stage that keeps the most."""
+        """Bytes kept of one micro-batch by its ranks: by one rank those of the stage that keeps the
+        most.
+        """
         every = _kept(run)
         return max(every) if self.ranks == 1 else self.ranks * sum(every) // len(every)
 
 
 def _here(run: RunConfig, machine: Machine) -> _Memory:
-    state, holds, ranks = bytes_here(run), machine.memory_bytes, run.parallel.ranks or 1
+    state = bytes_here(run)
+    holds = machine.memory_bytes
+    ranks = run.parallel.ranks or 1
     if state > holds:  # meant for other machines, which are not named
         return _Memory("the largest machine", MOST_BYTES, 1, -(-_largest(run) // ranks), 0)
     return _Memory("this machine", holds, ranks, _largest(run), state)
@@ -118,27 +148,42 @@ def _largest(run: RunConfig) -> int:
 
 def _sample_and_batch(run: RunConfig, memory: _Memory, origins: Mapping[str, str]) -> list[Problem]:
     """The error of a micro-batch, or of the tokens of a step, that do not fit."""
-    t, seq = run.trainer, run.data.length
-    held, tokens = memory.activations(run), memory.samples * seq * TOKEN_BYTES
+    t = run.trainer
+    seq = run.data.length
+    held = memory.activations(run)
+    tokens = memory.samples * seq * TOKEN_BYTES
     need = memory.state + held + tokens
     if need <= memory.holds:
         return []
     left = max(1, memory.holds - memory.state)
-    beside = f" beside {bytes_(memory.state)} for weights, gradients and optimizer state" if memory.state else ""
+    if memory.state:
+        beside = f" beside {bytes_(memory.state)} for weights, gradients and optimizer state"
+    else:
+        beside = ""
     if tokens > held:
-        key, what = "trainer.global_batch_size", f"{memory.samples} samples of {seq} tokens"
+        key = "trainer.global_batch_size"
+        what = f"{memory.samples} samples of {seq} tokens"
         fits = _power_of_two(t.batch * max(0, left - held) // tokens)
     else:
-        key, what = "data.seq_length", f"activations of {t.micro} sample{'s' * (t.micro > 1)} of {seq} tokens"
+        key = "data.seq_length"
+        what = f"activations of {t.micro} sample{'s' * (t.micro > 1)} of {seq} tokens"
         fits = _longest(run, memory, left)
         if t.micro > 1 and held // t.micro + tokens <= left:
-            key, fits = "trainer.micro_batch_size", _power_of_two(t.micro * (left - tokens) // held)
-    fix = f"{key}={fits}" if fits > 1 else "less of both: trainer.global_batch_size and data.seq_length"
+            key = "trainer.micro_batch_size"
+            fits = _power_of_two(t.micro * (left - tokens) // held)
+    if fits > 1:
+        fix = f"{key}={fits}"
+    else:
+        fix = "less of both: trainer.global_batch_size and data.seq_length"
     kept = limited(run.model.family, "parallel.recompute.granularity") is not None
     if key == "data.seq_length" and not kept and memory.activations(_again(run)) + tokens <= left:
         fix = f"parallel.recompute.granularity=full or {fix}"
-    rule = f"{what} need at least {bytes_(need - memory.state)}{beside}; {memory.name} has {bytes_(memory.holds)}"
-    # alone it would fit: then the model is what is too large for this machine, and a run here is refused
+    rule = (
+        f"{what} need at least {bytes_(need - memory.state)}{beside}; {memory.name} has"
+        f" {bytes_(memory.holds)}"
+    )
+    # alone it would fit: then the model is what is too large for this machine, and a run here is
+    # refused
     here = facts_of(run.cluster.device).on_host
     severity: Severity = "warning" if here and held + tokens <= memory.holds else "error"
     step = ("data.seq_length", "trainer.global_batch_size", "trainer.micro_batch_size")
@@ -159,10 +204,14 @@ def _power_of_two(number: int) -> int:
 
 
 def _longest(run: RunConfig, memory: _Memory, left: int) -> int:
-    """The longest sample, a power of two, of which all fits; some kernels need the square of its length."""
+    """The longest sample, a power of two, of which all fits; some kernels need the square of its
+    length.
+    """
     length = _power_of_two(run.data.length - 1)
     while length > 1:
-        shorter = run.model_copy(update={"data": run.data.model_copy(update={"seq_length": length})})
+        shorter = run.model_copy(
+            update={"data": run.data.model_copy(update={"seq_length": length})}
+        )
         if memory.activations(shorter) + memory.samples * length * TOKEN_BYTES <= left:
             return length
         length //= 2
@@ -174,37 +223,59 @@ def _of_experts(run: RunConfig, key: str) -> tuple[str, ...]:
 
 
 def _state_here(run: RunConfig, machine: Machine, origins: Mapping[str, str]) -> list[Problem]:
-    """A warning where the model alone, in its processes, is more than the memory of this machine."""
-    need, ranks = bytes_here(run), run.parallel.ranks or 1
+    """A warning where the model alone, in its processes, is more than the memory of
+    this machine.
+    """
+    need = bytes_here(run)
+    ranks = run.parallel.ranks or 1
     if need <= machine.memory_bytes:
         return []
     rule = (
-        f"weights, gradients and optimizer state in {ranks} process{'es' * (ranks > 1)} need {bytes_(need)}, and "
-        f"this machine has {bytes_(machine.memory_bytes)}; the machines that it is meant for have a name, as in "
-        "cluster=h100x64"
+        f"weights, gradients and optimizer state in {ranks} process{'es' * (ranks > 1)} need"
+        f" {bytes_(need)}, and this machine has {bytes_(machine.memory_bytes)}; the machines that"
+        " it is meant for have a name, as in cluster=h100x64"
     )
     related = ("cluster.device", "cluster.nodes", "parallel.ranks")
     return [
-        problem_of(run, origins, "MT140", "model.name", rule, "model=llama_tiny", severity="warning", related=related)
+        problem_of(
+            run,
+            origins,
+            "MT140",
+            "model.name",
+            rule,
+            "model=llama_tiny",
+            severity="warning",
+            related=related,
+        )
     ]
 
 
 def _state_of_a_device(run: RunConfig, origins: Mapping[str, str]) -> list[Problem]:
     """Where the plan of a step does not fit a device."""
-    memory, ranks = run.cluster.device_memory_gib, run.parallel.ranks or 1
+    memory = run.cluster.device_memory_gib
+    ranks = run.parallel.ranks or 1
     if memory is None:
         return []
-    state = 0 if run.optim.cpu_offload else state_bytes(run) / ranks  # moments in host memory are not on a device
+    # moments in host memory are not on a device
+    state = 0 if run.optim.cpu_offload else state_bytes(run) / ranks
     found = over(run, int(memory * GIB))
     if found is None and state <= memory * GIB:
         return []
     if found is None:
         what = f"weights, gradients and optimizer state need at least {bytes_(state)} a device"
     else:
-        what = f"a step needs {bytes_(found.needed)} on a device of pipeline stage {found.stage}: {found.largest()}"
+        what = (
+            f"a step needs {bytes_(found.needed)} on a device of pipeline stage {found.stage}:"
+            f" {found.largest()}"
+        )
     rule = f"{what}; {run.cluster.name} has {bytes_(memory * GIB)}"
     fix = cheapest(run, int(memory * GIB)) or "a cluster of more devices, or a larger tp, pp or ep"
     sharded_by = [f"parallel.{key}" for key in ("ranks", "tp", "pp", "distributed_optimizer")]
-    related = ("model.name", *sharded_by, *_of_experts(run, "parallel.ep"), "trainer.micro_batch_size")
+    related = (
+        "model.name",
+        *sharded_by,
+        *_of_experts(run, "parallel.ep"),
+        "trainer.micro_batch_size",
+    )
     key = "cluster.device_memory_gib"
     return [problem_of(run, origins, "MT146", key, rule, fix, severity="warning", related=related)]

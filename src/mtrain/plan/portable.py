@@ -10,19 +10,21 @@ from mtrain.plan.shrink import MACHINE, on_a_cpu
 
 
 def portable(run: RunConfig) -> RunConfig:
-    """A resolved run with its model, layout and batch as they are, on synthetic tokens, without CUDA graphs and
-    copies of activations to host memory.
+    """A resolved run with its model, layout and batch as they are, on synthetic tokens, without
+    CUDA graphs and copies of activations to host memory.
 
-    TransformerEngine's, Triton's and torch's kernels for a GPU become those of a CPU, which keep what they keep; who
-    makes the loss stays as it was named, and so does Triton's attention, beside which a CPU's keeps scores. Products
-    in eight bits become products in the format beside them.
+    TransformerEngine's, Triton's and torch's kernels for a GPU become those of a CPU, which keep
+    what they keep; who makes the loss stays as it was named, and so does Triton's attention, beside
+    which a CPU's keeps scores. Products in eight bits become products in the format beside them.
     """
     run = run.on_any_device()
     kernels = {**on_a_cpu(run), **({"loss": "megatron"} if run.kernels.loss == "megatron" else {})}
     kernels |= {"attention": "triton"} if Rank.of(run).words["attention"] == "triton" else {}
     values = {
         "precision": run.precision.unquantized(run.precision.format),
-        "data": run.data.model_copy(update={"kind": "mock", "path": None, "blend": None, "blend_weights": None}),
+        "data": run.data.model_copy(
+            update={"kind": "mock", "path": None, "blend": None, "blend_weights": None}
+        ),
         "kernels": run.kernels.model_copy(update=kernels),
         "cluster": run.cluster.model_copy(
             update={"device": CPU.name, "nodes": 1, "devices_per_node": None, "peak_tflops": {}}

@@ -1,7 +1,9 @@
-"""The memory of a rank of each pipeline stage, by part, at the moment of a step in which it has the most.
+"""The memory of a rank of each pipeline stage, by part, at the moment of a step in which it has the
+most.
 
-Weights, gradients, optimizer state and what autograd keeps are counted tensor by tensor. What a device needs beside
-them follows from the order of operations or is an assumed constant; `HOW` says which is which.
+Weights, gradients, optimizer state and what autograd keeps are counted tensor by tensor. What a
+device needs beside them follows from the order of operations or is an assumed constant; `HOW` says
+which is which.
 """
 
 from __future__ import annotations
@@ -28,26 +30,39 @@ from mtrain.plan.weights import stage_weights
 from mtrain.units import MIB
 
 CONTEXT_BYTES = 758 * MIB
-"""Memory of a process on a GPU beside its tensors: 612 MiB for the context of CUDA and 146 for kernels and their
-workspaces, measured on an H200 with torch 2.11."""
+"""Memory of a process on a GPU beside its tensors: 612 MiB for the context of CUDA and 146 for
+kernels and their workspaces, measured on an H200 with torch 2.11.
+"""
 HOST_BYTES = 300 * MIB
 """Of a rank on a CPU beside the model: what a forked interpreter with torch comes to own."""
 WORLD_BYTES = 558 * MIB
-"""Memory of NCCL and its communicator of all ranks, which every run has: measured there, with one rank."""
+"""Memory of NCCL and its communicator of all ranks, which every run has: measured there, with one
+rank.
+"""
 COMMUNICATOR_BYTES = 389 * MIB
-"""Memory of each further communicator, one for a group of ranks that talk: measured there, with one rank."""
+"""Memory of each further communicator, one for a group of ranks that talk: measured there, with one
+rank.
+"""
 RESERVE = 0.04
-"""Assumed share of what is allocated during a step that torch's allocator holds beside it, in pieces."""
-HOST_LOGITS, GPU_LOGITS, CHUNK = 1 << 22, 1 << 27, 64
-"""Logits that are there at once where the loss is made in parts, of a multiple of so many tokens: as in
-`mtrain_kernels.linear_cross_entropy`."""
+"""Assumed share of what is allocated during a step that torch's allocator holds beside it, in
+pieces.
+"""
+HOST_LOGITS = 1 << 22
+GPU_LOGITS = 1 << 27
+CHUNK = 64
+"""Logits that are there at once where the loss is made in parts, of a multiple of so many tokens:
+as in `mtrain_kernels.linear_cross_entropy`.
+"""
 BENT = 5
-"""Numbers in fp32 of a logit that plain torch bends: the bent one and its slope, of this part and of the one before,
-and one on the way."""
+"""Numbers in fp32 of a logit that plain torch bends: the bent one and its slope, of this part and
+of the one before, and one on the way.
+"""
 MOST_PARTS = 3
 """More of them add up the gradient of a weight in half precision in fp32: as there."""
 QUANTIZED_COPIES = 2
-"""Bytes of an element of a weight in the copies that products in eight bits keep: as it is, and transposed."""
+"""Bytes of an element of a weight in the copies that products in eight bits keep: as it is, and
+transposed.
+"""
 
 PARTS = (
     *("weights", "gradients", "optimizer", "low_precision", "activations", "loss"),
@@ -59,12 +74,23 @@ HOW = {
     "optimizer": "counted: main weights and moments of the part of a rank",
     "low_precision": "reasoned: copies of weights for products in eight bits",
     "activations": "counted: every tensor that autograd keeps, of all micro-batches in flight",
-    "loss": "counted: what a loss in parts keeps, gradients of hidden states and output layer; or all logits",
+    "loss": (
+        "counted: what a loss in parts keeps, gradients of hidden states and output layer; or all"
+        " logits"
+    ),
     "recompute": "counted: what is computed again of one layer, or of one group of layers",
-    "working": "reasoned: gradients on their way and what an operation needs, or logits of a part of the tokens",
+    "working": (
+        "reasoned: gradients on their way and what an operation needs, or logits of a part of the"
+        " tokens"
+    ),
     "communication": "reasoned: what is gathered or sent beside that",
-    "context": "measured: 1,316 MiB on a GPU and 389 for each kind of group that talks; assumed: 300 MiB on a CPU",
-    "reserve": "assumed: 4% of activations, loss, recompute and working that the allocator holds in pieces",
+    "context": (
+        "measured: 1,316 MiB on a GPU and 389 for each kind of group that talks; assumed: 300 MiB"
+        " on a CPU"
+    ),
+    "reserve": (
+        "assumed: 4% of activations, loss, recompute and working that the allocator holds in pieces"
+    ),
 }
 """Of each part of the memory: where its number comes from."""
 
@@ -92,17 +118,23 @@ class StageMemory:
 
     @cached_property
     def in_flight(self) -> tuple[int, list[int]]:
-        """Bytes kept of all micro-batches in flight where they are the most, and how many of each chunk these are."""
+        """Bytes kept of all micro-batches in flight where they are the most, and how many of each
+        chunk these are.
+        """
         micro = self.run.trainer.batch // (self.run.trainer.micro * self.run.parallel.dp)
         once = [shared(chunk) for chunk in self.chunks] or [0] * len(self.kept)
         each = [kept - common for kept, common in zip(self.kept, once, strict=True)]
         most, numbers = most_in_flight(self.run, self.stage, each, max(1, micro))
-        return most + sum(common for common, number in zip(once, numbers, strict=True) if number), numbers
+        return (
+            most + sum(common for common, number in zip(once, numbers, strict=True) if number),
+            numbers,
+        )
 
     @cached_property
     def parts(self) -> dict[str, int]:
         """Bytes by part, in the order of `PARTS`, at the peak."""
-        s, on_host = self.states, facts_of(self.run.cluster.device).on_host
+        s = self.states
+        on_host = facts_of(self.run.cluster.device).on_host
         moment = self._peak
         found = {
             "weights": s.weight_bytes,
@@ -122,21 +154,39 @@ class StageMemory:
 
     @cached_property
     def _moments(self) -> tuple[dict[str, int], dict[str, int]]:
-        """What moves, at the end of the last forward or on its way, and in the backward behind it."""
-        losses, peak = self._losses(), self._backward.peak
-        most, highest = self.in_flight[0] - sum(losses), max(map(forwards, self.chunks), default=0)
+        """What moves, at the end of the last forward or on its way, and in the backward
+        behind it.
+        """
+        losses = self._losses()
+        peak = self._backward.peak
+        most = self.in_flight[0] - sum(losses)
+        highest = max(map(forwards, self.chunks), default=0)
         return (
-            {"activations": most, "loss": sum(losses), "recompute": 0, "working": max(self._loss_work(), highest)},
             {
-                **{"activations": most + min(0, peak.held), "loss": sum(losses[1:]) + self._waiting()},
+                "activations": most,
+                "loss": sum(losses),
+                "recompute": 0,
+                "working": max(self._loss_work(), highest),
+            },
+            {
+                **{
+                    "activations": most + min(0, peak.held),
+                    "loss": sum(losses[1:]) + self._waiting(),
+                },
                 **{"recompute": max(0, peak.held), "working": peak.beside},
             },
         )
 
     def _waiting(self) -> int:
-        """The gradient of a table that a chunk reads at both ends, which is added up before it is handed on."""
-        m, r = self.run.model, self.rank
-        both = any(held.embedding and ((held.loss and m.tie_word_embeddings) or held.mtp) for held in self.held)
+        """The gradient of a table that a chunk reads at both ends, which is added up before it is
+        handed on.
+        """
+        m = self.run.model
+        r = self.rank
+        both = any(
+            held.embedding and ((held.loss and m.tie_word_embeddings) or held.mtp)
+            for held in self.held
+        )
         return m_rows(r) * m.hidden_size * r.element * (both and not r.frozen)
 
     @cached_property
@@ -160,9 +210,12 @@ class StageMemory:
         """When in a step that is."""
         if not self.chunks:
             return "not known: the family does not say what it keeps"
-        micro, forward = sum(self.in_flight[1]), self._peak is self._moments[0]
+        micro = sum(self.in_flight[1])
+        forward = self._peak is self._moments[0]
         loss = any(held.loss for held in self.held) and self.parts["working"] == self._loss_work()
-        what = "in the backward of a layer" + " that is computed again" * (self.parts["recompute"] > 0)
+        what = "in the backward of a layer" + " that is computed again" * (
+            self.parts["recompute"] > 0
+        )
         if forward:
             what = "at the loss" if loss else "in the forward of a layer"
         chunks = " of a chunk" if self.run.parallel.vpp > 1 else ""
@@ -172,7 +225,13 @@ class StageMemory:
         """Bytes kept by the losses of each micro-batch in flight that has them."""
         found: list[int] = []
         for number, chunk in zip(self.in_flight[1], self.chunks, strict=False):
-            kept = {t for graph in chunk for op in graph.ops if op.name.endswith("loss") for t in op.keeps}
+            kept = {
+                t
+                for graph in chunk
+                for op in graph.ops
+                if op.name.endswith("loss")
+                for t in op.keeps
+            }
             found += [size(kept)] * (number if kept else 0)
         return found
 
@@ -190,7 +249,8 @@ class StageMemory:
     def _stays_wide(self, weight: Weight, held: Stage) -> bool:
         """Whether a weight is of a layer that does not multiply in fewer bits."""
         stack, _, rest = weight.name.partition(".layers.")
-        number, m = int(rest.partition(".")[0] or 0), self.run.model
+        number = int(rest.partition(".")[0] or 0)
+        m = self.run.model
         if m.t5 is None and stack in ("decoder", "encoder"):
             return self.run.precision.leaves(held.layers[number], m.num_layers)
         if stack == "vision.encoder" and m.llava is not None:
@@ -199,15 +259,20 @@ class StageMemory:
 
     def _loss_work(self) -> int:
         """What a loss works with."""
-        return max((_loss_work(self.rank, op) for chunk in self.chunks for op in _losses(chunk)), default=0)
+        return max(
+            (_loss_work(self.rank, op) for chunk in self.chunks for op in _losses(chunk)), default=0
+        )
 
     def _communication(self) -> int:
         layer = max(self._layer_weights().values(), default=0)
         return communication_bytes(self.rank, layer) + self._sent()
 
     def _sent(self) -> int:
-        """What was sent to the next stage of all micro-batches in flight, where that is not freed."""
-        run, r = self.run, self.rank
+        """What was sent to the next stage of all micro-batches in flight, where that is
+        not freed.
+        """
+        run = self.run
+        r = self.rank
         if run.parallel.pp == 1 or frees_sent(run):
             return 0
         numbers = zip(self.in_flight[1], self.held, strict=True)
@@ -226,7 +291,11 @@ class StageMemory:
 def _is_quantized(weight: Weight) -> bool:
     """Whether products with it are in fewer bits, where the run has them."""
     layers = weight.kind in ("attention", "mlp", "experts", "mamba")
-    tower = weight.kind == "vision" and ".linear_" in weight.name and not weight.name.startswith("vision.behind.")
+    tower = (
+        weight.kind == "vision"
+        and ".linear_" in weight.name
+        and not weight.name.startswith("vision.behind.")
+    )
     return len(weight.shape) == 2 and (layers or tower)
 
 
@@ -236,17 +305,24 @@ def quantized_bytes(run: RunConfig) -> int:
 
 
 def passing(run: RunConfig) -> bool:
-    """Whether weights are quantised for one product at a time: by our layers, of what is freed behind it."""
+    """Whether weights are quantised for one product at a time: by our layers, of what is freed
+    behind it.
+    """
     low = run.precision.quantized is not None and run.parallel.frees_weights
     return low and Rank.of(run).words["linear"] != "te"
 
 
 def communication_bytes(r: Rank, layer: int) -> int:
-    """Return what FSDP gathers, where a layer has so many elements of weights at most; and buffers of sequences."""
-    run, p, m = r.run, r.layout, r.model
+    """Return what FSDP gathers, where a layer has so many elements of weights at most; and buffers
+    of sequences.
+    """
+    run = r.run
+    p = r.layout
+    m = r.model
     total = r.tokens * m.hidden_size * r.element if r.gathers_into_buffer else 0
     if p.fsdp != "none":
-        # this layer, the next, and what is in none; gradients of one, and those laid in line to be reduced
+        # this layer, the next, and what is in none; gradients of one, and those laid in line to be
+        # reduced
         root = m.padded_vocab_size // p.tp * m.hidden_size
         reduced = r.element + (FP32 if run.precision.grad_reduce_in_fp32 else r.element)
         total += (2 * layer + root) * r.element + max(layer, root) * reduced
@@ -254,7 +330,9 @@ def communication_bytes(r: Rank, layer: int) -> int:
 
 
 def context_bytes(r: Rank) -> int:
-    """Return what a process takes beside torch's allocator: kernels, and NCCL for each group of ranks that talk."""
+    """Return what a process takes beside torch's allocator: kernels, and NCCL for each group of
+    ranks that talk.
+    """
     if r.host:
         return HOST_BYTES
     p = r.layout
@@ -267,13 +345,17 @@ def _losses(chunk: Sequence[Graph]) -> Iterator[Op]:
 
 
 def _loss_work(r: Rank, op: Op) -> int:
-    """Beside what a loss keeps: hidden states by sample and gathered, logits of a part of them, and the gradient
-    of the weight while it is added up in fp32. An output layer with a bias multiplies wider copies."""
-    m, columns = r.model, r.model.padded_vocab_size // r.layout.tp
+    """Beside what a loss keeps: hidden states by sample and gathered, logits of a part of them, and
+    the gradient of the weight while it is added up in fp32. An output layer with a bias multiplies
+    wider copies.
+    """
+    m = r.model
+    columns = r.model.padded_vocab_size // r.layout.tp
     tokens = max((p.m for p in op.products), default=r.tokens)
     if r.words["loss"] == "megatron":  # logits as they come, before they are widened
         return tokens * (columns + m.hidden_size) * r.element
-    rows, gathered = _rows_of_logits(r, tokens, columns), 1 + bool(r.layout.sequence_parallel)
+    rows = _rows_of_logits(r, tokens, columns)
+    gathered = 1 + bool(r.layout.sequence_parallel)
     work = rows * (columns * _logit_bytes(r) + m.hidden_size * FP32)
     work += gathered * tokens * m.hidden_size * r.element
     if tokens > MOST_PARTS * rows and not r.wide and len(op.keeps) > 2:
@@ -282,7 +364,9 @@ def _loss_work(r: Rank, op: Op) -> int:
 
 
 def logits_at_once(run: RunConfig) -> int | None:
-    """As many as `kernels.loss_logits_mib` has room for, in the format of the model; None: nobody said."""
+    """As many as `kernels.loss_logits_mib` has room for, in the format of the model; None: nobody
+    said.
+    """
     room = run.kernels.loss_logits_mib
     return None if room is None else int(room * MIB // bytes_of(run.precision.format))
 
@@ -295,9 +379,13 @@ def _rows_of_logits(r: Rank, tokens: int, columns: int) -> int:
 
 
 def _logit_bytes(r: Rank) -> int:
-    """Of a logit while its loss is made: a fused kernel writes the gradient over it, plain torch widens it."""
+    """Of a logit while its loss is made: a fused kernel writes the gradient over it, plain torch
+    widens it.
+    """
     fused = r.words["loss"] == "triton" or (r.words["loss"] != "megatron" and r.wide)
-    bent = BENT * FP32 * (r.words["loss"] != "triton" and r.model.final_logit_softcapping is not None)
+    bent = (
+        BENT * FP32 * (r.words["loss"] != "triton" and r.model.final_logit_softcapping is not None)
+    )
     return (r.element if fused else r.element + 4) + bent
 
 
@@ -305,7 +393,8 @@ def stage_memories(run: RunConfig) -> list[StageMemory]:
     """Of each pipeline stage of a resolved run.
 
     Raises:
-        ValueError: the family of the model does not say which weights a stage has, or stages do not fit the model.
+        ValueError: the family of the model does not say which weights a stage has, or stages do not
+            fit the model.
     """
     rank = Rank.of(run)
     return [_memory(run, rank, number, held) for number, held in enumerate(held_stages(run))]
@@ -318,12 +407,14 @@ def _memory(run: RunConfig, rank: Rank, number: int, held: Sequence[Stage]) -> S
 
 
 def worst_stage(run: RunConfig) -> StageMemory:
-    """The one with the highest peak; of stages that hold the same the first, which has the most in flight.
+    """The one with the highest peak; of stages that hold the same the first, which has the most in
+    flight.
 
     Raises:
         ValueError: as `stage_memories`.
     """
-    rank, seen = Rank.of(run), dict[object, StageMemory]()
+    rank = Rank.of(run)
+    seen = dict[object, StageMemory]()
     for number, held in enumerate(held_stages(run)):
         key = number == 0, *(stage_kind(run, stage) for stage in held)
         if key not in seen:
@@ -333,8 +424,11 @@ def worst_stage(run: RunConfig) -> StageMemory:
 
 def stage_kind(run: RunConfig, stage: Stage) -> tuple[object, ...]:
     """What stages have in common that compute the same."""
-    m, layers = run.model, stage.layers
-    dense = 0 if m.moe is None else max(0, min(m.moe.first_dense_layers, layers.stop) - layers.start)
+    m = run.model
+    layers = stage.layers
+    dense = (
+        0 if m.moe is None else max(0, min(m.moe.first_dense_layers, layers.stop) - layers.start)
+    )
     kinds = "" if m.hybrid is None else m.hybrid.pattern[layers.start : layers.stop]
     linear = () if m.linear_attention is None else tuple(map(m.is_linear, layers))
     turn = [layers.start % every for every in (m.window_attn_skip_freq, m.no_rope_freq) if every]

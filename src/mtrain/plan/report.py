@@ -33,8 +33,10 @@ def report(run: RunConfig) -> dict[str, Any]:
     Raises:
         ValueError: the family of the model does not say which weights a stage has.
     """
-    stages, memory = stage_memories(run), run.cluster.device_memory_gib
-    worst, size = max(stages, key=lambda stage: stage.peak), checkpoint_bytes(run, stages)
+    stages = stage_memories(run)
+    memory = run.cluster.device_memory_gib
+    worst = max(stages, key=lambda stage: stage.peak)
+    size = checkpoint_bytes(run, stages)
     holds = None if memory is None else int(memory * GIB)
     found: dict[str, Any] = {
         "model": run.model.name,
@@ -80,7 +82,12 @@ def _parameters(run: RunConfig, stages: list[StageMemory]) -> dict[str, Any]:
         "frozen": total if run.peft.kind else family_of(run.model).frozen_parameters(run.model),
         "by_kind": dict(by_kind),
         "by_stage": [
-            {"stage": s.stage, "layers": layers(s.held), "rank": s.states.numbers.total(), **s.states.numbers}
+            {
+                "stage": s.stage,
+                "layers": layers(s.held),
+                "rank": s.states.numbers.total(),
+                **s.states.numbers,
+            }
             for s in stages
         ],
     }
@@ -89,7 +96,9 @@ def _parameters(run: RunConfig, stages: list[StageMemory]) -> dict[str, Any]:
 def whole(run: RunConfig, weight: Weight) -> int:
     """Elements of a weight over all ranks of a stage that hold a part of it."""
     p = run.parallel
-    if weight.kind == "experts" or weight.expert:  # their biases have an expert-tensor parallelism of 1
+    if (
+        weight.kind == "experts" or weight.expert
+    ):  # their biases have an expert-tensor parallelism of 1
         return weight.numel * p.ep * expert_tensors(p)
     return weight.numel * (1 if weight.whole else p.tp)
 
@@ -105,7 +114,8 @@ def layers(held: tuple[Stage, ...]) -> str:
     for stage in held:
         words += ["E"] if stage.embedding else []
         if stage.layers:
-            first, last = stage.layers[0], stage.layers[-1]
+            first = stage.layers[0]
+            last = stage.layers[-1]
             words.append(str(first) if first == last else f"{first}-{last}")
         words += ["MTP"] * bool(stage.mtp) + ["L"] * stage.loss
     return " ".join(words)
@@ -126,14 +136,20 @@ def _stage(stage: StageMemory) -> dict[str, Any]:
 
 
 def checkpoint_bytes(run: RunConfig, stages: list[StageMemory]) -> int:
-    """Of a checkpoint: every weight once, and its main weight, moments and factors where it is trained."""
-    each, total, how = bytes_of(run.precision.format), 0, update_of(run)
+    """Of a checkpoint: every weight once, and its main weight, moments and factors where it is
+    trained.
+    """
+    each = bytes_of(run.precision.format)
+    total = 0
+    how = update_of(run)
     for stage in stages:
         matrices = dict(stage.states.matrices)
         for weight in stage.states.weights:
             if not _again(stage, weight):
                 number = whole(run, weight)
-                total += number * each + (0 if weight.frozen else state_bytes_of(run, weight, number))
+                total += number * each + (
+                    0 if weight.frozen else state_bytes_of(run, weight, number)
+                )
                 if how is not None and (one := matrices.get(weight)) is not None:
                     total += number // sum(map(prod, one.parts)) * factor_bytes(how, one)
     return total
@@ -145,19 +161,35 @@ def notes(run: RunConfig) -> list[str]:
     if run.model.moe is not None:
         out.append(_balance(run))
     if run.data.packed and run.data.document_tokens is None:
-        out.append("each packed sample is taken for one document: shorter ones attend to less (data.document_tokens)")
+        out.append(
+            "each packed sample is taken for one document: shorter ones attend to less"
+            " (data.document_tokens)"
+        )
     if family_of(run.model).stage is None:
-        out.append(f"the family {run.model.family} does not say what its layers keep: activations are not counted")
+        out.append(
+            f"the family {run.model.family} does not say what its layers keep: activations are not"
+            " counted"
+        )
     if not facts_of(run.cluster.device).on_host:
-        out.append("what fused kernels keep follows from their sources, and was not measured on a device")
+        out.append(
+            "what fused kernels keep follows from their sources, and was not measured on a device"
+        )
     if left := left_to_others(run, Equipped()):
         where = "a GPU of no known generation" if run.cluster.sm is None else f"sm_{run.cluster.sm}"
         names = f"others do {', '.join(left)}, unless kernels.{left[0]}=triton names it"
-        out.append(f"Triton's kernels are taken where committed results admit them, and on {where} {names}")
+        out.append(
+            f"Triton's kernels are taken where committed results admit them, and on {where} {names}"
+        )
     if run.trainer.cuda_graph_impl != "none":
-        out.append("CUDA graphs are left out: launches take their time, and graphs have no memory of their own")
+        out.append(
+            "CUDA graphs are left out: launches take their time, and graphs have no memory of"
+            " their own"
+        )
     if run.parallel.activation_offload.modules:
-        out.append("activations that wait in host memory are counted on the device, and their copies take no time")
+        out.append(
+            "activations that wait in host memory are counted on the device, and their copies take"
+            " no time"
+        )
     if run.optim.cpu_offload:
         out.append("moments in host memory are left out; main weights stay on the device")
     return out
@@ -168,9 +200,12 @@ def _balance(run: RunConfig) -> str:
     factor = run.parallel.expert_imbalance
     if run.parallel.ep == 1 or factor == 1:
         return (
-            "every expert is chosen as often: a rank whose experts are chosen more often keeps more and takes longer"
+            "every expert is chosen as often: a rank whose experts are chosen more often keeps more"
+            " and takes longer"
         )
-    return f"the busiest rank of experts gets {factor:g} times the average (parallel.expert_imbalance)"
+    return (
+        f"the busiest rank of experts gets {factor:g} times the average (parallel.expert_imbalance)"
+    )
 
 
 def alike(stages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -186,7 +221,8 @@ def alike(stages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def _joined(group: Sequence[dict[str, Any]]) -> dict[str, str]:
-    first, last = group[0], group[-1]
+    first = group[0]
+    last = group[-1]
     if len(group) == 1:
         return {"stage": str(first["stage"]), "layers": _short(first["layers"])}
     layers = f"{_short(first['layers'])} to {_short(last['layers'])}"
@@ -206,7 +242,10 @@ def device_word(run: RunConfig) -> str:
 
 def headline(found: Mapping[str, Any]) -> str:
     """What was planned: model, number format, layout and machines."""
-    layout = " ".join(f"{axis}{n}" for axis, n in found["layout"].items() if n > 1 and axis not in ("etp", "edp"))
+    layout = " ".join(
+        f"{axis}{n}" for axis, n in found["layout"].items() if n > 1 and axis not in ("etp", "edp")
+    )
     return (
-        f"{found['model']}, {found['formats']}, {layout or 'one rank'} on {devices(found['ranks'], found['cluster'])}"
+        f"{found['model']}, {found['formats']}, {layout or 'one rank'} on"
+        f" {devices(found['ranks'], found['cluster'])}"
     )

@@ -1,4 +1,6 @@
-"""How a run scales: on each of several numbers of devices the fastest layout, with one batch or one per device."""
+"""How a run scales: on each of several numbers of devices the fastest layout, with one batch or one
+per device.
+"""
 
 from __future__ import annotations
 
@@ -34,12 +36,16 @@ class Point:
     @property
     def tokens_per_s(self) -> float:
         """Of all devices."""
-        return 0.0 if self.layout is None else self.layout.time.tokens_per_second_per_device * self.devices
+        if self.layout is None:
+            return 0.0
+        return self.layout.time.tokens_per_second_per_device * self.devices
 
     @property
     def flops_per_device(self) -> float:
         """Model FLOP/s of a device, with causal attention."""
-        return 0.0 if self.layout is None else self.tokens_per_s / self.devices * flops_of_token(self.layout.run)
+        if self.layout is None:
+            return 0.0
+        return self.tokens_per_s / self.devices * flops_of_token(self.layout.run)
 
 
 @dataclass(frozen=True)
@@ -61,26 +67,42 @@ class Scale:
 
 
 def on(raw: RunConfig, devices: int) -> RunConfig:
-    """A run that is not resolved, on so many devices of its cluster: whole machines, or a part of one."""
+    """A run that is not resolved, on so many devices of its cluster: whole machines, or a part of
+    one.
+    """
     per_node = raw.cluster.devices_per_node
     if per_node is None:
         return changed(raw, {"parallel.ranks": devices})
     if devices < per_node:
-        return changed(raw, {"cluster.nodes": 1, "cluster.devices_per_node": devices, "parallel.ranks": None})
+        return changed(
+            raw, {"cluster.nodes": 1, "cluster.devices_per_node": devices, "parallel.ranks": None}
+        )
     return changed(raw, {"cluster.nodes": devices // per_node, "parallel.ranks": None})
 
 
 def misfit(raw: RunConfig, devices: int) -> str:
-    """Why so many devices are no machines of the cluster, and which numbers near are; empty where they are."""
+    """Why so many devices are no machines of the cluster, and which numbers near are; empty where
+    they are.
+    """
     per_node = raw.cluster.devices_per_node
     if per_node is None or devices % per_node == 0 or per_node % devices == 0:
         return ""
     below = devices // per_node * per_node
     near = " and ".join(str(number) for number in (below, below + per_node) if number)
-    return f"{devices} devices are no whole machines of {raw.cluster.name}, which have {per_node}; nearest: {near}"
+    return (
+        f"{devices} devices are no whole machines of {raw.cluster.name}, which have {per_node};"
+        f" nearest: {near}"
+    )
 
 
-def point(raw: RunConfig, said: Mapping[str, Any], machine: Machine, devices: int, batch: int, differs: str) -> Point:
+def point(
+    raw: RunConfig,
+    said: Mapping[str, Any],
+    machine: Machine,
+    devices: int,
+    batch: int,
+    differs: str,
+) -> Point:
     """The fastest layout of a run on so many devices.
 
     Raises:
@@ -98,7 +120,9 @@ def point(raw: RunConfig, said: Mapping[str, Any], machine: Machine, devices: in
 
 
 def batches(first: int, devices: Sequence[int], *, weak: bool) -> list[int | None]:
-    """Of each number of devices, where it is `first` on the fewest; None: that is no whole number."""
+    """Of each number of devices, where it is `first` on the fewest; None: that is no
+    whole number.
+    """
     if not weak:
         return [first] * len(devices)
     return [None if first * each % devices[0] else first * each // devices[0] for each in devices]

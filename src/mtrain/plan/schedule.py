@@ -13,9 +13,9 @@ Turn = tuple[bool, int]
 def turns(run: RunConfig, stage: int, microbatches: int) -> Iterator[Turn]:
     """What pipeline rank `stage` does in a step, one micro-batch of a chunk after the other.
 
-    First forwards alone, then one forward and one backward in turn, then backwards alone; with virtual stages a
-    chunk takes a group of micro-batches before the next chunk does, and backwards go through the chunks from the last
-    to the first (Narayanan et al. 2021, arXiv:2104.04473).
+    First forwards alone, then one forward and one backward in turn, then backwards alone; with
+    virtual stages a chunk takes a group of micro-batches before the next chunk does, and backwards
+    go through the chunks from the last to the first (Narayanan et al. 2021, arXiv:2104.04473).
     """
     p = run.parallel
     group = p.microbatch_group_size_per_vp_stage or p.pp
@@ -38,8 +38,11 @@ def _forwards(microbatches: int, chunks: int, group: int) -> Iterator[int]:
             yield from [chunk] * (min(first + group, microbatches) - first)
 
 
-def most_in_flight(run: RunConfig, stage: int, kept: list[int], microbatches: int) -> tuple[int, list[int]]:
-    """The most bytes that pipeline rank `stage` keeps at once, and of each chunk how many micro-batches they are of.
+def most_in_flight(
+    run: RunConfig, stage: int, kept: list[int], microbatches: int
+) -> tuple[int, list[int]]:
+    """The most bytes that pipeline rank `stage` keeps at once, and of each chunk how many
+    micro-batches they are of.
 
     `kept` are those of one micro-batch of each chunk.
     """
@@ -49,10 +52,14 @@ def most_in_flight(run: RunConfig, stage: int, kept: list[int], microbatches: in
         return number * kept[0], [number]
     group = p.microbatch_group_size_per_vp_stage or p.pp
     enough = 4 * max(group, p.pp)  # later ones repeat
-    held, now, most, best = [0] * p.vpp, 0, 0, [0] * p.vpp
+    held = [0] * p.vpp
+    now = 0
+    most = 0
+    best = [0] * p.vpp
     for forward, chunk in turns(run, stage, min(microbatches, enough)):
         held[chunk] += 1 if forward else -1
         now += kept[chunk] if forward else -kept[chunk]
         if now > most:
-            most, best = now, list(held)
+            most = now
+            best = list(held)
     return most, best

@@ -1,4 +1,6 @@
-"""The same run, small enough for a laptop: layout, stages, experts per rank and schedule stay; widths do not."""
+"""The same run, small enough for a laptop: layout, stages, experts per rank and schedule stay;
+widths do not.
+"""
 
 from __future__ import annotations
 
@@ -31,24 +33,33 @@ MACHINE = Machine(cpu_cores=1, memory_bytes=0)
 
 
 def shrink(
-    run: RunConfig, *, steps: int, dtype: str = "fp32", max_ranks: int = 16, interpreted: bool = False
+    run: RunConfig,
+    *,
+    steps: int,
+    dtype: str = "fp32",
+    max_ranks: int = 16,
+    interpreted: bool = False,
 ) -> RunConfig:
     """`run` with the same layout, on synthetic tokens on a CPU.
 
-    Of its data-parallel ranks the fewest stay that the layout allows, and a second one where all fit in `max_ranks`.
-    A layout that needs more has its degrees halved, the largest first, until it fits.
+    Of its data-parallel ranks the fewest stay that the layout allows, and a second one where all
+    fit in `max_ranks`. A layout that needs more has its degrees halved, the largest first, until it
+    fits.
 
-    Layers become one or two per (virtual) stage, heads and key/value heads the fewest that keep how they are sharded,
-    experts at most two per rank; a micro-batch has one sample, or two where experts are balanced sequence by
-    sequence. Everything that decides which code runs stays as it was: norm, activation, biases, positions, windows,
-    sinks, tying, routing, recomputation, optimizer, schedule. Products in 8 or 4 bits do not: see `in_eight_bits`;
-    nor does a small `optim.eps` of soap: see `_state`. Kernels are the portable ones; where Triton is `interpreted`,
+    Layers become one or two per (virtual) stage, heads and key/value heads the fewest that keep how
+    they are sharded, experts at most two per rank; a micro-batch has one sample, or two where
+    experts are balanced sequence by sequence. Everything that decides which code runs stays as it
+    was: norm, activation, biases, positions, windows, sinks, tying, routing, recomputation,
+    optimizer, schedule. Products in 8 or 4 bits do not: see `in_eight_bits`; nor does a small
+    `optim.eps` of soap: see `_state`. Kernels are the portable ones; where Triton is `interpreted`,
     its own stay.
     """
     run = run.on_any_device()
-    p, deep = _fitting(run.parallel, max_ranks), stages(run)
+    p = _fitting(run.parallel, max_ranks)
+    deep = stages(run)
     if p.pp * p.vpp < len(deep):  # written stages are of a pipeline that no longer exists
-        p, deep = p.model_copy(update=EQUAL_STAGES), []
+        p = p.model_copy(update=EQUAL_STAGES)
+        deep = []
     seq = 2 * p.cp * p.tp * -(-32 // (2 * p.cp * p.tp))
     if p.hybrid_context_parallel:  # room for documents of different lengths
         seq *= 4
@@ -81,9 +92,17 @@ def shrink(
             }
         ),
         "kernels": run.kernels.model_copy(update=on_a_cpu(run)),
-        "checkpoint": run.checkpoint.model_copy(update={"save_interval": 0, "save_minutes": None, "resume": None}),
+        "checkpoint": run.checkpoint.model_copy(
+            update={"save_interval": 0, "save_minutes": None, "resume": None}
+        ),
         "cluster": run.cluster.model_copy(
-            update={"name": "rehearsal", "device": CPU.name, "nodes": 1, "devices_per_node": None, "peak_tflops": {}}
+            update={
+                "name": "rehearsal",
+                "device": CPU.name,
+                "nodes": 1,
+                "devices_per_node": None,
+                "peak_tflops": {},
+            }
         ),
     }
     small = resolve(RunConfig.model_validate(run.model_copy(update=values).model_dump()), MACHINE)
@@ -92,9 +111,15 @@ def shrink(
 
 
 def on_device_of(run: RunConfig, small: RunConfig) -> RunConfig:
-    """`small` on the device of `run`, with the kernels of `run` where they can do what `small` asks."""
+    """`small` on the device of `run`, with the kernels of `run` where they can do what `small`
+    asks.
+    """
     words = {op.name: getattr(run.kernels, op.name) for op in OPERATIONS}
-    kept = {name: word for name, word in words.items() if word is not None and lacks(name, word, small) is None}
+    kept = {
+        name: word
+        for name, word in words.items()
+        if word is not None and lacks(name, word, small) is None
+    }
     cluster = small.cluster.model_copy(
         update={"device": run.cluster.device, "devices_per_node": small.parallel.ranks}
     )
@@ -110,17 +135,27 @@ def with_triton_of(run: RunConfig, small: RunConfig) -> RunConfig:
 
 
 def _fitting(p: ParallelConfig, max_ranks: int) -> ParallelConfig:
-    """`p` with the fewest ranks that its degrees allow, or twice as many where there was data parallelism."""
+    """`p` with the fewest ranks that its degrees allow, or twice as many where there was data
+    parallelism.
+    """
     data_parallel = p.dp
     while _fewest(p) > max_ranks:
-        axis = max(("ep", "pp", "cp", "etp", "tp"), key=lambda a: (getattr(p, a) or 1) % 2 == 0 and getattr(p, a))
+        axis = max(
+            ("ep", "pp", "cp", "etp", "tp"),
+            key=lambda a: (getattr(p, a) or 1) % 2 == 0 and getattr(p, a),
+        )
         degree = getattr(p, axis)
         if not degree or degree % 2:
             break
         p = p.model_copy(update={axis: degree // 2})
         if axis == "cp":
-            gather = {"cp_comm_type": "p2p", "hierarchical_cp_sizes": None} if p.hierarchical_cp_sizes else {}
-            p = p.model_copy(update=gather if p.cp > 1 else {"cp_comm_type": None, "hierarchical_cp_sizes": None})
+            if p.hierarchical_cp_sizes:
+                gather = {"cp_comm_type": "p2p", "hierarchical_cp_sizes": None}
+            else:
+                gather = {}
+            p = p.model_copy(
+                update=gather if p.cp > 1 else {"cp_comm_type": None, "hierarchical_cp_sizes": None}
+            )
         if axis == "pp" and p.pp == 1:
             p = p.model_copy(update={"vpp": 1})
         if axis == "tp" and p.tp == 1:
@@ -132,7 +167,9 @@ def _fitting(p: ParallelConfig, max_ranks: int) -> ParallelConfig:
 
 
 def _fewest(p: ParallelConfig) -> int:
-    """The fewest ranks of the grid, in which every replica of a sharded copy has two of them at least."""
+    """The fewest ranks of the grid, in which every replica of a sharded copy has two of them at
+    least.
+    """
     world = smallest_world(p)
     while p.hsdp_replicas > 1 and (world // (p.tp * p.pp)) % (2 * p.hsdp_replicas):
         world += smallest_world(p)
@@ -140,7 +177,9 @@ def _fewest(p: ParallelConfig) -> int:
 
 
 def _taken_in_turn(asked: ParallelConfig, p: ParallelConfig) -> int:
-    """Micro-batches that a (virtual) stage of `p` takes in turn: more than stages where more were asked for."""
+    """Micro-batches that a (virtual) stage of `p` takes in turn: more than stages where more were
+    asked for.
+    """
     more = p.vpp > 1 and (asked.microbatch_group_size_per_vp_stage or 0) > asked.pp
     return 2 * p.pp if more else p.pp
 
@@ -162,11 +201,14 @@ def _ramp(run: RunConfig, smallest: int, batch: int, seq: int) -> dict[str, Any]
 
 
 def alone(run: RunConfig) -> RunConfig:
-    """The same run on one rank, with everything kept on it: the same samples in the same micro-batches.
+    """The same run on one rank, with everything kept on it: the same samples in the same
+    micro-batches.
 
-    Where experts are balanced sequence by sequence, each in a micro-batch of its own: nothing may depend on that.
+    Where experts are balanced sequence by sequence, each in a micro-batch of its own: nothing may
+    depend on that.
     """
-    apart = balances_sequences(run) and run.precision.quantized is None  # a scale of 8 bits is that of a micro-batch
+    # a scale of 8 bits is that of a micro-batch
+    apart = balances_sequences(run) and run.precision.quantized is None
     micro = {"micro_batch_size": 1} if apart else {}
     optim = run.optim.model_copy(update={"cpu_offload": 0.0})
     # what replaces main weights is the distributed optimizer's, on one rank too
@@ -176,16 +218,24 @@ def alone(run: RunConfig) -> RunConfig:
 
 
 def balances_sequences(run: RunConfig) -> bool:
-    """Whether routers balance each sequence for itself, so that it does not matter which are in a micro-batch."""
+    """Whether routers balance each sequence for itself, so that it does not matter which are in a
+    micro-batch.
+    """
     moe = run.model.moe
-    alone = moe is not None and moe.router_load_balancing_type == "seq_aux_loss" and not moe.expert_capacity_factor
+    alone = (
+        moe is not None
+        and moe.router_load_balancing_type == "seq_aux_loss"
+        and not moe.expert_capacity_factor
+    )
     return alone and not run.data.packed
 
 
 def in_eight_bits(small: RunConfig, full: RunConfig, *, interpreted: bool = False) -> RunConfig:
-    """A small run in fp32 whose linear layers, all of them, multiply in the 8 bits that `full` says.
+    """A small run in fp32 whose linear layers, all of them, multiply in the 8 bits that `full`
+    says.
 
-    No rule is asked: they want bf16 beside 8 bits and the sizes that GPUs multiply, and an emulation needs neither.
+    No rule is asked: they want bf16 beside 8 bits and the sizes that GPUs multiply, and an
+    emulation needs neither.
     """
     eight = {"fp8": full.precision.fp8, "fp8_recipe": full.precision.fp8_recipe}
     small = small.model_copy(update={"precision": small.precision.model_copy(update=eight)})
@@ -193,9 +243,11 @@ def in_eight_bits(small: RunConfig, full: RunConfig, *, interpreted: bool = Fals
 
 
 def without_chance(run: RunConfig) -> RunConfig:
-    """The same run with nothing drawn in a step: no dropout, no noise of routers, no random experts.
+    """The same run with nothing drawn in a step: no dropout, no noise of routers, no random
+    experts.
 
-    Ranks with other tokens or layers draw other numbers, so runs of two layouts are equal on average alone.
+    Ranks with other tokens or layers draw other numbers, so runs of two layouts are equal on
+    average alone.
     """
     certain: dict[str, Any] = {"attention_dropout": 0.0, "hidden_dropout": 0.0}
     if run.model.moe is not None:
@@ -208,8 +260,8 @@ def without_chance(run: RunConfig) -> RunConfig:
 def by_document(run: RunConfig) -> RunConfig | None:
     """The same run, of packed samples, with a loss that is the sum of those of its documents alone.
 
-    The balancing loss, which is of a whole micro-batch, is off; None where experts have a capacity, or sinkhorn
-    balances them.
+    The balancing loss, which is of a whole micro-batch, is off; None where experts have a capacity,
+    or sinkhorn balances them.
     """
     moe = run.model.moe
     if moe is None:
@@ -223,10 +275,11 @@ def by_document(run: RunConfig) -> RunConfig | None:
 def _state(run: RunConfig, dtype: str) -> dict[str, Any]:
     """Optimizer state that does not hide in its rounding what is to be compared in fp32.
 
-    Adam's first steps are signs. In a basis that is made of gradients, rounding decides many of them. Bases change
-    within the few steps.
+    Adam's first steps are signs. In a basis that is made of gradients, rounding decides many of
+    them. Bases change within the few steps.
     """
-    how, smooth = update_of(run), dict[str, Any]()
+    how = update_of(run)
+    smooth = dict[str, Any]()
     if isinstance(how, Rotated):
         often = {"precondition_frequency": min(how.frequency, BASES_EVERY)}
         section = getattr(run.optim, run.optim.name).model_copy(update=often)
@@ -245,7 +298,9 @@ def _state(run: RunConfig, dtype: str) -> dict[str, Any]:
 
 
 def _with_sides_of(run: RunConfig, small: RunConfig) -> RunConfig:
-    """`small`, with the limit under which most sides of matrices have an eigenbasis where those of `run` have one."""
+    """`small`, with the limit under which most sides of matrices have an eigenbasis where those of
+    `run` have one.
+    """
     how = update_of(run)
     if not isinstance(how, Rotated):
         return small
@@ -254,24 +309,34 @@ def _with_sides_of(run: RunConfig, small: RunConfig) -> RunConfig:
     if not long & sides.keys():
         return small
     limits = sorted({max(1, length - less) for length in sides.values() for less in (0, 1)})
-    limit = max(limits, key=lambda n: sum((length > n) == (side in long) for side, length in sides.items()))
+    limit = max(
+        limits, key=lambda n: sum((length > n) == (side in long) for side, length in sides.items())
+    )
     section = getattr(small.optim, small.optim.name).model_copy(update={"max_precond_dim": limit})
-    return small.model_copy(update={"optim": small.optim.model_copy(update={small.optim.name: section})})
+    return small.model_copy(
+        update={"optim": small.optim.model_copy(update={small.optim.name: section})}
+    )
 
 
 def _sides(run: RunConfig) -> dict[tuple[str, int], int]:
-    """Sides of matrices by a weight's name, without the numbers of layers and experts, and their place in it."""
+    """Sides of matrices by a weight's name, without the numbers of layers and experts, and their
+    place in it.
+    """
     found: dict[tuple[str, int], int] = {}
     for stage in stages(run):
         for weight, matrix in matrices(run, stage):
             lengths = (length for part in matrix.parts for length in part)
-            found |= {(_NUMBERS.sub(".", weight.name), place): length for place, length in enumerate(lengths)}
+            found |= {
+                (_NUMBERS.sub(".", weight.name), place): length
+                for place, length in enumerate(lengths)
+            }
     return found
 
 
 def differences(before: RunConfig, after: RunConfig) -> list[str]:
     """What was shrunk, as `key: old -> new`."""
-    old, new = before.flat(), after.flat()
+    old = before.flat()
+    new = after.flat()
     watched = (
         "model.",
         "data.seq_length",
@@ -281,13 +346,22 @@ def differences(before: RunConfig, after: RunConfig) -> list[str]:
         "optim.soap.max",
         *_FORMATS,
     )
-    return [f"{k}: {old.get(k)} -> {v}" for k, v in new.items() if old.get(k) != v and k.startswith(watched)]
+    return [
+        f"{k}: {old.get(k)} -> {v}"
+        for k, v in new.items()
+        if old.get(k) != v and k.startswith(watched)
+    ]
 
 
 def on_a_cpu(run: RunConfig) -> dict[str, Any]:
     """Keys of `kernels` with the portable ones everywhere."""
     words = dict.fromkeys((key for key, value in run.kernels if not isinstance(value, bool)))
-    return {**words, "default": "reference", "optimizer": "auto", "gradient_accumulation_fusion": False}
+    return {
+        **words,
+        "default": "reference",
+        "optimizer": "auto",
+        "gradient_accumulation_fusion": False,
+    }
 
 
 def _optimizer(run: RunConfig, steps: int, dtype: str) -> OptimConfig:
@@ -307,9 +381,11 @@ def _final_decay(run: RunConfig) -> dict[str, Any]:
 
 
 def _depth(p: ParallelConfig, deep: list[Stage], fewest: int) -> tuple[int, ParallelConfig]:
-    """Layers of the small model, `fewest` at least where stages are equal, and the layout that says how they are
-    sharded."""
-    blocks, smallest = p.pp * p.vpp, min((len(s.layers) for s in deep if s.layers), default=0)
+    """Layers of the small model, `fewest` at least where stages are equal, and the layout that says
+    how they are sharded.
+    """
+    blocks = p.pp * p.vpp
+    smallest = min((len(s.layers) for s in deep if s.layers), default=0)
     sizes = [min(len(s.layers), 1 + (len(s.layers) > smallest)) for s in deep]
     if p.pipeline_layout is not None:
         kinds = zip(deep, sizes, strict=True)

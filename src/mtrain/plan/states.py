@@ -1,4 +1,6 @@
-"""Weights, gradients and optimizer state of one rank, with the padding that megatron-core's buffers have."""
+"""Weights, gradients and optimizer state of one rank, with the padding that megatron-core's buffers
+have.
+"""
 
 from __future__ import annotations
 
@@ -17,11 +19,18 @@ from mtrain.layout.stages import held_stages
 from mtrain.models.weights import Weight
 from mtrain.plan.weights import Matrix, factor_bytes, matrices, stage_weights, update_of
 
-START, END, END_OF_LARGE = 64, 128, 1 << 16
-"""Elements that a weight begins at a multiple of, and a bucket ends at, where the optimizer is distributed."""
-SMALLEST_BUCKET, BUCKET_PER_RANK = 40_000_000, 1_000_000
-"""megatron-core's buckets where nobody says: the first, or the second for each data-parallel rank."""
-SCALED, SCALE_BYTES = 128, 4
+START = 64
+END = 128
+END_OF_LARGE = 1 << 16
+"""Elements that a weight begins at a multiple of, and a bucket ends at, where the optimizer is
+distributed.
+"""
+SMALLEST_BUCKET = 40_000_000
+BUCKET_PER_RANK = 1_000_000
+"""megatron-core's buckets where nobody says: the first, or the second for each data-parallel rank.
+"""
+SCALED = 128
+SCALE_BYTES = 4
 """Elements of a moment in eight bits that share a scale, and what that takes."""
 
 
@@ -55,9 +64,14 @@ class States:
         return found
 
     def _trained(self, what: str) -> int:
-        """Elements of a rank's part of what is trained; experts have fewer copies to shard than other weights."""
+        """Elements of a rank's part of what is trained; experts have fewer copies to shard than
+        other weights.
+        """
         sharded = fsdp_shards(self.run, what)
-        return sum(-(-(bucket.end - bucket.start) // (ranks if sharded else 1)) for bucket, ranks in self.buckets)
+        return sum(
+            -(-(bucket.end - bucket.start) // (ranks if sharded else 1))
+            for bucket, ranks in self.buckets
+        )
 
     @property
     def _frozen(self) -> int:
@@ -78,14 +92,19 @@ class States:
     def optimizer_bytes(self, data_rank: int = 0) -> int:
         """Of main weights and moments, for a rank of the data-parallel group.
 
-        Of what is offloaded the moments are in host memory: megatron-core keeps main weights on the device.
+        Of what is offloaded the moments are in host memory: megatron-core keeps main weights on the
+        device.
         """
-        total, p, on_device = 0.0, self.run.parallel, 1 - self.run.optim.cpu_offload
-        sharded, main = fsdp_shards(self.run, "optimizer"), main_weight_bytes(self.run)
+        total = 0.0
+        p = self.run.parallel
+        on_device = 1 - self.run.optim.cpu_offload
+        sharded = fsdp_shards(self.run, "optimizer")
+        main = main_weight_bytes(self.run)
         for bucket, ranks in self.buckets:
             parts = ranks if p.distributed_optimizer else 1
             share = (bucket.end - bucket.start) // parts
-            first, held = bucket.start + data_rank % parts * share, 0.0
+            first = bucket.start + data_rank % parts * share
+            held = 0.0
             for start, weight in bucket.weights:
                 here = min(first + share, start + weight.numel) - max(first, start)
                 if here > 0:
@@ -95,13 +114,19 @@ class States:
 
     @property
     def most_optimizer_bytes(self) -> int:
-        """Of the data-parallel rank that has the most: they differ in what is kept of whole matrices."""
+        """Of the data-parallel rank that has the most: they differ in what is kept of whole
+        matrices.
+        """
         return self.optimizer_bytes() - self._factors[0] + max(self._factors)
 
     @cached_property
     def _factors(self) -> list[int]:
-        """By rank, of what the update keeps of whole matrices, each with one of the ranks that share the state."""
-        how, p, grid = update_of(self.run), self.run.parallel, RankGrid.of(self.run)
+        """By rank, of what the update keeps of whole matrices, each with one of the ranks that
+        share the state.
+        """
+        how = update_of(self.run)
+        p = self.run.parallel
+        grid = RankGrid.of(self.run)
         kinds = {False: grid.dp * grid.cp, True: grid.edp}
         found = [0] * max(kinds.values())
         if how is None:
@@ -110,7 +135,9 @@ class States:
             some = [one for _, one in self.matrices if one.expert == expert]
             ranks = max(1, every // p.hsdp_replicas) if p.distributed_optimizer else 1
             held = [0] * ranks
-            for one, owner in zip(some, owners([how.work(one.shape) for one in some], ranks), strict=True):
+            for one, owner in zip(
+                some, owners([how.work(one.shape) for one in some], ranks), strict=True
+            ):
                 held[owner] += factor_bytes(how, one)
             found = [size + held[rank % ranks] for rank, size in enumerate(found)]
         return found
@@ -122,8 +149,11 @@ def rank_states(run: RunConfig, stage: int) -> States:
     Raises:
         ValueError: the family of the model does not say which weights a stage has.
     """
-    every, buckets, whole = list[Weight](), list[tuple[Bucket, int]](), list[tuple[Weight, Matrix]]()
-    grid, copies = RankGrid.of(run), run.parallel.hsdp_replicas
+    every = list[Weight]()
+    buckets = list[tuple[Bucket, int]]()
+    whole = list[tuple[Weight, Matrix]]()
+    grid = RankGrid.of(run)
+    copies = run.parallel.hsdp_replicas
     size = _bucket_size(run, grid, stage)
     for held in held_stages(run)[stage]:
         weights = stage_weights(run, held)
@@ -131,7 +161,10 @@ def rank_states(run: RunConfig, stage: int) -> States:
         whole += reversed(list(matrices(run, held)))
         for expert, ranks in ((False, grid.dp * grid.cp), (True, grid.edp)):
             chosen = [w for w in weights if w.expert == expert and not w.frozen]
-            buckets += [(b, max(1, ranks // copies)) for b in _buckets(run, chosen, max(1, ranks // copies), size)]
+            buckets += [
+                (b, max(1, ranks // copies))
+                for b in _buckets(run, chosen, max(1, ranks // copies), size)
+            ]
     return States(run, tuple(every), tuple(buckets), tuple(whole))
 
 
@@ -143,8 +176,12 @@ def _bucket_size(run: RunConfig, grid: RankGrid, stage: int) -> int | None:
     return p.ddp_bucket_size or max(SMALLEST_BUCKET, BUCKET_PER_RANK * grid.dp)
 
 
-def _buckets(run: RunConfig, weights: Sequence[Weight], ranks: int, size: int | None) -> Iterator[Bucket]:
-    """A buffer of weights, the last first, cut into buckets as megatron-core's `_ParamAndGradBuffer` cuts it."""
+def _buckets(
+    run: RunConfig, weights: Sequence[Weight], ranks: int, size: int | None
+) -> Iterator[Bucket]:
+    """A buffer of weights, the last first, cut into buckets as megatron-core's
+    `_ParamAndGradBuffer` cuts it.
+    """
     p = run.parallel
     padded = bool(p.distributed_optimizer)
     multiple = lcm(ranks, END, END_OF_LARGE if p.ddp_pad_buckets_for_high_nccl_busbw else 1)
@@ -181,7 +218,9 @@ def state_bytes_of(run: RunConfig, weight: Weight, elements: int) -> int:
 
 
 def _moments(run: RunConfig, weight: Weight, elements: int) -> int:
-    formats = list(OPTIMIZERS[run.optim.name].states_of(run, weight.name, len(weight.shape)).values())
+    formats = list(
+        OPTIMIZERS[run.optim.name].states_of(run, weight.name, len(weight.shape)).values()
+    )
     scales = -(-elements // SCALED) * SCALE_BYTES * formats.count("fp8")
     return elements * sum(map(bytes_of, formats)) + scales
 
@@ -199,4 +238,6 @@ _ALONE = {"optim": ("optimizer",), "optim_grads": ("optimizer", "gradients")}
 def fsdp_shards(run: RunConfig, what: str) -> bool:
     """Whether FSDP shards weights, gradients or optimizer state."""
     p = run.parallel
-    return p.fsdp != "none" and what in _ALONE.get(p.fsdp_sharding or "", ("optimizer", "gradients", "weights"))
+    return p.fsdp != "none" and what in _ALONE.get(
+        p.fsdp_sharding or "", ("optimizer", "gradients", "weights")
+    )

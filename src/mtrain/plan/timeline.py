@@ -1,4 +1,6 @@
-"""A step of the pipeline over time: what each stage works on, when it waits, and what it keeps meanwhile."""
+"""A step of the pipeline over time: what each stage works on, when it waits, and what it keeps
+meanwhile.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,9 @@ MOST_GROUPS = 3
 
 @dataclass(frozen=True)
 class Block:
-    """One forward or backward of a chunk on a micro-batch; times in units of the whole model's forward on one."""
+    """One forward or backward of a chunk on a micro-batch; times in units of the whole model's
+    forward on one.
+    """
 
     stage: int
     chunk: int
@@ -28,7 +32,9 @@ class Block:
 
 @dataclass(frozen=True)
 class Timeline:
-    """What all stages do in a step, or at its begin and its end; communication takes no time here."""
+    """What all stages do in a step, or at its begin and its end; communication takes no
+    time here.
+    """
 
     blocks: tuple[tuple[Block, ...], ...]
     """Of each stage, in order."""
@@ -44,30 +50,37 @@ class Timeline:
 
     @property
     def cut(self) -> float | None:
-        """When micro-batches are left out, in the middle of those drawn: before it the step is as it begins, behind
-        it as it ends, and between them the same repeats. None: all are drawn."""
+        """When micro-batches are left out, in the middle of those drawn: before it the step is as
+        it begins, behind it as it ends, and between them the same repeats. None: all are drawn.
+        """
         return self.end / 2 if self.micro < self.of else None
 
     def number(self, block: Block) -> int:
         """The micro-batch of a block in the whole step."""
-        return block.micro + (self.of - self.micro if self.cut is not None and block.begin >= self.cut else 0)
+        return block.micro + (
+            self.of - self.micro if self.cut is not None and block.begin >= self.cut else 0
+        )
 
     @property
     def bubble(self) -> float:
-        """Share of the whole step that the busiest stage waits; more micro-batches add work to it, and no waiting."""
+        """Share of the whole step that the busiest stage waits; more micro-batches add work to it,
+        and no waiting.
+        """
         busy = max(sum(block.end - block.begin for block in stage) for stage in self.blocks)
         waits = self.end - busy
         return waits / (waits + busy * self.of / self.micro)
 
 
 def timeline(stages: Sequence[StageMemory], *, whole: bool = False) -> Timeline:
-    """Of the stages of a run, in the order of megatron-core's schedules; `whole`: all micro-batches of a step.
+    """Of the stages of a run, in the order of megatron-core's schedules; `whole`: all micro-batches
+    of a step.
 
     Raises:
         ValueError: the family does not say what a stage computes.
     """
     run = stages[0].run
-    p, every = run.parallel, max(1, run.trainer.batch // (run.trainer.micro * run.parallel.dp))
+    p = run.parallel
+    every = max(1, run.trainer.batch // (run.trainer.micro * run.parallel.dp))
     if not all(stage.chunks for stage in stages):
         raise ValueError(f"the family {run.model.family} does not say what its layers compute")
     group = (p.microbatch_group_size_per_vp_stage or p.pp) if p.vpp > 1 else 1
@@ -81,14 +94,21 @@ def _cost(stage: StageMemory, chunk: int) -> tuple[float, float]:
     """Products of a forward, and of a backward with what it computes again."""
     graphs = stage.chunks[chunk]
     forward = sum(graph.flops() for graph in graphs)
-    again = sum(product.flops for graph in graphs for op in graph.ops if op.again for product in op.products)
+    again = sum(
+        product.flops for graph in graphs for op in graph.ops if op.again for product in op.products
+    )
     return float(forward), BACKWARD * forward + again
 
 
 def _blocks(
-    stages: Sequence[StageMemory], costs: Sequence[Sequence[tuple[float, float]]], micro: int, unit: float
+    stages: Sequence[StageMemory],
+    costs: Sequence[Sequence[tuple[float, float]]],
+    micro: int,
+    unit: float,
 ) -> tuple[tuple[Block, ...], ...]:
-    """Each stage takes its turns in order, and each turn waits for the chunk before it in the model."""
+    """Each stage takes its turns in order, and each turn waits for the chunk before it in the
+    model.
+    """
     run = stages[0].run
     todo = [list(turns(run, stage.stage, micro)) for stage in stages]
     made: list[list[Block]] = [[] for _ in stages]
@@ -118,7 +138,9 @@ def _blocks(
     return tuple(map(tuple, made))
 
 
-def _needed(forward: bool, place: int, micro: int, last: int, stages: int) -> tuple[bool, int, int, int] | None:
+def _needed(
+    forward: bool, place: int, micro: int, last: int, stages: int
+) -> tuple[bool, int, int, int] | None:
     """What must have ended before the chunk at `place` in the model can begin; None: nothing."""
     before = place - 1 if forward else place + 1
     if forward and place == 0:
@@ -130,7 +152,8 @@ def _needed(forward: bool, place: int, micro: int, last: int, stages: int) -> tu
 
 def kept_over_time(stage: StageMemory, blocks: Sequence[Block]) -> list[tuple[float, int]]:
     """When what autograd keeps on a rank of a stage changes, and to how many bytes."""
-    held, out = 0, [(0.0, 0)]
+    held = 0
+    out = [(0.0, 0)]
     for block in blocks:
         held += stage.kept[block.chunk] if block.forward else -stage.kept[block.chunk]
         out.append((block.end, held))

@@ -28,7 +28,8 @@ class Matrix:
 
 
 def stage_weights(run: RunConfig, held: Stage) -> list[Weight]:
-    """The weights of a (virtual) stage on one rank with their adapters, in the order in which the builder makes them.
+    """The weights of a (virtual) stage on one rank with their adapters, in the order in which the
+    builder makes them.
 
     Raises:
         ValueError: the family of the model does not say which these are.
@@ -52,11 +53,15 @@ def update_of(run: RunConfig) -> Orthogonal | Rotated | None:
 
 def matrices(run: RunConfig, held: Stage) -> Iterator[tuple[Weight, Matrix]]:
     """Those of a (virtual) stage of a rank, in the order of its weights."""
-    how, family, p = update_of(run), family_of(run.model), run.parallel
+    how = update_of(run)
+    family = family_of(run.model)
+    p = run.parallel
     if how is None or family.weights is None:
         return
     alone = p.model_copy(update={"tp": 1, "etp": 1}) if how.whole else p
-    for weight, whole in zip(stage_weights(run, held), family.weights(run.model, alone, held), strict=True):
+    for weight, whole in zip(
+        stage_weights(run, held), family.weights(run.model, alone, held), strict=True
+    ):
         parts = () if weight.frozen else how.matrices(weight.name, whole.shape)
         if parts:
             yield weight, Matrix(weight.shape, parts, weight.expert, weight.shape != whole.shape)
@@ -78,7 +83,8 @@ def shared_out(
     """What each rank computes, as `layout.owners` deals it out; ranks with the same are one."""
     if ranks == 1:
         return {frozenset(found.items())}
-    loads, owned = [(0, rank) for rank in range(ranks)], [Counter[Matrix]() for _ in range(ranks)]
+    loads = [(0, rank) for rank in range(ranks)]
+    owned = [Counter[Matrix]() for _ in range(ranks)]
     heapify(loads)
     for one, number in sorted(found.items(), key=lambda item: -how.work(item[0].shape)):
         for _ in range(number):

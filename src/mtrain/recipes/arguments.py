@@ -39,19 +39,28 @@ class Arguments:
         self.maybe: dict[str, Unread] = {}
         """Flags that such a word holds, perhaps."""
         self.doubts: dict[str, str] = {}
-        """Flags that were asked for and are not known, with the reason; whoever reads an entry empties it."""
+        """Flags that were asked for and are not known, with the reason; whoever reads an entry
+        empties it.
+        """
         self._behind: dict[str, Unread] = {}
-        name, current = "", self.stray
+        name = ""
+        current = self.stray
         for word in words:
             start = word if isinstance(word, str) else word.start
-            if start.startswith("--") and len(start) > 2 and (isinstance(word, str) or "=" in start):
+            if (
+                start.startswith("--")
+                and len(start) > 2
+                and (isinstance(word, str) or "=" in start)
+            ):
                 name, equals, value = start.partition("=")
                 current = self.flags[name] = []
                 if isinstance(word, Unread):
                     current.append(Unread((value, *word.pieces[1:]) if value else word.pieces[1:]))
                 elif equals:
                     current.append(value)
-            elif isinstance(word, Unread) and (start.startswith("--") or (word.whole and self._full(name, switches))):
+            elif isinstance(word, Unread) and (
+                start.startswith("--") or (word.whole and self._full(name, switches))
+            ):
                 self._set_loose(word, name)
             else:
                 current.append(word)
@@ -62,7 +71,9 @@ class Arguments:
 
     def _set_loose(self, word: Unread, name: str) -> None:
         words = [inner for gap in word.gaps for inner in (gap.words or ())]
-        if any(gap.words is None for gap in word.gaps) or any(isinstance(w, Unread) and w.whole for w in words):
+        if any(gap.words is None for gap in word.gaps) or any(
+            isinstance(w, Unread) and w.whole for w in words
+        ):
             self.loose.append(word)
             if name and not word.absent:
                 self._behind.setdefault(name, word)
@@ -123,7 +134,9 @@ class Arguments:
         try:
             return convert(text)
         except (ValueError, OverflowError):
-            self.refuse(flag, "unreadable", f"{text[:40]!r} is no {_NAMES.get(convert, 'value of it')}")
+            self.refuse(
+                flag, "unreadable", f"{text[:40]!r} is no {_NAMES.get(convert, 'value of it')}"
+            )
             return None
 
 
@@ -157,18 +170,23 @@ class Entry:
     write: Callable[[Values], Sequence[str]]
     """The words of the command line; none where absence says the same."""
     decides: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
-    """Flag -> the keys that are not known where its value is not; all keys for a flag that is not in it."""
+    """Flag -> the keys that are not known where its value is not; all keys for a flag that is not
+    in it.
+    """
     switches: tuple[str, ...] = ()
     """Those of the flags that take no value."""
 
 
 class _Reading(dict[str, Any]):
-    """Keys as they are read: whoever asks for a key has its entry read first, so that their order does not matter.
+    """Keys as they are read: whoever asks for a key has its entry read first, so that their order
+    does not matter.
 
     A key is left open where its entry asked for a flag, or for a key, that is not known.
     """
 
-    def __init__(self, a: Arguments, entries: Iterable[Entry], known: Draft, left: dict[str, str]) -> None:
+    def __init__(
+        self, a: Arguments, entries: Iterable[Entry], known: Draft, left: dict[str, str]
+    ) -> None:
         super().__init__(known)
         self._arguments = a
         self._waiting = {key: entry for entry in entries for key in entry.keys}
@@ -185,7 +203,8 @@ class _Reading(dict[str, Any]):
     def read(self, entry: Entry) -> None:
         for key in entry.keys:
             self._waiting.pop(key, None)
-        before, self._arguments.doubts = self._arguments.doubts, {}
+        before = self._arguments.doubts
+        self._arguments.doubts = {}
         self.update(entry.read(self._arguments, self))
         for name, why in self._arguments.doubts.items():
             for key in entry.decides.get(name, entry.keys):
@@ -205,11 +224,13 @@ class _Reading(dict[str, Any]):
         return super().__contains__(key)
 
 
-def read_all(a: Arguments, entries: Sequence[Entry], known: Draft, left: dict[str, str] | None = None) -> Draft:
+def read_all(
+    a: Arguments, entries: Sequence[Entry], known: Draft, left: dict[str, str] | None = None
+) -> Draft:
     """What the flags say by all `entries`, beside keys that are known before.
 
-    `left` are keys that are not known, with the reason; those that follow from them, or from flags that are not
-    known, are added.
+    `left` are keys that are not known, with the reason; those that follow from them, or from flags
+    that are not known, are added.
     """
     d = _Reading(a, entries, known, {} if left is None else left)
     for entry in entries:

@@ -1,11 +1,15 @@
-"""Whole numbers from text: `$(( ))` of a shell, and the list expressions of `--moe-layer-freq`; nothing is run."""
+"""Whole numbers from text: `$(( ))` of a shell, and the list expressions of `--moe-layer-freq`;
+nothing is run.
+"""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Callable
 
-MAX_TEXT, MAX_DIGITS, MAX_ITEMS = 500, 18, 10_000
+MAX_TEXT = 500
+MAX_DIGITS = 18
+MAX_ITEMS = 10_000
 
 _TOKEN = re.compile(r"\s*(?:([0-9]+)|\$?\{?([A-Za-z_][A-Za-z0-9_]*)\}?|([-+*/%()\[\],]))")
 
@@ -15,7 +19,9 @@ class _Unreadable(ValueError):
 
 
 def whole_number(text: str, variable: Callable[[str], str | None]) -> int | None:
-    """The value of a sum of products of whole numbers and variables; None where it cannot be known."""
+    """The value of a sum of products of whole numbers and variables; None where it
+    cannot be known.
+    """
     try:
         parser = _Parser(text, variable)
         value = parser.sum()
@@ -26,7 +32,9 @@ def whole_number(text: str, variable: Callable[[str], str | None]) -> int | None
 
 
 def pattern_of(text: str) -> list[int] | None:
-    """The list that `([0]*3+[1]*58)` spells; None where it is no such expression, or longer than 10000."""
+    """The list that `([0]*3+[1]*58)` spells; None where it is no such expression, or longer than
+    10000.
+    """
     try:
         parser = _Parser(text, lambda name: None)
         value = parser.sum()
@@ -43,13 +51,18 @@ class _Parser:
         if len(text) > MAX_TEXT:
             raise _Unreadable
         self.tokens: list[tuple[str, str]] = []
-        position, text = 0, text.strip()
+        position = 0
+        text = text.strip()
         while position < len(text):
             match = _TOKEN.match(text, position)
             if match is None:
                 raise _Unreadable
             self.tokens.append(
-                ("number", match[1]) if match[1] else ("name", match[2]) if match[2] else ("", match[3])
+                ("number", match[1])
+                if match[1]
+                else ("name", match[2])
+                if match[2]
+                else ("", match[3])
             )
             position = match.end()
         self.at = 0
@@ -92,8 +105,13 @@ class _Parser:
             raise _Unreadable
         kind, text = self.tokens[self.at]
         self.at += 1
-        found: str | None = self.variable(text) if kind == "name" else text if kind == "number" else None
-        if found is None or not re.fullmatch(r"\s*-?(0|[1-9][0-9]{0,17})\s*", found):  # 010 is 8 to a shell
+        if kind == "name":
+            found: str | None = self.variable(text)
+        else:
+            found = text if kind == "number" else None
+        if found is None or not re.fullmatch(
+            r"\s*-?(0|[1-9][0-9]{0,17})\s*", found
+        ):  # 010 is 8 to a shell
             raise _Unreadable
         return int(found)
 

@@ -1,4 +1,6 @@
-"""The command of a script that trains: what starts its processes, the program, and the words that it is given."""
+"""The command of a script that trains: what starts its processes, the program, and the words that
+it is given.
+"""
 
 from __future__ import annotations
 
@@ -28,12 +30,30 @@ _PLACES = {
         "--rdzv-endpoint",
         "--rdzv-id",
     ),
-    *("--rdzv-conf", "--main-process-ip", "--main-process-port", "--local-addr", "--nodelist", "--relative"),
+    *(
+        "--rdzv-conf",
+        "--main-process-ip",
+        "--main-process-port",
+        "--local-addr",
+        "--nodelist",
+        "--relative",
+    ),
     *("--host", "--hosts", "-w", "-H", "-r"),
 }
 """Flags of launchers that differ from machine to machine of one training."""
 _REMOTE = ("ssh", "pdsh")
-_STARTING = ("torchrun", "python", "python3", "deepspeed", "accelerate", "srun", "mpirun", "mpiexec", "env", "nohup")
+_STARTING = (
+    "torchrun",
+    "python",
+    "python3",
+    "deepspeed",
+    "accelerate",
+    "srun",
+    "mpirun",
+    "mpiexec",
+    "env",
+    "nohup",
+)
 _LAUNCHERS = ("torch.distributed", "torch.", "deepspeed", "accelerate")
 
 
@@ -90,7 +110,10 @@ def training_command(script: Script, source: str) -> Found:
         meant = _without_places(best[3].words)
         unlike = dict.fromkeys(c.where for c in rivals if _without_places(c.words) != meant)
         if unlike:
-            found.doubt = f"{best[3].where} is read, and {', '.join([*unlike][:5])} trains otherwise: which is meant?"
+            found.doubt = (
+                f"{best[3].where} is read, and {', '.join([*unlike][:5])} trains otherwise: which"
+                " is meant?"
+            )
         if best[3].conditional:
             where = "in a condition, a loop or a function that is not called"
             found.notes.append(f"{best[3].where}: the command stands {where}; it is read once")
@@ -111,11 +134,10 @@ def _all_variables(script: Script, source: str) -> Found:
     a = Arguments(words)
     if len((a.flags.keys() | a.maybe.keys()) & known_flags()) < FEW_FLAGS:
         rule = "no flags of Megatron-LM are found in it"
-        fix = (
-            f"{program()} recipe import --capture -- bash {source}, which runs it"
-            if os.path.isfile(source)
-            else FLAGS_FIX
-        )
+        if os.path.isfile(source):
+            fix = f"{program()} recipe import --capture -- bash {source}, which runs it"
+        else:
+            fix = FLAGS_FIX
         raise ConfigError([Problem("MT701", "", None, rule, fix, source)])
     does = other_than_gpt(None, a.flags, source)
     family = family_of(does)
@@ -134,7 +156,9 @@ def _without_places(words: Sequence[Word]) -> list[str]:
     """A command without what differs from machine to machine: ranks and addresses."""
     launcher, _, rest = _parted(words)
     texts = list(map(shown, launcher))
-    start = next((i for i, text in enumerate(texts) if i and os.path.basename(text) in _STARTING), 0)
+    start = next(
+        (i for i, text in enumerate(texts) if i and os.path.basename(text) in _STARTING), 0
+    )
     out = list[str]()
     skips = False
     remote = bool(texts) and os.path.basename(texts[0]) in _REMOTE
@@ -153,15 +177,26 @@ def _parted(words: Sequence[Word]) -> tuple[list[Word], str | None, list[Word]]:
     """Return what starts the processes, the training program, and what that is given."""
     texts = list(map(shown, words))
     for index, text in enumerate(texts):
-        module = text == "-m" and index + 1 < len(words) and not texts[index + 1].startswith(_LAUNCHERS)
+        module = (
+            text == "-m" and index + 1 < len(words) and not texts[index + 1].startswith(_LAUNCHERS)
+        )
         if module:
             return list(words[: index + 2]), texts[index + 1], list(words[index + 2 :])
         if text.endswith(".py"):
             return list(words[: index + 1]), text, list(words[index + 1 :])
     first = next((i for i, text in enumerate(texts) if text.startswith("--")), len(words))
-    own = next((i for i, text in enumerate(texts) if text.partition("=")[0] in known_flags()), len(words))
-    unread = [i for i in range(first + 1, own) if isinstance(words[i], Unread) and not texts[i - 1].startswith("--")]
+    own = next(
+        (i for i, text in enumerate(texts) if text.partition("=")[0] in known_flags()), len(words)
+    )
+    unread = [
+        i
+        for i in range(first + 1, own)
+        if isinstance(words[i], Unread) and not texts[i - 1].startswith("--")
+    ]
     if unread and own < len(words):  # the program is none that is known
         return list(words[: unread[-1] + 1]), texts[unread[-1]], list(words[unread[-1] + 1 :])
-    launcher = list(words[:first]) if first and (texts[0].isidentifier() or isinstance(words[0], Unread)) else []
+    if first and (texts[0].isidentifier() or isinstance(words[0], Unread)):
+        launcher = list(words[:first])
+    else:
+        launcher = []
     return launcher, None, list(words[first if first < len(words) else len(launcher) :])

@@ -31,21 +31,31 @@ class Difference:
 
 
 def overrides_of(words: Sequence[str]) -> list[str]:
-    """Words of a command line where a bare one names a recipe, a run or checkpoint folder, or a run file.
+    """Words of a command line where a bare one names a recipe, a run or checkpoint folder, or a run
+    file.
 
     `~key` takes a key away, and is no path; `~/mine.yaml` is one.
 
     Raises:
         ConfigError: a folder holds no run, or there is no such recipe.
     """
-    return [word if "=" in word or (word[:1] == "~" and "/" not in word) else _named(word) for word in words]
+    return [
+        word if "=" in word or (word[:1] == "~" and "/" not in word) else _named(word)
+        for word in words
+    ]
 
 
 def _named(word: str) -> str:
     path = user_path(word)
-    if path.is_dir() and not (path / RUN_FILE).is_file() and not path.with_suffix(".yaml").is_file():
+    if (
+        path.is_dir()
+        and not (path / RUN_FILE).is_file()
+        and not path.with_suffix(".yaml").is_file()
+    ):
         rule = f"{word} is a folder without {RUN_FILE}; a run or a checkpoint folder has one"
-        raise ConfigError([Problem("MT502", "", None, rule, "the name of a recipe, or runs/NAME", "command line")])
+        raise ConfigError(
+            [Problem("MT502", "", None, rule, "the name of a recipe, or runs/NAME", "command line")]
+        )
     if (path / RUN_FILE).is_file():
         return f"run={path / RUN_FILE}"
     key = "run" if _is_run_file(path) else "recipe"
@@ -63,8 +73,11 @@ def _is_run_file(path: Path) -> bool:
 
 
 def differences(left: RunConfig, right: RunConfig) -> list[Difference]:
-    """What differs, the gravest kind first; the words of a recipe about itself and how to resume left out."""
-    mine, theirs = left.recorded().flat(), right.recorded().flat()
+    """What differs, the gravest kind first; the words of a recipe about itself and how to resume
+    left out.
+    """
+    mine = left.recorded().flat()
+    theirs = right.recorded().flat()
     keys = [key for key in {**mine, **theirs} if mine.get(key, ABSENT) != theirs.get(key, ABSENT)]
     found = [
         Difference(key, mine.get(key, ABSENT), theirs.get(key, ABSENT), effect_of(key))
@@ -77,6 +90,7 @@ def differences(left: RunConfig, right: RunConfig) -> list[Difference]:
 
 def _beside_its_section(key: str, mine: dict[str, Any], theirs: dict[str, Any]) -> bool:
     """Whether a key says only that a section is there, which its own keys on the other side say."""
-    here, there = key in mine, key in theirs
+    here = key in mine
+    there = key in theirs
     other = theirs if here else mine
     return here != there and any(k.startswith(f"{key}.") for k in other)

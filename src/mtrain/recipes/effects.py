@@ -1,4 +1,6 @@
-"""What the commands of a shell script do to its variables: what is followed, and what is forgotten."""
+"""What the commands of a shell script do to its variables: what is followed, and what
+is forgotten.
+"""
 
 from __future__ import annotations
 
@@ -13,12 +15,27 @@ from mtrain.recipes.syntax import Branches, Command, Function, Loop, Node, assig
 from mtrain.recipes.words import Part, Raw
 
 DECLARING = ("export", "readonly", "declare", "typeset", "local")
-SETTING = ("read", "mapfile", "readarray", "let", "getopts", "unset", "coproc", "wait", "trap", "printf")
+SETTING = (
+    "read",
+    "mapfile",
+    "readarray",
+    "let",
+    "getopts",
+    "unset",
+    "coproc",
+    "wait",
+    "trap",
+    "printf",
+)
 """Commands that set variables which their words name."""
-_ANY = frozenset(["eval", "source", ".", "command", "builtin", "shift", "set", "alias", "enable", "shopt"])
+_ANY = frozenset(
+    ["eval", "source", ".", "command", "builtin", "shift", "set", "alias", "enable", "shopt"]
+)
 """Commands that may set any variable, or change what words mean."""
 NAMES = re.compile(r"[A-Za-z_]\w*")
-_SETS_INSIDE = re.compile(r"\$\(\([^)]*(?:\+\+|--|<<=|>>=|[^=!<>]=[^=])|\$\{\w+:?=|\[[^]]*(?:\+\+|--)")
+_SETS_INSIDE = re.compile(
+    r"\$\(\([^)]*(?:\+\+|--|<<=|>>=|[^=!<>]=[^=])|\$\{\w+:?=|\[[^]]*(?:\+\+|--)"
+)
 
 _UNKNOWN = Raw([Part("variable", "", False)])
 """A name that is not known."""
@@ -41,7 +58,9 @@ class Effects(Expander):
         """Names whose assignments mean something else: numbers, references, letters of one case."""
 
     def forget(self, names: Iterable[str], why: str) -> None:
-        """Makes variables unknown from here on; every one, where a name stands for another variable."""
+        """Makes variables unknown from here on; every one, where a name stands for another
+        variable.
+        """
         found = dict.fromkeys(names)
         super().forget(found, why)
         if not self.references.isdisjoint(found.keys()):
@@ -50,7 +69,8 @@ class Effects(Expander):
     def forget_set(self, names: Iterable[str], body: Sequence[Node], why: str) -> None:
         """Forgets the variables that statements, and the functions that they call, may set."""
         self.forget(names, why)
-        bodies, seen = [body], set[str]()
+        bodies = [body]
+        seen = set[str]()
         while bodies:
             for found in commands_in(bodies.pop()):
                 self.spend(len(found.text))
@@ -64,9 +84,12 @@ class Effects(Expander):
                 name = first.plain or ""
                 if _SETS_INSIDE.search(found.text) or name in (*SETTING, *DECLARING):
                     self.forget(NAMES.findall(found.text), why)
-                behind = (
-                    found.words[next(i for i, raw in enumerate(found.words) if raw is first) + 1 :] if name else ()
-                )
+                if name:
+                    behind = found.words[
+                        next(i for i, raw in enumerate(found.words) if raw is first) + 1 :
+                    ]
+                else:
+                    behind = []
                 if any(map(_computed_name, _naming(name, behind))):
                     self.forget_all(why)
                 if name in self.functions and name not in seen:
@@ -79,7 +102,9 @@ class Effects(Expander):
     def set_arguments(self, name: str, said: list[str], why: str) -> None:
         """`set` and `shift`: other arguments, and options."""
         options = [
-            word for word, before in zip(said, ["", *said], strict=False) if not re.match("[-+][a-z]*o$", before)
+            word
+            for word, before in zip(said, ["", *said], strict=False)
+            if not re.match("[-+][a-z]*o$", before)
         ]
         if name == "shift" or any(word == "--" or word[:1] not in ("-", "+") for word in options):
             self.state.arguments = self.gap("$@", why)
@@ -88,11 +113,19 @@ class Effects(Expander):
         """Takes an assignment."""
         match = assignment(raw)
         assert match is not None
-        name, index, more = match[1], match[2], bool(match[3])
+        name = match[1]
+        index = match[2]
+        more = bool(match[3])
         first = raw.parts[0]
         rest = first.text[match.end() :]
         self.calculated(index or "", f"{name}{index}")
-        if index or typed or name in self.assumed or name == "IFS" or any(_begin(i) == "[" for i in raw.array or ()):
+        if (
+            index
+            or typed
+            or name in self.assumed
+            or name == "IFS"
+            or any(_begin(i) == "[" for i in raw.array or ())
+        ):
             self.joined([Part("text", rest, False), *raw.parts[1:]])
             why = f"is set in a way that is not followed (line {self.line})"
             self.forget([name], why)
@@ -103,7 +136,11 @@ class Effects(Expander):
             self.homes.add(rest)
         value: list[Value]
         if raw.array is not None:
-            value = [(w,) if isinstance(w, str) else w.pieces for item in raw.array for w in self.expand(item)]
+            value = [
+                (w,) if isinstance(w, str) else w.pieces
+                for item in raw.array
+                for w in self.expand(item)
+            ]
         else:
             value = [self.joined([Part("text", rest, False), *raw.parts[1:]])]
         held = self.state.variables.get(name)
@@ -127,7 +164,9 @@ class Effects(Expander):
 
     def declare(self, command: str, raws: Sequence[Raw], node: Command) -> None:
         """`export`, `readonly`, `declare`, `local`: plain forms are assignments."""
-        options = "".join(raw.plain or "" for raw in raws if (raw.plain or "").startswith(("-", "+")))
+        options = "".join(
+            raw.plain or "" for raw in raws if (raw.plain or "").startswith(("-", "+"))
+        )
         typed = bool(re.search("[iulnA]", options))
         for raw in raws:
             match = assignment(raw)
@@ -147,8 +186,12 @@ class Effects(Expander):
             if "n" in options:
                 self.references.add(name)
 
-    def either(self, name: str, found: Sequence[list[Value] | Gap | None], why: str) -> list[Value] | Gap:
-        """One of several values of a variable: what they begin with alike, and what some of them add."""
+    def either(
+        self, name: str, found: Sequence[list[Value] | Gap | None], why: str
+    ) -> list[Value] | Gap:
+        """One of several values of a variable: what they begin with alike, and what some of them
+        add.
+        """
         if any(isinstance(one, Gap) and one.words is None for one in found):
             return self.gap(f"${name}", why)
         values: list[list[Value]] = [
@@ -162,14 +205,18 @@ class Effects(Expander):
                 return [(start, " ", self.gap(f"${name}", why, words=added))]
         same = [items[0] for items in takewhile(_alike, zip(*values, strict=False))]
         rest = [item for items in values for item in items[len(same) :]]
-        gap = self.gap(f"${name}", why, words=tuple(one for item in rest for one in words_in(word_of(item))))
+        gap = self.gap(
+            f"${name}", why, words=tuple(one for item in rest for one in words_in(word_of(item)))
+        )
         return [*same, (gap,)] if same else gap
 
 
 def either_function(
     node: Branches, defined: Sequence[dict[str, tuple[str, Function]]]
 ) -> dict[str, tuple[str, Function]]:
-    """Functions behind branches: one that is another in each is made of all of them, of which one runs."""
+    """Functions behind branches: one that is another in each is made of all of them, of which one
+    runs.
+    """
     out: dict[str, tuple[str, Function]] = {}
     for name in dict.fromkeys(name for functions in defined for name in functions):
         found = [functions[name] for functions in defined if name in functions]
@@ -178,7 +225,9 @@ def either_function(
         if len(different) > 1:
             bodies = [one.body for _, one in different]
             text = f"{name} under {node.text}"
-            function = Function(node.line, name, [Branches(node.line, text, [], bodies, len(found) == len(defined))])
+            function = Function(
+                node.line, name, [Branches(node.line, text, [], bodies, len(found) == len(defined))]
+            )
         out[name] = source, function
     return out
 
@@ -200,12 +249,16 @@ def _naming(command: str, words: Sequence[Raw]) -> list[Raw]:
     if taking is None:
         return []
     return [
-        raw for raw, before in zip(words, ["", *plain], strict=False) if not re.match(f"-\\w*[{taking}]$", before)
+        raw
+        for raw, before in zip(words, ["", *plain], strict=False)
+        if not re.match(f"-\\w*[{taking}]$", before)
     ]
 
 
 def _computed_name(raw: Raw) -> bool:
-    """Tell if the name in a word is not written there: `$1`, `"$1=$2"`, and not `A`, `"A=$2"` or `A[$1]`."""
+    """Tell if the name in a word is not written there: `$1`, `"$1=$2"`, and not `A`, `"A=$2"` or
+    `A[$1]`.
+    """
     first = raw.parts[0] if raw.parts else None
     if first is None or all(part.kind == "text" for part in raw.parts):
         return False
@@ -225,7 +278,11 @@ def _alike(items: tuple[Value, ...]) -> bool:
 def _goes_on(word: Word, start: str) -> bool:
     """Whether a text is another one with more words behind it."""
     rest = shown(word)[len(start) :]
-    return isinstance(word, str) and word.startswith(start) and (not rest or not start or rest[0].isspace())
+    return (
+        isinstance(word, str)
+        and word.startswith(start)
+        and (not rest or not start or rest[0].isspace())
+    )
 
 
 def _begin(raw: Raw) -> str:
@@ -233,4 +290,8 @@ def _begin(raw: Raw) -> str:
 
 
 def _argument(value: Value) -> bool:
-    return len(value) == 1 and isinstance(value[0], Gap) and bool(re.fullmatch(r"\$\{?[1-9]\}?", value[0].text))
+    return (
+        len(value) == 1
+        and isinstance(value[0], Gap)
+        and bool(re.fullmatch(r"\$\{?[1-9]\}?", value[0].text))
+    )

@@ -1,4 +1,6 @@
-"""Words of a shell script with the values of its own variables in them; what only a run could tell stays a gap."""
+"""Words of a shell script with the values of its own variables in them; what only a run could tell
+stays a gap.
+"""
 
 from __future__ import annotations
 
@@ -11,15 +13,20 @@ from mtrain.recipes.arithmetic import whole_number
 from mtrain.recipes.gaps import Gap, Unread, Value, Word, between, shown, split, word_of
 from mtrain.recipes.words import Lexer, Part, Raw
 
-MAX_EXPANDED, MAX_DEPTH = 4 << 20, 16
+MAX_EXPANDED = 4 << 20
+MAX_DEPTH = 16
 ITEM = 16
 """Characters that a word counts for beside its own."""
 NOT_SET = "the script does not set"
 OUTPUT = "is the output of a command"
 
-_BRACED = re.compile(r"([A-Za-z_]\w*|[@*0-9])(\[[@*0-9]+\])?(?:(:?[-=+?])(.*)|(:[^-=+?].*))?\Z", re.DOTALL)
+_BRACED = re.compile(
+    r"([A-Za-z_]\w*|[@*0-9])(\[[@*0-9]+\])?(?:(:?[-=+?])(.*)|(:[^-=+?].*))?\Z", re.DOTALL
+)
 _ASSIGNS = re.compile(r"\+\+|--|(?<![=!<>])=(?!=)|<<=|>>=")
-_COMPUTED = re.compile(r"(?:\$\w+|\}|\$[@*])\s*(?:\+\+|--|(?:[-+*/%&|^]|<<|>>)?=(?!=))|(?:\+\+|--)\s*\$")
+_COMPUTED = re.compile(
+    r"(?:\$\w+|\}|\$[@*])\s*(?:\+\+|--|(?:[-+*/%&|^]|<<|>>)?=(?!=))|(?:\+\+|--)\s*\$"
+)
 _NAMES = re.compile(r"[A-Za-z_]\w*")
 _GLOB = re.compile(r"[*?]|\[[^]]*\]")
 _QUOTED_DEFAULT = re.compile(r"\w+:?[-=+]([\"']).*\s.*\1\Z", re.DOTALL)
@@ -60,7 +67,9 @@ class State:
 class Expander:
     """What words become by the variables of a script."""
 
-    def __init__(self, variables: dict[str, list[Value] | Gap] | None = None, source: str = "") -> None:
+    def __init__(
+        self, variables: dict[str, list[Value] | Gap] | None = None, source: str = ""
+    ) -> None:
         self.state = State(variables if variables is not None else {})
         self.source = source
         self.line = 0
@@ -88,10 +97,13 @@ class Expander:
             rule = f"expands to more than {MAX_EXPANDED} characters"
             raise ConfigError([Problem("MT005", "", None, rule, "", self.where)])
 
-    def gap(self, text: str, why: str, *, absent: bool = False, words: tuple[Word, ...] | None = None) -> Gap:
+    def gap(
+        self, text: str, why: str, *, absent: bool = False, words: tuple[Word, ...] | None = None
+    ) -> Gap:
         """What is not known here."""
         for name, said in self.stand_ins.items():
-            text, why = text.replace(f"${{{name}}}", said), why.replace(f"${{{name}}}", said)
+            text = text.replace(f"${{{name}}}", said)
+            why = why.replace(f"${{{name}}}", said)
         return Gap(" ".join(text.split()), self.where, " ".join(why.split()), absent, words)
 
     def stand_in(self, gap: Gap) -> str:
@@ -129,7 +141,9 @@ class Expander:
         return tuple(out)
 
     def expand(self, raw: Raw) -> list[Word]:
-        """The words that a word becomes: none for an empty variable, several for an array or an unquoted list."""
+        """The words that a word becomes: none for an empty variable, several for an array or an
+        unquoted list.
+        """
         if has_braces(raw):
             several = word_of(self.joined(raw.parts))
             return [Unread((self.gap(shown(several), "names several words in braces"),))]
@@ -146,7 +160,9 @@ class Expander:
                 continue
             items = self.value(part, 0)
             if not part.quoted and part.kind == "variable" and _QUOTED_DEFAULT.match(part.text):
-                items = [(self.gap(f"${{{part.text}}}", "has a default that is one word by its quotes"),)]
+                items = [
+                    (self.gap(f"${{{part.text}}}", "has a default that is one word by its quotes"),)
+                ]
             if part.quoted:
                 if "@" in part.text and not items and current == [""]:
                     current = None  # "$@" of nothing is no word
@@ -154,7 +170,9 @@ class Expander:
                 before = after = False
             else:
                 before, pieces, after = self._split(items)
-                loose = loose or any(isinstance(p, str) and _GLOB.search(p) for piece in pieces for p in piece)
+                loose = loose or any(
+                    isinstance(p, str) and _GLOB.search(p) for piece in pieces for p in piece
+                )
             if before and current is not None:
                 out.append(self._finished(current, loose))
                 current = None
@@ -182,7 +200,9 @@ class Expander:
 
     def _split(self, items: Sequence[Value]) -> tuple[bool, list[list[str | Gap]], bool]:
         """Values cut at spaces, and whether spaces stand before and behind all of them."""
-        odd = next((p for i in items for p in i if isinstance(p, str) and re.search(r"\W", p)), None)
+        odd = next(
+            (p for i in items for p in i if isinstance(p, str) and re.search(r"\W", p)), None
+        )
         if not self.state.splits and odd is not None:
             return False, [[self.gap(odd, "is split by another IFS")]], False
         pieces = [piece for item in items for piece in split(item)]
@@ -194,7 +214,9 @@ class Expander:
     def value(self, part: Part, depth: int) -> list[Value]:
         """What an expansion stands for; an array gives its items."""
         if depth > MAX_DEPTH:
-            raise ConfigError([Problem("MT005", "", None, "expansions are nested too deep", "", self.source)])
+            raise ConfigError(
+                [Problem("MT005", "", None, "expansions are nested too deep", "", self.source)]
+            )
         if part.kind == "command":
             return [(self.gap(f"$({part.text})", OUTPUT),)]
         if part.kind == "arithmetic":
@@ -211,12 +233,17 @@ class Expander:
                 self.forget(_NAMES.findall(match[5]), f"is set by ${{{part.text}}}")
             if isinstance(held, Gap):
                 return [(Gap(spelled, held.where, held.why, held.absent),)]
-            return [(self.gap(spelled, "is a part of a variable", words=tuple(map(word_of, held))),)]
+            return [
+                (self.gap(spelled, "is a part of a variable", words=tuple(map(word_of, held))),)
+            ]
         if match[3] is None:
             out: list[Value] = held if isinstance(held, list) else [(held,)]
         else:
             out = self._or_default(match, held, spelled, part.quoted, depth)
-        self.spend(sum(len(piece) for item in out for piece in item if isinstance(piece, str)) + ITEM * len(out))
+        self.spend(
+            sum(len(piece) for item in out for piece in item if isinstance(piece, str))
+            + ITEM * len(out)
+        )
         return out
 
     def _held(self, name: str, index: str | None, spelled: str, quoted: bool) -> list[Value] | Gap:
@@ -237,7 +264,9 @@ class Expander:
             return held[:1] or [("",)]
         if index in ("[@]", "[*]"):
             if index == "[*]" and quoted:
-                return [between(held)] if self.state.splits else self.gap(spelled, "is joined by another IFS")
+                if self.state.splits:
+                    return [between(held)]
+                return self.gap(spelled, "is joined by another IFS")
             return list(held)
         place = int(index[1:-1])
         return [held[place]] if place < len(held) else [("",)]
@@ -262,13 +291,21 @@ class Expander:
         self, match: re.Match[str], held: list[Value] | Gap, spelled: str, quoted: bool, depth: int
     ) -> list[Value]:
         """`${NAME:-default}` and its kin."""
-        name, operator, word = match[1], match[3], match[4] or ""
+        name = match[1]
+        operator = match[3]
+        word = match[4] or ""
         empty = isinstance(held, list) and not any(piece for item in held for piece in item)
-        if isinstance(held, list) and not empty and all(isinstance(p, Gap) for item in held for p in item):
+        if (
+            isinstance(held, list)
+            and not empty
+            and all(isinstance(p, Gap) for item in held for p in item)
+        ):
             return [(self.gap(spelled, "is known only to a run"),)]
         if isinstance(held, Gap) and not held.absent:
             return [(Gap(spelled, held.where, held.why),)]
-        present = isinstance(held, list) and (not empty or (not operator.startswith(":") and held != []))
+        present = isinstance(held, list) and (
+            not empty or (not operator.startswith(":") and held != [])
+        )
         if operator.endswith("?"):
             return held if isinstance(held, list) else [(held,)]
         if isinstance(held, Gap):
@@ -283,7 +320,9 @@ class Expander:
         return out
 
     def _inner(self, text: str, spelled: str, quoted: bool, depth: int) -> Value:
-        """The text behind `:-`, which may hold expansions; with quotes inside of it, it is not known."""
+        """The text behind `:-`, which may hold expansions; with quotes inside of it, it is not
+        known.
+        """
         if len(text) > 1 and text[0] == text[-1] == '"' and text.count('"') == 2:
             text = text[1:-1]
         elif len(text) > 1 and text[0] == text[-1] == "'" and text.count("'") == 2 and not quoted:
@@ -321,7 +360,10 @@ class Expander:
 def has_braces(raw: Raw) -> bool:
     """Tell if a word becomes several by its braces: `{a,b}`, and `{$A,"b"}`."""
     return (
-        _BRACES.search("".join(p.text if p.kind == "text" and not p.quoted else "x" for p in raw.parts)) is not None
+        _BRACES.search(
+            "".join(p.text if p.kind == "text" and not p.quoted else "x" for p in raw.parts)
+        )
+        is not None
     )
 
 

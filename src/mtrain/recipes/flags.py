@@ -43,7 +43,9 @@ def types_of(key: str) -> set[Any]:
 
 
 def spelled(value: Any) -> str:
-    """A value as a word of a command line; whole floats as whole numbers, as some flags want them."""
+    """A value as a word of a command line; whole floats as whole numbers, as some flags
+    want them.
+    """
     if isinstance(value, float) and value.is_integer() and abs(value) < 1e15:
         return str(int(value))
     return repr(value) if isinstance(value, float) else str(value)
@@ -61,9 +63,9 @@ def one(
 ) -> Entry:
     """A flag with one value.
 
-    `absent` is what leaving it out means: a value, or a function of the keys before it. `words` are the flag's own
-    words for ours, `none` the values that stand for null, `also` other spellings of the flag. With `always`
-    it is written even where leaving it out says the same.
+    `absent` is what leaving it out means: a value, or a function of the keys before it. `words` are
+    the flag's own words for ours, `none` the values that stand for null, `also` other spellings of
+    the flag. With `always` it is written even where leaving it out says the same.
     """
     means: Absent = absent if callable(absent) else lambda d: absent
     kind = kind_of(key)
@@ -111,7 +113,9 @@ def _switch(flag: str, key: str, value: bool) -> Entry:
 
 
 def beside(flag: str, key: str, active: Callable[[Values], bool], absent: Any, why: str) -> Entry:
-    """A flag with one value that is read only where `active` says so, of the keys before it; null elsewhere."""
+    """A flag with one value that is read only where `active` says so, of the keys before it; null
+    elsewhere.
+    """
     plain = one(flag, key, absent)
 
     def read(a: Arguments, d: Draft) -> Draft:
@@ -125,7 +129,9 @@ def beside(flag: str, key: str, active: Callable[[Values], bool], absent: Any, w
 
 
 def switch(flag: str, key: str, active: Callable[[Values], bool], why: str) -> Entry:
-    """A switch that makes a key true, and is read only where `active` says so, of the keys before it."""
+    """A switch that makes a key true, and is read only where `active` says so, of the keys before
+    it.
+    """
     plain = on(flag, key)
 
     def read(a: Arguments, d: Draft) -> Draft:

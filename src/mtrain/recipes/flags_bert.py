@@ -10,9 +10,15 @@ from mtrain.recipes.arguments import Arguments, Draft
 from mtrain.recipes.flags import spelled
 
 PROGRAM = "pretrain_bert.py"
-SPECIAL = {"model.bert.cls_token_id": 101, "model.bert.sep_token_id": 102, "model.bert.mask_token_id": 103}
+SPECIAL = {
+    "model.bert.cls_token_id": 101,
+    "model.bert.sep_token_id": 102,
+    "model.bert.mask_token_id": 103,
+}
 """Special tokens of BERT's vocab.txt, cased or not."""
-NO_HEAD, SHARE, SHORT = "--bert-no-binary-head", "--mask-prob", "--short-seq-prob"
+NO_HEAD = "--bert-no-binary-head"
+SHARE = "--mask-prob"
+SHORT = "--short-seq-prob"
 DECIDES = {NO_HEAD: "model.bert.next_sentence", SHARE: "model.bert.masked_share"}
 SAMPLES = (
     "a sample is a window of text in two halves, and tokens are masked one by one; "
@@ -21,14 +27,19 @@ SAMPLES = (
 
 
 def bert_keys(a: Arguments, d: Draft, left: dict[str, str]) -> Draft:
-    """The keys of a BERT of megatron-core: norms before attention and MLP, two heads, that for tokens with the exact
-    gelu; `d` are those of its flags that every program has. Keys whose flags are not known are added to `left`.
+    """The keys of a BERT of megatron-core: norms before attention and MLP, two heads, that for
+    tokens with the exact gelu; `d` are those of its flags that every program has. Keys whose flags
+    are not known are added to `left`.
     """
     a.doubts = {}
     share = a.as_(SHARE, float)
-    a.refuse(SHORT, "not supported", "changes the numbers: every sample is as long as data.seq_length")
+    a.refuse(
+        SHORT, "not supported", "changes the numbers: every sample is as long as data.seq_length"
+    )
     if d.get("model.window_size") is not None:
-        a.refuse("--window-size", "not supported", "changes the numbers: tokens of BERT see all others")
+        a.refuse(
+            "--window-size", "not supported", "changes the numbers: tokens of BERT see all others"
+        )
     a.notes.append(SAMPLES)
     if not str(a.word("--tokenizer-type") or "").startswith("BertWordPiece"):
         ids = ", ".join(f"{key} {value}" for key, value in SPECIAL.items())

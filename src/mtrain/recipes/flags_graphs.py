@@ -1,4 +1,6 @@
-"""Megatron-LM's flags for CUDA graphs, whose words changed with its releases, and for offloaded activations."""
+"""Megatron-LM's flags for CUDA graphs, whose words changed with its releases, and for offloaded
+activations.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +11,8 @@ from mtrain.recipes.arguments import Arguments, Draft, Entry, Values
 from mtrain.recipes.flags_layout import words_of
 
 OFFLOADED = "parallel.activation_offload.modules"
-IMPL, MODULES = "trainer.cuda_graph_impl", "trainer.cuda_graph_modules"
+IMPL = "trainer.cuda_graph_impl"
+MODULES = "trainer.cuda_graph_modules"
 OLD = {"--enable-cuda-graph": "local", "--external-cuda-graph": "transformer_engine"}
 SCOPES = ("--cuda-graph-modules", "--cuda-graph-scope")
 
@@ -20,18 +23,24 @@ def _read(a: Arguments, d: Draft) -> Draft:
         impl = word if a.has(flag) else impl
     if impl not in (choices_of(IMPL) or ()):
         a.refuse(
-            "--cuda-graph-impl", "not supported", f"{impl}: {IMPL} is one of {', '.join(choices_of(IMPL) or ())}"
+            "--cuda-graph-impl",
+            "not supported",
+            f"{impl}: {IMPL} is one of {', '.join(choices_of(IMPL) or ())}",
         )
         impl = "none"
     modules: list[str] = []
     for flag in SCOPES:
-        for word in (word for given in a.words(flag) or () for word in given.replace(",", " ").split()):
+        for word in (
+            word for given in a.words(flag) or () for word in given.replace(",", " ").split()
+        ):
             if word == "full_iteration" and impl in ("local", word):
                 impl = word
             elif word in words_of(MODULES):
                 modules.append(word)
             elif word != "full" and (word, impl) != ("full_iteration", "none"):
-                a.refuse(flag, "not supported", f"{word}: modules are {', '.join(words_of(MODULES))}")
+                a.refuse(
+                    flag, "not supported", f"{word}: modules are {', '.join(words_of(MODULES))}"
+                )
     is_read = impl in ("local", "transformer_engine")
     return {IMPL: impl, MODULES: modules if modules and is_read else None}
 
@@ -44,7 +53,8 @@ def _write(d: Values) -> list[str]:
 
 
 def _offload(a: Arguments, d: Draft) -> Draft:
-    flag, known = "--offload-modules", words_of(OFFLOADED)
+    flag = "--offload-modules"
+    known = words_of(OFFLOADED)
     modules = [word for given in a.words(flag) or () for word in given.replace(",", " ").split()]
     for word in (word for word in modules if word not in known):
         a.refuse(flag, "not supported", f"{word}: modules are {', '.join(known)}")
@@ -54,7 +64,9 @@ def _offload(a: Arguments, d: Draft) -> Draft:
 
 def _offload_words(d: Values) -> list[str]:
     modules: Any = d[OFFLOADED]
-    return ["--fine-grained-activation-offloading", "--offload-modules", *modules] if modules else []
+    return (
+        ["--fine-grained-activation-offloading", "--offload-modules", *modules] if modules else []
+    )
 
 
 GRAPHS: tuple[Entry, ...] = (
@@ -65,5 +77,7 @@ GRAPHS: tuple[Entry, ...] = (
         _offload_words,
         switches=("--fine-grained-activation-offloading",),
     ),
-    Entry(("--cuda-graph-impl", *SCOPES, *OLD), (IMPL, MODULES), _read, _write, switches=tuple(OLD)),
+    Entry(
+        ("--cuda-graph-impl", *SCOPES, *OLD), (IMPL, MODULES), _read, _write, switches=tuple(OLD)
+    ),
 )

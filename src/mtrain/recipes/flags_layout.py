@@ -8,25 +8,32 @@ from mtrain.config.keys import choices_of
 from mtrain.recipes.arguments import Arguments, Draft, Entry, Values, whole
 from mtrain.recipes.flags import beside, numbers, on, switch
 
-LAYOUT, FIRST, LAST = (
-    "--pipeline-model-parallel-layout",
-    "--decoder-first-pipeline-num-layers",
-    "--decoder-last-pipeline-num-layers",
-)
-PER_STAGE, PER_RANK = "--num-layers-per-virtual-pipeline-stage", "--num-virtual-stages-per-pipeline-rank"
+LAYOUT = "--pipeline-model-parallel-layout"
+FIRST = "--decoder-first-pipeline-num-layers"
+LAST = "--decoder-last-pipeline-num-layers"
+PER_STAGE = "--num-layers-per-virtual-pipeline-stage"
+PER_RANK = "--num-virtual-stages-per-pipeline-rank"
 COMM = {"allgather": "all_gather"}
 
 
 def _sequence(a: Arguments, d: Draft) -> Draft:
     if a.has("--sequence-parallel") and d["parallel.tp"] == 1:
-        a.refuse("--sequence-parallel", "no effect", "Megatron-LM turns it off without tensor parallelism")
+        a.refuse(
+            "--sequence-parallel",
+            "no effect",
+            "Megatron-LM turns it off without tensor parallelism",
+        )
         return {"parallel.sequence_parallel": False}
     return {"parallel.sequence_parallel": a.has("--sequence-parallel")}
 
 
 def _stages(a: Arguments, d: Draft) -> Draft:
     """Virtual stages, and what each stage holds."""
-    out: Draft = {"parallel.vpp": 1, "parallel.pipeline_layout": None, "parallel.layers_per_stage": None}
+    out: Draft = {
+        "parallel.vpp": 1,
+        "parallel.pipeline_layout": None,
+        "parallel.layers_per_stage": None,
+    }
     layout = a.word(LAYOUT)
     if layout is not None:
         from mtrain.config.stages import parse_pipeline_layout
@@ -36,20 +43,29 @@ def _stages(a: Arguments, d: Draft) -> Draft:
         except ValueError as error:
             a.refuse(LAYOUT, "unreadable", str(error))
             return out
-        return {**out, "parallel.pipeline_layout": layout, "parallel.vpp": max(1, count // d["parallel.pp"])}
-    size, virtual = a.as_(PER_STAGE, whole), a.as_(PER_RANK, whole)
-    first, last = a.as_(FIRST, whole), a.as_(LAST, whole)
+        return {
+            **out,
+            "parallel.pipeline_layout": layout,
+            "parallel.vpp": max(1, count // d["parallel.pp"]),
+        }
+    size = a.as_(PER_STAGE, whole)
+    virtual = a.as_(PER_RANK, whole)
+    first = a.as_(FIRST, whole)
+    last = a.as_(LAST, whole)
     if virtual is not None:
         out["parallel.vpp"] = max(1, virtual)
     if size is None and first is None and last is None:
         return out
-    pp, layers = d["parallel.pp"], d.get("model.num_layers") or 0
+    pp = d["parallel.pp"]
+    layers = d.get("model.num_layers") or 0
     counted = layers + bool(a.has("--account-for-embedding-in-pipeline-split"))
     counted += bool(a.has("--account-for-loss-in-pipeline-split"))
     if virtual is None and size and size > 0 and counted % (pp * size) == 0:
         out["parallel.vpp"] = counted // pp // size
     elif virtual is None and size is not None:
-        a.refuse(PER_STAGE, "unreadable", f"{counted} layers over pp {pp} are no multiple of {size}")
+        a.refuse(
+            PER_STAGE, "unreadable", f"{counted} layers over pp {pp} are no multiple of {size}"
+        )
     if first is not None or last is not None:
         sizes = _ends(layers, pp, out["parallel.vpp"], first, last)
         if sizes is None:
@@ -62,18 +78,24 @@ def _stages(a: Arguments, d: Draft) -> Draft:
 def _ends(layers: int, pp: int, vpp: int, first: int | None, last: int | None) -> list[int] | None:
     """Layers of each stage, where the first and the last rank hold other numbers than the rest."""
     given = [n for n in (first, last) if n is not None]
-    rest, between = layers - sum(given), pp - len(given)
+    rest = layers - sum(given)
+    between = pp - len(given)
     if pp < 2 or rest < 0 or (between == 0 and rest) or (between and rest % between):
         return None
     size = rest // between if between else 0
-    ranks = [first if first is not None else size, *[size] * (pp - 2), last if last is not None else size]
+    ranks = [
+        first if first is not None else size,
+        *[size] * (pp - 2),
+        last if last is not None else size,
+    ]
     if any(n % vpp for n in ranks):
         return None
     return [n // vpp for n in ranks] * vpp
 
 
 def _stages_words(d: Values) -> list[str]:
-    pp, vpp = d["parallel.pp"], d["parallel.vpp"]
+    pp = d["parallel.pp"]
+    vpp = d["parallel.vpp"]
     if d["parallel.pipeline_layout"] is not None:
         return [LAYOUT, d["parallel.pipeline_layout"]]
     words = [PER_RANK, str(vpp)] if vpp > 1 else []
@@ -84,7 +106,10 @@ def _stages_words(d: Values) -> list[str]:
     if _ends(sum(sizes), pp, vpp, *ends) == list(sizes):
         return [*words, FIRST, str(ends[0]), LAST, str(ends[1])]
     stages = ["t" * n for n in sizes]
-    stages[0], stages[-1] = f"E{stages[0]}", stages[-1] + "m" * (d["model.mtp_num_layers"] or 0) + "L"
+    stages[0], stages[-1] = (
+        f"E{stages[0]}",
+        stages[-1] + "m" * (d["model.mtp_num_layers"] or 0) + "L",
+    )
     return [LAYOUT, "|".join(stages)]
 
 
@@ -95,7 +120,11 @@ def _context(a: Arguments, d: Draft) -> Draft:
         return {key: None}
     word = COMM.get(words[0], words[0]) if words else ""
     if len(set(words)) != 1 or word not in choices_of(key):
-        a.refuse("--cp-comm-type", "not supported", "one kind for all layers: " + ", ".join(choices_of(key)))
+        a.refuse(
+            "--cp-comm-type",
+            "not supported",
+            "one kind for all layers: " + ", ".join(choices_of(key)),
+        )
         return {key: None}
     return {key: word}
 
@@ -118,7 +147,9 @@ def _sharded(a: Arguments, d: Draft) -> Draft:
         out["parallel.fsdp"] = "megatron"
         if strategy in choices_of("parallel.fsdp_sharding"):
             return {**out, "parallel.fsdp_sharding": strategy}
-        a.refuse(STRATEGY, "not supported", "one of " + ", ".join(choices_of("parallel.fsdp_sharding")))
+        a.refuse(
+            STRATEGY, "not supported", "one of " + ", ".join(choices_of("parallel.fsdp_sharding"))
+        )
         return out
     a.refuse(STRATEGY, "no effect", "read only with --use-megatron-fsdp")
     return out
@@ -147,18 +178,31 @@ def _data_parallel(flag: str, key: str) -> Entry:
 
 
 def _recompute(a: Arguments, d: Draft) -> Draft:
-    kind, listed = a.word("--recompute-granularity"), a.words("--recompute-modules")
-    modules = None if listed is None else [w for word in listed for w in word.strip("[]").replace(",", " ").split()]
+    kind = a.word("--recompute-granularity")
+    listed = a.words("--recompute-modules")
+    if listed is None:
+        modules = None
+    else:
+        modules = [w for word in listed for w in word.strip("[]").replace(",", " ").split()]
     if a.has("--recompute-activations"):
         kind = "selective"
     if a.has("--moe-layer-recompute") and kind == "full":
-        a.refuse("--moe-layer-recompute", "no effect", "Megatron-LM refuses it beside full recomputation")
-    elif a.has("--moe-layer-recompute"):  # it adds to the modules, which are core_attn where none are said
-        kind, modules = "selective", list(dict.fromkeys([*(["core_attn"] if modules is None else modules), "moe"]))
+        a.refuse(
+            "--moe-layer-recompute", "no effect", "Megatron-LM refuses it beside full recomputation"
+        )
+    elif a.has(
+        "--moe-layer-recompute"
+    ):  # it adds to the modules, which are core_attn where none are said
+        kind = "selective"
+        modules = list(dict.fromkeys([*(["core_attn"] if modules is None else modules), "moe"]))
     known = words_of("parallel.recompute.modules")
     strange = [word for word in modules or () if word not in known]
     if strange:
-        a.refuse("--recompute-modules", "not supported", f"{', '.join(strange)}: modules are {', '.join(known)}")
+        a.refuse(
+            "--recompute-modules",
+            "not supported",
+            f"{', '.join(strange)}: modules are {', '.join(known)}",
+        )
     kept = [word for word in modules or () if word in known]
     return {
         "parallel.recompute.granularity": kind if kind in ("selective", "full") else "none",
@@ -185,7 +229,8 @@ def words_of(key: str) -> list[str]:
     from mtrain.config.keys import field_of
 
     field = field_of(key)
-    queue, out = [field.annotation if field is not None else None], list[str]()
+    queue = [field.annotation if field is not None else None]
+    out = list[str]()
     while queue:
         annotation = queue.pop()
         if get_origin(annotation) is Literal:
@@ -221,7 +266,9 @@ CUTS: tuple[Entry, ...] = (
             **dict.fromkeys((PER_RANK, PER_STAGE), ("parallel.vpp",)),
             **dict.fromkeys((FIRST, LAST), ("parallel.layers_per_stage",)),
             LAYOUT: ("parallel.pipeline_layout", "parallel.vpp"),
-            **dict.fromkeys(("model.num_layers", "parallel.pp"), ("parallel.vpp", "parallel.layers_per_stage")),
+            **dict.fromkeys(
+                ("model.num_layers", "parallel.pp"), ("parallel.vpp", "parallel.layers_per_stage")
+            ),
         },
     ),
     Entry(
@@ -257,7 +304,10 @@ CUTS: tuple[Entry, ...] = (
             "--recompute-method",
             "--recompute-num-layers",
         ),
-        tuple(f"parallel.recompute.{name}" for name in ("granularity", "modules", "method", "num_layers")),
+        tuple(
+            f"parallel.recompute.{name}"
+            for name in ("granularity", "modules", "method", "num_layers")
+        ),
         _recompute,
         _recompute_words,
         {

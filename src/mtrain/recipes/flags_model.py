@@ -1,6 +1,7 @@
 """Megatron-LM's flags for the shape of the network.
 
-Defaults are those of its argument parser: LayerNorm, gelu with biases, learned positions, tied embeddings, dropout.
+Defaults are those of its argument parser: LayerNorm, gelu with biases, learned positions, tied
+embeddings, dropout.
 """
 
 from __future__ import annotations
@@ -13,9 +14,18 @@ from mtrain.recipes.arguments import Arguments, Draft, Entry, Values, whole
 from mtrain.recipes.arithmetic import pattern_of
 from mtrain.recipes.flags import one, spelled, switch
 
-ACTIVATIONS = {"--swiglu": "swiglu", "--squared-relu": "squared_relu", "--quick-geglu": "quick_geglu"}
-VARIANTS = {"gated_delta_net": ("model.linear_attention", "freq"), "dsa": ("model.dsa", "indexer_topk")}
-"""Word of --experimental-attention-variant -> the section that it stands for, and a key that is in it."""
+ACTIVATIONS = {
+    "--swiglu": "swiglu",
+    "--squared-relu": "squared_relu",
+    "--quick-geglu": "quick_geglu",
+}
+VARIANTS = {
+    "gated_delta_net": ("model.linear_attention", "freq"),
+    "dsa": ("model.dsa", "indexer_topk"),
+}
+"""Word of --experimental-attention-variant -> the section that it stands for, and a key that is in
+it.
+"""
 NEAREST = {"quick_geglu": "geglu"}
 _SIDES = re.compile(r"[(\[]?\s*(-1|\d{1,9})\s*,\s*(?:-1|\d{1,9})\s*[)\]]?\Z")
 """The value of --window-size."""
@@ -23,7 +33,8 @@ _SIDES = re.compile(r"[(\[]?\s*(-1|\d{1,9})\s*,\s*(?:-1|\d{1,9})\s*[)\]]?\Z")
 
 def _activation(a: Arguments, d: Draft) -> Draft:
     given = [(flag, word) for flag, word in ACTIVATIONS.items() if a.has(flag)]
-    unfused, openai = a.has("--no-bias-gelu-fusion"), a.has("--openai-gelu")
+    unfused = a.has("--no-bias-gelu-fusion")
+    openai = a.has("--openai-gelu")
     if given:
         for flag in ("--no-bias-gelu-fusion", "--openai-gelu"):
             a.refuse(flag, "no effect", "the activation is no gelu")
@@ -33,7 +44,11 @@ def _activation(a: Arguments, d: Draft) -> Draft:
     flag, word = given[0]
     if word not in choices_of("model.activation"):
         word = NEAREST[word]
-        a.refuse(flag, "not supported", f"changes the numbers: model.activation={word} is the nearest there is")
+        a.refuse(
+            flag,
+            "not supported",
+            f"changes the numbers: model.activation={word} is the nearest there is",
+        )
     return {"model.activation": word}
 
 
@@ -52,7 +67,8 @@ def _ffn(d: Values) -> int | None:
 
 
 def _groups(a: Arguments, d: Draft) -> Draft:
-    key, flag = "model.num_query_groups", "--num-query-groups"
+    key = "model.num_query_groups"
+    flag = "--num-query-groups"
     groups = a.as_(flag, whole)
     if a.has("--group-query-attention") and d["model.mla"] is None:
         return {key: groups if groups is not None else 1}
@@ -85,10 +101,16 @@ def _positions(a: Arguments, d: Draft) -> Draft:
     if a.has("--use-rotary-position-embeddings"):
         kind = "rope"
     if kind not in choices_of("model.position_embedding_type"):
-        a.refuse("--position-embedding-type", "not supported", f"changes the numbers: there are no {kind} positions")
+        a.refuse(
+            "--position-embedding-type",
+            "not supported",
+            f"changes the numbers: there are no {kind} positions",
+        )
         kind = "none"
     if a.has("--no-position-embedding"):
-        a.refuse("--no-position-embedding", "no effect", "says nothing beside --position-embedding-type")
+        a.refuse(
+            "--no-position-embedding", "no effect", "says nothing beside --position-embedding-type"
+        )
     return {"model.position_embedding_type": kind}
 
 
@@ -118,18 +140,27 @@ def _window(a: Arguments, d: Draft) -> Draft:
     sides = _SIDES.match(text)
     if sides is None:
         a.refuse(
-            "--window-size", "unreadable", "takes tokens to the left and to the right, as 127,0; -1: all of them"
+            "--window-size",
+            "unreadable",
+            "takes tokens to the left and to the right, as 127,0; -1: all of them",
         )
         return {key: None}
-    left = int(sides[1])  # in causal attention nothing is to the right, whatever the other number says
+    # in causal attention nothing is to the right, whatever the other number says
+    left = int(sides[1])
     if left == 0:
-        a.refuse("--window-size", "not supported", "changes the numbers: a token would see nothing but itself")
+        a.refuse(
+            "--window-size",
+            "not supported",
+            "changes the numbers: a token would see nothing but itself",
+        )
     return {key: left + 1 if left > 0 else None}
 
 
 def _window_words(d: Values) -> list[str]:
     # The flag counts the tokens to the left, the key every token that is seen.
-    return [] if d["model.window_size"] is None else ["--window-size", f"{d['model.window_size'] - 1},0"]
+    if d["model.window_size"] is None:
+        return []
+    return ["--window-size", f"{d['model.window_size'] - 1},0"]
 
 
 def _latent(a: Arguments, d: Draft) -> Draft:
@@ -156,7 +187,9 @@ def _variant_words(d: Values) -> list[str]:
 def _rope_type(a: Arguments, d: Draft) -> Draft:
     kind = a.word("--rope-type")
     if d["model.mla"] is None:
-        a.refuse("--rope-type", "no effect" if kind == "rope" else "not supported", "is read by MLA")
+        a.refuse(
+            "--rope-type", "no effect" if kind == "rope" else "not supported", "is read by MLA"
+        )
         return {}
     return {"model.mla.rope_type": kind if kind in choices_of("model.mla.rope_type") else "yarn"}
 
@@ -166,14 +199,20 @@ def _rope_type_words(d: Values) -> list[str]:
 
 
 def _layers_with_experts(a: Arguments, d: Draft) -> Draft:
-    key, flag, text = "model.moe.first_dense_layers", "--moe-layer-freq", a.word("--moe-layer-freq")
+    key = "model.moe.first_dense_layers"
+    flag = "--moe-layer-freq"
+    text = a.word("--moe-layer-freq")
     if text is None or text.strip() == "1":
         return {key: 0}
     pattern = pattern_of(text)
     dense = pattern.index(1) if pattern and 1 in pattern else 0
     layers = d.get("model.num_layers")
     if pattern is None or pattern != [0] * dense + [1] * (len(pattern) - dense):
-        a.refuse(flag, "not supported", "changes the numbers: dense layers come first, all others have experts")
+        a.refuse(
+            flag,
+            "not supported",
+            "changes the numbers: dense layers come first, all others have experts",
+        )
     elif len(pattern) != layers:
         a.refuse(flag, "unreadable", f"says {len(pattern)} layers, and the model has {layers}")
     return {key: dense}
@@ -192,7 +231,9 @@ def _single(flag: str, key: str, absent: Any) -> Entry:
 
     def read(a: Arguments, d: Draft) -> Draft:
         if len(a.words(flag) or ()) > 1:
-            a.refuse(flag, "not supported", "changes the numbers: only one kind of balancing at a time")
+            a.refuse(
+                flag, "not supported", "changes the numbers: only one kind of balancing at a time"
+            )
             a = Arguments([flag, a.flags[flag][0]])
         return plain.read(a, d)
 
@@ -200,8 +241,11 @@ def _single(flag: str, key: str, absent: Any) -> Entry:
 
 
 def _group_score(a: Arguments, d: Draft) -> Draft:
-    """Megatron-LM's sum of as many best scores of a group as a token takes experts of each of its groups."""
-    groups, taken = d.get("model.moe.router_num_groups"), d.get("model.moe.router_group_topk")
+    """Megatron-LM's sum of as many best scores of a group as a token takes experts of each of its
+    groups.
+    """
+    groups = d.get("model.moe.router_num_groups")
+    taken = d.get("model.moe.router_group_topk")
     key = "model.moe.router_group_score_topk"
     return {key: max(1, d["model.moe.router_topk"] // taken) if groups and taken else None}
 
@@ -229,7 +273,8 @@ def _turned(d: Values) -> bool:
 
 
 def _unturned(a: Arguments, d: Draft) -> Draft:
-    flag, text = "--no-rope-freq", a.word("--no-rope-freq")
+    flag = "--no-rope-freq"
+    text = a.word("--no-rope-freq")
     if text is None or text in ("0", "None"):
         return {"model.no_rope_freq": None}
     if not _turned(d):
@@ -242,11 +287,14 @@ def _unturned(a: Arguments, d: Draft) -> Draft:
 
 
 def _unturned_words(d: Values) -> list[str]:
-    return [] if d["model.no_rope_freq"] is None else ["--no-rope-freq", str(d["model.no_rope_freq"])]
+    return (
+        [] if d["model.no_rope_freq"] is None else ["--no-rope-freq", str(d["model.no_rope_freq"])]
+    )
 
 
 def _flex(a: Arguments, d: Draft) -> Draft:
-    key, backend = "model.moe.flex_dispatcher_backend", a.word("--moe-flex-dispatcher-backend")
+    key = "model.moe.flex_dispatcher_backend"
+    backend = a.word("--moe-flex-dispatcher-backend")
     if d.get("model.moe.token_dispatcher_type") != "flex":
         for flag in ("--moe-flex-dispatcher-backend", "--moe-enable-deepep"):
             a.has(flag)
@@ -277,7 +325,10 @@ MODEL: tuple[Entry, ...] = (
         switches=("--use-mup",),
     ),
     Entry(
-        ("--experimental-attention-variant",), tuple(key for key, _ in VARIANTS.values()), _variant, _variant_words
+        ("--experimental-attention-variant",),
+        tuple(key for key, _ in VARIANTS.values()),
+        _variant,
+        _variant_words,
     ),
     Entry(
         (*ACTIVATIONS, "--no-bias-gelu-fusion", "--openai-gelu"),
@@ -295,10 +346,19 @@ MODEL: tuple[Entry, ...] = (
         switches=("--group-query-attention",),
     ),
     Entry(("--kv-channels",), ("model.kv_channels",), _head, _head_words),
-    switch("--qk-l2-norm", "model.qk_l2_norm", lambda d: d["model.mla"] is None, "MLA has its own norms"),
+    switch(
+        "--qk-l2-norm",
+        "model.qk_l2_norm",
+        lambda d: d["model.mla"] is None,
+        "MLA has its own norms",
+    ),
     Entry(("--glu-linear-offset",), ("model.glu_linear_offset",), _offset, _offset_words),
     Entry(
-        ("--position-embedding-type", "--use-rotary-position-embeddings", "--no-position-embedding"),
+        (
+            "--position-embedding-type",
+            "--use-rotary-position-embeddings",
+            "--no-position-embedding",
+        ),
         ("model.position_embedding_type",),
         _positions,
         _positions_words,
@@ -340,4 +400,6 @@ EXPERTS: tuple[Entry, ...] = (
     ),
 )
 
-LATENT: tuple[Entry, ...] = (Entry(("--rope-type",), ("model.mla.rope_type",), _rope_type, _rope_type_words),)
+LATENT: tuple[Entry, ...] = (
+    Entry(("--rope-type",), ("model.mla.rope_type",), _rope_type, _rope_type_words),
+)

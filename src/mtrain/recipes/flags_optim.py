@@ -28,9 +28,9 @@ def _warmup_words(d: Values) -> list[str]:
     count = d["optim.warmup_iters"]
     if not count:
         return []
-    return (
-        ["--lr-warmup-samples", str(samples_of(plan_of(d), count))] if d[RAMP] else ["--lr-warmup-iters", str(count)]
-    )
+    if d[RAMP]:
+        return ["--lr-warmup-samples", str(samples_of(plan_of(d), count))]
+    return ["--lr-warmup-iters", str(count)]
 
 
 def _clip(a: Arguments, d: Draft) -> Draft:
@@ -46,18 +46,23 @@ def _clip_words(d: Values) -> list[str]:
 def _offload(a: Arguments, d: Draft) -> Draft:
     share = a.as_("--optimizer-offload-fraction", float)
     if not a.has("--optimizer-cpu-offload"):
-        a.refuse("--optimizer-offload-fraction", "no effect", "read only with --optimizer-cpu-offload")
+        a.refuse(
+            "--optimizer-offload-fraction", "no effect", "read only with --optimizer-cpu-offload"
+        )
         return {"optim.cpu_offload": 0.0}
     return {"optim.cpu_offload": 1.0 if share is None else share}
 
 
 KEPT = ("optim.exp_avg_dtype", "optim.exp_avg_sq_dtype")
-REMAINDERS, MAIN = "optim.store_param_remainders", "optim.main_params_dtype"
+REMAINDERS = "optim.store_param_remainders"
+MAIN = "optim.main_params_dtype"
 AWARE = ("--use-precision-aware-optimizer", "--exp-avg-dtype", "--exp-avg-sq-dtype")
 
 
 def _aware(a: Arguments, d: Draft) -> Draft:
-    """State in low precision; there, what holds main weights of bf16 weights always keeps their remainders."""
+    """State in low precision; there, what holds main weights of bf16 weights always keeps their
+    remainders.
+    """
     out: Draft = {**dict.fromkeys(KEPT, "fp32"), REMAINDERS: False, MAIN: "fp32"}
     aware = a.has(AWARE[0])
     if not aware or d["optim.name"] not in readers("exp_avg_dtype") or d["optim.cpu_offload"]:
@@ -69,10 +74,17 @@ def _aware(a: Arguments, d: Draft) -> Draft:
         else:
             a.refuse(flag, "not supported", f"{key} is one of {', '.join(choices_of(key))}")
     if a.word("--main-params-dtype") not in (None, "fp32"):
-        a.refuse("--main-params-dtype", "not supported", "changes the numbers: main weights are fp32")
-    word = "bf16" if d["precision.dtype"] == "bf16" and not d["precision.grad_reduce_in_fp32"] else "fp32"
+        a.refuse(
+            "--main-params-dtype", "not supported", "changes the numbers: main weights are fp32"
+        )
+    if d["precision.dtype"] == "bf16" and not d["precision.grad_reduce_in_fp32"]:
+        word = "bf16"
+    else:
+        word = "fp32"
     if a.word("--main-grads-dtype") not in (None, word):
-        a.refuse("--main-grads-dtype", "derived here", f"gradients are read as they are reduced: {word}")
+        a.refuse(
+            "--main-grads-dtype", "derived here", f"gradients are read as they are reduced: {word}"
+        )
     half = d["precision.dtype"] == "bf16" and d.get("parallel.distributed_optimizer", False)
     return {**out, REMAINDERS: half}
 
@@ -94,7 +106,9 @@ def _offload_words(d: Values) -> list[str]:
     return words if share == 1.0 else [*words, "--optimizer-offload-fraction", spelled(share)]
 
 
-WORDS = {spec.megatron_name: name for name, spec in OPTIMIZERS.items() if spec.megatron_name is not None}
+WORDS = {
+    spec.megatron_name: name for name, spec in OPTIMIZERS.items() if spec.megatron_name is not None
+}
 """Megatron-LM's word for an optimizer -> ours."""
 
 
@@ -122,7 +136,9 @@ OPTIM: tuple[Entry, ...] = (
         _warmup,
         _warmup_words,
     ),
-    steps("--lr-wsd-decay-iters", "--lr-wsd-decay-samples", "optim.wsd_decay_iters", at_the_end=True),
+    steps(
+        "--lr-wsd-decay-iters", "--lr-wsd-decay-samples", "optim.wsd_decay_iters", at_the_end=True
+    ),
     always("optim.schedule_counts", "past_updates"),
     one("--weight-decay", "optim.weight_decay", 0.01),
     Entry(("--clip-grad",), ("optim.clip_grad",), _clip, _clip_words),
@@ -138,7 +154,10 @@ OPTIM: tuple[Entry, ...] = (
         (*KEPT, REMAINDERS, MAIN),
         _aware,
         _aware_words,
-        {**{flag: (key,) for flag, key in zip(AWARE[1:], KEPT, strict=True)}, "--main-params-dtype": (MAIN,)},
+        {
+            **{flag: (key,) for flag, key in zip(AWARE[1:], KEPT, strict=True)},
+            "--main-params-dtype": (MAIN,),
+        },
         switches=AWARE[:1],
     ),
 )

@@ -1,12 +1,17 @@
-"""Megatron-LM's flags for number formats: weights, gradients, the loss scale, and products in low precision."""
+"""Megatron-LM's flags for number formats: weights, gradients, the loss scale, and products in low
+precision.
+"""
 
 from __future__ import annotations
 
 from mtrain.config.formats import FORMATS
 from mtrain.recipes.arguments import Arguments, Draft, Entry, Values, whole
 
-SOME, START, END = "--first-last-layers-bf16", "--num-layers-at-start-in-bf16", "--num-layers-at-end-in-bf16"
-FIRST, LAST = "precision.num_layers_at_start_in_bf16", "precision.num_layers_at_end_in_bf16"
+SOME = "--first-last-layers-bf16"
+START = "--num-layers-at-start-in-bf16"
+END = "--num-layers-at-end-in-bf16"
+FIRST = "precision.num_layers_at_start_in_bf16"
+LAST = "precision.num_layers_at_end_in_bf16"
 NEEDS_FORMAT = "read only beside --fp8-format or --fp4-format"
 DTYPES = tuple(facts.flag for facts in FORMATS.values() if facts.flag)
 PER_TOKEN = ("--calculate-per-token-loss",)
@@ -28,19 +33,27 @@ def _some_layers(a: Arguments, d: Draft) -> Draft:
     start, end = (a.as_(flag, whole) for flag in (START, END))
     few = (_eight(d) or d["precision.fp4"] is not None) and not _delayed(d)
     if a.has(SOME) and few:
-        return {FIRST: 1 if start is None else max(0, start), LAST: 1 if end is None else max(0, end)}
+        return {
+            FIRST: 1 if start is None else max(0, start),
+            LAST: 1 if end is None else max(0, end),
+        }
     for flag in (SOME, START, END):
-        a.refuse(flag, "no effect", f"read only with {SOME}, {NEEDS_FORMAT.removeprefix('read only ')}")
+        a.refuse(
+            flag, "no effect", f"read only with {SOME}, {NEEDS_FORMAT.removeprefix('read only ')}"
+        )
     return {FIRST: 0, LAST: 0}
 
 
 def _some_layers_words(d: Values) -> list[str]:
-    start, end = d[FIRST], d[LAST]
+    start = d[FIRST]
+    end = d[LAST]
     return [SOME, START, str(start), END, str(end)] if start or end else []
 
 
 def _dtype(a: Arguments, d: Draft) -> Draft:
-    given = [word for word, facts in FORMATS.items() if facts.flag is not None and a.has(facts.flag)]
+    given = [
+        word for word, facts in FORMATS.items() if facts.flag is not None and a.has(facts.flag)
+    ]
     return {"precision.dtype": given[0] if given else "fp32"}
 
 
@@ -68,14 +81,22 @@ def _reduction_words(d: Values) -> list[str]:
 def _router(a: Arguments, d: Draft) -> Draft:
     kind = a.word("--moe-router-dtype")
     if kind not in (None, "fp32"):
-        a.refuse("--moe-router-dtype", "not supported", "changes the numbers: routers always compute in fp32")
+        a.refuse(
+            "--moe-router-dtype",
+            "not supported",
+            "changes the numbers: routers always compute in fp32",
+        )
     if kind is None and d.get("model.moe.num_experts") and d["precision.dtype"] != "fp32":
-        a.notes.append("routers compute in fp32 here; there, without --moe-router-dtype, in the format of the model")
+        a.notes.append(
+            "routers compute in fp32 here; there, without --moe-router-dtype, in the format of the"
+            " model"
+        )
     return {}
 
 
 def _per_token(a: Arguments, d: Draft) -> Draft:
-    a.has("--calculate-per-token-loss")  # it is always so here; there, only masked tokens make a difference
+    # it is always so here; there, only masked tokens make a difference
+    a.has("--calculate-per-token-loss")
     return {}
 
 
@@ -111,5 +132,7 @@ PRECISION: tuple[Entry, ...] = (
         {START: (FIRST,), END: (LAST,)},
         switches=(SOME,),
     ),
-    Entry(PADDING, (PADS,), _padding, lambda d: [PADDING[0]] if d.get(PADS) else [], switches=PADDING),
+    Entry(
+        PADDING, (PADS,), _padding, lambda d: [PADDING[0]] if d.get(PADS) else [], switches=PADDING
+    ),
 )

@@ -10,12 +10,17 @@ def _timeout(a: Arguments, d: Draft) -> Draft:
     minutes = a.as_("--distributed-timeout-minutes", whole)
     limit = 60.0 * minutes if minutes and minutes > 0 else 600.0
     soft = default_of("trainer.soft_timeout_s")
-    return {"trainer.timeout_s": limit, "trainer.soft_timeout_s": soft if soft < limit else limit / 5}
+    return {
+        "trainer.timeout_s": limit,
+        "trainer.soft_timeout_s": soft if soft < limit else limit / 5,
+    }
 
 
 def _timeout_words(d: Values) -> list[str]:
     minutes = d["trainer.timeout_s"] / 60
-    return ["--distributed-timeout-minutes", str(int(minutes))] if minutes >= 1 and minutes % 1 == 0 else []
+    if minutes >= 1 and minutes % 1 == 0:
+        return ["--distributed-timeout-minutes", str(int(minutes))]
+    return []
 
 
 PROFILE = (
@@ -38,16 +43,27 @@ def _profile(a: Arguments, d: Draft) -> Draft:
     if not all(word.isdecimal() for word in ranks):
         a.refuse("--profile-ranks", "unreadable", "takes ranks, which are whole numbers")
         return none
-    return {"trainer.profile_step": 10 if start is None else max(1, start), RANKS: [int(word) for word in ranks]}
+    return {
+        "trainer.profile_step": 10 if start is None else max(1, start),
+        RANKS: [int(word) for word in ranks],
+    }
 
 
 def _profile_words(d: Values) -> list[str]:
     step = d["trainer.profile_step"]
     if step is None:
         return []
-    words = ["--profile", "--use-pytorch-profiler", *("--profile-step-start", str(step)), PROFILE[3], str(step + 1)]
+    words = [
+        "--profile",
+        "--use-pytorch-profiler",
+        *("--profile-step-start", str(step)),
+        PROFILE[3],
+        str(step + 1),
+    ]
     ranks = d[RANKS]
-    return [*words, "--profile-ranks", *map(str, ranks)] if list(ranks) != list(default_of(RANKS)) else words
+    if list(ranks) != list(default_of(RANKS)):
+        return [*words, "--profile-ranks", *map(str, ranks)]
+    return words
 
 
 KERNELS = "kernels.default"
@@ -57,7 +73,11 @@ FUSED = "kernels.gradient_accumulation_fusion"
 def _kernels(a: Arguments, d: Draft) -> Draft:
     kind = a.word("--transformer-impl")
     word = {"local": "reference", "transformer_engine": "te"}.get(kind or "", "auto")
-    fused = word == "te" and not a.has("--no-gradient-accumulation-fusion") and d["parallel.fsdp"] == "none"
+    fused = (
+        word == "te"
+        and not a.has("--no-gradient-accumulation-fusion")
+        and d["parallel.fsdp"] == "none"
+    )
     a.has("--no-gradient-accumulation-fusion")
     return {KERNELS: word, FUSED: fused}
 
@@ -81,7 +101,8 @@ def _saving(a: Arguments, d: Draft) -> Draft:
 
 
 def _saving_words(d: Values) -> list[str]:
-    steps, final = d["checkpoint.save_interval"], d["checkpoint.save_final"]
+    steps = d["checkpoint.save_interval"]
+    final = d["checkpoint.save_final"]
     if not steps and not final:
         return []
     return ["--save", "checkpoints", "--save-interval", str(steps or d["trainer.train_iters"])]

@@ -60,20 +60,29 @@ def _source_words(d: Values) -> list[str]:
         out += _words(flag, d[f"data.{name}_blend"], d[f"data.{name}_weights"])
     own = "--train-data-path" if out else "--data-path"
     path = d["data.path"]
-    return [*(_words(own, d["data.blend"], d["data.blend_weights"]) or _words(own, path and [path], None)), *out]
+    return [
+        *(
+            _words(own, d["data.blend"], d["data.blend_weights"])
+            or _words(own, path and [path], None)
+        ),
+        *out,
+    ]
 
 
 def _words(flag: str, prefixes: list[str] | None, weights: list[float] | None) -> list[str]:
     """A flag with prefixes, each behind its weight; empty without prefixes."""
     if not prefixes:
         return []
-    pairs = zip(map(spelled, weights), prefixes, strict=False) if weights else ((name,) for name in prefixes)
+    if not weights:
+        return [flag, *prefixes]
+    pairs = zip(map(spelled, weights), prefixes, strict=False)
     return [flag, *(word for pair in pairs for word in pair)]
 
 
 def _split(a: Arguments, d: Draft) -> Draft:
     text = a.word("--split") or "969,30,1"
-    parts = re.findall(r"[.0-9]+", text)  # as Megatron-LM reads it: quotes and brackets do not matter
+    # as Megatron-LM reads it: quotes and brackets do not matter
+    parts = re.findall(r"[.0-9]+", text)
     try:
         shares = [float(part) for part in parts][:3]
     except ValueError:
@@ -91,14 +100,20 @@ def _split_words(d: Values) -> list[str]:
 
 
 def _tokens(a: Arguments, d: Draft) -> Draft:
-    """Tokenizer and vocabulary: Megatron-LM pads to a multiple of `make-vocab-size-divisible-by` * tp."""
-    kind, model = a.word("--tokenizer-type"), a.word("--tokenizer-model")
+    """Tokenizer and vocabulary: Megatron-LM pads to a multiple of `make-vocab-size-divisible-by` *
+    tp.
+    """
+    kind = a.word("--tokenizer-type")
+    model = a.word("--tokenizer-model")
     out: Draft = {"data.tokenizer": None}
     if model is not None and model.endswith(".json") and d["data.kind"] == "indexed":
         out["data.tokenizer"] = model
     elif model is not None:
-        a.refuse("--tokenizer-model", "not supported", "a tokenizer.json is read: data.tokenizer=PATH")
-    size, padded = a.as_("--vocab-size", whole), a.as_("--padded-vocab-size", whole)
+        a.refuse(
+            "--tokenizer-model", "not supported", "a tokenizer.json is read: data.tokenizer=PATH"
+        )
+    size = a.as_("--vocab-size", whole)
+    padded = a.as_("--padded-vocab-size", whole)
     if size is not None and kind in ("NullTokenizer", "NullMultimodalTokenizer"):
         size += 1  # its end of document is an id more
     known = ids_of(kind, model)
@@ -131,20 +146,29 @@ def _tokens_words(d: Values) -> list[str]:
     size = d["model.vocab_size"]
     padded = ["--padded-vocab-size", str(_up(size, VOCAB_MULTIPLE))]
     if d["data.kind"] == "indexed" and d["data.tokenizer"] is not None:
-        tokenizer = ["--tokenizer-type", "HuggingFaceTokenizer", "--tokenizer-model", d["data.tokenizer"]]
+        tokenizer = [
+            "--tokenizer-type",
+            "HuggingFaceTokenizer",
+            "--tokenizer-model",
+            d["data.tokenizer"],
+        ]
         return [*tokenizer, "--vocab-size", str(size), *padded]
     return ["--tokenizer-type", "NullTokenizer", "--vocab-size", str(size - 1), *padded]
 
 
-RAMP, LISTED = "trainer.rampup_batch_size", "trainer.batch_size_schedule"
+RAMP = "trainer.rampup_batch_size"
+LISTED = "trainer.batch_size_schedule"
 STEPPED = "--step-batch-size-schedule"
 _UNITS = {"K": 10**3, "M": 10**6, "B": 10**9, "T": 10**12}
 
 
 def _batch(a: Arguments, d: Draft) -> Draft:
-    micro, batch = a.as_("--micro-batch-size", whole), a.as_("--global-batch-size", whole)
+    micro = a.as_("--micro-batch-size", whole)
+    batch = a.as_("--global-batch-size", whole)
     if batch is None and micro is not None:
-        batch = micro * max(1, d.get("ranks", 1) // (d["parallel.tp"] * d["parallel.pp"] * d["parallel.cp"]))
+        batch = micro * max(
+            1, d.get("ranks", 1) // (d["parallel.tp"] * d["parallel.pp"] * d["parallel.cp"])
+        )
     elif batch is None and "--micro-batch-size" in a.doubts:
         a.doubts.setdefault("--global-batch-size", a.doubts["--micro-batch-size"])
     listed = _stepped(a, d)
@@ -163,7 +187,8 @@ def _batch(a: Arguments, d: Draft) -> Draft:
 
 
 def _stepped(a: Arguments, d: Draft) -> list[tuple[int, int]] | None:
-    """The stages of `--step-batch-size-schedule`: tokens consumed when each begins, and samples a step.
+    """The stages of `--step-batch-size-schedule`: tokens consumed when each begins, and samples a
+    step.
 
     Raises:
         ConfigError: it is there and cannot be read. Without it the run would be another one.
@@ -174,7 +199,8 @@ def _stepped(a: Arguments, d: Draft) -> list[tuple[int, int]] | None:
     text = " ".join(words).replace(",", " ")
     try:
         pairs = sorted(
-            (_counted(begin), _counted(size)) for begin, _, size in (e.partition(":") for e in text.split())
+            (_counted(begin), _counted(size))
+            for begin, _, size in (e.partition(":") for e in text.split())
         )
     except (ValueError, OverflowError):
         pairs = []
@@ -185,7 +211,9 @@ def _stepped(a: Arguments, d: Draft) -> list[tuple[int, int]] | None:
         rule = f"{STEPPED} {text[:60]!r} is no list of TOKENS:SIZE that begins at 0 and grows"
         raise ConfigError([Problem("MT014", LISTED, None, rule, f'{STEPPED} "0:16 2.4B:320"', "")])
     if len(stages) > 1:
-        a.notes.append("the learning rate follows steps; Megatron-LM's follows samples while steps grow")
+        a.notes.append(
+            "the learning rate follows steps; Megatron-LM's follows samples while steps grow"
+        )
     return stages
 
 
@@ -203,16 +231,24 @@ def _ramp(a: Arguments, batch: int | None) -> list[int] | None:
     try:
         first, increment, samples = map(whole, words)
     except (ValueError, OverflowError):
-        a.refuse("--rampup-batch-size", "unreadable", "takes three whole numbers: first size, increment, samples")
+        a.refuse(
+            "--rampup-batch-size",
+            "unreadable",
+            "takes three whole numbers: first size, increment, samples",
+        )
         return None
     if first == batch or not samples:
         return None
-    a.notes.append("the learning rate follows steps; Megatron-LM's follows samples while steps grow")
+    a.notes.append(
+        "the learning rate follows steps; Megatron-LM's follows samples while steps grow"
+    )
     return [first, increment, samples]
 
 
 def _batch_words(d: Values) -> list[str]:
-    micro, ramp, listed = d["trainer.micro_batch_size"], d[RAMP], d[LISTED]
+    micro = d["trainer.micro_batch_size"]
+    ramp = d[RAMP]
+    listed = d[LISTED]
     words = ["--micro-batch-size", str(micro)] if micro is not None else []
     if d["trainer.global_batch_size"] is None:
         return words
@@ -221,8 +257,17 @@ def _batch_words(d: Values) -> list[str]:
     if listed and all(one < two for one, two in itertools.pairwise(begins)):
         sizes = [*(size for size, _ in listed), last]
         # Megatron-LM takes no --global-batch-size beside it
-        return [*words, STEPPED, " ".join(f"{begin}:{size}" for begin, size in zip(begins, sizes, strict=True))]
-    return [*words, "--global-batch-size", last, *(["--rampup-batch-size", *map(str, ramp)] if ramp else [])]
+        return [
+            *words,
+            STEPPED,
+            " ".join(f"{begin}:{size}" for begin, size in zip(begins, sizes, strict=True)),
+        ]
+    return [
+        *words,
+        "--global-batch-size",
+        last,
+        *(["--rampup-batch-size", *map(str, ramp)] if ramp else []),
+    ]
 
 
 def plan_of(d: Values) -> tuple[Stage, ...]:
@@ -234,14 +279,17 @@ def plan_of(d: Values) -> tuple[Stage, ...]:
     return linear(d[RAMP], size) if d.get(RAMP) else (Stage(0, size),)
 
 
-def steps(flag: str, samples: str, key: str, *, needed: bool = False, at_the_end: bool = False) -> Entry:
+def steps(
+    flag: str, samples: str, key: str, *, needed: bool = False, at_the_end: bool = False
+) -> Entry:
     """A number of steps that may be given in samples, and must be where steps grow.
 
     They are the first steps of the run, or with `at_the_end` as many of the full size.
     """
 
     def read(a: Arguments, d: Draft) -> Draft:
-        count, counted = a.as_(flag, whole), a.as_(samples, whole)
+        count = a.as_(flag, whole)
+        counted = a.as_(samples, whole)
         if count is None and counted:
             count = steps_within(plan_of(d)[-1:] if at_the_end else plan_of(d), counted)
         return {} if needed and not count else {key: count or None}
@@ -294,7 +342,13 @@ DATA: tuple[Entry, ...] = (
         {
             "data.kind": (),
             **dict.fromkeys(
-                ("--tokenizer-type", "--tokenizer-model", "--vocab-size", "--padded-vocab-size", "parallel.tp"),
+                (
+                    "--tokenizer-type",
+                    "--tokenizer-model",
+                    "--vocab-size",
+                    "--padded-vocab-size",
+                    "parallel.tp",
+                ),
                 ("model.vocab_size",),
             ),
         },

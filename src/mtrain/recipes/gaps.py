@@ -1,4 +1,6 @@
-"""Texts of a shell script that are not wholly known: gaps in words, with the reason and the line."""
+"""Texts of a shell script that are not wholly known: gaps in words, with the reason and
+the line.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,8 @@ class Gap:
     why: str
     """The end of a sentence that begins with `text`."""
     absent: bool = False
-    """Whether it is nothing unless the environment, or an argument of the script, says something."""
+    """Whether it is nothing unless the environment, or an argument of the script, says something.
+    """
     words: tuple[Word, ...] | None = None
     """All that it may add, where that is known."""
 
@@ -57,7 +60,9 @@ class Unread:
     @property
     def why(self) -> str:
         """What is needed to know it, with the line."""
-        return "; ".join(dict.fromkeys(f"needs {gap.text} ({gap.where}), which {gap.why}" for gap in self.gaps))
+        return "; ".join(
+            dict.fromkeys(f"needs {gap.text} ({gap.where}), which {gap.why}" for gap in self.gaps)
+        )
 
 
 Word = str | Unread
@@ -85,7 +90,8 @@ def word_of(value: Iterable[str | Gap]) -> Word:
 
 def split(value: Value) -> list[list[str | Gap]]:
     """A text cut at spaces; a gap is a part of the word that it stands in."""
-    out, fresh = list[list[str | Gap]](), True
+    out = list[list[str | Gap]]()
+    fresh = True
     for piece in value:
         texts = [piece] if isinstance(piece, Gap) else re.split(r"[ \t\n]+", piece)
         for number, text in enumerate(texts):
@@ -105,5 +111,7 @@ def words_in(word: Word) -> list[Word]:
 
 def between(items: Sequence[Value]) -> Value:
     """Items with a space between them."""
-    spaced: Iterator[tuple[str | Gap, ...]] = ((" ", *item) if n else item for n, item in enumerate(items))
+    spaced: Iterator[tuple[str | Gap, ...]] = (
+        (" ", *item) if n else item for n, item in enumerate(items)
+    )
     return tuple(piece for item in spaced for piece in item)

@@ -1,4 +1,7 @@
-"""A Hugging Face `config.json` as the shape of a model. It is data: no code that it names is loaded."""
+"""A Hugging Face `config.json` as the shape of a model.
+
+It is data: no code that it names is loaded.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +26,8 @@ _OUTSIDE = ("bos_token_id", "eos_token_id", "pad_token_id", "tie_word_embeddings
 
 
 def import_config(path: Path, extra: Sequence[str] = ()) -> Imported:
-    """Reads a `config.json`; `extra` are overrides in our own grammar, for layout, data and all else.
+    """Reads a `config.json`; `extra` are overrides in our own grammar, for layout, data and all
+    else.
 
     Raises:
         ConfigError: no JSON, a family that is not known, or a value that is refused.
@@ -45,8 +49,8 @@ def import_config(path: Path, extra: Sequence[str] = ()) -> Imported:
         raise ConfigError([Problem("MT703", "", None, rule, "", source)]) from None
     if values is not given:
         f.notes.append(
-            f"{given['model_type']} reads images too: the text model alone is read, and vision_config and what "
-            "joins both are left out"
+            f"{given['model_type']} reads images too: the text model alone is read, and"
+            " vision_config and what joins both are left out"
         )
     d["model.name"] = name_of(path.resolve().parent if path.stem == "config" else path)
     f.finish()
@@ -63,16 +67,20 @@ def kind_of(values: Json) -> str:
 
 
 def as_text(values: Json) -> Json:
-    """What a file says of its text model: itself, or the object inside where the model reads images as well.
+    """What a file says of its text model: itself, or the object inside where the model reads images
+    as well.
 
     Ids of tokens, and whether embeddings are tied, may stand outside of that object.
     """
-    kind, text = values.get("model_type"), values.get("text_config", {})
+    kind = values.get("model_type")
+    text = values.get("text_config", {})
     if not isinstance(kind, str) or kind not in WITH_IMAGES or not isinstance(text, dict):
         return values
     outer = {key: values[key] for key in _OUTSIDE if values.get(key) is not None}
     inner = WITH_IMAGES[kind]
-    return {**outer, "model_type": inner, **text} if text.get("model_type", inner) == inner else values
+    return (
+        {**outer, "model_type": inner, **text} if text.get("model_type", inner) == inner else values
+    )
 
 
 def _read(f: ConfigFile, family: Family) -> Draft:
@@ -83,10 +91,12 @@ def _read(f: ConfigFile, family: Family) -> Draft:
     f.out |= family.fixed
     for more in family.more:
         more(f)
-    groups, heads = f.out.get("model.num_query_groups"), f.out.get("model.num_attention_heads")
+    groups = f.out.get("model.num_query_groups")
+    heads = f.out.get("model.num_attention_heads")
     if groups == heads:
         f.out["model.num_query_groups"] = None
-    width, hidden = f.out.get("model.kv_channels"), f.out.get("model.hidden_size")
+    width = f.out.get("model.kv_channels")
+    hidden = f.out.get("model.hidden_size")
     if width is not None and heads and width * heads == hidden:
         f.out["model.kv_channels"] = None
     for key in ("model.layernorm_epsilon", "model.init_method_std", "model.attention_dropout"):
@@ -111,7 +121,16 @@ def read_json(path: Path, source: str) -> Json:
         if len(out) < len(items):
             twice = next(key for key, _ in items if [k for k, _ in items].count(key) > 1)
             raise ConfigError(
-                [Problem("MT004", twice, None, "written twice in one object", "keep one of them", source)]
+                [
+                    Problem(
+                        "MT004",
+                        twice,
+                        None,
+                        "written twice in one object",
+                        "keep one of them",
+                        source,
+                    )
+                ]
             )
         return out
 
@@ -120,10 +139,15 @@ def read_json(path: Path, source: str) -> Json:
     except (ValueError, RecursionError) as error:
         raise ConfigError([Problem("MT003", "", None, f"not JSON: {error}", "", source)]) from None
     if not isinstance(values, dict):
-        raise ConfigError([Problem("MT003", "", None, "the top level must be an object", "", source)])
-    depth, nodes, layer = 0, 0, [values]
+        raise ConfigError(
+            [Problem("MT003", "", None, "the top level must be an object", "", source)]
+        )
+    depth = 0
+    nodes = 0
+    layer = [values]
     while layer:
-        depth, nodes = depth + 1, nodes + len(layer)
+        depth = depth + 1
+        nodes = nodes + len(layer)
         if depth > MAX_DEPTH or nodes > MAX_NODES:
             rule = f"nested deeper than {MAX_DEPTH} levels, or more than {MAX_NODES} values"
             raise ConfigError([Problem("MT005", "", None, rule, "", source)])
@@ -132,4 +156,8 @@ def read_json(path: Path, source: str) -> Json:
 
 
 def _inside(value: Any) -> list[Any]:
-    return list(value.values()) if isinstance(value, dict) else value if isinstance(value, list) else []
+    if isinstance(value, dict):
+        return list(value.values())
+    if isinstance(value, list):
+        return value
+    return []

@@ -12,17 +12,29 @@ from mtrain.recipes.hf_kind import Kind
 from mtrain.recipes.hf_readers import UNGATED_WORDS
 
 HEADS = {"ForPreTraining": True, "ForMaskedLM": False}
-"""Ends of its classes in transformers with a head for masked tokens -> whether there is one for the next sentence."""
+"""Ends of its classes in transformers with a head for masked tokens -> whether there is one for the
+next sentence.
+"""
 CLASSES = {"bert": "Bert", "megatron-bert": "MegatronBert"}
 """`model_type` -> begin of its classes."""
 GELUS = {word: ours for word, ours in UNGATED_WORDS.items() if ours.startswith("gelu")}
 """Their words for the activation of MLPs and head -> ours."""
-CLS, SEP, MASK = 101, 102, 103
+CLS = 101
+SEP = 102
+MASK = 103
 """Special tokens of every vocabulary that was published with the paper."""
-_DROPOUT = {"attention_probs_dropout_prob": "model.attention_dropout", "hidden_dropout_prob": "model.hidden_dropout"}
+_DROPOUT = {
+    "attention_probs_dropout_prob": "model.attention_dropout",
+    "hidden_dropout_prob": "model.hidden_dropout",
+}
 _NOT_COPIED = ("attention_dropout", "tie_word_embeddings")
 """Keys of decoders: the one has another name here, the other one value."""
-_WIDTHS = ("pooler_fc_size", "pooler_num_attention_heads", "pooler_num_fc_layers", "pooler_size_per_head")
+_WIDTHS = (
+    "pooler_fc_size",
+    "pooler_num_attention_heads",
+    "pooler_num_fc_layers",
+    "pooler_size_per_head",
+)
 
 
 def _encoder(f: ConfigFile) -> None:
@@ -31,7 +43,11 @@ def _encoder(f: ConfigFile) -> None:
     word = f.get("hidden_act")
     f.out["model.activation"] = GELUS.get(word, "gelu") if isinstance(word, str) else "gelu"
     f.must("hidden_act", tuple(GELUS), f"changes the numbers: there are {', '.join(GELUS)}")
-    f.must("position_embedding_type", ("absolute",), "changes the numbers: an embedding of each position is added")
+    f.must(
+        "position_embedding_type",
+        ("absolute",),
+        "changes the numbers: an embedding of each position is added",
+    )
     f.must("is_decoder", (False,), "changes the numbers: a token sees those before and behind it")
     text = "changes the numbers: the output layer has the embedding's weights"
     f.must("tie_word_embeddings", (True,), text)
@@ -43,17 +59,29 @@ def _heads(f: ConfigFile) -> None:
     names = f.get("architectures") or [f"{begin}ForPreTraining"]
     known = [name for name in names if name in classes] if isinstance(names, list) else []
     if len(known) != 1 or len(names) > 1:
-        f.refuse("architectures", "not supported", f"changes the numbers: there are {' and '.join(classes)}")
+        f.refuse(
+            "architectures",
+            "not supported",
+            f"changes the numbers: there are {' and '.join(classes)}",
+        )
     f.out["model.bert.next_sentence"] = classes[known[0]] if known else True
 
 
 def _special_tokens(f: ConfigFile) -> None:
     """No file says them; those of the published vocabularies, where they fit."""
-    vocab, pad = int(f.get("vocab_size")), f.get("pad_token_id")
+    vocab = int(f.get("vocab_size"))
+    pad = f.get("pad_token_id")
     published = vocab > MASK and pad not in (CLS, SEP, MASK)
-    mask = MASK if published else vocab - (2 if pad == vocab - 1 else 1)
+    if published:
+        mask = MASK
+    else:
+        mask = vocab - (2 if pad == vocab - 1 else 1)
     cls, sep = (CLS, SEP) if published else (None, None)
-    f.out |= {"model.bert.mask_token_id": mask, "model.bert.cls_token_id": cls, "model.bert.sep_token_id": sep}
+    f.out |= {
+        "model.bert.mask_token_id": mask,
+        "model.bert.cls_token_id": cls,
+        "model.bert.sep_token_id": sep,
+    }
     shown = f"{mask}, {'none' if cls is None else cls} and {'none' if sep is None else sep}"
     f.notes.append(
         f"the file does not say which tokens are [MASK], [CLS] and [SEP]: taken as {shown}; "
@@ -91,7 +119,9 @@ READS = Family(
     },
     (_encoder, _heads, _special_tokens),
     irrelevant={
-        **dict.fromkeys((*_WIDTHS, "pooler_type", "directionality"), "is read by no layer of this family"),
+        **dict.fromkeys(
+            (*_WIDTHS, "pooler_type", "directionality"), "is read by no layer of this family"
+        ),
         "gradient_checkpointing": "says what is computed again, not what is computed",
         "output_past": "says what a call returns or keeps, not what the model computes",
     },
@@ -102,7 +132,10 @@ MEGATRON_READS = replace(READS, fixed={**READS.fixed, "model.norm_placement": "p
 
 
 def _writes(m: ModelConfig) -> Json:
-    return {"hidden_act": {"gelu": "gelu", "gelu_tanh": "gelu_new"}[m.activation], "tie_word_embeddings": True}
+    return {
+        "hidden_act": {"gelu": "gelu", "gelu_tanh": "gelu_new"}[m.activation],
+        "tie_word_embeddings": True,
+    }
 
 
 def _class(kind: str) -> Callable[[ModelConfig], str]:

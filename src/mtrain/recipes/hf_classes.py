@@ -1,6 +1,8 @@
-"""What the classes of transformers read of a `config.json`, and what they take null for: a table of their source.
+"""What the classes of transformers read of a `config.json`, and what they take null for: a table of
+their source.
 
-The table is generated (`python -m tests.support.hf_classes`), and a test makes it again from the installed release.
+The table is generated (`python -m tests.support.hf_classes`), and a test makes it again from the
+installed release.
 """
 
 from __future__ import annotations
@@ -23,8 +25,9 @@ class Class:
     read: frozenset[str]
     """Keys that it reads, of those that any class declares."""
     null: Mapping[str, str]
-    """Key -> what null is taken for: `refused`, `absent` (as where it is left out), `filled` (with another value),
-    `false`, or `nothing`."""
+    """Key -> what null is taken for: `refused`, `absent` (as where it is left out), `filled` (with
+    another value), `false`, or `nothing`.
+    """
     declared: frozenset[str]
     """Keys that the class of some kind declares or reads."""
 
@@ -52,5 +55,7 @@ def classes() -> dict[str, Class]:
 def class_of(kind: str, values: Mapping[str, Any]) -> Class | None:
     """The class that reads a file of a `model_type`; None: it is not in the table."""
     # AutoConfig's own rule: layer_types make a Ministral of a Mistral
-    by_layer = kind == "mistral" and ("layer_types" in values or values.get("model_type") == "ministral")
+    by_layer = kind == "mistral" and (
+        "layer_types" in values or values.get("model_type") == "ministral"
+    )
     return classes().get("ministral" if by_layer else kind)

@@ -23,9 +23,15 @@ def _layers(f: ConfigFile) -> None:
         "mlp_layer_types": ["dense"] * dense + ["sparse"] * (f.layers - dense),
     }
     for key, usual in kinds.items():
-        f.must(key, (usual, None), "changes the numbers: every layer has an indexer, and dense MLPs come first")
+        f.must(
+            key,
+            (usual, None),
+            "changes the numbers: every layer has an indexer, and dense MLPs come first",
+        )
     if f.get("q_lora_rank") is None:
-        f.refuse("q_lora_rank", "not supported", "changes the numbers: an indexer reads latent queries")
+        f.refuse(
+            "q_lora_rank", "not supported", "changes the numbers: an indexer reads latent queries"
+        )
 
 
 READS = Family(

@@ -108,7 +108,9 @@ _DEEPSEEK = {
     "v_head_dim": 128,
     "seq_aux": True,
 }
-_COMPUTED = dict.fromkeys(("head_dim", "qk_head_dim"), "is computed from qk_nope_head_dim and qk_rope_head_dim")
+_COMPUTED = dict.fromkeys(
+    ("head_dim", "qk_head_dim"), "is computed from qk_nope_head_dim and qk_rope_head_dim"
+)
 _LAYOUT = {"ep_size": "says how experts are sharded, which is parallel.ep"}
 _ALIASES = {"num_experts": "num_local_experts"}
 _UNREAD_BY_PHI3 = (
@@ -138,11 +140,18 @@ _GPT2 = {
 }
 
 FAMILIES: dict[str, Family] = {
-    "llama": Family(LLAMA, GATED, {**_OLD, "max_position_embeddings": 2048}, (gate, llama_biases, rotary)),
+    "llama": Family(
+        LLAMA, GATED, {**_OLD, "max_position_embeddings": 2048}, (gate, llama_biases, rotary)
+    ),
     "mistral": Family(
         LLAMA,
         GATED,
-        {**_OLD, "max_position_embeddings": 131072, "sliding_window": 4096, "num_key_value_heads": 8},
+        {
+            **_OLD,
+            "max_position_embeddings": 131072,
+            "sliding_window": 4096,
+            "num_key_value_heads": 8,
+        },
         (gate, every_layer_slides, rotary),
     ),
     "mixtral": Family(
@@ -161,7 +170,9 @@ FAMILIES: dict[str, Family] = {
         (gate, every_layer_slides, rotary, mixtral_experts),
         _ALIASES,
     ),
-    "qwen2": Family(LLAMA, {**GATED, "model.add_qkv_bias": True}, _QWEN, (gate, upper_layers_slide, rotary)),
+    "qwen2": Family(
+        LLAMA, {**GATED, "model.add_qkv_bias": True}, _QWEN, (gate, upper_layers_slide, rotary)
+    ),
     "qwen2_moe": Family(
         LLAMA,
         GATED,
@@ -194,7 +205,12 @@ FAMILIES: dict[str, Family] = {
     "gemma2": Family(
         GEMMA | _named("attn_logit_softcapping"),
         GEMMA_LAYER,
-        {**_GEMMA, "max_position_embeddings": 8192, "attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0},
+        {
+            **_GEMMA,
+            "max_position_embeddings": 8192,
+            "attn_logit_softcapping": 50.0,
+            "final_logit_softcapping": 30.0,
+        },
         (gemma_attention, every_other_layer_slides, rotary),
         irrelevant=_OTHER_ACTIVATION,
     ),

@@ -20,10 +20,13 @@ _WIDTH = "changes the numbers: the heads have another width in all"
 
 
 def _granite(f: ConfigFile) -> None:
-    mixers, experts = _mixers(f), f.get("num_local_experts") > 0
+    mixers = _mixers(f)
+    experts = f.get("num_local_experts") > 0
     pattern = "".join(mixer + (EXPERTS if experts else MLP) for mixer in mixers)
-    heads, width = f.number("mamba_n_heads"), int(f.number("mamba_expand") * f.number("hidden_size"))
-    shared, auto = f.get("shared_intermediate_size"), f.get("mamba_d_head") == "auto"
+    heads = f.number("mamba_n_heads")
+    width = int(f.number("mamba_expand") * f.number("hidden_size"))
+    shared = f.get("shared_intermediate_size")
+    auto = f.get("mamba_d_head") == "auto"
     f.out |= {
         "model.num_layers": len(pattern),
         "model.hybrid.pattern": pattern,
@@ -48,9 +51,17 @@ def _mixers(f: ConfigFile) -> str:
     listed = f.get("layer_types", ["mamba"] * f.layers)
     letters = [WORDS.get(word, "") for word in listed]
     if any(letter not in (MAMBA, ATTENTION) for letter in letters):
-        f.refuse("layer_types", "not supported", "changes the numbers: a layer begins with a mixer or attention")
+        f.refuse(
+            "layer_types",
+            "not supported",
+            "changes the numbers: a layer begins with a mixer or attention",
+        )
     if len(letters) != f.layers:
-        f.refuse("layer_types", "not supported", f"has {len(letters)} layers, and num_hidden_layers says {f.layers}")
+        f.refuse(
+            "layer_types",
+            "not supported",
+            f"has {len(letters)} layers, and num_hidden_layers says {f.layers}",
+        )
     return "".join(letters)
 
 
@@ -59,14 +70,26 @@ def _limits(f: ConfigFile) -> None:
     limits = f.get("time_step_limit")
     f.out["model.hybrid.time_step_min"] = float(limits[0])
     if len(limits) != 2 or limits[1] not in NO_BOUND:
-        f.refuse("time_step_limit", "not supported", "changes the numbers: time steps have a lower bound alone")
-    f.must("position_embedding_type", ("nope",), "changes the numbers: attention has no positions here")
-    f.must("hidden_act", ("silu", "swish"), "changes the numbers: MLPs and mixers of this family have a SiLU")
+        f.refuse(
+            "time_step_limit",
+            "not supported",
+            "changes the numbers: time steps have a lower bound alone",
+        )
+    f.must(
+        "position_embedding_type", ("nope",), "changes the numbers: attention has no positions here"
+    )
+    f.must(
+        "hidden_act",
+        ("silu", "swish"),
+        "changes the numbers: MLPs and mixers of this family have a SiLU",
+    )
     f.must("normalization_function", ("rmsnorm",), "is not read: norms of this family are RMSNorm")
     for key in ("attention_bias", "mamba_proj_bias"):
         f.must(key, (False,), "changes the numbers: linear layers of hybrids have no biases here")
     f.must("mamba_conv_bias", (True,), "changes the numbers: the convolution of a mixer has a bias")
-    f.idle(("rope_theta", "rope_scaling", "rope_parameters"), "is read where attention has positions")
+    f.idle(
+        ("rope_theta", "rope_scaling", "rope_parameters"), "is read where attention has positions"
+    )
 
 
 _FACTORS = {
@@ -125,13 +148,22 @@ READS = Family(
 
 
 def _writes(m: ModelConfig) -> Json:
-    h, moe = own(m), m.moe
-    mixers, rests = h.pattern[::2], set(h.pattern[1::2])
+    h = own(m)
+    moe = m.moe
+    mixers = h.pattern[::2]
+    rests = set(h.pattern[1::2])
     expand, rest = divmod(h.num_heads * h.head_dim, m.hidden_size)
-    if rest or len(h.pattern) % 2 or set(mixers) - {MAMBA, ATTENTION} or rests not in ({MLP}, {EXPERTS}):
+    if (
+        rest
+        or len(h.pattern) % 2
+        or set(mixers) - {MAMBA, ATTENTION}
+        or rests not in ({MLP}, {EXPERTS})
+    ):
         raise ValueError("its layers are not pairs of a mixer or attention and an MLP or experts")
     if m.softmax_scale is None or m.head_dim * m.num_attention_heads != m.hidden_size:
-        raise ValueError("it has no factor on attention logits, or heads of another width than theirs")
+        raise ValueError(
+            "it has no factor on attention logits, or heads of another width than theirs"
+        )
     body: Json = {
         "num_hidden_layers": len(mixers),
         "layer_types": ["mamba" if mixer == MAMBA else "attention" for mixer in mixers],
@@ -150,7 +182,9 @@ def _writes(m: ModelConfig) -> Json:
     if moe is None:
         return body
     if moe.shared_expert_intermediate_size is None:
-        raise ValueError("it has no shared experts beside the others, and layers of theirs always have them")
+        raise ValueError(
+            "it has no shared experts beside the others, and layers of theirs always have them"
+        )
     return body | {
         **mixture(m, "num_local_experts", "intermediate_size", dense=m.num_layers // 2),
         "shared_intermediate_size": moe.shared_expert_intermediate_size,

@@ -1,4 +1,6 @@
-"""The `config.json` of Mamba-2 and of Nemotron-H: what it means, and what it says of one of ours."""
+"""The `config.json` of Mamba-2 and of Nemotron-H: what it means, and what it says of
+one of ours.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,8 @@ from mtrain.recipes.hf_keys import ConfigFile, Family, Json
 from mtrain.recipes.hf_kind import Kind
 
 POSITIONS = 2048
-"""Tokens of a sample that Mamba-2 was trained with; its file names none, and it has no positions."""
+"""Tokens of a sample that Mamba-2 was trained with; its file names none, and it has no positions.
+"""
 NO_BOUND = (math.inf, {"__float__": "Infinity"})
 """As a file may say it: JSON has no word for it, and transformers 5 writes the latter."""
 WORDS = {
@@ -59,7 +62,9 @@ def _no_biases(f: ConfigFile, *keys: str) -> None:
 
 
 def _mamba2(f: ConfigFile) -> None:
-    layers, heads, width = f.layers, f.number("num_heads"), int(f.number("expand") * f.number("hidden_size"))
+    layers = f.layers
+    heads = f.number("num_heads")
+    width = int(f.number("expand") * f.number("hidden_size"))
     limits = f.get("time_step_limit")
     f.out |= {
         "model.num_layers": layers,
@@ -71,10 +76,20 @@ def _mamba2(f: ConfigFile) -> None:
         "model.hybrid.time_step_min": float(limits[0]),
     }
     if len(limits) != 2 or limits[1] not in NO_BOUND:
-        f.refuse("time_step_limit", "not supported", "changes the numbers: time steps have a lower bound alone")
+        f.refuse(
+            "time_step_limit",
+            "not supported",
+            "changes the numbers: time steps have a lower bound alone",
+        )
     if width != heads * f.number("head_dim"):
-        f.refuse("expand", "not supported", "changes the numbers: the heads have another width in all")
-    f.must("hidden_act", ("silu", "swish"), "changes the numbers: the convolution of a mixer ends with a SiLU")
+        f.refuse(
+            "expand", "not supported", "changes the numbers: the heads have another width in all"
+        )
+    f.must(
+        "hidden_act",
+        ("silu", "swish"),
+        "changes the numbers: the convolution of a mixer ends with a SiLU",
+    )
     _no_biases(f, "use_bias")
 
 
@@ -105,18 +120,27 @@ MAMBA2_READS = Family(
         "tie_word_embeddings": False,
     },
     (_mamba2,),
-    irrelevant={**OF_BOTH, "time_step_rank": "is read by no layer of this family", "time_step_min": _INITIAL},
+    irrelevant={
+        **OF_BOTH,
+        "time_step_rank": "is read by no layer of this family",
+        "time_step_min": _INITIAL,
+    },
 )
 
 
 def _pattern(f: ConfigFile) -> str:
     """The letters of all layers, from either way to say them."""
-    said, listed = f.get("hybrid_override_pattern"), f.get("layers_block_type")
+    said = f.get("hybrid_override_pattern")
+    listed = f.get("layers_block_type")
     f.read.add("num_hidden_layers")
     if isinstance(listed, list):
         unknown = [word for word in listed if word not in WORDS]
         if unknown:
-            f.refuse("layers_block_type", "not supported", f"changes the numbers: there is no layer {unknown[0]}")
+            f.refuse(
+                "layers_block_type",
+                "not supported",
+                f"changes the numbers: there is no layer {unknown[0]}",
+            )
         return "".join(WORDS.get(word, MLP) for word in listed)
     return said if isinstance(said, str) else f"{MAMBA}{EXPERTS}{ATTENTION}{MLP}"
 
@@ -125,15 +149,38 @@ def _nemotron(f: ConfigFile) -> None:
     pattern = _pattern(f)
     f.out |= {"model.hybrid.pattern": pattern, "model.num_layers": len(pattern)}
     f.out["model.hybrid.time_step_min"] = float(f.get("time_step_min"))
-    f.must("mlp_hidden_act", ("relu2",), "changes the numbers: MLPs of Nemotron-H have the square of a ReLU")
-    f.must("mamba_hidden_act", ("silu", "swish"), "changes the numbers: the convolution of a mixer ends with a SiLU")
-    f.must("tie_word_embeddings", (False,), "has no effect on this family, whose output layer is its own")
+    f.must(
+        "mlp_hidden_act",
+        ("relu2",),
+        "changes the numbers: MLPs of Nemotron-H have the square of a ReLU",
+    )
+    f.must(
+        "mamba_hidden_act",
+        ("silu", "swish"),
+        "changes the numbers: the convolution of a mixer ends with a SiLU",
+    )
+    f.must(
+        "tie_word_embeddings",
+        (False,),
+        "has no effect on this family, whose output layer is its own",
+    )
     _no_biases(f, "use_bias", "mlp_bias")
     text = "is read by no layer of this family"
     f.idle(
-        ("attention_bias", "sliding_window", "hidden_dropout", "mamba_proj_bias", "expand", "time_step_limit"), text
+        (
+            "attention_bias",
+            "sliding_window",
+            "hidden_dropout",
+            "mamba_proj_bias",
+            "expand",
+            "time_step_limit",
+        ),
+        text,
     )
-    f.idle(("mtp_layers_block_type", "mtp_hybrid_override_pattern", "num_nextn_predict_layers"), "is not built there")
+    f.idle(
+        ("mtp_layers_block_type", "mtp_hybrid_override_pattern", "num_nextn_predict_layers"),
+        "is not built there",
+    )
     _nemotron_experts(f, EXPERTS in pattern)
 
 
@@ -170,13 +217,24 @@ def _nemotron_experts(f: ConfigFile, has: bool) -> None:
         "model.moe.router_group_topk": f.get("topk_group") if many else None,
         "model.moe.router_group_score_topk": 2 if many else None,
     }
-    f.must("norm_topk_prob", (True,), "changes the numbers: chosen scores of this family are normalised")
-    f.must("n_shared_experts", (1,), "has no effect: moe_shared_expert_intermediate_size is the width of all of them")
+    f.must(
+        "norm_topk_prob",
+        (True,),
+        "changes the numbers: chosen scores of this family are normalised",
+    )
+    f.must(
+        "n_shared_experts",
+        (1,),
+        "has no effect: moe_shared_expert_intermediate_size is the width of all of them",
+    )
     if not many:
         f.must("topk_group", (1,), "has no effect where experts are one group")
     f.must("moe_latent_size", (None,), "changes the numbers: experts read the residual stream")
     if f.get("num_experts_per_tok") == 1:
-        text = "changes the numbers: the score of one chosen expert is 1 there, and what the router says here"
+        text = (
+            "changes the numbers: the score of one chosen expert is 1 there, and what the router"
+            " says here"
+        )
         f.refuse("num_experts_per_tok", "not supported", text)
 
 
@@ -251,7 +309,9 @@ def _writes_mamba2(m: ModelConfig) -> Json:
     h = own(m)
     expand, rest = divmod(h.num_heads * h.head_dim, m.hidden_size)
     if set(h.pattern) != {MAMBA} or rest:
-        raise ValueError("it has other layers than Mamba-2, or heads that are no multiple of hidden_size")
+        raise ValueError(
+            "it has other layers than Mamba-2, or heads that are no multiple of hidden_size"
+        )
     more: dict[str, Any] = {
         "num_attention_heads": (m.num_attention_heads, h.num_heads),
         "intermediate_size": (m.ffn_hidden_size, expand * m.hidden_size),
@@ -271,7 +331,8 @@ def _writes_mamba2(m: ModelConfig) -> Json:
 
 
 def _writes_nemotron(m: ModelConfig) -> Json:
-    h, moe = own(m), m.moe
+    h = own(m)
+    moe = m.moe
     experts: Json = {}
     if moe is not None:
         experts = {

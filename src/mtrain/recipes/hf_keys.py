@@ -1,4 +1,6 @@
-"""A Hugging Face `config.json` while it is read: each of its keys is used, irrelevant for a reason, or refused."""
+"""A Hugging Face `config.json` while it is read: each of its keys is used, irrelevant for a reason,
+or refused.
+"""
 
 from __future__ import annotations
 
@@ -37,8 +39,8 @@ class Family:
 class ConfigFile:
     """A configuration file while it is read.
 
-    What the class of transformers that would read it leaves unread says nothing here either, and null is what that
-    class takes it for.
+    What the class of transformers that would read it leaves unread says nothing here either, and
+    null is what that class takes it for.
     """
 
     def __init__(self, values: Json, family: Family, read_by: Class | None = None) -> None:
@@ -48,8 +50,11 @@ class ConfigFile:
         self._refused: set[tuple[str, str]] = set()
         self._hints = HINTS
         self.notes: list[str] = []
-        self.family, self.read_by = family, read_by
-        self._unread = [key for key in values if read_by and read_by.ignores(key) and not self._kept(key)]
+        self.family = family
+        self.read_by = read_by
+        self._unread = [
+            key for key in values if read_by and read_by.ignores(key) and not self._kept(key)
+        ]
         self.given = {key: value for key, value in values.items() if key not in self._unread}
         for alias, key in family.aliases.items():
             if alias in self.given and self.given.get(key, values[alias]) == values[alias]:
@@ -74,7 +79,11 @@ class ConfigFile:
         elif meaning == "absent":
             self.values[key] = self.family.absent.get(key)
         elif meaning == "refused" and not self._irrelevant(key):
-            self.refuse(key, "unreadable", f"{read_by.name} of transformers takes no null here; leave it out")
+            self.refuse(
+                key,
+                "unreadable",
+                f"{read_by.name} of transformers takes no null here; leave it out",
+            )
             self.values[key] = self.family.absent.get(key)
 
     def get(self, key: str, default: Any = None) -> Any:
@@ -84,14 +93,18 @@ class ConfigFile:
         return default if value is None else value
 
     def number(self, key: str, default: float | None = None) -> Any:
-        """The value of a key that others are multiplied with; `TypeError` for a text, which would be repeated."""
+        """The value of a key that others are multiplied with; `TypeError` for a text, which would
+        be repeated.
+        """
         value = self.get(key, default)
         if not isinstance(value, int | float):
             raise TypeError(f"{key} is no number")
         return value
 
     def refuse(self, key: str, why: Why, text: str, value: Any = ...) -> None:
-        """Notes that a key could not be taken over; `value` is the part of what it holds that counts."""
+        """Notes that a key could not be taken over; `value` is the part of what it holds that
+        counts.
+        """
         self.read.add(key)
         shown = json.dumps(self.said.get(key, self.values.get(key)) if value is ... else value)
         shown = shown if len(shown) <= 60 else shown[:57] + "..."
@@ -101,13 +114,16 @@ class ConfigFile:
 
     @property
     def layers(self) -> int:
-        """How many layers to go through; a number that no model has is left to the checks of the configuration."""
+        """How many layers to go through; a number that no model has is left to the checks of the
+        configuration.
+        """
         return int(min(self.get("num_hidden_layers", 0), 1 << 14))
 
     def must(self, key: str, allowed: Sequence[Any], text: str) -> None:
         """Notes a value that means something that is not there here; null is the family's default.
 
-        It is noted even where today's class does not read the key: another release, or the publisher's code, does.
+        It is noted even where today's class does not read the key: another release, or the
+        publisher's code, does.
         """
         if key in self._unread:
             self._unread.remove(key)
@@ -134,9 +150,15 @@ class ConfigFile:
                 self.must(key, allowed, text)
         for key in self.given:
             if key in self.family.aliases:
-                self.refuse(key, "not supported", f"says another value than {self.family.aliases[key]}")
+                self.refuse(
+                    key, "not supported", f"says another value than {self.family.aliases[key]}"
+                )
             elif key == "auto_map" and self._is_of_transformers():
-                self.refuse(key, "no effect", "names code, which is never loaded: transformers has that architecture")
+                self.refuse(
+                    key,
+                    "no effect",
+                    "names code, which is never loaded: transformers has that architecture",
+                )
             elif key in ELSEWHERE:
                 self.refuse(key, *ELSEWHERE[key])
             elif key not in known:
@@ -147,16 +169,23 @@ class ConfigFile:
         names = self.said.get("architectures")
         if self.read_by is None or not isinstance(names, list) or not names:
             return False
-        return all(str(name).startswith(f"{self.read_by.name.removesuffix('Config')}For") for name in names)
+        return all(
+            str(name).startswith(f"{self.read_by.name.removesuffix('Config')}For") for name in names
+        )
 
     def inside(self, key: str, inner: str, why: Why, text: str, value: Any) -> None:
         """Notes a key `inner` of the object that `key` holds."""
         self.refuse(key, why, f"{inner}: {text}", {inner: value})
 
     def unknown(self, key: str, known: set[str], within: str | None = None) -> None:
-        """Notes a key, in the object of another one or in the file, with the nearest one that is known."""
+        """Notes a key, in the object of another one or in the file, with the nearest one that is
+        known.
+        """
         self._hints -= 1
-        near = difflib.get_close_matches(key[:80], sorted(known), n=1, cutoff=0.8) if self._hints >= 0 else []
+        if self._hints >= 0:
+            near = difflib.get_close_matches(key[:80], sorted(known), n=1, cutoff=0.8)
+        else:
+            near = []
         text = "is not read for this family" + (f"; did you mean {near[0]}?" if near else "")
         if within is None:
             self.refuse(key, "unknown", text)
@@ -165,28 +194,44 @@ class ConfigFile:
 
 
 _REASONS = {
-    "names a token: the tokenizer and the data decide": """
+    "names a token: the tokenizer and the data decide": (
+        """
         bos_token_id eos_token_id pad_token_id unk_token_id sep_token_id decoder_start_token_id
-    """,
-    "says what a call returns or keeps, not what the model computes": """
+    """
+    ),
+    "says what a call returns or keeps, not what the model computes": (
+        """
         use_cache return_dict use_return_dict output_hidden_states output_attentions output_scores
         return_dict_in_generate torchscript output_router_logits keys_to_ignore_at_inference
-    """,
-    "chooses among implementations of the same mathematics": """
-        chunk_size_feed_forward pretraining_tp attn_implementation _attn_implementation _attn_implementation_internal
+    """
+    ),
+    "chooses among implementations of the same mathematics": (
+        """
+        chunk_size_feed_forward pretraining_tp attn_implementation _attn_implementation
+        _attn_implementation_internal
         experts_implementation _experts_implementation use_bfloat16 tf_legacy_loss
-    """,
-    "names a file, a program or a person's task": """
+    """
+    ),
+    "names a file, a program or a person's task": (
+        """
         architectures transformers_version _name_or_path name_or_path _commit_hash finetuning_task
         task_specific_params tokenizer_class prefix
-    """,
-    "is read when text is generated": """
-        max_length min_length do_sample early_stopping num_beams num_beam_groups diversity_penalty temperature top_k
-        top_p typical_p repetition_penalty length_penalty no_repeat_ngram_size encoder_no_repeat_ngram_size
-        bad_words_ids num_return_sequences forced_bos_token_id forced_eos_token_id remove_invalid_values
+    """
+    ),
+    "is read when text is generated": (
+        """
+        max_length min_length do_sample early_stopping num_beams num_beam_groups diversity_penalty
+        temperature top_k
+        top_p typical_p repetition_penalty length_penalty no_repeat_ngram_size
+        encoder_no_repeat_ngram_size
+        bad_words_ids num_return_sequences forced_bos_token_id forced_eos_token_id
+        remove_invalid_values
         exponential_decay_length_penalty suppress_tokens begin_suppress_tokens cache_implementation
-    """,
-    "is read by a model for classification": "id2label label2id num_labels problem_type classifier_dropout",
+    """
+    ),
+    "is read by a model for classification": (
+        "id2label label2id num_labels problem_type classifier_dropout"
+    ),
     "is so in any case: the model is causal": "is_decoder",
 }
 IRRELEVANT: dict[str, str] = {key: why for why, keys in _REASONS.items() for key in keys.split()}
@@ -202,13 +247,17 @@ PLAIN: dict[str, tuple[Sequence[Any], str]] = {
 """Keys that any family may hold -> the values that are so here, and a sentence for the others."""
 
 OURS = ("num_nextn_predict_layers", "num_mtp_layers", "n_positions")
-"""Keys that say something here whatever transformers reads: of layers that predict further, which it leaves out, and
-the length of samples where positions are relative."""
+"""Keys that say something here whatever transformers reads: of layers that predict further, which
+it leaves out, and the length of samples where positions are relative.
+"""
 
 ELSEWHERE: dict[str, tuple[Why, str]] = {
     "auto_map": (
         "not supported",
-        "names code, which is never loaded: where the class of transformers is meant, leave it out of config.json",
+        (
+            "names code, which is never loaded: where the class of transformers is meant, leave it"
+            " out of config.json"
+        ),
     ),
     "torch_dtype": ("derived here", "says how weights are stored; a run chooses precision=bf16"),
     "dtype": ("derived here", "says how weights are stored; a run chooses precision=bf16"),

@@ -15,8 +15,10 @@ class Kind:
 
     reads: Family
     writes: Callable[[ModelConfig], Json]
-    """What its `config.json` says of a model beyond the keys that are copied. Raises KeyError, ValueError, TypeError
-    or AttributeError where it can say no such model."""
+    """What its `config.json` says of a model beyond the keys that are copied.
+
+    Raises KeyError, ValueError, TypeError or AttributeError where it can say no such model.
+    """
     architecture: Callable[[ModelConfig], str]
     """The class of transformers that loads the folder of a model."""
 

@@ -1,4 +1,6 @@
-"""Every `model_type` of Hugging Face that is known, of any family of models: how it is read and written."""
+"""Every `model_type` of Hugging Face that is known, of any family of models: how it is read and
+written.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +36,8 @@ DECODERS = {
     "gpt2": "GPT2LMHeadModel",
     "gpt_neox": "GPTNeoXForCausalLM",
 }
-"""Decoder-only: `model_type` -> its class in transformers, in the order in which one is looked for."""
+"""Decoder-only: `model_type` -> its class in transformers, in the order in which one is looked for.
+"""
 
 
 def _always(name: str) -> Callable[[ModelConfig], str]:
@@ -48,8 +51,12 @@ def _mistral(model: ModelConfig) -> str:
 KINDS: dict[str, Kind] = {
     **{kind: Kind(FAMILIES[kind], WRITERS[kind], _always(name)) for kind, name in DECODERS.items()},
     "mistral": Kind(FAMILIES["mistral"], WRITERS["mistral"], _mistral),
-    "deepseek_v32": Kind(hf_deepseek_v32.READS, hf_deepseek_v32.writes, _always("DeepseekV32ForCausalLM")),
-    "qwen3_next": Kind(hf_qwen3_next.QWEN3_NEXT, hf_qwen3_next.writes, _always("Qwen3NextForCausalLM")),
+    "deepseek_v32": Kind(
+        hf_deepseek_v32.READS, hf_deepseek_v32.writes, _always("DeepseekV32ForCausalLM")
+    ),
+    "qwen3_next": Kind(
+        hf_qwen3_next.QWEN3_NEXT, hf_qwen3_next.writes, _always("Qwen3NextForCausalLM")
+    ),
     "nemotron": Kind(hf_nemotron.READS, hf_nemotron.writes, _always("NemotronForCausalLM")),
     "bert": BERT,
     "megatron-bert": MEGATRON_BERT,

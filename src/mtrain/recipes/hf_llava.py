@@ -1,4 +1,6 @@
-"""The `config.json` of LLaVA: a language model's and a vision tower's inside of it, read and written."""
+"""The `config.json` of LLaVA: a language model's and a vision tower's inside of it, read and
+written.
+"""
 
 from __future__ import annotations
 
@@ -102,7 +104,9 @@ def language(f: ConfigFile) -> None:
     text = _inner(f, "text_config", _TEXT, "llama", {})
     for more in _TEXT.more:
         more(text)
-    tied = bool(f.get("tie_word_embeddings", False)) or bool(text.out.get("model.tie_word_embeddings"))
+    tied = bool(f.get("tie_word_embeddings", False)) or bool(
+        text.out.get("model.tie_word_embeddings")
+    )
     _merge(f, "text_config", text)
     f.out["model.tie_word_embeddings"] = tied
     if f.get("vocab_size", text.get("vocab_size")) != text.get("vocab_size"):
@@ -129,7 +133,9 @@ def join(f: ConfigFile) -> None:
     if isinstance(layer, list) and len(layer) == 1:
         layer = layer[0]
     if isinstance(layer, list):
-        f.refuse("vision_feature_layer", "not supported", f"{_NUMBERS}features of one layer are taken")
+        f.refuse(
+            "vision_feature_layer", "not supported", f"{_NUMBERS}features of one layer are taken"
+        )
         layer = -2
     f.out["model.llava.feature_layer"] = layer
     f.must("vision_feature_select_strategy", ("default",), f"{_NUMBERS}the class token is left out")

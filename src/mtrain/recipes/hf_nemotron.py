@@ -1,5 +1,5 @@
-"""`config.json` of Nemotron-3, Nemotron-4 and Minitron: norms around 1 with biases, an MLP without a gate, and
-rotary positions in a part of each head.
+"""`config.json` of Nemotron-3, Nemotron-4 and Minitron: norms around 1 with biases, an MLP without
+a gate, and rotary positions in a part of each head.
 """
 
 from __future__ import annotations
@@ -12,7 +12,9 @@ from mtrain.recipes.hf_rope import partly_rotary
 from mtrain.recipes.hf_writers import partly
 
 UNREAD = {
-    **dict.fromkeys(("rope_percent", "rope_percentage"), "partial_rotary_factor says how much of a head turns"),
+    **dict.fromkeys(
+        ("rope_percent", "rope_percentage"), "partial_rotary_factor says how much of a head turns"
+    ),
     "layer_norm_eps": "norm_eps says it",
     "kv_channels": "head_dim says how wide a head is",
 }
@@ -23,10 +25,20 @@ WORDS = {"squared_relu": "relu2", "gelu": "gelu", "gelu_tanh": "gelu_new"}
 
 def _block(f: ConfigFile) -> None:
     word = f.get("hidden_act")
-    f.out["model.activation"] = UNGATED_WORDS.get(word, "squared_relu") if isinstance(word, str) else "squared_relu"
-    f.must("hidden_act", tuple(UNGATED_WORDS), f"changes the numbers: there are {', '.join(UNGATED_WORDS)}")
+    f.out["model.activation"] = (
+        UNGATED_WORDS.get(word, "squared_relu") if isinstance(word, str) else "squared_relu"
+    )
+    f.must(
+        "hidden_act",
+        tuple(UNGATED_WORDS),
+        f"changes the numbers: there are {', '.join(UNGATED_WORDS)}",
+    )
     if "partial_rotary_factor" in f.given and f.given["partial_rotary_factor"] is None:
-        f.refuse("partial_rotary_factor", "not supported", "changes the numbers: transformers takes no null here")
+        f.refuse(
+            "partial_rotary_factor",
+            "not supported",
+            "changes the numbers: transformers takes no null here",
+        )
     for key, text in UNREAD.items():
         f.idle((key,), f"is not read for this family: {text}")
 

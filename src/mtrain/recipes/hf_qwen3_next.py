@@ -1,4 +1,6 @@
-"""`config.json` of Qwen3-Next: linear attention but in every n-th layer, gated attention, experts, a shared one."""
+"""`config.json` of Qwen3-Next: linear attention but in every n-th layer, gated attention, experts,
+a shared one.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +11,8 @@ from mtrain.recipes.hf_readers import attention_biases, gate, qwen_experts, shar
 from mtrain.recipes.hf_rope import partly_rotary
 from mtrain.recipes.hf_writers import gate_of, partly, qwen_moe
 
-LINEAR, SOFTMAX = "linear_attention", "full_attention"
+LINEAR = "linear_attention"
+SOFTMAX = "full_attention"
 OWN = ("num_key_heads", "num_value_heads", "key_head_dim", "value_head_dim", "conv_kernel_dim")
 """Keys of `model.linear_attention`; theirs have `linear_` in front."""
 
@@ -20,14 +23,26 @@ def _layers(count: int, every: int) -> list[str]:
 
 def _linear_attention(f: ConfigFile) -> None:
     """The pattern of layers, and the sizes of those with linear attention."""
-    f.must("hidden_act", ("silu", "swish"), "changes the numbers: convolutions of linear attention have SiLU here")
-    f.must("use_sliding_window", (False,), "changes the numbers: attention of this family has no window")
+    f.must(
+        "hidden_act",
+        ("silu", "swish"),
+        "changes the numbers: convolutions of linear attention have SiLU here",
+    )
+    f.must(
+        "use_sliding_window",
+        (False,),
+        "changes the numbers: attention of this family has no window",
+    )
     every = f.get("full_attention_interval")
     kinds = f.get("layer_types", _layers(f.layers, every))
     every = kinds.index(SOFTMAX) + 1 if SOFTMAX in kinds else max(every, len(kinds) + 1)
     if every < 2 or kinds != _layers(f.layers, every):
         said = "layer_types" if f.given.get("layer_types") else "full_attention_interval"
-        f.refuse(said, "not supported", "changes the numbers: linear attention is in all layers but every n-th here")
+        f.refuse(
+            said,
+            "not supported",
+            "changes the numbers: linear attention is in all layers but every n-th here",
+        )
     f.out["model.linear_attention.freq"] = max(2, every)
     for key in OWN:
         f.out[f"model.linear_attention.{key}"] = f.get(f"linear_{key}")
@@ -78,7 +93,10 @@ def writes(m: ModelConfig) -> Json:
         raise ValueError("there is no linear attention")
     out = {**gate_of(m), "mlp_only_layers": list(range(m.num_layers))}
     if m.moe is not None:
-        out = {**qwen_moe(m), "shared_expert_intermediate_size": m.moe.shared_expert_intermediate_size or 0}
+        out = {
+            **qwen_moe(m),
+            "shared_expert_intermediate_size": m.moe.shared_expert_intermediate_size or 0,
+        }
     return {
         **out,
         **partly(m),

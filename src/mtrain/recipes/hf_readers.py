@@ -1,4 +1,6 @@
-"""Readers of what is more than a copy in a Hugging Face `config.json`: activations, biases, experts, attention."""
+"""Readers of what is more than a copy in a Hugging Face `config.json`: activations, biases,
+experts, attention.
+"""
 
 from __future__ import annotations
 
@@ -36,7 +38,8 @@ def gate(f: ConfigFile) -> None:
 
 def llama_biases(f: ConfigFile) -> None:
     """Biases in attention, in the MLP or in both, which is one key here."""
-    attention, mlp = bool(f.get("attention_bias", False)), bool(f.get("mlp_bias", False))
+    attention = bool(f.get("attention_bias", False))
+    mlp = bool(f.get("mlp_bias", False))
     _biases(f, attention, mlp)
 
 
@@ -57,17 +60,27 @@ def _biases(f: ConfigFile, attention: bool, mlp: bool) -> None:
 
 def no_attention_bias(f: ConfigFile) -> None:
     """Qwen3, OLMo 2 and Gemma have no biases."""
-    f.must("attention_bias", (False,), "changes the numbers: biases in query, key and value alone, or everywhere")
+    f.must(
+        "attention_bias",
+        (False,),
+        "changes the numbers: biases in query, key and value alone, or everywhere",
+    )
 
 
 def gemma_attention(f: ConfigFile) -> None:
-    """Scores of Gemma 2 and 3, divided by the root of a number of their own, and the activation by its name there."""
+    """Scores of Gemma 2 and 3, divided by the root of a number of their own, and the activation by
+    its name there.
+    """
     _activation(f, "hidden_activation", GATED_WORDS)
     divisor = f.get("query_pre_attn_scalar")
     f.out["model.softmax_scale"] = None if divisor == f.get("head_dim") else float(divisor) ** -0.5
-    f.must("use_bidirectional_attention", (False,), "changes the numbers: a token sees those before it")
     f.must(
-        "sliding_window_size", (f.get("sliding_window"),), "changes the numbers: sliding_window says another width"
+        "use_bidirectional_attention", (False,), "changes the numbers: a token sees those before it"
+    )
+    f.must(
+        "sliding_window_size",
+        (f.get("sliding_window"),),
+        "changes the numbers: sliding_window says another width",
     )
     no_attention_bias(f)
 
@@ -89,22 +102,30 @@ def _experts(f: ConfigFile, count: str, width: str) -> int:
 
 
 def _balancing(f: ConfigFile, topk: int, dense: int = 0) -> None:
-    """Their coefficient of the balancing loss as ours, which `model.moe.aux_loss_coeff` defines, to six digits.
+    """Their coefficient of the balancing loss as ours, which `model.moe.aux_loss_coeff` defines, to
+    six digits.
 
     `dense` layers have no experts, and no part in their mean.
     """
-    theirs, layers = float(f.get("router_aux_loss_coef")), max(1, f.layers - dense)
+    theirs = float(f.get("router_aux_loss_coef"))
+    layers = max(1, f.layers - dense)
     ours = float(f"{theirs * topk / layers:.6g}")
     f.out["model.moe.aux_loss_coeff"] = ours
     if theirs:
-        text = f"is {ours!r} here: their loss averages {layers} layers and counts {topk} choices, ours adds layers up"
+        text = (
+            f"is {ours!r} here: their loss averages {layers} layers and counts {topk} choices, ours"
+            " adds layers up"
+        )
         f.refuse("router_aux_loss_coef", "derived here", text)
 
 
 def mixtral_experts(f: ConfigFile) -> None:
     """Experts of Mixtral, as wide as a dense MLP."""
     _balancing(f, _experts(f, "num_local_experts", "intermediate_size"))
-    text = "changes the numbers: model.moe.input_jitter_eps reaches the router alone, and theirs the experts too"
+    text = (
+        "changes the numbers: model.moe.input_jitter_eps reaches the router alone, and theirs the"
+        " experts too"
+    )
     f.must("router_jitter_noise", (0,), text)
     more_than_one_expert(f)
 
@@ -115,14 +136,19 @@ def qwen_experts(f: ConfigFile) -> None:
     f.out["model.moe.router_pre_softmax"] = not f.get("norm_topk_prob", False)
     if f.get("norm_topk_prob", False):
         more_than_one_expert(f)
-    step, dense = f.get("decoder_sparse_step"), set(f.get("mlp_only_layers", []))
+    step = f.get("decoder_sparse_step")
+    dense = set(f.get("mlp_only_layers", []))
     layers = range(f.layers)
     without = [i for i in layers if i in dense or (i + 1) % step]
     f.out["model.moe.first_dense_layers"] = len(without)
     _balancing(f, topk, len(without))
     if without != list(layers[: len(without)]):
         key = "mlp_only_layers" if dense else "decoder_sparse_step"
-        f.refuse(key, "not supported", "changes the numbers: dense layers come first, all others have experts")
+        f.refuse(
+            key,
+            "not supported",
+            "changes the numbers: dense layers come first, all others have experts",
+        )
 
 
 def qwen2_experts(f: ConfigFile) -> None:
@@ -158,29 +184,52 @@ def minimax_experts(f: ConfigFile) -> None:
         "shared_intermediate_size": (0, "this family has no shared experts"),
         "attn_type_list": ([1] * f.layers, "every layer has softmax attention"),
         "sliding_window": (None, "no layer has a window"),
-        "router_jitter_noise": (0, "model.moe.input_jitter_eps reaches the router alone, and theirs the experts too"),
+        "router_jitter_noise": (
+            0,
+            "model.moe.input_jitter_eps reaches the router alone, and theirs the experts too",
+        ),
         "output_router_logits": (False, "the bias alone balances experts here"),
     }.items():
         f.must(key, (allowed,), f"changes the numbers: {text}")
     more_than_one_expert(f)
-    f.idle(("router_aux_loss_coef",), "is read with output_router_logits alone; the bias balances experts")
-    f.idle(("use_mtp", "num_mtp_modules", "mtp_transformer_layers"), "is of layers that transformers does not build")
+    f.idle(
+        ("router_aux_loss_coef",),
+        "is read with output_router_logits alone; the bias balances experts",
+    )
+    f.idle(
+        ("use_mtp", "num_mtp_modules", "mtp_transformer_layers"),
+        "is of layers that transformers does not build",
+    )
 
 
 def gpt_oss_experts(f: ConfigFile) -> None:
-    """Experts of GPT-OSS, with clamped gates and biases; its first files say how many of them twice."""
+    """Experts of GPT-OSS, with clamped gates and biases; its first files say how many of them
+    twice.
+    """
     if f.get("experts_per_token", f.get("num_experts_per_tok")) != f.get("num_experts_per_tok"):
         f.refuse("experts_per_token", "no effect", "is read by no layer of GptOss in transformers")
-    f.must("hidden_act", ("silu", "swish"), "changes the numbers: the gate of this family is x sigmoid(1.702 x)")
-    f.must("swiglu_alpha", (1.702,), "changes the numbers: the gate of this family is x sigmoid(1.702 x)")
-    f.must("attention_bias", (True,), "changes the numbers: biases in all linear layers of this family")
+    f.must(
+        "hidden_act",
+        ("silu", "swish"),
+        "changes the numbers: the gate of this family is x sigmoid(1.702 x)",
+    )
+    f.must(
+        "swiglu_alpha",
+        (1.702,),
+        "changes the numbers: the gate of this family is x sigmoid(1.702 x)",
+    )
+    f.must(
+        "attention_bias", (True,), "changes the numbers: biases in all linear layers of this family"
+    )
     f.out["model.activation_func_clamp_value"] = float(f.get("swiglu_limit"))
     _balancing(f, _experts(f, "num_local_experts", "intermediate_size"))
     more_than_one_expert(f)
 
 
 def _experts_behind_dense_layers(f: ConfigFile) -> None:
-    """The shape of the experts of DeepSeek and of those that followed: shared ones, and dense layers before them."""
+    """The shape of the experts of DeepSeek and of those that followed: shared ones, and dense
+    layers before them.
+    """
     shared = f.number("n_shared_experts", 0) * f.number("moe_intermediate_size")
     _experts(f, "n_routed_experts", "moe_intermediate_size")
     f.out |= {
@@ -192,8 +241,13 @@ def _experts_behind_dense_layers(f: ConfigFile) -> None:
     }
     if "aux_loss_alpha" not in f.given:
         report = f.family.absent["aux_loss_alpha"]
-        f.notes.append(f"aux_loss_alpha is not said; model.moe.aux_loss_coeff is {report}, of the model's report")
-    f.must("moe_layer_freq", (1,), "changes the numbers: every layer behind the dense ones has experts")
+        f.notes.append(
+            f"aux_loss_alpha is not said; model.moe.aux_loss_coeff is {report}, of the model's"
+            " report"
+        )
+    f.must(
+        "moe_layer_freq", (1,), "changes the numbers: every layer behind the dense ones has experts"
+    )
 
 
 _LATENT_EPSILON = 1e-6
@@ -232,11 +286,14 @@ def _groups(f: ConfigFile, best: int) -> None:
 
 
 def more_than_one_expert(f: ConfigFile) -> None:
-    """Refuses one expert per token where chosen scores are normalised: megatron-core builds no such router."""
+    """Refuses one expert per token where chosen scores are normalised: megatron-core builds no such
+    router.
+    """
     if f.get("num_experts_per_tok") == 1:
         text = (
-            "the score of one chosen expert is 1 there, whatever the router says, so that no gradient reaches it; "
-            "two experts or more are computed here, or one whose score is not normalised"
+            "the score of one chosen expert is 1 there, whatever the router says, so that no"
+            " gradient reaches it; two experts or more are computed here, or one whose score is not"
+            " normalised"
         )
         f.refuse("num_experts_per_tok", "not supported", text)
 
@@ -246,9 +303,16 @@ def deepseek_v2_experts(f: ConfigFile) -> None:
     _latent(f)
     f.out |= {"model.moe.router_score_function": "softmax", "model.moe.router_pre_softmax": True}
     f.must("scoring_func", ("softmax",), "changes the numbers: scores of this family are a softmax")
-    f.must("norm_topk_prob", (False,), "changes the numbers: chosen scores of this family are not normalised")
-    f.must("topk_method", ("greedy", "group_limited_greedy"), "changes the numbers: experts of this family are "
-           "chosen by greedy or group_limited_greedy")  # fmt: skip
+    f.must(
+        "norm_topk_prob",
+        (False,),
+        "changes the numbers: chosen scores of this family are not normalised",
+    )
+    f.must(
+        "topk_method",
+        ("greedy", "group_limited_greedy"),
+        "changes the numbers: experts of this family are chosen by greedy or group_limited_greedy",
+    )
     if f.get("topk_method") == "group_limited_greedy":
         _groups(f, 1)
     else:
@@ -256,36 +320,59 @@ def deepseek_v2_experts(f: ConfigFile) -> None:
 
 
 def _balanced_by_bias(f: ConfigFile) -> None:
-    """Scores are a sigmoid, chosen with a bias; a group is worth its two best. MTP layers follow the model's own."""
+    """Scores are a sigmoid, chosen with a bias; a group is worth its two best.
+
+    MTP layers follow the model's own.
+    """
     _groups(f, 2)
     f.out |= {
         "model.moe.router_score_function": "sigmoid",
         "model.moe.router_enable_expert_bias": True,
         "model.mtp_num_layers": f.get("num_nextn_predict_layers", 0) or None,
     }
-    f.must("norm_topk_prob", (True,), "changes the numbers: chosen scores of this family are normalised")
+    f.must(
+        "norm_topk_prob",
+        (True,),
+        "changes the numbers: chosen scores of this family are normalised",
+    )
     more_than_one_expert(f)
 
 
 def glm4_experts(f: ConfigFile) -> None:
-    """GLM-4.5: the experts of DeepSeek-V3 behind attention with groups, biases and, in some sizes, norms."""
+    """GLM-4.5: the experts of DeepSeek-V3 behind attention with groups, biases and, in some sizes,
+    norms.
+    """
     _experts_behind_dense_layers(f)
     _balanced_by_bias(f)
-    f.out |= {"model.add_qkv_bias": f.get("attention_bias"), "model.qk_layernorm": f.get("use_qk_norm")}
+    f.out |= {
+        "model.add_qkv_bias": f.get("attention_bias"),
+        "model.qk_layernorm": f.get("use_qk_norm"),
+    }
 
 
 def phi3_block(f: ConfigFile) -> None:
     """Phi-3, whose residuals alone would have dropout."""
-    text = "changes the numbers: model.hidden_dropout is that of the embeddings too, which have none there"
+    text = (
+        "changes the numbers: model.hidden_dropout is that of the embeddings too, which have none"
+        " there"
+    )
     f.must("resid_pdrop", (0,), text)
 
 
 def _computed_widths(f: ConfigFile) -> None:
     """Refuses a value that transformers puts in place of one that it computed, null too."""
-    rotary, declared = f.get("qk_rope_head_dim"), f.read_by.null if f.read_by else {}
-    for key, width in {"head_dim": rotary, "qk_head_dim": rotary + f.get("qk_nope_head_dim")}.items():
+    rotary = f.get("qk_rope_head_dim")
+    declared = f.read_by.null if f.read_by else {}
+    for key, width in {
+        "head_dim": rotary,
+        "qk_head_dim": rotary + f.get("qk_nope_head_dim"),
+    }.items():
         if key not in declared and f.given.get(key, width) != width:
-            f.refuse(key, "not supported", f"changes the numbers: {width} of qk_rope_head_dim and qk_nope_head_dim")
+            f.refuse(
+                key,
+                "not supported",
+                f"changes the numbers: {width} of qk_rope_head_dim and qk_nope_head_dim",
+            )
 
 
 def deepseek_v3_experts(f: ConfigFile) -> None:
@@ -293,9 +380,15 @@ def deepseek_v3_experts(f: ConfigFile) -> None:
     _latent(f)
     _balanced_by_bias(f)
     f.must("scoring_func", ("sigmoid",), "changes the numbers: scores of this family are a sigmoid")
-    f.must("topk_method", ("noaux_tc",), "changes the numbers: experts of this family are chosen with a bias")
+    f.must(
+        "topk_method",
+        ("noaux_tc",),
+        "changes the numbers: experts of this family are chosen with a bias",
+    )
     _computed_widths(f)
-    f.must("rope_interleave", (True,), "changes the numbers: rotary pairs of MLA are neighbours here")
+    f.must(
+        "rope_interleave", (True,), "changes the numbers: rotary pairs of MLA are neighbours here"
+    )
 
 
 def gpt2_block(f: ConfigFile) -> None:
@@ -303,12 +396,27 @@ def gpt2_block(f: ConfigFile) -> None:
     f.out["model.ffn_hidden_size"] = f.get("n_inner", 4 * f.get("n_embd", 0))
     _activation(f, "activation_function", UNGATED_WORDS)
     drops = {key: float(f.get(key)) for key in ("attn_pdrop", "resid_pdrop", "embd_pdrop")}
-    f.out |= {"model.attention_dropout": drops["attn_pdrop"], "model.hidden_dropout": drops["resid_pdrop"]}
+    f.out |= {
+        "model.attention_dropout": drops["attn_pdrop"],
+        "model.hidden_dropout": drops["resid_pdrop"],
+    }
     if drops["embd_pdrop"] != drops["resid_pdrop"]:
-        f.refuse("embd_pdrop", "not supported", "changes the numbers: one rate for embeddings and residuals")
+        f.refuse(
+            "embd_pdrop",
+            "not supported",
+            "changes the numbers: one rate for embeddings and residuals",
+        )
     f.out["model.softmax_scale"] = None if f.get("scale_attn_weights", True) else 1.0
-    f.must("scale_attn_by_inverse_layer_idx", (False,), "changes the numbers: scores are not scaled by the layer")
-    f.must("reorder_and_upcast_attn", (False,), "changes the rounding: scores are not multiplied in fp32")
+    f.must(
+        "scale_attn_by_inverse_layer_idx",
+        (False,),
+        "changes the numbers: scores are not scaled by the layer",
+    )
+    f.must(
+        "reorder_and_upcast_attn",
+        (False,),
+        "changes the rounding: scores are not multiplied in fp32",
+    )
 
 
 def neox_block(f: ConfigFile) -> None:

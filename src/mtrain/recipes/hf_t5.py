@@ -11,28 +11,44 @@ from mtrain.recipes.hf_kind import Kind
 from mtrain.recipes.hf_readers import GATED_WORDS, UNGATED_WORDS
 
 _UNGATED = {**UNGATED_WORDS, "relu": "relu"}
-_SHIPPED_VOCABULARY, _ITS_FIRST_SENTINEL = 32128, 32099
-"""Of the tokenizer that T5 was trained with: 32,000 pieces, 100 sentinels and 28 ids that stand for nothing."""
+_SHIPPED_VOCABULARY = 32128
+_ITS_FIRST_SENTINEL = 32099
+"""Of the tokenizer that T5 was trained with: 32,000 pieces, 100 sentinels and 28 ids that stand for
+nothing.
+"""
 
 
 def _block(f: ConfigFile) -> None:
-    """Activation, decoder, dropout and ids; transformers derives some from others unless a file says them."""
+    """Activation, decoder, dropout and ids; transformers derives some from others unless a file
+    says them.
+    """
     _activation(f)
-    layers, decoder = f.get("num_layers"), f.get("num_decoder_layers")
+    layers = f.get("num_layers")
+    decoder = f.get("num_decoder_layers")
     f.out["model.t5.decoder_layers"] = None if decoder == layers else decoder
     dropout = float(f.get("dropout_rate", 0.0))
     f.out |= {"model.hidden_dropout": dropout, "model.attention_dropout": dropout}
-    start, end = f.get("decoder_start_token_id", f.get("pad_token_id", 0)), f.get("eos_token_id", 1)
+    start = f.get("decoder_start_token_id", f.get("pad_token_id", 0))
+    end = f.get("eos_token_id", 1)
     f.read.add("pad_token_id")
-    f.out |= {"model.t5.start_id": start, "model.t5.end_id": end[0] if isinstance(end, list) and end else end}
+    f.out |= {
+        "model.t5.start_id": start,
+        "model.t5.end_id": end[0] if isinstance(end, list) and end else end,
+    }
     words = f.get("vocab_size")
     if words == _SHIPPED_VOCABULARY:
         f.out["model.t5.first_sentinel"] = _ITS_FIRST_SENTINEL
     if words < 2 * T5Config.model_fields["sentinels"].default:
         f.out["model.t5.sentinels"] = max(1, words // 2)
     f.out["model.t5.initializer_factor"] = float(f.get("initializer_factor"))
-    f.must("is_encoder_decoder", (True,), "changes the numbers: encoder and decoder are trained together here")
-    f.must("is_decoder", (False,), "changes the numbers: encoder and decoder are trained together here")
+    f.must(
+        "is_encoder_decoder",
+        (True,),
+        "changes the numbers: encoder and decoder are trained together here",
+    )
+    f.must(
+        "is_decoder", (False,), "changes the numbers: encoder and decoder are trained together here"
+    )
 
 
 def _activation(f: ConfigFile) -> None:
@@ -40,17 +56,22 @@ def _activation(f: ConfigFile) -> None:
     words = said.split("-") if isinstance(said, str) else [""]
     implied = "gelu_new" if said == "gated-gelu" else words[-1], words[0] == "gated"
     meant = f.get("dense_act_fn", implied[0]), bool(f.get("is_gated_act", implied[1]))
-    known, whole = GATED_WORDS if implied[1] else _UNGATED, len(words) == 1 + implied[1]
+    known = GATED_WORDS if implied[1] else _UNGATED
+    whole = len(words) == 1 + implied[1]
     if meant == implied and whole and implied[0] in known:
         f.out["model.activation"] = known[implied[0]]
         return
     f.out["model.activation"] = "relu"
-    text = f"there are {', '.join(known)}" if meant == implied else "dense_act_fn and is_gated_act say something else"
+    if meant == implied:
+        text = f"there are {', '.join(known)}"
+    else:
+        text = "dense_act_fn and is_gated_act say something else"
     f.refuse("feed_forward_proj", "not supported", f"changes the numbers: {text}")
 
 
 def _ends(f: ConfigFile) -> None:
-    """Whether embeddings are tied, and whether logits are scaled: transformers scales unless a file says untied.
+    """Whether embeddings are tied, and whether logits are scaled: transformers scales unless a file
+    says untied.
 
     A file of transformers 5 says tied in any case; its weights decide.
     """

@@ -1,4 +1,6 @@
-"""A model's shape as a Hugging Face `config.json`, which reads back as the same model or is not written."""
+"""A model's shape as a Hugging Face `config.json`, which reads back as the same model or is not
+written.
+"""
 
 from __future__ import annotations
 
@@ -21,17 +23,44 @@ from mtrain.recipes.write import section
 
 TRAINING = frozenset(
     (
-        *("name", "builder", "mask_padded_vocab", "attention_dropout", "hidden_dropout", "init_method_std"),
-        *("embedding_init_method_std", "mtp_num_layers", "mtp_loss_scaling_factor", "moe.aux_loss_coeff"),
+        *(
+            "name",
+            "builder",
+            "mask_padded_vocab",
+            "attention_dropout",
+            "hidden_dropout",
+            "init_method_std",
+        ),
+        *(
+            "embedding_init_method_std",
+            "mtp_num_layers",
+            "mtp_loss_scaling_factor",
+            "moe.aux_loss_coeff",
+        ),
         *("moe.z_loss_coeff", "moe.router_load_balancing_type", "moe.router_bias_update_rate"),
-        *("moe.router_padding_for_quantization", "moe.input_jitter_eps", "moe.token_dispatcher_type"),
+        *(
+            "moe.router_padding_for_quantization",
+            "moe.input_jitter_eps",
+            "moe.token_dispatcher_type",
+        ),
         *("moe.flex_dispatcher_backend", "moe.shared_expert_overlap", "bert.masked_share"),
         *("moe.pad_alltoall", "moe.alltoall_capacity_factor"),
         *("bert.mask_token_id", "bert.cls_token_id", "bert.sep_token_id"),
         "mtp_detach_heads",
-        *("t5.noise_density", "t5.mean_noise_span_length", "t5.sentinels", "t5.first_sentinel", "t5.start_id"),
+        *(
+            "t5.noise_density",
+            "t5.mean_noise_span_length",
+            "t5.sentinels",
+            "t5.first_sentinel",
+            "t5.start_id",
+        ),
         *("t5.end_id", "t5.encoder_length", "t5.decoder_length", "t5.initializer_factor"),
-        *("llava.freeze", "hybrid.chunk_size", "dsa.indexer_loss_coeff", "dsa.indexer_use_sparse_loss"),
+        *(
+            "llava.freeze",
+            "hybrid.chunk_size",
+            "dsa.indexer_loss_coeff",
+            "dsa.indexer_use_sparse_loss",
+        ),
     )
 )
 """Keys of `model` that a trained model's forward pass does not read, or that no file has."""
@@ -42,19 +71,32 @@ STORED = ("quantization_config", "torch_dtype", "dtype")
 
 
 def differing(imported: Imported) -> list[str]:
-    """What a `config.json` says and our model does not do, key by key; empty where nothing changes the numbers."""
-    found = [u for u in imported.unplaced if u.why in PRESENT and u.flag.partition(".")[0] not in STORED]
+    """What a `config.json` says and our model does not do, key by key; empty where nothing changes
+    the numbers.
+    """
+    found = [
+        u for u in imported.unplaced if u.why in PRESENT and u.flag.partition(".")[0] not in STORED
+    ]
     return [f"{u.flag} = {u.value}: {u.text}" for u in found]
 
 
 def same_model(a: ModelConfig, b: ModelConfig) -> list[str]:
     """Keys in which two models compute something else."""
-    left, right = _flat(a.model_dump(mode="json")), _flat(b.model_dump(mode="json"))
-    left["kv_channels"], right["kv_channels"] = a.head_dim, b.head_dim
-    left["num_query_groups"], right["num_query_groups"] = a.query_groups, b.query_groups
-    left["window_size"], right["window_size"] = _narrow(a), _narrow(b)
-    left["bert.head_activation"], right["bert.head_activation"] = _head(a), _head(b)
-    keys = {k for k in left.keys() | right.keys() if k not in TRAINING and not k.startswith("published.")}
+    left = _flat(a.model_dump(mode="json"))
+    right = _flat(b.model_dump(mode="json"))
+    left["kv_channels"] = a.head_dim
+    right["kv_channels"] = b.head_dim
+    left["num_query_groups"] = a.query_groups
+    right["num_query_groups"] = b.query_groups
+    left["window_size"] = _narrow(a)
+    right["window_size"] = _narrow(b)
+    left["bert.head_activation"] = _head(a)
+    right["bert.head_activation"] = _head(b)
+    keys = {
+        k
+        for k in left.keys() | right.keys()
+        if k not in TRAINING and not k.startswith("published.")
+    }
     return sorted(k for k in keys if left.get(k) != right.get(k))
 
 
@@ -78,13 +120,17 @@ def shipped(model: ModelConfig) -> str | None:
     return None
 
 
-def config_json(model: ModelConfig, dtype: str, kind: str | None = None, tokens: Mapping[str, Any] = {}) -> Json:
-    """The `config.json` of a model for `kind`, or for the first `model_type` that is the same model.
+def config_json(
+    model: ModelConfig, dtype: str, kind: str | None = None, tokens: Mapping[str, Any] = {}
+) -> Json:
+    """The `config.json` of a model for `kind`, or for the first `model_type` that is the same
+    model.
 
     `dtype` is that of the weights, as torch names it; `tokens` are ids such as `eos_token_id`.
 
     Raises:
-        ConfigError: no `model_type` here computes what the model does; each one's differences are named.
+        ConfigError: no `model_type` here computes what the model does; each one's differences are
+            named.
     """
     of_family = [one for one, known in KINDS.items() if known.family == model.family]
     kinds: Iterable[str] = of_family if kind is None else (kind,)
@@ -104,12 +150,22 @@ def config_json(model: ModelConfig, dtype: str, kind: str | None = None, tokens:
             continue
         # a resolved model has values where a file's has null
         known = resolve(found.run, Machine.here()).model
-        apart = [*differing(found), *(same_model(model, found.run.model) and same_model(model, known))]
+        apart = [
+            *differing(found),
+            *(same_model(model, found.run.model) and same_model(model, known)),
+        ]
         if not apart:
-            return {"architectures": [KINDS[one].architecture(model)], **body, "torch_dtype": dtype, **tokens}
+            return {
+                "architectures": [KINDS[one].architecture(model)],
+                **body,
+                "torch_dtype": dtype,
+                **tokens,
+            }
         reasons.append(f"{one}: {', '.join(apart[:4])}")
     rule = "; ".join(("no model of transformers computes what this one does", *reasons[:6]))
-    raise ConfigError([Problem("MT703", "", None, rule, "export writes weights under mtrain's own names")])
+    raise ConfigError(
+        [Problem("MT703", "", None, rule, "export writes weights under mtrain's own names")]
+    )
 
 
 def _read_again(body: Json) -> Imported:

@@ -28,12 +28,23 @@ def gate_of(m: ModelConfig) -> Json:
 def _rope(m: ModelConfig) -> Json:
     out: Json = {"rope_theta": m.rotary_base, "rope_scaling": None}
     if m.rope_scaling_factor is not None:
-        low_high = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
+        low_high = {
+            "low_freq_factor": 1.0,
+            "high_freq_factor": 4.0,
+            "original_max_position_embeddings": 8192,
+        }
         out["rope_scaling"] = {"rope_type": "llama3", "factor": m.rope_scaling_factor, **low_high}
     elif m.rotary_seq_len_interpolation_factor is not None:
-        out["rope_scaling"] = {"rope_type": "linear", "factor": m.rotary_seq_len_interpolation_factor}
+        out["rope_scaling"] = {
+            "rope_type": "linear",
+            "factor": m.rotary_seq_len_interpolation_factor,
+        }
     elif m.rope_scaling is not None:
-        said = {key: value for key, value in m.rope_scaling.model_dump(mode="json").items() if value is not None}
+        said = {
+            key: value
+            for key, value in m.rope_scaling.model_dump(mode="json").items()
+            if value is not None
+        }
         if m.rope_scaling.rope_type == "llama3":
             said = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, **said}
         out["rope_scaling"] = said
@@ -50,7 +61,10 @@ def _layer_types(m: ModelConfig) -> Json:
     if m.window_size is None:
         return {"layer_types": ["full_attention"] * m.num_layers}
     every = m.window_attn_skip_freq
-    kinds = ["full_attention" if every and (i + 1) % every == 0 else "sliding_attention" for i in range(m.num_layers)]
+    kinds = [
+        "full_attention" if every and (i + 1) % every == 0 else "sliding_attention"
+        for i in range(m.num_layers)
+    ]
     return {"sliding_window": m.window_size, "use_sliding_window": True, "layer_types": kinds}
 
 
@@ -76,7 +90,9 @@ def _mistral(m: ModelConfig) -> Json:
 
 
 def _ministral(m: ModelConfig) -> Json:
-    """A Mistral; one with a window in some layers says which, and AutoConfig makes a Ministral of it."""
+    """A Mistral; one with a window in some layers says which, and AutoConfig makes a Ministral of
+    it.
+    """
     windows = {"sliding_window": m.window_size} if m.window_size is None else _layer_types(m)
     windows.pop("use_sliding_window", None)
     some = m.window_attn_skip_freq is not None
@@ -85,7 +101,12 @@ def _ministral(m: ModelConfig) -> Json:
 
 def _qwen(m: ModelConfig) -> Json:
     windows = _layer_types(m) if m.window_size is not None else {"use_sliding_window": False}
-    return {**gate_of(m), **_rope(m), **windows, **({"attention_bias": True} if m.add_proj_bias else {})}
+    return {
+        **gate_of(m),
+        **_rope(m),
+        **windows,
+        **({"attention_bias": True} if m.add_proj_bias else {}),
+    }
 
 
 def _experts(m: ModelConfig) -> MoEConfig:
@@ -100,9 +121,15 @@ def _balance(m: ModelConfig, dense: int = 0) -> float:
 
 
 def mixture(m: ModelConfig, count: str, width: str, dense: int = 0) -> Json:
-    """Keys of a mixture of experts, which `dense` layers do not have; `count` and `width` are two of their names."""
+    """Keys of a mixture of experts, which `dense` layers do not have; `count` and `width` are two
+    of their names.
+    """
     moe = _experts(m)
-    sizes = {count: moe.num_experts, "num_experts_per_tok": moe.router_topk, width: moe.ffn_hidden_size}
+    sizes = {
+        count: moe.num_experts,
+        "num_experts_per_tok": moe.router_topk,
+        width: moe.ffn_hidden_size,
+    }
     return {**sizes, "router_aux_loss_coef": _balance(m, dense)}
 
 
@@ -134,7 +161,11 @@ def _qwen2_moe(m: ModelConfig) -> Json:
 
 
 def _gpt_oss(m: ModelConfig) -> Json:
-    limits = {"swiglu_limit": m.activation_func_clamp_value, "hidden_act": "silu", "attention_bias": True}
+    limits = {
+        "swiglu_limit": m.activation_func_clamp_value,
+        "hidden_act": "silu",
+        "attention_bias": True,
+    }
     kinds = _layer_types(m)
     kinds.pop("use_sliding_window", None)
     turned = _rope(m)["rope_scaling"] or {"rope_type": "default"}
@@ -162,7 +193,8 @@ def _behind_dense_layers(m: ModelConfig) -> Json:
 
 
 def _latent(m: ModelConfig) -> Json:
-    mla, moe = m.mla, _experts(m)
+    mla = m.mla
+    moe = _experts(m)
     if mla is None:
         raise ValueError("there is no MLA")
     out = {
@@ -181,7 +213,13 @@ def _latent(m: ModelConfig) -> Json:
         "attention_bias": False,
     }
     if mla.rope_type == "yarn":
-        names = ("mscale", "mscale_all_dim", "beta_fast", "beta_slow", "original_max_position_embeddings")
+        names = (
+            "mscale",
+            "mscale_all_dim",
+            "beta_fast",
+            "beta_slow",
+            "original_max_position_embeddings",
+        )
         scaling = {name: getattr(mla, name) for name in names if getattr(mla, name) is not None}
         out["rope_scaling"] = {"type": "yarn", "factor": mla.rotary_scaling_factor, **scaling}
     return out
@@ -191,11 +229,19 @@ def _deepseek_v2(m: ModelConfig) -> Json:
     out = {**_latent(m), "scoring_func": "softmax", "norm_topk_prob": False}
     if m.moe is not None and m.moe.router_num_groups:
         return {**out, "topk_method": "group_limited_greedy"}
-    return {**{k: v for k, v in out.items() if k not in ("n_group", "topk_group")}, "topk_method": "greedy"}
+    return {
+        **{k: v for k, v in out.items() if k not in ("n_group", "topk_group")},
+        "topk_method": "greedy",
+    }
 
 
 def _deepseek_v3(m: ModelConfig) -> Json:
-    words = {"scoring_func": "sigmoid", "norm_topk_prob": True, "topk_method": "noaux_tc", "rope_interleave": True}
+    words = {
+        "scoring_func": "sigmoid",
+        "norm_topk_prob": True,
+        "topk_method": "noaux_tc",
+        "rope_interleave": True,
+    }
     return {**_latent(m), **words, "num_nextn_predict_layers": m.mtp_num_layers or 0}
 
 
@@ -224,7 +270,13 @@ def _phi3(m: ModelConfig) -> Json:
     before = m.rope_scaling.original_max_position_embeddings if m.rope_scaling else None
     drops = {"resid_pdrop": 0.0, "embd_pdrop": 0.0}
     length = before or m.max_position_embeddings
-    return {**gate_of(m), **partly(m), **_everywhere(m), **drops, "original_max_position_embeddings": length}
+    return {
+        **gate_of(m),
+        **partly(m),
+        **_everywhere(m),
+        **drops,
+        "original_max_position_embeddings": length,
+    }
 
 
 def _olmo2(m: ModelConfig) -> Json:
@@ -253,8 +305,15 @@ def _gemma3(m: ModelConfig) -> Json:
 
 
 def _gpt2(m: ModelConfig) -> Json:
-    drops = {"attn_pdrop": m.attention_dropout, "resid_pdrop": m.hidden_dropout, "embd_pdrop": m.hidden_dropout}
-    word = {"activation_function": _word(m, UNGATED_WORDS), "scale_attn_weights": m.softmax_scale is None}
+    drops = {
+        "attn_pdrop": m.attention_dropout,
+        "resid_pdrop": m.hidden_dropout,
+        "embd_pdrop": m.hidden_dropout,
+    }
+    word = {
+        "activation_function": _word(m, UNGATED_WORDS),
+        "scale_attn_weights": m.softmax_scale is None,
+    }
     return {**drops, **word, "n_inner": m.ffn_hidden_size, "n_ctx": m.max_position_embeddings}
 
 

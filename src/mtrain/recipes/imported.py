@@ -63,13 +63,16 @@ def read_flags(
         world: the processes that are started; `unsaid`: why they are not known.
 
     Returns:
-        the flags, the keys, and the keys that change what is trained and are not known, with the reason.
+        the flags, the keys, and the keys that change what is trained and are not known, with the
+        reason.
     """
     a = Arguments(words, switches())
     loose = next((word for word in a.loose if not word.absent), None)
     length = () if "--seq-length" in a.flags else ("model.max_position_embeddings",)
     for key in (*_REQUIRED, *length) if loose is not None else ():
-        a.maybe |= {flag: loose for flag in flags_of()[key] if loose is not None and flag not in a.flags}
+        a.maybe |= {
+            flag: loose for flag in flags_of()[key] if loose is not None and flag not in a.flags
+        }
     left = {"ranks": unsaid} if unsaid else {}
     d = read_all(a, table(), {"ranks": world.ranks if world else 1}, left)
     del d["ranks"]
@@ -82,11 +85,14 @@ def read_flags(
     ):
         present = d.get(key) is not None if part == "moe" else d.pop(key) is not None
         if part == "moe" and key in left and not present:
-            d[key], present = max(2, d.get("parallel.ep") or 1), True
+            d[key] = max(2, d.get("parallel.ep") or 1)
+            present = True
         if not present:
             _drop(a, d, f"model.{part}.", flag)
             d[f"model.{part}"] = None
-            left = {name: why for name, why in left.items() if not name.startswith(f"model.{part}.")}
+            left = {
+                name: why for name, why in left.items() if not name.startswith(f"model.{part}.")
+            }
     return a, d, {key: why for key, why in left.items() if _matters(key)}
 
 
@@ -96,13 +102,19 @@ def _matters(key: str) -> bool:
 
 
 def leave_open(a: Arguments, d: Draft, left: dict[str, str]) -> None:
-    """Adds what words that may hold any flag leave open, and sets keys that must have a value to some."""
+    """Adds what words that may hold any flag leave open, and sets keys that must have a value to
+    some.
+    """
     loose = [word for word in a.loose if not word.absent]
     lost = [f"{word.text} may hold any flag: it {word.why}" for word in loose]
     known = known_flags()
     strange = [flag for flag in a.flags if flag not in known and not names_secret(flag)]
-    lost += [f"{', '.join(strange[:5])}: no flag of Megatron-LM that is known here"] if strange else []
-    lost += [f"{flag} may be given: it {word.why}" for flag, word in a.maybe.items() if flag not in known]
+    lost += (
+        [f"{', '.join(strange[:5])}: no flag of Megatron-LM that is known here"] if strange else []
+    )
+    lost += [
+        f"{flag} may be given: it {word.why}" for flag, word in a.maybe.items() if flag not in known
+    ]
     if lost:
         left[WHOLE] = "; ".join(lost)
     for key in left.keys() - {*_REQUIRED, WHOLE, "model.vocab_size", "model.moe.num_experts"}:
@@ -117,7 +129,11 @@ def leave_open(a: Arguments, d: Draft, left: dict[str, str]) -> None:
 
 def unread_words(a: Arguments) -> list[Unplaced]:
     """Words that may hold flags, as flags that were not taken over."""
-    found = [Unplaced(w.text, "", "unreadable", f"may hold any flag: {w.why}") for w in a.loose if not w.absent]
+    found = [
+        Unplaced(w.text, "", "unreadable", f"may hold any flag: {w.why}")
+        for w in a.loose
+        if not w.absent
+    ]
     return found + [
         Unplaced(flag, "", "unreadable", f"may be given: {word.why}")
         for flag, word in a.maybe.items()
@@ -128,7 +144,9 @@ def unread_words(a: Arguments) -> list[Unplaced]:
 def absent_words(a: Arguments) -> list[str]:
     """Notes on words that are nothing unless the environment, or an argument, says something."""
     gaps = dict.fromkeys(gap for word in a.loose if word.absent for gap in word.gaps)
-    return [f"{gap.where}: {gap.text} {gap.why}: flags that it may hold are not read" for gap in gaps]
+    return [
+        f"{gap.where}: {gap.text} {gap.why}: flags that it may hold are not read" for gap in gaps
+    ]
 
 
 def _drop(a: Arguments, d: Draft, prefix: str, needed: str) -> None:
@@ -141,9 +159,11 @@ def _drop(a: Arguments, d: Draft, prefix: str, needed: str) -> None:
 
 
 def backend_of(a: Arguments, d: Draft, launched: Asked | None, left: dict[str, str]) -> None:
-    """The machines: CPUs under gloo, else GPUs; where nothing starts several processes, nothing is set.
+    """The machines: CPUs under gloo, else GPUs; where nothing starts several processes, nothing is
+    set.
 
-    What is not known of the processes that a launcher starts is added to the keys that are `left` open.
+    What is not known of the processes that a launcher starts is added to the keys that are `left`
+    open.
     """
     gloo = a.word("--distributed-backend") == "gloo"
     if launched is None and not gloo:
@@ -159,8 +179,11 @@ def backend_of(a: Arguments, d: Draft, launched: Asked | None, left: dict[str, s
     left |= {key: launched.why for key, number in found.items() if number is None}
 
 
-def build(d: Draft, a: Arguments, extra: Sequence[str], source: str, said: Draft | None = None) -> RunConfig:
-    """The configuration of keys that were read; those that an export `said` in lines, and `extra` overrides, on top.
+def build(
+    d: Draft, a: Arguments, extra: Sequence[str], source: str, said: Draft | None = None
+) -> RunConfig:
+    """The configuration of keys that were read; those that an export `said` in lines, and `extra`
+    overrides, on top.
 
     Raises:
         ConfigError: a key that is required is missing, or a value is refused; the flag is named.
@@ -168,7 +191,11 @@ def build(d: Draft, a: Arguments, extra: Sequence[str], source: str, said: Draft
     overrides = read_overrides(extra)
     problems = list(overrides.problems)
     if overrides.recipe is not None or overrides.run is not None:
-        problems.append(Problem("MT010", "", None, "what is imported stands on nothing else", "leave recipe= out"))
+        problems.append(
+            Problem(
+                "MT010", "", None, "what is imported stands on nothing else", "leave recipe= out"
+            )
+        )
     if problems:
         raise ConfigError(problems)
     values = _beneath(d, overrides.choices)
@@ -206,8 +233,14 @@ def put(values: dict[str, Any], key: str, value: Any) -> None:
 
 
 def _beneath(d: Draft, choices: Mapping[str, str]) -> dict[str, Any]:
-    """What the keys without a flag are: the schema's defaults for model and layout, else those of the choices."""
-    picked = {"data": d.get("data.kind") or "mock", "precision": d.get("precision.dtype") or "auto", **choices}
+    """What the keys without a flag are: the schema's defaults for model and layout, else those of
+    the choices.
+    """
+    picked = {
+        "data": d.get("data.kind") or "mock",
+        "precision": d.get("precision.dtype") or "auto",
+        **choices,
+    }
     words = [f"{group}={choice}" for group, choice in picked.items()]
     values = compose(words).run.to_dict()
     for group in ("model", "parallel"):
@@ -264,18 +297,23 @@ def changing(found: Sequence[Unplaced]) -> list[str]:
 
 
 def _near_flag(flag: str) -> str:
-    return "".join(difflib.get_close_matches(flag[:80].replace("_", "-"), known_flags(), n=1, cutoff=0.8))
+    return "".join(
+        difflib.get_close_matches(flag[:80].replace("_", "-"), known_flags(), n=1, cutoff=0.8)
+    )
 
 
 def blacked_out(found: list[Unplaced], secrets: Secrets) -> list[Unplaced]:
     """The same without a secret: values of flags that nobody knows are not shown at all."""
     out = []
     for item in found:
-        why, text, value = item.why, secrets.hide(item.text), HIDDEN if item.value else ""
+        why = item.why
+        text = secrets.hide(item.text)
+        value = HIDDEN if item.value else ""
         if item.flag in known_flags():
             value = secrets.hide(item.value)
         elif names_secret(item.flag):
-            why, text = "secret", "a secret has no place in a recipe"
+            why = "secret"
+            text = "a secret has no place in a recipe"
         out.append(Unplaced(item.flag, value, why, text))
     return out
 
@@ -290,7 +328,8 @@ def without_secrets(d: Draft, a: Arguments, secrets: Secrets) -> None:
 
 
 def residue(text: str, source: str) -> Draft:
-    """What the lines say that an export wrote for keys without a flag: each a key and a value in YAML.
+    """What the lines say that an export wrote for keys without a flag: each a key and a value in
+    YAML.
 
     Raises:
         ConfigError: a line is none of that kind.
@@ -325,12 +364,22 @@ def as_published(run: RunConfig) -> RunConfig:
 
 
 def same_shape(d: Draft) -> str | None:
-    """The shipped model of the same layers and widths; of several the one that is nearest in all else."""
-    shape = ("num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "num_query_groups")
+    """The shipped model of the same layers and widths; of several the one that is nearest in all
+    else.
+    """
+    shape = (
+        "num_layers",
+        "hidden_size",
+        "ffn_hidden_size",
+        "num_attention_heads",
+        "num_query_groups",
+    )
     best: tuple[int, str] | None = None
     for choice in choices_of_group("model"):
         model = section("model", choice)
         far = sum(d[f"model.{key}"] != value for key, value in model if f"model.{key}" in d)
-        if all(getattr(model, key) == d.get(f"model.{key}") for key in shape) and (best is None or far < best[0]):
+        if all(getattr(model, key) == d.get(f"model.{key}") for key in shape) and (
+            best is None or far < best[0]
+        ):
             best = (far, choice)
     return best[1] if best is not None else None

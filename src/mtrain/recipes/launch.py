@@ -11,7 +11,8 @@ from mtrain.recipes.gaps import Unread, Word, shown
 
 _NODES = ("--nnodes", "--num-nodes", "--num-machines", "--nodes")
 _OWN = ("--nproc-per-node", "--num-gpus", "--num-workers-per-node", "--npernode", "--ppn")
-"""Processes of a machine in the words of what starts them, which count before what a job was given."""
+"""Processes of a machine in the words of what starts them, which count before what a job was given.
+"""
 _EACH_GPU = ("gpu", "auto")
 """Words that torchrun takes for a process on each GPU; on other words it starts others."""
 _GPUS = ("--gpus-per-node", "--gpus-per-task", "--gpus")
@@ -33,7 +34,18 @@ _SHORT = {
 _MPI = ("mpirun", "mpiexec", "orterun", "prun", "aprun", "horovodrun")
 _TORCHRUN = ("torchrun", "torch.distributed.run", "torch.distributed.launch")
 _STARTERS = (
-    *("torchrun", "deepspeed", "accelerate", "srun", "sbatch", "mpirun", "mpiexec", "orterun", "prun", "jsrun"),
+    *(
+        "torchrun",
+        "deepspeed",
+        "accelerate",
+        "srun",
+        "sbatch",
+        "mpirun",
+        "mpiexec",
+        "orterun",
+        "prun",
+        "jsrun",
+    ),
     *("aprun", "horovodrun", "ray"),
 )
 """Programs that start several processes."""
@@ -72,14 +84,20 @@ class Asked:
     @property
     def world(self) -> World | None:
         """Both, where both are known."""
-        return None if self.nodes is None or self.per_node is None else World(self.nodes, self.per_node)
+        if self.nodes is None or self.per_node is None:
+            return None
+        return World(self.nodes, self.per_node)
 
 
 def asked_of(words: Sequence[Word], directives: Mapping[str, str]) -> Asked:
-    """Return what a launcher's words, and failing them the directives of a batch script, ask for."""
+    """Return what a launcher's words, and failing them the directives of a batch
+    script, ask for.
+    """
     for index, word in enumerate(words):
         if isinstance(word, Unread) and _may_be_any(word) and not _is_value(words, index):
-            return Asked(None, None, f"{word.text} may say how many processes are started: it {word.why}")
+            return Asked(
+                None, None, f"{word.text} may say how many processes are started: it {word.why}"
+            )
     programs = {shown(word).rpartition("/")[2] for word in words}
     if "jsrun" in programs:
         return Asked(None, None, "how many processes jsrun starts is not known here")
@@ -107,14 +125,26 @@ def asked_of(words: Sequence[Word], directives: Mapping[str, str]) -> Asked:
             per_node = 1
     if not named:
         in_all = tasks is not None and per_node is not None and not given.keys().isdisjoint(_IN_ALL)
-        nodes = (_share(tasks, per_node) if in_all else _share(tasks, _first(given, [_PER_NODE]))) or 1
-        if "--hostfile" in said and (not in_all or not own):  # a file says how many machines there are
-            return Asked(None, per_node if own else None, "how many machines --hostfile names is not known here")
-        if per_node is None and _starts(words, _STARTERS[1:]):  # what starts torchrun may do so on several machines
+        nodes = (
+            _share(tasks, per_node) if in_all else _share(tasks, _first(given, [_PER_NODE]))
+        ) or 1
+        if "--hostfile" in said and (
+            not in_all or not own
+        ):  # a file says how many machines there are
+            return Asked(
+                None,
+                per_node if own else None,
+                "how many machines --hostfile names is not known here",
+            )
+        if per_node is None and _starts(
+            words, _STARTERS[1:]
+        ):  # what starts torchrun may do so on several machines
             nodes = None
     lost = own if per_node is None else [flag for flag in _NODES if flag in given and nodes is None]
     unread = [f"{flag} {given[flag]}" for flag in lost[:1]]
-    return Asked(nodes, per_node, *(f"how many processes {text} starts is not known here" for text in unread))
+    return Asked(
+        nodes, per_node, *(f"how many processes {text} starts is not known here" for text in unread)
+    )
 
 
 def starts_several(words: Sequence[Word]) -> bool:
@@ -143,13 +173,17 @@ def _gpus(given: Mapping[str, str], nodes: int | None, tasks: int | None) -> int
 
 
 def _tasks_of_a_node(given: Mapping[str, str], nodes: int | None, tasks: int | None) -> int | None:
-    """The tasks of a machine; one of them may start a process for each GPU, of which the number is not known."""
+    """The tasks of a machine; one of them may start a process for each GPU, of which the number is
+    not known.
+    """
     found = _first(given, [_PER_NODE]) or _share(tasks, nodes)
     return None if found == 1 and not given.keys().isdisjoint(_GPUS) else found
 
 
 def _of_mpi(said: Mapping[str, str]) -> dict[str, str]:
-    """Options of MPI under the names that others have for them: there `-N` counts the processes of a machine."""
+    """Options of MPI under the names that others have for them: there `-N` counts the processes of
+    a machine.
+    """
     names = {"--ntasks": "--np", "--nodes": "--npernode"}
     out = {names.get(flag, flag): value for flag, value in said.items()}
     mapped = re.match(r"ppr:([^:]*):(\w*)", out.get("--map-by", ""))
@@ -158,7 +192,9 @@ def _of_mpi(said: Mapping[str, str]) -> dict[str, str]:
     hosts = out.get("--host", "")
     if hosts:
         machines = {host.partition(":")[0] for host in hosts.split(",")}
-        out.setdefault("--nnodes", str(len(machines)) if re.fullmatch(r"[\w.:,-]+", hosts) else hosts)
+        out.setdefault(
+            "--nnodes", str(len(machines)) if re.fullmatch(r"[\w.:,-]+", hosts) else hosts
+        )
     return out
 
 
@@ -179,7 +215,10 @@ def _options(line: str) -> Iterator[tuple[str, str]]:
     except ValueError:  # a quote that nothing closes
         words = line.split()
     for index, word in enumerate(words):
-        behind = words[index + 1] if index + 1 < len(words) and not words[index + 1].startswith("-") else ""
+        if index + 1 < len(words) and not words[index + 1].startswith("-"):
+            behind = words[index + 1]
+        else:
+            behind = ""
         name, equals, value = word.partition("=")
         if name.startswith("--"):
             yield name, value if equals else behind
@@ -188,20 +227,30 @@ def _options(line: str) -> Iterator[tuple[str, str]]:
 
 
 def _with_gres(given: dict[str, str]) -> dict[str, str]:
-    """The same with GPUs as numbers: those of `--gres`, as gpu:8 and gpu:h100:8, and those of several types."""
+    """The same with GPUs as numbers: those of `--gres`, as gpu:8 and gpu:h100:8, and those of
+    several types.
+    """
     for flag in ("--gres", "--tres-per-node"):
-        parts = [part for part in given.get(flag, "").split(",") if re.match(r"(gres[/:])?gpu\b", part)]
+        parts = [
+            part for part in given.get(flag, "").split(",") if re.match(r"(gres[/:])?gpu\b", part)
+        ]
         if parts:
-            given.setdefault("--gpus-per-node", ",".join(part if ":" in part else f"{part}:1" for part in parts))
+            given.setdefault(
+                "--gpus-per-node", ",".join(part if ":" in part else f"{part}:1" for part in parts)
+            )
     for flag in _GPUS:
         if flag in given:
             numbers = [part.partition("(")[0].rpartition(":")[2] for part in given[flag].split(",")]
-            given[flag] = str(sum(map(int, numbers))) if all(map(_NUMBER.fullmatch, numbers)) else given[flag]
+            given[flag] = (
+                str(sum(map(int, numbers))) if all(map(_NUMBER.fullmatch, numbers)) else given[flag]
+            )
     return given
 
 
 def _is_value(words: Sequence[Word], index: int) -> bool:
-    return index > 0 and shown(words[index - 1]).startswith("-") and "=" not in shown(words[index - 1])
+    return (
+        index > 0 and shown(words[index - 1]).startswith("-") and "=" not in shown(words[index - 1])
+    )
 
 
 def _flags(words: Sequence[Word]) -> dict[str, str]:

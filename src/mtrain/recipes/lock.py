@@ -1,6 +1,8 @@
-"""A lock: a resolved configuration with the versions and data it was made with, in one file that runs.
+"""A lock: a resolved configuration with the versions and data it was made with, in one file that
+runs.
 
-The configuration is what `run=FILE` reads. Everything else stands above it in comments, which are YAML behind their
+The configuration is what `run=FILE` reads. Everything else stands above it in comments, which are
+YAML behind their
 `# `: so the file is at the same time a run file, and no key of it is more than the schema allows.
 """
 
@@ -37,12 +39,16 @@ class Mismatch:
 
     @property
     def damaged(self) -> bool:
-        """Whether the file or the data is another; data that is not here at all is a matter of the machine."""
+        """Whether the file or the data is another; data that is not here at all is a matter of the
+        machine.
+        """
         return self.what in ("file", "data", "tokenizer", "source") and self.here != NONE
 
 
 def versions() -> dict[str, str]:
-    """Versions of what computes, as installed here, and of megatron-core as Python finds it; nothing is imported."""
+    """Versions of what computes, as installed here, and of megatron-core as Python finds it;
+    nothing is imported.
+    """
     out = {"python": platform.python_version(), "mtrain": mtrain.__version__}
     for name in PACKAGES:
         try:
@@ -53,7 +59,9 @@ def versions() -> dict[str, str]:
     return out
 
 
-def lock_text(run: RunConfig, digests: Mapping[str, str], sources: Mapping[str, str], machine: Machine) -> str:
+def lock_text(
+    run: RunConfig, digests: Mapping[str, str], sources: Mapping[str, str], machine: Machine
+) -> str:
     """The lock of a resolved configuration.
 
     Args:
@@ -71,7 +79,9 @@ def lock_text(run: RunConfig, digests: Mapping[str, str], sources: Mapping[str, 
         "digests": dict(digests),
     }
     lines = [HEAD, *(f"# {key}: {spell(value)}" for key, value in facts.items()), "# sources:"]
-    lines += [f"#   - {spell(f'{digest} {name}')}" for name, digest in sources.items()] or ["#   []"]
+    lines += [f"#   - {spell(f'{digest} {name}')}" for name, digest in sources.items()] or [
+        "#   []"
+    ]
     return "\n".join(lines) + "\n" + body
 
 

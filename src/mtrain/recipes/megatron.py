@@ -1,4 +1,6 @@
-"""A script or a command line of Megatron-LM as a configuration, and a configuration as its command line."""
+"""A script or a command line of Megatron-LM as a configuration, and a configuration as its command
+line.
+"""
 
 from __future__ import annotations
 
@@ -53,9 +55,11 @@ VOCABULARY = "model.vocab_size"
 
 
 def import_scripts(paths: Sequence[Path], extra: Sequence[str] = ()) -> Imported:
-    """Reads scripts, or files that hold nothing but flags, the later ones as if they sourced the earlier.
+    """Reads scripts, or files that hold nothing but flags, the later ones as if they sourced the
+    earlier.
 
-    Nothing of them is run. `extra` are overrides in our own grammar, for what the scripts do not say.
+    Nothing of them is run. `extra` are overrides in our own grammar, for what the scripts do not
+    say.
 
     Raises:
         ConfigError: no flags are found, a required one is missing, or a value is refused.
@@ -78,22 +82,37 @@ def read_texts(paths: Sequence[Path]) -> list[tuple[str, str]]:
 
 
 def open_neighbour(path: str, script: str) -> tuple[str, str] | None:
-    """The text and the name of a file that a script sources, where it is one beside it; None of any other file."""
+    """The text and the name of a file that a script sources, where it is one beside it; None of any
+    other file.
+    """
     for folder in dict.fromkeys((Path(), Path(script).parent)):
         found = Path(os.path.realpath(folder / path))
         inside = os.path.realpath(folder) in map(str, found.parents)
-        if inside and found.suffix in SCRIPT_ENDINGS and found.is_file() and not os.path.isabs(path):
+        if (
+            inside
+            and found.suffix in SCRIPT_ENDINGS
+            and found.is_file()
+            and not os.path.isabs(path)
+        ):
             return read_texts([folder / path])[0]
     return None
 
 
 def import_texts(
-    texts: Sequence[tuple[str, str]], name: str, extra: Sequence[str] = (), *, opener: Opener | None = None
+    texts: Sequence[tuple[str, str]],
+    name: str,
+    extra: Sequence[str] = (),
+    *,
+    opener: Opener | None = None,
 ) -> Imported:
-    """`import_scripts` for texts that were read before, each with its source; `name` is what the model is called."""
+    """`import_scripts` for texts that were read before, each with its source; `name` is what the
+    model is called.
+    """
     whole = "\n".join(text for text, _ in texts)
     script = read_script(*texts, opener=opener)
-    return import_commands(script, name, texts[-1][1], extra, directives(whole), residue(whole, texts[-1][1]))
+    return import_commands(
+        script, name, texts[-1][1], extra, directives(whole), residue(whole, texts[-1][1])
+    )
 
 
 def import_commands(
@@ -116,7 +135,9 @@ def import_commands(
     Raises:
         ConfigError: no flags are found, a required one is missing, or a value is refused.
     """
-    secrets = Secrets({n: _known(words) for n, words in {**script.secrets, **_given_as_flags(script)}.items()})
+    secrets = Secrets(
+        {n: _known(words) for n, words in {**script.secrets, **_given_as_flags(script)}.items()}
+    )
     found = training_command(script, source)
     launched = asked_of(found.launcher, asked)
     notes = [*found.notes, *script.notes]
@@ -160,7 +181,8 @@ def import_words(
 
     Args:
         words: what stands behind the program.
-        launched: the processes that are started, None where nothing starts several; `unsaid`: why they are not known.
+        launched: the processes that are started, None where nothing starts several; `unsaid`: why
+            they are not known.
         name: what the model is called.
         source: what holds the words.
         extra: overrides in our own grammar; `said`: keys that an export wrote, which have no flag.
@@ -188,7 +210,9 @@ def import_words(
     left = {
         key: secrets.hide(why)
         for key, why in left.items()
-        if key not in said and key not in given.values and key.partition(".")[0] not in given.choices
+        if key not in said
+        and key not in given.values
+        and key.partition(".")[0] not in given.choices
     }
     notes += unsaid_keys(d | said, run, extra, list(left))
     notes += [] if any(key.startswith(("parallel.", "cluster.")) for key in left) else too_few(run)
@@ -197,12 +221,18 @@ def import_words(
 
 def _alone(launcher: Sequence[Word]) -> bool:
     """Whether a program is started by Python itself, in one process."""
-    return bool(launcher) and shown(launcher[0]).rpartition("/")[2].startswith("python") and "-m" not in launcher
+    return (
+        bool(launcher)
+        and shown(launcher[0]).rpartition("/")[2].startswith("python")
+        and "-m" not in launcher
+    )
 
 
 def _known(words: Sequence[Word]) -> list[str]:
     """The texts of words, as far as they are known."""
-    pieces = (piece for word in words for piece in ((word,) if isinstance(word, str) else word.pieces))
+    pieces = (
+        piece for word in words for piece in ((word,) if isinstance(word, str) else word.pieces)
+    )
     return [piece for piece in pieces if isinstance(piece, str)]
 
 
@@ -217,9 +247,11 @@ def _given_as_flags(script: Script) -> dict[str, list[Word]]:
 
 
 def _vocabulary(d: Draft, notes: list[str], extra: Sequence[str], left: dict[str, str]) -> None:
-    """The vocabulary, where neither flags nor overrides say it: that of a shipped model of the same shape.
+    """The vocabulary, where neither flags nor overrides say it: that of a shipped model of the same
+    shape.
 
-    Where there is none, or a flag says it that is not known, a number stands for it and the key is left open.
+    Where there is none, or a flag says it that is not known, a number stands for it and the key is
+    left open.
     """
     if any(word.startswith((f"{VOCABULARY}=", "model=")) for word in extra):
         return
@@ -234,12 +266,18 @@ def _vocabulary(d: Draft, notes: list[str], extra: Sequence[str], left: dict[str
         return
     size = section("model", like).model_dump()["vocab_size"]
     d[VOCABULARY] = vocabulary(size, VOCAB_MULTIPLE * d["parallel.tp"])
-    notes.append(f"the vocabulary of {size} is that of model={like}, which has the same shape; no tokenizer is read")
+    notes.append(
+        f"the vocabulary of {size} is that of model={like}, which has the same shape; no tokenizer"
+        " is read"
+    )
 
 
 def _padding(run: RunConfig, said: Draft, notes: list[str]) -> RunConfig:
-    """Megatron-LM's softmax is over the padded vocabulary: `run` says so where there is padding, and only there."""
-    key, m = "model.mask_padded_vocab", run.model
+    """Megatron-LM's softmax is over the padded vocabulary: `run` says so where there is padding,
+    and only there.
+    """
+    key = "model.mask_padded_vocab"
+    m = run.model
     if key in said:
         return run
     if m.vocab_size == m.padded_vocab_size:
@@ -250,9 +288,12 @@ def _padding(run: RunConfig, said: Draft, notes: list[str]) -> RunConfig:
 
 
 def export_words(run: RunConfig) -> tuple[World, list[list[str]]]:
-    """The world of a resolved configuration, and its flags with their values in the order of the table."""
+    """The world of a resolved configuration, and its flags with their values in the order of the
+    table.
+    """
     values = run.flat()
-    ranks, nodes = run.parallel.ranks or 1, run.cluster.nodes
+    ranks = run.parallel.ranks or 1
+    nodes = run.cluster.nodes
     words = ["--distributed-backend", "gloo"] if facts_of(run.cluster.device).on_host else []
     for entry in table():
         words += entry.write(values)
@@ -274,22 +315,34 @@ def _grouped(words: Sequence[str]) -> Iterator[list[str]]:
 def export_script(run: RunConfig, by_steps: RunConfig | None = None) -> str:
     """A command line that means what `run` means, and in comments what has no flag.
 
-    The flags are those of `by_steps`, where it is given: the same run with what it does by time counted in steps.
-    What no flag says is found out by reading the flags back, so that nothing is lost unsaid.
+    The flags are those of `by_steps`, where it is given: the same run with what it does by time
+    counted in steps. What no flag says is found out by reading the flags back, so that nothing is
+    lost unsaid.
     """
     world, groups = export_words(by_steps or run)
     groups += bert_words(run)
     program_file = PROGRAM if is_megatrons(run) else "pretrain_gpt.py"
-    lines = [" ".join([*world.words(), program_file]), *(" ".join(map(_quoted, group)) for group in groups)]
+    lines = [
+        " ".join([*world.words(), program_file]),
+        *(" ".join(map(_quoted, group)) for group in groups),
+    ]
     text = " \\\n  ".join(lines) + "\n"
     left = leftover_keys(run, text)
     if run.model.padding_in_words and run.model.mask_padded_vocab:
-        text += f"# {run.model.padding_in_words} here; Megatron-LM has it in the softmax: its losses are others.\n"
+        text += (
+            f"# {run.model.padding_in_words} here; Megatron-LM has it in the softmax: its losses"
+            " are others.\n"
+        )
     if run.model.family != "gpt" and not is_megatrons(run):
-        text += f"# This command trains a decoder-only model of these sizes, none of the family {run.model.family}.\n"
+        text += (
+            "# This command trains a decoder-only model of these sizes, none of the family"
+            f" {run.model.family}.\n"
+        )
     name = run.optim.name
     if OPTIMIZERS[name].megatron_name is None:
-        text += f"# Megatron-LM has no {name}: this command trains adam with the settings of {name}.\n"
+        text += (
+            f"# Megatron-LM has no {name}: this command trains adam with the settings of {name}.\n"
+        )
     if left:
         text += f"# What has no flag; `{program()} recipe import` reads these lines.\n"
         text += "".join(f"{MARK}{word}\n" for word in left)
@@ -297,23 +350,31 @@ def export_script(run: RunConfig, by_steps: RunConfig | None = None) -> str:
 
 
 def _quoted(word: str) -> str:
-    """A word of a shell; what a terminal would obey, or a line would end at, as an escape of bash."""
+    """A word of a shell; what a terminal would obey, or a line would end at, as an
+    escape of bash.
+    """
     if word.isprintable():
         return shlex.quote(word)
     plain = (c.isprintable() and c not in "'\\" for c in word)
-    codes = (c if ok else "".join(f"\\x{b:02x}" for b in c.encode()) for c, ok in zip(word, plain, strict=True))
+    codes = (
+        c if ok else "".join(f"\\x{b:02x}" for b in c.encode())
+        for c, ok in zip(word, plain, strict=True)
+    )
     return f"$'{''.join(codes)}'"
 
 
 def leftover_keys(run: RunConfig, text: str) -> list[str]:
-    """Keys with their values that make of the flags in `text` the configuration they were written from."""
+    """Keys with their values that make of the flags in `text` the configuration they were written
+    from.
+    """
     back = import_texts([(text, "export")], "imported").run
     per_node = back.cluster.devices_per_node
     derived = back.parallel.ranks is None and per_node == run.cluster.devices_per_node
     if derived and per_node is not None:  # the number of ranks is resolved from the machines
         whole = back.parallel.model_copy(update={"ranks": back.cluster.nodes * per_node})
         back = back.model_copy(update={"parallel": whole})
-    wanted, out = run.flat(), list[str]()
+    wanted = run.flat()
+    out = list[str]()
     for key in unequal(back, run):
         above = next((p for p in _above(key) if wanted.get(p, ...) is None), None)
         if above is not None:

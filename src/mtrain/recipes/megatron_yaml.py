@@ -1,7 +1,7 @@
 """Megatron-LM's configurations in YAML as the words of its command line.
 
-Two kinds: `MODEL_ARGS` with flags as keys, as in its functional tests, and the arguments by their names in sections,
-as `--yaml-cfg` reads them.
+Two kinds: `MODEL_ARGS` with flags as keys, as in its functional tests, and the arguments by their
+names in sections, as `--yaml-cfg` reads them.
 """
 
 from __future__ import annotations
@@ -49,7 +49,8 @@ _WITHOUT_FLAG = re.findall(
     r"\w+",
     """
     perform_initialization bert_binary_head barrier_with_L1_time enable_one_logger batch_p2p_comm
-    batch_p2p_sync tp_comm_split_ag tp_comm_atomic_ag tp_comm_split_rs tp_comm_atomic_rs tp_comm_bulk_wgrad
+    batch_p2p_sync tp_comm_split_ag tp_comm_atomic_ag tp_comm_split_rs tp_comm_atomic_rs
+    tp_comm_bulk_wgrad
     tp_comm_bulk_dgrad cpu_offloading_activations add_position_embedding
     """,
 )
@@ -57,45 +58,72 @@ _WITHOUT_FLAG = re.findall(
 
 
 def import_yaml(texts: Sequence[tuple[str, str]], name: str, extra: Sequence[str] = ()) -> Imported:
-    """A configuration of the last text, which is YAML; those before are scripts that set its `${VARIABLES}`.
+    """A configuration of the last text, which is YAML; those before are scripts that set its
+    `${VARIABLES}`.
 
     Args:
         texts: each a text with the name of its file. `name` and `extra` are as for `import_texts`.
 
     Raises:
-        ConfigError: it holds neither `MODEL_ARGS` nor arguments of Megatron-LM, or trains something else than a GPT.
+        ConfigError: it holds neither `MODEL_ARGS` nor arguments of Megatron-LM, or trains something
+            else than a GPT.
     """
     text, source = texts[-1]
     document = parse(text, source, foreign=True)
     values = document.values
     held = read_script(*texts[:-1]).variables
-    held |= {str(k): [spelled(v)] for k, v in _mapping(values.get("ENV_VARS")).items() if v is not None}
-    expander = Expander({n: [(w,) if isinstance(w, str) else w.pieces for w in ws] for n, ws in held.items()}, source)
-    notes = ["how many processes it starts is not said: cluster.nodes and cluster.devices_per_node are unset"]
+    held |= {
+        str(k): [spelled(v)] for k, v in _mapping(values.get("ENV_VARS")).items() if v is not None
+    }
+    expander = Expander(
+        {n: [(w,) if isinstance(w, str) else w.pieces for w in ws] for n, ws in held.items()},
+        source,
+    )
+    notes = [
+        "how many processes it starts is not said: cluster.nodes and cluster.devices_per_node are"
+        " unset"
+    ]
     notes += [f"{key} is written twice; the later one counts" for key in document.repeated]
     words: list[Word]
     if isinstance(values.get("MODEL_ARGS"), dict):
         words = list(_of_flags(values["MODEL_ARGS"], expander))
-        notes += [f"{key} is for another run than the first, and is not read" for key in values if _later(key)]
+        notes += [
+            f"{key} is for another run than the first, and is not read"
+            for key in values
+            if _later(key)
+        ]
     else:
         words = list(_of_arguments(values))
     if len({word for word in words if word in known_flags()}) < FEW_FLAGS:
         rule = "it holds neither MODEL_ARGS nor the arguments of Megatron-LM"
-        raise ConfigError([Problem("MT701", "", None, rule, "a model_config.yaml, or a file for --yaml-cfg", source)])
+        raise ConfigError(
+            [
+                Problem(
+                    "MT701", "", None, rule, "a model_config.yaml, or a file for --yaml-cfg", source
+                )
+            ]
+        )
     flags = Arguments(words).flags
     mode = str(values.get("MODE", ""))
-    does = "generates text (MODE: inference)" if mode == "inference" else other_than_gpt(None, flags, source)
+    if mode == "inference":
+        does = "generates text (MODE: inference)"
+    else:
+        does = other_than_gpt(None, flags, source)
     family = family_of(does)
     if family is None:
         raise ConfigError([not_a_gpt(f"it {does}", source)])
     named = {**held, **{flag: given for flag, given in flags.items() if flag not in known_flags()}}
-    secrets = Secrets({name: [word for word in given if isinstance(word, str)] for name, given in named.items()})
+    secrets = Secrets(
+        {name: [word for word in given if isinstance(word, str)] for name, given in named.items()}
+    )
     return import_words(words, None, name, source, extra, secrets, notes, {}, family=family)
 
 
 def is_yaml(text: str) -> bool:
     """Whether a text that has no name is one of these files, and no script."""
-    return re.search(r"^(MODEL_ARGS|language_model|model_parallel):", text, re.MULTILINE) is not None
+    return (
+        re.search(r"^(MODEL_ARGS|language_model|model_parallel):", text, re.MULTILINE) is not None
+    )
 
 
 def _later(key: object) -> bool:

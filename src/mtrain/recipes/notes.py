@@ -1,4 +1,6 @@
-"""What an import notes beside the recipe: what Megatron-LM must be told and was not, and layouts that do not fit."""
+"""What an import notes beside the recipe: what Megatron-LM must be told and was not, and layouts
+that do not fit.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,8 @@ _NO_MACHINE = Machine(cpu_cores=1, memory_bytes=0)
 def unsaid(d: Draft, run: RunConfig, extra: Sequence[str], left: Sequence[str]) -> list[str]:
     """Notes on what Megatron-LM insists on being told and was not: what it becomes, and why.
 
-    `left` are keys that are still to be filled in; what follows from them, or from the machine, is not known yet.
+    `left` are keys that are still to be filled in; what follows from them, or from the machine, is
+    not known yet.
     """
     keys = ("trainer.train_iters", "optim.lr", "data.seq_length", "trainer.global_batch_size")
     made_from: dict[str, frozenset[str]] = {}
@@ -31,14 +34,17 @@ def unsaid(d: Draft, run: RunConfig, extra: Sequence[str], left: Sequence[str]) 
         return spell(values[key]) + (f", {why[key]}" if key in why else "")
 
     missing = [
-        key for key in keys if key not in [*d, *left] and not any(word.startswith(f"{key}=") for word in extra)
+        key
+        for key in keys
+        if key not in [*d, *left] and not any(word.startswith(f"{key}=") for word in extra)
     ]
     return [f"{key} is not said; it is {becomes(key)}" for key in missing]
 
 
 def too_few(run: RunConfig) -> list[str]:
     """A note where the script starts fewer processes than its layout has."""
-    p, per_node = run.parallel, run.cluster.devices_per_node
+    p = run.parallel
+    per_node = run.cluster.devices_per_node
     ranks = p.ranks or (run.cluster.nodes * per_node if per_node else None)
     etp = p.etp or p.tp
     needed, axes = max(
@@ -49,4 +55,6 @@ def too_few(run: RunConfig) -> list[str]:
     if ranks is None or ranks >= needed:
         return []
     nodes = f": say cluster.nodes={-(-needed // per_node)}" if per_node else ""
-    return [f"the script starts {ranks} processes, and its layout has at least {axes} = {needed}{nodes}"]
+    return [
+        f"the script starts {ranks} processes, and its layout has at least {axes} = {needed}{nodes}"
+    ]

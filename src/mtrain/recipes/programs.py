@@ -1,4 +1,6 @@
-"""What a program of Megatron-LM trains, by its name, its folder and its flags; GPTs and BERTs can be imported."""
+"""What a program of Megatron-LM trains, by its name, its folder and its flags; GPTs and BERTs can
+be imported.
+"""
 
 from __future__ import annotations
 
@@ -18,26 +20,58 @@ _TRAINED: dict[str, str] = {
         ("vlm", "avlm", "vl", "nvlm", "multimodal", "mimo", "llava", "omni", "mllama"),
         "trains a model of images and text",
     ),
-    **dict.fromkeys(("dino", "vision", "vit", "inpaint", "clip", "siglip"), "trains a vision model"),
-    **dict.fromkeys(("ict", "biencoder", "orqa", "realm", "colbert"), "trains encoders for retrieval"),
+    **dict.fromkeys(
+        ("dino", "vision", "vit", "inpaint", "clip", "siglip"), "trains a vision model"
+    ),
+    **dict.fromkeys(
+        ("ict", "biencoder", "orqa", "realm", "colbert"), "trains encoders for retrieval"
+    ),
     **dict.fromkeys(("rl", "rlhf", "ppo", "grpo"), "trains by reinforcement learning"),
     **dict.fromkeys(("dpo", "orpo", "kto", "simpo", "reward", "rm"), "trains by preferences"),
-    **dict.fromkeys(("posttrain", "posttraining", "alignment"), "trains a model on after pretraining"),
+    **dict.fromkeys(
+        ("posttrain", "posttraining", "alignment"), "trains a model on after pretraining"
+    ),
     **dict.fromkeys(("diffusion", "dit", "flux"), "trains a diffusion model"),
 }
 _OTHER: dict[str, str] = {
     **dict.fromkeys(("inference", "generation", "generate", "server", "serve"), "generates text"),
-    **dict.fromkeys(("evaluate", "evaluation", "eval", "mmlu", "validate", "tasks"), "evaluates a model"),
+    **dict.fromkeys(
+        ("evaluate", "evaluation", "eval", "mmlu", "validate", "tasks"), "evaluates a model"
+    ),
     **dict.fromkeys(("checkpoint", "convert", "converter", "export"), "converts checkpoints"),
     **dict.fromkeys(("preprocess", "tokenize", "merge"), "prepares data"),
     **dict.fromkeys(("prune", "quantize", "distill"), "changes a model that was trained"),
 }
-"""Word of a name -> what a program of that name does; the second where the name does not speak of training."""
-TRAINS = {"pretrain", "train", "training", "finetune", "pretraining", "finetuning", "sft", "posttrain"}
+"""Word of a name -> what a program of that name does; the second where the name does not speak of
+training.
+"""
+TRAINS = {
+    "pretrain",
+    "train",
+    "training",
+    "finetune",
+    "pretraining",
+    "finetuning",
+    "sft",
+    "posttrain",
+}
 OTHER_WORDS = frozenset((*_OTHER, "tokenizer", "vocab"))
 """Words in the names of programs that do not train."""
 _FOLDERS = {
-    *("t5", "bert", "retro", "mamba", "hybrid", "multimodal", "mimo", "vision", "rl", "tasks", "inference", "llava")
+    *(
+        "t5",
+        "bert",
+        "retro",
+        "mamba",
+        "hybrid",
+        "multimodal",
+        "mimo",
+        "vision",
+        "rl",
+        "tasks",
+        "inference",
+        "llava",
+    )
 }
 """Words of a folder that say what is in it, such as `multimodal/train.py`."""
 
@@ -51,7 +85,10 @@ _FLAGS: tuple[tuple[str, str], ...] = (
     (r"bert-no-binary-head", "bert"),
     (r"retro-(?!.*workdir).*|bert-(load|embedder-type)", "retro"),
     (r"ict-.*|biencoder-.*|query-in-block-prob", "ict"),
-    (r"num-tokens-to-generate|out-seq-length|sample-(in|out)put-file|inference-max-requests", "generation"),
+    (
+        r"num-tokens-to-generate|out-seq-length|sample-(in|out)put-file|inference-max-requests",
+        "generation",
+    ),
 )
 """Flags that only programs of one kind read, and a word for the kind."""
 _ANY = re.compile(f"--({'|'.join(pattern for pattern, _ in _FLAGS)})\\Z")
@@ -61,15 +98,18 @@ def other_than_gpt(program: str | None, flags: Mapping[str, list[Word]], source:
     """What a program does other than to train a GPT, as `trains a T5, ...`; empty for a GPT.
 
     Args:
-        program: the path of the program, or the name of a module; None where only its flags are known.
+        program: the path of the program, or the name of a module; None where only its flags are
+            known.
         flags: its flags with their values.
-        source: the file that holds the flags; the folder of a `model_config.yaml` says what it is for.
+        source: the file that holds the flags; the folder of a `model_config.yaml` says what it is
+            for.
     """
     folders: set[str] = set()
     name: set[str] = set()
     if program is not None:
         parts = [part for part in re.split(r"[/.]", program.removesuffix(".py")) if part]
-        name, folders = _words(parts[-1:]), _words(parts[-3:-1])
+        name = _words(parts[-1:])
+        folders = _words(parts[-3:-1])
     elif source.endswith((".yaml", ".yml")):
         folders = _words(source.split("/")[-3:-1])
     found = _named(name, name)
@@ -79,7 +119,9 @@ def other_than_gpt(program: str | None, flags: Mapping[str, list[Word]], source:
 
 
 def family_of(does: str) -> str | None:
-    """Return `model.family` of what a program does by `other_than_gpt`; None where it cannot be imported."""
+    """Return `model.family` of what a program does by `other_than_gpt`; None where it cannot be
+    imported.
+    """
     if not does:
         return "gpt"
     return "bert" if does.startswith(_TRAINED["bert"]) else None
@@ -109,7 +151,8 @@ def _by_flags(flags: Mapping[str, list[Word]]) -> str:
         if found:
             return f"{(_TRAINED | _OTHER)[word]} ({', '.join(found[:3])})"
     spec, kind, stage = (
-        " ".join(map(shown, flags.get(flag, ()))) for flag in ("--spec", "--tokenizer-type", "--stage")
+        " ".join(map(shown, flags.get(flag, ())))
+        for flag in ("--spec", "--tokenizer-type", "--stage")
     )
     if stage and stage not in ("pretrain", "pt"):
         return f"trains a model on after pretraining (--stage {stage})"

@@ -1,4 +1,6 @@
-"""What a script may hold that must not be shown or written on: passwords, keys, tokens of services."""
+"""What a script may hold that must not be shown or written on: passwords, keys, tokens
+of services.
+"""
 
 from __future__ import annotations
 
@@ -9,20 +11,36 @@ HIDDEN = "***"
 MIN_LENGTH = 4
 
 _SECRET = frozenset(
-    ("apikey", "secret", "password", "passwd", "passphrase", "credential", "credentials", "auth", "pat")
+    (
+        "apikey",
+        "secret",
+        "password",
+        "passwd",
+        "passphrase",
+        "credential",
+        "credentials",
+        "auth",
+        "pat",
+    )
 )
 _PERHAPS = frozenset(("key", "token"))
 """Words that name a secret, but for the keys of attention and the tokens of a text."""
 _SERVICES = frozenset(
-    re.findall(r"\w+", "api access private ssh hf huggingface wandb aws s3 azure gcp ngc github gitlab openai bot")
+    re.findall(
+        r"\w+",
+        "api access private ssh hf huggingface wandb aws s3 azure gcp ngc github gitlab openai bot",
+    )
 )
 _OF_MODELS = frozenset(
     re.findall(
         r"\w+",
         """
-    num head heads dim dims size len length width rank linear attention attn query queries value values qk kv layer
-    layers norm conv bos eos eod eot pad padding mask unk sep cls sos special image video audio vision think begin
-    end start stop first last prompt text label input output loss per max min drop dropping router expert experts
+    num head heads dim dims size len length width rank linear attention attn query queries value
+    values qk kv layer
+    layers norm conv bos eos eod eot pad padding mask unk sep cls sos special image video audio
+    vision think begin
+    end start stop first last prompt text label input output loss per max min drop dropping router
+    expert experts
     dispatcher embedding type count json column weight
 """,
     )
@@ -48,7 +66,9 @@ class Secrets:
     """The secrets of one script: by the names of its variables, and by their shape."""
 
     def __init__(self, variables: Mapping[str, Iterable[str]]) -> None:
-        held = {value for name, values in variables.items() if names_secret(name) for value in values}
+        held = {
+            value for name, values in variables.items() if names_secret(name) for value in values
+        }
         self.values = sorted((v for v in held if len(v) >= MIN_LENGTH), key=len, reverse=True)
         self._hidden: dict[str, str] = {}
 

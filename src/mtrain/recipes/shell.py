@@ -1,7 +1,9 @@
-"""A static reader of shell scripts: nothing is run, and what it does not follow is unknown from there on.
+"""A static reader of shell scripts: nothing is run, and what it does not follow is unknown from
+there on.
 
-It knows assignments, arrays, `+=`, the script's own variables, defaults, and neighbouring files that are sourced. A
-variable that any other statement may set, or a branch or a loop sets, is a gap behind it.
+It knows assignments, arrays, `+=`, the script's own variables, defaults, and neighbouring files
+that are sourced. A variable that any other statement may set, or a branch or a loop sets, is a gap
+behind it.
 """
 
 from __future__ import annotations
@@ -55,7 +57,9 @@ class Script:
 
 
 Opener = Callable[[str, str], tuple[str, str] | None]
-"""Reads the file that a script sources, by its path and the name of the script: its text and its name."""
+"""Reads the file that a script sources, by its path and the name of the script: its text and its
+name.
+"""
 
 
 def read_script(*texts: tuple[str, str], opener: Opener | None = None) -> Script:
@@ -65,7 +69,8 @@ def read_script(*texts: tuple[str, str], opener: Opener | None = None) -> Script
         opener: reads neighbouring files that they source; without it, none are read.
 
     Raises:
-        ConfigError: quotes, brackets or statements that do not close, or text that expands without bounds.
+        ConfigError: quotes, brackets or statements that do not close, or text that expands without
+            bounds.
     """
     reader = _Reader(opener, {os.path.basename(source) for _, source in texts[:-1]})
     for text, source in texts:
@@ -75,7 +80,9 @@ def read_script(*texts: tuple[str, str], opener: Opener | None = None) -> Script
 
 
 def read_calls(calls: Sequence[tuple[Sequence[str], str]]) -> Script:
-    """The same for command lines that are known word by word, each with the place that it comes from."""
+    """The same for command lines that are known word by word, each with the place that it comes
+    from.
+    """
     reader = _Reader(None, set())
     for words, where in calls:
         first = len(reader.script.commands)
@@ -107,7 +114,8 @@ class _Reader(Effects):
 
     def read(self, text: str, source: str) -> None:
         """Follows a whole text."""
-        before, self.source = self.source, source
+        before = self.source
+        self.source = source
         self.follow(parse_script(text, source))
         self.source = before
         self.state.ended = False
@@ -122,9 +130,13 @@ class _Reader(Effects):
         notes = self.script.notes
         if self.defaults:
             names = ", ".join(f"${name} ({where})" for name, where in self.defaults.items())
-            notes.append(f"the defaults are taken of variables that the environment may set: {names}")
+            notes.append(
+                f"the defaults are taken of variables that the environment may set: {names}"
+            )
         if self.homes:
-            notes.append(f"~ is the home folder of whoever runs it: {', '.join(sorted(self.homes))}")
+            notes.append(
+                f"~ is the home folder of whoever runs it: {', '.join(sorted(self.homes))}"
+            )
         notes += [f"{where}: {name}" for where, name in self.sourced.items()]
         return self.script
 
@@ -158,23 +170,33 @@ class _Reader(Effects):
                 self.follow(node.body)
 
     def apart(
-        self, nodes: Sequence[Node], arguments: list[Value] | Gap | None = None, *, conditional: bool = False
+        self,
+        nodes: Sequence[Node],
+        arguments: list[Value] | Gap | None = None,
+        *,
+        conditional: bool = False,
     ) -> State:
         """Follows statements with variables of their own; those that they leave."""
         self.spend(len(self.state.variables))
-        before, self.state = self.state, self.state.copy()
-        outer, line = self.conditional, self.line
+        before = self.state
+        self.state = self.state.copy()
+        outer = self.conditional
+        line = self.line
         self.conditional = outer or conditional
         if arguments is not None:
             self.state.arguments = arguments
             self.state.called = isinstance(arguments, list)
         self.follow(nodes)
-        after, self.state = self.state, before
-        self.conditional, self.line = outer, line
+        after = self.state
+        self.state = before
+        self.conditional = outer
+        self.line = line
         return after
 
     def branches(self, node: Branches) -> None:
-        """Follows each body from the same state; what they leave differently is not known behind them."""
+        """Follows each body from the same state; what they leave differently is not known behind
+        them.
+        """
         self.follow(node.first)
         self.line = node.line
         why = f"is set under a condition: {node.text[:60]}"
@@ -212,23 +234,32 @@ class _Reader(Effects):
         self.lose(self.apart(node.body, conditional=True))
 
     def lose(self, after: State) -> None:
-        """Forgets every variable where statements that were followed apart may have set any, and the folder."""
+        """Forgets every variable where statements that were followed apart may have set any, and
+        the folder.
+        """
         self.state.moved = self.state.moved or after.moved
         if after.lost is not None and after.lost != self.state.lost:
             self.forget_all(after.lost.why)
 
     def command(self, node: Command) -> None:
         """Follows assignments, and a command by what it may set."""
-        self.written |= {os.path.basename(shown(word_of(self.joined(raw.parts)))) for raw in node.writes}
+        self.written |= {
+            os.path.basename(shown(word_of(self.joined(raw.parts)))) for raw in node.writes
+        }
         raws = list(node.words)
         count = len(list(takewhile(assignment, raws)))
         if count == len(raws):
             for raw in raws:
                 self.assign(raw)
             return
-        given, raws = raws[:count], raws[count:]
+        given = raws[:count]
+        raws = raws[count:]
         functions = self.functions
-        while len(raws) > 1 and raws[0].plain in ("command", "builtin") and (raws[1].plain or "-")[0] != "-":
+        while (
+            len(raws) > 1
+            and raws[0].plain in ("command", "builtin")
+            and (raws[1].plain or "-")[0] != "-"
+        ):
             raws = raws[1:]
             functions = {}
         if raws[0].plain in DECLARING:
@@ -237,7 +268,10 @@ class _Reader(Effects):
         words = [word for raw in raws for word in self.expand(raw)]
         first = words[0] if words else ""
         if isinstance(first, str) and (first in functions or first in ("eval", "source", ".")):
-            self.forget((m[1] for m in map(assignment, given) if m), f"is set for {first} (line {node.line})")
+            self.forget(
+                (m[1] for m in map(assignment, given) if m),
+                f"is set for {first} (line {node.line})",
+            )
         if first in self.aliases and raws[0].plain:
             meant = Unread((self.gap(first, "is an alias"),))
             self.keep([meant, *words, meant], node)
@@ -274,7 +308,9 @@ class _Reader(Effects):
             unsure = any(isinstance(word, Unread) for word in words[1:])
             if unsure and name not in ("wait", "trap") and not node.text.startswith("(("):
                 self.forget_all(why)
-        elif name in ("alias", "enable") or (name == "shopt" and not {"lastpipe", "expand_aliases"}.isdisjoint(said)):
+        elif name in ("alias", "enable") or (
+            name == "shopt" and not {"lastpipe", "expand_aliases"}.isdisjoint(said)
+        ):
             self.aliases |= {text.partition("=")[0] for text in said if name == "alias"}
             self.forget_all(why)
             self.lastpipe = True
@@ -289,13 +325,17 @@ class _Reader(Effects):
         self.spend(1000)
         self.called.add(name)
         source, function = self.functions[name]
-        kept, line = self.source, self.line
+        kept = self.source
+        line = self.line
         if name not in self.calls and len(self.calls) < MAX_CALLS:
             self.source = source
             self.calls.append(name)
-            after = self.apart(function.body, [(word,) if isinstance(word, str) else word.pieces for word in words])
+            after = self.apart(
+                function.body, [(word,) if isinstance(word, str) else word.pieces for word in words]
+            )
             self.calls.pop()
-            self.source, self.line = kept, line
+            self.source = kept
+            self.line = line
             self.lose(after)
         self.forget_set((), function.body, f"is set by {name} (line {line})")
 
@@ -306,13 +346,21 @@ class _Reader(Effects):
         if os.path.basename(path) in self.given:
             return
         if isinstance(word, Unread):
-            folder = len(word.gaps) == 1 and not word.start and _OWN_FOLDER.search(word.gaps[0].text)
-            path = "".join(p for p in word.pieces[1:] if isinstance(p, str)).lstrip("/") if folder else ""
+            folder = (
+                len(word.gaps) == 1 and not word.start and _OWN_FOLDER.search(word.gaps[0].text)
+            )
+            if folder:
+                path = "".join(p for p in word.pieces[1:] if isinstance(p, str)).lstrip("/")
+            else:
+                path = ""
             elsewhere = False
         else:
             elsewhere = self.state.moved and not os.path.isabs(path)
         made = os.path.basename(path) in self.written
-        reads = self.opener if path and not elsewhere and not made and len(self.calls) < MAX_CALLS else None
+        if path and not elsewhere and not made and len(self.calls) < MAX_CALLS:
+            reads = self.opener
+        else:
+            reads = None
         found = reads(path, self.source) if reads else None
         if found is None:
             why = ""
@@ -320,25 +368,33 @@ class _Reader(Effects):
                 why = ", which the script writes,"
             elif elsewhere:
                 why = ", which is in another folder by cd,"
-            said = f"{shown(word)}{why} is not read, and may set any variable: give it before this file"
+            said = (
+                f"{shown(word)}{why} is not read, and may set any variable: give it before this"
+                " file"
+            )
             self.sourced[self.where] = said
             self.forget_all(f"may be set by {shown(word)}, which is not read (line {node.line})")
             return
         text, name = found
         self.sourced[self.where] = f"{name} is read in place"
-        kept, line = self.source, self.line
+        kept = self.source
+        line = self.line
         self.calls.append(name)
         self.source = name
         arguments = self.state.arguments
         called = self.state.called
         if words[1:]:
-            self.state.arguments = [(one,) if isinstance(one, str) else one.pieces for one in words[1:]]
+            self.state.arguments = [
+                (one,) if isinstance(one, str) else one.pieces for one in words[1:]
+            ]
             self.state.called = True
         self.follow(parse_script(text, name))
         if words[1:]:
             self.state.arguments = arguments
             self.state.called = called
-        self.source, self.line, self.state.ended = kept, line, False
+        self.source = kept
+        self.line = line
+        self.state.ended = False
         self.calls.pop()
 
     def evaluate(self, words: Sequence[Word], node: Command) -> None:
@@ -350,9 +406,13 @@ class _Reader(Effects):
             self.forget_all(f"may be set by eval (line {node.line})")
 
     def parsed(self, words: Sequence[Word]) -> list[Node] | None:
-        """The statements of a text made of words, each gap a variable of its own; None where it has none."""
+        """The statements of a text made of words, each gap a variable of its own; None where it has
+        none.
+        """
         pieces = [[word] if isinstance(word, str) else word.pieces for word in words]
-        text = " ".join("".join(self.stand_in(p) if isinstance(p, Gap) else p for p in some) for some in pieces)
+        text = " ".join(
+            "".join(self.stand_in(p) if isinstance(p, Gap) else p for p in some) for some in pieces
+        )
         self.spend(100 + len(text))
         try:
             return parse_script(text, self.source, self.line)
@@ -360,14 +420,19 @@ class _Reader(Effects):
             return None
 
     def keep(self, words: list[Word], node: Command) -> None:
-        """Keeps a command that is no part of the shell, or the commands of the shell that it starts."""
-        words = with_input(words, self.gap("what xargs or parallel reads", "is known only to a run"))
+        """Keeps a command that is no part of the shell, or the commands of the shell that it
+        starts.
+        """
+        words = with_input(
+            words, self.gap("what xargs or parallel reads", "is known only to a run")
+        )
         inner = inner_text(words)
         if inner is None and node.stdin is not None and shown(words[0]) in (*SHELLS, "sbatch"):
             inner = words, [word_of(self.joined(node.stdin.parts))]
         first = len(self.script.commands)
         if inner is not None and len(self.calls) < MAX_CALLS:
-            before, own = self.state, self.gap("$@", "is what a shell is started with")
+            before = self.state
+            own = self.gap("$@", "is what a shell is started with")
             self.state = State(arguments=own, lost=own)
             self.calls.append("sh -c")
             self.follow(self.parsed(inner[1]) or [])

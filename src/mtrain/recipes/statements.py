@@ -24,7 +24,10 @@ def parse_script(text: str, source: str, line: int = 1) -> list[Node]:
     parser = _Parser(text.replace("\r\n", "\n"), source, line)
     found = parser.body(())
     if parser.at < len(parser.text):
-        raise parser.bad(f"{parser.text[parser.at : parser.at + 20].split()[0]!r} stands where a command is to begin")
+        raise parser.bad(
+            f"{parser.text[parser.at : parser.at + 20].split()[0]!r} stands where a command is to"
+            " begin"
+        )
     return found
 
 
@@ -90,12 +93,18 @@ class _Parser(Lexer):
                 break
             self.at += 2
             self.blank("\n")
-            line, start = self.line, self.at
+            line = self.line
+            start = self.at
             right = self.pipeline()
-            succeeds = sign == "&&" and all(isinstance(n, Command) and _only_assigns(n) for n in left)
+            succeeds = sign == "&&" and all(
+                isinstance(n, Command) and _only_assigns(n) for n in left
+            )
             text = f"{_written(left)} {sign} {' '.join(self.text[start : self.at].split())}"
             expected = sign == "&&" and not any(isinstance(n, Command) and _tests(n) for n in left)
-            left = [*left, *right] if succeeds else [Branches(line, text, left, [right], False, expected)]
+            if succeeds:
+                left = [*left, *right]
+            else:
+                left = [Branches(line, text, left, [right], False, expected)]
         if self.ahead("&") and not self.ahead("&&", "&>"):
             self.at += 1
             return [Group(self.line, left, True)]
@@ -123,11 +132,16 @@ class _Parser(Lexer):
 
     def command(self) -> list[Node]:
         """One command, simple or compound."""
-        line, keyword = self.line, self.keyword()
+        line = self.line
+        keyword = self.keyword()
         function = _FUNCTION.match(self.text, self.at)
         if keyword == "function" or (function and "=" not in function[1]):
             return [self.function(line)]
-        readers: dict[str, Callable[[int], Node]] = {"if": self.branches, "case": self.case, "{": self.group}
+        readers: dict[str, Callable[[int], Node]] = {
+            "if": self.branches,
+            "case": self.case,
+            "{": self.group,
+        }
         read = readers.get(keyword)
         if keyword in ("while", "until", "for", "select"):
             found: list[Node] = [self.loop(line, keyword)]
@@ -148,7 +162,8 @@ class _Parser(Lexer):
         """Whether `((...))` stands here, and not two brackets of shells of their own."""
         if not self.ahead("(("):
             return False
-        before, self.at = self.at, self.at + 2
+        before = self.at
+        self.at = self.at + 2
         try:
             self.balanced("(", "))")
         except ConfigError:
@@ -188,7 +203,9 @@ class _Parser(Lexer):
         if self.keyword() == "function":
             self.word()
             self.blank()
-            match = re.compile(r"([^\s;&|<>()'\"$`\\]+)[ \t]*(?:\([ \t]*\))?\s*").match(self.text, self.at)
+            match = re.compile(r"([^\s;&|<>()'\"$`\\]+)[ \t]*(?:\([ \t]*\))?\s*").match(
+                self.text, self.at
+            )
         else:
             match = _FUNCTION.match(self.text, self.at)
         if match is None:
@@ -215,7 +232,9 @@ class _Parser(Lexer):
         self.at = start
         first = self.body(("then",))
         text = " ".join(self.text[start : self.at].split()).removesuffix(";")
-        bodies, whole, before = [], False, list[Node]()
+        bodies = []
+        whole = False
+        before = list[Node]()
         while True:
             word = self.keyword()
             self.at += len(word)
@@ -237,7 +256,8 @@ class _Parser(Lexer):
         text = f"case {self.text[start : self.at]}"
         self.blank("\n")
         self.expect("in")
-        bodies, whole = list[list[Node]](), False
+        bodies = list[list[Node]]()
+        whole = False
         falls = False
         while True:
             self.between()
@@ -256,7 +276,9 @@ class _Parser(Lexer):
             whole = whole or self.text[start : self.at].strip() == "*"
             self.at += 1
             body = self.body((";;", ";&", "esac"))
-            bodies.append([*bodies.pop(), Branches(line, text, [], [body], False)] if falls else body)
+            bodies.append(
+                [*bodies.pop(), Branches(line, text, [], [body], False)] if falls else body
+            )
             falls = bool(self.ahead(";&", ";;&"))
             self.at += len(self.ahead(";;&", ";;", ";&"))
         first: list[Node] = [Command([Lexer(":", self.source).word(), subject], line, text)]
@@ -266,7 +288,8 @@ class _Parser(Lexer):
         """A loop up to its `done`."""
         start = self.at
         self.at += len(keyword)
-        names, before = list[str](), list[Node]()
+        names = list[str]()
+        before = list[Node]()
         self.blank()
         if keyword in ("while", "until"):
             before = self.body(("do",))
@@ -276,7 +299,8 @@ class _Parser(Lexer):
         else:
             names = [self.word().plain or ""]
             self.blank("\n")
-            words = [] if self.keyword() == "do" else self.simple(line).words  # in and what behind it
+            # in and what behind it
+            words = [] if self.keyword() == "do" else self.simple(line).words
             before = [Command([Lexer(":", self.source).word(), *words], line, "")]
         text = " ".join(self.text[start : self.at].split()).removesuffix(";")
         self.between()
@@ -288,7 +312,8 @@ class _Parser(Lexer):
 
     def simple(self, line: int) -> Command:
         """A command with its words; redirections are passed over."""
-        start, found = self.at, Command([], line, "")
+        start = self.at
+        found = Command([], line, "")
         while True:
             self.blank()
             redirection = _REDIRECTION.match(self.text, self.at)
@@ -320,12 +345,16 @@ class _Parser(Lexer):
 
     def read_heredocs(self) -> None:
         """Reads the texts behind `<<` of the line before."""
-        waiting, self.heredocs = self.heredocs, []
+        waiting = self.heredocs
+        self.heredocs = []
         for heredoc in waiting:
             tabs = r"\t*" if heredoc.tabs else ""
-            end = re.compile(rf"^{tabs}{re.escape(heredoc.end)}$", re.MULTILINE).search(self.text, self.at)
+            end = re.compile(rf"^{tabs}{re.escape(heredoc.end)}$", re.MULTILINE).search(
+                self.text, self.at
+            )
             text = self.text[self.at : end.start() if end else len(self.text)]
-            inner, raw = Lexer(text, self.source, self.line), Raw()
+            inner = Lexer(text, self.source, self.line)
+            raw = Raw()
             if heredoc.quoted:
                 raw = Raw([*Lexer("''", self.source).word().parts])
                 raw.parts[0].text = text

@@ -34,12 +34,21 @@ WRITTEN: tuple[Entry, ...] = (
 
 @cache
 def table() -> tuple[Entry, ...]:
-    """Every entry, in the order of the schema: those above, and one for each key whose schema names its flag."""
+    """Every entry, in the order of the schema: those above, and one for each key whose schema names
+    its flag.
+    """
     taken = {key for entry in WRITTEN for key in entry.keys}
-    declared = [of_schema(key, flag) for key in keys() if key not in taken and (flag := flag_of(key)) is not None]
+    declared = [
+        of_schema(key, flag)
+        for key in keys()
+        if key not in taken and (flag := flag_of(key)) is not None
+    ]
     place = {key: index for index, key in enumerate(keys())}
     return tuple(
-        sorted((*WRITTEN, *declared), key=lambda entry: min(map(place.__getitem__, entry.keys), default=len(place)))
+        sorted(
+            (*WRITTEN, *declared),
+            key=lambda entry: min(map(place.__getitem__, entry.keys), default=len(place)),
+        )
     )
 
 
@@ -58,4 +67,6 @@ def known_flags() -> frozenset[str]:
 @cache
 def switches() -> frozenset[str]:
     """Every flag of them that takes no value."""
-    return frozenset(flag for entry in table() for flag in entry.switches) | (OTHERS.keys() - VALUED)
+    return frozenset(flag for entry in table() for flag in entry.switches) | (
+        OTHERS.keys() - VALUED
+    )

@@ -1,4 +1,7 @@
-"""How many ids known tokenizers have: what Megatron-LM pads from where no flag says it. No file of them is read."""
+"""How many ids known tokenizers have: what Megatron-LM pads from where no flag says it.
+
+No file of them is read.
+"""
 
 from __future__ import annotations
 
@@ -21,14 +24,34 @@ _MODELS: tuple[tuple[str, int, str], ...] = (
         128256,
         "tokenizer.json of Llama 3: 128,000 and 256 special",
     ),
-    (r"(meta-)?llama-?2(?!\d)|tinyllama|vicuna-(7|13)b|llama-(7|13|30|65)b", 32000, "tokenizer.model of Llama 2"),
-    (r"mixtral-8x7b|mixtral-8x22b-v0\.1|mistral-7b-(instruct-)?v0\.[12]", 32000, "tokenizer.model v1 of Mistral"),
-    (r"mixtral-8x22b-instruct|mistral-7b-(instruct-)?v0\.3", 32768, "tokenizer.model v3 of Mistral"),
+    (
+        r"(meta-)?llama-?2(?!\d)|tinyllama|vicuna-(7|13)b|llama-(7|13|30|65)b",
+        32000,
+        "tokenizer.model of Llama 2",
+    ),
+    (
+        r"mixtral-8x7b|mixtral-8x22b-v0\.1|mistral-7b-(instruct-)?v0\.[12]",
+        32000,
+        "tokenizer.model v1 of Mistral",
+    ),
+    (
+        r"mixtral-8x22b-instruct|mistral-7b-(instruct-)?v0\.3",
+        32768,
+        "tokenizer.model v3 of Mistral",
+    ),
     (r"mistral-nemo", 131072, "Tekken, the tokenizer of Mistral NeMo"),
     (r"qwen-?3(?![.\d])(?!-omni)", 151669, "tokenizer.json of Qwen3: 151,643 and 26 added"),
     (r"qwen-?2\.5", 151665, "tokenizer.json of Qwen2.5: 151,643 and 22 added"),
-    (r"qwen-?(2|1\.5)(?![.\d])(?!-(vl|audio))", 151646, "tokenizer.json of Qwen2: 151,643 and 3 added"),
-    (r"deepseek-(coder-)?v2(?![.\d])", 100002, "tokenizer.json of DeepSeek-V2: 100,000 and 2 added"),
+    (
+        r"qwen-?(2|1\.5)(?![.\d])(?!-(vl|audio))",
+        151646,
+        "tokenizer.json of Qwen2: 151,643 and 3 added",
+    ),
+    (
+        r"deepseek-(coder-)?v2(?![.\d])",
+        100002,
+        "tokenizer.json of DeepSeek-V2: 100,000 and 2 added",
+    ),
     (r"deepseek-(v3|r1)(\.[12])?(?![.\d])(?!-distill)", 128815, "tokenizer.json of DeepSeek-V3"),
     (r"kimi-k2|moonlight-16b", 163840, "tiktoken.model of Moonshot: 163,584 and 256 special"),
     (r"gpt-oss-(20|120)b", 200019, "o200k_harmony up to its last special token"),
@@ -39,10 +62,14 @@ _MODELS: tuple[tuple[str, int, str], ...] = (
     (r"falcon-(7|40)b", 65024, "tokenizer.json of Falcon"),
     (r"yi-(6|9|34)b", 64000, "tokenizer.model of Yi"),
 )
-"""Pattern of a model's name on Hugging Face -> ids (`len` of its tokenizer, which Megatron-LM asks), and whence."""
+"""Pattern of a model's name on Hugging Face -> ids (`len` of its tokenizer, which Megatron-LM
+asks), and whence.
+"""
 _EXTENDED = re.compile("chinese|japanese|korean|arabic|vocab|extend|expand")
 """Words of models that were trained further with a larger tokenizer."""
-_BY_NAME = tuple((re.compile(rf"(?:^|[/_-])(?:{name})(?![a-z0-9])"), n, whence) for name, n, whence in _MODELS)
+_BY_NAME = tuple(
+    (re.compile(rf"(?:^|[/_-])(?:{name})(?![a-z0-9])"), n, whence) for name, n, whence in _MODELS
+)
 
 
 def ids_of(kind: str | None, model: str | None) -> tuple[int, str] | None:

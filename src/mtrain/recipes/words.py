@@ -49,13 +49,17 @@ class Lexer:
     """Walks over a text once."""
 
     def __init__(self, text: str, source: str, line: int = 1) -> None:
-        self.text, self.source = text, source
+        self.text = text
+        self.source = source
         self.at = 0
-        self._line, self._line_at = line, 0
+        self._line = line
+        self._line_at = 0
 
     def bad(self, what: str) -> ConfigError:
         """The error of a text that is no shell script, at the place that is reached."""
-        return ConfigError([Problem("MT003", "", None, f"not a shell script: {what}", "", self.where)])
+        return ConfigError(
+            [Problem("MT003", "", None, f"not a shell script: {what}", "", self.where)]
+        )
 
     @property
     def line(self) -> int:
@@ -123,14 +127,22 @@ class Lexer:
         return raw
 
     def quoted(self, raw: Raw, end: str = '"') -> None:
-        """What stands in double quotes, up to the one that closes; to the end of the text with an empty `end`."""
+        """What stands in double quotes, up to the one that closes; to the end of the text with an
+        empty `end`.
+        """
         self._literal(raw, "", True)
         while self.at < len(self.text):
             char = self.text[self.at]
             if char == end:
                 self.at += 1
                 return
-            if char == "\\" and self.text[self.at + 1 : self.at + 2] in ("$", "`", end or "\\", "\\", "\n"):
+            if char == "\\" and self.text[self.at + 1 : self.at + 2] in (
+                "$",
+                "`",
+                end or "\\",
+                "\\",
+                "\n",
+            ):
                 after = self.text[self.at + 1]
                 self.at += 2
                 self._literal(raw, "" if after == "\n" else after, True)
@@ -143,8 +155,11 @@ class Lexer:
             raise self.bad('a " does not close')
 
     def balanced(self, opening: str, closing: str) -> str:
-        """The text up to the bracket that closes, which is passed over; quotes and comments hold no brackets."""
-        start, depth = self.at, 0
+        """The text up to the bracket that closes, which is passed over; quotes and comments hold no
+        brackets.
+        """
+        start = self.at
+        depth = 0
         while self.at < len(self.text):
             if depth == 0 and self.ahead(closing):
                 self.at += len(closing)
@@ -184,7 +199,8 @@ class Lexer:
         end = self.text.find(sign, self.at + 1)
         if end < 0:
             raise self.bad(f"a {sign} does not close")
-        inside, self.at = self.text[self.at + 1 : end], end + 1
+        inside = self.text[self.at + 1 : end]
+        self.at = end + 1
         return inside
 
     def _escaped(self) -> str:

@@ -1,4 +1,6 @@
-"""Commands that start other commands: shells with a text, and xargs, whose words come from elsewhere."""
+"""Commands that start other commands: shells with a text, and xargs, whose words come from
+elsewhere.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,9 @@ SHELLS = ("bash", "sh", "zsh", "dash", "ksh")
 
 
 def inner_text(words: list[Word]) -> tuple[list[Word], list[Word]] | None:
-    """Split `srun bash -c TEXT` or `sbatch --wrap=TEXT` into the words before the shell and the text."""
+    """Split `srun bash -c TEXT` or `sbatch --wrap=TEXT` into the words before the shell and the
+    text.
+    """
     for index, word in enumerate(words):
         if os.path.basename(shown(word)) in SHELLS:
             for place in range(index + 1, min(index + 6, len(words) - 1)):
@@ -23,14 +27,25 @@ def inner_text(words: list[Word]) -> tuple[list[Word], list[Word]] | None:
                 if not option.startswith("-"):
                     break
         text = shown(word)
-        # What a word gets from elsewhere, $(python3 blend.py --part train), is no command line of this script.
-        known = word if isinstance(word, str) else " ".join(piece for piece in word.pieces if isinstance(piece, str))
-        if re.search(r"\s", known) and ".py" in known and " --" in known and not known.startswith("--"):
+        # What a word gets from elsewhere, $(python3 blend.py --part train), is no command line of
+        # this script.
+        if isinstance(word, str):
+            known = word
+        else:
+            known = " ".join(piece for piece in word.pieces if isinstance(piece, str))
+        if (
+            re.search(r"\s", known)
+            and ".py" in known
+            and " --" in known
+            and not known.startswith("--")
+        ):
             return words[:index], [word]
         if text.startswith("--wrap"):
             if text == "--wrap":
                 return words[:index], words[index + 1 : index + 2]
-            return words[:index], [word[7:] if isinstance(word, str) else word_of((word.start[7:], *word.pieces[1:]))]
+            return words[:index], [
+                word[7:] if isinstance(word, str) else word_of((word.start[7:], *word.pieces[1:]))
+            ]
     return None
 
 
@@ -40,7 +55,14 @@ def with_input(words: list[Word], gap: Gap) -> list[Word]:
     `parallel` reads the words behind `:::` too.
     """
     names = [os.path.basename(shown(word)) for word in words]
-    place = next((i for i, name in enumerate(names) if name in ("xargs", "parallel") or name.endswith(".py")), None)
+    place = next(
+        (
+            i
+            for i, name in enumerate(names)
+            if name in ("xargs", "parallel") or name.endswith(".py")
+        ),
+        None,
+    )
     if place is None or names[place].endswith(".py"):
         return words
     mark = "{}" if names[place] == "parallel" else _mark(names[place + 1 :])

@@ -22,9 +22,13 @@ from mtrain.config.run import GROUPS, RunConfig
 from mtrain.config.validate import MISSING, OPEN
 
 SCHEMA_LINE = "# yaml-language-server: $schema=recipe.schema.json"
-MAX_LINES, WIDTH, FEW = 12, 112, 4
+MAX_LINES = 12
+WIDTH = 112
+FEW = 4
 FAR = 5
-"""What taking a choice other than the default one costs, in halves of a key, where something is left to say."""
+"""What taking a choice other than the default one costs, in halves of a key, where something is
+left to say.
+"""
 _WEIGHTS = {"data.kind": 5, "optim.name": 5, "precision.dtype": 5}
 
 
@@ -40,20 +44,29 @@ class Delta:
     """Comments above them."""
 
 
-def delta(run: RunConfig, chosen: Mapping[str, str] | None = None, brought: ModelConfig | None = None) -> Delta:
+def delta(
+    run: RunConfig, chosen: Mapping[str, str] | None = None, brought: ModelConfig | None = None
+) -> Delta:
     """The shortest way to say `run`: for each group the choice that leaves least to say.
 
-    A model that is near none of the choices is said whole, so that it can be read without knowing the one beneath.
+    A model that is near none of the choices is said whole, so that it can be read without knowing
+    the one beneath.
 
     Args:
         run: a configuration; what is null in it is left to be resolved where it runs.
         chosen: choices that are to be kept.
-        brought: the model of the weights that the run begins with, which is its own unless a file says another.
+        brought: the model of the weights that the run begins with, which is its own unless a file
+            says another.
     """
-    out, usual = Delta(), default_choices()[0]
+    out = Delta()
+    usual = default_choices()[0]
     for group in GROUPS:
         target = getattr(run, group)
-        if group == "model" and brought is not None and (beyond := _beyond(target, brought)) is not None:
+        if (
+            group == "model"
+            and brought is not None
+            and (beyond := _beyond(target, brought)) is not None
+        ):
             out.values |= {group: beyond} if beyond else {}
             continue
         best: tuple[int, int, str, dict[str, Any]] | None = None
@@ -106,7 +119,9 @@ def recipe_text(found: Delta, about: Mapping[str, str], *, short: bool = False) 
     if short and len(body) > MAX_LINES:
         body = (["defaults:", *choices] if choices else []) + _flat(found.values)
     if short and len(body) > MAX_LINES:
-        entries = ", ".join(f"{{override /{group}: {spell(choice)}}}" for group, choice in found.choices.items())
+        entries = ", ".join(
+            f"{{override /{group}: {spell(choice)}}}" for group, choice in found.choices.items()
+        )
         body = [f"defaults: [{entries}]", *_flat(found.values)]
     head = [SCHEMA_LINE, "recipe:", *(f"  {key}: {_words(value)}" for key, value in about.items())]
     return "\n".join([*head, *(f"# {remark}" for remark in found.remarks), *body]) + "\n"
@@ -142,9 +157,13 @@ def _candidates(group: str, target: Any, usual: str | None, chosen: Mapping[str,
     if group in chosen:
         return [chosen[group]]
     words = [*([usual] if usual else []), *choices_of_group(group)]
-    if isinstance(target, ParallelConfig):  # plain degrees: a layout that is named after a model says more than it is
+    if isinstance(
+        target, ParallelConfig
+    ):  # plain degrees: a layout that is named after a model says more than it is
         models = choices_of_group("model")
-        plain = [word for word in words if not any(word.startswith(f"{model}_") for model in models)]
+        plain = [
+            word for word in words if not any(word.startswith(f"{model}_") for model in models)
+        ]
         words = [*(word for ranks in (True, False) for word in _layouts(target, ranks)), *plain]
     return list(dict.fromkeys(words))
 
@@ -152,7 +171,9 @@ def _candidates(group: str, target: Any, usual: str | None, chosen: Mapping[str,
 def _layouts(p: ParallelConfig, with_ranks: bool) -> list[str]:
     """The layout as one word, with the data-parallel size or without."""
     axes = {"tp": p.tp, "pp": p.pp, "cp": p.cp, "vpp": p.vpp, "ep": p.ep, "etp": p.etp or 1}
-    word = "".join(f"{axis}{n}" for axis, n in axes.items() if n > 1 or (axis == "etp" and p.etp is not None))
+    word = "".join(
+        f"{axis}{n}" for axis, n in axes.items() if n > 1 or (axis == "etp" and p.etp is not None)
+    )
     if with_ranks:
         if p.ranks is None or p.ranks % p.model_ranks:
             return []
@@ -169,7 +190,8 @@ def _beyond(target: Any, base: Any) -> dict[str, Any] | None:
     """What must be said to make `base` into `target`; None where a file cannot say it."""
     out: dict[str, Any] = {}
     for name in type(target).model_fields:
-        wanted, here = getattr(target, name), getattr(base, name)
+        wanted = getattr(target, name)
+        here = getattr(base, name)
         if wanted == here:
             continue
         if isinstance(wanted, Section):
@@ -197,7 +219,9 @@ def _said(wanted: Section) -> dict[str, Any]:
 def _size(values: Mapping[str, Any], prefix: str) -> int:
     """How much a recipe would have to say; what a choice stands for counts most."""
     return sum(
-        _size(value, f"{prefix}.{key}") if isinstance(value, dict) and value else _WEIGHTS.get(f"{prefix}.{key}", 1)
+        _size(value, f"{prefix}.{key}")
+        if isinstance(value, dict) and value
+        else _WEIGHTS.get(f"{prefix}.{key}", 1)
         for key, value in values.items()
     )
 
@@ -217,11 +241,14 @@ def _block(key: str, value: Any, width: int, depth: int = 0) -> list[str]:
 
 def _words(text: str) -> str:
     """A sentence as YAML, plain where it can be."""
-    plain = text[:1].isalpha() and text[-1:] != ":" and not any(sign in text for sign in (": ", " #"))
+    plain = (
+        text[:1].isalpha() and text[-1:] != ":" and not any(sign in text for sign in (": ", " #"))
+    )
     return text if plain and text.isprintable() and scalar(text) == text else spell(text)
 
 
 def unequal(first: RunConfig, second: RunConfig) -> list[str]:
     """Keys whose values differ; the words of a recipe about itself left out."""
-    mine, theirs = first.flat(), second.flat()
+    mine = first.flat()
+    theirs = second.flat()
     return [key for key in {**mine, **theirs} if mine.get(key, ...) != theirs.get(key, ...)]

@@ -1,4 +1,6 @@
-"""What every module of a model takes and gives in a step, and the gradients of both, kept for comparison."""
+"""What every module of a model takes and gives in a step, and the gradients of both, kept for
+comparison.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,8 @@ from mtrain.mcore.local_params import unwrap
 from mtrain.mcore.shard_specs import shard_specs_of
 from mtrain.train.step import Parts
 
-EVENTS, ARRAYS = "events_{:05d}.json", "arrays_{:05d}.f32"
+EVENTS = "events_{:05d}.json"
+ARRAYS = "arrays_{:05d}.f32"
 _EXPERTS = re.compile(r"\.experts(\.|$)")
 _SILENT = (torch.nn.ModuleList, torch.nn.ModuleDict, torch.nn.Identity)
 """What computes nothing; what holds a list of layers has another border on every stage."""
@@ -27,11 +30,13 @@ _ROWS = "mtrain_feature_rows"
 
 
 class Recorder:
-    """Hooks on the modules of this rank's chunks that keep what passes them, by place among the step's tokens.
+    """Hooks on the modules of this rank's chunks that keep what passes them, by place among the
+    step's tokens.
 
-    A module's tensors are kept where their leading axes count tokens: [s, b, ...], [b, s, ...] or [s * b, ...], with
-    the tokens of this rank, or its part of them under sequence parallelism. Of the layers of experts the sums over
-    their rows are kept, of scalars (a loss) the values. A forward that recomputation makes again is not.
+    A module's tensors are kept where their leading axes count tokens: [s, b, ...], [b, s, ...] or
+    [s * b, ...], with the tokens of this rank, or its part of them under sequence parallelism. Of
+    the layers of experts the sums over their rows are kept, of scalars (a loss) the values. A
+    forward that recomputation makes again is not.
     """
 
     def __init__(self, parts: Parts, *, by_document: bool) -> None:
@@ -54,28 +59,40 @@ class Recorder:
 
     def save(self, folder: Path) -> None:
         """Write what this rank kept, as JSON and plain fp32 numbers."""
-        rank, world = self.parts.world.rank, self.parts.world
+        rank = self.parts.world.rank
+        world = self.parts.world
         facts = {"coords": world.coords, "sizes": world.grid.sizes, "events": self.events}
         (folder / EVENTS.format(rank)).write_text(strict_json.dumps(facts))
         np.concatenate([np.zeros(0, np.float32), *self.arrays]).tofile(folder / ARRAYS.format(rank))
 
 
 class _Chunk:
-    """The hooks of one chunk, which know the micro-batch that runs and which of the step's tokens it has."""
+    """The hooks of one chunk, which know the micro-batch that runs and which of the step's tokens
+    it has.
+    """
 
     def __init__(self, recorder: Recorder, root: Any) -> None:
-        self.recorder, self.step, self.number, self.start = recorder, -1, 0, 0
+        self.recorder = recorder
+        self.step = -1
+        self.number = 0
+        self.start = 0
         self.places: torch.Tensor | None = None
-        """Place of each token [b, s] of the micro-batch among those of the step, -1 of padding and ends of documents
-        that are run alone; None: no forward is under way."""
+        """Place of each token [b, s] of the micro-batch among those of the step, -1 of padding and
+        ends of documents that are run alone; None: no forward is under way.
+        """
         self.calls: dict[str, int] = {}
         self.rows = _feature_rows(root)
         self.packed = recorder.parts.run.data.packed
         self.embeds = getattr(root, "pre_process", True)
         names = global_names(root)
-        root.forward = self._around(root.forward)  # not by hooks: megatron-core's FSDP calls forward itself
+        # not by hooks: megatron-core's FSDP calls forward itself
+        root.forward = self._around(root.forward)
         for path, module in root.named_modules():
-            if path and not isinstance(module, _SILENT) and not isinstance(getattr(module, "layers", None), _SILENT):
+            if (
+                path
+                and not isinstance(module, _SILENT)
+                and not isinstance(getattr(module, "layers", None), _SILENT)
+            ):
                 self._watch(module, names[path], path)
 
     def _around(self, forward: Any) -> Any:
@@ -91,17 +108,22 @@ class _Chunk:
     def _begin(self, args: Any, kwargs: Any) -> None:
         parts = self.recorder.parts
         if self.step != parts.state.step:
-            self.step, self.number, self.start = parts.state.step, 0, 0
+            self.step = parts.state.step
+            self.number = 0
+            self.start = 0
         self.calls = {}
         length = parts.run.data.length
         if self.recorder.by_document:
-            tokens, counted = args[0].shape[1], kwargs["loss_mask"].cpu() > 0
+            tokens = args[0].shape[1]
+            counted = kwargs["loss_mask"].cpu() > 0
             self.places = torch.where(counted, torch.arange(self.start, self.start + tokens), -1)
             self.start += tokens
         else:
-            consumed, batches = parts.state.consumed_samples, parts.train_data
+            consumed = parts.state.consumed_samples
+            batches = parts.train_data
             rows = torch.from_numpy(
-                batches.numbers(consumed, size_after(parts.batch_sizes, consumed))[self.number] - consumed
+                batches.numbers(consumed, size_after(parts.batch_sizes, consumed))[self.number]
+                - consumed
             )
             places = rows[:, None] * length + torch.arange(length)
             self.places = self._part_of_context(places, kwargs.get("packed_seq_params"))
@@ -114,7 +136,9 @@ class _Chunk:
         if world.grid.cp == 1:
             return places
         bounds = None if packed is None else packed.cu_seqlens_q_padded.cpu()
-        return places[:, context_positions(places.shape[1], world.grid.cp, bounds)[world.coords["cp"]]]
+        return places[
+            :, context_positions(places.shape[1], world.grid.cp, bounds)[world.coords["cp"]]
+        ]
 
     def _watch(self, module: Any, name: str, path: str) -> None:
         if _EXPERTS.search(path):
@@ -125,15 +149,21 @@ class _Chunk:
         def enter(_: Any, args: Any, kwargs: Any) -> Any:
             if self.places is None:
                 return None
-            self.calls[name] = self.calls.get(name, -1 if self.embeds or not name.startswith("embedding") else 0) + 1
+            self.calls[name] = (
+                self.calls.get(name, -1 if self.embeds or not name.startswith("embedding") else 0)
+                + 1
+            )
             key = self._key(name)
             kept = [self._pass(x, key, f"input {i}", name) for i, x in enumerate(args)]
-            return tuple(kept), {word: self._pass(x, key, f"input {word}", name) for word, x in kwargs.items()}
+            return tuple(kept), {
+                word: self._pass(x, key, f"input {word}", name) for word, x in kwargs.items()
+            }
 
         def leave(_: Any, args: Any, output: Any) -> Any:
             if self.places is None:
                 return None
-            key, rows = self._key(name), self.rows.get(path)
+            key = self._key(name)
+            rows = self.rows.get(path)
             several = isinstance(output, tuple)
             outputs = output if several else (output,)
             complete = not getattr(module, "gives_partial_gradients", False)
@@ -156,24 +186,46 @@ class _Chunk:
         def leave(module: Any, args: Any, output: Any) -> None:
             if self.places is None:
                 return
-            x, rows = args[0], [int(count) for count in args[1]]
+            x = args[0]
+            rows = [int(count) for count in args[1]]
             first = coords["ep"] * module.num_gemms
-            for side, values in (("input 0", x if coords["etp"] == 0 else None), ("output 0", output[0])):
+            for side, values in (
+                ("input 0", x if coords["etp"] == 0 else None),
+                ("output 0", output[0]),
+            ):
                 if values is not None:
-                    sums = torch.stack([part.detach().double().sum(0) for part in values.split(rows)])
-                    self.recorder.keep({"key": name, "side": side, "way": "forward", "experts": first}, sums)
+                    sums = torch.stack(
+                        [part.detach().double().sum(0) for part in values.split(rows)]
+                    )
+                    self.recorder.keep(
+                        {"key": name, "side": side, "way": "forward", "experts": first}, sums
+                    )
 
         return leave
 
     def _pass(
-        self, x: Any, key: str, side: str, name: str, rows: list[int] | None = None, *, backward: bool = True
+        self,
+        x: Any,
+        key: str,
+        side: str,
+        name: str,
+        rows: list[int] | None = None,
+        *,
+        backward: bool = True,
     ) -> Any:
-        """Keep a tensor, and its gradient once that is known; returns what is to be used in its place."""
+        """Keep a tensor, and its gradient once that is known; returns what is to be used in its
+        place.
+        """
         if not torch.is_tensor(x) or not x.is_floating_point() or isinstance(x, torch.nn.Parameter):
             return x
-        if self.packed and "rotary" in f"{name} {side}":  # frequencies of positions, whatever tokens have them
+        if (
+            self.packed and "rotary" in f"{name} {side}"
+        ):  # frequencies of positions, whatever tokens have them
             return x
-        rows = rows if rows is not None and x.dim() and x.shape[-1] == len(rows) else getattr(x, _ROWS, None)
+        if rows is not None and x.dim() and x.shape[-1] == len(rows):
+            rows = rows
+        else:
+            rows = getattr(x, _ROWS, None)
         places = self._places_of(x)
         if places is None:
             return x
@@ -182,21 +234,27 @@ class _Chunk:
         if not (x.requires_grad and torch.is_grad_enabled()) or not backward or not x.dim():
             return x
         owner = self.places
-        marked = _Mark.apply(x, lambda g: self.recorder.keep({**event, "way": "backward"}, _by_token(g, owner)))
+        marked = _Mark.apply(
+            x, lambda g: self.recorder.keep({**event, "way": "backward"}, _by_token(g, owner))
+        )
         if rows is not None:
             setattr(marked, _ROWS, rows)
         return marked
 
     def _places_of(self, x: torch.Tensor) -> list[int] | None:
-        """The place of each row of `_by_token`; [] of a scalar; None of a tensor whose axes count something else."""
+        """The place of each row of `_by_token`; [] of a scalar; None of a tensor whose axes count
+        something else.
+        """
         if not x.dim():
             return []
         assert self.places is not None
         order = _token_axes(x, self.places)
         if order is None:
             return None
-        own, world = self.places, self.recorder.parts.world
-        tokens, whole = order[1], own.shape[1]
+        own = self.places
+        world = self.recorder.parts.world
+        tokens = order[1]
+        whole = own.shape[1]
         if tokens != whole:
             if tokens * world.grid.tp != whole:
                 return None
@@ -223,7 +281,9 @@ def _token_axes(x: torch.Tensor, places: torch.Tensor) -> tuple[str, int] | None
 
 
 def _by_token(x: torch.Tensor, places: torch.Tensor | None) -> torch.Tensor:
-    """The tensor with one leading axis that counts tokens, those of a sequence's place behind each other."""
+    """The tensor with one leading axis that counts tokens, those of a sequence's place behind each
+    other.
+    """
     x = x.detach()
     if not x.dim():
         return x
@@ -263,8 +323,8 @@ def global_names(root: Any) -> dict[str, str]:
 
 
 def _feature_rows(root: Any) -> dict[str, list[int]]:
-    """Which features of the whole output a layer's output has, where its weight is a part by rows: the halves of a
-    gated MLP do not lie behind each other.
+    """Which features of the whole output a layer's output has, where its weight is a part by rows:
+    the halves of a gated MLP do not lie behind each other.
     """
     found = {}
     for name, specs in shard_specs_of(root).items():
@@ -285,7 +345,9 @@ def read(folder: Path) -> Iterator[tuple[dict[str, Any], list[np.ndarray]]]:
     for path in sorted(folder.glob("events_*.json")):
         facts = json.loads(path.read_text())
         shapes = [event["shape"] for event in facts["events"]]
-        numbers = np.fromfile(path.with_name(path.name.replace("events", "arrays")).with_suffix(".f32"), np.float32)
+        numbers = np.fromfile(
+            path.with_name(path.name.replace("events", "arrays")).with_suffix(".f32"), np.float32
+        )
         cuts = np.cumsum([int(np.prod(shape)) for shape in shapes])
         parts = np.split(numbers, cuts[:-1]) if shapes else []
         yield facts, [part.reshape(shape) for part, shape in zip(parts, shapes, strict=True)]

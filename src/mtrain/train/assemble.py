@@ -68,18 +68,20 @@ class Paths:
 
 
 class Apart(Exception):
-    """A rank of a finished run failed alone, so the ranks can no longer end together; nothing is lost by it."""
+    """A rank of a finished run failed alone, so the ranks can no longer end together; nothing is
+    lost by it.
+    """
 
 
 def train(run: RunConfig, locate: Callable[[World], Paths], end: End) -> bool:
     """Train on this rank: join the others, build, resume, fit, and show what came out.
 
-    `locate` says where to write and what to resume from, the same on every rank; `end` ends this process where it
-    hangs.
+    `locate` says where to write and what to resume from, the same on every rank; `end` ends this
+    process where it hangs.
 
     Returns:
-        Whether the ranks ended together. Otherwise only the text sample failed, and the process is to end at once: it
-        still holds groups of ranks that are gone.
+        Whether the ranks ended together. Otherwise only the text sample failed, and the process is
+        to end at once: it still holds groups of ranks that are gone.
 
     Raises:
         MtrainError: see `joined`, `Trainer.fit` and `Checkpoint.open`.
@@ -91,12 +93,16 @@ def train(run: RunConfig, locate: Callable[[World], Paths], end: End) -> bool:
             paths = locate(world)
             if paths.cpu_matmul is not None:
                 run = run.model_copy(
-                    update={"kernels": run.kernels.model_copy(update={"cpu_matmul": paths.cpu_matmul})}
+                    update={
+                        "kernels": run.kernels.model_copy(update={"cpu_matmul": paths.cpu_matmul})
+                    }
                 )
             use_measured(run, world)
             splits = splits_of(run, paths.checkpoint or paths.weights)
             if world.is_rank0:
-                _keep_tokenizer(splits, paths.folder, named_tokenizer(run, paths.checkpoint or paths.weights))
+                _keep_tokenizer(
+                    splits, paths.folder, named_tokenizer(run, paths.checkpoint or paths.weights)
+                )
             errors = paths.folder / ERRORS
             with watching(run, world, errors, end):
                 parts = assemble(run, world, splits)
@@ -111,91 +117,128 @@ def train(run: RunConfig, locate: Callable[[World], Paths], end: End) -> bool:
 
 
 def _run(parts: Parts, splits: Splits, paths: Paths, progress: Progress) -> Path | None:
-    """Resume and fit; returns the checkpoint that holds the weights as they are now, if one does."""
+    """Resume and fit; returns the checkpoint that holds the weights as they are now, if
+    one does.
+    """
     run = parts.run
     if paths.checkpoint is not None:
         _resume(parts, paths.checkpoint, splits, progress)
     elif paths.weights is not None:
-        _load(parts, paths.weights, lambda checkpoint: ckpt_state.load_weights(checkpoint, parts.state))
+        _load(
+            parts,
+            paths.weights,
+            lambda checkpoint: ckpt_state.load_weights(checkpoint, parts.state),
+        )
         progress.note(f"weights from {paths.weights}")
     parts.begin()
     plan = Planned(paths.folder, progress)
     metrics = hooks.Metrics(paths.folder, plan.beside)
     evaluation = hooks.Evaluation(metrics, progress)
     checkpoints = hooks.Checkpoints(paths.folder / CHECKPOINTS, progress, splits.describe())
-    # a step's line comes before its checkpoint, so that no resumed run misses it; what may end a run comes after
-    chain: list[Hook] = [metrics, progress, checkpoints, evaluation, hooks.Memory(paths.folder), plan]
+    # a step's line comes before its checkpoint, so that no resumed run misses it; what may end a
+    # run comes after
+    chain: list[Hook] = [
+        metrics,
+        progress,
+        checkpoints,
+        evaluation,
+        hooks.Memory(paths.folder),
+        plan,
+    ]
     if run.trainer.profile_step:
-        chain.insert(0, hooks.Profile(paths.folder, run.trainer.profile_step, run.trainer.profile_ranks))
+        chain.insert(
+            0, hooks.Profile(paths.folder, run.trainer.profile_step, run.trainer.profile_ranks)
+        )
     if run.trainer.cuda_graph_impl == "transformer_engine":
         chain.append(Graphs(run))
     _introduce(parts, splits, progress)
     begun_at = parts.state.step
     Trainer(parts, chain).fit()
-    evaluated, comparable = evaluation.last, family_of(run.model).tokens_alone(run.model)
+    evaluated = evaluation.last
+    comparable = family_of(run.model).tokens_alone(run.model)
     entropy = splits.unigram_entropy_nats if comparable else None
     if evaluated is not None and evaluated[0] == parts.state.step and entropy is not None:
         loss = evaluated[1]
         side = "below" if loss < entropy else "not below"
-        progress.note(f"final validation loss {loss:.4f} nats, {side} the corpus' unigram entropy {entropy:.4f}")
+        progress.note(
+            f"final validation loss {loss:.4f} nats, {side} the corpus' unigram entropy"
+            f" {entropy:.4f}"
+        )
     if checkpoints.saved_step != parts.state.step:
         return None
     return checkpoints.path or (paths.checkpoint if parts.state.step == begun_at else None)
 
 
 def splits_of(run: RunConfig, checkpoint: Path | None = None) -> Splits:
-    """The train, validation and test samples of a run; tokenizes a text corpus where no launcher did it before, with
-    the tokenizer of the model in `checkpoint`.
+    """The train, validation and test samples of a run; tokenizes a text corpus where no launcher
+    did it before, with the tokenizer of the model in `checkpoint`.
     """
     need = ("train", "validation") if run.trainer.eval_iters else ("train",)
-    own, accept = model_tokenizer(run, checkpoint), run.checkpoint.accept_changes
+    own = model_tokenizer(run, checkpoint)
+    accept = run.checkpoint.accept_changes
     corpus = prepare_for_model(run.data, own, accept_changes=accept)
     return open_splits(run.data, run.model.vocab_size, run.trainer.seed, corpus, need, asked(run))
 
 
 def named_tokenizer(run: RunConfig, checkpoint: Path | None = None) -> Path | None:
-    """The tokenizer.json that a configuration names, else that of the model in `checkpoint`; None: one is trained."""
+    """The tokenizer.json that a configuration names, else that of the model in `checkpoint`; None:
+    one is trained.
+    """
     return user_path(run.data.tokenizer) if run.data.tokenizer else model_tokenizer(run, checkpoint)
 
 
 def assemble(run: RunConfig, world: World, splits: Splits, *, drawn: bool = True) -> Parts:
-    """Model, optimizer, schedule and data of this rank, at step 0; weights have values if they are `drawn`."""
+    """Model, optimizer, schedule and data of this rank, at step 0; weights have values if they are
+    `drawn`.
+    """
     chunks = build_model(run, world, drawn=drawn)
     optimizer = build_optimizer(run, chunks)
     configure_schedule_hooks(run, chunks, optimizer)
     if world.device.runs_ahead:
         stay_on_device(chunks[0].config)
     state = TrainState(chunks, optimizer, build_schedule(run, optimizer))
-    train_data, valid_data = batches(run, world, splits, "train"), None
+    train_data = batches(run, world, splits, "train")
+    valid_data = None
     if run.trainer.eval_iters and splits.validation is not None:
-        valid_data = batches(run, world, splits, "validation", run.trainer.eval_iters * run.trainer.batch)
+        valid_data = batches(
+            run, world, splits, "validation", run.trainer.eval_iters * run.trainer.batch
+        )
     dynamic = run.parallel.hybrid_context_parallel
     return Parts(run, world, state, train_data, valid_data, run_documents if dynamic else None)
 
 
-def batches(run: RunConfig, world: World, splits: Splits, part: str, limit: int | None = None) -> GlobalBatches:
-    """This rank's share of the steps over the `train` samples, or over the first `limit` ones of `validation`, as the
-    model's family learns from them. What is evaluated is averaged over tokens, and each sample counts once.
+def batches(
+    run: RunConfig, world: World, splits: Splits, part: str, limit: int | None = None
+) -> GlobalBatches:
+    """This rank's share of the steps over the `train` samples, or over the first `limit` ones of
+    `validation`, as the model's family learns from them. What is evaluated is averaged over tokens,
+    and each sample counts once.
     """
     form = imported(family_of(run.model).form)(run, splits, part)
     # dynamic context parallelism deals documents out after they are read
     share = (0, 1) if run.parallel.hybrid_context_parallel else (world.coords["dp"], world.grid.dp)
     average = run.trainer.loss_average if part == "train" else "token"
-    micro, balanced = run.trainer.micro, run.data.packed and run.data.packing_scheduler == "dp_balanced"
-    depths = (run.model.mtp_num_layers or 0) if part == "train" else 0  # an evaluation is of the next token
-    samples, size = getattr(splits, part), run.trainer.batch
+    micro = run.trainer.micro
+    balanced = run.data.packed and run.data.packing_scheduler == "dp_balanced"
+    # an evaluation is of the next token
+    depths = (run.model.mtp_num_layers or 0) if part == "train" else 0
+    samples = getattr(splits, part)
+    size = run.trainer.batch
     samples = samples if limit is None else evaluated(samples, limit)
     return GlobalBatches(samples, size, micro, *share, form, limit, average, balanced, depths)
 
 
 def configure_schedule_hooks(run: RunConfig, chunks: list[Any], optimizer: Any) -> None:
-    """Tell megatron-core's schedules how to scale the loss, and when to start and finish reducing gradients."""
+    """Tell megatron-core's schedules how to scale the loss, and when to start and finish reducing
+    gradients.
+    """
     from mtrain.mcore import api as mcore
 
     config = chunks[0].config
     config.grad_scale_func = optimizer.scale_loss
     config.finalize_model_grads_func = mcore.finalize_model_grads
-    # megatron-core's FSDP learns from it which micro-batch is the last; without sharded gradients it must not
+    # megatron-core's FSDP learns from it which micro-batch is the last; without sharded gradients
+    # it must not
     sharded = run.parallel.fsdp == "megatron" and run.parallel.fsdp_sharding != "optim"
     if run.parallel.overlap_grad_reduce or sharded:
         config.no_sync_func = [c.no_sync for c in chunks] if len(chunks) > 1 else chunks[0].no_sync
@@ -206,8 +249,8 @@ def configure_schedule_hooks(run: RunConfig, chunks: list[Any], optimizer: Any) 
 
 
 def logits(run: RunConfig, checkpoint: Path, ids: Sequence[int], out: Path) -> None:
-    """Save the logits of a checkpoint's model after each of `ids`, fp32 [tokens, vocabulary], as plain numbers; the
-    model's family may put something among them, an image for one.
+    """Save the logits of a checkpoint's model after each of `ids`, fp32 [tokens, vocabulary], as
+    plain numbers; the model's family may put something among them, an image for one.
 
     On one rank alone.
 
@@ -225,7 +268,10 @@ def logits(run: RunConfig, checkpoint: Path, ids: Sequence[int], out: Path) -> N
 
 
 def _resume(parts: Parts, path: Path, splits: Splits, progress: Progress) -> None:
-    """Put a checkpoint's state back. Each rank verifies what it reads; what one finds damaged ends all of them."""
+    """Put a checkpoint's state back.
+
+    Each rank verifies what it reads; what one finds damaged ends all of them.
+    """
 
     def put_back(checkpoint: Checkpoint) -> bool:
         saved = checkpoint.state.get("data")
@@ -234,16 +280,23 @@ def _resume(parts: Parts, path: Path, splits: Splits, progress: Progress) -> Non
         return ckpt_state.load(checkpoint, parts.world, parts.state, seed=parts.run.trainer.seed)
 
     checkpoint, restored = _load(parts, path, put_back)
-    progress.note(f"resumed from {path}: step {parts.state.step}, {parts.state.consumed_samples} samples used")
+    progress.note(
+        f"resumed from {path}: step {parts.state.step}, {parts.state.consumed_samples} samples used"
+    )
     if not restored:
         moved = checkpoint.state["grid"] != parts.world.grid.sizes
         why = "the layout changed" if moved else "the ranks of this older checkpoint all drew alike"
         progress.note(f"{why}: random generators start from the seed and the step")
 
 
-def _load(parts: Parts, path: Path, put_back: Callable[[Checkpoint], T]) -> tuple[Checkpoint, T | None]:
-    """Open a checkpoint and put back what is asked for; damage that one rank finds ends all of them."""
-    damage, done = "", None
+def _load(
+    parts: Parts, path: Path, put_back: Callable[[Checkpoint], T]
+) -> tuple[Checkpoint, T | None]:
+    """Open a checkpoint and put back what is asked for; damage that one rank finds ends all of
+    them.
+    """
+    damage = ""
+    done = None
     checkpoint = Checkpoint(path, {})
     try:
         checkpoint = ckpt_state.opened(path, parts.run, parts.world)
@@ -260,9 +313,9 @@ def _load(parts: Parts, path: Path, put_back: Callable[[Checkpoint], T]) -> tupl
 
 
 def _keep_tokenizer(splits: Splits, folder: Path, named: Path | None) -> None:
-    """Put the tokenizer, and what its folder says of chats and of its tokens, beside what it is needed to read: the
-    corpus may be gone when text is generated. `named` is the tokenizer that was asked for, of which a corpus in the
-    cache has a copy.
+    """Put the tokenizer, and what its folder says of chats and of its tokens, beside what it is
+    needed to read: the corpus may be gone when text is generated. `named` is the tokenizer that was
+    asked for, of which a corpus in the cache has a copy.
     """
     if splits.tokenizer is not None:
         beside = named or splits.tokenizer
@@ -277,7 +330,10 @@ def _keep_tokenizer(splits: Splits, folder: Path, named: Path | None) -> None:
                     shutil.copyfile(source, draft)
                     draft.replace(folder / name)
         except OSError as error:
-            warn(f"{folder / TOKENIZER_FILE} cannot be written ({error.strerror}): generate will not find it")
+            warn(
+                f"{folder / TOKENIZER_FILE} cannot be written ({error.strerror}): generate will not"
+                " find it"
+            )
 
 
 def _forget_another(tokenizer: Path, folder: Path) -> None:
@@ -289,20 +345,25 @@ def _forget_another(tokenizer: Path, folder: Path) -> None:
 
 
 def _introduce(parts: Parts, splits: Splits, progress: Progress) -> None:
-    run, world = parts.run, parts.world
+    run = parts.run
+    world = parts.world
     counts = sorted({size // (run.trainer.micro * world.grid.dp) for _, size in parts.batch_sizes})
     batch = f"{counts[0]} to {counts[-1]}" if len(counts) > 1 else counts[0]
     trained = sum(adapter_parameters(run))
     adapters = f" that are frozen, adapters of {units.count(trained)}" if trained else ""
     progress.note(
-        f"{run.model.name}: {units.count(parameters(run.model))} parameters{adapters}, {world.grid} on {world.size} "
-        f"{world.device.name} ranks, {run.precision.words}, {batch} micro-batches per step"
+        f"{run.model.name}: {units.count(parameters(run.model))} parameters{adapters}, {world.grid}"
+        f" on {world.size} {world.device.name} ranks, {run.precision.words}, {batch} micro-batches"
+        " per step"
     )
     for remark in splits.remarks():
         progress.note(remark)
     tokens = splits.describe().get("tokens")
     if tokens is not None and splits.unigram_entropy_nats is not None:
-        progress.note(f"data: {units.count(tokens)} tokens, unigram entropy {splits.unigram_entropy_nats:.4f} nats")
+        progress.note(
+            f"data: {units.count(tokens)} tokens, unigram entropy {splits.unigram_entropy_nats:.4f}"
+            " nats"
+        )
 
 
 def _show_sample(parts: Parts, splits: Splits, checkpoint: Path | None, progress: Progress) -> None:
@@ -313,12 +374,15 @@ def _show_sample(parts: Parts, splits: Splits, checkpoint: Path | None, progress
     Raises:
         Apart: this rank failed where others wait for it.
     """
-    run, world, chunks = parts.run, parts.world, parts.state.chunks
+    run = parts.run
+    world = parts.world
+    chunks = parts.state.chunks
     if not run.trainer.sample_tokens or splits.tokenizer is None or not family_of(run.model).writes:
         return
     try:
         with gathered(chunks):
-            sampler, problem = Sampler(run, world, chunks), ""
+            sampler = Sampler(run, world, chunks)
+            problem = ""
             ids: list[int] = []
             try:
                 ids = encoded(Tokenizer(splits.tokenizer), run.trainer.sample_prompt)
@@ -326,7 +390,8 @@ def _show_sample(parts: Parts, splits: Splits, checkpoint: Path | None, progress
                     problem = STOPPED
             except Exception as error:
                 problem = reason(error) or "it is not known why"
-            found, problem = None, world.first_problem(problem)
+            found = None
+            problem = world.first_problem(problem)
             if not problem and sampler.context and checkpoint is not None:
                 try:
                     ckpt_state.load_model(ckpt_state.opened(checkpoint, run, world), chunks)
@@ -337,7 +402,9 @@ def _show_sample(parts: Parts, splits: Splits, checkpoint: Path | None, progress
                 stop = partial(getattr, parts, "stop_requested")
                 found = sampler.generate(ids, run.trainer.sample_tokens, temperature=0.8, stop=stop)
     except Exception as error:
-        with suppress(RuntimeError):  # torch's errors of a store: it ended with a rank that has said why
+        with suppress(
+            RuntimeError
+        ):  # torch's errors of a store: it ended with a rank that has said why
             if world.store.add("sample failed", 1) == 1:
                 _warn_of_sample(f"rank {world.rank}: {reason(error)}")
         raise Apart from error
@@ -348,7 +415,10 @@ def _show_sample(parts: Parts, splits: Splits, checkpoint: Path | None, progress
     elif found is None:
         progress.note(f"{STOPPED}: the run is finished, its sample is left out")
     else:
-        source = checkpoint.name if checkpoint is not None else "the trained weights, which were not saved"
+        if checkpoint is not None:
+            source = checkpoint.name
+        else:
+            source = "the trained weights, which were not saved"
         try:
             progress.note(f"sample from {source}:\n{Tokenizer(splits.tokenizer).decode(found)}")
         except Exception as error:  # the file of the tokenizer may be gone

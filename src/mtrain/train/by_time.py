@@ -1,7 +1,9 @@
-"""What a run does every so many minutes: the clock of rank 0 says when, and all ranks learn it with a step's report.
+"""What a run does every so many minutes: the clock of rank 0 says when, and all ranks learn it with
+a step's report.
 
-The report of a step is added up over all ranks anyway, so nothing waits for the clock. What is done after a step
-changes no number of the steps behind it, so a resumed run makes the same steps whenever its clock rings.
+The report of a step is added up over all ranks anyway, so nothing waits for the clock. What is done
+after a step changes no number of the steps behind it, so a resumed run makes the same steps
+whenever its clock rings.
 """
 
 from __future__ import annotations
@@ -11,7 +13,8 @@ from collections.abc import Callable
 
 from mtrain.config.run import RunConfig
 
-EVALUATE, SAVE = 1, 2
+EVALUATE = 1
+SAVE = 2
 """Bits of what is due."""
 
 

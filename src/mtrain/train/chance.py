@@ -26,7 +26,9 @@ Inside = tuple[str, bool]
 
 
 def observe_masks(run: RunConfig, folder: Path) -> None:
-    """Train one step of `run` on this rank, and leave in `folder` what each dropout of it dropped."""
+    """Train one step of `run` on this rank, and leave in `folder` what each dropout of
+    it dropped.
+    """
     with joined(run) as world:
         parts = assemble(run, world, splits_of(run))
         inside: list[Inside] = []
@@ -49,18 +51,21 @@ def _follow(module: Any, name: str, inside: list[Inside]) -> None:
 
 @contextmanager
 def _recorded(inside: list[Inside]) -> Iterator[list[dict[str, Any]]]:
-    """What torch's dropout draws: the module, whether its input is split by features, the axes, and a hash of what is
-    dropped; of attention's, a hash of the generator's state before it.
+    """What torch's dropout draws: the module, whether its input is split by features, the axes, and
+    a hash of what is dropped; of attention's, a hash of the generator's state before it.
     """
     found: list[dict[str, Any]] = []
-    real, attend = F.dropout, F.scaled_dot_product_attention
+    real = F.dropout
+    attend = F.scaled_dot_product_attention
 
     def keep(axes: int, drawn: torch.Tensor) -> None:
         digest = hashlib.sha256(drawn.cpu().contiguous().numpy().tobytes()).hexdigest()
         module, split = inside[-1] if inside else ("", False)
         found.append({"module": module, "split": split, "axes": axes, "drawn": digest})
 
-    def dropout(input: torch.Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> torch.Tensor:
+    def dropout(
+        input: torch.Tensor, p: float = 0.5, training: bool = True, inplace: bool = False
+    ) -> torch.Tensor:
         if not training or not p:
             return real(input, p, training, inplace)
         kept = real(torch.ones_like(input), p)  # what an input has of zeros is nobody's dropout
@@ -80,8 +85,11 @@ def _recorded(inside: list[Inside]) -> Iterator[list[dict[str, Any]]]:
             keep(HEADS, torch.get_rng_state())
         return attend(query, key, value, attn_mask, dropout_p, *args, **more)
 
-    F.dropout, F.scaled_dot_product_attention = dropout, attention  # type: ignore[assignment]
+    # type: ignore[assignment]
+    F.dropout = dropout
+    F.scaled_dot_product_attention = attention
     try:
         yield found
     finally:
-        F.dropout, F.scaled_dot_product_attention = real, attend
+        F.dropout = real
+        F.scaled_dot_product_attention = attend

@@ -1,4 +1,6 @@
-"""Documents of packed samples: told apart, run alone as what a packed run has to equal, and looked at one by one."""
+"""Documents of packed samples: told apart, run alone as what a packed run has to equal, and looked
+at one by one.
+"""
 
 from __future__ import annotations
 
@@ -32,10 +34,11 @@ def documents(batches: Sequence[Batch]) -> list[dict[str, torch.Tensor]]:
 def run_alone(
     parts: Parts, batches: Sequence[Batch], *, forward_only: bool, ends: Sequence[int] = ()
 ) -> list[torch.Tensor]:
-    """`run_schedule` of every document as a sequence of its own, on one rank: nothing of packing is used.
+    """`run_schedule` of every document as a sequence of its own, on one rank: nothing of packing is
+    used.
 
-    `ends` are the tokens that end a document: there each is cut, begins at position 0 and has no loss at its end,
-    whatever the packed batches say of it.
+    `ends` are the tokens that end a document: there each is cut, begins at position 0 and has no
+    loss at its end, whatever the packed batches say of it.
     """
     found = [part for whole in documents(batches) for part in _parted(whole, ends)]
     reports = mcore.get_forward_backward_func()(
@@ -55,7 +58,9 @@ def alone(ends: Sequence[int]) -> partial[list[torch.Tensor]]:
     return partial(run_alone, ends=ends)
 
 
-def _parted(whole: dict[str, torch.Tensor], ends: Sequence[int]) -> Iterator[dict[str, torch.Tensor]]:
+def _parted(
+    whole: dict[str, torch.Tensor], ends: Sequence[int]
+) -> Iterator[dict[str, torch.Tensor]]:
     tokens = whole["tokens"]
     ending = torch.isin(tokens, torch.tensor(ends, dtype=tokens.dtype))
     mask = whole["loss_mask"].masked_fill(ending, 0.0)
@@ -69,7 +74,9 @@ def _parted(whole: dict[str, torch.Tensor], ends: Sequence[int]) -> Iterator[dic
 
 
 def _inside(further: torch.Tensor) -> torch.Tensor:
-    """What counts of further tokens [1, length, depths] without predictions of what comes behind the document."""
+    """What counts of further tokens [1, length, depths] without predictions of what comes behind
+    the document.
+    """
     length, depths = further.shape[1:]
     left = length - 1 - torch.arange(length)
     return further * (left[:, None] >= torch.arange(1, depths + 1))
@@ -77,7 +84,9 @@ def _inside(further: torch.Tensor) -> torch.Tensor:
 
 @dataclass(frozen=True)
 class Observed:
-    """A document of the first global batch, by its tokens `start` to `stop` of all samples end to end."""
+    """A document of the first global batch, by its tokens `start` to `stop` of all samples end to
+    end.
+    """
 
     number: int
     sample: int
@@ -86,7 +95,9 @@ class Observed:
 
 
 def observed(data: GlobalBatches, size: int) -> list[Observed]:
-    """A few documents of the first `size` samples that have a loss, the longer half, the same on every rank."""
+    """A few documents of the first `size` samples that have a loss, the longer half, the same on
+    every rank.
+    """
     whole = GlobalBatches(data.samples, size, size, 0, 1, data.form, data.limit).microbatches(0)[0]
     bounds = whole["cu_seqlens"].tolist()
     length = whole["tokens"].shape[1] // size
@@ -97,14 +108,23 @@ def observed(data: GlobalBatches, size: int) -> list[Observed]:
         if bool(whole["loss_mask"][:, start:stop].any())
     ]
     lengths = sorted(document.stop - document.start for document in counted)
-    counted = [document for document in counted if document.stop - document.start >= lengths[len(lengths) // 2]]
-    chosen = np.unique(np.linspace(0, len(counted) - 1, min(MOST_OBSERVED, len(counted))).round().astype(int))
+    counted = [
+        document
+        for document in counted
+        if document.stop - document.start >= lengths[len(lengths) // 2]
+    ]
+    chosen = np.unique(
+        np.linspace(0, len(counted) - 1, min(MOST_OBSERVED, len(counted))).round().astype(int)
+    )
     return [counted[index] for index in chosen]
 
 
 def only(document: Observed, data: GlobalBatches, size: int) -> list[Batch]:
-    """This rank's micro-batches of the first step, in which the loss of one document alone counts."""
-    batches, numbers = data.microbatches(0, size), data.numbers(0, size)
+    """This rank's micro-batches of the first step, in which the loss of one document
+    alone counts.
+    """
+    batches = data.microbatches(0, size)
+    numbers = data.numbers(0, size)
     for batch, rows in zip(batches, numbers, strict=True):
         length = batch["tokens"].shape[1] // len(rows)
         places = torch.from_numpy((rows[:, None] * length + np.arange(length)).ravel())

@@ -1,4 +1,6 @@
-"""Which ranks drop alike: parts of a tensor that is sharded must not, copies of a whole one must."""
+"""Which ranks drop alike: parts of a tensor that is sharded must not, copies of a whole
+one must.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,9 @@ HEADS = 4
 
 
 def wrong_masks(folder: Path, run: RunConfig) -> list[tuple[str, str]]:
-    """Modules whose dropout is alike on ranks where it must not be, or not where it must, each with what is wrong."""
+    """Modules whose dropout is alike on ranks where it must not be, or not where it must, each with
+    what is wrong.
+    """
     ranks = [json.loads(path.read_text()) for path in sorted(folder.glob("masks_*.json"))]
     return [
         problem
@@ -30,15 +34,21 @@ def wrong_masks(folder: Path, run: RunConfig) -> list[tuple[str, str]]:
 def _of_two(a: dict[str, Any], b: dict[str, Any], p: ParallelConfig) -> Iterator[tuple[str, str]]:
     others = [axis for axis in ("dp", "cp", "tp") if a["coords"][axis] != b["coords"][axis]]
     who = f"ranks {a['rank']} and {b['rank']} ({', '.join(others)})"
-    one, two = a["masks"], b["masks"]
+    one = a["masks"]
+    two = b["masks"]
     uneven = p.hybrid_context_parallel and "dp" in others  # ranks with other numbers of documents
     if len(one) != len(two) and not uneven:
         ends = itertools.zip_longest(one, two)
         x, y = next((x, y) for x, y in ends if not x or not y or x["module"] != y["module"])
-        yield (x or y)["module"], f"{who} drop {len(one)} and {len(two)} times; what they drop parts here"
+        yield (
+            (x or y)["module"],
+            f"{who} drop {len(one)} and {len(two)} times; what they drop parts here",
+        )
         return
     for x, y in zip(one, two, strict=not uneven):
-        copies = others == ["tp"] and x["axes"] < HEADS and not x["split"] and not p.sequence_parallel
+        copies = (
+            others == ["tp"] and x["axes"] < HEADS and not x["split"] and not p.sequence_parallel
+        )
         alike = x["drawn"] == y["drawn"]
         if alike and not copies:
             yield x["module"], f"{who} drop the same of different tokens, features or heads"

@@ -1,7 +1,9 @@
-"""Dynamic context parallelism: each document of a global batch over as many ranks as its length needs.
+"""Dynamic context parallelism: each document of a global batch over as many ranks as its length
+needs.
 
-megatron-core's scheduler deals the documents out in groups; every rank makes the same plan for itself, so nothing is
-broadcast, and runs its own documents in the order in which the schedule asks for them.
+megatron-core's scheduler deals the documents out in groups; every rank makes the same plan for
+itself, so nothing is broadcast, and runs its own documents in the order in which the schedule asks
+for them.
 """
 
 from __future__ import annotations
@@ -40,7 +42,8 @@ def deal_out(lengths: Sequence[int], most: int, ranks: int) -> Groups:
     dealt = sorted({number for group in groups for held in group for number in held})
     if dealt != list(range(len(lengths))) or any(not held for group in groups for held in group):
         raise RuntimeError(
-            f"{len(lengths)} documents of {sorted(lengths)} tokens cannot be dealt out over {ranks} ranks"
+            f"{len(lengths)} documents of {sorted(lengths)} tokens cannot be dealt out over {ranks}"
+            " ranks"
         )
     return groups  # type: ignore[no-any-return]
 
@@ -53,13 +56,19 @@ def shares(found: list[dict[str, torch.Tensor]], groups: Groups, rank: int) -> I
 
 
 def run_documents(
-    parts: Parts, batches: Sequence[Batch], *, forward_only: bool, around: Callable[[Forward], Forward] | None = None
+    parts: Parts,
+    batches: Sequence[Batch],
+    *,
+    forward_only: bool,
+    around: Callable[[Forward], Forward] | None = None,
 ) -> list[torch.Tensor]:
-    """Run all documents of the packed samples of a global batch; a report of `sum_loss` of each part run here.
+    """Run all documents of the packed samples of a global batch; a report of `sum_loss` of each
+    part run here.
 
     `around` makes another of the function that runs one document.
     """
-    run, world = parts.run, parts.world
+    run = parts.run
+    world = parts.world
     found = documents(batches)
     most = run.parallel.max_seqlen_per_dp_cp_rank
     assert most is not None
@@ -71,7 +80,8 @@ def run_documents(
 
     reports = mcore.get_forward_backward_func()(
         forward_step_func=around(forward) if around else forward,
-        # the schedule writes its own remarks into what it is given, and asks for documents in our order
+        # the schedule writes its own remarks into what it is given, and asks for documents in our
+        # order
         data_iterator=iter([([{} for _ in found], groups)]),
         model=parts.state.chunks[0],
         num_microbatches=1,
@@ -83,19 +93,31 @@ def run_documents(
 
 
 def _forward(share: Share, model: Any) -> tuple[torch.Tensor, Any]:
-    document, group = share.document, None
+    document = share.document
+    group = None
     if share.ranks > 1:
         group = mcore.parallel_state.get_hybrid_data_context_parallel_groups(group_size=share.ranks)
         document = mcore.get_batch_on_this_cp_rank(dict(document), cp_group=group)
     length = share.document["tokens"].shape[1]
     params = mcore.PackedSeqParams(
-        qkv_format="sbhd", max_seqlen_q=length, max_seqlen_kv=length, local_cp_size=share.ranks, cp_group=group
+        qkv_format="sbhd",
+        max_seqlen_q=length,
+        max_seqlen_kv=length,
+        local_cp_size=share.ranks,
+        cp_group=group,
     )
-    labels, mask = document["labels"], document["loss_mask"]
+    labels = document["labels"]
+    mask = document["loss_mask"]
     places = document["position_ids"]
     more = {key: document[key] for key in (FURTHER,) if key in document}
     with padding_is(document.get("padding")):
         output = model(
-            document["tokens"], places, None, labels=labels, loss_mask=mask, packed_seq_params=params, **more
+            document["tokens"],
+            places,
+            None,
+            labels=labels,
+            loss_mask=mask,
+            packed_seq_params=params,
+            **more,
         )
     return output, partial(sum_loss, mask, document.get("loss_counts"))

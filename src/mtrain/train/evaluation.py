@@ -46,15 +46,20 @@ class Measured:
     seconds: float
 
 
-def evaluate(run: RunConfig, checkpoint: Path, tokenizer: Path | None, limit: int | None, as_json: bool) -> None:
-    """Print how well the model of a checkpoint predicts the validation split of `run`'s data, in its layout.
+def evaluate(
+    run: RunConfig, checkpoint: Path, tokenizer: Path | None, limit: int | None, as_json: bool
+) -> None:
+    """Print how well the model of a checkpoint predicts the validation split of `run`'s data, in
+    its layout.
 
     Raises:
         ConfigError: the data has another tokenizer than the model, or no validation split.
         CorruptData: the checkpoint, the data or the tokenizer is not what was written.
     """
     with joined(run) as world:
-        splits = validation_of(run.data, run.model.vocab_size, run.trainer.seed, tokenizer, asked(run))
+        splits = validation_of(
+            run.data, run.model.vocab_size, run.trainer.seed, tokenizer, asked(run)
+        )
         chunks = restored(run, world, checkpoint)
         found = measured(run, world, chunks, splits, tokenizer, limit)
         if world.is_rank0:
@@ -62,18 +67,26 @@ def evaluate(run: RunConfig, checkpoint: Path, tokenizer: Path | None, limit: in
 
 
 def measured(
-    run: RunConfig, world: World, chunks: list[object], splits: Splits, tokenizer: Path | None, limit: int | None
+    run: RunConfig,
+    world: World,
+    chunks: list[object],
+    splits: Splits,
+    tokenizer: Path | None,
+    limit: int | None,
 ) -> Measured:
-    """Cross entropy over the first `limit` samples of the validation split, or all; of synthetic tokens, over as many
-    as the run evaluates.
+    """Cross entropy over the first `limit` samples of the validation split, or all; of synthetic
+    tokens, over as many as the run evaluates.
     """
     assert splits.validation is not None
-    begin, whole = time.perf_counter(), len(splits.validation)
+    begin = time.perf_counter()
+    whole = len(splits.validation)
     if isinstance(splits.validation, MockSamples):
         whole = max(1, run.trainer.eval_iters) * run.trainer.batch
     dynamic = run.parallel.hybrid_context_parallel
     data = batches(run, world, splits, "validation", whole if limit is None else min(limit, whole))
-    parts = Parts(run, world, TrainState(chunks, None, None), data, data, run_documents if dynamic else None)
+    parts = Parts(
+        run, world, TrainState(chunks, None, None), data, data, run_documents if dynamic else None
+    )
     iters = data.steps
     found = summed(parts, data, iters)
     assert found is not None  # nothing stops it
@@ -81,7 +94,8 @@ def measured(
     text_bytes = None
     if tokenizer is not None and run.data.kind != "mock":
         text_bytes = _bytes(world, data, iters, Tokenizer(tokenizer), alone=dynamic)
-    loss, plain = nats / max(1, tokens), family_of(run.model).tokens_alone(run.model)
+    loss = nats / max(1, tokens)
+    plain = family_of(run.model).tokens_alone(run.model)
     return Measured(
         loss=loss,
         perplexity=math.exp(min(loss, 700.0)) if plain else None,
@@ -94,8 +108,12 @@ def measured(
     )
 
 
-def _bytes(world: World, data: GlobalBatches, iters: int, tokenizer: Tokenizer, *, alone: bool) -> int:
-    """Bytes of the text that is predicted: of the labels whose loss counts, over all data-parallel ranks."""
+def _bytes(
+    world: World, data: GlobalBatches, iters: int, tokenizer: Tokenizer, *, alone: bool
+) -> int:
+    """Bytes of the text that is predicted: of the labels whose loss counts, over all data-parallel
+    ranks.
+    """
     total = torch.zeros(1, dtype=torch.int64, device=world.torch_device)
     if not any(world.coords[axis] for axis in ("tp", "cp", "pp", *(("dp",) if alone else ()))):
         counts = np.zeros(max(tokenizer.vocab_size, 1), np.int64)
@@ -109,10 +127,16 @@ def _bytes(world: World, data: GlobalBatches, iters: int, tokenizer: Tokenizer, 
 
 
 def _page(found: Measured) -> str:
-    per_byte = "" if found.bits_per_byte is None else f", {found.bits_per_byte:.4f} bits per byte of {found.bytes}"
+    if found.bits_per_byte is None:
+        per_byte = ""
+    else:
+        per_byte = f", {found.bits_per_byte:.4f} bits per byte of {found.bytes}"
     first = f"loss {found.loss:.4f} nats per token"
     if found.perplexity is not None:
-        first += f", perplexity {found.perplexity:.2f}\n{found.bits_per_token:.4f} bits per token{per_byte}"
+        first += (
+            f", perplexity {found.perplexity:.2f}\n{found.bits_per_token:.4f} bits per"
+            f" token{per_byte}"
+        )
     return (
         f"{first}\n"
         f"{found.tokens} tokens of {found.samples} samples in {found.seconds:.1f} s, "

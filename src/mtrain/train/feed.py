@@ -1,4 +1,6 @@
-"""The way of samples to a step: read ahead by a thread, and of them only what this rank's stages need."""
+"""The way of samples to a step: read ahead by a thread, and of them only what this rank's stages
+need.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +36,9 @@ OWNERS = ("pre_process", "post_process", "mtp_process")
 
 
 class Documents(NamedTuple):
-    """The documents of a packed micro-batch, as the host knows them: asking the device would hold it up."""
+    """The documents of a packed micro-batch, as the host knows them: asking the device would hold
+    it up.
+    """
 
     bounds: list[int]
     """The first token of each, and the end of the last."""
@@ -77,7 +81,9 @@ class Feed:
         depth: int,
         ring: Ring | None = None,
     ) -> None:
-        self._data, self._world, self._needs = data, world, needs
+        self._data = data
+        self._world = world
+        self._needs = needs
         ready = _Ready(data, world, needs, ring)
         self._ahead = Ahead(ready, following, 0 if needs is not None and not needs else depth)
         self.waited_s = 0.0
@@ -129,7 +135,9 @@ class _Ready:
 
 
 def to_device(batch: Batch, world: World) -> Batch:
-    """A micro-batch on this rank's device, split to this rank's part of the sequence under context parallelism."""
+    """A micro-batch on this rank's device, split to this rank's part of the sequence under context
+    parallelism.
+    """
     batch = _measured(batch)
     return _copied(_part_of_context(batch, world) if world.grid.cp > 1 else batch, world)
 
@@ -150,7 +158,9 @@ def _measured(batch: Batch) -> Batch:
 
 def _copied(batch: Batch, world: World) -> Batch:
     return {
-        key: value.to(world.torch_device, non_blocking=True) if isinstance(value, torch.Tensor) else value
+        key: value.to(world.torch_device, non_blocking=True)
+        if isinstance(value, torch.Tensor)
+        else value
         for key, value in batch.items()
     }
 

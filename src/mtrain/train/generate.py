@@ -1,4 +1,6 @@
-"""Text from a model in any layout: the same pipeline schedule as training, forward only, one token at a time."""
+"""Text from a model in any layout: the same pipeline schedule as training, forward only, one token
+at a time.
+"""
 
 from __future__ import annotations
 
@@ -35,8 +37,8 @@ class Sampler:
 
     @property
     def multiple(self) -> int:
-        """What a sequence's length must be a multiple of: sequence parallelism splits it, low-precision products take
-        it in blocks.
+        """What a sequence's length must be a multiple of: sequence parallelism splits it,
+        low-precision products take it in blocks.
         """
         recipe = self.run.precision.quantized
         parts = self.grid.tp if self.run.parallel.sequence_parallel else 1
@@ -44,10 +46,12 @@ class Sampler:
 
     @property
     def context(self) -> int:
-        """Tokens that are looked back at: `data.seq_length`, or fewer where learned positions end before.
+        """Tokens that are looked back at: `data.seq_length`, or fewer where learned positions end
+        before.
 
         Raises:
-            ConfigError: there are fewer positions than the shortest sequence that this layout can compute.
+            ConfigError: there are fewer positions than the shortest sequence that this layout can
+                compute.
         """
         model = self.run.model
         if model.position_embedding_type != "learned_absolute":
@@ -56,24 +60,44 @@ class Sampler:
         whole = positions // self.multiple * self.multiple
         if not whole:
             rule = (
-                f"sequences of this layout are multiples of {self.multiple} tokens, and {positions} have a position"
+                f"sequences of this layout are multiples of {self.multiple} tokens, and {positions}"
+                " have a position"
             )
-            raise ConfigError([Problem("MT508", "model.max_position_embeddings", positions, rule, "parallel=single")])
+            raise ConfigError(
+                [
+                    Problem(
+                        "MT508", "model.max_position_embeddings", positions, rule, "parallel=single"
+                    )
+                ]
+            )
         return min(self.run.data.length, whole)
 
     def obstacle_to(self, tokens: int) -> str:
-        """Why nothing is kept of what was read in a text of so many tokens, so that every token reads all before it
-        again; empty: it is kept.
+        """Why nothing is kept of what was read in a text of so many tokens, so that every token
+        reads all before it again; empty: it is kept.
         """
         model = self.run.model
-        if model.rope_scaling is not None and min(self.context, tokens) + self.multiple > model.rotary_constant_to:
+        if (
+            model.rope_scaling is not None
+            and min(self.context, tokens) + self.multiple > model.rotary_constant_to
+        ):
             kind = model.rope_scaling.rope_type
-            return f"{kind} frequencies change beyond {model.rotary_constant_to} tokens, and kept keys would not"
-        mixers = (
-            "linear attention" if model.linear_attention is not None else "Mamba-2 layers" if model.hybrid else ""
-        )
+            return (
+                f"{kind} frequencies change beyond {model.rotary_constant_to} tokens, and kept keys"
+                " would not"
+            )
+        if model.linear_attention is not None:
+            mixers = "linear attention"
+        else:
+            if model.hybrid:
+                mixers = "Mamba-2 layers"
+            else:
+                mixers = ""
         if mixers and self.multiple > 1:
-            return f"states of {mixers} take no padding back, and texts are padded to {self.multiple} tokens"
+            return (
+                f"states of {mixers} take no padding back, and texts are padded to {self.multiple}"
+                " tokens"
+            )
         return mcore.cache_obstacle(self.chunks[0].config, self.run.kernels.attention)
 
     @property
@@ -88,7 +112,12 @@ class Sampler:
         return self.world.grid
 
     def generate(
-        self, prompt: list[int], tokens: int, *, temperature: float, stop: Callable[[], bool] = lambda: False
+        self,
+        prompt: list[int],
+        tokens: int,
+        *,
+        temperature: float,
+        stop: Callable[[], bool] = lambda: False,
     ) -> list[int] | None:
         """`prompt` followed by `tokens` sampled token ids; otherwise as `continued`."""
         found = self.continued([prompt], Sampling(tokens, temperature), stop=stop)
@@ -103,28 +132,36 @@ class Sampler:
         ending: Callable[[list[int]], str] = lambda ids: LENGTH,
         stop: Callable[[], bool] = lambda: False,
     ) -> list[Continuation] | None:
-        """What is sampled after each of the `prompts`, the same on every rank; None as soon as one's `stop` is true.
+        """What is sampled after each of the `prompts`, the same on every rank; None as soon as
+        one's `stop` is true.
 
-        The prompts are computed together, in step: all are read up to the end of the shortest, then one token at a
-        time, and the longer ones go on with what they say. So a text is what it would be alone. `ending` says after
-        each new token whether its continuation is at an end, by a word of `ENDINGS`. Sampling has a generator of its
-        own for each prompt, so the training state is left as it was.
+        The prompts are computed together, in step: all are read up to the end of the shortest, then
+        one token at a time, and the longer ones go on with what they say. So a text is what it
+        would be alone. `ending` says after each new token whether its continuation is at an end, by
+        a word of `ENDINGS`. Sampling has a generator of its own for each prompt, so the training
+        state is left as it was.
 
-        Where more than `context` tokens are known, the oldest ones are dropped, half a context at a time.
+        Where more than `context` tokens are known, the oldest ones are dropped, half a context at a
+        time.
 
         Raises:
             ConfigError: see `context`.
         """
         seed = self.run.trainer.seed if sampling.seed is None else sampling.seed
-        texts = [_Text(list(prompt), sampling, torch.Generator().manual_seed(seed), ending) for prompt in prompts]
+        texts = [
+            _Text(list(prompt), sampling, torch.Generator().manual_seed(seed), ending)
+            for prompt in prompts
+        ]
         longest = max(len(text.ids) for text in texts) + sampling.tokens
-        begin, cache = -1, None
+        begin = -1
+        cache = None
         with evaluated(self.chunks):
             while going := [i for i, text in enumerate(texts) if not text.done]:
                 begin_phase("generation")
                 known = min(len(texts[i].ids) for i in going)
                 if begin != (start := self._start(known)):
-                    begin, cache = start, self._cache(len(texts), longest)
+                    begin = start
+                    cache = self._cache(len(texts), longest)
                 logits = self._next_logits([text.part(begin, known) for text in texts], cache)
                 waiting = {i: texts[i] for i in going if len(texts[i].ids) == known}
                 if not self._add_next(waiting, logits, stop()):
@@ -142,8 +179,12 @@ class Sampler:
         length = min(self.context, longest) + self.multiple
         return mcore.Cache(rows, length, last_only=self.multiple == 1)
 
-    def _add_next(self, waiting: dict[int, _Text], logits: torch.Tensor | None, stops: bool) -> bool:
-        """Add the next token to each text that waits for one, by its row; false where a rank stops."""
+    def _add_next(
+        self, waiting: dict[int, _Text], logits: torch.Tensor | None, stops: bool
+    ) -> bool:
+        """Add the next token to each text that waits for one, by its row; false where a
+        rank stops.
+        """
         told = torch.zeros((2, len(waiting) + 1), dtype=torch.int64, device=self.world.torch_device)
         told[0, -1] = stops
         # Every rank of the last stage could draw; the first of them does.
@@ -159,12 +200,14 @@ class Sampler:
         return not choices[-1]
 
     def _next_logits(self, rows: Sequence[list[int]], cache: Any = None) -> torch.Tensor | None:
-        """Logits [rows, padded vocabulary] after the last id of each row on ranks of the last stage, None elsewhere.
+        """Logits [rows, padded vocabulary] after the last id of each row on ranks of the last
+        stage, None elsewhere.
 
-        Rows are of one length. What `cache` has read of them is not read again. Sequences are padded on the right to
-        a `multiple`; causal attention keeps the padding from being seen.
+        Rows are of one length. What `cache` has read of them is not read again. Sequences are
+        padded on the right to a `multiple`; causal attention keeps the padding from being seen.
         """
-        device, begin = self.world.torch_device, 0 if cache is None else cache.read
+        device = self.world.torch_device
+        begin = 0 if cache is None else cache.read
         count = len(rows[0]) - begin
         length = -(-count // self.multiple) * self.multiple
         padded = torch.tensor([row[begin:] + [0] * (length - count) for row in rows], device=device)
@@ -189,12 +232,16 @@ class Sampler:
         options: dict[str, Any],
         lengths: Sequence[int],
     ) -> torch.Tensor | None:
-        """What `take` makes of the logits [rows, length, vocabulary] of `tokens` [rows, length] on ranks of the last
-        stage, None elsewhere; `positions` is [length], `options` are given to the model. Behind the first `lengths`
-        tokens of each row is padding, which takes no capacity of experts.
+        """What `take` makes of the logits [rows, length, vocabulary] of `tokens` [rows, length] on
+        ranks of the last stage, None elsewhere; `positions` is [length], `options` are given to the
+        model. Behind the first `lengths` tokens of each row is padding, which takes no capacity of
+        experts.
         """
         ends = torch.tensor(lengths, device=tokens.device)[:, None]
-        padding = None if self.independent else torch.arange(tokens.shape[1], device=tokens.device) >= ends
+        if self.independent:
+            padding = None
+        else:
+            padding = torch.arange(tokens.shape[1], device=tokens.device) >= ends
 
         def step(iterator: Any, model: Any) -> tuple[torch.Tensor, Any]:
             with padding_is(padding):
@@ -219,11 +266,20 @@ class _Text:
     """A prompt and what was added to it so far."""
 
     def __init__(
-        self, ids: list[int], sampling: Sampling, generator: torch.Generator, ending: Callable[[list[int]], str]
+        self,
+        ids: list[int],
+        sampling: Sampling,
+        generator: torch.Generator,
+        ending: Callable[[list[int]], str],
     ) -> None:
-        self.ids, self.ended, self.done = ids, LENGTH, sampling.tokens <= 0
-        self._begin, self._last, self._ending = len(ids), len(ids) + sampling.tokens, ending
-        self._sampling, self._generator = sampling, generator
+        self.ids = ids
+        self.ended = LENGTH
+        self.done = sampling.tokens <= 0
+        self._begin = len(ids)
+        self._last = len(ids) + sampling.tokens
+        self._ending = ending
+        self._sampling = sampling
+        self._generator = generator
 
     def part(self, start: int, end: int) -> list[int]:
         """The tokens from `start` to `end`; one that ended before is continued with anything."""

@@ -26,7 +26,9 @@ class Graphs(Hook):
             return
         self.waits -= 1
         if not self.waits:
-            run, state = parts.run, parts.state
-            micro, batches = run.trainer.micro, run.trainer.batch // (run.trainer.micro * run.parallel.dp)
+            run = parts.run
+            state = parts.state
+            micro = run.trainer.micro
+            batches = run.trainer.batch // (run.trainer.micro * run.parallel.dp)
             layers = CapturedLayers(state.chunks, state.optimizer, run.data.length, micro, batches)
             layers.capture(gathers=bool(run.parallel.overlap_param_gather))

@@ -1,4 +1,6 @@
-"""The tasks of lm-evaluation-harness, by a model in any layout: every rank asks the same in the same order."""
+"""The tasks of lm-evaluation-harness, by a model in any layout: every rank asks the same in the
+same order.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +30,9 @@ MOST_TOKENS = 256
 """Tokens of an answer where a task does not say."""
 
 
-def answer(run: RunConfig, checkpoint: Path, tokenizer: Path, questions: Questions, as_json: bool) -> None:
+def answer(
+    run: RunConfig, checkpoint: Path, tokenizer: Path, questions: Questions, as_json: bool
+) -> None:
     """Print the results of tasks.
 
     Raises:
@@ -40,24 +44,41 @@ def answer(run: RunConfig, checkpoint: Path, tokenizer: Path, questions: Questio
         sampler = Sampler(run, world, restored(run, world, checkpoint))
         found = results(Model(sampler, Tokenizer(tokenizer), questions.rows), questions)
         if world.is_rank0:
-            kept = {key: found[key] for key in ("results", "n-shot", "n-samples", "versions") if key in found}
-            say_page(strict_json.dumps(kept, indent=2, default=str) if as_json else make_table(found))
+            kept = {
+                key: found[key]
+                for key in ("results", "n-shot", "n-samples", "versions")
+                if key in found
+            }
+            say_page(
+                strict_json.dumps(kept, indent=2, default=str) if as_json else make_table(found)
+            )
 
 
 def results(model: Model, questions: Questions) -> dict[str, Any]:
-    """What lm-evaluation-harness says of the model; a task that ends in .yaml is a file, which runs no code."""
+    """What lm-evaluation-harness says of the model; a task that ends in .yaml is a file, which runs
+    no code.
+    """
     try:
         tasks = [
             yaml.safe_load(Path(name).read_text()) if name.endswith((".yaml", ".yml")) else name
             for name in questions.tasks
         ]
         found = simple_evaluate(
-            model, tasks=tasks, limit=questions.limit, num_fewshot=questions.shots, log_samples=False
+            model,
+            tasks=tasks,
+            limit=questions.limit,
+            num_fewshot=questions.shots,
+            log_samples=False,
         )
     except (KeyError, ValueError, OSError, yaml.YAMLError) as error:
         rule = f"lm-evaluation-harness ends with {type(error).__name__}: {error}"
-        fix = "a task that `lm_eval ls tasks` lists, or a .yaml of your own; its data must be here or to be had"
-        raise ConfigError([Problem("MT511", "tasks", list(questions.tasks), rule, fix, "command line")]) from error
+        fix = (
+            "a task that `lm_eval ls tasks` lists, or a .yaml of your own; its data must be here or"
+            " to be had"
+        )
+        raise ConfigError(
+            [Problem("MT511", "tasks", list(questions.tasks), rule, fix, "command line")]
+        ) from error
     return dict(found or {})  # one of the processes of a machine gets them
 
 
@@ -66,7 +87,9 @@ class Model(TemplateLM):
 
     def __init__(self, sampler: Sampler, tokenizer: Tokenizer, rows: int) -> None:
         super().__init__()
-        self._sampler, self._tokenizer, self._rows = sampler, tokenizer, rows
+        self._sampler = sampler
+        self._tokenizer = tokenizer
+        self._rows = rows
         self._silent = not sampler.world.is_rank0
 
     @property
@@ -74,7 +97,9 @@ class Model(TemplateLM):
         """The end of a document: what a text without context is scored after."""
         return self._tokenizer.eod or 0
 
-    def tok_encode(self, string: str, add_special_tokens: bool | None = None, **kwargs: Any) -> list[int]:
+    def tok_encode(
+        self, string: str, add_special_tokens: bool | None = None, **kwargs: Any
+    ) -> list[int]:
         """Ids of a text, without special tokens."""
         return self._tokenizer.encode(string)
 
@@ -98,7 +123,9 @@ class Model(TemplateLM):
         owners: list[int] = []
         for number, request in enumerate(requests):
             ids = self.tok_encode(request.args[0])
-            rolling = get_rolling_token_windows(ids, self.eot_token_id, self._sampler.context, context_len=1)
+            rolling = get_rolling_token_windows(
+                ids, self.eot_token_id, self._sampler.context, context_len=1
+            )
             for before, after in map(make_disjoint_window, rolling):
                 windows.append((None, before, after))
                 owners.append(number)
@@ -116,12 +143,16 @@ class Model(TemplateLM):
         for numbers in groups.values():
             asked = dict(requests[numbers[0]].args[1])
             prompts = tuple(requests[number].args[0] for number in numbers)
-            written = continued(self._sampler, self._tokenizer, _request(prompts, asked, self._rows))
+            written = continued(
+                self._sampler, self._tokenizer, _request(prompts, asked, self._rows)
+            )
             for number, one in zip(numbers, written, strict=True):
                 out[number] = one.text
         return out
 
-    def apply_chat_template(self, chat_history: Sequence[Any], add_generation_prompt: bool = True) -> str:
+    def apply_chat_template(
+        self, chat_history: Sequence[Any], add_generation_prompt: bool = True
+    ) -> str:
         """A chat as the tokenizer's template writes it."""
         return ChatFormat(self._tokenizer.path.parent).render(chat_history)
 

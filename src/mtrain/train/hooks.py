@@ -1,4 +1,6 @@
-"""What a run does around its steps: metrics, progress, evaluation, checkpoints, memory, a profile."""
+"""What a run does around its steps: metrics, progress, evaluation, checkpoints, memory,
+a profile.
+"""
 
 from __future__ import annotations
 
@@ -32,21 +34,26 @@ PEAKS_S = 10.0
 class Metrics(Hook):
     """One line of JSON per step in `metrics.jsonl`, written by rank 0.
 
-    Keys: time (when the line was written, RFC 3339 in UTC), step, loss, grad_norm, lr, tokens (that are predicted),
-    batch_size, samples (consumed so far), tokens_per_s (that are there, predicted from or not: never padding), step_s
-    and its parts data_s, forward_backward_s, optimizer_s; data_wait_s, the part of data_s in which samples were
-    waited for, and data_wait_share, its share of the step; model_flops of these tokens, each document as long as it
-    is, by the causal count, tflops_per_rank, and, where the cluster states a peak, mfu (causal) and mfu_full
-    (attention counted in full), of the peak of the format that linear layers multiply in; where weights have another,
-    mfu_bf16 or mfu_fp16 of its peak. Where samples may be padded: padding_share, of their positions.
-    `trainer.z_loss_coeff`: z_loss, which is no part of loss. `log.token_accuracy`: token_accuracy. fp16: loss_scale,
-    and skipped where the update was; the norm of a gradient that overflowed is null, as is every number that is not
-    finite. `beside` is what is planned of the step. Lines of an evaluation have time, step, valid_loss, and
-    valid_samples and valid_tokens, which it is over.
+    Keys: time (when the line was written, RFC 3339 in UTC), step, loss, grad_norm, lr, tokens (that
+    are predicted), batch_size, samples (consumed so far), tokens_per_s (that are there, predicted
+    from or not: never padding), step_s and its parts data_s, forward_backward_s, optimizer_s;
+    data_wait_s, the part of data_s in which samples were waited for, and data_wait_share, its share
+    of the step; model_flops of these tokens, each document as long as it is, by the causal count,
+    tflops_per_rank, and, where the cluster states a peak, mfu (causal) and mfu_full (attention
+    counted in full), of the peak of the format that linear layers multiply in; where weights have
+    another, mfu_bf16 or mfu_fp16 of its peak. Where samples may be padded: padding_share, of their
+    positions.
+    `trainer.z_loss_coeff`: z_loss, which is no part of loss. `log.token_accuracy`: token_accuracy.
+    fp16: loss_scale, and skipped where the update was; the norm of a gradient that overflowed is
+    null, as is every number that is not finite. `beside` is what is planned of the step. Lines of
+    an evaluation have time, step, valid_loss, and valid_samples and valid_tokens, which it is over.
     """
 
-    def __init__(self, folder: Path, beside: Callable[[Parts, StepResult], dict[str, float]] | None = None) -> None:
-        self.path, self.beside = folder / METRICS, beside
+    def __init__(
+        self, folder: Path, beside: Callable[[Parts, StepResult], dict[str, float]] | None = None
+    ) -> None:
+        self.path = folder / METRICS
+        self.beside = beside
         self.file: TextIO | None = None
         self.known: set[tuple[int, str]] = set()
 
@@ -55,7 +62,12 @@ class Metrics(Hook):
         if not parts.world.is_rank0:
             return
         kept = [line for line in lines_of(self.path) if line["step"] <= parts.state.step]
-        self.known = {(line["step"], key) for line in kept for key in line if key == "lr" or key.endswith("_loss")}
+        self.known = {
+            (line["step"], key)
+            for line in kept
+            for key in line
+            if key == "lr" or key.endswith("_loss")
+        }
         draft = self.path.with_suffix(".draft")
         draft.write_text("".join(strict_json.dumps(line) + "\n" for line in kept))
         draft.replace(self.path)
@@ -63,10 +75,14 @@ class Metrics(Hook):
 
     def after_step(self, parts: Parts, result: StepResult) -> None:
         """Write the step's line."""
-        self._write(step_record(parts, result) | (self.beside(parts, result) if self.beside else {}))
+        self._write(
+            step_record(parts, result) | (self.beside(parts, result) if self.beside else {})
+        )
 
     def evaluation(self, step: int, name: str, loss: float, samples: int, tokens: int) -> None:
-        """Write the line of an evaluation over so many samples, unless a resumed run has it already."""
+        """Write the line of an evaluation over so many samples, unless a resumed run has it
+        already.
+        """
         if (step, f"{name}_loss") not in self.known:
             over = {f"{name}_samples": samples, f"{name}_tokens": tokens}
             self._write({"step": step, f"{name}_loss": loss, **over})
@@ -98,11 +114,16 @@ class Metrics(Hook):
         os.fsync(self.file.fileno())
 
     def _try(self, work: Callable[[], None]) -> None:
-        """Work on the file; where that fails, say so and write no more: a run is worth more than its log."""
+        """Work on the file; where that fails, say so and write no more: a run is worth more than
+        its log.
+        """
         try:
             work()
         except OSError as error:
-            warn(f"{self.path} cannot be written ({error.strerror or error}); training goes on without it")
+            warn(
+                f"{self.path} cannot be written ({error.strerror or error}); training goes on"
+                " without it"
+            )
             self._release()
 
     def _release(self) -> None:
@@ -114,7 +135,8 @@ class Metrics(Hook):
 
 def step_record(parts: Parts, result: StepResult) -> dict[str, Any]:
     """A step as a record of the metrics file."""
-    run, world = parts.run, parts.world
+    run = parts.run
+    world = parts.world
     seconds = result.seconds
     rate = result.flops / seconds["step"] / world.size
     record: dict[str, Any] = {
@@ -145,7 +167,8 @@ def step_record(parts: Parts, result: StepResult) -> dict[str, Any]:
     if peak:
         record["mfu"] = rate / (peak * 1e12)
         record["mfu_full"] = record["mfu"] * result.full_flops / result.flops
-    other, form = run.cluster.peak_tflops.get(run.precision.format), run.precision.format
+    other = run.cluster.peak_tflops.get(run.precision.format)
+    form = run.precision.format
     if other and form != run.precision.multiplies_in:
         record[f"mfu_{form}"] = rate / (other * 1e12)
     return record
@@ -157,13 +180,16 @@ class Evaluation(Hook):
     collective = True
 
     def __init__(self, metrics: Metrics, progress: Progress) -> None:
-        self.metrics, self.progress = metrics, progress
+        self.metrics = metrics
+        self.progress = progress
         self.last: tuple[int, float] | None = None
         self.tried = -1
         """The step after which it evaluated last, or was about to."""
 
     def start(self, parts: Parts) -> None:
-        """Evaluate where a resumed run was stopped, or ended, before it had done so after its last step."""
+        """Evaluate where a resumed run was stopped, or ended, before it had done so after its last
+        step.
+        """
         if self._is_due(parts) and parts.state.step < parts.run.trainer.steps:
             owes = self.metrics.owes(parts.state.step, "valid") if parts.world.is_rank0 else False
             if parts.world.tell("owes" if owes else "") == "owes":
@@ -172,11 +198,15 @@ class Evaluation(Hook):
     def after_step(self, parts: Parts, result: StepResult) -> None:
         """Evaluate every `trainer.eval_interval` steps, and every `trainer.eval_minutes`."""
         # of several steps that are told at once, the model is that of the last
-        if result.step == parts.state.step and (self._is_due(parts) or parts.by_time.now & EVALUATE):
+        if result.step == parts.state.step and (
+            self._is_due(parts) or parts.by_time.now & EVALUATE
+        ):
             self._evaluate(parts)
 
     def finish(self, parts: Parts) -> None:
-        """Evaluate after the last step, unless that was just done; a run that was stopped is not at its end."""
+        """Evaluate after the last step, unless that was just done; a run that was stopped is not at
+        its end.
+        """
         if self.tried != parts.state.step and parts.state.step >= parts.run.trainer.steps:
             self._evaluate(parts)
 
@@ -186,7 +216,9 @@ class Evaluation(Hook):
         return bool(interval) and step > 0 and step % (interval or 1) == 0
 
     def _evaluate(self, parts: Parts) -> None:
-        """Evaluate, unless a rank is asked to stop before that is done; a resumed run makes up for it."""
+        """Evaluate, unless a rank is asked to stop before that is done; a resumed run makes up for
+        it.
+        """
         iters = parts.run.trainer.eval_iters
         self.tried = parts.state.step
         parts.by_time.done(EVALUATE)
@@ -206,7 +238,10 @@ class Evaluation(Hook):
         self.last = (parts.state.step, loss)
         self.metrics.evaluation(parts.state.step, "valid", loss, samples, tokens)
         model = parts.run.model
-        perplexity = f"perplexity {math.exp(min(loss, 700.0)):.1f}" if family_of(model).tokens_alone(model) else ""
+        if family_of(model).tokens_alone(model):
+            perplexity = f"perplexity {math.exp(min(loss, 700.0)):.1f}"
+        else:
+            perplexity = ""
         over = "; ".join(filter(None, (perplexity, model.padding_in_words)))
         said = f"validation loss {loss:.4f}" + (f" ({over})" if over else "")
         asked = iters * parts.run.trainer.batch
@@ -215,8 +250,8 @@ class Evaluation(Hook):
 
 
 class Checkpoints(Hook):
-    """State on disk every `checkpoint.save_interval` steps and `checkpoint.save_minutes`, at the end, and when a stop
-    is asked.
+    """State on disk every `checkpoint.save_interval` steps and `checkpoint.save_minutes`, at the
+    end, and when a stop is asked.
 
     Also after an error of another hook, where every rank can take part.
     """
@@ -224,7 +259,9 @@ class Checkpoints(Hook):
     collective = True
 
     def __init__(self, root: Path, progress: Progress, data_facts: dict[str, Any]) -> None:
-        self.root, self.progress, self.data_facts = root, progress, data_facts
+        self.root = root
+        self.progress = progress
+        self.data_facts = data_facts
         self.saved_step = 0
         self.path: Path | None = None
 
@@ -265,12 +302,13 @@ class Checkpoints(Hook):
 
 
 class Memory(Hook):
-    """The memory of every rank, in `memory.json` of the run folder; `plan --compare` puts it beside the plan.
+    """The memory of every rank, in `memory.json` of the run folder; `plan --compare` puts it beside
+    the plan.
 
-    `peak_bytes_by_rank` is the most that was allocated; where they are known, `reserved_bytes_by_rank` is the most
-    that the allocator held, and `driver_bytes_by_rank` what is in use of the whole device at the end, the context and
-    other processes included. The numbers come over the store, so no rank waits for one that has none to give: its
-    place is null.
+    `peak_bytes_by_rank` is the most that was allocated; where they are known,
+    `reserved_bytes_by_rank` is the most that the allocator held, and `driver_bytes_by_rank` what is
+    in use of the whole device at the end, the context and other processes included. The numbers
+    come over the store, so no rank waits for one that has none to give: its place is null.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -286,7 +324,9 @@ class Memory(Hook):
         finally:
             found = self._of_ranks(world) if world.is_rank0 else []
         if found:
-            known = [key for key in MEASURED if key == ALLOCATED or any(key in one for one in found)]
+            known = [
+                key for key in MEASURED if key == ALLOCATED or any(key in one for one in found)
+            ]
             by_rank = {by_rank_of(key): [one.get(key) for one in found] for key in known}
             self.path.write_text(strict_json.dumps(by_rank))
 
@@ -294,12 +334,14 @@ class Memory(Hook):
         keys = [f"peak/{rank}" for rank in range(world.size)]
         with suppress(RuntimeError):  # torch's errors of a store: some rank has none
             world.store.wait(keys, timedelta(seconds=PEAKS_S))
-        return [json.loads(world.store.get(key)) if world.store.check([key]) else {} for key in keys]
+        return [
+            json.loads(world.store.get(key)) if world.store.check([key]) else {} for key in keys
+        ]
 
 
 class Profile(Hook):
-    """A torch.profiler trace of step `trainer.profile_step` of the ranks `trainer.profile_ranks`, in the run folder
-    as `trace_rank0.json.gz`.
+    """A torch.profiler trace of step `trainer.profile_step` of the ranks `trainer.profile_ranks`,
+    in the run folder as `trace_rank0.json.gz`.
     """
 
     def __init__(self, folder: Path, step: int, ranks: Sequence[int]) -> None:
@@ -319,7 +361,8 @@ class Profile(Hook):
     def after_step(self, parts: Parts, result: StepResult) -> None:
         """End the trace after its step, or begin it after the step before."""
         if self.profiler is not None:
-            profiler, self.profiler = self.profiler, None
+            profiler = self.profiler
+            self.profiler = None
             profiler.stop()
             profiler.export_chrome_trace(str(self.folder / f"trace_rank{parts.world.rank}.json.gz"))
         if result.step == parts.state.step:

@@ -1,4 +1,6 @@
-"""Where two layouts first part: the first module, in the order of execution, that takes or gives something else."""
+"""Where two layouts first part: the first module, in the order of execution, that takes or gives
+something else.
+"""
 
 from __future__ import annotations
 
@@ -11,17 +13,21 @@ import numpy as np
 
 from mtrain.train import activations
 
-FORWARD, BACKWARD = "forward", "backward"
+FORWARD = "forward"
+BACKWARD = "backward"
 Entry = tuple[dict[str, Any], dict[str, Any], np.ndarray]
 """Facts of a rank, an event of its, and its values."""
 
 
 @dataclass(frozen=True)
 class Passed:
-    """One tensor that passes a module's border in one direction, all of its parts in both layouts."""
+    """One tensor that passes a module's border in one direction, all of its parts in
+    both layouts.
+    """
 
     key: str
-    """Name of the module, with the number of the call where it is called again for the same tokens."""
+    """Name of the module, with the number of the call where it is called again for the same tokens.
+    """
     side: str
     way: str
     step: int
@@ -63,7 +69,9 @@ class Recorded:
         return sorted({passed.step for passed in self.order})
 
     def in_order(self, step: int, way: str) -> list[Passed]:
-        """What passes borders in a step, in the order of execution on one rank: backward is forward, reversed."""
+        """What passes borders in a step, in the order of execution on one rank: backward is
+        forward, reversed.
+        """
         forward = [passed for passed in self.order if passed.step == step and passed.way == FORWARD]
         if way == FORWARD:
             return forward
@@ -71,8 +79,11 @@ class Recorded:
         return [passed for passed in back if passed in self.parts]
 
 
-def first(one: Recorded, many: Recorded, step: int, way: str, tolerance: float) -> Difference | None:
-    """The first difference of a step, forward or backward, above a relative error of a token; None: there is none.
+def first(
+    one: Recorded, many: Recorded, step: int, way: str, tolerance: float
+) -> Difference | None:
+    """The first difference of a step, forward or backward, above a relative error of a token; None:
+    there is none.
 
     `one` is a run on one rank; its order is the order of execution.
     """
@@ -104,22 +115,29 @@ def _blamed(here: Passed, before: Passed | None) -> tuple[str, str]:
     if outward:
         return own, f"the {noun} differs, what it is made of does not"
     above, _, last = own.rpartition(".")
-    if last.isdigit() or not above:  # a layer in a row of layers: what hands it on from stage to stage
+    if (
+        last.isdigit() or not above
+    ):  # a layer in a row of layers: what hands it on from stage to stage
         return own, f"the {noun} differs{after}: it is handed on wrongly"
     return above, f"the {noun} of {own} differs{after}"
 
 
 def difference(one: list[Entry], many: list[Entry]) -> float:
-    """The largest difference of a token, relative to the size of a token; 0.0 where parts cannot be compared."""
+    """The largest difference of a token, relative to the size of a token; 0.0 where parts cannot be
+    compared.
+    """
     kind = one[0][1]
     if "experts" in kind:
         return _of_whole(_expert_sums(one), _expert_sums(many))
     if kind["places"] == []:
         return _of_scalars(one, many)
     whole, known = _whole(one)
-    scale = (
-        float(np.sqrt(np.mean(np.square(whole[known]).reshape(int(known.sum()), -1).sum(1)))) if known.any() else 0.0
-    )
+    if known.any():
+        scale = float(
+            np.sqrt(np.mean(np.square(whole[known]).reshape(int(known.sum()), -1).sum(1)))
+        )
+    else:
+        scale = 0.0
     worst = 0.0
     for facts, event, values in many:
         cut = _part(whole, facts, event, values)
@@ -127,7 +145,8 @@ def difference(one: list[Entry], many: list[Entry]) -> float:
             continue
         places = np.asarray(event["places"])
         kept = (places < len(known)) & known[np.minimum(places, len(known) - 1)]
-        values, cut = values[kept], cut[kept]
+        values = values[kept]
+        cut = cut[kept]
         found = np.square(values - cut).reshape(len(values), -1).sum(1)
         error = float(np.sqrt(found.max())) if len(found) else 0.0
         worst = max(worst, error / max(scale, 1e-30)) if np.isfinite(error) else float("inf")
@@ -135,11 +154,12 @@ def difference(one: list[Entry], many: list[Entry]) -> float:
 
 
 def _whole(entries: list[Entry]) -> tuple[np.ndarray, np.ndarray]:
-    """The whole tensor of all tokens of a step, of what one rank kept in one or more micro-batches, and which of its
-    tokens are known.
+    """The whole tensor of all tokens of a step, of what one rank kept in one or more micro-batches,
+    and which of its tokens are known.
     """
     count = 1 + max(max(event["places"]) for _, event, _ in entries)
-    whole, known = np.zeros((count, *entries[0][2].shape[1:])), np.zeros(count, dtype=bool)
+    whole = np.zeros((count, *entries[0][2].shape[1:]))
+    known = np.zeros(count, dtype=bool)
     for _, event, values in entries:
         places = np.asarray(event["places"])
         if values.shape[1:] == whole.shape[1:]:
@@ -148,17 +168,25 @@ def _whole(entries: list[Entry]) -> tuple[np.ndarray, np.ndarray]:
     return whole, known
 
 
-def _part(whole: np.ndarray, facts: dict[str, Any], event: dict[str, Any], values: np.ndarray) -> np.ndarray | None:
-    """The part of a whole tensor that a rank holds; None where it is cut in a way that is not known."""
-    places, rows = event["places"], event["rows"]
+def _part(
+    whole: np.ndarray, facts: dict[str, Any], event: dict[str, Any], values: np.ndarray
+) -> np.ndarray | None:
+    """The part of a whole tensor that a rank holds; None where it is cut in a way that is not
+    known.
+    """
+    places = event["places"]
+    rows = event["rows"]
     if whole.ndim != values.ndim or len(places) != len(values):
         return None
     cut: np.ndarray = whole[np.minimum(places, len(whole) - 1)]
     if cut.shape == values.shape:
         return cut
     if rows is not None:
-        return cut[..., rows] if max(rows) < cut.shape[-1] and len(rows) == values.shape[-1] else None
-    tp, rank = facts["sizes"]["tp"], facts["coords"]["tp"]
+        return (
+            cut[..., rows] if max(rows) < cut.shape[-1] and len(rows) == values.shape[-1] else None
+        )
+    tp = facts["sizes"]["tp"]
+    rank = facts["coords"]["tp"]
     cuts = [axis for axis in range(1, cut.ndim) if cut.shape[axis] != values.shape[axis]]
     if len(cuts) != 1 or cut.shape[cuts[0]] != tp * values.shape[cuts[0]]:
         return None
@@ -167,10 +195,14 @@ def _part(whole: np.ndarray, facts: dict[str, Any], event: dict[str, Any], value
 
 
 def _expert_sums(entries: list[Entry]) -> np.ndarray | None:
-    """Sums over all rows of each expert [experts, features]; None where ranks hold other features."""
+    """Sums over all rows of each expert [experts, features]; None where ranks hold
+    other features.
+    """
     facts, event, _ = entries[0]
     width = {values.shape[1:] for _, _, values in entries}
-    if len(width) != 1 or (facts["sizes"]["etp"] > 1 and event["key"].endswith("fc1") and event["side"] != "input 0"):
+    if len(width) != 1 or (
+        facts["sizes"]["etp"] > 1 and event["key"].endswith("fc1") and event["side"] != "input 0"
+    ):
         return None
     count = max(event["experts"] + len(values) for _, event, values in entries)
     total = np.zeros((count, *next(iter(width))))

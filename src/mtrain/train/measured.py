@@ -1,4 +1,6 @@
-"""Which variants of kernels a run takes: what was measured on this kind of device, the same on all ranks."""
+"""Which variants of kernels a run takes: what was measured on this kind of device, the same on all
+ranks.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,8 @@ from mtrain.world.init import World
 
 
 def use_measured(run: RunConfig, world: World) -> None:
-    """Make every rank take the variants of rank 0's measurements (`mtrain_kernels.tune`), or the first ones.
+    """Make every rank take the variants of rank 0's measurements (`mtrain_kernels.tune`), or the
+    first ones.
 
     All ranks call it together. A run that has to be deterministic takes the first ones.
     """
@@ -24,6 +27,11 @@ def use_measured(run: RunConfig, world: World) -> None:
     if world.is_rank0 and not run.trainer.deterministic:
         try:
             record = tuning.read(tuning.file_of(world.torch_device))
-        except (ImportError, OSError, RuntimeError, ValueError) as error:  # the other ranks wait for an answer
+        except (
+            ImportError,
+            OSError,
+            RuntimeError,
+            ValueError,
+        ) as error:  # the other ranks wait for an answer
             warn(f"kernels take their first variants: {error}")
     tuning.use(json.loads(world.tell(json.dumps(record, allow_nan=False))))

@@ -1,4 +1,6 @@
-"""The list of operations of a step: by module, what was computed on which shapes, how often, and its FLOPs."""
+"""The list of operations of a step: by module, what was computed on which shapes, how often, and
+its FLOPs.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,16 @@ from torch.utils.flop_counter import flop_registry
 
 aten = torch.ops.aten
 _INDEX = re.compile(r"(?<=\.)\d+(?=\.|$)")
-_NOTHING = {"detach", "alias", "lift_fresh", "empty", "empty_strided", "new_empty", "empty_like", "new_empty_strided"}
+_NOTHING = {
+    "detach",
+    "alias",
+    "lift_fresh",
+    "empty",
+    "empty_strided",
+    "new_empty",
+    "empty_like",
+    "new_empty_strided",
+}
 """They compute nothing."""
 
 _IN_PLACE = {aten.addmm_: aten.addmm, aten.baddbmm_: aten.baddbmm}
@@ -29,12 +40,21 @@ class Operations:
         self._skipped: dict[Any, bool] = {}
 
     def add(
-        self, func: Any, phase: str, module: str, args: Any, kwargs: Any, tensors: list[Tensor], out: Any
+        self,
+        func: Any,
+        phase: str,
+        module: str,
+        args: Any,
+        kwargs: Any,
+        tensors: list[Tensor],
+        out: Any,
     ) -> None:
         """One operation more; views are none."""
         skipped = self._skipped.get(func)
         if skipped is None:
-            skipped = self._skipped[func] = func.is_view or func.namespace == "prim" or func._opname in _NOTHING
+            skipped = self._skipped[func] = (
+                func.is_view or func.namespace == "prim" or func._opname in _NOTHING
+            )
         if skipped:
             return
         place = self._modules.get(module)
@@ -88,5 +108,7 @@ def _flops(func: Any, args: Any, kwargs: Any, out: Any) -> int:
 
 
 def _attention(q: Tensor, k: Tensor, v: Tensor) -> int:
-    """Of attention to every key: an addition and a multiplication for each pair in both products."""
+    """Of attention to every key: an addition and a multiplication for each pair in both
+    products.
+    """
     return 2 * q.shape[0] * q.shape[1] * q.shape[2] * k.shape[2] * (q.shape[3] + v.shape[3])

@@ -32,15 +32,17 @@ TIMES = ("step", "forward_backward", "optimizer")
 
 
 class Planned(Hook):
-    """Says before the first step what is planned of a run, and once of each part that it is not what was planned, and
-    how far off it is. `beside` is what a line of the metrics has from the first step on.
+    """Says before the first step what is planned of a run, and once of each part that it is not
+    what was planned, and how far off it is. `beside` is what a line of the metrics has from the
+    first step on.
 
-    Parts of the time, and the memory of the first rank, are compared after `AFTER` steps, or at the end where there
-    are fewer; the memory of all stages and the checkpoint at the end.
+    Parts of the time, and the memory of the first rank, are compared after `AFTER` steps, or at the
+    end where there are fewer; the memory of all stages and the checkpoint at the end.
     """
 
     def __init__(self, folder: Path, progress: Progress) -> None:
-        self.folder, self.progress = folder, progress
+        self.folder = folder
+        self.progress = progress
         self.plan: dict[str, Any] | None = None
         self.lines: list[dict[str, float]] = []
         self.last = 0
@@ -55,7 +57,8 @@ class Planned(Hook):
             self.progress.note(f"planned: {words}")
 
     def beside(self, parts: Parts, result: StepResult) -> dict[str, float]:
-        """Of a step what is planned, as `planned_step_s`, and the peak of this rank beside the planned one.
+        """Of a step what is planned, as `planned_step_s`, and the peak of this rank beside the
+        planned one.
 
         Empty where nothing is known, and for a step of a smaller batch, of which there is no plan.
         """
@@ -65,7 +68,10 @@ class Planned(Hook):
         found = {key: round(value, 6) for key, value in times.items() if value is not None}
         if counts_memory(parts.run):
             peak = parts.world.device.memory_stats()["peak_bytes"]
-            found |= {"peak_bytes": peak, "planned_peak_bytes": self.plan["memory_by_stage"][ALLOCATED][0]}
+            found |= {
+                "peak_bytes": peak,
+                "planned_peak_bytes": self.plan["memory_by_stage"][ALLOCATED][0],
+            }
         return found
 
     def after_step(self, parts: Parts, result: StepResult) -> None:
@@ -98,13 +104,18 @@ class Planned(Hook):
         first = self.last - len(self.lines) + FIRST_STEPS + 1
         where = f"steps {first} to {self.last} are" if timed else "this run is"
         then = f"; all parts: {program()} plan --compare {self.folder}"
-        then += f"; with the rates of this machine: plan --calibrate {self.folder} out=FILE" if timed else ""
+        then += (
+            f"; with the rates of this machine: plan --calibrate {self.folder} out=FILE"
+            if timed
+            else ""
+        )
         self.progress.note(f"{where} not what was planned: {'; '.join(map(_said, off))}{then}")
 
 
 def _ahead(parts: Parts, plan: dict[str, Any]) -> str:
     """What is planned of a step, and of the memory of a device."""
-    run, words = parts.run, []
+    run = parts.run
+    words = []
     if plan["step_s"] is not None:
         rate = count(run.trainer.batch * run.data.length / plan["step_s"])
         full = " where samples are full" if may_pad(run) else ""
@@ -118,4 +129,6 @@ def _ahead(parts: Parts, plan: dict[str, Any]) -> str:
 
 def _said(row: Row) -> str:
     say = duration if row.kind == "time" else bytes_
-    return f"{row.part} {say(row.measured or 0)}, planned {say(row.planned or 0)}, {row.off or 0:+.0%}"
+    return (
+        f"{row.part} {say(row.measured or 0)}, planned {say(row.planned or 0)}, {row.off or 0:+.0%}"
+    )

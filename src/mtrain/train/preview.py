@@ -71,7 +71,9 @@ class Shown:
         """The counts in words."""
         counts = self.counts
         many = "document" if counts["documents"] == 1 else "documents"
-        said = f"{counts['tokens']} tokens, {counts['loss']} carry loss, {counts['documents']} {many}"
+        said = (
+            f"{counts['tokens']} tokens, {counts['loss']} carry loss, {counts['documents']} {many}"
+        )
         return said + (f", {counts['padding']} of padding" if counts["padding"] else "")
 
 
@@ -94,7 +96,9 @@ def previewed(run: RunConfig, splits: Splits, part: str, count: int) -> list[Sho
     form = imported(family_of(run.model).form)(run, splits, part)
     average = run.trainer.loss_average if part == "train" else "token"
     batches = GlobalBatches(source, count, 1, 0, 1, form, None, average).microbatches(0)
-    return [_shown(f"sample {i} of {part}", source, i, batch, texts) for i, batch in enumerate(batches)]
+    return [
+        _shown(f"sample {i} of {part}", source, i, batch, texts) for i, batch in enumerate(batches)
+    ]
 
 
 class _Texts:
@@ -133,8 +137,10 @@ def _shown(name: str, source: Any, number: int, batch: MicroBatch, texts: _Texts
 
 
 def _of(name: str, place: str, batch: MicroBatch, sample: Sample | None, texts: _Texts) -> Shown:
-    ids, labels = batch["tokens"].flatten().tolist(), batch["labels"].flatten().tolist()
-    weights, positions = batch["loss_mask"].flatten().tolist(), batch["position_ids"].flatten().tolist()
+    ids = batch["tokens"].flatten().tolist()
+    labels = batch["labels"].flatten().tolist()
+    weights = batch["loss_mask"].flatten().tolist()
+    positions = batch["position_ids"].flatten().tolist()
     padding = [False] * len(ids) if sample is None else (sample.tokens[:-1] == NOTHING).tolist()
     found = batch.get("cu_seqlens")
     bounds = [0, len(ids)] if found is None else found.tolist()
@@ -144,9 +150,16 @@ def _of(name: str, place: str, batch: MicroBatch, sample: Sample | None, texts: 
     for start, stop in pairwise(bounds):
         row = []
         for i in range(start, stop):
-            weight = (weights[i - 1] if i > start else 0.0) if following else weights[i]
+            if following:
+                weight = weights[i - 1] if i > start else 0.0
+            else:
+                weight = weights[i]
             instead = texts(labels[i]) if not following and weight else ""
-            row.append(Token(ids[i], texts(ids[i]), positions[i], weight, padding[i], ids[i] in ends, instead))
+            row.append(
+                Token(
+                    ids[i], texts(ids[i]), positions[i], weight, padding[i], ids[i] in ends, instead
+                )
+            )
         if following and weights[stop - 1]:  # what is predicted behind the last token that is read
             last = positions[stop - 1] + 1
             row.append(Token(labels[stop - 1], texts(labels[stop - 1]), last, weights[stop - 1]))
@@ -161,7 +174,8 @@ def _is_next(ids: Sequence[int], labels: Sequence[int], weights: Sequence[float]
 
 
 def _encoder(batch: Any, texts: _Texts) -> str:
-    tokens, mask = batch.get("encoder_tokens"), batch.get("encoder_mask")
+    tokens = batch.get("encoder_tokens")
+    mask = batch.get("encoder_mask")
     if not isinstance(tokens, torch.Tensor):
         return ""
     kept = tokens if mask is None else tokens[mask.bool()]

@@ -22,22 +22,33 @@ class Progress(Hook):
         if choice == "auto":
             choice = "live" if sys.stdout.isatty() else "plain"
         self.choice = choice if speaks else "none"
-        self.interval, self.goal = run.log.interval, run.trainer.steps
-        self.z_loss, self.accuracy = bool(run.trainer.z_loss_coeff), run.log.token_accuracy
+        self.interval = run.log.interval
+        self.goal = run.trainer.steps
+        self.z_loss = bool(run.trainer.z_loss_coeff)
+        self.accuracy = run.log.token_accuracy
         self.grows = len(stages(run)) > 1
-        self.began, self.first_step = 0.0, 0
+        self.began = 0.0
+        self.first_step = 0
         self.bar: Any = None
         self.task: Any = None
 
     def start(self, parts: Parts) -> None:
         """Begin counting from the state's step."""
-        self.began, self.first_step = time.monotonic(), parts.state.step
+        self.began = time.monotonic()
+        self.first_step = parts.state.step
         if self.choice == "live":
             from rich.progress import BarColumn, MofNCompleteColumn, TextColumn
             from rich.progress import Progress as Bar
 
-            self.bar = Bar(TextColumn("train"), BarColumn(), MofNCompleteColumn(), TextColumn("{task.fields[line]}"))
-            self.task = self.bar.add_task("train", total=self.goal, completed=self.first_step, line="")
+            self.bar = Bar(
+                TextColumn("train"),
+                BarColumn(),
+                MofNCompleteColumn(),
+                TextColumn("{task.fields[line]}"),
+            )
+            self.task = self.bar.add_task(
+                "train", total=self.goal, completed=self.first_step, line=""
+            )
             self.bar.start()
 
     def waits_for(self, parts: Parts, step: int) -> bool:
@@ -57,7 +68,8 @@ class Progress(Hook):
     def close(self) -> None:
         """Give the terminal back, with the line as it is."""
         if self.bar is not None:
-            bar, self.bar = self.bar, None
+            bar = self.bar
+            self.bar = None
             bar.stop()
 
     def note(self, text: str) -> None:
@@ -66,10 +78,15 @@ class Progress(Hook):
             return
         try:
             if self.bar is not None:
-                self.bar.console.print(printable(text), highlight=False, markup=False, soft_wrap=True)
+                self.bar.console.print(
+                    printable(text), highlight=False, markup=False, soft_wrap=True
+                )
             else:
                 say_page(text)
-        except (OSError, ValueError):  # nobody reads any more, or the disk is full: training goes on in silence
+        except (
+            OSError,
+            ValueError,
+        ):  # nobody reads any more, or the disk is full: training goes on in silence
             self.choice = "none"
 
     def _line(self, result: StepResult) -> str:
@@ -84,8 +101,10 @@ class Progress(Hook):
         told = f"z-loss {result.z_loss:.2e}  " if self.z_loss else ""
         told += f"accuracy {result.token_accuracy:.3f}  " if self.accuracy else ""
         wait = f"data wait {100 * result.data_wait_share:.1f}%"
-        padding = f"padding {100 * result.padding_share:.1f}%  " if result.read < result.positions else ""
+        padding = (
+            f"padding {100 * result.padding_share:.1f}%  " if result.read < result.positions else ""
+        )
         return (
-            f"loss {result.loss:.4f}  {told}{norm}  lr {result.lr:.2e}  {batch}{rate} tokens/s  {padding}{wait}  "
-            f"{units.seconds(left)} left"
+            f"loss {result.loss:.4f}  {told}{norm}  lr {result.lr:.2e}  {batch}{rate} tokens/s "
+            f" {padding}{wait}  {units.seconds(left)} left"
         )

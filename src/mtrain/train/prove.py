@@ -26,21 +26,29 @@ from mtrain.train.step import Parts, gradients, reduce_report, train_step
 from mtrain.world.init import World, joined
 
 SMALL = 1e-3
-STEPS, DOCUMENTS = "steps.json", "documents.json"
-MIDDLE, RESTORED = "middle", "restored"
+STEPS = "steps.json"
+DOCUMENTS = "documents.json"
+MIDDLE = "middle"
+RESTORED = "restored"
 """Folders of the checkpoint that a run goes on from, and of what it is once that is read."""
 
 
 def observe(
-    run: RunConfig, folder: Path, *, by_document: bool = False, resumed: bool = False, traced: bool = False
+    run: RunConfig,
+    folder: Path,
+    *,
+    by_document: bool = False,
+    resumed: bool = False,
+    traced: bool = False,
 ) -> None:
-    """Train `run` to its end on this rank, and leave in `folder`: losses and norms of each step, the whole gradient
-    that the first update was made from, and the weights after the last.
+    """Train `run` to its end on this rank, and leave in `folder`: losses and norms of each step,
+    the whole gradient that the first update was made from, and the weights after the last.
 
-    Of packed samples also the loss and the gradient of a few documents alone. With `by_document` nothing is packed:
-    one rank runs each document as a sequence of its own. With `resumed` the second half of the steps is made by what
-    was built anew and read back from a checkpoint. With `traced`, what every module takes and gives is kept, and the
-    gradient and the weights of every step, for `train.locate`; documents are not looked at alone.
+    Of packed samples also the loss and the gradient of a few documents alone. With `by_document`
+    nothing is packed: one rank runs each document as a sequence of its own. With `resumed` the
+    second half of the steps is made by what was built anew and read back from a checkpoint. With
+    `traced`, what every module takes and gives is kept, and the gradient and the weights of every
+    step, for `train.locate`; documents are not looked at alone.
     """
     with joined(run) as world:
         splits = splits_of(run)
@@ -78,7 +86,8 @@ def _assembled(run: RunConfig, world: World, splits: Splits, by_document: bool) 
 
 def _resumed(parts: Parts, folder: Path, splits: Splits, by_document: bool) -> Parts:
     """The run as it goes on in parts that are built anew and read back what it saves here."""
-    run, world = parts.run, parts.world
+    run = parts.run
+    world = parts.world
     path = ckpt_state.save(folder, run, world, parts.state, {})
     parts.close()
     anew = _assembled(run, world, splits, by_document)
@@ -87,8 +96,12 @@ def _resumed(parts: Parts, folder: Path, splits: Splits, by_document: bool) -> P
 
 
 def _documents(parts: Parts, folder: Path) -> list[dict[str, Any]]:
-    """Where some documents of the first global batch are, and their losses; their gradients are saved."""
-    data, size, out = parts.train_data, size_after(parts.batch_sizes, 0), []
+    """Where some documents of the first global batch are, and their losses; their gradients are
+    saved.
+    """
+    data = parts.train_data
+    size = size_after(parts.batch_sizes, 0)
+    out = []
     for document in documents.observed(data, size):
         batches = [to_device(batch, parts.world) for batch in documents.only(document, data, size)]
         means = reduce_report(parts.world, gradients(parts, batches), False)
@@ -141,20 +154,27 @@ class Row:
 def compare(
     one: Path, many: Path, steps: int, tolerances: dict[str, float], *, zero_centered: bool = False
 ) -> list[Row]:
-    """What `observe` left of two layouts: losses, norm and gradients of the first step, weights after the last.
+    """What `observe` left of two layouts: losses, norm and gradients of the first step, weights
+    after the last.
 
-    With `zero_centered` norms, what they multiply with is compared, 1 more than what is kept: that has no size of its
-    own after a few steps.
+    With `zero_centered` norms, what they multiply with is compared, 1 more than what is kept: that
+    has no size of its own after a few steps.
     """
     a, b = (json.loads((folder / STEPS).read_text()) for folder in (one, many))
-    losses = {f"step {i}": relative(x["loss"], y["loss"]) for i, (x, y) in enumerate(zip(a, b, strict=True), 1)}
+    losses = {
+        f"step {i}": relative(x["loss"], y["loss"])
+        for i, (x, y) in enumerate(zip(a, b, strict=True), 1)
+    }
     norm = {"step 1": relative(a[0]["grad_norm"], b[0]["grad_norm"])}
     rows = [
         _worst("loss", losses, tolerances["loss"]),
         _worst("gradient norm", norm, tolerances["gradient norm"]),
     ]
     rows += _of_documents(one, many, tolerances)
-    for what, inside in (("gradient", f"gradients/{folder_name(0)}"), ("weight", folder_name(steps))):
+    for what, inside in (
+        ("gradient", f"gradients/{folder_name(0)}"),
+        ("weight", folder_name(steps)),
+    ):
         errors = _of_tensors(one / inside, many / inside, offset=what == "weight" and zero_centered)
         rows.append(_worst(what, errors, tolerances[what]))
     return rows
@@ -181,13 +201,20 @@ def _of_documents(one: Path, many: Path, tolerances: dict[str, float]) -> list[R
     ]
 
 
-def _of_tensors(one: Path, many: Path, *, offset: bool = False, small: float = 0.0) -> dict[str, float]:
-    """The relative difference of each tensor of two checkpoints; with `offset`, of norms that are 1 more.
+def _of_tensors(
+    one: Path, many: Path, *, offset: bool = False, small: float = 0.0
+) -> dict[str, float]:
+    """The relative difference of each tensor of two checkpoints; with `offset`, of norms that are 1
+    more.
 
     A tensor whose norm is less than `small` of that of all tensors is compared with that.
     """
     left, right = (
-        {key.removeprefix(MODEL): value for key, value in whole_tensors(folder).items() if is_weight(key)}
+        {
+            key.removeprefix(MODEL): value
+            for key, value in whole_tensors(folder).items()
+            if is_weight(key)
+        }
         for folder in (one, many)
     )
     if left.keys() != right.keys():
@@ -195,11 +222,16 @@ def _of_tensors(one: Path, many: Path, *, offset: bool = False, small: float = 0
         return {f"only on one side: {', '.join(odd[:3])}": float("inf")}
     factors = {key for key in left if offset and "norm" in key and "bias" not in key}
     least = small * math.sqrt(sum(float(value.double().square().sum()) for value in left.values()))
-    return {key: _distance(value, right[key], 1.0 if key in factors else 0.0, least) for key, value in left.items()}
+    return {
+        key: _distance(value, right[key], 1.0 if key in factors else 0.0, least)
+        for key, value in left.items()
+    }
 
 
 def is_weight(key: str) -> bool:
-    """Whether a key is of a weight or its gradient: not of the optimizer or of a router's counters."""
+    """Whether a key is of a weight or its gradient: not of the optimizer or of a
+    router's counters.
+    """
     return key.startswith(MODEL) and "tokens_per_expert" not in key
 
 
@@ -211,7 +243,9 @@ def relative(a: float | None, b: float | None) -> float:
 
 
 def _distance(a: torch.Tensor, b: torch.Tensor, offset: float, least: float) -> float:
-    return float((a.double() - b.double()).norm() / (a.double() + offset).norm().clamp_min(max(least, 1e-12)))
+    return float(
+        (a.double() - b.double()).norm() / (a.double() + offset).norm().clamp_min(max(least, 1e-12))
+    )
 
 
 def _worst(what: str, errors: dict[str, float], tolerance: float) -> Row:

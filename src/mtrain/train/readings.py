@@ -20,7 +20,10 @@ ROW = 12
 
 
 REPORT = 10
-"""Numbers of `summed_report`. Where the host did not wait for the gradient's norm, the norm comes behind them."""
+"""Numbers of `summed_report`.
+
+Where the host did not wait for the gradient's norm, the norm comes behind them.
+"""
 
 
 class Means(NamedTuple):
@@ -51,16 +54,21 @@ class Means(NamedTuple):
 
 
 def summed_report(
-    world: World, reports: Sequence[torch.Tensor], stop: bool, due: int = 0, work: Sequence[float] = ()
+    world: World,
+    reports: Sequence[torch.Tensor],
+    stop: bool,
+    due: int = 0,
+    work: Sequence[float] = (),
 ) -> torch.Tensor:
-    """The reports of `sum_loss`, how many ranks want to stop, and the `work` of this rank: the tokens that it alone
-    counts, and their model FLOPs with half and with all of attention. Added up over all ranks in one all-reduce.
+    """The reports of `sum_loss`, how many ranks want to stop, and the `work` of this rank: the
+    tokens that it alone counts, and their model FLOPs with half and with all of attention. Added up
+    over all ranks in one all-reduce.
 
     `due` is what the clock of rank 0 asks for, and 0 on all other ranks.
 
     Returns:
-        fp64 [10] on the device: loss, count, predictions that count, z-losses, hits, ranks that want to stop, `due`,
-        work.
+        fp64 [10] on the device: loss, count, predictions that count, z-losses, hits, ranks that
+        want to stop, `due`, work.
     """
     values = torch.zeros(REPORT, dtype=torch.float64, device=world.torch_device)
     if reports and world.coords["tp"] == 0:
@@ -87,7 +95,9 @@ class Reading:
         self._found: list[float] | None = None
 
     def read(self) -> list[float]:
-        """The numbers; waits until the device has come to where they are known, and for nothing behind it."""
+        """The numbers; waits until the device has come to where they are known, and for nothing
+        behind it.
+        """
         if self._found is None:
             if self._there is not None:
                 begin_phase("waiting for the device")
@@ -112,7 +122,9 @@ class Board:
             return Reading(values, None)
         if not self._rows:
             count = len(self._last)
-            self._rows = list(self.device.pinned(8 * ROW * count).view(torch.float64).view(count, ROW))
+            self._rows = list(
+                self.device.pinned(8 * ROW * count).view(torch.float64).view(count, ROW)
+            )
         self._turn = (self._turn + 1) % len(self._last)
         if (before := self._last[self._turn]) is not None:
             before.read()  # which was written to this row, and is kept by whoever wants it
@@ -123,7 +135,9 @@ class Board:
 
 
 class Clock:
-    """Times of a step by phase, between moments of the device; on a CPU, by the clock on the wall."""
+    """Times of a step by phase, between moments of the device; on a CPU, by the clock
+    on the wall.
+    """
 
     def __init__(self, device: Device) -> None:
         self._device = device
@@ -150,13 +164,21 @@ class Clock:
         The device is past all of them.
         """
         assert self._end is not None
-        phases = {name: begin.elapsed_time(end) / 1e3 for name, (begin, end) in self._phases.items()}
-        return {**phases, "data_wait": self.waited_s, "step": self._begin.elapsed_time(self._end) / 1e3}
+        phases = {
+            name: begin.elapsed_time(end) / 1e3 for name, (begin, end) in self._phases.items()
+        }
+        return {
+            **phases,
+            "data_wait": self.waited_s,
+            "step": self._begin.elapsed_time(self._end) / 1e3,
+        }
 
 
 @contextmanager
 def sync_checks(device: Device, mode: str) -> Iterator[None]:
-    """Inside, waiting for the device is what `trainer.sync_debug` says: allowed (`none`), warned of, or an error."""
+    """Inside, waiting for the device is what `trainer.sync_debug` says: allowed (`none`), warned
+    of, or an error.
+    """
     if mode == "none":
         yield
         return

@@ -1,4 +1,6 @@
-"""Every storage's life and every operation of what runs inside, of tensors that have shapes and no memory."""
+"""Every storage's life and every operation of what runs inside, of tensors that have shapes and no
+memory.
+"""
 
 from __future__ import annotations
 
@@ -29,13 +31,16 @@ aten = torch.ops.aten
 OWN = "mtrain"
 """Operations that `mtrain_kernels` registers."""
 WITHOUT_SCORES = ("mtrain::attention", "mtrain::attention_backward")
-"""Those of them that have no inside but a kernel's: what they read and make is all that there is."""
+"""Those of them that have no inside but a kernel's: what they read and make is all that there is.
+"""
 PARTS = ("weights", "gradients", "optimizer", "other", "activations", "recompute", "temporary")
-"""What a storage is: `other` was there before the step, `temporary` is what autograd does not keep."""
+"""What a storage is: `other` was there before the step, `temporary` is what autograd does not keep.
+"""
 HOST = "host"
 """A part that is not in the memory of the device."""
 MOST_REAL = 1 << 22
-"""Elements up to which small numbers, such as counts of tokens, are computed and not only shaped."""
+"""Elements up to which small numbers, such as counts of tokens, are computed and not only shaped.
+"""
 
 
 @dataclass(frozen=True)
@@ -83,7 +88,10 @@ class Peak:
 
 
 class Recorder(TorchDispatchMode):
-    """Counts bytes by part. What is made of small numbers alone is computed; everything else has a shape only."""
+    """Counts bytes by part.
+
+    What is made of small numbers alone is computed; everything else has a shape only.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -140,11 +148,16 @@ class Recorder(TorchDispatchMode):
                 self._move(life, part)
 
     def settle(self) -> None:
-        """What is alive and has no part was there before the step; the peak and the operations begin anew."""
+        """What is alive and has no part was there before the step; the peak and the operations
+        begin anew.
+        """
         for life in self.live.values():
             if life.part == "temporary":
                 self._move(life, "other")
-        self.peak, self.kept, self.segments, self.operations = Peak(), 0, [], Operations()
+        self.peak = Peak()
+        self.kept = 0
+        self.segments = []
+        self.operations = Operations()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if any(issubclass(kind, DTensor) for kind in types):
@@ -169,7 +182,11 @@ class Recorder(TorchDispatchMode):
         if func.namespace == "c10d":
             out = _collective(func, args)
         elif func is aten._unique2.default and faked:  # all of them differ
-            out = args[0].new_empty(args[0].numel()), torch.empty_like(args[0]), args[0].new_empty(0)
+            out = (
+                args[0].new_empty(args[0].numel()),
+                torch.empty_like(args[0]),
+                args[0].new_empty(0),
+            )
         elif func is aten.nonzero.default and faked:
             out = args[0].new_empty((0, args[0].ndim), dtype=torch.int64)
         elif func is aten.masked_select.default and not isinstance(args[1], FakeTensor):
@@ -183,7 +200,8 @@ class Recorder(TorchDispatchMode):
             out = self._shapes(func, args, kwargs)
         else:
             out = func(*args, **kwargs)
-        self._fake.fake_tensor_converter.meta_converter.tensor_memo.clear()  # else no module can be moved
+        # else no module can be moved
+        self._fake.fake_tensor_converter.meta_converter.tensor_memo.clear()
         place = self._place()
         for tensor in _tensors((out,)):
             self._seen(tensor)
@@ -220,7 +238,8 @@ class Recorder(TorchDispatchMode):
             last = Segment(place, last.after if last else self.now)
             self.segments.append(last)
         if self.now > last.peak:
-            last.peak, last.module = self.now, place.module
+            last.peak = self.now
+            last.module = place.module
         last.after = self.now
 
     def _enter(self, module: Any, args: Any) -> None:
@@ -245,10 +264,15 @@ class Recorder(TorchDispatchMode):
 
     def _seen(self, tensor: Tensor) -> _Life | None:
         storage = tensor.untyped_storage()
-        key, size = storage._cdata, storage.nbytes()
+        key = storage._cdata
+        size = storage.nbytes()
         life = self.live.get(key)
         if life is None and size:
-            life = _Life(weakref.ref(storage, partial(self._gone, key)), 0, HOST if self.on_host else "temporary")
+            life = _Life(
+                weakref.ref(storage, partial(self._gone, key)),
+                0,
+                HOST if self.on_host else "temporary",
+            )
             self.live[key] = life
             self._resize(life, size)
         elif life is not None and size != life.bytes:
@@ -287,7 +311,9 @@ class Recorder(TorchDispatchMode):
     def _pack(self, tensor: Tensor) -> _Saved:
         life = self._seen(tensor)
         if life is not None and life.part == "temporary":
-            self._move(life, "activations" if torch._C._current_graph_task_id() == -1 else "recompute")
+            self._move(
+                life, "activations" if torch._C._current_graph_task_id() == -1 else "recompute"
+            )
         if life is not None:
             life.saved += 1
         self.kept = max(self.kept, self.sizes["activations"] + self.sizes["recompute"])
@@ -304,7 +330,9 @@ class _Saved:
     """A saved tensor for as long as autograd holds it."""
 
     def __init__(self, recorder: Recorder, tensor: Tensor, life: _Life | None) -> None:
-        self.recorder, self.tensor, self.life = recorder, tensor, life
+        self.recorder = recorder
+        self.tensor = tensor
+        self.life = life
 
     def __del__(self) -> None:
         life = self.life
@@ -324,13 +352,19 @@ def _tensors(found: Any) -> Iterator[Tensor]:
 
 
 def _collective(func: Any, args: Any) -> Any:
-    """What a call of a process group gives: the tensors that it would have filled, and work that is done."""
-    outs = [FakeWork().boxed() if "Work" in str(one.type) else args[0] for one in func._schema.returns]
+    """What a call of a process group gives: the tensors that it would have filled, and work that is
+    done.
+    """
+    outs = [
+        FakeWork().boxed() if "Work" in str(one.type) else args[0] for one in func._schema.returns
+    ]
     return outs[0] if len(outs) == 1 else tuple(outs)
 
 
 def _answer(tensor: Tensor) -> Any:
-    """The number that nobody knows: norms are 0, so nothing is clipped and no update skipped; counts are 1."""
+    """The number that nobody knows: norms are 0, so nothing is clipped and no update skipped;
+    counts are 1.
+    """
     return 0.0 if tensor.dtype.is_floating_point else tensor.dtype is torch.bool or 1
 
 
@@ -338,10 +372,13 @@ def _answer(tensor: Tensor) -> Any:
 def _alone() -> Iterator[None]:
     """What a rank asks of generators and of other ranks, where neither is there.
 
-    States of generators are numbers, which megatron-core's trackers hand back and forth; objects of all ranks are
-    alike. A parameter of another format keeps its attributes, as one with memory does.
+    States of generators are numbers, which megatron-core's trackers hand back and forth; objects of
+    all ranks are alike. A parameter of another format keeps its attributes, as one with memory
+    does.
     """
-    get, put, apply = torch.get_rng_state, torch.set_rng_state, torch.nn.Module._apply
+    get = torch.get_rng_state
+    put = torch.set_rng_state
+    apply = torch.nn.Module._apply
 
     def real_get() -> Tensor:
         with _disable_current_modes():

@@ -7,7 +7,9 @@ from dataclasses import dataclass, field
 
 @dataclass(frozen=True)
 class Sampling:
-    """How tokens are drawn: logits are divided by `temperature`, then those are kept that every limit keeps."""
+    """How tokens are drawn: logits are divided by `temperature`, then those are kept that every
+    limit keeps.
+    """
 
     tokens: int = 64
     """Most tokens that are added to a prompt."""
@@ -20,7 +22,9 @@ class Sampling:
     min_p: float = 0.0
     """Keep tokens with at least this share of the probability of the most likely one."""
     seed: int | None = None
-    """Of the draws of each prompt: its text does not depend on the prompts beside it; None: `trainer.seed`."""
+    """Of the draws of each prompt: its text does not depend on the prompts beside it; None:
+    `trainer.seed`.
+    """
 
 
 @dataclass(frozen=True)
@@ -40,7 +44,9 @@ class Request:
     as_json: bool = False
 
 
-LENGTH, END, STOP = "length", "end of text", "stop"
+LENGTH = "length"
+END = "end of text"
+STOP = "stop"
 ENDINGS = (LENGTH, END, STOP)
 """Why a continuation ended: it has all its tokens, an end-of-text token, or a text of `stop`."""
 

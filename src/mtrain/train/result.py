@@ -25,7 +25,9 @@ class StepResult:
     token_accuracy: float
     """The share of `tokens` with the largest logit; 0 without `log.token_accuracy`."""
     updated: bool
-    """False where the update was skipped: an overflow in fp16, or a norm above `optim.skip_above_grad_norm`."""
+    """False where the update was skipped: an overflow in fp16, or a norm above
+    `optim.skip_above_grad_norm`.
+    """
     skipped_updates: int
     """Updates skipped in a row, up to this step."""
     loss_scale: float | None
@@ -50,8 +52,9 @@ class StepResult:
     due: int = 0
     """What the clock of rank 0 asked for before this step; see `mtrain.train.by_time`."""
     seconds: dict[str, float] = field(default_factory=dict)
-    """Time of this rank by phase: data, forward_backward, optimizer, and all of the step; data_wait: the part of data
-    in which samples were waited for that were not read yet."""
+    """Time of this rank by phase: data, forward_backward, optimizer, and all of the step;
+    data_wait: the part of data in which samples were waited for that were not read yet.
+    """
 
     def result(self) -> StepResult:
         """Return itself: the device has ended this step, other than one that is `Launched`."""

@@ -17,8 +17,8 @@ def draw(logits: Tensor, sampling: Sampling, generator: torch.Generator) -> int:
 
 
 def limited(logits: Tensor, sampling: Sampling) -> Tensor:
-    """`logits` [vocabulary] with minus infinity where top_k, then top_p (arXiv:1904.09751), then min_p
-    (arXiv:2407.01082) leave a token out; the most likely one always stays.
+    """`logits` [vocabulary] with minus infinity where top_k, then top_p (arXiv:1904.09751), then
+    min_p (arXiv:2407.01082) leave a token out; the most likely one always stays.
     """
     if 0 < sampling.top_k < logits.shape[-1]:
         logits = logits.masked_fill(logits < logits.topk(sampling.top_k).values[-1], -torch.inf)
@@ -31,5 +31,7 @@ def limited(logits: Tensor, sampling: Sampling) -> Tensor:
         logits = logits.index_fill(0, order[left_out], -torch.inf)
     if sampling.min_p > 0:
         probabilities = logits.softmax(-1)
-        logits = logits.masked_fill(probabilities < sampling.min_p * probabilities.max(), -torch.inf)
+        logits = logits.masked_fill(
+            probabilities < sampling.min_p * probabilities.max(), -torch.inf
+        )
     return logits

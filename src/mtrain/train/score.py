@@ -25,9 +25,11 @@ class Scored:
 
 @torch.no_grad()
 def score(sampler: Sampler, sequences: Sequence[list[int]], rows: int = 8) -> list[Scored]:
-    """The log probabilities of each sequence's tokens, in the order given and the same on every rank.
+    """The log probabilities of each sequence's tokens, in the order given and the same on every
+    rank.
 
-    A sequence has two tokens or more, at most `sampler.context` + 1; those of similar length are computed together.
+    A sequence has two tokens or more, at most `sampler.context` + 1; those of similar length are
+    computed together.
     """
     order = sorted(range(len(sequences)), key=lambda i: -len(sequences[i]))
     rows = rows if sampler.independent else 1
@@ -46,13 +48,15 @@ def score(sampler: Sampler, sequences: Sequence[list[int]], rows: int = 8) -> li
 def _scored(sampler: Sampler, sequences: list[list[int]]) -> torch.Tensor:
     """Log probabilities, and ones for the likeliest tokens: float64 [2, rows, length]."""
     longest = len(sequences[0]) - 1
-    length, device = -(-longest // sampler.multiple) * sampler.multiple, sampler.world.torch_device
+    length = -(-longest // sampler.multiple) * sampler.multiple
+    device = sampler.world.torch_device
     padded = torch.zeros((len(sequences), length + 1), dtype=torch.int64)
     for row, ids in enumerate(sequences):
         padded[row, : len(ids)] = torch.tensor(ids)
     padded = padded.to(device)
     positions = torch.arange(length, device=device).clamp(max=sampler.context - 1)
-    labels, vocabulary = padded[:, 1:, None], sampler.run.model.vocab_size
+    labels = padded[:, 1:, None]
+    vocabulary = sampler.run.model.vocab_size
 
     def take(logits: torch.Tensor) -> torch.Tensor:
         whole = mcore.gather_from_tensor_model_parallel_region(logits)[..., :vocabulary].float()

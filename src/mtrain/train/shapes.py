@@ -1,6 +1,7 @@
 """What an operation gives on tensors that have shapes alone, found once for each kind of arguments.
 
-`FakeTensorMode` asks the operation itself; the same operation on the same shapes gives the same shapes.
+`FakeTensorMode` asks the operation itself; the same operation on the same shapes gives the same
+shapes.
 """
 
 from __future__ import annotations
@@ -37,7 +38,9 @@ class Shapes:
         by_values = any(tag in func.tags for tag in _BY_VALUES)
         if by_values or func.namespace != "aten" or func._opname in _RESIZE:
             return None
-        return self._view if func.is_view or func is torch.ops.aten._unsafe_view.default else self._remembered
+        if func.is_view or func is torch.ops.aten._unsafe_view.default:
+            return self._view
+        return self._remembered
 
     def _view(self, func: Any, args: Any, kwargs: Any) -> Any:
         device = args[0].fake_device
@@ -52,7 +55,8 @@ class Shapes:
     def _remembered(self, func: Any, args: Any, kwargs: Any) -> Any:
         key = func, tuple(_kind(args)), tuple(kwargs), tuple(_kind(kwargs.values()))
         try:
-            seen, made = key in self._known, self._known.get(key)
+            seen = key in self._known
+            made = self._known.get(key)
         except TypeError:  # an argument that is no key
             return func(*args, **kwargs)
         if made is not None:
@@ -61,18 +65,27 @@ class Shapes:
         if not seen:
             again = tuple(_kind(args)), tuple(_kind(kwargs.values()))
             known = again == (key[1], key[3])  # and none was resized
-            self._known[key] = self._learned(func, out, _storages((*args, *kwargs.values()))) if known else None
+            self._known[key] = (
+                self._learned(func, out, _storages((*args, *kwargs.values()))) if known else None
+            )
         return out
 
     def _learned(self, func: Any, out: Any, read: set[int]) -> _Made | None:
-        """How its results are made, of an operation that reads some storages; None: not by shapes alone."""
-        returns, written = func._schema.returns, [one.alias_info is not None for one in func._schema.arguments]
+        """How its results are made, of an operation that reads some storages; None: not by shapes
+        alone.
+        """
+        returns = func._schema.returns
+        written = [one.alias_info is not None for one in func._schema.arguments]
         if any(one.alias_info is not None for one in returns) or (not returns and any(written)):
             return self._written(func)
         if any(written):
             return None
         outs = [out] if isinstance(out, Tensor) else out
-        if not isinstance(outs, list | tuple) or not all(_plain(one) for one in outs) or read & _storages(outs):
+        if (
+            not isinstance(outs, list | tuple)
+            or not all(_plain(one) for one in outs)
+            or read & _storages(outs)
+        ):
             return None
         facts = [(one.shape, one.stride(), one.dtype, one.device) for one in outs]
         make = self._new
@@ -103,10 +116,17 @@ class Shapes:
 
 def _plain(out: Any) -> bool:
     """A tensor of its own, which its shape and strides say all of."""
-    if not isinstance(out, FakeTensor) or out.storage_offset() or out.layout is not torch.strided or out.is_complex():
+    if (
+        not isinstance(out, FakeTensor)
+        or out.storage_offset()
+        or out.layout is not torch.strided
+        or out.is_complex()
+    ):
         return False
     last = sum((size - 1) * step for size, step in zip(out.shape, out.stride(), strict=True))
-    return out.untyped_storage().nbytes() == (0 if not out.numel() else (last + 1) * out.element_size())
+    return out.untyped_storage().nbytes() == (
+        0 if not out.numel() else (last + 1) * out.element_size()
+    )
 
 
 def _storages(found: Any) -> set[int]:
@@ -120,7 +140,9 @@ def _storages(found: Any) -> set[int]:
 
 
 def _kind(found: Any) -> Iterator[Any]:
-    """What of arguments decides about shapes; numbers with their types, which decide about that of a result."""
+    """What of arguments decides about shapes; numbers with their types, which decide about that of
+    a result.
+    """
     for one in found:
         if isinstance(one, Tensor):
             yield one.shape, one.stride(), one.dtype, one.storage_offset(), one.device

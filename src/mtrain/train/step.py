@@ -26,7 +26,16 @@ from mtrain.mcore.padding import padding_is
 from mtrain.mcore.sharding import gathered
 from mtrain.models.registry import family_of
 from mtrain.train.by_time import ByTime
-from mtrain.train.feed import DOCUMENTS, Batch, Feed, Needs, Place, counts_tokens, documents_of, needs_of
+from mtrain.train.feed import (
+    DOCUMENTS,
+    Batch,
+    Feed,
+    Needs,
+    Place,
+    counts_tokens,
+    documents_of,
+    needs_of,
+)
 from mtrain.train.readings import AHEAD, Board, Clock, Means, Reading, summed_report
 from mtrain.train.readings import reduce_report as reduce_report
 from mtrain.train.result import Launched
@@ -51,7 +60,9 @@ class Parts:
     train_data: GlobalBatches
     valid_data: GlobalBatches | None
     schedule: Callable[..., list[torch.Tensor]] | None = None
-    """How the micro-batches of a step are run, with the arguments of `run_schedule`; None: through the pipeline."""
+    """How the micro-batches of a step are run, with the arguments of `run_schedule`; None: through
+    the pipeline.
+    """
     stop: StopRequest = field(default_factory=StopRequest)
     """Requests that this rank got."""
     stops: bool = False
@@ -98,13 +109,15 @@ class Parts:
         end = samples_of(plan, self.run.trainer.steps)
         prefetch = self.run.data.prefetch
         ring = Ring.of(self.world.device, prefetch)
-        following, needs = partial(_next_step, plan, end), self.needs(self.train_data)
+        following = partial(_next_step, plan, end)
+        needs = self.needs(self.train_data)
         return Feed(self.train_data, self.world, needs, following, prefetch, ring)
 
     @cached_property
     def pipeline(self) -> Callable[..., Any]:
         """megatron-core's schedule of micro-batches, in one CUDA graph where that is asked for."""
-        schedule, steps = mcore.get_forward_backward_func(), self.run.trainer.cuda_graph_warmup_steps
+        schedule = mcore.get_forward_backward_func()
+        steps = self.run.trainer.cuda_graph_warmup_steps
         if self.run.trainer.cuda_graph_impl == "full_iteration" and steps is not None:
             return whole_steps(schedule, steps)
         return schedule  # type: ignore[no-any-return]
@@ -129,7 +142,8 @@ def train_step(parts: Parts, *, stop_requested: bool) -> StepResult:
 def launch_step(parts: Parts, *, stop_requested: bool) -> Launched:
     """Read a global batch, run forward and backward over its micro-batches, update the weights.
 
-    The device gets the work and the host goes on; it waits only where what to do depends on a number of the device.
+    The device gets the work and the host goes on; it waits only where what to do depends on a
+    number of the device.
     """
     clock = Clock(parts.world.device)
     state = parts.state
@@ -151,7 +165,8 @@ def launch_step(parts: Parts, *, stop_requested: bool) -> Launched:
     values = summed_report(parts.world, reports, stop_requested or parts.stop_requested, due, work)
     if isinstance(norm, torch.Tensor):
         values = torch.cat([values, norm.reshape(1).to(values)])
-    clock.stop()  # before the reading, which waits for its own moment: the clock's are then past, too
+    # before the reading, which waits for its own moment: the clock's are then past, too
+    clock.stop()
     reading = parts.board.copy(values)
     known = {
         "step": state.step,
@@ -169,7 +184,9 @@ def launch_step(parts: Parts, *, stop_requested: bool) -> Launched:
 
 
 def gradients(parts: Parts, batches: Sequence[Batch]) -> list[torch.Tensor]:
-    """Forward and backward over the micro-batches of a step, from gradients of zero; see `run_schedule`."""
+    """Forward and backward over the micro-batches of a step, from gradients of zero; see
+    `run_schedule`.
+    """
     for chunk in parts.state.chunks:
         chunk.zero_grad_buffer()
     parts.state.optimizer.zero_grad()
@@ -178,21 +195,29 @@ def gradients(parts: Parts, batches: Sequence[Batch]) -> list[torch.Tensor]:
 
 
 def reads(parts: Parts) -> bool:
-    """Whether this rank counts samples for all that have the same, or are other stages of the model."""
-    run, coords = parts.run, parts.world.coords
-    first = all(coords[axis] == 0 for axis in ("tp", "cp")) and coords["pp"] == parts.world.grid.pp - 1
+    """Whether this rank counts samples for all that have the same, or are other stages of the
+    model.
+    """
+    run = parts.run
+    coords = parts.world.coords
+    first = (
+        all(coords[axis] == 0 for axis in ("tp", "cp")) and coords["pp"] == parts.world.grid.pp - 1
+    )
     # of dynamic context parallelism every rank reads all samples
     return first and (coords["dp"] == 0 or not run.parallel.hybrid_context_parallel)
 
 
 def _share_out(parts: Parts, batches: Sequence[Batch]) -> None:
-    """Keep losses beside that of the next token averages over their own tokens, where a step is divided by its own.
+    """Keep losses beside that of the next token averages over their own tokens, where a step is
+    divided by its own.
 
-    Those of routers and indexers add up over all tokens that are there; those of further tokens over their
-    predictions, of which short documents have fewer. Without this each would weigh more or less than its coefficient
-    says. What each is multiplied by stays on the device, in one place, where graphs find it.
+    Those of routers and indexers add up over all tokens that are there; those of further tokens
+    over their predictions, of which short documents have fewer. Without this each would weigh more
+    or less than its coefficient says. What each is multiplied by stays on the device, in one place,
+    where graphs find it.
     """
-    run, world = parts.run, parts.world
+    run = parts.run
+    world = parts.world
     depths = parts.train_data.depths
     if not depths and not (counts_tokens(run) and _leaves_out(run)):
         return
@@ -200,7 +225,9 @@ def _share_out(parts: Parts, batches: Sequence[Batch]) -> None:
     if reads(parts):
         tallies = [batch[TALLY] for batch in batches]
         tokens = sum(int(tally.lengths(run.data.length).sum()) for tally in tallies)
-        further = (sum(counts) for counts in zip(*(tally.further for tally in tallies), strict=True))
+        further = (
+            sum(counts) for counts in zip(*(tally.further for tally in tallies), strict=True)
+        )
         for place, number in enumerate((sum(tally.losses for tally in tallies), tokens, *further)):
             values[place] = float(number)
     dist.all_reduce(values)
@@ -222,11 +249,12 @@ def _leaves_out(run: RunConfig) -> bool:
 
 
 def update(state: TrainState, counts: str) -> tuple[bool, float | torch.Tensor, float]:
-    """Update the weights at the rate that the schedule has by what it `counts` (`optim.schedule_counts`).
+    """Update the weights at the rate that the schedule has by what it `counts`
+    (`optim.schedule_counts`).
 
     Returns:
-        Whether the update was not skipped (fp16, `optim.skip_above_grad_norm`), the gradient's norm before clipping
-        (a tensor where the host did not wait for it), and the rate.
+        Whether the update was not skipped (fp16, `optim.skip_above_grad_norm`), the gradient's norm
+        before clipping (a tensor where the host did not wait for it), and the rate.
     """
     ahead = 0 if counts == "past_updates" else 1
     state.schedule.step(ahead)
@@ -241,16 +269,22 @@ def update(state: TrainState, counts: str) -> tuple[bool, float | torch.Tensor, 
 
 
 def evaluate(parts: Parts, data: GlobalBatches, iters: int) -> float | None:
-    """Mean cross entropy per token over the first `iters` global batches of an evaluation, in nats; see `summed`."""
+    """Mean cross entropy per token over the first `iters` global batches of an evaluation, in nats;
+    see `summed`.
+    """
     found = summed(parts, data, iters)
     return None if found is None else found[0] / max(1, found[1])
 
 
-def summed(parts: Parts, data: GlobalBatches, iters: int, *, until_stop: bool = False) -> tuple[float, int] | None:
-    """The cross entropy of the first `iters` global batches of an evaluation in nats, and the tokens that it is over.
+def summed(
+    parts: Parts, data: GlobalBatches, iters: int, *, until_stop: bool = False
+) -> tuple[float, int] | None:
+    """The cross entropy of the first `iters` global batches of an evaluation in nats, and the
+    tokens that it is over.
 
-    There are as many batches as its samples fill. With `until_stop`, None as soon as a rank was asked to stop.
-    Training goes on with the random numbers that it would have had: a router may draw in an evaluation too.
+    There are as many batches as its samples fill. With `until_stop`, None as soon as a rank was
+    asked to stop. Training goes on with the random numbers that it would have had: a router may
+    draw in an evaluation too.
     """
     size = parts.run.trainer.batch
     iters = iters if data.limit is None else min(iters, data.steps)
@@ -301,25 +335,34 @@ def _next_step(plan: Sequence[Stage], end: int, place: Place) -> Place | None:
     return (consumed, size_after(plan, consumed)) if consumed < end else None
 
 
-def run_schedule(parts: Parts, batches: Sequence[Batch], *, forward_only: bool) -> list[torch.Tensor]:
+def run_schedule(
+    parts: Parts, batches: Sequence[Batch], *, forward_only: bool
+) -> list[torch.Tensor]:
     """Run the micro-batches of a step; on the last stage, what `sum_loss` reports of each."""
     with _weights(parts.run, forward_only):
         return (parts.schedule or run_pipeline)(parts, batches, forward_only=forward_only)
 
 
 def _weights(run: RunConfig, forward_only: bool) -> AbstractContextManager[None]:
-    """For how long a weight that was quantised is what it was: a captured graph knows nothing of other graphs."""
+    """For how long a weight that was quantised is what it was: a captured graph knows nothing of
+    other graphs.
+    """
     if run.parallel.frees_weights:
         return weights_leave()
-    stays = not forward_only and run.parallel.fsdp == "none" and run.trainer.cuda_graph_impl == "none"
+    stays = (
+        not forward_only and run.parallel.fsdp == "none" and run.trainer.cuda_graph_impl == "none"
+    )
     return weights_stay() if stays else nullcontext()
 
 
 def run_pipeline(
     parts: Parts, batches: Sequence[Batch], *, forward_only: bool, forward: Forward | None = None
 ) -> list[torch.Tensor]:
-    """`run_schedule` by megatron-core's schedules, with or without stages; `forward` stands for `forward_step`."""
-    chunks, run = parts.state.chunks, parts.run
+    """`run_schedule` by megatron-core's schedules, with or without stages; `forward` stands for
+    `forward_step`.
+    """
+    chunks = parts.state.chunks
+    run = parts.run
     iterators = [iter(batches) for _ in chunks]
     reports = (mcore.get_forward_backward_func() if forward else parts.pipeline)(
         forward_step_func=forward or forward_step,
@@ -338,19 +381,24 @@ def forward_step(iterator: Iterator[Batch], model: Any) -> tuple[torch.Tensor, A
     begin_phase("forward")
     batch = next(iterator)
     # a stage in between has none of them
-    tokens, places, labels, mask = (batch.get(key) for key in ("tokens", "position_ids", "labels", "loss_mask"))
+    tokens, places, labels, mask = (
+        batch.get(key) for key in ("tokens", "position_ids", "labels", "loss_mask")
+    )
     packed = packed_params(batch.get("cu_seqlens"))
     if packed is not None:
         packed.max_seqlen_q = packed.max_seqlen_kv = documents_of(batch).longest
     listed = (*MicroBatch.__annotations__, DOCUMENTS, TALLY)
     own = {key: value for key, value in batch.items() if key not in listed}
     with padding_is(batch.get("padding")):
-        output = model(tokens, places, None, labels=labels, loss_mask=mask, packed_seq_params=packed, **own)
+        output = model(
+            tokens, places, None, labels=labels, loss_mask=mask, packed_seq_params=packed, **own
+        )
     return output, partial(sum_loss, mask, batch.get("loss_counts"))
 
 
 def packed_params(cu_seqlens: torch.Tensor | None) -> Any:
-    """megatron-core's description of packed documents that start at `cu_seqlens` (int32 [n + 1]); None for None.
+    """megatron-core's description of packed documents that start at `cu_seqlens` (int32 [n + 1]);
+    None for None.
 
     The length of the longest is left out.
     """
@@ -368,17 +416,20 @@ def packed_params(cu_seqlens: torch.Tensor | None) -> Any:
 def sum_loss(
     mask: torch.Tensor | None, counts: torch.Tensor | None, total: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
-    """Loss of a micro-batch as megatron-core's per-token form: the sum, the count it is divided by, and a report.
+    """Loss of a micro-batch as megatron-core's per-token form: the sum, the count it is divided by,
+    and a report.
 
-    Gradients are divided by the count of the whole global batch at the end, so no layout weighs a sample differently.
-    `mask` [b, s] weighed the tokens of `total`, a scalar, or what `mcore.language_model.told_apart` made; `counts`
-    [b, s] add up to the count, or `mask` does. The report is `[loss sum, count, predictions that count]`, behind it
-    stand the sum of z-losses, no part of the first then, and the labels with the largest logit, if they are told.
+    Gradients are divided by the count of the whole global batch at the end, so no layout weighs a
+    sample differently. `mask` [b, s] weighed the tokens of `total`, a scalar, or what
+    `mcore.language_model.told_apart` made; `counts` [b, s] add up to the count, or `mask` does. The
+    report is `[loss sum, count, predictions that count]`, behind it stand the sum of z-losses, no
+    part of the first then, and the labels with the largest logit, if they are told.
     """
     assert mask is not None  # megatron-core asks for losses on the last stage alone
     count = mask.sum() if counts is None else counts.sum()
     told = total.detach()[1:] if total.ndim else total.new_zeros(0)
-    total = total[0].clone() if total.ndim else total  # a pipeline frees what it sent on, which no view can be
+    # a pipeline frees what it sent on, which no view can be
+    total = total[0].clone() if total.ndim else total
     loss = total.detach() - told[:1].sum()
     report = torch.cat([torch.stack([loss, count, (mask > 0).sum().to(count)]), told])
     return total, count.int(), {"loss": report}

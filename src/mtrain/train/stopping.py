@@ -1,4 +1,6 @@
-"""Requests to stop: signals that a rank is sent, noted wherever they come and heeded between two steps."""
+"""Requests to stop: signals that a rank is sent, noted wherever they come and heeded between two
+steps.
+"""
 
 from __future__ import annotations
 
@@ -16,8 +18,8 @@ class StopRequest:
     def listen(self, names: Sequence[str]) -> None:
         """Note the signals of `trainer.stop_signals` instead of ending with them.
 
-        But for SIGTERM, one that this process was started to ignore stays ignored, as SIGHUP is under nohup, and
-        SIGINT where a launcher forwards Ctrl-C itself.
+        But for SIGTERM, one that this process was started to ignore stays ignored, as SIGHUP is
+        under nohup, and SIGINT where a launcher forwards Ctrl-C itself.
         """
         for name in names:
             number = signal.Signals[name]

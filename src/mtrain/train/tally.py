@@ -1,4 +1,6 @@
-"""What a micro-batch counts: its predictions, and the tokens of its documents without what pads them."""
+"""What a micro-batch counts: its predictions, and the tokens of its documents without what pads
+them.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,11 @@ TALLY = "tally"
 def may_pad(run: RunConfig) -> bool:
     """Whether samples may have positions that hold no token."""
     d = run.data
-    return d.kind in (*CHATS, "image_text") or d.whole_documents or (d.packed and (d.packed_multiple or 1) > 1)
+    return (
+        d.kind in (*CHATS, "image_text")
+        or d.whole_documents
+        or (d.packed and (d.packed_multiple or 1) > 1)
+    )
 
 
 @dataclass(frozen=True)
@@ -38,7 +44,9 @@ class Tally:
     """Tokens of each document, or of each row, int64; None: every row is a whole sample."""
 
     def lengths(self, length: int) -> np.ndarray:
-        """Tokens of each document, or of each row, where a whole sample has `length`; int64, none is 0."""
+        """Tokens of each document, or of each row, where a whole sample has `length`; int64, none
+        is 0.
+        """
         return np.full(self.rows, length, np.int64) if self.found is None else self.found
 
 
@@ -48,7 +56,9 @@ def tally_of(batch: Mapping[str, Any], bounds: Sequence[int] | None) -> Tally:
     further = batch[FURTHER].flatten(0, 1).numpy() if FURTHER in batch else np.zeros((1, 0))
     depths = further.astype(np.float64).sum(axis=0).round()
     losses = counts.numpy().astype(np.float64).sum()
-    return Tally(float(losses), tuple(depths.tolist()), len(batch["tokens"]), _lengths(batch, bounds))
+    return Tally(
+        float(losses), tuple(depths.tolist()), len(batch["tokens"]), _lengths(batch, bounds)
+    )
 
 
 def _lengths(batch: Mapping[str, Any], bounds: Sequence[int] | None) -> np.ndarray | None:
@@ -73,14 +83,21 @@ class Flops:
         self._of_token = cache(lambda length, causal: flops_of_token(run, length, causal=causal))
 
     def of(self, tallies: Iterable[Tally]) -> tuple[float, float, float]:
-        """Tokens of all documents, and the model FLOPs of their forward and backward, with half of attention and with
-        all of it.
+        """Tokens of all documents, and the model FLOPs of their forward and backward, with half of
+        attention and with all of it.
         """
-        lengths = np.concatenate([np.zeros(0, np.int64), *(tally.lengths(self._length) for tally in tallies)])
+        lengths = np.concatenate(
+            [np.zeros(0, np.int64), *(tally.lengths(self._length) for tally in tallies)]
+        )
         sizes, many = np.unique(lengths, return_counts=True)
         tokens = sizes * many
         causal, full = (
-            float(sum(count * self._of_token(size, half) for size, count in zip(sizes.tolist(), tokens, strict=True)))
+            float(
+                sum(
+                    count * self._of_token(size, half)
+                    for size, count in zip(sizes.tolist(), tokens, strict=True)
+                )
+            )
             for half in (True, False)
         )
         return float(tokens.sum()), causal, full

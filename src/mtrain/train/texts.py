@@ -39,7 +39,12 @@ def continued(sampler: Sampler, tokenizer: Tokenizer, request: Request) -> list[
         assert texts is not None  # nothing stops it
         found |= zip(group, texts, strict=True)
     return [
-        Written(prompt, _following(tokenizer, prompts[i], found[i], request.stop), len(found[i].ids), found[i].ended)
+        Written(
+            prompt,
+            _following(tokenizer, prompts[i], found[i], request.stop),
+            len(found[i].ids),
+            found[i].ended,
+        )
         for i, prompt in enumerate(request.prompts)
     ]
 
@@ -50,7 +55,9 @@ def encoded(tokenizer: Tokenizer, prompt: str) -> list[int]:
 
 
 def endings(tokenizer: Tokenizer, stop: Sequence[str]) -> Callable[[list[int]], str]:
-    """A function that says of the tokens added so far whether the text ends with them: see `Sampler.continued`."""
+    """A function that says of the tokens added so far whether the text ends with them: see
+    `Sampler.continued`.
+    """
     names = (ChatFormat(tokenizer.path.parent).special("eos_token"),)
     ends = {tokenizer.eod, *(tokenizer.id_of(name) for name in names if name)} - {None}
     # a token has at least a byte of text, and the first of a few may lose its space
@@ -65,9 +72,12 @@ def endings(tokenizer: Tokenizer, stop: Sequence[str]) -> Callable[[list[int]], 
     return ending
 
 
-def _following(tokenizer: Tokenizer, prompt: list[int], added: Continuation, stop: Sequence[str]) -> str:
+def _following(
+    tokenizer: Tokenizer, prompt: list[int], added: Continuation, stop: Sequence[str]
+) -> str:
     ids = added.ids[:-1] if added.ended == END else added.ids
-    before, whole = tokenizer.decode(prompt), tokenizer.decode(prompt + ids)
+    before = tokenizer.decode(prompt)
+    whole = tokenizer.decode(prompt + ids)
     text = whole[len(before) :] if whole.startswith(before) else tokenizer.decode(ids)
     if added.ended != STOP:
         return text

@@ -1,7 +1,8 @@
-"""One step of one rank without its memory: the program that trains, on tensors that have shapes alone.
+"""One step of one rank without its memory: the program that trains, on tensors that have shapes
+alone.
 
-Model, data parallelism, optimizer and pipeline schedule are those of a run, built in a world that is not there. What
-a recorder sees is what the program does: no formula is in it.
+Model, data parallelism, optimizer and pipeline schedule are those of a run, built in a world that
+is not there. What a recorder sees is what the program does: no formula is in it.
 """
 
 from __future__ import annotations
@@ -74,7 +75,9 @@ def trace(run: RunConfig, rank: int) -> Traced:
 
 
 def microbatches(run: RunConfig, stage: int) -> int:
-    """The fewest micro-batches of a step with which a rank of a stage has as much in flight as with all of them."""
+    """The fewest micro-batches of a step with which a rank of a stage has as much in flight as with
+    all of them.
+    """
     p = run.parallel
     every = max(1, run.trainer.batch // (run.trainer.micro * p.dp))
     if p.hybrid_context_parallel:
@@ -84,7 +87,11 @@ def microbatches(run: RunConfig, stage: int) -> int:
     group = p.microbatch_group_size_per_vp_stage or p.pp
     kept = stage_memories(run)[stage].kept
     most = most_in_flight(run, stage, kept, every)[0]
-    enough = (number for number in range(group, every, group) if most_in_flight(run, stage, kept, number)[0] == most)
+    enough = (
+        number
+        for number in range(group, every, group)
+        if most_in_flight(run, stage, kept, number)[0] == most
+    )
     return next(enough, every)
 
 
@@ -92,7 +99,10 @@ def _declare(recorder: Recorder, parts: steps.Parts) -> None:
     """What is there before a step: weights, gradients, what the optimizer keeps."""
     states: list[torch.Tensor] = []
     for group in (group for chunk in parts.state.chunks for group in flat_buffers(chunk)):
-        for part, tensors in group.items():  # first: what the chunk calls its weights may be the main weights
+        for (
+            part,
+            tensors,
+        ) in group.items():  # first: what the chunk calls its weights may be the main weights
             recorder.declare(part, tensors)
     weights = [parameter for chunk in parts.state.chunks for parameter in chunk.parameters()]
     recorder.declare("weights", weights)
@@ -100,8 +110,12 @@ def _declare(recorder: Recorder, parts: steps.Parts) -> None:
     recorder.declare("gradients", [g for g in gradients if isinstance(g, torch.Tensor)])
     for inner in inner_optimizers(parts.state.optimizer):
         states += [weight for group in inner.param_groups for weight in group["params"]]
-        states += [t for kept in inner.state.values() for t in kept.values() if isinstance(t, torch.Tensor)]
-    for leaf in offloading(parts.state.optimizer):  # main weights on the device, of which these have copies
+        states += [
+            t for kept in inner.state.values() for t in kept.values() if isinstance(t, torch.Tensor)
+        ]
+    for leaf in offloading(
+        parts.state.optimizer
+    ):  # main weights on the device, of which these have copies
         states += [weight for group in leaf.param_groups for weight in group["params"]]
         recorder.declare(HOST, [*leaf.cpu_copys_map_gpu_param, *leaf.cpu_copy_map_grad.values()])
     recorder.declare("optimizer", states)
@@ -121,7 +135,9 @@ def _watch_host(recorder: Recorder, parts: steps.Parts) -> None:
 
 
 def _step(recorder: Recorder, parts: steps.Parts, batches: list[steps.Batch]) -> None:
-    around = partial(_watched, recorder, {id(chunk): number for number, chunk in enumerate(parts.state.chunks)})
+    around = partial(
+        _watched, recorder, {id(chunk): number for number, chunk in enumerate(parts.state.chunks)}
+    )
     for chunk in parts.state.chunks:
         chunk.zero_grad_buffer()
     parts.state.optimizer.zero_grad()
@@ -129,8 +145,11 @@ def _step(recorder: Recorder, parts: steps.Parts, batches: list[steps.Batch]) ->
         if parts.schedule is not None:
             run_documents(parts, batches, forward_only=False, around=around)
         else:
-            steps.run_pipeline(parts, batches, forward_only=False, forward=around(steps.forward_step))
-    recorder.phase, recorder.at = "optimizer", (-1, 0)
+            steps.run_pipeline(
+                parts, batches, forward_only=False, forward=around(steps.forward_step)
+            )
+    recorder.phase = "optimizer"
+    recorder.at = (-1, 0)
     steps.update(parts.state, parts.run.optim.schedule_counts)
     recorder.phase = ""
 
@@ -141,7 +160,8 @@ def _watched(recorder: Recorder, places: dict[int, int], forward: steps.Forward)
 
     def watched(iterator: Iterator[steps.Batch], model: Any) -> tuple[torch.Tensor, Any]:
         chunk = places.get(id(model), 0)
-        recorder.phase, recorder.at = "forward", (counts[chunk], chunk)
+        recorder.phase = "forward"
+        recorder.at = (counts[chunk], chunk)
         counts[chunk] += 1
         try:
             return forward(iterator, model)
@@ -153,8 +173,12 @@ def _watched(recorder: Recorder, places: dict[int, int], forward: steps.Forward)
 
 @contextmanager
 def _own_attributes(parts: steps.Parts) -> Iterator[None]:
-    """A weight that comes back from a hook of autograd has lost its attributes, where the gradient is added."""
-    found = {_place(weight): weight for chunk in parts.state.chunks for weight in chunk.parameters()}
+    """A weight that comes back from a hook of autograd has lost its attributes, where the gradient
+    is added.
+    """
+    found = {
+        _place(weight): weight for chunk in parts.state.chunks for weight in chunk.parameters()
+    }
     real = linear._add_in_place
 
     def add_in_place(weight: Any, dy: Any, x: Any) -> Any:

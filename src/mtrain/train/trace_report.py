@@ -23,7 +23,8 @@ WORKING = ("working", "communication")
 
 def trace_report(asked: RunConfig, traced: Traced) -> dict[str, Any]:
     """Of the run that was asked for; bytes where nothing else is said."""
-    run, seen = traced.run, traced.recorder
+    run = traced.run
+    seen = traced.recorder
     step = run.trainer.batch // (run.trainer.micro * run.parallel.dp)
     planned = planned_parts(stage_memories(run)[traced.stage])
     found = traced_parts(seen.peak.parts)
@@ -43,7 +44,11 @@ def trace_report(asked: RunConfig, traced: Traced) -> dict[str, Any]:
         "difference_percent": _differences(planned, found),
         "timeline": [
             {
-                **{"phase": s.place.phase, "microbatch": s.place.microbatch, "chunk": s.place.chunk},
+                **{
+                    "phase": s.place.phase,
+                    "microbatch": s.place.microbatch,
+                    "chunk": s.place.chunk,
+                },
                 **{"before": s.before, "peak": s.peak, "module": s.module, "after": s.after},
             }
             for s in seen.segments
@@ -58,7 +63,11 @@ def planned_parts(stage: StageMemory) -> dict[str, int]:
     """What the plan says of the tensors of a program; neither device nor allocator is in it."""
     parts = stage.parts
     states = {name: parts[name] for name in ("weights", "gradients", "optimizer")}
-    return {**states, "saved": sum(parts[n] for n in SAVED), "working": sum(parts[n] for n in WORKING)}
+    return {
+        **states,
+        "saved": sum(parts[n] for n in SAVED),
+        "working": sum(parts[n] for n in WORKING),
+    }
 
 
 def traced_parts(parts: Mapping[str, int]) -> dict[str, int]:
@@ -79,21 +88,33 @@ def _differences(planned: Mapping[str, int], found: Mapping[str, int]) -> dict[s
 
 
 def _notes(asked: RunConfig, run: RunConfig) -> list[str]:
-    words, traced = Rank.of(asked).words, Rank.of(run).words
+    words = Rank.of(asked).words
+    traced = Rank.of(run).words
     others = [f"{op} {word}" for op, word in words.items() if traced[op] != word]
     notes = []
     if others:
         notes.append(
-            f"traced and planned with the portable kernels; the run itself has {', '.join(others)}, of which "
-            "`plan` without --trace says what they keep"
+            f"traced and planned with the portable kernels; the run itself has {', '.join(others)},"
+            " of which `plan` without --trace says what they keep"
         )
     if asked.precision.quantized is not None:
-        notes.append(f"products in {asked.precision.quantized} are traced in {run.precision.format}")
+        notes.append(
+            f"products in {asked.precision.quantized} are traced in {run.precision.format}"
+        )
     if asked.on_any_device() != asked:
-        notes.append("CUDA graphs, and copies of activations to host memory, are no part of a trace")
+        notes.append(
+            "CUDA graphs, and copies of activations to host memory, are no part of a trace"
+        )
     if run.parallel.hybrid_context_parallel:
-        notes.append("documents are those of synthetic samples: which ones a rank has depends on their lengths")
+        notes.append(
+            "documents are those of synthetic samples: which ones a rank has depends on their"
+            " lengths"
+        )
     if run.model.moe is not None:
-        notes.append("every expert is chosen as often: a rank whose experts are chosen more often keeps more")
-    notes.append("what one operation needs inside of itself, the device and its allocator are not in a trace")
+        notes.append(
+            "every expert is chosen as often: a rank whose experts are chosen more often keeps more"
+        )
+    notes.append(
+        "what one operation needs inside of itself, the device and its allocator are not in a trace"
+    )
     return notes

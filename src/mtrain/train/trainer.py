@@ -12,7 +12,9 @@ from mtrain.train.readings import AHEAD, reduce_report, sync_checks
 from mtrain.train.step import Launched, Parts, StepResult, launch_step, train_step
 
 FIRST_STEPS = 3
-"""Steps of a process that may wait for the device whatever `trainer.sync_debug` says: they compile kernels."""
+"""Steps of a process that may wait for the device whatever `trainer.sync_debug` says: they compile
+kernels.
+"""
 MOST_BEHIND = 256
 """Steps after which results are read in any case: each holds a few events of the device."""
 AGREE_S = 5.0
@@ -23,8 +25,11 @@ class Hook:
     """Something that happens around steps. Every rank runs the same hooks in the same order."""
 
     collective = False
-    """Whether it communicates. Ranks wait for each other in such a hook, so its error on one rank ends the run; an
-    error of any other hook is a warning, and the run goes on without that hook."""
+    """Whether it communicates.
+
+    Ranks wait for each other in such a hook, so its error on one rank ends the run; an error of any
+    other hook is a warning, and the run goes on without that hook.
+    """
 
     def start(self, parts: Parts) -> None:
         """Before the first step."""
@@ -32,8 +37,8 @@ class Hook:
     def waits_for(self, parts: Parts, step: int) -> bool:
         """Return whether this hook acts right after a step, before the next one begins.
 
-        After other steps the device may be behind the host. Their `after_step` is called when the device is next
-        waited for: at `log.interval`, and where the run evaluates or saves.
+        After other steps the device may be behind the host. Their `after_step` is called when the
+        device is next waited for: at `log.interval`, and where the run evaluates or saves.
         """
         return False
 
@@ -46,8 +51,8 @@ class Hook:
     def on_error(self, parts: Parts, error: BaseException, *, saveable: bool) -> None:
         """After an error that ends the run.
 
-        `saveable`: it came between two steps and on every rank, so all ranks are here and the state is whole.
-        Otherwise nothing may communicate: another rank may be gone.
+        `saveable`: it came between two steps and on every rank, so all ranks are here and the state
+        is whole. Otherwise nothing may communicate: another rank may be gone.
         """
 
     def close(self) -> None:
@@ -55,14 +60,17 @@ class Hook:
 
 
 class Trainer:
-    """Steps until `trainer.train_iters`, or until any rank was asked to stop (`trainer.stop_signals`).
+    """Steps until `trainer.train_iters`, or until any rank was asked to stop
+    (`trainer.stop_signals`).
 
-    The host runs ahead of the device. It reads the results of steps every `log.interval` steps, and where the run
-    evaluates or saves. After launching each step it reads only whether to stop, from the step `AHEAD` before.
+    The host runs ahead of the device. It reads the results of steps every `log.interval` steps, and
+    where the run evaluates or saves. After launching each step it reads only whether to stop, from
+    the step `AHEAD` before.
     """
 
     def __init__(self, parts: Parts, hooks: Sequence[Hook]) -> None:
-        self.parts, self.hooks = parts, hooks
+        self.parts = parts
+        self.hooks = hooks
         self.failed: list[Hook] = []
         """Hooks that the run goes on without."""
         self.between_steps = False
@@ -73,8 +81,8 @@ class Trainer:
         """Train to the end.
 
         Raises:
-            TrainingError: the loss or the gradient is not a number, or fp16 updates nothing any more; the state of
-                that step is not saved.
+            TrainingError: the loss or the gradient is not a number, or fp16 updates nothing any
+                more; the state of that step is not saved.
             Preempted: stopped on request, after the hooks have saved.
             Exception: whatever a step, or a hook that communicates, failed with.
         """
@@ -91,12 +99,15 @@ class Trainer:
                     self._call(hook, "on_error", self.parts, error, saveable=saveable)
                 raise
         if stopped:
-            step, goal = self.parts.state.step, self.parts.run.trainer.steps
+            step = self.parts.state.step
+            goal = self.parts.run.trainer.steps
             raise Preempted(f"stopped on request after step {step} of {goal}")
 
     def _steps(self) -> bool:
         """All steps with their hooks; whether it was a stop that ended them."""
-        parts, state, goal = self.parts, self.parts.state, self.parts.run.trainer.steps
+        parts = self.parts
+        state = self.parts.state
+        goal = self.parts.run.trainer.steps
         self.between_steps = True
         parts.by_time.begin()
         for hook in self.hooks:
@@ -127,7 +138,11 @@ class Trainer:
         parts = self.parts
         run = parts.run
         step = parts.state.step
-        if not parts.world.device.runs_ahead or step == run.trainer.steps or step % run.log.interval == 0:
+        if (
+            not parts.world.device.runs_ahead
+            or step == run.trainer.steps
+            or step % run.log.interval == 0
+        ):
             return True
         if len(self.launched) == MOST_BEHIND:
             return True
@@ -141,14 +156,17 @@ class Trainer:
         return bool(self.parts.by_time.now) or any(steps and step % steps == 0 for steps in every)
 
     def _asked(self) -> bool:
-        """Return whether a rank was asked to stop, the same on every rank; all ranks call it together."""
+        """Return whether a rank was asked to stop, the same on every rank; all ranks call it
+        together.
+        """
         parts = self.parts
         return parts.state.step < parts.run.trainer.steps and bool(
             reduce_report(parts.world, (), parts.stop_requested).stops
         )
 
     def _tell(self) -> None:
-        """Wait for the device, and tell the hooks about the steps before the first one that went wrong.
+        """Wait for the device, and tell the hooks about the steps before the first one that went
+        wrong.
 
         Raises:
             TrainingError: see `fit`.
@@ -198,8 +216,14 @@ class Trainer:
             warn(f"{name} failed ({where}): {reason(error)}{goes_on}")
 
     def _failed_everywhere(self, error: BaseException) -> bool:
-        """Whether every rank is between the same two steps with an error of a hook, and the state is worth saving."""
-        if not self.between_steps or not isinstance(error, Exception) or isinstance(error, MtrainError):
+        """Whether every rank is between the same two steps with an error of a hook, and the state
+        is worth saving.
+        """
+        if (
+            not self.between_steps
+            or not isinstance(error, Exception)
+            or isinstance(error, MtrainError)
+        ):
             return False
         return self.parts.world.all_reach(f"failed/{self.parts.state.step}", AGREE_S)
 
@@ -215,28 +239,39 @@ def due_after(steps: Iterable[Launched | StepResult]) -> int:
 def reason(error: BaseException) -> str:
     """An error in one line: its kind, where that says more than its text, and the text."""
     text = (str(error).strip().splitlines() or [""])[0]
-    return text if isinstance(error, MtrainError) else f"{type(error).__name__}: {text}".removesuffix(": ")
+    if isinstance(error, MtrainError):
+        return text
+    return f"{type(error).__name__}: {text}".removesuffix(": ")
 
 
 def check_finite(result: StepResult) -> None:
-    """Raise TrainingError where a step's loss, or the gradient of a step that was taken, is not a number."""
+    """Raise TrainingError where a step's loss, or the gradient of a step that was taken, is not a
+    number.
+    """
     if not math.isfinite(result.loss):
-        raise TrainingError(f"step {result.step}: the loss is {result.loss}; nothing of this step is saved")
+        raise TrainingError(
+            f"step {result.step}: the loss is {result.loss}; nothing of this step is saved"
+        )
     if result.updated and not math.isfinite(result.grad_norm):
         raise TrainingError(
-            f"step {result.step}: the gradient norm is {result.grad_norm}; nothing of this step is saved"
+            f"step {result.step}: the gradient norm is {result.grad_norm}; nothing of this step is"
+            " saved"
         )
 
 
 def check_updates(result: StepResult, run: RunConfig) -> None:
-    """Raise TrainingError where fp16 skipped too many updates in a row and its loss scale cannot fall any more."""
-    p, skipped = run.precision, result.skipped_updates
+    """Raise TrainingError where fp16 skipped too many updates in a row and its loss scale cannot
+    fall any more.
+    """
+    p = run.precision
+    skipped = result.skipped_updates
     if result.loss_scale is None or result.loss_scale_may_fall:
         return
     if skipped >= min(p.max_skipped_updates, run.trainer.steps):
         raise TrainingError(
-            f"step {result.step}: the gradient overflowed and the last {skipped} updates were skipped, with a loss "
-            f"scale of {result.loss_scale:g} that falls no further (precision.min_loss_scale={p.min_loss_scale:g}, "
-            f"precision.max_skipped_updates={p.max_skipped_updates}); the weights are those of step "
-            f"{result.step - skipped}"
+            f"step {result.step}: the gradient overflowed and the last {skipped} updates were"
+            f" skipped, with a loss scale of {result.loss_scale:g} that falls no further"
+            f" (precision.min_loss_scale={p.min_loss_scale:g},"
+            f" precision.max_skipped_updates={p.max_skipped_updates}); the weights are those of"
+            f" step {result.step - skipped}"
         )

@@ -1,4 +1,6 @@
-"""Where a layout first computes something else than one rank, step by step: modules, gradients, norm, weights."""
+"""Where a layout first computes something else than one rank, step by step: modules, gradients,
+norm, weights.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,10 @@ from mtrain.ckpt.folder import MODEL, folder_name
 from mtrain.train.locate import BACKWARD, FORWARD, Difference, Recorded, first
 from mtrain.train.prove import MIDDLE, RESTORED, STEPS, is_weight, relative, whole_tensors
 
-GRADIENT, NORM, UPDATE, RESUME = "gradient", "norm", "update", "resume"
+GRADIENT = "gradient"
+NORM = "norm"
+UPDATE = "update"
+RESUME = "resume"
 LATER = 1e-3
 """What passes modules may differ by in later steps, where weights are no longer bitwise alike."""
 LAYERS = ("decoder.layers.", "encoder.layers.", "mtp.layers.")
@@ -25,7 +30,9 @@ MANY = 0.9
 
 @dataclass(frozen=True)
 class Bounds:
-    """Relative errors that are rounding: of a token in a module, of the loss, the gradient, its norm, and weights."""
+    """Relative errors that are rounding: of a token in a module, of the loss, the gradient, its
+    norm, and weights.
+    """
 
     module: float
     loss: float
@@ -35,12 +42,14 @@ class Bounds:
 
 
 def where(one: Path, many: Path, steps: int, bounds: Bounds) -> Difference | None:
-    """The first difference between what `prove.observe` traced of one rank and of a layout; None: none is found.
+    """The first difference between what `prove.observe` traced of one rank and of a layout; None:
+    none is found.
 
-    In each step: forward by modules, backward by modules, the gradient as the optimizer finds it, its norm, and the
-    weights after the update; after a resume, what was read back, bitwise.
+    In each step: forward by modules, backward by modules, the gradient as the optimizer finds it,
+    its norm, and the weights after the update; after a resume, what was read back, bitwise.
     """
-    expected, found = Recorded(one), Recorded(many)
+    expected = Recorded(one)
+    found = Recorded(many)
     a, b = (json.loads((folder / STEPS).read_text()) for folder in (one, many))
     for step in range(1, steps + 1):
         if step == steps // 2 + 1 and (many / RESTORED).exists():
@@ -57,7 +66,9 @@ def where(one: Path, many: Path, steps: int, bounds: Bounds) -> Difference | Non
         seen = first(expected, found, step, BACKWARD, bounds.module * loose)
         if seen is not None:
             return seen
-        gradients = [_weights(folder / f"gradients_{step}" / folder_name(0)) for folder in (one, many)]
+        gradients = [
+            _weights(folder / f"gradients_{step}" / folder_name(0)) for folder in (one, many)
+        ]
         seen = _in_weights(gradients[0], gradients[1], bounds.gradient * loose, GRADIENT, step)
         if seen is not None:
             return seen
@@ -73,15 +84,24 @@ def where(one: Path, many: Path, steps: int, bounds: Bounds) -> Difference | Non
 
 def _in_restored(many: Path, step: int) -> Difference | None:
     """What a resume read back otherwise than it was saved."""
-    saved, restored = (store.Checkpoint.open(many / name / folder_name(step - 1)) for name in (MIDDLE, RESTORED))
+    saved, restored = (
+        store.Checkpoint.open(many / name / folder_name(step - 1)) for name in (MIDDLE, RESTORED)
+    )
     for key in sorted(saved.manifest["tensors"]):
         if not torch.equal(saved.whole(key), restored.whole(key)):
             what = f"{key} is not what was saved at step {step - 1}"
             return Difference(f"{RESUME} {_module(key)}", what, RESUME, step, math.inf)
     for fact in ("optimizer_step", "schedule_steps", "consumed_samples", "loss_scale"):
-        a, b = saved.state[fact], restored.state[fact]
+        a = saved.state[fact]
+        b = restored.state[fact]
         if a != b:
-            return Difference(f"{RESUME} {fact}", f"{b} instead of {a} after step {step - 1}", RESUME, step, math.inf)
+            return Difference(
+                f"{RESUME} {fact}",
+                f"{b} instead of {a} after step {step - 1}",
+                RESUME,
+                step,
+                math.inf,
+            )
     return None
 
 
@@ -102,7 +122,11 @@ def _weights(checkpoint: Path) -> dict[str, torch.Tensor]:
 
 
 def _in_weights(
-    one: Mapping[str, torch.Tensor], many: Mapping[str, torch.Tensor], tolerance: float, way: str, step: int
+    one: Mapping[str, torch.Tensor],
+    many: Mapping[str, torch.Tensor],
+    tolerance: float,
+    way: str,
+    step: int,
 ) -> Difference | None:
     """The weight whose gradient, or that itself, is furthest off, and how many others are."""
     odd = sorted(one.keys() ^ many.keys())
@@ -115,17 +139,34 @@ def _in_weights(
     worst = max(off, key=lambda key: off[key])
     factors = {round(_factor(one[key], many[key]), 3) for key in off if float(one[key].norm())}
     what = "the gradient" if way == GRADIENT else "the weight after the update"
-    scaled = f" is {factors.pop():g} times what it should be" if len(factors) == 1 and way == GRADIENT else " differs"
+    if len(factors) == 1 and way == GRADIENT:
+        scaled = f" is {factors.pop():g} times what it should be"
+    else:
+        scaled = " differs"
     reason = ", what passes the modules does not" if way == GRADIENT else ", its gradient does not"
     if len(off) > MANY * len(one):
-        return Difference("every weight", f"{what}{scaled}{reason}: no single module makes it", way, step, off[worst])
+        return Difference(
+            "every weight",
+            f"{what}{scaled}{reason}: no single module makes it",
+            way,
+            step,
+            off[worst],
+        )
     kinds = sorted({_kind(key) for key in off})
-    others = f"; {len(off)} of {len(one)} weights: {', '.join(kinds[:4])}" + (", ..." if len(kinds) > 4 else "")
-    return Difference(_module(worst), f"{what} of {worst}{scaled}{reason}{others}", way, step, off[worst])
+    others = f"; {len(off)} of {len(one)} weights: {', '.join(kinds[:4])}" + (
+        ", ..." if len(kinds) > 4 else ""
+    )
+    return Difference(
+        _module(worst), f"{what} of {worst}{scaled}{reason}{others}", way, step, off[worst]
+    )
 
 
-def _in_norm(gradients: Mapping[str, torch.Tensor], one: float, many: float | None, step: int) -> Difference:
-    """Which gradients a wrong norm counts otherwise than once, if one kind of weight explains it."""
+def _in_norm(
+    gradients: Mapping[str, torch.Tensor], one: float, many: float | None, step: int
+) -> Difference:
+    """Which gradients a wrong norm counts otherwise than once, if one kind of weight
+    explains it.
+    """
     if many is None:
         return Difference("gradient norm", "it is no number", NORM, step, math.inf)
     squares: dict[str, float] = {}
@@ -140,7 +181,9 @@ def _in_norm(gradients: Mapping[str, torch.Tensor], one: float, many: float | No
     off, times, kind = min(found)
     error = relative(one, many)
     if off < 1e-3:
-        return Difference(kind, f"its gradient counts {times + 1} times in the gradient norm", NORM, step, error)
+        return Difference(
+            kind, f"its gradient counts {times + 1} times in the gradient norm", NORM, step, error
+        )
     ratio = many / one
     what = f"it is {ratio:.4g} times that of the gradient, which does not differ"
     return Difference("gradient norm", what, NORM, step, error)

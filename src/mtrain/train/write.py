@@ -30,9 +30,16 @@ def write(run: RunConfig, checkpoint: Path, tokenizer: Path, request: Request) -
         known = Tokenizer(tokenizer)
         written = continued(sampler, known, request)
         seconds = time.perf_counter() - begin
-        longest = max(len(encoded(known, prompt)) for prompt in request.prompts) + request.sampling.tokens
+        longest = (
+            max(len(encoded(known, prompt)) for prompt in request.prompts) + request.sampling.tokens
+        )
         if world.is_rank0:
-            _print(written, seconds, sampler.obstacle_to(longest) if request.cache else "cache=false", request)
+            _print(
+                written,
+                seconds,
+                sampler.obstacle_to(longest) if request.cache else "cache=false",
+                request,
+            )
 
 
 def restored(run: RunConfig, world: World, checkpoint: Path) -> list[object]:
@@ -48,7 +55,12 @@ def _print(written: Sequence[Written], seconds: float, why: str, request: Reques
     rate = tokens / seconds
     if request.as_json:
         texts = [vars(one) for one in written]
-        speed = {"tokens": tokens, "seconds": seconds, "tokens_per_s": rate, "no_cache": why or None}
+        speed = {
+            "tokens": tokens,
+            "seconds": seconds,
+            "tokens_per_s": rate,
+            "no_cache": why or None,
+        }
         say_page(strict_json.dumps({"texts": texts, **speed}, indent=2))
         return
     for i, one in enumerate(written):

@@ -1,4 +1,6 @@
-"""Being one rank of a world that is not there: groups that talk to nobody, tensors with a shape and no memory."""
+"""Being one rank of a world that is not there: groups that talk to nobody, tensors with a shape and
+no memory.
+"""
 
 from __future__ import annotations
 
@@ -24,9 +26,9 @@ from mtrain.world.init import World
 def fake_world(run: RunConfig, rank: int) -> Iterator[World]:
     """The world of a resolved configuration as its rank `rank` sees it, in this process alone.
 
-    What is built inside has the shapes, the groups and the layers of that rank and takes no memory; collectives
-    return at once and change nothing. Works for worlds of thousands of ranks. megatron-core is adapted to the CPU
-    for it, whatever device the run is meant for.
+    What is built inside has the shapes, the groups and the layers of that rank and takes no memory;
+    collectives return at once and change nothing. Works for worlds of thousands of ranks.
+    megatron-core is adapted to the CPU for it, whatever device the run is meant for.
 
     Raises:
         ValueError: the layout has no such rank.

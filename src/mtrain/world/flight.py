@@ -1,8 +1,10 @@
-"""torch's flight recorder, read in this process: how many collectives of each process group this rank has launched.
+"""torch's flight recorder, read in this process: how many collectives of each process group this
+rank has launched.
 
-Under NCCL every rank of a stall waits in the same line, for its device. The recorder still tells them apart: a rank
-that has launched fewer collectives of a group than the group's other ranks is the one that they wait for. Only JSON
-is read; what torch writes as a pickle is for torch's own `torchfrtrace`.
+Under NCCL every rank of a stall waits in the same line, for its device. The recorder still tells
+them apart: a rank that has launched fewer collectives of a group than the group's other ranks is
+the one that they wait for. Only JSON is read; what torch writes as a pickle is for torch's own
+`torchfrtrace`.
 """
 
 from __future__ import annotations
@@ -21,7 +23,9 @@ import torch.distributed as dist
 from mtrain.world.stall import UNKNOWN, Calls
 
 PIPE = "TORCH_NCCL_DEBUG_INFO_PIPE_FILE"
-"""The variable that names the pipes, up to the rank, on which a thread of torch waits for a request to dump."""
+"""The variable that names the pipes, up to the rank, on which a thread of torch waits for a request
+to dump.
+"""
 
 
 @dataclass(frozen=True)
@@ -48,10 +52,13 @@ def of_entries(text: str | bytes) -> dict[str, Calls]:
         name, what = entry["process_group"]
         number = int(entry["collective_seq_id"])
         known = calls.get(name, Calls(what, 0, UNKNOWN, 0))
-        # A collective of gloo is retired at its end and has no other state; one of NCCL may have timed out.
+        # A collective of gloo is retired at its end and has no other state; one of NCCL may have
+        # timed out.
         by_gloo = entry["profiling_name"].startswith("gloo:")
         done = bool(entry.get("retired")) if by_gloo else entry["state"] == "completed"
-        started = entry["state"] in ("started", "completed") and bool(entry.get("time_discovered_started_ns"))
+        started = entry["state"] in ("started", "completed") and bool(
+            entry.get("time_discovered_started_ns")
+        )
         calls[name] = Calls(
             known.what,
             max(known.launched, number),
@@ -62,10 +69,11 @@ def of_entries(text: str | bytes) -> dict[str, Calls]:
 
 
 def of_status(text: str | bytes, groups: Iterable[Group]) -> dict[str, Calls]:
-    """Return the calls by name of the process group, from the status in a dump, which needs no entries.
+    """Return the calls by name of the process group, from the status in a dump, which needs no
+    entries.
 
-    The status counts transfers between two ranks as collectives. Where it disagrees with a group's own number of
-    collectives, only that number is used.
+    The status counts transfers between two ranks as collectives. Where it disagrees with a group's
+    own number of collectives, only that number is used.
     """
     status: Mapping[str, Mapping[str, Any]] = json.loads(text).get("pg_status", {})
     calls = {}
@@ -74,7 +82,9 @@ def of_status(text: str | bytes, groups: Iterable[Group]) -> dict[str, Calls]:
         known = Calls(group.what, group.launched, UNKNOWN, UNKNOWN)
         if int(numbers.get("last_enqueued_collective", UNKNOWN)) == group.launched:
             started = int(numbers.get("last_started_collective", UNKNOWN))
-            known = replace(known, started=started, done=int(numbers.get("last_completed_collective", UNKNOWN)))
+            known = replace(
+                known, started=started, done=int(numbers.get("last_completed_collective", UNKNOWN))
+            )
         calls[group.name] = known
     return calls
 
@@ -95,10 +105,12 @@ class Recorder:
     def calls(self) -> dict[str, Calls]:
         """Return the calls by name of the process group; empty where nothing is recorded.
 
-        NCCL's recorder is not asked for its entries: that would query events of the device while it holds Python's
-        lock, and a device that hangs may not answer.
+        NCCL's recorder is not asked for its entries: that would query events of the device while it
+        holds Python's lock, and a device that hangs may not answer.
         """
-        with suppress(RuntimeError, ValueError, KeyError, TypeError):  # no reading may end the thread that watches
+        with suppress(
+            RuntimeError, ValueError, KeyError, TypeError
+        ):  # no reading may end the thread that watches
             groups = list(self._groups())
             if groups and self.of_nccl is not None:
                 return of_status(self.of_nccl(False, False), groups)
@@ -108,7 +120,9 @@ class Recorder:
         return self.known
 
     def write(self, path: Path) -> None:
-        """Write the record to `path`; torch's own thread writes that of NCCL to TORCH_FR_DUMP_TEMP_FILE."""
+        """Write the record to `path`; torch's own thread writes that of NCCL to
+        TORCH_FR_DUMP_TEMP_FILE.
+        """
         with suppress(OSError, RuntimeError):
             prefix = os.environ.get(PIPE)
             if prefix and Path(f"{prefix}{self.rank}.pipe").is_fifo():
@@ -131,4 +145,6 @@ class Recorder:
                 uid = getattr(group._get_backend(self.device), "uid", None)
                 if uid is not None:
                     launched = group._get_sequence_number_for_group()  # type: ignore[attr-defined]
-                    yield Group(uid, group.group_name, group.group_desc or group.group_name, launched)
+                    yield Group(
+                        uid, group.group_name, group.group_desc or group.group_name, launched
+                    )

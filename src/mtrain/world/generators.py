@@ -16,10 +16,15 @@ DATA_STREAM = "data-parallel-rng"
 
 
 def tracker_of(run: RunConfig) -> dict[str, bool]:
-    """The kind of megatron-core's tracker: CUDA graphs go on with numbers of generators that they know."""
+    """The kind of megatron-core's tracker: CUDA graphs go on with numbers of generators that they
+    know.
+    """
     graphs = run.trainer.cuda_graph_impl
     theirs = graphs == "transformer_engine" or run.kernels.linear == "te"
-    return {"use_cudagraphable_rng": graphs != "none", "te_rng_tracker": graphs != "none" and theirs}
+    return {
+        "use_cudagraphable_rng": graphs != "none",
+        "te_rng_tracker": graphs != "none" and theirs,
+    }
 
 
 def seed_generators(
@@ -27,14 +32,16 @@ def seed_generators(
 ) -> None:
     """Start every generator of the rank at `coords` (`RankGrid.coords`) for the steps after `step`.
 
-    Ranks that hold other layers or read other tokens draw other numbers from everything: pipeline stages, data- and
-    context-parallel ranks, and so the ranks of experts. Tensor-parallel ranks draw the same from the generators of
-    Python, NumPy and torch, for tensors that each of them holds whole, and others from the streams of megatron-core's
-    tracker that it forks for sharded tensors (`model-parallel-rng`: heads, and with sequence parallelism rows).
+    Ranks that hold other layers or read other tokens draw other numbers from everything: pipeline
+    stages, data- and context-parallel ranks, and so the ranks of experts. Tensor-parallel ranks
+    draw the same from the generators of Python, NumPy and torch, for tensors that each of them
+    holds whole, and others from the streams of megatron-core's tracker that it forks for sharded
+    tensors (`model-parallel-rng`: heads, and with sequence parallelism rows).
 
-    Weights and the order of samples depend on none of these. Megatron-LM adds 100 to the seed for a stage and, with
-    --data-parallel-random-init, 10 for a data-parallel rank, so that rank 10 of stage 0 draws what rank 0 of stage 1
-    draws; hashes do not meet. A new tracker of the kind `tracker` is made; None: the one that is there is seeded.
+    Weights and the order of samples depend on none of these. Megatron-LM adds 100 to the seed for a
+    stage and, with --data-parallel-random-init, 10 for a data-parallel rank, so that rank 10 of
+    stage 0 draws what rank 0 of stage 1 draws; hashes do not meet. A new tracker of the kind
+    `tracker` is made; None: the one that is there is seeded.
     """
     from mtrain.mcore import api as mcore
 
@@ -52,8 +59,13 @@ def seed_generators(
         tracked.add(name, stream_seed(seed, step, name, coords, axes))
 
 
-def stream_seed(seed: int, step: int, name: str, coords: Mapping[str, int], axes: tuple[str, ...]) -> int:
-    """The seed in 0 .. 2^62 of a stream of a rank; the same for ranks that differ on no axis of `axes`."""
+def stream_seed(
+    seed: int, step: int, name: str, coords: Mapping[str, int], axes: tuple[str, ...]
+) -> int:
+    """The seed in 0 ..
+
+    2^62 of a stream of a rank; the same for ranks that differ on no axis of `axes`.
+    """
     at = " ".join(f"{axis}{coords[axis]}" for axis in axes)
     digest = hashlib.sha256(f"{seed}/{step}/{name}/{at}".encode()).digest()
     return int.from_bytes(digest[:8], "big") >> 2

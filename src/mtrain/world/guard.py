@@ -1,4 +1,6 @@
-"""Refusing a world that is not what the configuration says: process groups that differ from the grid."""
+"""Refusing a world that is not what the configuration says: process groups that differ from the
+grid.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +29,9 @@ def check_groups(rank: int, grid: RankGrid, embedding_stages: list[int]) -> None
         raise BadEnvironment(head, *(f"  {line}" for line in wrong))
 
 
-def _groups(rank: int, grid: RankGrid, embedding_stages: list[int]) -> dict[str, tuple[dist.ProcessGroup, list[int]]]:
+def _groups(
+    rank: int, grid: RankGrid, embedding_stages: list[int]
+) -> dict[str, tuple[dist.ProcessGroup, list[int]]]:
     ps = mcore.parallel_state
     found = {
         "tp": (ps.get_tensor_model_parallel_group(), ("tp",)),
@@ -51,7 +55,8 @@ def _groups(rank: int, grid: RankGrid, embedding_stages: list[int]) -> dict[str,
     shared = sorted(grid.group_of(rank, "dp", "cp"))
     part = ps.get_data_parallel_group(with_context_parallel=True, partial_data_parallel=True)
     between = ps.get_inter_distributed_optimizer_instance_group(check_initialized=False)
-    size, place = part.size(), shared.index(rank)
+    size = part.size()
+    place = shared.index(rank)
     groups["dp-cp of a copy"] = part, shared[place // size * size :][:size]
     if between is not None:
         groups["between copies"] = between, shared[place % size :: size]

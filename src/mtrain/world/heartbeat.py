@@ -1,4 +1,7 @@
-"""Progress of this rank, as cheaply as it can be noted: what the watchdog looks at. Needs no torch."""
+"""Progress of this rank, as cheaply as it can be noted: what the watchdog looks at.
+
+Needs no torch.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +10,10 @@ from contextlib import contextmanager
 
 
 class Heartbeat:
-    """How far this rank's main thread has come. Written by that thread alone, read by the watchdog's."""
+    """How far this rank's main thread has come.
+
+    Written by that thread alone, read by the watchdog's.
+    """
 
     __slots__ = ("count", "phase", "step", "ticks", "waits")
 
@@ -21,7 +27,9 @@ class Heartbeat:
         self.step = 0
         """The step that was begun last, from 1; 0: none yet."""
         self.waits = 0
-        """The number of nested calls in which the main thread waits for other ranks or for the device."""
+        """The number of nested calls in which the main thread waits for other ranks or for the
+        device.
+        """
 
     @property
     def place(self) -> str:
@@ -51,7 +59,9 @@ def tick() -> None:
 
 @contextmanager
 def waiting() -> Iterator[None]:
-    """Note that the main thread waits in this block: for other ranks, or for the device, which may wait for them."""
+    """Note that the main thread waits in this block: for other ranks, or for the device, which may
+    wait for them.
+    """
     heartbeat.waits += 1
     try:
         yield

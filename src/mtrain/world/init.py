@@ -28,7 +28,9 @@ from mtrain.world.heartbeat import waiting
 from mtrain.world.rank_env import RankEnv
 
 GROUP_SLACK_S = 60.0
-"""Process groups time out this much after trainer.timeout_s: by then the watchdog has said who is behind."""
+"""Process groups time out this much after trainer.timeout_s: by then the watchdog has said who is
+behind.
+"""
 
 
 @dataclass(frozen=True)
@@ -62,7 +64,9 @@ class World:
             return self._told(text, src)
 
     def _told(self, text: str, src: int) -> str:
-        encoded = torch.frombuffer(bytearray(text.encode() or b" "), dtype=torch.uint8).to(self.torch_device)
+        encoded = torch.frombuffer(bytearray(text.encode() or b" "), dtype=torch.uint8).to(
+            self.torch_device
+        )
         size = torch.tensor([encoded.numel()], device=self.torch_device)
         dist.broadcast(size, src=src)
         row = encoded
@@ -80,7 +84,9 @@ class World:
         return self.tell(text, src) if src < self.size else ""
 
     def all_reach(self, place: str, within_s: float) -> bool:
-        """Whether every rank calls this with the same `place` within so many seconds; ranks may be gone."""
+        """Whether every rank calls this with the same `place` within so many seconds; ranks may be
+        gone.
+        """
         deadline = time.monotonic() + within_s
         try:
             self.store.add(place, 1)
@@ -95,14 +101,16 @@ class World:
 
 @contextmanager
 def joined(run: RunConfig) -> Iterator[World]:
-    """The world of a resolved configuration, from the environment that torchrun sets; left at the end.
+    """The world of a resolved configuration, from the environment that torchrun sets; left at the
+    end.
 
-    A torch.distributed that the caller has initialised is used and kept. On an error the groups are abandoned, not
-    waited for: a barrier on the way out would hang on the rank that died.
+    A torch.distributed that the caller has initialised is used and kept. On an error the groups are
+    abandoned, not waited for: a barrier on the way out would hang on the rank that died.
 
     Raises:
-        BadEnvironment: no such device, another number of ranks than the layout has, groups that differ from
-            the grid, or a rank that is absent, came twice, or has another configuration or version.
+        BadEnvironment: no such device, another number of ranks than the layout has, groups that
+            differ from the grid, or a rank that is absent, came twice, or has another configuration
+            or version.
     """
     found = dist.is_initialized()
     join.announce(run)
@@ -125,7 +133,9 @@ def joined(run: RunConfig) -> Iterator[World]:
 
 
 def _insist_on_determinism() -> None:
-    """Refuse algorithms whose bits depend on timing; libraries beside torch are told by the environment."""
+    """Refuse algorithms whose bits depend on timing; libraries beside torch are told by the
+    environment.
+    """
     torch.use_deterministic_algorithms(True)
 
 
@@ -135,7 +145,9 @@ def _prepare(run: RunConfig, env: RankEnv) -> Device:
         _insist_on_determinism()
     grid = RankGrid.of(run)
     if env.size != grid.world:
-        raise BadEnvironment(f"the layout has {grid.world} ranks ({grid}), but {env.size} were started")
+        raise BadEnvironment(
+            f"the layout has {grid.world} ranks ({grid}), but {env.size} were started"
+        )
     device = registry.get(run.cluster.device)
     adapter.install(device)
     device.set_index(env.device_index(device.count()))
@@ -148,7 +160,8 @@ def _prepare(run: RunConfig, env: RankEnv) -> Device:
 
 
 def _join(run: RunConfig, env: RankEnv, device: Device) -> World:
-    store, grid = join.together(run), RankGrid.of(run)
+    store = join.together(run)
+    grid = RankGrid.of(run)
     timeout = timedelta(seconds=run.trainer.timeout_s + GROUP_SLACK_S)
     store.set_timeout(timeout)
     torch_device = device.device(env.device_index(device.count()))
@@ -166,4 +179,6 @@ def _join(run: RunConfig, env: RankEnv, device: Device) -> World:
     make_groups(grid, run, embedding_stages, timeout)
     coords = grid.coords(env.rank)
     seed_generators(run.trainer.seed, coords, tracker=tracker_of(run))
-    return World(env.rank, env.local_rank, grid, device, torch_device, coords, embedding_stages, store)
+    return World(
+        env.rank, env.local_rank, grid, device, torch_device, coords, embedding_stages, store
+    )

@@ -1,7 +1,9 @@
-"""This rank on its way to the others: known to them as soon as torch is there, in the world once all agree.
+"""This rank on its way to the others: known to them as soon as torch is there, in the world once
+all agree.
 
-A thread of its own talks to the store, for two reasons: the others see this rank while it still imports, and a store
-whose process is stopped answers no call, not even with a timeout, so no call to it may hold the rank itself.
+A thread of its own talks to the store, for two reasons: the others see this rank while it still
+imports, and a store whose process is stopped answers no call, not even with a timeout, so no call
+to it may hold the rank itself.
 """
 
 from __future__ import annotations
@@ -47,14 +49,17 @@ BACKLOG = 2048
 FAREWELL_S = 2.0
 """How long the rank that serves the store stays for the others to read why there is no world."""
 PATIENCE = 0.8
-"""The share of the join timeout after which a rank that nobody calls holds the rendezvous itself."""
+"""The share of the join timeout after which a rank that nobody calls holds the rendezvous itself.
+"""
 
 
 class JoinAttempt:
     """One attempt of this process to join the others."""
 
     def __init__(self, env: RankEnv, join_timeout_s: float, end: End | None = None) -> None:
-        """Reach the store, in a thread; the others see this rank once `present` has described it."""
+        """Reach the store, in a thread; the others see this rank once `present` has
+        described it.
+        """
         self.env = env
         self.join_timeout_s = join_timeout_s
         self.end = end
@@ -62,7 +67,8 @@ class JoinAttempt:
         """The description that the others see; None: this rank does not know yet what to run."""
         self.config: dict[str, Any] = {}
         self.offer: Offer | None = None
-        """The offer of rank 0: made by this process where it is rank 0, else read from the store."""
+        """The offer of rank 0: made by this process where it is rank 0, else read from the store.
+        """
         self.offered = threading.Event()
         """Set once the offer of rank 0 is here, or this rank no longer waits for it."""
         self.busy = False
@@ -74,20 +80,29 @@ class JoinAttempt:
         self.ready = threading.Event()
         self.ready_at = float("inf")
         self.failure: str | None = None
-        self.settled, self.closed = threading.Event(), False
+        self.settled = threading.Event()
+        self.closed = False
         self.store: dist.Store | None = None
         self.serves = False
         """The store lives in this process."""
         self.outcome: dict[str, Any] | None = None
         self.heard = 0.0
         """When the store answered last."""
-        self.trouble, self.note = "", ""
+        self.trouble = ""
+        self.note = ""
         threading.Thread(target=self._attend, name="mtrain join", daemon=True).start()
 
     def present(
-        self, info: RankInfo, config: dict[str, Any], join_timeout_s: float, offer: Offer | None = None
+        self,
+        info: RankInfo,
+        config: dict[str, Any],
+        join_timeout_s: float,
+        offer: Offer | None = None,
     ) -> None:
-        """Describe this rank to the others. By `offer`, rank 0 gives its configuration to ranks that have none."""
+        """Describe this rank to the others.
+
+        By `offer`, rank 0 gives its configuration to ranks that have none.
+        """
         self.config = config
         self.join_timeout_s = join_timeout_s
         if offer is not None:
@@ -95,7 +110,8 @@ class JoinAttempt:
         self.info = info
 
     def read_offer(self) -> Offer | None:
-        """Wait for the offer of rank 0; None: it did not come in time, so this rank composes for itself.
+        """Wait for the offer of rank 0; None: it did not come in time, so this rank composes for
+        itself.
 
         Raises:
             Refused: the store did not answer, or was lost.
@@ -110,7 +126,8 @@ class JoinAttempt:
         return self.offer
 
     def together(self) -> dist.Store:
-        """Say that this rank is ready, and wait for the others; returns a store that only this world uses.
+        """Say that this rank is ready, and wait for the others; returns a store that only this
+        world uses.
 
         Raises:
             Refused: a rank is absent, came twice, failed, or differs.
@@ -133,7 +150,10 @@ class JoinAttempt:
         return self._lost(f"did not answer within {self.join_timeout_s:g} s: {why}")
 
     def _lost(self, how: str) -> Refused:
-        fix = "see whether it runs, and why it ended; correct MASTER_ADDR and MASTER_PORT if it is elsewhere"
+        fix = (
+            "see whether it runs, and why it ended; correct MASTER_ADDR and MASTER_PORT if it is"
+            " elsewhere"
+        )
         return Refused(f"{self.env.server} {how}\n  fix: {fix}", speaks=True)
 
     def _refusal(self, outcome: dict[str, Any]) -> Refused | None:
@@ -156,7 +176,9 @@ class JoinAttempt:
             self.store = self._reach()
             self.trouble = ""
             self.outcome = self._meet(dist.PrefixStore("mtrain/join", self.store))
-        except Exception as error:  # the rank waits for this thread: whatever it was, it is to be said
+        except (
+            Exception
+        ) as error:  # the rank waits for this thread: whatever it was, it is to be said
             self.trouble = (str(error) or type(error).__name__).splitlines()[0]
         refused = self._refusal(self.outcome) if self.outcome is not None else None
         if refused is not None and self.end is not None and not self.ready.is_set():
@@ -164,13 +186,19 @@ class JoinAttempt:
         self.settled.set()
 
     def _reach(self) -> dist.Store:
-        """The store: of a torch.distributed that is initialised already, served here, or served elsewhere."""
+        """The store: of a torch.distributed that is initialised already, served here, or served
+        elsewhere.
+        """
         env = self.env
         if dist.is_initialized():
             return dist.distributed_c10d._get_default_store()
         if env.host is None:
             return dist.HashStore()
-        served: dict[str, Any] = {"world_size": env.size, "wait_for_workers": False, "timeout": timedelta(seconds=60)}
+        served: dict[str, Any] = {
+            "world_size": env.size,
+            "wait_for_workers": False,
+            "timeout": timedelta(seconds=60),
+        }
         fd = self._listening() if env.serves else None
         self.serves = fd is not None
         if fd is not None:
@@ -186,7 +214,8 @@ class JoinAttempt:
         return dist.TCPStore(env.host, env.port, is_master=False, **served)
 
     def _wait_for_name(self, host: str) -> None:
-        """Wait until the name of this machine resolves, which may take a while after the machine has started.
+        """Wait until the name of this machine resolves, which may take a while after the machine
+        has started.
 
         torch would retry for a minute, and log each attempt.
         """
@@ -199,13 +228,17 @@ class JoinAttempt:
                 time.sleep(0.1)
 
     def _listening(self) -> int | None:
-        """A socket that listens where the store is to be; None: something else does, maybe a second rank 0."""
+        """A socket that listens where the store is to be; None: something else does, maybe a second
+        rank 0.
+        """
         if self.env.listen_fd is not None:
             return self.env.listen_fd
         both = socket.has_dualstack_ipv6()
         family = socket.AF_INET6 if both else socket.AF_INET
         try:
-            listener = socket.create_server(("", self.env.port), family=family, dualstack_ipv6=both, backlog=BACKLOG)
+            listener = socket.create_server(
+                ("", self.env.port), family=family, dualstack_ipv6=both, backlog=BACKLOG
+            )
         except OSError as error:
             self.trouble = f"port {self.env.port} of this machine: {error.strerror}"
             return None
@@ -256,13 +289,16 @@ class JoinAttempt:
         return None
 
     def _look_for_offer(self, root: dist.Store) -> None:
-        """Read the offer of rank 0 where the newest rendezvous has one; stop waiting for a rank 0 that does not come.
+        """Read the offer of rank 0 where the newest rendezvous has one; stop waiting for a rank 0
+        that does not come.
 
-        A rank 0 that has reached the store may still search for a layout, so it gets as long as a rank that imports.
+        A rank 0 that has reached the store may still search for a layout, so it gets as long as a
+        rank that imports.
         """
         if self.offered.is_set() or self.env.rank == 0:
             return
-        decides = root.add(DECIDING, 0) > 0  # read first: once rank 0 has decided, its rendezvous is there
+        # read first: once rank 0 has decided, its rendezvous is there
+        decides = root.add(DECIDING, 0) > 0
         number = newest(root)
         if number is not None:
             self.offer = offer_of(root, number)
@@ -272,7 +308,9 @@ class JoinAttempt:
 
     def _coordinator(self, root: dist.Store, info: RankInfo, waited_s: float = 0.0) -> Coordinator:
         if started_before(root):
-            self.note = "note: ranks started on this store before; if they still run, RANK is given twice"
+            self.note = (
+                "note: ranks started on this store before; if they still run, RANK is given twice"
+            )
         return Coordinator(root, info, self.config, self.join_timeout_s, waited_s, self.offer)
 
     def _take_leave(self, member: Member, outcome: dict[str, Any]) -> dict[str, Any]:
@@ -292,9 +330,11 @@ _joined = False
 
 
 def arrive(join_timeout_s: float, end: End | None = None) -> JoinAttempt:
-    """Begin to reach the store of the launch, without waiting for it; a second call changes nothing.
+    """Begin to reach the store of the launch, without waiting for it; a second call changes
+    nothing.
 
-    `end` ends a process that is refused while it still imports; without it, `together` raises the refusal.
+    `end` ends a process that is refused while it still imports; without it, `together` raises the
+    refusal.
 
     Raises:
         BadEnvironment: the launcher's environment makes no sense.
@@ -308,8 +348,8 @@ def arrive(join_timeout_s: float, end: End | None = None) -> JoinAttempt:
 def announce(run: RunConfig, end: End | None = None, words: Sequence[str] | None = None) -> None:
     """Make this rank known to the others, without waiting for any; a second call changes nothing.
 
-    `end`: see `arrive`. `words` are those that rank 0 was called with: a rank that was called with the same
-    ones takes its configuration from rank 0.
+    `end`: see `arrive`. `words` are those that rank 0 was called with: a rank that was called with
+    the same ones takes its configuration from rank 0.
 
     Raises:
         BadEnvironment: the launcher's environment makes no sense, or there is no such device.
@@ -349,7 +389,8 @@ def together(run: RunConfig) -> dist.Store:
     announce(run)
     assert _attempt is not None
     store = _attempt.together()
-    _attempt, _joined = None, True
+    _attempt = None
+    _joined = True
     return store
 
 
@@ -384,14 +425,17 @@ def _rank_info(run: RunConfig, env: RankEnv) -> RankInfo:
         "backend": registry.get(run.cluster.device).backend,
         "grid": str(RankGrid.of(run)),
     }
-    return RankInfo(env.rank, env.size, platform.node(), os.getpid(), run.digest(), facts, _lone_gpu(run, env))
+    return RankInfo(
+        env.rank, env.size, platform.node(), os.getpid(), run.digest(), facts, _lone_gpu(run, env)
+    )
 
 
 def _lone_gpu(run: RunConfig, env: RankEnv) -> str:
-    """Return the UUID of the only GPU that a scheduler shows this rank; empty: it shows several, or it is not known.
+    """Return the UUID of the only GPU that a scheduler shows this rank; empty: it shows several, or
+    it is not known.
 
-    A rank that sees one GPU takes it, whatever its number on the machine; whether each task has a GPU of its own, no
-    task can tell by itself.
+    A rank that sees one GPU takes it, whatever its number on the machine; whether each task has a
+    GPU of its own, no task can tell by itself.
     """
     if not env.launcher or not facts_of(run.cluster.device).counted:
         return ""

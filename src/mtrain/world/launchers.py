@@ -1,10 +1,11 @@
-"""The variables by which launchers number their processes: torchrun, SLURM's srun, Open MPI, PMI, Kubernetes.
+"""The variables by which launchers number their processes: torchrun, SLURM's srun, Open MPI, PMI,
+Kubernetes.
 
-Each is translated into the variables of torchrun (RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR,
-MASTER_PORT), which is all that the rest of mtrain reads.
+Each is translated into the variables of torchrun (RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE,
+MASTER_ADDR, MASTER_PORT), which is all that the rest of mtrain reads.
 
-Sources: `man srun` and `man sbatch` (output environment variables), Open MPI's "Environment variables set by mpirun",
-the PMI of MPICH and PMIx, and Kubernetes' documentation of indexed jobs.
+Sources: `man srun` and `man sbatch` (output environment variables), Open MPI's "Environment
+variables set by mpirun", the PMI of MPICH and PMIx, and Kubernetes' documentation of indexed jobs.
 """
 
 from __future__ import annotations
@@ -24,7 +25,9 @@ LOCAL_HOST = "127.0.0.1"
 PORTS = range(12_000, 30_000)
 """Below the ports that Linux gives to outgoing connections."""
 SPECIAL_STEPS = 0xFFFFFFF0
-"""SLURM numbers steps that are no `srun` of a user, as the batch script and interactive shells, from here."""
+"""SLURM numbers steps that are no `srun` of a user, as the batch script and interactive shells,
+from here.
+"""
 USUAL_PORT = 29_500
 
 
@@ -44,7 +47,8 @@ class Launched:
     """The host on which process 0 serves the store."""
     port: int
     identity: str
-    """The name of the launch, which stays the same when it is restarted; empty where it is unknown."""
+    """The name of the launch, which stays the same when it is restarted; empty where it is unknown.
+    """
     machines: int = 0
     """The number of machines; 0: the launcher does not say."""
     read: Mapping[str, str] = field(default_factory=dict)
@@ -52,7 +56,9 @@ class Launched:
 
     @property
     def one_a_machine(self) -> bool:
-        """True where each machine has one process, which may start the ranks of its machine itself."""
+        """True where each machine has one process, which may start the ranks of its
+        machine itself.
+        """
         return self.machines > 1 and self.size == self.machines
 
     def variables(self) -> dict[str, str]:
@@ -73,8 +79,8 @@ def launched(environment: Mapping[str, str]) -> Launched | None:
     Torchrun's variables come first, then MPI's: torchrun and mpirun may themselves run below srun.
 
     Raises:
-        BadEnvironment: variables contradict each other, or are no numbers, or do not say how processes find each
-            other.
+        BadEnvironment: variables contradict each other, or are no numbers, or do not say how
+            processes find each other.
     """
     for reader in (_torchrun, _open_mpi, _slurm, _pmi, _kubernetes):
         found = reader(environment)
@@ -85,9 +91,11 @@ def launched(environment: Mapping[str, str]) -> Launched | None:
 
 
 def identity(environment: Mapping[str, str]) -> str | None:
-    """Return the name of the launch, as `slurm 1234`; None: the launcher does not start processes again.
+    """Return the name of the launch, as `slurm 1234`; None: the launcher does not start processes
+    again.
 
-    The name stays the same from the first start to the last, so it tells a run from the run of another launch.
+    The name stays the same from the first start to the last, so it tells a run from the run of
+    another launch.
     """
     run = environment.get("TORCHELASTIC_RUN_ID")
     if run and run != "none" and environment.get("RANK"):
@@ -99,10 +107,12 @@ def identity(environment: Mapping[str, str]) -> str | None:
 
 
 def restarted(environment: Mapping[str, str]) -> str | None:
-    """Return the identity of a launch whose earlier start may have begun the run; None: this is the first start.
+    """Return the identity of a launch whose earlier start may have begun the run; None: this is the
+    first start.
 
-    A job of SLURM may train several runs one after another, so it resumes one only after it was requeued. Torchrun
-    runs a single command, and its machines do not all count its restarts alike, so it always may.
+    A job of SLURM may train several runs one after another, so it resumes one only after it was
+    requeued. Torchrun runs a single command, and its machines do not all count its restarts alike,
+    so it always may.
     """
     launch = identity(environment)
     if launch is None or launch.startswith("torchrun"):
@@ -115,7 +125,8 @@ def _torchrun(environment: Mapping[str, str]) -> Launched | None:
     """Read the variables of torchrun, which other launchers set too.
 
     Raises:
-        BadEnvironment: this is one of several processes, and no variable says how they find each other.
+        BadEnvironment: this is one of several processes, and no variable says how they find each
+            other.
     """
     here = {name: environment[name] for name in PLACE if environment.get(name)}
     lacking = [name for name in PLACE if name not in here]
@@ -125,8 +136,8 @@ def _torchrun(environment: Mapping[str, str]) -> Launched | None:
             raise BadEnvironment(
                 f"{said} is set for one of several processes, which cannot find each other without "
                 f"{' and '.join(lacking)}",
-                f"  fix: start them with torchrun, which sets {', '.join(PLACE)}; or, for a run that starts its own "
-                "ranks, unset RANK WORLD_SIZE",
+                f"  fix: start them with torchrun, which sets {', '.join(PLACE)}; or, for a run"
+                " that starts its own ranks, unset RANK WORLD_SIZE",
             )
         return None
     return Launched(
@@ -142,7 +153,9 @@ def _torchrun(environment: Mapping[str, str]) -> Launched | None:
 
 
 def _slurm(environment: Mapping[str, str]) -> Launched | None:
-    """Read the variables of a task of srun; a job's batch script and an interactive shell start their own ranks."""
+    """Read the variables of a task of srun; a job's batch script and an interactive shell start
+    their own ranks.
+    """
     if not environment.get("SLURM_PROCID") or not _is_task(environment):
         return None
     tasks = _first_set(environment, "SLURM_STEP_NUM_TASKS", "SLURM_NTASKS")
@@ -176,7 +189,8 @@ def _slurm(environment: Mapping[str, str]) -> Launched | None:
 def _is_task(environment: Mapping[str, str]) -> bool:
     """Return whether SLURM's variables are those of a task of srun.
 
-    A batch script has SLURM_PROCID=0, too, and hands it to all that it starts; only srun sets the number of a step.
+    A batch script has SLURM_PROCID=0, too, and hands it to all that it starts; only srun sets the
+    number of a step.
     """
     step = environment.get("SLURM_STEP_ID") or environment.get("SLURM_STEPID", "")
     if step:
@@ -191,8 +205,12 @@ def _slurm_job(environment: Mapping[str, str]) -> str | None:
 
 
 def _tasks_here(environment: Mapping[str, str], size: int, machines: int) -> int:
-    """Count the tasks on this machine, from a list such as `4(x3),2` and the number of the machine."""
-    text = environment.get("SLURM_STEP_TASKS_PER_NODE") or environment.get("SLURM_TASKS_PER_NODE", "")
+    """Count the tasks on this machine, from a list such as `4(x3),2` and the number of
+    the machine.
+    """
+    text = environment.get("SLURM_STEP_TASKS_PER_NODE") or environment.get(
+        "SLURM_TASKS_PER_NODE", ""
+    )
     counts = tasks_per_node(text)
     node = environment.get("SLURM_NODEID", "0")
     if node.isdigit() and int(node) < len(counts) and sum(counts) == size:
@@ -251,7 +269,9 @@ def _pmi(environment: Mapping[str, str]) -> Launched | None:
 
 
 def _kubernetes(environment: Mapping[str, str]) -> Launched | None:
-    """Read the variables of a pod of an indexed job; the host names of its pods differ in the index at the end."""
+    """Read the variables of a pod of an indexed job; the host names of its pods differ in the index
+    at the end.
+    """
     if not environment.get("JOB_COMPLETION_INDEX"):
         return None
     size = _first_set(environment, "JOB_COMPLETIONS", "PET_NNODES", "NNODES", "WORLD_SIZE")
@@ -298,7 +318,8 @@ def _expanded(group: str) -> Iterator[str]:
 
 
 def _host(environment: Mapping[str, str], launcher: str, first: str, machines: int) -> str:
-    """Return the host of process 0: MASTER_ADDR, this machine where all processes are here, or the first of the list.
+    """Return the host of process 0: MASTER_ADDR, this machine where all processes are here, or the
+    first of the list.
 
     Raises:
         BadEnvironment: there are several machines, and no variable names the first.
@@ -354,19 +375,24 @@ def _check(found: Launched, environment: Mapping[str, str]) -> None:
         BadEnvironment: with the variables, and what to do.
     """
     rank, size, local_rank, local_size, port = (
-        found.read.get(name, name) for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_PORT")
+        found.read.get(name, name)
+        for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_PORT")
     )
     in_all = f"{size} is {found.size}" if environment.get(size) else f"{size} is not set"
     here = f"{local_size} puts {found.local_size} processes on this machine"
     wrong = []
     if found.rank >= found.size:
         last = found.size - 1
-        wrong.append(f"{rank} is {found.rank} and {in_all}: processes are numbered from 0 to {last}")
+        wrong.append(
+            f"{rank} is {found.rank} and {in_all}: processes are numbered from 0 to {last}"
+        )
     if found.local_size > found.size:
         wrong.append(f"{here} and {in_all}")
     if found.local_size > 1 and found.local_rank >= found.local_size:
         last = found.local_size - 1
-        wrong.append(f"{local_rank} is {found.local_rank} and {here}: they are numbered from 0 to {last}")
+        wrong.append(
+            f"{local_rank} is {found.local_rank} and {here}: they are numbered from 0 to {last}"
+        )
     if not 0 < found.port < 1 << 16:
         wrong.append(f"{port} is {found.port}: a port is a number from 1 to 65535")
     if found.launcher == "torchrun" and not environment.get("TORCHELASTIC_RUN_ID"):
@@ -379,11 +405,15 @@ def _check(found: Launched, environment: Mapping[str, str]) -> None:
 
 
 def _differences(found: Launched, environment: Mapping[str, str]) -> list[str]:
-    """Return a sentence where RANK contradicts the number of srun or mpirun, as where a user exports one RANK."""
+    """Return a sentence where RANK contradicts the number of srun or mpirun, as where a user
+    exports one RANK.
+    """
     out = []
     for reader in (_open_mpi, _slurm):
         other = reader(environment)
         if other is not None and other.size == found.size > 1 and other.rank != found.rank:
             own = other.read["RANK"]
-            out.append(f"RANK is {found.rank} and {own} is {other.rank}, each of {found.size} processes")
+            out.append(
+                f"RANK is {found.rank} and {own} is {other.rank}, each of {found.size} processes"
+            )
     return out

@@ -1,4 +1,5 @@
-"""The rank of this process, from the environment variables that torchrun and the local launcher set.
+"""The rank of this process, from the environment variables that torchrun and the local launcher
+set.
 
 `launchers` translates what other launchers say.
 """
@@ -12,12 +13,18 @@ from dataclasses import dataclass
 from mtrain.errors import BadEnvironment, MtrainError
 
 LAUNCHER = "MTRAIN_LAUNCHER"
-"""The variable that names the launcher whose variables were translated into those of torchrun, as `slurm`."""
+"""The variable that names the launcher whose variables were translated into those of torchrun, as
+`slurm`.
+"""
 LISTEN_FD = "MTRAIN_LISTEN_FD"
-"""Descriptor of a socket that already listens, from the local launcher: rank 0 serves the rendezvous on it."""
+"""Descriptor of a socket that already listens, from the local launcher: rank 0 serves the
+rendezvous on it.
+"""
 
 End = Callable[[MtrainError, bool], None]
-"""Ends the process, from any thread, and does not return; told whether this is the rank that says why."""
+"""Ends the process, from any thread, and does not return; told whether this is the rank that says
+why.
+"""
 
 
 @dataclass(frozen=True)
@@ -28,7 +35,9 @@ class RankEnv:
     size: int
     local_rank: int
     host: str | None
-    """Where the store is served; None: this process is on its own, or torch.distributed is initialised already."""
+    """Where the store is served; None: this process is on its own, or torch.distributed is
+    initialised already.
+    """
     port: int
     launcher_serves: bool
     """The store is the launcher's; else rank 0 serves it."""
@@ -36,7 +45,9 @@ class RankEnv:
     local_size: int = 1
     """Ranks on this machine."""
     launcher: str = ""
-    """The launcher whose variables were translated; empty: torchrun, the local launcher, or one that sets theirs."""
+    """The launcher whose variables were translated; empty: torchrun, the local launcher, or one
+    that sets theirs.
+    """
 
     @classmethod
     def here(cls, environment: Mapping[str, str] = os.environ) -> RankEnv:
@@ -48,22 +59,33 @@ class RankEnv:
         rank = number(environment, "RANK", 0)
         size = number(environment, "WORLD_SIZE", 1)
         if rank >= size:
-            raise BadEnvironment(f"RANK is {rank} and WORLD_SIZE is {size}: ranks are numbered from 0 to {size - 1}")
+            raise BadEnvironment(
+                f"RANK is {rank} and WORLD_SIZE is {size}: ranks are numbered from 0 to {size - 1}"
+            )
         agent = environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
         return cls(
             rank=rank,
             size=size,
             local_rank=number(environment, "LOCAL_RANK", 0),
-            host=environment.get("MASTER_ADDR", "127.0.0.1") if "MASTER_PORT" in environment else None,
+            host=(
+                environment.get("MASTER_ADDR", "127.0.0.1")
+                if "MASTER_PORT" in environment
+                else None
+            ),
             port=number(environment, "MASTER_PORT", 0),
             launcher_serves=agent,
-            listen_fd=number(environment, LISTEN_FD, 0) if LISTEN_FD in environment and rank == 0 else None,
+            listen_fd=(
+                number(environment, LISTEN_FD, 0)
+                if LISTEN_FD in environment and rank == 0
+                else None
+            ),
             local_size=number(environment, "LOCAL_WORLD_SIZE", 1),
             launcher=environment.get(LAUNCHER, ""),
         )
 
     def device_index(self, visible: int | None) -> int:
-        """Return the number of this rank's device among the `visible` ones; with None, ranks share one device.
+        """Return the number of this rank's device among the `visible` ones; with None, ranks share
+        one device.
 
         Schedulers may show each task only its own device, which then has number 0 in every task.
 
@@ -77,7 +99,8 @@ class RankEnv:
         raise BadEnvironment(
             f"rank {self.rank} is number {self.local_rank} on this machine and sees {visible} "
             f"device{'' if visible == 1 else 's'}",
-            "  fix: start no more ranks on a machine than it has devices, or let CUDA_VISIBLE_DEVICES show more",
+            "  fix: start no more ranks on a machine than it has devices, or let"
+            " CUDA_VISIBLE_DEVICES show more",
         )
 
     @property
@@ -105,5 +128,7 @@ def number(environment: Mapping[str, str], name: str, default: int | None = None
     """
     text = environment.get(name, "" if default is None else str(default))
     if not text.isdecimal():
-        raise BadEnvironment(f"{name} is {text!r} in the environment: a launcher sets a number there")
+        raise BadEnvironment(
+            f"{name} is {text!r} in the environment: a launcher sets a number there"
+        )
     return int(text)

@@ -1,4 +1,6 @@
-"""Whether the ranks that came make one world, and if not, why: who is absent, who came twice, what differs."""
+"""Whether the ranks that came make one world, and if not, why: who is absent, who came twice, what
+differs.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,10 @@ CONFIGURATION = "configuration"
 
 
 class Refused(BadEnvironment):
-    """The ranks make no world; the same on every rank that came. `speaks`: it is for this one to print it."""
+    """The ranks make no world; the same on every rank that came.
+
+    `speaks`: it is for this one to print it.
+    """
 
     def __init__(self, text: str, *, speaks: bool) -> None:
         super().__init__(*text.split("\n"))
@@ -37,7 +42,8 @@ class RankInfo:
     facts: Mapping[str, str] = field(default_factory=dict)
     """What must be the same everywhere beside the configuration: versions, grid, device."""
     gpu: str = ""
-    """UUID of its GPU, where a scheduler shows it one GPU alone; no other rank may have that GPU."""
+    """UUID of its GPU, where a scheduler shows it one GPU alone; no other rank may have that GPU.
+    """
 
     def text(self) -> str:
         """The info as JSON."""
@@ -47,7 +53,9 @@ class RankInfo:
     def of(cls, text: str | bytes) -> RankInfo:
         """The info that `text` made, maybe that of another version."""
         values = json.loads(text)
-        return cls(**{field.name: values[field.name] for field in fields(cls) if field.name in values})
+        return cls(
+            **{field.name: values[field.name] for field in fields(cls) if field.name in values}
+        )
 
     @property
     def who(self) -> str:
@@ -84,7 +92,9 @@ class RendezvousState:
         return [c for i, c in enumerate(self.infos) if i not in self.ready and i not in self.failed]
 
     def able(self) -> list[RankInfo]:
-        """Those that did not fail, and came with a configuration: the others say at once why they have none."""
+        """Those that did not fail, and came with a configuration: the others say at once why they
+        have none.
+        """
         return [info for i, info in enumerate(self.infos) if i not in self.failed and info.digest]
 
     def shared_gpus(self) -> dict[str, list[RankInfo]]:
@@ -93,7 +103,9 @@ class RendezvousState:
         for info in self.infos:
             if info.gpu:
                 by_gpu.setdefault(info.gpu, []).append(info)
-        return {gpu: infos for gpu, infos in by_gpu.items() if len({info.rank for info in infos}) > 1}
+        return {
+            gpu: infos for gpu, infos in by_gpu.items() if len({info.rank for info in infos}) > 1
+        }
 
     def is_wrong(self) -> bool:
         """Whether no further rank can make this a world."""
@@ -111,11 +123,18 @@ class RendezvousState:
 
 
 def faults(state: RendezvousState, config_of: Callable[[str], dict[str, Any] | None]) -> list[str]:
-    """What is wrong with those who came; `config_of` gives the flat configuration of a digest, where known."""
-    found = [f"{state.infos[i].who} ended before it was ready: {text}" for i, text in sorted(state.failed.items())]
+    """What is wrong with those who came; `config_of` gives the flat configuration of a digest,
+    where known.
+    """
+    found = [
+        f"{state.infos[i].who} ended before it was ready: {text}"
+        for i, text in sorted(state.failed.items())
+    ]
     for rank, infos in _by_rank(state.infos):
         if len(infos) > 1:
-            found.append(f"RANK {rank} came {_times(len(infos))}: {' and '.join(c.process for c in infos)}")
+            found.append(
+                f"RANK {rank} came {_times(len(infos))}: {' and '.join(c.process for c in infos)}"
+            )
     for gpu, infos in state.shared_gpus().items():
         ranks = _numbers(info.rank for info in infos)
         found.append(
@@ -124,8 +143,14 @@ def faults(state: RendezvousState, config_of: Callable[[str], dict[str, Any] | N
         )
     sizes = Counter(info.size for info in state.infos)
     if len(sizes) > 1:
-        each = [f"{size} on {_named(c for c in state.infos if c.size == size)}" for size, _ in sizes.most_common()]
-        found.append(f"WORLD_SIZE differs: {', '.join(each)}\n  fix: start every rank with the same WORLD_SIZE")
+        each = [
+            f"{size} on {_named(c for c in state.infos if c.size == size)}"
+            for size, _ in sizes.most_common()
+        ]
+        found.append(
+            f"WORLD_SIZE differs: {', '.join(each)}\n  fix: start every rank with the same"
+            " WORLD_SIZE"
+        )
     else:
         found += _differences(state.able(), config_of)
     return found
@@ -136,31 +161,38 @@ def absence(state: RendezvousState, size: int, waited_s: float) -> str:
     absent = state.absent(size)
     hosts = [
         f"{_numbers(c.rank for c in infos)} on {host}"
-        for host, infos in groupby(sorted(state.infos, key=lambda c: (c.host, c.rank)), lambda c: c.host)
+        for host, infos in groupby(
+            sorted(state.infos, key=lambda c: (c.host, c.rank)), lambda c: c.host
+        )
     ]
     more = f" and {len(hosts) - 8} more machines" if len(hosts) > 8 else ""
     plural = "s" if len(absent) > 1 else ""
     return (
-        f"rank{plural} {_listed(absent)} of {size} did not arrive within {waited_s:g} s; "
-        f"arrived: {', '.join(hosts[:8])}{more}\n"
-        f"  fix: see why {'they do' if plural else 'it does'} not start, or, where machines start further apart, "
-        f"trainer.join_timeout_s={waited_s * 10:g}"
+        f"rank{plural} {_listed(absent)} of {size} did not arrive within {waited_s:g} s; arrived:"
+        f" {', '.join(hosts[:8])}{more}\n  fix: see why {'they do' if plural else 'it does'} not"
+        f" start, or, where machines start further apart, trainer.join_timeout_s={waited_s * 10:g}"
     )
 
 
 def unreadiness(state: RendezvousState, waited_s: float) -> str:
     """Who came and is still not ready."""
     late = sorted(state.unready(), key=lambda info: info.rank)
-    names = ", ".join(info.who for info in late[:8]) + (f" and {len(late) - 8} more" if len(late) > 8 else "")
+    names = ", ".join(info.who for info in late[:8]) + (
+        f" and {len(late) - 8} more" if len(late) > 8 else ""
+    )
     return (
-        f"{names} arrived, but {'were' if len(late) > 1 else 'was'} not ready within {waited_s:g} s: "
-        "still importing, stopped or dead\n"
-        "  fix: see what holds it; where imports take long, a larger trainer.join_timeout_s (twelve of it are waited)"
+        f"{names} arrived, but {'were' if len(late) > 1 else 'was'} not ready within {waited_s:g}"
+        " s: still importing, stopped or dead\n  fix: see what holds it; where imports take long,"
+        " a larger trainer.join_timeout_s (twelve of it are waited)"
     )
 
 
-def _differences(infos: list[RankInfo], config_of: Callable[[str], dict[str, Any] | None]) -> list[str]:
-    """A text for each kind of rank that differs from what most have, or, of two as large, from the lowest rank."""
+def _differences(
+    infos: list[RankInfo], config_of: Callable[[str], dict[str, Any] | None]
+) -> list[str]:
+    """A text for each kind of rank that differs from what most have, or, of two as large, from the
+    lowest rank.
+    """
     kinds: dict[tuple[str, ...], list[RankInfo]] = {}
     for info in sorted(infos, key=lambda c: c.rank):
         kinds.setdefault(info.signature, []).append(info)
@@ -172,28 +204,41 @@ def _differences(infos: list[RankInfo], config_of: Callable[[str], dict[str, Any
         lines = _lines(kind[0], usual[0], config_of)
         hidden = [f"and {len(lines) - MAX_LINES} more"] if len(lines) > MAX_LINES else []
         head = (
-            f"ranks [{_numbers(c.rank for c in kind)}] differ from rank {usual[0].rank} in version or configuration:"
+            f"ranks [{_numbers(c.rank for c in kind)}] differ from rank {usual[0].rank} in version"
+            " or configuration:"
         )
         found.append("\n  ".join([head, *lines[:MAX_LINES], *hidden]))
     return found
 
 
-def _lines(odd: RankInfo, usual: RankInfo, config_of: Callable[[str], dict[str, Any] | None]) -> list[str]:
+def _lines(
+    odd: RankInfo, usual: RankInfo, config_of: Callable[[str], dict[str, Any] | None]
+) -> list[str]:
     """What differs between two ranks, a line for each fact and key."""
     values: list[tuple[str, object, object]] = [
         (name, odd.facts.get(name), usual.facts.get(name)) for name in {**usual.facts, **odd.facts}
     ]
     if odd.digest != usual.digest:
-        one, other = config_of(odd.digest), config_of(usual.digest)
+        one = config_of(odd.digest)
+        other = config_of(usual.digest)
         if one is None or other is None:
-            values.append((CONFIGURATION, f"digest {odd.digest[:12]}", f"digest {usual.digest[:12]}"))
+            values.append(
+                (CONFIGURATION, f"digest {odd.digest[:12]}", f"digest {usual.digest[:12]}")
+            )
         else:
             values += [(key, one.get(key), other.get(key)) for key in {**other, **one}]
-    return [visible(f"{k}: {show(a)} on {odd.who}, {show(b)} on {usual.who}") for k, a, b in values if a != b]
+    return [
+        visible(f"{k}: {show(a)} on {odd.who}, {show(b)} on {usual.who}")
+        for k, a, b in values
+        if a != b
+    ]
 
 
 def _by_rank(infos: Iterable[RankInfo]) -> list[tuple[int, list[RankInfo]]]:
-    return [(rank, list(found)) for rank, found in groupby(sorted(infos, key=lambda c: c.rank), lambda c: c.rank)]
+    return [
+        (rank, list(found))
+        for rank, found in groupby(sorted(infos, key=lambda c: c.rank), lambda c: c.rank)
+    ]
 
 
 def _times(count: int) -> str:

@@ -1,8 +1,9 @@
-"""The rendezvous: ranks describe themselves in a store, one of them compares all, and every one reads the outcome.
+"""The rendezvous: ranks describe themselves in a store, one of them compares all, and every one
+reads the outcome.
 
-A store may outlive a start (torchrun restarts its workers on the same one, and not every machine counts the restarts
-alike), so each rendezvous has a number of its own: the newest is the one that counts, and who came to one that is
-over waits for the next.
+A store may outlive a start (torchrun restarts its workers on the same one, and not every machine
+counts the restarts alike), so each rendezvous has a number of its own: the newest is the one that
+counts, and who came to one that is over waits for the next.
 """
 
 from __future__ import annotations
@@ -18,18 +19,24 @@ from torch.distributed import PrefixStore, Store
 from mtrain.world.rank_info import RankInfo, RendezvousState, absence, faults, unreadiness
 
 FAULT_GRACE = 0.5
-"""Once something is wrong, the share of the join timeout in which further ranks may come: all is said at once."""
+"""Once something is wrong, the share of the join timeout in which further ranks may come: all is
+said at once.
+"""
 LEAST_GRACE = 0.2
 """The share of the join timeout that the others have to answer a rendezvous in rank 0's place."""
 IMPORT_FACTOR = 12
-"""How many times longer a rank that came and still imports is waited for than one that nobody has heard of."""
+"""How many times longer a rank that came and still imports is waited for than one that nobody has
+heard of.
+"""
 
 DECIDING = "deciding"
 """The number of ranks 0 that have reached the store, and do not know yet what to run."""
 BEAT_S = 1.0
 """The time between two signs of life of a rank that works for all ranks before it is ready."""
 LIFE_S = 10.0
-"""The time after its last sign of life for which such a rank counts as working, beside a few of its pauses."""
+"""The time after its last sign of life for which such a rank counts as working, beside a few of its
+pauses.
+"""
 
 Config = dict[str, Any]
 """A flat configuration, which only travels where digests differ."""
@@ -58,7 +65,9 @@ def offer_of(root: Store, number: int) -> Offer | None:
 
 
 def pause_of(size: int) -> float:
-    """Return the seconds between two looks of a rank at the store: thousands of ranks must not swamp it."""
+    """Return the seconds between two looks of a rank at the store: thousands of ranks must not
+    swamp it.
+    """
     return max(0.02, size / 2_000)
 
 
@@ -105,7 +114,9 @@ class Beats:
             self.store.add("beats", 1)
 
     def heard(self) -> bool:
-        """Return whether a rank that works has given a sign of life lately, as far as this one has asked."""
+        """Return whether a rank that works has given a sign of life lately, as far as this one has
+        asked.
+        """
         count = self.store.add("beats", 0)
         if count > self.count:
             self.count = count
@@ -117,7 +128,8 @@ class Member:
     """This rank in one rendezvous."""
 
     def __init__(self, root: Store, number: int, info: RankInfo, config: Config) -> None:
-        self.number, self.store = number, PrefixStore(str(number), root)
+        self.number = number
+        self.store = PrefixStore(str(number), root)
         if info.digest and self.store.get("digest").decode() != info.digest:
             self.store.set(f"config/{info.digest}", zlib.compress(json.dumps(config).encode()))  # type: ignore[arg-type]
         self.place = _add_page(self.store, "infos", info.text())
@@ -133,8 +145,9 @@ class Member:
             _add_page(self.store, "reports", json.dumps(page))
 
     def outcome(self) -> dict[str, Any] | None:
-        """What was found: `problem` (None: none), `speaker` (a rank), `count` of ranks that came and `able` of those
-        that did not fail; None while it is not known."""
+        """What was found: `problem` (None: none), `speaker` (a rank), `count` of ranks that came
+        and `able` of those that did not fail; None while it is not known.
+        """
         if not self.store.check(["outcome"]):
             return None
         outcome: dict[str, Any] = json.loads(self.store.get("outcome"))
@@ -145,7 +158,9 @@ class Member:
         return outcome is not None and self.place > outcome["count"]
 
     def is_forsaken(self, ready_at: float, limit_s: float) -> bool:
-        """Return whether no rank compares or works any more, for all that this one has waited since `ready_at`."""
+        """Return whether no rank compares or works any more, for all that this one has waited since
+        `ready_at`.
+        """
         waited_s = time.monotonic() - max(ready_at, self.came_at)
         return waited_s > limit_s and not self.beats.heard()
 
@@ -159,7 +174,9 @@ class Member:
 
 
 class Coordinator:
-    """Compares all ranks: rank 0 does, or, where it does not come, the first that has waited for it in vain."""
+    """Compares all ranks: rank 0 does, or, where it does not come, the first that has waited for it
+    in vain.
+    """
 
     def __init__(
         self,
@@ -170,9 +187,12 @@ class Coordinator:
         waited_s: float = 0.0,
         offer: Offer | None = None,
     ) -> None:
-        self.info, self.config, self.join_timeout_s = info, config, join_timeout_s
+        self.info = info
+        self.config = config
+        self.join_timeout_s = join_timeout_s
         self.absent_s = max(LEAST_GRACE * join_timeout_s, join_timeout_s - waited_s)
-        self.state, self.reports = RendezvousState(), 0
+        self.state = RendezvousState()
+        self.reports = 0
         self.first_ready: float | None = None
         self.wrong_since: float | None = None
         self.done = False
@@ -201,11 +221,14 @@ class Coordinator:
             self.first_ready = self.first_ready or now
         if self.state.is_wrong():
             self.wrong_since = self.wrong_since or now
-        size, absent = self.info.size, self.state.absent(self.info.size)
+        size = self.info.size
+        absent = self.state.absent(self.info.size)
         waited = now - (self.first_ready or now)
         if self.state.is_world(size):
             self._give(None)
-        elif self.wrong_since and (not absent or now - self.wrong_since > FAULT_GRACE * self.join_timeout_s):
+        elif self.wrong_since and (
+            not absent or now - self.wrong_since > FAULT_GRACE * self.join_timeout_s
+        ):
             self._give("\n".join(faults(self.state, self._config_of)))
         elif absent and waited > self.absent_s:
             self._give(absence(self.state, size, self.join_timeout_s))
@@ -215,8 +238,11 @@ class Coordinator:
     def _read(self) -> None:
         reports = [json.loads(page) for page in _pages(self.store, "reports", self.reports)]
         self.reports += len(reports)
-        # A rank's info is there before its report: read in this order, no report is without its info.
-        self.state.infos += [RankInfo.of(page) for page in _pages(self.store, "infos", len(self.state.infos))]
+        # A rank's info is there before its report: read in this order, no report is without its
+        # info.
+        self.state.infos += [
+            RankInfo.of(page) for page in _pages(self.store, "infos", len(self.state.infos))
+        ]
         for report in reports:
             if report["failure"] is None:
                 self.state.ready.add(report["place"] - 1)

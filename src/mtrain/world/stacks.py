@@ -26,8 +26,8 @@ def main_frame() -> FrameType | None:
 def is_waiting(frame: FrameType | None) -> bool:
     """Return whether the main thread, which is in `frame`, waits for other ranks.
 
-    It has noted a wait, or is in torch.distributed: NCCL connects the ranks of a group in its first collective, which
-    blocks before there is any work to wait on.
+    It has noted a wait, or is in torch.distributed: NCCL connects the ranks of a group in its first
+    collective, which blocks before there is any work to wait on.
     """
     if heartbeat.waits:
         return True
@@ -36,10 +36,16 @@ def is_waiting(frame: FrameType | None) -> bool:
 
 
 def place(frame: FrameType | None) -> str:
-    """Return the place of a frame, as `step.py:12 in forward`; frames that only note a wait are passed over."""
-    while frame is not None and frame.f_code.co_filename == NOTES_WAITS and frame.f_back is not None:
+    """Return the place of a frame, as `step.py:12 in forward`; frames that only note a wait are
+    passed over.
+    """
+    while (
+        frame is not None and frame.f_code.co_filename == NOTES_WAITS and frame.f_back is not None
+    ):
         frame = frame.f_back
-    return f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno} in {frame.f_code.co_name}" if frame else "nowhere"
+    if frame:
+        return f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno} in {frame.f_code.co_name}"
+    return "nowhere"
 
 
 def write(path: Path, title: str) -> None:

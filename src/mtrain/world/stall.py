@@ -13,7 +13,9 @@ UNKNOWN = -1
 
 @dataclass(frozen=True)
 class Calls:
-    """Progress of a rank in the collectives of one process group, which all its ranks number alike, from 1."""
+    """Progress of a rank in the collectives of one process group, which all its ranks number alike,
+    from 1.
+    """
 
     what: str
     """The purpose of the group."""
@@ -94,10 +96,11 @@ def idle_s(known: Mapping[int, Status], silent: set[int]) -> float:
 def blame(known: Mapping[int, Status], silent: set[int], size: int) -> str:
     """Say who is behind.
 
-    Ranks that have not begun, or give no sign of life, come first. Else the suspects are the ranks that wait for
-    nobody, or all where every rank waits. Of these, the ones count that lack a collective which other ranks of a
-    process group have launched or begun, if there are any; and of these the ones with the fewest milestones: a
-    pipeline stage that waits for its input has passed fewer than the stage that holds it up.
+    Ranks that have not begun, or give no sign of life, come first. Else the suspects are the ranks
+    that wait for nobody, or all where every rank waits. Of these, the ones count that lack a
+    collective which other ranks of a process group have launched or begun, if there are any; and of
+    these the ones with the fewest milestones: a pipeline stage that waits for its input has passed
+    fewer than the stage that holds it up.
     """
     missing = [rank for rank in range(size) if rank not in known]
     if missing:
@@ -106,7 +109,9 @@ def blame(known: Mapping[int, Status], silent: set[int], size: int) -> str:
         gone = [known[rank] for rank in sorted(silent)]
         last = f"last seen in {gone[0].phase}" if len(gone) == 1 else "stacks may be missing"
         verb = "gives" if len(gone) == 1 else "give"
-        return f"{_who(gone)} {verb} no sign of life (stopped, dead, or stuck outside Python; {last})"
+        return (
+            f"{_who(gone)} {verb} no sign of life (stopped, dead, or stuck outside Python; {last})"
+        )
     busy = {rank for rank, status in known.items() if not status.waits}
     lacking = awaited(known)
     suspects = busy or set(known)
@@ -118,7 +123,10 @@ def blame(known: Mapping[int, Status], silent: set[int], size: int) -> str:
         return f"every rank waits for the others, in {first.phase}"
     doing = "is" if busy or first.rank in lacking else "waits like all others, and is"
     verb = doing if len(behind) == 1 else "are"
-    why = f"; {lacking[first.rank].words(known, first.rank)}" if first.rank in lacking and len(behind) == 1 else ""
+    if first.rank in lacking and len(behind) == 1:
+        why = f"; {lacking[first.rank].words(known, first.rank)}"
+    else:
+        why = ""
     return f"{_who(behind)} {verb} behind, in {first.phase}, at {first.place}{why}"
 
 
@@ -131,7 +139,9 @@ class Lack:
     """True: the device has not begun the collective; False: the host has not launched it."""
 
     def number(self, status: Status) -> int:
-        """Return the last collective of the group that a rank has launched, or that its device has begun."""
+        """Return the last collective of the group that a rank has launched, or that its device has
+        begun.
+        """
         calls = status.calls[self.group]
         return calls.started if self.begun else calls.launched
 
@@ -139,20 +149,27 @@ class Lack:
         """Say which collective the rank lacks, and who waits for it."""
         there = {other: status for other, status in known.items() if self.group in status.calls}
         number = self.number(known[rank]) + 1
-        waiters = [other for other, s in sorted(there.items()) if self.number(s) >= number > s.calls[self.group].done]
+        waiters = [
+            other
+            for other, s in sorted(there.items())
+            if self.number(s) >= number > s.calls[self.group].done
+        ]
         verb = "begun" if self.begun else "launched"
         waits = "waits" if len(waiters) == 1 else "wait"
         what = known[rank].calls[self.group].what
-        # The source of a broadcast may be done with a collective that others have not begun, and wait in a later one.
+        # The source of a broadcast may be done with a collective that others have not begun, and
+        # wait in a later one.
         others = f"in which {_ranks(waiters)} {waits}" if waiters else "which is done for others"
         return f"it has not {verb} collective {number} of {what}, {others}"
 
 
 def awaited(known: Mapping[int, Status]) -> dict[int, Lack]:
-    """Return what each rank lacks that others wait for; of ranks that wait for nobody themselves, if there are any.
+    """Return what each rank lacks that others wait for; of ranks that wait for nobody themselves,
+    if there are any.
 
-    A rank waits for the ranks of its process groups that have launched fewer collectives than it has, unless all of
-    its own have ended. Where all have launched equally many, the ranks wait whose devices have begun more.
+    A rank waits for the ranks of its process groups that have launched fewer collectives than it
+    has, unless all of its own have ended. Where all have launched equally many, the ranks wait
+    whose devices have begun more.
     """
     lacking: dict[int, Lack] = {}
     waiting: set[int] = set()
@@ -163,7 +180,9 @@ def awaited(known: Mapping[int, Status]) -> dict[int, Lack]:
             lowest = min(numbers.values())
             if lowest == UNKNOWN:
                 continue
-            ahead = {r: n for r, n in numbers.items() if n > lowest and members[r].calls[name].done < n}
+            ahead = {
+                r: n for r, n in numbers.items() if n > lowest and members[r].calls[name].done < n
+            }
             highest = max(ahead.values(), default=lowest)
             waiting |= ahead.keys()
             lacking = {rank: lack for rank, number in numbers.items() if number < highest} | lacking

@@ -1,4 +1,6 @@
-"""Noting in the heartbeat that the main thread waits for work of torch.distributed, in whichever library."""
+"""Noting in the heartbeat that the main thread waits for work of torch.distributed, in whichever
+library.
+"""
 
 from __future__ import annotations
 
@@ -16,8 +18,9 @@ from mtrain.world.heartbeat import waiting
 def noted() -> Iterator[None]:
     """Note every `Work.wait` of the main thread.
 
-    Collectives of torch, the pipeline transfers of megatron-core and our own exchanges all end in that method, so one
-    place notes them all, and nobody has to guess from a source line what a rank does.
+    Collectives of torch, the pipeline transfers of megatron-core and our own exchanges all end in
+    that method, so one place notes them all, and nobody has to guess from a source line what a rank
+    does.
     """
     real = Work.wait
 

@@ -1,7 +1,9 @@
-"""Noticing that a run no longer goes on: stacks and a name after a soft timeout, an end after a hard one.
+"""Noticing that a run no longer goes on: stacks and a name after a soft timeout, an end after a
+hard one.
 
-Two threads beside the one that trains. One talks to the other ranks over a store connection of its own, where it may
-be held for ever: a store whose process is stopped answers nothing. The other watches the clock, and acts.
+Two threads beside the one that trains. One talks to the other ranks over a store connection of its
+own, where it may be held for ever: a store whose process is stopped answers nothing. The other
+watches the clock, and acts.
 """
 
 from __future__ import annotations
@@ -31,16 +33,18 @@ from mtrain.world.stall import Finding, Status
 
 SILENT_TICKS = 10
 LONGEST_TICK = 0.25
-"""The share of the soft timeout that a tick counts at most: in a longer one the whole process was stopped."""
+"""The share of the soft timeout that a tick counts at most: in a longer one the whole process was
+stopped.
+"""
 
 
 @contextmanager
 def watching(run: RunConfig, world: World, folder: Path, end: End) -> Iterator[None]:
     """Watch over what this rank does inside, together with all other ranks.
 
-    `folder` gets the stacks and the record of torch's flight recorder. After `trainer.soft_timeout_s` without
-    progress on any rank, each writes its own, and one names the rank that is behind; after `trainer.timeout_s`, `end`
-    gets a TrainingError that names it again.
+    `folder` gets the stacks and the record of torch's flight recorder. After
+    `trainer.soft_timeout_s` without progress on any rank, each writes its own, and one names the
+    rank that is behind; after `trainer.timeout_s`, `end` gets a TrainingError that names it again.
     """
     watchdog = Watchdog(run, world, folder, end)
     watchdog.start()
@@ -48,8 +52,8 @@ def watching(run: RunConfig, world: World, folder: Path, end: End) -> Iterator[N
         with waits.noted():
             yield
     except Exception:
-        # Another rank has come to its end of the same stall a moment earlier: the outcome that names the cause is due
-        # here too, and comes before the broken connection.
+        # Another rank has come to its end of the same stall a moment earlier: the outcome that
+        # names the cause is due here too, and comes before the broken connection.
         if watchdog.told:
             watchdog.over.wait(1.0 + 10 * watchdog.tick_s)
         raise
@@ -63,7 +67,9 @@ def stacks_name(rank: int) -> str:
 
 
 def flight_name(rank: int) -> str:
-    """Return the name of the file with the record that torch's flight recorder has of a rank's collectives."""
+    """Return the name of the file with the record that torch's flight recorder has of a rank's
+    collectives.
+    """
     return f"flight_rank_{rank:05d}.json"
 
 
@@ -71,8 +77,11 @@ class Watchdog:
     """The watcher of one rank."""
 
     def __init__(self, run: RunConfig, world: World, folder: Path, end: End) -> None:
-        self.world, self.folder, self.end = world, folder, end
-        self.soft_s, self.hard_s = run.trainer.soft_timeout_s, run.trainer.timeout_s
+        self.world = world
+        self.folder = folder
+        self.end = end
+        self.soft_s = run.trainer.soft_timeout_s
+        self.hard_s = run.trainer.timeout_s
         # Thousands of ranks talk to one store: then they do it less often.
         self.tick_s = min(1.0, max(0.1, self.soft_s / 20)) * max(1.0, world.size / 1000)
         self.silent_s = max(SILENT_TICKS * self.tick_s, min(2.0, 0.8 * self.soft_s))
@@ -87,7 +96,9 @@ class Watchdog:
         self.file: TextIO | None = None
         work = {"watchdog": self._watch, "heartbeat": self.wire.talk}
         names = ((f"{stacks.WATCHING}{name}", target) for name, target in work.items())
-        self.threads = [threading.Thread(target=target, name=name, daemon=True) for name, target in names]
+        self.threads = [
+            threading.Thread(target=target, name=name, daemon=True) for name, target in names
+        ]
 
     def start(self) -> None:
         """Begin to watch."""
@@ -113,12 +124,15 @@ class Watchdog:
                     self.folder.rmdir()
 
     def _watch(self) -> None:
-        seen, before = (heartbeat.count, heartbeat.ticks), time.monotonic()
+        seen = (heartbeat.count, heartbeat.ticks)
+        before = time.monotonic()
         while not self.over.wait(self.tick_s):
-            now, latest = time.monotonic(), (heartbeat.count, heartbeat.ticks)
+            now = time.monotonic()
+            latest = (heartbeat.count, heartbeat.ticks)
             passed = min(now - before, self.tick_s + LONGEST_TICK * self.soft_s)
             self.idle_s = 0.0 if latest != seen else self.idle_s + passed
-            seen, before = latest, now
+            seen = latest
+            before = now
             if self.file is not None:
                 # A thread that holds Python's lock stops this one too; faulthandler needs no lock.
                 faulthandler.dump_traceback_later(self.soft_s + self.silent_s, file=self.file)
@@ -135,15 +149,15 @@ class Watchdog:
             self._write_stacks(found)
             if speaks:
                 _say(
-                    f"warning: no progress for {found.idle_s:.1f} s (trainer.soft_timeout_s={self.soft_s:g}): "
-                    f"{found.blame}; stacks of every rank: {files}; the run ends after {self.hard_s:g} s "
-                    "(trainer.timeout_s)"
+                    f"warning: no progress for {found.idle_s:.1f} s"
+                    f" (trainer.soft_timeout_s={self.soft_s:g}): {found.blame}; stacks of every"
+                    f" rank: {files}; the run ends after {self.hard_s:g} s (trainer.timeout_s)"
                 )
             self.recorder.write(self.folder / flight_name(self.world.rank))
         if found.idle_s >= self.hard_s:
             text = (
-                f"no progress for {found.idle_s:.1f} s (trainer.timeout_s={self.hard_s:g}): {found.blame}; "
-                f"stacks: {files}{self._advice()}"
+                f"no progress for {found.idle_s:.1f} s (trainer.timeout_s={self.hard_s:g}):"
+                f" {found.blame}; stacks: {files}{self._advice()}"
             )
             self.end(TrainingError(text), speaks)
 
@@ -154,8 +168,11 @@ class Watchdog:
 
     def _found(self) -> tuple[Finding, bool]:
         """What is known of the stall, and whether it is for this rank to say it."""
-        rank, wire, now = self.world.rank, self.wire, time.monotonic()
-        finding, env = wire.finding, RankEnv.here()
+        rank = self.world.rank
+        wire = self.wire
+        now = time.monotonic()
+        finding = wire.finding
+        env = RankEnv.here()
         if now - wire.heard < self.silent_s:
             if finding is not None:
                 idle_s = min(self.idle_s, finding.idle_s + now - wire.found_at)
@@ -165,7 +182,10 @@ class Watchdog:
             return Finding(idle_s, "it is not known who is behind", rank, 0), env.speaks
         # The store is silent, so each rank is on its own; whoever serves it is stopped or dead.
         first = 0 if env.launcher_serves else min(1, self.world.size - 1)
-        blame = f"{env.server}, which serves the store of all ranks, gives no sign of life (stopped or dead)"
+        blame = (
+            f"{env.server}, which serves the store of all ranks, gives no sign of life (stopped or"
+            " dead)"
+        )
         return Finding(self.idle_s, finding.blame if finding else blame, first, 0), rank == first
 
     def _write_stacks(self, found: Finding) -> None:
@@ -175,10 +195,13 @@ class Watchdog:
 
 
 class Wire:
-    """What the ranks know of each other: each publishes its status, and in a stall one looks at all of them."""
+    """What the ranks know of each other: each publishes its status, and in a stall one looks at all
+    of them.
+    """
 
     def __init__(self, watchdog: Watchdog) -> None:
-        self.watchdog, self.world = watchdog, watchdog.world
+        self.watchdog = watchdog
+        self.world = watchdog.world
         self.heard = time.monotonic()
         """When the store answered last."""
         self.finding: Finding | None = None
@@ -216,12 +239,18 @@ class Wire:
             waits=stacks.is_waiting(frame),
             place=stacks.place(frame),
             idle_s=self.watchdog.idle_s,
-            calls=self.watchdog.recorder.calls() if self.watchdog.idle_s >= self.watchdog.alert_s else {},
+            calls=(
+                self.watchdog.recorder.calls()
+                if self.watchdog.idle_s >= self.watchdog.alert_s
+                else {}
+            ),
         )
         store.set(f"status/{status.rank}", status.text())
 
     def _look(self, store: Store) -> None:
-        """Learn who is behind: from the rank that looks at all, or, where there is none, by looking."""
+        """Learn who is behind: from the rank that looks at all, or, where there is none, by
+        looking.
+        """
         number = store.add("stalls", 0)
         if number != self.stall:
             self._forget()
@@ -244,7 +273,10 @@ class Wire:
             self.finding = finding
 
     def _forget(self) -> None:
-        self.stall, self.observes, self.finding, self.changed = None, False, None, {}
+        self.stall = None
+        self.observes = False
+        self.finding = None
+        self.changed = {}
 
     def _observe(self, store: Store) -> Finding:
         """Look at every rank."""
@@ -256,7 +288,9 @@ class Wire:
         for rank, status in known.items():
             if self.changed.get(rank, (0, 0.0))[0] != status.number:
                 self.changed[rank] = (status.number, now)
-        silent = {rank for rank in known if now - self.changed[rank][1] >= self.watchdog.silent_s * 0.8}
+        silent = {
+            rank for rank in known if now - self.changed[rank][1] >= self.watchdog.silent_s * 0.8
+        }
         number = self.finding.number + 1 if self.finding else 1
         blame = stall.blame(known, silent, self.world.size)
         return Finding(stall.idle_s(known, silent), blame, self.world.rank, number)

@@ -1,8 +1,8 @@
 """A stand-in for a GPU's driver, for processes that have this folder first in PYTHONPATH.
 
-`torch.cuda` counts its calls in the file `DRIVER_LOG`, a line `PID FUNCTION` each, and like the real runtime refuses
-to work in a process that was forked from one that had used it. The device `cuda` computes on the CPU behind it, and
-this machine says that it has `DRIVER_GPUS` of them.
+`torch.cuda` counts its calls in the file `DRIVER_LOG`, a line `PID FUNCTION` each, and like the
+real runtime refuses to work in a process that was forked from one that had used it. The device
+`cuda` computes on the CPU behind it, and this machine says that it has `DRIVER_GPUS` of them.
 """
 
 from __future__ import annotations
@@ -18,9 +18,29 @@ from types import ModuleType
 from typing import Any
 
 CALLS = (
-    *("is_available", "device_count", "init", "is_initialized", "set_device", "current_device", "synchronize"),
-    *("memory_allocated", "max_memory_allocated", "memory_reserved", "max_memory_reserved", "mem_get_info"),
-    *("memory_stats", "get_device_name", "get_device_capability", "get_device_properties", "manual_seed"),
+    *(
+        "is_available",
+        "device_count",
+        "init",
+        "is_initialized",
+        "set_device",
+        "current_device",
+        "synchronize",
+    ),
+    *(
+        "memory_allocated",
+        "max_memory_allocated",
+        "memory_reserved",
+        "max_memory_reserved",
+        "mem_get_info",
+    ),
+    *(
+        "memory_stats",
+        "get_device_name",
+        "get_device_capability",
+        "get_device_properties",
+        "manual_seed",
+    ),
     *("get_rng_state", "set_rng_state", "set_sync_debug_mode"),
 )
 used_by: int | None = None
@@ -38,8 +58,8 @@ def note(name: str) -> None:
         log.write(f"{os.getpid()} {name}\n")
     if used_by not in (None, os.getpid()):
         raise RuntimeError(
-            "Cannot re-initialize CUDA in forked subprocess. To use CUDA with multiprocessing, you must use the "
-            "'spawn' start method"
+            "Cannot re-initialize CUDA in forked subprocess. To use CUDA with multiprocessing, you"
+            " must use the 'spawn' start method"
         )
     used_by = os.getpid()
 
@@ -104,11 +124,15 @@ def patch_device(module: Any) -> None:
 
 
 def patch_machine(module: Any) -> None:
-    """Let this machine have as many devices as it is said to have, and nothing that compiles kernels for them."""
+    """Let this machine have as many devices as it is said to have, and nothing that compiles
+    kernels for them.
+    """
     real = module.Machine.here.__func__
 
     def here(cls: Any, *args: Any) -> Any:
-        return replace(real(cls, *args), gpus=gpus(), unusable_gpus=0, triton=False, transformer_engine=False)
+        return replace(
+            real(cls, *args), gpus=gpus(), unusable_gpus=0, triton=False, transformer_engine=False
+        )
 
     module.Machine.here = classmethod(here)
 

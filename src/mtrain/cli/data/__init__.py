@@ -1,4 +1,7 @@
-"""`data`: what becomes of text before training. Each subverb is a word of `SUBVERBS`, a function and a page."""
+"""`data`: what becomes of text before training.
+
+Each subverb is a word of `SUBVERBS`, a function and a page.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +20,9 @@ SUBVERBS = {
     "sample": "change",
     "dedup": "change",
 }
-"""Word -> module of this package, whose function has the name of the word (`_` for `-`); `pages` has its page."""
+"""Word -> module of this package, whose function has the name of the word (`_` for `-`); `pages`
+has its page.
+"""
 
 
 def run(argv: list[str], *, debug: bool) -> int:

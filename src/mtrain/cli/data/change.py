@@ -18,7 +18,10 @@ from mtrain.units import count
 if TYPE_CHECKING:
     import numpy as np
 
-OUT = {"out": Word(None, user_path), "overwrite": Word(False, yes, "true or false", "overwrite=true")}
+OUT = {
+    "out": Word(None, user_path),
+    "overwrite": Word(False, yes, "true or false", "overwrite=true"),
+}
 WHOLE = number(int, 0, 1 << 62)
 NAMES = ("train", "validation", "test")
 
@@ -26,7 +29,11 @@ NAMES = ("train", "validation", "test")
 def shares(text: str) -> tuple[float, ...]:
     """Two or more numbers of at least 0, which are not all 0."""
     found = json.loads(text if text.startswith("[") else f"[{text}]")
-    if len(found) < 2 or not all(type(one) in (int, float) and 0 <= one < 1e300 for one in found) or sum(found) <= 0:
+    if (
+        len(found) < 2
+        or not all(type(one) in (int, float) and 0 <= one < 1e300 for one in found)
+        or sum(found) <= 0
+    ):
         raise ValueError(text)
     return tuple(map(float, found))
 
@@ -51,19 +58,24 @@ def split(argv: Sequence[str], *, as_json: bool) -> int:
         "seed": Word(None, WHOLE, "a whole number of at least 0", "seed=0"),
     }
     values, (prefix,) = read_arguments(argv, {**OUT, **more}, usage, most=1)
-    out, wanted = prefix_of(needs(values, "out", usage)), needs(values, "shares", usage)
+    out = prefix_of(needs(values, "out", usage))
+    wanted = needs(values, "shares", usage)
     from mtrain.data.preprocess.build import refuse_existing
     from mtrain.data.preprocess.derive import cut, opened, write
 
     one = opened(prefix)
-    names = NAMES[: len(wanted)] if len(wanted) <= len(NAMES) else tuple(map(str, range(len(wanted))))
+    names = (
+        NAMES[: len(wanted)] if len(wanted) <= len(NAMES) else tuple(map(str, range(len(wanted))))
+    )
     places = [out.with_name(f"{out.name}-{name}") for name in names]
     for place in places:
         refuse_existing(place, values["overwrite"])
     how = {"by": "split", "shares": list(wanted), "seed": values["seed"]}
     for place, documents in zip(places, cut(one, wanted, values["seed"]), strict=True):
         if len(documents):
-            _said(place, write(place, [(one, documents)], how, overwrite=values["overwrite"]), as_json)
+            _said(
+                place, write(place, [(one, documents)], how, overwrite=values["overwrite"]), as_json
+            )
     return 0
 
 
@@ -71,16 +83,23 @@ def sample(argv: Sequence[str], *, as_json: bool) -> int:
     """Draw documents of a corpus without repetition; they keep their order."""
     usage = "sample PREFIX --out PREFIX --documents N"
     more = {
-        "documents": Word(None, number(int, 1, 1 << 62), "a whole number of at least 1", "documents=1000"),
-        "tokens": Word(None, number(int, 1, 1 << 62), "a whole number of at least 1", "tokens=1000000"),
-        "share": Word(None, number(float, 0, 1, above=True), "a number above 0, and at most 1", "share=0.1"),
+        "documents": Word(
+            None, number(int, 1, 1 << 62), "a whole number of at least 1", "documents=1000"
+        ),
+        "tokens": Word(
+            None, number(int, 1, 1 << 62), "a whole number of at least 1", "tokens=1000000"
+        ),
+        "share": Word(
+            None, number(float, 0, 1, above=True), "a number above 0, and at most 1", "share=0.1"
+        ),
         "seed": Word(0, WHOLE, "a whole number of at least 0", "seed=0"),
     }
     values, (prefix,) = read_arguments(argv, {**OUT, **more}, usage, most=1)
     out = prefix_of(needs(values, "out", usage))
     from mtrain.data.preprocess.derive import document_lengths, drawn, opened, write
 
-    one, many = opened(prefix), _how_many(values)
+    one = opened(prefix)
+    many = _how_many(values)
     name, wanted = next(iter(many.items()))
     if name == "share":
         many = {"tokens": int(wanted * one.dataset.num_tokens)}
@@ -89,7 +108,10 @@ def sample(argv: Sequence[str], *, as_json: bool) -> int:
     if not len(documents):
         held = f"there are {len(lengths)} documents with {one.dataset.num_tokens} tokens"
         least = int(lengths.min()) if len(lengths) else 0
-        rule = f"{held}, and the shortest has {least}" if len(lengths) else "the corpus has no document"
+        if len(lengths):
+            rule = f"{held}, and the shortest has {least}"
+        else:
+            rule = "the corpus has no document"
         fix = f"tokens={least}, or documents=1" if len(lengths) else "a corpus with documents"
         raise ConfigError([Problem("MT605", name, wanted, rule, fix, "command line")])
     how = {"by": "sample", "seed": values["seed"], **many}
@@ -105,21 +127,30 @@ def _less(lengths: np.ndarray, documents: np.ndarray, many: Mapping[str, int]) -
 
     if "documents" in many:
         asked = many["documents"]
-        return f"{asked} documents were asked for, and these are all" if len(documents) < asked else ""
+        return (
+            f"{asked} documents were asked for, and these are all" if len(documents) < asked else ""
+        )
     missing = many["tokens"] - int(lengths[documents].sum())
     if not missing:
         return ""
     left_out = np.delete(lengths, documents)
     left_out = left_out[left_out > 0]
-    why = f"the shortest document left out has {int(left_out.min())}" if len(left_out) else "these are all documents"
+    if len(left_out):
+        why = f"the shortest document left out has {int(left_out.min())}"
+    else:
+        why = "these are all documents"
     return f"{missing} tokens fewer than the {many['tokens']} that were asked for: {why}"
 
 
 def _how_many(values: Mapping[str, Any]) -> dict[str, Any]:
-    said = {name: values[name] for name in ("documents", "tokens", "share") if values[name] is not None}
+    said = {
+        name: values[name] for name in ("documents", "tokens", "share") if values[name] is not None
+    }
     if len(said) != 1:
         rule = "one of documents=, tokens= and share= says how many"
-        raise ConfigError([Problem("MT002", "documents", None, rule, "documents=1000", "command line")])
+        raise ConfigError(
+            [Problem("MT002", "documents", None, rule, "documents=1000", "command line")]
+        )
     return said
 
 
@@ -128,9 +159,13 @@ def dedup(argv: Sequence[str], *, as_json: bool) -> int:
     usage = "dedup PREFIX --out PREFIX [--method minhash]"
     more = {
         "method": Word("exact", one_of("exact", "minhash"), "exact or minhash", "method=minhash"),
-        "threshold": Word(0.8, number(float, 0, 1, above=True), "a number above 0, and at most 1", "threshold=0.8"),
+        "threshold": Word(
+            0.8, number(float, 0, 1, above=True), "a number above 0, and at most 1", "threshold=0.8"
+        ),
         "ngram": Word(5, number(int, 1, 1024), "a whole number from 1 to 1024", "ngram=5"),
-        "permutations": Word(128, number(int, 2, 4096), "a whole number from 2 to 4096", "permutations=128"),
+        "permutations": Word(
+            128, number(int, 2, 4096), "a whole number from 2 to 4096", "permutations=128"
+        ),
     }
     values, (prefix,) = read_arguments(argv, {**OUT, **more}, usage, most=1)
     out = prefix_of(needs(values, "out", usage))

@@ -42,8 +42,9 @@ def inspect(argv: Sequence[str], *, as_json: bool) -> int:
         say(strict_json.dumps(found))
         return 0
     say(
-        f"{prefix}: {found['documents']} documents in {found['sequences']} sequences, {found['tokens']} tokens "
-        f"({found['dtype']}, {bytes_(found['bytes'])}); longest document {found['longest_document']}"
+        f"{prefix}: {found['documents']} documents in {found['sequences']} sequences,"
+        f" {found['tokens']} tokens ({found['dtype']}, {bytes_(found['bytes'])}); longest document"
+        f" {found['longest_document']}"
     )
     if one.held is not None:
         tokenizer = one.held.body["tokenizer"]
@@ -51,7 +52,10 @@ def inspect(argv: Sequence[str], *, as_json: bool) -> int:
     most = max((row["documents"] for row in found["lengths"]), default=1) or 1
     for row in found["lengths"]:
         span = f"{row['from']}" if row["from"] == row["to"] else f"{row['from']} to {row['to']}"
-        say(f"  {span:>20} tokens  {row['documents']:>12}  {'#' * round(BAR * row['documents'] / most)}".rstrip())
+        say(
+            f"  {span:>20} tokens  {row['documents']:>12} "
+            f" {'#' * round(BAR * row['documents'] / most)}".rstrip()
+        )
     return 0
 
 
@@ -73,11 +77,21 @@ def _document(one: Any, values: Mapping[str, Any], as_json: bool) -> int:
         fix = f"tokenizer=PATH of {_files(one.held.body['tokenizer'])}"
         raise ConfigError([Problem("MT620", "tokenizer", encoder.file, rule, fix, "command line")])
     if as_json:
-        text = encoder.decode([int(i) for ids in sequences for i in ids]) if encoder is not None else None
-        say(strict_json.dumps({"doc": number_, "sequences": [ids.tolist() for ids in sequences], "text": text}))
+        if encoder is not None:
+            text = encoder.decode([int(i) for ids in sequences for i in ids])
+        else:
+            text = None
+        say(
+            strict_json.dumps(
+                {"doc": number_, "sequences": [ids.tolist() for ids in sequences], "text": text}
+            )
+        )
         return 0
     total = sum(map(len, sequences))
-    say(f"document {number_} of {one.dataset.num_documents}: {total} tokens in {len(sequences)} sequences")
+    say(
+        f"document {number_} of {one.dataset.num_documents}: {total} tokens in {len(sequences)}"
+        " sequences"
+    )
     for i, ids in enumerate(sequences):
         say(f"[{i}] {tokens_as_text(ids.tolist(), encoder)}")
     if encoder is None and total:
@@ -89,13 +103,17 @@ def _loaded(values: Mapping[str, Any]) -> Any:
     """The tokenizer that is named; None: none is."""
     from mtrain.data.preprocess.encoders import load
 
-    return load(spec_of({**values, "vocab_size": None})) if values["tokenizer"] is not None else None
+    return (
+        load(spec_of({**values, "vocab_size": None})) if values["tokenizer"] is not None else None
+    )
 
 
 def verify(argv: Sequence[str], *, as_json: bool) -> int:
     """Look at every byte of corpora; exit code 4 for one that is damaged."""
     known = {
-        "vocab_size": Word(None, number(int, 1, 1 << 31), "a whole number of at least 1", "vocab_size=32000"),
+        "vocab_size": Word(
+            None, number(int, 1, 1 << 31), "a whole number of at least 1", "vocab_size=32000"
+        ),
         "manifest": Word(True, yes, "true or false", "manifest=false"),
         "write": Word(False, yes, "true or false", "write=true"),
         **TOKENIZER,
@@ -109,14 +127,23 @@ def verify(argv: Sequence[str], *, as_json: bool) -> int:
     limit = values["vocab_size"] or (encoder.vocab_size if encoder is not None else None)
     for prefix in prefixes:
         one = opened(prefix)
-        dataset, held = one.dataset, one.held
+        dataset = one.dataset
+        held = one.held
         bare = held is None and values["write"]
         scanned = verify_(dataset, held, limit, hashed=values["manifest"] and not bare)
         if bare:
             write_manifest(dataset, scanned, encoder)
         if as_json:
-            body = {"prefix": str(prefix), "hashed": held is not None, "largest_id": scanned.largest}
-            say(strict_json.dumps({**body, "documents": dataset.num_documents, "tokens": dataset.num_tokens}))
+            body = {
+                "prefix": str(prefix),
+                "hashed": held is not None,
+                "largest_id": scanned.largest,
+            }
+            say(
+                strict_json.dumps(
+                    {**body, "documents": dataset.num_documents, "tokens": dataset.num_tokens}
+                )
+            )
             continue
         against = "adds up; there is no manifest with hashes"
         if held is not None:
@@ -124,8 +151,8 @@ def verify(argv: Sequence[str], *, as_json: bool) -> int:
         elif bare:
             against = f"adds up; {path_of(prefix).name} has its hashes now"
         say(
-            f"{prefix}: {dataset.num_documents} documents, {dataset.num_tokens} tokens, ids to {scanned.largest}: "
-            f"{against}"
+            f"{prefix}: {dataset.num_documents} documents, {dataset.num_tokens} tokens, ids to"
+            f" {scanned.largest}: {against}"
         )
     return 0
 
@@ -136,13 +163,17 @@ def stats(argv: Sequence[str], *, as_json: bool) -> int:
     values, prefixes = read_arguments(argv, known, "stats PREFIX...")
     from mtrain.data.preprocess.derive import opened
 
-    rows = [row for prefix in prefixes for row in _rows(prefix, opened(prefix).held, files=values["files"])]
+    rows = [
+        row
+        for prefix in prefixes
+        for row in _rows(prefix, opened(prefix).held, files=values["files"])
+    ]
     if as_json:
         say(strict_json.dumps(rows))
         return 0
     say(
-        f"{'documents':>10} {'tokens':>9} {'share':>6} {'text':>10} {'bytes/token':>11} {'tokens/word':>11} "
-        f"{'unknown':>8}"
+        f"{'documents':>10} {'tokens':>9} {'share':>6} {'text':>10} {'bytes/token':>11}"
+        f" {'tokens/word':>11} {'unknown':>8}"
     )
     for row in rows:
         say(_line(row))
@@ -154,10 +185,15 @@ def _rows(prefix: Path, held: Manifest | None, *, files: bool) -> list[dict[str,
         rule = "there is no manifest beside it, which has the counts of each file"
         fix = "a corpus that `data tokenize` made"
         raise ConfigError([Problem("MT623", "prefix", str(prefix), rule, fix, "command line")])
-    total, inputs = held.count("tokens"), held.body["inputs"]
+    total = held.count("tokens")
+    inputs = held.body["inputs"]
     out = [_row(one["file"], one, total) for one in inputs] if files and len(inputs) > 1 else []
     names = {name for one in inputs for name, value in one.items() if type(value) is int}
-    whole = {name: sum(one.get(name, 0) for one in inputs) for name in names if all(name in one for one in inputs)}
+    whole = {
+        name: sum(one.get(name, 0) for one in inputs)
+        for name in names
+        if all(name in one for one in inputs)
+    }
     return [*out, _row(str(prefix), whole, total)]
 
 
@@ -181,8 +217,12 @@ def _row(name: str, counts: Mapping[str, Any], total: int) -> dict[str, Any]:
 def _line(row: Mapping[str, Any]) -> str:
     text = bytes_(row["text_bytes"]) if row["text_bytes"] is not None else "-"
     each = ("bytes_per_token", "fertility")
-    ratios = " ".join(f"{row[name]:>11.3f}" if row[name] is not None else f"{'-':>11}" for name in each)
-    unknown = f"{100 * row['unknown_share']:>7.3f}%" if row["unknown_share"] is not None else f"{'-':>8}"
+    ratios = " ".join(
+        f"{row[name]:>11.3f}" if row[name] is not None else f"{'-':>11}" for name in each
+    )
+    unknown = (
+        f"{100 * row['unknown_share']:>7.3f}%" if row["unknown_share"] is not None else f"{'-':>8}"
+    )
     left = f"  {row['rejected']} left out" if row["rejected"] else ""
     share = f"{100 * row['share']:>5.1f}%"
     counts = f"{count(row['documents']):>10} {count(row['tokens']):>9} {share} {text:>10}"

@@ -25,7 +25,10 @@ if TYPE_CHECKING:  # it imports torch
 WORDS = {
     "samples": Word(3, number(int, 1, 1000), "a whole number from 1 to 1000", "samples=3"),
     "split": Word(
-        "train", {name: name for name in ("train", "validation", "test")}.__getitem__, "a split", "split=train"
+        "train",
+        {name: name for name in ("train", "validation", "test")}.__getitem__,
+        "a split",
+        "split=train",
     ),
     "html": Word(None, user_path, "a file", "html=samples.html"),
 }
@@ -44,14 +47,25 @@ def preview(argv: Sequence[str], *, as_json: bool) -> int:
     page: Path | None = values["html"]
     if page is not None and os.path.lexists(page):
         rule = f"{page} is there already; nothing is written over"
-        raise ConfigError([Problem("MT704", "html", str(page), rule, "--html FILE with another name", COMMAND_LINE)])
+        raise ConfigError(
+            [
+                Problem(
+                    "MT704", "html", str(page), rule, "--html FILE with another name", COMMAND_LINE
+                )
+            ]
+        )
     from mtrain.data import open_splits, prepare_for_model
     from mtrain.train.preview import previewed
 
     part = values["split"]
-    corpus = prepare_for_model(run.data, model_tokenizer(run), accept_changes=run.checkpoint.accept_changes)
-    splits = open_splits(run.data, run.model.vocab_size, run.trainer.seed, corpus, (part,), asked(run))
-    remarks, found = splits.remarks(), previewed(run, splits, part, values["samples"])
+    corpus = prepare_for_model(
+        run.data, model_tokenizer(run), accept_changes=run.checkpoint.accept_changes
+    )
+    splits = open_splits(
+        run.data, run.model.vocab_size, run.trainer.seed, corpus, (part,), asked(run)
+    )
+    remarks = splits.remarks()
+    found = previewed(run, splits, part, values["samples"])
     if page is not None:
         from mtrain.cli.data.preview_page import page_of
 
@@ -59,19 +73,27 @@ def preview(argv: Sequence[str], *, as_json: bool) -> int:
             with page.open("x", encoding="utf-8") as file:
                 file.write(page_of(found, remarks))
         except OSError as error:
-            rule, fix = f"cannot be written: {error.strerror}", "--html FILE in a folder that is there"
-            raise ConfigError([Problem("MT704", "html", str(page), rule, fix, COMMAND_LINE)]) from None
+            rule = f"cannot be written: {error.strerror}"
+            fix = "--html FILE in a folder that is there"
+            raise ConfigError(
+                [Problem("MT704", "html", str(page), rule, fix, COMMAND_LINE)]
+            ) from None
         say_page(f"{len(found)} samples: {page}")
     elif as_json:
         rows = [{**dataclasses.asdict(shown), "counts": shown.counts} for shown in found]
         say_page(strict_json.dumps({"remarks": remarks, "samples": rows}, indent=2))
     else:
-        say_styled(*([(remark, "")] for remark in remarks), *(line for shown in found for line in lines_of(shown)))
+        say_styled(
+            *([(remark, "")] for remark in remarks),
+            *(line for shown in found for line in lines_of(shown)),
+        )
     return 0
 
 
 def lines_of(shown: Shown) -> list[Styled]:
-    """A sample as lines: in front of each the position of its first token, and whether its tokens carry loss."""
+    """A sample as lines: in front of each the position of its first token, and whether its tokens
+    carry loss.
+    """
     out: list[Styled] = [[("", "")], [(f"{shown.name}: {shown.heading}", "bold")]]
     out += [[(f"  {shown.place}", "dim")]] if shown.place else []
     out += [[("  encoder reads: ", "dim"), (in_a_line(shown.read), "")]] if shown.read else []
@@ -79,7 +101,9 @@ def lines_of(shown: Shown) -> list[Styled]:
         if len(shown.documents) > 1 and not document[0].padding:
             positions = f"positions {document[0].position} to {document[-1].position}"
             out.append([(f"  document {index}, {positions}", "bold")])
-        for (padding, learned), run in groupby(document, lambda token: (token.padding, token.weight > 0)):
+        for (padding, learned), run in groupby(
+            document, lambda token: (token.padding, token.weight > 0)
+        ):
             tokens = list(run)
             if padding:
                 out.append([(f"{tokens[0].position:>7}        {len(tokens)} of padding", "dim")])
@@ -91,11 +115,18 @@ def lines_of(shown: Shown) -> list[Styled]:
 def _lines(tokens: Sequence[Token], learned: bool) -> list[Styled]:
     """Tokens that all carry loss, or none of them; one that ends a document ends a line."""
     out: list[Styled] = []
-    style, first = "loss" if learned else "", 0
+    style = "loss" if learned else ""
+    first = 0
     for last, token in enumerate(tokens, 1):
         if token.ends or last == len(tokens):
             for position, line in _wrapped(tokens[first:last]):
-                out.append([(f"{position:>7}  ", "dim"), ("loss  " if learned else "      ", style), (line, style)])
+                out.append(
+                    [
+                        (f"{position:>7}  ", "dim"),
+                        ("loss  " if learned else "      ", style),
+                        (line, style),
+                    ]
+                )
             first = last
         if token.ends:
             out.append([("         a document ends, and the next one sees it", "dim")])

@@ -35,9 +35,11 @@ def page_of(found: Sequence[Shown], remarks: Sequence[str]) -> str:
         f'<meta http-equiv="Content-Security-Policy" content="{POLICY}">',
         f"<style>{STYLE}</style></head><body>",
         "<h1>Samples</h1>",
-        '<p><span class="t loss">carries loss</span> <span class="t">read, and not learned</span> '
-        "The number in the margin is the position of the first token of its row; a token under the pointer says its "
-        "id.</p>",
+        (
+            '<p><span class="t loss">carries loss</span> <span class="t">read, and not'
+            " learned</span> The number in the margin is the position of the first token of its"
+            " row; a token under the pointer says its id.</p>"
+        ),
         *(f'<p class="dim">{_text(remark)}</p>' for remark in remarks),
         *(part for shown in found for part in _sample(shown)),
         "</body></html>",
@@ -48,12 +50,18 @@ def page_of(found: Sequence[Shown], remarks: Sequence[str]) -> str:
 def _sample(shown: Shown) -> list[str]:
     out = [f"<h2>{_text(shown.name)}</h2>", f"<p>{_text(shown.heading)}</p>"]
     out += [f'<p class="dim">{_text(shown.place)}</p>'] if shown.place else []
-    out += [f'<p>encoder reads: <span class="text">{_text(shown.read)}</span></p>'] if shown.read else []
+    out += (
+        [f'<p>encoder reads: <span class="text">{_text(shown.read)}</span></p>']
+        if shown.read
+        else []
+    )
     for document in shown.documents:
         padding = [token for token in document if token.padding]
         rows = [_row(row[0].position, "".join(map(_token, row))) for row in _rows(document)]
         if padding:
-            rows.append(_row(padding[0].position, f'<span class="pad">{len(padding)} of padding</span>'))
+            rows.append(
+                _row(padding[0].position, f'<span class="pad">{len(padding)} of padding</span>')
+            )
         out.append(f'<div class="document">{"".join(rows)}</div>')
     return out
 
@@ -71,7 +79,9 @@ def _rows(document: Sequence[Token]) -> list[list[Token]]:
 
 
 def _row(position: int, inside: str) -> str:
-    """A row: the position of its first token in the margin, which is no part of the text, and the text."""
+    """A row: the position of its first token in the margin, which is no part of the text, and the
+    text.
+    """
     margin = f'<span class="n" aria-hidden="true">{position}</span>'
     return f'<div class="row">{margin}<span class="text">{inside}</span></div>'
 

@@ -38,7 +38,9 @@ def one_of(*names: str) -> Any:
 def special(text: str) -> tuple[tuple[str, int], ...]:
     """Special tokens and their ids, as JSON."""
     found = json.loads(text)
-    if not isinstance(found, dict) or not all(type(i) is int and 0 <= i < 1 << 24 for i in found.values()):
+    if not isinstance(found, dict) or not all(
+        type(i) is int and 0 <= i < 1 << 24 for i in found.values()
+    ):
         raise ValueError(text)
     return tuple(sorted(found.items(), key=lambda one: one[1]))
 
@@ -48,7 +50,9 @@ WORDS = {
     "tokenizer": Word(None, user_path),
     "key": Word("text"),
     "template": Word(None),
-    "ignored_keys": Word((), texts, "a key, or a JSON list of keys", "ignored_keys=loss", many=True),
+    "ignored_keys": Word(
+        (), texts, "a key, or a JSON list of keys", "ignored_keys=loss", many=True
+    ),
     "format": Word(None, one_of(*FORMATS), f"one of {', '.join(FORMATS)}", "format=jsonl"),
     "lines": Word(False, yes, "true or false", "lines=true"),
     "eod": Word(True, yes, "true or false", "eod=false"),
@@ -58,7 +62,9 @@ WORDS = {
     "special": Word("token", one_of("token", "text"), "token or text", "special=text"),
     "dtype": Word(None, one_of("uint16", "int32"), "uint16 or int32", "dtype=int32"),
     "workers": Word(None, number(int, 1, 4096), "a whole number from 1 to 4096", "workers=4"),
-    "max_rejects": Word(1000, number(int, 0, 1 << 62), "a whole number of at least 0", "max_rejects=1000"),
+    "max_rejects": Word(
+        1000, number(int, 0, 1 << 62), "a whole number of at least 0", "max_rejects=1000"
+    ),
     "max_document": Word(64, number(int, 1, 1024), "MiB, from 1 to 1024", "max_document=64"),
     "fresh": Word(False, yes, "true or false", "fresh=true"),
     "overwrite": Word(False, yes, "true or false", "overwrite=true"),
@@ -67,9 +73,15 @@ WORDS = {
     "merges": Word(None, user_path),
     "lower_case": Word(True, yes, "true or false", "lower_case=false"),
     "pattern": Word(None),
-    "special_tokens": Word((), special, "JSON of names and ids", """special_tokens='{"<|endoftext|>": 100}'"""),
-    "num_special_tokens": Word(1000, number(int, 7, 1 << 17), "a whole number from 7", "num_special_tokens=1000"),
-    "vocab_size": Word(None, number(int, 1, 1 << 24), "a whole number of at least 1", "vocab_size=131072"),
+    "special_tokens": Word(
+        (), special, "JSON of names and ids", """special_tokens='{"<|endoftext|>": 100}'"""
+    ),
+    "num_special_tokens": Word(
+        1000, number(int, 7, 1 << 17), "a whole number from 7", "num_special_tokens=1000"
+    ),
+    "vocab_size": Word(
+        None, number(int, 1, 1 << 24), "a whole number of at least 1", "vocab_size=131072"
+    ),
 }
 
 OF_KIND = {"merges": "gpt2", "lower_case": "bert"} | dict.fromkeys(
@@ -87,7 +99,9 @@ def tokenize(argv: Sequence[str], *, as_json: bool) -> int:
     from mtrain.data.preprocess.build import tokenize as build
 
     job = job_of(values, inputs)
-    limits = Limits(values["workers"] or cores(), values["max_rejects"], values["fresh"], values["overwrite"])
+    limits = Limits(
+        values["workers"] or cores(), values["max_rejects"], values["fresh"], values["overwrite"]
+    )
     with Shown([source.size for source in job.sources], speaks=not as_json) as shown:
         made = build(job, prefix, limits, shown, partial(say, error=True))
     if as_json:
@@ -108,7 +122,9 @@ def job_of(values: Mapping[str, Any], inputs: Sequence[Path]) -> Any:
 
     if values["keep_newlines"] and values["sentences"] is None:
         rule = "has no effect where documents are not cut into sentences"
-        raise ConfigError([Problem("MT003", "keep_newlines", True, rule, "sentences=english", "command line")])
+        raise ConfigError(
+            [Problem("MT003", "keep_newlines", True, rule, "sentences=english", "command line")]
+        )
     return Job(
         spec_of(values),
         reading_of(values),
@@ -130,7 +146,9 @@ def reading_of(values: Mapping[str, Any]) -> Any:
 
     if values["template"] is not None and values["key"] != "text":
         rule = "a template names its keys; key= would have no effect"
-        raise ConfigError([Problem("MT004", "key", values["key"], rule, "one of both", "command line")])
+        raise ConfigError(
+            [Problem("MT004", "key", values["key"], rule, "one of both", "command line")]
+        )
     return reading(
         values["key"],
         values["template"],
@@ -165,7 +183,9 @@ def spec_of(values: Mapping[str, Any]) -> Any:
     for name, kind in OF_KIND.items():
         if spec.kind != kind and values[name] != WORDS[name].default:
             rule = f"has no effect: it is of {kind}, and this tokenizer is {spec.kind}"
-            raise ConfigError([Problem("MT003", name, values[name], rule, "leave it out", "command line")])
+            raise ConfigError(
+                [Problem("MT003", name, values[name], rule, "leave it out", "command line")]
+            )
     return spec
 
 
@@ -177,10 +197,18 @@ def prefix_of(path: Path) -> Path:
     """
     if path.suffix in (".bin", ".idx"):
         rule = f"is a prefix: without {path.suffix}"
-        raise ConfigError([Problem("MT602", "out", str(path), rule, f"out={path.with_suffix('')}", "command line")])
+        raise ConfigError(
+            [
+                Problem(
+                    "MT602", "out", str(path), rule, f"out={path.with_suffix('')}", "command line"
+                )
+            ]
+        )
     if not path.name or path.name == ".." or os.path.isdir(path):
         rule = "is a folder; the beginning of a file's name is needed"
-        raise ConfigError([Problem("MT602", "out", str(path), rule, f"out={path / 'corpus'}", "command line")])
+        raise ConfigError(
+            [Problem("MT602", "out", str(path), rule, f"out={path / 'corpus'}", "command line")]
+        )
     return path
 
 
@@ -197,28 +225,42 @@ def summary(prefix: Path, made: Mapping[str, Any], took: float) -> list[str]:
     text = sum(one["text_bytes"] for one in made["inputs"])
     size = sum(one["bytes"] for one in made["files"].values())
     lines = [
-        f"{prefix}: {count(made['documents'])} documents, {count(made['tokens'])} tokens ({made['dtype']}, ids to "
-        f"{made['largest_id']}), {bytes_(size)}, of {bytes_(text)} of text in {seconds(took)} by "
-        f"{made['tokenizer']['library']}"
+        f"{prefix}: {count(made['documents'])} documents, {count(made['tokens'])} tokens"
+        f" ({made['dtype']}, ids to {made['largest_id']}), {bytes_(size)}, of {bytes_(text)} of"
+        f" text in {seconds(took)} by {made['tokenizer']['library']}"
     ]
     if made["rejected"]:
         lines.append(f"{made['rejected']} records left out: {prefix}.rejects.jsonl")
-        lines += by_keys({key: sum(one.get(f"{BY}{key}", 0) for one in made["inputs"]) for key in FLAGS})
+        lines += by_keys(
+            {key: sum(one.get(f"{BY}{key}", 0) for one in made["inputs"]) for key in FLAGS}
+        )
     return lines
 
 
 def by_keys(counts: Mapping[str, int]) -> list[str]:
-    """Describe the records that were left out because a key of theirs says so; `counts`: records by key."""
+    """Describe the records that were left out because a key of theirs says so; `counts`: records by
+    key.
+    """
     fix = "where that does not say whether a record is learned, ignored_keys="
-    return [f"  {many} left out because {key} is 0 or false; {fix}{key}" for key, many in counts.items() if many]
+    return [
+        f"  {many} left out because {key} is 0 or false; {fix}{key}"
+        for key, many in counts.items()
+        if many
+    ]
 
 
 class Shown:
-    """The progress of a run: a line with rate and time left on a terminal, and nothing elsewhere."""
+    """The progress of a run: a line with rate and time left on a terminal, and nothing
+    elsewhere.
+    """
 
     def __init__(self, sizes: Sequence[int], *, speaks: bool) -> None:
-        self._sizes, self._seen, self._read = sizes, [0] * len(sizes), 0
-        self._done, self._total, self._last = 0, sum(sizes), 0
+        self._sizes = sizes
+        self._seen = [0] * len(sizes)
+        self._read = 0
+        self._done = 0
+        self._total = sum(sizes)
+        self._last = 0
         self._began = time.monotonic()
         self._bar: Any = None
         self._task: Any = None

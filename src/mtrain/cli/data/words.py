@@ -1,4 +1,6 @@
-"""Words of the subverbs of `data`: paths, `name=value`, and `--name VALUE`, which means the same."""
+"""Words of the subverbs of `data`: paths, `name=value`, and `--name VALUE`, which means
+the same.
+"""
 
 from __future__ import annotations
 
@@ -14,12 +16,18 @@ from mtrain.errors import ConfigError, Problem
 
 
 def read_arguments(
-    argv: Sequence[str], known: Mapping[str, Word], usage: str, least: int = 1, most: int | None = None
+    argv: Sequence[str],
+    known: Mapping[str, Word],
+    usage: str,
+    least: int = 1,
+    most: int | None = None,
 ) -> tuple[dict[str, Any], list[Path]]:
-    """The values of the `known` words and the paths of a subverb, of which `least` to `most` are needed.
+    """The values of the `known` words and the paths of a subverb, of which `least` to `most` are
+    needed.
 
     Raises:
-        ConfigError: a flag or a word that is not there, a value that is none, too few or too many paths.
+        ConfigError: a flag or a word that is not there, a value that is none, too few or too many
+            paths.
     """
     values, rest = read_words(as_words(argv, known, usage), known)
     strange = [word for word in rest if "=" in word and not os.path.exists(word)]
@@ -28,7 +36,13 @@ def read_arguments(
         rule = f"there is no such word here; words: {', '.join(known) or 'none'}"
         raise ConfigError([Problem("MT003", name, value, rule, _fix(usage), COMMAND_LINE)])
     if len(rest) < least or (most is not None and len(rest) > most):
-        need = f"{least}" if most == least else f"at least {least}" if most is None else f"{least} to {most}"
+        if most == least:
+            need = f"{least}"
+        else:
+            if most is None:
+                need = f"at least {least}"
+            else:
+                need = f"{least} to {most}"
         rule = f"{need} path{'s' if most != 1 else ''} needed, {len(rest)} given"
         raise ConfigError([Problem("MT002", "", None, rule, _fix(usage), COMMAND_LINE)])
     return values, [user_path(word) for word in rest]
@@ -51,7 +65,8 @@ def as_words(argv: Sequence[str], known: Mapping[str, Word], usage: str) -> list
     Raises:
         ConfigError: a flag that is not there, or that lacks its value.
     """
-    out, queue = list[str](), list(argv)
+    out = list[str]()
+    queue = list(argv)
     while queue:
         word = queue.pop(0)
         flag, equals, value = word.partition("=")
@@ -69,7 +84,9 @@ def as_words(argv: Sequence[str], known: Mapping[str, Word], usage: str) -> list
         elif queue:
             out.append(f"{name}={queue.pop(0)}")
         else:
-            raise ConfigError([Problem("MT010", "", None, f"{flag}: needs a value", _fix(usage), COMMAND_LINE)])
+            raise ConfigError(
+                [Problem("MT010", "", None, f"{flag}: needs a value", _fix(usage), COMMAND_LINE)]
+            )
     return out
 
 

@@ -27,12 +27,14 @@ from mtrain.recipes.shell import read_calls
 
 Record = dict[str, Any]
 """`words`, `cwd` and `env` of a command that was not started."""
-TIMEOUT_S, GRACE_S = 120.0, 5.0
+TIMEOUT_S = 120.0
+GRACE_S = 5.0
 LAST_LINES = 5
 
 
 def capture(command: Sequence[str], extra: Sequence[str], timeout_s: float = TIMEOUT_S) -> Imported:
-    """Runs a command with recorders in place of all that starts training, and imports what they were given.
+    """Runs a command with recorders in place of all that starts training, and imports what they
+    were given.
 
     Args:
         command: the user's own script with its arguments, as `bash pretrain.sh`.
@@ -44,38 +46,56 @@ def capture(command: Sequence[str], extra: Sequence[str], timeout_s: float = TIM
     """
     shown = shlex.join(command)
     say(
-        f"runs `{shown}`: all that it does is done, but nothing is trained: {', '.join(RECORDED)} only record "
-        "what they are given; other Python programs run",
+        f"runs `{shown}`: all that it does is done, but nothing is trained: {', '.join(RECORDED)}"
+        " only record what they are given; other Python programs run",
         error=True,
     )
     text, source = _script(command)
     calls, code, late, output = recorded(command, text, timeout_s)
     named = {**os.environ, **{name: value for call in calls for name, value in call["env"].items()}}
     values = {name: [value] for name, value in named.items() if names_secret(name)}
-    values["secret"] = [call["env"][name] for call in calls for name in values if name in call["env"]]
+    values["secret"] = [
+        call["env"][name] for call in calls for name in values if name in call["env"]
+    ]
     if not calls:
         raise ConfigError(
-            [_nothing(shown, code, late, output, Secrets({"secret": [v for held in values.values() for v in held]}))]
+            [
+                _nothing(
+                    shown,
+                    code,
+                    late,
+                    output,
+                    Secrets({"secret": [v for held in values.values() for v in held]}),
+                )
+            ]
         )
     for call in calls:
         refuse_hidden(shlex.join(call["words"]), "the command line", UNSHOWN)
     script = read_calls([(call["words"], f"call {n}") for n, call in enumerate(calls, 1)])
     script.secrets |= values
     script.notes += [
-        f"not run: {' '.join(call['words'])[:80]}" for call in calls if not _names_program(call["words"])
+        f"not run: {' '.join(call['words'])[:80]}"
+        for call in calls
+        if not _names_program(call["words"])
     ]
     if late:
         script.notes.append(
-            f"the script was ended after {timeout_s:g} s; what it would have started then is not read"
+            f"the script was ended after {timeout_s:g} s; what it would have started then is not"
+            " read"
         )
     elif code:
         script.notes.append(f"the script ended with exit code {code}")
     name = name_of(Path(source)) if source else "imported"
-    return import_commands(script, name, source or shown, extra, directives(text), residue(text, source))
+    return import_commands(
+        script, name, source or shown, extra, directives(text), residue(text, source)
+    )
 
 
-def recorded(command: Sequence[str], text: str, timeout_s: float) -> tuple[list[Record], int, bool, str]:
-    """Runs a command: what it would have started, its exit code, whether it was ended late, and what it printed.
+def recorded(
+    command: Sequence[str], text: str, timeout_s: float
+) -> tuple[list[Record], int, bool, str]:
+    """Runs a command: what it would have started, its exit code, whether it was ended late, and
+    what it printed.
 
     `text` is that of its script, whose absolute paths of launchers are stood in for too.
     """
@@ -91,17 +111,25 @@ def _names_program(words: Sequence[str]) -> bool:
 
 
 def _script(command: Sequence[str]) -> tuple[str, str]:
-    """The text and the name of the script in a command; both empty where it is none that can be read."""
+    """The text and the name of the script in a command; both empty where it is none that can be
+    read.
+    """
     for word in command:
         with suppress(OSError, ValueError):
             path = Path(word)
-            if path.is_file() and path.stat().st_size <= MAX_BYTES and b"\0" not in path.read_bytes()[:1000]:
+            if (
+                path.is_file()
+                and path.stat().st_size <= MAX_BYTES
+                and b"\0" not in path.read_bytes()[:1000]
+            ):
                 return path.read_text(errors="replace"), word
     return "", ""
 
 
 def _run(command: Sequence[str], folder: Path, timeout_s: float) -> tuple[int, bool]:
-    """The exit code, and whether the command was ended before its end; it leaves no process behind."""
+    """The exit code, and whether the command was ended before its end; it leaves no
+    process behind.
+    """
     env = environment(folder)
     until = time.monotonic() + timeout_s
     reading, writing = os.pipe()
@@ -120,7 +148,9 @@ def _run(command: Sequence[str], folder: Path, timeout_s: float) -> tuple[int, b
         os.close(reading)
         why = getattr(error, "strerror", None) or error
         rule = f"{command[0]} cannot be started: {why}"
-        raise ConfigError([Problem("MT010", "", None, rule, "-- bash pretrain.sh", "command line")]) from None
+        raise ConfigError(
+            [Problem("MT010", "", None, rule, "-- bash pretrain.sh", "command line")]
+        ) from None
     finally:
         os.close(writing)
     with _ended(process):
@@ -160,4 +190,11 @@ def _nothing(shown: str, code: int, late: bool, output: str, secrets: Secrets) -
     rule = f"`{shown}` {end}, and no training program was started by {', '.join(RECORDED[:8])}"
     rule += ": one that it started in another way has run for real"
     rule += f"; it ended with: {secrets.hide(last)}" if last else ""
-    return Problem("MT701", "", None, rule, "run it as you train with it, with the same arguments and variables", "")
+    return Problem(
+        "MT701",
+        "",
+        None,
+        rule,
+        "run it as you train with it, with the same arguments and variables",
+        "",
+    )

@@ -14,7 +14,8 @@ from mtrain.config.resolve import Machine, resolve
 from mtrain.errors import ConfigError, Problem, say_page, visible
 from mtrain.recipes.diff import ABSENT, Difference, differences, overrides_of
 
-EQUAL, DIFFERENT = 0, 1
+EQUAL = 0
+DIFFERENT = 1
 """Exit codes, as those of diff."""
 
 
@@ -24,7 +25,16 @@ def diff(argv: Sequence[str]) -> int:
     if len(options.words) != 2:
         rule = f"compares two, and {len(options.words)} are given"
         raise ConfigError(
-            [Problem("MT010", "", None, rule, "recipe diff llama3/8b_h100x8 runs/NAME", "command line")]
+            [
+                Problem(
+                    "MT010",
+                    "",
+                    None,
+                    rule,
+                    "recipe diff llama3/8b_h100x8 runs/NAME",
+                    "command line",
+                )
+            ]
         )
     machine = Machine.here()
     left, right = (
@@ -33,9 +43,16 @@ def diff(argv: Sequence[str]) -> int:
     )
     found = differences(left, right)
     if options.as_json:
-        rows = [{"key": d.key, "left": _plain(d.left), "right": _plain(d.right), "kind": d.kind} for d in found]
+        rows = [
+            {"key": d.key, "left": _plain(d.left), "right": _plain(d.right), "kind": d.kind}
+            for d in found
+        ]
         digests = {"left": left.digest(), "right": right.digest()}
-        say_page(strict_json.dumps({"equal": not found, "digests": digests, "differences": rows}, indent=2))
+        say_page(
+            strict_json.dumps(
+                {"equal": not found, "digests": digests, "differences": rows}, indent=2
+            )
+        )
     else:
         say_page(_table(found, options.words))
     return DIFFERENT if found else EQUAL
@@ -48,14 +65,19 @@ def _plain(value: object) -> object:
 def _table(found: Sequence[Difference], names: Sequence[str]) -> str:
     if not found:
         return visible(f"equal: {names[0]} and {names[1]} are the same run")
-    rows = [(f"{n}.", d.key, f"{_shown(d.left)} -> {_shown(d.right)}", d.kind) for n, d in enumerate(found, 1)]
+    rows = [
+        (f"{n}.", d.key, f"{_shown(d.left)} -> {_shown(d.right)}", d.kind)
+        for n, d in enumerate(found, 1)
+    ]
     widths = [max(len(row[i]) for row in rows) for i in range(3)]
     lines = [
         f"{n:>{widths[0]}} {key:<{widths[1]}}  {values:<{min(60, widths[2])}}  {kind}"
         for n, key, values, kind in rows
     ]
     kinds = ", ".join(f"{count} {kind}" for kind, count in Counter(d.kind for d in found).items())
-    return "\n".join([*map(visible, lines), f"{len(found)} difference{'s' if len(found) > 1 else ''}: {kinds}"])
+    return "\n".join(
+        [*map(visible, lines), f"{len(found)} difference{'s' if len(found) > 1 else ''}: {kinds}"]
+    )
 
 
 def _shown(value: object) -> str:

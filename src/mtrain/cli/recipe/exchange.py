@@ -27,20 +27,30 @@ from mtrain.plan.time.intervals import in_steps
 from mtrain.recipes.diff import overrides_of
 from mtrain.recipes.hf import import_config
 from mtrain.recipes.imported import WHOLE, Imported, name_of
-from mtrain.recipes.megatron import export_script, import_commands, import_scripts, import_texts, read_texts
+from mtrain.recipes.megatron import (
+    export_script,
+    import_commands,
+    import_scripts,
+    import_texts,
+    read_texts,
+)
 from mtrain.recipes.megatron_yaml import import_yaml, is_yaml
 from mtrain.recipes.shell import read_calls
 from mtrain.recipes.write import delta, left_open, recipe_text
 
 OUT = {"-o": "--output", "--output": "--output"}
-CAPTURE, CONFIG = "--capture", "config.json"
+CAPTURE = "--capture"
+CONFIG = "config.json"
 SCRIPTS = (".sh", ".bash", ".slurm", ".sbatch")
 FILES = (*SCRIPTS, ".txt", ".args", ".conf", ".json", ".yaml", ".yml")
 _ORDER = ("secret", "unreadable", "unknown", "not supported", "derived here", "no effect")
 INCOMPLETE = 2
 """The exit code of a recipe that is left to be filled in."""
 UNFILLED = "MT702"
-USAGE = "recipe import train.sh [-o my.yaml] [overrides]; also a model_config.yaml, a config.json, or -- FLAGS"
+USAGE = (
+    "recipe import train.sh [-o my.yaml] [overrides]; also a model_config.yaml, a config.json, or"
+    " -- FLAGS"
+)
 
 
 def import_(argv: Sequence[str]) -> int:
@@ -54,7 +64,10 @@ def import_(argv: Sequence[str]) -> int:
         found = _read(files, extra, options.rest)
     raw = found.run
     run, problems = _validated(raw, found.open)
-    named = [word for word in options.rest or () if Path(word).is_file()] if CAPTURE in options.flags else files
+    if CAPTURE in options.flags:
+        named = [word for word in options.rest or () if Path(word).is_file()]
+    else:
+        named = files
     sources = ", ".join(Path(name).name for name in named) or "a command line"
     text = recipe_text(left_open(delta(raw), found.open), _about(found, run, sources, problems))
     out = options.values.get("--output")
@@ -77,17 +90,24 @@ def _file_of(name: str) -> str:
     """
     path = Path(name)
     if path.is_dir():
-        found = (
-            [path / CONFIG] if (path / CONFIG).is_file() else sorted(p for p in path.iterdir() if p.suffix in SCRIPTS)
-        )
+        if (path / CONFIG).is_file():
+            found = [path / CONFIG]
+        else:
+            found = sorted(p for p in path.iterdir() if p.suffix in SCRIPTS)
         if len(found) == 1:
             return str(found[0])
         rule = f"{name} is a folder with {len(found)} scripts and no {CONFIG}; one file is imported"
-        fix = " or ".join(f"recipe import {p}" for p in found[:3]) or "name the script, or the folder of a model"
+        fix = (
+            " or ".join(f"recipe import {p}" for p in found[:3])
+            or "name the script, or the folder of a model"
+        )
         raise ConfigError([Problem("MT002", "", None, rule, fix, "command line")])
     download = download_of(name, CONFIG)
     if download is not None and not Path(name).suffix.endswith(FILES):
-        rule = f"there is no file {name}; if it is the name of a model on Hugging Face, nothing is downloaded here"
+        rule = (
+            f"there is no file {name}; if it is the name of a model on Hugging Face, nothing is"
+            " downloaded here"
+        )
         fix = f"{download[0]}, then recipe import {download[1]}"
         raise ConfigError([Problem("MT002", "", None, rule, fix, "command line")])
     return name
@@ -104,7 +124,16 @@ def _captured(files: Sequence[str], extra: Sequence[str], options: Options) -> I
     seconds = options.values.get("--timeout", str(TIMEOUT_S))
     if not re.fullmatch(r"[0-9]{1,6}(\.[0-9]+)?", seconds) or float(seconds) <= 0:
         raise ConfigError(
-            [Problem("MT010", "", None, f"--timeout {seconds}: takes seconds", "--timeout 600", "command line")]
+            [
+                Problem(
+                    "MT010",
+                    "",
+                    None,
+                    f"--timeout {seconds}: takes seconds",
+                    "--timeout 600",
+                    "command line",
+                )
+            ]
         )
     return capture(options.rest, extra, float(seconds))
 
@@ -112,7 +141,9 @@ def _captured(files: Sequence[str], extra: Sequence[str], options: Options) -> I
 def _read(files: Sequence[str], extra: Sequence[str], words: Sequence[str] | None) -> Imported:
     if words is not None:
         refuse_hidden(shlex.join(words), "command line", UNSHOWN)
-        return import_commands(read_calls([(words, "command line")]), "imported", "command line", extra)
+        return import_commands(
+            read_calls([(words, "command line")]), "imported", "command line", extra
+        )
     needed(files, USAGE)
     if list(files) == [STDIN]:
         text = read_stdin()
@@ -129,27 +160,41 @@ def _read(files: Sequence[str], extra: Sequence[str], words: Sequence[str] | Non
         return import_scripts(paths, extra)
     if len(files) > 1:
         rule = "a config.json says a whole model: it is read alone"
-        raise ConfigError([Problem("MT010", "", None, rule, f"recipe import {configs[0]}", "command line")])
+        raise ConfigError(
+            [Problem("MT010", "", None, rule, f"recipe import {configs[0]}", "command line")]
+        )
     return import_config(Path(configs[0]), extra)
 
 
-def _about(found: Imported, run: RunConfig, sources: str, problems: Sequence[Problem]) -> dict[str, str]:
-    """The words of a recipe about itself; those that follow from what is left to fill in are not said."""
+def _about(
+    found: Imported, run: RunConfig, sources: str, problems: Sequence[Problem]
+) -> dict[str, str]:
+    """The words of a recipe about itself; those that follow from what is left to fill in are not
+    said.
+    """
     words = describe(run, f"imported from {sources} by mtrain recipe import")
-    broken = ", ".join(dict.fromkeys(p.code for p in problems if p.severity == "error" and p.code != UNFILLED))
-    report = f"does not pass here: {broken}" if broken else "composes and passes every rule; not trained"
+    broken = ", ".join(
+        dict.fromkeys(p.code for p in problems if p.severity == "error" and p.code != UNFILLED)
+    )
+    report = (
+        f"does not pass here: {broken}" if broken else "composes and passes every rule; not trained"
+    )
     if WHOLE in found.open:
         report = MISSING
     elif found.open:
         report = f"not complete: {', '.join(found.open)} left to fill in"
     if any(key.startswith(("parallel.", "cluster.")) for key in found.open):
-        words |= {"title": f"{run.model.name}, not complete", "hardware": "Say here what it is for."}
+        words |= {
+            "title": f"{run.model.name}, not complete",
+            "hardware": "Say here what it is for.",
+        }
     return {**words, "verified": report}
 
 
 def _validated(raw: RunConfig, left: Mapping[str, str]) -> tuple[RunConfig, list[Problem]]:
     """The resolved configuration and its problems; of keys `left` to fill in that alone is said."""
-    machine, world_size = Machine.here(), world_size_of()
+    machine = Machine.here()
+    world_size = world_size_of()
     made_from: dict[str, frozenset[str]] = {}
     run = resolve(raw, machine, world_size, made_from)
 
@@ -183,10 +228,15 @@ def _report(found: Imported, problems: Sequence[Problem]) -> list[str]:
     return [*lines, *(problem.render() for problem in problems)]
 
 
-def _facts(found: Imported, text: str, problems: Sequence[Problem], digest: str) -> dict[str, object]:
-    unplaced = [{"flag": u.flag, "value": u.value, "why": u.why, "text": u.text} for u in found.unplaced]
+def _facts(
+    found: Imported, text: str, problems: Sequence[Problem], digest: str
+) -> dict[str, object]:
+    unplaced = [
+        {"flag": u.flag, "value": u.value, "why": u.why, "text": u.text} for u in found.unplaced
+    ]
     broken = [
-        {"code": p.code, "path": p.path, "rule": p.rule, "fix": p.fix, "severity": p.severity} for p in problems
+        {"code": p.code, "path": p.path, "rule": p.rule, "fix": p.fix, "severity": p.severity}
+        for p in problems
     ]
     return {
         "recipe": text,
@@ -199,7 +249,9 @@ def _facts(found: Imported, text: str, problems: Sequence[Problem], digest: str)
 
 
 def export(argv: Sequence[str]) -> int:
-    """Prints the command line of Megatron-LM that means the same, and in comments what has no flag."""
+    """Prints the command line of Megatron-LM that means the same, and in comments what
+    has no flag.
+    """
     options = read_options(argv, ("--megatron",))
     _, run = for_elsewhere(overrides_of(options.words))
     text = export_script(run, in_steps(run))

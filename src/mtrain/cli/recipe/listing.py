@@ -21,7 +21,9 @@ WORDS = ("title", "purpose", "hardware", "source", "verified")
 
 
 def list_(argv: Sequence[str]) -> int:
-    """Prints every shared recipe in a line: name, layout, title; as JSON all that it says of itself."""
+    """Prints every shared recipe in a line: name, layout, title; as JSON all that it says of
+    itself.
+    """
     options = read_options(argv)
     cards = [_card(name) for name in recipe_names()]
     if options.as_json:

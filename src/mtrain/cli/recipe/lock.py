@@ -19,7 +19,8 @@ from mtrain.errors import ConfigError, CorruptData, say, say_page
 from mtrain.recipes.diff import overrides_of
 from mtrain.recipes.lock import lock_text, mismatches
 
-ENVIRONMENT, DATA = 3, 4
+ENVIRONMENT = 3
+DATA = 4
 OUT = {"-o": "--output", "--output": "--output"}
 MAX_TOKENIZER_BYTES = 1 << 28
 
@@ -40,15 +41,26 @@ def lock(argv: Sequence[str]) -> int:
 
 
 def verify(argv: Sequence[str]) -> int:
-    """Prints what differs between a lock and this machine: 0 nothing, 3 versions or devices, 4 the file or data."""
+    """Prints what differs between a lock and this machine: 0 nothing, 3 versions or devices, 4 the
+    file or data.
+    """
     options = read_options(argv)
     path = Path(needed(options.words, "recipe verify FILE"))
     held = read_lock(path)
-    found = mismatches(held, digests(held.run), sources(_places(held.sources, path)), Machine.here())
-    code = DATA if any(m.damaged for m in found) else ENVIRONMENT if found else 0
+    found = mismatches(
+        held, digests(held.run), sources(_places(held.sources, path)), Machine.here()
+    )
+    if any(m.damaged for m in found):
+        code = DATA
+    else:
+        code = ENVIRONMENT if found else 0
     if options.as_json:
         rows = [{"what": m.what, "name": m.name, "locked": m.locked, "here": m.here} for m in found]
-        say_page(strict_json.dumps({"ok": not found, "digest": held.run.digest(), "differences": rows}, indent=2))
+        say_page(
+            strict_json.dumps(
+                {"ok": not found, "digest": held.run.digest(), "differences": rows}, indent=2
+            )
+        )
         return code
     for m in found:
         say(f"{m.what} {m.name}: {m.locked} then, {m.here} here")
@@ -58,7 +70,9 @@ def verify(argv: Sequence[str]) -> int:
 
 
 def sources(files: Mapping[str, Path]) -> dict[str, str]:
-    """Digests of the files that a configuration is composed from, by their names; of those that are here."""
+    """Digests of the files that a configuration is composed from, by their names; of those that are
+    here.
+    """
     out: dict[str, str] = {}
     for name, path in files.items():
         with suppress(ConfigError):
@@ -67,7 +81,9 @@ def sources(files: Mapping[str, Path]) -> dict[str, str]:
 
 
 def _places(names: Iterable[str], lock: Path) -> dict[str, Path]:
-    """Where the files of a lock lie: shipped ones as installed, others in this folder or beside the lock."""
+    """Where the files of a lock lie: shipped ones as installed, others in this folder or beside the
+    lock.
+    """
     shipped = {"conf": conf_dir(), "recipes": recipes_dir()}
     out: dict[str, Path] = {}
     for name in names:
@@ -87,8 +103,16 @@ def digests(run: RunConfig) -> dict[str, str]:
     if run.data.tokenizer is not None:
         path = user_path(run.data.tokenizer)
         with suppress(ConfigError):
-            out["tokenizer"] = hashlib.sha256(read_bytes(path, str(path), MAX_TOKENIZER_BYTES)).hexdigest()
-    data = _tokens(run) if run.data.kind == "indexed" else _text(run) if run.data.kind == "text" else None
+            out["tokenizer"] = hashlib.sha256(
+                read_bytes(path, str(path), MAX_TOKENIZER_BYTES)
+            ).hexdigest()
+    if run.data.kind == "indexed":
+        data = _tokens(run)
+    else:
+        if run.data.kind == "text":
+            data = _text(run)
+        else:
+            data = None
     return out | ({"data": data} if data else {})
 
 
@@ -100,10 +124,16 @@ def _plain(path: Path) -> bool:
 
 
 def _tokens(run: RunConfig) -> str | None:
-    """The fingerprint that a checkpoint keeps of `.bin/.idx`; None where they are not here or cannot be read."""
-    named = run.data.without_excluded().blend or ((run.data.path,) if run.data.path is not None else ())
+    """The fingerprint that a checkpoint keeps of `.bin/.idx`; None where they are not here or
+    cannot be read.
+    """
+    named = run.data.without_excluded().blend or (
+        (run.data.path,) if run.data.path is not None else ()
+    )
     prefixes = [user_path(prefix) for prefix in named]
-    files = [prefix.with_name(prefix.name + suffix) for prefix in prefixes for suffix in (".bin", ".idx")]
+    files = [
+        prefix.with_name(prefix.name + suffix) for prefix in prefixes for suffix in (".bin", ".idx")
+    ]
     if not files or not all(_plain(file) for file in files):
         return None
     from mtrain.data.indexed import IndexedDataset

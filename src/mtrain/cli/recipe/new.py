@@ -28,7 +28,9 @@ NOT_HERE = ("MT305", "MT306", "MT307", "MT433")
 
 
 def new(argv: Sequence[str]) -> int:
-    """Writes the configuration of the overrides as a recipe of at most 12 lines; never over a file."""
+    """Writes the configuration of the overrides as a recipe of at most 12 lines; never
+    over a file.
+    """
     options = read_options(argv)
     path = Path(needed(options.words, "recipe new my.yaml model=llama3_8b parallel=tp2"))
     named = path.suffix in (".yaml", ".yml")
@@ -49,12 +51,14 @@ def new(argv: Sequence[str]) -> int:
 
 
 def for_elsewhere(words: Sequence[str]) -> tuple[Composed, RunConfig]:
-    """A configuration and what it is resolved to, validated but for files that another machine may have.
+    """A configuration and what it is resolved to, validated but for files that another machine may
+    have.
 
     Raises:
         ConfigError: it breaks a rule that holds on every machine.
     """
-    machine, world_size = Machine.here(), world_size_of()
+    machine = Machine.here()
+    world_size = world_size_of()
     try:
         composed = weights.composed(words)
     except Rejected as error:
@@ -73,9 +77,11 @@ def for_elsewhere(words: Sequence[str]) -> tuple[Composed, RunConfig]:
 
 
 def said(loaded: Composed, words: Sequence[str]) -> Delta:
-    """What a recipe says for a command line: its choices are kept unless it stands on a whole run file.
+    """What a recipe says for a command line: its choices are kept unless it stands on a whole run
+    file.
 
-    A recipe names no path: what the file says is written out. The model of the weights that it names comes with them.
+    A recipe names no path: what the file says is written out. The model of the weights that it
+    names comes with them.
     """
     if read_overrides(words).run is not None:
         return delta(loaded.run)
@@ -88,7 +94,8 @@ def said(loaded: Composed, words: Sequence[str]) -> Delta:
 
 def describe(run: RunConfig, source: str) -> dict[str, str]:
     """The words of a new recipe about itself."""
-    p, cluster = run.parallel, run.cluster
+    p = run.parallel
+    cluster = run.cluster
     ranks = p.ranks or p.model_ranks
     try:
         layout = str(RankGrid.of(run))

@@ -1,7 +1,9 @@
-"""Stands in for launchers and interpreters while `recipe import --capture` runs a script: records, starts nothing.
+"""Stands in for launchers and interpreters while `recipe import --capture` runs a script: records,
+starts nothing.
 
-It runs in any Python 3 by itself, as a command of the name that it stands in for, or as a Python starts
-(`sitecustomize`). The folder that it lies in says what a training program is, and takes the records.
+It runs in any Python 3 by itself, as a command of the name that it stands in for, or as a Python
+starts (`sitecustomize`). The folder that it lies in says what a training program is, and takes the
+records.
 """
 
 from __future__ import annotations
@@ -26,14 +28,18 @@ LAUNCHING = re.compile(r"torch\.distributed\.|deepspeed\b|accelerate\b")
 
 
 def facts() -> dict:  # type: ignore[type-arg]
-    """What the capture says: known flags, words of names, the interpreter that is here in any case."""
+    """What the capture says: known flags, words of names, the interpreter that is here
+    in any case.
+    """
     with open(os.path.join(FOLDER, "facts.json"), encoding="utf-8") as file:
         found: dict = json.load(file)  # type: ignore[type-arg]
     return found
 
 
 def record(words: list[str]) -> None:
-    """Adds a line: the words behind those of the launchers around them, the folder, the environment."""
+    """Adds a line: the words behind those of the launchers around them, the folder, the
+    environment.
+    """
     around = json.loads(os.environ.get(AROUND, "[]"))
     line = ENCODE({"words": [*around, *words], "cwd": os.getcwd(), "env": dict(os.environ)})
     handle = os.open(os.path.join(FOLDER, "calls"), os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
@@ -58,9 +64,15 @@ def is_python(word: str) -> bool:
 
 
 def trains(arguments: list[str]) -> bool:
-    """Whether an interpreter with these arguments would train, by the program's name and its flags."""
+    """Whether an interpreter with these arguments would train, by the program's name
+    and its flags.
+    """
     index = 0
-    while index < len(arguments) and arguments[index].startswith("-") and arguments[index] not in ("-m", "-"):
+    while (
+        index < len(arguments)
+        and arguments[index].startswith("-")
+        and arguments[index] not in ("-m", "-")
+    ):
         if re.match(r"-[A-Za-z]*c", arguments[index]):
             return False
         index += 2 if arguments[index] in ("-W", "-X") else 1
@@ -70,7 +82,8 @@ def trains(arguments: list[str]) -> bool:
         index += 1
         if index < len(arguments) and LAUNCHING.match(arguments[index]):
             return True
-    program, rest = arguments[index] if index < len(arguments) else "", arguments[index + 1 :]
+    program = arguments[index] if index < len(arguments) else ""
+    rest = arguments[index + 1 :]
     if os.path.basename(program) in ALWAYS:
         return True
     known = facts()
@@ -87,7 +100,10 @@ def trains(arguments: list[str]) -> bool:
 def run_real(name: str, arguments: list[str]) -> None:
     """Becomes the interpreter that would have run."""
     found = (real_one(one) for one in (name, "python3", "python"))
-    real = name if "/" in name and os.path.exists(name) else next(filter(None, found), None) or facts()["python"]
+    if "/" in name and os.path.exists(name):
+        real = name
+    else:
+        real = next(filter(None, found), None) or facts()["python"]
     os.execv(real, [real, *arguments])
 
 
@@ -123,7 +139,12 @@ def stand_in(name: str, arguments: list[str]) -> None:
 
 def go_on(words: list[str]) -> None:
     """Records a command, or becomes it."""
-    if is_python(words[0]) or os.path.basename(words[0]) in (*ALWAYS, *AROUND_OTHERS, "env", "sbatch"):
+    if is_python(words[0]) or os.path.basename(words[0]) in (
+        *ALWAYS,
+        *AROUND_OTHERS,
+        "env",
+        "sbatch",
+    ):
         stand_in(words[0], words[1:])
     else:
         os.execvp(words[0], words)
@@ -131,7 +152,9 @@ def go_on(words: list[str]) -> None:
 
 def with_environment(words: list[str]) -> None:
     """Goes on with the command of `env`, in its environment with what stands in put back."""
-    around = {name: value for name, value in os.environ.items() if name.startswith("MTRAIN_CAPTURE")}
+    around = {
+        name: value for name, value in os.environ.items() if name.startswith("MTRAIN_CAPTURE")
+    }
     asked = list(words)
     folder = ""
     while words and (words[0].startswith("-") or "=" in words[0]):
@@ -161,7 +184,9 @@ def with_environment(words: list[str]) -> None:
 
 
 def inner_command(arguments: list[str]) -> int | None:
-    """Where among the words of a launcher an interpreter, a shell, a script or another launcher stands."""
+    """Where among the words of a launcher an interpreter, a shell, a script or another launcher
+    stands.
+    """
     for index, word in enumerate(arguments):
         base = os.path.basename(word)
         if is_python(word) or base in (*SHELLS, *ALWAYS, *AROUND_OTHERS):
@@ -174,9 +199,18 @@ def inner_command(arguments: list[str]) -> int | None:
 
 
 def submit(arguments: list[str]) -> None:
-    """Runs a batch script here, its directives as words of the launcher, and answers as `sbatch` does."""
+    """Runs a batch script here, its directives as words of the launcher, and answers as `sbatch`
+    does.
+    """
     wrapped = next((i for i, word in enumerate(arguments) if word.startswith("--wrap")), None)
-    script = next((i for i, word in enumerate(arguments) if not word.startswith("-") and os.path.isfile(word)), None)
+    script = next(
+        (
+            i
+            for i, word in enumerate(arguments)
+            if not word.startswith("-") and os.path.isfile(word)
+        ),
+        None,
+    )
     rest: list[str] = []
     if wrapped is not None:
         _, equals, text = arguments[wrapped].partition("=")
@@ -188,7 +222,9 @@ def submit(arguments: list[str]) -> None:
     else:
         text = sys.stdin.read()
     options = arguments[: wrapped if wrapped is not None else script]
-    asked = [word for line in re.findall(r"^#SBATCH\s+(.*)", text, re.MULTILINE) for word in line.split()]
+    asked = [
+        word for line in re.findall(r"^#SBATCH\s+(.*)", text, re.MULTILINE) for word in line.split()
+    ]
     around = [*json.loads(os.environ.get(AROUND, "[]")), "sbatch", *asked, *options]
     env = {**os.environ, AROUND: ENCODE(around), **of_job(around)}
     if script is not None and wrapped is None:
@@ -197,7 +233,9 @@ def submit(arguments: list[str]) -> None:
         with tempfile.NamedTemporaryFile("w", dir=FOLDER, suffix=".sh", encoding="utf-8") as file:
             file.write(text)
             file.flush()
-            subprocess.call(["bash", file.name], env=env, stdout=sys.stderr, stdin=subprocess.DEVNULL)
+            subprocess.call(
+                ["bash", file.name], env=env, stdout=sys.stderr, stdin=subprocess.DEVNULL
+            )
     os.write(1, b"1\n" if "--parsable" in arguments else b"Submitted batch job 1\n")
 
 
@@ -208,7 +246,10 @@ def of_job(words: list[str]) -> dict[str, str]:
     for pattern, names in (
         (r"(?:--nodes[= ]|-N ?)([0-9]+)", ("SLURM_NNODES", "SLURM_JOB_NUM_NODES")),
         (r"--ntasks-per-node[= ]([0-9]+)", ("SLURM_NTASKS_PER_NODE",)),
-        (r"--(?:gpus-per-node|gres)[= ](?:gpu:)?(?:[\w-]+:)?([0-9]+)", ("SLURM_GPUS_PER_NODE", "SLURM_GPUS_ON_NODE")),
+        (
+            r"--(?:gpus-per-node|gres)[= ](?:gpu:)?(?:[\w-]+:)?([0-9]+)",
+            ("SLURM_GPUS_PER_NODE", "SLURM_GPUS_ON_NODE"),
+        ),
     ):
         found = re.findall(pattern, text)
         out.update(dict.fromkeys(names, found[-1]) if found else {})

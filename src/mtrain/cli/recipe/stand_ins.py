@@ -1,4 +1,6 @@
-"""Stand-ins for launchers, interpreters and shells while `recipe import --capture` runs a script."""
+"""Stand-ins for launchers, interpreters and shells while `recipe import --capture` runs
+a script.
+"""
 
 from __future__ import annotations
 
@@ -14,12 +16,24 @@ from mtrain.recipes.programs import GPT, OTHER_WORDS, TRAINS
 from mtrain.recipes.table import known_flags
 
 RECORDED = (
-    *("torchrun", "python", "python3", "srun", "mpirun", "mpiexec", "deepspeed", "ray", "accelerate"),
+    *(
+        "torchrun",
+        "python",
+        "python3",
+        "srun",
+        "mpirun",
+        "mpiexec",
+        "deepspeed",
+        "ray",
+        "accelerate",
+    ),
     *("sbatch", "ssh", "pdsh", "docker", "singularity", "apptainer", "horovodrun"),
 )
 """Commands that train nothing under capture, besides interpreters by the name of their version."""
 _VERSIONS = [f"python3.{minor}" for minor in range(8, 15)]
-_PATHS = re.compile(rf"(?<![\w.])/[\w./+-]*/(?:{'|'.join(RECORDED)}|env|python3\.[0-9]+)(?![\w./-])")
+_PATHS = re.compile(
+    rf"(?<![\w.])/[\w./+-]*/(?:{'|'.join(RECORDED)}|env|python3\.[0-9]+)(?![\w./-])"
+)
 _SITE = """import sys
 sys.path.insert(0, FOLDER)
 try:
@@ -31,13 +45,16 @@ finally:
     try:
         import sitecustomize
     except ImportError:
-        sys.modules["sitecustomize"] = own  # Python looks for it there, and says so on standard error
+        # Python looks for it there, and complains on standard error if it is missing
+        sys.modules["sitecustomize"] = own
 """
-# Before each command, the folders of the recorders come back to PATH and PYTHONPATH. A command that is given one of
-# the two for itself, `PYTHONPATH=x nohup y`, gets a function of its name, once, which brings them back in there.
-# What the script sees is left alone: `$_` is passed through, no regular expression sets BASH_REMATCH, and nothing
-# fails that `set -e` or `set -u` would end the script for.
-# A script with a trap of its own for RETURN would meet it in every function under `set -T`, which is then left.
+# Before each command, the folders of the recorders come back to PATH and PYTHONPATH. A command that
+# is given one of the two for itself, `PYTHONPATH=x nohup y`, gets a function of its name, once,
+# which brings them back in there. What the script sees is left alone: `$_` is passed through, no
+# regular expression sets BASH_REMATCH, and nothing fails that `set -e` or `set -u` would end the
+# script for.
+# A script with a trap of its own for RETURN would meet it in every function under `set -T`, which
+# is then left.
 _BASH = r"""
 mtrain_capture_keep() {
   case "${PATH-}" in
@@ -107,7 +124,8 @@ trap 'mtrain_capture_before "$_"' DEBUG
 
 
 def prepare(folder: Path, text: str) -> None:
-    """Writes what stands in: commands for PATH, functions for bash, and what Python loads as it starts.
+    """Writes what stands in: commands for PATH, functions for bash, and what Python loads as it
+    starts.
 
     Args:
         folder: an empty one; the records come into it.
@@ -139,11 +157,15 @@ def prepare(folder: Path, text: str) -> None:
     for path in sorted(set(_PATHS.findall(text))):
         lines.append(f'function {path} {{ {run} {path} "$@"; }}')
     bash = shutil.which("bash")
-    for name in ("sh", "dash") if bash is not None else ():  # they would read nothing of ours as they start
+    for name in (
+        ("sh", "dash") if bash is not None else ()
+    ):  # they would read nothing of ours as they start
         (own / name).write_text(f'#!{bash}\nexec {bash} "$@"\n')
         (own / name).chmod(0o700)
         lines += [f'function {place}/{name} {{ {bash} "$@"; }}' for place in ("/bin", "/usr/bin")]
-    lines.append(_BASH.replace("BIN", shlex.quote(str(own))).replace("SITE", shlex.quote(str(site))))
+    lines.append(
+        _BASH.replace("BIN", shlex.quote(str(own))).replace("SITE", shlex.quote(str(site)))
+    )
     (folder / "bash_env").write_text("\n".join(lines) + "\n")
 
 
@@ -164,9 +186,13 @@ def environment(folder: Path) -> dict[str, str]:
 
 
 def for_bash(command: list[str], text: str) -> list[str]:
-    """The command; where it is itself a script of a plain `sh`, which reads nothing of ours, with bash before it."""
+    """The command; where it is itself a script of a plain `sh`, which reads nothing of ours, with
+    bash before it.
+    """
     plain = re.match(r"#!\s*(/usr/bin/env\s+)?(\S*/)?(sh|dash)\s*\n", text)
-    return ["bash", *command] if plain and Path(command[0]).is_file() and shutil.which("bash") else command
+    if plain and Path(command[0]).is_file() and shutil.which("bash"):
+        return ["bash", *command]
+    return command
 
 
 def _interpreters() -> list[str]:
@@ -174,5 +200,9 @@ def _interpreters() -> list[str]:
     found = set[str]()
     for folder in os.get_exec_path():
         if os.path.isdir(folder):
-            found |= {name for name in os.listdir(folder) if re.fullmatch(r"python[0-9]+(\.[0-9]+)?", name)}
+            found |= {
+                name
+                for name in os.listdir(folder)
+                if re.fullmatch(r"python[0-9]+(\.[0-9]+)?", name)
+            }
     return sorted(found)

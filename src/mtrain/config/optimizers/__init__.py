@@ -9,14 +9,16 @@ from typing import Any
 from mtrain.config.optimizer import NO_MATRICES, Optimizer, ParamGroup, Run
 
 OPTIMIZERS: dict[str, Optimizer] = {
-    found.name: import_module(f"{__name__}.{found.name}").OPTIMIZER for found in iter_modules(__path__)
+    found.name: import_module(f"{__name__}.{found.name}").OPTIMIZER
+    for found in iter_modules(__path__)
 }
 """By name, which is that of the module, in the order of the alphabet."""
 
 
 def mup_groups(run: Run) -> tuple[ParamGroup, ...]:
     """The parameters whose rate follows the width of the model (`model.mup`)."""
-    o, m = run.optim, run.model.width_mult
+    o = run.optim
+    m = run.model.width_mult
     if m == 1:
         return ()
 

@@ -32,7 +32,8 @@ def _build(run: Run) -> tuple[type, dict[str, Any]]:
 
 def _obstacle(word: str, run: Run) -> str | None:
     """Ours is AdamW on plain tensors of the device; the others keep 32 bits of everything."""
-    o, p = run.optim, run.parallel
+    o = run.optim
+    p = run.parallel
     if word in ("torch", "te"):
         few = "keeps 32 bits of each moment and main weight, and fewer are asked for"
         return f"{word} {few}" if o.in_low_precision else None

@@ -1,4 +1,7 @@
-"""Lion (Chen et al. 2023, arXiv 2302.06675): the sign of an interpolated momentum, and a decay apart from it."""
+"""Lion (Chen et al.
+
+2023, arXiv 2302.06675): the sign of an interpolated momentum, and a decay apart from it.
+"""
 
 from __future__ import annotations
 

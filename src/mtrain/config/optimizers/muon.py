@@ -1,4 +1,7 @@
-"""Muon (Jordan et al. 2024): momentum whose matrices are orthogonalised; AdamW for everything else."""
+"""Muon (Jordan et al.
+
+2024): momentum whose matrices are orthogonalised; AdamW for everything else.
+"""
 
 from collections.abc import Mapping
 from functools import partial
@@ -13,14 +16,18 @@ from mtrain.config.optimizers import adamw
 
 
 class MuonConfig(Section):
-    """`optim.muon`: momentum whose matrices are orthogonalised (Jordan et al. 2024); the rest is updated by adamw."""
+    """`optim.muon`: momentum whose matrices are orthogonalised (Jordan et al.
+
+    2024); the rest is updated by adamw.
+    """
 
     momentum: Annotated[
         Beta | None, Key(feeds="muon_momentum", null=0.95, flag=Flag("--muon-momentum", absent=0.9))
     ] = None
     """Decay of the average of gradients; null: 0.95."""
     use_nesterov: Annotated[
-        bool | None, Key(feeds="muon_use_nesterov muon_nesterov", null=True, flag="--muon-use-nesterov")
+        bool | None,
+        Key(feeds="muon_use_nesterov muon_nesterov", null=True, flag="--muon-use-nesterov"),
     ] = None
     """The newest gradient counts once more; null: true."""
     num_ns_steps: Annotated[
@@ -32,31 +39,54 @@ class MuonConfig(Section):
     """Format that those steps multiply in; null: fp32 for fp32 weights, else bf16."""
     scale_mode: Annotated[
         Literal["spectral", "shape_scaling", "unit_rms_norm"] | None,
-        Key(feeds="muon_scale_mode", null="spectral", flag=Flag("--muon-scale-mode", absent="spectral")),
+        Key(
+            feeds="muon_scale_mode",
+            null="spectral",
+            flag=Flag("--muon-scale-mode", absent="spectral"),
+        ),
     ] = None
-    """What an orthogonal matrix of r rows and c columns is multiplied by. spectral: sqrt(max(r, c)); shape_scaling:
-    sqrt(max(1, r / c)); unit_rms_norm: sqrt(r / c); null: spectral."""
+    """What an orthogonal matrix of r rows and c columns is multiplied by.
+
+    spectral: sqrt(max(r, c)); shape_scaling: sqrt(max(1, r / c)); unit_rms_norm: sqrt(r / c); null:
+    spectral.
+    """
     extra_scale_factor: Annotated[
         PositiveFloat | None,
-        Key(feeds="muon_extra_scale_factor", null=0.2, flag=Flag("--muon-extra-scale-factor", absent=1.0)),
+        Key(
+            feeds="muon_extra_scale_factor",
+            null=0.2,
+            flag=Flag("--muon-extra-scale-factor", absent=1.0),
+        ),
     ] = None
-    """And by this; null: 0.2, with which spectral steps are about as large as those of adamw (Liu et al. 2025)."""
+    """And by this; null: 0.2, with which spectral steps are about as large as those of adamw (Liu
+    et al. 2025).
+    """
     split_qkv: Annotated[
-        bool | None, Key(feeds="muon_split_qkv", null=True, flag=Flag("--muon-no-split-qkv", off=True))
+        bool | None,
+        Key(feeds="muon_split_qkv", null=True, flag=Flag("--muon-no-split-qkv", off=True)),
     ] = None
     """Queries, keys and values are matrices of their own; null: true."""
     tp_mode: Annotated[
         Literal["duplicated", "blockwise"] | None,
-        Key(feeds="muon_tp_mode", null="duplicated", flag=Flag("--muon-tp-mode", absent="blockwise")),
+        Key(
+            feeds="muon_tp_mode", null="duplicated", flag=Flag("--muon-tp-mode", absent="blockwise")
+        ),
     ] = None
-    """A matrix that is sharded over tensor-parallel ranks. duplicated: each gathers and orthogonalises it whole;
-    blockwise: each its own block, which is another update for each tp; null: duplicated."""
+    """A matrix that is sharded over tensor-parallel ranks.
+
+    duplicated: each gathers and orthogonalises it whole; blockwise: each its own block, which is
+    another update for each tp; null: duplicated.
+    """
     adamw_lr: PositiveFloat | None = None
-    """Largest learning rate of what is no matrix, and of embedding and output layer; null: optim.lr."""
+    """Largest learning rate of what is no matrix, and of embedding and output layer; null:
+    optim.lr.
+    """
 
 
 def is_matrix(param: Any, name: str) -> bool:
-    """Whether Muon takes a parameter: a matrix, but for tables that are looked up in and the output layer."""
+    """Whether Muon takes a parameter: a matrix, but for tables that are looked up in and the output
+    layer.
+    """
     return takes(name, param.ndim)
 
 
@@ -79,15 +109,24 @@ def _is_qkv_of_tower(name: str) -> bool:
 
 
 def _groups(run: Run) -> tuple[ParamGroup, ...]:
-    """Matrices, those of them that are three, in a vision tower with heads of its own, and the rest with its rate."""
-    o, own = run.optim, run.model.llava
+    """Matrices, those of them that are three, in a vision tower with heads of its own, and the rest
+    with its rate.
+    """
+    o = run.optim
+    own = run.model.llava
     groups: tuple[ParamGroup, ...] = (
-        ParamGroup("matrix", lambda p, name: is_matrix(p, name) and not _is_qkv(name), {"matrix": "whole"}),
+        ParamGroup(
+            "matrix", lambda p, name: is_matrix(p, name) and not _is_qkv(name), {"matrix": "whole"}
+        ),
         ParamGroup("qkv", lambda p, name: is_matrix(p, name) and _is_qkv(name), {"matrix": "qkv"}),
     )
     if own is not None:
         rows = {"qkv_rows": _qkv_rows(run, "vision.linear_qkv.")}
-        groups += (ParamGroup("vision tower", lambda p, name: is_matrix(p, name) and _is_qkv_of_tower(name), rows),)
+        groups += (
+            ParamGroup(
+                "vision tower", lambda p, name: is_matrix(p, name) and _is_qkv_of_tower(name), rows
+            ),
+        )
     if o.muon.adamw_lr in (None, o.rate):
         return groups
     share = (o.min_lr or 0.0) / o.rate
@@ -116,7 +155,9 @@ def _matrices(run: Run, name: str, shape: tuple[int, ...]) -> tuple[tuple[int, i
 
 def _orthogonal(run: Run) -> Orthogonal:
     muon = run.optim.muon
-    return Orthogonal(partial(_matrices, run), muon.num_ns_steps, muon.ns_dtype, muon.tp_mode != "blockwise")
+    return Orthogonal(
+        partial(_matrices, run), muon.num_ns_steps, muon.ns_dtype, muon.tp_mode != "blockwise"
+    )
 
 
 def _build(run: Run) -> tuple[type, dict[str, Any]]:
@@ -125,7 +166,10 @@ def _build(run: Run) -> tuple[type, dict[str, Any]]:
 
     muon = run.optim.muon
     kept = muon.model_dump(exclude={"split_qkv", "adamw_lr"})
-    kept |= {"ns_dtype": torch_dtype(muon.ns_dtype), "qkv_rows": _qkv_rows(run, "") if muon.split_qkv else None}
+    kept |= {
+        "ns_dtype": torch_dtype(muon.ns_dtype),
+        "qkv_rows": _qkv_rows(run, "") if muon.split_qkv else None,
+    }
     kept["work"] = _orthogonal(run).work
     return ParallelMuon, {**adamw.arguments(run), **kept}
 
@@ -147,7 +191,9 @@ OPTIMIZER = Optimizer(
     cannot={
         "megatron_fsdp": "it knows the two moments of adamw",
         "fsdp2": "it orthogonalises whole matrices, and fsdp2 leaves some rows of each to a rank",
-        "adapters": "it orthogonalises whole matrices, and those of a fused layer are several in one",
+        "adapters": (
+            "it orthogonalises whole matrices, and those of a fused layer are several in one"
+        ),
         "cpu_offload": "the processor would take long for its matrix products",
     },
     whole_matrices=_orthogonal,

@@ -1,4 +1,7 @@
-"""SOAP (Vyas et al. 2024): Adam in the eigenbasis of Shampoo's factors; AdamW for everything else."""
+"""SOAP (Vyas et al.
+
+2024): Adam in the eigenbasis of Shampoo's factors; AdamW for everything else.
+"""
 
 from typing import Annotated, Any, Literal
 
@@ -11,20 +14,28 @@ from mtrain.config.optimizers.muon import is_matrix, takes
 
 
 class SoapConfig(Section):
-    """`optim.soap`: Adam in the eigenbasis of Shampoo's factors (Vyas et al. 2024, arXiv 2409.11321) for matrices
-    between layers; the rest is updated by adamw."""
+    """`optim.soap`: Adam in the eigenbasis of Shampoo's factors (Vyas et al.
+
+    2024, arXiv 2409.11321) for matrices between layers; the rest is updated by adamw.
+    """
 
     shampoo_beta: Annotated[Beta | None, Key(feeds="soap_shampoo_beta", null=0.95)] = None
     """Decay of the averages of G G^T and G^T G; null: 0.95."""
     precondition_frequency: Annotated[
-        Annotated[int, Field(ge=1, le=10**6)] | None, Key(feeds="soap_precondition_frequency", null=10, unit="steps")
+        Annotated[int, Field(ge=1, le=10**6)] | None,
+        Key(feeds="soap_precondition_frequency", null=10, unit="steps"),
     ] = None
-    """Steps from one power iteration of the eigenbases, with its QR decomposition, to the next; null: 10."""
+    """Steps from one power iteration of the eigenbases, with its QR decomposition, to the next;
+    null: 10.
+    """
     max_precond_dim: Annotated[Width | None, Key(null=10000)] = None
     """Sides of a matrix that are longer have no eigenbasis; null: 10000."""
     tp_mode: Annotated[Literal["duplicated", "blockwise"] | None, Key(null="duplicated")] = None
-    """A matrix that is sharded over tensor-parallel ranks. duplicated: each gathers and rotates it whole, and keeps
-    its factors; blockwise: each its own block, which is another update for each tp; null: duplicated."""
+    """A matrix that is sharded over tensor-parallel ranks.
+
+    duplicated: each gathers and rotates it whole, and keeps its factors; blockwise: each its own
+    block, which is another update for each tp; null: duplicated.
+    """
 
 
 def _matrices(name: str, shape: tuple[int, ...]) -> tuple[tuple[int, int], ...]:
@@ -39,7 +50,11 @@ def _rotated(run: Run) -> Rotated:
 def _build(run: Run) -> tuple[type, dict[str, Any]]:
     from mtrain.mcore.soap import ParallelSoap
 
-    return ParallelSoap, {**adamw.arguments(run), **run.optim.soap.model_dump(), "work": _rotated(run).work}
+    return ParallelSoap, {
+        **adamw.arguments(run),
+        **run.optim.soap.model_dump(),
+        "work": _rotated(run).work,
+    }
 
 
 OPTIMIZER = Optimizer(

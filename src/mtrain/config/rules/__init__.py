@@ -93,7 +93,8 @@ DISK_SECONDS = 0.4
 
 
 class Answers:
-    """What rules that look at files have said: a trial asks one again only where a key that it reads has changed.
+    """What rules that look at files have said: a trial asks one again only where a key that it
+    reads has changed.
 
     After `DISK_SECONDS` none is asked again, and of other values nothing is said.
     """
@@ -126,34 +127,51 @@ def check(
 ) -> list[Problem]:
     """Every broken rule of a resolved run, errors before warnings.
 
-    A fix is shown only after it was tried: applied to `raw` (the run before it was resolved, what a user edits)
-    and resolved again, it removes its problem and brings no new one. Left out is what is `hidden`, which is given the
-    keys that the rule read. Where the configuration is not `to_run` here, what it lacks is a warning.
+    A fix is shown only after it was tried: applied to `raw` (the run before it was resolved, what a
+    user edits) and resolved again, it removes its problem and brings no new one. Left out is what
+    is `hidden`, which is given the keys that the rule read. Where the configuration is not `to_run`
+    here, what it lacks is a warning.
     """
-    raw, answers = raw if raw is not None else run, Answers()
+    raw = raw if raw is not None else run
+    answers = Answers()
     found = list(findings_and_reads(run, answers))
     trial = _Trial(raw, resolve, (finding for finding, _ in found), answers)
-    said = [(_softened(finding, raw, to_run=to_run), reads) for finding, reads in found if not hidden(reads)]
+    said = [
+        (_softened(finding, raw, to_run=to_run), reads)
+        for finding, reads in found
+        if not hidden(reads)
+    ]
     problems = [_problem(finding, run, origins or {}, trial, reads) for finding, reads in said]
     return sorted(problems, key=lambda p: p.severity)
 
 
 def _softened(finding: Finding, raw: RunConfig, *, to_run: bool) -> Finding:
-    """A warning in place of an error, for what a configuration that runs elsewhere may lack here."""
+    """A warning in place of an error, for what a configuration that runs elsewhere may
+    lack here.
+    """
     if to_run or not finding.lacks or (finding.lacks == "device" and raw.cluster.device != "auto"):
         return finding
-    where = "; name the machines it is meant for, as in cluster=h100x8" if finding.lacks == "device" else ""
-    return replace(finding, severity="warning", rule=f"{finding.rule}; a run here is refused{where}")
+    if finding.lacks == "device":
+        where = "; name the machines it is meant for, as in cluster=h100x8"
+    else:
+        where = ""
+    return replace(
+        finding, severity="warning", rule=f"{finding.rule}; a run here is refused{where}"
+    )
 
 
 def findings(run: RunConfig, answers: Answers | None = None) -> Iterator[Finding]:
-    """What every rule has to say about a resolved run; `answers` are those of a run that differs in a few keys."""
+    """What every rule has to say about a resolved run; `answers` are those of a run that differs in
+    a few keys.
+    """
     answers = answers or Answers()
     for rule in RULES:
         yield from (found for found, _ in answers.of(rule, run)) if rule.disk else rule(run)
 
 
-def findings_and_reads(run: RunConfig, answers: Answers) -> Iterator[tuple[Finding, frozenset[str]]]:
+def findings_and_reads(
+    run: RunConfig, answers: Answers
+) -> Iterator[tuple[Finding, frozenset[str]]]:
     """The same, each with the keys that its rule had read until then."""
     for rule in RULES:
         yield from answers.of(rule, run) if rule.disk else _said(rule, run)
@@ -192,7 +210,9 @@ class _Trial:
         found: Iterable[Finding],
         answers: Answers,
     ) -> None:
-        self.raw, self.resolve, self.answers = raw, resolve, answers
+        self.raw = raw
+        self.resolve = resolve
+        self.answers = answers
         self.before = {(f.code, f.path) for f in found if f.severity == "error"}
         self.left = MAX_TRIES
 
@@ -205,7 +225,9 @@ class _Trial:
             return None
 
     def repair(self, change: Change, finding: Finding, depth: int) -> Change | None:
-        """`change`, with at most `depth` more changes for what it breaks; None where `finding` stays."""
+        """`change`, with at most `depth` more changes for what it breaks; None where `finding`
+        stays.
+        """
         after = self.outcome(change) if self.left > 0 else None
         if after is None or (finding.code, finding.path) in {(f.code, f.path) for f in after}:
             return None
@@ -237,20 +259,31 @@ class _Trial:
 
 
 def _problem(
-    finding: Finding, run: RunConfig, origins: Mapping[str, str], trial: _Trial, reads: AbstractSet[str]
+    finding: Finding,
+    run: RunConfig,
+    origins: Mapping[str, str],
+    trial: _Trial,
+    reads: AbstractSet[str],
 ) -> Problem:
     held = trial.raw.flat()
     undone = [lost(change, held, origins) for change in finding.fixes] if finding.unset else []
     kept = tuple(
         change
         for change in finding.fixes
-        if not discards(change, held, origins) and not (finding.unset and lost(change, held, origins))
+        if not discards(change, held, origins)
+        and not (finding.unset and lost(change, held, origins))
     )
-    chosen = [c for c in trial.choose(replace(finding, fixes=kept)) if not discards(c, held, origins)]
+    chosen = [
+        c for c in trial.choose(replace(finding, fixes=kept)) if not discards(c, held, origins)
+    ]
     kept_values = [change for change in chosen if not forgets(change, held, origins)]
     fixes = []
     for change in kept_values or chosen:
-        new = {key: value for key, value in change.items() if key not in held or plain(value) != held[key]}
+        new = {
+            key: value
+            for key, value in change.items()
+            if key not in held or plain(value) != held[key]
+        }
         settings = new or change
         each = (override(*one) for one in settings.items())
         fixes.append(with_choices(settings) if finding.unset else " ".join(each))
@@ -271,7 +304,9 @@ def _problem(
 
 
 def _left_out(keys: Iterable[list[str]], path: str) -> list[str]:
-    """Words that say which of the provided keys to leave out, for a finding at `path`: the fewest of them."""
+    """Words that say which of the provided keys to leave out, for a finding at `path`: the fewest
+    of them.
+    """
     sets = [one for one in keys if one]
     least = [one for one in sets if not any(set(other) < set(one) for other in sets)]
     return [NOTHING] if least == [[path]] else [f"leave out {' and '.join(one)}" for one in least]

@@ -10,12 +10,17 @@ from mtrain.config.rules.rule import Code, rule
 from mtrain.config.run import RunConfig
 
 MOST_TOKENS = 1 << 27
-"""Tokens of a step beyond which its batch was probably counted in tokens: DeepSeek-V3's largest has 63 million."""
-LINEAR, LISTED = "trainer.rampup_batch_size", "trainer.batch_size_schedule"
+"""Tokens of a step beyond which its batch was probably counted in tokens: DeepSeek-V3's largest has
+63 million.
+"""
+LINEAR = "trainer.rampup_batch_size"
+LISTED = "trainer.batch_size_schedule"
 
 
 @rule(
-    Code("MT130", example="parallel=single trainer.global_batch_size=15 trainer.micro_batch_size=2"),
+    Code(
+        "MT130", example="parallel=single trainer.global_batch_size=15 trainer.micro_batch_size=2"
+    ),
     reads=(
         "trainer.global_batch_size trainer.micro_batch_size parallel.vpp trainer.rampup_batch_size "
         f"trainer.batch_size_schedule {DP}"
@@ -23,14 +28,17 @@ LINEAR, LISTED = "trainer.rampup_batch_size", "trainer.batch_size_schedule"
 )
 def batch_divides(run: RunConfig) -> Iterator[Finding]:
     """The global batch is a whole number of micro-batches on every data-parallel rank."""
-    t, dp = run.trainer, run.parallel.dp
+    t = run.trainer
+    dp = run.parallel.dp
     step = t.micro * dp
     if t.batch % step == 0:
         return
     group = step * (run.parallel.pp if run.parallel.vpp > 1 else 1)
     near = multiples(t.batch, group)
     if t.batch < step:
-        problem = f"is less than micro_batch_size {t.micro} * dp {dp} = {step}, one micro-batch per rank"
+        problem = (
+            f"is less than micro_batch_size {t.micro} * dp {dp} = {step}, one micro-batch per rank"
+        )
     else:
         problem = f"is no multiple of micro_batch_size {t.micro} * dp {dp} = {step}"
     rule = f"a global batch of {t.batch} {problem}; nearest: {listed(near)}"
@@ -54,12 +62,20 @@ def batch_divides(run: RunConfig) -> Iterator[Finding]:
     reads=f"trainer.global_batch_size data.seq_length trainer.micro_batch_size parallel.vpp {DP}",
 )
 def batch_is_counted_in_samples(run: RunConfig) -> Iterator[Finding]:
-    """A global batch is a number of samples; one that was written in tokens is thousands of times too large."""
-    t, seq = run.trainer, run.data.length
+    """A global batch is a number of samples; one that was written in tokens is thousands of times
+    too large.
+    """
+    t = run.trainer
+    seq = run.data.length
     if t.batch * seq > MOST_TOKENS:
         group = t.micro * run.parallel.dp * (run.parallel.pp if run.parallel.vpp > 1 else 1)
-        rule = f"{t.batch} samples of {seq} tokens are {t.batch * seq:.3g} tokens a step; DeepSeek-V3 takes 6.3e+07"
-        fixes: tuple[Change, ...] = tuple({"trainer.global_batch_size": n} for n in multiples(t.batch // seq, group))
+        rule = (
+            f"{t.batch} samples of {seq} tokens are {t.batch * seq:.3g} tokens a step; DeepSeek-V3"
+            " takes 6.3e+07"
+        )
+        fixes: tuple[Change, ...] = tuple(
+            {"trainer.global_batch_size": n} for n in multiples(t.batch // seq, group)
+        )
         yield Finding("MT133", "trainer.global_batch_size", rule, fixes[:1])
 
 
@@ -78,8 +94,11 @@ def batch_is_counted_in_samples(run: RunConfig) -> Iterator[Finding]:
     reads=f"trainer.global_batch_size trainer.micro_batch_size parallel.pp parallel.vpp {DP}",
 )
 def micro_batches_fill_the_pipeline(run: RunConfig) -> Iterator[Finding]:
-    """The interleaved schedule takes micro-batches in groups of pp; the plain one idles with fewer than pp."""
-    t, p = run.trainer, run.parallel
+    """The interleaved schedule takes micro-batches in groups of pp; the plain one idles with fewer
+    than pp.
+    """
+    t = run.trainer
+    p = run.parallel
     step = t.micro * p.dp
     if p.pp == 1 or t.batch % step:
         return
@@ -90,7 +109,10 @@ def micro_batches_fill_the_pipeline(run: RunConfig) -> Iterator[Finding]:
         rule = f"interleaving takes micro-batches in groups of pp {p.pp}, and a step has {count}"
         yield Finding("MT131", "trainer.global_batch_size", rule, (*fixes, {"parallel.vpp": 1}))
     elif count < p.pp:
-        rule = f"{count} micro-batch{'es' if count > 1 else ''} on {p.pp} stages: stages idle for most of a step"
+        rule = (
+            f"{count} micro-batch{'es' if count > 1 else ''} on {p.pp} stages: stages idle for most"
+            " of a step"
+        )
         yield Finding("MT132", "trainer.global_batch_size", rule, fixes)
 
 
@@ -102,19 +124,30 @@ def micro_batches_fill_the_pipeline(run: RunConfig) -> Iterator[Finding]:
     ),
 )
 def groups_of_micro_batches(run: RunConfig) -> Iterator[Finding]:
-    """A virtual stage takes at least pp micro-batches in turn, and what is left over is none or as many."""
-    t, p = run.trainer, run.parallel
-    group, step = p.microbatch_group_size_per_vp_stage, t.micro * p.dp
+    """A virtual stage takes at least pp micro-batches in turn, and what is left over is none or as
+    many.
+    """
+    t = run.trainer
+    p = run.parallel
+    group = p.microbatch_group_size_per_vp_stage
+    step = t.micro * p.dp
     if p.vpp == 1 or group is None or t.batch % step:
         return
     count = t.batch // step
     usual: Change = {"parallel.microbatch_group_size_per_vp_stage": None}
     if not p.pp <= group <= count and group != p.pp:
-        rule = f"groups of {group} micro-batches; a step has {count}, and a group at least pp {p.pp}"
+        rule = (
+            f"groups of {group} micro-batches; a step has {count}, and a group at least pp {p.pp}"
+        )
         yield Finding("MT145", "parallel.microbatch_group_size_per_vp_stage", rule, (usual,))
     elif group != p.pp and 0 < count % group < p.pp:
-        rule = f"{count} micro-batches in groups of {group} leave {count % group}: none, or at least pp {p.pp}"
-        more: tuple[Change, ...] = tuple({"trainer.global_batch_size": n} for n in multiples(t.batch, step * group))
+        rule = (
+            f"{count} micro-batches in groups of {group} leave {count % group}: none, or at least"
+            f" pp {p.pp}"
+        )
+        more: tuple[Change, ...] = tuple(
+            {"trainer.global_batch_size": n} for n in multiples(t.batch, step * group)
+        )
         yield Finding("MT145", "parallel.microbatch_group_size_per_vp_stage", rule, (usual, *more))
 
 
@@ -136,12 +169,18 @@ def profile_within_run(run: RunConfig) -> Iterator[Finding]:
         yield Finding("MT134", "trainer.profile_ranks", rule, ({"trainer.profile_ranks": there},))
 
 
-@rule(Code("MT135", example="trainer.soft_timeout_s=700"), reads="trainer.soft_timeout_s trainer.timeout_s")
+@rule(
+    Code("MT135", example="trainer.soft_timeout_s=700"),
+    reads="trainer.soft_timeout_s trainer.timeout_s",
+)
 def timeouts_are_ordered(run: RunConfig) -> Iterator[Finding]:
     """A run says where it hangs before it is ended."""
     t = run.trainer
     if t.soft_timeout_s >= t.timeout_s:
-        rule = f"stacks after {t.soft_timeout_s:g} s come too late: the run is ended after {t.timeout_s:g} s"
+        rule = (
+            f"stacks after {t.soft_timeout_s:g} s come too late: the run is ended after"
+            f" {t.timeout_s:g} s"
+        )
         fixes: tuple[Change, ...] = ({"trainer.soft_timeout_s": t.timeout_s / 5},)
         yield Finding("MT135", "trainer.soft_timeout_s", rule, fixes)
 
@@ -154,7 +193,8 @@ def timeouts_are_ordered(run: RunConfig) -> Iterator[Finding]:
     ),
     Code(
         "MT137",
-        "The batches that a run begins with lead to its global batch in whole increments, or in pairs that rise.",
+        "The batches that a run begins with lead to its global batch in whole increments, or in"
+        " pairs that rise.",
         example="trainer.rampup_batch_size=[3,2,100]",
     ),
     reads="trainer.rampup_batch_size trainer.batch_size_schedule trainer.global_batch_size",
@@ -164,7 +204,9 @@ def ramp_is_one(run: RunConfig) -> Iterator[Finding]:
     t = run.trainer
     if t.rampup_batch_size is not None and t.batch_size_schedule is not None:
         rule = f"steps grow by {LINEAR} or by {LISTED}, and both are set"
-        yield Finding("MT136", "trainer.rampup_batch_size", rule, ({LINEAR: None}, {LISTED: None}), unset=True)
+        yield Finding(
+            "MT136", "trainer.rampup_batch_size", rule, ({LINEAR: None}, {LISTED: None}), unset=True
+        )
     elif t.rampup_batch_size is not None:
         first, increment, samples = t.rampup_batch_size
         gap = t.batch - first
@@ -173,16 +215,24 @@ def ramp_is_one(run: RunConfig) -> Iterator[Finding]:
             yield Finding("MT137", "trainer.rampup_batch_size", rule, ({LINEAR: None},))
         elif gap % increment or gap // increment > MOST_STAGES:
             near = nearest(increment, [d for d in divisors(gap) if gap // d <= MOST_STAGES])
-            rule = f"from {first} to global_batch_size {t.batch} it is {gap}, no multiple of {increment}"
+            rule = (
+                f"from {first} to global_batch_size {t.batch} it is {gap}, no multiple of"
+                f" {increment}"
+            )
             if gap % increment == 0:
-                rule = f"{gap // increment} increments of {increment}, and {MOST_STAGES} are the most"
+                rule = (
+                    f"{gap // increment} increments of {increment}, and {MOST_STAGES} are the most"
+                )
             rule = f"{rule}; nearest increments: {listed(near)}"
             fixes: list[Change] = [{LINEAR: [first, n, samples]} for n in near[:2]]
             yield Finding("MT137", "trainer.rampup_batch_size", rule, (*fixes, {LINEAR: None}))
     elif t.batch_size_schedule is not None:
         tokens = [end for _, end in t.batch_size_schedule]
         if not tokens or tokens != sorted(set(tokens)) or len(tokens) > MOST_STAGES:
-            rule = f"takes 1 to {MOST_STAGES} pairs [size, tokens] whose tokens rise; here {tokens[:8]}"
+            rule = (
+                f"takes 1 to {MOST_STAGES} pairs [size, tokens] whose tokens rise; here"
+                f" {tokens[:8]}"
+            )
             last = dict(sorted((end, size) for size, end in t.batch_size_schedule))
             rising: Change = {LISTED: [[size, end] for end, size in last.items()][:MOST_STAGES]}
             yield Finding("MT137", "trainer.batch_size_schedule", rule, (rising, {LISTED: None}))
@@ -196,21 +246,37 @@ def ramp_is_one(run: RunConfig) -> Iterator[Finding]:
     ),
 )
 def every_size_divides(run: RunConfig) -> Iterator[Finding]:
-    """Steps of every size are whole micro-batches on every rank, in groups of pp where the schedule interleaves."""
-    t, p, dp = run.trainer, run.parallel, run.parallel.dp
-    key, plan = LINEAR if t.rampup_batch_size is not None else LISTED, stages(run)
+    """Steps of every size are whole micro-batches on every rank, in groups of pp where the schedule
+    interleaves.
+    """
+    t = run.trainer
+    p = run.parallel
+    dp = run.parallel.dp
+    key = LINEAR if t.rampup_batch_size is not None else LISTED
+    plan = stages(run)
     grouped = p.pp if p.vpp > 1 else 1
     step = t.micro * dp * grouped
     wrong = [stage.size for stage in plan[:-1] if stage.size % step]
     if not wrong or t.batch % (t.micro * dp):
         return
-    groups = f" * pp {p.pp}, in whose groups interleaving takes micro-batches," if grouped > 1 else ""
+    groups = (
+        f" * pp {p.pp}, in whose groups interleaving takes micro-batches," if grouped > 1 else ""
+    )
     near = multiples(wrong[0], step)
-    rule = f"a step of {wrong[0]} samples is no multiple of micro_batch_size {t.micro} * dp {dp}{groups} = {step}"
-    whole = [[max(step, multiples(size, step)[0]), end] for size, end in t.batch_size_schedule or ()]
+    rule = (
+        f"a step of {wrong[0]} samples is no multiple of micro_batch_size {t.micro} * dp"
+        f" {dp}{groups} = {step}"
+    )
+    whole = [
+        [max(step, multiples(size, step)[0]), end] for size, end in t.batch_size_schedule or ()
+    ]
     fixes: list[Change] = []
     if t.micro > 1:
-        small = [m for m in divisors(t.micro) if all(stage.size % (m * dp * grouped) == 0 for stage in plan)]
+        small = [
+            m
+            for m in divisors(t.micro)
+            if all(stage.size % (m * dp * grouped) == 0 for stage in plan)
+        ]
         fixes += [{"trainer.micro_batch_size": m} for m in reversed(small)]
     if t.rampup_batch_size is None:
         fixes.append({LISTED: whole})
@@ -228,18 +294,23 @@ def every_size_divides(run: RunConfig) -> Iterator[Finding]:
 @rule(
     Code("MT139", severity="warning", example="trainer.rampup_batch_size=[4,4,1000000]"),
     reads=(
-        "trainer.rampup_batch_size trainer.batch_size_schedule trainer.train_iters trainer.global_batch_size "
-        "data.seq_length"
+        "trainer.rampup_batch_size trainer.batch_size_schedule trainer.train_iters"
+        " trainer.global_batch_size data.seq_length"
     ),
 )
 def ramp_ends_within_the_run(run: RunConfig) -> Iterator[Finding]:
     """A run that ends on the ramp never makes a step of the size that it names."""
-    t, plan = run.trainer, stages(run)
+    t = run.trainer
+    plan = stages(run)
     made = counted(plan, t.steps)
     if len(plan) > 1 and made[-1][1] != plan[-1].size:
         key = LINEAR if t.rampup_batch_size is not None else LISTED
-        last, needed = made[-1][1], sum(number for number, _ in counted(plan, plan[-1].first)[:-1]) + 1
-        rule = f"the last of {t.steps} steps takes {last} samples; those of {plan[-1].size} begin with {needed}"
+        last = made[-1][1]
+        needed = sum(number for number, _ in counted(plan, plan[-1].first)[:-1]) + 1
+        rule = (
+            f"the last of {t.steps} steps takes {last} samples; those of {plan[-1].size} begin with"
+            f" {needed}"
+        )
         fixes: tuple[Change, ...] = ({"trainer.train_iters": needed}, {key: None})
         yield Finding("MT139", key, rule, fixes)
 

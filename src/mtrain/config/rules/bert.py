@@ -25,7 +25,9 @@ def _own(run: RunConfig) -> BertConfig | None:
 )
 def special_tokens_are_ids_of_their_own(run: RunConfig) -> Iterator[Finding]:
     """Each special token is a token of the vocabulary, and no two are the same."""
-    b, vocab, taken = _own(run), run.model.vocab_size, dict[int, str]()
+    b = _own(run)
+    vocab = run.model.vocab_size
+    taken = dict[int, str]()
     if b is None:
         return
     for name in IDS:
@@ -33,7 +35,9 @@ def special_tokens_are_ids_of_their_own(run: RunConfig) -> Iterator[Finding]:
         if token is None:
             continue
         path = f"model.bert.{name}"
-        free = next((i for i in range(vocab - 1, max(-1, vocab - 6), -1) if i not in b.special_ids), None)
+        free = next(
+            (i for i in range(vocab - 1, max(-1, vocab - 6), -1) if i not in b.special_ids), None
+        )
         instead: tuple[Change, ...] = () if free is None else ({path: free},)
         none: tuple[Change, ...] = () if name == "mask_token_id" else ({path: None},)
         if token >= vocab:
@@ -47,7 +51,10 @@ def special_tokens_are_ids_of_their_own(run: RunConfig) -> Iterator[Finding]:
 
 @rule(
     Code("MT251", example="model=bert_tiny data.seq_length=4"),
-    reads="model.family data.seq_length model.bert.next_sentence model.bert.cls_token_id model.bert.sep_token_id",
+    reads=(
+        "model.family data.seq_length model.bert.next_sentence model.bert.cls_token_id"
+        " model.bert.sep_token_id"
+    ),
 )
 def special_tokens_leave_room_for_text(run: RunConfig) -> Iterator[Finding]:
     """A sample has text beside its special tokens, in each of its sentences."""
@@ -56,7 +63,10 @@ def special_tokens_leave_room_for_text(run: RunConfig) -> Iterator[Finding]:
         return
     least = b.added() + (4 if b.next_sentence else 2)
     if run.data.length < least:
-        rule = f"{run.data.length} tokens hold {b.added()} special ones and too little text: {least} are the fewest"
+        rule = (
+            f"{run.data.length} tokens hold {b.added()} special ones and too little text: {least}"
+            " are the fewest"
+        )
         fixes: tuple[Change, ...] = tuple({"data.seq_length": n} for n in (32, 64, least))
         yield Finding("MT251", "data.seq_length", rule, fixes)
 
@@ -70,22 +80,39 @@ def two_sentences_have_two_kinds(run: RunConfig) -> Iterator[Finding]:
     b = _own(run)
     if b is not None and b.next_sentence and b.type_vocab_size < 2:
         rule = "next_sentence has a sentence of kind 0 and one of kind 1"
-        fixes: tuple[Change, ...] = ({"model.bert.type_vocab_size": 2}, {"model.bert.next_sentence": False})
+        fixes: tuple[Change, ...] = (
+            {"model.bert.type_vocab_size": 2},
+            {"model.bert.next_sentence": False},
+        )
         yield Finding("MT252", "model.bert.type_vocab_size", rule, fixes)
 
 
 @rule(
-    Code("MT253", severity="warning", example="model=bert_tiny data=stdlib model.bert.mask_token_id=103"),
+    Code(
+        "MT253",
+        severity="warning",
+        example="model=bert_tiny data=stdlib model.bert.mask_token_id=103",
+    ),
     reads=" ".join(
         (
-            *("model.family", "data.kind", "data.tokenizer", "data.tokenizer_vocab_size", "model.vocab_size"),
+            *(
+                "model.family",
+                "data.kind",
+                "data.tokenizer",
+                "data.tokenizer_vocab_size",
+                "model.vocab_size",
+            ),
             *(f"model.bert.{name}" for name in IDS),
         )
     ),
 )
 def special_tokens_are_no_text(run: RunConfig) -> Iterator[Finding]:
-    """The ids of a tokenizer that is trained here are all of text: a special token is another one."""
-    b, d, vocab = _own(run), run.data, run.model.vocab_size
+    """The ids of a tokenizer that is trained here are all of text: a special token is
+    another one.
+    """
+    b = _own(run)
+    d = run.data
+    vocab = run.model.vocab_size
     if b is None or d.kind != "text" or d.tokenizer is not None:
         return
     lowest = min(b.special_ids)
@@ -93,9 +120,16 @@ def special_tokens_are_no_text(run: RunConfig) -> Iterator[Finding]:
         token = getattr(b, name)
         if token is None or token >= d.tokenizer_vocab_size:
             continue
-        rule = f"is a token of text: data.tokenizer_vocab_size {d.tokenizer_vocab_size} makes all ids below"
-        fixes: list[Change] = [{"data.tokenizer_vocab_size": lowest}] if lowest >= FEWEST_IDS else []
-        fixes += [{f"model.bert.{name}": vocab - last}] if vocab - last >= d.tokenizer_vocab_size else []
+        rule = (
+            f"is a token of text: data.tokenizer_vocab_size {d.tokenizer_vocab_size} makes all ids"
+            " below"
+        )
+        fixes: list[Change] = (
+            [{"data.tokenizer_vocab_size": lowest}] if lowest >= FEWEST_IDS else []
+        )
+        fixes += (
+            [{f"model.bert.{name}": vocab - last}] if vocab - last >= d.tokenizer_vocab_size else []
+        )
         fixes += [{f"model.bert.{name}": None}] if name != "mask_token_id" else []
         yield Finding("MT253", f"model.bert.{name}", rule, tuple(fixes))
 

@@ -44,7 +44,10 @@ def chats_are_there(run: RunConfig) -> Iterator[Finding]:
         yield Finding("MT340", "data.path", rule, hint="data.path=FILE.jsonl", lacks="input")
         return
     path = user_path(d.path)
-    found, rule = records_of(path, "what the chats are") if d.path else (None, "is empty, and a file is needed")
+    if d.path:
+        found, rule = records_of(path, "what the chats are")
+    else:
+        found, rule = (None, "is empty, and a file is needed")
     if found is None:
         near: tuple[Change, ...] = tuple({"data.path": name} for name in names_near(path))
         yield Finding("MT340", "data.path", rule, near)
@@ -56,7 +59,8 @@ def chats_are_there(run: RunConfig) -> Iterator[Finding]:
     Code(
         "MT341",
         "Chats are written by a tokenizer and its chat template.",
-        "Name a tokenizer.json that has its tokenizer_config.json beside it, or data.chat_template.",
+        "Name a tokenizer.json that has its tokenizer_config.json beside it, or"
+        " data.chat_template.",
         example="data=sft data.path=/nowhere/chats.jsonl",
     ),
     reads="data.kind data.tokenizer data.chat_template",
@@ -75,10 +79,19 @@ def template_is_there(run: RunConfig) -> Iterator[Finding]:
         path = user_path(d.chat_template)
         wrong = unreadable(path) or ("is a folder" if os.path.isdir(path) else None)
         if wrong is not None:
-            near: tuple[Change, ...] = tuple({"data.chat_template": name} for name in names_near(path))
-            yield Finding("MT341", "data.chat_template", wrong, (*near, {"data.chat_template": None}))
-    elif os.path.isfile(user_path(d.tokenizer)) and not _has_template(user_path(d.tokenizer).parent):
-        rule = f"{user_path(d.tokenizer).parent} has no {BESIDE[0]} and no chat_template in {BESIDE[1]}"
+            near: tuple[Change, ...] = tuple(
+                {"data.chat_template": name} for name in names_near(path)
+            )
+            yield Finding(
+                "MT341", "data.chat_template", wrong, (*near, {"data.chat_template": None})
+            )
+    elif os.path.isfile(user_path(d.tokenizer)) and not _has_template(
+        user_path(d.tokenizer).parent
+    ):
+        rule = (
+            f"{user_path(d.tokenizer).parent} has no {BESIDE[0]} and no chat_template in"
+            f" {BESIDE[1]}"
+        )
         yield Finding("MT341", "data.chat_template", rule, hint="data.chat_template=FILE")
 
 
@@ -104,7 +117,8 @@ def _has_template(folder: Path) -> bool:
 )
 def chats_are_for_decoders(run: RunConfig) -> Iterator[Finding]:
     """Only decoder-only transformers learn from chats."""
-    family, kind = run.model.family, run.data.kind
+    family = run.model.family
+    kind = run.data.kind
     if kind in CHATS and family in ("bert", "t5"):
         rule = f"a model of the family {family} learns nothing from chats"
         yield Finding("MT342", "data.kind", rule, hint="a decoder-only model, as model=llama_tiny")
@@ -113,7 +127,8 @@ def chats_are_for_decoders(run: RunConfig) -> Iterator[Finding]:
 @rule(
     Code(
         "MT343",
-        "No loss learns from pairs of answers yet: preference data is prepared and previewed, and not trained on.",
+        "No loss learns from pairs of answers yet: preference data is prepared and previewed, and"
+        " not trained on.",
         "Preview it with `data preview`; train on the chosen answers as data=sft.",
         example="data.kind=preference data.path=pairs.jsonl data.tokenizer=tokenizer.json",
     ),
@@ -122,7 +137,10 @@ def chats_are_for_decoders(run: RunConfig) -> Iterator[Finding]:
 def pairs_have_no_loss(run: RunConfig) -> Iterator[Finding]:
     """No loss learns from pairs of answers yet."""
     if run.data.kind == "preference":
-        rule = "pairs of a chosen and a rejected answer are prepared and previewed; no loss learns from them yet"
+        rule = (
+            "pairs of a chosen and a rejected answer are prepared and previewed; no loss learns"
+            " from them yet"
+        )
         yield Finding("MT343", "data.kind", rule, hint="data=sft with the chosen answers as chats")
 
 
@@ -130,7 +148,9 @@ def pairs_have_no_loss(run: RunConfig) -> Iterator[Finding]:
     Code(
         "MT344",
         "A key that text alone has is not set for chats.",
-        example="data=sft data.path=chats.jsonl data.tokenizer=tokenizer.json data.eod_mask_loss=true",
+        example=(
+            "data=sft data.path=chats.jsonl data.tokenizer=tokenizer.json data.eod_mask_loss=true"
+        ),
     ),
     reads="data.kind data.eod_mask_loss data.packed data.fim.rate",
 )
@@ -144,19 +164,30 @@ def keys_of_text(run: RunConfig) -> Iterator[Finding]:
         yield Finding("MT344", "data.eod_mask_loss", rule, ({"data.eod_mask_loss": False},))
     if d.fim.rate:
         none: Change = {"data.fim.rate": 0.0, "data.fim.ids": None, "data.fim.spm_rate": 0.5}
-        yield Finding("MT344", "data.fim.rate", "the middle of a chat is not moved: its answers are learned", (none,))
+        yield Finding(
+            "MT344",
+            "data.fim.rate",
+            "the middle of a chat is not moved: its answers are learned",
+            (none,),
+        )
     if d.kind == "preference" and d.packed:
         off: Change = {"data.packed": False, "data.packed_multiple": None}
-        yield Finding("MT344", "data.packed", "the chats of a pair stand each in a row of its own", (off,))
+        yield Finding(
+            "MT344", "data.packed", "the chats of a pair stand each in a row of its own", (off,)
+        )
 
 
 @rule(
     Code(
         "MT346",
         "Records are read as what they are: kind text learns a file as it stands, JSON and all.",
-        "Say data=sft for chats, and tokenize documents; data=text stays where the JSON itself is meant.",
+        "Say data=sft for chats, and tokenize documents; data=text stays where the JSON itself is"
+        " meant.",
         severity="warning",
-        says="its first line is a chat, and kind text learns it as it stands: braces, quotes and names of keys",
+        says=(
+            "its first line is a chat, and kind text learns it as it stands: braces, quotes and"
+            " names of keys"
+        ),
     ),
     reads="data.kind data.path",
     disk=True,
@@ -176,11 +207,16 @@ def records_are_no_text(run: RunConfig) -> Iterator[Finding]:
     elif is_documents(d.path):
         what = "a document in JSON"
         prefix = PurePath(d.path).stem
-        tokenize = shlex.join(["data", "tokenize", d.path, "--out", prefix, "--tokenizer", "TOKENIZER"])
+        tokenize = shlex.join(
+            ["data", "tokenize", d.path, "--out", prefix, "--tokenizer", "TOKENIZER"]
+        )
         fix = f"{tokenize}, then data=indexed {override('data.path', prefix)}"
     else:
         return
-    rule = f"its first line is {what}, and kind text learns it as it stands: braces, quotes and names of keys"
+    rule = (
+        f"its first line is {what}, and kind text learns it as it stands: braces, quotes and names"
+        " of keys"
+    )
     yield Finding("MT346", "data.path", rule, hint=fix)
 
 

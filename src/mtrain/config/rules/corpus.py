@@ -1,4 +1,5 @@
-"""Corpus: its files are there, are what they must be, and hold enough for the samples that are asked for.
+"""Corpus: its files are there, are what they must be, and hold enough for the samples that are
+asked for.
 
 Training asks the same before it starts anything, and looks at every byte after that.
 """
@@ -21,7 +22,13 @@ from mtrain.config.paths import names_near, user_path
 from mtrain.config.rules.finding import Change, Finding
 from mtrain.config.rules.rule import Code, rule
 from mtrain.config.run import RunConfig
-from mtrain.config.token_files import READ_TOKENIZER, TokenFiles, TokenizerFacts, split_documents, tokenizer_facts
+from mtrain.config.token_files import (
+    READ_TOKENIZER,
+    TokenFiles,
+    TokenizerFacts,
+    split_documents,
+    tokenizer_facts,
+)
 from mtrain.errors import CorruptData
 from mtrain.units import MIB
 
@@ -62,8 +69,10 @@ NO_END = Code(
         severity="warning",
     ),
     TOO_FEW,
-    reads="data.kind data.path data.limit_mib data.seq_length data.suffixes data.packed data.packed_by "
-    "trainer.eval_iters",
+    reads=(
+        "data.kind data.path data.limit_mib data.seq_length data.suffixes data.packed"
+        " data.packed_by trainer.eval_iters"
+    ),
     disk=True,
 )
 def text_is_there(run: RunConfig) -> Iterator[Finding]:
@@ -85,18 +94,24 @@ def text_is_there(run: RunConfig) -> Iterator[Finding]:
         size, files, rule = _text_in(path, d, min(need, limit), bound)
         size = min(size, limit) if d.limit_mib is not None else size
     except OSError as error:
-        size, files, rule = 0, 0, f"{error.filename} cannot be read: {error.strerror}"
+        size = 0
+        files = 0
+        rule = f"{error.filename} cannot be read: {error.strerror}"
     if bound.spent:
         if rule is not None:
             endings = ", ".join(d.suffixes)
-            rule = f"none of the files that were looked at ends in {endings}; training looks at all of them"
+            rule = (
+                f"none of the files that were looked at ends in {endings}; training looks at all of"
+                " them"
+            )
             yield Finding("MT321", "data.path", rule, ({"data.path": None},))
     elif rule is not None:
         yield Finding("MT305", "data.path", rule, ({"data.path": None},))
     elif size + files < need:
         rule = (
-            f"{size} bytes of text in {files} document{'s' if files != 1 else ''} are at most {size + files} tokens; "
-            f"{splits} split{'s' if splits > 1 else ''} of at least one sample need {need}"
+            f"{size} bytes of text in {files} document{'s' if files != 1 else ''} are at most"
+            f" {size + files} tokens; {splits} split{'s' if splits > 1 else ''} of at least one"
+            f" sample need {need}"
         )
         few = (size + files) // splits - 1
         short: tuple[Change, ...] = ({"data.seq_length": few},) if few >= 2 else ()
@@ -107,21 +122,31 @@ def text_is_there(run: RunConfig) -> Iterator[Finding]:
 
 
 def _text_in(path: Path, d: DataConfig, need: int, bound: Bound) -> tuple[int, int, str | None]:
-    """Bytes and documents of text at a path, counted until there are `need` bytes, and why there is none."""
+    """Bytes and documents of text at a path, counted until there are `need` bytes, and why there is
+    none.
+    """
     if path.is_file():
         size = path.stat().st_size
         return size, 1 + size // PIECE, no_text(path) if size else "the file is empty"
-    size, files, texts, wrong = 0, 0, 0, ""
+    size = 0
+    files = 0
+    texts = 0
+    wrong = ""
     library = d.path is None
 
     def wanted(name: str) -> bool:
         return name.endswith(d.suffixes) or (library and name.startswith("LICENSE"))
 
     for file in files_below(path, wanted, SKIPPED_FOLDERS if library else frozenset(), bound):
-        files, held = files + 1, file.stat().st_size
-        why = (no_text(file) if held else "it is empty") if files <= MAX_READ else None
+        files = files + 1
+        held = file.stat().st_size
+        if files <= MAX_READ:
+            why = no_text(file) if held else "it is empty"
+        else:
+            why = None
         if why is None:
-            size, texts = size + held, texts + 1
+            size = size + held
+            texts = texts + 1
         else:
             wrong = f"{file}: {why}"
         if size >= need:
@@ -129,7 +154,11 @@ def _text_in(path: Path, d: DataConfig, need: int, bound: Bound) -> tuple[int, i
     if not files:
         empty = next(os.scandir(path), None) is None
         endings = ", ".join(d.suffixes) or "(no suffixes given)"
-        return 0, 0, "the folder is empty" if empty else f"the folder holds no file ending in {endings}"
+        return (
+            0,
+            0,
+            "the folder is empty" if empty else f"the folder holds no file ending in {endings}",
+        )
     return size, texts, None if texts else f"no file of it holds text; {wrong}"
 
 
@@ -144,7 +173,10 @@ def _text_in(path: Path, d: DataConfig, need: int, bound: Bound) -> tuple[int, i
     Code(
         "MT611",
         "The .bin and .idx do not add up, or are none.",
-        help="Write them again, or name the prefix of others; an index names dtype, sequences and documents.",
+        help=(
+            "Write them again, or name the prefix of others; an index names dtype, sequences and"
+            " documents."
+        ),
     ),
     Code(
         "MT612",
@@ -152,18 +184,26 @@ def _text_in(path: Path, d: DataConfig, need: int, bound: Bound) -> tuple[int, i
         help="Enlarge model.vocab_size, or tokenize the text anew.",
     ),
     ANOTHER_TOKENIZER,
-    reads="data.path data.blend data.validation_blend data.test_blend data.blend_weights data.validation_weights "
-    "data.test_weights data.kind data.seq_length data.split data.packed data.packed_by data.order data.tokenizer "
-    "trainer.eval_iters model.vocab_size",
+    reads=(
+        "data.path data.blend data.validation_blend data.test_blend data.blend_weights"
+        " data.validation_weights data.test_weights data.kind data.seq_length data.split"
+        " data.packed data.packed_by data.order data.tokenizer trainer.eval_iters model.vocab_size"
+    ),
     disk=True,
 )
 def tokens_are_there(run: RunConfig) -> Iterator[Finding]:
-    """Both files of every corpus of indexed data exist, add up, and have tokens for the samples of each split."""
+    """Both files of every corpus of indexed data exist, add up, and have tokens for the samples of
+    each split.
+    """
     d = run.data
     if d.kind != "indexed":
         return
     apart = d.validation_blend is not None or d.test_blend is not None
-    whole: dict[str, tuple[float, ...]] = {"blend": (1, 0, 0), "validation_blend": (0, 1, 0), "test_blend": (0, 0, 1)}
+    whole: dict[str, tuple[float, ...]] = {
+        "blend": (1, 0, 0),
+        "validation_blend": (0, 1, 0),
+        "test_blend": (0, 0, 1),
+    }
     if d.blend is None and d.path is not None:
         shares = whole["blend"] if apart else d.split
         yield from _corpus(run, d.path, lambda name: {"data.path": name}, shares)
@@ -176,10 +216,18 @@ def tokens_are_there(run: RunConfig) -> Iterator[Finding]:
             around = names[:i], names[i + 1 :]
             shares = whole[key] if apart else d.split
             found = list(
-                _corpus(run, prefix, lambda name, a=around, k=key: {f"data.{k}": [*a[0], name, *a[1]]}, shares)  # type: ignore[misc]
+                _corpus(
+                    run,
+                    prefix,
+                    lambda name, a=around, k=key: {f"data.{k}": [*a[0], name, *a[1]]},  # type: ignore[misc]
+                    shares,
+                )
             )
             for f in found[:1]:
-                path, rule = (f"data.{key}", f"{prefix}: {f.rule}") if f.path == "data.path" else (f.path, f.rule)
+                if f.path == "data.path":
+                    path, rule = (f"data.{key}", f"{prefix}: {f.rule}")
+                else:
+                    path, rule = (f.path, f.rule)
                 yield Finding(f.code, path, rule, f.fixes, f.severity, f.hint)
                 return
 
@@ -187,14 +235,16 @@ def tokens_are_there(run: RunConfig) -> Iterator[Finding]:
 def _corpus(
     run: RunConfig, text: str, renamed: Callable[[str], Change], shares: Sequence[float]
 ) -> Iterator[Finding]:
-    """What is wrong with the corpus of a prefix; `renamed` is the change that names another, `shares` are those of
-    train, validation and test.
+    """What is wrong with the corpus of a prefix; `renamed` is the change that names another,
+    `shares` are those of train, validation and test.
     """
     if "://" in text:  # an object store, which opening it asks
         return
     base = user_path(text)
     if base.suffix in (".bin", ".idx"):
-        yield Finding("MT306", "data.path", f"is a prefix: without {base.suffix}", (renamed(text[:-4]),))
+        yield Finding(
+            "MT306", "data.path", f"is a prefix: without {base.suffix}", (renamed(text[:-4]),)
+        )
         return
     for suffix in (".idx", ".bin"):
         path = base.with_name(base.name + suffix) if base.name else base / suffix
@@ -219,24 +269,30 @@ def _corpus(
 
 
 def _manifest_fits(run: RunConfig, base: Path) -> Iterator[Finding]:
-    """What a manifest beside a corpus says fits its files, the model and the tokenizer; no manifest: nothing is said.
+    """What a manifest beside a corpus says fits its files, the model and the tokenizer; no
+    manifest: nothing is said.
 
     Raises CorruptData for a manifest that was changed, or is of other files.
     """
-    held, vocab = read_manifest(base, READ_BYTES), run.model.vocab_size
+    held = read_manifest(base, READ_BYTES)
+    vocab = run.model.vocab_size
     if held is None:
         return
     if wrong := held.sizes_differ(base):
         raise CorruptData(wrong)
     largest = held.count("largest_id")
     if largest >= vocab:
-        rule = f"{base.name}.bin: its manifest says token ids to {largest}; the vocabulary has ids 0 to {vocab - 1}"
+        rule = (
+            f"{base.name}.bin: its manifest says token ids to {largest}; the vocabulary has ids 0"
+            f" to {vocab - 1}"
+        )
         yield Finding("MT612", "data.path", rule, ({"model.vocab_size": largest + 1},), hint=_AGAIN)
     yield from _same_tokenizer(run, held)
 
 
 def _same_tokenizer(run: RunConfig, held: Manifest) -> Iterator[Finding]:
-    named, theirs = run.data.tokenizer, held.tokenizer_sha256
+    named = run.data.tokenizer
+    theirs = held.tokenizer_sha256
     if named is None or theirs is None:
         return
     path = user_path(named)
@@ -244,7 +300,10 @@ def _same_tokenizer(run: RunConfig, held: Manifest) -> Iterator[Finding]:
         return
     ours = hashlib.sha256(path.read_bytes()).hexdigest()
     if ours != theirs:
-        rule = f"its sha256 is {ours[:12]}, and {held.path.name} says that {theirs[:12]} made the tokens"
+        rule = (
+            f"its sha256 is {ours[:12]}, and {held.path.name} says that {theirs[:12]} made the"
+            " tokens"
+        )
         hint = f"data.tokenizer=PATH of the tokenizer whose sha256 begins with {theirs[:12]}"
         yield Finding("MT620", "data.tokenizer", rule, hint=hint)
 
@@ -263,9 +322,13 @@ def _end_in_manifests(run: RunConfig) -> bool:
     return len(ends) == 1 and None not in ends
 
 
-def _tokens_suffice(run: RunConfig, corpus: TokenFiles, shares: Sequence[float]) -> Iterator[Finding]:
+def _tokens_suffice(
+    run: RunConfig, corpus: TokenFiles, shares: Sequence[float]
+) -> Iterator[Finding]:
     """Each split that is used has tokens for a sample, and the first ones are ids of the model."""
-    d, need, vocab = run.data, run.data.least_tokens, run.model.vocab_size
+    d = run.data
+    need = run.data.least_tokens
+    vocab = run.model.vocab_size
     if sum(shares) <= 0:
         return
     if d.order == "megatron":  # its splits are cut by sequences, which opening it does
@@ -278,8 +341,9 @@ def _tokens_suffice(run: RunConfig, corpus: TokenFiles, shares: Sequence[float])
         held = corpus.document_start(documents.stop) - start
         if held < need:
             rule = (
-                f"the {name} split of {corpus.bin.name} has {held} tokens in {len(documents)} documents, a sample "
-                f"needs {need} (in all: {corpus.num_tokens} tokens in {corpus.num_documents} documents)"
+                f"the {name} split of {corpus.bin.name} has {held} tokens in {len(documents)}"
+                f" documents, a sample needs {need} (in all: {corpus.num_tokens} tokens in"
+                f" {corpus.num_documents} documents)"
             )
             fixes: list[Change] = [{"data.seq_length": held - 1}] if held > 2 else []
             if name == "validation":
@@ -289,8 +353,13 @@ def _tokens_suffice(run: RunConfig, corpus: TokenFiles, shares: Sequence[float])
             return
         span = corpus.ids(start, min(held, CHECKED_TOKENS))
         if span is not None and (span[0] < 0 or span[1] >= vocab):
-            rule = f"{corpus.bin}: token ids from {span[0]} to {span[1]}; the vocabulary has ids 0 to {vocab - 1}"
-            larger: tuple[Change, ...] = ({"model.vocab_size": span[1] + 1},) if span[0] >= 0 else ()
+            rule = (
+                f"{corpus.bin}: token ids from {span[0]} to {span[1]}; the vocabulary has ids 0 to"
+                f" {vocab - 1}"
+            )
+            larger: tuple[Change, ...] = (
+                ({"model.vocab_size": span[1] + 1},) if span[0] >= 0 else ()
+            )
             yield Finding("MT612", "data.path", rule, larger, hint=_AGAIN)
             return
 
@@ -302,11 +371,21 @@ def _tokens_suffice(run: RunConfig, corpus: TokenFiles, shares: Sequence[float])
         help="Name a tokenizer.json that exists.",
         example="data=indexed data.path=/nowhere/corpus data.tokenizer=/nowhere/tokenizer.json",
     ),
-    Code("MT613", "A file is no tokenizer.json.", help="Name one that Hugging Face's tokenizers wrote."),
-    Code("MT607", "The tokenizer has more ids than the model has rows.", help="Enlarge model.vocab_size."),
+    Code(
+        "MT613",
+        "A file is no tokenizer.json.",
+        help="Name one that Hugging Face's tokenizers wrote.",
+    ),
+    Code(
+        "MT607",
+        "The tokenizer has more ids than the model has rows.",
+        help="Enlarge model.vocab_size.",
+    ),
     NO_END,
-    reads="data.tokenizer data.kind data.eod_mask_loss data.packed data.packed_by data.fim.rate data.path data.blend "
-    "data.validation_blend data.test_blend model.vocab_size",
+    reads=(
+        "data.tokenizer data.kind data.eod_mask_loss data.packed data.packed_by data.fim.rate"
+        " data.path data.blend data.validation_blend data.test_blend model.vocab_size"
+    ),
     disk=True,
 )
 def tokenizer_is_there(run: RunConfig) -> Iterator[Finding]:
@@ -319,7 +398,9 @@ def tokenizer_is_there(run: RunConfig) -> Iterator[Finding]:
     if rule is None and os.path.isdir(path):
         rule = "is a folder; the path of a tokenizer.json is needed"
         inside = path / "tokenizer.json"
-        fixes: tuple[Change, ...] = ({"data.tokenizer": str(inside)},) if os.path.isfile(inside) else ()
+        fixes: tuple[Change, ...] = (
+            ({"data.tokenizer": str(inside)},) if os.path.isfile(inside) else ()
+        )
     else:
         fixes = tuple({"data.tokenizer": name} for name in names_near(path))
     off: Change = {"data.tokenizer": None}
@@ -346,24 +427,35 @@ def tokenizer_is_there(run: RunConfig) -> Iterator[Finding]:
 def _tokenizer_fits(run: RunConfig, facts: TokenizerFacts) -> Iterator[Finding]:
     vocab = run.model.vocab_size
     if facts.vocab_size > vocab:
-        rule = f"the tokenizer has ids up to {facts.vocab_size - 1}, and the model's are 0 to {vocab - 1}"
+        rule = (
+            f"the tokenizer has ids up to {facts.vocab_size - 1}, and the model's are 0 to"
+            f" {vocab - 1}"
+        )
         yield Finding("MT607", "model.vocab_size", rule, ({"model.vocab_size": facts.vocab_size},))
     if facts.eod is None and run.data.kind == "indexed" and not _end_in_manifests(run):
-        yield from _end_is_unknown(run, "the tokenizer has no end-of-document token of a name in use")
+        yield from _end_is_unknown(
+            run, "the tokenizer has no end-of-document token of a name in use"
+        )
 
 
 @rule(
     NO_END,
-    reads="data.kind data.path data.blend data.validation_blend data.test_blend data.tokenizer data.eod_mask_loss "
-    "data.packed data.packed_by data.fim.rate",
+    reads=(
+        "data.kind data.path data.blend data.validation_blend data.test_blend data.tokenizer"
+        " data.eod_mask_loss data.packed data.packed_by data.fim.rate"
+    ),
     disk=True,
 )
 def end_of_document_is_known(run: RunConfig) -> Iterator[Finding]:
-    """Documents of indexed data are told apart by a token that the tokenizer knows, or the manifest."""
+    """Documents of indexed data are told apart by a token that the tokenizer knows, or the
+    manifest.
+    """
     d = run.data
     wanted = d.eod_mask_loss or d.needs_document_ends or d.fim.rate
     if d.kind == "indexed" and d.tokenizer is None and wanted and not _end_in_manifests(run):
-        yield from _end_is_unknown(run, "needs the end-of-document token, and data.tokenizer is null")
+        yield from _end_is_unknown(
+            run, "needs the end-of-document token, and data.tokenizer is null"
+        )
 
 
 def _end_is_unknown(run: RunConfig, rule: str) -> Iterator[Finding]:

@@ -19,7 +19,9 @@ LEAST_SHARE = 1e-12
 
 
 def is_lost(share: float, total: float) -> bool:
-    """Whether a weight above 0 is too small a share of all, which is compared as messages print it."""
+    """Whether a weight above 0 is too small a share of all, which is compared as
+    messages print it.
+    """
     return 0 < float(f"{share / total:.2g}") < LEAST_SHARE
 
 
@@ -31,7 +33,11 @@ def is_lost(share: float, total: float) -> bool:
     ),
     Code("MT301", "Indexed data needs the prefix of its .bin and .idx.", example="data=indexed"),
     Code("MT302", "Synthetic data reads no path.", example="data=mock data.path=x"),
-    Code("MT303", "Only data of kind text can be limited in size.", example="data=mock data.limit_mib=1"),
+    Code(
+        "MT303",
+        "Only data of kind text can be limited in size.",
+        example="data=mock data.limit_mib=1",
+    ),
     Code(
         "MT304",
         "Synthetic data has no text, and reads no tokenizer.",
@@ -56,7 +62,14 @@ def keys_of_the_kind(run: RunConfig) -> Iterator[Finding]:
         yield Finding("MT301", "data.path", rule, hint="data.path=PREFIX", lacks="input")
     if d.kind == "mock" and d.path is not None:
         rule = "kind mock makes its tokens up and reads no path"
-        yield Finding("MT302", "data.path", rule, ({"data.path": None},), hint=_kinds_that_read(d.path), unset=True)
+        yield Finding(
+            "MT302",
+            "data.path",
+            rule,
+            ({"data.path": None},),
+            hint=_kinds_that_read(d.path),
+            unset=True,
+        )
     if d.kind != "text" and d.limit_mib is not None:
         rule = f"limits how much text is read, and data.kind is {d.kind}"
         yield Finding("MT303", "data.limit_mib", rule, ({"data.limit_mib": None},), unset=True)
@@ -77,7 +90,9 @@ def _kinds_that_read(path: str) -> str:
 
 
 @rule(
-    Code("MT317", "Every corpus of a blend is named once.", example="data=indexed data.blend=[a,a]"),
+    Code(
+        "MT317", "Every corpus of a blend is named once.", example="data=indexed data.blend=[a,a]"
+    ),
     Code(
         "MT318",
         "Every corpus of a blend has a share of its own, and some corpus is read.",
@@ -91,14 +106,17 @@ def _kinds_that_read(path: str) -> str:
         severity="warning",
         example="data=indexed data.blend=[a,b] data.blend_weights=[1,0]",
     ),
-    reads="data.kind data.blend data.blend_weights data.validation_blend data.validation_weights data.test_blend "
-    "data.test_weights",
+    reads=(
+        "data.kind data.blend data.blend_weights data.validation_blend data.validation_weights"
+        " data.test_blend data.test_weights"
+    ),
 )
 def shares_of_a_blend(run: RunConfig) -> Iterator[Finding]:
     """Every corpus of a blend is named once, with a share of its own."""
     d = run.data
     for names, weights in WEIGHTS_OF.items() if d.kind == "indexed" else ():
-        corpora, shares = getattr(d, names), getattr(d, weights)
+        corpora = getattr(d, names)
+        shares = getattr(d, weights)
         if corpora is None:
             continue
         if len(set(corpora)) < len(corpora):
@@ -113,18 +131,31 @@ def shares_of_a_blend(run: RunConfig) -> Iterator[Finding]:
 
 def _shares(weights: str, corpora: Sequence[str], shares: Sequence[float]) -> Iterator[Finding]:
     """Some corpus is read, and none so seldom that its share is lost in rounding."""
-    total, key = math.fsum(shares), f"data.{weights}"
+    total = math.fsum(shares)
+    key = f"data.{weights}"
     if not total:
         rule = "all weights are 0, so that no corpus is read"
         yield Finding("MT318", key, rule, hint=f"{key}=[...], of which one is above 0")
         return
-    few = {name: share / total for name, share in zip(corpora, shares, strict=True) if is_lost(share, total)}
+    few = {
+        name: share / total
+        for name, share in zip(corpora, shares, strict=True)
+        if is_lost(share, total)
+    }
     if few:
         name, least = min(few.items(), key=lambda one: one[1])
-        rule = f"the share of {name} is {least:.2g} of all, and {LEAST_SHARE:g} is the least that can be kept"
-        yield Finding("MT318", key, rule, hint=f"give {name} a larger weight, or 0, which leaves it out")
+        rule = (
+            f"the share of {name} is {least:.2g} of all, and {LEAST_SHARE:g} is the least that can"
+            " be kept"
+        )
+        yield Finding(
+            "MT318", key, rule, hint=f"give {name} a larger weight, or 0, which leaves it out"
+        )
     if out := [name for name, share in zip(corpora, shares, strict=True) if not share]:
-        rule = "has a weight of 0 and is not read" if len(out) == 1 else "have a weight of 0 and are not read"
+        if len(out) == 1:
+            rule = "has a weight of 0 and is not read"
+        else:
+            rule = "have a weight of 0 and are not read"
         yield Finding("MT319", key, f"{_listed(out)} {rule}")
 
 
@@ -142,7 +173,11 @@ def _once(names: str, weights: str, corpora: Sequence[str]) -> tuple[Change, ...
 
 @rule(
     Code("MT308", "There is something to train on.", example="data.split=[0,0,0]"),
-    Code("MT309", "There is something to validate on where evaluation is asked for.", example="data.split=[1,0,0]"),
+    Code(
+        "MT309",
+        "There is something to validate on where evaluation is asked for.",
+        example="data.split=[1,0,0]",
+    ),
     reads="data.split data.validation_blend data.test_blend trainer.eval_iters",
 )
 def split_is_usable(run: RunConfig) -> Iterator[Finding]:
@@ -150,10 +185,19 @@ def split_is_usable(run: RunConfig) -> Iterator[Finding]:
     d = run.data
     if d.validation_blend is not None or d.test_blend is not None:
         if d.validation_blend is None and run.trainer.eval_iters > 0:
-            rule = f"data.test_blend is set, and trainer.eval_iters asks for {run.trainer.eval_iters} batches of it"
+            rule = (
+                f"data.test_blend is set, and trainer.eval_iters asks for {run.trainer.eval_iters}"
+                " batches of it"
+            )
             off: Change = {"trainer.eval_iters": 0}
             both: Change = {**off, "trainer.eval_interval": 0}
-            yield Finding("MT309", "data.validation_blend", rule, (off, both), hint="data.validation_blend=[PREFIX]")
+            yield Finding(
+                "MT309",
+                "data.validation_blend",
+                rule,
+                (off, both),
+                hint="data.validation_blend=[PREFIX]",
+            )
         return
     train, validation, _ = d.split
     total = sum(d.split)
@@ -162,24 +206,39 @@ def split_is_usable(run: RunConfig) -> Iterator[Finding]:
         rule = f"the share of train is {train:g} of {total:g}: nothing to train on"
         yield Finding("MT308", "data.split", rule, (usual,))
     elif validation <= 0 and run.trainer.eval_iters > 0:
-        rule = f"the share of validation is 0, and trainer.eval_iters asks for {run.trainer.eval_iters} batches of it"
+        rule = (
+            "the share of validation is 0, and trainer.eval_iters asks for"
+            f" {run.trainer.eval_iters} batches of it"
+        )
         none: Change = {"trainer.eval_iters": 0}
         fixes: tuple[Change, ...] = (none, {**none, "trainer.eval_interval": 0}, usual)
         yield Finding("MT309", "data.split", rule, fixes)
 
 
 @rule(
-    Code("MT310", "Every token id has a row in the embedding.", example="data.tokenizer_vocab_size=5000"),
     Code(
-        "MT311", "Most rows of the embedding are used.", severity="warning", example="data.tokenizer_vocab_size=400"
+        "MT310",
+        "Every token id has a row in the embedding.",
+        example="data.tokenizer_vocab_size=5000",
     ),
-    reads="data.kind data.tokenizer_vocab_size data.tokenizer checkpoint.resume checkpoint.init_from "
-    "checkpoint.accept_changes model.vocab_size",
+    Code(
+        "MT311",
+        "Most rows of the embedding are used.",
+        severity="warning",
+        example="data.tokenizer_vocab_size=400",
+    ),
+    reads=(
+        "data.kind data.tokenizer_vocab_size data.tokenizer checkpoint.resume checkpoint.init_from "
+        "checkpoint.accept_changes model.vocab_size"
+    ),
     disk=True,
 )
 def vocabulary_fits(run: RunConfig) -> Iterator[Finding]:
-    """Every id of a tokenizer that is trained has a row in the embedding; few rows are never used."""
-    d, vocab = run.data, run.model.vocab_size
+    """Every id of a tokenizer that is trained has a row in the embedding; few rows are
+    never used.
+    """
+    d = run.data
+    vocab = run.model.vocab_size
     size = d.tokenizer_vocab_size
     if d.kind != "text" or d.tokenizer is not None or model_tokenizer(run) is not None:
         return
@@ -194,7 +253,10 @@ def vocabulary_fits(run: RunConfig) -> Iterator[Finding]:
         yield Finding("MT310", "data.tokenizer_vocab_size", rule, fixes)
     elif 2 * size < vocab:
         unused = 100 * (vocab - size) // vocab
-        rule = f"{size} token ids for model.vocab_size {vocab}: {unused}% of the embedding is never used"
+        rule = (
+            f"{size} token ids for model.vocab_size {vocab}: {unused}% of the embedding is never"
+            " used"
+        )
         larger: Change = {"data.tokenizer_vocab_size": vocab}
         yield Finding("MT311", "data.tokenizer_vocab_size", rule, (larger,))
 
@@ -202,19 +264,27 @@ def vocabulary_fits(run: RunConfig) -> Iterator[Finding]:
 @rule(
     Code("MT312", "Generated text needs a tokenizer.", example="data=mock trainer.sample_tokens=8"),
     Code(
-        "MT313", "Text is generated with whole sequences on a rank.", example="parallel=cp2 trainer.sample_tokens=8"
+        "MT313",
+        "Text is generated with whole sequences on a rank.",
+        example="parallel=cp2 trainer.sample_tokens=8",
     ),
     reads="trainer.sample_tokens data.kind parallel.cp data.tokenizer",
 )
 def sample_needs_text(run: RunConfig) -> Iterator[Finding]:
     """Generated text needs a tokenizer, and the whole sequence on a rank."""
-    t, d = run.trainer, run.data
+    t = run.trainer
+    d = run.data
     if not t.sample_tokens:
         return
     none: Change = {"trainer.sample_tokens": 0}
     if d.kind == "mock" or (d.kind == "indexed" and d.tokenizer is None):
         missing = "data.kind mock has none" if d.kind == "mock" else "data.tokenizer is null"
-        yield Finding("MT312", "trainer.sample_tokens", f"generating text needs a tokenizer, and {missing}", (none,))
+        yield Finding(
+            "MT312",
+            "trainer.sample_tokens",
+            f"generating text needs a tokenizer, and {missing}",
+            (none,),
+        )
     if run.parallel.cp > 1:
         rule = f"text is generated with whole sequences on a rank, and cp is {run.parallel.cp}"
         yield Finding("MT313", "trainer.sample_tokens", rule, (none, {"parallel.cp": 1}))
@@ -229,16 +299,20 @@ def sample_needs_text(run: RunConfig) -> Iterator[Finding]:
     Code(
         "MT315",
         "A balancing loss of each sample is not defined for packed samples.",
-        example="model=mixtral_tiny data.packed=true model.moe.router_load_balancing_type=seq_aux_loss",
+        example=(
+            "model=mixtral_tiny data.packed=true model.moe.router_load_balancing_type=seq_aux_loss"
+        ),
     ),
     reads=(
-        f"data.packed data.packed_multiple data.seq_length {DP} "
-        "parallel.hybrid_context_parallel parallel.sequence_parallel model.moe.router_load_balancing_type"
+        f"data.packed data.packed_multiple data.seq_length {DP} parallel.hybrid_context_parallel"
+        " parallel.sequence_parallel model.moe.router_load_balancing_type"
     ),
 )
 def packed_samples(run: RunConfig) -> Iterator[Finding]:
     """Documents that are cut and padded one by one, and what can be said of them."""
-    d, _p, m = run.data, run.parallel, run.model
+    d = run.data
+    _p = run.parallel
+    m = run.model
     if not d.packed:
         return
     off: Change = {"data.packed": False, "data.packed_multiple": None}
@@ -246,9 +320,18 @@ def packed_samples(run: RunConfig) -> Iterator[Finding]:
     size = d.packed_multiple or 1
     if size % step or d.length % size:
         near = [n for n in (step, 2 * step, 4 * step) if d.length % n == 0]
-        rule = f"{size} must be a multiple of the {step} chunks of a document and divide samples of {d.length}"
+        rule = (
+            f"{size} must be a multiple of the {step} chunks of a document and divide samples of"
+            f" {d.length}"
+        )
         fixes: tuple[Change, ...] = tuple({"data.packed_multiple": n} for n in near)
-        yield Finding("MT314", "data.packed_multiple", rule, (*fixes, off), also=("parallel.cp", "parallel.tp"))
+        yield Finding(
+            "MT314",
+            "data.packed_multiple",
+            rule,
+            (*fixes, off),
+            also=("parallel.cp", "parallel.tp"),
+        )
     if m.moe is not None and m.moe.router_load_balancing_type == "seq_aux_loss":
         rule = "seq_aux_loss balances each sample, and a packed micro-batch is one long sample"
         aux: Change = {"model.moe.router_load_balancing_type": "aux_loss"}
@@ -260,7 +343,10 @@ def packed_samples(run: RunConfig) -> Iterator[Finding]:
         "MT357",
         "Whole documents are read in an order of their own, each as it stands.",
         "Turn off data.packed_by=first_fit, or what goes with a stream of tokens alone.",
-        example="data=mock data.packed=true data.packed_by=first_fit data.fim.rate=0.5 data.fim.ids=[1,2,3]",
+        example=(
+            "data=mock data.packed=true data.packed_by=first_fit data.fim.rate=0.5"
+            " data.fim.ids=[1,2,3]"
+        ),
     ),
     reads="data.kind data.packed data.packed_by data.order data.fim.rate",
 )
@@ -269,13 +355,26 @@ def whole_documents(run: RunConfig) -> Iterator[Finding]:
     d = run.data
     if not d.whole_documents:
         return
-    stream: Change = {"data.packed_by": "stream", "data.packed_window": 2048, "data.long_documents": "cut"}
+    stream: Change = {
+        "data.packed_by": "stream",
+        "data.packed_window": 2048,
+        "data.long_documents": "cut",
+    }
     if d.order == "megatron":
-        rule = "Megatron-LM cuts samples from a stream of tokens, and data.packed_by=first_fit keeps documents whole"
-        yield Finding("MT357", "data.order", rule, ({"data.order": "keyed", "data.megatron_cache": None}, stream))
+        rule = (
+            "Megatron-LM cuts samples from a stream of tokens, and data.packed_by=first_fit keeps"
+            " documents whole"
+        )
+        yield Finding(
+            "MT357",
+            "data.order",
+            rule,
+            ({"data.order": "keyed", "data.megatron_cache": None}, stream),
+        )
     if d.fim.rate:
         rule = (
-            "the middle is moved in samples of a stream of tokens, and data.packed_by=first_fit keeps documents whole"
+            "the middle is moved in samples of a stream of tokens, and data.packed_by=first_fit"
+            " keeps documents whole"
         )
         none: Change = {"data.fim.rate": 0.0, "data.fim.ids": None, "data.fim.spm_rate": 0.5}
         yield Finding("MT357", "data.fim.rate", rule, (none, stream))

@@ -20,22 +20,38 @@ TINY = "model=deepseek_v3_2_tiny"
 @rule(
     Code("MT450", "An indexer reads what MLA makes its queries of.", example="model.dsa={}"),
     Code(
-        "MT451", "An indexer turns as many channels as a head of MLA.", example=f"{TINY} model.dsa.indexer_head_dim=8"
+        "MT451",
+        "An indexer turns as many channels as a head of MLA.",
+        example=f"{TINY} model.dsa.indexer_head_dim=8",
     ),
     reads=f"{SECTION}.indexer_head_dim model.mla.q_lora_rank model.mla.qk_pos_emb_head_dim",
 )
 def an_indexer_reads_latent_queries(run: RunConfig) -> Iterator[Finding]:
-    """An indexer reads the latent queries of MLA, and its heads have room for their rotary positions."""
-    dsa, mla = run.model.dsa, run.model.mla
+    """An indexer reads the latent queries of MLA, and its heads have room for their rotary
+    positions.
+    """
+    dsa = run.model.dsa
+    mla = run.model.mla
     if dsa is None:
         return
     if mla is None or mla.q_lora_rank is None:
-        rule = "an indexer reads latent queries, and there are none without model.mla and model.mla.q_lora_rank"
+        rule = (
+            "an indexer reads latent queries, and there are none without model.mla and"
+            " model.mla.q_lora_rank"
+        )
         yield Finding("MT450", SECTION, rule, (NONE, {"model.mla.q_lora_rank": 1536}))
     elif dsa.indexer_head_dim < mla.qk_pos_emb_head_dim:
         turned = mla.qk_pos_emb_head_dim
-        rule = f"{turned} channels of a head are turned (model.mla.qk_pos_emb_head_dim), and it has fewer"
-        yield Finding("MT451", f"{SECTION}.indexer_head_dim", rule, ({f"{SECTION}.indexer_head_dim": turned}, NONE))
+        rule = (
+            f"{turned} channels of a head are turned (model.mla.qk_pos_emb_head_dim), and it has"
+            " fewer"
+        )
+        yield Finding(
+            "MT451",
+            f"{SECTION}.indexer_head_dim",
+            rule,
+            ({f"{SECTION}.indexer_head_dim": turned}, NONE),
+        )
 
 
 @rule(
@@ -51,7 +67,9 @@ def sparse_attention_has_it(run: RunConfig) -> Iterator[Finding]:
     """Sparse attention keeps to what it is proven with."""
     if run.model.dsa is not None:
         for only, fixes in beyond(run, SPARSE_ATTENTION):
-            yield Finding("MT452", only.key, f"{SECTION}: {only.why}", (*fixes, NONE), also=(SECTION,))
+            yield Finding(
+                "MT452", only.key, f"{SECTION}: {only.why}", (*fixes, NONE), also=(SECTION,)
+            )
 
 
 @rule(
@@ -68,7 +86,10 @@ def core_attention_is_kept(run: RunConfig) -> Iterator[Finding]:
     modules = again.modules if again.modules is not None else (CORE,)
     if run.model.dsa is None or again.granularity != "selective" or CORE not in modules:
         return
-    rule = f"{CORE} is computed again from queries, keys and values, and an indexer reads what they are made of"
+    rule = (
+        f"{CORE} is computed again from queries, keys and values, and an indexer reads what they"
+        " are made of"
+    )
     path = "parallel.recompute.modules"
     others = [name for name in modules if name != CORE]
     fixes: list[Change] = [{path: others}] if others else []
@@ -88,8 +109,16 @@ def products_are_whole(run: RunConfig) -> Iterator[Finding]:
     """What an indexer reads is made by whole products: rounding would choose among near keys."""
     if run.model.dsa is not None and run.precision.quantized is not None:
         key = "precision.fp8" if run.precision.fp8 is not None else "precision.fp4"
-        rule = f"{SECTION} is not proven with products in low precision, whose rounding would choose among near keys"
+        rule = (
+            f"{SECTION} is not proven with products in low precision, whose rounding would choose"
+            " among near keys"
+        )
         yield Finding("MT454", key, rule, (without_low_precision(run), NONE))
 
 
-RULES = (an_indexer_reads_latent_queries, sparse_attention_has_it, core_attention_is_kept, products_are_whole)
+RULES = (
+    an_indexer_reads_latent_queries,
+    sparse_attention_has_it,
+    core_attention_is_kept,
+    products_are_whole,
+)

@@ -18,8 +18,10 @@ from mtrain.config.run import RunConfig
         "MT045",
         "The installed release of megatron-core cannot do what a key says.",
         "Install a release that can (`engines` lists what each can do), or take the key away.",
-        says="megatron-core 0.16.1 is installed, and this needs >=0.19.0: an update is skipped where the gradient "
-        "norm is too large",
+        says=(
+            "megatron-core 0.16.1 is installed, and this needs >=0.19.0: an update is skipped where"
+            " the gradient norm is too large"
+        ),
     ),
     reads=" ".join(keys()),
 )
@@ -32,7 +34,10 @@ def release_can_do_it(run: RunConfig) -> Iterator[Finding]:
             and not is_here(row, found)
             and condition(row.when).holds(lambda key: value_at(run, key))
         ):
-            says = f"megatron-core {engine.words(found)} is installed, and this needs {row.versions}: {row.about}"
+            says = (
+                f"megatron-core {engine.words(found)} is installed, and this needs {row.versions}:"
+                f" {row.about}"
+            )
             yield Finding("MT045", row.keys[0], says, (dict(row.without),), also=row.keys[1:])
 
 

@@ -30,7 +30,11 @@ def _ep_fixes(run: RunConfig, legal: list[int]) -> tuple[Change, ...]:
 
 @rule(
     Code("MT120", "ep shards experts, and a dense model has none.", example="parallel=ep2"),
-    Code("MT121", "etp splits experts, and a dense model has none.", example="parallel=single parallel.etp=2"),
+    Code(
+        "MT121",
+        "etp splits experts, and a dense model has none.",
+        example="parallel=single parallel.etp=2",
+    ),
     reads="model.moe parallel.ep parallel.etp parallel.tp",
 )
 def expert_axes_need_experts(run: RunConfig) -> Iterator[Finding]:
@@ -40,7 +44,12 @@ def expert_axes_need_experts(run: RunConfig) -> Iterator[Finding]:
         return
     if p.ep > 1:
         rule = f"ep {p.ep} shards experts, and model.moe is null: the model is dense"
-        yield Finding("MT120", "parallel.ep", rule, ({"parallel.ep": 1}, {"parallel.ep": 1, "parallel.ranks": None}))
+        yield Finding(
+            "MT120",
+            "parallel.ep",
+            rule,
+            ({"parallel.ep": 1}, {"parallel.ep": 1, "parallel.ranks": None}),
+        )
     if p.etp is not None and p.etp != p.tp:
         rule = f"etp {p.etp} shards experts, and model.moe is null: the model is dense"
         yield Finding("MT121", "parallel.etp", rule, ({"parallel.etp": None},))
@@ -52,19 +61,28 @@ def expert_axes_need_experts(run: RunConfig) -> Iterator[Finding]:
         "Every ep rank holds as many experts.",
         example="model=mixtral_tiny model.moe.num_experts=3 parallel=ep2",
     ),
-    Code("MT123", "Every etp rank holds as much of each expert.", example="model=mixtral_tiny parallel=tp3"),
+    Code(
+        "MT123",
+        "Every etp rank holds as much of each expert.",
+        example="model=mixtral_tiny parallel=tp3",
+    ),
     reads="model.moe.ffn_hidden_size model.moe.num_experts parallel.ep parallel.etp parallel.tp",
 )
 def experts_divide(run: RunConfig) -> Iterator[Finding]:
     """Every ep rank holds as many experts, every etp rank as much of each."""
-    moe, p = run.model.moe, run.parallel
+    moe = run.model.moe
+    p = run.parallel
     if moe is None:
         return
     etp = p.etp or p.tp
     if moe.num_experts % p.ep:
         legal = divisors(moe.num_experts)
-        rule = f"{moe.num_experts} experts do not divide by ep {p.ep}; ep that divide: {listed(legal)}"
-        grow: tuple[Change, ...] = tuple({"model.moe.num_experts": n} for n in multiples(moe.num_experts, p.ep))
+        rule = (
+            f"{moe.num_experts} experts do not divide by ep {p.ep}; ep that divide: {listed(legal)}"
+        )
+        grow: tuple[Change, ...] = tuple(
+            {"model.moe.num_experts": n} for n in multiples(moe.num_experts, p.ep)
+        )
         yield Finding("MT122", "parallel.ep", rule, (*_ep_fixes(run, legal), *grow))
     if moe.ffn_hidden_size % etp:
         rule = f"an expert's width {moe.ffn_hidden_size} does not divide by etp {etp}"
@@ -88,10 +106,14 @@ def expert_grid_is_whole(run: RunConfig) -> Iterator[Finding]:
         return
     ranks_of_stage = f"dp {p.dp} * cp {p.cp} * tp {p.tp} = {inner} ranks of a stage"
     rule = f"{ranks_of_stage} are no multiple of ep {p.ep} * etp {etp} = {p.ep * etp}"
-    legal = [ep for ep in divisors(math.gcd(inner, run.model.moe.num_experts)) if inner % (ep * etp) == 0]
+    legal = [
+        ep for ep in divisors(math.gcd(inner, run.model.moe.num_experts)) if inner % (ep * etp) == 0
+    ]
     more: list[Change] = [{"parallel.ranks": None}]
     more += [{"parallel.ranks": n} for n in multiples(ranks, smallest_world(p))]
-    etp_fixes: list[Change] = [{"parallel.etp": n} for n in divisors(etp) if inner % (p.ep * n) == 0]
+    etp_fixes: list[Change] = [
+        {"parallel.etp": n} for n in divisors(etp) if inner % (p.ep * n) == 0
+    ]
     yield Finding("MT124", "parallel.ep", rule, (*_ep_fixes(run, legal), *etp_fixes, *more))
 
 
@@ -118,10 +140,13 @@ def experts_with_tp_need_sequence_parallel(run: RunConfig) -> Iterator[Finding]:
 )
 def some_layers_have_experts(run: RunConfig) -> Iterator[Finding]:
     """The dense layers are fewer than all."""
-    moe, layers = run.model.moe, run.model.num_layers
+    moe = run.model.moe
+    layers = run.model.num_layers
     if moe is not None and moe.first_dense_layers >= layers:
         rule = f"{moe.first_dense_layers} dense layers of {layers} leave no layer with experts"
-        less: tuple[Change, ...] = tuple({"model.moe.first_dense_layers": n} for n in (layers - 1, 0))
+        less: tuple[Change, ...] = tuple(
+            {"model.moe.first_dense_layers": n} for n in (layers - 1, 0)
+        )
         yield Finding("MT221", "model.moe.first_dense_layers", rule, (*less, {"model.moe": None}))
 
 
@@ -134,9 +159,14 @@ def some_layers_have_experts(run: RunConfig) -> Iterator[Finding]:
     Code(
         "MT240",
         "megatron-core's shared experts have no biases.",
-        example="model=mixtral_tiny model.moe.shared_expert_intermediate_size=64 model.add_bias_linear=true",
+        example=(
+            "model=mixtral_tiny model.moe.shared_expert_intermediate_size=64"
+            " model.add_bias_linear=true"
+        ),
     ),
-    reads="model.add_bias_linear model.moe.shared_expert_intermediate_size parallel.etp parallel.tp",
+    reads=(
+        "model.add_bias_linear model.moe.shared_expert_intermediate_size parallel.etp parallel.tp"
+    ),
 )
 def biases_in_experts(run: RunConfig) -> Iterator[Finding]:
     """megatron-core adds an expert's bias once per etp rank, so it allows one."""
@@ -145,9 +175,19 @@ def biases_in_experts(run: RunConfig) -> Iterator[Finding]:
         rule = f"biases in experts need etp 1, and it is {p.etp or p.tp}"
         fixes: tuple[Change, ...] = ({"parallel.etp": 1}, {"model.add_bias_linear": False})
         yield Finding("MT229", "model.add_bias_linear", rule, fixes)
-    if run.model.moe is not None and run.model.add_bias_linear and run.model.moe.shared_expert_intermediate_size:
-        rule = "megatron-core's shared experts have no biases, and add_bias_linear gives one to every linear layer"
-        shared: Change = {"model.moe.shared_expert_intermediate_size": None, "model.moe.shared_expert_overlap": False}
+    if (
+        run.model.moe is not None
+        and run.model.add_bias_linear
+        and run.model.moe.shared_expert_intermediate_size
+    ):
+        rule = (
+            "megatron-core's shared experts have no biases, and add_bias_linear gives one to every"
+            " linear layer"
+        )
+        shared: Change = {
+            "model.moe.shared_expert_intermediate_size": None,
+            "model.moe.shared_expert_overlap": False,
+        }
         yield Finding(
             "MT240",
             "model.add_bias_linear",
@@ -161,14 +201,18 @@ def biases_in_experts(run: RunConfig) -> Iterator[Finding]:
     Code(
         "MT234",
         "Shared experts overlap with the all-to-all dispatcher only.",
-        example="model=mixtral_tiny model.moe.shared_expert_intermediate_size=64 "
-        "model.moe.shared_expert_overlap=true model.moe.token_dispatcher_type=allgather",
+        example=(
+            "model=mixtral_tiny model.moe.shared_expert_intermediate_size=64 "
+            "model.moe.shared_expert_overlap=true model.moe.token_dispatcher_type=allgather"
+        ),
     ),
     Code(
         "MT244",
         "Overlapped shared experts add no offset to the gate and clamp nothing.",
-        example="model=mixtral_tiny model.activation_func_clamp_value=7.0 "
-        "model.moe.shared_expert_intermediate_size=64 model.moe.shared_expert_overlap=true",
+        example=(
+            "model=mixtral_tiny model.activation_func_clamp_value=7.0 "
+            "model.moe.shared_expert_intermediate_size=64 model.moe.shared_expert_overlap=true"
+        ),
     ),
     reads=(
         "model.moe.shared_expert_overlap model.glu_linear_offset model.moe.token_dispatcher_type "
@@ -176,8 +220,12 @@ def biases_in_experts(run: RunConfig) -> Iterator[Finding]:
     ),
 )
 def overlapped_shared_experts(run: RunConfig) -> Iterator[Finding]:
-    """Only the all-to-all dispatcher leaves time for the shared experts, and their gates are then plain ones."""
-    moe, m, key = run.model.moe, run.model, "model.moe.shared_expert_overlap"
+    """Only the all-to-all dispatcher leaves time for the shared experts, and their gates are then
+    plain ones.
+    """
+    moe = run.model.moe
+    m = run.model
+    key = "model.moe.shared_expert_overlap"
     if moe is None or not moe.shared_expert_overlap:
         return
     off: Change = {key: False}
@@ -185,7 +233,9 @@ def overlapped_shared_experts(run: RunConfig) -> Iterator[Finding]:
         rule = f"needs the alltoall dispatcher, and it is {moe.token_dispatcher_type}"
         yield Finding("MT234", key, rule, (ALLTOALL, off))
     if m.glu_linear_offset or m.activation_func_clamp_value is not None:
-        rule = "megatron-core's overlapped shared experts add no glu_linear_offset and bound nothing"
+        rule = (
+            "megatron-core's overlapped shared experts add no glu_linear_offset and bound nothing"
+        )
         yield Finding("MT244", key, rule, (off,))
 
 
@@ -203,8 +253,11 @@ def overlapped_shared_experts(run: RunConfig) -> Iterator[Finding]:
     Code(
         "MT237",
         "DeepEP pads no expert to its capacity.",
-        example="model=mixtral_tiny model.moe.token_dispatcher_type=flex model.moe.expert_capacity_factor=1.0 "
-        "model.moe.pad_expert_input_to_capacity=true parallel.ep=2",
+        example=(
+            "model=mixtral_tiny model.moe.token_dispatcher_type=flex"
+            " model.moe.expert_capacity_factor=1.0 model.moe.pad_expert_input_to_capacity=true"
+            " parallel.ep=2"
+        ),
     ),
     reads=(
         "model.moe.token_dispatcher_type cluster.device model.moe.flex_dispatcher_backend "
@@ -212,12 +265,17 @@ def overlapped_shared_experts(run: RunConfig) -> Iterator[Finding]:
     ),
 )
 def flex_dispatcher(run: RunConfig) -> Iterator[Finding]:
-    """Kernels that send tokens themselves run on GPUs, between ranks, and know capacity in one of two."""
-    moe, p = run.model.moe, run.parallel
+    """Kernels that send tokens themselves run on GPUs, between ranks, and know capacity in one of
+    two.
+    """
+    moe = run.model.moe
+    p = run.parallel
     if moe is None or moe.token_dispatcher_type != "flex":
         return
     alltoall: Change = {**ALLTOALL, "model.moe.flex_dispatcher_backend": None}
-    package = {"hybridep": "HybridEP", "ncclep": "NCCL EP"}.get(moe.flex_dispatcher_backend or "", "DeepEP")
+    package = {"hybridep": "HybridEP", "ncclep": "NCCL EP"}.get(
+        moe.flex_dispatcher_backend or "", "DeepEP"
+    )
     if not facts_of(run.cluster.device).cuda_kernels:
         where = f"on {with_cuda_kernels()}, and the device is {run.cluster.device}"
         rule = f"the flex dispatcher is {package}'s kernels {where}"
@@ -242,32 +300,45 @@ def flex_dispatcher(run: RunConfig) -> Iterator[Finding]:
         "MT215",
         "A padded exchange sends lists of tokens, of as many on each rank, and drops none.",
         "Where experts have a capacity, model.moe.pad_expert_input_to_capacity gives one shape.",
-        example="model=mixtral_tiny parallel=ep2 model.moe.pad_alltoall=true model.moe.expert_capacity_factor=1.0",
+        example=(
+            "model=mixtral_tiny parallel=ep2 model.moe.pad_alltoall=true"
+            " model.moe.expert_capacity_factor=1.0"
+        ),
     ),
     Code(
         "MT216",
         "Experts of the reference read counts of rows on the host.",
         severity="warning",
-        example="model=mixtral_tiny parallel=ep2 cluster=h100x8 kernels.experts=reference "
-        "model.moe.pad_alltoall=true",
+        example=(
+            "model=mixtral_tiny parallel=ep2 cluster=h100x8 kernels.experts=reference "
+            "model.moe.pad_alltoall=true"
+        ),
     ),
     reads=(
-        "model.moe.pad_alltoall model.moe.token_dispatcher_type model.moe.expert_capacity_factor "
-        "model.moe.router_padding_for_quantization model.moe.router_load_balancing_type "
-        "parallel.hybrid_context_parallel kernels.experts kernels.default cluster.device trainer.cuda_graph_modules"
+        "model.moe.pad_alltoall model.moe.token_dispatcher_type model.moe.expert_capacity_factor"
+        " model.moe.router_padding_for_quantization model.moe.router_load_balancing_type"
+        " parallel.hybrid_context_parallel kernels.experts kernels.default cluster.device"
+        " trainer.cuda_graph_modules"
     ),
 )
 def padded_exchange(run: RunConfig) -> Iterator[Finding]:
     """Expert-parallel ranks send each other as many rows where tokens are routed to by lists."""
-    moe, k, key = run.model.moe, run.kernels, "model.moe.pad_alltoall"
+    moe = run.model.moe
+    k = run.kernels
+    key = "model.moe.pad_alltoall"
     if moe is None or not moe.padded:
         return
     off: Change = {key: False, "model.moe.alltoall_capacity_factor": None}
     for name, why, other in _unpadded(run, moe):
         yield Finding("MT215", name, why, (other, off), also=(key,))
     if (k.experts or k.default) == "reference" and not facts_of(run.cluster.device).on_host:
-        why = "experts of the reference wait for counts of rows, and a padded exchange is there to wait for nothing"
-        yield Finding("MT216", "kernels.experts", why, ({"kernels.experts": "auto"}, off), also=(key,))
+        why = (
+            "experts of the reference wait for counts of rows, and a padded exchange is there to"
+            " wait for nothing"
+        )
+        yield Finding(
+            "MT216", "kernels.experts", why, ({"kernels.experts": "auto"}, off), also=(key,)
+        )
 
 
 def _unpadded(run: RunConfig, moe: MoEConfig) -> Iterator[tuple[str, str, Change]]:
@@ -283,8 +354,14 @@ def _unpadded(run: RunConfig, moe: MoEConfig) -> Iterator[tuple[str, str, Change
         key = "model.moe.router_load_balancing_type"
         yield key, f"sinkhorn gives maps, {lists}", {key: "aux_loss"}
     if run.parallel.hybrid_context_parallel:
-        why = "ranks have parts of documents of different lengths, and a padded exchange sends as many rows from each"
-        one: Change = {"parallel.hybrid_context_parallel": False, "parallel.max_seqlen_per_dp_cp_rank": None}
+        why = (
+            "ranks have parts of documents of different lengths, and a padded exchange sends as"
+            " many rows from each"
+        )
+        one: Change = {
+            "parallel.hybrid_context_parallel": False,
+            "parallel.max_seqlen_per_dp_cp_rank": None,
+        }
         yield "parallel.hybrid_context_parallel", why, one
     if "moe_router" in (run.trainer.cuda_graph_modules or ()):
         why = f"a router that is captured alone hands on maps, {lists}"

@@ -45,7 +45,8 @@ def beyond(run: RunConfig, limits: Iterable[Only]) -> Iterator[tuple[Only, tuple
 @rule(
     Code(
         "MT284",
-        "A key says something that a decoder-only transformer built as a hybrid model does not have.",
+        "A key says something that a decoder-only transformer built as a hybrid model does not"
+        " have.",
         "Take the key away, or build a GPTModel: model.builder=gpt.",
         example="model.builder=hybrid model.parallel_residual=true",
     ),
@@ -56,7 +57,9 @@ def builder_has_it(run: RunConfig) -> Iterator[Finding]:
     if run.model.family == "gpt" and run.model.builder == "hybrid":
         for only, fixes in beyond(run, BUILDER):
             rule = f"model.builder=hybrid: {only.why}"
-            yield Finding("MT284", only.key, rule, ({"model.builder": "gpt"}, *fixes), also=("model.builder",))
+            yield Finding(
+                "MT284", only.key, rule, ({"model.builder": "gpt"}, *fixes), also=("model.builder",)
+            )
 
 
 @rule(
@@ -66,7 +69,10 @@ def builder_has_it(run: RunConfig) -> Iterator[Finding]:
 def sections_of_other_families_are_absent(run: RunConfig) -> Iterator[Finding]:
     """The section of a family's own keys is there for that family alone."""
     for family, path in SECTIONS.items():
-        if run.model.family in (ONLY.keys() - {family}) and getattr(run.model, path.partition(".")[2]) is not None:
+        if (
+            run.model.family in (ONLY.keys() - {family})
+            and getattr(run.model, path.partition(".")[2]) is not None
+        ):
             rule = f"has no effect without model.family={family}"
             yield Finding("MT249", path, rule, ({path: None},), also=("model.family",))
 

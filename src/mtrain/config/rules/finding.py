@@ -29,11 +29,15 @@ class Finding:
     also: tuple[str, ...] = ()
     """Other keys that the rule is about, where its text does not name them."""
     unset: bool = False
-    """True where a key may not be set at all. Where no fix keeps what somebody gave it, words say to leave
-    it out."""
+    """True where a key may not be set at all.
+
+    Where no fix keeps what somebody gave it, words say to leave it out.
+    """
     lacks: Literal["", "device", "input"] = ""
-    """What is not there yet, though nothing is wrong: a device that auto did not find, an input that has to be named.
-    A run is refused for it; `check`, which validates for wherever the run will be, warns."""
+    """What is not there yet, though nothing is wrong: a device that auto did not find, an input
+    that has to be named. A run is refused for it; `check`, which validates for wherever the run
+    will be, warns.
+    """
 
 
 DP = "parallel.ranks parallel.tp parallel.pp parallel.cp"

@@ -1,4 +1,6 @@
-"""CUDA graphs: what they run on, what of a model they can hold, and what may not change between two launches."""
+"""CUDA graphs: what they run on, what of a model they can hold, and what may not change between two
+launches.
+"""
 
 from __future__ import annotations
 
@@ -19,12 +21,17 @@ NONE: Change = {
 IMPL = "trainer.cuda_graph_impl"
 _H100 = "cluster=h100 cluster.devices_per_node=1 parallel=single"
 _EXPERTS = f"model=mixtral_tiny {_H100}"
-_PADDED = "model=mixtral_tiny cluster=h100 cluster.devices_per_node=2 parallel=ep2 model.moe.pad_alltoall=true"
+_PADDED = (
+    "model=mixtral_tiny cluster=h100 cluster.devices_per_node=2 parallel=ep2"
+    " model.moe.pad_alltoall=true"
+)
 _LAYERS = "trainer.cuda_graph_impl=local trainer.cuda_graph_modules"
 
 
 def captured(run: RunConfig) -> frozenset[str]:
-    """What of a layer is captured, as words of `trainer.cuda_graph_modules`; whole layers and steps: all of them."""
+    """What of a layer is captured, as words of `trainer.cuda_graph_modules`; whole layers and
+    steps: all of them.
+    """
     t = run.trainer
     if t.cuda_graph_impl == "none":
         return frozenset()
@@ -43,7 +50,9 @@ def captured(run: RunConfig) -> frozenset[str]:
 )
 def graphs_have_a_device(run: RunConfig) -> Iterator[Finding]:
     """CUDA graphs run where CUDA does, and those of TransformerEngine with its layers."""
-    impl, device, linear = run.trainer.cuda_graph_impl, run.cluster.device, run.kernels.linear
+    impl = run.trainer.cuda_graph_impl
+    device = run.cluster.device
+    linear = run.kernels.linear
     if impl == "none":
         return
     if not facts_of(device).cuda_kernels:
@@ -52,25 +61,28 @@ def graphs_have_a_device(run: RunConfig) -> Iterator[Finding]:
     elif impl == "transformer_engine" and linear not in ("te", "auto", None):
         rule = f"TransformerEngine captures layers of its own, and kernels.linear is {linear}"
         local: Change = {"trainer.cuda_graph_impl": "local"}
-        yield Finding("MT411", "trainer.cuda_graph_impl", rule, ({"kernels.linear": "te"}, local, NONE))
+        yield Finding(
+            "MT411", "trainer.cuda_graph_impl", rule, ({"kernels.linear": "te"}, local, NONE)
+        )
 
 
 @rule(
     Code(
         "MT412",
         "What is captured is in the model, and once.",
-        "Name modules that the layers have; moe stands for all of an MLP with experts, moe_router and moe_preprocess "
-        "for its first parts.",
+        "Name modules that the layers have; moe stands for all of an MLP with experts, moe_router"
+        " and moe_preprocess for its first parts.",
         example=f"{_LAYERS}=[moe_router] {_H100}",
     ),
     reads=(
-        "trainer.cuda_graph_modules trainer.cuda_graph_impl model.family model.moe model.hybrid model.num_layers "
-        "model.moe.first_dense_layers model.hybrid.pattern"
+        "trainer.cuda_graph_modules trainer.cuda_graph_impl model.family model.moe model.hybrid"
+        " model.num_layers model.moe.first_dense_layers model.hybrid.pattern"
     ),
 )
 def graph_modules_are_there(run: RunConfig) -> Iterator[Finding]:
     """Modules that are captured are those of the layers, and no part of one is captured twice."""
-    chosen, m = run.trainer.cuda_graph_modules, run.model
+    chosen = run.trainer.cuda_graph_modules
+    m = run.model
     if run.trainer.cuda_graph_impl not in ("local", "transformer_engine") or not chosen:
         return
     why = None
@@ -94,7 +106,8 @@ def graph_modules_are_there(run: RunConfig) -> Iterator[Finding]:
 
 
 def _possible(run: RunConfig) -> set[str]:
-    m, experts = run.model, ("moe_router", "moe_preprocess")
+    m = run.model
+    experts = ("moe_router", "moe_preprocess")
     if m.hybrid is not None:
         has = {word for word, kinds in _OF_KINDS.items() if set(kinds) & set(m.hybrid.pattern)}
     else:
@@ -110,24 +123,28 @@ _OF_KINDS = {"attn": (*SOFTMAX, DELTA), "mlp": (MLP,), "mamba": (MAMBA,)}
     Code(
         "MT413",
         "Experts that are captured compute as many tokens in every step.",
-        "Experts with a capacity that they are padded to always get one shape; else capture what comes before tokens "
-        "are exchanged.",
+        "Experts with a capacity that they are padded to always get one shape; else capture what"
+        " comes before tokens are exchanged.",
         example=f"trainer.cuda_graph_impl=local {_EXPERTS}",
     ),
     Code(
         "MT414",
         "Counting for the exchange of tokens is captured where the host waits for no number.",
-        example=f"{_LAYERS}=[moe_router,moe_preprocess] {_EXPERTS} model.moe.expert_capacity_factor=1.0",
+        example=(
+            f"{_LAYERS}=[moe_router,moe_preprocess] {_EXPERTS} model.moe.expert_capacity_factor=1.0"
+        ),
     ),
     reads=(
-        "trainer.cuda_graph_impl trainer.cuda_graph_modules model.moe model.moe.expert_capacity_factor "
-        "model.moe.pad_expert_input_to_capacity model.moe.token_dispatcher_type model.moe.pad_alltoall "
-        "model.moe.router_padding_for_quantization kernels.experts kernels.default"
+        "trainer.cuda_graph_impl trainer.cuda_graph_modules model.moe"
+        " model.moe.expert_capacity_factor model.moe.pad_expert_input_to_capacity"
+        " model.moe.token_dispatcher_type model.moe.pad_alltoall"
+        " model.moe.router_padding_for_quantization kernels.experts kernels.default"
     ),
 )
 def graphs_of_experts(run: RunConfig) -> Iterator[Finding]:
     """A graph has one shape, and the host reads nothing while it is captured."""
-    moe, held = run.model.moe, captured(run)
+    moe = run.model.moe
+    held = captured(run)
     if moe is None or (moe.expert_capacity_factor is not None and moe.pad_expert_input_to_capacity):
         return
     modules = run.trainer.cuda_graph_modules or ()
@@ -141,15 +158,28 @@ def graphs_of_experts(run: RunConfig) -> Iterator[Finding]:
     if "moe" in held and not whole:
         rule = "experts get another number of tokens in each step, and a CUDA graph has one shape"
         if moe.padded and waits:
-            rule = "experts of the reference wait for counts of rows, and the host reads nothing while it is captured"
+            rule = (
+                "experts of the reference wait for counts of rows, and the host reads nothing while"
+                " it is captured"
+            )
         elif moe.padded:
-            rule = "megatron-core captures moe as a part of a layer where experts are padded to a capacity"
+            rule = (
+                "megatron-core captures moe as a part of a layer where experts are padded to a"
+                " capacity"
+            )
         attn: Change = {"trainer.cuda_graph_impl": "local", "trainer.cuda_graph_modules": ("attn",)}
         yield Finding("MT413", "trainer.cuda_graph_impl", rule, (attn, padded, NONE))
     counts = moe.expert_capacity_factor is not None or moe.router_padding_for_quantization
     if "moe_preprocess" in held and moe.token_dispatcher_type == "alltoall" and counts:
-        rule = "the alltoall dispatcher tells the host how many tokens are left of what is dropped or padded"
-        less: Change = {"trainer.cuda_graph_modules": tuple(word for word in modules if word != "moe_preprocess")}
+        rule = (
+            "the alltoall dispatcher tells the host how many tokens are left of what is dropped or"
+            " padded"
+        )
+        less: Change = {
+            "trainer.cuda_graph_modules": tuple(
+                word for word in modules if word != "moe_preprocess"
+            )
+        }
         yield Finding("MT414", "trainer.cuda_graph_modules", rule, (less, padded, NONE))
 
 
@@ -157,48 +187,72 @@ def graphs_of_experts(run: RunConfig) -> Iterator[Finding]:
     Code(
         "MT417",
         "An evaluation that is one graph has room for all rows of padded exchanges.",
-        "It ends at no capacity, and the graph has one shape. Outside of graphs it sends exactly what there is.",
+        "It ends at no capacity, and the graph has one shape. Outside of graphs it sends exactly"
+        " what there is.",
         severity="warning",
-        example=f"{_PADDED} model.moe.alltoall_capacity_factor=1.5 trainer.cuda_graph_impl=full_iteration",
+        example=(
+            f"{_PADDED} model.moe.alltoall_capacity_factor=1.5"
+            " trainer.cuda_graph_impl=full_iteration"
+        ),
     ),
     reads=(
-        "trainer.cuda_graph_impl trainer.eval_iters trainer.micro_batch_size data.seq_length parallel.ep "
-        "parallel.etp parallel.tp parallel.cp model.moe model.moe.pad_alltoall model.moe.token_dispatcher_type "
-        "model.moe.router_topk model.moe.alltoall_capacity_factor model.moe.num_experts"
+        "trainer.cuda_graph_impl trainer.eval_iters trainer.micro_batch_size data.seq_length"
+        " parallel.ep parallel.etp parallel.tp parallel.cp model.moe model.moe.pad_alltoall"
+        " model.moe.token_dispatcher_type model.moe.router_topk model.moe.alltoall_capacity_factor"
+        " model.moe.num_experts"
     ),
 )
 def evaluations_in_one_graph(run: RunConfig) -> Iterator[Finding]:
     """What is planned of padded exchanges are the steps of training."""
-    t, p, moe, key = run.trainer, run.parallel, run.model.moe, "model.moe.alltoall_capacity_factor"
-    if t.cuda_graph_impl != "full_iteration" or moe is None or not moe.padded or p.ep == 1 or not t.eval_iters:
+    t = run.trainer
+    p = run.parallel
+    moe = run.model.moe
+    key = "model.moe.alltoall_capacity_factor"
+    if (
+        t.cuda_graph_impl != "full_iteration"
+        or moe is None
+        or not moe.padded
+        or p.ep == 1
+        or not t.eval_iters
+    ):
         return
     tokens = t.micro * run.data.length // (p.cp * p.tp)
     held = [
-        (p.etp or p.tp) * p.ep * room_of(tokens, moe.router_topk, moe.num_experts // p.ep, p.ep, factor)
+        (p.etp or p.tp)
+        * p.ep
+        * room_of(tokens, moe.router_topk, moe.num_experts // p.ep, p.ep, factor)
         for factor in (moe.alltoall_capacity_factor, None)
     ]
     if held[0] < held[1]:
-        rule = f"an evaluation has room for {held[1]} rows in a layer, and what is planned is that of {held[0]}"
+        rule = (
+            f"an evaluation has room for {held[1]} rows in a layer, and what is planned is that of"
+            f" {held[0]}"
+        )
         yield Finding("MT417", key, rule, ({"trainer.eval_iters": 0}, {key: None}), also=(IMPL,))
 
 
 @rule(
     Code(
         "MT415",
-        "What is computed again lies in what is captured, or outside of it, and draws no random numbers there.",
+        "What is computed again lies in what is captured, or outside of it, and draws no random"
+        " numbers there.",
         example=f"trainer.cuda_graph_impl=local parallel.recompute.granularity=full {_H100}",
     ),
     reads=(
-        "trainer.cuda_graph_impl trainer.cuda_graph_modules parallel.recompute.granularity "
-        "parallel.recompute.modules model.attention_dropout model.hidden_dropout model.moe model.moe.input_jitter_eps"
+        "trainer.cuda_graph_impl trainer.cuda_graph_modules parallel.recompute.granularity"
+        " parallel.recompute.modules model.attention_dropout model.hidden_dropout model.moe"
+        " model.moe.input_jitter_eps"
     ),
 )
 def graphs_beside_recomputation(run: RunConfig) -> Iterator[Finding]:
     """Recomputation and CUDA graphs go together within megatron-core's limits."""
-    impl, again, held = run.trainer.cuda_graph_impl, run.parallel.recompute, captured(run)
+    impl = run.trainer.cuda_graph_impl
+    again = run.parallel.recompute
+    held = captured(run)
     if impl == "none" or again.granularity == "none":
         return
-    modules, m = set(again.modules or ()), run.model
+    modules = set(again.modules or ())
+    m = run.model
     why = None
     if again.granularity == "full" and impl != "full_iteration":
         why = "whole layers are computed again only where a graph is of the whole step"
@@ -206,7 +260,9 @@ def graphs_beside_recomputation(run: RunConfig) -> Iterator[Finding]:
         why = "moe is computed again, and TransformerEngine captures moe_router, which is in it"
     elif m.attention_dropout and "attn" in held and "core_attn" in modules:
         why = "attention is captured and computed again, and has dropout"
-    elif m.hidden_dropout and (("mlp" in held and "mlp" in modules) or ("moe" in held and "moe" in modules)):
+    elif m.hidden_dropout and (
+        ("mlp" in held and "mlp" in modules) or ("moe" in held and "moe" in modules)
+    ):
         why = "MLPs are captured and computed again, and have dropout"
     elif m.moe is not None and m.moe.input_jitter_eps and "moe" in held and "moe" in modules:
         why = "experts are captured and computed again, and their router's input is random"
@@ -222,7 +278,11 @@ def graphs_beside_recomputation(run: RunConfig) -> Iterator[Finding]:
 
 _ALONE: tuple[tuple[str, object, str], ...] = (
     ("data.packed", False, "documents of packed samples begin elsewhere in each of them"),
-    ("parallel.hybrid_context_parallel", False, "documents of different lengths have different shapes"),
+    (
+        "parallel.hybrid_context_parallel",
+        False,
+        "documents of different lengths have different shapes",
+    ),
     ("parallel.fsdp", "none", "memory of weights that FSDP gathers is another in each step"),
     ("trainer.rampup_batch_size", None, "steps would have different numbers of micro-batches"),
     ("trainer.batch_size_schedule", None, "steps would have different numbers of micro-batches"),
@@ -235,22 +295,28 @@ _ALONE: tuple[tuple[str, object, str], ...] = (
 @rule(
     Code(
         "MT416",
-        "A CUDA graph replays what was captured: shapes, memory and numbers of the host are those of that step.",
+        "A CUDA graph replays what was captured: shapes, memory and numbers of the host are those"
+        " of that step.",
         example=f"trainer.cuda_graph_impl=local data=packed {_H100}",
     ),
     reads=(
-        "trainer.cuda_graph_impl trainer.cuda_graph_modules model.family model.moe trainer.loss_average data.kind "
-        "model.attention_dropout precision.dtype "
-        f"model.hidden_dropout trainer.eval_iters {' '.join(key for key, _, _ in _ALONE)}"
+        "trainer.cuda_graph_impl trainer.cuda_graph_modules model.family model.moe"
+        " trainer.loss_average data.kind model.attention_dropout precision.dtype"
+        f" model.hidden_dropout trainer.eval_iters {' '.join(key for key, _, _ in _ALONE)}"
     ),
 )
 def graphs_replay(run: RunConfig) -> Iterator[Finding]:
     """Nothing that a graph holds changes from step to step."""
-    impl, m, t = run.trainer.cuda_graph_impl, run.model, run.trainer
+    impl = run.trainer.cuda_graph_impl
+    m = run.model
+    t = run.trainer
     if impl == "none":
         return
     if m.family not in ("gpt", "hybrid"):
-        rule = f"layers of the family {m.family} are given more than hidden states, which is not captured"
+        rule = (
+            f"layers of the family {m.family} are given more than hidden states, which is not"
+            " captured"
+        )
         yield Finding("MT416", "trainer.cuda_graph_impl", rule, (NONE,), also=("model.family",))
     held = {
         "data.packed": run.data.packed,
@@ -264,18 +330,36 @@ def graphs_replay(run: RunConfig) -> Iterator[Finding]:
     for key, goes, why in _ALONE:
         if held[key] != goes:
             off: Change = {key: goes}
-            yield Finding("MT416", key, f"{why}, and CUDA graphs replay one", (off, NONE), also=(IMPL,))
+            yield Finding(
+                "MT416", key, f"{why}, and CUDA graphs replay one", (off, NONE), also=(IMPL,)
+            )
     routed = m.moe is not None and bool({"moe", "moe_router"} & captured(run))
-    if routed and (run.data.kind == "sft" or (impl == "full_iteration" and t.loss_average != "token")):
-        rule = "the weight of the router's loss is another in each step, and a graph of the router keeps one"
-        yield Finding("MT416", "trainer.cuda_graph_impl", rule, (NONE,), also=("data.kind", "trainer.loss_average"))
+    if routed and (
+        run.data.kind == "sft" or (impl == "full_iteration" and t.loss_average != "token")
+    ):
+        rule = (
+            "the weight of the router's loss is another in each step, and a graph of the router"
+            " keeps one"
+        )
+        yield Finding(
+            "MT416",
+            "trainer.cuda_graph_impl",
+            rule,
+            (NONE,),
+            also=("data.kind", "trainer.loss_average"),
+        )
     if impl == "full_iteration" and run.precision.format == "fp16":
-        rule = "the loss scale of fp16 is another number in later steps, and a graph of the whole step keeps one"
+        rule = (
+            "the loss scale of fp16 is another number in later steps, and a graph of the whole step"
+            " keeps one"
+        )
         bf16: Change = {"precision.dtype": "bf16"}
         yield Finding("MT416", "precision.dtype", rule, (bf16, NONE), also=(IMPL,))
     if impl == "local" and (m.attention_dropout or m.hidden_dropout) and t.eval_iters:
         rule = "an evaluation runs the same graphs as training, with their dropout"
-        yield Finding("MT416", "trainer.eval_iters", rule, ({"trainer.eval_iters": 0}, NONE), also=(IMPL,))
+        yield Finding(
+            "MT416", "trainer.eval_iters", rule, ({"trainer.eval_iters": 0}, NONE), also=(IMPL,)
+        )
 
 
 RULES = (

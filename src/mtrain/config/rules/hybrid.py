@@ -1,4 +1,6 @@
-"""Rules of the family hybrid: a pattern that can be built, and mixers that tensor parallelism can split."""
+"""Rules of the family hybrid: a pattern that can be built, and mixers that tensor parallelism can
+split.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +8,16 @@ import math
 from collections.abc import Iterator
 
 from mtrain.config.devices import facts_of
-from mtrain.config.hybrid import ABSENT, ATTENTION, DESCRIBED, EXPERTS, KINDS, MAMBA, SOFTMAX, HybridConfig
+from mtrain.config.hybrid import (
+    ABSENT,
+    ATTENTION,
+    DESCRIBED,
+    EXPERTS,
+    KINDS,
+    MAMBA,
+    SOFTMAX,
+    HybridConfig,
+)
 from mtrain.config.rules.finding import Change, Finding, divisors, listed, multiples, nearest
 from mtrain.config.rules.rule import Code, rule
 from mtrain.config.rules.sharding import NO_CONTEXT
@@ -45,7 +56,8 @@ def every_letter_is_a_layer(run: RunConfig) -> Iterator[Finding]:
 )
 def the_pattern_has_every_layer(run: RunConfig) -> Iterator[Finding]:
     """The pattern has a letter for each layer."""
-    h, layers = _own(run), run.model.num_layers
+    h = _own(run)
+    layers = run.model.num_layers
     if h is not None and len(h.pattern) != layers:
         rule = f"{len(h.pattern)} letters for model.num_layers {layers}"
         fixes: list[Change] = [{"model.num_layers": len(h.pattern)}]
@@ -55,33 +67,48 @@ def the_pattern_has_every_layer(run: RunConfig) -> Iterator[Finding]:
 
 @rule(
     Code("MT287", example=f"{TINY} model.num_layers=4 model.hybrid.pattern=ME*-"),
-    Code("MT288", "Experts that no layer has.", example=f"{TINY} model.moe={{num_experts:4,ffn_hidden_size:64}}"),
+    Code(
+        "MT288",
+        "Experts that no layer has.",
+        example=f"{TINY} model.moe={{num_experts:4,ffn_hidden_size:64}}",
+    ),
     Code(
         "MT289",
         "Which layers of a hybrid have experts, its pattern says.",
-        example=f"{TINY} model.num_layers=4 model.hybrid.pattern=MEM* "
-        "model.moe={num_experts:4,ffn_hidden_size:64,first_dense_layers:1}",
+        example=(
+            f"{TINY} model.num_layers=4 model.hybrid.pattern=MEM* "
+            "model.moe={num_experts:4,ffn_hidden_size:64,first_dense_layers:1}"
+        ),
     ),
     reads=f"model.family model.moe.first_dense_layers {PATTERN}",
 )
 def experts_are_where_the_pattern_has_them(run: RunConfig) -> Iterator[Finding]:
     """Layers with experts need a section that describes them, and the section layers."""
-    h, moe = _own(run), run.model.moe
+    h = _own(run)
+    moe = run.model.moe
     if h is None:
         return
     has = EXPERTS in h.pattern
     if has and moe is None:
         dense: Change = {PATTERN: h.pattern.replace(EXPERTS, "-")}
-        yield Finding("MT287", PATTERN, "E is a layer with experts, and model.moe is null", (dense,))
+        yield Finding(
+            "MT287", PATTERN, "E is a layer with experts, and model.moe is null", (dense,)
+        )
     if moe is not None and not has:
-        yield Finding("MT288", "model.moe", f"{PATTERN} {h.pattern} has no E", ({"model.moe": None},))
+        yield Finding(
+            "MT288", "model.moe", f"{PATTERN} {h.pattern} has no E", ({"model.moe": None},)
+        )
     if moe is not None and moe.first_dense_layers:
         rule = f"{PATTERN} says which layers have experts, not how many first ones have none"
-        yield Finding("MT289", "model.moe.first_dense_layers", rule, ({"model.moe.first_dense_layers": 0},))
+        yield Finding(
+            "MT289", "model.moe.first_dense_layers", rule, ({"model.moe.first_dense_layers": 0},)
+        )
 
 
 SECTIONS_OF = {
-    kind: [f"model.{section}" for section in sections] for kind, sections in DESCRIBED.items() if kind != EXPERTS
+    kind: [f"model.{section}" for section in sections]
+    for kind, sections in DESCRIBED.items()
+    if kind != EXPERTS
 }
 """Letter of a pattern -> the sections that describe its layers, if they have attention."""
 OF_ATTENTION = dict.fromkeys(path for paths in SECTIONS_OF.values() for path in paths)
@@ -102,32 +129,54 @@ OF_ATTENTION = dict.fromkeys(path for paths in SECTIONS_OF.values() for path in 
     reads=f"model.family {PATTERN} {' '.join(OF_ATTENTION)}",
 )
 def attention_is_described(run: RunConfig) -> Iterator[Finding]:
-    """Layers of MLA and gated delta nets need a section that describes them, and the section layers."""
+    """Layers of MLA and gated delta nets need a section that describes them, and the section
+    layers.
+    """
     h = _own(run)
     if h is None:
         return
-    described = {path: getattr(run.model, path.removeprefix("model.")) is not None for path in OF_ATTENTION}
+    described = {
+        path: getattr(run.model, path.removeprefix("model.")) is not None for path in OF_ATTENTION
+    }
     for kind, paths in SECTIONS_OF.items():
         missing = [path for path in paths if not described[path]]
         if missing and kind in h.pattern:
-            rule = f"{kind} is {KINDS[kind]}, and {' and '.join(missing)} {'is' if len(missing) == 1 else 'are'} null"
+            rule = (
+                f"{kind} is {KINDS[kind]}, and {' and '.join(missing)}"
+                f" {'is' if len(missing) == 1 else 'are'} null"
+            )
             others: Change = {PATTERN: h.pattern.replace(kind, ATTENTION)}
             yield Finding("MT269", PATTERN, rule, (others, {path: {} for path in missing}))
     for path in (path for path, there in described.items() if there):
         users = [kind for kind, paths in SECTIONS_OF.items() if path in paths]
         if not set(users) & set(h.pattern):
-            yield Finding("MT270", path, f"{PATTERN} {h.pattern} has no {' and no '.join(users)}", ({path: None},))
+            yield Finding(
+                "MT270",
+                path,
+                f"{PATTERN} {h.pattern} has no {' and no '.join(users)}",
+                ({path: None},),
+            )
     several = [kind for kind in SOFTMAX if kind in h.pattern]
     if len(several) > 1:
-        rule = f"{' beside '.join(several)}: megatron-core builds no model with several kinds of softmax attention"
-        yield Finding("MT259", PATTERN, rule, tuple(_with_one(h.pattern, several, kind) for kind in several[::-1]))
+        rule = (
+            f"{' beside '.join(several)}: megatron-core builds no model with several kinds of"
+            " softmax attention"
+        )
+        yield Finding(
+            "MT259",
+            PATTERN,
+            rule,
+            tuple(_with_one(h.pattern, several, kind) for kind in several[::-1]),
+        )
 
 
 def _with_one(pattern: str, several: list[str], kind: str) -> Change:
     """One kind of softmax attention in the place of several, and no section of the others."""
     for other in several:
         pattern = pattern.replace(other, kind)
-    unused = {path for other in several for path in SECTIONS_OF.get(other, ())} - {*SECTIONS_OF.get(kind, ())}
+    unused = {path for other in several for path in SECTIONS_OF.get(other, ())} - {
+        *SECTIONS_OF.get(kind, ())
+    }
     return {PATTERN: pattern, **dict.fromkeys(sorted(unused))}
 
 
@@ -142,8 +191,12 @@ def groups_divide_mamba_heads(run: RunConfig) -> Iterator[Finding]:
         legal = divisors(h.num_heads)
         rule = f"{h.num_heads} heads do not divide into {h.num_groups} groups"
         rule = f"{rule} (model.hybrid.num_groups); groups that divide: {listed(legal)}"
-        near: tuple[Change, ...] = tuple({"model.hybrid.num_heads": n} for n in multiples(h.num_heads, h.num_groups))
-        fewer: tuple[Change, ...] = tuple({"model.hybrid.num_groups": n} for n in nearest(h.num_groups, legal))
+        near: tuple[Change, ...] = tuple(
+            {"model.hybrid.num_heads": n} for n in multiples(h.num_heads, h.num_groups)
+        )
+        fewer: tuple[Change, ...] = tuple(
+            {"model.hybrid.num_groups": n} for n in nearest(h.num_groups, legal)
+        )
         yield Finding("MT298", "model.hybrid.num_heads", rule, (*near, *fewer))
 
 
@@ -155,8 +208,11 @@ def groups_divide_mamba_heads(run: RunConfig) -> Iterator[Finding]:
     ),
 )
 def tp_divides_mamba_groups(run: RunConfig) -> Iterator[Finding]:
-    """Every tp rank has whole groups of a Mamba-2 mixer, with their heads: each is normed by itself."""
-    h, tp = _own(run), run.parallel.tp
+    """Every tp rank has whole groups of a Mamba-2 mixer, with their heads: each is normed by
+    itself.
+    """
+    h = _own(run)
+    tp = run.parallel.tp
     if h is None or not (h.num_groups % tp or h.num_heads % tp):
         return
     legal = divisors(math.gcd(h.num_groups, h.num_heads))
@@ -164,25 +220,48 @@ def tp_divides_mamba_groups(run: RunConfig) -> Iterator[Finding]:
     fixes: list[Change] = []
     for degree in nearest(tp, legal):
         alone = {"parallel.sequence_parallel": False} if degree == 1 else {}
-        fixes += [{"parallel.tp": degree, **alone}, {"parallel.tp": degree, "parallel.ranks": None, **alone}]
+        fixes += [
+            {"parallel.tp": degree, **alone},
+            {"parallel.tp": degree, "parallel.ranks": None, **alone},
+        ]
     yield Finding("MT299", "parallel.tp", f"{rule}; tp that divide: {listed(legal)}", tuple(fixes))
 
 
 @rule(
     Code("MT279", example=f"{TINY} parallel=cp3 data.seq_length=252"),
-    reads=f"model.family parallel.cp parallel.tp model.hybrid.num_groups model.hybrid.num_heads {PATTERN}",
+    reads=(
+        "model.family parallel.cp parallel.tp model.hybrid.num_groups model.hybrid.num_heads"
+        f" {PATTERN}"
+    ),
 )
 def cp_divides_mamba_heads(run: RunConfig) -> Iterator[Finding]:
-    """Under context parallelism every rank scans some heads of a mixer, of whole groups or of one alone."""
-    h, p = _own(run), run.parallel
-    if h is None or p.cp == 1 or MAMBA not in h.pattern or h.num_groups % p.tp or h.num_heads % p.tp:
+    """Under context parallelism every rank scans some heads of a mixer, of whole groups or of one
+    alone.
+    """
+    h = _own(run)
+    p = run.parallel
+    if (
+        h is None
+        or p.cp == 1
+        or MAMBA not in h.pattern
+        or h.num_groups % p.tp
+        or h.num_heads % p.tp
+    ):
         return
-    heads, groups = h.num_heads // p.tp, h.num_groups // p.tp
+    heads = h.num_heads // p.tp
+    groups = h.num_groups // p.tp
     if heads % math.lcm(groups, p.cp):
-        rule = f"cp {p.cp} shares out the {heads} heads, in {groups} groups, that a rank of tp {p.tp} has of a mixer"
+        rule = (
+            f"cp {p.cp} shares out the {heads} heads, in {groups} groups, that a rank of tp {p.tp}"
+            " has of a mixer"
+        )
         legal = [degree for degree in divisors(heads) if heads % math.lcm(groups, degree) == 0]
-        fixes: list[Change] = [{"parallel.cp": degree} for degree in nearest(p.cp, legal) if degree > 1]
-        yield Finding("MT279", "parallel.cp", f"{rule}; cp that divide: {listed(legal)}", (*fixes, NO_CONTEXT))
+        fixes: list[Change] = [
+            {"parallel.cp": degree} for degree in nearest(p.cp, legal) if degree > 1
+        ]
+        yield Finding(
+            "MT279", "parallel.cp", f"{rule}; cp that divide: {listed(legal)}", (*fixes, NO_CONTEXT)
+        )
 
 
 @rule(
@@ -190,14 +269,26 @@ def cp_divides_mamba_heads(run: RunConfig) -> Iterator[Finding]:
     reads="model.family precision.fp8 kernels.linear kernels.default cluster.device",
 )
 def products_in_8_bits_are_ours(run: RunConfig) -> Iterator[Finding]:
-    """TransformerEngine wants a context around each layer in 8 bits, which recomputed ones would not have."""
+    """TransformerEngine wants a context around each layer in 8 bits, which recomputed ones would
+    not have.
+    """
     k = run.kernels
     word = k.linear or ("reference" if k.default == "reference" else "auto")
     cuda = facts_of(run.cluster.device).cuda_kernels
-    if run.model.family != "hybrid" or run.precision.fp8 is None or word not in ("te", "auto") or not cuda:
+    if (
+        run.model.family != "hybrid"
+        or run.precision.fp8 is None
+        or word not in ("te", "auto")
+        or not cuda
+    ):
         return
-    rule = f"linear layers of hybrids multiply in 8 bits by kernels of ours, and kernels.linear is {word}"
-    yield Finding("MT449", "kernels.linear", rule, ({"kernels.linear": "triton"},), also=("precision.fp8",))
+    rule = (
+        "linear layers of hybrids multiply in 8 bits by kernels of ours, and kernels.linear is"
+        f" {word}"
+    )
+    yield Finding(
+        "MT449", "kernels.linear", rule, ({"kernels.linear": "triton"},), also=("precision.fp8",)
+    )
 
 
 RULES = (

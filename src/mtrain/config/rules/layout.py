@@ -36,9 +36,13 @@ def _tp_fixes(run: RunConfig, number: int) -> tuple[Change, ...]:
 )
 def tp_divides_heads(run: RunConfig) -> Iterator[Finding]:
     """Every tp rank holds whole heads."""
-    heads, tp = run.model.num_attention_heads, run.parallel.tp
+    heads = run.model.num_attention_heads
+    tp = run.parallel.tp
     if heads % tp:
-        rule = f"{heads} attention heads do not divide by tp {tp}; tp that divide: {listed(divisors(heads))}"
+        rule = (
+            f"{heads} attention heads do not divide by tp {tp}; tp that divide:"
+            f" {listed(divisors(heads))}"
+        )
         yield Finding("MT101", "parallel.tp", rule, _tp_fixes(run, heads))
 
 
@@ -51,7 +55,8 @@ def tp_divides_heads(run: RunConfig) -> Iterator[Finding]:
 )
 def tp_fits_query_groups(run: RunConfig) -> Iterator[Finding]:
     """Key/value heads are sharded over tp, or copied to it."""
-    m, tp = run.model, run.parallel.tp
+    m = run.model
+    tp = run.parallel.tp
     groups = m.query_groups
     if m.mla is None and groups % tp and tp % groups:
         rule = f"tp {tp} is neither a divisor nor a multiple of the {groups} query groups"
@@ -74,10 +79,13 @@ def tp_divides_mlps(run: RunConfig) -> Iterator[Finding]:
 
 
 @rule(
-    Code("MT104", example="model=mixtral_tiny model.moe.shared_expert_intermediate_size=33 parallel=tp2"),
+    Code(
+        "MT104",
+        example="model=mixtral_tiny model.moe.shared_expert_intermediate_size=33 parallel=tp2",
+    ),
     reads=(
-        "model.moe.shared_expert_intermediate_size parallel.tp model.num_attention_heads parallel.ranks "
-        "parallel.sequence_parallel"
+        "model.moe.shared_expert_intermediate_size parallel.tp model.num_attention_heads"
+        " parallel.ranks parallel.sequence_parallel"
     ),
 )
 def tp_divides_shared_experts(run: RunConfig) -> Iterator[Finding]:
@@ -90,13 +98,20 @@ def tp_divides_shared_experts(run: RunConfig) -> Iterator[Finding]:
 
 @rule(
     Code("MT105", example="parallel=tp3"),
-    reads="model.vocab_size parallel.tp model.num_attention_heads parallel.ranks parallel.sequence_parallel",
+    reads=(
+        "model.vocab_size parallel.tp model.num_attention_heads parallel.ranks"
+        " parallel.sequence_parallel"
+    ),
 )
 def tp_divides_the_vocabulary(run: RunConfig) -> Iterator[Finding]:
     """Every tp rank holds as many rows of the embedding."""
-    m, tp = run.model, run.parallel.tp
+    m = run.model
+    tp = run.parallel.tp
     if m.padded_vocab_size % tp:
-        rule = f"the padded vocabulary of {m.padded_vocab_size} (a multiple of 128) does not divide by tp {tp}"
+        rule = (
+            f"the padded vocabulary of {m.padded_vocab_size} (a multiple of 128) does not divide by"
+            f" tp {tp}"
+        )
         fixes = _tp_fixes(run, math.gcd(m.padded_vocab_size, m.num_attention_heads))
         yield Finding("MT105", "parallel.tp", rule, fixes)
 
@@ -110,18 +125,25 @@ def _width(run: RunConfig, code: str, key: str, width: int) -> Iterator[Finding]
             code,
             key,
             rule,
-            (*_tp_fixes(run, math.gcd(width, run.model.num_attention_heads)), *({key: n} for n in near)),
+            (
+                *_tp_fixes(run, math.gcd(width, run.model.num_attention_heads)),
+                *({key: n} for n in near),
+            ),
         )
 
 
 @rule(
-    Code("MT173", "More ranks than mtrain plans for.", example="cluster=h100x8 cluster.nodes=1000000"),
     Code(
-        "MT112", "All ranks are used: they are a multiple of tp * pp * cp.", example="parallel=tp2 parallel.ranks=3"
+        "MT173", "More ranks than mtrain plans for.", example="cluster=h100x8 cluster.nodes=1000000"
+    ),
+    Code(
+        "MT112",
+        "All ranks are used: they are a multiple of tp * pp * cp.",
+        example="parallel=tp2 parallel.ranks=3",
     ),
     reads=(
-        f"{DP} model.num_attention_heads model.num_layers parallel.ep parallel.etp parallel.hsdp_replicas "
-        "parallel.sequence_parallel parallel.vpp"
+        f"{DP} model.num_attention_heads model.num_layers parallel.ep parallel.etp"
+        " parallel.hsdp_replicas parallel.sequence_parallel parallel.vpp"
     ),
 )
 def ranks_fill_the_grid(run: RunConfig) -> Iterator[Finding]:
@@ -130,21 +152,31 @@ def ranks_fill_the_grid(run: RunConfig) -> Iterator[Finding]:
     ranks = p.ranks or 0
     few: Change = {"cluster.nodes": 1, "cluster.devices_per_node": None}
     if ranks > MOST_RANKS:
-        yield Finding("MT173", "parallel.ranks", f"{ranks} ranks; {MOST_RANKS} are the most", (single(), few))
+        yield Finding(
+            "MT173", "parallel.ranks", f"{ranks} ranks; {MOST_RANKS} are the most", (single(), few)
+        )
     elif ranks % p.model_ranks:
-        rule = f"{ranks} ranks are no multiple of tp {p.tp} * pp {p.pp} * cp {p.cp} = {p.model_ranks}"
+        rule = (
+            f"{ranks} ranks are no multiple of tp {p.tp} * pp {p.pp} * cp {p.cp} = {p.model_ranks}"
+        )
         yield Finding("MT112", "parallel.ranks", rule, _grid_fixes(run, p.model_ranks))
 
 
 def _grid_fixes(run: RunConfig, step: int) -> tuple[Change, ...]:
     p = run.parallel
     fixes: list[Change] = [{"parallel.ranks": None}]
-    fixes += [{"parallel.ranks": n} for n in multiples(p.ranks or step, math.lcm(step, smallest_world(p)))]
+    fixes += [
+        {"parallel.ranks": n} for n in multiples(p.ranks or step, math.lcm(step, smallest_world(p)))
+    ]
     for tp in (d for d in sorted(divisors(run.model.num_attention_heads, p.tp), reverse=True)):
         for pp in (d for d in sorted(divisors(run.model.num_layers, p.pp), reverse=True)):
             for cp in sorted({p.cp, 1}, reverse=True):
                 if (p.ranks or 0) % (tp * pp * cp) == 0:
-                    change: dict[str, object] = {"parallel.tp": tp, "parallel.pp": pp, "parallel.cp": cp}
+                    change: dict[str, object] = {
+                        "parallel.tp": tp,
+                        "parallel.pp": pp,
+                        "parallel.cp": cp,
+                    }
                     change["parallel.vpp"] = p.vpp if pp > 1 else 1
                     if tp == 1 and p.sequence_parallel:
                         change["parallel.sequence_parallel"] = None
@@ -153,22 +185,28 @@ def _grid_fixes(run: RunConfig, step: int) -> tuple[Change, ...]:
 
 
 @rule(
-    Code("MT114", "The ranks do not fill the machines of the cluster.", example="cluster.nodes=2 parallel.ranks=3"),
+    Code(
+        "MT114",
+        "The ranks do not fill the machines of the cluster.",
+        example="cluster.nodes=2 parallel.ranks=3",
+    ),
     Code(
         "MT113",
-        "A device is named that this machine does not have, and nothing says how many a machine has.",
+        "A device is named that this machine does not have, and nothing says how many a machine"
+        " has.",
         help="Name the machines: cluster.devices_per_node=8, or a cluster such as cluster=h100x8.",
         example="cluster.device=cuda",
     ),
     reads=(
-        "parallel.ranks cluster.nodes cluster.devices_per_node cluster.device model.num_attention_heads "
-        "model.num_layers parallel.ep parallel.etp parallel.hsdp_replicas parallel.sequence_parallel "
-        f"parallel.vpp {DP}"
+        "parallel.ranks cluster.nodes cluster.devices_per_node cluster.device"
+        " model.num_attention_heads model.num_layers parallel.ep parallel.etp"
+        f" parallel.hsdp_replicas parallel.sequence_parallel parallel.vpp {DP}"
     ),
 )
 def ranks_use_the_cluster(run: RunConfig) -> Iterator[Finding]:
     """A cluster is used whole."""
-    c, p = run.cluster, run.parallel
+    c = run.cluster
+    p = run.parallel
     if c.devices_per_node is None and facts_of(c.device).on_host:
         if (p.ranks or 0) % c.nodes:
             rule = f"{p.ranks} processes do not divide evenly over {c.nodes} machines"
@@ -183,13 +221,20 @@ def ranks_use_the_cluster(run: RunConfig) -> Iterator[Finding]:
         return
     devices = c.nodes * c.devices_per_node
     if devices != p.ranks:
-        rule = f"{p.ranks} ranks on {c.nodes} * {c.devices_per_node} = {devices} devices; a cluster is used whole"
+        rule = (
+            f"{p.ranks} ranks on {c.nodes} * {c.devices_per_node} = {devices} devices; a cluster is"
+            " used whole"
+        )
         own: list[Change] = [{"parallel.ranks": None}]
         if p.ranks is not None and p.ranks % c.devices_per_node == 0:
             own.append({"cluster.nodes": p.ranks // c.devices_per_node})
         own.append({"cluster.nodes": 1, "cluster.devices_per_node": p.ranks})
         yield Finding(
-            "MT114", "parallel.ranks", rule, (*own, *_grid_fixes(run, p.model_ranks)), also=("cluster.nodes",)
+            "MT114",
+            "parallel.ranks",
+            rule,
+            (*own, *_grid_fixes(run, p.model_ranks)),
+            also=("cluster.nodes",),
         )
 
 
@@ -208,7 +253,8 @@ def ranks_use_the_cluster(run: RunConfig) -> Iterator[Finding]:
 )
 def sequence_parallel(run: RunConfig) -> Iterator[Finding]:
     """Sequence parallelism shards over tp what is between the tensor-parallel regions."""
-    p, seq = run.parallel, run.data.length
+    p = run.parallel
+    seq = run.data.length
     if not p.sequence_parallel:
         return
     if p.tp == 1:
@@ -218,13 +264,17 @@ def sequence_parallel(run: RunConfig) -> Iterator[Finding]:
             "sequence parallel shards over the tp ranks, and tp is 1",
             ({"parallel.sequence_parallel": False}, {"parallel.tp": 2}),
         )
-    elif run.model.family != "t5" and seq % (p.tp * p.cp):  # MT280 looks at what T5 makes of a sample
+    elif run.model.family != "t5" and seq % (
+        p.tp * p.cp
+    ):  # MT280 looks at what T5 makes of a sample
         step = math.lcm(p.tp * p.cp, 2 * p.cp if p.cp > 1 else 1)
         near = multiples(seq, step)
         cut = f"tp {p.tp} * cp {p.cp} = {p.tp * p.cp} (sequence parallel)"
         rule = f"a sequence of {seq} does not divide by {cut}; nearest: {listed(near)}"
         fixes: tuple[Change, ...] = tuple({"data.seq_length": n} for n in near)
-        yield Finding("MT116", "data.seq_length", rule, (*fixes, {"parallel.sequence_parallel": False}))
+        yield Finding(
+            "MT116", "data.seq_length", rule, (*fixes, {"parallel.sequence_parallel": False})
+        )
 
 
 @rule(
@@ -233,31 +283,49 @@ def sequence_parallel(run: RunConfig) -> Iterator[Finding]:
 )
 def context_parallel(run: RunConfig) -> Iterator[Finding]:
     """Each cp rank holds two chunks of the sequence, one from each end, for causal balance."""
-    p, seq = run.parallel, run.data.length
+    p = run.parallel
+    seq = run.data.length
     if p.cp > 1 and seq % (2 * p.cp):
         step = math.lcm(2 * p.cp, p.tp * p.cp if p.sequence_parallel else 1)
         near = multiples(seq, step)
-        rule = f"a sequence of {seq} does not divide into 2 * cp {p.cp} = {2 * p.cp} chunks; nearest: {listed(near)}"
+        rule = (
+            f"a sequence of {seq} does not divide into 2 * cp {p.cp} = {2 * p.cp} chunks; nearest:"
+            f" {listed(near)}"
+        )
         fixes: tuple[Change, ...] = tuple({"data.seq_length": n} for n in near)
         yield Finding(
-            "MT117", "data.seq_length", rule, (*fixes, {"parallel.cp": 1}, {"parallel.cp": 1, "parallel.ranks": None})
+            "MT117",
+            "data.seq_length",
+            rule,
+            (*fixes, {"parallel.cp": 1}, {"parallel.cp": 1, "parallel.ranks": None}),
         )
 
 
 @rule(
     Code("MT118", example="parallel.overlap_param_gather=true"),
-    reads="parallel.overlap_param_gather parallel.distributed_optimizer parallel.overlap_grad_reduce",
+    reads=(
+        "parallel.overlap_param_gather parallel.distributed_optimizer parallel.overlap_grad_reduce"
+    ),
 )
 def gather_needs_distributed_optimizer(run: RunConfig) -> Iterator[Finding]:
-    """Only the distributed optimizer has weights to gather, and the gather is overlapped with the gradients."""
+    """Only the distributed optimizer has weights to gather, and the gather is overlapped with the
+    gradients.
+    """
     p = run.parallel
     if not p.overlap_param_gather:
         return
     need = [k for k in ("distributed_optimizer", "overlap_grad_reduce") if not getattr(p, k)]
     if need:
-        rule = f"overlapping the gather of weights needs {' and '.join(f'parallel.{k}' for k in need)}"
+        rule = (
+            f"overlapping the gather of weights needs {' and '.join(f'parallel.{k}' for k in need)}"
+        )
         on: Change = {f"parallel.{k}": True for k in need}
-        yield Finding("MT118", "parallel.overlap_param_gather", rule, (on, {"parallel.overlap_param_gather": False}))
+        yield Finding(
+            "MT118",
+            "parallel.overlap_param_gather",
+            rule,
+            (on, {"parallel.overlap_param_gather": False}),
+        )
 
 
 @rule(Code("MT119", example="cluster.device=cdua"), reads="cluster.device", disk=True)
@@ -270,7 +338,9 @@ def device_is_known(run: RunConfig) -> Iterator[Finding]:
     if device not in known:
         near = get_close_matches(device, known, n=1)
         rule = f"there is no such device here; devices: {', '.join(known)} (a plug-in adds one)"
-        changes: list[Change] = [{"cluster.device": name} for name in dict.fromkeys([*near, AUTO, CPU.name])]
+        changes: list[Change] = [
+            {"cluster.device": name} for name in dict.fromkeys([*near, AUTO, CPU.name])
+        ]
         yield Finding("MT119", "cluster.device", rule, tuple(changes))
 
 

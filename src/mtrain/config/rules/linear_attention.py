@@ -1,4 +1,6 @@
-"""Linear attention: heads that fit each other and the layout, and what does not go together with a state."""
+"""Linear attention: heads that fit each other and the layout, and what does not go together with a
+state.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +31,10 @@ def value_heads_share_key_heads(run: RunConfig) -> Iterator[Finding]:
     own = run.model.linear_attention
     if own is None or own.num_value_heads % own.num_key_heads == 0:
         return
-    rule = f"{own.num_value_heads} heads of values are no multiple of {own.num_key_heads} heads of queries and keys"
+    rule = (
+        f"{own.num_value_heads} heads of values are no multiple of {own.num_key_heads} heads of"
+        " queries and keys"
+    )
     near: tuple[Change, ...] = tuple(
         {f"{SECTION}.num_value_heads": n} for n in multiples(own.num_value_heads, own.num_key_heads)
     )
@@ -46,13 +51,14 @@ def value_heads_share_key_heads(run: RunConfig) -> Iterator[Finding]:
 )
 def ranks_share_the_states(run: RunConfig) -> Iterator[Finding]:
     """Every tensor-parallel rank has as many heads of linear attention."""
-    own, tp = run.model.linear_attention, run.parallel.tp
+    own = run.model.linear_attention
+    tp = run.parallel.tp
     if own is None or own.num_key_heads % tp == 0:
         return
     legal = divisors(own.num_key_heads)
     rule = (
-        f"{own.num_key_heads} heads of queries and keys of linear attention do not divide by tp {tp}; tp that "
-        f"divide: {listed(legal)}"
+        f"{own.num_key_heads} heads of queries and keys of linear attention do not divide by tp"
+        f" {tp}; tp that divide: {listed(legal)}"
     )
     fewer: tuple[Change, ...] = tuple({"parallel.tp": n} for n in nearest(tp, legal))
     alone: Change = {"parallel.tp": 1, "parallel.sequence_parallel": False, "parallel.ranks": None}
@@ -64,31 +70,50 @@ def ranks_share_the_states(run: RunConfig) -> Iterator[Finding]:
 @rule(
     Code(
         "MT292",
-        "A state is handed on from token to token, and ranks have parts of a sequence that are apart.",
+        "A state is handed on from token to token, and ranks have parts of a sequence that are"
+        " apart.",
         example="model=qwen3_next_tiny parallel=cp2",
     ),
     reads=f"{SECTION} parallel.cp parallel.hybrid_context_parallel",
 )
 def a_state_sees_the_whole_sequence(run: RunConfig) -> Iterator[Finding]:
-    """A state is handed on from token to token, and context-parallel ranks have parts that are apart."""
+    """A state is handed on from token to token, and context-parallel ranks have parts that are
+    apart.
+    """
     p = run.parallel
     if run.model.linear_attention is None:
         return
     why = "a state of linear attention is handed on from token to token"
     if p.cp > 1:
-        rule = f"{why}; cp {p.cp} shards the sequence, in all releases of megatron-core as they are adapted here"
-        yield Finding("MT292", "parallel.cp", rule, (NO_CONTEXT, {**NO_CONTEXT, "parallel.ranks": None}, NONE))
+        rule = (
+            f"{why}; cp {p.cp} shards the sequence, in all releases of megatron-core as they are"
+            " adapted here"
+        )
+        yield Finding(
+            "MT292", "parallel.cp", rule, (NO_CONTEXT, {**NO_CONTEXT, "parallel.ranks": None}, NONE)
+        )
     elif p.hybrid_context_parallel:
-        off: Change = {"parallel.hybrid_context_parallel": False, "parallel.max_seqlen_per_dp_cp_rank": None}
-        yield Finding("MT292", "parallel.hybrid_context_parallel", f"{why}, and documents are sharded", (off, NONE))
+        off: Change = {
+            "parallel.hybrid_context_parallel": False,
+            "parallel.max_seqlen_per_dp_cp_rank": None,
+        }
+        yield Finding(
+            "MT292",
+            "parallel.hybrid_context_parallel",
+            f"{why}, and documents are sharded",
+            (off, NONE),
+        )
 
 
 @rule(
     Code(
         "MT293",
-        "Linear attention stands beside softmax attention with heads of its own, in a model with RMSNorm.",
-        example="model=deepseek_tiny model.mtp_num_layers=null model.mtp_loss_scaling_factor=null "
-        "model.linear_attention={}",
+        "Linear attention stands beside softmax attention with heads of its own, in a model with"
+        " RMSNorm.",
+        example=(
+            "model=deepseek_tiny model.mtp_num_layers=null model.mtp_loss_scaling_factor=null "
+            "model.linear_attention={}"
+        ),
     ),
     Code(
         "MT294",
@@ -98,7 +123,9 @@ def a_state_sees_the_whole_sequence(run: RunConfig) -> Iterator[Finding]:
     reads=f"{SECTION} model.mla model.normalization model.mtp_num_layers",
 )
 def what_linear_attention_stands_beside(run: RunConfig) -> Iterator[Finding]:
-    """Linear attention stands beside softmax attention, in a model with RMSNorm and without MTP layers."""
+    """Linear attention stands beside softmax attention, in a model with RMSNorm and without MTP
+    layers.
+    """
     m = run.model
     if m.linear_attention is None:
         return
@@ -110,7 +137,10 @@ def what_linear_attention_stands_beside(run: RunConfig) -> Iterator[Finding]:
         yield Finding("MT293", SECTION, rule, ({"model.normalization": "RMSNorm"}, NONE))
     if m.mtp_num_layers:
         none: Change = {"model.mtp_num_layers": None, "model.mtp_loss_scaling_factor": None}
-        rule = "is not trained beside linear attention: megatron-core's pattern of layers ends with the model's own"
+        rule = (
+            "is not trained beside linear attention: megatron-core's pattern of layers ends with"
+            " the model's own"
+        )
         yield Finding("MT294", "model.mtp_num_layers", rule, (none, NONE))
 
 
@@ -123,15 +153,23 @@ def what_linear_attention_stands_beside(run: RunConfig) -> Iterator[Finding]:
     reads=f"{SECTION} parallel.fsdp",
 )
 def states_are_not_fully_sharded(run: RunConfig) -> Iterator[Finding]:
-    """Weights of linear attention are not sharded over data-parallel ranks; their optimizer state may be."""
+    """Weights of linear attention are not sharded over data-parallel ranks; their optimizer state
+    may be.
+    """
     if run.model.linear_attention is None or run.parallel.fsdp == "none":
         return
     rule = (
-        f"{run.parallel.fsdp} has not been proven with weights of linear attention; parallel.distributed_optimizer "
-        "shards the state of the optimizer"
+        f"{run.parallel.fsdp} has not been proven with weights of linear attention;"
+        " parallel.distributed_optimizer shards the state of the optimizer"
     )
-    off: Change = {"parallel.fsdp": "none", "parallel.fsdp_sharding": None, "parallel.hsdp_replicas": 1}
-    yield Finding("MT297", "parallel.fsdp", rule, (off, {**off, "parallel.distributed_optimizer": True}, NONE))
+    off: Change = {
+        "parallel.fsdp": "none",
+        "parallel.fsdp_sharding": None,
+        "parallel.hsdp_replicas": 1,
+    }
+    yield Finding(
+        "MT297", "parallel.fsdp", rule, (off, {**off, "parallel.distributed_optimizer": True}, NONE)
+    )
 
 
 @rule(
@@ -156,25 +194,36 @@ def adapters_know_the_projections(run: RunConfig) -> Iterator[Finding]:
     Code(
         "MT296",
         "Products in low precision take whole blocks of rows.",
-        example="model=qwen3_next_tiny model.linear_attention.num_value_heads=4 cluster=h100 "
-        "precision=fp8_tensorwise",
+        example=(
+            "model=qwen3_next_tiny model.linear_attention.num_value_heads=4 cluster=h100 "
+            "precision=fp8_tensorwise"
+        ),
     ),
     reads=(
-        f"{SECTION}.num_value_heads {SECTION}.num_key_heads {SECTION}.key_head_dim {SECTION}.value_head_dim "
-        "precision.fp8 precision.fp4 precision.fp8_recipe precision.fp4_recipe parallel.tp"
+        f"{SECTION}.num_value_heads {SECTION}.num_key_heads {SECTION}.key_head_dim"
+        f" {SECTION}.value_head_dim precision.fp8 precision.fp4 precision.fp8_recipe"
+        " precision.fp4_recipe parallel.tp"
     ),
 )
 def projections_have_whole_blocks(run: RunConfig) -> Iterator[Finding]:
     """Products in low precision take whole blocks of rows."""
-    own, tp = run.model.linear_attention, run.parallel.tp
-    if own is None or run.precision.quantized is None or sum(own.sections) % (LOW_PRECISION_ROWS * tp) == 0:
+    own = run.model.linear_attention
+    tp = run.parallel.tp
+    if (
+        own is None
+        or run.precision.quantized is None
+        or sum(own.sections) % (LOW_PRECISION_ROWS * tp) == 0
+    ):
         return
     rule = (
-        f"the input projection of linear attention has {sum(own.sections)} rows over tp {tp}, with beta and decay "
-        f"of each of {own.num_value_heads} heads, and products in low precision take {LOW_PRECISION_ROWS} at a time"
+        f"the input projection of linear attention has {sum(own.sections)} rows over tp {tp}, with"
+        f" beta and decay of each of {own.num_value_heads} heads, and products in low precision"
+        f" take {LOW_PRECISION_ROWS} at a time"
     )
     low = {"precision.fp8": None, "precision.fp4": None}
-    yield Finding("MT296", f"{SECTION}.num_value_heads", rule, ({f"{SECTION}.num_value_heads": 8 * tp}, low))
+    yield Finding(
+        "MT296", f"{SECTION}.num_value_heads", rule, ({f"{SECTION}.num_value_heads": 8 * tp}, low)
+    )
 
 
 RULES = (

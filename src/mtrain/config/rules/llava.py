@@ -19,9 +19,15 @@ def _own(run: RunConfig) -> LlavaConfig | None:
 
 @rule(
     Code("MT271", example="model=llava_tiny model.llava.patch_size=64"),
-    Code("MT272", "The heads of the tower divide its width.", example="model=llava_tiny model.llava.vision_heads=5"),
     Code(
-        "MT273", "Features are those behind a layer of it.", example="model=llava_tiny model.llava.feature_layer=-9"
+        "MT272",
+        "The heads of the tower divide its width.",
+        example="model=llava_tiny model.llava.vision_heads=5",
+    ),
+    Code(
+        "MT273",
+        "Features are those behind a layer of it.",
+        example="model=llava_tiny model.llava.feature_layer=-9",
     ),
     reads=(
         "model.family model.llava.patch_size model.llava.image_size model.llava.vision_heads "
@@ -36,16 +42,30 @@ def tower_can_be_built(run: RunConfig) -> Iterator[Finding]:
     if own.patch_size > own.image_size:
         rule = f"an image of {own.image_size} pixels has no patch of {own.patch_size}"
         sizes = [n for n in divisors(own.image_size) if n < own.image_size][-2:]
-        yield Finding("MT271", "model.llava.patch_size", rule, tuple({"model.llava.patch_size": n} for n in sizes))
-    width, heads = own.vision_hidden_size, own.vision_heads
+        yield Finding(
+            "MT271",
+            "model.llava.patch_size",
+            rule,
+            tuple({"model.llava.patch_size": n} for n in sizes),
+        )
+    width = own.vision_hidden_size
+    heads = own.vision_heads
     if width % heads:
         rule = f"{heads} heads do not divide a width of {width}"
         near = nearest(heads, divisors(width))[:2]
-        yield Finding("MT272", "model.llava.vision_heads", rule, tuple({"model.llava.vision_heads": n} for n in near))
+        yield Finding(
+            "MT272",
+            "model.llava.vision_heads",
+            rule,
+            tuple({"model.llava.vision_heads": n} for n in near),
+        )
     if not 1 <= own.used_layers <= own.vision_layers:
         most = own.vision_layers
         rule = f"the tower has {most} layers, and 1 to {most} or -1 to -{most} are behind one"
-        fixes: tuple[Change, ...] = ({"model.llava.feature_layer": -2}, {"model.llava.feature_layer": -1})
+        fixes: tuple[Change, ...] = (
+            {"model.llava.feature_layer": -2},
+            {"model.llava.feature_layer": -1},
+        )
         yield Finding("MT273", "model.llava.feature_layer", rule, fixes)
 
 
@@ -55,7 +75,8 @@ def tower_can_be_built(run: RunConfig) -> Iterator[Finding]:
 )
 def image_token_is_in_the_vocabulary(run: RunConfig) -> Iterator[Finding]:
     """The token in whose place patches stand is one of the vocabulary."""
-    own, vocab = _own(run), run.model.vocab_size
+    own = _own(run)
+    vocab = run.model.vocab_size
     if own is not None and own.image_token_id >= vocab:
         rule = f"the vocabulary has ids 0 to {vocab - 1} (model.vocab_size {vocab})"
         fixes: tuple[Change, ...] = (
@@ -82,12 +103,19 @@ def something_is_trained(run: RunConfig) -> Iterator[Finding]:
 
 
 @rule(
-    Code("MT276", example="model=llava_tiny model.hidden_size=192 model.llava.vision_heads=3 parallel=tp2"),
-    reads="model.family parallel.tp model.hidden_size model.llava.vision_heads model.llava.vision_ffn_hidden_size",
+    Code(
+        "MT276",
+        example="model=llava_tiny model.hidden_size=192 model.llava.vision_heads=3 parallel=tp2",
+    ),
+    reads=(
+        "model.family parallel.tp model.hidden_size model.llava.vision_heads"
+        " model.llava.vision_ffn_hidden_size"
+    ),
 )
 def tower_divides_over_ranks(run: RunConfig) -> Iterator[Finding]:
     """Heads and MLP of the vision tower, and the projector, divide over tensor-parallel ranks."""
-    own, tp = _own(run), run.parallel.tp
+    own = _own(run)
+    tp = run.parallel.tp
     if own is None or tp == 1:
         return
     for key, value in (
@@ -98,7 +126,13 @@ def tower_divides_over_ranks(run: RunConfig) -> Iterator[Finding]:
         if value % tp:
             fits = [{"parallel.tp": n} for n in reversed(divisors(value, tp))]
             wider = [{key: n} for n in multiples(value, tp)]
-            yield Finding("MT276", key, f"{value} does not divide by tp {tp}", (*fits, *wider), also=("parallel.tp",))
+            yield Finding(
+                "MT276",
+                key,
+                f"{value} does not divide by tp {tp}",
+                (*fits, *wider),
+                also=("parallel.tp",),
+            )
 
 
 @rule(
@@ -106,22 +140,35 @@ def tower_divides_over_ranks(run: RunConfig) -> Iterator[Finding]:
     reads="model.family model.hidden_dropout parallel.sequence_parallel",
 )
 def embeddings_are_dropped_alike(run: RunConfig) -> Iterator[Finding]:
-    """With sequence parallelism no embedding is dropped: every rank makes all of them, and would drop others."""
+    """With sequence parallelism no embedding is dropped: every rank makes all of them, and would
+    drop others.
+    """
     m = run.model
     if m.family == "llava" and m.hidden_dropout and run.parallel.sequence_parallel:
-        rule = "every tensor-parallel rank embeds all tokens, and would drop others than its neighbours"
-        fixes: tuple[Change, ...] = ({"model.hidden_dropout": 0.0}, {"parallel.sequence_parallel": False})
+        rule = (
+            "every tensor-parallel rank embeds all tokens, and would drop others than its"
+            " neighbours"
+        )
+        fixes: tuple[Change, ...] = (
+            {"model.hidden_dropout": 0.0},
+            {"parallel.sequence_parallel": False},
+        )
         yield Finding("MT277", "model.hidden_dropout", rule, fixes)
 
 
 @rule(
-    Code("MT323", "Only LLaVA learns from images.", example="model=llama_tiny data=image_text data.path=images"),
+    Code(
+        "MT323",
+        "Only LLaVA learns from images.",
+        example="model=llama_tiny data=image_text data.path=images",
+    ),
     Code("MT324", "LLaVA learns from images with texts.", example="model=llava_tiny data=stdlib"),
     reads="model.family data.kind",
 )
 def images_are_for_llava(run: RunConfig) -> Iterator[Finding]:
     """Images with texts are what LLaVA learns from, and no other family of those that ship."""
-    family, kind = run.model.family, run.data.kind
+    family = run.model.family
+    kind = run.data.kind
     if kind == "image_text" and family in ("gpt", "bert", "t5", "hybrid"):
         rule = f"a model of the family {family} reads no images"
         yield Finding("MT323", "data.kind", rule, hint="a model that does, as model=llava_tiny")
@@ -140,21 +187,37 @@ def a_sample_holds_an_image(run: RunConfig) -> Iterator[Finding]:
     if own is not None and run.data.length < own.image_tokens + 2:
         rule = f"{run.data.length} tokens hold no image of {own.image_tokens} patches with text"
         length = -(-(own.image_tokens + 64) // 64) * 64
-        yield Finding("MT325", "data.seq_length", rule, tuple({"data.seq_length": n} for n in (length, 2 * length)))
+        yield Finding(
+            "MT325",
+            "data.seq_length",
+            rule,
+            tuple({"data.seq_length": n} for n in (length, 2 * length)),
+        )
 
 
 @rule(
-    Code("MT326", example="model=llava_tiny data=image_text data.path=images data.tokenizer_vocab_size=5000"),
-    reads="model.family data.kind data.tokenizer data.tokenizer_vocab_size model.llava.image_token_id",
+    Code(
+        "MT326",
+        example="model=llava_tiny data=image_text data.path=images data.tokenizer_vocab_size=5000",
+    ),
+    reads=(
+        "model.family data.kind data.tokenizer data.tokenizer_vocab_size model.llava.image_token_id"
+    ),
 )
 def image_token_is_no_text(run: RunConfig) -> Iterator[Finding]:
     """No token of text has the id of the image token."""
-    own, d = _own(run), run.data
+    own = _own(run)
+    d = run.data
     if own is None or d.kind != "image_text" or d.tokenizer is not None:
         return
     if d.tokenizer_vocab_size > own.image_token_id:
-        rule = f"token ids up to {d.tokenizer_vocab_size - 1}, and {own.image_token_id} stands for images"
-        fixes: tuple[Change, ...] = ({"data.tokenizer_vocab_size": own.image_token_id},) * (own.image_token_id >= 300)
+        rule = (
+            f"token ids up to {d.tokenizer_vocab_size - 1}, and {own.image_token_id} stands for"
+            " images"
+        )
+        fixes: tuple[Change, ...] = ({"data.tokenizer_vocab_size": own.image_token_id},) * (
+            own.image_token_id >= 300
+        )
         yield Finding("MT326", "data.tokenizer_vocab_size", rule, fixes)
 
 

@@ -1,4 +1,6 @@
-"""Blends and what is done to samples: a weight for each corpus, a plan that can be followed, marks that are there."""
+"""Blends and what is done to samples: a weight for each corpus, a plan that can be followed, marks
+that are there.
+"""
 
 from __future__ import annotations
 
@@ -30,8 +32,11 @@ _PER_CORPUS = {
         "The shares of a blend are weights, sizes or a curriculum, and not several of them.",
         example="data=indexed data.blend=[a,b] data.blend_weights=[1,2] data.blend_sizes=[3,4]",
     ),
-    reads="data.kind data.blend data.blend_weights data.blend_sizes data.blend_curriculum data.blend_max_epochs "
-    "data.validation_blend data.validation_weights data.test_blend data.test_weights",
+    reads=(
+        "data.kind data.blend data.blend_weights data.blend_sizes data.blend_curriculum"
+        " data.blend_max_epochs data.validation_blend data.validation_weights data.test_blend"
+        " data.test_weights"
+    ),
 )
 def numbers_of_a_blend(run: RunConfig) -> Iterator[Finding]:
     """A blend has a number for each of its corpora, and one kind of shares."""
@@ -39,7 +44,8 @@ def numbers_of_a_blend(run: RunConfig) -> Iterator[Finding]:
     if d.kind != "indexed":
         return
     for key, names in _PER_CORPUS.items():
-        numbers, corpora = getattr(d, key), getattr(d, names)
+        numbers = getattr(d, key)
+        corpora = getattr(d, names)
         if numbers is not None and corpora is not None and len(numbers) != len(corpora):
             rule = f"{len(numbers)} numbers for the {len(corpora)} corpora of data.{names}"
             yield Finding("MT351", f"data.{key}", rule, ({f"data.{key}": None},))
@@ -48,7 +54,11 @@ def numbers_of_a_blend(run: RunConfig) -> Iterator[Finding]:
     if d.blend is not None and len(given) > 1:
         fixes: list[Change] = [{key: None for key in given if key != kept} for kept in given]
         yield Finding(
-            "MT353", given[0], f"{' and '.join(given)} all say what the shares are", tuple(fixes), unset=True
+            "MT353",
+            given[0],
+            f"{' and '.join(given)} all say what the shares are",
+            tuple(fixes),
+            unset=True,
         )
 
 
@@ -66,7 +76,9 @@ def numbers_of_a_blend(run: RunConfig) -> Iterator[Finding]:
     reads="data.kind data.blend data.blend_curriculum",
 )
 def curriculum_of_a_blend(run: RunConfig) -> Iterator[Finding]:
-    """A curriculum begins at sample 0, its sample numbers rise, and each of its weights can be followed."""
+    """A curriculum begins at sample 0, its sample numbers rise, and each of its weights can be
+    followed.
+    """
     d = run.data
     plan = d.blend_curriculum
     if d.kind != "indexed" or d.blend is None or plan is None:
@@ -77,16 +89,30 @@ def curriculum_of_a_blend(run: RunConfig) -> Iterator[Finding]:
             rule = f"{len(weights)} weights from sample {first} on, for {len(d.blend)} corpora"
             yield Finding("MT354", "data.blend_curriculum", rule, (none,))
             return
-        total, least = sum(weights), min((w for w in weights if w > 0), default=0.0)
+        total = sum(weights)
+        least = min((w for w in weights if w > 0), default=0.0)
         if not total:
             rule = f"all weights are zero from sample {first} on: no corpus is read"
             even = [[at, [1.0] * len(each) if not sum(each) else list(each)] for at, each in plan]
-            yield Finding("MT352", "data.blend_curriculum", rule, ({"data.blend_curriculum": even}, none))
+            yield Finding(
+                "MT352", "data.blend_curriculum", rule, ({"data.blend_curriculum": even}, none)
+            )
             return
         if is_lost(least, total):
-            rule = f"the smallest share from sample {first} on is {least / total:.2g} of all, and {LEAST_SHARE:g} is"
-            said = [[at, [0.0 if is_lost(w, sum(each) or 1.0) else w for w in each]] for at, each in plan]
-            yield Finding("MT354", "data.blend_curriculum", f"{rule} the least", ({"data.blend_curriculum": said},))
+            rule = (
+                f"the smallest share from sample {first} on is {least / total:.2g} of all, and"
+                f" {LEAST_SHARE:g} is"
+            )
+            said = [
+                [at, [0.0 if is_lost(w, sum(each) or 1.0) else w for w in each]]
+                for at, each in plan
+            ]
+            yield Finding(
+                "MT354",
+                "data.blend_curriculum",
+                f"{rule} the least",
+                ({"data.blend_curriculum": said},),
+            )
             return
     yield from _rises([first for first, _ in plan], plan)
 
@@ -96,7 +122,9 @@ def _rises(firsts: list[int], plan: Sequence[tuple[int, Sequence[float]]]) -> It
     if firsts[0] != 0:
         fixed = [[0, list(plan[0][1])], *[[first, list(weights)] for first, weights in plan[1:]]]
         rule = f"begins at sample {firsts[0]}, and the samples from 0 on have no weights"
-        yield Finding("MT354", "data.blend_curriculum", rule, ({"data.blend_curriculum": fixed}, none))
+        yield Finding(
+            "MT354", "data.blend_curriculum", rule, ({"data.blend_curriculum": fixed}, none)
+        )
     elif any(b <= a for a, b in pairwise(firsts)):
         rule = f"its sample numbers must rise: {', '.join(map(str, firsts[:8]))}"
         yield Finding("MT354", "data.blend_curriculum", rule, (none,))
@@ -117,7 +145,8 @@ def _rises(firsts: list[int], plan: Sequence[tuple[int, Sequence[float]]]) -> It
 )
 def marks_of_the_middle(run: RunConfig) -> Iterator[Finding]:
     """Fill in the middle has three marks of its own, and a model that predicts the next token."""
-    fim, vocab = run.data.fim, run.model.vocab_size
+    fim = run.data.fim
+    vocab = run.model.vocab_size
     off: Change = {"data.fim.rate": 0.0, "data.fim.ids": None, "data.fim.spm_rate": 0.5}
     if not fim.rate:
         return

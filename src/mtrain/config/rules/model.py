@@ -24,7 +24,8 @@ def heads_divide_hidden(run: RunConfig) -> Iterator[Finding]:
     if m.mla is None and m.kv_channels is None and m.hidden_size % m.num_attention_heads:
         width = m.hidden_size / m.num_attention_heads
         rule = (
-            f"hidden_size {m.hidden_size} / {m.num_attention_heads} heads = {width:.4g} is no whole width of a head"
+            f"hidden_size {m.hidden_size} / {m.num_attention_heads} heads = {width:.4g} is no whole"
+            " width of a head"
         )
         head = max(2, m.hidden_size // m.num_attention_heads // 2 * 2)
         near: tuple[Change, ...] = tuple(
@@ -40,10 +41,19 @@ def heads_divide_hidden(run: RunConfig) -> Iterator[Finding]:
 def groups_divide_heads(run: RunConfig) -> Iterator[Finding]:
     """Each key/value head serves the same number of query heads."""
     m = run.model
-    if m.mla is None and m.num_query_groups is not None and m.num_attention_heads % m.num_query_groups:
+    if (
+        m.mla is None
+        and m.num_query_groups is not None
+        and m.num_attention_heads % m.num_query_groups
+    ):
         legal = divisors(m.num_attention_heads)
-        rule = f"{m.num_query_groups} groups do not divide {m.num_attention_heads} heads; legal: {listed(legal)}"
-        fixes: tuple[Change, ...] = tuple({"model.num_query_groups": n} for n in nearest(m.num_query_groups, legal))
+        rule = (
+            f"{m.num_query_groups} groups do not divide {m.num_attention_heads} heads; legal:"
+            f" {listed(legal)}"
+        )
+        fixes: tuple[Change, ...] = tuple(
+            {"model.num_query_groups": n} for n in nearest(m.num_query_groups, legal)
+        )
         yield Finding("MT202", "model.num_query_groups", rule, fixes)
 
 
@@ -68,26 +78,35 @@ def rotary_width_is_even(run: RunConfig) -> Iterator[Finding]:
     all_of_it: Change = {"model.rotary_percent": 1.0}
     fixes = (all_of_it, {"model.rotary_percent": 0.5}, even, {**even, **all_of_it})
     blamed = key if m.mla is not None and m.rotary_percent == 1 else "model.rotary_percent"
-    rule = f"{width} channels of a head rotate, and they rotate in pairs: an even number, at least 2"
+    rule = (
+        f"{width} channels of a head rotate, and they rotate in pairs: an even number, at least 2"
+    )
     yield Finding(
-        "MT203", blamed, rule, fixes, also=("model.kv_channels", "model.hidden_size", "model.num_attention_heads")
+        "MT203",
+        blamed,
+        rule,
+        fixes,
+        also=("model.kv_channels", "model.hidden_size", "model.num_attention_heads"),
     )
 
 
 @rule(
     Code("MT204", example="data.seq_length=2048"),
     reads=(
-        "data.seq_length model.position_embedding_type model.max_position_embeddings model.rope_scaling.rope_type"
+        "data.seq_length model.position_embedding_type model.max_position_embeddings"
+        " model.rope_scaling.rope_type"
     ),
 )
 def sequence_fits_positions(run: RunConfig) -> Iterator[Finding]:
     """No sample is longer than the positions are made for, which dynamic ones are for any."""
-    m, seq = run.model, run.data.length
+    m = run.model
+    seq = run.data.length
     if m.position_embedding_type in ("none", "relative") or seq <= m.max_position_embeddings:
         return
     if m.rope_scaling is None or m.rope_scaling.rope_type != "dynamic":
         rule = (
-            f"samples of {seq} tokens, and positions for {m.max_position_embeddings} (model.max_position_embeddings)"
+            f"samples of {seq} tokens, and positions for {m.max_position_embeddings}"
+            " (model.max_position_embeddings)"
         )
         fixes: tuple[Change, ...] = (
             {"data.seq_length": m.max_position_embeddings},
@@ -102,17 +121,29 @@ def sequence_fits_positions(run: RunConfig) -> Iterator[Finding]:
         "MLA carries its positions in rope.",
         example="model=deepseek_tiny model.position_embedding_type=none",
     ),
-    Code("MT208", "MLA has no key/value heads to group.", example="model=deepseek_tiny model.num_query_groups=1"),
-    Code("MT209", "The widths of MLA are those of model.mla.", example="model=deepseek_tiny model.kv_channels=16"),
-    Code("MT210", "The projections of MLA have no biases.", example="model=deepseek_tiny model.add_qkv_bias=true"),
+    Code(
+        "MT208",
+        "MLA has no key/value heads to group.",
+        example="model=deepseek_tiny model.num_query_groups=1",
+    ),
+    Code(
+        "MT209",
+        "The widths of MLA are those of model.mla.",
+        example="model=deepseek_tiny model.kv_channels=16",
+    ),
+    Code(
+        "MT210",
+        "The projections of MLA have no biases.",
+        example="model=deepseek_tiny model.add_qkv_bias=true",
+    ),
     Code(
         "MT218",
         "MLA rotates the halves of a head, never neighbours.",
         example="model=deepseek_tiny model.rotary_interleaved=true",
     ),
     reads=(
-        "model.mla model.add_qkv_bias model.kv_channels model.num_attention_heads model.num_query_groups "
-        "model.position_embedding_type model.rotary_interleaved"
+        "model.mla model.add_qkv_bias model.kv_channels model.num_attention_heads"
+        " model.num_query_groups model.position_embedding_type model.rotary_interleaved"
     ),
 )
 def latent_attention(run: RunConfig) -> Iterator[Finding]:
@@ -122,7 +153,12 @@ def latent_attention(run: RunConfig) -> Iterator[Finding]:
         return
     if m.position_embedding_type != "rope":
         rule = f"MLA carries its positions in rope, not in {m.position_embedding_type}"
-        yield Finding("MT207", "model.position_embedding_type", rule, ({"model.position_embedding_type": "rope"},))
+        yield Finding(
+            "MT207",
+            "model.position_embedding_type",
+            rule,
+            ({"model.position_embedding_type": "rope"},),
+        )
     if m.num_query_groups not in (None, m.num_attention_heads):
         rule = "has no effect: MLA has no key/value heads to group"
         yield Finding("MT208", "model.num_query_groups", rule, ({"model.num_query_groups": None},))
@@ -134,7 +170,9 @@ def latent_attention(run: RunConfig) -> Iterator[Finding]:
         yield Finding("MT210", "model.add_qkv_bias", rule, ({"model.add_qkv_bias": False},))
     if m.rotary_interleaved:
         rule = "MLA rotates the halves of a head; megatron-core refuses to pair neighbours there"
-        yield Finding("MT218", "model.rotary_interleaved", rule, ({"model.rotary_interleaved": False},))
+        yield Finding(
+            "MT218", "model.rotary_interleaved", rule, ({"model.rotary_interleaved": False},)
+        )
 
 
 @rule(
@@ -150,7 +188,10 @@ def one_norm_of_queries_and_keys(run: RunConfig) -> Iterator[Finding]:
     if m.mla is not None:
         yield Finding("MT212", "model.qk_l2_norm", "is not defined for MLA", (off,))
     elif m.qk_layernorm:
-        rule = "queries and keys have one norm: model.qk_layernorm is true too, and would have no effect"
+        rule = (
+            "queries and keys have one norm: model.qk_layernorm is true too, and would have no"
+            " effect"
+        )
         yield Finding("MT212", "model.qk_l2_norm", rule, (off, {"model.qk_layernorm": False}))
 
 
@@ -164,7 +205,9 @@ def layers_without_rotation_divide(run: RunConfig) -> Iterator[Finding]:
     if m.no_rope_freq is not None and m.num_layers % m.no_rope_freq:
         legal = [n for n in divisors(m.num_layers) if n > 1]
         rule = f"{m.num_layers} layers are no multiple of {m.no_rope_freq}; legal: {listed(legal)}"
-        fixes: tuple[Change, ...] = tuple({"model.no_rope_freq": n} for n in nearest(m.no_rope_freq, legal))
+        fixes: tuple[Change, ...] = tuple(
+            {"model.no_rope_freq": n} for n in nearest(m.no_rope_freq, legal)
+        )
         yield Finding("MT213", "model.no_rope_freq", rule, (*fixes, {"model.no_rope_freq": None}))
 
 
@@ -177,20 +220,29 @@ def predictions_know_their_rotation(run: RunConfig) -> Iterator[Finding]:
     m = run.model
     if m.no_rope_freq is None or not m.mtp_num_layers:
         return
-    rule = f"says which of {m.num_layers} layers rotate, and not of the {m.mtp_num_layers} that predict further"
-    yield Finding("MT241", "model.no_rope_freq", rule, ({"model.no_rope_freq": None}, NO_PREDICTIONS))
+    rule = (
+        f"says which of {m.num_layers} layers rotate, and not of the {m.mtp_num_layers} that"
+        " predict further"
+    )
+    yield Finding(
+        "MT241", "model.no_rope_freq", rule, ({"model.no_rope_freq": None}, NO_PREDICTIONS)
+    )
 
 
 @rule(
     Code(
         "MT268",
-        example="model.num_layers=5 model.window_size=64 model.window_attn_skip_freq=2 model.mtp_num_layers=1",
+        example=(
+            "model.num_layers=5 model.window_size=64 model.window_attn_skip_freq=2"
+            " model.mtp_num_layers=1"
+        ),
     ),
     reads="model.window_attn_skip_freq model.mtp_num_layers model.num_layers",
 )
 def predictions_know_their_window(run: RunConfig) -> Iterator[Finding]:
-    """megatron-core counts layers of multi-token prediction behind the others, since 0.19 from 1: both ways they have
-    the same window."""
+    """megatron-core counts layers of multi-token prediction behind the others, since 0.19 from 1:
+    both ways they have the same window.
+    """
     m = run.model
     every = m.window_attn_skip_freq
     if every is None:
@@ -198,16 +250,23 @@ def predictions_know_their_window(run: RunConfig) -> Iterator[Finding]:
     for number in range(1, (m.mtp_num_layers or 0) + 1):
         if (number % every == 0) != ((m.num_layers + number) % every == 0):
             rule = (
-                f"layer {number} that predicts further is layer {m.num_layers + number} up to megatron-core 0.16.1 "
-                f"and layer {number} since 0.19: one of them has a window, the other none"
+                f"layer {number} that predicts further is layer {m.num_layers + number} up to"
+                f" megatron-core 0.16.1 and layer {number} since 0.19: one of them has a window,"
+                " the other none"
             )
             yield Finding(
-                "MT268", "model.window_attn_skip_freq", rule, ({"model.window_attn_skip_freq": None}, NO_PREDICTIONS)
+                "MT268",
+                "model.window_attn_skip_freq",
+                rule,
+                ({"model.window_attn_skip_freq": None}, NO_PREDICTIONS),
             )
             return
 
 
-@rule(Code("MT211", severity="warning", example="model.init_method_std=20"), reads="model.init_method_std")
+@rule(
+    Code("MT211", severity="warning", example="model.init_method_std=20"),
+    reads="model.init_method_std",
+)
 def initial_weights_are_small(run: RunConfig) -> Iterator[Finding]:
     """Large initial weights start with a loss far above that of a uniform guess."""
     std = run.model.init_method_std
@@ -219,8 +278,8 @@ def initial_weights_are_small(run: RunConfig) -> Iterator[Finding]:
 @rule(
     Code("MT217", example="precision=fp16 model.init_method_std=5"),
     reads=(
-        "precision.dtype model.activation model.ffn_hidden_size model.hidden_size model.init_method_std "
-        "model.num_layers"
+        "precision.dtype model.activation model.ffn_hidden_size model.hidden_size"
+        " model.init_method_std model.num_layers"
     ),
 )
 def half_precision_holds_the_start(run: RunConfig) -> Iterator[Finding]:
@@ -233,21 +292,31 @@ def half_precision_holds_the_start(run: RunConfig) -> Iterator[Finding]:
     largest = up ** (2 if m.gated or m.activation == "squared_relu" else 1) * down
     if largest > FP16_MAX / 8:
         rule = (
-            f"fp16 holds numbers up to {FP16_MAX}, and initial weights with a deviation of {m.init_method_std:g} "
-            f"make about {largest:.2g} of a 1 in an MLP"
+            f"fp16 holds numbers up to {FP16_MAX}, and initial weights with a deviation of"
+            f" {m.init_method_std:g} make about {largest:.2g} of a 1 in an MLP"
         )
         bf16: Change = {"precision.dtype": "bf16"}
-        yield Finding("MT217", "model.init_method_std", rule, ({"model.init_method_std": 0.02}, bf16))
+        yield Finding(
+            "MT217", "model.init_method_std", rule, ({"model.init_method_std": 0.02}, bf16)
+        )
 
 
-@rule(Code("MT219", severity="warning", example="model.layernorm_epsilon=0"), reads="model.layernorm_epsilon")
+@rule(
+    Code("MT219", severity="warning", example="model.layernorm_epsilon=0"),
+    reads="model.layernorm_epsilon",
+)
 def norms_divide_by_something(run: RunConfig) -> Iterator[Finding]:
     """Epsilon keeps a norm from dividing by nothing, and is small beside a variance of one."""
     eps = run.model.layernorm_epsilon
     if not 1e-12 <= eps <= 1e-2:
-        danger = "divides 0 by 0 where all channels are equal" if eps < 1e-12 else "shrinks what it should scale"
+        if eps < 1e-12:
+            danger = "divides 0 by 0 where all channels are equal"
+        else:
+            danger = "shrinks what it should scale"
         rule = f"a norm with epsilon {eps:g} {danger}: 1e-6 to 1e-5 is common, and 1e-12 in BERT"
-        yield Finding("MT219", "model.layernorm_epsilon", rule, ({"model.layernorm_epsilon": 1e-5},))
+        yield Finding(
+            "MT219", "model.layernorm_epsilon", rule, ({"model.layernorm_epsilon": 1e-5},)
+        )
 
 
 @rule(
@@ -258,18 +327,26 @@ def norms_divide_by_something(run: RunConfig) -> Iterator[Finding]:
     reads="model.mla.layernorm_epsilon model.layernorm_epsilon model.qk_layernorm kernels.norm",
 )
 def latent_norms_may_have_their_epsilon(run: RunConfig) -> Iterator[Finding]:
-    """The norms of MLA's low-rank projections may have an epsilon of their own, where there are such norms."""
+    """The norms of MLA's low-rank projections may have an epsilon of their own, where there are
+    such norms.
+    """
     m = run.model
     if m.mla is None or m.mla.layernorm_epsilon in (None, m.layernorm_epsilon):
         return
-    key, same = "model.mla.layernorm_epsilon", {"model.mla.layernorm_epsilon": None}
+    key = "model.mla.layernorm_epsilon"
+    same = {"model.mla.layernorm_epsilon": None}
     if not m.qk_layernorm:
         rule = (
-            "has no effect: model.qk_layernorm is false, so that there are no norms behind the low-rank projections"
+            "has no effect: model.qk_layernorm is false, so that there are no norms behind the"
+            " low-rank projections"
         )
         yield Finding("MT267", key, rule, ({"model.qk_layernorm": True}, same))
     elif run.kernels.norm == "te" and (why := te_norm_obstacle(run)):
-        fixes: tuple[Change, ...] = ({"kernels.norm": "triton"}, {"kernels.norm": "reference"}, same)
+        fixes: tuple[Change, ...] = (
+            {"kernels.norm": "triton"},
+            {"kernels.norm": "reference"},
+            same,
+        )
         yield Finding("MT267", key, f"kernels.norm is te, and {why}", fixes)
 
 

@@ -21,13 +21,23 @@ OPTIMIZERS_BY_WIDTH = ("adamw", "lion", "sgd")
     reads="model.mup model.mla model.linear_attention peft.kind",
 )
 def mup_knows_the_layers(run: RunConfig) -> Iterator[Finding]:
-    """muP is defined for softmax attention with heads of one width, and for all weights of a model."""
+    """muP is defined for softmax attention with heads of one width, and for all weights
+    of a model.
+    """
     m = run.model
     if m.mup is None:
         return
     for key, held, why in (
-        ("model.mla", m.mla, "the factor on MLA's logits follows from the widths of its heads' parts"),
-        ("model.linear_attention", m.linear_attention, "decays and gates of linear attention have no rule by width"),
+        (
+            "model.mla",
+            m.mla,
+            "the factor on MLA's logits follows from the widths of its heads' parts",
+        ),
+        (
+            "model.linear_attention",
+            m.linear_attention,
+            "decays and gates of linear attention have no rule by width",
+        ),
         ("peft.kind", run.peft.kind, "adapters are as wide as their rank, not as the model"),
     ):
         if held is not None:
@@ -42,7 +52,9 @@ def mup_knows_the_optimizer(run: RunConfig) -> Iterator[Finding]:
     """How a rate follows the width is known of adamw, lion and sgd."""
     if run.model.mup is not None and run.optim.name not in OPTIMIZERS_BY_WIDTH:
         rule = f"no rule of muP says how the rate of {run.optim.name} follows the width"
-        yield Finding("MT468", "optim.name", rule, ({"optim.name": "adamw"}, OFF), also=("model.mup",))
+        yield Finding(
+            "MT468", "optim.name", rule, ({"optim.name": "adamw"}, OFF), also=("model.mup",)
+        )
 
 
 RULES = (mup_knows_the_layers, mup_knows_the_optimizer)

@@ -21,7 +21,11 @@ _H100 = "cluster=h100 cluster.devices_per_node=1 parallel=single"
 
 
 @rule(
-    Code("MT174", "Activations are copied to the host on streams of CUDA.", example=f"{MODULES}=[core_attn]"),
+    Code(
+        "MT174",
+        "Activations are copied to the host on streams of CUDA.",
+        example=f"{MODULES}=[core_attn]",
+    ),
     Code(
         "MT175",
         "megatron-core copies activations of TransformerEngine's layers, and of its experts.",
@@ -33,17 +37,29 @@ def offload_has_a_device(run: RunConfig) -> Iterator[Finding]:
     """Activations go to host memory from CUDA devices, out of TransformerEngine's layers."""
     if not run.parallel.activation_offload.modules:
         return
-    device, linear = run.cluster.device, run.kernels.linear
+    device = run.cluster.device
+    linear = run.kernels.linear
     if not facts_of(device).cuda_kernels:
-        rule = f"activations are copied to the host on {with_cuda_kernels()}, and the device is {device}"
+        rule = (
+            f"activations are copied to the host on {with_cuda_kernels()}, and the device is"
+            f" {device}"
+        )
         yield Finding("MT174", MODULES, rule, (NONE,), unset=True, lacks="device")
     elif linear not in ("te", "auto", None):
-        rule = f"megatron-core copies activations of TransformerEngine's layers, and kernels.linear is {linear}"
+        rule = (
+            "megatron-core copies activations of TransformerEngine's layers, and kernels.linear is"
+            f" {linear}"
+        )
         yield Finding("MT175", MODULES, rule, ({"kernels.linear": "te"}, NONE))
     elif run.model.moe is not None and (word := run.kernels.experts or run.kernels.default) != "te":
-        chosen = [module for module in run.parallel.activation_offload.modules if module in OF_EXPERTS]
+        chosen = [
+            module for module in run.parallel.activation_offload.modules if module in OF_EXPERTS
+        ]
         if chosen:  # `auto` might take others
-            rule = f"experts of ours copy no {' and '.join(chosen)} to the host, and kernels.experts is {word}"
+            rule = (
+                f"experts of ours copy no {' and '.join(chosen)} to the host, and kernels.experts"
+                f" is {word}"
+            )
             yield Finding("MT175", MODULES, rule, ({"kernels.experts": "te"}, NONE))
 
 
@@ -54,29 +70,40 @@ def offload_has_a_device(run: RunConfig) -> Iterator[Finding]:
         example=f"{MODULES}=[attn_proj] {_H100}",
     ),
     reads=(
-        f"{MODULES} model.family model.builder model.moe parallel.recompute.granularity parallel.recompute.modules "
-        "parallel.hybrid_context_parallel trainer.cuda_graph_impl"
+        f"{MODULES} model.family model.builder model.moe parallel.recompute.granularity"
+        " parallel.recompute.modules parallel.hybrid_context_parallel trainer.cuda_graph_impl"
     ),
 )
 def offloaded_modules_are_kept(run: RunConfig) -> Iterator[Finding]:
     """Modules that are offloaded are there, keep their input, and nobody else keeps it."""
-    chosen, again, m = run.parallel.activation_offload.modules, run.parallel.recompute, run.model
+    chosen = run.parallel.activation_offload.modules
+    again = run.parallel.recompute
+    m = run.model
     if not chosen:
         return
     experts = tuple(word for word in chosen if word in OF_EXPERTS)
     rest = tuple(word for word in chosen if word not in OF_EXPERTS)
     if m.family != "gpt":
-        yield Finding("MT176", MODULES, f"layers of the family {m.family} copy no activations", (NONE,))
+        yield Finding(
+            "MT176", MODULES, f"layers of the family {m.family} copy no activations", (NONE,)
+        )
     elif m.builder != "gpt":
-        rule = "megatron-core 0.16.1 copies activations of a GPTModel's layers alone, and model.builder is hybrid"
-        yield Finding("MT176", MODULES, rule, ({"model.builder": "gpt"}, NONE), also=("model.builder",))
+        rule = (
+            "megatron-core 0.16.1 copies activations of a GPTModel's layers alone, and"
+            " model.builder is hybrid"
+        )
+        yield Finding(
+            "MT176", MODULES, rule, ({"model.builder": "gpt"}, NONE), also=("model.builder",)
+        )
     if "attn_proj" in chosen and "core_attn" not in chosen:
         rule = "the input of attn_proj is what core_attn gives, which keeps it for its own backward"
         both: Change = {MODULES: (*chosen, "core_attn")}
         yield Finding("MT176", MODULES, rule, (both, NONE))
     if experts and m.moe is None:
         change: Change = {MODULES: rest} if rest else NONE
-        yield Finding("MT176", MODULES, f"{', '.join(experts)}: the model has no experts", (change,))
+        yield Finding(
+            "MT176", MODULES, f"{', '.join(experts)}: the model has no experts", (change,)
+        )
     if again.granularity == "full":
         rule = "whole layers are computed again, and keep no activations of their modules"
         yield Finding("MT176", MODULES, rule, (NONE,), also=("parallel.recompute.granularity",))

@@ -41,13 +41,20 @@ def warmup_ends_before_decay(run: RunConfig) -> Iterator[Finding]:
 
 @rule(
     Code("MT423", "Only warmup-stable-decay has a final decay.", example="optim.wsd_decay_iters=5"),
-    Code("MT424", "Warmup-stable-decay needs to know how long its final decay is.", example="optim.schedule=wsd"),
+    Code(
+        "MT424",
+        "Warmup-stable-decay needs to know how long its final decay is.",
+        example="optim.schedule=wsd",
+    ),
     Code(
         "MT425",
         "The final decay fits between the warmup and the end.",
         example="optim.schedule=wsd optim.wsd_decay_iters=200",
     ),
-    reads="optim.decay_iters optim.schedule optim.warmup_iters optim.wsd_decay_iters trainer.train_iters",
+    reads=(
+        "optim.decay_iters optim.schedule optim.warmup_iters optim.wsd_decay_iters"
+        " trainer.train_iters"
+    ),
 )
 def wsd_has_its_decay(run: RunConfig) -> Iterator[Finding]:
     """Warmup-stable-decay needs to know how long the decay is; nothing else reads that."""
@@ -57,11 +64,18 @@ def wsd_has_its_decay(run: RunConfig) -> Iterator[Finding]:
     if o.schedule != "wsd":
         if o.wsd_decay_iters is not None:
             rule = f"has no effect: the schedule is {o.schedule}"
-            yield Finding("MT423", "optim.wsd_decay_iters", rule, ({"optim.wsd_decay_iters": None},))
+            yield Finding(
+                "MT423", "optim.wsd_decay_iters", rule, ({"optim.wsd_decay_iters": None},)
+            )
         return
     tenth: Change = {"optim.wsd_decay_iters": max(1, decay // 10)}
     if o.wsd_decay_iters is None:
-        yield Finding("MT424", "optim.wsd_decay_iters", "schedule wsd needs the steps of its final decay", (tenth,))
+        yield Finding(
+            "MT424",
+            "optim.wsd_decay_iters",
+            "schedule wsd needs the steps of its final decay",
+            (tenth,),
+        )
     elif o.wsd_decay_iters > decay - warmup > 0:
         between = f"between the end of the warmup at {warmup} and step {decay}"
         rule = f"{o.wsd_decay_iters} steps of final decay do not fit {between}"
@@ -74,7 +88,9 @@ def wsd_has_its_decay(run: RunConfig) -> Iterator[Finding]:
     reads="parallel.distributed_optimizer optim.name",
 )
 def optimizer_can_be_distributed(run: RunConfig) -> Iterator[Finding]:
-    """The distributed optimizer splits parameters anywhere, and not every update rule allows that."""
+    """The distributed optimizer splits parameters anywhere, and not every update rule
+    allows that.
+    """
     why = _why_not(run, "distributed_optimizer")
     if run.parallel.distributed_optimizer and why is not None:
         off: Change = {"parallel.distributed_optimizer": False}
@@ -97,7 +113,10 @@ def megatron_fsdp_shards_the_state(run: RunConfig) -> Iterator[Finding]:
         plain: Change = {"parallel.fsdp": "none", **none, "parallel.hsdp_replicas": 1}
         rule = f"megatron's FSDP does not shard the state of {run.optim.name}: {why}"
         yield Finding(
-            "MT165", "parallel.fsdp", rule, (another_optimizer(run.optim.name, "megatron_fsdp"), torch_fsdp, plain)
+            "MT165",
+            "parallel.fsdp",
+            rule,
+            (another_optimizer(run.optim.name, "megatron_fsdp"), torch_fsdp, plain),
         )
 
 
@@ -107,7 +126,8 @@ def megatron_fsdp_shards_the_state(run: RunConfig) -> Iterator[Finding]:
 )
 def optimizer_has_what_it_needs(run: RunConfig) -> Iterator[Finding]:
     """Some optimizers need whole matrices, and some the device."""
-    o, p = run.optim, run.parallel
+    o = run.optim
+    p = run.parallel
     why = _why_not(run, "fsdp2")
     if p.fsdp == "fsdp2" and why is not None:
         plain: Change = {"parallel.fsdp": "none", "parallel.hsdp_replicas": 1}
@@ -117,11 +137,18 @@ def optimizer_has_what_it_needs(run: RunConfig) -> Iterator[Finding]:
     if o.cpu_offload and why is not None:
         on_device: Change = {"optim.cpu_offload": 0.0}
         rule = f"{o.name} is not updated in host memory: {why}"
-        yield Finding("MT467", "optim.cpu_offload", rule, (on_device, another_optimizer(o.name, "cpu_offload")))
+        yield Finding(
+            "MT467",
+            "optim.cpu_offload",
+            rule,
+            (on_device, another_optimizer(o.name, "cpu_offload")),
+        )
 
 
 def _why_not(run: RunConfig, feature: Feature) -> str | None:
-    """Why the optimizer of a run cannot be combined with something, by its specification, or None."""
+    """Why the optimizer of a run cannot be combined with something, by its
+    specification, or None.
+    """
     return OPTIMIZERS[run.optim.name].cannot.get(feature)
 
 
@@ -136,7 +163,8 @@ def another_optimizer(name: str, feature: Feature) -> Change:
 @rule(Code("MT427", severity="warning", example="optim.lr=3"), reads="optim.name optim.lr")
 def rate_is_plausible(run: RunConfig) -> Iterator[Finding]:
     """A rate of whole numbers is usually one whose exponent was lost."""
-    o, usual = run.optim, OPTIMIZERS[run.optim.name].usual_lr
+    o = run.optim
+    usual = OPTIMIZERS[run.optim.name].usual_lr
     if usual is not None and o.rate > 10 * usual[1]:
         low, high = (f"{rate:.0e}".replace("e-0", "e-") for rate in usual)
         rule = f"a learning rate of {o.rate:g} is unusual for {o.name}: {low} to {high} is common"
@@ -170,7 +198,9 @@ STATE = " ".join(FULL)
     reads=f"kernels.optimizer optim.name {STATE} optim.cpu_offload parallel.fsdp",
 )
 def kernel_can_update(run: RunConfig) -> Iterator[Finding]:
-    """The implementation that is named updates this optimizer, with the state that it is to keep."""
+    """The implementation that is named updates this optimizer, with the state that it
+    is to keep.
+    """
     kernel = run.kernels.optimizer
     why = update_obstacle(kernel, run) if kernel not in (None, "auto") else None
     if why is None:
@@ -186,7 +216,10 @@ def kernel_can_update(run: RunConfig) -> Iterator[Finding]:
         )
     elif _low_precision(run):
         what = next(key for key, value in FULL.items() if _value(run, key) != value)
-        rule = f"{kernel} keeps 32 bits of each moment and main weight, and {what} is {_value(run, what)}"
+        rule = (
+            f"{kernel} keeps 32 bits of each moment and main weight, and {what} is"
+            f" {_value(run, what)}"
+        )
         yield Finding("MT462", "kernels.optimizer", rule, (auto, {**auto, **FULL}))
     else:
         yield Finding("MT462", "kernels.optimizer", why, (auto,))
@@ -211,45 +244,76 @@ def _low_precision(run: RunConfig) -> bool:
     Code(
         "MT465",
         "Remainders are what is left of fp32 main weights.",
-        example="precision=bf16 parallel.distributed_optimizer=true optim.main_params_dtype=bf16 "
-        "optim.store_param_remainders=true",
+        example=(
+            "precision=bf16 parallel.distributed_optimizer=true optim.main_params_dtype=bf16 "
+            "optim.store_param_remainders=true"
+        ),
     ),
     Code(
         "MT466",
         "Stages that share the embedding keep the same copy of it.",
-        example="precision=bf16 parallel=pp2 parallel.distributed_optimizer=true optim.main_params_dtype=bf16 "
-        "model.tie_word_embeddings=true",
+        example=(
+            "precision=bf16 parallel=pp2 parallel.distributed_optimizer=true"
+            " optim.main_params_dtype=bf16 model.tie_word_embeddings=true"
+        ),
     ),
     reads=(
-        f"{STATE} optim.name parallel.distributed_optimizer parallel.fsdp precision.dtype optim.cpu_offload "
-        "parallel.pp model.tie_word_embeddings"
+        f"{STATE} optim.name parallel.distributed_optimizer parallel.fsdp precision.dtype"
+        " optim.cpu_offload parallel.pp model.tie_word_embeddings"
     ),
 )
 def low_precision_has_its_place(run: RunConfig) -> Iterator[Finding]:
-    """Low-precision state is kept of plain tensors, and main weights where the distributed optimizer has them."""
-    o, p = run.optim, run.parallel
+    """Low-precision state is kept of plain tensors, and main weights where the distributed
+    optimizer has them.
+    """
+    o = run.optim
+    p = run.parallel
     if not _low_precision(run):
         return
     set_keys = [key for key, value in FULL.items() if _value(run, key) != value]
     back: Change = {key: FULL[key] for key in set_keys}
     if p.fsdp != "none" or o.cpu_offload:
-        what = f"parallel.fsdp={p.fsdp} shards" if p.fsdp != "none" else "optim.cpu_offload moves to host memory"
-        zero: Change = {"parallel.fsdp": "none", "parallel.fsdp_sharding": None, "parallel.hsdp_replicas": 1}
+        if p.fsdp != "none":
+            what = f"parallel.fsdp={p.fsdp} shards"
+        else:
+            what = "optim.cpu_offload moves to host memory"
+        zero: Change = {
+            "parallel.fsdp": "none",
+            "parallel.fsdp_sharding": None,
+            "parallel.hsdp_replicas": 1,
+        }
         zero = {**zero, "parallel.distributed_optimizer": True, "optim.cpu_offload": 0.0}
-        rule = f"low-precision state is of whole weights or of the distributed optimizer's shards, not of what {what}"
+        rule = (
+            "low-precision state is of whole weights or of the distributed optimizer's shards, not"
+            f" of what {what}"
+        )
         yield Finding("MT463", set_keys[0], rule, (zero, back))
     key = "optim.store_param_remainders" if o.store_param_remainders else "optim.main_params_dtype"
     needed: Change = {"precision.dtype": "bf16", "parallel.distributed_optimizer": True}
     missing = {k: v for k, v in needed.items() if _value(run, k) != v}
     if o.holds_main_weights and missing:
-        rule = f"is about the fp32 weights that the distributed optimizer keeps of bf16 ones; {_listed(run, missing)}"
+        rule = (
+            "is about the fp32 weights that the distributed optimizer keeps of bf16 ones;"
+            f" {_listed(run, missing)}"
+        )
         yield Finding("MT464", key, rule, (missing, {key: FULL[key]}, back))
     if o.store_param_remainders and o.main_params_dtype != "fp32":
-        rule = "there are no main weights (optim.main_params_dtype=bf16), so there is nothing left over of them"
+        rule = (
+            "there are no main weights (optim.main_params_dtype=bf16), so there is nothing left"
+            " over of them"
+        )
         off: Change = {"optim.store_param_remainders": False}
-        yield Finding("MT465", "optim.store_param_remainders", rule, (off, {"optim.main_params_dtype": "fp32"}))
+        yield Finding(
+            "MT465",
+            "optim.store_param_remainders",
+            rule,
+            (off, {"optim.main_params_dtype": "fp32"}),
+        )
     elif o.main_params_dtype != "fp32" and p.pp > 1 and run.model.tie_word_embeddings:
-        rule = f"the first and the last of {p.pp} stages would round their copies of the tied embedding differently"
+        rule = (
+            f"the first and the last of {p.pp} stages would round their copies of the tied"
+            " embedding differently"
+        )
         yield Finding(
             "MT466",
             "optim.main_params_dtype",

@@ -22,54 +22,90 @@ SPLIT = " ".join(EQUAL)
 
 def single() -> Change:
     """One rank: the change that removes every axis."""
-    ones: dict[str, object] = {f"parallel.{axis}": 1 for axis in ("tp", "pp", "vpp", "cp", "ep", "hsdp_replicas")}
+    ones: dict[str, object] = {
+        f"parallel.{axis}": 1 for axis in ("tp", "pp", "vpp", "cp", "ep", "hsdp_replicas")
+    }
     off = {"parallel.etp": None, "parallel.sequence_parallel": None, "parallel.ranks": None}
-    return {**ones, **off, **EQUAL, "parallel.cp_comm_type": None, "parallel.hierarchical_cp_sizes": None}
+    return {
+        **ones,
+        **off,
+        **EQUAL,
+        "parallel.cp_comm_type": None,
+        "parallel.hierarchical_cp_sizes": None,
+    }
 
 
 @rule(
     Code("MT106", "Every pipeline stage holds a layer.", example="parallel=pp8"),
-    Code("MT107", "Every pipeline stage holds as many layers, where nothing else is said.", example="parallel=pp3"),
     Code(
-        "MT108", "Every virtual stage holds as many layers, where nothing else is said.", example="parallel=pp2vpp3"
+        "MT107",
+        "Every pipeline stage holds as many layers, where nothing else is said.",
+        example="parallel=pp3",
+    ),
+    Code(
+        "MT108",
+        "Every virtual stage holds as many layers, where nothing else is said.",
+        example="parallel=pp2vpp3",
     ),
     reads=f"model.num_layers {SPLIT} parallel.pp parallel.vpp",
 )
 def stages_are_whole(run: RunConfig) -> Iterator[Finding]:
-    """Where nothing else is said, every pipeline stage and virtual stage holds the same number of layers."""
-    layers, p = run.model.num_layers, run.parallel
+    """Where nothing else is said, every pipeline stage and virtual stage holds the same number of
+    layers.
+    """
+    layers = run.model.num_layers
+    p = run.parallel
     if uneven(run):
         return
     blocks = p.pp * p.vpp
-    legal_pp = [d for d in divisors(layers, 2 * p.pp) if layers % (d * p.vpp) == 0 and (d > 1 or p.vpp == 1)]
+    legal_pp = [
+        d for d in divisors(layers, 2 * p.pp) if layers % (d * p.vpp) == 0 and (d > 1 or p.vpp == 1)
+    ]
     pp_fixes: list[Change] = []
     for pp in nearest(p.pp, [d for d in legal_pp if d != p.pp]):
         pp_fixes += [{"parallel.pp": pp}, {"parallel.pp": pp, "parallel.ranks": None}]
     if layers < p.pp:
-        rule = f"{layers} layer{'s' if layers > 1 else ''} on {p.pp} stages: at least one would be empty"
+        rule = (
+            f"{layers} layer{'s' if layers > 1 else ''} on {p.pp} stages: at least one would be"
+            " empty"
+        )
         fixes = (*pp_fixes, {"model.num_layers": blocks}, single())
         yield Finding("MT106", "parallel.pp", rule, fixes)
     elif layers % p.pp:
-        rule = f"{layers} layers do not divide over {p.pp} stages; pp that divide: {listed(divisors(layers))}"
+        rule = (
+            f"{layers} layers do not divide over {p.pp} stages; pp that divide:"
+            f" {listed(divisors(layers))}"
+        )
         grow: tuple[Change, ...] = tuple({"model.num_layers": n} for n in multiples(layers, blocks))
-        own: Change = {"parallel.layers_per_stage": _nearly_equal(layers, blocks)} if blocks <= MAX_STAGES else EQUAL
+        if blocks <= MAX_STAGES:
+            own: Change = {"parallel.layers_per_stage": _nearly_equal(layers, blocks)}
+        else:
+            own = EQUAL
         yield Finding("MT107", "parallel.pp", rule, (own, *pp_fixes, *grow, single()))
     elif p.vpp > 1 and p.pp > 1 and layers % blocks:
         per_stage = layers // p.pp
         legal = divisors(per_stage)
-        rule = f"{per_stage} layers of a stage do not divide into {p.vpp} virtual stages; legal: {listed(legal)}"
-        yield Finding("MT108", "parallel.vpp", rule, tuple({"parallel.vpp": v} for v in nearest(p.vpp, legal)))
+        rule = (
+            f"{per_stage} layers of a stage do not divide into {p.vpp} virtual stages; legal:"
+            f" {listed(legal)}"
+        )
+        yield Finding(
+            "MT108", "parallel.vpp", rule, tuple({"parallel.vpp": v} for v in nearest(p.vpp, legal))
+        )
 
 
 def _nearly_equal(layers: int, blocks: int) -> list[int]:
-    """Sizes that differ by one at most, the first and the last stage, which have the embedding and the loss, last."""
+    """Sizes that differ by one at most, the first and the last stage, which have the embedding and
+    the loss, last.
+    """
     size, rest = divmod(layers, blocks)
     larger = set([*range(1, blocks - 1), blocks - 1, 0][:rest])
     return [size + (i in larger) for i in range(blocks)]
 
 
 def _nearest(sizes: Sequence[int], layers: int) -> list[int] | None:
-    """The sizes nearest to some, of a layer at least and `layers` in all; None where they are far from that.
+    """The sizes nearest to some, of a layer at least and `layers` in all; None where they are far
+    from that.
 
     The largest of them give, the smallest get.
     """
@@ -90,7 +126,10 @@ def _written(sizes: Sequence[int], mtp: int) -> str:
 @rule(
     Code(
         "MT141",
-        example="parallel=pp2 parallel.layers_per_stage=[2,2] parallel.account_for_loss_in_pipeline_split=true",
+        example=(
+            "parallel=pp2 parallel.layers_per_stage=[2,2]"
+            " parallel.account_for_loss_in_pipeline_split=true"
+        ),
     ),
     reads=f"{SPLIT}",
 )
@@ -109,10 +148,17 @@ def one_way_to_say_it(run: RunConfig) -> Iterator[Finding]:
     Code(
         "MT142",
         "What the stages are written to hold does not fit the layout or the model.",
-        help="Write as many stages as pp * vpp, with all layers of the model, or leave the split to mtrain.",
+        help=(
+            "Write as many stages as pp * vpp, with all layers of the model, or leave the split to"
+            " mtrain."
+        ),
         example="parallel=pp2 parallel.layers_per_stage=[4]",
     ),
-    Code("MT143", "A written stage holds nothing.", example="parallel=pp4 parallel.pipeline_layout='Ett|tt||L'"),
+    Code(
+        "MT143",
+        "A written stage holds nothing.",
+        example="parallel=pp4 parallel.pipeline_layout='Ett|tt||L'",
+    ),
     reads=f"{SPLIT} model.num_layers parallel.pp parallel.vpp model.mtp_num_layers",
 )
 def stages_fit(run: RunConfig) -> Iterator[Finding]:
@@ -121,7 +167,8 @@ def stages_fit(run: RunConfig) -> Iterator[Finding]:
     if not uneven(run):
         return
     path = next(k for k, off in EQUAL.items() if getattr(p, k.rpartition(".")[2]) != off)
-    blocks, layers = p.pp * p.vpp, run.model.num_layers
+    blocks = p.pp * p.vpp
+    layers = run.model.num_layers
     fixes: list[Change] = [EQUAL]
     if layers >= blocks > 1 and blocks <= MAX_STAGES:
         sizes = p.layers_per_stage
@@ -129,7 +176,9 @@ def stages_fit(run: RunConfig) -> Iterator[Finding]:
         own = near or _nearly_equal(layers, blocks)
         fixes = [{**EQUAL, "parallel.layers_per_stage": own}, *fixes]
         if p.pipeline_layout is not None:
-            fixes = [{**EQUAL, "parallel.pipeline_layout": _written(own, run.model.mtp_num_layers or 0)}]
+            fixes = [
+                {**EQUAL, "parallel.pipeline_layout": _written(own, run.model.mtp_num_layers or 0)}
+            ]
     if p.layers_per_stage and len(p.layers_per_stage) <= min(layers, MAX_STAGES):
         degree, rest = divmod(len(p.layers_per_stage), p.vpp)
         near = _nearest(p.layers_per_stage, layers)
@@ -140,7 +189,9 @@ def stages_fit(run: RunConfig) -> Iterator[Finding]:
             fixes = [mended, {**mended, "parallel.ranks": None}, *fixes]
     if "account" in path:
         more = p.account_for_embedding_in_pipeline_split + p.account_for_loss_in_pipeline_split
-        fixes = [{"model.num_layers": n - more} for n in multiples(layers + more, blocks) if n > more] + fixes
+        fixes = [
+            {"model.num_layers": n - more} for n in multiples(layers + more, blocks) if n > more
+        ] + fixes
     fixes.append(single())
     try:
         found = stages(run)
@@ -149,7 +200,12 @@ def stages_fit(run: RunConfig) -> Iterator[Finding]:
         return
     bare = [i for i, stage in enumerate(found) if stage.empty]
     if bare:
-        yield Finding("MT143", path, f"stages {listed(bare)} (counted from 0) would hold nothing", tuple(fixes))
+        yield Finding(
+            "MT143",
+            path,
+            f"stages {listed(bare)} (counted from 0) would hold nothing",
+            tuple(fixes),
+        )
 
 
 @rule(Code("MT109", example="parallel=single parallel.vpp=2"), reads="parallel.vpp parallel.pp")
@@ -158,21 +214,33 @@ def vpp_needs_pp(run: RunConfig) -> Iterator[Finding]:
     p = run.parallel
     if p.vpp > 1 and p.pp == 1:
         rule = f"{p.vpp} virtual stages need a pipeline: pp is 1"
-        fixes: tuple[Change, ...] = ({"parallel.vpp": 1}, {"parallel.pp": 2}, {**EQUAL, "parallel.vpp": 1})
+        fixes: tuple[Change, ...] = (
+            {"parallel.vpp": 1},
+            {"parallel.pp": 2},
+            {**EQUAL, "parallel.vpp": 1},
+        )
         yield Finding("MT109", "parallel.vpp", rule, fixes)
 
 
 @rule(
-    Code("MT144", example="parallel=pp2 model.mtp_num_layers=1 model.position_embedding_type=learned_absolute"),
+    Code(
+        "MT144",
+        example=(
+            "parallel=pp2 model.mtp_num_layers=1 model.position_embedding_type=learned_absolute"
+        ),
+    ),
     reads="model.mtp_num_layers parallel.pp model.position_embedding_type",
 )
 def predictions_share_positions(run: RunConfig) -> Iterator[Finding]:
-    """megatron-core sums the gradient of word embeddings over stages, not that of position embeddings."""
-    m, p = run.model, run.parallel
+    """megatron-core sums the gradient of word embeddings over stages, not that of position
+    embeddings.
+    """
+    m = run.model
+    p = run.parallel
     if m.mtp_num_layers and p.pp > 1 and m.position_embedding_type == "learned_absolute":
         rule = (
-            "multi-token prediction looks positions up in a stage of its own, and the gradient of a learned table is "
-            f"not summed over the pp {p.pp} stages"
+            "multi-token prediction looks positions up in a stage of its own, and the gradient of"
+            f" a learned table is not summed over the pp {p.pp} stages"
         )
         rope: Change = {"model.position_embedding_type": "rope"}
         none: Change = {"model.mtp_num_layers": None, "model.mtp_loss_scaling_factor": None}

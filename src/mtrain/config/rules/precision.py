@@ -19,25 +19,38 @@ NAMED = Code(
 
 
 @rule(
-    Code("MT402", example="precision=fp16 precision.min_loss_scale=4096 precision.initial_loss_scale=1024"),
+    Code(
+        "MT402",
+        example="precision=fp16 precision.min_loss_scale=4096 precision.initial_loss_scale=1024",
+    ),
     reads="precision.dtype precision.initial_loss_scale precision.min_loss_scale",
 )
 def loss_scale_range(run: RunConfig) -> Iterator[Finding]:
     """The dynamic loss scale starts at or above its floor."""
     p = run.precision
     if p.dtype == "fp16" and p.min_loss_scale > p.initial_loss_scale:
-        rule = f"the smallest loss scale {p.min_loss_scale:g} is above the first one {p.initial_loss_scale:g}"
+        rule = (
+            f"the smallest loss scale {p.min_loss_scale:g} is above the first one"
+            f" {p.initial_loss_scale:g}"
+        )
         fixes: tuple[Change, ...] = ({"precision.min_loss_scale": min(1.0, p.initial_loss_scale)},)
         yield Finding("MT402", "precision.min_loss_scale", rule, fixes)
 
 
 def kernel_runs_on_the_device(key: str) -> Rule:
-    """The rule that an implementation which is named for an operation can run; only `auto` may choose."""
+    """The rule that an implementation which is named for an operation can run; only `auto` may
+    choose.
+    """
 
     @rule(NAMED, reads=f"kernels.{key} kernels.default cluster.device")
     def named_kernel_runs(run: RunConfig) -> Iterator[Finding]:
-        device, named = facts_of(run.cluster.device), getattr(run.kernels, key)
-        if named != "te" or device.cuda_kernels or (key != "default" and run.kernels.default == "te"):
+        device = facts_of(run.cluster.device)
+        named = getattr(run.kernels, key)
+        if (
+            named != "te"
+            or device.cuda_kernels
+            or (key != "default" and run.kernels.default == "te")
+        ):
             return
         fixes: tuple[Change, ...] = ({f"kernels.{key}": "auto"}, {f"kernels.{key}": "reference"})
         rule = f"TransformerEngine runs on {with_cuda_kernels()}, and the device is {device.name}"
@@ -47,18 +60,27 @@ def kernel_runs_on_the_device(key: str) -> Rule:
 
 
 @rule(
-    Code("MT409", example="model.attn_logit_softcapping=50 kernels.attention=te cluster=h100x8 parallel=single"),
+    Code(
+        "MT409",
+        example=(
+            "model.attn_logit_softcapping=50 kernels.attention=te cluster=h100x8 parallel=single"
+        ),
+    ),
     reads=(
-        "kernels.attention model.attn_logit_softcapping model.position_embedding_type model.attention_dropout "
-        "model.mla model.kv_channels model.hidden_size model.num_attention_heads model.mla.qk_head_dim "
-        "model.mla.qk_pos_emb_head_dim model.mla.v_head_dim model.dsa"
+        "kernels.attention model.attn_logit_softcapping model.position_embedding_type"
+        " model.attention_dropout model.mla model.kv_channels model.hidden_size"
+        " model.num_attention_heads model.mla.qk_head_dim model.mla.qk_pos_emb_head_dim"
+        " model.mla.v_head_dim model.dsa"
     ),
 )
 def attention_knows_the_cap(run: RunConfig) -> Iterator[Finding]:
     """Attention that is named has what the model asks of it."""
     why = lacks("attention", run.kernels.attention or "", run)
     if why is not None:
-        fixes: tuple[Change, ...] = ({"kernels.attention": "torch"}, {"kernels.attention": "reference"})
+        fixes: tuple[Change, ...] = (
+            {"kernels.attention": "torch"},
+            {"kernels.attention": "reference"},
+        )
         yield Finding("MT409", "kernels.attention", why, fixes)
 
 
@@ -71,16 +93,21 @@ def attention_knows_the_cap(run: RunConfig) -> Iterator[Finding]:
     Code(
         "MT406",
         "Sums in fp32 need the distributed optimizer, one bucket at a time, without replicas.",
-        example="precision=bf16 precision.grad_reduce_in_fp32=false "
-        "parallel.ddp_reduce_scatter_with_fp32_accumulation=true",
+        example=(
+            "precision=bf16 precision.grad_reduce_in_fp32=false "
+            "parallel.ddp_reduce_scatter_with_fp32_accumulation=true"
+        ),
     ),
     reads=(
-        "parallel.ddp_reduce_scatter_with_fp32_accumulation parallel.distributed_optimizer precision.dtype "
-        "precision.grad_reduce_in_fp32 parallel.overlap_grad_reduce parallel.hsdp_replicas"
+        "parallel.ddp_reduce_scatter_with_fp32_accumulation parallel.distributed_optimizer"
+        " precision.dtype precision.grad_reduce_in_fp32 parallel.overlap_grad_reduce"
+        " parallel.hsdp_replicas"
     ),
 )
 def accumulation_in_fp32(run: RunConfig) -> Iterator[Finding]:
-    """Sums in fp32 of gradients that travel in less: for the distributed optimizer, one bucket at a time."""
+    """Sums in fp32 of gradients that travel in less: for the distributed optimizer, one bucket at a
+    time.
+    """
     p = run.parallel
     if not p.ddp_reduce_scatter_with_fp32_accumulation:
         return
@@ -107,7 +134,10 @@ def accumulation_in_fp32(run: RunConfig) -> Iterator[Finding]:
         help="Leave kernels.experts to auto, or make sizes and format such as the sentence says.",
         example="model=mixtral_tiny kernels.experts=torch",
     ),
-    reads="kernels.experts precision.dtype model.hidden_size model.moe.ffn_hidden_size parallel.etp parallel.tp",
+    reads=(
+        "kernels.experts precision.dtype model.hidden_size model.moe.ffn_hidden_size parallel.etp"
+        " parallel.tp"
+    ),
 )
 def grouped_products_fit(run: RunConfig) -> Iterator[Finding]:
     """torch's grouped product takes bf16, and rows of a multiple of 16 bytes."""

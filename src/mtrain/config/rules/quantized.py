@@ -23,9 +23,13 @@ GENERATIONS: dict[str, tuple[int, int]] = {
     "nvfp4": (100, 999),
 }
 MULTIPLES = {"mxfp8": 32}
-"""Recipe -> what every width must be a multiple of; 16 for the others, whose last block may be partly empty."""
+"""Recipe -> what every width must be a multiple of; 16 for the others, whose last block may be
+partly empty.
+"""
 PLAIN = "precision=bf16"
-_FORMAT = tuple(f"precision.{name}" for name in PrecisionConfig.model_fields if name.startswith(LOW_PRECISION))
+_FORMAT = tuple(
+    f"precision.{name}" for name in PrecisionConfig.model_fields if name.startswith(LOW_PRECISION)
+)
 FORMATS = " ".join(_FORMAT)
 """Keys of a quantized format."""
 
@@ -33,14 +37,22 @@ FORMATS = " ".join(_FORMAT)
 def without_low_precision(run: RunConfig) -> Change:
     """Every key of a quantized format at its default."""
     defaults = {key: PrecisionConfig.model_fields[key.partition(".")[2]].default for key in _FORMAT}
-    return {k: off for k, off in defaults.items() if getattr(run.precision, k.partition(".")[2]) != off}
+    return {
+        k: off for k, off in defaults.items() if getattr(run.precision, k.partition(".")[2]) != off
+    }
 
 
 def _tensorwise(run: RunConfig) -> Change:
-    """8 bits with the recipe that runs everywhere and remembers nothing, without the keys of others."""
+    """8 bits with the recipe that runs everywhere and remembers nothing, without the keys of
+    others.
+    """
     kept = ("precision.num_layers_at_start_in_bf16", "precision.num_layers_at_end_in_bf16")
     rest = {key: value for key, value in without_low_precision(run).items() if key not in kept}
-    return {**rest, "precision.fp8": run.precision.fp8 or "hybrid", "precision.fp8_recipe": "tensorwise"}
+    return {
+        **rest,
+        "precision.fp8": run.precision.fp8 or "hybrid",
+        "precision.fp8_recipe": "tensorwise",
+    }
 
 
 def _key(run: RunConfig) -> str:
@@ -51,7 +63,10 @@ def _key(run: RunConfig) -> str:
     Code(
         "MT440",
         "Linear layers multiply in 8 bits or in 4, not in both.",
-        example="precision.dtype=bf16 precision.fp8=hybrid cluster=h100x8 parallel=single precision.fp4=e2m1",
+        example=(
+            "precision.dtype=bf16 precision.fp8=hybrid cluster=h100x8 parallel=single"
+            " precision.fp4=e2m1"
+        ),
     ),
     Code(
         "MT441",
@@ -66,43 +81,75 @@ def one_low_precision_format(run: RunConfig) -> Iterator[Finding]:
     if p.fp8 is not None and p.fp4 is not None:
         rule = f"linear layers multiply in 8 bits or in 4: fp8 is {p.fp8} and fp4 is {p.fp4}"
         four: Change = {"precision.fp8": None, "precision.fp8_recipe": None}
-        yield Finding("MT440", "precision.fp4", rule, ({"precision.fp4": None, "precision.fp4_recipe": None}, four))
+        yield Finding(
+            "MT440",
+            "precision.fp4",
+            rule,
+            ({"precision.fp4": None, "precision.fp4_recipe": None}, four),
+        )
     if p.quantized is not None and p.dtype != "bf16":
-        rule = f"the {p.quantized} recipe is one of models in bf16, and precision.dtype is {p.dtype}"
-        yield Finding("MT441", "precision.dtype", rule, ({"precision.dtype": "bf16"}, without_low_precision(run)))
+        rule = (
+            f"the {p.quantized} recipe is one of models in bf16, and precision.dtype is {p.dtype}"
+        )
+        yield Finding(
+            "MT441",
+            "precision.dtype",
+            rule,
+            ({"precision.dtype": "bf16"}, without_low_precision(run)),
+        )
 
 
 @rule(
     Code("MT442", example="precision=fp8_delayed"),
-    reads=f"kernels.linear {FORMATS} model.moe kernels.experts cluster.device kernels.default kernels.attention",
+    reads=(
+        f"kernels.linear {FORMATS} model.moe kernels.experts cluster.device kernels.default"
+        " kernels.attention"
+    ),
 )
 def low_precision_needs_transformer_engine(run: RunConfig) -> Iterator[Finding]:
-    """Layers that do not read the recipe would go on in bf16 without a word: ours know two of them, and all of a
-    model's linear layers and experts are ours, or TransformerEngine's.
+    """Layers that do not read the recipe would go on in bf16 without a word: ours know two of them,
+    and all of a model's linear layers and experts are ours, or TransformerEngine's.
     """
-    p, k = run.precision, run.kernels
+    p = run.precision
+    k = run.kernels
     layers = ("linear", "experts") if run.model.moe is not None else ("linear",)
     used = (*layers, "attention") if p.fp8_dot_product_attention else layers
-    words = {name: getattr(k, name) or ("reference" if k.default == "reference" else "auto") for name in used}
+    words = {
+        name: getattr(k, name) or ("reference" if k.default == "reference" else "auto")
+        for name in used
+    }
     known = p.quantized in OURS
     if known and not {words[name] for name in layers} & {"te", "torch"}:
         words |= dict.fromkeys(layers, "te")  # or ours
-    others = [f"kernels.{name} is {word}" for name, word in words.items() if word not in ("te", "auto")]
+    others = [
+        f"kernels.{name} is {word}" for name, word in words.items() if word not in ("te", "auto")
+    ]
     if p.quantized is None or not others:
         return
-    device, what = facts_of(run.cluster.device), "8" if p.fp8 is not None else "4"
+    device = facts_of(run.cluster.device)
+    what = "8" if p.fp8 is not None else "4"
     where = f"on {with_cuda_kernels()}; the device is {device.name}, {', '.join(others)}"
     rule = f"products in {what} bits are TransformerEngine's, {where}"
     te: Change = {f"kernels.{name}": "te" for name in used}
-    ours: Change = {f"kernels.{name}": "reference" if device.on_host else "triton" for name in layers}
+    ours: Change = {
+        f"kernels.{name}": "reference" if device.on_host else "triton" for name in layers
+    }
     fixes = (*((ours,) if known and used == layers else ()), te, without_low_precision(run))
-    yield Finding("MT442", _key(run), rule, fixes, hint=PLAIN, lacks="" if device.cuda_kernels else "device")
+    yield Finding(
+        "MT442", _key(run), rule, fixes, hint=PLAIN, lacks="" if device.cuda_kernels else "device"
+    )
 
 
-@rule(Code("MT443", example="precision=nvfp4 cluster=h100x8"), reads=f"cluster.sm {FORMATS} cluster.device")
+@rule(
+    Code("MT443", example="precision=nvfp4 cluster=h100x8"),
+    reads=f"cluster.sm {FORMATS} cluster.device",
+)
 def generation_has_the_recipe(run: RunConfig) -> Iterator[Finding]:
-    """Tensor cores learnt 8 bits with sm_89, blocks of them with sm_90 and sm_100, 4 bits with sm_100."""
-    recipe, sm = run.precision.quantized, run.cluster.sm
+    """Tensor cores learnt 8 bits with sm_89, blocks of them with sm_90 and sm_100, 4 bits with
+    sm_100.
+    """
+    recipe = run.precision.quantized
+    sm = run.cluster.sm
     if recipe is None or sm is None or not facts_of(run.cluster.device).cuda_kernels:
         return
     first, end = GENERATIONS[recipe]
@@ -111,19 +158,33 @@ def generation_has_the_recipe(run: RunConfig) -> Iterator[Finding]:
     until = f" and below sm_{end}" if end < 999 else ""
     rule = f"the {recipe} recipe needs sm_{first} or newer{until}, and the devices are sm_{sm}"
     yield Finding(
-        "MT443", _key(run), rule, (_tensorwise(run), without_low_precision(run)), hint=PLAIN, also=("cluster.sm",)
+        "MT443",
+        _key(run),
+        rule,
+        (_tensorwise(run), without_low_precision(run)),
+        hint=PLAIN,
+        also=("cluster.sm",),
     )
 
 
 def _widths(run: RunConfig) -> Iterator[tuple[str, str, int, int]]:
-    """Key, words, width and over how many ranks it is sharded, of every matrix multiplied in low precision."""
-    m, p = run.model, run.parallel
+    """Key, words, width and over how many ranks it is sharded, of every matrix multiplied in low
+    precision.
+    """
+    m = run.model
+    p = run.parallel
     yield "model.hidden_size", "the hidden size", m.hidden_size, 1
     if m.hybrid is not None and MAMBA in m.hybrid.pattern:
         h = m.hybrid
-        width, states = h.num_heads * h.head_dim, h.num_groups * h.state_dim
+        width = h.num_heads * h.head_dim
+        states = h.num_groups * h.state_dim
         yield "model.hybrid.num_heads", "all channels of a mixer", width, p.tp
-        yield "model.hybrid.num_heads", "the first layer of a mixer", 2 * (width + states) + h.num_heads, p.tp
+        yield (
+            "model.hybrid.num_heads",
+            "the first layer of a mixer",
+            2 * (width + states) + h.num_heads,
+            p.tp,
+        )
     if m.moe is None or m.moe.first_dense_layers:
         yield "model.ffn_hidden_size", "the MLP", m.ffn_hidden_size, p.tp
     if m.moe is not None:
@@ -141,7 +202,12 @@ def _widths(run: RunConfig) -> Iterator[tuple[str, str, int, int]]:
         heads = m.num_attention_heads
         queries = heads * (m.mla.qk_head_dim + m.mla.qk_pos_emb_head_dim)
         yield "model.mla.qk_head_dim", "all queries", queries, p.tp
-        yield "model.mla.qk_head_dim", "all keys and values", heads * (m.mla.qk_head_dim + m.mla.v_head_dim), p.tp
+        yield (
+            "model.mla.qk_head_dim",
+            "all keys and values",
+            heads * (m.mla.qk_head_dim + m.mla.v_head_dim),
+            p.tp,
+        )
         yield "model.mla.v_head_dim", "all values", heads * m.mla.v_head_dim, p.tp
         positions = m.mla.kv_lora_rank + m.mla.qk_pos_emb_head_dim
         yield "model.mla.qk_pos_emb_head_dim", "latent keys, values and positions", positions, 1
@@ -161,33 +227,47 @@ def _widths(run: RunConfig) -> Iterator[tuple[str, str, int, int]]:
         example="precision=fp8_tensorwise cluster=h100x8 data.seq_length=255",
     ),
     reads=(
-        f"{FORMATS} data.seq_length model.hidden_size model.num_attention_heads parallel.cp "
-        "parallel.sequence_parallel parallel.tp trainer.micro_batch_size model.ffn_hidden_size "
-        "model.mla.kv_lora_rank model.mla.q_lora_rank model.mla.qk_head_dim model.mla.qk_pos_emb_head_dim "
-        "model.mla.v_head_dim model.kv_channels model.num_query_groups model.moe.ffn_hidden_size "
-        "model.moe.first_dense_layers model.moe.shared_expert_intermediate_size parallel.etp "
-        "model.hybrid.pattern model.hybrid.num_heads model.hybrid.head_dim model.hybrid.num_groups "
-        "model.hybrid.state_dim"
+        f"{FORMATS} data.seq_length model.hidden_size model.num_attention_heads parallel.cp"
+        " parallel.sequence_parallel parallel.tp trainer.micro_batch_size model.ffn_hidden_size"
+        " model.mla.kv_lora_rank model.mla.q_lora_rank model.mla.qk_head_dim"
+        " model.mla.qk_pos_emb_head_dim model.mla.v_head_dim model.kv_channels"
+        " model.num_query_groups model.moe.ffn_hidden_size model.moe.first_dense_layers"
+        " model.moe.shared_expert_intermediate_size parallel.etp model.hybrid.pattern"
+        " model.hybrid.num_heads model.hybrid.head_dim model.hybrid.num_groups"
+        " model.hybrid.state_dim"
     ),
 )
 def widths_fill_the_tensor_cores(run: RunConfig) -> Iterator[Finding]:
-    """Every width that a rank multiplies, and its tokens, are multiples of what the recipe takes."""
-    recipe, p = run.precision.quantized, run.parallel
+    """Every width that a rank multiplies, and its tokens, are multiples of what the
+    recipe takes.
+    """
+    recipe = run.precision.quantized
+    p = run.parallel
     if recipe is None:
         return
     step = MULTIPLES.get(recipe, 16)
     for key, words, width, ranks in _widths(run):
         if width % (ranks * step):
-            rule = f"{words}, {width} wide over {ranks} rank(s): {recipe} takes multiples of {step} on each"
+            rule = (
+                f"{words}, {width} wide over {ranks} rank(s): {recipe} takes multiples of {step} on"
+                " each"
+            )
             fixes: tuple[Change, ...] = (without_low_precision(run),)
-            if key in ("model.hidden_size", "model.ffn_hidden_size") or key.startswith("model.moe."):
+            if key in ("model.hidden_size", "model.ffn_hidden_size") or key.startswith(
+                "model.moe."
+            ):
                 fixes = (*({key: n} for n in multiples(width, ranks * step)), *fixes)
             yield Finding("MT444", key, rule, fixes, hint=PLAIN, also=("parallel.tp",))
     cut = p.cp * (p.tp if p.sequence_parallel else 1)
     tokens = run.data.length * run.trainer.micro
     if tokens % (cut * step):
-        rule = f"micro-batches of {tokens} tokens over {cut} rank(s): {recipe} takes multiples of {step} on each"
-        more: tuple[Change, ...] = tuple({"data.seq_length": n} for n in multiples(run.data.length, cut * step))
+        rule = (
+            f"micro-batches of {tokens} tokens over {cut} rank(s): {recipe} takes multiples of"
+            f" {step} on each"
+        )
+        more: tuple[Change, ...] = tuple(
+            {"data.seq_length": n} for n in multiples(run.data.length, cut * step)
+        )
         yield Finding(
             "MT445",
             "data.seq_length",
@@ -201,25 +281,42 @@ def widths_fill_the_tensor_cores(run: RunConfig) -> Iterator[Finding]:
 @rule(
     Code(
         "MT446",
-        example="precision=fp8_tensorwise cluster=h100x8 parallel=pp2 precision.num_layers_at_start_in_bf16=3",
+        example=(
+            "precision=fp8_tensorwise cluster=h100x8 parallel=pp2"
+            " precision.num_layers_at_start_in_bf16=3"
+        ),
     ),
     reads=(
-        "model.num_layers parallel.pp precision.fp8 precision.num_layers_at_end_in_bf16 "
-        "precision.num_layers_at_start_in_bf16 precision.fp4 precision.fp8_recipe precision.fp4_recipe"
+        "model.num_layers parallel.pp precision.fp8 precision.num_layers_at_end_in_bf16"
+        " precision.num_layers_at_start_in_bf16 precision.fp4 precision.fp8_recipe"
+        " precision.fp4_recipe"
     ),
 )
 def layers_in_bf16(run: RunConfig) -> Iterator[Finding]:
-    """First and last layers that stay in bf16 lie on the first and the last stage, and leave some others."""
-    p, layers, pp = run.precision, run.model.num_layers, run.parallel.pp
-    start, end = p.num_layers_at_start_in_bf16, p.num_layers_at_end_in_bf16
+    """First and last layers that stay in bf16 lie on the first and the last stage, and leave some
+    others.
+    """
+    p = run.precision
+    layers = run.model.num_layers
+    pp = run.parallel.pp
+    start = p.num_layers_at_start_in_bf16
+    end = p.num_layers_at_end_in_bf16
     if p.quantized is None or not (start or end):
         return
-    none: Change = {"precision.num_layers_at_start_in_bf16": 0, "precision.num_layers_at_end_in_bf16": 0}
+    none: Change = {
+        "precision.num_layers_at_start_in_bf16": 0,
+        "precision.num_layers_at_end_in_bf16": 0,
+    }
     if start + end >= layers:
-        rule = f"{start} first and {end} last layers in bf16 of {layers} leave none for {p.quantized}"
+        rule = (
+            f"{start} first and {end} last layers in bf16 of {layers} leave none for {p.quantized}"
+        )
         yield Finding("MT446", "precision.num_layers_at_start_in_bf16", rule, (none,))
     elif max(start, end) > layers // pp:
-        rule = f"{start} first and {end} last layers in bf16, and a stage of pp {pp} has {layers // pp}"
+        rule = (
+            f"{start} first and {end} last layers in bf16, and a stage of pp {pp} has"
+            f" {layers // pp}"
+        )
         few: Change = {
             "precision.num_layers_at_start_in_bf16": min(start, layers // pp),
             "precision.num_layers_at_end_in_bf16": min(end, layers // pp),
@@ -231,8 +328,10 @@ def layers_in_bf16(run: RunConfig) -> Iterator[Finding]:
     Code(
         "MT447",
         "No part is computed again under the scales of a later step.",
-        example="precision=fp8_delayed cluster=h100x8 parallel.recompute.granularity=selective "
-        "parallel.recompute.modules=[layernorm]",
+        example=(
+            "precision=fp8_delayed cluster=h100x8 parallel.recompute.granularity=selective "
+            "parallel.recompute.modules=[layernorm]"
+        ),
     ),
     Code(
         "MT448",
@@ -241,14 +340,16 @@ def layers_in_bf16(run: RunConfig) -> Iterator[Finding]:
         example="precision=fp8_delayed cluster=h100x8",
     ),
     reads=(
-        f"{FORMATS} checkpoint.save_interval checkpoint.save_minutes parallel.recompute.granularity "
-        "parallel.recompute.modules "
-        "checkpoint.save_final"
+        f"{FORMATS} checkpoint.save_interval checkpoint.save_minutes parallel.recompute.granularity"
+        " parallel.recompute.modules checkpoint.save_final"
     ),
 )
 def delayed_scales(run: RunConfig) -> Iterator[Finding]:
-    """Scales of past steps are no weights: parts are not computed twice with them, and no checkpoint has them."""
-    p, r = run.precision, run.parallel.recompute
+    """Scales of past steps are no weights: parts are not computed twice with them, and no
+    checkpoint has them.
+    """
+    p = run.precision
+    r = run.parallel.recompute
     if p.fp8 is None or p.quantized != "delayed":
         return
     other = _tensorwise(run)
@@ -256,11 +357,17 @@ def delayed_scales(run: RunConfig) -> Iterator[Finding]:
     if r.granularity == "selective" and twice:
         rest = [name for name in r.modules or () if name not in twice]
         rule = f"{' and '.join(twice)} cannot be computed again under the scales of a later step"
-        change: Change = {"parallel.recompute.modules": rest} if rest else {"parallel.recompute.granularity": "none"}
+        if rest:
+            change: Change = {"parallel.recompute.modules": rest}
+        else:
+            change = {"parallel.recompute.granularity": "none"}
         drop = change if rest else {**change, "parallel.recompute.modules": None}
         yield Finding("MT447", "parallel.recompute.modules", rule, (drop, other))
     if run.checkpoint.saves:
-        rule = "the largest values of past steps are in no checkpoint: after a resume they are collected anew"
+        rule = (
+            "the largest values of past steps are in no checkpoint: after a resume they are"
+            " collected anew"
+        )
         yield Finding("MT448", "precision.fp8_recipe", rule, (other,))
 
 

@@ -24,22 +24,30 @@ _STANDS_FOR = {
     "experts": "model.moe.num_experts",
     "MLA": "model.mla.kv_lora_rank",
 }
-"""Word of a text -> the key that it speaks of, where the rule has looked at that key or at its section."""
+"""Word of a text -> the key that it speaks of, where the rule has looked at that key or at its
+section.
+"""
 DISTINCT = 100
 """A number from here on in a text is that of the key which has it."""
 
 
-def related(finding: Finding, run: RunConfig, reads: AbstractSet[str], origins: Mapping[str, str]) -> list[str]:
+def related(
+    finding: Finding, run: RunConfig, reads: AbstractSet[str], origins: Mapping[str, str]
+) -> list[str]:
     """The keys beside that of a finding that it is about, in the order of the schema.
 
-    Those are what the finding names itself and, of the keys that the rule had read, each that its text speaks of and
-    each that a fix changes alone.
+    Those are what the finding names itself and, of the keys that the rule had read, each that its
+    text speaks of and each that a fix changes alone.
     """
     words = {word.rstrip(".") for word in _WORD.findall(finding.rule)}
     meant = {key for word, key in _STANDS_FOR.items() if word in words}
-    looked_at = reads | {key for key in meant if f"{key.rpartition('.')[0]}." in reads and key.startswith("model.")}
+    looked_at = reads | {
+        key for key in meant if f"{key.rpartition('.')[0]}." in reads and key.startswith("model.")
+    }
     changed = {key for change in finding.fixes if len(change) == 1 for key in change}
-    values = {key: value_at(run, key) for key in {*looked_at, *finding.also} if not key.endswith(".")}
+    values = {
+        key: value_at(run, key) for key in {*looked_at, *finding.also} if not key.endswith(".")
+    }
     found = {
         key
         for key, value in values.items()
@@ -52,7 +60,9 @@ def related(finding: Finding, run: RunConfig, reads: AbstractSet[str], origins: 
 
 
 def _spoken_of(key: str, value: Any, words: AbstractSet[str], text: str, *, is_set: bool) -> bool:
-    """Whether a text has the name of a key or its value: a word that is set, a number with a part of the name."""
+    """Whether a text has the name of a key or its value: a word that is set, a number with a part
+    of the name.
+    """
     name = key.rpartition(".")[2]
     if value is None:
         return False

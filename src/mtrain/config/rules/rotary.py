@@ -30,20 +30,32 @@ def rotary_keys_need_rope(run: RunConfig) -> Iterator[Finding]:
     """Frequency scaling changes rotary positions and no others."""
     m = run.model
     factor = "model.rope_scaling_factor"
-    for key, path, value in ((factor, factor, m.rope_scaling_factor), (SCALING, KIND, m.rope_scaling)):
+    for key, path, value in (
+        (factor, factor, m.rope_scaling_factor),
+        (SCALING, KIND, m.rope_scaling),
+    ):
         if value is None:
             continue
         off: Change = {key: None}
         if m.position_embedding_type != "rope":
-            rule = f"scales rotary positions, and position_embedding_type is {m.position_embedding_type}"
+            rule = (
+                "scales rotary positions, and position_embedding_type is"
+                f" {m.position_embedding_type}"
+            )
             yield Finding("MT205", path, rule, (off, {"model.position_embedding_type": "rope"}))
         elif m.mla is not None:
-            rule = "has no effect: MLA makes its own rotary positions, scaled by model.mla.rope_type=yarn"
+            rule = (
+                "has no effect: MLA makes its own rotary positions, scaled by"
+                " model.mla.rope_type=yarn"
+            )
             yield Finding("MT206", path, rule, (off,))
 
 
 @rule(
-    Code("MT260", example="model.rope_scaling={rope_type:yarn,factor:4.0} model.rope_scaling_factor=8"),
+    Code(
+        "MT260",
+        example="model.rope_scaling={rope_type:yarn,factor:4.0} model.rope_scaling_factor=8",
+    ),
     reads="model.rope_scaling model.rope_scaling_factor model.rotary_seq_len_interpolation_factor",
 )
 def positions_are_scaled_once(run: RunConfig) -> Iterator[Finding]:
@@ -53,36 +65,53 @@ def positions_are_scaled_once(run: RunConfig) -> Iterator[Finding]:
         return
     for key in ("rope_scaling_factor", "rotary_seq_len_interpolation_factor"):
         if getattr(m, key) is not None:
-            rule = f"is {m.rope_scaling.rope_type}, and model.{key} would scale rotary positions once more"
+            rule = (
+                f"is {m.rope_scaling.rope_type}, and model.{key} would scale rotary positions once"
+                " more"
+            )
             yield Finding("MT260", KIND, rule, ({f"model.{key}": None}, OFF))
 
 
 @rule(
     Code("MT261", example="model.rope_scaling={rope_type:llama3,factor:8.0,low_freq_factor:4.0}"),
-    reads="model.rope_scaling.rope_type model.rope_scaling.low_freq_factor model.rope_scaling.high_freq_factor",
+    reads=(
+        "model.rope_scaling.rope_type model.rope_scaling.low_freq_factor"
+        " model.rope_scaling.high_freq_factor"
+    ),
 )
 def slow_frequencies_are_below_fast_ones(run: RunConfig) -> Iterator[Finding]:
-    """llama3 mixes the frequencies between the slow and the fast ones, so there is something in between."""
+    """llama3 mixes the frequencies between the slow and the fast ones, so there is something in
+    between.
+    """
     scaling = run.model.rope_scaling
     if scaling is None or scaling.rope_type != "llama3":
         return
-    low, high = scaling.low_freq_factor or 1.0, scaling.high_freq_factor or 4.0
+    low = scaling.low_freq_factor or 1.0
+    high = scaling.high_freq_factor or 4.0
     if low >= high:
-        rule = f"slow frequencies have up to {low:g} turns, and fast ones from {high:g} on: high_freq_factor is above"
+        rule = (
+            f"slow frequencies have up to {low:g} turns, and fast ones from {high:g} on:"
+            " high_freq_factor is above"
+        )
         usual: Change = {f"{SCALING}.low_freq_factor": None, f"{SCALING}.high_freq_factor": None}
         above: Change = {f"{SCALING}.high_freq_factor": 4 * low}
         yield Finding("MT261", f"{SCALING}.low_freq_factor", rule, (above, usual))
 
 
 @rule(
-    Code("MT262", example="model.rope_scaling={rope_type:longrope,factor:4.0,short_factor:[1.0,1.0]}"),
+    Code(
+        "MT262", example="model.rope_scaling={rope_type:longrope,factor:4.0,short_factor:[1.0,1.0]}"
+    ),
     reads=(
-        "model.rope_scaling.rope_type model.rope_scaling.short_factor model.rope_scaling.long_factor "
-        "model.rotary_percent model.kv_channels model.hidden_size model.num_attention_heads model.mla"
+        "model.rope_scaling.rope_type model.rope_scaling.short_factor"
+        " model.rope_scaling.long_factor model.rotary_percent model.kv_channels model.hidden_size"
+        " model.num_attention_heads model.mla"
     ),
 )
 def each_frequency_has_its_factors(run: RunConfig) -> Iterator[Finding]:
-    """longrope has a factor for each pair of channels that rotates, in short sequences and in long ones."""
+    """longrope has a factor for each pair of channels that rotates, in short sequences and in long
+    ones.
+    """
     m = run.model
     if m.rope_scaling is None or m.rope_scaling.rope_type != "longrope" or m.mla is not None:
         return
@@ -91,7 +120,12 @@ def each_frequency_has_its_factors(run: RunConfig) -> Iterator[Finding]:
         found = len(getattr(m.rope_scaling, key) or ())
         if found != pairs:
             rule = f"{found} factors, and {pairs} pairs of channels of a head rotate: one for each"
-            also = ("model.rotary_percent", "model.kv_channels", "model.hidden_size", "model.num_attention_heads")
+            also = (
+                "model.rotary_percent",
+                "model.kv_channels",
+                "model.hidden_size",
+                "model.num_attention_heads",
+            )
             yield Finding("MT262", f"{SCALING}.{key}", rule, (OFF,), also=also)
 
 
@@ -105,16 +139,29 @@ def each_frequency_has_its_factors(run: RunConfig) -> Iterator[Finding]:
 def a_growing_base_needs_two_frequencies(run: RunConfig) -> Iterator[Finding]:
     """dynamic leaves the fastest frequency as it is and changes the others."""
     m = run.model
-    if m.rope_scaling is None or m.rope_scaling.rope_type != "dynamic" or m.mla is not None or m.rotary_dim >= 4:
+    if (
+        m.rope_scaling is None
+        or m.rope_scaling.rope_type != "dynamic"
+        or m.mla is not None
+        or m.rotary_dim >= 4
+    ):
         return
     rule = f"{m.rotary_dim} channels of a head rotate; dynamic scaling takes 4 or more"
-    also = ("model.rotary_percent", "model.kv_channels", "model.hidden_size", "model.num_attention_heads")
+    also = (
+        "model.rotary_percent",
+        "model.kv_channels",
+        "model.hidden_size",
+        "model.num_attention_heads",
+    )
     yield Finding("MT263", KIND, rule, (OFF,), also=also)
 
 
 @rule(
     Code("MT264", example="model.rope_scaling={rope_type:yarn,factor:4.0,mscale:1.0}"),
-    reads="model.rope_scaling.mscale model.rope_scaling.mscale_all_dim model.rope_scaling.attention_factor",
+    reads=(
+        "model.rope_scaling.mscale model.rope_scaling.mscale_all_dim"
+        " model.rope_scaling.attention_factor"
+    ),
 )
 def a_temperature_is_said_once(run: RunConfig) -> Iterator[Finding]:
     """mscale and mscale_all_dim make the attention factor together, where it is not said itself."""
@@ -125,7 +172,9 @@ def a_temperature_is_said_once(run: RunConfig) -> Iterator[Finding]:
     if scaling.attention_factor is not None:
         rule = f"has no effect beside attention_factor {scaling.attention_factor:g}"
         key = "mscale" if scaling.mscale is not None else "mscale_all_dim"
-        yield Finding("MT264", f"{SCALING}.{key}", rule, (neither, {f"{SCALING}.attention_factor": None}))
+        yield Finding(
+            "MT264", f"{SCALING}.{key}", rule, (neither, {f"{SCALING}.attention_factor": None})
+        )
         return
     for key, other in (("mscale", "mscale_all_dim"), ("mscale_all_dim", "mscale")):
         if getattr(scaling, other) is None:
@@ -135,7 +184,10 @@ def a_temperature_is_said_once(run: RunConfig) -> Iterator[Finding]:
 @rule(
     Code(
         "MT265",
-        example="model.rope_scaling={rope_type:dynamic,factor:4.0} data.seq_length=2048 data.packed=true",
+        example=(
+            "model.rope_scaling={rope_type:dynamic,factor:4.0} data.seq_length=2048"
+            " data.packed=true"
+        ),
     ),
     reads=(
         "model.rope_scaling.rope_type data.packed data.seq_length model.max_position_embeddings "
@@ -143,17 +195,26 @@ def a_temperature_is_said_once(run: RunConfig) -> Iterator[Finding]:
     ),
 )
 def frequencies_follow_one_length(run: RunConfig) -> Iterator[Finding]:
-    """Frequencies that follow from the length of a sequence are not defined for documents of many lengths."""
-    m, seq = run.model, run.data.length
-    if m.rope_scaling is None or not run.data.packed or m.rope_scaling.rope_type not in ("dynamic", "longrope"):
+    """Frequencies that follow from the length of a sequence are not defined for documents of many
+    lengths.
+    """
+    m = run.model
+    seq = run.data.length
+    if (
+        m.rope_scaling is None
+        or not run.data.packed
+        or m.rope_scaling.rope_type not in ("dynamic", "longrope")
+    ):
         return
-    key, before = "model.max_position_embeddings", m.max_position_embeddings
+    key = "model.max_position_embeddings"
+    before = m.max_position_embeddings
     if m.rope_scaling.rope_type == "longrope" and m.rope_scaling.original_max_position_embeddings:
-        key, before = f"{SCALING}.original_max_position_embeddings", m.rope_scaling.original_max_position_embeddings
+        key = f"{SCALING}.original_max_position_embeddings"
+        before = m.rope_scaling.original_max_position_embeddings
     if seq > before:
         rule = (
-            f"{m.rope_scaling.rope_type} frequencies change where a sequence has more than {before} tokens ({key}), "
-            f"and packed documents have up to {seq}, each another number"
+            f"{m.rope_scaling.rope_type} frequencies change where a sequence has more than {before}"
+            f" tokens ({key}), and packed documents have up to {seq}, each another number"
         )
         fixes: tuple[Change, ...] = ({"data.packed": False}, {"data.seq_length": before}, OFF)
         yield Finding("MT265", "data.packed", rule, fixes)
@@ -167,7 +228,10 @@ def layers_with_a_window_are_not_scaled(run: RunConfig) -> Iterator[Finding]:
     """Of two bases, only linear scaling is known to leave that of layers with a window as it is."""
     m = run.model
     if m.rope_scaling is not None and m.rotary_base_local is not None:
-        rule = f"is {m.rope_scaling.rope_type}, and layers with a window have model.rotary_base_local, not scaled"
+        rule = (
+            f"is {m.rope_scaling.rope_type}, and layers with a window have model.rotary_base_local,"
+            " not scaled"
+        )
         yield Finding("MT266", KIND, rule, (OFF, {"model.rotary_base_local": None}))
 
 

@@ -57,11 +57,15 @@ def router_scores(run: RunConfig) -> Iterator[Finding]:
     moe = run.model.moe
     if moe is None:
         return
-    softmax = moe.router_score_function == "softmax" and moe.router_load_balancing_type != "sinkhorn"
+    softmax = (
+        moe.router_score_function == "softmax" and moe.router_load_balancing_type != "sinkhorn"
+    )
     if moe.router_topk == 1 and softmax and not moe.router_pre_softmax:
         rule = "a softmax over the one chosen expert is always 1 and has no gradient"
         pre: Change = {"model.moe.router_pre_softmax": True}
-        yield Finding("MT222", "model.moe.router_pre_softmax", rule, (pre, {"model.moe.router_topk": 2}))
+        yield Finding(
+            "MT222", "model.moe.router_pre_softmax", rule, (pre, {"model.moe.router_topk": 2})
+        )
     if moe.router_enable_expert_bias and moe.router_score_function != "sigmoid":
         rule = f"the balancing bias works on sigmoid scores, not on {moe.router_score_function}"
         sigmoid: Change = {"model.moe.router_score_function": "sigmoid"}
@@ -69,7 +73,9 @@ def router_scores(run: RunConfig) -> Iterator[Finding]:
         yield Finding("MT223", "model.moe.router_enable_expert_bias", rule, (sigmoid, off))
     if moe.router_load_balancing_type == "sinkhorn" and moe.aux_loss_coeff:
         rule = f"sinkhorn balances without a loss, and aux_loss_coeff is {moe.aux_loss_coeff}"
-        yield Finding("MT224", "model.moe.aux_loss_coeff", rule, ({"model.moe.aux_loss_coeff": 0.0},))
+        yield Finding(
+            "MT224", "model.moe.aux_loss_coeff", rule, ({"model.moe.aux_loss_coeff": 0.0},)
+        )
 
 
 @rule(
@@ -93,14 +99,21 @@ def router_scores(run: RunConfig) -> Iterator[Finding]:
         "The chosen groups hold as many experts as a token visits, and each is visited.",
         example=f"{_GROUPED} model.moe.router_num_groups=8 model.moe.router_group_topk=2",
     ),
-    reads="model.moe.router_group_topk model.moe.router_num_groups model.moe.router_topk model.moe.num_experts",
+    reads=(
+        "model.moe.router_group_topk model.moe.router_num_groups model.moe.router_topk"
+        " model.moe.num_experts"
+    ),
 )
 def group_limited_routing(run: RunConfig) -> Iterator[Finding]:
-    """Group-limited routing (DeepSeek-V3): experts in equal groups, and enough of them in the chosen groups."""
+    """Group-limited routing (DeepSeek-V3): experts in equal groups, and enough of them in the
+    chosen groups.
+    """
     moe = run.model.moe
     if moe is None:
         return
-    groups, chosen, topk = moe.router_num_groups, moe.router_group_topk, moe.router_topk
+    groups = moe.router_num_groups
+    chosen = moe.router_group_topk
+    topk = moe.router_topk
     off: Change = {"model.moe.router_num_groups": None, "model.moe.router_group_topk": None}
     if (groups is None) != (chosen is None):
         rule = "router_num_groups and router_group_topk go together: both or neither"
@@ -115,10 +128,18 @@ def group_limited_routing(run: RunConfig) -> Iterator[Finding]:
         yield Finding("MT226", "model.moe.router_num_groups", rule, (*fixes, off))
     if chosen > groups:
         rule = f"a token cannot choose {chosen} of {groups} groups"
-        yield Finding("MT227", "model.moe.router_group_topk", rule, ({"model.moe.router_group_topk": groups}, off))
+        yield Finding(
+            "MT227",
+            "model.moe.router_group_topk",
+            rule,
+            ({"model.moe.router_group_topk": groups}, off),
+        )
     elif not chosen <= topk <= chosen * (moe.num_experts // groups):
         size = moe.num_experts // groups
-        rule = f"{chosen} groups of {size} hold {chosen} to {chosen * size} choices, and router_topk is {topk}"
+        rule = (
+            f"{chosen} groups of {size} hold {chosen} to {chosen * size} choices, and router_topk"
+            f" is {topk}"
+        )
         legal = [c for c in range(1, groups + 1) if c <= topk <= c * size]
         fixes = tuple({"model.moe.router_group_topk": c} for c in nearest(chosen, legal))
         yield Finding("MT228", "model.moe.router_group_topk", rule, (*fixes, off))
@@ -132,31 +153,49 @@ PUBLISHED_GROUP_SCORES = {"deepseek_v2": 1, "deepseek_v3": 2}
     Code(
         "MT242",
         "A group of experts is worth no more scores than it has experts.",
-        example=f"{_GROUPED} model.moe.router_num_groups=4 model.moe.router_group_topk=2 "
-        "model.moe.router_group_score_topk=3",
+        example=(
+            f"{_GROUPED} model.moe.router_num_groups=4 model.moe.router_group_topk=2 "
+            "model.moe.router_group_score_topk=3"
+        ),
     ),
     Code(
         "MT243",
         "A published model's groups are worth the scores of its report.",
-        example=f"{_GROUPED} model.moe.router_num_groups=4 model.moe.router_group_topk=2 model.name=deepseek_v2",
+        example=(
+            f"{_GROUPED} model.moe.router_num_groups=4 model.moe.router_group_topk=2"
+            " model.name=deepseek_v2"
+        ),
     ),
-    reads="model.moe.router_num_groups model.moe.num_experts model.moe.router_group_score_topk model.name",
+    reads=(
+        "model.moe.router_num_groups model.moe.num_experts model.moe.router_group_score_topk"
+        " model.name"
+    ),
 )
 def group_scores(run: RunConfig) -> Iterator[Finding]:
-    """A group of experts has as many scores as it is worth, and a published model the ones of its report."""
-    moe, key = run.model.moe, "model.moe.router_group_score_topk"
+    """A group of experts has as many scores as it is worth, and a published model the ones of its
+    report.
+    """
+    moe = run.model.moe
+    key = "model.moe.router_group_score_topk"
     if moe is None or moe.router_num_groups is None or moe.num_experts % moe.router_num_groups:
         return
-    size, best = moe.num_experts // moe.router_num_groups, moe.group_score_topk or 1
+    size = moe.num_experts // moe.router_num_groups
+    best = moe.group_score_topk or 1
     if best > size:
         rule = f"a group has {size} experts, and its score is the sum of {best}"
-        yield Finding("MT242", key, rule, ({key: size}, {key: None}), also=("model.moe.router_num_groups",))
+        yield Finding(
+            "MT242", key, rule, ({key: size}, {key: None}), also=("model.moe.router_num_groups",)
+        )
     for name, published in PUBLISHED_GROUP_SCORES.items():
         if run.model.name.startswith(name) and best != published:
-            rule = f"a group of {name} is worth the sum of its {published} best scores, and here of {best}"
             rule = (
-                f"a group of {name} is worth its best score, and here the sum of {best}" if published == 1 else rule
+                f"a group of {name} is worth the sum of its {published} best scores, and here of"
+                f" {best}"
             )
+            if published == 1:
+                rule = f"a group of {name} is worth its best score, and here the sum of {best}"
+            else:
+                rule = rule
             yield Finding("MT243", key, rule, ({key: published}, {"model.name": "custom"}))
 
 
@@ -164,7 +203,10 @@ def group_scores(run: RunConfig) -> Iterator[Finding]:
     Code(
         "MT230",
         "Capacity works with a dispatcher that drops tokens, and not with sinkhorn.",
-        example="model=mixtral_tiny model.moe.expert_capacity_factor=1.0 model.moe.token_dispatcher_type=allgather",
+        example=(
+            "model=mixtral_tiny model.moe.expert_capacity_factor=1.0"
+            " model.moe.token_dispatcher_type=allgather"
+        ),
     ),
     Code(
         "MT231",
@@ -179,7 +221,8 @@ def group_scores(run: RunConfig) -> Iterator[Finding]:
 )
 def capacity(run: RunConfig) -> Iterator[Finding]:
     """Experts of limited capacity: which balancing allows it, and what it makes of a layout."""
-    moe, p = run.model.moe, run.parallel
+    moe = run.model.moe
+    p = run.parallel
     if moe is None or moe.expert_capacity_factor is None:
         return
     dropless: Change = {
@@ -196,8 +239,8 @@ def capacity(run: RunConfig) -> Iterator[Finding]:
         yield Finding("MT230", "model.moe.expert_capacity_factor", rule, (dropless, ALLTOALL))
     if p.sequence_parallel or p.cp > 1:
         rule = (
-            f"capacity is counted over the tokens of one rank: with tp {p.tp} * cp {p.cp} other tokens are dropped "
-            "than on one rank"
+            f"capacity is counted over the tokens of one rank: with tp {p.tp} * cp {p.cp} other"
+            " tokens are dropped than on one rank"
         )
         yield Finding("MT231", "model.moe.expert_capacity_factor", rule, (dropless,))
 
@@ -206,8 +249,10 @@ def capacity(run: RunConfig) -> Iterator[Finding]:
     Code(
         "MT232",
         "Sinkhorn chooses by itself, without groups and bias.",
-        example="model=mixtral_tiny model.moe.router_load_balancing_type=sinkhorn "
-        "model.moe.router_enable_expert_bias=true",
+        example=(
+            "model=mixtral_tiny model.moe.router_load_balancing_type=sinkhorn "
+            "model.moe.router_enable_expert_bias=true"
+        ),
     ),
     Code(
         "MT233",
@@ -222,12 +267,16 @@ def capacity(run: RunConfig) -> Iterator[Finding]:
 )
 def sinkhorn_sees_one_rank(run: RunConfig) -> Iterator[Finding]:
     """Sinkhorn normalises over the tokens that a rank has."""
-    moe, p = run.model.moe, run.parallel
+    moe = run.model.moe
+    p = run.parallel
     if moe is None or moe.router_load_balancing_type != "sinkhorn":
         return
     aux: Change = {"model.moe.router_load_balancing_type": "aux_loss"}
     if moe.router_num_groups is not None or moe.router_enable_expert_bias:
-        rule = "sinkhorn chooses by itself: group-limited routing and the balancing bias have no effect"
+        rule = (
+            "sinkhorn chooses by itself: group-limited routing and the balancing bias have no"
+            " effect"
+        )
         off: Change = {
             "model.moe.router_num_groups": None,
             "model.moe.router_group_topk": None,
@@ -242,12 +291,19 @@ def sinkhorn_sees_one_rank(run: RunConfig) -> Iterator[Finding]:
             also=("model.moe.router_num_groups", "model.moe.router_enable_expert_bias"),
         )
     if p.sequence_parallel or p.cp > 1:
-        rule = f"balances the tokens of one rank: with tp {p.tp} * cp {p.cp} it chooses otherwise than on one rank"
+        rule = (
+            f"balances the tokens of one rank: with tp {p.tp} * cp {p.cp} it chooses otherwise than"
+            " on one rank"
+        )
         yield Finding("MT233", "model.moe.router_load_balancing_type", rule, (aux,))
 
 
 @rule(
-    Code("MT239", severity="warning", example="model=mixtral_tiny model.moe.router_force_load_balancing=true"),
+    Code(
+        "MT239",
+        severity="warning",
+        example="model=mixtral_tiny model.moe.router_force_load_balancing=true",
+    ),
     reads="model.moe.router_force_load_balancing",
 )
 def benchmarks_only(run: RunConfig) -> Iterator[Finding]:
@@ -262,15 +318,22 @@ def benchmarks_only(run: RunConfig) -> Iterator[Finding]:
 @rule(
     Code(
         "MT238",
-        example="model=mixtral_tiny precision=fp8_tensorwise cluster=h100x8 "
-        "model.moe.token_dispatcher_type=allgather model.moe.router_padding_for_quantization=true",
+        example=(
+            "model=mixtral_tiny precision=fp8_tensorwise cluster=h100x8"
+            " model.moe.token_dispatcher_type=allgather"
+            " model.moe.router_padding_for_quantization=true"
+        ),
     ),
     reads="model.moe.router_padding_for_quantization model.moe.token_dispatcher_type",
 )
 def padding_router(run: RunConfig) -> Iterator[Finding]:
     """The allgather dispatcher has no place for a router's padding."""
     moe = run.model.moe
-    if moe is not None and moe.router_padding_for_quantization and moe.token_dispatcher_type == "allgather":
+    if (
+        moe is not None
+        and moe.router_padding_for_quantization
+        and moe.token_dispatcher_type == "allgather"
+    ):
         off: Change = {"model.moe.router_padding_for_quantization": False}
         rule = "the allgather dispatcher sends no padding of the router"
         yield Finding("MT238", "model.moe.router_padding_for_quantization", rule, (ALLTOALL, off))

@@ -22,7 +22,9 @@ class Code:
     """What to do. Empty: to change one of the keys that the rule reads."""
     severity: Severity = "error"
     example: str = ""
-    """A command line that raises it on a small machine without GPUs; empty where that takes files of one's own."""
+    """A command line that raises it on a small machine without GPUs; empty where that takes files
+    of one's own.
+    """
     says: str = ""
     """A message of it, where there is no example to make one."""
 
@@ -56,7 +58,9 @@ class Rule:
 
 
 def rule(*codes: Code, reads: str, disk: bool = False) -> Callable[[Ask], Rule]:
-    """Makes a rule of a function that yields findings with `codes` and reads no other keys than those of `reads`."""
+    """Makes a rule of a function that yields findings with `codes` and reads no other keys than
+    those of `reads`.
+    """
 
     def made(ask: Ask) -> Rule:
         words = (ask.__doc__ or "").partition("\n")[0]

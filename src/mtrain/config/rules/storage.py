@@ -27,15 +27,18 @@ def runs_can_be_written(run: RunConfig) -> Iterator[Finding]:
 
 
 @rule(
-    Code("MT432", help="Name a folder that can be written.", example="data.cache_dir=/dev/null/cache"),
+    Code(
+        "MT432", help="Name a folder that can be written.", example="data.cache_dir=/dev/null/cache"
+    ),
     reads="data.cache_dir data.kind data.path data.blend",
     disk=True,
 )
 def cache_can_be_written(run: RunConfig) -> Iterator[Finding]:
-    """The cache can be created or written to by a run that needs it, and one that trains on text can read it.
+    """The cache can be created or written to by a run that needs it, and one that trains on text
+    can read it.
 
-    Synthetic tokens keep nothing there. What is derived from local .bin and .idx files is kept in memory where the
-    cache cannot be written.
+    Synthetic tokens keep nothing there. What is derived from local .bin and .idx files is kept in
+    memory where the cache cannot be written.
     """
     d = run.data
     remote = any("://" in name for name in (d.path or "", *(d.blend or ())))
@@ -115,15 +118,26 @@ def run_folder_is_free(run: RunConfig) -> Iterator[Finding]:
 
 
 @rule(
-    Code("MT435", severity="warning", example="checkpoint.save_interval=1000 checkpoint.save_final=false"),
+    Code(
+        "MT435",
+        severity="warning",
+        example="checkpoint.save_interval=1000 checkpoint.save_final=false",
+    ),
     reads="checkpoint.save_interval trainer.train_iters checkpoint.save_final",
 )
 def something_is_saved(run: RunConfig) -> Iterator[Finding]:
     """Checkpoints that come after the last step never come."""
-    c, steps = run.checkpoint, run.trainer.steps
+    c = run.checkpoint
+    steps = run.trainer.steps
     if c.save_interval and c.save_interval > steps and not c.save_final:
-        rule = f"a checkpoint every {c.save_interval} steps, of {steps}, and none at the end: nothing is saved"
-        fixes: tuple[Change, ...] = ({"checkpoint.save_final": True}, {"checkpoint.save_interval": steps})
+        rule = (
+            f"a checkpoint every {c.save_interval} steps, of {steps}, and none at the end: nothing"
+            " is saved"
+        )
+        fixes: tuple[Change, ...] = (
+            {"checkpoint.save_final": True},
+            {"checkpoint.save_interval": steps},
+        )
         yield Finding("MT435", "checkpoint.save_interval", rule, fixes)
 
 
@@ -131,7 +145,10 @@ def something_is_saved(run: RunConfig) -> Iterator[Finding]:
     Code(
         "MT436",
         "The weights to begin with are not there.",
-        help="Name a run, a checkpoint or a Hugging Face folder that exists: checkpoint.init_from=FOLDER.",
+        help=(
+            "Name a run, a checkpoint or a Hugging Face folder that exists:"
+            " checkpoint.init_from=FOLDER."
+        ),
         example="checkpoint.init_from=/nowhere/weights",
     ),
     reads="checkpoint.init_from",
@@ -143,14 +160,27 @@ def weights_to_begin_with_exist(run: RunConfig) -> Iterator[Finding]:
     if start is None:
         return
     path = user_path(start)
-    if not start or not any(os.path.isfile(path / name) for name in (RUN_FILE, MANIFEST, "config.json")):
-        rule = f"there is neither a run or checkpoint ({RUN_FILE}) nor a Hugging Face folder (config.json)"
-        near: tuple[Change, ...] = tuple({"checkpoint.init_from": name} for name in names_near(path))
+    if not start or not any(
+        os.path.isfile(path / name) for name in (RUN_FILE, MANIFEST, "config.json")
+    ):
+        rule = (
+            f"there is neither a run or checkpoint ({RUN_FILE}) nor a Hugging Face folder"
+            " (config.json)"
+        )
+        near: tuple[Change, ...] = tuple(
+            {"checkpoint.init_from": name} for name in names_near(path)
+        )
         hint = ""
         if not near and (download := download_of(start)) is not None:
             rule += "; if it is the name of a model on Hugging Face, nothing is downloaded here"
             hint = f"{download[0]}, then checkpoint.init_from={download[1]}"
-        yield Finding("MT436", "checkpoint.init_from", rule, (*near, {"checkpoint.init_from": None}), hint=hint)
+        yield Finding(
+            "MT436",
+            "checkpoint.init_from",
+            rule,
+            (*near, {"checkpoint.init_from": None}),
+            hint=hint,
+        )
 
 
 RULES = (

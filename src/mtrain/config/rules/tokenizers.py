@@ -27,17 +27,25 @@ NONE: Change = {"data.tokenizer": None}
 @rule(
     Code(
         "MT345",
-        "A model that has a tokenizer keeps it: text is tokenized with it, and another one is refused.",
+        "A model that has a tokenizer keeps it: text is tokenized with it, and another one is"
+        " refused.",
         says="data.tokenizer: is another tokenizer than the one that the model has",
-        help="Leave data.tokenizer out, name the tokenizer.json of the model, or tokenize the corpus with that.",
+        help=(
+            "Leave data.tokenizer out, name the tokenizer.json of the model, or tokenize the corpus"
+            " with that."
+        ),
     ),
-    reads="data.kind data.tokenizer data.path data.blend data.validation_blend data.test_blend data.blend_weights "
-    "data.validation_weights data.test_weights checkpoint.resume checkpoint.init_from checkpoint.accept_changes",
+    reads=(
+        "data.kind data.tokenizer data.path data.blend data.validation_blend data.test_blend"
+        " data.blend_weights data.validation_weights data.test_weights checkpoint.resume"
+        " checkpoint.init_from checkpoint.accept_changes"
+    ),
     disk=True,
 )
 def model_keeps_its_tokenizer(run: RunConfig) -> Iterator[Finding]:
     """The tokenizer that is named, or that made a corpus, is that of the model."""
-    d, folder = run.data, folder_of_the_model(run)
+    d = run.data
+    folder = folder_of_the_model(run)
     if folder is None or d.kind == "mock":
         return
     own = tokenizer_of(folder)
@@ -56,36 +64,60 @@ def model_keeps_its_tokenizer(run: RunConfig) -> Iterator[Finding]:
 
 
 def _unknown(run: RunConfig, folder: Path) -> Iterator[Finding]:
-    """Weights of elsewhere were trained with a tokenizer: where it is not there, none is trained in its place."""
+    """Weights of elsewhere were trained with a tokenizer: where it is not there, none is trained in
+    its place.
+    """
     if run.data.tokenizer is not None or run.data.kind not in ("text", "image_text"):
         return
     unread = unread_tokenizer(folder)
     if unread is not None:
-        rule = f"the model has {unread}, which is not read: without its tokenizer.json text gets other ids"
+        rule = (
+            f"the model has {unread}, which is not read: without its tokenizer.json text gets"
+            " other ids"
+        )
     elif is_from_elsewhere(folder) and not run.checkpoint.accept_changes:
-        rule = f"{folder} has weights and no tokenizer.json: a tokenizer that is trained here gives text other ids"
+        rule = (
+            f"{folder} has weights and no tokenizer.json: a tokenizer that is trained here gives"
+            " text other ids"
+        )
     else:
         return
-    yield Finding("MT345", "data.tokenizer", rule, hint="data.tokenizer=PATH of the model's tokenizer.json")
+    yield Finding(
+        "MT345", "data.tokenizer", rule, hint="data.tokenizer=PATH of the model's tokenizer.json"
+    )
 
 
 def _same(named: Path, own: Path) -> Iterator[Finding]:
-    ours, theirs = sha256_of(own), sha256_of(named)
+    ours = sha256_of(own)
+    theirs = sha256_of(named)
     if ours != theirs:
-        rule = f"is another tokenizer ({theirs[:12]}) than the one that the model has, {own} ({ours[:12]})"
+        rule = (
+            f"is another tokenizer ({theirs[:12]}) than the one that the model has, {own}"
+            f" ({ours[:12]})"
+        )
         yield Finding("MT345", "data.tokenizer", rule, ({"data.tokenizer": str(own)}, NONE))
 
 
 def _made_by(run: RunConfig, own: Path) -> Iterator[Finding]:
     """Manifests of corpora say which tokenizer.json made them; without one nothing is known."""
-    d, ours = run.data, sha256_of(own)
-    keys = {f"data.{key}": read_corpora(getattr(d, key), getattr(d, weights)) for key, weights in WEIGHTS_OF.items()}
-    for key, names in {"data.path": (d.path,) if d.path and d.blend is None else (), **keys}.items():
+    d = run.data
+    ours = sha256_of(own)
+    keys = {
+        f"data.{key}": read_corpora(getattr(d, key), getattr(d, weights))
+        for key, weights in WEIGHTS_OF.items()
+    }
+    for key, names in {
+        "data.path": (d.path,) if d.path and d.blend is None else (),
+        **keys,
+    }.items():
         for name in names:
             held = None if "://" in name else read_manifest(user_path(name), READ_BYTES)
             theirs = None if held is None else held.tokenizer_sha256
             if theirs not in (None, ours):
-                rule = f"{name} was made by another tokenizer ({str(theirs)[:12]}) than the model has, {own}"
+                rule = (
+                    f"{name} was made by another tokenizer ({str(theirs)[:12]}) than the model has,"
+                    f" {own}"
+                )
                 hint = f"text that was tokenized with {own}"
                 yield Finding("MT345", key, f"{rule} ({ours[:12]})", hint=hint)
                 return

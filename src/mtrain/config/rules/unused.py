@@ -29,7 +29,9 @@ _OTHERS = tuple(key for key in CONDITIONAL if key not in QUANTIZED)
 
 
 def waited_for(run: RunConfig, path: str) -> Change:
-    """The settings that a key without effect waits for; none where they are numbers, or parts of a model."""
+    """The settings that a key without effect waits for; none where they are numbers, or parts of a
+    model.
+    """
     text = when_of(path)
     change: dict[str, Any] = {}
     for term in condition(text).terms if text else ():
@@ -43,9 +45,12 @@ def waited_for(run: RunConfig, path: str) -> Change:
 
 
 def key_has_an_effect(key: Conditional) -> Rule:
-    """The rule that a key which needs another one finds it; those of formats are validated beside their recipes."""
+    """The rule that a key which needs another one finds it; those of formats are validated beside
+    their recipes.
+    """
     named = (key.path, *_KEY.findall(key.needs))
-    sections = dict.fromkeys(name.rpartition(".")[0] for name in named)  # a condition may look at keys beside these
+    # a condition may look at keys beside these
+    sections = dict.fromkeys(name.rpartition(".")[0] for name in named)
 
     @rule(UNUSED, reads=" ".join((*named, *sections)))
     def has_an_effect(run: RunConfig) -> Iterator[Finding]:

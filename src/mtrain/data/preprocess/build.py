@@ -1,4 +1,6 @@
-"""Documents to a corpus: `.bin`, `.idx`, manifest and what was left out, there when all of it is right."""
+"""Documents to a corpus: `.bin`, `.idx`, manifest and what was left out, there when all of it is
+right.
+"""
 
 from __future__ import annotations
 
@@ -66,12 +68,12 @@ def tokenize(
 ) -> dict[str, Any]:
     """Make a corpus, or go on with one where a run was killed; returns the manifest.
 
-    Where gigatoken turns out to have other ids than the tokenizer, and was not asked for by name, all of it is made
-    again by tokenizers, and `tell` is told so.
+    Where gigatoken turns out to have other ids than the tokenizer, and was not asked for by name,
+    all of it is made again by tokenizers, and `tell` is told so.
 
     Raises:
-        ConfigError: files of this name are there, or were begun with other settings; a key that should say whether a
-            record is learned says something else.
+        ConfigError: files of this name are there, or were begun with other settings; a key that
+            should say whether a record is learned says something else.
         CorruptInput: more records are left out than the limit.
         CorruptData: an input or the tokenizer is not what its name says.
         BadEnvironment: a library is missing, a process was killed, or the disk refuses.
@@ -86,11 +88,15 @@ def tokenize(
     return _made(again, prefix, replace(limits, fresh=True), lambda unit, totals: None, tell)
 
 
-def _made(job: Job, prefix: Path, limits: Limits, progress: Progress, tell: Callable[[str], None]) -> dict[str, Any]:
+def _made(
+    job: Job, prefix: Path, limits: Limits, progress: Progress, tell: Callable[[str], None]
+) -> dict[str, Any]:
     folder = prefix.with_name(prefix.name + PARTIAL)
     if not os.path.exists(folder):
         refuse_existing(prefix, limits.overwrite)
-    with Pool(limits.workers, Worker, job) as pool:  # before any file is open that the processes would hold
+    with Pool(
+        limits.workers, Worker, job
+    ) as pool:  # before any file is open that the processes would hold
         facts = pool.ask(_facts)
         if facts.passed_over:
             tell(f"gigatoken is not used: {facts.passed_over}")
@@ -105,7 +111,10 @@ def _made(job: Job, prefix: Path, limits: Limits, progress: Progress, tell: Call
                     raise
                 _grow(draft, pool, job, limits, progress)
                 _complete(draft, job, facts)
-            moves = [(folder / name, path_of(prefix, name)) for name in (BIN, "tokens.idx", REJECTS, "manifest.json")]
+            moves = [
+                (folder / name, path_of(prefix, name))
+                for name in (BIN, "tokens.idx", REJECTS, "manifest.json")
+            ]
             with disk(folder):
                 if (folder / BIN).exists():  # nothing has its name yet
                     remove_beside(prefix)
@@ -124,7 +133,9 @@ def path_of(prefix: Path, name: str) -> Path:
 
 def _facts(worker: Worker) -> Facts:
     by = worker.engine, worker.passed_over
-    return Facts(worker.encoder.vocab_size, worker.encoder.eod, worker.encoder.unk, worker.dtype.name, *by)
+    return Facts(
+        worker.encoder.vocab_size, worker.encoder.eod, worker.encoder.unk, worker.dtype.name, *by
+    )
 
 
 def _tables(_: Worker, source: Source) -> list[tuple[int, int, int]]:
@@ -143,7 +154,9 @@ def refuse_existing(prefix: Path, overwrite: bool) -> None:
     """
     there = [prefix.name + e for e in ENDINGS if os.path.lexists(prefix.with_name(prefix.name + e))]
     if there and not overwrite:
-        rule = f"{', '.join(there)} is there" if len(there) == 1 else f"{', '.join(there)} are there"
+        rule = (
+            f"{', '.join(there)} is there" if len(there) == 1 else f"{', '.join(there)} are there"
+        )
         fix = f"out={prefix}-2, or overwrite=true"
         raise ConfigError([Problem("MT622", "out", str(prefix), rule, fix, "command line")])
 
@@ -155,7 +168,9 @@ def remove_beside(prefix: Path) -> None:
 
 
 def _settings(job: Job, facts: Facts) -> dict[str, Any]:
-    """All that the bytes of the corpus follow from: a killed run is gone on with only where it is the same."""
+    """All that the bytes of the corpus follow from: a killed run is gone on with only where it is
+    the same.
+    """
     return {
         "format": manifest.FORMAT,
         "unit": UNIT,
@@ -175,7 +190,8 @@ def _settings(job: Job, facts: Facts) -> dict[str, Any]:
 
 
 def _tokenizer(job: Job, facts: Facts) -> dict[str, Any]:
-    spec, name = job.spec, LIBRARIES.get(job.spec.kind, facts.engine)
+    spec = job.spec
+    name = LIBRARIES.get(job.spec.kind, facts.engine)
     try:
         library = f"{name} {version(name)}"
     except PackageNotFoundError:
@@ -198,7 +214,9 @@ def _tokenizer(job: Job, facts: Facts) -> dict[str, Any]:
 def _grow(draft: Draft, pool: Pool, job: Job, limits: Limits, progress: Progress) -> None:
     """Work on the units that are left, and take what they come to in, in their order."""
     units = plan(job.sources, job.reading, lambda source: pool.ask(_tables, source))
-    for unit, result in pool.each(_run, _behind(units, draft.units, draft, progress), lambda u: _name(job, u)):
+    for unit, result in pool.each(
+        _run, _behind(units, draft.units, draft, progress), lambda u: _name(job, u)
+    ):
         try:
             draft.commit(result)
         except ConfigError:  # nothing goes on from here: the file changes, or the settings do
@@ -222,26 +240,47 @@ def _name(job: Job, unit: Unit) -> str:
 def _refuse_many_rejects(draft: Draft, limit: int) -> None:
     rejected = draft.totals.sum("rejected")
     if rejected > limit:
-        rule = f"{rejected} records are left out so far, of {draft.totals.sum('records')}: {draft.folder / REJECTS}"
+        rule = (
+            f"{rejected} records are left out so far, of {draft.totals.sum('records')}:"
+            f" {draft.folder / REJECTS}"
+        )
         first = "; ".join(line.strip() for line in draft.last_rejects())
         fix = f"correct them, or max_rejects={2 * rejected}"
-        raise CorruptInput([Problem("MT621", "max_rejects", limit, f"{rule}; {first}", fix, "command line")])
+        raise CorruptInput(
+            [Problem("MT621", "max_rejects", limit, f"{rule}; {first}", fix, "command line")]
+        )
 
 
 def _complete(draft: Draft, job: Job, facts: Facts) -> None:
     """Write the index and the manifest, and say that all is there."""
-    totals, folder = draft.totals, draft.folder
+    totals = draft.totals
+    folder = draft.folder
     if changed := next((source.name for source in job.sources if source.is_changed), None):
         draft.remove()
         rule = "changed while it was read"
-        raise ConfigError([Problem("MT601", "input", changed, rule, "run again when it is complete", "command line")])
+        raise ConfigError(
+            [
+                Problem(
+                    "MT601", "input", changed, rule, "run again when it is complete", "command line"
+                )
+            ]
+        )
     if not totals.sum("documents"):
         rule = f"the inputs hold no document; {totals.sum('rejected')} records are left out"
         if first := draft.last_rejects(1):
             rule += f", as {first[0].strip()}"
         draft.remove()
         raise ConfigError(
-            [Problem("MT601", "input", None, rule, "name files with documents, or key=NAME", "command line")]
+            [
+                Problem(
+                    "MT601",
+                    "input",
+                    None,
+                    rule,
+                    "name files with documents, or key=NAME",
+                    "command line",
+                )
+            ]
         )
     with disk(folder):
         draft.sync()
@@ -259,7 +298,9 @@ def _complete(draft: Draft, job: Job, facts: Facts) -> None:
 
 
 def _index(folder: Path, dtype: np.dtype, totals: Totals) -> None:
-    """The index of the sequences, whose documents are looked up only where one is not one sequence."""
+    """The index of the sequences, whose documents are looked up only where one is not
+    one sequence.
+    """
     lengths = _mapped(folder / LENGTHS)
     held = _mapped(folder / SEQUENCES)
     index = folder / "tokens.idx"

@@ -1,11 +1,12 @@
-"""Pieces of many texts at once: cut by numpy in their bytes, told apart and put together by pyarrow.
+"""Pieces of many texts at once: cut by numpy in their bytes, told apart and put together by
+pyarrow.
 
-Bytes are cut only where two that follow each other say enough. For every pattern that `pieces` knows in texts of
-ASCII that is behind a word, a number or a line end, before a number, before a space behind anything that is no white
-space, and before the last space of several; for GPT-2's also behind signs. An apostrophe stays with what is around
-it, for the sake of contractions; a letter beyond ASCII stays with both sides, but for white space behind it. No
-normal form joins a letter of ASCII to what is before it. Texts with other white space than ASCII's go the way of
-`Pieces`.
+Bytes are cut only where two that follow each other say enough. For every pattern that `pieces`
+knows in texts of ASCII that is behind a word, a number or a line end, before a number, before a
+space behind anything that is no white space, and before the last space of several; for GPT-2's also
+behind signs. An apostrophe stays with what is around it, for the sake of contractions; a letter
+beyond ASCII stays with both sides, but for white space behind it. No normal form joins a letter of
+ASCII to what is before it. Texts with other white space than ASCII's go the way of `Pieces`.
 """
 
 from __future__ import annotations
@@ -30,7 +31,8 @@ CONTROL = range(0x1C, 0x20)
 """The doubtful white space of ASCII."""
 LETTER, DIGIT, SIGN, APOSTROPHE, SPACE, LINE, FEED, BEYOND = range(8)
 KINDS = 8
-ALWAYS, BEFORE_THE_LAST = 1, 2
+ALWAYS = 1
+BEFORE_THE_LAST = 2
 
 
 def _kinds() -> np.ndarray:
@@ -40,7 +42,12 @@ def _kinds() -> np.ndarray:
         letter = chr(byte)
         if letter.isalnum():
             out[byte] = LETTER if letter.isalpha() else DIGIT
-    for kind, letters in ((APOSTROPHE, b"'"), (SPACE, b" \t"), (LINE, b"\r\n"), (FEED, b"\x0b\x0c")):
+    for kind, letters in (
+        (APOSTROPHE, b"'"),
+        (SPACE, b" \t"),
+        (LINE, b"\r\n"),
+        (FEED, b"\x0b\x0c"),
+    ):
         out[list(letters)] = kind
     out[128:] = BEYOND
     return out
@@ -49,13 +56,17 @@ def _kinds() -> np.ndarray:
 def _cuts(*, behind_signs: bool) -> np.ndarray:
     """Whether texts are cut between two kinds; uint8 [KINDS * KINDS]."""
     out = np.zeros((KINDS, KINDS), np.uint8)
-    out[LETTER, [DIGIT, SIGN, SPACE, LINE, FEED]] = out[DIGIT, [LETTER, SIGN, SPACE, LINE, FEED]] = ALWAYS
+    out[LETTER, [DIGIT, SIGN, SPACE, LINE, FEED]] = out[
+        DIGIT, [LETTER, SIGN, SPACE, LINE, FEED]
+    ] = ALWAYS
     out[SIGN, [DIGIT, SPACE]] = out[APOSTROPHE, [DIGIT, SPACE]] = out[BEYOND, SPACE] = ALWAYS
     out[LINE, [LETTER, DIGIT]] = ALWAYS
     out[[SPACE, LINE, FEED], SPACE] = BEFORE_THE_LAST
     if behind_signs:
         out[[SPACE, LINE, FEED], LINE] = BEFORE_THE_LAST
-        out[SIGN, [LETTER, LINE]] = out[LINE, [SIGN, APOSTROPHE]] = out[[APOSTROPHE, BEYOND], LINE] = ALWAYS
+        out[SIGN, [LETTER, LINE]] = out[LINE, [SIGN, APOSTROPHE]] = out[
+            [APOSTROPHE, BEYOND], LINE
+        ] = ALWAYS
     return out.reshape(-1)
 
 
@@ -80,14 +91,18 @@ class BulkPieces(Pieces):
         if not self._in_bulk:
             return super().pack(texts)
         encoded = [text.encode() for text in texts]
-        control = bool((np.frombuffer(b"".join(encoded), np.uint8) - CONTROL[0] < len(CONTROL)).any())
+        control = bool(
+            (np.frombuffer(b"".join(encoded), np.uint8) - CONTROL[0] < len(CONTROL)).any()
+        )
         fits = [self._fits(text, control) for text in texts]
         rest = iter(super().pack([text for text, fit in zip(texts, fits, strict=True) if not fit]))
         found = iter(self._pack([text for text, fit in zip(encoded, fits, strict=True) if fit]))
         return [next(found) if fit else next(rest) for fit in fits]
 
     def _fits(self, text: str, control: bool) -> bool:
-        """Whether a text is cut in its bytes; `control`: some text of ASCII may have one of CONTROL."""
+        """Whether a text is cut in its bytes; `control`: some text of ASCII may have one of
+        CONTROL.
+        """
         if not 0 < len(text) <= LARGEST or self._named(text):
             return False
         return not ODD(text) if control or not text.isascii() else True
@@ -95,13 +110,16 @@ class BulkPieces(Pieces):
     def _pack(self, texts: list[bytes]) -> list[bytes]:
         if not texts:
             return []
-        pyarrow, data = self._arrow, b"".join(texts)
+        pyarrow = self._arrow
+        data = b"".join(texts)
         ends = np.cumsum([len(text) for text in texts])
         begins = np.append(0, ends[:-1])
         places = cut_places(np.frombuffer(data, np.uint8), begins, ends, self._between)
         bounds = np.append(places, len(data)).astype(np.int32)
         buffers = [None, pyarrow.py_buffer(bounds), pyarrow.py_buffer(data)]
-        pieces = pyarrow.Array.from_buffers(pyarrow.string(), len(places), buffers).dictionary_encode()
+        pieces = pyarrow.Array.from_buffers(
+            pyarrow.string(), len(places), buffers
+        ).dictionary_encode()
         known = pyarrow.array(self._ids(pieces.dictionary.to_pylist()), pyarrow.binary())
         joined = known.take(pieces.indices)
         _, offsets, ids = joined.buffers()
@@ -122,8 +140,13 @@ class BulkPieces(Pieces):
         return packed
 
 
-def cut_places(data: np.ndarray, begins: np.ndarray, ends: np.ndarray, table: np.ndarray) -> np.ndarray:
-    """Where the pieces of texts begin, which stand end to end in UTF-8; none is empty. int64, from 0 on."""
+def cut_places(
+    data: np.ndarray, begins: np.ndarray, ends: np.ndarray, table: np.ndarray
+) -> np.ndarray:
+    """Where the pieces of texts begin, which stand end to end in UTF-8; none is empty.
+
+    int64, from 0 on.
+    """
     kinds = KIND_OF[data]
     pairs = np.left_shift(kinds[:-1], 3)
     pairs |= kinds[1:]
@@ -139,5 +162,7 @@ def cut_places(data: np.ndarray, begins: np.ndarray, ends: np.ndarray, table: np
 
 
 def memory_of(tokenizer: tokenizers.Tokenizer, code: str, plain: bool) -> Pieces | None:
-    """The memory of pieces that is fastest here; None where the texts of a tokenizer may not be cut."""
+    """The memory of pieces that is fastest here; None where the texts of a tokenizer may not be
+    cut.
+    """
     return pieces_of(tokenizer, code, plain, Pieces if find_spec("pyarrow") is None else BulkPieces)

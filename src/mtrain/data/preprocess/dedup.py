@@ -24,7 +24,8 @@ def _documents(dataset: IndexedDataset, end: int | None) -> Iterator[np.ndarray]
 
 def exact(dataset: IndexedDataset, end: int | None) -> Twice:
     """Documents with the tokens of an earlier one."""
-    seen, out = dict[bytes, int](), Twice()
+    seen = dict[bytes, int]()
+    out = Twice()
     for i, tokens in enumerate(_documents(dataset, end)):
         first = seen.setdefault(hashlib.blake2b(tokens.tobytes(), digest_size=16).digest(), i)
         if first != i:
@@ -32,15 +33,18 @@ def exact(dataset: IndexedDataset, end: int | None) -> Twice:
     return out
 
 
-def near(dataset: IndexedDataset, end: int | None, threshold: float, ngram: int, permutations: int) -> Twice:
-    """Documents of whose runs of `ngram` tokens a share of about `threshold` is also that of an earlier one that is
-    kept (the Jaccard similarity, estimated).
+def near(
+    dataset: IndexedDataset, end: int | None, threshold: float, ngram: int, permutations: int
+) -> Twice:
+    """Documents of whose runs of `ngram` tokens a share of about `threshold` is also that of an
+    earlier one that is kept (the Jaccard similarity, estimated).
 
     Raises:
         BadEnvironment: datasketch is not installed.
     """
     sketch = library("datasketch", "dedup", "data dedup method=minhash")
-    index, kept = sketch.MinHashLSH(threshold=threshold, num_perm=permutations), dict[int, object]()
+    index = sketch.MinHashLSH(threshold=threshold, num_perm=permutations)
+    kept = dict[int, object]()
     out = Twice()
     for i, tokens in enumerate(_documents(dataset, end)):
         found = sketch.MinHash(num_perm=permutations, seed=1)

@@ -1,4 +1,6 @@
-"""A corpus made of documents of others: joined, cut, drawn, or without those that are there twice."""
+"""A corpus made of documents of others: joined, cut, drawn, or without those that are
+there twice.
+"""
 
 from __future__ import annotations
 
@@ -58,15 +60,26 @@ def opened(prefix: Path) -> Opened:
     for suffix in (".bin", ".idx"):
         if not os.path.isfile(prefix.with_name(prefix.name + suffix)):
             rule = f"there is no file {prefix.name}{suffix} in {prefix.parent}"
-            raise ConfigError([Problem("MT602", "prefix", str(prefix), rule, "the prefix of a .bin and an .idx", "")])
-    held, dataset = manifest.read_manifest(prefix), IndexedDataset(prefix)
+            raise ConfigError(
+                [
+                    Problem(
+                        "MT602", "prefix", str(prefix), rule, "the prefix of a .bin and an .idx", ""
+                    )
+                ]
+            )
+    held = manifest.read_manifest(prefix)
+    dataset = IndexedDataset(prefix)
     if held is not None and (wrong := held.sizes_differ(prefix)):
         raise CorruptData(wrong)
     return Opened(dataset, held)
 
 
 def write(
-    out: Path, parts: Sequence[tuple[Opened, np.ndarray]], how: Mapping[str, Any], *, overwrite: bool
+    out: Path,
+    parts: Sequence[tuple[Opened, np.ndarray]],
+    how: Mapping[str, Any],
+    *,
+    overwrite: bool,
 ) -> dict[str, Any]:
     """Write a corpus of documents, given by their numbers in rising order; returns its manifest.
 
@@ -107,7 +120,10 @@ def write(
                 durable.sync(folder / name)
             endings = (("bin", ".bin"), ("idx", ".idx"), ("manifest", manifest.SUFFIX))
             remove_beside(out)
-            finish([(folder / name, out.with_name(out.name + end)) for name, end in endings], durable.sync)
+            finish(
+                [(folder / name, out.with_name(out.name + end)) for name, end in endings],
+                durable.sync,
+            )
         finally:
             shutil.rmtree(folder, ignore_errors=True)
     return body
@@ -122,7 +138,9 @@ def _common(parts: Sequence[tuple[Opened, np.ndarray]]) -> dict[str, Any]:
         if names:
             rule = f"its {' and '.join(names)} is not that of {first.dataset.prefix}"
             fix = "tokenize both with the same tokenizer, eod= and dtype="
-            raise ConfigError([Problem("MT620", "prefix", str(one.dataset.prefix), rule, fix, "command line")])
+            raise ConfigError(
+                [Problem("MT620", "prefix", str(one.dataset.prefix), rule, fix, "command line")]
+            )
     return first.common
 
 
@@ -138,7 +156,9 @@ def runs(documents: np.ndarray) -> Iterator[tuple[int, int]]:
 def _tokens(
     folder: Path, parts: Iterable[tuple[Opened, np.ndarray]]
 ) -> tuple[str, dict[str, int], int, list[dict[str, Any]]]:
-    digest, largest, inputs = hashlib.sha256(), -1, []
+    digest = hashlib.sha256()
+    largest = -1
+    inputs = []
     counts = {"documents": 0, "sequences": 0, "tokens": 0}
     with (
         open(folder / "bin", "wb") as tokens,
@@ -150,7 +170,8 @@ def _tokens(
             before = dict(counts)
             for first, stop in runs(documents):
                 dataset = one.dataset
-                start, end = dataset.document_start(first), dataset.document_start(stop)
+                start = dataset.document_start(first)
+                end = dataset.document_start(stop)
                 for place in range(start, end, BLOCK):
                     block = dataset.tokens[place : min(place + BLOCK, end)]
                     largest = max(largest, int(block.max()))
@@ -159,7 +180,11 @@ def _tokens(
                     tokens.write(data)
                 low, high = (int(dataset.document_indices[i]) for i in (first, stop))
                 lengths.write(dataset.lengths[low:high].tobytes())
-                ends.write((dataset.document_indices[first + 1 : stop + 1] - low + counts["sequences"]).tobytes())
+                ends.write(
+                    (
+                        dataset.document_indices[first + 1 : stop + 1] - low + counts["sequences"]
+                    ).tobytes()
+                )
                 counts["documents"] += stop - first
                 counts["sequences"] += high - low
                 counts["tokens"] += end - start
@@ -169,8 +194,11 @@ def _tokens(
 
 
 def _index(folder: Path, dtype: np.dtype) -> str:
-    lengths, ends = (folder / "lengths", "<i4"), (folder / "ends", "<i8")
-    held = [np.memmap(p, d, "r") if p.stat().st_size else np.empty(0, d) for p, d in (lengths, ends)]
+    lengths = (folder / "lengths", "<i4")
+    ends = (folder / "ends", "<i8")
+    held = [
+        np.memmap(p, d, "r") if p.stat().st_size else np.empty(0, d) for p, d in (lengths, ends)
+    ]
     write_index(folder / "idx", held[0], dtype, held[1])
     with open(folder / "idx", "rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
@@ -182,7 +210,8 @@ def everything(one: Opened) -> np.ndarray:
 
 
 def cut(one: Opened, shares: Sequence[float], seed: int | None) -> list[np.ndarray]:
-    """The documents of each share: neighbours by tokens, or drawn with a seed, and then shares of documents.
+    """The documents of each share: neighbours by tokens, or drawn with a seed, and then shares of
+    documents.
 
     Raises:
         ConfigError: a share would have no document.
@@ -197,21 +226,30 @@ def cut(one: Opened, shares: Sequence[float], seed: int | None) -> list[np.ndarr
     empty = [i for i, part in enumerate(out) if not len(part) and shares[i] > 0]
     if empty:
         rule = f"share {empty[0]} of {one.dataset.num_documents} documents would have none"
-        raise ConfigError([Problem("MT604", "shares", list(shares), rule, "fewer or other shares", "command line")])
+        raise ConfigError(
+            [
+                Problem(
+                    "MT604", "shares", list(shares), rule, "fewer or other shares", "command line"
+                )
+            ]
+        )
     return out
 
 
 def drawn(one: Opened, seed: int, documents: int | None, tokens: int | None) -> np.ndarray:
-    """So many documents, or as many as have no more than so many tokens, drawn without repetition, in their order.
+    """So many documents, or as many as have no more than so many tokens, drawn without repetition,
+    in their order.
 
-    A document that has more tokens than are still asked for is passed over, and the next ones are tried: in the end
-    none that is left out fits.
+    A document that has more tokens than are still asked for is passed over, and the next ones are
+    tried: in the end none that is left out fits.
     """
     count = one.dataset.num_documents
     order = np.random.default_rng(seed).permutation(count)
     if documents is not None:
         return np.sort(order[:documents])
-    lengths, left, taken = document_lengths(one), tokens or 0, list[np.ndarray]()
+    lengths = document_lengths(one)
+    left = tokens or 0
+    taken = list[np.ndarray]()
     while len(order):
         sums = np.cumsum(lengths[order])
         many = int(np.searchsorted(sums, left, side="right"))
@@ -225,5 +263,7 @@ def drawn(one: Opened, seed: int, documents: int | None, tokens: int | None) -> 
 
 def document_lengths(one: Opened) -> np.ndarray:
     """Tokens of each document; int64 [documents]."""
-    starts = np.concatenate([one.dataset.pointers // one.dataset.dtype.itemsize, [one.dataset.num_tokens]])
+    starts = np.concatenate(
+        [one.dataset.pointers // one.dataset.dtype.itemsize, [one.dataset.num_tokens]]
+    )
     return np.diff(starts[one.dataset.document_indices])

@@ -19,7 +19,9 @@ CHECKED = 32
 
 @contextmanager
 def faults_named(file: str, what: str) -> Iterator[None]:
-    """What a library raises, which is bare Exception or, where its own code fails, no Exception at all."""
+    """What a library raises, which is bare Exception or, where its own code fails, no Exception at
+    all.
+    """
     try:
         yield
     except (MtrainError, MemoryError):
@@ -60,7 +62,8 @@ class Encoder(ABC):
     """Id of what is not in the vocabulary."""
 
     def __init__(self, spec: TokenizerSpec) -> None:
-        self.spec, self.file = spec, spec.files[0]
+        self.spec = spec
+        self.file = spec.files[0]
 
     @abstractmethod
     def encode(self, texts: Sequence[str]) -> list[list[int]]:
@@ -95,7 +98,16 @@ class Encoder(ABC):
         if number is None:
             rule = f"{self.file} has no token of this name"
             raise ConfigError(
-                [Problem("MT603", "eod_token", name, rule, "eod_token=NAME of a token", "command line")]
+                [
+                    Problem(
+                        "MT603",
+                        "eod_token",
+                        name,
+                        rule,
+                        "eod_token=NAME of a token",
+                        "command line",
+                    )
+                ]
             )
         return number
 
@@ -109,7 +121,9 @@ class Packer:
     """Why a faster library that is installed does not encode; empty: none is, or it does."""
 
     def __init__(self, encoder: Encoder, code: str, pieces: Pieces | None) -> None:
-        self._encoder, self._code, self._pieces = encoder, code, pieces
+        self._encoder = encoder
+        self._code = code
+        self._pieces = pieces
         self._checked = 0
 
     @property

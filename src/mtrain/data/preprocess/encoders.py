@@ -1,4 +1,7 @@
-"""The kinds of tokenizers, each with what loads it. Libraries that not everybody needs are extras."""
+"""The kinds of tokenizers, each with what loads it.
+
+Libraries that not everybody needs are extras.
+"""
 
 from __future__ import annotations
 
@@ -38,8 +41,16 @@ class OfSentencePiece(Encoder):
         return None if number == self.unk and self._model.id_to_piece(number) != token else number
 
     def unknown_bytes(self, text: str) -> int:
-        found = zip(self._model.encode(text, out_type=int), self._model.encode(text, out_type=str), strict=True)
-        return sum(len(piece.replace("\u2581", " ").encode()) for number, piece in found if number == self.unk)
+        found = zip(
+            self._model.encode(text, out_type=int),
+            self._model.encode(text, out_type=str),
+            strict=True,
+        )
+        return sum(
+            len(piece.replace("\u2581", " ").encode())
+            for number, piece in found
+            if number == self.unk
+        )
 
 
 LOADERS = {
@@ -61,5 +72,7 @@ def load(spec: TokenizerSpec) -> Encoder:
     """
     encoder: Encoder = LOADERS[spec.kind](spec)
     if not 0 < encoder.vocab_size <= MAX_ID + 1:
-        raise CorruptData(f"{spec.files[0]}: {encoder.vocab_size} token ids; 1 to {MAX_ID + 1} are read")
+        raise CorruptData(
+            f"{spec.files[0]}: {encoder.vocab_size} token ids; 1 to {MAX_ID + 1} are read"
+        )
     return encoder

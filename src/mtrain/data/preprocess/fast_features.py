@@ -1,8 +1,10 @@
-"""What of a tokenizer.json gigatoken does as tokenizers does: decided from what the file says, not from samples.
+"""What of a tokenizer.json gigatoken does as tokenizers does: decided from what the file says, not
+from samples.
 
-It is a list of what is allowed. gigatoken 0.10 does not read every key of a tokenizer.json, `single_word` for one,
-and a sample shows a difference only where it happens to hold the right words. Each entry here was compared with
-tokenizers on random texts (`tests/unit/test_fast_features.py`); whatever is not here is encoded by tokenizers.
+It is a list of what is allowed. gigatoken 0.10 does not read every key of a tokenizer.json,
+`single_word` for one, and a sample shows a difference only where it happens to hold the right
+words. Each entry here was compared with tokenizers on random texts
+(`tests/unit/test_fast_features.py`); whatever is not here is encoded by tokenizers.
 """
 
 from __future__ import annotations
@@ -37,7 +39,8 @@ BPE = [
     "ignore_merges",
 ]
 MOST_COMPARED = 4096
-"""Added tokens whose pairs are looked at: those of published tokenizers are at most some thousands."""
+"""Added tokens whose pairs are looked at: those of published tokenizers are at most some thousands.
+"""
 Step = Mapping[str, Any]
 
 
@@ -80,7 +83,10 @@ def _model(model: Step, added: Sequence[Step]) -> Iterator[str]:
         if not bytes_ <= model["vocab"].keys():
             yield "its vocabulary has not a token for each byte"
         if model.get("ignore_merges"):
-            yield "its model takes whole words that are tokens (ignore_merges), and has tokens of bytes"
+            yield (
+                "its model takes whole words that are tokens (ignore_merges), and has tokens of"
+                " bytes"
+            )
         if bytes_ & products:
             yield f"a merge makes {min(bytes_ & products)}, which stands for a byte"
         return
@@ -88,7 +94,10 @@ def _model(model: Step, added: Sequence[Step]) -> Iterator[str]:
     if not letters <= model["vocab"].keys():
         yield "its vocabulary has not a letter for each byte"
     named = {token.get("content") for token in added}
-    odd = next((token for token in model["vocab"] if token not in named and not letters.issuperset(token)), None)
+    odd = next(
+        (token for token in model["vocab"] if token not in named and not letters.issuperset(token)),
+        None,
+    )
     if odd is not None:
         yield f"its vocabulary has {odd[:40]!r}, which is not written in the letters of bytes"
 
@@ -98,7 +107,9 @@ def _pair(merge: Any) -> Sequence[str]:
 
 
 def _letters() -> Iterator[str]:
-    """The letter that stands for each byte: https://github.com/openai/gpt-2/blob/master/src/encoder.py."""
+    """The letter that stands for each byte:
+    https://github.com/openai/gpt-2/blob/master/src/encoder.py.
+    """
     plain = [*range(33, 127), *range(161, 173), *range(174, 256)]
     other = 256
     for value in range(256):
@@ -128,18 +139,29 @@ def _of_bytes(body: Step) -> Iterator[str]:
         yield "its pre-tokenizer does not end with ByteLevel"
         return
     yield from _unknown(
-        "its pre-tokenizer ByteLevel", steps[-1], ["type", "add_prefix_space", "trim_offsets", "use_regex"]
+        "its pre-tokenizer ByteLevel",
+        steps[-1],
+        ["type", "add_prefix_space", "trim_offsets", "use_regex"],
     )
     if steps[-1].get("add_prefix_space", True):
         yield "its pre-tokenizer puts a space in front (add_prefix_space)"
     if steps[-1].get("use_regex", True) is not (len(steps) == 1):
-        yield "its pre-tokenizer ByteLevel cuts words where others do, or not where none does (use_regex)"
+        yield (
+            "its pre-tokenizer ByteLevel cuts words where others do, or not where none does"
+            " (use_regex)"
+        )
     for step in steps[:-1]:
         how = (step.get("behavior"), step.get("invert", False))
         regex = isinstance(step.get("pattern"), dict) and list(step["pattern"]) == ["Regex"]
-        if step.get("type") != "Split" or not regex or how not in (("Isolated", False), ("Removed", True)):
+        if (
+            step.get("type") != "Split"
+            or not regex
+            or how not in (("Isolated", False), ("Removed", True))
+        ):
             yield f"its pre-tokenizer has {_named(step)}"
-        yield from _unknown("a Split of its pre-tokenizer", step, ("type", "pattern", "behavior", "invert"))
+        yield from _unknown(
+            "a Split of its pre-tokenizer", step, ("type", "pattern", "behavior", "invert")
+        )
 
 
 def _of_sentencepiece(body: Step) -> Iterator[str]:
@@ -151,18 +173,28 @@ def _of_sentencepiece(body: Step) -> Iterator[str]:
         odd = next((step for step in steps if step not in (spaces, front)), steps[0])
         yield f"its normalizer has {_named(odd)}"
     cuts = _steps(body.get("pre_tokenizer"), "pretokenizers")
-    merged = {"type": "Split", "pattern": {"String": " "}, "behavior": "MergedWithPrevious", "invert": False}
+    merged = {
+        "type": "Split",
+        "pattern": {"String": " "},
+        "behavior": "MergedWithPrevious",
+        "invert": False,
+    }
     metaspace = {"type": "Metaspace", "replacement": SPACE}
     schemes = [{**metaspace, "prepend_scheme": scheme} for scheme in ("always", "first", "never")]
     metaspaces = [{**one, "split": split} for one in schemes for split in (True, False)]
     if steps and cuts not in ([], [merged]):
         yield f"its pre-tokenizer has {_named(cuts[0])} behind a normalizer that writes spaces"
     elif not steps and not (len(cuts) == 1 and cuts[0] in metaspaces):
-        yield f"its pre-tokenizer {f'has {_named(cuts[0])}' if cuts else 'is none'}, and it has no normalizer"
+        yield (
+            f"its pre-tokenizer {f'has {_named(cuts[0])}' if cuts else 'is none'}, and it has no"
+            " normalizer"
+        )
 
 
 def _named(step: Step) -> str:
-    said = {key: value for key, value in step.items() if key not in ("type", "precompiled_charsmap")}
+    said = {
+        key: value for key, value in step.items() if key not in ("type", "precompiled_charsmap")
+    }
     return f"{step.get('type')}{f' {said}' if said else ''}"[:120]
 
 
@@ -181,25 +213,34 @@ def _added(tokens: Sequence[Step], *, normalized: bool) -> Iterator[str]:
     if len(tokens) > MOST_COMPARED:
         yield f"it has {len(tokens)} added tokens"
         return
-    kinds = {str(t.get("content")): (bool(t.get("special")), bool(t.get("normalized"))) for t in tokens}
+    kinds = {
+        str(t.get("content")): (bool(t.get("special")), bool(t.get("normalized"))) for t in tokens
+    }
     for kind, other in combinations(set(kinds.values()), 2):
         ones = [content for content, each in kinds.items() if each == kind]
         others = [content for content, each in kinds.items() if each == other]
         if met := _meeting(ones, others):
-            yield f"its tokens {met[0]!r} and {met[1]!r} share letters where they meet, and are not of one kind"
+            yield (
+                f"its tokens {met[0]!r} and {met[1]!r} share letters where they meet, and are not"
+                " of one kind"
+            )
 
 
 def _meeting(ones: Sequence[str], others: Sequence[str]) -> tuple[str, str] | None:
     """Two tokens of which one holds the other, or begins with what the other ends with."""
     for left, right in ((ones, others), (others, ones)):
-        begins: dict[str, str] = {content[:n]: content for content in right for n in range(1, len(content) + 1)}
+        begins: dict[str, str] = {
+            content[:n]: content for content in right for n in range(1, len(content) + 1)
+        }
         for content in left:
             for at in range(len(content)):
                 if content[at:] in begins:
                     return content, begins[content[at:]]
         whole = set(right)
         for content in left:
-            spans = (content[a:b] for a in range(len(content)) for b in range(a + 1, len(content) + 1))
+            spans = (
+                content[a:b] for a in range(len(content)) for b in range(a + 1, len(content) + 1)
+            )
             if found := next((span for span in spans if span in whole), None):
                 return content, found
     return None

@@ -1,8 +1,9 @@
 """The folder in which a corpus grows, and the journal by which a run that was killed goes on.
 
-`PREFIX.partial/` has the settings, the growing files and `journal`, to which a line is added for each unit when its
-bytes are in the files. A line that is not whole is none. Whoever comes back cuts the files to what the journal says,
-compares their checksums while the hash of the tokens is made again, and goes on behind the last unit that is right.
+`PREFIX.partial/` has the settings, the growing files and `journal`, to which a line is added for
+each unit when its bytes are in the files. A line that is not whole is none. Whoever comes back cuts
+the files to what the journal says, compares their checksums while the hash of the tokens is made
+again, and goes on behind the last unit that is right.
 """
 
 from __future__ import annotations
@@ -25,10 +26,14 @@ from mtrain.data.preprocess.sources import LOCK
 from mtrain.data.preprocess.work import COUNTED, Result
 from mtrain.errors import BadEnvironment, ConfigError, Problem
 
-BIN, LENGTHS, SEQUENCES, REJECTS = "tokens.bin", "lengths", "sequences", "rejects.jsonl"
+BIN = "tokens.bin"
+LENGTHS = "lengths"
+SEQUENCES = "sequences"
+REJECTS = "rejects.jsonl"
 GROWING = (BIN, LENGTHS, SEQUENCES, REJECTS)
 """The tokens first."""
-SETTINGS, JOURNAL = "settings.json", "journal"
+SETTINGS = "settings.json"
+JOURNAL = "journal"
 SYNC_S = 2.0
 """Seconds of work that a machine that loses power may lose."""
 BLOCK = 8 << 20
@@ -61,11 +66,17 @@ class Draft:
         BadEnvironment: the disk refuses.
     """
 
-    def __init__(self, folder: Path, settings: dict[str, Any], names: list[str], *, fresh: bool) -> None:
-        self.folder, self.names = folder, names
-        self.totals, self.units, self.finished = Totals(len(names)), 0, False
+    def __init__(
+        self, folder: Path, settings: dict[str, Any], names: list[str], *, fresh: bool
+    ) -> None:
+        self.folder = folder
+        self.names = names
+        self.totals = Totals(len(names))
+        self.units = 0
+        self.finished = False
         self.sha256 = hashlib.sha256()
-        self._settings, self._fresh = settings, fresh
+        self._settings = settings
+        self._fresh = fresh
         self._files: dict[str, BinaryIO] = {}
         self._synced = time.monotonic()
 
@@ -77,9 +88,15 @@ class Draft:
                 self._held = locks.lock(self._lock.fileno(), self.folder / LOCK)
             except locks.Taken as taken:
                 self._lock.close()
-                rule = "another process makes this corpus now" + (f": {taken.owner}" if taken.owner else "")
+                rule = "another process makes this corpus now" + (
+                    f": {taken.owner}" if taken.owner else ""
+                )
                 raise ConfigError(
-                    [Problem("MT622", "out", str(self.folder), rule, "wait for it, or another out=")]
+                    [
+                        Problem(
+                            "MT622", "out", str(self.folder), rule, "wait for it, or another out="
+                        )
+                    ]
                 ) from None
             try:
                 self._start()
@@ -89,7 +106,10 @@ class Draft:
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
     ) -> None:
         for file in self._files.values():
             with contextlib.suppress(OSError):
@@ -122,16 +142,23 @@ class Draft:
         if held == said:
             return
         try:
-            before, now = json.loads(held), json.loads(said)
-            apart = sorted(key for key in before.keys() | now.keys() if before.get(key) != now.get(key))
+            before = json.loads(held)
+            now = json.loads(said)
+            apart = sorted(
+                key for key in before.keys() | now.keys() if before.get(key) != now.get(key)
+            )
         except (ValueError, AttributeError, RecursionError):
             apart = ["settings"]
-        rule = f"what a killed run left was made with other {', '.join(apart)} (or input files that changed since)"
+        rule = (
+            f"what a killed run left was made with other {', '.join(apart)} (or input files that"
+            " changed since)"
+        )
         fix = "the same command, on the same files; or fresh=true to begin again"
         raise ConfigError([Problem("MT622", "out", str(self.folder), rule, fix, "command line")])
 
     def _resume(self) -> None:
-        kept, place = 0, [0, 0, 0, 0]
+        kept = 0
+        place = [0, 0, 0, 0]
         sizes = [(self.folder / name).stat().st_size for name in GROWING]
         end = 0
         with contextlib.ExitStack() as opened:
@@ -148,15 +175,20 @@ class Draft:
                 if not self._absorb(files, grown, line["crc"]):
                     break
                 self.totals.add(line)
-                kept, place, end = kept + 1, reached, stop
+                kept = kept + 1
+                place = reached
+                end = stop
         self.units = kept
         if not self.finished:
             for name, size in zip((*GROWING, JOURNAL), (*place, end), strict=True):
                 os.truncate(self.folder / name, size)
 
     def _absorb(self, files: Sequence[BinaryIO], grown: list[int], crcs: list[int]) -> bool:
-        """Hash the next bytes of the tokens again; whether those of all files are what was written."""
-        digest, found = self.sha256.copy(), list[int]()
+        """Hash the next bytes of the tokens again; whether those of all files are what
+        was written.
+        """
+        digest = self.sha256.copy()
+        found = list[int]()
         for file, size in zip(files, grown, strict=True):
             crc = 0
             while size and (block := file.read(min(size, BLOCK))):
@@ -178,7 +210,9 @@ class Draft:
         """
         rejects = b"".join(self._rejects(result))
         grown = (result.tokens, result.lengths, result.sequences, rejects)
-        parts = [(part.source, part.counts | {"rejected": len(part.rejected)}) for part in result.parts]
+        parts = [
+            (part.source, part.counts | {"rejected": len(part.rejected)}) for part in result.parts
+        ]
         line = {
             "unit": self.units,
             "bytes": [len(data) for data in grown],
@@ -204,7 +238,11 @@ class Draft:
             before[part.source] = before.get(part.source, 0) + part.counts["records"]
             for one in part.rejected:
                 refuse_misread(one, self.names[part.source], base + one.number if one.number else 0)
-                held = {"file": self.names[part.source], "line": base + one.number or None, "why": one.why}
+                held = {
+                    "file": self.names[part.source],
+                    "line": base + one.number or None,
+                    "why": one.why,
+                }
                 yield (strict_json.dumps(held) + "\n").encode()
 
     def _add(self, line: dict[str, Any]) -> None:
@@ -213,7 +251,9 @@ class Draft:
         self._files[JOURNAL].flush()
 
     def sync(self) -> None:
-        """Have the disk hold what was written: the bytes first, then the journal that speaks of them."""
+        """Have the disk hold what was written: the bytes first, then the journal that speaks of
+        them.
+        """
         for name in (*GROWING, JOURNAL):
             os.fsync(self._files[name].fileno())
         self._synced = time.monotonic()
@@ -234,7 +274,10 @@ class Draft:
         """The first lines of the file of what was left out."""
         with open(self.folder / REJECTS, "rb") as file:
             found = [json.loads(line) for _, line in zip(range(many), file, strict=False)]
-        return [f"  {one['file']}{':' + str(one['line']) if one['line'] else ''}: {one['why']}" for one in found]
+        return [
+            f"  {one['file']}{':' + str(one['line']) if one['line'] else ''}: {one['why']}"
+            for one in found
+        ]
 
 
 def _journal(path: Path) -> Iterator[tuple[dict[str, Any], int]]:
@@ -266,7 +309,9 @@ def disk(place: Path) -> Iterator[None]:
 
 
 def finish(moves: list[tuple[Path, Path]], place: Callable[[Path], None]) -> None:
-    """Give files their names, those that are still to be given; `place` has the disk hold a folder."""
+    """Give files their names, those that are still to be given; `place` has the disk
+    hold a folder.
+    """
     for old, new in moves:
         if old.exists():
             old.replace(new)

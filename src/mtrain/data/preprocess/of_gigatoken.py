@@ -1,5 +1,5 @@
-"""Texts by gigatoken, which is in the extra of its name, for tokenizers of which `fast_features` knows that it does
-all that they say; the ids of some texts are compared all the same.
+"""Texts by gigatoken, which is in the extra of its name, for tokenizers of which `fast_features`
+knows that it does all that they say; the ids of some texts are compared all the same.
 """
 
 from __future__ import annotations
@@ -33,7 +33,10 @@ SAMPLE = (
     ),
     *(
         "<|endoftext|> </s> [SEP] <unk>",
-        "\u043f\u0440\u0438\u0432\u0435\u0442 \u05e9\u05dc\u05d5\u05dd \u0645\u0631\u062d\u0628\u0627",
+        (
+            "\u043f\u0440\u0438\u0432\u0435\u0442 \u05e9\u05dc\u05d5\u05dd"
+            " \u0645\u0631\u062d\u0628\u0627"
+        ),
         "x" * 300,
         "1" * 300,
         "=" * 100 + " " * 100 + "z",
@@ -43,7 +46,8 @@ SAMPLE = (
 
 
 class OfGigatoken(Packer):
-    """Texts by gigatoken, which is faster; some of every batch are compared with the tokenizer's own ids.
+    """Texts by gigatoken, which is faster; some of every batch are compared with the tokenizer's
+    own ids.
 
     It remembers all words that it met, so it is made again after `FORGETS` bytes.
     """
@@ -54,13 +58,24 @@ class OfGigatoken(Packer):
         super().__init__(encoder, code, None)
         self._library = library("gigatoken", "gigatoken", "engine=gigatoken")
         self._awkward = library("awkward", "gigatoken", "engine=gigatoken")
-        self._body, self._read = body, FORGETS
+        self._body = body
+        self._read = FORGETS
         if encoder.spec.plain:
-            rule = "gigatoken finds the names of special tokens in documents, and special=text wants them as text"
-            raise ConfigError([Problem("MT603", "engine", "gigatoken", rule, "engine=tokenizers", "command line")])
+            rule = (
+                "gigatoken finds the names of special tokens in documents, and special=text wants"
+                " them as text"
+            )
+            raise ConfigError(
+                [Problem("MT603", "engine", "gigatoken", rule, "engine=tokenizers", "command line")]
+            )
         if reason := unsupported(json.loads(body)):
-            rule = f"{encoder.file}: {reason}; gigatoken is not known to have the ids of tokenizers for it"
-            raise ConfigError([Problem("MT603", "engine", "gigatoken", rule, "engine=tokenizers", "command line")])
+            rule = (
+                f"{encoder.file}: {reason}; gigatoken is not known to have the ids of tokenizers"
+                " for it"
+            )
+            raise ConfigError(
+                [Problem("MT603", "engine", "gigatoken", rule, "engine=tokenizers", "command line")]
+            )
 
     def pack(self, texts: Sequence[str]) -> list[bytes]:
         """The ids of each text.
@@ -72,12 +87,18 @@ class OfGigatoken(Packer):
             return []
         with faults_named(self._encoder.file, "gigatoken cannot encode"):
             if self._read >= FORGETS:
-                self._made, self._read = self._library.Tokenizer.from_json(self._body), 0
+                self._made = self._library.Tokenizer.from_json(self._body)
+                self._read = 0
             found = self._made.encode_batch(list(texts), parallel=False)
             ids = self._awkward.to_numpy(self._awkward.flatten(found)).astype(self._code)
-            ends = np.cumsum(self._awkward.to_numpy(self._awkward.num(found)), dtype=np.int64) * ids.itemsize
+            ends = (
+                np.cumsum(self._awkward.to_numpy(self._awkward.num(found)), dtype=np.int64)
+                * ids.itemsize
+            )
         self._read += sum(map(len, texts))
-        data, begin, out = ids.tobytes(), 0, list[bytes]()
+        data = ids.tobytes()
+        begin = 0
+        out = list[bytes]()
         for end in ends.tolist():
             out.append(data[begin:end])
             begin = end
@@ -93,10 +114,12 @@ class OfGigatoken(Packer):
 
 
 def fastest(encoder: Encoder, code: str, body: str) -> tuple[Packer | None, str]:
-    """What packs with gigatoken, where it is installed, is known to do all that the tokenizer says, and has the same
-    ids on a sample; or why nothing does.
+    """What packs with gigatoken, where it is installed, is known to do all that the tokenizer says,
+    and has the same ids on a sample; or why nothing does.
     """
-    if encoder.spec.plain or find_spec("gigatoken") is None:  # names of special tokens as text are not its own
+    if (
+        encoder.spec.plain or find_spec("gigatoken") is None
+    ):  # names of special tokens as text are not its own
         return None, ""
     if reason := unsupported(json.loads(body)):
         return None, f"{encoder.file}: {reason}"

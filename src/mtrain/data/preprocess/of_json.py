@@ -1,4 +1,6 @@
-"""A tokenizer.json, and the older vocabularies of which Hugging Face's tokenizers makes one: GPT-2's and BERT's."""
+"""A tokenizer.json, and the older vocabularies of which Hugging Face's tokenizers makes one:
+GPT-2's and BERT's.
+"""
 
 from __future__ import annotations
 
@@ -20,20 +22,26 @@ from mtrain.errors import CorruptData
 class OfJson(Encoder):
     """A tokenizer.json, or a vocabulary that Hugging Face's tokenizers makes one of."""
 
-    def __init__(self, spec: TokenizerSpec, tokenizer: tokenizers.Tokenizer, ends: Sequence[str]) -> None:
+    def __init__(
+        self, spec: TokenizerSpec, tokenizer: tokenizers.Tokenizer, ends: Sequence[str]
+    ) -> None:
         super().__init__(spec)
         self.tokenizer = tokenizer
         tokenizer.no_truncation()
         tokenizer.no_padding()
         tokenizer.encode_special_tokens = spec.plain
         self.vocab_size = max(tokenizer.get_vocab(with_added_tokens=True).values(), default=-1) + 1
-        self.eod = self.chosen_eod(next((i for i in map(tokenizer.token_to_id, ends) if i is not None), None))
+        self.eod = self.chosen_eod(
+            next((i for i in map(tokenizer.token_to_id, ends) if i is not None), None)
+        )
         model = json.loads(tokenizer.to_str())["model"]
         named = model.get("unk_token")
         self.unk = tokenizer.token_to_id(named) if isinstance(named, str) else model.get("unk_id")
 
     def encode(self, texts: Sequence[str]) -> list[list[int]]:
-        return [e.ids for e in self.tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)]
+        return [
+            e.ids for e in self.tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)
+        ]
 
     def decode(self, ids: Sequence[int]) -> str:
         with faults_named(self.file, "ids cannot be decoded"):
@@ -44,13 +52,20 @@ class OfJson(Encoder):
 
     def unknown_bytes(self, text: str) -> int:
         found = self.tokenizer.encode(text, add_special_tokens=False)
-        spans = [span for number, span in zip(found.ids, found.offsets, strict=True) if number == self.unk]
+        spans = [
+            span
+            for number, span in zip(found.ids, found.offsets, strict=True)
+            if number == self.unk
+        ]
         return sum(len(text[a:b].encode()) for a, b in spans)
 
     def packer(self, code: str) -> Packer:
         if self.spec.engine == "gigatoken":
             return OfGigatoken(self, code, self.tokenizer.to_str())
-        fast, why = fastest(self, code, self.tokenizer.to_str()) if self.spec.engine == "auto" else (None, "")
+        if self.spec.engine == "auto":
+            fast, why = fastest(self, code, self.tokenizer.to_str())
+        else:
+            fast, why = (None, "")
         if fast is not None:
             return fast
         made = Packer(self, code, memory_of(self.tokenizer, code, self.spec.plain))
@@ -59,14 +74,16 @@ class OfJson(Encoder):
 
 
 def of_json_file(spec: TokenizerSpec) -> Encoder:
-    """A tokenizer.json; the end of documents is the `eos_token` of the tokenizer_config.json beside it, or has a name
-    in use.
+    """A tokenizer.json; the end of documents is the `eos_token` of the tokenizer_config.json beside
+    it, or has a name in use.
     """
     path = Path(spec.files[0])
     try:
         text = path.read_bytes().decode()
     except UnicodeDecodeError as error:
-        raise CorruptData(f"{path}: offset {error.start}: not UTF-8, so no tokenizer.json") from error
+        raise CorruptData(
+            f"{path}: offset {error.start}: not UTF-8, so no tokenizer.json"
+        ) from error
     check_tokenizer(path, text)
     with faults_named(str(path), "no tokenizer.json"):
         tokenizer = tokenizers.Tokenizer.from_str(text)
@@ -93,7 +110,9 @@ def of_gpt2(spec: TokenizerSpec) -> Encoder:
     vocab_file, merges_file = spec.files
     try:
         vocab = json.loads(Path(vocab_file).read_bytes())
-        if not isinstance(vocab, dict) or not all(type(i) is int and 0 <= i <= MAX_ID for i in vocab.values()):
+        if not isinstance(vocab, dict) or not all(
+            type(i) is int and 0 <= i <= MAX_ID for i in vocab.values()
+        ):
             raise ValueError("no mapping of tokens to ids")
     except (ValueError, RecursionError) as error:
         raise CorruptData(f"{vocab_file}: no vocabulary: {str(error)[:200]}") from None
@@ -110,7 +129,9 @@ def of_gpt2(spec: TokenizerSpec) -> Encoder:
         tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
         tokenizer.decoder = decoders.ByteLevel()
         if EOD_NAMES[0] in vocab:
-            tokenizer.add_special_tokens([tokenizers.AddedToken(EOD_NAMES[0], normalized=False, special=True)])
+            tokenizer.add_special_tokens(
+                [tokenizers.AddedToken(EOD_NAMES[0], normalized=False, special=True)]
+            )
     return OfJson(spec, tokenizer, EOD_NAMES)
 
 
@@ -120,14 +141,18 @@ def of_bert(spec: TokenizerSpec) -> Encoder:
 
     vocab = {token: i for i, token in enumerate(_lines(spec.files[0]))}
     if "[UNK]" not in vocab:
-        raise CorruptData(f"{spec.files[0]}: no line says [UNK], so it is no vocabulary of WordPiece")
+        raise CorruptData(
+            f"{spec.files[0]}: no line says [UNK], so it is no vocabulary of WordPiece"
+        )
     with faults_named(spec.files[0], "no vocabulary of WordPiece"):
         tokenizer = tokenizers.Tokenizer(models.WordPiece(vocab, unk_token="[UNK]"))
         tokenizer.normalizer = normalizers.BertNormalizer(lowercase=spec.lower_case)
         tokenizer.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
         tokenizer.decoder = decoders.WordPiece()
         names = [name for name in ("[UNK]", "[SEP]", "[PAD]", "[CLS]", "[MASK]") if name in vocab]
-        tokenizer.add_special_tokens([tokenizers.AddedToken(name, normalized=False, special=True) for name in names])
+        tokenizer.add_special_tokens(
+            [tokenizers.AddedToken(name, normalized=False, special=True) for name in names]
+        )
     return OfJson(spec, tokenizer, ("[SEP]",))
 
 

@@ -1,4 +1,6 @@
-"""A vocabulary of tiktoken, by its library, which is in the extra `data`: its own lines, or Megatron-LM's JSON."""
+"""A vocabulary of tiktoken, by its library, which is in the extra `data`: its own lines, or
+Megatron-LM's JSON.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,8 @@ PATTERNS = {
     ),
     "gpt2": r"'(?:[sdmt]|ll|ve|re)| ?\p{L}++| ?\p{N}++| ?[^\s\p{L}\p{N}]++|\s++$|\s+(?!\S)|\s",
     "cl100k": (
-        r"'(?i:[sdmt]|ll|ve|re)|[^\r\n\p{L}\p{N}]?+\p{L}++|\p{N}{1,3}+| ?[^\s\p{L}\p{N}]++[\r\n]*+|\s++$|"
+        r"'(?i:[sdmt]|ll|ve|re)|[^\r\n\p{L}\p{N}]?+\p{L}++|\p{N}{1,3}+|"
+        r" ?[^\s\p{L}\p{N}]++[\r\n]*+|\s++$|"
         r"\s*[\r\n]|\s+(?!\S)|\s"
     ),
     "o200k": (
@@ -39,7 +42,9 @@ LLAMA3 = {
     **{"<|begin_of_text|>": 128000, "<|end_of_text|>": 128001},
     **{"<|start_header_id|>": 128006, "<|end_header_id|>": 128007, "<|eot_id|>": 128009},
 }
-"""Special tokens of Llama 3's tokenizer.model, which has 128000 tokens, that are the same in all of its versions."""
+"""Special tokens of Llama 3's tokenizer.model, which has 128000 tokens, that are the same in all of
+its versions.
+"""
 MEGATRON_SPECIAL = ("<unk>", "<s>", "</s>", "<mask>", "<pad>", "<cls>", "<sep>")
 
 
@@ -54,7 +59,10 @@ class OfTiktoken(Encoder):
         pattern = PATTERNS.get(spec.pattern, spec.pattern)
         with faults_named(self.file, "no vocabulary of tiktoken"):
             self._encoding = module.Encoding(
-                name=Path(self.file).name, pat_str=pattern, mergeable_ranks=ranks, special_tokens=special
+                name=Path(self.file).name,
+                pat_str=pattern,
+                mergeable_ranks=ranks,
+                special_tokens=special,
             )
         self._special = special
         self.vocab_size = max([*ranks.values(), *special.values()], default=-1) + 1
@@ -76,7 +84,8 @@ class OfTiktoken(Encoder):
 
 def _ranks_of_lines(spec: TokenizerSpec) -> tuple[dict[bytes, int], dict[str, int]]:
     """Tokens and special tokens of a file whose lines are a token in base64 and its rank."""
-    file, ranks = spec.files[0], dict[bytes, int]()
+    file = spec.files[0]
+    ranks = dict[bytes, int]()
     for number, line in enumerate(Path(file).read_bytes().splitlines(), 1):
         if not line:
             continue
@@ -84,12 +93,16 @@ def _ranks_of_lines(spec: TokenizerSpec) -> tuple[dict[bytes, int], dict[str, in
             token, rank = line.split()
             ranks[base64.b64decode(token, validate=True)] = _id(int(rank))
         except (ValueError, binascii.Error):
-            raise CorruptData(f"{file}: line {number}: is not a token in base64 and a rank") from None
+            raise CorruptData(
+                f"{file}: line {number}: is not a token in base64 and a rank"
+            ) from None
     return ranks, dict(spec.special_tokens) or _special(spec.pattern, ranks)
 
 
 def _special(pattern: str, ranks: dict[bytes, int]) -> dict[str, int]:
-    """The special tokens of a file that says none: those that are known of it, or one behind its tokens."""
+    """The special tokens of a file that says none: those that are known of it, or one behind its
+    tokens.
+    """
     largest = max(ranks.values(), default=-1)
     if pattern == "cl100k" and len(ranks) == largest + 1 == min(LLAMA3.values()):
         return LLAMA3
@@ -98,13 +111,18 @@ def _special(pattern: str, ranks: dict[bytes, int]) -> dict[str, int]:
 
 
 def _ranks_of_json(spec: TokenizerSpec) -> tuple[dict[bytes, int], dict[str, int]]:
-    """Tokens and special tokens of Megatron-LM's form: a list of ranks, behind the ids of special tokens."""
-    file, first = spec.files[0], spec.num_special_tokens
+    """Tokens and special tokens of Megatron-LM's form: a list of ranks, behind the ids of special
+    tokens.
+    """
+    file = spec.files[0]
+    first = spec.num_special_tokens
     try:
         body = json.loads(Path(file).read_bytes())
         most = len(body) if spec.vocab_size is None else spec.vocab_size - first
         listed = body[: max(0, min(most, (1 << 17) - first if spec.vocab_size is None else most))]
-        ranks = {base64.b64decode(one["token_bytes"]): _id(int(one["rank"])) + first for one in listed}
+        ranks = {
+            base64.b64decode(one["token_bytes"]): _id(int(one["rank"])) + first for one in listed
+        }
     except (ValueError, KeyError, TypeError, binascii.Error, RecursionError) as error:
         raise CorruptData(f"{file}: no list of token_bytes and ranks: {str(error)[:200]}") from None
     names = [*MEGATRON_SPECIAL, *(f"<SPECIAL_{i}>" for i in range(len(MEGATRON_SPECIAL), first))]

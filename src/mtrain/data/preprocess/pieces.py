@@ -1,12 +1,15 @@
-"""Pieces of a text whose token ids do not depend on what stands around them, and a memory of the ids of pieces.
+"""Pieces of a text whose token ids do not depend on what stands around them, and a memory of the
+ids of pieces.
 
-A tokenizer cuts a text before it looks for tokens, at places that are known for the cutting patterns below. Words
-repeat, so most pieces were encoded before. What cannot be cut so for sure is encoded as it is, by the library.
+A tokenizer cuts a text before it looks for tokens, at places that are known for the cutting
+patterns below. Words repeat, so most pieces were encoded before. What cannot be cut so for sure is
+encoded as it is, by the library.
 
-Why a cut is right: every pattern is a list of alternatives that are tried from left to right, where the match before
-ended. In those of GPT-2 no alternative has white space behind anything else, so a match ends wherever white space
-follows a letter, a digit or a sign. The later ones take line ends behind signs, and only there. The only look ahead,
-`\\s+(?!\\S)`, is at the end of white space, and a piece ends in none, unless the text does.
+Why a cut is right: every pattern is a list of alternatives that are tried from left to right, where
+the match before ended. In those of GPT-2 no alternative has white space behind anything else, so a
+match ends wherever white space follows a letter, a digit or a sign. The later ones take line ends
+behind signs, and only there. The only look ahead, `\\s+(?!\\S)`, is at the end of white space, and
+a piece ends in none, unless the text does.
 """
 
 from __future__ import annotations
@@ -45,23 +48,31 @@ CONTROLS = "[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f\u180e\u200b]"
 """What BERT takes out of words, and DOUBTFUL."""
 _OF_ASCII = (
     r" ?(?:[A-Za-z]+|[0-9]+|(?<! )'(?:s|t|re|ve|m|ll|d)|[^\sA-Za-z0-9]+)|\s+(?!\S)|\s+",
-    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\nA-Za-z0-9]?[A-Za-z]+|[0-9]{1,3}| ?[^\sA-Za-z0-9]+[\r\n]*|\s*[\r\n]+|"
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\nA-Za-z0-9]?[A-Za-z]+|[0-9]{1,3}|"
+    r" ?[^\sA-Za-z0-9]+[\r\n]*|\s*[\r\n]+|"
     r"\s+(?!\S)|\s+",
-    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\nA-Za-z0-9]?[A-Za-z]+|[0-9]| ?[^\sA-Za-z0-9]+[\r\n]*|\s*[\r\n]+|"
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\nA-Za-z0-9]?[A-Za-z]+|[0-9]|"
+    r" ?[^\sA-Za-z0-9]+[\r\n]*|\s*[\r\n]+|"
     r"\s+(?!\S)|\s+",
     r"[^\r\nA-Za-z0-9]?[A-Z]*[a-z]+(?i:'s|'t|'re|'ve|'m|'ll|'d)?|"
-    r"[^\r\nA-Za-z0-9]?[A-Z]+[a-z]*(?i:'s|'t|'re|'ve|'m|'ll|'d)?|[0-9]{1,3}| ?[^\sA-Za-z0-9]+[\r\n/]*|\s*[\r\n]+|"
+    r"[^\r\nA-Za-z0-9]?[A-Z]+[a-z]*(?i:'s|'t|'re|'ve|'m|'ll|'d)?|[0-9]{1,3}|"
+    r" ?[^\sA-Za-z0-9]+[\r\n/]*|\s*[\r\n]+|"
     r"\s+(?!\S)|\s+",
 )
 """GPT2 and LATER for text of ASCII alone, where letters and digits are few."""
-FINER = {pattern: re.compile(ascii_) for pattern, ascii_ in zip((GPT2, *LATER), _OF_ASCII, strict=True)}
+FINER = {
+    pattern: re.compile(ascii_) for pattern, ascii_ in zip((GPT2, *LATER), _OF_ASCII, strict=True)
+}
 OF_WORDPIECE = re.compile(r"[A-Za-z0-9]+|[^A-Za-z0-9]")
 MANY = 1 << 19
 """Letters of texts that are packed at once."""
-MOST, LONGEST = 1 << 18, 48
+MOST = 1 << 18
+LONGEST = 48
 """Pieces that are remembered (about 50 MB), and letters of one."""
 LETTERS = {byte: 256 + i for i, byte in enumerate([*range(33), 127])}
-"""The letters of ByteLevel that stand for bytes of ASCII that cannot be printed; the others stand for themselves."""
+"""The letters of ByteLevel that stand for bytes of ASCII that cannot be printed; the others stand
+for themselves.
+"""
 Find = Callable[[str], list[str]]
 
 
@@ -71,16 +82,20 @@ class Cut:
 
     pieces: Find
     words: Find | None
-    """How ASCII is cut into what the tokenizer itself takes apart, in other words; None: it is not known."""
+    """How ASCII is cut into what the tokenizer itself takes apart, in other words; None: it is not
+    known.
+    """
     doubtful: str = DOUBTFUL
 
 
 def cut_of(body: dict[str, Any]) -> Cut | None:
     """How texts may be cut for the tokenizer.json `body`; None: they may not."""
-    model, normalizer = body.get("model") or {}, body.get("normalizer")
+    model = body.get("model") or {}
+    normalizer = body.get("normalizer")
     if any(body.get(key) for key in ("truncation", "padding")) or model.get("dropout"):
         return None
-    kind, steps = (normalizer or {}).get("type"), _steps(body.get("pre_tokenizer"))
+    kind = (normalizer or {}).get("type")
+    steps = _steps(body.get("pre_tokenizer"))
     names = [step["type"] for step in steps]
     normalized = any(token.get("normalized") for token in body.get("added_tokens") or ())
     if kind and normalized:  # it is looked for behind the normalizer, where its name may be another
@@ -124,10 +139,19 @@ class Pieces(dict[str, bytes]):
     many = MANY
 
     def __init__(self, tokenizer: tokenizers.Tokenizer, cut: Cut, code: str, plain: bool) -> None:
-        self._tokenizer, self._cut, self._code = tokenizer, cut, code
-        self._model = tokenizer.model if type(tokenizer.model).__name__ == "BPE" and cut.words is not None else None
+        self._tokenizer = tokenizer
+        self._cut = cut
+        self._code = code
+        if type(tokenizer.model).__name__ == "BPE" and cut.words is not None:
+            self._model = tokenizer.model
+        else:
+            self._model = None
         added = tokenizer.get_added_tokens_decoder().values()
-        names = [re.escape(token.content) for token in added if token.content and not (plain and token.special)]
+        names = [
+            re.escape(token.content)
+            for token in added
+            if token.content and not (plain and token.special)
+        ]
         self._named = re.compile("|".join(names) or "(?!)").search
         self._doubtful = re.compile(cut.doubtful).search
         self._missing: list[str] = []
@@ -139,8 +163,12 @@ class Pieces(dict[str, bytes]):
     def pack(self, texts: Sequence[str]) -> list[bytes]:
         """The ids of each text."""
         self._make_room()
-        out, again, alone = [b""] * len(texts), list[int](), list[int]()
-        for i, text in enumerate(texts):  # one after the other: a text's pieces stay in the processor's cache
+        out = [b""] * len(texts)
+        again = list[int]()
+        alone = list[int]()
+        for i, text in enumerate(
+            texts
+        ):  # one after the other: a text's pieces stay in the processor's cache
             pieces = self._pieces(text)
             if pieces is None:
                 alone.append(i)
@@ -180,7 +208,8 @@ class Pieces(dict[str, bytes]):
 
     def _learn(self) -> list[str]:
         """Encode the pieces that are missing."""
-        missing, self._missing = list(dict.fromkeys(self._missing)), []
+        missing = list(dict.fromkeys(self._missing))
+        self._missing = []
         if self._model is None:
             self.update(zip(missing, self._encoded(missing), strict=True))
             return missing
@@ -191,12 +220,19 @@ class Pieces(dict[str, bytes]):
         return missing
 
     def _by_model(self, pieces: list[str]) -> Iterator[bytes]:
-        """Ids of ASCII, as the model gives them that is asked for each word in the letters of ByteLevel."""
+        """Ids of ASCII, as the model gives them that is asked for each word in the letters of
+        ByteLevel.
+        """
         assert self._model is not None
         assert self._cut.words is not None
-        ask, code = self._model.tokenize, self._code
+        ask = self._model.tokenize
+        code = self._code
         for piece in pieces:
-            ids = [token.id for word in self._cut.words(piece) for token in ask(word.translate(LETTERS))]
+            ids = [
+                token.id
+                for word in self._cut.words(piece)
+                for token in ask(word.translate(LETTERS))
+            ]
             yield array(code, ids).tobytes()
 
     def _encoded(self, texts: list[str]) -> list[bytes]:
@@ -204,7 +240,9 @@ class Pieces(dict[str, bytes]):
         return [array(self._code, encoding.ids).tobytes() for encoding in found]
 
 
-def pieces_of(tokenizer: tokenizers.Tokenizer, code: str, plain: bool, kind: type[Pieces] = Pieces) -> Pieces | None:
+def pieces_of(
+    tokenizer: tokenizers.Tokenizer, code: str, plain: bool, kind: type[Pieces] = Pieces
+) -> Pieces | None:
     """A memory for a tokenizer; None where its texts may not be cut."""
     cut = cut_of(json.loads(tokenizer.to_str()))
     return None if cut is None else kind(tokenizer, cut, code, plain)

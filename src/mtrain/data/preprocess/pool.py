@@ -18,7 +18,14 @@ from types import TracebackType
 from typing import Any, TypeVar
 
 from mtrain.data.preprocess.encoder import OtherIds
-from mtrain.errors import BadEnvironment, ConfigError, CorruptData, MtrainError, Problem, of_the_place
+from mtrain.errors import (
+    BadEnvironment,
+    ConfigError,
+    CorruptData,
+    MtrainError,
+    Problem,
+    of_the_place,
+)
 from mtrain.processes import die_with
 
 T = TypeVar("T")
@@ -42,17 +49,23 @@ class _Failed:
 
 
 class _Process:
-    """A process that makes something when it is first asked, and then calls functions of it, one at a time."""
+    """A process that makes something when it is first asked, and then calls functions of it, one at
+    a time.
+    """
 
     def __init__(self, make: Callable[[Any], Any], job: Any) -> None:
         context: Any = get_context("fork" if sys.platform == "linux" else "spawn")
         self._pipe, theirs = context.Pipe()
-        self._process = context.Process(target=_serve, args=(theirs, os.getpid(), make, job), daemon=True)
+        self._process = context.Process(
+            target=_serve, args=(theirs, os.getpid(), make, job), daemon=True
+        )
         self._process.start()
         theirs.close()  # else the end of the process would not end the pipe
 
     def call(self, function: Callable[..., Any], arguments: tuple[Any, ...]) -> Any:
-        """The value of a function of the made thing and arguments; EOFError or OSError where the process is gone."""
+        """The value of a function of the made thing and arguments; EOFError or OSError where the
+        process is gone.
+        """
         self._pipe.send((function, arguments))
         return self._pipe.recv()
 
@@ -67,19 +80,24 @@ class _Process:
 
 
 class Pool:
-    """`workers` processes that each make something once, with `make(job)`, and then call its methods.
+    """`workers` processes that each make something once, with `make(job)`, and then call its
+    methods.
 
-    Nothing heavy is loaded in this process. Used as a context; a process that dies is a BadEnvironment. A thread
-    waits for each process at its pipe: queues between processes would need semaphores, and those a /dev/shm.
+    Nothing heavy is loaded in this process. Used as a context; a process that dies is a
+    BadEnvironment. A thread waits for each process at its pipe: queues between processes would need
+    semaphores, and those a /dev/shm.
     """
 
     def __init__(self, workers: int, make: Callable[[Any], Any], job: Any) -> None:
         self.workers = workers
         try:
-            self._processes = [_Process(make, job) for _ in range(workers)]  # before any thread is there
+            # before any thread is there
+            self._processes = [_Process(make, job) for _ in range(workers)]
         except OSError as error:
             why = error.strerror or type(error).__name__
-            raise BadEnvironment(f"{workers} processes cannot be started: {why}", "  fix: workers=N, fewer") from None
+            raise BadEnvironment(
+                f"{workers} processes cannot be started: {why}", "  fix: workers=N, fewer"
+            ) from None
         self._idle = SimpleQueue[_Process]()
         for process in self._processes:
             self._idle.put(process)
@@ -89,7 +107,10 @@ class Pool:
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
     ) -> None:
         if kind is not None:
             for process in self._processes:
@@ -105,7 +126,10 @@ class Pool:
     def each(
         self, function: Callable[[Any, Any], T], items: Iterable[Any], say: Callable[[Any], str]
     ) -> Iterator[tuple[Any, T]]:
-        """Each item and what a function made of it, in order; a few are worked on ahead. `say` names an item."""
+        """Each item and what a function made of it, in order; a few are worked on ahead.
+
+        `say` names an item.
+        """
         waiting: deque[tuple[Any, Future[Any]]] = deque()
         for item in items:
             waiting.append((item, self._submit(function, (item,))))
@@ -155,7 +179,9 @@ def _serve(pipe: Connection, parent: int, make: Callable[[Any], Any], job: Any) 
     with suppress(EOFError):
         while asked := pipe.recv():
             if made is None:
-                gc.disable()  # what is made lives as long as a unit; lists of pieces would be looked through often
+                # what is made lives as long as a unit; lists of pieces would be looked through
+                # often
+                gc.disable()
                 made = _caught(make, (job,))
                 gc.freeze()
             gc.collect()
@@ -175,4 +201,7 @@ def _caught(function: Callable[..., Any], arguments: tuple[Any, ...]) -> Any:
     except Exception as error:  # said in one line, as main does with what nobody expected
         if (of_here := of_the_place(error)) is not None:
             return _Failed("BadEnvironment", tuple(str(of_here).split("\n")))
-        return _Failed("MtrainError", (f"unexpected {type(error).__name__}: {' '.join(str(error).split())[:300]}",))
+        return _Failed(
+            "MtrainError",
+            (f"unexpected {type(error).__name__}: {' '.join(str(error).split())[:300]}",),
+        )

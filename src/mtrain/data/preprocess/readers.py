@@ -18,7 +18,8 @@ Found = Text | Rejected
 
 
 def documents(part: Part, source: Source, reading: Reading) -> Iterator[tuple[int, Found | None]]:
-    """Number of the record in this part, from 1, and its text; None for a line of white space, which is none.
+    """Number of the record in this part, from 1, and its text; None for a line of white space,
+    which is none.
 
     Raises:
         CorruptData: the file cannot be read, or is not what its format is.
@@ -101,7 +102,9 @@ def half_of_a_letter(error: UnicodeEncodeError) -> str:
 
 
 def _too_long(size: int, reading: Reading) -> str:
-    return f"has {size} bytes; a document may have {reading.max_bytes} (max_document, or lines=true)"
+    return (
+        f"has {size} bytes; a document may have {reading.max_bytes} (max_document, or lines=true)"
+    )
 
 
 def _lines(part: Part, source: Source, limit: int) -> Iterator[bytes | None]:

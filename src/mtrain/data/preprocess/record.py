@@ -1,4 +1,7 @@
-"""What of a record is text: a key, or a template of keys. What is none is a reason to leave the record out."""
+"""What of a record is text: a key, or a template of keys.
+
+What is none is a reason to leave the record out.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +27,9 @@ class Rejected:
     by: tuple[str, ...] = ()
     """The keys with which it says itself that it is not learned."""
     misread: tuple[str, str] | None = None
-    """A key that should say whether it is learned, and its value, which says something else: it ends the command."""
+    """A key that should say whether it is learned, and its value, which says something else: it
+    ends the command.
+    """
 
 
 class NotLearned(ValueError):
@@ -33,11 +38,15 @@ class NotLearned(ValueError):
     def __init__(self, said: Mapping[str, Any]) -> None:
         self.by = tuple(said)
         fix = " ".join(f"ignored_keys={key}" for key in said)
-        super().__init__(f"it says that it is not learned ({shown(said)}); {fix} where that says something else")
+        super().__init__(
+            f"it says that it is not learned ({shown(said)}); {fix} where that says something else"
+        )
 
 
 class Misread(ValueError):
-    """A key that says whether a record is learned has a value that says something else, such as a measured loss."""
+    """A key that says whether a record is learned has a value that says something else, such as a
+    measured loss.
+    """
 
     def __init__(self, key: str, value: Any) -> None:
         self.key = key
@@ -55,12 +64,16 @@ def refuse_misread(one: Rejected, file: str, line: int) -> None:
     """Pass what is left out for a reason of its own.
 
     Raises:
-        ConfigError: it is not known whether the record is to be left out. All records of such a column would be.
+        ConfigError: it is not known whether the record is to be left out. All records of such a
+            column would be.
     """
     if one.misread is None:
         return
     key, value = one.misread
-    rule = f"a record says with {key} whether it is learned, by 1 or true and 0 or false, and this is neither"
+    rule = (
+        f"a record says with {key} whether it is learned, by 1 or true and 0 or false, and this is"
+        " neither"
+    )
     fix = f"ignored_keys={key}, where {key} says something else; or 1 or 0 for it"
     raise ConfigError([Problem("MT624", key, value, rule, fix, f"{file}:{line}" if line else file)])
 
@@ -70,7 +83,8 @@ class Reading:
     """How documents are found; small, as every process has it."""
 
     parts: tuple[tuple[str, str | None], ...]
-    """Text that is the same in every document, and the key behind it; a key alone: `(("", key),)`."""
+    """Text that is the same in every document, and the key behind it; a key alone: `(("", key),)`.
+    """
     by_line: bool = False
     """A line of a text file is a document."""
     max_bytes: int = 64 << 20
@@ -98,11 +112,16 @@ class Reading:
             self._is_learned(record)
         if len(self.parts) == 1 and not self.parts[0][0]:
             return self._value(record, self.parts[0][1] or "", sentences=True)
-        out = [before + (self._value(record, key, sentences=False) if key else "") for before, key in self.parts]  # type: ignore[operator]
+        out = [
+            before + (str(self._value(record, key, sentences=False)) if key else "")
+            for before, key in self.parts
+        ]
         return "".join(out)
 
     def _is_learned(self, record: Mapping[Any, Any]) -> None:
-        """Raises ValueError for a record that says with a key, which is not read as text, that it is not learned."""
+        """Raises ValueError for a record that says with a key, which is not read as text, that it
+        is not learned.
+        """
         said = {key: record[key] for key in self.flags if record.get(key) is not None}
         for key, value in said.items():
             if not says_learned_or_not(value):
@@ -111,7 +130,9 @@ class Reading:
             raise NotLearned(said)
         if not all(said.values()):
             fix = "ignored_keys=KEY for the one that says something else"
-            raise ValueError(f"it says both that it is learned and that it is not: {shown(said)}; {fix}")
+            raise ValueError(
+                f"it says both that it is learned and that it is not: {shown(said)}; {fix}"
+            )
 
     def _value(self, record: Any, key: str, *, sentences: bool) -> Text:
         found = record.get(key, record) if isinstance(record, Mapping) else None
@@ -132,18 +153,30 @@ def _walk(record: Any, key: str) -> Any:
         if not isinstance(record, Mapping):
             raise ValueError(f"it is {_kind(record)}, and no object with the key {key}")
         if name not in record:
-            raise ValueError(f"it has no key {key}; keys: {', '.join(map(str, list(record)[:8]))[:120] or 'none'}")
+            raise ValueError(
+                f"it has no key {key}; keys:"
+                f" {', '.join(map(str, list(record)[:8]))[:120] or 'none'}"
+            )
         record = record[name]
     return record
 
 
 def _kind(value: Any) -> str:
-    names = {dict: "an object", list: "a list", str: "a text", bool: "true or false", type(None): "null"}
-    return names.get(type(value), "a number" if isinstance(value, (int, float)) else type(value).__name__)
+    names = {
+        dict: "an object",
+        list: "a list",
+        str: "a text",
+        bool: "true or false",
+        type(None): "null",
+    }
+    return names.get(
+        type(value), "a number" if isinstance(value, (int, float)) else type(value).__name__
+    )
 
 
 def reading(key: str, template: str | None, **options: Any) -> Reading:
-    """A reading of a key, or of a template such as `{title}\\n{text}`, in which `\\n` and `\\t` may be written.
+    """A reading of a key, or of a template such as `{title}\\n{text}`, in which `\\n` and `\\t` may
+    be written.
 
     Raises:
         ConfigError: the template has no key, or more in its braces than one.
@@ -153,12 +186,22 @@ def reading(key: str, template: str | None, **options: Any) -> Reading:
     try:
         parts = tuple(_parts(template.replace("\\n", "\n").replace("\\t", "\t")))
     except ValueError as error:
-        parts, rule = (), str(error)
+        parts = ()
+        rule = str(error)
     else:
         rule = "has no key in braces"
     if not any(name for _, name in parts):
         raise ConfigError(
-            [Problem("MT003", "template", template, rule, "template='{title}\\n{text}'", "command line")]
+            [
+                Problem(
+                    "MT003",
+                    "template",
+                    template,
+                    rule,
+                    "template='{title}\\n{text}'",
+                    "command line",
+                )
+            ]
         )
     return Reading(parts, **options)
 
@@ -172,4 +215,8 @@ def _parts(template: str) -> Iterator[tuple[str, str | None]]:
 
 def roots(keys: Sequence[str], columns: Sequence[str]) -> list[str]:
     """Of the columns of a table those that keys are in."""
-    return [column for column in columns if any(key == column or key.startswith(f"{column}.") for key in keys)]
+    return [
+        column
+        for column in columns
+        if any(key == column or key.startswith(f"{column}.") for key in keys)
+    ]

@@ -1,4 +1,6 @@
-"""Looks at every byte of a corpus: whether it is what its manifest says, and its ids are those of a vocabulary."""
+"""Looks at every byte of a corpus: whether it is what its manifest says, and its ids are those of a
+vocabulary.
+"""
 
 from __future__ import annotations
 
@@ -31,17 +33,22 @@ class Scanned:
     """Of the `.bin`."""
 
 
-def verify(dataset: IndexedDataset, held: Manifest | None, vocab_size: int | None, *, hashed: bool) -> Scanned:
+def verify(
+    dataset: IndexedDataset, held: Manifest | None, vocab_size: int | None, *, hashed: bool
+) -> Scanned:
     """Look at every byte of a corpus; without `hashed` it needs no manifest.
 
     Raises:
         ConfigError: there is no manifest.
-        CorruptData: a file is not what the manifest says, does not add up, or has an id outside of the vocabulary.
+        CorruptData: a file is not what the manifest says, does not add up, or has an id outside of
+            the vocabulary.
     """
     if held is None and hashed:
         rule = "there is no manifest beside it, so nobody knows what its bytes were"
         fix = "manifest=false to look at the rest"
-        raise ConfigError([Problem("MT623", "manifest", str(dataset.prefix), rule, fix, "command line")])
+        raise ConfigError(
+            [Problem("MT623", "manifest", str(dataset.prefix), rule, fix, "command line")]
+        )
     if held is not None:
         _counts(held, dataset)
     scanned = scan(dataset, vocab_size if held is None else held.count("vocab_size"))
@@ -53,7 +60,8 @@ def verify(dataset: IndexedDataset, held: Manifest | None, vocab_size: int | Non
 
 
 def write_manifest(dataset: IndexedDataset, scanned: Scanned, encoder: Encoder | None) -> None:
-    """Write the manifest of a corpus that was scanned and that somebody else made: its counts and hashes as they are.
+    """Write the manifest of a corpus that was scanned and that somebody else made: its counts and
+    hashes as they are.
 
     `encoder`: the tokenizer that made it; None: it is not known.
 
@@ -66,7 +74,10 @@ def write_manifest(dataset: IndexedDataset, scanned: Scanned, encoder: Encoder |
         index = hashlib.file_digest(file, "sha256").hexdigest()
     spec = None if encoder is None else encoder.spec
     files = [] if spec is None else [Path(file).name for file in spec.files]
-    tokenizer = {"kind": spec.kind, "sha256": spec.sha256} if spec is not None else {"kind": "unknown", "sha256": ""}
+    if spec is not None:
+        tokenizer = {"kind": spec.kind, "sha256": spec.sha256}
+    else:
+        tokenizer = {"kind": "unknown", "sha256": ""}
     hashes = {".bin": (Path(dataset.bin), scanned.sha256), ".idx": (dataset.idx, index)}
     body: dict[str, Any] = {
         "format": FORMAT,
@@ -81,7 +92,10 @@ def write_manifest(dataset: IndexedDataset, scanned: Scanned, encoder: Encoder |
         "dtype": dataset.dtype.name,
         "tokenizer": {**tokenizer, "files": files},
         "inputs": [],
-        "files": {name: {"bytes": path.stat().st_size, "sha256": sha} for name, (path, sha) in hashes.items()},
+        "files": {
+            name: {"bytes": path.stat().st_size, "sha256": sha}
+            for name, (path, sha) in hashes.items()
+        },
     }
     durable.write(path_of(dataset.prefix), dump(body))
 
@@ -94,21 +108,29 @@ def _counts(held: Manifest, dataset: IndexedDataset) -> None:
     }
     for name, number in found.items():
         if held.count(name) != number:
-            raise CorruptData(f"{dataset.idx}: {number} {name}, and {held.path.name} says {held.count(name)}")
+            raise CorruptData(
+                f"{dataset.idx}: {number} {name}, and {held.path.name} says {held.count(name)}"
+            )
     if held.body.get("dtype") != dataset.dtype.name:
         said = str(held.body.get("dtype"))[:20]
-        raise CorruptData(f"{dataset.idx}: tokens are {dataset.dtype.name}, and {held.path.name} says {said}")
+        raise CorruptData(
+            f"{dataset.idx}: tokens are {dataset.dtype.name}, and {held.path.name} says {said}"
+        )
 
 
 def _hashes(held: Manifest, dataset: IndexedDataset, scanned: Scanned) -> None:
     with open(dataset.idx, "rb") as file:
         index = hashlib.file_digest(file, "sha256").hexdigest()
-    for path, suffix, found in ((dataset.idx, ".idx", index), (dataset.bin, ".bin", scanned.sha256)):
+    for path, suffix, found in (
+        (dataset.idx, ".idx", index),
+        (dataset.bin, ".bin", scanned.sha256),
+    ):
         if found != held.sha256_of(suffix):
             raise CorruptData(f"{path}: sha256 is {found}, was written as {held.sha256_of(suffix)}")
     if held.count("largest_id") != scanned.largest:
         raise CorruptData(
-            f"{dataset.bin}: ids to {scanned.largest}, and its manifest says {held.count('largest_id')}"
+            f"{dataset.bin}: ids to {scanned.largest}, and its manifest says"
+            f" {held.count('largest_id')}"
         )
 
 
@@ -124,11 +146,15 @@ def scan(dataset: IndexedDataset, vocab_size: int | None = None) -> Scanned:
     Raises:
         CorruptData: an id is negative or outside of the vocabulary, with its document.
     """
-    digest, largest, smallest = hashlib.sha256(), -1, 0
+    digest = hashlib.sha256()
+    largest = -1
+    smallest = 0
     for first, tokens in blocks(dataset):
         digest.update(memoryview(tokens).cast("B"))  # type: ignore[arg-type]
-        low, high = int(tokens.min()), int(tokens.max())
-        largest, smallest = max(largest, high), min(smallest, low)
+        low = int(tokens.min())
+        high = int(tokens.max())
+        largest = max(largest, high)
+        smallest = min(smallest, low)
         if low < 0 or (vocab_size is not None and high >= vocab_size):
             wrong = tokens < 0 if low < 0 else tokens >= (vocab_size or 0)
             _refuse(dataset, first + int(np.argmax(wrong)), vocab_size)
@@ -145,6 +171,6 @@ def _outside(dataset: IndexedDataset, vocab_size: int) -> None:
 def _refuse(dataset: IndexedDataset, place: int, vocab_size: int | None) -> None:
     ids = f"ids are 0 to {vocab_size - 1}" if vocab_size is not None else "ids begin with 0"
     raise CorruptData(
-        f"{dataset.bin}: offset {place * dataset.dtype.itemsize}: document {dataset.document_at(place)} has the "
-        f"token id {dataset.tokens[place]}; {ids}"
+        f"{dataset.bin}: offset {place * dataset.dtype.itemsize}: document"
+        f" {dataset.document_at(place)} has the token id {dataset.tokens[place]}; {ids}"
     )

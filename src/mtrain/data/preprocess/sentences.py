@@ -1,4 +1,6 @@
-"""Sentences of a text, as Megatron-LM cuts them: Punkt, by nltk, which is in the extra `sentences`."""
+"""Sentences of a text, as Megatron-LM cuts them: Punkt, by nltk, which is in the extra
+`sentences`.
+"""
 
 from __future__ import annotations
 
@@ -24,28 +26,40 @@ def splitter(language: str, keep_newlines: bool) -> Splitter:
     """
     if not re.fullmatch(r"[a-z_]+", language):
         rule = "is no name of a language, such as english"
-        raise ConfigError([Problem("MT003", "sentences", language, rule, "sentences=english", "command line")])
+        raise ConfigError(
+            [Problem("MT003", "sentences", language, rule, "sentences=english", "command line")]
+        )
     punkt = library("nltk.tokenize.punkt", "sentences", "sentences")
     data = library("nltk.data", "sentences", "sentences")
     try:
         folder = data.find(f"tokenizers/punkt_tab/{language}/")
     except (LookupError, ValueError) as error:
-        said = f"sentences={language}: nltk has no data of this language here (tokenizers/punkt_tab/{language})"
+        said = (
+            f"sentences={language}: nltk has no data of this language here"
+            f" (tokenizers/punkt_tab/{language})"
+        )
         raise BadEnvironment(
             said, "  fix: python -m nltk.downloader punkt_tab, or NLTK_DATA=FOLDER with it"
         ) from error
     with faults_named(f"{folder}", "nltk cannot read this data of Punkt"):
         tokenizer = punkt.PunktSentenceTokenizer(
-            train_text=punkt.load_punkt_params(folder), lang_vars=_variables(punkt) if keep_newlines else None
+            train_text=punkt.load_punkt_params(folder),
+            lang_vars=_variables(punkt) if keep_newlines else None,
         )
 
     def cut(text: str) -> list[str]:
-        return [one for i in range(0, len(text), LONGEST) for one in tokenizer.tokenize(text[i : i + LONGEST])]
+        return [
+            one
+            for i in range(0, len(text), LONGEST)
+            for one in tokenizer.tokenize(text[i : i + LONGEST])
+        ]
 
     return cut
 
 
 def _variables(punkt: Any) -> Any:
-    """Punkt's rules, where white space behind the end of a sentence belongs to it, as Megatron-LM has them."""
+    """Punkt's rules, where white space behind the end of a sentence belongs to it, as Megatron-LM
+    has them.
+    """
     form = r"\S*%(SentEndChars)s\s*(?=(?P<after_tok>%(NonWord)s|(?P<next_tok>\S+)))"
     return type("KeepNewlines", (punkt.PunktLanguageVars,), {"_period_context_fmt": form})()

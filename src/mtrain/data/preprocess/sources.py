@@ -1,4 +1,6 @@
-"""The files that are read, in their order: what a user names, and what lies in folders that a user names."""
+"""The files that are read, in their order: what a user names, and what lies in folders that a user
+names.
+"""
 
 from __future__ import annotations
 
@@ -24,9 +26,11 @@ FORMATS = {
 COMPRESSED = {".gz": "gz", ".tgz": "gz", ".zst": "zst", ".zstd": "zst"}
 PACKED = ("jsonl", "tar", "text")
 """Formats that may be compressed as a whole."""
-PARTIAL, LOCK = ".partial", "lock"
+PARTIAL = ".partial"
+LOCK = "lock"
 """Ending of the folder in which a corpus grows, and a file in it."""
-REJECTED, REMOVED = ".rejects.jsonl", ".removed.jsonl"
+REJECTED = ".rejects.jsonl"
+REMOVED = ".removed.jsonl"
 OF_CORPORA = (SUFFIX, REJECTED, REMOVED)
 """Endings of what lies beside `.bin/.idx`, and is no document."""
 OF_DATASETS = ("dataset_info.json", "state.json", "dataset_dict.json")
@@ -71,16 +75,22 @@ def form_of(name: str) -> tuple[str, str] | None:
 
 
 def find_sources(inputs: Sequence[Path], form: str | None = None) -> list[Source]:
-    """The files of what was named, those of a folder by name; `form`: of any ending, all are of this format.
+    """The files of what was named, those of a folder by name; `form`: of any ending, all are of
+    this format.
 
     Raises:
-        ConfigError: an input is missing, is no file or folder, is of no known format, or has no file.
+        ConfigError: an input is missing, is no file or folder, is of no known format, or has no
+            file.
     """
     out = [source for path in inputs for source in _of_input(path, form)]
     seen = set[str]()
     for source in out:
         if source.path in seen:
-            raise _wrong(source.name, "is named twice, and its documents would be there twice", "each input once")
+            raise _wrong(
+                source.name,
+                "is named twice, and its documents would be there twice",
+                "each input once",
+            )
         seen.add(source.path)
     return out
 
@@ -121,7 +131,11 @@ def _of_folder(folder: Path, form: str | None) -> list[Source]:
     found = [(path, form_of(path.name) or ("", "")) for path in paths if not _is_of_corpus(path)]
     forms = {kind for _, (kind, _) in found}
     if "arrow" in forms:
-        found = [(p, k) for p, k in found if p.name not in OF_DATASETS and not p.name.startswith("cache-")]
+        found = [
+            (p, k)
+            for p, k in found
+            if p.name not in OF_DATASETS and not p.name.startswith("cache-")
+        ]
         forms = {kind for _, (kind, _) in found}
     if form is not None:
         found = [(path, kind) for path, kind in found if kind[0] == form]
@@ -129,16 +143,24 @@ def _of_folder(folder: Path, form: str | None) -> list[Source]:
         found = [(path, kind) for path, kind in found if kind[0] != "text"]
     if not found:
         kinds = form or ", ".join(FORMATS)
-        raise _wrong(str(folder), f"no file in it is {kinds}", "name a folder with such files, or files with format=")
+        raise _wrong(
+            str(folder),
+            f"no file in it is {kinds}",
+            "name a folder with such files, or files with format=",
+        )
     return [_source(path, str(path), *kind) for path, kind in found]
 
 
 def _is_of_corpus(path: Path) -> bool:
-    """Whether a file is one that `data tokenize` and its like write beside a corpus or while it grows."""
+    """Whether a file is one that `data tokenize` and its like write beside a corpus or while it
+    grows.
+    """
     if path.parent.suffix == PARTIAL:
         return (path.parent / LOCK).exists()
     return any(
-        path.with_name(f"{path.name.removesuffix(e)}.idx").exists() for e in OF_CORPORA if path.name.endswith(e)
+        path.with_name(f"{path.name.removesuffix(e)}.idx").exists()
+        for e in OF_CORPORA
+        if path.name.endswith(e)
     )
 
 

@@ -22,7 +22,10 @@ IN_A_FOLDER = (
     ("bert", ("vocab.txt",)),
 )
 """Kind, and the files of it that a folder has, in the order in which they are looked for."""
-FIX = "tokenizer=PATH of a tokenizer.json, *.model, *.tiktoken, vocab.json (with merges=), vocab.txt, or their folder"
+FIX = (
+    "tokenizer=PATH of a tokenizer.json, *.model, *.tiktoken, vocab.json (with merges=), vocab.txt,"
+    " or their folder"
+)
 
 
 @dataclass(frozen=True)
@@ -47,8 +50,9 @@ class TokenizerSpec:
     vocab_size: int | None = None
     """Of the JSON form of `tiktoken`: tokens beyond are left out."""
     engine: str = "auto"
-    """What encodes with a tokenizer.json: `tokenizers`, `gigatoken`, or `auto`, which is gigatoken where it is
-    installed and has the same ids on a sample."""
+    """What encodes with a tokenizer.json: `tokenizers`, `gigatoken`, or `auto`, which is gigatoken
+    where it is installed and has the same ids on a sample.
+    """
     digests: tuple[str, ...] = field(default=(), compare=False)
     """sha256 of the files."""
 
@@ -79,7 +83,9 @@ def find_tokenizer(
         readable(file)
     if options.get("engine") == "gigatoken" and chosen not in ("tokenizer.json", "gpt2", "bert"):
         rule = f"encodes with a tokenizer.json, and this tokenizer is {chosen}"
-        raise ConfigError([Problem("MT603", "engine", "gigatoken", rule, "engine=tokenizers", "command line")])
+        raise ConfigError(
+            [Problem("MT603", "engine", "gigatoken", rule, "engine=tokenizers", "command line")]
+        )
     digests = tuple(hashlib.sha256(file.read_bytes()).hexdigest() for file in files)
     return TokenizerSpec(chosen, tuple(map(os.fspath, files)), digests=digests, **options)  # type: ignore[arg-type]
 
@@ -92,7 +98,9 @@ def _in_folder(path: Path, kind: str | None) -> tuple[str, list[Path]]:
             found = _kind_of_model(files[0]) if of == "sentencepiece" else of
             if kind in (None, found):
                 return found, files
-    raise _wrong(path, f"a folder without a tokenizer {f'of the kind {kind}' if kind else 'that is known'}")
+    raise _wrong(
+        path, f"a folder without a tokenizer {f'of the kind {kind}' if kind else 'that is known'}"
+    )
 
 
 def readable(path: Path) -> None:
@@ -112,7 +120,9 @@ def readable(path: Path) -> None:
     if kind:
         raise _wrong(path, f"is {kind}")
     if (size := path.stat().st_size) > MAX_TOKENIZER:
-        raise CorruptData(f"{path}: {units.bytes_(size)}; a tokenizer may have {units.bytes_(MAX_TOKENIZER)}")
+        raise CorruptData(
+            f"{path}: {units.bytes_(size)}; a tokenizer may have {units.bytes_(MAX_TOKENIZER)}"
+        )
 
 
 def _kind_of_file(path: Path, merges: Path | None) -> str:

@@ -17,7 +17,10 @@ ROWS = 1024
 """Rows that are read at a time."""
 PIECE = 8 * units.MIB
 _walked: dict[Source, tuple[int, Iterator[tuple[int, Any]]]] = {}
-"""In each process: where in a file it was last, and what goes on from there. Parquet is entered at row groups."""
+"""In each process: where in a file it was last, and what goes on from there.
+
+Parquet is entered at row groups.
+"""
 
 
 @contextmanager
@@ -58,8 +61,13 @@ def _blocks(source: Source) -> Iterator[tuple[int, int]]:
 
 
 def _pieces(blocks: Iterable[tuple[int, int]]) -> list[tuple[int, int, int]]:
-    """Small neighbours together, and a large block cut: the tokens of all its rows would take much memory."""
-    out, first, at, size = list[tuple[int, int, int]](), 0, 0, 0
+    """Small neighbours together, and a large block cut: the tokens of all its rows would take much
+    memory.
+    """
+    out = list[tuple[int, int, int]]()
+    first = 0
+    at = 0
+    size = 0
     for rows, held in blocks:
         step = max(1, rows * PIECE // max(PIECE, held) // ROWS) * ROWS
         for start in range(0, rows, step):
@@ -68,7 +76,8 @@ def _pieces(blocks: Iterable[tuple[int, int]]) -> list[tuple[int, int, int]]:
             size += max(0, held) * here // rows
             if size >= PIECE // 2:
                 out.append((first, at, size))
-                first, size = at, 0
+                first = at
+                size = 0
     return [*out, (first, at, size)] if at > first else out
 
 
@@ -85,7 +94,9 @@ def _batches(source: Source) -> Iterator[Any]:
             yield from reader
 
 
-def rows(source: Source, first: int, stop: int, reading: Reading) -> Iterator[tuple[int, Text | Rejected]]:
+def rows(
+    source: Source, first: int, stop: int, reading: Reading
+) -> Iterator[tuple[int, Text | Rejected]]:
     """Number of the row in the part, from 1, and its text.
 
     Raises:
@@ -105,7 +116,8 @@ def _parts(source: Source, first: int, stop: int, reading: Reading) -> Iterator[
         walk = _walk(source, first, reading)
     for begin, batch in walk:
         at = begin + batch.num_rows
-        low, high = max(first, begin), min(stop, at)
+        low = max(first, begin)
+        high = min(stop, at)
         if low < high:
             part = batch.slice(low - begin, high - low)
             part.validate(full=True)  # offsets of a hostile file lead anywhere
@@ -117,10 +129,14 @@ def _parts(source: Source, first: int, stop: int, reading: Reading) -> Iterator[
 
 
 def _walk(source: Source, first: int, reading: Reading) -> Iterator[tuple[int, Any]]:
-    """Batches with the number of their first row, from the row group or record batch on that has the row `first`."""
+    """Batches with the number of their first row, from the row group or record batch on that has
+    the row `first`.
+    """
     begin = 0
     if source.form == "parquet":
-        with _arrow(source, "pyarrow.parquet").ParquetFile(source.path, buffer_size=units.MIB) as file:
+        with _arrow(source, "pyarrow.parquet").ParquetFile(
+            source.path, buffer_size=units.MIB
+        ) as file:
             names = _columns(source, file.schema_arrow.names, reading)
             for group in range(file.metadata.num_row_groups):
                 end = begin + file.metadata.row_group(group).num_rows
@@ -144,7 +160,9 @@ def _columns(source: Source, columns: list[str], reading: Reading) -> list[str]:
     missing = [key for key in reading.keys if not roots([key], names)]
     if missing:
         held = ", ".join(columns)[:200]
-        raise CorruptData(f"{source.name}: has no column {missing[0]}; columns: {held}", "  fix: key=COLUMN")
+        raise CorruptData(
+            f"{source.name}: has no column {missing[0]}; columns: {held}", "  fix: key=COLUMN"
+        )
     return [*names, *(flag for flag in reading.flags if flag in columns and flag not in names)]
 
 
@@ -152,6 +170,8 @@ def _text(number: int, row: dict[str, Any], reading: Reading) -> Text | Rejected
     try:
         return reading.text(row)
     except UnicodeDecodeError as error:
-        return Rejected(number, f"byte {error.object[error.start]:#04x} at offset {error.start} is not UTF-8")
+        return Rejected(
+            number, f"byte {error.object[error.start]:#04x} at offset {error.start} is not UTF-8"
+        )
     except (ValueError, json.JSONDecodeError) as error:
         return rejected(number, error, str(error)[:300])

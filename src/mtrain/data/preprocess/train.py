@@ -48,7 +48,9 @@ class Texts:
                     return
 
     def _of_part(self, part: Part) -> Iterator[str]:
-        source, before, number = self.sources[part.source], self._records[part.source], 0
+        source = self.sources[part.source]
+        before = self._records[part.source]
+        number = 0
         for number, found in documents(part, source, self.reading):
             place = f"{source.name}:{before + number}" if number else source.name
             if isinstance(found, Rejected):
@@ -70,19 +72,21 @@ class Texts:
     def _reject(self, why: str) -> None:
         self.rejected.append(why)
         if (many := len(self.rejected)) > self.max_rejects:
-            rule, fix = (
-                f"{many} records are left out so far; the last: {why}",
-                f"correct them, or max_rejects={2 * many}",
+            rule = f"{many} records are left out so far; the last: {why}"
+            fix = f"correct them, or max_rejects={2 * many}"
+            raise CorruptInput(
+                [Problem("MT621", "max_rejects", self.max_rejects, rule, fix, "command line")]
             )
-            raise CorruptInput([Problem("MT621", "max_rejects", self.max_rejects, rule, fix, "command line")])
 
 
-def train(texts: Texts, kind: str, vocab_size: int, special: Sequence[str], lower_case: bool) -> tokenizers.Tokenizer:
+def train(
+    texts: Texts, kind: str, vocab_size: int, special: Sequence[str], lower_case: bool
+) -> tokenizers.Tokenizer:
     """A tokenizer of at most so many tokens, special tokens first.
 
     Raises:
-        ConfigError: there was no text, or its letters and the special tokens are more than so many; a key that should
-            say whether a record is learned says something else.
+        ConfigError: there was no text, or its letters and the special tokens are more than so many;
+            a key that should say whether a record is learned says something else.
         CorruptInput: too many records had none.
     """
     if kind != "wordpiece":
@@ -93,7 +97,16 @@ def train(texts: Texts, kind: str, vocab_size: int, special: Sequence[str], lowe
         first = f", as {texts.rejected[0]}" if texts.rejected else ""
         rule = f"the inputs hold no text; {len(texts.rejected)} records are left out{first}"
         raise ConfigError(
-            [Problem("MT601", "input", None, rule, "name files with documents, or key=NAME", "command line")]
+            [
+                Problem(
+                    "MT601",
+                    "input",
+                    None,
+                    rule,
+                    "name files with documents, or key=NAME",
+                    "command line",
+                )
+            ]
         )
     _refuse_small(vocab_size, made.get_vocab_size())
     return made
@@ -102,7 +115,13 @@ def train(texts: Texts, kind: str, vocab_size: int, special: Sequence[str], lowe
 def _refuse_small(vocab_size: int, least: int) -> None:
     if vocab_size < least:
         rule = f"letters and special tokens alone are {least} tokens"
-        raise ConfigError([Problem("MT003", "vocab_size", vocab_size, rule, f"vocab_size={least}", "command line")])
+        raise ConfigError(
+            [
+                Problem(
+                    "MT003", "vocab_size", vocab_size, rule, f"vocab_size={least}", "command line"
+                )
+            ]
+        )
 
 
 def _untrained(
@@ -119,10 +138,14 @@ def _untrained(
     letters = pre_tokenizers.ByteLevel.alphabet()
     if kind == "unigram":
         made = tokenizers.Tokenizer(models.Unigram())
-        trainer: Any = trainers.UnigramTrainer(special_tokens=list(special), initial_alphabet=letters, **common)
+        trainer: Any = trainers.UnigramTrainer(
+            special_tokens=list(special), initial_alphabet=letters, **common
+        )
     else:
         made = tokenizers.Tokenizer(models.BPE())
-        trainer = trainers.BpeTrainer(special_tokens=list(special), initial_alphabet=letters, **common)
+        trainer = trainers.BpeTrainer(
+            special_tokens=list(special), initial_alphabet=letters, **common
+        )
     made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     made.decoder = decoders.ByteLevel()
     return made, trainer

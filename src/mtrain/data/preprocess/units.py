@@ -1,7 +1,8 @@
-"""Units of work: parts of files, each of about as much text, in the order of the corpus, the same at every run.
+"""Units of work: parts of files, each of about as much text, in the order of the corpus, the same
+at every run.
 
-Lines of a plain file are read where they are worked on; what cannot be entered in the middle is read here, in order,
-and handed over.
+Lines of a plain file are read where they are worked on; what cannot be entered in the middle is
+read here, in order, and handed over.
 """
 
 from __future__ import annotations
@@ -54,14 +55,16 @@ Tables = Callable[[Source], list[tuple[int, int, int]]]
 
 def plan(sources: Sequence[Source], reading: Reading, tables: Tables) -> Iterator[Unit]:
     """All units in their order."""
-    waiting, size = list[Part](), 0
+    waiting = list[Part]()
+    size = 0
     for number, source in enumerate(sources):
         for part in _parts(number, source, reading, tables):
             waiting.append(part)
             size += max(part.size, 1 << 12)
             if size >= UNIT:
                 yield tuple(waiting)
-                waiting, size = [], 0
+                waiting = []
+                size = 0
     if waiting:
         yield tuple(waiting)
 
@@ -98,7 +101,9 @@ def opened(source: Source) -> Iterator[BinaryIO]:
                     try:
                         yield stream
                     except OSError as error:
-                        said = f"{source.name}: offset {raw.tell()}: no zstd data, or cut off: {error}"
+                        said = (
+                            f"{source.name}: offset {raw.tell()}: no zstd data, or cut off: {error}"
+                        )
                         raise CorruptData(said) from None
             elif source.packing == "gz":
                 with gzip.open(raw, "rb") as plain:
@@ -112,13 +117,16 @@ def opened(source: Source) -> Iterator[BinaryIO]:
 
 
 def _of_stream(number: int, source: Source, reading: Reading, lines: bool) -> Iterator[Part]:
-    """Whole lines of a compressed file, or all of it; a line that is too long is cut where the limit is."""
+    """Whole lines of a compressed file, or all of it; a line that is too long is cut where the
+    limit is.
+    """
     limit = reading.max_bytes
     with opened(source) as stream:
         if not lines:
             yield Part(number, data=stream.read(limit + 1), size=source.size)
             return
-        held, end = bytearray(), 0
+        held = bytearray()
+        end = 0
         first = stream.read(len(BOM)).removeprefix(BOM) + stream.read(BLOCK)
         for block in chain([first], iter(lambda: stream.read(BLOCK), b"")):
             if (found := block.rfind(b"\n")) >= 0:
@@ -135,13 +143,18 @@ def _of_stream(number: int, source: Source, reading: Reading, lines: bool) -> It
 
 
 def _of_tar(number: int, source: Source, reading: Reading) -> Iterator[Part]:
-    """Members of a tar, samples whole: those that follow each other with one name up to the first dot."""
-    held, size, last = list[Member](), 0, None
+    """Members of a tar, samples whole: those that follow each other with one name up to the first
+    dot.
+    """
+    held = list[Member]()
+    size = 0
+    last = None
     for name, content in _members(source, reading):
         key = sample_of(name)[0]
         if size >= UNIT and key != last:
             yield Part(number, data=tuple(held), size=size)
-            held, size = [], 0
+            held = []
+            size = 0
         held.append((name, content))
         size += len(content) + tarfile.BLOCKSIZE
         last = key
@@ -150,7 +163,9 @@ def _of_tar(number: int, source: Source, reading: Reading) -> Iterator[Part]:
 
 
 class _Member(tarfile.TarInfo):
-    """A member whose name is not read where it would take the memory, of an archive that is not cut off."""
+    """A member whose name is not read where it would take the memory, of an archive that is not cut
+    off.
+    """
 
     @classmethod
     def frombuf(cls, buf: bytes | bytearray, encoding: str, errors: str) -> Self:
@@ -165,8 +180,11 @@ class _Member(tarfile.TarInfo):
 
 
 def _members(source: Source, reading: Reading) -> Iterator[Member]:
-    """Names of the members of a tar, and contents where keys are in; nothing is written, no link is followed."""
-    place, most = 0, source.size * (MAX_RATIO if source.packing else 1)
+    """Names of the members of a tar, and contents where keys are in; nothing is written, no link is
+    followed.
+    """
+    place = 0
+    most = source.size * (MAX_RATIO if source.packing else 1)
     with opened(source) as stream:
         try:
             with tarfile.open(fileobj=stream, mode="r|", tarinfo=_Member) as tar:
@@ -200,10 +218,14 @@ def _content(tar: tarfile.TarFile, member: tarfile.TarInfo, reading: Reading) ->
 
 
 def _refuse_more(tar: tarfile.TarFile) -> None:
-    """Refuses what stands behind the end of an archive, as where several were joined: readers pass it over."""
+    """Refuses what stands behind the end of an archive, as where several were joined: readers pass
+    it over.
+    """
     while block := tar.fileobj.read(BLOCK):  # type: ignore[union-attr]
         if block.strip(b"\0"):
-            raise tarfile.ReadError("the last one, and more stands behind the end: several archives in one file?")
+            raise tarfile.ReadError(
+                "the last one, and more stands behind the end: several archives in one file?"
+            )
 
 
 def sample_of(name: str) -> tuple[str, str]:

@@ -22,7 +22,8 @@ def document_lengths(dataset: IndexedDataset) -> Iterator[np.ndarray]:
     for first in range(0, dataset.num_documents, step):
         stop = min(first + step, dataset.num_documents)
         ends = dataset.document_indices[first : stop + 1]
-        low, high = int(ends[0]), int(ends[-1])
+        low = int(ends[0])
+        high = int(ends[-1])
         sums = np.concatenate([[0], np.cumsum(dataset.lengths[low:high], dtype=np.int64)])
         yield np.diff(sums[ends - low])
 
@@ -35,7 +36,9 @@ def histogram(dataset: IndexedDataset) -> list[tuple[int, int, int]]:
         counts += np.bincount(places, minlength=64)
     used = np.flatnonzero(counts)
     bounds = [(0, 0), *((1 << i, (2 << i) - 1) for i in range(63))]
-    return [(*bounds[i], int(counts[i])) for i in range(int(used[0]), int(used[-1]) + 1)] if len(used) else []
+    if len(used):
+        return [(*bounds[i], int(counts[i])) for i in range(int(used[0]), int(used[-1]) + 1)]
+    return []
 
 
 def document(dataset: IndexedDataset, number: int) -> list[np.ndarray]:
@@ -45,19 +48,25 @@ def document(dataset: IndexedDataset, number: int) -> list[np.ndarray]:
         ConfigError: there is no document of the number.
     """
     if not 0 <= number < dataset.num_documents:
-        rule = f"documents are 0 to {dataset.num_documents - 1}" if dataset.num_documents else "it has no document"
+        if dataset.num_documents:
+            rule = f"documents are 0 to {dataset.num_documents - 1}"
+        else:
+            rule = "it has no document"
         raise ConfigError([Problem("MT003", "doc", number, rule, "doc=0", "command line")])
     first, stop = (int(i) for i in dataset.document_indices[number : number + 2])
     return [dataset[i] for i in range(first, stop)]
 
 
 def tokens_as_text(ids: Sequence[int], encoder: Encoder | None) -> str:
-    """Ids, or their texts with a mark between tokens; a letter of several tokens stands whole behind the last."""
+    """Ids, or their texts with a mark between tokens; a letter of several tokens stands whole
+    behind the last.
+    """
     shown = list(map(int, ids[:SHOWN]))
     more = f" ... and {len(ids) - SHOWN} more" if len(ids) > SHOWN else ""
     if encoder is None:
         return " ".join(map(str, shown)) + more
-    out, held = list[str](), list[int]()
+    out = list[str]()
+    held = list[int]()
     for number in shown:
         held.append(number)
         text = encoder.decode(held)
@@ -71,7 +80,9 @@ def tokens_as_text(ids: Sequence[int], encoder: Encoder | None) -> str:
 
 def described(dataset: IndexedDataset) -> dict[str, Any]:
     """Counts and lengths, ready for JSON."""
-    longest = max((int(lengths.max()) for lengths in document_lengths(dataset) if len(lengths)), default=0)
+    longest = max(
+        (int(lengths.max()) for lengths in document_lengths(dataset) if len(lengths)), default=0
+    )
     return {
         "documents": dataset.num_documents,
         "sequences": len(dataset),
@@ -79,5 +90,7 @@ def described(dataset: IndexedDataset) -> dict[str, Any]:
         "dtype": dataset.dtype.name,
         "bytes": dataset.num_tokens * dataset.dtype.itemsize,
         "longest_document": longest,
-        "lengths": [{"from": low, "to": high, "documents": many} for low, high, many in histogram(dataset)],
+        "lengths": [
+            {"from": low, "to": high, "documents": many} for low, high, many in histogram(dataset)
+        ],
     }

@@ -1,4 +1,6 @@
-"""What one process does with a unit: reads its documents, encodes them, and gives back tokens and counts."""
+"""What one process does with a unit: reads its documents, encodes them, and gives back tokens and
+counts.
+"""
 
 from __future__ import annotations
 
@@ -31,8 +33,9 @@ COUNTED = (
 )
 """What is counted of each file."""
 BY = "rejected_by_"
-"""Begins the name of a count, which is there where it is not 0: records that say with the key behind it that they are
-not learned."""
+"""Begins the name of a count, which is there where it is not 0: records that say with the key
+behind it that they are not learned.
+"""
 
 
 @dataclass(frozen=True)
@@ -88,16 +91,24 @@ class Worker:
     """
 
     def __init__(self, job: Job) -> None:
-        self.job, self.encoder = job, load(job.spec)
+        self.job = job
+        self.encoder = load(job.spec)
         self.dtype = dtype_of(self.encoder, job.dtype)
         self._packer = self.encoder.packer(CODES[self.dtype.name])
-        self.engine, self.passed_over = self._packer.engine, self._packer.passed_over
+        self.engine = self._packer.engine
+        self.passed_over = self._packer.passed_over
         self._split: Splitter | None = None
         if job.language is not None:
             self._split = splitter(job.language, job.keep_newlines)
         if job.append_eod and self.encoder.eod is None:
             rule = f"documents end with a token, and {job.spec.files[0]} names none for it"
-            raise ConfigError([Problem("MT608", "eod", True, rule, "eod_token=NAME, or eod=false", "command line")])
+            raise ConfigError(
+                [
+                    Problem(
+                        "MT608", "eod", True, rule, "eod_token=NAME, or eod=false", "command line"
+                    )
+                ]
+            )
         self._eod = np.array([self.encoder.eod], self.dtype).tobytes() if job.append_eod else b""
 
     def run(self, unit: Unit) -> Result:
@@ -113,7 +124,8 @@ class Worker:
     def _part(self, part: Part, out: _Out) -> None:
         counted = Counted(part.source)
         out.parts.append(counted)
-        texts, size = list[list[str]](), 0
+        texts = list[list[str]]()
+        size = 0
         for number, found in documents(part, self.job.sources[part.source], self.job.reading):
             counted.counts["records"] = number
             if found is None:
@@ -121,7 +133,10 @@ class Worker:
             if isinstance(found, Rejected):
                 counted.reject(found)
                 continue
-            text = found if isinstance(found, list) else self._split(found) if self._split else [found]
+            if isinstance(found, list):
+                text = found
+            else:
+                text = self._split(found) if self._split else [found]
             try:
                 size += sum(len(one.encode()) for one in text)
             except UnicodeEncodeError as error:
@@ -131,14 +146,17 @@ class Worker:
             if size >= self._packer.many:
                 counted.counts["text_bytes"] += size
                 self._encode(texts, counted, out)
-                texts, size = [], 0
+                texts = []
+                size = 0
         counted.counts["text_bytes"] += size
         self._encode(texts, counted, out)
 
     def _encode(self, texts: Sequence[list[str]], counted: Counted, out: _Out) -> None:
         flat = [one for text in texts for one in text]
         packed = self._packer.pack(flat)
-        counts, place, size = counted.counts, 0, self.dtype.itemsize
+        counts = counted.counts
+        place = 0
+        size = self.dtype.itemsize
         for text in texts:
             held = [one for one in packed[place : place + len(text)] if one]
             place += len(text)
@@ -156,7 +174,9 @@ class Worker:
         if self.encoder.unk is not None:
             self._count_unknown(flat, packed, counts)
 
-    def _count_unknown(self, texts: Sequence[str], packed: Sequence[bytes], counts: dict[str, int]) -> None:
+    def _count_unknown(
+        self, texts: Sequence[str], packed: Sequence[bytes], counts: dict[str, int]
+    ) -> None:
         found = np.frombuffer(b"".join(packed), self.dtype) == self.encoder.unk
         if not found.any():
             return
@@ -168,7 +188,9 @@ class Worker:
 
 class _Out:
     def __init__(self) -> None:
-        self.tokens, self.lengths, self.sequences = list[bytes](), list[int](), list[int]()
+        self.tokens = list[bytes]()
+        self.lengths = list[int]()
+        self.sequences = list[int]()
         self.parts = list[Counted]()
 
 
@@ -184,6 +206,9 @@ def dtype_of(encoder: Encoder, chosen: str | None) -> np.dtype:
         return token_dtype(encoder.vocab_size)
     dtype = np.dtype(chosen)
     if encoder.vocab_size - 1 > np.iinfo(dtype).max:
-        rule = f"holds ids to {np.iinfo(dtype).max}, and the tokenizer has ids to {encoder.vocab_size - 1}"
+        rule = (
+            f"holds ids to {np.iinfo(dtype).max}, and the tokenizer has ids to"
+            f" {encoder.vocab_size - 1}"
+        )
         raise ConfigError([Problem("MT603", "dtype", chosen, rule, "dtype=int32", "command line")])
     return dtype

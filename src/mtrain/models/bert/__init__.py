@@ -1,4 +1,6 @@
-"""BERT: an encoder that is trained to say which tokens were masked, and whether one sentence follows another."""
+"""BERT: an encoder that is trained to say which tokens were masked, and whether one sentence
+follows another.
+"""
 
 from mtrain.config.model import ModelConfig
 from mtrain.models.base import Family
@@ -10,7 +12,9 @@ from mtrain.models.gpt.torch_dist import names_written
 
 
 def _saved_as(model: ModelConfig, name: str) -> str:
-    """Return what our checkpoints call a weight: norms in front are named with the linear layer behind them."""
+    """Return what our checkpoints call a weight: norms in front are named with the linear layer
+    behind them.
+    """
     return names_written(name, model)[-1] if name.startswith("encoder.layers.") else name
 
 

@@ -15,10 +15,17 @@ from mtrain.models.bert.count import own
 
 
 def chunk(run: RunConfig, config: Any, stage: int | None) -> BertModel:
-    """The layers of one virtual pipeline stage of this rank, with embedding and heads where they belong to it."""
-    ps, m, bert = mcore.parallel_state, run.model, own(run.model)
+    """The layers of one virtual pipeline stage of this rank, with embedding and heads where they
+    belong to it.
+    """
+    ps = mcore.parallel_state
+    m = run.model
+    bert = own(run.model)
     provider = backend.provider(
-        run.kernels, backend.Parts.of(m, attn_mask="no_mask"), norms_add=sums_apart(run) is None, fp8=recipe(run)
+        run.kernels,
+        backend.Parts.of(m, attn_mask="no_mask"),
+        norms_add=sums_apart(run) is None,
+        fp8=recipe(run),
     )
     assert run.kernels.loss is not None, "a resolved run says who makes its loss"
     override_operations(run.kernels, None)

@@ -14,10 +14,13 @@ def own(model: ModelConfig) -> BertConfig:
 
 
 def parameters(model: ModelConfig) -> int:
-    """Trainable parameters of the model as built, with the padded vocabulary; the tied weight once."""
+    """Trainable parameters of the model as built, with the padded vocabulary; the tied
+    weight once.
+    """
     hidden = model.hidden_size
     rows = model.padded_vocab_size + model.max_position_embeddings + own(model).type_vocab_size
-    # One norm is outside of the layers: on the embeddings, or behind the last layer where layers begin with norms.
+    # One norm is outside of the layers: on the embeddings, or behind the last layer where layers
+    # begin with norms.
     outside = rows * hidden + 2 * hidden
     head = _square(hidden) + 2 * hidden + model.padded_vocab_size
     pooled = _square(hidden) + 2 * hidden + 2 if own(model).next_sentence else 0
@@ -32,9 +35,9 @@ def _square(width: int) -> int:
 def flops_per_token(model: ModelConfig, seq_length: int, *, causal: bool = True) -> float:
     """Model FLOPs of one token's forward and backward, without recomputation.
 
-    6 per weight of the layers, of the masked-token head and of the output layer, which every position goes through,
-    and 12 per layer, channel and key of attention. `causal` says nothing here: a token sees the whole sample. What is
-    pooled from one token of a sample is left out.
+    6 per weight of the layers, of the masked-token head and of the output layer, which every
+    position goes through, and 12 per layer, channel and key of attention. `causal` says nothing
+    here: a token sees the whole sample. What is pooled from one token of a sample is left out.
     """
     hidden = model.hidden_size
     head = _square(hidden) + 2 * hidden + model.padded_vocab_size * (hidden + 1)

@@ -13,8 +13,11 @@ BIAS_COLUMNS = 8
 
 
 def stage(r: Rank, held: Stage) -> list[Graph]:
-    """What a (virtual) stage computes on one micro-batch: before the layers, each layer, behind them."""
-    first, last = Graph(), Graph()
+    """What a (virtual) stage computes on one micro-batch: before the layers, each layer, behind
+    them.
+    """
+    first = Graph()
+    last = Graph()
     if held.embedding:
         _embedding(first, r)
     layers = stack(r, held.layers, lambda g, r, x, index: add_layer(g, r, x, index, causal=False))
@@ -27,7 +30,8 @@ def stage(r: Rank, held: Stage) -> list[Graph]:
 
 
 def _embedding(g: Graph, r: Rank) -> None:
-    h, rows = r.model.hidden_size, r.split_tokens
+    h = r.model.hidden_size
+    rows = r.split_tokens
     ids = [Tensor(r.tokens * INDEX) for _ in range(3)]
     outside = [Tensor(r.tokens)] if r.layout.tp > 1 else []
     pads = [Tensor(r.tokens)] if r.model.bert and r.model.bert.pad_token_id is not None else []
@@ -38,11 +42,16 @@ def _embedding(g: Graph, r: Rank) -> None:
 
 
 def _heads(g: Graph, r: Rank, x: Tensor) -> None:
-    m, rows = r.model, r.split_tokens
-    y, given = whole(g, r, "head.dense", x, m.hidden_size, m.hidden_size), stream(r)
+    m = r.model
+    rows = r.split_tokens
+    y = whole(g, r, "head.dense", x, m.hidden_size, m.hidden_size)
+    given = stream(r)
     g.add("head.activation", [y], reads=[y], gives=[given])
     said = norm(g, r, "head.norm", given, rows, m.hidden_size)
     loss(g, r, said, columns=BIAS_COLUMNS)
     if m.bert and m.bert.next_sentence:
         seen = Tensor(r.tokens * m.hidden_size * r.element) if r.layout.sequence_parallel else x
-        g.add("pooler", [seen, Tensor(r.samples * m.hidden_size * r.element), Tensor(r.samples * 5 * FP32)])
+        g.add(
+            "pooler",
+            [seen, Tensor(r.samples * m.hidden_size * r.element), Tensor(r.samples * 5 * FP32)],
+        )

@@ -1,4 +1,6 @@
-"""Hugging Face's names of the weights of BERT and Megatron's BERT, in files of today and in published ones."""
+"""Hugging Face's names of the weights of BERT and Megatron's BERT, in files of today and in
+published ones.
+"""
 
 from __future__ import annotations
 
@@ -8,12 +10,16 @@ from typing import Any
 
 from mtrain.models.table import QKV, SAME, VOCABULARY, Copy, Entry, Operation, Table
 
-_LAYER, _THEIRS = "encoder.layers.{i}.", "bert.encoder.layer.{i}."
-_HEAD, _EMBEDDINGS = "cls.predictions.", "bert.embeddings."
+_LAYER = "encoder.layers.{i}."
+_THEIRS = "bert.encoder.layer.{i}."
+_HEAD = "cls.predictions."
+_EMBEDDINGS = "bert.embeddings."
 
 
 def _with_bias(ours: str, theirs: str, operation: Operation = SAME) -> tuple[Entry, Entry]:
-    weight, bias = (Entry(f"{ours}.{kind}", (f"{theirs}.{kind}",), operation) for kind in ("weight", "bias"))
+    weight, bias = (
+        Entry(f"{ours}.{kind}", (f"{theirs}.{kind}",), operation) for kind in ("weight", "bias")
+    )
     return weight, bias
 
 
@@ -22,10 +28,15 @@ def _qkv(kind: str) -> Entry:
     return Entry(f"{_LAYER}self_attention.linear_qkv.{kind}", theirs, QKV)
 
 
-POOLED = (*_with_bias("pooler", "bert.pooler.dense"), *_with_bias("next_sentence", "cls.seq_relationship"))
+POOLED = (
+    *_with_bias("pooler", "bert.pooler.dense"),
+    *_with_bias("next_sentence", "cls.seq_relationship"),
+)
 _IDS = (r"bert\.embeddings\.(position_ids|token_type_ids)",)
 _ENDS = (
-    Entry("embedding.word_embeddings.weight", (f"{_EMBEDDINGS}word_embeddings.weight",), VOCABULARY),
+    Entry(
+        "embedding.word_embeddings.weight", (f"{_EMBEDDINGS}word_embeddings.weight",), VOCABULARY
+    ),
     Entry("embedding.position_embeddings.weight", (f"{_EMBEDDINGS}position_embeddings.weight",)),
     Entry("embedding.tokentype_embeddings.weight", (f"{_EMBEDDINGS}token_type_embeddings.weight",)),
     *_with_bias("head.dense", f"{_HEAD}transform.dense"),
@@ -72,18 +83,23 @@ UNUSED = (r"bert\.pooler\.dense\.(weight|bias)", r"cls\.seq_relationship\.(weigh
 
 def _old(name: str) -> str:
     """A norm's weights as TensorFlow called them, and files converted from it still do."""
-    return name.replace("LayerNorm.weight", "LayerNorm.gamma").replace("LayerNorm.bias", "LayerNorm.beta")
+    return name.replace("LayerNorm.weight", "LayerNorm.gamma").replace(
+        "LayerNorm.bias", "LayerNorm.beta"
+    )
 
 
 def settled(model: Any, names: Collection[str], wanted: Any) -> tuple[str, ...]:
-    """Overrides for what a `config.json` leaves open and the names of the weights decide: the next sentence's head.
+    """Overrides for what a `config.json` leaves open and the names of the weights decide: the next
+    sentence's head.
 
-    Published files have more heads than the class that they name (bert-base-uncased: `BertForMaskedLM`). A model that
-    is `wanted` without this head is made of them, too.
+    Published files have more heads than the class that they name (bert-base-uncased:
+    `BertForMaskedLM`). A model that is `wanted` without this head is made of them, too.
     """
     held = all(name in names for entry in POOLED for name in entry.theirs)
     pooled = held and (wanted is None or wanted.bert is None or wanted.bert.next_sentence)
-    return () if pooled == model.bert.next_sentence else (f"model.bert.next_sentence={str(pooled).lower()}",)
+    if pooled == model.bert.next_sentence:
+        return ()
+    return (f"model.bert.next_sentence={str(pooled).lower()}",)
 
 
 def files(kind: str, model: Any) -> tuple[Table, ...]:
@@ -93,7 +109,9 @@ def files(kind: str, model: Any) -> tuple[Table, ...]:
         once = tuple(entry for entry in table.once if entry not in POOLED)
         table = replace(table, once=once, ignored=(*table.ignored, *UNUSED))
     older = {
-        part: tuple(replace(entry, theirs=tuple(map(_old, entry.theirs))) for entry in getattr(table, part))
+        part: tuple(
+            replace(entry, theirs=tuple(map(_old, entry.theirs))) for entry in getattr(table, part)
+        )
         for part in ("once", "layer")
     }
     return table, replace(table, once=older["once"], layer=older["layer"])

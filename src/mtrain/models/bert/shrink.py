@@ -8,21 +8,26 @@ from mtrain.config.model import ModelConfig
 from mtrain.config.parallel import ParallelConfig
 from mtrain.models.bert.count import own
 
-HEAD, VOCAB = 16, 512
+HEAD = 16
+VOCAB = 512
 PADDED = 385
-"""Token ids where the model has padding: an odd number, whose last rows of 512 are padding on whole ranks of tp8."""
+"""Token ids where the model has padding: an odd number, whose last rows of 512 are padding on whole
+ranks of tp8.
+"""
 IDS = ("pad_token_id", "cls_token_id", "sep_token_id", "mask_token_id")
 
 
 def shrink(model: ModelConfig, p: ParallelConfig, *, layers: int, seq_length: int) -> ModelConfig:
     """`model` with so many layers, for the layout `p` and sequences of `seq_length`.
 
-    Heads become the fewest that tp splits. Norms, positions, kinds of tokens and both objectives stay as they were;
-    the special tokens that there are get small ids.
+    Heads become the fewest that tp splits. Norms, positions, kinds of tokens and both objectives
+    stay as they were; the special tokens that there are get small ids.
     """
     heads = max(4, p.tp)
     bert = own(model)
-    ids: dict[str, Any] = {name: None if getattr(bert, name) is None else number for number, name in enumerate(IDS)}
+    ids: dict[str, Any] = {
+        name: None if getattr(bert, name) is None else number for number, name in enumerate(IDS)
+    }
     return model.model_copy(
         update={
             "num_layers": layers,

@@ -14,11 +14,15 @@ from mtrain.models.weights import Weight, norm, square
 
 def stage_weights(m: ModelConfig, p: ParallelConfig, held: Stage) -> Iterator[Weight]:
     """Those of a (virtual) stage; the tied table is there for the first and for the last."""
-    rows, h = m.padded_vocab_size // p.tp, m.hidden_size
+    rows = m.padded_vocab_size // p.tp
+    h = m.hidden_size
     apart = not (held.embedding and held.loss)
     if held.embedding:
         yield Weight("embedding.word_embeddings.weight", (rows, h), "embedding", shared=apart)
-        for name, count in (("position", m.max_position_embeddings), ("tokentype", own(m).type_vocab_size)):
+        for name, count in (
+            ("position", m.max_position_embeddings),
+            ("tokentype", own(m).type_vocab_size),
+        ):
             yield Weight(f"embedding.{name}_embeddings.weight", (count, h), "embedding", whole=True)
         if m.norm_placement == "post_residual":
             yield from norm(m, "embedding.norm", h)

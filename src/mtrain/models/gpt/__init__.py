@@ -1,4 +1,6 @@
-"""Decoder-only transformers: dense or with experts, standard attention or MLA, with or without MTP layers."""
+"""Decoder-only transformers: dense or with experts, standard attention or MLA, with or without MTP
+layers.
+"""
 
 from mtrain.models.base import Family
 from mtrain.models.gpt import count

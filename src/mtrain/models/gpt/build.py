@@ -36,19 +36,29 @@ def chunk(
     kind: Callable[..., Any] = LanguageModel,
     more: Mapping[str, Any] = {},
 ) -> Any:
-    """The layers of one virtual pipeline stage of this rank, with embedding and loss where they belong to it.
+    """The layers of one virtual pipeline stage of this rank, with embedding and loss where they
+    belong to it.
 
     `kind` is the class of the model, a `LanguageModel`; `more` are arguments of its own.
     """
-    ps, m = mcore.parallel_state, run.model
+    ps = mcore.parallel_state
+    m = run.model
     packed = run.kernels.rope if positions_apart(run) is None else None
-    made: dict[str, Any] = {"norms_add": sums_apart(run) is None, "operands": operands_apart(run) is None}
-    provider = backend.provider(run.kernels, backend.Parts.of(m), packed=packed, fp8=recipe(run), **made)
+    made: dict[str, Any] = {
+        "norms_add": sums_apart(run) is None,
+        "operands": operands_apart(run) is None,
+    }
+    provider = backend.provider(
+        run.kernels, backend.Parts.of(m), packed=packed, fp8=recipe(run), **made
+    )
     assert run.kernels.loss is not None, "a resolved run says who makes its loss"
     override_operations(run.kernels, m.moe.group_score_topk if m.moe else None)
     if scaling := m.rope_scaling:
         multiply_turns(
-            config, scaling.attention(scaling.original_max_position_embeddings or m.max_position_embeddings)
+            config,
+            scaling.attention(
+                scaling.original_max_position_embeddings or m.max_position_embeddings
+            ),
         )
     features = {
         "soft_cap": m.final_logit_softcapping,

@@ -1,4 +1,6 @@
-"""Parameters and floating-point operations of a decoder-only transformer, from its configuration alone."""
+"""Parameters and floating-point operations of a decoder-only transformer, from its configuration
+alone.
+"""
 
 from __future__ import annotations
 
@@ -6,24 +8,33 @@ from mtrain.config.model import ModelConfig
 
 
 def parameters(model: ModelConfig) -> int:
-    """Trainable parameters of the model as built, with the padded vocabulary; each shared weight once."""
+    """Trainable parameters of the model as built, with the padded vocabulary; each shared weight
+    once.
+    """
     embeddings = model.padded_vocab_size * model.hidden_size
     total = embeddings if model.tie_word_embeddings else 2 * embeddings
     if model.position_embedding_type == "learned_absolute":
         total += model.max_position_embeddings * model.hidden_size
     total += _norm(model, model.hidden_size)
     total += model.mtp_held * prediction_parameters(model)
-    dense = model.num_layers if model.moe is None else min(model.moe.first_dense_layers, model.num_layers)
+    if model.moe is None:
+        dense = model.num_layers
+    else:
+        dense = min(model.moe.first_dense_layers, model.num_layers)
     for moe, first, end in ((False, 0, dense), (True, dense, model.num_layers)):
         if first < end:
             softmax = model.softmax_among(end) - model.softmax_among(first)
             total += softmax * _layer(model, moe, False)
-            total += (end - first - softmax) * _layer(model, moe, True) if softmax < end - first else 0
+            total += (
+                (end - first - softmax) * _layer(model, moe, True) if softmax < end - first else 0
+            )
     return total
 
 
 def active_parameters(model: ModelConfig) -> int:
-    """Parameters that one token visits: all of them for a dense model, the chosen experts for an MoE."""
+    """Parameters that one token visits: all of them for a dense model, the chosen experts for an
+    MoE.
+    """
     if model.moe is None:
         return parameters(model)
     idle = model.moe.num_experts - model.moe.router_topk
@@ -47,11 +58,16 @@ def _layer(model: ModelConfig, moe: bool, linear: bool) -> int:
 
 
 def prediction_parameters(model: ModelConfig) -> int:
-    """Trainable parameters of one layer of multi-token prediction: a layer like the last, the projection of hidden
-    state and next embedding in front of it, which has no bias, and three norms.
+    """Trainable parameters of one layer of multi-token prediction: a layer like the last, the
+    projection of hidden state and next embedding in front of it, which has no bias, and three
+    norms.
     """
     hidden = model.hidden_size
-    return layer_parameters(model, model.num_layers - 1) + 2 * hidden * hidden + 3 * _norm(model, hidden)
+    return (
+        layer_parameters(model, model.num_layers - 1)
+        + 2 * hidden * hidden
+        + 3 * _norm(model, hidden)
+    )
 
 
 def _norm(model: ModelConfig, width: int) -> int:
@@ -60,8 +76,11 @@ def _norm(model: ModelConfig, width: int) -> int:
 
 def attention(model: ModelConfig) -> int:
     """Trainable parameters of one layer's softmax attention."""
-    hidden, heads = model.hidden_size, model.num_attention_heads * model.head_dim
-    qkv = heads * (2 if model.attention_output_gate else 1) + 2 * model.query_groups * model.head_dim
+    hidden = model.hidden_size
+    heads = model.num_attention_heads * model.head_dim
+    qkv = (
+        heads * (2 if model.attention_output_gate else 1) + 2 * model.query_groups * model.head_dim
+    )
     total = hidden * qkv + heads * hidden
     if model.add_bias_linear or model.add_qkv_bias:
         total += qkv
@@ -78,14 +97,20 @@ def gated_delta_net(model: ModelConfig) -> int:
     own = model.linear_attention
     assert own is not None
     projections = model.hidden_size * (sum(own.sections) + own.value_channels)
-    return projections + own.conv_channels * own.conv_kernel_dim + 2 * own.num_value_heads + own.value_head_dim
+    return (
+        projections
+        + own.conv_channels * own.conv_kernel_dim
+        + 2 * own.num_value_heads
+        + own.value_head_dim
+    )
 
 
 def latent_attention(model: ModelConfig) -> int:
     """Trainable parameters of one layer's multi-latent attention."""
     mla = model.mla
     assert mla is not None
-    hidden, heads = model.hidden_size, model.num_attention_heads
+    hidden = model.hidden_size
+    heads = model.num_attention_heads
     q_width = heads * (mla.qk_head_dim + mla.qk_pos_emb_head_dim)
     if mla.q_lora_rank:
         total = hidden * mla.q_lora_rank + mla.q_lora_rank * q_width
@@ -104,8 +129,11 @@ def _indexer(model: ModelConfig) -> int:
     """Parameters of the matrices of one layer's indexer."""
     if model.dsa is None or model.mla is None:
         return 0
-    heads, width = model.dsa.indexer_n_heads, model.dsa.indexer_head_dim
-    return heads * width * (model.mla.q_lora_rank or model.hidden_size) + model.hidden_size * (width + heads)
+    heads = model.dsa.indexer_n_heads
+    width = model.dsa.indexer_head_dim
+    return heads * width * (model.mla.q_lora_rank or model.hidden_size) + model.hidden_size * (
+        width + heads
+    )
 
 
 def _mlp(model: ModelConfig, width: int) -> int:
@@ -129,10 +157,11 @@ def _feed_forward(model: ModelConfig, sparse: bool) -> int:
 def flops_per_token(model: ModelConfig, seq_length: int, *, causal: bool = True) -> float:
     """Model FLOPs of one token's forward and backward, without recomputation.
 
-    6 per weight that multiplies (2 forward, 4 backward), the embedding's look-up excluded, and 12 per layer,
-    query head width and key for attention, halved when `causal` (published figures use both conventions). Layers
-    with a window count the keys in it under both; a layer of linear attention counts 6 for each element of its state,
-    forward. Sparse attention is to the chosen keys, and `index_flops` are of what chooses them.
+    6 per weight that multiplies (2 forward, 4 backward), the embedding's look-up excluded, and 12
+    per layer, query head width and key for attention, halved when `causal` (published figures use
+    both conventions). Layers with a window count the keys in it under both; a layer of linear
+    attention counts 6 for each element of its state, forward. Sparse attention is to the chosen
+    keys, and `index_flops` are of what chooses them.
     Source: Chowdhery et al. 2022 (PaLM), appendix B.
     """
     weights = active_parameters(model)
@@ -141,32 +170,40 @@ def flops_per_token(model: ModelConfig, seq_length: int, *, causal: bool = True)
         weights -= table
     if model.position_embedding_type == "learned_absolute":
         weights -= model.max_position_embeddings * model.hidden_size
-    # a layer that is used several times multiplies each time, and every MTP layer with the output layer once more
+    # a layer that is used several times multiplies each time, and every MTP layer with the output
+    # layer once more
     weights += ((model.mtp_num_layers or 0) - model.mtp_held) * _visited_by_prediction(model)
     weights += (model.mtp_num_layers or 0) * table
     if model.mla:
-        widths = 2 * model.mla.qk_head_dim + 2 * model.mla.qk_pos_emb_head_dim + 2 * model.mla.v_head_dim
+        widths = (
+            2 * model.mla.qk_head_dim + 2 * model.mla.qk_pos_emb_head_dim + 2 * model.mla.v_head_dim
+        )
     else:
         widths = 4 * model.head_dim
     softmax = [layer for layer in range(model.num_layers) if not model.is_linear(layer)]
     keys = sum(_keys(model, layer, seq_length, causal=causal) for layer in softmax)
     keys += (model.mtp_num_layers or 0) * _keys(model, 0, seq_length, causal=causal)
     states = state_flops(model, model.num_layers - model.softmax_among(model.num_layers))
-    indexers = index_flops(model, model.num_layers + (model.mtp_num_layers or 0), seq_length, causal=causal)
+    indexers = index_flops(
+        model, model.num_layers + (model.mtp_num_layers or 0), seq_length, causal=causal
+    )
     return 6.0 * weights + 3.0 * model.num_attention_heads * widths * keys + states + indexers
 
 
 def _visited_by_prediction(model: ModelConfig) -> int:
     """Parameters of an MTP layer that one token visits."""
-    idle = (
-        (model.moe.num_experts - model.moe.router_topk) * _mlp(model, model.moe.ffn_hidden_size) if model.moe else 0
-    )
+    if model.moe:
+        idle = (model.moe.num_experts - model.moe.router_topk) * _mlp(
+            model, model.moe.ffn_hidden_size
+        )
+    else:
+        idle = 0
     return prediction_parameters(model) - idle
 
 
 def state_flops(model: ModelConfig, layers: int) -> float:
-    """Of a token and the states of so many layers of linear attention: it reads, corrects and asks one for each head
-    of values.
+    """Of a token and the states of so many layers of linear attention: it reads, corrects and asks
+    one for each head of values.
     """
     own = model.linear_attention
     if own is None:
@@ -175,8 +212,8 @@ def state_flops(model: ModelConfig, layers: int) -> float:
 
 
 def index_flops(model: ModelConfig, layers: int, seq_length: int, *, causal: bool) -> float:
-    """Of a token and the indexers of so many layers, beside 6 for each weight: a product with every key, forward and
-    twice backward; what an indexer reads has no gradient.
+    """Of a token and the indexers of so many layers, beside 6 for each weight: a product with every
+    key, forward and twice backward; what an indexer reads has no gradient.
     """
     if model.dsa is None:
         return 0.0
@@ -186,7 +223,9 @@ def index_flops(model: ModelConfig, layers: int, seq_length: int, *, causal: boo
 
 
 def chosen_keys(model: ModelConfig, seq_length: int, *, causal: bool) -> float:
-    """Keys that a token of sparse attention is multiplied with, on average over the sequence; without it, all."""
+    """Keys that a token of sparse attention is multiplied with, on average over the sequence;
+    without it, all.
+    """
     if model.dsa is None or model.dsa.indexer_topk >= seq_length:
         return seq_length / 2 if causal else float(seq_length)
     topk = model.dsa.indexer_topk
@@ -196,7 +235,8 @@ def chosen_keys(model: ModelConfig, seq_length: int, *, causal: bool) -> float:
 
 def _keys(model: ModelConfig, layer: int, seq_length: int, *, causal: bool) -> float:
     """Keys that a token of layer `layer` is multiplied with, on average over the sequence."""
-    every, window = model.window_attn_skip_freq, model.window_size
+    every = model.window_attn_skip_freq
+    window = model.window_size
     whole = chosen_keys(model, seq_length, causal=causal)
     if window is None or (every is not None and (layer + 1) % every == 0) or window >= seq_length:
         return whole

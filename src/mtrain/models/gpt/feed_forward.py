@@ -1,6 +1,7 @@
 """The MLP of a decoder layer on one rank, dense or a mixture of experts.
 
-Experts are counted with the load that all of them have alike: a rank whose experts are chosen more often keeps more.
+Experts are counted with the load that all of them have alike: a rank whose experts are chosen more
+often keeps more.
 """
 
 from __future__ import annotations
@@ -34,8 +35,11 @@ def mixes(r: Rank, layer: int) -> bool:
 
 
 def mlp(g: Graph, r: Rank, x: Tensor, name: str, width: int, *, offset: bool = True) -> Tensor:
-    """Two linear layers of this rank's part of `width` channels, and the activation between them."""
-    h, share = r.model.hidden_size, width // r.layout.tp
+    """Two linear layers of this rank's part of `width` channels, and the activation
+    between them.
+    """
+    h = r.model.hidden_size
+    share = width // r.layout.tp
     first = column(g, r, f"{name}.linear_fc1", x, h, (2 if r.model.gated else 1) * share)
     y = activation(g, r, f"{name}.activation", first, r.tokens * share, offset=offset)
     return row(g, r, f"{name}.linear_fc2", y, share, h)
@@ -49,39 +53,58 @@ def _mixture(g: Graph, r: Rank, x: Tensor, moe: MoEConfig) -> Tensor:
     _route(g, r, x, moe)
     rows = _rows(r, moe)
     held = _held(r, moe, rows)
-    # rows are sorted by expert and put back; those that are sent by sender before, and once more where they meet
+    # rows are sorted by expert and put back; those that are sent by sender before, and once more
+    # where they meet
     row = r.model.hidden_size * r.element
     sorts = 4 if r.layout.ep > 1 and moe.token_dispatcher_type != "flex" else 2
     fixed = moe.pad_expert_input_to_capacity or moe.padded
     name = "mlp.dispatch.fixed" if fixed else "mlp.dispatch"
     sent = _sent_rows(r, moe, held)
-    waits = row * sum(sent[:-1])  # held by those who called the experts, until the last of them are done
-    moved, exchanges, rows_in = sorts * 2 * held * row, _sent(r, moe, held * row), Tensor(sent[-1] * row)
+    # held by those who called the experts, until the last of them are done
+    waits = row * sum(sent[:-1])
+    moved = sorts * 2 * held * row
+    exchanges = _sent(r, moe, held * row)
+    rows_in = Tensor(sent[-1] * row)
     needs, works = _on_the_way(r, moe, held, sorts=len(sent) > 1)
-    more: dict[str, Any] = {"reads": [x], "gives": [rows_in], "needs": waits + needs[0], "works": works[0]}
+    more: dict[str, Any] = {
+        "reads": [x],
+        "gives": [rows_in],
+        "needs": waits + needs[0],
+        "works": works[0],
+    }
     g.add(name, _places(r, moe, held), moved=moved, exchanges=exchanges, **more)
-    came, y = _experts(g, r, moe, rows_in, rows, held), Tensor(r.split_tokens * row)
+    came = _experts(g, r, moe, rows_in, rows, held)
+    y = Tensor(r.split_tokens * row)
     g.add("mlp.combine", reads=[came, *shared], gives=[y], needs=waits + needs[1], works=works[1])
     return y
 
 
 def _shared(g: Graph, r: Rank, x: Tensor, moe: MoEConfig, width: int) -> Tensor:
-    read, apart = x, moe.shared_expert_overlap
+    read = x
+    apart = moe.shared_expert_overlap
     if apart and r.layout.sequence_parallel:  # gathered before the layer, which keeps it so
         read = Tensor(r.tokens * r.model.hidden_size * r.element)
     y = mlp(g, r, read, "mlp.shared_experts", width, offset=not apart)
     if not moe.shared_expert_gate:
         return y
     gated = Tensor(y.bytes)
-    g.add("mlp.shared_experts.gate", [x, y, Tensor(r.split_tokens * r.element)], reads=[x, y], gives=[gated])
+    g.add(
+        "mlp.shared_experts.gate",
+        [x, y, Tensor(r.split_tokens * r.element)],
+        reads=[x, y],
+        gives=[gated],
+    )
     return gated
 
 
 def _route(g: Graph, r: Rank, x: Tensor, moe: MoEConfig) -> None:
     """The router, in fp32: scores, the choice, and the scores of the balancing loss."""
-    t, e, k = r.split_tokens, moe.num_experts, moe.router_topk
+    t = r.split_tokens
+    e = moe.num_experts
+    k = moe.router_topk
     sorted_ = moe.router_num_groups is not None or r.words["moe_router"] == "triton"
-    scores, chosen = Tensor(t * e * FP32), Tensor(t * (e if sorted_ else k) * INDEX)
+    scores = Tensor(t * e * FP32)
+    chosen = Tensor(t * (e if sorted_ else k) * INDEX)
     keeps = [x, chosen]
     if moe.router_score_function == "sigmoid":
         keeps += [scores, Tensor(t * k * FP32), Tensor(t * FP32)]
@@ -89,19 +112,25 @@ def _route(g: Graph, r: Rank, x: Tensor, moe: MoEConfig) -> None:
     else:
         keeps += [scores] if moe.router_pre_softmax else [Tensor(t * k * FP32)]
     if moe.router_load_balancing_type in ("aux_loss", "seq_aux_loss") and moe.aux_loss_coeff:
-        keeps += [Tensor(t * e * FP32), *([Tensor(t * FP32)] if moe.router_score_function == "sigmoid" else [])]
+        keeps += [
+            Tensor(t * e * FP32),
+            *([Tensor(t * FP32)] if moe.router_score_function == "sigmoid" else []),
+        ]
     if moe.input_jitter_eps:  # it reads a product with random numbers, which are kept too
         size = t * r.model.hidden_size * r.element
         keeps = [Tensor(size), Tensor(size), *keeps[1:]]
     if moe.z_loss_coeff:
         keeps.append(Tensor(t * e * FP32))
-    product, wide = Product(t, e, r.model.hidden_size), 0 if r.wide else t * r.model.hidden_size * FP32
+    product = Product(t, e, r.model.hidden_size)
+    wide = 0 if r.wide else t * r.model.hidden_size * FP32
     more: dict[str, Any] = {"reads": [x], "needs": wide, "works": wide}
     g.add("mlp.router", keeps, [product], moved=6 * t * e * FP32, factors=r.factors, **more)
 
 
 def _rows(r: Rank, moe: MoEConfig) -> int:
-    """Copies of tokens that the experts of a rank get, of the busiest one as much as the plan is told."""
+    """Copies of tokens that the experts of a rank get, of the busiest one as much as the plan is
+    told.
+    """
     etp = r.layout.etp or r.layout.tp
     rows = r.split_tokens * moe.router_topk * etp
     if moe.expert_capacity_factor is None:
@@ -112,7 +141,8 @@ def _rows(r: Rank, moe: MoEConfig) -> int:
 
 def _held(r: Rank, moe: MoEConfig, rows: int) -> int:
     """Rows that the experts of a rank have memory for, where `rows` are tokens'."""
-    ep, etp = r.layout.ep, r.layout.etp or r.layout.tp
+    ep = r.layout.ep
+    etp = r.layout.etp or r.layout.tp
     gathered = moe.token_dispatcher_type == "allgather"
     if ep == 1 or not r.by_lists or not (moe.padded or gathered):
         return rows
@@ -121,20 +151,29 @@ def _held(r: Rank, moe: MoEConfig, rows: int) -> int:
 
 
 def _places(r: Rank, moe: MoEConfig, held: int) -> list[Tensor]:
-    """Where rows lie: maps of all experts, or for both ways of each permutation the places of rows and of copies."""
-    copies, marks = r.split_tokens * moe.router_topk, r.split_tokens * moe.num_experts
+    """Where rows lie: maps of all experts, or for both ways of each permutation the places of rows
+    and of copies.
+    """
+    copies = r.split_tokens * moe.router_topk
+    marks = r.split_tokens * moe.num_experts
     if not r.by_lists:
         return [Tensor(marks * MASK), Tensor(marks * FP32), Tensor(copies * INDEX)]
-    ep, etp = r.layout.ep, r.layout.etp or r.layout.tp
+    ep = r.layout.ep
+    etp = r.layout.etp or r.layout.tp
     sizes = [copies * etp * ep, held]
     if ep > 1 and moe.token_dispatcher_type == "alltoall":
         sizes = [copies, held // etp, held, held]
-    return [Tensor(size * (PLACE if r.words["moe_permute"] == "triton" else INDEX)) for size in sizes]
+    return [
+        Tensor(size * (PLACE if r.words["moe_permute"] == "triton" else INDEX)) for size in sizes
+    ]
 
 
 def _sent_rows(r: Rank, moe: MoEConfig, held: int) -> list[int]:
-    """Copies that are made of rows on their way to experts: as they are sent, as they come, as they are sorted."""
-    ep, etp = r.layout.ep, r.layout.etp or r.layout.tp
+    """Copies that are made of rows on their way to experts: as they are sent, as they come, as they
+    are sorted.
+    """
+    ep = r.layout.ep
+    etp = r.layout.etp or r.layout.tp
     if ep * etp == 1:
         return [held]
     if moe.token_dispatcher_type == "allgather":
@@ -143,15 +182,20 @@ def _sent_rows(r: Rank, moe: MoEConfig, held: int) -> list[int]:
     return [held // etp] * (1 + (ep > 1)) + [held] * (not sorted_by_sender)
 
 
-def _on_the_way(r: Rank, moe: MoEConfig, held: int, *, sorts: bool) -> tuple[tuple[int, int], tuple[int, int]]:
-    """What the way to the experts and the way back have for a moment, in the forward and in the backward.
+def _on_the_way(
+    r: Rank, moe: MoEConfig, held: int, *, sorts: bool
+) -> tuple[tuple[int, int], tuple[int, int]]:
+    """What the way to the experts and the way back have for a moment, in the forward and in the
+    backward.
 
-    Plain torch widens the rows that our lists name, with one of zeros, and adds up in fp32, as are rows of
-    expert-tensor ranks. Kernels do so in what they read and write.
+    Plain torch widens the rows that our lists name, with one of zeros, and adds up in fp32, as are
+    rows of expert-tensor ranks. Kernels do so in what they read and write.
     """
-    h, row = r.model.hidden_size, held * r.model.hidden_size * r.element
+    h = r.model.hidden_size
+    row = held * r.model.hidden_size * r.element
     wide = 0 if r.wide else held * h * FP32
-    plain, tokens = r.words["moe_permute"] != "triton" and r.by_lists, r.split_tokens * moe.router_topk * h
+    plain = r.words["moe_permute"] != "triton" and r.by_lists
+    tokens = r.split_tokens * moe.router_topk * h
     back = row * sorts
     if plain:
         back = max(2 * row, 2 * wide + row, 2 * tokens * FP32)
@@ -163,7 +207,8 @@ def _on_the_way(r: Rank, moe: MoEConfig, held: int, *, sorts: bool) -> tuple[tup
 
 def _sent(r: Rank, moe: MoEConfig, size: int) -> list[Exchange]:
     """Rows to the ranks of their experts, and back."""
-    etp, found = r.layout.etp or r.layout.tp, list[Exchange]()
+    etp = r.layout.etp or r.layout.tp
+    found = list[Exchange]()
     if r.layout.ep > 1:
         found += [Exchange("ep", "all_to_all", size // etp, moe.router_topk)] * 2
     if etp > 1:
@@ -172,15 +217,19 @@ def _sent(r: Rank, moe: MoEConfig, size: int) -> list[Exchange]:
 
 
 def _biased(r: Rank) -> tuple[int, int]:
-    """Bytes that the biases of experts move beside an element of what the first and the second product give.
+    """Bytes that the biases of experts move beside an element of what the first and the second
+    product give.
 
-    TransformerEngine's product adds the first, and its gradient is a sum of its own. megatron-core multiplies the
-    second with the weights of rows, which are in fp32: a product, a sum, parts put together and rounded.
+    TransformerEngine's product adds the first, and its gradient is a sum of its own. megatron-core
+    multiplies the second with the weights of rows, which are in fp32: a product, a sum, parts put
+    together and rounded.
     """
     if not r.model.add_bias_linear:
         return 0, 0
     a = r.element
-    return (a, FP32 + (a + 2 * FP32) + 2 * FP32 + (FP32 + a)) if r.words["experts"] == "te" else (2 * a, 2 * a)
+    if r.words["experts"] == "te":
+        return (a, FP32 + (a + 2 * FP32) + 2 * FP32 + (FP32 + a))
+    return (2 * a, 2 * a)
 
 
 def _ours(r: Rank) -> bool:
@@ -189,53 +238,96 @@ def _ours(r: Rank) -> bool:
 
 
 def _quantises_again(r: Rank) -> bool:
-    """Whether SwiGLU is made on the way into eight bits, and both again where it is computed again."""
+    """Whether SwiGLU is made on the way into eight bits, and both again where it is
+    computed again.
+    """
     whole = r.by_lists or r.words["experts"] == "triton"
-    return _ours(r) and whole and r.model.activation == "swiglu" and r.words["activation"] == "triton"
+    return (
+        _ours(r) and whole and r.model.activation == "swiglu" and r.words["activation"] == "triton"
+    )
 
 
 def _in_eight_bits(r: Rank, rows: int, local: int) -> int:
-    """Elements of a column that are kept of `rows` rows of `local` experts: ours begin each expert with a block."""
+    """Elements of a column that are kept of `rows` rows of `local` experts: ours begin each expert
+    with a block.
+    """
     return max(1, (rows + (BLOCK - 1) * local) // BLOCK) * BLOCK if _ours(r) else rows
 
 
 def _experts(g: Graph, r: Rank, moe: MoEConfig, x: Tensor, rows: int, held: int) -> Tensor:
     """Products of `rows` rows, in memory for `held`."""
-    h, a, etp = r.model.hidden_size, r.element, r.layout.etp or r.layout.tp
-    width, local = moe.ffn_hidden_size // etp, moe.num_experts // r.layout.ep
-    up, each = (2 if r.model.gated else 1) * width, rows // local
+    h = r.model.hidden_size
+    a = r.element
+    etp = r.layout.etp or r.layout.tp
+    width = moe.ffn_hidden_size // etp
+    local = moe.num_experts // r.layout.ep
+    up = (2 if r.model.gated else 1) * width
+    each = rows // local
     low = r.run.precision.quantized is not None
     eight = _in_eight_bits(r, held, local)
     sent = Tensor(eight * h) if low else x
     kept = [] if r.frozen else [sent]
-    again, weighed, hidden, out = r.recomputes("moe_act"), held, Tensor(held * up * a), Tensor(held * h * a)
+    again = r.recomputes("moe_act")
+    weighed = held
+    hidden = Tensor(held * up * a)
+    out = Tensor(held * h * a)
     if moe.apply_probs_on_input:  # what goes in is weighed, and what comes out with ones
         weighed_x = Tensor(x.bytes)
-        keeps, wide = [Tensor(held * h * a), Tensor(held * FP32), Tensor(held * FP32)], held * h * FP32
-        g.add("mlp.experts.weighed", keeps, reads=[x], gives=[weighed_x], needs=wide, works=2 * wide)
-        weighed, x = 0, weighed_x
-    products, moved = [Product(each, up, h, local)], held * _biased(r)[0] * up
+        keeps = [Tensor(held * h * a), Tensor(held * FP32), Tensor(held * FP32)]
+        wide = held * h * FP32
+        g.add(
+            "mlp.experts.weighed", keeps, reads=[x], gives=[weighed_x], needs=wide, works=2 * wide
+        )
+        weighed = 0
+        x = weighed_x
+    products = [Product(each, up, h, local)]
+    moved = held * _biased(r)[0] * up
     more: dict[str, Any] = {"reads": [x], "gives": [hidden], **_apart(r, products[0], hidden, x)}
-    g.add("mlp.experts.linear_fc1", kept, products, low=r.multiplies_low, moved=moved, factors=r.factors, **more)
+    g.add(
+        "mlp.experts.linear_fc1",
+        kept,
+        products,
+        low=r.multiplies_low,
+        moved=moved,
+        factors=r.factors,
+        **more,
+    )
     beside_experts(g, r, "mlp.experts.linear_fc1", sent, (each, local), (h, up))
     with g.recomputed("moe_act", hidden, Tensor(held * FP32), when=again, discarded=True):
         y = activation(g, r, "mlp.experts.activation", hidden, held * width, weighed=weighed)
     nothing = r.frozen or (again and _quantises_again(r))
-    kept = [] if nothing else [Tensor(eight * width) if low else y]
-    products, moved = [Product(each, h, width, local)], held * _biased(r)[1] * h
+    if nothing:
+        kept = []
+    else:
+        kept = [Tensor(eight * width) if low else y]
+    products = [Product(each, h, width, local)]
+    moved = held * _biased(r)[1] * h
     more = {"reads": [y], "gives": [out], **_apart(r, products[0], out, y)}
-    g.add("mlp.experts.linear_fc2", kept, products, low=r.multiplies_low, moved=moved, factors=r.factors, **more)
+    g.add(
+        "mlp.experts.linear_fc2",
+        kept,
+        products,
+        low=r.multiplies_low,
+        moved=moved,
+        factors=r.factors,
+        **more,
+    )
     beside_experts(g, r, "mlp.experts.linear_fc2", y, (each, local), (width, h))
     if r.model.add_bias_linear and r.by_lists and not moe.apply_probs_on_input:
-        g.add("mlp.experts.bias", [Tensor(held * h * a)])  # of each row, for the gradient of its weight
+        # of each row, for the gradient of its weight
+        g.add("mlp.experts.bias", [Tensor(held * h * a)])
     g.discard(y, when=again)
     return out
 
 
 def _apart(r: Rank, product: Product, y: Tensor, x: Tensor) -> dict[str, int]:
-    """What a product of experts has for a moment: one after the other, parts of the rows and a weight's gradient;
-    all at once, gradients of all weights, and with torch's product a copy of those behind each other."""
+    """What a product of experts has for a moment: one after the other, parts of the rows and a
+    weight's gradient; all at once, gradients of all weights, and with torch's product a copy of
+    those behind each other.
+    """
     if r.words["experts"] == "reference":
         return {"needs": y.bytes, "works": x.bytes + weight_bytes(r, product)}
-    stacked = product.batch * product.n * product.k * r.element if r.words["experts"] == "torch" else 0
+    stacked = (
+        product.batch * product.n * product.k * r.element if r.words["experts"] == "torch" else 0
+    )
     return {"needs": stacked, "works": stacked + product.batch * weight_bytes(r, product)}

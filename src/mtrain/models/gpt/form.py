@@ -1,5 +1,5 @@
-"""What a decoder-only transformer learns from samples: the next token, over documents apart where they are packed,
-and of chats what is learned of them.
+"""What a decoder-only transformer learns from samples: the next token, over documents apart where
+they are packed, and of chats what is learned of them.
 """
 
 from __future__ import annotations
@@ -13,7 +13,9 @@ from mtrain.data.fim import FillInTheMiddle
 
 def form(run: RunConfig, splits: Splits, part: str) -> Form:
     """The micro-batches of `part` of the splits."""
-    source, data, ends = getattr(splits, part), run.data, splits.document_ends
+    source = getattr(splits, part)
+    data = run.data
+    ends = splits.document_ends
     if isinstance(source, ChatSamples):
         return of_chats(source)
     if isinstance(source, WholeDocuments | BlendOfDocuments):
@@ -21,5 +23,7 @@ def form(run: RunConfig, splits: Splits, part: str) -> Form:
     packing = Packing(ends, data.packed_multiple or 1) if data.packed else None
     moved = None
     if data.fim.rate and data.fim.ids is not None:
-        moved = FillInTheMiddle(data.fim.rate, data.fim.spm_rate, data.fim.ids, ends, run.trainer.seed, part)
+        moved = FillInTheMiddle(
+            data.fim.rate, data.fim.spm_rate, data.fim.ids, ends, run.trainer.seed, part
+        )
     return next_token(splits.masked_eod, packing, moved)

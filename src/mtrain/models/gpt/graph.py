@@ -1,4 +1,6 @@
-"""A decoder-only transformer on one rank: its layers, and what stands before and behind them on a stage."""
+"""A decoder-only transformer on one rank: its layers, and what stands before and behind them on a
+stage.
+"""
 
 from __future__ import annotations
 
@@ -21,8 +23,10 @@ AddLayer = Callable[[Graph, Rank, Tensor, int], Tensor]
 
 def add_layer(g: Graph, r: Rank, x: Tensor, index: int, *, causal: bool = True) -> Tensor:
     """Layer `index` (from 0) on the residual stream; the stream behind it."""
-    m, place = r.model, r.model.norm_placement
-    before, behind = place in ("pre", "pre_and_post"), place in ("post", "pre_and_post")
+    m = r.model
+    place = r.model.norm_placement
+    before = place in ("pre", "pre_and_post")
+    behind = place in ("post", "pre_and_post")
     normed = _norm(g, r, "input_layernorm", x, again=r.recomputes("layernorm")) if before else x
     normed.quantized = before and r.quantizes and not r.recomputes("layernorm")
     added = attention(g, r, normed, index, causal=causal)
@@ -33,8 +37,11 @@ def add_layer(g: Graph, r: Rank, x: Tensor, index: int, *, causal: bool = True) 
     if place == "post_residual":
         middle = _norm(g, r, "post_self_attn_layernorm", middle)
     read = x if m.parallel_residual else middle
-    normed = _norm(g, r, "pre_mlp_layernorm", read, again=r.recomputes("layernorm")) if before else read
-    apart = r.recomputes("layernorm") or r.recomputes("mlp") or mixes(r, index)  # where many read it
+    normed = (
+        _norm(g, r, "pre_mlp_layernorm", read, again=r.recomputes("layernorm")) if before else read
+    )
+    # where many read it
+    apart = r.recomputes("layernorm") or r.recomputes("mlp") or mixes(r, index)
     normed.quantized = before and r.quantizes and not apart
     added = feed_forward(g, r, normed, index)
     g.discard(normed, when=before and r.recomputes("layernorm"))
@@ -50,13 +57,17 @@ def _norm(g: Graph, r: Rank, name: str, x: Tensor, *, again: bool = False) -> Te
 
 
 def stage(r: Rank, held: Stage) -> list[Graph]:
-    """What a (virtual) stage computes on one micro-batch: what is before the layers, each layer, what is behind."""
-    first, last = Graph(), Graph()
+    """What a (virtual) stage computes on one micro-batch: what is before the layers, each layer,
+    what is behind.
+    """
+    first = Graph()
+    last = Graph()
     end = Graph() if held.mtp else last
     x = stream(r)
     if held.embedding:
         x = embedding(first, r, tables=int(r.model.position_embedding_type == "learned_absolute"))
-    full, m = r.layout.recompute.granularity == "full", r.model
+    full = r.layout.recompute.granularity == "full"
+    m = r.model
     if full and held.layers and m.mla is None and m.position_embedding_type == "rope":
         angles = r.positions * m.rotary_dim * (2 if m.rotary_base_local else 1)
         first.add("rotary_pos_emb", [Tensor(angles * FP32, shared=not r.run.data.packed)])
@@ -73,7 +84,9 @@ def stage(r: Rank, held: Stage) -> list[Graph]:
 
 
 def kind(r: Rank, index: int) -> tuple[bool, ...]:
-    """What layers have in common that compute the same: experts, linear attention, a window, rotary positions."""
+    """What layers have in common that compute the same: experts, linear attention, a window, rotary
+    positions.
+    """
     return mixes(r, index), r.model.is_linear(index), windowed(r, index), rotates(r, index)
 
 
@@ -85,11 +98,15 @@ def stack(
     Layers of one `kind` are one graph, which is there for each of them.
     """
     wide = partial(r.run.precision.leaves, layers=r.model.num_layers)
-    again, made, graphs = r.layout.recompute, dict[Any, Graph](), list[Graph]()
-    full, size = again.granularity == "full", again.num_layers or 1
+    again = r.layout.recompute
+    made = dict[Any, Graph]()
+    graphs = list[Graph]()
+    full = again.granularity == "full"
+    size = again.num_layers or 1
     groups = size if full and again.method != "block" else 1
     for start in range(0, len(layers), groups):
-        group, redone = layers[start : start + groups], full and (again.method != "block" or start < size)
+        group = layers[start : start + groups]
+        redone = full and (again.method != "block" or start < size)
         key = redone, *((wide(index), kind(index)) for index in group)
         if key not in made:
             made[key] = _group(r, group, add, redone)
@@ -98,7 +115,8 @@ def stack(
 
 
 def _group(r: Rank, layers: Sequence[int], add: AddLayer, redone: bool) -> Graph:
-    g, x = Graph(), stream(r)
+    g = Graph()
+    x = stream(r)
     spread = r.layout.recompute.distribute_saved_activations and not r.layout.sequence_parallel
     with g.recomputed("layers", Tensor(x.bytes // r.layout.tp) if spread else x, when=redone):
         for index in layers:
@@ -112,17 +130,21 @@ def stream(r: Rank) -> Tensor:
 
 
 def _prediction(g: Graph, r: Rank, hidden: Tensor) -> Tensor:
-    """One layer of multi-token prediction, from the hidden states of what is before it; it has no adapters."""
+    """One layer of multi-token prediction, from the hidden states of what is before it; it has no
+    adapters.
+    """
     r = replace(r, adapted=False)
     h = r.model.hidden_size
     token = embedding(g, r)
     again = r.layout.recompute
-    redone = again.granularity == "full" and again.method != "block"  # megatron-core passes over it there
+    # megatron-core passes over it there
+    redone = again.granularity == "full" and again.method != "block"
     with g.recomputed("mtp.layers", hidden, token, when=redone):
         parts = _norm(g, r, "mtp.enorm", token), _norm(g, r, "mtp.hnorm", hidden)
         both = Tensor(r.split_tokens * 2 * h * r.element)
         g.add("mtp.both", reads=parts, gives=[both])
-        part, x = column(g, r, "mtp.eh_proj", both, 2 * h, h // r.layout.tp), Tensor(r.tokens * h * r.element)
+        part = column(g, r, "mtp.eh_proj", both, 2 * h, h // r.layout.tp)
+        x = Tensor(r.tokens * h * r.element)
         # gathered from all tensor-parallel ranks: a rank's part of the tokens is a view of it
         g.add("mtp.gathered", reads=[part], gives=[x])
         x = add_layer(g, r, x, r.model.num_layers - 1)

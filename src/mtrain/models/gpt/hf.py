@@ -21,8 +21,10 @@ from mtrain.models.table import (
     chain,
 )
 
-_ATTENTION, _THEIR_ATTENTION = "decoder.layers.{i}.self_attention.", "model.layers.{i}.self_attn."
-_MLP, _THEIR_MLP = "decoder.layers.{i}.mlp.", "model.layers.{i}.mlp."
+_ATTENTION = "decoder.layers.{i}.self_attention."
+_THEIR_ATTENTION = "model.layers.{i}.self_attn."
+_MLP = "decoder.layers.{i}.mlp."
+_THEIR_MLP = "model.layers.{i}.mlp."
 
 _ENDS = (
     Entry("embedding.word_embeddings.weight", ("model.embed_tokens.weight",), VOCABULARY),
@@ -30,8 +32,13 @@ _ENDS = (
     Entry("output_layer.weight", ("lm_head.weight",), VOCABULARY),
 )
 _NORMS = (
-    Entry("decoder.layers.{i}.input_layernorm.weight", ("model.layers.{i}.input_layernorm.weight",)),
-    Entry("decoder.layers.{i}.pre_mlp_layernorm.weight", ("model.layers.{i}.post_attention_layernorm.weight",)),
+    Entry(
+        "decoder.layers.{i}.input_layernorm.weight", ("model.layers.{i}.input_layernorm.weight",)
+    ),
+    Entry(
+        "decoder.layers.{i}.pre_mlp_layernorm.weight",
+        ("model.layers.{i}.post_attention_layernorm.weight",),
+    ),
 )
 
 
@@ -51,7 +58,10 @@ def _grouped_query(kind: str) -> tuple[Entry, ...]:
     )
 
 
-_QK_NORMS = tuple(Entry(f"{_ATTENTION}{x}_layernorm.weight", (f"{_THEIR_ATTENTION}{x}_norm.weight",)) for x in "qk")
+_QK_NORMS = tuple(
+    Entry(f"{_ATTENTION}{x}_layernorm.weight", (f"{_THEIR_ATTENTION}{x}_norm.weight",))
+    for x in "qk"
+)
 _EXPERTS = (
     Entry(f"{_MLP}router.weight", (f"{_THEIR_MLP}gate.weight",)),
     Entry(f"{_MLP}router.expert_bias", (f"{_THEIR_MLP}gate.e_score_correction_bias",)),
@@ -103,7 +113,10 @@ LLAMA = Table(
     experts=_EXPERTS,
 )
 _NORMS_BEHIND = tuple(
-    Entry(f"decoder.layers.{{i}}.{ours}_layernorm.weight", (f"model.layers.{{i}}.{theirs}_layernorm.weight",))
+    Entry(
+        f"decoder.layers.{{i}}.{ours}_layernorm.weight",
+        (f"model.layers.{{i}}.{theirs}_layernorm.weight",),
+    )
     for ours, theirs in (("post_self_attn", "post_attention"), ("post_mlp", "post_feedforward"))
 )
 OLMO2 = replace(LLAMA, layer=(*_NORMS_BEHIND, *_grouped_query("weight"), *_QK_NORMS))
@@ -111,7 +124,10 @@ GEMMA = replace(
     OLMO2,
     layer=(
         _NORMS[0],
-        Entry("decoder.layers.{i}.pre_mlp_layernorm.weight", ("model.layers.{i}.pre_feedforward_layernorm.weight",)),
+        Entry(
+            "decoder.layers.{i}.pre_mlp_layernorm.weight",
+            ("model.layers.{i}.pre_feedforward_layernorm.weight",),
+        ),
         *OLMO2.layer,
     ),
 )
@@ -128,7 +144,11 @@ PHI3 = Table(
 )
 _DELTA = "model.layers.{i}.linear_attn."
 _LINEAR_ATTENTION = (
-    Entry(f"{_ATTENTION}in_proj.weight", (f"{_DELTA}in_proj_qkvz.weight", f"{_DELTA}in_proj_ba.weight"), DELTA),
+    Entry(
+        f"{_ATTENTION}in_proj.weight",
+        (f"{_DELTA}in_proj_qkvz.weight", f"{_DELTA}in_proj_ba.weight"),
+        DELTA,
+    ),
     *(
         Entry(f"{_ATTENTION}{ours}", (f"{_DELTA}{theirs}",))
         for ours, theirs in (
@@ -164,9 +184,12 @@ GPT_OSS = Table(
     ),
     experts=_BIASED_EXPERTS,
 )
-DEEPSEEK = Table(_ENDS, (*_NORMS, *_LATENT), dense=_gated(_MLP, _THEIR_MLP, "weight"), experts=_EXPERTS)
+DEEPSEEK = Table(
+    _ENDS, (*_NORMS, *_LATENT), dense=_gated(_MLP, _THEIR_MLP, "weight"), experts=_EXPERTS
+)
 
-_INDEXER, _THEIR_INDEXER = f"{_ATTENTION}core_attention.indexer.", f"{_THEIR_ATTENTION}indexer."
+_INDEXER = f"{_ATTENTION}core_attention.indexer."
+_THEIR_INDEXER = f"{_THEIR_ATTENTION}indexer."
 _INDEXERS = tuple(
     Entry(f"{_INDEXER}{ours}", (f"{_THEIR_INDEXER}{theirs}",))
     for ours, theirs in (
@@ -180,8 +203,12 @@ _INDEXERS = tuple(
 DEEPSEEK_V32 = replace(DEEPSEEK, layer=(*DEEPSEEK.layer, *_INDEXERS))
 
 
-def _with_bias(ours: str, theirs: str, weight: Operation = SAME, bias: Operation = SAME) -> tuple[Entry, Entry]:
-    return Entry(f"{ours}.weight", (f"{theirs}.weight",), weight), Entry(f"{ours}.bias", (f"{theirs}.bias",), bias)
+def _with_bias(
+    ours: str, theirs: str, weight: Operation = SAME, bias: Operation = SAME
+) -> tuple[Entry, Entry]:
+    return Entry(f"{ours}.weight", (f"{theirs}.weight",), weight), Entry(
+        f"{ours}.bias", (f"{theirs}.bias",), bias
+    )
 
 
 GPT2 = Table(
@@ -194,7 +221,10 @@ GPT2 = Table(
     (
         *_with_bias("decoder.layers.{i}.input_layernorm", "transformer.h.{i}.ln_1"),
         *_with_bias(
-            f"{_ATTENTION}linear_qkv", "transformer.h.{i}.attn.c_attn", chain(TRANSPOSED, QKV_ROWS), QKV_ROWS
+            f"{_ATTENTION}linear_qkv",
+            "transformer.h.{i}.attn.c_attn",
+            chain(TRANSPOSED, QKV_ROWS),
+            QKV_ROWS,
         ),
         *_with_bias(f"{_ATTENTION}linear_proj", "transformer.h.{i}.attn.c_proj", TRANSPOSED),
         *_with_bias("decoder.layers.{i}.pre_mlp_layernorm", "transformer.h.{i}.ln_2"),
@@ -212,7 +242,9 @@ NEOX = Table(
         *_with_bias("decoder.layers.{i}.input_layernorm", "gpt_neox.layers.{i}.input_layernorm"),
         *_with_bias(f"{_ATTENTION}linear_qkv", "gpt_neox.layers.{i}.attention.query_key_value"),
         *_with_bias(f"{_ATTENTION}linear_proj", "gpt_neox.layers.{i}.attention.dense"),
-        *_with_bias("decoder.layers.{i}.pre_mlp_layernorm", "gpt_neox.layers.{i}.post_attention_layernorm"),
+        *_with_bias(
+            "decoder.layers.{i}.pre_mlp_layernorm", "gpt_neox.layers.{i}.post_attention_layernorm"
+        ),
         *_with_bias(f"{_MLP}linear_fc1", "gpt_neox.layers.{i}.mlp.dense_h_to_4h"),
         *_with_bias(f"{_MLP}linear_fc2", "gpt_neox.layers.{i}.mlp.dense_4h_to_h"),
     ),
@@ -223,14 +255,18 @@ NEMOTRON = Table(
         *_with_bias("decoder.layers.{i}.input_layernorm", "model.layers.{i}.input_layernorm"),
         *_grouped_query("weight"),
         *_grouped_query("bias"),
-        *_with_bias("decoder.layers.{i}.pre_mlp_layernorm", "model.layers.{i}.post_attention_layernorm"),
+        *_with_bias(
+            "decoder.layers.{i}.pre_mlp_layernorm", "model.layers.{i}.post_attention_layernorm"
+        ),
         *_with_bias(f"{_MLP}linear_fc1", f"{_THEIR_MLP}up_proj"),
         *_with_bias(f"{_MLP}linear_fc2", f"{_THEIR_MLP}down_proj"),
     ),
 )
 
 TABLES: dict[str, Table] = {
-    **dict.fromkeys(("llama", "mistral", "qwen2", "qwen3", "mixtral", "qwen3_moe", "glm4_moe"), LLAMA),
+    **dict.fromkeys(
+        ("llama", "mistral", "qwen2", "qwen3", "mixtral", "qwen3_moe", "glm4_moe"), LLAMA
+    ),
     **dict.fromkeys(("deepseek_v2", "deepseek_v3"), DEEPSEEK),
     **dict.fromkeys(("gemma2", "gemma3_text"), GEMMA),
     "deepseek_v32": DEEPSEEK_V32,

@@ -1,4 +1,6 @@
-"""Names of the same weights in files: transformers fuses the experts of some families when it loads them."""
+"""Names of the same weights in files: transformers fuses the experts of some families when it loads
+them.
+"""
 
 from __future__ import annotations
 
@@ -12,16 +14,24 @@ from mtrain.models.gpt.hf import TABLES
 from mtrain.models.table import EXPERTS, GATE_UP, Copy, Entry, Table
 
 Rename = Callable[[str], str]
-COMPUTED = (r".*\.rotary_emb\.inv_freq", r".*\.attn\.(masked_)?bias", r".*\.attention\.(masked_)?bias")
+COMPUTED = (
+    r".*\.rotary_emb\.inv_freq",
+    r".*\.attn\.(masked_)?bias",
+    r".*\.attention\.(masked_)?bias",
+)
 """Of older files: angles of positions and causal masks."""
 UNREAD = (r"mtp\..*",)
-"""Of files of Qwen3-Next: a layer that predicts one token further, which transformers does not build either."""
+"""Of files of Qwen3-Next: a layer that predicts one token further, which transformers does not
+build either.
+"""
 OF_IMAGES = (r"(model\.)?vision_tower\..*", r"(model\.)?multi_modal_projector\..*")
 """Of files of models that read images too: what makes tokens of an image."""
 TIED = (Copy("lm_head.weight", "model.embed_tokens.weight"),)
 _MTP = "model.layers.{i}."
 _JOINS = re.compile(r"model\.layers\.[0-9]+\.eh_proj\.weight")
-"""Of each MTP layer one: it joins the embedding of a token with what the layers before made of those before it."""
+"""Of each MTP layer one: it joins the embedding of a token with what the layers before made of
+those before it.
+"""
 
 
 def _renamed(table: Table, rename: Rename) -> Table:
@@ -46,7 +56,9 @@ def _apart(table: Table) -> Table:
             return fused
         one = name.replace("experts.", "experts.{e}.")
         if name.endswith("gate_up_proj"):
-            pair = tuple(one.replace("gate_up_proj", f"{half}_proj.weight") for half in ("gate", "up"))
+            pair = tuple(
+                one.replace("gate_up_proj", f"{half}_proj.weight") for half in ("gate", "up")
+            )
             return Entry(fused.ours, pair, GATE_UP)
         return Entry(fused.ours, (f"{one}.weight",))
 
@@ -61,10 +73,15 @@ def _of_mixtral(name: str) -> str:
 
 
 def _with_mtp(table: Table) -> Table:
-    """MTP layers behind the others, as in DeepSeek-V3's files: each has copies of the embedding and the head."""
+    """MTP layers behind the others, as in DeepSeek-V3's files: each has copies of the embedding and
+    the head.
+    """
 
     def entry(found: Entry) -> Entry:
-        return replace(found, ours=found.ours.replace("decoder.layers.{i}.", "mtp.layers.{m}.transformer_layer."))
+        return replace(
+            found,
+            ours=found.ours.replace("decoder.layers.{i}.", "mtp.layers.{m}.transformer_layer."),
+        )
 
     joins = (
         Entry("mtp.layers.{m}.enorm.weight", (f"{_MTP}enorm.weight",)),
@@ -81,21 +98,27 @@ def _with_mtp(table: Table) -> Table:
 
 
 def _within(table: Table, prefix: str) -> Table:
-    """The text model inside of one that reads images too, as transformers 4 and 5 write it; the rest is left out."""
+    """The text model inside of one that reads images too, as transformers 4 and 5 write it; the
+    rest is left out.
+    """
 
     def rename(name: str) -> str:
         if not prefix.startswith("model."):
             return prefix + name
         return name if name == "lm_head.weight" else prefix + name.removeprefix("model.")
 
-    copies = tuple(replace(copy, name=rename(copy.name), of=rename(copy.of)) for copy in table.copies)
+    copies = tuple(
+        replace(copy, name=rename(copy.name), of=rename(copy.of)) for copy in table.copies
+    )
     return replace(_renamed(table, rename), copies=copies, ignored=(*table.ignored, *OF_IMAGES))
 
 
 def settled(model: Any, names: Collection[str], wanted: Any) -> tuple[str, ...]:
-    """Overrides for what a `config.json` leaves open and the names of the weights decide: MTP layers.
+    """Overrides for what a `config.json` leaves open and the names of the weights decide: MTP
+    layers.
 
-    transformers writes how many there are, and not their weights. A model that is `wanted` says how many it has.
+    transformers writes how many there are, and not their weights. A model that is `wanted` says how
+    many it has.
     """
     held = sum(_JOINS.fullmatch(name) is not None for name in names)
     return () if held == model.mtp_held else (f"model.mtp_num_layers={held or 'null'}",)
@@ -109,7 +132,9 @@ def files(kind: str, model: Any) -> tuple[Table, ...]:
     if kind == "gpt_neox":
         table = replace(table, copies=(Copy("lm_head.weight", "gpt_neox.embed_in.weight"),))
         written = _renamed(table, lambda name: name.replace("lm_head", "embed_out"))
-        return replace(written, copies=(Copy("embed_out.weight", "gpt_neox.embed_in.weight"),)), table
+        return replace(
+            written, copies=(Copy("embed_out.weight", "gpt_neox.embed_in.weight"),)
+        ), table
     if kind == "gpt2":
         table = replace(table, copies=(Copy("lm_head.weight", "transformer.wte.weight"),))
         bare = _renamed(table, lambda name: name.removeprefix("transformer."))

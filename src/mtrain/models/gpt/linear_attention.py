@@ -1,4 +1,6 @@
-"""A gated delta net on one rank: projections, a convolution, the gated delta rule by chunks, and a gated norm."""
+"""A gated delta net on one rank: projections, a convolution, the gated delta rule by chunks, and a
+gated norm.
+"""
 
 from __future__ import annotations
 
@@ -15,26 +17,36 @@ CHUNK = 64
 
 def gated_delta_net(g: Graph, r: Rank, x: Tensor) -> Tensor:
     """What linear attention adds to the residual stream, from its normed input."""
-    own, tp, place = r.model.linear_attention, r.layout.tp, "self_attention"
+    own = r.model.linear_attention
+    tp = r.layout.tp
+    place = "self_attention"
     assert own is not None
-    rows, values, h = sum(own.sections) // tp, own.value_channels // tp, r.model.hidden_size
+    rows = sum(own.sections) // tp
+    values = own.value_channels // tp
+    h = r.model.hidden_size
     plain = r.words["attention"] == "reference"
     projected = column(g, r, f"{place}.in_proj", x, h, rows)
-    into, z = (Tensor(r.tokens * n // tp * r.element, of=projected) for n in (own.conv_channels, own.value_channels))
+    into, z = (
+        Tensor(r.tokens * n // tp * r.element, of=projected)
+        for n in (own.conv_channels, own.value_channels)
+    )
     g.add(f"{place}.split", reads=[projected], gives=[into, z])
     mixed = _convolution(g, r, own, into, plain)
     _decays(g, r, own)
     y = _rule(g, r, own, mixed, plain)
     normed = _norm(g, r, own, y)
-    wide, out = r.tokens * values * FP32, Tensor(r.tokens * values * r.element)
-    gate, moved = projected if r.wide else Tensor(wide), WRITTEN_OUT * 3 * normed.bytes
+    wide = r.tokens * values * FP32
+    out = Tensor(r.tokens * values * r.element)
+    gate = projected if r.wide else Tensor(wide)
+    moved = WRITTEN_OUT * 3 * normed.bytes
     more: dict[str, Any] = {"reads": [normed, z], "gives": [out], "needs": wide, "works": 3 * wide}
     g.add(f"{place}.gate", [gate, normed, Tensor(wide)], moved=moved, **more)
     return row(g, r, f"{place}.out_proj", out, values, h)
 
 
 def _convolution(g: Graph, r: Rank, own: LinearAttentionConfig, x: Tensor, plain: bool) -> Tensor:
-    channels, width = own.conv_channels // r.layout.tp, own.conv_kernel_dim
+    channels = own.conv_channels // r.layout.tp
+    width = own.conv_kernel_dim
     out = Tensor(r.tokens * channels * r.element)
     name = "self_attention.conv1d"
     if not plain:
@@ -42,12 +54,18 @@ def _convolution(g: Graph, r: Rank, own: LinearAttentionConfig, x: Tensor, plain
         return out
     padded = r.samples * (r.length + width - 1) * channels * FP32
     before = Tensor(r.tokens * channels * FP32)  # the activation
-    weights = [] if r.wide else [Tensor(channels * width * FP32) for _ in range(width)]  # widened for each tap
+    # widened for each tap
+    weights = [] if r.wide else [Tensor(channels * width * FP32) for _ in range(width)]
     keeps = [Tensor(padded), before]
     if r.run.data.packed:  # what is seen of each earlier time, and where it is
         keeps = [before, *(Tensor(r.tokens * channels * FP32) for _ in range(width))]
         keeps += [Tensor(r.tokens * MASK) for _ in range(width)]
-    more: dict[str, Any] = {"reads": [x], "gives": [out], "needs": before.bytes, "works": 2 * before.bytes + padded}
+    more: dict[str, Any] = {
+        "reads": [x],
+        "gives": [out],
+        "needs": before.bytes,
+        "works": 2 * before.bytes + padded,
+    }
     g.add(name, [*keeps, *weights], moved=WRITTEN_OUT * width * out.bytes, **more)
     return out
 
@@ -60,9 +78,15 @@ def _decays(g: Graph, r: Rank, own: LinearAttentionConfig) -> None:
 
 
 def _rule(g: Graph, r: Rank, own: LinearAttentionConfig, mixed: Tensor, plain: bool) -> Tensor:
-    """Outputs of heads; the definition in plain torch keeps inputs alone, and is computed again in the backward."""
-    heads, d, e = own.num_value_heads // r.layout.tp, own.key_head_dim, own.value_head_dim
-    size, a, name = r.tokens * heads, r.element, "self_attention.rule"
+    """Outputs of heads; the definition in plain torch keeps inputs alone, and is computed again in
+    the backward.
+    """
+    heads = own.num_value_heads // r.layout.tp
+    d = own.key_head_dim
+    e = own.value_head_dim
+    size = r.tokens * heads
+    a = r.element
+    name = "self_attention.rule"
     each = r.samples * -(-r.length // CHUNK) * heads  # chunks
     inputs = [mixed, Tensor(size * FP32), Tensor(size * a)]
     if r.run.data.packed:
@@ -98,7 +122,22 @@ def _norm(g: Graph, r: Rank, own: LinearAttentionConfig, y: Tensor) -> Tensor:
     size = rows * own.value_head_dim
     keeps = [Tensor(rows * FP32), y]
     if r.words["norm"] == "reference" and not r.wide:
-        keeps = [Tensor(rows * FP32), Tensor(own.value_head_dim * FP32), y if r.host else Tensor(size * FP32)]
-    out, works = Tensor(size * r.element), 0 if r.words["norm"] != "reference" else size * FP32 * (1 if r.wide else 3)
-    g.add("self_attention.out_norm", keeps, moved=2 * size * r.element, reads=[y], gives=[out], works=works)
+        keeps = [
+            Tensor(rows * FP32),
+            Tensor(own.value_head_dim * FP32),
+            y if r.host else Tensor(size * FP32),
+        ]
+    out = Tensor(size * r.element)
+    if r.words["norm"] != "reference":
+        works = 0
+    else:
+        works = size * FP32 * (1 if r.wide else 3)
+    g.add(
+        "self_attention.out_norm",
+        keeps,
+        moved=2 * size * r.element,
+        reads=[y],
+        gives=[out],
+        works=works,
+    )
     return out

@@ -1,4 +1,6 @@
-"""Attention of a decoder layer on one rank: projections, norms and rotary positions around its core, or MLA."""
+"""Attention of a decoder layer on one rank: projections, norms and rotary positions around its
+core, or MLA.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +35,12 @@ def rotates(r: Rank, layer: int) -> bool:
 
 
 def _standard(g: Graph, r: Rank, x: Tensor, layer: int, causal: bool) -> Tensor:
-    m, t, a, n, groups, d = r.model, r.tokens, r.element, r.heads, r.groups, r.model.head_dim
+    m = r.model
+    t = r.tokens
+    a = r.element
+    n = r.heads
+    groups = r.groups
+    d = r.model.head_dim
     every = ((1 + m.attention_output_gate) * m.num_attention_heads + 2 * m.query_groups) * d
     qkv = column(g, r, "self_attention.linear_qkv", x, m.hidden_size, every // r.layout.tp)
     if m.query_groups < r.layout.tp:  # of heads that several ranks have, all are gathered
@@ -44,19 +51,28 @@ def _standard(g: Graph, r: Rank, x: Tensor, layer: int, causal: bool) -> Tensor:
     parts = [q, k, v, *([gate] if m.attention_output_gate else [])]
     g.add("self_attention.split", reads=[qkv], gives=parts)
     if m.qk_layernorm:
-        q, k = _normed(g, r, "q_layernorm", q, n), _normed(g, r, "k_layernorm", k, groups)
+        q = _normed(g, r, "q_layernorm", q, n)
+        k = _normed(g, r, "k_layernorm", k, groups)
     if m.qk_l2_norm and rotates(r, layer):
-        q, k = _divided(g, r, q, n), _divided(g, r, k, groups)
+        q = _divided(g, r, q, n)
+        k = _divided(g, r, k, groups)
     if rotates(r, layer):
         q = _turned(g, r, "query", q, n * d, m.rotary_dim)
         k = _turned(g, r, "key", k, groups * d, m.rotary_dim)
     out = core_attention(g, r, Heads(q, k, v, n, groups, d, d, windowed(r, layer), causal))
-    partly = rotates(r, layer) and m.rotary_dim < d  # then queries lie sample by sample, and so does what comes out
+    # then queries lie sample by sample, and so does what comes out
+    partly = rotates(r, layer) and m.rotary_dim < d
     if r.adapted and r.host and partly and r.samples > 1 and any(out in op.keeps for op in g.ops):
         out = Tensor(out.bytes)  # and its rows in the order of tokens are a copy
     if m.attention_output_gate:
-        gated, wide = Tensor(t * n * d * a), t * n * d * FP32
-        more: dict[str, Any] = {"reads": [out, gate], "gives": [gated], "needs": wide, "works": 2 * wide}
+        gated = Tensor(t * n * d * a)
+        wide = t * n * d * FP32
+        more: dict[str, Any] = {
+            "reads": [out, gate],
+            "gives": [gated],
+            "needs": wide,
+            "works": 2 * wide,
+        }
         g.add("output_gate", [out, Tensor(wide)], moved=WRITTEN_OUT * 3 * out.bytes, **more)
         out = gated
     return row(g, r, "self_attention.linear_proj", out, n * d, m.hidden_size)
@@ -64,7 +80,8 @@ def _standard(g: Graph, r: Rank, x: Tensor, layer: int, causal: bool) -> Tensor:
 
 def _normed(g: Graph, r: Rank, name: str, x: Tensor, heads: int) -> Tensor:
     """Norms of each head, or one over all of them."""
-    d, across = r.model.head_dim, r.model.qk_layernorm_across_heads
+    d = r.model.head_dim
+    across = r.model.qk_layernorm_across_heads
     if across and r.layout.tp > 1:  # written out: what is scaled, and what is weighed
         size = r.tokens * heads * d * FP32
         weighed = Tensor(heads * d * FP32 if r.frozen else size)
@@ -81,7 +98,8 @@ def _normed(g: Graph, r: Rank, name: str, x: Tensor, heads: int) -> Tensor:
 def _divided(g: Graph, r: Rank, x: Tensor, heads: int) -> Tensor:
     """A norm without weight, written out in fp32."""
     size = r.tokens * heads * r.model.head_dim
-    y, keeps = Tensor(size * r.element), [x if r.wide else Tensor(size * FP32), Tensor(r.tokens * heads * FP32)]
+    y = Tensor(size * r.element)
+    keeps = [x if r.wide else Tensor(size * FP32), Tensor(r.tokens * heads * FP32)]
     g.add("qk_l2_norm", keeps, reads=[x], gives=[y], works=size * FP32)
     return y
 
@@ -94,29 +112,55 @@ def _turned(g: Graph, r: Rank, name: str, x: Tensor, width: int, rotary: int) ->
         halves = r.host and r.wide and rotary == r.model.head_dim and not r.model.rotary_interleaved
         cosines = rotary if halves else rotary // 2
         tables = [Tensor(r.length * cosines * FP32), Tensor(r.length * (rotary // 2) * FP32)]
-    y, plain = Tensor(r.tokens * width * r.element), r.words["rope"] == "reference"
-    times, more = (WRITTEN_OUT, 2 * y.bytes) if plain else (1, 0)  # what is multiplied with cosines, and with sines
-    g.add(f"rotary.{name}", tables, moved=times * 2 * y.bytes, reads=[x], gives=[y], needs=more, works=more)
+    y = Tensor(r.tokens * width * r.element)
+    plain = r.words["rope"] == "reference"
+    # what is multiplied with cosines, and with sines
+    times, more = (WRITTEN_OUT, 2 * y.bytes) if plain else (1, 0)
+    g.add(
+        f"rotary.{name}",
+        tables,
+        moved=times * 2 * y.bytes,
+        reads=[x],
+        gives=[y],
+        needs=more,
+        works=more,
+    )
     return y
 
 
 def _turned_of_latents(r: Rank, mla: MLAConfig) -> int:
-    """Elements that are read and written for a token and a head. In one kernel a query is turned where it lies, and
-    keys and values are taken from what both were made in; else all are put together once more."""
+    """Elements that are read and written for a token and a head.
+
+    In one kernel a query is turned where it lies, and keys and values are taken from what both were
+    made in; else all are put together once more.
+    """
     width = mla.qk_head_dim + mla.qk_pos_emb_head_dim
     if r.words["rope"] == "reference":
         return 2 * (2 * width + mla.v_head_dim)
-    return 2 * mla.qk_pos_emb_head_dim + (mla.qk_head_dim + mla.v_head_dim) + (width + mla.v_head_dim)
+    return (
+        2 * mla.qk_pos_emb_head_dim + (mla.qk_head_dim + mla.v_head_dim) + (width + mla.v_head_dim)
+    )
 
 
 def _latent(g: Graph, r: Rank, x: Tensor, layer: int, causal: bool) -> Tensor:
-    m, mla, t, a, n = r.model, r.model.mla, r.tokens, r.element, r.heads
+    m = r.model
+    mla = r.model.mla
+    t = r.tokens
+    a = r.element
+    n = r.heads
     assert mla is not None
-    width, rotary, h = mla.qk_head_dim + mla.qk_pos_emb_head_dim, mla.qk_pos_emb_head_dim, m.hidden_size
+    width = mla.qk_head_dim + mla.qk_pos_emb_head_dim
+    rotary = mla.qk_pos_emb_head_dim
+    h = m.hidden_size
     place = "self_attention"
-    q_low = whole(g, r, f"{place}.linear_q_down_proj", x, h, mla.q_lora_rank) if mla.q_lora_rank else None
+    if mla.q_lora_rank:
+        q_low = whole(g, r, f"{place}.linear_q_down_proj", x, h, mla.q_lora_rank)
+    else:
+        q_low = None
     kv_low = whole(g, r, f"{place}.linear_kv_down_proj", x, h, mla.kv_lora_rank + rotary)
-    rows, latents, again = r.split_tokens, [kv_low], r.recomputes("mla_up_proj")
+    rows = r.split_tokens
+    latents = [kv_low]
+    again = r.recomputes("mla_up_proj")
     if m.qk_layernorm:
         q_low = q_low and norm(g, r, "q_layernorm", q_low, rows, mla.q_lora_rank or 0)
         kv_low = norm(g, r, "kv_layernorm", kv_low, rows, mla.kv_lora_rank)
@@ -135,7 +179,9 @@ def _latent(g: Graph, r: Rank, x: Tensor, layer: int, causal: bool) -> Tensor:
         tables = [Tensor(r.length * m.rotary_dim * a) for _ in range(4)]
         moved = t * n * _turned_of_latents(r, mla) * a
         g.add("rotary", tables, moved=moved, reads=[up, both], gives=[q, k, v])
-    heads = Heads(q, k, v, n, n, width, mla.v_head_dim, windowed(r, layer), causal, chosen=m.dsa is not None)
+    heads = Heads(
+        q, k, v, n, n, width, mla.v_head_dim, windowed(r, layer), causal, chosen=m.dsa is not None
+    )
     if q_low and heads.chosen:
         indexer(g, r, x, q_low, heads)
     out = core_attention(g, r, heads)

@@ -1,4 +1,6 @@
-"""A decoder-only transformer, small enough for a laptop: narrower, with the layers that it is given."""
+"""A decoder-only transformer, small enough for a laptop: narrower, with the layers that it is
+given.
+"""
 
 from __future__ import annotations
 
@@ -10,16 +12,22 @@ from mtrain.config.model import ModelConfig
 from mtrain.config.parallel import ParallelConfig
 from mtrain.config.rope import RopeScalingConfig
 
-HEAD, HIDDEN, FFN, VOCAB = 16, 64, 128, 512
+HEAD = 16
+HIDDEN = 64
+FFN = 128
+VOCAB = 512
 PADDED = 385
-"""Token ids where the model has padding: an odd number, whose last rows of 512 are padding on whole ranks of tp8."""
+"""Token ids where the model has padding: an odd number, whose last rows of 512 are padding on whole
+ranks of tp8.
+"""
 
 
 def shrink(model: ModelConfig, p: ParallelConfig, *, layers: int, seq_length: int) -> ModelConfig:
     """`model` with so many layers, for the layout `p` and sequences of `seq_length`.
 
-    Heads and key/value heads become the fewest that keep how they are split, experts at most two per rank. Everything
-    that decides which code runs stays as it was: norm, activation, biases, positions, windows, sinks, tying, routing.
+    Heads and key/value heads become the fewest that keep how they are split, experts at most two
+    per rank. Everything that decides which code runs stays as it was: norm, activation, biases,
+    positions, windows, sinks, tying, routing.
     """
     groups = p.tp if model.query_groups >= p.tp else model.query_groups
     ratio = min(2, model.num_attention_heads // model.query_groups)
@@ -43,7 +51,9 @@ def shrink(model: ModelConfig, p: ParallelConfig, *, layers: int, seq_length: in
         update["num_attention_heads"] = max(groups, 2)
     if model.window_size is not None:
         update["window_size"] = min(model.window_size, seq_length // 4)
-    if model.window_attn_skip_freq is not None:  # some layer keeps its window, and where there are two, one has none
+    if (
+        model.window_attn_skip_freq is not None
+    ):  # some layer keeps its window, and where there are two, one has none
         update["window_attn_skip_freq"] = min(model.window_attn_skip_freq, max(2, layers))
     if model.rope_scaling is not None:
         update["rope_scaling"] = _scaling(model.rope_scaling, int(HEAD * model.rotary_percent) // 2)
@@ -60,7 +70,9 @@ def shrink(model: ModelConfig, p: ParallelConfig, *, layers: int, seq_length: in
         update["moe"] = _experts(model.moe, p, layers)
     if model.mla is not None:
         update["kv_channels"] = model.kv_channels
-        update["num_attention_heads"] = max(groups if p.cp_comm_type in ("a2a", "a2a+p2p") else p.tp, 2)
+        update["num_attention_heads"] = max(
+            groups if p.cp_comm_type in ("a2a", "a2a+p2p") else p.tp, 2
+        )
         update["mla"] = model.mla.model_copy(
             update={
                 "q_lora_rank": 32 if model.mla.q_lora_rank else None,
@@ -74,12 +86,19 @@ def shrink(model: ModelConfig, p: ParallelConfig, *, layers: int, seq_length: in
 
 
 def _scaling(scaling: RopeScalingConfig, turns: int) -> RopeScalingConfig:
-    short, long = scaling.short_factor, scaling.long_factor
-    return scaling.model_copy(update={"short_factor": short and short[:turns], "long_factor": long and long[:turns]})
+    short = scaling.short_factor
+    long = scaling.long_factor
+    return scaling.model_copy(
+        update={"short_factor": short and short[:turns], "long_factor": long and long[:turns]}
+    )
 
 
-def _gated_delta_net(own: LinearAttentionConfig, p: ParallelConfig, layers: int) -> LinearAttentionConfig:
-    """One head of queries and keys on a rank, as many of values as share it, at most two; a layer of each kind."""
+def _gated_delta_net(
+    own: LinearAttentionConfig, p: ParallelConfig, layers: int
+) -> LinearAttentionConfig:
+    """One head of queries and keys on a rank, as many of values as share it, at most two; a layer
+    of each kind.
+    """
     return own.model_copy(
         update={
             "freq": min(own.freq, max(2, layers)),
@@ -101,11 +120,15 @@ def _experts(moe: MoEConfig, p: ParallelConfig, layers: int) -> MoEConfig:
             "num_experts": experts,
             "router_topk": topk,
             "ffn_hidden_size": 32 * (p.etp or p.tp),
-            "shared_expert_intermediate_size": 32 * p.tp if moe.shared_expert_intermediate_size else None,
+            "shared_expert_intermediate_size": 32 * p.tp
+            if moe.shared_expert_intermediate_size
+            else None,
             "alltoall_capacity_factor": None,  # routers that learnt nothing choose as they like
             "first_dense_layers": min(moe.first_dense_layers, 1 if layers > 1 else 0),
             "router_num_groups": groups,
             "router_group_topk": 1 if groups and moe.router_group_topk else None,
-            "router_group_score_topk": min(moe.group_score_topk or 1, experts // groups) if groups else None,
+            "router_group_score_topk": min(moe.group_score_topk or 1, experts // groups)
+            if groups
+            else None,
         }
     )

@@ -1,11 +1,13 @@
-"""What weights of a decoder-only transformer are called in megatron-core's checkpoints of the format `torch_dist`.
+"""What weights of a decoder-only transformer are called in megatron-core's checkpoints of the
+format `torch_dist`.
 
-megatron-core counts layers in a name (`decoder.layers.3.mlp.linear_fc1.weight`) or along the first axis of one tensor
-of all layers (`decoder.layers.mlp.linear_fc1.weight`), and experts likewise. A norm is called by its own name, or by
-that of the linear layer into which TransformerEngine fuses it. Here each weight of a layer or an expert has one name:
-with all numbers, and the norm's own.
+megatron-core counts layers in a name (`decoder.layers.3.mlp.linear_fc1.weight`) or along the first
+axis of one tensor of all layers (`decoder.layers.mlp.linear_fc1.weight`), and experts likewise. A
+norm is called by its own name, or by that of the linear layer into which TransformerEngine fuses
+it. Here each weight of a layer or an expert has one name: with all numbers, and the norm's own.
 
-Source: `sharded_state_dict` of megatron-core 0.16.1 (transformer_block, mlp, experts, gpt_layer_specs).
+Source: `sharded_state_dict` of megatron-core 0.16.1 (transformer_block, mlp, experts,
+    gpt_layer_specs).
 """
 
 from __future__ import annotations
@@ -21,7 +23,9 @@ NO_WEIGHT = re.compile(
     r"(?:optimizer|chained_\d+|optim|opt_param_scheduler|rng_state|rerun_state_machine_state|dataloader)\b.*"
     r"|.*\b_extra_state\b.*"
 )
-"""Names of what a checkpoint holds beside weights: optimizer, generators, TransformerEngine's state of fp8."""
+"""Names of what a checkpoint holds beside weights: optimizer, generators, TransformerEngine's state
+of fp8.
+"""
 _UNCOUNTED = re.compile(r"(\.layers|\.experts\.experts)\.(?!\d)")
 _ONE_BY_ONE = (
     (re.compile(r"\.experts\.local_experts\.(\d+)\."), r".experts.experts.\1."),
@@ -39,7 +43,8 @@ _OWN = {
 _FUSED = {own: fused for fused, own in _OWN.items() if ".in_proj." not in fused}
 _IN_PROJ = "self_attention.in_proj.layer_norm_"
 """What a norm in front of linear attention is fused into."""
-GATE, UP = "_w", "_v"
+GATE = "_w"
+UP = "_v"
 """Behind the name of a gated MLP's weight that is kept in halves."""
 VOCABULARY = ("embedding.word_embeddings.weight", "output_layer.weight")
 """Tables of token ids, which have rows that only pad."""
@@ -47,7 +52,9 @@ VOCABULARY = ("embedding.word_embeddings.weight", "output_layer.weight")
 
 def is_weight(name: str) -> bool:
     """Whether a tensor of a checkpoint is part of the model."""
-    return not NO_WEIGHT.fullmatch(PREFIXES.sub("", name, count=1) if PREFIXES.match(name) else name)
+    return not NO_WEIGHT.fullmatch(
+        PREFIXES.sub("", name, count=1) if PREFIXES.match(name) else name
+    )
 
 
 def counted_axes(name: str) -> int:
@@ -56,7 +63,9 @@ def counted_axes(name: str) -> int:
 
 
 def one_name(name: str, numbers: Sequence[int] = ()) -> str:
-    """The one name of a weight: without prefix, with the numbers that it lacks, and the norm's own."""
+    """The one name of a weight: without prefix, with the numbers that it lacks, and the
+    norm's own.
+    """
     match = PREFIXES.match(name)
     name = name[match.end() :] if match else name
     for number in numbers:
@@ -69,11 +78,14 @@ def one_name(name: str, numbers: Sequence[int] = ()) -> str:
 
 
 def names_written(name: str, model: ModelConfig) -> tuple[str, ...]:
-    """What a weight with this one name is called by megatron-core's layers: TransformerEngine's first, then its own.
+    """What a weight with this one name is called by megatron-core's layers: TransformerEngine's
+    first, then its own.
 
     They differ in norms of layers with experts and of MLA, which are written twice.
     """
-    experts = model.moe is not None and (name.startswith("mtp.") or layer_of(name) >= model.moe.first_dense_layers)
+    experts = model.moe is not None and (
+        name.startswith("mtp.") or layer_of(name) >= model.moe.first_dense_layers
+    )
     latent = model.mla is not None
     fused = {  # by TransformerEngine's layers, by megatron-core's own
         "input_layernorm.": (not latent, not latent),
@@ -85,17 +97,25 @@ def names_written(name: str, model: ModelConfig) -> tuple[str, ...]:
     for own, by in fused.items():
         if f".{own}" in name:
             behind = _IN_PROJ if linear and own == "input_layernorm." else _FUSED[own]
-            return tuple(dict.fromkeys(name.replace(own, behind) if fuses else name for fuses in by))
+            return tuple(
+                dict.fromkeys(name.replace(own, behind) if fuses else name for fuses in by)
+            )
     return (name,)
 
 
 def saved_as(model: ModelConfig, name: str) -> str:
-    """What our checkpoints call a weight of a module, with all its numbers: as megatron-core's own layers do."""
-    return names_written(one_name(name), model)[-1] if name.startswith(("decoder.", "mtp.")) else name
+    """What our checkpoints call a weight of a module, with all its numbers: as megatron-core's own
+    layers do.
+    """
+    return (
+        names_written(one_name(name), model)[-1] if name.startswith(("decoder.", "mtp.")) else name
+    )
 
 
 def modules_with_state(name: str) -> tuple[str, ...]:
-    """The modules of a weight's name of which TransformerEngine keeps a state, and megatron-core asks for one."""
+    """The modules of a weight's name of which TransformerEngine keeps a state, and megatron-core
+    asks for one.
+    """
     module = name.rpartition(".")[0]
     if not module.startswith(("decoder.", "mtp.")) or module.endswith(".router"):
         return ()
@@ -110,7 +130,9 @@ def layer_of(name: str) -> int:
 
 
 def gathered(name: str, *, layers: bool) -> tuple[str, tuple[int, ...]]:
-    """A name without the numbers of experts and, with `layers`, of the decoder's layers, and those numbers."""
+    """A name without the numbers of experts and, with `layers`, of the decoder's layers, and those
+    numbers.
+    """
     numbers = list[int]()
     patterns = [r"(^decoder\.layers)\.(\d+)\."] * layers + [r"(\.experts\.experts)\.(\d+)\."]
     for pattern in patterns:
@@ -121,6 +143,8 @@ def gathered(name: str, *, layers: bool) -> tuple[str, tuple[int, ...]]:
 
 
 def layers_are_alike(model: ModelConfig) -> bool:
-    """Whether every layer of the decoder has the same weights, so that one tensor can hold those of all."""
+    """Whether every layer of the decoder has the same weights, so that one tensor can hold those of
+    all.
+    """
     dense = model.moe is None or model.moe.first_dense_layers in (0, model.num_layers)
     return dense and model.linear_attention is None

@@ -13,7 +13,8 @@ from mtrain.models.weights import Weight, column, expert_tensors, mlp, norm, row
 
 def stage_weights(m: ModelConfig, p: ParallelConfig, held: Stage) -> Iterator[Weight]:
     """Those of a (virtual) stage; a table that several stages have is there for each of them."""
-    rows, h = m.padded_vocab_size // p.tp, m.hidden_size
+    rows = m.padded_vocab_size // p.tp
+    h = m.hidden_size
     apart = m.tie_word_embeddings and not (held.embedding and held.loss)
     if held.embedding or held.mtp:
         again = apart or (bool(m.mtp_num_layers) and not (held.embedding and held.mtp))
@@ -42,7 +43,9 @@ def buffers(m: ModelConfig) -> Iterator[Weight]:
 
 
 def ends(m: ModelConfig, held: Stage) -> bool:
-    """Whether the final norm is on a stage: that of the loss, with multi-token prediction that of the last layer."""
+    """Whether the final norm is on a stage: that of the loss, with multi-token prediction that of
+    the last layer.
+    """
     return m.num_layers - 1 in held.layers if m.mtp_num_layers else held.loss
 
 
@@ -51,7 +54,10 @@ def layer(m: ModelConfig, p: ParallelConfig, name: str, index: int) -> Iterator[
     before = m.norm_placement in ("pre", "pre_and_post")
     if before:
         yield from norm(m, f"{name}.input_layernorm", m.hidden_size)
-    mixer = gated_delta_net if m.is_linear(index) else latent if m.mla else attention
+    if m.is_linear(index):
+        mixer = gated_delta_net
+    else:
+        mixer = latent if m.mla else attention
     yield from mixer(m, p, f"{name}.self_attention")
     if before:
         yield from norm(m, f"{name}.pre_mlp_layernorm", m.hidden_size)
@@ -63,19 +69,25 @@ def layer(m: ModelConfig, p: ParallelConfig, name: str, index: int) -> Iterator[
 
 def _sinks(m: ModelConfig, p: ParallelConfig, name: str) -> Iterator[Weight]:
     if m.softmax_type == "learnable":
-        yield Weight(f"{name}.core_attention.softmax_offset", (m.num_attention_heads // p.tp,), "attention")
+        yield Weight(
+            f"{name}.core_attention.softmax_offset", (m.num_attention_heads // p.tp,), "attention"
+        )
 
 
 def attention(m: ModelConfig, p: ParallelConfig, name: str) -> Iterator[Weight]:
     """Of softmax attention with queries, keys and values from one linear layer."""
-    h, d = m.hidden_size, m.head_dim
-    queries, keys = m.num_attention_heads * d, m.query_groups * d
+    h = m.hidden_size
+    d = m.head_dim
+    queries = m.num_attention_heads * d
+    keys = m.query_groups * d
     yield from _sinks(m, p, name)
     bias = m.add_bias_linear or m.add_proj_bias
     yield from row(f"{name}.linear_proj", "attention", h, queries, p.tp, bias=bias)
     bias = m.add_bias_linear or m.add_qkv_bias
     gates = queries if m.attention_output_gate else 0
-    yield from column(f"{name}.linear_qkv", "attention", queries + gates + 2 * keys, h, p.tp, bias=bias)
+    yield from column(
+        f"{name}.linear_qkv", "attention", queries + gates + 2 * keys, h, p.tp, bias=bias
+    )
     if m.qk_layernorm:
         across = m.qk_layernorm_across_heads
         yield from norm(m, f"{name}.q_layernorm", queries if across else d)
@@ -89,26 +101,42 @@ def gated_delta_net(m: ModelConfig, p: ParallelConfig, name: str) -> Iterator[We
     for each in ("dt_bias", "A_log"):
         yield Weight(f"{name}.{each}", (own.num_value_heads // p.tp,), "attention")
     yield from column(f"{name}.in_proj", "attention", sum(own.sections), m.hidden_size, p.tp)
-    yield Weight(f"{name}.conv1d.weight", (own.conv_channels // p.tp, 1, own.conv_kernel_dim), "attention")
+    yield Weight(
+        f"{name}.conv1d.weight", (own.conv_channels // p.tp, 1, own.conv_kernel_dim), "attention"
+    )
     yield Weight(f"{name}.out_norm.weight", (own.value_head_dim,), "norm", whole=True)
     yield from row(f"{name}.out_proj", "attention", m.hidden_size, own.value_channels, p.tp)
 
 
 def latent(m: ModelConfig, p: ParallelConfig, name: str) -> Iterator[Weight]:
     """Of multi-latent attention."""
-    mla, h, n = m.mla, m.hidden_size, m.num_attention_heads
+    mla = m.mla
+    h = m.hidden_size
+    n = m.num_attention_heads
     assert mla is not None
-    wide, low = mla.qk_head_dim + mla.qk_pos_emb_head_dim, mla.kv_lora_rank
+    wide = mla.qk_head_dim + mla.qk_pos_emb_head_dim
+    low = mla.kv_lora_rank
     yield from _sinks(m, p, name)
     yield from _indexer(m, f"{name}.core_attention.indexer")
-    yield from row(f"{name}.linear_proj", "attention", h, n * mla.v_head_dim, p.tp, bias=m.add_bias_linear)
+    yield from row(
+        f"{name}.linear_proj", "attention", h, n * mla.v_head_dim, p.tp, bias=m.add_bias_linear
+    )
     if mla.q_lora_rank:
-        yield Weight(f"{name}.linear_q_down_proj.weight", (mla.q_lora_rank, h), "attention", whole=True)
+        yield Weight(
+            f"{name}.linear_q_down_proj.weight", (mla.q_lora_rank, h), "attention", whole=True
+        )
         yield from column(f"{name}.linear_q_up_proj", "attention", n * wide, mla.q_lora_rank, p.tp)
     else:
         yield from column(f"{name}.linear_q_proj", "attention", n * wide, h, p.tp)
-    yield Weight(f"{name}.linear_kv_down_proj.weight", (low + mla.qk_pos_emb_head_dim, h), "attention", whole=True)
-    yield from column(f"{name}.linear_kv_up_proj", "attention", n * (mla.qk_head_dim + mla.v_head_dim), low, p.tp)
+    yield Weight(
+        f"{name}.linear_kv_down_proj.weight",
+        (low + mla.qk_pos_emb_head_dim, h),
+        "attention",
+        whole=True,
+    )
+    yield from column(
+        f"{name}.linear_kv_up_proj", "attention", n * (mla.qk_head_dim + mla.v_head_dim), low, p.tp
+    )
     if m.qk_layernorm:
         yield from norm(m, f"{name}.q_layernorm", mla.q_lora_rank) if mla.q_lora_rank else ()
         yield from norm(m, f"{name}.kv_layernorm", low)
@@ -117,14 +145,21 @@ def latent(m: ModelConfig, p: ParallelConfig, name: str) -> Iterator[Weight]:
 def _indexer(m: ModelConfig, name: str) -> Iterator[Weight]:
     if m.dsa is None or m.mla is None:
         return
-    width, latent = m.dsa.indexer_head_dim, m.mla.q_lora_rank or m.hidden_size
-    shapes = {"linear_wq_b": (m.dsa.indexer_n_heads * width, latent), "linear_wk": (width, m.hidden_size)}
+    width = m.dsa.indexer_head_dim
+    latent = m.mla.q_lora_rank or m.hidden_size
+    shapes = {
+        "linear_wq_b": (m.dsa.indexer_n_heads * width, latent),
+        "linear_wk": (width, m.hidden_size),
+    }
     for layer, shape in shapes.items():
         yield Weight(f"{name}.{layer}.weight", shape, "attention", whole=True)
     for part in ("weight", "bias"):
         yield Weight(f"{name}.k_norm.{part}", (width,), "norm", whole=True)
     yield Weight(
-        f"{name}.linear_weights_proj.weight", (m.dsa.indexer_n_heads, m.hidden_size), "attention", whole=True
+        f"{name}.linear_weights_proj.weight",
+        (m.dsa.indexer_n_heads, m.hidden_size),
+        "attention",
+        whole=True,
     )
 
 
@@ -150,7 +185,8 @@ def mixture(m: ModelConfig, p: ParallelConfig, moe: MoEConfig, name: str) -> Ite
 
 
 def _experts(m: ModelConfig, p: ParallelConfig, moe: MoEConfig, name: str) -> Iterator[Weight]:
-    width, h = moe.ffn_hidden_size // expert_tensors(p), m.hidden_size
+    width = moe.ffn_hidden_size // expert_tensors(p)
+    h = m.hidden_size
     apart = p.ep > 1 or expert_tensors(p) != p.tp
     up = (2 if m.gated else 1) * width
     for part, shape in (("linear_fc1", (up, h)), ("linear_fc2", (h, width))):

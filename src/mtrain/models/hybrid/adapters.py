@@ -10,8 +10,12 @@ from mtrain.models.hybrid.count import channels, own, states
 
 
 def adapter_parameters(model: ModelConfig, peft: PeftConfig) -> tuple[int, int]:
-    """Of a resolved `peft` section: those of layers that every token visits, and those of routed experts."""
-    target, moe, pattern = peft.target or (), model.moe, own(model).pattern
+    """Of a resolved `peft` section: those of layers that every token visits, and those of routed
+    experts.
+    """
+    target = peft.target or ()
+    moe = model.moe
+    pattern = own(model).pattern
     shared = moe.shared_expert_intermediate_size if moe is not None else None
     layers: dict[str, list[Size]] = {
         MAMBA: [size for name, size in _mixer(model) if name in target],
@@ -23,11 +27,17 @@ def adapter_parameters(model: ModelConfig, peft: PeftConfig) -> tuple[int, int]:
     if moe is None or "experts" not in target:
         return total, 0
     # gate and up projection of an expert are one weight
-    each = [(inputs, outputs, 1) for inputs, outputs, _ in mlp_layers(model, moe.ffn_hidden_size, ("fc1", "fc2"))]
+    each = [
+        (inputs, outputs, 1)
+        for inputs, outputs, _ in mlp_layers(model, moe.ffn_hidden_size, ("fc1", "fc2"))
+    ]
     return total, pattern.count(EXPERTS) * moe.num_experts * adapters_of(each, peft)
 
 
 def _mixer(model: ModelConfig) -> list[tuple[str, Size]]:
     h = own(model)
     rows = 2 * channels(h) + 2 * states(h) + h.num_heads
-    return [("in_proj", (model.hidden_size, rows, 1)), ("out_proj", (channels(h), model.hidden_size, 1))]
+    return [
+        ("in_proj", (model.hidden_size, rows, 1)),
+        ("out_proj", (channels(h), model.hidden_size, 1)),
+    ]

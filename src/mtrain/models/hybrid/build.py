@@ -21,8 +21,12 @@ _NOT_ASKED = ("rope_scaling", "rope_scaling_factor")
 
 
 def chunk(run: RunConfig, config: Any, stage: int | None) -> HybridModel:
-    """The layers of one virtual pipeline stage of this rank, with embedding and loss where they belong to it."""
-    ps, m, hybrid = mcore.parallel_state, run.model, own(run.model)
+    """The layers of one virtual pipeline stage of this rank, with embedding and loss where they
+    belong to it.
+    """
+    ps = mcore.parallel_state
+    m = run.model
+    hybrid = own(run.model)
     made: dict[str, Any] = {"fp8": recipe(run), "operands": operands_apart(run) is None}
     provider = backend.provider(run.kernels, backend.Parts.of(m), **made)
     assert run.kernels.loss is not None, "a resolved run says who makes its loss"
@@ -52,5 +56,7 @@ def chunk(run: RunConfig, config: Any, stage: int | None) -> HybridModel:
         pre_process=ps.is_pipeline_first_stage(ignore_virtual=False, vp_stage=stage),
         post_process=ps.is_pipeline_last_stage(ignore_virtual=False, vp_stage=stage),
         parallel_output=True,
-        **{name: value for name, value in values(GPT_FIELDS, run).items() if name not in _NOT_ASKED},
+        **{
+            name: value for name, value in values(GPT_FIELDS, run).items() if name not in _NOT_ASKED
+        },
     )

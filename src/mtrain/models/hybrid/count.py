@@ -2,7 +2,18 @@
 
 from __future__ import annotations
 
-from mtrain.config.hybrid import ATTENTION, DELTA, DESCRIBED, EXPERTS, KINDS, LATENT, MAMBA, MLP, SPARSE, HybridConfig
+from mtrain.config.hybrid import (
+    ATTENTION,
+    DELTA,
+    DESCRIBED,
+    EXPERTS,
+    KINDS,
+    LATENT,
+    MAMBA,
+    MLP,
+    SPARSE,
+    HybridConfig,
+)
 from mtrain.config.model import ModelConfig
 from mtrain.models.gpt.count import (
     attention,
@@ -21,8 +32,12 @@ def own(model: ModelConfig) -> HybridConfig:
 
 
 def is_described(model: ModelConfig, kind: str) -> bool:
-    """Whether the model says what a layer of this kind is; a rule refuses those of which it does not."""
-    return kind in KINDS and all(getattr(model, section) is not None for section in DESCRIBED.get(kind, ()))
+    """Whether the model says what a layer of this kind is; a rule refuses those of which it does
+    not.
+    """
+    return kind in KINDS and all(
+        getattr(model, section) is not None for section in DESCRIBED.get(kind, ())
+    )
 
 
 def channels(h: HybridConfig) -> int:
@@ -36,7 +51,9 @@ def states(h: HybridConfig) -> int:
 
 
 def parameters(model: ModelConfig) -> int:
-    """Trainable parameters of the model as built, with the padded vocabulary; a tied weight once."""
+    """Trainable parameters of the model as built, with the padded vocabulary; a tied
+    weight once.
+    """
     table = model.padded_vocab_size * model.hidden_size
     ends = (1 if model.tie_word_embeddings else 2) * table + _norm(model)
     if model.position_embedding_type == "learned_absolute":
@@ -50,14 +67,20 @@ def active_parameters(model: ModelConfig) -> int:
     if model.moe is None:
         return parameters(model)
     idle = model.moe.num_experts - model.moe.router_topk
-    return parameters(model) - own(model).pattern.count(EXPERTS) * idle * _mlp(model, model.moe.ffn_hidden_size)
+    return parameters(model) - own(model).pattern.count(EXPERTS) * idle * _mlp(
+        model, model.moe.ffn_hidden_size
+    )
 
 
 def expert_parameters(model: ModelConfig) -> int:
     """Those of routed experts."""
     if model.moe is None:
         return 0
-    return own(model).pattern.count(EXPERTS) * model.moe.num_experts * _mlp(model, model.moe.ffn_hidden_size)
+    return (
+        own(model).pattern.count(EXPERTS)
+        * model.moe.num_experts
+        * _mlp(model, model.moe.ffn_hidden_size)
+    )
 
 
 def layer_parameters(model: ModelConfig, kind: str) -> int:
@@ -79,7 +102,8 @@ def _norm(model: ModelConfig) -> int:
 
 
 def _mamba(model: ModelConfig) -> int:
-    h, mixed = own(model), channels(own(model)) + 2 * states(own(model))
+    h = own(model)
+    mixed = channels(own(model)) + 2 * states(own(model))
     linear = model.hidden_size * (channels(h) + mixed + h.num_heads + channels(h))
     return linear + mixed * (h.conv_kernel + 1) + channels(h) + 3 * h.num_heads
 
@@ -102,13 +126,15 @@ def _experts(model: ModelConfig) -> int:
 def flops_per_token(model: ModelConfig, seq_length: int, *, causal: bool = True) -> float:
     """Model FLOPs of one token's forward and backward, without recomputation.
 
-    6 per weight that multiplies and, of each layer of attention, 12 per query channel and key, halved when `causal`;
-    of MLA 6 per channel of a query and of a value. A gated delta net and an indexer as in `models.gpt.count`.
-    Of a Mamba-2 layer: in a chunk each token is multiplied with half of it (all of it, unless `causal`), with what it
-    wrote for each group and with the channels of each head, and each channel with its state twice.
+    6 per weight that multiplies and, of each layer of attention, 12 per query channel and key,
+    halved when `causal`; of MLA 6 per channel of a query and of a value. A gated delta net and an
+    indexer as in `models.gpt.count`. Of a Mamba-2 layer: in a chunk each token is multiplied with
+    half of it (all of it, unless `causal`), with what it wrote for each group and with the channels
+    of each head, and each channel with its state twice.
     Source: Dao and Gu 2024, arXiv:2405.21060, section 6.
     """
-    h, table = own(model), model.padded_vocab_size * model.hidden_size
+    h = own(model)
+    table = model.padded_vocab_size * model.hidden_size
     weights = active_parameters(model) - (0 if model.tie_word_embeddings else table)
     if model.position_embedding_type == "learned_absolute":
         weights -= model.max_position_embeddings * model.hidden_size
@@ -120,7 +146,9 @@ def flops_per_token(model: ModelConfig, seq_length: int, *, causal: bool = True)
     keys = chosen_keys(model, seq_length, causal=causal)
     logits = 6.0 * keys * model.num_attention_heads * widths
     chunk = share * min(h.chunk_size, seq_length)
-    scan = h.pattern.count(MAMBA) * (chunk * (states(h) + channels(h)) + 2 * channels(h) * h.state_dim)
+    scan = h.pattern.count(MAMBA) * (
+        chunk * (states(h) + channels(h)) + 2 * channels(h) * h.state_dim
+    )
     others = state_flops(model, h.pattern.count(DELTA))
     others += index_flops(model, h.pattern.count(SPARSE), seq_length, causal=causal)
     return 6.0 * weights + logits + 6.0 * scan + others

@@ -18,13 +18,19 @@ from mtrain.models.rank import Rank
 
 
 def stage(r: Rank, held: Stage) -> list[Graph]:
-    """What a (virtual) stage computes on one micro-batch: what is before the layers, each layer, what is behind."""
-    first, last = Graph(), Graph()
+    """What a (virtual) stage computes on one micro-batch: what is before the layers, each layer,
+    what is behind.
+    """
+    first = Graph()
+    last = Graph()
     if held.embedding:
         embedding(first, r, tables=int(r.model.position_embedding_type == "learned_absolute"))
     rotary = r.model.position_embedding_type == "rope" and r.model.mla is None
     if r.layout.recompute.granularity == "full" and held.layers and rotary:
-        first.add("rotary_pos_emb", [Tensor(r.positions * r.model.rotary_dim * FP32, shared=not r.run.data.packed)])
+        first.add(
+            "rotary_pos_emb",
+            [Tensor(r.positions * r.model.rotary_dim * FP32, shared=not r.run.data.packed)],
+        )
     layers = stack(r, held.layers, add_layer, own(r.model).kind)
     if held.loss:
         loss(last, r, norm(last, r, "final_norm", stream(r), r.split_tokens, r.model.hidden_size))
@@ -33,11 +39,14 @@ def stage(r: Rank, held: Stage) -> list[Graph]:
 
 def add_layer(g: Graph, r: Rank, x: Tensor, index: int) -> Tensor:
     """Layer `index` (from 0) on the residual stream; the stream behind it."""
-    m, kind = r.model, own(r.model).kind(index)
+    m = r.model
+    kind = own(r.model).kind(index)
     again = r.recomputes("layernorm") and kind != MAMBA
     with g.recomputed("norm", x, when=again, discarded=True):
         normed = norm(g, r, "norm", x, r.split_tokens, m.hidden_size)
-    normed.quantized = r.quantizes and not (again or kind == EXPERTS or (kind == MLP and r.recomputes("mlp")))
+    normed.quantized = r.quantizes and not (
+        again or kind == EXPERTS or (kind == MLP and r.recomputes("mlp"))
+    )
     if kind == MAMBA:
         added = _mixer(g, r, normed)
     elif kind in (*SOFTMAX, DELTA) and is_described(m, kind):
@@ -52,23 +61,44 @@ def add_layer(g: Graph, r: Rank, x: Tensor, index: int) -> Tensor:
 
 
 def _mixer(g: Graph, r: Rank, x: Tensor) -> Tensor:
-    h, tp, cp, m = own(r.model), r.layout.tp, r.layout.cp, r.model
-    width, heads = channels(h) // tp, h.num_heads // tp
+    h = own(r.model)
+    tp = r.layout.tp
+    cp = r.layout.cp
+    m = r.model
+    width = channels(h) // tp
+    heads = h.num_heads // tp
     mixed = width + 2 * states(h) // tp
     fused = column(g, r, "mixer.in_proj", x, m.hidden_size, width + mixed + heads)
     if cp == 1:
         y = _scanned(g, r, fused, width, mixed, heads)
     else:  # some heads of all tokens
-        inside, shared = replace(r, length=r.whole), lcm(h.num_groups // tp, cp) // cp
+        inside = replace(r, length=r.whole)
+        shared = lcm(h.num_groups // tp, cp) // cp
         part = width // cp + 2 * shared * h.state_dim
         sent = Tensor(inside.tokens * (part + heads // cp) * r.element)
         order = [Tensor(r.whole * INDEX, constant=True)]
         exchange = Exchange("cp", "all_to_all", sent.bytes)
-        g.add("mixer.exchange", order, moved=3 * sent.bytes, exchanges=[exchange], reads=[fused], gives=[sent])
+        g.add(
+            "mixer.exchange",
+            order,
+            moved=3 * sent.bytes,
+            exchanges=[exchange],
+            reads=[fused],
+            gives=[sent],
+        )
         there = _scanned(g, inside, sent, width // cp, part, heads // cp)
-        back, y = inside.tokens * width // cp * r.element, Tensor(r.tokens * width * r.element)
-        order, exchange = [Tensor(r.whole * INDEX, constant=True)], Exchange("cp", "all_to_all", back)
-        g.add("mixer.exchange.back", order, moved=2 * back, exchanges=[exchange], reads=[there], gives=[y])
+        back = inside.tokens * width // cp * r.element
+        y = Tensor(r.tokens * width * r.element)
+        order = [Tensor(r.whole * INDEX, constant=True)]
+        exchange = Exchange("cp", "all_to_all", back)
+        g.add(
+            "mixer.exchange.back",
+            order,
+            moved=2 * back,
+            exchanges=[exchange],
+            reads=[there],
+            gives=[y],
+        )
     return row(g, r, "mixer.out_proj", _gated_norm(g, r, fused, y, width), width, m.hidden_size)
 
 
@@ -80,7 +110,9 @@ def _scanned(g: Graph, r: Rank, fused: Tensor, width: int, mixed: int, heads: in
 
 def _convolution(g: Graph, r: Rank, fused: Tensor, mixed: int) -> Tensor:
     """Each channel over its last tokens, and the SiLU behind it."""
-    taps, size, y = own(r.model).conv_kernel, r.tokens * mixed * FP32, Tensor(r.tokens * mixed * r.element)
+    taps = own(r.model).conv_kernel
+    size = r.tokens * mixed * FP32
+    y = Tensor(r.tokens * mixed * r.element)
     moved = 2 * r.tokens * mixed * r.element
     if not r.host:
         g.add("mixer.conv1d", [fused], moved=moved, reads=[fused], gives=[y])
@@ -100,28 +132,51 @@ def _convolution(g: Graph, r: Rank, fused: Tensor, mixed: int) -> Tensor:
 
 
 def _scan(g: Graph, r: Rank, x: Tensor, width: int, mixed: int, heads: int) -> Tensor:
-    """The states of all heads, chunk by chunk: a kernel keeps what it reads, plain torch every product's operands."""
-    h, b = own(r.model), r.samples
-    p, s, rows = h.head_dim, h.state_dim, b * heads
-    read = Tensor(r.tokens * (mixed if r.wide or not r.host else width) * (r.element if not r.host else FP32))
-    moved, y = r.tokens * (2 * width + 2 * (mixed - width)) * r.element, Tensor(r.tokens * width * r.element)
-    if not r.host:  # the library keeps its decays and what it gives, too; a kernel multiplies in all chunks
-        decays, given = Tensor(r.tokens * heads * FP32), Tensor(r.tokens * width * r.element)
+    """The states of all heads, chunk by chunk: a kernel keeps what it reads, plain torch every
+    product's operands.
+    """
+    h = own(r.model)
+    b = r.samples
+    p = h.head_dim
+    s = h.state_dim
+    rows = b * heads
+    read = Tensor(
+        r.tokens * (mixed if r.wide or not r.host else width) * (r.element if not r.host else FP32)
+    )
+    moved = r.tokens * (2 * width + 2 * (mixed - width)) * r.element
+    y = Tensor(r.tokens * width * r.element)
+    if (
+        not r.host
+    ):  # the library keeps its decays and what it gives, too; a kernel multiplies in all chunks
+        decays = Tensor(r.tokens * heads * FP32)
+        given = Tensor(r.tokens * width * r.element)
         n = min(h.chunk_size, r.length)
         # the states of chunks, by one kernel in fp32, summed up by the next, and read by the last
         moved += r.tokens // n * heads * p * s * 2 * (FP32 + r.element)
         products = _chunk(n, p, s, rows * -(-r.length // n))
         more: dict[str, Any] = {"reads": [x], "gives": [y]}
-        g.add("mixer.scan", [read, given, decays], products, moved=moved, factors="activations", **more)
+        g.add(
+            "mixer.scan",
+            [read, given, decays],
+            products,
+            moved=moved,
+            factors="activations",
+            **more,
+        )
         return y
-    wide = r.tokens * (mixed + width) * FP32  # what is read, and what is given, and the gradients of both
+    # what is read, and what is given, and the gradients of both
+    wide = r.tokens * (mixed + width) * FP32
     more = {"reads": [x], "gives": [y], "needs": wide, "works": wide}
     g.add("mixer.scan", [read, Tensor(heads * FP32), Tensor(heads * FP32)], moved=3 * moved, **more)
     for begin in range(0, r.length, h.chunk_size):
         n = min(h.chunk_size, r.length - begin)
-        first, last = begin == 0, begin + n == r.length
-        copies = 2 if b == 1 else 4 - first - last  # of what is written and read, where samples lie side by side
-        numbers = [n * n] * 3 + [n * p] * (3 - last) + [n * s] * copies + [p * s, n, *[1] * (not last)]
+        first = begin == 0
+        last = begin + n == r.length
+        # of what is written and read, where samples lie side by side
+        copies = 2 if b == 1 else 4 - first - last
+        numbers = (
+            [n * n] * 3 + [n * p] * (3 - last) + [n * s] * copies + [p * s, n, *[1] * (not last)]
+        )
         marks = n * n * MASK * (b if r.run.data.packed else 1)
         kept = [Tensor(rows * size * FP32) for size in numbers] + [Tensor(marks)]
         works = 2 * rows * n * n * FP32
@@ -130,15 +185,29 @@ def _scan(g: Graph, r: Rank, x: Tensor, width: int, mixed: int, heads: int) -> T
 
 
 def _chunk(n: int, p: int, s: int, each: int) -> list[Product]:
-    """Of a chunk of `n` tokens: what they see of each other, what they are worth, what the state gives and takes."""
-    return [Product(n, n, s, each), Product(n, p, n, each), Product(n, p, s, each), Product(p, s, n, each)]
+    """Of a chunk of `n` tokens: what they see of each other, what they are worth, what the state
+    gives and takes.
+    """
+    return [
+        Product(n, n, s, each),
+        Product(n, p, n, each),
+        Product(n, p, s, each),
+        Product(p, s, n, each),
+    ]
 
 
 def _gated_norm(g: Graph, r: Rank, fused: Tensor, x: Tensor, width: int) -> Tensor:
     """Written out: the gate, its SiLU, what is gated, normed and scaled, in fp32."""
     y = Tensor(r.tokens * width * r.element)
-    size, groups = r.tokens * width * FP32, own(r.model).num_groups // r.layout.tp
+    size = r.tokens * width * FP32
+    groups = own(r.model).num_groups // r.layout.tp
     gate = [fused] if r.wide else [Tensor(size), Tensor(width * FP32)]
-    kept = [*gate, *[Tensor(size) for _ in range(3 if r.frozen else 4)], Tensor(r.tokens * groups * FP32)]
-    g.add("mixer.norm", kept, moved=8 * size, reads=[x, fused], gives=[y], needs=size, works=3 * size)
+    kept = [
+        *gate,
+        *[Tensor(size) for _ in range(3 if r.frozen else 4)],
+        Tensor(r.tokens * groups * FP32),
+    ]
+    g.add(
+        "mixer.norm", kept, moved=8 * size, reads=[x, fused], gives=[y], needs=size, works=3 * size
+    )
     return y

@@ -17,7 +17,9 @@ from mtrain.models.table import QKV, VOCABULARY, Copy, Entry, Operation, Step, T
 
 @dataclass(frozen=True)
 class Fused(Entry):
-    """A tensor of theirs whose rows are several tensors of ours, which have a name behind its own."""
+    """A tensor of theirs whose rows are several tensors of ours, which have a name
+    behind its own.
+    """
 
     parts: tuple[str, ...] = ()
 
@@ -30,7 +32,9 @@ class Fused(Entry):
 
 @dataclass(frozen=True)
 class ByKind(Table):
-    """A table with entries of each layer by the letter that a pattern has for it; `{p}` counts pairs of layers."""
+    """A table with entries of each layer by the letter that a pattern has for it; `{p}` counts
+    pairs of layers.
+    """
 
     kinds: Mapping[str, tuple[Entry, ...]] = field(default_factory=dict)
 
@@ -52,12 +56,19 @@ def _parts(ours: str, theirs: str) -> Fused:
             raise ValueError(f"parts have {ends[-1]} rows, and {len(tensors[0])} are there")
         return [tensors[0][a:b] for a, b in pairwise([0, *ends])]
 
-    operation = Operation(f"parted into {', '.join(parts)}", split, lambda tensors, model: [joined(tensors)])
+    operation = Operation(
+        f"parted into {', '.join(parts)}", split, lambda tensors, model: [joined(tensors)]
+    )
     return Fused(ours, (theirs,), operation, parts)
 
 
 _LAYER = "decoder.layers.{i}."
-_NORMS = {MAMBA: "norm", ATTENTION: "input_layernorm", MLP: "pre_mlp_layernorm", EXPERTS: "pre_mlp_layernorm"}
+_NORMS = {
+    MAMBA: "norm",
+    ATTENTION: "input_layernorm",
+    MLP: "pre_mlp_layernorm",
+    EXPERTS: "pre_mlp_layernorm",
+}
 
 
 def _norm(kind: str, theirs: str) -> Entry:
@@ -68,8 +79,14 @@ def _mixer(theirs: str) -> tuple[Entry, ...]:
     ours = f"{_LAYER}mixer."
     return (
         *(Entry(f"{ours}{name}", (f"{theirs}{name}",)) for name in ("dt_bias", "A_log", "D")),
-        *(_parts(f"{ours}{n}", f"{theirs}{n}") for n in ("in_proj.weight", "conv1d.weight", "conv1d.bias")),
-        *(Entry(f"{ours}{name}.weight", (f"{theirs}{name}.weight",)) for name in ("norm", "out_proj")),
+        *(
+            _parts(f"{ours}{n}", f"{theirs}{n}")
+            for n in ("in_proj.weight", "conv1d.weight", "conv1d.bias")
+        ),
+        *(
+            Entry(f"{ours}{name}.weight", (f"{theirs}{name}.weight",))
+            for name in ("norm", "out_proj")
+        ),
     )
 
 
@@ -113,7 +130,9 @@ def _table(prefix: str, *, apart: bool) -> ByKind:
 
 def _mlp(ours: str, theirs: str) -> tuple[Entry, ...]:
     names = (("linear_fc1", "up_proj"), ("linear_fc2", "down_proj"))
-    return tuple(Entry(f"{ours}{mine}.weight", (f"{theirs}{other}.weight",)) for mine, other in names)
+    return tuple(
+        Entry(f"{ours}{mine}.weight", (f"{theirs}{other}.weight",)) for mine, other in names
+    )
 
 
 def _experts(mixer: str, apart: bool) -> Iterator[Entry]:
@@ -126,13 +145,22 @@ def _experts(mixer: str, apart: bool) -> Iterator[Entry]:
 
 
 def _granite(router: str, first: str, second: str) -> ByKind:
-    """Granite 4, of whose layers each is two of ours; `router`, `first` and `second` are those of routed experts."""
-    theirs, experts = "model.layers.{p}.", f"{_LAYER}mlp.experts."
-    mixer, mlp = f"{theirs}input_layernorm.weight", f"{theirs}post_attention_layernorm.weight"
-    shared = (f"{theirs}shared_mlp.input_linear.weight",), (f"{theirs}shared_mlp.output_linear.weight",)
+    """Granite 4, of whose layers each is two of ours; `router`, `first` and `second` are those of
+    routed experts.
+    """
+    theirs = "model.layers.{p}."
+    experts = f"{_LAYER}mlp.experts."
+    mixer = f"{theirs}input_layernorm.weight"
+    mlp = f"{theirs}post_attention_layernorm.weight"
+    shared = (
+        (f"{theirs}shared_mlp.input_linear.weight",),
+        (f"{theirs}shared_mlp.output_linear.weight",),
+    )
 
     def dense(ours: str) -> tuple[Entry, ...]:
-        return Entry(f"{ours}linear_fc1.weight", shared[0]), Entry(f"{ours}linear_fc2.weight", shared[1])
+        return Entry(f"{ours}linear_fc1.weight", shared[0]), Entry(
+            f"{ours}linear_fc2.weight", shared[1]
+        )
 
     return ByKind(
         (
@@ -149,8 +177,16 @@ def _granite(router: str, first: str, second: str) -> ByKind:
             EXPERTS: (
                 _norm(EXPERTS, mlp),
                 Entry(f"{_LAYER}mlp.router.weight", (f"{theirs}block_sparse_moe.{router}",)),
-                Entry(f"{experts}linear_fc1.weight{{e}}", (f"{theirs}block_sparse_moe.{first}",), OF_EACH_EXPERT),
-                Entry(f"{experts}linear_fc2.weight{{e}}", (f"{theirs}block_sparse_moe.{second}",), OF_EACH_EXPERT),
+                Entry(
+                    f"{experts}linear_fc1.weight{{e}}",
+                    (f"{theirs}block_sparse_moe.{first}",),
+                    OF_EACH_EXPERT,
+                ),
+                Entry(
+                    f"{experts}linear_fc2.weight{{e}}",
+                    (f"{theirs}block_sparse_moe.{second}",),
+                    OF_EACH_EXPERT,
+                ),
                 *dense(f"{_LAYER}mlp.shared_experts."),
             ),
         },
@@ -173,4 +209,9 @@ def files(kind: str, model: Any) -> tuple[Table, ...]:
     """The tables that a file of a `model_type` may follow; the first is the one that is written."""
     if kind == "granitemoehybrid":
         return GRANITE, LAYERS[kind]
-    return FILES, _table("backbone", apart=False), _table("model", apart=True), _table("model", apart=False)
+    return (
+        FILES,
+        _table("backbone", apart=False),
+        _table("model", apart=True),
+        _table("model", apart=False),
+    )

@@ -1,4 +1,6 @@
-"""A hybrid, small enough for a laptop: narrower, with as many layers as it is given, of every kind that it has."""
+"""A hybrid, small enough for a laptop: narrower, with as many layers as it is given, of every kind
+that it has.
+"""
 
 from __future__ import annotations
 
@@ -11,14 +13,17 @@ from mtrain.config.parallel import ParallelConfig
 from mtrain.models.gpt.shrink import shrink as shrink_decoder
 from mtrain.models.hybrid.count import own
 
-HEAD, STATE, CHUNK = 16, 16, 8
+HEAD = 16
+STATE = 16
+CHUNK = 8
 
 
 def shrink(model: ModelConfig, p: ParallelConfig, *, layers: int, seq_length: int) -> ModelConfig:
     """`model` with so many layers, for the layout `p` and sequences of `seq_length`.
 
-    Attention, MLPs and experts shrink as a decoder-only transformer's do. Mixers keep groups and heads that tp
-    and cp split, several heads of a group where there were several, and several chunks in a sequence.
+    Attention, MLPs and experts shrink as a decoder-only transformer's do. Mixers keep groups and
+    heads that tp and cp split, several heads of a group where there were several, and several
+    chunks in a sequence.
     """
     hybrid = own(model)
     small = shrink_decoder(model, p, layers=layers, seq_length=seq_length)
@@ -33,13 +38,17 @@ def shrink(model: ModelConfig, p: ParallelConfig, *, layers: int, seq_length: in
         "chunk_size": min(hybrid.chunk_size, CHUNK),
     }
     changed: dict[str, Any] = {"hybrid": hybrid.model_copy(update=update)}
-    if model.linear_attention is not None and small.linear_attention is not None:  # the pattern says which layers
+    if (
+        model.linear_attention is not None and small.linear_attention is not None
+    ):  # the pattern says which layers
         freq = model.linear_attention.freq
         changed["linear_attention"] = small.linear_attention.model_copy(update={"freq": freq})
     return small.model_copy(update=changed)
 
 
 def pattern(whole: str, layers: int) -> str:
-    """So many layers that every kind is among them, if there is room: those that come first, then others in turn."""
+    """So many layers that every kind is among them, if there is room: those that come first, then
+    others in turn.
+    """
     kinds = list(dict.fromkeys(kind for kind in whole if kind in KINDS)) or ["M"]
     return "".join(kinds[i % len(kinds)] for i in range(layers))

@@ -35,13 +35,17 @@ _MIXERS = {ATTENTION: attention, LATENT: latent, SPARSE: latent, DELTA: gated_de
 
 def stage_weights(m: ModelConfig, p: ParallelConfig, held: Stage) -> Iterator[Weight]:
     """Those of a (virtual) stage; a tied table is there for the first and for the last."""
-    rows, h = m.padded_vocab_size // p.tp, m.hidden_size
+    rows = m.padded_vocab_size // p.tp
+    h = m.hidden_size
     apart = m.tie_word_embeddings and not (held.embedding and held.loss)
     if held.embedding:
         yield Weight("embedding.word_embeddings.weight", (rows, h), "embedding", shared=apart)
         if m.position_embedding_type == "learned_absolute":
             yield Weight(
-                "embedding.position_embeddings.weight", (m.max_position_embeddings, h), "embedding", whole=True
+                "embedding.position_embeddings.weight",
+                (m.max_position_embeddings, h),
+                "embedding",
+                whole=True,
             )
     for number, index in enumerate(held.layers):
         yield from _layer(m, p, f"decoder.layers.{number}", own(m).kind(index))
@@ -57,11 +61,18 @@ def buffers(m: ModelConfig) -> Iterator[Weight]:
         return
     for index, kind in enumerate(own(m).pattern):
         if kind == EXPERTS:
-            yield Weight(f"decoder.layers.{index}.mlp.router.expert_bias", (m.moe.num_experts,), "router", whole=True)
+            yield Weight(
+                f"decoder.layers.{index}.mlp.router.expert_bias",
+                (m.moe.num_experts,),
+                "router",
+                whole=True,
+            )
 
 
 def saved_as(m: ModelConfig, name: str) -> str:
-    """What checkpoints call a weight: the norm of a layer as if it were a part of the linear layer behind it."""
+    """What checkpoints call a weight: the norm of a layer as if it were a part of the linear layer
+    behind it.
+    """
     layer, _, part = name.partition(".layers.")
     number, _, inner = part.partition(".")
     if not number.isdigit():
@@ -69,11 +80,15 @@ def saved_as(m: ModelConfig, name: str) -> str:
     if ".experts." in inner:
         return one_name(name)
     mine, theirs = _NORMS.get(own(m).kind(int(number)), ("", ""))
-    return f"{layer}.layers.{number}.{theirs}{inner.removeprefix(mine)}" if mine and inner.startswith(mine) else name
+    if mine and inner.startswith(mine):
+        return f"{layer}.layers.{number}.{theirs}{inner.removeprefix(mine)}"
+    return name
 
 
 def apart(m: ModelConfig, weight: Weight) -> Iterator[Weight]:
-    """A weight as checkpoints hold it: each part of what a mixer has fused is a tensor of its own."""
+    """A weight as checkpoints hold it: each part of what a mixer has fused is a tensor
+    of its own.
+    """
     names = next((parts for end, parts in FUSED.items() if weight.name.endswith(end)), None)
     if names is None:
         yield weight
@@ -113,10 +128,14 @@ def _layer(m: ModelConfig, p: ParallelConfig, name: str, kind: str) -> Iterator[
 
 def _mixer(m: ModelConfig, p: ParallelConfig, name: str) -> Iterator[Weight]:
     h = own(m)
-    heads, width, mixed = h.num_heads // p.tp, channels(h) // p.tp, (channels(h) + 2 * states(h)) // p.tp
+    heads = h.num_heads // p.tp
+    width = channels(h) // p.tp
+    mixed = (channels(h) + 2 * states(h)) // p.tp
     for vector in ("dt_bias", "A_log", "D"):
         yield Weight(f"{name}.{vector}", (heads,), "mamba")
-    yield from column(f"{name}.in_proj", "mamba", p.tp * (width + mixed + heads), m.hidden_size, p.tp)
+    yield from column(
+        f"{name}.in_proj", "mamba", p.tp * (width + mixed + heads), m.hidden_size, p.tp
+    )
     yield Weight(f"{name}.conv1d.weight", (mixed, 1, h.conv_kernel), "mamba")
     yield Weight(f"{name}.conv1d.bias", (mixed,), "mamba")
     yield Weight(f"{name}.norm.weight", (width,), "mamba")

@@ -1,4 +1,6 @@
-"""This rank's chunk of LLaVA: a language model, and on the first stage the vision tower and the projector."""
+"""This rank's chunk of LLaVA: a language model, and on the first stage the vision tower and the
+projector.
+"""
 
 from __future__ import annotations
 
@@ -17,5 +19,7 @@ def chunk(run: RunConfig, config: Any, stage: int | None) -> ImageLanguageModel:
     """The layers of one pipeline stage of this rank."""
     provider = backend.provider(run.kernels, fp8=recipe(run), operands=operands_apart(run) is None)
     more = {"own": of(run.model), "provider": provider}
-    built: ImageLanguageModel = language_chunk(run, config, stage, kind=ImageLanguageModel, more=more)
+    built: ImageLanguageModel = language_chunk(
+        run, config, stage, kind=ImageLanguageModel, more=more
+    )
     return built

@@ -36,7 +36,9 @@ def expert_parameters(model: ModelConfig) -> int:
 
 
 def vision_parameters(own: LlavaConfig) -> int:
-    """Of the vision tower: patches, class token and positions, the norms around its layers, and those."""
+    """Of the vision tower: patches, class token and positions, the norms around its layers, and
+    those.
+    """
     h = own.vision_hidden_size
     embedding = 3 * own.patch_size**2 * h + h + (own.image_tokens + 1) * h
     return embedding + 2 * 2 * h + own.vision_layers * _layer(own)
@@ -49,32 +51,41 @@ def unused_parameters(own: LlavaConfig) -> int:
 
 def projector_parameters(model: ModelConfig) -> int:
     """Of its two layers."""
-    own, h = of(model), model.hidden_size
+    own = of(model)
+    h = model.hidden_size
     return own.vision_hidden_size * h + h * h + (2 * h if own.projector_bias else 0)
 
 
 def _layer(own: LlavaConfig) -> int:
-    h, f = own.vision_hidden_size, own.vision_ffn_hidden_size
+    h = own.vision_hidden_size
+    f = own.vision_ffn_hidden_size
     return 4 * h * (h + 1) + h * f + f + f * h + h + 4 * h
 
 
 def flops_per_token(model: ModelConfig, seq_length: int, *, causal: bool = True) -> float:
-    """Model FLOPs of one token's forward and backward, without recomputation; every sample has one image.
+    """Model FLOPs of one token's forward and backward, without recomputation; every sample has one
+    image.
 
-    Of the language model as `mtrain.models.gpt.count` has it; of vision tower and projector the products of an image,
-    over the tokens of a sample. A frozen part has no weight gradients, and what is in front of every trained part no
-    backward at all.
+    Of the language model as `mtrain.models.gpt.count` has it; of vision tower and projector the
+    products of an image, over the tokens of a sample. A frozen part has no weight gradients, and
+    what is in front of every trained part no backward at all.
     """
     own = of(model)
     frozen = set(own.freeze)
     text = language.flops_per_token(model, seq_length, causal=causal)
     if "language" in frozen:  # a third of what its weights take; attention between tokens has none
         text -= language.flops_per_token(model, 0, causal=causal) / 3
-    h, f, patches = own.vision_hidden_size, own.vision_ffn_hidden_size, own.image_tokens
-    # 2 of a forward for each weight and patch, the class token among them; 4 for each channel of keys and values
+    h = own.vision_hidden_size
+    f = own.vision_ffn_hidden_size
+    patches = own.image_tokens
+    # 2 of a forward for each weight and patch, the class token among them; 4 for each channel of
+    # keys and values
     products = 3 * own.patch_size**2 * h * patches
     products += own.used_layers * (patches + 1) * (4 * h * h + 2 * h * f + 2 * h * (patches + 1))
     tower = 2.0 * products * (1 if "vision" in frozen else 3)
     weights = (own.vision_hidden_size + model.hidden_size) * model.hidden_size
-    backward = 2 if "projector" not in frozen else 1 if "vision" not in frozen else 0
+    if "projector" not in frozen:
+        backward = 2
+    else:
+        backward = 1 if "vision" not in frozen else 0
     return text + (tower + 2.0 * weights * patches * (1 + backward)) / seq_length

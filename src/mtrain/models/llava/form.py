@@ -1,4 +1,6 @@
-"""What LLaVA learns from a sample: the next token of a text, from images and the tokens before it."""
+"""What LLaVA learns from a sample: the next token of a text, from images and the tokens
+before it.
+"""
 
 from __future__ import annotations
 
@@ -24,13 +26,16 @@ def form(run: RunConfig, splits: Splits, part: str) -> Form:
 
     The loss counts for text that is learned; never for an image or for padding.
     """
-    own, source = of(run.model), getattr(splits, part)
+    own = of(run.model)
+    source = getattr(splits, part)
     if isinstance(source, ImageTextSamples):
         return lambda windows, numbers: _of_records(own, source, windows, numbers)
     return lambda windows, numbers: _synthetic(own, f"{run.trainer.seed}/{part}", windows, numbers)
 
 
-def _of_records(own: LlavaConfig, source: ImageTextSamples, windows: torch.Tensor, numbers: np.ndarray) -> MicroBatch:
+def _of_records(
+    own: LlavaConfig, source: ImageTextSamples, windows: torch.Tensor, numbers: np.ndarray
+) -> MicroBatch:
     learned = torch.from_numpy(source.learned(numbers))
     rows = [spread(own, window, known) for window, known in zip(windows, learned, strict=True)]
     for number, window, (tokens, _) in zip(numbers, windows, rows, strict=True):
@@ -40,22 +45,37 @@ def _of_records(own: LlavaConfig, source: ImageTextSamples, windows: torch.Tenso
         asked = source.image_count(int(number)) * own.image_tokens
         if int((tokens[:-1] == IMAGE).sum()) != asked:
             said = f"its images take {asked} tokens, and they and the text before them do not fit"
-            raise CorruptData(f"{source.place(int(number))}: {said} data.seq_length {len(window) - 1}")
+            raise CorruptData(
+                f"{source.place(int(number))}: {said} data.seq_length {len(window) - 1}"
+            )
     images = torch.from_numpy(source.images(numbers, own.image_size))
     tokens, known = (torch.stack(column) for column in zip(*rows, strict=True))
     return _batch(own, tokens, known, images)
 
 
-def spread(own: LlavaConfig, window: torch.Tensor, learned: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """A window [s + 1] with an `IMAGE` for each patch in place of one for each image, and what is learned of it."""
+def spread(
+    own: LlavaConfig, window: torch.Tensor, learned: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """A window [s + 1] with an `IMAGE` for each patch in place of one for each image, and what is
+    learned of it.
+    """
     times = torch.where(window == IMAGE, own.image_tokens, 1)
-    return window.repeat_interleave(times)[: len(window)], learned.repeat_interleave(times)[: len(window)]
+    return (
+        window.repeat_interleave(times)[: len(window)],
+        learned.repeat_interleave(times)[: len(window)],
+    )
 
 
-def _synthetic(own: LlavaConfig, name: str, windows: torch.Tensor, numbers: np.ndarray) -> MicroBatch:
-    """An image of noise in each sample, at a place that its number says; what follows it is learned as any text."""
+def _synthetic(
+    own: LlavaConfig, name: str, windows: torch.Tensor, numbers: np.ndarray
+) -> MicroBatch:
+    """An image of noise in each sample, at a place that its number says; what follows it is learned
+    as any text.
+    """
     room = windows.shape[1] - 1 - own.image_tokens
-    tokens = torch.where(windows == own.image_token_id, (windows + 1) % max(2, own.image_token_id), windows)
+    tokens = torch.where(
+        windows == own.image_token_id, (windows + 1) % max(2, own.image_token_id), windows
+    )
     learned = torch.ones_like(tokens, dtype=torch.bool)
     images = torch.empty(len(numbers), 3, own.image_size, own.image_size)
     for row, number in enumerate(numbers):
@@ -67,8 +87,11 @@ def _synthetic(own: LlavaConfig, name: str, windows: torch.Tensor, numbers: np.n
     return _batch(own, tokens, learned, images)
 
 
-def _batch(own: LlavaConfig, tokens: torch.Tensor, learned: torch.Tensor, images: torch.Tensor) -> MicroBatch:
-    image, nothing = tokens == IMAGE, tokens == NOTHING
+def _batch(
+    own: LlavaConfig, tokens: torch.Tensor, learned: torch.Tensor, images: torch.Tensor
+) -> MicroBatch:
+    image = tokens == IMAGE
+    nothing = tokens == NOTHING
     padding = 1 if own.image_token_id == 0 else 0  # any id but that of an image
     ids = tokens.masked_fill(image, own.image_token_id).masked_fill(nothing, padding)
     counts = (learned & ~image & ~nothing)[:, 1:]
@@ -86,10 +109,14 @@ def _batch(own: LlavaConfig, tokens: torch.Tensor, learned: torch.Tensor, images
 def probe(
     model: ModelConfig, ids: Sequence[int]
 ) -> tuple[list[int], dict[str, torch.Tensor], dict[str, torch.Tensor]]:
-    """An image of noise behind the first token, for a comparison of logits with those of transformers."""
+    """An image of noise behind the first token, for a comparison of logits with those of
+    transformers.
+    """
     own = of(model)
     text = [i if i != own.image_token_id else (i + 1) % model.vocab_size for i in ids]
     room = max(1, model.max_position_embeddings - own.image_tokens)
     mixed = [text[0], *[own.image_token_id] * own.image_tokens, *text[1:room]]
-    image = torch.randn(1, 3, own.image_size, own.image_size, generator=torch.Generator().manual_seed(0))
+    image = torch.randn(
+        1, 3, own.image_size, own.image_size, generator=torch.Generator().manual_seed(0)
+    )
     return mixed, {"images": image}, {"pixel_values": image}

@@ -1,4 +1,6 @@
-"""LLaVA on one rank: the language model, and on the first stage the vision tower and the projector of the images."""
+"""LLaVA on one rank: the language model, and on the first stage the vision tower and the projector
+of the images.
+"""
 
 from __future__ import annotations
 
@@ -20,14 +22,27 @@ def stage(r: Rank, held: Stage) -> list[Graph]:
     if not held.embedding:
         return graphs
     # the part of the tokens that a rank goes on with is a view of all of them
-    graphs[0].add("scatter", [Tensor((r.tokens - r.split_tokens) * r.model.hidden_size * r.element)])
+    graphs[0].add(
+        "scatter", [Tensor((r.tokens - r.split_tokens) * r.model.hidden_size * r.element)]
+    )
     tower = _tower(r)
     if "vision" not in frozen:
         first = graphs[0]
-        first.add("vision.patches", [Tensor(_patches(tower).tokens * 3 * own.patch_size**2 * r.element)])
-        norm(first, tower, "vision.pre_layernorm", language.stream(tower), tower.tokens, own.vision_hidden_size)
+        first.add(
+            "vision.patches", [Tensor(_patches(tower).tokens * 3 * own.patch_size**2 * r.element)]
+        )
+        norm(
+            first,
+            tower,
+            "vision.pre_layernorm",
+            language.stream(tower),
+            tower.tokens,
+            own.vision_hidden_size,
+        )
         layers = language.stack(
-            tower, range(own.used_layers), lambda g, t, x, index: language.add_layer(g, t, x, index, causal=False)
+            tower,
+            range(own.used_layers),
+            lambda g, t, x, index: language.add_layer(g, t, x, index, causal=False),
         )
         graphs[1:1] = layers
     if not {"vision", "projector"} <= frozen:
@@ -36,7 +51,9 @@ def stage(r: Rank, held: Stage) -> list[Graph]:
 
 
 def _tower(r: Rank) -> Rank:
-    """A rank as the vision tower sees it: whole images, each a sequence of patches and the class token."""
+    """A rank as the vision tower sees it: whole images, each a sequence of patches and the class
+    token.
+    """
     own = of(r.model)
     shape = {
         **{
@@ -56,7 +73,12 @@ def _tower(r: Rank) -> Rank:
             "mla": None,
             "moe": None,
         },
-        **{"layernorm_zero_centered_gamma": False, "qk_layernorm": False, "qk_l2_norm": False, "window_size": None},
+        **{
+            "layernorm_zero_centered_gamma": False,
+            "qk_layernorm": False,
+            "qk_l2_norm": False,
+            "window_size": None,
+        },
         **{
             "activation": own.vision_activation,
             "add_bias_linear": True,
@@ -67,7 +89,11 @@ def _tower(r: Rank) -> Rank:
     }
     # where whole layers are computed again, each of the tower's is, by itself
     again = {"method": "uniform", "num_layers": 1, "distribute_saved_activations": False}
-    alone = {"sequence_parallel": False, "cp": 1, "recompute": r.layout.recompute.model_copy(update=again)}
+    alone = {
+        "sequence_parallel": False,
+        "cp": 1,
+        "recompute": r.layout.recompute.model_copy(update=again),
+    }
     run = r.run.model_copy(
         update={
             "model": r.model.model_copy(update=shape),
@@ -83,8 +109,11 @@ def _patches(tower: Rank) -> Rank:
 
 
 def _project(g: Graph, tower: Rank, r: Rank) -> None:
-    own, h, rows = of(r.model), r.model.hidden_size, _patches(tower)
-    features = Tensor(tower.tokens * own.vision_hidden_size * r.element)  # the class token is left out of a view
+    own = of(r.model)
+    h = r.model.hidden_size
+    rows = _patches(tower)
+    # the class token is left out of a view
+    features = Tensor(tower.tokens * own.vision_hidden_size * r.element)
     up = column(g, rows, "projector.linear_fc1", features, own.vision_hidden_size, h // r.layout.tp)
     more = [Tensor(up.bytes)] if own.projector_activation == "quick_gelu" else []
     y = Tensor(up.bytes)

@@ -1,4 +1,6 @@
-"""Hugging Face's names of the weights of LLaVA: of files as they are written today, of older ones, and in memory."""
+"""Hugging Face's names of the weights of LLaVA: of files as they are written today, of older ones,
+and in memory.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,10 @@ from mtrain.models.llava.count import of
 from mtrain.models.table import QKV, SAME, Copy, Entry, Operation, Table
 
 Rename = Callable[[str], str]
-_ENDS = {"patch_embedding": "patch_embedding.weight", "position_embedding": "position_embedding.weight"}
+_ENDS = {
+    "patch_embedding": "patch_embedding.weight",
+    "position_embedding": "position_embedding.weight",
+}
 _TOWER_QKV = Operation(
     QKV.name,
     lambda tensors, model: QKV.to_ours(tensors, model.llava),
@@ -26,13 +31,18 @@ _TOWER_QKV = Operation(
 def files(kind: str, model: ModelConfig) -> tuple[Table, ...]:
     """The tables that a file may follow; the first is the one that is written.
 
-    transformers 5 writes the language model as before and the tower without `vision_model.`; up to 4 it wrote
-    that, too, as published files have it; both have other names in memory.
+    transformers 5 writes the language model as before and the tower without `vision_model.`; up to
+    4 it wrote that, too, as published files have it; both have other names in memory.
     """
     older = _table(
-        model, lambda name: f"language_model.{name}", "vision_tower.vision_model.", "multi_modal_projector."
+        model,
+        lambda name: f"language_model.{name}",
+        "vision_tower.vision_model.",
+        "multi_modal_projector.",
     )
-    written = _table(model, lambda name: f"language_model.{name}", "vision_tower.", "multi_modal_projector.")
+    written = _table(
+        model, lambda name: f"language_model.{name}", "vision_tower.", "multi_modal_projector."
+    )
     return written, older, in_memory(model), in_memory(model, "vision_model.")
 
 
@@ -40,7 +50,9 @@ def in_memory(model: ModelConfig, inner: str = "") -> Table:
     """By the names that `LlavaForConditionalGeneration` has for its parameters."""
 
     def rename(name: str) -> str:
-        return name if name == "lm_head.weight" else f"model.language_model.{name.removeprefix('model.')}"
+        if name == "lm_head.weight":
+            return name
+        return f"model.language_model.{name.removeprefix('model.')}"
 
     return _table(model, rename, f"model.vision_tower.{inner}", "model.multi_modal_projector.")
 
@@ -70,13 +82,17 @@ def _tower(theirs: str, own: LlavaConfig) -> Iterator[Entry]:
         yield Entry(f"vision.post_layernorm.{kind}", (f"{theirs}post_layernorm.{kind}",))
         for i in range(own.vision_layers):
             behind = i - own.used_layers
-            ours = f"vision.encoder.layers.{i}." if behind < 0 else f"vision.behind.layers.{behind}."
+            ours = (
+                f"vision.encoder.layers.{i}." if behind < 0 else f"vision.behind.layers.{behind}."
+            )
             yield from _tower_layer(ours, f"{theirs}encoder.layers.{i}.", kind)
 
 
 def _tower_layer(ours: str, theirs: str, kind: str) -> Iterator[Entry]:
     def entry(own: str, *names: str, operation: Any = SAME) -> Entry:
-        return Entry(f"{ours}{own}.{kind}", tuple(f"{theirs}{name}.{kind}" for name in names), operation)
+        return Entry(
+            f"{ours}{own}.{kind}", tuple(f"{theirs}{name}.{kind}" for name in names), operation
+        )
 
     qkv = (f"self_attn.{x}_proj" for x in "qkv")
     yield entry("self_attention.linear_qkv", *qkv, operation=_TOWER_QKV)

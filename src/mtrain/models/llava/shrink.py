@@ -1,4 +1,6 @@
-"""A LLaVA small enough for a laptop: a narrow language model, and a vision tower of two layers and four patches."""
+"""A LLaVA small enough for a laptop: a narrow language model, and a vision tower of two layers and
+four patches.
+"""
 
 from __future__ import annotations
 
@@ -12,11 +14,14 @@ PATCH = 4
 
 
 def shrink(model: ModelConfig, p: ParallelConfig, *, layers: int, seq_length: int) -> ModelConfig:
-    """`model` with so many layers of its language model, for the layout `p` and sequences of `seq_length`.
+    """`model` with so many layers of its language model, for the layout `p` and sequences of
+    `seq_length`.
 
-    A layer of the vision tower stays behind the features where there was one. What is frozen stays frozen.
+    A layer of the vision tower stays behind the features where there was one. What is frozen stays
+    frozen.
     """
-    own, language = of(model), shrink_language(model, p, layers=layers, seq_length=seq_length)
+    own = of(model)
+    language = shrink_language(model, p, layers=layers, seq_length=seq_length)
     behind = min(1, own.unused_layers)
     heads = max(2, p.tp)
     small = own.model_copy(

@@ -1,4 +1,6 @@
-"""The weights of LLaVA on one rank: the language model's, and on the first stage those of tower and projector."""
+"""The weights of LLaVA on one rank: the language model's, and on the first stage those of tower and
+projector.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +27,9 @@ def stage_weights(m: ModelConfig, p: ParallelConfig, held: Stage) -> Iterator[We
     for weight in _tower(own, p.tp):
         behind = weight.name.startswith(("vision.behind.", "vision.post_layernorm."))
         yield replace(weight, frozen=behind or "vision" in frozen)
-    h, wide, bias = m.hidden_size, own.vision_hidden_size, own.projector_bias
+    h = m.hidden_size
+    wide = own.vision_hidden_size
+    bias = own.projector_bias
     for weight in (
         *column("projector.linear_fc1", "vision", h, wide, p.tp, bias=bias),
         *row("projector.linear_fc2", "vision", h, h, p.tp, bias=bias),
@@ -34,7 +38,8 @@ def stage_weights(m: ModelConfig, p: ParallelConfig, held: Stage) -> Iterator[We
 
 
 def _tower(own: LlavaConfig, tp: int) -> Iterator[Weight]:
-    h, patch = own.vision_hidden_size, own.patch_size
+    h = own.vision_hidden_size
+    patch = own.patch_size
     yield Weight("vision.class_embedding", (h,), "vision", whole=True)
     yield Weight("vision.patch_embedding", (h, 3, patch, patch), "vision", whole=True)
     yield Weight("vision.position_embedding", (own.image_tokens + 1, h), "vision", whole=True)
@@ -51,7 +56,8 @@ def _norm(name: str, width: int) -> Iterator[Weight]:
 
 
 def _layer(own: LlavaConfig, name: str, tp: int) -> Iterator[Weight]:
-    h, f = own.vision_hidden_size, own.vision_ffn_hidden_size
+    h = own.vision_hidden_size
+    f = own.vision_ffn_hidden_size
     yield from _norm(f"{name}.input_layernorm", h)
     yield from row(f"{name}.self_attention.linear_proj", "vision", h, h, tp, bias=True)
     yield from column(f"{name}.self_attention.linear_qkv", "vision", 3 * h, h, tp, bias=True)

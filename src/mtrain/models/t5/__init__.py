@@ -1,4 +1,6 @@
-"""Encoder-decoders in the manner of T5: they learn to fill in spans that were left out of a text."""
+"""Encoder-decoders in the manner of T5: they learn to fill in spans that were left out
+of a text.
+"""
 
 from mtrain.models.base import Family
 from mtrain.models.t5 import count

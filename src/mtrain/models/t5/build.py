@@ -1,4 +1,6 @@
-"""The chunk of an encoder-decoder, with the layers that `kernels` chose and the initial weights of T5."""
+"""The chunk of an encoder-decoder, with the layers that `kernels` chose and the initial weights of
+T5.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,9 @@ from mtrain.models.t5.count import decoder_layers, section
 
 
 def chunk(run: RunConfig, config: Any, stage: int | None) -> EncoderDecoder:
-    """Encoder and decoder with embedding and loss: all of the model, which is not split into stages."""
+    """Encoder and decoder with embedding and loss: all of the model, which is not split into
+    stages.
+    """
     m = run.model
     t = section(m)
     assert run.kernels.loss is not None, "a resolved run says who makes its loss"
@@ -38,8 +42,12 @@ def chunk(run: RunConfig, config: Any, stage: int | None) -> EncoderDecoder:
 
 
 def _mark_initial_weights(made: EncoderDecoder, m: ModelConfig) -> None:
-    """Note on each matrix how it is drawn: as in Mesh TensorFlow's T5, and the head of v1.1 as any other layer."""
-    factor, width, head = section(m).initializer_factor, m.hidden_size, m.head_dim
+    """Note on each matrix how it is drawn: as in Mesh TensorFlow's T5, and the head of v1.1 as any
+    other layer.
+    """
+    factor = section(m).initializer_factor
+    width = m.hidden_size
+    head = m.head_dim
     inputs = {
         "word_embeddings": 1,
         "linear_qkv": width,

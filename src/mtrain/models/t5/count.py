@@ -7,8 +7,11 @@ from mtrain.config.t5 import T5Config, lengths, padded
 
 
 def parameters(model: ModelConfig) -> int:
-    """Trainable parameters of the model as built, with the padded vocabulary; each shared weight once."""
-    t, hidden = section(model), model.hidden_size
+    """Trainable parameters of the model as built, with the padded vocabulary; each shared weight
+    once.
+    """
+    t = section(model)
+    hidden = model.hidden_size
     tables = model.padded_vocab_size * hidden * (1 if model.tie_word_embeddings else 2)
     biases = 2 * t.relative_attention_buckets * model.num_attention_heads
     return (
@@ -44,19 +47,26 @@ def _encoder_layer(model: ModelConfig) -> int:
 
 
 def flops_per_token(model: ModelConfig, seq_length: int, *, causal: bool = True) -> float:
-    """Model FLOPs of the forward and backward of one sample of `seq_length` tokens, for each of these tokens.
+    """Model FLOPs of the forward and backward of one sample of `seq_length` tokens, for each of
+    these tokens.
 
-    6 per weight that multiplies and token that it meets, padding included: those of the encoder, and keys and values
-    of cross attention, meet the encoder's tokens, all others the decoder's. 12 per layer, head width, query and key
-    for attention; of the decoder's own, half of the keys if `causal`.
+    6 per weight that multiplies and token that it meets, padding included: those of the encoder,
+    and keys and values of cross attention, meet the encoder's tokens, all others the decoder's. 12
+    per layer, head width, query and key for attention; of the decoder's own, half of the keys if
+    `causal`.
     """
-    t, hidden = section(model), model.hidden_size
+    t = section(model)
+    hidden = model.hidden_size
     needed = lengths(t, seq_length)
-    read, written = t.encoder_length or padded(needed[0]), t.decoder_length or padded(needed[1])
-    layers, inner = decoder_layers(model), model.num_attention_heads * model.head_dim
+    read = t.encoder_length or padded(needed[0])
+    written = t.decoder_length or padded(needed[1])
+    layers = decoder_layers(model)
+    inner = model.num_attention_heads * model.head_dim
     encoder = model.num_layers * (_attention(model) + _mlp(model)) * read
     crossed = layers * (_attention(model) // 2) * read
     decoder = layers * (_attention(model) + _attention(model) // 2 + _mlp(model)) * written
     output = model.padded_vocab_size * hidden * written
-    pairs = model.num_layers * read**2 + layers * (written * read + written**2 / (2 if causal else 1))
+    pairs = model.num_layers * read**2 + layers * (
+        written * read + written**2 / (2 if causal else 1)
+    )
     return (6.0 * (encoder + crossed + decoder + output) + 12.0 * inner * pairs) / seq_length

@@ -1,10 +1,11 @@
-"""What an encoder-decoder learns from samples: to fill in spans that were left out, which is span corruption
-(arXiv:1910.10683, 3.1.4).
+"""What an encoder-decoder learns from samples: to fill in spans that were left out, which is span
+corruption (arXiv:1910.10683, 3.1.4).
 
-Of a sample of n tokens as many as `model.t5.noise_density` says are left out, in spans of a mean length. The encoder
-reads the sample with a sentinel in place of each span; the decoder predicts each sentinel and the tokens of its span.
-Both end with `end_id`. How many tokens and spans are left out does not depend on the sample, so that both lengths are
-fixed; which ones is drawn from the seed, the split and the number of the sample alone.
+Of a sample of n tokens as many as `model.t5.noise_density` says are left out, in spans of a mean
+length. The encoder reads the sample with a sentinel in place of each span; the decoder predicts
+each sentinel and the tokens of its span. Both end with `end_id`. How many tokens and spans are left
+out does not depend on the sample, so that both lengths are fixed; which ones is drawn from the
+seed, the split and the number of the sample alone.
 """
 
 from __future__ import annotations
@@ -40,21 +41,33 @@ def form(run: RunConfig, splits: Splits, part: str) -> Form:
 
 
 class Spans:
-    """Makes micro-batches of samples of `tokens` tokens, with sentinels from the id `first` downwards."""
+    """Makes micro-batches of samples of `tokens` tokens, with sentinels from the id `first`
+    downwards.
+    """
 
     def __init__(self, t: T5Config, tokens: int, first: int, seed: int, part: str) -> None:
         self.noise, self.spans = spans(t, tokens)
-        self.tokens, self.start_id, self.end_id = tokens, t.start_id, t.end_id
+        self.tokens = tokens
+        self.start_id = t.start_id
+        self.end_id = t.end_id
         needed = lengths(t, tokens)
-        self.read, self.written = t.encoder_length or needed[0], t.decoder_length or needed[1]
+        self.read = t.encoder_length or needed[0]
+        self.written = t.decoder_length or needed[1]
         self.sentinels = first - np.arange(self.spans)
         self._key = keys(seed, 0, f"spans {part}", 1)
 
     def __call__(self, windows: torch.Tensor, numbers: np.ndarray) -> MicroBatch:
-        """The micro-batch of windows int64 [n, tokens + 1], whose last token is not used, and their numbers."""
-        pairs = [self.split(w, self.noisy(n)) for w, n in zip(windows.numpy()[:, :-1], numbers, strict=True)]
+        """The micro-batch of windows int64 [n, tokens + 1], whose last token is not used, and their
+        numbers.
+        """
+        pairs = [
+            self.split(w, self.noisy(n))
+            for w, n in zip(windows.numpy()[:, :-1], numbers, strict=True)
+        ]
         read = torch.from_numpy(np.stack([self._filled(source, self.read) for source, _ in pairs]))
-        labels = torch.from_numpy(np.stack([self._filled(target, self.written) for _, target in pairs]))
+        labels = torch.from_numpy(
+            np.stack([self._filled(target, self.written) for _, target in pairs])
+        )
         there = torch.arange(self.written) < len(pairs[0][1])
         seen = torch.arange(self.read) < len(pairs[0][0])
         return SpanBatch(
@@ -67,19 +80,23 @@ class Spans:
         )
 
     def noisy(self, number: int) -> np.ndarray:
-        """Which tokens of a sample are left out: bool [tokens], a function of the number of the sample.
+        """Which tokens of a sample are left out: bool [tokens], a function of the number of the
+        sample.
 
-        Tokens that stay and tokens that are left out take turns, both in as many parts as there are spans, and every
-        way to cut them is as likely as any other.
+        Tokens that stay and tokens that are left out take turns, both in as many parts as there are
+        spans, and every way to cut them is as likely as any other.
         """
         base = mix64(np.uint64(number) ^ self._key)
         words = mix64(base + np.arange(self.tokens, dtype=np.uint64) * _STEP)
-        left, kept = words[: self.noise - 1], words[self.noise : self.tokens - 1]
+        left = words[: self.noise - 1]
+        kept = words[self.noise : self.tokens - 1]
         lengths = np.stack([_parts(kept, self.spans), _parts(left, self.spans)], 1).ravel()
         return np.repeat(np.tile([False, True], self.spans), lengths)
 
     def split(self, window: np.ndarray, noisy: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """What the encoder reads of a sample and what the decoder predicts, int64, without padding."""
+        """What the encoder reads of a sample and what the decoder predicts, int64,
+        without padding.
+        """
         return self._with_sentinels(window, noisy), self._with_sentinels(window, ~noisy)
 
     def _with_sentinels(self, window: np.ndarray, gone: np.ndarray) -> np.ndarray:
@@ -94,6 +111,8 @@ class Spans:
 
 
 def _parts(words: np.ndarray, count: int) -> np.ndarray:
-    """Lengths of `count` parts of len(words) + 1 things in a row, each at least one; int64 [count]."""
+    """Lengths of `count` parts of len(words) + 1 things in a row, each at least one;
+    int64 [count].
+    """
     cuts = np.sort(np.argsort(words, kind="stable")[: count - 1]) + 1
     return np.diff(np.concatenate([[0], cuts, [len(words) + 1]]))

@@ -17,12 +17,15 @@ from mtrain.models.t5.count import decoder_layers, section
 
 
 def stage(r: Rank, held: Stage) -> list[Graph]:
-    """What its one stage computes on one micro-batch: what is before the layers, each layer, what is behind."""
+    """What its one stage computes on one micro-batch: what is before the layers, each layer, what
+    is behind.
+    """
     t = section(r.model)
     needed = lengths(t, r.run.data.length)
     reads = replace(r, length=t.encoder_length or needed[0])
     writes = replace(r, length=t.decoder_length or needed[1])
-    first, last = Graph(), Graph()
+    first = Graph()
+    last = Graph()
     _read(first, reads, hidden=True)
     encoder = stack(reads, range(r.model.num_layers), _layer)
     context = _behind(last, reads)
@@ -31,7 +34,9 @@ def stage(r: Rank, held: Stage) -> list[Graph]:
         context = Tensor(0)
     _read(last, writes, hidden=False)
     decoder = stack(
-        writes, range(decoder_layers(r.model)), lambda g, _, x, index: _decoder_layer(g, writes, reads, context, x)
+        writes,
+        range(decoder_layers(r.model)),
+        lambda g, _, x, index: _decoder_layer(g, writes, reads, context, x),
     )
     loss(last, writes, _behind(last, writes))
     return [first, *encoder, *decoder, last]
@@ -40,7 +45,10 @@ def stage(r: Rank, held: Stage) -> list[Graph]:
 def _read(g: Graph, r: Rank, *, hidden: bool) -> Tensor:
     """The look-up of tokens, and biases by distance with what is hidden."""
     pairs = r.length**2
-    g.add("relative_pos_emb", [Tensor(pairs * INDEX), Tensor(r.tokens * MASK if hidden else pairs * MASK)])
+    g.add(
+        "relative_pos_emb",
+        [Tensor(pairs * INDEX), Tensor(r.tokens * MASK if hidden else pairs * MASK)],
+    )
     return embedding(g, r)
 
 
@@ -56,11 +64,14 @@ def _layer(g: Graph, r: Rank, x: Tensor, index: int) -> Tensor:
 
 def _decoder_layer(g: Graph, r: Rank, reads: Rank, context: Tensor, x: Tensor) -> Tensor:
     x = _attention(g, r, x)
-    h, d, n = r.model.hidden_size, r.model.head_dim, r.heads
+    h = r.model.hidden_size
+    d = r.model.head_dim
+    n = r.heads
     y = norm(g, r, "pre_cross_attn_layernorm", x, r.split_tokens, h)
     q = column(g, r, "cross_attention.linear_q", y, h, r.heads * d)
     kv = column(g, reads, "cross_attention.linear_kv", context, h, 2 * r.heads * d)
-    out, a = Tensor(r.tokens * r.heads * d * r.element), r.element
+    out = Tensor(r.tokens * r.heads * d * r.element)
+    a = r.element
     products = [Product(r.length, reads.length, d, r.samples * r.heads) for _ in range(2)]
     if r.model.attention_dropout and r.host:
         kept, out = scores_in_fp32(r, Heads(q, kv, kv, n, n, d, d), r.length, reads.length)
@@ -72,7 +83,9 @@ def _decoder_layer(g: Graph, r: Rank, reads: Rank, context: Tensor, x: Tensor) -
 
 
 def _attention(g: Graph, r: Rank, x: Tensor) -> Tensor:
-    h, d, n = r.model.hidden_size, r.model.head_dim, r.heads
+    h = r.model.hidden_size
+    d = r.model.head_dim
+    n = r.heads
     y = norm(g, r, "input_layernorm", x, r.split_tokens, h)
     qkv = column(g, r, "self_attention.linear_qkv", y, h, 3 * n * d)
     heads = Heads(qkv, qkv, qkv, n, n, d, d)
@@ -81,7 +94,12 @@ def _attention(g: Graph, r: Rank, x: Tensor) -> Tensor:
         kept, out = scores_in_fp32(r, heads, r.length, r.length)
         products = [Product(r.length, r.length, d, r.samples * n) for _ in range(2)]
         # without biases, and with them; gradients of shares and of scores
-        more: dict[str, Any] = {"reads": [qkv], "gives": [out], "needs": scores, "works": 2 * scores}
+        more: dict[str, Any] = {
+            "reads": [qkv],
+            "gives": [out],
+            "needs": scores,
+            "works": 2 * scores,
+        }
         g.add("self_attention.core_attention", kept, products, **more)
     return summed(g, r, "bda", x, row(g, r, "self_attention.linear_proj", out, n * d, h))
 
@@ -93,6 +111,8 @@ def _feed_forward(g: Graph, r: Rank, x: Tensor) -> Tensor:
         added = mlp(g, r, y, "mlp", width)
         inner = r.tokens * width // r.layout.tp
         dropout(g, r, "mlp.dropout", inner, r.model.hidden_dropout)
-        if r.model.hidden_dropout and r.model.activation == "relu":  # what it gave is kept, and what is left of it
+        if (
+            r.model.hidden_dropout and r.model.activation == "relu"
+        ):  # what it gave is kept, and what is left of it
             g.add("mlp.dropped", [Tensor(inner * r.element)])
     return summed(g, r, "bda", x, added)

@@ -6,13 +6,24 @@ from collections.abc import Collection, Iterator
 from typing import Any
 
 from mtrain.models.t5.count import decoder_layers
-from mtrain.models.table import GATE_UP, QKV, SAME, VOCABULARY, Copy, Entry, Operation, Table, joined
+from mtrain.models.table import (
+    GATE_UP,
+    QKV,
+    SAME,
+    VOCABULARY,
+    Copy,
+    Entry,
+    Operation,
+    Table,
+    joined,
+)
 
 HEAD = "lm_head.weight"
 
 
 def _joined(tensors: list[Any], model: Any) -> list[Any]:
-    heads, rest = model.num_attention_heads, tensors[0].shape[1:]
+    heads = model.num_attention_heads
+    rest = tensors[0].shape[1:]
     return [joined([t.reshape(heads, -1, *rest) for t in tensors], 1).reshape(-1, *rest)]
 
 
@@ -28,17 +39,28 @@ KV = Operation("joined by head", _joined, _split)
 
 def files(kind: str, model: Any) -> tuple[Table, ...]:
     """The table of the one form that files of T5 have."""
-    copies = [Copy(f"{stack}.embed_tokens.weight", "shared.weight", always=True) for stack in ("encoder", "decoder")]
+    copies = [
+        Copy(f"{stack}.embed_tokens.weight", "shared.weight", always=True)
+        for stack in ("encoder", "decoder")
+    ]
     # a file of the first T5 has biases of cross attention, which no version of it read
     unread = (r"decoder\.block\.0\.layer\.1\.EncDecAttention\.relative_attention_bias\.weight",)
-    return (Table(tuple(_entries(model)), (), copies=(*copies, Copy(HEAD, "shared.weight")), ignored=unread),)
+    return (
+        Table(
+            tuple(_entries(model)),
+            (),
+            copies=(*copies, Copy(HEAD, "shared.weight")),
+            ignored=unread,
+        ),
+    )
 
 
 def settled(model: Any, names: Collection[str], wanted: Any) -> tuple[str, ...]:
-    """Overrides for what a `config.json` leaves open and the names of the weights decide: tied embeddings.
+    """Overrides for what a `config.json` leaves open and the names of the weights decide: tied
+    embeddings.
 
-    A T5 of transformers 5 that is not scaled says that it is tied in any case, and one that says untied and has no
-    weights of its own for the output layer is tied.
+    A T5 of transformers 5 that is not scaled says that it is tied in any case, and one that says
+    untied and has no weights of its own for the output layer is tied.
     """
     apart = HEAD in names
     if apart and model.tie_word_embeddings and not model.t5.scale_logits:
@@ -54,17 +76,27 @@ def _entries(model: Any) -> Iterator[Entry]:
         yield Entry("output_layer.weight", (HEAD,), VOCABULARY)
     for stack, layers in (("encoder", model.num_layers), ("decoder", decoder_layers(model))):
         table = "block.0.layer.0.SelfAttention.relative_attention_bias.weight"
-        yield Entry(f"{stack}_relative_pos_emb.relative_attention_bias.weight", (f"{stack}.{table}",))
+        yield Entry(
+            f"{stack}_relative_pos_emb.relative_attention_bias.weight", (f"{stack}.{table}",)
+        )
         yield Entry(f"{stack}.final_layernorm.weight", (f"{stack}.final_layer_norm.weight",))
         for number in range(layers):
-            ours, theirs = f"{stack}.layers.{number}.", f"{stack}.block.{number}.layer."
-            yield from _attention(f"{ours}self_attention.", f"{theirs}0.SelfAttention.", ("qkv", QKV))
+            ours = f"{stack}.layers.{number}."
+            theirs = f"{stack}.block.{number}.layer."
+            yield from _attention(
+                f"{ours}self_attention.", f"{theirs}0.SelfAttention.", ("qkv", QKV)
+            )
             yield Entry(f"{ours}input_layernorm.weight", (f"{theirs}0.layer_norm.weight",))
             if stack == "decoder":
                 yield from _attention(
-                    f"{ours}cross_attention.", f"{theirs}1.EncDecAttention.", ("q", SAME), ("kv", KV)
+                    f"{ours}cross_attention.",
+                    f"{theirs}1.EncDecAttention.",
+                    ("q", SAME),
+                    ("kv", KV),
                 )
-                yield Entry(f"{ours}pre_cross_attn_layernorm.weight", (f"{theirs}1.layer_norm.weight",))
+                yield Entry(
+                    f"{ours}pre_cross_attn_layernorm.weight", (f"{theirs}1.layer_norm.weight",)
+                )
             yield from _mlp(model, ours, f"{theirs}{2 if stack == 'decoder' else 1}.")
 
 
@@ -76,7 +108,12 @@ def _attention(ours: str, theirs: str, *parts: tuple[str, Operation]) -> Iterato
 
 
 def _mlp(model: Any, ours: str, theirs: str) -> Iterator[Entry]:
-    names, up = ("wi_0", "wi_1") if model.gated else ("wi",), GATE_UP if model.gated else SAME
+    names = ("wi_0", "wi_1") if model.gated else ("wi",)
+    up = GATE_UP if model.gated else SAME
     yield Entry(f"{ours}pre_mlp_layernorm.weight", (f"{theirs}layer_norm.weight",))
-    yield Entry(f"{ours}mlp.linear_fc1.weight", tuple(f"{theirs}DenseReluDense.{n}.weight" for n in names), up)
+    yield Entry(
+        f"{ours}mlp.linear_fc1.weight",
+        tuple(f"{theirs}DenseReluDense.{n}.weight" for n in names),
+        up,
+    )
     yield Entry(f"{ours}mlp.linear_fc2.weight", (f"{theirs}DenseReluDense.wo.weight",))

@@ -9,19 +9,26 @@ from mtrain.config.parallel import ParallelConfig
 from mtrain.config.t5 import LENGTH_MULTIPLE, lengths
 from mtrain.models.t5.count import section
 
-HEAD, HIDDEN, FFN, VOCAB = 16, 64, 128, 512
+HEAD = 16
+HIDDEN = 64
+FFN = 128
+VOCAB = 512
 PADDED = 385
-"""Token ids where the model has padding: an odd number, whose last rows of 512 are padding on whole ranks of tp8."""
+"""Token ids where the model has padding: an odd number, whose last rows of 512 are padding on whole
+ranks of tp8.
+"""
 SENTINELS = 16
 
 
 def shrink(model: ModelConfig, p: ParallelConfig, *, layers: int, seq_length: int) -> ModelConfig:
-    """`model` with so many layers in the encoder, and in the decoder one more where it had another number.
+    """`model` with so many layers in the encoder, and in the decoder one more where it had another
+    number.
 
-    Norm, activation, gate, tying, buckets and noise stay as they were; encoder and decoder are as long as samples of
-    `seq_length` need, in parts that tp shards.
+    Norm, activation, gate, tying, buckets and noise stay as they were; encoder and decoder are as
+    long as samples of `seq_length` need, in parts that tp shards.
     """
-    t, wide = section(model), max(1, p.tp // 4)
+    t = section(model)
+    wide = max(1, p.tp // 4)
     deep = layers + 1 if t.decoder_layers not in (None, model.num_layers) else None
     ids = {"sentinels": SENTINELS, "first_sentinel": None, "start_id": 0, "end_id": 1}
     part = math.lcm(LENGTH_MULTIPLE, p.tp if p.sequence_parallel else 1)

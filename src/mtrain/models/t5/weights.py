@@ -13,11 +13,17 @@ from mtrain.models.weights import Weight, column, mlp, norm, row
 
 def stage_weights(m: ModelConfig, p: ParallelConfig, held: Stage) -> Iterator[Weight]:
     """All of them."""
-    rows, h = m.padded_vocab_size // p.tp, m.hidden_size
+    rows = m.padded_vocab_size // p.tp
+    h = m.hidden_size
     yield Weight("embedding.word_embeddings.weight", (rows, h), "embedding")
     table = (section(m).relative_attention_buckets, m.num_attention_heads)
     for stack in ("encoder", "decoder"):
-        yield Weight(f"{stack}_relative_pos_emb.relative_attention_bias.weight", table, "attention", whole=True)
+        yield Weight(
+            f"{stack}_relative_pos_emb.relative_attention_bias.weight",
+            table,
+            "attention",
+            whole=True,
+        )
     for stack, layers in (("encoder", m.num_layers), ("decoder", decoder_layers(m))):
         for number in range(layers):
             yield from _layer(m, p, f"{stack}.layers.{number}", crosses=stack == "decoder")
@@ -27,7 +33,8 @@ def stage_weights(m: ModelConfig, p: ParallelConfig, held: Stage) -> Iterator[We
 
 
 def _layer(m: ModelConfig, p: ParallelConfig, name: str, *, crosses: bool) -> Iterator[Weight]:
-    h, inner = m.hidden_size, m.num_attention_heads * m.head_dim
+    h = m.hidden_size
+    inner = m.num_attention_heads * m.head_dim
     yield from norm(m, f"{name}.input_layernorm", h)
     yield from row(f"{name}.self_attention.linear_proj", "attention", h, inner, p.tp)
     yield from column(f"{name}.self_attention.linear_qkv", "attention", 3 * inner, h, p.tp)

@@ -16,7 +16,9 @@ FILE = Path(__file__).with_name("accuracy.yaml")
 
 @dataclass(frozen=True)
 class Accuracy:
-    """Errors of predicted throughput on published runs whose model was left out of the fit, as shares."""
+    """Errors of predicted throughput on published runs whose model was left out of the fit, as
+    shares.
+    """
 
     rows: int
     """Published runs."""
@@ -33,9 +35,10 @@ class Accuracy:
     def words(self) -> str:
         """The errors in a sentence."""
         return (
-            f"predicted rates are off by {self.median:.1%} in the median, {self.p95:.0%} at the 95th percentile "
-            f"({self.rows} published runs, each model left out of its fit; {self.pairs_right} of {self.pairs} pairs "
-            f"of runs that are more than {self.apart:.0%} apart are ranked right)"
+            f"predicted rates are off by {self.median:.1%} in the median, {self.p95:.0%} at the"
+            f" 95th percentile ({self.rows} published runs, each model left out of its fit;"
+            f" {self.pairs_right} of {self.pairs} pairs of runs that are more than {self.apart:.0%}"
+            " apart are ranked right)"
         )
 
 
@@ -46,6 +49,13 @@ def shipped() -> Accuracy:
 
 
 def accuracy_of(cluster: ClusterConfig) -> Accuracy | None:
-    """That of a plan on a cluster; None where rates are measured there, and nobody compared the plans."""
-    own = facts_of(cluster.device).on_host or cluster.reached or cluster.operation_us or cluster.software
+    """That of a plan on a cluster; None where rates are measured there, and nobody compared the
+    plans.
+    """
+    own = (
+        facts_of(cluster.device).on_host
+        or cluster.reached
+        or cluster.operation_us
+        or cluster.software
+    )
     return None if own else shipped()

@@ -1,5 +1,7 @@
-"""The rates of a machine from measured steps and kernels: least squares of logarithms, each rate held near what is
-expected. Of a GPU, whose data sheet states its rates, only what is reached of them is found."""
+"""The rates of a machine from measured steps and kernels: least squares of logarithms, each rate
+held near what is expected. Of a GPU, whose data sheet states its rates, only what is reached of
+them is found.
+"""
 
 from __future__ import annotations
 
@@ -32,14 +34,18 @@ EXPECTED = {
 }
 """Of one thread of a CPU, and of ranks that send each other through its memory."""
 LINKS = ("fast_link_gbps", "link_latency_us")
-NOISE, ALONE, SPREAD = 0.05, 0.2, 5.0
-"""Of a measured step, of a kernel that was measured alone against the same in a step, and of what is expected, as
-logarithms."""
+NOISE = 0.05
+ALONE = 0.2
+SPREAD = 5.0
+"""Of a measured step, of a kernel that was measured alone against the same in a step, and of what
+is expected, as logarithms.
+"""
 SURE = {"attention": 0.3}
 """Rates that are known better than that."""
 MOST = 10.0
 """How much faster or slower than published runs a machine may be."""
-ROUNDS, STEP = 40, 1e-4
+ROUNDS = 40
+STEP = 1e-4
 DIGITS = 4
 SIDE = 8192
 """Of the matrices of the large product that kernels are compared with."""
@@ -75,7 +81,9 @@ class Fit:
     """Of the step of each run: predicted over measured, less one."""
 
 
-def fitted(measured: Sequence[Measured], start: ClusterConfig, kernels: Sequence[Rates] = ()) -> Fit:
+def fitted(
+    measured: Sequence[Measured], start: ClusterConfig, kernels: Sequence[Rates] = ()
+) -> Fit:
     """The cluster `start` with the rates that explain what was measured best.
 
     Raises:
@@ -85,11 +93,16 @@ def fitted(measured: Sequence[Measured], start: ClusterConfig, kernels: Sequence
     find = _host if facts_of(start.device).on_host else _accelerator
     best = _rounded(find(measured, works, start, kernels))
     steps = [_priced(work, best).seconds for work in works]
-    return Fit(best, tuple(step / one.step_s - 1 for step, one in zip(steps, measured, strict=True)))
+    return Fit(
+        best, tuple(step / one.step_s - 1 for step, one in zip(steps, measured, strict=True))
+    )
 
 
 def _accelerator(
-    measured: Sequence[Measured], works: Sequence[StepWork], start: ClusterConfig, kernels: Sequence[Rates]
+    measured: Sequence[Measured],
+    works: Sequence[StepWork],
+    start: ClusterConfig,
+    kernels: Sequence[Rates],
 ) -> ClusterConfig:
     """What kernels reach of the data sheet, then how fast steps are against that."""
     reached = dict(start.reached)
@@ -100,18 +113,22 @@ def _accelerator(
     found = start.model_copy(update={"reached": reached})
     if measured:
         reached["speed"] = _speed(measured, works, found)
-    return start.model_copy(update={"reached": {name: min(MOST, share) for name, share in reached.items()}})
+    return start.model_copy(
+        update={"reached": {name: min(MOST, share) for name, share in reached.items()}}
+    )
 
 
 def _speed(measured: Sequence[Measured], works: Sequence[StepWork], start: ClusterConfig) -> float:
     """That at which half of the steps are planned too long, and half too short; by bisection."""
-    device, reached = device_of(start), reached_by(start)
+    device = device_of(start)
+    reached = reached_by(start)
 
     def too_long(speed: float) -> bool:
         steps = (priced(work, device, replace(reached, speed=speed)).seconds for work in works)
         return median(step / one.step_s for step, one in zip(steps, measured, strict=True)) > 1
 
-    low, high = 1 / MOST, MOST
+    low = 1 / MOST
+    high = MOST
     for _ in range(ROUNDS):
         middle = sqrt(low * high)
         low, high = (middle, high) if too_long(middle) else (low, middle)
@@ -119,8 +136,11 @@ def _speed(measured: Sequence[Measured], works: Sequence[StepWork], start: Clust
 
 
 def _products_reached(one: Rates, start: ClusterConfig) -> float:
-    """The share that a product would need whose tiles fill the device, for a large one to take what it took."""
-    reached, form = reached_by(start), one.format
+    """The share that a product would need whose tiles fill the device, for a large one to take what
+    it took.
+    """
+    reached = reached_by(start)
+    form = one.format
     kernels = Kernels(device_of(start), reached, form, form, form, 4 if form == "fp32" else 2)
     product = Linear(Product(SIDE, SIDE, SIDE), low=False, grouped=False)
     share = reached.products[form] * powered(kernels.device, reached, form)
@@ -128,7 +148,10 @@ def _products_reached(one: Rates, start: ClusterConfig) -> float:
 
 
 def _host(
-    measured: Sequence[Measured], works: Sequence[StepWork], start: ClusterConfig, kernels: Sequence[Rates]
+    measured: Sequence[Measured],
+    works: Sequence[StepWork],
+    start: ClusterConfig,
+    kernels: Sequence[Rates],
 ) -> ClusterConfig:
     ranks = max((one.run.parallel.ranks or 1 for one in measured), default=1)
     form = measured[0].run.precision.format if measured else kernels[0].format
@@ -140,7 +163,9 @@ def _host(
     def residuals(x: Vector) -> Vector:
         now = rates(x)
         given = _stated(start, now, form, ranks)
-        found = [_residuals(one, _priced(work, given)) for one, work in zip(measured, works, strict=True)]
+        found = [
+            _residuals(one, _priced(work, given)) for one, work in zip(measured, works, strict=True)
+        ]
         alone = [_alone(one, now) for one in kernels if one.format == form]
         held = [value / SURE.get(name, SPREAD) for name, value in zip(names, x, strict=True)]
         return [*chain.from_iterable([*found, *alone]), *held]
@@ -150,11 +175,14 @@ def _host(
 
 def _alone(one: Rates, now: Mapping[str, float]) -> Vector:
     """Of kernels that were measured alone, in deviations."""
-    products, memory = now["peak_tflops"] * TERA / one.products, now["memory_gbps"] * GIGA / one.memory
+    products = now["peak_tflops"] * TERA / one.products
+    memory = now["memory_gbps"] * GIGA / one.memory
     return [log(products) / ALONE, log(memory) / ALONE]
 
 
-def _stated(start: ClusterConfig, rates: Mapping[str, float], form: str, ranks: int) -> ClusterConfig:
+def _stated(
+    start: ClusterConfig, rates: Mapping[str, float], form: str, ranks: int
+) -> ClusterConfig:
     update: dict[str, Any] = {name: value for name, value in rates.items() if name != "attention"}
     update["peak_tflops"] = {**start.peak_tflops, form: rates["peak_tflops"]}
     update["reached"] = {**start.reached, "attention": rates["attention"]}
@@ -186,16 +214,22 @@ def _residuals(one: Measured, step: StepTime) -> Vector:
 
 def _least_squares(residuals: Callable[[Vector], Vector], x: Vector) -> Vector:
     """Gauss and Newton, with the steps of Levenberg and Marquardt."""
-    damping, now = 1.0, residuals(x)
+    damping = 1.0
+    now = residuals(x)
     for _ in range(ROUNDS):
         columns = [_slopes(residuals, x, now, index) for index in range(len(x))]
         normal = [[_dot(one, other) for other in columns] for one in columns]
-        damped = [[v * (1 + damping * (i == j)) for j, v in enumerate(row)] for i, row in enumerate(normal)]
+        damped = [
+            [v * (1 + damping * (i == j)) for j, v in enumerate(row)]
+            for i, row in enumerate(normal)
+        ]
         move = _solved(damped, [-_dot(column, now) for column in columns])
         there = [value + step for value, step in zip(x, move, strict=True)]
         after = residuals(there)
         if _dot(after, after) < _dot(now, now):
-            x, now, damping = there, after, damping / 5
+            x = there
+            now = after
+            damping = damping / 5
         else:
             damping *= 5
     return x

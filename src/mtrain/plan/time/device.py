@@ -9,9 +9,20 @@ from mtrain.config.cluster import ClusterConfig
 from mtrain.config.devices import facts_of
 
 MULTIPROCESSORS = {80: 108, 86: 84, 89: 142, 90: 132, 100: 148, 103: 160}
-"""Compute capability -> multiprocessors of the largest device that is sold of it, from NVIDIA's white papers."""
-EXPONENTIALS = {80: 16 / 2048, 86: 16 / 1024, 89: 16 / 1024, 90: 16 / 4096, 100: 16 / 8192, 103: 32 / 8192}
-"""Compute capability -> exponentials for each FLOP of dense products in 16 bits, from NVIDIA's white papers."""
+"""Compute capability -> multiprocessors of the largest device that is sold of it, from NVIDIA's
+white papers.
+"""
+EXPONENTIALS = {
+    80: 16 / 2048,
+    86: 16 / 1024,
+    89: 16 / 1024,
+    90: 16 / 4096,
+    100: 16 / 8192,
+    103: 32 / 8192,
+}
+"""Compute capability -> exponentials for each FLOP of dense products in 16 bits, from NVIDIA's
+white papers.
+"""
 FIRST = {
     8: (400, {"bf16": 312, "fp16": 312}),
     9: (700, {"bf16": 989, "fp16": 989, "fp8": 1979}),
@@ -19,7 +30,8 @@ FIRST = {
 }
 """Generation -> watts and peaks in TFLOP/s of its first device for servers, from its data sheet."""
 BLACKWELL = 10
-GIGA, TERA = 1e9, 1e12
+GIGA = 1e9
+TERA = 1e12
 
 
 @dataclass(frozen=True)
@@ -42,8 +54,9 @@ class Device:
     on_host: bool
     """It is the host itself: the rates that a cluster states are measured, and reached."""
     power: dict[str, float]
-    """Format -> watts for a FLOP/s of the peak, against those of the first device of its generation, where both are
-    known."""
+    """Format -> watts for a FLOP/s of the peak, against those of the first device of its
+    generation, where both are known.
+    """
     blackwell: bool
     """It is of that generation, or of a later one."""
 
@@ -52,10 +65,16 @@ def missing(cluster: ClusterConfig, formats: tuple[str, ...], ranks: int) -> tup
     """Keys without which nothing can be said of the time of a run on so many ranks."""
     found = [f"cluster.peak_tflops.{form}" for form in formats if form not in cluster.peak_tflops]
     found += ["cluster.memory_gbps"] if cluster.memory_gbps is None else []
-    found += ["cluster.operation_us"] if facts_of(cluster.device).on_host and cluster.operation_us is None else []
+    found += (
+        ["cluster.operation_us"]
+        if facts_of(cluster.device).on_host and cluster.operation_us is None
+        else []
+    )
     if ranks > 1:
         found += [
-            f"cluster.{key}" for key in ("fast_link_gbps", "fast_link_devices") if getattr(cluster, key) is None
+            f"cluster.{key}"
+            for key in ("fast_link_gbps", "fast_link_devices")
+            if getattr(cluster, key) is None
         ]
         if cluster.network_gbitps is None and ranks > (cluster.fast_link_devices or ranks):
             found.append("cluster.network_gbitps")
@@ -72,10 +91,15 @@ def device_of(cluster: ClusterConfig) -> Device:
     number = 1 if on_host else MULTIPROCESSORS.get(cluster.sm or 0, 132)
     exponentials = math.inf if on_host else EXPONENTIALS.get(cluster.sm or 0, EXPONENTIALS[90])
     domain = cluster.fast_link_devices or 1
-    generation, power = (cluster.sm or 0) // 10, dict[str, float]()
-    if cluster.power_watts is not None and generation in FIRST and cluster.sm not in (86, 89):  # not for servers
+    generation = (cluster.sm or 0) // 10
+    power = dict[str, float]()
+    if (
+        cluster.power_watts is not None and generation in FIRST and cluster.sm not in (86, 89)
+    ):  # not for servers
         watts, first = FIRST[generation]
         more = cluster.power_watts / watts
-        power = {form: more * peak * TERA / peaks[form] for form, peak in first.items() if form in peaks}
+        power = {
+            form: more * peak * TERA / peaks[form] for form, peak in first.items() if form in peaks
+        }
     rates = (peaks, memory * GIGA, fast * GIGA, domain, network)
     return Device(*rates, number, exponentials, on_host, power, generation >= BLACKWELL)

@@ -1,4 +1,6 @@
-"""What kernels, links and hosts reach of what a device states: a few numbers, fitted on published runs."""
+"""What kernels, links and hosts reach of what a device states: a few numbers, fitted on published
+runs.
+"""
 
 from __future__ import annotations
 
@@ -49,13 +51,19 @@ class Efficiencies:
     launch_us: float
     """Of the host, for an operation."""
     call_us: float
-    """Of the host, for a kernel more of an operation, as each expert's: its tensors, and what is hooked to them."""
+    """Of the host, for a kernel more of an operation, as each expert's: its tensors, and what is
+    hooked to them.
+    """
     pass_us: float
-    """Lost by the device in a pass through a mixture of experts: small kernels, and waiting for counts."""
+    """Lost by the device in a pass through a mixture of experts: small kernels, and waiting for
+    counts.
+    """
     routing_us: float
     """Of the host, for a pass through a mixture of experts."""
     fixed: float
-    """Share of that and of further kernels where every expert takes as many rows, so that nobody waits for counts."""
+    """Share of that and of further kernels where every expert takes as many rows, so that nobody
+    waits for counts.
+    """
     graphed: float
     """Share of the host's time that is left: 1 without CUDA graphs."""
     latency_us: float
@@ -63,7 +71,8 @@ class Efficiencies:
     overlapped: Mapping[str, float]
     """Share of the communication of an axis behind which there is computation."""
     power: float
-    """Exponent of a device's watts for its peak: how much the rate of large products follows them."""
+    """Exponent of a device's watts for its peak: how much the rate of large products follows them.
+    """
     blackwell: float
     """Share of its peak that a product reaches on that generation, against the one before."""
     mixtures: float
@@ -74,7 +83,10 @@ class Efficiencies:
 
 def powered(device: Device, reached: Efficiencies, form: str) -> float:
     """Rate of large products in a format, by watts and generation, against what `products` says."""
-    return float(device.power.get(form, 1.0) ** reached.power * (reached.blackwell if device.blackwell else 1.0))
+    return float(
+        device.power.get(form, 1.0) ** reached.power
+        * (reached.blackwell if device.blackwell else 1.0)
+    )
 
 
 def of(values: Mapping[str, Any]) -> Efficiencies:
@@ -89,8 +101,9 @@ def shipped() -> Efficiencies:
 
 
 def reached_by(cluster: ClusterConfig) -> Efficiencies:
-    """Those of a cluster: what it states that was measured counts before published runs; a CPU's rates are measured,
-    so they are reached."""
+    """Those of a cluster: what it states that was measured counts before published runs; a CPU's
+    rates are measured, so they are reached.
+    """
     found = measured() if facts_of(cluster.device).on_host else shipped()
     given = cluster.reached
     attention = given.get("attention", found.attention)
@@ -110,7 +123,9 @@ def reached_by(cluster: ClusterConfig) -> Efficiencies:
 
 
 def _stated(cluster: ClusterConfig, found: Efficiencies, form: str) -> float:
-    """What large products in a format reach; what was measured on a device has its watts and generation in it."""
+    """What large products in a format reach; what was measured on a device has its watts and
+    generation in it.
+    """
     if "products" not in cluster.reached:
         return found.products[form]
     return cluster.reached["products"] / powered(device_of(cluster), found, form)
@@ -120,8 +135,21 @@ def _stated(cluster: ClusterConfig, found: Efficiencies, form: str) -> float:
 def measured() -> Efficiencies:
     """Of rates that were measured in runs: all of them are reached, and nothing overlaps."""
     found = shipped()
-    names = ("grouped", "grouped_low", "attention", "attention_backward", "memory", "fast_link", "network")
+    names = (
+        "grouped",
+        "grouped_low",
+        "attention",
+        "attention_backward",
+        "memory",
+        "fast_link",
+        "network",
+    )
     reached: dict[str, Any] = dict.fromkeys((*names, "blackwell", "fixed"), 1.0)
-    lost = dict.fromkeys(("softmax", "waves_lost", "tile_us", "pass_us", "routing_us", "power"), 0.0)
-    products, overlapped = dict.fromkeys(found.products, 1.0), dict.fromkeys(found.overlapped, 0.0)
-    return replace(found, **reached, **lost, software="not stated", products=products, overlapped=overlapped)
+    lost = dict.fromkeys(
+        ("softmax", "waves_lost", "tile_us", "pass_us", "routing_us", "power"), 0.0
+    )
+    products = dict.fromkeys(found.products, 1.0)
+    overlapped = dict.fromkeys(found.overlapped, 0.0)
+    return replace(
+        found, **reached, **lost, software="not stated", products=products, overlapped=overlapped
+    )

@@ -10,8 +10,11 @@ USUAL = 1000
 
 
 def in_steps(run: RunConfig) -> RunConfig:
-    """The run with intervals in steps for those in minutes, by the predicted time of a step, to two digits."""
-    t, c = run.trainer, run.checkpoint
+    """The run with intervals in steps for those in minutes, by the predicted time of a step, to two
+    digits.
+    """
+    t = run.trainer
+    c = run.checkpoint
     minutes = t.eval_minutes, c.save_minutes
     if minutes == (None, None):
         return run
@@ -20,7 +23,10 @@ def in_steps(run: RunConfig) -> RunConfig:
     trainer = {"eval_interval": t.eval_interval or evaluated, "eval_minutes": None}
     checkpoint = {"save_interval": c.save_interval or saved, "save_minutes": None}
     return run.model_copy(
-        update={"trainer": t.model_copy(update=trainer), "checkpoint": c.model_copy(update=checkpoint)}
+        update={
+            "trainer": t.model_copy(update=trainer),
+            "checkpoint": c.model_copy(update=checkpoint),
+        }
     )
 
 

@@ -1,4 +1,6 @@
-"""Seconds of kernels by their shapes: the larger of arithmetic and memory traffic, with what tiles leave unused."""
+"""Seconds of kernels by their shapes: the larger of arithmetic and memory traffic, with what tiles
+leave unused.
+"""
 
 from __future__ import annotations
 
@@ -12,15 +14,21 @@ from mtrain.plan.time.efficiencies import Efficiencies, powered
 from mtrain.plan.time.links import MICRO
 from mtrain.plan.time.work import Linear, Pairs
 
-TILE_M, TILE_N = 128, 256
+TILE_M = 128
+TILE_N = 256
 """Of the result, that a multiprocessor makes at once."""
-ATTENTION_TILE, HOST_TILE = 128, 64
+ATTENTION_TILE = 128
+HOST_TILE = 64
 """Queries that attention computes at once; a block on the diagonal is computed whole."""
-ADDED, ADDED_ON_HOST = 2, 4
-"""Times that a product which adds up a gradient reads or writes it; a host writes and reads it once more."""
+ADDED = 2
+ADDED_ON_HOST = 4
+"""Times that a product which adds up a gradient reads or writes it; a host writes and reads it once
+more.
+"""
 PASSES = {"delayed": 1, "tensorwise": 2, "blockwise": 1, "mxfp8": 1, "nvfp4": 3}
-"""Times that a tensor is read to be cast: once more where its largest value has to be known first, and for its
-transpose where that is rotated before (NVFP4)."""
+"""Times that a tensor is read to be cast: once more where its largest value has to be known first,
+and for its transpose where that is rotated before (NVFP4).
+"""
 BACKWARD_PRODUCTS = 2.5
 """FLOPs of attention backward, of those of its forward: five products for two."""
 FP8_ATTENTION = 1.3
@@ -72,21 +80,28 @@ class Kernels:
         return elements * one.product.batch * each / (self.device.memory * self.reached.memory)
 
     def _product(self, m: int, n: int, k: int, batch: int, one: Linear, result: int = 0) -> float:
-        """Of products whose result moves so many bytes an element; 0: it is written in the format of activations."""
-        low, (m, n, k) = one.low and self.recipe != self.format, (max(1, size) for size in (m, n, k))
+        """Of products whose result moves so many bytes an element; 0: it is written in the format
+        of activations.
+        """
+        low, (m, n, k) = (
+            one.low and self.recipe != self.format,
+            (max(1, size) for size in (m, n, k)),
+        )
         form = self.low_format if low else self.format
         peak = self.device.peaks[form]
         reached = self.reached.products[self.recipe if low else self.format]
         if one.grouped:
             reached *= self.reached.grouped * (self.reached.grouped_low if low else 1.0)
-        e, d = self.reached, self.device
+        e = self.reached
+        d = self.device
         reached *= powered(d, e, form)
         rows, columns = (math.ceil(size / tile) for size, tile in ((m, TILE_M), (n, TILE_N)))
         waves = rows * columns * batch / d.multiprocessors
         # a tile is begun and ended in a time, in which faster multiprocessors would multiply more
         lost = e.tile_us * MICRO * peak / d.multiprocessors / (2 * TILE_M * TILE_N)
         reached *= waves / (waves + e.waves_lost) * k / (k + lost)
-        # tiles at the edges of a large result are computed whole; a small one, or a host, has smaller ones
+        # tiles at the edges of a large result are computed whole; a small one, or a host, has
+        # smaller ones
         whole = min(m, n) >= TILE_M and not d.on_host
         made = rows * TILE_M * columns * TILE_N if whole else m * n
         arithmetic = 2 * made * k * batch / (peak * reached)
@@ -104,14 +119,19 @@ class Kernels:
 
     def _pairs(self, pairs: Pairs, products: float, reached: float) -> float:
         """The products, and the exponentials of the softmax that do not hide behind them."""
-        rate, d = self._attention_rate(), self.device
+        rate = self._attention_rate()
+        d = self.device
         blocks = math.ceil(pairs.rows / (HOST_TILE if d.on_host else ATTENTION_TILE))
         seen = pairs.flops * (1 + 1 / blocks)
-        exponentials = seen / (PRODUCTS_OF_A_PAIR * pairs.width) / (d.peaks[self.format] * d.exponentials)
+        exponentials = (
+            seen / (PRODUCTS_OF_A_PAIR * pairs.width) / (d.peaks[self.format] * d.exponentials)
+        )
         return products * seen / (rate * reached) + self.reached.softmax * exponentials
 
     def _attention_rate(self) -> float:
-        rate = self.device.peaks[self.format] * math.pow(self.device.power.get(self.format, 1.0), self.reached.power)
+        rate = self.device.peaks[self.format] * math.pow(
+            self.device.power.get(self.format, 1.0), self.reached.power
+        )
         return rate * FP8_ATTENTION if self.attends_in_fp8 else rate
 
     def moved(self, size: float) -> float:

@@ -1,4 +1,6 @@
-"""Seconds of collectives: on the fast links of a domain, or on the network, by where the ranks of a group are."""
+"""Seconds of collectives: on the fast links of a domain, or on the network, by where the ranks of a
+group are.
+"""
 
 from __future__ import annotations
 
@@ -46,7 +48,9 @@ class Links:
     reached: Efficiencies
 
     def seconds(self, group: Group, exchange: Exchange, *, once: bool = False) -> float:
-        """Of one exchange; `once`: a row goes to a domain once, and there once to each rank that takes it."""
+        """Of one exchange; `once`: a row goes to a domain once, and there once to each rank that
+        takes it.
+        """
         if group.size == 1:
             return 0.0
         waits = self.waits(group)
@@ -55,7 +59,9 @@ class Links:
         share = (group.size - 1) / group.size
         return waits + ROUNDS[exchange.kind] * exchange.bytes * share / self.rate(group)
 
-    def collective(self, group: Group, kind: Literal["gather", "scatter", "reduce"], size: float) -> float:
+    def collective(
+        self, group: Group, kind: Literal["gather", "scatter", "reduce"], size: float
+    ) -> float:
         """Seconds of a collective on a tensor of so many bytes in all."""
         return self.seconds(group, Exchange("tp", kind, int(size)))
 
@@ -66,15 +72,19 @@ class Links:
     def rate(self, group: Group) -> float:
         """Bytes a second that a ring of a group passes on.
 
-        Neighbours in a domain send by the fast links; a domain sends to the next one by the networks of all the
-        group's ranks in it.
+        Neighbours in a domain send by the fast links; a domain sends to the next one by the
+        networks of all the group's ranks in it.
         """
-        inside, d, e = group.inside(self.device), self.device, self.reached
+        inside = group.inside(self.device)
+        d = self.device
+        e = self.reached
         fast = d.fast * e.fast_link
         return fast if inside == group.size else min(fast, inside * d.network * e.network)
 
     def _all_to_all(self, group: Group, exchange: Exchange, once: bool) -> float:
-        inside, d, e = group.inside(self.device), self.device, self.reached
+        inside = group.inside(self.device)
+        d = self.device
+        e = self.reached
         domains = group.size / inside
         near = exchange.bytes * (inside - 1) / group.size
         far = exchange.bytes * (1 - 1 / domains)
@@ -87,7 +97,10 @@ class Links:
     def sent(self, size: float, stride: int) -> float:
         """Seconds of a tensor to the rank `stride` further on."""
         near = stride < self.device.domain
-        rate = self.device.fast * self.reached.fast_link if near else self.device.network * self.reached.network
+        if near:
+            rate = self.device.fast * self.reached.fast_link
+        else:
+            rate = self.device.network * self.reached.network
         return self.reached.latency_us * MICRO + size / rate
 
 

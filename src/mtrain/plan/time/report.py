@@ -1,4 +1,6 @@
-"""The time of a run as data: a step by part, tokens a second, both MFUs, what the whole run takes and costs."""
+"""The time of a run as data: a step by part, tokens a second, both MFUs, what the whole run takes
+and costs.
+"""
 
 from __future__ import annotations
 
@@ -14,9 +16,13 @@ from mtrain.plan.time.step import StepTime, step_time
 
 HOUR = 3600
 HOW = {
-    "gemm": "products of layers with weights by their shapes, casts to low precision, sums of gradients",
+    "gemm": (
+        "products of layers with weights by their shapes, casts to low precision, sums of gradients"
+    ),
     "attention": "the products of attention that are not hidden",
-    "memory": "what norms, activations, rotary positions, routers and the residual stream read and write",
+    "memory": (
+        "what norms, activations, rotary positions, routers and the residual stream read and write"
+    ),
     "host": "what the host takes longer to launch than the device to compute",
     "tp": "tensor and sequence parallelism",
     "cp": "context parallelism",
@@ -24,14 +30,20 @@ HOW = {
     "pp": "activations to the next stage and gradients back",
     "bubble": "the slowest stage waits while the pipeline fills and drains",
     "dp": "gradients and weights of data-parallel ranks, where no computation hides them",
-    "optimizer": "the update: its state read and written, and what is made of whole matrices (muon, soap)",
-    "offload": "the update in host memory: gradients sent there, state read and written, weights sent back",
+    "optimizer": (
+        "the update: its state read and written, and what is made of whole matrices (muon, soap)"
+    ),
+    "offload": (
+        "the update in host memory: gradients sent there, state read and written, weights sent back"
+    ),
 }
 """Of each part of the time: what it is."""
 
 
 def time_report(run: RunConfig, checkpoint_bytes: int) -> dict[str, Any]:
-    """Of a resolved run; null where it is not known without the keys that are `missing`, or as `unknown` says."""
+    """Of a resolved run; null where it is not known without the keys that are `missing`, or as
+    `unknown` says.
+    """
     try:
         step = step_time(run)
     except ValueError as error:
@@ -58,9 +70,11 @@ def time_report(run: RunConfig, checkpoint_bytes: int) -> dict[str, Any]:
 
 
 def mfu_by_peak(run: RunConfig, step: StepTime) -> list[dict[str, Any]]:
-    """Both MFUs of a step of a resolved run, of the peak of the format that linear layers multiply in; then of that
-    of the weights, where it is another one. Peaks are in TFLOP/s."""
-    p, peaks = run.precision, run.cluster.peak_tflops
+    """Both MFUs of a step of a resolved run, of the peak of the format that linear layers multiply
+    in; then of that of the weights, where it is another one. Peaks are in TFLOP/s.
+    """
+    p = run.precision
+    peaks = run.cluster.peak_tflops
     first = peaks[p.multiplies_in]
     return [
         {
@@ -78,7 +92,9 @@ def no_time(time: Mapping[str, Any]) -> str:
     if "unknown" in time:
         return f"not known: {time['unknown']}"
     lacks = time["missing"]
-    found = "; plan --calibrate finds them in measured runs" if "cluster.operation_us" in lacks else ""
+    found = (
+        "; plan --calibrate finds them in measured runs" if "cluster.operation_us" in lacks else ""
+    )
     return f"not known without {', '.join(lacks)}{found}"
 
 
@@ -90,10 +106,12 @@ def _save(run: RunConfig, size: int) -> float | None:
 
 def _run(run: RunConfig, step: StepTime, save: float | None) -> dict[str, Any]:
     """The whole of it, a smaller batch in the same time for each sample."""
-    ranks, price = run.parallel.ranks or 1, run.cluster.price_per_device_hour
+    ranks = run.parallel.ranks or 1
+    price = run.cluster.price_per_device_hour
     samples = sum(steps * size for size, steps in counted(stages(run), run.trainer.steps))
     training = samples / run.trainer.batch * step.seconds
-    validation, saving = _validation(run, step, training), _saving(run, save, training)
+    validation = _validation(run, step, training)
+    saving = _saving(run, save, training)
     seconds = training + validation + saving
     hours = seconds / HOUR * ranks
     return {
@@ -110,7 +128,8 @@ def _run(run: RunConfig, step: StepTime, save: float | None) -> dict[str, Any]:
 
 def _validation(run: RunConfig, step: StepTime, training: float) -> float:
     """Forwards of as many batches as are validated on: of what a step computes, a third."""
-    every, t = run.trainer.eval_interval, run.trainer
+    every = run.trainer.eval_interval
+    t = run.trainer
     times = t.steps // every + (t.steps % every > 0) if every else 1
     times += _by_time(t.eval_minutes, training)
     once = sum(step.parts[name] for name in ("dp", "optimizer", "offload"))
@@ -124,7 +143,8 @@ def _by_time(minutes: float | None, training: float) -> int:
 
 def _saving(run: RunConfig, save: float | None, training: float) -> float:
     """Checkpoints, which a run waits for; 0 where nobody knows how long they take."""
-    c, steps = run.checkpoint, run.trainer.steps
+    c = run.checkpoint
+    steps = run.trainer.steps
     if save is None:
         return 0.0
     every = c.save_interval

@@ -1,4 +1,6 @@
-"""What FSDP sends in a step: layer by layer, weights are gathered and gradients reduced beside the computation."""
+"""What FSDP sends in a step: layer by layer, weights are gathered and gradients reduced beside the
+computation.
+"""
 
 from __future__ import annotations
 
@@ -12,40 +14,60 @@ from mtrain.plan.time.device import Device
 from mtrain.plan.time.efficiencies import Efficiencies
 from mtrain.plan.time.links import MICRO, Group, Links, Share
 
-NEAR_HOP_US, FAR_HOP_US = 3.4, 14.0
-"""Of a large tensor's way to the next device of a ring, in a domain and to another one: `hwLat` of NCCL's
-src/graph/tuning.cc (b647562). Gathers and reductions go around rings, past every device of a group."""
+NEAR_HOP_US = 3.4
+FAR_HOP_US = 14.0
+"""Of a large tensor's way to the next device of a ring, in a domain and to another one: `hwLat` of
+NCCL's src/graph/tuning.cc (b647562). Gathers and reductions go around rings, past every device of a
+group.
+"""
 FORWARD = 1 / 3
-"""Share of the computation that a forward is; a backward multiplies twice as much, and more where it computes layers
-again."""
+"""Share of the computation that a forward is; a backward multiplies twice as much, and more where
+it computes layers again.
+"""
 
 
 def sharded_seconds(
     run: RunConfig, shares: Sequence[Share], computes: float, device: Device, reached: Efficiencies
 ) -> float:
-    """Of a step, what FSDP's communication takes longer than the computation that hides it, and its copies.
+    """Of a step, what FSDP's communication takes longer than the computation that hides it, and its
+    copies.
 
-    Sharded weights are gathered in each forward and backward, others once behind the update; sharded gradients leave
-    each backward, others the last one. Between copies (HSDP) torch's FSDP2 reduces as often, megatron-core's once.
+    Sharded weights are gathered in each forward and backward, others once behind the update;
+    sharded gradients leave each backward, others the last one. Between copies (HSDP) torch's FSDP2
+    reduces as often, megatron-core's once.
     """
-    p, element = run.parallel, bytes_of(run.precision.format)
+    p = run.parallel
+    element = bytes_of(run.precision.format)
     gradient = bytes_of("fp32") if run.precision.grad_reduce_in_fp32 else element
     passes = max(1, run.trainer.batch // (run.trainer.micro * p.dp))
-    links, units = Links(device, reached), max(1.0, run.model.num_layers / p.pp + 1)
+    links = Links(device, reached)
+    units = max(1.0, run.model.num_layers / p.pp + 1)
     again = fsdp_shards(run, "weights")
-    gathers, leaves = passes if again else 1, passes if fsdp_shards(run, "gradients") else 1
-    gather = gathers * sum(_in_units(s.elements * element, units, "gather", s.group, links) for s in shares)
-    reduce = leaves * sum(_in_units(s.elements * gradient, units, "scatter", s.group, links) for s in shares)
-    between = sum(links.collective(s.copies, "reduce", s.elements * gradient / s.group.size) for s in shares)
+    gathers = passes if again else 1
+    leaves = passes if fsdp_shards(run, "gradients") else 1
+    gather = gathers * sum(
+        _in_units(s.elements * element, units, "gather", s.group, links) for s in shares
+    )
+    reduce = leaves * sum(
+        _in_units(s.elements * gradient, units, "scatter", s.group, links) for s in shares
+    )
+    between = sum(
+        links.collective(s.copies, "reduce", s.elements * gradient / s.group.size) for s in shares
+    )
     reduce += between * (passes if p.fsdp == "fsdp2" else 1)
     left = 0.0
-    forward, backward = FORWARD * computes * gathers / passes, (1 - FORWARD) * computes * leaves / passes
+    forward = FORWARD * computes * gathers / passes
+    backward = (1 - FORWARD) * computes * leaves / passes
     for sent, window in ((gather, forward), (gather * again + reduce, backward)):
         left += sent - min(window, sent) * reached.overlapped["dp"]
-    return left + passes * _copies(run, shares, element, gradient) / (device.memory * reached.memory)
+    return left + passes * _copies(run, shares, element, gradient) / (
+        device.memory * reached.memory
+    )
 
 
-def _in_units(size: float, units: float, kind: Literal["gather", "scatter"], group: Group, links: Links) -> float:
+def _in_units(
+    size: float, units: float, kind: Literal["gather", "scatter"], group: Group, links: Links
+) -> float:
     """Seconds of a collective for each of so many parts of `size` bytes."""
     if group.size == 1:
         return 0.0
@@ -58,8 +80,12 @@ def _in_units(size: float, units: float, kind: Literal["gather", "scatter"], gro
 
 
 def _copies(run: RunConfig, shares: Sequence[Share], element: int, gradient: int) -> float:
-    """Bytes that torch's FSDP2 reads and writes to take weights out of what it gathers, twice, and to lay gradients
-    in line for their reduction; megatron-core's FSDP computes in the buffers themselves."""
+    """Bytes that torch's FSDP2 reads and writes to take weights out of what it gathers, twice, and
+    to lay gradients in line for their reduction; megatron-core's FSDP computes in the buffers
+    themselves.
+    """
     if run.parallel.fsdp != "fsdp2":
         return 0.0
-    return sum(share.elements for share in shares if share.group.size > 1) * (2 * 2 * element + element + gradient)
+    return sum(share.elements for share in shares if share.group.size > 1) * (
+        2 * 2 * element + element + gradient
+    )

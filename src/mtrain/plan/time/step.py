@@ -27,7 +27,20 @@ from mtrain.plan.time.whole_matrices import matrix_seconds
 from mtrain.plan.time.work import Linear, Work, total
 from mtrain.plan.weights import Matrix, matrices_of, stage_weights
 
-PARTS = ("gemm", "attention", "memory", "host", "tp", "cp", "ep", "pp", "bubble", "dp", "optimizer", "offload")
+PARTS = (
+    "gemm",
+    "attention",
+    "memory",
+    "host",
+    "tp",
+    "cp",
+    "ep",
+    "pp",
+    "bubble",
+    "dp",
+    "optimizer",
+    "offload",
+)
 CASTS = 2
 """Kernels that bring an operand to low precision: its values, and their scales."""
 SHARP = 2.0
@@ -41,11 +54,15 @@ class StepTime:
     seconds: float
     """nan where the device's facts do not suffice."""
     parts: Mapping[str, float]
-    """Seconds by part, of the slowest stage; they add up to `seconds`. Communication: what no computation hides."""
+    """Seconds by part, of the slowest stage; they add up to `seconds`.
+
+    Communication: what no computation hides.
+    """
     tokens_per_second_per_device: float
     mfu: float
-    """Of the peak of the format that linear layers multiply in, with causal attention and the gradients of what is
-    trained."""
+    """Of the peak of the format that linear layers multiply in, with causal attention and the
+    gradients of what is trained.
+    """
     mfu_all_keys: float
     """The same with attention to every key."""
     missing: tuple[str, ...] = ()
@@ -64,7 +81,9 @@ class StepWork:
     run: RunConfig
     stages: tuple[Work, ...]
     weights: tuple[tuple[float, float], ...]
-    """Elements that are trained of each stage on a rank: of experts that other ranks do not have, and the others."""
+    """Elements that are trained of each stage on a rank: of experts that other ranks do not have,
+    and the others.
+    """
     sent: int
     """Bytes from a stage to the next."""
     grid: RankGrid
@@ -85,7 +104,8 @@ def step_time(run: RunConfig, reached: Efficiencies | None = None) -> StepTime:
 
 def unknown(run: RunConfig) -> tuple[str, ...]:
     """Keys of the cluster of a resolved run that have to be known to say how long a step takes."""
-    p, cluster = run.precision, run.cluster
+    p = run.precision
+    cluster = run.cluster
     formats: list[str] = [p.format, p.multiplies_in]
     matrices = OPTIMIZERS[run.optim.name].whole_matrices
     formats += [matrices(run).format] if matrices else []
@@ -100,21 +120,27 @@ def step_work(run: RunConfig) -> StepWork:
     Raises:
         ValueError: the family does not say what a stage computes, or stages do not fit the model.
     """
-    family, rank = family_of(run.model), Rank.of(run)
+    family = family_of(run.model)
+    rank = Rank.of(run)
     if family.stage is None:
         raise ValueError(f"the family {family.name} does not say what its layers compute")
     chunks: dict[tuple[object, ...], tuple[Work, tuple[int, int]]] = {}
     known: dict[tuple[object, ...], tuple[Work, tuple[float, float], Counter[Matrix]]] = {}
-    stages, weights, matrices = [], [], []
+    stages = []
+    weights = []
+    matrices = []
     for held in held_stages(run):
         keys = tuple(stage_kind(run, stage) for stage in held)
         if keys not in known:
-            done, experts, others = Work(), 0, 0
+            done = Work()
+            experts = 0
+            others = 0
             for key, stage in zip(keys, held, strict=True):
                 if key not in chunks:
                     chunks[key] = total(family.stage(rank, stage)), _trained(run, stage)
                 done.add(chunks[key][0], 1)
-                experts, others = experts + chunks[key][1][0], others + chunks[key][1][1]
+                experts = experts + chunks[key][1][0]
+                others = others + chunks[key][1][1]
             known[keys] = done, (experts, others), matrices_of(run, held)
         stages.append(known[keys][0])
         weights.append(known[keys][1])
@@ -138,7 +164,9 @@ def weights_of(done: Work, *, grouped: bool) -> float:
 
 def frozen_of(done: Work) -> float:
     """Elements of the weights that are not trained."""
-    return sum(_elements(one) * number for one, number in done.backward.items() if one.factors == "frozen")
+    return sum(
+        _elements(one) * number for one, number in done.backward.items() if one.factors == "frozen"
+    )
 
 
 def _elements(one: Linear) -> int:
@@ -147,16 +175,21 @@ def _elements(one: Linear) -> int:
 
 def priced(work: StepWork, device: Device, reached: Efficiencies) -> StepTime:
     """The time of what is done."""
-    run, p = work.run, work.run.parallel
+    run = work.run
+    p = work.run.parallel
     alike = {id(stage): stage for stage in work.stages}
     found = {key: micro_batch(work, stage, device, reached) for key, stage in alike.items()}
     stages = [found[id(stage)] for stage in work.stages]
     times = [sum(parts.values()) for parts in stages]
     number = max(1, run.trainer.batch // (run.trainer.micro * p.dp))
     slowest = max(range(len(times)), key=times.__getitem__)
-    parts = dict.fromkeys(PARTS, 0.0) | {name: number * value for name, value in stages[slowest].items()}
+    parts = dict.fromkeys(PARTS, 0.0) | {
+        name: number * value for name, value in stages[slowest].items()
+    }
     parts["bubble"] = (sum(times) - times[slowest]) / p.vpp
-    ends = done_once(run, work.grid, work.weights[slowest], device, reached, sum(parts.values()), times[slowest])
+    ends = done_once(
+        run, work.grid, work.weights[slowest], device, reached, sum(parts.values()), times[slowest]
+    )
     if work.matrices:
         ends["optimizer"] += matrix_seconds(run, work.grid, work.matrices[slowest], device, reached)
     parts |= {name: value / reached.speed for name, value in ends.items()}
@@ -167,11 +200,15 @@ def priced(work: StepWork, device: Device, reached: Efficiencies) -> StepTime:
     return StepTime(seconds, parts, tokens, causal, every)
 
 
-def micro_batch(work: StepWork, stage: Work, device: Device, reached: Efficiencies) -> dict[str, float]:
+def micro_batch(
+    work: StepWork, stage: Work, device: Device, reached: Efficiencies
+) -> dict[str, float]:
     """Seconds of one micro-batch on a stage, by part."""
     p = work.run.precision
-    recipe, low = p.quantized or p.format, p.fp8_dot_product_attention
-    element, gradient = bytes_of(p.format), gradient_bytes(work.run)
+    recipe = p.quantized or p.format
+    low = p.fp8_dot_product_attention
+    element = bytes_of(p.format)
+    gradient = gradient_bytes(work.run)
     kernels = Kernels(device, reached, p.format, p.multiplies_in, recipe, element, gradient, low)
     parts = {
         "gemm": sum(n * kernels.linear(one) for one, n in stage.forward.items())
@@ -186,9 +223,12 @@ def micro_batch(work: StepWork, stage: Work, device: Device, reached: Efficienci
     routed = stage.mixtures - stage.fixed * (1 - reached.fixed)
     casts = CASTS * (recipe != p.format)
     calls = sum(
-        share * (one.products + casts * one.casts) for share, one in ((1, stage.calls), (reached.fixed, stage.padded))
+        share * (one.products + casts * one.casts)
+        for share, one in ((1, stage.calls), (reached.fixed, stage.padded))
     )
-    every = calls * reached.call_us + stage.operations * reached.launch_us + routed * reached.routing_us
+    every = (
+        calls * reached.call_us + stage.operations * reached.launch_us + routed * reached.routing_us
+    )
     host = every * reached.graphed * MICRO
     computes = sum(parts.values())
     if device.on_host:  # which starts an operation when the one before it is done
@@ -197,9 +237,12 @@ def micro_batch(work: StepWork, stage: Work, device: Device, reached: Efficienci
 
 
 def _exchanged(work: StepWork, stage: Work, kernels: Kernels) -> dict[str, float]:
-    grid, moe, reached = work.grid, work.run.model.moe, kernels.reached
+    grid = work.grid
+    moe = work.run.model.moe
+    reached = kernels.reached
     links = Links(kernels.device, reached)
-    found, behind = dict.fromkeys(("tp", "cp", "ep", "pp"), 0.0), 0.0
+    found = dict.fromkeys(("tp", "cp", "ep", "pp"), 0.0)
+    behind = 0.0
     once = moe is not None and moe.token_dispatcher_type == "flex"
     for (exchange, product), number in stage.exchanges.items():
         name = "ep" if exchange.axis == "etp" else exchange.axis
@@ -208,7 +251,8 @@ def _exchanged(work: StepWork, stage: Work, kernels: Kernels) -> dict[str, float
         if name == "tp" and product is not None and reached.overlapped["tp"]:
             behind += number * min(each, kernels.linear(product))
     hidden = {name: time * reached.overlapped[name] for name, time in found.items()}
-    hidden["tp"] = behind * reached.overlapped["tp"]  # in parts, beside the product that reads or gives the tensor
+    # in parts, beside the product that reads or gives the tensor
+    hidden["tp"] = behind * reached.overlapped["tp"]
     found = {name: time - hidden[name] for name, time in found.items()}
     found["ep"] += stage.mixtures * reached.pass_us * MICRO
     if grid.pp > 1:

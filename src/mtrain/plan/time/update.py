@@ -1,4 +1,6 @@
-"""What is done once a step: gradients and weights travel between data-parallel ranks, and weights are updated."""
+"""What is done once a step: gradients and weights travel between data-parallel ranks, and weights
+are updated.
+"""
 
 from __future__ import annotations
 
@@ -41,15 +43,22 @@ def done_once(
         left = sharded_seconds(run, shares, computes, device, reached)
     else:
         sent = _sent(run, shares, Links(device, reached))
-        # with virtual stages, gradients of a chunk leave while the last micro-batches go through the others
+        # with virtual stages, gradients of a chunk leave while the last micro-batches go through
+        # the others
         window = min(computes, micro * (grid.pp if run.parallel.vpp > 1 else 1))
-        left = sent - (min(window, sent) * reached.overlapped["dp"] if run.parallel.overlap_grad_reduce else 0.0)
+        left = sent - (
+            min(window, sent) * reached.overlapped["dp"]
+            if run.parallel.overlap_grad_reduce
+            else 0.0
+        )
     update = _moved(run, shares) / (device.memory * reached.memory)
     return {"dp": left, "optimizer": update, "offload": _offloaded(run, shares)}
 
 
 def shares_of(run: RunConfig, grid: RankGrid, weights: tuple[float, float]) -> tuple[Share, ...]:
-    """What experts and the others of a rank are, and who has the same; without those that it has none of."""
+    """What experts and the others of a rank are, and who has the same; without those that it has
+    none of.
+    """
     copies = run.parallel.hsdp_replicas
     every = zip(weights, (grid.edp, grid.dp * grid.cp), (grid.etp * grid.ep, grid.tp), strict=True)
     return tuple(
@@ -69,36 +78,54 @@ def gradient_bytes(run: RunConfig) -> int:
 
 
 def _sent(run: RunConfig, shares: tuple[Share, ...], links: Links) -> float:
-    """Seconds of gradients and weights without FSDP: gradients are reduced on all ranks, or each rank gets those of
-    its shard, and gives back the weights of that."""
-    element, gradient = bytes_of(run.precision.format), gradient_bytes(run)
+    """Seconds of gradients and weights without FSDP: gradients are reduced on all ranks, or each
+    rank gets those of its shard, and gives back the weights of that.
+    """
+    element = bytes_of(run.precision.format)
+    gradient = gradient_bytes(run)
     if not run.parallel.distributed_optimizer:
-        return sum(links.collective(share.group, "reduce", share.elements * gradient) for share in shares)
+        return sum(
+            links.collective(share.group, "reduce", share.elements * gradient) for share in shares
+        )
     total = 0.0
     for share in shares:
         total += links.collective(share.group, "gather", share.elements * element)
         total += links.collective(share.group, "scatter", share.elements * gradient)
-        total += links.collective(share.copies, "reduce", share.elements * gradient / share.group.size)
+        total += links.collective(
+            share.copies, "reduce", share.elements * gradient / share.group.size
+        )
     return total
 
 
 def _moved(run: RunConfig, shares: tuple[Share, ...]) -> float:
     """Bytes that the update reads and writes, and the clearing of gradients."""
-    p, element, gradient = run.parallel, bytes_of(run.precision.format), gradient_bytes(run)
+    p = run.parallel
+    element = bytes_of(run.precision.format)
+    gradient = gradient_bytes(run)
     alone = p.distributed_optimizer or p.fsdp != "none"
     updated = sum(share.elements / (share.group.size if alone else 1) for share in shares)
     spread = fsdp_shards(run, "gradients")
-    cleared = sum(share.elements / (share.group.size if spread else 1) for share in shares) * gradient
-    return updated * (2 * update_bytes(run) + 2 * gradient + element * (1 + is_half(run.precision.format))) + cleared
+    cleared = (
+        sum(share.elements / (share.group.size if spread else 1) for share in shares) * gradient
+    )
+    return (
+        updated
+        * (2 * update_bytes(run) + 2 * gradient + element * (1 + is_half(run.precision.format)))
+        + cleared
+    )
 
 
 def _offloaded(run: RunConfig, shares: tuple[Share, ...]) -> float:
-    """Seconds of an update in host memory: gradients go there, weights come back, and the host reads and writes its
-    state."""
-    part, link = run.optim.cpu_offload, run.cluster.host_link_gbps
+    """Seconds of an update in host memory: gradients go there, weights come back, and the host
+    reads and writes its state.
+    """
+    part = run.optim.cpu_offload
+    link = run.cluster.host_link_gbps
     if not part or link is None:
         return 0.0
-    number = sum(s.elements / (s.group.size if run.parallel.distributed_optimizer else 1) for s in shares)
+    number = sum(
+        s.elements / (s.group.size if run.parallel.distributed_optimizer else 1) for s in shares
+    )
     moved = bytes_of("fp32") + bytes_of(run.precision.format)
     updated = 2 * (update_bytes(run) + bytes_of("fp32"))
     return part * number * (moved / (link * GIGA) + updated / HOST_UPDATE)
@@ -106,4 +133,6 @@ def _offloaded(run: RunConfig, shares: tuple[Share, ...]) -> float:
 
 def update_bytes(run: RunConfig) -> int:
     """Of an element's main weight and moments."""
-    return main_weight_bytes(run) + sum(map(bytes_of, OPTIMIZERS[run.optim.name].states(run).values()))
+    return main_weight_bytes(run) + sum(
+        map(bytes_of, OPTIMIZERS[run.optim.name].states(run).values())
+    )

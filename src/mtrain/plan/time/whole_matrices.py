@@ -1,4 +1,6 @@
-"""What it takes to update matrices whole (muon, soap): their products, and what ranks send each other for them."""
+"""What it takes to update matrices whole (muon, soap): their products, and what ranks send each
+other for them.
+"""
 
 from __future__ import annotations
 
@@ -18,42 +20,64 @@ from mtrain.plan.time.work import Linear
 from mtrain.plan.weights import Matrix, shared_out, update_of
 
 TOGETHER = 1 << 24
-"""Elements of matrices of one shape in one product, as `BATCH` of `mtrain_kernels.optimizer.muon`."""
-SQUARES, WIDES = 7, 5
-"""Times that a Newton-Schulz step reads or writes the square of a matrix, and the matrix: sums that products do not
-make."""
+"""Elements of matrices of one shape in one product, as `BATCH` of `mtrain_kernels.optimizer.muon`.
+"""
+SQUARES = 7
+WIDES = 5
+"""Times that a Newton-Schulz step reads or writes the square of a matrix, and the matrix: sums that
+products do not make.
+"""
 AROUND = 9 * FP32
-"""Bytes of an element that is stacked, brought to norm one, and scaled, in fp32 one after the other."""
-TURNED, COUNTED = 16 * FP32, 3 * FP32
-"""Bytes of an element that Adam divides in the bases, and of one of a side's average of products."""
+"""Bytes of an element that is stacked, brought to norm one, and scaled, in fp32 one after the
+other.
+"""
+TURNED = 16 * FP32
+COUNTED = 3 * FP32
+"""Bytes of an element that Adam divides in the bases, and of one of a side's average of products.
+"""
 QR = 8 / 3
-"""Operations of a QR decomposition of n columns, its basis made, as a part of n^3 (Golub and Van Loan, 5.2)."""
+"""Operations of a QR decomposition of n columns, its basis made, as a part of n^3 (Golub and Van
+Loan, 5.2).
+"""
 QR_RATE = 0.1
-"""Assumed: what a QR decomposition reaches of the rate of products of its size: it is made of narrow ones."""
+"""Assumed: what a QR decomposition reaches of the rate of products of its size: it is made of
+narrow ones.
+"""
 
 
 def matrix_seconds(
-    run: RunConfig, grid: RankGrid, matrices: Mapping[Matrix, int], device: Device, reached: Efficiencies
+    run: RunConfig,
+    grid: RankGrid,
+    matrices: Mapping[Matrix, int],
+    device: Device,
+    reached: Efficiencies,
 ) -> float:
     """Of the rank that has the most to do.
 
-    Under the distributed optimizer each matrix belongs to one of the data-parallel ranks that share its state (with
-    replicas, those of one of them): its gradient goes there, and its update comes back. Every tensor-parallel rank
-    gathers its matrices whole, unless each takes its own block.
+    Under the distributed optimizer each matrix belongs to one of the data-parallel ranks that share
+    its state (with replicas, those of one of them): its gradient goes there, and its update comes
+    back. Every tensor-parallel rank gathers its matrices whole, unless each takes its own block.
     """
     how = update_of(run)
     if how is None:
         return 0.0
-    total, kinds = 0.0, {(one.expert, len(one.parts)) for one in matrices}
+    total = 0.0
+    kinds = {(one.expert, len(one.parts)) for one in matrices}
     for expert, parts in kinds:
-        of = {one: n for one, n in matrices.items() if (one.expert, len(one.parts)) == (expert, parts)}
+        of = {
+            one: n for one, n in matrices.items() if (one.expert, len(one.parts)) == (expert, parts)
+        }
         copies = grid.edp if expert else grid.dp * grid.cp
         ranks = copies // run.parallel.hsdp_replicas if run.parallel.distributed_optimizer else 1
-        total += max(_seconds(run, how, owned, device, reached) for owned in shared_out(of, ranks, how))
+        total += max(
+            _seconds(run, how, owned, device, reached) for owned in shared_out(of, ranks, how)
+        )
         if ranks > 1:
             size = sum(prod(one.shape) * n for one, n in of.items()) * FP32 // ranks
             sharing = Group(ranks, grid.etp * grid.ep if expert else grid.tp)
-            total += sum(how.sent) * Links(device, reached).seconds(sharing, Exchange("ep", "all_to_all", size))
+            total += sum(how.sent) * Links(device, reached).seconds(
+                sharing, Exchange("ep", "all_to_all", size)
+            )
     return total
 
 
@@ -65,7 +89,8 @@ def _seconds(
     reached: Efficiencies,
 ) -> float:
     """Of one rank's matrices."""
-    p, links = run.parallel, Links(device, reached)
+    p = run.parallel
+    links = Links(device, reached)
     kernels = Kernels(device, reached, how.format, how.format, how.format, bytes_of(how.format))
     total = 0.0
     for one, number in owned:
@@ -86,20 +111,25 @@ def _product(kernels: Kernels, shape: tuple[int, int, int], batch: int = 1) -> f
 
 
 def _orthogonal(steps: int, number: int, rows: int, columns: int, kernels: Kernels) -> float:
-    """Of matrices of one shape: X X^T, the square of that, and its product with X, `steps` times."""
+    """Of matrices of one shape: X X^T, the square of that, and its product with X,
+    `steps` times.
+    """
     short, long = sorted((rows, columns))
     batch = min(number, max(1, TOGETHER // (short * long)))
     shapes = (short, short, long), (short, short, short), (short, long, short)
     each = sum(_product(kernels, shape, batch) for shape in shapes)
-    moved = steps * (SQUARES * short + WIDES * long) * short * kernels.element + (AROUND + 2 * kernels.element) * (
-        short * long
-    )
+    moved = steps * (SQUARES * short + WIDES * long) * short * kernels.element + (
+        AROUND + 2 * kernels.element
+    ) * (short * long)
     return number * (steps * each / batch + kernels.moved(moved))
 
 
 def _rotated(how: Rotated, rows: int, columns: int, kernels: Kernels) -> float:
-    """Of one matrix: three turns and an average of products for each side, and a share of a new basis."""
-    total, moved = 0.0, TURNED * rows * columns
+    """Of one matrix: three turns and an average of products for each side, and a share of a new
+    basis.
+    """
+    total = 0.0
+    moved = TURNED * rows * columns
     for n in how.sides(rows, columns):
         other = rows * columns // n
         total += 3 * _product(kernels, (n, other, n)) + _product(kernels, (n, n, other))

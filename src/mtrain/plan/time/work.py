@@ -1,4 +1,6 @@
-"""What a rank of a stage does for one micro-batch, counted from its graphs of operations; no efficiency is in it."""
+"""What a rank of a stage does for one micro-batch, counted from its graphs of operations; no
+efficiency is in it.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +11,9 @@ from dataclasses import dataclass, field
 from mtrain.models.graph import Exchange, Factors, Graph, Op, Product
 
 BACKWARD_MOVES = 1.5
-"""Bytes that the backward of a memory-bound operation moves, of those of its forward: it reads a gradient more."""
+"""Bytes that the backward of a memory-bound operation moves, of those of its forward: it reads a
+gradient more.
+"""
 ATTENTION = "core_attention"
 EXPERTS = "mlp.experts."
 PADDED = "dispatch.fixed"
@@ -36,7 +40,9 @@ class Pairs:
     flops: float
     width: int
     rows: int
-    """Queries of a head, or keys of its window where those are fewer: what a block at an edge is whole against."""
+    """Queries of a head, or keys of its window where those are fewer: what a block at an edge is
+    whole against.
+    """
 
 
 @dataclass
@@ -81,8 +87,10 @@ class Work:
         self.moved += times * other.moved
         self.operations += times * other.operations
         for name in ("calls", "padded"):
-            own, more = getattr(self, name), getattr(other, name)
-            own.products, own.casts = own.products + times * more.products, own.casts + times * more.casts
+            own = getattr(self, name)
+            more = getattr(other, name)
+            own.products = own.products + times * more.products
+            own.casts = own.casts + times * more.casts
         self.mixtures += times * other.mixtures
         self.fixed += times * other.fixed
 
@@ -134,7 +142,8 @@ def _products(done: Work, op: Op, passes: int) -> None:
 
 def total(graphs: Sequence[Graph]) -> Work:
     """Of a stage; a graph that is there several times stands for as many layers."""
-    every, numbers = {id(graph): graph for graph in graphs}, Counter(map(id, graphs))
+    every = {id(graph): graph for graph in graphs}
+    numbers = Counter(map(id, graphs))
     done = Work()
     for key, number in numbers.items():
         done.add(work_of(every[key]), number)

@@ -1,4 +1,6 @@
-"""A layout for a run that leaves it open: what is kept of what was said, and what is wrong where none is found."""
+"""A layout for a run that leaves it open: what is kept of what was said, and what is wrong where
+none is found.
+"""
 
 from __future__ import annotations
 
@@ -22,24 +24,33 @@ from mtrain.plan.tune.space import KEYS, SPLIT, changed
 from mtrain.units import GIB, bytes_, devices
 
 Values = Mapping[str, Any]
-AUTO, BATCH = "parallel.auto", "trainer.global_batch_size"
+AUTO = "parallel.auto"
+BATCH = "trainer.global_batch_size"
 MORE = (2, 4, 8, 16)
 """Times as many machines that are tried where nothing fits."""
 
 
 def said_of(run: RunConfig, origins: Mapping[str, str], *, command_line: bool) -> dict[str, Any]:
-    """The keys of a layout that somebody set, on the command line alone or anywhere, and not to null."""
+    """The keys of a layout that somebody set, on the command line alone or anywhere, and not to
+    null.
+    """
     known = {key: value_at(run, key) for key in (*KEYS, *SPLIT)}
     mine = {k: v for k, v in known.items() if origins.get(k, DEFAULT) != DEFAULT and v is not None}
     kept = {k: v for k, v in mine.items() if not command_line or origins[k] == COMMAND_LINE}
-    return kept | ({"optim.cpu_offload": known["optim.cpu_offload"]} if known["optim.cpu_offload"] else {})
+    return kept | (
+        {"optim.cpu_offload": known["optim.cpu_offload"]} if known["optim.cpu_offload"] else {}
+    )
 
 
-def search(raw: RunConfig, said: Values, machine: Machine, world_size: int | None, number: int) -> tuple[Found, Task]:
-    """The best layouts of a configuration that is not resolved, with the batch that it has on all its ranks.
+def search(
+    raw: RunConfig, said: Values, machine: Machine, world_size: int | None, number: int
+) -> tuple[Found, Task]:
+    """The best layouts of a configuration that is not resolved, with the batch that it has on all
+    its ranks.
 
     Raises:
-        ConfigError: the devices, or the layers, are not known well enough to say how long a step takes.
+        ConfigError: the devices, or the layers, are not known well enough to say how long a step
+            takes.
     """
 
     def resolved(run: RunConfig) -> RunConfig:
@@ -47,17 +58,24 @@ def search(raw: RunConfig, said: Values, machine: Machine, world_size: int | Non
 
     raw = cleared(raw, said)
     run = resolved(raw)
-    raw = changed(raw, {"trainer.global_batch_size": run.trainer.batch, "parallel.ranks": run.parallel.ranks})
+    raw = changed(
+        raw, {"trainer.global_batch_size": run.trainer.batch, "parallel.ranks": run.parallel.ranks}
+    )
     if lacks := unknown(run):
-        ranks, name = run.parallel.ranks or 1, run.cluster.name
+        ranks = run.parallel.ranks or 1
+        name = run.cluster.name
         those = f"{ranks} rank{'s' * (ranks > 1)}"
         rule = f"the layout is chosen by its time, which of {those} on {name} is not known without "
         fix = "cluster=h100x8"
         if facts_of(run.cluster.device).on_host:
-            fix += f", or the file that plan --calibrate RUN out=FILE.yaml makes of a run of {those} here"
+            fix += (
+                f", or the file that plan --calibrate RUN out=FILE.yaml makes of a run of {those}"
+                " here"
+            )
         raise ConfigError([Problem("MT256", "cluster.name", name, rule + ", ".join(lacks), fix)])
     if not described(run):
-        rule, fix = "the family does not say what its layers compute", "parallel=tp2pp2, or a family that says so"
+        rule = "the family does not say what its layers compute"
+        fix = "parallel=tp2pp2, or a family that says so"
         raise ConfigError([Problem("MT254", "model.family", run.model.family, rule, fix)])
     memory = run.cluster.device_memory_gib
     task = Task(raw, resolved, said, None if memory is None else int(memory * GIB))
@@ -75,7 +93,8 @@ def cleared(raw: RunConfig, said: Values) -> RunConfig:
     again = type(raw.parallel.recompute).model_fields
     values: dict[str, Any] = {}
     for key in (*KEYS, *SPLIT):
-        section, name = key.split(".")[0], key.rpartition(".")[2]
+        section = key.split(".")[0]
+        name = key.rpartition(".")[2]
         fields = again if "recompute" in key else type(getattr(raw, section)).model_fields
         values[key] = said.get(key, fields[name].default)
     return changed(raw, {**values, AUTO: False})
@@ -86,26 +105,34 @@ def chosen(
 ) -> tuple[RunConfig, dict[str, str]]:
     """`raw` with the fastest layout that fits its cluster, and for every key of it why it is so.
 
-    Where the rest of the configuration breaks a rule, nothing is searched: that is said of it as it is. Where too
-    little is known of the devices, as of a CPU, or of the layers, it is the plainest layout.
+    Where the rest of the configuration breaks a rule, nothing is searched: that is said of it as it
+    is. Where too little is known of the devices, as of a CPU, or of the layers, it is the plainest
+    layout.
 
     Raises:
         ConfigError: nothing fits, or no layout keeps all rules.
     """
     said = said_of(raw, origins, command_line=False)
-    plain, reasons = cleared(raw, said), dict[str, str]()
+    plain = cleared(raw, said)
+    reasons = dict[str, str]()
     run = resolve(plain, machine, world_size, why=reasons)
     if lacks := unknown(run):
         return plain, {AUTO: f"the plainest layout: no time is known without {lacks[0]}"}
     if not described(run):
-        return plain, {AUTO: f"the plainest layout: {run.model.family} does not say what its layers compute"}
+        return plain, {
+            AUTO: f"the plainest layout: {run.model.family} does not say what its layers compute"
+        }
     found, task = search(raw, said, machine, world_size, 1)
     if not found.best:
-        refuse(found, task, lambda more: search(changed(raw, more), said, machine, world_size, 1)[0])
+        refuse(
+            found, task, lambda more: search(changed(raw, more), said, machine, world_size, 1)[0]
+        )
         return task.raw, {}
     change = {key: value for key, value in found.best[0].change.items() if key not in said}
     why = f"chosen by tune for cluster {run.cluster.name}"
-    marked = {key: why for key, value in change.items() if value is not None} | {AUTO: "answered by tune"}
+    marked = {key: why for key, value in change.items() if value is not None} | {
+        AUTO: "answered by tune"
+    }
     if raw.trainer.global_batch_size is None:  # for which the layouts were searched
         change[BATCH] = task.raw.trainer.global_batch_size
         marked |= {key: reason for key, reason in reasons.items() if key == BATCH}
@@ -119,13 +146,20 @@ def refuse(found: Found, task: Task, again: Any) -> None:
         ConfigError: with what would help; not where a rule is broken that no layout decides.
     """
     run = task.resolve(task.raw)
-    p, name, near = run.parallel, run.cluster.name, found.nearest
+    p = run.parallel
+    name = run.cluster.name
+    near = found.nearest
     what = (
-        f"{run.model.name} with {run.trainer.batch} samples of {run.data.length} tokens on {devices(p.ranks, name)}"
+        f"{run.model.name} with {run.trainer.batch} samples of {run.data.length} tokens on"
+        f" {devices(p.ranks, name)}"
     )
-    kept = f" that keeps {', '.join(f'{key} {value}' for key, value in task.said.items())}" if task.said else ""
+    if task.said:
+        kept = f" that keeps {', '.join(f'{key} {value}' for key, value in task.said.items())}"
+    else:
+        kept = ""
     if near is None:
-        wrong, ranks = [one for one in findings(run) if one.severity == "error"], p.ranks or 1
+        wrong = [one for one in findings(run) if one.severity == "error"]
+        ranks = p.ranks or 1
         if found.wrong or any(one.path not in (*KEYS, *SPLIT, BATCH) for one in wrong):
             return
         rule = f"{what}: no layout{kept} keeps all rules"
@@ -134,8 +168,12 @@ def refuse(found: Found, task: Task, again: Any) -> None:
         if run.trainer.batch % ranks:
             fix = f"trainer.global_batch_size={-(-run.trainer.batch // ranks) * ranks}"
         raise ConfigError([Problem("MT258", AUTO, True, rule, fix)])
-    need, holds = near.memory.peak, task.holds or 0
-    least = f"the smallest, {near.words}, needs {bytes_(need)} of the {bytes_(round(task.room()))} that may be taken"
+    need = near.memory.peak
+    holds = task.holds or 0
+    least = (
+        f"the smallest, {near.words}, needs {bytes_(need)} of the {bytes_(round(task.room()))} that"
+        " may be taken"
+    )
     rule = f"{what}: no layout{kept} fits; {least} of {bytes_(holds)}"
     fix = ""
     for times in MORE:
@@ -146,13 +184,17 @@ def refuse(found: Found, task: Task, again: Any) -> None:
         if again(more).best:
             fix = f"cluster.nodes={nodes}"
             break
-    raise ConfigError([Problem("MT257", AUTO, True, rule, fix or "a smaller model, or devices with more memory")])
+    raise ConfigError(
+        [Problem("MT257", AUTO, True, rule, fix or "a smaller model, or devices with more memory")]
+    )
 
 
 def _least(run: RunConfig) -> int:
-    """Bytes of weights over all devices, and of gradients and main weights of what is trained, each once: no layout
-    has fewer, and only moments are given away."""
-    p, all_trained = run.precision, run.peft.kind is None and not family_of(run.model).frozen_parameters(run.model)
+    """Bytes of weights over all devices, and of gradients and main weights of what is trained, each
+    once: no layout has fewer, and only moments are given away.
+    """
+    p = run.precision
+    all_trained = run.peft.kind is None and not family_of(run.model).frozen_parameters(run.model)
     gradient = bytes_of("fp32" if p.grad_reduce_in_fp32 else p.format)
     each = bytes_of(p.format) + all_trained * (gradient + main_weight_bytes(run))
     return parameters(run.model) * each

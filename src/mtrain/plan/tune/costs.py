@@ -1,7 +1,9 @@
-"""What a layout takes at least: seconds and bytes from the parts of a micro-batch, each counted once.
+"""What a layout takes at least: seconds and bytes from the parts of a micro-batch, each counted
+once.
 
-A layer costs the same wherever the pipeline is cut and however its state is sharded, so few graphs are made for many
-layouts. The numbers leave out little: what a plan says is never much below, and the best are planned in full.
+A layer costs the same wherever the pipeline is cut and however its state is sharded, so few graphs
+are made for many layouts. The numbers leave out little: what a plan says is never much below, and
+the best are planned in full.
 """
 
 from __future__ import annotations
@@ -37,7 +39,12 @@ from mtrain.plan.tune.space import Change, changed
 from mtrain.plan.tune.state import State, state_of
 
 ONE_STAGE = {
-    **{"parallel.pp": 1, "parallel.vpp": 1, "parallel.layers_per_stage": None, "parallel.pipeline_layout": None},
+    **{
+        "parallel.pp": 1,
+        "parallel.vpp": 1,
+        "parallel.layers_per_stage": None,
+        "parallel.pipeline_layout": None,
+    },
     "parallel.account_for_embedding_in_pipeline_split": False,
     "parallel.account_for_loss_in_pipeline_split": False,
 }
@@ -47,10 +54,14 @@ NONE = {
     **dict.fromkeys(f"parallel.recompute.{key}" for key in ("modules", "method", "num_layers")),
 }
 MOST_AGAIN = 1.5
-"""Times as long that a layer takes at most which is computed again: it exchanges three times in place of twice."""
+"""Times as long that a layer takes at most which is computed again: it exchanges three times in
+place of twice.
+"""
 Piece = npt.NDArray[np.float64]
-"""Of a part of a stage and a micro-batch: seconds of the device, and of the host; bytes that autograd keeps; elements
-of weights of experts, of others, and of those that are not trained. Or a row of that for each of several parts."""
+"""Of a part of a stage and a micro-batch: seconds of the device, and of the host; bytes that
+autograd keeps; elements of weights of experts, of others, and of those that are not trained. Or a
+row of that for each of several parts.
+"""
 
 
 def _took(piece: Piece) -> Any:
@@ -108,7 +119,9 @@ class Pieces:
 
 @dataclass(frozen=True, eq=False)
 class Cut:
-    """Stages of a pipeline, in the order of the model: the first has the embedding, the last the loss."""
+    """Stages of a pipeline, in the order of the model: the first has the embedding, the last the
+    loss.
+    """
 
     starts: npt.NDArray[np.int64]
     stops: npt.NDArray[np.int64]
@@ -128,7 +141,8 @@ class Flow:
     least: tuple[float, float]
     """The fewest of any rank."""
     ranks: tuple[tuple[float, float, float], ...]
-    """Of ranks that may need the most memory: bytes in flight, elements of experts and of others."""
+    """Of ranks that may need the most memory: bytes in flight, elements of experts and of others.
+    """
 
 
 class Costs:
@@ -148,20 +162,30 @@ class Costs:
 
     def ideal(self, run: RunConfig) -> float:
         """Seconds of a step whose pipeline never waits, and of which nothing is done once."""
-        p, t = run.parallel, run.trainer
-        return t.batch * self._without_blocks(run).seconds * p.tp * p.cp / (t.micro * (p.ranks or 1))
+        p = run.parallel
+        t = run.trainer
+        return (
+            t.batch * self._without_blocks(run).seconds * p.tp * p.cp / (t.micro * (p.ranks or 1))
+        )
 
     def even(self, run: RunConfig, pp: int) -> Flow:
         """At least what flows through any pipeline of `pp` ranks that never waits.
 
-        Each rank has as much to do; the slowest has the fewest layers with which it can be that, and those of the
-        fewest weights.
+        Each rank has as much to do; the slowest has the fewest layers with which it can be that,
+        and those of the fewest weights.
         """
-        pieces, number = self._without_blocks(run), _micro_batches(run, pp)
-        most, layers = pieces.seconds / pp, len(pieces.layers) - 1
-        every = pieces.first + pieces.layers[-1] + pieces.behind - (pieces.twice if pp == 1 else 0.0)
+        pieces = self._without_blocks(run)
+        number = _micro_batches(run, pp)
+        most = pieces.seconds / pp
+        layers = len(pieces.layers) - 1
+        every = (
+            pieces.first + pieces.layers[-1] + pieces.behind - (pieces.twice if pp == 1 else 0.0)
+        )
         ends = max(_took(pieces.first), _took(pieces.behind)) if pp > 1 else 0.0
-        fewest = math.ceil(max(0.0, most - MOST_AGAIN * ends) / (MOST_AGAIN * pieces.longest)) if pp > 1 else layers
+        if pp > 1:
+            fewest = math.ceil(max(0.0, most - MOST_AGAIN * ends) / (MOST_AGAIN * pieces.longest))
+        else:
+            fewest = layers
         least = pieces.lightest[min(fewest, layers)]
         ranks = ((0.0, every[EXPERTS] / pp, every[OTHERS] / pp),)
         weights = float(least[0]), float(least[1])
@@ -194,9 +218,11 @@ class Costs:
         return float(_took(pieces.first)) / layer, float(_took(pieces.behind)) / layer
 
     def taken(self, run: RunConfig, ways: Sequence[Change]) -> list[tuple[float, float]]:
-        """With each of several ways to recompute: seconds of a micro-batch through all layers, and bytes that
-        autograd keeps of it. What is recomputed of some layers counts as of all."""
-        shards, found = _shards_key(run), []
+        """With each of several ways to recompute: seconds of a micro-batch through all layers, and
+        bytes that autograd keeps of it. What is recomputed of some layers counts as of all.
+        """
+        shards = _shards_key(run)
+        found = []
         for way in ways:
             key = *shards, *(_again_key(*(way[f"parallel.recompute.{name}"] for name in AGAIN)))
             pieces = self._pieces.get(key) or self.pieces(changed(run, way))
@@ -218,16 +244,21 @@ class Costs:
     def _made(self, run: RunConfig) -> Pieces:
         again = run.parallel.recompute
         if again.granularity == "full" and again.method == "block":
-            run = changed(run, {"parallel.recompute.num_layers": None, "parallel.recompute.method": None})
-        one, m = changed(run, ONE_STAGE), run.model
-        make, ends = family_of(m).stage, m.mtp_num_layers or 0
+            run = changed(
+                run, {"parallel.recompute.num_layers": None, "parallel.recompute.method": None}
+            )
+        one = changed(run, ONE_STAGE)
+        m = run.model
+        make = family_of(m).stage
+        ends = m.mtp_num_layers or 0
         assert make is not None
         shards = _shards_key(run)  # who does an operation does not depend on what is computed again
         r = Rank.of(one, self._words.get(shards))
         self._words[shards] = r.words
         graphs = make(r, Stage(range(m.num_layers), True, ends, True))
         p = run.parallel
-        ranks = math.lcm(p.tp * p.cp, (p.etp or p.tp) * p.ep)  # one copy of all: its groups are as those of more
+        # one copy of all: its groups are as those of more
+        ranks = math.lcm(p.tp * p.cp, (p.etp or p.tp) * p.ep)
         work = StepWork(one, (), (), 0, RankGrid.of(changed(one, {"parallel.ranks": ranks})))
         known: dict[int, Piece] = {}
         for graph in graphs:
@@ -241,16 +272,19 @@ class Costs:
         if run.peft.kind is not None:  # an adapter of several parts multiplies with zeros, too
             body[:, EXPERTS:] = of_layers(one, graphs[1:cut])
         before = np.concatenate((np.zeros((1, made.shape[1])), body.cumsum(0)))
-        first, behind, twice = made[0].copy(), made[cut:].sum(0), np.zeros(made.shape[1])
+        first = made[0].copy()
+        behind = made[cut:].sum(0)
+        twice = np.zeros(made.shape[1])
         first[column(run)] += table(run)
-        if ends:  # a layer that is used several times has its weights once, and the output layer of several losses
+        # a layer that is used several times has its weights once, and the output layer of several
+        # losses
+        if ends:
             behind[EXPERTS:] = elements(one, Stage(range(0), mtp=ends, loss=True))
         twice[column(run)] = table(run) * bool(m.tie_word_embeddings or ends)
         largest = float(body[:, EXPERTS:].sum(1).max())
         sent = r.split_tokens * m.hidden_size * r.element
-        working = sum(
-            backwards(graphs[:-1]).peak
-        )  # a loss is on the last stage alone, and what it keeps counts there
+        # a loss is on the last stage alone, and what it keeps counts there
+        working = sum(backwards(graphs[:-1]).peak)
         return Pieces(first, before, behind, twice, working, largest, sent)
 
     def _piece(self, work: StepWork, graph: Graph) -> Piece:
@@ -271,15 +305,21 @@ class Costs:
         return self._flows[key]
 
     def _flow(self, run: RunConfig) -> Flow:
-        p, held = run.parallel, self._held(run)
-        by_rank, ranks = held.reshape(p.vpp, p.pp, held.shape[1]), self._on_ranks(run, held)
-        times, number = _took(ranks), _micro_batches(run, p.pp)
+        p = run.parallel
+        held = self._held(run)
+        by_rank = held.reshape(p.vpp, p.pp, held.shape[1])
+        ranks = self._on_ranks(run, held)
+        times = _took(ranks)
+        number = _micro_batches(run, p.pp)
         slowest = int(times.argmax())
         most = float(times[slowest])
-        working, share = self.pieces(run).working, 1.0 if self.host else 1 + RESERVE
+        working = self.pieces(run).working
+        share = 1.0 if self.host else 1 + RESERVE
         full = int((ranks[:, 2] * np.minimum(np.arange(p.pp, 0, -1), number)).argmax())
         heavy = int((ranks[:, EXPERTS] + ranks[:, OTHERS]).argmax())
-        memory, sent = [], self.pieces(run).sent if p.vpp > 1 else 0  # without virtual stages it is freed
+        # without virtual stages it is freed
+        memory = []
+        sent = self.pieces(run).sent if p.vpp > 1 else 0
         for rank in {0, full, heavy, p.pp - 1}:
             flying = self._in_flight(run, rank, min(number, 4 * p.pp))
             kept = float(by_rank[:, rank, 2] @ flying) + sent * int(flying[:-1].sum())
@@ -289,7 +329,9 @@ class Costs:
         fewest = ranks.min(0)
         least = float(fewest[EXPERTS]), float(fewest[OTHERS])
         waits = float(times.sum()) - most
-        return Flow(number * most + waits / p.vpp, number * most, most, weights, least, tuple(memory))
+        return Flow(
+            number * most + waits / p.vpp, number * most, most, weights, least, tuple(memory)
+        )
 
     def _on_ranks(self, run: RunConfig, held: Piece) -> Piece:
         """Pieces of each pipeline rank, from those of stages."""
@@ -298,7 +340,9 @@ class Costs:
         return ranks - self.pieces(run).twice if p.pp == 1 else ranks
 
     def _in_flight(self, run: RunConfig, rank: int, number: int) -> npt.NDArray[np.int64]:
-        """Micro-batches of each chunk that a pipeline rank has in flight, where every chunk keeps as much."""
+        """Micro-batches of each chunk that a pipeline rank has in flight, where every chunk keeps
+        as much.
+        """
         p = run.parallel
         key = p.pp, p.vpp, rank, number
         if key not in self._flying:
@@ -307,10 +351,13 @@ class Costs:
 
     def _held(self, run: RunConfig) -> Piece:
         """Pieces of each (virtual) stage, in the order of the model."""
-        again, pieces, cut = run.parallel.recompute, self.pieces(run), self._cut(run)
+        again = run.parallel.recompute
+        pieces = self.pieces(run)
+        cut = self._cut(run)
         if again.granularity != "full" or again.method != "block":
             return pieces.held(cut)
-        none, middle = self.pieces(changed(run, NONE)), np.minimum(cut.starts + (again.num_layers or 1), cut.stops)
+        none = self.pieces(changed(run, NONE))
+        middle = np.minimum(cut.starts + (again.num_layers or 1), cut.stops)
         out = pieces.held(cut, middle) + none.layers[cut.stops] - none.layers[middle]
         out[-1] += none.behind
         return out
@@ -319,14 +366,16 @@ class Costs:
         key = _cut_key(run.parallel)
         if key not in self._cuts:
             found = [stage.layers for stage in stages(run)]
-            starts, stops = np.array([held.start for held in found]), np.array([held.stop for held in found])
+            starts = np.array([held.start for held in found])
+            stops = np.array([held.stop for held in found])
             self._cuts[key] = Cut(starts, stops)
         return self._cuts[key]
 
     def seconds(self, run: RunConfig) -> float:
         """Of a step whose layout is chosen."""
         flow = self.flow(run)
-        grid, device = RankGrid.of(run), self.device
+        grid = RankGrid.of(run)
+        device = self.device
         ends = done_once(run, grid, flow.weights, device, self.reached, flow.computes, flow.micro)
         return flow.seconds + sum(ends.values()) / self.reached.speed
 
@@ -335,7 +384,9 @@ class Costs:
         flow = flow or self.flow(run)
         least = self._beside(run)
         state = self._state(run)
-        return least + max(size + state.bytes(experts, others) for size, experts, others in flow.ranks)
+        return least + max(
+            size + state.bytes(experts, others) for size, experts, others in flow.ranks
+        )
 
     def _state(self, run: RunConfig) -> State:
         """What an element takes, by all that decides it."""
@@ -347,20 +398,26 @@ class Costs:
         return self._states[key]
 
     def _beside(self, run: RunConfig) -> int:
-        """Return the bytes beside the model: buffers of what is gathered and, on a GPU, kernels and NCCL."""
+        """Return the bytes beside the model: buffers of what is gathered and, on a GPU, kernels and
+        NCCL.
+        """
         p = run.parallel
         shards = p.tp, p.sequence_parallel, p.ep, p.etp, p.cp, run.trainer.micro
         key = *shards, p.pp > 1, p.dp > 1, p.fsdp
         if key not in self._sent:
             layer = int(self.pieces(changed(run, NONE)).largest)
             rank = Rank.of(run, self._words.get(_shards_key(run)))
-            self._sent[key] = communication_bytes(rank, layer) + (0 if self.host else context_bytes(rank))
+            self._sent[key] = communication_bytes(rank, layer) + (
+                0 if self.host else context_bytes(rank)
+            )
         return self._sent[key]
 
 
 def _parts_key(run: RunConfig) -> tuple[object, ...]:
     again = run.parallel.recompute
-    return *_shards_key(run), *_again_key(again.granularity, again.modules, again.method, again.num_layers)
+    return *_shards_key(run), *_again_key(
+        again.granularity, again.modules, again.method, again.num_layers
+    )
 
 
 def _shards_key(run: RunConfig) -> tuple[object, ...]:
@@ -368,7 +425,9 @@ def _shards_key(run: RunConfig) -> tuple[object, ...]:
     return p.tp, p.sequence_parallel, p.ep, p.etp or p.tp, p.cp, run.trainer.micro
 
 
-def _again_key(granularity: str, modules: Any, method: str | None, layers: int | None) -> tuple[object, ...]:
+def _again_key(
+    granularity: str, modules: Any, method: str | None, layers: int | None
+) -> tuple[object, ...]:
     groups = (None, None) if method == "block" else (method, layers)  # a layer is a layer
     return granularity, modules, *groups
 

@@ -1,4 +1,6 @@
-"""Elements of the weights of parts of a model on a rank: of experts, of others, and of those that are not trained."""
+"""Elements of the weights of parts of a model on a rank: of experts, of others, and of those that
+are not trained.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +11,9 @@ from mtrain.config.stages import Stage
 from mtrain.models.graph import Graph
 from mtrain.plan.weights import stage_weights
 
-EXPERTS, OTHERS, FROZEN = 3, 4, 5
+EXPERTS = 3
+OTHERS = 4
+FROZEN = 5
 """Where they are counted in a piece of `costs`."""
 
 
@@ -27,7 +31,9 @@ def elements(run: RunConfig, held: Stage) -> tuple[int, int, int]:
 
 
 def of_layers(run: RunConfig, graphs: Sequence[Graph]) -> list[tuple[float, ...]]:
-    """Elements of each layer, as in a piece; those of one graph are alike, of groups of layers there is the mean."""
+    """Elements of each layer, as in a piece; those of one graph are alike, of groups of layers
+    there is the mean.
+    """
     number = run.model.num_layers
     if len(graphs) != number:
         return [tuple(all_of / number for all_of in elements(run, Stage(range(number))))] * number

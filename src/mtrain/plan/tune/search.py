@@ -1,7 +1,7 @@
 """The best layouts of a run: best first, by what each takes at least, until no other can be better.
 
-A layout is chosen axis by axis. What is chosen so far bounds the time from below, so what is planned in full is
-little more than what is shown, and nothing better is passed over.
+A layout is chosen axis by axis. What is chosen so far bounds the time from below, so what is
+planned in full is little more than what is shown, and nothing better is passed over.
 """
 
 from __future__ import annotations
@@ -26,8 +26,11 @@ BEST = 10
 FAR = 1.5
 """Times as long as the fastest that a family takes which is not looked for any more."""
 FAMILY = ("parallel.tp", "parallel.pp", "parallel.cp", "parallel.ep")
-"""What layouts of one family have alike: how the model is cut. They differ in micro-batch, virtual stages,
-recomputation and sharding of the state, mostly by less than the model of time is off."""
+"""What layouts of one family have alike: how the model is cut.
+
+They differ in micro-batch, virtual stages, recomputation and sharding of the state, mostly by less
+than the model of time is off.
+"""
 SPARE = 0.04
 """Of a device that stays free: what the plan of memory may be wrong by, and a driver takes."""
 SLACK = 0.995
@@ -56,17 +59,26 @@ class Layout:
     @property
     def words(self) -> str:
         """The layout in one line."""
-        p, again = self.run.parallel, self.run.parallel.recompute
+        p = self.run.parallel
+        again = self.run.parallel.recompute
         axes = [f"{k}{n}" for k in ("tp", "pp", "vpp", "cp", "ep") if (n := getattr(p, k)) > 1]
         axes += [f"etp{p.etp}"] if p.etp not in (None, p.tp) else []
         out = ["".join([*axes, f"dp{p.dp}"]), f"micro-batch {self.run.trainer.micro}"]
         out += ["no sequence parallelism"] if p.tp > 1 and not p.sequence_parallel else []
         out += [p.fsdp] if p.fsdp != "none" else []
-        out += ["whole optimizer"] if p.fsdp == "none" and not p.distributed_optimizer and p.dp * p.cp > 1 else []
+        out += (
+            ["whole optimizer"]
+            if p.fsdp == "none" and not p.distributed_optimizer and p.dp * p.cp > 1
+            else []
+        )
         if again.granularity == "selective":
             out.append(f"recompute {'+'.join(again.modules or ('core_attn',))}")
         elif again.granularity == "full":
-            out.append(f"recompute {again.num_layers} layers" if again.method == "block" else "recompute all layers")
+            out.append(
+                f"recompute {again.num_layers} layers"
+                if again.method == "block"
+                else "recompute all layers"
+            )
         out += ["offloaded optimizer"] if self.run.optim.cpu_offload else []
         out += ["uneven stages"] if p.layers_per_stage is not None else []
         return ", ".join(out)
@@ -112,10 +124,14 @@ class Task:
 
 
 class _Ways:
-    """What may be computed again in a pipeline, the fastest first; each is counted when it is first asked for."""
+    """What may be computed again in a pipeline, the fastest first; each is counted when it is first
+    asked for.
+    """
 
     def __init__(self, costs: Costs, run: RunConfig, changes: tuple[Change, ...]) -> None:
-        self.changes, self._costs, self._run = changes, costs, run
+        self.changes = changes
+        self._costs = costs
+        self._run = run
         self._flows: dict[int, Flow] = {}
 
     def flow(self, number: int) -> Flow:
@@ -158,7 +174,8 @@ class Search:
     """One search."""
 
     def __init__(self, task: Task, run: RunConfig) -> None:
-        self.task, self.costs = task, Costs(run)
+        self.task = task
+        self.costs = Costs(run)
         self.space = Space(run, task.said, self.costs.ends)
         self.looked_at = self.planned = 0
         self.heap: list[tuple[float, int, _Node]] = []
@@ -171,13 +188,20 @@ class Search:
         """The fewest bytes of what did not fit, and of which layout."""
 
     def best(self, number: int = BEST) -> Found:
-        """The fastest layouts that fit, one of each family; where all that makes a family is said, all that differ in
-        more than what is computed again."""
-        if not self.space.wrong:  # bounds are those of the largest micro-batch, which computes the most in a second
+        """The fastest layouts that fit, one of each family; where all that makes a family is said,
+        all that differ in more than what is computed again.
+        """
+        if (
+            not self.space.wrong
+        ):  # bounds are those of the largest micro-batch, which computes the most in a second
             micro = next(iter(self.space.options("micro", self.space.run)), {})
             self._push(0.0, _Node(changed(self.space.run, micro), {}, {}, 0))
         best: list[Layout] = []
-        while self.heap and len(best) < number and not (best and self.heap[0][0] > FAR * best[0].seconds):
+        while (
+            self.heap
+            and len(best) < number
+            and not (best and self.heap[0][0] > FAR * best[0].seconds)
+        ):
             node = heapq.heappop(self.heap)[2]
             if node.axis >= STATE and self._family(node.run) in self._families:
                 continue
@@ -193,7 +217,9 @@ class Search:
         return Found(tuple(best), self.planned, self.looked_at, self.space.wrong, nearest)
 
     def _family(self, run: RunConfig) -> tuple[Any, ...]:
-        """How the model is cut; empty where nothing of that is left to choose, and every layout stands for itself."""
+        """How the model is cut; empty where nothing of that is left to choose, and every layout
+        stands for itself.
+        """
         degrees = {key: value_at(run, key) for key in FAMILY}
         said = self.task.said.keys() | ({"parallel.ep"} if run.model.moe is None else set())
         return () if said >= degrees.keys() else tuple(degrees.values())
@@ -213,13 +239,21 @@ class Search:
             for more in self.space.options(axis, node.run):
                 child = _Node(node.run, node.change, more, node.axis + 1)
                 if axis == "pipeline":
-                    self._push(SLACK * self._even(node.run, more["parallel.pp"], more["parallel.vpp"]), child)
+                    self._push(
+                        SLACK * self._even(node.run, more["parallel.pp"], more["parallel.vpp"]),
+                        child,
+                    )
                 elif not self.space.broken(axis, child.run):
-                    self._push(SLACK * (self._begun if axis == "micro" else self.costs.ideal)(child.run), child)
+                    self._push(
+                        SLACK * (self._begun if axis == "micro" else self.costs.ideal)(child.run),
+                        child,
+                    )
 
     def _begun(self, run: RunConfig) -> float:
         """Seconds of a step at least, in any pipeline."""
-        return min((self._even(run, pp, max(vpp)) for pp, vpp in self.space.pipelines(run)), default=inf)
+        return min(
+            (self._even(run, pp, max(vpp)) for pp, vpp in self.space.pipelines(run)), default=inf
+        )
 
     def _even(self, run: RunConfig, pp: int, vpp: int) -> float:
         """Seconds of a step at least in any pipeline of `pp` ranks with so many virtual stages."""
@@ -231,15 +265,19 @@ class Search:
         return flow.seconds + flow.micro * (pp - 1) / vpp + once
 
     def _once(self, run: RunConfig, flow: Flow) -> float:
-        """Seconds of what the state takes where it is gathered for each micro-batch or is in host memory, because it
-        does not fit otherwise."""
+        """Seconds of what the state takes where it is gathered for each micro-batch or is in host
+        memory, because it does not fit otherwise.
+        """
         p = run.parallel
-        if (p.ranks or 1) % (p.tp * p.cp * p.pp) or (p.ranks or 1) % ((p.etp or p.tp) * p.ep * p.pp):
+        if (p.ranks or 1) % (p.tp * p.cp * p.pp) or (p.ranks or 1) % (
+            (p.etp or p.tp) * p.ep * p.pp
+        ):
             return inf  # there is no such grid, as the rules will say
         key = p.tp, p.sequence_parallel, p.ep, p.etp, p.pp
         if key not in self._standing:
             self._standing[key] = [state for state, _ in self._fitting(run, flow)]
-        states, plain = self._standing[key], {"parallel.fsdp": "none", "optim.cpu_offload": 0.0}
+        states = self._standing[key]
+        plain = {"parallel.fsdp": "none", "optim.cpu_offload": 0.0}
         if any(plain.items() <= state.items() for state in states):
             return 0.0
         return min((self.costs.once(changed(run, state), flow) for state in states), default=inf)
@@ -252,19 +290,24 @@ class Search:
                 yield state, sharded
 
     def _bound(self, node: _Node) -> None:
-        """A pipeline once more, with the time of its own stages and the least that a state which may fit takes once a
-        step; behind all others where none does."""
+        """A pipeline once more, with the time of its own stages and the least that a state which
+        may fit takes once a step; behind all others where none does.
+        """
         if self.space.broken("pipeline", node.run):
             return
-        flow, node.bounded = self.costs.flow(node.run), True
-        once = min((self.costs.once(run, flow) for _, run in self._fitting(node.run, flow)), default=inf)
+        flow = self.costs.flow(node.run)
+        node.bounded = True
+        once = min(
+            (self.costs.once(run, flow) for _, run in self._fitting(node.run, flow)), default=inf
+        )
         self._push(SLACK * (flow.seconds + once), node)
 
     def _choose_state(self, node: _Node) -> None:
         """Each way to shard the state, with what has to be computed again so that it fits."""
         ways = _Ways(self.costs, node.run, self._ways(node.run))
         last = len(ways.changes) - 1
-        most, least = ways.flow(0), ways.flow(last)
+        most = ways.flow(0)
+        least = ways.flow(last)
         enough = set[object]()
         for state in self.space.options("state", node.run):
             kind = state["parallel.fsdp"], state["parallel.distributed_optimizer"]
@@ -283,13 +326,16 @@ class Search:
     def _ways(self, run: RunConfig) -> tuple[Change, ...]:
         """What may be computed again: what takes longer keeps less."""
         rows: list[tuple[float, float, Change]] = []
-        p, layers = run.parallel, run.model.num_layers
+        p = run.parallel
+        layers = run.model.num_layers
         ways = list(self.space.options("recompute", run))
         for way, (seconds, size) in zip(ways, self.costs.taken(run, ways), strict=True):
             cut = way["parallel.recompute.num_layers"]
             if rows and way["parallel.recompute.method"] == "block" and cut:
                 share = min(1.0, cut * p.pp * p.vpp / layers)
-                seconds, size = (a + share * (b - a) for a, b in zip(rows[0][:2], (seconds, size), strict=True))
+                seconds, size = (
+                    a + share * (b - a) for a, b in zip(rows[0][:2], (seconds, size), strict=True)
+                )
             rows.append((seconds, size, way))
         out: list[tuple[float, float, Change]] = []
         for row in sorted(rows, key=lambda row: row[:2]):
@@ -298,13 +344,17 @@ class Search:
         return tuple(way for *_, way in out)
 
     def _push_next(self, node: _Node) -> None:
-        """What is computed again beside the one that is next: the fastest that fits by what is counted in pieces."""
+        """What is computed again beside the one that is next: the fastest that fits by what is
+        counted in pieces.
+        """
         ways = node.ways
         assert ways is not None
         for number in range(node.way + 1, len(ways.changes)):
             if self._fits(self.costs.bytes(node.run, ways.flow(number))):
                 ahead = _Node(node.before, node.chosen, node.more, len(AXES), ways=ways, way=number)
-                self._push(SLACK * self.costs.seconds(changed(node.run, ways.changes[number])), ahead)
+                self._push(
+                    SLACK * self.costs.seconds(changed(node.run, ways.changes[number])), ahead
+                )
                 return
 
     def _fits(self, size: float) -> bool:
@@ -331,5 +381,8 @@ class Search:
 def _same(one: Layout, other: Layout) -> bool:
     """Whether two are one to the plan: as fast, with as much memory, on the same grid."""
     close = abs(one.seconds / other.seconds - 1) < 1e-9 and one.memory.peak == other.memory.peak
-    a, b = one.run.parallel, other.run.parallel
-    return close and all(getattr(a, k) == getattr(b, k) for k in ("tp", "pp", "vpp", "cp", "ep", "etp"))
+    a = one.run.parallel
+    b = other.run.parallel
+    return close and all(
+        getattr(a, k) == getattr(b, k) for k in ("tp", "pp", "vpp", "cp", "ep", "etp")
+    )

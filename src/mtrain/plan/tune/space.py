@@ -1,6 +1,8 @@
-"""What a layout is chosen from: axis after axis, each with the values that it may have beside those before it.
+"""What a layout is chosen from: axis after axis, each with the values that it may have beside those
+before it.
 
-Nothing here says what is legal: the rules of `config` do, each as soon as all that it reads is chosen.
+Nothing here says what is legal: the rules of `config` do, each as soon as all that it reads is
+chosen.
 """
 
 from __future__ import annotations
@@ -14,7 +16,12 @@ from typing import Any, TypeVar
 
 from mtrain.config.base import Section
 from mtrain.config.batches import stages as batch_stages
-from mtrain.config.defaults import distributed_optimizer, on_a_cpu, overlap_grad_reduce, overlap_param_gather
+from mtrain.config.defaults import (
+    distributed_optimizer,
+    on_a_cpu,
+    overlap_grad_reduce,
+    overlap_param_gather,
+)
 from mtrain.config.optimizers import OPTIMIZERS
 from mtrain.config.rules import RULES
 from mtrain.config.rules.rule import Rule
@@ -34,15 +41,22 @@ AXES: Mapping[str, tuple[str, ...]] = {
         *("parallel.distributed_optimizer", "parallel.fsdp", "parallel.overlap_grad_reduce"),
         *("parallel.overlap_param_gather", "optim.cpu_offload"),
     ),
-    "recompute": tuple(f"{AGAIN}.{key}" for key in ("granularity", "modules", "method", "num_layers")),
+    "recompute": tuple(
+        f"{AGAIN}.{key}" for key in ("granularity", "modules", "method", "num_layers")
+    ),
 }
 """In the order in which they are chosen."""
 KEYS = tuple(key for keys in AXES.values() for key in keys)
 SPLIT = (
     *("parallel.layers_per_stage", "parallel.pipeline_layout"),
-    *("parallel.account_for_embedding_in_pipeline_split", "parallel.account_for_loss_in_pipeline_split"),
+    *(
+        "parallel.account_for_embedding_in_pipeline_split",
+        "parallel.account_for_loss_in_pipeline_split",
+    ),
 )
-"""Keys that say how layers are split into stages; where one is said, stages are not split otherwise."""
+"""Keys that say how layers are split into stages; where one is said, stages are not split
+otherwise.
+"""
 MOST_TOKENS = 1 << 16
 """Tokens of a micro-batch."""
 HALVED = 16
@@ -59,7 +73,8 @@ def changed(run: RunConfig, change: Mapping[str, Any]) -> RunConfig:
         sections.setdefault(section, {})[name] = value
     updates: Change = {}
     for section, values in sections.items():
-        old, inner = getattr(run, section), {}
+        old = getattr(run, section)
+        inner = {}
         for name in [name for name in values if "." in name]:
             inner[name.partition(".")[2]] = values.pop(name)
         if inner:
@@ -72,7 +87,9 @@ def _copy(section: S, values: Mapping[str, Any]) -> S:
     """As `model_copy` makes it, which takes ten times as long."""
     new = object.__new__(type(section))
     object.__setattr__(new, "__dict__", {**section.__dict__, **values})
-    object.__setattr__(new, "__pydantic_fields_set__", section.__pydantic_fields_set__ | values.keys())
+    object.__setattr__(
+        new, "__pydantic_fields_set__", section.__pydantic_fields_set__ | values.keys()
+    )
     object.__setattr__(new, "__pydantic_extra__", None)
     object.__setattr__(new, "__pydantic_private__", None)
     return new
@@ -118,12 +135,18 @@ class Space:
     @cached_property
     def _answers(
         self,
-    ) -> dict[Rule, tuple[dict[tuple[Any, ...], bool], list[tuple[Callable[[RunConfig], Any], str]]]]:
+    ) -> dict[
+        Rule, tuple[dict[tuple[Any, ...], bool], list[tuple[Callable[[RunConfig], Any], str]]]
+    ]:
         """Of each rule what it said, by the keys that are chosen and that it reads."""
         return {
             rule: (
                 {},
-                [(attrgetter(key.rpartition(".")[0]), key.rpartition(".")[2]) for key in KEYS if rule.reads_any(key)],
+                [
+                    (attrgetter(key.rpartition(".")[0]), key.rpartition(".")[2])
+                    for key in KEYS
+                    if rule.reads_any(key)
+                ],
             )
             for rules in self._rules.values()
             for rule in rules
@@ -132,7 +155,9 @@ class Space:
     @cached_property
     def wrong(self) -> bool:
         """Whether a rule that reads nothing of what is chosen refuses the run."""
-        return any(found.severity == "error" for rule in self._rules[""] for found in rule(self.run))
+        return any(
+            found.severity == "error" for rule in self._rules[""] for found in rule(self.run)
+        )
 
     @cached_property
     def _rules(self) -> dict[str, list[Rule]]:
@@ -148,12 +173,16 @@ class Space:
         return [self.said[key]] if key in self.said else values
 
     def _shards(self, run: RunConfig) -> Iterator[Change]:
-        ranks, moe, cluster = run.parallel.ranks or 1, run.model.moe, run.cluster
+        ranks = run.parallel.ranks or 1
+        moe = run.model.moe
+        cluster = run.cluster
         fast = cluster.fast_link_devices or cluster.devices_per_node or ranks
         for tp in self._of("parallel.tp", divisors(ranks, min(ranks, fast))):
             experts = [1] if moe is None else divisors(moe.num_experts, ranks)
             for ep in self._of("parallel.ep", experts):
-                for etp in self._of("parallel.etp", [None] if moe is None or tp == 1 else [1, None]):
+                for etp in self._of(
+                    "parallel.etp", [None] if moe is None or tp == 1 else [1, None]
+                ):
                     for sp in self._of("parallel.sequence_parallel", self._sequence(run, tp)):
                         yield dict(zip(AXES["shards"], (tp, sp, ep, etp), strict=True))
 
@@ -176,12 +205,15 @@ class Space:
         common = gcd(*(size for _, size in batch_stages(run)))
         sizes = divisors(common, max(1, MOST_TOKENS // run.data.length))
         halves = [n for n in sizes if n & (n - 1) == 0]
-        for micro in self._of("trainer.micro_batch_size", [*reversed(sizes if common % HALVED else halves)]):
+        for micro in self._of(
+            "trainer.micro_batch_size", [*reversed(sizes if common % HALVED else halves)]
+        ):
             yield {"trainer.micro_batch_size": micro}
 
     def pipelines(self, run: RunConfig) -> Iterator[tuple[int, list[int]]]:
         """Ranks of a pipeline, with the virtual stages that each may have."""
-        p, layers = run.parallel, run.model.num_layers
+        p = run.parallel
+        layers = run.model.num_layers
         for pp in self._of("parallel.pp", divisors((p.ranks or 1) // (p.tp * p.cp), layers)):
             yield pp, self._of("parallel.vpp", chunks(layers, pp))
 
@@ -213,11 +245,20 @@ class Space:
             kinds.insert(1 if on_a_cpu(run) else 0, spread)
             other = "megatron" if "fsdp2" in OPTIMIZERS[run.optim.name].cannot else "fsdp2"
             for kind in self._of("parallel.fsdp", [other]):
-                kinds += [{"parallel.fsdp": kind, "parallel.distributed_optimizer": False}] if kind != "none" else []
+                kinds += (
+                    [{"parallel.fsdp": kind, "parallel.distributed_optimizer": False}]
+                    if kind != "none"
+                    else []
+                )
         offloads = [0.0] if run.cluster.host_link_gbps is None else [0.0, 1.0]
         for kind in kinds:
-            for part in self._of("optim.cpu_offload", offloads if kind["parallel.fsdp"] == "none" else [0.0]):
-                yield {**self._overlap(run, kind, replicated=p.dp * p.cp > 1), "optim.cpu_offload": part}
+            for part in self._of(
+                "optim.cpu_offload", offloads if kind["parallel.fsdp"] == "none" else [0.0]
+            ):
+                yield {
+                    **self._overlap(run, kind, replicated=p.dp * p.cp > 1),
+                    "optim.cpu_offload": part,
+                }
 
     def _overlap(self, run: RunConfig, kind: Change, *, replicated: bool) -> Change:
         """`kind` with what nobody says of the overlap, as it would be resolved."""
@@ -233,16 +274,21 @@ class Space:
     def _overlapped(self, run: RunConfig, kind: Change) -> Change:
         keys = ("parallel.overlap_grad_reduce", "parallel.overlap_param_gather")
         unsaid = {key: self.said.get(key) for key in keys}
-        found, run = dict(kind), changed(run, {**kind, **unsaid})
+        found = dict(kind)
+        run = changed(run, {**kind, **unsaid})
         for step in (distributed_optimizer, overlap_grad_reduce, overlap_param_gather):
             filled = {key: value for key, (value, _) in step(run).items()}
-            found, run = {**found, **filled}, changed(run, filled)
+            found = {**found, **filled}
+            run = changed(run, filled)
         return found
 
     def _recompute(self, run: RunConfig) -> Iterator[Change]:
         keys = AXES["recompute"]
         if any(key in self.said for key in keys):
-            yield {key: self.said.get(key, getattr(run.parallel.recompute, key.rpartition(".")[2])) for key in keys}
+            yield {
+                key: self.said.get(key, getattr(run.parallel.recompute, key.rpartition(".")[2]))
+                for key in keys
+            }
             return
         yield dict(zip(keys, ("none", None, None, None), strict=True))
         for modules in _modules(run):
@@ -256,7 +302,8 @@ class Space:
 def _modules(run: RunConfig) -> list[tuple[str, ...]]:
     """What may be computed again of every layer, from what takes the least time."""
     m = run.model
-    moe, latent = m.moe is not None, m.mla is not None
+    moe = m.moe is not None
+    latent = m.mla is not None
     dense = m.moe is None or m.moe.first_dense_layers > 0
     cheap = ("layernorm", *(["moe_act"] if moe else []), *(["mla_up_proj"] if latent else []))
     found: list[tuple[str, ...]] = [("moe_act",) if moe else ("core_attn",), cheap]

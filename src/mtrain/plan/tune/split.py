@@ -9,7 +9,8 @@ Sizes = tuple[int, ...]
 
 
 def splits(layers: int, pp: int, vpp: int, ends: tuple[float, float]) -> list[Sizes | None]:
-    """Sizes of the stages, in the order of the model: equal ones (None) where they are whole, and balanced ones.
+    """Sizes of the stages, in the order of the model: equal ones (None) where they are whole, and
+    balanced ones.
 
     `ends` are what the first and the last rank do beside layers, in layers.
     """
@@ -29,7 +30,9 @@ def balanced(layers: int, pp: int, vpp: int, first: float, last: float) -> Sizes
     """
     held = [0] * pp
     more = [first, *[0.0] * (pp - 2), last]
-    for _ in range(layers):  # each to the rank with the least, of several to the last, whose micro-batches are few
+    for _ in range(
+        layers
+    ):  # each to the rank with the least, of several to the last, whose micro-batches are few
         rank = min(range(pp), key=lambda r: (held[r] + more[r], -r))
         held[rank] += 1
     sizes = [0] * (pp * vpp)
@@ -44,6 +47,8 @@ def ends_of(model: ModelConfig) -> tuple[float, float]:
     """What embedding and loss cost in layers, by the weights that a token visits."""
     table = model.padded_vocab_size * model.hidden_size
     tables = 1 if model.tie_word_embeddings else 2
-    layer = max(1.0, (family_of(model).active_parameters(model) - tables * table) / model.num_layers)
+    layer = max(
+        1.0, (family_of(model).active_parameters(model) - tables * table) / model.num_layers
+    )
     again = model.mtp_num_layers or 0
     return 0.0, table / layer * (1 + again) + again

@@ -31,8 +31,11 @@ class State:
 
 def state_of(run: RunConfig) -> State:
     """What an element takes where the state is sharded as a layout says."""
-    p, precision = run.parallel, run.precision
-    weights = bytes_of(precision.format) + bytes_of("fp32" if precision.grad_reduce_in_fp32 else precision.format)
+    p = run.parallel
+    precision = run.precision
+    weights = bytes_of(precision.format) + bytes_of(
+        "fp32" if precision.grad_reduce_in_fp32 else precision.format
+    )
     main = main_weight_bytes(run)  # of what is offloaded the moments are in host memory
     state = main + (update_bytes(run) - main) * (1 - run.optim.cpu_offload)
     took = []

@@ -25,13 +25,19 @@ ALIKE = 0.003
 
 def _times(word: str, parts: list[str]) -> list[str]:
     """What takes more or less time, as one gain or loss; none where nothing does."""
-    return [f"{word} time for {' and '.join(PARTS.get(name, name) for name in parts)}"] if parts else []
+    if parts:
+        return [f"{word} time for {' and '.join(PARTS.get(name, name) for name in parts)}"]
+    return []
 
 
 def part_words(layout: Layout) -> str:
     """What takes its time."""
     most = sorted(layout.time.parts.items(), key=lambda part: -part[1])
-    return ", ".join(f"{value / layout.seconds:.0%} {PARTS.get(name, name)}" for name, value in most[:4] if value > 0)
+    return ", ".join(
+        f"{value / layout.seconds:.0%} {PARTS.get(name, name)}"
+        for name, value in most[:4]
+        if value > 0
+    )
 
 
 def reason(layout: Layout, first: Layout) -> str:
@@ -39,19 +45,35 @@ def reason(layout: Layout, first: Layout) -> str:
     if layout is first:
         return f"the fastest that fits: {part_words(layout)}"
     slower = layout.seconds / first.seconds - 1
-    own, other = layout.time.parts, first.time.parts
+    own = layout.time.parts
+    other = first.time.parts
     change = {name: own.get(name, 0.0) - other.get(name, 0.0) for name in {**other, **own}}
-    more = sorted((name for name in change if change[name] > ALIKE * first.seconds), key=lambda n: -change[n])
-    less = sorted((name for name in change if change[name] < -ALIKE * first.seconds), key=lambda n: change[n])
-    takes, gives = _times("more", more[:2]), _times("less", less[:2])
+    more = sorted(
+        (name for name in change if change[name] > ALIKE * first.seconds), key=lambda n: -change[n]
+    )
+    less = sorted(
+        (name for name in change if change[name] < -ALIKE * first.seconds), key=lambda n: change[n]
+    )
+    takes = _times("more", more[:2])
+    gives = _times("less", less[:2])
     spare = first.memory.peak - layout.memory.peak
     if abs(spare) > 0.01 * first.memory.peak:
-        (gives if spare > 0 else takes).append(f"{abs(spare) / GIB:.1f} GiB {'less' if spare > 0 else 'more'} memory")
-    for key, gain in (("pp", "fewer stages"), ("tp", "a smaller tp"), ("ep", "a smaller ep"), ("cp", "a smaller cp")):
+        (gives if spare > 0 else takes).append(
+            f"{abs(spare) / GIB:.1f} GiB {'less' if spare > 0 else 'more'} memory"
+        )
+    for key, gain in (
+        ("pp", "fewer stages"),
+        ("tp", "a smaller tp"),
+        ("ep", "a smaller ep"),
+        ("cp", "a smaller cp"),
+    ):
         if not gives and getattr(layout.run.parallel, key) < getattr(first.run.parallel, key):
             gives.append(gain)
     gained = f"{', '.join(gives)}; " if gives else ""
-    lost = f": {', '.join(takes)}" if takes else ", in small parts" if slower >= 0.001 else ""
+    if takes:
+        lost = f": {', '.join(takes)}"
+    else:
+        lost = ", in small parts" if slower >= 0.001 else ""
     return f"{gained}{_pace(slower)}{lost}"
 
 
