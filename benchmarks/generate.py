@@ -65,7 +65,7 @@ def measured(
     adapter.install(registry.get("cpu"))
     import torch
 
-    from mtrain.build.model import build_model
+    from mtrain.assembly.model import build_model
     from mtrain.plan.count import parameters
     from mtrain.train.generate import Sampler
     from mtrain.train.request import Sampling

@@ -127,8 +127,8 @@ def bare_step(run: Any, world: Any) -> Callable[[], float]:
     """The shortest loop around megatron-core's objects that trains the same model on the same
     samples.
     """
-    from mtrain.build.model import build_model
-    from mtrain.build.optim import build_optimizer, build_schedule
+    from mtrain.assembly.model import build_model
+    from mtrain.assembly.optim import build_optimizer, build_schedule
     from mtrain.data import open_splits, prepare
     from mtrain.mcore import api
 

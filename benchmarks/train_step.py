@@ -248,8 +248,8 @@ def core_step(run: Any, world: Any, chunk: Any) -> Step:
     import torch
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 
-    from mtrain.build.optim import build_optimizer, build_schedule
-    from mtrain.build.transformer import transformer_config
+    from mtrain.assembly.optim import build_optimizer, build_schedule
+    from mtrain.assembly.transformer import transformer_config
     from mtrain.config.core_fields import DDP_FIELDS, GPT_FIELDS, values
     from mtrain.mcore import api
     from mtrain.mcore.local_params import unwrap

@@ -11,7 +11,7 @@ import torch
 
 def main() -> int:
     """Print both digests; returns 1 where they differ."""
-    from mtrain.build import philox
+    from mtrain.assembly import philox
 
     device = "cuda" if torch.cuda.is_available() else "cpu"
     found = philox.digest(device)

@@ -22,7 +22,7 @@ KNOW_TORCH = (
     "triton",
     "mtrain.devices",
     "mtrain.mcore",
-    "mtrain.build",
+    "mtrain.assembly",
 )
 
 

@@ -36,7 +36,7 @@ LAYERS = {
     "mcore": 5,
     "world": 6,
     "data": 7,
-    "build": 8,
+    "assembly": 8,
     "ckpt": 8,
     "convert": 9,
     "train": 10,
@@ -45,7 +45,7 @@ LAYERS = {
     "__main__": 13,
 }
 BUILDS = re.compile(r"mtrain\.models\.(\w+\.(build|form|layers|hf|hf_files)|table)\b")
-"""Modules that build a family, feed it or rename its weights are of the layer of `build`; `plan`
+"""Modules that build a family, feed it or rename its weights are of the layer of `assembly`; `plan`
 knows the rest.
 """
 ONLY_IN = {
@@ -122,7 +122,7 @@ def layer_of(module: str) -> int:
     package = package_of(module)
     if package is None or package == "__version__":
         return -1
-    return LAYERS["build"] if BUILDS.match(module) else LAYERS[package]
+    return LAYERS["assembly"] if BUILDS.match(module) else LAYERS[package]
 
 
 @pytest.mark.parametrize("path", modules(), ids=lambda p: str(p.relative_to(SOURCE)))
@@ -148,7 +148,7 @@ def test_imports_go_strictly_downward(path: Path) -> None:
 def test_of_a_family_only_its_build_is_above_plan() -> None:
     assert (
         layer_of("mtrain.models.gpt.build.chunk")
-        == layer_of("mtrain.build.model")
+        == layer_of("mtrain.assembly.model")
         > LAYERS["mcore"]
     )
     assert (
@@ -553,7 +553,7 @@ def test_one_file_prints() -> None:
 def test_what_waits_for_a_later_release_is_in_its_sample() -> None:
     said = (ROOT / "Makefile").read_text()
     sample = said.partition("ENGINE_SAMPLE :=")[2].partition("\n\n")[0]
-    files = (ROOT / "tests/dist").glob("test_*.py")
+    files = (ROOT / "tests/distributed").glob("test_*.py")
     waiting = [path for path in files if "skipif(not engine.at_least" in path.read_text()]
     assert len(waiting) > 2
     for path in waiting:

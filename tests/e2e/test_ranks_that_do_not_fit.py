@@ -29,7 +29,7 @@ def started(rank: int, port: int, *words: str, cwd: Path) -> subprocess.Popen[st
     )
 
 
-@pytest.mark.full  # tests/dist/test_joining.py has it without the imports of a process
+@pytest.mark.full  # tests/distributed/test_joining.py has it without the imports of a process
 def test_an_absent_rank_is_named_five_seconds_after_this_one_is_ready(tmp_path: Path) -> None:
     begun = time.monotonic()
     process = started(0, free_port(), "trainer.join_timeout_s=5", cwd=tmp_path)

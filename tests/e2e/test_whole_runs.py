@@ -246,7 +246,7 @@ def test_a_stop_that_reaches_one_rank_only_stops_the_run_and_says_so(tmp_path: P
     assert list((tmp_path / "runs/run/checkpoints").glob("step_*/manifest.json"))
 
 
-# three processes import; tests/dist starts ranks by torchrun's environment without it
+# three processes import; tests/distributed starts ranks by torchrun's environment without it
 @pytest.mark.full
 def test_torchrun_starts_the_same_run(tmp_path: Path) -> None:
     import sys

@@ -254,8 +254,8 @@ def _distances(found: dict[str, Tensor], exact: dict[str, Tensor]) -> dict[str, 
 
 
 def _parts(run: Any, world: Any, windows: Windows) -> Any:
-    from mtrain.build.model import build_model
-    from mtrain.build.optim import build_optimizer, build_schedule
+    from mtrain.assembly.model import build_model
+    from mtrain.assembly.optim import build_optimizer, build_schedule
     from mtrain.ckpt.state import TrainState
     from mtrain.data.batch import GlobalBatches
     from mtrain.train.assemble import configure_schedule_hooks

@@ -24,7 +24,7 @@ def test_what_became_of_it_names_what_there_is(fix: Fix) -> None:
     known = {patch.name: patch for patch in PATCHES}
     if fix.became == "patched":
         assert fix.by in CASES, (
-            "a case of tests/dist/test_adapter_patches.py fails without the patch"
+            "a case of tests/distributed/test_adapter_patches.py fails without the patch"
         )
         assert known[fix.by].upstream == (fix.number if fix.number.startswith("#") else "")
         assert (fix.is_in_0_19 is True) >= ((0, 19, 2) not in known[fix.by].versions)

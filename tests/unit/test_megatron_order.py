@@ -1,5 +1,5 @@
-"""Megatron-LM's own order: made once, read from its caches, validated; `tests/dist` compares with
-megatron-core.
+"""Megatron-LM's own order: made once, read from its caches, validated; `tests/distributed` compares
+with megatron-core.
 """
 
 from __future__ import annotations

@@ -111,7 +111,7 @@ def test_building_asks_the_family_of_a_plug_in() -> None:
         from mtrain.world.fake_world import fake_world
 
         with pytest.MonkeyPatch.context() as patch, fake_world(run, 0) as world:
-            from mtrain.build.model import blank_model
+            from mtrain.assembly.model import blank_model
 
             _plug_in(patch, f"{__name__}:toy")
             return blank_model(run, world)

@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 import torch
 
-from mtrain.build import philox
-from mtrain.build.philox import Stream
+from mtrain.assembly import philox
+from mtrain.assembly.philox import Stream
 
 CPU = torch.device("cpu")
 ELSEWHERE: Any = SimpleNamespace(type="another device")

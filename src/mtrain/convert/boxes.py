@@ -99,7 +99,7 @@ def asked(run: RunConfig) -> dict[str, Box]:
         RuntimeError: torch.distributed is in use in this process.
     """
     adapt()
-    from mtrain.build.model import blank_model
+    from mtrain.assembly.model import blank_model
     from mtrain.mcore.shard_specs import shard_specs_of
     from mtrain.world.fake_world import fake_world
 

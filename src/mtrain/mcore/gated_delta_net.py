@@ -46,7 +46,7 @@ class GatedDeltaNet(_GatedDeltaNet):
     impl = "reference"
 
     def reset_parameters(self) -> None:
-        """Constants, and marks that say how the rest is drawn; see `mtrain.build.weights`."""
+        """Constants, and marks that say how the rest is drawn; see `mtrain.assembly.weights`."""
         weight = self.conv1d.weight
         weight.mtrain_init_bound = weight.shape[-1] ** -0.5
         self.A_log.mtrain_init_of_share = _decay_at_the_start

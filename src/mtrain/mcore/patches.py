@@ -1,9 +1,9 @@
 """Defects of megatron-core that configuration cannot avoid, each patched once when the adapter is
 installed.
 
-Each has a test in `tests/dist/test_adapter_patches.py` that fails without it, on every release that
-it is for. At an upgrade of megatron-core every entry is to be looked up again: the reason says what
-to look for.
+Each has a test in `tests/distributed/test_adapter_patches.py` that fails without it, on every
+release that it is for. At an upgrade of megatron-core every entry is to be looked up again: the
+reason says what to look for.
 """
 
 from __future__ import annotations

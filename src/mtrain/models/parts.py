@@ -2,8 +2,8 @@
 and keep.
 
 What the plain torch kernels of a CPU keep is compared with what autograd saves
-(`tests/dist/test_plan_kept.py`). What TransformerEngine's, Triton's and torch's fused kernels keep
-follows from their sources.
+(`tests/distributed/test_plan_kept.py`). What TransformerEngine's, Triton's and torch's fused
+kernels keep follows from their sources.
 """
 
 from __future__ import annotations

@@ -14,8 +14,8 @@ from typing import Any, TypeVar
 import torch
 
 from mtrain import units
-from mtrain.build.model import build_model
-from mtrain.build.optim import build_optimizer, build_schedule
+from mtrain.assembly.model import build_model
+from mtrain.assembly.optim import build_optimizer, build_schedule
 from mtrain.ckpt import state as ckpt_state
 from mtrain.ckpt.state import TrainState
 from mtrain.ckpt.store import Checkpoint

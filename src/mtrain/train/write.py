@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from mtrain import strict_json
-from mtrain.build.model import build_model
+from mtrain.assembly.model import build_model
 from mtrain.ckpt import state as ckpt_state
 from mtrain.config.run import RunConfig
 from mtrain.data.text import Tokenizer

@@ -1,0 +1,153 @@
+"""This rank's model chunks, wrapped for training."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from typing import Any
+
+import torch
+
+from mtrain.assembly import weights
+from mtrain.assembly.transformer import transformer_config
+from mtrain.config.core_fields import DDP_FIELDS, FSDP_FIELDS, WRAP_FIELDS, values
+from mtrain.config.kernels import OPERATIONS
+from mtrain.config.peft import PeftConfig
+from mtrain.config.run import RunConfig
+from mtrain.devices.base import Device
+from mtrain.devices.dtypes import with_dtypes
+from mtrain.errors import ConfigError, Problem
+from mtrain.mcore import api as mcore
+from mtrain.mcore import low_rank
+from mtrain.mcore.fsdp2 import FullySharded
+from mtrain.mcore.language_model import SummedLosses, Told
+from mtrain.mcore.megatron_fsdp import FullyShardedBuffers, communication_elements
+from mtrain.mcore.shard_specs import shard_specs_of
+from mtrain.models.base import BuildChunk
+from mtrain.models.registry import family_of, imported
+from mtrain.plan.count import adapter_parameters
+from mtrain.plan.rank import logits_at_once
+from mtrain.world.init import World
+
+
+def build_model(
+    run: RunConfig, world: World, *, wrap: bool = True, drawn: bool = True
+) -> list[Any]:
+    """This rank's chunks of the model: one per virtual pipeline stage, with weights from
+    `trainer.seed`.
+
+    With `wrap`, each is inside megatron-core's DistributedDataParallel or what `parallel.fsdp`
+    names; without, it can only run forward. Weights that FSDP shards have no memory before that: a
+    rank never holds all of them. Unless they are `drawn`, weights have no values.
+    """
+    config = transformer_config(run, world.device)
+    with weights.deferred() if wrap and _may_defer(run) else nullcontext():
+        chunks = _chunks(run, config)
+    for chunk in chunks:
+        chunk._apply(lambda t: t if t.is_meta else t.to(world.torch_device))
+        shard_specs_of(chunk)  # while it can still say where its parameters lie in the whole model
+    if run.precision.dtype != "fp32":
+        chunks = [_half(config, chunk) for chunk in chunks]
+    if wrap and run.parallel.fsdp != "none":
+        # the optimizer wants one for all
+        size = max(communication_elements(chunk) for chunk in chunks)
+        chunks = [_fully_shard(run, config, chunk, world.torch_device, size) for chunk in chunks]
+    if drawn:
+        weights.initialize(chunks, run.trainer.seed)
+        low_rank.start_magnitudes(chunks)
+    if wrap and run.parallel.fsdp == "none":
+        with _stream_of_gradients(run, world.device):
+            chunks = [_wrap(run, config, chunk, first=i == 0) for i, chunk in enumerate(chunks)]
+    return chunks
+
+
+@contextmanager
+def _stream_of_gradients(run: RunConfig, device: Device) -> Iterator[None]:
+    """A stream of its own for a graph of whole steps: autograd adds gradients up on the stream on
+    which DistributedDataParallel was made, and the default stream may not take part in a capture.
+    """
+    if run.trainer.cuda_graph_impl != "full_iteration":
+        yield
+        return
+    streams = device.namespace
+    stream = streams.Stream()
+    stream.wait_stream(streams.current_stream())
+    with streams.stream(stream):
+        yield
+    streams.current_stream().wait_stream(stream)
+
+
+def _half(config: Any, chunk: Any) -> Any:
+    """The chunk in half precision, but for the routers' balancing biases, which a checkpoint holds
+    in full.
+    """
+    wrapped = mcore.Float16Module(config, chunk)
+    for router in (module for module in wrapped.modules() if isinstance(module, mcore.TopKRouter)):
+        router._maintain_float32_expert_bias()
+    return wrapped
+
+
+def _may_defer(run: RunConfig) -> bool:
+    """Whether weights may stay without memory until FSDP shards them; stages add tied embeddings up
+    before.
+    """
+    tied_stages = run.parallel.pp > 1 and run.model.tie_word_embeddings
+    return run.parallel.fsdp != "none" and not tied_stages
+
+
+def blank_model(run: RunConfig, world: World) -> list[Any]:
+    """This rank's chunks in a `fake_world` world: every layer and shape, no memory; portable
+    layers.
+    """
+    words = {op.name: "reference" for op in OPERATIONS} | {"default": "reference"}
+    off = {"gradient_accumulation_fusion": False, "cpu_matmul": None}
+    kernels = run.kernels.model_copy(update={**words, **off})
+    run = run.on_any_device()
+    run = run.model_copy(
+        update={"kernels": kernels, "precision": run.precision.unquantized(run.precision.format)}
+    )
+    return _chunks(run, transformer_config(run, world.device))
+
+
+def _chunks(run: RunConfig, config: Any) -> list[Any]:
+    stages = range(run.parallel.vpp) if run.parallel.vpp > 1 else [None]
+    build: BuildChunk = imported(family_of(run.model).builder)
+    chunks = [build(run, config, stage) for stage in stages]
+    for chunk in chunks:
+        if isinstance(chunk, SummedLosses):
+            chunk.told = told_by(run)
+    if run.peft.kind and not any(adapter_parameters(run)):
+        rule = f"models of the family {run.model.family} have no adapters that are known here"
+        raise ConfigError([Problem("MT521", "peft.kind", run.peft.kind, rule, "peft=none")])
+    for chunk in chunks if run.peft.kind else ():
+        low_rank.adapt(chunk, adapter_of(run.peft), run.peft.target or ())
+    return chunks
+
+
+def told_by(run: RunConfig) -> Told:
+    """What a resolved run wants to know of its losses."""
+    return Told(run.trainer.z_loss_coeff or 0.0, run.log.token_accuracy, logits_at_once(run))
+
+
+def adapter_of(peft: PeftConfig) -> low_rank.Adapter:
+    """The adapters that a resolved `peft` section describes."""
+    assert peft.r is not None
+    return low_rank.Adapter(peft.r, peft.scale, peft.dropout, has_magnitude=peft.kind == "dora")
+
+
+def _wrap(run: RunConfig, config: Any, chunk: Any, *, first: bool) -> Any:
+    ddp = mcore.DistributedDataParallelConfig(**values(DDP_FIELDS, run))
+    # Only the first chunk may wait for its buckets one by one; see DistributedDataParallel's own
+    # use in training.
+    return mcore.DistributedDataParallel(
+        config, ddp, chunk, disable_bucketing=not first and not run.parallel.overlap_grad_reduce
+    )
+
+
+def _fully_shard(run: RunConfig, config: Any, chunk: Any, device: torch.device, size: int) -> Any:
+    if run.parallel.fsdp == "fsdp2":
+        wrap = mcore.TorchFullyShardedDataParallelConfig(**values(WRAP_FIELDS, run))
+        return FullySharded(config, wrap, chunk, device)
+    fields = with_dtypes(values(FSDP_FIELDS, run))
+    ddp = mcore.DistributedDataParallelConfig(**fields, suggested_communication_unit_size=size)
+    return FullyShardedBuffers(config, ddp, chunk, device)

@@ -1,0 +1,347 @@
+"""Weights, gradients and optimizer state that are spread (FSDP2, megatron-core's FSDP, replicas) or
+moved to host memory compute what one rank computes, and go on from a checkpoint as if nothing had
+been.
+"""
+
+from __future__ import annotations
+
+import gc
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from mtrain.cli import prove
+from mtrain.cli.setup import load
+from mtrain.config.run import RunConfig
+from mtrain.plan.shrink import alone
+from tests.museum.exhibit import seeded
+from tests.museum.resumes import unreduced
+from tests.support.covering import some
+from tests.support.forked import run_ranks
+from tests.support.runs import Uninterrupted, rank_tensors, train_steps, whole_tensors
+
+MIXTRAL = "model=mixtral_tiny"
+FSDP2 = "parallel.fsdp=fsdp2"
+MEGATRON = "parallel.fsdp=megatron"
+LAYOUTS = {
+    "fsdp2": f"parallel=dp2 {FSDP2}",
+    "fsdp2 tp2": f"parallel=tp2dp2sp {FSDP2}",
+    "fsdp2 cp2": f"parallel=cp2dp2 {FSDP2}",
+    "fsdp2 pp2 tied": f"parallel=pp2dp2 {FSDP2} model.tie_word_embeddings=true",
+    "fsdp2 pp2vpp2": f"parallel=pp2vpp2dp2 {FSDP2}",
+    "fsdp2 replicas": f"parallel=dp4 {FSDP2} parallel.hsdp_replicas=2",
+    "fsdp2 tied": f"parallel=dp2 {FSDP2} model.tie_word_embeddings=true model.mtp_num_layers=1",
+    "fsdp2 experts": f"{MIXTRAL} parallel=dp2 {FSDP2}",
+    "fsdp2 ep2 replicas": f"{MIXTRAL} parallel=ep2dp4 {FSDP2} parallel.hsdp_replicas=2",
+    "fsdp2 tp2ep2 etp1": f"{MIXTRAL} parallel=tp2ep2etp1spdp2 {FSDP2}",
+    "fsdp2 sgd": f"parallel=dp2 {FSDP2} optim=sgd",
+    "fsdp2 recomputation": f"parallel=dp2 {FSDP2} parallel.recompute.granularity=full",
+    "fsdp2 gemma tp2": f"model=gemma_tiny parallel=tp2dp2sp {FSDP2}",
+    "fsdp2 norms over all heads tp2": (
+        f"parallel=tp2dp2 {FSDP2} model.qk_layernorm=true "
+        "model.qk_layernorm_across_heads=true model.norm_placement=post"
+    ),
+    "megatron gemma": f"model=gemma_tiny parallel=dp2 {MEGATRON}",
+    "megatron norms over all heads tp2": (
+        f"parallel=tp2dp2 {MEGATRON} model.qk_layernorm=true "
+        "model.qk_layernorm_across_heads=true model.norm_placement=post"
+    ),
+    "fsdp2 bf16": f"parallel=tp2dp2sp {FSDP2} precision=bf16",
+    "megatron": f"parallel=dp2 {MEGATRON}",
+    "megatron biases": (
+        f"parallel=tp2dp2sp {MEGATRON} model.add_bias_linear=true model.normalization=LayerNorm "
+        "model.activation=gelu"
+    ),
+    "megatron optimizer and gradients": (
+        f"parallel=dp2 {MEGATRON} parallel.fsdp_sharding=optim_grads"
+    ),
+    "megatron optimizer": f"parallel=dp2 {MEGATRON} parallel.fsdp_sharding=optim",
+    "megatron tp2": f"parallel=tp2dp2sp {MEGATRON}",
+    "megatron cp2": f"parallel=cp2dp2 {MEGATRON}",
+    "megatron pp2 tied": f"parallel=pp2dp2 {MEGATRON} model.tie_word_embeddings=true",
+    "megatron pp2vpp2": (
+        f"parallel=pp2vpp2dp2 {MEGATRON} model.num_layers=3 "
+        "parallel.account_for_embedding_in_pipeline_split=true"
+    ),
+    "megatron replicas": f"parallel=dp4 {MEGATRON} parallel.hsdp_replicas=2",
+    "megatron optimizer replicas": (
+        f"parallel=dp4 {MEGATRON} parallel.fsdp_sharding=optim parallel.hsdp_replicas=2"
+    ),
+    "megatron ep2": f"{MIXTRAL} parallel=ep2dp2 {MEGATRON}",
+    "megatron tp2ep2 etp1": f"{MIXTRAL} parallel=tp2ep2etp1spdp2 {MEGATRON}",
+    "megatron recomputation": f"parallel=dp2 {MEGATRON} parallel.recompute.granularity=full",
+    "megatron bf16": f"parallel=tp2dp2sp {MEGATRON} precision=bf16",
+    "megatron optimizer bf16": (
+        f"parallel=dp2 {MEGATRON} parallel.fsdp_sharding=optim precision=bf16"
+    ),
+    "fsdp2 small DeepSeek-V3": f"model=deepseek_tiny parallel=tp2ep2etp1spdp2 {FSDP2}",
+    "megatron small DeepSeek-V3": f"model=deepseek_tiny parallel=ep2dp2 {MEGATRON} precision=bf16",
+    "distributed optimizer replicas": (
+        "parallel=dp4 parallel.distributed_optimizer=true parallel.hsdp_replicas=2"
+    ),
+    "distributed optimizer replicas ep2": (
+        f"{MIXTRAL} parallel=ep2dp4 parallel.distributed_optimizer=true parallel.hsdp_replicas=2"
+    ),
+    "offload": "parallel=dp2 optim.cpu_offload=1.0",
+    "offload half": "parallel=single optim.cpu_offload=0.5",
+    "offload half, distributed optimizer": (
+        "parallel=dp2 optim.cpu_offload=0.5 parallel.distributed_optimizer=true"
+    ),
+    "offload half sgd": "parallel=tp2 optim.cpu_offload=0.5 optim=sgd",
+    "offload half bf16": "parallel=dp2 optim.cpu_offload=0.5 precision=bf16",
+    "offload bf16, distributed optimizer": (
+        "parallel=dp2 optim.cpu_offload=1.0 precision=bf16 parallel.distributed_optimizer=true"
+    ),
+}
+STEPS = 3
+HALF = 1
+
+
+def _run(words: str, dtype: str | None = None) -> RunConfig:
+    """The layout that `words` describe, small enough for a test."""
+    argv = words.split()
+    full = load(argv).run
+    return prove.shrunk(full, argv, STEPS, dtype or prove.formats(full)[-1])
+
+
+def _on(run: RunConfig, ranks: int) -> RunConfig:
+    """The same run on another number of data-parallel ranks."""
+    batch = run.trainer.model_copy(update={"global_batch_size": 2 * ranks})
+    return run.model_copy(
+        update={"parallel": run.parallel.model_copy(update={"ranks": ranks}), "trainer": batch}
+    )
+
+
+@pytest.mark.parametrize("name", some(["fsdp2", "megatron"], ["megatron"]))
+def test_ranks_that_divide_no_weight_evenly_are_proven(name: str) -> None:
+    rows = prove.compared(_on(_run(LAYOUTS[name]), 3))
+    assert all(row.equal for row in rows), prove.table(rows)
+
+
+ALWAYS = ("fsdp2 tied", "megatron optimizer bf16", "offload bf16, distributed optimizer")
+"""Every way of keeping state."""
+
+
+@pytest.mark.parametrize("name", some(LAYOUTS, ALWAYS))
+def test_a_layout_is_proven(name: str) -> None:
+    rows = prove.compared(_run(LAYOUTS[name]))
+    assert all(row.equal for row in rows), prove.table(rows)
+
+
+def _job(
+    run: RunConfig, steps: int, save: Path, after: int | None, load: Path | None
+) -> list[tuple[float, float]]:
+    return train_steps(run, steps, save_to=save, save_after=after, load_from=load)
+
+
+RESUMED = [
+    "fsdp2",
+    "fsdp2 tp2",
+    "fsdp2 pp2vpp2",
+    "fsdp2 ep2 replicas",
+    "fsdp2 bf16",
+    "megatron",
+    "megatron optimizer",
+    "megatron optimizer bf16",
+    "megatron tp2",
+    "megatron pp2 tied",
+    "megatron replicas",
+    "megatron bf16",
+    "distributed optimizer replicas",
+    "offload half",
+    "offload half, distributed optimizer",
+    "offload bf16, distributed optimizer",
+]
+"""One of each way in which state is kept; the others of `LAYOUTS` are kept in one of these ways."""
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Uninterrupted:
+    """Runs of `STEPS` steps, by the name of their layout."""
+    return Uninterrupted(tmp_path_factory.mktemp("whole"), HALF, STEPS)
+
+
+RESUMED_ALWAYS = ("megatron optimizer bf16", "offload bf16, distributed optimizer")
+
+
+@pytest.mark.parametrize("name", some(RESUMED, RESUMED_ALWAYS))
+def test_a_resumed_run_is_bitwise_the_uninterrupted_one(
+    name: str, whole: Uninterrupted, tmp_path: Path
+) -> None:
+    run = _run(LAYOUTS[name])
+    values, first, last = whole(name, run)
+    more = run_ranks(run.parallel.ranks or 1, _job, run, STEPS - HALF, tmp_path, None, first)
+    assert values[HALF:] == more[0]
+    expected = whole_tensors(last)
+    found = whole_tensors(tmp_path / last.name)
+    assert expected.keys() == found.keys()
+    assert any(key.startswith(("optim/exp_avg/", "optim/momentum_buffer/")) for key in found)
+    assert [k for k in expected if not torch.equal(expected[k], found[k])] == []
+    for before, after in zip(rank_tensors(last), rank_tensors(tmp_path / last.name), strict=True):
+        assert before.keys() == after.keys()
+        assert all(torch.equal(before[k], after[k]) for k in before)
+
+
+PLAIN = {
+    "one rank": "parallel=single",
+    "tp2": "parallel=tp2",
+    "tp2pp2": "parallel=tp2pp2",
+    "dp2 distributed optimizer": "parallel=dp2 parallel.distributed_optimizer=true",
+    "ep2": f"{MIXTRAL} parallel=ep2dp2",
+    "one rank bf16": "parallel=single precision=bf16",
+}
+
+
+CHANGES = [
+    ("fsdp2", "tp2"),
+    ("tp2", "fsdp2"),
+    ("fsdp2 tp2", "one rank"),
+    ("one rank", "fsdp2 replicas"),
+    ("fsdp2 replicas", "tp2pp2"),
+    ("fsdp2 ep2 replicas", "ep2"),
+    ("ep2", "fsdp2 ep2 replicas"),
+    ("fsdp2", "megatron tp2"),
+    ("megatron", "fsdp2 cp2"),
+    ("megatron tp2", "tp2pp2"),
+    ("tp2pp2", "megatron"),
+    ("megatron optimizer replicas", "dp2 distributed optimizer"),
+    ("dp2 distributed optimizer", "megatron optimizer"),
+    ("megatron ep2", "fsdp2 ep2 replicas"),
+    ("distributed optimizer replicas", "offload"),
+    ("offload half, distributed optimizer", "fsdp2"),
+    ("megatron", "offload half"),
+    ("fsdp2 bf16", "megatron bf16"),
+    ("megatron optimizer bf16", "fsdp2 bf16"),
+    ("one rank bf16", "offload half bf16"),
+    ("offload bf16, distributed optimizer", "one rank bf16"),
+]
+CHANGED_ALWAYS = (
+    ("tp2pp2", "megatron"),
+    ("megatron optimizer bf16", "fsdp2 bf16"),
+)
+
+
+@pytest.mark.parametrize(
+    ("saved", "resumed"),
+    [
+        pytest.param(*pair, marks=() if pair in CHANGED_ALWAYS else pytest.mark.full)
+        for pair in CHANGES
+    ],
+)
+def test_a_layout_goes_on_from_another_and_changes_no_bit_of_its_state(
+    saved: str, resumed: str, whole: Uninterrupted, tmp_path: Path
+) -> None:
+    tables = {**LAYOUTS, **PLAIN}
+    before = _run(tables[saved])
+    after = _run(tables[resumed]).model_copy(
+        update={"trainer": before.trainer, "data": before.data, "model": before.model}
+    )
+    values, first, _ = whole(saved, before)
+    found = run_ranks(after.parallel.ranks or 1, _job, after, STEPS - HALF, tmp_path, 0, first)[0]
+    left = whole_tensors(first)
+    right = whole_tensors(tmp_path / first.name)
+    assert left.keys() == right.keys()
+    assert [k for k in left if not torch.equal(left[k], right[k])] == []
+    tolerance = 2e-2 if before.precision.dtype == "bf16" else 1e-5
+    for (loss, norm), (expected, expected_norm) in zip(found, values[HALF:], strict=True):
+        assert loss == pytest.approx(expected, rel=tolerance)
+        assert norm == pytest.approx(expected_norm, rel=tolerance)
+
+
+def _use(run: RunConfig) -> tuple[float, list[int], float]:
+    """Validation loss and generated tokens after two steps, and the loss of the second step that
+    follows.
+    """
+    from mtrain.train.assemble import assemble, splits_of
+    from mtrain.train.generate import Sampler
+    from mtrain.train.step import evaluate, train_step
+    from mtrain.world.init import joined
+
+    with joined(run) as world:
+        parts = assemble(run, world, splits_of(run))
+        for _ in range(2):
+            train_step(parts, stop_requested=False)
+        assert parts.valid_data is not None
+        valid = evaluate(parts, parts.valid_data, 2)
+        tokens = Sampler(run, world, parts.state.chunks).generate([1, 2, 3], 8, temperature=0)
+        train_step(parts, stop_requested=False)  # its update must reach what was gathered before
+        return valid, tokens, train_step(parts, stop_requested=False).loss
+
+
+USED = ["fsdp2 tp2", "fsdp2 replicas", "fsdp2 pp2 tied", "megatron tp2", "megatron optimizer"]
+
+
+@pytest.mark.parametrize("name", some(USED, ["fsdp2 pp2 tied"]))
+def test_a_model_that_is_spread_is_evaluated_and_writes_text_between_steps(name: str) -> None:
+    run = _run(LAYOUTS[name])
+    run = run.model_copy(update={"trainer": run.trainer.model_copy(update={"eval_iters": 2})})
+    expected_loss, expected_tokens, expected_next = run_ranks(1, _use, alone(run))[0]
+    for loss, tokens, following in run_ranks(run.parallel.ranks or 1, _use, run):
+        assert loss == pytest.approx(expected_loss, rel=1e-5)
+        assert tokens == expected_tokens
+        assert following == pytest.approx(expected_next, rel=1e-5)
+
+
+UNREDUCED = ["fsdp2", "fsdp2 replicas", "megatron", "megatron replicas"]
+
+
+@pytest.mark.parametrize("name", some(UNREDUCED, ["megatron"]))
+def test_a_shard_that_is_not_reduced_is_found(name: str) -> None:
+    with seeded(unreduced):
+        rows = prove.compared(_run(LAYOUTS[name]))
+    assert any(row.what == "gradient" and row.error > 0.1 for row in rows), prove.table(rows)
+
+
+def _memory(run: RunConfig) -> dict[str, float]:
+    """Weights: all, with memory before the model was cut, kept between steps; bytes of all that
+    lives then.
+    """
+    from mtrain.assembly import model
+    from mtrain.mcore.local_params import local_params
+    from mtrain.train.assemble import assemble, splits_of
+    from mtrain.train.step import train_step
+    from mtrain.world.init import joined
+
+    found: dict[str, float] = {"made": 0}
+    inherited = _live_bytes()  # of earlier tests in the process that was forked
+    shard = model._fully_shard
+
+    def measure(run: Any, config: Any, chunk: Any, *given: Any) -> Any:
+        found["all"] = sum(p.numel() for p in chunk.parameters())
+        found["made"] = sum(p.numel() for p in chunk.parameters() if not p.is_meta)
+        return shard(run, config, chunk, *given)
+
+    model._fully_shard = measure
+    with joined(run) as world:
+        parts = assemble(run, world, splits_of(run))
+        for _ in range(2):
+            train_step(parts, stop_requested=False)
+        found["kept"] = sum(k.weight.numel() for k in local_params(parts.state.chunks[0]))
+        found["live"] = _live_bytes() - inherited
+    return found
+
+
+def _live_bytes() -> int:
+    """Bytes of the memory that tensors of this process share among them."""
+    gc.collect()
+    tensors = (o for o in gc.get_objects() if type(o) in (torch.Tensor, torch.nn.Parameter))
+    return sum(
+        {
+            t.untyped_storage().data_ptr(): t.untyped_storage().nbytes()
+            for t in tensors
+            if not t.is_meta
+        }.values()
+    )
+
+
+@pytest.mark.parametrize("name", ["fsdp2", "megatron"])
+def test_a_rank_keeps_its_part_of_the_weights_and_never_had_more(name: str) -> None:
+    ranks = 2
+    for rank in run_ranks(ranks, _memory, _on(_run(LAYOUTS[name]), ranks)):
+        assert rank["made"] < 0.01 * rank["all"], "weights had memory before they were cut"
+        assert rank["kept"] == pytest.approx(rank["all"] / ranks, rel=0.05)
+        # between steps nothing lives but a part of the weights, of their gradients and of two
+        # moments
+        assert rank["live"] < 1.15 * 16 * rank["all"] / ranks

@@ -1,0 +1,351 @@
+"""A step that is traced on shapes alone keeps what a real one keeps, and the plan
+agrees with it.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable
+from pathlib import Path
+from statistics import mean
+from typing import Any
+
+import pytest
+import torch
+
+from mtrain.cli import trace as verb
+from mtrain.cli.setup import load
+from mtrain.config.paths import recipes_dir
+from mtrain.config.resolve import Machine
+from mtrain.config.run import RunConfig
+from mtrain.errors import ConfigError
+from mtrain.layout.grid import RankGrid
+from mtrain.models.lives import Moment, Rises
+from mtrain.plan import rank
+from mtrain.plan.portable import portable
+from mtrain.plan.rank import stage_memories
+from tests.distributed.test_plan_kept import KEPT, planned
+from tests.support.covering import some
+from tests.support.forked import run_alone, run_ranks
+from tests.support.kept import measured
+
+BIG = Machine(cpu_cores=1 << 14, memory_bytes=1 << 60)
+TRACED = [name for name in KEPT if "fsdp" not in name and " fp8" not in name]  # traces are in bf16
+RECIPES = sorted(
+    file.relative_to(recipes_dir()).with_suffix("").as_posix()
+    for file in recipes_dir().rglob("*.yaml")
+)
+MANY = 128
+"""Experts of a layer above which a stage takes half a minute."""
+LARGE = (
+    "model=llama31_405b parallel=tp8pp8sp parallel.layers_per_stage=[15,16,16,16,16,16,16,15]"
+    " cluster=h100x1024 data=mock data.seq_length=8192"
+)
+
+
+def traced(run: RunConfig, rank: int) -> dict[str, Any]:
+    """The report of a rank, from a process of its own."""
+
+    def job() -> dict[str, Any]:
+        from mtrain.train.trace import trace
+        from mtrain.train.trace_report import trace_report
+
+        begin = time.process_time()
+        found = trace_report(run, trace(run, rank))
+        return found | {"seconds": time.process_time() - begin}
+
+    found: dict[str, Any] = run_alone(job, timeout_s=600)
+    return found
+
+
+def measured_in_turn(run: RunConfig) -> dict[str, Any]:
+    """A job of one rank: `measured`, with experts that are chosen in turn, as in a trace."""
+    from mtrain.mcore.shaped import shaped
+
+    with shaped():
+        return measured(run)
+
+
+@pytest.mark.parametrize("case", some(TRACED, ["llama tp sp bf16"]))
+def test_a_trace_keeps_what_autograd_keeps(case: str) -> None:
+    run = planned(KEPT[case])
+    grid = RankGrid.of(run)
+    found = run_ranks(run.parallel.ranks or 1, measured_in_turn, run)
+    for stage in range(grid.pp):
+        most = mean(r["most"] for r in found if grid.coords(r["rank"])["pp"] == stage)
+        assert traced(run, grid.rank_of(pp=stage))["most_saved"] == pytest.approx(most, rel=0.01)
+
+
+@pytest.mark.parametrize("name", some(RECIPES, ["llama/tiny_cpu"]))
+def test_the_plan_of_a_recipe_is_within_three_percent_of_its_trace(name: str) -> None:
+    """The peak, and the states to the byte, on the first stage and, but for many experts, on the
+    last.
+    """
+    run = load([f"recipe={name}"], BIG, {}, to_run=False).run
+    pp = RankGrid.of(run).pp
+    few = run.model.moe is None or run.model.moe.num_experts <= MANY
+    for stage in sorted({0, pp - 1 if few else 0}):
+        off = traced(run, RankGrid.of(run).rank_of(pp=stage))["difference_percent"]
+        assert abs(off["peak"]) < 3, off
+        assert off["weights"] == off["gradients"] == 0
+        assert abs(off["optimizer"]) < 0.01
+
+
+TOKENS = "data=mock data.seq_length=512 trainer.micro_batch_size=2 trainer.global_batch_size=16"
+WIDTH = (
+    "model.hidden_size=512 model.num_attention_heads=8 model.num_query_groups=4"
+    " model.vocab_size=4096"
+)
+DENSE = f"model.num_layers=3 {WIDTH} model.ffn_hidden_size=1536 {TOKENS}"
+EXPERTS = f"model=mixtral_tiny {WIDTH} model.num_layers=2 model.moe.ffn_hidden_size=1024 {TOKENS}"
+FEW_AT_ONCE = (
+    "data=mock data.seq_length=2048 trainer.micro_batch_size=1 trainer.global_batch_size=16"
+    " precision=bf16"
+)
+AGAIN = "parallel.recompute.granularity=selective parallel.recompute.modules="
+PADDED = "model.moe.pad_alltoall=true"
+DRAWN = {
+    "dense": f"{DENSE} parallel=single",
+    "dense bf16": f"{DENSE} parallel=single precision=bf16",
+    "dense tp sp": f"{DENSE} parallel=tp2sp precision=bf16",
+    "dense full": f"{DENSE} parallel=single precision=bf16 parallel.recompute.granularity=full",
+    "dense selective": f"{DENSE} parallel=tp2sp precision=bf16 {AGAIN}[layernorm,mlp]",
+    "dense core": f"{DENSE} parallel=single {AGAIN}[core_attn]",
+    "dense vpp": f"{DENSE} parallel=pp2vpp2 precision=bf16".replace("num_layers=3", "num_layers=8"),
+    "dense ring": f"{DENSE} parallel=cp2 parallel.cp_comm_type=p2p precision=bf16",
+    "dense ulysses": f"{DENSE} parallel=cp2 parallel.cp_comm_type=a2a precision=bf16",
+    "dense gathered": f"{DENSE} parallel=cp2 precision=bf16",
+    "dense all logits": f"{DENSE} parallel=tp2sp kernels.loss=megatron precision=bf16",
+    "dense packed": f"{DENSE} parallel=tp2sp data.packed=true precision=bf16",
+    "dense dropout": (
+        f"{DENSE} parallel=tp2sp precision=bf16 model.hidden_dropout=0.1"
+        " model.attention_dropout=0.1"
+    ),
+    "lora": f"{DENSE} parallel=tp2sp peft=lora precision=bf16",
+    "experts": f"{EXPERTS} parallel=single",
+    "experts bf16": f"{EXPERTS} parallel=ep4 precision=bf16",
+    "experts etp": f"{EXPERTS} parallel=tp2ep2sp parallel.etp=2 precision=bf16",
+    "experts gathered": (
+        f"{EXPERTS} parallel=tp2ep2sp model.moe.token_dispatcher_type=allgather precision=bf16"
+    ),
+    "padded": f"{EXPERTS} parallel=ep2 {PADDED} precision=bf16",
+    "padded fp32": f"{EXPERTS} parallel=ep4 {PADDED}",
+    "padded factor": (
+        f"{EXPERTS} parallel=tp2ep2sp parallel.etp=1 {PADDED}"
+        " model.moe.alltoall_capacity_factor=1.5 precision=bf16"
+    ),
+    "padded etp": (
+        f"{EXPERTS} parallel=tp2ep2sp parallel.etp=2 {PADDED}"
+        " model.moe.alltoall_capacity_factor=1.25"
+    ),
+    "shared": (
+        f"{EXPERTS} parallel=ep2 precision=bf16 model.moe.shared_expert_intermediate_size=1024"
+    ),
+    "shared gate": (
+        f"{EXPERTS} parallel=tp2sp model.moe.shared_expert_intermediate_size=2048 "
+        "model.moe.shared_expert_gate=true"
+    ),
+    "experts' activation": f"{EXPERTS} parallel=ep2 precision=bf16 {AGAIN}[moe_act]",
+    "experts again": f"{EXPERTS} parallel=ep2 precision=bf16 {AGAIN}[moe]",
+    "experts full": f"{EXPERTS} parallel=ep2 precision=bf16 parallel.recompute.granularity=full",
+    "experts pp": f"{EXPERTS} parallel=pp2ep2 precision=bf16".replace(
+        "num_layers=2", "num_layers=4"
+    ),
+    "experts lora": f"{EXPERTS} parallel=ep2 peft=lora precision=bf16",
+    "latent": (
+        f"model=deepseek_tiny parallel=single precision=bf16 {TOKENS}"
+        f" {AGAIN}[mla_up_proj,moe_act,layernorm]"
+    ),
+    "latent fp32": f"model=deepseek_tiny parallel=tp2sp {TOKENS}",
+    "sparse": f"model=deepseek_v3_2_tiny parallel=tp2sp precision=bf16 {TOKENS}",
+    "delta net": f"model=qwen3_next_tiny parallel=tp2sp precision=bf16 {TOKENS}",
+    "delta net full": (
+        f"model=qwen3_next_tiny parallel=single {TOKENS} parallel.recompute.granularity=full"
+    ),
+    "mamba": f"model=nemotron_h_tiny parallel=tp2sp precision=bf16 {TOKENS}",
+    "bent": (
+        "model=gemma2_9b model.num_layers=2 model.hidden_size=96 model.ffn_hidden_size=192"
+        " model.vocab_size=1000 model.num_attention_heads=4 model.num_query_groups=2"
+        " model.kv_channels=32 model.window_size=32 data=mock data.seq_length=64"
+        " trainer.micro_batch_size=2 trainer.global_batch_size=8 parallel=single precision=bf16"
+    ),
+    "t5": f"model=t5_tiny parallel=tp2 precision=bf16 {TOKENS}",
+    "mixtral": f"model=mixtral_8x7b model.num_layers=4 parallel=ep8 {FEW_AT_ONCE}",
+    "qwen": f"model=qwen3_30b_a3b model.num_layers=2 parallel=ep4 {FEW_AT_ONCE}",
+    "llama fp8": (
+        f"model=llama3_8b model.num_layers=3 parallel=tp2sp cluster=h100 {FEW_AT_ONCE}".replace(
+            "precision=bf16", "precision=fp8_blockwise"
+        )
+    ),
+}
+STATE = ("weights", "gradients", "optimizer")
+
+
+@pytest.mark.parametrize("name", some(DRAWN, ["padded"]))
+def test_what_moves_in_a_step_is_within_five_percent_of_its_trace(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Everything at the peak but the state, which hides what is wrong of the rest."""
+    run = load(DRAWN[name].split(), BIG, {}, to_run=False).run
+    for stage in sorted({0, run.parallel.pp - 1}):
+        found = traced(run, RankGrid.of(run).rank_of(pp=stage))
+        seen = found["peak"]["bytes"] - sum(found["peak"]["parts"][part] for part in STATE)
+        assert _moving(run, stage) == pytest.approx(seen, rel=0.05)
+    if name == "padded":
+        monkeypatch.setattr(rank, "backwards", lambda graphs: Rises(0, 0, Moment(0, 0)))
+        monkeypatch.setattr(rank, "forwards", lambda graphs: 0)
+        assert _moving(run, 0) < 0.95 * seen, "what experts work with is the most"
+
+
+def _moving(run: RunConfig, stage: int) -> int:
+    parts = stage_memories(portable(run))[stage].parts
+    return sum(
+        size
+        for part, size in parts.items()
+        if part not in (*STATE, "low_precision", "context", "reserve")
+    )
+
+
+def test_what_a_gpu_alone_does_is_left_out_and_said() -> None:
+    words = (
+        "model=llama_tiny cluster=h100 cluster.devices_per_node=1 parallel=single data=mock"
+        " data.seq_length=64 "
+    )
+    words += "model.num_layers=2 trainer.global_batch_size=2 trainer.micro_batch_size=1 "
+    words += "parallel.activation_offload.modules=[core_attn]"
+    run = load(words.split(), BIG, {}, to_run=False).run
+    run = run.model_copy(
+        update={"trainer": run.trainer.model_copy(update={"cuda_graph_impl": "local"})}
+    )
+    assert any(note.startswith("CUDA graphs") for note in traced(run, 0)["notes"])
+
+
+FUSED = {
+    "sinks": "model=gpt_oss_20b model.moe.num_experts=4 parallel=single",
+    "caps": "model=gemma2_9b parallel=tp2sp",
+    # what a trace runs by megatron-core's maps keeps no rows of experts' biases, and the run does
+    "ring": (
+        "model=gpt_oss_20b model.moe.num_experts=4 model.add_bias_linear=false parallel=cp2 "
+        "parallel.cp_comm_type=p2p"
+    ),
+    "gathered": "model=gpt_oss_20b model.moe.num_experts=4 parallel=cp2",
+}
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("name", FUSED)
+def test_fused_attention_keeps_no_scores_in_the_plan_and_in_its_trace(name: str) -> None:
+    words = [
+        *FUSED[name].split(),
+        "cluster=h100",
+        "cluster.nodes=1",
+        "cluster.devices_per_node=2",
+        "data=mock",
+    ]
+    words += [
+        "kernels=triton",
+        "model.num_layers=2",
+        "data.seq_length=3072",
+        "trainer.micro_batch_size=1",
+        "trainer.global_batch_size=2",
+    ]
+    run = load(words, BIG, {}, to_run=False).run
+    found = traced(run, 0)
+    assert abs(found["difference_percent"]["peak"]) < 3, found["difference_percent"]
+    if name == "ring":  # what a sink keeps of it is some hundredths
+        assert stage_memories(run)[0].saved == pytest.approx(found["most_saved"], rel=0.005)
+    pairs = {3072, 3072 // run.parallel.cp}
+    shapes = [shape for one in found["operations"] for shape in one["shapes"] if len(shape) > 1]
+    assert not [shape for shape in shapes if set(shape[-2:]) <= pairs], (
+        "there is a number for each query and key"
+    )
+    assert any(one["op"] == "mtrain.attention" for one in found["operations"])
+
+
+def test_the_page_and_its_data_say_the_same(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    words = [
+        "recipe=llama/tiny_cpu",
+        "model.num_layers=2",
+        "parallel=pp2",
+        "data.seq_length=64",
+        "rank=1",
+    ]
+
+    def job() -> tuple[str, str]:
+        with (tmp_path / "out").open("w") as out, pytest.MonkeyPatch.context() as patch:
+            patch.setattr("mtrain.cli.trace.say_page", lambda text: out.write(text + "\0"))
+            verb.run(words)
+            verb.run(words, as_json=True)
+        page, data = (tmp_path / "out").read_text().split("\0")[:2]
+        return page, data
+
+    page, text = run_alone(job)
+    data = json.loads(text)
+    assert "a step of rank 1, traced" in page
+    assert data["stage"] == 1
+    assert data["peak"]["bytes"] == sum(data["peak"]["parts"].values())
+    assert {"forward", "backward", "optimizer"} == {one["phase"] for one in data["timeline"]}
+    assert max(one["peak"] for one in data["timeline"]) == data["peak"]["bytes"]
+    layers = [
+        o
+        for o in data["operations"]
+        if o["module"] == "decoder.layers.*.mlp.linear_fc2" and o["flops"]
+    ]
+    assert {o["phase"] for o in layers} == {"forward", "backward"}
+    forward = sum(o["times"] * o["flops"] for o in layers if o["phase"] == "forward")
+    assert sum(o["times"] * o["flops"] for o in layers if o["phase"] == "backward") == 2 * forward
+
+
+@pytest.mark.parametrize(
+    ("words", "code"),
+    [
+        ("recipe=llama/tiny_cpu rank=2", "MT010"),
+        ("recipe=llama/tiny_cpu rank=x", "MT010"),
+    ],
+)
+def test_what_cannot_be_traced_is_refused(words: str, code: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        verb.run(words.split())
+    assert [problem.code for problem in caught.value.problems] == [code]
+
+
+def _own_defect() -> None:
+    raise NotImplementedError(
+        "a padding mask is not sharded over context-parallel ranks, nor is its metadata"
+    )
+
+
+@pytest.mark.parametrize(
+    ("fails", "expected"),
+    [
+        (lambda: torch.empty(1, device="meta").tolist(), "MT255"),
+        (lambda: torch.bincount(torch.empty(1, device="meta", dtype=torch.long)), "MT255"),
+        (_own_defect, "NotImplementedError"),
+    ],
+)
+def test_only_an_operation_that_asks_for_values_is_a_problem_of_the_configuration(
+    fails: Callable[[], object], expected: str
+) -> None:
+    def told() -> str:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr("mtrain.train.trace.trace", lambda *_: fails())
+            try:
+                verb.run(["recipe=llama/tiny_cpu"])
+            except ConfigError as error:
+                return " ".join(problem.code for problem in error.problems)
+            except NotImplementedError as error:
+                return type(error).__name__
+        return ""
+
+    assert run_alone(told) == expected
+
+
+@pytest.mark.full
+def test_a_rank_of_the_largest_llama_is_traced_in_a_minute_of_a_core() -> None:
+    run = load(LARGE.split(), BIG, {}, to_run=False).run
+    found = traced(run, 0)
+    assert found["seconds"] < 60
+    assert abs(found["difference_percent"]["peak"]) < 3

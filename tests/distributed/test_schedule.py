@@ -1,0 +1,190 @@
+"""The learning rate of each update, by schedule, against its formula."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from mtrain.config.precision import PrecisionConfig
+from mtrain.config.run import RunConfig
+from mtrain.errors import TrainingError
+from tests.support.forked import run_ranks
+from tests.support.runs import tiny_run, train_steps
+
+LR = 1.0
+MIN = 0.1
+WARMUP = 4
+STEPS = 20
+RATE = 1e-3
+
+
+def rates(**optim: Any) -> list[float]:
+    """Rates of the updates 1 to STEPS."""
+    from mtrain.assembly.optim import build_schedule
+
+    run = tiny_run(
+        optim={"lr": LR, "min_lr": MIN, "warmup_iters": WARMUP, **optim},
+        trainer={"train_iters": STEPS},
+    )
+    optimizer = SimpleNamespace(param_groups=[{"lr": 0.0, "weight_decay": 0.0}])
+    schedule = build_schedule(run, optimizer)
+    found = []
+    for _ in range(STEPS):
+        schedule.step(1)
+        found.append(optimizer.param_groups[0]["lr"])
+    return found
+
+
+def share(step: int) -> float:
+    """How much of the decay is over at an update."""
+    return (step - WARMUP) / (STEPS - WARMUP)
+
+
+FORMULAS = {
+    "constant": lambda step: LR,
+    "linear": lambda step: MIN + (LR - MIN) * (1 - share(step)),
+    "cosine": lambda step: MIN + (LR - MIN) * (1 + math.cos(math.pi * share(step))) / 2,
+    "inverse_sqrt": lambda step: max(MIN, LR * math.sqrt(WARMUP / step)),
+}
+
+
+@pytest.mark.parametrize("name", FORMULAS)
+def test_a_schedule_warms_up_and_follows_its_formula(name: str) -> None:
+    found = rates(schedule=name)
+    assert found[:WARMUP] == pytest.approx([LR * step / WARMUP for step in range(1, WARMUP + 1)])
+    assert found[WARMUP:] == pytest.approx(
+        [FORMULAS[name](step) for step in range(WARMUP + 1, STEPS + 1)]
+    )
+
+
+def test_wsd_stays_and_then_decays() -> None:
+    found = rates(schedule="wsd", wsd_decay_iters=5)
+    assert found[WARMUP - 1 : STEPS - 5] == pytest.approx([LR] * (STEPS - 5 - WARMUP + 1))
+    assert found[STEPS - 5 :] == pytest.approx([LR - (LR - MIN) * i / 5 for i in range(1, 6)])
+
+
+def test_the_decay_may_end_before_the_run() -> None:
+    found = rates(schedule="linear", decay_iters=10)
+    assert found[9:] == pytest.approx([MIN] * (STEPS - 9))
+    assert found[8] > MIN
+
+
+def half(steps: int, counts: str = "updates", **precision: Any) -> RunConfig:
+    """An fp16 run with a warmup over all of its steps."""
+    optim = {"lr": RATE, "warmup_iters": 50, "decay_iters": 100, "schedule_counts": counts}
+    trainer = {"train_iters": steps, "global_batch_size": 2}
+    run = tiny_run(model={"num_layers": 1}, optim=optim, trainer=trainer, dtype="fp16")
+    return run.model_copy(update={"precision": PrecisionConfig(dtype="fp16", **precision)})
+
+
+def fitted(
+    run: RunConfig, checkpoint: Path | None = None, folder: Path | None = None
+) -> tuple[list[tuple[bool, float]], str]:
+    """Whether each update was made and at which rate, and the fault that ended the run; metrics go
+    to `folder`.
+    """
+    from mtrain.ckpt import state as ckpt_state
+    from mtrain.ckpt.store import Checkpoint
+    from mtrain.train.assemble import assemble, splits_of
+    from mtrain.train.hooks import Metrics
+    from mtrain.train.step import Parts, StepResult
+    from mtrain.train.trainer import Hook, Trainer
+    from mtrain.world.init import joined
+
+    made = []
+
+    class Note(Hook):
+        def after_step(self, parts: Parts, result: StepResult) -> None:
+            made.append((result.updated, result.lr))
+
+    with joined(run) as world:
+        parts = assemble(run, world, splits_of(run))
+        if checkpoint is not None:
+            ckpt_state.load(Checkpoint.open(checkpoint), world, parts.state, seed=run.trainer.seed)
+        try:
+            Trainer(parts, [Note(), *([Metrics(folder)] if folder else [])]).fit()
+        except TrainingError as fault:
+            return made, str(fault)
+    return made, ""
+
+
+def strictly(text: str) -> Any:
+    """JSON by its standard, which knows no NaN."""
+
+    def refuse(word: str) -> None:
+        raise AssertionError(f"{word} is no JSON")
+
+    return json.loads(text, parse_constant=refuse)
+
+
+@pytest.mark.parametrize(
+    ("counts", "first"), [("updates", 1), ("past_updates", 0), ("steps", None)]
+)
+def test_updates_that_fp16_skips_are_counted_as_asked(counts: str, first: int | None) -> None:
+    steps, fault = run_ranks(1, fitted, half(10, counts, initial_loss_scale=2.0**20))[0]
+    assert fault == "", "a loss scale that still falls is no fault"
+    updated = [made for made, _ in steps]
+    rates = [rate * 50 / RATE for _, rate in steps]
+    assert updated[0] is False
+    assert updated[-2:] == [True, True]
+    past = [sum(updated[:i]) for i in range(10)]
+    assert rates == pytest.approx([i + 1 if first is None else past[i] + first for i in range(10)])
+
+
+STUCK = {
+    "at its floor from the start": ({"initial_loss_scale": 1e30, "min_loss_scale": 1e30}, 3),
+    "that fell to its floor": ({"initial_loss_scale": 2.0**34, "min_loss_scale": 2.0**31}, 5),
+}
+
+
+@pytest.mark.parametrize("scale", STUCK)
+def test_fp16_that_skips_every_update_is_a_fault(scale: str) -> None:
+    precision, last = STUCK[scale]
+    steps, fault = run_ranks(1, fitted, half(8, max_skipped_updates=3, **precision))[0]
+    assert [made for made, _ in steps] == [False] * (last - 1)
+    assert fault.startswith(f"step {last}: ")
+    assert f"precision.min_loss_scale={precision['min_loss_scale']:g}" in fault
+    assert "precision.max_skipped_updates=3" in fault
+
+
+def test_metrics_of_updates_that_were_skipped_are_json_also_after_a_resume(tmp_path: Path) -> None:
+    run = half(3, initial_loss_scale=2.0**40)
+    file = tmp_path / "metrics.jsonl"
+    run_ranks(1, lambda: train_steps(run, 1, save_to=tmp_path))
+    # as it was once written
+    file.write_text('{"step": 1, "loss": 5.0, "grad_norm": NaN, "tokens_per_s": Infinity}\n')
+    run_ranks(1, fitted, run, tmp_path / "step_00000001", tmp_path)
+    lines = [strictly(line) for line in file.read_text().splitlines()]
+    assert [line["step"] for line in lines] == [1, 2, 3]
+    assert [line["grad_norm"] for line in lines] == [None, None, None]
+    assert [line.get("loss_scale") for line in lines[1:]] == [2.0**40, 2.0**39]
+    assert lines[2]["skipped"] is True
+
+
+@pytest.mark.parametrize(
+    ("hysteresis", "scales"), [(1, [40, 39, 38, 37]), (2, [40, 40, 39, 38]), (3, [40, 40, 40, 39])]
+)
+def test_the_loss_scale_falls_with_as_many_skipped_updates_as_asked(
+    hysteresis: int, scales: list[int], tmp_path: Path
+) -> None:
+    run = half(4, initial_loss_scale=2.0**40, loss_scale_hysteresis=hysteresis)
+    run_ranks(1, fitted, run, None, tmp_path)
+    lines = [strictly(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert [line["loss_scale"] for line in lines] == [2.0**scale for scale in scales]
+
+
+def test_a_short_run_that_updated_nothing_is_a_fault() -> None:
+    _, fault = run_ranks(1, fitted, half(2, initial_loss_scale=1e30, min_loss_scale=1e30))[0]
+    assert fault.startswith("step 2: ")
+
+
+def test_a_resumed_run_counts_the_updates_that_were_skipped_before(tmp_path: Path) -> None:
+    run = half(8, max_skipped_updates=3, **STUCK["at its floor from the start"][0])
+    run_ranks(1, lambda: train_steps(run, 2, save_to=tmp_path))
+    _, fault = run_ranks(1, fitted, run, tmp_path / "step_00000002")[0]
+    assert fault.startswith("step 3: ")
